@@ -3,12 +3,13 @@
 use std::{
     collections::{BTreeMap, BTreeSet},
     net::SocketAddr,
+    sync::{Arc, Weak},
 };
 
 use kilo_core::{
     relay::{NodeId, RelayPlaces, Seen},
     signal_id,
-    topology::{Mesh, Node},
+    topology::{Gateways, Mesh, Node, Segment},
     wireguard::key::PublicKey,
 };
 use kilo_host::wireguard::PeerStatus;
@@ -21,6 +22,28 @@ pub fn leader(mesh: &Mesh, index: usize) -> Option<&Node> {
     let gateways = mesh.gateways_of(index);
     let acting = *gateways.order.get(gateways.acting)?;
     segment.members.get(acting).map(|member| &*member.node)
+}
+
+/// What a mesh says of locations and who leads them: when it is the same, so are the [`Leaders`], and the device need
+/// not be read for them. A mesh shares the locations in which nothing differs with the one before.
+#[derive(Clone, Debug, Default)]
+pub struct Locations {
+    segments: Vec<Weak<Segment>>,
+    gateways: Vec<Gateways>,
+}
+
+impl Locations {
+    /// Of a mesh; it may go.
+    pub fn of(mesh: &Mesh) -> Self {
+        Self { segments: mesh.segments.iter().map(Arc::downgrade).collect(), gateways: mesh.gateways.clone() }
+    }
+
+    /// True when they are those of this mesh, too.
+    pub fn are_of(&self, mesh: &Mesh) -> bool {
+        self.segments.len() == mesh.segments.len()
+            && self.segments.iter().zip(&mesh.segments).all(|(a, b)| a.as_ptr() == Arc::as_ptr(b))
+            && self.gateways == mesh.gateways
+    }
 }
 
 /// Leaders of other locations, and whether this node is one and relays.
@@ -88,4 +111,49 @@ fn places(view: &View, node: &Node, key: &PublicKey, relays: &RelayPlaces) -> Ve
     let external = node.external_ips.iter().filter_map(|address| Some(SocketAddr::new(*address, port?)));
     let seen = seen.filter(|at| !relays.contains(*at));
     seen.chain(external).collect::<BTreeSet<_>>().into_iter().collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use kilo_core::{settings::Granularity, topology::Peer};
+
+    use super::*;
+
+    #[test]
+    fn one_vpn_peer_more_is_no_reason_to_read_the_device_and_another_leader_is() {
+        let node = |name: &str, number: u8| {
+            let node = Node {
+                name: name.to_owned(),
+                key: Some(PublicKey([number; 32])),
+                location: name.to_owned(),
+                endpoint: format!("192.0.2.{number}:51820").parse().ok(),
+                internal_ip: format!("10.0.0.{number}/24").parse().ok(),
+                ..Node::default()
+            };
+            Arc::new(node)
+        };
+        let laptop = Peer {
+            name: "laptop".to_owned(),
+            allowed_ips: vec!["10.5.0.1/32".parse().unwrap()],
+            endpoint: None,
+            persistent_keepalive: 0,
+            preshared_key: None,
+            public_key: PublicKey([9; 32]),
+            follows: false,
+        };
+        let mut nodes = [node("a", 1), node("b", 2)];
+        let (none, one) = (BTreeMap::new(), BTreeMap::from([("laptop".to_owned(), laptop)]));
+        let (granularity, subnet) = (Granularity::Location, "10.4.0.0/16".parse().unwrap());
+        let mesh = Mesh::default().next(&nodes, &none, granularity, subnet);
+        let locations = Locations::of(&mesh);
+        let with_peer = mesh.next(&nodes, &one, granularity, subnet);
+        assert!(locations.are_of(&mesh) && locations.are_of(&with_peer));
+        nodes[1] = node("b", 3);
+        assert!(!locations.are_of(&with_peer.next(&nodes, &one, granularity, subnet)), "another leader");
+        assert!(
+            !locations.are_of(&with_peer.next(&nodes[..1], &one, granularity, subnet)),
+            "a location less"
+        );
+        assert!(!Locations::default().are_of(&mesh));
+    }
 }

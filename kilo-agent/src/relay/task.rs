@@ -3,7 +3,7 @@
 use std::{
     collections::BTreeMap,
     net::{IpAddr, SocketAddr},
-    sync::{Arc, Weak},
+    sync::Arc,
     time::{Duration, Instant, SystemTime, UNIX_EPOCH},
 };
 
@@ -14,7 +14,6 @@ use kilo_common::{
 use kilo_core::{
     relay::{self, Client, NodeId, Output, Server, Way},
     settings, signal_id,
-    topology::Mesh,
     wireguard::key::{PublicKey, SecretKey},
 };
 use kilo_host::dataplane::{
@@ -26,7 +25,7 @@ use tokio_util::sync::CancellationToken;
 
 use super::{
     Connected, Relays,
-    mesh::Leaders,
+    mesh::{Leaders, Locations},
     paths::{Paths, Ports},
 };
 use crate::{failover::packets, metrics::Metrics, status::View};
@@ -41,6 +40,8 @@ const LOOK_OFF: Duration = Duration::from_secs(5);
 /// is noticed all the same.
 const SHARE: u32 = 20;
 const LOOK_SELDOM: Duration = Duration::from_secs(3);
+/// The same where nobody relays, and only those who look want to know.
+const SHARE_OFF: u32 = 200;
 
 /// What the task has to know.
 pub struct Context {
@@ -88,8 +89,8 @@ pub struct Task {
     paths: Paths,
     ports: Ports,
     look_again: Instant,
-    /// The mesh of the last look.
-    mesh: Weak<Mesh>,
+    /// Those of the last look.
+    locations: Locations,
     /// Ways as they were said last.
     said: BTreeMap<NodeId, Way>,
     /// The device was read once.
@@ -125,7 +126,7 @@ impl Task {
             paths: Paths::default(),
             ports,
             look_again: now,
-            mesh: Weak::new(),
+            locations: Locations::default(),
             said: BTreeMap::new(),
             has_looked: false,
         }
@@ -164,17 +165,18 @@ impl Task {
 
     async fn turn(&mut self) {
         let now = Instant::now();
-        let mesh = {
+        let (mesh, is_another) = {
             let view = self.context.view.borrow();
             // Before the first reconcile nothing is known, and what an earlier agent has left goes on.
             if view.own.is_none() || view.device.is_none() {
                 return;
             }
-            Arc::downgrade(&view.mesh)
+            (Arc::clone(&view.mesh), !self.locations.are_of(&view.mesh))
         };
-        let is_another = !Weak::ptr_eq(&mesh, &self.mesh);
+        // A VPN peer more, for example, is nothing to read the device for: with thousands of them that takes long, and
+        // the device is not changed meanwhile.
         if now >= self.look_again || is_another {
-            self.mesh = mesh;
+            self.locations = Locations::of(&mesh);
             self.look().await;
             let now = Instant::now();
             self.serve(now);
@@ -201,9 +203,8 @@ impl Task {
         self.leaders = Leaders::of(&view, &peers);
         self.has_looked = true;
         let uses = self.is_on();
-        let look = if uses { LOOK } else { LOOK_OFF };
         let took = now.saturating_duration_since(started);
-        self.look_again = now + look.max((took * SHARE).min(LOOK_SELDOM));
+        self.look_again = now + until_next_look(took, uses);
         self.client.see(self.leaders.seen.clone(), uses, self.leaders.is_behind_nat, now);
         let fresh = self.leaders.seen.iter().filter(|seen| seen.is_fresh() && uses);
         let relayed = self.client.endpoints();
@@ -358,8 +359,27 @@ impl Task {
     }
 }
 
+/// How long a look counts that took so long.
+fn until_next_look(took: Duration, uses: bool) -> Duration {
+    if uses { LOOK.max((took * SHARE).min(LOOK_SELDOM)) } else { LOOK_OFF.max(took * SHARE_OFF) }
+}
+
 /// The time of day: numbers of messages go on from those of earlier agents.
 fn micros() -> u64 {
     let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
     u64::try_from(since.as_micros()).unwrap_or(u64::MAX)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_device_that_is_slow_to_read_is_read_seldom() {
+        let of = |took, uses| until_next_look(Duration::from_millis(took), uses).as_secs_f64();
+        assert_eq!((of(2, true), of(2, false)), (1.0, 5.0));
+        assert_eq!((of(100, true), of(100, false)), (2.0, 20.0));
+        // A relay that has fallen silent is noticed all the same.
+        assert_eq!((of(800, true), of(800, false)), (3.0, 160.0));
+    }
 }
