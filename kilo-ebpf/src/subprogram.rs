@@ -5,6 +5,7 @@
 //! used, which the verifier refuses. The linker keeps them under their names, which no other function may have.
 
 use aya_ebpf::bindings::__sk_buff;
+use kilo_common::counters::DropReason;
 
 /// An argument beside the packet: a number, or a reference, which is passed as a pointer.
 pub trait Argument: Sized {
@@ -62,6 +63,22 @@ impl<T> Argument for &mut T {
     }
 }
 
+/// What subprograms return.
+pub trait Returned {
+    /// What would become of a packet if an argument were missing, which only the verifier expects.
+    const REFUSED: Self;
+}
+
+/// A verdict.
+impl Returned for i32 {
+    const REFUSED: Self = DropReason::Malformed.index() as Self;
+}
+
+/// Something that was looked for.
+impl Returned for u32 {
+    const REFUSED: Self = 0;
+}
+
 /// The packet as subprograms get it: the kernel knows the type by its name.
 pub type Skb = *mut __sk_buff;
 
@@ -96,18 +113,19 @@ macro_rules! subprogram {
         }
     };
     (@call $instance:ident $skb:ident ($($arg:ident: $type:ty),*)) => {
-        $instance($skb $(, <$type as $crate::subprogram::Argument>::pass($arg))*)
+        // SAFETY: what is referred to lives until it returns.
+        unsafe { $instance($skb $(, <$type as $crate::subprogram::Argument>::pass($arg))*) }
     };
     (@global $instance:ident ($($arg:ident: $type:ty),*) $ret:ty [$($inner:tt)*]) => {
         #[unsafe(no_mangle)]
         #[inline(never)]
-        extern "C" fn $instance(
+        unsafe extern "C" fn $instance(
             skb: $crate::subprogram::Skb $(, $arg: <$type as $crate::subprogram::Argument>::Passed)*
         ) -> $ret {
             $(
                 // SAFETY: the function that chooses passes it, and waits.
                 let passed = unsafe { <$type as $crate::subprogram::Argument>::take($arg) };
-                let Some($arg) = passed else { return 0 };
+                let Some($arg) = passed else { return <$ret as $crate::subprogram::Returned>::REFUSED };
             )*
             $($inner)*(skb $(, $arg)*)
         }

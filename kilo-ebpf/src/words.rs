@@ -14,7 +14,7 @@ pub struct Words<T, const WORDS: usize> {
 impl<T, const WORDS: usize> Words<T, WORDS> {
     #[inline(always)]
     pub const fn new() -> Self {
-        const { assert!(size_of::<T>() <= WORDS * size_of::<u64>()) };
+        const { assert!(size_of::<T>() <= WORDS * size_of::<u64>() && align_of::<T>() <= align_of::<u64>()) };
         Self { words: MaybeUninit::uninit(), holds: core::marker::PhantomData }
     }
 
@@ -50,8 +50,8 @@ impl WholeAddress {
 
     #[inline(always)]
     pub fn key(&self) -> &Key<[u8; 16]> {
-        // SAFETY: its length and its sixteen bytes, one behind the other.
-        unsafe { &*(&raw const self.bits).cast() }
+        // SAFETY: its length and its sixteen bytes, one behind the other, follow the four that fill up.
+        unsafe { &*(&raw const *self).cast::<u8>().add(size_of_val(&self.pad)).cast() }
     }
 }
 

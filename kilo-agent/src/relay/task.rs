@@ -42,6 +42,7 @@ const SHARE: u32 = 20;
 const LOOK_SELDOM: Duration = Duration::from_secs(3);
 /// The same where nobody relays, and only those who look want to know.
 const SHARE_OFF: u32 = 200;
+const LOOK_RARELY: Duration = Duration::from_secs(60);
 
 /// What the task has to know.
 pub struct Context {
@@ -204,7 +205,8 @@ impl Task {
         self.has_looked = true;
         let uses = self.is_on();
         let took = now.saturating_duration_since(started);
-        self.look_again = now + until_next_look(took, uses);
+        // Pairs that a relay has left are to end in time.
+        self.look_again = now + until_next_look(took, uses || self.server.pairs() > 0);
         self.client.see(self.leaders.seen.clone(), uses, self.leaders.is_behind_nat, now);
         let fresh = self.leaders.seen.iter().filter(|seen| seen.is_fresh() && uses);
         let relayed = self.client.endpoints();
@@ -361,7 +363,11 @@ impl Task {
 
 /// How long a look counts that took so long.
 fn until_next_look(took: Duration, uses: bool) -> Duration {
-    if uses { LOOK.max((took * SHARE).min(LOOK_SELDOM)) } else { LOOK_OFF.max(took * SHARE_OFF) }
+    if uses {
+        LOOK.max((took * SHARE).min(LOOK_SELDOM))
+    } else {
+        LOOK_OFF.max((took * SHARE_OFF).min(LOOK_RARELY))
+    }
 }
 
 /// The time of day: numbers of messages go on from those of earlier agents.
@@ -380,6 +386,6 @@ mod tests {
         assert_eq!((of(2, true), of(2, false)), (1.0, 5.0));
         assert_eq!((of(100, true), of(100, false)), (2.0, 20.0));
         // A relay that has fallen silent is noticed all the same.
-        assert_eq!((of(800, true), of(800, false)), (3.0, 160.0));
+        assert_eq!((of(800, true), of(800, false)), (3.0, 60.0));
     }
 }

@@ -46,7 +46,7 @@ pub enum DataplaneError {
     /// The kernel refused the object.
     #[error(
         "the kernel does not load the BPF programs: {}; kg needs CAP_BPF, CAP_NET_ADMIN and CAP_PERFMON, \
-         and a kernel from 6.1 on with CONFIG_NET_CLS_ACT",
+         and a kernel from 6.1 on with CONFIG_NET_CLS_ACT and CONFIG_DEBUG_INFO_BTF (/sys/kernel/btf/vmlinux)",
         error_chain(.0.as_ref())
     )]
     Load(#[source] Cause),
