@@ -10,7 +10,7 @@ use std::{
 use crate::metrics::Metrics;
 use kilo_core::{
     objects::ObjectRef,
-    plan::{self, Conflict, LeftOut},
+    plan::{self, Conflict},
     topology::PRIVATE_ENDPOINT_REMEDY,
     wireguard::Endpoint,
 };
@@ -27,8 +27,6 @@ pub struct LogLimiter {
     left_out: usize,
     /// Private addresses that several nodes claim.
     conflicts: Vec<Conflict>,
-    /// Addresses of WireGuard in others' prefixes.
-    endpoints: Vec<LeftOut>,
     /// The endpoint of this node that other locations may not reach.
     private_endpoint: Option<Endpoint>,
     /// Locations whose stand-bys are too few, and why.
@@ -158,15 +156,6 @@ impl LogLimiter {
         }
         self.conflicts = conflicts.to_vec();
         true
-    }
-
-    /// Says once which prefixes hold addresses that WireGuard itself sends to.
-    pub fn endpoints(&mut self, found: &[LeftOut], metrics: &Metrics) {
-        for one in found.iter().filter(|one| !self.endpoints.contains(one)) {
-            metrics.error("endpoint_inside");
-            tracing::warn!("{one}");
-        }
-        self.endpoints = found.to_vec();
     }
 
     /// Says what failed, unless it did for the same reason within the last minute.

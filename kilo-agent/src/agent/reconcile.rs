@@ -152,7 +152,6 @@ impl<B: Backend> Agent<B> {
         if self.log_limiter.conflicts(&plan.conflicts, &self.metrics) {
             self.report_conflicts(&plan.conflicts);
         }
-        self.log_limiter.endpoints(&plan.left_out, &self.metrics);
         let decision = self.nat_decision(&plan.tables);
         let applied = self.apply(plan, host).await;
         self.tell_failover(site);

@@ -9,7 +9,6 @@ mod lookup;
 mod lost;
 mod masquerade;
 pub mod model;
-mod outer;
 mod overlay;
 pub mod probe;
 mod remote;
@@ -30,13 +29,12 @@ use std::{
     net::{IpAddr, SocketAddr},
 };
 
-use ipnet::IpNet;
 use kilo_common::{
     direct,
     maps::{CONFIG_GATEWAY, CONFIG_LEADER, CONFIG_MASQUERADE, CONFIG_NATIVE, Config},
 };
 
-use self::{outer::Outer, remote::Remote};
+use self::remote::Remote;
 use crate::{
     observed::HostLinks,
     settings::{Encapsulate, Settings, Tunnel},
@@ -127,9 +125,9 @@ impl<'a> Own<'a> {
     }
 
     /// Its WireGuard address with the subnet's prefix length, if it acts.
-    fn wireguard_address(&self, mesh: &Mesh) -> Option<IpNet> {
+    fn wireguard_address(&self, mesh: &Mesh) -> Option<ipnet::IpNet> {
         let address = self.segment.wireguard_ip.filter(|_| self.acts)?;
-        IpNet::new(address, mesh.subnet.prefix_len()).ok()
+        ipnet::IpNet::new(address, mesh.subnet.prefix_len()).ok()
     }
 
     fn others(&self) -> impl Iterator<Item = &'a Member> + use<'a> {
@@ -164,10 +162,7 @@ pub fn host_plan(inputs: &Inputs<'_>) -> Option<HostPlan> {
     let own = Own::at(inputs.mesh, inputs.mesh.own()?);
     let remote = Remote::new(inputs, &own);
     let lost = lost::prefixes(inputs, &own);
-    let wireguard = wireguard::peers(inputs, &own, &remote);
-    let outer = Outer::of(inputs, &own, &remote, &wireguard);
     let mut tables = steering::tables(inputs, &own, &remote, &lost);
-    outer.open(&mut tables.prefix);
     masquerade::fill(inputs, &own, &remote, &lost, &mut tables);
     let native = tables.hop.values().any(|hop| matches!(hop, Hop::Node { tunnel: Tunnel::None, .. }));
     let private = own.member.private_ip();
@@ -210,12 +205,9 @@ pub fn host_plan(inputs: &Inputs<'_>) -> Option<HostPlan> {
         },
         ends: 0,
     };
-    let mut net = routes::net(inputs, &own, &remote, &tables);
-    net.routes = outer.left_out(std::mem::take(&mut net.routes));
     Some(HostPlan {
-        left_out: left_out(inputs.mesh, &remote, &outer),
-        wireguard,
-        net,
+        wireguard: wireguard::peers(inputs, &own, &remote),
+        net: routes::net(inputs, &own, &remote, &tables),
         tables,
         layer3: inputs.links.layer3.clone(),
         tunnels: inputs.links.vxlan.into_iter().chain(inputs.links.ipip).collect(),
@@ -227,26 +219,13 @@ pub fn host_plan(inputs: &Inputs<'_>) -> Option<HostPlan> {
     })
 }
 
-/// Whose prefixes hold an address that this host's WireGuard sends to, for people.
-fn left_out(mesh: &Mesh, remote: &Remote, outer: &Outer) -> Vec<LeftOut> {
-    let of = |(prefix, address): (IpNet, IpAddr)| {
-        let claim = remote.of(prefix).iter().find(|claim| claim.chosen)?;
-        let owner = match mesh.segments.get(claim.owner) {
-            Some(segment) => segment.location.clone(),
-            None => format!("peer/{}", mesh.peers.get(claim.owner - mesh.segments.len())?.name),
-        };
-        Some(LeftOut { prefix, owner, address })
-    };
-    outer.pairs().filter_map(of).collect()
-}
-
 /// Bits behind the first of the own pod CIDRs that is IPv4: all nodes of a cluster mostly have CIDRs of one length.
-fn direct_shift(pod_cidrs: &[IpNet]) -> u16 {
-    let is_v4 = |cidr: &&IpNet| cidr.addr().is_ipv4();
+fn direct_shift(pod_cidrs: &[ipnet::IpNet]) -> u16 {
+    let is_v4 = |cidr: &&ipnet::IpNet| cidr.addr().is_ipv4();
     pod_cidrs.iter().find(is_v4).map_or(0, |cidr| direct::shift(cidr.prefix_len()))
 }
 
 /// This node's WireGuard address with the subnet's prefix length, if it leads, or acts as leader.
-pub fn wireguard_address(mesh: &Mesh, node: &str) -> Option<IpNet> {
+pub fn wireguard_address(mesh: &Mesh, node: &str) -> Option<ipnet::IpNet> {
     Own::at(mesh, mesh.find(node)?).wireguard_address(mesh)
 }

@@ -2,8 +2,6 @@
 
 use std::{collections::BTreeSet, fmt, net::IpAddr};
 
-use ipnet::IpNet;
-
 use crate::wireguard::WireguardPlan;
 pub use crate::{
     net::{MAIN_TABLE, NetPlan, Route},
@@ -27,30 +25,6 @@ pub struct HostPlan {
     pub tunnels: BTreeSet<u32>,
     /// Private addresses that several nodes claim.
     pub conflicts: Vec<Conflict>,
-    /// Addresses that prefixes of somebody's choice hold, and that this host does not send into WireGuard.
-    pub left_out: Vec<LeftOut>,
-}
-
-/// An address of WireGuard itself in a prefix that somebody has chosen.
-#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub struct LeftOut {
-    /// Allowed IPs of a Peer, or allowed-location-ips.
-    pub prefix: IpNet,
-    /// `peer/NAME`, or the location.
-    pub owner: String,
-    /// Where this host's WireGuard sends.
-    pub address: IpAddr,
-}
-
-impl fmt::Display for LeftOut {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { prefix, owner, address } = self;
-        write!(
-            f,
-            "{prefix} of {owner} holds {address}, where this node's WireGuard reaches another one: packets of this host \
-             to {address} are not sent through the tunnel; write prefixes without that address"
-        )
-    }
 }
 
 /// A private address that several nodes claim.
