@@ -107,10 +107,12 @@ impl Acting {
         self.owners.values_mut().filter(|known| known.0 == Term::NONE).for_each(|known| *known = owner);
     }
 
-    /// Nobody has claimed Kilo's leader since `term`, although another gateway leads: it has lost power, or the
-    /// others hear nothing of it. What it sends comes through its own tunnel.
-    pub fn stays_alone(&mut self, leader: NodeId, term: Term) {
-        if let Some(known) = self.owners.get_mut(&leader).filter(|known| known.0 < term) {
+    /// `claimant` leads in the place of Kilo's leader, and claims others than that one: it has lost power, or the
+    /// others hear nothing of it. What it sends comes through its own tunnel. It is taken from the claimant where
+    /// `term` is that of what nobody claimed: what a real CLAIM gave, or the device had elsewhere, stays.
+    pub fn stays_alone(&mut self, leader: NodeId, term: Term, claimant: NodeId) {
+        let Some(known) = self.owners.get_mut(&leader) else { return };
+        if *known == (term, claimant) || known.0 <= term && known.1 == leader {
             *known = (term, leader);
         }
     }

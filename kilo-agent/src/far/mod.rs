@@ -9,7 +9,7 @@ use std::{
 };
 
 use ipnet::IpNet;
-use kilo_common::signal::Body;
+use kilo_common::signal::{Body, Kind};
 use kilo_core::{
     signal_id,
     topology::{ActingLocation, Member, Mesh, Segment},
@@ -181,18 +181,28 @@ pub fn claimed(
         return Claimed { foreign, step: Ok(None) };
     }
     let gateways: Vec<NodeId> = location.gateways.iter().map(|gateway| gateway.id).collect();
+    let leader = gateways.get(location.acting).copied().filter(|_| names_any(signal));
     // The device has them where the last plan put them, and only who follows is to move.
-    if let Some(leader) = location.gateways.get(location.acting).filter(|_| names_any(signal)) {
-        let first = location.gateways.first().filter(|first| first.id != leader.id);
-        first.into_iter().for_each(|first| acting.stays_alone(first.id, STAYS));
-        acting.stay((STAYS, leader.id));
-    }
+    leader.into_iter().for_each(|leader| acting.stay((STAYS, leader)));
     let step = acting.claimed(params, from, &known, &gateways, me).map(Some).map_err(|why| match why {
         Refused::Kind | Refused::Gateway => "gateway",
         Refused::Member => "member",
         Refused::Leap => "leap",
     });
+    if step.is_ok()
+        && leader == Some(from)
+        && let Some(first) = gateways.first().filter(|first| **first != from)
+        && is_whole_claim(signal)
+    {
+        acting.stays_alone(*first, STAYS, from);
+    }
     Claimed { foreign, step }
+}
+
+/// Whether it is a CLAIM of one part. It names all that its gateway has and this node has not confirmed in its term; each
+/// ten seconds all of it is claimed anew.
+const fn is_whole_claim(signal: &Signal) -> bool {
+    matches!((signal.kind, &signal.body), (Kind::Claim, Body::Claim { part: (0, 1), .. }))
 }
 
 /// What moves with these members, and with what belongs to none.
@@ -228,54 +238,93 @@ fn known_only(signal: &Signal, location: &FarLocation, names: &BTreeMap<NodeId, 
 
 #[cfg(test)]
 mod tests {
-    use kilo_common::signal::{Kind, Shared};
+    use kilo_common::signal::Shared;
 
     use super::*;
 
-    /// `a1` leads by Kilo's rule, and `a2` since `a1` was cut off from the LAN; this agent was started after that.
+    /// `A1` leads by Kilo's rule, and `A2` since `A1` was cut off from the LAN; this agent was started after that.
+    const A1: NodeId = 1 << 48;
+    const A2: NodeId = 2 << 48;
+    const A3: NodeId = 3 << 48;
+    const FAR: Far = 7;
+
+    fn led_by_a2(held: impl IntoIterator<Item = (NodeId, NodeId)>) -> FarLocation {
+        let (key, control) = (PublicKey([0; 32]), signal_id::control_address(&PublicKey([0; 32])));
+        FarLocation {
+            gateways: [A1, A2, A3].map(|id| FarGateway { id, key, control }).into(),
+            acting: 1,
+            written: Some((Term::NONE.next(A2), A2)),
+            members: [A1, A2, A3].map(|id| (id, Vec::new())).into(),
+            held: held.into_iter().collect(),
+            ..FarLocation::default()
+        }
+    }
+
+    fn claim(from: NodeId, members: &[NodeId]) -> Signal {
+        let body =
+            Body::Claim { gateway: from, shared: Shared::Move, part: (0, 1), members: members.to_vec() };
+        Signal { kind: Kind::Claim, nonce: 1, term: Term::NONE.next(from), sender: from, location: FAR, body }
+    }
+
+    /// What is known after that signal, and whether it counted.
+    fn after(location: &FarLocation, signal: &Signal) -> (BTreeMap<Far, Acting>, bool) {
+        let names = [A1, A2, A3].map(|id| (id, format!("n{id}"))).into();
+        let mut fars = BTreeMap::new();
+        locations_are(&mut fars, &BTreeMap::from([(FAR, location.clone())]));
+        let pair = (location, fars.get_mut(&FAR).unwrap());
+        let step = claimed(&Params::default(), pair, (FAR, signal.sender), signal, &names, 99).step;
+        (fars, step.is_ok_and(|step| step.is_some()))
+    }
+
     #[test]
     fn a_leader_that_its_location_has_lost_keeps_its_own_prefixes() {
-        const A1: NodeId = 1 << 48;
-        const A2: NodeId = 2 << 48;
-        const A3: NodeId = 3;
-        const FAR: Far = 7;
-        let gateway = |id| FarGateway {
-            id,
-            key: PublicKey([0; 32]),
-            control: signal_id::control_address(&PublicKey([0; 32])),
-        };
-        let term = Term::NONE.next(A2);
-        let location = FarLocation {
-            gateways: vec![gateway(A1), gateway(A2)],
-            acting: 1,
-            written: Some((term, A2)),
-            members: [A1, A2, A3].map(|id| (id, Vec::new())).into(),
-            ..FarLocation::default()
-        };
-        let names = [A1, A2, A3].map(|id| (id, format!("n{id}"))).into();
-        let claim = |members: &[NodeId]| {
-            let body =
-                Body::Claim { gateway: A2, shared: Shared::Move, part: (0, 1), members: members.to_vec() };
-            Signal { kind: Kind::Claim, nonce: 1, term, sender: A2, location: FAR, body }
-        };
-        for (seed, claimed_by_a2, owner) in [
-            (None, [A2, A3].as_slice(), A1),
-            (Some(A1), [A2, A3].as_slice(), A1),
-            (None, [A1, A2, A3].as_slice(), A2),
-            (Some(A1), [A1, A2, A3].as_slice(), A2),
+        for (seed, from, members, owner) in [
+            (None, A2, [A2, A3].as_slice(), A1),
+            (Some(A1), A2, &[A2, A3], A1),
+            // As the device had it, until that is forgotten: A2 claims everything anew before.
+            (Some(A2), A2, &[A2, A3], A2),
+            (None, A2, &[A1, A2, A3], A2),
+            (Some(A1), A2, &[A1, A2, A3], A2),
+            // What another gateway claims says nothing of who is cut off.
+            (Some(A2), A3, &[A3], A2),
+            (None, A3, &[A3], A2),
+            // And what A2 does not claim may be that one's.
+            (Some(A3), A2, &[A2], A3),
         ] {
-            let held = seed.map(|gateway| (A1, gateway)).into_iter().collect();
-            let locations = BTreeMap::from([(FAR, FarLocation { held, ..location.clone() })]);
-            let mut fars = BTreeMap::new();
-            locations_are(&mut fars, &locations);
-            let pair = (&locations[&FAR], fars.get_mut(&FAR).unwrap());
-            let step = claimed(&Params::default(), pair, (FAR, A2), &claim(claimed_by_a2), &names, 99).step;
-            assert!(step.unwrap().is_some());
+            let location = led_by_a2(seed.map(|gateway| (A1, gateway)));
+            let (mut fars, counts) = after(&location, &claim(from, members));
+            assert!(counts);
+            let seeded = known(&fars)[&FAR].members[&A1].1;
+            assert_eq!(seeded, owner, "{seed:?} {from} {members:?}");
             // Whether or not the device had it before: that is forgotten after a while.
             fars.values_mut().for_each(|acting| acting.forget(SEED));
-            let members = &known(&fars)[&FAR].members;
-            assert_eq!(members[&A1].1, owner, "{seed:?} {claimed_by_a2:?}");
-            assert_eq!((members[&A2].1, members[&A3].1), (A2, A2));
+            let members_known = &known(&fars)[&FAR].members;
+            if seed.is_none_or(|seed| seed == A1) && from == A2 {
+                assert_eq!(members_known[&A1].1, owner, "{seed:?} {members:?}");
+            }
+            assert!(members.iter().all(|member| *member == A1 || members_known[member].1 == from));
+        }
+    }
+
+    #[test]
+    fn what_is_refused_or_not_all_of_a_claim_takes_nothing_from_the_acting_leader() {
+        let all = [A1, A2, A3].map(|member| (member, A2));
+        let location = led_by_a2(all);
+        let mut before = BTreeMap::new();
+        locations_are(&mut before, &BTreeMap::from([(FAR, location.clone())]));
+        let mut leap = claim(A2, &[A2, A3]);
+        leap.term = Term::from_bits(u64::MAX);
+        let (refused, counts) = after(&location, &leap);
+        assert!(!counts);
+        assert_eq!(known(&refused), known(&before));
+        let mut part = claim(A2, &[A2, A3]);
+        let Body::Claim { part: which, .. } = &mut part.body else { return };
+        *which = (0, 2);
+        let end = Signal { kind: Kind::End, ..claim(A2, &[A2, A3]) };
+        for signal in [leap, part, end] {
+            for location in [&location, &led_by_a2([])] {
+                assert_eq!(known(&after(location, &signal).0)[&FAR].members[&A1].1, A2, "{signal:?}");
+            }
         }
     }
 
