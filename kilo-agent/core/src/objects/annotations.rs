@@ -48,6 +48,9 @@ pub const LAST_SEEN: &str = "kilo.squat.ai/last-seen";
 /// This heartbeat, and when the next one comes.
 const HEARTBEAT: &str = "kilo.squat.ai/heartbeat";
 
+/// Names, without prefix, of what an agent of ours says of failover, and takes back before it goes.
+pub(super) const CLAIMS: [&str; 3] = ["signal", "leading", "leaders"];
+
 /// The longest pause between two heartbeats that is believed.
 const MOST_SECONDS: u16 = 600;
 
@@ -271,12 +274,17 @@ pub(super) fn read(present: &BTreeMap<String, String>, node: &mut CheckedIn, pro
             read(&mut Value { text, name, remedy, problems }, node);
         }
     }
-    let promise = present.get(HEARTBEAT).and_then(|text| promised(text));
-    if promise.is_some_and(|(seen, _)| !is_of_heartbeat(seen, node.last_seen)) {
+    if are_claims_void(present, node.last_seen) {
         // Whoever renews the heartbeat now knows none of these, and takes nothing back.
         let Node { signal, leading, leaders, .. } = &mut node.node;
         (*signal, *leading, *leaders) = (false, None, None);
     }
+}
+
+/// Whether the agent that wrote [`CLAIMS`] has gone: another one has renewed the heartbeat since.
+pub(super) fn are_claims_void(present: &BTreeMap<String, String>, last_seen: i64) -> bool {
+    let promise = present.get(HEARTBEAT).and_then(|text| promised(text));
+    promise.is_some_and(|(seen, _)| !is_of_heartbeat(seen, last_seen))
 }
 
 /// A `last-seen`, and the seconds after which it is to be renewed; `None`: it is not written like that.

@@ -15,7 +15,7 @@ use serde::{Deserialize, Serialize};
 
 use super::{
     Leaving,
-    annotations::{ANNOTATIONS, LAST_SEEN, PREFIX},
+    annotations::{self, ANNOTATIONS, CLAIMS, LAST_SEEN, PREFIX},
     leaving,
     node::{CONTROL_PLANE, EXTERNAL_IP},
 };
@@ -128,9 +128,12 @@ impl Entry {
     pub fn new(object: &core::Node, read: &super::CheckedIn, topology_label: &str, alive: bool) -> Self {
         let (metadata, empty) = (&object.metadata, BTreeMap::new());
         let present = metadata.annotations.as_ref().unwrap_or(&empty);
+        // Who reads the slice does not see the void promise, and would believe them.
+        let is_void = annotations::are_claims_void(present, read.last_seen);
         let passed_on = ANNOTATIONS.iter().filter_map(|row| {
             let name = row.name.strip_prefix(PREFIX)?;
-            let text = present.get(row.name).filter(|_| !NOT_PASSED_ON.contains(&name))?;
+            let is_left_out = NOT_PASSED_ON.contains(&name) || is_void && CLAIMS.contains(&name);
+            let text = present.get(row.name).filter(|_| !is_left_out)?;
             Some((name.to_owned(), text.clone()))
         });
         let spec = object.spec.as_ref();
@@ -257,6 +260,22 @@ mod tests {
                 (read, problems),
                 "{annotations:?}"
             );
+        }
+    }
+
+    #[test]
+    fn a_slice_does_not_bring_back_what_an_agent_that_has_gone_said_of_failover() {
+        for (last_seen, counts) in [("1000", true), ("0", true), ("1030", false)] {
+            let said = [("signal", "1"), ("leading", "65536"), ("leaders", "2"), ("heartbeat", "1000/30")];
+            let object = object(&[&said[..], &[("last-seen", last_seen)]].concat());
+            let read = node::from_object(&object, LABEL).0;
+            let entry = Entry::new(&object, &read, LABEL, true);
+            let again = node::from_object(&entry.to_object(LABEL), LABEL).0;
+            assert_eq!(
+                (again.signal, again.leading.is_some(), again.leaders.is_some()),
+                (counts, counts, counts)
+            );
+            assert_eq!(again, read, "{last_seen}");
         }
     }
 
