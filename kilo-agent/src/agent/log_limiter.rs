@@ -18,6 +18,9 @@ use kilo_core::{
 /// A reconcile that goes on failing for the same reason is spoken of again after this.
 const AGAIN: Duration = Duration::from_secs(60);
 
+/// Stand-bys of one location are spoken of again after this.
+const STAND_BYS_AGAIN: Duration = Duration::from_secs(600);
+
 /// What has been said.
 #[derive(Debug, Default)]
 pub struct LogLimiter {
@@ -29,8 +32,8 @@ pub struct LogLimiter {
     conflicts: Vec<Conflict>,
     /// The endpoint of this node that other locations may not reach.
     private_endpoint: Option<Endpoint>,
-    /// Locations whose stand-bys are too few, and why.
-    stand_bys: BTreeMap<String, String>,
+    /// When stand-bys of which location were spoken of.
+    stand_bys: BTreeMap<String, Instant>,
     /// Interfaces without programs, and their link type.
     unknown_headers: BTreeMap<String, u16>,
     /// No interface leads out of the host.
@@ -100,14 +103,19 @@ impl LogLimiter {
         Some(text)
     }
 
-    /// Says once of which locations this agent was told too few stand-bys.
-    pub fn stand_bys(&mut self, warnings: BTreeMap<String, String>) {
-        for (location, warning) in &warnings {
-            if self.stand_bys.get(location) != Some(warning) {
+    /// Says of which locations the stand-bys are too few, of each at most once in ten minutes: who leads may change
+    /// to and fro. Returns of which it did.
+    pub fn stand_bys(&mut self, warnings: BTreeMap<String, String>, now: Instant) -> Vec<String> {
+        self.stand_bys.retain(|_, said| now.saturating_duration_since(*said) < STAND_BYS_AGAIN);
+        let mut said = Vec::new();
+        for (location, warning) in warnings {
+            if !self.stand_bys.contains_key(&location) {
                 tracing::warn!("{location}: {warning}");
+                self.stand_bys.insert(location.clone(), now);
+                said.push(location);
             }
         }
-        self.stand_bys = warnings;
+        said
     }
 
     /// Says once which interfaces get no programs because of their link type.
@@ -200,6 +208,23 @@ mod tests {
         assert!(log_limiter.conflicts(&[], &metrics));
         assert_eq!(metrics.conflicts.get(), 0);
         assert!(log_limiter.conflicts(&two, &metrics));
+    }
+
+    #[test]
+    fn stand_bys_of_a_location_are_spoken_of_once_in_ten_minutes_whatever_happens_between() {
+        let start = Instant::now();
+        let mut log_limiter = LogLimiter::default();
+        let mut said = |location: &str, why: &str, seconds| {
+            let warnings = [(location.to_owned(), why.to_owned())].into_iter().filter(|it| !it.0.is_empty());
+            log_limiter.stand_bys(warnings.collect(), start + Duration::from_secs(seconds))
+        };
+        assert_eq!(said("a", "b leads", 0), ["a"]);
+        assert_eq!(said("a", "b leads", 1), [""; 0]);
+        assert_eq!(said("", "", 2), [""; 0], "it clears, and comes back");
+        assert_eq!(said("a", "c leads", 3), [""; 0]);
+        assert_eq!(said("z", "b leads", 4), ["z"], "another one is not kept back");
+        assert_eq!(said("a", "c leads", 600), ["a"]);
+        assert_eq!(said("a", "c leads", 601), [""; 0]);
     }
 
     impl LogLimiter {

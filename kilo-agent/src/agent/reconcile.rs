@@ -191,7 +191,7 @@ impl<B: Backend> Agent<B> {
         let concerns = |at: &usize| Some(*at) == own || mesh.unforeseen(*at).is_some();
         let warning = |at: usize| Some((mesh.segments[at].location.clone(), mesh.stand_by_warning(at)?));
         let warnings = (0..mesh.segments.len()).filter(concerns).filter_map(warning).collect();
-        self.log_limiter.stand_bys(warnings);
+        self.log_limiter.stand_bys(warnings, Instant::now());
     }
 
     /// Sets gauges.

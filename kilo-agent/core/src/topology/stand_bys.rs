@@ -10,8 +10,9 @@ impl Mesh {
         match self.unforeseen(at) {
             Some(acting) => Some(format!(
                 "{} leads, and is none of the gateways that --stand-bys names here: other agents were told of more \
-                 stand-bys, and one that takes over is reached only once the API server has said so; give all agents, \
-                 and kgctl connect, the same --stand-bys",
+                 stand-bys, or nodes that come before it have joined since; one that takes over like that is reached \
+                 only once the API server has said so: give all agents, and kgctl connect, the same --stand-bys, and \
+                 if they have it already, nothing is to be done",
                 acting.name()
             )),
             None if self.lacks_stand_bys(at, segment) => Some(if self.gateways_of(at).homes.is_some() {
@@ -106,7 +107,12 @@ mod tests {
         let term = |name: u8| Term::NONE.next(signal_id::node(&PublicKey([name; 32])));
         nodes[2].leading = Some(term(b'c').bits());
         let said = warning(&nodes, 1).unwrap();
-        assert!(said.starts_with("c leads") && said.contains("the same --stand-bys"), "{said}");
+        assert!(
+            said.starts_with("c leads")
+                && said.contains("the same --stand-bys")
+                && said.contains("have joined since"),
+            "{said}"
+        );
         assert_eq!(warning(&nodes, 2), None, "it is one of two");
         (nodes[1].leading, nodes[2].leading) = (Some(term(b'b').bits()), None);
         assert_eq!(warning(&nodes, 1), None);
