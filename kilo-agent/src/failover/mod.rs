@@ -286,8 +286,9 @@ impl Failover {
 fn far_gateways(mesh: &Mesh, own: usize) -> BTreeMap<IpAddr, SignalKey> {
     let others = mesh.segments.iter().enumerate().filter(|(at, _)| *at != own && mesh.fails_over(*at));
     let gateways = others.flat_map(|(at, segment)| {
-        let order = mesh.gateways_of(at).into_owned().order;
-        order.into_iter().filter_map(move |member| segment.members[member].node.key)
+        let gateways = mesh.gateways_of(at);
+        let keys = gateways.order.iter().filter_map(|member| segment.members[*member].node.key);
+        keys.collect::<Vec<_>>()
     });
     let entry = |key: PublicKey| {
         let known =

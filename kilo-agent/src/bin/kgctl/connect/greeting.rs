@@ -1,7 +1,10 @@
 //! The first handshakes with all gateways. One that does not know this machine's key yet says nothing, and WireGuard
 //! asks again 5 s later: a gateway that fails until then has no stand-by here.
 
-use std::time::{Duration, Instant};
+use std::{
+    collections::BTreeSet,
+    time::{Duration, Instant},
+};
 
 use kilo_core::wireguard::{DeviceState, WireguardPlan, key::PublicKey};
 
@@ -28,22 +31,22 @@ pub enum Next {
 pub struct Greeting {
     began: Instant,
     asked: Instant,
-    /// How many had not answered when last looked at.
-    silent: usize,
+    /// Who had not answered when last looked at; `None`: nobody has looked.
+    silent: Option<BTreeSet<PublicKey>>,
 }
 
 impl Greeting {
     /// The first handshakes begin now.
     pub const fn new(now: Instant) -> Self {
-        Self { began: now, asked: now, silent: usize::MAX }
+        Self { began: now, asked: now, silent: None }
     }
 
     /// Whether anybody has answered since the last look, of whom these have not. Who answers now has heard nothing of
     /// this machine so far, may lead already, and says so when it is greeted.
-    pub const fn is_answered(&mut self, silent: &[PublicKey]) -> bool {
-        let before = self.silent;
-        self.silent = silent.len();
-        silent.len() < before
+    pub fn is_answered(&mut self, silent: &[PublicKey]) -> bool {
+        let now: BTreeSet<PublicKey> = silent.iter().copied().collect();
+        let before = self.silent.replace(now.clone());
+        before.is_none_or(|before| !before.is_subset(&now))
     }
 
     /// What follows of these, which have not answered.
@@ -91,9 +94,10 @@ mod tests {
     #[test]
     fn who_answers_is_greeted_at_once_whoever_else_is_silent() {
         let mut greeting = Greeting::new(Instant::now());
-        let answered = [&KEYS[..], &KEYS, &KEYS[..1], &KEYS[..2], &KEYS[..2], &[]];
-        let greeted = answered.map(|silent| greeting.is_answered(silent));
-        assert_eq!(greeted, [true, false, true, false, false, true]);
+        let silent = [&KEYS[..], &KEYS, &KEYS[..1], &KEYS[..2], &KEYS[..2], &KEYS[1..], &[]];
+        let greeted = silent.map(|silent| greeting.is_answered(silent));
+        // In the last but one the first has answered, and the third has come anew.
+        assert_eq!(greeted, [true, false, true, false, false, true, true]);
     }
 
     #[test]
