@@ -171,11 +171,14 @@ counted! {
         /// Signal whose tag or sender is not that of the node it comes from.
         ForgedSignal = 60 => "forged_signal",
             "A node that has changed its key within the last seconds; else somebody on the network of the \
-             nodes forges signals: `kgctl monitor --reason forged_signal` shows the source and interface.",
+             nodes forges signals, or on kilo0 a gateway of another location speaks for another: `kgctl monitor \
+             --reason forged_signal` shows the source and interface.",
         /// Signal from a node that this one shares no key with, or of a kind that has no place here.
         UnknownSignal = 61 => "unknown_signal",
-            "A node that has just joined is known within a second. Otherwise: `kgctl monitor --reason \
-             unknown_signal` shows who sends, and `kgctl status` whether it is a node of this location.",
+            "A node that has just joined, or become a gateway, is known within a second. Otherwise: `kgctl monitor \
+             --reason unknown_signal` shows who sends; on a LAN `kgctl status` says whether it is a node of this \
+             location, on kilo0 it is a VPN peer, or a node of another location that is no gateway, whose CLAIM or \
+             END does not count.",
         /// On a relay: to a port of a pair, from somebody else than the end that it is bound to, or not WireGuard's.
         RelayStranger = 62 => "relay_stranger",
             "In small numbers: the NAT in front of a pair's end has changed its port, which that end tells within \

@@ -156,7 +156,7 @@ maps! {
         reason "bytes: a page; what does not fit is lost, reports repeat themselves";
     SIGNAL_KEY = "signal_key", Hash<[u8; 16], SignalKey>, size 8_192, pinned true, gauge true,
         holds "node's address → what its signals are checked with, both families; far gateways by their control addresses",
-        reason "as `hop`, a private address and perhaps one in an overlay a node";
+        reason "as `hop`, a private address and perhaps one in an overlay a node; far gateways are a few a location";
     SIGNAL = "signal", RingBuf<(), Heard>, size 65_536, pinned true, gauge false,
         holds "ring: signals for the agent",
         reason "bytes: 630 short signals or 56 of the longest; what does not fit is lost, signals are repeated";
