@@ -288,6 +288,7 @@ mod tests {
             // What another gateway claims says nothing of who is cut off.
             (Some(A2), A3, &[A3], A2),
             (None, A3, &[A3], A2),
+            (Some(A1), A3, &[A3], A1),
             // And what A2 does not claim may be that one's.
             (Some(A3), A2, &[A2], A3),
         ] {
@@ -299,9 +300,9 @@ mod tests {
             // Whether or not the device had it before: that is forgotten after a while.
             fars.values_mut().for_each(|acting| acting.forget(SEED));
             let members_known = &known(&fars)[&FAR].members;
-            if seed.is_none_or(|seed| seed == A1) && from == A2 {
-                assert_eq!(members_known[&A1].1, owner, "{seed:?} {members:?}");
-            }
+            let is_sure = members.contains(&A1) || owner == A1 && from == A2 || seed.is_none();
+            let later = members_known.get(&A1).map(|known| known.1);
+            assert_eq!(later, is_sure.then_some(owner), "{seed:?} {from} {members:?}");
             assert!(members.iter().all(|member| *member == A1 || members_known[member].1 == from));
         }
     }
