@@ -77,7 +77,7 @@ subprogram! {
     /// Not zero for what this gateway's own WireGuard sends. WireGuard in the kernel refuses to send by its own
     /// device; a program that does would build the tunnel to one gateway through another, and lose both at once.
     /// No masqueraded packet gets its port. With a stack of its own, because with those of the
-    /// functions that `kilo_egress` calls there is no room for more before Linux 6.3.
+    /// functions that `kilo_egress` calls nothing more fits before Linux 6.3.
     fn is_own_wireguard[I: Ip](config: &Config) -> u32 = look_for_wireguard;
     by I::V6 => { false => own_wireguard_v4[Ipv4], true => own_wireguard_v6[V6] }
 }

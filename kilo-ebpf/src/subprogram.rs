@@ -1,4 +1,4 @@
-//! Subprograms that the verifier checks once, each by itself, whoever calls them and however often: the kernel calls
+//! Subprograms that the verifier checks once, each by itself, however often they are called: the kernel calls
 //! such functions global. All others it follows anew from every state of every caller, which made most of what a
 //! first start costs. What it knows of an argument of a global function is its type alone, and of the result nothing;
 //! a pointer may be null to it. Each must use all its numbers, and the packet: the compiler passes rubbish for what is not

@@ -75,7 +75,7 @@ pub const fn is_of(header: &Header, key: &SignalKey) -> Result<(), DropReason> {
 /// Whether a CLAIM or END that came through a tunnel is of the gateway of another location whose entry this is.
 ///
 /// # Errors
-/// [`DropReason::ForgedSignal`] when it bears another id, and [`DropReason::UnknownSignal`] when that is no gateway.
+/// [`DropReason::ForgedSignal`] when it bears another id, and [`DropReason::UnknownSignal`] when that is not a gateway.
 #[inline(always)]
 pub const fn is_of_gateway(header: &Header, key: &SignalKey) -> Result<(), DropReason> {
     match is_of(header, key) {

@@ -275,7 +275,7 @@ pub(super) fn read(present: &BTreeMap<String, String>, node: &mut CheckedIn, pro
         }
     }
     if are_claims_void(present, node.last_seen) {
-        // Whoever renews the heartbeat now knows none of these, and takes nothing back.
+        // The agent that renews the heartbeat now knows none of these, and takes nothing back.
         let Node { signal, leading, leaders, .. } = &mut node.node;
         (*signal, *leading, *leaders) = (false, None, None);
     }

@@ -27,7 +27,7 @@ const LIMIT: Duration = Duration::from_secs(10);
 
 /// The address of a gateway elsewhere.
 const ELSEWHERE: u64 = 0x3333_3333_3333_3333;
-/// Those of a gateway whose id is another, of a node that is no gateway, and of a VPN peer.
+/// Those of a gateway whose id is another, of a node that is not a gateway, and of a VPN peer.
 const IMPOSTOR: u64 = 0x4444_4444_4444_4444;
 const MEMBERS: u64 = 0x5555_5555_5555_5555;
 const FOLLOWER: u64 = 0x6666_6666_6666_6666;
@@ -80,7 +80,7 @@ fn a_claim_counts_from_a_gateways_own_address_in_the_tunnel_alone() {
             tunnel.send(&signal_v6(pod, control(OWN), &bytes));
             until("its refusal", LIMIT, || world.drops().get("unknown_signal") == Some(&number));
         }
-        // Of who follows claims, of one that is no gateway, and of a gateway that speaks for another. A VPN peer
+        // Of who follows claims, of one that is not a gateway, and of a gateway that speaks for another. A VPN peer
         // says MOVED alone.
         let (mut heard, mut unknown, mut forged) = (3, 3, 0);
         for claim in all().iter().filter(|it| matches!(it.kind, Kind::Claim | Kind::Moved | Kind::End)) {
