@@ -4,10 +4,10 @@
 
 use std::{
     net::{Ipv4Addr, Ipv6Addr},
-    ops::{Deref, Index},
-    slice, vec,
+    ops::Index,
 };
 
+use derive_more::{Deref, IntoIterator};
 use ipnet::{IpNet, Ipv4Net, Ipv6Net};
 
 /// A key with an order that costs few instructions: derived ones compare
@@ -70,7 +70,9 @@ impl<K: Key, V> Entry for (K, V) {
 }
 
 /// Entries, sorted by their keys.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Deref, IntoIterator)]
+#[deref(forward)]
+#[into_iterator(owned, ref)]
 pub struct Flat<E>(Vec<E>);
 
 /// Keys alone.
@@ -94,13 +96,6 @@ impl<E> Default for Flat<E> {
     }
 }
 
-impl<E> Deref for Flat<E> {
-    type Target = [E];
-    fn deref(&self) -> &[E] {
-        &self.0
-    }
-}
-
 impl<E: Entry> FromIterator<E> for Flat<E> {
     /// Of equal keys the last counts.
     fn from_iter<I: IntoIterator<Item = E>>(entries: I) -> Self {
@@ -116,14 +111,10 @@ impl<E: Entry> Extend<E> for Flat<E> {
         if self.0.is_sorted_by(|one, other| one.key().rank() < other.key().rank()) {
             return;
         }
+        // The sort keeps the order of equal ones, so that the last of them comes first and stays.
+        self.0.reverse();
         self.0.sort_by_key(|entry| entry.key().rank());
-        self.0.dedup_by(|later, kept| {
-            let same = later.key() == kept.key();
-            if same {
-                std::mem::swap(later, kept);
-            }
-            same
-        });
+        self.0.dedup_by_key(|entry| *entry.key());
     }
 }
 
@@ -177,22 +168,6 @@ impl<K: Key, V> Index<&K> for FlatMap<K, V> {
     #[allow(clippy::expect_used, reason = "as the standard library's maps")]
     fn index(&self, key: &K) -> &V {
         self.get(key).expect("no entry of this key")
-    }
-}
-
-impl<E> IntoIterator for Flat<E> {
-    type Item = E;
-    type IntoIter = vec::IntoIter<E>;
-    fn into_iter(self) -> Self::IntoIter {
-        self.0.into_iter()
-    }
-}
-
-impl<'a, E> IntoIterator for &'a Flat<E> {
-    type Item = &'a E;
-    type IntoIter = slice::Iter<'a, E>;
-    fn into_iter(self) -> Self::IntoIter {
-        self.iter()
     }
 }
 
