@@ -45,7 +45,7 @@ pub mod task {
     pub async fn until<L: Look>(what: &str, limit: Duration, mut look: impl AsyncFnMut() -> L) -> L::Found {
         let patience = Patience::new(what, limit);
         loop {
-            match patience.judge(look().await) {
+            match patience.after(look().await) {
                 Ok(ControlFlow::Break(found)) => return found,
                 Ok(ControlFlow::Continue(pause)) => sleep(pause).await,
                 Err(error) => panic!("{error}"),

@@ -71,7 +71,7 @@ impl<'a> Patience<'a> {
     ///
     /// # Errors
     /// A sentence, when the time is over.
-    pub fn judge<L: Look>(&self, look: L) -> Result<ControlFlow<L::Found, Duration>> {
+    pub fn after<L: Look>(&self, look: L) -> Result<ControlFlow<L::Found, Duration>> {
         let waited = self.began.elapsed();
         match look.found(waited) {
             Ok(found) => Ok(ControlFlow::Break(found)),
@@ -94,7 +94,7 @@ impl<'a> Patience<'a> {
 pub fn until<L: Look>(what: &str, limit: Duration, mut look: impl FnMut() -> Result<L>) -> Result<L::Found> {
     let patience = Patience::new(what, limit);
     loop {
-        match patience.judge(look()?)? {
+        match patience.after(look()?)? {
             ControlFlow::Break(found) => return Ok(found),
             ControlFlow::Continue(pause) => sleep(pause),
         }

@@ -101,7 +101,7 @@ mod tests {
             former.nodes(at).map(|node| node.name.clone()).collect::<Vec<_>>().join(" ")
         };
         assert_eq!(names(&mut former, start), "c a");
-        // The next agent is told of a's address again, and not of c, which has gone.
+        // The next agent learns a's address again, and not c's, which has gone.
         assert_eq!(former.without_address().map(|node| &*node.name).collect::<Vec<_>>(), ["a"]);
         assert_eq!(names(&mut former, start + KEPT), "a");
     }

@@ -8,12 +8,12 @@ pub const OFTEN: u16 = 30;
 /// Seconds between two where probes and WireGuard say who lives.
 pub const SELDOM: u16 = 300;
 
-/// Seconds until the own heartbeat is to be renewed. `may_rest`: this agent was told to rely on something else than
+/// Seconds until the own heartbeat is to be renewed. `may_rest`: this agent is configured to rely on something else than
 /// heartbeats (`--failover=auto`, `--slices=auto`) and writes no slices; without, it is [`OFTEN`] whatever others do.
 ///
 /// Kilo's own agents take a node for dead after 60 s: one of them anywhere, and all are renewed every 30 s, as they
 /// are while any node lacks failover. Leaders that others could succeed renew theirs as often in any case, so that
-/// they are given up in a minute even when failover has failed. A node takes part in this by its object, whether it
+/// they are declared dead in a minute even when failover has failed. A node takes part in this by its object, whether it
 /// lives or not; one without heartbeat, or with `last-seen` 0, does not count.
 pub fn seconds<'a>(
     mut nodes: impl Iterator<Item = Known<'a>>,
@@ -105,7 +105,7 @@ mod tests {
         assert_eq!(wanted("b", &all), OFTEN);
         assert!(is_foreign(Known { node: &all[2].node.clone().into(), last_seen: 1 }));
         all[2].last_seen = 0;
-        assert_eq!(wanted("b", &all), SELDOM, "it has been given up");
+        assert_eq!(wanted("b", &all), SELDOM, "it has been declared dead");
         all[2] = node("c", 3);
         all[2].node.signal = false;
         assert_eq!(wanted("b", &all), OFTEN, "--failover=off");

@@ -35,7 +35,7 @@ impl Candidate<'_> {
 pub(super) const MOST_LEADERS: usize = 8;
 
 impl Segment {
-    /// How many active leaders its nodes were told to have: the least that any of them says.
+    /// How many active leaders its nodes are configured with: the least that any of them says.
     fn leaders_asked(&self) -> usize {
         self.members.iter().map(|member| member.node.leaders.unwrap_or(1)).min().unwrap_or(1)
     }

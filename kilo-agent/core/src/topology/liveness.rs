@@ -167,7 +167,7 @@ impl Liveness {
             let is_fresh = seen.complete && is_recent(known_now, unix_now);
             if seen.complete {
                 everybody.add(is_fresh);
-                // Who was given up says nothing of the API server.
+                // Who was declared dead says nothing of the API server.
                 if last_seen != 0 {
                     if promises_seldom(node) { &mut seldom } else { &mut often }.add(is_fresh);
                 }

@@ -100,16 +100,16 @@ pub struct Mesh {
     pub peers: Vec<Peer>,
     /// Endpoints nodes see each other at, the first in topology order counts.
     pub discovered: BTreeMap<PublicKey, SocketAddr>,
-    /// Nodes that are known but do not take part, by name, as [`Self::with_lost`] was told.
+    /// Nodes that are known but do not take part, by name, as given to [`Self::with_lost`].
     pub lost: Vec<Lost>,
-    /// WireGuard addresses that no segment has any more, as [`Self::with_freed`] was told.
+    /// WireGuard addresses that no segment has any more, as given to [`Self::with_freed`].
     pub freed: Vec<IpAddr>,
-    /// Gateways of each segment, as [`Self::with_acting`] was told; empty: there is no failover.
+    /// Gateways of each segment, as given to [`Self::with_acting`]; empty: there is no failover.
     pub gateways: Vec<Gateways>,
     /// Who carries what, likewise.
     pub acting: Arc<Acting>,
     /// Where each node is, by name.
-    seats: Vec<NodeIndex>,
+    by_name: Vec<NodeIndex>,
     /// What the segments were made with; `None`: the next mesh is made from nothing.
     granularity: Option<Granularity>,
 }
@@ -183,13 +183,13 @@ impl Mesh {
             segments.push(segment);
         }
         let mut members = vec![0; segments.len()];
-        let seats = group_of.into_iter().filter_map(|group| {
+        let by_name = group_of.into_iter().filter_map(|group| {
             let segment = segment_of[group]?;
             let member = members[segment];
             members[segment] += 1;
             Some(NodeIndex { segment: u32::try_from(segment).ok()?, member })
         });
-        let seats = seats.collect();
+        let by_name = by_name.collect();
         let mut discovered = BTreeMap::new();
         for (key, addr) in segments.iter().flat_map(|segment| &segment.discovered) {
             discovered.entry(*key).or_insert(*addr);
@@ -199,7 +199,7 @@ impl Mesh {
         let (lost, freed) = (Vec::new(), Vec::new());
         let (gateways, acting) = (Vec::new(), Arc::default());
         let granularity = Some(granularity);
-        Self { subnet, segments, peers, discovered, lost, freed, gateways, acting, seats, granularity }
+        Self { subnet, segments, peers, discovered, lost, freed, gateways, acting, by_name, granularity }
     }
 
     /// The same mesh, which also knows those of `nodes` (all that take no part, by name) that
@@ -305,8 +305,8 @@ impl Mesh {
         nodes: &[&'a Arc<Node>],
         granularity: Granularity,
     ) -> (Vec<Group<'a>>, Vec<usize>) {
-        let (segments, seats) = match self.granularity {
-            Some(before) if before == granularity => (&*self.segments, &*self.seats),
+        let (segments, by_name) = match self.granularity {
+            Some(before) if before == granularity => (&*self.segments, &*self.by_name),
             _ => (&[][..], &[][..]),
         };
         let of_segment = |segment: &'a Arc<Segment>| Group {
@@ -318,17 +318,17 @@ impl Mesh {
         let mut groups: Vec<Group<'_>> = segments.iter().map(of_segment).collect();
         let mut new: HashMap<Place<'_>, usize> = HashMap::new();
         // One walk over both; what is passed over has gone.
-        let mut seats = seats.iter().peekable();
+        let mut by_name = by_name.iter().peekable();
         let mut before = |node: &Arc<Node>, groups: &mut Vec<Group<'_>>| {
-            while let Some(seat) = seats.peek() {
-                let at = seat.segment as usize;
-                let known = &segments[at].members[seat.member as usize].node;
+            while let Some(index) = by_name.peek() {
+                let at = index.segment as usize;
+                let known = &segments[at].members[index.member as usize].node;
                 let order =
                     if Arc::ptr_eq(known, node) { Ordering::Equal } else { known.name.cmp(&node.name) };
                 if order == Ordering::Greater {
                     break;
                 }
-                seats.next();
+                by_name.next();
                 if order == Ordering::Equal && known == node {
                     return Some(at);
                 }
@@ -351,8 +351,8 @@ impl Mesh {
             })
         });
         let group_of = group_of.collect();
-        for seat in seats {
-            groups[seat.segment as usize].differs = true;
+        for index in by_name {
+            groups[index.segment as usize].differs = true;
         }
         (groups, group_of)
     }
@@ -361,16 +361,16 @@ impl Mesh {
     /// among the members.
     pub fn find(&self, node: &str) -> Option<(usize, usize)> {
         let name =
-            |seat: &NodeIndex| self.segments[seat.segment as usize].members[seat.member as usize].name();
-        let at = self.seats.binary_search_by(|seat| name(seat).cmp(node)).ok()?;
-        let seat = self.seats.get(at)?;
-        Some((seat.segment as usize, seat.member as usize))
+            |index: &NodeIndex| self.segments[index.segment as usize].members[index.member as usize].name();
+        let at = self.by_name.binary_search_by(|index| name(index).cmp(node)).ok()?;
+        let index = self.by_name.get(at)?;
+        Some((index.segment as usize, index.member as usize))
     }
 
     /// The same mesh of other segments than its nodes alone would make.
     pub(super) fn of_segments(&self, segments: Vec<Arc<Segment>>) -> Self {
-        let seats = seats(&segments);
-        Self { segments, seats, granularity: None, ..self.clone() }
+        let by_name = by_name(&segments);
+        Self { segments, by_name, granularity: None, ..self.clone() }
     }
 
     /// The mesh as a node sees it: endpoints it has seen itself count first.
@@ -397,7 +397,7 @@ impl Mesh {
 }
 
 /// Where each node is, by name.
-fn seats(segments: &[Arc<Segment>]) -> Vec<NodeIndex> {
+fn by_name(segments: &[Arc<Segment>]) -> Vec<NodeIndex> {
     let mut named = Vec::new();
     for (segment, at) in segments.iter().zip(0..) {
         named.extend(
@@ -409,7 +409,7 @@ fn seats(segments: &[Arc<Segment>]) -> Vec<NodeIndex> {
         );
     }
     named.sort_unstable_by_key(|(name, _)| *name);
-    named.into_iter().map(|(_, seat)| seat).collect()
+    named.into_iter().map(|(_, index)| index).collect()
 }
 
 /// One location while a mesh is made.
@@ -431,8 +431,8 @@ impl Group<'_> {
         granularity: Granularity,
     ) -> Option<Arc<Segment>> {
         let Some(before) = self.before.filter(|_| !self.differs) else {
-            let outline = LeaderInfo::new(&self.nodes)?;
-            return Some(self.made_of(&self.nodes, &outline, addresses.next(), granularity));
+            let leader = LeaderInfo::new(&self.nodes)?;
+            return Some(self.made_of(&self.nodes, &leader, addresses.next(), granularity));
         };
         let wireguard_ip = addresses.next();
         if before.wireguard_ip == wireguard_ip {
@@ -445,12 +445,12 @@ impl Group<'_> {
     fn made_of(
         &self,
         nodes: &[&Arc<Node>],
-        outline: &LeaderInfo<'_>,
+        leader: &LeaderInfo<'_>,
         wireguard_ip: Option<IpAddr>,
         granularity: Granularity,
     ) -> Arc<Segment> {
         let group = nodes.first().and_then(|node| group_of(node, granularity));
-        Arc::new(Segment::new(self.place.to_string(), group, wireguard_ip, nodes, outline))
+        Arc::new(Segment::new(self.place.to_string(), group, wireguard_ip, nodes, leader))
     }
 }
 

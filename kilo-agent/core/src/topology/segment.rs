@@ -79,8 +79,8 @@ pub(crate) struct LocationPrefix {
 
 /// Who leads a location, and what it takes from that node.
 pub(super) struct LeaderInfo<'a> {
-    leader: usize,
-    leader_reason: LeaderReason,
+    index: usize,
+    reason: LeaderReason,
     endpoint: &'a Endpoint,
     key: PublicKey,
     persistent_keepalive: u32,
@@ -89,14 +89,14 @@ pub(super) struct LeaderInfo<'a> {
 impl<'a> LeaderInfo<'a> {
     /// Of these nodes (sorted by name, complete); `None` without any.
     pub fn new(nodes: &[&'a Arc<Node>]) -> Option<Self> {
-        let (leader, leader_reason) = super::leader::choose(nodes.iter().map(|node| &***node));
-        let leads = nodes.get(leader)?;
+        let (index, reason) = super::leader::choose(nodes.iter().map(|node| &***node));
+        let leader = nodes.get(index)?;
         Some(Self {
-            leader,
-            leader_reason,
-            endpoint: leads.endpoint.as_ref()?,
-            key: leads.key?,
-            persistent_keepalive: leads.persistent_keepalive,
+            index,
+            reason,
+            endpoint: leader.endpoint.as_ref()?,
+            key: leader.key?,
+            persistent_keepalive: leader.persistent_keepalive,
         })
     }
 }
@@ -108,7 +108,7 @@ impl Segment {
         group: Option<String>,
         wireguard_ip: Option<IpAddr>,
         nodes: &[&Arc<Node>],
-        outline: &LeaderInfo<'_>,
+        leader: &LeaderInfo<'_>,
     ) -> Self {
         // Mostly a pod CIDR and a private address each.
         let mut allowed_ips = Vec::with_capacity(nodes.len() * 2 + 1);
@@ -128,12 +128,12 @@ impl Segment {
         Self {
             location,
             group,
-            leader: outline.leader,
-            leader_reason: outline.leader_reason,
+            leader: leader.index,
+            leader_reason: leader.reason,
             members: nodes.iter().map(|node| Member { node: Arc::clone(node), wireguard_ip: None }).collect(),
-            endpoint: outline.endpoint.clone(),
-            key: outline.key,
-            persistent_keepalive: outline.persistent_keepalive,
+            endpoint: leader.endpoint.clone(),
+            key: leader.key,
+            persistent_keepalive: leader.persistent_keepalive,
             wireguard_ip,
             allowed_ips,
             reach,

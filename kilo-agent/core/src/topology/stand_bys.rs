@@ -1,4 +1,4 @@
-//! Locations whose leaders nobody can replace in time, because agents were told of too few stand-bys.
+//! Locations whose leaders nobody can replace in time, because agents are configured with too few stand-bys.
 
 use super::{Member, Mesh, Segment};
 
