@@ -1,4 +1,4 @@
-//! Whether the agent does its work: `/health` tells the truth.
+//! Whether the agent does its work: `/health` says it.
 
 use std::{
     sync::{Arc, Mutex, PoisonError},
@@ -23,7 +23,7 @@ struct State {
     degraded: Vec<String>,
 }
 
-/// How long `/health` tells of a panic before the process ends.
+/// How long `/health` reports a panic before the process ends.
 const LAST_WORDS: Duration = Duration::from_secs(2);
 /// Exit code after a panic, as the standard library's.
 const PANICKED: i32 = 101;

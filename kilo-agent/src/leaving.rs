@@ -16,7 +16,7 @@ use crate::{
 use kilo_core::settings::{AttachMode, Masquerade};
 use kilo_host::dataplane;
 
-/// A stop waits no longer than this for the API server to take what it is told.
+/// A stop waits no longer than this for the API server to take its last writes.
 const PATIENCE: Duration = Duration::from_secs(3);
 
 /// So long programs go on by themselves where nobody can tell who comes next: a pod is replaced
@@ -29,7 +29,7 @@ pub struct Leaving {
     ends: bool,
     /// How programs are attached.
     attach: AttachMode,
-    /// Who tells which image comes next.
+    /// Who knows which image comes next.
     successor: Option<Successor>,
     /// The way to the API server, if there is one.
     client: Option<Client>,

@@ -54,7 +54,7 @@ impl Default for Resolver {
 
 impl Resolver {
     /// One whose callers wait for names that are new until they are answered or
-    /// given up.
+    /// abandoned.
     pub fn waiting() -> Self {
         Self { wait: PATIENCE, ..Self::default() }
     }

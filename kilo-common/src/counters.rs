@@ -177,11 +177,11 @@ counted! {
         UnknownSignal = 61 => "unknown_signal",
             "A node that has just joined, or become a gateway, is known within a second. Otherwise: `kgctl monitor \
              --reason unknown_signal` shows who sends; on a LAN `kgctl status` says whether it is a node of this \
-             location, on kilo0 it is a VPN peer, or a node of another location that is no gateway, whose CLAIM or \
+             location, on kilo0 it is a VPN peer, or a node of another location that is not a gateway, whose CLAIM or \
              END does not count.",
         /// On a relay: to a port of a pair, from somebody else than the end that it is bound to, or not WireGuard's.
         RelayStranger = 62 => "relay_stranger",
-            "In small numbers: the NAT in front of a pair's end has changed its port, which that end tells within \
+            "In small numbers: the NAT in front of a pair's end has changed its port, which that end reports within \
              seconds. Otherwise somebody scans or forges: `kgctl monitor --reason relay_stranger` shows the \
              source. Nothing is answered.",
         /// On a relay: to a port of a pair whose ends have not both been bound yet.
@@ -191,7 +191,7 @@ counted! {
         /// The network marked the outer header as congested, and the inner packet cannot bear the mark.
         Congestion = 58 => "congestion",
             "Harmless: a router between the nodes is congested and marks packets instead of dropping them, \
-             but the sender did not negotiate ECN and is told by a loss (RFC 6040). In numbers: the network \
+             but the sender did not negotiate ECN and learns it by a loss (RFC 6040). In numbers: the network \
              between nodes of this location is too slow for them.",
         /// About to leave by an uplink in clear, although its destination is reached through WireGuard or a tunnel.
         NotEncrypted = 56 => "not_encrypted",

@@ -1,9 +1,9 @@
 //! Prefixes of one length in an array beside the trie: pod CIDRs mostly share theirs, and an array
-//! tells one from another at the same cost however many there are.
+//! distinguishes one from another at the same cost however many there are.
 //!
 //! A place holds one prefix, and only one within which no longer one lies: what is found here is what
 //! the trie would find. Everything else is left to the trie: other lengths, prefixes that hold longer
-//! ones, and all but the first of those with one place. A place is one word, and tells
+//! ones, and all but the first of those with one place. A place is one word, and says
 //! the length it was written for: what another agent has left is not found. Places that change or go are emptied
 //! before anything else is written, and filled after all of it: meanwhile the trie answers.
 

@@ -2,7 +2,7 @@
 
 /// The two bits of a type of service or traffic class.
 const MASK: u8 = 3;
-/// The sender cannot be told of congestion but by a loss.
+/// The sender learns of congestion by a loss alone.
 const NOT_ECT: u8 = 0;
 const ECT_1: u8 = 1;
 const ECT_0: u8 = 2;

@@ -100,7 +100,7 @@ pub fn egress(config: u32, kind: Option<u32>, fits: impl FnOnce() -> bool) -> Re
 pub enum Ingress<'a, W> {
     /// Sends it on to this node of the location.
     Forward(&'a W),
-    /// Leaves it to the stack, which tells the sender: time exceeded, or too big by the MTU of its route.
+    /// Leaves it to the stack, which notifies the sender: time exceeded, or too big by the MTU of its route.
     Punt,
     /// It is the stack's.
     Decrypt,

@@ -288,7 +288,7 @@ pub const fn masq_addr_key(ifindex: u32, destination: &[u8; 16]) -> [u8; 20] {
 
 /// `Device::flags`: packets that leave through it may be masqueraded.
 pub const DEVICE_MASQUERADE: u32 = 1;
-/// `Device::flags`: `masq_addr` tells the address towards some destinations.
+/// `Device::flags`: `masq_addr` holds the address towards some destinations.
 pub const DEVICE_BY_DESTINATION: u32 = 2;
 
 /// An interface our programs sit on.

@@ -8,7 +8,7 @@
 //! 40 body, whole words   end: u64 tag, of kinds that have one
 //! ```
 //! Everything is big-endian but the tag, which is SipHash's own little-endian
-//! word. The first byte tells a signal from VXLAN, whose first byte is 8; the magic tells it
+//! word. The first byte distinguishes a signal from VXLAN, whose first byte is 8; the magic tells it
 //! from the answers to a flow that somebody's masquerading gave this port.
 
 pub mod kernel;

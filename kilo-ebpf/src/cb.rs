@@ -3,7 +3,7 @@
 //! stack writes its own data there before it sends anything, so nobody else can
 //! tell this; where a kernel does not carry the block on, the tables are asked.
 //!
-//! What must outlive the stack is told in `skb->priority`: a process needs
+//! What must outlive the stack is written to `skb->priority`: a process needs
 //! `CAP_NET_ADMIN` to set more than 6 there, and the kernel clears it when a packet
 //! comes from another network namespace.
 

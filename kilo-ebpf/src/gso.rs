@@ -17,7 +17,7 @@ const DECAP_IPXIP6: u64 = 1 << 12;
 /// True for a packet that is longer than what WireGuard carries, and will be cut for that.
 #[inline(always)]
 pub fn is(ctx: &TcContext, config: &Config) -> bool {
-    // Most packets are told by their length, which costs less to read.
+    // Most packets are recognised by their length, which costs less to read.
     ctx.len() > config.kilo_mtu && packet::gso_size(ctx) != 0
 }
 

@@ -42,7 +42,7 @@ pub trait Ip: Copy {
     fn ttl(&self) -> u8;
     /// Protocol behind the header.
     fn protocol(&self) -> u8;
-    /// Bytes to the payload, as far as the header itself tells.
+    /// Bytes to the payload, as far as the header itself says.
     fn header_len(&self) -> usize;
     /// True for parts of a fragmented packet.
     fn is_fragment(&self) -> bool;

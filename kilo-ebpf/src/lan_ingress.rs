@@ -113,7 +113,7 @@ fn receive_packet<O: Ip, const LINK: usize>(skb: Skb, config: &Config) -> i32 {
 
 #[inline(always)]
 fn received<O: Ip, const LINK: usize>(ctx: &TcContext, config: &Config) -> Verdict {
-    // Rubbish that is not for the mesh is the stack's to judge.
+    // Malformed packets that are not for the mesh are left to the stack.
     let Ok(outer) = O::read(ctx, LINK) else { return Ok(Act::NEXT) };
     if signal::is_control::<O>(outer.src()) {
         return Err(DropReason::ForgedSignal);

@@ -1,8 +1,8 @@
 //! What links and paths carry: whether a packet fits, and what routers say about it.
 //!
 //! Routers that could not carry a steered packet say so to this node, the
-//! sender of its outer header. The agent is told, asks the path itself, and
-//! lowers the MTU of the routes that lead there; the stack then tells senders.
+//! sender of its outer header. The agent gets an event, asks the path itself, and
+//! lowers the MTU of the routes that lead there; the stack then notifies senders.
 
 use aya_ebpf::programs::TcContext;
 use kilo_common::{

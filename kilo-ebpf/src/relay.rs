@@ -78,7 +78,7 @@ pub fn forward_whole(ctx: &TcContext, config: &Config) -> Option<Verdict> {
     }
 }
 
-/// Bytes from the start of the frame to the end of what tells WireGuard's datagrams.
+/// Bytes from the start of the frame to the end of what identifies WireGuard's datagrams.
 const WHOLE: usize = ETHERNET_LEN + IPV4_LEN + UDP_LEN + 8;
 
 /// An IPv4 address in the form `::ffff:a.b.c.d`, as it lies in memory.

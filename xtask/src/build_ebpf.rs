@@ -18,7 +18,7 @@ use crate::{
 /// Version that matches the LLVM of the pinned toolchain.
 const BPF_LINKER: &str = "0.13.0";
 const TARGET: &str = "bpfel-unknown-none";
-/// What every cargo command for the BPF target is told.
+/// Arguments of every cargo command for the BPF target.
 const FOR_BPF: [&str; 4] = ["-Z", "build-std=core", "--target", TARGET];
 /// Cargo's own target directory for BPF, relative to the workspace.
 const BUILD_DIRECTORY: &str = "target/bpf-build";

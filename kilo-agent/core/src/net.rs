@@ -33,7 +33,7 @@ pub struct Route {
     /// Preferred source address.
     pub source: Option<IpAddr>,
     /// Largest packet in bytes, where it is less than the device's MTU: the
-    /// stack tells senders of larger ones.
+    /// stack notifies senders of larger ones.
     pub mtu: Option<u32>,
     /// Nothing may go there another way: an `unreachable` route of a high metric
     /// stands behind this one.

@@ -142,7 +142,7 @@ fn of_gateways(
     sections.collect()
 }
 
-/// Where a stand-by is reached from outside: behind NAT where somebody sees it, else it has to be told.
+/// Where a stand-by is reached from outside: behind NAT where somebody sees it, else as configured.
 fn stand_bys_endpoint(mesh: &Mesh, member: &Member) -> Option<Endpoint> {
     let node = &member.node;
     if let Some(seen) = node.key.and_then(|key| mesh.discovered.get(&key)) {

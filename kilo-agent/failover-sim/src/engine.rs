@@ -73,7 +73,7 @@ pub struct Sim {
     active: usize,
     /// How many did from the start.
     led_by_first: usize,
-    /// Changes that were told of and that concerned nobody.
+    /// Announced changes that concerned nobody.
     changes: u32,
     pub(crate) traffic: Option<Traffic>,
     pub(crate) counted: Vec<bool>,

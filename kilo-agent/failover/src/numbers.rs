@@ -1,4 +1,4 @@
-//! Whether what changes who leads is said for the first time. No clock tells: of each sender a number grows
+//! Whether what changes who leads is said for the first time. No clock decides that: of each sender a number grows
 //! within one boot, and the boot is the one whose secret the sender's kernel says when it is asked.
 
 use std::collections::BTreeMap;

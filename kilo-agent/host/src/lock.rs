@@ -75,7 +75,7 @@ pub fn interface(state: &Path, interface: &str) -> Result<Lock, LockError> {
         let path = path.to_owned();
         move |source| LockError::Refused { path, source }
     };
-    // An agent of a version that locked a socket cannot be told from anybody else who holds it.
+    // An agent of a version that locked a socket cannot be distinguished from anybody else who holds it.
     let former = format!("@kilo-agent/{interface}");
     let sockets = fs::read_to_string("/proc/self/net/unix").unwrap_or_default();
     if sockets.lines().any(|line| line.ends_with(&former)) {

@@ -67,7 +67,7 @@ pub async fn hand_over(bpffs: &Path, interface: &str, masquerade: Masquerade, pr
         && ruled.is_ok()
         && let Err(error) = dataplane::leave_for(bpffs, steered + OVERLAP)
     {
-        outcome.stays.push(format!("programs, since they could not be told to end: {error}"));
+        outcome.stays.push(format!("programs, since their end could not be set: {error}"));
         return outcome;
     }
     // Before their programs: without them these devices hand on what anybody sends.

@@ -96,7 +96,7 @@ impl<B: Backend> Agent<B> {
             (None, Some(path)) => path.clone(),
             (None, None) => return true,
         };
-        // A file that cannot be read is told by who writes it.
+        // Who writes a file reports that it cannot be read.
         let Ok(former) = kilo_host::cni::former(&path, &own.pod_cidrs) else { return true };
         if former.subnets.is_empty() {
             return true;

@@ -34,7 +34,7 @@ impl<B: Backend> Agent<B> {
         }
         state.snapshot = Arc::clone(snapshot);
         self.view.send_modify(|view| Arc::make_mut(view).snapshot = Arc::clone(snapshot));
-        // Who must speak is told by objects, and they are the same.
+        // Objects say who must speak, and they are the same.
         self.publisher.pace(self.publisher.every(), state.liveness.suspects(), Instant::now());
         true
     }

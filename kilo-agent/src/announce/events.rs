@@ -20,7 +20,7 @@ pub struct Told {
     pub text: String,
 }
 
-/// What the agent of `own` tells of these changes, by which `mesh` came to be.
+/// The Events that the agent of `own` writes of these changes, by which `mesh` came to be.
 pub fn told(changes: &[Change], mesh: &Mesh, own: &str) -> Vec<Told> {
     let mut told = Vec::new();
     for change in changes {
@@ -36,7 +36,7 @@ pub fn told(changes: &[Change], mesh: &Mesh, own: &str) -> Vec<Told> {
     told
 }
 
-/// Whether a node leads the location in a term, whatever Kilo's rule says: failover tells of that itself.
+/// Whether a node leads the location in a term, whatever Kilo's rule says: failover reports that itself.
 fn is_led_by_term(mesh: &Mesh, own: &str) -> bool {
     mesh.find(own).is_some_and(|(at, _)| mesh.gateways_of(at).term > Term::NONE)
 }

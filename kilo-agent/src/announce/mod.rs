@@ -106,7 +106,7 @@ struct Announcer<B> {
     tunnels: Watched,
     handshakes: Handshakes,
     look_again: Instant,
-    /// Since when this node is not in the mesh, until that was told.
+    /// Since when this node is not in the mesh, until that was logged.
     out_since: Option<Instant>,
 }
 

@@ -5,7 +5,7 @@
 //! owner may read it. Heartbeats are left out: they tell nothing about a time
 //! long past, and the file changes only when the topology does.
 //!
-//! It also tells the next agent which private addresses nodes have lost (their interface is
+//! It also hands to the next agent which private addresses nodes have lost (their interface is
 //! down): what is sent there must not leave in clear when the address comes back.
 
 use std::{

@@ -1,5 +1,5 @@
 //! VPN peers that follow gateways (`kgctl connect`): each gateway claims its members to them as it does to far
-//! leaders, and waits for none of them. One that has said nothing for a while is told nothing.
+//! leaders, and waits for none of them. To one that has said nothing for a while nothing is sent.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -18,7 +18,7 @@ use crate::far::HELLO;
 const COUNTS: Micros = 3 * HELLO + 5 * SEC;
 /// Claims wait so long for more members.
 const BATCH: Micros = 2 * MS;
-/// One is told everything again at most so often.
+/// Everything is sent to one again at most so often.
 const ANEW: Micros = SEC;
 
 /// What one of them knows.

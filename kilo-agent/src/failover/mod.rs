@@ -83,7 +83,7 @@ struct Said {
     /// A dead leader that nodes without failover would go on waiting for, while it is silent.
     dead: Option<Dead>,
     report: Report,
-    /// How this node has come to lead its location, until it is told.
+    /// How this node has come to lead its location, until it is reported.
     successions: Vec<String>,
 }
 
@@ -155,7 +155,7 @@ impl Failover {
     }
 
     /// The mesh with gateways, and with who acts as the thread knows it now. To be called after
-    /// the device was read: what the thread moves later, it tells after it has moved it.
+    /// the device was read: what the thread moves later, it reports after it has moved it.
     pub fn mesh(&mut self, mesh: Mesh, state: &DeviceState, now: Instant) -> Mesh {
         let said = locked(&self.shared.said);
         let (is_told, acting) = (said.is_told, Arc::clone(&said.acting));
@@ -174,7 +174,7 @@ impl Failover {
         }
     }
 
-    /// How this node has come to lead its location since this was asked last: each is told once.
+    /// How this node has come to lead its location since this was asked last: each is reported once.
     pub fn successions(&self) -> Vec<String> {
         std::mem::take(&mut locked(&self.shared.said).successions)
     }
@@ -192,7 +192,7 @@ impl Failover {
         self.several_asked = self.options.leaders > 1 || snapshot.nodes.iter().any(|node| asks(&node));
     }
 
-    /// How many active leaders this node was told a location has, once anybody asks for several: until then
+    /// How many active leaders a location has by this node's configuration, once anybody asks for several: until then
     /// nobody needs to know.
     pub fn leaders(&self) -> Option<usize> {
         self.several_asked.then_some(self.options.leaders)

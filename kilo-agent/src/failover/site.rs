@@ -261,7 +261,7 @@ fn needed(facts: &Facts<'_>, endpoint: Option<IpAddr>) -> Vec<Needed> {
     [Some(kilo), uplink].into_iter().flatten().collect()
 }
 
-/// Who acts as far as a device tells that an agent before this one has set up: nothing moves
+/// Who acts according to a device that an agent before this one has set up: nothing moves
 /// because an agent was restarted.
 pub fn acting_before(mesh: &Mesh, state: &DeviceState, term: Term) -> Acting {
     let mut acting = Acting::default();

@@ -62,7 +62,7 @@ pub struct Thread {
     pub(super) seeded_until: Option<Micros>,
     /// Which gateway of each far location was probed last.
     probed: BTreeMap<Far, NodeId>,
-    /// The agent has to be told.
+    /// The agent is to be notified.
     pub(super) is_dirty: bool,
     led: BTreeSet<NodeId>,
     word: u64,
@@ -99,7 +99,7 @@ const fn source_port(nonce: u64) -> u16 {
     0xc000 | nonce as u16
 }
 
-/// Runs until it is told to stop.
+/// Runs until it is asked to stop.
 pub fn run(shared: Arc<Shared>, params: Params, tools: Tools, metrics: FailoverMetrics) {
     let links = LinkEvents::open()
         .inspect_err(|error| tracing::warn!(%error, "failover does not hear of links that go"))

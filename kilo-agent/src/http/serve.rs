@@ -153,7 +153,7 @@ where
 
 /// Closes a connection as HTTP wants it (RFC 9112, section 9.6): first the own direction, then what the
 /// client still sends is read and thrown away. A socket closed with unread data resets the connection, and
-/// the client may lose the answer that tells it what was wrong.
+/// the client may lose the answer that says what was wrong.
 async fn hang_up(mut stream: impl AsyncRead + AsyncWrite + Unpin) {
     let rest = async {
         stream.shutdown().await?;

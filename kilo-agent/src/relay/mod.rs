@@ -1,5 +1,5 @@
 //! Relays: the decisions of `kilo_core::relay` beside the reconciles. Messages go from WireGuard's own
-//! port by the program `inject`, and are heard by `lan_ingress`; docs/design/relay.md tells why.
+//! port by the program `inject`, and are heard by `lan_ingress`; docs/design/relay.md says why.
 //!
 //! ```text
 //! view ── mesh, device ──> task ── endpoints ──> next reconcile; ways ──> status, metrics, graph
@@ -129,7 +129,7 @@ pub fn tools(dataplane: &Dataplane, bpffs: &Path) -> Result<task::Tools, Datapla
     })
 }
 
-/// Runs until it is told to stop.
+/// Runs until it is asked to stop.
 pub async fn run(context: Context, tools: task::Tools) {
     task::Task::new(context, tools).run().await;
 }

@@ -54,7 +54,7 @@ pub struct Context {
     pub relay: settings::Relay,
     /// What the reconciles show.
     pub view: watch::Receiver<Arc<View>>,
-    /// What it tells them.
+    /// What it sends to them.
     pub relays: Relays,
     /// Wakes them.
     pub changed: Arc<Notify>,
@@ -277,7 +277,7 @@ impl Task {
             &mut rand::random,
             now,
         );
-        // Who is told that packets pass, sends them.
+        // Who learns that packets pass, sends them.
         if self.server.changes() != changes {
             self.write_ports();
         }

@@ -102,7 +102,7 @@ pub fn node_of(pod: &Pod) -> Option<&str> {
     pod.spec.as_ref()?.node_name.as_deref()
 }
 
-/// Why a pod's agent does not run, as far as its status tells; `None` when its containers run.
+/// Why a pod's agent does not run, as far as its status says; `None` when its containers run.
 pub fn why_not_running(pod: &Pod) -> Option<String> {
     let status = pod.status.as_ref()?;
     let containers = [&status.init_container_statuses, &status.container_statuses];

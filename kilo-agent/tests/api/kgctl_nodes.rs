@@ -88,7 +88,7 @@ async fn who_may_not_run_kgctl_on_a_node_learns_which_role_to_ask_for() {
     assert!(said.contains("`kgctl status`"), "{said}");
     let (done, _, said) = kgctl(&admin, &["monitor", "waits"]);
     assert!(!done && said.contains("on node waits does not run: pod kilo-waits is Pending"), "{said}");
-    // No kubelet is there: the API server says so, and it is told where kgctl was to be run.
+    // No kubelet is there: the API server says so, and the message says where kgctl was to be run.
     let (done, _, said) = kgctl(&admin, &of("runs"));
     assert!(
         !done && said.contains("kgctl trace --src=10.42.1.2 --dst=10.42.4.2 was not started in pod"),

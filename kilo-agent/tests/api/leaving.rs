@@ -1,4 +1,4 @@
-//! A real `kg` that is told to stop: who the DaemonSet says comes next decides what it leaves.
+//! A real `kg` that is asked to stop: who the DaemonSet says comes next decides what it leaves.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 

@@ -102,7 +102,7 @@ impl Cluster {
         self.server.kubeconfig(ADMIN, self.server.port())
     }
 
-    /// The agent in the node's namespace, and a server in the pod that tells its client's address.
+    /// The agent in the node's namespace, and a server in the pod that answers with its client's address.
     fn run(&mut self) {
         let n = self.number;
         let text = std::fs::read_to_string(self.kubeconfig()).unwrap();

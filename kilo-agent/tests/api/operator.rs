@@ -1,4 +1,4 @@
-//! What an operator is told: lines in the log, Events, conditions, `/health` and metrics of a real `kg`
+//! What an operator sees: lines in the log, Events, conditions, `/health` and metrics of a real `kg`
 //! on a real API server.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]

@@ -332,7 +332,7 @@ async fn a_dead_node_is_judged_by_the_writer_for_all() {
         snapshot.nodes["n03"].judged == Some(false)
     });
     let took = tokio::select! { () = beat => unreachable!(), took = judged => took };
-    println!("n03 was given up after {took:?}");
+    println!("n03 was declared dead after {took:?}");
     assert!(took > Duration::from_secs(40));
     assert_eq!(snapshots.borrow().nodes["n02"].judged, Some(true), "it promised one in 300 s");
     cluster.beat("n03", now() + 1, 2).await;

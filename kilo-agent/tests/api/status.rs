@@ -291,7 +291,7 @@ fn a_duplicate_address_is_an_event_of_the_node_with_the_rights_of_the_manifests(
     );
 }
 
-/// With the roles of the manifests alone, as people are told to bind them.
+/// With the roles of the manifests alone, as the documentation says to bind them.
 #[tokio::test]
 async fn why_the_pod_of_a_node_does_not_run_is_told_to_who_has_the_shipped_roles() {
     let Some(server) = ApiServer::start().await else { return };

@@ -75,7 +75,7 @@ const REBOOT: &str =
     "ip -n b1 link delete kilo0; rm -r /run/b1/bpf/kilo; umount /run/b1/bpf; mount -t bpf bpf /run/b1/bpf
     ip -n b1 rule flush protocol 107; ip -n b1 route flush table all proto 107";
 
-/// What is told when something is missing.
+/// The message when something is missing.
 const LOGS: &str = "for n in a1 a2 b1; do echo \"-- $n\"; tail -n 12 /run/$n/log || true; done; ip -n b1 route
     for n in a1 b1; do ip netns exec $n sh -ec \"mount --bind /run/$n/wireguard /run/wireguard; wg show kilo0 || true\"; done";
 

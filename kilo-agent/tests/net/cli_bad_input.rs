@@ -361,7 +361,7 @@ fn ends_after(text: &str, seconds: u32) -> String {
     )
 }
 
-/// Runs kg in mount and network namespaces of its own, and tells in the same
+/// Runs kg in mount and network namespaces of its own, and reports in the same
 /// output what it left there.
 fn isolated(directory: &Path, prefix: &str, arguments: &str) -> Option<(bool, String)> {
     if !nix::unistd::geteuid().is_root() {

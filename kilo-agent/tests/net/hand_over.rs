@@ -21,7 +21,7 @@ const REFUSE: &str = "n=$(readlink -f $(command -v nft)); cp $n /run/nft-itself;
     printf '#!/bin/sh\\ncase $1 in -f) echo refused >&2; exit 1;; esac\\nexec /run/nft-itself \"$@\"\\n' > /run/nft; \
     chmod 755 /run/nft; mount --bind /run/nft $n";
 
-/// What an agent leaves that was told to stop: a node of its location, and another location
+/// What an agent leaves that was asked to stop: a node of its location, and another location
 /// whose leader has a private address.
 fn left_by_an_agent() {
     let mut agent = agent_that_runs(&[]);

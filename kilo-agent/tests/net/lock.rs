@@ -1,4 +1,4 @@
-//! One agent per node: what two of them are told, and that neither a process
+//! One agent per node: what the second of two says, and that neither a process
 //! without rights nor an agent that was killed keeps the next one from starting.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]

@@ -53,7 +53,7 @@ const ACK: u8 = 0x10;
 /// A range of so many ports is tried to its end.
 const TRIED: u16 = 15;
 
-/// Reads the transport header of a packet; `leaves` tells which end is near.
+/// Reads the transport header of a packet; `leaves` says which end is near.
 ///
 /// # Errors
 /// Why such a packet cannot be masqueraded.

@@ -276,7 +276,10 @@ async fn rubbish_in_any_field_of_a_peer_is_named_and_hides_no_other_peer() {
         for part in *wanted {
             assert!(problem.contains(part), "{pointer} {rubbish}: {part:?} is not in {problem}");
         }
-        assert!(*pointer != "/presharedKey" || !problem.contains("c2VjcmV0"), "a secret is told: {problem}");
+        assert!(
+            *pointer != "/presharedKey" || !problem.contains("c2VjcmV0"),
+            "the message holds a secret: {problem}"
+        );
     }
 }
 

@@ -89,7 +89,7 @@ pub fn egress<I: Ip>(
     let (src, dst) = (octets(I::mapped(ip.src())), octets(I::mapped(ip.dst())));
     work.key.src = src;
     work.key.dst = dst;
-    // No socket tells which echo identifiers the host uses: its own echoes
+    // No socket says which echo identifiers the host uses: its own echoes
     // claim theirs like those of pods, where both may go.
     if own && work.destination() == MASQ_EXCLUDE || known == Known::Rare && !own && !work.is_due() {
         return Ok(None);

@@ -276,7 +276,7 @@ pub fn host_uses(skb: Skb, reply: &NatKey) -> bool {
     }
 }
 
-/// `tuple` is one of the two that [`bpf_sock_tuple`] may hold, by which the kernel tells the family.
+/// `tuple` is one of the two that [`bpf_sock_tuple`] may hold, by which the kernel knows the family.
 #[inline(always)]
 fn has_socket<T>(skb: Skb, protocol: u8, tuple: &T) -> bool {
     let tuple = (&raw const *tuple).cast_mut().cast::<bpf_sock_tuple>();

@@ -148,7 +148,7 @@ pub fn run(
     for (name, check) in checks.into_iter().filter(|(name, _)| wanted(name)) {
         let began = Instant::now();
         let result = check(&mut lab);
-        // Both are worth to be told; what the agents log may explain the failure.
+        // Both are worth reporting; what the agents log may explain the failure.
         let result = match (result, lab.all_well()) {
             (Ok(figure), well) => well.map(|()| figure),
             (Err(error), Ok(())) => Err(error),

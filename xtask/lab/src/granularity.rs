@@ -196,7 +196,7 @@ impl Flow {
     }
 }
 
-/// Sends and awaits echoes on one connection until it is told to stop.
+/// Sends and awaits echoes on one connection until it is asked to stop.
 fn converse(target: IpAddr, stop: &AtomicBool) -> std::io::Result<Duration> {
     use std::io::{BufRead as _, BufReader, Write as _};
     let mut stream = TcpStream::connect((target, probe::PORT))?;

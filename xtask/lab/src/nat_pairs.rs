@@ -118,7 +118,7 @@ impl Bench<'_> {
         self.with(shape, &["z", "w"], true, under_traffic)
     }
 
-    /// Builds a mesh, does something with it, and takes it down; what went wrong is told with its logs.
+    /// Builds a mesh, does something with it, and takes it down; what went wrong is reported with its logs.
     fn with<T>(
         self,
         shape: Shape,

@@ -139,7 +139,7 @@ fn pods_carry(network: &Network, mtu: u32) -> Result<()> {
 }
 
 /// Answers from outside that are too big for a pod's network, of which the pod
-/// knows nothing: the node tells the sender, which knows the node alone. Once
+/// knows nothing: the node notifies the sender, which knows the node alone. Once
 /// where the node's address is public, once behind the router's translation.
 fn try_answers(network: &Network) -> Result<usize> {
     const CARRIED: u32 = 1300;
@@ -209,7 +209,7 @@ fn try_node(from: &Node, to: &Node, fits: u32) -> Result<usize> {
     Ok(2)
 }
 
-/// Whatever size a sender begins with, it is told what fits, from hop to hop,
+/// Whatever size a sender begins with, it learns what fits, from hop to hop,
 /// until a packet passes; and that one is as large as can be.
 fn learns(space: &Space, target: IpAddr, headers: u32, fits: u32) -> Result<()> {
     let ping = |size: u32| ping(space, target, size - headers);

@@ -94,7 +94,7 @@ fn echo_tcp(mut stream: TcpStream) -> Option<()> {
 }
 
 /// Sends one probe from this thread's namespace. Returns the source address
-/// the server saw (`None` for ICMP, where nobody tells).
+/// the server saw (`None` for ICMP, where nobody says).
 pub fn probe(protocol: Protocol, target: IpAddr, timeout: Duration) -> Result<Option<IpAddr>> {
     probe_port(protocol, (target, PORT).into(), timeout)
 }
@@ -113,7 +113,7 @@ pub fn from(space: &Space, target: impl Into<IpAddr>, timeout: Duration) -> Resu
     let target = target.into();
     let seen = space.spawn(move || probe(Protocol::Tcp, target, timeout)).join();
     let seen = seen.map_err(|_| anyhow::anyhow!("probe thread"))???;
-    seen.context("TCP tells the source")
+    seen.context("the TCP server did not report the source")
 }
 
 /// Asks again and again until the server sees this address.

@@ -66,7 +66,7 @@ pub fn roams(lab: &mut Lab) -> Result<String> {
     let endpoints = a1.space.sh("wg show kilo0 endpoints")?;
     ensure!(endpoints.contains("192.0.2.99:41"), "a1 sees the laptop elsewhere:\n{endpoints}");
     let published = lab.agents.cluster().join("a1.kilo.yaml");
-    wait::until("a1 tells where it sees the laptop", LIMIT, || {
+    wait::until("a1 reports where it sees the laptop", LIMIT, || {
         Ok(fs::read_to_string(&published)?.contains("192.0.2.99"))
     })?;
     Ok(format!("({received} of {PINGS} pings)"))

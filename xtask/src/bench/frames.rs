@@ -21,7 +21,7 @@ pub const VXLAN_VNI: u32 = 0x6b67;
 /// whose IPv4 packet still has a length with every outer header.
 const SEGMENT: usize = 1360;
 pub const SEGMENTS: usize = 48;
-/// `struct virtio_net_hdr`: what a packet socket is told about a frame
+/// `struct virtio_net_hdr`: what a packet socket receives about a frame
 /// (`<linux/virtio_net.h>`).
 const NEEDS_CHECKSUM: u8 = 1;
 const GSO_TCPV4: u8 = 1;

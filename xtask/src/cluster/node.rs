@@ -223,7 +223,7 @@ fn make_groups(name: &str) -> Result<Vec<PathBuf>> {
                 }
             }
             fs::create_dir_all(group).with_context(|| group.display().to_string())?;
-            // A new group of this controller can hold nobody before it is told where.
+            // A new group of this controller can hold nobody before it has CPUs and memory nodes.
             for file in ["cpuset.cpus", "cpuset.mems"] {
                 if hierarchy.ends_with("cpuset") {
                     fs::write(group.join(file), fs::read(above.join(file))?)?;

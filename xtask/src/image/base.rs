@@ -28,7 +28,7 @@ const COMPILERS: &str = "build-essential ca-certificates curl git pkg-config zli
 /// Bases of the Dockerfile: its argument, and the image of the same tag that is made here.
 pub const BASES: [(&str, &str); 3] = [("RUST_IMAGE", RUST), ("PLUGINS_IMAGE", NEXT), ("DEBIAN_IMAGE", SLIM)];
 
-/// What `buildah` is told of the bases: digests are those of a registry's images.
+/// What `buildah` gets as bases: digests are those of a registry's images.
 pub fn arguments(architecture: Architecture) -> Vec<String> {
     let arguments = BASES.map(|(argument, _)| argument);
     let images = all(architecture);

@@ -192,7 +192,7 @@ const ALERTS: &[Alert] = &[
         summary: "Packets claim to come from where they do not.",
         expr: r#"sum by (job, instance, reason) (increase(kilo_dropped_packets_total{reason=~"unknown_sender|foreign_source|not_for_us|wrong_interface|unchecked|forged_vxlan"}[10m])) > 0"#,
         hold: "1m",
-        remedy: "They were dropped. `kgctl monitor` on the node shows who sends them; the label `reason` tells spoofing from two \
+        remedy: "They were dropped. `kgctl monitor` on the node shows who sends them; the label `reason` distinguishes spoofing from two \
                  networks that overlap ([drop reasons](drop-reasons.md)).",
         fires: &[(r#"kilo_dropped_packets_total{instance="a1", reason="foreign_source"}"#, "0x10 1x50")],
         labels: &[A1, ("reason", "foreign_source")],

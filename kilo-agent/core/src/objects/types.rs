@@ -56,7 +56,7 @@ pub struct Node {
     pub signal: bool,
     /// It leads its location since this term (`leading`), whoever Kilo's rule chooses.
     pub leading: Option<u64>,
-    /// Its agent knows several active leaders, and how many it was told a location has (`leaders`).
+    /// Its agent knows several active leaders, and how many it is configured with (`leaders`).
     pub leaders: Option<usize>,
     /// It is to be one of its location's active leaders (`gateway`).
     pub gateway: bool,

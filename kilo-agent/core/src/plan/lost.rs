@@ -22,7 +22,7 @@ pub(super) fn prefixes(inputs: &Inputs<'_>, own: &Own<'_>) -> Vec<(IpNet, u32)> 
             // The host reaches it as any host of the network; pods did with an outer header.
             () if near && ours => PREFIX_PODS_STEERED,
             () if near => 0,
-            // It may be the API server there that tells when the node is back.
+            // The API server that reports the node's return may be there.
             () if own.host_speaks_freely(&lost.member) => PREFIX_PODS_STEERED,
             () => PREFIX_NEVER_CLEAR,
         };

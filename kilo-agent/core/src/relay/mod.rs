@@ -1,6 +1,6 @@
 //! Who needs a relay, which one, and when a pair of locations is connected directly again; and
 //! what a relay gives to whom. Pure: time, randomness and addresses are arguments.
-//! docs/design/relay.md tells why.
+//! docs/design/relay.md says why.
 
 mod client;
 mod fresh;

@@ -1,4 +1,4 @@
-//! Agents: when they start and run, what they are told, and what becomes of what they ask for.
+//! Agents: when they start and run, their events, and what becomes of their requests.
 
 use std::rc::Rc;
 

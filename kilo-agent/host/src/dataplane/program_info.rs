@@ -37,7 +37,7 @@ struct Attributes {
     info: u64,
 }
 
-/// What tells one loaded program from another.
+/// What distinguishes one loaded program from another.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Identity {
     /// Hash of its instructions, in which maps count as zero.

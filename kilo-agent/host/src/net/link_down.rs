@@ -24,7 +24,7 @@ pub struct Needed {
 }
 
 impl Needed {
-    /// Whether the interface is up, as far as can be told without asking netlink.
+    /// Whether the interface is up, as far as is known without asking netlink.
     pub fn is_up(&self) -> bool {
         let Ok(name) = nix::net::if_::if_indextoname(self.index) else { return false };
         let read =

@@ -70,7 +70,7 @@ async fn refused(size: u32, remote: IpAddr) -> io::Result<Option<u32>> {
 }
 
 /// A socket whose datagrams are sent as large as the interface allows, whatever
-/// the kernel has learnt of the path, and which is told of ICMP errors.
+/// the kernel has learnt of the path, and which receives ICMP errors.
 fn open(remote: IpAddr) -> io::Result<UdpSocket> {
     let any: IpAddr = match remote {
         IpAddr::V4(_) => Ipv4Addr::UNSPECIFIED.into(),

@@ -2,7 +2,7 @@
 //!
 //! WireGuard shakes hands when there is something to send, and tries again
 //! after 5 s (`REKEY_TIMEOUT`) when the other end did not answer; a session that
-//! only one end still has is given up after 15 s. Both happen when a leader
+//! only one end still has is abandoned after 15 s. Both happen when a leader
 //! moves: the new one speaks before the others know its key. So a moment later
 //! those that are still silent are made to shake hands: by an empty datagram
 //! where this end has not tried yet, and where it has, as a peer that is removed

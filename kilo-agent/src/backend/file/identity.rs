@@ -1,4 +1,4 @@
-//! Which file has a name, as far as the system tells.
+//! Which file has a name, as far as the system knows.
 
 use std::fs::Metadata;
 
@@ -9,7 +9,7 @@ pub fn identity(metadata: &Metadata) -> (u64, u64) {
     (metadata.dev(), metadata.ino())
 }
 
-/// When the file was made, in 100 ns since 1601: Windows tells no more of a file that is not open.
+/// When the file was made, in 100 ns since 1601: Windows says no more of a file that is not open.
 #[cfg(windows)]
 pub fn identity(metadata: &Metadata) -> (u64, u64) {
     use std::os::windows::fs::MetadataExt as _;

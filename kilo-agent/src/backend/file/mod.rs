@@ -30,13 +30,13 @@ use kilo_core::{
     objects::{ObjectRef, Published, Snapshot, annotations},
 };
 
-/// The directory is also read this often: no event tells of changes that
+/// The directory is also read this often: no event reports changes that
 /// another machine made to a shared file system.
 const REREAD: Duration = Duration::from_secs(10);
 /// Quiet time after an event before the directory is read.
 const SETTLE: Duration = Duration::from_millis(50);
 
-/// What the reading thread is told.
+/// What the reading thread receives.
 enum Told {
     /// Something in the directory changed.
     Changed,
@@ -107,7 +107,7 @@ fn unusable(path: &Path, error: io::Error) -> BackendError {
     BackendError::Config(Explained::of(format!("--backend-dir {}: {what}", path.display()), error))
 }
 
-/// The directory the kernel tells us about, which may not be the one that has
+/// The directory whose changes the kernel reports, which may not be the one that has
 /// this name later.
 struct Watched {
     identity: (u64, u64),

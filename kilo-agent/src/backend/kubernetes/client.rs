@@ -13,7 +13,7 @@ use super::kubeconfig::{self, Access, Paths};
 use crate::backend::BackendError;
 use kilo_core::errors::{Explained, error_chain};
 
-/// No byte for this long: the connection is given up. It may be dead, or a watch of an API server without bookmarks
+/// No byte for this long: the connection is closed. It may be dead, or a watch of an API server without bookmarks
 /// (others send one every 60 to 75 s) where nothing changes.
 const SILENCE: Duration = Duration::from_secs(90);
 /// Connecting takes no longer than this.

@@ -157,7 +157,7 @@ fn status(standing: &PeerStanding, present: Option<&PeerStatus>, now: Timestamp)
     PeerStatus { accepted, reason, conditions: vec![condition], ..present.cloned().unwrap_or_default() }
 }
 
-/// What of a change is told.
+/// What is logged of a change.
 fn event_of(present: Option<&PeerStatus>, wanted: &PeerStatus) -> Option<EventReason> {
     let same =
         present.is_some_and(|before| before.accepted == wanted.accepted && before.reason == wanted.reason);

@@ -22,7 +22,7 @@ pub fn own_namespace() -> String {
     namespace.map_or_else(|| "kube-system".to_owned(), |namespace| namespace.trim().to_owned())
 }
 
-/// What is asked when the agent is told to stop.
+/// What is asked when the agent is to stop.
 #[derive(Clone)]
 pub struct Successor {
     daemon_sets: Api<DaemonSet>,

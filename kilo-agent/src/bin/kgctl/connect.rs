@@ -1,4 +1,4 @@
-//! `kgctl connect`: this machine as a peer, until it is told to stop.
+//! `kgctl connect`: this machine as a peer, until it is interrupted.
 
 mod following;
 mod greeting;
@@ -355,7 +355,7 @@ struct Connection {
 }
 
 impl Connection {
-    /// Routes of ours are told by their protocol alone: one that manages them is enough.
+    /// Routes of ours are recognised by their protocol alone: one that manages them is enough.
     async fn check_alone(&self) -> Result<()> {
         let links = self.net.links().await?;
         for found in routes::read(self.net.rtnl()).await? {
@@ -521,7 +521,7 @@ impl Connection {
         Ok(writes)
     }
 
-    /// Says once that agents were told of more stand-bys than this machine.
+    /// Says once that agents are configured with more stand-bys than this machine.
     fn warn_of_stand_bys(&mut self, mesh: &Mesh) {
         let is_led = |at: &usize| self.wanted.follows && mesh.unforeseen(*at).is_some();
         let warning = |at: usize| Some((mesh.segments[at].location.clone(), mesh.stand_by_warning(at)?));

@@ -77,7 +77,7 @@ pub fn flags(command: &Command, matches: &ArgMatches) -> Result<Vec<String>> {
 }
 
 /// Runs `kgctl COMMAND FLAGS` on a node with its output here; whether it succeeded. When this one is
-/// interrupted, the other is told by the end of its standard input.
+/// interrupted, the other learns it by the end of its standard input.
 pub async fn run(api: &ApiFlags, node: &str, command: &str, flags: &[String]) -> Result<bool> {
     let progress = Progress::new(&format!("starting kgctl {command} on {node}"), 0);
     let cluster = Cluster::open(api).await?;

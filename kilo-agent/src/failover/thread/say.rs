@@ -1,4 +1,4 @@
-//! What others are told: the log, the reconciles, and those who look.
+//! Reports what happens: to the log, to reconciles, and to those who look.
 
 use std::{collections::BTreeMap, sync::Arc};
 

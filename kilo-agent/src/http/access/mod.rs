@@ -25,7 +25,7 @@ use sessions::Sessions;
 
 /// The role of the manifests that allows it.
 const ROLE: &str = "kilo-page";
-/// What a browser is told whose session outlives its token.
+/// The answer to a browser whose session outlives its token.
 const ENDED: &str = "The token you have shown has ended, or is not accepted any more. Show a new one.";
 /// No token is longer, in bytes; those of service accounts have about 1,000.
 const LONGEST_TOKEN: usize = 8 << 10;

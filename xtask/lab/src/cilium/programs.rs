@@ -24,7 +24,7 @@ pub const KILO_VXLAN_PORT: u16 = 51_821;
 /// Hardware address of `cilium_host`.
 pub const HOST_ADDRESS: [u8; 6] = [0x02, 0xc1, 0, 0, 0, 1];
 
-/// One of the programs, and what it is told.
+/// One of the programs, and its parameters.
 #[derive(Clone, Copy, Debug)]
 pub struct Program {
     name: &'static str,

@@ -39,7 +39,7 @@ use frame::{Leak, Link};
 const LOOKED_AT: usize = 512;
 /// Room for frames nobody has looked at yet.
 const BUFFER: usize = 64 << 20;
-/// Kinds of leaks that are told apart; those after them are counted as one.
+/// Kinds of leaks that are counted apart; those after them are counted as one.
 const KINDS: usize = 64;
 /// Longest wait until all frames have been looked at.
 const PATIENCE: Duration = Duration::from_secs(20);

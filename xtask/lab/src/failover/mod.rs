@@ -93,7 +93,7 @@ impl Choice<'_> {
         }
     }
 
-    /// What agents are told for the first of these that has this shape.
+    /// The agents' flags for the first of these that has this shape.
     fn flags(self, shape: Shape) -> Vec<String> {
         let first = CASES.iter().find(|case| case.shape == shape && self.has(case));
         let flags = first.map(|case| [("--stand-bys", case.stand_bys), ("--leaders", case.leaders)]);

@@ -12,7 +12,7 @@ use crate::{
 
 /// Longest time without an answer that is accepted, and what is promised for nearly all.
 const ACCEPTED: Duration = Duration::from_secs(1);
-/// How agents are told to fail over, as a JSON patch of the DaemonSet.
+/// What makes agents fail over, as a JSON patch of the DaemonSet.
 const AUTO: &str =
     r#"[{"op":"add","path":"/spec/template/spec/containers/0/args/-","value":"--failover=auto"}]"#;
 

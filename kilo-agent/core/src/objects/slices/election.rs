@@ -46,7 +46,7 @@ pub struct Renewals {
 
 impl Renewals {
     /// Takes what the index says now: its version, and when it says that it was renewed. What is seen first counts
-    /// when that is not long ago by the wall clock (`unix_now`); should a clock be wrong, the next renewal tells.
+    /// when that is not long ago by the wall clock (`unix_now`); should a clock be wrong, the next renewal shows it.
     pub fn see(&mut self, version: &str, renewed: i64, now: Instant, unix_now: i64) {
         let since = match &self.seen {
             Some((known, since)) if known == version => *since,

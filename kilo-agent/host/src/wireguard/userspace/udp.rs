@@ -1,7 +1,7 @@
 //! gotatun's UDP socket, which goes on after a failed receive.
 //!
 //! gotatun ends its reader at the first error, and reports that in a way that
-//! cannot be told from a mere change of port; lack of memory, for example, is
+//! cannot be distinguished from a mere change of port; lack of memory, for example, is
 //! no reason to stop for good.
 
 use std::{

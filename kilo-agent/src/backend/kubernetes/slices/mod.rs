@@ -189,7 +189,7 @@ enum Reading {
 }
 
 impl Reading {
-    /// Returns when it has ended: a task that is told to ends where it waits next, and may write until then.
+    /// Returns when it has ended: a task that is asked to ends where it waits next, and may write until then.
     async fn end(&mut self) {
         let task = match std::mem::replace(self, Self::Nothing) {
             Self::Nothing => return,

@@ -271,7 +271,7 @@ impl<'a> Writer<'a> {
         Present { slices, index, versions, spoiled }
     }
 
-    /// Others are to be told again that somebody writes.
+    /// Others are to learn again that somebody writes.
     fn is_renewal_due(&self) -> bool {
         self.renewed.is_none_or(|renewed| renewed.elapsed() >= RENEWED)
     }

@@ -56,7 +56,7 @@ pub struct Following {
 
 struct Shared {
     follow: Mutex<Follow>,
-    /// There are other gateways, which are to be told.
+    /// There are other gateways, which are to be reported.
     changed: Notify,
 }
 

@@ -273,7 +273,7 @@ pub fn rp_filter(lab: &mut Lab, rng: &mut Rng) -> Result<Injected> {
 pub fn forwarding_off(lab: &mut Lab, rng: &mut Rng) -> Result<Injected> {
     let node = any_node(lab, rng);
     node.space.sh("echo 0 > /proc/sys/net/ipv4/ip_forward")?;
-    // The agent sees /proc/sys read-only, and tells the operator.
+    // The agent sees /proc/sys read-only, and informs the operator.
     let said = node.name().to_owned();
     let mend = move |_: &mut Lab| node.space.sh("sysctl -q net.ipv4.ip_forward=1").map(|_| ());
     Ok(Injected { said, mend: Box::new(mend) })
