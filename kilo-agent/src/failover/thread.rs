@@ -252,8 +252,12 @@ impl Thread {
     }
 
     fn turn(&mut self, site: &Site, mut inputs: Vec<Input>) {
-        // A word that was moved is news, once or twice.
-        for _ in 0..4 {
+        // A word that was moved is news, once or twice. What is near answers while it is probed: that costs no
+        // wake-up of its own.
+        for round in 0..4 {
+            if round > 0 && self.hear(site, &mut inputs) {
+                self.read_word(site, &mut inputs);
+            }
             let now = micros();
             let Some(agent) = &mut self.agent else { return };
             if inputs.is_empty() && agent.wake() > now {

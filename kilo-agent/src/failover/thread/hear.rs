@@ -87,9 +87,12 @@ impl Thread {
         inputs.push(Input::Word(term, gateway));
     }
 
-    pub(super) fn hear(&mut self, site: &Site, inputs: &mut Vec<Input>) {
+    /// Reads all that the ring holds. Returns whether there was more than answers to probes: only then the kernel
+    /// may have moved its word since it was read.
+    pub(super) fn hear(&mut self, site: &Site, inputs: &mut Vec<Input>) -> bool {
+        let mut is_more = false;
         loop {
-            let Some(record) = self.tools.ring.next() else { return };
+            let Some(record) = self.tools.ring.next() else { return is_more };
             let Some((heard, bytes)) = Heard::read(&record).map(|(heard, bytes)| (heard, bytes.to_vec()))
             else {
                 continue;
@@ -97,6 +100,7 @@ impl Thread {
             drop(record);
             match signal::parse(&bytes) {
                 Ok(signal) => {
+                    is_more |= signal.kind != Kind::Reflected;
                     let signal = signal.map_list(|words| words.iter().collect());
                     self.take(site, &heard, &bytes, &signal, inputs);
                 }
