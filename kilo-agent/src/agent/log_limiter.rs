@@ -34,6 +34,8 @@ pub struct LogLimiter {
     private_endpoint: Option<Endpoint>,
     /// When stand-bys of which location were spoken of.
     stand_bys: BTreeMap<String, Instant>,
+    /// The table of neighbours is too small.
+    neighbours: bool,
     /// Interfaces without programs, and their link type.
     unknown_headers: BTreeMap<String, u16>,
     /// No interface leads out of the host.
@@ -116,6 +118,15 @@ impl LogLimiter {
             }
         }
         said
+    }
+
+    /// Says once that the kernel's table of neighbours is too small, until it is large enough.
+    pub fn neighbours(&mut self, warning: Option<String>) {
+        let is_new = warning.is_some() && !self.neighbours;
+        self.neighbours = warning.is_some();
+        if let Some(warning) = warning.filter(|_| is_new) {
+            tracing::warn!("{warning}");
+        }
     }
 
     /// Says once which interfaces get no programs because of their link type.

@@ -1,7 +1,7 @@
 //! Next hops the kernel keeps resolved (`ip neigh … managed`), marked with
 //! [`PROTOCOL`].
 
-use std::{collections::BTreeSet, net::IpAddr};
+use std::{collections::BTreeSet, fs, net::IpAddr};
 
 use rtnetlink::{
     packet_core::{NLM_F_CREATE, NLM_F_REPLACE},
@@ -16,6 +16,38 @@ use super::{NetError, PROTOCOL, Refused, Rtnl, addresses::keep};
 
 /// Interface index and address.
 pub type Neighbour = (u32, IpAddr);
+
+/// Default of `gc_thresh1`: so few neighbours the kernel always keeps.
+const ALWAYS: usize = 128;
+
+/// What an operator should do about a table of neighbours that is too small for the nodes which this one reaches
+/// without WireGuard, by addresses of the family of `own`; `None` when it is large enough or its size cannot be read.
+///
+/// The kernel has one table for all network namespaces of the machine. From `gc_thresh2` on it forgets neighbours that
+/// were not used for seconds, and beyond `gc_thresh3` it takes no new ones and drops their packets
+/// (kernel Documentation/networking/ip-sysctl).
+pub fn table_warning(nodes: usize, own: IpAddr) -> Option<String> {
+    if nodes <= ALWAYS {
+        return None;
+    }
+    let family = if own.is_ipv4() { "ipv4" } else { "ipv6" };
+    let path = format!("/proc/sys/net/{family}/neigh/default/gc_thresh2");
+    let size = fs::read_to_string(path).ok()?.trim().parse().ok()?;
+    warning(nodes, size, family)
+}
+
+fn warning(nodes: usize, size: usize, family: &str) -> Option<String> {
+    let wanted = (nodes * 4).next_power_of_two();
+    (nodes > size).then(|| {
+        format!(
+            "this location has {nodes} nodes, and the kernel's table of neighbours is made for {size} in all \
+             containers of this host together; when it is full, packets to nodes are lost (\"neighbor table overflow\" \
+             in the kernel's log): sysctl net.{family}.neigh.default.gc_thresh3={} \
+             net.{family}.neigh.default.gc_thresh2={wanted}",
+            wanted * 2
+        )
+    })
+}
 
 /// Those of ours.
 pub async fn read(rtnl: &Rtnl) -> Result<BTreeSet<Neighbour>, NetError> {
@@ -81,4 +113,20 @@ fn message((ifindex, address): Neighbour) -> NeighbourMessage {
     }));
     message.attributes.push(NeighbourAttribute::Protocol(RouteProtocol::from(PROTOCOL)));
     message
+}
+
+#[cfg(test)]
+mod tests {
+    use super::warning;
+
+    #[test]
+    fn a_table_smaller_than_the_location_is_warned_of_with_sizes_that_suffice() {
+        assert_eq!(warning(512, 512, "ipv4"), None);
+        let text = warning(1000, 512, "ipv6").expect("a warning");
+        assert!(text.contains("has 1000 nodes") && text.contains("made for 512"), "{text}");
+        assert!(
+            text.ends_with("net.ipv6.neigh.default.gc_thresh3=8192 net.ipv6.neigh.default.gc_thresh2=4096"),
+            "{text}"
+        );
+    }
 }

@@ -20,11 +20,13 @@ const LARGEST: usize = 1 << 20;
 /// Both are in the image; neither is needed.
 const FIREWALLS: [(&str, &[&str]); 3] =
     [("nft", &["list", "ruleset"]), ("iptables-save", &[]), ("ip6tables-save", &[])];
-const FILES: [&str; 5] = [
+const FILES: [&str; 7] = [
     "/proc/version",
     "/proc/sys/net/ipv4/ip_forward",
     "/proc/sys/net/ipv6/conf/all/forwarding",
     "/proc/sys/net/ipv4/conf/all/rp_filter",
+    "/proc/sys/net/ipv4/neigh/default/gc_thresh3",
+    "/proc/sys/net/ipv6/neigh/default/gc_thresh3",
     "/proc/net/softnet_stat",
 ];
 
