@@ -11,7 +11,7 @@ use aya::{
     maps::{Map, MapData, MapError, MapType},
 };
 use aya_log::EbpfLogger;
-use kilo_common::map_table::{Kind, MAPS, MapSpec};
+use kilo_common::map_table::{Kind, MAPS, MapSpec, NAT};
 use nix::{
     mount::{MsFlags, mount},
     sys::statfs::{BPF_FS_MAGIC, statfs},
@@ -35,6 +35,9 @@ pub const PROGRAMS: [&str; 9] = [
     FOLLOW,
     INJECT,
 ];
+/// Of these: what only hosts need whose uplinks have no link-layer header. They are a third of what the kernel
+/// verifies, and loaded when there is such an uplink.
+pub const ON_DEMAND: [&str; 2] = ["l3_ingress", "l3_egress"];
 /// Programs that are on no hook: the agent runs them.
 pub const INJECT: &str = "inject";
 pub const FOLLOW: &str = "follow";
@@ -74,12 +77,37 @@ pub fn object(directory: &Path, debug: bool) -> Result<Ebpf, DataplaneError> {
         return Err(DataplaneError::Object("programs"));
     }
     let level: u8 = if debug { aya_log::Level::Debug as u8 } else { 0 };
-    let mut loader = EbpfLoader::new();
+    let mut loader = beside(EbpfLoader::new, || make_largest(directory));
     for map in pinned() {
         loader.map_pin_path(map.name, directory.join(map.name));
     }
     loader.override_global(aya_log::LEVEL, &level, false);
     Ok(loader.load(OBJECT)?)
+}
+
+/// Does both at once.
+fn beside<T>(one: impl FnOnce() -> T, other: impl FnOnce() + Send) -> T {
+    std::thread::scope(|scope| {
+        scope.spawn(other);
+        one()
+    })
+}
+
+/// What takes as long as the loader to read the kernel's types: looks what this kernel can, and makes the map of which
+/// the kernel clears 20 MB, unless it is there. What goes wrong here goes wrong again, and is told, when the loader
+/// does it.
+fn make_largest(directory: &Path) {
+    aya::features();
+    let path = directory.join(NAT.name);
+    if path.exists() {
+        return;
+    }
+    let MapSpec { key, value, size, .. } = NAT;
+    let map = aya_obj::Map::new_from_params(map_type(NAT.kind) as u32, key, value, size, 0);
+    let made = MapData::create(map, NAT.name, None).map(|map| map.pin(&path));
+    if !matches!(made, Ok(Ok(()))) {
+        tracing::debug!(path = %path.display(), "a map could not be made before the others");
+    }
 }
 
 /// Hands what the programs log to `tracing`; debugging only. Their log is taken out of the object, so they must be
@@ -220,6 +248,18 @@ mod tests {
     fn refused_with(errno: i32) -> MapError {
         let io_error = io::Error::from_raw_os_error(errno);
         MapError::SyscallError(aya::sys::SyscallError { call: "bpf_obj_get", io_error })
+    }
+
+    /// It is made by the table, the others by the object.
+    #[test]
+    fn the_map_that_is_made_first_is_as_the_object_has_it() {
+        if OBJECT.is_empty() {
+            return;
+        }
+        let object = aya_obj::Object::parse(OBJECT).unwrap();
+        let map = &object.maps[NAT.name];
+        let found = (map.map_type(), map.key_size(), map.value_size(), map.max_entries(), map.map_flags());
+        assert_eq!(found, (map_type(NAT.kind) as u32, NAT.key, NAT.value, NAT.size, 0));
     }
 
     /// What is answered decides whether a pin that is in use is removed.
