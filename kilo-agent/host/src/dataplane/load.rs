@@ -11,13 +11,13 @@ use aya::{
     maps::{Map, MapData, MapError, MapType},
 };
 use aya_log::EbpfLogger;
-use kilo_common::map_table::{Kind, MAPS, MapSpec, NAT};
+use kilo_common::map_table::{Kind, MAPS, MapSpec};
 use nix::{
     mount::{MsFlags, mount},
     sys::statfs::{BPF_FS_MAGIC, statfs},
 };
 
-use super::DataplaneError;
+use super::{DataplaneError, first_map};
 use kilo_core::errors::error_chain;
 
 /// The programs as they are built.
@@ -77,12 +77,20 @@ pub fn object(directory: &Path, debug: bool) -> Result<Ebpf, DataplaneError> {
         return Err(DataplaneError::Object("programs"));
     }
     let level: u8 = if debug { aya_log::Level::Debug as u8 } else { 0 };
-    let mut loader = beside(EbpfLoader::new, || make_largest(directory));
+    let mut loader = beside(EbpfLoader::new, || make_first(directory));
     for map in pinned() {
         loader.map_pin_path(map.name, directory.join(map.name));
     }
     loader.override_global(aya_log::LEVEL, &level, false);
     Ok(loader.load(OBJECT)?)
+}
+
+/// What goes wrong here goes wrong again where the loader does it.
+fn make_first(directory: &Path) {
+    if let Err(error) = first_map::make(directory) {
+        let error = error_chain(&*error);
+        tracing::debug!(directory = %directory.display(), error, "a map could not be made before the others");
+    }
 }
 
 /// Does both at once.
@@ -91,23 +99,6 @@ fn beside<T>(one: impl FnOnce() -> T, other: impl FnOnce() + Send) -> T {
         scope.spawn(other);
         one()
     })
-}
-
-/// What takes as long as the loader to read the kernel's types: looks what this kernel can, and makes the map of which
-/// the kernel clears 20 MB, unless it is there. What goes wrong here goes wrong again, and is told, when the loader
-/// does it.
-fn make_largest(directory: &Path) {
-    aya::features();
-    let path = directory.join(NAT.name);
-    if path.exists() {
-        return;
-    }
-    let MapSpec { key, value, size, .. } = NAT;
-    let map = aya_obj::Map::new_from_params(map_type(NAT.kind) as u32, key, value, size, 0);
-    let made = MapData::create(map, NAT.name, None).map(|map| map.pin(&path));
-    if !matches!(made, Ok(Ok(()))) {
-        tracing::debug!(path = %path.display(), "a map could not be made before the others");
-    }
 }
 
 /// Hands what the programs log to `tracing`; debugging only. Their log is taken out of the object, so they must be
@@ -248,18 +239,6 @@ mod tests {
     fn refused_with(errno: i32) -> MapError {
         let io_error = io::Error::from_raw_os_error(errno);
         MapError::SyscallError(aya::sys::SyscallError { call: "bpf_obj_get", io_error })
-    }
-
-    /// It is made by the table, the others by the object.
-    #[test]
-    fn the_map_that_is_made_first_is_as_the_object_has_it() {
-        if OBJECT.is_empty() {
-            return;
-        }
-        let object = aya_obj::Object::parse(OBJECT).unwrap();
-        let map = &object.maps[NAT.name];
-        let found = (map.map_type(), map.key_size(), map.value_size(), map.max_entries(), map.map_flags());
-        assert_eq!(found, (map_type(NAT.kind) as u32, NAT.key, NAT.value, NAT.size, 0));
     }
 
     /// What is answered decides whether a pin that is in use is removed.

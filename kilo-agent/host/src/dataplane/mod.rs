@@ -5,6 +5,7 @@ mod attach;
 mod batch;
 pub mod decode;
 mod error;
+mod first_map;
 pub mod lead;
 pub mod led;
 mod load;
