@@ -8,6 +8,7 @@
 
 #[path = "../../tests/support/api.rs"]
 mod api;
+mod by_slices;
 mod check_ins;
 mod compute;
 mod counted;

@@ -49,6 +49,11 @@ pub struct Agent {
 impl Agent {
     /// Starts it confined as `cargo xtask confine` does, and waits until the launcher has become the agent.
     pub fn start(kubeconfig: &Path, hostname: &str) -> Self {
+        Self::start_with(kubeconfig, hostname, &[])
+    }
+
+    /// The same with more flags.
+    pub fn start_with(kubeconfig: &Path, hostname: &str, flags: &[&str]) -> Self {
         let log = fs::OpenOptions::new().create(true).append(true).open("/tmp/kg.log").unwrap();
         let program = kg();
         let words = confined(kubeconfig);
@@ -56,6 +61,7 @@ impl Agent {
             .args(&words[1..])
             .args(["--hostname", hostname, "--listen", LISTEN, "--wireguard", "userspace"])
             .args(["--cni-path", "/run/kilo/10-kilo.conflist", "--internal-cidr", "10.201.0.0/16"])
+            .args(flags)
             .stdin(Stdio::null())
             .stdout(log.try_clone().unwrap())
             .stderr(log)

@@ -2,6 +2,7 @@
 
 use std::{
     io::{BufRead as _, BufReader},
+    path::Path,
     process::{Command, Stdio},
     time::{Duration, Instant},
 };
@@ -16,6 +17,7 @@ use kube::{
 use crate::{
     Figures,
     api::{ADMIN, ApiServer, apply_crds},
+    by_slices::Slices,
     check_ins::{CheckIns, unix_now},
     compute::{median, milliseconds},
     counted::Counted,
@@ -28,6 +30,8 @@ use crate::{
 const PEERS: usize = 100;
 const MANY_PEERS: usize = 10_000;
 const NODES_BESIDE_MANY_PEERS: usize = 1000;
+/// Of so many nodes there are slices at last.
+const NODES_OF_SLICES: usize = 10_000;
 /// Long enough for all that a change causes, and no resync within it.
 const SETTLE: Duration = Duration::from_millis(2500);
 const CHANGES: usize = 3;
@@ -67,7 +71,11 @@ pub async fn measure(figures: &mut Figures, nodes: usize) {
     figures.add(nodes, "start to data path adopted", "ms", milliseconds(agent.age()));
     figures.add(nodes, "start: processor time", "ms", milliseconds(agent.ran()));
     agent.until("kilo_nodes", |value| value == nodes as f64).await;
-    if nodes == NODES_BESIDE_MANY_PEERS {
+    if nodes == NODES_OF_SLICES {
+        drop(check_ins);
+        agent.stop().await;
+        agent = by_slices(figures, &client, (&kubeconfig, &own), nodes, &proxy).await;
+    } else if nodes == NODES_BESIDE_MANY_PEERS {
         let started = Instant::now();
         create_peers(&client, PEERS..MANY_PEERS).await;
         println!("bench: created {MANY_PEERS} peers in {:.1} s", started.elapsed().as_secs_f64());
@@ -80,7 +88,7 @@ pub async fn measure(figures: &mut Figures, nodes: usize) {
         figures.add(nodes, "10,000 Peers: start to data path adopted", "ms", milliseconds(agent.age()));
         figures.add(nodes, "10,000 Peers: start: processor time", "ms", milliseconds(agent.ran()));
     }
-    drop((agent, check_ins, server));
+    drop((agent, server));
     netns::sh(
         "ip link del kilo0; ip link del eth0; ip netns del peer; sleep 1; umount -l /run /tmp /var/lib /sys/fs/bpf",
     );
@@ -258,14 +266,50 @@ impl Drop for Monitor {
     }
 }
 
+/// An agent that reads slices, and nothing happens.
+async fn by_slices(
+    figures: &mut Figures,
+    client: &Client,
+    (kubeconfig, own): (&Path, &str),
+    nodes: usize,
+    proxy: &Counted,
+) -> Agent {
+    let flags = ["--slices=auto"];
+    // It says of itself that it promises heartbeats.
+    let mut agent = Agent::start_with(kubeconfig, own, &flags);
+    agent.until("kilo_reconcile_duration_seconds_count", |value| value >= 2.0).await;
+    agent.stop().await;
+    let _slices = Slices::write(client).await;
+    let received = proxy.received();
+    let mut agent = Agent::start_with(kubeconfig, own, &flags);
+    agent.until("kilo_slices_in_use", |value| value == 1.0).await;
+    agent.until("kilo_nodes", |value| value == nodes as f64).await;
+    figures.add(nodes, "by slices: start: bytes received", "bytes", (proxy.received() - received) as f64);
+    // What the start needed goes after the first reconcile, and the next one of the clock.
+    tokio::time::sleep(Duration::from_secs(40)).await;
+    let (ran, started, received) = (agent.ran(), Instant::now(), proxy.received());
+    tokio::time::sleep(rest_time()).await;
+    let (ran, spent) = (agent.ran() - ran, started.elapsed().as_secs_f64());
+    agent.until("kilo_slices_in_use", |value| value == 1.0).await;
+    figures.add(nodes, "by slices: at rest: processor", "% of a core", ran.as_secs_f64() / spent * 100.0);
+    figures.add(nodes, "by slices: at rest: memory", "MB", agent.memory().0);
+    let bytes = (proxy.received() - received) as f64 / spent;
+    figures.add(nodes, "by slices: at rest: bytes received", "a second", bytes);
+    agent
+}
+
+/// `KILO_BENCH_REST`, in seconds.
+fn rest_time() -> Duration {
+    Duration::from_secs(std::env::var("KILO_BENCH_REST").map_or(60, |seconds| seconds.parse().unwrap()))
+}
+
 /// Nothing happens but heartbeats.
 async fn rest(figures: &mut Figures, agent: &mut Agent, nodes: usize, check_ins: &CheckIns, proxy: &Counted) {
     tokio::time::sleep(Duration::from_secs(10)).await;
-    let seconds = std::env::var("KILO_BENCH_REST").map_or(60, |seconds| seconds.parse().unwrap());
     let before = agent.metrics().await;
     let (ran, written, received, started) =
         (agent.ran(), check_ins.written(), proxy.received(), Instant::now());
-    tokio::time::sleep(Duration::from_secs(seconds)).await;
+    tokio::time::sleep(rest_time()).await;
     if let Some(profile) = std::env::var_os("KILO_BENCH_PERF") {
         let id = agent.id().to_string();
         let mut perf = Command::new("perf");

@@ -36,7 +36,9 @@ use crate::{
 /// Tunnels are looked at this often.
 const LOOK: Duration = Duration::from_secs(5);
 /// Reading a device with many prefixes takes at most this part of the time.
-const SHARE: u32 = 100;
+const SHARE: u32 = 400;
+/// But it looks so often.
+const LOOK_AT_LEAST: Duration = Duration::from_secs(60);
 /// A node that is starting is not in the mesh for this long at most.
 const STARTS: Duration = Duration::from_secs(30);
 
@@ -210,7 +212,7 @@ impl<B: Backend> Announcer<B> {
         let degraded = self.tunnels.degraded(now);
         self.context.metrics.silent_tunnels.set(i64::try_from(degraded.len()).unwrap_or(i64::MAX));
         self.context.health.set_degraded(degraded);
-        self.look_again = now + now.saturating_duration_since(started) * SHARE;
+        self.look_again = now + (now.saturating_duration_since(started) * SHARE).min(LOOK_AT_LEAST);
     }
 
     /// Tells once that this node has not come into the mesh since its agent started.

@@ -1,7 +1,7 @@
 //! What the mesh says of the leaders of other locations.
 
 use std::{
-    collections::{BTreeMap, BTreeSet},
+    collections::{BTreeMap, BTreeSet, HashMap},
     net::SocketAddr,
     sync::{Arc, Weak},
 };
@@ -69,7 +69,7 @@ impl Leaders {
         let mesh = &view.mesh;
         let mut found = Self::default();
         let Some(own) = view.own.as_deref() else { return found };
-        let relays = RelayPlaces::of(&view.snapshot.nodes, &own.discovered_endpoints);
+        let seen = seen_by_others(view, &RelayPlaces::of(&view.snapshot.nodes, &own.discovered_endpoints));
         for index in 0..mesh.segments.len() {
             let Some(node) = leader(mesh, index) else { continue };
             found.is_offered |= node.relay;
@@ -87,14 +87,13 @@ impl Leaders {
                 received: peer.rx_bytes,
                 endpoint: peer.endpoint,
                 published: published(node),
-                places: places(view, node, &key, &relays),
+                places: places(node, seen.get(&key)),
                 relays: node.relay,
             });
         }
         let says = published(own);
-        found.is_behind_nat = own
-            .key
-            .is_some_and(|key| places(view, own, &key, &relays).iter().any(|place| Some(*place) != says));
+        found.is_behind_nat =
+            own.key.is_some_and(|key| places(own, seen.get(&key)).iter().any(|place| Some(*place) != says));
         found
     }
 }
@@ -104,12 +103,22 @@ fn published(node: &Node) -> Option<SocketAddr> {
     Some(SocketAddr::new(endpoint.ip()?, endpoint.port))
 }
 
+/// Where nodes see others, but for ports of relays, in one walk over them.
+fn seen_by_others(view: &View, relays: &RelayPlaces) -> HashMap<PublicKey, BTreeSet<SocketAddr>> {
+    let mut seen: HashMap<_, BTreeSet<_>> = HashMap::new();
+    for (key, at) in view.snapshot.nodes.iter().flat_map(|node| &node.node.discovered_endpoints) {
+        if !relays.contains(*at) {
+            seen.entry(*key).or_default().insert(*at);
+        }
+    }
+    seen
+}
+
 /// Where other nodes see it, and at which addresses of its cloud it may be, of either family.
-fn places(view: &View, node: &Node, key: &PublicKey, relays: &RelayPlaces) -> Vec<SocketAddr> {
-    let seen = view.snapshot.nodes.iter().filter_map(|other| other.discovered_endpoints.get(key).copied());
+fn places(node: &Node, seen: Option<&BTreeSet<SocketAddr>>) -> Vec<SocketAddr> {
     let port = node.endpoint.as_ref().map(|endpoint| endpoint.port);
     let external = node.external_ips.iter().filter_map(|address| Some(SocketAddr::new(*address, port?)));
-    let seen = seen.filter(|at| !relays.contains(*at));
+    let seen = seen.into_iter().flatten().copied();
     seen.chain(external).collect::<BTreeSet<_>>().into_iter().collect()
 }
 

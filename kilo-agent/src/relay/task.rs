@@ -41,7 +41,7 @@ const LOOK_OFF: Duration = Duration::from_secs(5);
 const SHARE: u32 = 20;
 const LOOK_SELDOM: Duration = Duration::from_secs(3);
 /// The same where nobody relays, and only those who look want to know.
-const SHARE_OFF: u32 = 200;
+const SHARE_OFF: u32 = 1000;
 const LOOK_RARELY: Duration = Duration::from_secs(60);
 
 /// What the task has to know.
@@ -384,7 +384,8 @@ mod tests {
     fn a_device_that_is_slow_to_read_is_read_seldom() {
         let of = |took, uses| until_next_look(Duration::from_millis(took), uses).as_secs_f64();
         assert_eq!((of(2, true), of(2, false)), (1.0, 5.0));
-        assert_eq!((of(100, true), of(100, false)), (2.0, 20.0));
+        assert_eq!((of(40, true), of(40, false)), (1.0, 40.0));
+        assert_eq!((of(100, true), of(100, false)), (2.0, 60.0));
         // A relay that has fallen silent is noticed all the same.
         assert_eq!((of(800, true), of(800, false)), (3.0, 60.0));
     }

@@ -9,9 +9,12 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use kilo_host::dataplane::{Dataplane, PROGRAMS, pin_directory};
+use kilo_host::dataplane::{Dataplane, ON_DEMAND, PROGRAMS, pin_directory};
 
 use crate::{netns, support};
+
+/// Programs that are loaded whatever interfaces there are.
+const ALWAYS: usize = PROGRAMS.len() - ON_DEMAND.len();
 
 /// Pins of programs by the name of the program.
 fn pins(bpffs: &Path) -> BTreeMap<String, PathBuf> {
@@ -29,6 +32,11 @@ fn pins(bpffs: &Path) -> BTreeMap<String, PathBuf> {
         .collect()
 }
 
+/// From a stranger. `BPF_PROG_TEST_RUN` reads its address as the EtherType of IPv4.
+fn without_link_layer() -> Vec<u8> {
+    support::packet::steered([8, 0, 0, 99], support::SELF, &[0; 40]).split_off(14)
+}
+
 fn id(dataplane: &mut Dataplane, program: &str) -> u32 {
     dataplane.program(program).unwrap().info().unwrap().id()
 }
@@ -37,8 +45,9 @@ fn id(dataplane: &mut Dataplane, program: &str) -> u32 {
 fn the_next_agent_of_the_same_build_takes_all_programs_over() {
     let Some(fs) = support::bpffs() else { return };
     let mut first = Dataplane::open(fs.path(), false).unwrap();
+    assert_eq!((first.loaded(), pins(fs.path()).len()), (ALWAYS, ALWAYS), "no uplink without link layer");
     let ids = PROGRAMS.map(|program| id(&mut first, program));
-    assert_eq!((first.loaded(), pins(fs.path()).len()), (PROGRAMS.len(), PROGRAMS.len()));
+    assert_eq!((first.loaded(), pins(fs.path()).len()), (PROGRAMS.len(), PROGRAMS.len()), "asked for");
     drop(first);
     let mut next = Dataplane::open(fs.path(), false).unwrap();
     assert_eq!(PROGRAMS.map(|program| id(&mut next, program)), ids);
@@ -61,14 +70,14 @@ fn the_rights_of_the_daemonset_suffice_to_take_programs_over() {
             let first = Dataplane::open(path, false).unwrap().loaded();
             (first, Dataplane::open(path, false).unwrap().loaded())
         };
-        assert_eq!(scope.spawn(start).join().unwrap(), (PROGRAMS.len(), 0));
+        assert_eq!(scope.spawn(start).join().unwrap(), (ALWAYS, 0));
     });
 }
 
 #[test]
 fn programs_with_a_log_are_not_taken_over_and_do_not_take_over() {
     let Some(fs) = support::bpffs() else { return };
-    assert_eq!(Dataplane::open(fs.path(), false).unwrap().loaded(), PROGRAMS.len());
+    assert_eq!(Dataplane::open(fs.path(), false).unwrap().loaded(), ALWAYS);
     for _ in 0..2 {
         let loaded = Dataplane::open(fs.path(), true).unwrap().loaded();
         assert_eq!(loaded, PROGRAMS.len(), "nobody reads the log of an earlier agent's");
@@ -89,8 +98,8 @@ fn programs_with_another_map_than_the_pinned_one_are_loaded_anew() {
     fs::remove_file(pin_directory(fs.path()).join("inbound")).unwrap();
     map.pin(pin_directory(fs.path()).join("inbound")).unwrap();
     let next = Dataplane::open(fs.path(), false).unwrap();
-    assert_eq!(next.loaded(), PROGRAMS.len());
-    assert_eq!(pins(fs.path()).len(), PROGRAMS.len(), "the stale ones are gone");
+    assert_eq!(next.loaded(), ALWAYS);
+    assert_eq!(pins(fs.path()).len(), ALWAYS, "the stale ones are gone");
     drop(next);
     assert_eq!(Dataplane::open(fs.path(), false).unwrap().loaded(), 0);
 }
@@ -110,9 +119,9 @@ fn a_pin_that_is_not_what_its_name_says_is_not_put_on_a_hook() {
     let map = aya::maps::MapData::from_pin(pin_directory(fs.path()).join("count")).unwrap();
     map.pin(&there["uplink_egress"]).unwrap();
     let mut next = Dataplane::open(fs.path(), false).unwrap();
-    assert_eq!(next.loaded(), PROGRAMS.len());
+    assert_eq!(next.loaded(), ALWAYS);
     assert_ne!(id(&mut next, "kilo_ingress"), former, "programs that were not loaded together are no set");
-    assert_eq!(pins(fs.path()).len(), PROGRAMS.len(), "the wrong ones are replaced");
+    assert_eq!(pins(fs.path()).len(), ALWAYS, "the wrong ones are replaced");
     let frame = support::packet::steered([10, 1, 0, 99], support::SELF, &[0; 40]);
     next.write(&support::leader_tables()).unwrap();
     let ran = support::packet::run(&mut next, "lan_ingress", &frame);
@@ -126,16 +135,12 @@ fn where_others_may_write_nothing_is_taken_over() {
     let Some(fs) = support::bpffs() else { return };
     drop(Dataplane::open(fs.path(), false).unwrap());
     let top = fs.path().join("kilo");
-    for (mode, loaded) in [(0o777, PROGRAMS.len()), (0o700, 0)] {
+    for (mode, loaded) in [(0o777, ALWAYS), (0o700, 0)] {
         fs::set_permissions(&top, fs::Permissions::from_mode(mode)).unwrap();
         assert_eq!(Dataplane::open(fs.path(), false).unwrap().loaded(), loaded, "{mode:o}");
     }
     nix::unistd::chown(&top, Some(65534.into()), None).unwrap();
-    assert_eq!(
-        Dataplane::open(fs.path(), false).unwrap().loaded(),
-        PROGRAMS.len(),
-        "somebody else's directory"
-    );
+    assert_eq!(Dataplane::open(fs.path(), false).unwrap().loaded(), ALWAYS, "somebody else's directory");
 }
 
 /// An agent that ends while it pins leaves some; those of one load alone share the maps that are not pinned.
@@ -144,8 +149,30 @@ fn where_one_program_is_missing_all_are_loaded_anew() {
     let Some(fs) = support::bpffs() else { return };
     drop(Dataplane::open(fs.path(), false).unwrap());
     fs::remove_file(&pins(fs.path())["inject"]).unwrap();
-    assert_eq!(Dataplane::open(fs.path(), false).unwrap().loaded(), PROGRAMS.len());
+    assert_eq!(Dataplane::open(fs.path(), false).unwrap().loaded(), ALWAYS);
     assert_eq!(Dataplane::open(fs.path(), false).unwrap().loaded(), 0);
+}
+
+/// Else they would use maps that nobody fills.
+#[test]
+fn what_is_loaded_late_uses_the_maps_of_the_others_or_is_not_loaded() {
+    let Some(fs) = support::bpffs() else { return };
+    let mut dataplane = Dataplane::open(fs.path(), false).unwrap();
+    let map = pin_directory(fs.path()).join("config");
+    let aside = pin_directory(fs.path()).join("aside");
+    fs::rename(&map, &aside).unwrap();
+    let error = dataplane.program("l3_ingress").map(drop).unwrap_err().to_string();
+    assert!(error.contains("were removed or replaced; restart kg"), "{error}");
+    assert!(!map.exists(), "no other one is made");
+    fs::rename(&aside, &map).unwrap();
+    dataplane.write(&support::leader_tables()).unwrap();
+    let ran = support::packet::run(&mut dataplane, "l3_ingress", &without_link_layer());
+    assert!(ran.counted.contains(&"unknown_sender"), "{ran:?}");
+    drop(dataplane);
+    assert_eq!(Dataplane::open(fs.path(), false).unwrap().loaded(), 0);
+    fs::remove_file(&pins(fs.path())["l3_egress"]).unwrap();
+    assert_eq!(Dataplane::open(fs.path(), false).unwrap().loaded(), ALWAYS, "one of two is no set");
+    assert_eq!(pins(fs.path()).len(), ALWAYS);
 }
 
 /// Pins save the next agent's time. This one works without.
@@ -159,11 +186,14 @@ fn programs_that_cannot_be_pinned_work_all_the_same() {
         netns::sh(&format!("mount -t tmpfs tmpfs {}", programs.display()));
         for _ in 0..2 {
             let mut dataplane = Dataplane::open(path, false).unwrap();
-            assert_eq!(dataplane.loaded(), PROGRAMS.len());
+            assert_eq!(dataplane.loaded(), ALWAYS);
             dataplane.write(&support::leader_tables()).unwrap();
             let frame = support::packet::steered([10, 1, 0, 99], support::SELF, &[0; 40]);
             let ran = support::packet::run(&mut dataplane, "lan_ingress", &frame);
             assert!(ran.counted.contains(&"unknown_sender"), "{ran:?}");
+            let ran = support::packet::run(&mut dataplane, "l3_ingress", &without_link_layer());
+            assert!(ran.counted.contains(&"unknown_sender"), "{ran:?}");
+            assert_eq!(dataplane.loaded(), PROGRAMS.len());
         }
     });
 }
@@ -180,7 +210,7 @@ fn what_was_needed_to_load_the_programs_is_given_back() {
         let before = held();
         let open = || Dataplane::open(Path::new("/run/bpf"), false).unwrap();
         let dataplane = tokio::task::spawn_blocking(open).await.unwrap();
-        assert_eq!(dataplane.loaded(), PROGRAMS.len());
+        assert_eq!(dataplane.loaded(), ALWAYS);
         let grown = held().saturating_sub(before);
         println!("{grown} MB more than before");
         assert!(grown < 12, "{grown} MB more than before");

@@ -6,7 +6,12 @@ use std::{
     sync::Arc,
 };
 
-use super::{LeaderReason, Mesh, Node, PeerStanding, Segment, location_of, missing, with_remedy};
+use itertools::{
+    EitherOrBoth::{Both, Left, Right},
+    Itertools as _,
+};
+
+use super::{LeaderReason, Mesh, Node, PeerStanding, Segment, location_of, missing, standing, with_remedy};
 use crate::objects::Snapshot;
 
 /// The mesh at one moment, and the objects it was made of.
@@ -329,17 +334,27 @@ fn of_peers(before: Moment<'_>, now: Moment<'_>) -> Vec<Change> {
     if same {
         return Vec::new();
     }
-    let old = super::peer_standings(before.mesh, before.snapshot);
-    let new = super::peer_standings(now.mesh, now.snapshot);
-    let gone = old.keys().filter(|peer| !new.contains_key(*peer));
-    let gone = gone.map(|peer| Change::PeerLeft { peer: peer.clone() }).collect::<Vec<_>>();
-    let differing = new.into_iter().filter(|(peer, standing)| old.get(peer) != Some(standing));
-    let told = differing.map(|(peer, standing)| match standing {
-        PeerStanding::Accepted => Change::PeerAccepted { peer, without: None },
-        PeerStanding::Partly(without) => Change::PeerAccepted { peer, without: Some(without) },
-        PeerStanding::Refused { why, .. } => Change::PeerRefused { peer, why },
-    });
-    gone.into_iter().chain(told).collect()
+    let old = standing::in_order(before.mesh, before.snapshot);
+    let new = standing::in_order(now.mesh, now.snapshot);
+    let (mut gone, mut told) = (Vec::new(), Vec::new());
+    for pair in old.into_iter().merge_join_by(new, |(old, _), (new, _)| old.cmp(new)) {
+        let (peer, standing) = match pair {
+            Left((peer, _)) => {
+                gone.push(Change::PeerLeft { peer: peer.to_owned() });
+                continue;
+            }
+            Both((_, old), (_, new)) if old == new => continue,
+            Both(_, new) | Right(new) => new,
+        };
+        let peer = peer.to_owned();
+        told.push(match standing {
+            PeerStanding::Accepted => Change::PeerAccepted { peer, without: None },
+            PeerStanding::Partly(without) => Change::PeerAccepted { peer, without: Some(without) },
+            PeerStanding::Refused { why, .. } => Change::PeerRefused { peer, why },
+        });
+    }
+    gone.append(&mut told);
+    gone
 }
 
 fn keys(mesh: &Mesh) -> impl Iterator<Item = &crate::wireguard::key::PublicKey> {

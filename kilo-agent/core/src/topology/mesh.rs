@@ -3,7 +3,7 @@
 use std::{
     borrow::Cow,
     cmp::Ordering,
-    collections::{BTreeMap, BTreeSet, HashMap},
+    collections::{BTreeMap, BTreeSet, HashMap, HashSet},
     fmt,
     net::{IpAddr, SocketAddr},
     sync::Arc,
@@ -502,7 +502,7 @@ impl fmt::Display for Place<'_> {
 }
 
 fn without_duplicates(peers: &BTreeMap<String, Peer>) -> Vec<Peer> {
-    let mut claimed = BTreeSet::new();
+    let mut claimed = HashSet::with_capacity(peers.len());
     peers
         .values()
         .map(|peer| {

@@ -1,6 +1,6 @@
 //! Whether each VPN peer is part of the mesh, and if not, why not.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, HashMap, hash_map::Entry};
 
 use ipnet::IpNet;
 
@@ -53,36 +53,54 @@ pub type PeerStandings = BTreeMap<String, PeerStanding>;
 
 /// All peers, as leaders treat them: a key or a prefix that two claim belongs to the first of them.
 pub fn peer_standings(mesh: &Mesh, snapshot: &Snapshot) -> PeerStandings {
+    in_order(mesh, snapshot).into_iter().map(|(name, standing)| (name.to_owned(), standing)).collect()
+}
+
+/// The same by name, without copies of the names: there may be many, and mostly one has changed.
+pub(super) fn in_order<'a>(mesh: &'a Mesh, snapshot: &'a Snapshot) -> Vec<(&'a str, PeerStanding)> {
+    let locations = mesh.segments.iter().map(|segment| (segment.key, ("", segment.location.as_str())));
+    let mut keys: HashMap<_, _> = locations.collect();
+    keys.reserve(snapshot.peers.len());
+    let mut used = mesh.peers.iter().peekable();
+    let mut standings = Vec::with_capacity(snapshot.peers.len());
+    for (name, peer) in snapshot.peers.iter() {
+        // Both are in the order of names.
+        while used.next_if(|used| used.name < *name).is_some() {}
+        let used = used.peek().filter(|used| used.name == *name);
+        let standing = match keys.entry(peer.public_key) {
+            Entry::Occupied(owner) => {
+                let (kind, owner) = owner.get();
+                let why = format!(
+                    "spec.publicKey belongs to {kind}{owner} already; give this peer a key of its own"
+                );
+                PeerStanding::Refused { reason: "KeyOfAnother", why }
+            }
+            Entry::Vacant(entry) => {
+                entry.insert(("peer ", name.as_str()));
+                by_prefixes(peer, used.map_or(&[], |used| &used.allowed_ips))
+            }
+        };
+        standings.push((name.as_str(), standing));
+    }
     let invalid = snapshot.problems.iter().filter_map(|(object, why)| {
         let ObjectRef::Peer(name) = object else { return None };
         let refused = PeerStanding::Refused { reason: "InvalidSpec", why: why.clone() };
-        (!snapshot.peers.contains_key(name)).then(|| (name.clone(), refused))
+        (!snapshot.peers.contains_key(name)).then_some((name.as_str(), refused))
     });
-    let mut standings: BTreeMap<_, _> = invalid.collect();
-    if snapshot.peers.is_empty() {
-        return standings;
-    }
-    let locations = mesh.segments.iter().map(|segment| (segment.key, ("", segment.location.as_str())));
-    let mut keys: BTreeMap<_, _> = locations.collect();
-    for (name, peer) in snapshot.peers.iter() {
-        let standing = match keys.get(&peer.public_key) {
-            Some((kind, owner)) => PeerStanding::Refused {
-                reason: "KeyOfAnother",
-                why: format!(
-                    "spec.publicKey belongs to {kind}{owner} already; give this peer a key of its own"
-                ),
-            },
-            None => by_prefixes(peer, mesh),
-        };
-        keys.entry(peer.public_key).or_insert(("peer ", name));
-        standings.insert(name.clone(), standing);
+    let valid = standings.len();
+    standings.extend(invalid);
+    if standings.len() > valid {
+        standings.sort_unstable_by_key(|(name, _)| *name);
     }
     standings
 }
 
-fn by_prefixes(peer: &Peer, mesh: &Mesh) -> PeerStanding {
-    let at = mesh.peers.binary_search_by(|used| used.name.cmp(&peer.name)).ok();
-    let used: BTreeSet<IpNet> = at.iter().flat_map(|at| &mesh.peers[*at].allowed_ips).copied().collect();
+/// `used`: those of its prefixes that are its own, in its order.
+fn by_prefixes(peer: &Peer, used: &[IpNet]) -> PeerStanding {
+    if peer.allowed_ips.iter().map(IpNet::trunc).eq(used.iter().copied()) {
+        return PeerStanding::Accepted;
+    }
+    let used: BTreeSet<IpNet> = used.iter().copied().collect();
     let lost: Vec<_> = peer.allowed_ips.iter().filter(|prefix| !used.contains(&prefix.trunc())).collect();
     if lost.is_empty() {
         return PeerStanding::Accepted;

@@ -17,7 +17,7 @@ use nix::{
     sys::statfs::{BPF_FS_MAGIC, statfs},
 };
 
-use super::DataplaneError;
+use super::{DataplaneError, first_map};
 use kilo_core::errors::error_chain;
 
 /// The programs as they are built.
@@ -35,6 +35,9 @@ pub const PROGRAMS: [&str; 9] = [
     FOLLOW,
     INJECT,
 ];
+/// Of these: what only hosts need whose uplinks have no link-layer header. They are a third of what the kernel
+/// verifies, and loaded when there is such an uplink.
+pub const ON_DEMAND: [&str; 2] = ["l3_ingress", "l3_egress"];
 /// Programs that are on no hook: the agent runs them.
 pub const INJECT: &str = "inject";
 pub const FOLLOW: &str = "follow";
@@ -74,12 +77,28 @@ pub fn object(directory: &Path, debug: bool) -> Result<Ebpf, DataplaneError> {
         return Err(DataplaneError::Object("programs"));
     }
     let level: u8 = if debug { aya_log::Level::Debug as u8 } else { 0 };
-    let mut loader = EbpfLoader::new();
+    let mut loader = beside(EbpfLoader::new, || make_first(directory));
     for map in pinned() {
         loader.map_pin_path(map.name, directory.join(map.name));
     }
     loader.override_global(aya_log::LEVEL, &level, false);
     Ok(loader.load(OBJECT)?)
+}
+
+/// What goes wrong here goes wrong again where the loader does it.
+fn make_first(directory: &Path) {
+    if let Err(error) = first_map::make(directory) {
+        let error = error_chain(&*error);
+        tracing::debug!(directory = %directory.display(), error, "a map could not be made before the others");
+    }
+}
+
+/// Does both at once.
+fn beside<T>(one: impl FnOnce() -> T, other: impl FnOnce() + Send) -> T {
+    std::thread::scope(|scope| {
+        scope.spawn(other);
+        one()
+    })
 }
 
 /// Hands what the programs log to `tracing`; debugging only. Their log is taken out of the object, so they must be

@@ -5,6 +5,7 @@ mod attach;
 mod batch;
 pub mod decode;
 mod error;
+mod first_map;
 pub mod lead;
 pub mod led;
 mod load;
@@ -39,7 +40,7 @@ use kilo_common::{
 
 pub use attach::{Applied, Interfaces, detach_filters, interface_name, is_ours};
 pub use error::DataplaneError;
-pub use load::{PROGRAMS, ends_with_the_container};
+pub use load::{ON_DEMAND, PROGRAMS, ends_with_the_container};
 pub use path_mtu::PathMtus;
 
 use tokio::sync::Notify;
@@ -142,7 +143,8 @@ pub struct Dataplane {
 }
 
 impl Dataplane {
-    /// Takes over the programs that an earlier agent of the same build has left, or loads all of them.
+    /// Takes over the programs that an earlier agent of the same build has left, or loads them: all but
+    /// [`ON_DEMAND`], which are loaded when an interface needs them.
     /// Maps pinned by an earlier agent are adopted with their content; pins that do not fit are replaced.
     ///
     /// # Errors
@@ -269,7 +271,7 @@ impl Dataplane {
     }
 
     /// Programs that this process has had the kernel load; the others were there.
-    pub const fn loaded(&self) -> usize {
+    pub fn loaded(&self) -> usize {
         self.programs.loaded()
     }
 

@@ -1,7 +1,7 @@
-//! The programs in the kernel: all are prepared when the data path is opened, taken over from an
-//! earlier agent of the same build, or loaded and pinned for the next one.
+//! The programs in the kernel: taken over from an earlier agent of the same build when the data path is
+//! opened, or loaded and pinned for the next one; those of [`ON_DEMAND`] when an interface needs them.
 //!
-//! It is all or none of them: programs that were loaded together share the maps that are not pinned,
+//! It is all or none of the others: programs that were loaded together share the maps that are not pinned,
 //! too. A pin is believed for what the kernel says of it, not for its name alone. The directory's name
 //! is a hash of the agent's version, of the object, and of the ids of the pinned maps; the name of a
 //! pin holds the program's tag and a hash of the ids of all its maps.
@@ -22,7 +22,7 @@ use sha2::{Digest as _, Sha256};
 
 use super::{
     DataplaneError,
-    load::{self, PROGRAMS},
+    load::{self, ON_DEMAND, PROGRAMS},
     program_info::{self, Identity},
 };
 use kilo_core::errors::{Cause, error_chain};
@@ -32,10 +32,13 @@ const PINS: &str = "programs";
 /// The kernel verifies as many at once, on as many processors: with more the longest one alone decides how long it takes.
 const THREADS: usize = 4;
 
-/// All programs of the object.
+/// The programs of the object.
 pub enum Programs {
     /// They are pinned, and opened from there.
     Pinned {
+        /// Directory of the pins.
+        pins: PathBuf,
+        /// Those of [`ON_DEMAND`] may be missing.
         by_name: BTreeMap<&'static str, SchedClassifier>,
         /// Those of them that this process has had the kernel load.
         loaded: usize,
@@ -57,7 +60,7 @@ impl Programs {
             && is_ours_alone(&pins)
         {
             match open_all(&pins) {
-                Ok(by_name) => return Ok(Self::Pinned { by_name, loaded: 0 }),
+                Ok(by_name) => return Ok(Self::Pinned { pins, by_name, loaded: 0 }),
                 Err(error) => {
                     let (pins, error) = (pins.display(), error_chain(&*error));
                     tracing::warn!(%pins, error, "pinned BPF programs are not taken over; loading them");
@@ -72,14 +75,18 @@ impl Programs {
 
     fn load(directory: &Path, debug: bool) -> Result<Self, DataplaneError> {
         let mut object = load::object(directory, debug)?;
-        load_all(&mut object)?;
         if debug {
+            load_programs(&mut object, |_| true)?;
             load::forward_log(&mut object);
             return Ok(Self::Loaded(object));
         }
-        match pin_all(directory, &mut object) {
+        load_programs(&mut object, |name| !ON_DEMAND.contains(&name))?;
+        match pin_anew(directory, &mut object) {
             // The object goes, and with it the instructions of all programs.
-            Ok(by_name) => Ok(Self::Pinned { by_name, loaded: PROGRAMS.len() }),
+            Ok((pins, by_name)) => {
+                let loaded = by_name.len();
+                Ok(Self::Pinned { pins, by_name, loaded })
+            }
             Err(error) => {
                 let (path, error) = (directory.join(PINS), error_chain(&*error));
                 tracing::warn!(
@@ -93,10 +100,10 @@ impl Programs {
     }
 
     /// Programs that this process has had the kernel load; the others were there.
-    pub const fn loaded(&self) -> usize {
+    pub fn loaded(&self) -> usize {
         match self {
             Self::Pinned { loaded, .. } => *loaded,
-            Self::Loaded(_) => PROGRAMS.len(),
+            Self::Loaded(object) => object.programs().filter(|(_, program)| program.fd().is_ok()).count(),
         }
     }
 
@@ -113,14 +120,28 @@ impl Programs {
         }
     }
 
-    /// The program of that name, to be attached.
+    /// The program of that name, to be attached; one of [`ON_DEMAND`] is loaded first, with the others of it.
     ///
     /// # Errors
-    /// When the object has none.
+    /// When the object has none, or the kernel refuses to load or to pin it.
     pub fn get_mut(&mut self, name: &'static str) -> Result<&mut SchedClassifier, DataplaneError> {
+        let is_late = ON_DEMAND.contains(&name);
         match self {
-            Self::Pinned { by_name, .. } => by_name.get_mut(name).ok_or(DataplaneError::Object(name)),
-            Self::Loaded(object) => of(object, name),
+            Self::Pinned { pins, by_name, loaded } => {
+                if is_late && !by_name.contains_key(name) {
+                    let late = load_late(pins).map_err(DataplaneError::Load)?;
+                    *loaded += late.len();
+                    by_name.extend(late);
+                    crate::memory::give_back();
+                }
+                by_name.get_mut(name).ok_or(DataplaneError::Object(name))
+            }
+            Self::Loaded(object) => {
+                if is_late && of(object, name)?.fd().is_err() {
+                    load_programs(object, |name| ON_DEMAND.contains(&name))?;
+                }
+                of(object, name)
+            }
         }
     }
 }
@@ -171,7 +192,8 @@ fn is_ours_alone(pins: &Path) -> bool {
     true
 }
 
-/// Opens every program's pin, if the kernel says of each that it is what its name says.
+/// Opens the programs' pins, if the kernel says of each that it is what its name says. Of [`ON_DEMAND`] all are
+/// there or none.
 fn open_all(pins: &Path) -> Result<BTreeMap<&'static str, SchedClassifier>, Cause> {
     let mut there = BTreeMap::new();
     for entry in fs::read_dir(pins)? {
@@ -190,12 +212,16 @@ fn open_all(pins: &Path) -> Result<BTreeMap<&'static str, SchedClassifier>, Caus
         }
         Ok((name, program))
     };
-    PROGRAMS.into_iter().map(open).collect()
+    let has_late = ON_DEMAND.iter().any(|name| there.contains_key(*name));
+    PROGRAMS.into_iter().filter(|name| has_late || !ON_DEMAND.contains(name)).map(open).collect()
 }
 
 /// Pins the programs of an object in the place of all others, and opens the pins. Programs of
 /// others that are on hooks stay there: their links hold them.
-fn pin_all(directory: &Path, object: &mut Ebpf) -> Result<BTreeMap<&'static str, SchedClassifier>, Cause> {
+fn pin_anew(
+    directory: &Path,
+    object: &mut Ebpf,
+) -> Result<(PathBuf, BTreeMap<&'static str, SchedClassifier>), Cause> {
     // Now that all maps are there.
     let pins = pins(directory)?.ok_or("a map is not pinned")?;
     let all = directory.join(PINS);
@@ -205,21 +231,44 @@ fn pin_all(directory: &Path, object: &mut Ebpf) -> Result<BTreeMap<&'static str,
         _ => {}
     }
     fs::DirBuilder::new().recursive(true).mode(0o700).create(&pins)?;
+    pin_loaded(&pins, object)?;
+    let by_name = open_all(&pins)?;
+    Ok((pins, by_name))
+}
+
+/// Pins what the kernel has loaded of an object.
+fn pin_loaded(pins: &Path, object: &mut Ebpf) -> Result<(), Cause> {
     for name in PROGRAMS {
         let program = of(object, name)?;
-        let path = pins.join(pin_name(name, &identity(program)?));
-        program.pin(path)?;
+        if program.fd().is_ok() {
+            let path = pins.join(pin_name(name, &identity(program)?));
+            program.pin(path)?;
+        }
     }
-    open_all(&pins)
+    Ok(())
+}
+
+/// Loads [`ON_DEMAND`] beside the programs that are pinned, with the same pinned maps, and opens their pins.
+fn load_late(pins: &Path) -> Result<BTreeMap<&'static str, SchedClassifier>, Cause> {
+    let maps = pins.ancestors().nth(2).ok_or("programs are pinned nowhere")?;
+    // A map that is no longer there would be made anew, and nobody would fill it.
+    if self::pins(maps)?.as_deref() != Some(pins) {
+        return Err(format!("pins in {} were removed or replaced; restart kg", maps.display()).into());
+    }
+    let mut object = load::object(maps, false)?;
+    load_programs(&mut object, |name| ON_DEMAND.contains(&name))?;
+    pin_loaded(pins, &mut object)?;
+    let all = open_all(pins)?;
+    Ok(all.into_iter().filter(|(name, _)| ON_DEMAND.contains(name)).collect())
 }
 
 fn identity(program: &SchedClassifier) -> Result<Identity, Cause> {
     Ok(program_info::identity(program.fd()?.as_fd())?.ok_or("it is no TC program")?)
 }
 
-/// Has the kernel verify all programs, [`THREADS`] at once at most, and two at least.
-fn load_all(object: &mut Ebpf) -> Result<(), DataplaneError> {
-    let place = |name: &str| PROGRAMS.iter().position(|program| *program == name);
+/// Has the kernel verify the programs that are wanted, [`THREADS`] at once at most, and two at least.
+fn load_programs(object: &mut Ebpf, is_wanted: impl Fn(&str) -> bool) -> Result<(), DataplaneError> {
+    let place = |name: &str| PROGRAMS.iter().position(|program| *program == name && is_wanted(program));
     let mut programs: Vec<_> =
         object.programs_mut().filter_map(|(name, program)| Some((place(name)?, program))).collect();
     programs.sort_by_key(|(place, _)| *place);

@@ -46,19 +46,30 @@ pub struct SliceSet {
     index: Option<Index>,
     index_missing: bool,
     slices: BTreeMap<String, Slice>,
+    changes: u64,
 }
 
 impl SliceSet {
+    /// Another number than before when anything but the time of the index may have changed: with many nodes, who asks
+    /// for them all when nothing has changed is most of what an agent does at rest.
+    pub const fn changes(&self) -> u64 {
+        self.changes
+    }
+
     /// Takes one slice; `None`: it cannot be read.
     pub fn put(&mut self, name: &str, spec: Option<NodeSliceSpec>) {
         if name == INDEX {
-            match spec.and_then(|spec| spec.index) {
-                Some(index) => (self.index, self.index_missing) = (Some(index), false),
-                None => self.index_missing = true,
+            let Some(index) = spec.and_then(|spec| spec.index) else { return self.delete(INDEX) };
+            let names = |index: &Index| (index.slices.clone(), index.topology_label.clone());
+            let is_same = !self.index_missing && self.index.as_ref().map(names) == Some(names(&index));
+            (self.index, self.index_missing) = (Some(index), false);
+            if !is_same {
+                self.forget();
+                self.changes += 1;
             }
-            self.forget();
             return;
         }
+        self.changes += 1;
         let spec = spec.filter(|_| self.has_room(name));
         let slice = self.slices.entry(name.to_owned()).or_default();
         slice.missing = false;
@@ -84,6 +95,7 @@ impl SliceSet {
 
     /// A slice was deleted.
     pub fn delete(&mut self, name: &str) {
+        self.changes += 1;
         if name == INDEX {
             self.index_missing = true;
         } else if let Some(slice) = self.slices.get_mut(name) {
@@ -95,6 +107,7 @@ impl SliceSet {
     /// Takes a complete list.
     pub fn replace(&mut self, mut list: Vec<(String, Option<NodeSliceSpec>)>) {
         self.listed = true;
+        self.changes += 1;
         list.sort_by_key(|(name, _)| name != INDEX);
         let names: BTreeSet<String> = list.iter().map(|(name, _)| name.clone()).collect();
         let known = self.slices.keys().cloned().chain([INDEX.to_owned()]);
@@ -270,6 +283,31 @@ mod tests {
         set.put("two", slice(&[("c", 3), ("a", 7), ("b", 1), ("", 9)]));
         assert_eq!(names(&set), [("a".to_owned(), 7), ("b".to_owned(), 2), ("c".to_owned(), 3)]);
         assert_eq!(set.nodes().1, 2);
+    }
+
+    #[test]
+    fn an_index_that_is_renewed_is_no_change_and_everything_else_is() {
+        let mut set = known();
+        let mut changes = |change: &dyn Fn(&mut SliceSet)| {
+            let before = set.changes();
+            change(&mut set);
+            set.changes() != before
+        };
+        let renewed = || {
+            let mut spec = index(&["one", "two"]).unwrap();
+            spec.index.as_mut().unwrap().renewed = 60;
+            Some(spec)
+        };
+        assert!(!changes(&|set| set.put(INDEX, renewed())));
+        assert!(changes(&|set| set.put("two", slice(&[("c", 4)]))));
+        assert!(changes(&|set| set.put(INDEX, index(&["one"]))));
+        assert!(changes(&|set| set.put(INDEX, None)));
+        assert!(changes(&|set| set.put(INDEX, index(&["one"]))), "it is there again");
+        assert!(changes(&|set| set.delete("one")));
+        assert!(changes(&|set| set.replace(Vec::new())));
+        let mut other = index(&["one"]).unwrap();
+        other.index.as_mut().unwrap().topology_label = "other".to_owned();
+        assert!(changes(&|set| set.put(INDEX, Some(other.clone()))));
     }
 
     #[test]

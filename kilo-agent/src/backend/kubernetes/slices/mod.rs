@@ -118,33 +118,23 @@ impl Context {
     /// Why slices are not to be read now.
     fn against(&self) -> Option<Reason> {
         let cache = self.shared.cache();
-        let seen = self.seen();
+        let mut seen = self.seen();
         if let Err(incomplete) = seen.set.complete(&self.label) {
             return Some(Reason::Incomplete(incomplete));
         }
         if !seen.renewals.go_on(Instant::now()) {
             return Some(Reason::NoWriter);
         }
-        let (nodes, _) = seen.set.nodes();
-        // One that is dead waits for nobody's heartbeat.
-        let is_dead = |name: &str| nodes.get(name).is_some_and(|entry| !entry.alive);
-        let foreign = nodes.values().any(|entry| {
-            entry.alive
-                && entry.last_seen != 0
-                && entry.heartbeat.is_none()
-                && entry.annotations.contains_key("key")
-                && entry.name != self.hostname
-        });
+        let said = seen.said(&self.hostname);
         let known = cache.nodes.values();
-        let counts = |name: &str| name != self.hostname && !is_dead(name);
-        if foreign || known.iter().any(|known| counts(&known.name) && heartbeats::is_foreign(known)) {
+        let counts = |name: &str| name != self.hostname && !said.dead.contains(name);
+        if said.foreign || known.iter().any(|known| heartbeats::is_foreign(known) && counts(&known.name)) {
             return Some(Reason::Foreign);
         }
         // Before the own Node is known, nobody can compare.
         let own = known.get(&self.hostname)?;
-        let entry = nodes.get(self.hostname.as_str());
         // Whoever reads that it is dead lives: others leave it out because of a lie, or of a writer that is wrong.
-        let entry = entry.filter(|entry| entry.alive);
+        let entry = said.own.as_ref().filter(|entry| entry.alive);
         let says = entry.map(|entry| node::from_object(&entry.to_object(&self.label), &self.label).0.node);
         (says.as_ref() != Some(&**own.node)).then_some(Reason::Late)
     }

@@ -1,9 +1,14 @@
 //! Follows slices: all of them once, and then what changes.
 
-use std::{collections::BTreeMap, pin::pin, sync::Arc, time::Instant};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    pin::pin,
+    sync::Arc,
+    time::Instant,
+};
 
 use futures::StreamExt as _;
-use kilo_core::objects::slices::{INDEX, NodeSliceSpec, Renewals, SliceSet};
+use kilo_core::objects::slices::{Entry, INDEX, NodeSliceSpec, Renewals, SliceSet};
 use kube::{
     api::DynamicObject,
     runtime::{WatchStreamExt as _, watcher},
@@ -27,9 +32,44 @@ pub(super) struct Seen {
     pub renewals: Renewals,
     /// Complete lists so far.
     pub lists: u64,
+    /// At which [`SliceSet::changes`], and what they said then.
+    said: Option<(u64, Said)>,
+}
+
+/// What all entries together say.
+pub(super) struct Said {
+    /// A node that lives has a heartbeat without a promise.
+    pub foreign: bool,
+    /// Names of those that do not live.
+    pub dead: BTreeSet<String>,
+    /// The own entry.
+    pub own: Option<Arc<Entry>>,
+}
+
+impl Said {
+    fn of(set: &SliceSet, hostname: &str) -> Self {
+        let (nodes, _) = set.nodes();
+        // One that is dead waits for nobody's heartbeat.
+        let foreign = nodes.values().any(|entry| {
+            entry.alive
+                && entry.last_seen != 0
+                && entry.heartbeat.is_none()
+                && entry.annotations.contains_key("key")
+                && entry.name != hostname
+        });
+        let dead = nodes.values().filter(|entry| !entry.alive).map(|entry| entry.name.clone()).collect();
+        Self { foreign, dead, own: nodes.get(hostname).map(|own| Arc::clone(own)) }
+    }
 }
 
 impl Seen {
+    /// What all entries together say now.
+    pub(super) fn said(&mut self, hostname: &str) -> &Said {
+        let changes = self.set.changes();
+        self.said.take_if(|(at, _)| *at != changes);
+        &self.said.get_or_insert_with(|| (changes, Said::of(&self.set, hostname))).1
+    }
+
     fn note(&mut self, object: &DynamicObject, name: &str) {
         self.deleted.remove(name);
         let version = object.metadata.resource_version.clone().unwrap_or_default();

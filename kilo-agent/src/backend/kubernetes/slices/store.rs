@@ -25,15 +25,18 @@ pub(super) struct Shown {
     nodes: BTreeMap<String, Arc<Entry>>,
     /// Of which they say nothing any more, and since when.
     gone: BTreeMap<String, Instant>,
+    /// [`SliceSet::changes`](kilo_core::objects::slices::SliceSet::changes) when that was so.
+    changes: u64,
 }
 
 impl Shown {
     /// Everything that slices say instead of what was known; the own node as its object says.
     pub(super) fn replace(context: &Context, own: Option<SeenNode<CheckedIn>>) -> Self {
+        let changes = context.seen().set.changes();
         let nodes = entries(context).0;
         let list = nodes.values().map(|entry| see_entry(entry, &context.label)).chain(own).collect();
         context.shared.change(|cache| cache.nodes.replace(list, &BTreeSet::new()));
-        Self { nodes, gone: BTreeMap::new() }
+        Self { nodes, gone: BTreeMap::new(), changes }
     }
 
     pub(super) fn len(&self) -> usize {
@@ -42,6 +45,11 @@ impl Shown {
 
     /// Shows what has changed since; returns when to look again although nothing has.
     pub(super) fn follow(&mut self, context: &Context) -> Option<Instant> {
+        let changes = context.seen().set.changes();
+        // A node that is gone is waited for.
+        if std::mem::replace(&mut self.changes, changes) == changes && self.gone.is_empty() {
+            return None;
+        }
         let (now, complete) = entries(context);
         let gone = self.gone(&now, complete, Instant::now());
         let is_known = |name: &String, entry: &Arc<Entry>| {
@@ -116,7 +124,7 @@ mod tests {
         let all = |names: &[&str]| -> BTreeMap<String, Arc<Entry>> {
             names.iter().map(|name| ((*name).to_owned(), Arc::default())).collect()
         };
-        let mut shown = Shown { nodes: all(&["a", "b"]), gone: BTreeMap::new() };
+        let mut shown = Shown { nodes: all(&["a", "b"]), ..Shown::default() };
         let start = Instant::now();
         let mut at = |ms: u64, names: &[&str], complete| {
             shown.gone(&all(names), complete, start + Duration::from_millis(ms)).len()
@@ -134,7 +142,7 @@ mod tests {
         let all = |number: usize| -> BTreeMap<String, Arc<Entry>> {
             (0..number).map(|number| (format!("{number:02}"), Arc::default())).collect()
         };
-        let mut shown = Shown { nodes: all(9), gone: BTreeMap::new() };
+        let mut shown = Shown { nodes: all(9), ..Shown::default() };
         let start = Instant::now();
         let mut at = |seconds: u64, number: usize| {
             shown.gone(&all(number), true, start + Duration::from_secs(seconds)).len()

@@ -1,0 +1,89 @@
+//! The same agent when it reads slices: what it holds and spends at rest. This benchmark writes them at once, as
+//! the agent that holds the Lease would over minutes, and renews their index.
+
+use std::{collections::BTreeMap, time::Duration};
+
+use futures::{StreamExt as _, stream};
+use k8s_openapi::api::core::v1 as core;
+use kilo_core::objects::{
+    node,
+    slices::{Entry, INDEX, Index, MOST_NODES, NodeSlice, NodeSliceSpec},
+};
+use kube::{
+    Api, Client,
+    api::{ApiResource, DynamicObject, ListParams, Patch, PatchParams, PostParams},
+};
+use serde_json::json;
+
+use crate::check_ins::unix_now;
+
+const LABEL: &str = "topology.kubernetes.io/region";
+/// As the agent that writes slices renews it.
+const RENEWED: Duration = Duration::from_secs(60);
+
+/// Slices of all Nodes as they are now; their index is renewed until this is dropped.
+pub struct Slices(tokio::task::JoinHandle<()>);
+
+impl Slices {
+    pub async fn write(client: &Client) -> Self {
+        promise(client).await;
+        let nodes = Api::<core::Node>::all(client.clone()).list(&ListParams::default()).await.unwrap();
+        let entry = |node: &core::Node| Entry::new(node, &node::from_object(node, LABEL).0, LABEL, true);
+        let entries: Vec<Entry> = nodes.items.iter().map(entry).collect();
+        let api: Api<DynamicObject> = Api::all_with(client.clone(), &ApiResource::erase::<NodeSlice>(&()));
+        let slices: BTreeMap<String, &[Entry]> = entries
+            .chunks(MOST_NODES)
+            .enumerate()
+            .map(|(number, nodes)| (format!("slice-{number:04}"), nodes))
+            .collect();
+        stream::iter(&slices)
+            .for_each_concurrent(8, |(name, nodes)| {
+                put(&api, name, NodeSliceSpec { nodes: nodes.to_vec(), index: None })
+            })
+            .await;
+        let names: Vec<String> = slices.into_keys().collect();
+        let index = move || Index {
+            slices: names.clone(),
+            topology_label: LABEL.to_owned(),
+            writer: "bench".to_owned(),
+            renewed: unix_now(),
+        };
+        put(&api, INDEX, NodeSliceSpec { nodes: Vec::new(), index: Some(index()) }).await;
+        Self(tokio::spawn(async move {
+            loop {
+                tokio::time::sleep(RENEWED).await;
+                let spec = json!({"spec": NodeSliceSpec { nodes: Vec::new(), index: Some(index()) }});
+                api.patch(INDEX, &PatchParams::default(), &Patch::Merge(&spec)).await.unwrap();
+            }
+        }))
+    }
+}
+
+impl Drop for Slices {
+    fn drop(&mut self) {
+        self.0.abort();
+    }
+}
+
+/// Every heartbeat promises the next one, as our agents' do: else Nodes are read.
+async fn promise(client: &Client) {
+    let api: Api<core::Node> = Api::all(client.clone());
+    let names = api.list_metadata(&ListParams::default()).await.unwrap();
+    let now = unix_now();
+    let beat = json!({"metadata": {"annotations": {
+        "kilo.squat.ai/last-seen": now.to_string(), "kilo.squat.ai/heartbeat": format!("{now}/300"),
+    }}});
+    stream::iter(names.items.into_iter().filter_map(|node| node.metadata.name))
+        .for_each_concurrent(16, |name| {
+            let (api, beat) = (&api, &beat);
+            async move {
+                drop(api.patch_metadata(&name, &PatchParams::default(), &Patch::Merge(beat)).await.unwrap());
+            }
+        })
+        .await;
+}
+
+async fn put(api: &Api<DynamicObject>, name: &str, spec: NodeSliceSpec) {
+    let slice = serde_json::to_value(NodeSlice::new(name, spec)).unwrap();
+    api.create(&PostParams::default(), &serde_json::from_value(slice).unwrap()).await.unwrap();
+}

@@ -1,0 +1,91 @@
+//! The largest map, made while aya's loader reads the kernel's types, which takes as long: the kernel clears 20 MB for
+//! it. The loader then finds it pinned.
+
+use std::{
+    io,
+    os::fd::{AsFd as _, FromRawFd as _, OwnedFd},
+    path::Path,
+};
+
+use aya::maps::MapData;
+use kilo_common::map_table::NAT;
+use kilo_core::errors::Cause;
+
+use super::{DataplaneError, load::OBJECT};
+
+/// Command (include/uapi/linux/bpf.h).
+const BPF_BTF_LOAD: nix::libc::c_long = 18;
+
+/// `union bpf_attr`, the part of `BPF_BTF_LOAD` that every kernel knows.
+#[repr(C)]
+struct Attributes {
+    types: u64,
+    log: u64,
+    types_len: u32,
+    log_len: u32,
+    log_level: u32,
+    /// To be zero: kernels that know more have a field here.
+    rest: u32,
+}
+
+/// Makes and pins it unless it is there. Also asks what this kernel can, which the loader asks otherwise.
+///
+/// # Errors
+/// The loader meets the same again, and says what is to be done.
+pub(super) fn make(directory: &Path) -> Result<(), Cause> {
+    let features = aya::features().btf();
+    let path = directory.join(NAT.name);
+    if path.exists() {
+        return Ok(());
+    }
+    let mut object = aya_obj::Object::parse(OBJECT)?;
+    // As the loader does, so that `bpftool` shows named fields.
+    let types = match features {
+        Some(features) => object.fixup_and_sanitize_btf(features)?.map(aya_obj::btf::Btf::to_bytes),
+        None => None,
+    };
+    let types = types.map(|types| load(&types)).transpose()?;
+    let map = object.maps.remove(NAT.name).ok_or(DataplaneError::Object(NAT.name))?;
+    let types = types.as_ref().map(OwnedFd::as_fd);
+    Ok(MapData::create(map, NAT.name, types)?.pin(path)?)
+}
+
+/// The object's types, in the kernel.
+fn load(types: &[u8]) -> io::Result<OwnedFd> {
+    let mut attributes = Attributes {
+        types: types.as_ptr() as u64,
+        log: 0,
+        types_len: u32::try_from(types.len()).map_err(io::Error::other)?,
+        log_len: 0,
+        log_level: 0,
+        rest: 0,
+    };
+    // SAFETY: `types` lives until the call has ended, and is as long as the attributes say.
+    let code = unsafe {
+        nix::libc::syscall(
+            nix::libc::SYS_bpf,
+            BPF_BTF_LOAD,
+            std::ptr::from_mut(&mut attributes),
+            size_of::<Attributes>(),
+        )
+    };
+    let code = i32::try_from(code).map_err(io::Error::other)?;
+    if code < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: the kernel has just made this descriptor, for nobody else.
+    Ok(unsafe { OwnedFd::from_raw_fd(code) })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A typo in its name would make the loader make it, and nobody would notice.
+    #[test]
+    fn the_object_has_that_map() {
+        if !OBJECT.is_empty() {
+            assert!(aya_obj::Object::parse(OBJECT).unwrap().maps.contains_key(NAT.name));
+        }
+    }
+}
