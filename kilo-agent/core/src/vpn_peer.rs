@@ -90,17 +90,22 @@ pub fn plan(mesh: &Mesh, options: &Options, resolved: &BTreeMap<String, IpAddr>)
                 Some(control) if signal_id::is_control(&prefix) => Some(control),
                 _ => addresses.iter().map(IpNet::addr).find(|ip| ip.is_ipv4() == prefix.addr().is_ipv4()),
             };
-            if source.is_none() {
-                // Without an address of that family nothing sent there comes back.
-                continue;
-            }
             if outer.iter().any(|ip| prefix.contains(ip)) {
-                plan.unrouted.push(prefix);
+                plan.unrouted.extend(source.map(|_| prefix));
                 continue;
             }
-            // A machine that joins is no node: what it sends while it is not
-            // connected is its owner's to decide.
-            routes.push(Route { destination: prefix, table: MAIN_TABLE, source, mtu: None, closed: false });
+            // A default route is one of several.
+            let closed = prefix.prefix_len() > 0;
+            match source {
+                Some(_) => {
+                    routes.push(Route { destination: prefix, table: MAIN_TABLE, source, mtu: None, closed });
+                }
+                // Without an address of that family nothing sent there comes back.
+                None if closed => {
+                    plan.net.unreachable.insert(prefix);
+                }
+                None => {}
+            }
         }
         plan.wireguard.peers.entry(section.public_key).or_insert(WireguardPeer {
             allowed_ips,
@@ -111,9 +116,32 @@ pub fn plan(mesh: &Mesh, options: &Options, resolved: &BTreeMap<String, IpAddr>)
         });
     }
     plan.net.routes = routes.into_iter().collect();
+    let lost = lost(mesh).filter(|prefix| !claimed.contains(prefix));
+    plan.net.unreachable.extend(lost.filter(|prefix| !outer.iter().any(|ip| prefix.contains(ip))));
     addresses.extend(control.map(IpNet::from));
     plan.net.addresses = addresses;
     Some(plan)
+}
+
+/// What nodes have that are known and take no part now: nobody else has it.
+fn lost(mesh: &Mesh) -> impl Iterator<Item = IpNet> + '_ {
+    mesh.lost.iter().flat_map(|lost| {
+        let member = &lost.member;
+        let pods = member.node.pod_cidrs.iter().map(IpNet::trunc);
+        // The API server there may be the one that says when the node is back.
+        let private =
+            member.private_ip().filter(|ip| !member.node.control_plane && !is_reached_from_anywhere(*ip));
+        pods.chain(private.map(IpNet::from))
+    })
+}
+
+/// Prefixes of all pods, which nothing is to be sent to in clear before there is a [`plan`] of the whole mesh.
+pub fn pods(mesh: &Mesh) -> BTreeSet<IpNet> {
+    let members = || mesh.segments.iter().flat_map(|segment| &segment.members);
+    let outer: Vec<_> =
+        members().filter_map(|member| member.node.endpoint.as_ref().and_then(Endpoint::ip)).collect();
+    let pods = members().flat_map(|member| member.node.pod_cidrs.iter().map(IpNet::trunc));
+    pods.filter(|prefix| !outer.iter().any(|ip| prefix.contains(ip))).collect()
 }
 
 /// All gateways of a location, each with what it carries now. `section`: what there would be of its leader alone;
@@ -217,6 +245,8 @@ mod tests {
             assert!(routes.iter().any(|route| route == prefix), "{prefix} is missing: {routes:?}");
         }
         assert!(!routes.iter().any(|route| route.contains(':')), "the peer has no IPv6 address: {routes:?}");
+        assert_eq!(plan.net.unreachable, BTreeSet::from(["fd00:42::/64".parse().unwrap()]));
+        assert!(plan.net.routes.iter().all(|route| route.closed), "nothing goes another way in clear");
         assert_eq!(plan.unrouted, vec!["10.2.0.1/32".parse::<IpNet>().unwrap()]);
         let source = Some("10.5.0.1".parse().unwrap());
         assert!(plan.net.routes.iter().all(|route| route.source == source));
@@ -226,6 +256,28 @@ mod tests {
         let east = &plan.wireguard.peers[&PublicKey([1; 32])];
         assert!(east.allowed_ips.contains(&"10.43.0.0/16".parse().unwrap()));
         assert_eq!(plan.wireguard.peers.len(), 4, "three locations and the other peer, not itself");
+    }
+
+    #[test]
+    fn what_a_node_has_that_takes_no_part_is_unreachable_and_the_api_servers_address_is_not() {
+        let node = |name: &str, n: u8, control_plane| {
+            std::sync::Arc::new(Node {
+                name: name.to_owned(),
+                internal_ip: format!("10.1.0.{n}/24").parse().ok(),
+                pod_cidrs: vec![format!("10.42.{n}.0/24").parse().unwrap()],
+                key: Some(PublicKey([n; 32])),
+                control_plane,
+                ..Node::default()
+            })
+        };
+        // The last has what others have taken over.
+        let lost = [node("server", 7, true), node("worker", 8, false), node("old", 1, false)];
+        let mesh = mesh().with_lost(&lost);
+        let plan = plan(&mesh, &options(), &BTreeMap::new()).unwrap();
+        let unreachable: Vec<String> = plan.net.unreachable.iter().map(ToString::to_string).collect();
+        assert_eq!(unreachable, ["10.1.0.8/32", "10.42.7.0/24", "10.42.8.0/24", "fd00:42::/64"]);
+        let pods: Vec<String> = pods(&mesh).iter().map(ToString::to_string).collect();
+        assert_eq!(pods, ["10.42.1.0/24", "10.42.3.0/24", "fd00:42::/64"]);
     }
 
     #[test]

@@ -223,8 +223,7 @@ impl Failover {
         let Some((index, position)) = mesh.find(node) else { return BTreeMap::new() };
         let segment = &mesh.segments[index];
         let gateways = mesh.gateways_of(index);
-        let mut entries =
-            if gateways.order.contains(&position) { far_gateways(mesh, index) } else { BTreeMap::new() };
+        let mut entries = far_gateways(mesh, (index, position));
         let mut known = std::mem::take(&mut self.keys);
         for (at, member) in segment.members.iter().enumerate() {
             let (Some(public), Some(address)) = (member.node.key, member.private_ip()) else { continue };
@@ -282,9 +281,12 @@ impl Failover {
     }
 }
 
-/// Gateways of other locations, by the addresses that they have in tunnels.
-fn far_gateways(mesh: &Mesh, own: usize) -> BTreeMap<IpAddr, SignalKey> {
-    let others = mesh.segments.iter().enumerate().filter(|(at, _)| *at != own && mesh.fails_over(*at));
+/// Gateways of other locations, by the addresses that they have in tunnels, as a gateway knows them; nobody else has
+/// such tunnels. `own`: location and place of this node.
+fn far_gateways(mesh: &Mesh, own: (usize, usize)) -> BTreeMap<IpAddr, SignalKey> {
+    let is_gateway = mesh.gateways_of(own.0).order.contains(&own.1);
+    let is_far = |at: usize| is_gateway && at != own.0 && mesh.fails_over(at);
+    let others = mesh.segments.iter().enumerate().filter(|(at, _)| is_far(*at));
     let gateways = others.flat_map(|(at, segment)| {
         let gateways = mesh.gateways_of(at);
         let keys = gateways.order.iter().filter_map(|member| segment.members[*member].node.key);
@@ -337,6 +339,7 @@ mod tests {
         let nodes = [
             node("own", "a1", true),
             node("own", "a2", true),
+            node("own", "a7", true),
             node("far", "b3", true),
             node("far", "b4", true),
             node("far", "b5", true),
@@ -345,12 +348,15 @@ mod tests {
         ];
         let mesh = Mesh::new(&nodes, &BTreeMap::new(), Granularity::Location, "10.4.0.0/16".parse().unwrap());
         let mesh = mesh.with_acting(1, Arc::default());
-        let found = far_gateways(&mesh, mesh.find("a1").unwrap().0);
+        let found = |name| far_gateways(&mesh, mesh.find(name).unwrap());
         let wanted = ["b3", "b4"].map(|name| {
             let (sender, flags) = (signal_id::node(&key(name)), SIGNAL_GATEWAY);
             let address = IpAddr::V6(signal_id::control_address(&key(name)));
             (address, SignalKey { sender, flags, ..SignalKey::default() })
         });
-        assert_eq!(found, wanted.into());
+        for gateway in ["a1", "a2"] {
+            assert_eq!(found(gateway), wanted.into());
+        }
+        assert_eq!(found("a7"), BTreeMap::new(), "it is no gateway");
     }
 }

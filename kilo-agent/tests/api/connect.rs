@@ -14,6 +14,7 @@ use std::{
     time::Duration,
 };
 
+use k8s_openapi::api::core::v1::Node;
 use kilo_agent::status::Timestamp;
 use kilo_core::{
     objects::peer::Peer,
@@ -135,6 +136,31 @@ fn a_machine_joins_reaches_pods_and_leaves_nothing_behind() {
         let kubeconfig = server.kubeconfig(ADMIN, server.port());
         let peers: Api<Peer> = Api::all(client.clone());
 
+        // There is a way for everything that the tunnel does not take.
+        sh("ip route add default via 192.0.2.2");
+        let leaves = |to: &str| match sh(&format!("ip route get {to} 2>&1 || true")) {
+            way if way.contains("unreachable") || way.contains("No route to host") => "nowhere",
+            way if way.contains("dev kilo0") => "tunnel",
+            _ => "in clear",
+        };
+        assert_eq!(["10.42.1.1", "10.1.0.2"].map(leaves), ["in clear"; 2]);
+        // Somebody has the port: what stays is how far it has come.
+        let port = std::net::UdpSocket::bind("[::]:51820").unwrap();
+        refused(&kubeconfig, &["laptop", "--clean-up=false"]);
+        assert_eq!(
+            ["10.42.1.1", "10.1.0.2"].map(leaves),
+            ["nowhere"; 2],
+            "closed before the device is set up"
+        );
+        drop(port);
+        sh("ip link delete kilo0; ip route flush proto 107");
+        // And without a device to begin with.
+        refused(&kubeconfig, &["laptop", "--clean-up=false", "--create-interface=false"]);
+        assert_eq!(
+            ["10.42.1.1", "10.1.0.2"].map(leaves),
+            ["nowhere", "in clear"],
+            "pods are closed first of all"
+        );
         let mut connected =
             Running(kgctl(&kubeconfig, &["laptop", "--allowed-ips", "10.43.0.0/16"]).spawn().unwrap());
         until("the device has its peer", LIMIT, || {
@@ -171,6 +197,11 @@ fn a_machine_joins_reaches_pods_and_leaves_nothing_behind() {
         let pairs: Vec<_> = far.iter().map(|(name, value)| (*name, value.as_str())).collect();
         create_node(&client, "n9", &pairs).await;
         until("the other location", LIMIT, || sh("ip route show 10.9.0.9").contains("kilo0"));
+        assert_eq!(["10.42.1.1", "10.1.0.2", "10.9.0.9"].map(leaves), ["tunnel"; 3]);
+        let nodes: Api<Node> = Api::all(client.clone());
+        nodes.delete("n9", &DeleteParams::default()).await.unwrap();
+        until("it has left", LIMIT, || leaves("10.9.0.9") != "tunnel");
+        assert_eq!(leaves("10.9.0.9"), "nowhere", "what had begun does not go on in clear");
         peers.delete("laptop", &DeleteParams::default()).await.unwrap();
         task::until("the Peer is made again", LIMIT, async || {
             peers.get_opt("laptop").await.unwrap().is_some()

@@ -6,15 +6,20 @@ use crate::support;
 
 use std::{path::Path, process::Command};
 
+use kilo_common::{
+    lead::{Term, word},
+    maps::{HOP_ACTING, NODE_GATEWAY, NodeValue, PrefixValue},
+};
 use kilo_core::plan::{
-    Tables,
+    Hop, Tables,
     model::Packet,
     probe::Probe,
     trace::{Host, Origin, Question, Trace, trace},
 };
 use kilo_host::dataplane::{Dataplane, read_tables};
 use support::{
-    IFINDEX, MEMBER, MEMBER_POD, OUTSIDE, OWN_POD, REMOTE_POD, SELF, leader_tables, member_tables,
+    IFINDEX, MEMBER, MEMBER_HOP, MEMBER_POD, OUTSIDE, OWN_POD, REMOTE_POD, SELF, leader_tables,
+    member_tables, node,
     packet::{run, steered, udp},
     random::Random,
 };
@@ -101,6 +106,30 @@ fn kgctl_trace_names_prefix_hop_masquerade_and_outcome() {
          kilo_egress   steer: 1400 bytes, ttl 64\n\
          => steer: Sent to 10.1.0.12, which takes it from there.\n"
     );
+}
+
+#[test]
+fn kgctl_trace_names_the_gateway_that_the_node_uses_now() {
+    let mut tables = member_tables();
+    let other = "10.1.0.13".parse().unwrap();
+    let Some(Hop::Node { tunnel, ifindex, mtu, local, .. }) = tables.hop.get(&MEMBER_HOP).copied() else {
+        panic!("the leader is a node");
+    };
+    tables.hop.insert(MEMBER_HOP + 1, Hop::Node { tunnel, ifindex, mtu, local, remote: other });
+    tables.node.insert(other, NodeValue { hop: MEMBER_HOP + 1, ..node(NODE_GATEWAY) });
+    // What is for a location that follows claims; the other one goes by Kilo's leader.
+    let follows = tables.prefix[&"10.42.4.0/24".parse().unwrap()];
+    tables.prefix.insert("10.42.4.0/24".parse().unwrap(), PrefixValue { hop: HOP_ACTING, ..follows });
+    let follow = |hop: u32| word(Term::from_bits(1 << 16), u16::try_from(hop).unwrap());
+    for (hop, gateway) in [(MEMBER_HOP, "10.1.0.12"), (MEMBER_HOP + 1, "10.1.0.13")] {
+        tables.lead = [word(Term::NONE, u16::try_from(MEMBER_HOP).unwrap()), follow(hop)];
+        let Some((fs, _dataplane)) = open(&tables) else { return };
+        for (to, gateway) in [("10.42.4.2", gateway), ("10.42.9.2", "10.1.0.12")] {
+            let (ok, text) = kgctl(fs.path(), &["--src", "10.42.1.2", "--dst", to]);
+            assert!(ok && text.contains(&format!("=> steer: Sent to {gateway}, ")), "{text}");
+            assert!(text.contains(&format!("): {gateway} (ipip from 10.1.0.11 over lo")), "{text}");
+        }
+    }
 }
 
 #[test]

@@ -10,13 +10,16 @@ use std::{
 };
 
 use ipnet::IpNet;
+use kilo_agent::status::{self, Timestamp};
 use kilo_common::{
     counters::Action,
     lead::{Term, word},
     maps::HOP_REMOTE,
 };
 use kilo_core::{
+    objects::{CheckedIn, Snapshot},
     plan::{Hop, HopIds, HostPlan, model::Packet},
+    settings::Granularity,
     showconf, signal_id,
     topology::{Acting, ActingLocation, Mesh, Node, NodeId, dot},
     wireguard::key::{PublicKey, SecretKey},
@@ -203,4 +206,39 @@ fn one_leader_and_a_node_that_knows_no_several_are_planned_as_before() {
     assert_eq!(plans(&mixed).len(), 7);
     assert!(mesh(&mixed, Acting::default()).gateways_in_use().is_empty(), "it is Kilo itself");
     assert_ne!(plans(&nodes(3, 5, 2)), wanted);
+}
+
+#[test]
+fn status_and_graph_name_the_gateway_of_each_node() {
+    for leaders in 1..=3usize {
+        let nodes = nodes(leaders, 9, 4);
+        let mesh = mesh(&nodes, Acting::default());
+        let checked_in = nodes.iter().map(|node| CheckedIn { node: node.clone(), last_seen: 0 });
+        let snapshot = Snapshot { nodes: checked_in.collect(), ..Snapshot::default() };
+        let ready = nodes.iter().map(|node| node.name.as_str()).collect();
+        let status = status::of_objects(&mesh, &snapshot, &ready, Granularity::Location, Timestamp(0));
+        let (table, graph) = (status::table(&status, false), dot(&mesh));
+        let used = mesh.gateways_in_use();
+        assert_eq!(used.len(), if leaders > 1 { nodes.len() } else { 0 });
+        for node in &nodes {
+            let name = node.name.as_str();
+            // Node, location, role.
+            let row = table.lines().find(|line| line.split_whitespace().next() == Some(name)).unwrap();
+            let role = row.split("   ").map(str::trim).filter(|cell| !cell.is_empty()).nth(2).unwrap();
+            let leader = if node.location == "0" { "a01" } else { "b01" };
+            let (wanted, joined) = match used.get(name) {
+                _ if name == leader => ("leader".to_owned(), None),
+                Some(gateway) if *gateway == name => ("gateway".to_owned(), Some(leader)),
+                Some(gateway) => (format!("by {gateway}"), Some(*gateway)),
+                None => ("<none>".to_owned(), Some(leader)),
+            };
+            assert_eq!(role, wanted, "{leaders}\n{table}");
+            let ends = format!(" -> \"{name}\" [ dir=both ];");
+            let all: Vec<_> = graph.lines().filter_map(|line| line.trim().strip_suffix(&ends)).collect();
+            let of_location: Vec<_> =
+                all.into_iter().filter(|from| from.starts_with(&format!("\"{}", &name[..1]))).collect();
+            let wanted: Vec<_> = joined.map(|gateway| format!("\"{gateway}\"")).into_iter().collect();
+            assert_eq!(of_location, wanted, "{leaders}, {name}\n{graph}");
+        }
+    }
 }

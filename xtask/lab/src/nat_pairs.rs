@@ -223,7 +223,7 @@ impl Mesh {
             (passed.iter().max().copied().unwrap_or(0), passed.iter().min().copied().unwrap_or(0));
         ensure!(used >= 2 * figures.sent, "{passed:?} packets relayed, of {} questions", figures.sent);
         ensure!(idle * 20 <= used, "both relays relay: {passed:?}");
-        ensure!(figures.lost == 0, "{} of {} lost", figures.lost, figures.sent);
+        ensure!(figures.lost == 0, "{} of {} lost: {:?}", figures.lost, figures.sent, figures.holes);
         Ok(format!("{used} packets by one relay, {idle} by the other"))
     }
 
@@ -301,7 +301,8 @@ fn under_traffic(mesh: &mut Mesh) -> Result<()> {
         figures.sent,
         figures.gap.as_millis()
     );
-    ensure!(figures.lost == 0, "{} datagrams were lost while an agent restarted", figures.lost);
+    let holes = &figures.holes;
+    ensure!(figures.lost == 0, "{} datagrams were lost while an agent restarted: {holes:?}", figures.lost);
     mesh.until("relayed", Duration::from_secs(10))?;
     wait::time_passes(Duration::from_secs(6), "devices settle for 5 s after an endpoint was moved");
     // It is cut off whole.

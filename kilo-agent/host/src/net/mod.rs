@@ -173,6 +173,21 @@ impl Net {
         error::unless(refused, writes)
     }
 
+    /// Before a plan is applied: what it leads to is unreachable until then, and no other route gets it.
+    /// Nothing is removed.
+    ///
+    /// # Errors
+    /// When the kernel refuses; all are tried.
+    pub async fn close(&self, plan: &NetPlan) -> Result<usize, NetError> {
+        let current = routes::read(&self.rtnl).await?;
+        let changes = routes::diff(&current, plan.routes.iter(), &plan.unreachable, 0);
+        let add = changes.add.into_iter().filter(|entry| entry.unreachable).collect();
+        let mut refused = Vec::new();
+        let closing = routes::Changes { add, ..routes::Changes::default() };
+        let writes = routes::apply_sets(&self.rtnl, &closing, 0, &mut refused).await?;
+        error::unless(refused, writes)
+    }
+
     /// Takes the addresses in these subnets off the bridges: the node has other pod CIDRs now.
     ///
     /// # Errors

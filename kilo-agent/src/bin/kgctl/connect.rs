@@ -1,5 +1,6 @@
 //! `kgctl connect`: this machine as a peer, until it is interrupted.
 
+mod closed;
 mod following;
 mod greeting;
 
@@ -45,6 +46,7 @@ use tokio::{
 };
 
 use self::{
+    closed::Closed,
     following::Following,
     greeting::{Greeting, Next},
 };
@@ -308,6 +310,7 @@ pub async fn run(args: &ConnectArgs) -> Result<String> {
         wanted,
         key,
         planned: WireguardPlan::default(),
+        closed: Closed::default(),
         unrouted: Vec::new(),
         warned: BTreeMap::new(),
         progress: Some(progress),
@@ -346,6 +349,8 @@ struct Connection {
     key: SecretKey,
     /// What the device is to have.
     planned: WireguardPlan,
+    /// What nothing in clear goes to.
+    closed: Closed,
     /// Prefixes without route, as last told.
     unrouted: Vec<IpNet>,
     /// Locations that somebody leads whom this machine does not hold, as last told.
@@ -390,7 +395,11 @@ impl Connection {
         let mut snapshots = self.source.watch();
         let mut ticks = tokio::time::interval(resync.max(Duration::from_millis(100)));
         ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
-        self.decide(&snapshots.borrow_and_update(), flags);
+        let first = Arc::clone(&snapshots.borrow_and_update());
+        self.decide(&first, flags);
+        // The rest only once there is the Peer: the API server may be one of the nodes.
+        let pods = vpn_peer::pods(&source::mesh_as_told(&first, &flags.mesh)?);
+        closed::begin(&self.net, pods).await?;
         let mut peer = self.source.ensure(&self.wanted).await?;
         let mut connected = false;
         loop {
@@ -494,7 +503,7 @@ impl Connection {
         // not moved back, because it does not differ from what was read.
         let mesh = mesh.with_acting(self.stand_bys, Arc::new(self.following.acting()));
         let plan = vpn_peer::plan(&mesh, &self.options, &resolved).context("the Peer is not in the mesh")?;
-        let ConnectPlan { wireguard, net, unrouted } = plan;
+        let ConnectPlan { wireguard, mut net, unrouted } = plan;
         if net.addresses.iter().all(signal_id::is_control) {
             bail!("Peer {:?} has no address for this machine: an earlier peer has it", peer.name);
         }
@@ -505,6 +514,7 @@ impl Connection {
             self.unrouted = unrouted;
         }
         let mut writes = usize::from(created);
+        writes += self.closed.before(&self.net, &mut net, &wireguard).await?;
         writes += interface.device.apply(&diff(&state, &wireguard, &self.key)).await?;
         writes += self.net.apply(&net, interface.index).await?;
         if follows && let Err(error) = self.following.go_on(&mesh, &wireguard, &interface.device) {

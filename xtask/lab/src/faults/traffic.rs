@@ -20,7 +20,7 @@ use crate::{probe, space::Space, wait};
 const TICK: Duration = Duration::from_millis(1);
 /// Between two writes of the TCP connection, and their size in bytes.
 const WRITE: (Duration, usize) = (Duration::from_millis(10), 1000);
-/// Longest wait for what is under way when the stream ends.
+/// What is under way when the stream ends has come when nothing has come for so long.
 const STRAGGLERS: Duration = Duration::from_millis(700);
 /// Longest time TCP may need to send again what was lost.
 const RESENT: Duration = Duration::from_secs(30);
@@ -140,12 +140,15 @@ fn stream(target: IpAddr, tick: Duration, stop: &AtomicBool, count: &AtomicU64) 
         loop {
             let answer = socket.recv(&mut buffer);
             if stop.load(Ordering::Relaxed) {
-                let ended = *ended.get_or_insert_with(Instant::now);
-                if ended.elapsed() > STRAGGLERS {
+                ended.get_or_insert_with(Instant::now);
+            }
+            let Ok(length) = answer else {
+                // Late is not lost: a busy machine may not have answered all yet.
+                if ended.is_some_and(|ended: Instant| ended.max(last).elapsed() > STRAGGLERS) {
                     break;
                 }
-            }
-            let Ok(length) = answer else { continue };
+                continue;
+            };
             let (_, bytes) = probe::split_answer(&buffer[..length])?;
             let number = usize::try_from(u64::from_be_bytes(
                 bytes.get(..8).context("an answer without its number")?.try_into()?,

@@ -46,6 +46,8 @@ pub(super) struct World {
     pub(super) direct: bool,
     /// Messages alone do: what else goes directly is lost.
     pub(super) deceives: bool,
+    /// Each is where it says, as with IPv6; else that is behind its NAT.
+    pub(super) is_published: bool,
     /// Both have the relays on.
     pub(super) uses: bool,
     /// Ports of both NATs depend on the destination by this.
@@ -78,6 +80,7 @@ impl World {
             queue: VecDeque::new(),
             direct: false,
             deceives: false,
+            is_published: false,
             uses: true,
             nat: 1,
             seed,
@@ -133,13 +136,14 @@ impl World {
     pub(super) fn seen(&self, own: NodeId) -> Vec<Seen> {
         let other = if own == X { Y } else { X };
         let tunnel = &self.tunnels[&own];
+        let behind_nat = SocketAddr::new(Ipv4Addr::new(10, 0, 0, 1).into(), WIREGUARD);
         let mut seen = vec![Seen {
             id: other,
             handshake_age: tunnel.handshake.map(|at| self.now - at),
             sent: tunnel.sent,
             received: tunnel.received,
             endpoint: Some(tunnel.endpoint),
-            published: Some(SocketAddr::new(Ipv4Addr::new(10, 0, 0, 1).into(), WIREGUARD)),
+            published: Some(if self.is_published { place(other) } else { behind_nat }),
             places: vec![place(other)],
             relays: false,
         }];

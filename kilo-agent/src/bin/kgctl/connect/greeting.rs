@@ -10,8 +10,10 @@ use kilo_core::wireguard::{DeviceState, WireguardPlan, key::PublicKey};
 
 /// Between two looks at the device.
 pub const LOOK: Duration = Duration::from_millis(100);
-/// A handshake that is not answered for so long begins anew, where WireGuard itself would wait for 5 s.
-const AGAIN: Duration = Duration::from_secs(1);
+/// A handshake that is not answered begins anew, where WireGuard itself would wait for 5 s: after this long first, in
+/// which an answer comes from anywhere on Earth, then after a quarter of the time since the first of all, so that slower
+/// ones are waited for, too.
+const AGAIN: Duration = Duration::from_millis(300);
 /// Who has not answered by then may not be reached from here at all.
 const LIMIT: Duration = Duration::from_secs(8);
 
@@ -54,7 +56,7 @@ impl Greeting {
         if silent.is_empty() || now.duration_since(self.began) >= LIMIT {
             return Next::Done(silent);
         }
-        if now.duration_since(self.asked) < AGAIN {
+        if now.duration_since(self.asked) < AGAIN.max(self.asked.duration_since(self.began) / 4) {
             return Next::Wait;
         }
         self.asked = now;
@@ -78,16 +80,16 @@ mod tests {
     const KEYS: [PublicKey; 3] = [PublicKey([1; 32]), PublicKey([2; 32]), PublicKey([3; 32])];
 
     #[test]
-    fn who_does_not_answer_is_asked_each_second_and_given_up() {
+    fn who_does_not_answer_is_asked_again_ever_more_slowly_and_given_up() {
         let began = Instant::now();
         let at = |ms| began + Duration::from_millis(ms);
         let silent = || vec![KEYS[1]];
         let mut greeting = Greeting::new(began);
-        assert_eq!(greeting.next(silent(), at(900)), Next::Wait);
-        assert_eq!(greeting.next(silent(), at(1000)), Next::Again(silent()));
-        assert_eq!(greeting.next(silent(), at(1900)), Next::Wait);
-        assert_eq!(greeting.next(silent(), at(2000)), Next::Again(silent()));
-        assert_eq!(greeting.next(Vec::new(), at(2100)), Next::Done(Vec::new()));
+        let is_asked = |ms: &u64| greeting.next(silent(), at(*ms)) == Next::Again(silent());
+        let asked: Vec<u64> = (0..80).map(|look| look * 100).filter(is_asked).collect();
+        // An answer that takes a second and a half comes in time.
+        assert_eq!(asked, [300, 600, 900, 1200, 1500, 1900, 2400, 3000, 3800, 4800, 6000, 7500]);
+        assert_eq!(greeting.next(Vec::new(), at(7900)), Next::Done(Vec::new()));
         assert_eq!(greeting.next(silent(), at(8000)), Next::Done(silent()));
     }
 
