@@ -295,7 +295,7 @@ impl Agent {
         if now >= gateway.next_roll {
             let (pause, count) = params.roll_of(self.place.nodes.len());
             gateway.next_roll = now + turn.jittered(pause);
-            for member in gateway.roll.next(&self.place.nodes, count) {
+            for member in gateway.roll.next(&self.place.nodes, &self.place.gateways, count) {
                 if member != sender.me {
                     gateway::ask(sender, member, &mut gateway.roll, turn);
                 }

@@ -4,7 +4,7 @@
 use std::collections::BTreeMap;
 
 use crate::{
-    MS, Micros, NodeId, Params, Rule, Signal, Term,
+    MS, Micros, NodeId, Params, Rule, SEC, Signal, Term,
     probes::Row,
     signal::{Body, Kind, Shared},
 };
@@ -30,7 +30,13 @@ pub struct Acting {
     /// How far terms are, by CLAIMs that were refused: who has started a moment ago knows nothing.
     led_up: Term,
     check: Option<Check>,
+    /// Since when the acting leader has claimed others than Kilo's, and in which term.
+    claims_others: Option<((Term, NodeId), Micros)>,
 }
+
+/// After so long a gateway has named everybody who follows it: it claims all anew every 10 s, and what is not answered
+/// every second.
+const NAMED_ALL: Micros = 15 * SEC;
 
 /// Probes to an old leader whose shared prefixes are claimed.
 #[derive(Clone, Debug)]
@@ -60,7 +66,7 @@ impl Acting {
     /// the next CLAIM.
     pub fn new(owners: impl IntoIterator<Item = (NodeId, NodeId)>, shared: NodeId) -> Self {
         let owners = owners.into_iter().map(|(member, gateway)| (member, (Term::NONE, gateway))).collect();
-        Self { owners, shared: (Term::NONE, shared), led_up: Term::NONE, check: None }
+        Self { owners, shared: (Term::NONE, shared), ..Self::default() }
     }
 
     /// The location has these members now. Of those that are new nobody has claimed anything.
@@ -107,12 +113,26 @@ impl Acting {
         self.owners.values_mut().filter(|known| known.0 == Term::NONE).for_each(|known| *known = owner);
     }
 
-    /// `claimant` leads in the place of Kilo's leader, and claims others than that one: it has lost power, or the
-    /// others hear nothing of it. What it sends comes through its own tunnel. It is taken from the claimant where
-    /// `term` is that of what nobody claimed: what a real CLAIM gave, or the device had elsewhere, stays.
-    pub fn stays_alone(&mut self, leader: NodeId, term: Term, claimant: NodeId) {
+    /// The gateway of `claim` leads in the place of Kilo's leader, and claims others than that one: it has lost power,
+    /// or the others hear nothing of it. What it sends comes through its own tunnel. It is taken from the claimant where
+    /// `term` is that of what nobody claimed: what a real CLAIM gave, or the device had elsewhere, stays. One signal
+    /// may be a part of what its gateway has to say, or what is left of it; `is_all`: it names all the others.
+    pub fn stays_alone(
+        &mut self,
+        leader: NodeId,
+        term: Term,
+        claim: (Term, NodeId),
+        is_all: bool,
+        now: Micros,
+    ) {
+        let (known, since) = self.claims_others.unwrap_or((claim, now));
+        let since = if known == claim { since } else { now };
+        self.claims_others = Some((claim, since));
+        if !is_all && since + NAMED_ALL > now {
+            return;
+        }
         let Some(known) = self.owners.get_mut(&leader) else { return };
-        if *known == (term, claimant) || known.0 <= term && known.1 == leader {
+        if *known == (term, claim.1) || known.0 <= term && known.1 == leader {
             *known = (term, leader);
         }
     }

@@ -53,6 +53,9 @@ impl Lead {
     /// After so many ANNOUNCEs to a silent member no more are sent: it asks, or has another leader.
     const TRIES: u32 = 9;
 
+    /// So many times a member is believed to have the cookie that it has said before.
+    const TRUSTED: u32 = 3;
+
     /// Leads nobody yet.
     pub fn new(sender: Sender, term: Term, fars: &[Far], now: Micros) -> Self {
         let moved = fars.iter().map(|far| (*far, BTreeSet::new())).collect();
@@ -217,8 +220,9 @@ impl Lead {
             self.members.iter().filter(|(_, follows)| !**follows).map(|(member, _)| *member).collect();
         for member in &silent {
             match roll.reachable(*member, turn.now) {
-                Some(present) => self.announce(*member, *present, turn),
-                None => ask(self.sender, *member, roll, turn),
+                Some(present) if self.tries < Self::TRUSTED => self.announce(*member, *present, turn),
+                // One that has booted since has another cookie.
+                _ => ask(self.sender, *member, roll, turn),
             }
         }
         if turn.now >= self.refresh {

@@ -66,6 +66,8 @@ pub struct Params {
     pub own: Micros,
     /// Between two roll calls.
     pub roll: Micros,
+    /// Nodes a second that each gateway calls in a large location.
+    pub roll_rate: u64,
     /// Between two HELLOs.
     pub hello: Micros,
     /// How long a stand-by waits for each better one.
@@ -138,6 +140,7 @@ impl Params {
             interval,
             own: interval * 5 / 2,
             roll: interval * 25,
+            roll_rate: 100,
             hello: interval * 5,
             rank: interval * 5 / 2,
             late: interval * 3 / 4,
@@ -196,7 +199,7 @@ impl Params {
     /// How a location of so many nodes is called: a part of it at a time, and how many that is. The ring of
     /// signals has no room for the answers of a large one at once.
     pub fn roll_of(&self, nodes: usize) -> (Micros, usize) {
-        let whole = self.roll.max(nodes as u64 * SEC / self.members_rate);
+        let whole = self.roll.max(nodes as u64 * SEC / self.roll_rate);
         let parts = (nodes / 40).clamp(1, 25);
         (whole / parts as u64, nodes.div_ceil(parts))
     }
@@ -239,7 +242,7 @@ mod tests {
     fn a_large_location_is_called_in_parts_and_less_often() {
         let params = Params::default();
         let [few, some, many] = [5, 100, 1_000].map(|nodes| params.roll_of(nodes));
-        assert_eq!((few, some, many), ((SEC, 5), (SEC / 2, 50), (80 * MS, 40)));
+        assert_eq!((few, some, many), ((SEC, 5), (SEC / 2, 50), (400 * MS, 40)));
     }
 
     #[test]

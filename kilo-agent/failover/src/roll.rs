@@ -1,6 +1,6 @@
 //! The roll call of a gateway: which members' kernels answer, and whom they use.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use crate::{Micros, NodeId, SEC, Term};
 
@@ -28,21 +28,22 @@ pub struct Roll {
 }
 
 impl Roll {
-    /// How long an answer counts, at least.
-    const FRESH: Micros = 3 * SEC;
-    /// What each node adds to that in a location that is called less often than once a second.
-    const EACH: Micros = SEC / 200;
+    /// How long an answer counts, at least, and that of a gateway.
+    pub const FRESH: Micros = 3 * SEC;
+    /// What each node adds to that: a location of many is called less often, and three answers may be lost.
+    const EACH: Micros = SEC / 33;
 
     /// How long an answer counts.
     pub fn counts_for(&self) -> Micros {
         Self::FRESH.max(self.asked.len() as u64 * Self::EACH)
     }
 
-    /// The next so many nodes to be called, in turn.
-    pub fn next(&mut self, nodes: &[NodeId], count: usize) -> Vec<NodeId> {
+    /// The next so many nodes to be called, in turn, and the gateways each time.
+    pub fn next(&mut self, nodes: &[NodeId], gateways: &[NodeId], count: usize) -> BTreeSet<NodeId> {
         let begin = self.place % nodes.len().max(1);
         self.place = begin + count;
-        nodes.iter().cycle().skip(begin).take(count.min(nodes.len())).copied().collect()
+        let part = nodes.iter().cycle().skip(begin).take(count.min(nodes.len()));
+        part.chain(gateways.iter().filter(|gateway| nodes.contains(gateway))).copied().collect()
     }
 
     /// There are other nodes now.

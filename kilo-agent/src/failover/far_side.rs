@@ -44,7 +44,7 @@ impl Thread {
             return self.metrics.refused("gateway");
         };
         let me = site.place.me;
-        let claimed = claimed(&self.params, (location, acting), (far, from), signal, &site.names, me);
+        let claimed = claimed(&self.params, (location, acting), (far, from), signal, &site.names, (me, now));
         if claimed.foreign > 0 {
             self.metrics.refused("member");
             let foreign = claimed.foreign;

@@ -14,7 +14,7 @@ use std::{
 use aya::maps::{MapData, RingBuf};
 use kilo_common::lead::Term;
 use kilo_core::topology::NodeId;
-use kilo_failover::{Agent, Far, Input, Micros, Params, Start, far};
+use kilo_failover::{Agent, Far, Input, Micros, Params, Signal, Start, far};
 use kilo_host::{
     dataplane::{CounterReader, lead::Signals, led::Led, monitor::ktime},
     net::link_down::LinkEvents,
@@ -57,6 +57,9 @@ pub struct Thread {
     pub(super) site: Option<Arc<Site>>,
     agent: Option<Agent>,
     pub(super) fars: BTreeMap<Far, far::Acting>,
+    /// Questions and announcements that are not sent yet, and whose turn it is: of a thousand members all at once.
+    asks: BTreeMap<NodeId, Signal>,
+    asks_from: NodeId,
     /// Probes of old leaders that are due: when, whose, which gateway.
     pub(super) later: Vec<(Micros, Far, NodeId)>,
     pub(super) seeded_until: Option<Micros>,
@@ -113,6 +116,8 @@ pub fn run(shared: Arc<Shared>, params: Params, tools: Tools, metrics: FailoverM
         site: None,
         agent: None,
         fars: BTreeMap::new(),
+        asks: BTreeMap::new(),
+        asks_from: 0,
         later: Vec::new(),
         seeded_until: None,
         probed: BTreeMap::new(),
@@ -139,6 +144,9 @@ pub fn run(shared: Arc<Shared>, params: Params, tools: Tools, metrics: FailoverM
 
 impl Thread {
     fn wake(&self) -> Micros {
+        if !self.asks.is_empty() {
+            return 0;
+        }
         let agent = self.agent.as_ref().map_or(Micros::MAX, Agent::wake);
         let later = self.later.iter().map(|(at, ..)| *at).min().unwrap_or(Micros::MAX);
         let fars = self.fars.values().map(far::Acting::wake).min().unwrap_or(Micros::MAX);
@@ -186,6 +194,7 @@ impl Thread {
             inputs.push(Input::Decrypted(count));
         }
         self.turn(&site, inputs);
+        self.send_asks(&site);
         let now = micros();
         self.tell_followers(&site, now);
         self.forget_seeds(now);

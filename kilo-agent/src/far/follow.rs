@@ -132,7 +132,7 @@ impl Follow {
             Kind::Claim | Kind::End if signal.sender == sender => {
                 let pair = self.locations.get(&far).zip(self.fars.get_mut(&far)).ok_or("gateway")?;
                 let (params, names) = (&self.params, &self.names);
-                let claimed = super::claimed(params, pair, (far, sender), &signal, names, self.me);
+                let claimed = super::claimed(params, pair, (far, sender), &signal, names, (self.me, now));
                 Ok(claimed.step?.map_or_else(Vec::new, |step| self.moves(far, &step, now)))
             }
             _ => Err("gateway"),

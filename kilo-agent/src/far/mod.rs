@@ -161,14 +161,15 @@ pub struct Claimed {
     pub step: Result<Option<Step>, &'static str>,
 }
 
-/// CLAIM or END of a gateway, which WireGuard has proved it to be of. `names`: all nodes that are known.
+/// CLAIM or END of a gateway, which WireGuard has proved it to be of. `names`: all nodes that are known; `me`, `now`: this
+/// node, and the time.
 pub fn claimed(
     params: &Params,
     (location, acting): (&FarLocation, &mut Acting),
     (far, from): (Far, NodeId),
     signal: &Signal,
     names: &BTreeMap<NodeId, String>,
-    me: NodeId,
+    (me, now): (NodeId, Micros),
 ) -> Claimed {
     if signal.location != far {
         return Claimed { foreign: 0, step: Err("location") };
@@ -191,18 +192,15 @@ pub fn claimed(
     });
     if step.is_ok()
         && leader == Some(from)
+        && signal.kind == Kind::Claim
         && let Some(first) = gateways.first().filter(|first| **first != from)
-        && is_whole_claim(signal)
+        && let Body::Claim { part: (_, parts), members, .. } = &known.body
+        && !members.contains(first)
     {
-        acting.stays_alone(*first, STAYS, from);
+        let is_all = *parts == 1 && members.len() + 1 == location.members.len();
+        acting.stays_alone(*first, STAYS, (signal.term, from), is_all, now);
     }
     Claimed { foreign, step }
-}
-
-/// Whether it is a CLAIM of one part. It names all that its gateway has and this node has not confirmed in its term; each
-/// ten seconds all of it is claimed anew.
-const fn is_whole_claim(signal: &Signal) -> bool {
-    matches!((signal.kind, &signal.body), (Kind::Claim, Body::Claim { part: (0, 1), .. }))
 }
 
 /// What moves with these members, and with what belongs to none.
@@ -272,8 +270,45 @@ mod tests {
         let mut fars = BTreeMap::new();
         locations_are(&mut fars, &BTreeMap::from([(FAR, location.clone())]));
         let pair = (location, fars.get_mut(&FAR).unwrap());
-        let step = claimed(&Params::default(), pair, (FAR, signal.sender), signal, &names, 99).step;
+        let step = claimed(&Params::default(), pair, (FAR, signal.sender), signal, &names, (99, 0)).step;
         (fars, step.is_ok_and(|step| step.is_some()))
+    }
+
+    /// Who has `A1`'s prefixes after A2 has said these at these seconds, of a location whose other nodes are `A3` and
+    /// 200 members; the device had nothing.
+    fn of_many(said: &[(Micros, (u16, u16), &[NodeId])]) -> NodeId {
+        let mut location = led_by_a2([]);
+        location.members.extend((0..200).map(|member| (member, Vec::new())));
+        let names = location.members.keys().map(|id| (*id, format!("n{id}"))).collect();
+        let mut fars = BTreeMap::new();
+        locations_are(&mut fars, &BTreeMap::from([(FAR, location.clone())]));
+        for (second, which, members) in said {
+            let mut signal = claim(A2, members);
+            if let Body::Claim { part, .. } = &mut signal.body {
+                *part = *which;
+            }
+            let pair = (&location, fars.get_mut(&FAR).unwrap());
+            let now = (99, second * SEC);
+            assert!(claimed(&Params::default(), pair, (FAR, A2), &signal, &names, now).step.is_ok());
+        }
+        known(&fars)[&FAR].members[&A1].1
+    }
+
+    /// What this node has confirmed before its host has booted is not named in the next CLAIM.
+    #[test]
+    fn who_is_not_named_in_what_is_left_of_a_claim_stays_with_the_acting_leader() {
+        let left = |second| (second, (0, 1), [3].as_slice());
+        assert_eq!(of_many(&[left(0)]), A2);
+        assert_eq!(of_many(&[left(0), (9, (0, 2), &[1, 2, A3]), (9, (1, 2), &[A1]), left(20)]), A2);
+    }
+
+    #[test]
+    fn a_leader_that_a_large_location_has_lost_keeps_its_own_prefixes() {
+        let parts = |second| [(second, (0, 2), [1, 2, A3].as_slice()), (second, (1, 2), &[3, A2])];
+        let said: Vec<_> = [0, 10].into_iter().flat_map(parts).collect();
+        assert_eq!(of_many(&said), A2, "a part may have been lost");
+        let said: Vec<_> = [0, 10, 20].into_iter().flat_map(parts).collect();
+        assert_eq!(of_many(&said), A1);
     }
 
     #[test]

@@ -24,6 +24,7 @@ mod wait;
 
 mod apply;
 mod bad_hosts;
+mod claim_moves;
 mod cli_bad_input;
 mod cni_plugins;
 mod forward;

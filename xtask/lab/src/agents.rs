@@ -261,7 +261,7 @@ impl Agents {
             names.map(|name| format!("{name}:\n{}", tail(&self.log(name)))).collect::<Vec<_>>().join("\n")
         };
         wait::until("the mesh stands", limit, || {
-            let ready = network.nodes.iter().filter(|node| self.is_ready(node, network.nodes.len())).count();
+            let ready = network.nodes.iter().filter(|node| self.is_ready(node, network.size())).count();
             if ready != shown {
                 println!(
                     "lab:   {ready} of {} nodes ready, {:.1} s",
@@ -280,7 +280,7 @@ impl Agents {
 
     /// Whether every agent sees every node.
     pub fn are_ready(&self, network: &Network) -> bool {
-        network.nodes.iter().all(|node| self.is_ready(node, network.nodes.len()))
+        network.nodes.iter().all(|node| self.is_ready(node, network.size()))
     }
 
     /// Fails with what it said last when an agent that was started is gone.

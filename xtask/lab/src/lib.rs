@@ -22,6 +22,7 @@ mod forward_policy;
 mod granularity;
 mod kernel_ipip;
 mod matrix;
+mod members;
 mod modes;
 mod nat;
 mod nat_pairs;
@@ -63,6 +64,7 @@ pub use cilium::OBJECT as CILIUM_OBJECT;
 
 use agents::Agents;
 use args::LabCommand;
+use members::Members;
 use network::{Network, Node, Shape, Underlay};
 use scenario::Scenario;
 use space::Space;
@@ -105,6 +107,9 @@ pub struct Lab {
     /// What is known of the agents' logs.
     #[serde(skip)]
     watch: well::Watch,
+    /// Members without a namespace of their own, in the process that built the lab.
+    #[serde(skip)]
+    members: Option<Members>,
     /// Looks at all frames, in the process that built the lab.
     #[serde(skip)]
     clear: Option<clear::Watch>,
@@ -371,6 +376,9 @@ impl Lab {
             None => own_directory()?,
         };
         let mut agents = Agents::prepare(&bin, &directory, &args.wireguard, &flags, &network)?;
+        let members = network.members.is_some();
+        let members =
+            members.then(|| Members::start(&network, &agents.cluster(), &["a1", "a2"])).transpose()?;
         step(&format!("an agent on each of {} nodes", network.nodes.len()));
         for node in &network.nodes {
             agents.start(node)?;
@@ -383,6 +391,7 @@ impl Lab {
             network,
             agents,
             watch,
+            members,
             clear,
             removed: BTreeSet::new(),
             stood: BTreeMap::new(),

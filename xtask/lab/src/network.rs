@@ -129,6 +129,9 @@ pub enum Shape {
     Public,
     /// Four with public addresses and twelve without in one location, and one in the other.
     Crowd,
+    /// Three in one location, one in the other, and [`MEMBERS`] more in the first that [`crate::members`] stands in
+    /// for.
+    Large,
 }
 
 /// Name, location, bridge of its LAN, private and public address.
@@ -137,11 +140,24 @@ type Outline = (String, &'static str, &'static str, Ipv4Addr, Option<Ipv4Addr>);
 /// Members of [`Shape::Crowd`].
 pub const CROWD: u8 = 12;
 
+/// Members of [`Shape::Large`] that have no namespace of their own.
+pub const MEMBERS: u16 = 1_000;
+/// Their private addresses, on the LAN of a1.
+pub const MEMBERS_NET: (Ipv4Addr, u8) = (Ipv4Addr::new(10, 1, 4, 0), 22);
+/// Its bridge.
+const MEMBERS_LAN: &str = "lan-a";
+
+/// Private address of a member that has no namespace of its own, by its number.
+pub fn member_address(number: u16) -> Ipv4Addr {
+    Ipv4Addr::from_bits(MEMBERS_NET.0.to_bits() + 1 + u32::from(number))
+}
+
 impl Shape {
     /// Every shape.
-    pub const ALL: [Self; 3] = [Self::Plain, Self::Public, Self::Crowd];
+    pub const ALL: [Self; 4] = [Self::Plain, Self::Public, Self::Crowd, Self::Large];
 
-    /// The nodes, sorted by name. A router stands between a3 and the other nodes of its location.
+    /// The nodes, sorted by name. But for a location of many, a router stands between a3 and the other nodes of its
+    /// location.
     fn nodes(self) -> Vec<Outline> {
         let public = |host: u8| Some(Ipv4Addr::new(192, 0, 2, host));
         let a = |host: u8| (format!("a{host}"), "site-a", "lan-a", Ipv4Addr::new(10, 1, 0, 10 + host));
@@ -170,6 +186,12 @@ impl Shape {
                 });
                 gateways.chain([with(b(1), public(21))]).chain(members).collect()
             }
+            Self::Large => vec![
+                with(a(1), public(11)),
+                with(a(2), None),
+                with(a(3), None),
+                with(b(1), public(21)),
+            ],
         }
     }
 }
@@ -214,6 +236,8 @@ pub struct Network {
     pub private_endpoints: bool,
     /// Which nodes there are.
     pub shape: Shape,
+    /// Where the members are that have no namespace of their own.
+    pub members: Option<Space>,
 }
 
 impl Network {
@@ -230,7 +254,13 @@ impl Network {
             spaces.push(node.pod.clone());
             spaces.push(node.space.clone());
         }
+        spaces.extend(self.members.clone());
         spaces
+    }
+
+    /// How many nodes the mesh has.
+    pub fn size(&self) -> usize {
+        self.nodes.len() + self.members.as_ref().map_or(0, |_| usize::from(MEMBERS))
     }
 
     /// The namespace of that name.
@@ -302,6 +332,7 @@ impl Network {
             foreign_cni: false,
             private_endpoints: false,
             shape,
+            members: (shape == Shape::Large).then(|| space("members")),
         }
     }
 
@@ -356,6 +387,13 @@ impl Network {
         for node in &self.nodes {
             self.build_node(node)?;
         }
+        if let Some(members) = &self.members {
+            self.attach(members, "eth0", "members", Some(MEMBERS_LAN))?;
+            let addresses = (0..MEMBERS).map(|number| {
+                format!("address add {}/{} dev eth0\n", member_address(number), MEMBERS_NET.1)
+            });
+            members.ip(&addresses.chain(["route add 10.1.0.0/24 dev eth0\n".to_owned()]).collect::<String>())?;
+        }
         Ok(())
     }
 
@@ -378,15 +416,31 @@ impl Network {
     /// Lines of `ip` that give a node its routes, by this verb.
     fn routes(&self, node: &Node, verb: &str) -> String {
         let gateway = node.gateway;
+        let (net, length) = MEMBERS_NET;
+        let members = self.members.iter().filter(|_| node.lan == MEMBERS_LAN);
+        let members = members.map(|_| format!("route {verb} {net}/{length} dev eth0\n"));
         if node.public.is_none() {
-            return format!("route {verb} default via {gateway}\n");
+            return members.chain([format!("route {verb} default via {gateway}\n")]).collect();
         }
         // The rest of the location is not beyond the public network.
         let other_lans =
             self.nodes.iter().filter(|other| other.location == node.location && other.lan != node.lan);
         let within = other_lans.map(|other| format!("route {verb} {} via {gateway}\n", other.private));
         let public = self.underlay.address(Ipv4Addr::new(192, 0, 2, 1));
-        within.chain([format!("route {verb} default via {public}\n")]).collect()
+        let elsewhere = self.nodes.iter().filter(|other| {
+            self.private_endpoints && other.location != node.location && other.public.is_some()
+        });
+        let elsewhere = elsewhere.filter_map(|other| match other.private {
+            // Both LANs of a location.
+            IpAddr::V4(address) => ipnet::Ipv4Net::new(address, 23).ok(),
+            IpAddr::V6(_) => None,
+        });
+        let elsewhere = elsewhere.map(|net| format!("route {verb} {} via {gateway}\n", net.trunc()));
+        members
+            .chain(within)
+            .chain(elsewhere)
+            .chain([format!("route {verb} default via {public}\n")])
+            .collect()
     }
 
     /// Gives a node back the routes that went with its links.

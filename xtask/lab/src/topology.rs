@@ -136,11 +136,7 @@ fn point_to_point(network: &Network) -> Result<()> {
 fn private_endpoints(network: &mut Network) -> Result<()> {
     network.private_endpoints = true;
     network.router.sh("nft flush chain inet lab forward")?;
-    for (name, elsewhere) in [("a1", "10.2.0.0/24"), ("b1", "10.1.0.0/23")] {
-        let node = network.node(name)?;
-        node.space.ip(&format!("route add {elsewhere} via {}\n", node.gateway))?;
-    }
-    Ok(())
+    ["a1", "b1"].iter().try_for_each(|name| network.restore_routes(network.node(name)?))
 }
 
 /// What is seen in clear meanwhile fails every check.

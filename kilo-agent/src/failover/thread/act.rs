@@ -13,11 +13,17 @@ use kilo_host::dataplane::lead::Way as Into;
 use super::{Thread, micros, source_port};
 use crate::failover::{packets, site::Site};
 
+/// Most questions and announcements between two looks at what has come.
+const BURST: usize = 64;
+
 impl Thread {
     pub(super) fn act(&mut self, site: &Site, out: Vec<Output>, inputs: &mut Vec<Input>) {
         for output in out {
             match output {
                 Output::Probe { nonce, way } => self.probe(site, nonce, way),
+                Output::Lan(node, signal) if matches!(signal.kind, Kind::Roll | Kind::Announce) => {
+                    self.asks.insert(node, signal);
+                }
                 Output::Lan(node, signal) => self.send_lan(site, node, &signal),
                 Output::Tunnel(far, signal) => {
                     // Stand-bys hold what their leader holds.
@@ -37,6 +43,19 @@ impl Thread {
                 }
                 Output::Led(members) => self.mark(site, &members),
                 Output::Note(note) => self.note(&note),
+            }
+        }
+    }
+
+    /// Sends so much of what members are to be told that this thread is not late for what comes meanwhile: a late one
+    /// discards what it knows, and the ring has room for some hundred answers.
+    pub(super) fn send_asks(&mut self, site: &Site) {
+        for _ in 0..BURST {
+            let next = self.asks.range(self.asks_from..).next().or_else(|| self.asks.first_key_value());
+            let Some(node) = next.map(|(node, _)| *node) else { return };
+            self.asks_from = node.wrapping_add(1);
+            if let Some(signal) = self.asks.remove(&node) {
+                self.send_lan(site, node, &signal);
             }
         }
     }

@@ -17,6 +17,7 @@ use super::{crowd::Share, flood::OVERLOADED, fresh::Fresh, state};
 use crate::{
     Lab,
     faults::{control_plane::REBOOT, nodes},
+    members::Members,
     network::Node,
     space::Space,
     wait,
@@ -142,6 +143,7 @@ pub fn reboot_all(lab: &mut Lab) -> Result<()> {
         // Who led is written in what its agent has published, too.
         let _ = fs::remove_file(lab.agents.cluster().join(format!("{name}{PUBLISHED}")));
     }
+    lab.members.as_ref().map_or(Ok(()), Members::boot)?;
     for name in &names {
         let node = node(lab, name)?;
         lab.agents.start(&node)?;

@@ -6,7 +6,7 @@ use anyhow::Result;
 
 use super::{
     breaking::{self, Broken},
-    crowd, flaps, flood, forged, laptop, parts, shares,
+    crowd, flaps, flood, forged, laptop, many, parts, shares,
 };
 use crate::{Lab, faults::control_plane, network::Shape};
 
@@ -148,6 +148,11 @@ impl Case {
         Self { from, to, also, shape: Shape::Public, prepare: Some(laptop::connects), ..self }
     }
 
+    /// A location of a thousand.
+    const fn large(self) -> Self {
+        Self { to: "pod-b1", shape: Shape::Large, prepare: Some(many::at_rest), ..self }
+    }
+
     /// Such a machine has connected before; the flow that is watched is none of it.
     const fn beside_laptop(self) -> Self {
         Self { shape: Shape::Public, prepare: Some(laptop::connects), ..self }
@@ -219,6 +224,7 @@ pub const CASES: &[Case] = &[
     case("leader-is-kilo", 72, "the leader loses power, and knew no failover: as with Kilo", Limit::Silence(90_000), breaking::power_off).off(&["a1"]),
     case("forged", 73, "somebody on the LAN forges and repeats signals, a member sends some through the tunnel", Limit::Undisturbed, forged::send),
     case("repeated", 73, "leadership moves and comes back, and what made members follow the other node is sent to them again", Limit::Outage(1000), forged::repeat),
+    case("many-members", 74, "of 1,003 nodes of its location the leader loses power, after 30 s (`--for`) in which agents' `failover` threads take 1 % of a core each at most", Limit::Outage(1000), many::power_off).p95(500).large(),
     case("two-lose-power", 75, "the leader and a stand-by lose power at once", Limit::Outage(1500), breaking::two_lose_power).stand_bys(2),
     case("flood", UNLISTED, "nothing fails, and more small datagrams than leaders carry are sent between two locations (30 s; `--for`)", Limit::Switches(1), flood::overload),
     case("gateway-off", UNLISTED, "of two active leaders one loses power", Limit::OnlyIts(1000), breaking::power_off).p95(500).leaders(2).prepared(shares::all_reach_all),

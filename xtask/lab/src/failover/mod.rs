@@ -11,6 +11,7 @@ mod forged;
 mod fresh;
 mod kept;
 mod laptop;
+mod many;
 mod parts;
 mod rest;
 mod shares;

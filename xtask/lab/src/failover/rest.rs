@@ -50,6 +50,19 @@ fn all(lab: &Lab) -> Result<Vec<(Spent, u64)>> {
     nodes::names(lab).iter().map(one).collect()
 }
 
+/// What the failover thread of each agent takes of one core, in percent, over this time.
+pub(super) fn failover(lab: &Lab, time: Duration) -> Result<Vec<(String, f64)>> {
+    let (before, began) = (all(lab)?, Instant::now());
+    wait::time_passes(time, "what agents cost is counted");
+    let after = all(lab)?;
+    let seconds = began.elapsed().as_secs_f64();
+    let part = |before: &Spent, after: &Spent| {
+        100.0 * after.failover.saturating_sub(before.failover).as_secs_f64() / seconds
+    };
+    let pairs = nodes::names(lab).into_iter().zip(before.iter().zip(&after));
+    Ok(pairs.map(|(name, ((before, _), (after, _)))| (name, part(before, after))).collect())
+}
+
 /// Prints both for each node.
 pub fn measure(lab: &mut Lab, time: Duration) -> Result<()> {
     println!("{:10}{:6}{:>10}{:>12}{:>10}  of one core; writes", "failover", "node", "role", "agent", THREAD);

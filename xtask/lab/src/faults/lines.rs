@@ -495,7 +495,12 @@ pub const LINES: &[Line] = &[
         ],
         "",
     ),
-    line(74, "1,000 members in the location", SIMULATED, "1,000 real nodes, and what probes cost them"),
+    line(
+        74,
+        "1,000 members in the location",
+        SIMULATED,
+        "1,000 agents: of 1,000 members only the kernel's answers are there, by the programs' own code",
+    ),
     line(75, "leader and stand-by lose power", SIMULATED, ""),
     line(
         76,
