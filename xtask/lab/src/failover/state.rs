@@ -83,6 +83,8 @@ pub fn begin_anew(lab: &mut Lab, case: &Case, limit: Duration) -> Result<()> {
         // Several active leaders take their own in terms of their own: each case waits until they have.
         return Ok(());
     }
+    // Where Kilo itself leads, nobody stands by.
+    let stand_bys = if case.off.contains(&LEADER) { 0 } else { stand_bys };
     // Nobody can be fit whose tunnels end where nobody answers signals, or knows of stand-bys.
     let is_answered = ![breaking::FAR, LEADER].iter().any(|node| case.off.contains(node));
     let is_ready = |node: &String| {
