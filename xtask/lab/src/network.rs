@@ -186,12 +186,9 @@ impl Shape {
                 });
                 gateways.chain([with(b(1), public(21))]).chain(members).collect()
             }
-            Self::Large => vec![
-                with(a(1), public(11)),
-                with(a(2), None),
-                with(a(3), None),
-                with(b(1), public(21)),
-            ],
+            Self::Large => {
+                vec![with(a(1), public(11)), with(a(2), None), with(a(3), None), with(b(1), public(21))]
+            }
         }
     }
 }
@@ -389,10 +386,10 @@ impl Network {
         }
         if let Some(members) = &self.members {
             self.attach(members, "eth0", "members", Some(MEMBERS_LAN))?;
-            let addresses = (0..MEMBERS).map(|number| {
-                format!("address add {}/{} dev eth0\n", member_address(number), MEMBERS_NET.1)
-            });
-            members.ip(&addresses.chain(["route add 10.1.0.0/24 dev eth0\n".to_owned()]).collect::<String>())?;
+            let addresses = (0..MEMBERS)
+                .map(|number| format!("address add {}/{} dev eth0\n", member_address(number), MEMBERS_NET.1));
+            members
+                .ip(&addresses.chain(["route add 10.1.0.0/24 dev eth0\n".to_owned()]).collect::<String>())?;
         }
         Ok(())
     }

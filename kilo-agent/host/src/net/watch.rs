@@ -1,6 +1,7 @@
 //! Tells when links, addresses, routes or rules of the namespace change.
 
 use std::{
+    os::fd::{AsRawFd as _, BorrowedFd},
     sync::{
         Arc,
         atomic::{AtomicU8, Ordering},
@@ -9,6 +10,7 @@ use std::{
 };
 
 use futures::StreamExt;
+use nix::sys::socket::{setsockopt, sockopt::RcvBufForce};
 use rtnetlink::{MulticastGroup, packet_core::NetlinkPayload, packet_route::RouteNetlinkMessage};
 use tokio::{
     sync::Notify,
@@ -21,6 +23,9 @@ use super::{NetError, rtnl::Task};
 const QUIET: Duration = Duration::from_millis(100);
 /// … but never longer than this.
 const LONGEST: Duration = Duration::from_secs(1);
+
+/// Bytes of announcements that wait to be read: what an agent writes in a mesh of thousands is announced to it, too.
+const BUFFER: usize = 8 << 20;
 
 const LINKS: u8 = 1;
 const ADDRESSES: u8 = 2;
@@ -79,8 +84,12 @@ impl Watcher {
             MulticastGroup::Ipv6Rule,
             MulticastGroup::Tc,
         ];
-        let (connection, _handle, mut messages) =
+        let (mut connection, _handle, mut messages) =
             rtnetlink::new_multicast_connection(&groups).map_err(NetError::Socket)?;
+        // SAFETY: the connection owns the socket, and lives until after the call.
+        let socket = unsafe { BorrowedFd::borrow_raw(connection.socket_mut().as_raw_fd()) };
+        // With a smaller buffer everything is looked at when events were lost.
+        let _ = setsockopt(&socket, RcvBufForce, &BUFFER);
         let pending = Arc::new(Pending::default());
         let connection = Task(tokio::spawn(connection));
         let sink = Arc::clone(&pending);
