@@ -79,6 +79,7 @@ pub fn plan(mesh: &Mesh, options: &Options, resolved: &BTreeMap<String, IpAddr>)
         .map(|section| (section.public_key, section.endpoint.as_ref().and_then(|end| resolve(end, resolved))))
         .collect();
     let outer: BTreeSet<IpAddr> = endpoints.values().flatten().map(SocketAddr::ip).collect();
+    let (open, pods) = (open(mesh), pods(mesh));
     // A prefix that two claim belongs to the first, as on the nodes.
     let (mut claimed, mut routes) = (BTreeSet::new(), Vec::new());
     for section in sections {
@@ -95,13 +96,14 @@ pub fn plan(mesh: &Mesh, options: &Options, resolved: &BTreeMap<String, IpAddr>)
                 continue;
             }
             // A default route is one of several.
-            let closed = prefix.prefix_len() > 0;
+            let closed = prefix.prefix_len() > 0 && !open.contains(&prefix);
             match source {
                 Some(_) => {
                     routes.push(Route { destination: prefix, table: MAIN_TABLE, source, mtu: None, closed });
                 }
-                // Without an address of that family nothing sent there comes back.
-                None if closed => {
+                // Without an address of that family nothing sent there comes back. Other prefixes may hold the
+                // API server, or half of the Internet.
+                None if pods.contains(&prefix) => {
                     plan.net.unreachable.insert(prefix);
                 }
                 None => {}
@@ -128,11 +130,21 @@ fn lost(mesh: &Mesh) -> impl Iterator<Item = IpNet> + '_ {
     mesh.lost.iter().flat_map(|lost| {
         let member = &lost.member;
         let pods = member.node.pod_cidrs.iter().map(IpNet::trunc);
-        // The API server there may be the one that says when the node is back.
-        let private =
-            member.private_ip().filter(|ip| !member.node.control_plane && !is_reached_from_anywhere(*ip));
+        let private = member.private_ip().filter(|ip| !may_be_api_server(member, *ip));
         pods.chain(private.map(IpNet::from))
     })
+}
+
+/// Whether the API server may be there, which says when a node is back, or somebody whom the mesh does not concern.
+fn may_be_api_server(member: &Member, ip: IpAddr) -> bool {
+    member.node.control_plane || is_reached_from_anywhere(ip)
+}
+
+/// Addresses of nodes that this machine must reach whatever becomes of the tunnel.
+fn open(mesh: &Mesh) -> BTreeSet<IpNet> {
+    let members = mesh.segments.iter().flat_map(|segment| &segment.members);
+    let open = members.filter_map(|member| member.private_ip().filter(|ip| may_be_api_server(member, *ip)));
+    open.map(IpNet::from).collect()
 }
 
 /// Prefixes of all pods, which nothing is to be sent to in clear before there is a [`plan`] of the whole mesh.

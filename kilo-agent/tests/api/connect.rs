@@ -154,6 +154,7 @@ fn a_machine_joins_reaches_pods_and_leaves_nothing_behind() {
         );
         drop(port);
         sh("ip link delete kilo0; ip route flush proto 107");
+        until("its process ends", LIMIT, || !Path::new("/run/wireguard/kilo0.sock").exists());
         // And without a device to begin with.
         refused(&kubeconfig, &["laptop", "--clean-up=false", "--create-interface=false"]);
         assert_eq!(

@@ -246,12 +246,13 @@ impl Source {
     }
 }
 
-/// Connects and stays connected until SIGINT or SIGTERM.
+/// Connects and stays connected until SIGINT, SIGTERM or SIGHUP (a terminal that is closed).
 pub async fn run(args: &ConnectArgs) -> Result<String> {
     let flags = &args.flags;
     log_to_stderr(args.log_level);
     // First of all, so that no signal ends it half way.
     let (mut terminate, mut interrupt) = (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?);
+    let mut hangup = signal(SignalKind::hangup())?;
     let name = match &args.peer {
         Some(name) => name.clone(),
         None => nix::unistd::gethostname()?.to_string_lossy().to_lowercase(),
@@ -320,6 +321,7 @@ pub async fn run(args: &ConnectArgs) -> Result<String> {
         ended = connection.keep(args.resync_period, flags) => ended,
         _ = terminate.recv() => Ok(()),
         _ = interrupt.recv() => Ok(()),
+        _ = hangup.recv() => Ok(()),
     };
     drop(connection.progress.take());
     if args.clean_up {
@@ -514,7 +516,8 @@ impl Connection {
             self.unrouted = unrouted;
         }
         let mut writes = usize::from(created);
-        writes += self.closed.before(&self.net, &mut net, &wireguard).await?;
+        // What the kernel refuses here does not keep the tunnel from following the mesh.
+        let closed = self.closed.before(&self.net, &mut net, &wireguard).await;
         writes += interface.device.apply(&diff(&state, &wireguard, &self.key)).await?;
         writes += self.net.apply(&net, interface.index).await?;
         if follows && let Err(error) = self.following.go_on(&mesh, &wireguard, &interface.device) {
@@ -528,7 +531,7 @@ impl Connection {
         }
         self.planned = wireguard;
         self.warn_of_stand_bys(&mesh);
-        Ok(writes)
+        Ok(writes + closed?)
     }
 
     /// Says once that agents are configured with more stand-bys than this machine.
