@@ -1,12 +1,7 @@
 //! A dead leader that nodes without failover go on waiting for: they follow Kilo's rule, and that
 //! asks for its heartbeat. Somebody has to say that it is dead.
 
-use crate::{
-    Agent, Micros, NodeId, SEC,
-    gateway::Lead,
-    roll::{Present, Roll},
-    signal::Shared,
-};
+use crate::{Agent, Micros, NodeId, SEC, gateway::Lead, roll::Present, signal::Shared};
 
 /// For how long a gateway leads the location before it says so.
 const LEADS: Micros = 3 * SEC;
@@ -30,10 +25,10 @@ impl Agent {
         let heard = others.iter().filter(|node| is_heard(node)).count();
         let leads = leads && heard * 2 >= others.len();
         let Some(last) = gateway.roll.last(leader) else {
-            let was_asked = gateway.since + Roll::FRESH <= now;
+            let was_asked = gateway.since + counts_for <= now;
             return (leads && (was_asked || !self.place.nodes.contains(&leader))).then_some(leader);
         };
-        if last.at + Roll::FRESH > now {
+        if last.at + counts_for > now {
             return None;
         }
         let before = self.place.gateways.iter().skip(1).take_while(|gateway| **gateway != me);

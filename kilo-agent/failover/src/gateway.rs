@@ -320,10 +320,15 @@ mod tests {
         while lead.wake() < 2 * SEC {
             now = lead.wake();
             roll.asks(MEMBER, 1);
-            roll.heard(MEMBER, 1, Present { at: now, cookie: 5, word: (known, ME) });
+            let present = Present { at: now, cookie: 5, word: (known, ME) };
+            roll.heard(MEMBER, 1, present);
             let (mut out, mut later, mut random) = (Vec::new(), Vec::new(), || 1);
             let mut turn = Turn { now, random: &mut random, out: &mut out, later: &mut later };
             lead.wake_up(&Params::default(), &mut roll, &mut turn);
+            // Its kernel answers at once, and the agent announces as soon as it hears that.
+            if turn.out.iter().any(|out| matches!(out, Output::Lan(_, Signal { kind: Kind::Roll, .. }))) {
+                lead.announce(MEMBER, present, &mut turn);
+            }
             for output in out {
                 let Output::Lan(_, Signal { kind: Kind::Announce, term, .. }) = output else { continue };
                 if obeys(word(known, 8), word(term, 7)) {

@@ -219,6 +219,7 @@ impl Thread {
             }
             Some(_) => {
                 self.agent = None;
+                self.asks.clear();
                 self.mark(site, &[]);
             }
             None if takes_part => self.start(site, now),

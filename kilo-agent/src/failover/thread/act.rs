@@ -21,6 +21,10 @@ impl Thread {
         for output in out {
             match output {
                 Output::Probe { nonce, way } => self.probe(site, nonce, way),
+                // An announcement that waits is answered as a question is, and must not be lost for one.
+                Output::Lan(node, signal)
+                    if signal.kind == Kind::Roll
+                        && self.asks.get(&node).is_some_and(|waits| waits.kind == Kind::Announce) => {}
                 Output::Lan(node, signal) if matches!(signal.kind, Kind::Roll | Kind::Announce) => {
                     self.asks.insert(node, signal);
                 }
