@@ -255,11 +255,24 @@ fn load_late(pins: &Path) -> Result<BTreeMap<&'static str, SchedClassifier>, Cau
     if self::pins(maps)?.as_deref() != Some(pins) {
         return Err(format!("pins in {} were removed or replaced; restart kg", maps.display()).into());
     }
+    // Of an attempt that failed half way: one of them shares its memory with no other.
+    remove_late(pins)?;
     let mut object = load::object(maps, false)?;
     load_programs(&mut object, |name| ON_DEMAND.contains(&name))?;
     pin_loaded(pins, &mut object)?;
     let all = open_all(pins)?;
     Ok(all.into_iter().filter(|(name, _)| ON_DEMAND.contains(name)).collect())
+}
+
+fn remove_late(pins: &Path) -> Result<(), Cause> {
+    for entry in fs::read_dir(pins)? {
+        let entry = entry?;
+        let is_late = |name: &str| ON_DEMAND.iter().any(|late| name.split('-').next() == Some(late));
+        if entry.file_name().to_str().is_some_and(is_late) {
+            fs::remove_file(entry.path())?;
+        }
+    }
+    Ok(())
 }
 
 fn identity(program: &SchedClassifier) -> Result<Identity, Cause> {
