@@ -30,8 +30,11 @@ proptest! {
         let took = world.connects(seconds(20));
         prop_assert!(took > seconds(10), "WireGuard itself is given time");
         world.run(seconds(5));
-        prop_assert_eq!(world.relay(X), world.relay(Y), "both use one relay");
         prop_assert!(world.forwarded > 0);
+        // While messages are lost each end may use another one, and packets pass; not for longer.
+        world.drops = 0.0;
+        world.run(seconds(20));
+        prop_assert_eq!(world.relay(X), world.relay(Y), "both use one relay");
     }
 
     #[test]
