@@ -155,6 +155,13 @@ pub(super) fn power_off(lab: &mut Lab) -> Result<Broken> {
     node_off(lab, LEADER)
 }
 
+/// A leader that is Kilo itself loses power. Nodes do not declare it dead in the same moment, and who is asked by the
+/// far leader's probes meanwhile may not lead yet.
+pub(super) fn kilo_off(lab: &mut Lab) -> Result<Broken> {
+    lab.caused(&[OVERLOADED]);
+    power_off(lab)
+}
+
 /// A node loses power.
 pub(super) fn node_off(lab: &mut Lab, name: &'static str) -> Result<Broken> {
     cut_power(lab, name)?;

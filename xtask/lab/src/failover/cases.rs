@@ -221,7 +221,7 @@ pub const CASES: &[Case] = &[
     case("loss", 71, "5 % of all packets between hosts are lost, and all CPUs are busy (30 s; `--for`)", Limit::NoSwitch, breaking::loss),
     case("member-is-kilo", 72, "the leader loses power, a member knows no failover", Limit::Silence(5000), breaking::power_off).off(&["a3"]),
     case("far-side-is-kilo", 72, "the leader loses power, the other location knows no failover", Limit::Silence(5000), breaking::power_off).off(&["b1", "b2"]),
-    case("leader-is-kilo", 72, "the leader loses power, and knew no failover: as with Kilo", Limit::Silence(90_000), breaking::power_off).off(&["a1"]),
+    case("leader-is-kilo", 72, "the leader loses power, and knew no failover: as with Kilo", Limit::Silence(90_000), breaking::kilo_off).off(&["a1"]),
     case("forged", 73, "somebody on the LAN forges and repeats signals, a member sends some through the tunnel", Limit::Undisturbed, forged::send),
     case("repeated", 73, "leadership moves and comes back, and what made members follow the other node is sent to them again", Limit::Outage(1000), forged::repeat),
     case("many-members", 74, "of 1,003 nodes of its location the leader loses power, after 30 s (`--for`) in which agents' `failover` threads take 1 % of a core each at most", Limit::Outage(1000), many::power_off).p95(500).large(),
