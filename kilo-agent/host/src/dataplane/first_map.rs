@@ -11,7 +11,7 @@ use aya::maps::MapData;
 use kilo_common::map_table::NAT;
 use kilo_core::errors::Cause;
 
-use super::{DataplaneError, load::OBJECT};
+use super::{DataplaneError, load::OBJECT, syscall};
 
 /// Command (include/uapi/linux/bpf.h).
 const BPF_BTF_LOAD: nix::libc::c_long = 18;
@@ -61,20 +61,9 @@ fn load(types: &[u8]) -> io::Result<OwnedFd> {
         rest: 0,
     };
     // SAFETY: `types` lives until the call has ended, and is as long as the attributes say.
-    let code = unsafe {
-        nix::libc::syscall(
-            nix::libc::SYS_bpf,
-            BPF_BTF_LOAD,
-            std::ptr::from_mut(&mut attributes),
-            size_of::<Attributes>(),
-        )
-    };
-    let code = i32::try_from(code).map_err(io::Error::other)?;
-    if code < 0 {
-        return Err(io::Error::last_os_error());
-    }
+    let descriptor = unsafe { syscall::bpf(BPF_BTF_LOAD, &mut attributes) }?;
     // SAFETY: the kernel has just made this descriptor, for nobody else.
-    Ok(unsafe { OwnedFd::from_raw_fd(code) })
+    Ok(unsafe { OwnedFd::from_raw_fd(descriptor) })
 }
 
 #[cfg(test)]

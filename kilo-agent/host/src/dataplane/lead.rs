@@ -3,7 +3,6 @@
 //! sockets is needed.
 
 use std::{
-    io,
     os::fd::{AsFd as _, AsRawFd as _, OwnedFd},
     path::Path,
 };
@@ -216,11 +215,7 @@ fn run(program: &OwnedFd, frame: &[u8], context: &mut Context) -> Result<u32, Da
         ..Attributes::default()
     };
     // SAFETY: every pointer in the attributes is valid for the size beside it during the call.
-    let result = unsafe {
-        libc::syscall(libc::SYS_bpf, BPF_PROG_TEST_RUN, &raw mut attributes, size_of::<Attributes>())
-    };
-    if result < 0 {
-        return Err(DataplaneError::Run { source: io::Error::last_os_error() });
-    }
+    unsafe { super::syscall::bpf(BPF_PROG_TEST_RUN, &mut attributes) }
+        .map_err(|source| DataplaneError::Run { source })?;
     Ok(attributes.returned)
 }

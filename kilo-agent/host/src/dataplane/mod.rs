@@ -17,6 +17,7 @@ mod program_info;
 mod programs;
 pub mod realtime;
 pub mod relay;
+mod syscall;
 mod tcx;
 
 use std::{

@@ -63,17 +63,7 @@ pub fn identity(fd: BorrowedFd<'_>) -> io::Result<Option<Identity>> {
         info: std::ptr::from_mut(&mut info) as u64,
     };
     // SAFETY: `info` is as long as the attributes say, and `maps` has room for `map_count` ids.
-    let code = unsafe {
-        nix::libc::syscall(
-            nix::libc::SYS_bpf,
-            BPF_OBJ_GET_INFO_BY_FD,
-            std::ptr::from_mut(&mut attributes),
-            size_of::<Attributes>(),
-        )
-    };
-    if code < 0 {
-        return Err(io::Error::last_os_error());
-    }
+    unsafe { super::syscall::bpf(BPF_OBJ_GET_INFO_BY_FD, &mut attributes) }?;
     // A map's descriptor is answered, too, with less.
     if info.kind != BPF_PROG_TYPE_SCHED_CLS || (attributes.info_len as usize) < size_of::<Info>() {
         return Ok(None);

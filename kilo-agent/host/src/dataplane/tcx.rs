@@ -5,7 +5,7 @@
 use std::io;
 
 /// Command and attach types (include/uapi/linux/bpf.h).
-const BPF_PROG_QUERY: i32 = 16;
+const BPF_PROG_QUERY: nix::libc::c_long = 16;
 const BPF_TCX_INGRESS: u32 = 46;
 const BPF_TCX_EGRESS: u32 = 47;
 /// A hook takes at most 64 programs (`BPF_MPROG_MAX`, `include/linux/bpf_mprog.h`).
@@ -57,16 +57,7 @@ pub fn query(ifindex: u32, egress: bool) -> io::Result<Hook> {
         revision: 0,
     };
     // SAFETY: the attributes are those of the command; both arrays have room for `count` ids.
-    let code = unsafe {
-        nix::libc::syscall(
-            nix::libc::SYS_bpf,
-            BPF_PROG_QUERY,
-            std::ptr::from_mut(&mut attributes),
-            size_of::<QueryAttributes>(),
-        )
-    };
-    if code < 0 {
-        let error = io::Error::last_os_error();
+    if let Err(error) = unsafe { super::syscall::bpf(BPF_PROG_QUERY, &mut attributes) } {
         return if error.raw_os_error() == Some(nix::libc::ENODEV) {
             Ok(Hook::default())
         } else {
