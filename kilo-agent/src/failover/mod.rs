@@ -357,6 +357,6 @@ mod tests {
         for gateway in ["a1", "a2"] {
             assert_eq!(found(gateway), wanted.into());
         }
-        assert_eq!(found("a7"), BTreeMap::new(), "it is no gateway");
+        assert_eq!(found("a7"), BTreeMap::new(), "it is not a gateway");
     }
 }

@@ -171,7 +171,7 @@ fn what_is_loaded_late_uses_the_maps_of_the_others_or_is_not_loaded() {
     drop(dataplane);
     assert_eq!(Dataplane::open(fs.path(), false).unwrap().loaded(), 0);
     fs::remove_file(&pins(fs.path())["l3_egress"]).unwrap();
-    assert_eq!(Dataplane::open(fs.path(), false).unwrap().loaded(), ALWAYS, "one of two is no set");
+    assert_eq!(Dataplane::open(fs.path(), false).unwrap().loaded(), ALWAYS, "one of two is not enough");
     assert_eq!(pins(fs.path()).len(), ALWAYS);
 }
 
