@@ -15,7 +15,7 @@ use hyper::{Method, Request, StatusCode, body::Incoming};
 
 pub use graph::{Edge, Format, Graph, Layout};
 pub use page::Page;
-pub use respond::{method_not_allowed, respond, text};
+pub use respond::{html, method_not_allowed, respond, text};
 pub use serve::{Answer, Closing, bind, serve};
 pub use turns::Turns;
 

@@ -4,7 +4,10 @@ use http_body_util::{BodyExt as _, Full};
 use hyper::{
     Response, StatusCode,
     body::Bytes,
-    header::{ALLOW, CONTENT_TYPE, HeaderValue, X_CONTENT_TYPE_OPTIONS},
+    header::{
+        ALLOW, CACHE_CONTROL, CONTENT_SECURITY_POLICY, CONTENT_TYPE, HeaderValue, REFERRER_POLICY,
+        X_CONTENT_TYPE_OPTIONS,
+    },
 };
 
 use super::Answer;
@@ -20,6 +23,18 @@ pub fn respond(status: StatusCode, content_type: &'static str, body: impl Into<B
     *response.status_mut() = status;
     response.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static(content_type));
     response.headers_mut().insert(X_CONTENT_TYPE_OPTIONS, HeaderValue::from_static("nosniff"));
+    response
+}
+
+/// A page of HTML, which no cache keeps and no link names to others; `policy` is its Content-Security-Policy.
+pub fn html(status: StatusCode, policy: &'static str, body: impl Into<Bytes>) -> Answer {
+    let mut response = respond(status, "text/html; charset=utf-8", body);
+    let constant = |name, value| (name, HeaderValue::from_static(value));
+    response.headers_mut().extend([
+        constant(CONTENT_SECURITY_POLICY, policy),
+        constant(CACHE_CONTROL, "no-store"),
+        constant(REFERRER_POLICY, "no-referrer"),
+    ]);
     response
 }
 

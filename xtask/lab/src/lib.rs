@@ -40,6 +40,7 @@ mod scenario;
 mod segments;
 mod services;
 pub mod space;
+pub mod takedown;
 mod topology;
 pub mod tunl0;
 mod vpn;
@@ -51,7 +52,6 @@ use std::{
     collections::{BTreeMap, BTreeSet},
     fs,
     path::{Path, PathBuf},
-    sync::atomic::{AtomicBool, Ordering},
     time::{Duration, Instant, UNIX_EPOCH},
 };
 
@@ -68,6 +68,7 @@ use members::Members;
 use network::{Network, Node, Shape, Underlay};
 use scenario::Scenario;
 use space::Space;
+use takedown::{Takedown, stop_if_interrupted};
 use topology::Topology;
 
 use crate::report::TestOutcome;
@@ -90,9 +91,6 @@ pub const PACKAGES: &[&str] = &[
 
 /// Then every packet between nodes has an outer header.
 const ALWAYS: &str = "--encapsulate=always";
-
-/// Set on Ctrl-C and SIGTERM: nothing more is to be made.
-static INTERRUPTED: AtomicBool = AtomicBool::new(false);
 
 /// A lab that stands, as its state file describes it.
 #[derive(Debug, Serialize, Deserialize)]
@@ -119,28 +117,6 @@ pub struct Lab {
     /// Each node's metrics when the mesh stood: until then a node may lead that starts first.
     #[serde(skip)]
     stood: BTreeMap<String, counters::Metrics>,
-}
-
-/// Takes the lab down when dropped, unless told to keep it.
-struct Guard {
-    name: String,
-    keep: bool,
-}
-
-impl Drop for Guard {
-    fn drop(&mut self) {
-        if INTERRUPTED.load(Ordering::SeqCst) {
-            // The signal's thread cleans up and ends the process.
-            loop {
-                std::thread::park();
-            }
-        }
-        if !self.keep
-            && let Err(error) = down(&self.name)
-        {
-            eprintln!("lab: {error:#}");
-        }
-    }
 }
 
 /// Runs `cargo xtask lab`.
@@ -260,26 +236,12 @@ fn report(outcomes: &[TestOutcome], json: Option<&Path>) -> Result<()> {
 
 /// Removes what an earlier lab of that name left, and arranges that this one
 /// goes away on return, Ctrl-C and SIGTERM.
-fn take_over(name: &str) -> Result<Guard> {
+fn take_over(name: &str) -> Result<Takedown<impl Fn() -> Result<()>>> {
     if directory(name).exists() {
         down(name)?;
     }
-    let on_signal = name.to_owned();
-    ctrlc::set_handler(move || {
-        eprintln!("\nlab: interrupted, cleaning up");
-        INTERRUPTED.store(true, Ordering::SeqCst);
-        // What is being made right now must be there to be removed.
-        wait::time_passes(
-            Duration::from_millis(300),
-            "another thread may be in the middle of making something",
-        );
-        if let Err(error) = down(&on_signal) {
-            eprintln!("lab: {error:#}");
-        }
-        std::process::exit(130);
-    })
-    .context("signal handler")?;
-    Ok(Guard { name: name.to_owned(), keep: false })
+    let name = name.to_owned();
+    Takedown::arrange("lab", move || down(&name))
 }
 
 fn show(args: &LabArgs) -> Result<()> {
@@ -444,12 +406,6 @@ impl Lab {
 /// Where this program is, and `kg` beside it.
 fn own_directory() -> Result<PathBuf> {
     std::env::current_exe()?.parent().map(Path::to_owned).context("no directory of this program")
-}
-
-/// Fails once the lab is to go away.
-fn stop_if_interrupted() -> Result<()> {
-    anyhow::ensure!(!INTERRUPTED.load(Ordering::SeqCst), "interrupted");
-    Ok(())
 }
 
 /// Prints one line of progress.

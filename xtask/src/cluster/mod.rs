@@ -15,7 +15,6 @@ use std::{
     io::Write as _,
     path::{Path, PathBuf},
     process::{Command, Stdio},
-    sync::atomic::{AtomicBool, Ordering},
     time::{Duration, Instant},
 };
 
@@ -27,7 +26,11 @@ use crate::{
     apt,
     command::output,
     image,
-    lab::{space, wait},
+    lab::{
+        space,
+        takedown::{Takedown, stop_if_interrupted},
+        wait,
+    },
     report::TestOutcome,
     workspace_root,
 };
@@ -36,9 +39,6 @@ use release::Release;
 
 /// Debian packages that the cluster needs on this machine.
 const PACKAGES: &[&str] = &["iproute2", "nftables", "util-linux", "containerd"];
-
-/// Set on Ctrl-C and SIGTERM: nothing more is to be made.
-static INTERRUPTED: AtomicBool = AtomicBool::new(false);
 
 /// Options and subcommands of the cluster.
 #[derive(Args, Clone, Debug)]
@@ -124,27 +124,6 @@ pub struct Cluster {
     pub ready_after: Option<Duration>,
 }
 
-/// Takes the cluster down when dropped, unless told to keep it.
-struct Guard {
-    keep: bool,
-}
-
-impl Drop for Guard {
-    fn drop(&mut self) {
-        if INTERRUPTED.load(Ordering::SeqCst) {
-            // The signal's thread cleans up and ends the process.
-            loop {
-                std::thread::park();
-            }
-        }
-        if !self.keep
-            && let Err(error) = down()
-        {
-            eprintln!("cluster: {error:#}");
-        }
-    }
-}
-
 /// Runs `cargo xtask cluster`.
 pub fn main(args: &ClusterArgs) -> Result<()> {
     if !nix::unistd::geteuid().is_root() {
@@ -162,10 +141,10 @@ pub fn main(args: &ClusterArgs) -> Result<()> {
         Some(ClusterCommand::Test { only, all, standing, json }) => {
             let started = Instant::now();
             let (guard, cluster) = if *standing {
-                (Guard { keep: true }, Cluster::load())
+                (None, Cluster::load())
             } else {
                 let guard = take_over()?;
-                (guard, Cluster::up(args))
+                (Some(guard), Cluster::up(args))
             };
             let mut outcomes =
                 vec![checks::outcome("Kubernetes and Kilo come up", started, cluster.as_ref().err())];
@@ -249,23 +228,9 @@ fn run_directory() -> Result<PathBuf> {
 
 /// Removes what an earlier cluster left, and arranges that this one goes away on return,
 /// Ctrl-C and SIGTERM.
-fn take_over() -> Result<Guard> {
+fn take_over() -> Result<Takedown<impl Fn() -> Result<()>>> {
     down()?;
-    ctrlc::set_handler(|| {
-        eprintln!("\ncluster: interrupted, cleaning up");
-        INTERRUPTED.store(true, Ordering::SeqCst);
-        // What is being made right now must be there to be removed.
-        wait::time_passes(
-            Duration::from_millis(500),
-            "another thread may be in the middle of making something",
-        );
-        if let Err(error) = down() {
-            eprintln!("cluster: {error:#}");
-        }
-        std::process::exit(130);
-    })
-    .context("signal handler")?;
-    Ok(Guard { keep: false })
+    Takedown::arrange("cluster", down)
 }
 
 /// Removes every trace of a cluster, also of one that was only half built.
@@ -289,12 +254,6 @@ fn down() -> Result<()> {
     if run.exists() {
         fs::remove_dir_all(&run).with_context(|| run.display().to_string())?;
     }
-    Ok(())
-}
-
-/// Fails once the cluster is to go away.
-fn stop_if_interrupted() -> Result<()> {
-    anyhow::ensure!(!INTERRUPTED.load(Ordering::SeqCst), "interrupted");
     Ok(())
 }
 

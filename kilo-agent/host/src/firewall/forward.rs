@@ -9,12 +9,12 @@
 use std::{
     collections::BTreeSet,
     fs, io,
-    process::Stdio,
     time::{Duration, Instant},
 };
 
 use ipnet::IpNet;
-use tokio::{io::AsyncWriteExt as _, process::Command};
+
+use super::program::{self, ProgramError};
 
 /// Our chain in the filter table.
 pub const CHAIN: &str = "KILO-FORWARD";
@@ -148,24 +148,10 @@ impl Table {
         input: Option<&str>,
     ) -> Result<String, ForwardError> {
         let program = format!("{}{}{suffix}", self.family, self.flavour);
-        let failed = |source| ForwardError::Program { program: program.clone(), source };
-        let mut child = Command::new(&program)
-            .args(arguments)
-            .stdin(if input.is_some() { Stdio::piped() } else { Stdio::null() })
-            .stdout(Stdio::piped())
-            .stderr(Stdio::piped())
-            .kill_on_drop(true)
-            .spawn()
-            .map_err(failed)?;
-        if let (Some(mut stdin), Some(input)) = (child.stdin.take(), input) {
-            stdin.write_all(input.as_bytes()).await.map_err(failed)?;
-        }
-        let output = child.wait_with_output().await.map_err(failed)?;
-        if output.status.success() {
-            return Ok(String::from_utf8_lossy(&output.stdout).into_owned());
-        }
-        let said = String::from_utf8_lossy(&output.stderr).trim().to_owned();
-        Err(ForwardError::Refused { program, said })
+        program::run(&program, arguments, input).await.map_err(|error| match error {
+            ProgramError::Run(source) => ForwardError::Program { program, source },
+            ProgramError::Refused(said) => ForwardError::Refused { program, said },
+        })
     }
 
     /// Reads, and writes the difference in one transaction.

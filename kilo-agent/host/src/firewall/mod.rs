@@ -3,3 +3,4 @@
 pub mod conntrack;
 pub mod forward;
 pub mod nat_rules;
+mod program;

@@ -7,13 +7,13 @@ use std::{
     collections::{BTreeMap, BTreeSet},
     hash::{DefaultHasher, Hash as _, Hasher as _},
     io,
-    process::Stdio,
     time::{Duration, Instant},
 };
 
 use ipnet::{IpNet, Ipv4Net, Ipv6Net};
 use kilo_common::maps::{MASQ_EXCLUDE, MASQ_FORCE, MASQ_SRC_ALWAYS};
-use tokio::{io::AsyncWriteExt as _, process::Command};
+
+use super::program::{self, ProgramError};
 
 /// Our table, of family `inet`.
 pub const TABLE: &str = "kilo";
@@ -263,27 +263,8 @@ async fn present() -> Result<Option<String>, NatRulesError> {
 }
 
 async fn nft(arguments: &[&str], input: Option<&str>) -> Result<String, NatRulesError> {
-    let mut child = Command::new("nft")
-        .args(arguments)
-        .stdin(if input.is_some() { Stdio::piped() } else { Stdio::null() })
-        .stdout(Stdio::piped())
-        .stderr(Stdio::piped())
-        .kill_on_drop(true)
-        .spawn()
-        .map_err(NatRulesError::Program)?;
-    if let (Some(mut stdin), Some(input)) = (child.stdin.take(), input) {
-        match stdin.write_all(input.as_bytes()).await {
-            // It has refused before it read all: what it says counts.
-            Err(error) if error.kind() != io::ErrorKind::BrokenPipe => {
-                return Err(NatRulesError::Program(error));
-            }
-            _ => {}
-        }
-    }
-    let output = child.wait_with_output().await.map_err(NatRulesError::Program)?;
-    if output.status.success() {
-        Ok(String::from_utf8_lossy(&output.stdout).into_owned())
-    } else {
-        Err(NatRulesError::Refused(String::from_utf8_lossy(&output.stderr).trim().to_owned()))
-    }
+    program::run("nft", arguments, input).await.map_err(|error| match error {
+        ProgramError::Run(source) => NatRulesError::Program(source),
+        ProgramError::Refused(said) => NatRulesError::Refused(said),
+    })
 }

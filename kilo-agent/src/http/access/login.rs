@@ -6,16 +6,13 @@ use http_body_util::{BodyExt as _, Limited};
 use hyper::{
     Request, StatusCode,
     body::Incoming,
-    header::{
-        ACCEPT, CACHE_CONTROL, CONTENT_SECURITY_POLICY, HeaderMap, HeaderName, HeaderValue, LOCATION,
-        REFERRER_POLICY, SET_COOKIE,
-    },
+    header::{ACCEPT, HeaderMap, HeaderValue, LOCATION, SET_COOKIE},
 };
 use minijinja::{AutoEscape, Environment, Error, context};
 use tokio::time::timeout;
 
 use super::{LONGEST_TOKEN, is_token};
-use crate::http::{Answer, respond, text};
+use crate::http::{Answer, html, text};
 
 const PAGE: &str = include_str!("login.html");
 /// Nothing but the form, and its answer goes to this agent alone.
@@ -30,17 +27,10 @@ pub fn is_browser(headers: &HeaderMap) -> bool {
 
 /// The form, with what was wrong with the last try, a paragraph for each line.
 pub fn form(status: StatusCode, wrong: &str) -> Answer {
-    let mut answer = match page(wrong) {
-        Ok(page) => respond(status, "text/html; charset=utf-8", page),
-        Err(error) => return text(StatusCode::INTERNAL_SERVER_ERROR, format!("{error:#}\n")),
-    };
-    let constant = |name: HeaderName, value| (name, HeaderValue::from_static(value));
-    answer.headers_mut().extend([
-        constant(CONTENT_SECURITY_POLICY, POLICY),
-        constant(CACHE_CONTROL, "no-store"),
-        constant(REFERRER_POLICY, "no-referrer"),
-    ]);
-    answer
+    match page(wrong) {
+        Ok(page) => html(status, POLICY, page),
+        Err(error) => text(StatusCode::INTERNAL_SERVER_ERROR, format!("{error:#}\n")),
+    }
 }
 
 /// Everything that is put in is escaped.

@@ -9,10 +9,7 @@ mod report;
 
 use std::sync::Arc;
 
-use hyper::{
-    StatusCode,
-    header::{CACHE_CONTROL, CONTENT_SECURITY_POLICY, HeaderName, HeaderValue, REFERRER_POLICY},
-};
+use hyper::StatusCode;
 use tokio::sync::Semaphore;
 use tokio_util::sync::CancellationToken;
 
@@ -42,17 +39,10 @@ impl Page {
 
     /// `/`: the page with what it says without a script.
     pub async fn html(&self) -> Answer {
-        let mut answer = match html::html(&self.feed.report().await) {
-            Ok(page) => respond(StatusCode::OK, "text/html; charset=utf-8", page),
-            Err(error) => return text(StatusCode::INTERNAL_SERVER_ERROR, format!("{error:#}\n")),
-        };
-        let constant = |name: HeaderName, value| (name, HeaderValue::from_static(value));
-        answer.headers_mut().extend([
-            constant(CONTENT_SECURITY_POLICY, POLICY),
-            constant(CACHE_CONTROL, "no-store"),
-            constant(REFERRER_POLICY, "no-referrer"),
-        ]);
-        answer
+        match html::html(&self.feed.report().await) {
+            Ok(page) => super::html(StatusCode::OK, POLICY, page),
+            Err(error) => text(StatusCode::INTERNAL_SERVER_ERROR, format!("{error:#}\n")),
+        }
     }
 
     /// `/status`.
