@@ -173,7 +173,18 @@ pub fn arrives(sender: Option<&NodeValue>, ifindex: u32) -> Result<&NodeValue, D
     if sender.may_arrive_by(ifindex) { Ok(sender) } else { Err(DropReason::WrongInterface) }
 }
 
-/// The same of what a node sends without outer header; `towards`: the interface that leads to it.
+/// Whether a packet to this node, in an outer header that one of our devices has written, may leave by this
+/// interface. The device asks for a route by itself, and where the location's interface is down that is the default
+/// one, which leads to the Internet.
+///
+/// # Errors
+/// `NotEncrypted`.
+#[inline(always)]
+pub fn leaves_by_device(node: &NodeValue, ifindex: u32) -> Result<(), DropReason> {
+    if node.may_arrive_by(ifindex) { Ok(()) } else { Err(DropReason::NotEncrypted) }
+}
+
+/// The same as [`arrives`] of what a node sends without outer header; `towards`: the interface that leads to it.
 ///
 /// # Errors
 /// `WrongInterface`.

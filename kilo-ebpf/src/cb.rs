@@ -31,7 +31,7 @@ const SENT: u32 = u32::from_be_bytes(*b"sent");
 /// `skb->priority` from `lan_ingress` to `tunnel_ingress`: outer header checked. The last four
 /// bits are those of the packet's own priority.
 const CHECKED: u32 = 0x6b67_0000;
-/// `skb->priority` from `send` through the VXLAN device to `uplink_egress`.
+/// `skb->priority` from `send` through the VXLAN or IPIP device to `uplink_egress`.
 const BY_DEVICE: u32 = 0x6b68_0000;
 const OWN_PRIORITY: u32 = 0xf;
 
@@ -65,7 +65,7 @@ pub fn take_checked(ctx: &TcContext) -> bool {
     is
 }
 
-/// Says that the VXLAN device gets this packet from our programs.
+/// Says that a tunnel device gets this packet from our programs.
 #[inline(always)]
 pub fn by_device(ctx: &TcContext) {
     set_priority(ctx, BY_DEVICE);

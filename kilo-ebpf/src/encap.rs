@@ -249,8 +249,8 @@ fn device<I: Ip>(ctx: &TcContext, config: &Config, hop: &Hop, tos: u8) -> Verdic
     if device == 0 {
         return Err(DropReason::Encapsulation);
     }
+    cb::by_device(ctx);
     if !ipip {
-        cb::by_device(ctx);
         change_head(ctx)?;
         ctx.store(0, &vxlan_ethernet(I::V6), 0).map_err(|_| DropReason::Encapsulation)?;
     }

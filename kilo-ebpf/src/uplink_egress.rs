@@ -12,7 +12,7 @@ use aya_ebpf::{EbpfContext as _, programs::TcContext};
 use kilo_common::{
     counters::DropReason,
     forwarding,
-    maps::{CONFIG_OFFERED, CONFIG_ONE_V4, CONFIG_ONE_V6, Config, PREFIX_NEVER_CLEAR, VXLAN_PORT},
+    maps::{CONFIG_OFFERED, CONFIG_ONE_V4, CONFIG_ONE_V6, Config, NodeValue, PREFIX_NEVER_CLEAR},
     packet::{ETHERNET_LEN, IPV4_LEN, IPV6_LEN, Ipv4, Ipv4Header, protocol},
 };
 use network_types::ip::{Ipv4Hdr, Ipv6Hdr};
@@ -45,13 +45,16 @@ pub fn uplink_egress(ctx: &TcContext, config: &Config) -> Verdict {
     if cb::is_sent(ctx) || packet::is_tagged(ctx) {
         return Ok(Act::NEXT);
     }
+    if let Some(node) = sent_by_device::<ETHERNET_LEN>(ctx) {
+        return forwarding::leaves_by_device(node, packet::ifindex(ctx)).map(|()| Act::NEXT);
+    }
     match packet::family(ctx) {
-        Family::V4 if is_tunnels_v4(ctx, config) => Ok(Act::NEXT),
+        Family::V4 if is_wireguards_v4(ctx, config) => Ok(Act::NEXT),
         Family::V6 if is_wireguards_v6(ctx, config) => Ok(Act::NEXT),
         Family::V4 => {
             if config.flags & CONFIG_OFFERED != 0 {
                 let verdict = match Ipv4::read(ctx, ETHERNET_LEN) {
-                    // `transmit` asks first whether these are the VXLAN device's own.
+                    // `transmit` asks first whether these are forged.
                     Ok(ip) if !is_to_nodes_vxlan::<_, ETHERNET_LEN>(ctx, &ip) => {
                         guard::<_, ETHERNET_LEN>(ctx, config, &ip)?
                     }
@@ -80,6 +83,9 @@ pub fn l3_egress(ctx: &TcContext, config: &Config) -> Verdict {
     if cb::is_sent(ctx) {
         return Ok(Act::NEXT);
     }
+    if let Some(node) = sent_by_device::<0>(ctx) {
+        return forwarding::leaves_by_device(node, packet::ifindex(ctx)).map(|()| Act::NEXT);
+    }
     match packet::family(ctx) {
         Family::V4 => read_and_transmit::<Ipv4, 0>(ctx, config, Known::Nothing),
         Family::V6 => read_and_transmit::<V6, 0>(ctx, config, Known::Nothing),
@@ -87,7 +93,20 @@ pub fn l3_egress(ctx: &TcContext, config: &Config) -> Verdict {
     }
 }
 
-/// `LINK` is the length of the link-layer header; so below.
+/// The node of the location that gets this packet in the outer header of one of our devices. `LINK` is the length of
+/// the link-layer header; so below.
+#[inline(always)]
+fn sent_by_device<const LINK: usize>(ctx: &TcContext) -> Option<&'static NodeValue> {
+    if !cb::take_by_device(ctx) {
+        return None;
+    }
+    match packet::family(ctx) {
+        Family::V4 => Ipv4::sender(Ipv4::read(ctx, LINK).ok()?.dst()),
+        Family::V6 => V6::sender(V6::read(ctx, LINK).ok()?.dst()),
+        Family::Other => None,
+    }
+}
+
 #[inline(always)]
 fn read_and_transmit<I: Ip, const LINK: usize>(ctx: &TcContext, config: &Config, known: Known) -> Verdict {
     match I::read(ctx, LINK) {
@@ -98,30 +117,25 @@ fn read_and_transmit<I: Ip, const LINK: usize>(ctx: &TcContext, config: &Config,
     }
 }
 
-/// True for the tunnels' packets from the private address, where [`transmit`] would
-/// find after several tables that they are the host's own and stay as they are:
-/// WireGuard's, which are most of what a leader sends, and GSO packets the VXLAN
-/// device has wrapped. As little of them is read as can be.
+/// True for WireGuard's packets from the private address, most of what a leader sends, where [`transmit`] would
+/// find after several tables that they are the host's own and stay as they are. As little of them is read as can be.
 #[inline(always)]
-fn is_tunnels_v4(ctx: &TcContext, config: &Config) -> bool {
-    if config.flags & CONFIG_ONE_V4 == 0 || ctx.data() + ETHERNET_LEN + IPV4_LEN + 4 > ctx.data_end() {
+fn is_wireguards_v4(ctx: &TcContext, config: &Config) -> bool {
+    if config.flags & CONFIG_ONE_V4 == 0 || ctx.data() + ETHERNET_LEN + IPV4_LEN + 2 > ctx.data_end() {
         return false;
     }
     let start = ctx.data() + ETHERNET_LEN;
     // SAFETY: the bounds are checked, and programs may read packets at any address.
-    let (ip, ports) = unsafe { (&*(start as *const Ipv4Header), &*((start + IPV4_LEN) as *const [u16; 2])) };
+    let (ip, port) = unsafe { (&*(start as *const Ipv4Header), &*((start + IPV4_LEN) as *const u16)) };
     ip.src == packet::word(&config.private_v4)
         && ip.protocol == protocol::UDP
         // Without options, and whole: a later fragment begins with anything.
         && ip.version_len == 0x45
         && ip.fragment & FRAGMENT == 0
-        && (ports[0] == config.wireguard_port.to_be()
-            || ports[1] == VXLAN_PORT.to_be()
-                && Ipv4::sender(ip.dst.to_ne_bytes()).is_some()
-                && cb::take_by_device(ctx))
+        && *port == config.wireguard_port.to_be()
 }
 
-/// As [`is_tunnels_v4`], WireGuard's alone.
+/// As [`is_wireguards_v4`].
 #[inline(always)]
 fn is_wireguards_v6(ctx: &TcContext, config: &Config) -> bool {
     const IP: usize = ETHERNET_LEN / 2;
@@ -145,8 +159,8 @@ fn is_wireguards_v6(ctx: &TcContext, config: &Config) -> bool {
 #[inline(always)]
 fn transmit<I: Ip, const LINK: usize>(ctx: &TcContext, config: &Config, ip: &I, known: Known) -> Verdict {
     if is_to_nodes_vxlan::<I, LINK>(ctx, ip) {
-        // Nobody else may say what other nodes take for this node's word.
-        return if cb::take_by_device(ctx) { Ok(Act::NEXT) } else { Err(DropReason::ForgedVxlan) };
+        // Nobody but our devices may say what other nodes take for this node's word.
+        return Err(DropReason::ForgedVxlan);
     }
     let verdict = guard::<I, LINK>(ctx, config, ip)?;
     if verdict != GO_ON {

@@ -33,8 +33,8 @@ impl<B: Backend> Agent<B> {
             next_hops: &host.ways_out.next_hops,
             ways: &host.ways,
         };
-        let multihomed = links::host_links(&host.links, &query, &BTreeMap::new()).uplinks.len() > 1;
-        self.net.find_paths(&mut host.paths, others, multihomed).await;
+        let without_paths = links::host_links(&host.links, &query, &BTreeMap::new());
+        self.net.find_paths(&mut host.paths, others, &without_paths).await;
         let mut found = links::host_links(&host.links, &query, &host.paths.interfaces);
         found.more_towards.clone_from(&host.paths.several);
         (found.vxlan, found.ipip) = (host.tunnels.vxlan, host.tunnels.ipip);

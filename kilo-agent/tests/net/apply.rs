@@ -5,7 +5,8 @@
 use crate::netns;
 
 use std::{
-    collections::BTreeSet,
+    collections::{BTreeMap, BTreeSet},
+    net::IpAddr,
     time::{Duration, Instant},
 };
 
@@ -13,7 +14,7 @@ use kilo_core::{
     flat_map::FlatSet,
     plan::{MAIN_TABLE, NetPlan, Route},
 };
-use kilo_host::net::{Net, NetError, discovery, forwarding, links, watch::Watcher};
+use kilo_host::net::{Net, NetError, Paths, discovery, forwarding, links, watch::Watcher};
 use netns::{isolated, sh};
 
 /// kilo0 is a TUN here: routes and addresses do not care what is behind it.
@@ -314,6 +315,47 @@ fn a_route_of_somebody_else_is_refused_by_name_and_kilos_is_taken_over() {
 }
 
 #[test]
+fn a_default_route_by_another_interface_leads_to_no_node_of_the_location() {
+    isolated("a_default_route_by_another_interface_leads_to_no_node_of_the_location", || async {
+        let kilo = setup();
+        sh("ip link add eth1 type veth peer name eth1p && ip link set eth1 up && ip link set eth1p up
+            ip addr add 203.0.113.9/24 dev eth1 && ip addr add 2001:db8:1::9/64 dev eth1 nodad
+            ip route replace default via 203.0.113.1 && ip route add default via 2001:db8:1::1
+            ip addr add 10.7.0.1/32 dev lo");
+        let net = Net::new().unwrap();
+        let eth1 = index("eth1");
+        let nodes = ["10.0.0.77", "10.9.0.77", "2001:db8::77"].map(|node| node.parse().unwrap());
+        let found = async |private: &str, nodes: &[IpAddr]| {
+            let query = links::HostQuery {
+                kilo,
+                private: Some(private.parse().unwrap()),
+                ..links::HostQuery::default()
+            };
+            let without = links::host_links(&net.links().await.unwrap(), &query, &BTreeMap::new());
+            let mut paths = Paths::default();
+            net.find_paths(&mut paths, nodes.iter().copied().collect(), &without).await;
+            paths.interfaces
+        };
+        let all = found("10.0.0.5", &nodes).await;
+        assert_eq!(all.get(&nodes[0]), Some(&index("eth0")));
+        assert_eq!(all.get(&nodes[1]), None, "only the default route leads there");
+        // Its IPv6 address goes with the link, its IPv4 address stays.
+        sh("ip link set eth0 down");
+        assert_eq!(found("10.0.0.5", &nodes).await, BTreeMap::new());
+        assert_eq!(found("2001:db8::5", &nodes).await, BTreeMap::new());
+        sh("ip route add 10.9.0.0/16 via 203.0.113.1");
+        assert_eq!(found("10.0.0.5", &nodes).await, BTreeMap::from([(nodes[1], eth1)]));
+        // What has its address on loopback sends by every uplink.
+        assert_eq!(found("10.7.0.1", &nodes).await.len(), 3);
+        assert_eq!(
+            found("203.0.113.9", &nodes).await.len(),
+            3,
+            "the private interface has the default route"
+        );
+    });
+}
+
+#[test]
 fn links_uplinks_paths_and_addresses_are_found() {
     isolated("links_uplinks_paths_and_addresses_are_found", || async {
         let kilo = setup();
@@ -330,7 +372,11 @@ fn links_uplinks_paths_and_addresses_are_found() {
             ..links::HostQuery::default()
         };
         let towards = ["10.0.0.77", "10.50.0.1", "198.51.100.1"].map(|text| text.parse().unwrap());
-        let host = net.host_links(&query, &towards).await.unwrap();
+        let all = net.links().await.unwrap();
+        let mut paths = Paths::default();
+        let without = links::host_links(&all, &query, &BTreeMap::new());
+        net.find_paths(&mut paths, BTreeSet::from(towards), &without).await;
+        let host = links::host_links(&all, &query, &paths.interfaces);
         let (eth0, eth1) = (index("eth0"), index("eth1"));
         assert_eq!(host.uplinks.keys().copied().collect::<Vec<_>>(), [eth0.min(eth1), eth0.max(eth1)]);
         assert_eq!(host.uplinks[&eth0].v4, Some([10, 0, 0, 5].into()));
@@ -343,7 +389,6 @@ fn links_uplinks_paths_and_addresses_are_found() {
         assert_eq!(found.private.unwrap().to_string(), "10.0.0.5/24");
         // The default route's interface comes first: its IPv6 address is public.
         assert_eq!(found.public.to_string(), "2001:db8::5/64");
-        let all = net.links().await.unwrap();
         assert_eq!(all.iter().find(|link| link.index == kilo).unwrap().kind, "tun");
         assert!(links::by_name(net.rtnl(), "absent0").await.unwrap().is_none());
         assert!(links::delete(net.rtnl(), index("eth1")).await.unwrap());

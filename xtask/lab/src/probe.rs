@@ -82,7 +82,7 @@ pub fn serve(space: &Space, address: IpAddr) -> Result<()> {
 fn echo_tcp(mut stream: TcpStream) -> Option<()> {
     let peer = stream.peer_addr().ok()?;
     // A connection outlives a fault, and the pause of TCP after it.
-    stream.set_read_timeout(Some(Duration::from_secs(180))).ok()?;
+    stream.set_read_timeout(Some(Duration::from_secs(300))).ok()?;
     stream.write_all(format!("{}\n", peer.ip()).as_bytes()).ok()?;
     let mut buffer = vec![0; 65536];
     loop {

@@ -79,45 +79,35 @@ impl Net {
         links::list(&self.rtnl).await
     }
 
-    /// What the plan needs to know: see [`links::host_links`]. `towards` are
-    /// node addresses of the own location; each costs one route lookup.
-    pub async fn host_links(
-        &self,
-        query: &links::HostQuery<'_>,
-        towards: &[IpAddr],
-    ) -> Result<HostLinks, NetError> {
-        let all = self.links().await?;
-        let mut paths = BTreeMap::new();
-        for address in towards {
-            if let Some(index) = self.interface_towards(*address).await? {
-                paths.insert(*address, index);
-            }
-        }
-        Ok(links::host_links(&all, query, &paths))
-    }
-
     /// Interface the kernel would use towards an address; `None` without a route.
     pub async fn interface_towards(&self, address: IpAddr) -> Result<Option<u32>, NetError> {
         Ok(routes::lookup(&self.rtnl, address).await?.and_then(|found| found.interface))
     }
 
-    /// Makes `paths` the ways to these addresses: one route lookup for each that
-    /// has not been asked for; what has no way is left out. With `multihomed`, another lookup
-    /// for all next hops.
-    pub async fn find_paths(&self, paths: &mut Paths, addresses: BTreeSet<IpAddr>, multihomed: bool) {
+    /// Makes `paths` the ways to these addresses of the location's nodes: one route lookup for each that has not been
+    /// asked for, and another one for all next hops where `links` has several uplinks, or not the private interface
+    /// is named. What has no way is left out.
+    ///
+    /// A default route by another interface than the private one is no way: the kernel falls back to it when the
+    /// location's own interface is down, and it leads to the Internet, where pods' packets would be read.
+    pub async fn find_paths(&self, paths: &mut Paths, addresses: BTreeSet<IpAddr>, links: &HostLinks) {
         paths.interfaces.retain(|address, _| addresses.contains(address));
         paths.mtus.retain(|address, _| addresses.contains(address));
         paths.several.retain(|address, _| addresses.contains(address));
         for address in addresses.difference(&paths.asked) {
             let Ok(Some(found)) = routes::lookup(&self.rtnl, *address).await else { continue };
+            let by_private = links.private.is_some() && found.interface == links.private;
+            if links.uplinks.len() > 1 || !by_private {
+                let Ok(Some(matched)) = routes::matched(&self.rtnl, *address).await else { continue };
+                if matched.is_default && !by_private && !links.private_is_unbound {
+                    continue;
+                }
+                if matched.interfaces.len() > 1 {
+                    paths.several.insert(*address, matched.interfaces);
+                }
+            }
             paths.interfaces.extend(found.interface.map(|interface| (*address, interface)));
             paths.mtus.extend(found.route.mtu.map(|mtu| (*address, mtu)));
-            if multihomed
-                && let Ok(hops) = routes::next_hops(&self.rtnl, *address).await
-                && hops.len() > 1
-            {
-                paths.several.insert(*address, hops);
-            }
         }
         paths.asked = addresses;
     }

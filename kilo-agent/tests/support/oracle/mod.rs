@@ -464,7 +464,16 @@ fn built<const N: usize>(build: impl Fn(&mut [u8; N])) -> Vec<u8> {
 fn uplink_egress(tables: &Tables, flows: &Flows, input: &Input, link: usize) -> Wanted {
     let frame = &input.frame[..];
     let Some(v6) = family(frame) else { return passes(None) };
-    let Ok(ip) = Ip::read(frame, link, v6) else {
+    let read = Ip::read(frame, link, v6);
+    if input.priority & !OWN_PRIORITY == BY_DEVICE {
+        let node = read.as_ref().ok().and_then(|ip| tables.node.get(&ip.dst));
+        match node.map(|node| node.interfaces.contains(&input.ifindex)) {
+            Some(true) => return Wanted { priority: Some(0), ..passes(None) },
+            Some(false) => return drops(DropReason::NotEncrypted),
+            None => {}
+        }
+    }
+    let Ok(ip) = read else {
         if bears_wireguards_ports(&tables.config, frame, link, v6) {
             return passes(None);
         }
@@ -476,12 +485,7 @@ fn uplink_egress(tables: &Tables, flows: &Flows, input: &Input, link: usize) -> 
         };
     };
     if to_vxlan(input, link, &ip) && tables.node.contains_key(&ip.dst) {
-        let ours = input.priority & !OWN_PRIORITY == BY_DEVICE;
-        return if ours {
-            Wanted { priority: Some(0), ..passes(None) }
-        } else {
-            drops(DropReason::ForgedVxlan)
-        };
+        return drops(DropReason::ForgedVxlan);
     }
     match Decisions(tables).uplink_egress(Packet { src: ip.src, dst: ip.dst }) {
         Ok(Some(_)) | Err(DropReason::NotEncrypted | DropReason::NoHop)

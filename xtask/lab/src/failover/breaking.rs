@@ -231,6 +231,17 @@ pub(super) fn lan_dead(lab: &mut Lab) -> Result<Broken> {
     silent(lab, "a1-lan")
 }
 
+/// The kernel takes the routes of the LAN away, and the default route leads to its nodes.
+pub(super) fn lan_down(lab: &mut Lab) -> Result<Broken> {
+    lab.caused(&[LEADS, NO_ENDPOINT, OVERLOADED]);
+    node(lab, LEADER)?.space.ip("link set eth0 down\n")?;
+    Ok(Broken::until("eth0 of a1 is down, eth1 is not", |lab| {
+        let leader = node(lab, LEADER)?;
+        leader.space.ip("link set eth0 up\n")?;
+        lab.network.restore_routes(&leader)
+    }))
+}
+
 pub(super) fn carrier_down(lab: &mut Lab) -> Result<Broken> {
     lab.caused(&[LEADS, NO_ENDPOINT]);
     lab.network.router.ip("link set a1-wan down\n")?;

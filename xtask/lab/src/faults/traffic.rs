@@ -23,8 +23,8 @@ const WRITE: (Duration, usize) = (Duration::from_millis(10), 1000);
 /// What is under way when the stream ends has come when nothing has come for so long.
 const STRAGGLERS: Duration = Duration::from_millis(700);
 /// Longest time TCP may need to send again what was lost: pauses double, so that after an outage of
-/// 83 s, which is Kilo's longest, it tries 102 s after the first loss.
-const RESENT: Duration = Duration::from_secs(120);
+/// 83 s, which is Kilo's longest, it tries 102 s after the first loss, or half as late again.
+const RESENT: Duration = Duration::from_secs(240);
 
 /// What was lost.
 #[derive(Clone, Debug)]

@@ -84,8 +84,10 @@ pub fn host_links(links: &[Link], query: &HostQuery<'_>, paths: &BTreeMap<IpAddr
             })
             .map(|link| link.index)
     });
-    host.private_is_unbound =
-        links.iter().any(|link| Some(link.index) == host.private && (link.loopback || link.kind == "dummy"));
+    host.private_is_unbound = query.private.is_some_and(|private| {
+        let mut host_only = links.iter().filter(|link| is_host_only(link));
+        host_only.any(|link| link.addresses.iter().any(|address| address.net.addr() == private))
+    });
     host.towards = paths
         .iter()
         .filter(|(_, index)| **index != query.kilo && host.private != Some(**index))

@@ -83,28 +83,39 @@ fn way(message: &RouteMessage, interface: u32) -> Option<Way> {
     })
 }
 
-/// Interfaces of all next hops of the route to an address; empty without a route.
-pub async fn next_hops(rtnl: &Rtnl, address: IpAddr) -> Result<Vec<u32>, NetError> {
+/// The entry of a routing table that the kernel would take.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Matched {
+    /// It is a default route.
+    pub is_default: bool,
+    /// Interfaces of all its next hops.
+    pub interfaces: Vec<u32>,
+}
+
+/// The route to an address as it stands in its table; `None` without one.
+pub async fn matched(rtnl: &Rtnl, address: IpAddr) -> Result<Option<Matched>, NetError> {
     let mut request = question(address);
     request.header.flags |= RouteFlags::FibMatch;
-    let answers =
-        match rtnl.get("look up the next hops of a route", RouteNetlinkMessage::GetRoute(request)).await {
-            Ok(answers) => answers,
-            Err(NetError::Kernel { .. }) => return Ok(Vec::new()),
-            Err(other) => return Err(other),
-        };
-    let attributes = answers.into_iter().filter_map(|message| match message {
-        RouteNetlinkMessage::NewRoute(route) if route.header.kind == RouteType::Unicast => {
-            Some(route.attributes)
-        }
+    let answers = match rtnl.get("look up the entry of a route", RouteNetlinkMessage::GetRoute(request)).await
+    {
+        Ok(answers) => answers,
+        Err(NetError::Kernel { .. }) => return Ok(None),
+        Err(other) => return Err(other),
+    };
+    let mut routes = answers.into_iter().filter_map(|message| match message {
+        RouteNetlinkMessage::NewRoute(route) if route.header.kind == RouteType::Unicast => Some(route),
         _ => None,
     });
-    let interfaces = attributes.flatten().flat_map(|attribute| match attribute {
+    let Some(route) = routes.next() else { return Ok(None) };
+    let is_default = route.header.destination_prefix_length == 0;
+    // Older kernels answer with a route for each next hop of IPv6.
+    let attributes = route.attributes.into_iter().chain(routes.flat_map(|route| route.attributes));
+    let interfaces = attributes.flat_map(|attribute| match attribute {
         RouteAttribute::Oif(index) => vec![index],
         RouteAttribute::MultiPath(hops) => hops.iter().map(|hop| hop.interface_index).collect(),
         _ => Vec::new(),
     });
-    Ok(interfaces.collect())
+    Ok(Some(Matched { is_default, interfaces: interfaces.collect() }))
 }
 
 fn question(address: IpAddr) -> RouteMessage {

@@ -27,7 +27,7 @@ use rtnetlink::{
 
 pub use self::{
     diff::{Changes, Entry, Found, between, diff},
-    lookup::{WaysOut, by_interface, lookup, next_hops, ways_out},
+    lookup::{WaysOut, by_interface, lookup, matched, ways_out},
 };
 use super::{NetError, PROTOCOL, Refused, Rtnl, addresses::keep, links};
 use kilo_core::net::Route;
