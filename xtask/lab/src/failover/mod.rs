@@ -139,8 +139,9 @@ fn one(lab: &mut Lab, case: &Case, keep: bool) -> Run {
     let result = watch(lab, case, keep);
     let mut run = Run { id: case.id.to_owned(), ..Run::default() };
     match result {
-        Ok(Watched { broken, figures, switches }) => {
-            run.problem = missed(case, &figures, switches);
+        Ok(Watched { broken, figures, switches, trouble }) => {
+            run.problem =
+                missed(case, &figures, switches).or_else(|| trouble.map(|error| format!("{error:#}")));
             (run.injected, run.shares) = (broken.said, broken.shares);
             (run.sent, run.lost, run.switches) = (figures.sent, figures.lost, switches);
             run.gap_ms = figures.gap.as_millis() as u64;
@@ -167,6 +168,8 @@ struct Watched {
     broken: Broken,
     figures: Figures,
     switches: u64,
+    /// What else is wrong: packets in clear, warnings that the case does not cause.
+    trouble: Option<anyhow::Error>,
 }
 
 fn watch(lab: &mut Lab, case: &Case, keep: bool) -> Result<Watched> {
@@ -199,16 +202,16 @@ fn watch(lab: &mut Lab, case: &Case, keep: bool) -> Result<Watched> {
     let fails = |figures: &Figures| missed(case, figures, switches).is_some();
     if keep && (settled.as_ref().is_some_and(Result::is_err) || figures.as_ref().is_ok_and(fails)) {
         println!("failover {}: {}; kept as it is", case.id, broken.said);
-        settled.transpose()?;
-        return Ok(Watched { broken, figures: figures?, switches });
+        let trouble = settled.transpose().err();
+        return Ok(Watched { broken, figures: figures?, switches, trouble });
     }
     // Hosts are mended whatever was seen.
     broken.mend(lab).context("mending")?;
-    settled.transpose()?;
-    clear?;
-    lab.agents.wait_until_ready(&lab.network, PATIENCE)?;
-    lab.all_well()?;
-    Ok(Watched { broken, figures: figures?, switches })
+    let well = settled.transpose().and(clear).and_then(|()| {
+        lab.agents.wait_until_ready(&lab.network, PATIENCE)?;
+        lab.all_well()
+    });
+    Ok(Watched { broken, figures: figures?, switches, trouble: well.err() })
 }
 
 /// The flows of a case, by where they begin.
