@@ -291,6 +291,8 @@ impl Agent {
                     tunnels.probe(far, turn);
                 }
             }
+        } else {
+            gateway.detector.probe_between(params, self.word.1, turn);
         }
         if now >= gateway.next_roll {
             let (pause, count) = params.roll_of(self.place.nodes.len());

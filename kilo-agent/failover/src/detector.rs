@@ -1,5 +1,5 @@
-//! The fast detector of a stand-by: the leader's kernel on the LAN, and the whole
-//! way through it.
+//! The fast detector of a stand-by: the whole way through the leader, and while that is silent the leader's
+//! kernel on the LAN.
 
 use crate::{
     Far, Micros, NodeId, Output, Params, Turn, Way,
@@ -14,6 +14,10 @@ pub struct Detector {
     trip: RoundTrip,
     turns: usize,
     due: Micros,
+    /// When the last probes were sent.
+    probed: Micros,
+    /// When the LAN is probed between two turns.
+    between: Micros,
     /// When the last path probe came back.
     heard: Option<Micros>,
     /// Until when the leader's way is taken for overloaded: it has lost some probes, and not all.
@@ -31,6 +35,8 @@ impl Detector {
             trip: RoundTrip::default(),
             turns: 0,
             due: now,
+            probed: now,
+            between: Micros::MAX,
             heard: None,
             lossy_until: 0,
             lan_counts: false,
@@ -41,7 +47,7 @@ impl Detector {
     /// of several is known.
     pub fn wake(&self) -> Micros {
         let deadline = |row: &Row| if row.misses() > 0 { row.deadline() } else { Micros::MAX };
-        self.due.min(deadline(&self.lan)).min(deadline(&self.path))
+        self.due.min(self.between).min(deadline(&self.lan)).min(deadline(&self.path))
     }
 
     /// Counts what is overdue; whether anything new is.
@@ -56,7 +62,7 @@ impl Detector {
 
     /// Nothing to probe: this node leads itself, until somebody else does.
     pub const fn rest(&mut self) {
-        self.due = Micros::MAX;
+        (self.due, self.between) = (Micros::MAX, Micros::MAX);
     }
 
     /// Whether it does.
@@ -69,9 +75,9 @@ impl Detector {
         self.due = self.due.min(now);
     }
 
-    /// Sends the next probes: to the leader, and through it to the next of the far
-    /// leaders that answer the own tunnel, which is returned. `usual`: round trip
-    /// of the own tunnel to it.
+    /// Sends the next probes: through the leader to the next of the far leaders that answer the own tunnel, which
+    /// is returned, and to the leader itself if nothing has come back through it since the probes before: what
+    /// comes back says that its kernel works, too. `usual`: round trip of the own tunnel to the far leader.
     pub fn probe(
         &mut self,
         params: &Params,
@@ -81,9 +87,13 @@ impl Detector {
         turn: &mut Turn<'_>,
     ) -> Option<Far> {
         self.due = turn.now + turn.jittered(params.interval);
-        let nonce = turn.nonce();
-        self.lan.sent(nonce, turn.now, turn.now + params.lan_deadline);
-        turn.push(Output::Probe { nonce, way: Way::Lan(leader) });
+        let since = std::mem::replace(&mut self.probed, turn.now);
+        if self.heard.is_none_or(|heard| heard < since) {
+            self.probe_lan(params, leader, turn);
+            // This begins a turn later than the misses of the path, and is not to end later.
+            let is_silent = (1..params.hard).contains(&self.path.misses());
+            self.between = if is_silent { turn.now + params.interval / 2 } else { Micros::MAX };
+        }
         // In turn: one that dies among several never makes two misses in a row.
         let far = *targets.get(self.turns % targets.len().max(1))?;
         self.turns += 1;
@@ -92,6 +102,20 @@ impl Detector {
         self.path.sent(nonce, turn.now, turn.now + patience);
         turn.push(Output::Probe { nonce, way: Way::Path(far) });
         Some(far)
+    }
+
+    /// Sends one to the leader between two turns, if nothing has come back meanwhile.
+    pub fn probe_between(&mut self, params: &Params, leader: NodeId, turn: &mut Turn<'_>) {
+        if turn.now >= self.between {
+            self.between = Micros::MAX;
+            self.probe_lan(params, leader, turn);
+        }
+    }
+
+    fn probe_lan(&mut self, params: &Params, leader: NodeId, turn: &mut Turn<'_>) {
+        let nonce = turn.nonce();
+        self.lan.sent(nonce, turn.now, turn.now + params.lan_deadline);
+        turn.push(Output::Probe { nonce, way: Way::Lan(leader) });
     }
 
     /// How long a path probe may take.
@@ -105,6 +129,9 @@ impl Detector {
         if let Some(sent) = self.path.answered(nonce) {
             self.trip.measured(at.saturating_sub(sent));
             self.heard = Some(at);
+            self.between = Micros::MAX;
+            // Probes of the LAN end with the silence, and what they had missed is over.
+            self.lan.clear();
             if has_missed {
                 self.lossy_until = at + params.busy;
             }
@@ -146,5 +173,73 @@ impl Detector {
     pub fn discard(&mut self) {
         self.lan.clear();
         self.path.clear();
+        self.between = Micros::MAX;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{MS, SEC};
+
+    const LEADER: NodeId = 1;
+
+    /// A leader that answers every probe until then, `trip` after it was sent, and none later; a turn whenever one is
+    /// due. Probes of the LAN before, and when the third was missed of the path and of the LAN.
+    fn silent_after(until: Micros, trip: Micros) -> (usize, [Micros; 2]) {
+        let params = Params::default();
+        let mut detector = Detector::new(0);
+        detector.lan_counts = true;
+        let (mut now, mut random, mut before) = (0, 0, 0);
+        let mut answers = std::collections::BTreeMap::new();
+        let mut third = [None; 2];
+        while third.contains(&None) && now < until + SEC {
+            while let Some((at, nonce)) = answers.pop_first() {
+                if at > now {
+                    answers.insert(at, nonce);
+                    break;
+                }
+                detector.answered(&params, nonce, at);
+            }
+            let (mut out, mut later) = (Vec::new(), Vec::new());
+            let mut random = || {
+                random += 7_919;
+                random
+            };
+            let mut turn = Turn { now, random: &mut random, out: &mut out, later: &mut later };
+            detector.expire(now);
+            if detector.is_due(now) {
+                detector.probe(&params, LEADER, &[7], |_| trip, &mut turn);
+            } else {
+                detector.probe_between(&params, LEADER, &mut turn);
+            }
+            for output in out {
+                let Output::Probe { nonce, way } = output else { continue };
+                before += usize::from(way == Way::Lan(LEADER) && now < until);
+                let takes = if way == Way::Lan(LEADER) { MS } else { trip };
+                if now + takes < until {
+                    answers.insert(now + takes, nonce);
+                }
+            }
+            let (lan, path) = detector.misses();
+            for (third, misses) in third.iter_mut().zip([path, lan]) {
+                *third = third.or((misses >= params.hard).then_some(now));
+            }
+            now = detector.wake().max(now + 1);
+        }
+        (before, third.map(|at| at.unwrap_or(Micros::MAX)))
+    }
+
+    #[test]
+    fn the_lan_is_probed_while_nothing_comes_back_and_is_known_as_soon() {
+        for until in (0..20).map(|i| 3 * SEC + i * 7 * MS) {
+            for trip in [MS, 12 * MS, 90 * MS] {
+                let (before, [path, lan]) = silent_after(until, trip);
+                // The first ones, before any answer can be there, and the last, when the answer is on its way.
+                assert!(before <= 4, "{before} probes of the LAN while all answer after {trip} µs");
+                assert!(lan <= path + MS, "{until}, {trip}: the path is known at {path}, the LAN at {lan}");
+                assert!(path < until + 300 * MS, "{until}, {trip}: {path}");
+            }
+        }
     }
 }

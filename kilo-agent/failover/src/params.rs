@@ -197,10 +197,11 @@ impl Params {
     }
 
     /// How a location of so many nodes is called: a part of it at a time, and how many that is. The ring of
-    /// signals has no room for the answers of a large one at once.
+    /// signals has no room for the answers of a large one at once. Gateways are called with each part, so that
+    /// parts follow each other as quickly in the largest location.
     pub fn roll_of(&self, nodes: usize) -> (Micros, usize) {
         let whole = self.roll.max(nodes as u64 * SEC / self.roll_rate);
-        let parts = (nodes / 40).clamp(1, 25);
+        let parts = (nodes / 40).max(1);
         (whole / parts as u64, nodes.div_ceil(parts))
     }
 
@@ -241,8 +242,9 @@ mod tests {
     #[test]
     fn a_large_location_is_called_in_parts_and_less_often() {
         let params = Params::default();
-        let [few, some, many] = [5, 100, 1_000].map(|nodes| params.roll_of(nodes));
-        assert_eq!((few, some, many), ((SEC, 5), (SEC / 2, 50), (400 * MS, 40)));
+        let [few, some, many, most] = [5, 100, 1_000, 4_000].map(|nodes| params.roll_of(nodes));
+        assert_eq!((few, some), ((SEC, 5), (SEC / 2, 50)));
+        assert_eq!((many, most), ((400 * MS, 40), (400 * MS, 40)));
     }
 
     #[test]

@@ -42,7 +42,8 @@ impl Roll {
     pub fn next(&mut self, nodes: &[NodeId], gateways: &[NodeId], count: usize) -> BTreeSet<NodeId> {
         let begin = self.place % nodes.len().max(1);
         self.place = begin + count;
-        let part = nodes.iter().cycle().skip(begin).take(count.min(nodes.len()));
+        let (first, rest) = nodes.split_at(begin.min(nodes.len()));
+        let part = rest.iter().chain(first).take(count);
         part.chain(gateways.iter().filter(|gateway| nodes.contains(gateway))).copied().collect()
     }
 
@@ -109,5 +110,36 @@ impl Roll {
     /// Members heard lately, and whom they use.
     pub fn users(&self, now: Micros) -> impl Iterator<Item = (NodeId, NodeId)> + '_ {
         self.heard_lately(now).map(|(member, present)| (member, present.word.1))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Params;
+
+    #[test]
+    fn gateways_are_called_as_often_however_many_members_there_are() {
+        let params = Params::default();
+        for count in [1, 5, 39, 80, 500, 1_000, 1_010, 4_000, 10_000] {
+            let nodes: Vec<NodeId> = (1..=count).collect();
+            let gateways: Vec<NodeId> = [1, count / 2, count].into_iter().filter(|id| *id > 0).collect();
+            let (pause, part) = params.roll_of(nodes.len());
+            assert!(pause <= params.roll, "{count} nodes: gateways are called every {pause} µs");
+            let mut roll = Roll::default();
+            let mut called = BTreeSet::new();
+            // Everybody has been called when the whole roll has.
+            let whole = params.roll.max(count * SEC / params.roll_rate);
+            let calls = whole.div_ceil(pause);
+            for _ in 0..calls {
+                let next = roll.next(&nodes, &gateways, part);
+                assert!(gateways.iter().all(|gateway| next.contains(gateway)), "{count} nodes");
+                assert!(next.len() <= part + gateways.len(), "{count} nodes: {} at once", next.len());
+                called.extend(next);
+            }
+            assert_eq!(called.len(), nodes.len());
+            // The ring has room for the answers to one call.
+            assert!(part <= 80, "{count} nodes: {part} at once");
+        }
     }
 }

@@ -129,7 +129,8 @@ impl Sentinel {
         // Two nodes have no witness, and wait for more.
         let (hard, soft) =
             if scene.alone { (params.hard + 1, params.soft + 2) } else { (params.hard, params.soft) };
-        let nearly = lan + 1 >= hard && path + 1 >= hard || path + 2 >= soft;
+        // The LAN is probed from the first path probe on that nothing came back to.
+        let nearly = lan + 2 >= hard && path + 1 >= hard || path + 2 >= soft;
         let Some(round) = &mut self.round else {
             return if nearly && tunnels.is_fit(now) { Decision::Ask } else { Decision::Wait };
         };

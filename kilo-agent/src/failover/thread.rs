@@ -1,13 +1,14 @@
 //! The thread: it waits for signals, announcements of the kernel, the agent and the next
-//! deadline in one `ppoll`, reads everything that has arrived, and then decides.
+//! deadline at once, reads everything that has arrived, and then decides.
 
 mod act;
 mod hear;
+mod inbox;
 mod say;
+mod wait;
 
 use std::{
     collections::{BTreeMap, BTreeSet},
-    os::fd::{AsFd, AsRawFd as _, BorrowedFd},
     sync::{Arc, atomic::Ordering},
 };
 
@@ -19,11 +20,11 @@ use kilo_host::{
     dataplane::{CounterReader, lead::Signals, led::Led, monitor::ktime},
     net::link_down::LinkEvents,
 };
-use nix::{
-    poll::{PollFd, PollFlags, ppoll},
-    sys::time::{TimeSpec, TimeValLike as _},
-};
 
+use self::{
+    inbox::{Turns, deliver},
+    wait::{Ready, Wait},
+};
 use super::{
     Shared,
     followers::Followers,
@@ -56,6 +57,8 @@ pub struct Thread {
     pub(super) metrics: FailoverMetrics,
     pub(super) site: Option<Arc<Site>>,
     agent: Option<Agent>,
+    /// What has been read, and the agent has not been told yet.
+    inbox: Vec<Input>,
     pub(super) fars: BTreeMap<Far, far::Acting>,
     /// Questions and announcements that are not sent yet, and whose turn it is: of a thousand members all at once.
     asks: BTreeMap<NodeId, Signal>,
@@ -83,12 +86,6 @@ pub struct Thread {
     next_report: Micros,
 }
 
-/// Of whom there is something to be read, besides signals.
-struct Ready {
-    agent: bool,
-    links: bool,
-}
-
 fn micros() -> Micros {
     ktime() / 1_000
 }
@@ -107,6 +104,12 @@ pub fn run(shared: Arc<Shared>, params: Params, tools: Tools, metrics: FailoverM
     let links = LinkEvents::open()
         .inspect_err(|error| tracing::warn!(%error, "failover does not hear of links that go"))
         .ok();
+    let wait = match Wait::for_any(&tools.ring, &shared.wake, links.as_ref()) {
+        Ok(wait) => wait,
+        Err(error) => {
+            return tracing::error!(%error, "failover cannot wait for signals; the next reconcile retries");
+        }
+    };
     let mut thread = Thread {
         shared,
         tools,
@@ -115,6 +118,7 @@ pub fn run(shared: Arc<Shared>, params: Params, tools: Tools, metrics: FailoverM
         metrics,
         site: None,
         agent: None,
+        inbox: Vec::new(),
         fars: BTreeMap::new(),
         asks: BTreeMap::new(),
         asks_from: 0,
@@ -137,14 +141,15 @@ pub fn run(shared: Arc<Shared>, params: Params, tools: Tools, metrics: FailoverM
     // What came before this agent.
     while thread.tools.ring.next().is_some() {}
     while !thread.shared.stop.load(Ordering::Acquire) {
-        let ready = thread.wait();
-        thread.step(&ready);
+        let micros = thread.wake().saturating_sub(micros()).min(LONGEST_WAIT);
+        let ready = wait.at_most(micros);
+        thread.step(ready);
     }
 }
 
 impl Thread {
     fn wake(&self) -> Micros {
-        if !self.asks.is_empty() {
+        if !self.asks.is_empty() || !self.inbox.is_empty() {
             return 0;
         }
         let agent = self.agent.as_ref().map_or(Micros::MAX, Agent::wake);
@@ -153,25 +158,10 @@ impl Thread {
         agent.min(later).min(fars).min(self.followers.wake())
     }
 
-    fn wait(&self) -> Ready {
-        let micros = self.wake().saturating_sub(micros()).min(LONGEST_WAIT);
-        let time = TimeSpec::microseconds(i64::try_from(micros).unwrap_or(i64::MAX));
-        // SAFETY: the ring owns its descriptor, which lives as long as it does.
-        let ring = unsafe { BorrowedFd::borrow_raw(self.tools.ring.as_raw_fd()) };
-        let fds = [Some(ring), Some(self.shared.wake.as_fd()), self.links.as_ref().map(LinkEvents::as_fd)];
-        let mut fds: Vec<_> =
-            fds.into_iter().flatten().map(|fd| PollFd::new(fd, PollFlags::POLLIN)).collect();
-        // An interrupted wait is a short one.
-        let _ = ppoll(&mut fds, Some(time), None);
-        let is_ready = |at: usize| fds.get(at).is_some_and(|fd| fd.any() != Some(false));
-        Ready { agent: is_ready(1), links: is_ready(2) }
-    }
-
-    fn step(&mut self, ready: &Ready) {
+    fn step(&mut self, ready: Ready) {
         if ready.agent {
             let _ = self.shared.wake.read();
         }
-        let mut inputs = Vec::new();
         let site = locked(&self.shared.site).take();
         if let Some(site) = site {
             self.site_is(&site);
@@ -181,19 +171,19 @@ impl Thread {
             return;
         };
         if ready.links && self.is_link_down(&site) {
-            inputs.push(Input::LinkDown);
+            self.inbox.push(Input::LinkDown);
         }
-        self.hear(&site, &mut inputs);
-        self.look_at_fars(&site, &mut inputs);
-        self.read_word(&site, &mut inputs);
+        self.hear(&site);
+        self.look_at_fars(&site);
+        self.read_word(&site);
         // One that cannot be read says nothing: what is silent is lost sooner.
-        let is_due = |agent: &Agent| !inputs.is_empty() || agent.wake() <= micros();
+        let is_due = |agent: &Agent| !self.inbox.is_empty() || agent.wake() <= micros();
         if self.agent.as_ref().is_some_and(|agent| agent.counts_decrypted() && is_due(agent))
             && let Ok(count) = self.tools.counters.decrypted()
         {
-            inputs.push(Input::Decrypted(count));
+            self.inbox.push(Input::Decrypted(count));
         }
-        self.turn(&site, inputs);
+        deliver(&mut (&mut *self, &*site));
         self.send_asks(&site);
         let now = micros();
         self.tell_followers(&site, now);
@@ -215,11 +205,12 @@ impl Thread {
         match &mut self.agent {
             Some(agent) if takes_part => {
                 let out = agent.place_is(site.place.clone(), now, &mut random);
-                self.act(site, out, &mut Vec::new());
+                self.act(site, out);
             }
             Some(_) => {
                 self.agent = None;
                 self.asks.clear();
+                self.inbox.clear();
                 self.mark(site, &[]);
             }
             None if takes_part => self.start(site, now),
@@ -261,24 +252,32 @@ impl Thread {
         );
     }
 
-    fn turn(&mut self, site: &Site, mut inputs: Vec<Input>) {
-        // A word that was moved is news, once or twice. What is near answers while it is probed: that costs no
-        // wake-up of its own.
-        for round in 0..4 {
-            if round > 0 && self.hear(site, &mut inputs) {
-                self.read_word(site, &mut inputs);
-            }
-            let now = micros();
-            let Some(agent) = &mut self.agent else { return };
-            if inputs.is_empty() && agent.wake() > now {
-                return;
-            }
-            let out = agent.turn(now, std::mem::take(&mut inputs), &mut random);
-            self.act(site, out, &mut inputs);
+    pub(super) fn name(&self, id: NodeId) -> &str {
+        self.site.as_ref().map_or("", |site| site.name(id))
+    }
+}
+
+impl Turns for (&mut Thread, &Site) {
+    fn inbox(&mut self) -> &mut Vec<Input> {
+        &mut self.0.inbox
+    }
+
+    fn is_due(&self) -> bool {
+        self.0.agent.as_ref().is_some_and(|agent| agent.wake() <= micros())
+    }
+
+    fn look(&mut self) {
+        let (thread, site) = self;
+        if thread.hear(site) {
+            thread.read_word(site);
         }
     }
 
-    pub(super) fn name(&self, id: NodeId) -> &str {
-        self.site.as_ref().map_or("", |site| site.name(id))
+    fn turn(&mut self, inputs: Vec<Input>) {
+        let (thread, site) = self;
+        if let Some(agent) = &mut thread.agent {
+            let out = agent.turn(micros(), inputs, &mut random);
+            thread.act(site, out);
+        }
     }
 }

@@ -135,8 +135,9 @@ impl Signals {
     /// When the program cannot be run, or the kernel does not take the packet.
     pub fn send(&self, way: Way, packet: &[u8]) -> Result<(), DataplaneError> {
         let v6 = packet.first().is_some_and(|byte| byte >> 4 == 6);
-        let mut frame = vec![0; LINK];
-        frame[12..].copy_from_slice(&(if v6 { 0x86dd_u16 } else { 0x0800 }).to_be_bytes());
+        let mut frame = Vec::with_capacity(LINK + packet.len());
+        frame.extend([0; LINK - 2]);
+        frame.extend((if v6 { 0x86dd_u16 } else { 0x0800 }).to_be_bytes());
         frame.extend_from_slice(packet);
         let (way, ifindex) = match way {
             Way::Stack => (Inject::Stack, 0),

@@ -7,7 +7,7 @@ use kilo_common::{
     signal::{self, Body, Kind, LONGEST, PORT},
 };
 use kilo_core::topology::NodeId;
-use kilo_failover::{Agent, Input, Micros, Output, Signal, Way, gateway::Sender};
+use kilo_failover::{Agent, Micros, Output, Signal, Way, gateway::Sender};
 use kilo_host::dataplane::lead::Way as Into;
 
 use super::{Thread, micros, source_port};
@@ -17,7 +17,7 @@ use crate::failover::{packets, site::Site};
 const BURST: usize = 64;
 
 impl Thread {
-    pub(super) fn act(&mut self, site: &Site, out: Vec<Output>, inputs: &mut Vec<Input>) {
+    pub(super) fn act(&mut self, site: &Site, out: Vec<Output>) {
         for output in out {
             match output {
                 Output::Probe { nonce, way } => self.probe(site, nonce, way),
@@ -40,7 +40,7 @@ impl Thread {
                 Output::Word(term, gateway) => {
                     let Some(hop) = site.hop_of(gateway) else { continue };
                     match self.tools.signals.follow(lead::word(term, hop)) {
-                        Ok(word) if word != self.word => self.word_is(site, word, inputs),
+                        Ok(word) if word != self.word => self.word_is(site, word),
                         Ok(_) => {}
                         Err(error) => tracing::error!(%error, "failed to move this node to another leader"),
                     }

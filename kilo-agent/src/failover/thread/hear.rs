@@ -29,11 +29,11 @@ impl Thread {
     }
 
     /// What one gateway of a far location has missed says nothing of the next one.
-    pub(super) fn look_at_fars(&mut self, site: &Site, inputs: &mut Vec<Input>) {
+    pub(super) fn look_at_fars(&mut self, site: &Site) {
         for (far, location) in &site.fars {
             let Some(FarGateway { id, .. }) = self.acting_of(*far, location) else { continue };
             if self.probed.insert(*far, id).is_some_and(|before| before != id) {
-                inputs.push(Input::FarMoved(*far));
+                self.inbox.push(Input::FarMoved(*far));
             }
         }
     }
@@ -45,7 +45,7 @@ impl Thread {
     }
 
     /// The kernel's word may be another: it obeys ANNOUNCE by itself.
-    pub(super) fn read_word(&mut self, site: &Site, inputs: &mut Vec<Input>) {
+    pub(super) fn read_word(&mut self, site: &Site) {
         let Ok(word) = self.tools.signals.word() else { return };
         let (hop, term) = (lead::hop_of(word), lead::term_of(word));
         // The node it names has stopped being a gateway: Kilo's leader is who is left, and of several
@@ -61,11 +61,11 @@ impl Thread {
             _ => word,
         };
         if is_news(self.word, self.agent.as_ref().map(Agent::word), word, site.said(word)) {
-            self.word_is(site, word, inputs);
+            self.word_is(site, word);
         }
     }
 
-    pub(super) fn word_is(&mut self, site: &Site, word: u64, inputs: &mut Vec<Input>) {
+    pub(super) fn word_is(&mut self, site: &Site, word: u64) {
         let (_, before) = self.agent.as_ref().map_or_else(|| site.said(self.word), Agent::word);
         self.word = word;
         let (term, gateway) = site.said(word);
@@ -84,39 +84,32 @@ impl Thread {
             }
         }
         self.next_report = 0;
-        inputs.push(Input::Word(term, gateway));
+        self.inbox.push(Input::Word(term, gateway));
     }
 
     /// Reads all that the ring holds. Returns whether there was more than answers to probes: only then the kernel
     /// may have moved its word since it was read.
-    pub(super) fn hear(&mut self, site: &Site, inputs: &mut Vec<Input>) -> bool {
+    pub(super) fn hear(&mut self, site: &Site) -> bool {
         let mut is_more = false;
         loop {
             let Some(record) = self.tools.ring.next() else { return is_more };
-            let Some((heard, bytes)) = Heard::read(&record).map(|(heard, bytes)| (heard, bytes.to_vec()))
-            else {
-                continue;
-            };
+            let Some((heard, bytes)) = Heard::read(&record) else { continue };
+            let signal = signal::parse(bytes).map(|signal| signal.map_list(|words| words.iter().collect()));
+            // Most are answers to probes, which have no tag to be checked.
+            let is_answer = signal.as_ref().is_ok_and(|signal: &Signal| signal.kind == Kind::Reflected);
+            let bytes = if is_answer { Vec::new() } else { bytes.to_vec() };
             drop(record);
-            match signal::parse(&bytes) {
+            match signal {
                 Ok(signal) => {
-                    is_more |= signal.kind != Kind::Reflected;
-                    let signal = signal.map_list(|words| words.iter().collect());
-                    self.take(site, &heard, &bytes, &signal, inputs);
+                    is_more |= !is_answer;
+                    self.take(site, &heard, &bytes, &signal);
                 }
                 Err(_) => self.metrics.refused("malformed"),
             }
         }
     }
 
-    pub(super) fn take(
-        &mut self,
-        site: &Site,
-        heard: &Heard,
-        bytes: &[u8],
-        signal: &Signal,
-        inputs: &mut Vec<Input>,
-    ) {
+    pub(super) fn take(&mut self, site: &Site, heard: &Heard, bytes: &[u8], signal: &Signal) {
         let at = heard.time / 1_000;
         let source = Ipv6Addr::from(heard.source);
         let by_tunnel = heard.hook == Hook::KiloIngress as u32;
@@ -124,7 +117,7 @@ impl Thread {
             Kind::Reflected => {
                 self.out.answered(signal.nonce, at, &self.metrics);
                 self.fars.values_mut().for_each(|acting| acting.answered(signal.nonce));
-                inputs.push(Input::Answer { nonce: signal.nonce, at });
+                self.inbox.push(Input::Answer { nonce: signal.nonce, at });
             }
             Kind::Moved if by_tunnel && site.followers.contains_key(&source) => {
                 let lead = self.agent.as_ref().and_then(Agent::lead);
@@ -143,7 +136,7 @@ impl Thread {
                         |term| self.agent.as_ref().is_some_and(|agent: &Agent| agent.has_asked(term));
                     let asked = Asked { in_term: &in_term, nodes: &site.place.nodes };
                     let by_all = self.moved.by_all(far, location, from, signal, &asked, micros());
-                    inputs.extend(by_all.map(|signal| Input::Signal { from: far, signal }));
+                    self.inbox.extend(by_all.map(|signal| Input::Signal { from: far, signal }));
                 } else {
                     self.claimed((far, from), signal, micros());
                 }
@@ -158,7 +151,7 @@ impl Thread {
                 if !signal::is_authentic(bytes, node.key) {
                     return self.metrics.refused("forged");
                 }
-                inputs.push(Input::Signal { from, signal: signal.clone() });
+                self.inbox.push(Input::Signal { from, signal: signal.clone() });
             }
         }
     }

@@ -1,0 +1,86 @@
+//! What has been read is delivered before the thread waits again.
+
+use kilo_failover::Input;
+
+/// Most turns before the thread looks around again, and goes on at once.
+const MOST: usize = 4;
+
+/// Who is told what has been read.
+pub trait Turns {
+    /// What has been read, and not been delivered.
+    fn inbox(&mut self) -> &mut Vec<Input>;
+
+    /// Whether its time has come, even if nothing has been read.
+    fn is_due(&self) -> bool;
+
+    /// Reads what has come meanwhile.
+    fn look(&mut self);
+
+    /// Takes all of this; more may be read thereby, such as a word that it has moved.
+    fn turn(&mut self, inputs: Vec<Input>);
+}
+
+/// Takes turns until there is nothing left to be told and nothing is due. Two that answer each other for ever do not
+/// keep the thread from the rest of its work: what is left after some turns stays in the inbox, for the next step.
+pub fn deliver(turns: &mut impl Turns) {
+    for turn in 0..MOST {
+        if turns.inbox().is_empty() && !turns.is_due() {
+            return;
+        }
+        if turn > 0 {
+            // What has arrived is read before anything is judged.
+            turns.look();
+        }
+        let inputs = std::mem::take(turns.inbox());
+        turns.turn(inputs);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Each input but the last one leads to the next.
+    #[derive(Default)]
+    struct Chain {
+        inbox: Vec<Input>,
+        left: u64,
+        told: Vec<u64>,
+        looks: usize,
+    }
+
+    impl Turns for Chain {
+        fn inbox(&mut self) -> &mut Vec<Input> {
+            &mut self.inbox
+        }
+
+        fn is_due(&self) -> bool {
+            false
+        }
+
+        fn look(&mut self) {
+            self.looks += 1;
+        }
+
+        fn turn(&mut self, inputs: Vec<Input>) {
+            for input in inputs {
+                let Input::Decrypted(number) = input else { continue };
+                self.told.push(number);
+                if number < self.left {
+                    self.inbox.push(Input::Decrypted(number + 1));
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn what_many_turns_leave_is_kept_for_the_next_step() {
+        let mut chain = Chain { inbox: vec![Input::Decrypted(1)], left: 6, ..Chain::default() };
+        deliver(&mut chain);
+        assert_eq!((chain.told.len(), chain.inbox.len(), chain.looks), (MOST, 1, MOST - 1));
+        deliver(&mut chain);
+        assert_eq!((&chain.told[..], chain.inbox.len()), (&[1, 2, 3, 4, 5, 6][..], 0));
+        deliver(&mut chain);
+        assert_eq!(chain.told.len(), 6, "nothing is left, and nothing is due");
+    }
+}
