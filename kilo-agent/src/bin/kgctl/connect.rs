@@ -504,7 +504,9 @@ impl Connection {
         // Who carries what as it was claimed until now, after the device was read: what is claimed from here on is
         // not moved back, because it does not differ from what was read.
         let mesh = mesh.with_acting(self.stand_bys, Arc::new(self.following.acting()));
-        let plan = vpn_peer::plan(&mesh, &self.options, &resolved).context("the Peer is not in the mesh")?;
+        let networks = closed::networks(&self.net, interface.index).await?;
+        let plan = vpn_peer::plan(&mesh, &self.options, &resolved, &networks);
+        let plan = plan.context("the Peer is not in the mesh")?;
         let ConnectPlan { wireguard, mut net, unrouted } = plan;
         if net.addresses.iter().all(signal_id::is_control) {
             bail!("Peer {:?} has no address for this machine: an earlier peer has it", peer.name);
