@@ -14,7 +14,7 @@ use std::{
 use aya::maps::{MapData, RingBuf};
 use kilo_common::lead::Term;
 use kilo_core::topology::NodeId;
-use kilo_failover::{Agent, Far, Input, Micros, Params, Signal, Start, far};
+use kilo_failover::{Agent, Far, Input, Micros, Params, Start, far};
 use kilo_host::{
     dataplane::{CounterReader, lead::Signals, led::Led, monitor::ktime},
     net::link_down::LinkEvents,
@@ -26,6 +26,7 @@ use nix::{
 
 use super::{
     Shared,
+    asks::Asks,
     followers::Followers,
     locked,
     moved::Moved,
@@ -57,9 +58,7 @@ pub struct Thread {
     pub(super) site: Option<Arc<Site>>,
     agent: Option<Agent>,
     pub(super) fars: BTreeMap<Far, far::Acting>,
-    /// Questions and announcements that are not sent yet, and whose turn it is: of a thousand members all at once.
-    asks: BTreeMap<NodeId, Signal>,
-    asks_from: NodeId,
+    asks: Asks,
     /// Probes of old leaders that are due: when, whose, which gateway.
     pub(super) later: Vec<(Micros, Far, NodeId)>,
     pub(super) seeded_until: Option<Micros>,
@@ -116,8 +115,7 @@ pub fn run(shared: Arc<Shared>, params: Params, tools: Tools, metrics: FailoverM
         site: None,
         agent: None,
         fars: BTreeMap::new(),
-        asks: BTreeMap::new(),
-        asks_from: 0,
+        asks: Asks::default(),
         later: Vec::new(),
         seeded_until: None,
         probed: BTreeMap::new(),
