@@ -77,6 +77,13 @@ pub struct HostLinks {
     pub elsewhere: BTreeMap<IpNet, Elsewhere>,
 }
 
+impl HostLinks {
+    /// Whether an address is in a network of this host whose links have link-layer headers.
+    pub fn is_neighbour(&self, address: &IpAddr) -> bool {
+        self.networks.iter().any(|(index, net)| net.contains(address) && !self.layer3.contains(index))
+    }
+}
+
 /// A prefix this host reaches by an uplink, as somebody else's route says.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Elsewhere {

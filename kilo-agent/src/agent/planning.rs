@@ -10,7 +10,7 @@ use kilo_core::{
     settings::Masquerade,
     topology::{self, LocalMesh, Node},
 };
-use kilo_host::net::links;
+use kilo_host::net::{links, neighbours};
 
 impl<B: Backend> Agent<B> {
     /// The complete desired state of this host; `None`: the node is not in the mesh.
@@ -53,7 +53,7 @@ impl<B: Backend> Agent<B> {
         let relays = RelayPlaces::of(&self.state.snapshot.nodes, &seen);
         // That is where a relay is.
         seen.retain(|_, at| !relays.contains(*at));
-        plan::host_plan(&Inputs {
+        let plan = plan::host_plan(&Inputs {
             mesh,
             settings: &self.options.settings,
             links: &found,
@@ -67,6 +67,8 @@ impl<B: Backend> Agent<B> {
                 host.ways_out.default,
                 own.pod_cidrs.iter().any(|cidr| cidr.addr().is_ipv6()),
             ),
-        })
+        })?;
+        self.log_limiter.neighbours(neighbours::table_warning(plan.neighbours(&found)));
+        Some(plan)
     }
 }

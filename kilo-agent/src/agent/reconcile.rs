@@ -17,7 +17,7 @@ use kilo_core::{
     settings::{Masquerade, Relay},
     topology::{Mesh, Node, among, heartbeats, not_among, with_own},
 };
-use kilo_host::{interface::Interface, net::neighbours};
+use kilo_host::interface::Interface;
 
 impl<B: Backend> Agent<B> {
     /// True when the snapshot differs from the one last applied in heartbeats
@@ -88,7 +88,6 @@ impl<B: Backend> Agent<B> {
         self.observe(&mesh);
         self.warn_of_private_endpoint(&mesh);
         self.warn_of_stand_bys(&mesh);
-        self.warn_of_neighbours(&mesh);
         self.show(&mesh, snapshot, &own, ready, &host.interface);
         let applied = self.put_right(&mesh, &own, host).await;
         if !asks_first {
@@ -193,15 +192,6 @@ impl<B: Backend> Agent<B> {
         let warning = |at: usize| Some((mesh.segments[at].location.clone(), mesh.stand_by_warning(at)?));
         let warnings = (0..mesh.segments.len()).filter(concerns).filter_map(warning).collect();
         self.log_limiter.stand_bys(warnings, Instant::now());
-    }
-
-    /// Nodes of the own location are neighbours where no router stands between them.
-    fn warn_of_neighbours(&mut self, mesh: &Mesh) {
-        let own = mesh.find(&self.options.hostname).map(|(at, member)| (&mesh.segments[at].members, member));
-        let warning = own.and_then(|(members, own)| {
-            neighbours::table_warning(members.len(), members[own].node.internal_ip?.addr())
-        });
-        self.log_limiter.neighbours(warning);
     }
 
     /// Sets gauges.

@@ -6,6 +6,7 @@
 //! reconcile ── Site, keys ──> thread ── Acting, whether it leads ──> next reconcile
 //! ```
 
+mod asks;
 mod far_side;
 mod followers;
 mod moved;

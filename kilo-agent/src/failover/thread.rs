@@ -15,7 +15,7 @@ use std::{
 use aya::maps::{MapData, RingBuf};
 use kilo_common::lead::Term;
 use kilo_core::topology::NodeId;
-use kilo_failover::{Agent, Far, Input, Micros, Params, Signal, Start, far};
+use kilo_failover::{Agent, Far, Input, Micros, Params, Start, far};
 use kilo_host::{
     dataplane::{CounterReader, lead::Signals, led::Led, monitor::ktime},
     net::link_down::LinkEvents,
@@ -27,6 +27,7 @@ use self::{
 };
 use super::{
     Shared,
+    asks::Asks,
     followers::Followers,
     locked,
     moved::Moved,
@@ -60,9 +61,7 @@ pub struct Thread {
     /// What has been read, and the agent has not been told yet.
     inbox: Vec<Input>,
     pub(super) fars: BTreeMap<Far, far::Acting>,
-    /// Questions and announcements that are not sent yet, and whose turn it is: of a thousand members all at once.
-    asks: BTreeMap<NodeId, Signal>,
-    asks_from: NodeId,
+    asks: Asks,
     /// Probes of old leaders that are due: when, whose, which gateway.
     pub(super) later: Vec<(Micros, Far, NodeId)>,
     pub(super) seeded_until: Option<Micros>,
@@ -120,8 +119,7 @@ pub fn run(shared: Arc<Shared>, params: Params, tools: Tools, metrics: FailoverM
         agent: None,
         inbox: Vec::new(),
         fars: BTreeMap::new(),
-        asks: BTreeMap::new(),
-        asks_from: 0,
+        asks: Asks::default(),
         later: Vec::new(),
         seeded_until: None,
         probed: BTreeMap::new(),

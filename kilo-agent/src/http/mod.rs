@@ -1,23 +1,23 @@
 //! The HTTP server of the agent: the page, `/health`, `/metrics`, `/status`, `/events`, `/graph`.
 
 pub mod access;
+mod answer_limit;
+mod connection_limit;
 pub mod drawing;
 mod graph;
 pub mod page;
-mod places;
 mod respond;
 mod serve;
-mod turns;
 
 use std::{sync::Arc, time::Instant};
 
 use hyper::{Method, Request, StatusCode, body::Incoming};
 
+pub use answer_limit::AnswerLimit;
 pub use graph::{Edge, Format, Graph, Layout};
 pub use page::Page;
 pub use respond::{html, method_not_allowed, respond, text};
 pub use serve::{Answer, Closing, bind, serve};
-pub use turns::Turns;
 
 use crate::{
     health::Health,
@@ -42,7 +42,7 @@ pub struct Context {
     /// For `/`, `/status` and `/events`.
     pub page: Page,
     /// For all but `/health`, `/events` and the page's files.
-    pub turns: Turns,
+    pub answer_limit: AnswerLimit,
     /// Before all but `/health` and `/metrics`.
     pub gate: Gate,
 }
@@ -58,15 +58,15 @@ impl Context {
         view: tokio::sync::watch::Receiver<Arc<View>>,
         graph: Graph,
     ) -> Self {
-        let turns = Turns::default();
+        let answer_limit = AnswerLimit::default();
         let feed = {
             let (health, metrics, view) = (health.clone(), metrics.clone(), view.clone());
-            Feed::new(turns.clone(), move || {
+            Feed::new(answer_limit.clone(), move || {
                 let (health, metrics, view) = (health.clone(), metrics.clone(), Arc::clone(&view.borrow()));
                 async move { report(&health, &metrics, &view).await }
             })
         };
-        Self { health, metrics, view, graph, page: Page::new(feed), turns, gate: Gate::Open }
+        Self { health, metrics, view, graph, page: Page::new(feed), answer_limit, gate: Gate::Open }
     }
 
     /// Shows more than health and metrics to those alone whom `gate` admits.
@@ -104,7 +104,7 @@ impl Context {
                 let closing = request.extensions().get::<Closing>().map(|closing| closing.0.clone());
                 self.page.events(closing.unwrap_or_default())
             }
-            _ => self.turns.answer(self.costly(path, request.uri().query().unwrap_or(""))).await,
+            _ => self.answer_limit.answer(self.costly(path, request.uri().query().unwrap_or(""))).await,
         }
     }
 

@@ -19,7 +19,7 @@ use tokio_io_timeout::TimeoutStream;
 use tokio_rustls::TlsAcceptor;
 use tokio_util::{sync::CancellationToken, task::TaskTracker};
 
-use super::places::Places;
+use super::connection_limit::ConnectionLimit;
 
 /// A client that sends no request (or no TLS hello) for this long is hung up on.
 const PATIENCE: Duration = Duration::from_secs(10);
@@ -66,7 +66,7 @@ where
     H: Fn(Request<Incoming>) -> F + Clone + Send + Unpin + 'static,
     F: Future<Output = Answer> + Send + 'static,
 {
-    let mut places = Places::default();
+    let mut limit = ConnectionLimit::default();
     let connections = TaskTracker::new();
     loop {
         let accepted = tokio::select! {
@@ -79,7 +79,7 @@ where
             sleep(Duration::from_millis(100)).await;
             continue;
         };
-        let place = places.take(client, own);
+        let place = limit.take(client, own);
         let (tls, handle, stop) = (tls.clone(), handle.clone(), stop.clone());
         connections.spawn(async move {
             tokio::select! {

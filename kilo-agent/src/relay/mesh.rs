@@ -33,7 +33,7 @@ pub struct Locations {
 }
 
 impl Locations {
-    /// Of a mesh; it may go.
+    /// Of a mesh, which is not kept alive.
     pub fn of(mesh: &Mesh) -> Self {
         Self { segments: mesh.segments.iter().map(Arc::downgrade).collect(), gateways: mesh.gateways.clone() }
     }
@@ -51,20 +51,20 @@ impl Locations {
 pub struct Leaders {
     /// By id: key and name.
     pub nodes: BTreeMap<NodeId, (PublicKey, String)>,
-    /// As the device shows them.
+    /// The same leaders as the device shows them.
     pub seen: Vec<Seen>,
     /// This node leads its location.
     pub leads: bool,
     /// It offers to relay.
     pub offers: bool,
-    /// Anybody does.
+    /// Any leader offers to.
     pub is_offered: bool,
-    /// Others see this node where it does not say that it is.
+    /// Other nodes see this one at another endpoint than it publishes.
     pub is_behind_nat: bool,
 }
 
 impl Leaders {
-    /// Of a view, without a look at the device.
+    /// Of a view and the device's peers.
     pub fn of(view: &View, peers: &BTreeMap<PublicKey, PeerStatus>) -> Self {
         let mesh = &view.mesh;
         let mut found = Self::default();
@@ -103,7 +103,7 @@ fn published(node: &Node) -> Option<SocketAddr> {
     Some(SocketAddr::new(endpoint.ip()?, endpoint.port))
 }
 
-/// Where nodes see others, but for ports of relays, in one walk over them.
+/// Endpoints at which nodes see each other, without those of relays: one walk over all nodes.
 fn seen_by_others(view: &View, relays: &RelayPlaces) -> HashMap<PublicKey, BTreeSet<SocketAddr>> {
     let mut seen: HashMap<_, BTreeSet<_>> = HashMap::new();
     for (key, at) in view.snapshot.nodes.iter().flat_map(|node| &node.node.discovered_endpoints) {
@@ -114,7 +114,7 @@ fn seen_by_others(view: &View, relays: &RelayPlaces) -> HashMap<PublicKey, BTree
     seen
 }
 
-/// Where other nodes see it, and at which addresses of its cloud it may be, of either family.
+/// Endpoints where other nodes see it, and its external addresses, of both families.
 fn places(node: &Node, seen: Option<&BTreeSet<SocketAddr>>) -> Vec<SocketAddr> {
     let port = node.endpoint.as_ref().map(|endpoint| endpoint.port);
     let external = node.external_ips.iter().filter_map(|address| Some(SocketAddr::new(*address, port?)));

@@ -29,7 +29,7 @@ use kilo_host::dataplane::{
 
 pub use task::Context;
 
-/// What the task says, and reconciles and those who look read.
+/// What the task has found: read by reconciles, status, metrics and the graph.
 #[derive(Clone, Default)]
 pub struct Relays(Arc<Mutex<Said>>);
 
@@ -52,10 +52,10 @@ pub struct Connected {
 
 #[derive(Clone, Debug, Default)]
 struct Said {
-    /// Where peers are sent to that are not where the mesh says; true: through a relay.
+    /// Endpoints that differ from what the mesh says; true: through a relay.
     endpoints: BTreeMap<PublicKey, (SocketAddr, bool)>,
     ways: BTreeMap<PublicKey, Connected>,
-    /// The task has read the device, and says more than an earlier agent has left there.
+    /// The task has read the device: what it says replaces what an earlier agent has left there.
     knows: bool,
     /// Pairs that this node relays for.
     serves: usize,
@@ -81,8 +81,8 @@ impl Relays {
         self.said().endpoints.get(key).is_some_and(|(_, relayed)| *relayed)
     }
 
-    /// Puts into a plan what was found: peers that are elsewhere, which WireGuard may follow from there, and
-    /// whether programs look for messages about relays. `held` are peers that the device sends to a relay.
+    /// Changes a plan by what was found: endpoints of peers, which may roam from there, and whether programs look for
+    /// relay messages. `held`: peers whose endpoint in the device is a relay.
     pub fn plan(&self, plan: &mut HostPlan, looks: bool, held: &BTreeMap<PublicKey, SocketAddr>) {
         self.place(&mut plan.wireguard, looks, held);
         if looks && !plan.wireguard.peers.is_empty() {
@@ -94,7 +94,7 @@ impl Relays {
         let said = self.said();
         for (key, place) in held {
             match plan.peers.get_mut(key) {
-                // What an earlier agent has found goes on until the task knows more.
+                // A relay that an earlier agent has found stays in use until the task knows more.
                 Some(peer) if looks && !said.knows => (peer.endpoint, peer.roams) = (Some(*place), true),
                 // `--relay=off` leaves relays.
                 Some(peer) if !looks => peer.roams = false,

@@ -8,7 +8,7 @@ use std::{
 
 use nix::sys::socket::{setsockopt, sockopt::RcvBuf};
 
-/// How long a way is taken for granted.
+/// How long the kernel's answer is used again.
 const HOLDS: Duration = Duration::from_secs(1);
 
 /// Source address and interface towards each address, as the kernel's routes say.
@@ -23,7 +23,7 @@ impl Paths {
     }
 }
 
-/// A datagram socket that is connected has sent nothing, and knows its source.
+/// To connect a datagram socket sends nothing, and chooses its source address.
 fn ask(to: IpAddr) -> Option<(IpAddr, u32)> {
     let any: IpAddr = if to.is_ipv4() { Ipv4Addr::UNSPECIFIED.into() } else { Ipv6Addr::UNSPECIFIED.into() };
     let socket = UdpSocket::bind((any, 0)).ok()?;
@@ -41,29 +41,29 @@ fn ask(to: IpAddr) -> Option<(IpAddr, u32)> {
     Some((source, index))
 }
 
-/// Whether a host has no IPv6 at all; a port that somebody has is another matter.
+/// Whether the host has no IPv6 at all, and not only the port in use.
 fn has_no_ipv6(error: &std::io::Error) -> bool {
     matches!(error.raw_os_error(), Some(nix::libc::EAFNOSUPPORT | nix::libc::EADDRNOTAVAIL))
 }
 
-/// Ports that no other process gets while pairs have them. Nobody reads them: what programs leave to the stack
-/// ends there, unanswered.
+/// Sockets that reserve the ports of pairs. Nobody reads from them: what the programs leave to the stack ends there,
+/// and no ICMP error answers it.
 #[derive(Debug, Default)]
 pub struct Ports(BTreeMap<u16, UdpSocket>);
 
 impl Ports {
-    /// Takes a port; false: somebody has it.
+    /// Reserves a port; false: another process has it.
     pub fn take(&mut self, port: u16) -> bool {
         if self.0.contains_key(&port) {
             return true;
         }
-        // Of a host without IPv6 it is IPv4's alone.
+        // A host without IPv6 has only IPv4's port to reserve.
         let socket = match UdpSocket::bind((Ipv6Addr::UNSPECIFIED, port)) {
             Err(error) if has_no_ipv6(&error) => UdpSocket::bind((Ipv4Addr::UNSPECIFIED, port)),
             socket => socket,
         };
         let Ok(socket) = socket else { return false };
-        // The least that the kernel gives.
+        // The kernel rounds it up to its minimum.
         let _ = setsockopt(&socket, RcvBuf, &1);
         self.0.insert(port, socket);
         true

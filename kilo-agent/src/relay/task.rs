@@ -1,4 +1,4 @@
-//! The task: hears, decides, sends.
+//! The task that receives relay messages, decides, and sends.
 
 use std::{
     collections::BTreeMap,
@@ -40,23 +40,23 @@ const LOOK_OFF: Duration = Duration::from_secs(5);
 /// is noticed all the same.
 const SHARE: u32 = 20;
 const LOOK_SELDOM: Duration = Duration::from_secs(3);
-/// The same where nobody relays, and only those who look want to know.
+/// The same where nobody relays: then only status, metrics and graph need the answer.
 const SHARE_OFF: u32 = 1000;
 const LOOK_RARELY: Duration = Duration::from_secs(60);
 
-/// What the task has to know.
+/// What the task works for, and with whom it shares what it finds.
 pub struct Context {
-    /// Of this node.
+    /// Private key of this node.
     pub key: SecretKey,
     /// WireGuard's port.
     pub port: u16,
     /// `--relay`.
     pub relay: settings::Relay,
-    /// What the reconciles show.
+    /// The mesh and the device, as reconciles publish them.
     pub view: watch::Receiver<Arc<View>>,
-    /// What it sends to them.
+    /// What the task has found, for reconciles.
     pub relays: Relays,
-    /// Wakes them.
+    /// Wakes the reconcile loop.
     pub changed: Arc<Notify>,
     /// For gauges.
     pub metrics: Metrics,
@@ -90,9 +90,9 @@ pub struct Task {
     paths: Paths,
     ports: Ports,
     look_again: Instant,
-    /// Those of the last look.
+    /// Locations when the device was read last.
     locations: Locations,
-    /// Ways as they were said last.
+    /// Ways as they were reported last.
     said: BTreeMap<NodeId, Way>,
     /// The device was read once.
     has_looked: bool,
@@ -108,7 +108,7 @@ impl Task {
             if !ports.take(port) {
                 tracing::warn!(
                     port,
-                    "a port that a pair was relayed by is another process's now; the pair gets others"
+                    "another process has taken the UDP port of a relayed pair; the pair gets other ports"
                 );
                 server.loses(port);
             }
@@ -147,7 +147,7 @@ impl Task {
                         }
                     }
                     Err(error) => {
-                        tracing::warn!(%error, "messages about relays are not heard any more; restart the agent");
+                        tracing::warn!(%error, "relay messages can no longer be read; restart the agent");
                         return;
                     }
                 },
@@ -174,7 +174,7 @@ impl Task {
             }
             (Arc::clone(&view.mesh), !self.locations.are_of(&view.mesh))
         };
-        // A VPN peer more, for example, is nothing to read the device for: with thousands of them that takes long, and
+        // One more VPN peer, for example, is no reason to read the device: with thousands of peers that takes long, and
         // the device is not changed meanwhile.
         if now >= self.look_again || is_another {
             self.locations = Locations::of(&mesh);
@@ -233,7 +233,7 @@ impl Task {
             desired.insert(*id, derived.0);
         }
         if let Err(error) = self.maps.write_keys(&desired) {
-            tracing::warn!(%error, "failed to write the keys of messages about relays");
+            tracing::warn!(%error, "failed to write the keys of relay messages");
         }
     }
 
@@ -249,7 +249,7 @@ impl Task {
 
     fn write_ports(&mut self) {
         if let Err(error) = self.maps.write_ports(&self.server.table()) {
-            tracing::warn!(%error, "failed to write the ports of a relay");
+            tracing::warn!(%error, "failed to write relay ports");
         }
     }
 
@@ -277,7 +277,7 @@ impl Task {
             &mut rand::random,
             now,
         );
-        // Who learns that packets pass, sends them.
+        // An end that learns that it is bound sends at once, so the programs must know the port before.
         if self.server.changes() != changes {
             self.write_ports();
         }
@@ -306,7 +306,7 @@ impl Task {
         let packet = packets::udp((source, self.context.port), (to.ip(), to.port()), &bytes);
         let Some(packet) = packet else { return };
         if let Err(error) = self.signals.send(lead::Way::Out(ifindex), &packet) {
-            tracing::debug!(%error, %to, kind = ?message.kind, "failed to send a message about relays");
+            tracing::debug!(%error, %to, kind = ?message.kind, "failed to send a relay message");
         }
     }
 
@@ -315,15 +315,15 @@ impl Task {
         self.say();
         let device = self.context.view.borrow().device.clone();
         let (Some(device), Some((key, name))) = (device, self.leaders.nodes.get(&node)) else { return };
-        tracing::debug!(node = name, %to, "tunnel is moved to another endpoint");
+        tracing::debug!(node = name, %to, "changing the endpoint of a tunnel");
         if let Err(error) = device.move_endpoint(*key, to).await {
-            tracing::warn!(%error, node = name, %to, "failed to move a tunnel to another endpoint");
+            tracing::warn!(%error, node = name, %to, "failed to change the endpoint of a tunnel");
         }
         self.look_again = Instant::now();
         self.context.changed.notify_one();
     }
 
-    /// Tells reconciles and those who look.
+    /// Publishes ways and endpoints for reconciles, status and metrics, and logs what changed.
     fn say(&mut self) {
         let name = |id: &NodeId| self.leaders.nodes.get(id);
         let uses = self.is_on();
@@ -338,7 +338,7 @@ impl Task {
                     Way::Relayed(relay) => name(relay).map(|(_, name)| name.as_str()),
                     _ => None,
                 };
-                tracing::info!(node, way = way.as_str(), by, "tunnel goes another way");
+                tracing::info!(node, way = way.as_str(), by, "path of a tunnel changed");
             }
         }
         let connected = |(id, way): (&NodeId, &Way)| {

@@ -175,6 +175,21 @@ fn what_is_loaded_late_uses_the_maps_of_the_others_or_is_not_loaded() {
     assert_eq!(pins(fs.path()).len(), ALWAYS);
 }
 
+/// Pins of two loads would be of programs that do not share their memory.
+#[test]
+fn what_is_left_of_a_late_load_goes_before_the_next() {
+    let Some(fs) = support::bpffs() else { return };
+    let mut first = Dataplane::open(fs.path(), false).unwrap();
+    let mut second = Dataplane::open(fs.path(), false).unwrap();
+    assert_eq!((first.loaded(), second.loaded()), (ALWAYS, 0));
+    let left = id(&mut first, "l3_ingress");
+    fs::remove_file(&pins(fs.path())["l3_egress"]).unwrap();
+    assert_ne!(id(&mut second, "l3_ingress"), left);
+    assert_eq!(second.loaded(), ON_DEMAND.len(), "both are of one load");
+    let build = pins(fs.path())["l3_egress"].parent().unwrap().to_owned();
+    assert_eq!(fs::read_dir(build).unwrap().count(), PROGRAMS.len(), "no program has two pins");
+}
+
 /// Pins save the next agent's time. This one works without.
 #[test]
 fn programs_that_cannot_be_pinned_work_all_the_same() {

@@ -7,6 +7,7 @@ use crate::netns;
 use std::{
     collections::{BTreeMap, BTreeSet},
     net::IpAddr,
+    sync::{Arc, Barrier},
     time::{Duration, Instant},
 };
 
@@ -14,7 +15,10 @@ use kilo_core::{
     flat_map::FlatSet,
     plan::{MAIN_TABLE, NetPlan, Route},
 };
-use kilo_host::net::{Net, NetError, Paths, discovery, forwarding, links, watch::Watcher};
+use kilo_host::net::{
+    Net, NetError, Paths, discovery, forwarding, links,
+    watch::{Changed, Watcher},
+};
 use netns::{isolated, sh};
 
 /// kilo0 is a TUN here: routes and addresses do not care what is behind it.
@@ -413,6 +417,32 @@ fn changes_wake_the_watcher_once_per_burst() {
         assert!(idle.is_err(), "an apply without writes announces nothing: {idle:?}");
         sh("ip link set eth0 down");
         assert!(watcher.changed().await.unwrap().links);
+    });
+}
+
+/// What an agent writes in a mesh of thousands is announced to itself, too.
+#[test]
+fn thousands_of_announcements_are_kept_until_the_watcher_reads_them() {
+    isolated("thousands_of_announcements_are_kept_until_the_watcher_reads_them", || async {
+        setup();
+        let mut watcher = Watcher::new(None).unwrap();
+        while tokio::time::timeout(Duration::from_secs(1), watcher.changed()).await.is_ok() {}
+        // Both threads of the runtime are busy, so that nothing is read.
+        let busy = Arc::new(Barrier::new(3));
+        for _ in 0..2 {
+            let busy = Arc::clone(&busy);
+            tokio::spawn(async move {
+                busy.wait();
+                busy.wait();
+            });
+        }
+        busy.wait();
+        sh(
+            "for i in $(seq 4000); do echo route add 10.99.$((i / 250)).$((i % 250)) dev eth0; done | ip -batch -",
+        );
+        busy.wait();
+        let seen = watcher.changed().await.unwrap();
+        assert_eq!(seen, Changed { routes: true, ..Changed::default() }, "none was lost");
     });
 }
 

@@ -34,6 +34,7 @@ mod http_server;
 mod killed;
 mod leaks;
 mod leaving_container;
+mod left_by_kilo;
 mod links;
 mod lock;
 mod masquerade;

@@ -34,5 +34,6 @@ mod plan_failover;
 mod plan_full_location;
 mod plan_gateways;
 mod plan_inside;
+mod plan_neighbours;
 mod plan_overlay;
 mod topology_properties;

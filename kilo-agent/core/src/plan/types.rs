@@ -2,11 +2,11 @@
 
 use std::{collections::BTreeSet, fmt, net::IpAddr};
 
-use crate::wireguard::WireguardPlan;
 pub use crate::{
     net::{MAIN_TABLE, NetPlan, Route},
     tables::{Hop, Tables},
 };
+use crate::{observed::HostLinks, wireguard::WireguardPlan};
 
 /// Everything the actuators apply.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -25,6 +25,17 @@ pub struct HostPlan {
     pub tunnels: BTreeSet<u32>,
     /// Private addresses that several nodes claim.
     pub conflicts: Vec<Conflict>,
+}
+
+impl HostPlan {
+    /// Addresses of nodes and peers that this host sends to with no router between: each takes a place in the kernel's
+    /// table of neighbours. Nodes of the own location are sent to at their private addresses, whatever the
+    /// encapsulation, and WireGuard peers at their endpoints.
+    pub fn neighbours<'a>(&'a self, links: &'a HostLinks) -> impl Iterator<Item = IpAddr> + 'a {
+        let endpoints = self.wireguard.peers.values().filter_map(|peer| Some(peer.endpoint?.ip()));
+        let endpoints: BTreeSet<_> = endpoints.filter(|ip| !self.tables.node.contains_key(ip)).collect();
+        self.tables.node.keys().copied().chain(endpoints).filter(|ip| links.is_neighbour(ip))
+    }
 }
 
 /// A private address that several nodes claim.

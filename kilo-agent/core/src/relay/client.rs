@@ -50,7 +50,7 @@ pub struct Client {
     own: NodeId,
     /// Relays are used.
     uses_relays: bool,
-    /// Others see this node where it does not say that it is.
+    /// Other nodes see this one at another endpoint than it publishes.
     is_behind_nat: bool,
     seen: BTreeMap<NodeId, Seen>,
     pairs: BTreeMap<NodeId, Pair>,
@@ -60,7 +60,7 @@ pub struct Client {
 
 #[derive(Clone, Debug)]
 struct Pair {
-    /// Since when bytes are sent in vain, and how many there were before.
+    /// Since when nothing answers what is sent, and how many bytes had been sent by then.
     unanswered: Option<(Instant, u64)>,
     sent: u64,
     received: u64,
@@ -70,15 +70,15 @@ struct Pair {
     by: Option<NodeId>,
     /// Its port that the endpoint was moved to.
     at: Option<SocketAddr>,
-    /// Where it was found by trying.
+    /// The endpoint that answered tries.
     punched: Option<SocketAddr>,
-    /// When its endpoint was moved last.
+    /// When its endpoint was changed last.
     moved: Option<Instant>,
-    /// It has left a relay for a direct way that is not known to work.
+    /// It uses a direct way instead of a relay, and that is not known to work yet.
     trial: Option<Trial>,
     /// Leases are kept until then without being needed.
     keeps: Option<Instant>,
-    /// Places its tries came from.
+    /// Endpoints its tries came from.
     places: Vec<SocketAddr>,
     nonce: u64,
     round: Option<Round>,

@@ -63,7 +63,7 @@ pub enum Way {
     Tunnel,
     /// To a node of the location, by the interface that leads there.
     Lan,
-    /// Out of the interface with this index, to whom the kernel's routes say.
+    /// Out of the interface with this index, to the next hop of the kernel's routes.
     Out(u32),
 }
 
@@ -199,7 +199,7 @@ struct Attributes {
     pad: u32,
 }
 
-/// Runs a program once on a frame; what it returns.
+/// Runs a program once on a frame; returns its return value.
 fn run(program: &OwnedFd, frame: &[u8], context: &mut Context) -> Result<u32, DataplaneError> {
     const BPF_PROG_TEST_RUN: libc::c_long = 10;
     let given = *context;

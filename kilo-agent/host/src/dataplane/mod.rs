@@ -66,7 +66,7 @@ pub fn make_top_directory(bpffs: &Path) -> Result<(), DataplaneError> {
     make_directory(&top_directory(bpffs))
 }
 
-/// One that only this user may look into, and those above it.
+/// Creates a directory that only this user may enter, and its parents.
 fn make_directory(path: &Path) -> Result<(), DataplaneError> {
     let made = std::fs::DirBuilder::new().recursive(true).mode(0o700).create(path);
     made.map_err(|source| DataplaneError::Pin { path: path.to_owned(), source })
@@ -91,8 +91,8 @@ pub fn read_tables(bpffs: &Path) -> Result<Tables, DataplaneError> {
     Ok(Tables::from(&maps::read(&mut pinned)?))
 }
 
-/// Leaves the programs of this host to themselves: they steer for so long and then let every
-/// packet by, unless another agent replaces them. They translate nothing from now on, and use no
+/// Leaves the programs of this host to themselves: they steer for this long and then pass every
+/// packet on, unless another agent replaces them. They translate nothing from now on, and use no
 /// tunnel device.
 ///
 /// # Errors
@@ -165,7 +165,7 @@ impl Dataplane {
         let adopted = directory.join(name::CONFIG).exists();
         let programs = programs::Programs::open(&directory, debug).inspect_err(|_| {
             if !adopted {
-                // Nothing half set up stays behind; what another version runs stays.
+                // Nothing of ours stays half set up; what another version runs stays.
                 let _ = std::fs::remove_dir_all(&directory);
                 let _ = std::fs::remove_dir(top_directory(bpffs));
             }
@@ -199,8 +199,8 @@ impl Dataplane {
     pub fn write(&mut self, desired: &Tables) -> Result<u64, DataplaneError> {
         let maps::Applied { writes, excluded } =
             maps::apply(&mut self.maps, &self.programs, &mut self.present, desired)?;
-        // The programs ask the table of flows first: what was outside and is in
-        // the mesh now would keep its translation for as long as it is used.
+        // The programs look up the NAT table first: flows to a destination that has joined
+        // the mesh would be masqueraded for as long as they last.
         if !excluded.is_empty() {
             self.nat_gc()?.forget(&excluded)?;
         }
@@ -236,7 +236,7 @@ impl Dataplane {
         self.attachments.list()
     }
 
-    /// Follows what routers say of the way to nodes, and notifies of news.
+    /// Reads the path MTUs that routers report, and notifies when that of a node changes.
     /// Must be called inside a tokio runtime.
     ///
     /// # Errors
@@ -294,7 +294,7 @@ impl Dataplane {
     }
 }
 
-/// Reads the counters whenever somebody asks.
+/// A handle on the counters, for as long as the process lives.
 pub struct CounterReader(PerCpuArray<MapData, u64>);
 
 impl std::fmt::Debug for CounterReader {
@@ -358,7 +358,7 @@ pub fn remove(bpffs: &Path) -> Vec<DataplaneError> {
 }
 
 /// Removes everything pinned, and with the links the programs on TCX hooks;
-/// answers how many pins there were.
+/// returns how many pins there were.
 ///
 /// # Errors
 /// Says what stays, and why.

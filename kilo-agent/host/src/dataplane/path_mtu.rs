@@ -1,5 +1,5 @@
-//! What paths to nodes carry. Programs report ICMP errors about steered packets;
-//! what the path then says itself is kept for as long as it may hold true.
+//! Path MTUs towards nodes. Programs report ICMP errors about steered packets; the path is
+//! then probed, and what the probe finds is kept for as long as it may hold true.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -24,7 +24,7 @@ use crate::net::path_probe;
 
 /// How long an answer holds (RFC 1191, section 6.3).
 const LIFETIME: Duration = Duration::from_secs(600);
-/// Below these no link may go: anything less is somebody's attempt to slow us
+/// No link may carry less than these: a smaller value is an attempt to slow this host
 /// down (Linux's `min_pmtu`; RFC 8200, section 5).
 const MIN_V4: u32 = 552;
 const MIN_V6: u32 = 1280;
@@ -38,7 +38,7 @@ pub struct PathMtus(Arc<Mutex<Known>>);
 #[derive(Debug, Default)]
 struct Known {
     found: BTreeMap<IpAddr, (u32, Instant)>,
-    /// Nodes the path to which is being asked.
+    /// Nodes whose path is being probed.
     asked: BTreeSet<IpAddr>,
 }
 
@@ -47,14 +47,14 @@ impl PathMtus {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// What holds now; older answers are forgotten.
+    /// MTUs that still hold; older ones are dropped.
     pub fn current(&self, now: Instant) -> BTreeMap<IpAddr, u32> {
         let mut known = self.known();
         known.found.retain(|_, (_, since)| now - *since < LIFETIME);
         known.found.iter().map(|(remote, (mtu, _))| (*remote, *mtu)).collect()
     }
 
-    /// Takes what a path was found to carry; true when that is news.
+    /// Records what a probe has found; true when that is less than what was known.
     fn learn(&self, remote: IpAddr, mtu: u32, now: Instant) -> bool {
         let mtu = mtu.max(if remote.is_ipv6() { MIN_V6 } else { MIN_V4 });
         let mut known = self.known();
@@ -67,7 +67,7 @@ impl PathMtus {
         }
     }
 
-    /// True when the path is to be asked now: [`Self::answered`] has to follow.
+    /// True when the path is to be probed now; [`Self::answered`] must be called afterwards.
     fn ask(&self, remote: IpAddr) -> bool {
         let mut known = self.known();
         known.asked.len() < ASKED_AT_A_TIME && known.asked.insert(remote)
@@ -77,7 +77,7 @@ impl PathMtus {
         self.known().asked.remove(&remote);
     }
 
-    /// Asks the path whether it really does not carry what a report says.
+    /// Probes whether the path really does not carry what a report says.
     async fn verify(self, remote: IpAddr, size: u32, notify: Arc<Notify>) {
         let carried = path_probe::smaller_than(size, remote).await;
         self.answered(remote);
@@ -96,7 +96,7 @@ impl PathMtus {
     }
 }
 
-/// Reads reports for as long as the runtime lives, and notifies of what paths say.
+/// Reads reports for as long as the runtime lives, and notifies when a path MTU changes.
 pub fn follow(directory: &Path, known: PathMtus, notify: Arc<Notify>) -> Result<(), DataplaneError> {
     let data = MapData::from_pin(directory.join(name::PATH_MTU))?;
     let ring = RingBuf::try_from(Map::RingBuf(data))?;

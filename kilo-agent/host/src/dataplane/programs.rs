@@ -225,7 +225,7 @@ fn pin_anew(
     // Now that all maps are there.
     let pins = pins(directory)?.ok_or("a map is not pinned")?;
     let all = directory.join(PINS);
-    // First, so that what an agent leaves that ends meanwhile is no mixture.
+    // Removed first: an agent that ends half way must not leave pins of two loads.
     match fs::remove_dir_all(&all).or_else(|_| fs::remove_file(&all)) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error.into()),
         _ => {}
@@ -255,7 +255,7 @@ fn load_late(pins: &Path) -> Result<BTreeMap<&'static str, SchedClassifier>, Cau
     if self::pins(maps)?.as_deref() != Some(pins) {
         return Err(format!("pins in {} were removed or replaced; restart kg", maps.display()).into());
     }
-    // Of an attempt that failed half way: one of them shares its memory with no other.
+    // Pins of an attempt that failed half way: their programs do not share memory with those of the next.
     remove_late(pins)?;
     let mut object = load::object(maps, false)?;
     load_programs(&mut object, |name| ON_DEMAND.contains(&name))?;

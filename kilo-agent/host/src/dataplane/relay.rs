@@ -2,7 +2,10 @@
 
 use std::{collections::BTreeMap, path::Path};
 
-use aya::maps::{HashMap, Map, MapData, RingBuf};
+use aya::{
+    Pod,
+    maps::{HashMap, Map, MapData, RingBuf},
+};
 use kilo_common::{
     map_table::name,
     relay::{Heard, Port},
@@ -65,23 +68,8 @@ impl RelayMaps {
     /// # Errors
     /// When the map refuses a write.
     pub fn write_ports(&mut self, desired: &BTreeMap<u16, Port>) -> Result<usize, DataplaneError> {
-        let mut writes = 0;
-        let gone: Vec<u16> =
-            self.held_ports.keys().filter(|port| !desired.contains_key(port)).copied().collect();
-        for port in gone {
-            self.ports.remove(&u32::from(port))?;
-            self.held_ports.remove(&port);
-            writes += 1;
-        }
-        for (number, port) in desired {
-            let same = |held: &Port| Port { packets: 0, ..*held } == Port { packets: 0, ..*port };
-            if !self.held_ports.get(number).is_some_and(same) {
-                self.ports.insert(u32::from(*number), port, 0)?;
-                self.held_ports.insert(*number, *port);
-                writes += 1;
-            }
-        }
-        Ok(writes)
+        let is_same = |held: &Port, port: &Port| Port { packets: 0, ..*held } == Port { packets: 0, ..*port };
+        bring(&mut self.ports, &mut self.held_ports, desired, is_same)
     }
 
     /// Brings the keys to the desired content; returns the number of writes.
@@ -89,22 +77,33 @@ impl RelayMaps {
     /// # Errors
     /// When the map refuses a write.
     pub fn write_keys(&mut self, desired: &BTreeMap<u64, [u64; 2]>) -> Result<usize, DataplaneError> {
-        let mut writes = 0;
-        let gone: Vec<u64> = self.held_keys.keys().filter(|id| !desired.contains_key(id)).copied().collect();
-        for id in gone {
-            self.keys.remove(&id)?;
-            self.held_keys.remove(&id);
+        bring(&mut self.keys, &mut self.held_keys, desired, PartialEq::eq)
+    }
+}
+
+/// Writes what differs between the content of a map as it was written last and as it shall be; returns the number
+/// of writes.
+fn bring<K: Copy + Ord + Into<M>, M: Pod, V: Pod>(
+    map: &mut HashMap<MapData, M, V>,
+    held: &mut BTreeMap<K, V>,
+    desired: &BTreeMap<K, V>,
+    is_same: impl Fn(&V, &V) -> bool,
+) -> Result<usize, DataplaneError> {
+    let mut writes = 0;
+    let gone: Vec<K> = held.keys().filter(|key| !desired.contains_key(key)).copied().collect();
+    for key in gone {
+        map.remove(&key.into())?;
+        held.remove(&key);
+        writes += 1;
+    }
+    for (key, value) in desired {
+        if !held.get(key).is_some_and(|held| is_same(held, value)) {
+            map.insert((*key).into(), *value, 0)?;
+            held.insert(*key, *value);
             writes += 1;
         }
-        for (id, key) in desired {
-            if self.held_keys.get(id) != Some(key) {
-                self.keys.insert(id, key, 0)?;
-                self.held_keys.insert(*id, *key);
-                writes += 1;
-            }
-        }
-        Ok(writes)
     }
+    Ok(writes)
 }
 
 impl RelayRing {

@@ -20,29 +20,30 @@ pub type Neighbour = (u32, IpAddr);
 /// Default of `gc_thresh1`: so few neighbours the kernel always keeps.
 const ALWAYS: usize = 128;
 
-/// What an operator should do about a table of neighbours that is too small for the nodes which this one reaches
-/// without WireGuard, by addresses of the family of `own`; `None` when it is large enough or its size cannot be read.
+/// What an operator should do about a table of neighbours that is too small for these addresses, which this host sends
+/// to with no router between; `None` when it is large enough or its size cannot be read.
 ///
-/// The kernel has one table for all network namespaces of the machine. From `gc_thresh2` on it forgets neighbours that
-/// were not used for seconds, and beyond `gc_thresh3` it takes no new ones and drops their packets
+/// The kernel has one table a family for all network namespaces of the machine. From `gc_thresh2` on it forgets
+/// neighbours that were not used for seconds, and beyond `gc_thresh3` it takes no new ones and drops their packets
 /// (kernel Documentation/networking/ip-sysctl).
-pub fn table_warning(nodes: usize, own: IpAddr) -> Option<String> {
-    if nodes <= ALWAYS {
-        return None;
-    }
-    let family = if own.is_ipv4() { "ipv4" } else { "ipv6" };
-    let path = format!("/proc/sys/net/{family}/neigh/default/gc_thresh2");
-    let size = fs::read_to_string(path).ok()?.trim().parse().ok()?;
-    warning(nodes, size, family)
+pub fn table_warning(neighbours: impl Iterator<Item = IpAddr>) -> Option<String> {
+    let (v4, v6): (Vec<_>, Vec<_>) = neighbours.partition(IpAddr::is_ipv4);
+    [("ipv4", v4.len()), ("ipv6", v6.len())].into_iter().find_map(|(family, count)| {
+        if count <= ALWAYS {
+            return None;
+        }
+        let path = format!("/proc/sys/net/{family}/neigh/default/gc_thresh2");
+        warning(count, fs::read_to_string(path).ok()?.trim().parse().ok()?, family)
+    })
 }
 
-fn warning(nodes: usize, size: usize, family: &str) -> Option<String> {
-    let wanted = (nodes * 4).next_power_of_two();
-    (nodes > size).then(|| {
+fn warning(count: usize, size: usize, family: &str) -> Option<String> {
+    let wanted = (count * 4).next_power_of_two();
+    (count > size).then(|| {
         format!(
-            "this location has {nodes} nodes, and the kernel's table of neighbours is made for {size} in all \
-             containers of this host together; when it is full, packets to nodes are lost (\"neighbor table overflow\" \
-             in the kernel's log): sysctl net.{family}.neigh.default.gc_thresh3={} \
+            "this node sends to {count} nodes and peers on its own networks, and the kernel's table of neighbours is \
+             made for {size} in all containers of this host together; when it is full, packets to nodes are lost \
+             (\"neighbor table overflow\" in the kernel's log): sysctl net.{family}.neigh.default.gc_thresh3={} \
              net.{family}.neigh.default.gc_thresh2={wanted}",
             wanted * 2
         )
@@ -120,10 +121,10 @@ mod tests {
     use super::warning;
 
     #[test]
-    fn a_table_smaller_than_the_location_is_warned_of_with_sizes_that_suffice() {
+    fn a_table_smaller_than_the_neighbours_is_warned_of_with_sizes_that_suffice() {
         assert_eq!(warning(512, 512, "ipv4"), None);
         let text = warning(1000, 512, "ipv6").expect("a warning");
-        assert!(text.contains("has 1000 nodes") && text.contains("made for 512"), "{text}");
+        assert!(text.contains("sends to 1000 nodes") && text.contains("made for 512"), "{text}");
         assert!(
             text.ends_with("net.ipv6.neigh.default.gc_thresh3=8192 net.ipv6.neigh.default.gc_thresh2=4096"),
             "{text}"

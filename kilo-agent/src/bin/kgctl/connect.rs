@@ -3,6 +3,7 @@
 mod closed;
 mod following;
 mod greeting;
+mod origin;
 
 use std::{
     collections::BTreeMap,
@@ -17,8 +18,7 @@ use anyhow::{Context as _, Result, bail};
 use clap::Args;
 use ipnet::IpNet;
 use kilo_agent::{
-    backend::{Backend as _, file::FileBackend, kubernetes},
-    cli::{BackendKind, LogLevel, parse_bool, parse_duration, parse_port},
+    cli::{LogLevel, parse_bool, parse_duration, parse_port},
     resolve::Resolver,
 };
 use kilo_core::{
@@ -36,32 +36,22 @@ use kilo_host::{
     net::{Net, routes},
     wireguard::private_key,
 };
-use kube::{
-    Api, ResourceExt as _,
-    api::{DeleteParams, Patch, PatchParams, PostParams, Preconditions},
-};
-use tokio::{
-    signal::unix::{SignalKind, signal},
-    sync::watch::Receiver,
-};
+use tokio::signal::unix::{SignalKind, signal};
 
 use self::{
     closed::Closed,
     following::Following,
     greeting::{Greeting, Next},
+    origin::Origin,
 };
 use crate::{
-    cluster::Cluster,
     complete,
     progress::{self, Progress},
-    refusal::Asked,
     source::{self, Flags},
 };
 
-/// When following gateways is tried again, which has failed.
+/// After following gateways has failed, until it is tried again.
 const AGAIN: Duration = Duration::from_secs(300);
-/// Label of Peer objects that go with the connection.
-const MANAGED: (&str, &str) = ("app.kubernetes.io/managed-by", "kgctl-connect");
 
 #[derive(Args, Debug)]
 #[command(after_help = "Examples:
@@ -115,142 +105,11 @@ pub struct ConnectArgs {
     flags: Flags,
 }
 
-/// Where nodes come from, and where the own Peer is kept.
-enum Source {
-    Kubernetes {
-        cluster: Box<Cluster>,
-        backend: Box<kubernetes::KubernetesBackend>,
-        peers: Box<Api<peer::Peer>>,
-    },
-    File(FileBackend),
-}
-
-impl Source {
-    async fn start(flags: &Flags) -> Result<Self> {
-        match flags.backend {
-            BackendKind::File => {
-                let directory = source::directory(flags)?;
-                Ok(Self::File(FileBackend::start(directory, &flags.mesh.shape.topology_label).await?))
-            }
-            BackendKind::Kubernetes => {
-                let cluster = Cluster::open(&flags.mesh.api).await?;
-                // First as it is now, since a refusal says more here than in a watch.
-                cluster.snapshot(&flags.mesh.shape.topology_label).await?;
-                let client = cluster.client.clone();
-                let label = &flags.mesh.shape.topology_label;
-                let backend = kubernetes::KubernetesBackend::start(client.clone(), None, label).await?;
-                Ok(Self::Kubernetes {
-                    cluster: Box::new(cluster),
-                    backend: Box::new(backend),
-                    peers: Box::new(Api::all(client)),
-                })
-            }
-        }
-    }
-
-    fn watch(&self) -> Receiver<Arc<Snapshot>> {
-        match self {
-            Self::Kubernetes { backend, .. } => backend.watch(),
-            Self::File(backend) => backend.watch(),
-        }
-    }
-
-    /// Whether there is a Peer object of this name, valid or not.
-    async fn has_peer(&self, name: &str) -> Result<bool> {
-        Ok(match self {
-            Self::File(backend) => backend.watch().borrow().peers.contains_key(name),
-            Self::Kubernetes { cluster, peers, .. } => {
-                cluster.ask(Asked::new("get", "peers"), peers.get_opt(name)).await?.is_some()
-            }
-        })
-    }
-
-    /// The Peer object as it is, or made from `wanted`.
-    async fn ensure(&self, wanted: &Peer) -> Result<Peer> {
-        let found = match self {
-            Self::File(backend) => {
-                let found = backend.watch().borrow().peers.get(&wanted.name).cloned();
-                found.with_context(|| {
-                    let object = serde_yaml_ng::to_string(&peer::to_object(wanted)).unwrap_or_default();
-                    format!("there is no Peer of that name; put it into the directory:\n{object}")
-                })?
-            }
-            Self::Kubernetes { cluster, peers, .. } => match cluster
-                .ask(Asked::new("get", "peers"), peers.get_opt(&wanted.name))
-                .await?
-            {
-                Some(object) => peer::from_object(&object)
-                    .with_context(|| format!("Peer {:?} is invalid", wanted.name))?,
-                None => {
-                    let mut object = peer::to_object(wanted);
-                    let label = (MANAGED.0.to_owned(), MANAGED.1.to_owned());
-                    object.metadata.labels = Some([label].into());
-                    let parameters = PostParams::default();
-                    cluster.ask(Asked::new("create", "peers"), peers.create(&parameters, &object)).await?;
-                    tracing::info!(peer = wanted.name, "created Peer object");
-                    wanted.clone()
-                }
-            },
-        };
-        if found.public_key != wanted.public_key {
-            bail!(
-                "Peer {:?} exists with another key; give its private key with --private-key, or choose another name",
-                wanted.name
-            );
-        }
-        if wanted.follows == found.follows {
-            return Ok(found);
-        }
-        // What another run has left says what nodes send to: both ways it has to be what this machine does.
-        if let Err(error) = self.annotate(&wanted.name, wanted.follows).await {
-            tracing::warn!(
-                "{}; until then this machine and nodes may use different gateways",
-                error_chain(error.as_ref())
-            );
-            return Ok(found);
-        }
-        Ok(Peer { follows: wanted.follows && matches!(self, Self::Kubernetes { .. }), ..found })
-    }
-
-    /// Says in the Peer object whether this machine follows gateways.
-    async fn annotate(&self, name: &str, follows: bool) -> Result<()> {
-        let Self::Kubernetes { cluster, peers, .. } = self else {
-            let said = if follows { "put in" } else { "remove" };
-            tracing::warn!("{said} the annotation {}=true of Peer {name} in the directory", peer::FOLLOWS);
-            return Ok(());
-        };
-        let patch =
-            serde_json::json!({"metadata": {"annotations": {peer::FOLLOWS: follows.then_some("true")}}});
-        let (parameters, patch) = (PatchParams::default(), Patch::Merge(&patch));
-        let patched = peers.patch_metadata(name, &parameters, &patch);
-        cluster.ask(Asked::new("patch", "peers"), patched).await.map(drop)
-    }
-
-    /// Deletes the Peer object if it was made here; else nobody follows any more.
-    async fn release(&self, wanted: &Peer) -> Result<()> {
-        let Self::Kubernetes { cluster, peers, .. } = self else { return Ok(()) };
-        let read = cluster.ask(Asked::new("get", "peers"), peers.get_opt(&wanted.name)).await?;
-        let Some(object) = read else { return Ok(()) };
-        let label = object.metadata.labels.as_ref().and_then(|labels| labels.get(MANAGED.0));
-        let ours = label.is_some_and(|label| label == MANAGED.1)
-            && object.spec.public_key.trim() == wanted.public_key.to_string();
-        if ours {
-            // Not one that somebody has made anew meanwhile.
-            let preconditions = Preconditions { uid: object.metadata.uid, resource_version: None };
-            let parameters = DeleteParams { preconditions: Some(preconditions), ..DeleteParams::default() };
-            cluster.ask(Asked::new("delete", "peers"), peers.delete(&wanted.name, &parameters)).await?;
-        } else if object.annotations().contains_key(peer::FOLLOWS) {
-            self.annotate(&wanted.name, false).await?;
-        }
-        Ok(())
-    }
-}
-
 /// Connects and stays connected until SIGINT, SIGTERM or SIGHUP (a terminal that is closed).
 pub async fn run(args: &ConnectArgs) -> Result<String> {
     let flags = &args.flags;
     log_to_stderr(args.log_level);
-    // First of all, so that no signal ends it half way.
+    // Before anything else, so that no signal ends this half way.
     let (mut terminate, mut interrupt) = (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?);
     let mut hangup = signal(SignalKind::hangup())?;
     let name = match &args.peer {
@@ -273,49 +132,18 @@ pub async fn run(args: &ConnectArgs) -> Result<String> {
     };
     let _lock = lock::interface(Path::new(lock::STATE), &args.interface)?;
     let progress = Progress::new("connecting", 0);
-    let source = Source::start(flags).await?;
+    let origin = Origin::start(flags).await?;
     // A new key only for a new peer: it would be of no use with another's.
     let key = match existing {
         Some(key) => key,
-        None if source.has_peer(&name).await? => bail!(
+        None if origin.has_peer(&name).await? => bail!(
             "Peer {name:?} exists, and its private key is not in {}; give the file by --private-key, or choose \
              another name",
             path.display()
         ),
         None => private_key::load_or_create(&path)?,
     };
-    let wanted = Peer {
-        name: name.clone(),
-        allowed_ips: vec![args.allowed_ip],
-        endpoint: None,
-        persistent_keepalive: args.persistent_keepalive.into(),
-        preshared_key: None,
-        public_key: key.public(),
-        follows: false,
-    };
-    let mut connection = Connection {
-        net: Net::new()?,
-        source,
-        resolver: Resolver::waiting(),
-        following: Following::new(&key.public()),
-        not_before: None,
-        stand_bys: args.stand_bys.into(),
-        options: Options {
-            peer: name,
-            port: args.port,
-            mtu: args.mtu,
-            persistent_keepalive: args.persistent_keepalive,
-            more_prefixes: args.allowed_ips.clone(),
-        },
-        interface,
-        wanted,
-        key,
-        planned: WireguardPlan::default(),
-        closed: Closed::default(),
-        unrouted: Vec::new(),
-        warned: BTreeMap::new(),
-        progress: Some(progress),
-    };
+    let mut connection = Connection::new(args, name, key, (origin, interface), progress)?;
     connection.check_alone().await?;
     let ended = tokio::select! {
         ended = connection.keep(args.resync_period, flags) => ended,
@@ -339,30 +167,73 @@ pub async fn run(args: &ConnectArgs) -> Result<String> {
 
 struct Connection {
     net: Net,
-    source: Source,
+    origin: Origin,
     resolver: Resolver,
     following: Following,
-    /// When following is tried again, which has failed.
+    /// After following gateways has failed: not tried again before this.
     not_before: Option<Instant>,
     stand_bys: usize,
     options: Options,
     interface: interface::Options,
     wanted: Peer,
     key: SecretKey,
-    /// What the device is to have.
+    /// The device's configuration as planned last.
     planned: WireguardPlan,
-    /// What nothing in clear goes to.
+    /// Prefixes to which nothing is sent in clear.
     closed: Closed,
-    /// Prefixes without route, as last told.
+    /// Prefixes without route, as warned of last.
     unrouted: Vec<IpNet>,
-    /// Locations that somebody leads whom this machine does not hold, as last told.
+    /// Locations whose leader this machine does not hold as a peer, as warned of last.
     warned: BTreeMap<String, String>,
-    /// Until it stands.
+    /// Shown until the connection stands.
     progress: Option<Progress>,
 }
 
 impl Connection {
-    /// Routes of ours are recognised by their protocol alone: one that manages them is enough.
+    /// Of the machine with this name and key.
+    fn new(
+        args: &ConnectArgs,
+        name: String,
+        key: SecretKey,
+        (origin, interface): (Origin, interface::Options),
+        progress: Progress,
+    ) -> Result<Self> {
+        let wanted = Peer {
+            name: name.clone(),
+            allowed_ips: vec![args.allowed_ip],
+            endpoint: None,
+            persistent_keepalive: args.persistent_keepalive.into(),
+            preshared_key: None,
+            public_key: key.public(),
+            follows: false,
+        };
+        let options = Options {
+            peer: name,
+            port: args.port,
+            mtu: args.mtu,
+            persistent_keepalive: args.persistent_keepalive,
+            more_prefixes: args.allowed_ips.clone(),
+        };
+        Ok(Self {
+            net: Net::new()?,
+            origin,
+            resolver: Resolver::waiting(),
+            following: Following::new(&key.public()),
+            not_before: None,
+            stand_bys: args.stand_bys.into(),
+            options,
+            interface,
+            wanted,
+            key,
+            planned: WireguardPlan::default(),
+            closed: Closed::default(),
+            unrouted: Vec::new(),
+            warned: BTreeMap::new(),
+            progress: Some(progress),
+        })
+    }
+
+    /// Our routes are recognised by their protocol alone, so only one process may manage them.
     async fn check_alone(&self) -> Result<()> {
         let links = self.net.links().await?;
         for found in routes::read(self.net.rtnl()).await? {
@@ -394,15 +265,15 @@ impl Connection {
 
     /// Keeps everything as it should be; ends only when the first try fails.
     async fn keep(&mut self, resync: Duration, flags: &Flags) -> Result<()> {
-        let mut snapshots = self.source.watch();
+        let mut snapshots = self.origin.watch();
         let mut ticks = tokio::time::interval(resync.max(Duration::from_millis(100)));
         ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
         let first = Arc::clone(&snapshots.borrow_and_update());
         self.decide(&first, flags);
-        // The rest only once there is the Peer: the API server may be one of the nodes.
+        // Nodes' addresses only once there is the Peer: the API server may be one of the nodes.
         let pods = vpn_peer::pods(&source::mesh_as_told(&first, &flags.mesh)?);
         closed::begin(&self.net, pods).await?;
-        let mut peer = self.source.ensure(&self.wanted).await?;
+        let mut peer = self.origin.ensure(&self.wanted).await?;
         let mut connected = false;
         loop {
             let mut check_peer = false;
@@ -412,7 +283,7 @@ impl Connection {
             }
             if check_peer {
                 self.decide(&snapshots.borrow_and_update(), flags);
-                match self.source.ensure(&self.wanted).await {
+                match self.origin.ensure(&self.wanted).await {
                     Ok(found) => peer = found,
                     // The tunnels go on without the API server.
                     Err(error) => tracing::warn!("{}", error_chain(error.as_ref())),
@@ -486,7 +357,7 @@ impl Connection {
     /// Reads, plans, writes what differs; returns the number of writes.
     async fn sync(&mut self, snapshot: &Snapshot, peer: &Peer, flags: &Flags) -> Result<usize> {
         let mut snapshot = snapshot.clone();
-        // Just made, it may not have come back yet.
+        // A Peer that was just created may not have arrived by the watch yet.
         let own = Arc::make_mut(&mut snapshot.peers).entry(peer.name.clone()).or_insert_with(|| peer.clone());
         own.follows &= self.wanted.follows;
         let follows = own.follows;
@@ -501,10 +372,12 @@ impl Connection {
         let resolved: BTreeMap<String, IpAddr> = self.resolver.resolve(&mesh).await;
         let (interface, created) = Interface::ensure(&self.net, &self.interface, None).await?;
         let state = interface.device.read().await?;
-        // Who carries what as it was claimed until now, after the device was read: what is claimed from here on is
-        // not moved back, because it does not differ from what was read.
+        // The claims again, now that the device was read: prefixes that are claimed from here on are not moved back,
+        // because the plan does not differ from what was read.
         let mesh = mesh.with_acting(self.stand_bys, Arc::new(self.following.acting()));
-        let plan = vpn_peer::plan(&mesh, &self.options, &resolved).context("the Peer is not in the mesh")?;
+        let networks = closed::networks(&self.net, interface.index).await?;
+        let plan = vpn_peer::plan(&mesh, &self.options, &resolved, &networks);
+        let plan = plan.context("the Peer is not in the mesh")?;
         let ConnectPlan { wireguard, mut net, unrouted } = plan;
         if net.addresses.iter().all(signal_id::is_control) {
             bail!("Peer {:?} has no address for this machine: an earlier peer has it", peer.name);
@@ -516,7 +389,7 @@ impl Connection {
             self.unrouted = unrouted;
         }
         let mut writes = usize::from(created);
-        // What the kernel refuses here does not keep the tunnel from following the mesh.
+        // A refusal is reported at the end: the tunnel follows the mesh all the same.
         let closed = self.closed.before(&self.net, &mut net, &wireguard).await;
         writes += interface.device.apply(&diff(&state, &wireguard, &self.key)).await?;
         writes += self.net.apply(&net, interface.index).await?;
@@ -527,7 +400,7 @@ impl Connection {
                 AGAIN.as_secs()
             );
             (self.wanted.follows, self.not_before) = (false, Some(Instant::now() + AGAIN));
-            self.source.annotate(&self.wanted.name, false).await?;
+            self.origin.annotate(&self.wanted.name, false).await?;
         }
         self.planned = wireguard;
         self.warn_of_stand_bys(&mesh);
@@ -551,10 +424,10 @@ impl Connection {
     /// The interface stays, and nobody follows gateways any more: it gets what a static configuration has.
     async fn leave_as_is(&mut self, flags: &Flags) -> Result<()> {
         self.wanted.follows = false;
-        let (snapshot, peer) = (Arc::clone(&self.source.watch().borrow()), self.wanted.clone());
+        let (snapshot, peer) = (Arc::clone(&self.origin.watch().borrow()), self.wanted.clone());
         // Also while the API server is away.
         self.sync(&snapshot, &peer, flags).await?;
-        self.source.annotate(&self.wanted.name, false).await
+        self.origin.annotate(&self.wanted.name, false).await
     }
 
     /// Takes everything back; returns what could not be.
@@ -569,7 +442,7 @@ impl Connection {
         {
             problems.push(error.to_string());
         }
-        if let Err(error) = self.source.release(&self.wanted).await {
+        if let Err(error) = self.origin.release(&self.wanted).await {
             problems.push(format!(
                 "Peer {} stays as it is; kubectl delete peer {0} if it is this machine's alone, else kubectl annotate \
                  peer {0} {}-: {}",

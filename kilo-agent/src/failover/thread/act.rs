@@ -21,12 +21,8 @@ impl Thread {
         for output in out {
             match output {
                 Output::Probe { nonce, way } => self.probe(site, nonce, way),
-                // An announcement that waits is answered as a question is, and must not be lost for one.
-                Output::Lan(node, signal)
-                    if signal.kind == Kind::Roll
-                        && self.asks.get(&node).is_some_and(|waits| waits.kind == Kind::Announce) => {}
                 Output::Lan(node, signal) if matches!(signal.kind, Kind::Roll | Kind::Announce) => {
-                    self.asks.insert(node, signal);
+                    self.asks.add(node, signal);
                 }
                 Output::Lan(node, signal) => self.send_lan(site, node, &signal),
                 Output::Tunnel(far, signal) => {
@@ -55,12 +51,8 @@ impl Thread {
     /// discards what it knows, and the ring has room for some hundred answers.
     pub(super) fn send_asks(&mut self, site: &Site) {
         for _ in 0..BURST {
-            let next = self.asks.range(self.asks_from..).next().or_else(|| self.asks.first_key_value());
-            let Some(node) = next.map(|(node, _)| *node) else { return };
-            self.asks_from = node.wrapping_add(1);
-            if let Some(signal) = self.asks.remove(&node) {
-                self.send_lan(site, node, &signal);
-            }
+            let Some((node, signal)) = self.asks.take_next() else { return };
+            self.send_lan(site, node, &signal);
         }
     }
 

@@ -14,7 +14,7 @@ use tokio::sync::Mutex;
 
 use super::report::{DropHelp, Report, Verdict};
 use crate::{
-    http::Turns,
+    http::AnswerLimit,
     status::{AgentStatus, Timestamp},
 };
 
@@ -30,7 +30,7 @@ type Making = Pin<Box<dyn Future<Output = Report> + Send>>;
 pub struct Feed {
     source: Arc<dyn Fn() -> Making + Send + Sync>,
     /// Accounts for reports that listeners have not read yet.
-    turns: Turns,
+    answer_limit: AnswerLimit,
     last: Arc<Mutex<Option<(Instant, Shared)>>>,
 }
 
@@ -62,12 +62,12 @@ struct Now<'a> {
 }
 
 impl Feed {
-    /// Asks `source` for reports; those that wait to be read count among the answers of `turns`.
-    pub fn new<F>(turns: Turns, source: impl Fn() -> F + Send + Sync + 'static) -> Self
+    /// Asks `source` for reports; those that wait to be read count among the answers of `answer_limit`.
+    pub fn new<F>(answer_limit: AnswerLimit, source: impl Fn() -> F + Send + Sync + 'static) -> Self
     where
         F: Future<Output = Report> + Send + 'static,
     {
-        Self { source: Arc::new(move || Box::pin(source())), turns, last: Arc::default() }
+        Self { source: Arc::new(move || Box::pin(source())), answer_limit, last: Arc::default() }
     }
 
     /// How it is at this moment.
@@ -91,7 +91,9 @@ impl Feed {
         *last = None;
         let started = Instant::now();
         let made = shared(self.report().await)?;
-        let (Some(whole), Some(now)) = (self.turns.account(made.whole), self.turns.account(made.now)) else {
+        let (Some(whole), Some(now)) =
+            (self.answer_limit.account(made.whole), self.answer_limit.account(made.now))
+        else {
             return Ok(None);
         };
         let shared = Shared { whole, now, ..made };
@@ -128,7 +130,7 @@ mod tests {
 
     #[tokio::test]
     async fn reports_that_nobody_reads_are_bounded_in_all() {
-        let feed = Feed::new(Turns::default(), || async {
+        let feed = Feed::new(AnswerLimit::default(), || async {
             let problems = [("peer/x".to_owned(), "x".repeat(10 << 20))];
             Report::new(Status { problems: problems.into(), ..Status::default() }, Vec::new())
         });

@@ -61,7 +61,7 @@ impl Server {
         let (sender, view) = watch::channel(Arc::new(View::default()));
         let health = Health::new(Instant::now(), Duration::from_secs(600));
         let mut context = http::Context::new(health, Metrics::default(), view, Graph::default()).behind(gate);
-        context.page = Page::new(Feed::new(context.turns.clone(), move || {
+        context.page = Page::new(Feed::new(context.answer_limit.clone(), move || {
             let report = shown.lock().unwrap().clone();
             async move { report }
         }));

@@ -1,5 +1,5 @@
-//! What is for the mesh goes through its tunnel or nowhere, from before there is one: routes that answer
-//! `unreachable` stand behind those of the tunnel.
+//! Packets for the mesh go through its tunnel or nowhere, also before there is one: behind the routes into the tunnel
+//! stand `unreachable` routes to the same prefixes.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -11,10 +11,10 @@ use ipnet::IpNet;
 use kilo_core::{net::NetPlan, wireguard::WireguardPlan};
 use kilo_host::net::{Net, NetError};
 
-/// How long what is no longer the mesh's stays unreachable: connections there are open, and a node may come back.
+/// How long a prefix that left the mesh stays unreachable: connections to it are open, and a node may come back.
 const KEPT: Duration = Duration::from_secs(60);
 
-/// Prefixes that nothing is sent to in clear.
+/// Prefixes to which nothing is sent in clear.
 #[derive(Debug, Default)]
 pub struct Closed {
     /// When each was planned last.
@@ -29,8 +29,15 @@ pub async fn begin(net: &Net, mut prefixes: BTreeSet<IpNet>) -> Result<usize, Ne
     net.close(&NetPlan { unreachable: prefixes, ..NetPlan::default() }).await
 }
 
+/// Networks that this machine is in by other interfaces than the WireGuard device.
+pub async fn networks(net: &Net, own: u32) -> Result<Vec<IpNet>, NetError> {
+    let links = net.links().await?;
+    let others = links.iter().filter(|link| link.up && !link.loopback && link.index != own);
+    Ok(others.flat_map(|link| &link.addresses).map(|address| address.net).collect())
+}
+
 impl Closed {
-    /// Completes a plan of the whole mesh, and makes unreachable what is new in it, before it is applied.
+    /// Adds former prefixes to a plan of the whole mesh, and adds its `unreachable` routes before it is applied.
     pub async fn before(
         &mut self,
         net: &Net,
@@ -47,14 +54,14 @@ impl Closed {
         Ok(writes)
     }
 
-    /// Adds what was planned a moment ago and is not any more.
+    /// Adds prefixes that were planned a moment ago and no longer are.
     fn complete(&mut self, plan: &mut NetPlan, wireguard: &WireguardPlan, now: Instant) {
         let routes: BTreeSet<IpNet> = plan.routes.iter().map(|route| route.destination).collect();
         let closed = plan.routes.iter().filter(|route| route.closed).map(|route| route.destination);
         self.planned.extend(closed.chain(plan.unreachable.iter().copied()).map(|prefix| (prefix, now)));
         self.planned.retain(|_, last| now.saturating_duration_since(*last) < KEPT);
         let endpoints = || wireguard.peers.values().filter_map(|peer| peer.endpoint);
-        // WireGuard's own packets have to get there.
+        // WireGuard's own packets must get there.
         let is_outer = |prefix: &IpNet| endpoints().any(|endpoint| prefix.contains(&endpoint.ip()));
         let former = self.planned.keys().filter(|prefix| !routes.contains(*prefix) && !is_outer(prefix));
         plan.unreachable.extend(former);

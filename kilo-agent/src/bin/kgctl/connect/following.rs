@@ -1,4 +1,4 @@
-//! Following gateways: a task that hears their claims beside everything that waits for the API server.
+//! Following gateways: a task that receives their claims, and never waits for the API server.
 
 use std::{
     ffi::OsString,
@@ -27,7 +27,7 @@ use tokio::{
     time::{Instant, sleep, sleep_until},
 };
 
-/// Whether an interface with this MTU has IPv6 here, which signals inside tunnels are.
+/// Whether an interface with this MTU can carry IPv6 here: signals inside tunnels are IPv6.
 pub fn is_possible(mtu: u32) -> bool {
     // RFC 8200, section 5.
     const LEAST: u32 = 1280;
@@ -38,11 +38,11 @@ pub fn is_possible(mtu: u32) -> bool {
     mtu >= LEAST && is_on("all") && is_on("default")
 }
 
-/// A socket that hears what WireGuard has decrypted, and nothing else: what it has not proves nothing of its sender.
+/// A socket that receives only what WireGuard has decrypted: nothing else proves who sent it.
 fn socket(control: Ipv6Addr, device: &str) -> Result<UdpSocket> {
     let flags = SockFlag::SOCK_NONBLOCK | SockFlag::SOCK_CLOEXEC;
     let socket = nix::sys::socket::socket(AddressFamily::Inet6, SockType::Datagram, flags, None)?;
-    // Before it has an address.
+    // Before it has an address, so that nothing else is received meanwhile.
     setsockopt(&socket, BindToDevice, &OsString::from(device))?;
     bind(socket.as_raw_fd(), &SockaddrIn6::from(SocketAddrV6::new(control, PORT, 0, 0)))?;
     Ok(UdpSocket::from_std(socket.into())?)
@@ -56,7 +56,7 @@ pub struct Following {
 
 struct Shared {
     follow: Mutex<Follow>,
-    /// There are other gateways, which are to be reported.
+    /// The gateways are others than before: each is greeted.
     changed: Notify,
 }
 
@@ -73,12 +73,12 @@ impl Following {
         Self { control: signal_id::control_address(key), shared: Arc::new(shared), task: None }
     }
 
-    /// Who carries what, as far as it was claimed.
+    /// Which gateway carries what, as claimed so far.
     pub fn acting(&self) -> Acting {
         self.shared.follow().acting()
     }
 
-    /// Goes on with what was planned and applied, on this device, which has the control address by now.
+    /// Follows the gateways of a plan that was applied to this device; the device has the control address by then.
     pub fn go_on(&mut self, mesh: &Mesh, plan: &WireguardPlan, device: &Device) -> Result<()> {
         if self.shared.follow().locations_are(mesh, plan) {
             self.shared.changed.notify_one();
@@ -88,18 +88,18 @@ impl Following {
             return Ok(());
         }
         self.stop();
-        let socket = socket(self.control, device.name()).context("hear what gateways claim")?;
+        let socket = socket(self.control, device.name()).context("listen for claims of gateways")?;
         let task = run(Arc::clone(&self.shared), socket, device.clone());
         self.task = Some((index, tokio::spawn(task)));
         Ok(())
     }
 
-    /// Whether claims are heard.
+    /// Whether claims are received.
     pub const fn is_on(&self) -> bool {
         self.task.is_some()
     }
 
-    /// Says to every gateway that this machine is there.
+    /// Announces this machine to every gateway.
     pub fn greet(&self) {
         self.shared.changed.notify_one();
     }
@@ -133,12 +133,12 @@ async fn run(shared: Arc<Shared>, socket: UdpSocket, device: Device) {
                 Ok((length, from)) => {
                     let heard = shared.follow().hears(from.ip(), &bytes[..length], micros());
                     heard.unwrap_or_else(|why| {
-                        tracing::debug!(%from, why, "what a gateway said counts nothing");
+                        tracing::debug!(%from, why, "ignoring a signal of a gateway");
                         Vec::new()
                     })
                 }
                 Err(error) => {
-                    tracing::warn!(%error, "failed to hear what gateways claim; trying again");
+                    tracing::warn!(%error, "failed to receive claims of gateways; trying again");
                     sleep(Duration::from_secs(1)).await;
                     continue;
                 }
@@ -158,16 +158,18 @@ async fn perform(acts: Vec<Act>, socket: &UdpSocket, device: &Device) {
     for act in acts {
         match act {
             Act::Move(peer, prefixes) => match device.claim(peer, &prefixes) {
-                Ok(()) => tracing::info!(%peer, prefixes = prefixes.len(), "another gateway carries these"),
+                Ok(()) => {
+                    tracing::info!(%peer, prefixes = prefixes.len(), "prefixes moved to another gateway");
+                }
                 Err(error) => {
-                    tracing::error!(%error, "failed to move prefixes to another gateway; it says so again");
+                    tracing::error!(%error, "failed to move prefixes to another gateway; it repeats its claim");
                     return;
                 }
             },
             Act::Send(to, bytes) => {
                 // A gateway that nobody has reached yet has no endpoint.
                 if let Err(error) = socket.send_to(&bytes, (IpAddr::V6(to), PORT)).await {
-                    tracing::debug!(%error, %to, "not sent to a gateway");
+                    tracing::debug!(%error, %to, "failed to send a signal to a gateway");
                 }
             }
         }

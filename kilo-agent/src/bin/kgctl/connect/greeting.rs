@@ -10,11 +10,11 @@ use kilo_core::wireguard::{DeviceState, WireguardPlan, key::PublicKey};
 
 /// Between two looks at the device.
 pub const LOOK: Duration = Duration::from_millis(100);
-/// A handshake that is not answered begins anew, where WireGuard itself would wait for 5 s: after this long first, in
-/// which an answer comes from anywhere on Earth, then after a quarter of the time since the first of all, so that slower
-/// ones are waited for, too.
+/// A handshake without answer is repeated sooner than after WireGuard's own 5 s: at first after this time, in which an
+/// answer arrives from anywhere on Earth, then after a quarter of the time since the first one, which leaves slow answers
+/// the time they need.
 const AGAIN: Duration = Duration::from_millis(300);
-/// Who has not answered by then may not be reached from here at all.
+/// A gateway that has not answered by then may not be reachable from here at all.
 const LIMIT: Duration = Duration::from_secs(8);
 
 /// What is to be done now.
@@ -22,9 +22,9 @@ const LIMIT: Duration = Duration::from_secs(8);
 pub enum Next {
     /// To look again after [`LOOK`].
     Wait,
-    /// These peers are to be made anew: then their handshakes begin at once.
+    /// Remove these peers and add them again: that starts their handshakes at once.
     Again(Vec<PublicKey>),
-    /// All have answered, but these.
+    /// All but these have answered.
     Done(Vec<PublicKey>),
 }
 
@@ -33,7 +33,7 @@ pub enum Next {
 pub struct Greeting {
     began: Instant,
     asked: Instant,
-    /// Who had not answered when last looked at; `None`: nobody has looked.
+    /// Peers without answer at the last look; `None`: there was none yet.
     silent: Option<BTreeSet<PublicKey>>,
 }
 
@@ -43,15 +43,15 @@ impl Greeting {
         Self { began: now, asked: now, silent: None }
     }
 
-    /// Whether anybody has answered since the last look, of whom these have not. Who answers now has heard nothing of
-    /// this machine so far, may lead already, and says so when it is greeted.
+    /// Whether any peer has answered since the last look; `silent` are those that have not. A gateway that answers only now
+    /// did not know this machine before, may lead already, and says so when it is greeted.
     pub fn is_answered(&mut self, silent: &[PublicKey]) -> bool {
         let now: BTreeSet<PublicKey> = silent.iter().copied().collect();
         let before = self.silent.replace(now.clone());
         before.is_none_or(|before| !before.is_subset(&now))
     }
 
-    /// What follows of these, which have not answered.
+    /// What to do about these peers, which have not answered.
     pub fn next(&mut self, silent: Vec<PublicKey>, now: Instant) -> Next {
         if silent.is_empty() || now.duration_since(self.began) >= LIMIT {
             return Next::Done(silent);

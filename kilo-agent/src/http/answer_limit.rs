@@ -19,14 +19,14 @@ const UNREAD: usize = 64 << 10;
 /// How long a request waits for its turn.
 const PATIENCE: Duration = Duration::from_secs(5);
 
-/// Turns of the requests of one server.
+/// Limit of one server.
 #[derive(Clone, Debug)]
-pub struct Turns {
+pub struct AnswerLimit {
     working: Arc<Semaphore>,
     unread: Arc<Semaphore>,
 }
 
-impl Default for Turns {
+impl Default for AnswerLimit {
     fn default() -> Self {
         Self { working: Arc::new(Semaphore::new(WORKING)), unread: Arc::new(Semaphore::new(UNREAD)) }
     }
@@ -44,7 +44,7 @@ impl AsRef<[u8]> for Unread {
     }
 }
 
-impl Turns {
+impl AnswerLimit {
     /// Does the work when it is its turn; says that the agent is busy when that
     /// does not come, or too much is waiting to be read.
     pub async fn answer(&self, work: impl Future<Output = Answer>) -> Answer {
@@ -73,15 +73,15 @@ mod tests {
 
     #[tokio::test]
     async fn what_nobody_reads_is_bounded() {
-        let turns = Turns::default();
+        let answer_limit = AnswerLimit::default();
         let large = || async { text(StatusCode::OK, vec![b'x'; 20 << 20]) };
         let mut held = Vec::new();
         for _ in 0..3 {
-            held.push(turns.answer(large()).await);
+            held.push(answer_limit.answer(large()).await);
         }
         assert!(held.iter().all(|answer| answer.status() == StatusCode::OK));
-        assert_eq!(turns.answer(large()).await.status(), StatusCode::SERVICE_UNAVAILABLE);
+        assert_eq!(answer_limit.answer(large()).await.status(), StatusCode::SERVICE_UNAVAILABLE);
         held.pop();
-        assert_eq!(turns.answer(large()).await.status(), StatusCode::OK);
+        assert_eq!(answer_limit.answer(large()).await.status(), StatusCode::OK);
     }
 }

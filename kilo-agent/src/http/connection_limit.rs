@@ -20,7 +20,7 @@ type Open = Arc<Mutex<BTreeMap<u64, (IpAddr, CancellationToken)>>>;
 
 /// The places of one server.
 #[derive(Debug, Default)]
-pub struct Places {
+pub struct ConnectionLimit {
     elsewhere: Open,
     on_node: Open,
     next: u64,
@@ -41,7 +41,7 @@ impl Drop for Place {
     }
 }
 
-impl Places {
+impl ConnectionLimit {
     /// A place for a connection from `client` to the address `own`.
     pub fn take(&mut self, client: SocketAddr, own: SocketAddr) -> Place {
         let [client, own] = [client.ip().to_canonical(), own.ip().to_canonical()];
@@ -84,7 +84,7 @@ mod tests {
 
     #[test]
     fn who_holds_most_makes_room_and_the_node_keeps_its_own_places() {
-        let (mut places, node) = (Places::default(), address("10.0.0.1:1107"));
+        let (mut places, node) = (ConnectionLimit::default(), address("10.0.0.1:1107"));
         let scraper = places.take(address("10.0.0.9:1"), node);
         let greedy: Vec<Place> = (0..400).map(|_| places.take(address("10.0.0.8:1"), node)).collect();
         let lost = greedy.iter().filter(|place| place.lost.is_cancelled()).count();

@@ -1,0 +1,161 @@
+//! Where nodes come from, and where the own Peer is kept.
+
+use std::sync::Arc;
+
+use anyhow::{Context as _, Result, bail};
+use kilo_agent::{
+    backend::{Backend as _, file::FileBackend, kubernetes},
+    cli::BackendKind,
+};
+use kilo_core::{
+    errors::error_chain,
+    objects::{Snapshot, peer},
+    topology::Peer,
+};
+use kube::{
+    Api, ResourceExt as _,
+    api::{DeleteParams, Patch, PatchParams, PostParams, Preconditions},
+};
+use tokio::sync::watch::Receiver;
+
+use crate::{
+    cluster::Cluster,
+    refusal::Asked,
+    source::{self, Flags},
+};
+
+/// Label of Peer objects that go with the connection.
+const MANAGED: (&str, &str) = ("app.kubernetes.io/managed-by", "kgctl-connect");
+
+/// The API server, or a directory of files.
+pub enum Origin {
+    Kubernetes {
+        cluster: Box<Cluster>,
+        backend: Box<kubernetes::KubernetesBackend>,
+        peers: Box<Api<peer::Peer>>,
+    },
+    File(FileBackend),
+}
+
+impl Origin {
+    /// Reads everything once, so that a refusal is reported here and not by a watch.
+    pub async fn start(flags: &Flags) -> Result<Self> {
+        match flags.backend {
+            BackendKind::File => {
+                let directory = source::directory(flags)?;
+                Ok(Self::File(FileBackend::start(directory, &flags.mesh.shape.topology_label).await?))
+            }
+            BackendKind::Kubernetes => {
+                let cluster = Cluster::open(&flags.mesh.api).await?;
+                // First as it is now, since a refusal says more here than in a watch.
+                cluster.snapshot(&flags.mesh.shape.topology_label).await?;
+                let client = cluster.client.clone();
+                let label = &flags.mesh.shape.topology_label;
+                let backend = kubernetes::KubernetesBackend::start(client.clone(), None, label).await?;
+                Ok(Self::Kubernetes {
+                    cluster: Box::new(cluster),
+                    backend: Box::new(backend),
+                    peers: Box::new(Api::all(client)),
+                })
+            }
+        }
+    }
+
+    /// The objects as they are, and each change.
+    pub fn watch(&self) -> Receiver<Arc<Snapshot>> {
+        match self {
+            Self::Kubernetes { backend, .. } => backend.watch(),
+            Self::File(backend) => backend.watch(),
+        }
+    }
+
+    /// Whether there is a Peer object of this name, valid or not.
+    pub async fn has_peer(&self, name: &str) -> Result<bool> {
+        Ok(match self {
+            Self::File(backend) => backend.watch().borrow().peers.contains_key(name),
+            Self::Kubernetes { cluster, peers, .. } => {
+                cluster.ask(Asked::new("get", "peers"), peers.get_opt(name)).await?.is_some()
+            }
+        })
+    }
+
+    /// The Peer object as it is, or made from `wanted`.
+    pub async fn ensure(&self, wanted: &Peer) -> Result<Peer> {
+        let found = match self {
+            Self::File(backend) => {
+                let found = backend.watch().borrow().peers.get(&wanted.name).cloned();
+                found.with_context(|| {
+                    let object = serde_yaml_ng::to_string(&peer::to_object(wanted)).unwrap_or_default();
+                    format!("there is no Peer of that name; put it into the directory:\n{object}")
+                })?
+            }
+            Self::Kubernetes { cluster, peers, .. } => match cluster
+                .ask(Asked::new("get", "peers"), peers.get_opt(&wanted.name))
+                .await?
+            {
+                Some(object) => peer::from_object(&object)
+                    .with_context(|| format!("Peer {:?} is invalid", wanted.name))?,
+                None => {
+                    let mut object = peer::to_object(wanted);
+                    let label = (MANAGED.0.to_owned(), MANAGED.1.to_owned());
+                    object.metadata.labels = Some([label].into());
+                    let parameters = PostParams::default();
+                    cluster.ask(Asked::new("create", "peers"), peers.create(&parameters, &object)).await?;
+                    tracing::info!(peer = wanted.name, "created Peer object");
+                    wanted.clone()
+                }
+            },
+        };
+        if found.public_key != wanted.public_key {
+            bail!(
+                "Peer {:?} exists with another key; give its private key with --private-key, or choose another name",
+                wanted.name
+            );
+        }
+        if wanted.follows == found.follows {
+            return Ok(found);
+        }
+        // What another run has left says what nodes send to: both ways it has to be what this machine does.
+        if let Err(error) = self.annotate(&wanted.name, wanted.follows).await {
+            tracing::warn!(
+                "{}; until then this machine and nodes may use different gateways",
+                error_chain(error.as_ref())
+            );
+            return Ok(found);
+        }
+        Ok(Peer { follows: wanted.follows && matches!(self, Self::Kubernetes { .. }), ..found })
+    }
+
+    /// Says in the Peer object whether this machine follows gateways.
+    pub async fn annotate(&self, name: &str, follows: bool) -> Result<()> {
+        let Self::Kubernetes { cluster, peers, .. } = self else {
+            let said = if follows { "put in" } else { "remove" };
+            tracing::warn!("{said} the annotation {}=true of Peer {name} in the directory", peer::FOLLOWS);
+            return Ok(());
+        };
+        let patch =
+            serde_json::json!({"metadata": {"annotations": {peer::FOLLOWS: follows.then_some("true")}}});
+        let (parameters, patch) = (PatchParams::default(), Patch::Merge(&patch));
+        let patched = peers.patch_metadata(name, &parameters, &patch);
+        cluster.ask(Asked::new("patch", "peers"), patched).await.map(drop)
+    }
+
+    /// Deletes the Peer object if it was made here; else nobody follows any more.
+    pub async fn release(&self, wanted: &Peer) -> Result<()> {
+        let Self::Kubernetes { cluster, peers, .. } = self else { return Ok(()) };
+        let read = cluster.ask(Asked::new("get", "peers"), peers.get_opt(&wanted.name)).await?;
+        let Some(object) = read else { return Ok(()) };
+        let label = object.metadata.labels.as_ref().and_then(|labels| labels.get(MANAGED.0));
+        let ours = label.is_some_and(|label| label == MANAGED.1)
+            && object.spec.public_key.trim() == wanted.public_key.to_string();
+        if ours {
+            // Not one that somebody has made anew meanwhile.
+            let preconditions = Preconditions { uid: object.metadata.uid, resource_version: None };
+            let parameters = DeleteParams { preconditions: Some(preconditions), ..DeleteParams::default() };
+            cluster.ask(Asked::new("delete", "peers"), peers.delete(&wanted.name, &parameters)).await?;
+        } else if object.annotations().contains_key(peer::FOLLOWS) {
+            self.annotate(&wanted.name, false).await?;
+        }
+        Ok(())
+    }
+}
