@@ -163,6 +163,7 @@ impl Dataplane {
         let directory = pin_directory(bpffs);
         make_directory(&directory)?;
         let adopted = directory.join(name::CONFIG).exists();
+        let are_new = load::has_no_maps(&directory);
         let programs = programs::Programs::open(&directory, debug).inspect_err(|_| {
             if !adopted {
                 // Nothing half set up stays behind; what another version runs stays.
@@ -171,7 +172,8 @@ impl Dataplane {
             }
         })?;
         let mut maps = load::PinnedMaps::of(directory.clone());
-        let present = maps::read_all(&mut maps)?;
+        // Maps that were just made are empty; reading 65,536 places that say so is a tenth of a first start.
+        let present = if are_new { maps::Content::default() } else { maps::read_all(&mut maps)? };
         let attachments = attach::Attachments::new(mode, link_directory(bpffs));
         Ok(Self { programs, maps, directory, present, attachments })
     }
