@@ -347,6 +347,8 @@ impl<B: Backend> Agent<B> {
                     if !std::mem::replace(&mut self.state.applied, true) {
                         // What was needed to list and to compute everything for the first time.
                         kilo_host::memory::give_back();
+                        // Now that pods are not kept waiting by it.
+                        self.dataplane.load_late_beside();
                     }
                     if self.publisher.is_settled() {
                         self.succeeded();

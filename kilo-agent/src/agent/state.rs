@@ -59,12 +59,12 @@ impl State {
 
 impl Known {
     /// Nodes that take part, the own one as last found.
-    pub fn ready_nodes(&self) -> impl Iterator<Item = &Node> {
+    pub fn ready_nodes(&self) -> impl Iterator<Item = &Node> + Clone {
         among(with_own(&self.snapshot.nodes, self.own.as_ref()), &self.ready).map(|node| &**node)
     }
 
     /// Nodes that have lost their private address, as they were with it.
-    pub fn without_address(&self) -> impl Iterator<Item = &Node> {
+    pub fn without_address(&self) -> impl Iterator<Item = &Node> + Clone {
         self.without_address.iter().map(|node| &**node)
     }
 }

@@ -9,7 +9,6 @@
 //! down): what is sent there must not leave in clear when the address comes back.
 
 use std::{
-    cell::Cell,
     collections::BTreeMap,
     fs,
     io::{self, Read as _},
@@ -26,10 +25,14 @@ use kilo_core::topology::{Node, Peer};
 
 /// Name of the file, beside the private key.
 pub const FILE: &str = "last-good.json";
+/// How the names of files begin that are to become it.
+const UNFINISHED: &str = ".last-good-";
 /// What the file says it is.
 const FORMAT: &str = "kilo-last-good/1";
 /// Two writes are at least this far apart.
 const PACE: Duration = Duration::from_secs(10);
+/// Bytes that are written with one call: 1,000 nodes are some 700 kB.
+const BUFFER: usize = 256 << 10;
 /// 10,000 nodes are some 10 MB; nothing longer is ours.
 const LONGEST: u64 = 256 << 20;
 
@@ -67,34 +70,41 @@ struct Written<'a, N: Serialize, W: Serialize, P: Serialize> {
     peers: P,
 }
 
-/// A list whose members are made when they are written, once.
-struct Each<I>(Cell<Option<I>>);
+/// A list whose members are made when they are written.
+struct Each<I>(I);
 
-impl<I> Each<I> {
-    const fn of(members: I) -> Self {
-        Self(Cell::new(Some(members)))
-    }
-}
-
-impl<I: Iterator<Item: Serialize>> Serialize for Each<I> {
+impl<I: Iterator<Item: Serialize> + Clone> Serialize for Each<I> {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        serializer.collect_seq(self.0.take().into_iter().flatten())
+        serializer.collect_seq(self.0.clone())
     }
 }
 
-/// A file, and the hash of what is written to it.
-struct Hashed<W>(W, Sha256);
+/// The hash of what is written to it.
+#[derive(Default)]
+struct Hash(Sha256);
 
-impl<W: io::Write> io::Write for Hashed<W> {
+impl Hash {
+    fn digest(self) -> [u8; 32] {
+        self.0.finalize().into()
+    }
+}
+
+impl io::Write for Hash {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        let length = self.0.write(bytes)?;
-        self.1.update(&bytes[..length]);
-        Ok(length)
+        self.0.update(bytes);
+        Ok(bytes.len())
     }
 
     fn flush(&mut self) -> io::Result<()> {
-        self.0.flush()
+        Ok(())
     }
+}
+
+/// Writes something into `to`, with few calls.
+fn write_to<W: io::Write>(to: W, content: &impl Serialize) -> io::Result<W> {
+    let mut buffer = io::BufWriter::with_capacity(BUFFER, to);
+    serde_json::to_writer(&mut buffer, content)?;
+    buffer.into_inner().map_err(io::IntoInnerError::into_error)
 }
 
 /// Writes the file.
@@ -102,13 +112,15 @@ impl<W: io::Write> io::Write for Hashed<W> {
 pub struct LastGood {
     path: PathBuf,
     node: String,
+    /// Hash of what the file holds; of what an earlier agent left once it is asked for.
     written: Option<[u8; 32]>,
     looked: Option<Instant>,
 }
 
 impl LastGood {
-    /// For the agent of `node`.
+    /// For the agent of `node`. What an agent has left that was killed while it wrote is removed.
     pub fn new(path: &Path, node: &str) -> Self {
+        remove_unfinished(path);
         Self { path: path.to_owned(), node: node.to_owned(), written: None, looked: None }
     }
 
@@ -118,46 +130,74 @@ impl LastGood {
     }
 
     /// Keeps these nodes, those that have lost their private address as they were with it, and
-    /// peers, when they differ from what was written last and that was some seconds ago; else
-    /// a later call does. Returns whether it wrote.
+    /// peers, when they differ from what the file holds and the last call was some seconds ago; else
+    /// a later call does. Returns whether it wrote. Without a difference no file is opened for writing.
     ///
     /// # Errors
     /// When the file cannot be written; the old one then stays.
     pub fn keep<'a>(
         &mut self,
-        nodes: impl Iterator<Item = &'a Node>,
-        without_address: impl Iterator<Item = &'a Node>,
-        peers: impl Iterator<Item = &'a Peer>,
+        nodes: impl Iterator<Item = &'a Node> + Clone,
+        without_address: impl Iterator<Item = &'a Node> + Clone,
+        peers: impl Iterator<Item = &'a Peer> + Clone,
         now: Instant,
     ) -> io::Result<bool> {
         if !self.is_due(now) {
             return Ok(false);
         }
         self.looked = Some(now);
-        let directory = self.path.parent().unwrap_or(Path::new("."));
-        // Temporary files of this kind are made with mode 0600.
-        let file = tempfile::NamedTempFile::new_in(directory)?;
-        let mut file = io::BufWriter::new(Hashed(file, Sha256::new()));
-        let mut without_address = without_address.peekable();
-        let is_lost = without_address.peek().is_some();
+        let is_lost = without_address.clone().next().is_some();
         let content = Written {
             format: FORMAT,
             node: &self.node,
-            nodes: Each::of(nodes.map(|node| node::to_object(node, 0))),
-            without_address: is_lost.then(|| Each::of(without_address.map(|node| node::to_object(node, 0)))),
-            peers: Each::of(peers.map(peer::to_object)),
+            nodes: Each(nodes.map(|node| node::to_object(node, 0))),
+            without_address: is_lost.then(|| Each(without_address.map(|node| node::to_object(node, 0)))),
+            peers: Each(peers.map(peer::to_object)),
         };
-        serde_json::to_writer(&mut file, &content)?;
-        let Hashed(file, digest) = file.into_inner().map_err(io::IntoInnerError::into_error)?;
-        let digest = digest.finalize().into();
-        if self.written == Some(digest) {
+        let digest = Some(write_to(Hash::default(), &content)?.digest());
+        if self.written.or_else(|| digest_of(&self.path)) == digest {
+            self.written = digest;
             return Ok(false);
         }
+        // Temporary files of this kind are made with mode 0600.
+        let file = tempfile::Builder::new().prefix(UNFINISHED).tempfile_in(directory(&self.path))?;
+        let file = write_to(file, &content)?;
         file.as_file().sync_all()?;
         file.persist(&self.path)?;
-        self.written = Some(digest);
+        self.written = digest;
         Ok(true)
     }
+}
+
+fn directory(path: &Path) -> &Path {
+    path.parent().unwrap_or(Path::new("."))
+}
+
+/// Of a file that is there and can be read.
+fn digest_of(path: &Path) -> Option<[u8; 32]> {
+    let mut hash = Hash::default();
+    io::copy(&mut fs::File::open(path).ok()?.take(LONGEST), &mut hash).ok()?;
+    Some(hash.digest())
+}
+
+/// Removes files that were to become this one. Nobody else writes here: an agent holds a lock.
+fn remove_unfinished(path: &Path) {
+    for entry in fs::read_dir(directory(path)).into_iter().flatten().flatten() {
+        let is_ours = entry.file_name().to_str().is_some_and(|name| name.starts_with(UNFINISHED));
+        if (is_ours || is_unfinished_of_before(&entry.path())) && fs::remove_file(entry.path()).is_ok() {
+            tracing::info!(path = %entry.path().display(), "removed a file that an earlier agent did not finish");
+        }
+    }
+}
+
+/// Agents up to 0.1.0 left the library to name them: told by how they begin.
+fn is_unfinished_of_before(path: &Path) -> bool {
+    let is_temporary = path.file_name().is_some_and(|name| name.as_encoded_bytes().starts_with(b".tmp"));
+    let begin = format!("{{\"format\":\"{FORMAT}\"");
+    let mut found = vec![0; begin.len()];
+    is_temporary
+        && fs::File::open(path).and_then(|mut file| file.read_exact(&mut found)).is_ok()
+        && found == begin.as_bytes()
 }
 
 /// The nodes of the file, without `node` itself, each with the private address that it had last;
@@ -293,6 +333,62 @@ mod tests {
         );
         assert!(file.keep([moved()].iter(), iter::empty(), [].iter(), start + PACE * 2).unwrap());
         assert_eq!(load(&path, "a").unwrap().unwrap().nodes["a"].location, "there");
+    }
+
+    /// Names and numbers of the files there, each of which every write makes anew.
+    fn files(directory: &Path) -> Vec<(String, u64)> {
+        use std::os::unix::fs::MetadataExt as _;
+        let entries = fs::read_dir(directory).unwrap().map(Result::unwrap);
+        entries
+            .map(|entry| (entry.file_name().into_string().unwrap(), entry.metadata().unwrap().ino()))
+            .collect()
+    }
+
+    #[test]
+    fn what_did_not_change_opens_no_file_for_writing_after_a_restart_either() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join(FILE);
+        let keep = |file: &mut LastGood, nodes: &[Node], now| {
+            file.keep(nodes.iter(), iter::empty(), [peer()].iter(), now)
+        };
+        let start = Instant::now();
+        let mut file = LastGood::new(&path, "a");
+        assert!(keep(&mut file, &[node("a"), node("b")], start).unwrap());
+        let written = files(directory.path());
+        // A directory that is not there takes no file, not even for a moment.
+        let aside = directory.path().with_extension("aside");
+        fs::rename(directory.path(), &aside).unwrap();
+        assert!(!keep(&mut file, &[node("a"), node("b")], start + PACE).unwrap(), "nothing changed");
+        assert!(keep(&mut file, &[node("a")], start + PACE * 2).is_err(), "and this is how a write fails");
+        fs::rename(&aside, directory.path()).unwrap();
+        let mut next = LastGood::new(&path, "a");
+        assert!(!keep(&mut next, &[node("a"), node("b")], start).unwrap(), "an earlier agent has written it");
+        assert_eq!(files(directory.path()), written);
+        assert!(keep(&mut next, &[node("a")], start + PACE).unwrap());
+        assert_ne!(files(directory.path()), written);
+    }
+
+    #[test]
+    fn a_write_that_was_interrupted_leaves_the_old_file_and_nothing_for_long() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join(FILE);
+        let keep = |nodes: &[Node]| {
+            LastGood::new(&path, "a").keep(nodes.iter(), iter::empty(), [].iter(), Instant::now())
+        };
+        assert!(keep(&[node("a")]).unwrap());
+        let half = &fs::read(&path).unwrap()[..40];
+        for left in [".last-good-Xy12zA", ".tmpAb3dEf"] {
+            fs::write(directory.path().join(left), half).unwrap();
+        }
+        // Of others, who may write here what they like.
+        for foreign in [".tmpOthers", "key", "last-good-notes"] {
+            fs::write(directory.path().join(foreign), "x").unwrap();
+        }
+        assert!(!keep(&[node("a")]).unwrap());
+        let mut names: Vec<_> = files(directory.path()).into_iter().map(|(name, _)| name).collect();
+        names.sort();
+        assert_eq!(names, [".tmpOthers", "key", "last-good-notes", FILE]);
+        assert_eq!(load(&path, "a").unwrap().unwrap().nodes["a"], node("a"));
     }
 
     #[test]

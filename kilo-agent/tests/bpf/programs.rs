@@ -3,13 +3,17 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
 use std::{
-    collections::BTreeMap,
+    collections::{BTreeMap, BTreeSet},
     fs,
     os::unix::fs::PermissionsExt as _,
     path::{Path, PathBuf},
+    time::{Duration, Instant},
 };
 
-use kilo_host::dataplane::{Dataplane, ON_DEMAND, PROGRAMS, pin_directory};
+use kilo_host::{
+    dataplane::{Dataplane, Interfaces, ON_DEMAND, PROGRAMS, pin_directory},
+    net::Net,
+};
 
 use crate::{netns, support};
 
@@ -188,6 +192,61 @@ fn what_is_left_of_a_late_load_goes_before_the_next() {
     assert_eq!(second.loaded(), ON_DEMAND.len(), "both are of one load");
     let build = pins(fs.path())["l3_egress"].parent().unwrap().to_owned();
     assert_eq!(fs::read_dir(build).unwrap().count(), PROGRAMS.len(), "no program has two pins");
+}
+
+/// An uplink that needs them finds them there, and a data path that is closed meanwhile leaves no half.
+#[test]
+fn a_thread_loads_what_is_loaded_late_and_ends_with_the_data_path() {
+    let Some(fs) = support::bpffs() else { return };
+    let mut dataplane = Dataplane::open(fs.path(), false).unwrap();
+    dataplane.load_late_beside();
+    dataplane.load_late_beside();
+    drop(dataplane);
+    assert_eq!(pins(fs.path()).len(), PROGRAMS.len(), "pinned when the data path is closed");
+    let mut next = Dataplane::open(fs.path(), false).unwrap();
+    next.load_late_beside();
+    assert_eq!((next.program("l3_ingress").is_ok(), next.loaded()), (true, 0), "nothing is left to load");
+    drop(next);
+    let Some(fs) = support::bpffs() else { return };
+    let mut dataplane = Dataplane::open(fs.path(), false).unwrap();
+    dataplane.load_late_beside();
+    let pinned = || pins(fs.path()).get("l3_egress").is_some();
+    let deadline = Instant::now() + Duration::from_secs(20);
+    while !pinned() {
+        assert!(Instant::now() < deadline, "no thread loads them");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    assert_eq!(dataplane.loaded(), ALWAYS, "nobody has asked for them");
+    dataplane.write(&support::leader_tables()).unwrap();
+    let ran = support::packet::run(&mut dataplane, "l3_ingress", &without_link_layer());
+    assert!(ran.counted.contains(&"unknown_sender"), "{ran:?}");
+    assert_eq!(dataplane.loaded(), PROGRAMS.len());
+}
+
+/// What the verifier refuses costs a tenth of a second, and it refuses it again.
+#[test]
+fn what_the_kernel_refuses_it_is_asked_again_when_something_changed() {
+    netns::isolated("what_the_kernel_refuses_it_is_asked_again_when_something_changed", || async {
+        let mut dataplane = Dataplane::open(Path::new("/run/bpf"), false).unwrap();
+        let error = |dataplane: &mut Dataplane| dataplane.program("l3_ingress").map(drop).unwrap_err();
+        netns::without_effective_rights(|| {
+            let first = error(&mut dataplane).to_string();
+            assert!(first.contains("not permitted"), "{first}");
+        });
+        // Now it would not refuse them.
+        let second = error(&mut dataplane).to_string();
+        assert!(second.contains("not asked again yet"), "{second}");
+        dataplane.load_late_beside();
+        let third = error(&mut dataplane).to_string();
+        assert!(third.contains("not asked again yet"), "nor by a thread: {third}");
+        let (net, none, tun) = (Net::new().unwrap(), BTreeSet::new(), BTreeSet::from([7]));
+        for (layer3, is_asked) in [(&none, false), (&tun, true)] {
+            // Nothing is attached, but what has appeared is said.
+            let interfaces = Interfaces { kilo: u32::MAX, uplinks: &none, layer3, tunnels: &none };
+            drop(dataplane.attach(&net, interfaces).await.unwrap());
+            assert_eq!(dataplane.program("l3_ingress").is_ok(), is_asked, "{layer3:?}");
+        }
+    });
 }
 
 /// Pins save the next agent's time. This one works without.

@@ -134,11 +134,27 @@ pub fn take_the_rights_of_the_daemonset() {
     let names = added.lines().map_while(|line| line.trim().strip_prefix("- ")?.split(' ').next());
     let mask = names.fold(0u64, |mask, name| mask | 1 << number_of_capability(name));
     let half = |half: u64| u32::try_from(half & u64::from(u32::MAX)).unwrap();
+    let (low, high) = (half(mask), half(mask >> 32));
+    capabilities(nix::libc::SYS_capset, &mut [low, low, 0, high, high, 0]);
+}
+
+/// Runs something with no capability in force on this thread, which gets them back.
+#[allow(dead_code, reason = "not every test takes them")]
+pub fn without_effective_rights(run: impl FnOnce()) {
+    let mut rights = [0; 6];
+    capabilities(nix::libc::SYS_capget, &mut rights);
+    let [_, low, low_inherited, _, high, high_inherited] = rights;
+    capabilities(nix::libc::SYS_capset, &mut [0, low, low_inherited, 0, high, high_inherited]);
+    run();
+    capabilities(nix::libc::SYS_capset, &mut rights);
+}
+
+/// Reads or writes this thread's: effective, permitted and inheritable ones, low half and high half.
+fn capabilities(call: nix::libc::c_long, data: &mut [u32; 6]) {
     // struct __user_cap_header_struct and two of __user_cap_data_struct (include/uapi/linux/capability.h).
     let header: [u32; 2] = [0x2008_0522, 0];
-    let data = [half(mask), half(mask), 0, half(mask >> 32), half(mask >> 32), 0];
     // SAFETY: both structures are complete, and outlive the call.
-    let code = unsafe { nix::libc::syscall(nix::libc::SYS_capset, header.as_ptr(), data.as_ptr()) };
+    let code = unsafe { nix::libc::syscall(call, header.as_ptr(), data.as_mut_ptr()) };
     assert_eq!(code, 0, "{}", io::Error::last_os_error());
 }
 

@@ -168,9 +168,9 @@ pub fn with_own<'a>(
 
 /// Those of `nodes` that `ready` says take part.
 pub fn among<'a>(
-    nodes: impl Iterator<Item = Known<'a>>,
+    nodes: impl Iterator<Item = Known<'a>> + Clone,
     ready: &[bool],
-) -> impl Iterator<Item = &'a Arc<Node>> {
+) -> impl Iterator<Item = &'a Arc<Node>> + Clone {
     nodes.zip(ready).filter_map(|(known, ready)| ready.then_some(known.node))
 }
 

@@ -62,13 +62,30 @@ mod tests {
         };
         let seen_elsewhere = [(key(1), at("198.51.100.7:40000")), (key(2), at("203.0.113.1:51900"))];
         let other = Node { discovered_endpoints: seen_elsewhere.into(), ..node("y", 2, false) };
+        // Which sees the relay through another one, whose place is not the relay's, and a node that is none.
+        let through = [(key(1), at("203.0.113.77:51900")), (key(2), at("203.0.113.88:40000"))];
+        let third = Node { discovered_endpoints: through.into(), ..node("x", 3, false) };
+        let relay = Node { external_ips: vec!["198.51.100.30".parse().unwrap()], ..node("z", 1, true) };
         let nodes: Nodes =
-            [node("z", 1, true), other].map(|node| CheckedIn { node, last_seen: 0 }).into_iter().collect();
+            [relay, other, third].map(|node| CheckedIn { node, last_seen: 0 }).into_iter().collect();
         let places = RelayPlaces::of(&nodes, &[(key(1), at("192.0.2.9:51820"))].into());
-        for relay in ["203.0.113.1:51830", "203.0.113.1:52829", "198.51.100.7:51900", "192.0.2.9:51900"] {
+        for relay in [
+            "203.0.113.1:51830",
+            "203.0.113.1:52829",
+            "198.51.100.7:51900",
+            "192.0.2.9:51900",
+            "198.51.100.30:51900",
+        ] {
             assert!(places.contains(at(relay)), "{relay}");
         }
-        for none in ["203.0.113.1:51820", "203.0.113.2:51900", "203.0.113.1:52830", "198.51.100.7:40000"] {
+        for none in [
+            "203.0.113.1:51820",
+            "203.0.113.2:51900",
+            "203.0.113.1:52830",
+            "198.51.100.7:40000",
+            "203.0.113.77:51900",
+            "203.0.113.88:51900",
+        ] {
             assert!(!places.contains(at(none)), "{none}");
         }
         let without = nodes

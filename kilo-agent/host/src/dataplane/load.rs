@@ -156,6 +156,11 @@ pub fn remove_unfit(directory: &Path) -> Result<(), DataplaneError> {
     Ok(())
 }
 
+/// True before the first start: all maps will be made, empty.
+pub fn has_no_maps(directory: &Path) -> bool {
+    pinned().all(|map| matches!(directory.join(map.name).try_exists(), Ok(false)))
+}
+
 /// The kernel's ids of the pinned maps, by name; `None` when one is not there.
 pub fn pinned_ids(directory: &Path) -> Result<Option<Vec<(&'static str, u32)>>, DataplaneError> {
     let id = |map: &MapSpec| {

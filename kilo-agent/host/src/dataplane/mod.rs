@@ -6,6 +6,7 @@ mod batch;
 pub mod decode;
 mod error;
 mod first_map;
+mod late;
 pub mod lead;
 pub mod led;
 mod load;
@@ -21,7 +22,7 @@ mod syscall;
 mod tcx;
 
 use std::{
-    collections::BTreeMap,
+    collections::{BTreeMap, BTreeSet},
     net::IpAddr,
     os::unix::fs::DirBuilderExt as _,
     path::{Path, PathBuf},
@@ -141,6 +142,8 @@ pub struct Dataplane {
     /// What the maps hold: read once at start, kept by every write since.
     present: maps::Content,
     attachments: attach::Attachments,
+    /// Uplinks without link-layer header, as [`Self::attach`] was told last.
+    layer3: BTreeSet<u32>,
 }
 
 impl Dataplane {
@@ -163,6 +166,7 @@ impl Dataplane {
         let directory = pin_directory(bpffs);
         make_directory(&directory)?;
         let adopted = directory.join(name::CONFIG).exists();
+        let are_new = load::has_no_maps(&directory);
         let programs = programs::Programs::open(&directory, debug).inspect_err(|_| {
             if !adopted {
                 // Nothing of ours stays half set up; what another version runs stays.
@@ -171,9 +175,10 @@ impl Dataplane {
             }
         })?;
         let mut maps = load::PinnedMaps::of(directory.clone());
-        let present = maps::read_all(&mut maps)?;
+        // Maps that were just made are empty; reading 65,536 places that say so is a tenth of a first start.
+        let present = if are_new { maps::Content::default() } else { maps::read_all(&mut maps)? };
         let attachments = attach::Attachments::new(mode, link_directory(bpffs));
-        Ok(Self { programs, maps, directory, present, attachments })
+        Ok(Self { programs, maps, directory, present, attachments, layer3: BTreeSet::new() })
     }
 
     /// Nodes that may send us steered packets, as the maps hold them.
@@ -215,10 +220,19 @@ impl Dataplane {
     /// When filters cannot be listed. An interface that refuses a program is named in
     /// [`Applied`], and keeps none of the others from getting theirs.
     pub async fn attach(&mut self, net: &Net, interfaces: Interfaces<'_>) -> Result<Applied, DataplaneError> {
+        if !interfaces.layer3.is_subset(&self.layer3) {
+            self.programs.ask_again();
+        }
+        self.layer3.clone_from(interfaces.layer3);
         let filters = net.bpf_filters(self.attachments.of_interest()).await?;
         let applied = self.attachments.apply(&mut self.programs, interfaces, &filters)?;
         load::remove_other_layouts(&self.directory)?;
         Ok(applied)
+    }
+
+    /// Begins to load [`ON_DEMAND`] in a thread, unless they are there: an uplink that needs them then has them at once.
+    pub fn load_late_beside(&mut self) {
+        self.programs.load_late_beside();
     }
 
     /// True while every attached program is still where it was put. Reads

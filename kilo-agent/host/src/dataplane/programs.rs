@@ -12,6 +12,7 @@ use std::{
     os::{fd::AsFd as _, unix::fs::DirBuilderExt as _, unix::fs::MetadataExt as _},
     path::{Path, PathBuf},
     sync::{Mutex, PoisonError},
+    thread,
 };
 
 use aya::{
@@ -22,6 +23,7 @@ use sha2::{Digest as _, Sha256};
 
 use super::{
     DataplaneError,
+    late::Late,
     load::{self, ON_DEMAND, PROGRAMS},
     program_info::{self, Identity},
 };
@@ -32,6 +34,9 @@ const PINS: &str = "programs";
 /// The kernel verifies as many at once, on as many processors: with more the longest one alone decides how long it takes.
 const THREADS: usize = 4;
 
+/// Programs by name.
+pub(super) type ByName = BTreeMap<&'static str, SchedClassifier>;
+
 /// The programs of the object.
 pub enum Programs {
     /// They are pinned, and opened from there.
@@ -39,9 +44,11 @@ pub enum Programs {
         /// Directory of the pins.
         pins: PathBuf,
         /// Those of [`ON_DEMAND`] may be missing.
-        by_name: BTreeMap<&'static str, SchedClassifier>,
+        by_name: ByName,
         /// Those of them that this process has had the kernel load.
         loaded: usize,
+        /// What became of [`ON_DEMAND`] if they are missing.
+        late: Late,
     },
     /// They end with this process and with their hooks.
     Loaded(Ebpf),
@@ -60,7 +67,7 @@ impl Programs {
             && is_ours_alone(&pins)
         {
             match open_all(&pins) {
-                Ok(by_name) => return Ok(Self::Pinned { pins, by_name, loaded: 0 }),
+                Ok(by_name) => return Ok(Self::Pinned { pins, by_name, loaded: 0, late: Late::default() }),
                 Err(error) => {
                     let (pins, error) = (pins.display(), error_chain(&*error));
                     tracing::warn!(%pins, error, "pinned BPF programs are not taken over; loading them");
@@ -85,7 +92,7 @@ impl Programs {
             // The object goes, and with it the instructions of all programs.
             Ok((pins, by_name)) => {
                 let loaded = by_name.len();
-                Ok(Self::Pinned { pins, by_name, loaded })
+                Ok(Self::Pinned { pins, by_name, loaded, late: Late::default() })
             }
             Err(error) => {
                 let (path, error) = (directory.join(PINS), error_chain(&*error));
@@ -123,16 +130,15 @@ impl Programs {
     /// The program of that name, to be attached; one of [`ON_DEMAND`] is loaded first, with the others of it.
     ///
     /// # Errors
-    /// When the object has none, or the kernel refuses to load or to pin it.
+    /// When the object has none, or the kernel refuses to load or to pin it; it is not asked again for a while.
     pub fn get_mut(&mut self, name: &'static str) -> Result<&mut SchedClassifier, DataplaneError> {
         let is_late = ON_DEMAND.contains(&name);
         match self {
-            Self::Pinned { pins, by_name, loaded } => {
+            Self::Pinned { pins, by_name, loaded, late } => {
                 if is_late && !by_name.contains_key(name) {
-                    let late = load_late(pins).map_err(DataplaneError::Load)?;
-                    *loaded += late.len();
-                    by_name.extend(late);
-                    crate::memory::give_back();
+                    let there = late.wait(pins)?;
+                    *loaded += there.len();
+                    by_name.extend(there);
                 }
                 by_name.get_mut(name).ok_or(DataplaneError::Object(name))
             }
@@ -144,6 +150,35 @@ impl Programs {
             }
         }
     }
+
+    /// Takes what a thread has loaded meanwhile; what it was refused, `late` remembers.
+    fn take_finished(&mut self) {
+        if let Self::Pinned { late, .. } = self
+            && late.is_finished()
+        {
+            for name in ON_DEMAND {
+                let _ = self.get_mut(name);
+            }
+        }
+    }
+
+    /// Begins to load [`ON_DEMAND`] in a thread, so that an interface that needs them finds them there.
+    pub fn load_late_beside(&mut self) {
+        self.take_finished();
+        if let Self::Pinned { pins, by_name, late, .. } = self
+            && !ON_DEMAND.iter().all(|name| by_name.contains_key(name))
+        {
+            late.begin(pins);
+        }
+    }
+
+    /// Something has changed: what the kernel has refused it is asked again.
+    pub fn ask_again(&mut self) {
+        self.take_finished();
+        if let Self::Pinned { late: late @ Late::Refused { .. }, .. } = self {
+            *late = Late::Unasked;
+        }
+    }
 }
 
 fn of<'a>(object: &'a mut Ebpf, name: &'static str) -> Result<&'a mut SchedClassifier, DataplaneError> {
@@ -151,7 +186,7 @@ fn of<'a>(object: &'a mut Ebpf, name: &'static str) -> Result<&'a mut SchedClass
 }
 
 /// Directory for programs of this build with these maps; `None` before all maps are there.
-fn pins(directory: &Path) -> Result<Option<PathBuf>, DataplaneError> {
+pub(super) fn pins(directory: &Path) -> Result<Option<PathBuf>, DataplaneError> {
     let Some(maps) = load::pinned_ids(directory)? else { return Ok(None) };
     let mut build = Sha256::new();
     build.update(Sha256::digest(env!("CARGO_PKG_VERSION")));
@@ -194,7 +229,7 @@ fn is_ours_alone(pins: &Path) -> bool {
 
 /// Opens the programs' pins, if the kernel says of each that it is what its name says. Of [`ON_DEMAND`] all are
 /// there or none.
-fn open_all(pins: &Path) -> Result<BTreeMap<&'static str, SchedClassifier>, Cause> {
+pub(super) fn open_all(pins: &Path) -> Result<ByName, Cause> {
     let mut there = BTreeMap::new();
     for entry in fs::read_dir(pins)? {
         let path = entry?.path();
@@ -218,10 +253,7 @@ fn open_all(pins: &Path) -> Result<BTreeMap<&'static str, SchedClassifier>, Caus
 
 /// Pins the programs of an object in the place of all others, and opens the pins. Programs of
 /// others that are on hooks stay there: their links hold them.
-fn pin_anew(
-    directory: &Path,
-    object: &mut Ebpf,
-) -> Result<(PathBuf, BTreeMap<&'static str, SchedClassifier>), Cause> {
+fn pin_anew(directory: &Path, object: &mut Ebpf) -> Result<(PathBuf, ByName), Cause> {
     // Now that all maps are there.
     let pins = pins(directory)?.ok_or("a map is not pinned")?;
     let all = directory.join(PINS);
@@ -237,7 +269,7 @@ fn pin_anew(
 }
 
 /// Pins what the kernel has loaded of an object.
-fn pin_loaded(pins: &Path, object: &mut Ebpf) -> Result<(), Cause> {
+pub(super) fn pin_loaded(pins: &Path, object: &mut Ebpf) -> Result<(), Cause> {
     for name in PROGRAMS {
         let program = of(object, name)?;
         if program.fd().is_ok() {
@@ -248,39 +280,15 @@ fn pin_loaded(pins: &Path, object: &mut Ebpf) -> Result<(), Cause> {
     Ok(())
 }
 
-/// Loads [`ON_DEMAND`] beside the programs that are pinned, with the same pinned maps, and opens their pins.
-fn load_late(pins: &Path) -> Result<BTreeMap<&'static str, SchedClassifier>, Cause> {
-    let maps = pins.ancestors().nth(2).ok_or("programs are pinned nowhere")?;
-    // A map that is no longer there would be made anew, and nobody would fill it.
-    if self::pins(maps)?.as_deref() != Some(pins) {
-        return Err(format!("pins in {} were removed or replaced; restart kg", maps.display()).into());
-    }
-    // Pins of an attempt that failed half way: their programs do not share memory with those of the next.
-    remove_late(pins)?;
-    let mut object = load::object(maps, false)?;
-    load_programs(&mut object, |name| ON_DEMAND.contains(&name))?;
-    pin_loaded(pins, &mut object)?;
-    let all = open_all(pins)?;
-    Ok(all.into_iter().filter(|(name, _)| ON_DEMAND.contains(name)).collect())
-}
-
-fn remove_late(pins: &Path) -> Result<(), Cause> {
-    for entry in fs::read_dir(pins)? {
-        let entry = entry?;
-        let is_late = |name: &str| ON_DEMAND.iter().any(|late| name.split('-').next() == Some(late));
-        if entry.file_name().to_str().is_some_and(is_late) {
-            fs::remove_file(entry.path())?;
-        }
-    }
-    Ok(())
-}
-
 fn identity(program: &SchedClassifier) -> Result<Identity, Cause> {
     Ok(program_info::identity(program.fd()?.as_fd())?.ok_or("it is no TC program")?)
 }
 
 /// Has the kernel verify the programs that are wanted, [`THREADS`] at once at most, and two at least.
-fn load_programs(object: &mut Ebpf, is_wanted: impl Fn(&str) -> bool) -> Result<(), DataplaneError> {
+pub(super) fn load_programs(
+    object: &mut Ebpf,
+    is_wanted: impl Fn(&str) -> bool,
+) -> Result<(), DataplaneError> {
     let place = |name: &str| PROGRAMS.iter().position(|program| *program == name && is_wanted(program));
     let mut programs: Vec<_> =
         object.programs_mut().filter_map(|(name, program)| Some((place(name)?, program))).collect();
@@ -294,8 +302,8 @@ fn load_programs(object: &mut Ebpf, is_wanted: impl Fn(&str) -> bool) -> Result<
         }
         Ok(())
     };
-    let processors = std::thread::available_parallelism().map_or(2, usize::from);
-    std::thread::scope(|scope| {
+    let processors = thread::available_parallelism().map_or(2, usize::from);
+    thread::scope(|scope| {
         let threads: Vec<_> = (0..processors.clamp(2, THREADS)).map(|_| scope.spawn(load)).collect();
         for thread in threads {
             thread.join().map_err(|_| DataplaneError::Object("program that a thread could load"))??;

@@ -3,10 +3,9 @@
 use std::{
     collections::{BTreeMap, BTreeSet},
     net::{IpAddr, Ipv4Addr},
-    os::fd::AsFd as _,
 };
 
-use aya::maps::{Array, Map};
+use aya::maps::Array;
 use ipnet::{IpNet, Ipv4Net};
 use kilo_common::{
     direct::{Place, shift},
@@ -18,7 +17,7 @@ use kilo_common::{
 };
 use kilo_core::tables::{Hop, Tables};
 
-use super::super::{DataplaneError, batch, load::PinnedMaps};
+use super::super::{DataplaneError, load::PinnedMaps};
 
 /// The words that the tables give the array, by index.
 pub(super) fn words(tables: &Tables) -> Vec<(u32, u64)> {
@@ -107,16 +106,6 @@ fn is_known_sender(tables: &Tables, value: PrefixValue) -> bool {
     };
     let sender = tables.node.get(remote);
     *ifindex != 0 && sender.is_some_and(|sender| sender.hop == value.hop && sender.may_arrive_by(*ifindex))
-}
-
-/// Reads the places that are taken.
-pub(super) fn read(maps: &mut PinnedMaps) -> Result<BTreeMap<u32, u64>, DataplaneError> {
-    let Map::Array(array) = maps.get(name::DIRECT_V4)? else {
-        return Err(DataplaneError::Object(name::DIRECT_V4));
-    };
-    // SAFETY: an array of words; a pin was checked for that.
-    let words: Vec<(u32, u64)> = unsafe { batch::read(array.fd().as_fd()) }.map_err(DataplaneError::Sweep)?;
-    Ok(words.into_iter().filter(|(_, word)| *word != 0).collect())
 }
 
 /// Writes places; returns how many.

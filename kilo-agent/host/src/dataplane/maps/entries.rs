@@ -3,12 +3,13 @@
 use std::{
     collections::BTreeMap,
     net::{Ipv4Addr, Ipv6Addr},
+    os::fd::AsFd as _,
 };
 
 use aya::{
     Pod,
     maps::{
-        HashMap, MapData, MapError,
+        HashMap, Map, MapData, MapError,
         lpm_trie::{Key as TrieKey, LpmTrie},
     },
 };
@@ -17,11 +18,14 @@ use itertools::{
     EitherOrBoth::{Both, Left, Right},
     Itertools as _,
 };
-use kilo_common::maps::{MASQ_ADDR_INDEX_BITS, masq_addr_key};
+use kilo_common::{
+    map_table::MapSpec,
+    maps::{MASQ_ADDR_INDEX_BITS, masq_addr_key},
+};
 use kilo_core::flat_map::Key;
 
 use super::{
-    super::{DataplaneError, load::PinnedMaps},
+    super::{DataplaneError, batch, load::PinnedMaps},
     form::Towards,
 };
 
@@ -79,6 +83,21 @@ pub(super) fn read_trie<P: Prefix, V: Pod>(
         content.extend(P::from_key(&key).map(|prefix| (prefix, value)));
     }
     Ok(content)
+}
+
+/// The places that are taken: those that are not all zeros.
+pub(super) fn read_array<V: Pod + Default + PartialEq>(
+    maps: &mut PinnedMaps,
+    name: &'static str,
+) -> Result<BTreeMap<u32, V>, DataplaneError> {
+    let Map::Array(array) = maps.get(name)? else { return Err(DataplaneError::Object(name)) };
+    let has_size = MapSpec::named(name).is_some_and(|map| map.value as usize == size_of::<V>());
+    if !has_size {
+        return Err(DataplaneError::Object(name));
+    }
+    // SAFETY: an array has keys of 32 bits, and a pin was checked for the size of its values, which is that of `V`.
+    let places: Vec<(u32, V)> = unsafe { batch::read(array.fd().as_fd()) }.map_err(MapError::from)?;
+    Ok(places.into_iter().filter(|(_, value)| *value != V::default()).collect())
 }
 
 pub(super) fn read_hash<P: Pod, K: Ord, V: Pod>(

@@ -22,7 +22,7 @@ use kilo_common::{
 use kilo_core::tables::Tables;
 
 use self::{
-    entries::{difference, read_hash, read_trie, remove_trie, write_hash, write_trie},
+    entries::{difference, read_array, read_hash, read_trie, remove_trie, write_hash, write_trie},
     form::{Desired, Towards, places},
 };
 use super::{
@@ -79,7 +79,7 @@ impl Content {
 
 /// Reads everything the maps hold.
 pub fn read_all(maps: &mut PinnedMaps) -> Result<Content, DataplaneError> {
-    Ok(Content { direct_v4: direct::read(maps)?, ..read(maps)? })
+    Ok(Content { direct_v4: read_array(maps, name::DIRECT_V4)?, ..read(maps)? })
 }
 
 /// Reads what the maps say of tables: `direct_v4` says nothing that `prefix_v4` does not.
@@ -92,13 +92,7 @@ pub fn read(maps: &mut PinnedMaps) -> Result<Content, DataplaneError> {
         masq_addr: read_trie(maps, name::MASQ_ADDR)?,
         ..Content::default()
     };
-    let hops = Array::<_, Hop>::try_from(maps.get(name::HOP)?)?;
-    for id in 0..hops.len() {
-        let hop = hops.get(&id, 0)?;
-        if hop != Hop::default() {
-            tables.hop.insert(id, hop);
-        }
-    }
+    tables.hop = read_array(maps, name::HOP)?;
     tables.node_v4 = read_hash(maps, name::NODE_V4, |addr: [u8; 4]| addr.into())?;
     tables.node_v6 = read_hash(maps, name::NODE_V6, |addr: [u8; 16]| addr.into())?;
     tables.device = read_hash(maps, name::DEVICE, |ifindex: u32| ifindex)?;

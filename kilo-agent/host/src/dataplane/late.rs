@@ -1,0 +1,134 @@
+//! The programs of [`ON_DEMAND`]: loaded beside the others, in a thread or when an interface needs them.
+
+use std::{
+    fs, io,
+    path::Path,
+    thread::{self, JoinHandle},
+    time::{Duration, Instant},
+};
+
+use super::{
+    DataplaneError,
+    load::{self, ON_DEMAND},
+    programs::{ByName, load_programs, open_all, pin_loaded, pins},
+};
+use kilo_core::errors::error_chain;
+
+/// For so long the kernel is not asked again for what it has refused.
+const AGAIN: Duration = Duration::from_secs(600);
+
+/// What became of [`ON_DEMAND`] while they are not there.
+#[derive(Default)]
+pub(super) enum Late {
+    /// Nobody has asked for them.
+    #[default]
+    Unasked,
+    /// A thread loads them; taken only while the value is dropped.
+    Loading(Option<JoinHandle<Result<ByName, DataplaneError>>>),
+    /// They were refused.
+    Refused {
+        /// What the kernel said.
+        error: String,
+        /// When.
+        at: Instant,
+    },
+}
+
+impl Late {
+    /// Starts a thread that loads them, unless they were just refused.
+    pub(super) fn begin(&mut self, pins: &Path) {
+        let may = match self {
+            Self::Unasked => true,
+            Self::Loading(_) => false,
+            Self::Refused { at, .. } => at.elapsed() >= AGAIN,
+        };
+        if may {
+            let pins = pins.to_owned();
+            let thread = thread::Builder::new().name("load-late".to_owned()).spawn(move || load_late(&pins));
+            // Where no thread can be made they are loaded when they are needed.
+            *self = thread.map_or(Self::Unasked, |thread| Self::Loading(Some(thread)));
+        }
+    }
+
+    /// A thread that was started has ended.
+    pub(super) fn is_finished(&self) -> bool {
+        matches!(self, Self::Loading(Some(thread)) if thread.is_finished())
+    }
+
+    /// They are loaded now, or by a thread that is waited for.
+    pub(super) fn wait(&mut self, pins: &Path) -> Result<ByName, DataplaneError> {
+        let loaded = match self {
+            Self::Refused { error, at } if at.elapsed() < AGAIN => {
+                return Err(DataplaneError::Load(format!("{error} (not asked again yet)").into()));
+            }
+            Self::Loading(thread) => match thread.take().map(JoinHandle::join) {
+                Some(Ok(loaded)) => loaded,
+                _ => Err(DataplaneError::Load("the thread that loads them has ended".into())),
+            },
+            _ => load_late(pins),
+        };
+        *self = match &loaded {
+            // What is wrong with pins can be put right at once; a program that was refused is refused again.
+            Err(DataplaneError::Load(error)) => {
+                Self::Refused { error: error_chain(error.as_ref()), at: Instant::now() }
+            }
+            _ => Self::Unasked,
+        };
+        loaded
+    }
+}
+
+/// Nobody pins anything after the data path has been closed.
+impl Drop for Late {
+    fn drop(&mut self) {
+        if let Self::Loading(thread) = self
+            && let Some(thread) = thread.take()
+        {
+            // What it could not load nobody needs any more.
+            let _ = thread.join();
+        }
+    }
+}
+
+/// Loads them, gives back what that needed, and says so if they are not there then.
+fn load_late(pins: &Path) -> Result<ByName, DataplaneError> {
+    let loaded = load_from(pins);
+    crate::memory::give_back();
+    if let Err(error) = &loaded {
+        let seconds = AGAIN.as_secs();
+        tracing::error!(
+            %error,
+            "failed to load the BPF programs for interfaces without link-layer header (such as tun and ppp); a \
+             program that the kernel refuses is tried again in {seconds} s, or when another such uplink appears"
+        );
+    }
+    loaded
+}
+
+/// Loads them beside the programs that are pinned, with the same pinned maps, and opens their pins.
+fn load_from(pins: &Path) -> Result<ByName, DataplaneError> {
+    let failed = |source| DataplaneError::Pin { path: pins.to_owned(), source };
+    let maps = pins.ancestors().nth(2).ok_or(DataplaneError::Object("directory of pins"))?;
+    // A map that is no longer there would be made anew, and nobody would fill it.
+    if self::pins(maps)?.as_deref() != Some(pins) {
+        return Err(failed(io::Error::other("pins were removed or replaced; restart kg")));
+    }
+    // Pins of an attempt that failed half way: their programs do not share memory with those of the next.
+    remove_late(pins).map_err(failed)?;
+    let mut object = load::object(maps, false)?;
+    load_programs(&mut object, |name| ON_DEMAND.contains(&name))?;
+    pin_loaded(pins, &mut object).map_err(DataplaneError::Load)?;
+    let all = open_all(pins).map_err(DataplaneError::Load)?;
+    Ok(all.into_iter().filter(|(name, _)| ON_DEMAND.contains(name)).collect())
+}
+
+fn remove_late(pins: &Path) -> io::Result<()> {
+    for entry in fs::read_dir(pins)? {
+        let entry = entry?;
+        let is_late = |name: &str| ON_DEMAND.iter().any(|late| name.split('-').next() == Some(late));
+        if entry.file_name().to_str().is_some_and(is_late) {
+            fs::remove_file(entry.path())?;
+        }
+    }
+    Ok(())
+}
