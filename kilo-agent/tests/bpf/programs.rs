@@ -15,7 +15,7 @@ use kilo_host::{
     net::Net,
 };
 
-use crate::{netns, support};
+use crate::{netns, support, wait};
 
 /// Programs that are loaded whatever interfaces there are.
 const ALWAYS: usize = PROGRAMS.len() - ON_DEMAND.len();
@@ -210,12 +210,8 @@ fn a_thread_loads_what_is_loaded_late_and_ends_with_the_data_path() {
     let Some(fs) = support::bpffs() else { return };
     let mut dataplane = Dataplane::open(fs.path(), false).unwrap();
     dataplane.load_late_beside();
-    let pinned = || pins(fs.path()).get("l3_egress").is_some();
-    let deadline = Instant::now() + Duration::from_secs(20);
-    while !pinned() {
-        assert!(Instant::now() < deadline, "no thread loads them");
-        std::thread::sleep(Duration::from_millis(5));
-    }
+    let pinned = || pins(fs.path()).contains_key("l3_egress");
+    wait::until("a thread loads them", Duration::from_secs(20), pinned);
     assert_eq!(dataplane.loaded(), ALWAYS, "nobody has asked for them");
     dataplane.write(&support::leader_tables()).unwrap();
     let ran = support::packet::run(&mut dataplane, "l3_ingress", &without_link_layer());
