@@ -48,13 +48,8 @@ pub fn addresses(peer: &Peer) -> BTreeSet<IpNet> {
 }
 
 /// Plans for the peer of that name; `None` when the mesh does not have it.
-/// `resolved`: addresses of endpoints that are names; `networks`: those this machine is in itself.
-pub fn plan(
-    mesh: &Mesh,
-    options: &Options,
-    resolved: &BTreeMap<String, IpAddr>,
-    networks: &[IpNet],
-) -> Option<ConnectPlan> {
+/// `resolved`: addresses of endpoints that are names.
+pub fn plan(mesh: &Mesh, options: &Options, resolved: &BTreeMap<String, IpAddr>) -> Option<ConnectPlan> {
     let own = mesh.peers.iter().find(|peer| peer.name == options.peer)?;
     let mut more: &[IpNet] = &options.more_prefixes;
     let mut sections = Vec::new();
@@ -123,21 +118,19 @@ pub fn plan(
         });
     }
     plan.net.routes = routes.into_iter().collect();
-    let lost = lost(mesh, networks).filter(|prefix| !claimed.contains(prefix));
+    let lost = lost(mesh).filter(|prefix| !claimed.contains(prefix));
     plan.net.unreachable.extend(lost.filter(|prefix| !outer.iter().any(|ip| prefix.contains(ip))));
     addresses.extend(control.map(IpNet::from));
     plan.net.addresses = addresses;
     Some(plan)
 }
 
-/// What nodes have that are known and take no part now: nobody else has it, unless it is an address in a network
-/// of this machine, where it is reached as before there was a tunnel.
-fn lost<'a>(mesh: &'a Mesh, networks: &'a [IpNet]) -> impl Iterator<Item = IpNet> + 'a {
+/// What nodes have that are known and take no part now: nobody else has it.
+fn lost(mesh: &Mesh) -> impl Iterator<Item = IpNet> + '_ {
     mesh.lost.iter().flat_map(|lost| {
         let member = &lost.member;
         let pods = member.node.pod_cidrs.iter().map(IpNet::trunc);
-        let is_near = |ip: &IpAddr| networks.iter().any(|network| network.contains(ip));
-        let private = member.private_ip().filter(|ip| !may_be_api_server(member, *ip) && !is_near(ip));
+        let private = member.private_ip().filter(|ip| !may_be_api_server(member, *ip));
         pods.chain(private.map(IpNet::from))
     })
 }
@@ -256,7 +249,7 @@ mod tests {
     #[test]
     fn everything_of_the_mesh_is_routed_but_the_tunnels_own_way() {
         let resolved = BTreeMap::from([("vpn.example.com".to_owned(), "192.0.2.3".parse().unwrap())]);
-        let plan = plan(&mesh(), &options(), &resolved, &[]).unwrap();
+        let plan = plan(&mesh(), &options(), &resolved).unwrap();
         let routes: Vec<String> = plan.net.routes.iter().map(|route| route.destination.to_string()).collect();
         for prefix in
             ["10.42.1.0/24", "10.1.0.1/32", "10.4.0.1/32", "10.42.3.0/24", "10.5.0.2/32", "10.43.0.0/16"]
@@ -292,14 +285,9 @@ mod tests {
         // The last has what others have taken over.
         let lost = [node("server", 7, true), node("worker", 8, false), node("old", 1, false)];
         let mesh = mesh().with_lost(&lost);
-        let unreachable = |networks: &[&str]| -> Vec<String> {
-            let networks: Vec<IpNet> = networks.iter().map(|network| network.parse().unwrap()).collect();
-            let plan = plan(&mesh, &options(), &BTreeMap::new(), &networks).unwrap();
-            plan.net.unreachable.iter().map(ToString::to_string).collect()
-        };
-        let pods_of_all = ["10.42.7.0/24", "10.42.8.0/24", "fd00:42::/64"];
-        assert_eq!(unreachable(&["10.1.1.2/24"]), [&["10.1.0.8/32"], &pods_of_all[..]].concat());
-        assert_eq!(unreachable(&["10.1.0.2/24", "10.42.8.2/24"]), pods_of_all, "it is in the own LAN");
+        let plan = plan(&mesh, &options(), &BTreeMap::new()).unwrap();
+        let unreachable: Vec<String> = plan.net.unreachable.iter().map(ToString::to_string).collect();
+        assert_eq!(unreachable, ["10.1.0.8/32", "10.42.7.0/24", "10.42.8.0/24", "fd00:42::/64"]);
         let pods: Vec<String> = pods(&mesh).iter().map(ToString::to_string).collect();
         assert_eq!(pods, ["10.42.1.0/24", "10.42.3.0/24", "fd00:42::/64"]);
     }
@@ -307,7 +295,7 @@ mod tests {
     #[test]
     fn a_prefix_around_an_endpoint_is_not_routed_into_its_own_tunnel() {
         let more_prefixes = vec!["192.0.0.0/8".parse().unwrap()];
-        let plan = plan(&mesh(), &Options { more_prefixes, ..options() }, &BTreeMap::new(), &[]).unwrap();
+        let plan = plan(&mesh(), &Options { more_prefixes, ..options() }, &BTreeMap::new()).unwrap();
         assert!(plan.unrouted.contains(&"192.0.0.0/8".parse().unwrap()));
         let west = &plan.wireguard.peers[&PublicKey([3; 32])];
         assert_eq!(west.endpoint, None, "a name that cannot be resolved stops nobody else");

@@ -245,7 +245,7 @@ mod tests {
             persistent_keepalive: 10,
             more_prefixes: vec!["10.43.0.0/16".parse().unwrap()],
         };
-        let plan = vpn_peer::plan(&mesh, &options, &BTreeMap::new(), &[]).unwrap();
+        let plan = vpn_peer::plan(&mesh, &options, &BTreeMap::new()).unwrap();
         (mesh, plan)
     }
 

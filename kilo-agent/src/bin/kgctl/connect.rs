@@ -375,9 +375,7 @@ impl Connection {
         // The claims again, now that the device was read: prefixes that are claimed from here on are not moved back,
         // because the plan does not differ from what was read.
         let mesh = mesh.with_acting(self.stand_bys, Arc::new(self.following.acting()));
-        let networks = closed::networks(&self.net, interface.index).await?;
-        let plan = vpn_peer::plan(&mesh, &self.options, &resolved, &networks);
-        let plan = plan.context("the Peer is not in the mesh")?;
+        let plan = vpn_peer::plan(&mesh, &self.options, &resolved).context("the Peer is not in the mesh")?;
         let ConnectPlan { wireguard, mut net, unrouted } = plan;
         if net.addresses.iter().all(signal_id::is_control) {
             bail!("Peer {:?} has no address for this machine: an earlier peer has it", peer.name);

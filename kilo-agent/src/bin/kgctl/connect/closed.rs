@@ -29,13 +29,6 @@ pub async fn begin(net: &Net, mut prefixes: BTreeSet<IpNet>) -> Result<usize, Ne
     net.close(&NetPlan { unreachable: prefixes, ..NetPlan::default() }).await
 }
 
-/// Networks that this machine is in by other interfaces than the WireGuard device.
-pub async fn networks(net: &Net, own: u32) -> Result<Vec<IpNet>, NetError> {
-    let links = net.links().await?;
-    let others = links.iter().filter(|link| link.up && !link.loopback && link.index != own);
-    Ok(others.flat_map(|link| &link.addresses).map(|address| address.net).collect())
-}
-
 impl Closed {
     /// Adds former prefixes to a plan of the whole mesh, and adds its `unreachable` routes before it is applied.
     pub async fn before(
