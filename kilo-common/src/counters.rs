@@ -199,7 +199,8 @@ counted! {
              is up (`ip link show kilo0`), that the agent reconciles (`kgctl status`), and that no policy \
              rule (`ip rule`) or more specific route (`ip route get ADDRESS`) leads it elsewhere. Or the \
              destination is a pod of this node that no longer exists, or of a node that was declared dead \
-             (`kgctl status`).",
+             (`kgctl status`); or a node of the location to which only a default route leads, because the \
+             interface with this node's private address is down.",
     }
 }
 

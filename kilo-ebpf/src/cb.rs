@@ -49,7 +49,7 @@ fn has_priority(ctx: &TcContext, what: u32) -> bool {
     unsafe { (*skb).priority & !OWN_PRIORITY == what }
 }
 
-/// Says that a node of the location sent this packet to the VXLAN device.
+/// Says that the outer header of this packet to a tunnel device was checked.
 #[inline(always)]
 pub fn checked(ctx: &TcContext) {
     set_priority(ctx, CHECKED);

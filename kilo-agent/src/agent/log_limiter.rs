@@ -3,6 +3,7 @@
 
 use std::{
     collections::BTreeMap,
+    net::IpAddr,
     path::Path,
     time::{Duration, Instant},
 };
@@ -36,6 +37,8 @@ pub struct LogLimiter {
     stand_bys: BTreeMap<String, Instant>,
     /// The table of neighbours is too small.
     neighbours: bool,
+    /// Nodes of the location are reached by a default route alone.
+    only_default: bool,
     /// Interfaces without programs, and their link type.
     unknown_headers: BTreeMap<String, u16>,
     /// No interface leads out of the host.
@@ -126,6 +129,21 @@ impl LogLimiter {
         self.neighbours = warning.is_some();
         if let Some(warning) = warning.filter(|_| is_new) {
             tracing::warn!("{warning}");
+        }
+    }
+
+    /// Says once that a node of the location, the first of them, is not reached, because only a default route by another
+    /// interface than the private one leads there.
+    pub fn only_default(&mut self, first: Option<&IpAddr>) {
+        let is_new = !self.only_default;
+        self.only_default = first.is_some();
+        if let Some(node) = first.filter(|_| is_new) {
+            tracing::warn!(
+                %node,
+                "only a default route leads to a node of this location, by another interface than the one with this \
+                 node's private address, so packets for it are dropped: add a route to its network (ip route add \
+                 NETWORK via ROUTER dev INTERFACE), or choose the private address by kilo.squat.ai/force-internal-ip"
+            );
         }
     }
 

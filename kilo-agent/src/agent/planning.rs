@@ -45,6 +45,9 @@ impl<B: Backend> Agent<B> {
             found.path_mtus.entry(*address).and_modify(|known| *known = *mtu.min(known)).or_insert(*mtu);
         }
         self.state.hops = self.state.hops.update(mesh);
+        let private_is_up = host.links.iter().any(|link| link.up && Some(link.index) == found.private);
+        // Where it is down that is no news.
+        self.log_limiter.only_default(host.paths.only_default.first().filter(|_| private_is_up));
         self.log_limiter.no_uplink(found.uplinks.is_empty(), &self.metrics);
         self.log_limiter.unknown_headers(&found.unknown_headers, &self.metrics);
         self.log_limiter.left_out(self.state.hops.left_out(mesh), &self.metrics);

@@ -12,6 +12,7 @@ use std::{
     collections::BTreeMap,
     fs,
     io::{self, Read as _},
+    os::unix::fs::MetadataExt as _,
     path::{Path, PathBuf},
     time::{Duration, Instant},
 };
@@ -173,10 +174,15 @@ fn directory(path: &Path) -> &Path {
     path.parent().unwrap_or(Path::new("."))
 }
 
-/// Of a file that is there and can be read.
+/// Of a file that is there and can be read, by its owner alone: keys are in it.
 fn digest_of(path: &Path) -> Option<[u8; 32]> {
+    let file = fs::File::open(path).ok()?;
+    let about = file.metadata().ok()?;
+    if !about.is_file() || about.mode() & 0o077 != 0 {
+        return None;
+    }
     let mut hash = Hash::default();
-    io::copy(&mut fs::File::open(path).ok()?.take(LONGEST), &mut hash).ok()?;
+    io::copy(&mut file.take(LONGEST), &mut hash).ok()?;
     Some(hash.digest())
 }
 
@@ -337,7 +343,6 @@ mod tests {
 
     /// Names and numbers of the files there, each of which every write makes anew.
     fn files(directory: &Path) -> Vec<(String, u64)> {
-        use std::os::unix::fs::MetadataExt as _;
         let entries = fs::read_dir(directory).unwrap().map(Result::unwrap);
         entries
             .map(|entry| (entry.file_name().into_string().unwrap(), entry.metadata().unwrap().ino()))

@@ -349,6 +349,18 @@ fn a_default_route_by_another_interface_leads_to_no_node_of_the_location() {
         assert_eq!(found("2001:db8::5", &nodes).await, BTreeMap::new());
         sh("ip route add 10.9.0.0/16 via 203.0.113.1");
         assert_eq!(found("10.0.0.5", &nodes).await, BTreeMap::from([(nodes[1], eth1)]));
+        sh("ip route del 10.9.0.0/16 && ip route add 0.0.0.0/1 via 203.0.113.1");
+        assert_eq!(found("10.0.0.5", &nodes).await, BTreeMap::new(), "half of a default route is one");
+        sh("ip route del 0.0.0.0/1 && ip link set eth0 up && ip route replace default \
+            nexthop via 203.0.113.1 dev eth1 nexthop via 10.0.0.1 dev eth0");
+        let many: Vec<IpAddr> = (1..60).map(|last| [10, 9, 0, last].into()).collect();
+        let by_both: BTreeSet<_> = found("10.0.0.5", &many).await.into_values().collect();
+        assert_eq!(
+            by_both,
+            BTreeSet::from([index("eth0"), eth1]),
+            "the private interface is one of its ways"
+        );
+        sh("ip route replace default via 203.0.113.1");
         // What has its address on loopback sends by every uplink.
         assert_eq!(found("10.7.0.1", &nodes).await.len(), 3);
         assert_eq!(

@@ -1,6 +1,7 @@
 //! The programs of [`ON_DEMAND`]: loaded beside the others, in a thread or when an interface needs them.
 
 use std::{
+    error::Error,
     fs, io,
     path::Path,
     thread::{self, JoinHandle},
@@ -13,9 +14,12 @@ use super::{
     programs::{ByName, load_programs, open_all, pin_loaded, pins},
 };
 use kilo_core::errors::error_chain;
+use nix::errno::Errno;
 
-/// For so long the kernel is not asked again for what it has refused.
+/// For so long the kernel is not asked again for programs that its verifier has refused.
 const AGAIN: Duration = Duration::from_secs(600);
+/// The same after anything else, such as want of memory.
+const SOON: Duration = Duration::from_secs(5);
 
 /// What became of [`ON_DEMAND`] while they are not there.
 #[derive(Default)]
@@ -29,8 +33,8 @@ pub(super) enum Late {
     Refused {
         /// What the kernel said.
         error: String,
-        /// When.
-        at: Instant,
+        /// Until when it is not asked again.
+        until: Instant,
     },
 }
 
@@ -40,11 +44,18 @@ impl Late {
         let may = match self {
             Self::Unasked => true,
             Self::Loading(_) => false,
-            Self::Refused { at, .. } => at.elapsed() >= AGAIN,
+            Self::Refused { until, .. } => *until <= Instant::now(),
         };
         if may {
             let pins = pins.to_owned();
-            let thread = thread::Builder::new().name("load-late".to_owned()).spawn(move || load_late(&pins));
+            let thread = thread::Builder::new().name("load-late".to_owned()).spawn(move || {
+                let loaded = load_late(&pins);
+                if let Err(error) = &loaded {
+                    // Perhaps no interface ever needs them.
+                    tracing::info!(%error, "{NOT_LOADED}; they are tried again when such an uplink needs them");
+                }
+                loaded
+            });
             // Where no thread can be made they are loaded when they are needed.
             *self = thread.map_or(Self::Unasked, |thread| Self::Loading(Some(thread)));
         }
@@ -58,7 +69,7 @@ impl Late {
     /// They are loaded now, or by a thread that is waited for.
     pub(super) fn wait(&mut self, pins: &Path) -> Result<ByName, DataplaneError> {
         let loaded = match self {
-            Self::Refused { error, at } if at.elapsed() < AGAIN => {
+            Self::Refused { error, until } if *until > Instant::now() => {
                 return Err(DataplaneError::Load(format!("{error} (not asked again yet)").into()));
             }
             Self::Loading(thread) => match thread.take().map(JoinHandle::join) {
@@ -70,7 +81,13 @@ impl Late {
         *self = match &loaded {
             // What is wrong with pins can be put right at once; a program that was refused is refused again.
             Err(DataplaneError::Load(error)) => {
-                Self::Refused { error: error_chain(error.as_ref()), at: Instant::now() }
+                let pause = if is_refusal(error.as_ref()) { AGAIN } else { SOON };
+                let (error, seconds) = (error_chain(error.as_ref()), pause.as_secs());
+                tracing::error!(
+                    error,
+                    "{NOT_LOADED}; they are tried again in {seconds} s, or when another such uplink appears"
+                );
+                Self::Refused { error, until: Instant::now() + pause }
             }
             _ => Self::Unasked,
         };
@@ -90,18 +107,21 @@ impl Drop for Late {
     }
 }
 
-/// Loads them, gives back what that needed, and says so if they are not there then.
+const NOT_LOADED: &str =
+    "failed to load the BPF programs for interfaces without link-layer header (such as tun and ppp)";
+
+/// Whether the kernel refuses these programs, now and later: its verifier, or a right that is missing.
+fn is_refusal(error: &(dyn Error + 'static)) -> bool {
+    let refusals = [Errno::EACCES, Errno::EINVAL, Errno::EPERM, Errno::E2BIG].map(|errno| errno as i32);
+    std::iter::successors(Some(error), |error| (*error).source())
+        .filter_map(|error| error.downcast_ref::<io::Error>()?.raw_os_error())
+        .any(|errno| refusals.contains(&errno))
+}
+
+/// Loads them, and gives back what that needed.
 fn load_late(pins: &Path) -> Result<ByName, DataplaneError> {
     let loaded = load_from(pins);
     crate::memory::give_back();
-    if let Err(error) = &loaded {
-        let seconds = AGAIN.as_secs();
-        tracing::error!(
-            %error,
-            "failed to load the BPF programs for interfaces without link-layer header (such as tun and ppp); a \
-             program that the kernel refuses is tried again in {seconds} s, or when another such uplink appears"
-        );
-    }
     loaded
 }
 
@@ -117,8 +137,9 @@ fn load_from(pins: &Path) -> Result<ByName, DataplaneError> {
     remove_late(pins).map_err(failed)?;
     let mut object = load::object(maps, false)?;
     load_programs(&mut object, |name| ON_DEMAND.contains(&name))?;
-    pin_loaded(pins, &mut object).map_err(DataplaneError::Load)?;
-    let all = open_all(pins).map_err(DataplaneError::Load)?;
+    let failed = |error| DataplaneError::Pin { path: pins.to_owned(), source: io::Error::other(error) };
+    pin_loaded(pins, &mut object).map_err(failed)?;
+    let all = open_all(pins).map_err(failed)?;
     Ok(all.into_iter().filter(|(name, _)| ON_DEMAND.contains(name)).collect())
 }
 

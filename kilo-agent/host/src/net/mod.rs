@@ -52,6 +52,8 @@ pub struct Paths {
     pub mtus: BTreeMap<IpAddr, u32>,
     /// Interfaces of all next hops, where the route has several.
     pub several: BTreeMap<IpAddr, Vec<u32>>,
+    /// No route leads there but a default one by another interface than the private one.
+    pub only_default: BTreeSet<IpAddr>,
     /// All that was asked for, with or without an answer.
     asked: BTreeSet<IpAddr>,
 }
@@ -85,8 +87,8 @@ impl Net {
     }
 
     /// Makes `paths` the ways to these addresses of the location's nodes: one route lookup for each that has not been
-    /// asked for, and another one for all next hops where `links` has several uplinks, or not the private interface
-    /// is named. What has no way is left out.
+    /// asked for, and another one for all next hops where `links` has several uplinks, or where the first one names
+    /// another interface than the private one. What has no way is left out.
     ///
     /// A default route by another interface than the private one is no way: the kernel falls back to it when the
     /// location's own interface is down, and it leads to the Internet, where pods' packets would be read.
@@ -94,12 +96,14 @@ impl Net {
         paths.interfaces.retain(|address, _| addresses.contains(address));
         paths.mtus.retain(|address, _| addresses.contains(address));
         paths.several.retain(|address, _| addresses.contains(address));
+        paths.only_default.retain(|address| addresses.contains(address));
         for address in addresses.difference(&paths.asked) {
             let Ok(Some(found)) = routes::lookup(&self.rtnl, *address).await else { continue };
-            let by_private = links.private.is_some() && found.interface == links.private;
-            if links.uplinks.len() > 1 || !by_private {
+            if links.uplinks.len() > 1 || found.interface.is_none() || found.interface != links.private {
                 let Ok(Some(matched)) = routes::matched(&self.rtnl, *address).await else { continue };
+                let by_private = links.private.is_some_and(|private| matched.interfaces.contains(&private));
                 if matched.is_default && !by_private && !links.private_is_unbound {
+                    paths.only_default.insert(*address);
                     continue;
                 }
                 if matched.interfaces.len() > 1 {

@@ -28,7 +28,8 @@ const MOST: libc::c_int = 3;
 
 impl Wait {
     /// Of the ring only what wakes counts (edge-triggered): answers to probes that are in it unread let this thread
-    /// sleep, and are read when something is due; so is what lies behind a record that another CPU still writes.
+    /// sleep, and are read when something is due; so is what lies behind a record that another CPU
+    /// still writes, though it be a signal: signals are repeated until they are answered.
     ///
     /// # Errors
     /// When there is no descriptor to be had.

@@ -18,10 +18,7 @@ use itertools::{
     EitherOrBoth::{Both, Left, Right},
     Itertools as _,
 };
-use kilo_common::{
-    map_table::MapSpec,
-    maps::{MASQ_ADDR_INDEX_BITS, masq_addr_key},
-};
+use kilo_common::maps::{MASQ_ADDR_INDEX_BITS, masq_addr_key};
 use kilo_core::flat_map::Key;
 
 use super::{
@@ -91,11 +88,10 @@ pub(super) fn read_array<V: Pod + Default + PartialEq>(
     name: &'static str,
 ) -> Result<BTreeMap<u32, V>, DataplaneError> {
     let Map::Array(array) = maps.get(name)? else { return Err(DataplaneError::Object(name)) };
-    let has_size = MapSpec::named(name).is_some_and(|map| map.value as usize == size_of::<V>());
-    if !has_size {
+    if array.info()?.value_size() as usize != size_of::<V>() {
         return Err(DataplaneError::Object(name));
     }
-    // SAFETY: an array has keys of 32 bits, and a pin was checked for the size of its values, which is that of `V`.
+    // SAFETY: an array has keys of 32 bits, and this one values of the size of `V`.
     let places: Vec<(u32, V)> = unsafe { batch::read(array.fd().as_fd()) }.map_err(MapError::from)?;
     Ok(places.into_iter().filter(|(_, value)| *value != V::default()).collect())
 }

@@ -84,10 +84,12 @@ pub fn host_links(links: &[Link], query: &HostQuery<'_>, paths: &BTreeMap<IpAddr
             })
             .map(|link| link.index)
     });
-    host.private_is_unbound = query.private.is_some_and(|private| {
-        let mut host_only = links.iter().filter(|link| is_host_only(link));
-        host_only.any(|link| link.addresses.iter().any(|address| address.net.addr() == private))
-    });
+    // A Service may have the address of a node, too.
+    host.private_is_unbound = host.private.is_none()
+        && query.private.is_some_and(|private| {
+            let mut hosts = links.iter().filter(|link| has_hosts_addresses(link));
+            hosts.any(|link| link.addresses.iter().any(|address| address.net.addr() == private))
+        });
     host.towards = paths
         .iter()
         .filter(|(_, index)| **index != query.kilo && host.private != Some(**index))
@@ -262,6 +264,9 @@ mod tests {
         assert_eq!(host.uplinks, BTreeMap::from([(2, own), (3, own), (7, tun)]));
         assert_eq!(host.layer3, BTreeSet::from([7]));
         assert_eq!(host.private, None, "nothing arrives on loopback");
+        assert!(host.private_is_unbound);
+        let of_service = HostQuery { private: Some("10.96.0.1".parse().unwrap()), ..query };
+        assert!(!host_links(&links, &of_service, &BTreeMap::new()).private_is_unbound, "kube-ipvs0 has it");
     }
 
     fn any_link(index: u32) -> impl Strategy<Value = Link> {

@@ -86,7 +86,7 @@ fn way(message: &RouteMessage, interface: u32) -> Option<Way> {
 /// The entry of a routing table that the kernel would take.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Matched {
-    /// It is a default route.
+    /// It is a default route, or a part of one: `0.0.0.0/1` of VPN clients, `2000::/3` of the Internet's addresses.
     pub is_default: bool,
     /// Interfaces of all its next hops.
     pub interfaces: Vec<u32>,
@@ -107,7 +107,7 @@ pub async fn matched(rtnl: &Rtnl, address: IpAddr) -> Result<Option<Matched>, Ne
         _ => None,
     });
     let Some(route) = routes.next() else { return Ok(None) };
-    let is_default = route.header.destination_prefix_length == 0;
+    let is_default = route.header.destination_prefix_length <= if address.is_ipv4() { 1 } else { 3 };
     // Older kernels answer with a route for each next hop of IPv6.
     let attributes = route.attributes.into_iter().chain(routes.flat_map(|route| route.attributes));
     let interfaces = attributes.flat_map(|attribute| match attribute {
