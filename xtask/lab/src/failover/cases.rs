@@ -201,7 +201,7 @@ pub const CASES: &[Case] = &[
     case("carrier-down", 18, "the leader's uplink loses its carrier", Limit::Outage(100), breaking::carrier_down),
     case("kilo0-down", 18, "kilo0 of the leader is down", Limit::Outage(1000), breaking::kilo0_down),
     case("lan-dead", 18, "the leader's LAN interface carries nothing", Limit::Outage(1000), breaking::lan_dead),
-    case("lan-down", 18, "the leader's LAN interface is down, its uplink is not", Limit::Outage(1000), breaking::lan_down),
+    case("lan-down", 18, "the leader's LAN interface is down, its uplink is not", Limit::Silence(1000), breaking::lan_down),
     case("leader-forwards-nothing", 19, "the leader forwards nothing, and answers everything", Limit::Outage(1000), parts::forwards_nothing).always(),
     case("leader-drops-new-flows", 19, "the leader forwards no new flows, and goes on with those it has", Limit::Outage(1000), parts::drops_new_flows),
     case("leader-returns", 20, "the old leader comes back and leads again", Limit::Lost(10), breaking::leader_returns).prepared(breaking::leader_was_away),
