@@ -137,6 +137,19 @@ fn a_far_leader_has_every_gateway_as_a_peer_and_prefixes_at_one() {
     assert_eq!(allowed(&on("a2"), "b1"), allowed(&on("a1"), "b1"));
 }
 
+/// The leader before it is in another location now, and its tunnels work: nobody elsewhere reaches what it names.
+#[test]
+fn a_stand_by_that_becomes_the_leader_behind_nat_stays_where_it_is_heard() {
+    let all = nodes();
+    let of_a3_and_b = [all[2].clone(), node("a4", "10.1.0.14"), all[3].clone(), node("b2", "192.0.2.8")];
+    let peer_of =
+        |acting| plan_with("b1", acting, &of_a3_and_b, &peers()).wireguard.peers[&key("a3")].clone();
+    let leader = peer_of(Some(Acting::default()));
+    assert_eq!(leader.endpoint, "10.1.0.13:51820".parse().ok(), "where nobody has heard it");
+    assert!(leader.roams);
+    assert!(!peer_of(None).roams, "as Kilo does");
+}
+
 #[test]
 fn a_stand_by_holds_a_leaders_tables_and_leaves_vpn_peers_and_others_to_it() {
     let (leader, stand_by) = (on("a1"), on("a2"));

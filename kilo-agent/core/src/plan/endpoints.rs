@@ -13,10 +13,19 @@ use crate::{
 /// location's leader, and the stand-by speaks first.
 pub(super) fn gateway_endpoint(inputs: &Inputs<'_>, member: &Member, leads: bool) -> Option<SocketAddr> {
     let endpoint = member_endpoint(inputs, member)?;
+    (leads || !is_out_of_reach(inputs, member, endpoint)).then_some(endpoint)
+}
+
+/// Whether a gateway names a place where nobody elsewhere may reach it: it speaks first.
+pub(super) fn speaks_first(inputs: &Inputs<'_>, member: &Member) -> bool {
+    member_endpoint(inputs, member).is_none_or(|endpoint| is_out_of_reach(inputs, member, endpoint))
+}
+
+fn is_out_of_reach(inputs: &Inputs<'_>, member: &Member, endpoint: SocketAddr) -> bool {
     let ip = endpoint.ip();
     let is_near = || inputs.links.elsewhere.keys().any(|prefix| prefix.contains(&ip));
     let is_private = !is_reached_from_anywhere(ip) && Some(ip) == member.private_ip();
-    (leads || !is_private || member.node.endpoint_forced || is_near()).then_some(endpoint)
+    is_private && !member.node.endpoint_forced && !is_near()
 }
 
 /// Where a node of the mesh says that its WireGuard is.

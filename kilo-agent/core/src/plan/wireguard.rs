@@ -9,7 +9,7 @@ use ipnet::IpNet;
 
 use super::{
     Inputs, Own, Remote,
-    endpoints::{endpoint, gateway_endpoint},
+    endpoints::{endpoint, gateway_endpoint, speaks_first},
     remote::PrefixClaim,
 };
 use crate::{
@@ -46,7 +46,8 @@ pub(super) fn peers(inputs: &Inputs<'_>, own: &Own<'_>, remote: &Remote) -> Wire
                 refused: index == own.index || Some(key) == own_key || !(fails_over || own.leads),
                 key,
                 endpoint: gateway_endpoint(inputs, member, place == 0),
-                behind_nat: node.persistent_keepalive > 0,
+                // A stand-by that has become the leader is where its tunnel works already.
+                roams: node.persistent_keepalive > 0 || fails_over && speaks_first(inputs, member),
                 preshared_key: None,
                 control: fails_over.then(|| signal_id::control_address(&key)),
                 is_warm: fails_over && !(own.leads && place == 0),
@@ -61,7 +62,7 @@ pub(super) fn peers(inputs: &Inputs<'_>, own: &Own<'_>, remote: &Remote) -> Wire
         refused: Some(peer.public_key) == own_key || !(own.leads || follows(peer)),
         key: peer.public_key,
         endpoint: endpoint(inputs, &peer.public_key, peer.endpoint.as_ref(), peer.persistent_keepalive > 0),
-        behind_nat: peer.persistent_keepalive > 0,
+        roams: peer.persistent_keepalive > 0,
         preshared_key: peer.preshared_key,
         control: follows(peer).then(|| signal_id::control_address(&peer.public_key)),
         is_warm: follows(peer) && !own.leads,
@@ -96,7 +97,7 @@ pub(super) fn peers(inputs: &Inputs<'_>, own: &Own<'_>, remote: &Remote) -> Wire
             allowed_ips: allowed_ips.into_iter().collect(),
             endpoint: one.endpoint,
             // A stand-by speaks first, from wherever it is.
-            roams: one.behind_nat || one.endpoint.is_none() || one.is_warm,
+            roams: one.roams || one.endpoint.is_none() || one.is_warm,
             persistent_keepalive: if one.is_warm { warm } else { own_keepalive },
             preshared_key: one.preshared_key,
         };
@@ -112,7 +113,8 @@ struct Wanted {
     refused: bool,
     key: PublicKey,
     endpoint: Option<SocketAddr>,
-    behind_nat: bool,
+    /// It is where it was heard last, as long as it goes on to be heard.
+    roams: bool,
     preshared_key: Option<SecretKey>,
     /// Its address for signals, if it knows any.
     control: Option<Ipv6Addr>,
