@@ -90,7 +90,9 @@ async fn start(kubeconfig: &Path) -> Child {
     let agent = command.spawn().unwrap();
     wait::until("the agent has put everything right", Duration::from_secs(20), async || {
         let pins = sh(PINS);
-        if scrape::has_done(&[]) && pins.matches("/links/").count() >= 4 { Ok(()) } else { Err(pins) }
+        // A thread loads the last two programs.
+        let all = pins.matches("/links/").count() >= 4 && pins.contains("/l3_egress");
+        if scrape::has_done(&[]) && all { Ok(()) } else { Err(pins) }
     })
     .await;
     agent
