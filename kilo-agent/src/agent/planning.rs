@@ -46,7 +46,7 @@ impl<B: Backend> Agent<B> {
         }
         self.state.hops = self.state.hops.update(mesh);
         let private_is_up = host.links.iter().any(|link| link.up && Some(link.index) == found.private);
-        // Where it is down that is no news.
+        // Where that interface is down, other lines of the log say so.
         self.log_limiter.only_default(host.paths.only_default.first().filter(|_| private_is_up));
         self.log_limiter.no_uplink(found.uplinks.is_empty(), &self.metrics);
         self.log_limiter.unknown_headers(&found.unknown_headers, &self.metrics);

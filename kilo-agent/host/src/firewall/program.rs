@@ -4,7 +4,7 @@ use std::{io, process::Stdio};
 
 use tokio::{io::AsyncWriteExt as _, process::Command};
 
-/// Why there is no output.
+/// Why a program gave nothing back.
 #[derive(Debug)]
 pub(super) enum ProgramError {
     /// It is missing or cannot be run.

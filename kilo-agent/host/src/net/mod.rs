@@ -90,7 +90,7 @@ impl Net {
     /// asked for, and another one for all next hops where `links` has several uplinks, or where the first one names
     /// another interface than the private one. What has no way is left out.
     ///
-    /// A default route by another interface than the private one is no way: the kernel falls back to it when the
+    /// A default route by another interface than the private one does not count: the kernel falls back to it when the
     /// location's own interface is down, and it leads to the Internet, where pods' packets would be read.
     pub async fn find_paths(&self, paths: &mut Paths, addresses: BTreeSet<IpAddr>, links: &HostLinks) {
         paths.interfaces.retain(|address, _| addresses.contains(address));
