@@ -249,22 +249,10 @@ pub const fn segments_room(gso_size: u32, cut_before: bool) -> u32 {
     room - ETHERNET_LEN as u32
 }
 
-/// TTL and checksum (host byte order) of an IPv4 header after one hop. `None` when the
-/// packet must not be forwarded (RFC 1812, 5.3.1).
-#[inline(always)]
-pub const fn next_ttl(ttl: u8, checksum: u16) -> Option<(u8, u16)> {
-    if ttl <= 1 {
-        return None;
-    }
-    // RFC 1624 where a word becomes less by 0x100; a sum of all ones is zero.
-    let sum = checksum as u32 + 0x100;
-    Some((ttl - 1, (sum + (sum >= 0xffff) as u32) as u16))
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::packet::{Ipv4, Ipv6};
+    use crate::packet::{Ipv4, Ipv6, next_ttl};
     use proptest::prelude::*;
 
     fn inner(len: u32, tos: u8, v6: bool) -> Inner {
@@ -382,11 +370,5 @@ mod tests {
     fn a_gso_packet_is_as_long_as_its_segments() {
         assert_eq!(segment_len(9000, 0, 40), 9000);
         assert_eq!(segment_len(64_000, 1380, 40), 1420);
-    }
-
-    #[test]
-    fn a_used_up_ttl_is_not_forwarded() {
-        assert_eq!(next_ttl(1, 0), None);
-        assert_eq!(next_ttl(0, 0), None);
     }
 }

@@ -5,7 +5,7 @@ use network_types::{
     ip::{Ipv4Hdr, Ipv6Hdr},
 };
 
-use crate::{counters::DropReason, encap::next_ttl};
+use crate::counters::DropReason;
 
 /// IP protocol numbers (IANA).
 pub mod protocol {
@@ -94,6 +94,18 @@ pub struct Ipv4Header {
     pub src: u32,
     /// Destination address.
     pub dst: u32,
+}
+
+/// TTL and checksum (host byte order) of an IPv4 header after one hop. `None` when the
+/// packet must not be forwarded (RFC 1812, 5.3.1).
+#[inline(always)]
+pub const fn next_ttl(ttl: u8, checksum: u16) -> Option<(u8, u16)> {
+    if ttl <= 1 {
+        return None;
+    }
+    // RFC 1624 where a word becomes less by 0x100; a sum of all ones is zero.
+    let sum = checksum as u32 + 0x100;
+    Some((ttl - 1, (sum + (sum >= 0xffff) as u32) as u16))
 }
 
 impl Ipv4Header {
@@ -327,5 +339,11 @@ mod tests {
         for dst in [[10, 0, 0, 255], [8, 8, 8, 8], [169, 253, 1, 1], [223, 255, 255, 255]] {
             assert!(!never_steered(dst), "{dst:?}");
         }
+    }
+
+    #[test]
+    fn a_used_up_ttl_is_not_forwarded() {
+        assert_eq!(next_ttl(1, 0), None);
+        assert_eq!(next_ttl(0, 0), None);
     }
 }

@@ -213,7 +213,7 @@ fn updated(input: &mut Unstructured<'_>) -> Result<()> {
         header[at..at + 2].copy_from_slice(&new.to_be_bytes());
         assert_eq!(sum, sums::header(&header));
     }
-    match encap::next_ttl(header[8], sum) {
+    match packet::next_ttl(header[8], sum) {
         None => assert!(header[8] <= 1),
         Some((ttl, sum)) => {
             assert_eq!(ttl + 1, header[8]);

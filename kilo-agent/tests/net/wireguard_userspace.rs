@@ -22,7 +22,7 @@ use kilo_core::wireguard::{
 use kilo_host::{
     net::{Net, links},
     wireguard::{
-        Backend, Device, Ensured, Mode, WireguardError, device::socket_path, ensure_device_with, userspace,
+        Backend, Device, Ensured, Mode, WireguardError, ensure_device_with, socket::socket_path, userspace,
     },
 };
 use netns::{isolated, sh, succeeds};

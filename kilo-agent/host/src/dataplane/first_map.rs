@@ -11,7 +11,7 @@ use aya::maps::MapData;
 use kilo_common::map_table::NAT;
 use kilo_core::errors::Cause;
 
-use super::{DataplaneError, load::OBJECT, syscall};
+use super::{DataplaneError, syscall};
 
 /// Command (include/uapi/linux/bpf.h).
 const BPF_BTF_LOAD: nix::libc::c_long = 18;
@@ -32,13 +32,13 @@ struct Attributes {
 ///
 /// # Errors
 /// The loader meets the same again, and says what is to be done.
-pub(super) fn make(directory: &Path) -> Result<(), Cause> {
+pub(super) fn make(object: &[u8], directory: &Path) -> Result<(), Cause> {
     let features = aya::features().btf();
     let path = directory.join(NAT.name);
     if path.exists() {
         return Ok(());
     }
-    let mut object = aya_obj::Object::parse(OBJECT)?;
+    let mut object = aya_obj::Object::parse(object)?;
     // As the loader does, so that `bpftool` shows named fields.
     let types = match features {
         Some(features) => object.fixup_and_sanitize_btf(features)?.map(aya_obj::btf::Btf::to_bytes),
@@ -64,17 +64,4 @@ fn load(types: &[u8]) -> io::Result<OwnedFd> {
     let descriptor = unsafe { syscall::bpf(BPF_BTF_LOAD, &mut attributes) }?;
     // SAFETY: the kernel has just made this descriptor, for nobody else.
     Ok(unsafe { OwnedFd::from_raw_fd(descriptor) })
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    /// A typo in its name would make the loader make it, and nobody would notice.
-    #[test]
-    fn the_object_has_that_map() {
-        if !OBJECT.is_empty() {
-            assert!(aya_obj::Object::parse(OBJECT).unwrap().maps.contains_key(NAT.name));
-        }
-    }
 }

@@ -10,8 +10,8 @@ use std::{
 
 use super::{
     DataplaneError,
-    load::{self, ON_DEMAND},
-    programs::{ByName, load_programs, open_all, pin_loaded, pins},
+    load::{self, ON_DEMAND, load_programs},
+    pins::{self, ByName, open_all, pin_loaded},
 };
 use kilo_core::errors::error_chain;
 use nix::errno::Errno;
@@ -130,7 +130,7 @@ fn load_from(pins: &Path) -> Result<ByName, DataplaneError> {
     let failed = |source| DataplaneError::Pin { path: pins.to_owned(), source };
     let maps = pins.ancestors().nth(2).ok_or(DataplaneError::Object("directory of pins"))?;
     // A map that is no longer there would be made anew, and nobody would fill it.
-    if self::pins(maps)?.as_deref() != Some(pins) {
+    if pins::directory(maps)?.as_deref() != Some(pins) {
         return Err(failed(io::Error::other("pins were removed or replaced; restart kg")));
     }
     // Pins of an attempt that failed half way: their programs do not share memory with those of the next.

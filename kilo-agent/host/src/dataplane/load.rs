@@ -4,11 +4,14 @@ use std::{
     collections::{BTreeMap, btree_map::Entry},
     io,
     path::{Path, PathBuf},
+    sync::{Mutex, PoisonError},
+    thread,
 };
 
 use aya::{
     Ebpf, EbpfError, EbpfLoader,
     maps::{Map, MapData, MapError, MapType},
+    programs::{Program, ProgramError, SchedClassifier},
 };
 use aya_log::EbpfLogger;
 use kilo_common::map_table::{Kind, MAPS, MapSpec};
@@ -41,6 +44,9 @@ pub const ON_DEMAND: [&str; 2] = ["l3_ingress", "l3_egress"];
 /// Programs that are on no hook: the agent runs them.
 pub const INJECT: &str = "inject";
 pub const FOLLOW: &str = "follow";
+
+/// The kernel verifies as many at once, on as many processors: with more the longest one alone decides how long it takes.
+const THREADS: usize = 4;
 
 /// Maps that outlive the agent.
 fn pinned() -> impl Iterator<Item = &'static MapSpec> {
@@ -87,7 +93,7 @@ pub fn object(directory: &Path, debug: bool) -> Result<Ebpf, DataplaneError> {
 
 /// What goes wrong here goes wrong again where the loader does it.
 fn make_first(directory: &Path) {
-    if let Err(error) = first_map::make(directory) {
+    if let Err(error) = first_map::make(OBJECT, directory) {
         let error = error_chain(&*error);
         tracing::debug!(directory = %directory.display(), error, "a map could not be made before the others");
     }
@@ -95,7 +101,7 @@ fn make_first(directory: &Path) {
 
 /// Does both at once.
 fn beside<T>(one: impl FnOnce() -> T, other: impl FnOnce() + Send) -> T {
-    std::thread::scope(|scope| {
+    thread::scope(|scope| {
         scope.spawn(other);
         one()
     })
@@ -125,6 +131,42 @@ pub fn forward_log(bpf: &mut Ebpf) {
             guard.clear_ready();
         }
     });
+}
+
+/// Has the kernel verify the programs that are wanted, [`THREADS`] at once at most, and two at least.
+pub fn load_programs(object: &mut Ebpf, is_wanted: impl Fn(&str) -> bool) -> Result<(), DataplaneError> {
+    let place = |name: &str| PROGRAMS.iter().position(|program| *program == name && is_wanted(program));
+    let mut programs: Vec<_> =
+        object.programs_mut().filter_map(|(name, program)| Some((place(name)?, program))).collect();
+    programs.sort_by_key(|(place, _)| *place);
+    let programs = Mutex::new(programs.into_iter());
+    let load = || -> Result<(), ProgramError> {
+        let next = || programs.lock().unwrap_or_else(PoisonError::into_inner).next();
+        while let Some((_, program)) = next() {
+            let program: &mut Program = program;
+            <&mut SchedClassifier>::try_from(program)?.load()?;
+        }
+        Ok(())
+    };
+    let processors = thread::available_parallelism().map_or(2, usize::from);
+    thread::scope(|scope| {
+        let threads: Vec<_> = (0..processors.clamp(2, THREADS)).map(|_| scope.spawn(load)).collect();
+        for thread in threads {
+            thread.join().map_err(|_| DataplaneError::Object("program that a thread could load"))??;
+        }
+        Ok(())
+    })
+}
+
+/// A program of an object, by name.
+///
+/// # Errors
+/// When the object has none, or it is of another kind.
+pub fn program<'a>(
+    object: &'a mut Ebpf,
+    name: &'static str,
+) -> Result<&'a mut SchedClassifier, DataplaneError> {
+    Ok(object.program_mut(name).ok_or(DataplaneError::Object(name))?.try_into()?)
 }
 
 /// Removes the pins of other versions' maps. Called when our programs have
@@ -259,6 +301,15 @@ mod tests {
                 "{}",
                 io::Error::from_raw_os_error(errno)
             );
+        }
+    }
+
+    /// A typo in its name would make the loader make it, and nobody would notice.
+    #[test]
+    fn the_object_has_the_map_that_is_made_first() {
+        if !OBJECT.is_empty() {
+            let object = aya_obj::Object::parse(OBJECT).unwrap();
+            assert!(object.maps.contains_key(kilo_common::map_table::NAT.name));
         }
     }
 }

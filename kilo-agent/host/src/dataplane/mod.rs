@@ -14,6 +14,7 @@ mod maps;
 pub mod monitor;
 pub mod nat;
 mod path_mtu;
+mod pins;
 mod program_info;
 mod programs;
 pub mod realtime;

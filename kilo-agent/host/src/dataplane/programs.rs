@@ -1,41 +1,17 @@
 //! The programs in the kernel: taken over from an earlier agent of the same build when the data path is
 //! opened, or loaded and pinned for the next one; those of [`ON_DEMAND`] when an interface needs them.
-//!
-//! It is all or none of the others: programs that were loaded together share the maps that are not pinned,
-//! too. A pin is believed for what the kernel says of it, not for its name alone. The directory's name
-//! is a hash of the agent's version, of the object, and of the ids of the pinned maps; the name of a
-//! pin holds the program's tag and a hash of the ids of all its maps.
 
-use std::{
-    collections::BTreeMap,
-    fs, io,
-    os::{fd::AsFd as _, unix::fs::DirBuilderExt as _, unix::fs::MetadataExt as _},
-    path::{Path, PathBuf},
-    sync::{Mutex, PoisonError},
-    thread,
-};
+use std::path::{Path, PathBuf};
 
-use aya::{
-    Ebpf,
-    programs::{Program, ProgramError, SchedClassifier},
-};
-use sha2::{Digest as _, Sha256};
+use aya::{Ebpf, programs::SchedClassifier};
 
 use super::{
     DataplaneError,
     late::Late,
-    load::{self, ON_DEMAND, PROGRAMS},
-    program_info::{self, Identity},
+    load::{self, ON_DEMAND, load_programs},
+    pins::{self, ByName, is_ours_alone, open_all, pin_anew},
 };
-use kilo_core::errors::{Cause, error_chain};
-
-/// Where programs are pinned, below the directory of the maps they use.
-const PINS: &str = "programs";
-/// The kernel verifies as many at once, on as many processors: with more the longest one alone decides how long it takes.
-const THREADS: usize = 4;
-
-/// Programs by name.
-pub(super) type ByName = BTreeMap<&'static str, SchedClassifier>;
+use kilo_core::errors::error_chain;
 
 /// The programs of the object.
 pub enum Programs {
@@ -63,7 +39,7 @@ impl Programs {
     pub fn open(directory: &Path, debug: bool) -> Result<Self, DataplaneError> {
         load::remove_unfit(directory)?;
         if !debug
-            && let Some(pins) = pins(directory)?
+            && let Some(pins) = pins::directory(directory)?
             && is_ours_alone(&pins)
         {
             match open_all(&pins) {
@@ -95,7 +71,7 @@ impl Programs {
                 Ok(Self::Pinned { pins, by_name, loaded, late: Late::default() })
             }
             Err(error) => {
-                let (path, error) = (directory.join(PINS), error_chain(&*error));
+                let (path, error) = (directory.join(pins::PINS), error_chain(&*error));
                 tracing::warn!(
                     path = %path.display(),
                     error,
@@ -143,10 +119,10 @@ impl Programs {
                 by_name.get_mut(name).ok_or(DataplaneError::Object(name))
             }
             Self::Loaded(object) => {
-                if is_late && of(object, name)?.fd().is_err() {
+                if is_late && load::program(object, name)?.fd().is_err() {
                     load_programs(object, |name| ON_DEMAND.contains(&name))?;
                 }
-                of(object, name)
+                load::program(object, name)
             }
         }
     }
@@ -179,135 +155,4 @@ impl Programs {
             *late = Late::Unasked;
         }
     }
-}
-
-fn of<'a>(object: &'a mut Ebpf, name: &'static str) -> Result<&'a mut SchedClassifier, DataplaneError> {
-    Ok(object.program_mut(name).ok_or(DataplaneError::Object(name))?.try_into()?)
-}
-
-/// Directory for programs of this build with these maps; `None` before all maps are there.
-pub(super) fn pins(directory: &Path) -> Result<Option<PathBuf>, DataplaneError> {
-    let Some(maps) = load::pinned_ids(directory)? else { return Ok(None) };
-    let mut build = Sha256::new();
-    build.update(Sha256::digest(env!("CARGO_PKG_VERSION")));
-    build.update(Sha256::digest(load::OBJECT));
-    for (name, id) in maps {
-        build.update(name);
-        build.update(id.to_be_bytes());
-    }
-    Ok(Some(directory.join(PINS).join(hex(&build.finalize()))))
-}
-
-/// The first eight bytes of a hash.
-fn hex(hash: &[u8]) -> String {
-    hash.iter().take(8).map(|byte| format!("{byte:02x}")).collect()
-}
-
-/// Name of the pin of a program: what the kernel must say of it, too. (A bpffs allows no dots.)
-fn pin_name(program: &str, identity: &Identity) -> String {
-    let maps = identity.maps.iter().flat_map(|id| id.to_be_bytes()).collect::<Vec<_>>();
-    format!("{program}-{}-{}", hex(&identity.tag), hex(&Sha256::digest(maps)))
-}
-
-/// True when something is there, and nobody else can have put it there: pins, their parent, the
-/// maps' and ours.
-fn is_ours_alone(pins: &Path) -> bool {
-    let user = nix::unistd::geteuid().as_raw();
-    for path in pins.ancestors().take(4) {
-        // What is not there holds nothing.
-        let Ok(data) = fs::symlink_metadata(path) else { return false };
-        if !data.is_dir() || data.uid() != user || data.mode() & 0o022 != 0 {
-            tracing::warn!(
-                path = %path.display(),
-                "others may write here: pinned BPF programs are not taken over but loaded anew"
-            );
-            return false;
-        }
-    }
-    true
-}
-
-/// Opens the programs' pins, if the kernel says of each that it is what its name says. Of [`ON_DEMAND`] all are
-/// there or none.
-pub(super) fn open_all(pins: &Path) -> Result<ByName, Cause> {
-    let mut there = BTreeMap::new();
-    for entry in fs::read_dir(pins)? {
-        let path = entry?.path();
-        let file = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
-        if let Some((program, _)) = file.split_once('-') {
-            there.insert(program.to_owned(), path);
-        }
-    }
-    let open = |name: &'static str| {
-        let path = there.get(name).ok_or_else(|| format!("{name} is not there"))?;
-        let program = SchedClassifier::from_pin(path)?;
-        let found = pin_name(name, &identity(&program)?);
-        if path.file_name().is_none_or(|file| *file != *found) {
-            return Err(format!("{}: the kernel says that it is {found}", path.display()).into());
-        }
-        Ok((name, program))
-    };
-    let has_late = ON_DEMAND.iter().any(|name| there.contains_key(*name));
-    PROGRAMS.into_iter().filter(|name| has_late || !ON_DEMAND.contains(name)).map(open).collect()
-}
-
-/// Pins the programs of an object in the place of all others, and opens the pins. Programs of
-/// others that are on hooks stay there: their links hold them.
-fn pin_anew(directory: &Path, object: &mut Ebpf) -> Result<(PathBuf, ByName), Cause> {
-    // Now that all maps are there.
-    let pins = pins(directory)?.ok_or("a map is not pinned")?;
-    let all = directory.join(PINS);
-    // Removed first: an agent that ends half way must not leave pins of two loads.
-    match fs::remove_dir_all(&all).or_else(|_| fs::remove_file(&all)) {
-        Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error.into()),
-        _ => {}
-    }
-    fs::DirBuilder::new().recursive(true).mode(0o700).create(&pins)?;
-    pin_loaded(&pins, object)?;
-    let by_name = open_all(&pins)?;
-    Ok((pins, by_name))
-}
-
-/// Pins what the kernel has loaded of an object.
-pub(super) fn pin_loaded(pins: &Path, object: &mut Ebpf) -> Result<(), Cause> {
-    for name in PROGRAMS {
-        let program = of(object, name)?;
-        if program.fd().is_ok() {
-            let path = pins.join(pin_name(name, &identity(program)?));
-            program.pin(path)?;
-        }
-    }
-    Ok(())
-}
-
-fn identity(program: &SchedClassifier) -> Result<Identity, Cause> {
-    Ok(program_info::identity(program.fd()?.as_fd())?.ok_or("it is no TC program")?)
-}
-
-/// Has the kernel verify the programs that are wanted, [`THREADS`] at once at most, and two at least.
-pub(super) fn load_programs(
-    object: &mut Ebpf,
-    is_wanted: impl Fn(&str) -> bool,
-) -> Result<(), DataplaneError> {
-    let place = |name: &str| PROGRAMS.iter().position(|program| *program == name && is_wanted(program));
-    let mut programs: Vec<_> =
-        object.programs_mut().filter_map(|(name, program)| Some((place(name)?, program))).collect();
-    programs.sort_by_key(|(place, _)| *place);
-    let programs = Mutex::new(programs.into_iter());
-    let load = || -> Result<(), ProgramError> {
-        let next = || programs.lock().unwrap_or_else(PoisonError::into_inner).next();
-        while let Some((_, program)) = next() {
-            let program: &mut Program = program;
-            <&mut SchedClassifier>::try_from(program)?.load()?;
-        }
-        Ok(())
-    };
-    let processors = thread::available_parallelism().map_or(2, usize::from);
-    thread::scope(|scope| {
-        let threads: Vec<_> = (0..processors.clamp(2, THREADS)).map(|_| scope.spawn(load)).collect();
-        for thread in threads {
-            thread.join().map_err(|_| DataplaneError::Object("program that a thread could load"))??;
-        }
-        Ok(())
-    })
 }

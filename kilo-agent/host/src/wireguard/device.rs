@@ -4,7 +4,6 @@ use std::{
     collections::BTreeMap,
     io,
     net::SocketAddr,
-    path::PathBuf,
     time::{Duration, SystemTime},
 };
 
@@ -16,7 +15,10 @@ use tokio::{
 };
 use wireguard_control as control;
 
-use super::{WireguardError, userspace};
+use super::{
+    WireguardError,
+    socket::{check_name, interface_name, socket_path},
+};
 use crate::net::{Rtnl, links};
 use kilo_core::wireguard::WireguardPlan;
 use kilo_core::wireguard::{
@@ -225,18 +227,6 @@ async fn blocking<T: Send + 'static>(call: impl FnOnce() -> io::Result<T> + Send
     spawn_blocking(call).await.map_err(io::Error::other)?
 }
 
-fn interface_name(name: &str) -> Result<control::InterfaceName, WireguardError> {
-    name.parse().map_err(|_| WireguardError::InvalidName(name.to_owned()))
-}
-
-pub(super) fn check_name(name: &str) -> Result<(), WireguardError> {
-    // Names that are paths would lead the socket elsewhere.
-    if matches!(name, "." | "..") || name.contains(':') {
-        return Err(WireguardError::InvalidName(name.to_owned()));
-    }
-    interface_name(name).map(|_| ())
-}
-
 /// What the kernel says, with a peer that came in several parts put together.
 fn state_of(device: control::Device, now: SystemTime) -> DeviceState {
     let mut state = DeviceState {
@@ -298,11 +288,6 @@ fn kernel_peer(peer: &SetPeer) -> control::PeerConfigBuilder {
         entry = entry.set_preshared_key(control::Key(key.as_ref().map_or([0; 32], |key| *key.as_bytes())));
     }
     peer.allowed_ips.iter().fold(entry, |entry, net| entry.add_allowed_ip(net.addr(), net.prefix_len()))
-}
-
-/// Where a userspace device's socket is.
-pub fn socket_path(name: &str) -> PathBuf {
-    userspace::socket_directory().join(format!("{name}.sock"))
 }
 
 /// All of a request, each part with the time of an answer of its own.
@@ -392,13 +377,5 @@ mod tests {
         assert_eq!((peer.persistent_keepalive, peer.rx_bytes, peer.preshared_key), (10, 9, None));
         assert!(peer.endpoint.is_some());
         assert_eq!(state.peers.len(), 2);
-    }
-
-    #[test]
-    fn names_that_are_paths_are_refused() {
-        for name in ["", ".", "..", "a/b", "kilo0:1", "a b", "sixteen-letters0"] {
-            assert!(check_name(name).is_err(), "{name}");
-        }
-        assert!(check_name("kilo0").is_ok());
     }
 }

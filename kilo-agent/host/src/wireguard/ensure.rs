@@ -18,7 +18,8 @@ use tokio::net::UnixStream;
 
 use super::{
     WireguardError,
-    device::{Backend, check_name, socket_path},
+    device::Backend,
+    socket::{check_name, socket_path},
     userspace,
 };
 use crate::net::{NetError, Rtnl, links};

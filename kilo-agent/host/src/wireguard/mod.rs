@@ -6,6 +6,7 @@ pub mod ensure;
 mod error;
 pub mod handshake_nudge;
 pub mod private_key;
+pub mod socket;
 pub mod userspace;
 
 pub use device::{Backend, Device, PeerStatus};

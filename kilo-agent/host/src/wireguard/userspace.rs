@@ -36,7 +36,7 @@ use tokio::{
 
 use super::{
     WireguardError,
-    device::{check_name, socket_path},
+    socket::{check_name, socket_directory, socket_path},
 };
 use crate::net::{Rtnl, links, watch::Watcher};
 use engine::Engine;
@@ -45,10 +45,6 @@ use tun::Tun;
 
 /// Subcommand of `kg` that calls [`run`].
 pub const SUBCOMMAND: &str = "userspace-wireguard";
-/// Overrides where the sockets are; agent and process must agree.
-pub const DIRECTORY_VARIABLE: &str = "KILO_WIREGUARD_SOCKETS";
-/// Where `wg` and everybody else looks for them.
-const DIRECTORY: &str = "/var/run/wireguard";
 
 /// A request beyond this is not read to its end (1,000 peers need about 1 MB).
 const LARGEST_REQUEST: u64 = 64 << 20;
@@ -56,11 +52,6 @@ const LARGEST_REQUEST: u64 = 64 << 20;
 const CLIENTS: usize = 16;
 /// How long a process whose interface is gone may take to end; less than the agent waits.
 const ENDS_WITHIN: Duration = Duration::from_secs(4);
-
-/// Directory of the sockets.
-pub fn socket_directory() -> PathBuf {
-    std::env::var_os(DIRECTORY_VARIABLE).map_or_else(|| PathBuf::from(DIRECTORY), PathBuf::from)
-}
 
 /// Where a process started by [`spawn_detached`] writes what it has to say.
 pub fn log_path(interface: &str) -> PathBuf {

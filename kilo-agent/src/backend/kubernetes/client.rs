@@ -80,7 +80,9 @@ pub async fn connect(
 ) -> Result<(Client, Server), BackendError> {
     let mut access = access.clone();
     // A manifest may name a file that the platform does not have: kube-proxy's, for example.
-    if let Some(path) = access.kubeconfig.as_deref().filter(|path| is_missing(path) && in_cluster()) {
+    if let Some(path) =
+        access.kubeconfig.as_deref().filter(|path| kubeconfig::is_missing(path) && in_cluster())
+    {
         tracing::info!(path = %path.display(), "kubeconfig does not exist; using the in-cluster configuration");
         access.kubeconfig = None;
     }
@@ -149,10 +151,6 @@ fn without_password(url: &http::Uri) -> String {
     let authority = url.authority().map(http::uri::Authority::as_str).unwrap_or_default();
     let host = authority.rsplit('@').next().unwrap_or_default();
     format!("{}://{host}", url.scheme_str().unwrap_or_default())
-}
-
-pub(super) fn is_missing(path: &Path) -> bool {
-    std::fs::metadata(path).is_err_and(|error| error.kind() == std::io::ErrorKind::NotFound)
 }
 
 /// Whether this is a container of a pod with a service account.

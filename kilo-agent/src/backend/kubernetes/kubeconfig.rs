@@ -62,6 +62,11 @@ impl fmt::Display for Paths<'_> {
     }
 }
 
+/// Whether there is no file: one that cannot be read for another reason is there.
+pub(super) fn is_missing(path: &Path) -> bool {
+    std::fs::metadata(path).is_err_and(|error| error.kind() == std::io::ErrorKind::NotFound)
+}
+
 /// The user's configuration; `None` when there is no file at any of the places but `--kubeconfig`,
 /// which must be there. Of several files those that are missing do not count, as with kubectl.
 pub(super) fn find(access: &Access) -> Result<Option<Found>, BackendError> {
@@ -70,7 +75,7 @@ pub(super) fn find(access: &Access) -> Result<Option<Found>, BackendError> {
     let mut files = Vec::new();
     let mut merged = Kubeconfig::default();
     for path in places {
-        if access.kubeconfig.is_none() && super::client::is_missing(&path) {
+        if access.kubeconfig.is_none() && is_missing(&path) {
             continue;
         }
         // Read here: the library's error names the path but loses the reason.

@@ -9,14 +9,14 @@ use kilo_common::{
     checksum,
     counters::{Action, DropReason},
     encap::{
-        Inner, VXLAN_INNER, ipip_frame, ipip_frame_v6, next_ttl, segments_room, vxlan_ethernet, vxlan_frame,
+        Inner, VXLAN_INNER, ipip_frame, ipip_frame_v6, segments_room, vxlan_ethernet, vxlan_frame,
         vxlan_frame_v6,
     },
     maps::{
         CONFIG_GATEWAY, CONFIG_OFFERED, CONFIG_ONE_V4, CONFIG_ONE_V6, CONFIG_SEVERAL_V4, CONFIG_SEVERAL_V6,
         Config, PREFIX_NEVER_CLEAR, PREFIX_ROUTE, PREFIX_VIA_WIREGUARD,
     },
-    packet::{ETHERNET_LEN, ETHERTYPE_IPV4, ETHERTYPE_IPV6, protocol},
+    packet::{ETHERNET_LEN, ETHERTYPE_IPV4, ETHERTYPE_IPV6, next_ttl, protocol},
     too_big::{self, LEN_V4, LEN_V6, QUOTED},
 };
 use kilo_core::{
