@@ -128,6 +128,12 @@ pub(super) fn boot(lab: &mut Lab, name: &str) -> Result<()> {
     lab.agents.start(&node)
 }
 
+/// Starts every host on which no agent runs.
+pub(super) fn boot_all_without_power(lab: &mut Lab) -> Result<()> {
+    let names = nodes::names(lab).into_iter().filter(|name| lab.agents.pid(name).is_none());
+    names.collect::<Vec<_>>().iter().try_for_each(|name| boot(lab, name))
+}
+
 /// Every host begins anew, as after a power cut of all sites, and nobody remembers who led.
 pub fn reboot_all(lab: &mut Lab) -> Result<()> {
     lab.caused(&[LEADS, NO_ENDPOINT]);

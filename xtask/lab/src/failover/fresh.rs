@@ -53,10 +53,9 @@ fn begin(target: IpAddr, stop: &AtomicBool) -> Result<Duration> {
     while !stop.load(Ordering::Relaxed) || !waiting.is_empty() {
         if !stop.load(Ordering::Relaxed) {
             let flow = probe::any_port(target)?;
-            flow.connect((target, probe::PORT))?;
             flow.set_nonblocking(true)?;
             // Refused or unreachable is lost, too.
-            let _ = flow.send(probe::MARKER);
+            let _ = flow.send_to(probe::MARKER, (target, probe::PORT));
             newest = Instant::now();
             waiting.push_back((newest, flow));
         }

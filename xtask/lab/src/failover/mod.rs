@@ -193,9 +193,18 @@ fn watch(lab: &mut Lab, case: &Case, keep: bool) -> Result<Watched> {
         }
         None => flows.and_then(|flows| sum(case.limit, flows)),
     };
-    let (before, mut broken) = broken?;
-    if let (Ok(figures), Some(fresh)) = (&mut figures, broken.fresh.take()) {
-        figures.gap = figures.gap.max(fresh.finish()?);
+    let (before, mut broken) = match broken {
+        Ok(broken) => broken,
+        Err(error) => {
+            // The next run needs every host.
+            breaking::boot_all_without_power(lab)?;
+            return Err(error);
+        }
+    };
+    if let Some(fresh) = broken.fresh.take() {
+        figures = fresh
+            .finish()
+            .and_then(|gap| figures.map(|figures| Figures { gap: figures.gap.max(gap), ..figures }));
     }
     let switches = state::changes(lab).saturating_sub(before);
     let clear = lab.nothing_in_clear();
