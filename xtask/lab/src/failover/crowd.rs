@@ -1,4 +1,4 @@
-//! Twelve members of one location that all send alike, and their gateways.
+//! Twelve members and more of one location that all send alike, and their gateways.
 
 use std::{
     collections::BTreeMap,
@@ -45,15 +45,26 @@ pub(super) fn members(lab: &Lab) -> impl Iterator<Item = &Node> {
     lab.network.nodes.iter().filter(|node| node.name().starts_with('m'))
 }
 
+/// The members, and where shares are counted also the nodes that could lead and do not: whoever counts sends.
+pub(super) fn senders<'a>(lab: &'a Lab, limit: &Limit, leaders: usize) -> impl Iterator<Item = &'a Node> {
+    let counts = matches!(limit, Limit::NoSwitch);
+    let others = lab.network.nodes.iter().filter(|node| node.name().starts_with('a'));
+    members(lab).chain(others.skip(leaders).filter(move |_| counts))
+}
+
 /// Which gateway each member uses, as it says itself.
 pub(super) fn uses(lab: &Lab) -> Result<BTreeMap<String, String>> {
+    uses_of(members(lab))
+}
+
+fn uses_of<'a>(nodes: impl Iterator<Item = &'a Node>) -> Result<BTreeMap<String, String>> {
     let of = |node: &Node| {
         let status = counters::status(&node.space)?;
         let leader = status.pointer("/agent/failover/leader").and_then(|leader| leader.as_str());
         let leader = leader.with_context(|| format!("{} does not say whom it uses", node.name()))?;
         Ok((node.name().to_owned(), leader.to_owned()))
     };
-    members(lab).map(of).collect()
+    nodes.map(of).collect()
 }
 
 /// Waits until each member uses the gateway that it is to use: where there are not several, who leads by Kilo's rule.
@@ -163,7 +174,7 @@ fn carried(node: &Node) -> Result<[u64; 3]> {
 /// Counts what each of so many gateways carries while all members send alike.
 fn shares(lab: &mut Lab, gateways: usize) -> Result<Broken> {
     lab.caused(&[flood::OVERLOADED]);
-    let used = uses(lab)?;
+    let used = uses_of(senders(lab, &Limit::NoSwitch, gateways))?;
     let nodes: Vec<_> = lab.network.nodes.iter().take(gateways).collect();
     let before = nodes.iter().map(|node| carried(node)).collect::<Result<Vec<_>>>()?;
     wait::time_passes(COUNTED, "what gateways carry is counted");

@@ -235,7 +235,7 @@ impl Flows {
             let to = target(case.to)?;
             let start =
                 |node: &Node| (node.name().to_owned(), Traffic::start_every(&node.pod, to, crowd::TICK));
-            return Ok(Self(crowd::members(lab).map(start).collect()));
+            return Ok(Self(crowd::senders(lab, &case.limit, case.leaders.into()).map(start).collect()));
         }
         let start = |(from, to): (&str, &str)| {
             let space = lab.network.space(from)?;
