@@ -185,6 +185,21 @@ pub fn parse_port(text: &str) -> Result<u16, InvalidPort> {
     text.parse().ok().filter(|&port| port > 0).ok_or_else(|| InvalidPort(text.to_owned()))
 }
 
+/// Text that is no number, or not one that is possible.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("{text:?} is not a number from {least} to {most}")]
+pub struct InvalidNumber {
+    text: String,
+    least: u8,
+    most: u8,
+}
+
+/// Parses a number from `LEAST` to `MOST`.
+pub fn parse_number<const LEAST: u8, const MOST: u8>(text: &str) -> Result<u8, InvalidNumber> {
+    let invalid = || InvalidNumber { text: text.to_owned(), least: LEAST, most: MOST };
+    text.parse().ok().filter(|number| (LEAST..=MOST).contains(number)).ok_or_else(invalid)
+}
+
 /// Text that is no period of something that is done again and again.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error(transparent)]

@@ -36,7 +36,7 @@ const ANY_TEXT: [&str; 8] =
     ["backend-dir", "cni-path", "cni-run-dir", "cni-source", "interface", "kubeconfig", "master", "version"];
 
 /// Rubbish for each other flag of `kg`, and what the answer must name.
-const RUBBISH: [(&str, &str, &str); 33] = [
+const RUBBISH: [(&str, &str, &str); 34] = [
     ("attach", "maybe", "auto, tcx, clsact"),
     ("backend", "etcd", "kubernetes, file"),
     ("clean-up", "maybe", "neither true nor false"),
@@ -64,9 +64,10 @@ const RUBBISH: [(&str, &str, &str); 33] = [
     ("relay", "always", "auto, off"),
     ("resync-period", "30", "30s"),
     ("service-cidr", "10.96.0.0/12,x", "\"x\""),
-    ("stand-bys", "5", "0..=4"),
-    ("leaders", "0", "1..=8"),
-    ("leaders", "9", "1..=8"),
+    ("stand-bys", "5", "from 0 to 4"),
+    ("leaders", "0", "from 1 to 8"),
+    ("leaders", "9", "from 1 to 8"),
+    ("leaders", "two", "\"two\" is not a number from 1 to 8"),
     ("subnet", "10.4.0.0", "10.4.0.0/16"),
     ("topology-label", "", "topology.kubernetes.io/region"),
     ("tunnel", "gre", "auto, ipip, vxlan, none"),

@@ -6,7 +6,7 @@ use clap::{Args, Parser, Subcommand};
 use ipnet::IpNet;
 use kilo_agent::cli::{
     BackendKind, LogLevel, PageAccess, PrefixList, parse_bool, parse_cidr, parse_failover_interval,
-    parse_label, parse_listen, parse_node_name, parse_period, parse_port, parse_secret,
+    parse_label, parse_listen, parse_node_name, parse_number, parse_period, parse_port, parse_secret,
 };
 use kilo_core::settings::{
     AttachMode, Compatibility, Encapsulate, EndpointFrom, Failover, Granularity, Masquerade, Relay, Slices,
@@ -154,7 +154,7 @@ pub struct Flags {
     pub master: String,
     /// Active leaders of each location with --failover=auto, 1 to 8: each of its nodes uses one of them. The same
     /// on every node of the mesh.
-    #[arg(long, default_value = "1", value_parser = clap::value_parser!(u8).range(1..=8))]
+    #[arg(long, default_value = "1", value_parser = parse_number::<1, 8>)]
     pub leaders: u8,
     /// Address on which health, metrics and graph are served.
     #[arg(long, default_value = ":1107", value_parser = parse_listen)]
@@ -206,7 +206,7 @@ pub struct Flags {
     #[arg(long, default_value = "10.4.0.0/16", value_parser = parse_cidr)]
     pub subnet: IpNet,
     /// Nodes of a location that can take over from its leader, 0 to 4. The same on every node.
-    #[arg(long, default_value = "2", value_parser = clap::value_parser!(u8).range(0..=4))]
+    #[arg(long, default_value = "2", value_parser = parse_number::<0, 4>)]
     pub stand_bys: u8,
     /// Node label that names the location.
     #[arg(long, default_value = "topology.kubernetes.io/region", value_parser = parse_label, global = true)]
