@@ -92,6 +92,11 @@ impl Follow {
         self.locations.values().flat_map(|location| &location.gateways)
     }
 
+    /// Keys of all gateways.
+    pub fn keys(&self) -> BTreeSet<PublicKey> {
+        self.gateways().map(|gateway| gateway.key).collect()
+    }
+
     /// A node's name, for people.
     pub fn name(&self, id: NodeId) -> &str {
         self.names.get(&id).map_or("an unknown node", String::as_str)
@@ -273,6 +278,7 @@ mod tests {
         let (mesh, before) = plan(&follow, true);
         assert!(follow.locations_are(&mesh, &before.wireguard));
         assert!(!follow.locations_are(&mesh, &before.wireguard));
+        assert_eq!(follow.keys(), BTreeSet::from([key("a1"), key("a2")]));
         assert_eq!(allowed(&before, "a2"), Vec::<String>::new(), "a stand-by has nothing yet");
         let all = allowed(&before, "a1");
         for prefix in ["10.42.1.0/24", "10.42.3.0/24", "10.1.0.2/32", "10.4.0.1/32", "10.43.0.0/16"] {

@@ -8,7 +8,7 @@ use crate::wait::{task, until};
 
 use std::{
     collections::BTreeMap,
-    os::unix::fs::PermissionsExt as _,
+    os::unix::{fs::PermissionsExt as _, process::CommandExt as _},
     path::Path,
     process::{Child, Command, Stdio},
     time::Duration,
@@ -184,7 +184,10 @@ fn a_machine_joins_reaches_pods_and_leaves_nothing_behind() {
 
         // Another one on the same machine would fight over routes.
         let said = refused(&kubeconfig, &["other"]);
-        assert!(said.contains("already runs"), "{said}");
+        assert!(
+            said.contains("managed by another process") && said.contains("stop that one first"),
+            "{said}"
+        );
         let said = refused(&kubeconfig, &["other", "--interface", "kilo1"]);
         assert!(said.contains("kilo0 are managed already"), "{said}");
         assert!(peers.get_opt("other").await.unwrap().is_none());
@@ -306,6 +309,12 @@ fn a_peer_made_by_somebody_else_is_used_and_stays() {
         let said = refused(&server.kubeconfig(api::NOBODY, server.port()), &["x"]);
         assert!(said.contains("forbidden"), "{said}");
         assert!(!Path::new("/var/lib/kilo/x.key").exists(), "nothing was done with a key");
+        let said = refused(&kubeconfig, &["x", "--allowed-ip", "10.5.0.7/32"]);
+        assert!(said.contains("10.5.0.7 belongs to Peer \"theirs\" already"), "{said}");
+        assert!(peers.get_opt("x").await.unwrap().is_none(), "it would take the address, or get none");
+        let nobody = kgctl(&kubeconfig, &["x"]).uid(65534).output().unwrap();
+        let said = String::from_utf8_lossy(&nobody.stderr).into_owned();
+        assert!(said.contains("run it as root"), "{said}");
         std::fs::write("/var/lib/rubbish", "no key").unwrap();
         let said = refused(&kubeconfig, &["x", "--private-key", "/var/lib/rubbish"]);
         assert!(said.contains("/var/lib/rubbish"), "{said}");

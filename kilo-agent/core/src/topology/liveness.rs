@@ -122,6 +122,27 @@ impl Liveness {
         now: Instant,
         unix_now: i64,
     ) -> Vec<bool> {
+        self.judge(nodes, Some(own), now, unix_now)
+    }
+
+    /// As [`Self::ready`], for a machine that is no node: the node that was heard last takes the place of its own
+    /// one. When no heartbeat arrives any more, the API server is away, and nobody is declared dead.
+    pub fn ready_as_heard<'a>(
+        &mut self,
+        nodes: impl ExactSizeIterator<Item = Known<'a>>,
+        now: Instant,
+        unix_now: i64,
+    ) -> Vec<bool> {
+        self.judge(nodes, None, now, unix_now)
+    }
+
+    fn judge<'a>(
+        &mut self,
+        nodes: impl ExactSizeIterator<Item = Known<'a>>,
+        own: Option<&str>,
+        now: Instant,
+        unix_now: i64,
+    ) -> Vec<bool> {
         let nobody = !self.seen.iter().any(|seen| seen.ready);
         // One walk over both; what is passed over has gone.
         let mut before = std::mem::take(&mut self.seen).into_iter().peekable();
@@ -185,8 +206,11 @@ impl Liveness {
                 seen.changed = (!clocks_agree || is_fresh).then_some(now);
             }
         }
-        let own = self.seen.binary_search_by(|seen| seen.node.name.as_str().cmp(own)).ok();
-        let own_seen = own.map(|own| &self.seen[own]);
+        let own = own.map(|own| self.seen.binary_search_by(|seen| seen.node.name.as_str().cmp(own)).ok());
+        let own_seen = match own {
+            Some(own) => own.map(|own| &self.seen[own]),
+            None => self.heard_last(),
+        };
         let stale = own_seen.is_some_and(|seen| !seen.is_alive(now)) && !nobody;
         let own_changed = own_seen.and_then(|seen| seen.changed);
         let unproved = |seen: &Observation| {
@@ -196,12 +220,18 @@ impl Liveness {
         let mut suspects = false;
         for (at, seen) in self.seen.iter_mut().enumerate() {
             let spared = seen.ready && seen.node.judged.is_none() && (stale || unproved(seen));
-            let alive = Some(at) == own || seen.is_alive(now);
+            let alive = own == Some(Some(at)) || seen.is_alive(now);
             suspects |= spared && !alive && seen.complete;
             seen.ready = seen.complete && (alive || spared);
         }
         self.suspects = suspects;
         self.seen.iter().map(|seen| seen.ready).collect()
+    }
+
+    /// Who renewed its heartbeat last, of those whose heartbeats count.
+    fn heard_last(&self) -> Option<&Observation> {
+        let heard = self.seen.iter().filter(|seen| seen.node.judged.is_none() && seen.changed.is_some());
+        heard.max_by_key(|seen| seen.changed)
     }
 
     /// Nodes that have lost their private address and got no other, as they were with it: for the
@@ -403,6 +433,45 @@ mod tests {
             [CheckedIn { node: (*with("10.1.0.2/24")).clone(), last_seen: 1001 }].into_iter().collect();
         liveness.ready(nodes.iter(), "a", start, 1001);
         assert_eq!(liveness.without_address().count(), 0);
+    }
+
+    /// Names of those that take part, for a machine that is no node.
+    fn heard<'a>(
+        liveness: &mut Liveness,
+        list: &[(&'a str, i64)],
+        now: Instant,
+        unix_now: i64,
+    ) -> Vec<&'a str> {
+        let nodes: Nodes = list.iter().map(checked_in).collect();
+        let ready = liveness.ready_as_heard(nodes.iter(), now, unix_now);
+        list.iter().zip(ready).filter_map(|((name, _), ready)| ready.then_some(*name)).collect()
+    }
+
+    #[test]
+    fn a_machine_that_hears_nothing_of_the_cluster_takes_nobody_for_dead_whatever_the_nodes_clocks_say() {
+        let (start, second) = (Instant::now(), Duration::from_secs(1));
+        // The second one's clock is an hour ahead, the third one is dead.
+        let all = [("a", 1_000), ("b", 4_600), ("dead", 900)];
+        let mut liveness = Liveness::default();
+        for after in [0, 59, 61, 600, 3_600, 36_000] {
+            let taking_part = heard(&mut liveness, &all, start + second * after, 1_000 + i64::from(after));
+            assert_eq!(taking_part, ["a", "b"], "{after} s");
+        }
+        // It is there again, and one of them is not.
+        let back = [("a", 37_000), ("b", 4_600), ("dead", 900)];
+        assert_eq!(heard(&mut liveness, &back, start + second * 36_001, 37_001), ["a"]);
+    }
+
+    #[test]
+    fn a_machine_whose_own_clock_is_wrong_knows_who_lives() {
+        let (start, second) = (Instant::now(), Duration::from_secs(1));
+        for unix_now in [10, 1_000, 100_000] {
+            let mut liveness = Liveness::default();
+            let all = [("a", 1_000), ("b", 990)];
+            assert_eq!(heard(&mut liveness, &all, start, unix_now), ["a", "b"]);
+            let later = [("a", 1_070), ("b", 990)];
+            assert_eq!(heard(&mut liveness, &later, start + second * 70, unix_now + 70), ["a"], "{unix_now}");
+        }
     }
 
     #[test]

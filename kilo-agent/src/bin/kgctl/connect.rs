@@ -1,5 +1,6 @@
 //! `kgctl connect`: this machine as a peer, until it is interrupted.
 
+mod advice;
 mod closed;
 mod following;
 mod greeting;
@@ -18,15 +19,16 @@ use anyhow::{Context as _, Result, bail};
 use clap::Args;
 use ipnet::IpNet;
 use kilo_agent::{
-    cli::{LogLevel, parse_bool, parse_duration, parse_port},
+    cli::{LogLevel, parse_bool, parse_duration, parse_number, parse_port},
     resolve::Resolver,
+    status::Timestamp,
 };
 use kilo_core::{
     errors::error_chain,
     objects::{Snapshot, peer},
     settings::WireguardMode,
     signal_id,
-    topology::{Mesh, Peer},
+    topology::{Liveness, Mesh, Peer},
     vpn_peer::{self, ConnectPlan, Options},
     wireguard::{Change, WireguardPlan, diff, is_dns_name, key::SecretKey},
 };
@@ -65,8 +67,8 @@ pub struct ConnectArgs {
     /// Address of this machine in the mesh, for a Peer that does not exist yet.
     #[arg(long, short, value_name = "CIDR", default_value = "10.10.10.10/32")]
     allowed_ip: IpNet,
-    /// Stand-bys of each location that are held as peers, as the agents' --stand-bys.
-    #[arg(long, default_value = "2", value_parser = clap::value_parser!(u8).range(0..=16))]
+    /// Stand-bys of each location that are held as peers, 0 to 4: the same number as the agents' --stand-bys.
+    #[arg(long, default_value = "2", value_parser = parse_number::<0, 4>)]
     stand_bys: u8,
     /// More prefixes to reach through the cluster, services for example (repeatable).
     #[arg(long, value_name = "CIDR", value_delimiter = ',')]
@@ -122,6 +124,7 @@ pub async fn run(args: &ConnectArgs) -> Result<String> {
     if args.allowed_ip.prefix_len() != args.allowed_ip.max_prefix_len() {
         bail!("--allowed-ip {}: one address is needed, for example 10.10.10.10/32", args.allowed_ip);
     }
+    advice::check_rights()?;
     let path = args.private_key.clone().unwrap_or_else(|| PathBuf::from(format!("/var/lib/kilo/{name}.key")));
     let existing = private_key::load_existing(&path)?;
     let interface = interface::Options {
@@ -130,7 +133,7 @@ pub async fn run(args: &ConnectArgs) -> Result<String> {
         create: args.create_interface,
         executable: std::env::current_exe().context("path of this program")?,
     };
-    let _lock = lock::interface(Path::new(lock::STATE), &args.interface)?;
+    let _lock = lock::interface(Path::new(lock::STATE), &args.interface).map_err(advice::of_lock)?;
     let progress = Progress::new("connecting", 0);
     let origin = Origin::start(flags).await?;
     // A new key only for a new peer: it would be of no use with another's.
@@ -170,6 +173,7 @@ struct Connection {
     origin: Origin,
     resolver: Resolver,
     following: Following,
+    liveness: Liveness,
     /// After following gateways has failed: not tried again before this.
     not_before: Option<Instant>,
     stand_bys: usize,
@@ -219,6 +223,7 @@ impl Connection {
             origin,
             resolver: Resolver::waiting(),
             following: Following::new(&key.public()),
+            liveness: Liveness::default(),
             not_before: None,
             stand_bys: args.stand_bys.into(),
             options,
@@ -263,6 +268,11 @@ impl Connection {
         Interface::ensure(&self.net, &options, None).await.ok().map(|(interface, _)| interface)
     }
 
+    /// The interface, made where it is missing; says whether it was.
+    async fn ensure_interface(&self) -> Result<(Interface, bool)> {
+        Interface::ensure(&self.net, &self.interface, None).await.map_err(advice::of_wireguard)
+    }
+
     /// Keeps everything as it should be; ends only when the first try fails.
     async fn keep(&mut self, resync: Duration, flags: &Flags) -> Result<()> {
         let mut snapshots = self.origin.watch();
@@ -271,7 +281,7 @@ impl Connection {
         let first = Arc::clone(&snapshots.borrow_and_update());
         self.decide(&first, flags);
         // Nodes' addresses only once there is the Peer: the API server may be one of the nodes.
-        let pods = vpn_peer::pods(&source::mesh_as_told(&first, &flags.mesh)?);
+        let pods = vpn_peer::pods(&self.mesh(&first, flags)?);
         closed::begin(&self.net, pods).await?;
         let mut peer = self.origin.ensure(&self.wanted).await?;
         let mut connected = false;
@@ -311,8 +321,9 @@ impl Connection {
     async fn greet(&mut self, snapshot: &Snapshot, peer: &Peer, flags: &Flags) -> Result<()> {
         let mut greeting = Greeting::new(Instant::now());
         loop {
-            let (interface, _) = Interface::ensure(&self.net, &self.interface, None).await?;
-            let silent = greeting::silent(&self.planned, &interface.device.read().await?);
+            let (interface, _) = self.ensure_interface().await?;
+            let gateways = self.following.gateways();
+            let silent = greeting::silent(&gateways, &self.planned, &interface.device.read().await?);
             if greeting.is_answered(&silent) {
                 self.following.greet();
             }
@@ -327,7 +338,8 @@ impl Connection {
                     for key in silent {
                         tracing::warn!(
                             gateway = self.following.name(&key),
-                            "this gateway has not answered: while it leads, nodes that use it are not reached from here"
+                            "this gateway does not answer: nodes that use it cannot be reached from here. Check its \
+                             endpoint and UDP port"
                         );
                     }
                     return Ok(());
@@ -336,22 +348,30 @@ impl Connection {
         }
     }
 
+    /// The mesh of the nodes that are alive, also while the API server is away.
+    fn mesh(&mut self, snapshot: &Snapshot, flags: &Flags) -> Result<Mesh> {
+        let nodes = || snapshot.nodes.iter();
+        let ready = self.liveness.ready_as_heard(nodes(), Instant::now(), Timestamp::now().0);
+        let ready = nodes().zip(ready).filter(|(_, ready)| *ready);
+        source::mesh_of(snapshot, &flags.mesh, &ready.map(|(known, _)| known.node.name.as_str()).collect())
+    }
+
     /// Whether this machine follows gateways: where some location has several, and this machine can.
     fn decide(&mut self, snapshot: &Snapshot, flags: &Flags) {
-        let has_several = source::mesh_as_told(snapshot, &flags.mesh).is_ok_and(|mesh| {
+        let has_several = self.mesh(snapshot, flags).is_ok_and(|mesh| {
             let mesh = mesh.with_acting(self.stand_bys, Arc::default());
             mesh.gateways.iter().any(|gateways| gateways.order.len() > 1)
         });
         let is_due = self.not_before.is_none_or(|not_before| Instant::now() >= not_before);
-        let follows = has_several && is_due && following::is_possible(self.options.mtu);
-        if has_several && is_due && !follows && self.not_before.is_none() {
+        let obstacle = following::obstacle(self.options.mtu);
+        self.wanted.follows = has_several && is_due && obstacle.is_none();
+        if let Some(obstacle) = obstacle.filter(|_| has_several && is_due && self.not_before.is_none()) {
             self.not_before = Some(Instant::now() + AGAIN);
             tracing::warn!(
-                "this machine has no IPv6, or too small an MTU for it, so it cannot follow gateways: it uses Kilo's \
-                 leaders alone"
+                "this machine cannot follow gateways, so it uses Kilo's leaders alone: they speak IPv6 inside the \
+                 tunnels, for which {obstacle}"
             );
         }
-        self.wanted.follows = follows;
     }
 
     /// Reads, plans, writes what differs; returns the number of writes.
@@ -367,18 +387,27 @@ impl Connection {
                 peer.name
             );
         }
-        let mesh = source::mesh_as_told(&snapshot, &flags.mesh)?;
+        let mesh = self.mesh(&snapshot, flags)?;
         let mesh = mesh.with_acting(self.stand_bys, Arc::new(self.following.acting()));
         let resolved: BTreeMap<String, IpAddr> = self.resolver.resolve(&mesh).await;
-        let (interface, created) = Interface::ensure(&self.net, &self.interface, None).await?;
+        let (interface, created) = self.ensure_interface().await?;
         let state = interface.device.read().await?;
         // The claims again, now that the device was read: prefixes that are claimed from here on are not moved back,
         // because the plan does not differ from what was read.
         let mesh = mesh.with_acting(self.stand_bys, Arc::new(self.following.acting()));
-        let plan = vpn_peer::plan(&mesh, &self.options, &resolved).context("the Peer is not in the mesh")?;
+        let plan = vpn_peer::plan(&mesh, &self.options, &resolved).with_context(|| {
+            format!("Peer {0:?} is not in the mesh: kubectl describe peer {0} says why", peer.name)
+        })?;
         let ConnectPlan { wireguard, mut net, unrouted } = plan;
         if net.addresses.iter().all(signal_id::is_control) {
-            bail!("Peer {:?} has no address for this machine: an earlier peer has it", peer.name);
+            let own = vpn_peer::addresses(peer);
+            let earlier = mesh.peers.iter().find(|it| it.allowed_ips.iter().any(|ip| own.contains(ip)));
+            bail!(
+                "Peer {:?} has no address for this machine: Peer {:?} has it; choose another --allowed-ip, or change \
+                 the Peer",
+                peer.name,
+                earlier.map_or("", |peer| &peer.name)
+            );
         }
         if self.unrouted != unrouted {
             for prefix in &unrouted {
@@ -442,11 +471,11 @@ impl Connection {
         }
         if let Err(error) = self.origin.release(&self.wanted).await {
             problems.push(format!(
-                "Peer {} stays as it is; kubectl delete peer {0} if it is this machine's alone, else kubectl annotate \
-                 peer {0} {}-: {}",
+                "Peer {0} could not be removed: {1}. Delete it (kubectl delete peer {0}), or if others use it: \
+                 kubectl annotate peer {0} {2}-",
                 self.wanted.name,
-                peer::FOLLOWS,
-                error_chain(error.as_ref())
+                error_chain(error.as_ref()),
+                peer::FOLLOWS
             ));
         }
         problems

@@ -112,61 +112,14 @@ pub fn ready(snapshot: &Snapshot, now: i64) -> BTreeSet<&str> {
 
 /// The mesh as it is now.
 pub fn mesh(snapshot: &Snapshot, flags: &MeshFlags) -> Result<Mesh> {
-    mesh_at(snapshot, flags, Timestamp::now().0)
+    mesh_of(snapshot, flags, &ready(snapshot, Timestamp::now().0))
 }
 
-/// As [`mesh`], for who goes on when nothing is heard of the API server: then no heartbeat says who lives. Each is
-/// compared with the newest.
-#[cfg(target_os = "linux")]
-pub fn mesh_as_told(snapshot: &Snapshot, flags: &MeshFlags) -> Result<Mesh> {
-    mesh_at(snapshot, flags, told_at(snapshot, Timestamp::now().0))
-}
-
-/// When the newest heartbeat was given, `now` at the latest.
-#[cfg(any(test, target_os = "linux"))]
-fn told_at(snapshot: &Snapshot, now: i64) -> i64 {
-    snapshot.nodes.iter().map(|node| node.last_seen).max().map_or(now, |newest| newest.min(now))
-}
-
-fn mesh_at(snapshot: &Snapshot, flags: &MeshFlags, now: i64) -> Result<Mesh> {
-    let ready = ready(snapshot, now);
+/// The mesh of these nodes; all others take no part.
+pub fn mesh_of(snapshot: &Snapshot, flags: &MeshFlags, ready: &BTreeSet<&str>) -> Result<Mesh> {
     let (nodes, lost): (Vec<_>, Vec<_>) =
         snapshot.nodes.iter().map(|known| known.node).partition(|node| ready.contains(node.name.as_str()));
     let granularity = granularity(snapshot, &flags.shape)?;
     let mesh = Mesh::new(nodes.into_iter().map(|node| &**node), &snapshot.peers, granularity, flags.subnet);
     Ok(mesh.with_lost(lost))
-}
-
-#[cfg(test)]
-mod tests {
-    use std::iter;
-
-    use kilo_core::{
-        objects::{CheckedIn, Node},
-        wireguard::key::PublicKey,
-    };
-
-    use super::*;
-
-    #[test]
-    fn who_hears_nothing_of_the_cluster_takes_nobody_for_dead_for_that() {
-        let node = |name: &str, last_seen| CheckedIn {
-            node: Node {
-                name: name.to_owned(),
-                endpoint: "192.0.2.1:51820".parse().ok(),
-                key: Some(PublicKey([1; 32])),
-                pod_cidrs: iter::once("10.42.0.0/24".parse()).flatten().collect(),
-                ..Node::default()
-            },
-            last_seen,
-        };
-        let nodes = [node("a", 1_000), node("b", 970), node("dead", 900)].into_iter().collect();
-        let snapshot = Snapshot { nodes, ..Snapshot::default() };
-        let hour = 1_000 + 3_600;
-        assert!(ready(&snapshot, hour).is_empty(), "by this machine's clock");
-        let names: Vec<_> = ready(&snapshot, told_at(&snapshot, hour)).into_iter().collect();
-        assert_eq!(names, ["a", "b"]);
-        assert_eq!(told_at(&snapshot, 990), 990, "a heartbeat of the future");
-        assert_eq!(told_at(&Snapshot::default(), 7), 7);
-    }
 }

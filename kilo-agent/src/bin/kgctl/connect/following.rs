@@ -1,6 +1,7 @@
 //! Following gateways: a task that receives their claims, and never waits for the API server.
 
 use std::{
+    collections::BTreeSet,
     ffi::OsString,
     net::{IpAddr, Ipv6Addr, SocketAddrV6},
     os::fd::AsRawFd as _,
@@ -27,15 +28,20 @@ use tokio::{
     time::{Instant, sleep, sleep_until},
 };
 
-/// Whether an interface with this MTU can carry IPv6 here: signals inside tunnels are IPv6.
-pub fn is_possible(mtu: u32) -> bool {
+/// Why an interface with this MTU cannot carry IPv6 here, and what to do; `None`: it can. Signals inside tunnels are
+/// IPv6.
+pub fn obstacle(mtu: u32) -> Option<String> {
     // RFC 8200, section 5.
     const LEAST: u32 = 1280;
-    let is_on = |of| {
-        std::fs::read_to_string(format!("/proc/sys/net/ipv6/conf/{of}/disable_ipv6"))
-            .is_ok_and(|off| off.trim() == "0")
-    };
-    mtu >= LEAST && is_on("all") && is_on("default")
+    if mtu < LEAST {
+        return Some(format!("--mtu must be at least {LEAST}"));
+    }
+    let off = |of| std::fs::read_to_string(format!("/proc/sys/net/ipv6/conf/{of}/disable_ipv6"));
+    ["all", "default"].into_iter().find_map(|of| match off(of) {
+        Ok(off) if off.trim() == "0" => None,
+        Ok(_) => Some(format!("net.ipv6.conf.{of}.disable_ipv6 must be 0")),
+        Err(_) => Some("the kernel needs IPv6".to_owned()),
+    })
 }
 
 /// A socket that receives only what WireGuard has decrypted: nothing else proves who sent it.
@@ -104,6 +110,11 @@ impl Following {
         self.shared.changed.notify_one();
     }
 
+    /// Keys of the gateways that are followed.
+    pub fn gateways(&self) -> BTreeSet<PublicKey> {
+        self.shared.follow().keys()
+    }
+
     /// A gateway's name, for people.
     pub fn name(&self, key: &PublicKey) -> String {
         self.shared.follow().name(signal_id::node(key)).to_owned()
@@ -162,7 +173,7 @@ async fn perform(acts: Vec<Act>, socket: &UdpSocket, device: &Device) {
                     tracing::info!(%peer, prefixes = prefixes.len(), "prefixes moved to another gateway");
                 }
                 Err(error) => {
-                    tracing::error!(%error, "failed to move prefixes to another gateway; it repeats its claim");
+                    tracing::error!(%error, "failed to move prefixes to another gateway; that gateway will ask again");
                     return;
                 }
             },

@@ -64,10 +64,11 @@ impl Greeting {
     }
 }
 
-/// Those that have an endpoint and have never shaken hands.
-pub fn silent(plan: &WireguardPlan, state: &DeviceState) -> Vec<PublicKey> {
+/// Those gateways that have an endpoint and have never shaken hands.
+pub fn silent(gateways: &BTreeSet<PublicKey>, plan: &WireguardPlan, state: &DeviceState) -> Vec<PublicKey> {
     let answered = |key| state.peers.get(key).is_some_and(|peer| peer.handshake_age.is_some());
-    let asked = plan.peers.iter().filter(|(key, peer)| peer.endpoint.is_some() && !answered(*key));
+    let peers = plan.peers.iter().filter(|(key, _)| gateways.contains(*key));
+    let asked = peers.filter(|(key, peer)| peer.endpoint.is_some() && !answered(*key));
     asked.map(|(key, _)| *key).collect()
 }
 
@@ -103,13 +104,15 @@ mod tests {
     }
 
     #[test]
-    fn who_has_no_endpoint_is_not_waited_for() {
+    fn who_has_no_endpoint_or_is_no_gateway_is_not_waited_for() {
         let endpoint = "192.0.2.1:51820".parse().ok();
         let peer = |endpoint| WireguardPeer { endpoint, ..WireguardPeer::default() };
-        let peers = KEYS.into_iter().zip([peer(endpoint), peer(endpoint), peer(None)]).collect();
+        let another_vpn_peer = PublicKey([4; 32]);
+        let keys = KEYS.into_iter().chain([another_vpn_peer]);
+        let peers = keys.zip([peer(endpoint), peer(endpoint), peer(None), peer(endpoint)]).collect();
         let plan = WireguardPlan { listen_port: 51820, peers };
         let answered = PeerState { handshake_age: Some(Duration::ZERO), ..PeerState::default() };
         let state = DeviceState { peers: [(KEYS[0], answered)].into(), ..DeviceState::default() };
-        assert_eq!(silent(&plan, &state), [KEYS[1]]);
+        assert_eq!(silent(&KEYS.into(), &plan, &state), [KEYS[1]]);
     }
 }

@@ -1,6 +1,6 @@
 //! Where nodes come from, and where the own Peer is kept.
 
-use std::sync::Arc;
+use std::{collections::BTreeMap, sync::Arc};
 
 use anyhow::{Context as _, Result, bail};
 use kilo_agent::{
@@ -96,12 +96,14 @@ impl Origin {
                 Some(object) => peer::from_object(&object)
                     .with_context(|| format!("Peer {:?} is invalid", wanted.name))?,
                 None => {
+                    check_free(wanted, &self.watch().borrow().peers)?;
                     let mut object = peer::to_object(wanted);
                     let label = (MANAGED.0.to_owned(), MANAGED.1.to_owned());
                     object.metadata.labels = Some([label].into());
                     let parameters = PostParams::default();
                     cluster.ask(Asked::new("create", "peers"), peers.create(&parameters, &object)).await?;
-                    tracing::info!(peer = wanted.name, "created Peer object");
+                    let address = wanted.allowed_ips.first().map(ToString::to_string);
+                    tracing::info!(peer = wanted.name, address, "created Peer object: it did not exist");
                     wanted.clone()
                 }
             },
@@ -129,8 +131,12 @@ impl Origin {
     /// Says in the Peer object whether this machine follows gateways.
     pub async fn annotate(&self, name: &str, follows: bool) -> Result<()> {
         let Self::Kubernetes { cluster, peers, .. } = self else {
-            let said = if follows { "put in" } else { "remove" };
-            tracing::warn!("{said} the annotation {}=true of Peer {name} in the directory", peer::FOLLOWS);
+            let annotation = peer::FOLLOWS;
+            if follows {
+                tracing::warn!("add the annotation {annotation}=true to Peer {name} in the directory");
+            } else {
+                tracing::warn!("remove the annotation {annotation} from Peer {name} in the directory");
+            }
             return Ok(());
         };
         let patch =
@@ -158,4 +164,18 @@ impl Origin {
         }
         Ok(())
     }
+}
+
+/// Refuses an address that a Peer has already: whichever comes first by name would keep it, and cut the other one off.
+fn check_free(wanted: &Peer, peers: &BTreeMap<String, Peer>) -> Result<()> {
+    for peer in peers.values().filter(|peer| peer.name != wanted.name) {
+        if let Some(taken) = wanted.allowed_ips.iter().find(|prefix| peer.allowed_ips.contains(prefix)) {
+            bail!(
+                "{} belongs to Peer {:?} already; give this machine an address of its own with --allowed-ip",
+                taken.addr(),
+                peer.name
+            );
+        }
+    }
+    Ok(())
 }
