@@ -22,6 +22,9 @@ const AGAIN: Duration = Duration::from_secs(60);
 /// Stand-bys of one location are spoken of again after this.
 const STAND_BYS_AGAIN: Duration = Duration::from_secs(600);
 
+/// That several leaders are asked for in vain is said after this: agents that are just told of it answer sooner.
+const ONE_LEADER_AFTER: Duration = Duration::from_secs(60);
+
 /// What has been said.
 #[derive(Debug, Default)]
 pub struct LogLimiter {
@@ -35,6 +38,8 @@ pub struct LogLimiter {
     private_endpoint: Option<Endpoint>,
     /// When stand-bys of which location were spoken of.
     stand_bys: BTreeMap<String, Instant>,
+    /// Since when several leaders are asked for in vain, and whether that was said.
+    one_leader: Option<(Instant, bool)>,
     /// The table of neighbours is too small.
     neighbours: bool,
     /// Nodes of the location are reached by a default route alone.
@@ -121,6 +126,22 @@ impl LogLimiter {
             }
         }
         said
+    }
+
+    /// Says once that the own location has one leader although several are asked for, when that lasts. True when it is
+    /// said now.
+    pub fn one_leader(&mut self, warning: Option<String>, now: Instant) -> bool {
+        let Some(warning) = warning else {
+            self.one_leader = None;
+            return false;
+        };
+        let (since, said) = self.one_leader.get_or_insert((now, false));
+        let is_due = !*said && now.saturating_duration_since(*since) >= ONE_LEADER_AFTER;
+        if is_due {
+            *said = true;
+            tracing::warn!("{warning}");
+        }
+        is_due
     }
 
     /// Says once that the kernel's table of neighbours is too small, until it is large enough.
@@ -254,6 +275,20 @@ mod tests {
         assert_eq!(said("z", "b leads", 4), ["z"], "another one is not kept back");
         assert_eq!(said("a", "c leads", 600), ["a"]);
         assert_eq!(said("a", "c leads", 601), [""; 0]);
+    }
+
+    #[test]
+    fn that_several_leaders_are_asked_for_in_vain_is_said_once_when_it_lasts() {
+        let start = Instant::now();
+        let mut log_limiter = LogLimiter::default();
+        let mut said = |why: &str, seconds| {
+            let warning = Some(why.to_owned()).filter(|why| !why.is_empty());
+            log_limiter.one_leader(warning, start + Duration::from_secs(seconds))
+        };
+        assert!(!said("a", 0) && !said("a", 59), "agents that are told of it answer soon");
+        assert!(!said("", 60) && !said("a", 61));
+        assert!(said("a", 121) && !said("b", 122) && !said("a", 1_000));
+        assert!(!said("", 1_001) && !said("a", 1_002) && said("a", 1_062));
     }
 
     impl LogLimiter {

@@ -88,6 +88,7 @@ impl<B: Backend> Agent<B> {
         self.observe(&mesh);
         self.warn_of_private_endpoint(&mesh);
         self.warn_of_stand_bys(&mesh);
+        self.warn_of_one_leader(&mesh);
         self.show(&mesh, snapshot, &own, ready, &host.interface);
         let applied = self.put_right(&mesh, &own, host).await;
         if !asks_first {
@@ -183,6 +184,13 @@ impl<B: Backend> Agent<B> {
         if let Some(text) = self.log_limiter.private_endpoint(warned) {
             self.report(EventReason::PrivateEndpoint, text);
         }
+    }
+
+    /// Of the own location: who gives up several leaders is known to all agents.
+    fn warn_of_one_leader(&mut self, mesh: &Mesh) {
+        let own = mesh.find(&self.options.hostname);
+        let warning = own.and_then(|(at, _)| mesh.one_leader_warning(at));
+        self.log_limiter.one_leader(warning, Instant::now());
     }
 
     /// Of the own location, and of others that are led by whom this agent does not know as a stand-by.

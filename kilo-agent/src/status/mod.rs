@@ -364,7 +364,7 @@ fn locations(mesh: &Mesh, snapshot: &Snapshot, granularity: Granularity) -> Vec<
         location.endpoint = Some(segment.endpoint.to_string());
         location.wireguard_ip = segment.wireguard_ip;
         location.ready = segment.members.len();
-        location.warning = mesh.stand_by_warning(at);
+        location.warning = mesh.stand_by_warning(at).or_else(|| mesh.one_leader_warning(at));
     }
     for (segment, endpoint) in mesh.private_endpoints() {
         if let Some(location) = all.get_mut(&segment.location) {

@@ -1,5 +1,7 @@
 //! Status as tables for people, in the manner of kubectl.
 
+use std::collections::BTreeSet;
+
 use super::{AgentStatus, FailoverStatus, LocationStatus, NodeStatus, PeerStatus, Status, Timestamp, Tunnel};
 
 /// Tables: locations, nodes, peers, then what the agent knows. `wide`: with endpoints and keys of nodes.
@@ -13,6 +15,8 @@ pub fn table(status: &Status, wide: bool) -> String {
     let warned = status.locations.iter();
     let warned = warned.filter_map(|location| Some(vec![location.name.clone(), location.warning.clone()?]));
     parts.push(columns(&["LOCATION", "WARNING"], warned));
+    let acting: BTreeSet<_> = status.locations.iter().filter_map(|it| it.acting.as_deref()).collect();
+    let node_row = |node: &NodeStatus| node_row(node, acting.contains(node.name.as_str()), now);
     let nodes = status.nodes.iter();
     parts.push(if wide {
         columns(
@@ -29,7 +33,7 @@ pub fn table(status: &Status, wide: bool) -> String {
                 "REASON",
             ],
             nodes.map(|node| {
-                let mut row = node_row(node, now);
+                let mut row = node_row(node);
                 let endpoint = node.endpoint.clone().unwrap_or_else(none);
                 let key = node.key.map_or_else(none, |key| key.to_string());
                 row.splice(7..7, [endpoint, key]);
@@ -39,7 +43,7 @@ pub fn table(status: &Status, wide: bool) -> String {
     } else {
         columns(
             &["NODE", "LOCATION", "ROLE", "READY", "PRIVATE-IP", "POD-CIDRS", "LAST-SEEN", "REASON"],
-            nodes.map(|node| node_row(node, now)),
+            nodes.map(node_row),
         )
     });
     parts.push(columns(
@@ -177,11 +181,12 @@ fn location_row(location: &LocationStatus, now: Timestamp) -> Vec<String> {
     ]
 }
 
-fn node_row(node: &NodeStatus, now: Timestamp) -> Vec<String> {
+fn node_row(node: &NodeStatus, acts: bool, now: Timestamp) -> Vec<String> {
     vec![
         node.name.clone(),
         node.location.clone(),
         match &node.gateway {
+            _ if acts => "acting leader".to_owned(),
             _ if node.leads => "leader".to_owned(),
             Some(gateway) if *gateway == node.name => "gateway".to_owned(),
             Some(gateway) => format!("by {gateway}"),
@@ -268,7 +273,15 @@ pub fn columns(head: &[&str], rows: impl Iterator<Item = Vec<String>>) -> String
 
 #[cfg(test)]
 mod tests {
+    use kilo_core::{
+        objects::Snapshot,
+        settings::Granularity,
+        topology::{CheckedIn, Mesh, Node},
+        wireguard::key::PublicKey,
+    };
+
     use super::*;
+    use crate::status::of_objects;
 
     #[test]
     fn sizes_and_ages_are_short() {
@@ -278,6 +291,46 @@ mod tests {
         assert_eq!(bytes(u64::MAX), "16777216.0 TiB");
         assert_eq!(ago(Timestamp(90_061), Timestamp(0)), "1day1h");
         assert_eq!(ago(Timestamp(0), Timestamp(100)), "0s", "a clock that is ahead");
+    }
+
+    #[test]
+    fn who_acts_for_kilos_leader_and_what_is_asked_for_in_vain_is_shown() {
+        let node = |n: u8| CheckedIn {
+            node: Node {
+                name: format!("a{n}"),
+                location: "a".to_owned(),
+                endpoint: "192.0.2.1:51820".parse().ok(),
+                key: Some(PublicKey([n; 32])),
+                internal_ip: format!("10.0.0.{n}/24").parse().ok(),
+                signal: true,
+                leading: (n == 2).then_some(65_536),
+                gateway: n == 3,
+                ..Node::default()
+            },
+            last_seen: 1_000,
+        };
+        let snapshot = Snapshot { nodes: [1, 2, 3].map(node).into_iter().collect(), ..Snapshot::default() };
+        let nodes = snapshot.nodes.iter().map(|known| &**known.node);
+        let mesh = Mesh::new(
+            nodes,
+            &snapshot.peers,
+            Granularity::Location,
+            "10.4.0.0/16".parse().unwrap_or_default(),
+        );
+        let ready = ["a1", "a2", "a3"].into();
+        let status = of_objects(&mesh, &snapshot, &ready, Granularity::Location, Timestamp(1_000));
+        let text = table(&status, false);
+        for role in [
+            "a1     location:a   leader ",
+            "a2     location:a   acting leader ",
+            "a3     location:a   <none> ",
+        ] {
+            assert!(text.contains(&format!("\n{role}")), "{text}");
+        }
+        assert!(
+            text.contains("location:a   several active leaders are asked for, and node a1 does not"),
+            "{text}"
+        );
     }
 
     #[test]

@@ -229,7 +229,7 @@ impl Mesh {
     #[must_use]
     pub fn with_acting(mut self, stand_bys: usize, acting: Arc<Acting>) -> Self {
         if self.granularity == Some(Granularity::Location) {
-            let several = self.knows_several();
+            let several = self.without_several().is_none();
             let gateways = |segment: &Arc<Segment>| {
                 let homes = several.then(|| segment.homes(&self.lost_of(segment), stand_bys)).flatten();
                 acting.gateways_with(segment, stand_bys, homes)
@@ -238,12 +238,6 @@ impl Mesh {
             self.acting = acting;
         }
         self
-    }
-
-    /// Whether all nodes know several active leaders: who does not would send to one what another has.
-    fn knows_several(&self) -> bool {
-        let mut members = self.segments.iter().flat_map(|segment| &segment.members);
-        members.all(|member| member.node.is_capable() && member.node.leaders.is_some())
     }
 
     /// Nodes of a location that are known and take no part.
@@ -258,7 +252,7 @@ impl Mesh {
             return gateways.homes.as_ref().map(Cow::Borrowed);
         }
         let segment = self.segments.get(segment).filter(|segment| segment.is_capable())?;
-        let may = self.granularity == Some(Granularity::Location) && self.knows_several();
+        let may = self.granularity == Some(Granularity::Location) && self.without_several().is_none();
         may.then(|| segment.homes(&self.lost_of(segment), STAND_BYS)).flatten().map(Cow::Owned)
     }
 

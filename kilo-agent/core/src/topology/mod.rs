@@ -14,6 +14,7 @@ mod leaders;
 mod liveness;
 mod local;
 mod mesh;
+mod one_leader;
 pub mod prefixes;
 mod private_endpoint;
 mod segment;

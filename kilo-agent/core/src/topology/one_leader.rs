@@ -1,0 +1,85 @@
+//! Why locations have one leader although several are asked for.
+
+use super::{Member, Mesh};
+use crate::settings::Granularity;
+
+impl Mesh {
+    /// The first node that knows nothing of several active leaders, if there is one: it would send to one what another
+    /// has, so every location has one leader.
+    pub(super) fn without_several(&self) -> Option<&Member> {
+        let mut members = self.segments.iter().flat_map(|segment| &segment.members);
+        members.find(|member| !member.node.is_capable() || member.node.leaders.is_none())
+    }
+
+    /// What an operator should know of a segment by its index that has one leader although several are asked for;
+    /// `None`: there is nothing to be said.
+    pub fn one_leader_warning(&self, at: usize) -> Option<String> {
+        let segment = self.segments.get(at).filter(|_| self.granularity() == Some(Granularity::Location))?;
+        let asks = |member: &Member| member.node.gateway || member.node.leaders.is_some_and(|it| it > 1);
+        let node = &self.without_several().filter(|_| segment.members.iter().any(asks))?.node;
+        let why = match node.is_capable() {
+            true => "no annotation kilo.squat.ai/leaders: its agent is older",
+            false => {
+                "no annotation kilo.squat.ai/signal: --failover=off, an older agent, or no private address"
+            }
+        };
+        Some(format!(
+            "several active leaders are asked for, and node {} does not take part ({why}): every location has one \
+             leader",
+            node.name
+        ))
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "tests")]
+mod tests {
+    use std::collections::BTreeMap;
+
+    use super::*;
+    use crate::{topology::Node, wireguard::key::PublicKey};
+
+    fn node(name: &str, location: &str, leaders: Option<usize>) -> Node {
+        Node {
+            name: name.to_owned(),
+            location: location.to_owned(),
+            endpoint: "192.0.2.1:51820".parse().ok(),
+            key: Some(PublicKey([name.as_bytes()[1]; 32])),
+            internal_ip: "10.0.0.1/24".parse().ok(),
+            signal: leaders.is_some(),
+            leaders,
+            ..Node::default()
+        }
+    }
+
+    fn warnings(nodes: &[Node], granularity: Granularity) -> Vec<Option<String>> {
+        let mesh = Mesh::new(nodes, &BTreeMap::new(), granularity, "10.4.0.0/16".parse().unwrap());
+        (0..mesh.segments.len()).map(|at| mesh.one_leader_warning(at)).collect()
+    }
+
+    #[test]
+    fn who_keeps_locations_from_having_several_leaders_is_named() {
+        let mut nodes = [
+            node("x1", "x", Some(2)),
+            node("x2", "x", Some(2)),
+            node("y3", "y", Some(1)),
+            node("y4", "y", None),
+        ];
+        let said = warnings(&nodes, Granularity::Location);
+        let of_x = said[0].as_deref().unwrap();
+        assert!(of_x.contains("node y4 does not take part (no annotation kilo.squat.ai/signal:"), "{of_x}");
+        assert_eq!(said[1], None, "nobody asks for several there");
+        assert_eq!(warnings(&nodes, Granularity::Full), [const { None }; 4], "nothing is shared");
+        // An agent that knows failover, and not this.
+        nodes[3].signal = true;
+        let said = warnings(&nodes, Granularity::Location);
+        assert!(said[0].as_deref().unwrap().contains("no annotation kilo.squat.ai/leaders:"), "{said:?}");
+        nodes[3].leaders = Some(1);
+        assert_eq!(warnings(&nodes, Granularity::Location), [None, None]);
+        // A node is named as a gateway where nobody knows failover.
+        let mut off = [node("x1", "x", None), node("x2", "x", None)];
+        off[1].gateway = true;
+        let said = warnings(&off, Granularity::Location);
+        assert!(said[0].as_deref().unwrap().contains("node x1"), "{said:?}");
+    }
+}
