@@ -303,6 +303,23 @@ mod tests {
         assert_eq!(self::used(&all, &[], 2), None, "it knows no signals");
     }
 
+    #[test]
+    fn a_node_that_was_deleted_and_is_registered_again_counts_once() {
+        let all = nodes(8, 2);
+        let pods = |node: &Node| Node { pod_cidrs: vec!["10.42.0.0/24".parse().unwrap()], ..node.clone() };
+        let homes = |present: &[Node], lost: &[&Node]| {
+            let subnet = "10.4.0.0/16".parse().unwrap();
+            let mesh = Mesh::new(present, &BTreeMap::new(), Granularity::Location, subnet);
+            let lost: Vec<_> = lost.iter().map(|node| std::sync::Arc::new(pods(node))).collect();
+            mesh.with_lost(&lost).homes_of(0).map(std::borrow::Cow::into_owned)
+        };
+        assert_eq!(homes(&all, &[&all[0]]), homes(&all, &[]), "it takes part again");
+        let mut rest = all.clone();
+        let gone = rest.remove(0);
+        assert_eq!(homes(&rest, &[&gone, &gone]), homes(&rest, &[&gone]), "it does not take part yet");
+        assert_ne!(homes(&rest, &[&gone]), homes(&rest, &[]));
+    }
+
     /// The location's active leaders, those that are about to go, and who uses whom.
     type Leads<'a> = (Vec<&'a str>, Vec<&'a str>, BTreeMap<String, String>);
 

@@ -240,9 +240,12 @@ impl Mesh {
         self
     }
 
-    /// Nodes of a location that are known and take no part.
+    /// Nodes of a location that are known and take no part, each once: of one that was deleted and registered again a
+    /// moment ago there is also what it was before.
     fn lost_of(&self, segment: &Segment) -> Vec<&Node> {
-        self.lost.iter().filter(|lost| lost.is_in(segment)).map(|lost| &*lost.member.node).collect()
+        let mut names = HashSet::new();
+        let lost = self.lost.iter().filter(|lost| lost.is_in(segment)).map(|lost| &*lost.member.node);
+        lost.filter(|node| self.find(&node.name).is_none() && names.insert(&node.name)).collect()
     }
 
     /// Several active leaders of a segment by its index; `None`: it has one. Where nobody said how many
