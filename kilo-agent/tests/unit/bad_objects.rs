@@ -167,7 +167,7 @@ async fn rubbish_in_any_annotation_is_named_and_nothing_else_about_the_node_is_l
 #[tokio::test]
 async fn annotations_whose_text_means_what_it_says_are_never_rubbish() {
     for (annotation, text) in [
-        ("leader", "false"),
+        ("leader", ""),
         ("leader", "any text\nat all"),
         ("location", ""),
         ("location", "ü b e r / there"),

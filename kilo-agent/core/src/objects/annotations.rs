@@ -75,14 +75,18 @@ pub const ANNOTATIONS: [Annotation; 21] = [
         example: "`true`",
         meaning: "the node wants to lead its location; the value does not matter, `leader-` takes it back",
         remedy: "",
-        read: |_, node| node.node.leader = true,
+        read: |value, node| {
+            node.node.leader = true;
+            value.counts_all_the_same(&node.node.name);
+        },
     },
     Annotation {
         name: "kilo.squat.ai/gateway",
         writer: Writer::Operator(|node| node.gateway.then(|| "true".to_owned())),
         example: "`true`",
         meaning: "the node carries a share of its location's traffic beside the leader, with `--failover=auto` \
-                  on every node of the mesh",
+                  on every node of the mesh, each of which has a private address \
+                  ([more](gateways.md#turn-it-on))",
         remedy: "write true, or take the annotation back",
         read: |value, node| node.node.gateway = value.parse().unwrap_or(false),
     },
@@ -408,6 +412,18 @@ impl Value<'_> {
 
     fn parse_unless_empty<T: FromStr<Err: std::fmt::Display>>(&mut self) -> Option<T> {
         if self.text.is_empty() { None } else { self.parse() }
+    }
+
+    /// Says of an annotation whose value does not matter that this one looks as if it did.
+    fn counts_all_the_same(&mut self, node: &str) {
+        if matches!(self.text.trim().to_ascii_lowercase().as_str(), "false" | "f" | "0" | "no" | "n" | "off")
+        {
+            self.problems.push(format!(
+                "annotation {0} {1:?}: the value does not count, the node asks to lead; to take it back: kubectl \
+                 annotate node {node} {0}-",
+                self.name, self.text
+            ));
+        }
     }
 
     /// The promise that came with this heartbeat; one that came with another is void: an agent that knows

@@ -247,6 +247,13 @@ mod tests {
                 [node.endpoint == good.endpoint, node.key == good.key, node.internal_ip == good.internal_ip];
             assert!(untouched.iter().filter(|same| **same).count() >= 2, "{name} spoils others: {node:?}");
         }
+        // A value that looks as if it counted is named with what to do.
+        let mut object = to_object(&good, 17);
+        let annotations = object.metadata.annotations.get_or_insert_default();
+        annotations.insert(format!("{PREFIX}leader"), "False".to_owned());
+        let (node, problems) = from_object(&object, "region");
+        assert!(node.leader && problems.len() == 1, "{problems:?}");
+        assert!(problems[0].ends_with("kubectl annotate node a kilo.squat.ai/leader-"), "{problems:?}");
         // Words that any value is good for.
         for name in ["leader", "location"] {
             let mut object = to_object(&good, 17);
