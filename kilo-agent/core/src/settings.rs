@@ -139,7 +139,7 @@ pub enum WireguardMode {
     Auto,
     /// The kernel's.
     Kernel,
-    /// Our own, in a process beside the agent.
+    /// Our own, in a process of its own.
     Userspace,
 }
 

@@ -230,7 +230,7 @@ impl Tracer<'_> {
             HOP_LOCAL => "this node",
             id @ (HOP_REMOTE | HOP_ACTING) if self.tables.resolve(id) == HOP_REMOTE => "outside the location",
             HOP_REMOTE => "outside the location, by the leader",
-            HOP_ACTING => "outside the location, by the acting leader",
+            HOP_ACTING => "outside the location, by the gateway that this node uses",
             _ => "a node of the location",
         };
         let route = if value.flags & PREFIX_ROUTE == 0 { ", not routed to kilo0" } else { "" };

@@ -9,10 +9,8 @@ impl Mesh {
         let segment = self.segments.get(at).filter(|_| self.fails_over(at))?;
         match self.unforeseen(at) {
             Some(acting) => Some(format!(
-                "{} leads, and is none of the gateways that --stand-bys names here: other agents were told of more \
-                 stand-bys, or nodes that come before it have joined since; one that takes over like that is reached \
-                 only once the API server has said so: give all agents, and kgctl connect, the same --stand-bys, and \
-                 if they have it already, nothing is to be done",
+                "{0} leads, but is not a stand-by by this --stand-bys: set the same --stand-bys on all agents and \
+                 kgctl connect. If it is the same, nodes that come before {0} have joined; that is harmless",
                 acting.name()
             )),
             None if self.lacks_stand_bys(at, segment) => Some(if self.gateways_of(at).homes.is_some() {
@@ -110,7 +108,7 @@ mod tests {
         assert!(
             said.starts_with("c leads")
                 && said.contains("the same --stand-bys")
-                && said.contains("have joined since"),
+                && said.contains("nodes that come before c have joined"),
             "{said}"
         );
         assert_eq!(warning(&nodes, 2), None, "it is one of two");

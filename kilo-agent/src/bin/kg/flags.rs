@@ -131,7 +131,8 @@ pub struct Flags {
     /// off. The same on every node.
     #[arg(long, default_value = "off")]
     pub failover: Failover,
-    /// Interval between a stand-by's probes of its leader, 20ms to 1s; all times of failover follow it.
+    /// Interval between a stand-by's probes of its leader, 20ms to 1s. The times in which a fault
+    /// is noticed follow it; waiting times (a minute before a leader returns, for example) do not.
     #[arg(long, value_name = "DURATION", default_value = "40ms", value_parser = parse_failover_interval)]
     pub failover_interval: Params,
     /// Name of this node; defaults to the host name.
