@@ -13,6 +13,7 @@ use super::{
     fresh::{self, Latest},
     lease::Lease,
     rank,
+    trial::{KEEPALIVE, Trial},
 };
 
 /// Relays that a pair holds: one in use, one that stands by.
@@ -33,15 +34,9 @@ const ASKED_EVERY: Duration = Duration::from_secs(10);
 const LINGERS: Duration = Duration::from_secs(20);
 /// The device settles this long after an endpoint was moved.
 const SETTLES: Duration = Duration::from_secs(5);
-/// A direct way has to be answered this long after something was sent by it, or where nothing is sent at all after
-/// the second of these; what had been sent by the relay before is with the other end after the last.
-const ANSWERED: Duration = Duration::from_secs(5);
-const ANSWERED_IDLE: Duration = Duration::from_secs(45);
-const IN_FLIGHT: Duration = Duration::from_secs(1);
 /// Answers to tries, a second and pair.
 const ANSWERS: u32 = 40;
-/// Bytes of a keepalive, of which WireGuard sends at most one a second; three attempts to shake hands.
-const KEEPALIVE: u64 = 32;
+/// Bytes of three attempts to shake hands.
 const ATTEMPTS: u64 = 3 * 148;
 
 /// All pairs of this leader.
@@ -87,15 +82,6 @@ struct Pair {
     interval: Duration,
     /// Answers given in the second that began then.
     answers: (Instant, u32),
-}
-
-#[derive(Clone, Copy, Debug)]
-struct Trial {
-    since: Instant,
-    /// Bytes sent and received when it began to count.
-    base: Option<(u64, u64)>,
-    /// When more than a keepalive was sent.
-    asked: Option<Instant>,
 }
 
 #[derive(Clone, Debug)]
@@ -389,7 +375,7 @@ impl Pair {
     }
 
     fn goes_directly(&mut self, place: SocketAddr, now: Instant) {
-        self.trial = self.by.map(|_| Trial { since: now, base: None, asked: None });
+        self.trial = self.by.map(|_| Trial::new(now));
         (self.by, self.punched, self.moved) = (None, Some(place), Some(now));
         (self.round, self.next_round, self.unanswered) = (None, None, None);
         self.keeps = Some(now + LINGERS);
@@ -526,27 +512,5 @@ impl Pair {
             let sequence = turn.sequence();
             turn.send(other, to, message_to(Kind::Try, turn.ends, self.nonce, sequence));
         }
-    }
-}
-
-impl Trial {
-    /// With what the device shows now; `None`: the way was answered.
-    fn goes_on(mut self, seen: &Seen, now: Instant) -> Option<Self> {
-        let Some((sent, received)) = self.base else {
-            if now.saturating_duration_since(self.since) >= IN_FLIGHT {
-                self.base = Some((seen.sent, seen.received));
-            }
-            return Some(self);
-        };
-        if self.asked.is_none() && seen.sent.saturating_sub(sent) > KEEPALIVE {
-            self.asked = Some(now);
-        }
-        (seen.received <= received).then_some(self)
-    }
-
-    fn fails(&self, now: Instant) -> bool {
-        let lasts = |since: Instant, most| now.saturating_duration_since(since) >= most;
-        // As many seconds have gone since then as since the move, but for what was in flight.
-        self.asked.is_some_and(|asked| lasts(asked, ANSWERED - IN_FLIGHT)) || lasts(self.since, ANSWERED_IDLE)
     }
 }

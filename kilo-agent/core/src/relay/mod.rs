@@ -9,6 +9,7 @@ mod places;
 mod server;
 #[cfg(test)]
 mod tests;
+mod trial;
 
 use std::{
     net::{IpAddr, SocketAddr},
