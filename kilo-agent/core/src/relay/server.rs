@@ -159,8 +159,12 @@ impl Server {
         }
         let offer = Message { kind: Kind::Offer, flags: 0, sender: own, token: 0, port: 0, ..*message };
         let refuse = vec![Output::Send { node: from, to: place, message: offer }];
-        let Some(there) = reachable.get(&other).copied() else { return refuse };
+        let there = reachable.get(&other).copied();
+        // A pair that there is may carry packets although the relay itself has nothing to say to the other end.
         if !self.pairs.contains_key(&key(from, other)) {
+            if there.is_none() {
+                return refuse;
+            }
             let of_node = self.pairs.keys().filter(|(one, other)| [*one, *other].contains(&from)).count();
             if self.pairs.len() >= MOST_PAIRS || of_node >= MOST_OF_A_NODE {
                 return refuse;
@@ -196,14 +200,15 @@ impl Server {
         }
         let invites = theirs.bound.is_none()
             && theirs.invited.is_none_or(|last| now.saturating_duration_since(last) >= INVITES);
-        if invites {
+        let invited = there.filter(|_| invites);
+        if invited.is_some() {
             theirs.invited = Some(now);
         }
         let (token, port, is_bound) = (mine.token, mine.port, mine.bound.is_some());
         let flags = if is_bound { BOUND } else { 0 } | if pair.passes() { BOTH } else { 0 };
         let mut outputs =
             vec![Output::Send { node: from, to: place, message: Message { flags, token, port, ..offer } }];
-        if invites {
+        if let Some(there) = invited {
             let message = Message { kind: Kind::Invite, other: from, ..offer };
             outputs.push(Output::Send { node: other, to: there, message });
         }
