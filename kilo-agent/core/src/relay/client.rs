@@ -12,14 +12,10 @@ use super::{
     DIRECT_EVERY, DIRECT_SELDOM, LASTS, NodeId, Output, PREPARE, SILENT, SILENT_SESSION, Seen, TRY, Way,
     fresh::{self, Latest},
     lease::Lease,
-    rank,
+    leases::Leases,
     trial::{KEEPALIVE, Trial},
 };
 
-/// Relays that a pair holds: one in use, one that stands by.
-const RELAYS: usize = 2;
-/// Most it holds when others invite to more.
-const MOST_RELAYS: usize = 4;
 /// Places where an end is tried.
 const MOST_PLACES: usize = 8;
 /// How long a round of direct tries lasts, and between two tries of it.
@@ -60,7 +56,7 @@ struct Pair {
     sent: u64,
     received: u64,
     age: Option<Duration>,
-    leases: BTreeMap<NodeId, Lease>,
+    leases: Leases,
     /// The relay in use.
     by: Option<NodeId>,
     /// Its port that the endpoint was moved to.
@@ -134,7 +130,8 @@ impl Client {
     /// Where peers are to be sent to that are not where the mesh says; true: through a relay.
     pub fn endpoints(&self) -> BTreeMap<NodeId, (SocketAddr, bool)> {
         let endpoint = |pair: &Pair| match pair.by {
-            Some(relay) => Some((pair.leases.get(&relay)?.address()?, true)),
+            // A relay that has just refused may relay all the same, and what the mesh says does not work.
+            Some(_) => Some((pair.at?, true)),
             None => Some((pair.punched?, false)),
         };
         self.pairs.iter().filter_map(|(id, pair)| Some((*id, endpoint(pair)?))).collect()
@@ -163,7 +160,7 @@ impl Client {
         match message.kind {
             Kind::Ask => Vec::new(),
             Kind::Offer => {
-                let lease = self.pairs.get_mut(&message.other).and_then(|pair| pair.leases.get_mut(&from));
+                let lease = self.pairs.get_mut(&message.other).and_then(|pair| pair.leases.get_mut(from));
                 if let Some(lease) = lease {
                     lease.offered(message, now);
                 }
@@ -175,9 +172,7 @@ impl Client {
                 let pair = self.pairs.get_mut(&message.other);
                 if let (Some(place), Some(pair), false) = (place, pair, is_relayed) {
                     pair.keeps = pair.keeps.max(Some(now + LINGERS));
-                    if pair.leases.len() < MOST_RELAYS {
-                        pair.leases.entry(from).or_insert_with(|| Lease::new(place, random, now));
-                    }
+                    pair.leases.invited((from, place), pair.by, random, now);
                 }
                 Vec::new()
             }
@@ -213,9 +208,9 @@ impl Client {
     fn answered(&mut self, message: &Message, source: SocketAddr, now: Instant) -> Option<Output> {
         let node = message.sender;
         let pair = self.pairs.get_mut(&node).filter(|pair| pair.nonce == message.nonce)?;
-        if let Some(lease) = pair.leases.values_mut().find(|lease| lease.is_at(source)) {
-            if lease.address() == Some(source) {
-                lease.alive(now);
+        if let Some(relay) = pair.leases.of(source) {
+            if let Some(lease) = pair.leases.get_mut(relay).filter(|lease| lease.address() == Some(source)) {
+                lease.passes(now);
             }
             return None;
         }
@@ -293,7 +288,7 @@ impl Pair {
             sent: seen.sent,
             received: seen.received,
             age: seen.handshake_age,
-            leases: BTreeMap::new(),
+            leases: Leases::default(),
             by: None,
             at: None,
             punched: None,
@@ -328,8 +323,7 @@ impl Pair {
             self.moved.is_none_or(|moved| now.saturating_duration_since(moved) >= SETTLES) && seen.is_fresh();
         let Some(endpoint) = seen.endpoint.filter(|_| settled) else { return };
         // The other end has moved, and WireGuard has followed it.
-        let leased = self.leases.iter().find(|(_, lease)| lease.is_at(endpoint));
-        match (leased.map(|(relay, _)| *relay), self.by) {
+        match (self.leases.of(endpoint), self.by) {
             (Some(relay), by) if by != Some(relay) => self.goes_by(relay, endpoint, now),
             (None, Some(_)) => self.goes_directly(endpoint, now),
             _ => {}
@@ -350,7 +344,7 @@ impl Pair {
     }
 
     fn is_leased(&self, place: SocketAddr) -> bool {
-        self.leases.values().any(|lease| lease.is_at(place))
+        self.leases.of(place).is_some()
     }
 
     fn may_answer(&mut self, now: Instant) -> bool {
@@ -404,34 +398,23 @@ impl Pair {
             self.leases.clear();
             return;
         }
-        let (own, other) = turn.ends;
-        let mut best: Vec<NodeId> = turn.relays.keys().copied().filter(|relay| *relay != other).collect();
-        best.sort_unstable_by_key(|relay| rank(own, other, *relay));
+        let (_, other) = turn.ends;
         if needs {
-            for relay in best.iter().take(RELAYS) {
-                let Some(place) = turn.relays.get(relay) else { continue };
-                self.leases.entry(*relay).or_insert_with(|| Lease::new(*place, random(), now));
-            }
-            let by = self.by;
-            // Of a relay that is gone, another takes the place.
-            self.leases.retain(|relay, lease| {
-                by == Some(*relay)
-                    || best.iter().take(RELAYS).any(|best| best == relay)
-                    || !lease.is_dead(false, now)
-            });
+            self.leases.hold(turn.ends, turn.relays, self.by, random, now);
         }
         let by = self.by;
-        for (relay, lease) in &mut self.leases {
-            if let Some(place) = turn.relays.get(relay) {
+        for (relay, lease) in self.leases.iter_mut() {
+            if let Some(place) = turn.relays.get(&relay) {
                 lease.moves(*place);
             }
             let sequence = *turn.sequence + 1;
-            let is_near = by == Some(*relay) || by.is_none();
-            if let Some((to, message)) = lease.ask(turn.ends, sequence, is_near, now) {
+            let in_use = by == Some(relay);
+            if let Some((to, message)) = lease.ask(turn.ends, sequence, (in_use, in_use || by.is_none()), now)
+            {
                 *turn.sequence = sequence;
-                turn.outputs.push(Output::Send { node: *relay, to, message });
+                turn.outputs.push(Output::Send { node: relay, to, message });
                 // The whole way, too: the relay's agent may be dead while its kernel relays.
-                if let Some(to) = lease.address().filter(|_| by == Some(*relay)) {
+                if let Some(to) = lease.address().filter(|_| in_use) {
                     let message = message_to(Kind::Try, turn.ends, self.nonce, sequence);
                     turn.outputs.push(Output::Send { node: other, to, message });
                 }
@@ -439,16 +422,16 @@ impl Pair {
         }
     }
 
-    /// Begins with a relay after silence, leaves one that is dead, and follows one that gives another port.
+    /// Begins with a relay after silence, leaves one that is of no use, and follows one that gives another port.
     fn choose(&mut self, turn: &mut Turn<'_>) {
         let now = turn.now;
-        let lease = self.by.and_then(|relay| self.leases.get(&relay)).filter(|lease| lease.works(true, now));
+        let lease = self.by.and_then(|relay| self.leases.get(relay)).filter(|lease| lease.works(true, now));
         if let Some(to) = lease.and_then(Lease::address).filter(|to| Some(*to) != self.at) {
             (self.at, self.moved) = (Some(to), Some(now));
             turn.outputs.push(Output::Move { node: turn.ends.1, to });
         }
         let needs = match self.by {
-            Some(relay) => self.leases.get(&relay).is_none_or(|lease| lease.is_dead(true, now)),
+            Some(relay) => self.leases.fails(relay, now),
             None => {
                 self.silence(turn.seen, now) >= SILENT || self.trial.is_some_and(|trial| trial.fails(now))
             }
@@ -456,15 +439,9 @@ impl Pair {
         if !needs {
             return;
         }
-        let (own, other) = turn.ends;
-        let working =
-            self.leases.iter().filter(|(relay, lease)| self.by != Some(**relay) && lease.works(false, now));
-        let best = working.min_by_key(|(relay, _)| rank(own, other, **relay));
-        let Some((relay, to)) = best.and_then(|(relay, lease)| Some((*relay, lease.address()?))) else {
-            return;
-        };
+        let Some((relay, to)) = self.leases.best(turn.ends, self.by, now) else { return };
         self.goes_by(relay, to, now);
-        turn.outputs.push(Output::Move { node: other, to });
+        turn.outputs.push(Output::Move { node: turn.ends.1, to });
     }
 
     /// Tries every place where the other end may be, now and then.
@@ -486,7 +463,7 @@ impl Pair {
             self.round = Some(Round { ends: now + ROUND, next: now, answers: BTreeMap::new() });
             self.last_round = Some(now);
             self.next_round = self.by.map(|_| now + self.interval);
-            let relay = self.by.and_then(|relay| self.leases.get(&relay)).and_then(Lease::address);
+            let relay = self.by.and_then(|relay| self.leases.get(relay)).and_then(Lease::address);
             if let Some(to) = relay {
                 let sequence = turn.sequence();
                 let message = message_to(Kind::Try, turn.ends, self.nonce, sequence);

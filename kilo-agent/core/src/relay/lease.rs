@@ -17,8 +17,10 @@ const SELDOM: Duration = Duration::from_secs(5);
 const DEAD: Duration = Duration::from_millis(1300);
 /// One that stands by is.
 const GONE: Duration = Duration::from_secs(12);
-/// Who refuses is asked again after this.
-const REFUSED: Duration = Duration::from_secs(10);
+/// One through which packets do not pass after this long is of no use for now.
+const USELESS: Duration = Duration::from_secs(5);
+/// Who refuses, or is of no use, is asked again after this.
+const SELDOM_USELESS: Duration = Duration::from_secs(10);
 
 /// A port of a relay that leads to the other end, or the wish for one.
 #[derive(Clone, Debug)]
@@ -33,6 +35,10 @@ pub(super) struct Lease {
     before: u16,
     /// Both ends are bound.
     both: bool,
+    /// The last answer was no.
+    is_refused: bool,
+    /// When it was asked first, or packets were last known to pass.
+    passed: Instant,
     next: Instant,
     /// Since when there is no sign of it.
     unheard: Instant,
@@ -42,7 +48,19 @@ pub(super) struct Lease {
 
 impl Lease {
     pub(super) const fn new(place: SocketAddr, nonce: u64, now: Instant) -> Self {
-        Self { place, nonce, token: 0, port: 0, before: 0, both: false, next: now, unheard: now, asked: 0 }
+        Self {
+            place,
+            nonce,
+            token: 0,
+            port: 0,
+            before: 0,
+            both: false,
+            is_refused: false,
+            passed: now,
+            next: now,
+            unheard: now,
+            asked: 0,
+        }
     }
 
     /// Of an endpoint that an earlier agent has left.
@@ -79,18 +97,42 @@ impl Lease {
         self.asked >= 3 && now.saturating_duration_since(self.unheard) >= patience
     }
 
+    /// Whether it is of no use for now: it is dead, has refused, or packets do not pass although it was asked for
+    /// long enough.
+    pub(super) fn fails(&self, in_use: bool, now: Instant) -> bool {
+        let is_useless = self.is_refused || now.saturating_duration_since(self.passed) >= USELESS;
+        self.is_dead(in_use, now) || !self.both && is_useless
+    }
+
+    /// Whether something was heard of it later than this.
+    pub(super) fn is_heard_since(&self, then: Instant) -> bool {
+        self.unheard > then
+    }
+
+    /// The other end asks for it, too: there is news as soon as it is asked again.
+    pub(super) fn invited(&mut self, now: Instant) {
+        if !self.both {
+            self.next = self.next.min(now);
+        }
+    }
+
     /// The message that is due, and where to; `is_near`: it is in use, or about to be.
     pub(super) fn ask(
         &mut self,
         (own, other): (NodeId, NodeId),
         sequence: u64,
-        is_near: bool,
+        (in_use, is_near): (bool, bool),
         now: Instant,
     ) -> Option<(SocketAddr, Message)> {
         if now < self.next {
             return None;
         }
-        self.next = now + if is_near || !self.both { OFTEN } else { SELDOM };
+        self.next = now
+            + match self.fails(in_use, now) {
+                true if !in_use => SELDOM_USELESS,
+                _ if is_near || !self.both => OFTEN,
+                _ => SELDOM,
+            };
         self.asked = self.asked.saturating_add(1);
         let message = Message {
             kind: Kind::Ask,
@@ -116,20 +158,30 @@ impl Lease {
         if self.port != offer.port && self.port != 0 {
             self.before = self.port;
         }
-        if offer.port == 0 {
+        self.is_refused = offer.port == 0;
+        if self.is_refused {
             (self.port, self.token, self.both) = (0, 0, false);
-            self.next = now + REFUSED;
+            self.next = now + SELDOM_USELESS;
             return;
         }
         let is_news = offer.token != self.token || offer.port != self.port;
         (self.token, self.port, self.both) = (offer.token, offer.port, offer.flags & BOTH != 0);
+        if self.both {
+            self.passed = now;
+        }
         if is_news {
             self.next = now;
         }
     }
 
-    /// Something came through it.
-    pub(super) const fn alive(&mut self, now: Instant) {
+    /// Something came through it, from the other end.
+    pub(super) const fn passes(&mut self, now: Instant) {
+        self.passed = now;
+        self.alive(now);
+    }
+
+    /// Something was heard of it.
+    const fn alive(&mut self, now: Instant) {
         (self.unheard, self.asked) = (now, 0);
     }
 }

@@ -5,6 +5,7 @@
 mod client;
 mod fresh;
 mod lease;
+mod leases;
 mod places;
 mod server;
 #[cfg(test)]

@@ -20,6 +20,10 @@ fn seconds(seconds: u64) -> Duration {
     Duration::from_secs(seconds)
 }
 
+fn broken() -> impl Strategy<Value = Broken> {
+    prop::sample::select(vec![Broken::Dead, Broken::Closed, Broken::Refuses, Broken::Off])
+}
+
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(24))]
 
@@ -52,6 +56,40 @@ proptest! {
     }
 
     #[test]
+    fn a_third_relay_is_asked_where_two_are_of_no_use(seed: u64, kinds in [broken(), broken()]) {
+        let mut world = World::new(seed);
+        let [one, two, good] = ranked();
+        world.broken = [(one, kinds[0]), (two, kinds[1])].into();
+        world.connects(seconds(20));
+        world.run(seconds(5));
+        prop_assert_eq!((world.relay(X), world.relay(Y)), (good, good));
+        // One that is mended stands by at the latest after it was asked again.
+        world.broken.remove(&two);
+        world.run(seconds(12));
+        world.broken.insert(good, Broken::Dead);
+        world.begin_to_measure();
+        world.run(seconds(10));
+        prop_assert_eq!((world.relay(X), world.relay(Y)), (two, two));
+        prop_assert!(world.gap <= seconds(2), "{:?}", world.gap);
+    }
+
+    #[test]
+    fn a_third_relay_takes_over_soon_after_the_second(seed: u64) {
+        let mut world = World::new(seed);
+        world.connects(seconds(20));
+        world.run(seconds(10));
+        world.begin_to_measure();
+        for relay in ranked().into_iter().take(2) {
+            prop_assert_eq!((world.relay(X), world.relay(Y)), (relay, relay));
+            // Its tunnels count as working for three minutes.
+            world.broken.insert(relay, Broken::Dead);
+            world.run(seconds(4));
+        }
+        prop_assert_eq!(world.relay(X), ranked()[2]);
+        prop_assert!(world.gap <= seconds(2), "{:?}", world.gap);
+    }
+
+    #[test]
     fn a_direct_way_is_found_again_within_a_minute_and_loses_nothing(seed: u64, drops in 0u8..5, is_published: bool) {
         let mut world = World::new(seed);
         world.is_published = is_published;
@@ -69,13 +107,16 @@ proptest! {
     }
 
     #[test]
-    fn whatever_happens_there_is_a_way_20_s_after_there_is_one(seed: u64, events in prop::collection::vec(0u8..5, 1..8)) {
+    fn whatever_happens_there_is_a_way_20_s_after_there_is_one(seed: u64, events in prop::collection::vec(0u8..8, 1..8)) {
         let mut world = World::new(seed);
         for event in events {
             match event {
                 0 => world.direct = !world.direct,
                 1 => drop(world.servers.remove(&Z[0])),
                 2 => drop(world.servers.remove(&Z[1])),
+                5 => drop(world.broken.insert(Z[2], Broken::Dead)),
+                6 => drop(world.broken.insert(Z[1], Broken::Closed)),
+                7 => drop(world.broken.insert(Z[0], Broken::Refuses)),
                 // A relay whose agent has forgotten everything, and one whose NAT has.
                 3 => Z.iter().for_each(|relay| drop(world.servers.insert(*relay, Server::default()))),
                 _ => world.nat += 1,
@@ -86,6 +127,7 @@ proptest! {
         for relay in Z {
             world.servers.entry(relay).or_default();
         }
+        world.broken.clear();
         // The keys of a session that broke have to expire.
         world.run(seconds(250));
         world.begin_to_measure();
@@ -131,7 +173,7 @@ fn a_relay_that_has_forgotten_a_pair_gets_it_again() {
 #[test]
 fn the_only_relay_may_forget_everything() {
     let mut world = World::new(5);
-    world.servers.remove(&Z[1]);
+    world.servers.retain(|relay, _| *relay == Z[0]);
     world.connects(seconds(20));
     world.run(seconds(10));
     world.servers.insert(Z[0], Server::default());
@@ -139,6 +181,41 @@ fn the_only_relay_may_forget_everything() {
     world.run(seconds(20));
     assert_eq!((world.relay(X), world.relay(Y)), (Z[0], Z[0]));
     assert!(world.gap.max(world.now - world.last) <= seconds(3), "{:?}", world.gap);
+}
+
+#[test]
+fn a_relay_goes_on_with_a_pair_one_end_of_which_it_has_not_seen_for_long() {
+    let mut world = World::new(5);
+    world.connects(seconds(20));
+    world.run(seconds(10));
+    let relay = world.relay(X);
+    world.apart = vec![Y];
+    world.begin_to_measure();
+    world.run(seconds(30));
+    assert_eq!((world.relay(X), world.relay(Y)), (relay, relay));
+    assert!(world.gap <= seconds(1), "{:?}", world.gap);
+    let at = |world: &World, end, other| world.clients[&end].endpoints().get(&other).copied();
+    assert_eq!(at(&world, X, Y).map(|(at, relayed)| (at.ip(), relayed)), Some((ip(relay), true)));
+    // One that has forgotten the pair refuses: another is used.
+    world.servers.insert(relay, Server::default());
+    world.apart = Vec::new();
+    world.broken.insert(relay, Broken::Refuses);
+    world.run(seconds(10));
+    assert_ne!((world.relay(X), world.relay(Y)), (relay, relay));
+    assert!(world.gap <= seconds(2), "{:?}", world.gap);
+}
+
+#[test]
+fn the_endpoint_stays_where_the_only_relay_refuses() {
+    let mut world = World::new(5);
+    world.servers.retain(|relay, _| *relay == Z[0]);
+    world.connects(seconds(20));
+    world.run(seconds(10));
+    let before = world.clients[&X].endpoints();
+    world.servers.insert(Z[0], Server::default());
+    world.broken.insert(Z[0], Broken::Refuses);
+    world.run(seconds(5));
+    assert_eq!(world.clients[&X].endpoints(), before);
 }
 
 #[test]

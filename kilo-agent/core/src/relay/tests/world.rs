@@ -12,7 +12,7 @@ use super::super::*;
 
 pub(super) const X: NodeId = 11;
 pub(super) const Y: NodeId = 22;
-pub(super) const Z: [NodeId; 2] = [33, 44];
+pub(super) const Z: [NodeId; 3] = [33, 44, 55];
 pub(super) const WIREGUARD: u16 = 51_820;
 pub(super) const STEP: Duration = Duration::from_millis(100);
 
@@ -22,6 +22,26 @@ pub(super) fn ip(id: NodeId) -> IpAddr {
 
 pub(super) fn place(id: NodeId) -> SocketAddr {
     SocketAddr::new(ip(id), WIREGUARD)
+}
+
+/// What is wrong with a relay whose tunnels with both ends have worked a moment ago.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Broken {
+    /// Nothing reaches it, and nothing comes from it.
+    Dead,
+    /// A firewall lets only WireGuard's port through.
+    Closed,
+    /// It has no room for pairs, or does not reach one end.
+    Refuses,
+    /// Its agent uses no relays.
+    Off,
+}
+
+/// The three relays in the order in which the pair asks them.
+pub(super) fn ranked() -> [NodeId; 3] {
+    let mut relays = Z;
+    relays.sort_unstable_by_key(|relay| rank(X, Y, *relay));
+    relays
 }
 
 /// One end's WireGuard towards the other.
@@ -40,6 +60,9 @@ pub(super) struct World {
     pub(super) wall: u64,
     pub(super) clients: BTreeMap<NodeId, Client>,
     pub(super) servers: BTreeMap<NodeId, Server>,
+    pub(super) broken: BTreeMap<NodeId, Broken>,
+    /// Ends with which relays have no tunnel that works.
+    pub(super) apart: Vec<NodeId>,
     pub(super) tunnels: BTreeMap<NodeId, Tunnel>,
     pub(super) queue: VecDeque<(NodeId, SocketAddr, Message)>,
     /// X and Y reach each other without a relay.
@@ -76,6 +99,8 @@ impl World {
             wall: 0,
             clients: [X, Y].map(|id| (id, Client::new(id))).into(),
             servers: Z.map(|id| (id, Server::default())).into(),
+            broken: BTreeMap::new(),
+            apart: Vec::new(),
             tunnels: [(X, tunnel(Y)), (Y, tunnel(X))].into(),
             queue: VecDeque::new(),
             direct: false,
@@ -113,7 +138,7 @@ impl World {
         assert!(hops < 2, "a loop");
         for relay in Z {
             if ip(relay) == to.ip() {
-                let server = self.servers.get(&relay)?;
+                let server = self.servers.get(&relay).filter(|_| self.lets(relay, to.port()))?;
                 if to.port() == WIREGUARD {
                     return Some((relay, source));
                 }
@@ -131,6 +156,15 @@ impl World {
         let from_relay = Z.iter().any(|relay| ip(*relay) == source.ip());
         let end = [X, Y].into_iter().find(|end| ip(*end) == to.ip())?;
         (from_relay || self.direct && to.port() == WIREGUARD).then_some((end, source))
+    }
+
+    /// Whether datagrams to this port reach the relay.
+    fn lets(&self, relay: NodeId, port: u16) -> bool {
+        match self.broken.get(&relay) {
+            Some(Broken::Dead) => false,
+            Some(Broken::Closed) => port == WIREGUARD,
+            _ => true,
+        }
     }
 
     pub(super) fn seen(&self, own: NodeId) -> Vec<Seen> {
@@ -174,18 +208,21 @@ impl World {
         if let Some(relay) = relay.filter(|_| message.kind == Kind::Ask) {
             let now = self.now;
             let heard = Heard { source, local: ip(relay), port: to.port(), ifindex: 2 };
-            let Some(server) = self.servers.get_mut(&relay) else { return };
+            let broken = self.broken.get(&relay).copied();
+            let lets = self.lets(relay, to.port()) && broken != Some(Broken::Off);
+            let Some(server) = self.servers.get_mut(&relay).filter(|_| lets) else { return };
             if to.port() != WIREGUARD && !server.table().contains_key(&to.port()) {
                 // The program leaves it to the stack.
                 return;
             }
-            let reachable = [X, Y].map(|end| (end, place(end))).into();
+            let is_near = |end: &NodeId| !self.apart.contains(end);
+            let reachable = [X, Y].into_iter().filter(is_near).map(|end| (end, place(end))).collect();
             let mut seed = random;
             let outputs = server.hear(
                 &message,
                 heard,
                 (relay, &reachable),
-                &mut |_| true,
+                &mut |_| broken != Some(Broken::Refuses),
                 &mut || next(&mut seed),
                 now,
             );

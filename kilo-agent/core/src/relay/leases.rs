@@ -1,0 +1,139 @@
+//! The relays that one pair holds, and which of them are of no use for now.
+
+use std::{
+    collections::BTreeMap,
+    net::SocketAddr,
+    time::{Duration, Instant},
+};
+
+use super::{NodeId, lease::Lease, rank};
+
+/// Relays that a pair holds: one in use, one that stands by.
+const RELAYS: usize = 2;
+/// Most it holds when others invite to more, or some are of no use.
+const MOST_RELAYS: usize = 4;
+/// That a relay was of no use is forgotten after this long, where it is not asked any more.
+const FORGOTTEN: Duration = Duration::from_secs(300);
+
+/// Relays of one pair.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Leases {
+    held: BTreeMap<NodeId, Lease>,
+    /// Since when these are of no use: others are asked before them.
+    failed: BTreeMap<NodeId, Instant>,
+}
+
+impl Leases {
+    pub(super) fn is_empty(&self) -> bool {
+        self.held.is_empty()
+    }
+
+    /// None is needed any more.
+    pub(super) fn clear(&mut self) {
+        self.held.clear();
+    }
+
+    pub(super) fn insert(&mut self, relay: NodeId, lease: Lease) {
+        self.held.insert(relay, lease);
+    }
+
+    pub(super) fn get(&self, relay: NodeId) -> Option<&Lease> {
+        self.held.get(&relay)
+    }
+
+    pub(super) fn get_mut(&mut self, relay: NodeId) -> Option<&mut Lease> {
+        self.held.get_mut(&relay)
+    }
+
+    pub(super) fn iter_mut(&mut self) -> impl Iterator<Item = (NodeId, &mut Lease)> {
+        self.held.iter_mut().map(|(relay, lease)| (*relay, lease))
+    }
+
+    /// The relay one of whose ports this is.
+    pub(super) fn of(&self, place: SocketAddr) -> Option<NodeId> {
+        self.held.iter().find(|(_, lease)| lease.is_at(place)).map(|(relay, _)| *relay)
+    }
+
+    /// Whether the relay in use is of no use, or not held at all.
+    pub(super) fn fails(&self, by: NodeId, now: Instant) -> bool {
+        self.held.get(&by).is_none_or(|lease| lease.fails(true, now))
+    }
+
+    /// The best one, other than the one in use, through which packets pass.
+    pub(super) fn best(
+        &self,
+        (own, other): (NodeId, NodeId),
+        by: Option<NodeId>,
+        now: Instant,
+    ) -> Option<(NodeId, SocketAddr)> {
+        // One that was left is none before something is heard of it, though it counted as a stand-by that works.
+        let is_useful = |relay: &NodeId| by != Some(*relay) && !self.failed.contains_key(relay);
+        let working = self.held.iter().filter(|(relay, lease)| is_useful(relay) && lease.works(false, now));
+        let (relay, lease) = working.min_by_key(|(relay, _)| rank(own, other, **relay))?;
+        Some((*relay, lease.address()?))
+    }
+
+    /// A relay says that the other end asks for this one.
+    pub(super) fn invited(&mut self, to: (NodeId, SocketAddr), by: Option<NodeId>, nonce: u64, now: Instant) {
+        let (relay, place) = to;
+        if let Some(lease) = self.held.get_mut(&relay) {
+            lease.invited(now);
+        } else if self.makes_room(&[], by, now) {
+            self.held.insert(relay, Lease::new(place, nonce, now));
+        }
+    }
+
+    /// Holds the best ones of those that there are. One that is of no use stays while there is room, because it may
+    /// be of use again, but does not count.
+    pub(super) fn hold(
+        &mut self,
+        (own, other): (NodeId, NodeId),
+        relays: &BTreeMap<NodeId, SocketAddr>,
+        by: Option<NodeId>,
+        random: &mut impl FnMut() -> u64,
+        now: Instant,
+    ) {
+        self.notice(by, now);
+        let mut best: Vec<NodeId> = relays.keys().copied().filter(|relay| *relay != other).collect();
+        best.sort_unstable_by_key(|relay| (self.failed.get(relay).copied(), rank(own, other, *relay)));
+        best.truncate(RELAYS);
+        // Of a relay that is gone, another takes the place.
+        self.held
+            .retain(|relay, lease| by == Some(*relay) || best.contains(relay) || !lease.is_dead(false, now));
+        for relay in &best {
+            let Some(place) = relays.get(relay) else { continue };
+            if !self.held.contains_key(relay) && self.makes_room(&best, by, now) {
+                self.held.insert(*relay, Lease::new(*place, random(), now));
+            }
+        }
+    }
+
+    /// Takes note of what is of no use, and of what is again.
+    fn notice(&mut self, by: Option<NodeId>, now: Instant) {
+        let (held, failed) = (&self.held, &mut self.failed);
+        failed.retain(|relay, since| match held.get(relay) {
+            Some(lease) => !(lease.works(by == Some(*relay), now) && lease.is_heard_since(*since)),
+            None => now.saturating_duration_since(*since) < FORGOTTEN,
+        });
+        for (relay, lease) in held {
+            if lease.fails(by == Some(*relay), now) {
+                failed.entry(*relay).or_insert(now);
+            }
+        }
+    }
+
+    /// Whether there is room for one more, if need be in the place of the one that has been of no use for longest.
+    fn makes_room(&mut self, keep: &[NodeId], by: Option<NodeId>, now: Instant) -> bool {
+        if self.held.len() < MOST_RELAYS {
+            return true;
+        }
+        let useless = self.failed.iter_mut().filter(|(relay, _)| {
+            self.held.contains_key(relay) && by != Some(**relay) && !keep.contains(relay)
+        });
+        let Some((relay, since)) = useless.min_by_key(|(_, since)| **since) else { return false };
+        // All others come before it.
+        *since = now;
+        self.held.remove(relay);
+        true
+    }
+}
