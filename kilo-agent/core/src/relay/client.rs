@@ -152,7 +152,9 @@ impl Client {
             Kind::Ask => false,
             Kind::Invite if !self.pairs.contains_key(&message.other) => false,
             Kind::Try if message.other != self.own => false,
-            Kind::Invite | Kind::Try => self.latest.hear((from, message.other), message.sequence).is_some(),
+            Kind::Invite | Kind::Try => {
+                self.latest.hear((from, message.other), message.sequence, now).is_some()
+            }
         };
         if !is_recent {
             return Vec::new();

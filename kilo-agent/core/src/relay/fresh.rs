@@ -1,12 +1,12 @@
 //! Which messages are no recorded ones.
 
-use std::collections::BTreeMap;
+use std::{collections::BTreeMap, time::Instant};
 
 use super::{NodeId, REORDERED};
 
-/// The latest number heard of each sender, about each node.
+/// The latest number heard of each sender, about each node, and when.
 #[derive(Clone, Debug, Default)]
-pub(super) struct Latest(BTreeMap<(NodeId, NodeId), u64>);
+pub(super) struct Latest(BTreeMap<(NodeId, NodeId), (u64, Instant)>);
 
 /// Whether a number is no more than the window behind the latest one.
 pub(super) fn is_recent(sequence: u64, latest: u64) -> bool {
@@ -15,16 +15,38 @@ pub(super) fn is_recent(sequence: u64, latest: u64) -> bool {
 
 impl Latest {
     /// Takes a message's number; `None`: it is a recorded one. Else whether no later one was heard.
-    pub(super) fn hear(&mut self, of: (NodeId, NodeId), sequence: u64) -> Option<bool> {
-        let latest = self.0.entry(of).or_insert(sequence);
-        let is_latest = sequence >= *latest;
-        let is_recent = is_recent(sequence, *latest);
-        *latest = sequence.max(*latest);
-        is_recent.then_some(is_latest)
+    pub(super) fn hear(&mut self, of: (NodeId, NodeId), sequence: u64, now: Instant) -> Option<bool> {
+        let (latest, heard) = *self.0.entry(of).or_insert((sequence, now));
+        if sequence > latest {
+            self.0.insert(of, (sequence, now));
+            return Some(true);
+        }
+        // What is not later may only have gone another way, which takes no longer than the window.
+        let is_in_time = now.saturating_duration_since(heard) <= REORDERED;
+        (is_in_time && is_recent(sequence, latest)).then_some(sequence == latest)
     }
 
     /// Forgets all other senders.
     pub(super) fn keep(&mut self, is_known: impl Fn(NodeId) -> bool) {
         self.0.retain(|(sender, _), _| is_known(*sender));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+
+    #[test]
+    fn the_last_message_of_a_sender_is_a_recorded_one_after_a_while() {
+        let (mut latest, start) = (Latest::default(), Instant::now());
+        let mut hear =
+            |sequence, seconds| latest.hear((1, 2), sequence, start + Duration::from_secs(seconds));
+        assert_eq!(hear(9_000_000, 0), Some(true));
+        assert_eq!((hear(8_000_000, 2), hear(9_000_000, 2)), (Some(false), Some(true)), "by another way");
+        assert_eq!((hear(8_000_000, 3), hear(9_000_000, 3)), (None, None));
+        // That it was heard does not make it newer.
+        assert_eq!((hear(9_000_000, 4), hear(9_000_001, 60)), (None, Some(true)));
     }
 }

@@ -153,7 +153,7 @@ impl Server {
             return Vec::new();
         }
         // Recorded ones must not use up what the node itself may ask.
-        let Some(is_latest) = self.latest.hear((from, own), message.sequence) else { return Vec::new() };
+        let Some(is_latest) = self.latest.hear((from, own), message.sequence, now) else { return Vec::new() };
         if !self.may(from, now) {
             return Vec::new();
         }
