@@ -63,6 +63,8 @@ struct Pair {
     at: Option<SocketAddr>,
     /// The endpoint that answered tries.
     punched: Option<SocketAddr>,
+    /// Where the other end says that it is.
+    published: Option<SocketAddr>,
     /// When its endpoint was changed last.
     moved: Option<Instant>,
     /// It uses a direct way instead of a relay, and that is not known to work yet.
@@ -294,6 +296,7 @@ impl Pair {
             by: None,
             at: None,
             punched: None,
+            published: seen.published,
             moved: None,
             trial: None,
             keeps: None,
@@ -321,6 +324,10 @@ impl Pair {
         }
         (self.sent, self.received, self.age) = (seen.sent, seen.received, seen.handshake_age);
         self.trial = self.trial.and_then(|trial| trial.goes_on(seen, now));
+        // What the other end says anew counts for more than where it once answered.
+        if seen.published != self.published {
+            (self.published, self.punched) = (seen.published, None);
+        }
         let settled =
             self.moved.is_none_or(|moved| now.saturating_duration_since(moved) >= SETTLES) && seen.is_fresh();
         let Some(endpoint) = seen.endpoint.filter(|_| settled) else { return };
@@ -328,6 +335,8 @@ impl Pair {
         match (self.leases.of(endpoint), self.by) {
             (Some(relay), by) if by != Some(relay) => self.goes_by(relay, endpoint, now),
             (None, Some(_)) => self.goes_directly(endpoint, now),
+            // So does what is planned.
+            (None, None) if self.punched.is_some() => self.punched = Some(endpoint),
             _ => {}
         }
     }

@@ -137,6 +137,26 @@ proptest! {
 }
 
 #[test]
+fn the_endpoint_of_a_direct_way_follows_what_the_other_end_says_and_where_it_is() {
+    let mut world = World::new(7);
+    world.connects(seconds(20));
+    world.direct = true;
+    world.run(DIRECT_EVERY * 2);
+    let at = |world: &World| world.clients[&X].endpoints().get(&Y).copied();
+    assert_eq!((world.way(X), at(&world)), (Some(Way::Punched), Some((place(Y), false))));
+    let sees = |world: &mut World, published, endpoint| {
+        let (mut seen, now) = (world.seen(X), world.now);
+        (seen[0].published, seen[0].endpoint) = (Some(published), Some(endpoint));
+        world.clients.get_mut(&X).unwrap().see(seen, true, true, now);
+    };
+    let published = world.seen(X)[0].published.unwrap();
+    sees(&mut world, published, place(78));
+    assert_eq!(at(&world), Some((place(78), false)), "WireGuard has followed it");
+    sees(&mut world, place(77), place(78));
+    assert_eq!(at(&world), None, "the plan has what is published now");
+}
+
+#[test]
 fn a_direct_way_is_taken_before_a_relay_is_needed() {
     let mut world = World::new(7);
     world.tunnels.values_mut().for_each(|tunnel| {
