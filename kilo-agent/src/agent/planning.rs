@@ -52,6 +52,7 @@ impl<B: Backend> Agent<B> {
         self.log_limiter.unknown_headers(&found.unknown_headers, &self.metrics);
         self.log_limiter.left_out(self.state.hops.left_out(mesh), &self.metrics);
         let resolved = self.resolver.resolve(mesh).await;
+        self.relays.resolves(&resolved);
         let mut seen = host.state.seen_endpoints();
         let relays = RelayPlaces::of(&self.state.snapshot.nodes, &seen);
         // That is where a relay is.

@@ -86,21 +86,20 @@ impl Leaders {
                 sent: peer.tx_bytes,
                 received: peer.rx_bytes,
                 endpoint: peer.endpoint,
-                published: published(node),
+                published: published(view, node),
                 places: places(node, seen.get(&key)),
                 relays: node.relay,
             });
         }
-        let says = published(own);
+        let says = published(view, own);
         found.is_behind_nat =
             own.key.is_some_and(|key| places(own, seen.get(&key)).iter().any(|place| Some(*place) != says));
         found
     }
 }
 
-fn published(node: &Node) -> Option<SocketAddr> {
-    let endpoint = node.endpoint.as_ref()?;
-    Some(SocketAddr::new(endpoint.ip()?, endpoint.port))
+fn published(view: &View, node: &Node) -> Option<SocketAddr> {
+    view.relays.address(node.endpoint.as_ref()?)
 }
 
 /// Endpoints at which nodes see each other, without those of relays: one walk over all nodes.
@@ -164,5 +163,26 @@ mod tests {
             "a location less"
         );
         assert!(!Locations::default().are_of(&mesh));
+    }
+    #[test]
+    fn a_leader_with_a_name_as_endpoint_is_where_the_name_leads() {
+        let node = |name: &str, endpoint: &str, number: u8| {
+            Arc::new(Node {
+                name: name.to_owned(),
+                key: Some(PublicKey([number; 32])),
+                location: name.to_owned(),
+                endpoint: endpoint.parse().ok(),
+                internal_ip: format!("10.0.0.{number}/24").parse().ok(),
+                ..Node::default()
+            })
+        };
+        let nodes = [node("a", "192.0.2.1:51820", 1), node("b", "home.example:51821", 2)];
+        let subnet = "10.4.0.0/16".parse().unwrap();
+        let mesh = Mesh::default().next(&nodes, &BTreeMap::new(), Granularity::Location, subnet);
+        let view = View { mesh: Arc::new(mesh), own: Some(Arc::clone(&nodes[0])), ..View::default() };
+        let published = || Leaders::of(&view, &BTreeMap::new()).seen[0].published;
+        assert_eq!(published(), None, "nobody has answered yet");
+        view.relays.resolves(&[("home.example".to_owned(), "198.51.100.7".parse().unwrap())].into());
+        assert_eq!(published(), "198.51.100.7:51821".parse().ok());
     }
 }

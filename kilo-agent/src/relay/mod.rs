@@ -11,7 +11,7 @@ mod task;
 
 use std::{
     collections::BTreeMap,
-    net::SocketAddr,
+    net::{IpAddr, SocketAddr},
     path::Path,
     sync::{Arc, Mutex, MutexGuard, PoisonError},
 };
@@ -20,7 +20,7 @@ use kilo_common::maps::CONFIG_RELAY;
 use kilo_core::{
     plan::HostPlan,
     topology::Mesh,
-    wireguard::{WireguardPlan, key::PublicKey},
+    wireguard::{Endpoint, EndpointHost, WireguardPlan, key::PublicKey},
 };
 use kilo_host::dataplane::{
     Dataplane, DataplaneError,
@@ -55,6 +55,8 @@ struct Said {
     /// Endpoints that differ from what the mesh says; true: through a relay.
     endpoints: BTreeMap<PublicKey, (SocketAddr, bool)>,
     ways: BTreeMap<PublicKey, Connected>,
+    /// Addresses of DNS names in endpoints, as the last plan knew them.
+    resolved: BTreeMap<String, IpAddr>,
     /// The task has read the device: what it says replaces what an earlier agent has left there.
     knows: bool,
     /// Pairs that this node relays for.
@@ -74,6 +76,20 @@ impl Relays {
     /// Pairs of other locations that this node relays for.
     pub fn serves(&self) -> usize {
         self.said().serves
+    }
+
+    /// Takes the addresses of DNS names in endpoints.
+    pub fn resolves(&self, resolved: &BTreeMap<String, IpAddr>) {
+        self.said().resolved.clone_from(resolved);
+    }
+
+    /// Where an endpoint is, as the last plan knew it.
+    fn address(&self, endpoint: &Endpoint) -> Option<SocketAddr> {
+        let ip = match &endpoint.host {
+            EndpointHost::Ip(ip) => *ip,
+            EndpointHost::Dns(name) => *self.said().resolved.get(name)?,
+        };
+        Some(SocketAddr::new(ip, endpoint.port))
     }
 
     /// Whether a peer is reached through a relay: where it is seen then is of no use to others.

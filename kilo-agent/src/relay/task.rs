@@ -147,7 +147,7 @@ impl Task {
                         }
                     }
                     Err(error) => {
-                        tracing::warn!(%error, "relay messages can no longer be read; restart the agent");
+                        tracing::warn!(%error, "this agent cannot use or offer relays any more (its ring cannot be read): restart it");
                         return;
                     }
                 },
@@ -351,12 +351,19 @@ impl Task {
         };
         let connected: BTreeMap<_, _> = ways.iter().filter_map(connected).collect();
         self.context.metrics.set_ways(connected.values().map(|one| one.way), self.server.pairs());
+        let endpoints: BTreeMap<_, _> =
+            endpoints.iter().filter_map(|(id, at)| Some((name(id)?.0, *at))).collect();
         let mut said = self.context.relays.said();
-        said.endpoints = endpoints.iter().filter_map(|(id, at)| Some((name(id)?.0, *at))).collect();
+        // The next plan is to say again where such a peer is.
+        let is_left = said.endpoints.keys().any(|key| !endpoints.contains_key(key));
+        said.endpoints = endpoints;
         said.ways = connected;
         said.knows = self.has_looked;
         said.serves = self.server.pairs();
         drop(said);
+        if is_left {
+            self.context.changed.notify_one();
+        }
         self.said = ways;
     }
 }
