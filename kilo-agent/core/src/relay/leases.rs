@@ -137,3 +137,53 @@ impl Leases {
         true
     }
 }
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "tests")]
+mod tests {
+    use std::{collections::BTreeSet, net::Ipv4Addr};
+
+    use kilo_common::relay::{Kind, Message};
+
+    use super::*;
+
+    const ENDS: (NodeId, NodeId) = (11, 22);
+
+    fn relays(count: u8) -> BTreeMap<NodeId, SocketAddr> {
+        let place = |number| SocketAddr::new(Ipv4Addr::new(203, 0, 113, number).into(), 51_820);
+        (1..=count).map(|number| (NodeId::from(number), place(number))).collect()
+    }
+
+    #[test]
+    fn of_many_relays_that_are_silent_each_is_asked() {
+        let (mut leases, start, mut asked) = (Leases::default(), Instant::now(), BTreeSet::new());
+        for second in 0..30 {
+            let now = start + Duration::from_secs(second);
+            leases.hold(ENDS, &relays(7), None, &mut || 1, now);
+            for (relay, lease) in leases.iter_mut() {
+                if lease.ask(ENDS, second, (false, true), now).is_some() {
+                    asked.insert(relay);
+                }
+            }
+            assert!(leases.held.len() <= MOST_RELAYS);
+        }
+        assert_eq!(asked, relays(7).into_keys().collect());
+    }
+
+    #[test]
+    fn a_relay_that_has_refused_is_asked_at_once_when_the_other_end_asks_it() {
+        let (mut leases, start) = (Leases::default(), Instant::now());
+        leases.hold(ENDS, &relays(1), None, &mut || 1, start);
+        let asks = |leases: &mut Leases, now| {
+            let lease = leases.get_mut(1).unwrap();
+            lease.ask(ENDS, 1, (false, true), now).map(|(_, message)| message)
+        };
+        let refused = Message { kind: Kind::Offer, ..asks(&mut leases, start).unwrap() };
+        leases.get_mut(1).unwrap().offered(&refused, start);
+        let later = start + Duration::from_secs(5);
+        assert_eq!(asks(&mut leases, later), None, "not that often");
+        let [place] = relays(1).into_values().collect::<Vec<_>>()[..] else { unreachable!() };
+        leases.invited((1, place), None, 1, later);
+        assert!(asks(&mut leases, later).is_some());
+    }
+}
