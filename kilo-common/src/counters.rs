@@ -165,9 +165,10 @@ counted! {
             "A process or a pod forges mesh traffic, or has a VXLAN of its own on UDP port 51821: find it by \
              `ss -upn dport = :51821`, and give it another port.",
         /// A signal about a change of leader that is outdated: an earlier term, or recorded before this node's start.
+        /// Or one of too many messages about relays that are not the latest ones of their sender.
         StaleSignal = 59 => "stale_signal",
             "Harmless after a change of leader: signals are repeated until they are answered. In numbers: \
-             somebody replays recorded signals, look for the source with `kgctl monitor --reason stale_signal`.",
+             somebody replays recorded signals or messages about relays, look for the source with `kgctl monitor --reason stale_signal`.",
         /// Signal whose tag or sender is not that of the node it comes from.
         ForgedSignal = 60 => "forged_signal",
             "A node that has changed its key within the last seconds; else somebody on the network of the \

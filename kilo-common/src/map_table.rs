@@ -163,12 +163,12 @@ maps! {
     RELAY = "relay", Hash<u32, relay::Port>, size 1_024, pinned true, gauge false,
         holds "on a relay: port of a pair → who may send to it, and to whom it is sent on",
         reason "two ports a pair, of 1,000. One more pair is refused";
-    RELAY_KEY = "relay_key", Hash<u64, [u64; 2]>, size 8_192, pinned true, gauge false,
-        holds "leader's id → what its messages about relays are checked with",
+    RELAY_KEY = "relay_key", Hash<u64, relay::Sender>, size 8_192, pinned true, gauge false,
+        holds "leader's id → what its messages about relays are checked with, and the latest ones",
         reason "one a location. One more is not heard";
-    RELAY_HEARD = "relay_heard", RingBuf<(), relay::Heard>, size 16_384, pinned true, gauge false,
+    RELAY_HEARD = "relay_heard", RingBuf<(), relay::Heard>, size 65_536, pinned true, gauge false,
         holds "ring: messages about relays, for the agent",
-        reason "bytes: 140 messages; what does not fit is lost, messages are repeated";
+        reason "bytes: 580 messages; what does not fit is lost, messages are repeated";
     COUNT = "count", PerCpuArray<u32, u64>, size COUNTERS, pinned true, gauge false,
         holds "action or drop reason → packets, per CPU",
         reason "indexes are fixed; the rest is room";

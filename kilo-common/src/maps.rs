@@ -511,4 +511,4 @@ macro_rules! plain_old_data {
         )*
     };
 }
-plain_old_data!(PrefixValue: 8, Hop: 52, NodeValue: 32, NatKey: 40, NatValue: 24, InboundValue: 8, MasqAddr: 20, Device: 24, Config: 92, PathMtu: 24, SignalKey: 40, Heard: 32, crate::relay::Port: 104, crate::relay::Heard: 104);
+plain_old_data!(PrefixValue: 8, Hop: 52, NodeValue: 32, NatKey: 40, NatValue: 24, InboundValue: 8, MasqAddr: 20, Device: 24, Config: 92, PathMtu: 24, SignalKey: 40, Heard: 32, crate::relay::Port: 104, crate::relay::Heard: 104, crate::relay::Sender: 88);

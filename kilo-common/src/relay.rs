@@ -17,6 +17,8 @@ use crate::{
     wire_enum::wire_enum,
 };
 
+pub use sender::{LATE, Sender};
+
 /// First UDP port that a relay gives to a pair, host byte order.
 pub const FIRST_PORT: u16 = 51_830;
 /// Last one.
@@ -28,6 +30,7 @@ const VERSION: u8 = 1;
 const MAGIC: [u8; 4] = *b"kgr1";
 /// Words of a message.
 const WORDS: usize = LENGTH / 8;
+const SEQUENCE: usize = 2;
 const SENDER: usize = 3;
 const TAG: usize = 7;
 
@@ -320,5 +323,6 @@ pub const fn at_port(arrival: &Arrival, entry: Option<&Port>) -> Fate {
     Fate::Forward
 }
 
+mod sender;
 #[cfg(test)]
 mod tests;

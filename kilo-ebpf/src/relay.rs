@@ -8,7 +8,10 @@ use aya_ebpf::{
         BPF_F_MARK_MANGLED_0, BPF_F_PSEUDO_HDR, BPF_FIB_LKUP_RET_FWD_DISABLED, BPF_FIB_LKUP_RET_NOT_FWDED,
         bpf_fib_lookup,
     },
-    helpers::{bpf_csum_update, bpf_fib_lookup as look_up, bpf_skb_change_head, bpf_skb_load_bytes},
+    helpers::{
+        bpf_csum_update, bpf_fib_lookup as look_up, bpf_ktime_get_coarse_ns, bpf_skb_change_head,
+        bpf_skb_load_bytes,
+    },
     programs::TcContext,
 };
 use kilo_common::{
@@ -403,9 +406,13 @@ fn hear(ctx: &TcContext, ends: &[[u64; 2]; 2], ports: &[u16; 2], start: usize) -
         return Err(DropReason::Malformed);
     }
     let raw: Raw = ctx.load(start).map_err(|_| DropReason::Malformed)?;
-    // SAFETY: entries are only replaced by the agent, and not freed while the program runs.
-    let key = unsafe { RELAY_KEY.get(&relay::sender(&raw)) }.ok_or(DropReason::UnknownSignal)?;
-    relay::authentic(&raw, *key)?;
+    let sender = RELAY_KEY.get_ptr_mut(&relay::sender(&raw)).ok_or(DropReason::UnknownSignal)?;
+    // SAFETY: entries are only replaced by the agent, and not freed while the program runs; that two CPUs take
+    // note of one message alone harms nobody.
+    let sender = unsafe { &mut *sender };
+    relay::authentic(&raw, sender.key)?;
+    // SAFETY: a helper without arguments.
+    sender.hear(&raw, || (unsafe { bpf_ktime_get_coarse_ns() } / 1_000_000_000) as u32)?;
     // A full ring: messages are repeated.
     let Some(mut entry) = RELAY_HEARD.reserve_untyped::<Heard>(0) else { return Ok(Act::END) };
     let record: *mut Heard = entry.as_mut_ptr();

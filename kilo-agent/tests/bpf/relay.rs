@@ -326,6 +326,27 @@ fn messages_with_the_right_tag_are_heard_and_others_are_counted() {
 }
 
 #[test]
+fn a_message_that_is_repeated_leaves_room_for_others() {
+    isolated("a_message_that_is_repeated_leaves_room_for_others", || async {
+        forwards();
+        let Some(mut bench) = Bench::of(&pair()) else { return };
+        let recorded = message(Kind::Try).write(Key(KEY));
+        let ran: Vec<_> = (0..400).map(|_| bench.arrives((STRANGER, 7), WIREGUARD, &recorded)).collect();
+        let count = |reason| ran.iter().filter(|ran| ran.counted == [reason]).count();
+        assert_eq!(count("hear") + count("stale_signal"), 400);
+        assert!(count("stale_signal") > 100, "{}", count("stale_signal"));
+        let later = Message { sequence: 3, ..message(Kind::Try) };
+        let ran = bench.arrives((STRANGER, 7), WIREGUARD, &later.write(Key(KEY)));
+        assert_eq!(ran.counted, ["hear"]);
+        assert_eq!(bench.heard().await.last(), Some(&(later, 7, WIREGUARD)), "it had room");
+        // The agent writes keys again and again: that is no new start.
+        RelayMaps::open(bench.fs.path()).unwrap().write_keys(&[(ID, KEY)].into()).unwrap();
+        let ran: Vec<_> = (0..200).map(|_| bench.arrives((STRANGER, 7), WIREGUARD, &recorded)).collect();
+        assert!(ran.iter().any(|ran| ran.counted == ["stale_signal"]));
+    });
+}
+
+#[test]
 fn messages_over_ipv6_are_heard_where_they_are_this_hosts() {
     isolated("messages_over_ipv6_are_heard_where_they_are_this_hosts", || async {
         forwards();

@@ -8,6 +8,26 @@ fn mapped(last: u8) -> [u8; 16] {
     [0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0xff, 0xff, 203, 0, 113, last]
 }
 
+#[test]
+fn recorded_messages_do_not_fill_the_ring() {
+    let key = Key([1, 2]);
+    let raw = |kind, sequence| {
+        let message = Message { kind, flags: 0, nonce: 1, sequence, sender: 3, other: 4, token: 0, port: 0 };
+        let bytes = message.write(key);
+        core::array::from_fn(|word| u64::from_ne_bytes(bytes[word * 8..][..8].try_into().unwrap()))
+    };
+    let mut sender = Sender::new(key.0);
+    let mut heard = |kind, sequence, second| sender.hear(&raw(kind, sequence), || second).is_ok();
+    assert!(heard(Kind::Ask, 1_000, 7));
+    let repeated = (0..1_000).filter(|_| heard(Kind::Ask, 1_000, 7)).count();
+    assert_eq!(repeated, LATE as usize);
+    assert!(!heard(Kind::Ask, 999, 7), "an older one");
+    assert!(heard(Kind::Ask, 1_001, 7), "what only the sender can make");
+    // Answers bear the numbers of what they answer.
+    assert!(heard(Kind::Offer, 5, 7));
+    assert!(heard(Kind::Ask, 1_000, 8), "the next second");
+}
+
 /// A port whose two ends are bound: .1:40001 sends to .3, and it goes on to .2:40002.
 fn port() -> Port {
     Port {

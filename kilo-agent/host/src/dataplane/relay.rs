@@ -8,7 +8,7 @@ use aya::{
 };
 use kilo_common::{
     map_table::name,
-    relay::{Heard, Port},
+    relay::{Heard, Port, Sender},
 };
 use tokio::io::{Interest, unix::AsyncFd};
 
@@ -17,9 +17,9 @@ use super::{DataplaneError, open_pin, pin_directory};
 /// What the programs know of relays, as this process has read or written it.
 pub struct RelayMaps {
     ports: HashMap<MapData, u32, Port>,
-    keys: HashMap<MapData, u64, [u64; 2]>,
+    keys: HashMap<MapData, u64, Sender>,
     held_ports: BTreeMap<u16, Port>,
-    held_keys: BTreeMap<u64, [u64; 2]>,
+    held_keys: BTreeMap<u64, Sender>,
 }
 
 impl std::fmt::Debug for RelayMaps {
@@ -72,12 +72,14 @@ impl RelayMaps {
         bring(&mut self.ports, &mut self.held_ports, desired, is_same)
     }
 
-    /// Brings the keys to the desired content; returns the number of writes.
+    /// Brings the keys to the desired content; returns the number of writes. What was heard of a sender counts as
+    /// no difference.
     ///
     /// # Errors
     /// When the map refuses a write.
     pub fn write_keys(&mut self, desired: &BTreeMap<u64, [u64; 2]>) -> Result<usize, DataplaneError> {
-        bring(&mut self.keys, &mut self.held_keys, desired, PartialEq::eq)
+        let desired = desired.iter().map(|(id, key)| (*id, Sender::new(*key))).collect();
+        bring(&mut self.keys, &mut self.held_keys, &desired, |held, sender| held.key == sender.key)
     }
 }
 
