@@ -61,6 +61,8 @@ struct Said {
     knows: bool,
     /// Pairs that this node relays for.
     serves: usize,
+    /// What its annotation has come to.
+    offer: Option<&'static str>,
 }
 
 impl Relays {
@@ -76,6 +78,11 @@ impl Relays {
     /// Pairs of other locations that this node relays for.
     pub fn serves(&self) -> usize {
         self.said().serves
+    }
+
+    /// What this node's annotation `relay` has come to; `None`: it has none.
+    pub fn offer(&self) -> Option<&'static str> {
+        self.said().offer
     }
 
     /// Takes the addresses of DNS names in endpoints.
@@ -133,6 +140,16 @@ pub fn is_offered(mesh: &Mesh) -> bool {
         .any(|(index, _)| mesh::leader(mesh, index).is_some_and(|node| node.relay))
 }
 
+/// What a node's annotation `relay` has come to.
+const fn offer(is_annotated: bool, is_off: bool, leads: bool) -> Option<&'static str> {
+    match (is_annotated, is_off, leads) {
+        (false, ..) => None,
+        (_, true, _) => Some("no; annotated, but this agent runs with --relay=off"),
+        (_, _, false) => Some("no; annotated, but only the leader of a location relays"),
+        (_, _, true) => Some("offered to other locations"),
+    }
+}
+
 /// What the task works with.
 ///
 /// # Errors
@@ -156,6 +173,15 @@ mod tests {
     use kilo_core::wireguard::WireguardPeer;
 
     use super::*;
+
+    #[test]
+    fn an_annotation_without_effect_is_visible() {
+        let says = |is_annotated, is_off, leads| offer(is_annotated, is_off, leads).unwrap_or("nothing");
+        assert_eq!(says(false, true, false), "nothing");
+        assert_eq!(says(true, false, true), "offered to other locations");
+        assert!(says(true, false, false).contains("only the leader"));
+        assert!(says(true, true, true).contains("--relay=off"));
+    }
 
     #[test]
     fn a_first_plan_keeps_a_relay_that_is_in_use_and_relay_off_leaves_it() {

@@ -353,7 +353,10 @@ impl Task {
         self.context.metrics.set_ways(connected.values().map(|one| one.way), self.server.pairs());
         let endpoints: BTreeMap<_, _> =
             endpoints.iter().filter_map(|(id, at)| Some((name(id)?.0, *at))).collect();
+        let is_annotated = self.context.view.borrow().own.as_ref().is_some_and(|own| own.relay);
+        let is_off = self.context.relay == settings::Relay::Off;
         let mut said = self.context.relays.said();
+        said.offer = super::offer(is_annotated, is_off, self.leaders.leads);
         // The next plan is to say again where such a peer is.
         let is_left = said.endpoints.keys().any(|key| !endpoints.contains_key(key));
         said.endpoints = endpoints;

@@ -206,6 +206,9 @@ pub struct AgentStatus {
     /// Pairs of other locations that it relays for.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub relays: usize,
+    /// What its annotation `relay` has come to; absent where it has none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub relay: Option<String>,
     /// What is wrong on the host, and what to do about it.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub warnings: Vec<String>,

@@ -79,6 +79,9 @@ fn agent_tables(agent: &AgentStatus, now: Timestamp) -> String {
     for warning in agent.degraded.iter().chain(&agent.warnings) {
         text += &format!("warning: {warning}\n");
     }
+    if let Some(relay) = &agent.relay {
+        text += &format!("relay: {relay}\n");
+    }
     if agent.relays > 0 {
         let pairs = if agent.relays == 1 { "pair" } else { "pairs" };
         text += &format!("relays for {} {pairs} of other locations\n", agent.relays);

@@ -130,6 +130,7 @@ impl View {
             degraded,
             tunnels: tunnels(&self.mesh, peers, &self.relays.ways(), time),
             relays: self.relays.serves(),
+            relay: self.relays.offer().map(str::to_owned),
             packets: counted(counters.actions),
             drops: counted(counters.drops),
             programs: self.programs.clone(),
