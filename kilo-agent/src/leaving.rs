@@ -66,6 +66,16 @@ impl Leaving {
         Self { ends, attach, successor: None, client: None }
     }
 
+    /// True where what is pinned goes with this container: nobody else sees it meanwhile.
+    pub const fn pins_end_here(&self) -> bool {
+        self.ends
+    }
+
+    /// The way to the API server, if there is one.
+    pub fn client(&self) -> Option<Client> {
+        self.client.clone()
+    }
+
     /// How programs are to be attached.
     pub const fn attach(&self) -> AttachMode {
         self.attach

@@ -26,4 +26,6 @@ pub mod relay;
 pub mod resolve;
 pub mod status;
 #[cfg(feature = "agent")]
+pub mod takeover;
+#[cfg(feature = "agent")]
 pub mod webhook;

@@ -66,6 +66,19 @@ impl Drop for Lock {
     }
 }
 
+/// Logs it when a process holds the socket that agents of an earlier version locked: such an agent cannot be
+/// distinguished from anybody else who holds it.
+pub fn warn_of_former(interface: &str) {
+    let former = format!("@kilo-agent/{interface}");
+    let sockets = fs::read_to_string("/proc/self/net/unix").unwrap_or_default();
+    if sockets.lines().any(|line| line.ends_with(&former)) {
+        tracing::warn!(
+            socket = former,
+            "a process holds the socket that agents before this version locked; if one of them still runs, stop it"
+        );
+    }
+}
+
 /// Locks an interface's name in this network namespace: a file in `state` (mode 0600).
 ///
 /// # Errors
@@ -75,15 +88,6 @@ pub fn interface(state: &Path, interface: &str) -> Result<Lock, LockError> {
         let path = path.to_owned();
         move |source| LockError::Refused { path, source }
     };
-    // An agent of a version that locked a socket cannot be distinguished from anybody else who holds it.
-    let former = format!("@kilo-agent/{interface}");
-    let sockets = fs::read_to_string("/proc/self/net/unix").unwrap_or_default();
-    if sockets.lines().any(|line| line.ends_with(&former)) {
-        tracing::warn!(
-            socket = former,
-            "a process holds the socket that agents before this version locked; if one of them still runs, stop it"
-        );
-    }
     // Clusters in namespaces of one machine may share the directory.
     let namespace = Path::new("/proc/self/ns/net");
     let namespace = fs::metadata(namespace).map_err(refused(namespace))?.ino();

@@ -124,15 +124,15 @@ pub struct Startup {
 }
 
 /// Begins what needs this host only, so that it is waited for together with the list of nodes:
-/// looks up the own name, and loads the programs where an earlier agent left some. Where there
-/// are none, nothing is made before the backend has answered.
-pub fn begin(options: &Options) -> Startup {
+/// looks up the own name, and loads the programs where an earlier agent left some, or where it is
+/// to be `prepared` all the same. Else nothing is made before the backend has answered.
+pub fn begin(options: &Options, prepared: bool) -> Startup {
     let mut resolver = Resolver::default();
     resolver.ask_own(&options.hostname);
-    let adopts = dataplane::top_directory(&options.bpffs).exists();
+    let early = prepared || dataplane::top_directory(&options.bpffs).exists();
     let (bpffs, debug, attach) = (options.bpffs.clone(), options.debug, options.attach);
     let load = move || open(&bpffs, debug, attach);
-    Startup { resolver, loading: adopts.then(|| tokio::task::spawn_blocking(load)) }
+    Startup { resolver, loading: early.then(|| tokio::task::spawn_blocking(load)) }
 }
 
 /// Opens the data path, once no other agent can be at its programs and maps.

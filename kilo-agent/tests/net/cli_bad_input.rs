@@ -36,7 +36,7 @@ const ANY_TEXT: [&str; 8] =
     ["backend-dir", "cni-path", "cni-run-dir", "cni-source", "interface", "kubeconfig", "master", "version"];
 
 /// Rubbish for each other flag of `kg`, and what the answer must name.
-const RUBBISH: [(&str, &str, &str); 34] = [
+const RUBBISH: [(&str, &str, &str); 35] = [
     ("attach", "maybe", "auto, tcx, clsact"),
     ("backend", "etcd", "kubernetes, file"),
     ("clean-up", "maybe", "neither true nor false"),
@@ -68,6 +68,7 @@ const RUBBISH: [(&str, &str, &str); 34] = [
     ("leaders", "0", "from 1 to 8"),
     ("leaders", "9", "from 1 to 8"),
     ("leaders", "two", "\"two\" is not a number from 1 to 8"),
+    ("take-over-from-kilo", "maybe", "neither true nor false"),
     ("subnet", "10.4.0.0", "10.4.0.0/16"),
     ("topology-label", "", "topology.kubernetes.io/region"),
     ("tunnel", "gre", "auto, ipip, vxlan, none"),

@@ -1,5 +1,6 @@
-//! One agent per node: what the second of two says, and that neither a process
-//! without rights nor an agent that was killed keeps the next one from starting.
+//! One agent per node: the second of two waits or says why it does not, neither a process without
+//! rights nor an agent that was killed keeps the next one from starting, and beside Kilo's own agent
+//! one of ours waits without touching anything.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
@@ -54,13 +55,66 @@ fn a_user_process_cannot_take_the_lock() {
     });
 }
 
+/// An agent whose log goes to this file.
+fn logging(flags: &[&str], log: &str) -> Agent {
+    let log = std::fs::File::create(log).unwrap();
+    Agent(kg(&[]).args(["--log-level=info"]).args(flags).stdout(log).spawn().unwrap())
+}
+
+fn says(log: &str, words: &str) {
+    until(words, LIMIT, || std::fs::read_to_string(log).unwrap().contains(words));
+}
+
+fn stop(agent: &mut Agent) {
+    sh(&format!("kill -TERM {}", agent.0.id()));
+    assert!(agent.0.wait().unwrap().success());
+}
+
+#[test]
+fn a_second_agent_waits_until_the_first_has_stopped() {
+    isolated("a_second_agent_waits_until_the_first_has_stopped", || async {
+        cluster::prepare();
+        let (mut first, log) = (running(), "/run/second.log");
+        let mut impatient = logging(&[], log);
+        says(log, "waiting until it stops");
+        stop(&mut impatient);
+        let _second = logging(&[], log);
+        says(log, "waiting until it stops");
+        assert_eq!(std::fs::read_to_string(log).unwrap().matches("already runs").count(), 1);
+        stop(&mut first);
+        says(log, "the other agent has stopped");
+        until("the second one has put everything right", LIMIT, || cluster::has_done(&[("kilo_nodes", 1)]));
+    });
+}
+
+#[test]
+fn beside_kilos_agent_nothing_is_touched_until_it_gives_up_its_address() {
+    isolated("beside_kilos_agent_nothing_is_touched_until_it_gives_up_its_address", || async {
+        cluster::prepare();
+        let state = "ip -o link | cut -d' ' -f2; ip route show table all; find /sys/fs/bpf; tc filter show dev eth0 egress; \
+                     cat /run/cluster/*";
+        let before = sh(state);
+        let kilo = std::net::TcpListener::bind("[::]:1107").unwrap();
+        let log = "/run/takeover.log";
+        let mut unneeded = logging(&["--take-over-from-kilo"], log);
+        says(log, "prepared; taking this node over when Kilo's own agent stops");
+        stop(&mut unneeded);
+        assert_eq!(sh(state), before);
+        let _agent = logging(&["--take-over-from-kilo"], log);
+        says(log, "prepared; taking this node over when Kilo's own agent stops");
+        assert_eq!(sh(state), before);
+        drop(kilo);
+        says(log, "taking this node over");
+        until("the agent has put everything right", LIMIT, || cluster::has_done(&[("kilo_nodes", 1)]));
+        assert_ne!(sh(state), before);
+    });
+}
+
 #[test]
 fn a_second_agent_is_refused_with_any_state_directory_and_any_interface() {
     isolated("a_second_agent_is_refused_with_any_state_directory_and_any_interface", || async {
         cluster::prepare();
         let _agent = running();
-        let said = refused(&[], &[]);
-        assert!(said.contains("kilo0 already runs on this node"), "{said}");
         // The thread that loads the last programs would put back what goes meanwhile.
         let all = "ls /sys/fs/bpf/kilo/v6/programs/*/l3_egress*";
         until("all programs are pinned", LIMIT, || succeeds(all));

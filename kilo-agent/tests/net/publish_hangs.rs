@@ -164,7 +164,7 @@ fn an_api_server_that_hangs_delays_nothing_on_the_host() {
             let writes = Arc::new(AtomicUsize::new(0));
             let backend = Hangs { objects, writes: Arc::clone(&writes) };
             let (options, stop) = (options(), CancellationToken::new());
-            let startup = agent::begin(&options);
+            let startup = agent::begin(&options, false);
             let health = Health::new(Instant::now(), Duration::ZERO);
             let (view, _reader) = watch::channel(Arc::default());
             let agent = Agent::new(options, backend, startup, key, Metrics::default(), health.clone(), view)

@@ -45,6 +45,9 @@ pub enum Writer {
 /// When the node's agent was heard last; 0: somebody says that it is dead.
 pub const LAST_SEEN: &str = "kilo.squat.ai/last-seen";
 
+/// Where the node's WireGuard sees peers behind NAT.
+pub const DISCOVERED_ENDPOINTS: &str = "kilo.squat.ai/discovered-endpoints";
+
 /// This heartbeat, and when the next one comes.
 const HEARTBEAT: &str = "kilo.squat.ai/heartbeat";
 
@@ -209,7 +212,7 @@ pub const ANNOTATIONS: [Annotation; 21] = [
         read: |value, node| node.node.wireguard_ip = value.parse_unless_empty(),
     },
     Annotation {
-        name: "kilo.squat.ai/discovered-endpoints",
+        name: DISCOVERED_ENDPOINTS,
         writer: Writer::Agent(|own| seen_endpoints_text(&own.discovered_endpoints)),
         example: "`{\"KEY\":{\"IP\":\"203.0.113.7\",\"Port\":40123,\"Zone\":\"\"}}`",
         meaning: "where this node's WireGuard sees peers behind NAT",

@@ -230,6 +230,14 @@ pub async fn retract_failover(client: Client, node: &str) -> Result<(), BackendE
     remove(client, node, &annotations::without_failover()).await
 }
 
+/// Removes from a node where its WireGuard has seen peers, and nothing else.
+///
+/// # Errors
+/// As [`retract`].
+pub async fn retract_discovered_endpoints(client: Client, node: &str) -> Result<(), BackendError> {
+    remove(client, node, &[(annotations::DISCOVERED_ENDPOINTS.to_owned(), None)].into()).await
+}
+
 async fn remove(
     client: Client,
     node: &str,

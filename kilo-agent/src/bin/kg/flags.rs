@@ -209,6 +209,10 @@ pub struct Flags {
     /// Nodes of a location that can take over from its leader, 0 to 4. The same on every node.
     #[arg(long, default_value = "2", value_parser = parse_number::<0, 4>)]
     pub stand_bys: u8,
+    /// Prepare everything beside Kilo's own agent without touching this host, and take the host over when that agent
+    /// stops. For the DaemonSet that `kgctl takeover` prints.
+    #[arg(long, default_value = "false", action = clap::ArgAction::Set, num_args = 0..=1, require_equals = true, default_missing_value = "true", value_parser = parse_bool)]
+    pub take_over_from_kilo: bool,
     /// Node label that names the location.
     #[arg(long, default_value = "topology.kubernetes.io/region", value_parser = parse_label, global = true)]
     pub topology_label: String,

@@ -1,6 +1,7 @@
 //! `kg`: the agent of a node.
 
 mod flags;
+mod stopping;
 mod uninstall;
 
 use std::{
@@ -31,7 +32,7 @@ use kilo_agent::{
     leaving::Leaving,
     metrics::Metrics,
     status::ask::LOCAL_TOKEN,
-    webhook,
+    takeover, webhook,
 };
 use kilo_core::{
     errors::error_chain,
@@ -45,10 +46,12 @@ use kilo_host::{
     wireguard::{private_key, userspace},
 };
 use nix::time::{ClockId, clock_gettime};
+#[cfg(debug_assertions)]
 use tokio::signal::unix::{SignalKind, signal};
 use tokio_util::sync::CancellationToken;
 
 use flags::{Cli, Command, Flags, UninstallArgs, WebhookArgs};
+use stopping::Stopping;
 use uninstall::{uninstall, uninstall_alone};
 
 /// Where the private key is.
@@ -211,10 +214,15 @@ fn text(flag: &str) -> Option<&str> {
 
 async fn serve(flags: Flags) -> Result<()> {
     let mut options = options(&flags)?;
-    let _lock = lock::interface(Path::new(lock::STATE), &flags.interface)?;
+    let mut stopping = Stopping::listen()?;
+    lock::warn_of_former(&flags.interface);
+    let lock = stopping.before(takeover::lock(Path::new(lock::STATE), &flags.interface));
+    let Some(lock) = lock.await else { return Ok(()) };
+    let _lock = lock?;
     let mut leaving = Leaving::begin(&options.bpffs, options.attach);
     options.attach = leaving.attach();
-    let startup = agent::begin(&options);
+    // Where pins would outlive this agent, nothing is pinned beside Kilo's.
+    let startup = agent::begin(&options, flags.take_over_from_kilo && leaving.pins_end_here());
     match flags.backend {
         BackendKind::File => {
             if flags.page_access == PageAccess::Token {
@@ -222,7 +230,7 @@ async fn serve(flags: Flags) -> Result<()> {
             }
             let backend = FileBackend::start(directory(&flags)?, &flags.topology_label).await?;
             LocalToken::remove(Path::new(LOCAL_TOKEN));
-            work(flags, options, backend, startup, leaving, Gate::Open).await
+            work(flags, options, backend, startup, leaving, Gate::Open, stopping).await
         }
         BackendKind::Kubernetes => {
             let path = text(&flags.kubeconfig).map(PathBuf::from);
@@ -242,10 +250,10 @@ async fn serve(flags: Flags) -> Result<()> {
                 slices::start_spread(known.nodes.len(), rand::random_range(0.0..1.0))
             });
             let remembered = || early.or_else(|| last_good_topology(&hostname));
-            let backend =
-                kubernetes::StartupFallback::start(client, &hostname, label, from, spread, remembered)
-                    .await?;
-            work(flags, options, backend, startup, leaving, gate).await
+            let started =
+                kubernetes::StartupFallback::start(client, &hostname, label, from, spread, remembered);
+            let Some(backend) = stopping.before(started).await else { return Ok(()) };
+            work(flags, options, backend?, startup, leaving, gate, stopping).await
         }
     }
 }
@@ -283,13 +291,9 @@ async fn serve_webhook(args: WebhookArgs) -> Result<()> {
         reload: Duration::from_secs(5),
     };
     let stop = CancellationToken::new();
-    let (mut terminate, mut interrupt) = (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?);
-    let told = stop.clone();
+    let (mut stopping, told) = (Stopping::listen()?, stop.clone());
     tokio::spawn(async move {
-        tokio::select! {
-            _ = terminate.recv() => {}
-            _ = interrupt.recv() => {}
-        }
+        stopping.told().await;
         told.cancel();
     });
     Ok(webhook::run(options, stop).await?)
@@ -318,6 +322,7 @@ async fn work<B: Backend>(
     startup: agent::Startup,
     leaving: Leaving,
     gate: Gate,
+    mut stopping: Stopping,
 ) -> Result<()> {
     let key = private_key::load_or_create(Path::new(KEY_PATH))?;
     let metrics = Metrics::default();
@@ -335,16 +340,22 @@ async fn work<B: Backend>(
     let hostname = options.hostname.clone();
     // Before anything is set up: nothing half done stays behind an address that is taken.
     let listen = flags.listen;
-    let listener = http::bind(listen).await.with_context(|| format!("--listen {listen}"))?;
+    let bound = match flags.take_over_from_kilo {
+        true => stopping.before(takeover::address(listen)).await,
+        false => Some(http::bind(listen).await),
+    };
+    let Some(bound) = bound else { return Ok(()) };
+    let listener = bound.with_context(|| format!("--listen {listen}"))?;
+    if let Some(client) = leaving.client().filter(|_| flags.take_over_from_kilo) {
+        tokio::spawn(takeover::keep_annotations(client, hostname.clone()));
+    }
     let agent = Agent::new(options, backend, startup, key, metrics, health, view).await?;
     let answer = move |request| context.clone().answer(request);
     let mut server = tokio::spawn(http::serve(listener, None, answer, stop.clone()));
     let mut agent = tokio::spawn(agent.run(stop.clone()));
-    let (mut terminate, mut interrupt) = (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?);
     tracing::info!(version = env!("CARGO_PKG_VERSION"), node = hostname, %listen, "kg runs");
     tokio::select! {
-        _ = terminate.recv() => {}
-        _ = interrupt.recv() => {}
+        () = stopping.told() => {}
         ended = &mut agent => return ended.context("the reconcile loop panicked")?.map_err(Into::into),
         ended = &mut server => return ended.context("the HTTP server panicked"),
     }

@@ -1,0 +1,167 @@
+//! Starting beside an agent that still runs on this host: beside one of ours, until it has stopped;
+//! beside Kilo's own, to take the host over from it at the moment it stops.
+//!
+//! The address of `--listen` says whether Kilo's agent runs: it is the first thing that this agent
+//! gives up when it is asked to stop, before it takes rules, routes and annotations away, and the
+//! kernel closes it when the agent is killed. Whoever binds it is the agent of this host from then
+//! on, and Kilo's cannot come back beside it.
+
+use std::{
+    io::{self, ErrorKind},
+    net::SocketAddr,
+    path::Path,
+    time::Duration,
+};
+
+use kube::Client;
+use tokio::{net::TcpListener, time::sleep};
+
+use crate::{backend::kubernetes, http};
+use kilo_host::lock::{self, Lock, LockError};
+
+/// Between two tries to lock: the agent that leaves has left programs that go on.
+const LOCK_PACE: Duration = Duration::from_millis(50);
+/// Between two tries to bind, each of them three system calls: what Kilo's agent takes away is missed at once.
+const PORT_PACE: Duration = Duration::from_millis(5);
+/// The API server has this long to take the write that keeps annotations.
+const PATIENCE: Duration = Duration::from_secs(3);
+
+/// What comes after an attempt.
+#[derive(Debug)]
+enum Next<T, E> {
+    /// It is this agent's turn.
+    Begin(T),
+    /// The other one still runs.
+    Wait,
+    /// No later attempt would do better.
+    Fail(E),
+}
+
+fn after_lock<T>(attempt: Result<T, LockError>) -> Next<T, LockError> {
+    match attempt {
+        Ok(lock) => Next::Begin(lock),
+        Err(LockError::Taken(_)) => Next::Wait,
+        Err(error) => Next::Fail(error),
+    }
+}
+
+fn after_bind<T>(attempt: io::Result<T>) -> Next<T, io::Error> {
+    match attempt {
+        Ok(listener) => Next::Begin(listener),
+        Err(error) if error.kind() == ErrorKind::AddrInUse => Next::Wait,
+        Err(error) => Next::Fail(error),
+    }
+}
+
+/// Locks the interface as soon as no other agent of ours holds it.
+///
+/// # Errors
+/// When the lock cannot be had at all.
+pub async fn lock(state: &Path, interface: &str) -> Result<Lock, LockError> {
+    let mut waits = false;
+    loop {
+        match after_lock(lock::interface(state, interface)) {
+            Next::Begin(lock) => {
+                if waits {
+                    tracing::info!(interface, "the other agent has stopped; starting");
+                }
+                return Ok(lock);
+            }
+            Next::Fail(error) => return Err(error),
+            Next::Wait if waits => {}
+            Next::Wait => {
+                waits = true;
+                tracing::warn!(
+                    interface,
+                    "another agent already runs on this node and manages this interface; waiting until it stops. \
+                     During a migration from Kilo delete the DaemonSet kilo-takeover once every node has its new pod; \
+                     otherwise two DaemonSets run agents here, and one of them must be deleted"
+                );
+            }
+        }
+        sleep(LOCK_PACE).await;
+    }
+}
+
+/// Binds the address as soon as Kilo's agent has given it up. To be called with the interface's
+/// lock: no agent of ours has the address then.
+///
+/// # Errors
+/// When the address cannot be had at all.
+pub async fn address(listen: SocketAddr) -> io::Result<TcpListener> {
+    let mut waits = false;
+    loop {
+        match after_bind(http::bind(listen).await) {
+            Next::Begin(listener) => {
+                if waits {
+                    tracing::info!(%listen, "Kilo's own agent is stopping; taking this node over");
+                } else {
+                    tracing::info!(%listen, "Kilo's own agent does not run on this node; starting");
+                }
+                return Ok(listener);
+            }
+            Next::Fail(error) => return Err(error),
+            Next::Wait if waits => {}
+            Next::Wait => {
+                waits = true;
+                tracing::info!(%listen, "prepared; taking this node over when Kilo's own agent stops");
+            }
+        }
+        sleep(PORT_PACE).await;
+    }
+}
+
+/// Keeps Kilo's annotations on the node that its agent leaves. That one removes seven of them by a
+/// JSON patch when it has cleaned up its host, and an API server refuses the whole patch when one of
+/// them is not there (RFC 6902, section 4.2): without `discovered-endpoints`, which nobody needs at
+/// such a moment, the other nodes never lose sight of this one. Where this comes too late, the agent
+/// writes all of them again when it sees them go.
+pub async fn keep_annotations(client: Client, node: String) {
+    let written =
+        tokio::time::timeout(PATIENCE, kubernetes::retract_discovered_endpoints(client, &node)).await;
+    let error = match written {
+        Ok(Ok(())) => return,
+        Ok(Err(error)) => error.to_string(),
+        Err(_) => "the API server does not answer".to_owned(),
+    };
+    tracing::info!(
+        error,
+        node,
+        "failed to keep Kilo's agent from removing this node's annotations; they are written again"
+    );
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "tests")]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_what_another_agent_holds_is_waited_for() {
+        assert!(matches!(after_lock(Ok(())), Next::Begin(())));
+        assert!(matches!(after_lock::<()>(Err(LockError::Taken("kilo0".to_owned()))), Next::Wait));
+        let others = LockError::PinsTaken("/sys/fs/bpf/kilo".into());
+        assert!(matches!(after_lock::<()>(Err(others)), Next::Fail(LockError::PinsTaken(_))));
+        assert!(matches!(after_bind(Ok(())), Next::Begin(())));
+        assert!(matches!(after_bind::<()>(Err(ErrorKind::AddrInUse.into())), Next::Wait));
+        let foreign = ErrorKind::AddrNotAvailable.into();
+        assert!(
+            matches!(after_bind::<()>(Err(foreign)), Next::Fail(error) if error.kind() == ErrorKind::AddrNotAvailable)
+        );
+    }
+
+    #[tokio::test]
+    async fn the_address_is_taken_when_its_holder_gives_it_up_although_its_connections_last() {
+        let kilo = http::bind(([127, 0, 0, 1], 0).into()).await.unwrap();
+        let listen = kilo.local_addr().unwrap();
+        let client = tokio::net::TcpStream::connect(listen).await.unwrap();
+        let (accepted, _) = kilo.accept().await.unwrap();
+        let mut taken = tokio::spawn(address(listen));
+        let early = tokio::time::timeout(PORT_PACE * 10, &mut taken).await;
+        assert!(early.is_err(), "Kilo's agent still listens");
+        drop(kilo);
+        let taken = tokio::time::timeout(Duration::from_secs(5), taken).await.unwrap().unwrap().unwrap();
+        assert_eq!(taken.local_addr().unwrap(), listen);
+        drop((client, accepted));
+    }
+}
