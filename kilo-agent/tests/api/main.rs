@@ -46,5 +46,6 @@ mod operator;
 mod page_access;
 mod slices;
 mod status;
+mod takeover;
 mod through_mesh;
 mod webhook;

@@ -22,6 +22,7 @@ mod showconf;
 mod source;
 mod status;
 mod sysdump;
+mod takeover;
 mod terminal;
 mod trace;
 mod uninstall;
@@ -48,6 +49,7 @@ use crate::{
     showconf::Showconf,
     status::StatusArgs,
     sysdump::SysdumpArgs,
+    takeover::TakeoverArgs,
     trace::TraceArgs,
     uninstall::UninstallArgs,
     version::VersionArgs,
@@ -85,6 +87,8 @@ enum Command {
     Status(StatusArgs),
     /// Collect what a report about a fault needs into one archive, without keys.
     Sysdump(SysdumpArgs),
+    /// Print the DaemonSet that takes over from Kilo's own on each node while its image changes.
+    Takeover(TakeoverArgs),
     /// Show what a node would do with a packet, and why.
     Trace(TraceArgs),
     /// Make this machine a peer of the mesh until interrupted (Linux, as root).
@@ -193,6 +197,7 @@ async fn run(command: &Command, matches: &ArgMatches) -> Result<(String, bool)> 
             String::new()
         }
         Command::Sysdump(args) => sysdump::run(args).await?,
+        Command::Takeover(args) => takeover::run(args).await?,
         #[cfg(target_os = "linux")]
         Command::NodeReport => node_report::run().await?,
         Command::Version(args) => version::run(args).await?,

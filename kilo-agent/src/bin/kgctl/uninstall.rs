@@ -27,7 +27,7 @@ use crate::{
     cluster::{ApiFlags, Cluster},
     progress::Progress,
     refusal::Asked,
-    remote, terminal,
+    remote, takeover, terminal,
 };
 
 const MANIFEST: &str = include_str!("../../../../manifests/uninstall.yaml");
@@ -37,7 +37,7 @@ const NAMESPACE: &str = "kube-system";
 /// Name of every object of the manifest, and of the pods' label.
 const NAME: &str = "kilo-uninstall";
 /// What must not run meanwhile.
-const RUNNING: [&str; 2] = ["kilo", "kilo-wireguard"];
+const RUNNING: [&str; 3] = ["kilo", "kilo-wireguard", takeover::NAME];
 const POLL: Duration = Duration::from_millis(300);
 /// The pods that are done end within this time, or nobody waits for them.
 const LEAVING: Duration = Duration::from_secs(30);
