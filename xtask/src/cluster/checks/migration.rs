@@ -11,6 +11,7 @@ use crate::{
         original::{self, Original, Tunnels},
         until,
     },
+    command::output,
     image,
 };
 
@@ -21,6 +22,12 @@ const LEFT_BY_KILO: &str = "
 
 /// What a flow within the location may lose while programs are left to themselves: a second.
 const MOST_LOST: u64 = 200;
+
+/// The same for each node that is taken over from Kilo: 0.7 s.
+const MOST_TAKEN: u64 = 140;
+
+/// The DaemonSet that `kgctl takeover` prints.
+const TAKEOVER: &str = "kilo-takeover";
 
 /// The whole way, each step while pods talk.
 pub fn there_and_back(cluster: &Cluster) -> Result<String> {
@@ -47,13 +54,24 @@ pub fn there_and_back(cluster: &Cluster) -> Result<String> {
         cluster.kubectl(&["-n", "kube-system", "rollout", "restart", "ds/kilo"])?;
         deploy::roll(cluster, "kilo", 180)
     })?;
-    step("Go to ours", &|| set_image(cluster, image::IMAGE))?;
+    step("Go to ours, by the image alone", &|| set_image(cluster, image::IMAGE))?;
     // Kilo takes its routes away when it stops: what its pods send then, nobody keeps in.
+    let mut clear = step("ours to Go", &|| set_image(cluster, original::IMAGE))?.clear;
+    let beside = step("ours comes up beside Go", &|| {
+        cluster.apply(&takeover(cluster)?)?;
+        deploy::roll(cluster, TAKEOVER, 120)
+    })?;
+    let taken = step("Go to ours, taken over", &|| set_image(cluster, image::IMAGE))?;
+    let left = step("those that took over go", &|| {
+        cluster.kubectl(&["-n", "kube-system", "delete", "ds", TAKEOVER, "--cascade=foreground"])?;
+        agents_listen(cluster)
+    })?;
     let ours = step("ours to ours", &|| {
         cluster.kubectl(&["-n", "kube-system", "rollout", "restart", "ds/kilo"])?;
         deploy::roll(cluster, "kilo", 180)
     })?;
-    let clear = ours.clear + step("ours to Go", &|| set_image(cluster, original::IMAGE))?.clear;
+    clear +=
+        left.clear + ours.clear + step("ours to Go again", &|| set_image(cluster, original::IMAGE))?.clear;
     cluster.kubectl(&["-n", "kube-system", "delete", "ds", "kilo", "--cascade=foreground"])?;
     for node in &cluster.nodes {
         node.sh(LEFT_BY_KILO)?;
@@ -62,8 +80,19 @@ pub fn there_and_back(cluster: &Cluster) -> Result<String> {
     if clear > 0 {
         bail!("{clear} packets with a pod's address were on the router after our agents had stopped");
     }
-    if ours.lost_within > MOST_LOST {
-        bail!("{} packets within the location were lost from our agents to our agents", ours.lost_within);
+    if ours.lost_within + left.lost_within > MOST_LOST {
+        let lost = ours.lost_within + left.lost_within;
+        bail!("{lost} packets within the location were lost from our agents to our agents");
+    }
+    if beside.lost() + beside.clear > 0 {
+        bail!("agents that wait beside Kilo disturb it: {}", beside.text);
+    }
+    let most = MOST_TAKEN * u64::try_from(cluster.nodes.len())?;
+    if taken.lost_within > most {
+        bail!(
+            "{} packets within the location were lost while nodes were taken over, not {most}",
+            taken.lost_within
+        );
     }
     Ok(said.join("\n    "))
 }
@@ -88,6 +117,22 @@ fn set_image(cluster: &Cluster, image: &str) -> Result<()> {
     deploy::roll(cluster, "kilo", 180)
 }
 
+/// What `kgctl takeover` prints on the first node.
+fn takeover(cluster: &Cluster) -> Result<String> {
+    let image = format!("--image={}", image::IMAGE.trim_start_matches("docker.io/"));
+    output(cluster.first().command(removal::KGCTL)?.args(["takeover", &image])).context("kgctl takeover")
+}
+
+/// Waits until an agent has the address of every node: those of a DaemonSet that is gone have given it up.
+fn agents_listen(cluster: &Cluster) -> Result<()> {
+    for node in &cluster.nodes {
+        let listens =
+            || node.space().sh("ss --no-header -ltn 'sport = 1107'").ok().filter(|said| !said.is_empty());
+        until(&format!("an agent of {} listens", node.name()), Duration::from_secs(30), listens)?;
+    }
+    Ok(())
+}
+
 /// What was measured while something was done, until all was reached again.
 struct Step {
     text: String,
@@ -95,6 +140,14 @@ struct Step {
     clear: u64,
     /// Lost from the leader to a member of its location, all families.
     lost_within: u64,
+    /// Lost of every other flow.
+    lost_else: u64,
+}
+
+impl Step {
+    const fn lost(&self) -> u64 {
+        self.lost_within + self.lost_else
+    }
 }
 
 fn measured(cluster: &Cluster, code: impl FnOnce() -> Result<()>) -> Result<Step> {
@@ -117,12 +170,13 @@ fn measured(cluster: &Cluster, code: impl FnOnce() -> Result<()>) -> Result<Step
         .collect();
     let beside = format!("{} to {}", cluster.nodes[0].site.node, cluster.nodes[1].site.node);
     let within = measured.iter().filter(|(name, _)| name.starts_with(&beside));
-    let lost_within = within.map(|(_, figures)| figures.lost).sum();
+    let lost_within: u64 = within.map(|(_, figures)| figures.lost).sum();
+    let lost_else = measured.iter().map(|(_, figures)| figures.lost).sum::<u64>() - lost_within;
     let text = format!("{}; {clear} packets in clear", texts.join("; "));
     result.with_context(|| text.clone())?;
     if settled.is_err() {
         let error = everybody(cluster).err().map(|error| format!("{error:#}")).unwrap_or_default();
         bail!("{text}\n    {error}");
     }
-    Ok(Step { text, clear, lost_within })
+    Ok(Step { text, clear, lost_within, lost_else })
 }
