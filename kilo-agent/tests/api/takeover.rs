@@ -12,10 +12,11 @@ use std::{
     time::Duration,
 };
 
+use futures::StreamExt as _;
 use k8s_openapi::api::{apps::v1::DaemonSet, core::v1::Node};
 use kube::{
-    Api, Client,
-    api::{DeleteParams, Patch, PatchParams, PostParams},
+    Api,
+    api::{Patch, PatchParams, PostParams, WatchEvent, WatchParams},
 };
 use serde_json::{Value, json};
 
@@ -85,11 +86,18 @@ fn kilos_annotations_outlive_its_clean_up_and_are_written_again_where_it_was_qui
             annotations().await == before
         })
         .await;
+        let version = nodes.get("n1").await.unwrap().metadata.resource_version.unwrap();
+        let mut writes = nodes.watch(&WatchParams::default(), &version).await.unwrap().boxed();
         drop(kilo);
-        wait::until("its first write keeps Kilo from removing anything", LIMIT, async || {
-            !annotations().await.contains_key("kilo.squat.ai/discovered-endpoints")
-        })
-        .await;
+        let first = tokio::time::timeout(LIMIT, writes.next()).await.unwrap().unwrap().unwrap();
+        let WatchEvent::Modified(first) = first else { panic!("{first:?}") };
+        let mut expected = before.clone();
+        expected.remove("kilo.squat.ai/discovered-endpoints");
+        assert_eq!(
+            first.metadata.annotations,
+            Some(expected),
+            "the first write keeps Kilo from removing anything"
+        );
         let refused = clean_up(&nodes).await.unwrap_err();
         assert!(matches!(&refused, kube::Error::Api(status) if status.code == 422), "{refused}");
         let is_whole = |present: &BTreeMap<String, String>| {
@@ -106,7 +114,7 @@ fn kilos_annotations_outlive_its_clean_up_and_are_written_again_where_it_was_qui
             Ok(left) => assert!(!is_whole(&left.metadata.annotations.unwrap_or_default())),
             // The agent has removed it again.
             Err(error) => {
-                assert!(matches!(&error, kube::Error::Api(status) if status.code == 422), "{error}")
+                assert!(matches!(&error, kube::Error::Api(status) if status.code == 422), "{error}");
             }
         }
         wait::until("what was removed is written again", LIMIT, async || is_whole(&annotations().await))
