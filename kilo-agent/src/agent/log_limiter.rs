@@ -77,7 +77,7 @@ impl LogLimiter {
         for (object, problem) in problems {
             if self.objects.get(object) != Some(problem) {
                 metrics.error("invalid_object");
-                tracing::warn!(object = object.to_string(), problem, "ignoring invalid object or field");
+                tracing::warn!(object = object.to_string(), problem, "invalid object or field");
             }
         }
         self.objects.clone_from(problems);

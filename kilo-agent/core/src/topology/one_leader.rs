@@ -14,7 +14,10 @@ impl Mesh {
     /// What an operator should know of a segment by its index that has one leader although several are asked for;
     /// `None`: there is nothing to be said.
     pub fn one_leader_warning(&self, at: usize) -> Option<String> {
-        let segment = self.segments.get(at).filter(|_| self.granularity() == Some(Granularity::Location))?;
+        // A node on its own has nobody to share with.
+        let shares =
+            self.segments.get(at)?.members.len() > 1 && self.granularity() == Some(Granularity::Location);
+        let segment = self.segments.get(at).filter(|_| shares)?;
         let asks = |member: &Member| member.node.gateway || member.node.leaders.is_some_and(|it| it > 1);
         let node = &self.without_several().filter(|_| segment.members.iter().any(asks))?.node;
         let why = match node.is_capable() {
@@ -64,18 +67,20 @@ mod tests {
             node("x2", "x", Some(2)),
             node("y3", "y", Some(1)),
             node("y4", "y", None),
+            node("z5", "z", Some(2)),
         ];
         let said = warnings(&nodes, Granularity::Location);
         let of_x = said[0].as_deref().unwrap();
         assert!(of_x.contains("node y4 does not take part (no annotation kilo.squat.ai/signal:"), "{of_x}");
         assert_eq!(said[1], None, "nobody asks for several there");
-        assert_eq!(warnings(&nodes, Granularity::Full), [const { None }; 4], "nothing is shared");
+        assert_eq!(said[2], None, "one node shares with nobody");
+        assert_eq!(warnings(&nodes, Granularity::Full), [const { None }; 5], "nothing is shared");
         // An agent that knows failover, and not this.
         nodes[3].signal = true;
         let said = warnings(&nodes, Granularity::Location);
         assert!(said[0].as_deref().unwrap().contains("no annotation kilo.squat.ai/leaders:"), "{said:?}");
         nodes[3].leaders = Some(1);
-        assert_eq!(warnings(&nodes, Granularity::Location), [None, None]);
+        assert_eq!(warnings(&nodes, Granularity::Location), [None, None, None]);
         // A node is named as a gateway where nobody knows failover.
         let mut off = [node("x1", "x", None), node("x2", "x", None)];
         off[1].gateway = true;
