@@ -8,11 +8,11 @@ use std::{
 use anyhow::Result;
 
 use super::{
-    breaking::{self, Broken, LEADER, MEMBER},
+    breaking::{self, Broken, LEADER, MEMBER, STAND_BY},
     flood,
     fresh::Fresh,
 };
-use crate::{Lab, wait};
+use crate::{Lab, counters, wait};
 
 /// How old a connection is when a gateway loses power, ms, by turns. From 5 s on every gateway has answered it.
 const AGES: [u64; 6] = [0, 200, 500, 1000, 2000, 4000];
@@ -20,13 +20,36 @@ const AGES: [u64; 6] = [0, 200, 500, 1000, 2000, 4000];
 static TURNS: AtomicUsize = AtomicUsize::new(0);
 /// How long agents take to forget a Peer.
 const FORGOTTEN: Duration = Duration::from_secs(3);
+/// How long that takes at most.
+const SESSIONS: Duration = Duration::from_secs(60);
 /// How long a connection that begins is watched.
 const WATCHED: Duration = Duration::from_secs(8);
 
 /// The laptop is a peer by `kgctl connect`.
 pub(super) fn connects(lab: &mut Lab) -> Result<()> {
     lab.caused(&[flood::OVERLOADED]);
-    lab.agents.connect_laptop(&lab.network, 1)
+    lab.agents.connect_laptop(&lab.network, 1)?;
+    // Hosts that have just booted know no session of it, and WireGuard notices that after 15 s without an answer.
+    let gateways = [LEADER, STAND_BY, breaking::FAR];
+    wait::until("the laptop's tunnels to all gateways are up", SESSIONS, || {
+        let out = gateways.iter().filter(|name| !hears_laptop(lab, name)).count();
+        Ok(if out == 0 { Ok(()) } else { Err(format!("{out} gateways have no session with it")) })
+    })
+    .map(drop)
+}
+
+/// Whether this node's WireGuard has a session with the laptop.
+fn hears_laptop(lab: &Lab, name: &str) -> bool {
+    let read = || -> Result<bool> {
+        let status = counters::status(&lab.network.node(name)?.space)?;
+        let tunnels = status.pointer("/agent/tunnels").and_then(|tunnels| tunnels.as_array());
+        let is_laptop = |tunnel: &&serde_json::Value| {
+            tunnel.get("name").and_then(|name| name.as_str()).is_some_and(|name| name.ends_with("laptop"))
+        };
+        let laptop = tunnels.into_iter().flatten().find(is_laptop);
+        Ok(laptop.is_some_and(|tunnel| tunnel.get("lastHandshake").is_some_and(|at| !at.is_null())))
+    };
+    read().unwrap_or(false)
 }
 
 /// The laptop's Peer object is made, it begins to connect, and a moment later the leader loses power: for how long
