@@ -20,7 +20,7 @@ const GONE: Duration = Duration::from_secs(12);
 /// One through which packets do not pass after this long is of no use for now.
 const USELESS: Duration = Duration::from_secs(5);
 /// Who refuses, or is of no use, is asked again after this.
-const SELDOM_USELESS: Duration = Duration::from_secs(10);
+pub(super) const SELDOM_USELESS: Duration = Duration::from_secs(10);
 
 /// A port of a relay that leads to the other end, or the wish for one.
 #[derive(Clone, Debug)]

@@ -6,7 +6,11 @@ use std::{
     time::{Duration, Instant},
 };
 
-use super::{NodeId, lease::Lease, rank};
+use super::{
+    NodeId,
+    lease::{Lease, SELDOM_USELESS},
+    rank,
+};
 
 /// Relays that a pair holds: one in use, one that stands by.
 const RELAYS: usize = 2;
@@ -19,7 +23,7 @@ const FORGOTTEN: Duration = Duration::from_secs(300);
 #[derive(Clone, Debug, Default)]
 pub(super) struct Leases {
     held: BTreeMap<NodeId, Lease>,
-    /// Since when these are of no use: others are asked before them.
+    /// Since when these are of no use, or have made room: others are asked before them.
     failed: BTreeMap<NodeId, Instant>,
 }
 
@@ -84,7 +88,7 @@ impl Leases {
     }
 
     /// Holds the best ones of those that there are. One that is of no use stays while there is room, because it may
-    /// be of use again, but does not count.
+    /// be of use again, but does not count. Without room they take turns.
     pub(super) fn hold(
         &mut self,
         (own, other): (NodeId, NodeId),
@@ -95,14 +99,24 @@ impl Leases {
     ) {
         self.notice(by, now);
         let mut best: Vec<NodeId> = relays.keys().copied().filter(|relay| *relay != other).collect();
-        best.sort_unstable_by_key(|relay| (self.failed.get(relay).copied(), rank(own, other, *relay)));
+        best.sort_unstable_by_key(|relay| {
+            let failed = self.failed.get(relay).copied();
+            // Those that are held are asked anyway.
+            (failed.is_some() && self.held.contains_key(relay), failed, rank(own, other, *relay))
+        });
         best.truncate(RELAYS);
         // Of a relay that is gone, another takes the place.
-        self.held
-            .retain(|relay, lease| by == Some(*relay) || best.contains(relay) || !lease.is_dead(false, now));
+        let is_there = |relay: &NodeId| by == Some(*relay) || relays.contains_key(relay);
+        self.held.retain(|relay, lease| is_there(relay) || !lease.is_dead(false, now));
         for relay in &best {
             let Some(place) = relays.get(relay) else { continue };
-            if !self.held.contains_key(relay) && self.makes_room(&best, by, now) {
+            let rests = |since: &Instant| now.saturating_duration_since(*since) < SELDOM_USELESS;
+            if self.held.contains_key(relay) || self.failed.get(relay).is_some_and(rests) {
+                continue;
+            }
+            if self.makes_room(&best, by, now) {
+                // It is given as much time as one that was never asked.
+                self.failed.remove(relay);
                 self.held.insert(*relay, Lease::new(*place, random(), now));
             }
         }
@@ -141,9 +155,9 @@ impl Leases {
 #[cfg(test)]
 #[allow(clippy::unwrap_used, reason = "tests")]
 mod tests {
-    use std::{collections::BTreeSet, net::Ipv4Addr};
+    use std::net::Ipv4Addr;
 
-    use kilo_common::relay::{Kind, Message};
+    use kilo_common::relay::{BOTH, FIRST_PORT, Kind, Message};
 
     use super::*;
 
@@ -155,19 +169,52 @@ mod tests {
     }
 
     #[test]
-    fn of_many_relays_that_are_silent_each_is_asked() {
-        let (mut leases, start, mut asked) = (Leases::default(), Instant::now(), BTreeSet::new());
-        for second in 0..30 {
-            let now = start + Duration::from_secs(second);
-            leases.hold(ENDS, &relays(7), None, &mut || 1, now);
-            for (relay, lease) in leases.iter_mut() {
-                if lease.ask(ENDS, second, (false, true), now).is_some() {
-                    asked.insert(relay);
+    fn of_many_relays_that_are_of_no_use_each_is_asked_again_and_again() {
+        for (count, refuses, works) in [
+            (7, false, false),
+            (7, true, false),
+            (7, false, true),
+            (7, true, true),
+            (5, false, false),
+            (3, true, true),
+        ] {
+            let (mut leases, start) = (Leases::default(), Instant::now());
+            let mut asked = BTreeMap::from([(1, Vec::new())]);
+            for step in 0..6_000 {
+                let now = start + Duration::from_millis(100) * step;
+                // The first one works and is in use, or is like the others.
+                let by = (works && step > 0).then_some(1);
+                leases.hold(ENDS, &relays(count), by, &mut || 1, now);
+                if works && step == 0 {
+                    leases.insert(1, Lease::new(relays(1)[&1], 1, now));
                 }
+                for (relay, lease) in leases.iter_mut() {
+                    let in_use = by == Some(relay);
+                    let Some((_, message)) = lease.ask(ENDS, 1, (in_use, in_use || by.is_none()), now) else {
+                        continue;
+                    };
+                    asked.entry(relay).or_insert_with(Vec::new).push(step / 10);
+                    let offer = Message { kind: Kind::Offer, ..message };
+                    if works && relay == 1 {
+                        lease.offered(&Message { flags: BOTH, port: FIRST_PORT, token: 1, ..offer }, now);
+                    } else if refuses {
+                        lease.offered(&offer, now);
+                    }
+                }
+                assert!(leases.held.len() <= MOST_RELAYS);
             }
-            assert!(leases.held.len() <= MOST_RELAYS);
+            assert_eq!(
+                asked.keys().copied().collect::<Vec<_>>(),
+                relays(count).into_keys().collect::<Vec<_>>()
+            );
+            for (relay, seconds) in asked {
+                let longest = seconds.windows(2).map(|two| two[1] - two[0]).max();
+                let (last, often) = (seconds.last().copied().unwrap(), seconds.len());
+                assert!(longest <= Some(40) && last >= 560, "{relay} of {count}: {seconds:?}");
+                // Those that refuse are not bothered more often than that.
+                assert!(!refuses || works && relay == 1 || often <= 61, "{relay} of {count}: {seconds:?}");
+            }
         }
-        assert_eq!(asked, relays(7).into_keys().collect());
     }
 
     #[test]
