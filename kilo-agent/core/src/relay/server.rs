@@ -16,6 +16,8 @@ pub const MOST_PAIRS: usize = 500;
 const MOST_OF_A_NODE: usize = 64;
 /// A pair of which nothing was heard, and for which nothing was sent on, is forgotten after this.
 const IDLE: Duration = Duration::from_secs(180);
+/// An end that the own WireGuard does not reach, and from which nothing came for this long, is lost.
+const LOST: Duration = Duration::from_secs(30);
 /// Between two invitations of one end.
 const INVITES: Duration = Duration::from_millis(300);
 /// Answers to one node, a second.
@@ -49,9 +51,8 @@ pub struct Server {
 #[derive(Clone, Debug)]
 struct Allotment {
     ends: [End; 2],
-    /// When an end has asked, or packets have passed.
+    /// When an end was given an answer other than no, or packets have passed.
     used: Instant,
-    packets: u64,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -65,6 +66,12 @@ struct End {
     sequence: u64,
     bound: Option<Heard>,
     invited: Option<Instant>,
+    /// When something came from it: it asked, or its port has sent something on.
+    came: Instant,
+    /// What its port has sent on by then.
+    packets: u64,
+    /// The last answer was no: what it sends all the same does not keep the pair.
+    is_refused: bool,
 }
 
 const fn key(one: NodeId, other: NodeId) -> (NodeId, NodeId) {
@@ -83,22 +90,17 @@ impl Server {
                 continue;
             }
             let mut end = |number: u16, port: &Port, towards: &Port| End {
-                id: port.ids[0],
-                port: number,
-                token: random().max(1),
-                nonce: 0,
-                sequence: 0,
                 bound: (port.from_port != 0).then(|| Heard {
                     source: SocketAddr::new(address(port.from), port.from_port),
                     local: address(port.at),
                     port: number,
                     ifindex: towards.ifindex,
                 }),
-                invited: None,
+                packets: port.packets,
+                ..End::new((port.ids[0], number), random().max(1), now)
             };
             let ends = [end(*number, port, back), end(port.by_port, back, port)];
-            let packets = port.packets.wrapping_add(back.packets);
-            server.pairs.insert((id, other_id), Allotment { ends, used: now, packets });
+            server.pairs.insert((id, other_id), Allotment { ends, used: now });
         }
         server
     }
@@ -148,12 +150,16 @@ impl Server {
         now: Instant,
     ) -> Vec<Output> {
         let (from, other) = (message.sender, message.other);
-        let Some(place) = reachable.get(&from).copied() else { return Vec::new() };
         if message.kind != Kind::Ask || from == other || [from, other].contains(&own) {
             return Vec::new();
         }
         // Recorded ones must not use up what the node itself may ask.
         let Some(is_latest) = self.latest.hear((from, own), message.sequence, now) else { return Vec::new() };
+        // Also one that cannot be answered shows that it has not gone away.
+        if let Some(pair) = self.pairs.get_mut(&key(from, other)) {
+            pair.ends_mut(from).0.came = now;
+        }
+        let Some(place) = reachable.get(&from).copied() else { return Vec::new() };
         if !self.may(from, now) {
             return Vec::new();
         }
@@ -171,22 +177,17 @@ impl Server {
             }
             let Some(ports) = self.ports(free, random) else { return refuse };
             let (one, two) = key(from, other);
-            let mut end = |id, port| End {
-                id,
-                port,
-                token: random().max(1),
-                nonce: 0,
-                sequence: 0,
-                bound: None,
-                invited: None,
-            };
+            let mut end = |id, port| End::new((id, port), random().max(1), now);
             let ends = [end(one, ports[0]), end(two, ports[1])];
-            self.pairs.insert((one, two), Allotment { ends, used: now, packets: 0 });
+            self.pairs.insert((one, two), Allotment { ends, used: now });
             self.changes += 1;
         }
         let Some(pair) = self.pairs.get_mut(&key(from, other)) else { return refuse };
-        pair.used = now;
         let (mine, theirs) = pair.ends_mut(from);
+        mine.is_refused = there.is_none() && now.saturating_duration_since(theirs.came) >= LOST;
+        if mine.is_refused {
+            return refuse;
+        }
         if mine.nonce != message.nonce && is_latest {
             // It has begun anew; what was bound stays until it binds again.
             (mine.nonce, mine.token) = (message.nonce, random().max(1));
@@ -205,6 +206,7 @@ impl Server {
             theirs.invited = Some(now);
         }
         let (token, port, is_bound) = (mine.token, mine.port, mine.bound.is_some());
+        pair.used = now;
         let flags = if is_bound { BOUND } else { 0 } | if pair.passes() { BOTH } else { 0 };
         let mut outputs =
             vec![Output::Send { node: from, to: place, message: Message { flags, token, port, ..offer } }];
@@ -218,10 +220,16 @@ impl Server {
     /// Forgets idle pairs; `ports` is what the table says that each has sent on.
     pub fn turn(&mut self, ports: &BTreeMap<u16, Port>, now: Instant) {
         for pair in self.pairs.values_mut() {
-            let sent = |end: &End| ports.get(&end.port).map_or(0, |port| port.packets);
-            let packets = pair.ends.iter().map(sent).fold(0, u64::wrapping_add);
-            if packets != pair.packets {
-                (pair.packets, pair.used) = (packets, now);
+            for end in &mut pair.ends {
+                let packets = ports.get(&end.port).map_or(0, |port| port.packets);
+                // Less of them: the port was written anew.
+                if packets > end.packets {
+                    end.came = now;
+                    if !end.is_refused {
+                        pair.used = now;
+                    }
+                }
+                end.packets = packets;
             }
         }
         self.pairs.retain(|_, pair| now.saturating_duration_since(pair.used) < IDLE);
@@ -278,6 +286,22 @@ impl Allotment {
 }
 
 impl End {
+    /// That has not bound its port yet.
+    const fn new((id, port): (NodeId, u16), token: u64, now: Instant) -> Self {
+        Self {
+            id,
+            port,
+            token,
+            nonce: 0,
+            sequence: 0,
+            bound: None,
+            invited: None,
+            came: now,
+            packets: 0,
+            is_refused: false,
+        }
+    }
+
     fn row(&self, to: &Self, passes: bool) -> (u16, Port) {
         let mut port = Port { ids: [self.id, to.id], by_port: to.port, ..Port::default() };
         if let Some(bound) = self.bound {

@@ -211,7 +211,7 @@ fn a_relay_goes_on_with_a_pair_one_end_of_which_it_has_not_seen_for_long() {
     let relay = world.relay(X);
     world.apart = vec![Y];
     world.begin_to_measure();
-    world.run(seconds(30));
+    world.run(seconds(45));
     assert_eq!((world.relay(X), world.relay(Y)), (relay, relay));
     assert!(world.gap <= seconds(1), "{:?}", world.gap);
     let at = |world: &World, end, other| world.clients[&end].endpoints().get(&other).copied();

@@ -1,8 +1,8 @@
 //! What a relay gives to whom.
 
-use std::{net::SocketAddr, time::Instant};
+use std::{collections::BTreeMap, net::SocketAddr, time::Instant};
 
-use kilo_common::relay::{FIRST_PORT, Kind, LAST_PORT, Message};
+use kilo_common::relay::{BOTH, FIRST_PORT, Kind, LAST_PORT, Message, Port};
 
 use super::{super::*, seconds, world::*};
 
@@ -12,7 +12,18 @@ fn heard(from: NodeId, port: u16) -> Heard {
 
 /// What a relay answers to who.
 fn said(server: &mut Server, message: &Message, heard: Heard, now: Instant) -> Vec<Message> {
-    let reachable = [X, Y].map(|end| (end, place(end))).into();
+    said_near(server, &[X, Y], message, heard, now)
+}
+
+/// The same where the relay's WireGuard reaches only these ends.
+fn said_near(
+    server: &mut Server,
+    near: &[NodeId],
+    message: &Message,
+    heard: Heard,
+    now: Instant,
+) -> Vec<Message> {
+    let reachable = near.iter().map(|end| (*end, place(*end))).collect();
     let mut seed = 3;
     let outputs =
         server.hear(message, heard, (Z[0], &reachable), &mut |_| true, &mut || next(&mut seed), now);
@@ -109,4 +120,46 @@ fn idle_pairs_are_forgotten_and_those_whose_packets_pass_are_not() {
     assert_eq!(server.pairs(), 1);
     server.turn(&table, now + seconds(351));
     assert_eq!((server.pairs(), server.table().len()), (0, 0));
+}
+
+#[test]
+fn an_end_that_is_gone_for_good_is_refused_to_the_other_one() {
+    let (mut server, now) = (Server::default(), Instant::now());
+    let mut sequence = 1_000_000;
+    let mut asks = |server: &mut Server, from, near: &[NodeId], bind: Option<Message>, after| {
+        sequence += 1;
+        let other = if from == X { Y } else { X };
+        let (token, port) = bind.map_or((0, WIREGUARD), |offer| (offer.token, offer.port));
+        let message = Message { sequence, token, ..ask(from, other) };
+        said_near(server, near, &message, heard(from, port), now + seconds(after)).first().copied()
+    };
+    for end in [X, Y] {
+        let offer = asks(&mut server, end, &[X, Y], None, 0);
+        asks(&mut server, end, &[X, Y], offer, 0);
+    }
+    let passes =
+        |offer: Option<Message>| offer.is_some_and(|offer| offer.port != 0 && offer.flags & BOTH != 0);
+    assert!(passes(asks(&mut server, X, &[X], None, 29)));
+    // It asks, although it cannot be answered.
+    assert_eq!(asks(&mut server, Y, &[X], None, 25), None);
+    assert!(passes(asks(&mut server, X, &[X], None, 54)));
+    // Its port counts packets.
+    let mut table = server.table();
+    let count = |table: &mut BTreeMap<u16, Port>, of| {
+        table.values_mut().filter(|port| port.ids[0] == of).for_each(|port| port.packets += 1);
+    };
+    count(&mut table, Y);
+    server.turn(&table, now + seconds(50));
+    assert!(passes(asks(&mut server, X, &[X], None, 79)));
+    assert!(!passes(asks(&mut server, X, &[X], None, 80)), "nothing came of it for 30 s");
+    assert!(passes(asks(&mut server.clone(), X, &[X, Y], None, 81)), "it may be back");
+    // That one end sends and asks does not keep the pair.
+    for after in (81..258).step_by(3) {
+        count(&mut table, X);
+        server.turn(&table, now + seconds(after));
+        asks(&mut server, X, &[X], None, after);
+    }
+    assert_eq!(server.pairs(), 1);
+    server.turn(&table, now + seconds(259));
+    assert_eq!(server.pairs(), 0);
 }
