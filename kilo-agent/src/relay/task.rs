@@ -242,7 +242,7 @@ impl Task {
         let is_meant_to = self.context.relay == settings::Relay::Auto
             && self.context.view.borrow().own.as_ref().is_some_and(|own| own.relay);
         self.server.relays(self.is_on() && self.leaders.offers, is_meant_to, now);
-        self.server.turn(&self.maps.ports(), now);
+        self.server.turn(&self.maps.ports(), now, micros());
         self.write_ports();
         self.ports.keep(&self.server.taken());
     }

@@ -30,7 +30,8 @@ impl Sender {
     }
 
     /// Takes note of a message whose tag is right. Its agent decides whether the message is a recorded one; here
-    /// such messages only must not fill the ring. Nobody but the sender can make one with a later number.
+    /// such messages only must not fill the ring. Numbers are the sender's own, and in answers those of this node, so
+    /// nobody else makes later ones.
     ///
     /// # Errors
     /// [`DropReason::StaleSignal`].

@@ -42,6 +42,8 @@ pub struct Server {
     pairs: BTreeMap<(NodeId, NodeId), Allotment>,
     answers: BTreeMap<NodeId, (Instant, u32)>,
     latest: Latest,
+    /// The number of its last invitation.
+    sequence: u64,
     /// Changes of the table so far.
     changes: u64,
     /// Since when it does not relay any more.
@@ -211,14 +213,17 @@ impl Server {
         let mut outputs =
             vec![Output::Send { node: from, to: place, message: Message { flags, token, port, ..offer } }];
         if let Some(there) = invited {
-            let message = Message { kind: Kind::Invite, other: from, ..offer };
+            self.sequence += 1;
+            let message = Message { kind: Kind::Invite, other: from, sequence: self.sequence, ..offer };
             outputs.push(Output::Send { node: other, to: there, message });
         }
         outputs
     }
 
-    /// Forgets idle pairs; `ports` is what the table says that each has sent on.
-    pub fn turn(&mut self, ports: &BTreeMap<u16, Port>, now: Instant) {
+    /// Forgets idle pairs; `ports` is what the table says that each has sent on, and `wall` the time of day in
+    /// microseconds, which need not be right.
+    pub fn turn(&mut self, ports: &BTreeMap<u16, Port>, now: Instant, wall: u64) {
+        self.sequence = self.sequence.max(wall);
         for pair in self.pairs.values_mut() {
             for end in &mut pair.ends {
                 let packets = ports.get(&end.port).map_or(0, |port| port.packets);

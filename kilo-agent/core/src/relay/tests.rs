@@ -283,7 +283,7 @@ fn recorded_messages_change_nothing() {
     assert_eq!(hears(&mut client, message(Kind::Try, Y, X, 9_000_000)), 1);
     assert_eq!(hears(&mut client, message(Kind::Try, Y, X, 7_000_001)), 1, "by another way");
     assert_eq!(hears(&mut client, message(Kind::Try, Y, X, 6_999_999)), 0, "recorded");
-    // Invitations bear the numbers of who has asked.
+    // Invitations bear the relay's numbers, also where nothing is made of them.
     client.see(vec![seen(Y, false), seen(Z[0], true)], false, true, now);
     hears(&mut client, message(Kind::Invite, Z[0], Y, 5_000_000));
     client.see(vec![seen(Y, false), seen(Z[0], true)], true, true, now);

@@ -113,12 +113,12 @@ fn idle_pairs_are_forgotten_and_those_whose_packets_pass_are_not() {
     let (mut server, now) = (Server::default(), Instant::now());
     said(&mut server, &ask(X, Y), heard(X, WIREGUARD), now);
     let mut table = server.table();
-    server.turn(&table, now + seconds(100));
+    server.turn(&table, now + seconds(100), 0);
     table.values_mut().for_each(|port| port.packets += 5);
-    server.turn(&table, now + seconds(170));
-    server.turn(&table, now + seconds(340));
+    server.turn(&table, now + seconds(170), 0);
+    server.turn(&table, now + seconds(340), 0);
     assert_eq!(server.pairs(), 1);
-    server.turn(&table, now + seconds(351));
+    server.turn(&table, now + seconds(351), 0);
     assert_eq!((server.pairs(), server.table().len()), (0, 0));
 }
 
@@ -149,17 +149,31 @@ fn an_end_that_is_gone_for_good_is_refused_to_the_other_one() {
         table.values_mut().filter(|port| port.ids[0] == of).for_each(|port| port.packets += 1);
     };
     count(&mut table, Y);
-    server.turn(&table, now + seconds(50));
+    server.turn(&table, now + seconds(50), 0);
     assert!(passes(asks(&mut server, X, &[X], None, 79)));
     assert!(!passes(asks(&mut server, X, &[X], None, 80)), "nothing came of it for 30 s");
     assert!(passes(asks(&mut server.clone(), X, &[X, Y], None, 81)), "it may be back");
     // That one end sends and asks does not keep the pair.
     for after in (81..258).step_by(3) {
         count(&mut table, X);
-        server.turn(&table, now + seconds(after));
+        server.turn(&table, now + seconds(after), 0);
         asks(&mut server, X, &[X], None, after);
     }
     assert_eq!(server.pairs(), 1);
-    server.turn(&table, now + seconds(259));
+    server.turn(&table, now + seconds(259), 0);
     assert_eq!(server.pairs(), 0);
+}
+
+#[test]
+fn invitations_bear_the_relays_own_numbers() {
+    let (mut server, now) = (Server::default(), Instant::now());
+    server.turn(&BTreeMap::new(), now, 5_000_000);
+    let mut invites = |sequence, after| {
+        let message = Message { sequence, ..ask(X, Y) };
+        let said = said(&mut server, &message, heard(X, WIREGUARD), now + seconds(after));
+        said.iter().map(|message| (message.kind, message.sequence)).collect::<Vec<_>>()
+    };
+    let ahead = u64::MAX / 2;
+    assert_eq!(invites(ahead, 0), [(Kind::Offer, ahead), (Kind::Invite, 5_000_001)]);
+    assert_eq!(invites(ahead + 1, 1), [(Kind::Offer, ahead + 1), (Kind::Invite, 5_000_002)]);
 }

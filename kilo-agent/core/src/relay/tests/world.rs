@@ -310,7 +310,7 @@ impl World {
                 self.take(end, outputs);
             }
             for server in self.servers.values_mut() {
-                server.turn(&BTreeMap::new(), self.now);
+                server.turn(&BTreeMap::new(), self.now, self.wall);
             }
             for _ in 0..self.queue.len() {
                 let (from, to, message) = self.queue.pop_front().unwrap();
