@@ -16,7 +16,7 @@ use futures::StreamExt as _;
 use k8s_openapi::api::{apps::v1::DaemonSet, core::v1::Node};
 use kube::{
     Api,
-    api::{Patch, PatchParams, PostParams, WatchEvent, WatchParams},
+    api::{DeleteParams, Patch, PatchParams, PostParams, WatchEvent, WatchParams},
 };
 use serde_json::{Value, json};
 
@@ -123,8 +123,12 @@ fn kilos_annotations_outlive_its_clean_up_and_are_written_again_where_it_was_qui
 }
 
 fn takeover(kubeconfig: &Path, flags: &[&str]) -> (bool, String) {
+    kgctl("takeover", kubeconfig, flags)
+}
+
+fn kgctl(command: &str, kubeconfig: &Path, flags: &[&str]) -> (bool, String) {
     let Output { status, stdout, stderr } =
-        Command::new(KGCTL).arg("takeover").arg("--kubeconfig").arg(kubeconfig).args(flags).output().unwrap();
+        Command::new(KGCTL).arg(command).arg("--kubeconfig").arg(kubeconfig).args(flags).output().unwrap();
     (status.success(), [stdout, stderr].map(|text| String::from_utf8(text).unwrap()).concat())
 }
 
@@ -169,4 +173,11 @@ async fn the_daemon_set_that_takes_over_is_accepted_beside_kilos() {
     let (success, said) =
         takeover(&kubeconfig, &["--image=docker.io/squat/kilo", "--daemonset=kilo-takeover"]);
     assert!(!success && said.contains("already"), "{said}");
+    daemon_sets.delete("kilo", &DeleteParams::background()).await.unwrap();
+    wait::until("Kilo's DaemonSet is gone", LIMIT, async || {
+        daemon_sets.get_opt("kilo").await.unwrap().is_none()
+    })
+    .await;
+    let (success, said) = kgctl("uninstall", &kubeconfig, &[]);
+    assert!(!success && said.contains("DaemonSet kilo-takeover of kube-system is there"), "{said}");
 }

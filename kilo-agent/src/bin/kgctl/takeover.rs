@@ -5,7 +5,7 @@ use clap::Args;
 use k8s_openapi::{
     api::{
         apps::v1::{DaemonSet, DaemonSetSpec},
-        core::v1::{Container, PodSpec, PodTemplateSpec},
+        core::v1::{Container, PodSpec, PodTemplateSpec, Volume},
     },
     apimachinery::pkg::apis::meta::v1::{LabelSelector, ObjectMeta},
 };
@@ -18,9 +18,10 @@ use crate::{
 
 /// The image that the manifests name.
 const IMAGE: &str = concat!("kilo-ebpf/kilo:", env!("CARGO_PKG_VERSION"));
-/// Name of what is printed, and the value of its pods' label.
-pub const NAME: &str = "kilo-takeover";
+/// Selects the pods of one DaemonSet.
 const LABEL: &str = "app.kubernetes.io/name";
+/// What is printed has this label, whatever its name is.
+const COMMON_LABEL: [&str; 2] = ["app.kubernetes.io/part-of", "kilo-takeover"];
 const FLAG: &str = "--take-over-from-kilo";
 /// The container of the agent in Kilo's manifests.
 const CONTAINER: &str = "kilo";
@@ -87,7 +88,8 @@ fn made_of(kilos: &DaemonSet, image: &str) -> Result<DaemonSet> {
     })?;
     let present = agent.image.as_deref().unwrap_or_default();
     let gives_flag = |argument: &String| argument.starts_with(FLAG);
-    if repository(present) == repository(image) || agent.args.iter().flatten().any(gives_flag) {
+    // A mirror may have Kilo's image and ours under one name, so that the tag counts too.
+    if present == image || agent.args.iter().flatten().any(gives_flag) {
         bail!(
             "DaemonSet {name} names {present} already: there is nothing to take over from. Print this before its \
              image changes; name Kilo's own with --daemonset and --namespace"
@@ -96,37 +98,61 @@ fn made_of(kilos: &DaemonSet, image: &str) -> Result<DaemonSet> {
     if pod.host_network != Some(true) {
         bail!("the pods of DaemonSet {name} have no hostNetwork: it is not Kilo's");
     }
-    let agent = beside(agent, image);
-    let volumes = pod
-        .volumes
+    let before: Vec<_> = pod
+        .init_containers
         .iter()
         .flatten()
-        .filter(|volume| agent.volume_mounts.iter().flatten().any(|mount| mount.name == volume.name));
+        .filter(|container| prepares(container, agent, pod.volumes.as_deref().unwrap_or_default()))
+        .cloned()
+        .collect();
+    let agent = beside(agent, image);
+    let mounted = |volume: &&Volume| before.iter().chain([&agent]).any(|container| mounts(container, volume));
+    let volumes = pod.volumes.iter().flatten().filter(mounted).cloned().collect();
     let pod = PodSpec {
-        volumes: Some(volumes.cloned().collect()),
+        volumes: Some(volumes),
         containers: vec![agent],
-        init_containers: None,
+        init_containers: (!before.is_empty()).then_some(before),
         ..pod.clone()
     };
-    let labels = || Some([(LABEL.to_owned(), NAME.to_owned())].into());
+    // Two DaemonSets of Kilo's (of gateways and of others, say) are taken over from side by side.
+    let takeover = format!("{name}-takeover");
+    let own = || [(LABEL.to_owned(), takeover.clone())];
+    let all = || Some(own().into_iter().chain([COMMON_LABEL.map(ToOwned::to_owned).into()]).collect());
     Ok(DaemonSet {
         metadata: ObjectMeta {
-            name: Some(NAME.to_owned()),
+            name: Some(takeover.clone()),
             namespace: kilos.namespace(),
-            labels: labels(),
+            labels: all(),
             ..ObjectMeta::default()
         },
         spec: Some(DaemonSetSpec {
             min_ready_seconds: Some(PREPARED_AFTER_SECONDS),
-            selector: LabelSelector { match_labels: labels(), ..LabelSelector::default() },
+            selector: LabelSelector { match_labels: Some(own().into()), ..LabelSelector::default() },
             template: PodTemplateSpec {
-                metadata: Some(ObjectMeta { labels: labels(), ..ObjectMeta::default() }),
+                metadata: Some(ObjectMeta { labels: all(), ..ObjectMeta::default() }),
                 spec: Some(pod),
             },
             ..DaemonSetSpec::default()
         }),
         status: None,
     })
+}
+
+/// Which DaemonSets have been made here, of whichever of Kilo's.
+pub fn made_here() -> ListParams {
+    ListParams::default().labels(&COMMON_LABEL.join("="))
+}
+
+fn mounts(container: &Container, volume: &Volume) -> bool {
+    container.volume_mounts.iter().flatten().any(|mount| mount.name == volume.name)
+}
+
+/// Whether the agent reads what this init container leaves in a volume that begins empty, as the
+/// kubeconfig of Kilo's manifests for k3s. One that goes on beside the agent prepares nothing.
+fn prepares(container: &Container, agent: &Container, volumes: &[Volume]) -> bool {
+    let shared = |volume: &Volume| mounts(container, volume) && mounts(agent, volume);
+    container.restart_policy.is_none()
+        && volumes.iter().any(|volume| volume.empty_dir.is_some() && shared(volume))
 }
 
 fn agent(containers: &[Container]) -> Option<&Container> {
@@ -147,16 +173,6 @@ fn beside(agent: &Container, image: &str) -> Container {
         startup_probe: None,
         lifecycle: None,
         ..agent.clone()
-    }
-}
-
-/// An image's name without tag and digest.
-fn repository(image: &str) -> &str {
-    let image = image.split('@').next().unwrap_or(image);
-    // A colon before a slash is that of a registry's port.
-    match image.rsplit_once(':') {
-        Some((name, tag)) if !tag.contains('/') => name,
-        _ => image,
     }
 }
 
@@ -212,12 +228,11 @@ mod tests {
     #[test]
     fn the_pods_are_kilos_but_for_image_flag_and_what_only_one_can_have() {
         let made = made(kilos()).unwrap();
-        assert_eq!(
-            made["metadata"],
-            json!({"name": NAME, "namespace": "kube-system", "labels": {LABEL: NAME}})
-        );
-        assert_eq!(made["spec"]["selector"], json!({"matchLabels": {LABEL: NAME}}));
-        assert_eq!(made["spec"]["template"]["metadata"], json!({"labels": {LABEL: NAME}}));
+        let name = "kilo-takeover";
+        let labels = json!({LABEL: name, "app.kubernetes.io/part-of": "kilo-takeover"});
+        assert_eq!(made["metadata"], json!({"name": name, "namespace": "kube-system", "labels": labels}));
+        assert_eq!(made["spec"]["selector"], json!({"matchLabels": {LABEL: name}}));
+        assert_eq!(made["spec"]["template"]["metadata"], json!({"labels": labels}));
         let mut expected = kilos()["spec"]["template"]["spec"].clone();
         expected.as_object_mut().unwrap().remove("initContainers");
         let containers = expected["containers"].as_array_mut().unwrap();
@@ -231,14 +246,64 @@ mod tests {
     }
 
     #[test]
+    fn an_init_container_whose_files_the_agent_reads_is_kept_with_its_volumes() {
+        let mut k3s = kilos();
+        let pod = &mut k3s["spec"]["template"]["spec"];
+        let mount = |name: &str, path: &str| json!({"name": name, "mountPath": path});
+        let generate = json!({
+            "name": "generate-kubeconfig",
+            "image": "squat/kilo:0.7.0",
+            "args": ["--kubeconfig=/etc/kubernetes/kubeconfig"],
+            "volumeMounts": [mount("kubeconfig", "/etc/kubernetes"), mount("k3s-agent", "/var/lib/rancher")],
+        });
+        let directory = [mount("kilo-dir", "/var/lib/kilo")];
+        let cni = json!({"name": "install-cni", "image": "squat/kilo:0.7.0", "volumeMounts": directory});
+        let beside =
+            json!({"name": "beside", "restartPolicy": "Always", "volumeMounts": [mount("kubeconfig", "/k")]});
+        pod["initContainers"] = json!([cni, generate, beside]);
+        let mounts = pod["containers"][0]["volumeMounts"].as_array_mut().unwrap();
+        mounts.push(mount("kubeconfig", "/etc/kubernetes"));
+        let volumes = pod["volumes"].as_array_mut().unwrap();
+        volumes.push(json!({"name": "kubeconfig", "emptyDir": {}}));
+        volumes.push(json!({"name": "k3s-agent", "hostPath": {"path": "/var/lib/rancher"}}));
+        let made = made(k3s).unwrap();
+        let pod = &made["spec"]["template"]["spec"];
+        assert_eq!(pod["initContainers"], json!([generate]));
+        let volumes: Vec<_> =
+            pod["volumes"].as_array().unwrap().iter().map(|volume| &volume["name"]).collect();
+        assert_eq!(volumes, ["kilo-dir", "kubeconfig", "k3s-agent"]);
+    }
+
+    #[test]
+    fn each_daemon_set_of_kilos_has_its_own_agents_that_wait() {
+        let mut gateways = kilos();
+        gateways["metadata"]["name"] = "kilo-gateway".into();
+        let made = made(gateways).unwrap();
+        assert_eq!(made["metadata"]["name"], "kilo-gateway-takeover");
+        assert_eq!(made["spec"]["selector"], json!({"matchLabels": {LABEL: "kilo-gateway-takeover"}}));
+        let common = made["metadata"]["labels"]["app.kubernetes.io/part-of"].as_str().unwrap();
+        let selector = made_here().label_selector.unwrap();
+        assert_eq!(selector, format!("app.kubernetes.io/part-of={common}"));
+    }
+
+    #[test]
+    fn one_name_may_have_kilos_image_and_ours() {
+        let mut mirrored = kilos();
+        let image = IMAGE.replace(env!("CARGO_PKG_VERSION"), "kilo-0.7.0");
+        mirrored["spec"]["template"]["spec"]["containers"][0]["image"] = image.into();
+        let made = made(mirrored).unwrap();
+        assert_eq!(made["spec"]["template"]["spec"]["containers"][0]["image"], IMAGE);
+    }
+
+    #[test]
     fn what_is_not_kilos_is_refused() {
         let refused = |change: &dyn Fn(&mut Value)| {
             let mut changed = kilos();
             change(&mut changed["spec"]["template"]["spec"]);
             made(changed).unwrap_err().to_string()
         };
-        let ours = refused(&|pod| pod["containers"][0]["image"] = "kilo-ebpf/kilo:0.0.9".into());
-        assert!(ours.contains("kilo-ebpf/kilo:0.0.9 already"), "{ours}");
+        let ours = refused(&|pod| pod["containers"][0]["image"] = IMAGE.into());
+        assert!(ours.contains(&format!("{IMAGE} already")), "{ours}");
         let twice = refused(&|pod| pod["containers"][0]["args"] = json!([FLAG]));
         assert!(twice.contains("nothing to take over from"), "{twice}");
         let other = refused(&|pod| pod["containers"][0]["name"] = "agent".into());

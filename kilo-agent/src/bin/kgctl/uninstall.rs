@@ -36,8 +36,8 @@ const IMAGE: &str = concat!("kilo-ebpf/kilo:", env!("CARGO_PKG_VERSION"));
 const NAMESPACE: &str = "kube-system";
 /// Name of every object of the manifest, and of the pods' label.
 const NAME: &str = "kilo-uninstall";
-/// What must not run meanwhile.
-const RUNNING: [&str; 3] = ["kilo", "kilo-wireguard", takeover::NAME];
+/// What must not run meanwhile, beside what `kgctl takeover` prints.
+const RUNNING: [&str; 2] = ["kilo", "kilo-wireguard"];
 const POLL: Duration = Duration::from_millis(300);
 /// The pods that are done end within this time, or nobody waits for them.
 const LEAVING: Duration = Duration::from_secs(30);
@@ -67,10 +67,11 @@ pub async fn run(args: &UninstallArgs) -> Result<String> {
     let client = cluster.client.clone();
     let daemon_sets: Api<DaemonSet> = Api::namespaced(client.clone(), &args.namespace);
     let everywhere: Api<DaemonSet> = Api::all(client.clone());
-    for name in RUNNING {
-        let named = ListParams::default().fields(&format!("metadata.name={name}"));
-        let found = cluster.ask(Asked::new("list", "daemonsets"), everywhere.list(&named)).await?;
-        if let Some(namespace) = found.items.first().and_then(kube::ResourceExt::namespace) {
+    let named = RUNNING.map(|name| ListParams::default().fields(&format!("metadata.name={name}")));
+    for agents in named.into_iter().chain([takeover::made_here()]) {
+        let found = cluster.ask(Asked::new("list", "daemonsets"), everywhere.list(&agents)).await?;
+        if let Some(first) = found.items.first() {
+            let (name, namespace) = (first.name_any(), first.namespace().unwrap_or_default());
             bail!(
                 "nothing was removed: DaemonSet {name} of {namespace} is there, and its pods would put everything \
                  back; delete it first: kubectl --namespace {namespace} delete daemonset {name}"
