@@ -35,6 +35,11 @@ impl Health {
         Self { inner: Arc::new(Mutex::new(state)), patience }
     }
 
+    /// Begins to wait for a success now: until now there was nothing to do.
+    pub fn begin(&self, now: Instant) {
+        self.inner.lock().unwrap_or_else(PoisonError::into_inner).last_success = now;
+    }
+
     /// Records a reconciliation that did all it meant to.
     pub fn succeeded(&self, now: Instant) {
         let mut state = self.inner.lock().unwrap_or_else(PoisonError::into_inner);
@@ -117,6 +122,17 @@ mod tests {
         assert!(reason.contains("no route socket"), "{reason}");
         health.succeeded(start + Duration::from_secs(92));
         assert_eq!(health.check(start + Duration::from_secs(93)), Ok(()));
+    }
+
+    #[test]
+    fn who_begins_late_has_the_whole_patience_from_then_on() {
+        let (start, patience) = (Instant::now(), Duration::from_secs(90));
+        let health = Health::new(start, patience);
+        let later = start + patience * 10;
+        assert!(health.check(later).is_err());
+        health.begin(later);
+        assert_eq!(health.check(later + patience), Ok(()));
+        assert!(health.check(later + patience * 2).is_err());
     }
 
     #[test]

@@ -4,7 +4,7 @@
 //! The address of `--listen` says whether Kilo's agent runs: it is the first thing that this agent
 //! gives up when it is asked to stop, before it takes rules, routes and annotations away, and the
 //! kernel closes it when the agent is killed. Whoever binds it is the agent of this host from then
-//! on, and Kilo's cannot come back beside it.
+//! on, and Kilo's cannot come back beside it as long as that one lives.
 
 use std::{
     io::{self, ErrorKind},
@@ -14,7 +14,10 @@ use std::{
 };
 
 use kube::Client;
-use tokio::{net::TcpListener, time::sleep};
+use tokio::{
+    net::TcpListener,
+    time::{Instant, sleep, timeout_at},
+};
 
 use crate::{backend::kubernetes, http};
 use kilo_host::lock::{self, Lock, LockError};
@@ -25,6 +28,62 @@ const LOCK_PACE: Duration = Duration::from_millis(50);
 const PORT_PACE: Duration = Duration::from_millis(5);
 /// The API server has this long to take the write that keeps annotations.
 const PATIENCE: Duration = Duration::from_secs(3);
+
+/// Who waits for another agent says so again after this time.
+const REMIND: Duration = Duration::from_mins(10);
+/// An agent that is not prepared after this time makes room for others.
+const PREPARED_WITHIN: Duration = Duration::from_secs(30);
+
+/// Until when an agent that takes over may prepare itself. It holds the interface's lock
+/// meanwhile, for which another agent may wait that could do more.
+#[derive(Clone, Copy, Debug)]
+pub struct Deadline(Option<Instant>);
+
+/// An agent was not prepared in time.
+#[derive(Debug, thiserror::Error)]
+#[error(
+    "--take-over-from-kilo: still waiting for {0} after {within} s; ending, so that another agent can have this \
+     interface until the next try", within = PREPARED_WITHIN.as_secs()
+)]
+pub struct Late(&'static str);
+
+impl Deadline {
+    /// The time begins now, if this agent `takes_over`; else there is no end to it.
+    pub fn begin(takes_over: bool) -> Self {
+        Self(takes_over.then(|| Instant::now() + PREPARED_WITHIN))
+    }
+
+    /// What this work brings.
+    ///
+    /// # Errors
+    /// When the time is up before that.
+    pub async fn before<T>(self, what: &'static str, work: impl Future<Output = T>) -> Result<T, Late> {
+        match self.0 {
+            Some(deadline) => timeout_at(deadline, work).await.map_err(|_| Late(what)),
+            None => Ok(work.await),
+        }
+    }
+}
+
+/// When somebody who waits has last said so.
+#[derive(Debug, Default)]
+struct Reminder(Option<Instant>);
+
+impl Reminder {
+    /// Whether it is time to say it, for the first time or again.
+    fn is_due(&mut self, now: Instant) -> bool {
+        let due = self.0.is_none_or(|last| now.saturating_duration_since(last) >= REMIND);
+        if due {
+            self.0 = Some(now);
+        }
+        due
+    }
+
+    /// Whether it was said.
+    fn waits(&self) -> bool {
+        self.0.is_some()
+    }
+}
 
 /// What comes after an attempt.
 #[derive(Debug)]
@@ -58,19 +117,18 @@ fn after_bind<T>(attempt: io::Result<T>) -> Next<T, io::Error> {
 /// # Errors
 /// When the lock cannot be had at all.
 pub async fn lock(state: &Path, interface: &str) -> Result<Lock, LockError> {
-    let mut waits = false;
+    let mut reminder = Reminder::default();
     loop {
         match after_lock(lock::interface(state, interface)) {
             Next::Begin(lock) => {
-                if waits {
+                if reminder.waits() {
                     tracing::info!(interface, "the other agent has stopped; starting");
                 }
                 return Ok(lock);
             }
             Next::Fail(error) => return Err(error),
-            Next::Wait if waits => {}
+            Next::Wait if !reminder.is_due(Instant::now()) => {}
             Next::Wait => {
-                waits = true;
                 tracing::warn!(
                     interface,
                     "another agent already runs on this node and manages this interface; waiting until it stops. \
@@ -89,11 +147,11 @@ pub async fn lock(state: &Path, interface: &str) -> Result<Lock, LockError> {
 /// # Errors
 /// When the address cannot be had at all.
 pub async fn address(listen: SocketAddr) -> io::Result<TcpListener> {
-    let mut waits = false;
+    let mut reminder = Reminder::default();
     loop {
         match after_bind(http::bind(listen).await) {
             Next::Begin(listener) => {
-                if waits {
+                if reminder.waits() {
                     tracing::info!(%listen, "Kilo's own agent is stopping; taking this node over");
                 } else {
                     tracing::info!(%listen, "Kilo's own agent does not run on this node; starting");
@@ -101,10 +159,19 @@ pub async fn address(listen: SocketAddr) -> io::Result<TcpListener> {
                 return Ok(listener);
             }
             Next::Fail(error) => return Err(error),
-            Next::Wait if waits => {}
             Next::Wait => {
-                waits = true;
-                tracing::info!(%listen, "prepared; taking this node over when Kilo's own agent stops");
+                let first = !reminder.waits();
+                match reminder.is_due(Instant::now()) {
+                    true if first => {
+                        tracing::info!(%listen, "prepared; taking this node over when Kilo's own agent stops");
+                    }
+                    true => tracing::info!(
+                        %listen,
+                        "still waiting for the end of Kilo's own agent; if that does not run on this node, another \
+                         process has the address"
+                    ),
+                    false => {}
+                }
             }
         }
         sleep(PORT_PACE).await;
@@ -148,6 +215,25 @@ mod tests {
         assert!(
             matches!(after_bind::<()>(Err(foreign)), Next::Fail(error) if error.kind() == ErrorKind::AddrNotAvailable)
         );
+    }
+
+    #[test]
+    fn who_waits_says_so_again_every_ten_minutes() {
+        let (start, mut reminder) = (Instant::now(), Reminder::default());
+        let due: Vec<_> =
+            [0, 1, 599, 600, 601, 1199, 1200].map(|s| reminder.is_due(start + Duration::from_secs(s))).into();
+        assert_eq!(due, [true, false, false, true, false, false, true]);
+    }
+
+    #[tokio::test]
+    async fn only_who_takes_over_has_a_deadline_and_names_what_was_missing() {
+        let over = Deadline(Some(Instant::now()));
+        let said = over.before("the nodes", std::future::pending::<()>()).await.unwrap_err().to_string();
+        assert!(said.contains("still waiting for the nodes after 30 s"), "{said}");
+        let begun = Deadline::begin(true);
+        assert!(begun.0.unwrap() > Instant::now(), "there is time");
+        assert!(begun.before("the nodes", async {}).await.is_ok());
+        assert!(Deadline::begin(false).0.is_none());
     }
 
     #[tokio::test]

@@ -121,6 +121,24 @@ pub struct Startup {
     resolver: Resolver,
     /// Programs that are being loaded.
     loading: Option<JoinHandle<Result<(Dataplane, Lock), AgentError>>>,
+    /// Those that have been.
+    loaded: Option<(Dataplane, Lock)>,
+}
+
+impl Startup {
+    /// Waits for the programs that are being loaded, and checks what else the kernel must have.
+    ///
+    /// # Errors
+    /// When one of them does not load, or something is missing.
+    pub async fn prepare(mut self, options: &Options) -> Result<Self, AgentError> {
+        if options.masquerade == Masquerade::Ebpf {
+            dataplane::realtime::check()?;
+        }
+        if let Some(loading) = self.loading.take() {
+            self.loaded = loading.await.ok().transpose()?;
+        }
+        Ok(self)
+    }
 }
 
 /// Begins what needs this host only, so that it is waited for together with the list of nodes:
@@ -132,7 +150,7 @@ pub fn begin(options: &Options, prepared: bool) -> Startup {
     let early = prepared || dataplane::top_directory(&options.bpffs).exists();
     let (bpffs, debug, attach) = (options.bpffs.clone(), options.debug, options.attach);
     let load = move || open(&bpffs, debug, attach);
-    Startup { resolver, loading: early.then(|| tokio::task::spawn_blocking(load)) }
+    Startup { resolver, loading: early.then(|| tokio::task::spawn_blocking(load)), loaded: None }
 }
 
 /// Opens the data path, once no other agent can be at its programs and maps.
@@ -200,16 +218,11 @@ impl<B: Backend> Agent<B> {
         let net = Net::new()?;
         let adopted = dataplane::top_directory(&options.bpffs).exists()
             || dataplane::has_filters(&net).await.unwrap_or(true);
-        if options.masquerade == Masquerade::Ebpf {
-            dataplane::realtime::check()?;
-        }
-        let Startup { resolver, loading } = startup;
-        let loaded = match loading {
-            Some(loading) => loading.await.ok(),
-            None => None,
+        let Startup { resolver, loaded, .. } = startup.prepare(&options).await?;
+        let (dataplane, pins) = match loaded {
+            Some(loaded) => loaded,
+            None => open(&options.bpffs, options.debug, options.attach)?,
         };
-        let open = || open(&options.bpffs, options.debug, options.attach);
-        let (dataplane, pins) = loaded.unwrap_or_else(open)?;
         metrics.set_counters(dataplane.counters()?);
         let host_changed = Arc::new(Notify::new());
         let path_mtus = dataplane.follow_path_mtus(Arc::clone(&host_changed))?;

@@ -127,6 +127,10 @@ fn a_second_agent_is_refused_with_any_state_directory_and_any_interface() {
         let elsewhere = "mount -t tmpfs state /var/lib/kilo && exec \"$@\"";
         let said = refused(&["unshare", "--mount", "sh", "-c", elsewhere, "sh"], &["--listen=:1108"]);
         assert!(said.contains("/sys/fs/bpf/kilo: another agent already runs"), "{said}");
+        let _kilo = std::net::TcpListener::bind("[::]:1108").unwrap();
+        let flags = ["--listen=:1108", "--take-over-from-kilo"];
+        let said = refused(&["unshare", "--mount", "sh", "-c", elsewhere, "sh"], &flags);
+        assert!(said.contains("another agent already runs"), "known before Kilo's agent has gone: {said}");
         assert_eq!(metrics().get("kilo_nodes"), Some(&1), "the first one goes on");
     });
 }

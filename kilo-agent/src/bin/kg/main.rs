@@ -222,7 +222,14 @@ async fn serve(flags: Flags) -> Result<()> {
     let mut leaving = Leaving::begin(&options.bpffs, options.attach);
     options.attach = leaving.attach();
     // Where pins would outlive this agent, nothing is pinned beside Kilo's.
-    let startup = agent::begin(&options, flags.take_over_from_kilo && leaving.pins_end_here());
+    let mut startup = agent::begin(&options, flags.take_over_from_kilo && leaving.pins_end_here());
+    let deadline = takeover::Deadline::begin(flags.take_over_from_kilo);
+    if flags.take_over_from_kilo {
+        // What does not load must not be noticed only when Kilo has gone.
+        let prepared = deadline.before("the programs to be loaded", startup.prepare(&options));
+        let Some(prepared) = stopping.before(prepared).await else { return Ok(()) };
+        startup = prepared??;
+    }
     match flags.backend {
         BackendKind::File => {
             if flags.page_access == PageAccess::Token {
@@ -252,8 +259,9 @@ async fn serve(flags: Flags) -> Result<()> {
             let remembered = || early.or_else(|| last_good_topology(&hostname));
             let started =
                 kubernetes::StartupFallback::start(client, &hostname, label, from, spread, remembered);
+            let started = deadline.before("the API server's list of nodes and peers", started);
             let Some(backend) = stopping.before(started).await else { return Ok(()) };
-            work(flags, options, backend?, startup, leaving, gate, stopping).await
+            work(flags, options, backend??, startup, leaving, gate, stopping).await
         }
     }
 }
@@ -346,6 +354,7 @@ async fn work<B: Backend>(
     };
     let Some(bound) = bound else { return Ok(()) };
     let listener = bound.with_context(|| format!("--listen {listen}"))?;
+    health.begin(Instant::now());
     if let Some(client) = leaving.client().filter(|_| flags.take_over_from_kilo) {
         tokio::spawn(takeover::keep_annotations(client, hostname.clone()));
     }
