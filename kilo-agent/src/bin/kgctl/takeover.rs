@@ -138,7 +138,7 @@ fn made_of(kilos: &DaemonSet, image: &str) -> Result<DaemonSet> {
     })
 }
 
-/// Which DaemonSets have been made here, of whichever of Kilo's.
+/// Selects what is printed here, of whichever DaemonSet of Kilo's it was made.
 pub fn made_here() -> ListParams {
     ListParams::default().labels(&COMMON_LABEL.join("="))
 }
