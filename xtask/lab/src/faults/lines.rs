@@ -54,7 +54,7 @@ pub const LINES: &[Line] = &[
         ],
         "",
     ),
-    line(6, "two agents on a node", &["lab: a second agent on a node refuses to start"], ""),
+    line(6, "two agents on a node", &["lab: a second agent on a node waits and sets nothing up"], ""),
     line(
         7,
         "1,000 reconciles with nothing new",
