@@ -185,7 +185,7 @@ pub fn parse_port(text: &str) -> Result<u16, InvalidPort> {
     text.parse().ok().filter(|&port| port > 0).ok_or_else(|| InvalidPort(text.to_owned()))
 }
 
-/// Text that is no number, or not one that is possible.
+/// Text that is not a number, or not one that is possible.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{text:?} is not a number from {least} to {most}")]
 pub struct InvalidNumber {

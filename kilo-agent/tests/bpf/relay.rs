@@ -339,7 +339,7 @@ fn a_message_that_is_repeated_leaves_room_for_others() {
         let ran = bench.arrives((STRANGER, 7), WIREGUARD, &later.write(Key(KEY)));
         assert_eq!(ran.counted, ["hear"]);
         assert_eq!(bench.heard().await.last(), Some(&(later, 7, WIREGUARD)), "it had room");
-        // The agent writes keys again and again: that is no new start.
+        // The agent writes keys again and again: that is not a new start.
         RelayMaps::open(bench.fs.path()).unwrap().write_keys(&[(ID, KEY)].into()).unwrap();
         let ran: Vec<_> = (0..200).map(|_| bench.arrives((STRANGER, 7), WIREGUARD, &recorded)).collect();
         assert!(ran.iter().any(|ran| ran.counted == ["stale_signal"]));

@@ -122,10 +122,10 @@ impl Liveness {
         now: Instant,
         unix_now: i64,
     ) -> Vec<bool> {
-        self.judge(nodes, Some(own), now, unix_now)
+        self.update(nodes, Some(own), now, unix_now)
     }
 
-    /// As [`Self::ready`], for a machine that is no node: the node that was heard last takes the place of its own
+    /// As [`Self::ready`], for a machine that is not a node: the node that was heard last takes the place of its own
     /// one. When no heartbeat arrives any more, the API server is away, and nobody is declared dead.
     pub fn ready_as_heard<'a>(
         &mut self,
@@ -133,10 +133,10 @@ impl Liveness {
         now: Instant,
         unix_now: i64,
     ) -> Vec<bool> {
-        self.judge(nodes, None, now, unix_now)
+        self.update(nodes, None, now, unix_now)
     }
 
-    fn judge<'a>(
+    fn update<'a>(
         &mut self,
         nodes: impl ExactSizeIterator<Item = Known<'a>>,
         own: Option<&str>,
@@ -435,7 +435,7 @@ mod tests {
         assert_eq!(liveness.without_address().count(), 0);
     }
 
-    /// Names of those that take part, for a machine that is no node.
+    /// Names of those that take part, for a machine that is not a node.
     fn heard<'a>(
         liveness: &mut Liveness,
         list: &[(&'a str, i64)],

@@ -14,10 +14,11 @@ impl Mesh {
     /// What an operator should know of a segment by its index that has one leader although several are asked for;
     /// `None`: there is nothing to be said.
     pub fn one_leader_warning(&self, at: usize) -> Option<String> {
+        let segment = self.segments.get(at)?;
         // A node on its own has nobody to share with.
-        let shares =
-            self.segments.get(at)?.members.len() > 1 && self.granularity() == Some(Granularity::Location);
-        let segment = self.segments.get(at).filter(|_| shares)?;
+        if self.granularity() != Some(Granularity::Location) || segment.members.len() < 2 {
+            return None;
+        }
         let asks = |member: &Member| member.node.gateway || member.node.leaders.is_some_and(|it| it > 1);
         let node = &self.without_several().filter(|_| segment.members.iter().any(asks))?.node;
         let why = match node.is_capable() {

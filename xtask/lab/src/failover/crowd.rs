@@ -45,7 +45,7 @@ pub(super) fn members(lab: &Lab) -> impl Iterator<Item = &Node> {
     lab.network.nodes.iter().filter(|node| node.name().starts_with('m'))
 }
 
-/// The members, and where shares are counted also the nodes that could lead and do not: whoever counts sends.
+/// The members; where shares are counted, also the nodes that could lead and do not, since they get a share, too.
 pub(super) fn senders<'a>(lab: &'a Lab, limit: &Limit, leaders: usize) -> impl Iterator<Item = &'a Node> {
     let counts = matches!(limit, Limit::NoSwitch);
     let others = lab.network.nodes.iter().filter(|node| node.name().starts_with('a'));

@@ -1,4 +1,4 @@
-//! What stands in the way, in words for a machine that is no node: the errors of [`kilo_host`] speak of agents.
+//! What stands in the way, in words for a machine that is not a node: the errors of [`kilo_host`] speak of agents.
 
 use anyhow::{Result, anyhow, bail};
 use kilo_host::{lock::LockError, wireguard::WireguardError};
