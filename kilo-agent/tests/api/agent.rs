@@ -71,12 +71,9 @@ pub(crate) fn kg(kubeconfig: &Path) -> Command {
 
 /// A node's namespace: private address, public address, default route, Cilium's device.
 pub(crate) fn make_host() {
+    netns::host(&["10.1.0.11/24", "192.0.2.11/32"], "10.1.0.1");
     netns::sh(
-        "mount -t tmpfs lib /var/lib; mkdir -p /run/wireguard; mount -t sysfs sys /sys; mount -t bpf bpf /sys/fs/bpf; \
-         ip link set lo up; ip link add eth0 type veth peer name other; ip link set eth0 up; ip link set other up; \
-         ip address add 10.1.0.11/24 dev eth0; ip address add 192.0.2.11/32 dev eth0; \
-         ip route add default via 10.1.0.1 dev eth0; \
-         ip link add cilium_host type veth peer name cilium_net; ip address add 10.42.1.7/32 dev cilium_host; ip link set cilium_host up",
+        "ip link add cilium_host type veth peer name cilium_net; ip address add 10.42.1.7/32 dev cilium_host; ip link set cilium_host up",
     );
 }
 

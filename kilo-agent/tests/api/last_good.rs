@@ -95,12 +95,7 @@ fn allowed_ips() -> BTreeMap<String, String> {
 fn a_host_that_boots_while_the_api_server_is_away_has_everything_and_the_server_rules_when_back() {
     let name = "a_host_that_boots_while_the_api_server_is_away_has_everything_and_the_server_rules_when_back";
     netns::isolated(name, || async {
-        netns::sh(
-            "mount -t tmpfs lib /var/lib; mkdir -p /run/wireguard; mount -t sysfs sys /sys; mount -t bpf bpf /sys/fs/bpf; \
-             ip link set lo up; ip link add eth0 type veth peer name other; ip link set eth0 up; ip link set other up; \
-             ip address add 10.1.0.1/24 dev eth0; ip address add 192.0.2.1/32 dev eth0; \
-             ip route add default via 10.1.0.254 dev eth0",
-        );
+        netns::host(&["10.1.0.1/24", "192.0.2.1/32"], "10.1.0.254");
         let Some(server) = ApiServer::start().await else { return };
         let client = server.client(ADMIN).await;
         apply_crds(&client).await;

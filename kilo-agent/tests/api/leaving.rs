@@ -30,13 +30,8 @@ const RULES: &str = "nft list table inet kilo 2>/dev/null || true";
 
 /// A node's namespace, and what a pod of that namespace finds in a file.
 fn make_host() {
-    sh(
-        "mount -t tmpfs lib /var/lib; mkdir -p /run/wireguard; mount -t sysfs sys /sys; mount -t bpf bpf /sys/fs/bpf; \
-        ip link set lo up; ip link add eth0 type veth peer name other; ip link set eth0 up; ip link set other up; \
-        ip address add 10.1.0.11/24 dev eth0; ip address add 192.0.2.11/32 dev eth0; \
-        ip route add default via 10.1.0.1 dev eth0; \
-        d=/run/secrets/kubernetes.io/serviceaccount; mkdir -p $d; printf kube-system > $d/namespace",
-    );
+    netns::host(&["10.1.0.11/24", "192.0.2.11/32"], "10.1.0.1");
+    sh("d=/run/secrets/kubernetes.io/serviceaccount; mkdir -p $d; printf kube-system > $d/namespace");
 }
 
 async fn create_daemon_set(client: &Client) -> Api<DaemonSet> {

@@ -54,11 +54,7 @@ fn token_in(kubeconfig: &Path) -> String {
 #[test]
 fn the_page_wants_a_token_that_the_api_server_accepts() {
     netns::isolated("the_page_wants_a_token_that_the_api_server_accepts", || async {
-        netns::sh(
-            "mount -t tmpfs lib /var/lib; mkdir -p /run/wireguard; mount -t sysfs sys /sys; mount -t bpf bpf /sys/fs/bpf; \
-             ip link set lo up; ip link add eth0 type veth peer name other; ip link set eth0 up; ip link set other up; \
-             ip address add 10.1.0.11/24 dev eth0; ip route add default via 10.1.0.1 dev eth0",
-        );
+        netns::host(&["10.1.0.11/24"], "10.1.0.1");
         let Some(server) = ApiServer::start().await else { return };
         let client = server.client(ADMIN).await;
         apply_crds(&client).await;

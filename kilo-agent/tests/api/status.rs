@@ -51,12 +51,7 @@ fn scrape() -> String {
 #[test]
 fn who_leads_since_when_and_why_is_told_with_and_without_agents() {
     netns::isolated("who_leads_since_when_and_why_is_told_with_and_without_agents", || async {
-        netns::sh(
-            "mount -t tmpfs lib /var/lib; mkdir -p /run/wireguard; mount -t sysfs sys /sys; mount -t bpf bpf /sys/fs/bpf; \
-             ip link set lo up; ip link add eth0 type veth peer name other; ip link set eth0 up; ip link set other up; \
-             ip address add 10.1.0.11/24 dev eth0; ip address add 192.0.2.11/32 dev eth0; \
-             ip route add default via 10.1.0.1 dev eth0",
-        );
+        netns::host(&["10.1.0.11/24", "192.0.2.11/32"], "10.1.0.1");
         let Some(server) = ApiServer::start().await else { return };
         let client = server.client(ADMIN).await;
         apply_crds(&client).await;
@@ -229,11 +224,7 @@ fn a_duplicate_address_is_an_event_of_the_node_with_the_rights_of_the_manifests(
     netns::isolated(
         "a_duplicate_address_is_an_event_of_the_node_with_the_rights_of_the_manifests",
         || async {
-            netns::sh(
-                "mount -t tmpfs lib /var/lib; mkdir -p /run/wireguard; mount -t sysfs sys /sys; mount -t bpf bpf /sys/fs/bpf; \
-             ip link set lo up; ip link add eth0 type veth peer name other; ip link set eth0 up; ip link set other up; \
-             ip address add 10.1.0.11/24 dev eth0; ip route add default via 10.1.0.1 dev eth0",
-            );
+            netns::host(&["10.1.0.11/24"], "10.1.0.1");
             let Some(server) = ApiServer::start().await else { return };
             let client = server.client(ADMIN).await;
             apply_crds(&client).await;

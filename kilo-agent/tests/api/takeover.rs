@@ -64,12 +64,7 @@ async fn clean_up(nodes: &Api<Node>) -> kube::Result<Node> {
 fn kilos_annotations_outlive_its_clean_up_and_are_written_again_where_it_was_quicker() {
     let name = "kilos_annotations_outlive_its_clean_up_and_are_written_again_where_it_was_quicker";
     netns::isolated(name, || async {
-        sh(
-            "mount -t tmpfs lib /var/lib; mkdir -p /run/wireguard; mount -t sysfs sys /sys; mount -t bpf bpf /sys/fs/bpf; \
-            ip link set lo up; ip link add eth0 type veth peer name other; ip link set eth0 up; ip link set other up; \
-            ip address add 10.1.0.11/24 dev eth0; ip address add 192.0.2.11/32 dev eth0; \
-            ip route add default via 10.1.0.1 dev eth0",
-        );
+        netns::host(&["10.1.0.11/24", "192.0.2.11/32"], "10.1.0.1");
         let Some(server) = ApiServer::start().await else { return };
         let client = server.client(ADMIN).await;
         apply_crds(&client).await;

@@ -108,6 +108,18 @@ pub fn sh(line: &str) -> String {
     String::from_utf8(output.stdout).unwrap()
 }
 
+/// A host with state, sysfs and BPF file system of its own, whose `eth0` has these addresses and leads to `router`.
+pub fn host(addresses: &[&str], router: &str) {
+    sh(
+        "mount -t tmpfs lib /var/lib; mkdir -p /run/wireguard; mount -t sysfs sys /sys; mount -t bpf bpf /sys/fs/bpf; \
+        ip link set lo up; ip link add eth0 type veth peer name other; ip link set eth0 up; ip link set other up",
+    );
+    for address in addresses {
+        sh(&format!("ip address add {address} dev eth0"));
+    }
+    sh(&format!("ip route add default via {router} dev eth0"));
+}
+
 /// True when the command succeeds.
 pub fn succeeds(line: &str) -> bool {
     Command::new("sh").args(["-c", line]).output().is_ok_and(|output| output.status.success())
