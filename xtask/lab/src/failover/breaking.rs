@@ -2,7 +2,7 @@
 
 use std::{
     fs,
-    process::{Child, Command},
+    process::Child,
     sync::atomic::{AtomicU64, Ordering},
     time::Duration,
 };
@@ -369,7 +369,7 @@ pub(super) fn loss(lab: &mut Lab) -> Result<Broken> {
     ))?;
     // Probes are lost as everything is.
     lab.caused(&[OVERLOADED]);
-    let busy = Busy::all();
+    let busy = Busy::all(&router);
     wait::fault_lasts(length());
     drop(busy);
     let lost = crate::counters::nft(&router, "netdev silent lost");
@@ -381,10 +381,10 @@ pub(super) fn loss(lab: &mut Lab) -> Result<Broken> {
 struct Busy(Vec<Child>);
 
 impl Busy {
-    /// One for each CPU.
-    fn all() -> Self {
+    /// One for each CPU, in a namespace of the lab: they end with it when the lab is interrupted.
+    fn all(space: &Space) -> Self {
         let count = std::thread::available_parallelism().map_or(1, usize::from);
-        let one = || Command::new("sh").args(["-c", "while :; do :; done"]).spawn().ok();
+        let one = || space.command("sh").args(["-c", "while :; do :; done"]).spawn().ok();
         Self((0..count).filter_map(|_| one()).collect())
     }
 }
