@@ -82,6 +82,16 @@ impl Rtnl {
         self.port
     }
 
+    /// As [`Self::dump`], for what may have thousands of answers: the library keeps the room that it needed for them as
+    /// long as the socket, which is therefore one that is closed afterwards.
+    pub async fn dump_much(
+        &self,
+        what: &str,
+        message: RouteNetlinkMessage,
+    ) -> Result<Vec<RouteNetlinkMessage>, NetError> {
+        Self::new()?.dump(what, message).await
+    }
+
     /// All answers to a dump request.
     pub async fn dump(
         &self,

@@ -50,7 +50,7 @@ async fn messages(rtnl: &Rtnl, protocol: RouteProtocol) -> Result<Vec<RouteMessa
         let mut request = RouteMessage::default();
         request.header.address_family = family;
         request.header.protocol = protocol;
-        let answers = rtnl.dump("list routes", RouteNetlinkMessage::GetRoute(request)).await?;
+        let answers = rtnl.dump_much("list routes", RouteNetlinkMessage::GetRoute(request)).await?;
         all.extend(answers.into_iter().filter_map(|message| match message {
             // A kernel without IPv6 answers with IPv4's routes again, and an
             // old one does not filter.
