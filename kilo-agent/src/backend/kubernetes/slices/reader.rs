@@ -70,40 +70,26 @@ impl Seen {
         &self.said.get_or_insert_with(|| (changes, Said::of(&self.set, hostname))).1
     }
 
-    fn note(&mut self, object: &DynamicObject, name: &str) {
-        self.deleted.remove(name);
-        let version = object.metadata.resource_version.clone().unwrap_or_default();
-        self.versions.insert(name.to_owned(), version);
+    /// Takes note of an object, and of what it shows of who writes slices.
+    fn note(&mut self, Translated { name, version, spec }: Translated) -> (String, Option<NodeSliceSpec>) {
+        self.deleted.remove(&name);
+        if let Some(index) = spec.as_ref().and_then(|spec| spec.index.as_ref()).filter(|_| name == INDEX) {
+            self.renewals.see(&version, index.renewed, Instant::now(), Timestamp::now().0);
+        }
+        self.versions.insert(name.clone(), version);
+        (name, spec)
     }
 
-    fn list(&mut self, objects: Vec<DynamicObject>) {
+    fn list(&mut self, list: Vec<Translated>) {
         self.versions.clear();
         self.deleted.clear();
-        let mut list = Vec::with_capacity(objects.len());
-        for object in objects {
-            let name = name(&object);
-            self.note(&object, &name);
-            list.push((name, self.read(object)));
-        }
+        let list = list.into_iter().map(|slice| self.note(slice)).collect();
         self.set.replace(list);
         self.lists += 1;
     }
 
-    /// What an object says, and whether it shows that slices are written.
-    fn read(&mut self, object: DynamicObject) -> Option<NodeSliceSpec> {
-        let version = object.metadata.resource_version.clone().unwrap_or_default();
-        let is_index = object.metadata.name.as_deref() == Some(INDEX);
-        let spec = spec(object);
-        if let Some(index) = spec.as_ref().and_then(|spec| spec.index.as_ref()).filter(|_| is_index) {
-            self.renewals.see(&version, index.renewed, Instant::now(), Timestamp::now().0);
-        }
-        spec
-    }
-
-    fn put(&mut self, object: DynamicObject) {
-        let name = name(&object);
-        self.note(&object, &name);
-        let spec = self.read(object);
+    fn put(&mut self, slice: Translated) {
+        let (name, spec) = self.note(slice);
         self.set.put(&name, spec);
     }
 
@@ -120,10 +106,24 @@ fn name(object: &DynamicObject) -> String {
     object.metadata.name.clone().unwrap_or_default()
 }
 
-/// `None`: it cannot be read.
-fn spec(object: DynamicObject) -> Option<NodeSliceSpec> {
-    let mut data = object.data;
-    serde_json::from_value(data.get_mut("spec")?.take()).ok()
+/// A slice as an object has it. The object, a tree of texts, is several times as large.
+struct Translated {
+    name: String,
+    version: String,
+    /// `None`: it cannot be read.
+    spec: Option<NodeSliceSpec>,
+}
+
+impl From<DynamicObject> for Translated {
+    fn from(object: DynamicObject) -> Self {
+        let (metadata, mut data) = (object.metadata, object.data);
+        let spec = data.get_mut("spec").and_then(|spec| serde_json::from_value(spec.take()).ok());
+        Self {
+            name: metadata.name.unwrap_or_default(),
+            version: metadata.resource_version.unwrap_or_default(),
+            spec,
+        }
+    }
 }
 
 impl Context {
@@ -143,9 +143,9 @@ pub(super) async fn run(context: Arc<Context>) {
     while let Some(event) = stream.next().await {
         match event {
             Ok(watcher::Event::Init) => listed.clear(),
-            Ok(watcher::Event::InitApply(object)) => listed.push(object),
+            Ok(watcher::Event::InitApply(object)) => listed.push(Translated::from(object)),
             Ok(watcher::Event::InitDone) => context.seen().list(std::mem::take(&mut listed)),
-            Ok(watcher::Event::Apply(object)) => context.seen().put(object),
+            Ok(watcher::Event::Apply(object)) => context.seen().put(object.into()),
             Ok(watcher::Event::Delete(object)) => context.seen().delete(&object),
             Err(error) => {
                 if is_refused(&error) {
