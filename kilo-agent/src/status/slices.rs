@@ -89,7 +89,7 @@ mod tests {
     fn nodes_that_slices_do_not_follow_are_named() {
         let entry = |name: &str, key: &str| Entry {
             name: name.to_owned(),
-            annotations: [("location".to_owned(), key.to_owned())].into(),
+            annotations: [("location".to_owned(), key.to_owned())].into_iter().collect(),
             ..Entry::default()
         };
         let mut set = SliceSet::default();

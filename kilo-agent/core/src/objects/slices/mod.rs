@@ -5,6 +5,7 @@ mod election;
 mod pack;
 mod set;
 mod source;
+mod texts;
 
 use std::collections::BTreeMap;
 
@@ -24,6 +25,7 @@ pub use election::{NO_WRITER, Observed, Renewals, poll_seconds, rank};
 pub use pack::{MOST_BYTES, MOST_NODES, Plan, plan};
 pub use set::{Incomplete, SliceSet};
 pub use source::{Chosen, Inputs, Reason, Source, start_spread};
+pub use texts::Texts;
 
 /// The Lease of the agent that writes slices.
 pub const LEASE: &str = "kilo-node-slices";
@@ -87,8 +89,8 @@ pub struct Entry {
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub resource_version: String,
     /// Its annotations that Kilo reads, without `kilo.squat.ai/`, except heartbeats.
-    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
-    pub annotations: BTreeMap<String, String>,
+    #[serde(default, skip_serializing_if = "Texts::is_empty")]
+    pub annotations: Texts,
     /// Its label that names the location.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub location: Option<String>,
@@ -168,7 +170,7 @@ impl Entry {
     /// The Node, as far as the mesh needs it: [`super::node::from_object`] reads of it what it reads of the whole.
     pub fn to_object(&self, topology_label: &str) -> core::Node {
         let mut object = core::Node::default();
-        let with_prefix = |(name, text): (&String, &String)| (format!("{PREFIX}{name}"), text.clone());
+        let with_prefix = |(name, text): (&str, &str)| (format!("{PREFIX}{name}"), text.to_owned());
         let mut annotations: BTreeMap<_, _> = self.annotations.iter().map(with_prefix).collect();
         if self.last_seen != 0 {
             annotations.insert(LAST_SEEN.to_owned(), self.last_seen.to_string());

@@ -159,7 +159,7 @@ mod tests {
     type Slices = BTreeMap<String, Vec<Entry>>;
 
     fn entry(number: usize, key: &str) -> Entry {
-        let annotations = BTreeMap::from([("key".to_owned(), key.to_owned())]);
+        let annotations = [("key".to_owned(), key.to_owned())].into_iter().collect();
         Entry { name: format!("n{number:04}"), annotations, alive: true, last_seen: 1, ..Entry::default() }
     }
 

@@ -54,7 +54,7 @@ impl Said {
             entry.alive
                 && entry.last_seen != 0
                 && entry.heartbeat.is_none()
-                && entry.annotations.contains_key("key")
+                && entry.annotations.get("key").is_some()
                 && entry.name != hostname
         });
         let dead = nodes.values().filter(|entry| !entry.alive).map(|entry| entry.name.clone()).collect();
