@@ -94,7 +94,8 @@ pub async fn measure(figures: &mut Figures, nodes: usize) {
     );
 }
 
-/// Private and public address, default route to nobody, a link to the peer. From
+/// Private and public address, default route to nobody, a link to the peer, and forwarding, which an agent that is
+/// confined cannot turn on and would look after every three seconds. From
 /// the second size on `/sys` is this namespace's already.
 fn make_host() {
     netns::sh(
@@ -104,7 +105,7 @@ fn make_host() {
          ip netns add peer; ip link set lo up; ip link add eth0 type veth peer name eth0 netns peer; \
          ip address add 10.201.0.1/16 dev eth0; ip address add 192.0.2.11/24 dev eth0; ip link set eth0 up; \
          ip -n peer address add 192.0.2.77/24 dev eth0; ip -n peer link set eth0 up; ip -n peer link set lo up; \
-         ip route add default via 192.0.2.254 dev eth0",
+         ip route add default via 192.0.2.254 dev eth0; sysctl -qw net.ipv4.ip_forward=1",
     );
 }
 

@@ -311,8 +311,11 @@ impl<B: Backend> Agent<B> {
                 _ = resync.tick() => Cause::Host,
                 () = host_changed.notified() => Cause::Host,
                 _ = hooks.tick() => {
+                    let forwards = forwarding::is_on();
+                    // What could not be turned on is tried again by the clock alone.
+                    let is_off_anew = std::mem::replace(&mut self.state.forwards, forwards) && !forwards;
                     // An error is the reconcile's to report.
-                    if self.dataplane.is_attached(&self.net).await.unwrap_or(false) && forwarding::is_on() {
+                    if self.dataplane.is_attached(&self.net).await.unwrap_or(false) && !is_off_anew {
                         continue;
                     }
                     Cause::Host

@@ -47,3 +47,27 @@ fn a_heartbeat_of_another_node_causes_no_reconcile_and_a_change_of_it_does() {
         });
     });
 }
+
+#[test]
+fn forwarding_that_cannot_be_turned_on_is_left_to_the_clock() {
+    netns::isolated("forwarding_that_cannot_be_turned_on_is_left_to_the_clock", || async {
+        cluster::prepare();
+        // As in a container that is not privileged.
+        netns::sh(
+            "sysctl -qw net.ipv4.ip_forward=0; mount --bind /proc/sys /proc/sys; mount -o remount,bind,ro /proc/sys",
+        );
+        let _agent = netns::Agent(cluster::kg(&[]).spawn().unwrap());
+        let before = settled();
+        // It looks at its hooks every three seconds. The own heartbeat may have been due.
+        stays("no reconcile but for the own heartbeat", Duration::from_secs(7), || {
+            reconciles() <= before + 1
+        });
+        netns::sh("mount -o remount,bind,rw /proc/sys; sysctl -qw net.ipv4.ip_forward=1");
+        let on = settled();
+        stays("none while it is on, and is seen to be", Duration::from_secs(4), || reconciles() <= on + 1);
+        netns::sh("sysctl -qw net.ipv4.ip_forward=0");
+        until("what was on is turned on again", Duration::from_secs(20), || {
+            netns::sh("cat /proc/sys/net/ipv4/ip_forward").trim() == "1"
+        });
+    });
+}
