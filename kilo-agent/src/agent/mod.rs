@@ -306,9 +306,13 @@ impl<B: Backend> Agent<B> {
         loop {
             let nudge = self.handshake_nudge.due();
             let check_in = self.publisher.next_check_in();
+            let mut by_the_clock = false;
             let cause = tokio::select! {
                 () = stop.cancelled() => break,
-                _ = resync.tick() => Cause::Host,
+                _ = resync.tick() => {
+                    by_the_clock = true;
+                    Cause::Host
+                }
                 () = host_changed.notified() => Cause::Host,
                 _ = hooks.tick() => {
                     let forwards = forwarding::is_on();
@@ -360,9 +364,12 @@ impl<B: Backend> Agent<B> {
             self.metrics.reconciles.inc();
             match self.reconcile(&snapshot).await {
                 Ok(writes) => {
-                    if !std::mem::replace(&mut self.state.applied, true) {
-                        // What was needed to list and to compute everything for the first time.
+                    let was_applied = std::mem::replace(&mut self.state.applied, true);
+                    if !was_applied || by_the_clock {
+                        // What was needed to list and to compute everything, and for changes since.
                         kilo_host::memory::give_back();
+                    }
+                    if !was_applied {
                         // Now that pods are not kept waiting by it.
                         self.dataplane.load_late_beside();
                     }
