@@ -106,9 +106,10 @@ impl Probes {
             if told.elapsed() > Duration::from_secs(10) {
                 told = Instant::now();
                 println!(
-                    "bench:   {} ways are silent after {:.0} s",
+                    "bench:   {} ways are silent after {:.0} s, such as {:?}",
                     silent.len(),
-                    since.elapsed().as_secs_f64()
+                    since.elapsed().as_secs_f64(),
+                    &silent[..silent.len().min(4)]
                 );
             }
             let few = &silent[..silent.len().min(20)];
