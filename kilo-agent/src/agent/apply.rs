@@ -56,17 +56,20 @@ impl<B: Backend> Agent<B> {
     }
 
     async fn apply_net(
-        &self,
+        &mut self,
         plan: NetPlan,
         host: &mut HostState,
         steers_by_source: bool,
     ) -> Result<u64, AgentError> {
         let kilo = host.interface.index;
-        let mut writes = match host.net.take() {
+        // Before what may fail.
+        let mut writes =
+            forwarding::enable(plan.routes.iter().any(|route| route.destination.addr().is_ipv6()));
+        self.state.cannot_forward = !forwarding::is_on();
+        writes += match host.net.take() {
             Some(before) => self.net.change(&before, &plan, kilo).await?,
             None => self.net.apply(&plan, kilo).await?,
         } as u64;
-        writes += forwarding::enable(plan.routes.iter().any(|route| route.destination.addr().is_ipv6()));
         if steers_by_source {
             writes += forwarding::accept_by_tunnel(self.net.rtnl(), &self.options.interface.name, kilo).await;
         }

@@ -315,11 +315,12 @@ impl<B: Backend> Agent<B> {
                 }
                 () = host_changed.notified() => Cause::Host,
                 _ = hooks.tick() => {
+                    // What a reconcile could not turn on waits for the next one, unless it has been on since.
                     let forwards = forwarding::is_on();
-                    // What could not be turned on is tried again by the clock alone.
-                    let is_off_anew = std::mem::replace(&mut self.state.forwards, forwards) && !forwards;
+                    self.state.cannot_forward &= !forwards;
+                    let may_stay = forwards || self.state.cannot_forward;
                     // An error is the reconcile's to report.
-                    if self.dataplane.is_attached(&self.net).await.unwrap_or(false) && !is_off_anew {
+                    if self.dataplane.is_attached(&self.net).await.unwrap_or(false) && may_stay {
                         continue;
                     }
                     Cause::Host
@@ -361,14 +362,12 @@ impl<B: Backend> Agent<B> {
                 self.state.host = None;
             }
             let started = Instant::now();
+            let mut gives_back = false;
             self.metrics.reconciles.inc();
             match self.reconcile(&snapshot).await {
                 Ok(writes) => {
                     let was_applied = std::mem::replace(&mut self.state.applied, true);
-                    if !was_applied || by_the_clock {
-                        // What was needed to list and to compute everything, and for changes since.
-                        kilo_host::memory::give_back();
-                    }
+                    gives_back = !was_applied || by_the_clock;
                     if !was_applied {
                         // Now that pods are not kept waiting by it.
                         self.dataplane.load_late_beside();
@@ -385,6 +384,10 @@ impl<B: Backend> Agent<B> {
                 }
             }
             self.metrics.reconcile_seconds.observe(started.elapsed().as_secs_f64());
+            if gives_back {
+                // What was needed to list and to compute everything, and for changes since.
+                kilo_host::memory::give_back();
+            }
         }
         self.publisher.finish().await;
         if let Some(last_good_writer) = self.last_good_writer {

@@ -33,8 +33,8 @@ pub(super) struct State {
     pub hops: HopIds,
     /// This host as far as known; `None`: it must be read.
     pub host: Option<HostState>,
-    /// The host forwarded when that was looked at last.
-    pub forwards: bool,
+    /// Forwarding was off, and a reconcile could not turn it on.
+    pub cannot_forward: bool,
     /// Index of the WireGuard device when it was last seen.
     pub device: Option<u32>,
 }

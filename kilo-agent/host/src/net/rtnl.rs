@@ -82,8 +82,8 @@ impl Rtnl {
         self.port
     }
 
-    /// As [`Self::dump`], for what may have thousands of answers: the library keeps the room that it needed for them as
-    /// long as the socket, which is therefore one that is closed afterwards.
+    /// As [`Self::dump`] in the calling thread's namespace, for what may have thousands of answers: the library keeps the
+    /// room that it needed for them as long as the socket, which is therefore one that is closed afterwards.
     pub async fn dump_much(
         &self,
         what: &str,
