@@ -5,8 +5,9 @@ use std::{
     time::{Duration, Instant},
 };
 
-use anyhow::{Context as _, Result};
+use anyhow::{Context as _, Result, ensure};
 use nix::{
+    errno::Errno,
     sched::{CpuSet, sched_setaffinity},
     unistd::Pid,
 };
@@ -74,6 +75,7 @@ pub(super) fn failover(lab: &Lab, time: Duration) -> Result<Vec<(String, f64)>> 
 /// Hosts have processors of their own: what others do with a packet is not charged to the agent that sent it. All
 /// agents run on one processor, and what has crossed a link is received on another one.
 fn receive_apart(lab: &Lab) -> Result<()> {
+    ensure!(std::thread::available_parallelism()?.get() > 1, "what others receive needs a second processor");
     // A sysfs shows the interfaces of the namespace that mounted it.
     let receive = format!(
         "mount -t sysfs sys /mnt; for queue in /mnt/class/net/*/queues/rx-0/rps_cpus; do echo {RECEIVES:x} > $queue; done"
@@ -87,7 +89,11 @@ fn receive_apart(lab: &Lab) -> Result<()> {
         let pid = lab.agents.pid(&name).with_context(|| format!("no agent runs on {name}"))?;
         for task in fs::read_dir(format!("/proc/{pid}/task"))? {
             let id = task?.file_name().to_string_lossy().parse()?;
-            sched_setaffinity(Pid::from_raw(id), &agents)?;
+            match sched_setaffinity(Pid::from_raw(id), &agents) {
+                // Or it has ended.
+                Ok(()) | Err(Errno::ESRCH) => {}
+                Err(error) => return Err(error).context("cannot choose the agents' processor"),
+            }
         }
     }
     Ok(())
