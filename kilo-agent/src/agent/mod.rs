@@ -366,9 +366,9 @@ impl<B: Backend> Agent<B> {
             self.metrics.reconciles.inc();
             match self.reconcile(&snapshot).await {
                 Ok(writes) => {
-                    let was_applied = std::mem::replace(&mut self.state.applied, true);
-                    gives_back = !was_applied || by_the_clock;
-                    if !was_applied {
+                    let is_first = !std::mem::replace(&mut self.state.applied, true);
+                    gives_back = is_first || by_the_clock;
+                    if is_first {
                         // Now that pods are not kept waiting by it.
                         self.dataplane.load_late_beside();
                     }

@@ -90,6 +90,7 @@ pub struct Entry {
     pub resource_version: String,
     /// Its annotations that Kilo reads, without `kilo.squat.ai/`, except heartbeats.
     #[serde(default, skip_serializing_if = "Texts::is_empty")]
+    #[schemars(with = "BTreeMap<String, String>")]
     pub annotations: Texts,
     /// Its label that names the location.
     #[serde(default, skip_serializing_if = "Option::is_none")]

@@ -3,7 +3,6 @@
 
 use std::{borrow::Cow, collections::BTreeMap};
 
-use schemars::{JsonSchema, Schema, SchemaGenerator};
 use serde::{Deserialize, Serialize, Serializer};
 
 use crate::objects::annotations::{ANNOTATIONS, PREFIX};
@@ -55,20 +54,6 @@ impl FromIterator<(String, String)> for Texts {
 impl Serialize for Texts {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         serializer.collect_map(self.iter())
-    }
-}
-
-impl JsonSchema for Texts {
-    fn schema_name() -> Cow<'static, str> {
-        BTreeMap::<String, String>::schema_name()
-    }
-
-    fn inline_schema() -> bool {
-        BTreeMap::<String, String>::inline_schema()
-    }
-
-    fn json_schema(generator: &mut SchemaGenerator) -> Schema {
-        BTreeMap::<String, String>::json_schema(generator)
     }
 }
 
