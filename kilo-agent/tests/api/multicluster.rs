@@ -140,11 +140,22 @@ impl Cluster {
         output.status.success().then(|| String::from_utf8(output.stdout).unwrap())
     }
 
-    /// The Peer objects: resource version and object by name.
-    async fn peers(&self) -> BTreeMap<String, (String, Peer)> {
+    /// The Peer objects by name.
+    async fn peers(&self) -> BTreeMap<String, Peer> {
         let list = Api::<Peer>::all(self.client.clone()).list(&ListParams::default()).await.unwrap();
-        let version = |peer: &Peer| peer.resource_version().unwrap();
-        list.into_iter().map(|peer| (peer.name_any(), (version(&peer), peer))).collect()
+        list.into_iter().map(|peer| (peer.name_any(), peer)).collect()
+    }
+
+    /// The Peer objects without what agents write to their status at any time.
+    async fn written(&self) -> Vec<Value> {
+        let mut peers = self.peers().await.into_values().collect::<Vec<_>>();
+        for peer in &mut peers {
+            peer.status = None;
+            peer.metadata.resource_version = None;
+            let managers = peer.metadata.managed_fields.as_mut().unwrap();
+            managers.retain(|manager| manager.subresource.as_deref() != Some("status"));
+        }
+        peers.into_iter().map(|peer| serde_json::to_value(peer).unwrap()).collect()
     }
 
     /// Applies the object; what the API server made of it.
@@ -228,7 +239,7 @@ async fn joins(one: &Cluster, two: &Cluster) {
     assert_eq!(said, "one: peer.kilo.squat.ai/two-n2 created\ntwo: peer.kilo.squat.ai/one-n1 created\n");
     for (peer, cluster, owner) in [(&shown[0], one, "two"), (&shown[1], two, "one")] {
         let peers = cluster.peers().await;
-        let (_, written) = &peers[&peer.name_any()];
+        let written = &peers[&peer.name_any()];
         assert_eq!((&written.spec, &written.labels()["kilo.squat.ai/cluster"][..]), (&peer.spec, owner));
     }
 }
@@ -248,15 +259,10 @@ async fn follows(one: &Cluster, two: &Cluster) {
     );
     let peers: Api<Peer> = Api::all(two.client.clone());
     peers.create(&PostParams::default(), &laptop).await.unwrap();
-    // Agents write a status, once: wait until it is there.
-    until_peers_rest(two).await;
-    let before = two.peers().await;
+    let before = two.written().await;
     let (success, said) = peer_cluster(one, two, &[]);
     assert!(success && said.contains("nothing to do: all 2 peers"), "{said}");
-    let versions = |peers: &BTreeMap<String, (String, Peer)>| {
-        peers.iter().map(|(name, (version, _))| (name.clone(), version.clone())).collect::<Vec<_>>()
-    };
-    assert_eq!(versions(&before), versions(&two.peers().await), "nothing was written");
+    assert_eq!(before, two.written().await, "nothing was written");
     let nodes: Api<core::Node> = Api::all(one.client.clone());
     nodes.create(&PostParams::default(), &silent_node("joined", 77, "10.77.1.0/24")).await.unwrap();
     let (success, said) = peer_cluster(one, two, &[]);
@@ -267,16 +273,9 @@ async fn follows(one: &Cluster, two: &Cluster) {
     assert_eq!(two.peers().await.into_keys().collect::<Vec<_>>(), ["laptop", "one-n1"]);
 }
 
-async fn until_peers_rest(cluster: &Cluster) {
-    task::until("every Peer has a status", Duration::from_secs(30), async || {
-        cluster.peers().await.values().all(|(_, peer)| peer.status.is_some())
-    })
-    .await;
-}
-
 /// Overlapping ranges and keys in two places: refused with both objects named, nothing written.
 async fn refuses(one: &Cluster, two: &Cluster) {
-    let before = (one.peers().await, two.peers().await);
+    let before = (one.written().await, two.written().await);
     let nodes: Api<core::Node> = Api::all(two.client.clone());
     let (success, said) = peer_cluster(one, two, &["--remote-service-cidr", "10.91.128.0/17"]);
     assert!(!success, "{said}");
@@ -293,7 +292,7 @@ async fn refuses(one: &Cluster, two: &Cluster) {
             && said.contains("node n1 of cluster one and node n1 of cluster two have the same public key"),
         "{said}"
     );
-    assert_eq!(before, (one.peers().await, two.peers().await));
+    assert_eq!(before, (one.written().await, two.written().await));
 }
 
 #[test]

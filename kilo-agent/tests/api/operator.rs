@@ -187,8 +187,10 @@ fn a_tunnel_that_does_not_answer_is_told_until_its_node_is_deleted() {
         let Some(site) = Site::start(true).await else { return };
         site.page("/health", |page| page == "ok\n").await;
         create_member(&site.client, 3, "away").await;
-        let health = site.page("/health", |page| page.starts_with("degraded: ")).await;
-        assert!(health.contains("location:away (n3 at 192.0.2.3:51820) does not answer"), "{health}");
+        // Another thing may be wrong at first, on a busy machine.
+        let silent = "location:away (n3 at 192.0.2.3:51820) does not answer";
+        let health = site.page("/health", |page| page.contains(silent)).await;
+        assert!(health.starts_with("degraded: "), "{health}");
         assert!(health.contains("there was no handshake yet"), "{health}");
         let code = netns::sh("curl -s -o /dev/null -w '%{http_code}' http://127.0.0.1:1107/health");
         assert_eq!(code, "200", "readiness does not fail for another location's fault");

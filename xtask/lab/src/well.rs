@@ -20,6 +20,8 @@ pub const DETACHED: &str = "reattached it";
 pub const LEADS: &str = "leads its location with the private endpoint";
 /// A node's only interface is down.
 pub const NO_ENDPOINT: &str = "no address of this host can be an endpoint";
+/// A node's private interface is down and its uplink is not.
+pub const ONLY_DEFAULT: &str = "only a default route leads to a node of this location";
 /// The agent's own Node object is not there.
 pub const NO_NODE: &str = "check --hostname";
 /// Counts the programs that an agent attached again.

@@ -13,7 +13,7 @@ use super::{
 };
 use crate::{
     Lab,
-    well::{DETACHED, LEADS, NO_ENDPOINT, NO_NODE},
+    well::{DETACHED, LEADS, NO_ENDPOINT, NO_NODE, ONLY_DEFAULT},
 };
 
 /// What traffic may lose.
@@ -186,7 +186,7 @@ pub const FAULTS: &[Fault] = &[
         .soak("a leader's public address changes", &[LEADS], random::address_changes),
     fault("uplink-down", 32)
         .across("the leader's uplink is down for 2 s", Goal::Within(12_000), links::uplink_down)
-        .soak("a link is down", &[LEADS, NO_ENDPOINT], random::link_down),
+        .soak("a link is down", &[LEADS, NO_ENDPOINT, ONLY_DEFAULT], random::link_down),
     fault("peers-come-and-go", 34)
         .across("20 peers come and go", Goal::Nothing, nodes::peers_come)
         .soak("a peer comes", &[], random::peer_comes),
