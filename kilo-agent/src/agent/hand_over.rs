@@ -7,12 +7,15 @@
 
 use std::{
     collections::BTreeSet,
+    io,
     net::IpAddr,
     path::Path,
+    sync::Arc,
     time::{Duration, Instant},
 };
 
 use ipnet::IpNet;
+use tokio::task::spawn_blocking;
 
 use super::uninstall::Outcome;
 use kilo_common::maps::{PREFIX_NEVER_CLEAR, PREFIX_PODS_STEERED, PrefixValue};
@@ -24,7 +27,7 @@ use kilo_core::{
 use kilo_host::{
     dataplane,
     firewall::{
-        conntrack,
+        conntrack::Untranslated,
         nat_rules::{Decision, Interim, NatRulesError},
     },
     net::{Net, tunnels},
@@ -56,19 +59,33 @@ pub async fn hand_over(bpffs: &Path, interface: &str, masquerade: Masquerade, pr
         Programs::Removed => Duration::ZERO,
         Programs::LeftFor(lasts) => lasts,
     };
-    let ruled: Result<_, Cause> = match dataplane::read_tables(bpffs) {
+    let (ruled, untranslated): (Result<bool, Cause>, _) = match dataplane::read_tables(bpffs).map(Arc::new) {
         Ok(tables) => {
+            // Before the rules: from them on until a flow is forgotten, its packets are kept in.
+            let untranslated = match masquerade {
+                Masquerade::Off => None,
+                _ => Some(untranslated(Arc::clone(&tables)).await),
+            };
             let ruled = replace_by_rules(&tables, interface, masquerade, steered).await;
-            ruled.map(|ruled| ruled.then_some(tables)).map_err(Into::into)
+            (ruled.map_err(Into::into), untranslated)
         }
-        Err(error) => Err(error.into()),
+        Err(error) => (Err(error.into()), None),
     };
-    if programs != Programs::Removed
-        && ruled.is_ok()
+    // Programs that are about to be removed end soon anyway.
+    if ruled.is_ok()
         && let Err(error) = dataplane::leave_for(bpffs, steered + OVERLAP)
+        && programs != Programs::Removed
     {
         outcome.stays.push(format!("programs, since their end could not be set: {error}"));
         return outcome;
+    }
+    if let (Ok(true), Some(untranslated)) = (&ruled, untranslated) {
+        outcome.take(
+            forget(untranslated)
+                .await
+                .map_err(|error| format!("entries of connection tracking without translation: {error}")),
+            |count| format!("{count} entries of connection tracking without translation"),
+        );
     }
     // Before their programs: without them these devices hand on what anybody sends.
     let removed = match Net::new() {
@@ -76,30 +93,34 @@ pub async fn hand_over(bpffs: &Path, interface: &str, masquerade: Masquerade, pr
         Err(error) => Err(error),
     };
     outcome.take(removed, |count| format!("{count} tunnel devices"));
-    let tables = match ruled {
-        Ok(tables) => tables,
-        Err(error) => {
-            outcome.stays.push(format!("programs, since no rules could take their place: {error}"));
-            return outcome;
-        }
-    };
+    if let Err(error) = ruled {
+        outcome.stays.push(format!("programs, since no rules could take their place: {error}"));
+        return outcome;
+    }
     if programs == Programs::Removed {
         outcome.take(dataplane::detach_filters(), |count| format!("programs on {count} clsact hooks"));
         outcome.take(dataplane::remove_pins(bpffs), |count| {
             format!("{count} pinned programs and maps below {}", dataplane::top_directory(bpffs).display())
         });
     }
-    if let Some(tables) = tables.filter(|_| masquerade != Masquerade::Off) {
-        let is_masqueraded = move |src: IpAddr, dst: IpAddr| tables.masquerades(Packet { src, dst });
-        let until = Instant::now() + FORGETTING;
-        let forgotten = tokio::task::spawn_blocking(move || conntrack::forget(is_masqueraded, until)).await;
-        let forgotten = forgotten.map_err(std::io::Error::other).flatten();
-        outcome.take(
-            forgotten.map_err(|error| format!("entries of connection tracking without translation: {error}")),
-            |count| format!("{count} entries of connection tracking without translation"),
-        );
-    }
     outcome
+}
+
+/// The flows that programs have translated, and netfilter has not.
+async fn untranslated(
+    tables: Arc<Tables>,
+) -> io::Result<Untranslated<impl FnMut(IpAddr, IpAddr) -> bool + Send>> {
+    let is_masqueraded = move |src: IpAddr, dst: IpAddr| tables.masquerades(Packet { src, dst });
+    spawn_blocking(move || Untranslated::list(is_masqueraded)).await.map_err(io::Error::other).flatten()
+}
+
+/// Lets the rules translate these flows from now on; returns how many they are.
+async fn forget<F>(flows: io::Result<Untranslated<F>>) -> io::Result<usize>
+where
+    F: FnMut(IpAddr, IpAddr) -> bool + Send + 'static,
+{
+    let (flows, until) = (flows?, Instant::now() + FORGETTING);
+    spawn_blocking(move || flows.forget(until)).await.map_err(io::Error::other).flatten()
 }
 
 /// True when rules masquerade now, or keep in what only a tunnel may carry; false where there is

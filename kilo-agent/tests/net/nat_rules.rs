@@ -15,7 +15,7 @@ use std::{
 use ipnet::IpNet;
 use kilo_common::maps::{MASQ_EXCLUDE, MASQ_FORCE, MASQ_SRC_ALWAYS, MASQ_SRC_EXEMPT};
 use kilo_host::firewall::{
-    conntrack,
+    conntrack::Untranslated,
     nat_rules::{self, Decision, Interim, NatRules},
 };
 use netns::{isolated, sh, succeeds};
@@ -149,16 +149,20 @@ fn a_flow_without_translation_is_kept_in_until_it_is_forgotten_and_then_translat
         seen_meanwhile();
         assert_eq!(seen_meanwhile(), BTreeSet::new(), "nothing leaves untranslated");
         let outside: IpAddr = "10.42.2.2".parse().unwrap();
-        let until = Instant::now() + Duration::from_secs(9);
-        let elsewhere = conntrack::forget(|_, to| to != outside, until).unwrap();
+        let elsewhere = forgotten(|_, to| to != outside);
         assert_eq!(seen_meanwhile(), BTreeSet::new(), "{elsewhere} other flows");
-        assert_eq!(conntrack::forget(|_, to| to == outside, until).unwrap(), 1);
+        assert_eq!(forgotten(|_, to| to == outside), 1);
         assert_eq!(seen_meanwhile(), BTreeSet::from(["10.42.2.1".to_owned()]));
-        assert_eq!(conntrack::forget(|_, to| to == outside, until).unwrap(), 0, "it is translated now");
+        assert_eq!(forgotten(|_, to| to == outside), 0, "it is translated now");
         assert_eq!(seen("known", 3, false), "10.42.1.2", "towards the mesh nothing changes");
         time_passes(lasts, "the kernel counts it from the rules' making on");
         assert_eq!(seen("outside", 2, false), "10.42.1.2", "after that time the rules do nothing");
     });
+}
+
+/// How many flows to such a destination were forgotten.
+fn forgotten(is_concerned: impl FnMut(IpAddr, IpAddr) -> bool) -> usize {
+    Untranslated::list(is_concerned).unwrap().forget(Instant::now() + Duration::from_secs(9)).unwrap()
 }
 
 fn it_flows() {

@@ -42,24 +42,58 @@ const START: usize = HEADER + 4;
 /// Room for one part of a list, as the kernel sends it.
 const PART: usize = 1 << 16;
 
-/// Removes the entries of flows from such a source to such a destination that netfilter does not
-/// translate, as many as it can until then; returns how many.
-///
-/// # Errors
-/// When the kernel has no conntrack over netlink, or forbids it (`CAP_NET_ADMIN`).
-pub fn forget(mut is_concerned: impl FnMut(IpAddr, IpAddr) -> bool, until: Instant) -> io::Result<usize> {
-    let (netlink, mut buffer) = (open()?, vec![0; PART]);
-    let mut forgotten = 0;
-    for family in [libc::AF_INET, libc::AF_INET6] {
-        let family = u8::try_from(family).unwrap_or_default();
-        for tuple in list(&netlink, &mut buffer, family, &mut is_concerned)? {
-            if Instant::now() >= until {
-                return Ok(forgotten);
-            }
-            forgotten += usize::from(delete(&netlink, &mut buffer, family, &tuple)?);
-        }
+/// Flows that netfilter follows and does not translate, from and to certain addresses.
+#[derive(Debug)]
+pub struct Untranslated<F> {
+    netlink: OwnedFd,
+    buffer: Vec<u8>,
+    is_concerned: F,
+    /// Family and original tuple of each entry, as attributes.
+    entries: Vec<(u8, Vec<u8>)>,
+}
+
+impl<F: FnMut(IpAddr, IpAddr) -> bool> Untranslated<F> {
+    /// Lists those from a source to a destination of which `is_concerned` says so. The kernel looks at all its entries
+    /// for that, which takes it some ten milliseconds.
+    ///
+    /// # Errors
+    /// When the kernel has no conntrack over netlink, or forbids it (`CAP_NET_ADMIN`).
+    pub fn list(is_concerned: F) -> io::Result<Self> {
+        let mut flows = Self { netlink: open()?, buffer: vec![0; PART], is_concerned, entries: Vec::new() };
+        flows.look()?;
+        Ok(flows)
     }
-    Ok(forgotten)
+
+    /// Removes their entries, first those that are listed and then those that have come since, as many as it can until
+    /// then; returns how many.
+    ///
+    /// # Errors
+    /// As [`Self::list`].
+    pub fn forget(mut self, until: Instant) -> io::Result<usize> {
+        let listed = self.delete(until)?;
+        self.look()?;
+        Ok(listed + self.delete(until)?)
+    }
+
+    fn look(&mut self) -> io::Result<()> {
+        for family in [libc::AF_INET, libc::AF_INET6] {
+            let family = u8::try_from(family).unwrap_or_default();
+            let found = list(&self.netlink, &mut self.buffer, family, &mut self.is_concerned)?;
+            self.entries.extend(found.into_iter().map(|tuple| (family, tuple)));
+        }
+        Ok(())
+    }
+
+    fn delete(&mut self, until: Instant) -> io::Result<usize> {
+        let mut deleted = 0;
+        for (family, tuple) in std::mem::take(&mut self.entries) {
+            if Instant::now() >= until {
+                break;
+            }
+            deleted += usize::from(delete(&self.netlink, &mut self.buffer, family, &tuple)?);
+        }
+        Ok(deleted)
+    }
 }
 
 fn open() -> io::Result<OwnedFd> {

@@ -196,7 +196,7 @@ impl Decision {
     }
 
     /// Masquerades from now on by rules, for some time: after that they do nothing. Flows that
-    /// began without them have no translation until [`super::conntrack::forget`] is called, and
+    /// began without them have no translation until [`super::conntrack::Untranslated::forget`] is called, and
     /// are kept in.
     ///
     /// # Errors

@@ -23,7 +23,10 @@ const LEFT_BY_KILO: &str = "
 /// What a flow within the location may lose while programs are left to themselves: a second.
 const MOST_LOST: u64 = 200;
 
-/// The same for each node that is taken over from Kilo: 0.7 s.
+/// What a masqueraded flow may lose when a node goes back: 0.1 s, since rules translate it anew.
+const MOST_OUTSIDE: u64 = 20;
+
+/// As within the location for each node that is taken over from Kilo: 0.7 s.
 const MOST_TAKEN: u64 = 140;
 
 /// The DaemonSet that `kgctl takeover` prints.
@@ -56,7 +59,7 @@ pub fn there_and_back(cluster: &Cluster) -> Result<String> {
     })?;
     step("Go to ours, by the image alone", &|| set_image(cluster, image::IMAGE))?;
     // Kilo takes its routes away when it stops: what its pods send then, nobody keeps in.
-    let mut clear = step("ours to Go", &|| set_image(cluster, original::IMAGE))?.clear;
+    let back = step("ours to Go", &|| set_image(cluster, original::IMAGE))?;
     let beside = step("ours comes up beside Go", &|| {
         cluster.apply(&takeover(cluster)?)?;
         deploy::roll(cluster, TAKEOVER, 120)
@@ -70,8 +73,8 @@ pub fn there_and_back(cluster: &Cluster) -> Result<String> {
         cluster.kubectl(&["-n", "kube-system", "rollout", "restart", "ds/kilo"])?;
         deploy::roll(cluster, "kilo", 180)
     })?;
-    clear +=
-        left.clear + ours.clear + step("ours to Go again", &|| set_image(cluster, original::IMAGE))?.clear;
+    let again = step("ours to Go again", &|| set_image(cluster, original::IMAGE))?;
+    let clear = back.clear + left.clear + ours.clear + again.clear;
     cluster.kubectl(&["-n", "kube-system", "delete", "ds", "kilo", "--cascade=foreground"])?;
     for node in &cluster.nodes {
         node.sh(LEFT_BY_KILO)?;
@@ -79,6 +82,10 @@ pub fn there_and_back(cluster: &Cluster) -> Result<String> {
     removal::put_back(cluster)?;
     if clear > 0 {
         bail!("{clear} packets with a pod's address were on the router after our agents had stopped");
+    }
+    let outside = back.lost_outside.max(again.lost_outside);
+    if outside > MOST_OUTSIDE {
+        bail!("{outside} masqueraded packets were lost on the way back, not {MOST_OUTSIDE}");
     }
     if ours.lost_within + left.lost_within > MOST_LOST {
         let lost = ours.lost_within + left.lost_within;
@@ -141,6 +148,8 @@ struct Step {
     clear: u64,
     /// Lost from the leader to a member of its location, all families.
     lost_within: u64,
+    /// Lost to the host outside.
+    lost_outside: u64,
 }
 
 fn measured(cluster: &Cluster, code: impl FnOnce() -> Result<()>) -> Result<Step> {
@@ -164,11 +173,13 @@ fn measured(cluster: &Cluster, code: impl FnOnce() -> Result<()>) -> Result<Step
     let beside = format!("{} to {}", cluster.nodes[0].site.node, cluster.nodes[1].site.node);
     let within = measured.iter().filter(|(name, _)| name.starts_with(&beside));
     let lost_within = within.map(|(_, figures)| figures.lost).sum();
+    let outside = measured.iter().filter(|(name, _)| name.ends_with(" to outside"));
+    let lost_outside = outside.map(|(_, figures)| figures.lost).sum();
     let text = format!("{}; {clear} packets in clear", texts.join("; "));
     result.with_context(|| text.clone())?;
     if settled.is_err() {
         let error = everybody(cluster).err().map(|error| format!("{error:#}")).unwrap_or_default();
         bail!("{text}\n    {error}");
     }
-    Ok(Step { text, clear, lost_within })
+    Ok(Step { text, clear, lost_within, lost_outside })
 }
