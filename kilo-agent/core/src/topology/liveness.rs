@@ -74,6 +74,16 @@ pub struct Liveness {
     former: Former,
     /// Somebody is silent for too long, and only the own heartbeat can prove it.
     suspects: bool,
+    heard: Option<Heard>,
+}
+
+/// Heartbeats as they arrive at a machine that has none of its own.
+#[derive(Clone, Copy, Debug)]
+struct Heard {
+    /// The first one since the last pause that was longer than between two heartbeats of one node.
+    since: Instant,
+    /// The last one.
+    last: Instant,
 }
 
 #[derive(Debug)]
@@ -126,14 +136,17 @@ impl Liveness {
     }
 
     /// As [`Self::ready`], for a machine that is not a node: the node that was heard last takes the place of its own
-    /// one. When no heartbeat arrives any more, the API server is away, and nobody is declared dead.
+    /// one. When no heartbeat arrives any more, the API server is away, and nobody is declared dead; nor is anybody
+    /// when they arrive again, until all have had the time to be heard. A clock that is ahead of every heartbeat is
+    /// wrong, or the API server was away: the newest heartbeat says who was heard until then.
     pub fn ready_as_heard<'a>(
         &mut self,
-        nodes: impl ExactSizeIterator<Item = Known<'a>>,
+        nodes: impl ExactSizeIterator<Item = Known<'a>> + Clone,
         now: Instant,
         unix_now: i64,
     ) -> Vec<bool> {
-        self.update(nodes, None, now, unix_now)
+        let newest = nodes.clone().map(|known| known.last_seen).max().unwrap_or(unix_now);
+        self.update(nodes, None, now, unix_now.min(newest))
     }
 
     fn update<'a>(
@@ -213,19 +226,34 @@ impl Liveness {
         };
         let stale = own_seen.is_some_and(|seen| !seen.is_alive(now)) && !nobody;
         let own_changed = own_seen.and_then(|seen| seen.changed);
+        let pause = own_seen.map(|seen| evidence(&seen.node));
+        let heard_since = match own {
+            Some(_) => None,
+            None => own_changed.zip(pause).map(|(changed, pause)| self.hear(changed, pause)),
+        };
         let unproved = |seen: &Observation| {
             let known = own_changed.zip(seen.changed);
             known.is_some_and(|(own, other)| own.saturating_duration_since(other) < evidence(&seen.node))
         };
         let mut suspects = false;
         for (at, seen) in self.seen.iter_mut().enumerate() {
-            let spared = seen.ready && seen.node.judged.is_none() && (stale || unproved(seen));
+            let may_come =
+                heard_since.is_some_and(|since| now.saturating_duration_since(since) < evidence(&seen.node));
+            let spared = seen.ready && seen.node.judged.is_none() && (stale || may_come || unproved(seen));
             let alive = own == Some(Some(at)) || seen.is_alive(now);
             suspects |= spared && !alive && seen.complete;
             seen.ready = seen.complete && (alive || spared);
         }
         self.suspects = suspects;
         self.seen.iter().map(|seen| seen.ready).collect()
+    }
+
+    /// A heartbeat came at this time; since when they come without a pause as long as this.
+    fn hear(&mut self, last: Instant, pause: Duration) -> Instant {
+        let heard = self.heard.filter(|heard| last.saturating_duration_since(heard.last) < pause);
+        let since = heard.map_or(last, |heard| heard.since);
+        self.heard = Some(Heard { since, last });
+        since
     }
 
     /// Who renewed its heartbeat last, of those whose heartbeats count.
@@ -457,9 +485,18 @@ mod tests {
             let taking_part = heard(&mut liveness, &all, start + second * after, 1_000 + i64::from(after));
             assert_eq!(taking_part, ["a", "b"], "{after} s");
         }
-        // It is there again, and one of them is not.
-        let back = [("a", 37_000), ("b", 4_600), ("dead", 900)];
-        assert_eq!(heard(&mut liveness, &back, start + second * 36_001, 37_001), ["a"]);
+        // It is there again: one of them a few seconds later, or not at all.
+        for (after, heartbeats, wanted) in [
+            (36_001, [37_000, 4_600], &["a", "b"][..]),
+            (36_031, [37_030, 4_600], &["a", "b"]),
+            (36_061, [37_060, 4_600], &["a"]),
+            (36_062, [37_060, 40_661], &["a", "b"]),
+        ] {
+            let [a, b] = heartbeats;
+            let all = [("a", a), ("b", b), ("dead", 900)];
+            let unix_now = 1_000 + i64::from(after);
+            assert_eq!(heard(&mut liveness, &all, start + second * after, unix_now), wanted, "{after} s");
+        }
     }
 
     #[test]
@@ -469,8 +506,24 @@ mod tests {
             let mut liveness = Liveness::default();
             let all = [("a", 1_000), ("b", 990)];
             assert_eq!(heard(&mut liveness, &all, start, unix_now), ["a", "b"]);
-            let later = [("a", 1_070), ("b", 990)];
-            assert_eq!(heard(&mut liveness, &later, start + second * 70, unix_now + 70), ["a"], "{unix_now}");
+            for (after, wanted) in [(35, &["a", "b"][..]), (70, &["a"])] {
+                let later = [("a", 1_000 + i64::from(after)), ("b", 990)];
+                let unix_now = unix_now + i64::from(after);
+                assert_eq!(
+                    heard(&mut liveness, &later, start + second * after, unix_now),
+                    wanted,
+                    "{unix_now}"
+                );
+            }
+        }
+    }
+
+    #[test]
+    fn a_machine_whose_own_clock_is_ahead_takes_nobody_for_alive_who_was_dead_before() {
+        for unix_now in [1_000, 1_060, 100_000] {
+            let all = [("a", 1_000), ("b", 990), ("dead", 900)];
+            let mut liveness = Liveness::default();
+            assert_eq!(heard(&mut liveness, &all, Instant::now(), unix_now), ["a", "b"], "{unix_now}");
         }
     }
 
