@@ -57,8 +57,21 @@ impl Thread {
         }
     }
 
+    /// Moves the prefixes first: until then every packet that comes by the new way is lost.
     fn moves(&mut self, far: Far, location: &FarLocation, step: &Step, now: Micros) {
-        if !step.moves.is_empty() || step.moves_shared {
+        let is_move = !step.moves.is_empty() || step.moves_shared;
+        // A reconcile that begins meanwhile must not move anything back; one that is asked for takes the processor.
+        self.is_dirty |= is_move;
+        let is_news = is_move && self.publish();
+        let moved = self.move_prefixes(location, step.gateway, &step.moves, step.moves_shared);
+        if moved {
+            // Who gave them with END learns it from who has them.
+            self.tunnel_to(location, step.gateway, &step.answer);
+        }
+        if is_news {
+            self.shared.changed.notify_one();
+        }
+        if is_move {
             tracing::info!(
                 location = %self.location_name(location),
                 gateway = self.name(step.gateway),
@@ -67,19 +80,11 @@ impl Thread {
                 term = step.answer.term.count(),
                 "another gateway carries these nodes of a location"
             );
-            // What the next reconcile reads first: it must not move anything back.
-            self.is_dirty = true;
-            self.tell();
         }
-        let moved = self.move_prefixes(location, step.gateway, &step.moves, step.moves_shared);
         if let Some(old) = step.asks {
             for pause in [0, APART] {
                 self.later.push((now + pause, far, old));
             }
-        }
-        if moved {
-            // Who gave them with END learns it from who has them.
-            self.tunnel_to(location, step.gateway, &step.answer);
         }
     }
 

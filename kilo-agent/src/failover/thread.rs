@@ -51,7 +51,7 @@ const REPORT: Micros = 1_000_000;
 const SUCCESSION: Micros = 1_000_000;
 
 pub struct Thread {
-    shared: Arc<Shared>,
+    pub(super) shared: Arc<Shared>,
     tools: Tools,
     links: Option<LinkEvents>,
     pub(super) params: Params,

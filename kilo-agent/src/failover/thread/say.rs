@@ -139,10 +139,17 @@ impl Thread {
 
     /// Tells the agent what it needs to plan, when that has changed.
     pub(in crate::failover) fn tell(&mut self) {
-        if !std::mem::take(&mut self.is_dirty) {
-            return;
+        if self.publish() {
+            self.shared.changed.notify_one();
         }
-        let Some(site) = self.site.clone() else { return };
+    }
+
+    /// Lets the agent's next reconcile know what it needs to plan, without asking for one; true when that has changed.
+    pub(in crate::failover) fn publish(&mut self) -> bool {
+        if !std::mem::take(&mut self.is_dirty) {
+            return false;
+        }
+        let Some(site) = self.site.clone() else { return false };
         let (term, gateway) = site.said(self.word);
         let me = site.place.me;
         let lead = self.agent.as_ref().and_then(Agent::lead);
@@ -163,12 +170,13 @@ impl Thread {
         acting.locations.extend(far::known(&self.fars));
         let leading = self.agent.as_ref().and(leads.then_some(term.bits()));
         let mut said = locked(&self.shared.said);
-        if *said.acting != acting || said.leading != leading || !said.is_told {
+        let is_news = *said.acting != acting || said.leading != leading || !said.is_told;
+        if is_news {
             said.acting = Arc::new(acting);
             said.leading = leading;
             said.is_told = true;
-            self.shared.changed.notify_one();
         }
+        is_news
     }
 
     pub(super) fn report(&mut self, site: &Site, now: Micros) {
