@@ -18,6 +18,9 @@ use crate::{
 /// other commits: seconds since 1970.
 pub const EPOCH: u64 = 1_735_689_600;
 
+/// So many images and layers are kept.
+const MOST_IMAGES: usize = 80;
+
 /// Builds images and keeps them.
 pub struct Buildah {
     configuration: PathBuf,
@@ -73,6 +76,16 @@ impl Buildah {
             let text = output(Command::new("du").args(["-sb", "--one-file-system"]).arg(root))?;
             text.split_whitespace().next().and_then(|bytes| bytes.parse().ok()).context("du says no size")
         })
+    }
+
+    /// Removes the layers that earlier builds have left, when there are many: a build makes some ten of up to 5 GB.
+    pub fn prune(&self) -> Result<()> {
+        let images = output(self.command().args(["images", "--all", "--quiet"]))?.lines().count();
+        if images <= MOST_IMAGES {
+            return Ok(());
+        }
+        println!("image: removing layers of earlier builds ({images} images)");
+        run(self.command().args(["rmi", "--prune", "--force"]))
     }
 
     /// Removes images that are there.
