@@ -55,7 +55,9 @@ FROM crates AS kilo
 ARG TARGETARCH
 ENV CARGO_TARGET_X86_64_UNKNOWN_LINUX_GNU_LINKER=x86_64-linux-gnu-gcc \
     CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_LINKER=aarch64-linux-gnu-gcc \
-    CARGO_PROFILE_RELEASE_STRIP=debuginfo
+    CARGO_PROFILE_RELEASE_STRIP=debuginfo \
+    CARGO_PROFILE_RELEASE_LTO=fat \
+    CARGO_PROFILE_RELEASE_CODEGEN_UNITS=1
 # The distribution's updates are wanted: no version is pinned here and below.
 # hadolint ignore=DL3008
 RUN case "$TARGETARCH" in \

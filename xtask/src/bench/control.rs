@@ -84,6 +84,10 @@ fn measure(results: &Path, sizes: &[&str]) -> Result<()> {
     fs::write(results, serde_json::to_vec_pretty(&figures)?).with_context(|| results.display().to_string())
 }
 
+/// How the image's programs are compiled, besides `--release`, as its Dockerfile says.
+const SHIPPED: [(&str, &str); 2] =
+    [("CARGO_PROFILE_RELEASE_LTO", "fat"), ("CARGO_PROFILE_RELEASE_CODEGEN_UNITS", "1")];
+
 /// Builds and runs kilo-agent/benches/control, which writes its figures to `results`.
 pub(super) fn run(results: &Path, variables: &[(&str, &str)]) -> Result<()> {
     apt::install(PACKAGES)?;
@@ -91,7 +95,7 @@ pub(super) fn run(results: &Path, variables: &[(&str, &str)]) -> Result<()> {
     let assets = kubernetes::assets()?;
     build_ebpf::build(false)?;
     println!("xtask: cargo bench --no-run");
-    let built = output(Command::new("cargo").current_dir(workspace_root()).args([
+    let built = output(Command::new("cargo").current_dir(workspace_root()).envs(SHIPPED).args([
         "bench",
         "--locked",
         "--package=kilo-agent",
@@ -236,6 +240,14 @@ fn plot(figures: &[Figure]) -> String {
 #[allow(clippy::unwrap_used, reason = "tests")]
 mod tests {
     use super::*;
+
+    #[test]
+    fn what_is_measured_is_compiled_as_the_image_is() {
+        let dockerfile = fs::read_to_string(workspace_root().join("Dockerfile")).unwrap();
+        for (name, value) in SHIPPED {
+            assert!(dockerfile.contains(&format!("{name}={value}")), "{name}");
+        }
+    }
 
     #[test]
     fn a_measure_is_a_row_and_a_size_a_column() {

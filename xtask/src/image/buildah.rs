@@ -85,7 +85,7 @@ impl Buildah {
             return Ok(());
         }
         println!("image: removing layers of earlier builds ({images} images)");
-        run(self.command().args(["rmi", "--prune", "--force"]))
+        run(self.command().args(["rmi", "--prune"]))
     }
 
     /// Removes images that are there.

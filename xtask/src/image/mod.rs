@@ -59,6 +59,7 @@ pub fn main(args: &ImageArgs) -> Result<()> {
         bail!("buildah mounts file systems here: run this as root");
     }
     let buildah = Buildah::open()?;
+    buildah.prune()?;
     if args.renew {
         buildah.remove(&base::all(args.architecture))?;
     }
