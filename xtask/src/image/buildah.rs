@@ -24,6 +24,8 @@ const MOST_IMAGES: usize = 80;
 /// Builds images and keeps them.
 pub struct Buildah {
     configuration: PathBuf,
+    /// Locked as long as this is used.
+    in_use: fs::File,
 }
 
 /// An image that was written to a file.
@@ -48,7 +50,9 @@ impl Buildah {
                 "[storage]\ndriver = \"overlay\"\nrunroot = \"{place}/run\"\ngraphroot = \"{place}/storage\"\n"
             ),
         )?;
-        Ok(Self { configuration })
+        let in_use = fs::File::create(directory.join("in-use"))?;
+        in_use.lock_shared()?;
+        Ok(Self { configuration, in_use })
     }
 
     /// `buildah` with this storage.
@@ -78,14 +82,20 @@ impl Buildah {
         })
     }
 
-    /// Removes the layers that earlier builds have left, when there are many: a build makes some ten of up to 5 GB.
+    /// Removes the layers that earlier builds have left, and what holds them of builds that were interrupted, when there
+    /// are many: a build makes some ten of up to 5 GB. Nothing is removed while another build runs.
     pub fn prune(&self) -> Result<()> {
         let images = output(self.command().args(["images", "--all", "--quiet"]))?.lines().count();
         if images <= MOST_IMAGES {
             return Ok(());
         }
-        println!("image: removing layers of earlier builds ({images} images)");
-        run(self.command().args(["rmi", "--prune"]))
+        self.in_use.unlock()?;
+        if self.in_use.try_lock().is_ok() {
+            println!("image: removing layers of earlier builds ({images} images)");
+            output(self.command().args(["rm", "--all"]))?;
+            output(self.command().args(["rmi", "--prune"]))?;
+        }
+        Ok(self.in_use.lock_shared()?)
     }
 
     /// Removes images that are there.
