@@ -3,7 +3,7 @@
 
 use std::{
     fs,
-    os::unix::fs::PermissionsExt as _,
+    os::unix::fs::{MetadataExt as _, PermissionsExt as _},
     path::{Path, PathBuf},
     process::{Child, Command, Stdio},
     time::Duration,
@@ -147,12 +147,12 @@ pub fn add_kilo(from: &Path, to: &Path, archive: &Path) -> Result<()> {
     store.close()
 }
 
-/// Copies a directory of containerd. Layers and blobs never change, and are links; databases do.
+/// Copies a directory of containerd. Layers and blobs never change, and are links within a file system; databases do.
 pub fn copy(from: &Path, to: &Path) -> Result<()> {
-    if let Some(parent) = to.parent() {
-        fs::create_dir_all(parent)?;
-    }
-    run(Command::new("cp").arg("-al").arg(from).arg(to))?;
+    let parent = to.parent().context("no directory to copy to")?;
+    fs::create_dir_all(parent)?;
+    let is_near = fs::metadata(from)?.dev() == fs::metadata(parent)?.dev();
+    run(Command::new("cp").arg(if is_near { "-al" } else { "-a" }).arg(from).arg(to))?;
     for plugin in ["metadata.v1.bolt/meta.db", "snapshotter.v1.overlayfs/metadata.db"] {
         let database = format!("io.containerd.{plugin}");
         let original = from.join(&database);

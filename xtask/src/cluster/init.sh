@@ -2,6 +2,8 @@
 # kubelet running. NAME, ADDRESS, IPV6 (address or nothing), DISK, BASE,
 # BIN and PAUSE come from the environment.
 set -eu
+# Who waits for this process leaves its group now.
+echo began
 mount --make-rprivate /
 root=$DISK/merged
 mount -t overlay -o "lowerdir=$BASE,upperdir=$DISK/upper,workdir=$DISK/work" overlay "$root"
@@ -32,7 +34,12 @@ if [ -e /sys/fs/cgroup/cgroup.controllers ]; then
   mkdir -p "$root/sys/fs/cgroup/init"
   echo 1 > "$root/sys/fs/cgroup/init/cgroup.procs"
   for controller in $(cat "$root/sys/fs/cgroup/cgroup.controllers"); do
-    echo "+$controller" > "$root/sys/fs/cgroup/cgroup.subtree_control" || true
+    tries=0
+    until echo "+$controller" > "$root/sys/fs/cgroup/cgroup.subtree_control"; do
+      tries=$((tries + 1))
+      [ $tries -lt 50 ] || exit 1
+      sleep 0.1
+    done
   done
 else
   mount -t tmpfs -o mode=755 cgroup "$root/sys/fs/cgroup"

@@ -12,6 +12,8 @@ use super::{
 
 const TOKEN: &str = "abcdef.0123456789abcdef";
 const SOCKET: &str = "unix:///run/containerd/containerd.sock";
+/// What the kubelet and the containers of the control plane said last.
+const LAST_ERRORS: &str = "tail -n 15 /var/log/kubelet.log; tail -n 5 /var/log/pods/*/*/*.log";
 /// Checks of a machine that a node in namespaces cannot pass.
 const CHECKS: &str = "--ignore-preflight-errors=all";
 
@@ -23,7 +25,7 @@ pub fn init(node: &Node, release: Release) -> Result<()> {
     // No package of Debian holds CoreDNS.
     node.sh(&format!(
         "kubeadm init --config /opt/kubeadm.yaml {CHECKS} --skip-phases=preflight,addon/coredns > /var/log/kubeadm.log 2>&1 \
-         || {{ tail -n 30 /var/log/kubeadm.log >&2; exit 1; }}"
+         || {{ (tail -n 30 /var/log/kubeadm.log; {LAST_ERRORS}) >&2; exit 1; }}"
     ))
     .context("kubeadm init")?;
     Ok(())
@@ -63,13 +65,22 @@ fn configuration(node: &Node, release: Release) -> String {
         true => ("imagePullPolicy: Never", "failCgroupV1: false\n"),
         false => ("ignorePreflightErrors: []", ""),
     };
+    let [call, health] = [60, 240].map(|seconds| super::patient(Duration::from_secs(seconds)).as_secs());
+    // Older ones have no such setting.
+    let timeouts = match release.is_current {
+        true => format!(
+            "timeouts: {{kubernetesAPICall: {call}s, etcdAPICall: {health}s, kubeletHealthCheck: {health}s, \
+             controlPlaneComponentHealthCheck: {health}s}}\n"
+        ),
+        false => String::new(),
+    };
     format!(
         r#"apiVersion: kubeadm.k8s.io/{api}
 kind: InitConfiguration
 bootstrapTokens: [{{token: "{TOKEN}", ttl: 24h0m0s}}]
 localAPIEndpoint: {{advertiseAddress: {address}, bindPort: 6443}}
 nodeRegistration: {{name: {name}, criSocket: "{SOCKET}", taints: [], {never}}}
----
+{timeouts}---
 apiVersion: kubeadm.k8s.io/{api}
 kind: ClusterConfiguration
 kubernetesVersion: v{version}

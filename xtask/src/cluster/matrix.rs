@@ -133,7 +133,7 @@ fn services(pods: &[Pod]) -> impl Iterator<Item = SocketAddr> + Clone + use<> {
 }
 
 fn probe(path: Path) -> Cell {
-    let error = match probe::probe_port(path.protocol, path.address, TIMEOUT) {
+    let error = match probe::probe_port(path.protocol, path.address, super::patient(TIMEOUT)) {
         Ok(Some(seen)) if path.sees.is_some_and(|sees| sees != seen) => {
             Some(format!("came from {seen} instead of {:?}", path.sees))
         }

@@ -9,12 +9,14 @@ mod network;
 mod node;
 mod original;
 pub mod release;
+mod run_directory;
 
 use std::{
     fs,
     io::Write as _,
     path::{Path, PathBuf},
     process::{Command, Stdio},
+    sync::OnceLock,
     time::{Duration, Instant},
 };
 
@@ -55,6 +57,9 @@ pub struct ClusterArgs {
     /// An image that `cargo xtask image` wrote (default: one of the binaries built here).
     #[arg(long, value_name = "FILE", global = true)]
     image: Option<PathBuf>,
+    /// Wait so many times as long for everything, as on a machine that is emulated.
+    #[arg(long, value_name = "TIMES", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=60), global = true)]
+    patience: u32,
     #[command(subcommand)]
     command: Option<ClusterCommand>,
 }
@@ -124,8 +129,12 @@ pub struct Cluster {
     pub ready_after: Option<Duration>,
 }
 
+/// How many times as long everything is waited for.
+static PATIENCE: OnceLock<u32> = OnceLock::new();
+
 /// Runs `cargo xtask cluster`.
 pub fn main(args: &ClusterArgs) -> Result<()> {
+    PATIENCE.get_or_init(|| args.patience);
     if !nix::unistd::geteuid().is_root() {
         bail!("a cluster makes namespaces, mounts and control groups: run it as root");
     }
@@ -221,11 +230,6 @@ fn exec(name: &str, command: &[String]) -> Result<()> {
     std::process::exit(inside.args(arguments).status()?.code().unwrap_or(1));
 }
 
-/// Directory of disks, logs and the state.
-fn run_directory() -> Result<PathBuf> {
-    Ok(apt::cache_directory()?.join("cluster/run"))
-}
-
 /// Removes what an earlier cluster left, and arranges that this one goes away on return,
 /// Ctrl-C and SIGTERM.
 fn take_over() -> Result<Takedown<impl Fn() -> Result<()>>> {
@@ -235,7 +239,7 @@ fn take_over() -> Result<Takedown<impl Fn() -> Result<()>>> {
 
 /// Removes every trace of a cluster, also of one that was only half built.
 fn down() -> Result<()> {
-    let run = run_directory()?;
+    let run = run_directory::path()?;
     let parts = Parts {
         run: run.clone(),
         base: PathBuf::new(),
@@ -251,15 +255,17 @@ fn down() -> Result<()> {
     }
     space::remove([network::outside(), network::router()])?;
     node::remove_groups(Path::new(network::NAME));
-    if run.exists() {
-        fs::remove_dir_all(&run).with_context(|| run.display().to_string())?;
-    }
-    Ok(())
+    run_directory::remove(&run)
+}
+
+/// This time, or longer where everything takes longer.
+fn patient(limit: Duration) -> Duration {
+    limit * PATIENCE.get().copied().unwrap_or(1)
 }
 
 /// Asks again and again until there is an answer.
 fn until<T>(what: &str, limit: Duration, mut ask: impl FnMut() -> Option<T>) -> Result<T> {
-    wait::until(what, limit, || {
+    wait::until(what, patient(limit), || {
         let answer = ask();
         if answer.is_none() {
             stop_if_interrupted()?;
@@ -302,13 +308,13 @@ impl Cluster {
         let prepared = prepare(args)?;
         let release = prepared.release;
         let parts = Parts {
-            run: run_directory()?,
+            run: run_directory::path()?,
             base: prepared.images.root.clone(),
             bin: prepared.bin,
             pause: images::pause(release),
             has_ipv6: release.has_two_families(),
         };
-        fs::create_dir_all(&parts.run)?;
+        run_directory::make(&parts.run)?;
         step("images on every node");
         let stored = parts.run.join("containerd");
         images::add_kilo(&prepared.images.containerd, &stored, &prepared.kilo)?;
@@ -348,7 +354,7 @@ impl Cluster {
     }
 
     fn load() -> Result<Self> {
-        let run = run_directory()?;
+        let run = run_directory::path()?;
         let text = fs::read(run.join("state.json"))
             .context("no cluster is up; start one with `cargo xtask cluster --keep`")?;
         let state: State = serde_json::from_slice(&text)?;
@@ -390,8 +396,13 @@ impl Cluster {
         })
     }
 
-    /// Runs kubectl; its standard output.
+    /// Runs kubectl; its standard output. `--timeout=SECONDSs` is of a machine that is not emulated.
     pub fn kubectl(&self, arguments: &[&str]) -> Result<String> {
+        let seconds = |argument: &str| argument.strip_prefix("--timeout=")?.strip_suffix('s')?.parse().ok();
+        let arguments = arguments.iter().map(|argument| match seconds(argument) {
+            Some(seconds) => format!("--timeout={}s", patient(Duration::from_secs(seconds)).as_secs()),
+            None => (*argument).to_owned(),
+        });
         output(self.first().command("kubectl")?.args(arguments))
     }
 

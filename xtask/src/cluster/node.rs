@@ -119,14 +119,15 @@ impl Node {
             .stderr(fs::File::create(disk.join("boot.log"))?)
             .spawn()
             .context("nsenter, unshare")?;
-        let mut line = String::new();
-        if let Some(stdout) = process.stdout.take() {
-            BufReader::new(stdout).read_line(&mut line)?;
+        let id = process.id();
+        let mut lines = process.stdout.take().into_iter().flat_map(|stdout| BufReader::new(stdout).lines());
+        if let Some(began) = lines.next() {
+            began?;
+            leave_group(id)?;
         }
-        if line.trim() != "ready" {
+        if lines.next().transpose()?.is_none_or(|line| line != "ready") {
             bail!("node {} does not boot:\n{}", self.name(), fs::read_to_string(disk.join("boot.log"))?);
         }
-        let id = process.id();
         let children = fs::read_to_string(format!("/proc/{id}/task/{id}/children"))?;
         let first = children.split_whitespace().next().context("the node has no first process")?;
         Ok(fs::write(self.pid_file(), first)?)
@@ -233,6 +234,18 @@ fn make_groups(name: &str) -> Result<Vec<PathBuf>> {
         made.push(group);
     }
     Ok(made)
+}
+
+/// Takes the process that waits for a node's first one out of its group. A group of version 2 gives controllers to the
+/// groups below it only where it holds no process itself.
+fn leave_group(process: u32) -> Result<()> {
+    let all = Path::new(CGROUPS).join(NAME);
+    if !all.join("cgroup.controllers").exists() {
+        return Ok(());
+    }
+    let outside = all.join("outside");
+    fs::create_dir_all(&outside).with_context(|| outside.display().to_string())?;
+    Ok(fs::write(outside.join("cgroup.procs"), process.to_string())?)
 }
 
 /// Removes a group and all below it, as soon as they are empty.
