@@ -118,7 +118,8 @@ pub(super) fn sum_up(
             let lost = figures.lost * ticks;
             ensure!(
                 lost <= MOVED,
-                "{name} was moved and lost {lost} of 1,000 datagrams a second instead of {MOVED}"
+                "{name} was moved and lost {lost} of 1,000 datagrams a second instead of {MOVED}: number and how many {:?}",
+                figures.holes
             );
         }
         sum.sent += figures.sent;
