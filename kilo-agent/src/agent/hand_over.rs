@@ -40,6 +40,9 @@ const FORGETTING: Duration = Duration::from_secs(5);
 
 /// The programs end so much later than the rules begin to keep in what they steered.
 const OVERLAP: Duration = Duration::from_secs(2);
+/// Programs that are removed at once end by themselves only after this, which is longer than flows and tunnel devices
+/// take: without programs those devices hand on what anybody sends.
+const REMOVED_BY: Duration = Duration::from_secs(60);
 
 /// What becomes of the programs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -55,9 +58,9 @@ pub enum Programs {
 /// the WireGuard device's name.
 pub async fn hand_over(bpffs: &Path, interface: &str, masquerade: Masquerade, programs: Programs) -> Outcome {
     let mut outcome = Outcome::default();
-    let steered = match programs {
-        Programs::Removed => Duration::ZERO,
-        Programs::LeftFor(lasts) => lasts,
+    let (steered, end) = match programs {
+        Programs::Removed => (Duration::ZERO, REMOVED_BY),
+        Programs::LeftFor(lasts) => (lasts, lasts + OVERLAP),
     };
     let (ruled, untranslated): (Result<bool, Cause>, _) = match dataplane::read_tables(bpffs).map(Arc::new) {
         Ok(tables) => {
@@ -71,21 +74,22 @@ pub async fn hand_over(bpffs: &Path, interface: &str, masquerade: Masquerade, pr
         }
         Err(error) => (Err(error.into()), None),
     };
-    // Programs that are about to be removed end soon anyway.
-    if ruled.is_ok()
-        && let Err(error) = dataplane::leave_for(bpffs, steered + OVERLAP)
-        && programs != Programs::Removed
-    {
-        outcome.stays.push(format!("programs, since their end could not be set: {error}"));
-        return outcome;
-    }
-    if let (Ok(true), Some(untranslated)) = (&ruled, untranslated) {
-        outcome.take(
-            forget(untranslated)
-                .await
-                .map_err(|error| format!("entries of connection tracking without translation: {error}")),
-            |count| format!("{count} entries of connection tracking without translation"),
-        );
+    // As long as programs translate, a flow that is forgotten could come back without translation.
+    let translates = match ruled.is_ok().then(|| dataplane::leave_for(bpffs, end)) {
+        Some(Ok(())) => false,
+        Some(Err(error)) if programs != Programs::Removed => {
+            outcome.stays.push(format!("programs, since their end could not be set: {error}"));
+            return outcome;
+        }
+        Some(Err(error)) => {
+            tracing::warn!(%error, "failed to stop programs from translating; their flows wait until they are removed");
+            true
+        }
+        None => true,
+    };
+    let mut untranslated = untranslated.filter(|_| matches!(ruled, Ok(true)));
+    if !translates && let Some(untranslated) = untranslated.take() {
+        forget(untranslated, &mut outcome).await;
     }
     // Before their programs: without them these devices hand on what anybody sends.
     let removed = match Net::new() {
@@ -103,6 +107,9 @@ pub async fn hand_over(bpffs: &Path, interface: &str, masquerade: Masquerade, pr
             format!("{count} pinned programs and maps below {}", dataplane::top_directory(bpffs).display())
         });
     }
+    if let Some(untranslated) = untranslated {
+        forget(untranslated, &mut outcome).await;
+    }
     outcome
 }
 
@@ -114,13 +121,20 @@ async fn untranslated(
     spawn_blocking(move || Untranslated::list(is_masqueraded)).await.map_err(io::Error::other).flatten()
 }
 
-/// Lets the rules translate these flows from now on; returns how many they are.
-async fn forget<F>(flows: io::Result<Untranslated<F>>) -> io::Result<usize>
+/// Lets the rules translate these flows from now on.
+async fn forget<F>(flows: io::Result<Untranslated<F>>, outcome: &mut Outcome)
 where
     F: FnMut(IpAddr, IpAddr) -> bool + Send + 'static,
 {
-    let (flows, until) = (flows?, Instant::now() + FORGETTING);
-    spawn_blocking(move || flows.forget(until)).await.map_err(io::Error::other).flatten()
+    let until = Instant::now() + FORGETTING;
+    let forgotten = match flows {
+        Ok(flows) => spawn_blocking(move || flows.forget(until)).await.map_err(io::Error::other).flatten(),
+        Err(error) => Err(error),
+    };
+    outcome.take(
+        forgotten.map_err(|error| format!("entries of connection tracking without translation: {error}")),
+        |count| format!("{count} entries of connection tracking without translation"),
+    );
 }
 
 /// True when rules masquerade now, or keep in what only a tunnel may carry; false where there is

@@ -133,8 +133,11 @@ impl Thread {
             let Some(location) = site.fars.get(&far) else { continue };
             let Some(gateway) = self.fars.get(&far).map(Acting::shared) else { continue };
             self.is_dirty = true;
-            self.tell();
+            let is_news = self.publish();
             self.move_prefixes(location, gateway, &[], true);
+            if is_news {
+                self.shared.changed.notify_one();
+            }
         }
     }
 

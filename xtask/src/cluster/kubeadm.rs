@@ -13,7 +13,7 @@ use super::{
 const TOKEN: &str = "abcdef.0123456789abcdef";
 const SOCKET: &str = "unix:///run/containerd/containerd.sock";
 /// What the kubelet and the containers of the control plane said last.
-const LAST_ERRORS: &str = "tail -n 15 /var/log/kubelet.log; tail -n 5 /var/log/pods/*/*/*.log";
+const LAST_LINES: &str = "tail -n 15 /var/log/kubelet.log; tail -n 5 /var/log/pods/*/*/*.log";
 /// Checks of a machine that a node in namespaces cannot pass.
 const CHECKS: &str = "--ignore-preflight-errors=all";
 
@@ -25,7 +25,7 @@ pub fn init(node: &Node, release: Release) -> Result<()> {
     // No package of Debian holds CoreDNS.
     node.sh(&format!(
         "kubeadm init --config /opt/kubeadm.yaml {CHECKS} --skip-phases=preflight,addon/coredns > /var/log/kubeadm.log 2>&1 \
-         || {{ (tail -n 30 /var/log/kubeadm.log; {LAST_ERRORS}) >&2; exit 1; }}"
+         || {{ (tail -n 30 /var/log/kubeadm.log; {LAST_LINES}) >&2; exit 1; }}"
     ))
     .context("kubeadm init")?;
     Ok(())

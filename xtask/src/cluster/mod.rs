@@ -57,7 +57,7 @@ pub struct ClusterArgs {
     /// An image that `cargo xtask image` wrote (default: one of the binaries built here).
     #[arg(long, value_name = "FILE", global = true)]
     image: Option<PathBuf>,
-    /// Wait so many times as long for everything, as on a machine that is emulated.
+    /// Wait so many times as long for most things, for a machine that is emulated.
     #[arg(long, value_name = "TIMES", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=60), global = true)]
     patience: u32,
     #[command(subcommand)]
@@ -396,7 +396,7 @@ impl Cluster {
         })
     }
 
-    /// Runs kubectl; its standard output. `--timeout=SECONDSs` is of a machine that is not emulated.
+    /// Runs kubectl; its standard output. A `--timeout` in seconds is multiplied by the patience.
     pub fn kubectl(&self, arguments: &[&str]) -> Result<String> {
         let seconds = |argument: &str| argument.strip_prefix("--timeout=")?.strip_suffix('s')?.parse().ok();
         let arguments = arguments.iter().map(|argument| match seconds(argument) {

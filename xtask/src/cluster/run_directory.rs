@@ -9,12 +9,14 @@ use std::{
 
 use anyhow::{Context as _, Result};
 use nix::{
-    errno::Errno,
     mount::{MntFlags, MsFlags, mount, umount2},
     sys::statfs::{OVERLAYFS_SUPER_MAGIC, statfs},
 };
 
 use crate::apt;
+
+/// Names our mounts.
+const SOURCE: &str = "kilo-cluster";
 
 /// Its path, whether or not it is there.
 pub fn path() -> Result<PathBuf> {
@@ -27,7 +29,7 @@ pub fn make(run: &Path) -> Result<()> {
     if statfs(run)?.filesystem_type() == OVERLAYFS_SUPER_MAGIC {
         println!("cluster: {} is on an overlay, so disks of nodes are in memory", run.display());
         let nothing: Option<&str> = None;
-        mount(Some("tmpfs"), run, Some("tmpfs"), MsFlags::empty(), nothing)
+        mount(Some(SOURCE), run, Some("tmpfs"), MsFlags::empty(), nothing)
             .with_context(|| format!("failed to mount a tmpfs on {}", run.display()))?;
     }
     Ok(())
@@ -35,10 +37,14 @@ pub fn make(run: &Path) -> Result<()> {
 
 /// Removes it with all that is in it.
 pub fn remove(run: &Path) -> Result<()> {
-    // Not a mount, or not there, is what it mostly is.
-    match umount2(run, MntFlags::MNT_DETACH) {
-        Ok(()) | Err(Errno::EINVAL | Errno::ENOENT) => {}
-        Err(error) => return Err(error).with_context(|| format!("failed to unmount {}", run.display())),
+    let mounts = fs::read_to_string("/proc/self/mountinfo")?;
+    let point = run.display().to_string();
+    let is_ours = |line: &str| {
+        let mut words = line.split(' ');
+        words.nth(4) == Some(&point) && words.any(|word| word == SOURCE)
+    };
+    if mounts.lines().any(is_ours) {
+        umount2(run, MntFlags::MNT_DETACH).with_context(|| format!("failed to unmount {point}"))?;
     }
     match fs::remove_dir_all(run) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => {

@@ -83,7 +83,7 @@ impl Buildah {
     }
 
     /// Removes the layers that earlier builds have left, and what holds them of builds that were interrupted, when there
-    /// are many: a build makes some ten of up to 5 GB. Nothing is removed while another build runs.
+    /// are many: a build makes some ten of up to 5 GB. Nothing is removed while another xtask uses the storage.
     pub fn prune(&self) -> Result<()> {
         let images = output(self.command().args(["images", "--all", "--quiet"]))?.lines().count();
         if images <= MOST_IMAGES {

@@ -43,6 +43,12 @@ fn evidence(node: &Node) -> Duration {
     patience(node) * 3 / 4
 }
 
+/// Nobody was heard for longer than the 33 s (and 5 s of collecting) that lie between two heartbeats of one node, or the
+/// 330 s (and 5) of one that renews it every 300 s: none could arrive.
+fn pause(node: &Node) -> Duration {
+    patience(node) * 13 / 20
+}
+
 /// What one agent has seen of the others.
 /// ```
 /// use std::{sync::Arc, time::{Duration, Instant}};
@@ -226,7 +232,7 @@ impl Liveness {
         };
         let stale = own_seen.is_some_and(|seen| !seen.is_alive(now)) && !nobody;
         let own_changed = own_seen.and_then(|seen| seen.changed);
-        let pause = own_seen.map(|seen| evidence(&seen.node));
+        let pause = own_seen.map(|seen| pause(&seen.node));
         let heard_since = match own {
             Some(_) => None,
             None => own_changed.zip(pause).map(|(changed, pause)| self.hear(changed, pause)),
@@ -251,9 +257,13 @@ impl Liveness {
     /// A heartbeat came at this time; since when they come without a pause as long as this.
     fn hear(&mut self, last: Instant, pause: Duration) -> Instant {
         let heard = self.heard.filter(|heard| last.saturating_duration_since(heard.last) < pause);
-        let since = heard.map_or(last, |heard| heard.since);
-        self.heard = Some(Heard { since, last });
-        since
+        let heard = match heard {
+            // Who was heard last may have gone.
+            Some(Heard { since, last: before }) => Heard { since, last: before.max(last) },
+            None => Heard { since: last, last },
+        };
+        self.heard = Some(heard);
+        heard.since
     }
 
     /// Who renewed its heartbeat last, of those whose heartbeats count.
@@ -515,6 +525,18 @@ mod tests {
                     "{unix_now}"
                 );
             }
+        }
+    }
+
+    #[test]
+    fn a_machine_takes_nobody_for_dead_after_an_outage_of_less_than_a_minute() {
+        let (start, second) = (Instant::now(), Duration::from_secs(1));
+        let mut liveness = Liveness::default();
+        // a is heard again after 42 s, and b, which was heard first, two seconds later.
+        for (after, a, b) in [(0, 1_000, 1_000), (28, 1_028, 1_000), (70, 1_070, 1_000), (72, 1_070, 1_072)] {
+            let all = [("a", a), ("b", b)];
+            let taking_part = heard(&mut liveness, &all, start + second * after, 1_000 + i64::from(after));
+            assert_eq!(taking_part, ["a", "b"], "{after} s");
         }
     }
 
