@@ -27,13 +27,25 @@ impl Sender {
     }
 }
 
+/// What is known of a member that is led.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Led {
+    /// It was in this earlier term. Another gateway may have taken it since, so it is asked before it is told.
+    Before(Term),
+    /// It is told to follow, until its kernel says that it does.
+    Told,
+    /// Its kernel has said that it follows.
+    Follows,
+}
+
 /// Leadership of some members in one term.
 #[derive(Clone, Debug)]
 pub struct Lead {
     sender: Sender,
     term: Term,
-    /// Who is led; `true`: its kernel has said that it follows.
-    members: BTreeMap<NodeId, bool>,
+    members: BTreeMap<NodeId, Led>,
+    /// How many are told and do not follow yet.
+    told: usize,
     /// Whose prefixes each far leader has moved.
     moved: BTreeMap<Far, BTreeSet<NodeId>>,
     shared: Shared,
@@ -45,7 +57,8 @@ pub struct Lead {
 }
 
 impl Lead {
-    /// CLAIMs wait so long for more members.
+    /// CLAIMs wait so long for more members, while some do not follow yet: what members send by this gateway is lost
+    /// until far leaders have moved them.
     const BATCH: Micros = 2 * MS;
     /// Everything is claimed again so often: a far leader whose agent forgot terms, or
     /// whose WireGuard was set up anew, learns them.
@@ -64,6 +77,7 @@ impl Lead {
             sender,
             term,
             members: BTreeMap::new(),
+            told: 0,
             moved,
             shared: Shared::Stay,
             tries: 0,
@@ -78,11 +92,26 @@ impl Lead {
     #[must_use]
     pub fn with_only(mut self, members: &[NodeId]) -> Self {
         if self.term == Term::NONE {
-            self.members = members.iter().map(|member| (*member, true)).collect();
+            self.members = members.iter().map(|member| (*member, Led::Follows)).collect();
         } else {
             self.members.retain(|member, _| members.contains(member));
         }
+        self.told = self.count_told();
         self
+    }
+
+    fn count_told(&self) -> usize {
+        self.members.values().filter(|led| **led == Led::Told).count()
+    }
+
+    /// `None`: it is led no more.
+    fn becomes(&mut self, member: NodeId, led: Option<Led>) {
+        let before = match led {
+            Some(led) => self.members.insert(member, led),
+            None => self.members.remove(&member),
+        };
+        self.told += usize::from(led == Some(Led::Told));
+        self.told -= usize::from(before == Some(Led::Told));
     }
 
     /// The term.
@@ -123,10 +152,27 @@ impl Lead {
     /// Leads these, too.
     pub fn add(&mut self, members: impl IntoIterator<Item = NodeId>, now: Micros) {
         for member in members {
-            self.members.entry(member).or_insert(false);
+            if matches!(self.members.get(&member), None | Some(Led::Before(_))) {
+                self.becomes(member, Some(Led::Told));
+            }
         }
         self.tries = 0;
         self.next = now;
+    }
+
+    /// Goes on leading these, which were led in that earlier term, unless another gateway has taken them since.
+    pub fn goes_on(&mut self, members: impl IntoIterator<Item = NodeId>, term: Term) {
+        for member in members {
+            self.members.entry(member).or_insert(Led::Before(term));
+        }
+    }
+
+    /// Goes on leading everybody else that it led before.
+    pub fn inherits(&mut self, older: &Self) {
+        for (member, led) in older.members.iter().filter(|(member, _)| **member != older.sender.me) {
+            let term = if let Led::Before(term) = led { *term } else { older.term };
+            self.goes_on([*member], term);
+        }
     }
 
     /// Whether it leads the location, and not only some members: nobody else has what belongs to none.
@@ -136,7 +182,7 @@ impl Lead {
 
     /// Whether a member's kernel has said that it follows.
     pub fn is_followed_by(&self, member: NodeId) -> bool {
-        self.members.get(&member) == Some(&true)
+        self.members.get(&member) == Some(&Led::Follows)
     }
 
     /// There are other nodes and far leaders now; `true`: those led have changed.
@@ -150,6 +196,7 @@ impl Lead {
         }
         let before = self.members.len();
         self.members.retain(|member, _| nodes.contains(member));
+        self.told = self.count_told();
         before != self.members.len()
     }
 
@@ -168,23 +215,30 @@ impl Lead {
         self.members.contains_key(&member)
     }
 
-    /// A member's kernel said whom it uses. It is no longer led when that is somebody
-    /// else in a later term; `true`: those led have changed.
+    /// A member's kernel said whom it uses. It is no longer led when that is somebody else in a term after the one it
+    /// is led in; `true`: those led have changed.
     pub fn hears(&mut self, member: NodeId, word: (Term, NodeId), now: Micros) -> bool {
-        let Some(follows) = self.members.get_mut(&member) else { return false };
+        let Some(led) = self.members.get(&member).copied() else { return false };
+        let is_anothers = match led {
+            Led::Before(led_in) => word.1 != self.sender.me && word.0 > led_in,
+            Led::Told | Led::Follows => word.0 > self.term,
+        };
         if word == (self.term, self.sender.me) {
-            if !*follows {
-                *follows = true;
-                self.flush.get_or_insert(now + Self::BATCH);
+            if led != Led::Follows {
+                self.becomes(member, Some(Led::Follows));
+                let at = if self.told == 0 { now } else { now + Self::BATCH };
+                self.flush = Some(self.flush.map_or(at, |flush| flush.min(at)));
             }
-        } else if word.0 > self.term {
-            self.members.remove(&member);
+        } else if is_anothers || word.0 > self.term {
+            self.becomes(member, None);
             return true;
-        } else if *follows {
-            // Its kernel has started anew.
-            *follows = false;
-            self.tries = 0;
-            self.next = now;
+        } else if led != Led::Told {
+            self.becomes(member, Some(Led::Told));
+            if led == Led::Follows {
+                // Its kernel has started anew.
+                self.tries = 0;
+                self.next = now;
+            }
         }
         false
     }
@@ -198,7 +252,7 @@ impl Lead {
 
     /// Whether any far leader has still to move anybody who follows.
     pub fn is_settled(&self) -> bool {
-        self.members.values().all(|follows| *follows)
+        self.members.values().all(|led| *led == Led::Follows)
             && self.moved.values().all(|moved| self.members.keys().all(|member| moved.contains(member)))
     }
 
@@ -216,11 +270,17 @@ impl Lead {
         if turn.now < self.next {
             return false;
         }
-        let silent: Vec<_> =
-            self.members.iter().filter(|(_, follows)| !**follows).map(|(member, _)| *member).collect();
-        for member in &silent {
+        let silent: Vec<_> = self
+            .members
+            .iter()
+            .filter(|(_, led)| **led != Led::Follows)
+            .map(|(member, led)| (*member, *led))
+            .collect();
+        for (member, led) in &silent {
             match roll.reachable(*member, turn.now) {
-                Some(present) if self.tries < Self::TRUSTED => self.announce(*member, *present, turn),
+                Some(present) if *led == Led::Told && self.tries < Self::TRUSTED => {
+                    self.announce(*member, *present, turn);
+                }
                 // One that has booted since has another cookie.
                 _ => ask(self.sender, *member, roll, turn),
             }
@@ -235,7 +295,8 @@ impl Lead {
         self.tries += 1;
         self.next = turn.now + pause(self.tries);
         if self.tries == Self::TRIES && !silent.is_empty() {
-            self.members.retain(|_, follows| *follows);
+            self.members.retain(|_, led| *led == Led::Follows);
+            self.told = 0;
             return true;
         }
         false
@@ -243,7 +304,7 @@ impl Lead {
 
     /// Tells a member's kernel to use this gateway, if it has not said that it does.
     pub fn announce(&self, member: NodeId, present: Present, turn: &mut Turn<'_>) {
-        if self.members.get(&member) != Some(&false) {
+        if self.members.get(&member) != Some(&Led::Told) {
             return;
         }
         let body = Body::Word { cookie: present.cookie, gateway: self.sender.me };
@@ -257,8 +318,8 @@ impl Lead {
             let members: Vec<_> = self
                 .members
                 .iter()
-                .filter(|(member, follows)| {
-                    (**follows || !params.keeps(Rule::ClaimFollowers)) && !moved.contains(*member)
+                .filter(|(member, led)| {
+                    (**led == Led::Follows || !params.keeps(Rule::ClaimFollowers)) && !moved.contains(*member)
                 })
                 .map(|(member, _)| *member)
                 .collect();
@@ -352,6 +413,61 @@ mod tests {
         }
         lead.moved(9, term, &[MEMBER]);
         assert_eq!(lead.moved[&9].len(), 1);
+    }
+
+    #[test]
+    fn far_leaders_hear_at_once_when_the_last_member_follows() {
+        let term = Term::NONE.next(ME);
+        let mut lead = Lead::new(Sender { me: ME, location: 7 }, term, &[9], 0);
+        lead.add([MEMBER, MEMBER + 1], 0);
+        lead.next = SEC;
+        lead.hears(MEMBER, (term, ME), 100);
+        assert_eq!(lead.wake(), 100 + Lead::BATCH, "another one may follow at any moment");
+        lead.hears(MEMBER + 1, (term, ME), 300);
+        assert_eq!(lead.wake(), 300);
+    }
+
+    #[test]
+    fn who_was_led_before_is_asked_and_stays_where_another_gateway_has_taken_it() {
+        let (before, now) = (Term::NONE.next(ME), SEC);
+        let taken = before.next(9 << 48);
+        let later = taken.next(ME);
+        let (stays, gone, booted) = (MEMBER, MEMBER + 1, MEMBER + 2);
+        let sender = Sender { me: ME, location: 7 };
+        let mut older = Lead::new(sender, before, &[9], 0);
+        older.add([stays, gone, booted, ME], 0);
+        let mut lead = Lead::new(sender, later, &[9], now);
+        lead.inherits(&older);
+        // A third term is another lead, of which nobody has said anything yet.
+        let mut lead = {
+            let mut third = Lead::new(sender, later.next(ME), &[9], now);
+            third.inherits(&lead);
+            std::mem::swap(&mut third, &mut lead);
+            lead
+        };
+        let mut roll = Roll::default();
+        let (mut out, mut after, mut random) = (Vec::new(), Vec::new(), || 1);
+        let mut turn = Turn { now, random: &mut random, out: &mut out, later: &mut after };
+        for member in [stays, gone, booted] {
+            roll.asks(member, 1);
+            roll.heard(member, 1, Present { at: now, cookie: 5, word: (before, ME) });
+        }
+        lead.wake_up(&Params::default(), &mut roll, &mut turn);
+        let kind = |output: &Output| match output {
+            Output::Lan(to, signal) => Some((signal.kind, *to)),
+            _ => None,
+        };
+        let sent: Vec<_> = turn.out.drain(..).filter_map(|output| kind(&output)).collect();
+        assert_eq!(sent, [stays, gone, booted].map(|member| (Kind::Roll, member)), "nobody is told yet");
+        let mut told = Vec::new();
+        for (member, word) in [(stays, (before, ME)), (gone, (taken, 9 << 48)), (booted, (Term::NONE, 1))] {
+            let is_dropped = lead.hears(member, word, now);
+            assert_eq!(is_dropped, member == gone, "{member}");
+            lead.announce(member, Present { at: now, cookie: 5, word }, &mut turn);
+            told.extend(turn.out.drain(..).filter_map(|output| kind(&output)));
+        }
+        assert_eq!(told, [(Kind::Announce, stays), (Kind::Announce, booted)]);
+        assert!(!lead.has(gone) && lead.told == 2);
     }
 
     #[test]

@@ -25,13 +25,25 @@ impl Several {
     }
 }
 
+/// Between two gateways that take members from others.
+const APART: Micros = 60 * SEC;
+/// How much later than the one before it each place takes, at least.
+const PLACES_APART: Micros = 3 * SEC;
+
+/// How long the gateway of a place waits after another one has taken members. All see the same change: that the next
+/// place has taken some is seen by the others, in a roll call of the `whole` location, before it is their turn.
+const fn pause_of(place: usize, whole: Micros) -> Micros {
+    let apart = if 2 * whole > PLACES_APART { 2 * whole } else { PLACES_APART };
+    APART + place as u64 * apart
+}
+
 /// What a gateway remembers between two turns.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Homing {
     /// Since when its tunnels have worked without a break.
     fit_since: Option<Micros>,
-    /// Whom members used when they were last looked at.
-    used: BTreeMap<NodeId, NodeId>,
+    /// Whom members used, and since which term, when they were last looked at.
+    used: BTreeMap<NodeId, (Term, NodeId)>,
     /// When another gateway took members that had a leader.
     others_took: Option<Micros>,
     /// When this one took any.
@@ -41,8 +53,6 @@ pub(crate) struct Homing {
 impl Agent {
     /// How long a new gateway works before it takes anybody.
     const NEW: Micros = 10 * SEC;
-    /// Between two gateways that take members from others.
-    const APART: Micros = 60 * SEC;
     /// Between two times this one takes anybody.
     const PAUSE: Micros = 5 * SEC;
     /// CLAIMs are repeated more often than with one leader: who has lost them, as after a boot, knows Kilo's
@@ -69,7 +79,7 @@ impl Agent {
             homing.took = Some(now);
             return self.lead_more([], Shared::Stay, turn);
         }
-        homing.looks(gateway.roll.users(now), me, now);
+        homing.looks(gateway.roll.heard_lately(now).map(|(node, present)| (node, present.word)), me, now);
         let since = match homing.fit_since {
             _ if !gateway.tunnels.is_fit(now) => None,
             known => Some(known.unwrap_or(now)),
@@ -82,7 +92,8 @@ impl Agent {
         let losses = gateway.others.losses(&self.params, now, me);
         // Those that start at once do not take at once.
         let wait = if losses > 0 { self.params.hold_after(losses) } else { Self::NEW + place as u64 * SEC };
-        let is_turn = healthy >= wait && !rests(homing.others_took, Self::APART);
+        let pause = pause_of(place, self.params.whole_roll(self.place.nodes.len()));
+        let is_turn = healthy >= wait && !rests(homing.others_took, pause);
         let leads = |node: NodeId| gateway.lead.as_ref().is_some_and(|lead| lead.has(node));
         let takes_itself = !leads(me) && (is_back || is_turn);
         let members = gateway.roll.heard_lately(now).filter(|(node, present)| {
@@ -146,14 +157,23 @@ impl Agent {
 }
 
 impl Homing {
-    /// Looks whom members use now.
-    fn looks(&mut self, users: impl Iterator<Item = (NodeId, NodeId)>, me: NodeId, now: Micros) {
-        for (node, uses) in users {
-            let before = self.used.insert(node, uses);
-            if before.is_some_and(|before| before != uses) && uses != me {
+    /// Looks whom members use now. One that has booted uses Kilo's leader until it is told again: nobody took it.
+    fn looks(&mut self, words: impl Iterator<Item = (NodeId, (Term, NodeId))>, me: NodeId, now: Micros) {
+        for (node, word) in words {
+            let before = self.used.get(&node).copied();
+            if before.is_some_and(|before| word.0 < before.0) {
+                continue;
+            }
+            self.used.insert(node, word);
+            if before.is_some_and(|before| before.1 != word.1) && word.1 != me {
                 self.others_took = Some(now);
             }
         }
+    }
+
+    /// There are other nodes now.
+    pub(crate) fn nodes_are(&mut self, nodes: &[NodeId]) {
+        self.used.retain(|node, _| nodes.contains(node));
     }
 }
 
@@ -183,6 +203,28 @@ mod tests {
     fn agent(word: (Term, NodeId), led: Vec<NodeId>) -> Agent {
         let start = Start { now: 0, clock: 0, word, led, is_boot: false };
         Agent::new(Params::default(), place(7), start, &mut || 1)
+    }
+
+    #[test]
+    fn gateways_that_see_the_same_change_take_their_turns_and_a_boot_is_no_change() {
+        for (nodes, apart) in [(12, 3 * SEC), (1_000, 20 * SEC)] {
+            let pauses = [0, 1, 2].map(|place| pause_of(place, Params::default().whole_roll(nodes)));
+            assert_eq!(pauses, [APART, APART + apart, APART + 2 * apart], "{nodes} nodes");
+        }
+        let word = |count: u64, gateway| (Term::from_bits(count << 16), gateway);
+        let mut homing = Homing::default();
+        for (now, heard, wanted) in [
+            (1, word(3, 1), None),
+            // It has booted and uses Kilo's leader.
+            (2, word(0, 7), None),
+            (3, word(3, 1), None),
+            (4, word(4, 1), None),
+            (5, word(5, ME), None),
+            (6, word(6, 7), Some(6)),
+        ] {
+            homing.looks([(3, heard)].into_iter(), ME, now);
+            assert_eq!(homing.others_took, wanted, "at {now}");
+        }
     }
 
     #[test]

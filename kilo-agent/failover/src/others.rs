@@ -42,6 +42,12 @@ pub struct Others {
 }
 
 impl Others {
+    /// There are other gateways now. What one has lost is remembered while it is away.
+    pub fn gateways_are(&mut self, params: &Params, gateways: &[NodeId], now: Micros) {
+        self.said.retain(|gateway, _| gateways.contains(gateway));
+        self.losses.retain(|gateway, losses| gateways.contains(gateway) || losses.last + params.memory > now);
+    }
+
     /// A HELLO came: pairs of its losses as in the signal.
     pub fn hello(&mut self, params: &Params, now: Micros, from: NodeId, state: State, losses: &[u64]) {
         let before = self.said.get(&from).filter(|said| said.state.is_fit && said.at + SEC >= now);

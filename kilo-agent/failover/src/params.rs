@@ -200,9 +200,14 @@ impl Params {
     /// signals has no room for the answers of a large one at once. Gateways are called with each part, so that
     /// parts follow each other as quickly in the largest location.
     pub fn roll_of(&self, nodes: usize) -> (Micros, usize) {
-        let whole = self.roll.max(nodes as u64 * SEC / self.roll_rate);
+        let whole = self.whole_roll(nodes);
         let parts = (nodes / 40).max(1);
         (whole / parts as u64, nodes.div_ceil(parts))
+    }
+
+    /// In which time every node of a location of so many is called.
+    pub fn whole_roll(&self, nodes: usize) -> Micros {
+        self.roll.max(nodes as u64 * SEC / self.roll_rate)
     }
 
     /// A member's probe interval in a location of so many nodes.

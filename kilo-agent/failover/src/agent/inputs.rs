@@ -109,8 +109,12 @@ impl Agent {
                     gateway: *gateway,
                 };
                 self.term = self.term.max(signal.term);
-                if let Some(own) = &mut self.gateway {
-                    own.others.hello(&self.params, turn.now, from, state, losses);
+                let gateways = &self.place.gateways;
+                if let Some(own) = self.gateway.as_mut().filter(|_| gateways.contains(&from)) {
+                    // Whoever else is named fills no memory.
+                    let pairs = losses.as_chunks::<2>().0.iter().filter(|[lost, _]| gateways.contains(lost));
+                    let losses: Vec<u64> = pairs.flatten().copied().collect();
+                    own.others.hello(&self.params, turn.now, from, state, &losses);
                 }
                 self.wish_of_returned(from, turn);
             }
@@ -137,10 +141,11 @@ impl Agent {
         if !gateway.roll.heard(from, nonce, present) {
             return;
         }
-        if let Some(lead) = &gateway.lead {
+        // First whether it is led at all: another gateway may have taken it.
+        self.heard_word(from, present.word, turn);
+        if let Some(lead) = self.lead() {
             lead.announce(from, present, turn);
         }
-        self.heard_word(from, present.word, turn);
         self.boot_is(from, present.cookie, turn);
     }
 

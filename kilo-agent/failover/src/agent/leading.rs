@@ -22,9 +22,11 @@ impl Agent {
         self.term = self.term.max(term);
         if let Some(gateway) = &mut self.gateway {
             let mut lead = Lead::new(sender, term, &self.place.fars, now);
-            lead.add(led, now);
             if is_mine {
+                lead.add(led, now);
                 lead.hears(self.place.me, self.word, now);
+            } else {
+                lead.goes_on(led, Term::NONE);
             }
             gateway.lead = Some(lead);
         }
@@ -70,10 +72,8 @@ impl Agent {
                 let mut lead = Lead::new(sender, term, &self.place.fars, now);
                 if let Some(older) = older {
                     lead.continues(&older);
-                    lead.add(
-                        older.members().filter(|member| *member != sender.me || self.word.1 == sender.me),
-                        now,
-                    );
+                    lead.inherits(&older);
+                    lead.add((older.has(sender.me) && self.word.1 == sender.me).then_some(sender.me), now);
                 }
                 lead
             }

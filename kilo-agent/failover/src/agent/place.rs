@@ -55,6 +55,8 @@ impl Agent {
                 gateway.tunnels.fars_are(&self.params, &place.fars, now);
                 gateway.roll.nodes_are(&place.nodes);
                 gateway.numbers.nodes_are(&place.nodes);
+                gateway.homing.nodes_are(&place.nodes);
+                gateway.others.gateways_are(&self.params, &place.gateways, now);
                 gateway.lead.as_mut().is_some_and(|lead| lead.place_is(&place.nodes, &place.fars, now))
             }
             (Some(gateway), false) => {
