@@ -1,53 +1,76 @@
-//! Annotations of an entry: sorted pairs, whose names are the table's own where it knows them. A tree of texts would
-//! be most of what an agent holds of a node.
+//! Annotations of an entry, in two pieces of memory however many there are: a tree of texts would be most of what an
+//! agent holds of a node.
 
-use std::{borrow::Cow, collections::BTreeMap};
+use std::{cmp::Ordering, collections::BTreeMap};
 
 use serde::{Deserialize, Serialize, Serializer};
 
-use crate::objects::annotations::{ANNOTATIONS, PREFIX};
-
 /// Texts by name, in order.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
-#[serde(from = "BTreeMap<String, Box<str>>")]
-pub struct Texts(Box<[(Cow<'static, str>, Box<str>)]>);
+#[serde(from = "BTreeMap<String, String>")]
+pub struct Texts {
+    /// Each name, and its text behind it.
+    all: Box<str>,
+    /// Where each name and its text end, in bytes.
+    ends: Box<[(u32, u32)]>,
+}
 
 impl Texts {
     /// True when there is none.
     pub fn is_empty(&self) -> bool {
-        self.0.is_empty()
+        self.ends.is_empty()
     }
 
     /// The text of this name.
     pub fn get(&self, name: &str) -> Option<&str> {
-        let at = self.0.binary_search_by(|(known, _)| known.as_ref().cmp(name)).ok()?;
-        self.0.get(at).map(|(_, text)| &**text)
+        let (mut from, mut to) = (0, self.ends.len());
+        while from < to {
+            let middle = from.midpoint(to);
+            let (known, text) = self.pair(middle)?;
+            match known.cmp(name) {
+                Ordering::Less => from = middle + 1,
+                Ordering::Equal => return Some(text),
+                Ordering::Greater => to = middle,
+            }
+        }
+        None
     }
 
     /// All of them, by name.
-    pub fn iter(&self) -> impl ExactSizeIterator<Item = (&str, &str)> {
-        self.0.iter().map(|(name, text)| (name.as_ref(), &**text))
+    pub fn iter(&self) -> impl Iterator<Item = (&str, &str)> {
+        (0..self.ends.len()).filter_map(|at| self.pair(at))
+    }
+
+    fn pair(&self, at: usize) -> Option<(&str, &str)> {
+        let begin = at.checked_sub(1).and_then(|before| self.ends.get(before)).map_or(0, |(_, end)| *end);
+        let (name, end) = *self.ends.get(at)?;
+        let part = |from: u32, to: u32| self.all.get(from as usize..to as usize);
+        part(begin, name).zip(part(name, end))
     }
 }
 
-/// The table's own name, if it has one like this.
-fn shared(name: String) -> Cow<'static, str> {
-    let known =
-        ANNOTATIONS.iter().find_map(|row| row.name.strip_prefix(PREFIX).filter(|known| **known == *name));
-    known.map_or(Cow::Owned(name), Cow::Borrowed)
-}
-
-impl From<BTreeMap<String, Box<str>>> for Texts {
-    fn from(texts: BTreeMap<String, Box<str>>) -> Self {
-        Self(texts.into_iter().map(|(name, text)| (shared(name), text)).collect())
+impl From<BTreeMap<String, String>> for Texts {
+    /// An object of the API server has room for some megabytes: what comes after 4 GiB is left out.
+    fn from(texts: BTreeMap<String, String>) -> Self {
+        let length = texts.iter().map(|(name, text)| name.len() + text.len()).sum();
+        let (mut all, mut ends) = (String::with_capacity(length), Vec::with_capacity(texts.len()));
+        for (name, text) in &texts {
+            let name_end = u32::try_from(all.len() + name.len());
+            let (Ok(name_end), Ok(end)) = (name_end, u32::try_from(all.len() + name.len() + text.len()))
+            else {
+                break;
+            };
+            all.extend([name.as_str(), text]);
+            ends.push((name_end, end));
+        }
+        Self { all: all.into_boxed_str(), ends: ends.into_boxed_slice() }
     }
 }
 
 impl FromIterator<(String, String)> for Texts {
     /// Of equal names the last counts.
     fn from_iter<I: IntoIterator<Item = (String, String)>>(texts: I) -> Self {
-        let texts = texts.into_iter().map(|(name, text)| (name, text.into_boxed_str()));
-        texts.collect::<BTreeMap<_, _>>().into()
+        texts.into_iter().collect::<BTreeMap<_, _>>().into()
     }
 }
 
@@ -60,6 +83,8 @@ impl Serialize for Texts {
 #[cfg(test)]
 #[allow(clippy::unwrap_used, reason = "tests")]
 mod tests {
+    use proptest::prelude::*;
+
     use super::*;
 
     #[test]
@@ -67,13 +92,20 @@ mod tests {
         let text = r#"{"key":"k","zebra":"stripes","endpoint":"e"}"#;
         let texts: Texts = serde_json::from_str(text).unwrap();
         assert_eq!(serde_json::to_string(&texts).unwrap(), r#"{"endpoint":"e","key":"k","zebra":"stripes"}"#);
-        assert_eq!(
-            (texts.get("key"), texts.get("zebra"), texts.get("no")),
-            (Some("k"), Some("stripes"), None)
-        );
-        let borrowed = texts.0.iter().filter(|(name, _)| matches!(name, Cow::Borrowed(_))).count();
-        assert_eq!(borrowed, 2, "names of the table are not copied");
         let pairs = [("key", "old"), ("endpoint", "e"), ("zebra", "stripes"), ("key", "k")];
         assert_eq!(texts, pairs.map(|(name, text)| (name.to_owned(), text.to_owned())).into_iter().collect());
+    }
+
+    proptest! {
+        #[test]
+        fn a_map_of_any_texts_comes_back(map: BTreeMap<String, String>, other: String) {
+            let texts = Texts::from(map.clone());
+            let pairs = texts.iter().map(|(name, text)| (name.to_owned(), text.to_owned()));
+            prop_assert_eq!(pairs.collect::<BTreeMap<_, _>>(), map.clone());
+            for name in map.keys().chain([&other]) {
+                prop_assert_eq!(texts.get(name), map.get(name).map(String::as_str));
+            }
+            prop_assert_eq!(texts.is_empty(), map.is_empty());
+        }
     }
 }
