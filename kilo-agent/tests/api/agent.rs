@@ -178,11 +178,18 @@ fn the_agents_annotations_come_and_go_on_a_real_api_server() {
         until_said("ip route show proto 107", |all| !all.contains("10.5.0.")).await;
 
         drop(agent);
+        let condition = |kind: &str, reason: &str| json!({"type": kind, "status": "True", "reason": reason});
+        let conditions =
+            [condition("NetworkUnavailable", "KiloIsStarting"), condition("DiskPressure", "Full")];
+        let patch = Patch::Strategic(json!({"status": {"conditions": conditions}}));
+        nodes.patch_status("n1", &PatchParams::default(), &patch).await.unwrap();
         // Who may patch this node and nothing else, as its kubelet.
         for object in [
             json!({
                 "apiVersion": "rbac.authorization.k8s.io/v1", "kind": "ClusterRole", "metadata": { "name": "own-node" },
-                "rules": [{ "apiGroups": [""], "resources": ["nodes"], "resourceNames": ["n1"], "verbs": ["patch"] }],
+                "rules": [{
+                    "apiGroups": [""], "resources": ["nodes", "nodes/status"], "resourceNames": ["n1"], "verbs": ["patch"],
+                }],
             }),
             json!({
                 "apiVersion": "rbac.authorization.k8s.io/v1", "kind": "ClusterRoleBinding",
@@ -206,6 +213,14 @@ fn the_agents_annotations_come_and_go_on_a_real_api_server() {
         {
             assert!(!left.contains_key(&name(gone)), "{gone} is still there");
         }
+        let status = nodes.get("n1").await.unwrap().status.unwrap();
+        let kinds: Vec<_> =
+            status.conditions.into_iter().flatten().map(|condition| condition.type_).collect();
+        assert_eq!(
+            kinds,
+            ["DiskPressure"],
+            "what agents said of the pods' network is gone, and nothing else"
+        );
         assert_eq!(netns::sh("ip -o link show kilo0 2>/dev/null || true"), "");
     });
 }

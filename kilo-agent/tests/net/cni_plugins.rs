@@ -83,7 +83,14 @@ fn the_init_container_installs_plugins_and_leaves_newer_ones_alone() {
         assert_eq!(install().contains("theirs"), stays, "{version}");
     }
     fs::write(&theirs, "not a program").unwrap();
-    assert!(install().contains("ours"), "what does not run is replaced");
+    assert!(!install().contains("ours"), "what does not run here may run on the host");
+    fs::remove_file(&theirs).unwrap();
+    std::os::unix::fs::symlink("/usr/lib/cni/nowhere", &theirs).unwrap();
+    init_container("kilo-kubeadm.yaml", "install-cni", root);
+    assert!(fs::read_link(&theirs).is_ok(), "a link may lead to one on the host");
+    fs::remove_file(&theirs).unwrap();
+    fs::write(&theirs, "").unwrap();
+    assert!(install().contains("ours"), "of a copy that did not end nothing is there");
     assert_eq!(fs::read_dir(root.join("host/opt/cni/bin")).unwrap().count(), 1, "nothing is left beside it");
 }
 

@@ -213,13 +213,21 @@ impl KubernetesBackend {
     }
 }
 
-/// Removes from a node what an agent published. Needs the right to patch that node
-/// and no other, as its kubelet has it.
+/// Removes from a node what an agent published: its annotations, and the condition NetworkUnavailable, which would
+/// keep pods away from the node for ever, or say for ever that Kilo is up. Needs the right to patch that node and its
+/// status and no other, as its kubelet has it.
 ///
 /// # Errors
 /// When the API server refuses or is out of reach. A node that does not exist has nothing.
 pub async fn retract(client: Client, node: &str) -> Result<(), BackendError> {
-    remove(client, node, &annotations::retracted()).await
+    let nodes: Api<core::Node> = Api::all(client);
+    let patch = Patch::Merge(serde_json::json!({ "metadata": { "annotations": annotations::retracted() } }));
+    // The answer is the whole object: the right to read it is not needed.
+    match in_time(nodes.patch(node, &PatchParams::default(), &patch), Asked::Patch(node)).await {
+        Ok(object) => network::retract(&nodes, &object).await,
+        Err(BackendError::NoSuchNode(_)) => Ok(()),
+        Err(error) => Err(error),
+    }
 }
 
 /// Removes what a node's agent said of failover, and nothing else.

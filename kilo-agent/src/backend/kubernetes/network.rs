@@ -35,6 +35,22 @@ pub async fn report(api: &Api<Node>, name: &str, available: bool) -> Result<(), 
     in_time(api.patch_status(name, &PatchParams::default(), &patch), Asked::Patch(name)).await.map(drop)
 }
 
+/// Removes the condition from a node if it is of an agent of ours.
+///
+/// # Errors
+/// When the API server is away or refuses.
+pub async fn retract(api: &Api<Node>, node: &Node) -> Result<(), BackendError> {
+    let conditions = node.status.as_ref().and_then(|status| status.conditions.as_deref()).unwrap_or_default();
+    let is_ours = conditions.iter().any(|condition| {
+        let said = (condition.status.as_str(), condition.reason.as_deref().unwrap_or_default());
+        condition.type_ == TYPE && [words(true), words(false)].contains(&said)
+    });
+    let Some(name) = node.metadata.name.as_deref().filter(|_| is_ours) else { return Ok(()) };
+    let patch =
+        Patch::Strategic(json!({ "status": { "conditions": [{ "$patch": "delete", "type": TYPE }] } }));
+    in_time(api.patch_status(name, &PatchParams::default(), &patch), Asked::Patch(name)).await.map(drop)
+}
+
 /// Status and reason.
 const fn words(available: bool) -> (&'static str, &'static str) {
     if available { ("False", "KiloIsUp") } else { ("True", "KiloIsStarting") }

@@ -13,7 +13,7 @@ use k8s_openapi::{
     NamespaceResourceScope,
     api::{
         apps::v1::DaemonSet,
-        core::v1::{Pod, ServiceAccount},
+        core::v1::{Pod, PodCondition, ServiceAccount},
         rbac::v1::{ClusterRole, ClusterRoleBinding},
     },
 };
@@ -31,9 +31,10 @@ use crate::{
 };
 
 const MANIFEST: &str = include_str!("../../../../manifests/uninstall.yaml");
-/// The image and the namespace that the manifest names.
+/// The image, the namespace and the directory of CNI configurations that the manifest names.
 const IMAGE: &str = concat!("kilo-ebpf/kilo:", env!("CARGO_PKG_VERSION"));
 const NAMESPACE: &str = "kube-system";
+const CNI_DIRECTORY: &str = "/etc/cni/net.d";
 /// Name of every object of the manifest, and of the pods' label.
 const NAME: &str = "kilo-uninstall";
 /// What must not run meanwhile, beside what `kgctl takeover` prints.
@@ -54,6 +55,9 @@ pub struct UninstallArgs {
     /// Namespace that Kilo was in.
     #[arg(long, default_value = NAMESPACE)]
     namespace: String,
+    /// Directory of the nodes that has the CNI configuration: /etc/kubernetes/cni/net.d on bootkube and Typhoon.
+    #[arg(long, default_value = CNI_DIRECTORY, value_parser = parse_directory)]
+    cni_dir: String,
     /// Nodes that are not done after this time are named, and nothing of the uninstaller is removed.
     #[arg(long, default_value = "3m", value_parser = parse_period)]
     timeout: Duration,
@@ -78,22 +82,41 @@ pub async fn run(args: &UninstallArgs) -> Result<String> {
             );
         }
     }
+    let (mounted, on_host) =
+        (format!("            path: {CNI_DIRECTORY}\n"), format!("            path: {}\n", args.cni_dir));
     let text = MANIFEST.replace(IMAGE, &args.image).replace(NAMESPACE, &args.namespace);
+    let text = text.replace(&mounted, &on_host);
     for document in text.split("\n---\n").skip(1) {
         let object: DynamicObject = serde_yaml_ng::from_str(document).context("uninstall.yaml")?;
         write(&cluster, &object).await?;
     }
     let done = wait(&cluster, &daemon_sets, args.timeout).await?;
     let pods: Api<Pod> = Api::namespaced(client.clone(), &args.namespace);
-    let said = logs(&cluster, &pods, &args.namespace).await?;
-    if !done {
+    let (said, mut waits_for) = logs(&cluster, &pods, &args.namespace).await?;
+    if let Err(wanted) = done {
+        let missing = wanted.saturating_sub(said.len());
+        if missing > 0 {
+            waits_for.push(format!("{missing} without a pod yet"));
+        }
         bail!(
-            "not every node was done after {}; the pods of DaemonSet {NAME} go on trying:\n{said}",
-            humantime::format_duration(args.timeout)
+            "not done after {}: {}; the pods of DaemonSet {NAME} go on trying:\n{}",
+            humantime::format_duration(args.timeout),
+            waits_for.join(", "),
+            lines(&said)?
         );
     }
     remove(&cluster, &daemon_sets, &args.namespace).await?;
-    Ok(said)
+    lines(&said)
+}
+
+/// A directory of a node, as a manifest may name it.
+fn parse_directory(text: &str) -> Result<String, String> {
+    let is_plain = |letter: char| letter.is_ascii_alphanumeric() || "/._-".contains(letter);
+    if text.starts_with('/') && text.chars().all(is_plain) {
+        Ok(text.to_owned())
+    } else {
+        Err("write an absolute path of letters, digits, dots, dashes and slashes".to_owned())
+    }
 }
 
 /// Creates an object, or brings one that is there to this content.
@@ -127,8 +150,8 @@ async fn write(cluster: &Cluster, object: &DynamicObject) -> Result<()> {
     Ok(())
 }
 
-/// False when not every node is done in time.
-async fn wait(cluster: &Cluster, daemon_sets: &Api<DaemonSet>, limit: Duration) -> Result<bool> {
+/// An inner error, the number of nodes that are wanted, when not every one is done in time.
+async fn wait(cluster: &Cluster, daemon_sets: &Api<DaemonSet>, limit: Duration) -> Result<Result<(), usize>> {
     let started = Instant::now();
     let progress = Progress::new("waiting for every node", 0);
     loop {
@@ -139,28 +162,43 @@ async fn wait(cluster: &Cluster, daemon_sets: &Api<DaemonSet>, limit: Duration) 
         let wanted = seen.desired_number_scheduled;
         progress.of(seen.number_ready, wanted);
         if current && wanted > 0 && updated == wanted && seen.number_ready == wanted {
-            return Ok(true);
+            return Ok(Ok(()));
         }
         if started.elapsed() > limit {
-            return Ok(false);
+            return Ok(Err(usize::try_from(wanted).unwrap_or(0)));
         }
         tokio::time::sleep(POLL).await;
     }
 }
 
-/// What the pods said, by node.
-async fn logs(cluster: &Cluster, pods: &Api<Pod>, namespace: &str) -> Result<String> {
+/// What the pods said, by node, and the nodes whose pods are not done.
+async fn logs(
+    cluster: &Cluster,
+    pods: &Api<Pod>,
+    namespace: &str,
+) -> Result<(BTreeMap<String, String>, Vec<String>)> {
     let labelled = ListParams::default().labels(&format!("app.kubernetes.io/name={NAME}"));
     let listed = cluster.ask(Asked::new("list", "pods").within(namespace), pods.list(&labelled)).await?;
     let progress = Progress::new("reading what the nodes removed", listed.items.len());
-    let mut nodes = BTreeMap::new();
+    let (mut nodes, mut waits_for) = (BTreeMap::new(), Vec::new());
     for pod in listed {
         let node = pod.spec.as_ref().and_then(|spec| spec.node_name.clone()).unwrap_or_default();
+        let conditions = pod.status.as_ref().and_then(|status| status.conditions.as_deref());
+        let is_ready = |condition: &PodCondition| condition.type_ == "Ready" && condition.status == "True";
+        if !conditions.unwrap_or_default().iter().any(is_ready) {
+            waits_for.push(node.clone());
+        }
         let container = LogParams { container: Some("uninstall".to_owned()), ..LogParams::default() };
         let said = remote::log(cluster, &pod, container).await;
         nodes.insert(node, said.unwrap_or_else(|error| format!("its log cannot be read: {error:#}")));
         progress.step();
     }
+    waits_for.sort_unstable();
+    Ok((nodes, waits_for))
+}
+
+/// Each line behind the name of its node.
+fn lines(nodes: &BTreeMap<String, String>) -> Result<String> {
     let mut text = String::new();
     for (node, said) in nodes {
         for line in said.lines() {
