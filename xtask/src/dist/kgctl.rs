@@ -58,7 +58,7 @@ pub const TARGETS: [Target; 3] = [
 ];
 
 /// Systems that have no linker here: macOS wants Apple's own libraries.
-const CHECKED_ONLY: [&str; 1] = ["x86_64-apple-darwin"];
+const CHECKED_ONLY: [&str; 2] = ["x86_64-apple-darwin", "aarch64-apple-darwin"];
 
 impl Target {
     /// Name of the file with the program and what goes with it.

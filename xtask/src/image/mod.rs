@@ -39,7 +39,7 @@ pub struct ImageArgs {
     /// What the image is for; another architecture's packages are installed under emulation.
     #[arg(long, default_value = "amd64", conflicts_with = "quick")]
     architecture: Architecture,
-    /// Make the base images anew, with the distribution's updates.
+    /// Make the base images anew, with the distribution's updates, and all layers on them.
     #[arg(long)]
     renew: bool,
     /// Build a second time, without any layer of the first, and compare the digests.
@@ -61,8 +61,11 @@ pub fn main(args: &ImageArgs) -> Result<()> {
     let buildah = Buildah::open()?;
     buildah.prune()?;
     if args.renew {
-        buildah.remove(&base::all(args.architecture))?;
+        let all: Vec<_> = Architecture::ALL.into_iter().flat_map(base::all).collect();
+        buildah.remove(&all)?;
     }
+    // A base without updates is the same as before, and would bring layers whose packages have some.
+    let layers = if args.renew { Layers::New } else { Layers::Kept };
     let name = match (args.quick, args.architecture) {
         (true, _) => "kilo-quick.tar",
         (false, Architecture::Amd64) => "kilo.tar",
@@ -77,7 +80,7 @@ pub fn main(args: &ImageArgs) -> Result<()> {
         true => quick(&buildah, &workspace_root().join("target/debug"), &file, layers),
         false => full(&buildah, args.architecture, &file, layers),
     };
-    let archive = build(Layers::Kept)?;
+    let archive = build(layers)?;
     println!(
         "image: {IMAGE} in {}: {:.1} MB ({:.1} MB unpacked), digest {}",
         file.display(),

@@ -53,7 +53,7 @@ pub fn there_and_back(cluster: &Cluster) -> Result<String> {
         said.push(format!("{name}: {}", step.text));
         Ok(step)
     };
-    step("Go to Go", &|| {
+    let original = step("Go to Go", &|| {
         cluster.kubectl(&["-n", "kube-system", "rollout", "restart", "ds/kilo"])?;
         deploy::roll(cluster, "kilo", 180)
     })?;
@@ -74,7 +74,7 @@ pub fn there_and_back(cluster: &Cluster) -> Result<String> {
         deploy::roll(cluster, "kilo", 180)
     })?;
     let again = step("ours to Go again", &|| set_image(cluster, original::IMAGE))?;
-    let clear = back.clear + left.clear + ours.clear + again.clear;
+    let clear = back.clear + taken.clear + left.clear + ours.clear + again.clear;
     cluster.kubectl(&["-n", "kube-system", "delete", "ds", "kilo", "--cascade=foreground"])?;
     for node in &cluster.nodes {
         node.sh(LEFT_BY_KILO)?;
@@ -82,6 +82,10 @@ pub fn there_and_back(cluster: &Cluster) -> Result<String> {
     removal::put_back(cluster)?;
     if clear > 0 {
         bail!("{clear} packets with a pod's address were on the router after our agents had stopped");
+    }
+    let dearer = [&back, &again].into_iter().find(|step| step.lost > original.lost);
+    if let Some(step) = dearer {
+        bail!("a step back lost {} packets, one from Kilo to Kilo {}", step.lost, original.lost);
     }
     let outside = back.lost_outside.max(again.lost_outside);
     if outside > MOST_OUTSIDE {
@@ -146,6 +150,8 @@ struct Step {
     text: String,
     /// Packets in clear.
     clear: u64,
+    /// Lost of all flows.
+    lost: u64,
     /// Lost from the leader to a member of its location, all families.
     lost_within: u64,
     /// Lost to the host outside.
@@ -170,6 +176,7 @@ fn measured(cluster: &Cluster, code: impl FnOnce() -> Result<()>) -> Result<Step
             )
         })
         .collect();
+    let lost = measured.iter().map(|(_, figures)| figures.lost).sum();
     let beside = format!("{} to {}", cluster.nodes[0].site.node, cluster.nodes[1].site.node);
     let within = measured.iter().filter(|(name, _)| name.starts_with(&beside));
     let lost_within = within.map(|(_, figures)| figures.lost).sum();
@@ -181,5 +188,5 @@ fn measured(cluster: &Cluster, code: impl FnOnce() -> Result<()>) -> Result<Step
         let error = everybody(cluster).err().map(|error| format!("{error:#}")).unwrap_or_default();
         bail!("{text}\n    {error}");
     }
-    Ok(Step { text, clear, lost_within, lost_outside })
+    Ok(Step { text, clear, lost, lost_within, lost_outside })
 }

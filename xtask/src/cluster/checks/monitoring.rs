@@ -14,7 +14,7 @@ use anyhow::{Context as _, Result, bail, ensure};
 use serde_json::Value;
 
 use crate::{
-    cluster::{Cluster, deploy, until},
+    cluster::{Cluster, deploy, node::Node, until},
     lab::{space::Space, wait},
     manifests::alerts,
     prometheus,
@@ -167,21 +167,24 @@ fn configuration() -> Result<String> {
 }
 
 /// Prometheus on the first node, until dropped.
-struct Running(Child);
+struct Running<'a>(Child, &'a Node);
 
-impl Running {
-    fn start(cluster: &Cluster) -> Result<Self> {
+impl<'a> Running<'a> {
+    fn start(cluster: &'a Cluster) -> Result<Self> {
         let script = format!(
             "cd /opt/prometheus && exec ./prometheus --config.file=prometheus.yaml --storage.tsdb.path=/tmp/tsdb \
              --web.listen-address=127.0.0.1:{PORT} > /var/log/prometheus.log 2>&1"
         );
-        let mut command = cluster.first().command("sh")?;
-        Ok(Self(command.args(["-c", &script]).stdin(Stdio::null()).spawn()?))
+        let node = cluster.first();
+        let mut command = node.command("sh")?;
+        Ok(Self(command.args(["-c", &script]).stdin(Stdio::null()).spawn()?, node))
     }
 }
 
-impl Drop for Running {
+impl Drop for Running<'_> {
     fn drop(&mut self) {
+        // It is a grandchild, in the node's namespace of processes.
+        let _ = self.1.sh("kill -KILL $(pidof prometheus)");
         let _ = self.0.kill();
         let _ = self.0.wait();
     }

@@ -95,6 +95,7 @@ pub fn boot_with_a_file(cluster: &Cluster) -> Result<String> {
 
 /// Cuts the power, boots, waits until a pod of the node reaches others; how long that took.
 fn power_cycle(cluster: &Cluster, node: &Node) -> Result<Duration> {
+    let before = network_condition(cluster, node.name())?;
     node.cut()?;
     let started = Instant::now();
     node.start()?;
@@ -111,7 +112,21 @@ fn power_cycle(cluster: &Cluster, node: &Node) -> Result<Duration> {
         |node: &str| cluster.kubectl(&["wait", "--for=condition=Ready", "node", node, "--timeout=60s"]);
     ready(node.name())?;
     deploy::roll(cluster, "kilo", 60)?;
+    // True since the agent started, and false again: at another time than before.
+    let condition = || network_condition(cluster, node.name());
+    let is_up = |text: &String| text.starts_with("False KiloIsUp") && *text != before;
+    until("the condition NetworkUnavailable is false again", Duration::from_secs(20), || {
+        condition().ok().filter(is_up).map(drop)
+    })
+    .with_context(|| format!("{:?} after {before}", condition()))?;
     Ok(took)
+}
+
+/// Status, reason and time of the condition NetworkUnavailable of a node.
+fn network_condition(cluster: &Cluster, node: &str) -> Result<String> {
+    let path = "jsonpath={range .status.conditions[?(@.type==\"NetworkUnavailable\")]}\
+                {.status} {.reason} {.lastTransitionTime}{end}";
+    cluster.kubectl(&["get", "node", node, "-o", path])
 }
 
 /// Pods that send from the moment they start, on every node.
@@ -154,6 +169,7 @@ spec:
 pub fn drain(cluster: &Cluster) -> Result<String> {
     let node = cluster.remote().name();
     let flows = Flows::start(cluster, Some(node))?;
+    cluster.kubectl(&["cordon", node])?;
     let drained = cluster.kubectl(&["drain", node, "--ignore-daemonsets", "--force", "--timeout=60s"]);
     let lost = flows.finish();
     drained?;

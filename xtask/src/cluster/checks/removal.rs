@@ -68,9 +68,9 @@ pub const KGCTL: &str = "/opt/kgctl";
 /// Puts `kgctl` on the first node, whose administrator uses it.
 pub fn install_kgctl(cluster: &Cluster) -> Result<()> {
     let (program, place) = (std::env::current_exe()?.with_file_name("kgctl"), cluster.first().path(KGCTL)?);
-    if !place.exists() {
-        fs::copy(&program, &place).with_context(|| program.display().to_string())?;
-    }
+    // One of an earlier run may still be there, of another build.
+    let _ = fs::remove_file(&place);
+    fs::copy(&program, &place).with_context(|| program.display().to_string())?;
     Ok(())
 }
 

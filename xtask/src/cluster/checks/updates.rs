@@ -10,17 +10,21 @@ use crate::{
         images::OTHER_TAG,
         network::{self, OUTSIDE},
         node::Node,
+        until,
     },
     image::IMAGE,
     lab::{
         faults::traffic::{Figures, Traffic},
         probe,
         space::Space,
+        wait,
     },
 };
 
 /// Between two datagrams of a flow.
 const TICK: Duration = Duration::from_millis(5);
+/// Kubelets look after each pod within this time.
+const SYNCED: Duration = Duration::from_secs(5);
 
 /// Flows of a test pod of the first node: to the other location, to a node beside it, and outside.
 pub struct Flows {
@@ -128,20 +132,30 @@ pub fn set_image(cluster: &Cluster) -> Result<String> {
 }
 
 pub fn kubelet(cluster: &Cluster) -> Result<String> {
-    while_talking(cluster, || {
-        cluster.each(&cluster.nodes, |node| node.kill("kubelet"))?;
-        still_ready(cluster)
-    })
+    while_talking(cluster, || restart(cluster, "kubelet"))
 }
 
 pub fn containerd(cluster: &Cluster) -> Result<String> {
-    while_talking(cluster, || {
-        cluster.each(&cluster.nodes, |node| node.kill("containerd"))?;
-        still_ready(cluster)
-    })
+    while_talking(cluster, || restart(cluster, "containerd"))
 }
 
-fn still_ready(cluster: &Cluster) -> Result<()> {
+/// Kills a program of every node and waits until kubelets have looked after their pods again.
+fn restart(cluster: &Cluster, program: &str) -> Result<()> {
+    cluster.each(&cluster.nodes, |node| node.kill(program))?;
+    let before = renewed(cluster)?;
+    // A node stays Ready for 40 s without a kubelet; one that works renews its Lease each 10 s.
+    until("every kubelet has renewed its node's Lease", Duration::from_secs(60), || {
+        let now = renewed(cluster).ok()?;
+        before.iter().all(|lease| !now.contains(lease)).then_some(())
+    })?;
+    wait::time_passes(SYNCED, "kubelets look after their pods");
     cluster.kubectl(&["wait", "--for=condition=Ready", "nodes", "--all", "--timeout=120s"])?;
     deploy::roll(cluster, "kilo", 120)
+}
+
+/// The Lease of each node, and when it was renewed.
+fn renewed(cluster: &Cluster) -> Result<Vec<String>> {
+    let path = "jsonpath={range .items[*]}{.metadata.name} {.spec.renewTime}{\"\\n\"}{end}";
+    let leases = cluster.kubectl(&["-n", "kube-node-lease", "get", "leases", "-o", path])?;
+    Ok(leases.lines().map(ToOwned::to_owned).collect())
 }
