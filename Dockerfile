@@ -112,7 +112,7 @@ RUN apt-get source --only-source --tar-only golang-github-containernetworking-pl
 
 FROM ${DEBIAN_IMAGE} AS root
 # Certificates for kubeconfigs that trust public authorities; iptables for
-# --iptables-forward-rules, nftables for masquerading IPv6. Logs and caches bear the
+# --iptables-forward-rules, nftables for --masquerade=nftables. Logs and caches bear the
 # time of the build, and would make each image another one. What only installs, or
 # is a second shell, goes: sh and the tools beside it are what init containers of
 # Kilo's DaemonSets need. tzdata asks debconf when it goes.

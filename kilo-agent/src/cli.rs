@@ -35,7 +35,7 @@ pub enum PageAccess {
 pub enum LogLevel {
     /// Everything.
     All,
-    /// Also what changed and why.
+    /// Also each reconcile, and each packet that is dropped.
     Debug,
     /// What an operator wants to know.
     Info,

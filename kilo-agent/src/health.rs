@@ -9,7 +9,7 @@ use std::{
 #[derive(Clone, Debug)]
 pub struct Health {
     inner: Arc<Mutex<State>>,
-    /// Longest time without a finished reconciliation that is still healthy.
+    /// Longest time without a successful reconciliation that is still healthy.
     patience: Duration,
 }
 

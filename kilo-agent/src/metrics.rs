@@ -156,7 +156,7 @@ pub struct Metrics {
     registry: Arc<Registry>,
     /// `kilo_errors_total{event}`.
     pub errors: Family<EventLabel, Counter>,
-    /// `kilo_leader`: 1 when this node leads its location.
+    /// `kilo_leader`: 1 when Kilo's rule chose this node as leader; `kilo_failover_role` has who carries packets.
     pub leader: Gauge,
     /// `kilo_nodes`: nodes in the mesh.
     pub nodes: Gauge,
@@ -276,7 +276,11 @@ impl Default for Metrics {
             registry: Arc::default(),
         };
         registry.register("kilo_errors", "Errors by the step that failed", metrics.errors.clone());
-        registry.register("kilo_leader", "Whether this node leads its location", metrics.leader.clone());
+        registry.register(
+            "kilo_leader",
+            "Whether Kilo's rule chose this node as leader of its location",
+            metrics.leader.clone(),
+        );
         registry.register("kilo_nodes", "Nodes in the mesh", metrics.nodes.clone());
         registry.register(
             "kilo_address_conflicts",
@@ -286,7 +290,7 @@ impl Default for Metrics {
         registry.register("kilo_peers", "VPN peers in the mesh", metrics.peers.clone());
         registry.register(
             "kilo_silent_tunnels",
-            "Tunnels that bytes are sent into and nobody answers from",
+            "WireGuard tunnels with outgoing traffic and no valid handshake",
             metrics.silent_tunnels.clone(),
         );
         registry.register(

@@ -83,7 +83,7 @@ counted! {
 counted! {
     /// Why a packet was dropped.
     DropReason {
-        /// The table names a hop that does not exist, or whose traffic is to be dropped.
+        /// The destination is in the mesh, but its node or location cannot be reached now.
         NoHop = 32 => "no_hop",
             "The node that owns the destination has no usable private address or was declared dead, or the \
              location has no leader: `kgctl status`; `kgctl trace` names the node.",
@@ -122,7 +122,7 @@ counted! {
         TooBig = 42 => "too_big",
             "The sender ignores path MTU discovery: let ICMP \"fragmentation needed\" and \"packet too big\" \
              through firewalls, or lower --mtu.",
-        /// Every port that masquerading may use towards that destination is taken.
+        /// None of the 16 ports that masquerading tried towards that destination was free.
         NatExhausted = 43 => "nat_exhausted",
             "Pods hold too many connections to one destination: give the node more addresses or let them \
              reuse connections.",
@@ -133,7 +133,8 @@ counted! {
              address of that family.",
         /// A NAT entry could not be written.
         NatMapFull = 45 => "nat_map_full",
-            "There are more flows than the table holds: `bpftool map show name nat`; report it.",
+            "The kernel had no memory for the entry, or all were in use at that moment: compare `kilo_nat_entries` with \
+             131,072, look at `dmesg`, and report it.",
         /// The kernel refused to rewrite the packet.
         Rewrite = 46 => "rewrite",
             "The kernel refused to change the packet, mostly for lack of memory: `dmesg`.",

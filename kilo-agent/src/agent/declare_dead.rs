@@ -36,7 +36,10 @@ async fn say(backend: &impl Backend, node: &str, is_dead: impl Fn() -> bool, uni
                 return true;
             }
             Ok(false) => {
-                tracing::debug!(node, "the dead leader has another last-seen than is known; trying again");
+                tracing::debug!(
+                    node,
+                    "the dead leader's last-seen has changed since it was read; trying again"
+                );
             }
             Err(error) if error.is_temporary() => {
                 tracing::debug!(%error, node, "failed to say that the leader is dead; trying again");

@@ -82,7 +82,7 @@ pub async fn hand_over(bpffs: &Path, interface: &str, masquerade: Masquerade, pr
             return outcome;
         }
         Some(Err(error)) => {
-            tracing::warn!(%error, "failed to stop programs from translating; their flows wait until they are removed");
+            tracing::warn!(%error, "failed to turn off masquerading in the BPF programs; masqueraded flows stall until the programs are removed");
             true
         }
         None => true,

@@ -1,4 +1,4 @@
-//! Limits logging: a condition that persists is logged once, not with every
+//! Limits logging: a condition that persists is logged once, and a failure that lasts once a minute, not with every
 //! reconcile.
 
 use std::{

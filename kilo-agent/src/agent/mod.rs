@@ -425,7 +425,7 @@ impl<B: Backend> Agent<B> {
             Ok(()) if self.state.applied => self.succeeded(),
             Ok(()) => {}
             Err(error) => {
-                self.report_failure("failed to publish what others need to know of this node", &error.into());
+                self.report_failure("failed to write this node's annotations (key, endpoint, heartbeat); others may declare it dead", &error.into());
             }
         }
     }

@@ -42,7 +42,7 @@ pub struct News {
 }
 
 impl Watched {
-    /// Takes note of what the device says. A node that does not lead has no tunnels of its own.
+    /// Takes note of what the device says. Only Kilo's leader looks: tunnels of other gateways are not watched.
     pub fn observe(
         &mut self,
         view: &View,

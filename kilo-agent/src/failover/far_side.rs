@@ -78,7 +78,7 @@ impl Thread {
                 members = step.moves.len(),
                 shared = step.moves_shared,
                 term = step.answer.term.count(),
-                "another gateway carries these nodes of a location"
+                "nodes of another location moved to another gateway"
             );
         }
         if let Some(old) = step.asks {

@@ -101,7 +101,7 @@ const fn source_port(nonce: u64) -> u16 {
 /// Runs until it is asked to stop.
 pub fn run(shared: Arc<Shared>, params: Params, tools: Tools, metrics: FailoverMetrics) {
     let links = LinkEvents::open()
-        .inspect_err(|error| tracing::warn!(%error, "failover does not hear of links that go"))
+        .inspect_err(|error| tracing::warn!(%error, "failed to subscribe to link events; failover notices links that go down by probes only"))
         .ok();
     let wait = match Wait::for_any(&tools.ring, &shared.wake, links.as_ref()) {
         Ok(wait) => wait,

@@ -43,7 +43,7 @@ use kilo_core::{
 pub struct Status {
     /// When this was so, by the clock of the one who looked.
     pub time: Timestamp,
-    /// `location` or `full`.
+    /// `location`, `full` or `cross`.
     pub granularity: String,
     /// CIDR from which WireGuard addresses are allocated.
     pub subnet: IpNet,

@@ -78,7 +78,7 @@ fn tables() -> BTreeMap<String, String> {
 /// The page that shows every command.
 fn flags_page(tables: &BTreeMap<String, String>) -> String {
     let mut text =
-        "# Flags of all commands\n\nFor operators: every flag of every command.\n\nMade by `KILO_BLESS=1 cargo test -p kilo-agent --test unit docs::`; \
+        "# Flags of all commands\n\nFor operators and users of kgctl: every flag of every command.\n\nMade by `KILO_BLESS=1 cargo test -p kilo-agent --test unit docs::`; \
                     `--flag[=BOOL]` alone means `--flag=true`.\n"
             .to_owned();
     for (command, table) in tables {

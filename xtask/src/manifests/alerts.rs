@@ -33,7 +33,7 @@ const ALERTS: &[Alert] = &[
     Alert {
         name: "KiloAgentDown",
         severity: "warning",
-        summary: "Prometheus does not reach an agent.",
+        summary: "Prometheus does not reach an agent, or a replica of the webhook (namespace `kilo`).",
         expr: r#"up{job=~"(.+/)?kilo"} == 0"#,
         hold: "5m",
         remedy: "Traffic goes on without the agent; changes do not reach the node. `kgctl status` names the reason why \
@@ -63,8 +63,9 @@ const ALERTS: &[Alert] = &[
         summary: "An agent no longer reconciles.",
         expr: "rate(kilo_reconciles_total[5m]) == 0",
         hold: "5m",
-        remedy: "`/health` of the node says why and the kubelet restarts the agent; its log has the last thing it did. \
-                 Report it.",
+        remedy: "Traffic goes on; changes do not reach the node. `/health` of the node says why. Nothing restarts the agent: there is no \
+                 liveness probe. Collect `kgctl sysdump NODE`, delete the agent's pod, and report it. With `--resync-period` of 5m or \
+                 more an agent with nothing to do fires this, too.",
         fires: &[(r#"kilo_reconciles_total{instance="a1"}"#, "7x60")],
         labels: &[A1],
         quiet: &[(r#"kilo_reconciles_total{instance="a1"}"#, "0+2x60")],
@@ -189,11 +190,11 @@ const ALERTS: &[Alert] = &[
     Alert {
         name: "KiloPacketsForged",
         severity: "warning",
-        summary: "Packets claim to come from where they do not.",
+        summary: "Packets come from an unexpected sender, or to a node that is not their gateway.",
         expr: r#"sum by (job, instance, reason) (increase(kilo_dropped_packets_total{reason=~"unknown_sender|foreign_source|not_for_us|wrong_interface|unchecked|forged_vxlan"}[10m])) > 0"#,
         hold: "1m",
-        remedy: "They were dropped. `kgctl monitor` on the node shows who sends them; the label `reason` distinguishes spoofing from two \
-                 networks that overlap ([drop reasons](drop-reasons.md)).",
+        remedy: "They were dropped. `kgctl monitor` on the node shows who sends them; the label `reason` distinguishes spoofing, two \
+                 networks that overlap, and two nodes that disagree about the leader ([drop reasons](drop-reasons.md)).",
         fires: &[(r#"kilo_dropped_packets_total{instance="a1", reason="foreign_source"}"#, "0x10 1x50")],
         labels: &[A1, ("reason", "foreign_source")],
         quiet: &[
@@ -222,8 +223,9 @@ const ALERTS: &[Alert] = &[
         summary: "New connections out of the cluster find no port.",
         expr: r#"sum by (job, instance, reason) (increase(kilo_dropped_packets_total{reason=~"nat_exhausted|nat_map_full"}[10m])) > 0"#,
         hold: "1m",
-        remedy: "`nat_exhausted`: pods hold too many connections to one destination, let them reuse some or give the node more \
-                 addresses. `nat_map_full`: there are more flows than the table holds, report it.",
+        remedy: "New connections fail, those that stand go on. `nat_exhausted`: pods hold too many connections to one destination, let \
+                 them reuse some or give the node more addresses. `nat_map_full`: the kernel could not insert an entry; compare \
+                 `kilo_nat_entries` with 131,072, look at `dmesg`, and report it.",
         fires: &[(r#"kilo_dropped_packets_total{instance="a1", reason="nat_exhausted"}"#, "0x10 5x50")],
         labels: &[A1, ("reason", "nat_exhausted")],
         quiet: &[(r#"kilo_dropped_packets_total{instance="a1", reason="nat_exhausted"}"#, "5x60")],
@@ -234,8 +236,10 @@ const ALERTS: &[Alert] = &[
         summary: "A BPF map is nearly full.",
         expr: "kilo_map_entries / kilo_map_capacity > 0.9",
         hold: "10m",
-        remedy: "What each map holds, and how much: [tables](data-path.md#tables). What does not fit is not reached. Fewer prefixes \
-                 (`allowed-location-ips`, Peers), or smaller locations.",
+        remedy: "What each map holds, and how much: [tables](data-path.md#tables). Prefixes, `masq_addr` and `device`: a change that \
+                 does not fit is refused as a whole; use fewer `allowed-location-ips` and Peers. `hop`, `node` and `signal_key`: split \
+                 the location. `nat`: the flows that were used least recently are given up; let pods reuse connections, or spread \
+                 them over more nodes.",
         fires: &[
             (r#"kilo_map_entries{instance="a1", map="hop"}"#, "4000x60"),
             (r#"kilo_map_capacity{instance="a1", map="hop"}"#, "4096x60"),
@@ -261,7 +265,7 @@ const ALERTS: &[Alert] = &[
     Alert {
         name: "KiloRestless",
         severity: "warning",
-        summary: "An agent writes all the time: something else changes what it sets up.",
+        summary: "An agent keeps rewriting host state: something else reverts its changes.",
         expr: "rate(kilo_writes_total[15m]) > 1",
         hold: "30m",
         remedy: "At rest nothing is written. `ip monitor` on the node shows which address, route or rule comes and goes, and so \

@@ -249,8 +249,8 @@ pub const ANNOTATIONS: [Annotation; 21] = [
         name: "kilo.squat.ai/leading",
         writer: Writer::Agent(|own| own.leading.map(|term| term.to_string())),
         example: "`65537`",
-        meaning: "the term in which the node took over its location; the latest counts, whoever Kilo's rule \
-                  chooses",
+        meaning: "the term in which the node took over its location (TERM of `kgctl status` × 65536 and a number that \
+                  decides ties); the latest counts, whoever Kilo's rule chooses",
         remedy: AGENT,
         read: |value, node| node.node.leading = value.parse(),
     },

@@ -58,7 +58,7 @@ reasons! {
     /// The node takes part.
     JoinedMesh Normal "Node" "The node takes part in the mesh. Written by its agent."
     /// The node takes no part any more.
-    LeftMesh Warning "Node" "The node no longer takes part; the message says why. Written by the leader of the first location, since the node itself may be gone."
+    LeftMesh Warning "Node" "The node no longer takes part; the message says why. Written by its agent while that runs, and by the leader of the first location."
     /// The node has not taken part yet.
     NotInMesh Warning "Node" "The agent has run for 30 s and its node is not in the mesh; the message says what is missing. Written by its agent."
     /// The node has become the leader.

@@ -5,14 +5,14 @@ use std::collections::BTreeMap;
 use super::Mesh;
 use crate::wireguard::key::PublicKey;
 
-/// The other end: a location through its leader, or a VPN peer.
+/// The other end: a location through one of its gateways, or a VPN peer.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum TunnelEnd {
     /// A location.
     Location {
         /// Its name, as [`Segment::location`](super::Segment::location).
         location: String,
-        /// The node that leads it.
+        /// The gateway whose key this is.
         node: String,
     },
     /// A VPN peer.

@@ -96,7 +96,7 @@ pub struct Flags {
     /// Directory of Node and Peer objects for --backend=file.
     #[arg(long, value_name = "DIR", global = true)]
     pub backend_dir: Option<PathBuf>,
-    /// Remove what the agent set up when it stops and its Node object no longer exists. A restart removes nothing.
+    /// On shutdown, remove everything that the agent set up if its Node object is gone. A restart removes nothing.
     #[arg(long, default_value = "true", action = clap::ArgAction::Set, num_args = 0..=1, require_equals = true, default_missing_value = "true", value_parser = parse_bool)]
     pub clean_up: bool,
     /// With --clean-up, also delete the WireGuard interface.
@@ -111,10 +111,10 @@ pub struct Flags {
     /// Path of the CNI configuration list.
     #[arg(long, value_name = "FILE", default_value = "/etc/cni/net.d/10-kilo.conflist", global = true)]
     pub cni_path: PathBuf,
-    /// CNI configuration to publish at --cni-path once the data path is up, valid until the next boot.
+    /// Template of the CNI configuration; published at --cni-path once the data path is up, and withdrawn by a reboot.
     #[arg(long, value_name = "FILE", default_value = "", hide_default_value = true)]
     pub cni_source: String,
-    /// Directory of the host that is empty after a boot, mounted at the same path; used by --cni-source.
+    /// Directory of the host on a tmpfs, mounted at the same path, that holds what --cni-source publishes.
     #[arg(long, value_name = "DIR", default_value = "/run/kilo")]
     pub cni_run_dir: PathBuf,
     /// CNI that manages routes inside a location: flannel or cilium.
@@ -127,12 +127,12 @@ pub struct Flags {
     /// ExternalIP, else a private address), interface or external-ip. The annotation force-endpoint overrides it.
     #[arg(long, default_value = "auto")]
     pub endpoint_from: EndpointFrom,
-    /// Whether stand-bys take over from a leader that fails: auto (in locations of two nodes or more that can) or
-    /// off. The same on every node.
+    /// Fast failover of leaders: auto (in locations with at least two nodes that can lead) or off. Must be the same on
+    /// every node.
     #[arg(long, default_value = "off")]
     pub failover: Failover,
-    /// Interval between a stand-by's probes of its leader, 20ms to 1s. The times in which a fault
-    /// is noticed follow it; waiting times (a minute before a leader returns, for example) do not.
+    /// Interval between a stand-by's probes of its leader, 20ms to 1s. Detection times scale with it; hold-down times,
+    /// such as the minute before a leader returns, do not.
     #[arg(long, value_name = "DURATION", default_value = "40ms", value_parser = parse_failover_interval)]
     pub failover_interval: Params,
     /// Name of this node; defaults to the host name.
@@ -153,8 +153,8 @@ pub struct Flags {
     /// Address of the Kubernetes API server; overrides the one in the kubeconfig.
     #[arg(long, value_name = "URL", default_value = "", hide_default_value = true, global = true)]
     pub master: String,
-    /// Active leaders of each location with --failover=auto, 1 to 8: each of its nodes uses one of them. The same
-    /// on every node of the mesh.
+    /// Number of active leaders per location, 1 to 8; each node is assigned to one of them. Needs --failover=auto. Must
+    /// be the same on every node of the mesh.
     #[arg(long, default_value = "1", value_parser = parse_number::<1, 8>)]
     pub leaders: u8,
     /// Address on which health, metrics and graph are served.
@@ -199,8 +199,8 @@ pub struct Flags {
     /// CIDRs of services, to which traffic is never masqueraded (comma separated, repeatable).
     #[arg(long, value_name = "CIDR")]
     pub service_cidr: Vec<PrefixList>,
-    /// Whether agents learn of other nodes from slices, which one of them writes, instead of from all Nodes: auto
-    /// (where every agent of the mesh is ours and the ClusterRole allows it) or off. For meshes of hundreds of nodes.
+    /// Read the mesh from slices, objects that one elected agent writes, instead of watching all Nodes: auto (when every
+    /// agent of the mesh is of this project and RBAC allows it) or off. For hundreds of nodes and more.
     #[arg(long, default_value = "off")]
     pub slices: Slices,
     /// CIDR from which WireGuard addresses are allocated.

@@ -307,11 +307,12 @@ async fn serve_webhook(args: WebhookArgs) -> Result<()> {
     Ok(webhook::run(options, stop).await?)
 }
 
-/// What an earlier agent left, for a start without API server.
+/// How long this host has been up.
 fn since_boot() -> Duration {
     clock_gettime(ClockId::CLOCK_BOOTTIME).map_or(Duration::MAX, Duration::from)
 }
 
+/// What an earlier agent has saved, for a start without API server.
 fn last_good_topology(hostname: &str) -> Option<Snapshot> {
     last_good::load(&last_good_path(), hostname).unwrap_or_else(|error| {
         tracing::warn!(path = %last_good_path().display(), %error, "ignoring the saved topology");

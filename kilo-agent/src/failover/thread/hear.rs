@@ -76,7 +76,7 @@ impl Thread {
                 from = self.name(before),
                 to = self.name(gateway),
                 term = term.count(),
-                "this node uses another leader"
+                "this node switched to another leader"
             );
             // Why, gateways say that have made the change.
             if !site.is_gateway() {

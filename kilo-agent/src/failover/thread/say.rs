@@ -30,9 +30,8 @@ impl Thread {
             }
             Note::Busy => {
                 tracing::warn!(
-                    "the tunnels of this leader lose probes while packets come out of them: it carries more than it \
-                     can, or the network loses packets, and it leads on; give it more CPU, or the location several \
-                     leaders (--leaders)"
+                    "this leader is overloaded, or its network loses packets: its tunnels deliver traffic and lose \
+                     probes; it keeps leadership; give it more CPU, or the location several leaders (--leaders)"
                 );
                 return;
             }
@@ -59,7 +58,10 @@ impl Thread {
                 format!("{} lost: {why}, took over {whose}", self.name(from))
             }
             Note::IsGiven { from, why: Given::Trial } => {
-                tracing::info!(from = self.name(from), "another gateway sends its own packets by this one");
+                tracing::info!(
+                    by = self.name(from),
+                    "trial before a change of leader: that gateway sends its own packets by this node"
+                );
                 return;
             }
             Note::IsGiven { from, why } => {
@@ -85,7 +87,7 @@ impl Thread {
             Note::Tries(to) => {
                 tracing::info!(
                     by = self.name(to),
-                    "this node sends its own packets by the leader that returns"
+                    "trial before a change of leader: this node sends its own packets by the one that returns"
                 );
                 return;
             }

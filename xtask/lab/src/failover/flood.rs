@@ -16,7 +16,7 @@ use super::breaking::{self, Broken, MEMBER};
 use crate::{Lab, space::Space, wait};
 
 /// What an overloaded leader logs; also when the machine of the lab is.
-pub(super) const OVERLOADED: &str = "lose probes while packets come out of them";
+pub(super) const OVERLOADED: &str = "overloaded, or its network loses packets";
 
 /// The other end.
 const OTHER: &str = "b2";
