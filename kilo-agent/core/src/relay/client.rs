@@ -441,11 +441,13 @@ impl Pair {
             (self.at, self.moved) = (Some(to), Some(now));
             turn.outputs.push(Output::Move { node: turn.ends.1, to });
         }
+        let is_silent = self.silence(turn.seen, now) >= SILENT;
+        if is_silent && let Some(lease) = self.by.and_then(|relay| self.leases.get_mut(relay)) {
+            lease.is_unanswered(now);
+        }
         let needs = match self.by {
             Some(relay) => self.leases.fails(relay, now),
-            None => {
-                self.silence(turn.seen, now) >= SILENT || self.trial.is_some_and(|trial| trial.fails(now))
-            }
+            None => is_silent || self.trial.is_some_and(|trial| trial.fails(now)),
         };
         if !needs {
             return;

@@ -19,6 +19,8 @@ const DEAD: Duration = Duration::from_millis(1300);
 const GONE: Duration = Duration::from_secs(12);
 /// One through which packets do not pass after this long is of no use for now.
 const USELESS: Duration = Duration::from_secs(5);
+/// One that says that packets pass, while they do not, is believed again after this long.
+const BLACK: Duration = Duration::from_secs(60);
 /// Who refuses, or is of no use, is asked again after this.
 pub(super) const SELDOM_USELESS: Duration = Duration::from_secs(10);
 
@@ -39,6 +41,10 @@ pub(super) struct Lease {
     is_refused: bool,
     /// When it was asked first, or packets were last known to pass.
     passed: Instant,
+    /// When the other end was heard through it last.
+    came: Option<Instant>,
+    /// When it was found to pass nothing, whatever it says.
+    black: Option<Instant>,
     next: Instant,
     /// Since when there is no sign of it.
     unheard: Instant,
@@ -57,6 +63,8 @@ impl Lease {
             both: false,
             is_refused: false,
             passed: now,
+            came: None,
+            black: None,
             next: now,
             unheard: now,
             asked: 0,
@@ -88,7 +96,20 @@ impl Lease {
 
     /// Whether packets pass, as far as this end knows.
     pub(super) fn works(&self, in_use: bool, now: Instant) -> bool {
-        self.both && !self.is_dead(in_use, now)
+        self.both && !self.is_dead(in_use, now) && (in_use || !self.is_black(now))
+    }
+
+    fn is_black(&self, now: Instant) -> bool {
+        self.black.is_some_and(|at| now.saturating_duration_since(at) < BLACK)
+    }
+
+    /// WireGuard hears nothing through it, the one in use: if the other end has not answered a try either, it passes
+    /// nothing, although it says that both ends are bound.
+    pub(super) fn is_unanswered(&mut self, now: Instant) {
+        let is_silent = |at: Instant| now.saturating_duration_since(at) >= USELESS;
+        if self.came.is_none_or(is_silent) && !self.is_black(now) {
+            self.black = Some(now);
+        }
     }
 
     /// Whether nothing was heard of it for too long, although it was asked.
@@ -101,7 +122,7 @@ impl Lease {
     /// long enough.
     pub(super) fn fails(&self, in_use: bool, now: Instant) -> bool {
         let is_useless = self.is_refused || now.saturating_duration_since(self.passed) >= USELESS;
-        self.is_dead(in_use, now) || !self.both && is_useless
+        self.is_dead(in_use, now) || self.is_black(now) || !self.both && is_useless
     }
 
     /// Whether something was heard of it later than this.
@@ -176,7 +197,7 @@ impl Lease {
 
     /// Something came through it, from the other end.
     pub(super) const fn passes(&mut self, now: Instant) {
-        self.passed = now;
+        (self.passed, self.came, self.black) = (now, Some(now), None);
         self.alive(now);
     }
 

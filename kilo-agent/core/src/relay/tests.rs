@@ -74,6 +74,21 @@ proptest! {
     }
 
     #[test]
+    fn a_relay_that_passes_nothing_any_more_is_left_whatever_it_says(seed: u64) {
+        let mut world = World::new(seed);
+        world.connects(seconds(20));
+        world.run(seconds(10));
+        let first = world.relay(X);
+        // A firewall before it lets its agent answer and nothing else.
+        world.broken.insert(first, Broken::Closed);
+        world.run(SILENT_SESSION + seconds(10));
+        world.begin_to_measure();
+        world.run(seconds(40));
+        prop_assert!(world.relay(X) != first && world.relay(Y) != first);
+        prop_assert_eq!(world.lost, 0);
+    }
+
+    #[test]
     fn a_third_relay_takes_over_soon_after_the_second(seed: u64) {
         let mut world = World::new(seed);
         world.connects(seconds(20));
