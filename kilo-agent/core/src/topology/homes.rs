@@ -1,7 +1,7 @@
 //! Several active leaders of one location: which nodes they are, and which of them each node uses. Pure:
 //! every agent that sees the same nodes says the same.
 
-use std::cmp::Reverse;
+use std::{cmp::Reverse, collections::BTreeSet};
 
 use super::{Node, Segment, leader};
 
@@ -81,19 +81,19 @@ impl Segment {
             return None;
         }
         let is_promoted = |it: &Candidate<'_>| promoted.iter().any(|one| one.node.name == it.node.name);
-        // Of who is not there, too: others do not change their places for that.
-        let count = if stand_bys == 0 { 0 } else { stand_bys.max(chosen.len()) };
-        let next = rest.iter().filter(|it| it.can_lead() && !is_promoted(it)).take(count);
-        let next: Vec<usize> = next.filter_map(|it| it.member).collect();
+        // By Kilo's rule for nodes, whoever leads now: a place stays what it is.
+        let mut of_places: Vec<_> = chosen.iter().collect();
+        of_places.sort_by_key(|it| (leader::rank(it.node), it.node.name.as_str()));
         let places = Places {
-            chosen: chosen.iter().map(|it| (it.node.name.as_str(), it.can_lead())).collect(),
+            chosen: of_places.into_iter().map(|it| (it.node.name.as_str(), it.can_lead())).collect(),
             promoted: promoted.iter().map(|it| it.node.name.as_str()).collect(),
         };
-        // Each place has one of the next in Kilo's order, which watches it as a stand-by, and a share of the others.
-        // Neither depends on who of them can lead now, nor on `stand_bys`, which agents may know differently.
-        let watch: Vec<usize> = rest.iter().take(chosen.len()).filter_map(|it| it.member).collect();
+        // Each place has a share of those that could lead, and of the others. Neither depends on who can lead now, nor
+        // on `stand_bys`, which agents may know differently.
         let is_chosen = |at: &usize| chosen.iter().any(|it| it.member == Some(*at));
-        let others = (0..self.members.len()).filter(|at| !is_chosen(at) && !watch.contains(at)).collect();
+        let could_lead = |at: &usize| rest.iter().any(|it| it.member == Some(*at));
+        let (capable, others): (Vec<usize>, Vec<usize>) =
+            (0..self.members.len()).filter(|at| !is_chosen(at)).partition(could_lead);
         let active: Vec<usize> = active.iter().filter_map(|it| it.member).collect();
         let mut of: Vec<usize> = (0..self.members.len()).collect();
         let mut load = vec![0; places.len()];
@@ -101,7 +101,7 @@ impl Segment {
             let home = active.iter().find(|at| self.members[**at].name() == places.name(place));
             of[at] = home.copied().unwrap_or(self.leader);
         };
-        for group in [watch, others] {
+        for group in [capable, others] {
             let members: Vec<&str> = group.iter().map(|at| self.members[*at].name()).collect();
             for (at, place) in group.into_iter().zip(places.assign(&members, &mut load)) {
                 uses(at, place);
@@ -110,8 +110,22 @@ impl Segment {
         for at in &leaving {
             uses(*at, places.least(self.members[*at].name(), &mut load));
         }
-        Some(Homes { active, leaving, stand_bys: next, of })
+        // Of who is not there, too: others do not change their places for that.
+        let count = if stand_bys == 0 { 0 } else { stand_bys.max(chosen.len()) };
+        let next: Vec<usize> =
+            rest.iter().filter(|it| it.can_lead() && !is_promoted(it)).filter_map(|it| it.member).collect();
+        let stand_bys = watching(&next, &of, count);
+        Some(Homes { active, leaving, stand_bys, of })
     }
+}
+
+/// So many of `next` as stand-bys, in their order: of each active leader the first that uses it, which watches it, and
+/// then the next ones. `of`: whom each uses.
+fn watching(next: &[usize], of: &[usize], count: usize) -> Vec<usize> {
+    let mut watched = BTreeSet::new();
+    let (first, more): (Vec<usize>, Vec<usize>) = next.iter().partition(|at| watched.insert(of[**at]));
+    let chosen: BTreeSet<usize> = first.into_iter().chain(more).take(count).collect();
+    next.iter().copied().filter(|at| chosen.contains(at)).collect()
 }
 
 /// Active leaders by name, as places that members are given to.
@@ -147,34 +161,12 @@ impl<'a> Places<'a> {
         place
     }
 
-    /// A place for each of `members`: by rendezvous hashing, the highest weights first, and none has more
-    /// than its share. What a chosen one that cannot lead would have, and nothing else, goes to those with
-    /// least; who leads in its place uses itself.
+    /// A place for each of `members`, as [`shares`] says. What a chosen one that cannot lead would have, and nothing
+    /// else, goes to those with least; who leads in its place uses itself.
     fn assign(&self, members: &[&str], load: &mut [usize]) -> Vec<usize> {
         let count = self.chosen.len();
-        let (least, mut more) = (members.len() / count, members.len() % count);
-        let mut pairs: Vec<(u64, usize, usize)> = members
-            .iter()
-            .enumerate()
-            .flat_map(|(at, member)| {
-                self.chosen
-                    .iter()
-                    .enumerate()
-                    .map(move |(place, (name, _))| (weight(member, name), at, place))
-            })
-            .collect();
-        pairs.sort_unstable_by_key(|pair| Reverse(*pair));
-        let mut has = vec![0; count];
-        let mut placed: Vec<Option<usize>> = vec![None; members.len()];
-        for (_, at, place) in pairs {
-            let is_full = has[place] > least || has[place] == least && more == 0;
-            if placed[at].is_some() || is_full {
-                continue;
-            }
-            more -= usize::from(has[place] == least);
-            has[place] += 1;
-            placed[at] = Some(place);
-        }
+        let gateways: Vec<&str> = self.chosen.iter().map(|(name, _)| *name).collect();
+        let mut placed: Vec<Option<usize>> = shares(members, &gateways).into_iter().map(Some).collect();
         let itself = |member: &&str| Some(count + self.promoted.iter().position(|name| name == member)?);
         for (place, member) in placed.iter_mut().zip(members) {
             let keeps = place.filter(|place| self.can_lead(*place) && itself(member).is_none());
@@ -184,6 +176,30 @@ impl<'a> Places<'a> {
         let pairs = placed.into_iter().zip(members);
         pairs.map(|(place, member)| place.unwrap_or_else(|| self.least(member, load))).collect()
     }
+}
+
+/// Which of `gateways` each of `members` is given: their numbers differ by one at most. The first has all; each next one
+/// takes its share from those with most, the members with the highest weights first. So one that comes or goes at the end
+/// moves none but those that it takes or gives back.
+fn shares(members: &[&str], gateways: &[&str]) -> Vec<usize> {
+    let mut has: Vec<Vec<usize>> = vec![(0..members.len()).collect()];
+    for (before, gateway) in gateways.iter().enumerate().skip(1) {
+        // The one it would have most comes last.
+        let key = |at: &usize| (weight(members[*at], gateway), *at);
+        has.iter_mut().for_each(|list| list.sort_unstable_by_key(key));
+        let mut taken = Vec::new();
+        while taken.len() < members.len() / (before + 1) {
+            let most = has.iter().map(Vec::len).max().unwrap_or(0);
+            let fullest = has.iter_mut().filter(|list| list.len() == most);
+            taken.extend(fullest.max_by_key(|list| list.last().map(key)).and_then(Vec::pop));
+        }
+        has.push(taken);
+    }
+    let mut places = vec![0; members.len()];
+    for (place, list) in has.iter().enumerate() {
+        list.iter().for_each(|at| places[*at] = place);
+    }
+    places
 }
 
 /// How much a member would have this gateway (FNV-1a, then mixed so that names that differ in a letter
@@ -285,7 +301,7 @@ mod tests {
         let all = nodes(15, 3);
         let mesh = Mesh::new(&all, &BTreeMap::new(), Granularity::Location, "10.4.0.0/16".parse().unwrap());
         let homes = mesh.segments[0].homes(&[], 2).unwrap();
-        assert_eq!((&homes.active[..], &homes.stand_bys[..]), (&[0, 1, 2][..], &[3, 4, 5][..]));
+        assert_eq!((&homes.active[..], homes.stand_bys.len()), (&[0, 1, 2][..], 3));
         let mut watched: Vec<_> = homes.stand_bys.iter().map(|at| homes.of[*at]).collect();
         watched.sort_unstable();
         assert_eq!(watched, [0, 1, 2]);
@@ -409,6 +425,7 @@ mod tests {
         let (before, after) = (used(&two, &[], 0).unwrap(), used(&three, &[], 0).unwrap());
         let moves = moved(&before, &after);
         assert!((3..=6).contains(&moves.len()), "{moves:?}");
+        assert!(moves.iter().all(|node| after[node] == "n02"), "only to the new one: {moves:?}");
         // Without a stand-by to be promoted: all nodes but three cannot lead.
         let mut three = nodes(15, 1);
         three[..3].iter_mut().for_each(|node| node.gateway = true);
@@ -428,6 +445,25 @@ mod tests {
                 assert_eq!(before[&node], gone.name);
             }
             assert!(!after.values().any(|home| *home == gone.name));
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn a_gateway_more_moves_none_but_those_it_takes(
+            names in proptest::collection::btree_set("[a-z0-9-]{1,12}", 0..60),
+            gateways in proptest::collection::vec("[a-z0-9]{1,8}", 2..8),
+        ) {
+            let (members, gateways): (Vec<&str>, Vec<&str>) =
+                (names.iter().map(String::as_str).collect(), gateways.iter().map(String::as_str).collect());
+            let (last, fewer) = (gateways.len() - 1, &gateways[..gateways.len() - 1]);
+            let (before, after) = (shares(&members, fewer), shares(&members, &gateways));
+            let mut loads = vec![0; gateways.len()];
+            for (before, after) in before.into_iter().zip(after) {
+                loads[after] += 1;
+                prop_assert!(after == before || after == last);
+            }
+            prop_assert!(loads.iter().max().unwrap() - loads.iter().min().unwrap() <= 1, "{loads:?}");
         }
     }
 
