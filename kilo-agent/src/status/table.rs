@@ -1,6 +1,6 @@
 //! Status as tables for people, in the manner of kubectl.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
 use super::{AgentStatus, FailoverStatus, LocationStatus, NodeStatus, PeerStatus, Status, Timestamp, Tunnel};
 
@@ -89,6 +89,9 @@ fn agent_tables(agent: &AgentStatus, now: Timestamp) -> String {
     for error in &agent.errors {
         text += &format!("error: {error}\n");
     }
+    if let Some(ways) = counted_ways(&agent.tunnels) {
+        text += &format!("tunnels with other locations: {ways}\n");
+    }
     let age = |time: Option<Timestamp>| time.map_or_else(|| "never".to_owned(), |time| ago(now, time));
     // Where all are direct, nobody asks.
     let ways = agent.tunnels.iter().any(|tunnel| tunnel.way.as_ref().is_some_and(|way| way != "direct"));
@@ -114,7 +117,7 @@ fn agent_tables(agent: &AgentStatus, now: Timestamp) -> String {
         vec![at.program.clone(), at.interface.clone(), at.direction.clone(), at.hook.to_uppercase()]
     });
     let programs = columns(&["PROGRAM", "INTERFACE", "DIRECTION", "HOOK"], programs);
-    let counted = |name: &'static str, counters: &std::collections::BTreeMap<String, u64>| {
+    let counted = |name: &'static str, counters: &BTreeMap<String, u64>| {
         let some = counters.iter().filter(|(_, count)| **count > 0);
         columns(&[name, "PACKETS"], some.map(|(label, count)| vec![label.clone(), count.to_string()]))
     };
@@ -129,6 +132,16 @@ fn agent_tables(agent: &AgentStatus, now: Timestamp) -> String {
         }
     }
     text
+}
+
+/// How many tunnels that work go which way; `None`: none does.
+fn counted_ways(tunnels: &[Tunnel]) -> Option<String> {
+    let mut counts = BTreeMap::<&str, usize>::new();
+    for way in tunnels.iter().filter_map(|tunnel| tunnel.way.as_deref()) {
+        *counts.entry(way).or_default() += 1;
+    }
+    let texts: Vec<_> = counts.iter().map(|(way, count)| format!("{count} {way}")).collect();
+    (!texts.is_empty()).then(|| texts.join(", "))
 }
 
 fn way(tunnel: &Tunnel) -> String {
@@ -285,6 +298,23 @@ mod tests {
 
     use super::*;
     use crate::status::of_objects;
+
+    #[test]
+    fn ways_are_counted_where_any_tunnel_is_known_to_work() {
+        let tunnel = |way: Option<&str>| Tunnel {
+            name: None,
+            key: PublicKey([1; 32]),
+            endpoint: None,
+            last_handshake: None,
+            received_bytes: 0,
+            sent_bytes: 0,
+            way: way.map(str::to_owned),
+            relay: None,
+        };
+        assert_eq!(counted_ways(&[tunnel(None)]), None);
+        let tunnels = ["relayed", "direct", "direct"].map(|way| tunnel(Some(way)));
+        assert_eq!(counted_ways(&tunnels).as_deref(), Some("2 direct, 1 relayed"));
+    }
 
     #[test]
     fn sizes_and_ages_are_short() {
