@@ -1,6 +1,6 @@
 //! Taking everything of ours away from a host.
 
-use std::{fs, io, path::Path};
+use std::{fs, io, path::Path, time::Duration};
 
 use crate::backend::last_good;
 use kilo_host::{
@@ -10,6 +10,9 @@ use kilo_host::{
     lock,
     net::{Net, NetError, links},
 };
+
+/// A container of WireGuard in user space whose device went makes it again within this time.
+const MADE_AGAIN: Duration = Duration::from_secs(3);
 
 /// Where agents keep the CNI configuration of this boot.
 const RUN: &str = "/run/kilo";
@@ -106,15 +109,25 @@ async fn remove_from_net(net: &Net, removal: Removal<'_>, outcome: &mut Outcome)
     if !removal.delete_interface {
         return;
     }
+    let is_of_process =
+        links::by_name(net.rtnl(), name).await.is_ok_and(|link| link.is_some_and(|link| link.kind == "tun"));
     match Interface::remove(net, removal.interface).await {
-        Ok(true) => outcome.removed.push(format!("interface {name}")),
+        Ok(true) => {
+            outcome.removed.push(format!("interface {name}"));
+            if is_of_process {
+                tokio::time::sleep(MADE_AGAIN).await;
+            }
+        }
         Ok(false) => {}
         Err(error) => outcome.stays.push(error.to_string()),
     }
     if let Ok(Some(link)) = links::by_name(net.rtnl(), name).await {
         outcome
             .stays
-            .push(format!("interface {name} is of kind `{}` and not ours, or was made again", link.kind));
+            .push(format!(
+                "interface {name} is of kind `{}` and not ours, or was made again (delete the DaemonSet kilo-wireguard)",
+                link.kind
+            ));
     }
 }
 
