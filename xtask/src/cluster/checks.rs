@@ -82,7 +82,7 @@ const CHECKS: &[Check] = &[
 /// What holds after all the others, whichever were chosen.
 const LAST: Check = check(
     "in the end no agent has a warning, every program is on this kernel's hooks, and none was attached again",
-    shipped::logs,
+    shipped::logs_in_the_end,
 );
 
 /// Runs the checks with these words in their name, and then the last; an outcome each.
