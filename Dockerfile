@@ -110,7 +110,8 @@ RUN apt-get source --only-source --tar-only golang-github-containernetworking-pl
         -o "/out/${plugin#*/}" "$package/plugins/$plugin" || exit 1; \
     done
 
-FROM ${DEBIAN_IMAGE} AS root
+# The platform is named because buildah 1.28 goes on with that of the stage before.
+FROM --platform=$TARGETPLATFORM ${DEBIAN_IMAGE} AS root
 # Certificates for kubeconfigs that trust public authorities; iptables for
 # --iptables-forward-rules, nftables for --masquerade=nftables. Logs and caches bear the
 # time of the build, and would make each image another one. What only installs, or
