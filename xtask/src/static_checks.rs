@@ -52,7 +52,9 @@ pub fn sources(part: &str) -> Vec<TestOutcome> {
             &["--offline", "--locked", "--deny-warnings"],
         ),
     ];
-    outcomes.extend(kgctl::other_systems().map(|triple| for_other_system(part, triple)));
+    // What differs between the processors of one system is not ours; a release checks all.
+    let by_system = kgctl::other_systems().filter(|triple| triple.starts_with("x86_64"));
+    outcomes.extend(by_system.map(|triple| for_other_system(part, triple)));
     outcomes
 }
 
