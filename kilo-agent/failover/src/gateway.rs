@@ -44,8 +44,8 @@ pub struct Lead {
     sender: Sender,
     term: Term,
     members: BTreeMap<NodeId, Led>,
-    /// How many are told and do not follow yet.
-    told: usize,
+    /// How many do not follow yet.
+    waiting: usize,
     /// Whose prefixes each far leader has moved.
     moved: BTreeMap<Far, BTreeSet<NodeId>>,
     shared: Shared,
@@ -63,7 +63,7 @@ impl Lead {
     /// Everything is claimed again so often: a far leader whose agent forgot terms, or
     /// whose WireGuard was set up anew, learns them.
     const REFRESH: Micros = 10 * SEC;
-    /// After so many ANNOUNCEs to a silent member no more are sent: it asks, or has another leader.
+    /// After so many questions and ANNOUNCEs to a silent member no more are sent: it asks, or has another leader.
     const TRIES: u32 = 9;
 
     /// So many times a member is believed to have the cookie that it has said before.
@@ -77,7 +77,7 @@ impl Lead {
             sender,
             term,
             members: BTreeMap::new(),
-            told: 0,
+            waiting: 0,
             moved,
             shared: Shared::Stay,
             tries: 0,
@@ -96,12 +96,12 @@ impl Lead {
         } else {
             self.members.retain(|member, _| members.contains(member));
         }
-        self.told = self.count_told();
+        self.waiting = self.count_waiting();
         self
     }
 
-    fn count_told(&self) -> usize {
-        self.members.values().filter(|led| **led == Led::Told).count()
+    fn count_waiting(&self) -> usize {
+        self.members.values().filter(|led| **led != Led::Follows).count()
     }
 
     /// `None`: it is led no more.
@@ -110,8 +110,9 @@ impl Lead {
             Some(led) => self.members.insert(member, led),
             None => self.members.remove(&member),
         };
-        self.told += usize::from(led == Some(Led::Told));
-        self.told -= usize::from(before == Some(Led::Told));
+        let waits = |led: Option<Led>| usize::from(led.is_some_and(|led| led != Led::Follows));
+        self.waiting += waits(led);
+        self.waiting -= waits(before);
     }
 
     /// The term.
@@ -163,7 +164,9 @@ impl Lead {
     /// Goes on leading these, which were led in that earlier term, unless another gateway has taken them since.
     pub fn goes_on(&mut self, members: impl IntoIterator<Item = NodeId>, term: Term) {
         for member in members {
-            self.members.entry(member).or_insert(Led::Before(term));
+            if !self.has(member) {
+                self.becomes(member, Some(Led::Before(term)));
+            }
         }
     }
 
@@ -196,7 +199,7 @@ impl Lead {
         }
         let before = self.members.len();
         self.members.retain(|member, _| nodes.contains(member));
-        self.told = self.count_told();
+        self.waiting = self.count_waiting();
         before != self.members.len()
     }
 
@@ -208,6 +211,11 @@ impl Lead {
     /// Whether nobody is.
     pub fn is_empty(&self) -> bool {
         self.members.is_empty()
+    }
+
+    /// Whether it leads this one, and not only in an earlier term.
+    pub fn has_told(&self, member: NodeId) -> bool {
+        matches!(self.members.get(&member), Some(Led::Told | Led::Follows))
     }
 
     /// Whether it leads this one.
@@ -226,7 +234,7 @@ impl Lead {
         if word == (self.term, self.sender.me) {
             if led != Led::Follows {
                 self.becomes(member, Some(Led::Follows));
-                let at = if self.told == 0 { now } else { now + Self::BATCH };
+                let at = if self.waiting == 0 { now } else { now + Self::BATCH };
                 self.flush = Some(self.flush.map_or(at, |flush| flush.min(at)));
             }
         } else if is_anothers || word.0 > self.term {
@@ -296,7 +304,7 @@ impl Lead {
         self.next = turn.now + pause(self.tries);
         if self.tries == Self::TRIES && !silent.is_empty() {
             self.members.retain(|_, led| *led == Led::Follows);
-            self.told = 0;
+            self.waiting = 0;
             return true;
         }
         false
@@ -467,7 +475,7 @@ mod tests {
             told.extend(turn.out.drain(..).filter_map(|output| kind(&output)));
         }
         assert_eq!(told, [(Kind::Announce, stays), (Kind::Announce, booted)]);
-        assert!(!lead.has(gone) && lead.told == 2);
+        assert!(!lead.has(gone) && lead.waiting == 2);
     }
 
     #[test]

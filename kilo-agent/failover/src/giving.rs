@@ -138,7 +138,9 @@ impl Agent {
                 }
                 Act::TakeBack(term) => {
                     turn.push(Output::Note(Note::TakesBack(to)));
-                    let members = giver.members.clone();
+                    // Gateways stayed, and may have followed the other one meanwhile.
+                    let mut members = giver.members.clone();
+                    members.extend(self.lead().iter().flat_map(|lead| lead.members()));
                     self.term = self.term.max(term);
                     self.gave(turn.now, false);
                     self.lead_more(members, Shared::Move, turn);

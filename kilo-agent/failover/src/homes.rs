@@ -1,4 +1,4 @@
-//! Several active leaders: each takes those whose home it is, a minute after the last that did. Nothing
+//! Several active leaders: each takes those whose home it is, a minute or two after the last that did. Nothing
 //! is given: who is taken follows the later term, and the gateway that led it learns that by the roll call.
 
 use std::collections::BTreeMap;
@@ -30,11 +30,10 @@ const APART: Micros = 60 * SEC;
 /// How much later than the one before it each place takes, at least.
 const PLACES_APART: Micros = 3 * SEC;
 
-/// How long the gateway of a place waits after another one has taken members. All see the same change: that the next
-/// place has taken some is seen by the others, in a roll call of the `whole` location, before it is their turn.
-const fn pause_of(place: usize, whole: Micros) -> Micros {
-    let apart = if 2 * whole > PLACES_APART { 2 * whole } else { PLACES_APART };
-    APART + place as u64 * apart
+/// How long the gateway of a place waits after another one has taken members. All see the same change: that the place
+/// before has taken some is mostly seen, in a roll call of the `whole` location, before it is the next one's turn.
+fn pause_of(place: usize, whole: Micros) -> Micros {
+    APART + APART.min(place as u64 * PLACES_APART.max(2 * whole))
 }
 
 /// What a gateway remembers between two turns.
@@ -165,7 +164,8 @@ impl Homing {
                 continue;
             }
             self.used.insert(node, word);
-            if before.is_some_and(|before| before.1 != word.1) && word.1 != me {
+            // One that had no leader by a term is new.
+            if before.is_some_and(|before| before.0 > Term::NONE && before.1 != word.1) && word.1 != me {
                 self.others_took = Some(now);
             }
         }
@@ -211,9 +211,11 @@ mod tests {
             let pauses = [0, 1, 2].map(|place| pause_of(place, Params::default().whole_roll(nodes)));
             assert_eq!(pauses, [APART, APART + apart, APART + 2 * apart], "{nodes} nodes");
         }
+        assert_eq!(pause_of(7, 40 * SEC), 2 * APART, "of the largest location");
         let word = |count: u64, gateway| (Term::from_bits(count << 16), gateway);
         let mut homing = Homing::default();
         for (now, heard, wanted) in [
+            (0, word(0, 7), None),
             (1, word(3, 1), None),
             // It has booted and uses Kilo's leader.
             (2, word(0, 7), None),
