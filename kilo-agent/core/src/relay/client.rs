@@ -443,7 +443,7 @@ impl Pair {
         }
         let is_silent = self.silence(turn.seen, now) >= SILENT;
         if is_silent && let Some(lease) = self.by.and_then(|relay| self.leases.get_mut(relay)) {
-            lease.is_unanswered(now);
+            lease.found_unanswered(now);
         }
         let needs = match self.by {
             Some(relay) => self.leases.fails(relay, now),

@@ -105,7 +105,7 @@ impl Lease {
 
     /// WireGuard hears nothing through it, the one in use: if the other end has not answered a try either, it passes
     /// nothing, although it says that both ends are bound.
-    pub(super) fn is_unanswered(&mut self, now: Instant) {
+    pub(super) fn found_unanswered(&mut self, now: Instant) {
         let is_silent = |at: Instant| now.saturating_duration_since(at) >= USELESS;
         if self.came.is_none_or(is_silent) && !self.is_black(now) {
             self.black = Some(now);

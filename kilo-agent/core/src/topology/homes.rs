@@ -90,10 +90,14 @@ impl Segment {
         };
         // Each place has a share of those that could lead, and of the others. Neither depends on who can lead now, nor
         // on `stand_bys`, which agents may know differently.
-        let is_chosen = |at: &usize| chosen.iter().any(|it| it.member == Some(*at));
-        let could_lead = |at: &usize| rest.iter().any(|it| it.member == Some(*at));
+        let among = |candidates: &[Candidate<'_>]| {
+            let mut among = vec![false; self.members.len()];
+            candidates.iter().filter_map(|it| it.member).for_each(|at| among[at] = true);
+            among
+        };
+        let (is_chosen, could_lead) = (among(&chosen), among(&rest));
         let (capable, others): (Vec<usize>, Vec<usize>) =
-            (0..self.members.len()).filter(|at| !is_chosen(at)).partition(could_lead);
+            (0..self.members.len()).filter(|at| !is_chosen[*at]).partition(|at| could_lead[*at]);
         let active: Vec<usize> = active.iter().filter_map(|it| it.member).collect();
         let mut of: Vec<usize> = (0..self.members.len()).collect();
         let mut load = vec![0; places.len()];
@@ -180,13 +184,13 @@ impl<'a> Places<'a> {
 
 /// Which of `gateways` each of `members` is given: their numbers differ by one at most. The first has all; each next one
 /// takes its share from those with most, the members with the highest weights first. So one that comes or goes at the end
-/// moves none but those that it takes or gives back.
+/// moves none but those that it takes or gives back, and, where it was a member, one more for each of the others at most.
 fn shares(members: &[&str], gateways: &[&str]) -> Vec<usize> {
     let mut has: Vec<Vec<usize>> = vec![(0..members.len()).collect()];
     for (before, gateway) in gateways.iter().enumerate().skip(1) {
         // The one it would have most comes last.
         let key = |at: &usize| (weight(members[*at], gateway), *at);
-        has.iter_mut().for_each(|list| list.sort_unstable_by_key(key));
+        has.iter_mut().for_each(|list| list.sort_by_cached_key(key));
         let mut taken = Vec::new();
         while taken.len() < members.len() / (before + 1) {
             let most = has.iter().map(Vec::len).max().unwrap_or(0);
@@ -459,11 +463,18 @@ mod tests {
             let (last, fewer) = (gateways.len() - 1, &gateways[..gateways.len() - 1]);
             let (before, after) = (shares(&members, fewer), shares(&members, &gateways));
             let mut loads = vec![0; gateways.len()];
-            for (before, after) in before.into_iter().zip(after) {
-                loads[after] += 1;
-                prop_assert!(after == before || after == last);
+            for (before, after) in before.iter().zip(&after) {
+                loads[*after] += 1;
+                prop_assert!(after == before || *after == last);
             }
             prop_assert!(loads.iter().max().unwrap() - loads.iter().min().unwrap() <= 1, "{loads:?}");
+            // Mostly it was one of the members.
+            if let Some((first, rest)) = members.split_first() {
+                let with_it: Vec<&str> = fewer.iter().copied().chain([*first]).collect();
+                let after = shares(rest, &with_it);
+                let others = before[1..].iter().zip(&after).filter(|(before, after)| before != after && **after != last);
+                prop_assert!(others.count() <= last * 2, "{before:?} {after:?}");
+            }
         }
     }
 
