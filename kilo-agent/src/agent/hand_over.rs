@@ -137,6 +137,16 @@ where
     );
 }
 
+/// Prefixes of the mesh by what is known of them.
+fn prefixes(tables: &Tables, is_wanted: impl Fn(&IpNet, &PrefixValue) -> bool) -> BTreeSet<IpNet> {
+    tables
+        .prefix
+        .iter()
+        .filter(|(prefix, value)| is_wanted(prefix, value))
+        .map(|(prefix, _)| *prefix)
+        .collect()
+}
+
 /// True when rules masquerade now, or keep in what only a tunnel may carry; false where there is
 /// nothing to do for them.
 async fn replace_by_rules(
@@ -158,16 +168,18 @@ async fn replace_by_rules(
     if decision.is_empty() || uplinks.is_empty() {
         return Ok(false);
     }
+    // Kilo may have set only some of its routes when a program sees it steer and ends.
+    let never_clear = |_: &IpNet, value: &PrefixValue| value.flags & PREFIX_NEVER_CLEAR != 0;
     // What pods send to a node's private address, too: this host's own packets the rules let by. A
     // default route through WireGuard is for pods that use the location's gateway.
-    let is_closed = |prefix: &IpNet, value: &PrefixValue| {
-        value.flags & PREFIX_NEVER_CLEAR != 0
-            || value.flags & PREFIX_PODS_STEERED != 0 && prefix.prefix_len() != 0
+    let by_uplink = |prefix: &IpNet, value: &PrefixValue| {
+        value.flags & (PREFIX_NEVER_CLEAR | PREFIX_PODS_STEERED) == PREFIX_PODS_STEERED
+            && prefix.prefix_len() != 0
     };
-    let never_clear = tables.prefix.iter().filter(|(prefix, value)| is_closed(prefix, value));
     let interim = Interim {
         uplinks: &uplinks,
-        never_clear: &never_clear.map(|(prefix, _)| *prefix).collect(),
+        never_clear: &prefixes(tables, never_clear),
+        by_uplink: &prefixes(tables, by_uplink),
         masquerades: masquerade != Masquerade::Off,
         steered,
         lasts: BRIDGED,

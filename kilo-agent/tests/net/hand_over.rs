@@ -69,12 +69,13 @@ fn rules_keep_in_what_the_programs_kept_in() {
     isolated("rules_keep_in_what_the_programs_kept_in", || async {
         left_by_an_agent();
         assert!(hand_over().await.stays.is_empty());
-        let never = sh("nft list set inet kilo never_ip");
-        for (what, addresses) in [
-            ("pods of all three nodes, side by side", "10.42.1.0-10.42.3.255"),
-            ("private addresses of a node of this LAN and of the other leader", "10.1.0.2/31"),
+        for (what, set, addresses) in [
+            ("pods of all three nodes, side by side", "never", "10.42.1.0-10.42.3.255"),
+            ("private address of the other leader", "never", "10.1.0.3"),
+            ("private address of a node of this LAN", "by_uplink", "10.1.0.2"),
         ] {
-            assert!(never.contains(addresses), "{what}: {never}");
+            let list = sh(&format!("nft list set inet kilo {set}_ip"));
+            assert!(list.contains(addresses), "{what}: {list}");
         }
     });
 }

@@ -140,6 +140,7 @@ fn a_flow_without_translation_is_kept_in_until_it_is_forgotten_and_then_translat
             .apply_interim(&Interim {
                 uplinks: &uplinks,
                 never_clear: &BTreeSet::new(),
+                by_uplink: &BTreeSet::new(),
                 masquerades: true,
                 steered: Duration::ZERO,
                 lasts,
@@ -182,7 +183,14 @@ fn rules_for_somebody_else_are_not_taken_for_ones_own_and_take_nested_prefixes()
         let lasts = Duration::from_secs(600);
         let steered = Duration::ZERO;
         let nowhere = BTreeSet::new();
-        let interim = Interim { uplinks: &uplinks, never_clear: &nowhere, masquerades: true, steered, lasts };
+        let interim = Interim {
+            uplinks: &uplinks,
+            never_clear: &nowhere,
+            by_uplink: &nowhere,
+            masquerades: true,
+            steered,
+            lasts,
+        };
         wanted.apply_interim(&interim).await.unwrap();
         assert_eq!(NatRules::default().apply(wanted.clone(), Instant::now()).await.unwrap(), 1);
         assert_eq!(NatRules::default().apply(wanted.clone(), Instant::now()).await.unwrap(), 0);
@@ -197,6 +205,19 @@ fn rules_for_somebody_else_are_not_taken_for_ones_own_and_take_nested_prefixes()
         assert_eq!(seen_meanwhile(), BTreeSet::new());
         let rules = sh("nft list table inet kilo");
         assert!(!rules.contains("masquerade"), "{rules}");
+
+        // While programs go on, what their uplink's program takes has to come to it, and nothing else.
+        let closed = Interim { steered: Duration::from_secs(600), ..interim.clone() };
+        wanted.apply_interim(&closed).await.unwrap();
+        seen_meanwhile();
+        assert_eq!(seen_meanwhile(), BTreeSet::new());
+        let open = Interim { never_clear: &nowhere, by_uplink: &never_clear, ..closed.clone() };
+        wanted.apply_interim(&open).await.unwrap();
+        it_flows();
+        let over = Interim { steered: Duration::ZERO, ..open.clone() };
+        wanted.apply_interim(&over).await.unwrap();
+        seen_meanwhile();
+        assert_eq!(seen_meanwhile(), BTreeSet::new());
 
         // A leader without programs would hand others' pods' packets on as they are.
         let others = Decision { sources: table(&[("10.99.0.0/16", MASQ_SRC_ALWAYS)]), ..Decision::default() };

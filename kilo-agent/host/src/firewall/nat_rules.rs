@@ -45,9 +45,11 @@ pub struct Interim<'a> {
     pub uplinks: &'a BTreeSet<String>,
     /// What only an outer header or WireGuard may carry: nothing else goes there by an uplink.
     pub never_clear: &'a BTreeSet<IpNet>,
+    /// What goes there and is put into an outer header by the uplink's program: kept in when that has ended.
+    pub by_uplink: &'a BTreeSet<IpNet>,
     /// False: somebody else masquerades, and these rules only keep in what must not leave.
     pub masquerades: bool,
-    /// For so long programs go on steering: what they steer is not kept in before that is over.
+    /// For so long programs go on steering.
     pub steered: Duration,
     /// How long they do anything.
     pub lasts: Duration,
@@ -133,6 +135,7 @@ impl Decision {
             if let Some(interim) = interim {
                 let of_family = |prefix: &&IpNet| prefix.addr().is_ipv6() == v6;
                 set("never", interim.never_clear.iter().filter(of_family).copied().collect(), None);
+                set("by_uplink", interim.by_uplink.iter().filter(of_family).copied().collect(), None);
                 let everybody = if v6 { Ipv6Net::default().into() } else { Ipv4Net::default().into() };
                 set("quiet", BTreeSet::from([everybody]), Some(QUIET));
                 if !interim.steered.is_zero() {
@@ -156,8 +159,11 @@ impl Decision {
                 false => String::new(),
             };
             // A leader hands on what others' pods send, too.
-            for from in ["sources", "never"] {
-                guards += &format!("\t\t{gate}{word} saddr @{from}_{word} {word} daddr @never_{word} drop\n");
+            for from in ["sources", "never", "by_uplink"] {
+                guards += &format!(
+                    "\t\t{word} saddr @{from}_{word} {word} daddr @never_{word} drop\n\
+                     \t\t{gate}{word} saddr @{from}_{word} {word} daddr @by_uplink_{word} drop\n"
+                );
             }
             if interim.is_some_and(|interim| interim.masquerades) {
                 guards += &format!(
