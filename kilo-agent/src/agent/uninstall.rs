@@ -109,6 +109,7 @@ async fn remove_from_net(net: &Net, removal: Removal<'_>, outcome: &mut Outcome)
     if !removal.delete_interface {
         return;
     }
+    let mut who = "";
     let is_of_process =
         links::by_name(net.rtnl(), name).await.is_ok_and(|link| link.is_some_and(|link| link.kind == "tun"));
     match Interface::remove(net, removal.interface).await {
@@ -116,18 +117,17 @@ async fn remove_from_net(net: &Net, removal: Removal<'_>, outcome: &mut Outcome)
             outcome.removed.push(format!("interface {name}"));
             if is_of_process {
                 tokio::time::sleep(MADE_AGAIN).await;
+                who = " (delete the DaemonSet kilo-wireguard)";
             }
         }
         Ok(false) => {}
         Err(error) => outcome.stays.push(error.to_string()),
     }
     if let Ok(Some(link)) = links::by_name(net.rtnl(), name).await {
-        outcome
-            .stays
-            .push(format!(
-                "interface {name} is of kind `{}` and not ours, or was made again (delete the DaemonSet kilo-wireguard)",
-                link.kind
-            ));
+        outcome.stays.push(format!(
+            "interface {name} is of kind `{}` and not ours, or was made again{who}",
+            link.kind
+        ));
     }
 }
 

@@ -142,7 +142,8 @@ impl Drop for Agent {
 #[allow(clippy::expect_used, reason = "a test's helper fails as the test does")]
 pub fn take_the_rights_of_the_daemonset() {
     let manifest = include_str!("../../../manifests/kilo-kubeadm.yaml");
-    let added = manifest.split("              add:\n").nth(1).expect("the manifest adds capabilities");
+    let container = manifest.split("\n        - name: kilo\n").nth(1).expect("the manifest has the agent");
+    let added = container.split("              add:\n").nth(1).expect("the manifest adds capabilities");
     let names = added.lines().map_while(|line| line.trim().strip_prefix("- ")?.split(' ').next());
     let mask = names.fold(0u64, |mask, name| mask | 1 << number_of_capability(name));
     let half = |half: u64| u32::try_from(half & u64::from(u32::MAX)).unwrap();
@@ -174,6 +175,7 @@ fn capabilities(call: nix::libc::c_long, data: &mut [u32; 6]) {
 #[allow(clippy::panic, reason = "tests")]
 fn number_of_capability(name: &str) -> u32 {
     match name {
+        "DAC_OVERRIDE" => 1,
         "NET_ADMIN" => 12,
         "NET_RAW" => 13,
         "SYS_ADMIN" => 21,

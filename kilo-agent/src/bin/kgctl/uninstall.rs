@@ -93,11 +93,12 @@ pub async fn run(args: &UninstallArgs) -> Result<String> {
     let done = wait(&cluster, &daemon_sets, args.timeout).await?;
     let pods: Api<Pod> = Api::namespaced(client.clone(), &args.namespace);
     let (said, mut waits_for) = logs(&cluster, &pods, &args.namespace).await?;
-    if let Err(wanted) = done {
-        let missing = wanted.saturating_sub(said.len());
-        if missing > 0 {
-            waits_for.push(format!("{missing} without a pod yet"));
-        }
+    let missing = done.err().map_or(0, |wanted| wanted.saturating_sub(said.len()));
+    if missing > 0 {
+        waits_for.push(format!("{missing} nodes without a running pod"));
+    }
+    // The last one may be done meanwhile.
+    if done.is_err() && !waits_for.is_empty() {
         bail!(
             "not done after {}: {}; the pods of DaemonSet {NAME} go on trying:\n{}",
             humantime::format_duration(args.timeout),
@@ -182,7 +183,8 @@ async fn logs(
     let progress = Progress::new("reading what the nodes removed", listed.items.len());
     let (mut nodes, mut waits_for) = (BTreeMap::new(), Vec::new());
     for pod in listed {
-        let node = pod.spec.as_ref().and_then(|spec| spec.node_name.clone()).unwrap_or_default();
+        // One that waits for a place on its node is on none yet.
+        let Some(node) = pod.spec.as_ref().and_then(|spec| spec.node_name.clone()) else { continue };
         let conditions = pod.status.as_ref().and_then(|status| status.conditions.as_deref());
         let is_ready = |condition: &PodCondition| condition.type_ == "Ready" && condition.status == "True";
         if !conditions.unwrap_or_default().iter().any(is_ready) {

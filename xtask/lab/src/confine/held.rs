@@ -7,7 +7,8 @@ use anyhow::{Context as _, Result, ensure};
 use super::manifest::Rights;
 
 /// Numbers of the capabilities the manifests name (linux/capability.h).
-const NUMBERS: [(&str, u32); 4] = [("NET_ADMIN", 12), ("NET_RAW", 13), ("PERFMON", 38), ("BPF", 39)];
+const NUMBERS: [(&str, u32); 5] =
+    [("DAC_OVERRIDE", 1), ("NET_ADMIN", 12), ("NET_RAW", 13), ("PERFMON", 38), ("BPF", 39)];
 /// Where every container can write.
 const ALWAYS_WRITABLE: [&str; 3] = ["/proc", "/dev", "/dev/shm"];
 

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use anyhow::{Result, bail};
+use anyhow::{Result, bail, ensure};
 
 use crate::{
     cluster::{
@@ -142,7 +142,11 @@ pub fn containerd(cluster: &Cluster) -> Result<String> {
 /// Kills a program of every node and waits until kubelets have looked after their pods again.
 fn restart(cluster: &Cluster, program: &str) -> Result<()> {
     cluster.each(&cluster.nodes, |node| node.kill(program))?;
+    for node in &cluster.nodes {
+        until("containerd answers", Duration::from_secs(30), || node.sh("ctr version").ok())?;
+    }
     let before = renewed(cluster)?;
+    ensure!(before.len() == cluster.nodes.len(), "not every node has a Lease: {before:?}");
     // A node stays Ready for 40 s without a kubelet; one that works renews its Lease each 10 s.
     until("every kubelet has renewed its node's Lease", Duration::from_secs(60), || {
         let now = renewed(cluster).ok()?;
