@@ -164,8 +164,7 @@ impl Homing {
                 continue;
             }
             self.used.insert(node, word);
-            // One that had no leader by a term is new.
-            if before.is_some_and(|before| before.0 > Term::NONE && before.1 != word.1) && word.1 != me {
+            if before.is_some_and(|before| before.1 != word.1) && word.1 != me {
                 self.others_took = Some(now);
             }
         }
@@ -215,7 +214,6 @@ mod tests {
         let word = |count: u64, gateway| (Term::from_bits(count << 16), gateway);
         let mut homing = Homing::default();
         for (now, heard, wanted) in [
-            (0, word(0, 7), None),
             (1, word(3, 1), None),
             // It has booted and uses Kilo's leader.
             (2, word(0, 7), None),
