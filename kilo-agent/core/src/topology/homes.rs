@@ -81,7 +81,7 @@ impl Segment {
             return None;
         }
         let is_promoted = |it: &Candidate<'_>| promoted.iter().any(|one| one.node.name == it.node.name);
-        // By Kilo's rule for nodes, whoever leads now: a place stays what it is.
+        // By Kilo's rule for nodes, and not by who leads now: a place stays what it is.
         let mut of_places: Vec<_> = chosen.iter().collect();
         of_places.sort_by_key(|it| (leader::rank(it.node), it.node.name.as_str()));
         let places = Places {
@@ -184,7 +184,7 @@ impl<'a> Places<'a> {
 
 /// Which of `gateways` each of `members` is given: their numbers differ by one at most. The first has all; each next one
 /// takes its share from those with most, the members with the highest weights first. So one that comes or goes at the end
-/// moves none but those that it takes or gives back, and, where it was a member, one more for each of the others at most.
+/// moves none but those that it takes or gives back, and, where it was a member, one or two of each of the others at most.
 fn shares(members: &[&str], gateways: &[&str]) -> Vec<usize> {
     let mut has: Vec<Vec<usize>> = vec![(0..members.len()).collect()];
     for (before, gateway) in gateways.iter().enumerate().skip(1) {
