@@ -216,7 +216,7 @@ pub fn parse_period(text: &str) -> Result<Duration, InvalidPeriod> {
 /// Parses the interval of failover probes.
 ///
 /// # Errors
-/// When it is no duration, or outside 20 ms to 1 s.
+/// When it is no duration, or outside 20 ms to 200 ms.
 #[cfg(feature = "agent")]
 pub fn parse_failover_interval(text: &str) -> Result<kilo_failover::Params, String> {
     let interval = parse_duration(text).map_err(|error| error.to_string())?;

@@ -261,6 +261,8 @@ pub enum Body<L> {
         leads: bool,
         /// The gateway it uses.
         gateway: u64,
+        /// The sender's secret for the receiver, of its boot: its numbers count within that.
+        cookie: u64,
         /// Losses of leadership, in pairs: a gateway; their number << 32 | seconds since the last.
         losses: L,
     },
@@ -335,8 +337,8 @@ impl<L> Signal<L> {
             Body::Question { id, patience } => Body::Question { id, patience },
             Body::Witness { id, verdict } => Body::Witness { id, verdict },
             Body::Members { cookie, age, members } => Body::Members { cookie, age, members: change(members) },
-            Body::Hello { is_fit, is_busy, leads, gateway, losses } => {
-                Body::Hello { is_fit, is_busy, leads, gateway, losses: change(losses) }
+            Body::Hello { is_fit, is_busy, leads, gateway, cookie, losses } => {
+                Body::Hello { is_fit, is_busy, leads, gateway, cookie, losses: change(losses) }
             }
             Body::Claim { gateway, shared, part, members } => {
                 Body::Claim { gateway, shared, part, members: change(members) }
@@ -397,7 +399,7 @@ fn body(kind: Kind, words: &[[u8; 8]]) -> Result<Body<Words<'_>>, Malformed> {
             members(rest)?;
             Body::Members { cookie: number(cookie), age, members: Words(rest) }
         }
-        (Kind::Hello, [flags, gateway, rest @ ..]) => {
+        (Kind::Hello, [flags, gateway, cookie, rest @ ..]) => {
             let flags = number(flags);
             if flags & !(HELLO_FIT | HELLO_LEADS | HELLO_BUSY) != 0 {
                 return Err(Malformed::Value);
@@ -411,6 +413,7 @@ fn body(kind: Kind, words: &[[u8; 8]]) -> Result<Body<Words<'_>>, Malformed> {
                 is_busy: flags & HELLO_BUSY != 0,
                 leads: flags & HELLO_LEADS != 0,
                 gateway: number(gateway),
+                cookie: number(cookie),
                 losses: Words(rest),
             }
         }
@@ -456,10 +459,11 @@ pub fn write<L: List>(out: &mut [u8; LONGEST], signal: &Signal<L>, key: Option<K
             put(both(*age, 0));
             list = Some(members);
         }
-        Body::Hello { is_fit, is_busy, leads, gateway, losses } => {
+        Body::Hello { is_fit, is_busy, leads, gateway, cookie, losses } => {
             let flags = [(*is_fit, HELLO_FIT), (*leads, HELLO_LEADS), (*is_busy, HELLO_BUSY)];
             put(flags.iter().map(|(is_set, flag)| u64::from(*is_set) * flag).sum());
             put(*gateway);
+            put(*cookie);
             list = Some(losses);
         }
         Body::Claim { gateway, shared, part, members } => {

@@ -18,6 +18,9 @@ pub struct Tables {
     /// What hops 2 (Kilo's leader) and 3 (the acting leader) lead to ([`kilo_common::lead`]).
     /// The second is written only where the kernel's own is not of a later term.
     pub lead: [u64; 2],
+    /// The second word as the location's annotations have it, with its term: for a host that goes on carrying
+    /// packets with maps of another layout, in which its kernel's own word is lost.
+    pub lead_of_term: u64,
     /// Private address -> what that node's signals are checked with.
     pub signal_key: BTreeMap<IpAddr, maps::SignalKey>,
     /// Outer source -> the node that may send from it.

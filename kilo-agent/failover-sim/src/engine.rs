@@ -327,14 +327,10 @@ impl Sim {
                     self.broken("no replay counts");
                 }
             }
-            Taken::Answer(answer) => {
-                let event = Event::Lan { to: asker, bytes: answer.into(), said_at: self.now };
-                self.lan_send(node, asker, event);
-            }
+            Taken::Answer(answer) => self.lan_say(node, asker, &answer.into()),
             Taken::Obeys(answer) => {
                 self.word_is(node, before, said_at);
-                let event = Event::Lan { to: asker, bytes: answer.into(), said_at: self.now };
-                self.lan_send(node, asker, event);
+                self.lan_say(node, asker, &answer.into());
                 self.run_agent(node);
             }
         }

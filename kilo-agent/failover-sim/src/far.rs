@@ -66,7 +66,9 @@ impl Sim {
         let gateways = self.gateways();
         let Some(acting) = &mut self.fars[far].acting else { return };
         let signal = host::read(&signal);
-        let Ok(step) = acting.claimed(&self.params, host::id(gateway), &signal, &gateways, far as u64) else {
+        let Ok(step) =
+            acting.claimed(&self.params, host::id(gateway), &signal, &gateways, (far as u64, self.now))
+        else {
             return;
         };
         if let Some(old) = step.asks {

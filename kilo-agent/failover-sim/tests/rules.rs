@@ -21,7 +21,7 @@ const NEEDED: &[(Rule, &str, &str)] = &[
     (Rule::Proof, "all uplinks dead for 10 s", "changes of leader within the limit"),
     (Rule::Witnesses, "receives and does not forward", "outages within the limit"),
     (Rule::ClaimFollowers, "LAN in halves", "far leaders follow members' words"),
-    (Rule::Rank, "power off", "changes of leader within the limit"),
+    (Rule::Rank, "a stand-by's terms leap to the end, then power off", "changes of leader within the limit"),
     (Rule::Budget, "gateways lose the LAN in turn, 20 times in 60 s", "changes of leader within the limit"),
     (Rule::Hold, "20 flaps in 60 s: power", "changes of leader within the limit"),
     (Rule::FarLaterTerms, "1 to 4 at random, 5 % loss, stalls", "one owner, of the latest term"),

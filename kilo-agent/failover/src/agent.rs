@@ -143,7 +143,7 @@ impl Agent {
     /// What this gateway knows of the others: when each would be fit to lead, `None`: not known.
     pub fn is_heard_fit(&self, gateway: NodeId, now: Micros) -> Option<bool> {
         let others = &self.gateway.as_ref()?.others;
-        Some(others.is_fit(gateway, now, 700 * MS))
+        Some(others.is_fit(gateway, now, self.params.heard + self.params.hello))
     }
 
     /// The usual round trip of the own tunnels, at most.
@@ -191,7 +191,7 @@ impl Agent {
 
     /// Whether it is a gateway that could lead now.
     pub fn is_fit(&self, now: Micros) -> bool {
-        self.gateway.as_ref().is_some_and(|gateway| gateway.tunnels.is_fit(now))
+        self.gateway.as_ref().is_some_and(|gateway| gateway.tunnels.is_fit(&self.params, now))
     }
 
     /// Members it leads, and in which term.
@@ -284,7 +284,7 @@ impl Agent {
             } else {
                 let Gateway { tunnels, detector, .. } = gateway;
                 detector.lan_counts = self.place.gateways.contains(&self.word.1);
-                let targets = tunnels.targets(now);
+                let targets = tunnels.targets(params, now);
                 let far = detector.probe(params, self.word.1, &targets, |far| tunnels.usual(far), turn);
                 // Its own way is asked at once about the same far leader.
                 if let Some(far) = far.filter(|_| detector.misses().1 > 0) {
@@ -329,17 +329,19 @@ impl Agent {
     fn hello(&self, turn: &mut Turn<'_>) {
         let Some(gateway) = &self.gateway else { return };
         let leads = gateway.lead.as_ref().filter(|_| self.word.1 == self.place.me);
-        let body = Body::Hello {
-            is_fit: gateway.tunnels.is_fit(turn.now),
-            is_busy: gateway.tunnels.is_busy(turn.now) && gateway.leads(self.place.me, self.word),
+        let now = turn.now;
+        let hello = |to: &NodeId| Body::Hello {
+            is_fit: gateway.tunnels.is_fit(&self.params, now),
+            is_busy: gateway.tunnels.is_busy(now) && gateway.leads(self.place.me, self.word),
             leads: leads.is_some(),
             gateway: self.word.1,
-            losses: gateway.others.told(&self.params, turn.now),
+            cookie: self.place.cookie(*to),
+            losses: gateway.others.told(&self.params, now),
         };
         let term = leads.map_or(self.term, Lead::term);
-        let signal = self.sender().signal(Kind::Hello, turn.nonce(), term, body);
         for other in self.place.gateways.iter().filter(|other| **other != self.place.me) {
-            turn.push(Output::Lan(*other, signal.clone()));
+            let signal = self.sender().signal(Kind::Hello, self.stamp(now), term, hello(other));
+            turn.push(Output::Lan(*other, signal));
         }
     }
 }

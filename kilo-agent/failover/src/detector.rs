@@ -86,7 +86,9 @@ impl Detector {
         usual: impl Fn(Far) -> Micros,
         turn: &mut Turn<'_>,
     ) -> Option<Far> {
-        self.due = turn.now + turn.jittered(params.interval);
+        // A wake-up costs more than what is done in it; what has begun to be silent is asked more often.
+        let pause = if self.path.misses() > 0 { params.silent } else { params.calm };
+        self.due = turn.now + turn.jittered(pause);
         let since = std::mem::replace(&mut self.probed, turn.now);
         if self.heard.is_none_or(|heard| heard < since) {
             self.probe_lan(params, leader, turn);

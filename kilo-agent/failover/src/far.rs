@@ -20,6 +20,8 @@ pub enum Refused {
     Member,
     /// Its term comes after many more changes than are known.
     Leap,
+    /// The location has moved nodes too often lately: each move holds up what else this agent has to do.
+    Rate,
 }
 
 /// One location as a far leader knows it.
@@ -32,6 +34,9 @@ pub struct Acting {
     check: Option<Check>,
     /// Since when the acting leader has claimed others than Kilo's, and in which term.
     claims_others: Option<((Term, NodeId), Micros)>,
+    /// Whose claim moved something last, and when its budget of such changes is whole again.
+    moved: Option<(Term, NodeId)>,
+    spent_until: Micros,
 }
 
 /// After so long a gateway has named everybody who follows it: it claims all anew every 10 s, and what is not answered
@@ -163,7 +168,8 @@ impl Acting {
     }
 
     /// A CLAIM of a gateway came through its tunnel, or an END of the leader
-    /// through its own. `gateways` are the location's, `sender` this node, for the answer.
+    /// through its own. `gateways` are the location's, `sender` this node, for the answer. What moves prefixes has a
+    /// budget of changes: a claim in several parts is one.
     ///
     /// # Errors
     /// When nothing of it may count.
@@ -173,7 +179,7 @@ impl Acting {
         from: NodeId,
         signal: &Signal,
         gateways: &[NodeId],
-        sender: NodeId,
+        (sender, now): (NodeId, Micros),
     ) -> Result<Step, Refused> {
         let Body::Claim { gateway, shared, part, members } = &signal.body else { return Err(Refused::Kind) };
         let (gateway, term) = (*gateway, signal.term);
@@ -198,6 +204,16 @@ impl Acting {
             self.led_up = self.latest().next_step();
             return Err(Refused::Leap);
         }
+        let shared = if is_end && self.shared.1 != from { &Shared::Stay } else { shared };
+        let would_move = |member: &NodeId| {
+            let owner = self.owners.get(member);
+            owner.is_some_and(|owner| term > owner.0 && owner.1 != gateway)
+                && (!is_end || self.may_end(*member, from, gateway))
+        };
+        let takes_shared = *shared != Shared::Stay && term > self.shared.0 && self.shared.1 != gateway;
+        if takes_shared || members.iter().any(would_move) {
+            self.spend(params, to, now)?;
+        }
         let mut moves = Vec::new();
         let mut has = Vec::new();
         for member in members {
@@ -215,11 +231,24 @@ impl Acting {
                 has.push(*member);
             }
         }
-        let shared = if is_end && self.shared.1 != from { &Shared::Stay } else { shared };
         let (moves_shared, asks) = self.claim_shared((term, gateway), *shared);
         let body = Body::Claim { gateway, shared: Shared::Stay, part: *part, members: has };
         let answer = Signal { kind: Kind::Moved, sender, body, ..signal.clone() };
         Ok(Step { gateway, moves, moves_shared, asks, answer })
+    }
+
+    /// Something moves to that gateway in that term.
+    fn spend(&mut self, params: &Params, to: (Term, NodeId), now: Micros) -> Result<(), Refused> {
+        let (burst, refill) = params.far_budget;
+        if self.moved == Some(to) {
+            return Ok(());
+        }
+        let spent = self.spent_until.max(now) + refill;
+        if spent > now + burst * refill {
+            return Err(Refused::Rate);
+        }
+        (self.moved, self.spent_until) = (Some(to), spent);
+        Ok(())
     }
 
     /// The latest term that anybody has claimed, or written, or was led up to.
@@ -276,8 +305,13 @@ impl Acting {
     /// Whether the shared prefixes move now, because both probes were missed.
     pub fn wake_up(&mut self, now: Micros) -> bool {
         let Some(check) = &mut self.check else { return false };
+        if check.old != self.shared.1 {
+            // Others have them by now, whoever answers.
+            self.check = None;
+            return false;
+        }
         check.row.expire(now);
-        if check.row.misses() < 2 || check.old != self.shared.1 {
+        if check.row.misses() < 2 {
             return false;
         }
         self.shared = check.to;
@@ -311,7 +345,41 @@ mod tests {
     }
 
     fn hears(acting: &mut Acting, from: NodeId, signal: &Signal) -> Result<Step, Refused> {
-        acting.claimed(&Params::default(), from, signal, &[A, B], 77)
+        hears_at(acting, from, signal, 0)
+    }
+
+    fn hears_at(acting: &mut Acting, from: NodeId, signal: &Signal, now: Micros) -> Result<Step, Refused> {
+        acting.claimed(&Params::default(), from, signal, &[A, B], (77, now))
+    }
+
+    #[test]
+    fn who_goes_to_and_fro_is_refused_after_some_changes_and_one_a_second_goes_on() {
+        let mut acting = acting();
+        let mut term = Term::NONE;
+        let mut moved_at = |acting: &mut Acting, now| {
+            (0..50)
+                .take_while(|_| {
+                    let has_it = acting.owner(MEMBER).is_some_and(|(_, owner)| owner == B);
+                    let (from, to) = if has_it { (B, A) } else { (B, B) };
+                    term = term.next(to);
+                    let kind = if from == to { Kind::Claim } else { Kind::End };
+                    // In two parts, which are one change.
+                    [A, MEMBER].into_iter().all(|member| {
+                        let signal = claim(kind, from, to, term, Shared::Stay, &[member]);
+                        hears_at(acting, from, &signal, now) != Err(Refused::Rate)
+                    })
+                })
+                .count() as u64
+        };
+        let (burst, refill) = Params::default().far_budget;
+        assert_eq!(moved_at(&mut acting, 0), burst);
+        assert_eq!(moved_at(&mut acting, refill / 2), 0);
+        assert_eq!(moved_at(&mut acting, refill), 1);
+        assert_eq!(moved_at(&mut acting, 5 * refill), 4);
+        // What moves nothing costs nothing.
+        let owner = acting.owner(MEMBER).unwrap_or_default();
+        let same = claim(Kind::Claim, owner.1, owner.1, owner.0, Shared::Stay, &[MEMBER]);
+        assert!(hears_at(&mut acting, owner.1, &same, 5 * refill).is_ok());
     }
 
     #[test]

@@ -315,7 +315,7 @@ impl Lead {
         }
         let body = Body::Word { cookie: present.cookie, gateway: self.sender.me };
         let term = self.term.min(farthest(present.word.0, self.sender.me));
-        let signal = self.sender.signal(Kind::Announce, turn.nonce(), term, body);
+        let signal = self.sender.signal(Kind::Announce, present.nonce, term, body);
         turn.push(Output::Lan(member, signal));
     }
 
@@ -387,8 +387,8 @@ mod tests {
         while lead.wake() < 2 * SEC {
             now = lead.wake();
             roll.asks(MEMBER, 1);
-            let present = Present { at: now, cookie: 5, word: (known, ME) };
-            roll.heard(MEMBER, 1, present);
+            let present = Present { at: now, nonce: 1, cookie: 5, word: (known, ME) };
+            roll.heard(MEMBER, present);
             let (mut out, mut later, mut random) = (Vec::new(), Vec::new(), || 1);
             let mut turn = Turn { now, random: &mut random, out: &mut out, later: &mut later };
             lead.wake_up(&Params::default(), &mut roll, &mut turn);
@@ -452,7 +452,7 @@ mod tests {
         let mut turn = Turn { now, random: &mut random, out: &mut out, later: &mut after };
         for member in [stays, gone, booted] {
             roll.asks(member, 1);
-            roll.heard(member, 1, Present { at: now, cookie: 5, word: (before, ME) });
+            roll.heard(member, Present { at: now, nonce: 1, cookie: 5, word: (before, ME) });
         }
         lead.wake_up(&Params::default(), &mut roll, &mut turn);
         let kind = |output: &Output| match output {
@@ -465,7 +465,7 @@ mod tests {
         for (member, word) in [(stays, (before, ME)), (gone, (taken, 9 << 48)), (booted, (Term::NONE, 1))] {
             let is_dropped = lead.hears(member, word, now);
             assert_eq!(is_dropped, member == gone, "{member}");
-            lead.announce(member, Present { at: now, cookie: 5, word }, &mut turn);
+            lead.announce(member, Present { at: now, nonce: 1, cookie: 5, word }, &mut turn);
             told.extend(turn.out.drain(..).filter_map(|output| kind(&output)));
         }
         assert_eq!(told, [(Kind::Announce, stays), (Kind::Announce, booted)]);

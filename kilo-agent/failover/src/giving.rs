@@ -215,7 +215,7 @@ impl Agent {
         // Of two that give at once, as when several leaders become one, who has been told READY goes first.
         let is_others = |taker: &Taker| taker.from != from && taker.is_ready() && !taker.is_done();
         let is_busy = gateway.planned.taker.as_ref().is_some_and(is_others);
-        if !gateway.tunnels.is_fit(turn.now) || gateway.planned.giver.is_some() || is_busy {
+        if !gateway.tunnels.is_fit(&self.params, turn.now) || gateway.planned.giver.is_some() || is_busy {
             return;
         }
         let trip = gateway.tunnels.longest();
@@ -424,8 +424,14 @@ mod tests {
     #[test]
     fn what_leaps_is_refused_and_changes_no_term() {
         let end = Term::from_bits(u64::MAX);
-        let hello =
-            Body::Hello { is_fit: true, is_busy: false, leads: true, gateway: LEADER, losses: vec![] };
+        let hello = Body::Hello {
+            is_fit: true,
+            is_busy: false,
+            leads: true,
+            gateway: LEADER,
+            cookie: BOOT,
+            losses: vec![],
+        };
         let word = Body::Word { cookie: 9, gateway: LEADER };
         let members = || Body::Members { cookie: BOOT, age: 0, members: vec![LEADER] };
         let change = Body::Change { cookie: BOOT, gateway: ME };

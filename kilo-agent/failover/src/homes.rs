@@ -80,7 +80,7 @@ impl Agent {
         }
         homing.looks(gateway.roll.heard_lately(now).map(|(node, present)| (node, present.word)), me, now);
         let since = match homing.fit_since {
-            _ if !gateway.tunnels.is_fit(now) => None,
+            _ if !gateway.tunnels.is_fit(&self.params, now) => None,
             known => Some(known.unwrap_or(now)),
         };
         homing.fit_since = since;

@@ -28,7 +28,8 @@ struct Waiting {
 /// Numbers by sender.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Numbers {
-    heard: BTreeMap<NodeId, Heard>,
+    /// HELLO has numbers of its own: it overtakes what is said several times.
+    heard: BTreeMap<(NodeId, bool), Heard>,
     waiting: BTreeMap<NodeId, Waiting>,
 }
 
@@ -53,7 +54,7 @@ impl Numbers {
     /// Between two questions to a kernel whose boot is not known.
     const PAUSE: Micros = 50 * MS;
 
-    fn take(&mut self, from: NodeId, (cookie, number): (u64, u64), now: Micros) -> Said {
+    fn take(&mut self, from: (NodeId, bool), (cookie, number): (u64, u64), now: Micros) -> Said {
         let heard = self.heard.entry(from).or_default();
         if heard.cookie != cookie {
             *heard = Heard { cookie, ..Heard::default() };
@@ -90,7 +91,7 @@ impl Numbers {
 
     /// There are other nodes now.
     pub(crate) fn nodes_are(&mut self, nodes: &[NodeId]) {
-        self.heard.retain(|node, _| nodes.contains(node));
+        self.heard.retain(|(node, _), _| nodes.contains(node));
         self.waiting.retain(|node, _| nodes.contains(node));
     }
 }
@@ -99,7 +100,8 @@ impl Numbers {
 fn cookie(signal: &Signal) -> Option<u64> {
     match (signal.kind, &signal.body) {
         (Kind::Adopt | Kind::Handover, Body::Members { cookie, .. })
-        | (Kind::Prepare, Body::Change { cookie, .. }) => Some(*cookie),
+        | (Kind::Prepare, Body::Change { cookie, .. })
+        | (Kind::Hello, Body::Hello { cookie, .. }) => Some(*cookie),
         _ => None,
     }
 }
@@ -110,7 +112,8 @@ impl Agent {
     pub(crate) fn is_new(&mut self, from: NodeId, signal: &Signal, turn: &mut Turn<'_>) -> bool {
         let Some(cookie) = cookie(signal) else { return true };
         let (sender, now) = (self.sender(), turn.now);
-        let by_boot = self.params.keeps(Rule::Boots);
+        let is_hello = signal.kind == Kind::Hello;
+        let by_boot = is_hello || self.params.keeps(Rule::Boots);
         let Some(own) = &mut self.gateway else { return false };
         let known = own.roll.last(from).map(|present| present.cookie);
         if by_boot && known != Some(cookie) {
@@ -120,7 +123,7 @@ impl Agent {
             return false;
         }
         let boot = if by_boot { cookie } else { 0 };
-        let said = own.numbers.take(from, (boot, signal.nonce), now);
+        let said = own.numbers.take((from, is_hello), (boot, signal.nonce), now);
         if said == Said::Replayed {
             turn.push(Output::Note(Note::Replayed(from)));
         }
@@ -156,7 +159,7 @@ mod tests {
     const FROM: NodeId = 9;
 
     fn takes(numbers: &mut Numbers, boot: u64, said: u64, now: Micros) -> Said {
-        numbers.take(FROM, (boot, said), now)
+        numbers.take((FROM, false), (boot, said), now)
     }
 
     #[test]
@@ -222,6 +225,28 @@ mod tests {
         let body = Body::Word { cookie: NEXT, gateway: LEADER };
         bench.hears(LEADER, Kind::Present, nonce, term, body);
         assert!(bench.agent.lead().is_some_and(|lead| lead.has(MEMBER)));
+    }
+
+    fn hello(bench: &mut Bench, cookie: u64, number: u64) -> (bool, usize) {
+        let (losses, gateway) = (vec![LEADER, 3 << 32], LEADER);
+        let body = Body::Hello { is_fit: true, is_busy: true, leads: true, gateway, cookie, losses };
+        let out = bench.hears(LEADER, Kind::Hello, number, Term::from_bits(7 << 16), body);
+        (bench.agent.is_heard_fit(LEADER, bench.now) == Some(true), replayed(&out))
+    }
+
+    #[test]
+    fn a_recorded_hello_makes_nobody_fit_and_renews_no_loss() {
+        let mut bench = Bench::new();
+        assert_eq!(hello(&mut bench, BOOT, 1_000), (true, 0));
+        for _ in 0..300 {
+            bench.turn(vec![]);
+        }
+        assert_eq!(hello(&mut bench, BOOT, 1_000), (false, 1), "it was said before");
+        assert_eq!(hello(&mut bench, BOOT, 900), (false, 1), "it was said and not heard");
+        assert_eq!(hello(&mut bench, BOOT - 1, 9_000).0, false, "in another boot");
+        assert_eq!(hello(&mut bench, BOOT, 2_000), (true, 0));
+        // What is said several times is not overtaken by it.
+        assert_eq!(replayed(&handover(&mut bench, BOOT, 1_500)), 0);
     }
 
     #[test]

@@ -3,7 +3,7 @@
 
 use std::collections::BTreeMap;
 
-use crate::{MS, Micros, NodeId, Params, SEC, Term};
+use crate::{Micros, NodeId, Params, SEC, Term};
 
 /// What a HELLO says of its sender.
 #[derive(Clone, Copy, Debug)]
@@ -50,7 +50,8 @@ impl Others {
 
     /// A HELLO came: pairs of its losses as in the signal.
     pub fn hello(&mut self, params: &Params, now: Micros, from: NodeId, state: State, losses: &[u64]) {
-        let before = self.said.get(&from).filter(|said| said.state.is_fit && said.at + SEC >= now);
+        let before =
+            self.said.get(&from).filter(|said| said.state.is_fit && said.at + 2 * params.heard >= now);
         let fit_since = before.map_or(now, |said| said.fit_since);
         self.said.insert(from, Said { at: now, fit_since, state });
         for [gateway, value] in losses.as_chunks::<2>().0 {
@@ -71,11 +72,14 @@ impl Others {
         pairs.take(16).collect()
     }
 
-    /// A gateway lost leadership. Its members find that out one after the other: what comes within a second of
-    /// the last is the same loss.
+    /// A gateway lost leadership. Its members find that out one after the other: what comes within four of their
+    /// probes after the last is the same loss.
     pub fn lost(&mut self, params: &Params, now: Micros, gateway: NodeId) {
         let count = self.losses(params, now, gateway);
-        let is_same = self.losses.get(&gateway).is_some_and(|losses| count > 0 && losses.last + SEC > now);
+        let is_same = self
+            .losses
+            .get(&gateway)
+            .is_some_and(|losses| count > 0 && losses.last + 4 * params.member > now);
         self.losses.insert(gateway, Losses { count: count + u32::from(!is_same), last: now });
     }
 
@@ -98,13 +102,13 @@ impl Others {
     }
 
     /// Whether one of them has said lately that its tunnels carry more than they can.
-    pub fn is_any_busy(&self, now: Micros) -> bool {
-        self.said.values().any(|said| said.state.is_busy && said.at + 500 * MS > now)
+    pub fn is_any_busy(&self, params: &Params, now: Micros) -> bool {
+        self.said.values().any(|said| said.state.is_busy && said.at + params.heard > now)
     }
 
     /// Whether one of them has said lately that it leads in a later term.
-    pub fn is_led_since(&self, term: Term, now: Micros) -> bool {
-        let leads = |said: &Said| said.state.leads && said.state.term > term && said.at + 500 * MS > now;
+    pub fn is_led_since(&self, params: &Params, term: Term, now: Micros) -> bool {
+        let leads = |said: &Said| said.state.leads && said.state.term > term && said.at + params.heard > now;
         self.said.values().any(leads)
     }
 
@@ -115,8 +119,8 @@ impl Others {
     }
 
     /// How long it has been fit and without a loss.
-    pub fn healthy_for(&self, gateway: NodeId, now: Micros) -> Micros {
-        let said = self.said.get(&gateway).filter(|said| said.state.is_fit && said.at + 500 * MS > now);
+    pub fn healthy_for(&self, params: &Params, gateway: NodeId, now: Micros) -> Micros {
+        let said = self.said.get(&gateway).filter(|said| said.state.is_fit && said.at + params.heard > now);
         let lost = self.losses.get(&gateway).map_or(0, |losses| losses.last);
         said.map_or(0, |said| now.saturating_sub(said.fit_since.max(lost)))
     }
@@ -133,6 +137,7 @@ impl Others {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::MS;
 
     const LEADS: State = State { is_fit: true, is_busy: false, leads: true, term: Term::NONE, gateway: 1 };
 
@@ -180,9 +185,9 @@ mod tests {
         let now = 1_000 * SEC;
         for is_busy in [false, true] {
             others.hello(&params, now, 1, State { is_busy, ..LEADS }, &[]);
-            assert_eq!(others.is_any_busy(now), is_busy);
+            assert_eq!(others.is_any_busy(&params, now), is_busy);
         }
-        assert!(!others.is_any_busy(now + 500 * MS), "it says no more");
+        assert!(!others.is_any_busy(&params, now + 500 * MS), "it says no more");
         assert_eq!(others.all_losses(&params, now), 0);
         [2, 3].into_iter().for_each(|gateway| others.lost(&params, now, gateway));
         assert_eq!(others.all_losses(&params, now), 2);
@@ -196,14 +201,14 @@ mod tests {
         let hello =
             |others: &mut Others, at, is_fit| others.hello(&params, at, 1, State { is_fit, ..LEADS }, &[]);
         (0..50).for_each(|i| hello(&mut others, i * 200 * MS, true));
-        assert_eq!(others.healthy_for(1, 9_800 * MS), 9_800 * MS);
-        assert_eq!(others.healthy_for(1, 10_400 * MS), 0, "silent");
+        assert_eq!(others.healthy_for(&params, 1, 9_800 * MS), 9_800 * MS);
+        assert_eq!(others.healthy_for(&params, 1, 10_400 * MS), 0, "silent");
         hello(&mut others, 11 * SEC, true);
-        assert_eq!(others.healthy_for(1, 11 * SEC), 0, "it was silent");
+        assert_eq!(others.healthy_for(&params, 1, 11 * SEC), 0, "it was silent");
         hello(&mut others, 11_200 * MS, false);
         hello(&mut others, 11_400 * MS, true);
-        assert_eq!(others.healthy_for(1, 11_500 * MS), 100 * MS);
+        assert_eq!(others.healthy_for(&params, 1, 11_500 * MS), 100 * MS);
         others.lost(&params, 11_450 * MS, 1);
-        assert_eq!(others.healthy_for(1, 11_500 * MS), 50 * MS);
+        assert_eq!(others.healthy_for(&params, 1, 11_500 * MS), 50 * MS);
     }
 }

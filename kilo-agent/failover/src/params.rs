@@ -5,15 +5,15 @@ use crate::{MS, Micros, SEC};
 /// Shortest probe interval that may be asked for.
 pub const SHORTEST: Micros = 20 * MS;
 /// Longest probe interval that may be asked for.
-pub const LONGEST: Micros = SEC;
+pub const LONGEST: Micros = 200 * MS;
 
-/// An interval outside 20 ms to 1 s.
+/// An interval outside 20 ms to 200 ms.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct OutOfRange(pub Micros);
 
 impl std::fmt::Display for OutOfRange {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "a failover interval of {} ms is outside 20ms to 1s; choose one within", self.0 / MS)
+        write!(f, "a failover interval of {} ms is outside 20ms to 200ms; choose one within", self.0 / MS)
     }
 }
 
@@ -60,8 +60,12 @@ pub enum Rule {
 /// Times in microseconds, and counts.
 #[derive(Clone, Debug)]
 pub struct Params {
-    /// Between two path probes, and two LAN probes, of a stand-by.
+    /// What all times follow; between two probes of a stand-by that its leader misses, at most.
     pub interval: Micros,
+    /// Between two path probes of a stand-by whose leader answers.
+    pub calm: Micros,
+    /// Between two path probes, and two LAN probes, once one was missed.
+    pub silent: Micros,
     /// Between two probes through the own tunnel.
     pub own: Micros,
     /// Between two roll calls.
@@ -70,6 +74,10 @@ pub struct Params {
     pub roll_rate: u64,
     /// Between two HELLOs.
     pub hello: Micros,
+    /// How long a HELLO says how its sender is: two may be lost.
+    pub heard: Micros,
+    /// How long an answer through the own tunnel says that it works, beside its round trip.
+    pub answers: Micros,
     /// How long a stand-by waits for each better one.
     pub rank: Micros,
     /// A wake-up later than this is late.
@@ -111,6 +119,8 @@ pub struct Params {
     pub memory: Micros,
     /// Takeovers of the location at once, and the time in which one more is allowed.
     pub budget: (u64, Micros),
+    /// Changes of who has nodes of a far location at once, and the time in which one more is allowed.
+    pub far_budget: (u64, Micros),
     /// What is left out.
     #[cfg(feature = "leave-out")]
     pub without: Option<Rule>,
@@ -138,10 +148,14 @@ impl Params {
     fn scaled(interval: Micros) -> Self {
         Self {
             interval,
+            calm: interval * 3 / 2,
+            silent: interval * 3 / 4,
             own: interval * 5 / 2,
-            roll: interval * 25,
+            roll: (interval * 25).min(SEC),
             roll_rate: 100,
             hello: interval * 5,
+            heard: (interval * 25 / 2).max(500 * MS),
+            answers: (interval * 10).max(400 * MS),
             rank: interval * 5 / 2,
             late: interval * 3 / 4,
             lan_deadline: interval * 3 / 4,
@@ -162,6 +176,7 @@ impl Params {
             longest_hold: 3_600 * SEC,
             memory: 600 * SEC,
             budget: (8, 15 * SEC),
+            far_budget: (16, SEC),
             #[cfg(feature = "leave-out")]
             without: None,
         }
@@ -219,15 +234,28 @@ impl Params {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::roll::Roll;
 
     #[test]
     fn times_follow_the_interval_and_its_range_is_kept() {
-        let slow = Params::new(400 * MS).unwrap();
-        assert_eq!((slow.own, slow.hello, slow.rank), (SEC, 2 * SEC, SEC));
-        for wrong in [0, 19 * MS, 1_001 * MS] {
+        let slow = Params::new(200 * MS).unwrap();
+        assert_eq!((slow.own, slow.hello, slow.rank), (500 * MS, SEC, 500 * MS));
+        for wrong in [0, 19 * MS, 201 * MS] {
             assert_eq!(Params::new(wrong).unwrap_err(), OutOfRange(wrong));
         }
-        assert!(OutOfRange(0).to_string().contains("20ms to 1s"));
+        assert!(OutOfRange(0).to_string().contains("20ms to 200ms"));
+    }
+
+    #[test]
+    fn what_was_heard_counts_until_two_more_could_have_come() {
+        for interval in [20, 40, 100, 200] {
+            let params = Params::new(interval * MS).unwrap();
+            // What is regular comes with the next wake-up.
+            let step = params.calm * 11 / 10;
+            assert!(params.heard > 2 * params.hello + step / 4, "HELLO, {interval} ms");
+            assert!(params.answers > 2 * (params.own + step), "answers, {interval} ms");
+            assert!(Roll::FRESH >= 2 * (params.roll + step), "roll call, {interval} ms");
+        }
     }
 
     #[test]

@@ -36,7 +36,7 @@ impl Agent {
         let losses = gateway.others.all_losses(&self.params, turn.now);
         let patience = gateway.patience(&self.params, turn.now).max(self.params.patience_with_faults(losses));
         // Where somebody has taken over already, little more than this node itself goes.
-        let is_replaced = gateway.others.is_led_since(self.word.0, turn.now);
+        let is_replaced = gateway.others.is_led_since(&self.params, self.word.0, turn.now);
         let patience = if is_replaced { patience.min(self.params.patience(0)) } else { patience };
         if gateway.tunnels.quiet_for(since, turn.now) >= patience {
             self.give_away(turn.now - since, turn);
@@ -51,7 +51,12 @@ impl Agent {
         if self.word.1 != self.place.me || gateway.returns.gave.is_some_and(|gave| gave + 100 * MS > now) {
             return;
         }
-        let mut best = gateway.others.best(&self.params, &self.place.gateways, now, 700 * MS);
+        let mut best = gateway.others.best(
+            &self.params,
+            &self.place.gateways,
+            now,
+            self.params.heard + self.params.hello,
+        );
         // Who leaves is better than nobody; of several leaders each has stand-bys of its own.
         let is_anothers = |to: &NodeId| {
             let several = self.place.several.as_ref();
@@ -116,13 +121,15 @@ impl Agent {
         let since = now.saturating_sub(age);
         let tunnels = &gateway.tunnels;
         let proof = self.params.interval * 3 / 2;
-        let may =
-            tunnels.is_fit(now) && (age < proof || tunnels.proves(since + proof) && tunnels.were_good(since));
-        let known = members.iter().all(|member| self.place.nodes.contains(member));
+        let may = tunnels.is_fit(&self.params, now)
+            && (age < proof || tunnels.proves(since + proof) && tunnels.were_good(since));
+        // One that has joined or left this moment is not known to both.
+        let members: Vec<_> =
+            members.iter().copied().filter(|member| self.place.nodes.contains(member)).collect();
         // Repeated to an agent that has restarted since, and remembers no numbers: who gave has been followed by
         // somebody in a later term.
         let is_outdated = signal.term < self.word.0;
-        if !may || !known || is_outdated || !self.place.gateways.contains(&from) {
+        if !may || members.is_empty() || is_outdated || !self.place.gateways.contains(&from) {
             return;
         }
         let has = |member: &NodeId| {
@@ -139,7 +146,7 @@ impl Agent {
         let itself = (uses == me || members.contains(&uses)).then_some(me);
         // One node alone is a trial, unless there are no others.
         let several = self.place.several.as_ref();
-        let is_trial = members == [from] && self.place.nodes.len() > 2 && several.is_none();
+        let is_trial = members[..] == [from] && self.place.nodes.len() > 2 && several.is_none();
         let stays = is_trial || several.is_some_and(|several| several.acting.1 != from);
         let shared = if stays { Shared::Stay } else { Shared::Move };
         let why = match age {
@@ -148,7 +155,7 @@ impl Agent {
             _ => Given::Silent,
         };
         turn.push(Output::Note(Note::IsGiven { from, why }));
-        self.lead_more(members.iter().copied().chain(itself), shared, turn);
+        self.lead_more(members.into_iter().chain(itself), shared, turn);
     }
 
     /// Leadership goes to the gateway that is to have it, members that were taken singly to the
@@ -179,11 +186,11 @@ impl Agent {
     fn leave(&mut self, cause: Cause, turn: &mut Turn<'_>) {
         let now = turn.now;
         let Some(gateway) = &mut self.gateway else { return };
-        let best = gateway.others.best(&self.params, &self.place.gateways, now, 500 * MS);
+        let best = gateway.others.best(&self.params, &self.place.gateways, now, self.params.heard);
         let may = |to: &NodeId| {
             *to != self.place.me
                 && !self.place.leaving.contains_key(to)
-                && gateway.others.healthy_for(*to, now) >= SEC
+                && gateway.others.healthy_for(&self.params, *to, now) >= SEC
         };
         if let Some(to) = best.into_iter().find(may) {
             gateway.returns.gave = Some(now);
@@ -204,16 +211,16 @@ impl Agent {
         let since_left = self.left.get(&to).map_or(Micros::MAX, |left| now.saturating_sub(*left));
         let Some(gateway) = &mut self.gateway else { return };
         let returns = &mut gateway.returns;
-        if !gateway.others.is_fit(to, now, 500 * MS) {
+        if !gateway.others.is_fit(to, now, self.params.heard) {
             return;
         }
         if leads_itself {
             returns.tries = None;
         }
         let tried = returns.tries == Some(to) && now >= self.word_since + SEC;
-        if !tried || !gateway.detector.works_since(now.saturating_sub(500 * MS)) {
+        if !tried || !gateway.detector.works_since(now.saturating_sub(self.params.heard)) {
             let lost = gateway.others.losses(&self.params, now, to);
-            let healthy = gateway.others.healthy_for(to, now).min(since_left);
+            let healthy = gateway.others.healthy_for(&self.params, to, now).min(since_left);
             if is_ordered && lost == 0 {
                 // There and back is one change of each; an annotation that goes on moving has to wait.
                 let (count, last) = returns.ordered;

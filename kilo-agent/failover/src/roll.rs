@@ -9,6 +9,8 @@ use crate::{Micros, NodeId, SEC, Term};
 pub struct Present {
     /// When.
     pub at: Micros,
+    /// The nonce of the ROLL it answered; what it is told next bears it, too.
+    pub nonce: u64,
     /// Its secret for this gateway.
     pub cookie: u64,
     /// The term and the gateway of its word.
@@ -60,20 +62,26 @@ impl Roll {
     }
 
     /// It answered; `false`: nobody asked that.
-    pub fn heard(&mut self, member: NodeId, nonce: u64, present: Present) -> bool {
-        let asked = self.asked.get(&member).is_some_and(|nonces| nonces.contains(&nonce));
-        if asked {
+    pub fn heard(&mut self, member: NodeId, present: Present) -> bool {
+        let was_asked = self.was_asked(member, present.nonce);
+        if was_asked {
             self.members.insert(member, present);
         }
-        asked
+        was_asked
     }
 
-    /// It obeyed an ANNOUNCE.
-    pub fn follows(&mut self, member: NodeId, at: Micros, word: (Term, NodeId)) {
-        if let Some(present) = self.members.get_mut(&member) {
+    /// It obeyed the ANNOUNCE of this nonce; `false`: nobody has told it that lately, so somebody repeats what it said.
+    pub fn follows(&mut self, member: NodeId, nonce: u64, at: Micros, word: (Term, NodeId)) -> bool {
+        let was_asked = self.was_asked(member, nonce);
+        if let Some(present) = self.members.get_mut(&member).filter(|_| was_asked) {
             present.at = at;
             present.word = word;
         }
+        was_asked
+    }
+
+    fn was_asked(&self, member: NodeId, nonce: u64) -> bool {
+        self.asked.get(&member).is_some_and(|nonces| nonces.contains(&nonce))
     }
 
     /// From now on only those heard again are reachable: what is sent must come
@@ -117,6 +125,19 @@ impl Roll {
 mod tests {
     use super::*;
     use crate::Params;
+
+    #[test]
+    fn a_recorded_answer_is_no_sign_that_a_node_is_there() {
+        let (member, word) = (9, (Term::NONE, 1));
+        let mut roll = Roll::default();
+        roll.asks(member, 5);
+        assert!(roll.heard(member, Present { at: 0, nonce: 5, cookie: 1, word }));
+        assert!(roll.follows(member, 5, SEC, (Term::NONE.next(2), 2)));
+        [6, 7].into_iter().for_each(|nonce| roll.asks(member, nonce));
+        assert!(!roll.follows(member, 5, 9 * SEC, word));
+        assert!(!roll.heard(member, Present { at: 9 * SEC, nonce: 5, cookie: 1, word }));
+        assert_eq!(roll.last(member).map(|present| present.at), Some(SEC));
+    }
 
     #[test]
     fn gateways_are_called_as_often_however_many_members_there_are() {

@@ -57,7 +57,6 @@ pub struct Scene<'a> {
 #[derive(Clone, Debug, Default)]
 pub struct Sentinel {
     round: Option<Round>,
-    rounds: u32,
     blocked_until: Micros,
     asked_twice: Option<Micros>,
     /// When the budget is whole again.
@@ -82,12 +81,10 @@ impl Sentinel {
         self.round = None;
     }
 
-    /// Witnesses were asked; the id of the question.
-    pub fn asks(&mut self, asked: Vec<NodeId>, deadline: Micros) -> u32 {
-        self.rounds = self.rounds.wrapping_add(1);
+    /// Witnesses were asked. `id`: of the question, drawn by chance, so that no answer of another agent counts.
+    pub fn asks(&mut self, id: u32, asked: Vec<NodeId>, deadline: Micros) {
         let (works, failed) = (Vec::new(), Vec::new());
-        self.round = Some(Round { id: self.rounds, asked, works, failed, deadline, waits: None });
-        self.rounds
+        self.round = Some(Round { id, asked, works, failed, deadline, waits: None });
     }
 
     /// A witness answers.
@@ -132,7 +129,7 @@ impl Sentinel {
         // The LAN is probed from the first path probe on that nothing came back to.
         let nearly = lan + 2 >= hard && path + 1 >= hard || path + 2 >= soft;
         let Some(round) = &mut self.round else {
-            return if nearly && tunnels.is_fit(now) { Decision::Ask } else { Decision::Wait };
+            return if nearly && tunnels.is_fit(params, now) { Decision::Ask } else { Decision::Wait };
         };
         let is_hard = lan >= hard && path >= hard;
         let is_over = now >= round.deadline;
@@ -168,7 +165,7 @@ impl Sentinel {
     fn has_proof(scene: &Scene<'_>) -> bool {
         let Scene { params, now, detector, tunnels, .. } = *scene;
         if !params.keeps(Rule::Proof) {
-            return tunnels.is_fit(now);
+            return tunnels.is_fit(params, now);
         }
         let (Some(silent), Some(good)) = (detector.silent_since(), tunnels.good_since()) else {
             return false;
@@ -177,7 +174,7 @@ impl Sentinel {
         // it have to be missed since then.
         let several = detector.timeout(params) + params.interval * (params.hard as u64 + 1);
         let proved = good <= silent || good + several <= now;
-        proved && tunnels.is_fit(now) && tunnels.proves(silent.max(good) + params.interval * 3 / 2)
+        proved && tunnels.is_fit(params, now) && tunnels.proves(silent.max(good) + params.interval * 3 / 2)
     }
 
     fn may_ask_twice(&self, now: Micros) -> bool {

@@ -61,7 +61,8 @@ impl Agent {
         let patience =
             gateway.detector.timeout(&self.params).max(gateway.tunnels.longest() * 13 / 10 + 15 * MS);
         let patience = patience.min(self.params.path_deadline.1);
-        let id = gateway.sentinel.asks(asked.clone(), now + 2 * patience.min(120 * MS) + 40 * MS);
+        let id = turn.nonce() as u32;
+        gateway.sentinel.asks(id, asked.clone(), now + 2 * patience.min(120 * MS) + 40 * MS);
         let body = Body::Question { id, patience: (patience / MS) as u32 };
         let signal = sender.signal(Kind::Witness, leader, self.word.0, body);
         for witness in asked {
@@ -118,7 +119,9 @@ fn better(params: &Params, place: &Place, leader: NodeId, others: &Others, now: 
     place
         .gateways
         .iter()
-        .filter(|gateway| ![leader, place.me].contains(gateway) && others.is_fit(**gateway, now, 500 * MS))
+        .filter(|gateway| {
+            ![leader, place.me].contains(gateway) && others.is_fit(**gateway, now, params.heard)
+        })
         .filter(|gateway| order(**gateway) < own)
         // Of several leaders each has stand-bys of its own.
         .filter(|gateway| {

@@ -160,18 +160,19 @@ impl Tunnels {
         self.probed.iter().filter(|tunnel| is_good(tunnel)).count() * 2 > self.probed.len()
     }
 
-    fn answers(tunnel: &Tunnel, now: Micros) -> bool {
-        tunnel.answered.is_some_and(|sent| sent + 400 * MS + tunnel.trip.usual() > now)
+    fn answers(params: &Params, tunnel: &Tunnel, now: Micros) -> bool {
+        tunnel.answered.is_some_and(|sent| sent + params.answers + tunnel.trip.usual() > now)
     }
 
     /// Far leaders that answer now: those path probes are sent to.
-    pub fn targets(&self, now: Micros) -> Vec<Far> {
-        self.probed.iter().filter(|tunnel| Self::answers(tunnel, now)).map(|tunnel| tunnel.far).collect()
+    pub fn targets(&self, params: &Params, now: Micros) -> Vec<Far> {
+        let answers = self.probed.iter().filter(|tunnel| Self::answers(params, tunnel, now));
+        answers.map(|tunnel| tunnel.far).collect()
     }
 
     /// Whether this node could lead now.
-    pub fn is_fit(&self, now: Micros) -> bool {
-        now >= self.up_since + SEC && self.most(|tunnel| Self::answers(tunnel, now))
+    pub fn is_fit(&self, params: &Params, now: Micros) -> bool {
+        now >= self.up_since + SEC && self.most(|tunnel| Self::answers(params, tunnel, now))
     }
 
     /// Whether most answered a probe sent at `since` or later.

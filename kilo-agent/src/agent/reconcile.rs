@@ -124,7 +124,10 @@ impl<B: Backend> Agent<B> {
         let lost = not_among(nodes, &ready).chain(state.liveness.former(now));
         let mesh = mesh.with_lost(lost).with_freed(freed);
         let mesh = match &mut self.failover {
-            Some(failover) => failover.mesh(mesh, &host.state, now),
+            Some(failover) => {
+                let held = || self.dataplane.held_senders();
+                failover.mesh(mesh, &host.state, (&self.options.hostname, &held), now)
+            }
             None => mesh,
         };
         (mesh.into(), ready)

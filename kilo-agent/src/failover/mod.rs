@@ -29,7 +29,7 @@ use std::{
 };
 
 use kilo_common::{
-    maps::{SIGNAL_GATEWAY, SignalKey},
+    maps::{NODE_LED, NodeValue, SIGNAL_GATEWAY, SignalKey},
     siphash,
 };
 use kilo_core::{
@@ -157,14 +157,26 @@ impl Failover {
 
     /// The mesh with gateways, and with who acts as the thread knows it now. To be called after
     /// the device was read: what the thread moves later, it reports after it has moved it.
-    pub fn mesh(&mut self, mesh: Mesh, state: &DeviceState, now: Instant) -> Mesh {
+    /// `held`: senders of the data path that an agent before this one has left, for `node`'s location.
+    pub fn mesh(
+        &mut self,
+        mesh: Mesh,
+        state: &DeviceState,
+        (node, held): (&str, &dyn Fn() -> BTreeMap<IpAddr, NodeValue>),
+        now: Instant,
+    ) -> Mesh {
         let said = locked(&self.shared.said);
         let (is_told, acting) = (said.is_told, Arc::clone(&said.acting));
         drop(said);
         let stand_bys = self.options.stand_bys;
         let mut mesh = mesh.with_acting(stand_bys, acting);
         if !is_told {
-            let before = site::acting_before(&mesh, state, crate::far::SEED);
+            let mut before = site::acting_before(&mesh, state, crate::far::SEED);
+            if let Some((own, _)) = mesh.find(node) {
+                let held = held();
+                let is_led = |address| held.get(&address).is_some_and(|sender| sender.flags & NODE_LED != 0);
+                before.led = mesh.segments[own].led(is_led);
+            }
             mesh = mesh.with_acting(stand_bys, Arc::new(before));
         }
         let mut acting = Acting::clone(&mesh.acting);

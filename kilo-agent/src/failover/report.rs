@@ -109,8 +109,18 @@ const CAUSES: [&str; 6] = ["lost", "alone", "handed_over", "planned", "adopted",
 /// What comes of suspicions, as labels.
 const OUTCOMES: [&str; 4] = ["asked", "took_over", "took_itself", "over_budget"];
 /// Why signals are not taken, as labels.
-const REFUSALS: [&str; 9] =
-    ["malformed", "unknown", "foreign", "forged", "gateway", "location", "member", "leap", "replayed"];
+const REFUSALS: [&str; 10] = [
+    "malformed",
+    "unknown",
+    "foreign",
+    "forged",
+    "gateway",
+    "location",
+    "member",
+    "leap",
+    "rate",
+    "replayed",
+];
 
 fn histogram() -> Histogram {
     Histogram::new(exponential_buckets(0.000_25, 2.0, 12))

@@ -185,11 +185,13 @@ pub fn claimed(
     let leader = gateways.get(location.acting).copied().filter(|_| names_any(signal));
     // The device has them where the last plan put them, and only who follows is to move.
     leader.into_iter().for_each(|leader| acting.stay((STAYS, leader)));
-    let step = acting.claimed(params, from, &known, &gateways, me).map(Some).map_err(|why| match why {
-        Refused::Kind | Refused::Gateway => "gateway",
-        Refused::Member => "member",
-        Refused::Leap => "leap",
-    });
+    let step =
+        acting.claimed(params, from, &known, &gateways, (me, now)).map(Some).map_err(|why| match why {
+            Refused::Kind | Refused::Gateway => "gateway",
+            Refused::Member => "member",
+            Refused::Leap => "leap",
+            Refused::Rate => "rate",
+        });
     if step.is_ok()
         && leader == Some(from)
         && signal.kind == Kind::Claim

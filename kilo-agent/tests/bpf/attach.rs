@@ -22,14 +22,17 @@ use aya::{
     programs::{LinkOrder, ProgramInfo, SchedClassifier, TcAttachType},
     sys::{Stats, enable_stats},
 };
-use kilo_common::counters::DropReason;
-use kilo_core::settings::AttachMode;
+use kilo_common::{
+    counters::DropReason,
+    lead::{self, Term},
+};
+use kilo_core::{settings::AttachMode, tables::Tables};
 use kilo_host::{
-    dataplane::{Applied, CounterReader, Dataplane, Interfaces, link_directory, pin_directory},
+    dataplane::{Applied, CounterReader, Dataplane, Interfaces, link_directory, pin_directory, read_tables},
     net::Net,
 };
 use netns::{isolated, sh, take_the_rights_of_the_daemonset};
-use support::{SELF, foreign, leader_tables, packet};
+use support::{MEMBER_HOP, SELF, foreign, leader_tables, packet};
 
 const STRANGER: [u8; 4] = [10, 1, 0, 99];
 
@@ -577,7 +580,12 @@ fn maps_of_another_version_go_when_our_programs_are_in_place() {
         fs::rename(pin_directory(world.fs.path()), top.join("v0")).unwrap();
         fs::create_dir(top.join("theirs")).unwrap();
         let mut dataplane = Dataplane::open(world.fs.path(), false).unwrap();
+        // Another leads in a later term, as annotations say: this node goes on with it, and does not ask who leads.
+        let word = lead::word(Term::from_bits(7 << 16), u16::try_from(MEMBER_HOP).unwrap());
+        dataplane.write(&Tables { lead_of_term: word, ..leader_tables() }).unwrap();
+        assert_eq!(read_tables(world.fs.path()).unwrap().lead[1], word);
         dataplane.write(&leader_tables()).unwrap();
+        assert_eq!(read_tables(world.fs.path()).unwrap().lead[1], word, "Kilo's rule is an earlier term");
         assert!(top.join("v0").exists(), "the programs on the hooks still use them");
         world.attach(&mut dataplane).await;
         assert!(!top.join("v0").exists());

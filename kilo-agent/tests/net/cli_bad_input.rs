@@ -48,7 +48,7 @@ const RUBBISH: [(&str, &str, &str); 35] = [
     ("endpoint-from", "nic", "auto, interface, external-ip"),
     ("failover", "fast", "auto, off"),
     ("slices", "maybe", "auto, off"),
-    ("failover-interval", "19ms", "20ms to 1s"),
+    ("failover-interval", "19ms", "20ms to 200ms"),
     ("hostname", "no_name", "DNS names in lower case"),
     ("internal-cidr", "10.0.0.0/33", "10.0.0.0/33"),
     ("iptables-forward-rules", "on", "neither true nor false"),

@@ -227,7 +227,7 @@ pub fn datagram(random: &mut Random, key: &SignalKey) -> Vec<u8> {
         6 => (Kind::Present, word(random, key.sender)),
         7 => (
             Kind::Hello,
-            Body::Hello { is_fit: true, is_busy: false, leads: false, gateway: 3, losses: list() },
+            Body::Hello { is_fit: true, is_busy: false, leads: false, gateway: 3, cookie: 5, losses: list() },
         ),
         8 => (Kind::Adopt, Body::Members { cookie: 5, age: 1, members: list() }),
         _ => (Kind::Claim, Body::Claim { gateway: 1, shared: Shared::Stay, part: (0, 1), members: list() }),

@@ -26,10 +26,12 @@ fn any_signal() -> impl Strategy<Value = Signal<Vec<u64>>> {
             .prop_map(|(id, verdict)| (Kind::Verdict, Body::Witness { id, verdict })),
         (of(&[Kind::Adopt, Kind::Handover]), any::<u64>(), any::<u32>(), list())
             .prop_map(|(kind, cookie, age, members)| (kind, Body::Members { cookie, age, members })),
-        (any::<[bool; 3]>(), any::<u64>(), list()).prop_map(|([is_fit, is_busy, leads], gateway, losses)| {
-            let losses = losses.iter().flat_map(|word| [*word, !word]).collect();
-            (Kind::Hello, Body::Hello { is_fit, is_busy, leads, gateway, losses })
-        }),
+        (any::<[bool; 3]>(), any::<[u64; 2]>(), list()).prop_map(
+            |([is_fit, is_busy, leads], [gateway, cookie], losses)| {
+                let losses = losses.iter().take(8).flat_map(|word| [*word, !word]).collect();
+                (Kind::Hello, Body::Hello { is_fit, is_busy, leads, gateway, cookie, losses })
+            }
+        ),
         (
             of(&[Kind::Claim, Kind::Moved, Kind::End]),
             any::<u64>(),

@@ -31,6 +31,7 @@ use std::{
 
 use kilo_common::{
     direct,
+    lead::Term,
     maps::{CONFIG_GATEWAY, CONFIG_LEADER, CONFIG_MASQUERADE, CONFIG_NATIVE, Config},
 };
 
@@ -90,6 +91,8 @@ struct Own<'a> {
     acts: bool,
     /// Who does.
     acting: Option<&'a Member>,
+    /// In which term; [`Term::NONE`]: as Kilo's rule says.
+    term: Term,
     /// Who does leads although Kilo's rule names another by now, in no term so far.
     stays: bool,
     /// All gateways, as places among the members, Kilo's leader first.
@@ -108,6 +111,7 @@ impl<'a> Own<'a> {
             leads: segment.leader == position,
             is_gateway: gateways.order.contains(&position),
             acts: acting == Some(position),
+            term: gateways.term,
             stays: gateways.stays(),
             acting: acting.and_then(|acting| segment.members.get(acting)),
             gateways: gateways.into_owned().order,

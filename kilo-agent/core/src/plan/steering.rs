@@ -258,8 +258,10 @@ fn fill_hops(inputs: &Inputs<'_>, own: &Own<'_>, ids: &Ids<'_>, tables: &mut Tab
         to_acting = HOP_REMOTE;
     }
     // Both until leadership moves without Kilo's rule: then the second is the kernel's own.
-    let to_acting = if own.stays { to_acting } else { to_leader };
-    tables.lead = [to_leader, to_acting].map(|to| lead::word(Term::NONE, u16::try_from(to).unwrap_or(0)));
+    let word = |term, to| lead::word(term, u16::try_from(to).unwrap_or(0));
+    tables.lead = [to_leader, if own.stays { to_acting } else { to_leader }].map(|to| word(Term::NONE, to));
+    let in_term = own.term.count() > 0 && to_acting != HOP_NONE;
+    tables.lead_of_term = if in_term { word(own.term, to_acting) } else { tables.lead[1] };
 }
 
 /// What is known of the node behind a hop as a sender, without its interfaces. The first of `cidrs` that

@@ -1,7 +1,10 @@
 //! Who carries a location's packets, whoever Kilo's rule chooses: by term, for the location and
 //! for each member. What CLAIMs have said, and annotations; the same for whoever plans.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    net::IpAddr,
+};
 
 use kilo_common::lead::Term;
 
@@ -66,6 +69,13 @@ impl Segment {
         let next = ranked.iter().enumerate();
         let next = next.filter(|(at, index)| *at < stand_bys || annotated.contains(index));
         std::iter::once(self.leader).chain(next.map(|(_, index)| *index)).collect()
+    }
+
+    /// Members whose private address is marked as led by this node: what an agent before this one has left in
+    /// the data path.
+    pub fn led(&self, is_marked: impl Fn(IpAddr) -> bool) -> BTreeSet<NodeId> {
+        let marked = self.members.iter().filter(|member| member.private_ip().is_some_and(&is_marked));
+        marked.filter_map(|member| Some(signal_id::node(&member.node.key?))).collect()
     }
 
     /// Whether its leader follows what gateways of other locations claim.
@@ -243,6 +253,16 @@ mod tests {
         assert!(self::segment(&[node("a", private, true)]).is_capable());
         let old = self::segment(&[node("a", private, false), node("b", private, true)]);
         assert_eq!(Acting::default().gateways(&old, 2).order, [0], "its leader knows no signals");
+    }
+
+    #[test]
+    fn who_was_led_before_a_restart_is_known_by_the_marks() {
+        let mut nodes = [node("a", "10.0.0.1:1", true), node("b", "10.0.0.2:1", true)];
+        nodes[1].internal_ip = "10.0.0.2/24".parse().ok();
+        let segment = segment(&nodes);
+        let marked: IpAddr = "10.0.0.2".parse().unwrap();
+        assert_eq!(segment.led(|address| address == marked), [id('b')].into());
+        assert_eq!(segment.led(|_| false), [].into());
     }
 
     #[test]

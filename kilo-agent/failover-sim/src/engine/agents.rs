@@ -3,7 +3,7 @@
 use std::rc::Rc;
 
 use kilo_common::lead::{self, Term};
-use kilo_failover::{Agent, Cause, Input, MS, Micros, NodeId, Note, Output, Place, SEC, signal::Kind};
+use kilo_failover::{Agent, Cause, Input, MS, Micros, NodeId, Note, Output, Place, SEC};
 
 use super::{Event, LOCATION, Sim};
 use crate::host;
@@ -126,6 +126,19 @@ impl Sim {
         self.schedule(node);
     }
 
+    /// A node says something to another on the LAN, where somebody may record it and say it again.
+    pub(super) fn lan_say(&mut self, node: usize, to: usize, bytes: &Rc<[u8]>) {
+        let said = |sim: &Self| Event::Lan { to, bytes: bytes.clone(), said_at: sim.now };
+        if self.noise.replays {
+            for _ in 0..3 {
+                let later = self.now + self.rng.between(SEC, 40 * SEC);
+                self.at(later, said(self));
+            }
+        }
+        let event = said(self);
+        self.lan_send(node, to, event);
+    }
+
     pub(super) fn output(&mut self, node: usize, output: Output) {
         match output {
             Output::Probe { nonce, way } => {
@@ -134,20 +147,8 @@ impl Sim {
             }
             Output::Lan(to, signal) => {
                 self.counts.sent += 1;
-                let bytes: Rc<[u8]> = host::write(&signal, host::id(node), to).into();
-                let to = host::index(to);
-                if self.noise.replays
-                    && matches!(
-                        signal.kind,
-                        Kind::Announce | Kind::Adopt | Kind::Handover | Kind::Prepare | Kind::Verdict
-                    )
-                {
-                    for _ in 0..3 {
-                        let later = self.now + self.rng.between(SEC, 40 * SEC);
-                        self.at(later, Event::Lan { to, bytes: bytes.clone(), said_at: self.now });
-                    }
-                }
-                self.lan_send(node, to, Event::Lan { to, bytes, said_at: self.now });
+                let bytes = host::write(&signal, host::id(node), to).into();
+                self.lan_say(node, host::index(to), &bytes);
             }
             Output::Tunnel(far, signal) => {
                 self.counts.sent += 1;

@@ -93,10 +93,13 @@ impl Sim {
         let me = host::id(node);
         self.changes += 700;
         let count = self.changes;
-        let body = Body::Hello { is_fit: true, is_busy: false, leads: true, gateway: me, losses: Vec::new() };
         let term = Term::from_bits(u64::from(count) << 16);
-        let signal = Signal { kind: Kind::Hello, nonce: 7, term, sender: me, location: LOCATION, body };
+        let nonce = CLOCK + self.now;
         for to in (0..self.gateways).filter(|to| *to != node) {
+            let cookie = self.hosts[node].cookie(host::id(to));
+            let losses = Vec::new();
+            let body = Body::Hello { is_fit: true, is_busy: false, leads: true, gateway: me, cookie, losses };
+            let signal = Signal { kind: Kind::Hello, nonce, term, sender: me, location: LOCATION, body };
             let bytes = host::write(&signal, me, host::id(to)).into();
             self.lan_send(node, to, Event::Lan { to, bytes, said_at: self.now });
         }
@@ -113,8 +116,10 @@ impl Sim {
         let (me, term) = (host::id(node), Term::from_bits(u64::MAX));
         let say = |kind, body| Signal { kind, nonce: 7, term, sender: me, location: LOCATION, body };
         for to in (0..self.hosts.len()).filter(|to| *to != node) {
+            let cookie = self.hosts[node].cookie(host::id(to));
+            let losses = Vec::new();
             let hello =
-                Body::Hello { is_fit: true, is_busy: false, leads: true, gateway: me, losses: Vec::new() };
+                Body::Hello { is_fit: true, is_busy: false, leads: true, gateway: me, cookie, losses };
             let announce = Body::Word { cookie: self.hosts[to].cookie(me), gateway: me };
             for signal in [say(Kind::Hello, hello), say(Kind::Announce, announce)] {
                 let bytes = host::write(&signal, me, host::id(to)).into();

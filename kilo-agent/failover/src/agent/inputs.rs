@@ -90,17 +90,17 @@ impl Agent {
             }
             (Kind::Verdict, Body::Witness { id, verdict }) => self.verdict(from, *id, *verdict),
             (Kind::Present, Body::Word { cookie, gateway }) => {
-                let present = Present { at: turn.now, cookie: *cookie, word: (signal.term, *gateway) };
-                self.present(from, signal.nonce, present, turn);
+                let (at, nonce, cookie) = (turn.now, signal.nonce, *cookie);
+                self.present(from, Present { at, nonce, cookie, word: (signal.term, *gateway) }, turn);
             }
             (Kind::Follows, Body::Word { gateway, .. }) => {
                 let word = (signal.term, *gateway);
-                if let Some(gateway) = &mut self.gateway {
-                    gateway.roll.follows(from, turn.now, word);
+                let Some(gateway) = &mut self.gateway else { return };
+                if gateway.roll.follows(from, signal.nonce, turn.now, word) {
+                    self.heard_word(from, word, turn);
                 }
-                self.heard_word(from, word, turn);
             }
-            (Kind::Hello, Body::Hello { is_fit, is_busy, leads, gateway, losses }) => {
+            (Kind::Hello, Body::Hello { is_fit, is_busy, leads, gateway, losses, .. }) => {
                 let state = State {
                     is_fit: *is_fit,
                     is_busy: *is_busy,
@@ -108,9 +108,9 @@ impl Agent {
                     term: signal.term,
                     gateway: *gateway,
                 };
-                self.term = self.term.max(signal.term);
                 let gateways = &self.place.gateways;
                 if let Some(own) = self.gateway.as_mut().filter(|_| gateways.contains(&from)) {
+                    self.term = self.term.max(signal.term);
                     // Whoever else is named fills no memory.
                     let pairs = losses.as_chunks::<2>().0.iter().filter(|[lost, _]| gateways.contains(lost));
                     let losses: Vec<u64> = pairs.flatten().copied().collect();
@@ -136,9 +136,9 @@ impl Agent {
         }
     }
 
-    pub(super) fn present(&mut self, from: NodeId, nonce: u64, present: Present, turn: &mut Turn<'_>) {
+    pub(super) fn present(&mut self, from: NodeId, present: Present, turn: &mut Turn<'_>) {
         let Some(gateway) = &mut self.gateway else { return };
-        if !gateway.roll.heard(from, nonce, present) {
+        if !gateway.roll.heard(from, present) {
             return;
         }
         // First whether it is led at all: another gateway may have taken it.
@@ -192,13 +192,13 @@ impl Agent {
             gateway.roll.last(member).is_some_and(|present| present.word.0 <= term)
                 && (!is_overload || age >= self.params.overload_member)
                 && tunnels.were_good(now.saturating_sub(age))
-                && tunnels.proves(now.saturating_sub(300 * MS + tunnels.longest()))
+                && tunnels.proves(now.saturating_sub(self.params.own * 3 + tunnels.longest()))
         };
         let has = lead.is_some_and(|lead| {
             lead.has(member)
                 && gateway.roll.last(member).is_some_and(|present| present.word == (lead.term(), me))
         });
-        if !may || has || !tunnels.is_fit(now) {
+        if !may || has || !tunnels.is_fit(&self.params, now) {
             return;
         }
         // A leader that nobody uses any more brings what belongs to no member.

@@ -20,7 +20,7 @@ impl Gateway {
     ) {
         let leads = self.leads(me, word);
         let is_lossy = if leads { self.tunnels.is_busy(now) } else { self.detector.is_lossy(now) };
-        if is_lossy || self.others.is_any_busy(now) {
+        if is_lossy || self.others.is_any_busy(params, now) {
             self.overloaded_until = now + params.busy;
         }
     }

@@ -169,18 +169,23 @@ pub fn program<'a>(
     Ok(object.program_mut(name).ok_or(DataplaneError::Object(name))?.try_into()?)
 }
 
+/// Directories of other versions' maps beside this one.
+pub fn other_layouts(directory: &Path) -> Vec<PathBuf> {
+    let Some(top) = directory.parent() else { return Vec::new() };
+    let entries = std::fs::read_dir(top).into_iter().flatten().flatten();
+    let is_layout = |entry: &std::fs::DirEntry| {
+        let name = entry.file_name().to_string_lossy().into_owned();
+        name.strip_prefix('v').is_some_and(|version| version.parse::<u32>().is_ok())
+    };
+    entries.filter(is_layout).map(|entry| entry.path()).filter(|path| path != directory).collect()
+}
+
 /// Removes the pins of other versions' maps. Called when our programs have
 /// replaced theirs on every hook: nobody reads those maps any more.
 pub fn remove_other_layouts(directory: &Path) -> Result<(), DataplaneError> {
-    let Some(top) = directory.parent() else { return Ok(()) };
-    for entry in std::fs::read_dir(top).into_iter().flatten().flatten() {
-        let path = entry.path();
-        let name = entry.file_name().to_string_lossy().into_owned();
-        let is_layout = name.strip_prefix('v').is_some_and(|version| version.parse::<u32>().is_ok());
-        if is_layout && path != directory {
-            tracing::info!(path = %path.display(), "removing maps of another version");
-            std::fs::remove_dir_all(&path).map_err(|source| DataplaneError::Pin { path, source })?;
-        }
+    for path in other_layouts(directory) {
+        tracing::info!(path = %path.display(), "removing maps of another version");
+        std::fs::remove_dir_all(&path).map_err(|source| DataplaneError::Pin { path, source })?;
     }
     Ok(())
 }

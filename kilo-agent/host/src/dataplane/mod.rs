@@ -143,6 +143,8 @@ pub struct Dataplane {
     /// What the maps hold: read once at start, kept by every write since.
     present: maps::Content,
     attachments: attach::Attachments,
+    /// Maps of another layout carried packets when this one was opened.
+    replaces_layout: bool,
     /// Uplinks without link-layer header, as [`Self::attach`] was told last.
     layer3: BTreeSet<u32>,
 }
@@ -168,6 +170,7 @@ impl Dataplane {
         make_directory(&directory)?;
         let adopted = directory.join(name::CONFIG).exists();
         let are_new = load::has_no_maps(&directory);
+        let replaces_layout = are_new && !load::other_layouts(&directory).is_empty();
         let programs = programs::Programs::open(&directory, debug).inspect_err(|_| {
             if !adopted {
                 // Nothing of ours stays half set up; what another version runs stays.
@@ -179,7 +182,7 @@ impl Dataplane {
         // Maps that were just made are empty; reading 65,536 places that say so is a tenth of a first start.
         let present = if are_new { maps::Content::default() } else { maps::read_all(&mut maps)? };
         let attachments = attach::Attachments::new(mode, link_directory(bpffs));
-        Ok(Self { programs, maps, directory, present, attachments, layer3: BTreeSet::new() })
+        Ok(Self { programs, maps, directory, present, attachments, replaces_layout, layer3: BTreeSet::new() })
     }
 
     /// Nodes that may send us steered packets, as the maps hold them.
@@ -204,7 +207,7 @@ impl Dataplane {
     /// When a map refuses a write (full, or gone).
     pub fn write(&mut self, desired: &Tables) -> Result<u64, DataplaneError> {
         let maps::Applied { writes, excluded } =
-            maps::apply(&mut self.maps, &self.programs, &mut self.present, desired)?;
+            maps::apply(&mut self.maps, &self.programs, &mut self.present, desired, self.replaces_layout)?;
         // The programs look up the NAT table first: flows to a destination that has joined
         // the mesh would be masqueraded for as long as they last.
         if !excluded.is_empty() {

@@ -19,6 +19,9 @@ use crate::failover::{
 };
 use crate::far::{FarGateway, FarLocation};
 
+/// More records than the ring has room for.
+const MOST_HEARD: usize = 1_024;
+
 impl Thread {
     /// Which gateway of a far location answers probes through the own tunnel: who has what belongs to no member,
     /// as it was claimed a moment ago or as the mesh has it.
@@ -87,12 +90,12 @@ impl Thread {
         self.inbox.push(Input::Word(term, gateway));
     }
 
-    /// Reads all that the ring holds. Returns whether there was more than answers to probes: only then the kernel
+    /// Reads all that the ring holds, and not for ever what comes meanwhile. Returns whether there was more than answers to probes: only then the kernel
     /// may have moved its word since it was read.
     pub(super) fn hear(&mut self, site: &Site) -> bool {
         let mut is_more = false;
-        loop {
-            let Some(record) = self.tools.ring.next() else { return is_more };
+        for _ in 0..MOST_HEARD {
+            let Some(record) = self.tools.ring.next() else { break };
             let Some((heard, bytes)) = Heard::read(&record) else { continue };
             let signal = signal::parse(bytes).map(|signal| signal.map_list(|words| words.iter().collect()));
             // Most are answers to probes, which have no tag to be checked.
@@ -107,6 +110,7 @@ impl Thread {
                 Err(_) => self.metrics.refused("malformed"),
             }
         }
+        is_more
     }
 
     pub(super) fn take(&mut self, site: &Site, heard: &Heard, bytes: &[u8], signal: &Signal) {
@@ -150,6 +154,9 @@ impl Thread {
                 }
                 if !signal::is_authentic(bytes, node.key) {
                     return self.metrics.refused("forged");
+                }
+                if signal.location != site.place.location {
+                    return self.metrics.refused("location");
                 }
                 self.inbox.push(Input::Signal { from, signal: signal.clone() });
             }

@@ -137,7 +137,14 @@ fn all() -> Vec<Signal<Vec<u64>>> {
         signal(
             Kind::Hello,
             1,
-            Body::Hello { is_fit: true, is_busy: false, leads: false, gateway: 1, losses: vec![1, 2] },
+            Body::Hello {
+                is_fit: true,
+                is_busy: false,
+                leads: false,
+                gateway: 1,
+                cookie: 5,
+                losses: vec![1, 2],
+            },
         ),
         signal(Kind::Claim, 1, claim()),
         signal(Kind::Moved, 1, claim()),

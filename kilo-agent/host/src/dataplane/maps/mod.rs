@@ -116,12 +116,13 @@ pub struct Applied {
     pub excluded: Vec<Ipv6Net>,
 }
 
-/// Writes what differs and keeps `present` true.
+/// Writes what differs and keeps `present` true. `replaces_layout`: maps of another layout carried packets until now.
 pub fn apply(
     maps: &mut PinnedMaps,
     programs: &Programs,
     present: &mut Content,
     tables: &Tables,
+    replaces_layout: bool,
 ) -> Result<Applied, DataplaneError> {
     let desired = Desired::new(tables);
     check_capacity(&desired)?;
@@ -160,8 +161,11 @@ pub fn apply(
         present.lead[0] = tables.lead[0];
         writes += 1;
     }
-    if present.lead[1] != tables.lead[1] && !kilo_common::lead::is_later(present.lead[1], tables.lead[1]) {
-        let swap = lead::Swap { current: present.lead[1], new: tables.lead[1] };
+    // A host that boots asks who leads. One that goes on carrying packets must not steer to another leader meanwhile.
+    let goes_on = replaces_layout && present.lead[1] == 0;
+    let acting = if goes_on { tables.lead_of_term } else { tables.lead[1] };
+    if present.lead[1] != acting && !kilo_common::lead::is_later(present.lead[1], acting) {
+        let swap = lead::Swap { current: present.lead[1], new: acting };
         present.lead[1] = lead::swap(programs.get(FOLLOW)?, swap)?;
         writes += 1;
     }
