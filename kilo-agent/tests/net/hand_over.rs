@@ -154,14 +154,14 @@ fn programs_that_are_left_steer_for_a_while_and_then_let_everything_by() {
 }
 
 /// Sends one IPIP packet to a node of the LAN; its content is a header alone.
-fn ipip(space: &str, to: &str, inner: [&str; 2]) {
+fn ipip(prefix: &str, to: &str, inner: [&str; 2]) {
     let [src, dst] = inner;
     let code = format!(
         "use Socket; socket(my $s, AF_INET, SOCK_RAW, 4) or die; \
          my $inner = pack(q(CCnnnCCna4a4), 0x45, 0, 20, 0, 0, 64, 17, 0, inet_aton(q({src})), inet_aton(q({dst}))); \
          send($s, $inner, 0, sockaddr_in(0, inet_aton(q({to})))) or die $!"
     );
-    sh(&format!("{space} perl -e '{code}'"));
+    sh(&format!("{prefix} perl -e '{code}'"));
 }
 
 #[test]

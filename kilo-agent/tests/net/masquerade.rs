@@ -122,10 +122,10 @@ fn tables(host: &HostLinks, kilo: u32) -> Tables {
 }
 
 /// Runs something in a namespace of that name.
-fn inside<T: Send + 'static>(space: &str, work: impl FnOnce() -> T + Send + 'static) -> JoinHandle<T> {
-    let space = File::open(format!("/run/netns/{space}")).unwrap();
+fn inside<T: Send + 'static>(netns: &str, work: impl FnOnce() -> T + Send + 'static) -> JoinHandle<T> {
+    let netns = File::open(format!("/run/netns/{netns}")).unwrap();
     std::thread::spawn(move || {
-        setns(space, CloneFlags::CLONE_NEWNET).unwrap();
+        setns(netns, CloneFlags::CLONE_NEWNET).unwrap();
         work()
     })
 }

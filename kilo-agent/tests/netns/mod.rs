@@ -53,9 +53,9 @@ pub fn isolated<F: Future<Output = ()>>(test: &str, body: impl FnOnce() -> F) {
         // Such as a test program that was built anew meanwhile: nothing that may pass for a skip.
         Err(error) => panic!("{name} did not start in its namespace: {error}"),
     };
-    let space = space_of(child.id());
+    let netns = netns_of(child.id());
     let output = child.wait_with_output().unwrap();
-    end_all(&space, &format!("{INSIDE}={mark}"));
+    end_all(&netns, &format!("{INSIDE}={mark}"));
     let said = String::from_utf8_lossy(&output.stdout);
     print!("{said}");
     eprint!("{}", String::from_utf8_lossy(&output.stderr));
@@ -64,16 +64,16 @@ pub fn isolated<F: Future<Output = ()>>(test: &str, body: impl FnOnce() -> F) {
 }
 
 /// The network namespace of a process.
-fn space_of(process: u32) -> PathBuf {
+fn netns_of(process: u32) -> PathBuf {
     fs::read_link(format!("/proc/{process}/ns/net")).unwrap()
 }
 
 /// Ends what is left of a test: a userspace WireGuard outlives its agent, and what was started in a namespace that the
 /// test has made itself is known by its environment.
-fn end_all(space: &Path, mark: &str) {
+fn end_all(netns: &Path, mark: &str) {
     for process in fs::read_dir("/proc").unwrap().flatten() {
         let path = process.path();
-        let is_inside = fs::read_link(path.join("ns/net")).is_ok_and(|other| other == space);
+        let is_inside = fs::read_link(path.join("ns/net")).is_ok_and(|other| other == netns);
         let has_mark = || {
             let environment = fs::read(path.join("environ")).unwrap_or_default();
             environment.split(|byte| *byte == 0).any(|variable| variable == mark.as_bytes())

@@ -20,8 +20,8 @@ use serde::{Deserialize, Serialize};
 
 use super::{
     counters,
+    netns::{Netns, run},
     network::{LAPTOP, LAPTOP6, Network, Node},
-    space::{Space, run},
     wait,
 };
 use crate::confine;
@@ -187,7 +187,7 @@ impl Agents {
 
     /// Starts the node's agent with its wall clock off by so many seconds: "+3600".
     pub fn start_at(&mut self, node: &Node, clock: &str) -> Result<()> {
-        let mut command = node.space.command("env");
+        let mut command = node.netns.command("env");
         // Debian's place of it; the agent alone, not what it measures time by.
         command
             .args([&format!("FAKETIME={clock}"), "FAKETIME_DONT_FAKE_MONOTONIC=1"])
@@ -198,7 +198,7 @@ impl Agents {
 
     /// Starts the node's agent with objects and flags of its own.
     pub fn start_reading(&mut self, node: &Node, cluster: &Path, flags: &[&str]) -> Result<()> {
-        let mut command = node.space.command("env");
+        let mut command = node.netns.command("env");
         command.args(self.confined()?);
         self.spawn(node, command, cluster, flags)
     }
@@ -296,7 +296,7 @@ impl Agents {
     }
 
     fn is_ready(&self, node: &Node, nodes: usize) -> bool {
-        let Ok(metrics) = counters::scrape(&node.space) else { return false };
+        let Ok(metrics) = counters::scrape(&node.netns) else { return false };
         metrics.get("kilo_nodes").is_some_and(|&seen| seen == nodes as u64)
             && metrics.get("kilo_peers").is_some_and(|&seen| seen == 1)
     }
@@ -311,8 +311,8 @@ impl Agents {
 
     /// Makes a WireGuard device by `kg userspace-wireguard`; its process id is
     /// in /run/DEVICE.pid.
-    pub fn userspace_wireguard(&self, space: &Space, device: &str) -> Result<()> {
-        let mut command = space.command("sh");
+    pub fn userspace_wireguard(&self, netns: &Netns, device: &str) -> Result<()> {
+        let mut command = netns.command("sh");
         command
             .args([
                 "-c",
@@ -324,7 +324,7 @@ impl Agents {
             ])
             .arg(self.program("kg"))
             .arg(device);
-        let log = self.directory.join("logs").join(format!("{}-{device}.log", space.name));
+        let log = self.directory.join("logs").join(format!("{}-{device}.log", netns.name));
         start_and_wait(command, &log, "configured")
     }
 
@@ -501,9 +501,9 @@ pub fn tail(log: &Path) -> String {
 }
 
 /// Waits until the agent of a node answers its health check.
-pub fn wait_healthy(space: &Space, limit: Duration) -> Result<()> {
-    wait::until(&format!("the agent of {} answers", space.name), limit, || {
-        let metrics = counters::scrape(space);
+pub fn wait_healthy(netns: &Netns, limit: Duration) -> Result<()> {
+    wait::until(&format!("the agent of {} answers", netns.name), limit, || {
+        let metrics = counters::scrape(netns);
         Ok(metrics.is_ok_and(|metrics| metrics.get("kilo_reconciles_total").is_some_and(|&n| n > 0)))
     })
     .map(drop)

@@ -51,7 +51,7 @@ pub(crate) enum LabCommand {
     /// Run a command inside a node, pod (pod-NODE), router, outside or laptop.
     Exec {
         /// Name of the namespace.
-        space: String,
+        netns: String,
         /// The command.
         #[arg(last = true, required = true)]
         command: Vec<String>,
@@ -98,7 +98,7 @@ pub(crate) enum LabCommand {
     /// Let packets of a namespace disappear or be late for a while, and count them.
     Inject {
         /// Name of the namespace.
-        space: String,
+        netns: String,
         #[command(flatten)]
         rule: faults::injector::Rule,
         /// How long, in seconds.

@@ -8,7 +8,7 @@ use std::{
 
 use anyhow::{Context as _, Result, bail, ensure};
 
-use super::{probe, space::Space};
+use super::{netns::Netns, probe};
 
 /// Longest time without a byte; a lost GSO packet costs its sender more and more.
 const STALL: Duration = Duration::from_secs(5);
@@ -20,7 +20,7 @@ const LIMIT: Duration = Duration::from_secs(40);
 ///
 /// # Errors
 /// What differs or is late.
-pub fn run(from: &Space, target: IpAddr, length: usize) -> Result<Duration> {
+pub fn run(from: &Netns, target: IpAddr, length: usize) -> Result<Duration> {
     let flow = from.spawn(move || transfer(target, length)).join();
     let flow = flow.map_err(|_| anyhow::anyhow!("TCP thread"))?;
     flow.and_then(|flow| flow).with_context(|| format!("{length} bytes from {} to {target}", from.name))

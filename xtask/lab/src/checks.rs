@@ -228,7 +228,7 @@ fn by_kind(matrix: &matrix::Matrix, prefix: &str, began: Instant) -> Vec<TestOut
 fn ways(lab: &mut Lab) -> Result<String> {
     for node in &lab.network.nodes {
         let count = lab.counted(node)?;
-        let shown = format!("{}: {:?}", node.name(), counters::scrape(&node.space)?);
+        let shown = format!("{}: {:?}", node.name(), counters::scrape(&node.netns)?);
         if node.public.is_some() {
             for name in ["encrypt", "decrypt", "transit", "forward"] {
                 ensure!(count(name) > 0, "leader counts no {name}; {shown}");
@@ -247,7 +247,7 @@ fn ways(lab: &mut Lab) -> Result<String> {
 fn masquerade(lab: &mut Lab) -> Result<String> {
     let mut sum = 0;
     for node in &lab.network.nodes {
-        let metrics = counters::scrape(&node.space)?;
+        let metrics = counters::scrape(&node.netns)?;
         let (out, back) = (action(&metrics, "masquerade"), action(&metrics, "unmasquerade"));
         ensure!(out > 0 && back > 0, "{}: {out} masqueraded, {back} back", node.name());
         sum += out;
@@ -270,7 +270,7 @@ pub fn no_drops(lab: &mut Lab) -> Result<String> {
 /// What the programs of each node have dropped of the mesh so far.
 fn mesh_drops(lab: &Lab) -> Result<BTreeMap<String, BTreeMap<String, u64>>> {
     let of = |node: &Node| {
-        let mut drops = drops(&counters::scrape(&node.space)?);
+        let mut drops = drops(&counters::scrape(&node.netns)?);
         // The kernel's own neighbour discovery on the device.
         drops.remove("not_unicast");
         Ok((node.name().to_owned(), drops))
@@ -280,7 +280,7 @@ fn mesh_drops(lab: &Lab) -> Result<BTreeMap<String, BTreeMap<String, u64>>> {
 
 fn bpftool(lab: &mut Lab) -> Result<String> {
     for node in &lab.network.nodes {
-        let programs = node.space.sh("bpftool prog list")?;
+        let programs = node.netns.sh("bpftool prog list")?;
         for name in ["kilo_egress", "kilo_ingress", "lan_ingress", "tunnel_ingress", "uplink_egress"] {
             ensure!(
                 programs.contains(&format!("name {name} ")),
@@ -288,13 +288,13 @@ fn bpftool(lab: &mut Lab) -> Result<String> {
                 node.name()
             );
         }
-        let dump = node.space.sh("bpftool map dump pinned /sys/fs/bpf/kilo/v6/prefix_v4")?;
+        let dump = node.netns.sh("bpftool map dump pinned /sys/fs/bpf/kilo/v6/prefix_v4")?;
         ensure!(
             dump.contains("\"hop\"") && dump.contains("\"flags\""),
             "{}: no field names:\n{dump}",
             node.name()
         );
-        let dump = node.space.sh("bpftool map dump pinned /sys/fs/bpf/kilo/v6/hop | head -40")?;
+        let dump = node.netns.sh("bpftool map dump pinned /sys/fs/bpf/kilo/v6/hop | head -40")?;
         ensure!(
             dump.contains("\"kind\"") && dump.contains("\"tunnel\""),
             "{}: no field names:\n{dump}",
@@ -310,7 +310,7 @@ fn quiet(lab: &mut Lab) -> Result<String> {
             .nodes
             .iter()
             .map(|node| {
-                let metrics = counters::scrape(&node.space)?;
+                let metrics = counters::scrape(&node.netns)?;
                 let value = |name: &str| metrics.get(name).copied().unwrap_or(0);
                 Ok((value("kilo_reconciles_total"), value("kilo_writes_total")))
             })
@@ -403,7 +403,7 @@ fn quiet_child(command: &mut Command) -> Result<Child> {
 fn each_agent(lab: &mut Lab, signal: Signal, down_for: Duration) -> Result<String> {
     let names: Vec<_> = lab.network.nodes.iter().map(|node| node.name().to_owned()).collect();
     let before: Vec<_> =
-        lab.network.nodes.iter().map(|node| counters::scrape(&node.space)).collect::<Result<_>>()?;
+        lab.network.nodes.iter().map(|node| counters::scrape(&node.netns)).collect::<Result<_>>()?;
     // Checks of path MTUs made some that were too big.
     let dropped = mesh_drops(lab)?;
     let traffic = Traffic::start(lab, 25)?;
@@ -412,11 +412,11 @@ fn each_agent(lab: &mut Lab, signal: Signal, down_for: Duration) -> Result<Strin
         wait::fault_lasts(down_for);
         let node = lab.network.node(name)?.clone();
         lab.agents.start(&node)?;
-        agents::wait_healthy(&node.space, Duration::from_secs(120))?;
+        agents::wait_healthy(&node.netns, Duration::from_secs(120))?;
     }
     let figures = traffic.finish().with_context(|| where_lost(lab))?;
     for (node, before) in lab.network.nodes.iter().zip(before) {
-        let after = counters::scrape(&node.space)?;
+        let after = counters::scrape(&node.netns)?;
         for name in ["steer", "encrypt", "decrypt", "masquerade"] {
             ensure!(
                 action(&after, name) >= action(&before, name),
@@ -426,7 +426,7 @@ fn each_agent(lab: &mut Lab, signal: Signal, down_for: Duration) -> Result<Strin
                 action(&after, name)
             );
         }
-        let copies = copies_attached(&node.space)?;
+        let copies = copies_attached(&node.netns)?;
         let interfaces = if node.public.is_some() { 2 } else { 1 };
         ensure!(
             copies == 3 + 2 * interfaces,
@@ -444,8 +444,8 @@ fn each_agent(lab: &mut Lab, signal: Signal, down_for: Duration) -> Result<Strin
 /// What each node counts of packets that did not get through.
 fn where_lost(lab: &Lab) -> String {
     let places = lab.network.nodes.iter().map(|node| {
-        let ours = counters::scrape(&node.space).map(|metrics| drops(&metrics)).unwrap_or_default();
-        let kernel = node.space.sh(
+        let ours = counters::scrape(&node.netns).map(|metrics| drops(&metrics)).unwrap_or_default();
+        let kernel = node.netns.sh(
             "awk '{print \"backlog\", $2, $3}' /proc/net/softnet_stat; nstat -az 2>/dev/null | awk '/ReversePath|OutNoRoutes|InDiscards|OutDiscards|IpInAddr/ && $2 > 0'; \
              ip -s -o link show kilo0; ip -s -o link show eth0; tc -s qdisc show | grep -B1 dropped | head -40",
         );
@@ -455,8 +455,8 @@ fn where_lost(lab: &Lab) -> String {
 }
 
 /// Programs of ours on hooks of this node, over TCX links and clsact filters.
-fn copies_attached(space: &super::space::Space) -> Result<usize> {
-    let text = space.sh(
+fn copies_attached(netns: &super::netns::Netns) -> Result<usize> {
+    let text = netns.sh(
         "ls /sys/fs/bpf/kilo/links 2>/dev/null | wc -l; \
          for d in kilo0 kilo-vxlan eth0 eth1; do for h in ingress egress; do tc filter show dev $d $h 2>/dev/null; done; done \
          | grep -cE 'kilo_|lan_ingress|uplink_egress|tunnel_ingress' || true",
@@ -483,7 +483,7 @@ const TIMED_OUT: i32 = 124;
 fn second_agent(lab: &mut Lab) -> Result<String> {
     let node = lab.network.node("a2")?;
     let output = node
-        .space
+        .netns
         .command("timeout")
         .arg("5")
         .args(lab.agents.confined()?)
@@ -496,7 +496,7 @@ fn second_agent(lab: &mut Lab) -> Result<String> {
     ensure!(output.status.code() == Some(TIMED_OUT), "it did not wait: {said}");
     ensure!(said.contains("already runs on this node"), "it does not say why it waits: {said}");
     ensure!(said.contains("it has set nothing up"), "it did not stop when it was asked to: {said}");
-    counters::scrape(&node.space).context("the first agent no longer answers")?;
+    counters::scrape(&node.netns).context("the first agent no longer answers")?;
     Ok(String::new())
 }
 
@@ -513,13 +513,13 @@ pub fn uninstall_from(lab: &mut Lab, names: &[&str]) -> Result<String> {
         let node = lab.network.node(name)?;
         let kg = lab.agents.program("kg");
         let output = node
-            .space
+            .netns
             .command(&kg)
             .args(["uninstall", "--backend", "file", "--backend-dir"])
             .arg(lab.agents.cluster())
             .output()?;
         ensure!(output.status.success(), "kg uninstall: {}", String::from_utf8_lossy(&output.stderr));
-        let left = node.space.sh(
+        let left = node.netns.sh(
             "ls -d /sys/fs/bpf/kilo 2>/dev/null || true; ip -o link | grep kilo || true; ip rule | grep 1107 || true; \
              ip route show table all | grep kilo0 || true; for d in kilo0 kilo-vxlan eth0 eth1; do for h in ingress egress; do tc filter show dev $d $h 2>/dev/null; done; done \
              | grep -E 'kilo_|lan_ingress|uplink_' || true",

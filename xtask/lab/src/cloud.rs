@@ -40,7 +40,7 @@ fn counted(network: &Network, name: &str) -> Result<[u64; 2]> {
 
 /// Sends one packet of protocol 4.
 fn send_ipip(from: &Node, to: IpAddr) -> Result<()> {
-    let sent = from.space.spawn(move || -> Result<usize> {
+    let sent = from.netns.spawn(move || -> Result<usize> {
         let socket = Socket::new(Domain::IPV4, Type::RAW, Some(Protocol::from(4)))?;
         Ok(socket.send_to(&[0x45; 20], &std::net::SocketAddr::from((to, 0)).into())?)
     });

@@ -24,7 +24,7 @@ pub fn install(node: &Node) -> Result<()> {
     let documents = documents.collect::<Result<Vec<_>, _>>()?;
     let conf = documents.iter().find_map(|document| document.get("data")?.get("cni-conf.json")?.as_str());
     let conf = conf.context("the manifest has no cni-conf.json")?;
-    node.space.sh(&format!("cat > {CONF} <<'CONF'\n{conf}CONF"))?;
+    node.netns.sh(&format!("cat > {CONF} <<'CONF'\n{conf}CONF"))?;
     Ok(())
 }
 
@@ -32,13 +32,13 @@ pub fn install(node: &Node) -> Result<()> {
 pub fn connect(node: &Node) -> Result<()> {
     let what = format!("the agent of {} writes its pod CIDR into {CONF}", node.name());
     let list = wait::until(&what, Duration::from_secs(20), || {
-        let list = node.space.sh(&format!("cat {CONF}"))?;
+        let list = node.netns.sh(&format!("cat {CONF}"))?;
         Ok(if list.contains("subnet") { Ok(list) } else { Err(list) })
     })?;
     // The node has a /run of its own; this process sees the names of namespaces.
     let netns = format!("/proc/{}/root{}", std::process::id(), node.pod.path().display());
     let pod = Pod { id: &node.pod.name, netns: &netns, port_mappings: &[] };
-    let result = plugins::add(&list, pod, |program| node.space.command(program))?;
+    let result = plugins::add(&list, pod, |program| node.netns.command(program))?;
     let length = |ip: &std::net::IpAddr| if ip.is_ipv4() { 24 } else { 64 };
     let wanted: Vec<_> = node.pod_ips().iter().map(|ip| format!("{ip}/{}", length(ip))).collect();
     let found: Vec<_> =
@@ -54,7 +54,7 @@ pub fn connect(node: &Node) -> Result<()> {
 pub fn ways_beside(lab: &Lab, device: &str) -> Result<String> {
     for node in &lab.network.nodes {
         let count = lab.counted(node)?;
-        let shown = format!("{}: {:?}", node.name(), counters::scrape(&node.space)?);
+        let shown = format!("{}: {:?}", node.name(), counters::scrape(&node.netns)?);
         if node.public.is_some() {
             for name in ["encrypt", "decrypt", "transit", "forward"] {
                 ensure!(count(name) > 0, "leader counts no {name}; {shown}");
@@ -69,7 +69,7 @@ pub fn ways_beside(lab: &Lab, device: &str) -> Result<String> {
         }
         for direction in ["rx", "tx"] {
             let file = format!("/sys/class/net/{device}/statistics/{direction}_packets");
-            let packets: u64 = node.space.sh(&format!("cat {file}"))?.trim().parse()?;
+            let packets: u64 = node.netns.sh(&format!("cat {file}"))?.trim().parse()?;
             ensure!(packets > 30, "{}: {device} has {packets} packets ({direction})", node.name());
         }
     }

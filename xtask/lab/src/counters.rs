@@ -9,14 +9,14 @@ use std::{
 
 use anyhow::{Context as _, Result};
 
-use super::{network::Network, space::Space};
+use super::{netns::Netns, network::Network};
 
 /// Metrics by name and labels, whole numbers only.
 pub type Metrics = BTreeMap<String, u64>;
 
 /// Reads the metrics of the agent in that namespace.
-pub fn scrape(space: &Space) -> Result<Metrics> {
-    let text = space.spawn(|| get("/metrics")).join().map_err(|_| anyhow::anyhow!("scrape thread"))???;
+pub fn scrape(netns: &Netns) -> Result<Metrics> {
+    let text = netns.spawn(|| get("/metrics")).join().map_err(|_| anyhow::anyhow!("scrape thread"))???;
     Ok(text
         .lines()
         .filter_map(|line| {
@@ -27,20 +27,20 @@ pub fn scrape(space: &Space) -> Result<Metrics> {
 }
 
 /// Seconds the agent in that namespace has been at work in reconciles.
-pub fn at_work(space: &Space) -> Result<f64> {
-    let text = space.spawn(|| get("/metrics")).join().map_err(|_| anyhow::anyhow!("scrape thread"))???;
+pub fn at_work(netns: &Netns) -> Result<f64> {
+    let text = netns.spawn(|| get("/metrics")).join().map_err(|_| anyhow::anyhow!("scrape thread"))???;
     let sum = text.lines().find_map(|line| line.strip_prefix("kilo_reconcile_duration_seconds_sum "));
     sum.context("no time of reconciles in /metrics")?.parse().context("time of reconciles")
 }
 
 /// What `/health` answers, with its status line.
-pub fn health(space: &Space) -> Result<String> {
-    space.spawn(|| answer("/health")).join().map_err(|_| anyhow::anyhow!("health thread"))??
+pub fn health(netns: &Netns) -> Result<String> {
+    netns.spawn(|| answer("/health")).join().map_err(|_| anyhow::anyhow!("health thread"))??
 }
 
 /// What the agent in that namespace says of the mesh (`/status`).
-pub fn status(space: &Space) -> Result<serde_json::Value> {
-    let text = space.spawn(|| get("/status")).join().map_err(|_| anyhow::anyhow!("status thread"))???;
+pub fn status(netns: &Netns) -> Result<serde_json::Value> {
+    let text = netns.spawn(|| get("/status")).join().map_err(|_| anyhow::anyhow!("status thread"))???;
     Ok(serde_json::from_str(&text)?)
 }
 
@@ -82,7 +82,7 @@ pub fn print(network: &Network) {
     let header: String = SHOWN.iter().map(|action| format!("{action:>13}")).collect();
     println!("{:6}{header}  dropped", "");
     for node in &network.nodes {
-        match scrape(&node.space) {
+        match scrape(&node.netns) {
             Ok(metrics) => {
                 let row: String =
                     SHOWN.iter().map(|name| format!("{:>13}", action(&metrics, name))).collect();
@@ -102,8 +102,8 @@ pub fn clear_pod_packets(network: &Network) -> Result<u64> {
 }
 
 /// Packets of a named counter: family, table and name.
-pub fn nft(space: &Space, counter: &str) -> Result<u64> {
-    let text = space.sh(&format!("nft list counter {counter}"))?;
+pub fn nft(netns: &Netns, counter: &str) -> Result<u64> {
+    let text = netns.sh(&format!("nft list counter {counter}"))?;
     text.split_whitespace()
         .skip_while(|word| *word != "packets")
         .nth(1)

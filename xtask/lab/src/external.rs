@@ -37,37 +37,37 @@ pub fn run(lab: &mut Lab) -> Result<String> {
     if lab.agents.pid(NODE).is_some() {
         lab.agents.stop(NODE, Signal::SIGTERM)?;
     }
-    node.space.sh("ip link delete kilo0")?;
+    node.netns.sh("ip link delete kilo0")?;
     lab.agents.start(&node)?;
-    agents::wait_healthy(&node.space, LIMIT)?;
+    agents::wait_healthy(&node.netns, LIMIT)?;
     matrix::settle(&lab.network, LIMIT)?;
     result
 }
 
 fn public_key(node: &Node) -> Result<String> {
-    Ok(node.space.sh("wg pubkey < /var/lib/kilo/key")?.trim().to_owned())
+    Ok(node.netns.sh("wg pubkey < /var/lib/kilo/key")?.trim().to_owned())
 }
 
 /// Ends what encrypted so far, starts wireguard-go and then an agent that expects a device.
 fn replace_device(lab: &mut Lab, node: &Node) -> Result<()> {
     lab.agents.stop(NODE, Signal::SIGTERM)?;
-    node.space.sh(&format!(
+    node.netns.sh(&format!(
         "ip link delete kilo0
          for i in $(seq 100); do test -e /run/wireguard/kilo0.sock || break; sleep 0.1; done
          WG_PROCESS_FOREGROUND=1 setsid wireguard-go kilo0 </dev/null >/run/wireguard-go.log 2>&1 & echo $! > {PID}
          for i in $(seq 100); do wg show kilo0 >/dev/null 2>&1 && exit; sleep 0.1; done; cat /run/wireguard-go.log; exit 1"
     ))?;
     lab.agents.start_with(node, ADOPT)?;
-    agents::wait_healthy(&node.space, LIMIT)
+    agents::wait_healthy(&node.netns, LIMIT)
 }
 
 fn configured_and_used(lab: &mut Lab, node: &Node, key: &str) -> Result<String> {
     lab.agents.wait_until_ready(&lab.network, LIMIT)?;
     matrix::settle(&lab.network, LIMIT)?;
-    let shown = node.space.sh("wg show kilo0 public-key")?;
+    let shown = node.netns.sh("wg show kilo0 public-key")?;
     ensure!(shown.trim() == key, "the device has the key {shown}, the node {key}");
     let wanted = by_key(&lab.agents.kgctl(&["showconf", "node", NODE])?);
-    let shown = node.space.sh("wg show kilo0 allowed-ips")?;
+    let shown = node.netns.sh("wg show kilo0 allowed-ips")?;
     let configured: BTreeMap<String, BTreeSet<String>> = shown
         .lines()
         .filter_map(|line| line.split_once('\t'))
@@ -81,21 +81,21 @@ fn configured_and_used(lab: &mut Lab, node: &Node, key: &str) -> Result<String> 
     ensure!(packets > 0, "{NODE} encrypts nothing");
     // A change of one peer, live.
     vpn::preshared_key(lab)?;
-    let who = node.space.sh(&format!("cat /proc/$(cat {PID})/comm"))?;
+    let who = node.netns.sh(&format!("cat /proc/$(cat {PID})/comm"))?;
     ensure!(who.trim() == "wireguard-go", "the device is of {who}");
     // It outlives the agent, and the next one takes it over.
     lab.agents.stop(NODE, Signal::SIGKILL)?;
     let (a2, b2) = (lab.network.node("a2")?, lab.network.node("b2")?);
     probe::until_seen_as(&a2.pod, b2.pod_ip(), a2.pod_ip(), LIMIT).context("while no agent runs")?;
     lab.agents.start_with(node, ADOPT)?;
-    agents::wait_healthy(&node.space, LIMIT)?;
+    agents::wait_healthy(&node.netns, LIMIT)?;
     let (a2, b2) = (lab.network.node("a2")?, lab.network.node("b2")?);
     probe::until_seen_as(&b2.pod, a2.pod_ip(), b2.pod_ip(), LIMIT)?;
     Ok(format!("({} probes, {packets} packets encrypted)", matrix.total()))
 }
 
 fn encrypted(node: &Node) -> Result<u64> {
-    Ok(action(&counters::scrape(&node.space)?, "encrypt"))
+    Ok(action(&counters::scrape(&node.netns)?, "encrypt"))
 }
 
 /// Allowed IPs of each peer in a configuration of `wg setconf`.

@@ -28,11 +28,11 @@ pub fn without_agent(lab: &mut Lab) -> Result<String> {
             let before = refused(&node)?;
             let seen = counters::clear_pod_packets(&lab.network)?;
             lab.agents.stop(name, Signal::SIGTERM)?;
-            node.space.ip(gone)?;
+            node.netns.ip(gone)?;
             cut_off(lab, &node).context("with the unreachable routes")?;
             // They are the second belt: without them packets get as far as the uplink.
             for family in ["-4", "-6"] {
-                node.space
+                node.netns
                     .sh(&format!("ip {family} route flush table main type unreachable proto 107 || true"))?;
             }
             cut_off(lab, &node).context("by the default route")?;
@@ -78,10 +78,10 @@ pub fn under_agent(lab: &mut Lab) -> Result<String> {
 
 /// Deletes kilo0, which is there, and waits until the agent has made another.
 fn delete_device(node: &Node) -> Result<()> {
-    let index = || node.space.sh("cat /sys/class/net/kilo0/ifindex 2>/dev/null || true");
+    let index = || node.netns.sh("cat /sys/class/net/kilo0/ifindex 2>/dev/null || true");
     let before = index()?;
     // Without a second belt, so that the first one is seen to hold.
-    node.space.sh("ip -4 route flush table main type unreachable proto 107 || true; ip link delete kilo0")?;
+    node.netns.sh("ip -4 route flush table main type unreachable proto 107 || true; ip link delete kilo0")?;
     let what = format!("kilo0 of {} is made again", node.name());
     wait::until(&what, Duration::from_secs(60), || {
         let now = index()?;
@@ -97,8 +97,8 @@ pub fn port_taken(lab: &mut Lab) -> Result<String> {
         let node = lab.network.node(name)?.clone();
         let seen = counters::clear_pod_packets(&lab.network)?;
         lab.agents.stop(name, Signal::SIGTERM)?;
-        node.space.sh("ip link delete kilo0; ip route flush proto 107; ip -6 route flush proto 107")?;
-        let taken = node.space.spawn(|| take_port(Duration::from_secs(10))).join();
+        node.netns.sh("ip link delete kilo0; ip route flush proto 107; ip -6 route flush proto 107")?;
+        let taken = node.netns.spawn(|| take_port(Duration::from_secs(10))).join();
         let taken = taken.map_err(|_| anyhow::anyhow!("thread"))???;
         lab.agents.start(&node)?;
         let result = put_right_but_wireguard(lab, &node);
@@ -126,10 +126,10 @@ fn take_port(limit: Duration) -> Result<[UdpSocket; 2]> {
 fn put_right_but_wireguard(lab: &Lab, node: &Node) -> Result<()> {
     let target = lab.network.node(TARGET)?.pod_ip();
     wait::until("routes are made", Duration::from_secs(30), || {
-        let routes = node.space.sh("ip route show table main proto 107")?;
+        let routes = node.netns.sh("ip route show table main proto 107")?;
         Ok(if routes.contains("unreachable") { Ok(()) } else { Err(routes) })
     })?;
-    let way = node.space.sh(&format!("ip route get {target} 2>&1 || true"))?;
+    let way = node.netns.sh(&format!("ip route get {target} 2>&1 || true"))?;
     ensure!(way.contains("kilo0") || way.contains("No route to host"), "{target}: {way}");
     match NODES.iter().position(|name| *name == node.name()) {
         // A node that does not lead needs no port where its device goes up without.
@@ -159,7 +159,7 @@ fn back(lab: &Lab, node: &Node) -> Result<()> {
 }
 
 fn refused(node: &Node) -> Result<u64> {
-    Ok(counters::drops(&counters::scrape(&node.space)?).get("not_encrypted").copied().unwrap_or(0))
+    Ok(counters::drops(&counters::scrape(&node.netns)?).get("not_encrypted").copied().unwrap_or(0))
 }
 
 fn clear(lab: &Lab, before: u64) -> Result<()> {

@@ -60,8 +60,8 @@ fn overlay(network: &Network, node: &Node) -> Result<()> {
         );
         bridge += &format!("bridge fdb append {hardware} dev flannel.1 dst {}\n", other.private);
     }
-    node.space.ip(&ip)?;
-    node.space.sh(&bridge)?;
+    node.netns.ip(&ip)?;
+    node.netns.sh(&bridge)?;
     Ok(())
 }
 
@@ -83,7 +83,7 @@ fn configure_pods(node: &Node) -> Result<()> {
             "ipam": { "type": "host-local", "subnet": format!("{cidr}/24") },
         }],
     });
-    node.space.sh(&format!(
+    node.netns.sh(&format!(
         "cat > {} <<'CONF'\n{conf}\nCONF\n\
          iptables -t nat -N FLANNEL-POSTRTG\n\
          iptables -t nat -A POSTROUTING -j FLANNEL-POSTRTG\n\
@@ -103,7 +103,7 @@ fn ways(lab: &mut Lab) -> Result<String> {
 
 fn routes_inside(lab: &mut Lab) -> Result<String> {
     for node in &lab.network.nodes {
-        let routes = node.space.sh("ip route show dev flannel.1")?;
+        let routes = node.netns.sh("ip route show dev flannel.1")?;
         let others = |other: &&Node| other.location == node.location && other.name() != node.name();
         let wanted: Vec<_> = lab.network.nodes.iter().filter(others).collect();
         ensure!(routes.lines().count() == wanted.len(), "{}: {routes}", node.name());

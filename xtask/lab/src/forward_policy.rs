@@ -55,7 +55,7 @@ fn with_and_without(lab: &mut Lab) -> Result<u64> {
     let mut accepted = 0;
     for node in &nodes {
         for program in ["iptables", "ip6tables"] {
-            let text = node.space.sh(&format!("{program} -w 5 -nvxL KILO-FORWARD"))?;
+            let text = node.netns.sh(&format!("{program} -w 5 -nvxL KILO-FORWARD"))?;
             let packets = text.lines().filter_map(|line| line.split_whitespace().next()?.parse::<u64>().ok());
             accepted += packets.sum::<u64>();
         }
@@ -83,7 +83,7 @@ fn reached(network: &Network, timeout: Duration) -> Result<Vec<(String, bool)>> 
 
 fn policy(network: &Network, policy: &str) -> Result<()> {
     for node in &network.nodes {
-        node.space.sh(&format!("for p in iptables ip6tables; do $p -w 5 -P FORWARD {policy}; done"))?;
+        node.netns.sh(&format!("for p in iptables ip6tables; do $p -w 5 -P FORWARD {policy}; done"))?;
     }
     Ok(())
 }

@@ -54,7 +54,7 @@ pub fn run(lab: &mut Lab) -> Result<String> {
         all_pods_meet(&lab.network).context(granularity)?;
         figures.push(format!("{granularity}: {}", flow.finish(limit).context(granularity)?));
         let encrypted =
-            || -> Result<u64> { Ok(action(&counters::scrape(&lab.network.node("a2")?.space)?, "encrypt")) };
+            || -> Result<u64> { Ok(action(&counters::scrape(&lab.network.node("a2")?.netns)?, "encrypt")) };
         let before = encrypted()?;
         all_pods_meet(&lab.network)?;
         let own_tunnels = encrypted()? > before;
@@ -84,12 +84,12 @@ fn alone_and_back(lab: &Lab) -> Result<String> {
     for (annotations, leads) in [(&alone[..], true), (&[][..], false)] {
         let flow = Flow::start(network, "a2", "a3")?;
         let at_work = || -> Result<Vec<f64>> {
-            network.nodes.iter().map(|node| counters::at_work(&node.space)).collect()
+            network.nodes.iter().map(|node| counters::at_work(&node.netns)).collect()
         };
         let before = at_work()?;
         lab.agents.write_node(a3, annotations)?;
         let started = Instant::now();
-        let has_address = || a3.space.sh("ip -o address show dev kilo0").map(|text| text.contains("10.4."));
+        let has_address = || a3.netns.sh("ip -o address show dev kilo0").map(|text| text.contains("10.4."));
         wait::until(&format!("a3 leads: {leads}"), LIMIT, || Ok(has_address()? == leads))?;
         // The others begin when the agent of a3 has, and on an emulated kernel are long at work.
         let limit = started.elapsed() + RECONCILE;
@@ -99,7 +99,7 @@ fn alone_and_back(lab: &Lab) -> Result<String> {
         figures.push(flow.finish(limit)?);
         let a1 = network.node("a1")?;
         for (node, other) in [(a1, "\t10.4.0."), (a3, "\t10.4.0."), (a3, "\t10.1.0.11:")] {
-            let endpoints = node.space.sh("wg show kilo0 endpoints")?;
+            let endpoints = node.netns.sh("wg show kilo0 endpoints")?;
             ensure!(
                 !endpoints.contains(other),
                 "{}: an endpoint inside the tunnel:\n{endpoints}",

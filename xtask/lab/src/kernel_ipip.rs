@@ -39,7 +39,7 @@ pub const CHECKS: &[Check] = &[
 /// checksums filled in and segmented, because `tunl0` may be a program.
 pub fn install(network: &mut Network) -> Result<()> {
     network.nodes.iter_mut().for_each(|node| node.dual_stack = false);
-    network.nodes.iter().try_for_each(|node| node.space.sh("ethtool -K eth0 tx off").map(drop))
+    network.nodes.iter().try_for_each(|node| node.netns.sh("ethtool -K eth0 tx off").map(drop))
 }
 
 /// Makes these nodes old and the rest new; then everybody reaches everybody.
@@ -64,7 +64,7 @@ fn round(lab: &mut Lab, old: &[&str]) -> Result<String> {
 fn drops(lab: &Lab, old: &[&str]) -> Result<Vec<std::collections::BTreeMap<String, u64>>> {
     let new = lab.network.nodes.iter().filter(|node| !old.contains(&node.name()));
     let of = |node: &Node| -> Result<_> {
-        let mut drops = counters::drops(&counters::scrape(&node.space)?);
+        let mut drops = counters::drops(&counters::scrape(&node.netns)?);
         // The kernel's own neighbour discovery on the device.
         drops.remove("not_unicast");
         Ok(drops)
@@ -80,37 +80,37 @@ fn replace_by_old(lab: &mut Lab, node: &Node) -> Result<()> {
     let leader = nodes.iter().find(|other| other.location == node.location && other.public.is_some());
     let leader = leader.context("no leader")?;
     let peers = lab.agents.kgctl(&["showconf", "node", leader.name()])?;
-    let key = node.space.sh("cat /var/lib/kilo/key")?;
+    let key = node.netns.sh("cat /var/lib/kilo/key")?;
     lab.agents.stop(node.name(), Signal::SIGTERM)?;
     let (kg, cluster) = (lab.agents.program("kg"), cluster.display().to_string());
-    node.space.sh(&format!("{} uninstall --backend file --backend-dir {cluster} 2>&1", kg.display()))?;
+    node.netns.sh(&format!("{} uninstall --backend file --backend-dir {cluster} 2>&1", kg.display()))?;
     stay_in_the_mesh(&said, &marker(lab, node), annotations.clone())?;
     tunl0::make(node, "tunl0", &nodes.iter().map(ipv4).collect::<Result<Vec<_>>>()?)?;
     if node.public.is_some() {
         let conf = lab.directory.join(format!("{}-old.conf", node.name()));
         let own = format!("[Interface]\nPrivateKey = {}\n", key.trim());
         fs::write(&conf, peers.replacen("[Interface]\n", &own, 1))?;
-        lab.agents.userspace_wireguard(&node.space, "kilo0")?;
-        node.space.sh(&format!("wg setconf kilo0 {}", conf.display()))?;
+        lab.agents.userspace_wireguard(&node.netns, "kilo0")?;
+        node.netns.sh(&format!("wg setconf kilo0 {}", conf.display()))?;
         let label = "kilo.squat.ai/wireguard-ip: ";
         let address = annotations.lines().find_map(|line| line.trim().strip_prefix(label));
         let address = address.context("the leader has no WireGuard address")?;
-        node.space.ip(&format!("address add {address} dev kilo0\nlink set kilo0 mtu 1420 up\n"))?;
+        node.netns.ip(&format!("address add {address} dev kilo0\nlink set kilo0 mtu 1420 up\n"))?;
     }
     let remote = remote_prefixes(&peers);
-    node.space.ip(&routes(&lab.network, node, leader, &remote)?)?;
-    node.space.sh(&chains(&lab.network, node, &remote)?)?;
+    node.netns.ip(&routes(&lab.network, node, leader, &remote)?)?;
+    node.netns.sh(&chains(&lab.network, node, &remote)?)?;
     Ok(())
 }
 
 /// Kilo takes away what it made when it is stopped; then an agent starts.
 fn replace_by_new(lab: &mut Lab, node: &Node) -> Result<()> {
-    node.space.sh("if test -e /run/kilo0.pid; then kill $(cat /run/kilo0.pid); rm /run/kilo0.pid; fi; \
+    node.netns.sh("if test -e /run/kilo0.pid; then kill $(cat /run/kilo0.pid); rm /run/kilo0.pid; fi; \
          ip link delete tunl0; while ip rule delete table 1107 2>/dev/null; do :; done; \
          iptables-save | grep -v KILO | grep -v 'INPUT -p ipencap -j DROP' | iptables-restore")?;
     fs::remove_file(marker(lab, node))?;
     lab.agents.start(node)?;
-    super::agents::wait_healthy(&node.space, Duration::from_secs(30))
+    super::agents::wait_healthy(&node.netns, Duration::from_secs(30))
 }
 
 /// While this file exists the node counts as one with Kilo.

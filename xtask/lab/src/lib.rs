@@ -26,6 +26,7 @@ mod members;
 mod modes;
 mod nat;
 mod nat_pairs;
+pub mod netns;
 mod network;
 mod node_ports;
 mod offloads;
@@ -39,7 +40,6 @@ pub mod run_times;
 mod scenario;
 mod segments;
 mod services;
-pub mod space;
 pub mod takedown;
 mod topology;
 pub mod tunl0;
@@ -65,9 +65,9 @@ pub use cilium::OBJECT as CILIUM_OBJECT;
 use agents::Agents;
 use args::LabCommand;
 use members::Members;
+use netns::Netns;
 use network::{Network, Node, Shape, Underlay};
 use scenario::Scenario;
-use space::Space;
 use takedown::{Takedown, stop_if_interrupted};
 use topology::Topology;
 
@@ -130,7 +130,7 @@ pub fn main(args: LabArgs) -> Result<()> {
     }
     match args.command {
         None => show(&args),
-        Some(LabCommand::Exec { space, command }) => exec(&args.name, &space, &command),
+        Some(LabCommand::Exec { netns, command }) => exec(&args.name, &netns, &command),
         Some(LabCommand::Status) => {
             let lab = Lab::load(&args.name)?;
             lab.agents.print_status(&lab.network);
@@ -138,8 +138,8 @@ pub fn main(args: LabArgs) -> Result<()> {
             Ok(())
         }
         Some(LabCommand::Down) => down(&args.name),
-        Some(LabCommand::Inject { ref space, ref rule, seconds }) => {
-            let injected = rule.inject(&Lab::load(&args.name)?.network.space(space)?)?;
+        Some(LabCommand::Inject { ref netns, ref rule, seconds }) => {
+            let injected = rule.inject(&Lab::load(&args.name)?.network.netns(netns)?)?;
             wait::fault_lasts(Duration::from_secs(seconds));
             let (seen, dropped) = injected.hits()?;
             println!("{seen} packets matched, {dropped} of them dropped or late");
@@ -291,10 +291,10 @@ fn show(args: &LabArgs) -> Result<()> {
     clear
 }
 
-fn exec(name: &str, space: &str, command: &[String]) -> Result<()> {
+fn exec(name: &str, netns: &str, command: &[String]) -> Result<()> {
     let lab = Lab::load(name)?;
     let (program, arguments) = command.split_first().context("no command")?;
-    let status = lab.network.space(space)?.command(program).args(arguments).status()?;
+    let status = lab.network.netns(netns)?.command(program).args(arguments).status()?;
     std::process::exit(status.code().unwrap_or(1));
 }
 
@@ -305,10 +305,10 @@ fn directory(name: &str) -> PathBuf {
 fn down(name: &str) -> Result<()> {
     let directory = directory(name);
     // The plan names every namespace, so a lab that was only half built goes too.
-    let shapes = Shape::ALL.map(|shape| Network::shaped(name, Underlay::default(), shape).spaces());
-    let spaces: BTreeMap<String, Space> =
-        shapes.into_iter().flatten().map(|space| (space.netns.clone(), space)).collect();
-    space::remove(spaces.into_values().chain(nat::spaces(name)).chain(node_ports::spaces(name)))?;
+    let shapes = Shape::ALL.map(|shape| Network::shaped(name, Underlay::default(), shape).namespaces());
+    let namespaces: BTreeMap<String, Netns> =
+        shapes.into_iter().flatten().map(|netns| (netns.id.clone(), netns)).collect();
+    netns::remove(namespaces.into_values().chain(nat::namespaces(name)).chain(node_ports::namespaces(name)))?;
     if directory.exists() {
         fs::remove_dir_all(&directory).with_context(|| directory.display().to_string())?;
     }
@@ -376,7 +376,7 @@ impl Lab {
         matrix::serve(&lab.network)?;
         matrix::settle(&lab.network, Duration::from_secs(60))?;
         for node in &lab.network.nodes {
-            lab.stood.insert(node.name().to_owned(), counters::scrape(&node.space)?);
+            lab.stood.insert(node.name().to_owned(), counters::scrape(&node.netns)?);
         }
         lab.save()?;
         Ok(lab)
@@ -385,7 +385,7 @@ impl Lab {
     /// Packets of each action at a node since the mesh stood.
     fn counted(&self, node: &Node) -> Result<impl Fn(&str) -> u64 + use<>> {
         let before = self.stood.get(node.name()).cloned().unwrap_or_default();
-        let now = counters::scrape(&node.space)?;
+        let now = counters::scrape(&node.netns)?;
         // A new agent goes on with the counters of the one before.
         Ok(move |name: &str| counters::action(&now, name).saturating_sub(counters::action(&before, name)))
     }

@@ -8,9 +8,9 @@ use std::{
 use anyhow::{Result, bail};
 
 use super::{
+    netns::Netns,
     network::{LAPTOP, LAPTOP6, Network, OUTSIDE, OUTSIDE6, ROUTER_OUTSIDE, ROUTER_OUTSIDE6, Underlay},
     probe::{self, Protocol},
-    space::Space,
     wait,
 };
 
@@ -25,7 +25,7 @@ pub struct Place {
     /// `pod`, `host`, `vpn` or `outside`.
     kind: &'static str,
     /// Where it is.
-    pub space: Space,
+    pub netns: Netns,
     /// One address a family it is known by.
     addresses: Vec<IpAddr>,
     /// Address the outside host sees its packets come from.
@@ -92,7 +92,7 @@ pub fn places(network: &Network) -> Vec<Place> {
         places.push(Place {
             name: format!("pod-{}", node.name()),
             kind: "pod",
-            space: node.pod.clone(),
+            netns: node.pod.clone(),
             addresses: node.pod_ips(),
             outside_sees: node.public.unwrap_or(router),
             foreign_cni: network.foreign_cni,
@@ -105,7 +105,7 @@ pub fn places(network: &Network) -> Vec<Place> {
         places.push(Place {
             name: node.name().to_owned(),
             kind: "host",
-            space: node.space.clone(),
+            netns: node.netns.clone(),
             addresses: vec![node.private],
             outside_sees: node.public.unwrap_or(router),
             foreign_cni: network.foreign_cni,
@@ -117,7 +117,7 @@ pub fn places(network: &Network) -> Vec<Place> {
     places.push(Place {
         name: "laptop".to_owned(),
         kind: "vpn",
-        space: network.laptop.clone(),
+        netns: network.laptop.clone(),
         addresses: vec![LAPTOP.into(), LAPTOP6.into()],
         outside_sees: router,
         foreign_cni: network.foreign_cni,
@@ -155,7 +155,7 @@ pub fn targets(network: &Network) -> Vec<Place> {
     targets.push(Place {
         name: "outside".to_owned(),
         kind: "outside",
-        space: network.outside.clone(),
+        netns: network.outside.clone(),
         addresses,
         outside_sees: OUTSIDE.into(),
         foreign_cni: network.foreign_cni,
@@ -169,7 +169,7 @@ pub fn targets(network: &Network) -> Vec<Place> {
 /// Starts the servers the probes talk to.
 pub fn serve(network: &Network) -> Result<()> {
     for target in targets(network) {
-        target.addresses.iter().try_for_each(|address| probe::serve(&target.space, *address))?;
+        target.addresses.iter().try_for_each(|address| probe::serve(&target.netns, *address))?;
     }
     Ok(())
 }
@@ -183,7 +183,7 @@ pub fn run(network: &Network) -> Result<Matrix> {
         .into_iter()
         .map(|source| {
             let targets = targets.clone();
-            source.space.clone().spawn(move || probe_all(&source, &targets))
+            source.netns.clone().spawn(move || probe_all(&source, &targets))
         })
         .collect();
     let mut matrix = Matrix { cells: Vec::new(), targets: names };
@@ -261,7 +261,7 @@ fn run_pings(network: &Network) -> Result<(usize, usize)> {
                 .flat_map(|target| target.addresses.clone())
                 .filter(|address| source.address(address.is_ipv4()).is_some())
                 .collect();
-            source.space.clone().spawn(move || {
+            source.netns.clone().spawn(move || {
                 let ok = targets
                     .iter()
                     .filter(|&&target| probe::probe(Protocol::Icmp, target, Duration::from_secs(1)).is_ok())

@@ -244,7 +244,7 @@ impl Drop for Members {
 impl Members {
     /// Writes their objects and begins to answer. `gateways`: who may lead the location, Kilo's leader first.
     pub fn start(network: &Network, cluster: &Path, gateways: &[&str]) -> Result<Self> {
-        let space = network.members.as_ref().context("a network with members")?;
+        let netns = network.members.as_ref().context("a network with members")?;
         let address = |node: &crate::network::Node| match node.private {
             std::net::IpAddr::V4(address) => Some((node.name().to_owned(), address)),
             std::net::IpAddr::V6(_) => None,
@@ -266,7 +266,7 @@ impl Members {
         members.boot()?;
         write_objects(&members.locked())?;
         let (state, stop) = (Arc::clone(&members.state), Arc::clone(&members.stop));
-        members.thread = Some(space.spawn(move || answer(&state, &stop)));
+        members.thread = Some(netns.spawn(move || answer(&state, &stop)));
         Ok(members)
     }
 

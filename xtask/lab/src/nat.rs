@@ -22,27 +22,27 @@ use super::{
     Lab,
     agents::Agents,
     cni,
+    netns::{self, Netns},
     network::{Network, Node, Underlay},
     probe,
-    space::{self, Space},
 };
 
 const LIMIT: Duration = Duration::from_secs(180);
 
 /// The namespaces, those of the mesh's nodes and pods included.
-pub fn spaces(lab: &str) -> Vec<Space> {
+pub fn namespaces(lab: &str) -> Vec<Netns> {
     let names = ["internet", "nat-x", "nat-y", "x", "y", "z", "w", "pod-x", "pod-y", "pod-z", "pod-w"];
     names.map(|name| planned(lab, name)).into()
 }
 
-fn planned(lab: &str, name: &str) -> Space {
-    Space { netns: format!("{lab}-{name}"), name: name.to_owned(), holder: None }
+fn planned(lab: &str, name: &str) -> Netns {
+    Netns { id: format!("{lab}-{name}"), name: name.to_owned(), holder: None }
 }
 
 /// Builds the mesh, tries it, takes it down.
 pub fn run(lab: &mut Lab) -> Result<String> {
     let result = try_it(lab);
-    space::remove(spaces(&lab.name))?;
+    netns::remove(namespaces(&lab.name))?;
     result
 }
 
@@ -79,7 +79,7 @@ fn meet(agents: &Agents, network: &Network) -> Result<String> {
     }
     let took = started.elapsed();
     for (name, other) in [("x", "203.0.113.2:45002"), ("y", "203.0.113.1:45001")] {
-        let endpoints = network.node(name)?.space.sh("wg show kilo0 endpoints")?;
+        let endpoints = network.node(name)?.netns.sh("wg show kilo0 endpoints")?;
         ensure!(endpoints.contains(other), "{name} reaches the other elsewhere:\n{endpoints}");
     }
     Ok(format!("(all pods meet after {:.1} s)", took.as_secs_f32()))
@@ -128,8 +128,8 @@ const ENDS: [(&str, u8); 2] = [("x", 1), ("y", 2)];
 
 /// x and y as they are meant to be, and leaders with public addresses.
 pub fn build(lab: &str, directory: &Path, shape: Shape, public: &[&'static str]) -> Result<Network> {
-    for space in spaces(lab) {
-        Space::create(lab, &space.name)?;
+    for netns in namespaces(lab) {
+        Netns::create(lab, &netns.name)?;
     }
     let internet = planned(lab, "internet");
     internet.ip("link add inet type bridge\nlink set inet up\n")?;
@@ -143,18 +143,18 @@ pub fn build(lab: &str, directory: &Path, shape: Shape, public: &[&'static str])
         let (private, gateway) = (shape.private(number, 2), shape.private(number, 1));
         let mut node = node(lab, name, private, gateway, None, number);
         let lan = format!("lan-{name}");
-        link(&node.space, "eth0", &nat, &lan)?;
+        link(&node.netns, "eth0", &nat, &lan)?;
         address(&nat, &lan, gateway)?;
-        address(&node.space, "eth0", private)?;
-        node.space.ip(&format!("route add default via {gateway}\n"))?;
+        address(&node.netns, "eth0", private)?;
+        node.netns.ip(&format!("route add default via {gateway}\n"))?;
         finish(&mut node, directory)?;
         nodes.push(node);
     }
     for (name, number) in public.iter().zip(3u8..) {
         let public = shape.public(number);
         let mut node = node(lab, name, public, shape.private(number, 1), Some(public), number);
-        link(&node.space, "eth0", &internet, name)?;
-        address(&node.space, "eth0", public)?;
+        link(&node.netns, "eth0", &internet, name)?;
+        address(&node.netns, "eth0", public)?;
         finish(&mut node, directory)?;
         nodes.push(node);
     }
@@ -169,7 +169,7 @@ pub fn build(lab: &str, directory: &Path, shape: Shape, public: &[&'static str])
 
 fn node(lab: &str, name: &str, private: IpAddr, gateway: IpAddr, public: Option<IpAddr>, number: u8) -> Node {
     Node {
-        space: planned(lab, name),
+        netns: planned(lab, name),
         pod: planned(lab, &format!("pod-{name}")),
         location: format!("site-{name}"),
         lan: "inet".to_owned(),
@@ -181,9 +181,9 @@ fn node(lab: &str, name: &str, private: IpAddr, gateway: IpAddr, public: Option<
     }
 }
 
-fn address(space: &Space, device: &str, address: IpAddr) -> Result<()> {
+fn address(netns: &Netns, device: &str, address: IpAddr) -> Result<()> {
     let length = if address.is_ipv4() { "24" } else { "64 nodad" };
-    space.ip(&format!("address add {address}/{length} dev {device}\n"))
+    netns.ip(&format!("address add {address}/{length} dev {device}\n"))
 }
 
 /// Without translation everybody on the internet has to know the way.
@@ -202,9 +202,9 @@ fn route_v6(lab: &str, shape: Shape, public: &[&str]) -> Result<()> {
 fn finish(node: &mut Node, directory: &Path) -> Result<()> {
     let name = node.name().to_owned();
     {
-        node.space.hold(&directory.join(format!("logs/{name}-namespaces.log")))?;
+        node.netns.hold(&directory.join(format!("logs/{name}-namespaces.log")))?;
         cni::install(node)?;
-        node.space
+        node.netns
             .sh("echo 1 > /proc/sys/net/ipv4/ip_forward; echo 1 > /proc/sys/net/ipv6/conf/all/forwarding")?;
     }
     Ok(())
@@ -319,10 +319,10 @@ fn become_nat(lab: &str, shape: Shape, name: &str, number: u8) -> Result<()> {
 }
 
 /// A veth pair; at the internet's end it joins the bridge.
-fn link(space: &Space, device: &str, to: &Space, device_there: &str) -> Result<()> {
-    space.ip(&format!(
+fn link(netns: &Netns, device: &str, to: &Netns, device_there: &str) -> Result<()> {
+    netns.ip(&format!(
         "link add {device} type veth peer name {device_there} netns {}\nlink set {device} up\n",
-        to.netns
+        to.id
     ))?;
     let master = if device_there.starts_with("lan-") { "" } else { " master inet" };
     to.ip(&format!("link set {device_there}{master} up\n"))

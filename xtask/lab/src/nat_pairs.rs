@@ -18,10 +18,9 @@ use super::{
     cni, counters,
     faults::traffic::Traffic,
     nat::{self, Kind, Shape},
+    netns::{self, Netns},
     network::{Network, Node, Underlay},
-    probe,
-    space::{self, Space},
-    wait,
+    probe, wait,
 };
 
 const LIMIT: Duration = Duration::from_secs(240);
@@ -151,7 +150,7 @@ struct Mesh {
 impl Mesh {
     fn up(bench: Bench<'_>, shape: Shape, public: &[&'static str], is_blocked: bool) -> Result<Self> {
         let Bench { lab, bin, wireguard } = bench;
-        space::remove(nat::spaces(lab))?;
+        netns::remove(nat::namespaces(lab))?;
         let directory = std::env::temp_dir().join(format!("{lab}-nat"));
         if directory.exists() {
             fs::remove_dir_all(&directory)?;
@@ -171,7 +170,7 @@ impl Mesh {
         for node in network.nodes.iter().rev() {
             agents.start(node)?;
         }
-        let attempt = first_attempt(network.node("x")?.space.clone(), network.node("y")?.pod_ip());
+        let attempt = first_attempt(network.node("x")?.netns.clone(), network.node("y")?.pod_ip());
         let mesh = Self {
             lab: lab.to_owned(),
             underlay: shape.underlay,
@@ -231,7 +230,7 @@ impl Mesh {
     /// are direct.
     fn way(&self, of: &str, limit: Duration) -> Result<String> {
         wait::until(&format!("{of} says how its tunnel is connected"), limit, || {
-            let metrics = counters::scrape(&self.network.node(of)?.space)?;
+            let metrics = counters::scrape(&self.network.node(of)?.netns)?;
             let count =
                 |way: &str| metrics.get(&format!("kilo_tunnels{{way=\"{way}\"}}")).copied().unwrap_or(0);
             let others = (self.network.nodes.len() - 1 - self.cut_off) as u64;
@@ -252,7 +251,7 @@ impl Mesh {
 
     /// What a node's programs have sent on.
     fn relayed(&self, of: &str) -> Result<u64> {
-        Ok(counters::action(&counters::scrape(&self.network.node(of)?.space)?, "relay"))
+        Ok(counters::action(&counters::scrape(&self.network.node(of)?.netns)?, "relay"))
     }
 
     /// What is needed to see why.
@@ -266,7 +265,7 @@ impl Mesh {
         for node in &self.network.nodes {
             let _ = self.agents.stop(node.name(), Signal::SIGKILL);
         }
-        space::remove(nat::spaces(&self.lab))?;
+        netns::remove(nat::namespaces(&self.lab))?;
         fs::remove_dir_all(&self.directory).with_context(|| self.directory.display().to_string())
     }
 }
@@ -292,7 +291,7 @@ fn under_traffic(mesh: &mut Mesh) -> Result<()> {
     wait::fault_lasts(Duration::from_secs(1));
     let node = mesh.network.node(relay)?.clone();
     mesh.agents.start(&node)?;
-    super::agents::wait_healthy(&node.space, LIMIT)?;
+    super::agents::wait_healthy(&node.netns, LIMIT)?;
     wait::time_passes(Duration::from_secs(3), "what the new agent does meanwhile must lose nothing");
     let figures = flow.finish()?;
     println!(
@@ -312,7 +311,7 @@ fn under_traffic(mesh: &mut Mesh) -> Result<()> {
     wait::time_passes(Duration::from_secs(1), "packets are counted");
     let after = [mesh.relayed("z")?, mesh.relayed("w")?];
     let relay = ["z", "w"][usize::from(after[1] - before[1] > after[0] - before[0])];
-    mesh.network.node(relay)?.space.ip("link set eth0 down\n")?;
+    mesh.network.node(relay)?.netns.ip("link set eth0 down\n")?;
     mesh.cut_off = 1;
     wait::fault_lasts(Duration::from_secs(6));
     let figures = flow.finish()?;
@@ -349,7 +348,7 @@ fn under_traffic(mesh: &mut Mesh) -> Result<()> {
 }
 
 /// When the tunnel to the node with this pod is sent into for the first time.
-fn first_attempt(from: Space, pod: Ipv4Addr) -> JoinHandle<Result<Instant>> {
+fn first_attempt(from: Netns, pod: Ipv4Addr) -> JoinHandle<Result<Instant>> {
     let prefix = format!("{}/24", Ipv4Addr::from_bits(pod.to_bits() & 0xffff_ff00));
     std::thread::spawn(move || {
         wait::until(&format!("something is sent to {prefix}"), LIMIT, || {

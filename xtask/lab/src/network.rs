@@ -20,7 +20,7 @@ use anyhow::{Result, bail};
 use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
 
-use super::{cni, space::Space};
+use super::{cni, netns::Netns};
 
 /// Family of the addresses nodes reach each other by.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
@@ -56,9 +56,9 @@ fn v6_of(v4: Ipv4Addr) -> Ipv6Addr {
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Node {
     /// Where it runs.
-    pub space: Space,
+    pub netns: Netns,
     /// Where its pod runs.
-    pub pod: Space,
+    pub pod: Netns,
     /// Value of the region label.
     pub location: String,
     /// Bridge of its LAN on the router.
@@ -78,7 +78,7 @@ pub struct Node {
 impl Node {
     /// Name of the node.
     pub fn name(&self) -> &str {
-        &self.space.name
+        &self.netns.name
     }
 
     /// Address `host` in the node's pod CIDR.
@@ -216,15 +216,15 @@ pub struct Network {
     /// Family of the nodes' own addresses.
     pub underlay: Underlay,
     /// Joins everything.
-    pub router: Space,
+    pub router: Netns,
     /// A host that knows nothing of the mesh.
-    pub outside: Space,
+    pub outside: Netns,
     /// A VPN peer behind NAT.
-    pub laptop: Space,
+    pub laptop: Netns,
     /// A machine on the LAN of a1 that knows nothing of the mesh, and no gateway.
-    pub printer: Space,
+    pub printer: Netns,
     /// A machine behind the laptop.
-    pub office: Space,
+    pub office: Netns,
     /// The nodes, sorted by name.
     pub nodes: Vec<Node>,
     /// Another CNI has the pods' network, and masquerades what leaves it.
@@ -234,13 +234,13 @@ pub struct Network {
     /// Which nodes there are.
     pub shape: Shape,
     /// Where the members are that have no namespace of their own.
-    pub members: Option<Space>,
+    pub members: Option<Netns>,
 }
 
 impl Network {
     /// Every namespace, the router first.
-    pub fn spaces(&self) -> Vec<Space> {
-        let mut spaces = vec![
+    pub fn namespaces(&self) -> Vec<Netns> {
+        let mut namespaces = vec![
             self.router.clone(),
             self.outside.clone(),
             self.laptop.clone(),
@@ -248,11 +248,11 @@ impl Network {
             self.office.clone(),
         ];
         for node in &self.nodes {
-            spaces.push(node.pod.clone());
-            spaces.push(node.space.clone());
+            namespaces.push(node.pod.clone());
+            namespaces.push(node.netns.clone());
         }
-        spaces.extend(self.members.clone());
-        spaces
+        namespaces.extend(self.members.clone());
+        namespaces
     }
 
     /// How many nodes the mesh has.
@@ -261,12 +261,12 @@ impl Network {
     }
 
     /// The namespace of that name.
-    pub fn space(&self, name: &str) -> Result<Space> {
-        let spaces = self.spaces();
-        match spaces.iter().find(|space| space.name == name) {
-            Some(space) => Ok(space.clone()),
+    pub fn netns(&self, name: &str) -> Result<Netns> {
+        let namespaces = self.namespaces();
+        match namespaces.iter().find(|netns| netns.name == name) {
+            Some(netns) => Ok(netns.clone()),
             None => {
-                let names: Vec<_> = spaces.iter().map(|space| space.name.as_str()).collect();
+                let names: Vec<_> = namespaces.iter().map(|netns| netns.name.as_str()).collect();
                 bail!("{name:?} is not in the lab; there are: {}", names.join(", "))
             }
         }
@@ -297,15 +297,14 @@ impl Network {
 
     /// The same with other nodes.
     pub fn shaped(lab: &str, underlay: Underlay, shape: Shape) -> Self {
-        let space =
-            |name: &str| Space { name: name.to_owned(), netns: format!("{lab}-{name}"), holder: None };
+        let netns = |name: &str| Netns { name: name.to_owned(), id: format!("{lab}-{name}"), holder: None };
         let nodes = shape
             .nodes()
             .into_iter()
             .zip(1u8..)
             .map(|((name, location, lan, private, public), number)| Node {
-                space: space(&name),
-                pod: space(&format!("pod-{name}")),
+                netns: netns(&name),
+                pod: netns(&format!("pod-{name}")),
                 location: location.to_owned(),
                 lan: lan.to_owned(),
                 gateway: {
@@ -320,16 +319,16 @@ impl Network {
             .collect();
         Self {
             underlay,
-            router: space("router"),
-            outside: space("outside"),
-            laptop: space("laptop"),
-            printer: space("printer"),
-            office: space("office"),
+            router: netns("router"),
+            outside: netns("outside"),
+            laptop: netns("laptop"),
+            printer: netns("printer"),
+            office: netns("office"),
             nodes,
             foreign_cni: false,
             private_endpoints: false,
             shape,
-            members: (shape == Shape::Large).then(|| space("members")),
+            members: (shape == Shape::Large).then(|| netns("members")),
         }
     }
 
@@ -341,8 +340,8 @@ impl Network {
 
     /// Creates every namespace, link, address and route.
     pub fn build(&mut self, lab: &str, logs: &std::path::Path) -> Result<()> {
-        for space in self.spaces() {
-            Space::create(lab, &space.name)?;
+        for netns in self.namespaces() {
+            Netns::create(lab, &netns.name)?;
         }
         self.router.ip("link add lan-a address 02:00:00:00:01:0a type bridge\n\
              link add lan-b address 02:00:00:00:01:0b type bridge\n\
@@ -370,7 +369,7 @@ impl Network {
         self.laptop.ip(&format!(
             "link add office type veth peer name eth0 netns {}\nlink set office up\n\
              address add 10.77.0.1/24 dev office\n",
-            self.office.netns
+            self.office.id
         ))?;
         self.office.ip(&format!(
             "link set eth0 up\naddress add {OFFICE}/24 dev eth0\nroute add default via 10.77.0.1\n"
@@ -379,7 +378,7 @@ impl Network {
         self.laptop.hold(&logs.join("laptop-namespaces.log"))?;
         self.laptop.sh("echo 1 > /proc/sys/net/ipv4/ip_forward")?;
         for node in &mut self.nodes {
-            node.space.hold(&logs.join(format!("{}-namespaces.log", node.space.name)))?;
+            node.netns.hold(&logs.join(format!("{}-namespaces.log", node.netns.name)))?;
         }
         for node in &self.nodes {
             self.build_node(node)?;
@@ -394,17 +393,17 @@ impl Network {
         Ok(())
     }
 
-    /// Joins `space` to the router by a veth pair, and to a bridge there.
+    /// Joins `netns` to the router by a veth pair, and to a bridge there.
     pub fn attach(
         &self,
-        space: &Space,
+        netns: &Netns,
         device: &str,
         router_device: &str,
         bridge: Option<&str>,
     ) -> Result<()> {
-        space.ip(&format!(
+        netns.ip(&format!(
             "link add {device} type veth peer name {router_device} netns {}\nlink set {device} up\n",
-            self.router.netns
+            self.router.id
         ))?;
         let master = bridge.map(|bridge| format!(" master {bridge}")).unwrap_or_default();
         self.router.ip(&format!("link set {router_device}{master} up\n"))
@@ -442,23 +441,23 @@ impl Network {
 
     /// Gives a node back the routes that went with its links.
     pub fn restore_routes(&self, node: &Node) -> Result<()> {
-        node.space.ip(&self.routes(node, "replace"))
+        node.netns.ip(&self.routes(node, "replace"))
     }
 
     fn build_node(&self, node: &Node) -> Result<()> {
         let name = node.name();
-        self.attach(&node.space, "eth0", &format!("{name}-lan"), Some(&node.lan))?;
+        self.attach(&node.netns, "eth0", &format!("{name}-lan"), Some(&node.lan))?;
         let (length, nodad) = if self.underlay == Underlay::V6 { (64, " nodad") } else { (24, "") };
         let mut batch = format!("address add {}/{length} dev eth0{nodad}\n", node.private);
         if let Some(public) = node.public {
-            self.attach(&node.space, "eth1", &format!("{name}-wan"), Some("wan"))?;
+            self.attach(&node.netns, "eth1", &format!("{name}-wan"), Some("wan"))?;
             batch += &format!("address add {public}/{length} dev eth1{nodad}\n");
         }
         batch += &self.routes(node, "add");
-        node.space.ip(&batch)?;
+        node.netns.ip(&batch)?;
         cni::install(node)?;
         // As the manifests ask of nodes: the agent cannot write there.
-        node.space.sh(
+        node.netns.sh(
             "echo 1 > /proc/sys/net/ipv4/ip_forward; echo 1 > /proc/sys/net/ipv6/conf/all/forwarding; \
              for d in /proc/sys/net/ipv4/conf/*/rp_filter; do echo 1 > $d; done",
         )?;

@@ -19,11 +19,11 @@ use serde_json::json;
 
 use super::{
     Lab, cni, counters, matrix,
+    netns::{self, Netns},
     network::{Network, Node, OUTSIDE, OUTSIDE6, PRINTER, Underlay},
     plugins::{self, Pod},
     probe::{self, Protocol},
     services,
-    space::{self, Space},
 };
 
 const TIMEOUT: Duration = Duration::from_secs(4);
@@ -42,14 +42,14 @@ const ROUTER_WAN: Ipv4Addr = Ipv4Addr::new(192, 0, 2, 1);
 const ROUTER_WAN6: Ipv6Addr = Ipv6Addr::new(0x2001, 0xdb8, 2, 0, 0, 0, 0, 1);
 
 /// Namespaces of the pods with a hostPort.
-pub fn spaces(lab: &str) -> Vec<Space> {
+pub fn namespaces(lab: &str) -> Vec<Netns> {
     let nodes = Network::plan(lab, Underlay::default()).nodes;
     nodes.iter().map(|node| planned(lab, node)).collect()
 }
 
-fn planned(lab: &str, node: &Node) -> Space {
+fn planned(lab: &str, node: &Node) -> Netns {
     let name = format!("port-{}", node.name());
-    Space { netns: format!("{lab}-{name}"), name, holder: None }
+    Netns { id: format!("{lab}-{name}"), name, holder: None }
 }
 
 /// Makes pods and rules, asks while the pods ask the outside, removes them.
@@ -57,10 +57,10 @@ pub fn run(lab: &mut Lab) -> Result<String> {
     let mut pods = Vec::new();
     let result = prepare(lab, &mut pods).and_then(|()| ask_all(lab));
     for (node, pod) in &pods {
-        node.space.sh("nft delete table inet ports 2>/dev/null || true")?;
+        node.netns.sh("nft delete table inet ports 2>/dev/null || true")?;
         pod.remove(node)?;
     }
-    space::remove(spaces(&lab.name))?;
+    netns::remove(namespaces(&lab.name))?;
     // Who asks a public address of a node has the answer from there: that is no way of the mesh. Connections to the
     // printer of the check before are tried for minutes.
     lab.in_clear_but(|address| is_public(address) || address == PRINTER)?;
@@ -78,19 +78,19 @@ fn is_public(address: IpAddr) -> bool {
 /// A pod with a hostPort.
 struct Second {
     list: String,
-    netns: String,
+    path: String,
     id: String,
     result: serde_json::Value,
 }
 
 impl Second {
     fn add(lab: &str, node: &Node, address: IpAddr) -> Result<Self> {
-        let space = Space::create(lab, &planned(lab, node).name)?;
-        let netns = format!("/proc/{}/root{}", std::process::id(), space.path().display());
+        let netns = Netns::create(lab, &planned(lab, node).name)?;
+        let path = format!("/proc/{}/root{}", std::process::id(), netns.path().display());
         let mut pod = Self {
-            list: node.space.sh(&format!("cat {}", cni::CONF))?,
-            netns,
-            id: space.name.clone(),
+            list: node.netns.sh(&format!("cat {}", cni::CONF))?,
+            path,
+            id: netns.name.clone(),
             result: serde_json::Value::Null,
         };
         let ports = ["tcp", "udp"].map(
@@ -98,8 +98,8 @@ impl Second {
         );
         pod.result = plugins::add(
             &pod.list,
-            Pod { id: &pod.id, netns: &pod.netns, port_mappings: &ports },
-            |program: &Path| node.space.command(program),
+            Pod { id: &pod.id, netns: &pod.path, port_mappings: &ports },
+            |program: &Path| node.netns.command(program),
         )?;
         ensure!(
             pod.result["ips"].to_string().contains(&format!("\"{address}/")),
@@ -107,15 +107,15 @@ impl Second {
             node.name(),
             pod.result
         );
-        probe::serve(&space, address)?;
+        probe::serve(&netns, address)?;
         Ok(pod)
     }
 
     fn remove(&self, node: &Node) -> Result<()> {
         // Rules of portmap are found by the container's name alone.
         let ports = [json!({"hostPort": HOST_PORT, "containerPort": probe::PORT, "protocol": "tcp"})];
-        let pod = Pod { id: &self.id, netns: &self.netns, port_mappings: &ports };
-        plugins::delete(&self.list, pod, &self.result, |program: &Path| node.space.command(program))
+        let pod = Pod { id: &self.id, netns: &self.path, port_mappings: &ports };
+        plugins::delete(&self.list, pod, &self.result, |program: &Path| node.netns.command(program))
     }
 }
 
@@ -139,7 +139,7 @@ fn prepare(lab: &Lab, pods: &mut Vec<(Node, Second)>) -> Result<()> {
         let address = second_address(&lab.network, node);
         let pod = Second::add(&lab.name, node, address).with_context(|| node.name().to_owned())?;
         pods.push((node.clone(), pod));
-        node.space.sh(&format!("nft -f - <<'RULES'\n{rules}RULES"))?;
+        node.netns.sh(&format!("nft -f - <<'RULES'\n{rules}RULES"))?;
     }
     Ok(())
 }
@@ -188,8 +188,8 @@ fn ask_all(lab: &Lab) -> Result<String> {
     let network = &lab.network;
     let own = OwnFlows::start(network);
     let mut threads = Vec::new();
-    for (space, address, questions) in clients(network) {
-        threads.push((space.name.clone(), space.spawn(move || ask(&questions, address))));
+    for (netns, address, questions) in clients(network) {
+        threads.push((netns.name.clone(), netns.spawn(move || ask(&questions, address))));
     }
     let mut asked = 0;
     let mut failed = Vec::new();
@@ -219,8 +219,8 @@ fn ask_all(lab: &Lab) -> Result<String> {
 /// What may explain a flow without an answer.
 fn tell(network: &Network) -> Result<()> {
     for node in &network.nodes {
-        let invalid = node.space.sh("nft list counter inet ports invalid | grep packets")?;
-        let drops = counters::drops(&counters::scrape(&node.space)?);
+        let invalid = node.netns.sh("nft list counter inet ports invalid | grep packets")?;
+        let drops = counters::drops(&counters::scrape(&node.netns)?);
         eprintln!("lab: {}: INVALID:{}, dropped by the programs: {drops:?}", node.name(), invalid.trim());
     }
     let tracked = network.router.sh("nft list counter inet lab clear-pod-traffic | grep packets
@@ -231,7 +231,7 @@ fn tell(network: &Network) -> Result<()> {
 }
 
 /// Who asks, by which address, for what.
-fn clients(network: &Network) -> Vec<(Space, IpAddr, Vec<Question>)> {
+fn clients(network: &Network) -> Vec<(Netns, IpAddr, Vec<Question>)> {
     let outside: IpAddr = if v4(network) { OUTSIDE.into() } else { OUTSIDE6.into() };
     let ports: Vec<u16> = (NODE_PORT..).take(network.nodes.len()).collect();
     let node_ports = |address: IpAddr| {
@@ -306,10 +306,10 @@ impl OwnFlows {
         let places = matrix::places(network);
         let outside = matrix::targets(network).pop();
         let threads = network.nodes.iter().filter_map(|node| {
-            let place = places.iter().find(|place| place.space.name == node.pod.name)?.clone();
+            let place = places.iter().find(|place| place.netns.name == node.pod.name)?.clone();
             let target = outside.as_ref()?.clone();
             let (ended, v4, name) = (Arc::clone(&stop), v4(network), node.pod.name.clone());
-            Some(place.space.clone().spawn(move || {
+            Some(place.netns.clone().spawn(move || {
                 let address = target.address(v4).context("no address outside")?;
                 let wanted = matrix::expected_source(&place, &target, v4);
                 let (mut flows, mut unanswered) = (0, 0);

@@ -8,8 +8,8 @@ use anyhow::{Context as _, Result, ensure};
 use super::{
     Lab, bulk,
     counters::{self, action},
+    netns::Netns,
     network::Network,
-    space::Space,
 };
 
 /// Bytes of a transfer, each way.
@@ -65,7 +65,7 @@ fn transfers(network: &Network) -> Result<(u64, Duration)> {
     for (from, to) in PATHS {
         let (from, to) = (network.node(from)?, network.node(to)?);
         for target in [IpAddr::V4(to.pod_ip()), IpAddr::V6(to.pod_ip6())] {
-            let steered = || anyhow::Ok(action(&counters::scrape(&from.space)?, "steer"));
+            let steered = || anyhow::Ok(action(&counters::scrape(&from.netns)?, "steer"));
             let before = steered()?;
             longest = longest.max(bulk::run(&from.pod, target, BYTES)?);
             first = first.or(Some(steered()? - before));
@@ -83,15 +83,15 @@ fn switch(network: &Network, setting: &Setting) -> Result<()> {
 
 /// Applies features to the Ethernet links of pods (told by `true`), nodes and the router.
 fn each_link(network: &Network, features: impl Fn(bool) -> String) -> Result<()> {
-    let set = |space: &Space, pod| {
-        space.sh(&format!(
+    let set = |netns: &Netns, pod| {
+        netns.sh(&format!(
             "for d in $(ip -o link show type veth | cut -d: -f2 | cut -d@ -f1); do ethtool -K $d {}; done",
             features(pod)
         ))
     };
     for node in &network.nodes {
         set(&node.pod, true)?;
-        set(&node.space, false)?;
+        set(&node.netns, false)?;
     }
     set(&network.router, false).map(drop)
 }

@@ -12,8 +12,8 @@ use anyhow::{Context as _, Result, ensure};
 
 use super::{
     Lab, bulk,
+    netns::Netns,
     network::{Network, Node, OUTSIDE, OUTSIDE6, ROUTER_OUTSIDE, ROUTER_OUTSIDE6, Underlay},
-    space::Space,
     wait,
 };
 
@@ -107,8 +107,8 @@ pub fn run(lab: &mut Lab) -> Result<String> {
     }
     let mut was_small = false;
     for scenario in &SCENARIOS {
-        for (space, device, mtu) in scenario.links {
-            network.space(space)?.ip(&format!("link set {device} mtu {mtu}\n"))?;
+        for (netns, device, mtu) in scenario.links {
+            network.netns(netns)?.ip(&format!("link set {device} mtu {mtu}\n"))?;
         }
         forget(network)?;
         // The agents follow the links, also back to those of the scenario before.
@@ -117,8 +117,8 @@ pub fn run(lab: &mut Lab) -> Result<String> {
         }
         was_small = !scenario.links.is_empty();
         probes += try_scenario(network, scenario).with_context(|| scenario.name.to_owned())?;
-        for (space, device, _) in scenario.links {
-            network.space(space)?.ip(&format!("link set {device} mtu 1500\n"))?;
+        for (netns, device, _) in scenario.links {
+            network.netns(netns)?.ip(&format!("link set {device} mtu 1500\n"))?;
         }
     }
     pods_carry(network, before)?;
@@ -130,7 +130,7 @@ pub fn run(lab: &mut Lab) -> Result<String> {
 fn pods_carry(network: &Network, mtu: u32) -> Result<()> {
     for node in &network.nodes {
         node.pod.ip(&format!("link set eth0 mtu {mtu}\n"))?;
-        node.space.sh(&format!(
+        node.netns.sh(&format!(
             "for d in /sys/class/net/kube-bridge/brif/*; do ip link set ${{d##*/}} mtu {mtu}; done; \
              ip link set kube-bridge mtu {mtu}"
         ))?;
@@ -151,7 +151,7 @@ fn try_answers(network: &Network) -> Result<usize> {
     let nodes = ["a1", "a2"];
     for name in nodes {
         let node = network.node(name)?;
-        node.space.ip(&format!("link set kube-bridge mtu {CARRIED}\n"))?;
+        node.netns.ip(&format!("link set kube-bridge mtu {CARRIED}\n"))?;
         bulk::run(&node.pod, outside, BYTES)?;
         let seen = node.public.unwrap_or(router);
         let route = network.outside.sh(&format!("ip route get {seen}"))?;
@@ -159,7 +159,7 @@ fn try_answers(network: &Network) -> Result<usize> {
             route.contains(&format!("mtu {CARRIED}")),
             "outside has not learnt what {name} said: {route}"
         );
-        node.space.ip("link set kube-bridge mtu 9100\n")?;
+        node.netns.ip("link set kube-bridge mtu 9100\n")?;
     }
     forget(network)?;
     Ok(nodes.len())
@@ -167,8 +167,8 @@ fn try_answers(network: &Network) -> Result<usize> {
 
 /// What kernels have learnt of earlier scenarios.
 fn forget(network: &Network) -> Result<()> {
-    for space in network.spaces() {
-        space.sh("ip route flush cache; ip -6 route flush cache")?;
+    for netns in network.namespaces() {
+        netns.sh("ip route flush cache; ip -6 route flush cache")?;
     }
     Ok(())
 }
@@ -187,7 +187,7 @@ fn try_scenario(network: &Network, scenario: &Scenario) -> Result<usize> {
         paths += 1;
     }
     // The host's own packets take the same way.
-    learns(&from.space, targets[0], PING_HEADERS[0], scenario.fits)?;
+    learns(&from.netns, targets[0], PING_HEADERS[0], scenario.fits)?;
     Ok(paths + 1)
 }
 
@@ -196,7 +196,7 @@ fn try_scenario(network: &Network, scenario: &Scenario) -> Result<usize> {
 /// there is no outer header.
 fn try_node(from: &Node, to: &Node, fits: u32) -> Result<usize> {
     let service: IpAddr = [10, 96, 0, 77].into();
-    from.space.sh(&format!(
+    from.netns.sh(&format!(
         "nft 'add table ip lab-mtu; add chain ip lab-mtu pre {{ type nat hook prerouting priority -100; }}; \
          add rule ip lab-mtu pre ip daddr {service} dnat to {}'",
         to.private
@@ -205,14 +205,14 @@ fn try_node(from: &Node, to: &Node, fits: u32) -> Result<usize> {
         learns(&from.pod, target, PING_HEADERS[0], fits)?;
         bulk::run(&from.pod, target, BYTES)?;
     }
-    from.space.sh("nft delete table ip lab-mtu")?;
+    from.netns.sh("nft delete table ip lab-mtu")?;
     Ok(2)
 }
 
 /// Whatever size a sender begins with, it learns what fits, from hop to hop,
 /// until a packet passes; and that one is as large as can be.
-fn learns(space: &Space, target: IpAddr, headers: u32, fits: u32) -> Result<()> {
-    let ping = |size: u32| ping(space, target, size - headers);
+fn learns(netns: &Netns, target: IpAddr, headers: u32, fits: u32) -> Result<()> {
+    let ping = |size: u32| ping(netns, target, size - headers);
     for start in SIZES {
         let mut size = start;
         let mut said = String::new();
@@ -231,16 +231,16 @@ fn learns(space: &Space, target: IpAddr, headers: u32, fits: u32) -> Result<()> 
         ensure!(
             passed && size == expected,
             "{} to {target} with {start} bytes: passes {passed} with {size} instead of {expected}; {said}",
-            space.name
+            netns.name
         );
     }
     Ok(())
 }
 
 /// One ping with that payload: whether it was answered, and what was printed, spaces removed.
-fn ping(space: &Space, target: IpAddr, payload: u32) -> Result<(bool, String)> {
+fn ping(netns: &Netns, target: IpAddr, payload: u32) -> Result<(bool, String)> {
     let line = format!("exec ping -M do -c 1 -W 1 -s {payload} {target} 2>&1");
-    let mut ping = space.command("sh").args(["-c", &line]).stdout(Stdio::piped()).spawn()?;
+    let mut ping = netns.command("sh").args(["-c", &line]).stdout(Stdio::piped()).spawn()?;
     let mut said = String::new();
     for line in BufReader::new(ping.stdout.take().context("no output")?).lines() {
         said += &line?.replace(' ', "");

@@ -67,7 +67,7 @@ fn carry(lab: &Lab, from: &Node, to: &Node, end: Ipv4Addr) -> Result<(u64, u64)>
         "the devices sent {sent} and {answered} packets"
     );
     for node in nodes {
-        let dropped = drops(&scrape(&node.space)?);
+        let dropped = drops(&scrape(&node.netns)?);
         ensure!(!dropped.contains_key("encapsulation"), "{} dropped {dropped:?}", node.name());
     }
     Ok((sent, answered))
@@ -75,7 +75,7 @@ fn carry(lab: &Lab, from: &Node, to: &Node, end: Ipv4Addr) -> Result<(u64, u64)>
 
 /// Packets sent by `kilo-ipip` and `kilo-vxlan` of a node.
 fn by_device(node: &Node) -> Result<u64> {
-    let text = node.space.sh(
+    let text = node.netns.sh(
         "for d in kilo-ipip kilo-vxlan; do cat /sys/class/net/$d/statistics/tx_packets 2>/dev/null || true; done",
     )?;
     Ok(text.lines().filter_map(|line| line.trim().parse::<u64>().ok()).sum())

@@ -7,12 +7,12 @@ use std::{
 
 use anyhow::{Result, ensure};
 
-use super::{Lab, network::PRINTER, probe, space::Space};
+use super::{Lab, netns::Netns, network::PRINTER, probe};
 
 const LIMIT: Duration = Duration::from_secs(40);
 
-fn answers(space: &Space) -> bool {
-    probe::from(space, PRINTER, Duration::from_secs(1)).is_ok()
+fn answers(netns: &Netns) -> bool {
+    probe::from(netns, PRINTER, Duration::from_secs(1)).is_ok()
 }
 
 /// The printer has no gateway: it answers those who are on its LAN, so
@@ -31,14 +31,14 @@ fn reached_while_named(lab: &Lab) -> Result<()> {
     probe::serve(&network.printer, PRINTER.into())?;
     let (a1, a2) = (network.node("a1")?, network.node("a2")?);
     let (b1, b2) = (network.node("b1")?, network.node("b2")?);
-    let far = [&b1.pod, &b1.space, &b2.pod, &b2.space];
-    for space in far.into_iter().chain([&network.laptop]) {
-        ensure!(!answers(space), "{} reaches the printer without allowed-location-ips", space.name);
+    let far = [&b1.pod, &b1.netns, &b2.pod, &b2.netns];
+    for netns in far.into_iter().chain([&network.laptop]) {
+        ensure!(!answers(netns), "{} reaches the printer without allowed-location-ips", netns.name);
     }
     // Any node of the location may say so; it goes through the leader.
     lab.agents.write_node(a2, &[("allowed-location-ips", &format!("{PRINTER}/32"))])?;
-    for space in far {
-        probe::until_seen_as(space, PRINTER, a1.private, LIMIT)?;
+    for netns in far {
+        probe::until_seen_as(netns, PRINTER, a1.private, LIMIT)?;
     }
     probe::until_seen_as(&a2.pod, PRINTER, a2.private, LIMIT)?;
     lab.agents.configure_laptop(network, |peers| peers)?;
@@ -46,23 +46,23 @@ fn reached_while_named(lab: &Lab) -> Result<()> {
 
     // While it was not known everywhere, it was an address outside; now nothing may be in clear.
     lab.in_clear_but(|address| address == PRINTER)?;
-    for space in far {
-        probe::until_seen_as(space, PRINTER, a1.private, LIMIT)?;
+    for netns in far {
+        probe::until_seen_as(netns, PRINTER, a1.private, LIMIT)?;
     }
     lab.in_clear_but(|_| false)?;
 
     lab.agents.write_node(a2, &[])?;
     let started = Instant::now();
-    for space in far {
-        while answers(space) {
-            ensure!(started.elapsed() < LIMIT, "{} still reaches the printer", space.name);
+    for netns in far {
+        while answers(netns) {
+            ensure!(started.elapsed() < LIMIT, "{} still reaches the printer", netns.name);
         }
     }
     // A node forwards a peer's packets anywhere: the peer's own configuration names the printer no more.
     lab.agents.configure_laptop(network, |peers| peers)?;
     ensure!(!answers(&network.laptop), "the laptop still reaches the printer");
     for node in [b1, b2] {
-        let routes = node.space.sh("ip route show table all")?;
+        let routes = node.netns.sh("ip route show table all")?;
         ensure!(!routes.contains(&IpAddr::from(PRINTER).to_string()), "{}:\n{routes}", node.name());
     }
     Ok(())

@@ -12,7 +12,7 @@ use std::{
 use anyhow::{Context as _, Result, bail};
 use socket2::{Domain, Protocol as SocketProtocol, Socket, Type};
 
-use super::space::Space;
+use super::netns::Netns;
 use crate::wait;
 
 /// Port both servers listen on.
@@ -53,17 +53,17 @@ impl Protocol {
 
 /// Starts a TCP and a UDP server on an address in the namespace; they live as
 /// long as this process.
-pub fn serve(space: &Space, address: IpAddr) -> Result<()> {
-    let listener = space
+pub fn serve(netns: &Netns, address: IpAddr) -> Result<()> {
+    let listener = netns
         .spawn(move || TcpListener::bind((address, PORT)))
         .join()
         .map_err(|_| anyhow::anyhow!("server thread"))??
-        .with_context(|| format!("TCP port {PORT} in {}", space.name))?;
-    let socket = space
+        .with_context(|| format!("TCP port {PORT} in {}", netns.name))?;
+    let socket = netns
         .spawn(move || UdpSocket::bind((address, PORT)))
         .join()
         .map_err(|_| anyhow::anyhow!("server thread"))??
-        .with_context(|| format!("UDP port {PORT} in {}", space.name))?;
+        .with_context(|| format!("UDP port {PORT} in {}", netns.name))?;
     std::thread::spawn(move || {
         for stream in listener.incoming().flatten() {
             std::thread::spawn(move || echo_tcp(stream));
@@ -109,23 +109,23 @@ pub fn probe_port(protocol: Protocol, target: SocketAddr, timeout: Duration) -> 
 }
 
 /// Sends one TCP probe from a namespace; returns the address the server saw.
-pub fn from(space: &Space, target: impl Into<IpAddr>, timeout: Duration) -> Result<IpAddr> {
+pub fn from(netns: &Netns, target: impl Into<IpAddr>, timeout: Duration) -> Result<IpAddr> {
     let target = target.into();
-    let seen = space.spawn(move || probe(Protocol::Tcp, target, timeout)).join();
+    let seen = netns.spawn(move || probe(Protocol::Tcp, target, timeout)).join();
     let seen = seen.map_err(|_| anyhow::anyhow!("probe thread"))???;
     seen.context("the TCP server did not report the source")
 }
 
 /// Asks again and again until the server sees this address.
 pub fn until_seen_as(
-    space: &Space,
+    netns: &Netns,
     target: impl Into<IpAddr>,
     source: impl Into<IpAddr>,
     limit: Duration,
 ) -> Result<()> {
     let (target, source) = (target.into(), source.into());
-    wait::until(&format!("{} -> {target}, which is to see {source}", space.name), limit, || {
-        Ok(match from(space, target, Duration::from_secs(2)) {
+    wait::until(&format!("{} -> {target}, which is to see {source}", netns.name), limit, || {
+        Ok(match from(netns, target, Duration::from_secs(2)) {
             Ok(seen) if seen == source => Ok(()),
             Ok(seen) => Err(format!("seen as {seen}")),
             Err(error) => Err(format!("{error:#}")),

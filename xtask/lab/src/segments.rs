@@ -64,7 +64,7 @@ fn pass(from: &Node, to: &Node, target: IpAddr) -> Result<u64> {
     let is_sent = Arc::new(AtomicBool::new(false));
     let ended = Arc::clone(&is_sent);
     let receiver = std::thread::spawn(move || receive(&receiver, &ended));
-    let steered = || anyhow::Ok(action(&counters::scrape(&from.space)?, "steer"));
+    let steered = || anyhow::Ok(action(&counters::scrape(&from.netns)?, "steer"));
     let before = steered()?;
     let sent = from.pod.spawn(move || send(address)).join();
     is_sent.store(true, Ordering::Release);

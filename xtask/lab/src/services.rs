@@ -10,9 +10,9 @@ use anyhow::{Context as _, Result, ensure};
 
 use super::{
     Lab,
+    netns::Netns,
     network::{Network, Node},
     probe::{self, Protocol},
-    space::Space,
 };
 
 const TIMEOUT: Duration = Duration::from_secs(4);
@@ -24,15 +24,15 @@ pub fn run(lab: &mut Lab) -> Result<String> {
     for node in &network.nodes {
         // An agent that met a leader with a private endpoint, as when the mesh comes up, has
         // made kilo0 loose and leaves it so.
-        node.space.sh("for d in /proc/sys/net/ipv4/conf/*/rp_filter; do echo 1 > $d; done")?;
-        node.space.sh(&format!("nft -f - <<'RULES'\n{rules}RULES"))?;
+        node.netns.sh("for d in /proc/sys/net/ipv4/conf/*/rp_filter; do echo 1 > $d; done")?;
+        node.netns.sh(&format!("nft -f - <<'RULES'\n{rules}RULES"))?;
     }
     let result = ask_all(network).and_then(|asked| {
         strict(network)?;
         check_counters(network).map(|translated| (asked, translated))
     });
     for node in &network.nodes {
-        node.space.sh("nft delete table inet services")?;
+        node.netns.sh("nft delete table inet services")?;
     }
     let (asked, translated) = result?;
     Ok(format!("({asked} requests, {translated} connections translated)"))
@@ -42,7 +42,7 @@ pub fn run(lab: &mut Lab) -> Result<String> {
 fn strict(network: &Network) -> Result<()> {
     for node in &network.nodes {
         let filters =
-            node.space.sh("for d in all kilo0 eth0; do cat /proc/sys/net/ipv4/conf/$d/rp_filter; done")?;
+            node.netns.sh("for d in all kilo0 eth0; do cat /proc/sys/net/ipv4/conf/$d/rp_filter; done")?;
         let values: Vec<_> = filters.split_whitespace().collect();
         ensure!(values == ["1"; 3], "{}: rp_filter of all, kilo0 and eth0 is {values:?}", node.name());
     }
@@ -97,11 +97,11 @@ fn ask_all(network: &Network) -> Result<usize> {
         .nodes
         .iter()
         .enumerate()
-        .flat_map(|(number, node)| [(number, node, &node.pod, true), (number, node, &node.space, false)])
-        .map(|(number, node, space, pod)| {
-            let (own, node, space) = (number, node.clone(), space.clone());
+        .flat_map(|(number, node)| [(number, node, &node.pod, true), (number, node, &node.netns, false)])
+        .map(|(number, node, netns, pod)| {
+            let (own, node, netns) = (number, node.clone(), netns.clone());
             let services = network.nodes.len();
-            space.clone().spawn(move || ask(&node, &space, own, services, pod))
+            netns.clone().spawn(move || ask(&node, &netns, own, services, pod))
         })
         .collect();
     let mut asked = 0;
@@ -111,7 +111,7 @@ fn ask_all(network: &Network) -> Result<usize> {
     Ok(asked)
 }
 
-fn ask(node: &Node, space: &Space, own: usize, services: usize, pod: bool) -> Result<usize> {
+fn ask(node: &Node, netns: &Netns, own: usize, services: usize, pod: bool) -> Result<usize> {
     let mut asked = 0;
     // A pod that asks itself needs kube-proxy's hairpin, which is not ours.
     for number in (0..services).filter(|&number| number != own) {
@@ -121,7 +121,7 @@ fn ask(node: &Node, space: &Space, own: usize, services: usize, pod: bool) -> Re
             }
             let target = service(number, v4);
             let seen = probe::probe(protocol, target, TIMEOUT)
-                .with_context(|| format!("{} from {} to {target}", protocol.label(), space.name))?;
+                .with_context(|| format!("{} from {} to {target}", protocol.label(), netns.name))?;
             let wanted = if v4 { IpAddr::V4(node.pod_ip()) } else { node.pod_ip6().into() };
             ensure!(!pod || seen == Some(wanted), "{target} saw {seen:?} instead of {wanted}");
             asked += 1;
@@ -139,7 +139,7 @@ fn check_counters(network: &Network) -> Result<u64> {
 /// is none, or when a packet was INVALID.
 pub fn translated(node: &Node, table: &str) -> Result<u64> {
     let read = |name: &str| -> Result<u64> {
-        let text = node.space.sh(&format!("nft list counter inet {table} {name}"))?;
+        let text = node.netns.sh(&format!("nft list counter inet {table} {name}"))?;
         let packets = text.split_whitespace().skip_while(|word| *word != "packets").nth(1);
         packets.and_then(|number| number.parse().ok()).with_context(|| text.clone())
     };

@@ -96,14 +96,14 @@ impl Topology {
 
 fn two_nics(network: &Network) -> Result<()> {
     let node = network.node("a2")?;
-    network.attach(&node.space, "eth2", "a2-second-lan", Some(&node.lan))?;
-    node.space.ip("address add 10.1.0.112/24 dev eth2\n")?;
+    network.attach(&node.netns, "eth2", "a2-second-lan", Some(&node.lan))?;
+    node.netns.ip("address add 10.1.0.112/24 dev eth2\n")?;
     // Strictly filtered it would take nothing by the NIC it does not answer by.
-    node.space.sh("for d in /proc/sys/net/ipv4/conf/*/rp_filter; do echo 2 > $d; done")?;
-    let mac = node.space.sh("cat /sys/class/net/eth2/address")?;
+    node.netns.sh("for d in /proc/sys/net/ipv4/conf/*/rp_filter; do echo 2 > $d; done")?;
+    let mac = node.netns.sh("cat /sys/class/net/eth2/address")?;
     let neighbour =
         |device: &str| format!("neigh replace {} lladdr {} dev {device}\n", node.private, mac.trim());
-    network.node("a1")?.space.ip(&neighbour("eth0"))?;
+    network.node("a1")?.netns.ip(&neighbour("eth0"))?;
     network.router.ip(&neighbour(&node.lan))
 }
 
@@ -116,17 +116,17 @@ fn vlan(network: &Network) -> Result<()> {
         )
     };
     network.router.ip(&above("lan-b", "10.8.0.1", "10.2.0.1", 24))?;
-    network.node("b1")?.space.ip(&above("eth0", "10.8.0.11", "10.2.0.11", 24))?;
+    network.node("b1")?.netns.ip(&above("eth0", "10.8.0.11", "10.2.0.11", 24))?;
     let b2 = above("eth0", "10.8.0.12", "10.2.0.12", 24);
-    network.node("b2")?.space.ip(&format!("{b2}route replace default via 10.2.0.1\n"))
+    network.node("b2")?.netns.ip(&format!("{b2}route replace default via 10.2.0.1\n"))
 }
 
 fn point_to_point(network: &Network) -> Result<()> {
     let node = network.node("b1")?;
     let public = node.public.context("b1 has a public address")?;
-    node.space.ip("link delete eth1\n")?;
-    wire::start((&node.space, "ppp0"), (&network.router, "b1-ppp"))?;
-    node.space.ip(&format!(
+    node.netns.ip("link delete eth1\n")?;
+    wire::start((&node.netns, "ppp0"), (&network.router, "b1-ppp"))?;
+    node.netns.ip(&format!(
         "address add {public} peer 192.0.2.1 dev ppp0\nlink set ppp0 up\nroute add default dev ppp0\n"
     ))?;
     network.router.ip(&format!("link set b1-ppp up\nroute add {public} dev b1-ppp\n"))?;
@@ -145,12 +145,12 @@ fn by_endpoints(lab: &mut Lab) -> Result<String> {
     for (from, to) in ends {
         let target = lab.network.node(to)?.private;
         let node = lab.network.node(from)?;
-        let endpoint = node.space.sh("wg show kilo0 endpoints")?;
+        let endpoint = node.netns.sh("wg show kilo0 endpoints")?;
         ensure!(endpoint.contains(&format!("{target}:51820")), "{from} sends to {endpoint}");
-        for (who, space) in [("host", &node.space), ("pod", &node.pod)] {
+        for (who, netns) in [("host", &node.netns), ("pod", &node.pod)] {
             for protocol in Protocol::ALL {
                 let timeout = Duration::from_secs(3);
-                let asked = space.spawn(move || probe::probe(protocol, target, timeout)).join();
+                let asked = netns.spawn(move || probe::probe(protocol, target, timeout)).join();
                 asked
                     .map_err(|_| anyhow::anyhow!("probe thread"))??
                     .with_context(|| format!("{who} of {from} to {target} by {}", protocol.label()))?;

@@ -30,7 +30,7 @@ const ETHERNET: usize = 14;
 /// Makes the device of that name, up, with the MTU of an IPIP tunnel over Ethernet.
 /// `next_hops` are the addresses routes over it may name.
 pub fn make(node: &Node, name: &str, next_hops: &[Ipv4Addr]) -> Result<()> {
-    let by_kernel = node.space.sh(&format!(
+    let by_kernel = node.netns.sh(&format!(
         "modprobe ipip 2>/dev/null || true; \
          ip link show tunl0 >/dev/null 2>&1 || ip link add tunl0 type ipip 2>/dev/null; \
          ip link set tunl0 name {name} up"
@@ -38,9 +38,9 @@ pub fn make(node: &Node, name: &str, next_hops: &[Ipv4Addr]) -> Result<()> {
     if by_kernel.is_ok() {
         return Ok(());
     }
-    node.space.ip(&tap(name, next_hops))?;
+    node.netns.ip(&tap(name, next_hops))?;
     let name = name.to_owned();
-    let attached = node.space.spawn(move || attach(&name)).join().map_err(|_| anyhow::anyhow!("tunl0"))??;
+    let attached = node.netns.spawn(move || attach(&name)).join().map_err(|_| anyhow::anyhow!("tunl0"))??;
     attached.map(drop)
 }
 

@@ -11,10 +11,9 @@ use anyhow::{Context as _, Result, ensure};
 
 use super::{
     Lab,
+    netns::{Netns, run},
     network::{LAPTOP, LAPTOP6, OFFICE, OUTSIDE},
-    probe,
-    space::{Space, run},
-    wait,
+    probe, wait,
 };
 
 /// Longest wait until something configured works; WireGuard tries handshakes
@@ -63,7 +62,7 @@ pub fn roams(lab: &mut Lab) -> Result<String> {
         let pod = network.node(name)?;
         probe::until_seen_as(&pod.pod, LAPTOP, pod.pod_ip(), LIMIT)?;
     }
-    let endpoints = a1.space.sh("wg show kilo0 endpoints")?;
+    let endpoints = a1.netns.sh("wg show kilo0 endpoints")?;
     ensure!(endpoints.contains("192.0.2.99:41"), "a1 sees the laptop elsewhere:\n{endpoints}");
     let published = lab.agents.cluster().join("a1.kilo.yaml");
     wait::until("a1 reports where it sees the laptop", LIMIT, || {
@@ -90,7 +89,7 @@ fn needs_its_key(lab: &Lab) -> Result<()> {
     for name in ["a1", "b1"] {
         let node = network.node(name)?;
         wait::until(&format!("{name} uses the pre-shared key"), LIMIT, || {
-            Ok(node.space.sh("wg show kilo0 preshared-keys")?.contains(&key))
+            Ok(node.netns.sh("wg show kilo0 preshared-keys")?.contains(&key))
         })?;
     }
     agents.configure_laptop(network, |peers| peers.replace(&key, &other))?;
@@ -123,17 +122,17 @@ fn leads_to_office(lab: &mut Lab) -> Result<String> {
     write_laptop(lab, Some(OFFICES))?;
     for node in &network.nodes {
         wait::until(&format!("{} has a route to the office", node.name()), LIMIT, || {
-            Ok(node.space.sh(&format!("ip route get {OFFICE}"))?.contains("dev kilo0"))
+            Ok(node.netns.sh(&format!("ip route get {OFFICE}"))?.contains("dev kilo0"))
         })?;
     }
     // Until now it was an address outside for everybody.
     let early = lab.in_clear_but(|address| address == OFFICE)?;
     for node in [a2, b1, b2] {
         probe::until_seen_as(&node.pod, OFFICE, node.pod_ip(), LIMIT)?;
-        probe::until_seen_as(&node.space, OFFICE, node.private, LIMIT)?;
+        probe::until_seen_as(&node.netns, OFFICE, node.private, LIMIT)?;
         probe::until_seen_as(&network.office, node.pod_ip(), OFFICE, LIMIT)?;
     }
-    let _service = Service::add(&a2.space, TO_OFFICE, &OFFICE.to_string())?;
+    let _service = Service::add(&a2.netns, TO_OFFICE, &OFFICE.to_string())?;
     let target: std::net::IpAddr = TO_OFFICE.parse()?;
     probe::until_seen_as(&a2.pod, target, a2.pod_ip(), LIMIT)?;
     Ok(format!("({early} packets in clear before the mesh knew the network)"))
@@ -160,7 +159,7 @@ pub fn internet(lab: &mut Lab) -> Result<String> {
 fn by_nodes(lab: &Lab) -> Result<()> {
     let network = &lab.network;
     let (a1, b1, b2) = (network.node("a1")?, network.node("b1")?, network.node("b2")?);
-    let _service = Service::add(&a1.space, TO_POD, &b2.pod_ip().to_string())?;
+    let _service = Service::add(&a1.netns, TO_POD, &b2.pod_ip().to_string())?;
     // It does not build on the check before, which may have failed.
     write_laptop(lab, Some(OFFICES))?;
     // Before everything else goes into the tunnels, which their own packets must not do.
@@ -185,11 +184,11 @@ fn preshared_key_of(lab: &Lab) -> Result<Option<String>> {
 }
 
 /// A ClusterIP on one node: what kube-proxy with `--cluster-cidr` sets up, until it is dropped.
-struct Service<'a>(&'a Space);
+struct Service<'a>(&'a Netns);
 
 impl<'a> Service<'a> {
-    fn add(space: &'a Space, cluster_ip: &str, endpoint: &str) -> Result<Self> {
-        space.sh(&format!(
+    fn add(netns: &'a Netns, cluster_ip: &str, endpoint: &str) -> Result<Self> {
+        netns.sh(&format!(
             "nft -f - <<'RULES'
              table ip lab-proxy {{
                  chain prerouting {{
@@ -203,7 +202,7 @@ impl<'a> Service<'a> {
                  }}
              }}\nRULES"
         ))?;
-        Ok(Self(space))
+        Ok(Self(netns))
     }
 }
 

@@ -122,7 +122,7 @@ fn reattached(lab: &mut Lab) -> Result<()> {
     let mut said = Vec::new();
     for node in running(lab) {
         // One that has just been started does not answer yet.
-        let Ok(metrics) = counters::scrape(&node.space) else { continue };
+        let Ok(metrics) = counters::scrape(&node.netns) else { continue };
         let now = metrics.get(REATTACHED).copied().unwrap_or(0);
         let before = lab.watch.reattached.insert(node.name().to_owned(), now).unwrap_or(0);
         // A new agent begins with none.
@@ -167,7 +167,7 @@ pub fn hook() -> Result<&'static str> {
 
 /// `plain`: the node's interfaces have the names they have in the lab's own network.
 fn hooks(node: &Node, wanted: &str, plain: bool) -> Result<()> {
-    let status = counters::status(&node.space)?;
+    let status = counters::status(&node.netns)?;
     let programs = status["agent"]["programs"].as_array().context("no programs in /status")?;
     for program in programs {
         ensure!(program["hook"] == wanted, "not on {wanted}: {program}");

@@ -17,7 +17,7 @@ use nix::{
     sched::{CloneFlags, setns},
 };
 
-use super::space::Space;
+use super::netns::Netns;
 use crate::command::own_program;
 use crate::wait;
 
@@ -43,13 +43,13 @@ pub struct WireArgs {
 ///
 /// # Errors
 /// When they do not appear.
-pub fn start(first: (&Space, &str), second: (&Space, &str)) -> Result<()> {
+pub fn start(first: (&Netns, &str), second: (&Netns, &str)) -> Result<()> {
     let mut command = Command::new(own_program()?);
     command.arg("wire").arg(first.0.path()).arg(first.1).arg(second.0.path()).arg(second.1);
     command.stdin(Stdio::null()).spawn().context("the wire's process")?;
-    for (space, name) in [first, second] {
-        wait::until(&format!("{name} appears in {}", space.name), PATIENCE, || {
-            Ok(space.ip(&format!("link show {name}\n")).is_ok())
+    for (netns, name) in [first, second] {
+        wait::until(&format!("{name} appears in {}", netns.name), PATIENCE, || {
+            Ok(netns.ip(&format!("link show {name}\n")).is_ok())
         })?;
     }
     Ok(())

@@ -11,7 +11,7 @@ use socket2::{Domain, SockAddr, Socket, Type};
 
 use crate::{
     command::{output, run},
-    lab::space::Space,
+    lab::netns::Netns,
 };
 
 /// Bursts before those that count.
@@ -54,15 +54,15 @@ impl Direction {
 /// The end of a stage: a filter that drops everything which comes so far,
 /// behind all programs of the mesh on that hook.
 pub struct Sink<'a> {
-    space: &'a Space,
+    netns: &'a Netns,
     device: &'a str,
     direction: Direction,
 }
 
 impl<'a> Sink<'a> {
     /// Puts the filter on the hook.
-    pub fn attach(space: &'a Space, device: &'a str, direction: Direction) -> Result<Self> {
-        let sink = Self { space, device, direction };
+    pub fn attach(netns: &'a Netns, device: &'a str, direction: Direction) -> Result<Self> {
+        let sink = Self { netns, device, direction };
         // There already when programs are attached without TCX.
         let _ = run(&mut sink.tc(&["qdisc", "add"], &["clsact"]));
         run(&mut sink.tc(
@@ -86,7 +86,7 @@ impl<'a> Sink<'a> {
 
     fn tc(&self, before: &[&str], after: &[&str]) -> Command {
         let mut command = Command::new("tc");
-        command.args(["-n", &self.space.netns]);
+        command.args(["-n", &self.netns.id]);
         command.args(before).args(["dev", self.device]).args(after);
         command
     }
@@ -98,11 +98,11 @@ impl Drop for Sink<'_> {
     }
 }
 
-/// Sends the frames of `next` into `device` of `space`, and returns the lower
+/// Sends the frames of `next` into `device` of `netns`, and returns the lower
 /// quartile of instructions per frame: what falls into a burst by chance, such as
 /// timers, only adds. Every frame must reach the sink.
 pub fn cost(
-    space: &Space,
+    netns: &Netns,
     device: &str,
     sink: &Sink<'_>,
     train: Train,
@@ -114,7 +114,7 @@ pub fn cost(
     let before = sink.count()?;
     let device = device.to_owned();
     let offloaded = train.offloaded;
-    let mut times = space
+    let mut times = netns
         .spawn(move || send_bursts(&device, &bursts, offloaded))
         .join()
         .map_err(|_| anyhow::anyhow!("the generator panicked"))???;

@@ -15,7 +15,7 @@ use super::frames::{ETHERNET, Flow, Load, VXLAN_PORT, VXLAN_VNI, Wrap};
 use crate::{
     command::output,
     lab::{
-        space::{self, Space},
+        netns::{self, Netns},
         wait,
     },
 };
@@ -71,9 +71,9 @@ fn generate_key(file: &Path) -> Result<String> {
 /// The namespaces, and where files go.
 pub struct Site {
     /// The node.
-    pub node: Space,
+    pub node: Netns,
     /// Everything around it.
-    pub around: Space,
+    pub around: Netns,
     /// Files of this site.
     pub directory: PathBuf,
     /// Public key of the leader of the first other location.
@@ -89,8 +89,8 @@ impl Site {
     /// Builds the namespaces: `eth0` to the network, `pod0` to a pod. `member`: number of the other node.
     pub fn create(directory: &Path, member: usize) -> Result<Self> {
         fs::create_dir_all(directory)?;
-        let around = Space::create("bench", "around")?;
-        let mut node = Space::create("bench", "node")?;
+        let around = Netns::create("bench", "around")?;
+        let mut node = Netns::create("bench", "node")?;
         node.hold(&directory.join("namespaces.log"))?;
         let key = generate_key(&directory.join("node.key"))?;
         let remote_key = generate_key(&directory.join("remote.key"))?;
@@ -102,7 +102,7 @@ impl Site {
              route add default via {GATEWAY}\n",
             private(0),
             host(pods(0), 1),
-            netns = around.netns,
+            netns = around.id,
         ))?;
         // Whoever is asked for is there: the namespace takes every address but the node's for its own.
         around.ip(&format!(
@@ -250,6 +250,6 @@ impl Site {
 
 impl Drop for Site {
     fn drop(&mut self) {
-        let _ = space::remove([self.node.clone(), self.around.clone()]);
+        let _ = netns::remove([self.node.clone(), self.around.clone()]);
     }
 }

@@ -11,7 +11,7 @@ use super::{
     generator::{Direction, Sink, Train, calm_workers, cost},
     site::{OUTSIDE, Site, host, remote_pods},
 };
-use crate::{command::run, lab::space::Space};
+use crate::{command::run, lab::netns::Netns};
 
 /// Flows that exist, GSO packets of such a flow, and new flows.
 const STANDING: Train = Train { burst: 32, rounds: 24, offloaded: false, arrive: 1 };
@@ -46,7 +46,7 @@ enum Entry {
 
 impl Entry {
     /// Where the generator is, and its end of the link.
-    fn device(self, site: &Site, load: Load) -> (&Space, &'static str) {
+    fn device(self, site: &Site, load: Load) -> (&Netns, &'static str) {
         match (self, load) {
             // The outer header of a GSO packet is that of a device of the generator's.
             (Self::Lan(Wrap::Ipip), Load::Gso) => (&site.around, "lan-ipip"),
@@ -172,8 +172,8 @@ impl<'a> Bench<'a> {
         let sink = Sink::attach(&self.site.node, stage.end.0, stage.end.1)?;
         let [short, long] = SIZES;
         let spent = |bench: &Self, load, train, next: &mut dyn FnMut() -> Vec<u8>| -> Result<f64> {
-            let (space, device) = stage.entry.device(bench.site, load);
-            let spent = cost(space, device, &sink, train, next)
+            let (netns, device) = stage.entry.device(bench.site, load);
+            let spent = cost(netns, device, &sink, train, next)
                 .with_context(|| format!("{load:?} of {} of {}", stage.name, bench.way))?;
             let floor = bench.floor.0.get(&stage.entry.floor(load)).context("the floor was not measured")?;
             Ok(spent - floor)
@@ -219,7 +219,7 @@ struct Handed<'a>(&'a Site);
 
 impl<'a> Handed<'a> {
     fn to_mesh(site: &'a Site) -> Result<Self> {
-        let netns = &site.node.netns;
+        let netns = &site.node.id;
         let _ = run(Command::new("tc").args(["-n", netns, "qdisc", "add", "dev", POD, "clsact"]));
         run(Command::new("tc")
             .args(["-n", netns, "filter", "add", "dev", POD, "ingress", "pref", "50000"])
@@ -232,7 +232,7 @@ impl<'a> Handed<'a> {
 
 impl Drop for Handed<'_> {
     fn drop(&mut self) {
-        let netns = &self.0.node.netns;
+        let netns = &self.0.node.id;
         let _ =
             run(Command::new("tc")
                 .args(["-n", netns, "filter", "del", "dev", POD, "ingress", "pref", "50000"]));
@@ -255,8 +255,8 @@ pub fn floor(site: &Site) -> Result<Floor> {
         for (load, train) in
             SIZES.map(|size| (Load::Udp(size), STANDING)).into_iter().chain([(Load::Gso, GSO_PACKETS)])
         {
-            let (space, generator) = entry.device(site, load);
-            let spent = cost(space, generator, &sink, train, || frame(load))
+            let (netns, generator) = entry.device(site, load);
+            let spent = cost(netns, generator, &sink, train, || frame(load))
                 .with_context(|| format!("floor of {load:?} at {entry:?}"))?;
             println!("bench: floor {entry:?} {load:?} {spent:.0}");
             floor.0.insert((entry, load.payload()), spent);

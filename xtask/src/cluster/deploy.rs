@@ -12,8 +12,8 @@ use super::{Cluster, images, node::Node, release::Release, until};
 use crate::{
     command::run,
     lab::{
+        netns::Netns,
         probe::{self, Protocol},
-        space::Space,
     },
     workspace_root,
 };
@@ -126,7 +126,7 @@ pub fn test_pods(cluster: &Cluster) -> Result<()> {
         until("kube-proxy knows the Service", Duration::from_secs(60), || {
             let ask =
                 || probe::probe_port(Protocol::Tcp, (SERVICE, 80).into(), Duration::from_secs(2)).is_ok();
-            node.space().spawn(ask).join().ok()?.ok()?.then_some(())
+            node.netns().spawn(ask).join().ok()?.ok()?.then_some(())
         })?;
     }
     Ok(())
@@ -144,7 +144,7 @@ pub struct Pod {
     /// Its IPv6 address, if it has one.
     pub second: Option<IpAddr>,
     /// Its network namespace.
-    pub space: Space,
+    pub netns: Netns,
 }
 
 impl Pod {
@@ -169,14 +169,14 @@ pub fn pods(cluster: &Cluster, label: &str) -> Result<Vec<Pod>> {
             text("/status/containerStatuses/0/containerID").context("the pod has no container")?;
         let container = container.trim_start_matches("containerd://");
         // After a power cut the API server still lists what ran before.
-        let space = cluster.node(node)?.container_space(&format!("pod-{node}"), container);
-        let Ok(space) = space else { continue };
+        let netns = cluster.node(node)?.container_netns(&format!("pod-{node}"), container);
+        let Ok(netns) = netns else { continue };
         pods.push(Pod {
             node: node.to_owned(),
             name: name.to_owned(),
             address: text("/status/podIP").context("the pod has no address")?.parse()?,
             second: text("/status/podIPs/1/ip").map(str::parse).transpose()?,
-            space,
+            netns,
         });
     }
     pods.sort_by(|one, other| one.node.cmp(&other.node));
@@ -189,7 +189,7 @@ pub fn serving(cluster: &Cluster) -> Result<Vec<Pod>> {
     for pod in &pods {
         // Those that stand serve on.
         for address in pod.addresses() {
-            let _ = probe::serve(&pod.space, address);
+            let _ = probe::serve(&pod.netns, address);
         }
     }
     Ok(pods)
@@ -199,7 +199,7 @@ pub fn serving(cluster: &Cluster) -> Result<Vec<Pod>> {
 /// section 5.4): until then it would send from an address that is not in the mesh.
 pub fn addresses_hold(cluster: &Cluster) -> Result<()> {
     for node in &cluster.nodes {
-        let hold = || node.space().sh("ip -6 -oneline address show tentative").ok()?.is_empty().then_some(());
+        let hold = || node.netns().sh("ip -6 -oneline address show tentative").ok()?.is_empty().then_some(());
         until(&format!("the IPv6 addresses of {} hold", node.name()), Duration::from_secs(10), hold)?;
     }
     Ok(())

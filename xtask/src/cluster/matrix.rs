@@ -13,8 +13,8 @@ use super::{
     network::{self, OUTSIDE, OUTSIDE_V6, ROUTER, ROUTER_V6},
 };
 use crate::lab::{
+    netns::Netns,
     probe::{self, Protocol},
-    space::Space,
 };
 
 const TIMEOUT: Duration = Duration::from_secs(4);
@@ -51,13 +51,13 @@ pub fn run(cluster: &Cluster) -> Result<Matrix> {
     let pods = deploy::serving(cluster)?;
     deploy::addresses_hold(cluster)?;
     for node in &cluster.nodes {
-        let _ = probe::serve(&node.space(), node.site.address.into());
+        let _ = probe::serve(&node.netns(), node.site.address.into());
     }
     let outside = network::outside();
     for address in [OUTSIDE.into(), OUTSIDE_V6.into()] {
         let _ = probe::serve(&outside, address);
     }
-    let mut sources: Vec<(Space, Vec<Path>)> = Vec::new();
+    let mut sources: Vec<(Netns, Vec<Path>)> = Vec::new();
     let path = |source: &str, target: &str, protocol, address: SocketAddr, sees| Path {
         source: source.to_owned(),
         target: target.to_owned(),
@@ -67,12 +67,12 @@ pub fn run(cluster: &Cluster) -> Result<Matrix> {
     };
     let at = |address: IpAddr| SocketAddr::from((address, probe::PORT));
     for pod in &pods {
-        let name = &pod.space.name;
+        let name = &pod.netns.name;
         let mut paths = Vec::new();
         for protocol in Protocol::ALL {
             for other in pods.iter().filter(|other| other.name != pod.name) {
                 for (own, address) in pod.addresses().zip(other.addresses()) {
-                    paths.push(path(name, &other.space.name, protocol, at(address), Some(own)));
+                    paths.push(path(name, &other.netns.name, protocol, at(address), Some(own)));
                 }
             }
             for node in &cluster.nodes {
@@ -87,13 +87,13 @@ pub fn run(cluster: &Cluster) -> Result<Matrix> {
         for service in services(&pods).cycle().take(2 * pods.len() * services(&pods).count()) {
             paths.push(path(name, "ClusterIP", Protocol::Tcp, service, None));
         }
-        sources.push((pod.space.clone(), paths));
+        sources.push((pod.netns.clone(), paths));
     }
     for node in &cluster.nodes {
         let mut paths = Vec::new();
         for protocol in Protocol::ALL {
             for (pod, address) in pods.iter().flat_map(|pod| pod.addresses().map(move |a| (pod, a))) {
-                paths.push(path(node.name(), &pod.space.name, protocol, at(address), None));
+                paths.push(path(node.name(), &pod.netns.name, protocol, at(address), None));
             }
         }
         for service in services(&pods).cycle().take(2 * pods.len() * services(&pods).count()) {
@@ -103,7 +103,7 @@ pub fn run(cluster: &Cluster) -> Result<Matrix> {
             let port = (other.site.address, HOST_PORT).into();
             paths.push(path(node.name(), "hostPort", Protocol::Tcp, port, None));
         }
-        sources.push((node.space(), paths));
+        sources.push((node.netns(), paths));
     }
     let mut paths = Vec::new();
     for node in &cluster.nodes {
@@ -117,7 +117,7 @@ pub fn run(cluster: &Cluster) -> Result<Matrix> {
     sources.push((outside, paths));
     let threads: Vec<_> = sources
         .into_iter()
-        .map(|(space, paths)| space.spawn(move || paths.into_iter().map(probe).collect::<Vec<_>>()))
+        .map(|(netns, paths)| netns.spawn(move || paths.into_iter().map(probe).collect::<Vec<_>>()))
         .collect();
     let mut matrix = Matrix::default();
     for thread in threads {

@@ -29,7 +29,7 @@ use crate::{
     command::output,
     image,
     lab::{
-        space,
+        netns,
         takedown::{Takedown, stop_if_interrupted},
         wait,
     },
@@ -249,11 +249,11 @@ fn down() -> Result<()> {
     };
     for site in network::sites(20) {
         let node = Node::new(site, &parts);
-        if node.disk().exists() || node.space().path().exists() {
+        if node.disk().exists() || node.netns().path().exists() {
             node.cut()?;
         }
     }
-    space::remove([network::outside(), network::router()])?;
+    netns::remove([network::outside(), network::router()])?;
     node::remove_groups(Path::new(network::NAME));
     run_directory::remove(&run)
 }

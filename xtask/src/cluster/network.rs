@@ -15,7 +15,7 @@ use std::net::{Ipv4Addr, Ipv6Addr};
 
 use anyhow::{Context as _, Result, bail};
 
-use crate::lab::space::{self, Space};
+use crate::lab::netns::{self, Netns};
 
 /// Every namespace's name begins so.
 pub const NAME: &str = "kilo-cluster";
@@ -97,29 +97,29 @@ fn lan_v6(net: u8, host: u8) -> Ipv6Addr {
     Ipv6Addr::new(0xfd00, 0x10 + u16::from(net - 10), 0, 0, 0, 0, 0, u16::from(host))
 }
 
-fn space(name: &str) -> Space {
-    Space { name: name.to_owned(), netns: format!("{NAME}-{name}"), holder: None }
+fn netns(name: &str) -> Netns {
+    Netns { name: name.to_owned(), id: format!("{NAME}-{name}"), holder: None }
 }
 
 /// Joins everything.
-pub fn router() -> Space {
-    space("router")
+pub fn router() -> Netns {
+    netns("router")
 }
 
 /// A host that knows nothing of the cluster.
-pub fn outside() -> Space {
-    space("outside")
+pub fn outside() -> Netns {
+    netns("outside")
 }
 
 /// The network namespace of a node.
-pub fn node(name: &str) -> Space {
-    space(name)
+pub fn node(name: &str) -> Netns {
+    netns(name)
 }
 
 /// Makes the router and the outside host.
 pub fn build() -> Result<()> {
     for name in ["router", "outside"] {
-        Space::create(NAME, name)?;
+        Netns::create(NAME, name)?;
     }
     let (router, outside) = (router(), outside());
     // Else a bridge has the lowest address of its ports, another one when a node's cable goes.
@@ -134,7 +134,7 @@ pub fn build() -> Result<()> {
          link set outside up\n",
         lan_v6(11, 1),
         lan_v6(12, 1),
-        outside.netns
+        outside.id
     ))?;
     outside.ip(&format!(
         "address add {OUTSIDE}/24 dev eth0\naddress add {OUTSIDE_V6}/64 dev eth0 nodad\nlink set eth0 up\n\
@@ -147,7 +147,7 @@ pub fn build() -> Result<()> {
 /// Gives a node its namespace and joins it to its LAN.
 pub fn connect(site: &Site) -> Result<()> {
     let name = &site.node;
-    Space::create(NAME, name)?;
+    Netns::create(NAME, name)?;
     router().ip(&format!(
         "link add {name} type veth peer name eth0 netns {NAME}-{name}\nlink set {name} master lan-{} up\n",
         site.letter
@@ -178,7 +178,7 @@ pub fn disconnect(name: &str) -> Result<()> {
     for cable in [name.to_owned(), format!("{name}-wan")] {
         let _ = router().ip(&format!("link delete {cable}\n"));
     }
-    space::remove([node(name)])
+    netns::remove([node(name)])
 }
 
 /// Packets with a pod's address that the router has seen, and dropped.

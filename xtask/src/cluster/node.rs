@@ -15,7 +15,7 @@ use anyhow::{Context as _, Result, bail};
 use super::network::{self, NAME, Site};
 use crate::{
     command::output,
-    lab::{space::Space, wait},
+    lab::{netns::Netns, wait},
 };
 
 const INIT: &str = include_str!("init.sh");
@@ -56,7 +56,7 @@ impl Node {
     }
 
     /// Its network namespace.
-    pub fn space(&self) -> Space {
+    pub fn netns(&self) -> Netns {
         network::node(self.name())
     }
 
@@ -94,7 +94,7 @@ impl Node {
             groups.iter().map(|group| format!("echo $$ > {}/cgroup.procs\n", group.display())).collect();
         let script = format!(
             "{join}exec nsenter --net={} unshare --mount --uts --ipc --pid --cgroup --fork --kill-child=KILL sh -c \"$INIT\"",
-            self.space().path().display()
+            self.netns().path().display()
         );
         let hierarchies: Vec<_> =
             hierarchies().iter().filter_map(|path| Some(path.file_name()?.to_str()?.to_owned())).collect();
@@ -184,12 +184,12 @@ impl Node {
     }
 
     /// The network namespace of a container.
-    pub fn container_space(&self, pod: &str, container: &str) -> Result<Space> {
+    pub fn container_netns(&self, pod: &str, container: &str) -> Result<Netns> {
         let task = format!("/run/containerd/io.containerd.runtime.v2.task/k8s.io/{container}/init.pid");
         let path = self.path(&task)?;
         let process = fs::read_to_string(&path).with_context(|| path.display().to_string())?;
-        let netns = self.path(&format!("/proc/{}/ns/net", process.trim()))?;
-        Ok(Space { name: pod.to_owned(), netns: netns.display().to_string(), holder: None })
+        let id = self.path(&format!("/proc/{}/ns/net", process.trim()))?;
+        Ok(Netns { name: pod.to_owned(), id: id.display().to_string(), holder: None })
     }
 }
 

@@ -163,8 +163,8 @@ impl Tunnels {
         for node in &cluster.nodes {
             // A raw socket gets packets as they are on a wire: with checksums filled in.
             node.sh("ethtool -K eth0 tx off")?;
-            let (ended, space) = (Arc::clone(&ended), node.space());
-            threads.push(space.spawn(move || attend(&ended)));
+            let (ended, netns) = (Arc::clone(&ended), node.netns());
+            threads.push(netns.spawn(move || attend(&ended)));
         }
         Ok(Self { ended, threads })
     }

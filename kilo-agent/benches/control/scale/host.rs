@@ -12,7 +12,7 @@ use std::{
 
 use kilo_lab::{
     counters,
-    space::{self, Space},
+    netns::{self as lab_netns, Netns},
 };
 use tokio::net::{TcpListener, TcpStream};
 
@@ -52,22 +52,22 @@ fn router(location: usize) -> Ipv4Addr {
 /// One node.
 pub struct Host {
     pub number: usize,
-    pub space: Space,
+    pub netns: Netns,
 }
 
 impl Host {
     /// Its namespaces, an uplink with a private and a public address, and the bridge that pods would be on.
     pub fn create(number: usize) -> Self {
         let name = objects::name(number);
-        let mut space = Space::create(LAB, &name).unwrap();
-        space.hold(Path::new(&format!("{LOGS}/{name}.hold"))).unwrap();
+        let mut netns = Netns::create(LAB, &name).unwrap();
+        netns.hold(Path::new(&format!("{LOGS}/{name}.hold"))).unwrap();
         let (location, place) = (number % LOCATIONS, number / LOCATIONS);
-        let netns = &space.netns;
+        let id = &netns.id;
         netns::sh(&format!(
-            "ip link add n{number} type veth peer name eth0 netns {netns}; ip link set n{number} master loc-{location} up"
+            "ip link add n{number} type veth peer name eth0 netns {id}; ip link set n{number} master loc-{location} up"
         ));
         let public = Ipv4Addr::new(198, 18, location as u8, place as u8 + 1);
-        space
+        netns
             .ip(&format!(
                 "address add {}/16 dev eth0\naddress add {public}/24 dev eth0\nlink set eth0 up\n\
                  route add default via {}\nlink add kube-bridge type bridge\nlink set kube-bridge up\n\
@@ -77,8 +77,8 @@ impl Host {
                 objects::gateway(number),
             ))
             .unwrap();
-        space.sh("sysctl -qw net.ipv4.ip_forward=1").unwrap();
-        Self { number, space }
+        netns.sh("sysctl -qw net.ipv4.ip_forward=1").unwrap();
+        Self { number, netns }
     }
 
     /// Address of its bridge.
@@ -89,7 +89,7 @@ impl Host {
     /// Hands connections to its loopback on to the API server.
     pub fn offer_api(&self, to: u16) {
         let listen = || Listener::bind((Ipv4Addr::LOCALHOST, API_PORT)).unwrap();
-        let listener = self.space.spawn(listen).join().unwrap().unwrap();
+        let listener = self.netns.spawn(listen).join().unwrap().unwrap();
         listener.set_nonblocking(true).unwrap();
         let listener = TcpListener::from_std(listener).unwrap();
         tokio::spawn(async move {
@@ -107,7 +107,7 @@ impl Host {
         let log = fs::File::create(format!("{LOGS}/{name}.log")).unwrap();
         let words = process::confined(kubeconfig);
         let mut child = self
-            .space
+            .netns
             .command(&words[0])
             .args(&words[1..])
             .args(["--hostname", &name, "--wireguard", "userspace"])
@@ -125,7 +125,7 @@ impl Host {
 
     /// One of its agent's metrics.
     pub fn metric(&self, name: &str) -> Option<u64> {
-        counters::scrape(&self.space).ok()?.get(name).copied()
+        counters::scrape(&self.netns).ok()?.get(name).copied()
     }
 
     pub async fn until(&self, name: &str, value: u64, limit: Duration) {
@@ -139,7 +139,7 @@ impl Host {
     /// Its link goes, and every process.
     pub fn lose_power(&self) {
         netns::sh(&format!("ip link set n{} down", self.number));
-        space::kill_inside(std::slice::from_ref(&self.space));
+        lab_netns::kill_inside(std::slice::from_ref(&self.netns));
     }
 }
 
@@ -160,7 +160,7 @@ pub struct Usage {
 }
 
 pub fn usage(hosts: &[Host]) -> Usage {
-    let inode = |host: &Host| fs::metadata(host.space.path()).unwrap().st_ino();
+    let inode = |host: &Host| fs::metadata(host.netns.path()).unwrap().st_ino();
     let ours: BTreeMap<u64, usize> = hosts.iter().map(|host| (inode(host), host.number)).collect();
     let mut usage = Usage::default();
     for entry in fs::read_dir("/proc").unwrap().flatten() {
@@ -197,5 +197,5 @@ fn memory(process: &Path) -> f64 {
 
 /// Ends all of it.
 pub fn end(hosts: &[Host]) {
-    space::remove(hosts.iter().map(|host| host.space.clone())).unwrap();
+    lab_netns::remove(hosts.iter().map(|host| host.netns.clone())).unwrap();
 }

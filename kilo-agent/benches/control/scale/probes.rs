@@ -68,7 +68,7 @@ impl Probes {
         let mut sockets = Vec::new();
         for host in hosts {
             let address = SocketAddr::from((host.gateway(), PORT));
-            let socket = host.space.spawn(move || Socket::bind(address).unwrap()).join().unwrap().unwrap();
+            let socket = host.netns.spawn(move || Socket::bind(address).unwrap()).join().unwrap().unwrap();
             socket.set_nonblocking(true).unwrap();
             let socket = Arc::new(UdpSocket::from_std(socket).unwrap());
             tokio::spawn(listen(Arc::clone(&socket), host.number, Arc::clone(&heard)));

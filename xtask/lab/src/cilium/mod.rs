@@ -104,7 +104,7 @@ fn overlay_address(node: &Node) -> Ipv4Addr {
 
 /// Cilium's directory in the node's BPF file system, as this process sees it.
 fn directory(node: &Node) -> Result<PathBuf> {
-    let holder = node.space.holder.context("a node has namespaces of its own")?;
+    let holder = node.netns.holder.context("a node has namespaces of its own")?;
     Ok(format!("/proc/{holder}/root/sys/fs/bpf/cilium").into())
 }
 
@@ -125,8 +125,8 @@ fn start(network: &Network, node: &Node) -> Result<()> {
         let pods = other.pod_address(0);
         ip += &format!("route replace {pods}/24 via {own} dev cilium_host src {own} mtu {MTU}\n");
     }
-    node.space.ip(&ip)?;
-    node.space.sh(&format!(
+    node.netns.ip(&ip)?;
+    node.netns.sh(&format!(
         "for d in all cilium_host cilium_net cilium_vxlan; do echo 0 > /proc/sys/net/ipv4/conf/$d/rp_filter; done
          iptables -t nat -N CILIUM_POST_nat
          iptables -t nat -A POSTROUTING -j CILIUM_POST_nat
@@ -165,7 +165,7 @@ fn fill_ipcache(network: &Network, node: &Node) -> Result<()> {
             bytes(u32::from(address).to_ne_bytes()),
         ))
     });
-    node.space.sh(&script.collect::<Result<String>>()?).map(drop)
+    node.netns.sh(&script.collect::<Result<String>>()?).map(drop)
 }
 
 /// What a node's programs counted, by number of the counter.
@@ -206,7 +206,7 @@ fn attach(node: &Node, device: &str, hook: TcAttachType, program: Program, side:
         link.pin(directory.join(format!("{name}_{device}_link")))?;
         Ok(())
     };
-    let thread = node.space.spawn(attach).join();
+    let thread = node.netns.spawn(attach).join();
     thread
         .map_err(|_| anyhow::anyhow!("loader thread"))??
         .with_context(|| format!("{name} on {}", node.name()))
@@ -233,7 +233,7 @@ fn counter(device: usize, hook: usize) -> u32 {
 }
 
 fn ifindex(node: &Node, device: &str) -> Result<u32> {
-    let text = node.space.sh(&format!("cat /sys/class/net/{device}/ifindex"))?;
+    let text = node.netns.sh(&format!("cat /sys/class/net/{device}/ifindex"))?;
     text.trim().parse().with_context(|| format!("{device}: {text}"))
 }
 
@@ -252,14 +252,14 @@ fn configure_pods(node: &Node) -> Result<()> {
             },
         }],
     });
-    node.space.sh(&format!("cat > {} <<'CONF'\n{conf}\nCONF", cni::CONF)).map(drop)
+    node.netns.sh(&format!("cat > {} <<'CONF'\n{conf}\nCONF", cni::CONF)).map(drop)
 }
 
 /// What the host firewall is to refuse if it gets to see it.
 fn try_the_firewall(network: &Network) -> Result<()> {
     let (from, to) = (network.node("a2")?, network.node("a1")?);
     let target = (to.private, programs::KILO_VXLAN_PORT);
-    let sent = from.space.spawn(move || UdpSocket::bind("0.0.0.0:0")?.send_to(b"not yet", target)).join();
+    let sent = from.netns.spawn(move || UdpSocket::bind("0.0.0.0:0")?.send_to(b"not yet", target)).join();
     sent.map_err(|_| anyhow::anyhow!("sender"))???;
     wait::until("the host firewall of a1 refuses something", Duration::from_secs(10), || {
         Ok(counted(to)?[programs::REFUSED] > 0)
@@ -272,12 +272,12 @@ type Chain = Vec<(u32, String)>;
 
 /// The chains of every hook the node's agent shares with others, of the devices there are.
 fn chains(node: &Node) -> Result<BTreeMap<String, Chain>> {
-    let there = node.space.sh("ls /sys/class/net")?;
+    let there = node.netns.sh("ls /sys/class/net")?;
     let devices = SHARED.iter().filter(|(device, _)| there.split_whitespace().any(|name| name == *device));
     let query = |device: &'static str, hook| {
         let query = move || SchedClassifier::query_tcx(device, hook);
         let (_, programs) =
-            node.space.spawn(query).join().map_err(|_| anyhow::anyhow!("query thread"))???;
+            node.netns.spawn(query).join().map_err(|_| anyhow::anyhow!("query thread"))???;
         let named = |program: &aya::programs::ProgramInfo| {
             (program.id(), program.name_as_str().unwrap_or_default().to_owned())
         };
@@ -341,7 +341,7 @@ fn not_refused(lab: &mut Lab) -> Result<String> {
 fn tunnelled(lab: &mut Lab) -> Result<String> {
     let network = &lab.network;
     for node in &network.nodes {
-        let route = node.space.sh(&format!("ip -o route get {}", node.pod_ip()))?;
+        let route = node.netns.sh(&format!("ip -o route get {}", node.pod_ip()))?;
         let device = route.split(" dev ").nth(1).and_then(|rest| rest.split(' ').next());
         let device = device.with_context(|| format!("no device in {route}"))?;
         let vxlan = ifindex(node, "cilium_vxlan")?;
@@ -386,7 +386,7 @@ fn restarted(lab: &mut Lab) -> Result<String> {
     ensure!(order(&after) == order(&before), "before {before:?}, after {after:?}");
     let counted_before: Vec<_> = nodes.iter().map(counted).collect::<Result<_>>()?;
     let own = |node: &Node| -> Result<u64> {
-        let metrics = counters::scrape(&node.space)?;
+        let metrics = counters::scrape(&node.netns)?;
         Ok(["encrypt", "steer", "deliver", "forward"].iter().map(|name| action(&metrics, name)).sum())
     };
     let own_before: Vec<_> = nodes.iter().map(own).collect::<Result<_>>()?;
@@ -412,7 +412,7 @@ fn ipip(lab: &mut Lab) -> Result<String> {
     }
     let tunnels = |lab: &Lab| -> Result<Vec<String>> {
         let show = |node: &Node| {
-            node.space.sh("ip -o link show cilium_tunl; ip -o -4 address show cilium_tunl; \
+            node.netns.sh("ip -o link show cilium_tunl; ip -o -4 address show cilium_tunl; \
                  cat /sys/class/net/cilium_tunl/statistics/rx_packets")
         };
         lab.network.nodes.iter().map(show).collect()

@@ -29,9 +29,9 @@ use nix::{
 
 use super::{
     Lab, counters,
+    netns::Netns,
     network::{Network, PRINTER},
     probe::{self, MARKER},
-    space::Space,
 };
 use frame::{Leak, Link};
 
@@ -105,7 +105,7 @@ impl Watch {
     ///
     /// # Errors
     /// When there is no packet socket.
-    pub fn start(router: &Space, native: bool) -> Result<Self> {
+    pub fn start(router: &Netns, native: bool) -> Result<Self> {
         let (stop, state) = (Arc::new(AtomicBool::new(false)), Arc::default());
         let opened =
             router.spawn(open).join().map_err(|_| anyhow::anyhow!("packet socket's thread"))???;
@@ -308,7 +308,7 @@ fn send_marked(network: &Network) -> Result<()> {
     };
     network
         .node("a2")?
-        .space
+        .netns
         .spawn(send)
         .join()
         .map_err(|_| anyhow::anyhow!("sending thread"))??

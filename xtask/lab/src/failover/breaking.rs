@@ -18,8 +18,8 @@ use crate::{
     Lab,
     faults::{control_plane::REBOOT, nodes},
     members::Members,
+    netns::Netns,
     network::Node,
-    space::Space,
     wait,
     well::{LEADS, NO_ENDPOINT},
 };
@@ -115,15 +115,15 @@ pub(super) fn node(lab: &Lab, name: &str) -> Result<Node> {
 /// No process, no link; what is in the kernel is lost with the next [`boot`].
 pub(super) fn cut_power(lab: &mut Lab, name: &str) -> Result<()> {
     lab.caused(&[LEADS, NO_ENDPOINT]);
-    node(lab, name)?.space.sh("for d in eth0 eth1; do ip link set $d down 2>/dev/null || true; done")?;
+    node(lab, name)?.netns.sh("for d in eth0 eth1; do ip link set $d down 2>/dev/null || true; done")?;
     lab.agents.stop(name, Signal::SIGKILL)
 }
 
 /// Starts a host without power: nothing of ours is in its kernel.
 pub(super) fn boot(lab: &mut Lab, name: &str) -> Result<()> {
     let node = node(lab, name)?;
-    node.space.sh(REBOOT)?;
-    node.space.sh("for d in eth0 eth1; do ip link set $d up 2>/dev/null || true; done")?;
+    node.netns.sh(REBOOT)?;
+    node.netns.sh("for d in eth0 eth1; do ip link set $d up 2>/dev/null || true; done")?;
     lab.network.restore_routes(&node)?;
     lab.agents.start(&node)
 }
@@ -145,7 +145,7 @@ pub fn reboot_all(lab: &mut Lab) -> Result<()> {
     }
     for name in &names {
         let node = node(lab, name)?;
-        node.space.sh(REBOOT)?;
+        node.netns.sh(REBOOT)?;
         // Who led is written in what its agent has published, too.
         let _ = fs::remove_file(lab.agents.cluster().join(format!("{name}{PUBLISHED}")));
     }
@@ -210,7 +210,7 @@ pub(super) fn power_off_cluster_away(lab: &mut Lab) -> Result<Broken> {
 }
 
 /// The router carries nothing from this port and to it, while its carrier stays.
-pub(super) fn silence(router: &Space, port: &str) -> Result<()> {
+pub(super) fn silence(router: &Netns, port: &str) -> Result<()> {
     router
         .sh(&format!(
             "nft 'table netdev silent {{
@@ -240,10 +240,10 @@ pub(super) fn lan_dead(lab: &mut Lab) -> Result<Broken> {
 /// The kernel takes the routes of the LAN away, and the default route leads to its nodes.
 pub(super) fn lan_down(lab: &mut Lab) -> Result<Broken> {
     lab.caused(&[LEADS, NO_ENDPOINT, OVERLOADED]);
-    node(lab, LEADER)?.space.ip("link set eth0 down\n")?;
+    node(lab, LEADER)?.netns.ip("link set eth0 down\n")?;
     Ok(Broken::until("eth0 of a1 is down, eth1 is not", |lab| {
         let leader = node(lab, LEADER)?;
-        leader.space.ip("link set eth0 up\n")?;
+        leader.netns.ip("link set eth0 up\n")?;
         lab.network.restore_routes(&leader)
     }))
 }
@@ -262,7 +262,7 @@ pub(super) fn kilo0_down(lab: &mut Lab) -> Result<Broken> {
     // Its agent would set it up again at once.
     let agent = agent(lab, LEADER)?;
     kill(agent, Signal::SIGSTOP)?;
-    node(lab, LEADER)?.space.ip("link set kilo0 down\n")?;
+    node(lab, LEADER)?.netns.ip("link set kilo0 down\n")?;
     Ok(Broken::until("kilo0 of a1 is down, and its agent stands still", move |_| {
         kill(agent, Signal::SIGCONT).context("the agent of a1")
     }))
@@ -382,9 +382,9 @@ struct Busy(Vec<Child>);
 
 impl Busy {
     /// One for each CPU, in a namespace of the lab: they end with it when the lab is interrupted.
-    fn all(space: &Space) -> Self {
+    fn all(netns: &Netns) -> Self {
         let count = std::thread::available_parallelism().map_or(1, usize::from);
-        let one = || space.command("sh").args(["-c", "while :; do :; done"]).spawn().ok();
+        let one = || netns.command("sh").args(["-c", "while :; do :; done"]).spawn().ok();
         Self((0..count).filter_map(|_| one()).collect())
     }
 }

@@ -59,7 +59,7 @@ pub(super) fn uses(lab: &Lab) -> Result<BTreeMap<String, String>> {
 
 fn uses_of<'a>(nodes: impl Iterator<Item = &'a Node>) -> Result<BTreeMap<String, String>> {
     let of = |node: &Node| {
-        let status = counters::status(&node.space)?;
+        let status = counters::status(&node.netns)?;
         let leader = status.pointer("/agent/failover/leader").and_then(|leader| leader.as_str());
         let leader = leader.with_context(|| format!("{} does not say whom it uses", node.name()))?;
         Ok((node.name().to_owned(), leader.to_owned()))
@@ -70,7 +70,7 @@ fn uses_of<'a>(nodes: impl Iterator<Item = &'a Node>) -> Result<BTreeMap<String,
 /// Waits until each member uses the gateway that it is to use: where there are not several, who leads by Kilo's rule.
 pub(super) fn at_home(lab: &mut Lab) -> Result<()> {
     wait::until("all members use what they are to use", AT_HOME, || {
-        let status = counters::status(&lab.network.node(LEADER)?.space)?;
+        let status = counters::status(&lab.network.node(LEADER)?.netns)?;
         let text = |node: &serde_json::Value, key: &str| node.get(key)?.as_str().map(str::to_owned);
         let nodes = status.get("nodes").and_then(|nodes| nodes.as_array()).context("no nodes")?;
         let homes: BTreeMap<String, String> =
@@ -166,7 +166,7 @@ impl Share {
 /// Packets that a node's WireGuard was given and gave, and the bytes of both.
 fn carried(node: &Node) -> Result<[u64; 3]> {
     let text =
-        node.space.sh("cd /sys/class/net/kilo0/statistics; cat tx_packets rx_packets tx_bytes rx_bytes")?;
+        node.netns.sh("cd /sys/class/net/kilo0/statistics; cat tx_packets rx_packets tx_bytes rx_bytes")?;
     let counts: Vec<u64> = text.split_whitespace().map(str::parse).collect::<Result<_, _>>()?;
     let [sent, received, out, back] = counts[..] else { bail!("statistics of kilo0: {text}") };
     Ok([sent, received, out + back])

@@ -13,7 +13,7 @@ use std::{
 use anyhow::{Result, anyhow};
 
 use super::breaking::{self, Broken, MEMBER};
-use crate::{Lab, space::Space, wait};
+use crate::{Lab, netns::Netns, wait};
 
 /// What an overloaded leader logs; also when the machine of the lab is.
 pub(super) const OVERLOADED: &str = "overloaded, or its network loses packets";
@@ -31,7 +31,7 @@ const BYTES: usize = 100;
 struct End(JoinHandle<Result<std::io::Result<(u64, u64)>>>);
 
 impl End {
-    fn start(from: &Space, own: SocketAddr, other: SocketAddr, stop: &Arc<AtomicBool>) -> Self {
+    fn start(from: &Netns, own: SocketAddr, other: SocketAddr, stop: &Arc<AtomicBool>) -> Self {
         let stop = Arc::clone(stop);
         Self(from.spawn(move || flood(own, other, &stop)))
     }
@@ -71,8 +71,8 @@ pub(super) fn overload(lab: &mut Lab) -> Result<Broken> {
         |name| Ok::<_, anyhow::Error>(SocketAddr::from((breaking::node(lab, name)?.pod_ip(), PORT)));
     let (one, other) = (address(MEMBER)?, address(OTHER)?);
     let ends = [(MEMBER, one, other), (OTHER, other, one)].map(|(name, own, to)| {
-        let space = lab.network.space(&format!("pod-{name}"))?;
-        Ok(End::start(&space, own, to, &stop))
+        let netns = lab.network.netns(&format!("pod-{name}"))?;
+        Ok(End::start(&netns, own, to, &stop))
     });
     wait::fault_lasts(breaking::length());
     stop.store(true, Ordering::Relaxed);

@@ -18,8 +18,8 @@ use super::{
 };
 use crate::{
     Lab, counters,
+    netns::Netns,
     network::{Node, Underlay},
-    space::Space,
     wait,
 };
 
@@ -40,7 +40,7 @@ type Recorded = BTreeMap<u8, Vec<u8>>;
 
 /// Listens until the router has seen a signal of each kind from one host to another: the first ones.
 fn record(
-    router: &Space,
+    router: &Netns,
     from: Ipv4Addr,
     to: Ipv4Addr,
     kinds: &[u8],
@@ -89,8 +89,8 @@ fn datagram(from: Ipv4Addr, to: Ipv4Addr, signal: &[u8]) -> Vec<u8> {
     bytes
 }
 
-fn send_all(space: &Space, to: Ipv4Addr, datagrams: Vec<Vec<u8>>) -> Result<()> {
-    let sending = space.spawn(move || -> Result<()> {
+fn send_all(netns: &Netns, to: Ipv4Addr, datagrams: Vec<Vec<u8>>) -> Result<()> {
+    let sending = netns.spawn(move || -> Result<()> {
         let socket = Socket::new(Domain::IPV4, Type::RAW, Some(Protocol::from(255)))?;
         for datagram in datagrams {
             socket.send_to(&datagram, &SocketAddr::from((to, 0)).into())?;
@@ -110,7 +110,7 @@ fn address(node: &Node) -> Result<Ipv4Addr> {
 
 /// What a node has refused: dropped by its kernel, or refused by its agent.
 fn refused(node: &Node, why: &str) -> Result<u64> {
-    let metrics = counters::scrape(&node.space)?;
+    let metrics = counters::scrape(&node.netns)?;
     let by_agent = format!("kilo_signals_refused_total{{why=\"{why}\"}}");
     let by_kernel = counters::drops(&metrics).get(why).copied();
     Ok(by_kernel.or_else(|| metrics.get(&by_agent).copied()).unwrap_or(0))
@@ -119,7 +119,7 @@ fn refused(node: &Node, why: &str) -> Result<u64> {
 /// One attack: who sends what to whom, and why it is refused.
 struct Attack<'a> {
     what: &'static str,
-    by: &'a Space,
+    by: &'a Netns,
     from: Ipv4Addr,
     to: &'a Node,
     signal: Vec<u8>,
@@ -172,7 +172,7 @@ pub(super) fn send(lab: &mut Lab) -> Result<Broken> {
         attack("HELLO changed", &printer, a2, &leader, &changed(&hello, 41), "forged_signal")?,
         attack(
             "a member's into the tunnel",
-            &member.space,
+            &member.netns,
             address(&member)?,
             &far,
             &roll,

@@ -13,7 +13,7 @@ use std::{
 
 use anyhow::{Result, anyhow};
 
-use crate::{probe, space::Space, wait};
+use crate::{netns::Netns, probe, wait};
 
 /// Between two flows.
 const EACH: Duration = Duration::from_millis(5);
@@ -28,7 +28,7 @@ pub struct Fresh {
 
 impl Fresh {
     /// Begins them in this namespace.
-    pub fn start(from: &Space, target: IpAddr) -> Self {
+    pub fn start(from: &Netns, target: IpAddr) -> Self {
         let stop = Arc::new(AtomicBool::new(false));
         let ended = Arc::clone(&stop);
         Self { stop, flows: from.spawn(move || begin(target, &ended)) }

@@ -41,7 +41,7 @@ pub(super) fn connects(lab: &mut Lab) -> Result<()> {
 /// Whether this node's WireGuard has a session with the laptop.
 fn hears_laptop(lab: &Lab, name: &str) -> bool {
     let read = || -> Result<bool> {
-        let status = counters::status(&lab.network.node(name)?.space)?;
+        let status = counters::status(&lab.network.node(name)?.netns)?;
         let tunnels = status.pointer("/agent/tunnels").and_then(|tunnels| tunnels.as_array());
         let is_laptop = |tunnel: &&serde_json::Value| {
             tunnel.get("name").and_then(|name| name.as_str()).is_some_and(|name| name.ends_with("laptop"))

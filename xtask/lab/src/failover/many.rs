@@ -25,8 +25,8 @@ const LOOK: Duration = Duration::from_secs(5);
 
 /// How many prefixes of members the far leader's device has with this gateway.
 fn prefixes(lab: &Lab, gateway: &str) -> Result<usize> {
-    let key = lab.network.node(gateway)?.space.sh("wg show kilo0 public-key")?;
-    let listed = lab.network.node(FAR)?.space.sh("wg show kilo0 allowed-ips")?;
+    let key = lab.network.node(gateway)?.netns.sh("wg show kilo0 public-key")?;
+    let listed = lab.network.node(FAR)?.netns.sh("wg show kilo0 allowed-ips")?;
     let [a, b, c, _] = MEMBERS_NET.0.octets();
     let is_members = |prefix: &&str| {
         prefix.starts_with("10.43.")

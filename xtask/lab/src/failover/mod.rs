@@ -238,9 +238,9 @@ impl Flows {
             return Ok(Self(crowd::senders(lab, &case.limit, case.leaders.into()).map(start).collect()));
         }
         let start = |(from, to): (&str, &str)| {
-            let space = lab.network.space(from)?;
+            let netns = lab.network.netns(from)?;
             ensure!(to != from, "a flow has two ends");
-            Ok((from.to_owned(), Traffic::start(&space, target(to)?)))
+            Ok((from.to_owned(), Traffic::start(&netns, target(to)?)))
         };
         [Some((case.from, case.to)), case.also]
             .into_iter()

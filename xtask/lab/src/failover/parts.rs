@@ -6,7 +6,7 @@ use super::{
     breaking::{self, Broken, LEADER, MEMBER, STAND_BY},
     fresh::Fresh,
 };
-use crate::{Lab, probe, space::Space, well::LEADS};
+use crate::{Lab, netns::Netns, probe, well::LEADS};
 
 /// Where traffic that is watched goes.
 const TO: &str = "b2";
@@ -22,7 +22,7 @@ pub(super) fn forwards_nothing(lab: &mut Lab) -> Result<Broken> {
 /// The same, but for flows that it has forwarded before: those of the traffic that is watched, and probes between
 /// the usual ports. New flows are watched, too.
 pub(super) fn drops_new_flows(lab: &mut Lab) -> Result<Broken> {
-    let (from, to) = (lab.network.space(&format!("pod-{MEMBER}"))?, breaking::node(lab, TO)?.pod_ip());
+    let (from, to) = (lab.network.netns(&format!("pod-{MEMBER}"))?, breaking::node(lab, TO)?.pod_ip());
     let old = old_flows(&from)?;
     let but: Vec<_> = old.into_iter().chain([SIGNAL_PORT]).map(|port| ("sport", port)).collect();
     let fresh = Fresh::start(&from, to.into());
@@ -30,7 +30,7 @@ pub(super) fn drops_new_flows(lab: &mut Lab) -> Result<Broken> {
 }
 
 /// Ports from which the traffic that is watched comes.
-fn old_flows(from: &Space) -> Result<Vec<u16>> {
+fn old_flows(from: &Netns) -> Result<Vec<u16>> {
     let said = from.sh(&format!("ss -Htun state established '( dport = :{} )'", probe::PORT))?;
     let port = |line: &str| line.split_whitespace().nth(3)?.rsplit_once(':')?.1.parse().ok();
     let ports: Vec<_> = said.lines().filter_map(port).collect();
@@ -61,9 +61,9 @@ fn drops_of_others(lab: &mut Lab, but: &[(&str, u16)]) -> Result<Broken> {
             );
         }
     }
-    leader.space.sh(&script)?;
+    leader.netns.sh(&script)?;
     Ok(Broken::until("kilo0 of a1 takes packets of a1 alone", move |_| {
-        let said = leader.space.sh("tc -s qdisc show dev kilo0; tc qdisc del dev kilo0 root")?;
+        let said = leader.netns.sh("tc -s qdisc show dev kilo0; tc qdisc del dev kilo0 root")?;
         let dropped = said.split("dropped ").filter_map(|rest| rest.split([',', ' ']).next()?.parse().ok());
         let dropped: u64 = dropped.max().unwrap_or(0);
         ensure!(dropped > 0, "nothing was dropped:\n{said}");

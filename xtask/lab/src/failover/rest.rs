@@ -53,7 +53,7 @@ fn spent(pid: u32) -> Result<Spent> {
 fn all(lab: &Lab) -> Result<Vec<(Spent, u64)>> {
     let one = |name: &String| {
         let pid = lab.agents.pid(name).with_context(|| format!("no agent runs on {name}"))?;
-        let writes = counters::scrape(&lab.network.node(name)?.space)?.get(WRITES).copied().unwrap_or(0);
+        let writes = counters::scrape(&lab.network.node(name)?.netns)?.get(WRITES).copied().unwrap_or(0);
         Ok((spent(pid)?, writes))
     };
     nodes::names(lab).iter().map(one).collect()
@@ -80,8 +80,8 @@ fn receive_apart(lab: &Lab) -> Result<()> {
     let receive = format!(
         "mount -t sysfs sys /mnt; for queue in /mnt/class/net/*/queues/rx-0/rps_cpus; do echo {RECEIVES:x} > $queue; done"
     );
-    for space in lab.network.spaces() {
-        space.sh(&format!("unshare --mount sh -euc '{receive}'"))?;
+    for netns in lab.network.namespaces() {
+        netns.sh(&format!("unshare --mount sh -euc '{receive}'"))?;
     }
     let mut agents = CpuSet::new();
     agents.set(AGENTS)?;

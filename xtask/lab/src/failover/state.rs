@@ -25,7 +25,7 @@ const TERM: &str = "kilo_failover_term";
 
 fn metric(lab: &Lab, node: &str, name: &str) -> Option<u64> {
     let node = lab.network.node(node).ok()?;
-    counters::scrape(&node.space).ok()?.get(name).copied()
+    counters::scrape(&node.netns).ok()?.get(name).copied()
 }
 
 /// Nodes of the location, whether their agents run or not.

@@ -59,7 +59,7 @@ pub(crate) fn upgrade(lab: &mut Lab) -> Result<String> {
         lab.agents.stop(name, Signal::SIGTERM)?;
     }
     for node in &lab.network.nodes {
-        node.space.sh(&format!("{AS_LAYOUT_2} <<'MAPS'{LAYOUT_2}\nMAPS"))?;
+        node.netns.sh(&format!("{AS_LAYOUT_2} <<'MAPS'{LAYOUT_2}\nMAPS"))?;
     }
     wait::fault_lasts(Duration::from_secs(1));
     for name in &all {
@@ -68,7 +68,7 @@ pub(crate) fn upgrade(lab: &mut Lab) -> Result<String> {
     }
     lab.agents.wait_until_ready(&lab.network, Duration::from_secs(60))?;
     until("the maps of layout 2 are gone", Duration::from_secs(20), || {
-        let there = lab.network.nodes.iter().map(|node| node.space.sh("ls /sys/fs/bpf/kilo"));
+        let there = lab.network.nodes.iter().map(|node| node.netns.sh("ls /sys/fs/bpf/kilo"));
         Ok(!there.collect::<Result<Vec<_>>>()?.iter().any(|text| text.lines().any(|line| line == "v2")))
     })?;
     Ok(format!("{} agents found v2, left only their own", all.len()))
@@ -107,7 +107,7 @@ pub(super) fn clock_is_wrong(lab: &mut Lab) -> Result<String> {
     for clock in ["+3600", "-3600"] {
         lab.agents.stop("a1", Signal::SIGTERM)?;
         lab.agents.start_at(&node, clock)?;
-        agents::wait_healthy(&node.space, Duration::from_secs(30))?;
+        agents::wait_healthy(&node.netns, Duration::from_secs(30))?;
         lab.agents.wait_until_ready(&lab.network, Duration::from_secs(60))?;
         let what = format!("with its clock at {clock} s a1 leads");
         wait::stays(&what, Duration::from_secs(3), || Ok(leads(lab, "a1")? && !leads(lab, "a2")?))?;
@@ -126,7 +126,7 @@ pub(super) fn leader_returns(lab: &mut Lab) -> Result<String> {
     let file = lab.agents.cluster().join("node-a1.yaml");
     let aside = lab.agents.cluster().with_file_name("node-a1.yaml");
     let changes = |lab: &Lab| -> Result<u64> {
-        let status = counters::status(&lab.network.node("a3")?.space)?;
+        let status = counters::status(&lab.network.node("a3")?.netns)?;
         let locations = status["locations"].as_array().context("no locations in /status")?;
         let here = locations.iter().find(|location| location["name"] == "location:site-a");
         Ok(here.and_then(|here| here["changes"].as_u64()).unwrap_or(0))
@@ -154,7 +154,7 @@ pub(super) fn location_dies(lab: &mut Lab) -> Result<String> {
         lab.agents.stop(name, Signal::SIGKILL)?;
         lab.network
             .node(name)?
-            .space
+            .netns
             .sh("for d in eth0 eth1; do ip link set $d down 2>/dev/null || true; done")?;
     }
     let gone = until("the location is declared dead", Duration::from_secs(150), || {
@@ -165,9 +165,9 @@ pub(super) fn location_dies(lab: &mut Lab) -> Result<String> {
     let status = lab.agents.kgctl(&["status"]);
     for name in dead {
         let node = lab.network.node(name)?.clone();
-        node.space.sh("for d in eth0 eth1; do ip link set $d up 2>/dev/null || true; done")?;
+        node.netns.sh("for d in eth0 eth1; do ip link set $d up 2>/dev/null || true; done")?;
         let gateway = if node.public.is_some() { "192.0.2.1".to_owned() } else { node.gateway.to_string() };
-        node.space.sh(&format!("ip route replace default via {gateway}"))?;
+        node.netns.sh(&format!("ip route replace default via {gateway}"))?;
         lab.agents.start(&node)?;
     }
     let took = gone?;
@@ -204,10 +204,10 @@ pub(super) fn on_their_own(lab: &mut Lab) -> Result<String> {
             lab.agents.stop(name, Signal::SIGKILL)?;
         }
         let rebooted = lab.network.node("a3")?.clone();
-        rebooted.space.sh(NO_PODS)?;
-        rebooted.space.sh(REBOOT)?;
+        rebooted.netns.sh(NO_PODS)?;
+        rebooted.netns.sh(REBOOT)?;
         let left =
-            rebooted.space.sh("ip route show proto 107; (ls /sys/fs/bpf; ip -o link) | grep kilo || true")?;
+            rebooted.netns.sh("ip route show proto 107; (ls /sys/fs/bpf; ip -o link) | grep kilo || true")?;
         ensure!(left.is_empty(), "a3 still has:\n{left}");
         // It has no last good topology: files are there at every start.
         lab.agents.start(&rebooted)?;
@@ -238,6 +238,6 @@ pub(super) fn on_their_own(lab: &mut Lab) -> Result<String> {
         }
     }
     lab.agents.wait_until_ready(&lab.network, Duration::from_secs(60))?;
-    lab.network.node("a3")?.space.sh("nft delete table inet no-pods")?;
+    lab.network.node("a3")?.netns.sh("nft delete table inet no-pods")?;
     said
 }

@@ -8,9 +8,9 @@ use socket2::{Domain, Protocol, Socket, Type};
 use super::number;
 use crate::{
     Lab, counters, forward_policy,
+    netns::Netns,
     network::Node,
     services,
-    space::Space,
     wait::{self, until},
 };
 
@@ -31,9 +31,9 @@ fn inner(source: Ipv4Addr, target: Ipv4Addr) -> Vec<u8> {
 }
 
 /// Sends IPIP packets from a host; returns how many the node dropped for `reason`.
-fn abuse(from: &Space, node: &Node, packet: Vec<u8>, reason: &str) -> Result<u64> {
+fn abuse(from: &Netns, node: &Node, packet: Vec<u8>, reason: &str) -> Result<u64> {
     let dropped =
-        || anyhow::Ok(counters::drops(&counters::scrape(&node.space)?).get(reason).copied().unwrap_or(0));
+        || anyhow::Ok(counters::drops(&counters::scrape(&node.netns)?).get(reason).copied().unwrap_or(0));
     let before = dropped()?;
     let std::net::IpAddr::V4(target) = node.private else { anyhow::bail!("needs an IPv4 underlay") };
     let sent = from.spawn(move || -> Result<()> {
@@ -72,14 +72,14 @@ pub(super) fn foreign_source(lab: &mut Lab) -> Result<String> {
     let (node, other) = (lab.network.node("a1")?, lab.network.node("a3")?);
     let victim = lab.network.node("a2")?.pod_ip();
     let packet = inner(victim, node.pod_ip());
-    let dropped = none_arrives(node, || abuse(&other.space, node, packet, "foreign_source"))?;
+    let dropped = none_arrives(node, || abuse(&other.netns, node, packet, "foreign_source"))?;
     Ok(format!("{ABUSES} packets, {dropped} dropped as foreign_source"))
 }
 
 pub(super) fn rp_filter(lab: &mut Lab) -> Result<String> {
     for value in [0, 2, 1] {
         for node in &lab.network.nodes {
-            node.space
+            node.netns
                 .sh(&format!("for d in /proc/sys/net/ipv4/conf/*/rp_filter; do echo {value} > $d; done"))?;
         }
         wait::fault_lasts(Duration::from_secs(1));
@@ -98,7 +98,7 @@ pub(super) fn dnat(lab: &mut Lab) -> Result<String> {
 
 pub(super) fn second_masquerade(lab: &mut Lab) -> Result<String> {
     let node = lab.network.node("a2")?;
-    node.space.sh(
+    node.netns.sh(
         "nft -f - <<'RULES'\ntable ip second {\n counter hits { }\n chain postrouting { type nat hook postrouting priority 100; \
          ip saddr 10.42.0.0/16 oifname \"eth0\" counter name hits masquerade; }\n}\nRULES",
     )?;
@@ -111,8 +111,8 @@ pub(super) fn second_masquerade(lab: &mut Lab) -> Result<String> {
             probe.join().map_err(|_| anyhow::anyhow!("probe thread"))??.context("a new connection")
         })
         .collect::<Result<Vec<_>>>();
-    let hits = number(&node.space, "nft list counter ip second hits | awk '/packets/ {print $2}'");
-    node.space.sh("nft delete table ip second")?;
+    let hits = number(&node.netns, "nft list counter ip second hits | awk '/packets/ {print $2}'");
+    node.netns.sh("nft delete table ip second")?;
     asked?;
     let hits = hits?;
     ensure!(hits >= 20, "the rule translated {hits} connections");
@@ -123,10 +123,10 @@ pub(super) fn second_masquerade(lab: &mut Lab) -> Result<String> {
 pub(super) fn ip_forward(lab: &mut Lab) -> Result<String> {
     let node = lab.network.node("a2")?.clone();
     lab.caused(&["IPv4 forwarding is off"]);
-    node.space.sh("echo 0 > /proc/sys/net/ipv4/ip_forward")?;
+    node.netns.sh("echo 0 > /proc/sys/net/ipv4/ip_forward")?;
     let told = until("the agent reports it", Duration::from_secs(20), || {
         Ok(std::fs::read_to_string(lab.agents.log("a2"))?.contains("sysctl net.ipv4.ip_forward=1"))
     });
-    node.space.sh("sysctl -q net.ipv4.ip_forward=1")?;
+    node.netns.sh("sysctl -q net.ipv4.ip_forward=1")?;
     Ok(format!("reported after {} ms, then turned on by the operator", told?.as_millis()))
 }

@@ -18,7 +18,7 @@ use std::{
 use anyhow::{Context as _, Result};
 use clap::{Args, ValueEnum};
 
-use crate::space::Space;
+use crate::netns::Netns;
 use crate::wait;
 
 /// Marks what is to be late, and names the queue.
@@ -138,38 +138,38 @@ impl Rule {
     }
 
     /// Puts the rule in force in the namespace until the guard is dropped.
-    pub fn inject(&self, space: &Space) -> Result<Injected> {
+    pub fn inject(&self, netns: &Netns) -> Result<Injected> {
         let late = match self.delay {
-            Some(delay) => Some(Late::start(space, self, Duration::from_millis(delay))?),
+            Some(delay) => Some(Late::start(netns, self, Duration::from_millis(delay))?),
             None => None,
         };
-        let injected = Injected { space: space.clone(), _late: late };
-        space.sh(&format!("nft -f - <<'RULES'\n{}RULES", self.table()))?;
+        let injected = Injected { netns: netns.clone(), _late: late };
+        netns.sh(&format!("nft -f - <<'RULES'\n{}RULES", self.table()))?;
         Ok(injected)
     }
 }
 
 /// A rule in force.
 pub struct Injected {
-    space: Space,
+    netns: Netns,
     /// Ends after the table that marks packets.
     _late: Option<Late>,
 }
 
 /// A queue packets wait in.
 struct Late {
-    space: Space,
+    netns: Netns,
     rule: String,
     stop: Arc<AtomicBool>,
     thread: Option<JoinHandle<Result<()>>>,
 }
 
 impl Late {
-    fn start(space: &Space, rule: &Rule, delay: Duration) -> Result<Self> {
+    fn start(netns: &Netns, rule: &Rule, delay: Duration) -> Result<Self> {
         let stop = Arc::new(AtomicBool::new(false));
         let (ready, is_ready) = mpsc::channel();
         let ended = Arc::clone(&stop);
-        let thread = space.spawn(move || {
+        let thread = netns.spawn(move || {
             let mut queue = match open() {
                 Ok(queue) => queue,
                 Err(error) => return drop(ready.send(Err(error))),
@@ -189,19 +189,19 @@ impl Late {
         };
         let rule = format!(" {chain} -m mark --mark {LATE} -j NFQUEUE --queue-num {LATE}");
         let late = Self {
-            space: space.clone(),
+            netns: netns.clone(),
             rule: format!("{program} -t raw -D {rule}"),
             stop,
             thread: Some(thread),
         };
-        space.sh(&format!("{program} -t raw -A {rule}"))?;
+        netns.sh(&format!("{program} -t raw -A {rule}"))?;
         Ok(late)
     }
 }
 
 impl std::ops::Drop for Late {
     fn drop(&mut self) {
-        let _ = self.space.sh(&self.rule);
+        let _ = self.netns.sh(&self.rule);
         self.stop.store(true, Ordering::Relaxed);
         if let Some(thread) = self.thread.take() {
             let _ = thread.join();
@@ -239,7 +239,7 @@ impl Injected {
     /// Packets that matched, and those of them that were dropped or late.
     pub fn hits(&self) -> Result<(u64, u64)> {
         let read = |name: &str| -> Result<u64> {
-            let text = self.space.sh(&format!("nft list counter inet fault {name}"))?;
+            let text = self.netns.sh(&format!("nft list counter inet fault {name}"))?;
             let packets = text.split_whitespace().skip_while(|word| *word != "packets").nth(1);
             packets.and_then(|number| number.parse().ok()).with_context(|| text.clone())
         };
@@ -249,7 +249,7 @@ impl Injected {
 
 impl std::ops::Drop for Injected {
     fn drop(&mut self) {
-        let _ = self.space.sh("nft delete table inet fault");
+        let _ = self.netns.sh("nft delete table inet fault");
     }
 }
 

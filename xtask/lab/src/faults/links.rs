@@ -17,10 +17,10 @@ use crate::{
 
 /// Waits until the interface is there again with other than the old index.
 fn back(lab: &Lab, node: &str, device: &str, old: u64) -> Result<String> {
-    let space = lab.network.node(node)?.space.clone();
+    let netns = lab.network.node(node)?.netns.clone();
     let index = format!("cat /sys/class/net/{device}/ifindex 2>/dev/null || echo 0");
     let took = until(&format!("{device} of {node} is back"), Duration::from_secs(30), || {
-        Ok(![0, old].contains(&number(&space, &index)?))
+        Ok(![0, old].contains(&number(&netns, &index)?))
     })?;
     Ok(format!("{device} is back after {} ms", took.as_millis()))
 }
@@ -28,9 +28,9 @@ fn back(lab: &Lab, node: &str, device: &str, old: u64) -> Result<String> {
 fn deleted(lab: &mut Lab, node: &str) -> Result<String> {
     // It may go between the look at it and the attaching to it.
     lab.caused(&["No such device"]);
-    let space = lab.network.node(node)?.space.clone();
-    let old = number(&space, "cat /sys/class/net/kilo0/ifindex")?;
-    space.ip("link delete kilo0\n")?;
+    let netns = lab.network.node(node)?.netns.clone();
+    let old = number(&netns, "cat /sys/class/net/kilo0/ifindex")?;
+    netns.ip("link delete kilo0\n")?;
     back(lab, node, "kilo0", old)
 }
 
@@ -44,25 +44,25 @@ pub(super) fn leader_deleted(lab: &mut Lab) -> Result<String> {
 
 pub(super) fn renamed(lab: &mut Lab) -> Result<String> {
     lab.caused(&["WireGuard device was renamed"]);
-    let space = lab.network.node("a2")?.space.clone();
-    let old = number(&space, "cat /sys/class/net/kilo0/ifindex")?;
-    space.ip("link set kilo0 down\nlink set kilo0 name renamed0\nlink set renamed0 up\n")?;
+    let netns = lab.network.node("a2")?.netns.clone();
+    let old = number(&netns, "cat /sys/class/net/kilo0/ifindex")?;
+    netns.ip("link set kilo0 down\nlink set kilo0 name renamed0\nlink set renamed0 up\n")?;
     let there = "cat /sys/class/net/kilo0/ifindex 2>/dev/null || echo 0";
-    let took = until("kilo0 is back", Duration::from_secs(15), || Ok(number(&space, there)? != 0));
+    let took = until("kilo0 is back", Duration::from_secs(15), || Ok(number(&netns, there)? != 0));
     if took.is_err() {
-        space.ip("link delete renamed0\n")?;
+        netns.ip("link delete renamed0\n")?;
         back(lab, "a2", "kilo0", old)?;
     }
     Ok(format!("kilo0 is back after {} ms", took?.as_millis()))
 }
 
 pub(super) fn renumbered(lab: &mut Lab) -> Result<String> {
-    let space = lab.network.node("a1")?.space.clone();
+    let netns = lab.network.node("a1")?.netns.clone();
     let shown = "ip -o -4 address show dev kilo0 | wc -l";
-    let before = number(&space, shown)?;
-    space.sh("ip address flush dev kilo0; ip route flush dev kilo0")?;
+    let before = number(&netns, shown)?;
+    netns.sh("ip address flush dev kilo0; ip route flush dev kilo0")?;
     let took =
-        until("the addresses are back", Duration::from_secs(20), || Ok(number(&space, shown)? >= before))?;
+        until("the addresses are back", Duration::from_secs(20), || Ok(number(&netns, shown)? >= before))?;
     Ok(format!("addresses back after {} ms", took.as_millis()))
 }
 
@@ -76,17 +76,17 @@ pub(super) fn key_rotated(lab: &mut Lab) -> Result<String> {
 
 fn rekey(lab: &mut Lab, script: &str) -> Result<Duration> {
     let node = lab.network.node("a1")?.clone();
-    let old = node.space.sh("wg show kilo0 public-key")?;
+    let old = node.netns.sh("wg show kilo0 public-key")?;
     lab.agents.stop("a1", Signal::SIGTERM)?;
-    node.space.sh(script)?;
+    node.netns.sh(script)?;
     lab.agents.start(&node)?;
-    agents::wait_healthy(&node.space, Duration::from_secs(20))?;
+    agents::wait_healthy(&node.netns, Duration::from_secs(20))?;
     let mut new = old.clone();
     until("the key is another", Duration::from_secs(10), || {
-        new = node.space.sh("wg show kilo0 public-key")?;
+        new = node.netns.sh("wg show kilo0 public-key")?;
         Ok(new != old)
     })?;
-    let other = lab.network.node("b1")?.space.clone();
+    let other = lab.network.node("b1")?.netns.clone();
     until("the other location has the new key", Duration::from_secs(20), || {
         Ok(other.sh("wg show kilo0 peers")?.contains(new.trim()))
     })
@@ -106,7 +106,7 @@ pub(super) fn key_and_handshakes(lab: &mut Lab) -> Result<String> {
     };
     let injected = ["a1", "b1"]
         .iter()
-        .map(|node| rule.inject(&lab.network.node(node)?.space))
+        .map(|node| rule.inject(&lab.network.node(node)?.netns))
         .collect::<Result<Vec<_>>>()?;
     let said = key_rotated(lab)?;
     let dropped = || injected.iter().map(|rule| Ok(rule.hits()?.1)).sum::<Result<u64>>();
@@ -127,14 +127,14 @@ pub(super) fn key_and_late_handshakes(lab: &mut Lab) -> Result<String> {
         delay: Some(300),
     };
     // First that it does what it says: an echo request of 84 bytes.
-    let injected = late("icmp", None, 84).inject(&a1.space)?;
+    let injected = late("icmp", None, 84).inject(&a1.netns)?;
     let ping =
         format!("ping -c 2 -W 3 {} | grep -o 'time=[0-9]*' | cut -d= -f2 | sort -n | head -1", a1.private);
-    let took = number(&a2.space, &ping)?;
+    let took = number(&a2.netns, &ping)?;
     ensure!((300..3000).contains(&took), "an echo that waits 300 ms took {took} ms");
     drop(injected);
     let rule = late("udp", Some(51820), 176);
-    let injected = rule.inject(&a1.space)?;
+    let injected = rule.inject(&a1.netns)?;
     let said = key_rotated(lab)?;
     until("a handshake was late", Duration::from_secs(40), || Ok(injected.hits()?.1 > 0))?;
     Ok(format!("{} handshakes 300 ms late, and an echo {took} ms; {said}", injected.hits()?.1))
@@ -146,7 +146,7 @@ pub(super) fn roams(lab: &mut Lab) -> Result<String> {
     // The router chooses ports by address, so that the mesh sees another endpoint, too.
     let endpoints = "wg show kilo0 endpoints";
     wait::fault_lasts(Duration::from_secs(3));
-    let seen = lab.network.node("b1")?.space.sh(endpoints)?;
+    let seen = lab.network.node("b1")?.netns.sh(endpoints)?;
     laptop.sh("ip address add 172.16.9.2/24 dev eth0 && ip address del 172.16.9.3/24 dev eth0; ip address add 172.16.9.2/24 dev eth0 2>/dev/null; ip route replace default via 172.16.9.1")?;
     wait::fault_lasts(Duration::from_secs(2));
     let endpoint =
@@ -158,8 +158,8 @@ pub(super) fn roams(lab: &mut Lab) -> Result<String> {
 }
 
 pub(super) fn address_changes(lab: &mut Lab) -> Result<String> {
-    let node = lab.network.node("a1")?.space.clone();
-    let other = lab.network.node("b1")?.space.clone();
+    let node = lab.network.node("a1")?.netns.clone();
+    let other = lab.network.node("b1")?.netns.clone();
     let moves = |from: u8, to: u8| -> Result<Duration> {
         node.ip(&format!(
             "address del 192.0.2.{from}/24 dev eth1\naddress add 192.0.2.{to}/24 dev eth1\n\
@@ -182,7 +182,7 @@ pub(super) fn address_changes(lab: &mut Lab) -> Result<String> {
 
 pub(super) fn uplink_down(lab: &mut Lab) -> Result<String> {
     lab.caused(&[LEADS]);
-    let node = lab.network.node("a1")?.space.clone();
+    let node = lab.network.node("a1")?.netns.clone();
     node.ip("link set eth1 down\n")?;
     wait::fault_lasts(Duration::from_secs(2));
     // The default route went with the link; what configures the host adds it again.
@@ -192,7 +192,7 @@ pub(super) fn uplink_down(lab: &mut Lab) -> Result<String> {
 
 pub(super) fn detached(lab: &mut Lab) -> Result<String> {
     lab.caused(&[DETACHED]);
-    let node = lab.network.node("a2")?.space.clone();
+    let node = lab.network.node("a2")?.netns.clone();
     // A pinned TCX link ends with its pin; a clsact filter with the qdisc.
     let removed =
         node.sh("rm -v /sys/fs/bpf/kilo/links/kilo_* 2>/dev/null || tc qdisc del dev kilo0 clsact")?;

@@ -20,7 +20,7 @@ use std::{
 use anyhow::{Context as _, Result};
 use serde::{Deserialize, Serialize};
 
-use super::{Lab, network::Network, network::OUTSIDE, space::Space};
+use super::{Lab, netns::Netns, network::Network, network::OUTSIDE};
 use crate::report::TestOutcome;
 use list::{FAULTS, Fault, Goal, UnderTraffic, is_named};
 pub use table::{write as write_table, write_lines};
@@ -85,7 +85,7 @@ pub fn place(id: &str) -> usize {
 /// Hosts of a cluster track connections from the start, because kube-proxy does.
 fn track_connections(lab: &Lab) -> Result<()> {
     for node in &lab.network.nodes {
-        node.space.sh("nft 'table inet host { chain forward { type filter hook forward priority 0; ct state established counter; }; }'")?;
+        node.netns.sh("nft 'table inet host { chain forward { type filter hook forward priority 0; ct state established counter; }; }'")?;
     }
     Ok(())
 }
@@ -149,7 +149,7 @@ fn row(lab: &mut Lab, fault: &Fault, traffic: &UnderTraffic) -> Row {
 
 fn watch(lab: &mut Lab, fault: &UnderTraffic) -> Result<(String, Figures)> {
     lab.agents.wait_until_ready(&lab.network, PATIENCE)?;
-    let (from, target) = (lab.network.space(fault.from)?, target(&lab.network, fault.to)?);
+    let (from, target) = (lab.network.netns(fault.from)?, target(&lab.network, fault.to)?);
     let traffic = Traffic::start(&from, target);
     let result = traffic.settle(PATIENCE).context("before the fault").and_then(|()| (fault.inject)(lab));
     let settled = result.and_then(|injected| {
@@ -184,7 +184,7 @@ fn missed(goal: Goal, figures: &Figures) -> Option<String> {
 }
 
 /// A number in a namespace's answer.
-fn number(space: &Space, script: &str) -> Result<u64> {
-    let text = space.sh(script)?;
+fn number(netns: &Netns, script: &str) -> Result<u64> {
+    let text = netns.sh(script)?;
     text.trim().parse().with_context(|| format!("{script}: {text}"))
 }

@@ -30,7 +30,7 @@ pub(crate) fn stop_and_start(lab: &mut Lab, names: &[String], signal: Signal, pa
         lab.agents.start(&node)?;
     }
     for name in names {
-        agents::wait_healthy(&lab.network.node(name)?.space, Duration::from_secs(30))?;
+        agents::wait_healthy(&lab.network.node(name)?.netns, Duration::from_secs(30))?;
     }
     lab.agents.wait_until_ready(&lab.network, Duration::from_secs(60))
 }
@@ -53,7 +53,7 @@ pub(super) fn task_panics(lab: &mut Lab) -> Result<String> {
     kill(Pid::from_raw(agent.cast_signed()), Signal::SIGUSR2)?;
     let mut last = String::new();
     until("/health fails", Duration::from_secs(10), || {
-        last = counters::health(&node.space).unwrap_or_else(|error| format!("{error:#}"));
+        last = counters::health(&node.netns).unwrap_or_else(|error| format!("{error:#}"));
         Ok(last.contains("503"))
     })?;
     ensure!(last.contains("panicked"), "/health does not say why: {last}");
@@ -73,17 +73,17 @@ const HOST: &str = "ip rule; ip -6 rule; ip route show table all | grep -v 'dev 
 pub(super) fn uninstall(lab: &mut Lab) -> Result<String> {
     let node = lab.network.node("a3")?.clone();
     // Things of others, some of them like ours.
-    node.space.sh(
+    node.netns.sh(
         "nft add table inet other; nft add chain inet other c; ip rule add from 203.0.113.1 lookup 77; \
          ip route add 203.0.113.0/24 via 10.1.1.1; ip route add 203.0.114.0/24 via 10.1.1.1 table 77; \
          ip link add other0 type veth peer name other1",
     )?;
     let run = |lab: &mut Lab| -> Result<String> {
         lab.agents.stop("a3", Signal::SIGTERM)?;
-        let mut command = node.space.command(lab.agents.program("kg"));
+        let mut command = node.netns.command(lab.agents.program("kg"));
         command.args(["uninstall", "--backend", "file", "--backend-dir"]).arg(lab.agents.cluster());
-        crate::space::run(&mut command)?;
-        node.space.sh(HOST)
+        crate::netns::run(&mut command)?;
+        node.netns.sh(HOST)
     };
     let first = run(lab)?;
     ensure!(!first.contains("kilo"), "something of ours is left:\n{first}");
@@ -95,7 +95,7 @@ pub(super) fn uninstall(lab: &mut Lab) -> Result<String> {
     let second = run(lab)?;
     ensure!(first == second, "the host is not as it was before:\n{first}\n-- now\n{second}");
     lab.agents.start(&node)?;
-    node.space.sh(
+    node.netns.sh(
         "nft delete table inet other; ip rule del from 203.0.113.1 lookup 77; ip route del 203.0.113.0/24; \
          ip route del 203.0.114.0/24 table 77; ip link del other0",
     )?;
@@ -139,7 +139,7 @@ pub(crate) fn annotated(lab: &Lab, node: &str, annotations: &[(&str, &str)]) -> 
 
 /// A metric of the node's agent; 0 when it has none of that name.
 pub(super) fn metric(lab: &Lab, node: &str, name: &str) -> Result<u64> {
-    Ok(counters::scrape(&lab.network.node(node)?.space)?.get(name).copied().unwrap_or(0))
+    Ok(counters::scrape(&lab.network.node(node)?.netns)?.get(name).copied().unwrap_or(0))
 }
 
 pub(super) fn rubbish(lab: &mut Lab) -> Result<String> {
@@ -193,16 +193,16 @@ pub(super) fn two_leaders(lab: &mut Lab) -> Result<String> {
     lab.agents.stop("a1", Signal::SIGTERM)?;
     lab.agents.start_reading(&node, &other, &[])?;
     until("a1 takes a2 for the leader", Duration::from_secs(20), || {
-        agents::wait_healthy(&node.space, Duration::from_secs(20))?;
+        agents::wait_healthy(&node.netns, Duration::from_secs(20))?;
         Ok(!leads(lab, "a1")?)
     })?;
     let packets = |lab: &Lab| -> Result<u64> {
-        let a1 = counters::scrape(&lab.network.node("a1")?.space)?;
-        let a2 = counters::scrape(&lab.network.node("a2")?.space)?;
+        let a1 = counters::scrape(&lab.network.node("a1")?.netns)?;
+        let a2 = counters::scrape(&lab.network.node("a2")?.netns)?;
         Ok(counters::action(&a1, "steer") + counters::action(&a2, "steer"))
     };
     let refused = |lab: &Lab| -> Result<u64> {
-        let metrics = counters::scrape(&lab.network.node("a1")?.space)?;
+        let metrics = counters::scrape(&lab.network.node("a1")?.netns)?;
         Ok(counters::drops(&metrics).get("not_for_us").copied().unwrap_or(0))
     };
     let (before, refused_before) = (packets(lab)?, refused(lab)?);
@@ -264,7 +264,7 @@ pub(super) fn unresolvable(lab: &mut Lab) -> Result<String> {
     let text = peer("nowhere", "10.5.0.77/32", &key(3), endpoint);
     with_file(lab, "peer-nowhere.yaml", &text, |lab| {
         until("the peer is seen", Duration::from_secs(10), || {
-            Ok(lab.network.node("a1")?.space.sh("wg show kilo0 allowed-ips")?.contains("10.5.0.77/32"))
+            Ok(lab.network.node("a1")?.netns.sh("wg show kilo0 allowed-ips")?.contains("10.5.0.77/32"))
         })?;
         wait::fault_lasts(Duration::from_secs(1));
         Ok(())
@@ -277,10 +277,10 @@ pub(super) fn same_key(lab: &mut Lab) -> Result<String> {
     texts.push(peer("three", "10.5.0.0/24", &key(5), ""));
     with_file(lab, "peer-twice.yaml", &texts.join("---\n"), |lab| {
         until("a peer is seen", Duration::from_secs(10), || {
-            Ok(lab.network.node("a1")?.space.sh("wg show kilo0 allowed-ips")?.contains("10.5.0.78/32"))
+            Ok(lab.network.node("a1")?.netns.sh("wg show kilo0 allowed-ips")?.contains("10.5.0.78/32"))
         })?;
         wait::fault_lasts(Duration::from_secs(1));
-        let laptop = lab.network.node("a1")?.space.sh("wg show kilo0 allowed-ips")?;
+        let laptop = lab.network.node("a1")?.netns.sh("wg show kilo0 allowed-ips")?;
         ensure!(laptop.contains("10.5.0.1/32"), "the laptop lost its address:\n{laptop}");
         Ok(())
     })?;
@@ -288,7 +288,7 @@ pub(super) fn same_key(lab: &mut Lab) -> Result<String> {
 }
 
 pub(super) fn peers_come(lab: &mut Lab) -> Result<String> {
-    let shown = |lab: &Lab| lab.network.node("a1")?.space.sh("wg show kilo0 allowed-ips");
+    let shown = |lab: &Lab| lab.network.node("a1")?.netns.sh("wg show kilo0 allowed-ips");
     for number in 0..20 {
         let text = peer(&format!("p{number}"), &format!("10.5.1.{number}/32"), &key(10 + number), "");
         fs::write(lab.agents.cluster().join(format!("peer-p{number}.yaml")), text)?;

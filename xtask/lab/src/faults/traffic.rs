@@ -14,7 +14,7 @@ use std::{
 
 use anyhow::{Context as _, Result, bail};
 
-use crate::{probe, space::Space, wait};
+use crate::{netns::Netns, probe, wait};
 
 /// Between two datagrams.
 const TICK: Duration = Duration::from_millis(1);
@@ -54,12 +54,12 @@ pub struct Traffic {
 
 impl Traffic {
     /// Starts both from the namespace to the servers of [`probe::serve`].
-    pub fn start(from: &Space, target: IpAddr) -> Self {
+    pub fn start(from: &Netns, target: IpAddr) -> Self {
         Self::start_every(from, target, TICK)
     }
 
     /// As [`Traffic::start`], with another time between two datagrams.
-    pub fn start_every(from: &Space, target: IpAddr, tick: Duration) -> Self {
+    pub fn start_every(from: &Netns, target: IpAddr, tick: Duration) -> Self {
         let stop = Arc::new(AtomicBool::new(false));
         let answered = Arc::new(AtomicU64::new(0));
         let (ended, count) = (Arc::clone(&stop), Arc::clone(&answered));

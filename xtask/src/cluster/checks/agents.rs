@@ -61,5 +61,5 @@ fn ask(node: &Node, path: &'static str) -> Result<String> {
         stream.read_to_string(&mut text)?;
         Ok(text.split_once("\r\n\r\n").context("no HTTP answer")?.1.to_owned())
     };
-    node.space().spawn(ask).join().map_err(|_| anyhow::anyhow!("the asking thread ended"))??
+    node.netns().spawn(ask).join().map_err(|_| anyhow::anyhow!("the asking thread ended"))??
 }

@@ -139,7 +139,7 @@ fn takeover(cluster: &Cluster) -> Result<String> {
 fn agents_listen(cluster: &Cluster) -> Result<()> {
     for node in &cluster.nodes {
         let listens =
-            || node.space().sh("ss --no-header -ltn 'sport = 1107'").ok().filter(|said| !said.is_empty());
+            || node.netns().sh("ss --no-header -ltn 'sport = 1107'").ok().filter(|said| !said.is_empty());
         until(&format!("an agent of {} listens", node.name()), Duration::from_secs(30), listens)?;
     }
     Ok(())

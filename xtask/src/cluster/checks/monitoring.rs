@@ -15,7 +15,7 @@ use serde_json::Value;
 
 use crate::{
     cluster::{Cluster, deploy, node::Node, until},
-    lab::{space::Space, wait},
+    lab::{netns::Netns, wait},
     manifests::alerts,
     prometheus,
 };
@@ -41,10 +41,10 @@ pub fn prometheus(cluster: &Cluster) -> Result<String> {
     ensure!(checked.contains(&format!("{rules} rules found")), "there are {rules} alerts: {checked}");
     node.sh("cd /opt/prometheus && ./promtool test rules tests.yaml")?;
     let _running = Running::start(cluster)?;
-    let space = node.space();
+    let netns = node.netns();
     let nodes: BTreeSet<_> = cluster.nodes.iter().map(|node| node.name().to_owned()).collect();
     until("every agent is scraped", Duration::from_secs(60), || {
-        let up = result(&space, "query", "up == 1").ok()?;
+        let up = result(&netns, "query", "up == 1").ok()?;
         let seen: BTreeSet<_> =
             up.iter().filter_map(|series| Some(series["metric"]["instance"].as_str()?.to_owned())).collect();
         (seen == nodes && up.len() == nodes.len()).then_some(())
@@ -52,12 +52,12 @@ pub fn prometheus(cluster: &Cluster) -> Result<String> {
     wait::time_passes(Duration::from_secs(5), "two scrapes more make a rate");
     let queries = dashboard()?;
     for query in &queries {
-        let answer = result(&space, "query", query)?;
+        let answer = result(&netns, "query", query)?;
         // What is filtered by a comparison may have nothing to show.
         ensure!(query.ends_with("> 0") || !answer.is_empty(), "no data for {query}");
     }
     let evaluated = until("every alert is evaluated", Duration::from_secs(30), || {
-        let answer = get(&space, "/api/v1/rules").ok()?;
+        let answer = get(&netns, "/api/v1/rules").ok()?;
         let groups = answer.pointer("/data/groups")?.as_array()?;
         let rules: Vec<_> = groups.iter().filter_map(|group| group["rules"].as_array()).flatten().collect();
         let known = |rule: &&Value| rule["health"] != "unknown";
@@ -191,15 +191,15 @@ impl Drop for Running<'_> {
 }
 
 /// What Prometheus answers to a query.
-fn result(space: &Space, kind: &str, query: &str) -> Result<Vec<Value>> {
+fn result(netns: &Netns, kind: &str, query: &str) -> Result<Vec<Value>> {
     let encoded: String = query.bytes().map(|byte| format!("%{byte:02x}")).collect();
-    let answer = get(space, &format!("/api/v1/{kind}?query={encoded}"))?;
+    let answer = get(netns, &format!("/api/v1/{kind}?query={encoded}"))?;
     ensure!(answer["status"] == "success", "{query}: {}", answer["error"]);
     Ok(answer.pointer("/data/result").and_then(Value::as_array).cloned().unwrap_or_default())
 }
 
 /// A page of Prometheus, which is JSON.
-fn get(space: &Space, path: &str) -> Result<Value> {
+fn get(netns: &Netns, path: &str) -> Result<Value> {
     let path = path.to_owned();
     let ask = move || -> Result<Value> {
         let mut stream = TcpStream::connect(("127.0.0.1", PORT))?;
@@ -211,7 +211,7 @@ fn get(space: &Space, path: &str) -> Result<Value> {
         let (_, body) = text.split_once("\r\n\r\n").context("no answer")?;
         Ok(serde_json::from_str(body)?)
     };
-    space.spawn(ask).join().map_err(|_| anyhow::anyhow!("query thread"))??
+    netns.spawn(ask).join().map_err(|_| anyhow::anyhow!("query thread"))??
 }
 
 #[cfg(test)]

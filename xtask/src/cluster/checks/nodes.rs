@@ -104,7 +104,7 @@ fn power_cycle(cluster: &Cluster, node: &Node) -> Result<Duration> {
     until("a pod of the node that booted reaches another", Duration::from_secs(120), || {
         let pods = deploy::pods(cluster, "app=talker").ok()?;
         let pod = deploy::pod_on(&pods, node).ok()?.clone();
-        let answer = pod.space.spawn(move || probe::probe(Protocol::Icmp, other, Duration::from_secs(1)));
+        let answer = pod.netns.spawn(move || probe::probe(Protocol::Icmp, other, Duration::from_secs(1)));
         answer.join().ok()?.ok()?.ok()
     })?;
     let took = started.elapsed();

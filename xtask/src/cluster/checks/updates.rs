@@ -15,9 +15,8 @@ use crate::{
     image::IMAGE,
     lab::{
         faults::traffic::{Figures, Traffic},
-        probe,
-        space::Space,
-        wait,
+        netns::Netns,
+        probe, wait,
     },
 };
 
@@ -45,17 +44,17 @@ impl Flows {
         let _ = probe::serve(&network::outside(), OUTSIDE.into());
         let from = deploy::pod_on(&pods, from)?;
         let mut flows = Vec::new();
-        let mut start = |space: &Space, target, name: String| {
-            flows.push((name, Traffic::start_every(space, target, TICK)));
+        let mut start = |netns: &Netns, target, name: String| {
+            flows.push((name, Traffic::start_every(netns, target, TICK)));
         };
         for pod in pods.iter().filter(|pod| pod.name != from.name && Some(pod.node.as_str()) != but) {
             for address in pod.addresses() {
                 let family = if address.is_ipv6() { " by IPv6" } else { "" };
-                start(&from.space, address, format!("{} to {}{family}", from.node, pod.node));
+                start(&from.netns, address, format!("{} to {}{family}", from.node, pod.node));
             }
         }
         let outside = deploy::pod_on(&pods, outside)?;
-        start(&outside.space, OUTSIDE.into(), format!("{} to outside", outside.node));
+        start(&outside.netns, OUTSIDE.into(), format!("{} to outside", outside.node));
         for (_, traffic) in &flows {
             traffic.settle(Duration::from_secs(20))?;
         }

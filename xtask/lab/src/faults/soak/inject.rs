@@ -15,8 +15,8 @@ use crate::{
         injector::{Direction, Drop, Family, Rule},
         nodes::{annotated, key, names, peer, put},
     },
+    netns,
     network::Node,
-    space,
 };
 
 /// A fault that heals by itself.
@@ -86,13 +86,13 @@ pub fn agent_stands_still(lab: &mut Lab, rng: &mut Rng) -> Result<Injected> {
 
 pub fn device_deleted(lab: &mut Lab, rng: &mut Rng) -> Result<Injected> {
     let node = any_node(lab, rng);
-    node.space.sh("ip link delete kilo0 2>/dev/null || true")?;
+    node.netns.sh("ip link delete kilo0 2>/dev/null || true")?;
     Ok(alone(node.name()))
 }
 
 pub fn device_flushed(lab: &mut Lab, rng: &mut Rng) -> Result<Injected> {
     let node = any_node(lab, rng);
-    node.space.sh("ip address flush dev kilo0 || true; ip route flush dev kilo0 || true")?;
+    node.netns.sh("ip address flush dev kilo0 || true; ip route flush dev kilo0 || true")?;
     Ok(alone(node.name()))
 }
 
@@ -102,7 +102,7 @@ pub fn wireguard_killed(lab: &mut Lab, rng: &mut Rng) -> Result<Injected> {
         fs::read_to_string(format!("/proc/{process}/cmdline"))
             .is_ok_and(|words| words.contains("userspace-wireguard"))
     };
-    for process in space::processes(&node.space)?.into_iter().filter(is_wireguard) {
+    for process in netns::processes(&node.netns)?.into_iter().filter(is_wireguard) {
         let _ = kill(Pid::from_raw(process.cast_signed()), Signal::SIGKILL);
     }
     Ok(alone(node.name()))
@@ -110,7 +110,7 @@ pub fn wireguard_killed(lab: &mut Lab, rng: &mut Rng) -> Result<Injected> {
 
 pub fn detached(lab: &mut Lab, rng: &mut Rng) -> Result<Injected> {
     let node = any_node(lab, rng);
-    node.space.sh(
+    node.netns.sh(
         "rm -f /sys/fs/bpf/kilo/links/kilo_*; for d in kilo0 eth0; do tc qdisc del dev $d clsact 2>/dev/null || true; done",
     )?;
     Ok(alone(node.name()))
@@ -121,10 +121,10 @@ pub fn link_down(lab: &mut Lab, rng: &mut Rng) -> Result<Injected> {
     let device = if node.public.is_some() && rng.below(2) == 0 { "eth1" } else { "eth0" };
     // Routes go with the link; what configures the host adds them again.
     let routes = format!("ip route save dev {device} scope global > /run/routes-{device}");
-    node.space.sh(&format!("{routes}; ip link set {device} down"))?;
+    node.netns.sh(&format!("{routes}; ip link set {device} down"))?;
     let said = format!("{device} of {}", node.name());
     let mend = move |_: &mut Lab| {
-        node.space
+        node.netns
             .sh(&format!("ip link set {device} up; ip route restore < /run/routes-{device} || true"))?;
         Ok(())
     };
@@ -133,7 +133,7 @@ pub fn link_down(lab: &mut Lab, rng: &mut Rng) -> Result<Injected> {
 
 pub fn neighbours_forgotten(lab: &mut Lab, rng: &mut Rng) -> Result<Injected> {
     let node = any_node(lab, rng);
-    node.space.sh("ip neighbour flush all || true; ip -6 neighbour flush all || true")?;
+    node.netns.sh("ip neighbour flush all || true; ip -6 neighbour flush all || true")?;
     Ok(alone(node.name()))
 }
 
@@ -142,7 +142,7 @@ pub fn address_changes(lab: &mut Lab, rng: &mut Rng) -> Result<Injected> {
     let public = node.public.context("a leader has a public address")?;
     let other = format!("192.0.2.1{}", 3 + rng.below(5));
     let moves = move |node: &Node, from: &str, to: &str| {
-        node.space.sh(&format!(
+        node.netns.sh(&format!(
             "ip address del {from}/24 dev eth1 || true; ip address add {to}/24 dev eth1; \
              ip route replace default via 192.0.2.1 || true"
         ))
@@ -157,13 +157,13 @@ pub fn key_rotated(lab: &mut Lab, rng: &mut Rng) -> Result<Injected> {
     let node = any_leader(lab, rng);
     let nodes = vec![node.name().to_owned()];
     stop(lab, &nodes, Signal::SIGTERM)?;
-    node.space.sh("mv /var/lib/kilo/key /var/lib/kilo/first")?;
+    node.netns.sh("mv /var/lib/kilo/key /var/lib/kilo/first")?;
     start_again(lab, &nodes)?;
     let said = nodes.join("");
     // The laptop knows the first key.
     let mend = move |lab: &mut Lab| {
         stop(lab, &nodes, Signal::SIGTERM)?;
-        node.space.sh("mv /var/lib/kilo/first /var/lib/kilo/key")?;
+        node.netns.sh("mv /var/lib/kilo/first /var/lib/kilo/key")?;
         start_again(lab, &nodes)
     };
     Ok(Injected { said, mend: Box::new(mend) })
@@ -250,7 +250,7 @@ pub fn packets_lost(lab: &mut Lab, rng: &mut Rng) -> Result<Injected> {
         drop,
         delay,
     };
-    let injected = rule.inject(&node.space)?;
+    let injected = rule.inject(&node.netns)?;
     let late = delay.map(|delay| format!(" {delay} ms late")).unwrap_or_default();
     let said = format!("{drop:?}, {direction:?}, of WireGuard's at {}{late}", node.name());
     // It ends with its guard.
@@ -263,7 +263,7 @@ pub fn rp_filter(lab: &mut Lab, rng: &mut Rng) -> Result<Injected> {
     let set = |lab: &Lab, value: usize| {
         lab.network.nodes.iter().try_for_each(|node| {
             let script = format!("for d in /proc/sys/net/ipv4/conf/*/rp_filter; do echo {value} > $d; done");
-            node.space.sh(&script).map(|_| ())
+            node.netns.sh(&script).map(|_| ())
         })
     };
     set(lab, value)?;
@@ -272,9 +272,9 @@ pub fn rp_filter(lab: &mut Lab, rng: &mut Rng) -> Result<Injected> {
 
 pub fn forwarding_off(lab: &mut Lab, rng: &mut Rng) -> Result<Injected> {
     let node = any_node(lab, rng);
-    node.space.sh("echo 0 > /proc/sys/net/ipv4/ip_forward")?;
+    node.netns.sh("echo 0 > /proc/sys/net/ipv4/ip_forward")?;
     // The agent sees /proc/sys read-only, and informs the operator.
     let said = node.name().to_owned();
-    let mend = move |_: &mut Lab| node.space.sh("sysctl -q net.ipv4.ip_forward=1").map(|_| ());
+    let mend = move |_: &mut Lab| node.netns.sh("sysctl -q net.ipv4.ip_forward=1").map(|_| ());
     Ok(Injected { said, mend: Box::new(mend) })
 }

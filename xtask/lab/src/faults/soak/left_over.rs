@@ -9,7 +9,7 @@ use std::{
 
 use anyhow::Result;
 
-use crate::{Lab, space, wait};
+use crate::{Lab, netns, wait};
 
 /// Idle threads and last connections take their time to go.
 const PATIENCE: Duration = Duration::from_secs(90);
@@ -60,9 +60,9 @@ impl Inventory {
         for node in &lab.network.nodes {
             let name = node.name().to_owned();
             let mut lines: BTreeMap<String, usize> = BTreeMap::new();
-            let processes = space::processes(&node.space)?;
+            let processes = netns::processes(&node.netns)?;
             let programs = processes.iter().map(|process| format!("process {}", command(*process)));
-            for line in node.space.sh(HOST)?.lines().map(str::to_owned).chain(programs) {
+            for line in node.netns.sh(HOST)?.lines().map(str::to_owned).chain(programs) {
                 *lines.entry(line).or_default() += 1;
             }
             inventory.hosts.insert(name.clone(), lines);

@@ -134,7 +134,7 @@ fn round(
         Ok(took) => took,
         Err(error) => {
             for node in &lab.network.nodes {
-                let wg = node.space.sh("wg show kilo0 | grep -v '^$'").unwrap_or_default();
+                let wg = node.netns.sh("wg show kilo0 | grep -v '^$'").unwrap_or_default();
                 println!("{}:\n{}\n{wg}", node.name(), agents::tail(&lab.agents.log(node.name())));
             }
             bail!("after {}: {error:#}", names.join(", then "));

@@ -104,7 +104,7 @@ pub fn look(network: &Network) -> Look {
         .map(|source| {
             let targets = Arc::clone(&targets);
             let name = source.name.clone();
-            (name, source.space.clone().spawn(move || ask_all(&source, &targets)))
+            (name, source.netns.clone().spawn(move || ask_all(&source, &targets)))
         })
         .collect();
     let mut look = Look { began, asked: 0, missing: Vec::new() };

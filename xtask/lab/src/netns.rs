@@ -16,24 +16,24 @@ const NETNS_DIR: &str = "/run/netns";
 /// One named network namespace, optionally with a process that holds a mount
 /// and a UTS namespace beside it.
 #[derive(Clone, Debug, serde::Serialize, serde::Deserialize)]
-pub struct Space {
+pub struct Netns {
     /// Name within the lab: `a1`, `pod-a1`, `router`.
     pub name: String,
     /// Name of the network namespace on the machine.
-    pub netns: String,
+    pub id: String,
     /// Process that holds the other namespaces (nodes only).
     pub holder: Option<u32>,
 }
 
-impl Space {
+impl Netns {
     /// Creates the network namespace and brings loopback up.
     pub fn create(lab: &str, name: &str) -> Result<Self> {
         super::stop_if_interrupted()?;
-        let netns = format!("{lab}-{name}");
-        run(Command::new("ip").args(["netns", "add", &netns]))?;
-        let space = Self { name: name.to_owned(), netns, holder: None };
-        space.ip("link set lo up")?;
-        Ok(space)
+        let id = format!("{lab}-{name}");
+        run(Command::new("ip").args(["netns", "add", &id]))?;
+        let netns = Self { name: name.to_owned(), id, holder: None };
+        netns.ip("link set lo up")?;
+        Ok(netns)
     }
 
     /// Adds mount and UTS namespaces: own /sys, /sys/fs/bpf, /run, /etc and
@@ -85,7 +85,7 @@ impl Space {
 
     /// Path of the network namespace.
     pub fn path(&self) -> PathBuf {
-        Path::new(NETNS_DIR).join(&self.netns)
+        Path::new(NETNS_DIR).join(&self.id)
     }
 
     /// A command that will run inside; its process id is the command's own.
@@ -114,7 +114,7 @@ impl Space {
     /// Runs lines of `ip` commands inside in one go.
     pub fn ip(&self, batch: &str) -> Result<()> {
         let mut child = Command::new("ip")
-            .args(["-n", &self.netns, "-batch", "-"])
+            .args(["-n", &self.id, "-batch", "-"])
             .stdin(Stdio::piped())
             .stderr(Stdio::piped())
             .spawn()
@@ -155,18 +155,18 @@ pub fn run(command: &mut Command) -> Result<String> {
 }
 
 /// Removes these namespaces with all that lives in them; those that are not there do no harm.
-pub fn remove(spaces: impl IntoIterator<Item = Space>) -> Result<()> {
-    let spaces: Vec<_> = spaces.into_iter().filter(|space| space.path().exists()).collect();
-    kill_inside(&spaces);
-    for space in &spaces {
-        run(Command::new("ip").args(["netns", "delete", &space.netns]))?;
+pub fn remove(namespaces: impl IntoIterator<Item = Netns>) -> Result<()> {
+    let namespaces: Vec<_> = namespaces.into_iter().filter(|netns| netns.path().exists()).collect();
+    kill_inside(&namespaces);
+    for netns in &namespaces {
+        run(Command::new("ip").args(["netns", "delete", &netns.id]))?;
     }
     Ok(())
 }
 
 /// Ends every process that lives in one of these network namespaces.
-pub fn kill_inside(spaces: &[Space]) {
-    for process in spaces.iter().flat_map(|space| processes(space).unwrap_or_default()) {
+pub fn kill_inside(namespaces: &[Netns]) {
+    for process in namespaces.iter().flat_map(|netns| processes(netns).unwrap_or_default()) {
         let _ = nix::sys::signal::kill(
             nix::unistd::Pid::from_raw(process.cast_signed()),
             nix::sys::signal::Signal::SIGKILL,
@@ -175,9 +175,9 @@ pub fn kill_inside(spaces: &[Space]) {
 }
 
 /// Every process that lives in the network namespace, but this one.
-pub fn processes(space: &Space) -> Result<Vec<u32>> {
+pub fn processes(netns: &Netns) -> Result<Vec<u32>> {
     use std::os::linux::fs::MetadataExt as _;
-    let inode = std::fs::metadata(space.path())?.st_ino();
+    let inode = std::fs::metadata(netns.path())?.st_ino();
     let numbers = std::fs::read_dir("/proc")?
         .flatten()
         .filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok())
