@@ -1,4 +1,4 @@
-//! Our way: the real agent sets the node up from Node objects, and is ended
+//! Our variant: the real agent sets the node up from Node objects, and is ended
 //! before anything is measured; the data path stays.
 
 use std::{

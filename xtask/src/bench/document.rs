@@ -44,12 +44,12 @@ fn tables(costs: &[Cost]) -> String {
     for (stage, title) in STAGES {
         let _ = write!(
             text,
-            "\n### {title}\n\n`{stage}`\n\n| way | 64 bytes | 1,372 bytes | 1,024 bytes of TCP | the same in GSO packets | first packets of flows |\n|---|--:|--:|--:|--:|--:|\n"
+            "\n### {title}\n\n`{stage}`\n\n| variant | 64 bytes | 1,372 bytes | 1,024 bytes of TCP | the same in GSO packets | first packets of flows |\n|---|--:|--:|--:|--:|--:|\n"
         );
-        for way in ways(costs, stage) {
-            let _ = write!(text, "| {way} |");
+        for variant in variants(costs, stage) {
+            let _ = write!(text, "| {variant} |");
             for load in LOADS {
-                match value(costs, way, stage, load) {
+                match value(costs, variant, stage, load) {
                     Some(value) => {
                         let _ = write!(text, " {} |", grouped(value));
                     }
@@ -62,18 +62,18 @@ fn tables(costs: &[Cost]) -> String {
     text + "\n"
 }
 
-fn ways<'a>(costs: &'a [Cost], stage: &str) -> Vec<&'a str> {
-    let mut ways: Vec<&str> = Vec::new();
+fn variants<'a>(costs: &'a [Cost], stage: &str) -> Vec<&'a str> {
+    let mut variants: Vec<&str> = Vec::new();
     for cost in costs.iter().filter(|cost| cost.stage == stage) {
-        if !ways.contains(&cost.way.as_str()) {
-            ways.push(&cost.way);
+        if !variants.contains(&cost.variant.as_str()) {
+            variants.push(&cost.variant);
         }
     }
-    ways
+    variants
 }
 
-fn value(costs: &[Cost], way: &str, stage: &str, load: &str) -> Option<f64> {
-    let found = costs.iter().find(|cost| cost.way == way && cost.stage == stage && cost.load == load);
+fn value(costs: &[Cost], variant: &str, stage: &str, load: &str) -> Option<f64> {
+    let found = costs.iter().find(|cost| cost.variant == variant && cost.stage == stage && cost.load == load);
     found.map(|cost| cost.instructions)
 }
 
@@ -97,14 +97,14 @@ pub fn plot(costs: &[Cost]) -> String {
         .filter(|(stage, _)| ["transit-out", "lan-to-encrypted", "masquerade"].contains(stage));
     let groups: Vec<_> = plotted
         .map(|(stage, title)| {
-            let bars = ways(costs, stage).into_iter().filter_map(|way| {
-                let value = value(costs, way, stage, "64")?;
-                let colour = match way.split('-').next() {
+            let bars = variants(costs, stage).into_iter().filter_map(|variant| {
+                let value = value(costs, variant, stage, "64")?;
+                let colour = match variant.split('-').next() {
                     Some("ours") => "#2a7",
                     Some("kilo") => "#c63",
                     _ => "#888",
                 };
-                Some(Bar { name: way.to_owned(), value, text: grouped(value), colour })
+                Some(Bar { name: variant.to_owned(), value, text: grouped(value), colour })
             });
             (format!("{title}, 64 bytes"), bars.collect())
         })
@@ -167,7 +167,7 @@ mod tests {
     #[test]
     fn tables_replace_what_stood_between_the_marks_and_nothing_else() {
         let costs = [Cost {
-            way: "plain".to_owned(),
+            variant: "plain".to_owned(),
             stage: "transit-out".to_owned(),
             load: "64".to_owned(),
             instructions: 4321.4,

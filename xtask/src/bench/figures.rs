@@ -11,13 +11,13 @@ const COUNTS: [&str; 3] = ["writes", "messages", "requests"];
 /// One figure of `docs/benchmarks.json`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Figure {
-    /// Stage, load and way: `transit-out/64/ours-ipip-5`.
+    /// Stage, load and variant: `transit-out/64/ours-ipip-5`.
     pub name: String,
     /// What is counted.
     pub unit: String,
     /// What was measured.
     pub value: f64,
-    /// The same of the way it is compared with, if there is one.
+    /// The same of the variant it is compared with, if there is one.
     pub baseline: Option<f64>,
     /// `value` / `baseline`.
     pub ratio: Option<f64>,
@@ -26,8 +26,8 @@ pub struct Figure {
 /// Instructions of one stage under one load.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Cost {
-    /// The way packets go: `plain`, `kilo-100-nft`, `ours-ipip-5`.
-    pub way: String,
+    /// The variant: `plain`, `kilo-100-nft`, `ours-ipip-5`.
+    pub variant: String,
     /// The part of the way: `transit-out`.
     pub stage: String,
     /// Payload bytes, `tcp-kb`, `tcp-super-kb` (GSO packets), `new-flow`.
@@ -36,21 +36,21 @@ pub struct Cost {
     pub instructions: f64,
 }
 
-/// The figures of all costs. Ours are compared with Kilo's way at the same
+/// The figures of all costs. Ours are compared with Kilo's variant at the same
 /// number of nodes, Kilo's with plain routes.
 pub fn figures(costs: &[Cost]) -> Vec<Figure> {
-    let of = |way: &str, cost: &Cost| {
+    let of = |variant: &str, cost: &Cost| {
         costs
             .iter()
-            .find(|other| other.way == way && other.stage == cost.stage && other.load == cost.load)
+            .find(|other| other.variant == variant && other.stage == cost.stage && other.load == cost.load)
             .map(|other| other.instructions)
     };
     costs
         .iter()
         .map(|cost| {
-            let baseline = baseline(&cost.way).and_then(|way| of(&way, cost));
+            let baseline = baseline(&cost.variant).and_then(|variant| of(&variant, cost));
             Figure {
-                name: format!("{}/{}/{}", cost.stage, cost.load, cost.way),
+                name: format!("{}/{}/{}", cost.stage, cost.load, cost.variant),
                 unit: unit(&cost.load).to_owned(),
                 value: rounded(&cost.load, cost.instructions),
                 baseline: baseline.map(|baseline| rounded(&cost.load, baseline)),
@@ -77,21 +77,21 @@ fn unit(load: &str) -> &'static str {
     }
 }
 
-/// Figures of ways that were not measured now, as they are stored: what does not
+/// Figures of variants that were not measured now, as they are stored: what does not
 /// depend on our code need not be counted again.
 pub fn kept(stored: &[Figure], measured: &[Cost]) -> Vec<Cost> {
     let costs = stored.iter().filter_map(|figure| {
         let mut parts = figure.name.splitn(3, '/').map(ToOwned::to_owned);
-        let (stage, load, way) = (parts.next()?, parts.next()?, parts.next()?);
-        Some(Cost { way, stage, load, instructions: figure.value })
+        let (stage, load, variant) = (parts.next()?, parts.next()?, parts.next()?);
+        Some(Cost { variant, stage, load, instructions: figure.value })
     });
-    costs.filter(|cost| measured.iter().all(|measured| measured.way != cost.way)).collect()
+    costs.filter(|cost| measured.iter().all(|measured| measured.variant != cost.variant)).collect()
 }
 
-/// The way another is compared with.
-fn baseline(way: &str) -> Option<String> {
-    let nodes = way.rsplit('-').next()?;
-    match way.split('-').next()? {
+/// The variant another is compared with.
+fn baseline(variant: &str) -> Option<String> {
+    let nodes = variant.rsplit('-').next()?;
+    match variant.split('-').next()? {
         // The larger meshes are compared with what Kilo was measured at.
         "ours" => {
             Some(format!("kilo-{}-nft", if nodes.parse::<u32>().ok()? > 1000 { "1000" } else { nodes }))
@@ -127,8 +127,13 @@ pub fn regressions(stored: &[Figure], now: &[Figure]) -> Vec<String> {
 mod tests {
     use super::*;
 
-    fn cost(way: &str, instructions: f64) -> Cost {
-        Cost { way: way.to_owned(), stage: "transit-out".to_owned(), load: "64".to_owned(), instructions }
+    fn cost(variant: &str, instructions: f64) -> Cost {
+        Cost {
+            variant: variant.to_owned(),
+            stage: "transit-out".to_owned(),
+            load: "64".to_owned(),
+            instructions,
+        }
     }
 
     #[test]

@@ -1,4 +1,4 @@
-//! The part of the benchmark that runs in the guest: every way in turn.
+//! The part of the benchmark that runs in the guest: every variant in turn.
 
 use std::{fs, path::Path};
 
@@ -8,7 +8,7 @@ use super::{
     agent::{self, Setup},
     figures::Cost,
     frames::Wrap,
-    kernel_ways,
+    kernel_variants,
     site::Site,
     stages::{Bench, Floor, floor},
 };
@@ -16,8 +16,8 @@ use super::{
 const NFT: &str = "iptables-nft-restore";
 const LEGACY: &str = "iptables-legacy-restore";
 
-/// A way packets can go.
-enum Way {
+/// A variant: what carries the packets.
+enum Variant {
     Plain,
     /// From a socket of the node into WireGuard.
     Wireguard,
@@ -46,7 +46,7 @@ enum Role {
     Member,
 }
 
-impl Way {
+impl Variant {
     fn name(&self) -> String {
         let rules = |restore: &str| if restore == NFT { "nft" } else { "legacy" };
         match self {
@@ -55,10 +55,10 @@ impl Way {
             Self::Masquerade(restore) => format!("iptables-{}", rules(restore)),
             Self::Kilo { nodes, restore } => format!("kilo-{nodes}-{}", rules(restore)),
             Self::Ours { wrap, nodes, remote: (locations, each), masquerade, leaders } => {
-                let way = if *masquerade == "ebpf" { wrap.flag() } else { masquerade };
+                let method = if *masquerade == "ebpf" { wrap.flag() } else { masquerade };
                 let all = if *locations == 1 { *nodes } else { nodes + locations * each };
                 let leaders = leaders.map(|leaders| format!("-leaders-{leaders}")).unwrap_or_default();
-                format!("ours-{way}-{all}{leaders}")
+                format!("ours-{method}-{all}{leaders}")
             }
         }
     }
@@ -94,16 +94,16 @@ impl Way {
         match *self {
             Self::Plain | Self::Wireguard => {
                 site.base_rules(NFT)?;
-                kernel_ways::plain(site, leads)
+                kernel_variants::plain(site, leads)
             }
             Self::Masquerade(restore) => {
                 site.base_rules(restore)?;
-                kernel_ways::plain(site, leads)?;
-                kernel_ways::masquerade(site, restore)
+                kernel_variants::plain(site, leads)?;
+                kernel_variants::masquerade(site, restore)
             }
             Self::Kilo { nodes, restore } => {
                 site.base_rules(restore)?;
-                kernel_ways::kilo(site, nodes, leads, restore)
+                kernel_variants::kilo(site, nodes, leads, restore)
             }
             Self::Ours { wrap, nodes, remote: (remote_locations, remote_nodes), masquerade, leaders } => {
                 site.base_rules(NFT)?;
@@ -121,7 +121,7 @@ impl Way {
     }
 }
 
-/// Measures the ways whose name contains `only`; writes the costs to `json`.
+/// Measures the variants whose name contains `only`; writes the costs to `json`.
 pub fn main(directory: &Path, kg: &Path, json: &Path, only: &str, large: bool) -> Result<()> {
     agent::check_binary(kg)?;
     fs::write(json.with_extension("kernel"), fs::read("/proc/sys/kernel/osrelease")?)?;
@@ -132,11 +132,11 @@ pub fn main(directory: &Path, kg: &Path, json: &Path, only: &str, large: bool) -
         floor(&site)?
     };
     let mut failed = Vec::new();
-    let wanted = |way: &&Way| only.split(',').any(|part| way.name().contains(part));
-    for way in ways(large).iter().filter(wanted) {
-        if let Err(error) = measure(way, directory, kg, &floor, &mut costs) {
-            println!("bench: {}: {error:#}", way.name());
-            failed.push(way.name());
+    let wanted = |variant: &&Variant| only.split(',').any(|part| variant.name().contains(part));
+    for variant in variants(large).iter().filter(wanted) {
+        if let Err(error) = measure(variant, directory, kg, &floor, &mut costs) {
+            println!("bench: {}: {error:#}", variant.name());
+            failed.push(variant.name());
         }
         fs::write(json, serde_json::to_vec_pretty(&costs)?).context("costs")?;
     }
@@ -144,55 +144,61 @@ pub fn main(directory: &Path, kg: &Path, json: &Path, only: &str, large: bool) -
     Ok(())
 }
 
-/// Puts costs into the order of the ways.
+/// Puts costs into the order of the variants.
 pub fn sort(costs: &mut [Cost]) {
-    let names: Vec<String> = ways(true).iter().map(Way::name).collect();
-    costs.sort_by_key(|cost| names.iter().position(|name| *name == cost.way));
+    let names: Vec<String> = variants(true).iter().map(Variant::name).collect();
+    costs.sort_by_key(|cost| names.iter().position(|name| *name == cost.variant));
 }
 
-fn ways(large: bool) -> Vec<Way> {
-    let ours = |wrap, nodes, remote| Way::Ours { wrap, nodes, remote, masquerade: "ebpf", leaders: None };
-    let led_by = |leaders| Way::Ours {
+fn variants(large: bool) -> Vec<Variant> {
+    let ours = |wrap, nodes, remote| Variant::Ours { wrap, nodes, remote, masquerade: "ebpf", leaders: None };
+    let led_by = |leaders| Variant::Ours {
         wrap: Wrap::Ipip,
         nodes: 5,
         remote: (1, 1),
         masquerade: "ebpf",
         leaders: Some(leaders),
     };
-    let mut ways = vec![
+    let mut variants = vec![
         ours(Wrap::Ipip, 5, (1, 1)),
         led_by(1),
         led_by(2),
-        Way::Plain,
-        Way::Wireguard,
-        Way::Masquerade(NFT),
-        Way::Kilo { nodes: 5, restore: NFT },
-        Way::Kilo { nodes: 100, restore: NFT },
+        Variant::Plain,
+        Variant::Wireguard,
+        Variant::Masquerade(NFT),
+        Variant::Kilo { nodes: 5, restore: NFT },
+        Variant::Kilo { nodes: 100, restore: NFT },
         ours(Wrap::Vxlan, 5, (1, 1)),
         ours(Wrap::None, 5, (1, 1)),
         ours(Wrap::Ipip, 100, (1, 1)),
-        Way::Ours { wrap: Wrap::Ipip, nodes: 5, remote: (1, 1), masquerade: "nftables", leaders: None },
-        Way::Kilo { nodes: 5, restore: LEGACY },
-        Way::Kilo { nodes: 100, restore: LEGACY },
+        Variant::Ours { wrap: Wrap::Ipip, nodes: 5, remote: (1, 1), masquerade: "nftables", leaders: None },
+        Variant::Kilo { nodes: 5, restore: LEGACY },
+        Variant::Kilo { nodes: 100, restore: LEGACY },
         ours(Wrap::Ipip, 1000, (1, 1)),
-        Way::Kilo { nodes: 1000, restore: NFT },
-        Way::Kilo { nodes: 1000, restore: LEGACY },
+        Variant::Kilo { nodes: 1000, restore: NFT },
+        Variant::Kilo { nodes: 1000, restore: LEGACY },
     ];
     if large {
-        ways.push(ours(Wrap::Ipip, 500, (19, 500)));
+        variants.push(ours(Wrap::Ipip, 500, (19, 500)));
     }
-    ways
+    variants
 }
 
-fn measure(way: &Way, directory: &Path, kg: &Path, floor: &Floor, costs: &mut Vec<Cost>) -> Result<()> {
-    for &role in way.roles() {
-        let name = way.name();
-        let site = Site::create(&directory.join(format!("{name}-{role:?}")), way.member())?;
-        let mut bench = Bench::new(&site, &name, way.wrap(), floor);
-        way.set_up(&site, role, kg)?;
+fn measure(
+    variant: &Variant,
+    directory: &Path,
+    kg: &Path,
+    floor: &Floor,
+    costs: &mut Vec<Cost>,
+) -> Result<()> {
+    for &role in variant.roles() {
+        let name = variant.name();
+        let site = Site::create(&directory.join(format!("{name}-{role:?}")), variant.member())?;
+        let mut bench = Bench::new(&site, &name, variant.wrap(), floor);
+        variant.set_up(&site, role, kg)?;
         site.fix_neighbours()?;
         let measured = match role {
-            Role::Leader if matches!(way, Way::Wireguard) => {
+            Role::Leader if matches!(variant, Variant::Wireguard) => {
                 site.handshake().and_then(|()| bench.wireguard())
             }
             Role::Leader => site.handshake().and_then(|()| bench.leader()),

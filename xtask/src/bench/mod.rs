@@ -10,7 +10,7 @@ mod frames;
 mod gateways;
 mod generator;
 mod guest;
-mod kernel_ways;
+mod kernel_variants;
 mod single;
 mod site;
 mod stages;
@@ -65,7 +65,7 @@ pub struct BenchArgs {
     /// Compare with docs/benchmarks.json instead of writing it; fail when a count of ours grew by more than a tenth.
     #[arg(long)]
     check: bool,
-    /// Only ways with one of these in their name, or numbers of nodes (comma separated); nothing is written unless
+    /// Only variants with one of these in their name, or numbers of nodes (comma separated); nothing is written unless
     /// with --update.
     #[arg(long, default_value = "")]
     only: String,
@@ -147,7 +147,8 @@ fn data(args: &BenchArgs) -> Result<()> {
     let now = figures::figures(&costs);
     if args.check {
         let is_measured = |figure: &Figure| {
-            args.only.is_empty() || costs.iter().any(|cost| figure.name.ends_with(&format!("/{}", cost.way)))
+            args.only.is_empty()
+                || costs.iter().any(|cost| figure.name.ends_with(&format!("/{}", cost.variant)))
         };
         return check(&stored(|figure| !is_of_control_plane(figure) && is_measured(figure))?, &now);
     }

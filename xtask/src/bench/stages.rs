@@ -97,12 +97,12 @@ impl Stage {
     }
 }
 
-/// Measures stages of one way.
+/// Measures stages of one variant.
 pub struct Bench<'a> {
     /// The node.
     pub site: &'a Site,
-    /// Name of the way.
-    pub way: String,
+    /// Name of the variant.
+    pub variant: String,
     /// Outer header inside the location.
     pub wrap: Wrap,
     /// What to subtract.
@@ -114,8 +114,8 @@ pub struct Bench<'a> {
 
 impl<'a> Bench<'a> {
     /// Nothing measured yet.
-    pub fn new(site: &'a Site, way: &str, wrap: Wrap, floor: &'a Floor) -> Self {
-        Self { site, way: way.to_owned(), wrap, floor, costs: Vec::new(), port: 10_000 }
+    pub fn new(site: &'a Site, variant: &str, wrap: Wrap, floor: &'a Floor) -> Self {
+        Self { site, variant: variant.to_owned(), wrap, floor, costs: Vec::new(), port: 10_000 }
     }
 
     /// On a leader: from the network into the WireGuard device, encrypted onto
@@ -145,7 +145,7 @@ impl<'a> Bench<'a> {
         let site = self.site;
         let outside = move |load, port| site.pod_packet(OUTSIDE, load, port);
         self.stage(&Stage::new("masquerade", Entry::Pod, (LAN, Direction::Egress)), outside)?;
-        if self.way == "plain" {
+        if self.variant == "plain" {
             return Ok(());
         }
         let answer = move |load, port| site.answer(load, port);
@@ -174,7 +174,7 @@ impl<'a> Bench<'a> {
         let spent = |bench: &Self, load, train, next: &mut dyn FnMut() -> Vec<u8>| -> Result<f64> {
             let (netns, device) = stage.entry.device(bench.site, load);
             let spent = cost(netns, device, &sink, train, next)
-                .with_context(|| format!("{load:?} of {} of {}", stage.name, bench.way))?;
+                .with_context(|| format!("{load:?} of {} of {}", stage.name, bench.variant))?;
             let floor = bench.floor.0.get(&stage.entry.floor(load)).context("the floor was not measured")?;
             Ok(spent - floor)
         };
@@ -203,8 +203,8 @@ impl<'a> Bench<'a> {
     }
 
     fn add(&mut self, stage: &str, load: String, instructions: f64) {
-        println!("bench: {:22} {:18} {:12} {:9.1}", self.way, stage, load, instructions);
-        self.costs.push(Cost { way: self.way.clone(), stage: stage.to_owned(), load, instructions });
+        println!("bench: {:22} {:18} {:12} {:9.1}", self.variant, stage, load, instructions);
+        self.costs.push(Cost { variant: self.variant.clone(), stage: stage.to_owned(), load, instructions });
     }
 }
 
