@@ -42,7 +42,7 @@ pub const NOTHING: u32 = 0;
 /// Answer of a part: it is done. Everything above is the index of a drop reason.
 pub const DONE: u32 = 1;
 
-/// Flags of [`egress_apart`], [`ingress_apart`], [`port::translation`] and [`rewrite`].
+/// Flags of [`egress_subprogram`], [`ingress_subprogram`], [`port::translation`] and [`rewrite`].
 const IPV6: u32 = 1;
 const OWN: u32 = 2;
 /// The flow has no entry, nor was it opened from outside, as was just found out.
@@ -99,7 +99,7 @@ pub fn egress<I: Ip>(
     let choose = !own && device.flags & DEVICE_BY_DESTINATION != 0;
     let flags =
         new | if I::V6 { IPV6 } else { 0 } | if own { OWN } else { 0 } | if choose { CHOOSE } else { 0 };
-    match egress_apart(ctx.as_ptr().cast(), config, offset as u32, flags) {
+    match egress_subprogram(ctx.as_ptr().cast(), config, offset as u32, flags) {
         DONE if own => Ok(None),
         DONE => {
             count_action(Action::Masquerade);
@@ -131,7 +131,7 @@ pub fn ingress<I: Ip>(
     let Some(work) = this_cpu() else { return Ok(None) };
     work.key.src = octets(I::mapped(ip.src()));
     work.key.dst = octets(I::mapped(ip.dst()));
-    match ingress_apart(ctx.as_ptr().cast(), offset as u32, if I::V6 { IPV6 } else { 0 }) {
+    match ingress_subprogram(ctx.as_ptr().cast(), offset as u32, if I::V6 { IPV6 } else { 0 }) {
         DONE => {
             let Some(work) = this_cpu() else { return Ok(None) };
             let to = I::unmapped(&work.new);
@@ -170,7 +170,7 @@ fn is_hosts_alone<I: Ip>(ctx: &TcContext, config: &Config, offset: usize, ip: &I
 subprogram! {
     /// The egress of a packet whose addresses are in `this_cpu().key`, and which gets
     /// `this_cpu().addr`.
-    fn egress_apart(config: &Config, offset: u32, flags: u32) -> u32 = translate_egress as masquerade_egress
+    fn egress_subprogram(config: &Config, offset: u32, flags: u32) -> u32 = translate_egress as masquerade_egress
 }
 
 #[inline(always)]
@@ -256,7 +256,7 @@ fn translate_egress(skb: Skb, config: &Config, offset: u32, flags: u32) -> u32 {
 subprogram! {
     /// The ingress of a packet whose addresses are in `this_cpu().key`; where it goes
     /// stands in `this_cpu().new` then.
-    fn ingress_apart(offset: u32, flags: u32) -> u32 = translate_ingress as masquerade_ingress
+    fn ingress_subprogram(offset: u32, flags: u32) -> u32 = translate_ingress as masquerade_ingress
 }
 
 #[inline(always)]
