@@ -189,7 +189,7 @@ pub fn leaves_by_device(node: &NodeValue, ifindex: u32) -> Result<(), DropReason
 /// # Errors
 /// `WrongInterface`.
 #[inline(always)]
-pub fn arrives_plain<'a>(
+pub fn arrives_native<'a>(
     towards: u32,
     sender: impl FnOnce() -> Option<&'a NodeValue>,
     ifindex: u32,
@@ -280,7 +280,7 @@ pub fn received(
 
 /// The prefix of a source that another node may send from without outer header; its hop says which.
 #[inline(always)]
-pub fn plain_source(config: u32, source: impl FnOnce() -> Option<PrefixValue>) -> Option<PrefixValue> {
+pub fn native_source(config: u32, source: impl FnOnce() -> Option<PrefixValue>) -> Option<PrefixValue> {
     let source = if config & CONFIG_NATIVE != 0 { source() } else { None };
     source.filter(|source| source.flags & PREFIX_SOURCE != 0 && source.hop != HOP_LOCAL)
 }

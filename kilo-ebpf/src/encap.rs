@@ -47,8 +47,8 @@ pub fn send<I: Ip>(ctx: &TcContext, config: &Config, hop: &Hop, tos: u8) -> Verd
     let skb = ctx.as_ptr().cast();
     match (hop.tunnel, hop.family) {
         (TUNNEL_IPIP, FAMILY_V4) => from_code(ipip::<I>(skb, config, hop, tos)),
-        (TUNNEL_NONE, FAMILY_V4) if !I::V6 => from_code(plain::<I>(skb, hop)),
-        (TUNNEL_NONE, FAMILY_V6) if I::V6 => from_code(plain::<I>(skb, hop)),
+        (TUNNEL_NONE, FAMILY_V4) if !I::V6 => from_code(native::<I>(skb, hop)),
+        (TUNNEL_NONE, FAMILY_V6) if I::V6 => from_code(native::<I>(skb, hop)),
         // A packet of the other family needs a next hop of its own; encapsulated it does without.
         (TUNNEL_NONE, FAMILY_V4) => from_code(ipip::<I>(skb, config, hop, tos)),
         (TUNNEL_NONE | TUNNEL_IPIP, FAMILY_V6) => from_code(ipip_v6::<I>(skb, config, hop, tos)),
@@ -198,12 +198,12 @@ fn transmit_v4<const N: usize>(
 
 subprogram! {
     /// Without outer header.
-    fn plain[I: Ip](hop: &Hop) -> i32 = send_plain;
-    by I::V6 => { false => encap_plain_v4[Ipv4], true => encap_plain_v6[V6] }
+    fn native[I: Ip](hop: &Hop) -> i32 = send_native;
+    by I::V6 => { false => encap_native_v4[Ipv4], true => encap_native_v6[V6] }
 }
 
 #[inline(always)]
-fn send_plain<I: Ip>(skb: Skb, hop: &Hop) -> i32 {
+fn send_native<I: Ip>(skb: Skb, hop: &Hop) -> i32 {
     to_code(next_hop::<I>(&TcContext::new(skb), hop))
 }
 

@@ -55,7 +55,7 @@ pub fn lan_ingress(ctx: &TcContext, config: &Config) -> Verdict {
                     from_code(relay::arrived::<Ipv4, ETHERNET_LEN>(ctx.as_ptr().cast(), config))
                 }
                 Established::NoEntry if config.flags & CONFIG_NATIVE == 0 => Ok(Act::NEXT),
-                Established::NoEntry => from_code(plain_v4(ctx.as_ptr().cast(), config)),
+                Established::NoEntry => from_code(native_v4(ctx.as_ptr().cast(), config)),
                 Established::NotDue | Established::Unknown => taken::<Ipv4, ETHERNET_LEN>(ctx, config),
             },
             _ => taken::<Ipv4, ETHERNET_LEN>(ctx, config),
@@ -187,7 +187,7 @@ fn received<O: Ip, const LINK: usize>(ctx: &TcContext, config: &Config) -> Verdi
     if relay::concerns::<O, LINK>(ctx, config, &outer) {
         return Ok(Act::of(RELAY));
     }
-    let taken = plain::<O, LINK>(ctx, config, &outer)?;
+    let taken = native::<O, LINK>(ctx, config, &outer)?;
     if taken == Act::NEXT {
         masquerade::arrived(ctx, config, LINK, &outer);
     }
@@ -242,16 +242,16 @@ fn vxlan<O: Ip, const LINK: usize>(ctx: &TcContext, outer: &O) -> Family {
 
 /// A packet without outer header, where nodes of the location send such.
 #[inline(always)]
-fn plain<I: Ip, const LINK: usize>(ctx: &TcContext, config: &Config, ip: &I) -> Verdict {
+fn native<I: Ip, const LINK: usize>(ctx: &TcContext, config: &Config, ip: &I) -> Verdict {
     let source = || I::prefix(config, ip.src());
-    let Some(source) = forwarding::plain_source(config.flags, source) else { return Ok(Act::NEXT) };
-    let is_plain = |node: &&Hop| node.kind == HOP_KIND_NODE && node.tunnel == TUNNEL_NONE;
-    let Some(node) = way(source.hop).filter(is_plain) else { return Ok(Act::NEXT) };
+    let Some(source) = forwarding::native_source(config.flags, source) else { return Ok(Act::NEXT) };
+    let is_native = |node: &&Hop| node.kind == HOP_KIND_NODE && node.tunnel == TUNNEL_NONE;
+    let Some(node) = way(source.hop).filter(is_native) else { return Ok(Act::NEXT) };
     if I::never_steered(ip.dst()) {
         return Ok(Act::NEXT);
     }
     let found = destined::<I>(config, sender_at(node), ip.dst());
-    let arrives = || forwarding::arrives_plain(node.ifindex, || sender_at(node), packet::ifindex(ctx));
+    let arrives = || forwarding::arrives_native(node.ifindex, || sender_at(node), packet::ifindex(ctx));
     match found {
         Some(disposition)
             if disposition.is_onward() && ip.ttl() > 1 && fits::<I>(ctx, LINK, ip, config.kilo_mtu) =>
@@ -288,12 +288,12 @@ fn sender_at(node: &Hop) -> Option<&'static NodeValue> {
 }
 
 subprogram! {
-    fn plain_v4(config: &Config) -> i32 = take_plain_v4 as received_plain_v4
+    fn native_v4(config: &Config) -> i32 = take_native_v4 as received_native_v4
 }
 
 #[inline(always)]
-fn take_plain_v4(skb: Skb, config: &Config) -> i32 {
+fn take_native_v4(skb: Skb, config: &Config) -> i32 {
     let ctx = TcContext::new(skb);
-    let plain = |ip: Ipv4| plain::<Ipv4, ETHERNET_LEN>(&ctx, config, &ip);
-    to_code(Ipv4::read(&ctx, ETHERNET_LEN).map_or(Ok(Act::NEXT), plain))
+    let native = |ip: Ipv4| native::<Ipv4, ETHERNET_LEN>(&ctx, config, &ip);
+    to_code(Ipv4::read(&ctx, ETHERNET_LEN).map_or(Ok(Act::NEXT), native))
 }

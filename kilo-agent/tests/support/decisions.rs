@@ -163,11 +163,11 @@ impl Decisions<'_> {
         if sender.may_arrive_by(ifindex) { Ok(()) } else { Err(DropReason::WrongInterface) }
     }
 
-    /// The same of a packet without outer header that [`Self::plain`] takes.
+    /// The same of a packet without outer header that [`Self::native`] takes.
     ///
     /// # Errors
     /// `WrongInterface`.
-    pub fn arrives_plain(&self, src: IpAddr, ifindex: u32) -> Result<(), DropReason> {
+    pub fn arrives_native(&self, src: IpAddr, ifindex: u32) -> Result<(), DropReason> {
         match longest(&self.0.prefix, src).and_then(|value| self.way(value.hop)) {
             Some(Hop::Node { ifindex: towards, .. }) if *towards == ifindex => Ok(()),
             Some(Hop::Node { remote, .. }) => {
@@ -188,7 +188,7 @@ impl Decisions<'_> {
     }
 
     /// `lan_ingress` for a packet without outer header; `None`: left to the stack.
-    pub fn plain(&self, probe: &Probe) -> Option<Action> {
+    pub fn native(&self, probe: &Probe) -> Option<Action> {
         let Packet { src, dst } = probe.packet;
         if self.0.config.flags & CONFIG_NATIVE == 0 || is_never_steered(dst) {
             return None;

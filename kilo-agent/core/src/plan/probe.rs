@@ -76,9 +76,9 @@ impl Tables {
     }
 
     /// `lan_ingress` for a packet without outer header; `None`: left to the stack.
-    pub fn plain(&self, probe: &Probe) -> Option<Action> {
+    pub fn native(&self, probe: &Probe) -> Option<Action> {
         let Packet { src, dst } = probe.packet;
-        let source = forwarding::plain_source(self.config.flags, || self.prefix(src))?;
+        let source = forwarding::native_source(self.config.flags, || self.prefix(src))?;
         let Hop::Node { tunnel: Tunnel::None, remote, .. } = self.way(source.hop)? else { return None };
         if is_never_steered(dst) {
             return None;

@@ -296,7 +296,7 @@ impl Tracer<'_> {
             };
             nodes.iter().find_map(owns)
         });
-        if let Some(action) = self.tables.plain(&self.question.probe) {
+        if let Some(action) = self.tables.native(&self.question.probe) {
             self.trace.at("lan_ingress", "its node sends without an outer header");
             self.destination();
             return self.conclude("lan_ingress", Ok((action, None)));

@@ -197,9 +197,9 @@ fn lan_ingress(tables: &Tables, flows: &Flows, input: &Input, link: usize) -> Wa
     if let (Some(translation), remembered) = flows.answer(tables, input, link, &outer, true) {
         return Wanted { remembered, bytes: Bytes::Translated(translation), ..passes(translation.action) };
     }
-    match Decisions(tables).plain(&outer.probe(input, link)) {
+    match Decisions(tables).native(&outer.probe(input, link)) {
         None => Wanted { remembered: flows.arrived(tables, input, link, &outer), ..passes(None) },
-        Some(_) if Decisions(tables).arrives_plain(outer.src, input.ifindex).is_err() => {
+        Some(_) if Decisions(tables).arrives_native(outer.src, input.ifindex).is_err() => {
             drops(DropReason::WrongInterface)
         }
         Some(action) => {
@@ -400,8 +400,8 @@ fn kilo_ingress(tables: &Tables, flows: &Flows, input: &Input) -> Result<Wanted,
 fn sent(tables: &Tables, input: &Input, ip: &Ip, verdict: Verdict) -> Result<Wanted, DropReason> {
     match verdict? {
         (action, Some(Hop::Node { tunnel, mtu, local, remote, .. })) => {
-            let plain = tunnel == Tunnel::None && remote.is_ipv6() == ip.v6;
-            let bytes = if input.gso != 0 && !plain {
+            let native = tunnel == Tunnel::None && remote.is_ipv6() == ip.v6;
+            let bytes = if input.gso != 0 && !native {
                 by_device(tables, &input.frame, ip, tunnel, remote)?
             } else {
                 on_the_way(&input.frame, ip, tunnel, local, remote)
