@@ -13,7 +13,7 @@ use kilo_common::{
 use kilo_core::plan::{
     Hop, Tables,
     model::Packet,
-    probe::Probe,
+    sized_packet::SizedPacket,
     trace::{Host, Origin, Question, Trace, trace},
 };
 use kilo_host::dataplane::{Dataplane, read_tables};
@@ -46,7 +46,7 @@ fn the_pinned_maps_are_read_back_as_the_tables_they_were_written_from() {
 fn ask(tables: &Tables, src: [u8; 4], dst: [u8; 4], origin: Origin, route: Option<u32>) -> Trace {
     let packet = Packet { src: src.into(), dst: dst.into() };
     let question =
-        Question { probe: Probe { packet, ttl: 64, length: 36 }, protocol: 17, ports: None, origin };
+        Question { sized: SizedPacket { packet, ttl: 64, length: 36 }, protocol: 17, ports: None, origin };
     trace(tables, &question, &Host { route, name: &|ifindex| format!("if{ifindex}") })
 }
 

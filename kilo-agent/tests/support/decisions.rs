@@ -17,7 +17,7 @@ use kilo_core::{
     plan::{
         Hop, Tables,
         model::{Packet, Verdict},
-        probe::Probe,
+        sized_packet::SizedPacket,
     },
     settings::Tunnel,
     topology::prefixes::longest,
@@ -135,19 +135,19 @@ impl Decisions<'_> {
     }
 
     /// `kilo_egress` for a packet that is not masqueraded.
-    pub fn leaving(&self, probe: &Probe) -> Verdict {
-        match self.kilo_egress(probe.packet) {
-            Ok((Action::Steer, Some(Hop::Node { mtu, .. }))) if !probe.fits(mtu) => Err(DropReason::TooBig),
+    pub fn leaving(&self, sized: &SizedPacket) -> Verdict {
+        match self.kilo_egress(sized.packet) {
+            Ok((Action::Steer, Some(Hop::Node { mtu, .. }))) if !sized.fits(mtu) => Err(DropReason::TooBig),
             verdict => verdict,
         }
     }
 
     /// `kilo_ingress` for a packet that does not answer a masqueraded one.
-    pub fn decrypted(&self, probe: &Probe) -> (Action, Option<Hop>) {
-        let hop = self.routed(probe.packet.dst).and_then(|id| self.0.hop.get(&id));
+    pub fn decrypted(&self, sized: &SizedPacket) -> (Action, Option<Hop>) {
+        let hop = self.routed(sized.packet.dst).and_then(|id| self.0.hop.get(&id));
         match hop {
             Some(hop @ Hop::Node { mtu, .. }) if self.is_gateway() => {
-                let action = forwarded(probe, Action::Forward, *mtu);
+                let action = forwarded(sized, Action::Forward, *mtu);
                 (action, Some(*hop).filter(|_| action == Action::Forward))
             }
             _ => (Action::Decrypt, None),
@@ -178,18 +178,18 @@ impl Decisions<'_> {
     }
 
     /// `lan_ingress` for the inner packet of one that `outer_src` sent here.
-    pub fn steered(&self, outer_src: IpAddr, probe: &Probe) -> Verdict {
-        match self.lan_ingress(outer_src, probe.packet)? {
+    pub fn steered(&self, outer_src: IpAddr, sized: &SizedPacket) -> Verdict {
+        match self.lan_ingress(outer_src, sized.packet)? {
             (action @ (Action::Transit | Action::PassOn), _) => {
-                Ok((forwarded(probe, action, self.0.config.kilo_mtu), None))
+                Ok((forwarded(sized, action, self.0.config.kilo_mtu), None))
             }
             verdict => Ok(verdict),
         }
     }
 
     /// `lan_ingress` for a packet without outer header; `None`: left to the stack.
-    pub fn native(&self, probe: &Probe) -> Option<Action> {
-        let Packet { src, dst } = probe.packet;
+    pub fn native(&self, sized: &SizedPacket) -> Option<Action> {
+        let Packet { src, dst } = sized.packet;
         if self.0.config.flags & CONFIG_NATIVE == 0 || is_never_steered(dst) {
             return None;
         }
@@ -199,7 +199,7 @@ impl Decisions<'_> {
         }
         let Some(Hop::Node { tunnel: Tunnel::None, remote, .. }) = self.way(source.hop) else { return None };
         let action = match self.onward(self.0.node.get(remote), dst)? {
-            action @ (Action::Transit | Action::PassOn) => forwarded(probe, action, self.0.config.kilo_mtu),
+            action @ (Action::Transit | Action::PassOn) => forwarded(sized, action, self.0.config.kilo_mtu),
             action => action,
         };
         // To the stack by way of kilo0 only if the answer leaves there, too.
@@ -226,6 +226,6 @@ fn is_never_steered(addr: IpAddr) -> bool {
 }
 
 /// Whether it goes on by itself, or by the stack, which answers it.
-fn forwarded(probe: &Probe, action: Action, mtu: u32) -> Action {
-    if probe.ttl > 1 && probe.fits(mtu) { action } else { Action::Punt }
+fn forwarded(sized: &SizedPacket, action: Action, mtu: u32) -> Action {
+    if sized.ttl > 1 && sized.fits(mtu) { action } else { Action::Punt }
 }

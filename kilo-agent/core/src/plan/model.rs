@@ -11,7 +11,7 @@ use kilo_common::{
 };
 
 pub use super::lookup::{Packet, Verdict};
-use super::{Hop, HostPlan, Tables, lookup::is_never_steered, probe::Probe};
+use super::{Hop, HostPlan, Tables, lookup::is_never_steered, sized_packet::SizedPacket};
 use crate::settings::Tunnel;
 
 /// Where a packet goes as seen from outside.
@@ -35,7 +35,7 @@ pub enum Route {
 impl Tables {
     /// `kilo_egress` for a small packet that is not masqueraded.
     pub fn kilo_egress(&self, packet: Packet) -> Verdict {
-        self.leaving(&Probe::small(packet))
+        self.leaving(&SizedPacket::small(packet))
     }
 
     /// `uplink_egress` for a packet small enough, which is neither WireGuard's nor
@@ -59,12 +59,12 @@ impl Tables {
 
     /// `kilo_ingress` for a small packet with TTL left that does not answer a masqueraded one.
     pub fn kilo_ingress(&self, packet: Packet) -> Verdict {
-        self.decrypted(&Probe::small(packet))
+        self.decrypted(&SizedPacket::small(packet))
     }
 
     /// `lan_ingress` for a small encapsulated packet addressed to this node.
     pub fn lan_ingress(&self, outer_src: IpAddr, inner: Packet) -> Verdict {
-        self.steered(outer_src, &Probe::small(inner))
+        self.steered(outer_src, &SizedPacket::small(inner))
     }
 }
 

@@ -19,7 +19,7 @@ use serde::Serialize;
 use super::{
     Hop, Tables,
     model::{Packet, Verdict},
-    probe::Probe,
+    sized_packet::SizedPacket,
 };
 use crate::{settings::Tunnel, topology::prefixes::longest_entry};
 
@@ -41,7 +41,7 @@ pub enum Origin {
 #[derive(Clone, Copy, Debug)]
 pub struct Question {
     /// Addresses, TTL and length.
-    pub probe: Probe,
+    pub sized: SizedPacket,
     /// IP protocol number.
     pub protocol: u8,
     /// Source and destination port, where the protocol has ports.
@@ -123,7 +123,7 @@ struct Tracer<'a> {
 
 impl Tracer<'_> {
     const fn packet(&self) -> Packet {
-        self.question.probe.packet
+        self.question.sized.packet
     }
 
     /// The kernel's decision: the routes to kilo0 are those of the tables.
@@ -185,7 +185,7 @@ impl Tracer<'_> {
         let mtu = self.tables.mtu_beside(Some(hop)).unwrap_or(0);
         match hop {
             // What this host were told would hold for its WireGuard, too.
-            _ if self.tables.is_of_mesh(src) && !self.question.probe.fits(mtu) => {
+            _ if self.tables.is_of_mesh(src) && !self.question.sized.fits(mtu) => {
                 let text = format!("larger than the {mtu} bytes that the way to {dst} carries");
                 self.trace.at("uplink_egress", text);
                 self.trace.reason = Some(DropReason::TooBig.label());
@@ -253,7 +253,7 @@ impl Tracer<'_> {
 
     fn leaving(mut self) -> Trace {
         let kilo = self.tables.config.kilo_ifindex;
-        let verdict = self.tables.leaving(&self.question.probe);
+        let verdict = self.tables.leaving(&self.question.sized);
         if verdict == Err(DropReason::NotUnicast) {
             return self.trace.dropped(DropReason::NotUnicast);
         }
@@ -274,7 +274,7 @@ impl Tracer<'_> {
     fn decrypted(mut self) -> Trace {
         self.reply();
         self.destination();
-        let verdict = self.tables.decrypted(&self.question.probe);
+        let verdict = self.tables.decrypted(&self.question.sized);
         self.conclude("kilo_ingress", verdict)
     }
 
@@ -296,7 +296,7 @@ impl Tracer<'_> {
             };
             nodes.iter().find_map(owns)
         });
-        if let Some(action) = self.tables.native(&self.question.probe) {
+        if let Some(action) = self.tables.native(&self.question.sized) {
             self.trace.at("lan_ingress", "its node sends without an outer header");
             self.destination();
             return self.conclude("lan_ingress", Ok((action, None)));
@@ -317,7 +317,7 @@ impl Tracer<'_> {
         };
         self.trace.at("sender", format!("encapsulated by {sender}: {known}"));
         self.destination();
-        let verdict = self.tables.steered(sender, &self.question.probe);
+        let verdict = self.tables.steered(sender, &self.question.sized);
         self.conclude("lan_ingress", verdict)
     }
 
@@ -375,7 +375,7 @@ impl Tracer<'_> {
     }
 
     fn conclude(mut self, program: &'static str, verdict: Verdict) -> Trace {
-        let Probe { ttl, length, .. } = self.question.probe;
+        let SizedPacket { ttl, length, .. } = self.question.sized;
         let (action, hop) = match verdict {
             Err(reason) => {
                 self.trace.at(program, format!("drops: {}", reason.label()));
@@ -395,7 +395,7 @@ impl Tracer<'_> {
 
 impl fmt::Display for Question {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Packet { src, dst } = self.probe.packet;
+        let Packet { src, dst } = self.sized.packet;
         let protocol = match self.protocol {
             protocol::TCP => "tcp".to_owned(),
             protocol::UDP => "udp".to_owned(),
@@ -407,6 +407,6 @@ impl fmt::Display for Question {
         if let Some((src, dst)) = self.ports {
             write!(f, " {src} > {dst}")?;
         }
-        write!(f, ", {} bytes, ttl {}", self.probe.length, self.probe.ttl)
+        write!(f, ", {} bytes, ttl {}", self.sized.length, self.sized.ttl)
     }
 }

@@ -8,7 +8,7 @@ use kilo_common::{
     maps::VXLAN_PORT,
     packet::{ETHERTYPE_IPV4, ETHERTYPE_IPV6, IPV4_LEN, IPV6_LEN, Ipv4, Ipv6, protocol},
 };
-use kilo_core::plan::{model::Packet, probe::Probe};
+use kilo_core::plan::{model::Packet, sized_packet::SizedPacket};
 
 use super::Input;
 
@@ -61,7 +61,7 @@ impl Ip {
         }
     }
 
-    pub(super) fn probe(&self, input: &Input, offset: usize) -> Probe {
+    pub(super) fn sized(&self, input: &Input, offset: usize) -> SizedPacket {
         let packet = Packet { src: self.src, dst: self.dst };
         let mut length = u32::try_from(input.frame.len() - offset).unwrap();
         if input.gso != 0 {
@@ -75,7 +75,7 @@ impl Ip {
             let headers = u32::try_from(self.header_len + headers).unwrap();
             length = length.min(segment_len(length, input.gso, headers));
         }
-        Probe { packet, ttl: self.ttl, length }
+        SizedPacket { packet, ttl: self.ttl, length }
     }
 }
 

@@ -197,7 +197,7 @@ fn lan_ingress(tables: &Tables, flows: &Flows, input: &Input, link: usize) -> Wa
     if let (Some(translation), remembered) = flows.answer(tables, input, link, &outer, true) {
         return Wanted { remembered, bytes: Bytes::Translated(translation), ..passes(translation.action) };
     }
-    match Decisions(tables).native(&outer.probe(input, link)) {
+    match Decisions(tables).native(&outer.sized(input, link)) {
         None => Wanted { remembered: flows.arrived(tables, input, link, &outer), ..passes(None) },
         Some(_) if Decisions(tables).arrives_native(outer.src, input.ifindex).is_err() => {
             drops(DropReason::WrongInterface)
@@ -266,7 +266,7 @@ fn steered(
     }
     let offset = link + overhead;
     let inner = Ip::read(frame, offset, v6)?;
-    let (action, _) = Decisions(tables).steered(outer.src, &inner.probe(input, offset))?;
+    let (action, _) = Decisions(tables).steered(outer.src, &inner.sized(input, offset))?;
     let mut bytes = [&frame[..offset], &marked(&frame[offset..], outer.tos, inner.tos, v6)?].concat();
     refused(input)?;
     if is_onward(action) {
@@ -336,7 +336,7 @@ fn kilo_egress(tables: &Tables, flows: &Flows, input: &Input) -> Result<Wanted, 
         return if leads { Ok(passes(Some(Action::Pass))) } else { Err(DropReason::NoPrefix) };
     };
     let ip = Ip::read(frame, 0, v6)?;
-    let verdict = Decisions(tables).leaving(&ip.probe(input, 0));
+    let verdict = Decisions(tables).leaving(&ip.sized(input, 0));
     if verdict == Err(DropReason::NotUnicast) {
         return Err(DropReason::NotUnicast);
     }
@@ -383,7 +383,7 @@ fn kilo_ingress(tables: &Tables, flows: &Flows, input: &Input) -> Result<Wanted,
     }
     let (mut answer, mut remembered) = flows.answer(tables, input, 0, &ip, false);
     let onward = Ip { dst: answer.map_or(ip.dst, |translation| translation.addr), ..ip };
-    let verdict = Ok(Decisions(tables).decrypted(&onward.probe(input, 0)));
+    let verdict = Ok(Decisions(tables).decrypted(&onward.sized(input, 0)));
     let several = if v6 { CONFIG_SEVERAL_V6 } else { CONFIG_SEVERAL_V4 } | CONFIG_OFFERED;
     if answer.is_none() && tables.config.flags & several != 0 && matches!(verdict, Ok((Action::Decrypt, _))) {
         (answer, remembered) = flows.answer(tables, input, 0, &ip, true);
@@ -495,7 +495,7 @@ fn uplink_egress(tables: &Tables, flows: &Flows, input: &Input, link: usize) -> 
             // What `kilo_egress` does then is another packet's judgement.
             let onward = Wanted { verdict: REDIRECT, ..passes(None) };
             // What the host were told would hold for its WireGuard, too.
-            let fits = ip.probe(input, link).fits(mtu) || !Decisions(tables).is_of_mesh(ip.src);
+            let fits = ip.sized(input, link).fits(mtu) || !Decisions(tables).is_of_mesh(ip.src);
             return if fits { onward } else { told(frame, link, v6, mtu) };
         }
         Err(reason) => return drops(reason),

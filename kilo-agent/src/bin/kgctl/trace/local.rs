@@ -6,7 +6,7 @@ use anyhow::{Context as _, Result, bail};
 use kilo_common::{counters::DropReason, packet::protocol};
 use kilo_core::plan::{
     model::Packet,
-    probe::Probe,
+    sized_packet::SizedPacket,
     trace::{self, Host, Origin, Question},
 };
 use kilo_host::{
@@ -31,7 +31,7 @@ impl TraceArgs {
         };
         let packet = Packet { src: self.src, dst: self.dst };
         Ok(Question {
-            probe: Probe { packet, ttl: self.ttl, length: self.size },
+            sized: SizedPacket { packet, ttl: self.ttl, length: self.size },
             protocol: number,
             ports: (self.proto != Proto::Icmp).then_some((self.sport, self.dport)),
             origin,

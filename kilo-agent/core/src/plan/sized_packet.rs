@@ -16,7 +16,7 @@ use crate::settings::Tunnel;
 
 /// A packet as far as the steering programs look at it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Probe {
+pub struct SizedPacket {
     /// Its addresses.
     pub packet: Packet,
     /// Time to live, or hop limit.
@@ -26,7 +26,7 @@ pub struct Probe {
     pub length: u32,
 }
 
-impl Probe {
+impl SizedPacket {
     /// A packet that every link carries, far from its last hop.
     pub const fn small(packet: Packet) -> Self {
         Self { packet, ttl: u8::MAX, length: 0 }
@@ -40,8 +40,8 @@ impl Probe {
 
 impl Tables {
     /// `kilo_egress` for a packet that is not masqueraded.
-    pub fn leaving(&self, probe: &Probe) -> Verdict {
-        let Packet { src, dst } = probe.packet;
+    pub fn leaving(&self, sized: &SizedPacket) -> Verdict {
+        let Packet { src, dst } = sized.packet;
         if is_never_steered(dst) || is_never_steered(src) {
             return Err(DropReason::NotUnicast);
         }
@@ -50,15 +50,15 @@ impl Tables {
             return Ok((forwarding::unrouted(flags)?, None));
         };
         let hop = self.way(to.hop);
-        let fits = || hop.is_some_and(|hop| probe.fits(hop.mtu()));
+        let fits = || hop.is_some_and(|hop| sized.fits(hop.mtu()));
         let action = forwarding::egress(flags, hop.map(Way::kind), fits)?;
         Ok((action, hop.copied().filter(|_| action == Action::Steer)))
     }
 
     /// `kilo_ingress` for a packet that does not answer a masqueraded one.
-    pub fn decrypted(&self, probe: &Probe) -> Verdict {
-        let hop = || self.hop.get(&forwarding::routed(self.prefix(probe.packet.dst))?.hop);
-        Ok(match forwarding::ingress(self.config.flags, hop, probe.ttl, |mtu| probe.fits(mtu)) {
+    pub fn decrypted(&self, sized: &SizedPacket) -> Verdict {
+        let hop = || self.hop.get(&forwarding::routed(self.prefix(sized.packet.dst))?.hop);
+        Ok(match forwarding::ingress(self.config.flags, hop, sized.ttl, |mtu| sized.fits(mtu)) {
             Ingress::Forward(hop) => (Action::Forward, Some(*hop)),
             Ingress::Punt => (Action::Punt, None),
             Ingress::Decrypt => (Action::Decrypt, None),
@@ -66,25 +66,25 @@ impl Tables {
     }
 
     /// `lan_ingress` for the inner packet of one that `outer_src` sent here.
-    pub fn steered(&self, outer_src: IpAddr, probe: &Probe) -> Verdict {
-        let Packet { src, dst } = probe.packet;
+    pub fn steered(&self, outer_src: IpAddr, sized: &SizedPacket) -> Verdict {
+        let Packet { src, dst } = sized.packet;
         let sender = self.node.get(&outer_src).ok_or(DropReason::UnknownSender)?;
         let found = self.disposition(Some(sender), dst);
         forwarding::check_source(sender, self.prefix(src), found)?;
-        let disposition = forwarding::received(found, probe.ttl, || probe.fits(self.config.kilo_mtu))?;
+        let disposition = forwarding::received(found, sized.ttl, || sized.fits(self.config.kilo_mtu))?;
         Ok((disposition.action(), None))
     }
 
     /// `lan_ingress` for a packet without outer header; `None`: left to the stack.
-    pub fn native(&self, probe: &Probe) -> Option<Action> {
-        let Packet { src, dst } = probe.packet;
+    pub fn native(&self, sized: &SizedPacket) -> Option<Action> {
+        let Packet { src, dst } = sized.packet;
         let source = forwarding::native_source(self.config.flags, || self.prefix(src))?;
         let Hop::Node { tunnel: Tunnel::None, remote, .. } = self.way(source.hop)? else { return None };
         if is_never_steered(dst) {
             return None;
         }
         let found = self.disposition(self.node.get(remote), dst)?;
-        if found.is_onward() && probe.ttl > 1 && probe.fits(self.config.kilo_mtu) {
+        if found.is_onward() && sized.ttl > 1 && sized.fits(self.config.kilo_mtu) {
             return Some(found.action());
         }
         forwarding::is_answered_by_tunnel(source).then_some(found.inward().action())
