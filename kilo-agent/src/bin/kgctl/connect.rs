@@ -1,10 +1,10 @@
 //! `kgctl connect`: this machine as a peer, until it is interrupted.
 
-mod advice;
 mod closed;
 mod following;
 mod greeting;
 mod origin;
+mod remedy;
 
 use std::{
     collections::BTreeMap,
@@ -124,7 +124,7 @@ pub async fn run(args: &ConnectArgs) -> Result<String> {
     if args.allowed_ip.prefix_len() != args.allowed_ip.max_prefix_len() {
         bail!("--allowed-ip {}: one address is needed, for example 10.10.10.10/32", args.allowed_ip);
     }
-    advice::check_rights()?;
+    remedy::check_rights()?;
     let path = args.private_key.clone().unwrap_or_else(|| PathBuf::from(format!("/var/lib/kilo/{name}.key")));
     let existing = private_key::load_existing(&path)?;
     let interface = interface::Options {
@@ -133,7 +133,7 @@ pub async fn run(args: &ConnectArgs) -> Result<String> {
         create: args.create_interface,
         executable: std::env::current_exe().context("path of this program")?,
     };
-    let _lock = lock::interface(Path::new(lock::STATE), &args.interface).map_err(advice::of_lock)?;
+    let _lock = lock::interface(Path::new(lock::STATE), &args.interface).map_err(remedy::of_lock)?;
     let progress = Progress::new("connecting", 0);
     let origin = Origin::start(flags).await?;
     // A new key only for a new peer: it would be of no use with another's.
@@ -270,7 +270,7 @@ impl Connection {
 
     /// The interface, made where it is missing; says whether it was.
     async fn ensure_interface(&self) -> Result<(Interface, bool)> {
-        Interface::ensure(&self.net, &self.interface, None).await.map_err(advice::of_wireguard)
+        Interface::ensure(&self.net, &self.interface, None).await.map_err(remedy::of_wireguard)
     }
 
     /// Keeps everything as it should be; ends only when the first try fails.

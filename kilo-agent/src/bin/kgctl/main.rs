@@ -5,9 +5,9 @@ mod complete;
 #[cfg(target_os = "linux")]
 mod connect;
 mod connectivity;
+mod flags_before_command;
 mod graph;
 mod health;
-mod leading_flags;
 mod manual;
 mod monitor;
 #[cfg(any(test, not(target_os = "linux")))]
@@ -140,7 +140,7 @@ fn main() -> ExitCode {
     }
     // Ends the process when a shell asks.
     CompleteEnv::with_factory(Cli::command).var(complete::VARIABLE).complete();
-    let arguments = leading_flags::behind_command(&Cli::command(), std::env::args_os());
+    let arguments = flags_before_command::behind_command(&Cli::command(), std::env::args_os());
     let matches = Cli::command().get_matches_from(arguments);
     let cli = Cli::from_arg_matches(&matches).unwrap_or_else(|error| error.exit());
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build();
@@ -244,7 +244,8 @@ mod tests {
                 let end = ["  ", " | ", " >", ")", " #"].iter().filter_map(|end| example.find(end)).min();
                 let example = &example[..end.unwrap_or(example.len())];
                 let words = example.split_whitespace().map(Into::into);
-                let words = leading_flags::behind_command(&root, words.collect::<Vec<std::ffi::OsString>>());
+                let words =
+                    flags_before_command::behind_command(&root, words.collect::<Vec<std::ffi::OsString>>());
                 Cli::try_parse_from(words).unwrap_or_else(|error| panic!("{path}: {example}: {error}"));
                 own += usize::from(example.starts_with(&path));
             }

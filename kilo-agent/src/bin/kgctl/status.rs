@@ -98,20 +98,20 @@ pub async fn run(args: &StatusArgs) -> Result<(String, bool)> {
     let started = Instant::now();
     let waiting = args.wait.then(|| Progress::new("waiting until the mesh is healthy", 0));
     loop {
-        let looked = look(args).await;
+        let checked = check(args).await;
         let late = started.elapsed() + POLL > args.timeout;
-        let Look { status, problems, verdict } = match looked {
+        let Checked { status, problems, verdict } = match checked {
             // An API server that is away may come back.
             Err(_) if args.wait && !late => {
                 tokio::time::sleep(POLL).await;
                 continue;
             }
-            looked => looked?,
+            checked => checked?,
         };
         let healthy = problems.is_empty();
         if healthy || !args.wait || late {
             drop(waiting);
-            let text = show(Look { status, problems, verdict }, args.output)?;
+            let text = show(Checked { status, problems, verdict }, args.output)?;
             return Ok((text, healthy || !(args.check || args.wait)));
         }
         tokio::time::sleep(POLL).await;
@@ -119,7 +119,7 @@ pub async fn run(args: &StatusArgs) -> Result<(String, bool)> {
 }
 
 /// A status as far as it was asked for.
-struct Look {
+struct Checked {
     /// What is shown.
     status: Status,
     /// What is wrong, also where the tables leave ready nodes out.
@@ -128,7 +128,7 @@ struct Look {
     verdict: String,
 }
 
-impl Look {
+impl Checked {
     fn at(mut status: Status, not_ready: bool) -> Self {
         let problems = health::problems(&status);
         let verdict = health::verdict(&status, &problems);
@@ -140,7 +140,7 @@ impl Look {
 }
 
 /// The status now, as far as it was asked for.
-async fn look(args: &StatusArgs) -> Result<Look> {
+async fn check(args: &StatusArgs) -> Result<Checked> {
     let mut status = match &args.agent {
         Some(url) if url.is_empty() => {
             let token = args.agent_token_file.as_deref().map(token).transpose()?.or_else(local_token);
@@ -163,21 +163,21 @@ async fn look(args: &StatusArgs) -> Result<Look> {
             bail!("location {location:?} does not exist; there are: {}", names.join(", "));
         }
     }
-    Ok(Look::at(status, args.not_ready))
+    Ok(Checked::at(status, args.not_ready))
 }
 
-fn show(look: Look, output: Output) -> Result<String> {
+fn show(checked: Checked, output: Output) -> Result<String> {
     Ok(match output {
-        Output::Json => serde_json::to_string_pretty(&look.status)? + "\n",
-        Output::Yaml => serde_yaml_ng::to_string(&look.status)?,
-        Output::Name => look.status.nodes.iter().map(|node| format!("node/{}\n", node.name)).collect(),
-        Output::Table => Terminal::of_stdout().show(&tables(look, ALL_SHOWN), false),
-        Output::Wide => Terminal::of_stdout().show(&tables(look, usize::MAX), true),
+        Output::Json => serde_json::to_string_pretty(&checked.status)? + "\n",
+        Output::Yaml => serde_yaml_ng::to_string(&checked.status)?,
+        Output::Name => checked.status.nodes.iter().map(|node| format!("node/{}\n", node.name)).collect(),
+        Output::Table => Terminal::of_stdout().show(&tables(checked, ALL_SHOWN), false),
+        Output::Wide => Terminal::of_stdout().show(&tables(checked, usize::MAX), true),
     })
 }
 
 /// What is wrong first, then the tables: nodes that are not ready, leaders, others.
-fn tables(Look { mut status, problems, verdict }: Look, most: usize) -> String {
+fn tables(Checked { mut status, problems, verdict }: Checked, most: usize) -> String {
     let mut text = verdict + "\n";
     if problems.is_empty() && status.nodes.is_empty() {
         // Only those that are not ready were asked for.
@@ -285,22 +285,22 @@ mod tests {
     #[test]
     fn of_two_hundred_nodes_the_ill_and_the_leaders_are_shown_first() {
         let status = health::tests::status(200, &[7, 150]);
-        let text = tables(Look::at(status.clone(), false), ALL_SHOWN);
+        let text = tables(Checked::at(status.clone(), false), ALL_SHOWN);
         assert!(text.starts_with("Not healthy, 2 problems: 198 of 200 nodes ready"), "{text}");
         assert!(text.lines().count() < 30, "{text}");
         let at = |words: &str| text.find(words).unwrap_or_else(|| panic!("{words} is missing from {text}"));
         assert!(at("node/n007") < at("LOCATION") && at("\nn007") < at("\nn000"), "{text}");
         assert!(text.ends_with("\n196 more nodes are ready; -o wide shows all.\n"), "{text}");
-        let wide = tables(Look::at(status, false), usize::MAX);
+        let wide = tables(Checked::at(status, false), usize::MAX);
         assert!(wide.contains("\nn199") && wide.contains("KEY") && !wide.contains("more nodes"), "{wide}");
     }
 
     #[test]
     fn the_verdict_counts_ready_nodes_that_are_left_out() {
-        let text = tables(Look::at(health::tests::status(6, &[3]), true), ALL_SHOWN);
+        let text = tables(Checked::at(health::tests::status(6, &[3]), true), ALL_SHOWN);
         assert!(text.starts_with("Not healthy, 1 problem: 5 of 6 nodes ready, 2 of 2"), "{text}");
         assert!(text.contains("\nn003") && !text.contains("\nn002"), "{text}");
-        let text = tables(Look::at(health::tests::status(6, &[]), true), ALL_SHOWN);
+        let text = tables(Checked::at(health::tests::status(6, &[]), true), ALL_SHOWN);
         assert_eq!(text, "Healthy: 6 of 6 nodes ready, 2 of 2 locations have a leader.\n");
     }
 

@@ -5,7 +5,7 @@ use std::ffi::OsString;
 
 use clap::{Arg, ArgAction, Command};
 
-/// The arguments with leading flags moved behind the command. What is not understood stays where it
+/// The arguments with flags before the command moved behind the command. What is not understood stays where it
 /// is, so that clap says what is wrong with it.
 pub fn behind_command(root: &Command, arguments: impl IntoIterator<Item = OsString>) -> Vec<OsString> {
     let mut arguments: Vec<_> = arguments.into_iter().collect();
