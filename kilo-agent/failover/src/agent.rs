@@ -14,7 +14,7 @@ use crate::{
     detector::Detector,
     gateway::{self, Lead, Sender},
     giving::Planned,
-    member::{Around, Member, adopt},
+    member::{Member, MemberView, adopt},
     numbers::Numbers,
     others::Others,
     restore::Returns,
@@ -157,7 +157,7 @@ impl Agent {
         for gateway in others.collect::<Vec<_>>() {
             for (i, pause) in [200 * MS, 500 * MS, SEC].into_iter().enumerate() {
                 let stamp = self.stamp(now) + i as u64;
-                let signal = adopt(&Around { stamp, ..self.around(now) }, gateway, 0);
+                let signal = adopt(&MemberView { stamp, ..self.member_view(now) }, gateway, 0);
                 self.later.push((now + pause, Output::Lan(gateway, signal)));
             }
         }
@@ -172,8 +172,8 @@ impl Agent {
         self.clock.wrapping_add(now)
     }
 
-    fn around(&self, now: Micros) -> Around<'_> {
-        Around {
+    fn member_view(&self, now: Micros) -> MemberView<'_> {
+        MemberView {
             sender: self.sender(),
             word: self.word,
             gateways: &self.place.gateways,
@@ -260,7 +260,7 @@ impl Agent {
 
     fn wake_up(&mut self, turn: &mut Turn<'_>) {
         let mut member = std::mem::replace(&mut self.member, Member::new(0));
-        member.wake_up(&self.params, &self.around(turn.now), turn);
+        member.wake_up(&self.params, &self.member_view(turn.now), turn);
         self.member = member;
         let Some(gateway) = &mut self.gateway else { return };
         let (params, sender, now) =

@@ -37,7 +37,7 @@ pub struct Member {
 
 /// Where a member is, for one step.
 #[derive(Clone, Copy)]
-pub struct Around<'a> {
+pub struct MemberView<'a> {
     /// This node.
     pub sender: Sender,
     /// The gateway it uses, and the term.
@@ -124,12 +124,12 @@ impl Member {
     }
 
     /// Sends what is due, and judges.
-    pub fn wake_up(&mut self, params: &Params, around: &Around<'_>, turn: &mut Turn<'_>) {
-        self.finish_bursts(around, turn);
+    pub fn wake_up(&mut self, params: &Params, view: &MemberView<'_>, turn: &mut Turn<'_>) {
+        self.finish_bursts(view, turn);
         self.row.expire(turn.now);
-        let interval = params.member_interval(around.nodes);
-        let leader = around.word.1;
-        if leader == around.sender.me || around.fars.is_empty() {
+        let interval = params.member_interval(view.nodes);
+        let leader = view.word.1;
+        if leader == view.sender.me || view.fars.is_empty() {
             self.row.clear();
             self.next = self.next.max(turn.now + if turn.now >= self.next { interval } else { 0 });
             return;
@@ -142,7 +142,7 @@ impl Member {
             if !is_lossy || first + params.overload_member <= turn.now {
                 self.row.clear();
                 let is_patient = self.tries >= Self::PATIENT_TRIES && self.tries % 2 == 1;
-                self.ask_gateways(if is_patient { first } else { since }, around, turn);
+                self.ask_gateways(if is_patient { first } else { since }, view, turn);
             }
         }
         if turn.now < self.next {
@@ -152,7 +152,7 @@ impl Member {
         // The last four at once: they find out whether the way is dead or lossy.
         let count = if self.row.misses() + 4 >= params.member_misses { 4 } else { 1 };
         for i in 0..count {
-            let far = around.fars[self.turns % around.fars.len()];
+            let far = view.fars[self.turns % view.fars.len()];
             self.turns += 1;
             let nonce = turn.nonce();
             self.row.sent(nonce, turn.now, turn.now + self.timeout(params) * 3 / 2 + i * 5 * MS);
@@ -160,34 +160,34 @@ impl Member {
         }
     }
 
-    fn ask_gateways(&mut self, since: Micros, around: &Around<'_>, turn: &mut Turn<'_>) {
-        let Sender { me, .. } = around.sender;
-        let others: Vec<_> = around
+    fn ask_gateways(&mut self, since: Micros, view: &MemberView<'_>, turn: &mut Turn<'_>) {
+        let Sender { me, .. } = view.sender;
+        let others: Vec<_> = view
             .gateways
             .iter()
             .copied()
-            .filter(|gateway| *gateway != around.word.1 && *gateway != me)
+            .filter(|gateway| *gateway != view.word.1 && *gateway != me)
             .collect();
         for i in 0..others.len().min(2) {
             let gateway = others[(self.tries + i) % others.len()];
             let pause = i as u64 * Self::NEXT_GATEWAY;
             let age = ((turn.now + pause - since) / MS).clamp(1, u64::from(u32::MAX)) as u32;
-            let signal = adopt(around, gateway, age);
+            let signal = adopt(view, gateway, age);
             turn.after(pause, Output::Lan(gateway, signal));
         }
         self.tries += 1;
     }
 
     /// Somebody asks what this node sees of the leader whose id is the nonce.
-    pub fn asked(&mut self, params: &Params, question: Signal, around: &Around<'_>, turn: &mut Turn<'_>) {
+    pub fn asked(&mut self, params: &Params, question: Signal, view: &MemberView<'_>, turn: &mut Turn<'_>) {
         let Body::Question { id, patience } = question.body else { return };
         let known = |burst: &Burst| burst.asker == question.sender && burst.question.body == question.body;
         if self.bursts.iter().any(known) {
             return;
         }
-        if around.word.1 != question.nonce || around.sender.me == question.nonce {
+        if view.word.1 != question.nonce || view.sender.me == question.nonce {
             let verdict = Body::Witness { id, verdict: Verdict::Elsewhere };
-            let signal = around.sender.signal(Kind::Verdict, question.nonce, around.word.0, verdict);
+            let signal = view.sender.signal(Kind::Verdict, question.nonce, view.word.0, verdict);
             turn.push(Output::Lan(question.sender, signal));
             return;
         }
@@ -195,20 +195,20 @@ impl Member {
         let patience = (u64::from(patience) * MS).clamp(least, most);
         let nonces = [turn.nonce(), turn.nonce()];
         for (i, nonce) in nonces.into_iter().enumerate() {
-            let Some(far) = around.fars.get((self.turns + i) % around.fars.len().max(1)) else { return };
+            let Some(far) = view.fars.get((self.turns + i) % view.fars.len().max(1)) else { return };
             turn.after(i as u64 * Self::APART, Output::Probe { nonce, way: Way::Path(*far) });
         }
         let end = turn.now + Self::APART + patience;
         self.bursts.push(Burst { asker: question.sender, question, nonces, works: false, end });
     }
 
-    fn finish_bursts(&mut self, around: &Around<'_>, turn: &mut Turn<'_>) {
+    fn finish_bursts(&mut self, view: &MemberView<'_>, turn: &mut Turn<'_>) {
         let now = turn.now;
         for Burst { asker, question, works, .. } in self.bursts.extract_if(.., |burst| burst.end <= now) {
             let Body::Question { id, .. } = question.body else { continue };
             let verdict = if works { Verdict::Works } else { Verdict::Failed };
             let body = Body::Witness { id, verdict };
-            let signal = around.sender.signal(Kind::Verdict, question.nonce, around.word.0, body);
+            let signal = view.sender.signal(Kind::Verdict, question.nonce, view.word.0, body);
             turn.push(Output::Lan(asker, signal.clone()));
             turn.after(5 * MS, Output::Lan(asker, signal));
         }
@@ -216,8 +216,8 @@ impl Member {
 }
 
 /// ADOPT for this node to a gateway; `age` 0: it only asks who leads.
-pub fn adopt(around: &Around<'_>, to: NodeId, age: u32) -> Signal {
-    let cookie = around.cookies.get(&to).copied().unwrap_or(0);
-    let body = Body::Members { cookie, age, members: vec![around.sender.me] };
-    around.sender.signal(Kind::Adopt, around.stamp, around.word.0, body)
+pub fn adopt(view: &MemberView<'_>, to: NodeId, age: u32) -> Signal {
+    let cookie = view.cookies.get(&to).copied().unwrap_or(0);
+    let body = Body::Members { cookie, age, members: vec![view.sender.me] };
+    view.sender.signal(Kind::Adopt, view.stamp, view.word.0, body)
 }

@@ -4,11 +4,11 @@
 
 use std::time::Duration;
 
-pub use kilo_lab::wait::{Look, pace, time_passes};
+pub use kilo_lab::wait::{Awaited, pace, time_passes};
 
 /// Waits until a look finds it; returns what it found: of a `bool`, how long that took.
 #[track_caller]
-pub fn until<L: Look>(what: &str, limit: Duration, mut look: impl FnMut() -> L) -> L::Found {
+pub fn until<L: Awaited>(what: &str, limit: Duration, mut look: impl FnMut() -> L) -> L::Found {
     match kilo_lab::wait::until(what, limit, || Ok(look())) {
         Ok(found) => found,
         Err(error) => panic!("{error}"),
@@ -39,10 +39,14 @@ pub mod task {
         time::{Duration, Instant},
     };
 
-    use kilo_lab::wait::{Look, Patience};
+    use kilo_lab::wait::{Awaited, Patience};
 
     /// Waits until a look finds it; returns what it found: of a `bool`, how long that took.
-    pub async fn until<L: Look>(what: &str, limit: Duration, mut look: impl AsyncFnMut() -> L) -> L::Found {
+    pub async fn until<L: Awaited>(
+        what: &str,
+        limit: Duration,
+        mut look: impl AsyncFnMut() -> L,
+    ) -> L::Found {
         let patience = Patience::new(what, limit);
         loop {
             match patience.after(look().await) {

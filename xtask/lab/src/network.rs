@@ -135,7 +135,7 @@ pub enum Shape {
 }
 
 /// Name, location, bridge of its LAN, private and public address.
-type Outline = (String, &'static str, &'static str, Ipv4Addr, Option<Ipv4Addr>);
+type NodeSpec = (String, &'static str, &'static str, Ipv4Addr, Option<Ipv4Addr>);
 
 /// Members of [`Shape::Crowd`].
 pub const CROWD: u8 = 12;
@@ -158,7 +158,7 @@ impl Shape {
 
     /// The nodes, sorted by name. But for a location of many, a router stands between a3 and the other nodes of its
     /// location.
-    fn nodes(self) -> Vec<Outline> {
+    fn nodes(self) -> Vec<NodeSpec> {
         let public = |host: u8| Some(Ipv4Addr::new(192, 0, 2, host));
         let a = |host: u8| (format!("a{host}"), "site-a", "lan-a", Ipv4Addr::new(10, 1, 0, 10 + host));
         let b = |host: u8| (format!("b{host}"), "site-b", "lan-b", Ipv4Addr::new(10, 2, 0, 10 + host));

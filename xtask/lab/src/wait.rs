@@ -14,7 +14,7 @@ use anyhow::{Result, anyhow, ensure};
 const PAUSES: (Duration, Duration) = (Duration::from_millis(2), Duration::from_millis(50));
 
 /// What one look at something awaited returns.
-pub trait Look {
+pub trait Awaited {
     /// What is returned when it has come.
     type Found;
     /// What is there instead; shown when the time is over, unless it is empty.
@@ -25,7 +25,7 @@ pub trait Look {
 }
 
 /// Whether it is so; when it is, how long that took.
-impl Look for bool {
+impl Awaited for bool {
     type Found = Duration;
     type Instead = &'static str;
 
@@ -35,7 +35,7 @@ impl Look for bool {
 }
 
 /// It, once there is one.
-impl<T> Look for Option<T> {
+impl<T> Awaited for Option<T> {
     type Found = T;
     type Instead = &'static str;
 
@@ -45,7 +45,7 @@ impl<T> Look for Option<T> {
 }
 
 /// It, or what the message is to show of the last look.
-impl<T, E: Display> Look for Result<T, E> {
+impl<T, E: Display> Awaited for Result<T, E> {
     type Found = T;
     type Instead = E;
 
@@ -71,7 +71,7 @@ impl<'a> Patience<'a> {
     ///
     /// # Errors
     /// A sentence, when the time is over.
-    pub fn after<L: Look>(&self, look: L) -> Result<ControlFlow<L::Found, Duration>> {
+    pub fn after<L: Awaited>(&self, look: L) -> Result<ControlFlow<L::Found, Duration>> {
         let waited = self.began.elapsed();
         match look.found(waited) {
             Ok(found) => Ok(ControlFlow::Break(found)),
@@ -91,7 +91,11 @@ impl<'a> Patience<'a> {
 ///
 /// # Errors
 /// When it is not found within the limit, or a look fails.
-pub fn until<L: Look>(what: &str, limit: Duration, mut look: impl FnMut() -> Result<L>) -> Result<L::Found> {
+pub fn until<L: Awaited>(
+    what: &str,
+    limit: Duration,
+    mut look: impl FnMut() -> Result<L>,
+) -> Result<L::Found> {
     let patience = Patience::new(what, limit);
     loop {
         match patience.after(look()?)? {

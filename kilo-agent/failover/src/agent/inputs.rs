@@ -85,7 +85,7 @@ impl Agent {
         match (signal.kind, &signal.body) {
             (Kind::Witness, _) => {
                 let mut member = std::mem::replace(&mut self.member, Member::new(0));
-                member.asked(&self.params, signal, &self.around(turn.now), turn);
+                member.asked(&self.params, signal, &self.member_view(turn.now), turn);
                 self.member = member;
             }
             (Kind::Verdict, Body::Witness { id, verdict }) => self.verdict(from, *id, *verdict),
@@ -170,7 +170,7 @@ impl Agent {
         let later = gateway.others.leads(from).is_some_and(|term| term > self.word.0);
         if later && may && !is_led && now > gateway.wished + SEC {
             gateway.wished = now;
-            let signal = adopt(&self.around(now), from, 0);
+            let signal = adopt(&self.member_view(now), from, 0);
             turn.push(Output::Lan(from, signal));
         }
     }

@@ -36,7 +36,7 @@ pub enum Finding {
     Unanswered(String),
 }
 
-type Asking = Pin<Box<dyn Future<Output = Finding> + Send>>;
+type PendingReview = Pin<Box<dyn Future<Output = Finding> + Send>>;
 
 /// Whose token it is, as far as this agent knows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -49,7 +49,7 @@ pub enum Whose {
 
 /// Asks about tokens, so and so often.
 pub struct Reviewer {
-    ask: Arc<dyn Fn(String, &'static str) -> Asking + Send + Sync>,
+    ask: Arc<dyn Fn(String, &'static str) -> PendingReview + Send + Sync>,
     known: Budget,
     strangers: Budget,
 }
@@ -83,7 +83,7 @@ impl Reviewer {
     where
         F: Future<Output = Finding> + Send + 'static,
     {
-        let ask: Arc<dyn Fn(String, &'static str) -> Asking + Send + Sync> =
+        let ask: Arc<dyn Fn(String, &'static str) -> PendingReview + Send + Sync> =
             Arc::new(move |token, path| Box::pin(ask(token, path)));
         Self { ask, known: Budget::default(), strangers: Budget::default() }
     }

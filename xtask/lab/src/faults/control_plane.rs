@@ -12,7 +12,7 @@ use nix::sys::signal::Signal;
 
 use super::{
     nodes::{leads, metric, names, stop_and_start},
-    soak::reach,
+    soak::reachability,
 };
 use crate::{
     Lab, agents, counters,
@@ -212,21 +212,21 @@ pub(super) fn on_their_own(lab: &mut Lab) -> Result<String> {
         // It has no last good topology: files are there at every start.
         lab.agents.start(&rebooted)?;
         let others = |missing: &&String| !missing.contains("a3");
-        let (mut looks, mut asked, began) = (0, 0, Instant::now());
+        let (mut rounds, mut asked, began) = (0, 0, Instant::now());
         while began.elapsed() < time {
-            let mut look = reach::look(&lab.network);
-            if look.missing.iter().any(|missing| others(&missing)) {
+            let mut round = reachability::round(&lab.network);
+            if round.missing.iter().any(|missing| others(&missing)) {
                 // What a busy machine loses by itself, it hardly loses twice.
-                look = reach::look(&lab.network);
+                round = reachability::round(&lab.network);
             }
-            let missing: Vec<_> = look.missing.iter().filter(|missing| others(missing)).collect();
+            let missing: Vec<_> = round.missing.iter().filter(|missing| others(missing)).collect();
             ensure!(missing.is_empty(), "new flows fail after {} s: {missing:?}", began.elapsed().as_secs());
-            looks += 1;
-            asked += look.asked - look.missing.len();
-            wait::pace(Duration::from_secs(1).saturating_sub(look.began.elapsed()));
+            rounds += 1;
+            asked += round.asked - round.missing.len();
+            wait::pace(Duration::from_secs(1).saturating_sub(round.began.elapsed()));
         }
         ensure!(lab.agents.all_run().is_err(), "the agent of a3 runs without a cluster");
-        Ok(format!("for {} s; {looks} looks, {asked} new flows answered", time.as_secs()))
+        Ok(format!("for {} s; {rounds} looks, {asked} new flows answered", time.as_secs()))
     });
     if lab.agents.all_run().is_err() {
         lab.agents.forget("a3");

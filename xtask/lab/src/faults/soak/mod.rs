@@ -4,7 +4,7 @@
 
 pub(super) mod inject;
 mod left_over;
-pub(super) mod reach;
+pub(super) mod reachability;
 pub(super) mod rng;
 
 use std::{
@@ -22,7 +22,7 @@ use crate::{
     wait::{self, until},
     well,
 };
-use reach::Watch;
+use reachability::Watch;
 use rng::Rng;
 
 /// After the last fault of a round is mended, everybody reaches everybody within this.

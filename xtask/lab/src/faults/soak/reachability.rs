@@ -19,14 +19,14 @@ use crate::{
     probe, wait,
 };
 
-/// Between two looks; an answer may take as long.
+/// Between two rounds; an answer may take as long.
 const SECOND: Duration = Duration::from_secs(1);
-/// All is well when so many looks in a row saw everybody.
+/// All is well when so many rounds in a row saw everybody.
 const IN_A_ROW: usize = 2;
 
-/// One look.
+/// One round of questions.
 #[derive(Clone, Debug)]
-pub struct Look {
+pub struct Round {
     /// When it began.
     pub began: Instant,
     /// Questions.
@@ -35,31 +35,31 @@ pub struct Look {
     pub missing: Vec<String>,
 }
 
-/// Looks each second until it is finished.
+/// Asks each second until it is finished.
 pub struct Watch {
     stop: Arc<AtomicBool>,
-    looks: Arc<Mutex<Vec<Look>>>,
+    rounds: Arc<Mutex<Vec<Round>>>,
     thread: JoinHandle<()>,
 }
 
 impl Watch {
-    /// Starts to look.
+    /// Starts to ask.
     pub fn start(network: &Network) -> Self {
         let stop = Arc::new(AtomicBool::new(false));
-        let looks = Arc::new(Mutex::new(Vec::new()));
-        let (network, ended, seen) = (network.clone(), Arc::clone(&stop), Arc::clone(&looks));
+        let rounds = Arc::new(Mutex::new(Vec::new()));
+        let (network, ended, seen) = (network.clone(), Arc::clone(&stop), Arc::clone(&rounds));
         let thread = std::thread::spawn(move || {
             while !ended.load(Ordering::Relaxed) {
-                let look = look(&network);
-                let next = look.began + SECOND;
-                seen.lock().unwrap_or_else(PoisonError::into_inner).push(look);
+                let round = round(&network);
+                let next = round.began + SECOND;
+                seen.lock().unwrap_or_else(PoisonError::into_inner).push(round);
                 wait::pace(next.saturating_duration_since(Instant::now()));
             }
         });
-        Self { stop, looks, thread }
+        Self { stop, rounds, thread }
     }
 
-    /// Waits for looks begun after `since` that saw everybody; returns the time
+    /// Waits for rounds begun after `since` that saw everybody; returns the time
     /// until the first of them.
     ///
     /// # Errors
@@ -67,36 +67,36 @@ impl Watch {
     pub fn whole(&self, since: Instant, limit: Duration) -> Result<Duration> {
         loop {
             let later = {
-                let looks = self.looks.lock().unwrap_or_else(PoisonError::into_inner);
-                let at = looks.iter().position(|look| look.began >= since).unwrap_or(looks.len());
-                looks[at..].to_vec()
+                let rounds = self.rounds.lock().unwrap_or_else(PoisonError::into_inner);
+                let at = rounds.iter().position(|round| round.began >= since).unwrap_or(rounds.len());
+                rounds[at..].to_vec()
             };
-            let well = later.iter().rev().take_while(|look| look.missing.is_empty()).count();
+            let well = later.iter().rev().take_while(|round| round.missing.is_empty()).count();
             if well >= IN_A_ROW {
                 return Ok(later[later.len() - well].began - since);
             }
-            // Looks that saw everybody may yet be enough.
+            // Rounds that saw everybody may yet be enough.
             if since.elapsed() > limit + SECOND * 3 {
-                let missing = later.last().map(|look| look.missing.join(", ")).unwrap_or_default();
+                let missing = later.last().map(|round| round.missing.join(", ")).unwrap_or_default();
                 bail!("not everybody in reach within {} s: {missing}", limit.as_secs());
             }
             wait::pace(Duration::from_millis(100));
         }
     }
 
-    /// Ends; returns (looks, those that missed somebody), (asked, unanswered).
+    /// Ends; returns (rounds, those that missed somebody), (asked, unanswered).
     pub fn finish(self) -> ((usize, usize), (usize, usize)) {
         self.stop.store(true, Ordering::Relaxed);
         let _ = self.thread.join();
-        let looks = self.looks.lock().unwrap_or_else(PoisonError::into_inner);
-        let missed = looks.iter().filter(|look| !look.missing.is_empty()).count();
-        let asked = looks.iter().map(|look| look.asked).sum();
-        ((looks.len(), missed), (asked, looks.iter().map(|look| look.missing.len()).sum()))
+        let rounds = self.rounds.lock().unwrap_or_else(PoisonError::into_inner);
+        let missed = rounds.iter().filter(|round| !round.missing.is_empty()).count();
+        let asked = rounds.iter().map(|round| round.asked).sum();
+        ((rounds.len(), missed), (asked, rounds.iter().map(|round| round.missing.len()).sum()))
     }
 }
 
 /// Asks once.
-pub fn look(network: &Network) -> Look {
+pub fn round(network: &Network) -> Round {
     let began = Instant::now();
     let targets = Arc::new(matrix::targets(network));
     let threads: Vec<_> = matrix::places(network)
@@ -107,18 +107,18 @@ pub fn look(network: &Network) -> Look {
             (name, source.netns.clone().spawn(move || ask_all(&source, &targets)))
         })
         .collect();
-    let mut look = Look { began, asked: 0, missing: Vec::new() };
+    let mut round = Round { began, asked: 0, missing: Vec::new() };
     for (name, thread) in threads {
         match thread.join() {
             Ok(Ok((asked, missing))) => {
-                look.asked += asked;
-                look.missing.extend(missing);
+                round.asked += asked;
+                round.missing.extend(missing);
             }
-            Ok(Err(error)) => look.missing.push(format!("{name}: {error:#}")),
-            Err(_) => look.missing.push(format!("{name}: its thread died")),
+            Ok(Err(error)) => round.missing.push(format!("{name}: {error:#}")),
+            Err(_) => round.missing.push(format!("{name}: its thread died")),
         }
     }
-    look
+    round
 }
 
 /// Asks all targets at once; returns how many, and who did not answer well.
