@@ -5,13 +5,13 @@ use std::sync::Arc;
 use tokio_util::task::AbortOnDropHandle;
 
 use crate::backend::{Backend, BackendError};
-use kilo_core::topology::PeerStandings;
+use kilo_core::topology::PeerAcceptances;
 
 /// What the Peer objects say, and what is being written.
 #[derive(Default)]
 pub(super) struct PeerReports {
-    written: Option<PeerStandings>,
-    task: Option<(PeerStandings, AbortOnDropHandle<Result<u64, BackendError>>)>,
+    written: Option<PeerAcceptances>,
+    task: Option<(PeerAcceptances, AbortOnDropHandle<Result<u64, BackendError>>)>,
 }
 
 impl PeerReports {
@@ -21,7 +21,7 @@ impl PeerReports {
     }
 
     /// Starts to write what differs, unless a write is under way: then a later call does.
-    pub fn report<B: Backend>(&mut self, backend: &Arc<B>, wanted: PeerStandings) {
+    pub fn report<B: Backend>(&mut self, backend: &Arc<B>, wanted: PeerAcceptances) {
         if self.task.is_some() || self.written.as_ref() == Some(&wanted) {
             return;
         }
@@ -48,22 +48,22 @@ impl PeerReports {
 }
 
 /// What is not written yet: of thousands of peers mostly one.
-fn differing(wanted: &PeerStandings, written: Option<&PeerStandings>) -> PeerStandings {
+fn differing(wanted: &PeerAcceptances, written: Option<&PeerAcceptances>) -> PeerAcceptances {
     let is_written =
-        |name: &str, standing| written.is_some_and(|written| written.get(name) == Some(standing));
-    let differs = wanted.iter().filter(|(name, standing)| !is_written(name, *standing));
-    differs.map(|(name, standing)| (name.clone(), standing.clone())).collect()
+        |name: &str, acceptance| written.is_some_and(|written| written.get(name) == Some(acceptance));
+    let differs = wanted.iter().filter(|(name, acceptance)| !is_written(name, *acceptance));
+    differs.map(|(name, acceptance)| (name.clone(), acceptance.clone())).collect()
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use kilo_core::topology::PeerStanding;
+    use kilo_core::topology::PeerAcceptance;
 
     #[test]
     fn only_what_is_new_or_other_than_written_is_reported() {
-        let all = |names: &[&str]| -> PeerStandings {
-            names.iter().map(|name| ((*name).to_owned(), PeerStanding::Accepted)).collect()
+        let all = |names: &[&str]| -> PeerAcceptances {
+            names.iter().map(|name| ((*name).to_owned(), PeerAcceptance::Accepted)).collect()
         };
         let written = all(&["a", "gone"]);
         assert_eq!(differing(&all(&["a", "b"]), Some(&written)), all(&["b"]));

@@ -15,7 +15,7 @@ use kilo_core::{
     topology::{
         Known, Mesh, Node,
         changes::{self, Moment, speaker},
-        peer_standings,
+        peer_acceptances,
     },
 };
 use kilo_host::net::discovery;
@@ -26,7 +26,7 @@ impl<B: Backend> Agent<B> {
     pub(super) fn report_peers(&mut self) {
         let (mesh, snapshot) = (&self.state.mesh, &self.state.snapshot);
         if speaker(mesh) == Some(&self.options.hostname) {
-            self.peer_reports.report(&self.backend, peer_standings(mesh, snapshot));
+            self.peer_reports.report(&self.backend, peer_acceptances(mesh, snapshot));
         } else {
             self.peer_reports.leave();
         }

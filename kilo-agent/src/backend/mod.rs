@@ -12,7 +12,7 @@ use crate::status::Timestamp;
 use kilo_core::{
     errors::Explained,
     objects::{Published, Snapshot, events::EventReason},
-    topology::PeerStandings,
+    topology::PeerAcceptances,
 };
 
 /// Why a backend could not do what was asked; the variant's label is a metric label.
@@ -92,7 +92,10 @@ pub trait Backend: Send + Sync + 'static {
     /// Writes into each Peer object whether it is part of the mesh, or why not. A backend
     /// without such a place writes nothing. Returns the
     /// number of writes.
-    fn report_peers(&self, _peers: &PeerStandings) -> impl Future<Output = Result<u64, BackendError>> + Send {
+    fn report_peers(
+        &self,
+        _peers: &PeerAcceptances,
+    ) -> impl Future<Output = Result<u64, BackendError>> + Send {
         async { Ok(0) }
     }
 

@@ -33,7 +33,7 @@ use kilo_core::{
     observed::Attached,
     plan,
     settings::Granularity,
-    topology::{self, Known, LeaderReason, Mesh, PRIVATE_ENDPOINT_REMEDY, PeerStanding},
+    topology::{self, Known, LeaderReason, Mesh, PRIVATE_ENDPOINT_REMEDY, PeerAcceptance},
     wireguard::key::PublicKey,
 };
 
@@ -414,18 +414,18 @@ fn why_not_ready(node: Known<'_>, time: Timestamp) -> Vec<String> {
 }
 
 fn peers(mesh: &Mesh, snapshot: &Snapshot) -> Vec<PeerStatus> {
-    let status = |(name, standing): (String, PeerStanding)| {
+    let status = |(name, acceptance): (String, PeerAcceptance)| {
         let peer = snapshot.peers.get(&name);
         PeerStatus {
-            valid: standing.is_accepted(),
-            reason: (standing != PeerStanding::Accepted).then(|| standing.message()),
+            valid: acceptance.is_accepted(),
+            reason: (acceptance != PeerAcceptance::Accepted).then(|| acceptance.message()),
             allowed_ips: peer.map(|peer| peer.allowed_ips.clone()).unwrap_or_default(),
             endpoint: peer.and_then(|peer| peer.endpoint.as_ref()).map(ToString::to_string),
             key: peer.map(|peer| peer.public_key),
             name,
         }
     };
-    topology::peer_standings(mesh, snapshot).into_iter().map(status).collect()
+    topology::peer_acceptances(mesh, snapshot).into_iter().map(status).collect()
 }
 
 impl Status {

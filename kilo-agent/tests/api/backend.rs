@@ -23,7 +23,7 @@ use kilo_core::{
         peer::{self, Peer},
     },
     settings::Granularity,
-    topology::PeerStanding,
+    topology::PeerAcceptance,
     wireguard::key::PublicKey,
 };
 use kube::{
@@ -293,9 +293,9 @@ async fn a_handshake_is_written_beside_the_condition_and_not_over_a_later_one() 
     .await;
 
     // The condition comes to it, and is not written again for its sake.
-    let standings = BTreeMap::from([("laptop".to_owned(), PeerStanding::Accepted)]);
-    assert_eq!(first.report_peers(&standings).await.unwrap(), 1);
-    assert_eq!(first.report_peers(&standings).await.unwrap(), 0);
+    let acceptances = BTreeMap::from([("laptop".to_owned(), PeerAcceptance::Accepted)]);
+    assert_eq!(first.report_peers(&acceptances).await.unwrap(), 1);
+    assert_eq!(first.report_peers(&acceptances).await.unwrap(), 0);
     let peers: Api<Peer> = Api::all(admin);
     let status = peers.get("laptop").await.unwrap().status.unwrap();
     assert_eq!(status.last_handshake, Some(written.time.to_string()));

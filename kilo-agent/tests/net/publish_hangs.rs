@@ -21,7 +21,7 @@ use kilo_core::{
         AttachMode, Compatibility, Encapsulate, EndpointFrom, Granularity, Masquerade, Settings, Tunnel,
         WireguardMode,
     },
-    topology::PeerStandings,
+    topology::PeerAcceptances,
     wireguard::key::SecretKey,
 };
 use kilo_host::{interface, net::mtu::Mtu};
@@ -62,7 +62,7 @@ impl Backend for Hangs {
         self.hang().await
     }
 
-    async fn report_peers(&self, _: &PeerStandings) -> Result<u64, BackendError> {
+    async fn report_peers(&self, _: &PeerAcceptances) -> Result<u64, BackendError> {
         self.hang().await
     }
 

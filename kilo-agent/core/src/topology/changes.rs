@@ -11,7 +11,9 @@ use itertools::{
     Itertools as _,
 };
 
-use super::{LeaderReason, Mesh, Node, PeerStanding, Segment, location_of, missing, standing, with_remedy};
+use super::{
+    LeaderReason, Mesh, Node, PeerAcceptance, Segment, location_of, missing, peer_acceptance, with_remedy,
+};
 use crate::objects::Snapshot;
 
 /// The mesh at one moment, and the objects it was made of.
@@ -334,11 +336,11 @@ fn of_peers(before: Moment<'_>, now: Moment<'_>) -> Vec<Change> {
     if same {
         return Vec::new();
     }
-    let old = standing::in_order(before.mesh, before.snapshot);
-    let new = standing::in_order(now.mesh, now.snapshot);
+    let old = peer_acceptance::in_order(before.mesh, before.snapshot);
+    let new = peer_acceptance::in_order(now.mesh, now.snapshot);
     let (mut gone, mut told) = (Vec::new(), Vec::new());
     for pair in old.into_iter().merge_join_by(new, |(old, _), (new, _)| old.cmp(new)) {
-        let (peer, standing) = match pair {
+        let (peer, acceptance) = match pair {
             Left((peer, _)) => {
                 gone.push(Change::PeerLeft { peer: peer.to_owned() });
                 continue;
@@ -347,10 +349,10 @@ fn of_peers(before: Moment<'_>, now: Moment<'_>) -> Vec<Change> {
             Both(_, new) | Right(new) => new,
         };
         let peer = peer.to_owned();
-        told.push(match standing {
-            PeerStanding::Accepted => Change::PeerAccepted { peer, without: None },
-            PeerStanding::Partly(without) => Change::PeerAccepted { peer, without: Some(without) },
-            PeerStanding::Refused { why, .. } => Change::PeerRefused { peer, why },
+        told.push(match acceptance {
+            PeerAcceptance::Accepted => Change::PeerAccepted { peer, without: None },
+            PeerAcceptance::Partly(without) => Change::PeerAccepted { peer, without: Some(without) },
+            PeerAcceptance::Refused { why, .. } => Change::PeerRefused { peer, why },
         });
     }
     gone.append(&mut told);

@@ -15,11 +15,11 @@ mod liveness;
 mod local;
 mod mesh;
 mod one_leader;
+mod peer_acceptance;
 pub mod prefixes;
 mod private_endpoint;
 mod segment;
 mod stand_bys;
-mod standing;
 mod tunnel_ends;
 
 /// What a mesh is made of.
@@ -38,8 +38,8 @@ pub use mesh::{
     Lost, Mesh, NO_POD_CIDR, READY_SECONDS, is_complete, is_recent, location_of, missing, ready_at,
     ready_seconds, with_remedy,
 };
+pub use peer_acceptance::{PeerAcceptance, PeerAcceptances, peer_acceptances};
 pub use private_endpoint::PRIVATE_ENDPOINT_REMEDY;
 pub(crate) use segment::LocationPrefix;
 pub use segment::{Member, Segment};
-pub use standing::{PeerStanding, PeerStandings, peer_standings};
 pub use tunnel_ends::{TunnelEnd, tunnel_ends};

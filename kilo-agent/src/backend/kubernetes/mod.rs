@@ -60,7 +60,7 @@ use super::{Backend, BackendError, Handshake, Said, mass_delete_guard::MassDelet
 use kilo_core::{
     errors::{Explained, error_chain},
     objects::{Published, Snapshot, annotations, events::EventReason, node, peer},
-    topology::PeerStandings,
+    topology::PeerAcceptances,
 };
 
 /// How long a list that lost many objects waits for its confirmation.
@@ -434,7 +434,7 @@ impl Backend for KubernetesBackend {
         Ok(true)
     }
 
-    async fn report_peers(&self, peers: &PeerStandings) -> Result<u64, BackendError> {
+    async fn report_peers(&self, peers: &PeerAcceptances) -> Result<u64, BackendError> {
         peer_status::report(&self.client, &self.peers, peers).await
     }
 

@@ -21,7 +21,7 @@ use kilo_core::{
         events::EventReason,
         peer::{PeerCondition, PeerStatus, READY},
     },
-    topology::{PeerStanding, PeerStandings},
+    topology::{PeerAcceptance, PeerAcceptances},
 };
 
 /// Writes the statuses that differ, and an Event about each that was accepted or refused; returns how many
@@ -33,15 +33,15 @@ use kilo_core::{
 pub async fn report(
     client: &Client,
     api: &Api<DynamicObject>,
-    peers: &PeerStandings,
+    peers: &PeerAcceptances,
 ) -> Result<u64, BackendError> {
     let objects = present_objects(api, peers).await?;
     let mut writes = 0;
     for object in objects {
         let name = object.metadata.name.clone().unwrap_or_default();
-        let Some(standing) = peers.get(&name) else { continue };
+        let Some(acceptance) = peers.get(&name) else { continue };
         let present = present(&object);
-        let wanted = status(standing, present.as_ref(), Timestamp::now());
+        let wanted = status(acceptance, present.as_ref(), Timestamp::now());
         if present.as_ref() == Some(&wanted) {
             continue;
         }
@@ -70,7 +70,7 @@ pub async fn report(
         }
         if let Some(reason) = event_of(present.as_ref(), &wanted) {
             let uid = object.metadata.uid.as_deref().unwrap_or_default();
-            if let Err(error) = event::write(client, reason, &name, uid, &standing.message()).await {
+            if let Err(error) = event::write(client, reason, &name, uid, &acceptance.message()).await {
                 tracing::debug!(%error, peer = name, reason = reason.as_str(), "failed to write an Event");
             }
         }
@@ -81,7 +81,7 @@ pub async fn report(
 /// Those of these objects that are there: a few one by one, by lists because agents may not `get` them; of many all there are.
 async fn present_objects(
     api: &Api<DynamicObject>,
-    peers: &PeerStandings,
+    peers: &PeerAcceptances,
 ) -> Result<Vec<DynamicObject>, BackendError> {
     const FEW: usize = 16;
     if peers.len() > FEW {
@@ -140,20 +140,20 @@ fn present(object: &DynamicObject) -> Option<PeerStatus> {
 }
 
 /// What shall stand there.
-fn status(standing: &PeerStanding, present: Option<&PeerStatus>, now: Timestamp) -> PeerStatus {
-    let accepted = standing.is_accepted();
+fn status(acceptance: &PeerAcceptance, present: Option<&PeerStatus>, now: Timestamp) -> PeerStatus {
+    let accepted = acceptance.is_accepted();
     let status = if accepted { "True" } else { "False" };
     let before = present.and_then(|status| status.conditions.iter().find(|it| it.type_ == READY));
     let since = before.filter(|before| before.status == status);
     let condition = PeerCondition {
         type_: READY.to_owned(),
         status: status.to_owned(),
-        reason: standing.reason().to_owned(),
-        message: standing.message(),
+        reason: acceptance.reason().to_owned(),
+        message: acceptance.message(),
         last_transition_time: since
             .map_or_else(|| now.to_string(), |before| before.last_transition_time.clone()),
     };
-    let reason = (*standing != PeerStanding::Accepted).then(|| standing.message());
+    let reason = (*acceptance != PeerAcceptance::Accepted).then(|| acceptance.message());
     PeerStatus { accepted, reason, conditions: vec![condition], ..present.cloned().unwrap_or_default() }
 }
 
@@ -171,22 +171,22 @@ mod tests {
 
     #[test]
     fn a_condition_keeps_its_time_until_it_turns() {
-        let refused = PeerStanding::Refused { reason: "InvalidSpec", why: "no key".to_owned() };
+        let refused = PeerAcceptance::Refused { reason: "InvalidSpec", why: "no key".to_owned() };
         let first = status(&refused, None, Timestamp(1000));
         assert_eq!(event_of(None, &first), Some(EventReason::PeerRefused));
         let time = |status: &PeerStatus| status.conditions[0].last_transition_time.clone();
-        let other = PeerStanding::Refused { reason: "InvalidSpec", why: "no prefix".to_owned() };
+        let other = PeerAcceptance::Refused { reason: "InvalidSpec", why: "no prefix".to_owned() };
         let second = status(&other, Some(&first), Timestamp(2000));
         assert_eq!((time(&second), second.conditions[0].message.as_str()), (time(&first), "no prefix"));
         assert_eq!(event_of(Some(&first), &second), Some(EventReason::PeerRefused));
-        let third = status(&PeerStanding::Accepted, Some(&second), Timestamp(3000));
+        let third = status(&PeerAcceptance::Accepted, Some(&second), Timestamp(3000));
         assert_eq!(time(&third), Timestamp(3000).to_string());
         assert_eq!((third.accepted, third.reason.as_deref()), (true, None));
         assert_eq!(event_of(Some(&second), &third), Some(EventReason::PeerAccepted));
-        assert_eq!(status(&PeerStanding::Accepted, Some(&third), Timestamp(4000)), third);
+        assert_eq!(status(&PeerAcceptance::Accepted, Some(&third), Timestamp(4000)), third);
         // What leaders say of its tunnel is no difference.
         let shaken = PeerStatus { last_handshake: Some(Timestamp(9).to_string()), ..third.clone() };
-        assert_eq!(status(&PeerStanding::Accepted, Some(&shaken), Timestamp(4000)), shaken);
+        assert_eq!(status(&PeerAcceptance::Accepted, Some(&shaken), Timestamp(4000)), shaken);
         // As an agent before conditions left it: the status is completed, and nothing has happened.
         let old = PeerStatus { conditions: Vec::new(), ..third.clone() };
         assert_eq!(event_of(Some(&old), &third), None);

@@ -15,7 +15,7 @@ use crate::backend::{Backend, BackendError, Handshake, Said};
 use kilo_core::{
     errors::Explained,
     objects::{Published, Snapshot, events::EventReason},
-    topology::PeerStandings,
+    topology::PeerAcceptances,
 };
 
 /// The server gets this long before the last good topology is used.
@@ -145,7 +145,7 @@ impl Backend for StartupFallback {
         self.connected.get().ok_or_else(away)?.publish(node, published).await
     }
 
-    async fn report_peers(&self, peers: &PeerStandings) -> Result<u64, BackendError> {
+    async fn report_peers(&self, peers: &PeerAcceptances) -> Result<u64, BackendError> {
         self.connected.get().ok_or_else(away)?.report_peers(peers).await
     }
 

@@ -9,7 +9,7 @@ use crate::objects::{ObjectRef, Snapshot};
 
 /// What the mesh makes of a Peer object.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum PeerStanding {
+pub enum PeerAcceptance {
     /// All of it is used.
     Accepted,
     /// Some of its prefixes are another's; the sentence says which.
@@ -23,7 +23,7 @@ pub enum PeerStanding {
     },
 }
 
-impl PeerStanding {
+impl PeerAcceptance {
     /// Whether leaders let it in.
     pub const fn is_accepted(&self) -> bool {
         !matches!(self, Self::Refused { .. })
@@ -49,66 +49,70 @@ impl PeerStanding {
 }
 
 /// Standings by the names of the peers.
-pub type PeerStandings = BTreeMap<String, PeerStanding>;
+pub type PeerAcceptances = BTreeMap<String, PeerAcceptance>;
 
 /// All peers, as leaders treat them: a key or a prefix that two claim belongs to the first of them.
-pub fn peer_standings(mesh: &Mesh, snapshot: &Snapshot) -> PeerStandings {
-    in_order(mesh, snapshot).into_iter().map(|(name, standing)| (name.to_owned(), standing)).collect()
+pub fn peer_acceptances(mesh: &Mesh, snapshot: &Snapshot) -> PeerAcceptances {
+    in_order(mesh, snapshot).into_iter().map(|(name, acceptance)| (name.to_owned(), acceptance)).collect()
 }
 
 /// The same by name, without copies of the names: there may be many, and mostly one has changed.
-pub(super) fn in_order<'a>(mesh: &'a Mesh, snapshot: &'a Snapshot) -> Vec<(&'a str, PeerStanding)> {
+pub(super) fn in_order<'a>(mesh: &'a Mesh, snapshot: &'a Snapshot) -> Vec<(&'a str, PeerAcceptance)> {
     let locations = mesh.segments.iter().map(|segment| (segment.key, ("", segment.location.as_str())));
     let mut keys: HashMap<_, _> = locations.collect();
     keys.reserve(snapshot.peers.len());
     let mut used = mesh.peers.iter().peekable();
-    let mut standings = Vec::with_capacity(snapshot.peers.len());
+    let mut acceptances = Vec::with_capacity(snapshot.peers.len());
     for (name, peer) in snapshot.peers.iter() {
         // Both are in the order of names.
         while used.next_if(|used| used.name < *name).is_some() {}
         let used = used.peek().filter(|used| used.name == *name);
-        let standing = match keys.entry(peer.public_key) {
+        let acceptance = match keys.entry(peer.public_key) {
             Entry::Occupied(owner) => {
                 let (kind, owner) = owner.get();
                 let why = format!(
                     "spec.publicKey belongs to {kind}{owner} already; give this peer a key of its own"
                 );
-                PeerStanding::Refused { reason: "KeyOfAnother", why }
+                PeerAcceptance::Refused { reason: "KeyOfAnother", why }
             }
             Entry::Vacant(entry) => {
                 entry.insert(("peer ", name.as_str()));
                 by_prefixes(peer, used.map_or(&[], |used| &used.allowed_ips))
             }
         };
-        standings.push((name.as_str(), standing));
+        acceptances.push((name.as_str(), acceptance));
     }
     let invalid = snapshot.problems.iter().filter_map(|(object, why)| {
         let ObjectRef::Peer(name) = object else { return None };
-        let refused = PeerStanding::Refused { reason: "InvalidSpec", why: why.clone() };
+        let refused = PeerAcceptance::Refused { reason: "InvalidSpec", why: why.clone() };
         (!snapshot.peers.contains_key(name)).then_some((name.as_str(), refused))
     });
-    let valid = standings.len();
-    standings.extend(invalid);
-    if standings.len() > valid {
-        standings.sort_unstable_by_key(|(name, _)| *name);
+    let valid = acceptances.len();
+    acceptances.extend(invalid);
+    if acceptances.len() > valid {
+        acceptances.sort_unstable_by_key(|(name, _)| *name);
     }
-    standings
+    acceptances
 }
 
 /// `used`: those of its prefixes that are its own, in its order.
-fn by_prefixes(peer: &Peer, used: &[IpNet]) -> PeerStanding {
+fn by_prefixes(peer: &Peer, used: &[IpNet]) -> PeerAcceptance {
     if peer.allowed_ips.iter().map(IpNet::trunc).eq(used.iter().copied()) {
-        return PeerStanding::Accepted;
+        return PeerAcceptance::Accepted;
     }
     let used: BTreeSet<IpNet> = used.iter().copied().collect();
     let lost: Vec<_> = peer.allowed_ips.iter().filter(|prefix| !used.contains(&prefix.trunc())).collect();
     if lost.is_empty() {
-        return PeerStanding::Accepted;
+        return PeerAcceptance::Accepted;
     }
     let all = lost.len() == peer.allowed_ips.len();
     let lost = lost.into_iter().map(ToString::to_string).collect::<Vec<_>>().join(", ");
     let why = format!("spec.allowedIPs: {lost} belong to a peer that comes first by name");
-    if all { PeerStanding::Refused { reason: "PrefixesOfAnother", why } } else { PeerStanding::Partly(why) }
+    if all {
+        PeerAcceptance::Refused { reason: "PrefixesOfAnother", why }
+    } else {
+        PeerAcceptance::Partly(why)
+    }
 }
 
 #[cfg(test)]
@@ -155,10 +159,10 @@ mod tests {
             (ObjectRef::node("f"), "no".to_owned()),
         ]);
         let snapshot = Snapshot { peers: Arc::new(peers), problems, ..Snapshot::default() };
-        let standings = peer_standings(&mesh, &snapshot);
-        let reasons: Vec<_> = standings
+        let acceptances = peer_acceptances(&mesh, &snapshot);
+        let reasons: Vec<_> = acceptances
             .iter()
-            .map(|(name, standing)| (name.as_str(), standing.is_accepted(), standing.reason()))
+            .map(|(name, acceptance)| (name.as_str(), acceptance.is_accepted(), acceptance.reason()))
             .collect();
         assert_eq!(
             reasons,
@@ -171,9 +175,9 @@ mod tests {
                 ("f", false, "InvalidSpec"),
             ]
         );
-        assert!(standings["b"].message().contains("10.5.0.1/32"), "{}", standings["b"].message());
-        assert!(!standings["b"].message().contains("10.5.0.2/32"), "{}", standings["b"].message());
-        assert!(standings["d"].message().contains("peer a"), "{}", standings["d"].message());
-        assert!(standings["e"].message().contains("location:"), "{}", standings["e"].message());
+        assert!(acceptances["b"].message().contains("10.5.0.1/32"), "{}", acceptances["b"].message());
+        assert!(!acceptances["b"].message().contains("10.5.0.2/32"), "{}", acceptances["b"].message());
+        assert!(acceptances["d"].message().contains("peer a"), "{}", acceptances["d"].message());
+        assert!(acceptances["e"].message().contains("location:"), "{}", acceptances["e"].message());
     }
 }
