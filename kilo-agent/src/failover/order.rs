@@ -9,7 +9,7 @@ use std::{
 
 use kilo_core::{
     signal_id,
-    topology::{Acting, Mesh, NodeId, STAYS},
+    topology::{Acting, Mesh, NodeId, REPLACED_LEADER_TERM},
 };
 
 /// How long who led has to give leadership away; then Kilo's order counts, as without failover.
@@ -52,7 +52,7 @@ impl Orders {
             if let Some((leader, _)) = order.stays
                 && gateways.term.count() == 0
             {
-                acting.locations.entry(location).or_default().leader = Some((STAYS, leader));
+                acting.locations.entry(location).or_default().leader = Some((REPLACED_LEADER_TERM, leader));
                 any = true;
             }
             seen.insert(location, order);

@@ -27,7 +27,7 @@ pub const PATIENCE: Micros = 200 * MS;
 /// The term of what the device had. Real ones are later, for they count from one above 16 bits.
 pub const SEED: Term = Term::from_bits(1);
 /// The term of what nobody claimed when others were claimed.
-pub const STAYS: Term = Term::from_bits(2);
+pub const UNCLAIMED_TERM: Term = Term::from_bits(2);
 
 /// A VPN peer that follows says that it is there so often.
 pub const HELLO: Micros = 10 * SEC;
@@ -184,7 +184,7 @@ pub fn claimed(
     let gateways: Vec<NodeId> = location.gateways.iter().map(|gateway| gateway.id).collect();
     let leader = gateways.get(location.acting).copied().filter(|_| names_any(signal));
     // The device has them where the last plan put them, and only who follows is to move.
-    leader.into_iter().for_each(|leader| acting.stay((STAYS, leader)));
+    leader.into_iter().for_each(|leader| acting.stay((UNCLAIMED_TERM, leader)));
     let step =
         acting.claimed(params, from, &known, &gateways, (me, now)).map(Some).map_err(|why| match why {
             Refused::Kind | Refused::Gateway => "gateway",
@@ -200,7 +200,7 @@ pub fn claimed(
         && !members.contains(first)
     {
         let is_all = *parts == 1 && members.len() + 1 == location.members.len();
-        acting.stays_alone(*first, STAYS, (signal.term, from), is_all, now);
+        acting.stays_alone(*first, UNCLAIMED_TERM, (signal.term, from), is_all, now);
     }
     Claimed { foreign, step }
 }

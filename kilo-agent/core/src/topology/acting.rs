@@ -176,7 +176,7 @@ fn latest(heard: Option<(Term, NodeId)>, mut said: Vec<(Term, NodeId)>) -> Optio
 
 /// The term of a leader that Kilo's rule names no more, and that has had no time yet to give
 /// leadership away. Real ones are later, for they count from one above 16 bits.
-pub const STAYS: Term = Term::from_bits(3);
+pub const REPLACED_LEADER_TERM: Term = Term::from_bits(3);
 
 impl Gateways {
     /// Whether who acts has done so in no term: it has led by Kilo's rule until now.

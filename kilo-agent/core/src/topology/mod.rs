@@ -26,7 +26,7 @@ mod tunnel_ends;
 pub use crate::objects::{
     CheckedIn, Known, Leaving, Node, Nodes, Peer, Replaced, among, not_among, with_own,
 };
-pub use acting::{Acting, ActingLocation, Gateways, NodeId, STAYS};
+pub use acting::{Acting, ActingLocation, Gateways, NodeId, REPLACED_LEADER_TERM};
 pub use freed::FreedAddresses;
 pub use graph::dot;
 pub use homes::Homes;
