@@ -84,7 +84,7 @@ fn a_header_nobody_can_read_hides_no_destination() {
 }
 
 #[test]
-fn a_flow_that_stands_is_looked_at_where_others_offer_prefixes() {
+fn an_established_flow_is_looked_at_where_others_offer_prefixes() {
     // It was translated on the WireGuard device, to an address the uplink has, too.
     let mut tables = leader_tables();
     tables.config.private_v4 = PUBLIC;

@@ -18,11 +18,11 @@ mod wait;
 
 mod agreement;
 mod attach;
-mod bounds;
 mod clear;
 mod gso;
 mod links;
 mod load;
+mod map_sizes;
 mod masquerade;
 mod masquerade_both;
 mod monitor;

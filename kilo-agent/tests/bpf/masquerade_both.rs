@@ -177,7 +177,7 @@ fn a_default_route_of_ipv6_in_the_tables_says_nothing_of_ipv4() {
 }
 
 #[test]
-fn the_collector_removes_flows_that_have_ended_and_frees_their_ports() {
+fn nat_gc_removes_flows_that_have_ended_and_frees_their_ports() {
     let Some(mut world) = World::new() else { return };
     world.tables.config.nat_port_min = 40_000;
     world.tables.config.nat_port_max = 40_003;
@@ -353,7 +353,7 @@ fn last_seen(world: &mut World) -> [u32; 2] {
 }
 
 #[test]
-fn the_collector_is_told_of_each_second_in_which_a_flow_that_stands_has_packets() {
+fn nat_gc_is_told_of_each_second_in_which_an_established_flow_has_packets() {
     let Some(mut world) = World::new() else { return };
     let [Side { pod, public, outside, .. }, _] = sides();
     let there = udp(pod, outside, (5000, 53), b"");
@@ -383,7 +383,7 @@ fn age(world: &mut World) {
 }
 
 #[test]
-fn the_short_way_of_a_flow_that_stands_changes_packets_as_the_long_way_does() {
+fn the_short_way_of_an_established_flow_changes_packets_as_the_long_way_does() {
     let seed = seed();
     let mut random = StdRng::seed_from_u64(seed);
     let [Side { pod, public, outside, .. }, _] = sides();

@@ -33,7 +33,7 @@ mod plan_duplicates;
 mod plan_failover;
 mod plan_full_location;
 mod plan_gateways;
-mod plan_inside;
 mod plan_neighbours;
 mod plan_overlay;
+mod plan_via_wireguard;
 mod topology_properties;

@@ -39,7 +39,7 @@ const fn labs_on(kernel: Kernel) -> &'static [Lab] {
 
 /// What asks the kernel nothing that other tests do not ask: on this machine's
 /// kernel only.
-const NOT_ON_OLDEST: [&str; 3] = ["bpf::bounds", "bpf::monitor", "bpf::trace"];
+const NOT_ON_OLDEST: [&str; 3] = ["bpf::map_sizes", "bpf::monitor", "bpf::trace"];
 /// What runs on newer kernels than the oldest: their verifier, and the programs that
 /// ask most of it.
 const ON_NEWER: [&str; 2] = ["bpf::load", "bpf::masquerade_both"];

@@ -242,8 +242,8 @@ pub const LINES: &[Line] = &[
         39,
         "maps full",
         &[
-            "bpf::bounds::a_full_map_takes_what_fits_refuses_one_more_and_hurts_nothing_else",
-            "bpf::bounds::every_map_of_the_object_is_as_its_row_in_the_table_says",
+            "bpf::map_sizes::a_full_map_takes_what_fits_refuses_one_more_and_hurts_nothing_else",
+            "bpf::map_sizes::every_map_of_the_object_is_as_its_row_in_the_table_says",
             "bpf::masquerade_both::a_full_table_of_flows_forgets_the_least_used_and_serves_new_and_forgotten_ones",
         ],
         "prefix_v6, masq_src and masq_dst are really filled with KILO_FILL=all only",
@@ -253,7 +253,7 @@ pub const LINES: &[Line] = &[
         "NAT ports used up",
         &[
             "bpf::masquerade::used_up_ports_are_a_counted_drop",
-            "bpf::masquerade_both::the_collector_removes_flows_that_have_ended_and_frees_their_ports",
+            "bpf::masquerade_both::nat_gc_removes_flows_that_have_ended_and_frees_their_ports",
         ],
         "",
     ),

@@ -86,7 +86,7 @@ fn answers_to_connections_opened_towards_pods_stay_as_they_are() {
 }
 
 #[test]
-fn a_connection_that_stands_is_noted_by_any_packet_from_outside() {
+fn an_established_connection_is_noted_by_any_packet_from_outside() {
     let Some(mut world) = World::new() else { return };
     for side in sides() {
         let Side { pod, outside, .. } = side;
