@@ -27,5 +27,6 @@ pub mod resolve;
 pub mod status;
 #[cfg(feature = "agent")]
 pub mod takeover;
+pub mod timestamp;
 #[cfg(feature = "agent")]
 pub mod webhook;

@@ -22,7 +22,7 @@ use prometheus_client::{
 
 use crate::backend::kubernetes::SlicesReport;
 use crate::failover::FailoverMetrics;
-use crate::status::Timestamp;
+use crate::timestamp::Timestamp;
 use kilo_core::{topology::TunnelEnd, wireguard::key::PublicKey};
 use kilo_host::{
     dataplane::{CounterReader, Counters, DataplaneError},

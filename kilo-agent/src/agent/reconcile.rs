@@ -1,15 +1,13 @@
 //! One reconcile: observe, topology, plan, apply, publish.
 
-use std::{
-    sync::Arc,
-    time::{Instant, SystemTime, UNIX_EPOCH},
-};
+use std::{sync::Arc, time::Instant};
 
 use super::{Agent, AgentError, host_state::HostState, publisher::PATIENCE_UNKNOWN};
 use crate::{
     backend::{Backend, BackendError},
     failover::Failover,
     relay,
+    timestamp::Timestamp,
 };
 use kilo_core::{
     objects::{Snapshot, events::EventReason},
@@ -28,7 +26,7 @@ impl<B: Backend> Agent<B> {
             return false;
         }
         let nodes = with_own(&snapshot.nodes, state.own.as_ref());
-        let ready = state.liveness.ready(nodes, &self.options.hostname, Instant::now(), unix_now());
+        let ready = state.liveness.ready(nodes, &self.options.hostname, Instant::now(), Timestamp::now().0);
         if ready != state.ready {
             return false;
         }
@@ -54,7 +52,7 @@ impl<B: Backend> Agent<B> {
 
     async fn converge(&mut self, snapshot: &Arc<Snapshot>, host: &mut HostState) -> Result<u64, AgentError> {
         self.log_limiter.objects(&snapshot.problems, &self.metrics);
-        let (now, unix_now) = (Instant::now(), unix_now());
+        let (now, unix_now) = (Instant::now(), Timestamp::now().0);
         let name = &self.options.hostname;
         let seen = snapshot.nodes.get(name).ok_or_else(|| BackendError::NoSuchNode(name.clone()))?;
         if let Some(failover) = &mut self.failover {
@@ -251,9 +249,4 @@ impl<B: Backend> Agent<B> {
             view.relays = self.relays.clone();
         });
     }
-}
-
-fn unix_now() -> i64 {
-    let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-    i64::try_from(since.as_secs()).unwrap_or(i64::MAX)
 }

@@ -14,7 +14,7 @@ use tokio_util::task::AbortOnDropHandle;
 
 use crate::{
     backend::{Backend, Handshake, Said},
-    status::Timestamp,
+    timestamp::Timestamp,
 };
 
 /// A peer is written about no sooner than this after the last time, and no handshake that is newer by less.

@@ -30,7 +30,8 @@ use crate::{
     backend::Backend,
     health::Health,
     metrics::Metrics,
-    status::{Timestamp, View},
+    status::View,
+    timestamp::Timestamp,
 };
 
 /// Tunnels are looked at this often.

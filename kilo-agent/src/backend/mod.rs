@@ -8,7 +8,7 @@ pub mod mass_delete_guard;
 
 use std::{net::SocketAddr, sync::Arc};
 
-use crate::status::Timestamp;
+use crate::timestamp::Timestamp;
 use kilo_core::{
     errors::Explained,
     objects::{Published, Snapshot, events::EventReason},

@@ -1,9 +1,6 @@
 //! What people see of failover: metrics, and what the status says.
 
-use std::{
-    collections::VecDeque,
-    time::{SystemTime, UNIX_EPOCH},
-};
+use std::collections::VecDeque;
 
 use kilo_failover::{MS, Micros, SEC, Way};
 use prometheus_client::{
@@ -45,11 +42,6 @@ pub struct StandBy {
     pub fit: Option<bool>,
     /// Round trip of its tunnels in milliseconds, of this node alone.
     pub round_trip: Option<u64>,
-}
-
-/// Unix seconds now.
-pub fn unix_now() -> i64 {
-    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs() as i64)
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]

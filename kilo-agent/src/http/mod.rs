@@ -19,11 +19,7 @@ pub use page::Page;
 pub use respond::{html, method_not_allowed, respond, text};
 pub use serve::{Answer, Closing, bind, serve};
 
-use crate::{
-    health::Health,
-    metrics::Metrics,
-    status::{Timestamp, View},
-};
+use crate::{health::Health, metrics::Metrics, status::View, timestamp::Timestamp};
 use access::Gate;
 use kilo_core::topology::tunnel_ends;
 use page::{Feed, Report};

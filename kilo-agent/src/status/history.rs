@@ -8,7 +8,8 @@ use std::{
 use kilo_core::topology::{Mesh, changes::Change};
 use serde::{Deserialize, Serialize};
 
-use super::{Timestamp, acting};
+use super::acting;
+use crate::timestamp::Timestamp;
 
 /// Changes that are kept; older ones are in the log and in Events.
 const KEPT: usize = 200;

@@ -8,7 +8,6 @@ pub mod pods;
 mod problems;
 mod slices;
 mod table;
-mod time;
 #[cfg(feature = "agent")]
 mod view;
 
@@ -20,11 +19,11 @@ use std::{
 use ipnet::IpNet;
 use serde::{Deserialize, Serialize};
 
+use crate::timestamp::Timestamp;
 pub use history::{History, LeaderChange};
 pub use problems::{Problem, problems, verdict};
 pub use slices::SlicesStatus;
 pub use table::{ago, bytes, columns, table};
-pub use time::Timestamp;
 #[cfg(feature = "agent")]
 pub use view::View;
 

@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 
 use serde::{Deserialize, Serialize};
 
-use super::Timestamp;
+use crate::timestamp::Timestamp;
 use kilo_core::objects::{Nodes, node, slices::SliceSet};
 
 /// Names that are shown.

@@ -2,7 +2,8 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use super::{AgentStatus, FailoverStatus, LocationStatus, NodeStatus, PeerStatus, Status, Timestamp, Tunnel};
+use super::{AgentStatus, FailoverStatus, LocationStatus, NodeStatus, PeerStatus, Status, Tunnel};
+use crate::timestamp::Timestamp;
 
 /// Tables: locations, nodes, peers, then what the agent knows. `wide`: with endpoints and keys of nodes.
 pub fn table(status: &Status, wide: bool) -> String {

@@ -2,11 +2,12 @@
 
 use std::{collections::BTreeMap, sync::Arc, time::Instant};
 
-use super::{AgentStatus, FailoverStatus, History, StandByStatus, Status, Timestamp, Tunnel, of_objects};
+use super::{AgentStatus, FailoverStatus, History, StandByStatus, Status, Tunnel, of_objects};
 use crate::{
     failover::{Reporter, StandBy},
     http::Edge,
     relay::{Connected, Relays},
+    timestamp::Timestamp,
 };
 use kilo_core::{
     objects::Snapshot,

@@ -21,7 +21,7 @@ use kube::{
 use serde_json::{Value, json};
 
 use super::issue::{Issued, LIFETIME, issue};
-use crate::status::Timestamp;
+use crate::timestamp::Timestamp;
 use kilo_core::errors::error_chain;
 
 /// When the next step is due. A Secret without it is somebody else's: its certificate is

@@ -14,7 +14,7 @@ use std::{
 use k8s_openapi::api::core::v1 as core;
 use kilo_agent::{
     backend::{Backend as _, BackendError, Handshake, Said, kubernetes::KubernetesBackend},
-    status::Timestamp,
+    timestamp::Timestamp,
 };
 use kilo_core::{
     objects::{

@@ -15,7 +15,7 @@ use std::{
 };
 
 use k8s_openapi::api::core::v1::Node;
-use kilo_agent::status::Timestamp;
+use kilo_agent::timestamp::Timestamp;
 use kilo_core::{
     objects::peer::Peer,
     wireguard::{

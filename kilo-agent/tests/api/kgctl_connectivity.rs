@@ -51,7 +51,7 @@ fn control(client: &Client) {
 async fn cluster(server: &ApiServer) -> Client {
     let client = server.client(ADMIN).await;
     apply_crds(&client).await;
-    let now = (kilo_agent::status::Timestamp::now().0 + 3600).to_string();
+    let now = (kilo_agent::timestamp::Timestamp::now().0 + 3600).to_string();
     let annotations = [
         ("kilo.squat.ai/endpoint", "192.0.2.1:51820"),
         ("kilo.squat.ai/internal-ip", "10.1.0.1/24"),
@@ -160,7 +160,7 @@ async fn of_two_tests_at_once_one_says_so_and_neither_touches_the_others_namespa
 
     // One that stands still is taken for dead, by its heartbeat, and finds that out.
     first.signal(Signal::SIGSTOP);
-    let long_ago = (kilo_agent::status::Timestamp::now().0 - 3600).to_string();
+    let long_ago = (kilo_agent::timestamp::Timestamp::now().0 - 3600).to_string();
     let aged = json!({"metadata": {"annotations": {HEARTBEAT: long_ago}}});
     namespaces.patch(NAME, &PatchParams::default(), &Patch::Merge(&aged)).await.unwrap();
     let second = Run::start(&kubeconfig);

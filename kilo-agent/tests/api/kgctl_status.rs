@@ -13,7 +13,7 @@ use std::{
 };
 
 use k8s_openapi::api::core::v1 as core;
-use kilo_agent::status::{Status, Timestamp};
+use kilo_agent::{status::Status, timestamp::Timestamp};
 use kilo_core::wireguard::key::PublicKey;
 use kube::{
     Api,

@@ -11,7 +11,7 @@ use std::{
 };
 
 use k8s_openapi::api::core::v1 as core;
-use kilo_agent::status::Timestamp;
+use kilo_agent::timestamp::Timestamp;
 use kilo_core::{objects::peer::Peer, wireguard::key::SecretKey};
 use kube::{
     Api, Client, ResourceExt as _,

@@ -36,7 +36,7 @@ const SOON: Duration = Duration::from_secs(5);
 const REPLACED: Duration = Duration::from_secs(40);
 
 fn now() -> i64 {
-    kilo_agent::status::Timestamp::now().0
+    kilo_agent::timestamp::Timestamp::now().0
 }
 
 /// An API server with nodes of agents of ours.

@@ -15,7 +15,7 @@ use std::{
 };
 
 use k8s_openapi::api::core::v1 as core;
-use kilo_agent::status::{Status, Timestamp};
+use kilo_agent::{status::Status, timestamp::Timestamp};
 use kilo_core::{topology::LeaderReason, wireguard::key::PublicKey};
 use kube::{
     Api,

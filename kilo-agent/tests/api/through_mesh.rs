@@ -329,7 +329,7 @@ async fn follows(client: &Client, stream: &Stream) {
         json!({
             "kilo.squat.ai/endpoint": "192.0.2.99:51820", "kilo.squat.ai/internal-ip": "10.3.0.1/24",
             "kilo.squat.ai/key": PublicKey([77; 32]).to_string(),
-            "kilo.squat.ai/last-seen": kilo_agent::status::Timestamp::now().0.to_string(),
+            "kilo.squat.ai/last-seen": kilo_agent::timestamp::Timestamp::now().0.to_string(),
         }),
     )
     .await;
@@ -394,7 +394,7 @@ async fn leader_restarts(client: &Client, agents: &mut Agents, stream: &Stream) 
     agents.kill("a1");
     let key = add_peer(client, 11).await;
     until("a change passes the leader whose agent is dead", 10, async || peers_of_b1().contains(&key)).await;
-    let restarted = kilo_agent::status::Timestamp::now().0;
+    let restarted = kilo_agent::timestamp::Timestamp::now().0;
     agents.start("a1");
     until("the leader's agent is back", 30, async || {
         annotation(client, "a1", "last-seen").await.parse::<i64>().is_ok_and(|seen| seen >= restarted)

@@ -16,7 +16,7 @@ use std::{
     time::Duration,
 };
 
-use kilo_agent::{flag_table::ARGUMENT, metrics::Metrics, status::Timestamp};
+use kilo_agent::{flag_table::ARGUMENT, metrics::Metrics, timestamp::Timestamp};
 use kilo_core::wireguard::key::PublicKey;
 use kilo_host::wireguard::PeerStatus;
 

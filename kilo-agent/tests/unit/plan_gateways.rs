@@ -10,7 +10,7 @@ use std::{
 };
 
 use ipnet::IpNet;
-use kilo_agent::status::{self, Timestamp};
+use kilo_agent::{status, timestamp::Timestamp};
 use kilo_common::{
     counters::Action,
     lead::{Term, word},

@@ -13,7 +13,7 @@ use super::{
 };
 use crate::{
     backend::{BackendError, Handshake, Said},
-    status::Timestamp,
+    timestamp::Timestamp,
 };
 use kilo_core::{
     errors::{Explained, error_chain},

@@ -21,7 +21,7 @@ use ipnet::IpNet;
 use kilo_agent::{
     cli::{LogLevel, parse_bool, parse_duration, parse_number, parse_port},
     resolve::Resolver,
-    status::Timestamp,
+    timestamp::Timestamp,
 };
 use kilo_core::{
     errors::error_chain,

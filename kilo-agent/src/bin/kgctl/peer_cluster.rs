@@ -4,7 +4,7 @@ use std::{fmt::Write as _, path::PathBuf};
 
 use anyhow::{Context as _, Result, bail};
 use clap::Args;
-use kilo_agent::{backend::kubernetes, cli::PrefixList, status::Timestamp};
+use kilo_agent::{backend::kubernetes, cli::PrefixList, timestamp::Timestamp};
 use kilo_core::{
     multicluster::{self, Changes, Cluster, Present},
     objects::peer,

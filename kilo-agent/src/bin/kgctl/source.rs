@@ -12,7 +12,7 @@ use ipnet::IpNet;
 use kilo_agent::{
     backend::{Backend as _, file::FileBackend},
     cli::{BackendKind, parse_cidr, parse_label},
-    status::Timestamp,
+    timestamp::Timestamp,
 };
 use kilo_core::{
     objects::Snapshot,

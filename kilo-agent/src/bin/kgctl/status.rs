@@ -14,7 +14,8 @@ use futures::{StreamExt as _, stream};
 use kilo_agent::{
     backend::kubernetes::read_once,
     cli::parse_period,
-    status::{self, SlicesStatus, Status, Timestamp, ask, pods},
+    status::{self, SlicesStatus, Status, ask, pods},
+    timestamp::Timestamp,
 };
 
 use crate::{

@@ -14,10 +14,10 @@ use kilo_host::dataplane::lead::Swap;
 use super::{Thread, micros};
 use crate::failover::{
     moved::Asked,
-    report::unix_now,
     site::{Site, is_news},
 };
 use crate::far::{FarGateway, FarLocation};
+use crate::timestamp::Timestamp;
 
 /// More records than the ring has room for.
 const MOST_HEARD: usize = 1_024;
@@ -73,7 +73,7 @@ impl Thread {
         self.word = word;
         let (term, gateway) = site.said(word);
         if gateway != before {
-            self.since = unix_now();
+            self.since = Timestamp::now().0;
             self.is_dirty = true;
             tracing::info!(
                 from = self.name(before),

@@ -13,10 +13,7 @@ use serde::Serialize;
 use tokio::sync::Mutex;
 
 use super::report::{DropHelp, Report, Verdict};
-use crate::{
-    http::AnswerLimit,
-    status::{AgentStatus, Timestamp},
-};
+use crate::{http::AnswerLimit, status::AgentStatus, timestamp::Timestamp};
 
 /// A report is used for this long before another is made.
 const FRESH: Duration = Duration::from_secs(1);

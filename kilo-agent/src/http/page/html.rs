@@ -5,7 +5,10 @@ use std::collections::BTreeMap;
 use minijinja::{AutoEscape, Environment, Error, context};
 
 use super::{files, report::Report};
-use crate::status::{Timestamp, ago, bytes};
+use crate::{
+    status::{ago, bytes},
+    timestamp::Timestamp,
+};
 
 /// The whole document. Everything that is put in is escaped.
 ///

@@ -71,7 +71,7 @@ impl Report {
 
     /// Without times and counts: two that are equal then show the same mesh.
     pub fn shape(mut self) -> Self {
-        self.status.time = crate::status::Timestamp::default();
+        self.status.time = crate::timestamp::Timestamp::default();
         for node in &mut self.status.nodes {
             // A node that has never checked in is another thing than one that has.
             node.last_seen = node.last_seen.map(|_| self.status.time);

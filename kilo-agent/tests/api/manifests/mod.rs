@@ -33,7 +33,7 @@ use kilo_agent::{
         kubernetes::{self, KubernetesBackend},
     },
     metrics::Metrics,
-    status::Timestamp,
+    timestamp::Timestamp,
 };
 use kilo_core::{
     objects::{Published, peer::Peer},

@@ -1,7 +1,10 @@
 //! Meshes to look at: of so many nodes, with all that can be wrong.
 
 use kilo_agent::http::page::Report;
-use kilo_agent::status::{LeaderChange, Status, Timestamp};
+use kilo_agent::{
+    status::{LeaderChange, Status},
+    timestamp::Timestamp,
+};
 use serde_json::{Value, json};
 
 const CITIES: [&str; 12] = [

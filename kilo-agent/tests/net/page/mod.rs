@@ -23,7 +23,8 @@ use kilo_agent::{
         page::{Feed, MOST_LISTENERS, Page, Report},
     },
     metrics::Metrics,
-    status::{Status, Timestamp, View},
+    status::{Status, View},
+    timestamp::Timestamp,
 };
 use serde_json::json;
 use tokio::{runtime::Runtime, sync::watch};

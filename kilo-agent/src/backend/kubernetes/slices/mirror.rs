@@ -12,7 +12,7 @@ use kilo_core::{
 use kube::{Resource as _, runtime::watcher};
 
 use super::{PartialNode, entry_of};
-use crate::{backend::mass_delete_guard::MassDeleteGuard, status::Timestamp};
+use crate::{backend::mass_delete_guard::MassDeleteGuard, timestamp::Timestamp};
 
 /// A writer whose own heartbeat has not come back for so many of its intervals does not see what happens.
 const MISSED: u16 = 3;

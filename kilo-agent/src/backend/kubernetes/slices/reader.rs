@@ -15,7 +15,7 @@ use kube::{
 };
 
 use super::Context;
-use crate::status::Timestamp;
+use crate::timestamp::Timestamp;
 
 /// Slices of an answer: a page is about a megabyte.
 const PAGE: u32 = 100;

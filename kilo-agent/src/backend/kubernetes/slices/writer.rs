@@ -22,7 +22,7 @@ use super::{
     lease::{Held, Tried},
     mirror::Mirror,
 };
-use crate::status::Timestamp;
+use crate::timestamp::Timestamp;
 
 /// Changes are collected for so long.
 const DEBOUNCE: Duration = Duration::from_millis(200);

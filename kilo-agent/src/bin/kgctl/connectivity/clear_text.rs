@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use kilo_agent::status::{Status, Timestamp};
+use kilo_agent::{status::Status, timestamp::Timestamp};
 
 use super::{
     matrix::{Cell, Finding},

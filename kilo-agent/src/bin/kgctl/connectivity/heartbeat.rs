@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use k8s_openapi::api::core::v1::Namespace;
-use kilo_agent::status::Timestamp;
+use kilo_agent::timestamp::Timestamp;
 use kube::ResourceExt as _;
 
 /// When the run that holds the namespace last was there, in seconds since 1970 by its own clock.

@@ -20,7 +20,8 @@ use futures::{StreamExt as _, stream};
 use k8s_openapi::api::core::v1::Node;
 use kilo_agent::{
     cli::parse_period,
-    status::{self, Status, Timestamp, pods},
+    status::{self, Status, pods},
+    timestamp::Timestamp,
 };
 use kilo_core::{errors::error_chain, objects::Snapshot};
 use kube::{Api, api::ListParams};

@@ -12,7 +12,10 @@ use k8s_openapi::api::{
     apps::v1::DaemonSet,
     core::v1::{Event, Node, Pod},
 };
-use kilo_agent::status::{self, Timestamp, ask, pods};
+use kilo_agent::{
+    status::{self, ask, pods},
+    timestamp::Timestamp,
+};
 use kilo_core::{errors::error_chain, objects::peer::Peer};
 use kube::{
     Api, Resource, ResourceExt as _,
