@@ -20,6 +20,7 @@ use sha2::{Digest as _, Sha256};
 use tokio::{sync::Mutex, time::timeout};
 
 use super::{Answer, drawing, respond, text};
+use crate::status::Edge;
 
 /// `format=`: the names Kilo knows. The agent makes `svg`, and `dot` (also named `gv`); Graphviz
 /// makes the others of `dot`.
@@ -177,15 +178,6 @@ impl Graph {
         };
         Ok(tokio::task::spawn_blocking(work).await?)
     }
-}
-
-/// A line between two leaders, and how their tunnel is connected.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Edge {
-    /// Names of both.
-    pub ends: [String; 2],
-    /// `punched`, or `relayed by` a node.
-    pub way: String,
 }
 
 /// The text with the ways beside the lines. Names of nodes are DNS names, so nothing is to be quoted.

@@ -14,7 +14,7 @@ use std::{sync::Arc, time::Instant};
 use hyper::{Method, Request, StatusCode, body::Incoming};
 
 pub use answer_limit::AnswerLimit;
-pub use graph::{Edge, Format, Graph, Layout};
+pub use graph::{Format, Graph, Layout};
 pub use page::Page;
 pub use respond::{html, method_not_allowed, respond, text};
 pub use serve::{Answer, Closing, bind, serve};

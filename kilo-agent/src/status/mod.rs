@@ -25,7 +25,7 @@ pub use problems::{Problem, problems, verdict};
 pub use slices::SlicesStatus;
 pub use table::{ago, bytes, columns, table};
 #[cfg(feature = "agent")]
-pub use view::View;
+pub use view::{Edge, View};
 
 use kilo_core::{
     objects::{ObjectRef, Snapshot},

@@ -5,7 +5,6 @@ use std::{collections::BTreeMap, sync::Arc, time::Instant};
 use super::{AgentStatus, FailoverStatus, History, StandByStatus, Status, Tunnel, of_objects};
 use crate::{
     failover::{Reporter, StandBy},
-    http::Edge,
     relay::{Connected, Relays},
     timestamp::Timestamp,
 };
@@ -20,6 +19,15 @@ use kilo_host::{
     dataplane::Counters,
     wireguard::{Device, PeerStatus as DevicePeer, WireguardError},
 };
+
+/// A line between two leaders, and how their tunnel is connected.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Edge {
+    /// Names of both.
+    pub ends: [String; 2],
+    /// `punched`, or `relayed by` a node.
+    pub way: String,
+}
 
 /// The state after a reconciliation.
 #[derive(Clone, Debug, Default)]
