@@ -40,7 +40,7 @@ use crate::{
     failover::{self, Failover},
     health::Health,
     metrics::Metrics,
-    relay::{self, Relays},
+    relay::{self, MeshView, Relays},
     resolve::Resolver,
     status::View,
 };
@@ -195,6 +195,8 @@ pub struct Agent<B> {
     handshake_nudge: HandshakeNudge,
     failover: Option<Failover>,
     relays: Relays,
+    /// For the task that looks after relays.
+    relay_view: tokio::sync::watch::Sender<MeshView>,
     /// No other agent may change the pinned programs and maps meanwhile.
     _pins: Lock,
 }
@@ -270,6 +272,7 @@ impl<B: Backend> Agent<B> {
             handshake_nudge: HandshakeNudge::default(),
             failover,
             relays: Relays::default(),
+            relay_view: tokio::sync::watch::Sender::new(MeshView::default()),
             _pins: pins,
         })
     }
@@ -409,7 +412,7 @@ impl<B: Backend> Agent<B> {
             key: self.key,
             port: self.options.settings.port,
             relay: self.options.relay,
-            view: self.view.subscribe(),
+            view: self.relay_view.subscribe(),
             relays: self.relays.clone(),
             changed: Arc::clone(&self.host_changed),
             metrics: self.metrics.clone(),

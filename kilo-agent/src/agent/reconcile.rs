@@ -6,7 +6,7 @@ use super::{Agent, AgentError, host_state::HostState, publisher::PATIENCE_UNKNOW
 use crate::{
     backend::{Backend, BackendError},
     failover::Failover,
-    relay,
+    relay::{self, MeshView},
     timestamp::Timestamp,
 };
 use kilo_core::{
@@ -32,6 +32,7 @@ impl<B: Backend> Agent<B> {
         }
         state.snapshot = Arc::clone(snapshot);
         self.view.send_modify(|view| Arc::make_mut(view).snapshot = Arc::clone(snapshot));
+        self.relay_view.send_modify(|view| view.snapshot = Arc::clone(snapshot));
         // Objects say who must speak, and they are the same.
         self.publisher.pace(self.publisher.every(), state.liveness.suspects(), Instant::now());
         true
@@ -247,6 +248,12 @@ impl<B: Backend> Agent<B> {
             view.nodes_from = slices.as_ref().map(ToString::to_string);
             view.failover = self.failover.as_ref().map(Failover::reporter);
             view.relays = self.relays.clone();
+        });
+        self.relay_view.send_replace(MeshView {
+            mesh: Arc::clone(mesh),
+            snapshot: Arc::clone(snapshot),
+            own: state.own.clone(),
+            device: Some(interface.device.clone()),
         });
     }
 }

@@ -7,14 +7,28 @@ use std::{
 };
 
 use kilo_core::{
+    objects::Snapshot,
     relay::{NodeId, RelayPlaces, Seen},
     signal_id,
     topology::{Gateways, Mesh, Node, Segment},
     wireguard::key::PublicKey,
 };
-use kilo_host::wireguard::PeerStatus;
+use kilo_host::wireguard::{Device, PeerStatus};
 
-use crate::status::View;
+use super::Relays;
+
+/// What the task knows of the mesh: the state after a reconciliation.
+#[derive(Clone, Debug, Default)]
+pub struct MeshView {
+    /// The mesh as this node sees it.
+    pub mesh: Arc<Mesh>,
+    /// All objects.
+    pub snapshot: Arc<Snapshot>,
+    /// The own node as it is now.
+    pub own: Option<Arc<Node>>,
+    /// The WireGuard device, once there is one.
+    pub device: Option<Device>,
+}
 
 /// The node that carries a location's packets.
 pub fn leader(mesh: &Mesh, index: usize) -> Option<&Node> {
@@ -65,7 +79,7 @@ pub struct Leaders {
 
 impl Leaders {
     /// Of a view and the device's peers.
-    pub fn of(view: &View, peers: &BTreeMap<PublicKey, PeerStatus>) -> Self {
+    pub fn of(view: &MeshView, relays: &Relays, peers: &BTreeMap<PublicKey, PeerStatus>) -> Self {
         let mesh = &view.mesh;
         let mut found = Self::default();
         let Some(own) = view.own.as_deref() else { return found };
@@ -86,24 +100,24 @@ impl Leaders {
                 sent: peer.tx_bytes,
                 received: peer.rx_bytes,
                 endpoint: peer.endpoint,
-                published: published(view, node),
+                published: published(relays, node),
                 places: places(node, seen.get(&key)),
                 relays: node.relay,
             });
         }
-        let says = published(view, own);
+        let says = published(relays, own);
         found.is_behind_nat =
             own.key.is_some_and(|key| places(own, seen.get(&key)).iter().any(|place| Some(*place) != says));
         found
     }
 }
 
-fn published(view: &View, node: &Node) -> Option<SocketAddr> {
-    view.relays.address(node.endpoint.as_ref()?)
+fn published(relays: &Relays, node: &Node) -> Option<SocketAddr> {
+    relays.address(node.endpoint.as_ref()?)
 }
 
 /// Endpoints at which nodes see each other, without those of relays: one walk over all nodes.
-fn seen_by_others(view: &View, relays: &RelayPlaces) -> HashMap<PublicKey, BTreeSet<SocketAddr>> {
+fn seen_by_others(view: &MeshView, relays: &RelayPlaces) -> HashMap<PublicKey, BTreeSet<SocketAddr>> {
     let mut seen: HashMap<_, BTreeSet<_>> = HashMap::new();
     for (key, at) in view.snapshot.nodes.iter().flat_map(|node| &node.node.discovered_endpoints) {
         if !relays.contains(*at) {
@@ -179,10 +193,11 @@ mod tests {
         let nodes = [node("a", "192.0.2.1:51820", 1), node("b", "home.example:51821", 2)];
         let subnet = "10.4.0.0/16".parse().unwrap();
         let mesh = Mesh::default().next(&nodes, &BTreeMap::new(), Granularity::Location, subnet);
-        let view = View { mesh: Arc::new(mesh), own: Some(Arc::clone(&nodes[0])), ..View::default() };
-        let published = || Leaders::of(&view, &BTreeMap::new()).seen[0].published;
+        let relays = Relays::default();
+        let view = MeshView { mesh: Arc::new(mesh), own: Some(Arc::clone(&nodes[0])), ..MeshView::default() };
+        let published = || Leaders::of(&view, &relays, &BTreeMap::new()).seen[0].published;
         assert_eq!(published(), None, "nobody has answered yet");
-        view.relays.resolves(&[("home.example".to_owned(), "198.51.100.7".parse().unwrap())].into());
+        relays.resolves(&[("home.example".to_owned(), "198.51.100.7".parse().unwrap())].into());
         assert_eq!(published(), "198.51.100.7:51821".parse().ok());
     }
 }

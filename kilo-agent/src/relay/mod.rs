@@ -27,6 +27,7 @@ use kilo_host::dataplane::{
     relay::{RelayMaps, RelayRing},
 };
 
+pub use mesh::MeshView;
 pub use task::Context;
 
 /// What the task has found: read by reconciles, status, metrics and the graph.

@@ -25,10 +25,10 @@ use tokio_util::sync::CancellationToken;
 
 use super::{
     Connected, Relays,
-    mesh::{Leaders, Locations},
+    mesh::{Leaders, Locations, MeshView},
     paths::{Paths, Ports},
 };
-use crate::{failover::packets, metrics::Metrics, status::View};
+use crate::{failover::packets, metrics::Metrics};
 
 /// Between two turns while something is under way, and else.
 const BUSY: Duration = Duration::from_millis(100);
@@ -53,7 +53,7 @@ pub struct Context {
     /// `--relay`.
     pub relay: settings::Relay,
     /// The mesh and the device, as reconciles publish them.
-    pub view: watch::Receiver<Arc<View>>,
+    pub view: watch::Receiver<MeshView>,
     /// What the task has found, for reconciles.
     pub relays: Relays,
     /// Wakes the reconcile loop.
@@ -191,8 +191,9 @@ impl Task {
     /// Reads the device, and what the mesh says of those it shows.
     async fn look(&mut self) {
         let started = Instant::now();
-        let view = Arc::clone(&self.context.view.borrow());
-        let peers = match view.peers().await {
+        let view = self.context.view.borrow().clone();
+        let Some(device) = &view.device else { return };
+        let peers = match device.read_status().await {
             Ok(peers) => peers,
             Err(error) => {
                 tracing::debug!(%error, "failed to read WireGuard peers");
@@ -201,7 +202,7 @@ impl Task {
             }
         };
         let now = Instant::now();
-        self.leaders = Leaders::of(&view, &peers);
+        self.leaders = Leaders::of(&view, &self.context.relays, &peers);
         self.has_looked = true;
         let uses = self.is_on();
         let took = now.saturating_duration_since(started);
