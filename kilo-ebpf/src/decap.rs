@@ -1,8 +1,6 @@
 //! Taking the outer header off a steered packet: who sent it, whether the inner packet may come
 //! from there, and where it goes on.
 
-use core::mem::offset_of;
-
 use aya_ebpf::{EbpfContext as _, bindings::bpf_adj_room_mode::BPF_ADJ_ROOM_MAC, programs::TcContext};
 use kilo_common::{
     counters::DropReason,
@@ -13,7 +11,6 @@ use kilo_common::{
     packet::{ETHERNET_LEN, ETHERTYPE_IPV4, ETHERTYPE_IPV6, Ipv4},
     signal::is_vxlan_or_signal,
 };
-use network_types::udp::UdpHdr;
 
 use crate::{
     cb,
@@ -24,12 +21,11 @@ use crate::{
     mtu::fits,
     packet,
     ret::{Act, Verdict, from_code, to_code},
+    sender::{DESTINATION_PORT, sender_of},
     signal,
     subprogram::{Skb, subprogram},
 };
 
-/// Offset in a UDP header.
-pub const DESTINATION_PORT: usize = offset_of!(UdpHdr, dst);
 /// `bpf_skb_adjust_room` flags (include/uapi/linux/bpf.h).
 const DECAP_L3_IPV4: u64 = 128;
 const DECAP_L3_IPV6: u64 = 256;
@@ -58,13 +54,6 @@ fn may_be_ours<I: Ip>(ctx: &TcContext, ip: &I, udp: usize) -> bool {
             Ok(first) => is_vxlan_or_signal(&first),
             Err(_) => ip.is_fragment(),
         }
-}
-
-/// The node that an encapsulated packet comes from: by its outer source, and by the
-/// interface, because anybody on another network can write that source.
-#[inline(always)]
-pub fn sender_of<O: Ip>(ctx: &TcContext, outer: &O) -> Result<&'static NodeValue, DropReason> {
-    forwarding::arrives(O::sender(outer.src()), packet::ifindex(ctx))
 }
 
 /// An encapsulated packet addressed to this node; `overhead` bytes stand

@@ -14,10 +14,7 @@ use kilo_common::{
 
 use crate::{
     cb,
-    decap::{
-        DESTINATION_PORT, destined, gso_subprogram, is_to_vxlan, redirect, sender_of, steered,
-        steered_subprogram,
-    },
+    decap::{destined, gso_subprogram, is_to_vxlan, redirect, steered, steered_subprogram},
     fast_path::{
         established::{self, Established},
         steered as whole,
@@ -30,6 +27,7 @@ use crate::{
     packet::{self, Family},
     relay,
     ret::{Act, Verdict, from_code, to_code},
+    sender::{DESTINATION_PORT, sender_of},
     signal,
     subprogram::{Skb, subprogram},
 };

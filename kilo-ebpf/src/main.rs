@@ -71,6 +71,8 @@ mod relay;
 #[cfg(target_arch = "bpf")]
 mod ret;
 #[cfg(target_arch = "bpf")]
+mod sender;
+#[cfg(target_arch = "bpf")]
 mod signal;
 #[cfg(target_arch = "bpf")]
 mod subprogram;

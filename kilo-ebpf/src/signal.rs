@@ -30,12 +30,12 @@ use network_types::udp::UdpHdr;
 
 use crate::{
     cb,
-    decap::{DESTINATION_PORT, sender_of},
     ip::{Ip, V6, halves, octets},
     lead,
     maps::{SIGNAL, SIGNAL_KEY, count_action, hop},
     packet, relay,
     ret::{Act, Verdict, from_code, to_code},
+    sender::{DESTINATION_PORT, sender_of},
     subprogram::{Skb, subprogram},
 };
 
