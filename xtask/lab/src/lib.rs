@@ -168,7 +168,7 @@ pub fn main(args: LabArgs) -> Result<()> {
                 write_json(path, &faults::outcomes(&rows, ""))?;
             }
             if docs {
-                faults::write_table(&all)?;
+                faults::write_table(&all, failover::kept_lines()?)?;
             }
             deployed?;
             if failed > 0 {

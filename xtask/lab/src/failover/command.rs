@@ -106,7 +106,7 @@ fn end(runs: &[Run], options: &Options) -> Result<()> {
         let all = kept::replace(kept::read()?, runs);
         kept::write(&all)?;
         table::write(&all)?;
-        crate::faults::write_lines()?;
+        crate::faults::write_lines(|line| table::of_line(&all, line))?;
     }
     let beyond: Vec<_> = table::sums(runs).filter_map(|sum| sum.problem()).collect();
     if !beyond.is_empty() {

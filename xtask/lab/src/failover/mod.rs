@@ -34,8 +34,6 @@ use breaking::{Broken, LEADER};
 use cases::{CASES, Case, Limit};
 pub use command::{Options, main};
 pub use crowd::Share;
-pub use kept::read as kept_runs;
-pub use table::of_line;
 
 /// Longest wait until traffic flows, before the fault and after it.
 const PATIENCE: Duration = Duration::from_secs(90);
@@ -72,6 +70,12 @@ pub struct Run {
     /// What each gateway carried, where that is counted.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub shares: Vec<Share>,
+}
+
+/// Of the kept runs, what they showed of a line of docs/reliability.md.
+pub fn kept_lines() -> Result<impl Fn(u8) -> Vec<String>> {
+    let runs = kept::read()?;
+    Ok(move |line| table::of_line(&runs, line))
 }
 
 /// Which cases are run.

@@ -5,7 +5,6 @@ use std::{fmt::Write as _, fs, path::PathBuf};
 use anyhow::{Context as _, Result};
 
 use super::{Row, lines::LINES};
-use crate::failover::Run;
 
 const HEAD: &str = "# Reliability
 
@@ -47,19 +46,19 @@ fn path() -> PathBuf {
     crate::workspace_root().join("docs/reliability.md")
 }
 
-/// Writes the page.
-pub fn write(rows: &[Row]) -> Result<()> {
-    write_page(&under_traffic(rows))
+/// Writes the page. `failover`: what is known of it by a line's number.
+pub fn write(rows: &[Row], failover: impl Fn(u8) -> Vec<String>) -> Result<()> {
+    write_page(&under_traffic(rows), failover)
 }
 
 /// Writes the page with the faults under traffic that it has, because what is known of failover has changed.
-pub fn write_lines() -> Result<()> {
+pub fn write_lines(failover: impl Fn(u8) -> Vec<String>) -> Result<()> {
     let page = fs::read_to_string(path()).with_context(|| path().display().to_string())?;
-    write_page(rows_of(&page).context("the page has no faults under traffic")?)
+    write_page(rows_of(&page).context("the page has no faults under traffic")?, failover)
 }
 
-fn write_page(rows: &str) -> Result<()> {
-    let page = page(rows, &crate::failover::kept_runs()?);
+fn write_page(rows: &str, failover: impl Fn(u8) -> Vec<String>) -> Result<()> {
+    let page = page(rows, failover);
     fs::write(path(), page).with_context(|| path().display().to_string())
 }
 
@@ -88,7 +87,7 @@ fn under_traffic(rows: &[Row]) -> String {
 }
 
 /// Pure: the page.
-fn page(rows: &str, failover: &[Run]) -> String {
+fn page(rows: &str, failover: impl Fn(u8) -> Vec<String>) -> String {
     let mut text = format!(
         "{HEAD}{UNDER_TRAFFIC}| id | line | fault | that it happened | sent | lost | gap ms | TCP ms | goal | |\n\
          |---|---|---|---|---|---|---|---|---|---|\n{rows}{EVERY_LINE}\
@@ -100,9 +99,8 @@ fn page(rows: &str, failover: &[Run]) -> String {
         let number = format!(" {} ", line.number);
         let watched =
             rows.lines().any(|row| row.split('|').nth(2) == Some(&number)).then(|| "traffic".to_owned());
-        let failover = crate::failover::of_line(failover, line.number);
         let tests = line.tests.iter().map(|test| cell(test));
-        let shown: Vec<_> = watched.into_iter().chain(failover).chain(tests).collect();
+        let shown: Vec<_> = watched.into_iter().chain(failover(line.number)).chain(tests).collect();
         let _ = writeln!(
             text,
             "| {} | {} | {} | {} |",
@@ -142,7 +140,7 @@ mod tests {
     #[test]
     fn the_page_is_made_of_its_own_rows_and_the_runs_that_are_kept() {
         let page_there = fs::read_to_string(path()).unwrap();
-        let again = page(rows_of(&page_there).unwrap(), &crate::failover::kept_runs().unwrap());
+        let again = page(rows_of(&page_there).unwrap(), crate::failover::kept_lines().unwrap());
         let differs = again.lines().zip(page_there.lines()).find(|(new, old)| new != old);
         assert_eq!(differs, None, "run `cargo xtask lab failover --from FILE --docs`");
         assert_eq!(again.len(), page_there.len());
