@@ -11,10 +11,11 @@ use anyhow::{Context as _, Result, bail};
 
 use crate::{
     apt::{self, Suites},
-    cluster::release::CURRENT,
     command::{output, run, show},
 };
 
+/// The newest version that a cluster is made of.
+pub const CURRENT: &str = "1.36.2";
 /// Debian's source package that still builds with Debian's Go alone.
 const SOURCE: &str = "kubernetes=1.20.5+really1.20.2-1.1";
 const PACKAGE: &str = "k8s.io/kubernetes";
@@ -28,8 +29,9 @@ pub fn assets() -> Result<PathBuf> {
         }
         bail!("$KUBEBUILDER_ASSETS ({}) holds no etcd and kube-apiserver", given.display());
     }
-    if let Some(directory) = CURRENT.api_server()? {
-        println!("kube-assets: Kubernetes {}, found in {}", CURRENT.version, directory.display());
+    let directory = built(CURRENT)?.join("bin");
+    if is_complete(&directory) {
+        println!("kube-assets: Kubernetes {CURRENT}, found in {}", directory.display());
         return Ok(directory);
     }
     let cache = apt::cache_directory()?;
@@ -42,8 +44,13 @@ pub fn assets() -> Result<PathBuf> {
     Ok(directory)
 }
 
+/// Where programs of this version are kept that were built for the cluster.
+pub fn built(version: &str) -> Result<PathBuf> {
+    Ok(apt::cache_directory()?.join(format!("kubernetes-{version}")))
+}
+
 /// True when the API server and what it needs are there.
-pub fn is_complete(directory: &Path) -> bool {
+fn is_complete(directory: &Path) -> bool {
     ["etcd", "etcdctl", "kube-apiserver"].iter().all(|program| directory.join(program).is_file())
 }
 

@@ -47,7 +47,7 @@ pub struct Release {
 
 /// With Go 1.26 of trixie-backports and etcd of trixie.
 pub const CURRENT: Release = Release {
-    version: "1.36.2",
+    version: kubernetes::CURRENT,
     kubeadm_api: "v1beta4",
     registry: "registry.k8s.io",
     etcd: "3.5.16-0",
@@ -77,13 +77,7 @@ impl Release {
 
     /// Where its programs are kept.
     fn directory(self) -> Result<PathBuf> {
-        Ok(apt::cache_directory()?.join(format!("kubernetes-{}", self.version)))
-    }
-
-    /// Directory with its API server and etcd, where these are built.
-    pub fn api_server(self) -> Result<Option<PathBuf>> {
-        let bin = self.directory()?.join("bin");
-        Ok(kubernetes::is_complete(&bin).then_some(bin))
+        kubernetes::built(self.version)
     }
 
     /// True when nothing must be compiled.
