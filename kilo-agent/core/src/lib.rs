@@ -5,6 +5,7 @@
 //! knows tokio, aya or netlink; `kilo-host` applies what is computed here, and `kilo-agent` runs
 //! the loop.
 
+pub mod addresses;
 pub mod errors;
 pub mod flat_map;
 pub mod multicluster;
@@ -12,6 +13,7 @@ pub mod net;
 pub mod objects;
 pub mod observed;
 pub mod plan;
+pub mod prefixes;
 pub mod relay;
 pub mod settings;
 pub mod showconf;

@@ -8,9 +8,10 @@ use kube::core::DynamicObject;
 
 use crate::{
     objects::{Snapshot, peer},
+    prefixes::Prefixes,
     settings::Granularity,
     showconf,
-    topology::{Mesh, Node, Nodes, Peer, prefixes::Prefixes, ready_at},
+    topology::{Mesh, Node, Nodes, Peer, ready_at},
 };
 
 /// Label of Peer objects that stand for a location of another cluster; its

@@ -9,10 +9,11 @@ use std::{
 use ipnet::IpNet;
 
 use crate::{
+    addresses::is_reached_from_anywhere,
     flat_map::FlatSet,
     net::{MAIN_TABLE, NetPlan, Route},
     showconf, signal_id,
-    topology::{Member, Mesh, Peer, Segment, is_reached_from_anywhere},
+    topology::{Member, Mesh, Peer, Segment},
     wireguard::{Endpoint, EndpointHost, WireguardPeer, WireguardPlan, conf::PeerSection},
 };
 

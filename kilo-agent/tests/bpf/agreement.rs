@@ -30,8 +30,8 @@ use kilo_common::{
 };
 use kilo_core::{
     plan::{Hop, Tables},
+    prefixes::longest,
     settings::Tunnel,
-    topology::prefixes::longest,
 };
 use kilo_host::dataplane::{CounterReader, Dataplane, lead};
 use nix::sched::{CloneFlags, unshare};

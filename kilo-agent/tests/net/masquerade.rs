@@ -22,7 +22,7 @@ use kilo_common::maps::{
     CONFIG_MASQUERADE, CONFIG_SEVERAL_V4, CONFIG_SEVERAL_V6, Config, DEVICE_BY_DESTINATION,
     DEVICE_MASQUERADE, Device, MASQ_EXCLUDE, MASQ_SRC_ALWAYS,
 };
-use kilo_core::{observed::HostLinks, plan::Tables, topology::prefixes::longest};
+use kilo_core::{observed::HostLinks, plan::Tables, prefixes::longest};
 use kilo_host::{
     dataplane::{Dataplane, Interfaces},
     firewall::nat_rules::{Decision, NatRules},

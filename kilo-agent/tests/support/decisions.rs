@@ -19,8 +19,8 @@ use kilo_core::{
         model::{Packet, Verdict},
         sized_packet::SizedPacket,
     },
+    prefixes::longest,
     settings::Tunnel,
-    topology::prefixes::longest,
 };
 
 /// The programs' decisions on these tables.

@@ -19,7 +19,7 @@ use kilo_common::{
     },
     packet::{Ipv4, protocol},
 };
-use kilo_core::{plan::Tables, topology::prefixes::longest};
+use kilo_core::{plan::Tables, prefixes::longest};
 
 use super::oracle::{Input, Ip};
 

@@ -15,7 +15,7 @@ use kilo_common::{
 };
 use kilo_core::{
     plan::{Hop, Tables},
-    topology::prefixes::longest,
+    prefixes::longest,
 };
 
 use super::{

@@ -9,8 +9,9 @@ use kilo_common::counters::Action;
 use kilo_core::{
     observed::HostLinks,
     plan::{self, HopIds, HostPlan, Inputs, model},
+    prefixes,
     settings::{Settings, Tunnel},
-    topology::{Mesh, Node, prefixes},
+    topology::{Mesh, Node},
     wireguard::{WireguardPlan, key::PublicKey},
 };
 

@@ -28,8 +28,9 @@ use kilo_core::{
         self, HopIds, HostPlan, Inputs,
         model::{Packet, Route},
     },
+    prefixes,
     settings::{Encapsulate, Granularity, Settings},
-    topology::{Mesh, Node, prefixes},
+    topology::{Mesh, Node},
     wireguard::{EndpointHost, key::PublicKey},
 };
 use proptest::prelude::*;

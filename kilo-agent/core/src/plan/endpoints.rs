@@ -4,7 +4,8 @@ use std::net::SocketAddr;
 
 use super::Inputs;
 use crate::{
-    topology::{Member, is_reached_from_anywhere},
+    addresses::is_reached_from_anywhere,
+    topology::Member,
     wireguard::{Endpoint, EndpointHost, key::PublicKey},
 };
 

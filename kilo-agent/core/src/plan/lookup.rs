@@ -12,7 +12,7 @@ use kilo_common::{
 };
 
 use super::{Hop, Tables};
-use crate::topology::prefixes::longest;
+use crate::prefixes::longest;
 
 /// Source and destination of a packet.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

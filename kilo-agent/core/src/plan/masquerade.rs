@@ -11,7 +11,7 @@ use kilo_common::maps::{
 
 use super::{Inputs, Own, Remote, Tables};
 use crate::observed::{HostLinks, Uplink};
-use crate::{flat_map::FlatMap, topology::prefixes};
+use crate::{flat_map::FlatMap, prefixes};
 
 pub(super) fn fill(
     inputs: &Inputs<'_>,

@@ -37,10 +37,11 @@ use kilo_common::{
 
 use self::remote::Remote;
 use crate::{
+    addresses::is_reached_from_anywhere,
     observed::HostLinks,
     settings::{Encapsulate, Settings, Tunnel},
     signal_id,
-    topology::{LocalMesh, Member, Mesh, Segment, is_reached_from_anywhere},
+    topology::{LocalMesh, Member, Mesh, Segment},
     wireguard::key::PublicKey,
 };
 

@@ -20,8 +20,9 @@ use super::{Hop, HopIds, Inputs, Own, Remote, Tables, arrival::interfaces, remot
 use crate::observed::Elsewhere;
 use crate::{
     flat_map::{FlatMap, Key},
+    prefixes,
     settings::Tunnel,
-    topology::{Member, prefixes},
+    topology::Member,
 };
 
 /// Bytes every link that carries IPv6 must take.

@@ -21,7 +21,7 @@ use super::{
     model::{Packet, Verdict},
     sized_packet::SizedPacket,
 };
-use crate::{settings::Tunnel, topology::prefixes::longest_entry};
+use crate::{prefixes::longest_entry, settings::Tunnel};
 
 /// Where a packet comes from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -1,11 +1,11 @@
 //! Who leads a location.
 
-use std::{fmt, net::IpAddr};
+use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
 use super::Node;
-use crate::wireguard::Endpoint;
+use crate::{addresses::is_public, wireguard::Endpoint};
 
 /// Which rule made a node the leader of its location; the first that applies.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
@@ -59,24 +59,6 @@ fn has_public_endpoint(node: &Node) -> bool {
     node.endpoint.as_ref().and_then(Endpoint::ip).is_some_and(is_public)
 }
 
-/// Public as Kilo means it: not RFC 1918, not `fd00::/16`.
-pub fn is_public(ip: IpAddr) -> bool {
-    match ip {
-        IpAddr::V4(v4) => !v4.is_private(),
-        IpAddr::V6(v6) => v6.segments()[0] != 0xfd00,
-    }
-}
-
-/// Public in fact: neither for networks of one's own (RFC 1918, `fc00::/7`) nor for those behind a
-/// provider's NAT (RFC 6598).
-pub fn is_reached_from_anywhere(ip: IpAddr) -> bool {
-    is_public(ip)
-        && match ip {
-            IpAddr::V4(v4) => v4.octets()[0] != 100 || v4.octets()[1] & 0xc0 != 64,
-            IpAddr::V6(v6) => !v6.is_unique_local(),
-        }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -99,16 +81,5 @@ mod tests {
         assert_eq!(choose([&neither, &public].into_iter()), (1, LeaderReason::PublicEndpoint));
         assert_eq!(choose([&neither, &neither].into_iter()), (0, LeaderReason::FirstByName));
         assert_eq!(choose([&both].into_iter()), (0, LeaderReason::OnlyNode));
-    }
-
-    #[test]
-    fn private_ranges_are_those_kilo_knows() {
-        for (ip, public) in
-            [("10.1.1.1", false), ("172.31.0.1", false), ("192.168.0.1", false), ("100.64.0.1", true)]
-        {
-            assert_eq!(is_public(ip.parse().unwrap()), public, "{ip}");
-        }
-        assert!(!is_public("fd00::1".parse().unwrap()));
-        assert!(is_public("fd01::1".parse().unwrap()));
     }
 }

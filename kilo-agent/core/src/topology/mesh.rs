@@ -11,11 +11,8 @@ use std::{
 
 use ipnet::IpNet;
 
-use super::{
-    Acting, Gateways, Homes, Known, Member, Node, Peer, Segment, allocate, prefixes::Prefixes,
-    segment::LeaderInfo,
-};
-use crate::{settings::Granularity, wireguard::key::PublicKey};
+use super::{Acting, Gateways, Homes, Known, Member, Node, Peer, Segment, allocate, segment::LeaderInfo};
+use crate::{prefixes::Prefixes, settings::Granularity, wireguard::key::PublicKey};
 
 /// `--stand-bys`, if nobody says otherwise.
 const STAND_BYS: usize = 2;

@@ -16,7 +16,6 @@ mod local;
 mod mesh;
 mod one_leader;
 mod peer_acceptance;
-pub mod prefixes;
 mod private_endpoint;
 mod segment;
 mod stand_bys;
@@ -30,7 +29,7 @@ pub use acting::{Acting, ActingLocation, Gateways, NodeId, REPLACED_LEADER_TERM}
 pub use freed::FreedAddresses;
 pub use graph::dot;
 pub use homes::Homes;
-pub use leader::{LeaderReason, is_public, is_reached_from_anywhere};
+pub use leader::LeaderReason;
 pub use leaders::{Lead, Leaders};
 pub use liveness::Liveness;
 pub use local::LocalMesh;

@@ -1,6 +1,7 @@
 //! Leaders that other locations may not reach, because their endpoint is private.
 
-use super::{Mesh, Segment, leader::is_public};
+use super::{Mesh, Segment};
+use crate::addresses::is_public;
 use crate::wireguard::Endpoint;
 
 /// What an operator does about a private endpoint.

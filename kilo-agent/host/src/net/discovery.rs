@@ -9,8 +9,8 @@ use ipnet::IpNet;
 
 use super::{Net, NetError, links, links::Link};
 use kilo_core::{
+    addresses::{is_public, is_reached_from_anywhere},
     settings::EndpointFrom,
-    topology::{is_public, is_reached_from_anywhere},
 };
 
 /// How long a host name may take to resolve.

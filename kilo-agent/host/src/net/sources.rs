@@ -10,7 +10,7 @@ use std::{
 use ipnet::{IpNet, Ipv4Net, Ipv6Net};
 
 use super::links::{Address, Link};
-use kilo_core::{observed::Uplink, topology::prefixes};
+use kilo_core::{observed::Uplink, prefixes};
 
 /// A route of the main table, as far as it says what packets look like that use it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

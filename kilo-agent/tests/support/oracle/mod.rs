@@ -24,8 +24,8 @@ use kilo_core::{
         Hop, Tables,
         model::{Packet, Verdict},
     },
+    prefixes::longest,
     settings::Tunnel,
-    topology::prefixes::longest,
 };
 
 use super::{

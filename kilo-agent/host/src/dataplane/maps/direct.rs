@@ -132,7 +132,7 @@ pub(super) fn write(
 #[allow(clippy::unwrap_used, reason = "tests")]
 mod tests {
     use kilo_common::maps::{NodeValue, PREFIX_ROUTE};
-    use kilo_core::{flat_map::FlatMap, settings::Tunnel, topology::prefixes::longest};
+    use kilo_core::{flat_map::FlatMap, prefixes::longest, settings::Tunnel};
     use proptest::prelude::*;
 
     use super::*;

@@ -80,7 +80,7 @@ pub async fn run(args: &TraceArgs) -> Result<String> {
 
 /// Where a packet with this source comes from, as the tables know it.
 fn origin_of(tables: &kilo_core::plan::Tables, src: IpAddr) -> From {
-    use kilo_core::{plan::Hop, topology::prefixes::longest_entry};
+    use kilo_core::{plan::Hop, prefixes::longest_entry};
     match longest_entry(&tables.prefix, src) {
         Some((_, value)) => match tables.way(value.hop) {
             Some(Hop::Node { .. }) => From::Lan,

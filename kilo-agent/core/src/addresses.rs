@@ -1,0 +1,37 @@
+//! What kind of address one is.
+
+use std::net::IpAddr;
+
+/// Public as Kilo means it: not RFC 1918, not `fd00::/16`.
+pub fn is_public(ip: IpAddr) -> bool {
+    match ip {
+        IpAddr::V4(v4) => !v4.is_private(),
+        IpAddr::V6(v6) => v6.segments()[0] != 0xfd00,
+    }
+}
+
+/// Public in fact: neither for networks of one's own (RFC 1918, `fc00::/7`) nor for those behind a
+/// provider's NAT (RFC 6598).
+pub fn is_reached_from_anywhere(ip: IpAddr) -> bool {
+    is_public(ip)
+        && match ip {
+            IpAddr::V4(v4) => v4.octets()[0] != 100 || v4.octets()[1] & 0xc0 != 64,
+            IpAddr::V6(v6) => !v6.is_unique_local(),
+        }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn private_ranges_are_those_kilo_knows() {
+        for (ip, public) in
+            [("10.1.1.1", false), ("172.31.0.1", false), ("192.168.0.1", false), ("100.64.0.1", true)]
+        {
+            assert_eq!(is_public(ip.parse().unwrap()), public, "{ip}");
+        }
+        assert!(!is_public("fd00::1".parse().unwrap()));
+        assert!(is_public("fd01::1".parse().unwrap()));
+    }
+}
