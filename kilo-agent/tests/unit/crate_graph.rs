@@ -1,5 +1,5 @@
-//! The crates depend on each other in one direction, the modules of the pure one as well, and that one on
-//! nothing that does I/O.
+//! The crates depend on each other in one direction, the modules of the pure one and of the agent as well, and the
+//! pure one on nothing that does I/O.
 
 #![allow(clippy::unwrap_used, clippy::panic, reason = "tests")]
 
@@ -69,9 +69,11 @@ fn kgctl_is_built_without_what_only_the_agent_needs() {
 }
 
 /// Modules of `kilo-core`, each before those that may know it.
-const PURE: [&str; 15] = [
+const PURE: [&str; 17] = [
     "errors",
     "flat_map",
+    "addresses",
+    "prefixes",
     "settings",
     "observed",
     "wireguard",
@@ -85,6 +87,27 @@ const PURE: [&str; 15] = [
     "showconf",
     "multicluster",
     "vpn_peer",
+];
+
+/// Modules of `kilo-agent` beside its programs, each before those that may know it.
+const AGENT: [&str; 17] = [
+    "timestamp",
+    "cli",
+    "flag_table",
+    "resolve",
+    "health",
+    "far",
+    "failover",
+    "backend",
+    "metrics",
+    "relay",
+    "status",
+    "http",
+    "announce",
+    "agent",
+    "leaving",
+    "takeover",
+    "webhook",
 ];
 
 /// Rust files in a directory of this package, and below it.
@@ -130,32 +153,49 @@ fn named(code: &str, root: &str) -> BTreeSet<String> {
     names
 }
 
+/// The modules in a directory of this package know only those before them.
+#[track_caller]
+fn assert_ordered(directory: &str, order: &[&str]) {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join(directory);
+    let mut left: BTreeSet<_> = order.iter().copied().collect();
+    for path in sources(directory) {
+        let of = path.strip_prefix(&root).unwrap().components().next().unwrap();
+        let of = of.as_os_str().to_str().unwrap().trim_end_matches(".rs");
+        // Programs are crates of their own.
+        if of == "lib" || of == "bin" {
+            continue;
+        }
+        left.remove(of);
+        let own = order.iter().position(|module| *module == of);
+        let own = own.unwrap_or_else(|| panic!("{of}: give the module its place among those of {directory}"));
+        let names = named(&fs::read_to_string(&path).unwrap(), "crate::");
+        let later: Vec<_> = order[own + 1..].iter().filter(|module| names.contains(**module)).collect();
+        assert!(later.is_empty(), "{} knows {later:?}, which come after {of}", path.display());
+    }
+    assert!(left.is_empty(), "{directory} has no {left:?}");
+}
+
 #[test]
 fn modules_of_the_pure_crate_know_only_those_before_them() {
     assert_eq!(
         named("use crate::{a::{self, b}, c}; // crate::x\nlet y = crate::d::E;", "crate::"),
         ["a", "c", "d"].map(String::from).into()
     );
-    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("core/src");
-    for path in sources("core/src") {
-        let of = path.strip_prefix(&root).unwrap().components().next().unwrap();
-        let of = of.as_os_str().to_str().unwrap().trim_end_matches(".rs");
-        if of == "lib" {
-            continue;
-        }
-        let own = PURE.iter().position(|module| *module == of);
-        let own = own.unwrap_or_else(|| panic!("{of}: give the module its place in PURE"));
-        let names = named(&fs::read_to_string(&path).unwrap(), "crate::");
-        let later: Vec<_> = PURE[own + 1..].iter().filter(|module| names.contains(**module)).collect();
-        assert!(later.is_empty(), "{} knows {later:?}, which come after {of}", path.display());
-    }
+    assert_ordered("core/src", &PURE);
 }
 
 #[test]
-fn no_actuator_knows_the_plan_and_the_agents_state_not_what_shows_it() {
+fn modules_of_the_agent_know_only_those_before_them() {
+    assert_ordered("src", &AGENT);
+}
+
+#[test]
+fn no_actuator_knows_the_mesh_or_the_plan_and_the_agents_state_not_what_shows_it() {
     for path in sources("host/src") {
         let names = named(&fs::read_to_string(&path).unwrap(), "kilo_core::");
-        assert!(!names.contains("plan"), "{} knows the plan, which knows it", path.display());
+        for higher in ["topology", "plan"] {
+            assert!(!names.contains(higher), "{} knows {higher}, which knows it", path.display());
+        }
     }
     let state = fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/src/agent/state.rs")).unwrap();
     assert!(!named(&state, "crate::").contains("status"), "the agent's state knows its view");
