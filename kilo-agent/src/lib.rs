@@ -12,6 +12,7 @@ pub mod cli;
 #[cfg(feature = "agent")]
 pub mod failover;
 pub mod far;
+#[cfg(any(debug_assertions, test))]
 pub mod flag_table;
 #[cfg(feature = "agent")]
 pub mod health;

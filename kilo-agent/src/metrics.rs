@@ -236,13 +236,12 @@ impl SlicesMetrics {
     /// As the backend reports it; `None`: it has none.
     pub fn observe(&self, report: Option<&SlicesReport>) {
         let Some(report) = report else { return };
-        let number = |count: usize| i64::try_from(count).unwrap_or(i64::MAX);
         self.wanted.set(1);
         self.in_use.set(report.reads.into());
         self.writer.set(report.writes.into());
-        self.written.set(i64::try_from(report.written).unwrap_or(i64::MAX));
-        self.failed.set(i64::try_from(report.failed).unwrap_or(i64::MAX));
-        self.problems.set(number(report.bad + report.twice));
+        self.written.set(gauge(report.written));
+        self.failed.set(gauge(report.failed));
+        self.problems.set(gauge(report.bad + report.twice));
     }
 }
 
@@ -363,6 +362,11 @@ impl Default for Metrics {
     }
 }
 
+/// A count as gauges take it.
+pub fn gauge(count: impl TryInto<i64>) -> i64 {
+    count.try_into().unwrap_or(i64::MAX)
+}
+
 impl Metrics {
     /// Counts one error of that kind.
     pub fn error(&self, event: &str) {
@@ -371,20 +375,17 @@ impl Metrics {
 
     /// Says how many places of a map are taken.
     pub fn set_map_entries(&self, map: &'static str, entries: usize) {
-        let entries = i64::try_from(entries).unwrap_or(i64::MAX);
-        self.map_entries.get_or_create(&MapLabel { map }).set(entries);
+        self.map_entries.get_or_create(&MapLabel { map }).set(gauge(entries));
     }
 
     /// How many locations have no leader, and how many nodes are left out.
     pub fn set_missing(&self, leaderless: usize, left_out: usize) {
-        let gauge = |count: usize| i64::try_from(count).unwrap_or(i64::MAX);
         self.leaderless.set(gauge(leaderless));
         self.left_out.set(gauge(left_out));
     }
 
     /// Sets how tunnels that work are connected, and how many pairs this node relays for.
     pub fn set_ways(&self, ways: impl Iterator<Item = &'static str>, relayed_pairs: usize) {
-        let gauge = |count: usize| i64::try_from(count).unwrap_or(i64::MAX);
         let mut counts = BTreeMap::from([("direct", 0), ("punched", 0), ("relayed", 0)]);
         ways.for_each(|way| *counts.entry(way).or_insert(0) += 1);
         for (way, count) in counts {

@@ -8,7 +8,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use crate::metrics::Metrics;
+use crate::metrics::{Metrics, gauge};
 use kilo_core::{
     objects::ObjectRef,
     plan::{self, Conflict},
@@ -198,7 +198,7 @@ impl LogLimiter {
 
     /// Says once which nodes claim one private address. True when this is news.
     pub fn conflicts(&mut self, conflicts: &[Conflict], metrics: &Metrics) -> bool {
-        metrics.conflicts.set(i64::try_from(conflicts.len()).unwrap_or(i64::MAX));
+        metrics.conflicts.set(gauge(conflicts.len()));
         let is_news = self.conflicts != conflicts;
         if !is_news {
             return false;

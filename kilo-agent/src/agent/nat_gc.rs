@@ -6,7 +6,7 @@ use std::time::Instant;
 use kilo_common::counters::DropReason;
 use tokio_util::sync::CancellationToken;
 
-use crate::metrics::Metrics;
+use crate::metrics::{Metrics, gauge};
 use kilo_host::dataplane::{
     CounterReader, DataplaneError,
     nat::{self, NatGc},
@@ -48,7 +48,7 @@ fn refusals(counters: &CounterReader) -> u64 {
 fn observe(metrics: &Metrics, swept: Result<nat::Sweep, DataplaneError>) -> nat::Sweep {
     match swept {
         Ok(sweep) => {
-            metrics.nat_entries.set(i64::try_from(sweep.entries).unwrap_or(i64::MAX));
+            metrics.nat_entries.set(gauge(sweep.entries));
             metrics.set_map_entries(kilo_common::map_table::NAT.name, sweep.entries);
             metrics.nat_collected.inc_by(sweep.removed as u64);
             tracing::debug!(entries = sweep.entries, removed = sweep.removed, "NAT table swept");

@@ -6,6 +6,7 @@ use super::{Agent, AgentError, host_state::HostState, publisher::PATIENCE_UNKNOW
 use crate::{
     backend::{Backend, BackendError},
     failover::Failover,
+    metrics::gauge,
     relay::{self, MeshView},
     timestamp::Timestamp,
 };
@@ -206,7 +207,6 @@ impl<B: Backend> Agent<B> {
 
     /// Sets gauges.
     fn observe(&self, mesh: &Mesh) {
-        let gauge = |count: usize| i64::try_from(count).unwrap_or(i64::MAX);
         self.metrics.leader.set(i64::from(mesh.leads(&self.options.hostname)));
         self.metrics.nodes.set(gauge(mesh.node_count()));
         self.metrics.peers.set(gauge(mesh.peers.len()));

@@ -1,28 +1,25 @@
 //! Rules of the kernel's firewall that flags ask for. One that cannot be
 //! written holds up nothing else.
 
-use std::time::Instant;
+use std::{error::Error, time::Instant};
 
 use ipnet::IpNet;
 
 use super::Agent;
 use crate::backend::Backend;
 use kilo_core::{plan, settings::Masquerade, topology::Node};
-use kilo_host::firewall::nat_rules;
+use kilo_host::firewall::{
+    forward::ForwardError,
+    nat_rules::{self, NatRulesError},
+};
 
 impl<B: Backend> Agent<B> {
     /// Once a resync period and when the pod CIDRs change: reading rules costs
     /// processes.
     pub(super) async fn write_forward_rules(&mut self, own: &Node) -> u64 {
         let wanted: &[IpNet] = if self.options.forward_rules { &own.pod_cidrs } else { &[] };
-        match self.forward.apply(wanted, Instant::now()).await {
-            Ok(writes) => writes,
-            Err(error) => {
-                self.metrics.error(error.label());
-                tracing::error!(%error, "failed to write iptables FORWARD rules");
-                0
-            }
-        }
+        let written = self.forward.apply(wanted, Instant::now()).await;
+        self.writes(written, ForwardError::label, "iptables FORWARD")
     }
 
     /// What rules are to masquerade: nothing where the programs do.
@@ -37,13 +34,16 @@ impl<B: Backend> Agent<B> {
     }
 
     pub(super) async fn write_nat_rules(&mut self, wanted: nat_rules::Decision) -> u64 {
-        match self.nat_rules.apply(wanted, Instant::now()).await {
-            Ok(writes) => writes,
-            Err(error) => {
-                self.metrics.error(error.label());
-                tracing::error!(%error, "failed to write masquerading rules");
-                0
-            }
-        }
+        let written = self.nat_rules.apply(wanted, Instant::now()).await;
+        self.writes(written, NatRulesError::label, "masquerading")
+    }
+
+    /// How many there were; an error is counted and logged.
+    fn writes<E: Error>(&self, written: Result<u64, E>, label: fn(&E) -> &'static str, what: &str) -> u64 {
+        written.unwrap_or_else(|error| {
+            self.metrics.error(label(&error));
+            tracing::error!(%error, "failed to write {what} rules");
+            0
+        })
     }
 }

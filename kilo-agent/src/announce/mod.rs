@@ -29,7 +29,7 @@ use self::{events::Told, handshakes::Handshakes, limiter::Limiter, tunnels::Watc
 use crate::{
     backend::Backend,
     health::Health,
-    metrics::Metrics,
+    metrics::{Metrics, gauge},
     status::View,
     timestamp::Timestamp,
 };
@@ -211,7 +211,7 @@ impl<B: Backend> Announcer<B> {
             }
         }
         let degraded = self.tunnels.degraded(now);
-        self.context.metrics.silent_tunnels.set(i64::try_from(degraded.len()).unwrap_or(i64::MAX));
+        self.context.metrics.silent_tunnels.set(gauge(degraded.len()));
         self.context.health.set_degraded(degraded);
         self.look_again = now + (now.saturating_duration_since(started) * SHARE).min(LOOK_AT_LEAST);
     }

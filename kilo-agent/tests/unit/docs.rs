@@ -16,7 +16,7 @@ use std::{
     time::Duration,
 };
 
-use kilo_agent::{flag_table::ARGUMENT, metrics::Metrics, timestamp::Timestamp};
+use kilo_agent::{metrics::Metrics, timestamp::Timestamp};
 use kilo_core::wireguard::key::PublicKey;
 use kilo_host::wireguard::PeerStatus;
 
@@ -63,7 +63,7 @@ fn next_block(text: &str) -> Option<(&str, &str, &str, &str)> {
 fn tables() -> BTreeMap<String, String> {
     let mut tables = BTreeMap::new();
     for program in PROGRAMS {
-        let output = Command::new(program).arg(ARGUMENT).output().unwrap();
+        let output = Command::new(program).arg("flags-as-markdown").output().unwrap();
         assert!(output.status.success(), "{program}");
         let text = String::from_utf8(output.stdout).unwrap();
         let mut rest = text.as_str();

@@ -60,6 +60,7 @@ const KEY_PATH: &str = "/var/lib/kilo/key";
 const BOOTS_WITHIN: Duration = Duration::from_mins(5);
 
 fn main() -> ExitCode {
+    #[cfg(debug_assertions)]
     if let Some(tables) = kilo_agent::flag_table::if_asked(Cli::command) {
         print!("{tables}");
         return ExitCode::SUCCESS;
