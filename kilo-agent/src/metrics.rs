@@ -166,17 +166,17 @@ pub struct Metrics {
     pub peers: Gauge,
     /// `kilo_silent_tunnels`: tunnels that do not answer although bytes are sent.
     pub silent_tunnels: Gauge,
-    /// `kilo_locations_without_leader`: none of their nodes takes part.
+    /// `kilo_locations_without_leader`: locations with no node in the mesh.
     leaderless: Gauge,
-    /// `kilo_tunnels`: tunnels with other locations that work, by how they are connected.
+    /// `kilo_tunnels`: working tunnels to other locations, by path.
     ways: Family<WayLabel, Gauge>,
     /// `kilo_relayed_pairs`: pairs of other locations that this node relays for.
     relayed_pairs: Gauge,
-    /// `kilo_nodes_left_out`: nodes that are known and take no part.
+    /// `kilo_nodes_left_out`: nodes with a key that are not in the mesh.
     left_out: Gauge,
-    /// `kilo_heartbeat_interval_seconds`: after how many seconds this agent renews its heartbeat.
+    /// `kilo_heartbeat_interval_seconds`: seconds between two heartbeats of this node.
     pub heartbeat_seconds: Gauge,
-    /// Of slices of the list of nodes.
+    /// Metrics of slices of the list of nodes.
     pub slices: SlicesMetrics,
     /// `kilo_last_check_in_seconds`: Unix time of the own heartbeat as the backend gave it back.
     pub last_check_in: Gauge,
@@ -193,7 +193,7 @@ pub struct Metrics {
     pub nat_entries: Gauge,
     /// `kilo_nat_collected_total`: entries of flows that had ended, removed by NAT GC.
     pub nat_collected: Counter,
-    /// Of failover.
+    /// Metrics of failover.
     pub failover: FailoverMetrics,
     samples: Arc<Mutex<Samples>>,
 }
@@ -224,7 +224,7 @@ impl SlicesMetrics {
             ),
             (
                 "kilo_slice_problems",
-                "Slices that are missing or cannot be read, and nodes that several claim",
+                "Missing or unreadable slices, and nodes listed in several",
                 &metrics.problems,
             ),
         ] {
@@ -294,7 +294,7 @@ impl Default for Metrics {
         );
         registry.register(
             "kilo_tunnels",
-            "Tunnels with other locations that work, by way: direct, punched or relayed",
+            "Working tunnels to other locations, by path: direct, punched or relayed",
             metrics.ways.clone(),
         );
         registry.register(
@@ -304,12 +304,12 @@ impl Default for Metrics {
         );
         registry.register(
             "kilo_locations_without_leader",
-            "Locations none of whose nodes takes part in the mesh",
+            "Locations with no node in the mesh",
             metrics.leaderless.clone(),
         );
         registry.register(
             "kilo_nodes_left_out",
-            "Nodes with a key that take no part in the mesh",
+            "Nodes with a key that are not in the mesh",
             metrics.left_out.clone(),
         );
         registry.register(
@@ -319,7 +319,7 @@ impl Default for Metrics {
         );
         registry.register(
             "kilo_heartbeat_interval_seconds",
-            "Seconds after which this node's heartbeat is renewed",
+            "Seconds between two heartbeats of this node",
             metrics.heartbeat_seconds.clone(),
         );
         let build = [("version", env!("CARGO_PKG_VERSION")), ("architecture", std::env::consts::ARCH)];

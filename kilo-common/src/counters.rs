@@ -140,8 +140,8 @@ counted! {
             "The kernel refused to change the packet, mostly for lack of memory: `dmesg`.",
         /// Multicast, broadcast or link-local address on kilo0.
         NotUnicast = 47 => "not_unicast",
-            "Harmless: discovery protocols on kilo0. In numbers: something is bound to kilo0 that wants a \
-             LAN.",
+            "Harmless: discovery protocols on kilo0. If there are many: something is bound to kilo0 that \
+             expects a LAN.",
         /// Later fragment that needs masquerading, whose first fragment was not seen.
         NatFragment = 48 => "nat_fragment",
             "Fragments arrived out of order, or the first one was dropped; the sender retransmits. If it goes \
@@ -168,8 +168,9 @@ counted! {
         /// A signal about a change of leader that is outdated: an earlier term, or recorded before this node's start.
         /// Or one of too many messages about relays that are not the latest ones of their sender.
         StaleSignal = 59 => "stale_signal",
-            "Harmless after a change of leader: signals are repeated until they are answered. In numbers: \
-             somebody replays recorded signals or messages about relays, look for the source with `kgctl monitor --reason stale_signal`.",
+            "Harmless after a change of leader: signals are repeated until they are answered. If there are \
+             many: somebody replays recorded signals or messages about relays; find the source with `kgctl \
+             monitor --reason stale_signal`.",
         /// Signal whose tag or sender is not that of the node it comes from.
         ForgedSignal = 60 => "forged_signal",
             "A node that has changed its key within the last seconds; else somebody on the network of the \
@@ -181,20 +182,20 @@ counted! {
              --reason unknown_signal` shows who sends; on a LAN `kgctl status` says whether it is a node of this \
              location, on kilo0 it is a VPN peer, or a node of another location that is not a gateway, whose CLAIM or \
              END does not count.",
-        /// On a relay: to a port of a pair, from somebody else than the end that it is bound to, or not WireGuard's.
+        /// On a relay: a packet to a pair's port that is not from the end bound to it, or is not WireGuard's.
         RelayStranger = 62 => "relay_stranger",
-            "In small numbers: the NAT in front of a pair's end has changed its port, which that end reports within \
-             seconds. Otherwise somebody scans or forges: `kgctl monitor --reason relay_stranger` shows the \
-             source. Nothing is answered.",
-        /// On a relay: to a port of a pair whose ends have not both been bound yet.
+            "A few are harmless: the NAT in front of one end of the pair has changed its port, which that \
+             end reports within seconds. Otherwise somebody scans or forges: `kgctl monitor --reason \
+             relay_stranger` shows the source. Nothing is answered.",
+        /// On a relay: a packet to a port of a pair whose ends have not both been bound yet.
         RelayUnbound = 63 => "relay_unbound",
             "Harmless while a pair is being connected. If it goes on, the other end does not reach this relay on \
              UDP ports 51830 to 52829, or by the other IP family: open them, and see `kgctl status`.",
         /// The network marked the outer header as congested, and the inner packet cannot bear the mark.
         Congestion = 58 => "congestion",
             "Harmless: a router between the nodes is congested and marks packets instead of dropping them, \
-             but the sender did not negotiate ECN and learns it by a loss (RFC 6040). In numbers: the network \
-             between nodes of this location is too slow for them.",
+             but the sender did not negotiate ECN and learns of it by loss (RFC 6040). If there are many: \
+             the network between the nodes of this location is too slow for their traffic.",
         /// About to leave by an uplink in clear, although its destination is reached through WireGuard or a tunnel.
         NotEncrypted = 56 => "not_encrypted",
             "The route that leads this packet into kilo0 is missing or overruled: check that kilo0 exists and \

@@ -42,9 +42,9 @@ async fn say(backend: &impl Backend, node: &str, is_dead: impl Fn() -> bool, uni
                 );
             }
             Err(error) if error.is_temporary() => {
-                tracing::debug!(%error, node, "failed to say that the leader is dead; trying again");
+                tracing::debug!(%error, node, "failed to mark the dead leader's Node; retrying");
             }
-            Err(error) => tracing::warn!(%error, node, "failed to say that the leader is dead; trying again"),
+            Err(error) => tracing::warn!(%error, node, "failed to mark the dead leader's Node; retrying"),
         }
         tokio::time::sleep(unit * pause).await;
     }

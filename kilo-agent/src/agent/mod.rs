@@ -104,7 +104,7 @@ pub struct Options {
     pub forward_rules: bool,
     /// Where the last good topology is kept, if at all.
     pub last_good: Option<PathBuf>,
-    /// The BPF file system.
+    /// Mount point of the BPF file system.
     pub bpffs: PathBuf,
     /// How programs are attached.
     pub attach: AttachMode,

@@ -24,7 +24,7 @@ pub struct Removal<'a> {
     pub interface: &'a interface::Options,
     /// It goes, too; else only its addresses do, and WireGuard's sessions stay.
     pub delete_interface: bool,
-    /// The BPF file system.
+    /// Mount point of the BPF file system.
     pub bpffs: &'a Path,
     /// The CNI configuration that goes with its bridge, if it is to go.
     pub cni: Option<&'a Path>,

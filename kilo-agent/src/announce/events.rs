@@ -157,7 +157,7 @@ mod tests {
         };
         let new = of("a1", member("a9"), leader());
         assert_eq!(reasons(&new), [("a1", EventReason::LeadsLocation)]);
-        let text = "leads location:a after a9 (of the one before: its agent no longer checks in)";
+        let text = "leads location:a after a9 (the previous leader left: its agent no longer checks in)";
         assert_eq!(new[0].text, text);
         assert_eq!(reasons(&of("a9", leader(), member("a1"))), [("a9", EventReason::FollowsLeader)]);
         assert_eq!(of("a2", member("a9"), member("a1")), []);

@@ -185,7 +185,7 @@ impl<B: Backend> Announcer<B> {
         if let Some(left_out) = self.events.left_out(now) {
             tracing::info!(
                 left_out,
-                "there are too many Events to write; the log and `kgctl status` have the rest"
+                "too many Events; the remaining ones are only in the log and in `kgctl status`"
             );
         }
         self.tell_why_out(now);

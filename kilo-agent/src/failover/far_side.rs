@@ -105,7 +105,10 @@ impl Thread {
         match site.device.claim(peer.key, &prefixes) {
             Ok(()) => true,
             Err(error) => {
-                tracing::error!(%error, "failed to move prefixes to another gateway; the next reconcile does");
+                tracing::error!(
+                    %error,
+                    "failed to move prefixes to another gateway; the next reconcile retries"
+                );
                 false
             }
         }

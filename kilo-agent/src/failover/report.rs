@@ -173,12 +173,12 @@ impl FailoverMetrics {
         registry.register("kilo_stand_by_fit", "Whether this gateway could lead now", metrics.fit.clone());
         registry.register(
             "kilo_gateway_nodes",
-            "Nodes that use this gateway, itself included, as their kernels have said lately",
+            "Nodes that currently use this gateway, itself included",
             metrics.nodes.clone(),
         );
         registry.register(
             "kilo_signals_refused",
-            "Signals the agent did not take, by reason",
+            "Signals rejected by the agent, by reason",
             metrics.refused.clone(),
         );
         metrics

@@ -59,7 +59,7 @@ pub enum AskError {
         source: Cause,
     },
     /// The agent wants a token.
-    #[error("the agent at {url} shows its status to those with a token alone: {said}")]
+    #[error("the agent at {url} requires a token to show its status: {said}")]
     Token {
         /// Where.
         url: String,

@@ -123,7 +123,7 @@ mod tests {
         assert_eq!(all.len(), KEPT);
         assert_eq!((all[0].from.as_deref(), all[0].time), (Some("n206"), Timestamp(206)));
         assert_eq!(all[KEPT - 1].from.as_deref(), Some("n7"));
-        assert_eq!(all[0].why, "the new one: asks to lead");
+        assert_eq!(all[0].why, "the new leader takes precedence: asks to lead");
     }
 
     #[test]

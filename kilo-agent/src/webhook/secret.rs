@@ -69,10 +69,10 @@ pub enum SecretError {
         source: kube::Error,
     },
     /// It cannot be made.
-    #[error("cannot make a certificate: {0}")]
+    #[error("cannot create a certificate: {0}")]
     Issue(#[from] rcgen::Error),
     /// Others write all the time.
-    #[error("secret {0} changes each time it is written; do others write it, too?")]
+    #[error("Secret {0} was changed by something else on every attempt to write it")]
     Contended(String),
     /// It is not complete.
     #[error("secret {0} has no tls.crt or tls.key; delete it, and it is made anew")]

@@ -166,8 +166,8 @@ fn what_is_no_api_server_or_does_not_answer_is_named_with_url_context_and_file()
         let _ = stream.read_to_end(&mut Vec::new());
     });
     for (port, wanted) in [
-        (respond("200 OK"), "is not an API server: a web page answers, \"Corporate login\""),
-        (respond("403 Forbidden"), "is not an API server: a web page answers, \"Corporate login\""),
+        (respond("200 OK"), "is not an API server: it returned a web page titled \"Corporate login\""),
+        (respond("403 Forbidden"), "is not an API server: it returned a web page titled \"Corporate login\""),
         (silent, "no answer within 1s (--request-timeout)"),
         (api::free_port(), "cannot reach the API server"),
     ] {

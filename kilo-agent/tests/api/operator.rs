@@ -157,7 +157,7 @@ fn leaders_and_members_that_come_and_go_are_told() {
 
         // It is deleted: n1 says so about itself, and about the one that has gone.
         site.nodes.delete("n2", &DeleteParams::default()).await.unwrap();
-        site.event("n1", "LeadsLocation", "after n2 (of the one before: its Node object was deleted)").await;
+        site.event("n1", "LeadsLocation", "after n2 (the previous leader left: its Node object was").await;
         site.event("n2", "LeftMesh", "its Node object was deleted").await;
         let line = site.line("node left the mesh").await;
         assert_eq!(field(&line, "subject"), "n2");

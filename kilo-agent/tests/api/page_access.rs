@@ -123,8 +123,8 @@ fn the_page_wants_a_token_that_the_api_server_accepts() {
         // No kubelet is there to run kgctl in the pod: it was asked to.
         let (_, _, said) = kgctl(&[&kubeconfig, "n1"]);
         assert!(
-            said.contains("wants a token")
-                && said.contains("kgctl status --agent --output=json was not started"),
+            said.contains("requires a token")
+                && said.contains("failed to start kgctl status --agent --output=json"),
             "{said}"
         );
         let (done, text, said) = kgctl(&[&kubeconfig]);

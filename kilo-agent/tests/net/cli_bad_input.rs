@@ -181,7 +181,7 @@ fn logs_are_json_lines_on_stdout_and_none_means_none() {
         .filter(|line| line.starts_with('{'))
         .map(|line| serde_json::from_str(line).unwrap())
         .collect();
-    assert!(lines.iter().any(|line| line["level"] == "INFO" && line["message"] == "kg runs"), "{loud}");
+    assert!(lines.iter().any(|line| line["level"] == "INFO" && line["message"] == "kg started"), "{loud}");
     assert!(lines.iter().any(|line| line["level"] == "ERROR"), "{loud}");
     let Some((_, quiet)) = isolated(directory.path(), soon, "--listen 127.0.0.1:0 --log-level none") else {
         return;

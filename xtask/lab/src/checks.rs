@@ -495,7 +495,7 @@ fn second_agent(lab: &mut Lab) -> Result<String> {
         String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr);
     ensure!(output.status.code() == Some(TIMED_OUT), "it did not wait: {said}");
     ensure!(said.contains("already runs on this node"), "it does not say why it waits: {said}");
-    ensure!(said.contains("it has set nothing up"), "it did not stop when it was asked to: {said}");
+    ensure!(said.contains("it has not set anything up"), "it did not stop when it was asked to: {said}");
     counters::scrape(&node.netns).context("the first agent no longer answers")?;
     Ok(String::new())
 }

@@ -33,7 +33,7 @@ const ALERTS: &[Alert] = &[
     Alert {
         name: "KiloAgentDown",
         severity: "warning",
-        summary: "Prometheus does not reach an agent, or a replica of the webhook (namespace `kilo`).",
+        summary: "Prometheus cannot reach an agent, or a replica of the webhook (namespace `kilo`).",
         expr: r#"up{job=~"(.+/)?kilo"} == 0"#,
         hold: "5m",
         remedy: "Traffic goes on without the agent; changes do not reach the node. `kgctl status` names the reason why \
@@ -88,7 +88,7 @@ const ALERTS: &[Alert] = &[
     Alert {
         name: "KiloTunnelSilent",
         severity: "critical",
-        summary: "A leader sends into a tunnel that nobody answers from.",
+        summary: "A leader sends into a tunnel whose other end does not answer.",
         expr: "kilo_silent_tunnels > 0",
         hold: "2m",
         remedy: "`kgctl status` and `/health` of the leader name the other end and its endpoint. Is UDP 51820 open on both \
@@ -101,7 +101,7 @@ const ALERTS: &[Alert] = &[
     Alert {
         name: "KiloLocationWithoutLeader",
         severity: "critical",
-        summary: "No node of a location takes part: nothing reaches it.",
+        summary: "A location has no node in the mesh, so nothing can reach it.",
         expr: "max by (job) (kilo_locations_without_leader) > 0",
         hold: "3m",
         remedy: "`kgctl status` shows the location without a leader, and beside each of its nodes why it takes no part.",
@@ -144,7 +144,7 @@ const ALERTS: &[Alert] = &[
     Alert {
         name: "KiloSlicesWithoutWriter",
         severity: "warning",
-        summary: "Agents want slices, and not exactly one agent writes them.",
+        summary: "Agents are configured for slices, but the number of agents that write them is not one.",
         // Not those in use: without a writer none is, after some minutes.
         expr: "sum by (job) (kilo_slices_wanted) > 0 and sum by (job) (kilo_slices_writer) != 1",
         hold: "10m",
@@ -205,7 +205,7 @@ const ALERTS: &[Alert] = &[
     Alert {
         name: "KiloPacketsDropped",
         severity: "warning",
-        summary: "Packets are dropped for want of a way, or because the network does not carry them.",
+        summary: "Packets are dropped because they have no route, or because the network cannot carry them.",
         expr: r#"sum by (job, instance, reason) (rate(kilo_dropped_packets_total{reason=~"no_hop|no_prefix|encapsulation|rewrite|outer_fragment|too_big|not_encrypted|inside_tunnel"}[5m])) > 1"#,
         hold: "5m",
         remedy: "The label `reason` has its remedy among the [drop reasons](drop-reasons.md); `kgctl monitor --reason REASON` shows \
@@ -220,10 +220,10 @@ const ALERTS: &[Alert] = &[
     Alert {
         name: "KiloMasqueradeFull",
         severity: "critical",
-        summary: "New connections out of the cluster find no port.",
+        summary: "New masqueraded connections find no free port.",
         expr: r#"sum by (job, instance, reason) (increase(kilo_dropped_packets_total{reason=~"nat_exhausted|nat_map_full"}[10m])) > 0"#,
         hold: "1m",
-        remedy: "New connections fail, those that stand go on. `nat_exhausted`: pods hold too many connections to one destination, let \
+        remedy: "New connections fail; established ones continue. `nat_exhausted`: pods hold too many connections to one destination, let \
                  them reuse some or give the node more addresses. `nat_map_full`: the kernel could not insert an entry; compare \
                  `kilo_nat_entries` with 131,072, look at `dmesg`, and report it.",
         fires: &[(r#"kilo_dropped_packets_total{instance="a1", reason="nat_exhausted"}"#, "0x10 5x50")],

@@ -151,8 +151,8 @@ pub enum Succession {
 impl fmt::Display for Succession {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Lost(why) => write!(f, "of the one before: {why}"),
-            Self::Rule(rule) => write!(f, "the new one: {rule}"),
+            Self::Lost(why) => write!(f, "the previous leader left: {why}"),
+            Self::Rule(rule) => write!(f, "the new leader takes precedence: {rule}"),
         }
     }
 }

@@ -8,7 +8,7 @@ use x25519_dalek::{PublicKey as DalekPublic, StaticSecret};
 
 /// Text that is not base64 of 32 bytes.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("a WireGuard key is base64 of 32 bytes (44 characters), this is not")]
+#[error("not a valid WireGuard key: expected base64 of 32 bytes (44 characters)")]
 pub struct InvalidKey;
 
 fn decode(text: &str) -> Result<[u8; 32], InvalidKey> {

@@ -86,7 +86,7 @@ impl SetPeer {
 
 /// Text that is not this protocol. The line itself may hold a key and is not kept.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("not WireGuard's configuration protocol: bad line for key `{key}`")]
+#[error("invalid line for key `{key}` in WireGuard's configuration protocol")]
 pub struct Malformed {
     /// What stood before the `=`, when that is a name.
     pub key: String,

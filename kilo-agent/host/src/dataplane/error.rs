@@ -45,7 +45,7 @@ pub enum DataplaneError {
     },
     /// The kernel refused the object.
     #[error(
-        "the kernel does not load the BPF programs: {}; kg needs CAP_BPF, CAP_NET_ADMIN and CAP_PERFMON, \
+        "the kernel refused to load the BPF programs: {}; kg needs CAP_BPF, CAP_NET_ADMIN and CAP_PERFMON, \
          and a kernel from 6.1 on with CONFIG_NET_CLS_ACT and CONFIG_DEBUG_INFO_BTF (/sys/kernel/btf/vmlinux)",
         error_chain(.0.as_ref())
     )]
@@ -65,7 +65,7 @@ pub enum DataplaneError {
     },
     /// A hook cannot be looked at.
     #[error(
-        "interface {interface}: the kernel does not say whether {program} is still attached: {source}; kg needs \
+        "interface {interface}: cannot determine whether {program} is still attached: {source}; kg needs \
          CAP_NET_ADMIN for that"
     )]
     Query {
@@ -84,7 +84,7 @@ pub enum DataplaneError {
     #[error("BPF map: {}", error_chain(.0))]
     Map(#[from] MapError),
     /// A program that the agent runs itself was not run.
-    #[error("the kernel does not run a BPF program for kg: {source}; kg needs CAP_BPF and CAP_NET_ADMIN")]
+    #[error("the kernel refused to run a BPF program for kg: {source}; kg needs CAP_BPF and CAP_NET_ADMIN")]
     Run {
         /// What the kernel said.
         #[source]
@@ -111,8 +111,8 @@ pub enum DataplaneError {
     },
     /// A map holds as many entries as fit.
     #[error(
-        "BPF map {map} holds at most {capacity} entries, {wanted} are wanted; nothing was changed, and packets \
-         go as before: take away prefixes (pod CIDRs, allowed IPs), nodes or interfaces, or join some prefixes to one"
+        "BPF map {map} has room for {capacity} entries, but {wanted} are needed. Nothing was changed: use \
+         fewer prefixes (pod CIDRs, allowed IPs), nodes or interfaces, or merge prefixes"
     )]
     Full {
         /// Name of the map.

@@ -95,7 +95,11 @@ pub fn object(directory: &Path, debug: bool) -> Result<Ebpf, DataplaneError> {
 fn make_first(directory: &Path) {
     if let Err(error) = first_map::make(OBJECT, directory) {
         let error = error_chain(&*error);
-        tracing::debug!(directory = %directory.display(), error, "a map could not be made before the others");
+        tracing::debug!(
+            directory = %directory.display(),
+            error,
+            "failed to create the largest map ahead of the others; the loader will create it"
+        );
     }
 }
 

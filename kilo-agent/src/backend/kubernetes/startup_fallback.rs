@@ -73,7 +73,7 @@ impl StartupFallback {
                 peers = remembered.peers.len(),
                 "{}; working with the last good topology",
                 if spread > WAIT {
-                    "all nodes may be booting, and ask the API server by turns"
+                    "all nodes may be booting, so agents contact the API server one after another"
                 } else {
                     "API server unreachable"
                 }

@@ -364,7 +364,7 @@ async fn work<B: Backend>(
     let answer = move |request| context.clone().answer(request);
     let mut server = tokio::spawn(http::serve(listener, None, answer, stop.clone()));
     let mut agent = tokio::spawn(agent.run(stop.clone()));
-    tracing::info!(version = env!("CARGO_PKG_VERSION"), node = hostname, %listen, "kg runs");
+    tracing::info!(version = env!("CARGO_PKG_VERSION"), node = hostname, %listen, "kg started");
     tokio::select! {
         () = stopping.told() => {}
         ended = &mut agent => return ended.context("the reconcile loop panicked")?.map_err(Into::into),

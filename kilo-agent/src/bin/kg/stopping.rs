@@ -27,7 +27,7 @@ impl Stopping {
     pub async fn before<T>(&mut self, work: impl Future<Output = T>) -> Option<T> {
         tokio::select! {
             () = self.told() => {
-                tracing::info!("kg stops; it has set nothing up");
+                tracing::info!("kg is stopping; it has not set anything up");
                 None
             }
             done = work => Some(done),

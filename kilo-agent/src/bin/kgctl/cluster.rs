@@ -40,10 +40,10 @@ pub struct ApiFlags {
     /// User of the kubeconfig, instead of the context's.
     #[arg(long, value_name = "NAME", add = complete::users())]
     pub user: Option<String>,
-    /// Ask as this user, who may be a service account (`system:serviceaccount:NAMESPACE:NAME`).
+    /// User to impersonate; may be a service account (`system:serviceaccount:NAMESPACE:NAME`).
     #[arg(long = "as", value_name = "USER")]
     pub impersonate: Option<String>,
-    /// Ask as a member of this group (repeatable).
+    /// Group to impersonate (repeatable).
     #[arg(long = "as-group", value_name = "GROUP", requires = "impersonate")]
     pub impersonate_groups: Vec<String>,
     /// Longest time a single request may take, for example 5s or 1m; 0 = no limit.

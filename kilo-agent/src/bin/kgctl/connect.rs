@@ -67,7 +67,8 @@ pub struct ConnectArgs {
     /// Address of this machine in the mesh, for a Peer that does not exist yet.
     #[arg(long, short, value_name = "CIDR", default_value = "10.10.10.10/32")]
     allowed_ip: IpNet,
-    /// Stand-bys of each location that are held as peers, 0 to 4: the same number as the agents' --stand-bys.
+    /// Number of stand-bys per location to keep as WireGuard peers, 0 to 4; must match the agents'
+    /// --stand-bys.
     #[arg(long, default_value = "2", value_parser = parse_number::<0, 4>)]
     stand_bys: u8,
     /// More prefixes to reach through the cluster, services for example (repeatable).

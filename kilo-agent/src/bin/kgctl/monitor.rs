@@ -46,7 +46,7 @@ pub struct MonitorArgs {
     /// Format of each line.
     #[arg(long, short, default_value = "text")]
     output: Output,
-    /// The BPF file system.
+    /// Mount point of the BPF file system.
     #[arg(long, value_name = "DIR", default_value = BPFFS)]
     bpffs: PathBuf,
     /// End with standard input, for who started it from afar.

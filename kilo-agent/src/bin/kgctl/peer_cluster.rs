@@ -226,7 +226,7 @@ pub async fn run(args: &PeerClusterArgs) -> Result<String> {
         Err(error) => {
             // The other error is the one to tell.
             drop(crate::terminal::print(&done));
-            Err(error.context("half done; run the same again once this is mended"))
+            Err(error.context("only partly done; fix this and run the same command again"))
         }
     }
 }

@@ -114,9 +114,9 @@ fn is_html(text: &str) -> bool {
 
 fn no_api_server(page: &str, server: &Server) -> String {
     let found = match (is_html(page), title(page)) {
-        (true, Some(title)) => format!("a web page answers, {title:?}"),
-        (true, None) => "a web page answers".to_owned(),
-        (false, _) => "something else answers".to_owned(),
+        (true, Some(title)) => format!("it returned a web page titled {title:?}"),
+        (true, None) => "it returned a web page".to_owned(),
+        (false, _) => "it returned something else".to_owned(),
     };
     let check = match &server.proxy {
         Some(_) => {

@@ -61,7 +61,10 @@ pub fn flags(command: &Command, matches: &ArgMatches) -> Result<Vec<String>> {
     if let Some(flag) = api.first().and_then(|arg| arg.get_long())
         && matches.value_source(NODE).is_none()
     {
-        bail!("--{flag} needs the name of a node: without one this machine is looked at, and no API server");
+        bail!(
+            "--{flag} needs the name of a node: without one kgctl inspects this machine and contacts no API \
+             server"
+        );
     }
     let words = own.into_iter().filter_map(|arg| Some((arg.get_long()?, arg))).flat_map(|(long, arg)| {
         let takes_value = arg.get_action().takes_values();
@@ -128,8 +131,8 @@ pub async fn status_of(cluster: &Cluster, pod: &Pod) -> Result<Status> {
 /// Of an agent that asks for tokens, which the API server's proxy does not pass on: kgctl in its pod has one.
 async fn status_by_exec(cluster: &Cluster, pod: &Pod) -> Result<Status> {
     let text = output(cluster, pod, &["kgctl", "status", "--agent", "--output=json"]).await;
-    let text = text.context("the agent wants a token (--page-access=token), which kgctl in its pod has")?;
-    serde_json::from_slice(&text).context("the status is cut off")
+    let text = text.context("the agent requires a token (--page-access=token); kgctl in its pod has one")?;
+    serde_json::from_slice(&text).context("the status was truncated")
 }
 
 /// What a program in the agent's container of a pod writes until it ends with success, soon.
@@ -144,7 +147,7 @@ pub async fn output(cluster: &Cluster, pod: &Pod, words: &[&str]) -> Result<Vec<
         Ok(out.0)
     };
     let answer = tokio::time::timeout(PATIENCE, run).await;
-    answer.map_err(|_| anyhow!("no answer within {} s", PATIENCE.as_secs()))?
+    answer.map_err(|_| anyhow!("the command did not finish within {} s", PATIENCE.as_secs()))?
 }
 
 /// The log of a container, as long as a log may be: a node that never ends fills no memory and takes no time.
@@ -155,7 +158,7 @@ pub async fn log(cluster: &Cluster, pod: &Pod, wanted: LogParams) -> Result<Stri
     let asked = Asked::new("get", "pods/log").within(&namespace);
     let answer = cluster.ask(asked, ask::bounded(&cluster.client, request, LARGEST_LOG));
     let answer = tokio::time::timeout(PATIENCE, answer).await;
-    answer.map_err(|_| anyhow!("no end within {} s", PATIENCE.as_secs()))?
+    answer.map_err(|_| anyhow!("the log was not complete within {} s", PATIENCE.as_secs()))?
 }
 
 /// A command line as errors name it.
@@ -232,7 +235,7 @@ pub async fn exec(cluster: &Cluster, pod: &Pod, words: &[&str]) -> Result<Attach
             other => other,
         }
     });
-    started.await.with_context(|| format!("{} was not started in pod {name}", shortened(words)))
+    started.await.with_context(|| format!("failed to start {} in pod {name}", shortened(words)))
 }
 
 /// Copies what a program writes until it ends, or until this one is interrupted; whether it succeeded.

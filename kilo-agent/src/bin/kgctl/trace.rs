@@ -59,7 +59,7 @@ pub struct TraceArgs {
     /// Format.
     #[arg(long, short, default_value = "text")]
     output: Output,
-    /// The BPF file system.
+    /// Mount point of the BPF file system.
     #[arg(long, value_name = "DIR", default_value = BPFFS)]
     bpffs: PathBuf,
     #[command(flatten)]

@@ -52,13 +52,14 @@ pub struct UninstallArgs {
     /// Image of the pods that remove everything.
     #[arg(long, default_value = IMAGE)]
     image: String,
-    /// Namespace that Kilo was in.
+    /// Namespace Kilo was installed in.
     #[arg(long, default_value = NAMESPACE)]
     namespace: String,
-    /// Directory of the nodes that has the CNI configuration: /etc/kubernetes/cni/net.d on bootkube and Typhoon.
+    /// Directory on the nodes that holds the CNI configuration: /etc/kubernetes/cni/net.d on bootkube and
+    /// Typhoon.
     #[arg(long, default_value = CNI_DIRECTORY, value_parser = parse_directory)]
     cni_dir: String,
-    /// Nodes that are not done after this time are named, and nothing of the uninstaller is removed.
+    /// Longest time to wait; nodes not done by then are listed, and the uninstaller is left in place.
     #[arg(long, default_value = "3m", value_parser = parse_period)]
     timeout: Duration,
     #[command(flatten)]

@@ -26,7 +26,7 @@ const OWN: &str = env!("CARGO_PKG_VERSION");
   kgctl version --client        this program only: no API server is asked
   kgctl version -o json | jq -r '.agents[] | select(.version != \"0.1.0\") | .node'")]
 pub struct VersionArgs {
-    /// Of this program only.
+    /// Print the version of this program only.
     #[arg(long)]
     client: bool,
     /// Format.

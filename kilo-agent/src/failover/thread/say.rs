@@ -17,10 +17,7 @@ impl Thread {
         let text = match *note {
             Note::Suspects(leader) => {
                 self.metrics.suspicion("asked");
-                tracing::info!(
-                    leader = self.name(leader),
-                    "the leader does not answer; other nodes are asked"
-                );
+                tracing::info!(leader = self.name(leader), "the leader does not answer; asking other nodes");
                 return;
             }
             Note::OverBudget => {
@@ -30,19 +27,25 @@ impl Thread {
             }
             Note::Busy => {
                 tracing::warn!(
-                    "this leader is overloaded, or its network loses packets: its tunnels deliver traffic and lose \
-                     probes; it keeps leadership; give it more CPU, or the location several leaders (--leaders)"
+                    "this leader is overloaded, or its network loses packets: its tunnels deliver traffic \
+                     but lose probes. It stays leader; give it more CPU, or use several leaders (--leaders)"
                 );
                 return;
             }
             Note::Leaps(from) => {
                 self.metrics.refused("leap");
-                tracing::debug!(from = self.name(from), "a signal's term leaps");
+                tracing::debug!(
+                    from = self.name(from),
+                    "ignoring a signal whose term is implausibly far ahead"
+                );
                 return;
             }
             Note::Replayed(from) => {
                 self.metrics.refused("replayed");
-                tracing::debug!(from = self.name(from), "a signal was said before, or in another boot");
+                tracing::debug!(
+                    from = self.name(from),
+                    "ignoring a replayed signal, or one from an earlier boot of its sender"
+                );
                 return;
             }
             Note::TakesOver { from, all, since } => {
@@ -60,7 +63,7 @@ impl Thread {
             Note::IsGiven { from, why: Given::Trial } => {
                 tracing::info!(
                     by = self.name(from),
-                    "trial before a change of leader: that gateway sends its own packets by this node"
+                    "testing before a change of leader: that gateway routes its own packets through this node"
                 );
                 return;
             }
@@ -83,11 +86,12 @@ impl Thread {
                 let why = cause.map_or("this node cannot lead now", kilo_failover::Cause::text);
                 format!("gave leadership to {}: {why}", self.name(to))
             }
-            Note::TakesBack(to) => format!("leads again: what it gave to {} did not arrive", self.name(to)),
+            Note::TakesBack(to) => format!("leads again: {} did not take over", self.name(to)),
             Note::Tries(to) => {
                 tracing::info!(
                     by = self.name(to),
-                    "trial before a change of leader: this node sends its own packets by the one that returns"
+                    "testing before a change of leader: this node routes its own packets through the \
+                     returning gateway"
                 );
                 return;
             }
@@ -98,7 +102,8 @@ impl Thread {
             Note::NotReady(to) => {
                 tracing::info!(
                     to = self.name(to),
-                    "leadership is not given: the other gateway, or a far leader, is not ready; it is tried again"
+                    "leadership was not handed over: the other gateway, or a far leader, is not ready; \
+                     retrying"
                 );
                 return;
             }

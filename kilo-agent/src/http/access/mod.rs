@@ -91,7 +91,7 @@ impl TokenGate {
             Shown::Token(token) => (token, false),
             Shown::Session(token) => (token, forms),
             Shown::Nothing if forms => return Err(login::form(StatusCode::UNAUTHORIZED, "")),
-            Shown::Nothing => return Err(unauthorized("this agent shows that to those with a token alone")),
+            Shown::Nothing => return Err(unauthorized("this agent requires a token to show that")),
             Shown::Malformed => return Err(unauthorized("the header Authorization is not: Bearer TOKEN")),
         };
         match self.find(&token, path, now).await {
@@ -194,7 +194,7 @@ fn not_allowed(user: &str, path: &str) -> String {
 
 fn unanswered(why: &str) -> Answer {
     let body = format!(
-        "the API server does not say whether this token is good, so that nothing is shown: {why}\n\
+        "the API server did not confirm this token, so nothing is shown: {why}\n\
          In the agent's pod and as root on its node, `kgctl status --agent` works without it.\n"
     );
     text(StatusCode::SERVICE_UNAVAILABLE, body)

@@ -86,7 +86,7 @@ pub(super) async fn run(context: Arc<Context>) {
                 }
                 (refused, pause) = (true, REFUSED.mul_f64(rand::random_range(0.8..1.2)));
             }
-            Tried::Failed(reason) => tracing::debug!(reason, "failed to look at the Lease of slices"),
+            Tried::Failed(reason) => tracing::debug!(reason, "failed to read the Lease kilo-node-slices"),
         }
     }
 }

@@ -153,7 +153,7 @@ impl Bench {
                 Ok(false) => return anyhow!("somebody else has deleted namespace {NAMESPACE} of this run"),
                 // Before another run can take this one for dead.
                 Err(error) if beaten.elapsed() + 2 * heartbeat::PERIOD >= heartbeat::STALE => {
-                    return error.context("no heartbeat could be written, so that another run may begin");
+                    return error.context("failed to renew this run's heartbeat; another run may start");
                 }
                 Err(_) => {}
             }

@@ -62,13 +62,13 @@ pub struct ConnectivityArgs {
     /// Nodes to start pods on; default: two of each location, leaders first, ten at most.
     #[arg(add = complete::nodes())]
     nodes: Vec<String>,
-    /// Image of the pods; it has kgctl. Default: that of the agents, which the nodes have already.
+    /// Image of the test pods; must contain kgctl. Default: the agents' image.
     #[arg(long)]
     image: Option<String>,
     /// An address outside of the cluster with its port, which pods must reach (repeatable).
     #[arg(long, value_name = "IP:PORT")]
     outside: Vec<SocketAddr>,
-    /// Port of VPN peers that is tried; one that is refused counts as reached.
+    /// TCP port probed on VPN peers; a refused connection counts as reached.
     #[arg(long, value_name = "PORT", default_value = "22")]
     peer_port: u16,
     /// Longest time until the pods run.

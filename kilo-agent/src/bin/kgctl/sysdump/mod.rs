@@ -57,10 +57,10 @@ pub struct SysdumpArgs {
     /// Only these nodes; objects and the status of the mesh are collected in any case.
     #[arg(add = complete::nodes())]
     nodes: Vec<String>,
-    /// The archive; default: kilo-sysdump-TIME.tar.gz in the current directory.
+    /// File to write the archive to; default: kilo-sysdump-TIME.tar.gz in the current directory.
     #[arg(long, short, value_name = "FILE")]
     output: Option<PathBuf>,
-    /// Last lines of each container's log.
+    /// Number of lines from the end of each container's log.
     #[arg(long, value_name = "N", default_value = "5000", value_parser = clap::value_parser!(i64).range(1..))]
     log_lines: i64,
     #[command(flatten)]
