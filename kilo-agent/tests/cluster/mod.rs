@@ -1,6 +1,6 @@
 //! One node of a cluster in files, for a real `kg` in a namespace of its own.
 
-#![allow(dead_code)]
+#![allow(dead_code, reason = "tests")]
 
 use std::{
     collections::BTreeMap,

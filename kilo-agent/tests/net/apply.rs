@@ -1,6 +1,6 @@
 //! Addresses, routes and rules against a real kernel.
 
-#![allow(clippy::unwrap_used)]
+#![allow(clippy::unwrap_used, reason = "tests")]
 
 use crate::netns;
 

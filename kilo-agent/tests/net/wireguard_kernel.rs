@@ -1,7 +1,7 @@
 //! The kernel's WireGuard device. Needs the module: run it in the virtual
 //! machine where the machine's own kernel has none.
 
-#![allow(clippy::unwrap_used, clippy::panic)]
+#![allow(clippy::unwrap_used, clippy::panic, reason = "tests")]
 
 use crate::netns;
 

@@ -1,6 +1,6 @@
 //! The userspace device in real network namespaces.
 
-#![allow(clippy::unwrap_used, clippy::expect_used)]
+#![allow(clippy::unwrap_used, clippy::expect_used, reason = "tests")]
 
 use crate::netns;
 use crate::wait::task as wait;

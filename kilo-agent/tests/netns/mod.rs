@@ -1,7 +1,7 @@
 //! Runs a test's body in a process of its own with fresh network and mount
 //! namespaces, so that nothing it does reaches the machine.
 
-#![allow(dead_code)]
+#![allow(dead_code, reason = "tests")]
 
 use std::{
     fs, io,

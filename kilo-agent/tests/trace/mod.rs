@@ -1,6 +1,6 @@
 //! Follows one packet through the plans of all nodes, WireGuard's cryptokey
 //! routing included, until it arrives, leaves the mesh or is dropped.
-#![allow(dead_code, unreachable_pub)]
+#![allow(dead_code, unreachable_pub, reason = "tests")]
 
 use std::{collections::BTreeMap, net::IpAddr};
 
