@@ -1,4 +1,4 @@
-//! What the programs tell a listener about a packet they drop.
+//! What the programs report to a listener about a packet they drop.
 
 use crate::counters::DropReason;
 

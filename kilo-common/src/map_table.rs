@@ -28,12 +28,12 @@ pub enum Kind {
     RingBuf,
 }
 
-/// One map.
+/// One row of the table: what programs, agent, gauges and documentation need to know about a map.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MapSpec {
     /// As pinned and as `bpftool map` shows it; at most 15 bytes.
     pub name: &'static str,
-    /// Kind.
+    /// Kernel map type; decides how keys match and what happens when the map is full.
     pub kind: Kind,
     /// Bytes of a key; of a trie, with the four of the prefix length; 0 of ring buffers.
     pub key: u32,

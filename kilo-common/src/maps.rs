@@ -229,7 +229,7 @@ pub struct NatValue {
     pub addr: [u8; 16],
     /// New port or ICMP identifier, network byte order.
     pub port: [u8; 2],
-    /// TCP flags seen so far in this direction (or-ed), for the collector.
+    /// TCP flags seen so far in this direction (or-ed), for NAT GC.
     pub tcp_flags: u8,
     /// `NAT_SEEN` or 0.
     pub flags: u8,

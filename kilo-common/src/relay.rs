@@ -41,7 +41,7 @@ wire_enum! {
         Ask = 1,
         /// The relay's answer, to where its WireGuard knows the asker.
         Offer = 2,
-        /// The relay tells the other end that somebody asks for it.
+        /// The relay notifies the other end that somebody asks for it.
         Invite = 3,
         /// Asks the other end, by any way, whether that way works.
         Try = 4,

@@ -1,4 +1,4 @@
-//! Signals: what gateways and members of a location tell each other to change the
+//! Signals: what gateways and members of a location send each other to change the
 //! leader within half a second, as UDP to port [`PORT`]. One parser for programs
 //! and agents; docs/design/failover.md has the table.
 //!
@@ -9,7 +9,7 @@
 //! ```
 //! Everything is big-endian but the tag, which is SipHash's own little-endian
 //! word. The first byte distinguishes a signal from VXLAN, whose first byte is 8; the magic tells it
-//! from the answers to a flow that somebody's masquerading gave this port.
+//! from replies to a flow to which some NAT has given this port.
 
 pub mod kernel;
 
@@ -52,7 +52,7 @@ wire_enum! {
         Witness = 5,
         /// The answer.
         Verdict = 6,
-        /// Tells a member's kernel to use the sender from now on.
+        /// Announces to a member's kernel that it is to use the sender from now on.
         Announce = 7,
         /// The answer of a kernel that does.
         Follows = 8,
@@ -60,9 +60,9 @@ wire_enum! {
         Adopt = 9,
         /// A leader gives members away.
         Handover = 10,
-        /// What a gateway knows, said to the other gateways of its location.
+        /// Reports what a gateway knows to the other gateways of its location.
         Hello = 11,
-        /// Tells a far leader that these members use the sender.
+        /// Reports to a far leader that these members use the sender.
         Claim = 12,
         /// The answer: their prefixes are the sender's peer's.
         Moved = 13,

@@ -1,7 +1,7 @@
-//! What one program has found out about a packet, told to the next in the
-//! packet's control block (`skb->cb`), so that tables are not asked twice. The
-//! stack writes its own data there before it sends anything, so nobody else can
-//! tell this; where a kernel does not carry the block on, the tables are asked.
+//! What one program has found out about a packet, passed to the next program in
+//! `skb->cb`, so that tables are looked up only once. The stack writes its own data
+//! there before it sends anything, so nobody else can mark packets; where a kernel
+//! does not carry the block on, the tables are looked up again.
 //!
 //! What must outlive the stack is written to `skb->priority`: a process needs
 //! `CAP_NET_ADMIN` to set more than 6 there, and the kernel clears it when a packet
@@ -25,7 +25,7 @@ const LED: u32 = u32::from_be_bytes(*b"led ");
 const PASS_ON: u32 = u32::from_be_bytes(*b"pass");
 /// `inject` to `kilo_egress`: for a node of the location, without outer header.
 const TO_LAN: u32 = u32::from_be_bytes(*b"lan ");
-/// Whoever steers to `uplink_egress`: on its way to another node.
+/// Any program that steers, to `uplink_egress`: on its way to another node.
 const SENT: u32 = u32::from_be_bytes(*b"sent");
 
 /// `skb->priority` from `lan_ingress` to `tunnel_ingress`: outer header checked. The last four
@@ -49,13 +49,13 @@ fn has_priority(ctx: &TcContext, what: u32) -> bool {
     unsafe { (*skb).priority & !OWN_PRIORITY == what }
 }
 
-/// Says that the outer header of this packet to a tunnel device was checked.
+/// Marks the packet, which goes to a tunnel device, as one whose outer header was checked.
 #[inline(always)]
 pub fn checked(ctx: &TcContext) {
     set_priority(ctx, CHECKED);
 }
 
-/// True when [`checked`] was said of this packet; it is said no more.
+/// True if the packet is marked [`checked`]; clears the mark.
 #[inline(always)]
 pub fn take_checked(ctx: &TcContext) -> bool {
     let is = has_priority(ctx, CHECKED);
@@ -65,13 +65,13 @@ pub fn take_checked(ctx: &TcContext) -> bool {
     is
 }
 
-/// Says that a tunnel device gets this packet from our programs.
+/// Marks the packet as one that our programs hand to a tunnel device.
 #[inline(always)]
 pub fn by_device(ctx: &TcContext) {
     set_priority(ctx, BY_DEVICE);
 }
 
-/// True when [`by_device`] was said of this packet; it is said no more.
+/// True if the packet is marked [`by_device`]; clears the mark.
 #[inline(always)]
 pub fn take_by_device(ctx: &TcContext) -> bool {
     let is = has_priority(ctx, BY_DEVICE);
@@ -98,65 +98,65 @@ fn is(ctx: &TcContext, what: u32) -> bool {
     unsafe { (*skb).cb[0] == OURS && (*skb).cb[1] == what }
 }
 
-/// Says that WireGuard may have the packet: another node of the location sent
-/// it from a prefix of its own, so it is not to be masqueraded, and it is for
-/// another location.
+/// Marks the packet as one for WireGuard: another node of the location sent it
+/// from a prefix of its own, so it is not to be masqueraded, and it is for another
+/// location.
 #[inline(always)]
 pub fn transit(ctx: &TcContext) {
     set(ctx, TRANSIT);
 }
 
-/// True when [`transit`] was said of this packet, and WireGuard is a way out of
-/// the location, as it is on gateways alone.
+/// True if the packet is marked [`transit`], and WireGuard is a way out of the
+/// location, as it is on gateways alone.
 #[inline(always)]
 pub fn is_for_wireguard(ctx: &TcContext) -> bool {
     is(ctx, TRANSIT) && hop(HOP_REMOTE).is_some_and(|hop| hop.kind == HOP_KIND_WIREGUARD)
 }
 
-/// Says that the stack may have the packet: another node sent it from a prefix of its own to one of this node's
+/// Marks the packet as one for the stack: another node sent it from a prefix of its own to one of this node's
 /// pods, and it is neither a signal nor of a flow that is translated.
 #[inline(always)]
 pub fn delivered(ctx: &TcContext) {
     set(ctx, DELIVERED);
 }
 
-/// True when [`delivered`] was said of this packet.
+/// True if the packet is marked [`delivered`].
 #[inline(always)]
 pub fn is_delivered(ctx: &TcContext) -> bool {
     is(ctx, DELIVERED)
 }
 
-/// Says that the packet is of a node that this gateway leads.
+/// Marks the packet as one of a node that this gateway leads.
 #[inline(always)]
 pub fn led(ctx: &TcContext) {
     set(ctx, LED);
 }
 
-/// True when [`led`] was said of this packet.
+/// True if the packet is marked [`led`].
 #[inline(always)]
 pub fn is_led(ctx: &TcContext) -> bool {
     is(ctx, LED)
 }
 
-/// Says that another gateway is to have the packet.
+/// Marks the packet as one for another gateway.
 #[inline(always)]
 pub fn pass_on(ctx: &TcContext) {
     set(ctx, PASS_ON);
 }
 
-/// True when [`pass_on`] was said of this packet.
+/// True if the packet is marked [`pass_on`].
 #[inline(always)]
 pub fn is_passed_on(ctx: &TcContext) -> bool {
     is(ctx, PASS_ON)
 }
 
-/// Says that a node of the location is to have the packet as it is.
+/// Marks the packet as one that goes to a node of the location as it is.
 #[inline(always)]
 pub fn to_lan(ctx: &TcContext) {
     out(ctx, 0);
 }
 
-/// Says that the packet leaves by that interface as it is.
+/// Marks the packet as one that leaves by that interface as it is.
 #[inline(always)]
 pub fn out(ctx: &TcContext, ifindex: u32) {
     set(ctx, TO_LAN);
@@ -165,7 +165,7 @@ pub fn out(ctx: &TcContext, ifindex: u32) {
     unsafe { (*skb).cb[2] = ifindex };
 }
 
-/// The interface that [`out`] has named; 0 after [`to_lan`].
+/// The interface given to [`out`]; 0 after [`to_lan`].
 #[inline(always)]
 pub fn named(ctx: &TcContext) -> u32 {
     let skb: *mut __sk_buff = ctx.as_ptr().cast();
@@ -173,25 +173,25 @@ pub fn named(ctx: &TcContext) -> u32 {
     unsafe { (*skb).cb[2] }
 }
 
-/// True when [`to_lan`] was said of this packet.
+/// True if the packet is marked [`to_lan`].
 #[inline(always)]
 pub fn is_to_lan(ctx: &TcContext) -> bool {
     is(ctx, TO_LAN)
 }
 
-/// Says nothing of the packet any more.
+/// Clears every mark.
 #[inline(always)]
 pub fn forget(ctx: &TcContext) {
     set(ctx, 0);
 }
 
-/// Says that the packet was steered: nothing more is to be done with it here.
+/// Marks the packet as steered: nothing more is to be done with it here.
 #[inline(always)]
 pub fn sent(ctx: &TcContext) {
     set(ctx, SENT);
 }
 
-/// True when [`sent`] was said of this packet.
+/// True if the packet is marked [`sent`].
 #[inline(always)]
 pub fn is_sent(ctx: &TcContext) -> bool {
     is(ctx, SENT)

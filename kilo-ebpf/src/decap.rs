@@ -45,8 +45,8 @@ pub fn is_to_vxlan<I: Ip, const LINK: usize>(ctx: &TcContext, ip: &I) -> bool {
     port == Some(VXLAN_PORT.to_be()) && may_be_ours(ctx, ip, udp)
 }
 
-/// False for what comes to the port by chance: the answers to a flow whose source port somebody's
-/// masquerading keeps. Of segments that are still one packet, only the first could be looked at.
+/// False for what comes to the port by chance: replies to a flow to which some NAT has given this
+/// source port. Of segments that are still one packet, only the first could be looked at.
 #[inline(always)]
 fn may_be_ours<I: Ip>(ctx: &TcContext, ip: &I, udp: usize) -> bool {
     packet::gso_size(ctx) != 0
@@ -145,9 +145,9 @@ fn write_ecn<I: Ip>(skb: Skb, offset: usize, outer: u32) -> i32 {
 }
 
 /// Checks the inner packet at `offset`, and counts this host as a hop if the
-/// packet goes on. Also answers whether the stack gets a packet of the sending
-/// host itself: those it expects on the interface that leads there
-/// (`rp_filter`), and answers by it.
+/// packet goes on. Also returns whether the packet is the sending host's own:
+/// the stack expects those on the interface that leads to that host
+/// (`rp_filter`) and replies through it.
 #[inline(always)]
 pub fn validate<I: Ip>(
     ctx: &TcContext,

@@ -64,8 +64,8 @@ pub fn send<I: Ip>(ctx: &TcContext, config: &Config, hop: &Hop, tos: u8) -> Verd
 }
 
 subprogram! {
-    /// The way of nearly all packets. A subprogram, because with those that its callers call else there is no
-    /// room for its stack in theirs before Linux 6.3.
+    /// The way of nearly all packets. A subprogram, because its stack frame would not fit in its callers'
+    /// before Linux 6.3.
     fn ipip[I: Ip](config: &Config, hop: &Hop, tos: u8) -> i32 = send_ipip;
     by I::V6 => { false => encap_ipip_v4[Ipv4], true => encap_ipip_v6[V6] }
 }

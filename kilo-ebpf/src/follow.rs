@@ -8,8 +8,8 @@ use crate::{
     maps::LEAD,
 };
 
-/// Moves the acting leader's word for the own agent, from the word it expects to one of no earlier term; the
-/// word that stands then. Both in the control block: expected, new; and the answer.
+/// Moves the acting leader's word for this node's agent, from the word it expects to one of no earlier term.
+/// The control block holds both words, expected and new, and afterwards the word that `lead` then holds.
 #[inline(always)]
 pub fn follow(ctx: &TcContext) {
     let skb: *mut __sk_buff = ctx.as_ptr().cast();

@@ -6,11 +6,11 @@ use kilo_common::maps::Inject;
 
 use crate::{cb, maps::CONFIG};
 
-/// `EINVAL`: the agent asked for no way there is.
+/// `EINVAL`: the agent named an unknown destination kind.
 const INVALID: i32 = -22;
 
-/// Sends the packet the way that stands in the first word of its control block; 0, or what the
-/// kernel says.
+/// Sends the packet the way that the first word of its control block names; returns 0, or the
+/// kernel's error.
 #[inline(always)]
 pub fn inject(ctx: &TcContext) -> i32 {
     const STACK: u32 = Inject::Stack as u32;

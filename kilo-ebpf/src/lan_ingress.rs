@@ -74,7 +74,7 @@ pub fn l3_ingress(ctx: &TcContext, config: &Config) -> Verdict {
     }
 }
 
-/// Answer of [`receive`]: it is a signal. Its own function is called from here,
+/// Result of [`receive`]: it is a signal. Its own function is called from here,
 /// because the stacks of functions that call each other add up.
 const SIGNAL: i32 = 1000;
 /// The same: it is a relay's, or a message about one.

@@ -1,5 +1,5 @@
-//! Programs that an agent has left to themselves: they end when their time is over, or when another
-//! agent steers.
+//! Orphaned programs: after an agent left them, they stop acting at a deadline or when another agent
+//! steers.
 
 use aya_ebpf::{
     EbpfContext as _, bindings::bpf_fib_lookup, helpers::bpf_fib_lookup as look_up, programs::TcContext,
@@ -21,12 +21,12 @@ use crate::{
     words::Words,
 };
 
-/// A second that has been.
+/// A time in the past.
 const OVER: u32 = 1;
 /// `AF_INET`.
 const INET: u8 = 2;
 
-/// True when these programs are nobody's any more, and let every packet by.
+/// True when these programs are orphaned and their time is over: they let every packet pass.
 #[inline(always)]
 pub fn is_over(ctx: &TcContext, config: &Config, hook: Hook) -> bool {
     if config.ends == 0 {
@@ -45,7 +45,7 @@ pub fn is_over(ctx: &TcContext, config: &Config, hook: Hook) -> bool {
 
 subprogram! {
     /// Whether an IPIP packet shows that another agent steers, as Kilo's does through `tunl0`: from
-    /// then on all programs of this host are over.
+    /// then on no program of this host acts any more.
     fn other_agent[const EGRESS: bool](config: &Config) -> u32 = look_for_other_agent;
     by EGRESS => { true => other_agent_egress[true], false => other_agent_ingress[false] }
 }
@@ -72,7 +72,7 @@ fn look_for_other_agent<const EGRESS: bool>(skb: Skb, config: &Config) -> u32 {
     u32::from(shows)
 }
 
-/// True when routes lead to a pod by another device than ours: what came from there would be
+/// True when the route to a pod leads through another device than ours: packets from it would be
 /// received on a device that the other agent may have taken down.
 #[inline(always)]
 fn is_elsewhere(ctx: &TcContext, config: &Config, inner: &Ipv4) -> bool {

@@ -1,5 +1,5 @@
-//! Telling a listener (`kgctl monitor`) about drops. Without one it costs a
-//! drop one array lookup.
+//! Reports drops to a listener (`kgctl monitor`). Without one, a drop costs one
+//! array lookup.
 
 use aya_ebpf::{
     EbpfContext as _,

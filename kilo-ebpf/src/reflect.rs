@@ -36,10 +36,10 @@ fn answer_v6<const LINK: usize>(skb: Skb, mtu: u32) -> i32 {
     answer::<_, LINK>(skb, |packet| too_big::v6(packet, mtu))
 }
 
-/// Tells the sender, who heard from the stack what this interface carries;
+/// Notifies the sender, which knows from the stack what this interface carries;
 /// counts the packet as dropped in any case. The answer comes in by the
 /// interface the packet was leaving by, as if the destination had sent it: it
-/// passes `rp_filter`, and netfilter translates it back for who was translated.
+/// passes `rp_filter`, and netfilter translates it back for translated flows.
 #[inline(always)]
 fn answer<const N: usize, const LINK: usize>(skb: Skb, write: impl FnOnce(&mut [u8; N])) -> i32 {
     let hook = if LINK == 0 { Hook::L3Egress } else { Hook::UplinkEgress };

@@ -64,7 +64,7 @@ pub fn concerns_whole(ctx: &TcContext, config: &Config) -> bool {
         && is_for_relay::<Ipv4, ETHERNET_LEN>(ctx.as_ptr().cast(), config) != 0
 }
 
-/// Answer of [`whole`]: nothing is done.
+/// Result of [`whole`]: nothing is done.
 const NOTHING: i32 = 1002;
 const _: () = assert!(DropReason::from_index(NOTHING as u32).is_none());
 
@@ -389,8 +389,8 @@ fn tell<O: Ip, const LINK: usize>(ctx: &TcContext, arrival: &Arrival) -> Verdict
 }
 
 subprogram! {
-    /// Tells the agent of the message at `start` if its tag is right; the packet ends here. Addresses and ports are
-    /// those it came from and to.
+    /// Reports the message at `start` to the agent if its tag is right; the packet ends here. `ends` and
+    /// `ports` are its source and destination.
     fn heard(ends: &[[u64; 2]; 2], ports: &[u16; 2], start: usize) -> i32 = hear_message as relay_message
 }
 

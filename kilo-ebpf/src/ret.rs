@@ -83,7 +83,7 @@ pub fn run(ctx: TcContext, hook: Hook, program: impl FnOnce(&TcContext, &'static
     }
 }
 
-/// What a part of a program that has a stack of its own answers: an action
+/// What a part of a program that has a stack of its own returns: an action
 /// of the kernel, or the index of a drop reason (none is an action's number).
 #[inline(always)]
 pub fn to_code(verdict: Verdict) -> i32 {

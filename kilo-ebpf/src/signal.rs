@@ -81,8 +81,8 @@ pub fn is_signal<I: Ip>(ctx: &TcContext, offset: usize, ip: &I) -> bool {
         && ctx.load(udp + UDP_LEN).is_ok_and(|first| signal::begins(&first))
 }
 
-/// Answer of [`taken_from_lan`]: the kernel answers. The functions that do are called from where that is, because the
-/// stacks of functions that call each other add up.
+/// Result of [`taken_from_lan`]: the kernel answers the signal. The functions that do so are called by its
+/// caller, because the stacks of functions that call each other add up.
 const ANSWER: i32 = 1003;
 const _: () = assert!(DropReason::from_index(ANSWER as u32).is_none());
 
@@ -220,7 +220,7 @@ fn header(ctx: &TcContext, start: usize) -> Result<Header, DropReason> {
     signal::header(&head, length).map_err(|_| DropReason::Malformed)
 }
 
-/// Makes a probe the answer to it.
+/// Turns a probe into its answer.
 #[inline(always)]
 fn rename(ctx: &TcContext, start: usize) -> Result<(), DropReason> {
     let old: u16 = ctx.load(start + KIND_AT).map_err(|_| DropReason::Malformed)?;
@@ -285,7 +285,7 @@ fn send_answer<O: Ip, const LINK: usize>(skb: Skb) -> i32 {
     to_code(turn_back::<O, LINK>(&TcContext::new(skb)))
 }
 
-/// This is where a kernel obeys.
+/// Writes the answer over ROLL or ANNOUNCE. Applies an ANNOUNCE first: moves this node's word.
 #[inline(always)]
 fn write_answer(
     ctx: &TcContext,
@@ -384,7 +384,7 @@ fn opaque(mut number: u64) -> u64 {
 }
 
 subprogram! {
-    /// Tells the agent of the signal at `start`, which came from there by that hook.
+    /// Reports the signal at `start`, its source and the hook it came by to the agent.
     fn heard(source: &[u8; 16], start: usize, hook: u32) -> i32 = hear_signal as signal_heard
 }
 
@@ -394,9 +394,10 @@ fn hear_signal(skb: Skb, source: &[u8; 16], start: usize, hook: u32) -> i32 {
     to_code(header(&ctx, start).and_then(|header| hear(&ctx, hook, source, start, &header)))
 }
 
-/// Tells the agent; the packet ends here. Answers to what it has asked bear the time and are read when
-/// their time is over, or with what wakes it, and so is HELLO: most of its wake-ups would be for nothing. Anybody in another
-/// location can send such answers, so in a ring that fills up they wait no longer.
+/// Reports the signal to the agent; the packet ends here. Answers to the agent's own questions carry their
+/// time of arrival; they and HELLO are read at the agent's next deadline or wake-up, because most wake-ups
+/// for them alone would be for nothing. Anybody in another location can send such answers, so they wake the
+/// agent once the ring fills up.
 #[inline(always)]
 fn hear(ctx: &TcContext, hook: u32, source: &[u8; 16], start: usize, header: &Header) -> Verdict {
     let can_wait = matches!(header.kind, Kind::Reflected | Kind::Present | Kind::Hello) && unread() < CROWDED;

@@ -178,7 +178,7 @@ fn is_to_nodes_vxlan<I: Ip, const LINK: usize>(ctx: &TcContext, ip: &I) -> bool 
     is_to_vxlan::<I, LINK>(ctx, ip) && I::sender(ip.dst()).is_some()
 }
 
-/// Answer of [`guard`]: the packet may leave as it is.
+/// Result of [`guard`]: the packet may leave as it is.
 const GO_ON: Act = Act::NEXT;
 
 /// Keeps packets of the mesh from leaving in clear: drops them, or steers them.
@@ -225,7 +225,7 @@ fn decide<I: Ip, const LINK: usize>(
         return Ok(GO_ON);
     }
     let mtu = forwarding::beside(way(id), config.kilo_mtu)?;
-    // What this host's stack were told of the address would hold for WireGuard's own packets to it,
+    // What this host's stack learned of the address would hold for WireGuard's own packets to it,
     // too; those WireGuard makes of its large ones are fragments.
     if of_mesh && !fits::<I>(ctx, LINK, ip, mtu) {
         let skb = ctx.as_ptr().cast();

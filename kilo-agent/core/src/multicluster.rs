@@ -134,7 +134,7 @@ impl Cluster {
         ranges
     }
 
-    /// More ranges that are in use here but not told the other cluster.
+    /// More ranges that are in use here but not passed on to the other cluster.
     fn kept(&self, other: &str) -> Vec<(IpNet, String)> {
         let name = &self.name;
         let mut ranges = Vec::new();

@@ -26,11 +26,11 @@ pub struct NetPlan {
 /// Route through the WireGuard device (scope link).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Route {
-    /// Destination.
+    /// Prefix, without host bits, that is routed into the WireGuard device.
     pub destination: IpNet,
     /// Routing table; wanted ones are in [`MAIN_TABLE`].
     pub table: u32,
-    /// Preferred source address.
+    /// Source of the host's own packets on this route; `None` leaves the choice to the kernel.
     pub source: Option<IpAddr>,
     /// Largest packet in bytes, where it is less than the device's MTU: the
     /// stack notifies senders of larger ones.

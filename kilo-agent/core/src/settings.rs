@@ -76,7 +76,7 @@ pub enum Encapsulate {
 /// How packets to another node of the location are carried (`--tunnel`).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Tunnel {
-    /// Plainly on the link; the network carries pod addresses.
+    /// Sent on the link as it is; the network carries pod addresses.
     None,
     /// IP in IP: protocols 4 and 41, as Kilo's `tunl0`.
     #[default]
@@ -85,7 +85,7 @@ pub enum Tunnel {
     Vxlan,
 }
 
-/// Masquerade (`--masquerade`).
+/// Who translates the source of pods' packets (`--masquerade`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum Masquerade {
     /// By the TC programs.
@@ -107,7 +107,7 @@ pub enum AttachMode {
     Clsact,
 }
 
-/// Tunnel (`--tunnel`).
+/// Outer header of packets between nodes of a location, as given on the command line (`--tunnel`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum TunnelMode {
     /// VXLAN beside another CNI (`--compatibility`), whose cloud may carry
@@ -132,7 +132,7 @@ impl TunnelMode {
     }
 }
 
-/// WireGuard implementation (`--wireguard`).
+/// Which WireGuard implementation the agent may use (`--wireguard`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum WireguardMode {
     /// The kernel's, else our own.
@@ -143,7 +143,7 @@ pub enum WireguardMode {
     Userspace,
 }
 
-/// Compatibility (`--compatibility`).
+/// CNI that owns routing inside a location (`--compatibility`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum Compatibility {
     /// No other CNI.
@@ -187,7 +187,7 @@ pub struct Settings {
     pub port: u16,
 }
 
-/// Relays (`--relay`).
+/// Whether tunnels may go through relays (`--relay`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum Relay {
     /// Where nodes offer to relay, and no direct way is found.
@@ -205,7 +205,7 @@ pub enum Slices {
     Off,
 }
 
-/// Failover (`--failover`).
+/// Whether stand-bys replace failed leaders (`--failover`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum Failover {
     /// In locations with two nodes or more that know signals.

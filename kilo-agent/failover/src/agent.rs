@@ -222,7 +222,7 @@ impl Agent {
     }
 
     /// Takes everything that has come, then does what is due: what has arrived is
-    /// read before anything is judged.
+    /// read before anything is decided.
     pub fn turn(&mut self, now: Micros, inputs: Vec<Input>, random: &mut dyn FnMut() -> u64) -> Vec<Output> {
         let is_late = now > self.due.saturating_add(self.params.late);
         let (mut out, mut later) = (Vec::new(), std::mem::take(&mut self.later));

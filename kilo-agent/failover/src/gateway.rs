@@ -1,5 +1,5 @@
-//! A gateway that leads: it tells members' kernels (ANNOUNCE) until each follows,
-//! and far leaders (CLAIM) whose kernels do, until each has moved their prefixes.
+//! A gateway that leads: it announces itself to members' kernels (ANNOUNCE) until each follows, and
+//! reports those that do to far leaders (CLAIM) until each has moved their prefixes.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -30,11 +30,11 @@ impl Sender {
 /// What is known of a member that is led.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Led {
-    /// It was in this earlier term. Another gateway may have taken it since, so it is asked before it is told.
+    /// It was led in this earlier term. Another gateway may have taken it since, so ROLL precedes ANNOUNCE.
     Before(Term),
-    /// It is told to follow, until its kernel says that it does.
+    /// ANNOUNCEs are sent to it until its kernel reports that it follows.
     Told,
-    /// Its kernel has said that it follows.
+    /// Its kernel has reported that it follows.
     Follows,
 }
 
@@ -88,7 +88,7 @@ impl Lead {
         }
     }
 
-    /// The same without those that go elsewhere. In term 0 nobody was told anything: these use it.
+    /// The same without those that go elsewhere. In term 0 nothing was announced: these use it.
     #[must_use]
     pub fn with_only(mut self, members: &[NodeId]) -> Self {
         if self.term == Term::NONE {
@@ -104,7 +104,7 @@ impl Lead {
         self.members.values().filter(|led| **led != Led::Follows).count()
     }
 
-    /// `None`: it is led no more.
+    /// Sets what is known of a member; `None`: it is no longer led.
     fn becomes(&mut self, member: NodeId, led: Option<Led>) {
         let before = match led {
             Some(led) => self.members.insert(member, led),
@@ -115,12 +115,12 @@ impl Lead {
         self.waiting -= waits(before);
     }
 
-    /// The term.
+    /// Term in which this gateway took leadership.
     pub fn term(&self) -> Term {
         self.term
     }
 
-    /// Since when.
+    /// When this leadership began, including leaderships it continues.
     pub fn since(&self) -> Micros {
         self.since
     }
@@ -133,7 +133,7 @@ impl Lead {
         }
     }
 
-    /// Somebody else has what belongs to no member.
+    /// Another gateway has the prefixes that belong to no member.
     pub fn shares_no_more(&mut self) {
         self.shared = Shared::Stay;
     }
@@ -183,12 +183,12 @@ impl Lead {
         self.shared
     }
 
-    /// Whether a member's kernel has said that it follows.
+    /// Whether a member's kernel has reported that it follows.
     pub fn is_followed_by(&self, member: NodeId) -> bool {
         self.members.get(&member) == Some(&Led::Follows)
     }
 
-    /// There are other nodes and far leaders now; `true`: those led have changed.
+    /// Sets the nodes and far leaders there are now; returns whether the members led have changed.
     pub fn place_is(&mut self, nodes: &[NodeId], fars: &[Far], now: Micros) -> bool {
         self.moved.retain(|far, _| fars.contains(far));
         for far in fars {
@@ -203,12 +203,12 @@ impl Lead {
         before != self.members.len()
     }
 
-    /// Who is led.
+    /// Members this gateway leads.
     pub fn members(&self) -> impl Iterator<Item = NodeId> + '_ {
         self.members.keys().copied()
     }
 
-    /// Whether nobody is.
+    /// True when it leads no member.
     pub fn is_empty(&self) -> bool {
         self.members.is_empty()
     }
@@ -308,7 +308,7 @@ impl Lead {
         false
     }
 
-    /// Tells a member's kernel to use this gateway, if it has not said that it does.
+    /// Sends ANNOUNCE to a member's kernel, unless it has reported that it follows.
     pub fn announce(&self, member: NodeId, present: Present, turn: &mut Turn<'_>) {
         if self.members.get(&member) != Some(&Led::Told) {
             return;

@@ -212,7 +212,7 @@ impl Agent {
     fn prepare(&mut self, from: NodeId, cause: Cause, term: Term, turn: &mut Turn<'_>) {
         let next = self.term.max(term).next(self.place.me);
         let Some(gateway) = &mut self.gateway else { return };
-        // Of two that give at once, as when several leaders become one, who has been told READY goes first.
+        // Of two that give at once, as when several leaders become one, the one with READY goes first.
         let is_others = |taker: &Taker| taker.from != from && taker.is_ready() && !taker.is_done();
         let is_busy = gateway.planned.taker.as_ref().is_some_and(is_others);
         if !gateway.tunnels.is_fit(&self.params, turn.now) || gateway.planned.giver.is_some() || is_busy {

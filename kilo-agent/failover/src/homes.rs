@@ -156,7 +156,8 @@ impl Agent {
 }
 
 impl Homing {
-    /// Looks whom members use now. One that has booted uses Kilo's leader until it is told again: nobody took it.
+    /// Notes whom members use now. One that has booted uses Kilo's leader until the next ANNOUNCE: nobody
+    /// took it.
     fn looks(&mut self, words: impl Iterator<Item = (NodeId, (Term, NodeId))>, me: NodeId, now: Micros) {
         for (node, word) in words {
             let before = self.used.get(&node).copied();

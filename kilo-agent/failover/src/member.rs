@@ -123,7 +123,7 @@ impl Member {
         self.trip.deadline(params)
     }
 
-    /// Sends what is due, and judges.
+    /// Sends what is due, and decides.
     pub fn wake_up(&mut self, params: &Params, view: &MemberView<'_>, turn: &mut Turn<'_>) {
         self.finish_bursts(view, turn);
         self.row.expire(turn.now);

@@ -21,7 +21,7 @@ pub struct Options {
     pub executable: PathBuf,
 }
 
-/// A device that is there.
+/// An existing WireGuard device.
 #[derive(Clone, Debug)]
 pub struct Interface {
     /// Handle for reading and changing it.

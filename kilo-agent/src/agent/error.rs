@@ -76,7 +76,7 @@ impl Parts {
 }
 
 impl AgentError {
-    /// Metric label.
+    /// The step that failed: label `event` of `kilo_errors_total`.
     pub const fn label(&self) -> &'static str {
         match self {
             Self::Backend(error) => error.label(),

@@ -64,13 +64,13 @@ pub use error::AgentError;
 pub use hand_over::{Programs, hand_over};
 pub use uninstall::{Outcome, Removal, uninstall};
 
-/// What failed is not tried again for its own sake before this time.
+/// Pause before a failed step is repeated, unless something else causes it earlier.
 const RETRY: Duration = Duration::from_secs(2);
-/// The device of Cilium that has the node's address in its overlay.
+/// Cilium's device that has the node's address in its overlay.
 const CILIUM_HOST: &str = "cilium_host";
 
-/// Programs that were removed from their hooks are back after at most this:
-/// the kernel does not announce it when a TCX link goes.
+/// Programs that were removed from their hooks are back after at most this long:
+/// the kernel does not announce that a TCX link has gone.
 const LOOK_AT_HOOKS: Duration = Duration::from_secs(3);
 
 /// Everything the flags say.
@@ -82,23 +82,23 @@ pub struct Options {
     pub interface: interface::Options,
     /// Settings of the mesh.
     pub settings: Settings,
-    /// `--mtu`.
+    /// MTU of the WireGuard device, or how it is found (`--mtu`).
     pub mtu: Mtu,
-    /// `--compatibility`.
+    /// CNI that owns routing inside a location (`--compatibility`).
     pub compatibility: Compatibility,
-    /// `--resync-period`.
+    /// How often the host is read and put right although nothing has changed (`--resync-period`).
     pub resync: Duration,
-    /// `--internal-cidr`.
+    /// Prefixes in which the node's private address is looked for (`--internal-cidr`).
     pub internal_cidrs: Vec<IpNet>,
-    /// `--endpoint-from`.
+    /// Which addresses may become the node's WireGuard endpoint (`--endpoint-from`).
     pub endpoint_from: EndpointFrom,
-    /// `--prioritise-private-addresses`.
+    /// Prefer a private address as endpoint (`--prioritise-private-addresses`).
     pub prefer_private: bool,
     /// The CNI configuration list to write pod CIDRs into.
     pub cni: Option<PathBuf>,
-    /// A CNI configuration that ends with the boot, instead of that.
+    /// A CNI configuration that does not outlive the boot, instead of that one.
     pub cni_boot: Option<BootConfiguration>,
-    /// Who masquerades.
+    /// Who translates the source of pods' packets (`--masquerade`).
     pub masquerade: Masquerade,
     /// Accept pods' traffic in the FORWARD chains of iptables.
     pub forward_rules: bool,
@@ -110,9 +110,9 @@ pub struct Options {
     pub attach: AttachMode,
     /// Load the programs with their log.
     pub debug: bool,
-    /// Failover; `None` = off.
+    /// Settings of failover; `None`: off.
     pub failover: Option<failover::Options>,
-    /// `--relay`.
+    /// Whether tunnels may go through relays (`--relay`).
     pub relay: Relay,
 }
 

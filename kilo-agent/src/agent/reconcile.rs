@@ -68,7 +68,7 @@ impl<B: Backend> Agent<B> {
         let (mesh, ready) = self.topology(snapshot, &own, host, now, unix_now);
         let published = self.published(&own, seen, (&mesh, snapshot));
         let nodes = with_own(&snapshot.nodes, Some(&own));
-        // Who writes slices judges by the own heartbeat whether the API server is there.
+        // An agent that writes slices decides by its own heartbeat whether the API server is there.
         let slices = self.backend.slices();
         let writes = slices.as_ref().is_some_and(|slices| slices.writes);
         let may_rest = !writes && (self.failover.is_some() || slices.is_some());

@@ -1,4 +1,4 @@
-//! Says what changes in the mesh: lines in the log, Events, gauges, and whether `/health` is
+//! Reports what changes in the mesh: lines in the log, Events, gauges, and whether `/health` is
 //! degraded. Beside the reconciles, from what they have shown.
 
 mod events;
@@ -216,7 +216,7 @@ impl<B: Backend> Announcer<B> {
         self.look_again = now + (now.saturating_duration_since(started) * SHARE).min(LOOK_AT_LEAST);
     }
 
-    /// Tells once that this node has not come into the mesh since its agent started.
+    /// Reports once that this node has not joined the mesh since its agent started.
     fn tell_why_out(&mut self, now: Instant) {
         if self.out_since.is_none_or(|since| now.saturating_duration_since(since) < STARTS) {
             return;

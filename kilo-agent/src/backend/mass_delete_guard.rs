@@ -14,7 +14,7 @@ pub struct MassDeleteGuard {
 }
 
 impl MassDeleteGuard {
-    /// Takes a complete list and answers which names to keep although they are
+    /// Takes a complete list and returns which names to keep although they are
     /// not in it; when there are any, ask for another list soon. A loss is
     /// doubted when it is more than a third of what was known and at least
     /// three; what was doubted and is still missing has really gone.

@@ -42,7 +42,7 @@ pub enum BackendError {
 }
 
 impl BackendError {
-    /// Metric label.
+    /// What failed at the backend: label `event` of `kilo_errors_total`.
     pub const fn label(&self) -> &'static str {
         match self {
             Self::NoSuchNode(_) => "no_such_node",

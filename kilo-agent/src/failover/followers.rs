@@ -51,8 +51,8 @@ impl Followers {
         }
     }
 
-    /// MOVED of one of them: with members what it has moved, without any that it is there, and wants to be told
-    /// everything again.
+    /// MOVED of one of them: with members, what it has moved; without any, it is there and wants everything
+    /// announced again.
     pub fn heard(&mut self, control: Ipv6Addr, signal: &Signal, lead: Option<&Lead>, now: Micros) {
         let Some(follower) = self.0.get_mut(&control) else { return };
         follower.heard = now;

@@ -61,7 +61,7 @@ pub struct Options {
     pub params: Params,
 }
 
-/// What the thread and the agent tell each other.
+/// What the thread and the agent share.
 struct Shared {
     /// What the last reconcile found, until the thread takes it.
     site: Mutex<Option<Arc<Site>>>,
@@ -264,7 +264,7 @@ impl Failover {
         &self.keys
     }
 
-    /// Tells the thread what the mesh looks like, and starts it when it does not run.
+    /// Hands the mesh to the thread, and starts it when it does not run.
     ///
     /// # Errors
     /// When a map or a program is not there.

@@ -206,7 +206,7 @@ impl FailoverMetrics {
         self.suspicions.get_or_create(&OutcomeLabel { outcome }).inc();
     }
 
-    /// A signal was not taken.
+    /// Counts a signal that was rejected.
     pub fn refused(&self, why: &'static str) {
         self.refused.get_or_create(&WhyLabel { why }).inc();
     }
@@ -225,12 +225,12 @@ const fn label(way: Way) -> &'static str {
 pub struct Out(VecDeque<(u64, Micros, Way, bool)>);
 
 impl Out {
-    /// One was sent.
+    /// Remembers a probe that was just sent.
     pub fn sent(&mut self, nonce: u64, now: Micros, way: Way) {
         self.0.push_back((nonce, now, way, false));
     }
 
-    /// One was answered.
+    /// Records the round trip of a probe; repeated answers are ignored.
     pub fn answered(&mut self, nonce: u64, at: Micros, metrics: &FailoverMetrics) {
         let Some((_, sent, way, answered)) = self.0.iter_mut().rev().find(|probe| probe.0 == nonce) else {
             return;
@@ -241,7 +241,7 @@ impl Out {
         }
     }
 
-    /// Counts what has been out for too long.
+    /// Counts probes without an answer for too long as lost.
     pub fn expire(&mut self, now: Micros, metrics: &FailoverMetrics) {
         while let Some((_, sent, way, answered)) = self.0.front() {
             if sent + SEC > now {

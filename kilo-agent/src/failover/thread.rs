@@ -58,7 +58,7 @@ pub struct Thread {
     pub(super) metrics: FailoverMetrics,
     pub(super) site: Option<Arc<Site>>,
     agent: Option<Agent>,
-    /// What has been read, and the agent has not been told yet.
+    /// What has been read and not yet been delivered to the state machine.
     inbox: Vec<Input>,
     pub(super) fars: BTreeMap<Far, far::Acting>,
     asks: Asks,

@@ -48,7 +48,7 @@ impl Default for Metrics {
 }
 
 impl Metrics {
-    /// Counts one judgement.
+    /// Counts one decision.
     pub fn review(&self, operation: &Operation, allowed: bool) {
         let operation = match operation {
             Operation::Create => "CREATE",

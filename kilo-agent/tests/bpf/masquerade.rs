@@ -219,7 +219,7 @@ fn the_short_way_of_the_tunnels_packets_changes_nothing_for_any_packet() {
             changed.push(name);
         }
     }
-    // What goes the long way is seen there: every pod's, and the host's where a pod has its port.
+    // What takes the slow path is seen there: every pod's, and the host's where a pod has its port.
     assert_eq!(changed.iter().filter(|name| name.starts_with("a pod's")).count(), 6, "{changed:?}");
     assert_eq!(changed.iter().filter(|name| name.starts_with("the host's")).count(), 5, "{changed:?}");
     assert_eq!(changed.len(), 11, "{changed:?}");

@@ -156,7 +156,7 @@ mod programs {
     }
 
     fn redirect(flags: u64) -> i32 {
-        // SAFETY: the helper takes any index and answers with a verdict.
+        // SAFETY: the helper takes any index and returns a verdict.
         let verdict = unsafe { bpf_redirect(global(&raw const DEVICE), flags) };
         i32::try_from(verdict).unwrap_or(SHOT)
     }

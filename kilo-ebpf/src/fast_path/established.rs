@@ -44,11 +44,11 @@ const UDP_CHECKSUM: usize = TRANSPORT + offset_of!(UdpHdr, check);
 const TCP_CHECKSUM: usize = TRANSPORT + offset_of!(TcpHdr, check);
 /// Where TCP has its flags.
 const TCP_FLAGS: usize = TRANSPORT + offset_of!(TcpHdr, _bitfield_1) + 1;
-/// Answer of [`translate`]: the packet is of no flow that has an entry.
+/// Result of [`translate`]: the packet is of no flow that has an entry.
 pub const NO_ENTRY: u32 = 2;
 /// The same, and the tables say that it is not masqueraded.
 pub const NOT_DUE: u32 = 3;
-/// Answer of [`translate`]: it is of a flow from outside, and stays as it is.
+/// Result of [`translate`]: the packet is of a flow opened from outside, and stays as it is.
 const STAYS: u32 = 4;
 const _: () = assert!(DropReason::Rewrite.index() > STAYS);
 
@@ -61,7 +61,7 @@ pub enum Established {
     NoEntry,
     /// The same of a packet that leaves, and it is not masqueraded.
     NotDue,
-    /// The long way must tell.
+    /// The slow path must decide.
     Unknown,
 }
 

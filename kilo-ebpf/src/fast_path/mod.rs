@@ -1,4 +1,4 @@
-//! Fewer instructions for what most packets are; whatever does not fit takes the long way with the
+//! Fewer instructions for what most packets are; whatever does not fit takes the slow path with the
 //! same result.
 
 pub mod established;

@@ -24,9 +24,9 @@ use crate::{
 };
 
 subprogram! {
-    /// Writes both entries of a flow that has none and was not opened from outside, so that its packets get `addr` and
-    /// keep their port: `DONE`. Else [`NOT_DUE`], or [`NO_ENTRY`]: the long way must find out what becomes of it.
-    /// The caller has looked at the packet, which has ports.
+    /// Writes both entries of a flow that has none and was not opened from outside, so that its packets get
+    /// `addr` and keep their port: `DONE`. Else [`NOT_DUE`], or [`NO_ENTRY`]: the slow path must decide. The
+    /// caller has checked that the packet has ports.
     pub fn open(config: &Config, addr: u32, tcp_flags: u32) -> u32 = open_flow as masquerade_open
 }
 
@@ -58,7 +58,7 @@ fn open_flow(skb: Skb, config: &Config, addr: u32, tcp_flags: u32) -> u32 {
     work.back = NatValue { addr: copy(&work.key.src), port, tcp_flags: 0, flags: 0, last_seen };
     let addr = octets(Ipv4::mapped(addr.to_ne_bytes()));
     work.value = NatValue { addr, port, tcp_flags: tcp_flags as u8, flags: NAT_SEEN, last_seen };
-    // The entry for replies is the lock on the port. With it the long way finds the flow its own.
+    // The entry for replies is the lock on the port. The slow path then finds it held by this very flow.
     let is_new = NAT.insert(&work.partner, &work.back, u64::from(BPF_NOEXIST)).is_ok()
         && NAT.insert(&work.key, &work.value, u64::from(BPF_NOEXIST)).is_ok();
     if is_new { DONE } else { NO_ENTRY }

@@ -32,7 +32,7 @@ const PLAIN: u8 = 0x45;
 const PLAIN_WITHOUT_MARK: u16 = u16::from_ne_bytes([PLAIN, 0]);
 const PLAIN_AND_MARK: u16 = u16::from_ne_bytes([0xff, 1]);
 
-/// Ingress of an uplink; `None`: nothing is done, and `lan_ingress` must tell.
+/// Ingress of an uplink; `None`: nothing is done, and `lan_ingress` must decide.
 #[inline(always)]
 pub fn take(ctx: &TcContext, config: &Config) -> Option<Verdict> {
     if ctx.data() + ETHERNET_LEN + 2 * IPV4_LEN > ctx.data_end() {

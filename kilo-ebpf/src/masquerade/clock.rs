@@ -1,4 +1,4 @@
-//! Seconds of `CLOCK_MONOTONIC`, as the agent's collector reads them.
+//! Seconds of `CLOCK_MONOTONIC`, as the agent's NAT GC reads them.
 
 use core::sync::atomic::AtomicU64;
 
@@ -8,17 +8,17 @@ use aya_ebpf::helpers::{bpf_jiffies64, bpf_ktime_get_coarse_ns};
 /// and written at once, by all CPUs.
 static LAST: AtomicU64 = AtomicU64::new(0);
 
-/// The second, by the last tick, which is cheaper to ask for than the time itself.
+/// The second, as of the last tick: cheaper than the exact time.
 #[inline(always)]
 pub fn now() -> u32 {
     // SAFETY: a helper without arguments.
     (unsafe { bpf_ktime_get_coarse_ns() } / 1_000_000_000) as u32
 }
 
-/// The same without a call where another packet has asked in this tick: the kernel
-/// makes a load of the helper. It may be late by a tick, or, with one chance in
-/// 2^32, of a time when nothing was sent since: whoever compares an entry with it
-/// must not write it.
+/// As [`now`], without a helper call if another packet has read the clock in this tick
+/// (`bpf_jiffies64` becomes a load). It may be late by a tick or, with a chance of one in
+/// 2^32, be of any time since which nothing was sent: compare entries with it, but do not
+/// write it.
 #[inline(always)]
 pub fn glance() -> u32 {
     // SAFETY: a helper without arguments.

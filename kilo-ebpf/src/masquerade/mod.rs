@@ -37,9 +37,9 @@ use crate::{
     subprogram::{Skb, subprogram},
 };
 
-/// Answer of a part: the packet's own addresses stay.
+/// Result of a part: the packet's own addresses stay.
 pub const NOTHING: u32 = 0;
-/// Answer of a part: it is done. Everything above is the index of a drop reason.
+/// Result of a part: it is done. Everything above is the index of a drop reason.
 pub const DONE: u32 = 1;
 
 /// Flags of [`egress_subprogram`], [`ingress_subprogram`], [`port::translation`] and [`rewrite`].
@@ -55,7 +55,7 @@ const CHOOSE: u32 = 8;
 pub enum Known {
     /// Nothing.
     Nothing,
-    /// Most packets here are of no such flow: the tables are asked before the entry is.
+    /// Most packets here are of no such flow: look up the tables before the entry.
     Rare,
     /// There is no entry, nor was the flow opened from outside.
     New,
@@ -75,7 +75,7 @@ pub fn egress<I: Ip>(
 ) -> Result<Option<I::Addr>, DropReason> {
     let Some(device) = translating_device(ctx, config) else { return Ok(None) };
     let mut addr = I::masq_addr(device);
-    // Ours already: the host's own packets, and what netfilter has translated.
+    // Already has a masquerade address: the host's own packets, and what netfilter has translated.
     let mut own = ip.src() == addr;
     // On the WireGuard device there is one address.
     if !own && known != Known::Rare && address::is_own::<I>(config, ip.src()) {

@@ -17,7 +17,7 @@ use crate::{
 };
 
 /// Reads the packet at `offset`, whose addresses stand in the key already.
-/// Answers a [`Found`].
+/// Returns a [`Found`].
 #[inline(always)]
 pub fn packet(skb: Skb, offset: u32, v6: u32, direction: u32) -> u32 {
     if v6 == 0 { packet_v4(skb, offset, direction) } else { packet_v6(skb, offset, direction) }

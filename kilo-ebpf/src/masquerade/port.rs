@@ -165,7 +165,7 @@ fn translate(skb: Skb, config: &Config, flags: u32) -> u32 {
     if search.answer == TAKEN { DropReason::NatExhausted.index() } else { search.answer }
 }
 
-/// What an attempt needs to know, and its answer.
+/// What an attempt needs to know, and its result.
 struct Search<'a> {
     skb: Skb,
     config: &'a Config,
@@ -182,7 +182,7 @@ extern "C" fn attempt(index: u32, search: *mut c_void) -> i64 {
     i64::from(search.answer != TAKEN)
 }
 
-/// Answer of [`take`]: another flow or the host has this port.
+/// Result of [`take`]: another flow or the host has this port.
 const TAKEN: u32 = 0;
 
 /// Tries one port.

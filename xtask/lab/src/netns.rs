@@ -106,7 +106,7 @@ impl Netns {
         command
     }
 
-    /// Runs a shell script inside and answers its standard output.
+    /// Runs a shell script inside and returns its standard output.
     pub fn sh(&self, script: &str) -> Result<String> {
         run(self.command("sh").args(["-euc", script])).with_context(|| format!("in {}", self.name))
     }

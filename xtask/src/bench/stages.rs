@@ -19,7 +19,7 @@ const GSO_PACKETS: Train = Train { burst: 8, rounds: 16, offloaded: true, arrive
 const NEW_FLOWS: Train = Train { rounds: 8, ..STANDING };
 /// Payload bytes of the two sizes.
 const SIZES: [usize; 2] = [64, 1372];
-/// Port of the flow that stands; ours keeps it when it masquerades.
+/// Port of the established flow; ours keeps it when it masquerades.
 const PORT: u16 = 40_000;
 
 /// Devices of a site.

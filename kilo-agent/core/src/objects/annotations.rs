@@ -300,8 +300,8 @@ fn promised(text: &str) -> Option<(i64, u16)> {
     Some((seen.parse().ok()?, seconds.parse().ok().filter(|seconds| *seconds > 0)?))
 }
 
-/// Whether what was written with the heartbeat `seen` is of the agent that renews it. Somebody may have set it to
-/// 0, which is nobody's promise.
+/// Whether the values written with heartbeat `seen` come from the agent that renews it now. Somebody may have
+/// set the heartbeat to 0, which proves nothing.
 const fn is_of_heartbeat(seen: i64, last_seen: i64) -> bool {
     seen == last_seen || last_seen == 0
 }

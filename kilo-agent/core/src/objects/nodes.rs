@@ -59,7 +59,7 @@ pub struct Nodes {
 }
 
 impl Nodes {
-    /// Number of nodes.
+    /// Number of nodes the backend knows, in the mesh or not.
     pub fn len(&self) -> usize {
         self.list.len()
     }

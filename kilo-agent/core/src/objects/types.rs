@@ -12,8 +12,8 @@ use crate::{
     wireguard::{Endpoint, PublicKey, SecretKey},
 };
 
-/// One node as its object and annotations describe it, but for its sign of
-/// life; overrides (`force-endpoint`, `force-internal-ip`, `location`) already applied.
+/// One node as its object and annotations describe it, all but its heartbeat;
+/// overrides (`force-endpoint`, `force-internal-ip`, `location`) already applied.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Node {
     /// Name of the Node object.
@@ -67,7 +67,8 @@ pub struct Node {
     /// Seconds between its heartbeats, as its agent promises (`heartbeat`); `None`: it promises nothing, as
     /// Kilo's own agent does, which renews it every 30 s.
     pub heartbeat: Option<u16>,
-    /// Whether it lives, where another agent has judged that by all its heartbeats (slices); `None`: by its heartbeat.
+    /// Whether it is alive, where another agent has decided that by all its heartbeats (slices); `None`: by
+    /// its heartbeat.
     pub judged: Option<bool>,
 }
 

@@ -184,7 +184,7 @@ impl Tracer<'_> {
         let (kilo, Packet { src, dst }) = (self.tables.config.kilo_ifindex, self.packet());
         let mtu = self.tables.mtu_beside(Some(hop)).unwrap_or(0);
         match hop {
-            // What this host were told would hold for its WireGuard, too.
+            // What this host learned would hold for its WireGuard, too.
             _ if self.tables.is_of_mesh(src) && !self.question.sized.fits(mtu) => {
                 let text = format!("larger than the {mtu} bytes that the way to {dst} carries");
                 self.trace.at("uplink_egress", text);

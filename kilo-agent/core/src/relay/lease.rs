@@ -11,11 +11,11 @@ use super::NodeId;
 
 /// Between two messages to the relay in use, and to one that is to become it.
 const OFTEN: Duration = Duration::from_millis(400);
-/// Between two to a relay that stands by: it keeps the NAT's entry.
+/// Between two messages to a stand-by relay: they keep the NAT's entry.
 const SELDOM: Duration = Duration::from_secs(5);
 /// The relay in use is dead after this long without a sign of it.
 const DEAD: Duration = Duration::from_millis(1300);
-/// One that stands by is.
+/// A stand-by relay is dead after this long without a sign of it.
 const GONE: Duration = Duration::from_secs(12);
 /// One through which packets do not pass after this long is of no use for now.
 const USELESS: Duration = Duration::from_secs(5);

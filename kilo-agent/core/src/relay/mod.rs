@@ -43,8 +43,8 @@ pub const LASTS: Duration = Duration::from_secs(600);
 /// What WireGuard does not send with any more; a handshake is due before.
 pub const FRESH: Duration = Duration::from_secs(180);
 
-/// A recorded message counts for nothing once another of its sender was heard that is this much later; several
-/// ways reorder less. Numbers of messages are microseconds of the sender's clock.
+/// A replayed message is ignored once a message from the same sender that is this much newer has arrived;
+/// paths reorder less than that. Sequence numbers are microseconds of the sender's clock.
 pub const REORDERED: Duration = Duration::from_secs(2);
 /// A relay keeps its pairs for this long when it stops leading, or its mesh is not known.
 pub const RESTS: Duration = Duration::from_secs(30);
@@ -61,7 +61,7 @@ pub enum Way {
 }
 
 impl Way {
-    /// Metric label and word of `kgctl status`.
+    /// Label `way` of `kilo_tunnels`, and the word that `kgctl status` shows.
     pub const fn as_str(self) -> &'static str {
         match self {
             Self::Direct => "direct",
@@ -104,11 +104,11 @@ impl Seen {
 pub enum Output {
     /// Send a message from WireGuard's port, with the key shared with this node.
     Send {
-        /// Whose key.
+        /// Node whose pair key authenticates the message.
         node: NodeId,
-        /// Where to.
+        /// Address and port to send to.
         to: SocketAddr,
-        /// What.
+        /// The message to send.
         message: Message,
     },
     /// Let WireGuard send what is for this node there.

@@ -107,8 +107,8 @@ impl Server {
         server
     }
 
-    /// Takes whether it relays now, and whether it is still meant to: one that is gives up its pairs only after a
-    /// while, because it may lead again.
+    /// Sets whether this node relays now and is still configured to; a configured relay keeps its pairs for
+    /// a while, because it may lead again.
     pub fn relays(&mut self, relays: bool, is_meant_to: bool, now: Instant) {
         if relays {
             self.off = None;
@@ -130,7 +130,7 @@ impl Server {
         self.changes
     }
 
-    /// Pairs now.
+    /// Number of pairs this relay serves; the metric `kilo_relayed_pairs`.
     pub fn pairs(&self) -> usize {
         self.pairs.len()
     }

@@ -14,12 +14,12 @@ use crate::{signal_id, wireguard::key::PublicKey};
 /// First 8 bytes of SHA-256 of a node's public key.
 pub type NodeId = u64;
 
-/// One location, as far as anything was said of it.
+/// One location, as far as anything was claimed or annotated.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ActingLocation {
-    /// The acting leader: who has what belongs to no single member.
+    /// The acting leader: it carries prefixes that belong to no single member.
     pub leader: Option<(Term, NodeId)>,
-    /// Whom members use that said so themselves.
+    /// Term and gateway of each member that has reported which gateway it uses.
     pub members: BTreeMap<NodeId, (Term, NodeId)>,
 }
 
@@ -39,13 +39,13 @@ pub struct Gateways {
     pub order: Vec<usize>,
     /// Ids of those, in the same order.
     pub ids: Vec<NodeId>,
-    /// Index in `order` of who acts for the location.
+    /// Index in `order` of the acting leader.
     pub acting: usize,
     /// The term in which it does; [`Term::NONE`]: it is Kilo's choice.
     pub term: Term,
     /// Several active leaders, and which of them each member is to use; `None`: one leads all.
     pub homes: Option<Homes>,
-    /// Who acts is none of those that Kilo's order and the number of stand-bys name.
+    /// The acting leader is outside the set that Kilo's order and `--stand-bys` predict.
     pub is_unforeseen: bool,
 }
 
@@ -92,8 +92,8 @@ impl Node {
 }
 
 impl Acting {
-    /// The gateways of a location. Who acts must be one of them: one that is not, because it
-    /// was declared dead, acts for nobody.
+    /// The gateways of a location. The acting leader must be one of them: one that was declared
+    /// dead acts for nobody.
     pub fn gateways(&self, segment: &Segment, stand_bys: usize) -> Gateways {
         self.gateways_with(segment, stand_bys, None)
     }
@@ -119,7 +119,7 @@ impl Acting {
             let term = Term::from_bits(member.node.leading?);
             Some((term, id(index)))
         });
-        // Who acts goes on although others would come first by now.
+        // The acting leader stays, although others would come first by now.
         let place = |(_, gateway): &(Term, NodeId)| {
             let capable = |index: &usize| is_capable && segment.members[*index].node.is_capable();
             let at = ids.iter().position(|id| id == gateway).map(|at| order[at]);
@@ -145,12 +145,12 @@ impl Acting {
         }
     }
 
-    /// Whether this node leads that one, whoever its own packets go to.
+    /// Whether this node leads that one, whichever gateway its own packets go to.
     pub fn leads(&self, member: &PublicKey) -> bool {
         !self.led.is_empty() && self.led.contains(&signal_id::node(member))
     }
 
-    /// What was said of a location.
+    /// What was claimed of a location.
     pub fn of(&self, segment: &Segment) -> Option<&ActingLocation> {
         if self.locations.is_empty() {
             return None;
@@ -159,9 +159,9 @@ impl Acting {
     }
 }
 
-/// The latest of what was said, without what leaps: nobody misses so many changes, and the last of all counts
-/// would be the last change. What was heard says how far terms are, else what another node has written; one
-/// that speaks alone is believed.
+/// The latest announced term, ignoring implausible jumps: a forged maximum would block every later change.
+/// Jumps are measured from the term that was heard, else from one that another node has written; a single
+/// term is believed.
 fn latest(heard: Option<(Term, NodeId)>, mut said: Vec<(Term, NodeId)>) -> Option<(Term, NodeId)> {
     said.sort_unstable();
     let known = heard.map(|(term, _)| term).filter(|term| term.count() > 0);
@@ -174,12 +174,12 @@ fn latest(heard: Option<(Term, NodeId)>, mut said: Vec<(Term, NodeId)>) -> Optio
     None
 }
 
-/// The term of a leader that Kilo's rule names no more, and that has had no time yet to give
-/// leadership away. Real ones are later, for they count from one above 16 bits.
+/// The term of a leader that Kilo's rule no longer names, and that has had no time yet to hand
+/// leadership over. Real ones are later, for they count from one above 16 bits.
 pub const REPLACED_LEADER_TERM: Term = Term::from_bits(3);
 
 impl Gateways {
-    /// Whether who acts has done so in no term: it has led by Kilo's rule until now.
+    /// Whether the acting leader acts in no term: it has led by Kilo's rule until now.
     pub fn stays(&self) -> bool {
         self.term > Term::NONE && self.term.count() == 0
     }

@@ -32,94 +32,94 @@ pub struct Moment<'a> {
 pub enum Change {
     /// A location has its first node.
     LocationAppeared {
-        /// Its name, as [`Segment::location`].
+        /// Name of the location, as [`Segment::location`].
         location: String,
-        /// Who leads it.
+        /// Node that leads it.
         leader: String,
         /// The rule that chose the leader.
         rule: LeaderReason,
     },
     /// A location has lost its last node.
     LocationVanished {
-        /// Its name.
+        /// Name of the location.
         location: String,
-        /// Who led it.
+        /// Node that led it.
         leader: String,
-        /// What became of the leader.
+        /// Why the leader is no longer in it.
         why: Absence,
     },
-    /// Another node leads.
+    /// Another node leads a location.
     LeaderMoved {
-        /// Its name.
+        /// Name of the location.
         location: String,
-        /// Who led.
+        /// Node that led before.
         from: String,
-        /// Who leads now.
+        /// Node that leads now.
         to: String,
-        /// Why.
+        /// Why the leader changed.
         why: Succession,
     },
-    /// A node takes part.
+    /// A node is in the mesh now.
     NodeJoined {
-        /// Its name.
+        /// Name of the node.
         node: String,
-        /// Where.
+        /// Location it is in.
         location: String,
     },
     /// A node is in another location.
     NodeMoved {
-        /// Its name.
+        /// Name of the node.
         node: String,
-        /// Where it was.
+        /// Location it was in.
         from: String,
-        /// Where it is.
+        /// Location it is in now.
         to: String,
     },
-    /// A node takes no part any more.
+    /// A node is no longer in the mesh.
     NodeLeft {
-        /// Its name.
+        /// Name of the node.
         node: String,
-        /// Where it was.
+        /// Location it was in.
         location: String,
-        /// Why.
+        /// Why it is no longer in the mesh.
         why: Absence,
     },
-    /// What this node does has changed.
+    /// This node has another role in the mesh.
     Role {
-        /// What it did.
+        /// Its role before.
         from: Role,
-        /// What it does.
+        /// Its role now.
         to: Role,
     },
     /// A VPN peer is in the mesh.
     PeerAccepted {
-        /// Its name.
+        /// Name of the Peer object.
         peer: String,
-        /// What of it is not used.
+        /// Which of its fields are not used, and why.
         without: Option<String>,
     },
     /// A VPN peer is not in the mesh.
     PeerRefused {
-        /// Its name.
+        /// Name of the Peer object.
         peer: String,
-        /// Why.
+        /// Why it cannot be used.
         why: String,
     },
     /// The object of a VPN peer is gone.
     PeerLeft {
-        /// Its name.
+        /// Name of the Peer object.
         peer: String,
     },
 }
 
-/// Why a node takes no part.
+/// Why a node is not in the mesh, or no longer in its location.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Absence {
-    /// The object does not exist.
+    /// Its Node object does not exist.
     Deleted,
     /// Its heartbeat no longer changes.
     Silent,
-    /// It lacks something.
+    /// It lacks what a node needs to take part.
     Incomplete(Vec<&'static str>),
     /// It is in another location.
     Moved,
@@ -142,9 +142,9 @@ impl fmt::Display for Absence {
 /// Why another node leads.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Succession {
-    /// The one before cannot.
+    /// The previous leader has left the location.
     Lost(Absence),
-    /// By this rule the new one comes first.
+    /// By this rule the new leader takes precedence.
     Rule(LeaderReason),
 }
 
@@ -160,19 +160,19 @@ impl fmt::Display for Succession {
 /// What a node does in the mesh.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum Role {
-    /// It takes no part.
+    /// It is not in the mesh.
     #[default]
     Out,
     /// It follows a leader.
     Member {
-        /// Of this location.
+        /// Location it is in.
         location: String,
-        /// Whom it follows.
+        /// Node that leads the location.
         leader: String,
     },
     /// It leads.
     Leader {
-        /// This location.
+        /// Location it leads.
         location: String,
     },
 }
@@ -188,7 +188,7 @@ impl fmt::Display for Role {
 }
 
 impl Role {
-    /// Of a node.
+    /// The role of a node in this mesh.
     pub fn of(mesh: &Mesh, node: &str) -> Self {
         let Some((segment, member)) = mesh.find(node) else { return Self::Out };
         let segment = &mesh.segments[segment];
@@ -238,7 +238,7 @@ pub fn changes(before: Moment<'_>, now: Moment<'_>, own: &str) -> Vec<Change> {
         changes.push(Change::NodeLeft { node, location, why });
     }
     let (from, to) = (Role::of(before.mesh, own), Role::of(now.mesh, own));
-    // Why this node is out is the last that is said of it, since people look at the last line of its log.
+    // Why this node is out comes last, since people look at the last line of its log.
     let at = if to == Role::Out { 0 } else { changes.len() };
     if from != to {
         changes.insert(at, Change::Role { from, to });
@@ -266,7 +266,7 @@ fn paired<'a>(
     })
 }
 
-/// A location that is a node on its own changes with that node, which is said of the node.
+/// A location that is a node on its own changes with that node, which is reported of the node.
 fn of_location(old: Option<&Arc<Segment>>, new: Option<&Arc<Segment>>, now: Moment<'_>) -> Option<Change> {
     let location = old.or(new)?.location.clone();
     if location.starts_with("node:") {
@@ -363,7 +363,7 @@ fn keys(mesh: &Mesh) -> impl Iterator<Item = &crate::wireguard::key::PublicKey> 
     mesh.segments.iter().map(|segment| &segment.key)
 }
 
-/// Locations whose nodes all take no part: nothing reaches them.
+/// Locations with no node in the mesh: nothing can reach them.
 pub fn locations_without_leader(now: Moment<'_>) -> BTreeSet<String> {
     let Some(granularity) = now.mesh.granularity() else { return BTreeSet::new() };
     let led: BTreeSet<&str> = now.mesh.segments.iter().map(|segment| segment.location.as_str()).collect();

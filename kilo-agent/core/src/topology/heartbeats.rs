@@ -3,9 +3,9 @@
 use super::{Known, Mesh, Node};
 use crate::settings::Granularity;
 
-/// Seconds between two heartbeats where anybody may judge by them: Kilo's own.
+/// Seconds between two heartbeats where anybody may decide by them who is alive: Kilo's own.
 pub const OFTEN: u16 = 30;
-/// Seconds between two where probes and WireGuard say who lives.
+/// Seconds between two where probes and WireGuard show who is alive.
 pub const SELDOM: u16 = 300;
 
 /// Seconds until the own heartbeat is to be renewed. `may_rest`: this agent is configured to rely on something else than
@@ -25,7 +25,7 @@ pub fn seconds<'a>(
         || mesh.find(own).is_some_and(|(at, _)| mesh.segments[at].members.len() > 1 && mesh.leads(own));
     let counts = |known: &Known<'_>| known.last_seen != 0 && known.key.is_some();
     let is_needed = |known: Known<'_>| {
-        // What this agent says of itself it only says with its next heartbeat.
+        // The agent's own promise takes effect with its next heartbeat.
         let promises = known.heartbeat.is_some() || known.name == own;
         counts(&known) && !(promises && fails_over(known.node))
     };

@@ -156,7 +156,7 @@ impl<'a> Places<'a> {
         self.chosen.get(place).is_none_or(|(_, can)| *can)
     }
 
-    /// Who has least takes this member. `load`: how many each has, counted on.
+    /// Gives the member to the leader with the fewest members. `load`: how many each has; it is updated.
     fn least(&self, member: &str, load: &mut [usize]) -> usize {
         let able = (0..self.len()).filter(|place| self.can_lead(*place));
         let least = able.min_by_key(|place| (load[*place], Reverse(weight(member, self.name(*place)))));
@@ -165,8 +165,8 @@ impl<'a> Places<'a> {
         place
     }
 
-    /// A place for each of `members`, as [`shares`] says. What a chosen one that cannot lead would have, and nothing
-    /// else, goes to those with least; who leads in its place uses itself.
+    /// A place for each of `members`, by [`shares`]. Only the members of a chosen one that cannot lead go to
+    /// those with the fewest; a node that leads in its place uses itself.
     fn assign(&self, members: &[&str], load: &mut [usize]) -> Vec<usize> {
         let count = self.chosen.len();
         let gateways: Vec<&str> = self.chosen.iter().map(|(name, _)| *name).collect();

@@ -4,14 +4,14 @@ use std::{collections::BTreeMap, time::Instant};
 
 use super::Mesh;
 
-/// One leader in office.
+/// A location's current leader.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Lead {
-    /// The node.
+    /// Name of the node that leads.
     pub leader: String,
     /// When it was first seen leading, without a break.
     pub since: Instant,
-    /// How often the location's leader has changed before our eyes.
+    /// How often this agent has seen the location's leader change.
     pub changes: u64,
 }
 

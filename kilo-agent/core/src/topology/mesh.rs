@@ -21,7 +21,7 @@ const STAND_BYS: usize = 2;
 pub const READY_SECONDS: i64 = 60;
 
 /// True when a node has all it needs to take part: an endpoint, a key and a
-/// pod CIDR. Whether it is alive is judged apart from this.
+/// pod CIDR. Whether it is alive is decided apart from this.
 pub fn is_complete(node: &Node) -> bool {
     missing(node).next().is_none()
 }
@@ -50,7 +50,7 @@ pub fn missing(node: &Node) -> impl Iterator<Item = &'static str> {
     .filter_map(|(lacks, what)| lacks.then_some(what))
 }
 
-/// Judgement of one snapshot, as Kilo has it: complete, and checked in within the last
+/// Ready by one snapshot, as Kilo decides it: complete, and checked in within the last
 /// [`ready_seconds`] of `now` (Unix seconds).
 pub fn ready_at(node: Known<'_>, now: i64) -> bool {
     is_complete(&node) && is_recent(node, now)
@@ -61,7 +61,7 @@ pub fn ready_seconds(node: &Node) -> i64 {
     node.heartbeat.map_or(READY_SECONDS, |seconds| (2 * i64::from(seconds)).max(READY_SECONDS))
 }
 
-/// Checked in within the last [`ready_seconds`] of `now` (Unix seconds), or judged to be alive.
+/// Checked in within the last [`ready_seconds`] of `now` (Unix seconds), or declared alive.
 pub fn is_recent(node: Known<'_>, now: i64) -> bool {
     node.judged.unwrap_or_else(|| now.saturating_sub(node.last_seen) < ready_seconds(node.node))
 }

@@ -19,13 +19,13 @@ pub enum TunnelEnd {
     Peer {
         /// Its name.
         peer: String,
-        /// It has no fixed place and connects by itself: nobody wonders when it is away.
+        /// It has no fixed endpoint and connects by itself: its absence is no fault.
         roams: bool,
     },
 }
 
 impl TunnelEnd {
-    /// As status shows it.
+    /// Name shown in status: the location, or `peer:NAME`.
     pub fn name(&self) -> String {
         match self {
             Self::Location { location, .. } => location.clone(),
@@ -39,7 +39,7 @@ impl TunnelEnd {
     }
 }
 
-/// By public key. One that two have belongs to the location.
+/// The other ends by public key. A key that both a location and a peer have belongs to the location.
 pub fn tunnel_ends(mesh: &Mesh) -> BTreeMap<PublicKey, TunnelEnd> {
     let peers = mesh.peers.iter().rev().map(|peer| {
         (peer.public_key, TunnelEnd::Peer { peer: peer.name.clone(), roams: peer.endpoint.is_none() })

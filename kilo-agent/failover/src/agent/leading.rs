@@ -32,7 +32,7 @@ impl Agent {
         }
     }
 
-    /// Tells the kernel whom it leads; leadership of nobody ends.
+    /// Marks the members it leads in the kernel; leadership of nobody ends.
     pub(crate) fn led_changed(&mut self, turn: &mut Turn<'_>) {
         let Some(gateway) = &mut self.gateway else { return };
         let mut led: Vec<_> = gateway.lead.iter().flat_map(Lead::members).collect();

@@ -176,7 +176,8 @@ impl Attachments {
         Ok(true)
     }
 
-    /// Attaches, replaces and detaches.
+    /// Makes the hooks carry exactly our programs: attaches what is missing, replaces an earlier agent's in
+    /// place, detaches from other interfaces.
     pub fn apply(
         &mut self,
         programs: &mut Programs,
@@ -230,7 +231,7 @@ impl Attachments {
         Ok(done)
     }
 
-    /// What is attached where.
+    /// Programs this process has attached, with interface, direction and hook type.
     pub fn list(&self) -> Vec<Attached> {
         let attached = |(place, how): (&Place, &How)| {
             Some(Attached {

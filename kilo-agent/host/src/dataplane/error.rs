@@ -1,4 +1,4 @@
-//! Why the data path could not be brought about.
+//! Why the data path could not be set up.
 
 use std::path::PathBuf;
 
@@ -125,7 +125,7 @@ pub enum DataplaneError {
 }
 
 impl DataplaneError {
-    /// Metric label.
+    /// The part of the data path that failed: label `event` of `kilo_errors_total`.
     pub const fn label(&self) -> &'static str {
         match self {
             Self::Bpffs { .. } => "bpffs",

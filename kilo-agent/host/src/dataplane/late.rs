@@ -16,15 +16,15 @@ use super::{
 use kilo_core::errors::error_chain;
 use nix::errno::Errno;
 
-/// For so long the kernel is not asked again for programs that its verifier has refused.
+/// Pause before programs are loaded again that the verifier has refused.
 const AGAIN: Duration = Duration::from_secs(600);
-/// The same after anything else, such as want of memory.
+/// The same after any other failure, such as lack of memory.
 const SOON: Duration = Duration::from_secs(5);
 
-/// What became of [`ON_DEMAND`] while they are not there.
+/// State of the programs of [`ON_DEMAND`] while they are not loaded.
 #[derive(Default)]
 pub(super) enum Late {
-    /// Nobody has asked for them.
+    /// No interface has needed them yet, and no thread loads them.
     #[default]
     Unasked,
     /// A thread loads them; taken only while the value is dropped.
@@ -33,7 +33,7 @@ pub(super) enum Late {
     Refused {
         /// What the kernel said.
         error: String,
-        /// Until when it is not asked again.
+        /// When they may be loaded again.
         until: Instant,
     },
 }
@@ -51,26 +51,26 @@ impl Late {
             let thread = thread::Builder::new().name("load-late".to_owned()).spawn(move || {
                 let loaded = load_late(&pins);
                 if let Err(error) = &loaded {
-                    // Perhaps no interface ever needs them.
+                    // An interface may never need them.
                     tracing::info!(%error, "{NOT_LOADED}; they are tried again when such an uplink needs them");
                 }
                 loaded
             });
-            // Where no thread can be made they are loaded when they are needed.
+            // If no thread can be started, they are loaded when they are needed.
             *self = thread.map_or(Self::Unasked, |thread| Self::Loading(Some(thread)));
         }
     }
 
-    /// A thread that was started has ended.
+    /// True when a thread has tried to load them and has ended.
     pub(super) fn is_finished(&self) -> bool {
         matches!(self, Self::Loading(Some(thread)) if thread.is_finished())
     }
 
-    /// They are loaded now, or by a thread that is waited for.
+    /// Loads them now, or waits for the thread that does.
     pub(super) fn wait(&mut self, pins: &Path) -> Result<ByName, DataplaneError> {
         let loaded = match self {
             Self::Refused { error, until } if *until > Instant::now() => {
-                return Err(DataplaneError::Load(format!("{error} (not asked again yet)").into()));
+                return Err(DataplaneError::Load(format!("{error} (not tried again yet)").into()));
             }
             Self::Loading(thread) => match thread.take().map(JoinHandle::join) {
                 Some(Ok(loaded)) => loaded,
@@ -79,7 +79,7 @@ impl Late {
             _ => load_late(pins),
         };
         *self = match &loaded {
-            // What is wrong with pins can be put right at once; a program that was refused is refused again.
+            // A fault of the pins may be gone at once; a program that was refused is refused again.
             Err(DataplaneError::Load(error)) => {
                 let pause = if is_refusal(error.as_ref()) { AGAIN } else { SOON };
                 let (error, seconds) = (error_chain(error.as_ref()), pause.as_secs());
@@ -95,13 +95,13 @@ impl Late {
     }
 }
 
-/// Nobody pins anything after the data path has been closed.
+/// Waits for the thread, so that nothing is pinned after the data path has been closed.
 impl Drop for Late {
     fn drop(&mut self) {
         if let Self::Loading(thread) = self
             && let Some(thread) = thread.take()
         {
-            // What it could not load nobody needs any more.
+            // Its result is no longer needed.
             let _ = thread.join();
         }
     }

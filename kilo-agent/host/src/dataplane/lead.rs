@@ -29,17 +29,17 @@ const LINK: usize = 14;
 /// The least it takes behind that: an IPv6 header.
 const LEAST: usize = 40;
 
-/// Moves a word, if it still is the one expected.
+/// A compare-and-swap of a word of `lead`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Swap {
-    /// What it is.
+    /// Word the map must hold for the swap to happen.
     pub current: u64,
-    /// What it becomes.
+    /// Word to store; its term must not be earlier.
     pub new: u64,
 }
 
 /// Moves the acting leader's word as the kernel's own rule does: never to an earlier term, and
-/// only from the word expected. Returns the word that stands then, perhaps somebody else's.
+/// only from the word expected. Returns the word the map holds afterwards, perhaps somebody else's.
 pub(super) fn swap(follow: &SchedClassifier, swap: Swap) -> Result<u64, DataplaneError> {
     run_follow(&descriptor(follow)?, swap)
 }

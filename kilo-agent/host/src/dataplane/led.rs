@@ -11,24 +11,24 @@ use kilo_common::{
 
 use super::{DataplaneError, open_pin, pin_directory};
 
-/// The maps of senders.
+/// The sender maps `node_v4` and `node_v6`, to mark members this gateway leads.
 pub struct Led {
     v4: HashMap<MapData, [u8; 4], NodeValue>,
     v6: HashMap<MapData, [u8; 16], NodeValue>,
 }
 
 impl Led {
-    /// Of this host's data path.
+    /// Opens the maps of this host's data path.
     ///
     /// # Errors
-    /// When there is none, or no right to look.
+    /// When there is no data path, or no right to read its maps.
     pub fn open(bpffs: &Path) -> Result<Self, DataplaneError> {
         let directory = pin_directory(bpffs);
         let map = |name| Ok::<_, DataplaneError>(Map::HashMap(open_pin(&directory, name)?));
         Ok(Self { v4: HashMap::try_from(map(name::NODE_V4)?)?, v6: HashMap::try_from(map(name::NODE_V6)?)? })
     }
 
-    /// Those that are marked.
+    /// Private addresses of the members marked as led by this gateway.
     pub fn read(&self) -> BTreeSet<IpAddr> {
         let is_led = |value: &NodeValue| value.flags & NODE_LED != 0;
         let v4 = self.v4.iter().flatten().filter(|(_, value)| is_led(value));

@@ -125,7 +125,7 @@ pub fn forward_log(bpf: &mut Ebpf) {
         return;
     }
     tokio::spawn(async move {
-        // SAFETY: the logger owns its descriptor and always answers the same one.
+        // SAFETY: the logger owns its descriptor and always returns the same one.
         let logger = unsafe {
             tokio::io::unix::AsyncFd::register_with_interest(logger, tokio::io::Interest::READABLE)
         };
@@ -297,7 +297,7 @@ mod tests {
         MapError::SyscallError(aya::sys::SyscallError { call: "bpf_obj_get", io_error })
     }
 
-    /// What is answered decides whether a pin that is in use is removed.
+    /// The error decides whether a pin that is in use is removed.
     #[test]
     fn neither_a_denial_nor_a_shortage_says_that_a_pin_does_not_fit() {
         use nix::libc::{EACCES, EINVAL, EMFILE, ENFILE, ENOENT, ENOMEM, EPERM};

@@ -145,7 +145,7 @@ pub struct Dataplane {
     attachments: attach::Attachments,
     /// Maps of another layout carried packets when this one was opened.
     replaces_layout: bool,
-    /// Uplinks without link-layer header, as [`Self::attach`] was told last.
+    /// Uplinks without link-layer header, as of the last [`Self::attach`].
     layer3: BTreeSet<u32>,
 }
 

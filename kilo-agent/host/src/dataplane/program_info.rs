@@ -64,7 +64,7 @@ pub fn identity(fd: BorrowedFd<'_>) -> io::Result<Option<Identity>> {
     };
     // SAFETY: `info` is as long as the attributes say, and `maps` has room for `map_count` ids.
     unsafe { super::syscall::bpf(BPF_OBJ_GET_INFO_BY_FD, &mut attributes) }?;
-    // A map's descriptor is answered, too, with less.
+    // A map's descriptor is accepted as well, and returns less.
     if info.kind != BPF_PROG_TYPE_SCHED_CLS || (attributes.info_len as usize) < size_of::<Info>() {
         return Ok(None);
     }

@@ -4,7 +4,7 @@ use std::io;
 
 use nix::libc;
 
-/// Runs a command with its part of `union bpf_attr` (include/uapi/linux/bpf.h). Returns what the kernel answers:
+/// Runs a command with its part of `union bpf_attr` (include/uapi/linux/bpf.h). Returns the kernel's result:
 /// a descriptor, or zero.
 ///
 /// # Errors

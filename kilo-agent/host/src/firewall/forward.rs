@@ -45,7 +45,7 @@ pub enum ForwardError {
 }
 
 impl ForwardError {
-    /// Metric label.
+    /// Label `event` of `kilo_errors_total`.
     pub const fn label(&self) -> &'static str {
         "iptables"
     }

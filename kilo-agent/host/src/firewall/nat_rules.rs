@@ -32,13 +32,13 @@ pub enum NatRulesError {
 }
 
 impl NatRulesError {
-    /// Metric label.
+    /// Label `event` of `kilo_errors_total`.
     pub const fn label(&self) -> &'static str {
         "nftables"
     }
 }
 
-/// Rules that bridge the time until somebody else masquerades.
+/// Rules that bridge the time until another agent masquerades.
 #[derive(Clone, Debug)]
 pub struct Interim<'a> {
     /// Names of the interfaces by which packets are masqueraded.
@@ -47,16 +47,15 @@ pub struct Interim<'a> {
     pub never_clear: &'a BTreeSet<IpNet>,
     /// What goes there and is put into an outer header by the uplink's program: kept in when that has ended.
     pub by_uplink: &'a BTreeSet<IpNet>,
-    /// False: somebody else masquerades, and these rules only keep in what must not leave.
+    /// False: another agent masquerades, and these rules only keep in what must not leave.
     pub masquerades: bool,
-    /// For so long programs go on steering.
+    /// How long the orphaned programs keep steering.
     pub steered: Duration,
-    /// How long they do anything.
+    /// Lifetime of these rules.
     pub lasts: Duration,
 }
 
-/// So long a host does not tell the other end of a flow that it knows nothing of it: until the
-/// flow's next packet has its entry.
+/// How long resets for unknown flows are suppressed, until each flow's next packet has an entry.
 const QUIET: Duration = Duration::from_secs(5);
 
 /// What is masqueraded: the values of `masq_src` and `masq_dst`.
@@ -220,9 +219,9 @@ pub struct NatRules {
 }
 
 impl NatRules {
-    /// Brings the table about, or removes it when nobody is masqueraded. Looks
-    /// only when the decision differs from the last time or that was a while
-    /// ago. Returns the number of writes.
+    /// Creates or updates the table, or removes it when nobody is masqueraded.
+    /// Reads it only when the decision differs from the last time or that was a
+    /// while ago. Returns the number of writes.
     ///
     /// # Errors
     /// When nft is missing or refuses.

@@ -8,7 +8,7 @@ use std::io;
 pub struct Refused {
     /// What was asked, in words.
     pub what: String,
-    /// The kernel's answer.
+    /// Error the kernel returned for this item.
     pub source: io::Error,
 }
 

@@ -1,4 +1,4 @@
-//! Tells at once that an interface, an address or a default route went, from a thread of its
+//! Reports at once that an interface, an address or a default route has gone, from a thread of its
 //! own without a runtime.
 
 use std::{
@@ -38,12 +38,12 @@ impl Needed {
 #[derive(Debug)]
 pub struct LinkEvents(OwnedFd);
 
-/// What came.
+/// What one read of the netlink socket showed, reduced to what failover reacts to.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Events {
     /// Something that is needed went.
     pub is_down: bool,
-    /// Announcements were lost: the host has to be looked at.
+    /// Messages were lost: the host's state has to be read anew.
     pub is_lost: bool,
 }
 

@@ -130,8 +130,8 @@ impl Net {
         Ok(all)
     }
 
-    /// Brings the plan about on interface `kilo` and says how many writes it
-    /// took; 0 when all was right already.
+    /// Applies the plan to interface `kilo`; returns the number of writes, 0
+    /// when all was right already.
     ///
     /// Removing the last IPv4 address of an interface makes the kernel flush
     /// its IPv4 routes, so routes are read after the addresses were changed.

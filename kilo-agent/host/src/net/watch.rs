@@ -1,4 +1,4 @@
-//! Tells when links, addresses, routes or rules of the namespace change.
+//! Notifies when links, addresses, routes or rules of the namespace change.
 
 use std::{
     os::fd::{AsRawFd as _, BorrowedFd},

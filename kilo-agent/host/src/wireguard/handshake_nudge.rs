@@ -25,11 +25,12 @@ use super::{Device, WireguardError};
 use kilo_core::wireguard::WireguardPeer;
 use kilo_core::wireguard::{Change, DeviceState, PeerState, diff::PeerUpdate, key::PublicKey};
 
-/// Nobody listens at the port "discard" (RFC 863), and nobody need.
+/// The discard port (RFC 863): no listener is needed.
 const DISCARD: u16 = 9;
-/// When the end with the smaller key acts: ordinary traffic mostly has by then.
+/// Delay before the end with the smaller key acts; ordinary traffic has usually triggered the handshake by
+/// then.
 const FIRST: Duration = Duration::from_millis(300);
-/// When the other one does: whoever had to answer has.
+/// Delay before the other end acts: an end that had to answer has done so by then.
 const SECOND: Duration = Duration::from_millis(800);
 
 /// A peer that has just got an endpoint.
@@ -42,7 +43,7 @@ struct PendingPeer {
     due: Instant,
 }
 
-/// Peers that are watched until they have shaken hands or been helped once.
+/// Peers that are watched until they have had a handshake or been nudged once.
 #[derive(Debug, Default)]
 pub struct HandshakeNudge {
     waiting: Vec<PendingPeer>,
@@ -51,7 +52,7 @@ pub struct HandshakeNudge {
 impl HandshakeNudge {
     /// Watches the peers with an address inside the WireGuard subnet to which
     /// these changes give an endpoint, because they are new or have moved.
-    /// Others are left alone: what their addresses lead to is not known.
+    /// Others are left alone: it is not known what their addresses lead to.
     pub fn watch(
         &mut self,
         changes: &[Change],
@@ -76,8 +77,8 @@ impl HandshakeNudge {
         self.waiting.iter().map(|peer| peer.due).min()
     }
 
-    /// Makes those shake hands that are due and silent; returns the number of
-    /// requests to the device.
+    /// Nudges the peers that are due and have had no handshake; returns the number
+    /// of requests to the device.
     ///
     /// # Errors
     /// When the device cannot be read or written; it may lack a peer then.
@@ -87,15 +88,16 @@ impl HandshakeNudge {
         let (renewed, addresses) = silent(&due, &device.read().await?, now);
         let writes = device.apply(&renewed).await?;
         if let Err(error) = say(device.name(), &addresses) {
-            // A peer that cannot be reached now says something itself, or packets to it do.
+            // If a peer cannot be reached now, its own packets or packets to it start the handshake.
             tracing::debug!(%error, "failed to send a datagram to a new peer");
         }
         Ok(writes)
     }
 }
 
-/// What makes those shake hands that have not since they are watched: changes
-/// for the ones this end has tried in vain, and whom to send a datagram. Pure.
+/// Which peers to recreate, and which to send a datagram, so that they handshake:
+/// those with no handshake since they are watched; recreated is one that this end
+/// has tried in vain. Pure.
 fn silent(pending: &[PendingPeer], state: &DeviceState, now: Instant) -> (Vec<Change>, Vec<IpAddr>) {
     let (mut renewed, mut addresses) = (Vec::new(), Vec::new());
     for PendingPeer { key, address, since, .. } in pending {

@@ -5,7 +5,7 @@ use kilo_failover::Input;
 /// Most turns before the thread looks around again, and goes on at once.
 const MOST: usize = 4;
 
-/// Who is told what has been read.
+/// The receiver of what has been read.
 pub trait Turns {
     /// What has been read, and not been delivered.
     fn inbox(&mut self) -> &mut Vec<Input>;
@@ -20,15 +20,16 @@ pub trait Turns {
     fn turn(&mut self, inputs: Vec<Input>);
 }
 
-/// Takes turns until there is nothing left to be told and nothing is due. Two that answer each other for ever do not
-/// keep the thread from the rest of its work: what is left after some turns stays in the inbox, for the next step.
+/// Takes turns until nothing is left to deliver and nothing is due. Two that answer each other for ever do
+/// not keep the thread from the rest of its work: what is left after some turns stays in the inbox, for the
+/// next step.
 pub fn deliver(turns: &mut impl Turns) {
     for turn in 0..MOST {
         if turns.inbox().is_empty() && !turns.is_due() {
             return;
         }
         if turn > 0 {
-            // What has arrived is read before anything is judged.
+            // What has arrived is read before anything is decided.
             turns.look();
         }
         let inputs = std::mem::take(turns.inbox());

@@ -144,7 +144,7 @@ impl Thread {
         }
     }
 
-    /// Tells the agent what it needs to plan, when that has changed.
+    /// Notifies the agent of what it needs to plan, when that has changed.
     pub(in crate::failover) fn tell(&mut self) {
         if self.publish() {
             self.shared.changed.notify_one();

@@ -1,4 +1,4 @@
-//! What `/status` answers and the page shows: the status that `kgctl` reads, and what it means.
+//! What `/status` returns and the page shows: the status that `kgctl` reads, and what it means.
 
 use std::collections::BTreeMap;
 
@@ -11,7 +11,7 @@ use crate::status::{LeaderChange, Problem, Status, problems, verdict};
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Report {
-    /// What is so.
+    /// The status, as `kgctl status -o json` prints it.
     #[serde(flatten)]
     pub status: Status,
     /// Whether that is well; the same as `kgctl status` prints.
@@ -27,7 +27,7 @@ pub struct Report {
 /// Whether the mesh is healthy, and what is wrong first.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Verdict {
-    /// Nothing is wrong.
+    /// True when there are no problems.
     pub healthy: bool,
     /// One line that says how it is.
     pub text: String,
@@ -38,9 +38,9 @@ pub struct Verdict {
 /// About a reason for which packets are dropped.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DropHelp {
-    /// What it means.
+    /// What the drop reason means, from `DropReason::describe`.
     pub meaning: String,
-    /// What an operator does about it.
+    /// What an operator can do about it, from `DropReason::remedy`.
     pub remedy: String,
 }
 

@@ -140,7 +140,7 @@ pub const fn mac(ifindex: u32) -> [u8; 6] {
     }
 }
 
-/// The judgement on one program.
+/// What one program is expected to do.
 pub fn expected_outcome(program: &str, tables: &Tables, flows: &Flows, input: &Input) -> Wanted {
     match program {
         "lan_ingress" => lan_ingress(tables, flows, input, ETHERNET_LEN),

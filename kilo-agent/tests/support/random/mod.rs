@@ -10,7 +10,7 @@ use rand::{RngExt as _, SeedableRng as _, rngs::StdRng, seq::IndexedRandom as _}
 
 pub use packets::ethernet;
 
-/// A generator that always answers the same for one seed.
+/// A generator that always returns the same values for one seed.
 pub struct Random(StdRng);
 
 /// Prefixes of the mesh. On the WireGuard device packets have no Ethernet

@@ -102,7 +102,7 @@ pub fn read(maps: &mut PinnedMaps) -> Result<Content, DataplaneError> {
     Ok(tables)
 }
 
-/// Both words.
+/// Reads both words of `lead`: Kilo's leader, then the acting leader.
 pub fn read_lead(maps: &mut PinnedMaps) -> Result<[u64; 2], DataplaneError> {
     let lead = Array::<_, u64>::try_from(maps.get(name::LEAD)?)?;
     Ok([lead.get(&LEAD_KILO, 0)?, lead.get(&LEAD_ACTING, 0)?])

@@ -98,7 +98,8 @@ impl Mirror {
         self.nodes.remove(name);
     }
 
-    /// Why this agent is not to judge others, if it is not: silence proves nothing to one that does not hear itself.
+    /// Why this agent is not to decide about others, if so: silence proves nothing to one that does not hear
+    /// itself.
     pub(super) fn unfit(&self, now: Instant) -> Option<&'static str> {
         let Some(own) = self.nodes.get(&self.own) else {
             return self.listed.then_some("the own Node is not there");
@@ -147,7 +148,7 @@ mod tests {
         mirror.take(node("b", 1000), "l");
         assert_eq!(mirror.unfit(later(0)), None, "not listed yet");
         mirror.judge(true);
-        assert!(mirror.unjudged, "without the own Node it judges nobody");
+        assert!(mirror.unjudged, "without the own Node it decides about nobody");
         mirror.listed = true;
         assert_eq!(mirror.unfit(later(0)), Some("the own Node is not there"));
         mirror.take(node("a", 1000), "l");

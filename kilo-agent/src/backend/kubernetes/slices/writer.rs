@@ -28,14 +28,15 @@ use crate::timestamp::Timestamp;
 const DEBOUNCE: Duration = Duration::from_millis(200);
 /// Slices written at once.
 const BURST: usize = 8;
-/// Bytes a second that the API server may send to all agents together because of slices, but for the first of a burst.
+/// Bytes a second that the API server may send to all agents together because of slices, except for the first
+/// of a burst.
 const EGRESS: f64 = 50e6;
-/// Who lives is looked at so often without heartbeats.
+/// How often it is decided who is alive, also when no heartbeats come.
 const JUDGED: Duration = Duration::from_secs(5);
 /// A write that failed is tried again after this time, and after twice as long each time, up to a minute.
 const RETRY: Duration = Duration::from_millis(500);
 const MOST_RETRY: Duration = Duration::from_mins(1);
-/// So many failures of a slice in a row are no race with another writer.
+/// This many failures of a slice in a row are no race with another writer.
 const LASTING: u32 = 4;
 /// The index is written again after this time, so that others know that somebody writes.
 const RENEWED: Duration = Duration::from_mins(1);

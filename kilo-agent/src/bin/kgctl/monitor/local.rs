@@ -1,4 +1,4 @@
-//! On the node itself: its programs tell what they drop.
+//! On the node itself: its programs report what they drop.
 
 use std::{
     io::{self, IsTerminal as _},
@@ -89,7 +89,7 @@ async fn listen(args: &MonitorArgs) -> Result<()> {
     let reader = CounterReader::open(&args.bpffs).context(remote::NOT_HERE)?;
     let at_start = reader.read()?;
     let listener = Monitor::open(&args.bpffs, &args.reason, args.sample)?;
-    // SAFETY: the listener owns its ring's descriptor and always answers the same one.
+    // SAFETY: the listener owns its ring's descriptor and always returns the same one.
     let listener = unsafe { AsyncFd::register_with_interest(listener, Interest::READABLE) };
     let mut listener = listener.context("cannot wait for events")?;
     let mut stop = signal(SignalKind::terminate())?;

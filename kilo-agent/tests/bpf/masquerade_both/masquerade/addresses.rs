@@ -92,7 +92,7 @@ fn a_flow_keeps_its_address_while_the_uplink_has_it_and_no_longer() {
         world.tables.masq_addr.retain(|(_, to), _| to.addr().is_ipv4() != near.is_ipv4());
         world.tables.masq_addr.insert((IFINDEX, elsewhere), addr);
         world.dataplane.write(&world.tables).unwrap();
-        assert_eq!(read(&world.out(&packet).bytes).src, addr, "a flow that stands");
+        assert_eq!(read(&world.out(&packet).bytes).src, addr, "an established flow");
         let new = udp(side.pod, near, (5001, 53), b"");
         assert_eq!(read(&world.out(&new).bytes).src, side.public, "a new one");
         world.tables.masq_addr.retain(|(_, to), _| *to != elsewhere);
