@@ -104,14 +104,19 @@ impl<B: Backend> Agent<B> {
         match self.net.leave_subnets(&former.bridges, &former.subnets).await {
             Ok(writes) => {
                 self.metrics.writes.inc_by(writes as u64);
-                tracing::info!(subnets = ?former.subnets, addresses = writes, "the pod CIDRs of this node changed; the bridge left the former ones");
+                tracing::info!(
+                    subnets = ?former.subnets,
+                    addresses = writes,
+                    "the pod CIDRs of this node changed; removed the former ones from the bridge"
+                );
                 true
             }
             Err(error) => {
                 self.metrics.error("cni");
                 tracing::error!(
                     %error,
-                    "failed to take the former pod CIDRs off the bridge; the CNI configuration is not updated before"
+                    "failed to remove the former pod CIDRs from the bridge; the CNI configuration is updated \
+                     only afterwards"
                 );
                 false
             }

@@ -147,7 +147,11 @@ impl Task {
                         }
                     }
                     Err(error) => {
-                        tracing::warn!(%error, "this agent cannot use or offer relays any more (its ring cannot be read): restart it");
+                        tracing::warn!(
+                            %error,
+                            "failed to read relay messages; this agent can no longer use or offer relays: \
+                             restart it"
+                        );
                         return;
                     }
                 },

@@ -74,7 +74,7 @@ pub enum AskError {
     NoPod(String),
     /// The API server refuses.
     #[error(
-        "{}; needed are list on pods and get on pods/proxy, or --agent with the address of the agent",
+        "{}; this needs list on pods and get on pods/proxy, or --agent with the address of the agent",
         error_chain(.0.as_ref())
     )]
     Api(#[source] Cause),

@@ -75,7 +75,7 @@ pub enum SecretError {
     #[error("Secret {0} was changed by something else on every attempt to write it")]
     Contended(String),
     /// It is not complete.
-    #[error("secret {0} has no tls.crt or tls.key; delete it, and it is made anew")]
+    #[error("Secret {0} has no tls.crt or tls.key; delete it to have it created again")]
     Incomplete(String),
 }
 

@@ -119,7 +119,7 @@ fn former_pod_cidrs_are_not_forgotten_before_the_bridge_has_left_them() {
         // The kernel refuses to look for an interface of this name.
         with("more-than-fifteen-characters");
         let _agent = start(PODS, &["--cni-path", path]);
-        let failures = || log().matches("failed to take the former pod CIDRs off the bridge").count();
+        let failures = || log().matches("failed to remove the former pod CIDRs from the bridge").count();
         until("it is tried again", LIMIT, || if failures() < 2 { Err(log()) } else { Ok(()) });
         assert!(cni().contains("10.42.9.0"), "{}", cni());
         with("br2");

@@ -189,7 +189,7 @@ impl Tracer<'_> {
                 let text = format!("larger than the {mtu} bytes that the way to {dst} carries");
                 self.trace.at("uplink_egress", text);
                 self.trace.reason = Some(DropReason::TooBig.label());
-                self.trace.stack("The sender is told (fragmentation needed, packet too big).")
+                self.trace.stack("The sender is notified (fragmentation needed, packet too big).")
             }
             Hop::Wireguard => {
                 let text = format!(
@@ -264,7 +264,7 @@ impl Tracer<'_> {
         if verdict == Err(DropReason::TooBig) {
             // The routes bear the hop's MTU.
             return self.trace.stack(
-                "Larger than the route's MTU: the stack fragments it, or tells the sender (fragmentation \
+                "Larger than the route's MTU: the stack fragments it, or notifies the sender (fragmentation \
                  needed, packet too big). What gets past it is dropped, too_big.",
             );
         }

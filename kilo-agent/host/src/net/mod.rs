@@ -182,7 +182,7 @@ impl Net {
         error::unless(refused, writes)
     }
 
-    /// Takes the addresses in these subnets off the bridges: the node has other pod CIDRs now.
+    /// Removes the addresses in these subnets from the bridges: the node has other pod CIDRs now.
     ///
     /// # Errors
     /// When the kernel refuses; what could be removed is.

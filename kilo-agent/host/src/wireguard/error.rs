@@ -44,7 +44,8 @@ pub enum WireguardError {
     },
     /// `--wireguard userspace` while a kernel device exists, or the reverse.
     #[error(
-        "interface {name} exists as a {found} WireGuard device, {wanted} was asked for; delete it (ip link delete {name}) to change"
+        "interface {name} exists as a {found} WireGuard device, but {wanted} was requested; delete it (ip \
+         link delete {name}) to change"
     )]
     OtherBackend {
         /// Interface name.

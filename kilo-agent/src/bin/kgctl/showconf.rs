@@ -128,7 +128,7 @@ fn showconf_peer(mesh: &Mesh, args: &ShowconfArgs) -> Result<String> {
         return as_peer(&args.name, without_duplicates(section), args.output);
     }
     only_wireguard(args)?;
-    let conf = showconf::of_peer(mesh, &args.name).context("the peer has gone")?;
+    let conf = showconf::of_peer(mesh, &args.name).context("the peer no longer exists")?;
     Ok(conf.to_ini())
 }
 

@@ -306,7 +306,7 @@ async fn ask(cluster: &Cluster, pod: &ProbePod, mut cells: Vec<Cell>) -> Result<
     let words = ["kgctl", probe::CLIENT, &serde_json::to_string(&probes)?];
     let out = remote::output(cluster, &pod.object, &words).await;
     let out = out.with_context(|| format!("the probes of the pod on {} failed", pod.node))?;
-    let answers: Vec<Answer> = serde_json::from_slice(&out).context("the answers of a pod are cut off")?;
+    let answers: Vec<Answer> = serde_json::from_slice(&out).context("the answers of a pod were truncated")?;
     note(&mut cells, answers);
     Ok(cells)
 }

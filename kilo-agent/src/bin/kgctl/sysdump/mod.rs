@@ -201,7 +201,7 @@ fn without_images(mut node: Node) -> Node {
 async fn of_node(cluster: &Cluster, all: &[Pod], node: &str, log_lines: i64) -> Archive {
     let mut archive = Archive::of_at_most(LARGEST);
     if tokio::time::timeout(PATIENCE, fill(cluster, all, node, log_lines, &mut archive)).await.is_err() {
-        let late = anyhow!("not all of it came within {} s", PATIENCE.as_secs());
+        let late = anyhow!("not everything arrived within {} s", PATIENCE.as_secs());
         archive.add(&format!("nodes/{node}/*"), Err(late));
     }
     archive
@@ -258,7 +258,7 @@ fn is_file_name(name: &str) -> bool {
 /// What kgctl in the pod says of the host, by the name of a file.
 async fn report(cluster: &Cluster, pod: &Pod) -> Result<BTreeMap<String, String>> {
     let report = remote::output(cluster, pod, &["kgctl", NODE_REPORT]).await?;
-    serde_json::from_slice(&report).context("the report is cut off")
+    serde_json::from_slice(&report).context("the report was truncated")
 }
 
 /// The logs of a pod's containers, and of those that ran before them.
