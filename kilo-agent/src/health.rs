@@ -52,13 +52,13 @@ impl Health {
         self.inner.lock().unwrap_or_else(PoisonError::into_inner).last_error = Some(why);
     }
 
-    /// Records what only a new process can mend.
+    /// Records a fault that only a new process can repair.
     pub fn broken(&self, why: String) {
         self.inner.lock().unwrap_or_else(PoisonError::into_inner).broken = Some(why);
     }
 
-    /// Replaces what works less well than it should. The agent is healthy all the same: no restart of it
-    /// mends another location.
+    /// Replaces what works less well than it should. The agent still counts as healthy: restarting it
+    /// repairs no other location.
     pub fn set_degraded(&self, degraded: Vec<String>) {
         self.inner.lock().unwrap_or_else(PoisonError::into_inner).degraded = degraded;
     }

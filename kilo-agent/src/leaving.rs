@@ -19,17 +19,17 @@ use kilo_host::dataplane;
 /// A stop waits no longer than this for the API server to take its last writes.
 const PATIENCE: Duration = Duration::from_secs(3);
 
-/// So long programs go on by themselves where nobody can tell who comes next: a pod is replaced
-/// in less, and Kilo's own agent has found its nodes.
+/// How long orphaned programs keep acting where it is not known which agent comes next: a pod is replaced
+/// in less time, and Kilo's own agent has found its nodes by then.
 const ALONE: Duration = Duration::from_secs(60);
 
-/// What decides that.
+/// What a stop depends on.
 pub struct Leaving {
     /// Pins end with this container.
     ends: bool,
     /// How programs are attached.
     attach: AttachMode,
-    /// Who knows which image comes next.
+    /// Finds out which image comes next.
     successor: Option<Successor>,
     /// The way to the API server, if there is one.
     client: Option<Client>,

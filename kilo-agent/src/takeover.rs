@@ -65,12 +65,12 @@ impl Deadline {
     }
 }
 
-/// When somebody who waits has last said so.
+/// When an agent that waits last logged that it does.
 #[derive(Debug, Default)]
 struct Reminder(Option<Instant>);
 
 impl Reminder {
-    /// Whether it is time to say it, for the first time or again.
+    /// Whether it is time to log it, for the first time or again.
     fn is_due(&mut self, now: Instant) -> bool {
         let due = self.0.is_none_or(|last| now.saturating_duration_since(last) >= REMIND);
         if due {
@@ -79,7 +79,7 @@ impl Reminder {
         due
     }
 
-    /// Whether it was said.
+    /// Whether it was logged.
     fn waits(&self) -> bool {
         self.0.is_some()
     }

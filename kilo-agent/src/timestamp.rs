@@ -14,7 +14,7 @@ use serde::{Deserialize, Serialize};
 pub struct Timestamp(pub i64);
 
 impl Timestamp {
-    /// Now.
+    /// The present time.
     pub fn now() -> Self {
         SystemTime::now().into()
     }

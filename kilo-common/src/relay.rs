@@ -60,7 +60,7 @@ pub const START: u8 = 1;
 /// One message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Message {
-    /// What it says.
+    /// Kind of message.
     pub kind: Kind,
     /// [`BOUND`], [`BOTH`], [`START`].
     pub flags: u8,

@@ -100,7 +100,7 @@ pub enum Verdict {
 /// The first 40 bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Header {
-    /// What it says.
+    /// Kind of signal.
     pub kind: Kind,
     /// Its whole length in bytes, a multiple of 8.
     pub length: usize,
@@ -181,7 +181,7 @@ pub struct Words<'a>(&'a [[u8; 8]]);
 
 /// A list of words: read from a signal, or made to be written.
 pub trait List {
-    /// How many.
+    /// Number of words.
     fn count(&self) -> usize;
     /// One of them; 0 when there is none.
     fn get(&self, at: usize) -> u64;
@@ -214,7 +214,7 @@ impl Words<'_> {
     }
 }
 
-/// What stands behind the header. Ids are the first 8 bytes of SHA-256 of a node's
+/// What follows the header. Ids are the first 8 bytes of SHA-256 of a node's
 /// public key.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Body<L> {
@@ -232,7 +232,7 @@ pub enum Body<L> {
     Question {
         /// Which question.
         id: u32,
-        /// How long the witness waits for its own probes, ms: who asks knows the way better.
+        /// How long the witness waits for its own probes, ms: the asking node knows the path better.
         patience: u32,
     },
     /// VERDICT.
@@ -244,18 +244,18 @@ pub enum Body<L> {
     },
     /// ADOPT, HANDOVER.
     Members {
-        /// The sender's own secret for who gets this, as its kernel says it in PRESENT: of this boot.
+        /// The sender's own secret for the receiver, as its kernel reports it in PRESENT: of this boot.
         cookie: u64,
-        /// For how long what is complained about has lasted, in ms; 0: it is a wish.
+        /// How long the fault has lasted, in ms; 0: there is none, it is a wish.
         age: u32,
-        /// Whom it is about.
+        /// Members it is about.
         members: L,
     },
     /// HELLO.
     Hello {
         /// Whether its own tunnels work.
         is_fit: bool,
-        /// Whether its own tunnels lose probes while packets come out of them: they carry more than they can.
+        /// Whether its own tunnels lose probes while packets come out of them: they are overloaded.
         is_busy: bool,
         /// Whether it leads members in the signal's term.
         leads: bool,
@@ -268,13 +268,13 @@ pub enum Body<L> {
     },
     /// CLAIM, MOVED, END.
     Claim {
-        /// Whose they are from now on.
+        /// Gateway that the prefixes belong to from now on.
         gateway: u64,
         /// What belongs to no single member (WireGuard address, allowed-location-ips).
         shared: Shared,
         /// Which part of how many.
         part: (u16, u16),
-        /// Whose prefixes.
+        /// Members whose prefixes move.
         members: L,
     },
     /// PREPARE, READY.
@@ -286,7 +286,7 @@ pub enum Body<L> {
     },
 }
 
-/// What a CLAIM says of the prefixes that belong to no single member.
+/// What becomes of the prefixes that belong to no single member, by a CLAIM.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[repr(u32)]
 pub enum Shared {
@@ -313,7 +313,7 @@ impl Shared {
 /// A whole signal; `L` is [`Words`] when read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Signal<L> {
-    /// What it says.
+    /// Kind of signal.
     pub kind: Kind,
     /// As in [`Header`].
     pub nonce: u64,
@@ -323,7 +323,7 @@ pub struct Signal<L> {
     pub sender: u64,
     /// As in [`Header`].
     pub location: u64,
-    /// What stands behind the header.
+    /// What follows the header.
     pub body: Body<L>,
 }
 

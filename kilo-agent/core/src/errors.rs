@@ -30,7 +30,7 @@ impl Explained {
     }
 }
 
-/// Without a cause.
+/// An error without a cause.
 impl From<String> for Explained {
     fn from(text: String) -> Self {
         Self { text, cause: None }

@@ -1,4 +1,4 @@
-//! Addresses and routes of a host, as they shall be.
+//! Desired addresses and routes of a host.
 
 use std::{collections::BTreeSet, net::IpAddr};
 

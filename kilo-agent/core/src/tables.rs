@@ -1,4 +1,4 @@
-//! Content of the BPF maps, as it shall be.
+//! Desired content of the BPF maps.
 
 use std::{collections::BTreeMap, net::IpAddr};
 

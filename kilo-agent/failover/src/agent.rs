@@ -27,11 +27,11 @@ use crate::{
 /// What an agent finds when it starts.
 #[derive(Clone, Debug)]
 pub struct Start {
-    /// Now.
+    /// Time of the start.
     pub now: Micros,
-    /// What its numbers count from: of later starts in one boot it is later. Other boots do not matter.
+    /// What its numbers count from: later starts in one boot have a later one. Other boots do not matter.
     pub clock: u64,
-    /// The kernel's word.
+    /// The kernel's word: term and gateway.
     pub word: (Term, NodeId),
     /// Members its kernel has marked `NODE_LED`.
     pub led: Vec<NodeId>,
@@ -57,9 +57,9 @@ pub(crate) struct Gateway {
     wished: Micros,
     /// Until when the location is taken to be overloaded.
     overloaded_until: Micros,
-    /// When it was said last that it is overloaded.
+    /// When an overload was last reported.
     busy_said: Option<Micros>,
-    /// Since when it is one, as far as this agent knows.
+    /// Since when this node is a gateway, as far as this agent knows.
     pub(crate) since: Micros,
 }
 

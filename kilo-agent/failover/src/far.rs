@@ -29,7 +29,7 @@ pub enum Refused {
 pub struct Acting {
     owners: BTreeMap<NodeId, (Term, NodeId)>,
     shared: (Term, NodeId),
-    /// How far terms are, by CLAIMs that were refused: who has started a moment ago knows nothing.
+    /// How far terms are, by CLAIMs that were refused: an agent that has just started knows nothing.
     led_up: Term,
     check: Option<Check>,
     /// Since when the acting leader has claimed others than Kilo's, and in which term.
@@ -39,8 +39,8 @@ pub struct Acting {
     spent_until: Micros,
 }
 
-/// After so long a gateway has named everybody who follows it: it claims all anew every 10 s, and what is not answered
-/// every second.
+/// After this long a gateway has named all members that follow it: it claims all anew every 10 s, and what
+/// is not answered every second.
 const NAMED_ALL: Micros = 15 * SEC;
 
 /// Probes to an old leader whose shared prefixes are claimed.

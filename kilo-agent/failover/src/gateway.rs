@@ -57,19 +57,20 @@ pub struct Lead {
 }
 
 impl Lead {
-    /// CLAIMs wait so long for more members, while some do not follow yet: what members send by this gateway is lost
-    /// until far leaders have moved them.
+    /// How long CLAIMs wait for more members while some do not follow yet: what members send by this
+    /// gateway is lost until far leaders have moved them.
     const BATCH: Micros = 2 * MS;
-    /// Everything is claimed again so often: a far leader whose agent forgot terms, or
+    /// How often everything is claimed again: a far leader whose agent forgot terms, or
     /// whose WireGuard was set up anew, learns them.
     const REFRESH: Micros = 10 * SEC;
-    /// After so many questions and ANNOUNCEs to a silent member no more are sent: it asks, or has another leader.
+    /// After this many ROLLs and ANNOUNCEs to a silent member no more are sent: it asks, or has another
+    /// leader.
     const TRIES: u32 = 9;
 
-    /// So many times a member is believed to have the cookie that it has said before.
+    /// How many times a member is assumed to have the cookie that it reported before.
     const TRUSTED: u32 = 3;
 
-    /// Leads nobody yet.
+    /// A leadership without members yet.
     pub fn new(sender: Sender, term: Term, fars: &[Far], now: Micros) -> Self {
         let moved = fars.iter().map(|far| (*far, BTreeSet::new())).collect();
         let refresh = now + Self::REFRESH;
@@ -150,7 +151,7 @@ impl Lead {
         }
     }
 
-    /// Leads these, too.
+    /// Leads these members, too.
     pub fn add(&mut self, members: impl IntoIterator<Item = NodeId>, now: Micros) {
         for member in members {
             if matches!(self.members.get(&member), None | Some(Led::Before(_))) {

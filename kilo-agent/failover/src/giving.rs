@@ -76,7 +76,7 @@ impl Agent {
         self.go_on_planned(turn);
     }
 
-    /// What is due.
+    /// Takes the steps of a planned change that are due.
     pub(crate) fn go_on_planned(&mut self, turn: &mut Turn<'_>) {
         let Some(gateway) = &mut self.gateway else { return };
         let planned = &mut gateway.planned;
@@ -95,7 +95,7 @@ impl Agent {
         self.gives(acts, turn);
     }
 
-    /// PREPARE, or READY.
+    /// Handles PREPARE or READY.
     pub(crate) fn change(&mut self, from: NodeId, signal: &Signal, turn: &mut Turn<'_>) {
         let Body::Change { gateway: named, .. } = signal.body else { return };
         if !self.place.gateways.contains(&from) {
@@ -170,7 +170,7 @@ impl Agent {
     fn divert(&mut self, to: NodeId, term: Term, turn: &mut Turn<'_>) {
         let (me, now) = (self.place.me, turn.now);
         let Some(gateway) = &self.gateway else { return };
-        // Who has said nothing lately may use this node, too; far leaders know who does not.
+        // Members that were not heard lately may use this node, too; far leaders know which do not.
         let may_use = |node: &NodeId| gateway.roll.last(*node).is_none_or(|present| present.word.1 == me);
         let mut users: Vec<NodeId> = self.place.nodes.iter().copied().filter(may_use).collect();
         users.extend(gateway.lead.iter().flat_map(Lead::members));

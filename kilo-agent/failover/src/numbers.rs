@@ -1,5 +1,5 @@
-//! Whether what changes who leads is said for the first time. No clock decides that: of each sender a number grows
-//! within one boot, and the boot is the one whose secret the sender's kernel says when it is asked.
+//! Whether a signal that changes who leads is new. No clock decides that: each sender's number grows within
+//! one boot, and the boot is the one whose secret the sender's kernel reports when it is asked.
 
 use std::collections::BTreeMap;
 
@@ -25,7 +25,7 @@ struct Waiting {
     asked: Micros,
 }
 
-/// Numbers by sender.
+/// Numbers that were received, by sender.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Numbers {
     /// HELLO has numbers of its own: it overtakes what is said several times.
@@ -33,12 +33,12 @@ pub(crate) struct Numbers {
     waiting: BTreeMap<NodeId, Waiting>,
 }
 
-/// What a number says.
+/// What a number shows of a signal.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Said {
     /// It was not heard before.
     New,
-    /// It was said twice, so that one is not lost.
+    /// It was received a moment ago: signals are sent twice, so that one is not lost.
     Twice,
     /// Somebody has recorded it.
     Replayed,
@@ -107,8 +107,9 @@ fn cookie(signal: &Signal) -> Option<u64> {
 }
 
 impl Agent {
-    /// Whether a signal may count: it has no number, or one that is new in the sender's boot. Of another boot
-    /// than its kernel has said it waits until that is asked again: the sender may have booted since.
+    /// Whether a signal may count: it has no number, or one that is new in the sender's boot. If the boot
+    /// is not the one that the sender's kernel reported, the signal waits until that is asked again: the
+    /// sender may have booted.
     pub(crate) fn is_new(&mut self, from: NodeId, signal: &Signal, turn: &mut Turn<'_>) -> bool {
         let Some(cookie) = cookie(signal) else { return true };
         let (sender, now) = (self.sender(), turn.now);
@@ -130,7 +131,7 @@ impl Agent {
         said == Said::New
     }
 
-    /// A kernel has said of which boot it is: what waited for that counts, or is of an earlier one.
+    /// A kernel has reported its boot: signals that waited for that count now, or are of an earlier one.
     pub(crate) fn boot_is(&mut self, from: NodeId, boot: u64, turn: &mut Turn<'_>) {
         let waiting = self.gateway.as_mut().and_then(|own| own.numbers.waiting.remove(&from));
         let Some(Waiting { signals, asked }) = waiting.filter(|waiting| waiting.asked + SEC > turn.now)

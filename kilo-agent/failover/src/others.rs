@@ -101,12 +101,12 @@ impl Others {
         self.said.get(&gateway).is_some_and(|said| said.state.is_fit && said.at + within > now)
     }
 
-    /// Whether one of them has said lately that its tunnels carry more than they can.
+    /// Whether one of them has reported lately that its tunnels are overloaded.
     pub fn is_any_busy(&self, params: &Params, now: Micros) -> bool {
         self.said.values().any(|said| said.state.is_busy && said.at + params.heard > now)
     }
 
-    /// Whether one of them has said lately that it leads in a later term.
+    /// Whether one of them has reported lately that it leads in a later term.
     pub fn is_led_since(&self, params: &Params, term: Term, now: Micros) -> bool {
         let leads = |said: &Said| said.state.leads && said.state.term > term && said.at + params.heard > now;
         self.said.values().any(leads)

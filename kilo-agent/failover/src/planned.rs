@@ -86,11 +86,11 @@ pub enum Act {
     End(Far, Term),
     /// Lead these in this term: far leaders have moved them.
     Lead(Term, Vec<NodeId>),
-    /// Tell the giver that it has ended.
+    /// Report to the giver that the change has ended.
     Done(Term),
-    /// It has ended.
+    /// The change has ended: the taker leads.
     Given,
-    /// It did not end: lead them again, in a term after this one.
+    /// The change did not end: lead them again, in a term after this one.
     TakeBack(Term),
     /// The taker does not answer, or some far leader does not answer it: nothing has changed.
     GiveUp,
@@ -99,11 +99,11 @@ pub enum Act {
 /// The leader that gives.
 #[derive(Clone, Debug)]
 pub struct Giver {
-    /// To whom.
+    /// Gateway that is to lead.
     pub to: NodeId,
-    /// Why.
+    /// Why leadership changes.
     pub cause: Cause,
-    /// Whom: END names them.
+    /// Members that are given: END names them.
     pub members: Vec<NodeId>,
     fars: Vec<Far>,
     asks_until: Micros,
@@ -167,7 +167,7 @@ impl Giver {
         }
     }
 
-    /// What is due.
+    /// Steps that are due.
     pub fn wake_up(&mut self, now: Micros) -> Vec<Act> {
         if self.is_over {
             return Vec::new();
@@ -197,9 +197,9 @@ impl Giver {
 /// The gateway that is to lead.
 #[derive(Clone, Debug)]
 pub struct Taker {
-    /// Who gives.
+    /// Leader that gives.
     pub from: NodeId,
-    /// Why.
+    /// Why leadership changes.
     pub cause: Cause,
     term: Term,
     /// Far leaders that have not answered yet.
@@ -226,7 +226,7 @@ impl Taker {
         }
     }
 
-    /// Its term.
+    /// Term in which this gateway is to lead.
     pub fn term(&self) -> Term {
         self.term
     }
@@ -255,7 +255,7 @@ impl Taker {
         self.asked.iter().copied()
     }
 
-    /// Whether it has said that it is ready: packets may come from the giver.
+    /// Whether it has sent READY: packets may come from the giver.
     pub fn is_ready(&self) -> bool {
         self.asked.is_empty()
     }
@@ -276,11 +276,11 @@ impl Taker {
             return is_last.then_some(Act::Ready(self.term)).into_iter().collect();
         }
         if self.is_done {
-            // The giver says END again: it was not heard.
+            // The giver sends END again: the answer was lost.
             return vec![Act::Done(self.term)];
         }
         let Some(parts) = self.moves.get_mut(&far) else { return Vec::new() };
-        // What is said of a part again could grow without end.
+        // Parts that are named again could let this grow without end.
         if parts.get_or_insert_with(|| (0..part.1).collect()).remove(&part.0) {
             self.members.extend(moved);
         }

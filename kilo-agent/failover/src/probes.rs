@@ -84,10 +84,10 @@ impl Default for RoundTrip {
 }
 
 impl RoundTrip {
-    /// Longer ones say more about the receiver than about the way.
+    /// Longer round trips say more about the receiver than about the path.
     const LONGEST: Micros = 400 * MS;
 
-    /// One was measured.
+    /// Takes a round trip that was measured.
     pub fn measured(&mut self, trip: Micros) {
         if trip > Self::LONGEST {
             return;

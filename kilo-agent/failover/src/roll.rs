@@ -4,10 +4,10 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use crate::{Micros, NodeId, SEC, Term};
 
-/// What a member's kernel said last.
+/// What a member's kernel last reported.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Present {
-    /// When.
+    /// When it answered.
     pub at: Micros,
     /// The nonce of the ROLL it answered; what it is told next bears it, too.
     pub nonce: u64,

@@ -20,15 +20,15 @@ struct Round {
 /// What follows from what is known.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Decision {
-    /// Nothing now.
+    /// Do nothing now.
     Wait,
     /// Ask witnesses, and call the roll.
     Ask,
-    /// It would, and has done so too often.
+    /// It would take over, but has done so too often.
     OverBudget,
     /// Take over: the location but those, or this node alone.
     Take {
-        /// The location.
+        /// Whether it takes the location, or itself only.
         all: bool,
         /// Witnesses whose way works.
         but: Vec<NodeId>,
@@ -39,11 +39,11 @@ pub enum Decision {
 pub struct Scene<'a> {
     /// Times and counts.
     pub params: &'a Params,
-    /// Now.
+    /// Time of the decision.
     pub now: Micros,
-    /// The leader's way.
+    /// Probes of the way through the leader.
     pub detector: &'a Detector,
-    /// The own way.
+    /// Probes of the own tunnels.
     pub tunnels: &'a Tunnels,
     /// Whether the location has no third node: nobody can be a witness.
     pub alone: bool,
@@ -87,7 +87,7 @@ impl Sentinel {
         self.round = Some(Round { id, asked, works, failed, deadline, waits: None });
     }
 
-    /// A witness answers.
+    /// Takes a witness's answer.
     pub fn verdict(&mut self, from: NodeId, id: u32, verdict: Verdict) {
         let Some(round) = self.round.as_mut().filter(|round| round.id == id && round.asked.contains(&from))
         else {

@@ -9,16 +9,16 @@ pub enum Input {
     Wake,
     /// A kernel answered a probe. `at`: when it arrived, by this kernel's clock.
     Answer {
-        /// Which.
+        /// Nonce of the probe.
         nonce: u64,
-        /// When.
+        /// When the answer arrived.
         at: Micros,
     },
     /// A signal whose tag or tunnel has been checked, from `from`.
     Signal {
         /// The node whose key it was.
         from: NodeId,
-        /// What it says.
+        /// The signal.
         signal: Signal,
     },
     /// The kernel's word: who this node's packets use, and since which term.
@@ -69,7 +69,7 @@ pub enum Way {
 pub enum Given {
     /// Its tunnels are silent.
     Silent,
-    /// Its link, address or route went.
+    /// Its link, address or route has gone.
     LinkDown,
     /// It tries the way, before others follow.
     Trial,
@@ -84,50 +84,50 @@ pub enum Note {
     Suspects(NodeId),
     /// It takes over from this leader; `all`: the location, else itself only.
     TakesOver {
-        /// From whom.
+        /// Leader it takes over from.
         from: NodeId,
-        /// Everybody, or itself only.
+        /// Whether it takes the location, or itself only.
         all: bool,
         /// Since when the leader is silent.
         since: Micros,
     },
     /// It leads what this leader gives it.
     IsGiven {
-        /// By whom.
+        /// Leader that gives.
         from: NodeId,
-        /// Why.
+        /// Why it gives.
         why: Given,
     },
     /// It leads a member that asked for it.
     Adopts(NodeId),
     /// It has given leadership to this gateway.
     Gives {
-        /// To whom.
+        /// Gateway that leads now.
         to: NodeId,
-        /// Why; `None`: it cannot lead any more.
+        /// Why it gives; `None`: it cannot lead any more.
         cause: Option<Cause>,
     },
     /// It sends its own packets by this gateway, to see whether others could.
     Tries(NodeId),
     /// It would give leadership to this gateway, which is not ready.
     NotReady(NodeId),
-    /// It leads again: what it gave to this gateway did not arrive everywhere.
+    /// It leads again: this gateway did not take over.
     TakesBack(NodeId),
-    /// Its signal was refused: its term comes after many more changes than are known.
+    /// Its signal was refused: its term is implausibly far ahead.
     Leaps(NodeId),
-    /// Its signal was refused: it has said that before, or in another boot.
+    /// Its signal was refused: it is replayed, or from another boot.
     Replayed(NodeId),
-    /// It would take over, and has done so too often.
+    /// It would take over, but has done so too often.
     OverBudget,
     /// Its tunnels lose probes while packets come out of them: it carries more than it can, and leads on.
     Busy,
-    /// Of several leaders it takes so many nodes that are its own.
+    /// As one of several leaders, it takes this many nodes that are to use it.
     TakesHome(usize),
 }
 
 /// What a step may use: the time, random numbers, and where results go.
 pub struct Turn<'a> {
-    /// Now.
+    /// Time of this step.
     pub now: Micros,
     /// Gives 64 random bits.
     pub random: &'a mut dyn FnMut() -> u64,
@@ -148,7 +148,7 @@ impl Turn<'_> {
         self.later.push((self.now + pause, output));
     }
 
-    /// A nonce.
+    /// A random nonce.
     pub fn nonce(&mut self) -> u64 {
         (self.random)()
     }

@@ -44,7 +44,7 @@ pub enum LockError {
     Refused {
         /// The file.
         path: PathBuf,
-        /// Why.
+        /// The error underneath.
         source: io::Error,
     },
 }
@@ -59,7 +59,7 @@ pub struct Lock {
 
 impl Drop for Lock {
     fn drop(&mut self) {
-        // While it is still held: whoever opened the file before looks whether it is still there.
+        // While it is still held: a process that opened the file before checks whether it still exists.
         if let Some(path) = &self.file {
             let _ = fs::remove_file(path);
         }

@@ -1,16 +1,16 @@
-//! A dead leader whose heartbeat nodes without failover go on waiting for: its `last-seen` becomes 0.
+//! A dead leader whose heartbeat nodes without failover would still wait for: its `last-seen` is set to 0.
 
 use std::{sync::Arc, time::Duration};
 
 use super::Agent;
 use crate::backend::Backend;
 
-/// Pauses after tries to say that a leader is dead, in seconds: the API server may have been there, too, and a
+/// Pauses between attempts to mark a dead leader, in seconds: the API server may have run on that node, and a
 /// snapshot may lack the last heartbeat. A minute later the heartbeat is too old for everybody.
 const PAUSES: [u32; 16] = [1, 1, 2, 2, 3, 3, 5, 5, 5, 5, 5, 5, 5, 5, 5, 5];
 
 impl<B: Backend> Agent<B> {
-    /// Says of a dead leader that it is, beside the reconciles, for nodes without failover.
+    /// Marks a dead leader as dead for nodes without failover, beside the reconciles.
     pub(super) fn declare_dead(&self) {
         let Some(failover) = &self.failover else { return };
         let Some(node) = failover.declares_dead() else { return };
@@ -21,8 +21,9 @@ impl<B: Backend> Agent<B> {
     }
 }
 
-/// Tries until it is said, while it is still true; whether this one has said it. Each try compares with the newest
-/// heartbeat that is known: one that is written meanwhile is not lost. `unit`: of the pauses.
+/// Tries until the leader is marked, while it is still dead; returns whether this agent has marked it. Each
+/// try compares with the newest heartbeat that is known: one that is written meanwhile is not lost. `unit`:
+/// of the pauses.
 async fn say(backend: &impl Backend, node: &str, is_dead: impl Fn() -> bool, unit: Duration) -> bool {
     let snapshots = backend.watch();
     for pause in PAUSES {

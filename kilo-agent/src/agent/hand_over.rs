@@ -38,7 +38,7 @@ const BRIDGED: Duration = Duration::from_secs(600);
 /// Flows that are not forgotten by then stay untranslated, and are kept in.
 const FORGETTING: Duration = Duration::from_secs(5);
 
-/// The programs end so much later than the rules begin to keep in what they steered.
+/// How long the programs still act after the rules begin to keep in what they steered.
 const OVERLAP: Duration = Duration::from_secs(2);
 /// Programs that are removed at once end by themselves only after this, which is longer than flows and tunnel devices
 /// take: without programs those devices hand on what anybody sends.
@@ -49,8 +49,8 @@ const REMOVED_BY: Duration = Duration::from_secs(60);
 pub enum Programs {
     /// They go at once.
     Removed,
-    /// They go on steering for so long, or until an agent replaces them; then they let every
-    /// packet by. Only those on clsact hooks outlive their pins.
+    /// They keep steering for this long, or until an agent replaces them; then they let every
+    /// packet pass. Only those on clsact hooks outlive their pins.
     LeftFor(Duration),
 }
 

@@ -19,13 +19,14 @@ use kilo_core::{
 /// A reconcile that goes on failing for the same reason is spoken of again after this.
 const AGAIN: Duration = Duration::from_secs(60);
 
-/// Stand-bys of one location are spoken of again after this.
+/// Stand-bys of one location are logged again after this.
 const STAND_BYS_AGAIN: Duration = Duration::from_secs(600);
 
-/// That several leaders are asked for in vain is said after this: agents that are just told of it answer sooner.
+/// Delay of the warning that several leaders are configured but cannot lead: agents that have just been
+/// configured so follow sooner.
 const ONE_LEADER_AFTER: Duration = Duration::from_secs(60);
 
-/// What has been said.
+/// What has been logged.
 #[derive(Debug, Default)]
 pub struct LogLimiter {
     /// Objects that are ignored, and why.
@@ -36,9 +37,9 @@ pub struct LogLimiter {
     conflicts: Vec<Conflict>,
     /// The endpoint of this node that other locations may not reach.
     private_endpoint: Option<Endpoint>,
-    /// When stand-bys of which location were spoken of.
+    /// When stand-bys of which location were last logged.
     stand_bys: BTreeMap<String, Instant>,
-    /// Since when several leaders are asked for in vain, and whether that was said.
+    /// Since when several leaders are configured but cannot lead, and whether that was logged.
     one_leader: Option<(Instant, bool)>,
     /// The table of neighbours is too small.
     neighbours: bool,
@@ -48,7 +49,7 @@ pub struct LogLimiter {
     unknown_headers: BTreeMap<String, u16>,
     /// No interface leads out of the host.
     no_uplink: bool,
-    /// By what failed.
+    /// Failures by the step that failed.
     failures: BTreeMap<&'static str, Failure>,
 }
 

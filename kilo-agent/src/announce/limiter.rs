@@ -1,4 +1,4 @@
-//! How much is said: a burst, and then one at a time.
+//! A rate limit for lines and Events: a burst, and then one at a time.
 
 use std::time::{Duration, Instant};
 
@@ -7,7 +7,7 @@ const BURST: u32 = 50;
 /// Then one in this time.
 const EACH: Duration = Duration::from_secs(2);
 
-/// Tokens for what is said.
+/// Tokens for lines or Events.
 #[derive(Debug)]
 pub struct Limiter {
     left: u32,

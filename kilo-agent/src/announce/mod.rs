@@ -34,32 +34,32 @@ use crate::{
     timestamp::Timestamp,
 };
 
-/// Tunnels are looked at this often.
+/// How often tunnels are looked at.
 const LOOK: Duration = Duration::from_secs(5);
 /// Reading a device with many prefixes takes at most this part of the time.
 const SHARE: u32 = 400;
-/// But it looks so often.
+/// But it is read at least this often.
 const LOOK_AT_LEAST: Duration = Duration::from_secs(60);
 /// A node that is starting is not in the mesh for this long at most.
 const STARTS: Duration = Duration::from_secs(30);
 
-/// What is needed to say anything.
+/// What reporting needs.
 pub struct Context<B> {
-    /// Takes Events.
+    /// Where Events are written.
     pub backend: Arc<B>,
     /// The node of this agent.
     pub node: String,
-    /// For gauges.
+    /// Gauges of locations and tunnels.
     pub metrics: Metrics,
-    /// Learns what is degraded.
+    /// Where degraded tunnels are recorded.
     pub health: Health,
     /// What the reconciles show.
     pub view: watch::Receiver<Arc<View>>,
-    /// Ends it.
+    /// Cancelled when the task is to end.
     pub stop: CancellationToken,
 }
 
-/// Says what changes until told to stop.
+/// Reports changes until it is stopped.
 pub async fn run<B: Backend>(context: Context<B>) {
     let now = Instant::now();
     let mut view = context.view.clone();
@@ -173,7 +173,7 @@ impl<B: Backend> Announcer<B> {
         is_news.then_some(Change::Role { from: Role::Out, to: role }).into_iter().collect()
     }
 
-    /// Looks at the tunnels, and says what has waited.
+    /// Looks at the tunnels, and reports what has waited.
     async fn look(&mut self) {
         let now = Instant::now();
         if let Some(left_out) = self.lines.left_out(now) {

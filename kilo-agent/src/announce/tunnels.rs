@@ -200,7 +200,7 @@ mod tests {
         View { node: "n1".to_owned(), mesh: mesh.into(), ..View::default() }
     }
 
-    /// Bytes go to everybody for half a minute, and nobody answers; what is said, and told in Events.
+    /// Bytes go to everybody for half a minute, and nobody answers; returns what is logged, and the Events.
     fn degraded(view: &View, then: &View) -> (Vec<String>, Vec<EventReason>) {
         let (start, mut watched, mut told) = (Instant::now(), Watched::default(), Vec::new());
         let mut look = |view: &View, second: u64| {

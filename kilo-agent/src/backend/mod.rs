@@ -59,12 +59,12 @@ impl BackendError {
     }
 }
 
-/// When a VPN peer and a leader last shook hands.
+/// The last handshake of a VPN peer with a leader.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Handshake {
-    /// When.
+    /// When it took place.
     pub time: Timestamp,
-    /// From where that leader hears the peer.
+    /// Endpoint of the peer as that leader sees it.
     pub endpoint: Option<SocketAddr>,
 }
 
@@ -130,8 +130,8 @@ pub trait Backend: Send + Sync + 'static {
         None
     }
 
-    /// Says that a node is dead, unless it has said otherwise since: its `last-seen` becomes 0 if it is
-    /// still this, which nodes with Kilo take for the end of it, too. Returns whether something was written.
+    /// Marks a node as dead, unless it has renewed its heartbeat since: its `last-seen` becomes 0 if it is
+    /// still this, by which nodes with Kilo take it for dead, too. Returns whether something was written.
     fn declare_dead(
         &self,
         node: &str,

@@ -12,8 +12,8 @@ use kilo_failover::{
 use super::{site::Site, thread::Thread};
 use crate::far::{APART, FarGateway, FarLocation, PATIENCE, SEED, claimed, locations_are, prefixes};
 
-/// What the device had before the agent started is believed for so long without a CLAIM: three
-/// of them, as gateways repeat theirs.
+/// How long what the device had before the agent started is believed without a CLAIM: as long as
+/// gateways take to repeat theirs three times.
 const SEEDED: Micros = 30 * SEC;
 
 impl Thread {

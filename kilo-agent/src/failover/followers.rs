@@ -1,5 +1,5 @@
 //! VPN peers that follow gateways (`kgctl connect`): each gateway claims its members to them as it does to far
-//! leaders, and waits for none of them. To one that has said nothing for a while nothing is sent.
+//! leaders, and waits for none of them. To one that has not been heard for a while nothing is sent.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -16,9 +16,9 @@ use crate::far::HELLO;
 
 /// One that has missed three HELLOs is away.
 const COUNTS: Micros = 3 * HELLO + 5 * SEC;
-/// Claims wait so long for more members.
+/// How long claims wait for more members.
 const BATCH: Micros = 2 * MS;
-/// Everything is sent to one again at most so often.
+/// Least time between two times that everything is sent to one again.
 const ANEW: Micros = SEC;
 
 /// What one of them knows.

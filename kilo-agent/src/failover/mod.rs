@@ -77,7 +77,7 @@ struct Shared {
 #[derive(Clone, Debug, Default)]
 struct Said {
     acting: Arc<Acting>,
-    /// The thread has said anything.
+    /// The thread has published something.
     is_told: bool,
     /// The term in which this node leads its location.
     leading: Option<u64>,
@@ -88,11 +88,11 @@ struct Said {
     successions: Vec<String>,
 }
 
-/// A leader that is to be said to be dead.
+/// A leader that is to be marked as dead.
 #[derive(Clone, Debug)]
 struct Dead {
     node: String,
-    /// The agent has begun to say so.
+    /// The agent has begun to mark it.
     is_taken: bool,
 }
 
@@ -198,8 +198,8 @@ impl Failover {
         if said.is_told { said.leading } else { written }
     }
 
-    /// Looks whether anybody asks for several active leaders, before this node says what it knows: one that
-    /// joined without would be one that knows none.
+    /// Checks whether any node asks for several active leaders, before this node publishes what it
+    /// supports: one that joined without would count as one that supports a single leader only.
     pub fn hears_of(&mut self, snapshot: &Snapshot) {
         let asks = |node: &Node| node.gateway || node.leaders.is_some_and(|leaders| leaders > 1);
         self.several_asked = self.options.leaders > 1 || snapshot.nodes.iter().any(|node| asks(&node));

@@ -191,12 +191,12 @@ impl FailoverMetrics {
         }
     }
 
-    /// Leadership was taken.
+    /// Counts a leadership that this node has taken.
     pub fn failover(&self, cause: &'static str) {
         self.failovers.get_or_create(&CauseLabel { cause }).inc();
     }
 
-    /// A lost leader was replaced after this time without an answer through it.
+    /// Records how long no answer came through a lost leader until it was replaced.
     pub fn outage(&self, outage: Micros) {
         self.outages.observe(outage as f64 / SEC as f64);
     }

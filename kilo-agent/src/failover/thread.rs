@@ -43,7 +43,7 @@ pub struct Tools {
     pub counters: CounterReader,
 }
 
-/// It looks around so often at least: a record of the ring may come without a wake-up.
+/// Longest time between two looks at the ring: a record may come without a wake-up.
 const LONGEST_WAIT: Micros = 1_000_000;
 /// Between two reports for those who look, when nothing changes.
 const REPORT: Micros = 1_000_000;

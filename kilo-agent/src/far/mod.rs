@@ -29,7 +29,7 @@ pub const SEED: Term = Term::from_bits(1);
 /// The term of what nobody claimed when others were claimed.
 pub const UNCLAIMED_TERM: Term = Term::from_bits(2);
 
-/// A VPN peer that follows says that it is there so often.
+/// How often a VPN peer that follows reports that it is there.
 pub const HELLO: Micros = 10 * SEC;
 
 /// Another location.

@@ -48,9 +48,9 @@ const LOOK_RARELY: Duration = Duration::from_secs(60);
 pub struct Context {
     /// Private key of this node.
     pub key: SecretKey,
-    /// WireGuard's port.
+    /// UDP port of the WireGuard device.
     pub port: u16,
-    /// `--relay`.
+    /// Whether tunnels may go through relays (`--relay`).
     pub relay: settings::Relay,
     /// The mesh and the device, as reconciles publish them.
     pub view: watch::Receiver<MeshView>,
@@ -58,20 +58,20 @@ pub struct Context {
     pub relays: Relays,
     /// Wakes the reconcile loop.
     pub changed: Arc<Notify>,
-    /// For gauges.
+    /// Gauges of tunnels and relayed pairs.
     pub metrics: Metrics,
-    /// Ends it.
+    /// Cancelled when the task is to end.
     pub stop: CancellationToken,
 }
 
-/// Programs and maps.
+/// Programs and maps that the task uses.
 #[derive(Debug)]
 pub struct Tools {
-    /// Sends.
+    /// Sends messages from WireGuard's port.
     pub signals: Signals,
-    /// Ports and keys.
+    /// Maps of relayed ports and of keys.
     pub maps: RelayMaps,
-    /// What was heard.
+    /// Ring of messages that the programs report.
     pub ring: RelayRing,
 }
 
@@ -376,7 +376,7 @@ impl Task {
     }
 }
 
-/// How long a look counts that took so long.
+/// How long a reading of the device counts, by how long it took.
 fn until_next_look(took: Duration, uses: bool) -> Duration {
     if uses {
         LOOK.max((took * SHARE).min(LOOK_SELDOM))

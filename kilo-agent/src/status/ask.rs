@@ -45,15 +45,15 @@ pub enum AskError {
         error_chain(source.as_ref())
     )]
     Unreachable {
-        /// Where.
+        /// URL that was asked.
         url: String,
-        /// Why.
+        /// The error underneath.
         source: Cause,
     },
     /// Somebody answers, but no agent that knows `/status`.
     #[error("the server at {url} is not an agent of this version: {source}")]
     Answer {
-        /// Where.
+        /// URL that was asked.
         url: String,
         /// What came.
         source: Cause,
@@ -61,7 +61,7 @@ pub enum AskError {
     /// The agent wants a token.
     #[error("the agent at {url} requires a token to show its status: {said}")]
     Token {
-        /// Where.
+        /// URL that was asked.
         url: String,
         /// What it says.
         said: String,

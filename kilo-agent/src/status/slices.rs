@@ -56,7 +56,7 @@ impl SlicesStatus {
         })
     }
 
-    /// In a line.
+    /// A one-line summary.
     pub fn line(&self, now: Timestamp) -> String {
         let ago =
             self.renewed.map(|renewed| format!(" (alive {} ago)", now.since(renewed))).unwrap_or_default();

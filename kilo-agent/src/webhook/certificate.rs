@@ -21,7 +21,7 @@ pub enum CertificateError {
     Read {
         /// The file.
         path: PathBuf,
-        /// Why.
+        /// The error underneath.
         source: io::Error,
     },
     /// A file has no PEM of the wanted kind.
@@ -41,7 +41,7 @@ pub enum CertificateError {
         certificate: PathBuf,
         /// The key's file.
         key: PathBuf,
-        /// Why.
+        /// The error underneath.
         source: rustls::Error,
     },
 }

@@ -75,7 +75,7 @@ pub enum WebhookError {
     Listen {
         /// Address of the flag.
         address: SocketAddr,
-        /// Why.
+        /// The error underneath.
         source: io::Error,
     },
 }

@@ -10,7 +10,7 @@ use crate::{
 };
 
 /// Where this host's WireGuard sends what is for a gateway of a location. A stand-by's private
-/// address is taken if somebody said so, or a route leads there: else it lies behind its own
+/// address is taken if an annotation forces it, or a route leads there: else it lies behind its own
 /// location's leader, and the stand-by speaks first.
 pub(super) fn gateway_endpoint(inputs: &Inputs<'_>, member: &Member, leads: bool) -> Option<SocketAddr> {
     let endpoint = member_endpoint(inputs, member)?;

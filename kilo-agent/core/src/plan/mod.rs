@@ -88,13 +88,13 @@ struct Own<'a> {
     leads: bool,
     /// It is the leader or a stand-by: both have all peers and tables.
     is_gateway: bool,
-    /// It carries what belongs to no single member, as the leader or in its place.
+    /// It carries the prefixes that belong to no single member, as the leader or in its place.
     acts: bool,
-    /// Who does.
+    /// The acting leader.
     acting: Option<&'a Member>,
     /// In which term; [`Term::NONE`]: as Kilo's rule says.
     term: Term,
-    /// Who does leads although Kilo's rule names another by now, in no term so far.
+    /// The acting leader leads although Kilo's rule names another by now, in no term so far.
     stays: bool,
     /// All gateways, as places among the members, Kilo's leader first.
     gateways: Vec<usize>,

@@ -341,7 +341,7 @@ impl Pair {
         }
     }
 
-    /// For how long bytes have been sent in vain, if that says something.
+    /// For how long bytes have been sent without an answer, if that is significant.
     fn silence(&self, seen: &Seen, now: Instant) -> Duration {
         let Some((since, before)) = self.unanswered else { return Duration::ZERO };
         let silence = now.saturating_duration_since(since);

@@ -78,7 +78,7 @@ pub struct Seen {
     pub id: NodeId,
     /// Time since the last handshake; `None` = there was none.
     pub handshake_age: Option<Duration>,
-    /// Bytes sent to it so far, attempts to shake hands among them.
+    /// Bytes sent to it so far, handshake attempts included.
     pub sent: u64,
     /// Bytes received from it so far.
     pub received: u64,

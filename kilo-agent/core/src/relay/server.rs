@@ -14,7 +14,7 @@ use super::{NodeId, Output, RESTS, fresh::Latest, mapped};
 pub const MOST_PAIRS: usize = 500;
 /// Most pairs of one node.
 const MOST_OF_A_NODE: usize = 64;
-/// A pair of which nothing was heard, and for which nothing was sent on, is forgotten after this.
+/// A pair from which nothing was heard, and for which nothing was relayed, is forgotten after this.
 const IDLE: Duration = Duration::from_secs(180);
 /// An end that the own WireGuard does not reach, and from which nothing came for this long, is lost.
 const LOST: Duration = Duration::from_secs(30);
@@ -241,7 +241,7 @@ impl Server {
         self.answers.retain(|_, (since, _)| now.saturating_duration_since(*since) < Duration::from_secs(2));
     }
 
-    /// The table of ports as it shall be.
+    /// The desired table of ports.
     pub fn table(&self) -> BTreeMap<u16, Port> {
         let both = |pair: &Allotment| {
             let [one, other] = pair.ends;

@@ -26,7 +26,7 @@ pub struct ActingLocation {
 /// Every location by its id ([`signal_id::location`]).
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Acting {
-    /// By id.
+    /// What is known of each location, by its id.
     pub locations: BTreeMap<u64, ActingLocation>,
     /// Members of the own location that this node leads.
     pub led: BTreeSet<NodeId>,
@@ -184,7 +184,7 @@ impl Gateways {
         self.term > Term::NONE && self.term.count() == 0
     }
 
-    /// Index in `order` of the gateway a member uses, as far as it has said so itself.
+    /// Index in `order` of the gateway a member uses, as far as it has reported that itself.
     pub fn of_member(&self, location: Option<&ActingLocation>, member: NodeId) -> usize {
         let said = location.and_then(|location| location.members.get(&member));
         let said = said.filter(|(term, _)| *term > Term::NONE);

@@ -181,7 +181,7 @@ impl Liveness {
             });
             let seen = match known {
                 Some(known) if known.value == last_seen => known,
-                // Somebody has said that it is dead, for those who would wait for its heartbeat.
+                // Another node has marked it as dead, for those that would wait for its heartbeat.
                 Some(known) if last_seen == 0 => {
                     Observation { value: 0, changed: None, ready: false, ..known }
                 }
@@ -427,7 +427,7 @@ mod tests {
         // The API server was away for two minutes.
         let all = [member("a", 9_880), member("b", 9_880), member("c", 9_880), resting("d", Some(30), 9_880)];
         assert_eq!(at_start(all), [true, true, true, true]);
-        // Others like it are heard, or somebody has said that it is dead.
+        // Others like it are heard, or another node has marked it as dead.
         let leader = |name, seen| resting(name, Some(30), seen);
         let all = [leader("a", 9_990), member("b", 9_880), member("c", 1_000), leader("d", 9_880)];
         assert_eq!(at_start(all), [true, true, false, false], "most like them are heard");

@@ -18,7 +18,7 @@ pub enum PeerAcceptance {
     Refused {
         /// One word, as reasons of conditions are.
         reason: &'static str,
-        /// A sentence.
+        /// Why, in a sentence.
         why: String,
     },
 }

@@ -17,7 +17,7 @@ pub enum TunnelEnd {
     },
     /// A VPN peer.
     Peer {
-        /// Its name.
+        /// Name of the Peer object.
         peer: String,
         /// It has no fixed endpoint and connects by itself: its absence is no fault.
         roams: bool,

@@ -29,7 +29,7 @@ pub enum Change {
     ListenPort(u16),
     /// A new peer, or new values of one.
     SetPeer(PublicKey, PeerUpdate),
-    /// Prefixes that nobody shall have any more, taken from their peers
+    /// Prefixes that no peer is to have any more, taken from their peers
     /// without touching what else those have.
     Release(Vec<IpNet>),
     /// A peer that goes.
@@ -105,7 +105,7 @@ pub fn diff(current: &DeviceState, plan: &WireguardPlan, private_key: &SecretKey
     }
     // WireGuard silently refuses a peer with the device's own key.
     let wanted = || plan.peers.iter().filter(|(key, _)| **key != own);
-    // What a peer gets, and what it has and shall not have.
+    // What a peer gets, and what it has and is to lose.
     let (mut claimed, mut unclaimed) = (BTreeSet::new(), Vec::new());
     // A host of the mesh: what is sent there would be encrypted again, for another peer.
     let hosts = LazyCell::new(|| {

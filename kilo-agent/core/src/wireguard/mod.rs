@@ -1,5 +1,5 @@
 //! WireGuard as values: keys, endpoints, configuration files, the UAPI protocol, and the
-//! difference between what a device has and what it shall have.
+//! difference between what a device has and what it should have.
 
 pub mod conf;
 pub mod diff;

@@ -1,5 +1,5 @@
-//! Tunnels that packets are sent into and nobody answers from. WireGuard says nothing of it: without traffic it
-//! shakes no hands, so an old handshake alone means nothing.
+//! Tunnels that packets are sent into and whose other end does not answer. WireGuard does not report that:
+//! without traffic it makes no handshakes, so an old handshake alone means nothing.
 
 use std::{
     collections::BTreeMap,
@@ -20,16 +20,16 @@ const QUIET: Duration = Duration::from_secs(180);
 pub struct Sample {
     /// Time since the last handshake; `None` = there was none.
     pub handshake_age: Option<Duration>,
-    /// Bytes sent to it so far, attempts to shake hands among them.
+    /// Bytes sent to it so far, handshake attempts included.
     pub sent_bytes: u64,
 }
 
-/// What has become of a tunnel.
+/// A change in the state of a tunnel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Turn {
     /// The first handshake.
     Up,
-    /// Bytes are sent, and nobody answers.
+    /// Bytes are sent, and the other end does not answer.
     Silent,
     /// It was silent, and there is a handshake.
     Answers,
@@ -63,7 +63,7 @@ impl Tunnels {
         turns
     }
 
-    /// Those that are silent, and for how long bytes have been sent in vain.
+    /// The silent tunnels, and for how long bytes have been sent without an answer.
     pub fn silent(&self, now: Instant) -> impl Iterator<Item = (PublicKey, Duration)> {
         let silent = self.0.iter().filter(|(_, tunnel)| tunnel.is_silent);
         silent.filter_map(move |(key, tunnel)| {

@@ -1,4 +1,4 @@
-//! The state of a WireGuard device: what it has, and what it shall have.
+//! The state of a WireGuard device: what it has, and what it should have.
 
 use std::{
     collections::{BTreeMap, BTreeSet},

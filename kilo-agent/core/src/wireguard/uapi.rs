@@ -30,7 +30,7 @@ pub struct SetRequest {
 /// A peer's part of `set=1`; `None` stays as it is.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SetPeer {
-    /// Which peer.
+    /// Public key of the peer.
     pub public_key: PublicKey,
     /// Remove it.
     pub remove: bool,

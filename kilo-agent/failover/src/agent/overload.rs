@@ -9,8 +9,8 @@ impl Gateway {
         self.lead.is_some() || word.1 == me
     }
 
-    /// Looks whether the location sends more than its leader carries: the load goes with leadership, so what was
-    /// seen of one leader is true of the next one, too.
+    /// Checks whether the location sends more than its leader carries: the load follows leadership, so what
+    /// was seen of one leader is true of the next one, too.
     pub(super) fn looks_for_overload(
         &mut self,
         params: &Params,

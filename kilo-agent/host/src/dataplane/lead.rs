@@ -103,8 +103,8 @@ impl Signals {
         Ok(self.lead.get(&LEAD_ACTING, 0)?)
     }
 
-    /// Moves the acting leader's word to a later term; whether that is one, the own agent knows. Returns
-    /// the word that stands then.
+    /// Moves the acting leader's word to a later term, as this agent has decided. Returns the word the map
+    /// holds afterwards.
     ///
     /// # Errors
     /// When the program cannot be run.
@@ -121,7 +121,7 @@ impl Signals {
     }
 
     /// Moves the acting leader's word from one to another of the same or a later term, as when a
-    /// gateway's hop id goes. Returns the word that stands then.
+    /// gateway's hop id goes. Returns the word the map holds afterwards.
     ///
     /// # Errors
     /// When the program cannot be run.

@@ -268,7 +268,7 @@ pub struct PinnedMaps {
 }
 
 impl PinnedMaps {
-    /// Opens nothing yet.
+    /// The pinned maps of this directory; each is opened when it is first used.
     pub const fn of(directory: PathBuf) -> Self {
         Self { directory, opened: BTreeMap::new() }
     }

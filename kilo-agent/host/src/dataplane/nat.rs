@@ -21,7 +21,7 @@ use kilo_common::{
 
 use super::{DataplaneError, batch, open_pin};
 
-/// Between two sweeps.
+/// Time between two sweeps.
 pub const PERIOD: Duration = Duration::from_secs(30);
 /// Between two sweeps while the table is more than half full.
 pub const BUSY_PERIOD: Duration = Duration::from_secs(5);
@@ -31,7 +31,7 @@ pub const PROMPT: Duration = Duration::from_secs(1);
 /// What one sweep found.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Sweep {
-    /// Entries that stay.
+    /// Entries left after the sweep.
     pub entries: usize,
     /// Entries that were removed.
     pub removed: usize,

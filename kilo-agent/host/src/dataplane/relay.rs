@@ -83,7 +83,7 @@ impl RelayMaps {
     }
 }
 
-/// Writes what differs between the content of a map as it was written last and as it shall be; returns the number
+/// Writes what differs between the content of a map as last written and the desired one; returns the number
 /// of writes.
 fn bring<K: Copy + Ord + Into<M>, M: Pod, V: Pod>(
     map: &mut HashMap<MapData, M, V>,

@@ -31,7 +31,7 @@ pub enum ForwardError {
     Program {
         /// Its name.
         program: String,
-        /// Why.
+        /// The error underneath.
         source: io::Error,
     },
     /// It refused.

@@ -9,7 +9,7 @@ use tokio::{io::AsyncWriteExt as _, process::Command};
 pub(super) enum ProgramError {
     /// It is missing or cannot be run.
     Run(io::Error),
-    /// It ended with an error, and said so.
+    /// It ended with an error; this is its standard error.
     Refused(String),
 }
 

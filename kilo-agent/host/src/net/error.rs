@@ -45,7 +45,7 @@ pub enum NetError {
     Sysctl {
         /// File.
         path: &'static str,
-        /// Why.
+        /// The error underneath.
         source: io::Error,
     },
     /// Something that was there a moment ago.

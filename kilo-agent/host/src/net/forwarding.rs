@@ -15,7 +15,7 @@ const IPV6: &str = "/proc/sys/net/ipv6/conf/all/forwarding";
 const IPV6_INTERFACES: &str = "/proc/sys/net/ipv6/conf";
 
 /// Turns forwarding on where it is off, for IPv6 only when the mesh has such
-/// prefixes; returns the number of writes. What cannot be turned on is said,
+/// prefixes; returns the number of writes. What cannot be turned on is logged,
 /// and stops nothing else.
 pub fn enable(ipv6: bool) -> u64 {
     let mut writes = turn_on(IPV4, "IPv4", "net.ipv4.ip_forward=1");

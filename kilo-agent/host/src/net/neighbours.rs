@@ -50,7 +50,7 @@ fn warning(count: usize, size: usize, family: &str) -> Option<String> {
     })
 }
 
-/// Those of ours.
+/// Neighbours that this agent has made.
 pub async fn read(rtnl: &Rtnl) -> Result<BTreeSet<Neighbour>, NetError> {
     let request = RouteNetlinkMessage::GetNeighbour(NeighbourMessage::default());
     let answers = rtnl.dump("list neighbours", request).await?;

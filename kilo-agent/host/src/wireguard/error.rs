@@ -50,12 +50,12 @@ pub enum WireguardError {
     OtherBackend {
         /// Interface name.
         name: String,
-        /// What there is.
+        /// Kind of device that exists.
         found: &'static str,
-        /// What was asked for.
+        /// Kind of device that was requested.
         wanted: &'static str,
     },
-    /// No module.
+    /// The kernel has no WireGuard module.
     #[error(
         "this kernel has no WireGuard ({0}); load its module on the host (modprobe wireguard), or apply the manifest \
          of your platform that ends in -userspace.yaml (--wireguard=userspace)"
@@ -74,7 +74,7 @@ pub enum WireguardError {
         /// Why the process did not start.
         userspace: Box<WireguardError>,
     },
-    /// No rights.
+    /// The agent lacks the right to create a device.
     #[error("creating {0} was refused; the agent needs CAP_NET_ADMIN in this network namespace")]
     MissingCapability(String),
     /// The interface went away or was replaced since it was opened.
@@ -98,7 +98,7 @@ pub enum WireguardError {
     /// Another userspace process serves this interface.
     #[error("a userspace WireGuard process for {0} is running already")]
     AlreadyRunning(String),
-    /// No TUN device.
+    /// A TUN device cannot be created.
     #[error(
         "cannot create the TUN device {name}: {}; the process needs /dev/net/tun and CAP_NET_ADMIN",
         error_chain(source.as_ref())
@@ -122,7 +122,7 @@ pub enum WireguardError {
     KeyFile {
         /// File.
         path: PathBuf,
-        /// Why.
+        /// The error underneath.
         source: io::Error,
     },
     /// The key file holds something else; it is not overwritten.

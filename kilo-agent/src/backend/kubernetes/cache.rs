@@ -1,4 +1,4 @@
-//! What the watches have said so far: translated objects only, and how urgent
+//! What the watches have delivered so far: translated objects only, and how urgent
 //! each change is.
 
 use std::{
@@ -27,7 +27,7 @@ pub enum Urgency {
     Never,
     /// Only a regular heartbeat.
     Later,
-    /// Something else.
+    /// Anything else.
     Now,
 }
 
@@ -51,7 +51,7 @@ pub trait Kept: Sized {
     /// Whether there is a value of this name.
     fn contains(name: &str, all: &Self::All) -> bool;
 
-    /// Their names.
+    /// Names of all objects.
     fn names(all: &Self::All) -> impl Iterator<Item = &str>;
 }
 
@@ -210,7 +210,7 @@ impl<T: Kept> Store<T> {
         urgency
     }
 
-    /// All valid ones.
+    /// All valid objects.
     pub const fn values(&self) -> &T::All {
         &self.values
     }

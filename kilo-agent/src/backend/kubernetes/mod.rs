@@ -339,7 +339,7 @@ fn report(error: watcher::Error, asked: Asked<'_>) {
 }
 
 /// Hands on snapshots: at once when something happened, a little later when
-/// it is only a heartbeat, and never so often that it costs much.
+/// it is only a heartbeat, and never often enough to cost much.
 async fn hand_on(shared: Arc<Shared>, sender: watch::Sender<Arc<Snapshot>>) {
     let collected = async || {
         shared.later.notified().await;

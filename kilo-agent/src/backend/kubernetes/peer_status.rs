@@ -25,8 +25,8 @@ use kilo_core::{
 };
 
 /// Writes the statuses that differ, and an Event about each that was accepted or refused; returns how many
-/// statuses. A cluster set up for Kilo has neither the right nor the sub-resource: that is said once per
-/// change of the peers, for debugging, and is no error.
+/// statuses. A cluster set up for Kilo has neither the right nor the sub-resource: that is logged once per
+/// change of the peers, at level debug, and is no error.
 ///
 /// # Errors
 /// When the API server is out of reach.
@@ -139,7 +139,7 @@ fn present(object: &DynamicObject) -> Option<PeerStatus> {
     serde_json::from_value(status.clone()).ok()
 }
 
-/// What shall stand there.
+/// The status that the object should have.
 fn status(acceptance: &PeerAcceptance, present: Option<&PeerStatus>, now: Timestamp) -> PeerStatus {
     let accepted = acceptance.is_accepted();
     let status = if accepted { "True" } else { "False" };

@@ -240,7 +240,7 @@ mod tests {
             assert!(lines.lines().all(|line| line.starts_with("  ") && line.len() <= 100), "{path}: {help}");
             let mut own = 0;
             for line in lines.lines().filter(|line| line.contains("kgctl ")) {
-                // Up to what the shell does with it, or what is said of it.
+                // Up to what the shell does with it, or the remark behind it.
                 let example = &line[line.find("kgctl ").unwrap()..];
                 let end = ["  ", " | ", " >", ")", " #"].iter().filter_map(|end| example.find(end)).min();
                 let example = &example[..end.unwrap_or(example.len())];

@@ -264,7 +264,7 @@ pub async fn follow(
     let Some(status) = status.await else { bail!("the connection to the command broke") };
     match status.status.as_deref() {
         Some("Success") => Ok(true),
-        // It has said why on its stderr.
+        // It has written the reason to its stderr.
         _ if status.reason.as_deref() == Some("NonZeroExitCode") => Ok(false),
         _ => bail!("{}", status.message.unwrap_or_else(|| "the command could not be run".to_owned())),
     }

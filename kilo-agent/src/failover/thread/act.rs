@@ -47,8 +47,8 @@ impl Thread {
         }
     }
 
-    /// Sends so much of what members are to be told that this thread is not late for what comes meanwhile: a late one
-    /// discards what it knows, and the ring has room for some hundred answers.
+    /// Sends no more announcements to members at a time than lets this thread be in time for what comes
+    /// meanwhile: a late one discards what it knows, and the ring has room for some hundred answers.
     pub(super) fn send_asks(&mut self, site: &Site) {
         for _ in 0..BURST {
             let Some((node, signal)) = self.asks.take_next() else { return };

@@ -1,5 +1,5 @@
-//! What the API server has said of tokens, for a short time and for a bounded number. Tokens themselves are
-//! not kept, only their digests.
+//! What the API server has answered about tokens, kept for a short time and for a bounded number. Tokens
+//! themselves are not kept, only their digests.
 
 use std::{
     collections::HashMap,
@@ -18,7 +18,7 @@ const ALLOWED: Duration = Duration::from_secs(60);
 const REFUSED: Duration = Duration::from_secs(5);
 /// Answers that are kept.
 const MOST: usize = 256;
-/// Tokens of which it is kept that they were good. Asking about all of them and each path once a minute is
+/// How many tokens are remembered as accepted. Asking about all of them and each path once a minute is
 /// within what a [`Reviewer`](super::Reviewer) asks about known tokens.
 const MOST_GOOD: usize = 256;
 
@@ -42,7 +42,7 @@ pub struct Cache {
 #[derive(Debug, Default)]
 struct Kept {
     answers: HashMap<(Secret, &'static str), Known>,
-    /// Tokens that were allowed something since they were last unknown, and when that was said last.
+    /// Tokens that were allowed something since they were last unknown, and when that was last.
     good: HashMap<Secret, Instant>,
 }
 

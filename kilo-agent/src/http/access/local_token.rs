@@ -1,4 +1,4 @@
-//! The token of those who are on the node: a file that root and the agent can read. Who has it could read the
+//! The token for kgctl on the node: a file that root and the agent can read. Whoever has it could read the
 //! node's private key beside it just as well.
 
 use std::{fs, io, io::Write as _, path::Path};
@@ -10,7 +10,7 @@ use super::cache::{Secret, digest};
 pub struct LocalToken(Secret);
 
 impl LocalToken {
-    /// Of this text.
+    /// The token that this text is.
     pub fn of(text: &str) -> Self {
         Self(digest(text))
     }

@@ -26,13 +26,13 @@ const WHILE: Duration = Duration::from_secs(1);
 /// What is known of a token and a path.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Finding {
-    /// Its owner may.
+    /// Its owner may see the path.
     Allowed,
-    /// It is nobody's.
+    /// The API server does not know the token.
     Unknown,
-    /// Its owner may not.
+    /// Its owner, of this name, may not see the path.
     Forbidden(String),
-    /// Nobody says; why not.
+    /// The API server has not answered, for this reason.
     Unanswered(String),
 }
 
@@ -43,11 +43,11 @@ type PendingReview = Pin<Box<dyn Future<Output = Finding> + Send>>;
 pub enum Whose {
     /// The API server has allowed it something before.
     Known,
-    /// Anybody's.
+    /// Any other token.
     Stranger,
 }
 
-/// Asks about tokens, so and so often.
+/// Asks the API server about tokens, at a limited rate.
 pub struct Reviewer {
     ask: Arc<dyn Fn(String, &'static str) -> PendingReview + Send + Sync>,
     known: Budget,

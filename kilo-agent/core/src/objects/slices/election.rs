@@ -8,7 +8,7 @@ use std::{
 use crate::objects::Nodes;
 
 /// The place of a node among those that could write, 0 first: nodes of the control plane before others, then by
-/// a number that depends on the name alone. Nodes that do not live do not count.
+/// a number that depends on the name alone. Dead nodes do not count.
 pub fn rank(nodes: &Nodes, own: &str) -> usize {
     let Some(own) = nodes.get(own) else { return usize::MAX };
     let place = |name: &str, control_plane: bool| (Reverse(control_plane), hash(name));
@@ -34,7 +34,7 @@ pub const fn poll_seconds(rank: usize) -> u64 {
     }
 }
 
-/// An index that has not changed for so long has no writer: it renews it each minute.
+/// An index that has not changed for this long has no writer, since a writer renews it each minute.
 pub const NO_WRITER: Duration = Duration::from_secs(150);
 
 /// Whether somebody writes slices, by when the index changed, by the own clock.

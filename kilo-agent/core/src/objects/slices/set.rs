@@ -142,7 +142,7 @@ impl SliceSet {
         self.slices.iter().filter(|(_, slice)| !slice.missing).map(|(name, _)| name.as_str())
     }
 
-    /// What is wrong, if anything; what was said before still counts.
+    /// Checks the set; while it fails, what slices said before still counts.
     ///
     /// # Errors
     /// When the slices do not say everything.

@@ -7,15 +7,15 @@ use std::{
 
 use super::Incomplete;
 
-/// Slices that are wrong, or late, are waited for so long: their writer mends them in a second, and another takes its
-/// place within half a minute.
+/// How long agents wait for slices that are wrong or late: their writer repairs them in a second, and
+/// another takes its place within half a minute.
 const PATIENCE: Duration = Duration::from_secs(45);
-/// After Nodes had to be read, slices must be right for so long.
+/// How long slices must be right before they are read again instead of Nodes.
 const AGAIN: Duration = Duration::from_secs(60);
-/// All agents may change at once, and each lists all nodes: of so many bytes each, and the API server is to send so
-/// many a second.
+/// All agents may switch at once, and each then lists all nodes, of this many bytes each; the API server is
+/// to send no more than [`EGRESS`] bytes a second.
 const NODE_BYTES: f64 = 7e3;
-/// The same of who begins to read slices.
+/// Bytes of a node for agents that switch to slices.
 const ENTRY_BYTES: f64 = 500.0;
 const EGRESS: f64 = 50e6;
 const MOST_SPREAD: Duration = Duration::from_mins(4);

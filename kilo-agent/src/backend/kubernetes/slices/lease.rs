@@ -10,13 +10,14 @@ use k8s_openapi::{
 use kilo_core::objects::slices::{LEASE, Observed};
 use kube::{Api, api::PostParams};
 
-/// Others wait so long for the next renewal: a writer that dies is replaced within this time and a few seconds.
+/// How long others wait for the next renewal: a writer that dies is replaced within this time and a few
+/// seconds.
 pub(super) const VALID: Duration = Duration::from_secs(20);
-/// A write each few seconds is all that the election costs.
+/// How often the Lease is renewed: one write each time is all that the election costs.
 pub(super) const RENEWED: Duration = Duration::from_secs(7);
 /// Nothing is written after this time without renewal: others may begin five seconds later.
 const TRUSTED: Duration = Duration::from_secs(15);
-/// No request about it takes longer.
+/// Longest time that a request about it may take.
 const ANSWER: Duration = Duration::from_secs(5);
 
 /// A Lease that this agent has, or looks at.
@@ -28,16 +29,16 @@ pub(super) struct Held {
     renewed: Instant,
 }
 
-/// What became of a try.
+/// Result of an attempt to take the Lease.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Tried {
     /// This agent has the Lease.
     Has,
-    /// Another has it.
+    /// Another agent has it.
     Another,
     /// This account may not have it.
     Refused(String),
-    /// Nobody knows; another try may tell.
+    /// It is not known who has it; another attempt may show that.
     Failed(String),
 }
 

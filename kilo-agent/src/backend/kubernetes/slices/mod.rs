@@ -41,11 +41,11 @@ use super::{
     follow,
 };
 
-/// A right that is missing now may be there later: asked about so often, give or take a fifth.
+/// How often a right that is missing is asked about again, give or take a fifth: it may be granted later.
 const AGAIN: Duration = Duration::from_mins(10);
 /// Slices are listed within this time, or Nodes are read meanwhile.
 const LISTED: Duration = Duration::from_secs(10);
-/// What is not told by an event is looked at so often.
+/// How often what no event announces is looked at.
 const LOOK: Duration = Duration::from_secs(5);
 
 /// What all parts of this share.

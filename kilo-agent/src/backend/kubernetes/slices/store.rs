@@ -15,7 +15,8 @@ use crate::backend::kubernetes::cache::Urgency;
 /// from one to another.
 const GONE: Duration = Duration::from_secs(1);
 
-/// A loss of so many nodes at once, and of more than a third, is doubted for as long as a writer may take to mend it.
+/// A loss of this many nodes at once, and of more than a third, is doubted for as long as a writer may take
+/// to repair it.
 const MANY: usize = 3;
 const DOUBTED: Duration = Duration::from_secs(45);
 

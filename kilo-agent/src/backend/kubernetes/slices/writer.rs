@@ -24,7 +24,7 @@ use super::{
 };
 use crate::timestamp::Timestamp;
 
-/// Changes are collected for so long.
+/// How long changes are collected before they are written.
 const DEBOUNCE: Duration = Duration::from_millis(200);
 /// Slices written at once.
 const BURST: usize = 8;
@@ -40,13 +40,13 @@ const MOST_RETRY: Duration = Duration::from_mins(1);
 const LASTING: u32 = 4;
 /// The index is written again after this time, so that others know that somebody writes.
 const RENEWED: Duration = Duration::from_mins(1);
-/// Who may not write, or does not hear itself, leaves it to another for so long.
+/// How long an agent that may not write, or does not hear itself, leaves the Lease to another.
 const RESIGNED: Duration = Duration::from_mins(1);
-/// No write takes longer: the Lease is to be renewed.
+/// Longest time that a write may take: the Lease is to be renewed.
 const ANSWER: Duration = Duration::from_secs(4);
-/// Where the Lease is refused, it is asked for again so seldom: the right may come back, and somebody must write.
+/// How often a Lease that was refused is asked for again: the right may come back, and some agent must write.
 const REFUSED: Duration = Duration::from_mins(1);
-/// Before the own Node is known, nobody can say who writes.
+/// Pause while the own Node is not known, without which it is not known who writes.
 const UNKNOWN: Duration = Duration::from_millis(500);
 /// A list of Nodes that misses many is confirmed after this time.
 const CONFIRM: Duration = Duration::from_secs(5);
@@ -92,7 +92,7 @@ pub(super) async fn run(context: Arc<Context>) {
     }
 }
 
-/// Says until dropped that this agent writes.
+/// Reports, until dropped, that this agent writes.
 struct Writing<'a>(&'a Context);
 
 impl Drop for Writing<'_> {

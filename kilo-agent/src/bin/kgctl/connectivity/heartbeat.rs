@@ -8,7 +8,7 @@ use kube::ResourceExt as _;
 
 /// When the run that holds the namespace last was there, in seconds since 1970 by its own clock.
 pub const ANNOTATION: &str = "kilo.squat.ai/connectivity-test-heartbeat";
-/// Between two heartbeats.
+/// Time between two heartbeats.
 pub const PERIOD: Duration = Duration::from_secs(5);
 /// A run without one for this long has ended.
 pub const STALE: Duration = Duration::from_secs(30);
@@ -26,15 +26,16 @@ pub fn made(namespace: &Namespace) -> String {
 /// The run that holds a namespace.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Holder {
-    /// It has shown itself.
+    /// Its heartbeat has changed.
     Runs,
-    /// It has not, yet.
+    /// Its heartbeat has not changed yet.
     Unknown,
-    /// It has not for so long that it has ended.
+    /// Its heartbeat has not changed for [`STALE`]: the run has ended.
     Gone,
 }
 
-/// What was seen of a namespace first. Only change says that its holder is there: another machine's clock may be wrong.
+/// What was seen of a namespace first. Only a change shows that its holder runs: another machine's clock
+/// may be wrong.
 #[derive(Debug)]
 pub struct Observed {
     uid: Option<String>,

@@ -31,14 +31,14 @@ pub struct Cell {
     /// The location of that node.
     #[serde(skip)]
     pub from_location: String,
-    /// What was asked.
+    /// What kind of destination was probed.
     pub target: Target,
-    /// Its name.
+    /// Name of the destination.
     pub to: String,
     /// The location of a node or of a pod's node; empty for others.
     #[serde(skip)]
     pub to_location: String,
-    /// How.
+    /// Protocol of the probe.
     pub kind: Kind,
     /// The address, with its port.
     pub address: std::net::SocketAddr,
@@ -120,14 +120,14 @@ pub struct Finding {
 /// All that was tried.
 #[derive(Clone, Debug, Default, Serialize)]
 pub struct Report {
-    /// Single probes.
+    /// All probes with their results.
     pub probes: Vec<Cell>,
     /// What is known of the mesh besides.
     pub findings: Vec<Finding>,
 }
 
 impl Report {
-    /// Nothing failed.
+    /// True when nothing failed.
     pub fn is_good(&self) -> bool {
         self.probes.iter().all(|cell| cell.error.is_none())
             && self.findings.iter().all(|finding| finding.good != Some(false))

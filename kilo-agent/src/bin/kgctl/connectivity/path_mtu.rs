@@ -55,7 +55,7 @@ pub fn forbid_fragments(socket: &UdpSocket, is_ipv4: bool) -> io::Result<()> {
     Ok(())
 }
 
-/// The largest packet that the path of a connected socket takes, as far as it has said.
+/// The largest packet that the path of a connected socket carries, as far as the kernel has learned.
 pub fn of(socket: &UdpSocket, is_ipv4: bool) -> io::Result<usize> {
     let mtu = if is_ipv4 { getsockopt(socket, IpMtu)? } else { getsockopt(socket, MtuV6)? };
     usize::try_from(mtu).map_err(io::Error::other)

@@ -47,18 +47,18 @@ pub enum Kind {
 /// One path to try.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Probe {
-    /// What the asker calls it.
+    /// Number that the answer repeats.
     pub id: usize,
-    /// How.
+    /// Protocol of the probe.
     pub kind: Kind,
-    /// Whom.
+    /// Address and port to probe.
     pub to: SocketAddr,
 }
 
-/// What came of it.
+/// Result of a probe.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Answer {
-    /// As asked.
+    /// Number of the probe.
     pub id: usize,
     /// Why it failed; `None` = it did not.
     pub error: Option<String>,
