@@ -37,15 +37,7 @@ pub fn there_and_back(cluster: &Cluster) -> Result<String> {
     let Some(original) = Original::find()? else {
         return Err(Skipped("neither Kilo's program nor its source is here ($KILO_GO_SOURCE)").into());
     };
-    original.load(cluster)?;
-    let _tunnels = if deploy::has_ipip() { None } else { Some(Tunnels::keep(cluster)?) };
-    let removed = removal::by_kgctl(cluster).context("kgctl uninstall")?;
-    println!("    kgctl uninstall: {removed}");
-    keep_wireguard(cluster)?;
-    cluster.apply(&original.manifest()?)?;
-    deploy::roll(cluster, "kilo", 120)?;
-    cluster.kubectl(&["wait", "--for=condition=Ready", "nodes", "--all", "--timeout=60s"])?;
-    removal::renew_pods(cluster).context("Kilo itself")?;
+    let _tunnels = install(cluster, &original)?;
     let mut said = Vec::new();
     let mut step = |name: &str, code: &dyn Fn() -> Result<()>| -> Result<Step> {
         let step = measured(cluster, code).with_context(|| name.to_owned())?;
@@ -75,11 +67,7 @@ pub fn there_and_back(cluster: &Cluster) -> Result<String> {
     })?;
     let again = step("ours to Go again", &|| set_image(cluster, original::IMAGE))?;
     let clear = back.clear + taken.clear + left.clear + ours.clear + again.clear;
-    cluster.kubectl(&["-n", "kube-system", "delete", "ds", "kilo", "--cascade=foreground"])?;
-    for node in &cluster.nodes {
-        node.sh(LEFT_BY_KILO)?;
-    }
-    removal::put_back(cluster)?;
+    remove(cluster)?;
     if clear > 0 {
         bail!("{clear} packets with a pod's address were on the router after our agents had stopped");
     }
@@ -107,6 +95,29 @@ pub fn there_and_back(cluster: &Cluster) -> Result<String> {
         );
     }
     Ok(said.join("\n    "))
+}
+
+/// Puts Kilo's own program on every node in place of ours; what stands in for the kernel's IPIP goes with the value.
+pub fn install(cluster: &Cluster, original: &Original) -> Result<Option<Tunnels>> {
+    original.load(cluster)?;
+    let tunnels = if deploy::has_ipip() { None } else { Some(Tunnels::keep(cluster)?) };
+    let removed = removal::by_kgctl(cluster).context("kgctl uninstall")?;
+    println!("    kgctl uninstall: {removed}");
+    keep_wireguard(cluster)?;
+    cluster.apply(&original.manifest()?)?;
+    deploy::roll(cluster, "kilo", 120)?;
+    cluster.kubectl(&["wait", "--for=condition=Ready", "nodes", "--all", "--timeout=60s"])?;
+    removal::renew_pods(cluster).context("Kilo itself")?;
+    Ok(tunnels)
+}
+
+/// Takes Kilo's own DaemonSet away again and puts ours back.
+pub fn remove(cluster: &Cluster) -> Result<()> {
+    cluster.kubectl(&["-n", "kube-system", "delete", "ds", "kilo", "--cascade=foreground"])?;
+    for node in &cluster.nodes {
+        node.sh(LEFT_BY_KILO)?;
+    }
+    removal::put_back(cluster)
 }
 
 /// The process that holds the WireGuard device, where the kernel has none: as a device of the
