@@ -199,6 +199,9 @@ impl Agent {
         self.gateway.as_ref().and_then(|gateway| gateway.lead.as_ref())
     }
 
+    /// What is regular waits for the next wake-up no longer than that.
+    pub(crate) const WAITS: Micros = 100 * MS;
+
     /// When it has to be woken. Each wake-up costs more than what is done in it, so what is regular is done
     /// in the next one: a stand-by's probes of its leader come every interval, a leader's of its tunnels at
     /// every second or third.
@@ -218,7 +221,8 @@ impl Agent {
         let regular = [gateway.tunnels.next(), gateway.next_roll, gateway.next_hello, self.member.next()];
         let carrier = if gateway.detector.rests() { gateway.tunnels.next() } else { gateway.detector.wake() };
         let first = |times: &[Micros]| times.iter().copied().fold(Micros::MAX, Micros::min);
-        first(&soon).min(first(&regular).max(carrier))
+        let regular = first(&regular);
+        first(&soon).min(regular.max(carrier.min(regular.saturating_add(Self::WAITS))))
     }
 
     /// Takes everything that has come, then does what is due: what has arrived is

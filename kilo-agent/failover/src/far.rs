@@ -34,8 +34,8 @@ pub struct Acting {
     check: Option<Check>,
     /// Since when the acting leader has claimed others than Kilo's, and in which term.
     claims_others: Option<((Term, NodeId), Micros)>,
-    /// Whose claim moved something last, and when its budget of such changes is whole again.
-    moved: Option<(Term, NodeId)>,
+    /// The term in which each gateway's claim moved something last, and when the budget of such changes is whole again.
+    moved: BTreeMap<NodeId, Term>,
     spent_until: Micros,
 }
 
@@ -85,6 +85,7 @@ impl Acting {
     /// The location has these gateways now, Kilo's leader first. Who used another one uses that leader by now, as
     /// its kernel's word says; a gateway that claims it in the same term or later counts again.
     pub fn gateways_are(&mut self, gateways: &[NodeId]) {
+        self.moved.retain(|gateway, _| gateways.contains(gateway));
         let Some(first) = gateways.first() else { return };
         let is_gone = |gateway: NodeId| gateway != 0 && !gateways.contains(&gateway);
         for (term, gateway) in self.owners.values_mut().filter(|(_, gateway)| is_gone(*gateway)) {
@@ -211,8 +212,11 @@ impl Acting {
                 && (!is_end || self.may_end(*member, from, gateway))
         };
         let takes_shared = *shared != Shared::Stay && term > self.shared.0 && self.shared.1 != gateway;
-        if takes_shared || members.iter().any(would_move) {
-            self.spend(params, to, now)?;
+        // A gateway that asks whether it may lead would be refused when it does.
+        let asks = !is_end && members.is_empty() && term > self.latest();
+        let moves_any = takes_shared || members.iter().any(would_move);
+        if (moves_any || asks) && self.moved.get(&gateway) != Some(&term) {
+            self.spend(params, moves_any.then_some(to), now)?;
         }
         let mut moves = Vec::new();
         let mut has = Vec::new();
@@ -237,17 +241,17 @@ impl Acting {
         Ok(Step { gateway, moves, moves_shared, asks, answer })
     }
 
-    /// Something moves to that gateway in that term.
-    fn spend(&mut self, params: &Params, to: (Term, NodeId), now: Micros) -> Result<(), Refused> {
+    /// Something moves to that gateway in that term; `None`: something would.
+    fn spend(&mut self, params: &Params, to: Option<(Term, NodeId)>, now: Micros) -> Result<(), Refused> {
         let (burst, refill) = params.far_budget;
-        if self.moved == Some(to) {
-            return Ok(());
-        }
         let spent = self.spent_until.max(now) + refill;
         if spent > now + burst * refill {
             return Err(Refused::Rate);
         }
-        (self.moved, self.spent_until) = (Some(to), spent);
+        if let Some((term, gateway)) = to {
+            self.moved.insert(gateway, term);
+            self.spent_until = spent;
+        }
         Ok(())
     }
 

@@ -21,7 +21,7 @@ struct Heard {
 /// Signals of a boot that is not known, until the sender's kernel has been asked.
 #[derive(Clone, Debug, Default)]
 struct Waiting {
-    signals: Vec<Signal>,
+    signals: Vec<(Signal, Micros)>,
     asked: Micros,
 }
 
@@ -76,11 +76,15 @@ impl Numbers {
     /// A signal waits; whether its sender's kernel is to be asked.
     fn wait(&mut self, from: NodeId, signal: &Signal, now: Micros) -> bool {
         let waiting = self.waiting.entry(from).or_default();
-        if !waiting.signals.contains(signal) {
+        if signal.kind == Kind::Hello {
+            // The newest one says all.
+            waiting.signals.retain(|(signal, _)| signal.kind != Kind::Hello);
+        }
+        if !waiting.signals.iter().any(|(waits, _)| waits == signal) {
             if waiting.signals.len() >= Self::MOST {
                 waiting.signals.remove(0);
             }
-            waiting.signals.push(signal.clone());
+            waiting.signals.push((signal.clone(), now));
         }
         let asks = waiting.signals.len() == 1 || waiting.asked + Self::PAUSE <= now;
         if asks {
@@ -134,12 +138,9 @@ impl Agent {
     /// A kernel has reported its boot: signals that waited for that count now, or are of an earlier one.
     pub(crate) fn boot_is(&mut self, from: NodeId, boot: u64, turn: &mut Turn<'_>) {
         let waiting = self.gateway.as_mut().and_then(|own| own.numbers.waiting.remove(&from));
-        let Some(Waiting { signals, asked }) = waiting.filter(|waiting| waiting.asked + SEC > turn.now)
-        else {
-            return;
-        };
-        debug_assert!(asked <= turn.now);
-        for signal in signals {
+        let signals = waiting.map(|waiting| waiting.signals).unwrap_or_default();
+        let now = turn.now;
+        for (signal, _) in signals.into_iter().filter(|(_, since)| since + SEC > now) {
             if cookie(&signal) == Some(boot) {
                 self.signal(from, signal, turn);
             } else {

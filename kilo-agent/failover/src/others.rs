@@ -187,7 +187,7 @@ mod tests {
             others.hello(&params, now, 1, State { is_busy, ..LEADS }, &[]);
             assert_eq!(others.is_any_busy(&params, now), is_busy);
         }
-        assert!(!others.is_any_busy(&params, now + 500 * MS), "it says no more");
+        assert!(!others.is_any_busy(&params, now + params.heard), "it says no more");
         assert_eq!(others.all_losses(&params, now), 0);
         [2, 3].into_iter().for_each(|gateway| others.lost(&params, now, gateway));
         assert_eq!(others.all_losses(&params, now), 2);
@@ -202,9 +202,9 @@ mod tests {
             |others: &mut Others, at, is_fit| others.hello(&params, at, 1, State { is_fit, ..LEADS }, &[]);
         (0..50).for_each(|i| hello(&mut others, i * 200 * MS, true));
         assert_eq!(others.healthy_for(&params, 1, 9_800 * MS), 9_800 * MS);
-        assert_eq!(others.healthy_for(&params, 1, 10_400 * MS), 0, "silent");
-        hello(&mut others, 11 * SEC, true);
-        assert_eq!(others.healthy_for(&params, 1, 11 * SEC), 0, "it was silent");
+        assert_eq!(others.healthy_for(&params, 1, 9_800 * MS + params.heard), 0, "silent");
+        hello(&mut others, 11_100 * MS, true);
+        assert_eq!(others.healthy_for(&params, 1, 11_100 * MS), 0, "it was silent");
         hello(&mut others, 11_200 * MS, false);
         hello(&mut others, 11_400 * MS, true);
         assert_eq!(others.healthy_for(&params, 1, 11_500 * MS), 100 * MS);

@@ -123,6 +123,7 @@ impl Agent {
         let proof = self.params.interval * 3 / 2;
         let may = tunnels.is_fit(&self.params, now)
             && (age < proof || tunnels.proves(since + proof) && tunnels.were_good(since));
+        let is_itself = members == [from];
         // One that has joined or left this moment is not known to both.
         let members: Vec<_> =
             members.iter().copied().filter(|member| self.place.nodes.contains(member)).collect();
@@ -146,7 +147,7 @@ impl Agent {
         let itself = (uses == me || members.contains(&uses)).then_some(me);
         // One node alone is a trial, unless there are no others.
         let several = self.place.several.as_ref();
-        let is_trial = members[..] == [from] && self.place.nodes.len() > 2 && several.is_none();
+        let is_trial = is_itself && self.place.nodes.len() > 2 && several.is_none();
         let stays = is_trial || several.is_some_and(|several| several.acting.1 != from);
         let shared = if stays { Shared::Stay } else { Shared::Move };
         let why = match age {

@@ -73,11 +73,16 @@ impl Roll {
     /// It obeyed the ANNOUNCE of this nonce; `false`: nobody has told it that lately, so somebody repeats what it said.
     pub fn follows(&mut self, member: NodeId, nonce: u64, at: Micros, word: (Term, NodeId)) -> bool {
         let was_asked = self.was_asked(member, nonce);
-        if let Some(present) = self.members.get_mut(&member).filter(|_| was_asked) {
+        let Some(present) = self.members.get_mut(&member) else { return false };
+        if was_asked {
             present.at = at;
+        }
+        // It was told what it obeys after its last answer, although it was called twice since.
+        let was_told = was_asked || present.nonce == nonce;
+        if was_told {
             present.word = word;
         }
-        was_asked
+        was_told
     }
 
     fn was_asked(&self, member: NodeId, nonce: u64) -> bool {
@@ -134,7 +139,9 @@ mod tests {
         assert!(roll.heard(member, Present { at: 0, nonce: 5, cookie: 1, word }));
         assert!(roll.follows(member, 5, SEC, (Term::NONE.next(2), 2)));
         [6, 7].into_iter().for_each(|nonce| roll.asks(member, nonce));
-        assert!(!roll.follows(member, 5, 9 * SEC, word));
+        // It may have been called twice since, and not be there any more.
+        assert!(roll.follows(member, 5, 9 * SEC, word));
+        assert!(!roll.follows(member, 4, 9 * SEC, word));
         assert!(!roll.heard(member, Present { at: 9 * SEC, nonce: 5, cookie: 1, word }));
         assert_eq!(roll.last(member).map(|present| present.at), Some(SEC));
     }

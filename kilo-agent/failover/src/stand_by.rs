@@ -62,7 +62,10 @@ impl Agent {
             gateway.detector.timeout(&self.params).max(gateway.tunnels.longest() * 13 / 10 + 15 * MS);
         let patience = patience.min(self.params.path_deadline.1);
         let id = turn.nonce() as u32;
-        gateway.sentinel.asks(id, asked.clone(), now + 2 * patience.min(120 * MS) + 40 * MS);
+        let answers = 2 * patience.min(120 * MS) + 40 * MS;
+        // Until then the LAN has missed its third probe, too.
+        let answers = answers.max(self.params.silent + self.params.lan_deadline);
+        gateway.sentinel.asks(id, asked.clone(), now + answers);
         let body = Body::Question { id, patience: (patience / MS) as u32 };
         let signal = sender.signal(Kind::Witness, leader, self.word.0, body);
         for witness in asked {

@@ -235,6 +235,10 @@ impl Thread {
             led,
             is_boot: term == Term::NONE,
         };
+        if !site.is_gateway() {
+            // It leads nobody, whatever it was before.
+            self.mark(site, &[]);
+        }
         let mut agent = Agent::new(self.params.clone(), site.place.clone(), start, &mut random);
         if leads_itself && site.written == Some(term) {
             agent.leads_location();

@@ -112,7 +112,12 @@ impl<'a> Own<'a> {
             leads: segment.leader == position,
             is_gateway: gateways.order.contains(&position),
             acts: acting == Some(position),
-            term: gateways.term,
+            // Of several active leaders each node has its own.
+            term: if gateways.homes.is_none() || acting == Some(position) {
+                gateways.term
+            } else {
+                Term::NONE
+            },
             stays: gateways.stays(),
             acting: acting.and_then(|acting| segment.members.get(acting)),
             gateways: gateways.into_owned().order,

@@ -170,7 +170,7 @@ impl Dataplane {
         make_directory(&directory)?;
         let adopted = directory.join(name::CONFIG).exists();
         let are_new = load::has_no_maps(&directory);
-        let replaces_layout = are_new && !load::other_layouts(&directory).is_empty();
+        let replaces_layout = !load::other_layouts(&directory).is_empty();
         let programs = programs::Programs::open(&directory, debug).inspect_err(|_| {
             if !adopted {
                 // Nothing of ours stays half set up; what another version runs stays.
