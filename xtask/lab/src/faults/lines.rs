@@ -134,7 +134,12 @@ pub const LINES: &[Line] = &[
         &["liveness::a_clock_that_is_an_hour_wrong_changes_nothing"],
         "",
     ),
-    line(17, "leader loses power", SIMULATED, "WireGuard in the kernel: two runs by hand"),
+    line(
+        17,
+        "leader loses power",
+        SIMULATED,
+        "WireGuard in the kernel: by hand, three runs of two cases and one of five",
+    ),
     line(18, "leader's uplink or kilo0 down", SIMULATED, ""),
     line(19, "leader drops new flows", SIMULATED, ""),
     line(20, "former leader comes back", &[], "0 lost: for the reason of line 21"),
@@ -465,7 +470,7 @@ pub const LINES: &[Line] = &[
         69,
         "as 17, with members' agents dead, or the API server away for an hour before",
         SIMULATED,
-        "the API server away for an hour: as long as the figures say, longer with --for",
+        "the API server away for an hour: by hand, one run; 30 s in the figures, longer with --for",
     ),
     line(
         70,
@@ -477,7 +482,7 @@ pub const LINES: &[Line] = &[
         71,
         "5 % of packets lost on every link, and busy CPUs, for an hour",
         &["schedules::nobody_takes_over_in_an_hour_of_loss_and_stalls"],
-        "an hour outside the simulation: as long as the figures say, longer with --for",
+        "",
     ),
     line(
         72,
