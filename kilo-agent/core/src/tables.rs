@@ -19,8 +19,8 @@ pub struct Tables {
     /// The second is written only where the kernel's own is not of a later term.
     pub lead: [u64; 2],
     /// The second word as the location's annotations have it, with its term: for a host that goes on carrying
-    /// packets with maps of another layout, in which its kernel's own word is lost.
-    pub lead_of_term: u64,
+    /// packets with maps of another layout, in which its kernel's own word is lost. `None`: nobody leads in a term.
+    pub lead_of_term: Option<u64>,
     /// Private address -> what that node's signals are checked with.
     pub signal_key: BTreeMap<IpAddr, maps::SignalKey>,
     /// Outer source -> the node that may send from it.

@@ -582,7 +582,7 @@ fn maps_of_another_version_go_when_our_programs_are_in_place() {
         let mut dataplane = Dataplane::open(world.fs.path(), false).unwrap();
         // Another leads in a later term, as annotations say: this node goes on with it, and does not ask who leads.
         let word = lead::word(Term::from_bits(7 << 16), u16::try_from(MEMBER_HOP).unwrap());
-        dataplane.write(&Tables { lead_of_term: word, ..leader_tables() }).unwrap();
+        dataplane.write(&Tables { lead_of_term: Some(word), ..leader_tables() }).unwrap();
         assert_eq!(read_tables(world.fs.path()).unwrap().lead[1], word);
         dataplane.write(&leader_tables()).unwrap();
         assert_eq!(read_tables(world.fs.path()).unwrap().lead[1], word, "Kilo's rule is an earlier term");

@@ -119,7 +119,7 @@ fn a_full_map_takes_what_fits_refuses_one_more_and_hurts_nothing_else() {
         let error = dataplane.write(&grown(map, most + 1)).unwrap_err();
         assert_eq!(error.label(), "bpf_map_full");
         let text = error.to_string();
-        for said in [map, &most.to_string(), &(most + 1).to_string(), "nothing was changed"] {
+        for said in [map, &most.to_string(), &(most + 1).to_string(), "Nothing was changed"] {
             assert!(text.contains(said), "{said:?} is not in: {text}");
         }
         assert!(read_tables(fs.path()).unwrap() == before, "{map}: something was changed");

@@ -114,7 +114,7 @@ pub fn leader_tables() -> Tables {
             (MEMBER_HOP, member),
         ]),
         lead: [word(Term::NONE, 2); 2],
-        lead_of_term: word(Term::NONE, 2),
+        lead_of_term: None,
         signal_key: BTreeMap::new(),
         node: BTreeMap::from([(MEMBER.into(), node(0))]),
         masq_src: FlatMap::from_iter([

@@ -262,7 +262,7 @@ fn fill_hops(inputs: &Inputs<'_>, own: &Own<'_>, ids: &Ids<'_>, tables: &mut Tab
     let word = |term, to| lead::word(term, u16::try_from(to).unwrap_or(0));
     tables.lead = [to_leader, if own.stays { to_acting } else { to_leader }].map(|to| word(Term::NONE, to));
     let in_term = own.term.count() > 0 && to_acting != HOP_NONE;
-    tables.lead_of_term = if in_term { word(own.term, to_acting) } else { tables.lead[1] };
+    tables.lead_of_term = in_term.then(|| word(own.term, to_acting));
 }
 
 /// What is known of the node behind a hop as a sender, without its interfaces. The first of `cidrs` that

@@ -225,7 +225,7 @@ impl From<&Content> for Tables {
                 .collect(),
             hop: content.hop.iter().filter_map(|(id, hop)| Some((*id, plan_hop(hop)?))).collect(),
             lead: content.lead,
-            lead_of_term: content.lead[1],
+            lead_of_term: None,
             signal_key: content
                 .signal_key
                 .iter()

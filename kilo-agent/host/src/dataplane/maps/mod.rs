@@ -163,7 +163,7 @@ pub fn apply(
     }
     // A host that boots asks who leads. One that goes on carrying packets must not steer to another leader meanwhile.
     let goes_on = replaces_layout && present.lead[1] == 0;
-    let acting = if goes_on { tables.lead_of_term } else { tables.lead[1] };
+    let acting = tables.lead_of_term.filter(|_| goes_on).unwrap_or(tables.lead[1]);
     if present.lead[1] != acting && !kilo_common::lead::is_later(present.lead[1], acting) {
         let swap = lead::Swap { current: present.lead[1], new: acting };
         present.lead[1] = lead::swap(programs.get(FOLLOW)?, swap)?;
