@@ -310,7 +310,7 @@ impl Acting {
     pub fn wake_up(&mut self, now: Micros) -> bool {
         let Some(check) = &mut self.check else { return false };
         if check.old != self.shared.1 {
-            // Others have them by now, whoever answers.
+            // Another gateway has them by now: the answer says nothing of that one.
             self.check = None;
             return false;
         }

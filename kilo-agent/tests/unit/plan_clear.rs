@@ -3,9 +3,7 @@
 
 #![allow(clippy::unwrap_used, clippy::panic, reason = "tests")]
 
-#[allow(dead_code, reason = "this program uses a part of it")]
-use crate::generators;
-use crate::{plans, trace};
+use crate::{generators, plans, trace};
 
 use std::{
     collections::BTreeMap,

@@ -1,4 +1,4 @@
-//! The token for kgctl on the node: a file that root and the agent can read. Whoever has it could read the
+//! The token for kgctl on the node: a file that root and the agent can read. A process that has it could read the
 //! node's private key beside it just as well.
 
 use std::{fs, io, io::Write as _, path::Path};

@@ -98,7 +98,7 @@ pub fn there_and_back(cluster: &Cluster) -> Result<String> {
 }
 
 /// Puts Kilo's own program on every node in place of ours; what stands in for the kernel's IPIP goes with the value.
-pub fn install(cluster: &Cluster, original: &Original) -> Result<Option<Tunnels>> {
+fn install(cluster: &Cluster, original: &Original) -> Result<Option<Tunnels>> {
     original.load(cluster)?;
     let tunnels = if deploy::has_ipip() { None } else { Some(Tunnels::keep(cluster)?) };
     let removed = removal::by_kgctl(cluster).context("kgctl uninstall")?;
@@ -112,7 +112,7 @@ pub fn install(cluster: &Cluster, original: &Original) -> Result<Option<Tunnels>
 }
 
 /// Takes Kilo's own DaemonSet away again and puts ours back.
-pub fn remove(cluster: &Cluster) -> Result<()> {
+fn remove(cluster: &Cluster) -> Result<()> {
     cluster.kubectl(&["-n", "kube-system", "delete", "ds", "kilo", "--cascade=foreground"])?;
     for node in &cluster.nodes {
         node.sh(LEFT_BY_KILO)?;

@@ -7,7 +7,7 @@ use anyhow::{Context as _, Result, bail};
 use super::{agents::metric, updates::Flows};
 use crate::{
     cluster::{Cluster, deploy, node::Node, until},
-    lab::{faults::traffic::Figures, wait},
+    lab::wait,
 };
 
 /// Longest time without an answer that is accepted, and what is promised for nearly all.
@@ -21,65 +21,33 @@ const AUTO: &str =
 pub fn leader_dies(cluster: &Cluster) -> Result<String> {
     cluster.kubectl(&["-n", "kube-system", "patch", "ds/kilo", "--type=json", "-p", AUTO])?;
     deploy::roll(cluster, "kilo", 180)?;
-    let result = leads_after_power_off(cluster);
+    let result = cut_power(cluster);
     deploy::apply_file(cluster, deploy::platform())?;
     deploy::roll(cluster, "kilo", 180)?;
     result
 }
 
-fn leads_after_power_off(cluster: &Cluster) -> Result<String> {
+fn cut_power(cluster: &Cluster) -> Result<String> {
     let leader = cluster.first();
     let stand_by =
         cluster.nodes.iter().find(|node| is_beside(node, leader)).context("no other node there")?;
-    is_fit(stand_by)?;
-    let (measured, took_over) = cut_power(cluster, leader, stand_by, || {
-        let took_over = leads(stand_by);
-        wait::fault_lasts(Duration::from_secs(5));
-        took_over
-    })?;
-    deploy::roll(cluster, "kilo", 180)?;
-    took_over?;
-    judge(measured, ACCEPTED)
-}
-
-/// Waits until a stand-by could lead.
-pub fn is_fit(stand_by: &Node) -> Result<()> {
     until("the stand-by could lead", Duration::from_secs(90), || {
         (metric(stand_by, "kilo_stand_by_fit").ok()? == 1).then_some(())
-    })
-}
-
-/// Waits until a stand-by leads.
-pub fn leads(stand_by: &Node) -> Result<()> {
-    until("the stand-by leads", Duration::from_secs(20), || {
-        (metric(stand_by, "kilo_failover_role{role=\"leader\"}").ok()? == 1).then_some(())
-    })
-}
-
-/// What flows lost, by their name, and the packets in clear.
-type Measured = (Vec<(String, Figures)>, u64);
-
-/// Takes a leader's power while a node talks, waits for what is to happen, and gives it back; what the flows lost, and
-/// how the wait ended.
-pub fn cut_power(
-    cluster: &Cluster,
-    leader: &Node,
-    talks: &Node,
-    awaited: impl FnOnce() -> Result<()>,
-) -> Result<(Measured, Result<()>)> {
-    let flows = Flows::between(cluster, talks, Some(leader.name()), cluster.remote())?;
+    })?;
+    let flows = Flows::between(cluster, stand_by, Some(leader.name()), cluster.remote())?;
     leader.cut()?;
-    let happened = awaited();
+    let took_over = until("the stand-by leads", Duration::from_secs(20), || {
+        (metric(stand_by, "kilo_failover_role{role=\"leader\"}").ok()? == 1).then_some(())
+    });
+    wait::fault_lasts(Duration::from_secs(5));
     let measured = flows.measure();
     leader.start()?;
     let answers =
         || cluster.kubectl(&["wait", "--for=condition=Ready", "nodes", "--all", "--timeout=60s"]).ok();
     until("all nodes are ready again", Duration::from_secs(180), || answers().map(drop))?;
-    Ok((measured?, happened))
-}
-
-/// Fails when a flow was without an answer for longer than is accepted.
-pub fn judge((measured, clear): Measured, accepted: Duration) -> Result<String> {
+    deploy::roll(cluster, "kilo", 180)?;
+    took_over?;
+    let (measured, clear) = measured?;
     let (mut said, mut bad, mut lost) = (Vec::new(), Vec::new(), 0);
     for (name, figures) in measured {
         let text =
@@ -87,7 +55,7 @@ pub fn judge((measured, clear): Measured, accepted: Duration) -> Result<String> 
         let broken = figures.broken.is_some();
         // What does not pass the leader must not notice.
         let is_elsewhere = name.ends_with("to outside") && figures.lost > 0;
-        if broken || is_elsewhere || figures.gap > accepted {
+        if broken || is_elsewhere || figures.gap > ACCEPTED {
             bad.push(format!("{text} {}", figures.broken.unwrap_or_default()));
         }
         lost += figures.lost;
