@@ -9,9 +9,9 @@ const LEADS: Micros = 3 * SEC;
 impl Agent {
     /// Kilo's leader, if this gateway is to say that it is dead: its kernel has answered roll calls and
     /// does not any more, and this gateway leads the location, or nobody can find out who could (no
-    /// far leader answers probes), it is the next in Kilo's order, and most of the others
-    /// hear it. Who leads has to hear half of the others, too, if there are any: one whose own network is broken
-    /// sees the same. A leader that never answered roll calls is declared dead by the gateway that has taken over from it: it knows
+    /// far leader answers probes), it is the next in Kilo's order, and it hears most of the others. Who leads has to
+    /// hear half of the others, too: one whose own network is broken sees the same. Where there are no others, that the
+    /// API server takes the word has to do; a leader that lives takes it back at once. A leader that never answered roll calls is declared dead by the gateway that has taken over from it: it knows
     /// none, or has been dead since before this agent started.
     pub fn declares_dead(&self, now: Micros) -> Option<NodeId> {
         let (me, gateway) = (self.place.me, self.gateway.as_ref()?);
@@ -32,8 +32,8 @@ impl Agent {
             return None;
         }
         let before = self.place.gateways.iter().skip(1).take_while(|gateway| **gateway != me);
-        let is_next =
-            self.place.fars.is_empty() && heard * 2 > others.len() && !before.into_iter().any(is_heard);
+        let hears_most = others.is_empty() || heard * 2 > others.len();
+        let is_next = self.place.fars.is_empty() && hears_most && !before.into_iter().any(is_heard);
         (leads || is_next).then_some(leader)
     }
 }
@@ -52,19 +52,28 @@ mod tests {
     /// The location of 1, 2 and 3, led by 1, without far leaders that know signals; 1 answers roll
     /// calls for a second, and the members that are named go on.
     fn after(time: Micros, answer: &[NodeId]) -> Option<NodeId> {
-        declared_dead(
-            time,
-            answer,
-            Start { now: 0, clock: 0, word: (Term::NONE, 1), led: vec![], is_boot: false },
-        )
+        declared_dead(time, answer, stands_by())
+    }
+
+    fn stands_by() -> Start {
+        Start { now: 0, clock: 0, word: (Term::NONE, 1), led: vec![], is_boot: false }
     }
 
     fn declared_dead(time: Micros, answer: &[NodeId], start: Start) -> Option<NodeId> {
+        declared_dead_among(&[1, ME, 3, 4], time, answer, start)
+    }
+
+    fn declared_dead_among(
+        nodes: &[NodeId],
+        time: Micros,
+        answer: &[NodeId],
+        start: Start,
+    ) -> Option<NodeId> {
         let place = Place {
             me: ME,
             location: 7,
-            gateways: vec![1, ME, 3],
-            nodes: vec![1, ME, 3, 4],
+            gateways: nodes.iter().copied().filter(|node| *node < 4).collect(),
+            nodes: nodes.to_vec(),
             fars: vec![],
             leaving: std::collections::BTreeMap::new(),
             several: None,
@@ -102,6 +111,12 @@ mod tests {
         assert_eq!(after(6 * SEC, &[1, 3, 4]), None, "it answers");
         assert_eq!(after(6 * SEC, &[4]), None, "half of the others");
         assert_eq!(after(6 * SEC, &[]), None, "this node hears nobody");
+    }
+
+    #[test]
+    fn of_two_nodes_the_one_that_is_left_declares_the_leader_dead() {
+        assert_eq!(declared_dead_among(&[1, ME], 6 * SEC, &[], stands_by()), Some(1));
+        assert_eq!(declared_dead_among(&[1, ME], 6 * SEC, &[1], stands_by()), None, "it answers");
     }
 
     #[test]
