@@ -309,6 +309,11 @@ impl Agents {
             .args(arguments))
     }
 
+    /// Whether they may take only the kernel's WireGuard.
+    pub fn have_kernel_wireguard(&self) -> bool {
+        self.wireguard == "kernel"
+    }
+
     /// Makes a WireGuard device by `kg userspace-wireguard`; its process id is
     /// in /run/DEVICE.pid.
     pub fn userspace_wireguard(&self, netns: &Netns, device: &str) -> Result<()> {

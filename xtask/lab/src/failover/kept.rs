@@ -20,14 +20,16 @@ pub fn read() -> Result<Vec<Run>> {
     serde_json::from_slice(&text).with_context(|| path.display().to_string())
 }
 
-/// Pure: `new` in the place of all kept runs of the same cases, in the order of the cases; runs of a case that
-/// has been removed go.
+/// Pure: `new` in the place of all kept runs of the same cases with the same WireGuard, in the order of the cases;
+/// runs of a case that has been removed go.
 pub fn replace(kept: Vec<Run>, new: &[Run]) -> Vec<Run> {
-    let others = kept.into_iter().filter(|kept| !new.iter().any(|new| new.id == kept.id));
+    let is_same =
+        |one: &Run, other: &Run| one.id == other.id && one.kernel.is_empty() == other.kernel.is_empty();
+    let others = kept.into_iter().filter(|kept| !new.iter().any(|new| is_same(kept, new)));
     let mut all: Vec<_> = others.chain(new.iter().cloned()).collect();
     let place = |run: &Run| CASES.iter().position(|case| case.id == run.id);
     all.retain(|run| place(run).is_some());
-    all.sort_by_key(place);
+    all.sort_by_key(|run| (place(run), !run.kernel.is_empty()));
     all
 }
 
@@ -56,5 +58,13 @@ mod tests {
         let all = replace(kept, &[run("two-lose-power", 5), run("power-off", 6)]);
         let all: Vec<_> = all.iter().map(|run| (run.id.as_str(), run.gap_ms)).collect();
         assert_eq!(all, [("power-off", 6), ("halves", 4), ("two-lose-power", 5)]);
+    }
+
+    #[test]
+    fn runs_with_wireguard_in_the_kernel_are_kept_beside_the_others() {
+        let in_kernel = |gap_ms| Run { kernel: "6.12".to_owned(), ..run("power-off", gap_ms) };
+        let kept = vec![run("halves", 1), in_kernel(2), run("power-off", 3)];
+        let all = replace(kept, &[in_kernel(4)]);
+        assert_eq!(all.iter().map(|run| run.gap_ms).collect::<Vec<_>>(), [3, 4, 1]);
     }
 }

@@ -51,6 +51,9 @@ const CHANGE: &str = "change of leader";
 pub struct Run {
     /// Id of the case.
     pub id: String,
+    /// Release of the kernel whose WireGuard carried the packets; empty of WireGuard in user space.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub kernel: String,
     /// What was done, and what was seen of it.
     pub injected: String,
     /// Datagrams sent, one a millisecond.
@@ -141,7 +144,7 @@ fn run(
 fn one(lab: &mut Lab, case: &Case, keep: bool) -> Run {
     let began = Instant::now();
     let result = watch(lab, case, keep);
-    let mut run = Run { id: case.id.to_owned(), ..Run::default() };
+    let mut run = Run { id: case.id.to_owned(), kernel: kernel(lab), ..Run::default() };
     match result {
         Ok(Watched { broken, figures, switches, trouble }) => {
             run.problem =
@@ -165,6 +168,13 @@ fn one(lab: &mut Lab, case: &Case, keep: bool) -> Run {
         run.id, run.lost, run.sent, run.gap_ms, run.stall_ms, run.switches, run.injected
     );
     run
+}
+
+fn kernel(lab: &Lab) -> String {
+    if !lab.agents.have_kernel_wireguard() {
+        return String::new();
+    }
+    std::fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default().trim().to_owned()
 }
 
 /// What was seen of a fault.

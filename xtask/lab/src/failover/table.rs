@@ -12,9 +12,11 @@ use super::{
 /// The table stands between these lines.
 const MARKS: [&str; 2] = ["<!-- figures -->", "<!-- end of figures -->"];
 
-/// All runs of a case.
+/// All runs of a case with the same WireGuard.
 pub struct Sum<'a> {
     pub case: &'a Case,
+    /// Release of the kernel whose WireGuard carried the packets; empty of WireGuard in user space.
+    kernel: &'a str,
     pub runs: usize,
     /// Longest times without an answer, ms.
     pub median: u64,
@@ -25,23 +27,28 @@ pub struct Sum<'a> {
     failed: Vec<&'a str>,
 }
 
-/// Pure: of each case that was run, in the order of the cases.
+/// Pure: of each case that was run, in the order of the cases; with WireGuard in the kernel apart.
 pub fn sums(runs: &[Run]) -> impl Iterator<Item = Sum<'_>> {
-    CASES.iter().filter_map(|case| {
-        let of_case: Vec<_> = runs.iter().filter(|run| run.id == case.id).collect();
-        let mut gaps: Vec<_> = of_case.iter().filter(|run| run.sent > 0).map(|run| run.gap_ms).collect();
-        gaps.sort_unstable();
-        let most = |value: fn(&Run) -> u64| of_case.iter().map(|run| value(run)).max().unwrap_or(0);
-        (!of_case.is_empty()).then(|| Sum {
-            case,
-            runs: of_case.len(),
-            median: part(&gaps, 50),
-            p95: part(&gaps, 95),
-            longest: part(&gaps, 100),
-            lost: most(|run| run.lost),
-            switches: most(|run| run.switches),
-            failed: of_case.iter().filter_map(|run| run.problem.as_deref()).collect(),
-        })
+    let both = |case| [false, true].map(|in_kernel| (case, in_kernel));
+    CASES.iter().flat_map(both).filter_map(|(case, in_kernel)| sum(case, in_kernel, runs))
+}
+
+fn sum<'a>(case: &'a Case, in_kernel: bool, runs: &'a [Run]) -> Option<Sum<'a>> {
+    let is_wanted = |run: &&Run| run.id == case.id && run.kernel.is_empty() != in_kernel;
+    let of_case: Vec<_> = runs.iter().filter(is_wanted).collect();
+    let mut gaps: Vec<_> = of_case.iter().filter(|run| run.sent > 0).map(|run| run.gap_ms).collect();
+    gaps.sort_unstable();
+    let most = |value: fn(&Run) -> u64| of_case.iter().map(|run| value(run)).max().unwrap_or(0);
+    Some(Sum {
+        case,
+        kernel: &of_case.last()?.kernel,
+        runs: of_case.len(),
+        median: part(&gaps, 50),
+        p95: part(&gaps, 95),
+        longest: part(&gaps, 100),
+        lost: most(|run| run.lost),
+        switches: most(|run| run.switches),
+        failed: of_case.iter().filter_map(|run| run.problem.as_deref()).collect(),
     })
 }
 
@@ -60,6 +67,11 @@ impl Sum<'_> {
         (!all.is_empty()).then(|| format!("{}: {}", self.case.id, all.join(", ")))
     }
 
+    /// Behind the name of the case.
+    fn wireguard(&self) -> String {
+        if self.kernel.is_empty() { String::new() } else { format!(", WireGuard of Linux {}", self.kernel) }
+    }
+
     fn state(&self) -> String {
         let Some(problem) = self.problem() else { return "ok".to_owned() };
         format!("**{}**", problem.trim_start_matches(self.case.id).trim_start_matches(": "))
@@ -68,8 +80,9 @@ impl Sum<'_> {
     /// One line, at the end of the case.
     pub fn line(&self) -> String {
         format!(
-            "{}: {} runs; without answer {} ms in the median, p95 {}, longest {}; accepted: {}; {}",
+            "{}{}: {} runs; without answer {} ms in the median, p95 {}, longest {}; accepted: {}; {}",
             self.case.name,
+            self.wireguard(),
             self.runs,
             self.median,
             self.p95,
@@ -104,8 +117,10 @@ fn table(runs: &[Run]) -> String {
         let (accepted, state) = (case.accepted(), sum.state());
         let _ = writeln!(
             text,
-            "| {line} | {} (`{}`) | {runs} | {median} | {p95} | {longest} | {lost} | {switches} | {accepted} | {state} |",
-            case.name, case.id,
+            "| {line} | {} (`{}`){} | {runs} | {median} | {p95} | {longest} | {lost} | {switches} | {accepted} | {state} |",
+            case.name,
+            case.id,
+            sum.wireguard(),
         );
         if !sum.failed.is_empty() {
             let mut why = BTreeMap::<_, usize>::new();
@@ -132,12 +147,16 @@ fn brief(problem: &str) -> String {
 /// Pure: what the cases of a line of docs/reliability.md showed.
 pub fn of_line(runs: &[Run], line: u8) -> Vec<String> {
     let cases = CASES.iter().filter(|case| case.line == line);
-    let said = cases.map(|case| {
-        let sum = sums(runs).find(|sum| sum.case.id == case.id);
-        let figures = sum.map_or("not run".to_owned(), |sum| {
-            format!("{} runs, p95 {} ms, {}", sum.runs, sum.p95, sum.state())
+    let said = cases.flat_map(|case| {
+        let of_case: Vec<_> =
+            [false, true].into_iter().filter_map(|in_kernel| sum(case, in_kernel, runs)).collect();
+        let figures = of_case.iter().map(|sum| {
+            let Sum { runs, p95, .. } = sum;
+            format!("`{}`{}: {runs} runs, p95 {p95} ms, {}", case.id, sum.wireguard(), sum.state())
         });
-        format!("[failover](failover.md#what-was-seen) `{}`: {figures}", case.id)
+        let none = of_case.is_empty().then(|| format!("`{}`: not run", case.id));
+        let all: Vec<_> = none.into_iter().chain(figures).collect();
+        all.into_iter().map(|text| format!("[failover](failover.md#what-was-seen) {text}"))
     });
     said.collect()
 }
@@ -179,7 +198,21 @@ mod tests {
     }
 
     #[test]
-    fn what_fell_short_is_told_with_its_reasons() {
+    fn wireguard_of_a_kernel_has_a_row_of_its_own() {
+        let mut runs = power_off(&[150, 170]);
+        runs[1].kernel = "6.12.95".to_owned();
+        let text = table(&runs);
+        assert!(text.contains("(`power-off`) | 1 | 150 |"), "{text}");
+        assert!(text.contains("(`power-off`), WireGuard of Linux 6.12.95 | 1 | 170 |"), "{text}");
+        let shown = of_line(&runs, 17);
+        assert!(
+            shown[1].ends_with("`power-off`, WireGuard of Linux 6.12.95: 1 runs, p95 170 ms, ok"),
+            "{shown:?}"
+        );
+    }
+
+    #[test]
+    fn what_fell_short_is_named_with_its_reasons() {
         let mut runs = power_off(&[200, 1200]);
         runs[1].problem = Some("1200 ms without an answer instead of 1000\nand more".to_owned());
         let text = table(&runs);

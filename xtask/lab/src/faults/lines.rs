@@ -134,19 +134,17 @@ pub const LINES: &[Line] = &[
         &["liveness::a_clock_that_is_an_hour_wrong_changes_nothing"],
         "",
     ),
-    line(
-        17,
-        "leader loses power",
-        SIMULATED,
-        "WireGuard in the kernel: by hand, three runs of two cases and one of five",
-    ),
+    line(17, "leader loses power", SIMULATED, ""),
     line(18, "leader's uplink or kilo0 down", SIMULATED, ""),
     line(19, "leader drops new flows", SIMULATED, ""),
     line(20, "former leader comes back", &[], "0 lost: for the reason of line 21"),
     line(
         21,
         "leader annotation moves",
-        &["unit::topology_properties::only_hop_entries_change_on_a_member_when_the_leader_does"],
+        &[
+            "unit::topology_properties::only_hop_entries_change_on_a_member_when_the_leader_does",
+            "cluster: the leader's machine is drained, and its stand-by leads before it goes",
+        ],
         "0 lost: what is on its way when two locations learn of it one after the other; a handshake that came too early is begun anew within 0.8 s",
     ),
     line(
@@ -487,8 +485,11 @@ pub const LINES: &[Line] = &[
     line(
         72,
         "far side, member or leader is Kilo",
-        SIMULATED,
-        "Kilo's own program: agents with --failover=off play it, which to the others is the same",
+        &[
+            "schedules::every_fault_stays_within_its_limits",
+            "cluster: in a mesh where nodes are Kilo in Go, the leader's machine loses power",
+        ],
+        "Kilo's own program in the lab: there agents with --failover=off play it, which to the others is the same",
     ),
     line(
         73,
