@@ -13,10 +13,7 @@ use std::{
 pub(crate) use event::Event;
 use event::Queued;
 use kilo_common::lead::Term;
-use kilo_failover::{
-    Input, MS, Micros, NodeId, Params, SEC, Several,
-    signal::{Kind, Shared},
-};
+use kilo_failover::{Input, MS, Micros, NodeId, Params, SEC, Several, signal::Kind};
 
 use crate::{
     checks::Counts,
@@ -55,6 +52,8 @@ pub struct Sim {
     pub(crate) gateways: usize,
     pub(crate) hosts: Vec<Host>,
     pub(crate) fars: Vec<FarHost>,
+    /// Whether agents of far leaders forget what nobody claims for half a minute after they have started.
+    pub(crate) fars_forget: bool,
     pub(crate) noise: Noise,
     pub(crate) rng: Rng,
     queue: BinaryHeap<Reverse<Queued>>,
@@ -107,6 +106,7 @@ impl Sim {
             gateways,
             hosts,
             fars: (0..fars).map(|_| FarHost::new(nodes)).collect(),
+            fars_forget: false,
             noise,
             rng,
             queue: BinaryHeap::new(),
@@ -175,16 +175,17 @@ impl Sim {
             home if active.contains(&home) => home,
             _ => active[node / all.len() % active.len()],
         };
-        let leads = |node: usize| {
-            let agent = self.hosts[node].agent.as_ref()?;
-            let lead = agent.lead().filter(|lead| lead.shared() != Shared::Stay)?;
-            Some((lead.term(), host::id(node)))
-        };
         Some(Several {
             active: active.iter().copied().map(host::id).collect(),
             homes: (0..self.hosts.len()).map(|node| (host::id(node), host::id(home(node)))).collect(),
-            acting: (0..self.gateways).filter_map(leads).max().unwrap_or((Term::NONE, host::id(self.first))),
+            acting: self.acting(),
         })
+    }
+
+    /// Who leads the location as is written, and since which term.
+    pub(crate) fn acting(&self) -> (Term, NodeId) {
+        let leads = |node: usize| self.hosts[node].written().map(|term| (term, host::id(node)));
+        (0..self.gateways).filter_map(leads).max().unwrap_or((Term::NONE, host::id(self.first)))
     }
 
     /// Lets a schedule happen.
@@ -300,6 +301,7 @@ impl Sim {
             Event::FarPlace(far) => self.far_plans(far),
             Event::FarResume(far) => self.far_resumes(far),
             Event::FarWake(far) => self.far_wakes(far),
+            Event::FarForgets(far) => self.far_forgets(far),
             Event::Place(node) => self.place_is(node),
             Event::Active(active) => self.active = active,
             Event::Packet => self.packet(),

@@ -4,8 +4,9 @@ use std::{collections::VecDeque, rc::Rc};
 
 use kilo_common::{lead::Term, signal};
 use kilo_failover::{
-    MS, Micros,
-    far::{Acting, Step},
+    MS, Micros, NodeId,
+    far::{Acting, SEED, SEEDED, Step},
+    signal::Body,
 };
 
 use crate::{
@@ -26,6 +27,10 @@ pub struct FarHost {
     pub seen: Vec<Term>,
     /// Its agent's table, while it lives.
     acting: Option<Acting>,
+    /// Who leads the location as was written when its agent started.
+    led_by: NodeId,
+    /// When its agent forgets what the device had at its start.
+    seeded_until: Micros,
     stalled: Micros,
     inbox: Vec<(usize, Rc<[u8]>)>,
     /// Netlink requests, one after the other.
@@ -43,6 +48,8 @@ impl FarHost {
             seen: vec![Term::NONE; nodes],
             acting: Some(Acting::new((0..nodes).map(|node| (host::id(node), host::id(0))), host::id(0))),
             owner,
+            led_by: host::id(0),
+            seeded_until: 0,
             stalled: 0,
             inbox: Vec::new(),
             steps: VecDeque::new(),
@@ -64,13 +71,22 @@ impl Sim {
         }
         let Ok(signal) = signal::parse(bytes) else { return };
         let gateways = self.gateways();
-        let Some(acting) = &mut self.fars[far].acting else { return };
+        let FarHost { acting: Some(acting), led_by, .. } = &mut self.fars[far] else { return };
         let signal = host::read(&signal);
-        let Ok(step) =
-            acting.claimed(&self.params, host::id(gateway), &signal, &gateways, (far as u64, self.now))
-        else {
-            return;
-        };
+        let names_any = !matches!(&signal.body, Body::Claim { members, .. } if members.is_empty());
+        let first = gateways.first().copied().unwrap_or_default();
+        let has_first = |acting: &Acting| acting.owner(first).map(|(_, gateway)| gateway);
+        let had_first = has_first(acting);
+        let led_by = (&gateways[..], names_any.then_some(*led_by));
+        let from = host::id(gateway);
+        let step = acting.claimed_of_led(&self.params, from, &signal, led_by, (far as u64, self.now));
+        let Ok(step) = step else { return };
+        let stays_alone = has_first(acting) != had_first && !step.moves.contains(&first);
+        if stays_alone {
+            // What is decided without a request is in the next plan.
+            let at = self.now + self.rng.between(2 * MS, 8 * MS);
+            self.at(at, Event::FarPlace(far));
+        }
         if let Some(old) = step.asks {
             for pause in [0, 20 * MS] {
                 let nonce = self.rng.bits();
@@ -120,20 +136,43 @@ impl Sim {
         acting.gateways_are(&gateways);
         for (member, owner) in owner.iter_mut().enumerate() {
             let known = acting.owner(host::id(member)).filter(|(_, gateway)| gateways.contains(gateway));
-            let known = known.or(gateways.first().map(|first| (Term::NONE, *first)));
+            let leader = Some(acting.shared_since()).filter(|(_, gateway)| gateways.contains(gateway));
+            let known = known.or(leader).or(gateways.first().map(|first| (Term::NONE, *first)));
             *owner = known.map_or(*owner, |(term, gateway)| (term, host::index(gateway)));
         }
         self.look_at_all();
     }
 
     pub(crate) fn far_agent(&mut self, far: usize, starts: bool) {
+        let written = self.acting();
         let host = &mut self.fars[far];
         host.steps.clear();
         host.inbox.clear();
-        let owners =
-            host.owner.iter().enumerate().map(|(member, owner)| (host::id(member), host::id(owner.1)));
-        host.acting = starts.then(|| Acting::new(owners, host::id(host.shared)));
         host.seen.fill(Term::NONE);
+        host.acting = None;
+        if starts {
+            let mut acting = Acting::new([], host::id(host.shared));
+            for (member, (_, gateway)) in host.owner.iter().enumerate() {
+                acting.seed(host::id(member), (SEED, host::id(*gateway)));
+            }
+            acting.was_written(written.0, written.1);
+            host.shared = host::index(acting.shared());
+            (host.acting, host.led_by, host.seeded_until) = (Some(acting), written.1, self.now + SEEDED);
+            if self.fars_forget {
+                self.at(self.now + SEEDED, Event::FarForgets(far));
+            }
+        }
+    }
+
+    /// What the device had when its agent started is forgotten, if nobody has claimed it since.
+    pub(crate) fn far_forgets(&mut self, far: usize) {
+        let host = &mut self.fars[far];
+        if host.seeded_until == self.now
+            && let Some(acting) = &mut host.acting
+        {
+            acting.forget(SEED);
+            self.far_plans(far);
+        }
     }
 
     pub(crate) fn far_stalls(&mut self, far: usize, end: Micros) {

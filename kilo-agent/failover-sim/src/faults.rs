@@ -31,6 +31,8 @@ pub enum Fault {
     Link(usize, usize),
     /// Its agent is dead; afterwards a new one starts.
     Agent(usize),
+    /// Its agent is replaced by one of another layout of the maps: marks are lost, and the word is the acting leader's.
+    Layout(usize),
     /// Its agent does not run for a while.
     Stall(usize),
     /// Every agent is dead.

@@ -7,7 +7,9 @@ use kilo_common::{
     signal::{self, Body, KERNEL, Kind, LONGEST},
     siphash::Key,
 };
-use kilo_failover::{Agent, Input, Micros, NodeId, Params, Rule, Signal, Term};
+use kilo_failover::{
+    Agent, Input, Micros, NodeId, Params, Rule, Signal, Term, gateway::Lead, signal::Shared,
+};
 
 use crate::engine::CLOCK;
 
@@ -72,6 +74,8 @@ pub struct Host {
     pub since: Micros,
     /// Its agent, while it lives.
     pub agent: Option<Agent>,
+    /// The term in which it led the location when its agent ended, as is written on its Node.
+    pub was_written: Option<Term>,
     /// Until when the agent does not run.
     pub stalled: Micros,
     /// What came meanwhile.
@@ -106,6 +110,7 @@ impl Host {
             is_go: false,
             since: 0,
             agent: None,
+            was_written: None,
             stalled: 0,
             inbox: Vec::new(),
             wake: Micros::MAX,
@@ -121,6 +126,12 @@ impl Host {
     /// The word as agents say it.
     pub fn said(&self) -> (Term, NodeId) {
         (lead::term_of(self.word), id(self.uses()))
+    }
+
+    /// The term in which it leads the location, as is written on its Node.
+    pub fn written(&self) -> Option<Term> {
+        let Some(agent) = &self.agent else { return self.was_written };
+        agent.lead().filter(|lead| lead.shared() != Shared::Stay).map(Lead::term)
     }
 
     /// What ANNOUNCE of a gateway has to say.

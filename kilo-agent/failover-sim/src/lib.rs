@@ -14,6 +14,7 @@ pub mod host;
 pub mod planned;
 mod probes;
 pub mod report;
+pub mod restarts;
 pub mod rng;
 pub mod scenarios;
 pub mod several;

@@ -24,6 +24,14 @@ pub enum Refused {
     Rate,
 }
 
+/// The term of what the device had. Real ones are later, for they count from one above 16 bits.
+pub const SEED: Term = Term::from_bits(1);
+/// The term of what nobody claimed when others were claimed.
+pub const UNCLAIMED_TERM: Term = Term::from_bits(2);
+/// How long what the device had before the agent started is believed without a CLAIM: as long as
+/// gateways take to repeat theirs three times.
+pub const SEEDED: Micros = 30 * SEC;
+
 /// One location as a far leader knows it.
 #[derive(Clone, Debug, Default)]
 pub struct Acting {
@@ -239,6 +247,34 @@ impl Acting {
         let body = Body::Claim { gateway, shared: Shared::Stay, part: *part, members: has };
         let answer = Signal { kind: Kind::Moved, sender, body, ..signal.clone() };
         Ok(Step { gateway, moves, moves_shared, asks, answer })
+    }
+
+    /// The same of a location that `acting` leads as far as is known; `None`: the signal names nobody. What nobody has
+    /// claimed is the acting leader's, and [`Self::stays_alone`] may follow.
+    ///
+    /// # Errors
+    /// When nothing of it may count.
+    pub fn claimed_of_led(
+        &mut self,
+        params: &Params,
+        from: NodeId,
+        signal: &Signal,
+        (gateways, acting): (&[NodeId], Option<NodeId>),
+        (sender, now): (NodeId, Micros),
+    ) -> Result<Step, Refused> {
+        // The device has them where the last plan put them, and only who follows is to move.
+        acting.into_iter().for_each(|acting| self.stay((UNCLAIMED_TERM, acting)));
+        let step = self.claimed(params, from, signal, gateways, (sender, now))?;
+        if acting == Some(from)
+            && signal.kind == Kind::Claim
+            && let Some(first) = gateways.first().filter(|first| **first != from)
+            && let Body::Claim { part: (_, parts), members, .. } = &signal.body
+            && !members.contains(first)
+        {
+            let is_all = *parts == 1 && members.len() + 1 == self.owners.len();
+            self.stays_alone(*first, UNCLAIMED_TERM, (signal.term, from), is_all, now);
+        }
+        Ok(step)
     }
 
     /// Something moves to that gateway in that term; `None`: something would.

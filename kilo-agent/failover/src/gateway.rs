@@ -232,9 +232,7 @@ impl Lead {
         let is_anothers = word.0 > self.term || word.1 != self.sender.me && word.0 > led_in;
         if word == (self.term, self.sender.me) {
             if led != Led::Follows {
-                self.becomes(member, Some(Led::Follows));
-                let at = if self.waiting == 0 { now } else { now + Self::BATCH };
-                self.flush = Some(self.flush.map_or(at, |flush| flush.min(at)));
+                self.follows(member, now);
             }
         } else if is_anothers {
             self.becomes(member, None);
@@ -248,6 +246,13 @@ impl Lead {
             }
         }
         false
+    }
+
+    /// A member's kernel follows in this term: far leaders are to hear of it.
+    pub fn follows(&mut self, member: NodeId, now: Micros) {
+        self.becomes(member, Some(Led::Follows));
+        let at = if self.waiting == 0 { now } else { now + Self::BATCH };
+        self.flush = Some(self.flush.map_or(at, |flush| flush.min(at)));
     }
 
     /// A far leader has moved these.

@@ -43,6 +43,13 @@ impl Planned {
         self.taker.as_ref().filter(|taker| taker.is_ready()).map(|taker| taker.from)
     }
 
+    /// Whether who uses this gateway in this term does so by a change that has not ended: far leaders have not moved
+    /// them yet, or they are about to use another one.
+    pub(crate) fn is_changing(&self, term: Term) -> bool {
+        let takes = |taker: &Taker| !taker.is_done() && taker.term() == term;
+        self.giver.as_ref().is_some_and(Giver::has_diverted) || self.taker.as_ref().is_some_and(takes)
+    }
+
     /// The taker is forgotten: who has not answered it is silent once more.
     fn forget_taker(&mut self) {
         for far in self.taker.take().iter().flat_map(Taker::silent) {

@@ -5,16 +5,12 @@ use std::net::IpAddr;
 
 use kilo_common::signal::{Body, Kind};
 use kilo_failover::{
-    Far, Micros, NodeId, SEC, Signal, Term,
+    Far, Micros, NodeId, Signal, Term,
     far::{Acting, Step},
 };
 
 use super::{site::Site, thread::Thread};
-use crate::far::{APART, FarGateway, FarLocation, PATIENCE, SEED, claimed, locations_are, prefixes};
-
-/// How long what the device had before the agent started is believed without a CLAIM: as long as
-/// gateways take to repeat theirs three times.
-const SEEDED: Micros = 30 * SEC;
+use crate::far::{APART, FarGateway, FarLocation, PATIENCE, SEED, SEEDED, claimed, locations_are, prefixes};
 
 impl Thread {
     /// Takes over who is where from a new site.

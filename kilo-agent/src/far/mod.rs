@@ -9,12 +9,13 @@ use std::{
 };
 
 use ipnet::IpNet;
-use kilo_common::signal::{Body, Kind};
+use kilo_common::signal::Body;
 use kilo_core::{
     signal_id,
     topology::{ActingLocation, Member, Mesh, Segment},
     wireguard::{DeviceState, WireguardPlan, key::PublicKey},
 };
+pub use kilo_failover::far::{SEED, SEEDED};
 use kilo_failover::{
     Far, MS, Micros, NodeId, Params, SEC, Signal, Term,
     far::{Acting, Refused, Step},
@@ -24,10 +25,6 @@ use kilo_failover::{
 pub const APART: Micros = 20 * MS;
 /// How long one waits for an answer.
 pub const PATIENCE: Micros = 200 * MS;
-/// The term of what the device had. Real ones are later, for they count from one above 16 bits.
-pub const SEED: Term = Term::from_bits(1);
-/// The term of what nobody claimed when others were claimed.
-pub const UNCLAIMED_TERM: Term = Term::from_bits(2);
 
 /// How often a VPN peer that follows reports that it is there.
 pub const HELLO: Micros = 10 * SEC;
@@ -183,25 +180,14 @@ pub fn claimed(
     }
     let gateways: Vec<NodeId> = location.gateways.iter().map(|gateway| gateway.id).collect();
     let leader = gateways.get(location.acting).copied().filter(|_| names_any(signal));
-    // The device has them where the last plan put them, and only who follows is to move.
-    leader.into_iter().for_each(|leader| acting.stay((UNCLAIMED_TERM, leader)));
+    let led_by = (&gateways[..], leader);
     let step =
-        acting.claimed(params, from, &known, &gateways, (me, now)).map(Some).map_err(|why| match why {
+        acting.claimed_of_led(params, from, &known, led_by, (me, now)).map(Some).map_err(|why| match why {
             Refused::Kind | Refused::Gateway => "gateway",
             Refused::Member => "member",
             Refused::Leap => "leap",
             Refused::Rate => "rate",
         });
-    if step.is_ok()
-        && leader == Some(from)
-        && signal.kind == Kind::Claim
-        && let Some(first) = gateways.first().filter(|first| **first != from)
-        && let Body::Claim { part: (_, parts), members, .. } = &known.body
-        && !members.contains(first)
-    {
-        let is_all = *parts == 1 && members.len() + 1 == location.members.len();
-        acting.stays_alone(*first, UNCLAIMED_TERM, (signal.term, from), is_all, now);
-    }
     Claimed { foreign, step }
 }
 
@@ -238,7 +224,7 @@ fn known_only(signal: &Signal, location: &FarLocation, names: &BTreeMap<NodeId, 
 
 #[cfg(test)]
 mod tests {
-    use kilo_common::signal::Shared;
+    use kilo_common::signal::{Kind, Shared};
 
     use super::*;
 

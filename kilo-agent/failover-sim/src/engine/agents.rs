@@ -1,6 +1,6 @@
 //! Agents: when they start and run, their events, and what becomes of their requests.
 
-use std::rc::Rc;
+use std::{collections::BTreeSet, rc::Rc};
 
 use kilo_common::lead::{self, Term};
 use kilo_failover::{Agent, Cause, Input, MS, Micros, NodeId, Note, Output, Place, SEC};
@@ -15,15 +15,21 @@ impl Sim {
             return;
         }
         let place = self.place(node);
+        let (term, gateway) = host.said();
+        let leads_itself = term > Term::NONE && gateway == host::id(node);
+        let led: BTreeSet<usize> = host.led.iter().copied().chain(leads_itself.then_some(node)).collect();
         let start = kilo_failover::Start {
             now: self.now,
             clock: self.now.wrapping_add(host.clock),
             word: host.said(),
-            led: host.led.iter().map(|member| host::id(*member)).collect(),
+            led: led.into_iter().map(host::id).collect(),
             is_boot,
         };
         let rng = &mut self.rng;
-        let agent = Agent::new(self.params.clone(), place, start, &mut || rng.bits());
+        let mut agent = Agent::new(self.params.clone(), place, start, &mut || rng.bits());
+        if leads_itself && host.was_written == Some(term) {
+            agent.leads_location();
+        }
         self.hosts[node].agent = Some(agent);
         self.hosts[node].since = self.now;
         self.hosts[node].inbox.clear();

@@ -42,6 +42,12 @@ impl Sim {
                 let _ = if on { self.cuts.insert(link) } else { self.cuts.remove(&link) };
             }
             Fault::Agent(node) => self.agent(node, !on),
+            Fault::Layout(node) => {
+                self.agent(node, !on);
+                if on {
+                    self.another_layout(node);
+                }
+            }
             Fault::Agents => (0..self.hosts.len()).for_each(|node| self.agent(node, !on)),
             Fault::Stall(node) => {
                 if on {
@@ -142,11 +148,23 @@ impl Sim {
     }
 
     pub(super) fn agent(&mut self, node: usize, starts: bool) {
+        if !starts {
+            self.hosts[node].was_written = self.hosts[node].written();
+        }
         self.hosts[node].agent = None;
         self.hosts[node].inbox.clear();
         if starts {
             self.start_agent(node, false);
         }
+    }
+
+    /// A node's maps are others: what is in them is what the plan knows.
+    fn another_layout(&mut self, node: usize) {
+        let acting = self.acting();
+        let host = &mut self.hosts[node];
+        host.led.clear();
+        host.word = lead::word(acting.0, host::index(acting.1) as u16);
+        self.followed[node].insert(acting);
     }
 
     pub(super) fn power(&mut self, node: usize, on: bool) {

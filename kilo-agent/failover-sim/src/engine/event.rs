@@ -77,6 +77,8 @@ pub(crate) enum Event {
     /// A far leader learns who the gateways are.
     FarPlace(usize),
     FarWake(usize),
+    /// A far leader's agent forgets what its device had when it started.
+    FarForgets(usize),
     FarProbe {
         far: usize,
         gateway: usize,

@@ -155,6 +155,7 @@ impl Agent {
         if lead.is_some_and(|lead| lead.hears(from, word, turn.now)) {
             self.led_changed(turn);
         }
+        self.goes_on_with(from, word, turn);
     }
 
     /// A gateway that was away asks to be a member of who leads in a later term.

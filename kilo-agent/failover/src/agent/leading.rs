@@ -32,6 +32,28 @@ impl Agent {
         }
     }
 
+    /// A member's kernel uses this gateway by a word that an agent before this one has announced. It is led on
+    /// where this gateway uses itself: one that has given its members away does not.
+    pub(super) fn goes_on_with(&mut self, member: NodeId, word: (Term, NodeId), turn: &mut Turn<'_>) {
+        let (me, now, (term, uses)) = (self.place.me, turn.now, word);
+        let Some(gateway) = &mut self.gateway else { return };
+        let Some(lead) = &mut gateway.lead else { return };
+        let is_known = lead.has(member) || !self.place.nodes.contains(&member);
+        let goes_on = self.word.1 == me && term >= lead.term() && !is_known;
+        // Where a gateway is none any more, its members' words name Kilo's leader in the term that it had.
+        let is_own = uses == me && Term::from_bits(term.bits() - term.bits().min(1 << 16)).next(me) == term;
+        if !is_own || !goes_on || gateway.planned.is_changing(term) {
+            return;
+        }
+        if term > lead.term() {
+            self.lead_in(term, [], Shared::Stay, turn);
+        }
+        if let Some(lead) = self.gateway.as_mut().and_then(|gateway| gateway.lead.as_mut()) {
+            lead.follows(member, now);
+        }
+        self.led_changed(turn);
+    }
+
     /// Marks the members it leads in the kernel; leadership of nobody ends.
     pub(crate) fn led_changed(&mut self, turn: &mut Turn<'_>) {
         let Some(gateway) = &mut self.gateway else { return };
