@@ -31,6 +31,16 @@ fn an_acting_leader_whose_agent_is_replaced_goes_on_with_all_that_follow_it() {
 }
 
 #[test]
+fn a_gateway_that_another_one_leads_keeps_a_member_of_a_later_term_over_a_restart() {
+    for seed in 0..10 {
+        let sim = restarts::alone_in_a_later_term(seed, How::Restarts, false);
+        let text = format!("seed {seed}");
+        nothing_happens(&sim, &text);
+        assert_eq!(sim.loads(), [4, 1, 0], "{text}");
+    }
+}
+
+#[test]
 fn planned_changes_end_although_agents_restart_around_them() {
     const RUNS: u64 = 150;
     let mut taken_back = Vec::new();

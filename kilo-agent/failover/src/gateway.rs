@@ -229,7 +229,7 @@ impl Lead {
     pub fn hears(&mut self, member: NodeId, word: (Term, NodeId), now: Micros) -> bool {
         let Some(led) = self.members.get(&member).copied() else { return false };
         let led_in = if let Led::Before(term) = led { term } else { self.term };
-        let is_anothers = word.0 > self.term || word.1 != self.sender.me && word.0 > led_in;
+        let is_anothers = word.1 != self.sender.me && word.0 > led_in;
         if word == (self.term, self.sender.me) {
             if led != Led::Follows {
                 self.follows(member, now);

@@ -32,14 +32,17 @@ impl Agent {
         }
     }
 
-    /// A member's kernel uses this gateway by a word that an agent before this one has announced. It is led on
-    /// where this gateway uses itself: one that has given its members away does not.
+    /// A member's kernel uses this gateway by a word that an agent before this one has announced. It is led on where its
+    /// mark is left, and where this gateway uses itself: one that has given its members away does not.
     pub(super) fn goes_on_with(&mut self, member: NodeId, word: (Term, NodeId), turn: &mut Turn<'_>) {
         let (me, now, (term, uses)) = (self.place.me, turn.now, word);
         let Some(gateway) = &mut self.gateway else { return };
         let Some(lead) = &mut gateway.lead else { return };
-        let is_known = lead.has(member) || !self.place.nodes.contains(&member);
-        let goes_on = self.word.1 == me && term >= lead.term() && !is_known;
+        let goes_on = if lead.has(member) {
+            term > lead.term()
+        } else {
+            self.word.1 == me && term >= lead.term() && self.place.nodes.contains(&member)
+        };
         // Where a gateway is none any more, its members' words name Kilo's leader in the term that it had.
         let is_own = uses == me && Term::from_bits(term.bits() - term.bits().min(1 << 16)).next(me) == term;
         if !is_own || !goes_on || gateway.planned.is_changing(term) {
