@@ -279,7 +279,7 @@ pub enum Body<L> {
     },
     /// PREPARE, READY.
     Change {
-        /// As in `Members`; of READY 0.
+        /// As in `Members`; READY repeats that of its PREPARE.
         cookie: u64,
         /// The next leader.
         gateway: u64,

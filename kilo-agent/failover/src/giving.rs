@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use crate::{
     Agent, Far, Micros, NodeId, Note, Output, SEC, Signal, Term, Turn,
     gateway::Lead,
-    planned::{Act, Cause, Giver, Taker},
+    planned::{Act, Cause, Giver, Taker, Try},
     signal::{Body, Kind, MAX_MEMBERS, Shared},
     turn::Given,
 };
@@ -104,19 +104,24 @@ impl Agent {
 
     /// Handles PREPARE or READY.
     pub(crate) fn change(&mut self, from: NodeId, signal: &Signal, turn: &mut Turn<'_>) {
-        let Body::Change { gateway: named, .. } = signal.body else { return };
+        let Body::Change { gateway: named, cookie } = signal.body else { return };
         if !self.place.gateways.contains(&from) {
             return;
         }
         if signal.kind == Kind::Prepare {
             if named == self.place.me {
-                self.prepare(from, Cause::of(signal.nonce), signal.term, turn);
+                let try_of = Try { number: signal.nonce, cookie };
+                self.prepare((from, try_of), signal.term, turn);
             }
             return;
         }
-        let latest = self.term;
+        let (latest, own) = (self.term, self.place.cookie(from));
         let Some(gateway) = &mut self.gateway else { return };
         let Some(giver) = gateway.planned.giver.as_mut().filter(|giver| giver.to == from) else { return };
+        // Recorded in an earlier try of the same term, it says nothing of who is ready now.
+        if cookie != own || !giver.has_asked(signal.nonce) {
+            return turn.push(Output::Note(Note::Replayed(from)));
+        }
         // Somebody else has led since: nothing is given in an earlier term.
         if giver.has_diverted() || signal.term > latest {
             let acts = giver.ready(signal.term, named == from, turn.now);
@@ -133,6 +138,8 @@ impl Agent {
             match act {
                 Act::Prepare => {
                     let number = cause.number(self.stamp(turn.now));
+                    let own = self.gateway.as_mut().and_then(|gateway| gateway.planned.giver.as_mut());
+                    own.into_iter().for_each(|giver| giver.asks(number));
                     let body = Body::Change { cookie: self.place.cookie(to), gateway: to };
                     let signal = self.sender().signal(Kind::Prepare, number, self.term, body);
                     turn.push(Output::Lan(to, signal));
@@ -216,7 +223,8 @@ impl Agent {
     }
 
     /// Another gateway asks this one to lead.
-    fn prepare(&mut self, from: NodeId, cause: Cause, term: Term, turn: &mut Turn<'_>) {
+    fn prepare(&mut self, (from, asked): (NodeId, Try), term: Term, turn: &mut Turn<'_>) {
+        let cause = Cause::of(asked.number);
         let next = self.term.max(term).next(self.place.me);
         let Some(gateway) = &mut self.gateway else { return };
         // Of two that give at once, as when several leaders become one, the one with READY goes first.
@@ -231,7 +239,7 @@ impl Agent {
         let taker = gateway.planned.taker.take().filter(goes_on);
         let waits_for = gateway.planned.waits_for(cause, &self.place.fars);
         let mut taker = taker.unwrap_or_else(|| Taker::new(from, cause, next, &waits_for));
-        let acts = taker.prepare(trip, turn.now);
+        let acts = taker.prepare(asked, trip, turn.now);
         let term = taker.term();
         gateway.planned.taker = Some(taker);
         // The others are asked, too: one that answers is waited for the next time.
@@ -269,12 +277,13 @@ impl Agent {
                 return;
             };
             let (from, cause, me) = (taker.from, taker.cause, self.place.me);
+            let asked = taker.asked_in();
             match act {
                 Act::Ask(far, term) => self.ask(far, term, turn),
                 Act::Ready(term) => {
                     // What the giver passes on is given to WireGuard from now on.
                     self.led_changed(turn);
-                    self.says_ready(from, from, term, turn);
+                    self.says_ready((from, asked), from, term, turn);
                 }
                 Act::Lead(term, members) => {
                     // Somebody has led in a later term: far leaders hear of it, too. The giver is never told
@@ -294,7 +303,7 @@ impl Agent {
                         members.into_iter().filter(|member| self.place.nodes.contains(member)).collect();
                     self.lead_in(term, members.into_iter().chain(users).chain([me]), Shared::Move, turn);
                 }
-                Act::Done(term) => self.says_ready(from, me, term, turn),
+                Act::Done(term) => self.says_ready((from, asked), me, term, turn),
                 _ => {}
             }
         }
@@ -308,9 +317,9 @@ impl Agent {
         turn.push(Output::Tunnel(far, signal));
     }
 
-    fn says_ready(&self, to: NodeId, leader: NodeId, term: Term, turn: &mut Turn<'_>) {
-        let body = Body::Change { cookie: 0, gateway: leader };
-        let signal = self.sender().signal(Kind::Ready, turn.nonce(), term, body);
+    fn says_ready(&self, (to, asked): (NodeId, Try), leader: NodeId, term: Term, turn: &mut Turn<'_>) {
+        let body = Body::Change { cookie: asked.cookie, gateway: leader };
+        let signal = self.sender().signal(Kind::Ready, asked.number, term, body);
         turn.push(Output::Lan(to, signal));
     }
 
@@ -344,7 +353,10 @@ impl Agent {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::bench::{BOOT, Bench, FAR, LEADER, ME, MEMBER};
+    use crate::{
+        Input,
+        bench::{BOOT, Bench, FAR, LEADER, ME, MEMBER},
+    };
 
     /// A stand-by that its leader has asked to be ready, and the term it asks a far leader about.
     fn asks_a_far_leader() -> (Bench, Term) {
@@ -392,6 +404,57 @@ mod tests {
             assert!(!out.iter().any(is_done), "MOVED {nonce}: {out:?}");
         }
         assert!(bench.agent.lead().is_none());
+    }
+
+    /// The numbers of the PREPAREs among what is sent.
+    fn prepares(out: &[Output]) -> Vec<u64> {
+        let number = |output: &Output| match output {
+            Output::Lan(LEADER, Signal { kind: Kind::Prepare, nonce, .. }) => Some(*nonce),
+            _ => None,
+        };
+        out.iter().filter_map(number).collect()
+    }
+
+    #[test]
+    fn a_ready_of_an_earlier_try_in_the_same_term_counts_nothing() {
+        let mut bench = Bench::new();
+        let (lead, term) = (Term::from_bits(8 << 16), Term::from_bits(9 << 16));
+        let ready = |cookie| Body::Change { cookie, gateway: ME };
+        bench.agent.place.cookies.insert(LEADER, BOOT);
+        bench.turn(vec![Input::Word(lead, ME)]);
+        let mut tries = Vec::new();
+        for _ in 0..2 {
+            // The first try ends without an answer: somebody holds it back.
+            let mut out = (0..60).flat_map(|_| bench.turn(vec![])).collect::<Vec<_>>();
+            assert!(!out.iter().any(|output| matches!(output, Output::Word(..))), "{out:?}");
+            out.clear();
+            let (now, mut later, mut random) = (bench.now, Vec::new(), || 1);
+            let mut turn = Turn { now, random: &mut random, out: &mut out, later: &mut later };
+            bench.agent.plan_change(LEADER, Cause::Cordoned, &mut turn);
+            tries.extend(prepares(&out));
+        }
+        let [first, second] = tries[..] else { panic!("{tries:?}") };
+        let mut diverts = |number, cookie| {
+            let out = bench.hears(LEADER, Kind::Ready, number, term, ready(cookie));
+            (out.contains(&Output::Word(term, LEADER)), out.contains(&Output::Note(Note::Replayed(LEADER))))
+        };
+        assert_eq!(diverts(first, BOOT), (false, true), "of an earlier try");
+        assert_eq!(diverts(second, BOOT - 1), (false, true), "of an earlier boot");
+        assert_eq!(diverts(second, BOOT), (true, false));
+    }
+
+    #[test]
+    fn ready_repeats_the_number_and_the_cookie_of_its_prepare() {
+        let (mut bench, term) = asks_a_far_leader();
+        let body = Body::Claim { gateway: ME, shared: Shared::Stay, part: (0, 1), members: vec![] };
+        let out = bench.hears(FAR, Kind::Moved, 5, term, body);
+        let is_answer = |output: &Output| match output {
+            Output::Lan(LEADER, Signal { kind: Kind::Ready, nonce, body, .. }) => {
+                (*nonce, body) == (1 << 20, &Body::Change { cookie: BOOT, gateway: LEADER })
+            }
+            _ => false,
+        };
+        assert!(out.iter().any(is_answer), "{out:?}");
     }
 
     /// PREPARE until it is forgotten, with the number of tries before; whether READY came although the far leader

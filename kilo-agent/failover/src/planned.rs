@@ -96,6 +96,15 @@ pub enum Act {
     GiveUp,
 }
 
+/// What PREPARE bears and its READY repeats: what was recorded of an earlier try answers none of this one.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Try {
+    /// The number of the PREPARE, which grows within the giver's boot.
+    pub number: u64,
+    /// That boot's cookie, the giver's for the taker.
+    pub cookie: u64,
+}
+
 /// The leader that gives.
 #[derive(Clone, Debug)]
 pub struct Giver {
@@ -106,6 +115,8 @@ pub struct Giver {
     /// Members that are given: END names them.
     pub members: Vec<NodeId>,
     fars: Vec<Far>,
+    /// The number of its first PREPARE.
+    first: Option<u64>,
     asks_until: Micros,
     patience: Micros,
     next: Micros,
@@ -121,6 +132,7 @@ impl Giver {
             cause,
             members: Vec::new(),
             fars,
+            first: None,
             asks_until: now + ASKS + 2 * trip,
             patience: PATIENCE.max(ASKS + 2 * trip),
             next: now,
@@ -146,6 +158,16 @@ impl Giver {
             Some((at, _)) => self.next.min(at + self.patience),
             None => self.next,
         }
+    }
+
+    /// PREPARE is sent with this number.
+    pub fn asks(&mut self, number: u64) {
+        self.first.get_or_insert(number);
+    }
+
+    /// Whether a PREPARE of this number is of this try.
+    pub fn has_asked(&self, number: u64) -> bool {
+        self.first.is_some_and(|first| number >= first)
     }
 
     /// READY came: the taker is ready, or, with `is_done`, leads.
@@ -202,6 +224,8 @@ pub struct Taker {
     /// Why leadership changes.
     pub cause: Cause,
     term: Term,
+    /// The latest PREPARE, which READY answers.
+    answers: Try,
     /// Far leaders that have not answered yet.
     asked: BTreeSet<Far>,
     /// Parts of END that each far leader has still to do; `None`: it has done nothing yet.
@@ -218,6 +242,7 @@ impl Taker {
             from,
             cause,
             term,
+            answers: Try::default(),
             asked: fars.iter().copied().collect(),
             moves: fars.iter().map(|far| (*far, None)).collect(),
             members: BTreeSet::new(),
@@ -231,13 +256,19 @@ impl Taker {
         self.term
     }
 
+    /// The PREPARE that READY answers.
+    pub fn asked_in(&self) -> Try {
+        self.answers
+    }
+
     /// Whether everything has moved.
     pub fn is_done(&self) -> bool {
         self.is_done
     }
 
     /// PREPARE came, for the first time or because an answer was lost. `trip`: as of [`Giver::new`].
-    pub fn prepare(&mut self, trip: Micros, now: Micros) -> Vec<Act> {
+    pub fn prepare(&mut self, asked: Try, trip: Micros, now: Micros) -> Vec<Act> {
+        self.answers = asked;
         self.end = now + ASKS + 2 * trip + PATIENCE.max(ASKS + 2 * trip);
         if self.moves.is_empty() && !self.is_done {
             // No far leader is waited for, so no MOVED is to come: it leads who uses the giver.
@@ -344,18 +375,21 @@ mod tests {
     #[test]
     fn nobody_is_ready_until_every_far_leader_answers() {
         let mut taker = Taker::new(A, Cause::Order, TERM, &[1, 2]);
-        assert_eq!(taker.prepare(0, 0), [Act::Ask(1, TERM), Act::Ask(2, TERM)]);
+        assert_eq!(taker.prepare(Try::default(), 0, 0), [Act::Ask(1, TERM), Act::Ask(2, TERM)]);
         assert_eq!(taker.moved(1, TERM, (0, 1), &[]), []);
-        assert_eq!(taker.prepare(0, 0), [Act::Ask(2, TERM)]);
+        assert_eq!(taker.prepare(Try::default(), 0, 0), [Act::Ask(2, TERM)]);
         assert_eq!(taker.moved(2, Term::from_bits(6 << 16), (0, 1), &[]), [], "of an earlier question");
         assert_eq!(taker.moved(2, TERM, (0, 1), &[]), [Act::Ready(TERM)]);
-        assert_eq!(taker.prepare(0, 0), [Act::Ready(TERM)], "its answer was lost");
+        assert_eq!(taker.prepare(Try::default(), 0, 0), [Act::Ready(TERM)], "its answer was lost");
     }
 
     #[test]
     fn who_waits_for_no_far_leader_leads_at_once() {
         let mut taker = Taker::new(A, Cause::Cordoned, TERM, &[]);
-        assert_eq!(taker.prepare(0, 0), [Act::Ready(TERM), Act::Lead(TERM, vec![]), Act::Done(TERM)]);
+        assert_eq!(
+            taker.prepare(Try::default(), 0, 0),
+            [Act::Ready(TERM), Act::Lead(TERM, vec![]), Act::Done(TERM)]
+        );
         assert!(taker.is_done());
     }
 
