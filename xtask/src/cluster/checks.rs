@@ -2,8 +2,10 @@
 
 mod agents;
 mod bad_input;
+mod flows;
 mod kgctl;
 mod migration;
+mod mixed;
 mod monitoring;
 mod names;
 mod nodes;
@@ -69,6 +71,16 @@ const CHECKS: &[Check] = &[
     Check {
         name: "the leader's machine loses power, and its stand-by leads within half a second",
         run: stand_by::leader_dies,
+        long: true,
+    },
+    Check {
+        name: "the leader's machine is drained, and its stand-by leads before it goes",
+        run: stand_by::leader_is_drained,
+        long: true,
+    },
+    Check {
+        name: "in a mesh where nodes are Kilo in Go, the leader's machine loses power",
+        run: mixed::leader_dies,
         long: true,
     },
     Check { name: "twenty boots send nothing in clear", run: nodes::many_boots, long: true },

@@ -117,7 +117,11 @@ pub fn test_pods(cluster: &Cluster) -> Result<()> {
     let objects = OBJECTS
         .replace("REPLICAS", &cluster.nodes.len().to_string())
         .replace("IMAGE", images::TEST)
-        .replace("ADDRESSES", &addresses(cluster.release, [SERVICE.into(), SERVICE_V6.into()]));
+        .replace("ADDRESSES", &addresses(cluster.release, [SERVICE.into(), SERVICE_V6.into()]))
+        .replace(
+            "FAMILIES",
+            if cluster.release.has_two_families() { "  ipFamilyPolicy: RequireDualStack" } else { "" },
+        );
     cluster.apply(&objects)?;
     cluster.kubectl(&["rollout", "status", "deployment/echo", "--timeout=180s"])?;
     serving(cluster)?;
@@ -130,6 +134,15 @@ pub fn test_pods(cluster: &Cluster) -> Result<()> {
         })?;
     }
     Ok(())
+}
+
+/// The address of a Service of the probes' port that only the test pod of that node stands behind.
+pub fn service_of(cluster: &Cluster, node: &Node) -> Result<IpAddr> {
+    let pods = serving(cluster)?;
+    cluster.kubectl(&["label", "--overwrite", "pod", &pod_on(&pods, node)?.name, "alone=true"])?;
+    cluster.apply(ALONE)?;
+    let address = cluster.kubectl(&["get", "service", "echo-alone", "-o", "jsonpath={.spec.clusterIP}"])?;
+    address.parse().with_context(|| format!("clusterIP {address:?}"))
 }
 
 /// A pod that the kubelet made.
@@ -250,7 +263,17 @@ apiVersion: v1
 kind: Service
 metadata: {name: echo-node-port}
 spec:
+FAMILIES
   type: NodePort
   selector: {app: echo}
   ports: [{port: 80, targetPort: 7007, nodePort: 30080}]
+";
+
+const ALONE: &str = "
+apiVersion: v1
+kind: Service
+metadata: {name: echo-alone}
+spec:
+  selector: {app: echo, alone: 'true'}
+  ports: [{name: tcp, port: 7007}, {name: udp, port: 7007, protocol: UDP}]
 ";

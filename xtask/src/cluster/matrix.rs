@@ -11,6 +11,7 @@ use super::{
     Cluster,
     deploy::{self, HOST_PORT, NODE_PORT, Pod, SERVICE, SERVICE_V6},
     network::{self, OUTSIDE, OUTSIDE_V6, ROUTER, ROUTER_V6},
+    node::Node,
 };
 use crate::lab::{
     netns::Netns,
@@ -100,19 +101,18 @@ pub fn run(cluster: &Cluster) -> Result<Matrix> {
             paths.push(path(node.name(), "ClusterIP", Protocol::Tcp, service, None));
         }
         for other in cluster.nodes.iter().filter(|other| other.name() != node.name()) {
-            let port = (other.site.address, HOST_PORT).into();
-            paths.push(path(node.name(), "hostPort", Protocol::Tcp, port, None));
+            for address in addresses(other, &pods) {
+                paths.push(path(node.name(), "hostPort", Protocol::Tcp, (address, HOST_PORT).into(), None));
+            }
         }
         sources.push((node.netns(), paths));
     }
     let mut paths = Vec::new();
-    for node in &cluster.nodes {
+    for address in cluster.nodes.iter().flat_map(|node| addresses(node, &pods)) {
         for _ in 0..pods.len() {
-            let port = (node.site.address, NODE_PORT).into();
-            paths.push(path("outside", "NodePort", Protocol::Tcp, port, None));
+            paths.push(path("outside", "NodePort", Protocol::Tcp, (address, NODE_PORT).into(), None));
         }
-        let port = (node.site.address, HOST_PORT).into();
-        paths.push(path("outside", "hostPort", Protocol::Tcp, port, None));
+        paths.push(path("outside", "hostPort", Protocol::Tcp, (address, HOST_PORT).into(), None));
     }
     sources.push((outside, paths));
     let threads: Vec<_> = sources
@@ -126,10 +126,19 @@ pub fn run(cluster: &Cluster) -> Result<Matrix> {
     Ok(matrix)
 }
 
-/// The test pods' Service at each address that pods stand behind: Kilo itself gives them one.
+/// The test pods' Service at each address that pods stand behind.
 fn services(pods: &[Pod]) -> impl Iterator<Item = SocketAddr> + Clone + use<> {
-    let second = pods.iter().all(|pod| pod.second.is_some()).then_some(IpAddr::from(SERVICE_V6));
-    [SERVICE.into()].into_iter().chain(second).map(|address: IpAddr| SocketAddr::from((address, 80)))
+    of_families(pods, SERVICE.into(), SERVICE_V6.into()).map(|address| SocketAddr::from((address, 80)))
+}
+
+/// The node's addresses at which it has ports of the test pods.
+fn addresses(node: &Node, pods: &[Pod]) -> impl Iterator<Item = IpAddr> + use<> {
+    of_families(pods, node.site.address.into(), node.site.address_v6.into())
+}
+
+/// The second one only where every pod has an IPv6 address: Kilo itself gives them one address.
+fn of_families(pods: &[Pod], v4: IpAddr, v6: IpAddr) -> impl Iterator<Item = IpAddr> + Clone + use<> {
+    [v4].into_iter().chain(pods.iter().all(|pod| pod.second.is_some()).then_some(v6))
 }
 
 fn probe(path: Path) -> Cell {

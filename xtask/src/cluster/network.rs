@@ -138,7 +138,10 @@ pub fn build() -> Result<()> {
     ))?;
     outside.ip(&format!(
         "address add {OUTSIDE}/24 dev eth0\naddress add {OUTSIDE_V6}/64 dev eth0 nodad\nlink set eth0 up\n\
-         route add 10.11.0.0/16 via {ROUTER}\nroute add 10.12.0.0/16 via {ROUTER}\n"
+         route add 10.11.0.0/16 via {ROUTER}\nroute add 10.12.0.0/16 via {ROUTER}\n\
+         route add {}/64 via {ROUTER_V6}\nroute add {}/64 via {ROUTER_V6}\n",
+        lan_v6(11, 0),
+        lan_v6(12, 0)
     ))?;
     router.sh(&RULES.replace("PODS_V6", PODS_V6).replace("PODS", PODS))?;
     Ok(())

@@ -4,14 +4,14 @@
 use std::{
     fs,
     net::Ipv4Addr,
-    os::unix::fs::PermissionsExt as _,
+    os::unix::fs::{MetadataExt as _, PermissionsExt as _},
     path::{Path, PathBuf},
     process::Command,
     sync::{
         Arc,
         atomic::{AtomicBool, Ordering},
     },
-    thread::JoinHandle,
+    thread::{self, JoinHandle},
     time::Duration,
 };
 
@@ -22,7 +22,7 @@ use crate::{
     apt,
     command::{run, show},
     image::{Architecture, PLUGINS, buildah::Buildah},
-    lab::{tunl0, wait},
+    lab::{netns::Netns, tunl0, wait},
     workspace_root,
 };
 
@@ -149,10 +149,10 @@ fn ip() -> String {
     )
 }
 
-/// Stands in for the kernel's IPIP on every node, however often `tunl0` comes and goes.
+/// Stands in for the kernel's IPIP on every node, however often `tunl0` comes and goes and the node boots.
 pub struct Tunnels {
     ended: Arc<AtomicBool>,
-    threads: Vec<JoinHandle<Result<()>>>,
+    threads: Vec<JoinHandle<()>>,
 }
 
 impl Tunnels {
@@ -161,10 +161,9 @@ impl Tunnels {
         let ended = Arc::new(AtomicBool::new(false));
         let mut threads = Vec::new();
         for node in &cluster.nodes {
-            // A raw socket gets packets as they are on a wire: with checksums filled in.
-            node.sh("ethtool -K eth0 tx off")?;
             let (ended, netns) = (Arc::clone(&ended), node.netns());
-            threads.push(netns.spawn(move || attend(&ended)));
+            prepare(&netns)?;
+            threads.push(thread::spawn(move || follow(&netns, &ended)));
         }
         Ok(Self { ended, threads })
     }
@@ -179,12 +178,39 @@ impl Drop for Tunnels {
     }
 }
 
-/// Runs in the node's network namespace.
-fn attend(ended: &AtomicBool) {
+/// A raw socket gets packets as they are on a wire only with checksums filled in.
+fn prepare(netns: &Netns) -> Result<()> {
+    netns.sh("ethtool -K eth0 tx off").map(drop)
+}
+
+/// Attends to the node's network namespace of each boot.
+fn follow(netns: &Netns, ended: &Arc<AtomicBool>) {
     while !ended.load(Ordering::Relaxed) {
+        // While a node is off it has no namespace, and while it boots none with an interface.
+        if let (Some(boot), Ok(())) = (inode(netns), prepare(netns)) {
+            let (ended, of) = (Arc::clone(ended), netns.clone());
+            let _ = netns.spawn(move || attend(&ended, || inode(&of) == Some(boot))).join();
+        }
+        wait::pace(PAUSE);
+    }
+}
+
+/// Says which network namespace has this name now.
+fn inode(netns: &Netns) -> Option<u64> {
+    fs::metadata(netns.path()).ok().map(|of| of.ino())
+}
+
+/// Runs in the node's network namespace.
+fn attend(ended: &AtomicBool, is_on: impl Fn() -> bool) {
+    let lasts = || !ended.load(Ordering::Relaxed) && is_on();
+    while lasts() {
         if let Ok(carrying) = tunl0::attach("tunl0") {
-            while !ended.load(Ordering::Relaxed) && !carrying.is_finished() {
+            while lasts() && !carrying.is_finished() {
                 wait::pace(PAUSE);
+            }
+            if !is_on() {
+                // Its threads' sockets would keep the namespace of a node without power.
+                let _ = run(Command::new("ip").args(["link", "delete", "tunl0"]));
             }
         }
         wait::pace(PAUSE);

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use anyhow::{Context as _, Result, bail};
 
-use super::{Skipped, everybody, removal, updates::Flows};
+use super::{Skipped, everybody, flows::Flows, removal};
 use crate::{
     cluster::{
         Cluster, deploy,
@@ -38,6 +38,7 @@ pub fn there_and_back(cluster: &Cluster) -> Result<String> {
         return Err(Skipped("neither Kilo's program nor its source is here ($KILO_GO_SOURCE)").into());
     };
     let _tunnels = install(cluster, &original)?;
+    removal::settled(cluster).context("Kilo itself")?;
     let mut said = Vec::new();
     let mut step = |name: &str, code: &dyn Fn() -> Result<()>| -> Result<Step> {
         let step = measured(cluster, code).with_context(|| name.to_owned())?;
@@ -98,7 +99,7 @@ pub fn there_and_back(cluster: &Cluster) -> Result<String> {
 }
 
 /// Puts Kilo's own program on every node in place of ours; what stands in for the kernel's IPIP goes with the value.
-fn install(cluster: &Cluster, original: &Original) -> Result<Option<Tunnels>> {
+pub fn install(cluster: &Cluster, original: &Original) -> Result<Option<Tunnels>> {
     original.load(cluster)?;
     let tunnels = if deploy::has_ipip() { None } else { Some(Tunnels::keep(cluster)?) };
     let removed = removal::by_kgctl(cluster).context("kgctl uninstall")?;
@@ -107,12 +108,12 @@ fn install(cluster: &Cluster, original: &Original) -> Result<Option<Tunnels>> {
     cluster.apply(&original.manifest()?)?;
     deploy::roll(cluster, "kilo", 120)?;
     cluster.kubectl(&["wait", "--for=condition=Ready", "nodes", "--all", "--timeout=60s"])?;
-    removal::renew_pods(cluster).context("Kilo itself")?;
+    removal::new_pods(cluster)?;
     Ok(tunnels)
 }
 
 /// Takes Kilo's own DaemonSet away again and puts ours back.
-fn remove(cluster: &Cluster) -> Result<()> {
+pub fn remove(cluster: &Cluster) -> Result<()> {
     cluster.kubectl(&["-n", "kube-system", "delete", "ds", "kilo", "--cascade=foreground"])?;
     for node in &cluster.nodes {
         node.sh(LEFT_BY_KILO)?;
@@ -173,27 +174,15 @@ fn measured(cluster: &Cluster, code: impl FnOnce() -> Result<()>) -> Result<Step
     let flows = Flows::start(cluster, None)?;
     let result = code();
     let settled = until("everybody reaches everybody", Duration::from_secs(60), || everybody(cluster).ok());
-    let (measured, clear) = flows.measure()?;
-    let texts: Vec<_> = measured
-        .iter()
-        .map(|(name, figures)| {
-            format!(
-                "{name}: {} of {} lost, gap {} ms, TCP {} ms {}",
-                figures.lost,
-                figures.sent,
-                figures.gap.as_millis(),
-                figures.stall.as_millis(),
-                figures.broken.as_deref().unwrap_or_default()
-            )
-        })
-        .collect();
-    let lost = measured.iter().map(|(_, figures)| figures.lost).sum();
+    let measured = flows.measure()?;
+    let of = |is_wanted: &dyn Fn(&str) -> bool| -> u64 {
+        measured.flows.iter().filter(|(name, _)| is_wanted(name)).map(|(_, figures)| figures.lost).sum()
+    };
     let beside = format!("{} to {}", cluster.nodes[0].site.node, cluster.nodes[1].site.node);
-    let within = measured.iter().filter(|(name, _)| name.starts_with(&beside));
-    let lost_within = within.map(|(_, figures)| figures.lost).sum();
-    let outside = measured.iter().filter(|(name, _)| name.ends_with(" to outside"));
-    let lost_outside = outside.map(|(_, figures)| figures.lost).sum();
-    let text = format!("{}; {clear} packets in clear", texts.join("; "));
+    let lost_within = of(&|name| name.starts_with(&beside));
+    let lost_outside = of(&|name| name.ends_with(" to outside"));
+    let (clear, lost) = (measured.clear, measured.lost());
+    let text = format!("{measured}; {clear} packets in clear");
     result.with_context(|| text.clone())?;
     if settled.is_err() {
         let error = everybody(cluster).err().map(|error| format!("{error:#}")).unwrap_or_default();

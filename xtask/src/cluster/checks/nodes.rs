@@ -7,7 +7,7 @@ use std::{
 
 use anyhow::{Context as _, Result, bail};
 
-use super::{everybody, updates::Flows};
+use super::{everybody, flows::Flows};
 use crate::{
     cluster::{
         Cluster, deploy, images, kubeadm,
@@ -65,7 +65,7 @@ fn boots(cluster: &Cluster, count: u32) -> Result<String> {
 }
 
 /// The node's prefixes with spaces between them.
-fn pod_cidrs(cluster: &Cluster, node: &Node) -> Result<String> {
+pub fn pod_cidrs(cluster: &Cluster, node: &Node) -> Result<String> {
     cluster.kubectl(&["get", "node", node.name(), "-o", "jsonpath={.spec.podCIDRs[*]}"])
 }
 

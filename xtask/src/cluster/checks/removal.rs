@@ -133,11 +133,21 @@ pub fn put_back(cluster: &Cluster) -> Result<()> {
     deploy::families(cluster)
 }
 
-/// Makes the test pods anew.
+/// Makes the test pods anew, and waits until everybody reaches everybody.
 pub fn renew_pods(cluster: &Cluster) -> Result<()> {
+    new_pods(cluster)?;
+    settled(cluster)
+}
+
+/// Makes the test pods anew.
+pub fn new_pods(cluster: &Cluster) -> Result<()> {
     cluster.kubectl(&["delete", "pods", "-l", "app=echo", "--grace-period=0"])?;
     cluster.kubectl(&["rollout", "status", "deployment/echo", "--timeout=120s"])?;
-    deploy::serving(cluster)?;
+    deploy::serving(cluster).map(drop)
+}
+
+/// Waits until everybody reaches everybody.
+pub fn settled(cluster: &Cluster) -> Result<()> {
     let mut last = None;
     let reached = until("everybody reaches everybody", Duration::from_secs(30), || {
         super::everybody(cluster).map_err(|error| last = Some(error)).ok()

@@ -1,17 +1,22 @@
-//! A leader's machine without power, under a Deployment with Services.
+//! A leader whose machine loses power, or is drained, under a Deployment with Services.
 
 use std::time::Duration;
 
 use anyhow::{Context as _, Result, bail};
 
-use super::{agents::metric, updates::Flows};
+use super::{
+    agents::metric,
+    flows::{Flows, Measured},
+};
 use crate::{
     cluster::{Cluster, deploy, node::Node, until},
     lab::wait,
 };
 
-/// Longest time without an answer that is accepted, and what is promised for nearly all.
+/// Longest time without an answer that is accepted when the power is cut.
 const ACCEPTED: Duration = Duration::from_secs(1);
+/// What a flow may lose in a planned change: two datagrams are 10 ms.
+const PLANNED: u64 = 2;
 /// What makes agents fail over, as a JSON patch of the DaemonSet.
 const AUTO: &str =
     r#"[{"op":"add","path":"/spec/template/spec/containers/0/args/-","value":"--failover=auto"}]"#;
@@ -19,57 +24,95 @@ const AUTO: &str =
 /// The first node of the first location, which leads it, loses power: the node beside it goes on
 /// talking to the other location. The API server is on that machine, too.
 pub fn leader_dies(cluster: &Cluster) -> Result<String> {
+    with_failover(cluster, |leader, stand_by| {
+        let flows = flows(cluster, leader, stand_by)?;
+        let measured = cut_power(cluster, leader, flows, || leads(stand_by))?;
+        deploy::roll(cluster, "kilo", 180)?;
+        lasted(&measured, ACCEPTED)
+    })
+}
+
+/// The same node is drained, as before it is serviced.
+pub fn leader_is_drained(cluster: &Cluster) -> Result<String> {
+    with_failover(cluster, |leader, stand_by| {
+        let flows = flows(cluster, leader, stand_by)?;
+        let drain = ["drain", leader.name(), "--ignore-daemonsets", "--force", "--timeout=60s"];
+        let drained = cluster.kubectl(&drain).and_then(|_| leads(stand_by));
+        wait::time_passes(Duration::from_secs(2), "what follows the change is counted, too");
+        let measured = flows.measure();
+        cluster.kubectl(&["uncordon", leader.name()])?;
+        cluster.kubectl(&["rollout", "status", "deployment/echo", "--timeout=60s"])?;
+        drained?;
+        measured?.all(|_, figures| figures.lost <= PLANNED)
+    })
+}
+
+/// Does something with the leader of the first location and the node beside it while agents fail over.
+fn with_failover(cluster: &Cluster, code: impl FnOnce(&Node, &Node) -> Result<String>) -> Result<String> {
+    let leader = cluster.first();
+    let is_beside = |node: &&Node| node.site.letter == leader.site.letter && node.name() != leader.name();
+    let stand_by = cluster.nodes.iter().find(is_beside).context("no other node there")?;
     cluster.kubectl(&["-n", "kube-system", "patch", "ds/kilo", "--type=json", "-p", AUTO])?;
     deploy::roll(cluster, "kilo", 180)?;
-    let result = cut_power(cluster);
+    let result = is_fit(stand_by).and_then(|()| code(leader, stand_by));
     deploy::apply_file(cluster, deploy::platform())?;
     deploy::roll(cluster, "kilo", 180)?;
     result
 }
 
-fn cut_power(cluster: &Cluster) -> Result<String> {
-    let leader = cluster.first();
-    let stand_by =
-        cluster.nodes.iter().find(|node| is_beside(node, leader)).context("no other node there")?;
-    until("the stand-by could lead", Duration::from_secs(90), || {
-        (metric(stand_by, "kilo_stand_by_fit").ok()? == 1).then_some(())
-    })?;
-    let flows = Flows::between(cluster, stand_by, Some(leader.name()), cluster.remote())?;
-    leader.cut()?;
-    let took_over = until("the stand-by leads", Duration::from_secs(20), || {
-        (metric(stand_by, "kilo_failover_role{role=\"leader\"}").ok()? == 1).then_some(())
-    });
-    wait::fault_lasts(Duration::from_secs(5));
-    let measured = flows.measure();
-    leader.start()?;
-    let answers =
-        || cluster.kubectl(&["wait", "--for=condition=Ready", "nodes", "--all", "--timeout=60s"]).ok();
-    until("all nodes are ready again", Duration::from_secs(180), || answers().map(drop))?;
-    deploy::roll(cluster, "kilo", 180)?;
-    took_over?;
-    let (measured, clear) = measured?;
-    let (mut said, mut bad, mut lost) = (Vec::new(), Vec::new(), 0);
-    for (name, figures) in measured {
-        let text =
-            format!("{name}: {} of {} lost, {} ms", figures.lost, figures.sent, figures.gap.as_millis());
-        let broken = figures.broken.is_some();
-        // What does not pass the leader must not notice.
-        let is_elsewhere = name.ends_with("to outside") && figures.lost > 0;
-        if broken || is_elsewhere || figures.gap > ACCEPTED {
-            bad.push(format!("{text} {}", figures.broken.unwrap_or_default()));
-        }
-        lost += figures.lost;
-        said.push(text);
-    }
-    if clear > 0 {
-        bad.push(format!("{clear} packets with a pod's address were on the router"));
-    }
-    if lost == 0 {
-        bad.push("nothing was lost: the flows did not pass the leader".to_owned());
-    }
-    if bad.is_empty() { Ok(said.join("; ")) } else { bail!("{}", bad.join("\n    ")) }
+/// Flows of the node beside the leader: to pods, and to a Service of the pod in the other location.
+fn flows(cluster: &Cluster, leader: &Node, stand_by: &Node) -> Result<Flows> {
+    let mut flows = Flows::between(cluster, stand_by, Some(leader.name()), cluster.remote())?;
+    let service = deploy::service_of(cluster, cluster.remote())?;
+    flows.also(cluster, stand_by, service, &format!("{} to a Service", stand_by.name()))?;
+    Ok(flows)
 }
 
-fn is_beside(node: &Node, leader: &Node) -> bool {
-    node.site.letter == leader.site.letter && node.name() != leader.name()
+/// Waits until this node could lead its location.
+pub fn is_fit(node: &Node) -> Result<()> {
+    becomes(node, "kilo_stand_by_fit", 90)
+}
+
+/// Waits until this node is a stand-by.
+pub fn stands_by(node: &Node) -> Result<()> {
+    becomes(node, "kilo_failover_role{role=\"stand-by\"}", 90)
+}
+
+/// Waits until this node leads its location.
+pub fn leads(node: &Node) -> Result<()> {
+    becomes(node, "kilo_failover_role{role=\"leader\"}", 20)
+}
+
+fn becomes(node: &Node, name: &str, seconds: u64) -> Result<()> {
+    until(&format!("{name} of {} is 1", node.name()), Duration::from_secs(seconds), || {
+        (metric(node, name).ok()? == 1).then_some(())
+    })
+}
+
+/// Cuts a node's power, waits for what has to happen and 5 s more, and boots it.
+pub fn cut_power(
+    cluster: &Cluster,
+    node: &Node,
+    flows: Flows,
+    happens: impl FnOnce() -> Result<()>,
+) -> Result<Measured> {
+    node.cut()?;
+    let happened = happens();
+    wait::fault_lasts(Duration::from_secs(5));
+    let measured = flows.measure();
+    node.start()?;
+    let ready = ["wait", "--for=condition=Ready", "nodes", "--all", "--timeout=60s"];
+    until("all nodes are ready again", Duration::from_secs(180), || cluster.kubectl(&ready).ok().map(drop))?;
+    let measured = measured?;
+    happened.with_context(|| measured.to_string())?;
+    if measured.lost() == 0 {
+        bail!("nothing was lost: the flows did not pass {}", node.name());
+    }
+    Ok(measured)
+}
+
+/// All as text; an error when answers came later again, or what does not pass the leader has noticed.
+pub fn lasted(measured: &Measured, accepted: Duration) -> Result<String> {
+    measured
+        .all(|name, figures| figures.gap <= accepted && (!name.ends_with(" to outside") || figures.lost == 0))
 }

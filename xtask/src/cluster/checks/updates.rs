@@ -2,100 +2,17 @@
 
 use std::time::Duration;
 
-use anyhow::{Result, bail, ensure};
+use anyhow::{Result, ensure};
 
+use super::flows::Flows;
 use crate::{
-    cluster::{
-        Cluster, deploy,
-        images::OTHER_TAG,
-        network::{self, OUTSIDE},
-        node::Node,
-        until,
-    },
+    cluster::{Cluster, deploy, images::OTHER_TAG, until},
     image::IMAGE,
-    lab::{
-        faults::traffic::{Figures, Traffic},
-        netns::Netns,
-        probe, wait,
-    },
+    lab::wait,
 };
 
-/// Between two datagrams of a flow.
-const TICK: Duration = Duration::from_millis(5);
 /// Kubelets look after each pod within this time.
 const SYNCED: Duration = Duration::from_secs(5);
-
-/// Flows of a test pod of the first node: to the other location, to a node beside it, and outside.
-pub struct Flows {
-    flows: Vec<(String, Traffic)>,
-    clear: u64,
-}
-
-impl Flows {
-    /// Starts them from the first node; none to that other node.
-    pub fn start(cluster: &Cluster, but: Option<&str>) -> Result<Self> {
-        let outside = if but.is_some() { cluster.first() } else { cluster.remote() };
-        Self::between(cluster, cluster.first(), but, outside)
-    }
-
-    /// Starts them from a node; none to that other node, and to the outside from a third.
-    pub fn between(cluster: &Cluster, from: &Node, but: Option<&str>, outside: &Node) -> Result<Self> {
-        let pods = deploy::serving(cluster)?;
-        let _ = probe::serve(&network::outside(), OUTSIDE.into());
-        let from = deploy::pod_on(&pods, from)?;
-        let mut flows = Vec::new();
-        let mut start = |netns: &Netns, target, name: String| {
-            flows.push((name, Traffic::start_every(netns, target, TICK)));
-        };
-        for pod in pods.iter().filter(|pod| pod.name != from.name && Some(pod.node.as_str()) != but) {
-            for address in pod.addresses() {
-                let family = if address.is_ipv6() { " by IPv6" } else { "" };
-                start(&from.netns, address, format!("{} to {}{family}", from.node, pod.node));
-            }
-        }
-        let outside = deploy::pod_on(&pods, outside)?;
-        start(&outside.netns, OUTSIDE.into(), format!("{} to outside", outside.node));
-        for (_, traffic) in &flows {
-            traffic.settle(Duration::from_secs(20))?;
-        }
-        Ok(Self { flows, clear: network::clear_packets()? })
-    }
-
-    /// Ends them; what each lost, by its name, and the packets in clear.
-    pub fn measure(self) -> Result<(Vec<(String, Figures)>, u64)> {
-        let mut measured = Vec::new();
-        for (name, traffic) in self.flows {
-            measured.push((name, traffic.finish()?));
-        }
-        Ok((measured, network::clear_packets()? - self.clear))
-    }
-
-    /// Ends them; an error when something was lost.
-    pub fn finish(self) -> Result<String> {
-        let (mut said, mut bad) = (Vec::new(), Vec::new());
-        let (measured, clear) = self.measure()?;
-        for (name, figures) in measured {
-            let text = format!(
-                "{name}: {} of {} lost, TCP stood {} ms",
-                figures.lost,
-                figures.sent,
-                figures.stall.as_millis()
-            );
-            if figures.lost > 0 || figures.broken.is_some() {
-                bad.push(format!(
-                    "{text}, gap {} ms {}",
-                    figures.gap.as_millis(),
-                    figures.broken.unwrap_or_default()
-                ));
-            }
-            said.push(text);
-        }
-        if clear > 0 {
-            bad.push(format!("{clear} packets with a pod's address were on the router"));
-        }
-        if bad.is_empty() { Ok(said.join("; ")) } else { bail!("{}", bad.join("\n    ")) }
-    }
-}
 
 /// Lets pods talk while something is done.
 fn while_talking(cluster: &Cluster, code: impl FnOnce() -> Result<()>) -> Result<String> {
