@@ -151,7 +151,12 @@ async fn one_agent_writes_what_the_others_read_and_a_dead_one_is_replaced() {
     let by_slices = snapshots.borrow_and_update().clone();
     for (one, other) in by_nodes.nodes.iter().zip(by_slices.nodes.iter()) {
         let mut other_node = (**other.node).clone();
-        assert_eq!(other_node.judged.take(), (other.name != *reader).then_some(true), "{}", other.name);
+        assert_eq!(
+            other_node.declared_alive.take(),
+            (other.name != *reader).then_some(true),
+            "{}",
+            other.name
+        );
         assert_eq!((&**one.node, one.last_seen), (&other_node, other.last_seen));
     }
 
@@ -260,7 +265,7 @@ async fn a_node_of_kilos_own_sends_all_back_to_nodes_within_a_minute() {
     })
     .await;
     assert!(report(&second).against.unwrap().contains("Kilo's own agent"));
-    until(&mut snapshots, SOON, |snapshot| snapshot.nodes["n03"].judged.is_none()).await;
+    until(&mut snapshots, SOON, |snapshot| snapshot.nodes["n03"].declared_alive.is_none()).await;
     // Heartbeats are seen as they come.
     let seen = now() + 100;
     cluster.annotate("n03", "last-seen", &seen.to_string()).await;
@@ -317,7 +322,7 @@ async fn without_rights_or_crd_agents_read_nodes_as_before() {
 }
 
 #[tokio::test]
-async fn a_dead_node_is_judged_by_the_writer_for_all() {
+async fn a_dead_node_is_declared_dead_by_the_writer_for_all() {
     let Some(cluster) = Cluster::start(4).await else { return };
     // Its agent has promised a heartbeat each 2 s, and is dead; the others are silent for minutes.
     cluster.beat("n03", now(), 2).await;
@@ -332,15 +337,15 @@ async fn a_dead_node_is_judged_by_the_writer_for_all() {
             wait::pace(Duration::from_secs(2)).await;
         }
     };
-    let judged = until(&mut snapshots, Duration::from_secs(90), |snapshot| {
-        snapshot.nodes["n03"].judged == Some(false)
+    let declared = until(&mut snapshots, Duration::from_secs(90), |snapshot| {
+        snapshot.nodes["n03"].declared_alive == Some(false)
     });
-    let took = tokio::select! { () = beat => unreachable!(), took = judged => took };
+    let took = tokio::select! { () = beat => unreachable!(), took = declared => took };
     println!("n03 was declared dead after {took:?}");
     assert!(took > Duration::from_secs(40));
-    assert_eq!(snapshots.borrow().nodes["n02"].judged, Some(true), "it promised one in 300 s");
+    assert_eq!(snapshots.borrow().nodes["n02"].declared_alive, Some(true), "it promised one in 300 s");
     cluster.beat("n03", now() + 1, 2).await;
-    until(&mut snapshots, SOON, |snapshot| snapshot.nodes["n03"].judged == Some(true)).await;
+    until(&mut snapshots, SOON, |snapshot| snapshot.nodes["n03"].declared_alive == Some(true)).await;
 }
 
 #[tokio::test]

@@ -409,7 +409,7 @@ fn a_hook_that_cannot_be_looked_at_guards_no_device() {
         let devices: BTreeSet<u32> = world.tunnels.vxlan.into_iter().chain(world.tunnels.ipip).collect();
         assert_eq!(
             applied.unguarded, devices,
-            "the device with the lowest index keeps none from being judged"
+            "the device with the lowest index keeps none from being checked"
         );
         world.tunnels.guard(world.net.rtnl(), &applied.unguarded).await.unwrap();
         assert!(!is_up("kilo-vxlan"), "nothing comes in unseen");

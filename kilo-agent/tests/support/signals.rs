@@ -138,7 +138,7 @@ fn taken_on_lan(
         return Err(DropReason::NoHop);
     }
     let offered = lead::word(header.term, u16::try_from(key.hop).unwrap());
-    assert!(!obeys(word, offered), "what follows would be judged by another word");
+    assert!(!obeys(word, offered), "what follows would be checked against another word");
     if word != offered {
         return Err(DropReason::StaleSignal);
     }
@@ -211,7 +211,7 @@ pub fn key(random: &mut Random, hop: u32) -> SignalKey {
 }
 
 /// A datagram with a signal of the node with this key. ANNOUNCE never names a later term: what
-/// follows is judged by the same word.
+/// follows is checked against the same word.
 pub fn datagram(random: &mut Random, key: &SignalKey) -> Vec<u8> {
     let word = |random: &mut Random, gateway| {
         let cookie = if random.chance(6) { 6 } else { key.cookie };

@@ -67,9 +67,9 @@ pub struct Node {
     /// Seconds between its heartbeats, as its agent promises (`heartbeat`); `None`: it promises nothing, as
     /// Kilo's own agent does, which renews it every 30 s.
     pub heartbeat: Option<u16>,
-    /// Whether it is alive, where another agent has decided that by all its heartbeats (slices); `None`: by
-    /// its heartbeat.
-    pub judged: Option<bool>,
+    /// Whether it is alive, as another agent has declared by all its heartbeats (slices); `None`: its own
+    /// heartbeat decides.
+    pub declared_alive: Option<bool>,
 }
 
 /// Why a node does not lead if another can; a later reason is more pressing.

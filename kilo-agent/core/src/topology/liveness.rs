@@ -107,7 +107,7 @@ struct Observation {
 
 impl Observation {
     fn is_alive(&self, now: Instant) -> bool {
-        self.node.judged.unwrap_or_else(|| {
+        self.node.declared_alive.unwrap_or_else(|| {
             self.changed.is_some_and(|changed| now.saturating_duration_since(changed) < patience(&self.node))
         })
     }
@@ -200,7 +200,7 @@ impl Liveness {
                 }
             };
             // Should its heartbeat count again, it counts from now.
-            let seen = match node.judged {
+            let seen = match node.declared_alive {
                 Some(alive) => Observation { changed: alive.then_some(now), ..seen },
                 None => seen,
             };
@@ -221,7 +221,7 @@ impl Liveness {
             // Patient ones do not prove that the API server was there when impatient ones were to be heard.
             let like_it = if promises_seldom(&seen.node) { seldom } else { often };
             let clocks_agree = everybody.agree() && (seen.value == 0 || like_it.agree());
-            if seen.node.judged.is_none() {
+            if seen.node.declared_alive.is_none() {
                 seen.changed = (!clocks_agree || is_fresh).then_some(now);
             }
         }
@@ -245,7 +245,8 @@ impl Liveness {
         for (at, seen) in self.seen.iter_mut().enumerate() {
             let may_come =
                 heard_since.is_some_and(|since| now.saturating_duration_since(since) < evidence(&seen.node));
-            let spared = seen.ready && seen.node.judged.is_none() && (stale || may_come || unproved(seen));
+            let spared =
+                seen.ready && seen.node.declared_alive.is_none() && (stale || may_come || unproved(seen));
             let alive = own == Some(Some(at)) || seen.is_alive(now);
             suspects |= spared && !alive && seen.complete;
             seen.ready = seen.complete && (alive || spared);
@@ -268,7 +269,8 @@ impl Liveness {
 
     /// Who renewed its heartbeat last, of those whose heartbeats count.
     fn heard_last(&self) -> Option<&Observation> {
-        let heard = self.seen.iter().filter(|seen| seen.node.judged.is_none() && seen.changed.is_some());
+        let heard =
+            self.seen.iter().filter(|seen| seen.node.declared_alive.is_none() && seen.changed.is_some());
         heard.max_by_key(|seen| seen.changed)
     }
 
@@ -394,7 +396,7 @@ mod tests {
     }
 
     #[test]
-    fn each_node_is_judged_by_its_own_interval_and_the_own_heartbeat_is_asked_for() {
+    fn each_node_is_declared_dead_by_its_own_interval_and_the_own_heartbeat_is_asked_for() {
         let start = Instant::now();
         let mut liveness = Liveness::default();
         let mut at = |after: u64, own: i64, leader: i64, member: i64| {
@@ -418,7 +420,7 @@ mod tests {
     }
 
     #[test]
-    fn patient_nodes_do_not_prove_that_leaders_are_dead_when_the_server_was_away() {
+    fn nodes_of_long_intervals_do_not_prove_that_leaders_are_dead_when_the_server_was_away() {
         let at_start = |list: [CheckedIn; 4]| {
             let nodes: Nodes = list.into_iter().collect();
             Liveness::default().ready(nodes.iter(), "a", Instant::now(), 10_000)
@@ -436,12 +438,12 @@ mod tests {
     }
 
     #[test]
-    fn a_node_judged_by_another_lives_as_that_says() {
+    fn a_node_declared_alive_or_dead_by_another_is_so() {
         let (start, second) = (Instant::now(), Duration::from_secs(1));
         let mut liveness = Liveness::default();
-        let mut at = |after: u32, judged: Option<bool>| {
+        let mut at = |after: u32, declared_alive: Option<bool>| {
             let mut other = resting("b", Some(30), 1000);
-            other.node.judged = judged;
+            other.node.declared_alive = declared_alive;
             let own = resting("a", Some(30), 1000 + i64::from(after));
             let nodes: Nodes = [own, other].into_iter().collect();
             liveness.ready(nodes.iter(), "a", start + second * after, 1000 + i64::from(after))[1]

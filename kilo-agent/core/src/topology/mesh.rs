@@ -63,7 +63,7 @@ pub fn ready_seconds(node: &Node) -> i64 {
 
 /// Checked in within the last [`ready_seconds`] of `now` (Unix seconds), or declared alive.
 pub fn is_recent(node: Known<'_>, now: i64) -> bool {
-    node.judged.unwrap_or_else(|| now.saturating_sub(node.last_seen) < ready_seconds(node.node))
+    node.declared_alive.unwrap_or_else(|| now.saturating_sub(node.last_seen) < ready_seconds(node.node))
 }
 
 /// Locations, leaders, addresses and allowed IPs of all nodes that take part.

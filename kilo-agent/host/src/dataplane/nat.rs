@@ -204,7 +204,7 @@ mod tests {
     }
 
     #[test]
-    fn a_half_whose_port_became_another_flows_is_judged_alone() {
+    fn a_half_whose_port_became_another_flows_expires_alone() {
         let now = 1000;
         let [_, mut reply] = flow(1, now, Some(now));
         let [out, _] = flow(2, now - seconds::UDP - 1, None);

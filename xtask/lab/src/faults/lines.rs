@@ -265,7 +265,7 @@ pub const LINES: &[Line] = &[
         "half of a NAT pair evicted",
         &[
             "bpf::masquerade_both::a_flow_that_lost_one_half_gets_it_back_with_its_next_packet",
-            "nat::a_half_whose_port_became_another_flows_is_judged_alone",
+            "nat::a_half_whose_port_became_another_flows_expires_alone",
             "nat::both_halves_of_a_silent_flow_go_together_and_others_stay",
         ],
         "",

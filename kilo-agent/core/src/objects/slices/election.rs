@@ -14,7 +14,10 @@ pub fn rank(nodes: &Nodes, own: &str) -> usize {
     let place = |name: &str, control_plane: bool| (Reverse(control_plane), hash(name));
     let own_place = place(&own.name, own.control_plane);
     let others = nodes.iter().filter(|other| {
-        other.name != own.name && other.last_seen != 0 && other.judged != Some(false) && other.key.is_some()
+        other.name != own.name
+            && other.last_seen != 0
+            && other.declared_alive != Some(false)
+            && other.key.is_some()
     });
     others.filter(|other| place(&other.name, other.control_plane) < own_place).count()
 }

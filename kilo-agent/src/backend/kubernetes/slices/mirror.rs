@@ -31,8 +31,8 @@ pub(super) struct Mirror {
     pub listed: bool,
     /// Something else than heartbeats has changed.
     pub dirty: bool,
-    /// Heartbeats have come, or may have ended.
-    unjudged: bool,
+    /// Heartbeats have come, or may have ended, since liveness was applied.
+    unchecked: bool,
 }
 
 impl Mirror {
@@ -84,7 +84,7 @@ impl Mirror {
         let (mut entry, CheckedIn { node, last_seen }) = entry_of(object, label);
         let before = self.entries.get(&entry.name);
         entry.alive = before.is_none_or(|before| before.alive);
-        self.unjudged = true;
+        self.unchecked = true;
         if entry.name == self.own && last_seen != self.beat.0 {
             self.beat = (last_seen, Some(Instant::now()));
         }
@@ -110,14 +110,14 @@ impl Mirror {
         (!is_heard).then_some("the own heartbeat does not come back")
     }
 
-    /// Who lives now, by heartbeats; `often`: also when none has come since.
-    pub(super) fn judge(&mut self, often: bool) {
+    /// Marks who is alive now by heartbeats; `often`: also when none has come since.
+    pub(super) fn apply_liveness(&mut self, often: bool) {
         let now = Instant::now();
         let hears_itself = self.nodes.contains(&self.own) && self.unfit(now).is_none();
-        if !hears_itself || !self.unjudged && !often {
+        if !hears_itself || !self.unchecked && !often {
             return;
         }
-        self.unjudged = false;
+        self.unchecked = false;
         let ready = self.liveness.ready(self.nodes.iter(), &self.own, now, Timestamp::now().0);
         for (known, ready) in self.nodes.iter().zip(ready) {
             let alive = ready || !is_complete(known.node);
@@ -142,19 +142,19 @@ mod tests {
     }
 
     #[test]
-    fn a_writer_that_does_not_hear_itself_judges_nobody() {
+    fn a_writer_that_does_not_hear_itself_declares_nobody_dead() {
         let mut mirror = Mirror::begin(std::iter::empty(), "a", "l");
         let later = |seconds| Instant::now() + Duration::from_secs(seconds);
         mirror.take(node("b", 1000), "l");
         assert_eq!(mirror.unfit(later(0)), None, "not listed yet");
-        mirror.judge(true);
-        assert!(mirror.unjudged, "without the own Node it decides about nobody");
+        mirror.apply_liveness(true);
+        assert!(mirror.unchecked, "without the own Node it decides about nobody");
         mirror.listed = true;
         assert_eq!(mirror.unfit(later(0)), Some("the own Node is not there"));
         mirror.take(node("a", 1000), "l");
         assert_eq!(mirror.unfit(later(80)), None);
         assert_eq!(mirror.unfit(later(95)), Some("the own heartbeat does not come back"));
-        mirror.judge(true);
-        assert!(!mirror.unjudged);
+        mirror.apply_liveness(true);
+        assert!(!mirror.unchecked);
     }
 }

@@ -277,7 +277,7 @@ async fn follow_own(context: Arc<Context>) {
 /// A node as a slice has it, alive or not as the writer sees it.
 fn see_entry(entry: &Entry, label: &str) -> SeenNode<CheckedIn> {
     let (mut seen, problems) = node::from_object(&entry.to_object(label), label);
-    seen.node.judged = Some(entry.alive);
+    seen.node.declared_alive = Some(entry.alive);
     let problem = (!problems.is_empty()).then(|| problems.join("; "));
     SeenNode { name: entry.name.clone(), value: Some(seen), problem }
 }

@@ -31,8 +31,8 @@ const BURST: usize = 8;
 /// Bytes a second that the API server may send to all agents together because of slices, except for the first
 /// of a burst.
 const EGRESS: f64 = 50e6;
-/// How often it is decided who is alive, also when no heartbeats come.
-const JUDGED: Duration = Duration::from_secs(5);
+/// How often liveness is evaluated, also when no heartbeats come.
+const LIVENESS_CHECK: Duration = Duration::from_secs(5);
 /// A write that failed is tried again after this time, and after twice as long each time, up to a minute.
 const RETRY: Duration = Duration::from_millis(500);
 const MOST_RETRY: Duration = Duration::from_mins(1);
@@ -180,8 +180,8 @@ impl<'a> Writer<'a> {
         S: Stream<Item = watcher::Result<watcher::Event<PartialNode>>> + Unpin,
     {
         let mut round = Instant::now();
-        let mut judged = tokio::time::interval(JUDGED);
-        judged.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+        let mut check = tokio::time::interval(LIVENESS_CHECK);
+        check.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
         loop {
             let works = self.mirror.listed && self.mirror.dirty && self.context.seen().lists > 0;
             let context = self.context;
@@ -200,7 +200,7 @@ impl<'a> Writer<'a> {
                     if !self.held.is_valid() {
                         return Some(("the Lease was not renewed in time", Duration::ZERO));
                     }
-                    self.mirror.judge(false);
+                    self.mirror.apply_liveness(false);
                     match self.round().await {
                         Ok(pause) => round = Instant::now() + pause,
                         Err(stopped) => return Some(stopped),
@@ -212,7 +212,7 @@ impl<'a> Writer<'a> {
                         if self.mirror.take(event, &self.context.label) {
                             return None;
                         }
-                        self.mirror.judge(false);
+                        self.mirror.apply_liveness(false);
                         if self.mirror.dirty && !was_dirty {
                             round = round.max(Instant::now() + DEBOUNCE);
                         }
@@ -221,11 +221,11 @@ impl<'a> Writer<'a> {
                     None => return None,
                 },
                 () = context.writes.notified() => self.mirror.dirty = true,
-                _ = judged.tick() => {
+                _ = check.tick() => {
                     if let Some(why) = self.mirror.unfit(Instant::now()) {
                         return Some((why, RESIGNED));
                     }
-                    self.mirror.judge(true);
+                    self.mirror.apply_liveness(true);
                     self.mirror.dirty |= !self.failing.is_empty() || self.is_renewal_due();
                 }
             }
@@ -327,7 +327,7 @@ impl<'a> Writer<'a> {
         }
         let retry = self.failing.values().map(|failing| failing.until).min();
         let retry = retry.map(|until| until.saturating_duration_since(Instant::now()));
-        self.mirror.dirty |= retry.is_some_and(|retry| retry < JUDGED);
+        self.mirror.dirty |= retry.is_some_and(|retry| retry < LIVENESS_CHECK);
         #[allow(clippy::cast_precision_loss, reason = "far below 2^52")]
         let pause = bytes as f64 * self.mirror.entries.len() as f64 / EGRESS;
         Ok(DEBOUNCE.max(Duration::from_secs_f64(pause)))
