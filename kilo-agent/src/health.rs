@@ -90,13 +90,13 @@ impl Health {
     }
 }
 
-/// After a panic anywhere in the process: its message as always, `tell`, and the
+/// After a panic anywhere in the process: its message as always, `report`, and the
 /// end with exit code 101 that much later.
-pub fn end_on_panic(later: Duration, tell: impl Fn(String) + Send + Sync + 'static) {
+pub fn end_on_panic(later: Duration, report: impl Fn(String) + Send + Sync + 'static) {
     let usual = std::panic::take_hook();
     std::panic::set_hook(Box::new(move |panic| {
         usual(panic);
-        tell(panic.to_string());
+        report(panic.to_string());
         // The thread that panicked may hold anything; this one holds nothing.
         let ends = std::thread::Builder::new().spawn(move || {
             std::thread::sleep(later);

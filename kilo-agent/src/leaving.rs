@@ -102,7 +102,7 @@ impl Leaving {
             Ok(kilos) => kilos.map(|image| format!("the DaemonSet now runs {image}")),
             // Gone, or nobody to ask: as with any stop.
             Err(error) => {
-                tracing::info!(%error, "cannot tell which image comes next; leaving everything in place");
+                tracing::info!(%error, "failed to find out which image comes next; leaving everything in place");
                 None
             }
         }

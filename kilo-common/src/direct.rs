@@ -16,7 +16,7 @@ const SHIFT: u32 = 16;
 
 const _: () = assert!(DIRECT_V4.size == 1 << 16 && size_of::<u64>() as u32 == DIRECT_V4.value);
 
-/// Where an address' prefix stands, and what tells that it is this one.
+/// Where an address' prefix stands, and what proves that it is this one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Place {
     /// Index into the array.

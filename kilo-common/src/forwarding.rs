@@ -82,7 +82,7 @@ impl Way for Hop {
 /// that it is.
 ///
 /// # Errors
-/// `TooBig`: the stack has told the sender already, because its routes bear the hop's MTU. `NoPrefix`: it is
+/// `TooBig`: the stack has notified the sender already, because its routes bear the hop's MTU. `NoPrefix`: it is
 /// this node's own, which the stack would have kept. `NoHop`.
 #[inline(always)]
 pub fn egress(config: u32, kind: Option<u32>, fits: impl FnOnce() -> bool) -> Result<Action, DropReason> {

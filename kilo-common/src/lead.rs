@@ -43,7 +43,7 @@ impl Term {
         self.count() <= known.count().saturating_add(LEAP)
     }
 
-    /// How far terms may be for who was told of a later one by a single signal: [`LEAP`] changes more.
+    /// How far terms may be for who heard of a later one by a single signal: [`LEAP`] changes more.
     #[must_use]
     pub const fn next_step(self) -> Self {
         Self((self.count().saturating_add(LEAP) as u64) << TIE_BITS)

@@ -286,7 +286,7 @@ fn taken<O: Ip, const LINK: usize>(ctx: &TcContext, config: &Config, ip: &O) -> 
     let Some(arrival) = arrival::<O, LINK>(ctx, ip) else { return Ok(Act::NEXT) };
     if arrival.port == config.wireguard_port {
         return match relay::at_wireguard(&arrival) {
-            Fate::Hear => tell::<O, LINK>(ctx, &arrival),
+            Fate::Hear => notify_agent::<O, LINK>(ctx, &arrival),
             _ => Ok(Act::NEXT),
         };
     }
@@ -294,7 +294,7 @@ fn taken<O: Ip, const LINK: usize>(ctx: &TcContext, config: &Config, ip: &O) -> 
     // SAFETY: entries are only replaced by the agent, and not freed while the program runs.
     match relay::at_port(&arrival, entry.map(|entry| unsafe { &*entry })) {
         Fate::Stack => Ok(Act::NEXT),
-        Fate::Hear => tell::<O, LINK>(ctx, &arrival),
+        Fate::Hear => notify_agent::<O, LINK>(ctx, &arrival),
         Fate::Drop(reason) => Err(reason),
         Fate::Forward => {
             let Some(entry) = entry else { return Ok(Act::NEXT) };
@@ -382,7 +382,7 @@ pub fn framed<I: Ip>(ctx: &TcContext) -> Result<(), DropReason> {
 }
 
 #[inline(always)]
-fn tell<O: Ip, const LINK: usize>(ctx: &TcContext, arrival: &Arrival) -> Verdict {
+fn notify_agent<O: Ip, const LINK: usize>(ctx: &TcContext, arrival: &Arrival) -> Verdict {
     let ends = [arrival.source, arrival.local];
     let ports = [arrival.source_port, arrival.port];
     from_code(heard(ctx.as_ptr().cast(), &ends, &ports, LINK + O::HEADER_LEN + UDP_LEN))

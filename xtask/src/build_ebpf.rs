@@ -95,7 +95,7 @@ impl Toolchain {
         Ok(Self { sysroot, source, linker })
     }
 
-    /// Cargo, told how to compile for BPF.
+    /// Cargo, configured to compile for BPF.
     fn cargo(&self, root: &Path) -> Result<Command> {
         // Paths of this machine must not reach the object: two builds are equal to the byte.
         let remap = |from: &Path, to: &str| format!("--remap-path-prefix={}={to}", from.display());

@@ -101,10 +101,10 @@ impl<B: Backend> Agent<B> {
         })
     }
 
-    pub(super) fn tell_failover(&mut self, site: Option<failover::Site>) {
+    pub(super) fn update_failover(&mut self, site: Option<failover::Site>) {
         let (Some(failover), Some(site)) = (&mut self.failover, site) else { return };
         let (bpffs, metrics) = (&self.options.bpffs, &self.metrics.failover);
-        if let Err(error) = failover.tell(site, &self.dataplane, bpffs, metrics) {
+        if let Err(error) = failover.update(site, &self.dataplane, bpffs, metrics) {
             self.metrics.error(error.label());
             tracing::error!(%error, "failed to start failover; the leader is replaced when it is declared dead");
         }

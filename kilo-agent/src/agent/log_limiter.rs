@@ -286,7 +286,7 @@ mod tests {
             let warning = Some(why.to_owned()).filter(|why| !why.is_empty());
             log_limiter.one_leader(warning, start + Duration::from_secs(seconds))
         };
-        assert!(!said("a", 0) && !said("a", 59), "agents that are told of it answer soon");
+        assert!(!said("a", 0) && !said("a", 59), "agents that hear of it answer soon");
         assert!(!said("", 60) && !said("a", 61));
         assert!(said("a", 121) && !said("b", 122) && !said("a", 1_000));
         assert!(!said("", 1_001) && !said("a", 1_002) && said("a", 1_062));

@@ -277,7 +277,7 @@ impl<B: Backend> Agent<B> {
         })
     }
 
-    /// Reconciles on every change and every resync period until told to stop.
+    /// Reconciles on every change and every resync period until asked to stop.
     ///
     /// # Errors
     /// When the kernel's events cannot be followed.

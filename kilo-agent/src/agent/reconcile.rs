@@ -158,7 +158,7 @@ impl<B: Backend> Agent<B> {
         }
         let decision = self.nat_decision(&plan.tables);
         let applied = self.apply(plan, host).await;
-        self.tell_failover(site);
+        self.update_failover(site);
         let programs = self.dataplane.attached();
         self.view.send_if_modified(|view| {
             let differs = view.programs != programs;

@@ -11,7 +11,7 @@ use kilo_core::{
 
 /// An Event to be written.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Told {
+pub struct Notice {
     /// The node it is about.
     pub node: String,
     /// Its reason.
@@ -21,19 +21,19 @@ pub struct Told {
 }
 
 /// The Events that the agent of `own` writes of these changes, by which `mesh` came to be.
-pub fn told(changes: &[Change], mesh: &Mesh, own: &str) -> Vec<Told> {
-    let mut told = Vec::new();
+pub fn notices(changes: &[Change], mesh: &Mesh, own: &str) -> Vec<Notice> {
+    let mut notices = Vec::new();
     for change in changes {
         match change {
             Change::NodeLeft { node, location, why } if node != own && speaker(mesh) == Some(own) => {
                 let text = format!("left the mesh ({location}): {why}");
-                told.push(Told { node: node.clone(), reason: EventReason::LeftMesh, text });
+                notices.push(Notice { node: node.clone(), reason: EventReason::LeftMesh, text });
             }
-            Change::Role { from, to } => told.extend(of_role(from, to, changes, (mesh, own))),
+            Change::Role { from, to } => notices.extend(of_role(from, to, changes, (mesh, own))),
             _ => {}
         }
     }
-    told
+    notices
 }
 
 /// Whether a node leads the location in a term, whatever Kilo's rule says: failover reports that itself.
@@ -41,23 +41,23 @@ fn is_led_by_term(mesh: &Mesh, own: &str) -> bool {
     mesh.find(own).is_some_and(|(at, _)| mesh.gateways_of(at).term > Term::NONE)
 }
 
-fn of_role(from: &Role, to: &Role, changes: &[Change], (mesh, own): (&Mesh, &str)) -> Vec<Told> {
-    let of = |reason, text| Told { node: own.to_owned(), reason, text };
-    let mut told = Vec::new();
+fn of_role(from: &Role, to: &Role, changes: &[Change], (mesh, own): (&Mesh, &str)) -> Vec<Notice> {
+    let of = |reason, text| Notice { node: own.to_owned(), reason, text };
+    let mut notices = Vec::new();
     match (from, to) {
-        (Role::Out, _) => told.push(of(EventReason::JoinedMesh, format!("joined the mesh as {to}"))),
+        (Role::Out, _) => notices.push(of(EventReason::JoinedMesh, format!("joined the mesh as {to}"))),
         (_, Role::Out) => {
             let why = changes.iter().find_map(|change| match change {
                 Change::NodeLeft { node, why, .. } if node == own => Some(why.clone()),
                 _ => None,
             });
             let why = why.unwrap_or(Absence::Silent);
-            told.push(of(EventReason::LeftMesh, format!("left the mesh ({from}): {why}")));
+            notices.push(of(EventReason::LeftMesh, format!("left the mesh ({from}): {why}")));
         }
         _ => {}
     }
     if is_led_by_term(mesh, own) {
-        return told;
+        return notices;
     }
     match (from, to) {
         (_, Role::Leader { location }) => {
@@ -69,17 +69,17 @@ fn of_role(from: &Role, to: &Role, changes: &[Change], (mesh, own): (&Mesh, &str
                 Some(before) => format!("leads {location} after {before}"),
                 None => format!("leads {location}"),
             };
-            told.push(of(EventReason::LeadsLocation, text));
+            notices.push(of(EventReason::LeadsLocation, text));
         }
         (Role::Leader { .. }, Role::Member { location, leader }) => {
-            told.push(of(
+            notices.push(of(
                 EventReason::FollowsLeader,
                 format!("follows {leader}, which leads {location} now"),
             ));
         }
         _ => {}
     }
-    told
+    notices
 }
 
 #[cfg(test)]
@@ -110,8 +110,8 @@ mod tests {
         Mesh::new(&nodes, &BTreeMap::new(), Granularity::Location, subnet)
     }
 
-    fn reasons(told: &[Told]) -> Vec<(&str, EventReason)> {
-        told.iter().map(|told| (told.node.as_str(), told.reason)).collect()
+    fn reasons(notices: &[Notice]) -> Vec<(&str, EventReason)> {
+        notices.iter().map(|notice| (notice.node.as_str(), notice.reason)).collect()
     }
 
     fn left(node: &str) -> Change {
@@ -135,16 +135,16 @@ mod tests {
         let (mesh, changes) = (mesh(200), [left("b1")]);
         let writers: Vec<_> = (1..=200)
             .map(|number| format!("a{number}"))
-            .filter(|own| !told(&changes, &mesh, own).is_empty())
+            .filter(|own| !notices(&changes, &mesh, own).is_empty())
             .collect();
         assert_eq!(writers, ["a1"]);
-        let event = told(&changes, &mesh, "a1").remove(0);
+        let event = notices(&changes, &mesh, "a1").remove(0);
         assert_eq!((event.node.as_str(), event.reason), ("b1", EventReason::LeftMesh));
         assert_eq!(event.text, "left the mesh (location:a): it has no key");
     }
 
     #[test]
-    fn a_change_of_leader_is_told_by_the_two_and_by_no_member() {
+    fn a_change_of_leader_is_announced_by_the_two_and_by_no_member() {
         let mesh = mesh(3);
         let moved = |from: &str, to: &str| Change::LeaderMoved {
             location: "location:a".to_owned(),
@@ -153,7 +153,7 @@ mod tests {
             why: Succession::Lost(Absence::Silent),
         };
         let of = |own: &str, from: Role, to: Role| {
-            told(&[moved("a9", "a1"), Change::Role { from, to }], &mesh, own)
+            notices(&[moved("a9", "a1"), Change::Role { from, to }], &mesh, own)
         };
         let new = of("a1", member("a9"), leader());
         assert_eq!(reasons(&new), [("a1", EventReason::LeadsLocation)]);
@@ -164,7 +164,7 @@ mod tests {
     }
 
     #[test]
-    fn of_a_leader_of_a_term_failover_tells_and_not_the_order_of_kilo() {
+    fn a_leader_of_a_term_is_announced_by_failover_and_not_by_the_order_of_kilo() {
         let mut nodes: Vec<_> =
             mesh(3).segments[0].members.iter().map(|member| (*member.node).clone()).collect();
         nodes.iter_mut().for_each(|node| node.signal = true);
@@ -172,16 +172,17 @@ mod tests {
         let subnet = "10.4.0.0/16".parse().unwrap_or_default();
         let mesh = Mesh::new(&nodes, &BTreeMap::new(), Granularity::Location, subnet);
         let mesh = mesh.with_acting(2, std::sync::Arc::default());
-        let of = |from: Role, to: Role| told(&[Change::Role { from, to }], &mesh, "a1");
+        let of = |from: Role, to: Role| notices(&[Change::Role { from, to }], &mesh, "a1");
         assert_eq!(of(member("a2"), leader()), []);
         assert_eq!(of(leader(), member("a2")), []);
         assert_eq!(reasons(&of(Role::Out, leader())), [("a1", EventReason::JoinedMesh)]);
     }
 
     #[test]
-    fn a_node_tells_that_it_joined_and_left_and_why() {
+    fn a_node_announces_that_it_joined_and_left_and_why() {
         let mesh = mesh(2);
-        let of = |own: &str, from: Role, to: Role| told(&[left(own), Change::Role { from, to }], &mesh, own);
+        let of =
+            |own: &str, from: Role, to: Role| notices(&[left(own), Change::Role { from, to }], &mesh, own);
         assert_eq!(reasons(&of("a2", Role::Out, member("a1"))), [("a2", EventReason::JoinedMesh)]);
         let leads = [("a1", EventReason::JoinedMesh), ("a1", EventReason::LeadsLocation)];
         assert_eq!(reasons(&of("a1", Role::Out, leader())), leads);

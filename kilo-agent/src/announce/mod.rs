@@ -25,7 +25,7 @@ use tokio::{
 };
 use tokio_util::sync::CancellationToken;
 
-use self::{events::Told, handshakes::Handshakes, limiter::Limiter, tunnels::Watched};
+use self::{events::Notice, handshakes::Handshakes, limiter::Limiter, tunnels::Watched};
 use crate::{
     backend::Backend,
     health::Health,
@@ -141,8 +141,8 @@ impl<B: Backend> Announcer<B> {
         for change in &found {
             self.say(now, || log::write(change));
         }
-        for told in events::told(&found, &view.mesh, &own) {
-            self.tell(told, now);
+        for notice in events::notices(&found, &view.mesh, &own) {
+            self.announce(notice, now);
         }
         let is_out = view.mesh.find(&own).is_none();
         if !is_out {
@@ -188,7 +188,7 @@ impl<B: Backend> Announcer<B> {
                 "too many Events; the remaining ones are only in the log and in `kgctl status`"
             );
         }
-        self.tell_why_out(now);
+        self.report_why_out(now);
         if now < self.look_again {
             return;
         }
@@ -207,7 +207,7 @@ impl<B: Backend> Announcer<B> {
         for news in self.tunnels.observe(&view, &peers, now) {
             self.say(now, || news.log());
             if let Some((reason, text)) = news.event() {
-                self.tell(Told { node: self.context.node.clone(), reason, text }, now);
+                self.announce(Notice { node: self.context.node.clone(), reason, text }, now);
             }
         }
         let degraded = self.tunnels.degraded(now);
@@ -217,7 +217,7 @@ impl<B: Backend> Announcer<B> {
     }
 
     /// Reports once that this node has not joined the mesh since its agent started.
-    fn tell_why_out(&mut self, now: Instant) {
+    fn report_why_out(&mut self, now: Instant) {
         if self.out_since.is_none_or(|since| now.saturating_duration_since(since) < STARTS) {
             return;
         }
@@ -228,7 +228,7 @@ impl<B: Backend> Announcer<B> {
             self.out_since = None;
             self.say(now, || tracing::info!(%why, "this node is not in the mesh"));
             let text = format!("is not in the mesh: {why}");
-            self.tell(Told { node, reason: EventReason::NotInMesh, text }, now);
+            self.announce(Notice { node, reason: EventReason::NotInMesh, text }, now);
         }
     }
 
@@ -238,9 +238,9 @@ impl<B: Backend> Announcer<B> {
         }
     }
 
-    fn tell(&mut self, told: Told, now: Instant) {
+    fn announce(&mut self, notice: Notice, now: Instant) {
         if self.events.allows(now) {
-            write_event(&self.context.backend, told.node, told.reason, told.text);
+            write_event(&self.context.backend, notice.node, notice.reason, notice.text);
         }
     }
 }

@@ -202,7 +202,7 @@ mod tests {
 
     /// Bytes go to everybody for half a minute, and nobody answers; returns what is logged, and the Events.
     fn degraded(view: &View, then: &View) -> (Vec<String>, Vec<EventReason>) {
-        let (start, mut watched, mut told) = (Instant::now(), Watched::default(), Vec::new());
+        let (start, mut watched, mut events) = (Instant::now(), Watched::default(), Vec::new());
         let mut look = |view: &View, second: u64| {
             let of = |key: u8| {
                 (PublicKey([key; 32]), PeerStatus { tx_bytes: second * 30, ..PeerStatus::default() })
@@ -210,18 +210,18 @@ mod tests {
             let now = start + Duration::from_secs(second);
             let news = watched.observe(view, &[2, 8, 9].map(of).into(), now);
             news.iter().for_each(News::log);
-            told.extend(news.iter().filter_map(News::event).map(|(reason, _)| reason));
+            events.extend(news.iter().filter_map(News::event).map(|(reason, _)| reason));
             watched.degraded(now)
         };
         (0..6).for_each(|step| drop(look(view, step * 5)));
-        (look(then, 30), told)
+        (look(then, 30), events)
     }
 
     #[test]
     fn locations_and_peers_with_a_place_should_answer_and_a_laptop_may_be_away() {
         let both = view(&[node(1, "a"), node(2, "b")]);
-        let (found, told) = degraded(&both, &both);
-        assert_eq!(told, [EventReason::TunnelSilent; 2]);
+        let (found, events) = degraded(&both, &both);
+        assert_eq!(events, [EventReason::TunnelSilent; 2]);
         let [location, office] = &found[..] else { panic!("{found:?}") };
         assert!(
             location.starts_with("location:b (n2) does not answer: there was no handshake yet"),

@@ -2,7 +2,7 @@
 //! server is away has tables and routes all the same.
 //!
 //! The file holds Node and Peer objects, pre-shared keys with them, and only its
-//! owner may read it. Heartbeats are left out: they tell nothing about a time
+//! owner may read it. Heartbeats are left out: they say nothing about a time
 //! long past, and the file changes only when the topology does.
 //!
 //! It also hands to the next agent which private addresses nodes have lost (their interface is
@@ -196,7 +196,7 @@ fn remove_unfinished(path: &Path) {
     }
 }
 
-/// Agents up to 0.1.0 left the library to name them: told by how they begin.
+/// Agents up to 0.1.0 left the library to name them: known by how they begin.
 fn is_unfinished_of_before(path: &Path) -> bool {
     let is_temporary = path.file_name().is_some_and(|name| name.as_encoded_bytes().starts_with(b".tmp"));
     let begin = format!("{{\"format\":\"{FORMAT}\"");

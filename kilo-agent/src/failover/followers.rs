@@ -154,32 +154,32 @@ mod tests {
     }
 
     #[test]
-    fn who_asks_for_everything_again_and_again_is_told_once_a_second() {
+    fn who_asks_for_everything_again_and_again_gets_claims_once_a_second() {
         let (sender, term, lead, mut followers) = leads_a_member();
-        let mut told = 0;
+        let mut sent = 0;
         for now in (SEC..2 * SEC).step_by(usize::try_from(3 * MS).unwrap_or(1)) {
             followers.heard(LAPTOP, &moved(term, &[]), Some(&lead), now);
             let claims = followers.due(sender, Some(&lead), now, || 1).len();
-            told += claims;
+            sent += claims;
             if claims > 0 {
                 followers.heard(LAPTOP, &moved(term, &[MEMBER]), Some(&lead), now);
             }
         }
-        assert_eq!(told, 1);
+        assert_eq!(sent, 1);
     }
 
     #[test]
-    fn who_is_there_is_told_until_it_has_moved_and_who_is_away_is_not() {
+    fn who_is_there_gets_claims_until_it_has_moved_and_who_is_away_gets_none() {
         let (sender, term, mut lead, mut followers) = leads_a_member();
-        let told = |followers: &mut Followers, lead: &Lead, now| {
+        let claims_due = |followers: &mut Followers, lead: &Lead, now| {
             let due = followers.due(sender, Some(lead), now, || 1);
             due.into_iter().map(|(_, signal)| signal).collect::<Vec<_>>()
         };
-        assert!(told(&mut followers, &lead, COUNTS).is_empty());
+        assert!(claims_due(&mut followers, &lead, COUNTS).is_empty());
         assert_eq!(followers.wake(), Micros::MAX, "it was never heard");
         followers.heard(LAPTOP, &moved(Term::NONE, &[]), Some(&lead), SEC);
-        assert!(told(&mut followers, &lead, SEC).is_empty());
-        let claims = told(&mut followers, &lead, SEC + BATCH);
+        assert!(claims_due(&mut followers, &lead, SEC).is_empty());
+        let claims = claims_due(&mut followers, &lead, SEC + BATCH);
         assert!(
             matches!(&claims[..], [Signal { body: Body::Claim { members, .. }, .. }] if *members == [MEMBER])
         );
@@ -187,22 +187,22 @@ mod tests {
         // What was asked in another term, or of nodes nobody led, says nothing.
         followers.heard(LAPTOP, &moved(term.next(ME), &[MEMBER]), Some(&lead), SEC);
         followers.heard(LAPTOP, &moved(term, &[77]), Some(&lead), SEC);
-        assert_eq!(told(&mut followers, &lead, 2 * SEC).len(), 1);
+        assert_eq!(claims_due(&mut followers, &lead, 2 * SEC).len(), 1);
         followers.heard(LAPTOP, &moved(term, &[MEMBER]), Some(&lead), 2 * SEC);
-        assert!(told(&mut followers, &lead, 3 * SEC).is_empty());
+        assert!(claims_due(&mut followers, &lead, 3 * SEC).is_empty());
         assert_eq!(followers.wake(), Micros::MAX);
         // Another one follows; then the laptop goes.
         lead.hears(ME, (term, ME), 3 * SEC);
-        assert!(told(&mut followers, &lead, 3 * SEC).is_empty());
-        assert_eq!(told(&mut followers, &lead, 3 * SEC + BATCH).len(), 1);
-        assert!(told(&mut followers, &lead, 60 * SEC).is_empty());
+        assert!(claims_due(&mut followers, &lead, 3 * SEC).is_empty());
+        assert_eq!(claims_due(&mut followers, &lead, 3 * SEC + BATCH).len(), 1);
+        assert!(claims_due(&mut followers, &lead, 60 * SEC).is_empty());
         assert_eq!(followers.wake(), Micros::MAX, "nobody is woken for who is away");
         let next = term.next(ME);
         let mut lead = Lead::new(sender, next, &[], 0);
         lead.add([MEMBER], 0);
         lead.hears(MEMBER, (next, ME), 0);
         followers.heard(LAPTOP, &moved(Term::NONE, &[]), Some(&lead), 61 * SEC);
-        assert!(told(&mut followers, &lead, 61 * SEC).is_empty());
-        assert_eq!(told(&mut followers, &lead, 61 * SEC + BATCH)[0].term, next);
+        assert!(claims_due(&mut followers, &lead, 61 * SEC).is_empty());
+        assert_eq!(claims_due(&mut followers, &lead, 61 * SEC + BATCH)[0].term, next);
     }
 }

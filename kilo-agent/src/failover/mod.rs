@@ -78,7 +78,7 @@ struct Shared {
 struct Said {
     acting: Arc<Acting>,
     /// The thread has published something.
-    is_told: bool,
+    is_published: bool,
     /// The term in which this node leads its location.
     leading: Option<u64>,
     /// A dead leader that nodes without failover would go on waiting for, while it is silent.
@@ -166,11 +166,11 @@ impl Failover {
         now: Instant,
     ) -> Mesh {
         let said = locked(&self.shared.said);
-        let (is_told, acting) = (said.is_told, Arc::clone(&said.acting));
+        let (is_published, acting) = (said.is_published, Arc::clone(&said.acting));
         drop(said);
         let stand_bys = self.options.stand_bys;
         let mut mesh = mesh.with_acting(stand_bys, acting);
-        if !is_told {
+        if !is_published {
             let mut before = site::acting_before(&mesh, state, crate::far::SEED);
             if let Some((own, _)) = mesh.find(node) {
                 let held = held();
@@ -195,7 +195,7 @@ impl Failover {
     /// The term in which this node leads its location; `written` while nobody knows.
     pub fn leading(&self, written: Option<u64>) -> Option<u64> {
         let said = locked(&self.shared.said);
-        if said.is_told { said.leading } else { written }
+        if said.is_published { said.leading } else { written }
     }
 
     /// Checks whether any node asks for several active leaders, before this node publishes what it
@@ -268,7 +268,7 @@ impl Failover {
     ///
     /// # Errors
     /// When a map or a program is not there.
-    pub fn tell(
+    pub fn update(
         &mut self,
         site: Site,
         dataplane: &Dataplane,

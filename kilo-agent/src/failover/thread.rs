@@ -184,12 +184,12 @@ impl Thread {
         deliver(&mut (&mut *self, &*site));
         self.send_asks(&site);
         let now = micros();
-        self.tell_followers(&site, now);
+        self.notify_followers(&site, now);
         self.forget_seeds(now);
         self.far_wakes(now);
         self.out.expire(now, &self.metrics);
         self.declare_dead(&site, now);
-        self.tell();
+        self.notify_agent();
         self.report(&site, now);
     }
 

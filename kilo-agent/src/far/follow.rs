@@ -348,7 +348,7 @@ mod tests {
     }
 
     #[test]
-    fn every_gateway_is_told_that_it_is_there() {
+    fn every_gateway_hears_that_it_is_there() {
         let mut follow = Follow::new(&LAPTOP);
         let (mesh, plan) = plan(&follow, true);
         follow.locations_are(&mesh, &plan.wireguard);

@@ -28,7 +28,7 @@ const PORT: u16 = 1107;
 /// Where an agent that asks for tokens keeps one for root on its node, and for `kgctl` in its container.
 pub const LOCAL_TOKEN: &str = "/var/lib/kilo/page-token";
 
-/// Why an agent did not tell its status.
+/// Why an agent did not report its status.
 #[derive(Debug, thiserror::Error)]
 pub enum AskError {
     /// The URL cannot be used.

@@ -281,7 +281,7 @@ pub struct Tunnel {
     pub relay: Option<String>,
 }
 
-/// What the objects alone tell. `ready`: names of the nodes that take part;
+/// What the objects alone show. `ready`: names of the nodes that take part;
 /// the same that `mesh` was made of.
 pub fn of_objects(
     mesh: &Mesh,

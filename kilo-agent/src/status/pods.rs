@@ -180,7 +180,7 @@ mod tests {
     }
 
     #[test]
-    fn an_image_of_another_architecture_is_told_from_what_runtime_and_registry_say() {
+    fn an_image_of_another_architecture_is_recognised_by_what_runtime_and_registry_say() {
         let ended =
             json!({ "terminated": { "exitCode": 255, "message": "exec /bin/sh: exec format error\n" } });
         let waits =
@@ -204,7 +204,7 @@ mod tests {
     }
 
     #[test]
-    fn what_kg_said_last_is_told_and_a_pod_that_runs_or_starts_is_not_blamed() {
+    fn what_kg_said_last_is_shown_and_a_pod_that_runs_or_starts_is_not_blamed() {
         let ended = json!({ "terminated": { "exitCode": 1, "message": "INFO start\nkg: forbidden; apply the ClusterRole\n" } });
         let text = why(&json!({ "containerStatuses": [container("kilo", &ended, &json!({}))] })).unwrap();
         assert_eq!(text, "pod kilo-x: container kilo: kg: forbidden; apply the ClusterRole");

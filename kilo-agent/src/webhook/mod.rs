@@ -107,7 +107,7 @@ pub async fn run(options: Options, stop: CancellationToken) -> Result<(), Webhoo
 
     let (for_reviews, for_scrapes) = (metrics.clone(), metrics.clone());
     let review = move |request| review_or_refuse(for_reviews.clone(), request);
-    let scrape = move |request| future::ready(tell(&for_scrapes, &request));
+    let scrape = move |request| future::ready(metrics_or_health(&for_scrapes, &request));
     let acceptor = TlsAcceptor::from(Arc::new(config));
     let serving = async {
         tokio::join!(
@@ -141,7 +141,7 @@ enum Origin {
 }
 
 impl Origin {
-    /// The first certificate; `None` when told to stop before there was one.
+    /// The first certificate; `None` when asked to stop before there was one.
     async fn open(
         options: &Options,
         stop: &CancellationToken,
@@ -179,7 +179,7 @@ impl Origin {
 }
 
 /// Metrics and health.
-fn tell(metrics: &Metrics, request: &Request<Incoming>) -> Answer {
+fn metrics_or_health(metrics: &Metrics, request: &Request<Incoming>) -> Answer {
     let path = request.uri().path();
     let handler = match path {
         "/metrics" => "metrics",

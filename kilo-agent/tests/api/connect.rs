@@ -97,7 +97,7 @@ fn network() -> Running {
     running
 }
 
-/// The node's device knows the peer, as its agent would have told it.
+/// The node's device knows the peer, as its agent would have configured it.
 fn node_knows(key: PublicKey) {
     use std::io::{Read as _, Write as _};
     let peer = WireguardPeer {

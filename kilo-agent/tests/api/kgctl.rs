@@ -89,7 +89,7 @@ async fn put(client: &Client, scenario: &Value) {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn kgctl_answers_as_kilo_for_the_same_objects_on_a_server() {
+async fn kgctl_prints_what_kilo_prints_for_the_same_objects_on_a_server() {
     let Some(server) = ApiServer::start().await else { return };
     let client = server.client(ADMIN).await;
     apply_crds(&client).await;

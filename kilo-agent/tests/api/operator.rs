@@ -134,8 +134,8 @@ fn kubectl() -> Option<PathBuf> {
 }
 
 #[test]
-fn leaders_and_members_that_come_and_go_are_told() {
-    netns::isolated("leaders_and_members_that_come_and_go_are_told", || async {
+fn leaders_and_members_that_come_and_go_are_announced() {
+    netns::isolated("leaders_and_members_that_come_and_go_are_announced", || async {
         let Some(site) = Site::start(true).await else { return };
         site.event("n1", "JoinedMesh", "leader of location:").await;
         site.event("n1", "LeadsLocation", "leads location:").await;
@@ -173,17 +173,17 @@ fn leaders_and_members_that_come_and_go_are_told() {
         site.event("n3", "LeftMesh", "it has no key").await;
         assert_eq!(field(&site.line("location has no ready node left").await, "old"), "n3");
 
-        let told = site.events("n1", "n1").await;
+        let events = site.events("n1", "n1").await;
         let wanted = ["FollowsLeader", "JoinedMesh", "LeadsLocation", "LeadsLocation"];
-        let mut found = sorted(&told);
+        let mut found = sorted(&events);
         found.retain(|reason| *reason != "TunnelSilent");
-        assert_eq!(found, wanted, "each once: {told:#?}");
+        assert_eq!(found, wanted, "each once: {events:#?}");
     });
 }
 
 #[test]
-fn a_tunnel_that_does_not_answer_is_told_until_its_node_is_deleted() {
-    netns::isolated("a_tunnel_that_does_not_answer_is_told_until_its_node_is_deleted", || async {
+fn a_tunnel_that_does_not_answer_is_reported_until_its_node_is_deleted() {
+    netns::isolated("a_tunnel_that_does_not_answer_is_reported_until_its_node_is_deleted", || async {
         let Some(site) = Site::start(true).await else { return };
         site.page("/health", |page| page == "ok\n").await;
         create_member(&site.client, 3, "away").await;
@@ -210,9 +210,13 @@ fn a_tunnel_that_does_not_answer_is_told_until_its_node_is_deleted() {
         site.nodes.delete("n3", &DeleteParams::default()).await.unwrap();
         site.page("/health", |page| page == "ok\n").await;
         site.page("/metrics", |page| page.contains("kilo_silent_tunnels 0\n")).await;
-        let told = site.events("n1", "n1").await;
-        assert_eq!(reasons(&told).iter().filter(|reason| **reason == "TunnelSilent").count(), 1, "{told:#?}");
-        assert!(!reasons(&told).contains(&"TunnelAnswers"), "it never did: {told:#?}");
+        let events = site.events("n1", "n1").await;
+        assert_eq!(
+            reasons(&events).iter().filter(|reason| **reason == "TunnelSilent").count(),
+            1,
+            "{events:#?}"
+        );
+        assert!(!reasons(&events).contains(&"TunnelAnswers"), "it never did: {events:#?}");
     });
 }
 

@@ -228,8 +228,9 @@ async fn slices_that_are_deleted_spoiled_or_forged_are_mended_and_take_no_node_a
     // Somebody writes a lie: another key, a node twice, one that does not exist.
     let mut slice = cluster.slices.get(some).await.unwrap();
     let lie = [("key".to_owned(), PublicKey([99; 32]).to_string())];
-    let told = slice.spec.nodes[0].annotations.iter().map(|(name, text)| (name.to_owned(), text.to_owned()));
-    slice.spec.nodes[0].annotations = told.chain(lie).collect();
+    let annotations =
+        slice.spec.nodes[0].annotations.iter().map(|(name, text)| (name.to_owned(), text.to_owned()));
+    slice.spec.nodes[0].annotations = annotations.chain(lie).collect();
     let mut twice = cluster.slices.get("nodes-00000").await.unwrap().spec.nodes[0].clone();
     twice.resource_version = "1".to_owned();
     let ghost = Entry { name: "ghost".to_owned(), ..twice.clone() };

@@ -49,8 +49,8 @@ fn scrape() -> String {
 }
 
 #[test]
-fn who_leads_since_when_and_why_is_told_with_and_without_agents() {
-    netns::isolated("who_leads_since_when_and_why_is_told_with_and_without_agents", || async {
+fn who_leads_since_when_and_why_is_shown_with_and_without_agents() {
+    netns::isolated("who_leads_since_when_and_why_is_shown_with_and_without_agents", || async {
         netns::host(&["10.1.0.11/24", "192.0.2.11/32"], "10.1.0.1");
         let Some(server) = ApiServer::start().await else { return };
         let client = server.client(ADMIN).await;
@@ -284,7 +284,7 @@ fn a_duplicate_address_is_an_event_of_the_node_with_the_rights_of_the_manifests(
 
 /// With the roles of the manifests alone, as the documentation says to bind them.
 #[tokio::test]
-async fn why_the_pod_of_a_node_does_not_run_is_told_to_who_has_the_shipped_roles() {
+async fn why_the_pod_of_a_node_does_not_run_is_shown_to_who_has_the_shipped_roles() {
     let Some(server) = ApiServer::start().await else { return };
     let client = server.client(ADMIN).await;
     apply_crds(&client).await;

@@ -127,7 +127,7 @@ fn review(endpoint: &serde_json::Value) -> String {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn the_api_server_is_told_whom_to_admit_and_whom_to_deny() {
+async fn the_webhook_says_whom_to_admit_and_whom_to_deny() {
     let Some(server) = ApiServer::start().await else { return };
     let client = server.client(ADMIN).await;
     apply_crds(&client).await;

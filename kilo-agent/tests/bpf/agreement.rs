@@ -160,7 +160,7 @@ fn difference(wanted: &Wanted, frame: &[u8], verdict: i32, out: &[u8], link: usi
 }
 
 /// What is wrong with what the packet's priority says, if anything. Its last bits stay.
-fn told(wanted: &Wanted, input: &Input, priority: u32) -> Option<String> {
+fn priority_difference(wanted: &Wanted, input: &Input, priority: u32) -> Option<String> {
     let wanted = wanted.priority? | input.priority & 0xf;
     (priority != wanted).then(|| format!("priority {priority:#x} instead of {wanted:#x}"))
 }
@@ -240,7 +240,7 @@ fn unhex(text: &str) -> Vec<u8> {
 }
 
 /// What goes from the WireGuard device to another node has an outer header,
-/// unless the network is said to carry it without; told from the prefix alone.
+/// unless the network is said to carry it without; decided from the prefix alone.
 fn in_clear(program: &str, tables: &Tables, input: &Input, verdict: i32, longer: usize) -> Option<String> {
     if program != "kilo_egress" || verdict != REDIRECT {
         return None;
@@ -313,7 +313,7 @@ impl Bench {
         let wanted = expected_outcome(program, tables, flows, input);
         let (verdict, out, priority) = self.run(program, input);
         let problem = difference(&wanted, &input.frame, verdict, out, link_header_len(program))
-            .or_else(|| told(&wanted, input, priority))
+            .or_else(|| priority_difference(&wanted, input, priority))
             .or_else(|| invariants(program, tables, &wanted, input, verdict, out))
             .or_else(|| flows.remember(&tables.config, wanted.remembered, out).err());
         let has_sequels = wanted.remembered.is_some() && wanted.verdict == PASS;
@@ -546,7 +546,7 @@ fn one_of_each(bench: &mut Bench) -> String {
     )
 }
 
-/// Tells outer headers apart.
+/// A number that outer headers differ in.
 fn header(program: &str, wanted: &Wanted, frame: &[u8]) -> usize {
     match &wanted.bytes {
         Bytes::Sent { frame: outer, .. } => outer.len(),

@@ -353,7 +353,7 @@ fn last_seen(world: &mut World) -> [u32; 2] {
 }
 
 #[test]
-fn nat_gc_is_told_of_each_second_in_which_an_established_flow_has_packets() {
+fn nat_gc_sees_each_second_in_which_an_established_flow_has_packets() {
     let Some(mut world) = World::new() else { return };
     let [Side { pod, public, outside, .. }, _] = sides();
     let there = udp(pod, outside, (5000, 53), b"");

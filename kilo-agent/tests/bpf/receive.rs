@@ -195,7 +195,7 @@ fn what_another_leader_carries_is_looked_at_again_before_wireguard_has_it() {
 }
 
 #[test]
-fn a_packet_at_the_end_of_its_life_goes_to_the_stack_which_tells_the_sender() {
+fn a_packet_at_the_end_of_its_life_goes_to_the_stack_which_notifies_the_sender() {
     let Some((_fs, mut dataplane)) = open(&leader_tables()) else { return };
     for ttl in [0, 1] {
         let inner = ipv4(MEMBER_POD, REMOTE_POD, 17, ttl, &[0; 8]);

@@ -69,8 +69,8 @@ fn log() -> String {
 const PODS: &str = "spec: {podCIDRs: [10.42.1.0/24]}\n";
 
 #[test]
-fn a_node_without_pod_cidr_is_told_how_it_gets_one() {
-    isolated("a_node_without_pod_cidr_is_told_how_it_gets_one", || async {
+fn a_node_without_pod_cidr_reports_how_it_gets_one() {
+    isolated("a_node_without_pod_cidr_reports_how_it_gets_one", || async {
         let _agent = start("", &["--cni=false"]);
         until_says("the log", log, &["no pod CIDR", "--allocate-node-cidrs"]);
         assert!(log().trim_end().lines().last().unwrap().contains("--allocate-node-cidrs"), "{}", log());
@@ -90,9 +90,9 @@ fn another_cnis_file_in_front_of_ours_is_named_until_it_is_gone() {
         .unwrap();
         fs::write("/run/net.d/05-other.conflist", "{}").unwrap();
         let _agent = start(PODS, &["--cni-path", "/run/net.d/10-kilo.conflist"]);
-        let told = ["/run/net.d/05-other.conflist", "remove it"];
-        until_says("the log", log, &told);
-        until_says("the agent's status", || status("--agent"), &["warning: ", told[0], told[1]]);
+        let named = ["/run/net.d/05-other.conflist", "remove it"];
+        until_says("the log", log, &named);
+        until_says("the agent's status", || status("--agent"), &["warning: ", named[0], named[1]]);
         sh("rm /run/net.d/05-other.conflist");
         until("the status no longer names it", LIMIT, || {
             let said = status("--agent");

@@ -75,7 +75,7 @@ const RUBBISH: [(&str, &str, &str); 35] = [
 ];
 
 #[test]
-fn each_flag_answers_rubbish_with_what_is_possible() {
+fn each_flag_refuses_rubbish_and_names_what_is_possible() {
     for (flag, rubbish, possible) in RUBBISH.iter().chain(&[("wireguard", "rust", "auto, kernel, userspace")])
     {
         let said = fails(KG, &["--backend=file", &format!("--{flag}={rubbish}")]);

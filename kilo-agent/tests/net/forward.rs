@@ -47,7 +47,7 @@ fn prefixes(list: &[&str]) -> Vec<IpNet> {
     list.iter().map(|prefix| prefix.parse().unwrap()).collect()
 }
 
-async fn forwards_as_told(flavour: &str) {
+async fn forwards_as_configured(flavour: &str) {
     build();
     let policy = |policy: &str| {
         sh(&format!("iptables{flavour} -P FORWARD {policy}; ip6tables{flavour} -P FORWARD {policy}"));
@@ -89,7 +89,7 @@ async fn forwards_as_told(flavour: &str) {
 
 #[test]
 fn pods_pass_a_forward_policy_drop_of_nftables_iptables() {
-    isolated("pods_pass_a_forward_policy_drop_of_nftables_iptables", || forwards_as_told("-nft"));
+    isolated("pods_pass_a_forward_policy_drop_of_nftables_iptables", || forwards_as_configured("-nft"));
 }
 
 #[test]
@@ -99,13 +99,13 @@ fn pods_pass_a_forward_policy_drop_of_legacy_iptables() {
             println!("kilo-skip: this kernel has no legacy iptables");
             return;
         }
-        forwards_as_told("-legacy").await;
+        forwards_as_configured("-legacy").await;
     });
 }
 
 #[test]
-fn a_host_without_iptables_is_told_which_package_is_missing() {
-    isolated("a_host_without_iptables_is_told_which_package_is_missing", || async {
+fn a_host_without_iptables_is_reported_with_the_package_that_is_missing() {
+    isolated("a_host_without_iptables_is_reported_with_the_package_that_is_missing", || async {
         // SAFETY: the process is this test's own, no other thread reads the environment.
         unsafe { std::env::set_var("PATH", "/nonexistent") };
         let refused =

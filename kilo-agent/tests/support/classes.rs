@@ -1,4 +1,4 @@
-//! What kinds of packets and nodes the generator makes, told from the bytes, to be counted.
+//! What kinds of packets and nodes the generator makes, by their bytes, to be counted.
 
 use std::collections::BTreeSet;
 

@@ -48,7 +48,7 @@ fn why_a_file_is_ignored_quotes_no_key() {
 }
 
 #[test]
-fn nodes_from_disk_stay_until_the_server_tells_and_the_long_dead_stay_out_then() {
+fn nodes_from_disk_stay_until_the_server_lists_them_and_the_long_dead_stay_out_then() {
     let (start, hour) = (Instant::now(), Duration::from_secs(3600));
     let mut liveness = Liveness::default();
     let of = |list: &[(&str, i64)]| -> Nodes {
@@ -59,7 +59,7 @@ fn nodes_from_disk_stay_until_the_server_tells_and_the_long_dead_stay_out_then()
     for at in [start, start + hour] {
         assert_eq!(liveness.ready(from_disk.iter(), "own", at, 900_000), [true; 3]);
     }
-    let told = of(&[("a", 1000), ("b", 903_590), ("c", 903_595), ("own", 903_599)]);
-    let ready = liveness.ready(told.iter(), "own", start + hour, 903_600);
+    let listed = of(&[("a", 1000), ("b", 903_590), ("c", 903_595), ("own", 903_599)]);
+    let ready = liveness.ready(listed.iter(), "own", start + hour, 903_600);
     assert_eq!(ready, [false, true, true, true], "a was dead before, and would be the first to lead");
 }

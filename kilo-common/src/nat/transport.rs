@@ -109,7 +109,7 @@ mod tests {
     }
 
     #[test]
-    fn fragments_are_told_from_whole_packets() {
+    fn fragments_are_distinguished_from_whole_packets() {
         for (bits, part) in [(0u16, Part::Whole), (1, Part::First), (8, Part::Later), (9, Part::Later)] {
             let mut behind = [protocol::UDP, 0, 0, 0, 1, 2, 3, 4, 0, 0, 0, 0, 0, 0, 0, 0];
             behind[2..4].copy_from_slice(&bits.to_be_bytes());

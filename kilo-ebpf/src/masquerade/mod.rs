@@ -2,7 +2,7 @@
 //! families. Layouts and decisions are `kilo_common::nat`; here is what needs
 //! the kernel: entries, sockets, checksums of packets that may be offloaded.
 //!
-//! What the parts tell each other stands in [`work::this_cpu`]: a program and all the
+//! What the parts pass to each other is in [`work::this_cpu`]: a program and all the
 //! functions it calls have 512 bytes of stack together.
 
 mod address;

@@ -30,7 +30,7 @@ pub enum Found {
     EchoReply = 4,
 }
 
-/// What the parts tell each other of one packet.
+/// What the parts pass to each other about one packet.
 #[repr(C, align(8))]
 pub struct Work {
     /// The flow, as seen on this packet before anything is rewritten.

@@ -47,7 +47,7 @@ const RENEWED: Duration = Duration::from_secs(500);
 /// Longest wait for a signal before the heartbeat is looked at.
 const IDLE: Duration = Duration::from_millis(200);
 /// The kernel's limits of its neighbour tables, which all namespaces share: each gateway of the lab knows each
-/// member, and Linux has room for 1,024 neighbours unless it is told otherwise.
+/// member, and Linux has room for 1,024 neighbours unless it is configured otherwise.
 const NEIGHBOURS: [(&str, u32); 2] = [("gc_thresh2", 8_192), ("gc_thresh3", 16_384)];
 
 /// A node with an agent, as the members know it.

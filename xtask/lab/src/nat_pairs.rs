@@ -128,7 +128,7 @@ impl Bench<'_> {
         let mut mesh = Mesh::up(self, shape, public, is_blocked)?;
         let result = what(&mut mesh);
         if result.is_err() {
-            mesh.tell();
+            mesh.print_logs();
         }
         mesh.down()?;
         result
@@ -255,7 +255,7 @@ impl Mesh {
     }
 
     /// What is needed to see why.
-    fn tell(&self) {
+    fn print_logs(&self) {
         for name in ["x", "y", "z"] {
             println!("== {name}\n{}", super::agents::tail(&self.agents.log(name)));
         }

@@ -201,7 +201,7 @@ fn ask_all(lab: &Lab) -> Result<String> {
     }
     let (own, unanswered) = own.finish()?;
     if unanswered > 0 || !failed.is_empty() {
-        tell(network)?;
+        print_counters(network)?;
     }
     ensure!(failed.is_empty(), "{}", failed.join("; "));
     ensure!(
@@ -217,7 +217,7 @@ fn ask_all(lab: &Lab) -> Result<String> {
 }
 
 /// What may explain a flow without an answer.
-fn tell(network: &Network) -> Result<()> {
+fn print_counters(network: &Network) -> Result<()> {
     for node in &network.nodes {
         let invalid = node.netns.sh("nft list counter inet ports invalid | grep packets")?;
         let drops = counters::drops(&counters::scrape(&node.netns)?);

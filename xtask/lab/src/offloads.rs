@@ -44,7 +44,7 @@ pub fn run(lab: &mut Lab) -> Result<String> {
         steered.push(packets);
         longest = longest.max(stall);
     }
-    // As they were: a veth device merges nothing unless told to.
+    // As they were: a veth device merges nothing unless asked to.
     each_link(network, |_| "tx on sg on tso on gso on gro off".to_owned())?;
     let [on, .., off] = steered.as_slice() else { return Ok(String::new()) };
     let segments = (BYTES / SEGMENT) as u64;
@@ -81,7 +81,7 @@ fn switch(network: &Network, setting: &Setting) -> Result<()> {
     })
 }
 
-/// Applies features to the Ethernet links of pods (told by `true`), nodes and the router.
+/// Applies features to the Ethernet links of pods (`true`), nodes and the router.
 fn each_link(network: &Network, features: impl Fn(bool) -> String) -> Result<()> {
     let set = |netns: &Netns, pod| {
         netns.sh(&format!(

@@ -218,7 +218,7 @@ fn learns(netns: &Netns, target: IpAddr, headers: u32, fits: u32) -> Result<()> 
         let mut said = String::new();
         let passed = (0..10).any(|_| {
             let Ok((passed, text)) = ping(size) else { return false };
-            match told(&text) {
+            match mtu_in(&text) {
                 Some(mtu) => size = size.min(mtu),
                 // The agent hears of a router inside the location before the sender does.
                 None if !passed => wait::pace(Duration::from_millis(300)),
@@ -246,7 +246,7 @@ fn ping(netns: &Netns, target: IpAddr, payload: u32) -> Result<(bool, String)> {
         said += &line?.replace(' ', "");
         said.push('\n');
         // It waits for an answer also to what the kernel refused to send.
-        if told(&said).is_some() {
+        if mtu_in(&said).is_some() {
             ping.kill()?;
             break;
         }
@@ -255,7 +255,7 @@ fn ping(netns: &Netns, target: IpAddr, payload: u32) -> Result<(bool, String)> {
 }
 
 /// The MTU in ping's answer, spaces removed: `mtu=1300)` or `mtu:1300`.
-fn told(text: &str) -> Option<u32> {
+fn mtu_in(text: &str) -> Option<u32> {
     let (_, rest) = text.split_once("mtu=").or_else(|| text.split_once("mtu:"))?;
     let digits: String = rest.chars().take_while(char::is_ascii_digit).collect();
     digits.parse().ok()

@@ -104,7 +104,7 @@ pub fn main(args: &BenchArgs) -> Result<()> {
     match args.part {
         Some(Part::Control) => control::main(args),
         Some(part @ (Part::Slices | Part::Scale | Part::Start | Part::Gateways)) => single::main(part, args),
-        // The one part does not keep the other from being told.
+        // Errors of both parts are reported.
         None if args.only.is_empty() && !args.guest => match (data(args), control::main(args)) {
             (Err(data), Err(control)) => bail!("{data:#}\n{control:#}"),
             (data, control) => data.and(control),

@@ -96,15 +96,15 @@ impl Probes {
     /// How long after `since` the last way carried its first datagram.
     pub async fn until_all_answer(&mut self, since: Instant, limit: Duration) -> Duration {
         let from = u64::try_from(since.duration_since(self.heard.start).as_micros()).unwrap().max(1);
-        let mut told = Instant::now();
+        let mut reported = Instant::now();
         let mut silent: Vec<Way> = self.ways.iter().copied().collect();
         loop {
             silent.retain(|way| self.heard.of(*way).load(Ordering::Relaxed) < from);
             if silent.is_empty() {
                 return since.elapsed();
             }
-            if told.elapsed() > Duration::from_secs(10) {
-                told = Instant::now();
+            if reported.elapsed() > Duration::from_secs(10) {
+                reported = Instant::now();
                 println!(
                     "bench:   {} ways are silent after {:.0} s, such as {:?}",
                     silent.len(),

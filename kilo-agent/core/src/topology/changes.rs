@@ -338,7 +338,7 @@ fn of_peers(before: Moment<'_>, now: Moment<'_>) -> Vec<Change> {
     }
     let old = peer_acceptance::in_order(before.mesh, before.snapshot);
     let new = peer_acceptance::in_order(now.mesh, now.snapshot);
-    let (mut gone, mut told) = (Vec::new(), Vec::new());
+    let (mut gone, mut present) = (Vec::new(), Vec::new());
     for pair in old.into_iter().merge_join_by(new, |(old, _), (new, _)| old.cmp(new)) {
         let (peer, acceptance) = match pair {
             Left((peer, _)) => {
@@ -349,13 +349,13 @@ fn of_peers(before: Moment<'_>, now: Moment<'_>) -> Vec<Change> {
             Both(_, new) | Right(new) => new,
         };
         let peer = peer.to_owned();
-        told.push(match acceptance {
+        present.push(match acceptance {
             PeerAcceptance::Accepted => Change::PeerAccepted { peer, without: None },
             PeerAcceptance::Partly(without) => Change::PeerAccepted { peer, without: Some(without) },
             PeerAcceptance::Refused { why, .. } => Change::PeerRefused { peer, why },
         });
     }
-    gone.append(&mut told);
+    gone.append(&mut present);
     gone
 }
 

@@ -40,7 +40,7 @@ fn is_realtime(version: &str, realtime: Option<&str>) -> bool {
     realtime.is_some_and(|text| text.trim() == "1") || version.split_whitespace().any(is_word)
 }
 
-/// Pure: whether such a kernel does without the lock, as far as its version and configuration tell.
+/// Pure: whether such a kernel does without the lock, as far as its version and configuration show.
 fn may_interleave(release: &str, config: Option<&str>) -> bool {
     let mut numbers =
         release.split(|c: char| !c.is_ascii_digit()).map(|text| text.parse::<u32>().unwrap_or(0));

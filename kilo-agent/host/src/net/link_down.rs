@@ -187,7 +187,7 @@ mod tests {
     }
 
     #[test]
-    fn only_what_is_needed_and_goes_is_told() {
+    fn only_what_is_needed_and_goes_is_reported() {
         let needed = [Needed { index: 3, address: "192.0.2.1".parse().ok() }];
         let up = libc::IFF_UP | libc::IFF_RUNNING;
         let down = |kind, body: Vec<u8>| is_down(&message(kind, &body), &needed);

@@ -112,9 +112,9 @@ fn read_error(socket: RawFd) -> io::Result<Option<u32>> {
         _ => None,
     });
     // What this host itself refuses is no answer of a router.
-    let told = |error: &libc::sock_extended_err| {
+    let is_of_router = |error: &libc::sock_extended_err| {
         let by_icmp = matches!(error.ee_origin, libc::SO_EE_ORIGIN_ICMP | libc::SO_EE_ORIGIN_ICMP6);
         by_icmp && error.ee_errno == libc::EMSGSIZE.unsigned_abs()
     };
-    Ok(error.filter(told).map(|error| error.ee_info))
+    Ok(error.filter(is_of_router).map(|error| error.ee_info))
 }

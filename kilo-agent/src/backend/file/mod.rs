@@ -37,7 +37,7 @@ const REREAD: Duration = Duration::from_secs(10);
 const SETTLE: Duration = Duration::from_millis(50);
 
 /// What the reading thread receives.
-enum Told {
+enum Message {
     /// Something in the directory changed.
     Changed,
     /// The backend is gone.
@@ -48,12 +48,12 @@ enum Told {
 pub struct FileBackend {
     directory: PathBuf,
     snapshots: watch::Receiver<Arc<Snapshot>>,
-    tell: mpsc::Sender<Told>,
+    outbox: mpsc::Sender<Message>,
 }
 
 impl Drop for FileBackend {
     fn drop(&mut self) {
-        let _ = self.tell.send(Told::Stop);
+        let _ = self.outbox.send(Message::Stop);
     }
 }
 
@@ -63,10 +63,10 @@ impl FileBackend {
     /// # Errors
     /// When the directory is not there, cannot be read or cannot be watched.
     pub async fn start(directory: &Path, topology_label: &str) -> Result<Self, BackendError> {
-        let (tell, told) = mpsc::channel();
+        let (outbox, inbox) = mpsc::channel();
         let mut reader = Reader {
-            watched: Watched::new(directory, &tell)?,
-            tell: tell.clone(),
+            watched: Watched::new(directory, &outbox)?,
+            outbox: outbox.clone(),
             directory: Directory::new(directory),
             path: directory.to_owned(),
             label: topology_label.to_owned(),
@@ -77,13 +77,13 @@ impl FileBackend {
             reader.hand_on(&sender, None);
             std::thread::Builder::new()
                 .name("kilo-files".to_owned())
-                .spawn(move || reader.run(&told, &sender))
+                .spawn(move || reader.run(&inbox, &sender))
                 .map_err(|error| {
                     BackendError::Config(Explained::behind("no thread for the file backend", error))
                 })
         });
         started.await.map_err(|panic| BackendError::Config(Explained::of(panic.to_string(), panic)))??;
-        Ok(Self { directory: directory.to_owned(), snapshots, tell })
+        Ok(Self { directory: directory.to_owned(), snapshots, outbox })
     }
 
     /// The file an agent writes about its own node.
@@ -115,13 +115,13 @@ struct Watched {
 }
 
 impl Watched {
-    fn new(path: &Path, tell: &mpsc::Sender<Told>) -> Result<Self, BackendError> {
+    fn new(path: &Path, outbox: &mpsc::Sender<Message>) -> Result<Self, BackendError> {
         let identity = identity(&fs::metadata(path).map_err(|error| unusable(path, error))?);
-        let tell = tell.clone();
+        let outbox = outbox.clone();
         let on_event = move |event: notify::Result<notify::Event>| {
             // Our own reading is an event, too.
             if event.is_ok_and(|event| !event.kind.is_access()) {
-                let _ = tell.send(Told::Changed);
+                let _ = outbox.send(Message::Changed);
             }
         };
         let failed = |error: notify::Error| match error.kind {
@@ -141,21 +141,21 @@ impl Watched {
 /// Reads the directory on a thread of its own.
 struct Reader {
     watched: Watched,
-    tell: mpsc::Sender<Told>,
+    outbox: mpsc::Sender<Message>,
     directory: Directory,
     path: PathBuf,
     label: String,
 }
 
 impl Reader {
-    fn run(mut self, told: &mpsc::Receiver<Told>, sender: &watch::Sender<Arc<Snapshot>>) {
+    fn run(mut self, inbox: &mpsc::Receiver<Message>, sender: &watch::Sender<Arc<Snapshot>>) {
         let mut pause = SETTLE;
         loop {
-            match told.recv_timeout(REREAD) {
-                Ok(Told::Stop) | Err(mpsc::RecvTimeoutError::Disconnected) => return,
-                Ok(Told::Changed) => {
+            match inbox.recv_timeout(REREAD) {
+                Ok(Message::Stop) | Err(mpsc::RecvTimeoutError::Disconnected) => return,
+                Ok(Message::Changed) => {
                     std::thread::sleep(pause);
-                    if told.try_iter().any(|told| matches!(told, Told::Stop)) {
+                    if inbox.try_iter().any(|message| matches!(message, Message::Stop)) {
                         return;
                     }
                 }
@@ -176,7 +176,7 @@ impl Reader {
     /// Watches the directory that has the name now: another may be mounted there.
     fn watch_again(&mut self) {
         if fs::metadata(&self.path).is_ok_and(|now| identity(&now) != self.watched.identity)
-            && let Ok(watched) = Watched::new(&self.path, &self.tell)
+            && let Ok(watched) = Watched::new(&self.path, &self.outbox)
         {
             self.watched = watched;
         }
@@ -215,7 +215,7 @@ impl Backend for FileBackend {
         }
         write(&path, &text)
             .map_err(|source| BackendError::Io { path: path.display().to_string(), source })?;
-        let _ = self.tell.send(Told::Changed);
+        let _ = self.outbox.send(Message::Changed);
         Ok(true)
     }
 
@@ -228,7 +228,7 @@ impl Backend for FileBackend {
             return Ok(false);
         }
         write(&path, &before.replace(&line(last_seen), &line(0))).map_err(failed)?;
-        let _ = self.tell.send(Told::Changed);
+        let _ = self.outbox.send(Message::Changed);
         Ok(true)
     }
 
@@ -239,7 +239,7 @@ impl Backend for FileBackend {
                 Err(BackendError::Io { path: path.display().to_string(), source })
             }
             _ => {
-                let _ = self.tell.send(Told::Changed);
+                let _ = self.outbox.send(Message::Changed);
                 Ok(())
             }
         }

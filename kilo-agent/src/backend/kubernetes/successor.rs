@@ -34,7 +34,7 @@ impl std::fmt::Debug for Successor {
     }
 }
 
-/// Why nobody can tell.
+/// Why the next image is not known.
 #[derive(Debug, thiserror::Error)]
 pub enum SuccessorError {
     /// This account has no right to read the DaemonSet: Kilo's own ClusterRole does not give it.

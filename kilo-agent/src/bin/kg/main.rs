@@ -300,10 +300,10 @@ async fn serve_webhook(args: WebhookArgs) -> Result<()> {
         reload: Duration::from_secs(5),
     };
     let stop = CancellationToken::new();
-    let (mut stopping, told) = (Stopping::listen()?, stop.clone());
+    let (mut stopping, token) = (Stopping::listen()?, stop.clone());
     tokio::spawn(async move {
-        stopping.told().await;
-        told.cancel();
+        stopping.requested().await;
+        token.cancel();
     });
     Ok(webhook::run(options, stop).await?)
 }
@@ -366,7 +366,7 @@ async fn work<B: Backend>(
     let mut agent = tokio::spawn(agent.run(stop.clone()));
     tracing::info!(version = env!("CARGO_PKG_VERSION"), node = hostname, %listen, "kg started");
     tokio::select! {
-        () = stopping.told() => {}
+        () = stopping.requested() => {}
         ended = &mut agent => return ended.context("the reconcile loop panicked")?.map_err(Into::into),
         ended = &mut server => return ended.context("the HTTP server panicked"),
     }

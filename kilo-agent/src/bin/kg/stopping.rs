@@ -16,7 +16,7 @@ impl Stopping {
     }
 
     /// Waits for one of them.
-    pub async fn told(&mut self) {
+    pub async fn requested(&mut self) {
         tokio::select! {
             _ = self.terminate.recv() => {}
             _ = self.interrupt.recv() => {}
@@ -26,7 +26,7 @@ impl Stopping {
     /// What this brings, while nothing is set up yet; `None` when this process is to stop before.
     pub async fn before<T>(&mut self, work: impl Future<Output = T>) -> Option<T> {
         tokio::select! {
-            () = self.told() => {
+            () = self.requested() => {
                 tracing::info!("kg is stopping; it has not set anything up");
                 None
             }

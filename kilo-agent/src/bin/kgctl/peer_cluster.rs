@@ -224,7 +224,7 @@ pub async fn run(args: &PeerClusterArgs) -> Result<String> {
     match there.write(&for_there, &here.name).await {
         Ok(more) => Ok(done + &more),
         Err(error) => {
-            // The other error is the one to tell.
+            // The other error is the one to report.
             drop(crate::terminal::print(&done));
             Err(error.context("only partly done; fix this and run the same command again"))
         }

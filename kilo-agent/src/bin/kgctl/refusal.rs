@@ -195,7 +195,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_api_server_is_told_from_one_that_is_busy() {
+    fn what_is_no_api_server_is_distinguished_from_one_that_is_busy() {
         let page = "<!DOCTYPE html>\n<html><head><TITLE>Sign in\n to Corp</TITLE></head>";
         for text in [
             said(&status(403, page, ""), Asked::new("list", "nodes")),

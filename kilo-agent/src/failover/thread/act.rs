@@ -76,7 +76,7 @@ impl Thread {
     }
 
     /// Claims to VPN peers that follow what this node leads.
-    pub(super) fn tell_followers(&mut self, site: &Site, now: Micros) {
+    pub(super) fn notify_followers(&mut self, site: &Site, now: Micros) {
         let sender = Sender { me: site.place.me, location: site.place.location };
         let lead = self.agent.as_ref().and_then(Agent::lead);
         for (to, signal) in self.followers.due(sender, lead, now, rand::random) {

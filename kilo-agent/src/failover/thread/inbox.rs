@@ -46,7 +46,7 @@ mod tests {
     struct Chain {
         inbox: Vec<Input>,
         left: u64,
-        told: Vec<u64>,
+        delivered: Vec<u64>,
         looks: usize,
     }
 
@@ -66,7 +66,7 @@ mod tests {
         fn turn(&mut self, inputs: Vec<Input>) {
             for input in inputs {
                 let Input::Decrypted(number) = input else { continue };
-                self.told.push(number);
+                self.delivered.push(number);
                 if number < self.left {
                     self.inbox.push(Input::Decrypted(number + 1));
                 }
@@ -78,10 +78,10 @@ mod tests {
     fn what_many_turns_leave_is_kept_for_the_next_step() {
         let mut chain = Chain { inbox: vec![Input::Decrypted(1)], left: 6, ..Chain::default() };
         deliver(&mut chain);
-        assert_eq!((chain.told.len(), chain.inbox.len(), chain.looks), (MOST, 1, MOST - 1));
+        assert_eq!((chain.delivered.len(), chain.inbox.len(), chain.looks), (MOST, 1, MOST - 1));
         deliver(&mut chain);
-        assert_eq!((&chain.told[..], chain.inbox.len()), (&[1, 2, 3, 4, 5, 6][..], 0));
+        assert_eq!((&chain.delivered[..], chain.inbox.len()), (&[1, 2, 3, 4, 5, 6][..], 0));
         deliver(&mut chain);
-        assert_eq!(chain.told.len(), 6, "nothing is left, and nothing is due");
+        assert_eq!(chain.delivered.len(), 6, "nothing is left, and nothing is due");
     }
 }

@@ -145,7 +145,7 @@ impl Thread {
     }
 
     /// Notifies the agent of what it needs to plan, when that has changed.
-    pub(in crate::failover) fn tell(&mut self) {
+    pub(in crate::failover) fn notify_agent(&mut self) {
         if self.publish() {
             self.shared.changed.notify_one();
         }
@@ -177,11 +177,11 @@ impl Thread {
         acting.locations.extend(far::known(&self.fars));
         let leading = self.agent.as_ref().and(leads.then_some(term.bits()));
         let mut said = locked(&self.shared.said);
-        let is_news = *said.acting != acting || said.leading != leading || !said.is_told;
+        let is_news = *said.acting != acting || said.leading != leading || !said.is_published;
         if is_news {
             said.acting = Arc::new(acting);
             said.leading = leading;
-            said.is_told = true;
+            said.is_published = true;
         }
         is_news
     }

@@ -455,15 +455,15 @@ fn a_relieved_leader_passes_on_what_it_does_not_lead_and_never_what_a_gateway_se
         (NODE_GATEWAY, "not_for_us", None),
     ] {
         let Some(mut bench) = Bench::of(&relieved(flags)) else { return };
-        let mut told = [0; 20];
-        let ran = run_with(&mut bench.dataplane, "lan_ingress", &steered(MEMBER, SELF, &inner), &mut told);
+        let mut cb = [0; 20];
+        let ran = run_with(&mut bench.dataplane, "lan_ingress", &steered(MEMBER, SELF, &inner), &mut cb);
         assert_eq!(ran.counted, [counted], "{flags}");
         let Some(then) = then else { continue };
         let sent = &ran.bytes[14..];
         assert_eq!(sent[8], 63, "a hop");
         assert!(checksums_hold(sent));
-        let onward = udp([8, 0, 1, 2], REMOTE_POD, (1, 2), b"payload");
-        let ran = run_with(&mut bench.dataplane, "kilo_egress", &onward, &mut told);
+        let transit = udp([8, 0, 1, 2], REMOTE_POD, (1, 2), b"payload");
+        let ran = run_with(&mut bench.dataplane, "kilo_egress", &transit, &mut cb);
         assert_eq!(ran.counted, then, "{flags}");
         assert_eq!(ran.verdict, if flags == 0 { REDIRECT } else { PASS });
     }

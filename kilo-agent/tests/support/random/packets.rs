@@ -92,9 +92,9 @@ impl Random {
         if !program.starts_with("kilo_") && !program.starts_with("l3_") && frame[..6] == [0; 6] {
             frame[..6].copy_from_slice(&mac(ifindex));
         }
-        let told = self.pick(&[0, 0, 0, 6, CHECKED, CHECKED | 5, BY_DEVICE, BY_DEVICE | 3]);
-        let telling = matches!(program, "uplink_egress" | "l3_egress" | "tunnel_ingress");
-        Input { frame, gso, ifindex, priority: if telling { told } else { 0 } }
+        let priority = self.pick(&[0, 0, 0, 6, CHECKED, CHECKED | 5, BY_DEVICE, BY_DEVICE | 3]);
+        let is_read = matches!(program, "uplink_egress" | "l3_egress" | "tunnel_ingress");
+        Input { frame, gso, ifindex, priority: if is_read { priority } else { 0 } }
     }
 
     /// An address that the tables may know, of one family.

@@ -124,9 +124,9 @@ pub(super) fn ip_forward(lab: &mut Lab) -> Result<String> {
     let node = lab.network.node("a2")?.clone();
     lab.caused(&["IPv4 forwarding is off"]);
     node.netns.sh("echo 0 > /proc/sys/net/ipv4/ip_forward")?;
-    let told = until("the agent reports it", Duration::from_secs(20), || {
+    let reported = until("the agent reports it", Duration::from_secs(20), || {
         Ok(std::fs::read_to_string(lab.agents.log("a2"))?.contains("sysctl net.ipv4.ip_forward=1"))
     });
     node.netns.sh("sysctl -q net.ipv4.ip_forward=1")?;
-    Ok(format!("reported after {} ms, then turned on by the operator", told?.as_millis()))
+    Ok(format!("reported after {} ms, then turned on by the operator", reported?.as_millis()))
 }

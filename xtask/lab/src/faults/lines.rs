@@ -338,7 +338,7 @@ pub const LINES: &[Line] = &[
         50,
         "TTL 1, loops",
         &[
-            "bpf::receive::a_packet_at_the_end_of_its_life_goes_to_the_stack_which_tells_the_sender",
+            "bpf::receive::a_packet_at_the_end_of_its_life_goes_to_the_stack_which_notifies_the_sender",
             "bpf::receive::a_node_that_does_not_lead_refuses_remote_destinations",
         ],
         "",

@@ -132,8 +132,9 @@ mod tests {
             let row = page.lines().find(|row| row.starts_with(&start));
             let row =
                 row.unwrap_or_else(|| panic!("line {}: run `cargo xtask lab faults --docs`", line.number));
-            let told = line.tests.iter().all(|test| row.contains(&cell(test))) && row.contains(line.missing);
-            assert!(told, "line {}: run `cargo xtask lab faults --docs`", line.number);
+            let is_listed =
+                line.tests.iter().all(|test| row.contains(&cell(test))) && row.contains(line.missing);
+            assert!(is_listed, "line {}: run `cargo xtask lab faults --docs`", line.number);
         }
     }
 

@@ -142,13 +142,13 @@ impl Context {
 
 /// Chooses for ever where nodes are read, and reads them there.
 pub(super) async fn run(context: Arc<Context>) {
-    let mut told = false;
+    let mut is_logged = false;
     let mut source = Source::default();
     let mut reading = Reading::Nothing;
     loop {
         let denied = context.is_denied().await;
         if denied == Ok(false) {
-            told = false;
+            is_logged = false;
             let reader = AbortOnDropHandle::new(tokio::spawn(reader::run(Arc::clone(&context))));
             let _writer = AbortOnDropHandle::new(tokio::spawn(writer::run(Arc::clone(&context))));
             let _ = tokio::time::timeout(LISTED, context.listed()).await;
@@ -156,7 +156,7 @@ pub(super) async fn run(context: Arc<Context>) {
                 step(&context, &mut source, &mut reading, None, Instant::now() + LOOK).await;
             }
         }
-        if denied.is_ok() && !std::mem::replace(&mut told, true) {
+        if denied.is_ok() && !std::mem::replace(&mut is_logged, true) {
             tracing::info!(
                 "slices are not in use: this account may not read NodeSlices, or the API server does not know \
                  them; apply manifests/crds.yaml and the ClusterRole of manifests/"

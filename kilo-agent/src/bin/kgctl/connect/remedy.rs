@@ -69,7 +69,7 @@ mod tests {
     }
 
     #[test]
-    fn a_laptop_is_told_nothing_of_manifests_and_agents() {
+    fn no_error_on_a_laptop_names_manifests_or_agents() {
         let none = || Error::from_raw_os_error(nix::libc::EOPNOTSUPP);
         let userspace = || Box::new(WireguardError::MissingCapability("kilo0".to_owned()));
         let said = [

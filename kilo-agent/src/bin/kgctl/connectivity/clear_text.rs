@@ -1,4 +1,4 @@
-//! Whether packets between locations went through WireGuard, as far as the agents' counters tell.
+//! Whether packets between locations went through WireGuard, as far as the agents' counters show.
 
 use std::collections::BTreeMap;
 

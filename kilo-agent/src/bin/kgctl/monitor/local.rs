@@ -73,7 +73,7 @@ impl Shown {
     }
 }
 
-/// Listens until told to stop, or until nobody reads any more (`| head`).
+/// Listens until asked to stop, or until nobody reads any more (`| head`).
 pub async fn run(args: &MonitorArgs) -> Result<()> {
     match listen(args).await {
         Err(error)

@@ -4,7 +4,7 @@
 const READABLE = 0.62;
 const LARGEST = 4;
 
-/** Moves the viewBox of `svg` over a map whose size `size()` tells. */
+/** Moves the viewBox of `svg` over a map whose size `size()` returns. */
 export function viewOf(svg, size, moved) {
   let view = { x: 0, y: 0, scale: 1 };
   const room = () => ({ width: svg.clientWidth || 600, height: svg.clientHeight || 400 });
