@@ -83,7 +83,7 @@ RUN find . -name '*.rs' -not -path './target/*' -exec touch {} + \
 
 # Of the suite that has current plugins, with its compiler; Debian's own binaries want
 # the host's C library to be as new as theirs. These are static, since they run on the
-# host. They tell their version, by which the DaemonSet's init container leaves newer
+# host. They print their version, by which the DaemonSet's init container leaves newer
 # ones of the host alone.
 FROM --platform=$BUILDPLATFORM ${PLUGINS_IMAGE} AS cni
 # hadolint ignore=DL3008
