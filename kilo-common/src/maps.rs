@@ -92,7 +92,7 @@ pub const HOP_KIND_WIREGUARD: u32 = 2;
 /// `Hop::kind`: another node of the own location.
 pub const HOP_KIND_NODE: u32 = 3;
 
-/// `Hop::tunnel`: plain IP packet to the node's link-layer address.
+/// `Hop::tunnel`: native routing: the IP packet as it is, to the node's link-layer address.
 pub const TUNNEL_NONE: u32 = 0;
 /// `Hop::tunnel`: IP in IP, RFC 2003 and RFC 2473 (protocols 4 and 41).
 pub const TUNNEL_IPIP: u32 = 1;

@@ -438,9 +438,9 @@ fn a_default_route_of_others_is_for_pods_and_leaves_the_host_alone() {
 fn what_the_network_carries_by_itself_is_nobodys_to_refuse() {
     let nodes =
         [healthy(1, 1, true, false, 24), healthy(3, 1, false, false, 24), healthy(2, 2, true, false, 24)];
-    let plain = settings(Granularity::Location, Encapsulate::Never);
+    let native = settings(Granularity::Location, Encapsulate::Never);
     let beside = Settings { local: false, ..settings(Granularity::Location, Encapsulate::Always) };
-    for settings in [plain, beside] {
+    for settings in [native, beside] {
         for own in ["node-001", "node-003"] {
             let plan = plan_with(&nodes, own, &settings, Facts::default());
             let (other, address) = if own == "node-001" {
@@ -557,9 +557,9 @@ fn what_is_for_a_node_that_was_given_up_does_not_leave_in_clear() {
 #[test]
 fn pods_of_a_lost_node_that_others_carry_in_the_location_stay_open() {
     let (ready, lost) = (two(), [healthy(3, 1, false, false, 24), healthy(4, 2, false, false, 24)]);
-    let plain = settings(Granularity::Location, Encapsulate::Never);
+    let native = settings(Granularity::Location, Encapsulate::Never);
     let beside = Settings { local: false, ..settings(Granularity::Location, Encapsulate::Always) };
-    for settings in [plain, beside] {
+    for settings in [native, beside] {
         let plan = plan_without(&ready, &lost, "node-001", &settings, Facts::default());
         let near = Packet { src: pod(&ready[0]), dst: pod(&lost[0]) };
         assert_eq!(plan.tables.uplink_egress(near), Ok(None));

@@ -357,7 +357,7 @@ fn ids_are_sound(ids: &HopIds, nodes: &BTreeMap<String, Node>) -> bool {
 }
 
 /// Whether a packet was left to the routes of a node of the same location,
-/// which do the rest where nodes see each other plainly.
+/// which do the rest with native routing.
 fn is_left_beside(mesh: &Mesh, end: &End, node: &Node) -> bool {
     let mesh = mesh.as_seen_from(&node.name);
     let segment = |name: &str| mesh.find(name).map(|(segment, _)| segment);

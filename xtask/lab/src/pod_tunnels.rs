@@ -61,9 +61,9 @@ fn carry(lab: &Lab, from: &Node, to: &Node, end: Ipv4Addr) -> Result<(u64, u64)>
     let after = read()?;
     let [sent, answered] = [after[0] - before[0], after[1] - before[1]];
     // Without an outer header of ours the pod's own is no hindrance.
-    let plain = lab.agents.has_flag("--encapsulate=crosssubnet") && from.location != to.location;
+    let is_native = lab.agents.has_flag("--encapsulate=crosssubnet") && from.location != to.location;
     ensure!(
-        plain == (sent == 0) && plain == (answered == 0),
+        is_native == (sent == 0) && is_native == (answered == 0),
         "the devices sent {sent} and {answered} packets"
     );
     for node in nodes {

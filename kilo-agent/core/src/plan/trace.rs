@@ -240,7 +240,7 @@ impl Tracer<'_> {
             Some(Hop::Wireguard) => "WireGuard".to_owned(),
             Some(Hop::Node { tunnel, ifindex, mtu, local, remote }) => {
                 let tunnel = match tunnel {
-                    Tunnel::None => "plain",
+                    Tunnel::None => "native",
                     Tunnel::Ipip => "ipip",
                     Tunnel::Vxlan => "vxlan",
                 };

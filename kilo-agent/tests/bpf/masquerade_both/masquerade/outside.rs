@@ -233,7 +233,7 @@ fn flows_from_behind_another_location_are_noted_where_some_offers_prefixes() {
 }
 
 #[test]
-fn packets_of_nodes_that_send_plainly_are_not_noted() {
+fn packets_of_nodes_with_native_routing_are_not_noted() {
     let Some(mut world) = World::new() else { return };
     world.tables.config.flags |= CONFIG_NATIVE;
     world.dataplane.write(&world.tables).unwrap();
