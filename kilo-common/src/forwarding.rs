@@ -139,7 +139,7 @@ pub enum Disposition {
 impl Disposition {
     /// It leaves this host again.
     #[inline(always)]
-    pub const fn is_onward(self) -> bool {
+    pub const fn leaves_host(self) -> bool {
         matches!(self, Self::Transit | Self::PassOn)
     }
 
@@ -147,7 +147,7 @@ impl Disposition {
     #[inline(always)]
     #[must_use]
     pub const fn inward(self) -> Self {
-        if self.is_onward() { Self::Punt } else { self }
+        if self.leaves_host() { Self::Punt } else { self }
     }
 
     /// How it is counted.
@@ -275,7 +275,7 @@ pub fn received(
     fits: impl FnOnce() -> bool,
 ) -> Result<Disposition, DropReason> {
     let disposition = disposition.ok_or(DropReason::NotForUs)?;
-    Ok(if disposition.is_onward() && (ttl <= 1 || !fits()) { Disposition::Punt } else { disposition })
+    Ok(if disposition.leaves_host() && (ttl <= 1 || !fits()) { Disposition::Punt } else { disposition })
 }
 
 /// The prefix of a source that another node may send from without outer header; its hop says which.

@@ -85,7 +85,7 @@ pub fn steered<O: Ip, I: Ip, const LINK: usize, const GSO: bool>(
         count_action(disposition.action());
         return Ok(Act::NEXT);
     }
-    if GSO && disposition.is_onward() {
+    if GSO && disposition.leaves_host() {
         gso::make_room(ctx, cut);
     }
     Ok(redirect(config, disposition))
@@ -182,7 +182,7 @@ pub fn validate<I: Ip>(
             }
         }
     }
-    let own = !known && !disposition.is_onward() && is_own(inner.src());
+    let own = !known && !disposition.leaves_host() && is_own(inner.src());
     Ok((disposition, own))
 }
 
@@ -216,5 +216,5 @@ pub fn destined<I: Ip>(config: &Config, sender: Option<&NodeValue>, dst: I::Addr
 #[inline(always)]
 pub fn redirect(config: &Config, disposition: Disposition) -> Act {
     count_action(disposition.action());
-    Act::redirect(config.kilo_ifindex, !disposition.is_onward())
+    Act::redirect(config.kilo_ifindex, !disposition.leaves_host())
 }

@@ -176,7 +176,7 @@ fn received<O: Ip, const LINK: usize>(ctx: &TcContext, config: &Config) -> Verdi
             _ => {}
         }
     }
-    if outer.protocol() == protocol::UDP && comes_from_inside::<O, LINK>(ctx, config, &outer) {
+    if outer.protocol() == protocol::UDP && source_is_via_wireguard::<O, LINK>(ctx, config, &outer) {
         return Err(DropReason::InsideTunnel);
     }
     if masquerade::ingress(ctx, config, LINK, &outer, true)?.is_some() {
@@ -196,7 +196,7 @@ fn received<O: Ip, const LINK: usize>(ctx: &TcContext, config: &Config) -> Verdi
 /// WireGuard. It takes the source for the peer's endpoint, and what it sends
 /// there would be encrypted again, and again.
 #[inline(always)]
-fn comes_from_inside<O: Ip, const LINK: usize>(ctx: &TcContext, config: &Config, outer: &O) -> bool {
+fn source_is_via_wireguard<O: Ip, const LINK: usize>(ctx: &TcContext, config: &Config, outer: &O) -> bool {
     is_gateway(config.flags)
         && outer.header_len() == O::HEADER_LEN
         && !outer.is_fragment()
@@ -252,7 +252,7 @@ fn native<I: Ip, const LINK: usize>(ctx: &TcContext, config: &Config, ip: &I) ->
     let arrives = || forwarding::arrives_native(node.ifindex, || sender_at(node), packet::ifindex(ctx));
     match found {
         Some(disposition)
-            if disposition.is_onward() && ip.ttl() > 1 && fits::<I>(ctx, LINK, ip, config.kilo_mtu) =>
+            if disposition.leaves_host() && ip.ttl() > 1 && fits::<I>(ctx, LINK, ip, config.kilo_mtu) =>
         {
             arrives()?;
             ip.lower_ttl(ctx, LINK)?;

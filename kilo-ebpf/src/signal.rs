@@ -174,7 +174,7 @@ fn taken_from_tunnel<I: Ip>(ctx: &TcContext, config: &Config, ip: &I) -> Verdict
             if config.flags & CONFIG_GATEWAY != 0 && (to_gateway || is_wireguard::<I>(config, ip.dst())) =>
         {
             rename(ctx, start)?;
-            turn_around::<I>(ctx, 0)?;
+            swap_addresses::<I>(ctx, 0)?;
             // Its peer has the address it came from.
             cb::transit(ctx);
             count_action(Action::Reflect);
@@ -344,7 +344,7 @@ fn stands(own: u64) -> (Term, u64) {
 /// Sends a packet back to where it came from, by the interface it came in by.
 #[inline(always)]
 fn turn_back<I: Ip, const LINK: usize>(ctx: &TcContext) -> Verdict {
-    turn_around::<I>(ctx, LINK)?;
+    swap_addresses::<I>(ctx, LINK)?;
     if LINK != 0 {
         let [to, from]: [[u8; 6]; 2] = ctx.load(0).map_err(|_| DropReason::Rewrite)?;
         ctx.store(0, &[from, to], 0).map_err(|_| DropReason::Rewrite)?;
@@ -357,7 +357,7 @@ fn turn_back<I: Ip, const LINK: usize>(ctx: &TcContext) -> Verdict {
 /// Swaps the addresses, which leaves every checksum as it is. Ports stay: each probe has another source port,
 /// as a new flow has, and its answer is a signal to the same port as all others.
 #[inline(always)]
-fn turn_around<I: Ip>(ctx: &TcContext, offset: usize) -> Result<(), DropReason> {
+fn swap_addresses<I: Ip>(ctx: &TcContext, offset: usize) -> Result<(), DropReason> {
     if I::V6 {
         let [src, dst]: [[u64; 2]; 2] = ctx.load(offset + SOURCE_V6).map_err(|_| DropReason::Rewrite)?;
         ctx.store(offset + SOURCE_V6, &[dst, src], 0).map_err(|_| DropReason::Rewrite)

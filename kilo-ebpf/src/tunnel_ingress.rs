@@ -43,7 +43,7 @@ pub fn tunnel_ingress(ctx: &TcContext, config: &Config) -> Verdict {
             Ok(Act::receive(hop.ifindex))
         }
         None => {
-            if disposition.is_onward() && gso::is(ctx, config) {
+            if disposition.leaves_host() && gso::is(ctx, config) {
                 gso::make_room(ctx, Cut::ByDevice);
             }
             Ok(redirect(config, disposition))

@@ -128,7 +128,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn the_answers_are_those_of_a_look_at_every_prefix(
+        fn the_results_are_those_of_a_look_at_every_prefix(
             list in prop::collection::btree_set(prefix().prop_map(|p| p.trunc()), 0..20),
             asked in prefix(),
         ) {
@@ -136,8 +136,8 @@ mod tests {
             let mut holding: Vec<_> = set.holding(asked).map(|(prefix, ())| prefix).collect();
             holding.reverse();
             prop_assert_eq!(holding, list.iter().copied().filter(|p| p.contains(&asked)).collect::<Vec<_>>());
-            let inside: Vec<_> = set.covered_by(asked).map(|(prefix, ())| prefix).collect();
-            prop_assert_eq!(inside, list.iter().copied().filter(|p| asked.contains(p)).collect::<Vec<_>>());
+            let covered: Vec<_> = set.covered_by(asked).map(|(prefix, ())| prefix).collect();
+            prop_assert_eq!(covered, list.iter().copied().filter(|p| asked.contains(p)).collect::<Vec<_>>());
             let meets = list.iter().any(|p| p.contains(&asked) || asked.contains(p));
             prop_assert_eq!(set.intersect(asked), meets);
         }

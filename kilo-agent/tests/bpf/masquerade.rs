@@ -169,7 +169,7 @@ fn tcp(src: [u8; 4], port: u16) -> Vec<u8> {
 }
 
 #[test]
-fn the_short_way_of_the_tunnels_packets_changes_nothing_for_any_packet() {
+fn the_fast_path_of_the_tunnels_packets_changes_nothing_for_any_packet() {
     let Some((_fs, mut long, mut tables)) = open() else { return };
     let Some((_other_fs, mut short, _)) = open() else { return };
     tables.config.private_v4 = PUBLIC;

@@ -383,7 +383,7 @@ fn age(world: &mut World) {
 }
 
 #[test]
-fn the_short_way_of_an_established_flow_changes_packets_as_the_long_way_does() {
+fn the_fast_path_of_an_established_flow_changes_packets_as_the_slow_path_does() {
     let seed = seed();
     let mut random = StdRng::seed_from_u64(seed);
     let [Side { pod, public, outside, .. }, _] = sides();
@@ -460,7 +460,7 @@ fn entries(world: &mut World) -> Vec<(NatKey, NatValue)> {
 }
 
 #[test]
-fn the_short_way_of_a_new_flow_does_what_the_long_way_does() {
+fn the_fast_path_of_a_new_flow_does_what_the_slow_path_does() {
     let mut random = StdRng::seed_from_u64(seed());
     let [Side { pod, outside, .. }, _] = sides();
     let (Some(mut short), Some(mut long)) = (World::new(), World::new()) else { return };

@@ -72,7 +72,7 @@ fn wireguard_sends_nothing_through_itself() {
 
 #[test]
 fn wireguard_gets_nothing_from_an_address_that_is_reached_through_it() {
-    let inside = [10, 2, 0, 11];
+    let via_wireguard = [10, 2, 0, 11];
     let mut tables = leader_tables();
     let flags = PREFIX_ROUTE | PREFIX_SOURCE | PREFIX_VIA_WIREGUARD;
     tables.prefix.insert("10.2.0.11/32".parse().unwrap(), PrefixValue { hop: HOP_REMOTE, flags });
@@ -81,12 +81,12 @@ fn wireguard_gets_nothing_from_an_address_that_is_reached_through_it() {
         let packet = ethernet(&udp(source, SELF, (51_820, port), b"handshake"));
         run(&mut dataplane, "lan_ingress", &packet)
     };
-    drops_as(&from(inside, 51_820), "inside_tunnel");
-    assert_eq!(from(inside, 51_822).verdict, PASS);
+    drops_as(&from(via_wireguard, 51_820), "inside_tunnel");
+    assert_eq!(from(via_wireguard, 51_822).verdict, PASS);
     assert_eq!(from([192, 0, 2, 21], 51_820).verdict, PASS);
     tables.config.flags &= !kilo_common::maps::CONFIG_GATEWAY;
     dataplane.write(&tables).unwrap();
-    let packet = ethernet(&udp(inside, SELF, (51_820, 51_820), b"handshake"));
+    let packet = ethernet(&udp(via_wireguard, SELF, (51_820, 51_820), b"handshake"));
     assert_eq!(
         run(&mut dataplane, "lan_ingress", &packet).verdict,
         PASS,

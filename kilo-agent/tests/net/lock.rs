@@ -75,9 +75,9 @@ fn a_second_agent_waits_until_the_first_has_stopped() {
     isolated("a_second_agent_waits_until_the_first_has_stopped", || async {
         cluster::prepare();
         let (mut first, log) = (running(), "/run/second.log");
-        let mut impatient = logging(&[], log);
+        let mut stopped_early = logging(&[], log);
         says(log, "waiting until it stops");
-        stop(&mut impatient);
+        stop(&mut stopped_early);
         let _second = logging(&[], log);
         says(log, "waiting until it stops");
         assert_eq!(std::fs::read_to_string(log).unwrap().matches("already runs").count(), 1);

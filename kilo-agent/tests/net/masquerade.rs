@@ -122,7 +122,7 @@ fn tables(host: &HostLinks, kilo: u32) -> Tables {
 }
 
 /// Runs something in a namespace of that name.
-fn inside<T: Send + 'static>(netns: &str, work: impl FnOnce() -> T + Send + 'static) -> JoinHandle<T> {
+fn in_netns<T: Send + 'static>(netns: &str, work: impl FnOnce() -> T + Send + 'static) -> JoinHandle<T> {
     let netns = File::open(format!("/run/netns/{netns}")).unwrap();
     std::thread::spawn(move || {
         setns(netns, CloneFlags::CLONE_NEWNET).unwrap();
@@ -135,7 +135,7 @@ fn inside<T: Send + 'static>(netns: &str, work: impl FnOnce() -> T + Send + 'sta
 fn talk(from: &str, to: (&str, IpAddr), tcp: bool) -> Result<IpAddr, String> {
     let address = to.1;
     let (ready, bound) = mpsc::channel();
-    let server = inside(to.0, move || -> std::io::Result<IpAddr> {
+    let server = in_netns(to.0, move || -> std::io::Result<IpAddr> {
         let mut buffer = [0; 4];
         if tcp {
             let listener = TcpListener::bind((address, 0))?;
@@ -160,7 +160,7 @@ fn talk(from: &str, to: (&str, IpAddr), tcp: bool) -> Result<IpAddr, String> {
         }
     });
     let server_address: SocketAddr = bound.recv().unwrap();
-    let client = inside(from, move || -> std::io::Result<()> {
+    let client = in_netns(from, move || -> std::io::Result<()> {
         let mut answer = [0; 4];
         if tcp {
             let mut stream = TcpStream::connect_timeout(&server_address, LIMIT)?;
@@ -188,7 +188,7 @@ fn talk(from: &str, to: (&str, IpAddr), tcp: bool) -> Result<IpAddr, String> {
     let outcome = client.join().unwrap();
     if outcome.is_err() && tcp {
         // So that the server ends.
-        drop(inside(to.0, move || TcpStream::connect(server_address)).join().unwrap());
+        drop(in_netns(to.0, move || TcpStream::connect(server_address)).join().unwrap());
     }
     let seen = server.join().unwrap();
     outcome.map_err(|error| format!("client: {error}"))?;

@@ -255,9 +255,9 @@ fn what_a_pod_sends_is_not_taken_for_the_nodes_though_somebody_masquerades_it() 
         world.apply().await;
         masquerade_a_pod();
         let payload = vxlan_payload(&udp(OWN_POD, MEMBER_POD, (1, 2), b"forged"));
-        let inside = "ip netns exec pod";
-        world.counts(&[("forged_vxlan", 1)], || send_as_nobody(inside, "10.1.0.12", &payload));
-        world.counts(&[("unchecked", 1)], || send_as_nobody(inside, "10.1.0.11", &payload));
+        let exec = "ip netns exec pod";
+        world.counts(&[("forged_vxlan", 1)], || send_as_nobody(exec, "10.1.0.12", &payload));
+        world.counts(&[("unchecked", 1)], || send_as_nobody(exec, "10.1.0.11", &payload));
     });
 }
 
@@ -267,10 +267,10 @@ fn what_a_node_sends_in_fragments_reaches_the_device_and_passes() {
         let mut world = World::new().await;
         world.apply().await;
         let long = vxlan_payload(&udp(MEMBER_POD, OWN_POD, (1, 2), &[7; 2000]));
-        let inside = "ip netns exec member";
-        world.counts(&[("decrypt", 1), ("deliver", 1)], || send_as_nobody(inside, "10.1.0.11", &long));
+        let exec = "ip netns exec member";
+        world.counts(&[("decrypt", 1), ("deliver", 1)], || send_as_nobody(exec, "10.1.0.11", &long));
         let foreign = vxlan_payload(&udp(OWN_POD, OWN_POD, (1, 2), &[7; 2000]));
-        world.counts(&[("foreign_source", 1)], || send_as_nobody(inside, "10.1.0.11", &foreign));
+        world.counts(&[("foreign_source", 1)], || send_as_nobody(exec, "10.1.0.11", &foreign));
     });
 }
 

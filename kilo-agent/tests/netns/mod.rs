@@ -73,12 +73,12 @@ fn netns_of(process: u32) -> PathBuf {
 fn end_all(netns: &Path, mark: &str) {
     for process in fs::read_dir("/proc").unwrap().flatten() {
         let path = process.path();
-        let is_inside = fs::read_link(path.join("ns/net")).is_ok_and(|other| other == netns);
+        let is_in_netns = fs::read_link(path.join("ns/net")).is_ok_and(|other| other == netns);
         let has_mark = || {
             let environment = fs::read(path.join("environ")).unwrap_or_default();
             environment.split(|byte| *byte == 0).any(|variable| variable == mark.as_bytes())
         };
-        if (is_inside || has_mark())
+        if (is_in_netns || has_mark())
             && let Some(id) = process.file_name().to_str().and_then(|id| id.parse().ok())
         {
             let _ = kill(Pid::from_raw(id), Signal::SIGKILL);

@@ -108,7 +108,7 @@ impl Decisions<'_> {
     pub fn lan_ingress(&self, outer_src: IpAddr, inner: Packet) -> Verdict {
         let sender = self.0.node.get(&outer_src).ok_or(DropReason::UnknownSender)?;
         let owner = self.prefix(inner.src).ok_or(DropReason::ForeignSource)?;
-        let action = self.onward(Some(sender), inner.dst);
+        let action = self.disposition(Some(sender), inner.dst);
         if owner.flags & PREFIX_SOURCE == 0 || !may_carry(sender, owner.hop, action) {
             return Err(DropReason::ForeignSource);
         }
@@ -117,7 +117,7 @@ impl Decisions<'_> {
 
     /// Where a packet from a node of the location goes on: `Deliver`, `Transit` or
     /// `PassOn`; `None` when it is not for this node. What comes from nobody knows whom is not passed on.
-    fn onward(&self, sender: Option<&NodeValue>, dst: IpAddr) -> Option<Action> {
+    fn disposition(&self, sender: Option<&NodeValue>, dst: IpAddr) -> Option<Action> {
         let value = self.prefix(dst)?;
         match value.hop {
             HOP_LOCAL => Some(Action::Deliver),
@@ -198,7 +198,7 @@ impl Decisions<'_> {
             return None;
         }
         let Some(Hop::Node { tunnel: Tunnel::None, remote, .. }) = self.way(source.hop) else { return None };
-        let action = match self.onward(self.0.node.get(remote), dst)? {
+        let action = match self.disposition(self.0.node.get(remote), dst)? {
             action @ (Action::Transit | Action::PassOn) => forwarded(sized, action, self.0.config.kilo_mtu),
             action => action,
         };

@@ -167,8 +167,8 @@ impl Flows {
         }
         let sign = sign(packet, ip, true)?;
         let flow = sign.flow;
-        let standing = self.became.get(&flow).filter(|_| sign.asks);
-        if let Some((addr, port)) = standing.filter(|(addr, _)| *addr == usual || *addr == chosen) {
+        let established = self.became.get(&flow).filter(|_| sign.asks);
+        if let Some((addr, port)) = established.filter(|(addr, _)| *addr == usual || *addr == chosen) {
             let translation = Translation {
                 addr: *addr,
                 port: Some(*port),

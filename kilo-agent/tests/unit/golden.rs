@@ -131,14 +131,14 @@ impl Report {
 
 #[test]
 fn every_recorded_answer_of_kilo_is_ours() {
-    answers_are_kilos(|_| {});
+    results_are_kilos(|_| {});
 }
 
 /// Kilo knows none of these annotations, so its answers stay: beside one node with Kilo itself nobody may see
 /// another leader, however many active leaders are asked for.
 #[test]
 fn beside_a_node_with_kilo_itself_gateways_change_no_answer() {
-    answers_are_kilos(|nodes| {
+    results_are_kilos(|nodes| {
         for node in nodes.iter_mut().skip(1) {
             let annotations = node.metadata.annotations.get_or_insert_default();
             for (name, value) in [("signal", "1"), ("leaders", "3"), ("gateway", "true")] {
@@ -148,7 +148,7 @@ fn beside_a_node_with_kilo_itself_gateways_change_no_answer() {
     });
 }
 
-fn answers_are_kilos(change: fn(&mut [k8s_openapi::api::core::v1::Node])) {
+fn results_are_kilos(change: fn(&mut [k8s_openapi::api::core::v1::Node])) {
     let path = std::env::var("KILO_GOLDEN")
         .unwrap_or_else(|_| concat!(env!("CARGO_MANIFEST_DIR"), "/testdata/topology.jsonl").to_owned());
     let text = std::fs::read_to_string(&path).unwrap_or_else(|error| panic!("{path}: {error}"));

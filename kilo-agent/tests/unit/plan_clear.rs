@@ -232,7 +232,7 @@ fn a_missing_route_is_no_leak() {
 
 #[test]
 fn the_endpoint_is_the_one_wireguard_really_uses() {
-    let inside = PREFIX_NEVER_CLEAR | PREFIX_VIA_WIREGUARD;
+    let via_wireguard = PREFIX_NEVER_CLEAR | PREFIX_VIA_WIREGUARD;
     let key = PublicKey([2; 32]);
     let at = |text: &str| text.parse::<SocketAddr>().unwrap();
     let (own, address) = ("node-001", "10.1.2.2/32");
@@ -245,10 +245,10 @@ fn the_endpoint_is_the_one_wireguard_really_uses() {
     nodes[1].persistent_keepalive = 25;
     let plan =
         plan_of(&nodes, own, Facts { seen: [(key, at("203.0.113.2:4500"))].into(), ..Facts::default() });
-    assert_eq!((is_routed(&plan, address), clear(&plan, address)), (true, inside));
+    assert_eq!((is_routed(&plan, address), clear(&plan, address)), (true, via_wireguard));
     nodes[0].discovered_endpoints = [(key, at("203.0.113.2:4500"))].into();
     let plan = plan_of(&nodes, own, Facts::default());
-    assert_eq!((is_routed(&plan, address), clear(&plan, address)), (true, inside));
+    assert_eq!((is_routed(&plan, address), clear(&plan, address)), (true, via_wireguard));
     // What the own device sees counts more.
     let plan = plan_of(&nodes, own, Facts { seen: [(key, at("10.1.2.2:51820"))].into(), ..Facts::default() });
     assert_eq!((is_routed(&plan, address), clear(&plan, address)), (false, STEERED));
@@ -257,7 +257,7 @@ fn the_endpoint_is_the_one_wireguard_really_uses() {
     let mut nodes = two();
     nodes[0].discovered_endpoints = [(key, at("10.1.2.2:51820"))].into();
     let plan = plan_of(&nodes, own, Facts::default());
-    assert_eq!((is_routed(&plan, address), clear(&plan, address)), (true, inside), "it does not roam");
+    assert_eq!((is_routed(&plan, address), clear(&plan, address)), (true, via_wireguard), "it does not roam");
     nodes[1].persistent_keepalive = 25;
     let plan = plan_of(&nodes, own, Facts::default());
     assert_eq!((is_routed(&plan, address), clear(&plan, address)), (false, STEERED));

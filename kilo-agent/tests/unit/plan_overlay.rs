@@ -158,13 +158,13 @@ fn the_leader_takes_what_comes_through_the_overlay_whatever_it_sends_itself() {
 
 #[test]
 fn a_leader_knows_the_private_addresses_where_no_wireguard_can_be() {
-    let inside = |own: &str| -> Vec<String> {
+    let via_wireguard = |own: &str| -> Vec<String> {
         let prefixes = plan(own, Compatibility::None, Tunnel::Ipip).tables.prefix;
         let flagged = prefixes.into_iter().filter(|(_, value)| value.flags & PREFIX_VIA_WIREGUARD != 0);
         flagged.map(|(prefix, _)| prefix.to_string()).collect()
     };
     // Not those of the own location, which are not reached through WireGuard, and no pod CIDR.
-    assert_eq!(inside("n1"), ["10.1.0.3/32"]);
-    assert_eq!(inside("n3"), ["10.1.0.1/32", "10.1.0.2/32"]);
-    assert!(inside("n2").is_empty(), "WireGuard has no peers there");
+    assert_eq!(via_wireguard("n1"), ["10.1.0.3/32"]);
+    assert_eq!(via_wireguard("n3"), ["10.1.0.1/32", "10.1.0.2/32"]);
+    assert!(via_wireguard("n2").is_empty(), "WireGuard has no peers there");
 }

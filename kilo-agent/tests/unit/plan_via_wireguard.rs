@@ -28,7 +28,7 @@ fn known(nodes: &[Node], own: &str, prefix: &str) -> (u32, bool) {
 }
 
 #[test]
-fn a_leader_knows_what_lies_inside_of_wireguard_and_where_wireguard_sends() {
+fn a_leader_knows_what_is_via_wireguard_and_where_wireguard_sends() {
     let nodes = [
         node(1, "a", "192.0.2.1", "10.42.1.0/24"),
         node(2, "b", "192.0.2.2", "10.42.2.0/24"),
@@ -45,7 +45,7 @@ fn a_leader_knows_what_lies_inside_of_wireguard_and_where_wireguard_sends() {
 }
 
 #[test]
-fn an_address_is_inside_whoever_else_claims_it() {
+fn an_address_is_via_wireguard_whoever_else_claims_it() {
     // As a pod CIDR of a location before, and of one behind; the own location counts first.
     for (first, last) in [("10.1.0.3/32", "10.42.4.0/24"), ("10.42.2.0/24", "10.1.0.3/32")] {
         let nodes = [

@@ -243,7 +243,7 @@ mod tests {
         }
 
         #[test]
-        fn the_checksum_of_an_icmp_error_follows_the_packet_inside(
+        fn the_checksum_of_an_icmp_error_follows_the_quoted_packet(
             v6 in any::<bool>(), old in any::<([u8; 16], [u8; 2])>(), new in any::<([u8; 16], [u8; 2])>(),
             rest in any::<[u8; 12]>(), sealed in any::<bool>(),
             protocol in prop::sample::select(vec![protocol::TCP, protocol::UDP, protocol::ICMP, protocol::ICMPV6]),

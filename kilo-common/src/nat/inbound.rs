@@ -82,9 +82,9 @@ mod tests {
     fn established_connections_live_for_days_and_closed_ones_for_minutes() {
         let opened = arrived(protocol::TCP, None, SYN, 100).unwrap();
         let answer = answered(protocol::TCP, &opened, SYN | ACK, 100).unwrap();
-        let standing = arrived(protocol::TCP, Some(&answer), ACK, 100).unwrap();
-        assert!(is_live(protocol::TCP, &standing, 100 + seconds::TCP_ESTABLISHED));
-        let closed = arrived(protocol::TCP, Some(&standing), FIN | ACK, 100).unwrap();
+        let established = arrived(protocol::TCP, Some(&answer), ACK, 100).unwrap();
+        assert!(is_live(protocol::TCP, &established, 100 + seconds::TCP_ESTABLISHED));
+        let closed = arrived(protocol::TCP, Some(&established), FIN | ACK, 100).unwrap();
         assert!(!is_live(protocol::TCP, &closed, 101 + seconds::TCP_FINISHED));
         assert!(answered(protocol::TCP, &closed, ACK, 101 + seconds::TCP_FINISHED).is_none());
     }

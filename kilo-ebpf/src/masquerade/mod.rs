@@ -214,7 +214,7 @@ fn translate_egress(skb: Skb, config: &Config, offset: u32, flags: u32) -> u32 {
         }
         _ if found == Found::Error as u32 => {
             put(&mut work.outer, &work.key.src);
-            let answer = inside_error(skb, payload, flags & IPV6, u32::from(NAT_INGRESS));
+            let answer = rewrite_quoted(skb, payload, flags & IPV6, u32::from(NAT_INGRESS));
             let Some(work) = this_cpu() else { return NOTHING };
             if halves(&work.addr) == halves(&work.outer) {
                 // It keeps its own address.
@@ -277,7 +277,7 @@ fn translate_ingress(skb: Skb, offset: u32, flags: u32) -> u32 {
         }
         _ if found == Found::Error as u32 => {
             put(&mut work.outer, &work.key.dst);
-            let answer = inside_error(skb, payload, flags & IPV6, u32::from(NAT_EGRESS));
+            let answer = rewrite_quoted(skb, payload, flags & IPV6, u32::from(NAT_EGRESS));
             let Some(work) = this_cpu() else { return NOTHING };
             if answer != DONE || halves(&work.new) == halves(&work.outer) {
                 return answer;
@@ -330,7 +330,7 @@ fn fragment(work: &mut Work) -> u32 {
 /// what arrived here. `NOTHING` when it is of no flow; else `this_cpu().new`
 /// is the address it got.
 #[inline(always)]
-fn inside_error(skb: Skb, at: u32, v6: u32, direction: u32) -> u32 {
+fn rewrite_quoted(skb: Skb, at: u32, v6: u32, direction: u32) -> u32 {
     let inner = at + 8;
     if parse::inner(skb, inner, v6, direction) != Found::Flow as u32 {
         if let Some(work) = this_cpu() {
@@ -343,7 +343,7 @@ fn inside_error(skb: Skb, at: u32, v6: u32, direction: u32) -> u32 {
 }
 
 subprogram! {
-    /// As [`inside_error`], of a packet whose key is in `this_cpu()`.
+    /// As [`rewrite_quoted`], of a packet whose key is in `this_cpu()`.
     fn change_inner(at: u32, v6: u32, direction: u32) -> u32 = change_inner_packet as masquerade_change_inner
 }
 

@@ -72,7 +72,7 @@ fn read_inner_v6(skb: Skb, offset: u32, direction: u32) -> u32 {
 }
 
 #[inline(always)]
-fn read_v4(skb: Skb, offset: u32, direction: u32, inside: bool) -> u32 {
+fn read_v4(skb: Skb, offset: u32, direction: u32, quoted: bool) -> u32 {
     let ctx = TcContext::new(skb);
     let Some(work) = this_cpu() else { return Found::Unknown as u32 };
     let (to, length) = ((&raw mut work.header).cast(), IPV4_LEN as u32);
@@ -82,9 +82,9 @@ fn read_v4(skb: Skb, offset: u32, direction: u32, inside: bool) -> u32 {
     }
     let header = &work.header;
     // Quoted packets are none of BIG TCP; of others the length was checked.
-    let most = if inside { usize::from(u16::MAX) } else { usize::MAX };
+    let most = if quoted { usize::from(u16::MAX) } else { usize::MAX };
     let Ok(ip) = Ipv4::parse(header, most) else { return Found::Unknown as u32 };
-    if inside {
+    if quoted {
         work.key.src = octets(Ipv4::mapped(ip.src));
         work.key.dst = octets(Ipv4::mapped(ip.dst));
     }

@@ -20,10 +20,10 @@ pub fn forbid_ipip(network: &Network) -> Result<()> {
     // Behind UDP, VXLAN and Ethernet headers of 30 bytes: the protocol of the packet inside.
     let rules = |family: &str| {
         format!(
-            "table {family} cloud {{\n counter ipip {{ }}\n counter ipip-inside {{ }}\n chain forward {{\n \
+            "table {family} cloud {{\n counter ipip {{ }}\n counter ipip-in-overlay {{ }}\n chain forward {{\n \
              type filter hook forward priority -10; policy accept;\n \
              meta protocol ip ip protocol {{ 4, 41 }} counter name ipip drop\n \
-             meta protocol ip udp dport 8472 @th,312,8 4 counter name ipip-inside\n }}\n}}\n"
+             meta protocol ip udp dport 8472 @th,312,8 4 counter name ipip-in-overlay\n }}\n}}\n"
         )
     };
     network.router.sh(&format!("nft -f - <<'RULES'\n{}{}RULES", rules("bridge"), rules("inet")))?;
@@ -63,9 +63,9 @@ pub fn nothing_dropped(lab: &mut Lab) -> Result<String> {
 }
 
 /// Leaders go on with their flags, members get IPIP.
-pub fn ipip_inside(lab: &mut Lab) -> Result<String> {
+pub fn ipip_in_overlay(lab: &mut Lab) -> Result<String> {
     let dropped = counted(&lab.network, "ipip")?;
-    ensure!(counted(&lab.network, "ipip-inside")? == [0, 0], "there was IPIP before");
+    ensure!(counted(&lab.network, "ipip-in-overlay")? == [0, 0], "there was IPIP before");
     let members: Vec<_> = lab.network.nodes.iter().filter(|node| node.public.is_none()).cloned().collect();
     for node in &members {
         lab.agents.stop(node.name(), Signal::SIGTERM)?;
@@ -75,9 +75,9 @@ pub fn ipip_inside(lab: &mut Lab) -> Result<String> {
     matrix::settle(&lab.network, Duration::from_secs(60))?;
     let matrix = matrix::run(&lab.network)?;
     checks::all_passed(&matrix)?;
-    let inside = counted(&lab.network, "ipip-inside")?;
-    ensure!(inside[0] > 100 && inside[1] > 100, "IPIP in the overlay's packets: {inside:?}");
+    let wrapped = counted(&lab.network, "ipip-in-overlay")?;
+    ensure!(wrapped[0] > 100 && wrapped[1] > 100, "IPIP in the overlay's packets: {wrapped:?}");
     ensure!(counted(&lab.network, "ipip")? == dropped, "IPIP was sent in clear");
     no_drops(lab)?;
-    Ok(format!("({} probes; {} packets)", matrix.total(), inside[0] + inside[1]))
+    Ok(format!("({} probes; {} packets)", matrix.total(), wrapped[0] + wrapped[1]))
 }

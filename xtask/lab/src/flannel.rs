@@ -19,8 +19,8 @@ pub const CHECKS: &[Check] = &[
     ("no packet of the mesh is seen in clear", nothing_in_clear),
     ("no mesh packet was dropped on the way", no_drops),
     ("the cloud dropped no IPIP, though it drops what there is", cloud::nothing_dropped),
-    ("IPIP to a leader that itself sends VXLAN travels inside flannel's packets", cloud::ipip_inside),
-    ("flannel's routes inside the location are left alone", routes_inside),
+    ("IPIP to a leader that itself sends VXLAN travels inside flannel's packets", cloud::ipip_in_overlay),
+    ("flannel's routes inside the location are left alone", routes_of_location),
 ];
 
 /// MTU of flannel's device and of pods: what VXLAN leaves of 1500.
@@ -101,7 +101,7 @@ fn ways(lab: &mut Lab) -> Result<String> {
     cni::ways_beside(lab, "flannel.1")
 }
 
-fn routes_inside(lab: &mut Lab) -> Result<String> {
+fn routes_of_location(lab: &mut Lab) -> Result<String> {
     for node in &lab.network.nodes {
         let routes = node.netns.sh("ip route show dev flannel.1")?;
         let others = |other: &&Node| other.location == node.location && other.name() != node.name();

@@ -37,7 +37,7 @@ pub struct Place {
     /// Where that is.
     location: Option<String>,
     /// Address this host sends from what WireGuard carries for it, where others' WireGuard sends to its own.
-    inside: Option<IpAddr>,
+    via_wireguard: Option<IpAddr>,
 }
 
 impl Place {
@@ -98,7 +98,7 @@ pub fn places(network: &Network) -> Vec<Place> {
             foreign_cni: network.foreign_cni,
             node: Some(node.name().to_owned()),
             location: Some(node.location.clone()),
-            inside: None,
+            via_wireguard: None,
         });
     }
     for node in &network.nodes {
@@ -111,7 +111,7 @@ pub fn places(network: &Network) -> Vec<Place> {
             foreign_cni: network.foreign_cni,
             node: Some(node.name().to_owned()),
             location: Some(node.location.clone()),
-            inside: network.private_endpoints.then(|| network.wireguard_address(node)).flatten(),
+            via_wireguard: network.private_endpoints.then(|| network.wireguard_address(node)).flatten(),
         });
     }
     places.push(Place {
@@ -123,7 +123,7 @@ pub fn places(network: &Network) -> Vec<Place> {
         foreign_cni: network.foreign_cni,
         node: None,
         location: None,
-        inside: None,
+        via_wireguard: None,
     });
     places
 }
@@ -134,9 +134,10 @@ pub fn expected_source(source: &Place, target: &Place, v4: bool) -> Option<IpAdd
         return Some(source.outside_sees);
     }
     // The rest of the location, and what WireGuard itself sends to, are reached by the network.
-    let by_network = target.kind == "host" && (target.inside.is_some() || target.location == source.location);
-    if let Some(inside) = source.inside.filter(|_| !by_network && source.node != target.node) {
-        return Some(inside);
+    let by_network =
+        target.kind == "host" && (target.via_wireguard.is_some() || target.location == source.location);
+    if let Some(address) = source.via_wireguard.filter(|_| !by_network && source.node != target.node) {
+        return Some(address);
     }
     // Between a host and its own pod the kernel takes the bridge's address.
     let same_node = source.node.is_some() && source.node == target.node;
@@ -161,7 +162,7 @@ pub fn targets(network: &Network) -> Vec<Place> {
         foreign_cni: network.foreign_cni,
         node: None,
         location: None,
-        inside: None,
+        via_wireguard: None,
     });
     targets
 }

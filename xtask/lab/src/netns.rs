@@ -157,7 +157,7 @@ pub fn run(command: &mut Command) -> Result<String> {
 /// Removes these namespaces with all that lives in them; those that are not there do no harm.
 pub fn remove(namespaces: impl IntoIterator<Item = Netns>) -> Result<()> {
     let namespaces: Vec<_> = namespaces.into_iter().filter(|netns| netns.path().exists()).collect();
-    kill_inside(&namespaces);
+    kill_processes(&namespaces);
     for netns in &namespaces {
         run(Command::new("ip").args(["netns", "delete", &netns.id]))?;
     }
@@ -165,7 +165,7 @@ pub fn remove(namespaces: impl IntoIterator<Item = Netns>) -> Result<()> {
 }
 
 /// Ends every process that lives in one of these network namespaces.
-pub fn kill_inside(namespaces: &[Netns]) {
+pub fn kill_processes(namespaces: &[Netns]) {
     for process in namespaces.iter().flat_map(|netns| processes(netns).unwrap_or_default()) {
         let _ = nix::sys::signal::kill(
             nix::unistd::Pid::from_raw(process.cast_signed()),
@@ -182,8 +182,8 @@ pub fn processes(netns: &Netns) -> Result<Vec<u32>> {
         .flatten()
         .filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok())
         .filter(|&process| process != std::process::id());
-    let inside = |process: &u32| {
+    let is_in = |process: &u32| {
         std::fs::metadata(format!("/proc/{process}/ns/net")).is_ok_and(|link| link.st_ino() == inode)
     };
-    Ok(numbers.filter(inside).collect())
+    Ok(numbers.filter(is_in).collect())
 }

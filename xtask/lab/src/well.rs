@@ -189,7 +189,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_panic_is_one_complaint_and_an_information_is_none() {
+    fn a_panic_is_one_warning_and_an_information_is_none() {
         let log = "{\"level\":\"INFO\"}\n\nthread 'main' panicked at src/x.rs:1\n{\"level\":\"WARN\"}\nstack backtrace:\n";
         let said = warnings(log);
         assert_eq!(said.len(), 2, "{said:?}");

@@ -14,9 +14,9 @@ use super::{
 use crate::{command::run, lab::netns::Netns};
 
 /// Flows that exist, GSO packets of such a flow, and new flows.
-const STANDING: Train = Train { burst: 32, rounds: 24, offloaded: false, arrive: 1 };
+const ESTABLISHED: Train = Train { burst: 32, rounds: 24, offloaded: false, arrive: 1 };
 const GSO_PACKETS: Train = Train { burst: 8, rounds: 16, offloaded: true, arrive: 1 };
-const NEW_FLOWS: Train = Train { rounds: 8, ..STANDING };
+const NEW_FLOWS: Train = Train { rounds: 8, ..ESTABLISHED };
 /// Payload bytes of the two sizes.
 const SIZES: [usize; 2] = [64, 1372];
 /// Port of the established flow; ours keeps it when it masquerades.
@@ -180,12 +180,14 @@ impl<'a> Bench<'a> {
         };
         for size in SIZES {
             let load = Load::Udp(size);
-            let spent = spent(self, load, STANDING, &mut || frame(load, PORT))?;
+            let spent = spent(self, load, ESTABLISHED, &mut || frame(load, PORT))?;
             self.add(stage.name, size.to_string(), spent);
         }
         let gso_packets = Train { arrive: stage.segments, ..GSO_PACKETS };
-        let tcp =
-            [(Load::Tcp(long - TCP_OVER_UDP), STANDING, "tcp-kb"), (Load::Gso, gso_packets, "tcp-super-kb")];
+        let tcp = [
+            (Load::Tcp(long - TCP_OVER_UDP), ESTABLISHED, "tcp-kb"),
+            (Load::Gso, gso_packets, "tcp-super-kb"),
+        ];
         for (load, train, name) in tcp.into_iter().filter(|_| stage.tcp) {
             let spent = spent(self, load, train, &mut || frame(load, PORT))?;
             self.add(stage.name, name.to_owned(), spent / (load.payload() as f64 / 1024.0));
@@ -253,7 +255,7 @@ pub fn floor(site: &Site) -> Result<Floor> {
             Entry::Mesh => site.own_packet(load, PORT),
         };
         for (load, train) in
-            SIZES.map(|size| (Load::Udp(size), STANDING)).into_iter().chain([(Load::Gso, GSO_PACKETS)])
+            SIZES.map(|size| (Load::Udp(size), ESTABLISHED)).into_iter().chain([(Load::Gso, GSO_PACKETS)])
         {
             let (netns, generator) = entry.device(site, load);
             let spent = cost(netns, generator, &sink, train, || frame(load))

@@ -139,7 +139,7 @@ impl Host {
     /// Its link goes, and every process.
     pub fn lose_power(&self) {
         netns::sh(&format!("ip link set n{} down", self.number));
-        lab_netns::kill_inside(std::slice::from_ref(&self.netns));
+        lab_netns::kill_processes(std::slice::from_ref(&self.netns));
     }
 }
 

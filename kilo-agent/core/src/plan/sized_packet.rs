@@ -84,7 +84,7 @@ impl Tables {
             return None;
         }
         let found = self.disposition(self.node.get(remote), dst)?;
-        if found.is_onward() && sized.ttl > 1 && sized.fits(self.config.kilo_mtu) {
+        if found.leaves_host() && sized.ttl > 1 && sized.fits(self.config.kilo_mtu) {
             return Some(found.action());
         }
         forwarding::is_answered_by_tunnel(source).then_some(found.inward().action())

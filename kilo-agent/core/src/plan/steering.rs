@@ -342,13 +342,13 @@ mod tests {
         assert_eq!(sources(&[]), own);
         assert_eq!(sources(&[("10.42.0.0/16", 9, 0), ("10.42.2.0/24", 9, 0), ("10.42.0.255/32", 9, 0)]), own);
         assert_eq!(sources(&[("10.42.1.9/32", NODE, PREFIX_SOURCE)]), own);
-        for (inside, hop, flags) in [
+        for (covered, hop, flags) in [
             ("10.42.1.0/25", HOP_REMOTE, PREFIX_SOURCE),
             ("10.42.1.255/32", HOP_REMOTE, PREFIX_SOURCE),
             ("10.42.1.9/32", NODE, PREFIX_ROUTE),
             ("10.42.1.0/24", HOP_LOCAL, PREFIX_SOURCE),
         ] {
-            assert_eq!(sources(&[(inside, hop, flags)]), ([0; 4], [0; 4]), "{inside}");
+            assert_eq!(sources(&[(covered, hop, flags)]), ([0; 4], [0; 4]), "{covered}");
         }
     }
 }

@@ -44,13 +44,13 @@ impl LocalMesh<'_> {
 impl Mesh {
     /// This mesh as a node sees it.
     pub fn as_seen_from<'a>(&'a self, node: &'a str) -> LocalMesh<'a> {
-        let mesh = self.joined_around(node).map_or(Cow::Borrowed(self), Cow::Owned);
+        let mesh = self.joined_as_seen_from(node).map_or(Cow::Borrowed(self), Cow::Owned);
         let own = mesh.find(node);
         LocalMesh { mesh, node, own }
     }
 
     /// The mesh in which the location of a node is one segment; `None`: as it is.
-    fn joined_around(&self, node: &str) -> Option<Self> {
+    fn joined_as_seen_from(&self, node: &str) -> Option<Self> {
         let (own, _) = self.find(node)?;
         let group = self.segments[own].group.as_ref()?;
         let (mut near, far): (Vec<_>, Vec<_>) =

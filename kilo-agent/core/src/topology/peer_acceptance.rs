@@ -137,7 +137,7 @@ mod tests {
     }
 
     #[test]
-    fn each_peer_has_its_standing() {
+    fn each_peer_is_accepted_or_refused_with_a_reason() {
         let node = Node {
             name: "n1".to_owned(),
             endpoint: "192.0.2.1:51820".parse().ok(),

@@ -112,10 +112,10 @@ pub fn diff(current: &DeviceState, plan: &WireguardPlan, private_key: &SecretKey
         let prefixes = plan.peers.values().flat_map(|peer| &peer.allowed_ips);
         prefixes.filter(|prefix| prefix.prefix_len() == prefix.max_prefix_len()).collect::<BTreeSet<_>>()
     });
-    let is_inside = |endpoint: SocketAddr| hosts.contains(&IpNet::from(endpoint.ip()));
+    let is_via_wireguard = |endpoint: SocketAddr| hosts.contains(&IpNet::from(endpoint.ip()));
     for (key, peer) in wanted() {
         let present = current.peers.get(key);
-        let update = update(present, peer, is_inside, &mut claimed, &mut unclaimed);
+        let update = update(present, peer, is_via_wireguard, &mut claimed, &mut unclaimed);
         if present.is_none() || update != PeerUpdate::default() {
             changes.push(Change::SetPeer(*key, update));
         }
@@ -133,14 +133,14 @@ pub fn diff(current: &DeviceState, plan: &WireguardPlan, private_key: &SecretKey
 fn update(
     present: Option<&PeerState>,
     wanted: &WireguardPeer,
-    is_inside: impl Fn(SocketAddr) -> bool,
+    is_via_wireguard: impl Fn(SocketAddr) -> bool,
     claimed: &mut BTreeSet<IpNet>,
     unclaimed: &mut Vec<IpNet>,
 ) -> PeerUpdate {
     let fresh = PeerState::default();
     let present = present.unwrap_or(&fresh);
     let learnt = wanted.roams
-        && present.endpoint.is_some_and(|endpoint| !is_inside(endpoint))
+        && present.endpoint.is_some_and(|endpoint| !is_via_wireguard(endpoint))
         && present.handshake_age.is_some_and(|age| age < ROAMING_TRUST);
     let mut claims = Vec::new();
     let order = |one: &&IpNet, other: &&IpNet| one.rank().cmp(&other.rank());
@@ -411,10 +411,10 @@ mod tests {
     }
 
     #[test]
-    fn an_endpoint_inside_the_mesh_was_not_learnt() {
+    fn an_endpoint_via_wireguard_was_not_learnt() {
         let mut plan = plan(&[(1, &[1]), (2, &[4])]);
-        let inside = SocketAddr::from(([10, 2, 0, 12], 51820));
-        plan.peers.get_mut(&key(2)).unwrap().allowed_ips = [IpNet::from(inside.ip())].into_iter().collect();
+        let via = SocketAddr::from(([10, 2, 0, 12], 51820));
+        plan.peers.get_mut(&key(2)).unwrap().allowed_ips = [IpNet::from(via.ip())].into_iter().collect();
         let wanted = plan.peers.get_mut(&key(1)).unwrap();
         (wanted.roams, wanted.endpoint) = (true, Some(endpoint(1)));
         let mut state = reached(&plan);
@@ -422,7 +422,7 @@ mod tests {
         for (seen, changes) in [
             (endpoint(7), vec![]),
             // As long as that peer answers, and no longer.
-            (inside, vec![Change::SetPeer(key(1), set_back)]),
+            (via, vec![Change::SetPeer(key(1), set_back)]),
         ] {
             let peer = state.peers.get_mut(&key(1)).unwrap();
             (peer.endpoint, peer.handshake_age) = (Some(seen), Some(Duration::from_secs(1)));

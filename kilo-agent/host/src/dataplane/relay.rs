@@ -69,7 +69,7 @@ impl RelayMaps {
     /// When the map refuses a write.
     pub fn write_ports(&mut self, desired: &BTreeMap<u16, Port>) -> Result<usize, DataplaneError> {
         let is_same = |held: &Port, port: &Port| Port { packets: 0, ..*held } == Port { packets: 0, ..*port };
-        bring(&mut self.ports, &mut self.held_ports, desired, is_same)
+        apply(&mut self.ports, &mut self.held_ports, desired, is_same)
     }
 
     /// Brings the keys to the desired content; returns the number of writes. What was heard of a sender counts as
@@ -79,13 +79,13 @@ impl RelayMaps {
     /// When the map refuses a write.
     pub fn write_keys(&mut self, desired: &BTreeMap<u64, [u64; 2]>) -> Result<usize, DataplaneError> {
         let desired = desired.iter().map(|(id, key)| (*id, Sender::new(*key))).collect();
-        bring(&mut self.keys, &mut self.held_keys, &desired, |held, sender| held.key == sender.key)
+        apply(&mut self.keys, &mut self.held_keys, &desired, |held, sender| held.key == sender.key)
     }
 }
 
 /// Writes what differs between the content of a map as last written and the desired one; returns the number
 /// of writes.
-fn bring<K: Copy + Ord + Into<M>, M: Pod, V: Pod>(
+fn apply<K: Copy + Ord + Into<M>, M: Pod, V: Pod>(
     map: &mut HashMap<MapData, M, V>,
     held: &mut BTreeMap<K, V>,
     desired: &BTreeMap<K, V>,

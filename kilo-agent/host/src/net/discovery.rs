@@ -253,8 +253,8 @@ mod tests {
     #[test]
     fn internal_cidrs_filter_the_private_choice_only() {
         let links = [link(2, "", &["10.0.0.5/24", "192.168.1.5/24", "203.0.113.5/24"])];
-        let inside = nets(&["192.168.0.0/16"]);
-        let facts = Facts { links: &links, internal_cidrs: &inside, ..Facts::default() };
+        let internal = nets(&["192.168.0.0/16"]);
+        let facts = Facts { links: &links, internal_cidrs: &internal, ..Facts::default() };
         check(facts, Some("192.168.1.5/24"), Some("203.0.113.5/24"));
         let odd = nets(&["203.0.113.0/24"]);
         check(Facts { internal_cidrs: &odd, ..facts }, Some("203.0.113.5/24"), Some("203.0.113.5/24"));

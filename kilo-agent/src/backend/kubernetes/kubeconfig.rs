@@ -257,7 +257,7 @@ mod tests {
         - {name: kb, cluster: {server: 'https://192.0.2.2:6443', proxy-url: 'socks5://192.0.2.9:1080'}}\n";
 
     #[tokio::test]
-    async fn context_cluster_and_user_are_chosen_apart() {
+    async fn context_cluster_and_user_are_chosen_separately() {
         let directory = tempfile::tempdir().unwrap();
         let path = write(directory.path(), "config", TWO);
         let pick = |context: &str, cluster: &str, user: &str| {

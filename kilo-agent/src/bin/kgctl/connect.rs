@@ -1,8 +1,8 @@
 //! `kgctl connect`: this machine as a peer, until it is interrupted.
 
 mod closed;
+mod first_handshakes;
 mod following;
-mod greeting;
 mod origin;
 mod remedy;
 
@@ -42,8 +42,8 @@ use tokio::signal::unix::{SignalKind, signal};
 
 use self::{
     closed::Closed,
+    first_handshakes::{FirstHandshakes, Next},
     following::Following,
-    greeting::{Greeting, Next},
     origin::Origin,
 };
 use crate::{
@@ -305,7 +305,7 @@ impl Connection {
                 Ok(writes) if !connected => {
                     connected = true;
                     if self.following.is_on() {
-                        self.greet(&snapshot, &peer, flags).await?;
+                        self.await_gateways(&snapshot, &peer, flags).await?;
                     }
                     drop(self.progress.take());
                     tracing::info!(interface = self.interface.name, writes, "connected");
@@ -319,17 +319,17 @@ impl Connection {
     }
 
     /// Waits until every gateway has answered, so that any of them may fail from then on.
-    async fn greet(&mut self, snapshot: &Snapshot, peer: &Peer, flags: &Flags) -> Result<()> {
-        let mut greeting = Greeting::new(Instant::now());
+    async fn await_gateways(&mut self, snapshot: &Snapshot, peer: &Peer, flags: &Flags) -> Result<()> {
+        let mut handshakes = FirstHandshakes::new(Instant::now());
         loop {
             let (interface, _) = self.ensure_interface().await?;
             let gateways = self.following.gateways();
-            let silent = greeting::silent(&gateways, &self.planned, &interface.device.read().await?);
-            if greeting.is_answered(&silent) {
-                self.following.greet();
+            let silent = first_handshakes::silent(&gateways, &self.planned, &interface.device.read().await?);
+            if handshakes.is_answered(&silent) {
+                self.following.announce();
             }
-            match greeting.next(silent, Instant::now()) {
-                Next::Wait => tokio::time::sleep(greeting::LOOK).await,
+            match handshakes.next(silent, Instant::now()) {
+                Next::Wait => tokio::time::sleep(first_handshakes::LOOK).await,
                 Next::Again(silent) => {
                     let removed: Vec<_> = silent.into_iter().map(Change::RemovePeer).collect();
                     interface.device.apply(&removed).await?;

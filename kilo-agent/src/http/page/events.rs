@@ -38,7 +38,7 @@ struct Listener {
     _place: OwnedSemaphorePermit,
     /// What the listener knows: the shape, when the whole and when anything was sent.
     sent: Option<(u64, Instant, Instant)>,
-    greeted: bool,
+    retry_sent: bool,
 }
 
 /// Answers with events until `closing`; 503 when too many listen.
@@ -48,7 +48,7 @@ pub fn answer(feed: Feed, listeners: &Arc<Semaphore>, closing: CancellationToken
         answer.headers_mut().insert(RETRY_AFTER, HeaderValue::from_static("60"));
         return answer;
     };
-    let listener = Listener { feed, closing, _place: place, sent: None, greeted: false };
+    let listener = Listener { feed, closing, _place: place, sent: None, retry_sent: false };
     let frames = stream::unfold(listener, |mut listener| async move {
         let bytes = listener.next().await?;
         Some((Ok(Frame::data(bytes)), listener))
@@ -64,8 +64,8 @@ pub fn answer(feed: Feed, listeners: &Arc<Semaphore>, closing: CancellationToken
 impl Listener {
     /// The next event; `None` at the end.
     async fn next(&mut self) -> Option<Bytes> {
-        if !self.greeted {
-            self.greeted = true;
+        if !self.retry_sent {
+            self.retry_sent = true;
             return Some(Bytes::from_static(RETRY.as_bytes()));
         }
         loop {

@@ -26,7 +26,7 @@ pub struct Browser {
     next: u64,
     session: String,
     /// What a reader of the console would see: errors, and what the policy of the page forbade.
-    pub complaints: Vec<String>,
+    pub page_errors: Vec<String>,
     _profile: tempfile::TempDir,
 }
 
@@ -93,7 +93,7 @@ impl Browser {
             messages,
             next: 0,
             session: String::new(),
-            complaints: Vec::new(),
+            page_errors: Vec::new(),
             _profile: profile,
         };
         let target = browser.call("Target.createTarget", json!({"url": "about:blank"}));
@@ -140,13 +140,13 @@ impl Browser {
         let parameters = &event["params"];
         match event["method"].as_str() {
             Some("Runtime.exceptionThrown") => {
-                self.complaints.push(parameters["exceptionDetails"].to_string());
+                self.page_errors.push(parameters["exceptionDetails"].to_string());
             }
             Some("Runtime.consoleAPICalled") if parameters["type"] == "error" => {
-                self.complaints.push(parameters["args"].to_string());
+                self.page_errors.push(parameters["args"].to_string());
             }
             Some("Log.entryAdded") if parameters["entry"]["level"] == "error" => {
-                self.complaints.push(parameters["entry"].to_string());
+                self.page_errors.push(parameters["entry"].to_string());
             }
             _ => {}
         }
@@ -189,7 +189,7 @@ impl Browser {
             let waited = started.elapsed();
             if waited >= limit {
                 let shown = text(&self.value("document.body.innerText.slice(0, 1500)"));
-                panic!("{expression} within {limit:?}; the page says:\n{shown}\n{:?}", self.complaints);
+                panic!("{expression} within {limit:?}; the page says:\n{shown}\n{:?}", self.page_errors);
             }
             pace(Duration::from_millis(50));
         }

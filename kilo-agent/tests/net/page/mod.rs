@@ -141,9 +141,9 @@ fn the_page_shows_five_sixty_and_five_hundred_nodes() {
                 browser.picture(&pictures().join(format!("{nodes}-{name}-whole.png")), true);
             }
         }
-        // A server that ends below an open page is a complaint of its own.
+        // A server that ends below an open page is an error of its own.
         browser.open("about:blank");
-        assert_eq!(browser.complaints, Vec::<String>::new(), "{nodes} nodes");
+        assert_eq!(browser.page_errors, Vec::<String>::new(), "{nodes} nodes");
     }
 }
 
@@ -189,7 +189,7 @@ fn a_node_is_found_and_the_map_is_walked_by_keys() {
     );
     browser.until("document.querySelectorAll('#nodes tr').length < 500", SOON);
     assert_eq!(browser.value("[...document.querySelectorAll('#nodes tr')].filter((row) => row.cells[3].textContent === 'no').length"), json!(17));
-    assert_eq!(browser.complaints, Vec::<String>::new());
+    assert_eq!(browser.page_errors, Vec::<String>::new());
 }
 
 #[test]
@@ -242,11 +242,11 @@ fn what_peers_and_nodes_are_called_is_text_and_nothing_else() {
     browser.value("(() => { const script = document.createElement('script'); script.textContent = 'window.owned = 2'; document.body.append(script); })()");
     assert_eq!(browser.value("window.owned ?? 0"), json!(0));
     assert!(
-        browser.complaints.iter().all(|what| what.contains("Content Security Policy")),
+        browser.page_errors.iter().all(|what| what.contains("Content Security Policy")),
         "{:?}",
-        browser.complaints
+        browser.page_errors
     );
-    assert!(!browser.complaints.is_empty(), "the policy forbids nothing");
+    assert!(!browser.page_errors.is_empty(), "the policy forbids nothing");
 }
 
 #[test]
@@ -299,7 +299,7 @@ fn several_active_leaders_are_on_the_card_the_map_and_the_tables() {
     ));
     let shares = "2 gateways: dublin-node-000 for 5 nodes, dublin-node-001 for 4 nodes";
     assert!(label.contains(shares) && label.contains("tunnel to dublin-node-001 up"), "{label}");
-    assert_eq!(browser.complaints, Vec::<String>::new());
+    assert_eq!(browser.page_errors, Vec::<String>::new());
 }
 
 #[test]
@@ -364,7 +364,7 @@ fn killed() {
     assert!(took < PROMISED, "{took:?}");
     let history = text(&browser.value("document.querySelector('#history').innerText"));
     assert!(history.contains("its Node object was deleted"), "{history}");
-    assert_eq!(browser.complaints, Vec::<String>::new());
+    assert_eq!(browser.page_errors, Vec::<String>::new());
     let killed = SystemTime::now();
     agent.kill().unwrap();
     agent.wait().unwrap();
@@ -395,7 +395,7 @@ fn listeners_are_bounded_and_a_page_that_is_too_many_asks_instead() {
     browser.look(WIDE);
     browser.open(&server.url);
     browser.until(IS_DRAWN, DRAWN);
-    assert!(browser.complaints.iter().all(|what| what.contains("503")), "{:?}", browser.complaints);
+    assert!(browser.page_errors.iter().all(|what| what.contains("503")), "{:?}", browser.page_errors);
     held.clear();
     until("places of listeners that have gone are free again", 2 * SOON, || listen().1 == "HTTP/1.1 200");
     drop(runtime);

@@ -48,7 +48,7 @@ pub struct Input {
     pub gso: u32,
     /// The interface it is on.
     pub ifindex: u32,
-    /// `skb->priority`, where programs tell each other what outlives the stack.
+    /// `skb->priority`, where programs pass on what outlives the stack.
     pub priority: u32,
 }
 
@@ -191,7 +191,7 @@ fn lan_ingress(tables: &Tables, flows: &Flows, input: &Input, link: usize) -> Wa
             return steered(tables, input, link, &outer, overhead, v6).unwrap_or_else(drops);
         }
     }
-    if outer.protocol == protocol::UDP && from_inside(tables, frame, link, &outer) {
+    if outer.protocol == protocol::UDP && source_is_via_wireguard(tables, frame, link, &outer) {
         return drops(DropReason::InsideTunnel);
     }
     if let (Some(translation), remembered) = flows.answer(tables, input, link, &outer, true) {
@@ -204,7 +204,7 @@ fn lan_ingress(tables: &Tables, flows: &Flows, input: &Input, link: usize) -> Wa
         }
         Some(action) => {
             let mut bytes = frame.to_vec();
-            if is_onward(action) {
+            if leaves_host(action) {
                 lower_ttl(&mut bytes, link, v6);
                 bytes = [room(tables, input), bytes].concat();
             }
@@ -214,7 +214,7 @@ fn lan_ingress(tables: &Tables, flows: &Flows, input: &Input, link: usize) -> Wa
 }
 
 /// Whether a packet leaves this host again, by the WireGuard device's program.
-const fn is_onward(action: Action) -> bool {
+const fn leaves_host(action: Action) -> bool {
     matches!(action, Action::Transit | Action::PassOn)
 }
 
@@ -225,7 +225,7 @@ fn room(tables: &Tables, input: &Input) -> Vec<u8> {
     vec![0; bytes as usize]
 }
 
-fn from_inside(tables: &Tables, frame: &[u8], link: usize, outer: &Ip) -> bool {
+fn source_is_via_wireguard(tables: &Tables, frame: &[u8], link: usize, outer: &Ip) -> bool {
     let owner = longest(&tables.prefix, outer.src);
     tables.config.flags & CONFIG_GATEWAY != 0
         && !outer.fragment
@@ -234,7 +234,7 @@ fn from_inside(tables: &Tables, frame: &[u8], link: usize, outer: &Ip) -> bool {
 }
 
 /// The own WireGuard sends to an address that is reached through it.
-fn goes_inside(tables: &Tables, frame: &[u8], ip: &Ip) -> bool {
+fn destination_is_via_wireguard(tables: &Tables, frame: &[u8], ip: &Ip) -> bool {
     let owner = longest(&tables.prefix, ip.dst);
     let port = frame.get(ip.header_len..).and_then(|udp| udp.first_chunk::<2>());
     tables.config.flags & CONFIG_GATEWAY != 0
@@ -269,7 +269,7 @@ fn steered(
     let (action, _) = Decisions(tables).steered(outer.src, &inner.sized(input, offset))?;
     let mut bytes = [&frame[..offset], &marked(&frame[offset..], outer.tos, inner.tos, v6)?].concat();
     refused(input)?;
-    if is_onward(action) {
+    if leaves_host(action) {
         lower_ttl(&mut bytes, offset, v6);
     }
     // The kernel cuts behind what it takes for the Ethernet header; see `Bytes::Sent`. Of what it
@@ -278,7 +278,7 @@ fn steered(
         return Err(DropReason::Encapsulation);
     }
     bytes.drain(ETHERNET_LEN..ETHERNET_LEN + overhead);
-    if is_onward(action) {
+    if leaves_host(action) {
         return Ok(redirects(action, Bytes::Exactly(bytes)));
     }
     let pods = |src: IpAddr| matches!(src, IpAddr::V4(src) if sender.may_send_from(src.octets()));
@@ -341,7 +341,7 @@ fn kilo_egress(tables: &Tables, flows: &Flows, input: &Input) -> Result<Wanted, 
         return Err(DropReason::NotUnicast);
     }
     let (translation, remembered) = flows.leaving(tables, input, None, &ip)?;
-    let refused = translation.is_none() && goes_inside(tables, frame, &ip);
+    let refused = translation.is_none() && destination_is_via_wireguard(tables, frame, &ip);
     let verdict = if refused { Err(DropReason::InsideTunnel) } else { verdict };
     // Counted as translated, too, when it is dropped then.
     let wanted = sent(tables, input, &ip, verdict).unwrap_or_else(drops);
@@ -382,8 +382,8 @@ fn kilo_ingress(tables: &Tables, flows: &Flows, input: &Input) -> Result<Wanted,
         return Ok(wanted);
     }
     let (mut answer, mut remembered) = flows.answer(tables, input, 0, &ip, false);
-    let onward = Ip { dst: answer.map_or(ip.dst, |translation| translation.addr), ..ip };
-    let verdict = Ok(Decisions(tables).decrypted(&onward.sized(input, 0)));
+    let translated = Ip { dst: answer.map_or(ip.dst, |translation| translation.addr), ..ip };
+    let verdict = Ok(Decisions(tables).decrypted(&translated.sized(input, 0)));
     let several = if v6 { CONFIG_SEVERAL_V6 } else { CONFIG_SEVERAL_V4 } | CONFIG_OFFERED;
     if answer.is_none() && tables.config.flags & several != 0 && matches!(verdict, Ok((Action::Decrypt, _))) {
         (answer, remembered) = flows.answer(tables, input, 0, &ip, true);
@@ -393,7 +393,7 @@ fn kilo_ingress(tables: &Tables, flows: &Flows, input: &Input) -> Result<Wanted,
     if let Ok((Action::Forward, _)) = verdict {
         lower_ttl(&mut input.frame, 0, v6);
     }
-    let wanted = sent(tables, &input, &onward, verdict).unwrap_or_else(drops);
+    let wanted = sent(tables, &input, &translated, verdict).unwrap_or_else(drops);
     Ok(Wanted { remembered, ..answer.map_or(wanted.clone(), |translation| wanted.with(translation)) })
 }
 
@@ -492,11 +492,11 @@ fn uplink_egress(tables: &Tables, flows: &Flows, input: &Input, link: usize) -> 
             if is_of_host(tables, frame, link, &ip) => {}
         Ok(Some(hop)) => {
             let mtu = Decisions(tables).mtu_of(&hop);
-            // What `kilo_egress` does then is another packet's judgement.
-            let onward = Wanted { verdict: REDIRECT, ..passes(None) };
-            // What the host were told would hold for its WireGuard, too.
+            // What `kilo_egress` does then is decided for another packet.
+            let steered = Wanted { verdict: REDIRECT, ..passes(None) };
+            // What the host learnt would hold for its WireGuard, too.
             let fits = ip.sized(input, link).fits(mtu) || !Decisions(tables).is_of_mesh(ip.src);
-            return if fits { onward } else { told(frame, link, v6, mtu) };
+            return if fits { steered } else { packet_too_big(frame, link, v6, mtu) };
         }
         Err(reason) => return drops(reason),
         Ok(None) => {}
@@ -546,7 +546,7 @@ fn is_of_host(tables: &Tables, frame: &[u8], link: usize, ip: &Ip) -> bool {
 }
 
 /// The answer to the sender of a packet that the hop does not carry.
-fn told(frame: &[u8], link: usize, v6: bool, mtu: u32) -> Wanted {
+fn packet_too_big(frame: &[u8], link: usize, v6: bool, mtu: u32) -> Wanted {
     let Some(quoted) = frame.get(link..link + QUOTED) else {
         return drops(DropReason::TooBig);
     };

@@ -300,8 +300,8 @@ impl Random {
                     || (matches!(value.hop, HOP_REMOTE | HOP_ACTING) && node.flags & NODE_GATEWAY != 0)
             };
             src = self.within(tables, inner_v6, |_, value| carries(value)).unwrap_or(src);
-            let onward = self.pick(&[HOP_LOCAL, HOP_LOCAL, HOP_REMOTE, HOP_ACTING]);
-            dst = self.within(tables, inner_v6, |_, value| value.hop == onward).unwrap_or(dst);
+            let hop = self.pick(&[HOP_LOCAL, HOP_LOCAL, HOP_REMOTE, HOP_ACTING]);
+            dst = self.within(tables, inner_v6, |_, value| value.hop == hop).unwrap_or(dst);
         }
         let inner = self.packet(src, dst);
         let ipip = if inner_v6 { protocol::IPV6 } else { protocol::IPIP };

@@ -418,7 +418,7 @@ fn ipip(lab: &mut Lab) -> Result<String> {
         lab.network.nodes.iter().map(show).collect()
     };
     let before = tunnels(lab)?;
-    let figure = cloud::ipip_inside(lab)?;
+    let figure = cloud::ipip_in_overlay(lab)?;
     let after = tunnels(lab)?;
     ensure!(before == after, "cilium_tunl: {before:?}, then {after:?}");
     Ok(figure)

@@ -86,7 +86,7 @@ pub fn leak(frame: &[u8], link: Link) -> Option<Leak> {
     }
     let packet = parse(frame.get(header..)?)?;
     if packet.is_tunnel() {
-        return (link == Link::Public && packet.shows_its_inside()?).then(|| packet.leak(What::Tunnelled));
+        return (link == Link::Public && packet.shows_inner_packet()?).then(|| packet.leak(What::Tunnelled));
     }
     let is_on_lan = link != Link::Public;
     let ends = [packet.source, packet.target];
@@ -141,7 +141,7 @@ impl Packet<'_> {
     }
 
     /// An outer header hides nothing on a public network.
-    fn shows_its_inside(&self) -> Option<bool> {
+    fn shows_inner_packet(&self) -> Option<bool> {
         let inner = match self.protocol {
             IPIP | IPV6 => self.payload,
             // UDP, VXLAN and Ethernet.

@@ -309,8 +309,8 @@ pub const LINES: &[Line] = &[
         "ICMP and its errors",
         &[
             "bpf::masquerade::tcp_and_echo_are_translated_with_their_own_checksums",
-            "bpf::masquerade_both::an_error_from_outside_reaches_the_pod_with_its_own_packet_inside",
-            "bpf::masquerade_both::a_pods_own_error_goes_out_with_what_the_sender_knows_inside",
+            "bpf::masquerade_both::an_error_from_outside_reaches_the_pod_with_its_own_packet_quoted",
+            "bpf::masquerade_both::a_pods_own_error_goes_out_quoting_what_the_sender_knows",
         ],
         "",
     ),

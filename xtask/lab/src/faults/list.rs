@@ -39,7 +39,7 @@ pub struct Fault {
     /// How it is made at a fixed place while traffic is watched.
     pub traffic: Option<UnderTraffic>,
     /// How it is made at a place that chance chooses.
-    pub soak: Option<ByChance>,
+    pub soak: Option<SoakFault>,
 }
 
 /// A fault under traffic, and the path it is watched from.
@@ -61,7 +61,7 @@ pub struct UnderTraffic {
 
 /// A fault of the soak.
 #[derive(Debug)]
-pub struct ByChance {
+pub struct SoakFault {
     /// What happens.
     pub name: &'static str,
     /// Parts of what agents warn about then.
@@ -109,7 +109,7 @@ impl Fault {
         causes: &'static [&'static str],
         inject: fn(&mut Lab, &mut Rng) -> Result<Injected>,
     ) -> Self {
-        Self { soak: Some(ByChance { name, causes, inject }), ..self }
+        Self { soak: Some(SoakFault { name, causes, inject }), ..self }
     }
 }
 

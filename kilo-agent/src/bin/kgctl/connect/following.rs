@@ -62,7 +62,7 @@ pub struct Following {
 
 struct Shared {
     follow: Mutex<Follow>,
-    /// The gateways are others than before: each is greeted.
+    /// The gateways are others than before: this machine announces itself to each.
     changed: Notify,
 }
 
@@ -106,7 +106,7 @@ impl Following {
     }
 
     /// Announces this machine to every gateway.
-    pub fn greet(&self) {
+    pub fn announce(&self) {
         self.shared.changed.notify_one();
     }
 

@@ -46,7 +46,7 @@ fn quotes(frame: &[u8], from_to: (IpAddr, IpAddr), side: &Side, expected: &[u8])
 }
 
 #[test]
-fn an_error_from_outside_reaches_the_pod_with_its_own_packet_inside() {
+fn an_error_from_outside_reaches_the_pod_with_its_own_packet_quoted() {
     let Some(mut world) = World::new() else { return };
     for side in sides() {
         let Side { pod, public, .. } = side;
@@ -72,7 +72,7 @@ fn an_error_from_outside_reaches_the_pod_with_its_own_packet_inside() {
 }
 
 #[test]
-fn a_pods_own_error_goes_out_with_what_the_sender_knows_inside() {
+fn a_pods_own_error_goes_out_quoting_what_the_sender_knows() {
     let Some(mut world) = World::new() else { return };
     for side in sides() {
         let Side { pod, public, outside, .. } = side;

@@ -14,7 +14,7 @@ use std::{
 
 use anyhow::{Result, bail, ensure};
 
-use super::list::{ByChance, FAULTS, Fault, is_named};
+use super::list::{FAULTS, Fault, SoakFault, is_named};
 use crate::{
     Lab, agents, matrix,
     report::TestOutcome,
@@ -101,7 +101,7 @@ pub fn run(lab: &mut Lab, seed: u64, time: Duration, only: Option<&str>) -> Resu
 /// One or two faults, some time with them, and what it takes until all is well.
 fn round(
     lab: &mut Lab,
-    kinds: &[(&'static str, &ByChance)],
+    kinds: &[(&'static str, &SoakFault)],
     rng: &mut Rng,
     watch: &Watch,
     report: &mut Report,

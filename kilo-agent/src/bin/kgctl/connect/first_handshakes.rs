@@ -30,21 +30,21 @@ pub enum Next {
 
 /// How far the first handshakes are.
 #[derive(Debug)]
-pub struct Greeting {
+pub struct FirstHandshakes {
     began: Instant,
     asked: Instant,
     /// Peers without answer at the last look; `None`: there was none yet.
     silent: Option<BTreeSet<PublicKey>>,
 }
 
-impl Greeting {
+impl FirstHandshakes {
     /// The first handshakes begin now.
     pub const fn new(now: Instant) -> Self {
         Self { began: now, asked: now, silent: None }
     }
 
     /// Whether any peer has answered since the last look; `silent` are those that have not. A gateway that answers only now
-    /// did not know this machine before, may lead already, and says so when it is greeted.
+    /// did not know this machine before, may lead already, and says so when this machine announces itself.
     pub fn is_answered(&mut self, silent: &[PublicKey]) -> bool {
         let now: BTreeSet<PublicKey> = silent.iter().copied().collect();
         let before = self.silent.replace(now.clone());
@@ -85,22 +85,22 @@ mod tests {
         let began = Instant::now();
         let at = |ms| began + Duration::from_millis(ms);
         let silent = || vec![KEYS[1]];
-        let mut greeting = Greeting::new(began);
-        let is_asked = |ms: &u64| greeting.next(silent(), at(*ms)) == Next::Again(silent());
+        let mut handshakes = FirstHandshakes::new(began);
+        let is_asked = |ms: &u64| handshakes.next(silent(), at(*ms)) == Next::Again(silent());
         let asked: Vec<u64> = (0..80).map(|look| look * 100).filter(is_asked).collect();
         // An answer that takes a second and a half comes in time.
         assert_eq!(asked, [300, 600, 900, 1200, 1500, 1900, 2400, 3000, 3800, 4800, 6000, 7500]);
-        assert_eq!(greeting.next(Vec::new(), at(7900)), Next::Done(Vec::new()));
-        assert_eq!(greeting.next(silent(), at(8000)), Next::Done(silent()));
+        assert_eq!(handshakes.next(Vec::new(), at(7900)), Next::Done(Vec::new()));
+        assert_eq!(handshakes.next(silent(), at(8000)), Next::Done(silent()));
     }
 
     #[test]
-    fn who_answers_is_greeted_at_once_whoever_else_is_silent() {
-        let mut greeting = Greeting::new(Instant::now());
+    fn who_answers_hears_hello_at_once_whoever_else_is_silent() {
+        let mut handshakes = FirstHandshakes::new(Instant::now());
         let silent = [&KEYS[..], &KEYS, &KEYS[..1], &KEYS[..2], &KEYS[..2], &KEYS[1..], &[]];
-        let greeted = silent.map(|silent| greeting.is_answered(silent));
+        let answered = silent.map(|silent| handshakes.is_answered(silent));
         // In the last but one the first has answered, and the third has come anew.
-        assert_eq!(greeted, [true, false, true, false, false, true, true]);
+        assert_eq!(answered, [true, false, true, false, false, true, true]);
     }
 
     #[test]
