@@ -340,7 +340,7 @@ impl Agent {
             leads: leads.is_some(),
             gateway: self.word.1,
             cookie: self.place.cookie(*to),
-            losses: gateway.others.told(&self.params, now),
+            losses: gateway.others.recent_losses(&self.params, now),
         };
         let term = leads.map_or(self.term, Lead::term);
         for other in self.place.gateways.iter().filter(|other| **other != self.place.me) {

@@ -33,7 +33,7 @@ enum Led {
     /// It was led in this earlier term. Another gateway may have taken it since, so ROLL precedes ANNOUNCE.
     Before(Term),
     /// ANNOUNCEs are sent to it until its kernel reports that it follows.
-    Told,
+    Announced,
     /// Its kernel has reported that it follows.
     Follows,
 }
@@ -155,7 +155,7 @@ impl Lead {
     pub fn add(&mut self, members: impl IntoIterator<Item = NodeId>, now: Micros) {
         for member in members {
             if matches!(self.members.get(&member), None | Some(Led::Before(_))) {
-                self.becomes(member, Some(Led::Told));
+                self.becomes(member, Some(Led::Announced));
             }
         }
         self.tries = 0;
@@ -215,8 +215,8 @@ impl Lead {
     }
 
     /// Whether it leads this one, and not only in an earlier term.
-    pub fn has_told(&self, member: NodeId) -> bool {
-        matches!(self.members.get(&member), Some(Led::Told | Led::Follows))
+    pub fn has_announced_to(&self, member: NodeId) -> bool {
+        matches!(self.members.get(&member), Some(Led::Announced | Led::Follows))
     }
 
     /// Whether it leads this one.
@@ -237,8 +237,8 @@ impl Lead {
         } else if is_anothers {
             self.becomes(member, None);
             return true;
-        } else if led != Led::Told {
-            self.becomes(member, Some(Led::Told));
+        } else if led != Led::Announced {
+            self.becomes(member, Some(Led::Announced));
             if led == Led::Follows {
                 // Its kernel has started anew.
                 self.tries = 0;
@@ -290,7 +290,7 @@ impl Lead {
             .collect();
         for (member, led) in &silent {
             match roll.reachable(*member, turn.now) {
-                Some(present) if *led == Led::Told && self.tries < Self::TRUSTED => {
+                Some(present) if *led == Led::Announced && self.tries < Self::TRUSTED => {
                     self.announce(*member, *present, turn);
                 }
                 // One that has booted since has another cookie.
@@ -316,7 +316,7 @@ impl Lead {
 
     /// Sends ANNOUNCE to a member's kernel, unless it has reported that it follows.
     pub fn announce(&self, member: NodeId, present: Present, turn: &mut Turn<'_>) {
-        if self.members.get(&member) != Some(&Led::Told) {
+        if self.members.get(&member) != Some(&Led::Announced) {
             return;
         }
         let body = Body::Word { cookie: present.cookie, gateway: self.sender.me };
@@ -466,15 +466,19 @@ mod tests {
             _ => None,
         };
         let sent: Vec<_> = turn.out.drain(..).filter_map(|output| kind(&output)).collect();
-        assert_eq!(sent, [stays, gone, booted].map(|member| (Kind::Roll, member)), "nobody is told yet");
-        let mut told = Vec::new();
+        assert_eq!(
+            sent,
+            [stays, gone, booted].map(|member| (Kind::Roll, member)),
+            "nobody is sent ANNOUNCE yet"
+        );
+        let mut sent = Vec::new();
         for (member, word) in [(stays, (before, ME)), (gone, (taken, 9 << 48)), (booted, (Term::NONE, 1))] {
             let is_dropped = lead.hears(member, word, now);
             assert_eq!(is_dropped, member == gone, "{member}");
             lead.announce(member, Present { at: now, nonce: 1, cookie: 5, word }, &mut turn);
-            told.extend(turn.out.drain(..).filter_map(|output| kind(&output)));
+            sent.extend(turn.out.drain(..).filter_map(|output| kind(&output)));
         }
-        assert_eq!(told, [(Kind::Announce, stays), (Kind::Announce, booted)]);
+        assert_eq!(sent, [(Kind::Announce, stays), (Kind::Announce, booted)]);
         assert!(!lead.has(gone) && lead.waiting == 2);
     }
 

@@ -64,7 +64,7 @@ impl Others {
     }
 
     /// Losses of leadership as a HELLO says them.
-    pub fn told(&self, params: &Params, now: Micros) -> Vec<u64> {
+    pub fn recent_losses(&self, params: &Params, now: Micros) -> Vec<u64> {
         let recent = self.losses.iter().filter(|(_, losses)| losses.last + params.memory > now);
         let pairs = recent.flat_map(|(gateway, losses)| {
             [*gateway, u64::from(losses.count) << 32 | ((now - losses.last) / SEC).min(0xffff_ffff)]
@@ -148,13 +148,13 @@ mod tests {
         let now = 1_000 * SEC;
         a.lost(&params, now, 7);
         a.lost(&params, now + SEC, 7);
-        let told = a.told(&params, now + 5 * SEC);
-        b.hello(&params, now + 5 * SEC, 1, LEADS, &told);
+        let losses = a.recent_losses(&params, now + 5 * SEC);
+        b.hello(&params, now + 5 * SEC, 1, LEADS, &losses);
         assert_eq!(b.losses(&params, now + 600 * SEC, 7), 2);
         assert_eq!(b.losses(&params, now + 602 * SEC, 7), 0);
-        assert_eq!(b.told(&params, now + 602 * SEC), []);
+        assert_eq!(b.recent_losses(&params, now + 602 * SEC), []);
         // Said again it counts once.
-        b.hello(&params, now + 6 * SEC, 1, LEADS, &a.told(&params, now + 6 * SEC));
+        b.hello(&params, now + 6 * SEC, 1, LEADS, &a.recent_losses(&params, now + 6 * SEC));
         assert_eq!(b.losses(&params, now + 6 * SEC, 7), 2);
     }
 
@@ -167,7 +167,7 @@ mod tests {
             let at = now + i * 100 * MS;
             one.lost(&params, at, 7);
             // Another gateway adopts some of them, and hears of the loss.
-            other.hello(&params, at, 1, LEADS, &one.told(&params, at));
+            other.hello(&params, at, 1, LEADS, &one.recent_losses(&params, at));
             if i % 3 == 0 {
                 other.lost(&params, at, 7);
             }

@@ -23,7 +23,7 @@ impl std::error::Error for OutOfRange {}
 /// out, which the tests of the simulation do to see each of them needed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Rule {
-    /// What has arrived is read before anything is judged.
+    /// What has arrived is read before anything is decided.
     ReadFirst,
     /// After a late wake-up everything outstanding is discarded.
     DiscardWhenLate,

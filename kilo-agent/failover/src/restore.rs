@@ -134,7 +134,10 @@ impl Agent {
             return;
         }
         let has = |member: &NodeId| {
-            gateway.lead.as_ref().is_some_and(|lead| lead.has_told(*member) && lead.term() > signal.term)
+            gateway
+                .lead
+                .as_ref()
+                .is_some_and(|lead| lead.has_announced_to(*member) && lead.term() > signal.term)
         };
         if members.iter().all(has) {
             return;

@@ -69,7 +69,7 @@ fn of_shares(shares: &[Share]) -> Result<Vec<(&'static str, &'static str, f64)>>
     ensure!(most > 0, "nothing was encrypted");
     let fair = all as f64 / shares.len() as f64;
     let decrypted: u64 = shares.iter().map(|share| share.decrypted).sum();
-    let largest = Share::apart(shares).into_iter().fold(f64::MIN, f64::max);
+    let largest = Share::deviations(shares).into_iter().fold(f64::MIN, f64::max);
     let members = shares.iter().map(|share| share.members).max().unwrap_or(0);
     Ok(vec![
         ("members of the gateway with most", "nodes", members as f64),

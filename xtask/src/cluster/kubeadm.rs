@@ -65,7 +65,7 @@ fn configuration(node: &Node, release: Release) -> String {
         true => ("imagePullPolicy: Never", "failCgroupV1: false\n"),
         false => ("ignorePreflightErrors: []", ""),
     };
-    let [call, health] = [60, 240].map(|seconds| super::patient(Duration::from_secs(seconds)).as_secs());
+    let [call, health] = [60, 240].map(|seconds| super::extended(Duration::from_secs(seconds)).as_secs());
     // Older ones have no such setting.
     let timeouts = match release.is_current {
         true => format!(

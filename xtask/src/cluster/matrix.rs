@@ -142,7 +142,7 @@ fn of_families(pods: &[Pod], v4: IpAddr, v6: IpAddr) -> impl Iterator<Item = IpA
 }
 
 fn probe(path: Path) -> Cell {
-    let error = match probe::probe_port(path.protocol, path.address, super::patient(TIMEOUT)) {
+    let error = match probe::probe_port(path.protocol, path.address, super::extended(TIMEOUT)) {
         Ok(Some(seen)) if path.sees.is_some_and(|sees| sees != seen) => {
             Some(format!("came from {seen} instead of {:?}", path.sees))
         }

@@ -259,13 +259,13 @@ fn down() -> Result<()> {
 }
 
 /// This time, or longer where everything takes longer.
-fn patient(limit: Duration) -> Duration {
+fn extended(limit: Duration) -> Duration {
     limit * PATIENCE.get().copied().unwrap_or(1)
 }
 
 /// Asks again and again until there is an answer.
 fn until<T>(what: &str, limit: Duration, mut ask: impl FnMut() -> Option<T>) -> Result<T> {
-    wait::until(what, patient(limit), || {
+    wait::until(what, extended(limit), || {
         let answer = ask();
         if answer.is_none() {
             stop_if_interrupted()?;
@@ -400,7 +400,7 @@ impl Cluster {
     pub fn kubectl(&self, arguments: &[&str]) -> Result<String> {
         let seconds = |argument: &str| argument.strip_prefix("--timeout=")?.strip_suffix('s')?.parse().ok();
         let arguments = arguments.iter().map(|argument| match seconds(argument) {
-            Some(seconds) => format!("--timeout={}s", patient(Duration::from_secs(seconds)).as_secs()),
+            Some(seconds) => format!("--timeout={}s", extended(Duration::from_secs(seconds)).as_secs()),
             None => (*argument).to_owned(),
         });
         output(self.first().command("kubectl")?.args(arguments))

@@ -157,7 +157,7 @@ pub struct Share {
 
 impl Share {
     /// How many percent more or less than fair of the bytes each carried.
-    pub fn apart(shares: &[Self]) -> Vec<f64> {
+    pub fn deviations(shares: &[Self]) -> Vec<f64> {
         let fair = shares.iter().map(|share| share.bytes).sum::<u64>() as f64 / shares.len() as f64;
         shares.iter().map(|share| (share.bytes as f64 / fair - 1.0) * 100.0).collect()
     }
@@ -187,16 +187,19 @@ fn shares(lab: &mut Lab, gateways: usize) -> Result<Broken> {
         Share { gateway: node.name().to_owned(), members, encrypted, decrypted, bytes }
     });
     let shares: Vec<_> = shares.collect();
-    let apart = Share::apart(&shares);
-    let parts = shares.iter().zip(&apart).map(|(share, apart)| {
+    let deviations = Share::deviations(&shares);
+    let parts = shares.iter().zip(&deviations).map(|(share, deviation)| {
         let Share { gateway, members, encrypted, decrypted, bytes } = share;
         format!(
-            "{gateway} {members} members, {encrypted} packets/s encrypted, {decrypted} decrypted, {} kB/s, {apart:+.1} %",
+            "{gateway} {members} members, {encrypted} packets/s encrypted, {decrypted} decrypted, {} kB/s, {deviation:+.1} %",
             bytes / 1000
         )
     });
     let said = parts.collect::<Vec<_>>().join("; ");
-    ensure!(apart.iter().all(|apart| apart.abs() <= 25.0), "bytes are not within 25 % of fair: {said}");
+    ensure!(
+        deviations.iter().all(|deviation| deviation.abs() <= 25.0),
+        "bytes are not within 25 % of fair: {said}"
+    );
     Ok(Broken::done(said).with_shares(shares))
 }
 

@@ -27,7 +27,7 @@ use crate::{
 const PORT: u16 = 51_821;
 /// Where a signal has its kind.
 const KIND: usize = 2;
-/// Kinds: a question that kernels answer, one that they obey, what gateways tell each other.
+/// Kinds: a question that kernels answer, one that they obey, what gateways send each other.
 const ROLL: u8 = 3;
 const ANNOUNCE: u8 = 7;
 const HELLO: u8 = 11;

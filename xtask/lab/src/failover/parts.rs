@@ -96,10 +96,10 @@ fn cut(lab: &mut Lab, one: &[&str], other: &[&str]) -> Result<Broken> {
     Ok(Broken::until(said, move |_| router.sh("nft delete table netdev cut").map(drop)))
 }
 
-pub(super) fn leader_apart(lab: &mut Lab) -> Result<Broken> {
+pub(super) fn leader_cut_off(lab: &mut Lab) -> Result<Broken> {
     cut(lab, &[LEADER], &[STAND_BY, MEMBER])
 }
 
-pub(super) fn stand_by_apart(lab: &mut Lab) -> Result<Broken> {
+pub(super) fn stand_by_cut_off(lab: &mut Lab) -> Result<Broken> {
     cut(lab, &[LEADER, MEMBER], &[STAND_BY])
 }

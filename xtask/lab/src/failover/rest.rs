@@ -74,7 +74,7 @@ pub(super) fn failover(lab: &Lab, time: Duration) -> Result<Vec<(String, f64)>> 
 
 /// Hosts have processors of their own: what others do with a packet is not charged to the agent that sent it. All
 /// agents run on one processor, and what has crossed a link is received on another one.
-fn receive_apart(lab: &Lab) -> Result<()> {
+fn receive_on_another_processor(lab: &Lab) -> Result<()> {
     ensure!(std::thread::available_parallelism()?.get() > 1, "what others receive needs a second processor");
     // A sysfs shows the interfaces of the namespace that mounted it.
     let receive = format!(
@@ -105,7 +105,7 @@ pub fn measure(lab: &mut Lab, time: Duration) -> Result<()> {
     for mode in ["off", "auto"] {
         lab.agents.set_flag("--failover", mode);
         breaking::reboot_all(lab)?;
-        receive_apart(lab)?;
+        receive_on_another_processor(lab)?;
         wait::time_passes(BEGINS, "what a start costs is not counted");
         let (before, began) = (all(lab)?, Instant::now());
         wait::time_passes(time, "what agents cost is counted");

@@ -15,7 +15,7 @@ const LOCATION: &str = "site-a";
 /// Who leads by Kilo's rule.
 const LEADER: &str = "a1";
 /// How long everybody has to be in their place before a case begins.
-const STEADY: Duration = Duration::from_secs(4);
+const SETTLED: Duration = Duration::from_secs(4);
 /// Flags of a node that knows no failover.
 const OFF: &[&str] = &["--failover=off", "--leaders=1"];
 const ROLE_LEADER: &str = "kilo_failover_role{role=\"leader\"}";
@@ -90,7 +90,7 @@ pub fn begin_anew(lab: &mut Lab, case: &Case, limit: Duration) -> Result<()> {
     let is_ready = |node: &String| {
         metric(lab, node, ROLE_STAND_BY) == Some(1) && (!is_answered || metric(lab, node, FIT) == Some(1))
     };
-    let mut steady = None;
+    let mut settled_since = None;
     let what = format!("{LEADER} and {} lead, and all stand-bys could", breaking::FAR);
     wait::until(&what, limit, || {
         // Two stand-bys behind NAT have no tunnel: in the other location nobody else may lead, either.
@@ -98,12 +98,12 @@ pub fn begin_anew(lab: &mut Lab, case: &Case, limit: Duration) -> Result<()> {
         let leads = [LEADER, breaking::FAR].iter().all(is_leader);
         let ready = location(lab).iter().filter(|node| is_ready(node)).count();
         if !leads || ready != usize::from(stand_bys) {
-            steady = None;
+            settled_since = None;
             return Ok(Err(format!("they lead: {leads}; {ready} of {stand_bys} stand-bys could")));
         }
         // Of nodes that boot at once another one may be ready first, and lead a moment later.
-        let since: &mut Instant = steady.get_or_insert_with(Instant::now);
-        Ok(if since.elapsed() > STEADY { Ok(()) } else { Err("that is new".to_owned()) })
+        let since: &mut Instant = settled_since.get_or_insert_with(Instant::now);
+        Ok(if since.elapsed() > SETTLED { Ok(()) } else { Err("that is new".to_owned()) })
     })
 }
 

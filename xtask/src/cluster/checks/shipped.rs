@@ -10,7 +10,7 @@ use crate::cluster::{Cluster, deploy, until};
 /// What checks cause that remove everything, or make nodes anew: who starts first leads for a moment.
 const CAUSED: &[&str] = &["this node leads its location with the private endpoint"];
 
-/// No agent is refused anything, none has a warning to tell, and none lost a program.
+/// No agent is refused anything, none has a warning to report, and none lost a program.
 pub fn logs(cluster: &Cluster) -> Result<String> {
     no_warning_but(cluster, &[])
 }
