@@ -3,8 +3,8 @@
 
 use crate::{Agent, Micros, NodeId, SEC, gateway::Lead, roll::Present, signal::Shared};
 
-/// For how long a gateway leads the location before it says so.
-const LEADS: Micros = 3 * SEC;
+/// For how long a gateway leads the location before it says so; the leader's kernel has not answered for 3 s then, either.
+const LEADS: Micros = 2 * SEC;
 
 impl Agent {
     /// Kilo's leader, if this gateway is to say that it is dead: its kernel has answered roll calls and
