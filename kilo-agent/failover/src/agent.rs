@@ -61,6 +61,8 @@ pub(crate) struct Gateway {
     busy_said: Option<Micros>,
     /// Since when this node is a gateway, as far as this agent knows.
     pub(crate) since: Micros,
+    /// It goes on in a later term than its own, which a member's kernel has named.
+    has_resumed: bool,
 }
 
 /// An agent.
@@ -106,6 +108,7 @@ impl Gateway {
             overloaded_until: 0,
             busy_said: None,
             since: now,
+            has_resumed: false,
         }
     }
 }

@@ -7,11 +7,17 @@ use crate::{Agent, Micros, NodeId, SEC, gateway::Lead, roll::Present, signal::Sh
 const LEADS: Micros = 2 * SEC;
 
 impl Agent {
-    /// Kilo's leader, if this gateway is to say that it is dead: its kernel has answered roll calls and
-    /// does not any more, and this gateway leads the location, or nobody can find out who could (no
-    /// far leader answers probes), it is the next in Kilo's order, and it hears most of the others. Who leads has to
-    /// hear half of the others, too: one whose own network is broken sees the same. Where there are no others, that the
-    /// API server takes the word has to do; a leader that lives takes it back at once. A leader that never answered roll calls is declared dead by the gateway that has taken over from it: it knows
+    /// Kilo's leader, if this gateway is to say that it is dead. That takes a kernel that has answered roll calls and
+    /// does not any more, and one of two gateways:
+    ///
+    /// - the one that leads the location, and hears half of the others;
+    /// - the next in Kilo's order, where nobody can find out who could lead (no far leader answers probes), if it hears
+    ///   most of the others.
+    ///
+    /// One whose own network is broken sees the same, which is why others have to be heard. Where there are none
+    /// ([`Agent::has_no_witness`]), a leader that lives and is declared dead writes its heartbeat anew.
+    ///
+    /// A leader that never answered roll calls is declared dead by the gateway that has taken over from it: it knows
     /// none, or has been dead since before this agent started.
     pub fn declares_dead(&self, now: Micros) -> Option<NodeId> {
         let (me, gateway) = (self.place.me, self.gateway.as_ref()?);
@@ -21,7 +27,7 @@ impl Agent {
         let counts_for = gateway.roll.counts_for();
         let is_there = |last: &Present| last.at + counts_for * 2 / 3 > now;
         let is_heard = |node: &NodeId| gateway.roll.last(*node).is_some_and(is_there);
-        let others: Vec<_> = self.place.nodes.iter().filter(|node| ![me, leader].contains(node)).collect();
+        let others: Vec<_> = self.others(leader).collect();
         let heard = others.iter().filter(|node| is_heard(node)).count();
         let leads = leads && heard * 2 >= others.len();
         let Some(last) = gateway.roll.last(leader) else {
@@ -35,6 +41,17 @@ impl Agent {
         let hears_most = others.is_empty() || heard * 2 > others.len();
         let is_next = self.place.fars.is_empty() && hears_most && !before.into_iter().any(is_heard);
         (leads || is_next).then_some(leader)
+    }
+
+    /// Whether no third node of the location knows signals: that this node hears others says nothing then.
+    pub fn has_no_witness(&self) -> bool {
+        let leader = self.place.gateways.first().copied().unwrap_or(self.place.me);
+        self.others(leader).next().is_none()
+    }
+
+    fn others(&self, leader: NodeId) -> impl Iterator<Item = &NodeId> {
+        let me = self.place.me;
+        self.place.nodes.iter().filter(move |node| ![me, leader].contains(node))
     }
 }
 

@@ -249,11 +249,12 @@ impl Acting {
         Ok(Step { gateway, moves, moves_shared, asks, answer })
     }
 
-    /// The same of a location that `acting` leads as far as is known; `None`: the signal names nobody. What nobody has
-    /// claimed is the acting leader's, and [`Self::stays_alone`] may follow.
+    /// As [`Self::claimed`], of a location that `acting` leads as far as is known; `None`: nobody is known to, or the
+    /// signal names nobody. What nobody has claimed is the acting leader's from then on, whether the signal counts or
+    /// not, and [`Self::stays_alone`] may follow.
     ///
     /// # Errors
-    /// When nothing of it may count.
+    /// As [`Self::claimed`].
     pub fn claimed_of_led(
         &mut self,
         params: &Params,

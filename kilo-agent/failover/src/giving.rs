@@ -439,7 +439,7 @@ mod tests {
             (out.contains(&Output::Word(term, LEADER)), out.contains(&Output::Note(Note::Replayed(LEADER))))
         };
         assert_eq!(diverts(first, BOOT), (false, true), "of an earlier try");
-        assert_eq!(diverts(second, BOOT - 1), (false, true), "of an earlier boot");
+        assert_eq!(diverts(second, BOOT - 1), (false, true), "with the cookie of another boot");
         assert_eq!(diverts(second, BOOT), (true, false));
     }
 

@@ -9,7 +9,7 @@ use crate::{Micros, NodeId, SEC, Term};
 pub struct Present {
     /// When it answered.
     pub at: Micros,
-    /// The nonce of the ROLL it answered; what it is told next bears it, too.
+    /// The nonce of the ROLL it answered; the next ANNOUNCE bears it, too.
     pub nonce: u64,
     /// Its secret for this gateway.
     pub cookie: u64,
@@ -70,19 +70,19 @@ impl Roll {
         was_asked
     }
 
-    /// It obeyed the ANNOUNCE of this nonce; `false`: nobody has told it that lately, so somebody repeats what it said.
+    /// It obeyed the ANNOUNCE of this nonce; `false`: it was sent no such one lately, so somebody repeats what it said.
     pub fn follows(&mut self, member: NodeId, nonce: u64, at: Micros, word: (Term, NodeId)) -> bool {
         let was_asked = self.was_asked(member, nonce);
         let Some(present) = self.members.get_mut(&member) else { return false };
         if was_asked {
             present.at = at;
         }
-        // It was told what it obeys after its last answer, although it was called twice since.
-        let was_told = was_asked || present.nonce == nonce;
-        if was_told {
+        // The ANNOUNCE that it obeys came after its last answer, although it was called twice since.
+        let is_known = was_asked || present.nonce == nonce;
+        if is_known {
             present.word = word;
         }
-        was_told
+        is_known
     }
 
     fn was_asked(&self, member: NodeId, nonce: u64) -> bool {

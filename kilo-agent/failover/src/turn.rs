@@ -115,7 +115,7 @@ pub enum Note {
     TakesBack(NodeId),
     /// Its signal was refused: its term is implausibly far ahead.
     Leaps(NodeId),
-    /// Its signal was refused: it is replayed, or from another boot.
+    /// Its signal was refused: it is replayed, from another boot, or answers another question.
     Replayed(NodeId),
     /// It would take over, but has done so too often.
     OverBudget,

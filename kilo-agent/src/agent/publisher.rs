@@ -40,6 +40,8 @@ pub(super) struct Publisher<B> {
     failed: bool,
     /// Unix seconds of the last heartbeat written; 0 = none yet.
     checked_in: i64,
+    /// Others have declared this node dead, by a heartbeat of 0.
+    is_declared_dead: bool,
 }
 
 /// A write that is under way.
@@ -67,6 +69,7 @@ impl<B: Backend> Publisher<B> {
             unanswered: 0,
             failed: false,
             checked_in: 0,
+            is_declared_dead: false,
         }
     }
 
@@ -104,6 +107,18 @@ impl<B: Backend> Publisher<B> {
             self.next_check_in = self.next_check_in.min(now + SOON.mul_f64(rand::random_range(0.0..1.0)));
         }
         self.hurries = hurries;
+    }
+
+    /// The heartbeat of this node as the backend has it. A node that others have declared dead lives as long as this
+    /// runs: its heartbeat is due at once. Returns whether that has just been found.
+    pub fn is_seen_as(&mut self, last_seen: i64, now: Instant) -> bool {
+        let before = self.is_declared_dead;
+        self.is_declared_dead = last_seen == 0 && self.checked_in > 0;
+        let is_new = self.is_declared_dead && !before;
+        if is_new {
+            self.next_check_in = self.next_check_in.min(now);
+        }
+        is_new
     }
 
     /// Has the backend write this, with the heartbeat that is due, or `last_seen` as others know it.
@@ -295,6 +310,23 @@ mod tests {
         }
         assert_eq!(held.heartbeats(), [1000, 1000]);
         assert_eq!(held.written.lock().unwrap()[1].key, key, "the other change is not lost");
+    }
+
+    #[tokio::test]
+    async fn who_is_declared_dead_renews_its_heartbeat_once_and_at_once() {
+        let (held, mut publisher, now) = begin();
+        assert!(!publisher.is_seen_as(0, now), "there was none yet");
+        held.answers.add_permits(9);
+        publisher.publish_beside(seen(0), now, 1000);
+        publisher.answered().await.unwrap();
+        assert!(!publisher.is_seen_as(1000, now));
+        assert!(publisher.is_seen_as(0, now), "declared dead");
+        assert!(!publisher.is_seen_as(0, now), "the same word of the others");
+        publisher.publish_beside(seen(0), now, 1007);
+        publisher.answered().await.unwrap();
+        assert_eq!(held.heartbeats(), [1000, 1007]);
+        assert!(!publisher.is_seen_as(1007, now));
+        assert!(publisher.is_seen_as(0, now), "once more");
     }
 
     #[tokio::test]

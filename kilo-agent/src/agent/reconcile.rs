@@ -20,7 +20,7 @@ use kilo_host::interface::Interface;
 
 impl<B: Backend> Agent<B> {
     /// True when the snapshot differs from the one last applied in heartbeats
-    /// only, and the same nodes are alive: then there is nothing to do.
+    /// only, the same nodes are alive, and nobody has declared this one dead: then there is nothing to do.
     pub(super) fn only_heartbeats_changed(&mut self, snapshot: &Arc<Snapshot>) -> bool {
         let state = &mut self.state;
         if !state.applied || !snapshot.differs_only_in_heartbeats(&state.snapshot) {
@@ -28,7 +28,9 @@ impl<B: Backend> Agent<B> {
         }
         let nodes = with_own(&snapshot.nodes, state.own.as_ref());
         let ready = state.liveness.ready(nodes, &self.options.hostname, Instant::now(), Timestamp::now().0);
-        if ready != state.ready {
+        let own = snapshot.nodes.get(&self.options.hostname).map(|own| own.last_seen);
+        let is_declared_dead = own.is_some_and(|own| self.publisher.is_seen_as(own, Instant::now()));
+        if ready != state.ready || is_declared_dead {
             return false;
         }
         state.snapshot = Arc::clone(snapshot);

@@ -49,6 +49,8 @@ const LONGEST_WAIT: Micros = 1_000_000;
 const REPORT: Micros = 1_000_000;
 /// What is given by one leader within this time is one change.
 const SUCCESSION: Micros = 1_000_000;
+/// Between two declarations of the same leader's death that no third node stands for.
+const DECLARED_ALONE: Micros = 600_000_000;
 
 pub struct Thread {
     pub(super) shared: Arc<Shared>,
@@ -79,6 +81,8 @@ pub struct Thread {
     succeeded: Option<(NodeId, Micros)>,
     /// Whom it has declared dead last, and in which term.
     declared_dead: Option<(NodeId, Term)>,
+    /// Whom it has declared dead last although nobody else was there to hear it, and when.
+    declared_alone: Option<(NodeId, Micros)>,
     out: Out,
     moved: Moved,
     followers: Followers,
@@ -131,6 +135,7 @@ pub fn run(shared: Arc<Shared>, params: Params, tools: Tools, metrics: FailoverM
         last_change: None,
         succeeded: None,
         declared_dead: None,
+        declared_alone: None,
         out: Out::default(),
         moved: Moved::default(),
         followers: Followers::default(),

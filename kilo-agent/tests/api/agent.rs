@@ -177,6 +177,15 @@ fn the_agents_annotations_come_and_go_on_a_real_api_server() {
         until_said(show, |peers| !peers.contains(&second)).await;
         until_said("ip route show proto 107", |all| !all.contains("10.5.0.")).await;
 
+        // Others declare it dead; its heartbeat is not due for half a minute.
+        let heartbeat =
+            |all: &Annotations| all.get(&name("last-seen")).and_then(|seen| seen.parse::<i64>().ok());
+        annotate(&nodes, "n1", json!({name("last-seen"): "0"})).await;
+        let before = heartbeat(&written);
+        let declared = Instant::now();
+        until(&nodes, "a new heartbeat", |all| heartbeat(all) > before).await;
+        assert!(declared.elapsed() < Duration::from_secs(10), "{:?}", declared.elapsed());
+
         drop(agent);
         let condition = |kind: &str, reason: &str| json!({"type": kind, "status": "True", "reason": reason});
         let conditions =

@@ -2,7 +2,7 @@
 
 use std::{
     fs,
-    net::{IpAddr, Ipv4Addr, Ipv6Addr},
+    net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr},
     time::{Duration, Instant},
 };
 
@@ -126,14 +126,7 @@ pub fn test_pods(cluster: &Cluster) -> Result<()> {
     cluster.kubectl(&["rollout", "status", "deployment/echo", "--timeout=180s"])?;
     serving(cluster)?;
     families(cluster)?;
-    for node in &cluster.nodes {
-        until("kube-proxy knows the Service", Duration::from_secs(60), || {
-            let ask =
-                || probe::probe_port(Protocol::Tcp, (SERVICE, 80).into(), Duration::from_secs(2)).is_ok();
-            node.netns().spawn(ask).join().ok()?.ok()?.then_some(())
-        })?;
-    }
-    Ok(())
+    know_service(cluster, (SERVICE, 80).into())
 }
 
 /// The address of a Service of the probes' port that only the test pod of that node stands behind.
@@ -142,7 +135,20 @@ pub fn service_of(cluster: &Cluster, node: &Node) -> Result<IpAddr> {
     cluster.kubectl(&["label", "--overwrite", "pod", &pod_on(&pods, node)?.name, "alone=true"])?;
     cluster.apply(ALONE)?;
     let address = cluster.kubectl(&["get", "service", "echo-alone", "-o", "jsonpath={.spec.clusterIP}"])?;
-    address.parse().with_context(|| format!("clusterIP {address:?}"))
+    let address: IpAddr = address.parse().with_context(|| format!("clusterIP {address:?}"))?;
+    know_service(cluster, (address, probe::PORT).into())?;
+    Ok(address)
+}
+
+/// Waits until a Service answers on every node.
+fn know_service(cluster: &Cluster, service: SocketAddr) -> Result<()> {
+    for node in &cluster.nodes {
+        until("kube-proxy knows the Service", Duration::from_secs(60), || {
+            let ask = move || probe::probe_port(Protocol::Tcp, service, Duration::from_secs(2)).is_ok();
+            node.netns().spawn(ask).join().ok()?.ok()?.then_some(())
+        })?;
+    }
+    Ok(())
 }
 
 /// A pod that the kubelet made.

@@ -32,12 +32,15 @@ impl Agent {
         }
     }
 
-    /// A member's kernel uses this gateway by a word that an agent before this one has announced. It is led on where its
-    /// mark is left, and where this gateway uses itself: one that has given its members away does not.
+    /// A member's kernel uses this gateway by a word that an agent before this one has announced. It is led on if its
+    /// mark is left, or if this gateway uses itself: one that has given its members away does not. A word of a later
+    /// term takes the whole leadership there, once after the start: what members say is no way to spend terms.
     pub(super) fn goes_on_with(&mut self, member: NodeId, word: (Term, NodeId), turn: &mut Turn<'_>) {
         let (me, now, (term, uses)) = (self.place.me, turn.now, word);
         let Some(gateway) = &mut self.gateway else { return };
-        let Some(lead) = &mut gateway.lead else { return };
+        // Every member is called in that time, and again if its answer is lost.
+        let is_start = now < gateway.since + 2 * gateway.roll.counts_for();
+        let Some(lead) = gateway.lead.as_ref().filter(|_| is_start) else { return };
         let goes_on = if lead.has(member) {
             term > lead.term()
         } else {
@@ -49,6 +52,9 @@ impl Agent {
             return;
         }
         if term > lead.term() {
+            if std::mem::replace(&mut gateway.has_resumed, true) {
+                return;
+            }
             self.lead_in(term, [], Shared::Stay, turn);
         }
         if let Some(lead) = self.gateway.as_mut().and_then(|gateway| gateway.lead.as_mut()) {
@@ -116,5 +122,58 @@ impl Agent {
         if let Some(lead) = &mut gateway.lead {
             lead.wake_up(&self.params, &mut gateway.roll, turn);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{
+        Params, Place, SEC, Start,
+        bench::{LEADER, ME, MEMBER},
+    };
+
+    /// A gateway that has started at 0, leads itself alone, and hears the member's kernel name this term at that time;
+    /// the term in which it leads the member then.
+    fn leads_in(agent: &mut Agent, count: u64, now: Micros) -> Option<Term> {
+        let (mut out, mut later, mut random) = (Vec::new(), Vec::new(), || 1);
+        let mut turn = Turn { now, random: &mut random, out: &mut out, later: &mut later };
+        agent.goes_on_with(MEMBER, (term(count), ME), &mut turn);
+        agent.lead().filter(|lead| lead.has(MEMBER)).map(Lead::term)
+    }
+
+    /// This gateway's term after so many changes.
+    fn term(count: u64) -> Term {
+        Term::from_bits((count - 1) << 16).next(ME)
+    }
+
+    fn starts() -> Agent {
+        let place = Place {
+            me: ME,
+            location: 7,
+            gateways: vec![LEADER, ME],
+            nodes: vec![LEADER, ME, MEMBER],
+            fars: vec![],
+            leaving: std::collections::BTreeMap::new(),
+            several: None,
+            cookies: std::collections::BTreeMap::new(),
+        };
+        let start = Start { now: 0, clock: 0, word: (term(8), ME), led: vec![ME], is_boot: false };
+        Agent::new(Params::default(), place, start, &mut || 1)
+    }
+
+    #[test]
+    fn a_member_of_an_agent_before_is_led_on_in_its_own_term() {
+        assert_eq!(leads_in(&mut starts(), 8, SEC), Some(term(8)));
+        assert_eq!(leads_in(&mut starts(), 7, SEC), None, "of an earlier term");
+        assert_eq!(leads_in(&mut starts(), 9, SEC), Some(term(9)));
+    }
+
+    #[test]
+    fn members_cannot_spend_terms() {
+        let mut agent = starts();
+        assert_eq!(leads_in(&mut agent, 9, SEC), Some(term(9)));
+        assert_eq!(leads_in(&mut agent, 10, SEC), Some(term(9)), "once");
+        assert_eq!(leads_in(&mut starts(), 9, 10 * SEC), None, "long after the start");
     }
 }

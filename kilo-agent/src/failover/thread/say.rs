@@ -6,7 +6,7 @@ use kilo_common::lead::Term;
 use kilo_core::topology::{Acting, ActingLocation, NodeId};
 use kilo_failover::{Agent, Given, Micros, Note, signal::Shared as SharedPrefixes};
 
-use super::{REPORT, SUCCESSION, Thread, micros};
+use super::{DECLARED_ALONE, REPORT, SUCCESSION, Thread, micros};
 use crate::{
     failover::{Dead, Report, StandBy, locked, site::Site},
     far,
@@ -44,7 +44,8 @@ impl Thread {
                 self.metrics.refused("replayed");
                 tracing::debug!(
                     from = self.name(from),
-                    "ignoring a replayed signal, or one from an earlier boot of its sender"
+                    "ignoring a signal that was heard before, is from an earlier boot, or answers another question, \
+                     as of a gateway with another build"
                 );
                 return;
             }
@@ -127,12 +128,22 @@ impl Thread {
     }
 
     /// A leader is declared dead once while it is silent: if it lives and says so, it knows better. One that was heard
-    /// again and dies again is declared dead again.
+    /// again and dies again is declared dead again; where no third node hears this one, in ten minutes once, since a
+    /// LAN between two that comes and goes looks the same.
     pub(super) fn declare_dead(&mut self, site: &Site, now: Micros) {
         let agent = self.agent.as_ref().filter(|_| site.is_mixed);
         let declared_dead = agent.and_then(|agent| Some((agent.declares_dead(now)?, agent.word().0)));
         if declared_dead == self.declared_dead {
             return;
+        }
+        if let Some((leader, _)) = declared_dead
+            && self.agent.as_ref().is_some_and(Agent::has_no_witness)
+        {
+            let is_again = |(before, at): (NodeId, Micros)| before == leader && now < at + DECLARED_ALONE;
+            if self.declared_alone.is_some_and(is_again) {
+                return;
+            }
+            self.declared_alone = Some((leader, now));
         }
         self.declared_dead = declared_dead;
         let dead =

@@ -55,10 +55,14 @@ pub fn leader_dies(cluster: &Cluster) -> Result<String> {
     cluster.kubectl(&["annotate", "nodes", "--all", &format!("{KEEPALIVE}=5")])?;
     cluster.kubectl(&["annotate", "node", leader.name(), &format!("{LEADER}=true")])?;
     let result = one_after_the_other(cluster, stays, leader);
-    cluster.kubectl(&["annotate", "node", leader.name(), &format!("{LEADER}-")])?;
-    cluster.kubectl(&["annotate", "nodes", "--all", &format!("{KEEPALIVE}-")])?;
+    // Whatever fails, Kilo's DaemonSet goes, and what failed first is what is reported.
+    let annotations = [(leader.name(), LEADER), ("--all", KEEPALIVE)];
+    let taken =
+        annotations.map(|(node, name)| cluster.kubectl(&["annotate", "node", node, &format!("{name}-")]));
     let removed = migration::remove(cluster);
-    result.and_then(|text| removed.map(|()| text))
+    let text = result?;
+    taken.into_iter().collect::<Result<Vec<_>>>()?;
+    removed.map(|()| text)
 }
 
 fn one_after_the_other(cluster: &Cluster, stays: &Node, leader: &Node) -> Result<String> {
