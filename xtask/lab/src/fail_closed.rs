@@ -50,9 +50,10 @@ pub fn without_agent(lab: &mut Lab) -> Result<String> {
 /// The device is deleted under a running agent, again and again: where the mesh stands, and
 /// while the agent still sets up the one it has just made.
 pub fn under_agent(lab: &mut Lab) -> Result<String> {
-    // Of what it was about to write when the device went away.
+    // Of what it, or the process that has just made the device, was about to do when it went away.
     lab.caused(&[
         "kilo0 is gone or was replaced",
+        "userspace WireGuard: look up an interface",
         "No such device (os error 19)",
         "link kilo0 does not exist",
     ]);
