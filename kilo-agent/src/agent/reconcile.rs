@@ -59,6 +59,7 @@ impl<B: Backend> Agent<B> {
         let (now, unix_now) = (Instant::now(), Timestamp::now().0);
         let name = &self.options.hostname;
         let seen = snapshot.nodes.get(name).ok_or_else(|| BackendError::NoSuchNode(name.clone()))?;
+        self.publisher.is_seen_as(seen.last_seen, now);
         if let Some(failover) = &mut self.failover {
             failover.hears_of(snapshot);
         }

@@ -17,6 +17,7 @@ use std::{
 };
 
 use k8s_openapi::api::core::v1 as core;
+use kilo_agent::timestamp::Timestamp;
 use kilo_core::{
     objects::peer::{Peer, PeerStatus},
     wireguard::key::PublicKey,
@@ -180,10 +181,14 @@ fn the_agents_annotations_come_and_go_on_a_real_api_server() {
         // Others declare it dead; its heartbeat is not due for half a minute.
         let heartbeat =
             |all: &Annotations| all.get(&name("last-seen")).and_then(|seen| seen.parse::<i64>().ok());
+        let before = heartbeat(&written).unwrap();
+        wait::until("a heartbeat of now is another one", Duration::from_secs(5), async || {
+            Timestamp::now().0 > before
+        })
+        .await;
         annotate(&nodes, "n1", json!({name("last-seen"): "0"})).await;
-        let before = heartbeat(&written);
         let declared = Instant::now();
-        until(&nodes, "a new heartbeat", |all| heartbeat(all) > before).await;
+        until(&nodes, "a new heartbeat", |all| heartbeat(all) > Some(before)).await;
         assert!(declared.elapsed() < Duration::from_secs(10), "{:?}", declared.elapsed());
 
         drop(agent);
