@@ -49,6 +49,11 @@ impl Agent {
         self.others(leader).next().is_none()
     }
 
+    /// The cookie that a node's kernel has given last; it is new with each of its boots.
+    pub fn cookie_of(&self, node: NodeId) -> Option<u64> {
+        self.gateway.as_ref()?.roll.last(node).map(|last| last.cookie)
+    }
+
     fn others(&self, leader: NodeId) -> impl Iterator<Item = &NodeId> {
         let me = self.place.me;
         self.place.nodes.iter().filter(move |node| ![me, leader].contains(node))

@@ -49,7 +49,7 @@ const LONGEST_WAIT: Micros = 1_000_000;
 const REPORT: Micros = 1_000_000;
 /// What is given by one leader within this time is one change.
 const SUCCESSION: Micros = 1_000_000;
-/// Between two declarations of the same leader's death that no third node stands for.
+/// Between two declarations that no third node stands for of the same leader's death, if it has not booted since.
 const DECLARED_ALONE: Micros = 600_000_000;
 
 pub struct Thread {
@@ -81,8 +81,8 @@ pub struct Thread {
     succeeded: Option<(NodeId, Micros)>,
     /// Whom it has declared dead last, and in which term.
     declared_dead: Option<(NodeId, Term)>,
-    /// Whom it has declared dead last although nobody else was there to hear it, and when.
-    declared_alone: Option<(NodeId, Micros)>,
+    /// Whom it has declared dead last although nobody else was there to hear it, in which boot, and when.
+    declared_alone: Option<(NodeId, Option<u64>, Micros)>,
     out: Out,
     moved: Moved,
     followers: Followers,

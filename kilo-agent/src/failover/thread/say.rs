@@ -128,22 +128,23 @@ impl Thread {
     }
 
     /// A leader is declared dead once while it is silent: if it lives and says so, it knows better. One that was heard
-    /// again and dies again is declared dead again; where no third node hears this one, in ten minutes once, since a
-    /// LAN between two that comes and goes looks the same.
+    /// again and dies again is declared dead again; where no third node hears this one, in ten minutes
+    /// once unless it has booted, since a LAN between two that comes and goes looks the same.
     pub(super) fn declare_dead(&mut self, site: &Site, now: Micros) {
         let agent = self.agent.as_ref().filter(|_| site.is_mixed);
         let declared_dead = agent.and_then(|agent| Some((agent.declares_dead(now)?, agent.word().0)));
         if declared_dead == self.declared_dead {
             return;
         }
-        if let Some((leader, _)) = declared_dead
-            && self.agent.as_ref().is_some_and(Agent::has_no_witness)
+        if let (Some((leader, _)), Some(agent)) = (declared_dead, &self.agent)
+            && agent.has_no_witness()
         {
-            let is_again = |(before, at): (NodeId, Micros)| before == leader && now < at + DECLARED_ALONE;
+            let boot = agent.cookie_of(leader);
+            let is_again = |(before, its, at)| (before, its) == (leader, boot) && now < at + DECLARED_ALONE;
             if self.declared_alone.is_some_and(is_again) {
                 return;
             }
-            self.declared_alone = Some((leader, now));
+            self.declared_alone = Some((leader, boot, now));
         }
         self.declared_dead = declared_dead;
         let dead =
