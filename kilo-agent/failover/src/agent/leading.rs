@@ -34,7 +34,7 @@ impl Agent {
 
     /// A member's kernel uses this gateway by a word that an agent before this one has announced. It is led on if its
     /// mark is left, or if this gateway uses itself: one that has given its members away does not. A word of a later
-    /// term takes the whole leadership there, once after the start: what members say is no way to spend terms.
+    /// term takes the whole leadership there, once after the start, so that no member can spend terms.
     pub(super) fn goes_on_with(&mut self, member: NodeId, word: (Term, NodeId), turn: &mut Turn<'_>) {
         let (me, now, (term, uses)) = (self.place.me, turn.now, word);
         let Some(gateway) = &mut self.gateway else { return };

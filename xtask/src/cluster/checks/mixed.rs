@@ -35,15 +35,16 @@ const OURS: &str = r#"[
     {"op":"replace","path":"/spec/template/spec/containers/0/image","value":"IMAGE"},
     {"op":"replace","path":"/spec/template/spec/initContainers/0/image","value":"IMAGE"},
     {"op":"add","path":"/spec/template/spec/containers/0/args/-","value":"--failover=auto"}]"#;
-/// Waits until a node can take over.
-type Ready = fn(&Node) -> Result<()>;
 /// Says which node leads its location.
 const LEADER: &str = "kilo.squat.ai/leader";
 /// How often a node sends something through its tunnels, in seconds.
 const KEEPALIVE: &str = "kilo.squat.ai/persistent-keepalive";
 
-/// Of the first location the second node leads, so that the API server stays; it loses power while it is Kilo, and
-/// while the other location is.
+/// Waits until a node can take over.
+type Ready = fn(&Node) -> Result<()>;
+
+/// Of the first location the second node leads, so that the API server stays; it loses power while it is Kilo, while
+/// the other location is, and, where there is a third node, while only that one is.
 pub fn leader_dies(cluster: &Cluster) -> Result<String> {
     let Some(original) = Original::find()? else {
         return Err(Skipped("neither Kilo's program nor its source is here ($KILO_GO_SOURCE)").into());
