@@ -114,6 +114,9 @@ pub struct Lab {
     /// Nodes whose objects the check that runs has removed.
     #[serde(skip)]
     removed: BTreeSet<String>,
+    /// Nodes whose interface in their LAN the check that runs has taken down.
+    #[serde(skip)]
+    without_lan: BTreeSet<String>,
     /// Each node's metrics when the mesh stood: until then a node may lead that starts first.
     #[serde(skip)]
     stood: BTreeMap<String, counters::Metrics>,
@@ -356,6 +359,7 @@ impl Lab {
             members,
             clear,
             removed: BTreeSet::new(),
+            without_lan: BTreeSet::new(),
             stood: BTreeMap::new(),
         };
         // Until all are there, whoever starts first leads.

@@ -61,6 +61,11 @@ impl Lab {
         self.removed.insert(node.to_owned());
     }
 
+    /// Declares that this check has taken the interface down that a node has in its LAN.
+    pub fn takes_from_lan(&mut self, node: &str) {
+        self.without_lan.insert(node.to_owned());
+    }
+
     /// Ends a check: fails when an agent is not well.
     pub fn all_well(&mut self) -> Result<()> {
         let result = lines(self).and_then(|lines| {
@@ -69,6 +74,7 @@ impl Lab {
         });
         let result = self.nothing_in_clear().and(result);
         self.removed.clear();
+        self.without_lan.clear();
         self.watch.caused.rotate_right(1);
         self.watch.caused[0].clear();
         result

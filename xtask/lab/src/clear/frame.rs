@@ -29,6 +29,13 @@ impl Leak {
     pub fn is_masqueraded_to(&self, is_unknown: impl FnOnce(IpAddr) -> bool) -> bool {
         self.what != What::Tunnelled && !is_of_the_mesh(self.source) && is_unknown(self.target)
     }
+
+    /// A host's own probe, by its public address, to a host of the location that `private` is in: where no
+    /// interface has a private address any more, the kernel sends it by the default route.
+    pub fn is_from_host_to_location_of(&self, private: IpAddr) -> bool {
+        let is_public = !is_of_the_mesh(self.source) && location(self.source).is_none();
+        self.what == What::Probe && is_public && location(self.target) == location(private)
+    }
 }
 
 impl fmt::Display for Leak {
@@ -262,6 +269,18 @@ mod tests {
         let inner = ipv4(1, POD_A, POD_B, b"ping");
         let tunnelled = leak(&frame(&ipv4(IPIP, PUBLIC_A, PUBLIC_B, &inner)), Link::Public).unwrap();
         assert!(!tunnelled.is_masqueraded_to(|_| true));
+    }
+
+    #[test]
+    fn only_a_host_itself_may_send_to_its_location_by_the_default_route() {
+        let probe = |source, target| {
+            let bytes = frame(&ipv4(UDP, source, target, &[&[0; 8][..], MARKER].concat()));
+            leak(&bytes, Link::Public).unwrap().is_from_host_to_location_of(A1.into())
+        };
+        assert!(probe(PUBLIC_A, A2));
+        assert!(!probe(PUBLIC_A, B2), "another location");
+        assert!(!probe(PUBLIC_A, POD_A), "a pod");
+        assert!(!probe(POD_A, A2), "from a pod");
     }
 
     #[test]

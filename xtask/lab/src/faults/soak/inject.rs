@@ -122,6 +122,9 @@ pub fn link_down(lab: &mut Lab, rng: &mut Rng) -> Result<Injected> {
     // Routes go with the link; what configures the host adds them again.
     let routes = format!("ip route save dev {device} scope global > /run/routes-{device}");
     node.netns.sh(&format!("{routes}; ip link set {device} down"))?;
+    if device == "eth0" {
+        lab.takes_from_lan(node.name());
+    }
     let said = format!("{device} of {}", node.name());
     let mend = move |_: &mut Lab| {
         node.netns
