@@ -44,6 +44,8 @@ enum Part {
     Table,
     /// Two symmetric NATs alone.
     Symmetric,
+    /// Two ends behind restricting NATs, and nobody offers to relay.
+    Unrelayed,
     /// Both ends behind one NAT, in networks that do not reach each other.
     Hairpin,
     /// Two relays under traffic: one's agent restarts, it dies, and the direct way works again.
@@ -54,12 +56,13 @@ enum Part {
 
 /// Runs all, and prints tables in Markdown.
 pub fn main(options: &Options, lab: &str, bin: &Path, wireguard: &str) -> Result<()> {
-    let all = [Part::Table, Part::Hairpin, Part::Relay, Part::RelayV6];
-    let bench = Bench { lab, bin, wireguard };
+    let all = [Part::Table, Part::Unrelayed, Part::Hairpin, Part::Relay, Part::RelayV6];
+    let bench = Bench { lab, bin, wireguard, relays: true };
     for part in if options.part.is_empty() { &all[..] } else { &options.part } {
         match part {
             Part::Table => table(bench)?,
             Part::Symmetric => println!("symmetric and symmetric: {}", bench.pair([Kind::Symmetric; 2])?),
+            Part::Unrelayed => unrelayed(bench)?,
             Part::Hairpin => hairpin(bench)?,
             Part::Relay => bench.relay(Underlay::V4)?,
             Part::RelayV6 => bench.relay(Underlay::V6)?,
@@ -76,6 +79,15 @@ fn table(bench: Bench<'_>) -> Result<()> {
             cells.push(if column < row { String::new() } else { bench.pair([x, y])? });
         }
         println!("| {} | {} |", x.name(), cells.join(" | "));
+    }
+    Ok(())
+}
+
+/// Restricting NATs with nobody who relays: both ends send at once to where the third leader sees the other.
+fn unrelayed(bench: Bench<'_>) -> Result<()> {
+    let bench = Bench { relays: false, ..bench };
+    for kinds in [[Kind::PortRestricted; 2], [Kind::AddressRestricted, Kind::Symmetric]] {
+        println!("no relay offered, {}: {}", kinds.map(Kind::name).join(" and "), bench.pair(kinds)?);
     }
     Ok(())
 }
@@ -100,6 +112,8 @@ struct Bench<'a> {
     lab: &'a str,
     bin: &'a Path,
     wireguard: &'a str,
+    /// Whether the leaders with public addresses offer to relay.
+    relays: bool,
 }
 
 impl Bench<'_> {
@@ -149,7 +163,7 @@ struct Mesh {
 
 impl Mesh {
     fn up(bench: Bench<'_>, shape: Shape, public: &[&'static str], is_blocked: bool) -> Result<Self> {
-        let Bench { lab, bin, wireguard } = bench;
+        let Bench { lab, bin, wireguard, relays } = bench;
         netns::remove(nat::namespaces(lab))?;
         let directory = std::env::temp_dir().join(format!("{lab}-nat"));
         if directory.exists() {
@@ -162,9 +176,11 @@ impl Mesh {
         }
         let mut agents = Agents::prepare(bin, &directory, wireguard, &[], &network)?;
         for node in &network.nodes {
-            let annotation =
-                if node.public.is_some() { ("relay", "true") } else { ("persistent-keepalive", "5") };
-            agents.write_node(node, &[annotation])?;
+            let annotation = match node.public {
+                Some(_) => relays.then_some(("relay", "true")),
+                None => Some(("persistent-keepalive", "5")),
+            };
+            agents.write_node(node, annotation.as_slice())?;
         }
         // The public ones are there first: it is the pair's time that counts.
         for node in network.nodes.iter().rev() {
