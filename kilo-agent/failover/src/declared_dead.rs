@@ -6,6 +6,26 @@ use crate::{Agent, Micros, NodeId, SEC, gateway::Lead, roll::Present, signal::Sh
 /// For how long a gateway leads the location before it says so; the leader's kernel has not answered for 3 s then, either.
 const LEADS: Micros = 2 * SEC;
 
+/// Between two declarations that no third node stands for of the same leader's death, if it has not booted since: a LAN
+/// between two that comes and goes looks the same.
+const ALONE: Micros = 600 * SEC;
+
+/// The last declaration that no third node stood for.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct DeclaredAlone(Option<(NodeId, Option<u64>, Micros)>);
+
+impl DeclaredAlone {
+    /// Whether the leader, which has this cookie ([`Agent::cookie_of`]), may be declared dead now; takes note of it.
+    pub fn admits(&mut self, leader: NodeId, cookie: Option<u64>, now: Micros) -> bool {
+        let is_again = |(before, its, at)| (before, its) == (leader, cookie) && now < at + ALONE;
+        let admits = !self.0.is_some_and(is_again);
+        if admits {
+            self.0 = Some((leader, cookie, now));
+        }
+        admits
+    }
+}
+
 impl Agent {
     /// Kilo's leader, if this gateway is to say that it is dead. That takes a kernel that has answered roll calls and
     /// does not any more, and one of two gateways:
@@ -139,6 +159,19 @@ mod tests {
     fn of_two_nodes_the_one_that_is_left_declares_the_leader_dead() {
         assert_eq!(declared_dead_among(&[1, ME], 6 * SEC, &[], stands_by()), Some(1));
         assert_eq!(declared_dead_among(&[1, ME], 6 * SEC, &[1], stands_by()), None, "it answers");
+    }
+
+    #[test]
+    fn without_a_third_node_a_leader_is_declared_dead_once_in_ten_minutes_unless_it_has_booted() {
+        let mut alone = DeclaredAlone::default();
+        assert!(alone.admits(1, Some(7), SEC));
+        assert!(!alone.admits(1, Some(7), 600 * SEC));
+        assert!(alone.admits(1, Some(8), 601 * SEC), "it has booted");
+        assert!(!alone.admits(1, Some(8), 1200 * SEC), "counted from the boot's declaration");
+        assert!(alone.admits(1, Some(8), 1201 * SEC), "ten minutes later");
+        assert!(alone.admits(5, Some(8), 1202 * SEC), "another leader");
+        assert!(alone.admits(5, None, 1203 * SEC), "nothing is known of its boot any more");
+        assert!(!alone.admits(5, None, 1204 * SEC));
     }
 
     #[test]

@@ -33,6 +33,7 @@ pub mod tunnel;
 pub mod turn;
 
 pub use agent::{Agent, Place, Start};
+pub use declared_dead::DeclaredAlone;
 pub(crate) use homes::Homing;
 pub use homes::Several;
 pub use kilo_common::{lead::Term, signal};

@@ -15,7 +15,7 @@ use std::{
 use aya::maps::{MapData, RingBuf};
 use kilo_common::lead::Term;
 use kilo_core::topology::NodeId;
-use kilo_failover::{Agent, Far, Input, Micros, Params, Start, far};
+use kilo_failover::{Agent, DeclaredAlone, Far, Input, Micros, Params, Start, far};
 use kilo_host::{
     dataplane::{CounterReader, lead::Signals, led::Led, monitor::ktime},
     net::link_down::LinkEvents,
@@ -49,8 +49,6 @@ const LONGEST_WAIT: Micros = 1_000_000;
 const REPORT: Micros = 1_000_000;
 /// What is given by one leader within this time is one change.
 const SUCCESSION: Micros = 1_000_000;
-/// Between two declarations that no third node stands for of the same leader's death, if it has not booted since.
-const DECLARED_ALONE: Micros = 600_000_000;
 
 pub struct Thread {
     pub(super) shared: Arc<Shared>,
@@ -81,8 +79,8 @@ pub struct Thread {
     succeeded: Option<(NodeId, Micros)>,
     /// Whom it has declared dead last, and in which term.
     declared_dead: Option<(NodeId, Term)>,
-    /// Whom it has declared dead last although nobody else was there to hear it, in which boot, and when.
-    declared_alone: Option<(NodeId, Option<u64>, Micros)>,
+    /// What it has declared although nobody else was there to hear it.
+    declared_alone: DeclaredAlone,
     out: Out,
     moved: Moved,
     followers: Followers,
@@ -135,7 +133,7 @@ pub fn run(shared: Arc<Shared>, params: Params, tools: Tools, metrics: FailoverM
         last_change: None,
         succeeded: None,
         declared_dead: None,
-        declared_alone: None,
+        declared_alone: DeclaredAlone::default(),
         out: Out::default(),
         moved: Moved::default(),
         followers: Followers::default(),

@@ -6,7 +6,7 @@ use kilo_common::lead::Term;
 use kilo_core::topology::{Acting, ActingLocation, NodeId};
 use kilo_failover::{Agent, Given, Micros, Note, signal::Shared as SharedPrefixes};
 
-use super::{DECLARED_ALONE, REPORT, SUCCESSION, Thread, micros};
+use super::{REPORT, SUCCESSION, Thread, micros};
 use crate::{
     failover::{Dead, Report, StandBy, locked, site::Site},
     far,
@@ -128,8 +128,7 @@ impl Thread {
     }
 
     /// A leader is declared dead once while it is silent: if it lives and says so, it knows better. One that was heard
-    /// again and dies again is declared dead again; where no third node hears this one, in ten minutes
-    /// once unless it has booted, since a LAN between two that comes and goes looks the same.
+    /// again and dies again is declared dead again; where no third node hears this one, as [`kilo_failover::DeclaredAlone`] admits.
     pub(super) fn declare_dead(&mut self, site: &Site, now: Micros) {
         let agent = self.agent.as_ref().filter(|_| site.is_mixed);
         let declared_dead = agent.and_then(|agent| Some((agent.declares_dead(now)?, agent.word().0)));
@@ -138,13 +137,9 @@ impl Thread {
         }
         if let (Some((leader, _)), Some(agent)) = (declared_dead, &self.agent)
             && agent.has_no_witness()
+            && !self.declared_alone.admits(leader, agent.cookie_of(leader), now)
         {
-            let boot = agent.cookie_of(leader);
-            let is_again = |(before, its, at)| (before, its) == (leader, boot) && now < at + DECLARED_ALONE;
-            if self.declared_alone.is_some_and(is_again) {
-                return;
-            }
-            self.declared_alone = Some((leader, boot, now));
+            return;
         }
         self.declared_dead = declared_dead;
         let dead =
