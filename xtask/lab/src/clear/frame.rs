@@ -61,7 +61,8 @@ pub enum Link {
     NativeLan,
 }
 
-const ETHERNET: usize = 14;
+/// Bytes of an Ethernet header.
+pub const ETHERNET: usize = 14;
 /// EtherType of a VLAN's tag.
 const VLAN: u16 = 0x8100;
 /// First bytes of the router's link-layer addresses.

@@ -13,7 +13,7 @@ use std::{
         atomic::{AtomicBool, Ordering},
     },
     thread::JoinHandle,
-    time::{Duration, Instant},
+    time::{Duration, Instant, SystemTime, UNIX_EPOCH},
 };
 
 use anyhow::{Context as _, Result, ensure};
@@ -44,11 +44,39 @@ const KINDS: usize = 64;
 /// Longest wait until all frames have been looked at.
 const PATIENCE: Duration = Duration::from_secs(20);
 
+/// As much of a packet as says what it was.
+const SHOWN: usize = 64;
+
+/// How often a kind of leak was seen, and its first packet.
+#[derive(Debug)]
+pub struct Frames {
+    count: u64,
+    /// Since the epoch.
+    at: Duration,
+    start: Vec<u8>,
+}
+
+impl Frames {
+    fn one(frame: &[u8]) -> Self {
+        let at = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        let packet = frame.get(frame::ETHERNET..).unwrap_or_default();
+        Self { count: 1, at, start: packet[..packet.len().min(SHOWN)].to_vec() }
+    }
+
+    /// The time of day in UTC, as agents' logs have it, and the first packet from its IP header on.
+    fn first(&self) -> String {
+        let seconds = self.at.as_secs();
+        let [hour, minute, second] = [seconds / 3600 % 24, seconds / 60 % 60, seconds % 60];
+        let bytes: String = self.start.iter().map(|byte| format!("{byte:02x}")).collect();
+        format!("{hour:02}:{minute:02}:{second:02}.{:03} {bytes}", self.at.subsec_millis())
+    }
+}
+
 /// What was seen since somebody asked.
 #[derive(Debug, Default)]
 pub struct Seen {
     /// Frames in clear by who sent what.
-    pub leaks: BTreeMap<(String, Leak), u64>,
+    leaks: BTreeMap<(String, Leak), Frames>,
     /// Frames in clear of other kinds, when there are too many to tell apart.
     pub others: u64,
     /// Frames that came too fast to be looked at.
@@ -58,17 +86,21 @@ pub struct Seen {
 impl Seen {
     /// Frames in clear.
     pub fn total(&self) -> u64 {
-        self.leaks.values().sum::<u64>() + self.others
+        self.leaks.values().map(|frames| frames.count).sum::<u64>() + self.others
     }
 
-    fn add(&mut self, leak: (String, Leak), count: u64) {
-        let is_known = self.leaks.len() < KINDS || self.leaks.contains_key(&leak);
-        *(if is_known { self.leaks.entry(leak).or_default() } else { &mut self.others }) += count;
+    fn add(&mut self, leak: (String, Leak), frames: Frames) {
+        let has_room = self.leaks.len() < KINDS;
+        match self.leaks.get_mut(&leak) {
+            Some(before) => before.count += frames.count,
+            None if has_room => drop(self.leaks.insert(leak, frames)),
+            None => self.others += frames.count,
+        }
     }
 
     /// Adds what was seen later.
     fn merge(&mut self, later: Self) {
-        later.leaks.into_iter().for_each(|(leak, count)| self.add(leak, count));
+        later.leaks.into_iter().for_each(|(leak, frames)| self.add(leak, frames));
         self.others += later.others;
         self.missed += later.missed;
     }
@@ -78,7 +110,9 @@ impl Seen {
         let others = (self.others > 0).then(|| format!("\n    {} others", self.others));
         let leaks = self.leaks.iter();
         leaks
-            .map(|((from, leak), count)| format!("\n    {count} from {from}: {leak}"))
+            .map(|((from, leak), frames)| {
+                format!("\n    {} from {from}: {leak}; the first at {}", frames.count, frames.first())
+            })
             .chain(others)
             .collect()
     }
@@ -159,9 +193,9 @@ fn look(socket: &OwnedFd, native: bool, stop: &AtomicBool, state: &(Mutex<State>
                 let (name, link) =
                     links.entry(from.ifindex()).or_insert_with(|| link(from.ifindex(), native));
                 let is_ethernet = from.hatype() == libc::ARPHRD_ETHER;
-                let leak =
-                    link.and_then(|link| frame::leak(&with_header(&buffer[..length], is_ethernet), link));
-                found.extend(leak.map(|leak| (name.clone(), leak)));
+                let bytes = with_header(&buffer[..length], is_ethernet);
+                let leak = link.and_then(|link| frame::leak(&bytes, link));
+                found.extend(leak.map(|leak| ((name.clone(), leak), Frames::one(&bytes))));
             }
             continue;
         }
@@ -169,7 +203,7 @@ fn look(socket: &OwnedFd, native: bool, stop: &AtomicBool, state: &(Mutex<State>
         {
             let mut state = state.0.lock().unwrap_or_else(PoisonError::into_inner);
             state.seen.missed += missed;
-            found.drain(..).for_each(|leak| state.seen.add(leak, 1));
+            found.drain(..).for_each(|(leak, frames)| state.seen.add(leak, frames));
             state.idle = Some(Instant::now());
         }
         state.1.notify_all();
@@ -321,4 +355,33 @@ fn send_marked(network: &Network) -> Result<()> {
         .join()
         .map_err(|_| anyhow::anyhow!("sending thread"))??
         .context("sending")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_kind_of_leak_is_shown_with_its_first_packet() {
+        let ping = |last: u8| {
+            [&[0; 12], &[8, 0, 0x45, 0, 0, 20, 0, 0, 0, 0, 64, 1, 0, 0][..], &[10, 42, 1, 2, 10, 42, 2, last]]
+                .concat()
+        };
+        let mut seen = Seen::default();
+        for last in [2, 3, 2] {
+            let frame = ping(last);
+            let leak = frame::leak(&frame, Link::Public).unwrap();
+            let at = Duration::from_millis(1_795_738_000_125);
+            seen.add(("a1-wan".to_owned(), leak), Frames { at, ..Frames::one(&frame) });
+        }
+        assert_eq!(seen.total(), 3);
+        let shown = seen.shown();
+        let (first, second) = shown.trim().split_once('\n').unwrap();
+        assert_eq!(
+            first,
+            "2 from a1-wan: an address of the mesh: 10.42.1.2 to 10.42.2.2, protocol 1; the first at 00:06:40.125 \
+             4500001400000000400100000a2a01020a2a0202"
+        );
+        assert!(second.trim().starts_with("1 from a1-wan"), "{second}");
+    }
 }
