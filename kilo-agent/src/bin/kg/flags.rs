@@ -50,7 +50,7 @@ pub enum Command {
     },
 }
 
-#[derive(Args, Debug)]
+#[derive(Args, Debug, Default)]
 pub struct UninstallArgs {
     /// Keep the WireGuard interface with its peers and sessions, so that another agent can take it over.
     #[arg(long)]
@@ -58,6 +58,12 @@ pub struct UninstallArgs {
     /// Also remove the CNI configuration (--cni-path) and its bridge; pods of this node lose their network.
     #[arg(long)]
     pub remove_cni: bool,
+    /// Leave the Node object as it is: `kgctl uninstall` removes the annotations with its own rights.
+    #[arg(long)]
+    pub keep_annotations: bool,
+    /// Also write what was removed, and what was not, to this file: /dev/termination-log shows it in the pod's status.
+    #[arg(long, value_name = "FILE")]
+    pub report: Option<PathBuf>,
 }
 
 #[derive(Args, Debug)]

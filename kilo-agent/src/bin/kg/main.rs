@@ -378,7 +378,7 @@ async fn work<B: Backend>(
     if flags.clean_up && gone {
         tracing::info!("node object no longer exists; cleaning up");
         let keep_interface = !flags.clean_up_interface;
-        return uninstall(&flags, &UninstallArgs { keep_interface, remove_cni: false }).await;
+        return uninstall(&flags, &UninstallArgs { keep_interface, ..UninstallArgs::default() }).await;
     }
     if leaving.leave(&hostname, Path::new(BPFFS), &flags.interface, flags.masquerade).await {
         return Ok(());

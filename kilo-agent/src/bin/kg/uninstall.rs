@@ -1,8 +1,11 @@
 //! `kg uninstall`, and the end of an agent whose node is gone.
 
-use std::path::{Path, PathBuf};
+use std::{
+    fs,
+    path::{Path, PathBuf},
+};
 
-use anyhow::{Result, bail};
+use anyhow::{Context as _, Result, anyhow};
 use kilo_agent::{
     agent,
     backend::{Backend as _, file::FileBackend, kubernetes},
@@ -39,7 +42,10 @@ pub async fn uninstall_alone(flags: &Flags, args: &UninstallArgs) -> Result<()> 
 pub async fn uninstall(flags: &Flags, args: &UninstallArgs) -> Result<()> {
     let options = interface_options(flags)?;
     let hostname = hostname(flags)?;
-    let retracted = retract(flags, &hostname).await;
+    let retracted = match args.keep_annotations {
+        true => None,
+        false => Some(retract(flags, &hostname).await),
+    };
     let removal = agent::Removal {
         interface: &options,
         delete_interface: !args.keep_interface,
@@ -49,18 +55,25 @@ pub async fn uninstall(flags: &Flags, args: &UninstallArgs) -> Result<()> {
     // The host is cleaned although the API may be out of reach.
     let mut outcome = agent::uninstall(removal).await;
     match retracted {
-        Ok(()) => outcome.removed.push(format!("annotations of node {hostname}")),
-        Err(error) => {
+        None => {}
+        Some(Ok(())) => outcome.removed.push(format!("annotations of node {hostname}")),
+        Some(Err(error)) => {
             outcome.stays.push(format!("annotations of node {hostname}: {}", error_chain(error.as_ref())));
         }
     }
-    for removed in &outcome.removed {
-        println!("removed: {removed}");
+    let mut report: String = outcome.removed.iter().map(|removed| format!("removed: {removed}\n")).collect();
+    print!("{report}");
+    let result = match outcome.stays.is_empty() {
+        true => Ok(()),
+        false => Err(anyhow!("not everything could be removed:\n{}", outcome.stays.join("\n"))),
+    };
+    if let Some(file) = &args.report {
+        if let Err(error) = &result {
+            report += &error.to_string();
+        }
+        fs::write(file, report).with_context(|| format!("the report: {}", file.display()))?;
     }
-    if outcome.stays.is_empty() {
-        return Ok(());
-    }
-    bail!("not everything could be removed:\n{}", outcome.stays.join("\n"))
+    result
 }
 
 /// Removes what the agent published.

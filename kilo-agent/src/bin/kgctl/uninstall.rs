@@ -13,11 +13,12 @@ use k8s_openapi::{
     NamespaceResourceScope,
     api::{
         apps::v1::DaemonSet,
-        core::v1::{Pod, PodCondition, ServiceAccount},
+        core::v1::{ContainerState, Pod, PodCondition, ServiceAccount},
         rbac::v1::{ClusterRole, ClusterRoleBinding},
     },
 };
-use kilo_agent::cli::parse_period;
+use kilo_agent::{backend::kubernetes, cli::parse_period};
+use kilo_core::errors::error_chain;
 use kube::{
     Api, Client, Resource, ResourceExt as _,
     api::{ApiResource, DeleteParams, DynamicObject, ListParams, LogParams, Patch, PatchParams, PostParams},
@@ -35,8 +36,14 @@ const MANIFEST: &str = include_str!("../../../../manifests/uninstall.yaml");
 const IMAGE: &str = concat!("kilo-ebpf/kilo:", env!("CARGO_PKG_VERSION"));
 const NAMESPACE: &str = "kube-system";
 const CNI_DIRECTORY: &str = "/etc/cni/net.d";
+/// The agent's default.
+const INTERFACE: &str = "kilo0";
+/// The argument of the manifest beside which others are put.
+const ARGUMENT: &str = "            - --remove-cni\n";
 /// Name of every object of the manifest, and of the pods' label.
 const NAME: &str = "kilo-uninstall";
+/// The container that removes everything.
+const CONTAINER: &str = "uninstall";
 /// What must not run meanwhile, beside what `kgctl takeover` prints.
 const RUNNING: [&str; 2] = ["kilo", "kilo-wireguard"];
 const POLL: Duration = Duration::from_millis(300);
@@ -59,6 +66,9 @@ pub struct UninstallArgs {
     /// Typhoon.
     #[arg(long, default_value = CNI_DIRECTORY, value_parser = parse_directory)]
     cni_dir: String,
+    /// WireGuard interface of the agents, if they had --interface.
+    #[arg(long, default_value = INTERFACE, value_parser = parse_interface)]
+    interface: String,
     /// Longest time to wait; nodes not done by then are listed, and the uninstaller is left in place.
     #[arg(long, default_value = "3m", value_parser = parse_period)]
     timeout: Duration,
@@ -86,14 +96,18 @@ pub async fn run(args: &UninstallArgs) -> Result<String> {
     let (mounted, on_host) =
         (format!("            path: {CNI_DIRECTORY}\n"), format!("            path: {}\n", args.cni_dir));
     let text = MANIFEST.replace(IMAGE, &args.image).replace(NAMESPACE, &args.namespace);
-    let text = text.replace(&mounted, &on_host);
+    // Whoever runs this reaches the API server; a pod whose mesh is gone may not.
+    let arguments =
+        format!("{ARGUMENT}            - --keep-annotations\n            - --interface={}\n", args.interface);
+    let text = text.replace(&mounted, &on_host).replace(ARGUMENT, &arguments);
     for document in text.split("\n---\n").skip(1) {
         let object: DynamicObject = serde_yaml_ng::from_str(document).context("uninstall.yaml")?;
         write(&cluster, &object).await?;
     }
     let done = wait(&cluster, &daemon_sets, args.timeout).await?;
     let pods: Api<Pod> = Api::namespaced(client.clone(), &args.namespace);
-    let (said, mut waits_for) = logs(&cluster, &pods, &args.namespace).await?;
+    let (mut said, mut waits_for) = reports(&cluster, &pods, &args.namespace).await?;
+    retract(&cluster, &mut said, &waits_for).await?;
     let missing = done.err().map_or(0, |wanted| wanted.saturating_sub(said.len()));
     if missing > 0 {
         waits_for.push(format!("{missing} nodes without a running pod"));
@@ -118,6 +132,16 @@ fn parse_directory(text: &str) -> Result<String, String> {
         Ok(text.to_owned())
     } else {
         Err("write an absolute path of letters, digits, dots, dashes and slashes".to_owned())
+    }
+}
+
+/// A name that the kernel and a manifest take.
+fn parse_interface(text: &str) -> Result<String, String> {
+    let is_plain = |letter: char| letter.is_ascii_alphanumeric() || "._-".contains(letter);
+    if (1..16).contains(&text.len()) && text.chars().all(is_plain) {
+        Ok(text.to_owned())
+    } else {
+        Err("write an interface name: at most 15 letters, digits, dots, dashes and underscores".to_owned())
     }
 }
 
@@ -174,7 +198,7 @@ async fn wait(cluster: &Cluster, daemon_sets: &Api<DaemonSet>, limit: Duration) 
 }
 
 /// What the pods said, by node, and the nodes whose pods are not done.
-async fn logs(
+async fn reports(
     cluster: &Cluster,
     pods: &Api<Pod>,
     namespace: &str,
@@ -191,13 +215,44 @@ async fn logs(
         if !conditions.unwrap_or_default().iter().any(is_ready) {
             waits_for.push(node.clone());
         }
-        let container = LogParams { container: Some("uninstall".to_owned()), ..LogParams::default() };
-        let said = remote::log(cluster, &pod, container).await;
-        nodes.insert(node, said.unwrap_or_else(|error| format!("its log cannot be read: {error:#}")));
+        let said = match report(&pod) {
+            Some(report) => report,
+            None => {
+                let container = LogParams { container: Some(CONTAINER.to_owned()), ..LogParams::default() };
+                let log = remote::log(cluster, &pod, container).await;
+                log.unwrap_or_else(|error| format!("its log cannot be read: {error:#}"))
+            }
+        };
+        nodes.insert(node, said);
         progress.step();
     }
     waits_for.sort_unstable();
     Ok((nodes, waits_for))
+}
+
+/// What a pod's status says that its container has removed: the API server need not reach the node's kubelet for it,
+/// to which perhaps only the mesh led.
+fn report(pod: &Pod) -> Option<String> {
+    let containers = pod.status.as_ref()?.init_container_statuses.as_deref()?;
+    let container = containers.iter().find(|container| container.name == CONTAINER)?;
+    let ended = |state: Option<&ContainerState>| state?.terminated.as_ref()?.message.clone();
+    ended(container.state.as_ref()).or_else(|| ended(container.last_state.as_ref()))
+}
+
+/// Removes what the agents of the nodes that are done have published, and says so; an error names all for which that is
+/// refused.
+async fn retract(cluster: &Cluster, said: &mut BTreeMap<String, String>, waits_for: &[String]) -> Result<()> {
+    let mut refused = Vec::new();
+    for (node, said) in said.iter_mut().filter(|(node, _)| !waits_for.contains(node)) {
+        match kubernetes::retract(cluster.client.clone(), node).await {
+            Ok(()) => *said = format!("{}\nremoved: annotations of node {node}", said.trim_end()),
+            Err(error) => refused.push(format!("{node}: {}", error_chain(&error))),
+        }
+    }
+    if refused.is_empty() {
+        return Ok(());
+    }
+    bail!("not done: annotations could not be removed; run this again:\n{}", refused.join("\n"))
 }
 
 /// Each line behind the name of its node.
@@ -241,4 +296,33 @@ where
 {
     let (resource, parameters) = (K::plural(&()), DeleteParams::default());
     cluster.ask(Asked::new("delete", &resource), objects.delete(NAME, &parameters)).await.map(drop)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_status_of_a_pod_says_what_was_removed_also_while_it_tries_again() {
+        let pod = |state: &str| -> Pod {
+            let text = format!(
+                "metadata: {{name: kilo-uninstall-x}}\nstatus:\n  initContainerStatuses:\n  - {{name: uninstall, image: i, \
+                 imageID: '', ready: false, restartCount: 1, {state}}}\n"
+            );
+            serde_yaml_ng::from_str(&text).unwrap()
+        };
+        let ended = "{terminated: {exitCode: 0, message: \"removed: interface kilo0\\n\"}}";
+        let done = pod(&format!("state: {ended}"));
+        assert_eq!(report(&done).as_deref(), Some("removed: interface kilo0\n"));
+        let again = pod(&format!("state: {{waiting: {{reason: CrashLoopBackOff}}}}, lastState: {ended}"));
+        assert!(report(&again).is_some());
+        assert_eq!(report(&pod("state: {running: {}}")), None);
+    }
+
+    #[test]
+    fn the_manifest_has_what_is_replaced_in_it() {
+        for text in [IMAGE, NAMESPACE, ARGUMENT, &format!("            path: {CNI_DIRECTORY}\n")] {
+            assert!(MANIFEST.contains(text), "{text}");
+        }
+    }
 }
