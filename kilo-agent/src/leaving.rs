@@ -100,6 +100,10 @@ impl Leaving {
         }
         match self.successor?.kilos().await {
             Ok(kilos) => kilos.map(|image| format!("the DaemonSet now runs {image}")),
+            Err(error @ SuccessorError::UnknownFlag { .. }) => {
+                tracing::error!(%error, "leaving everything in place: this host's traffic goes on without an agent");
+                None
+            }
             // Gone, or nobody to ask: as with any stop.
             Err(error) => {
                 tracing::info!(%error, "failed to find out which image comes next; leaving everything in place");

@@ -72,7 +72,11 @@ async fn cluster() -> Option<Cluster> {
 }
 
 async fn set_image(daemon_sets: &Api<DaemonSet>, image: &str) {
-    let containers = json!([{"name": "kilo", "image": image}]);
+    set(daemon_sets, image, &["--hostname=n1"]).await;
+}
+
+async fn set(daemon_sets: &Api<DaemonSet>, image: &str, arguments: &[&str]) {
+    let containers = json!([{"name": "kilo", "image": image, "args": arguments}]);
     let patch = Patch::Strategic(json!({"spec": {"template": {"spec": {"containers": containers}}}}));
     daemon_sets.patch("kilo", &PatchParams::default(), &patch).await.unwrap();
 }
@@ -117,6 +121,11 @@ fn only_kilos_own_image_gets_a_host_without_programs() {
         let of_failover = ["kilo.squat.ai/signal", "kilo.squat.ai/leaders"];
         let kept = annotations().await;
         assert!(of_failover.iter().all(|name| kept.contains_key(*name)), "an upgrade: {kept:?}");
+
+        let agent = start(&kubeconfig).await;
+        set(&daemon_sets, KILO, &["--hostname=n1", "--cni-source=/etc/kilo/cni.conflist"]).await;
+        stop(agent);
+        assert_eq!(sh(PINS), pins, "Kilo's agent does not start with a flag of ours");
 
         let agent = start(&kubeconfig).await;
         let (routes, addresses) = (sh("ip route show proto 107"), sh("ip -o address show kilo0"));

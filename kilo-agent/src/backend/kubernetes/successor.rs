@@ -2,7 +2,7 @@
 
 use std::{path::Path, time::Duration};
 
-use k8s_openapi::api::apps::v1::DaemonSet;
+use k8s_openapi::api::{apps::v1::DaemonSet, core::v1::Container};
 use kube::{Api, Client};
 
 use kilo_core::errors::{Cause, error_chain};
@@ -13,6 +13,36 @@ const NAMESPACE: &str = "/var/run/secrets/kubernetes.io/serviceaccount/namespace
 const NAME: &str = "kilo";
 /// Kilo's own image, without its registry.
 const KILO: &str = "squat/kilo";
+/// The flags of Kilo's agent (0.7.0): it ends at once with any other.
+const KILOS_FLAGS: [&str; 27] = [
+    "backend",
+    "clean-up",
+    "clean-up-interface",
+    "cni",
+    "cni-path",
+    "compatibility",
+    "create-interface",
+    "encapsulate",
+    "help",
+    "hostname",
+    "interface",
+    "internal-cidr",
+    "iptables-forward-rules",
+    "kubeconfig",
+    "listen",
+    "local",
+    "log-level",
+    "master",
+    "mesh-granularity",
+    "mtu",
+    "port",
+    "prioritise-private-addresses",
+    "resync-period",
+    "service-cidr",
+    "subnet",
+    "topology-label",
+    "version",
+];
 /// A stop waits no longer than this for an answer.
 const PATIENCE: Duration = Duration::from_secs(3);
 
@@ -43,6 +73,16 @@ pub enum SuccessorError {
     /// The API server does not answer, or not with the DaemonSet.
     #[error("{}", error_chain(.0.as_ref()))]
     Api(#[source] Cause),
+    /// It is Kilo's own with a flag of ours: that agent will not run.
+    #[error(
+        "the DaemonSet now runs {image}, which does not know {flag} and will not start: apply Kilo's own manifests"
+    )]
+    UnknownFlag {
+        /// Kilo's image.
+        image: String,
+        /// The first such flag, without its value.
+        flag: String,
+    },
     /// There is no such container.
     #[error("DaemonSet {NAME} has no container {NAME}")]
     NoContainer,
@@ -58,22 +98,36 @@ impl Successor {
     /// The image that the DaemonSet runs now, if it is Kilo's own.
     ///
     /// # Errors
-    /// When there is no answer within three seconds; also when the DaemonSet is gone.
+    /// When there is no answer within three seconds; also when the DaemonSet is gone, or gives Kilo's agent a flag that
+    /// it does not know.
     pub async fn kilos(&self) -> Result<Option<String>, SuccessorError> {
-        let asked = tokio::time::timeout(PATIENCE, image(&self.daemon_sets)).await;
-        let image = asked.map_err(|_| SuccessorError::Api("the API server does not answer".into()))??;
-        Ok(is_kilos(&image).then_some(image))
+        let asked = tokio::time::timeout(PATIENCE, container(&self.daemon_sets)).await;
+        let container = asked.map_err(|_| SuccessorError::Api("the API server does not answer".into()))??;
+        let image = container.image.ok_or(SuccessorError::NoContainer)?;
+        if !is_kilos(&image) {
+            return Ok(None);
+        }
+        match unknown_flag(container.args.as_deref().unwrap_or_default()) {
+            Some(flag) => Err(SuccessorError::UnknownFlag { image, flag }),
+            None => Ok(Some(image)),
+        }
     }
 }
 
-async fn image(daemon_sets: &Api<DaemonSet>) -> Result<String, SuccessorError> {
+async fn container(daemon_sets: &Api<DaemonSet>) -> Result<Container, SuccessorError> {
     let found = daemon_sets.get(NAME).await.map_err(|error| match &error {
         kube::Error::Api(status) if status.code == 403 => SuccessorError::Forbidden(error.into()),
         _ => SuccessorError::Api(error.into()),
     })?;
     let pod = found.spec.and_then(|spec| spec.template.spec).unwrap_or_default();
-    let container = pod.containers.into_iter().find(|container| container.name == NAME);
-    container.and_then(|container| container.image).ok_or(SuccessorError::NoContainer)
+    pod.containers.into_iter().find(|container| container.name == NAME).ok_or(SuccessorError::NoContainer)
+}
+
+/// The first of these arguments that is a flag, and none of Kilo's.
+fn unknown_flag(arguments: &[String]) -> Option<String> {
+    let flags = arguments.iter().filter(|argument| argument.starts_with("--"));
+    let mut names = flags.map(|flag| flag.split('=').next().unwrap_or(flag));
+    names.find(|flag| !KILOS_FLAGS.contains(&flag.trim_start_matches("--"))).map(ToOwned::to_owned)
 }
 
 /// By its name alone: neither a mistyped image nor a mirror of ours may leave a host without
@@ -91,6 +145,23 @@ fn is_kilos(image: &str) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn flags_that_kilo_does_not_know_are_found() {
+        let unknown = |arguments: &[&str]| {
+            unknown_flag(&arguments.iter().map(|argument| (*argument).to_owned()).collect::<Vec<_>>())
+        };
+        let kilos = [
+            "--kubeconfig=/etc/kubernetes/kubeconfig",
+            "--hostname=$(NODE_NAME)",
+            "--cni=false",
+            "--mtu",
+            "1420",
+        ];
+        assert_eq!(unknown(&kilos), None);
+        assert_eq!(unknown(&["--hostname=a", "--cni-source=/etc/kilo"]).as_deref(), Some("--cni-source"));
+        assert_eq!(unknown(&["--failover", "auto"]).as_deref(), Some("--failover"));
+    }
 
     #[test]
     fn kilos_image_is_known_by_its_name_whatever_registry_tag_and_digest() {
