@@ -60,6 +60,8 @@ pub struct Sim {
     number: u64,
     pub(crate) delays: Vec<Vec<Micros>>,
     pub(crate) cuts: BTreeSet<(usize, usize)>,
+    /// Gateways and far leaders that do not reach each other.
+    pub(crate) far_cuts: BTreeSet<(usize, usize)>,
     /// What share of packets a flood loses in its leader's tunnel, each way.
     pub(crate) flood: f64,
     faults: Vec<(Micros, Micros, Fault)>,
@@ -113,6 +115,7 @@ impl Sim {
             number: 0,
             delays,
             cuts: BTreeSet::new(),
+            far_cuts: BTreeSet::new(),
             flood: 0.0,
             faults: Vec::new(),
             cordoned: BTreeSet::new(),

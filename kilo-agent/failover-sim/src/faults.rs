@@ -29,6 +29,8 @@ pub enum Fault {
     Forward(usize),
     /// Two nodes do not hear each other.
     Link(usize, usize),
+    /// A gateway and a far leader do not reach each other.
+    Way(usize, usize),
     /// Its agent is dead; afterwards a new one starts.
     Agent(usize),
     /// Its agent is replaced by one of another layout of the maps: marks are lost, and the word is the acting leader's.

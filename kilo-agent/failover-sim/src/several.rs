@@ -46,6 +46,8 @@ pub enum What {
     PowerCycle(usize),
     /// Another one joins.
     Joins,
+    /// Another one joins, which one of three far leaders does not reach.
+    JoinsWithoutWay,
     /// One leads all from now on: somewhere a node knows no several.
     OneLeads,
     /// This one is cordoned.
@@ -61,9 +63,11 @@ const START: Micros = 300 * SEC;
 
 /// `active` gateways with a stand-by each, and twelve nodes besides.
 pub fn shares(seed: u64, active: usize, what: What, log: bool) -> Shares {
-    let last = if what == What::Joins { active + 1 } else { active };
+    let joins = matches!(what, What::Joins | What::JoinsWithoutWay);
+    let last = if joins { active + 1 } else { active };
     let (gateways, until) = (2 * last, START + 150 * SEC);
-    let shape = Shape { nodes: gateways + 12, gateways, fars: 2, delay: None, go: None };
+    let fars = if what == What::JoinsWithoutWay { 3 } else { 2 };
+    let shape = Shape { nodes: gateways + 12, gateways, fars, delay: None, go: None };
     let run = |schedule: Schedule, changes_to: Option<usize>| {
         let mut sim = Sim::new(seed, shape, Noise::default(), Params::default());
         sim.log = log;
@@ -90,11 +94,12 @@ pub fn shares(seed: u64, active: usize, what: What, log: bool) -> Shares {
         What::NoGateway(node, seconds) => {
             (vec![(START, START + seconds * SEC, Fault::NoGateway(node))], Vec::new())
         }
+        What::JoinsWithoutWay => (vec![(SEC, NEVER, Fault::Way(active, 2))], Vec::new()),
         What::Joins | What::OneLeads => (Vec::new(), Vec::new()),
     };
     let faults = long_ago.into_iter().chain(faults).collect();
     let changes_to = match what {
-        What::Joins => Some(active + 1),
+        _ if joins => Some(active + 1),
         What::OneLeads => Some(1),
         _ => None,
     };

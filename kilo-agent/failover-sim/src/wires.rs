@@ -36,7 +36,11 @@ impl Sim {
     /// Whether a packet passes a gateway's uplink, out or in.
     pub fn uplink_works(&self, gateway: usize, far: usize, out: bool) -> bool {
         let wires = &self.hosts[gateway].wires;
-        wires.runs(self.now) && wires.uplink[0] && wires.uplink[if out { 1 } else { 2 }] && self.fars[far].on
+        wires.runs(self.now)
+            && wires.uplink[0]
+            && wires.uplink[if out { 1 } else { 2 }]
+            && self.fars[far].on
+            && !self.far_cuts.contains(&(gateway, far))
     }
 
     /// Whether the queues of a gateway that carries the flood have no room.

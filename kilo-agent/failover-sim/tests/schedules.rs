@@ -188,6 +188,18 @@ fn one_of_several_leaders_that_boots_takes_itself_back_without_an_alarm() {
     }
 }
 
+/// That far leader would go on answering by the gateway before.
+#[test]
+fn a_leader_that_joins_takes_nobody_while_a_far_leader_does_not_reach_it() {
+    for seed in 0..number("KILO_RUNS", 3) {
+        let joined = several::shares(seed, 2, What::JoinsWithoutWay, false);
+        let text = format!("seed {seed}: {joined:?}");
+        assert!(joined.broken.is_empty() && joined.has_converged, "{text}");
+        assert_eq!(joined.after[2], 0, "{text}");
+        assert!(joined.outages.is_empty(), "{text}");
+    }
+}
+
 #[test]
 fn a_leader_that_joins_takes_its_share_and_one_that_is_cordoned_leaves_it() {
     for seed in 0..number("KILO_RUNS", 6) {

@@ -175,6 +175,11 @@ impl Tunnels {
         now >= self.up_since + SEC && self.most(|tunnel| Self::answers(params, tunnel, now))
     }
 
+    /// Whether every one of them answers now.
+    pub fn all_answer(&self, params: &Params, now: Micros) -> bool {
+        self.probed.iter().all(|tunnel| Self::answers(params, tunnel, now))
+    }
+
     /// Whether most answered a probe sent at `since` or later.
     pub fn proves(&self, since: Micros) -> bool {
         self.most(|tunnel| tunnel.answered.is_some_and(|sent| sent >= since))

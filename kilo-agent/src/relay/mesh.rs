@@ -105,9 +105,12 @@ impl Leaders {
                 relays: node.relay,
             });
         }
+        // Where it is besides, by another of its external addresses, is no NAT's doing.
+        let own_places = places(own, None);
         let says = published(relays, own);
-        found.is_behind_nat =
-            own.key.is_some_and(|key| places(own, seen.get(&key)).iter().any(|place| Some(*place) != says));
+        let is_own = |place: &SocketAddr| Some(*place) == says || own_places.contains(place);
+        let by_others = own.key.and_then(|key| seen.get(&key));
+        found.is_behind_nat = by_others.is_some_and(|places| !places.iter().all(is_own));
         found
     }
 }
@@ -137,7 +140,7 @@ fn places(node: &Node, seen: Option<&BTreeSet<SocketAddr>>) -> Vec<SocketAddr> {
 
 #[cfg(test)]
 mod tests {
-    use kilo_core::{settings::Granularity, topology::Peer};
+    use kilo_core::{objects::CheckedIn, settings::Granularity, topology::Peer};
 
     use super::*;
 
@@ -199,5 +202,46 @@ mod tests {
         assert_eq!(published(), None, "nobody has answered yet");
         relays.resolves(&[("home.example".to_owned(), "198.51.100.7".parse().unwrap())].into());
         assert_eq!(published(), "198.51.100.7:51821".parse().ok());
+    }
+
+    #[test]
+    fn another_external_address_is_no_nat_and_another_place_where_others_see_the_node_is() {
+        let node = |name: &str, number: u8, discovered: &[(u8, &str)]| {
+            Arc::new(Node {
+                name: name.to_owned(),
+                key: Some(PublicKey([number; 32])),
+                location: name.to_owned(),
+                endpoint: format!("192.0.2.{number}:51820").parse().ok(),
+                internal_ip: format!("10.0.0.{number}/24").parse().ok(),
+                external_ips: vec![
+                    format!("192.0.2.{number}").parse().unwrap(),
+                    "2001:db8::1".parse().unwrap(),
+                ],
+                discovered_endpoints: discovered
+                    .iter()
+                    .map(|(key, at)| (PublicKey([*key; 32]), at.parse().unwrap()))
+                    .collect(),
+                ..Node::default()
+            })
+        };
+        let is_behind_nat = |seen_at: &str| {
+            let nodes = [node("a", 1, &[]), node("b", 2, &[(1, seen_at)])];
+            let subnet = "10.4.0.0/16".parse().unwrap();
+            let mesh = Mesh::default().next(&nodes, &BTreeMap::new(), Granularity::Location, subnet);
+            let snapshot = Snapshot {
+                nodes: nodes.iter().map(|node| CheckedIn { node: Node::clone(node), last_seen: 0 }).collect(),
+                ..Snapshot::default()
+            };
+            let view = MeshView {
+                mesh: Arc::new(mesh),
+                snapshot: Arc::new(snapshot),
+                own: Some(Arc::clone(&nodes[0])),
+                ..MeshView::default()
+            };
+            Leaders::of(&view, &Relays::default(), &BTreeMap::new()).is_behind_nat
+        };
+        assert!(!is_behind_nat("192.0.2.1:51820"));
+        assert!(!is_behind_nat("[2001:db8::1]:51820"));
+        assert!(is_behind_nat("203.0.113.1:45001"));
     }
 }

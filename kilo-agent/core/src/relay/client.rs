@@ -1,7 +1,7 @@
 //! A leader's own ends: how each pair with another location is connected.
 
 use std::{
-    collections::BTreeMap,
+    collections::{BTreeMap, BTreeSet},
     net::SocketAddr,
     time::{Duration, Instant},
 };
@@ -327,6 +327,9 @@ impl Pair {
         // What the other end says anew counts for more than where it once answered.
         if seen.published != self.published {
             (self.published, self.punched) = (seen.published, None);
+            // How long earlier ways have lasted says nothing of this one.
+            self.interval = DIRECT_EVERY;
+            self.next_round = self.next_round.map(|next| next.min(now + DIRECT_EVERY));
         }
         let settled =
             self.moved.is_none_or(|moved| now.saturating_duration_since(moved) >= SETTLES) && seen.is_fresh();
@@ -492,15 +495,54 @@ impl Pair {
             return;
         }
         round.next = now + STEP;
-        let mut places: Vec<SocketAddr> = self.places.clone();
-        places.extend(turn.seen.published);
-        places.extend(&turn.seen.places);
-        places.sort_unstable();
-        places.dedup();
+        let first = turn.seen.published.into_iter().chain(self.places.iter().copied());
+        let mut places = candidates(first, &turn.seen.places, self.nonce);
         places.retain(|place| !self.is_leased(*place));
         for to in places.into_iter().take(MOST_PLACES) {
             let sequence = turn.sequence();
             turn.send(other, to, message_to(Kind::Try, turn.ends, self.nonce, sequence));
         }
+    }
+}
+
+/// In which order an end is tried at places: `first`, and then a place of each family by turns, from another one with each
+/// round, so that many places of one kind, or one node that names many, do not keep the others from being tried.
+fn candidates(first: impl Iterator<Item = SocketAddr>, others: &[SocketAddr], round: u64) -> Vec<SocketAddr> {
+    let mut families: [Vec<SocketAddr>; 2] = [true, false].map(|v4| {
+        let mut family: Vec<_> = others.iter().copied().filter(|place| place.is_ipv4() == v4).collect();
+        let start = usize::try_from(round % family.len().max(1) as u64).unwrap_or(0);
+        family.rotate_left(start);
+        family.reverse();
+        family
+    });
+    let mut all: Vec<SocketAddr> = first.collect();
+    while families.iter().any(|family| !family.is_empty()) {
+        all.extend(families.iter_mut().filter_map(Vec::pop));
+    }
+    let mut tried = BTreeSet::new();
+    all.retain(|place| tried.insert(*place));
+    all
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_place_is_tried_in_some_round_and_each_family_in_all() {
+        let at = |text: &str| text.parse::<SocketAddr>().unwrap();
+        let first = [at("192.0.2.9:1"), at("192.0.2.3:7")];
+        let mut others: Vec<_> = (0..20).map(|port| at(&format!("192.0.2.3:{port}"))).collect();
+        others.extend([at("[2001:db8::1]:1"), at("[2001:db8::2]:1")]);
+        let mut tried = BTreeSet::new();
+        for round in 0..20 {
+            let all = candidates(first.into_iter(), &others, round);
+            assert_eq!(all.len(), 23, "each once");
+            assert_eq!(all[..2], first);
+            let now = &all[..MOST_PLACES];
+            assert!(now.iter().any(SocketAddr::is_ipv6) && now[2..].iter().any(SocketAddr::is_ipv4));
+            tried.extend(now.iter().copied());
+        }
+        assert_eq!(tried.len(), 23);
     }
 }

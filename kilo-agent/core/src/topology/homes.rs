@@ -273,6 +273,53 @@ mod tests {
         before.iter().filter(differs).map(|(node, _)| node.clone()).collect()
     }
 
+    /// Of 60 nodes, which is what docs/gateways.md says of them.
+    #[test]
+    fn what_is_no_failure_moves_nodes_of_other_gateways_too() {
+        let members = || (0..60).map(|n| Node { leader: false, ..node(&format!("m{n:02}"), 1) });
+        let with = |gateways: &[(&str, bool)]| -> Vec<Node> {
+            let gateways = gateways.iter().map(|(name, leader)| Node {
+                gateway: true,
+                leader: *leader,
+                ..node(name, 1)
+            });
+            gateways.chain(members()).collect()
+        };
+        let plain =
+            |names: &[&'static str]| with(&names.iter().map(|name| (*name, false)).collect::<Vec<_>>());
+        for names in [&["ga", "gb", "gc"][..], &["ga", "gb", "gc", "gd"]] {
+            let before = used(&plain(names), &[], 0).unwrap();
+            let moves: Vec<_> = (0..40)
+                .map(|n| {
+                    let mut more = plain(names);
+                    more.push(node(&format!("z{n:02}"), 1));
+                    moved(&before, &used(&more, &[], 0).unwrap()).len()
+                })
+                .collect();
+            let mean = moves.iter().sum::<usize>() as f64 / 40.0;
+            assert!(
+                mean <= 4.5 && moves.iter().all(|moves| *moves <= 5),
+                "{} gateways: {moves:?}",
+                names.len()
+            );
+        }
+        let two = used(&plain(&["gb", "gc"]), &[], 0).unwrap();
+        for third in ["ga", "gd"] {
+            let three = used(&plain(&["gb", "gc", third]), &[], 0).unwrap();
+            let between = moved(&two, &three).into_iter().filter(|node| three[node] != third).count();
+            println!(
+                "{third} beside gb and gc: {} move, {between} to another one",
+                moved(&two, &three).len()
+            );
+        }
+        let [first, last] = [0, 2].map(|at| {
+            let all: Vec<_> =
+                ["ga", "gb", "gc"].iter().enumerate().map(|(n, name)| (*name, n == at)).collect();
+            used(&with(&all), &[], 0).unwrap()
+        });
+        assert_eq!(moved(&first, &last).len(), 24, "`leader` moves from ga to gc");
+    }
+
     #[test]
     fn one_leader_is_none_of_several() {
         assert_eq!(used(&nodes(5, 1), &[], 2), None);
