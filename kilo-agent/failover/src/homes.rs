@@ -92,8 +92,8 @@ impl Agent {
         // Those that start at once do not take at once.
         let wait = if losses > 0 { self.params.hold_after(losses) } else { Self::NEW + place as u64 * SEC };
         let pause = pause_of(place, self.params.whole_roll(self.place.nodes.len()));
-        // A far location that this gateway does not reach would go on answering by the gateway before: whoever is led
-        // well stays where it is. Behind NATs the acting leader alone may have a way there.
+        // A far location that this gateway does not reach would go on answering by the gateway before, so its members
+        // stay there. Behind NATs the acting leader alone may have a way.
         let reaches_all = gateway.tunnels.all_answer(&self.params, now);
         let is_turn = healthy >= wait && reaches_all && !rests(homing.others_took, pause);
         let leads = |node: NodeId| gateway.lead.as_ref().is_some_and(|lead| lead.has(node));

@@ -285,13 +285,13 @@ mod tests {
             });
             gateways.chain(members()).collect()
         };
-        let plain =
+        let unasked =
             |names: &[&'static str]| with(&names.iter().map(|name| (*name, false)).collect::<Vec<_>>());
         for names in [&["ga", "gb", "gc"][..], &["ga", "gb", "gc", "gd"]] {
-            let before = used(&plain(names), &[], 0).unwrap();
+            let before = used(&unasked(names), &[], 0).unwrap();
             let moves: Vec<_> = (0..40)
                 .map(|n| {
-                    let mut more = plain(names);
+                    let mut more = unasked(names);
                     more.push(node(&format!("z{n:02}"), 1));
                     moved(&before, &used(&more, &[], 0).unwrap()).len()
                 })
@@ -303,9 +303,9 @@ mod tests {
                 names.len()
             );
         }
-        let two = used(&plain(&["gb", "gc"]), &[], 0).unwrap();
+        let two = used(&unasked(&["gb", "gc"]), &[], 0).unwrap();
         for third in ["ga", "gd"] {
-            let three = used(&plain(&["gb", "gc", third]), &[], 0).unwrap();
+            let three = used(&unasked(&["gb", "gc", third]), &[], 0).unwrap();
             let between = moved(&two, &three).into_iter().filter(|node| three[node] != third).count();
             println!(
                 "{third} beside gb and gc: {} move, {between} to another one",
