@@ -31,7 +31,7 @@ pub fn everything(cluster: &Cluster) -> Result<String> {
         settled?;
         said.push(format!("{name}: {text}"));
     }
-    // What they have logged here is no later check's.
+    // Later checks read the logs of new pods.
     cluster.kubectl(&["-n", "kube-system", "rollout", "restart", "ds/kilo"])?;
     deploy::roll(cluster, "kilo", 120)?;
     Ok(said.join("\n    "))
