@@ -4,7 +4,7 @@
 use std::{
     fmt::{self, Debug},
     path::Path,
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use kube::Client;
@@ -14,7 +14,10 @@ use crate::{
     backend::kubernetes::{self, Successor, SuccessorError},
 };
 use kilo_core::settings::{AttachMode, Masquerade};
-use kilo_host::dataplane;
+use kilo_host::{
+    dataplane,
+    net::{Net, NetError, links},
+};
 
 /// A stop waits no longer than this for the API server to take its last writes.
 const PATIENCE: Duration = Duration::from_secs(3);
@@ -22,6 +25,30 @@ const PATIENCE: Duration = Duration::from_secs(3);
 /// How long orphaned programs keep acting where it is not known which agent comes next: a pod is replaced
 /// in less time, and Kilo's own agent has found its nodes by then.
 const ALONE: Duration = Duration::from_secs(60);
+
+/// How long pods have to end beside an agent whose node has left the cluster: less than the time that the
+/// manifests give the agent itself.
+const PODS_END_WITHIN: Duration = Duration::from_secs(10);
+
+/// How often it is looked whether they have.
+const LOOK: Duration = Duration::from_millis(200);
+
+/// Waits until the pods of this host have ended; the interfaces of those that have not by then.
+///
+/// # Errors
+/// When the host's interfaces cannot be listed.
+pub async fn pods_that_stay() -> Result<Vec<String>, NetError> {
+    let net = Net::new()?;
+    let until = Instant::now() + PODS_END_WITHIN;
+    loop {
+        let links = net.links().await?;
+        let containers = links::to_containers(&links);
+        if containers.is_empty() || Instant::now() >= until {
+            return Ok(containers.into_iter().map(ToOwned::to_owned).collect());
+        }
+        tokio::time::sleep(LOOK).await;
+    }
+}
 
 /// What a stop depends on.
 pub struct Leaving {

@@ -39,6 +39,7 @@ mod links;
 mod lock;
 mod masquerade;
 mod nat_rules;
+mod node_gone;
 mod overlay;
 mod page;
 mod path_probe;

@@ -52,6 +52,7 @@ fn link(index: u32, name: &str, mtu: u32, addresses: &[&str]) -> Link {
         up: true,
         loopback: false,
         controller: None,
+        other_namespace: false,
         addresses: addresses.iter().map(address).collect(),
     }
 }

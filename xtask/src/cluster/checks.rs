@@ -8,6 +8,7 @@ mod migration;
 mod mixed;
 mod monitoring;
 mod names;
+mod no_kube_proxy;
 mod nodes;
 mod removal;
 mod shipped;
@@ -18,7 +19,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Result, bail};
 
-use super::{Cluster, matrix, network};
+use super::{Cluster, matrix, network, until};
 use crate::report::TestOutcome;
 
 /// One check: its name, what it does, and whether it is left to `--all`.
@@ -59,6 +60,11 @@ const CHECKS: &[Check] = &[
         long: true,
     },
     Check {
+        name: "agents start in a cluster without kube-proxy",
+        run: no_kube_proxy::agents_start,
+        long: true,
+    },
+    Check {
         name: "the uninstall manifest takes everything off every node",
         run: removal::manifest,
         long: true,
@@ -81,6 +87,11 @@ const CHECKS: &[Check] = &[
     Check {
         name: "in a mesh where nodes are Kilo in Go, the leader's machine loses power",
         run: mixed::leader_dies,
+        long: true,
+    },
+    Check {
+        name: "a node that is deleted while it runs sends nothing in clear",
+        run: nodes::deleted_while_it_runs,
         long: true,
     },
     Check { name: "twenty boots send nothing in clear", run: nodes::many_boots, long: true },
@@ -172,4 +183,13 @@ pub fn everybody(cluster: &Cluster) -> Result<String> {
         0 => Ok(format!("{} probes", matrix.total())),
         count => bail!("{count} packets with a pod's address were on the router"),
     }
+}
+
+/// Waits until everybody reaches everybody: agents learn by their watches what has changed.
+pub fn settled(cluster: &Cluster) -> Result<()> {
+    let mut last = None;
+    let reached = until("everybody reaches everybody", Duration::from_secs(60), || {
+        everybody(cluster).map_err(|error| last = Some(error)).ok()
+    });
+    reached.map(drop).map_err(|error| last.unwrap_or(error))
 }

@@ -31,6 +31,11 @@ pub fn init(node: &Node, release: Release) -> Result<()> {
     Ok(())
 }
 
+/// Installs kube-proxy, as `kubeadm init` does.
+pub fn add_kube_proxy(node: &Node) -> Result<()> {
+    node.sh("kubeadm init phase addon kube-proxy --config /opt/kubeadm.yaml").map(drop)
+}
+
 /// Joins another node to the cluster of the first.
 pub fn join(node: &Node, first: &Node) -> Result<()> {
     let hash = first.sh(
@@ -50,7 +55,7 @@ pub fn join(node: &Node, first: &Node) -> Result<()> {
 
 /// Where nodes reach the API server: by the public network, so that one that boots in
 /// another location needs no mesh to get its pods.
-fn endpoint(first: &Node) -> Ipv4Addr {
+pub fn endpoint(first: &Node) -> Ipv4Addr {
     first.site.public.unwrap_or(first.site.address)
 }
 

@@ -163,6 +163,12 @@ impl Matrix {
         self.cells.iter().filter(|cell| cell.error.is_none()).count()
     }
 
+    /// The same without probes of these targets.
+    pub fn without(mut self, targets: &[&str]) -> Self {
+        self.cells.retain(|cell| !targets.contains(&&*cell.target));
+        self
+    }
+
     /// What failed, one a line.
     pub fn failures(&self) -> Vec<String> {
         let failed = self.cells.iter().filter_map(|cell| Some((cell, cell.error.as_ref()?)));

@@ -102,7 +102,8 @@ pub struct Flags {
     /// Directory of Node and Peer objects for --backend=file.
     #[arg(long, value_name = "DIR", global = true)]
     pub backend_dir: Option<PathBuf>,
-    /// On shutdown, remove everything that the agent set up if its Node object is gone. A restart removes nothing.
+    /// On shutdown, remove everything that the agent set up if its Node object is gone and no pods run any more. A
+    /// restart removes nothing.
     #[arg(long, default_value = "true", action = clap::ArgAction::Set, num_args = 0..=1, require_equals = true, default_missing_value = "true", value_parser = parse_bool)]
     pub clean_up: bool,
     /// With --clean-up, also delete the WireGuard interface.

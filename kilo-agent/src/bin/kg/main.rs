@@ -29,7 +29,7 @@ use kilo_agent::{
         self,
         access::{self, Gate, LocalToken},
     },
-    leaving::Leaving,
+    leaving::{self, Leaving},
     metrics::Metrics,
     status::ask::LOCAL_TOKEN,
     takeover, webhook,
@@ -376,9 +376,19 @@ async fn work<B: Backend>(
     // annotations stay for the next agent, unless the node has left the cluster.
     let gone = !snapshots.borrow().nodes.contains(&hostname);
     if flags.clean_up && gone {
-        tracing::info!("node object no longer exists; cleaning up");
-        let keep_interface = !flags.clean_up_interface;
-        return uninstall(&flags, &UninstallArgs { keep_interface, ..UninstallArgs::default() }).await;
+        let pods = leaving::pods_that_stay().await?;
+        if pods.is_empty() {
+            tracing::info!("node object no longer exists; cleaning up");
+            let keep_interface = !flags.clean_up_interface;
+            return uninstall(&flags, &UninstallArgs { keep_interface, ..UninstallArgs::default() }).await;
+        }
+        // Without programs and routes their packets would leave in clear.
+        tracing::warn!(
+            interfaces = pods.join(", "),
+            "node object no longer exists, but pods still run here: everything stays, so that they send nothing in \
+             clear; reboot the host, or run `kg uninstall` there when they have ended"
+        );
+        return Ok(());
     }
     if leaving.leave(&hostname, Path::new(BPFFS), &flags.interface, flags.masquerade).await {
         return Ok(());

@@ -13,7 +13,7 @@ use super::{
 };
 use crate::{
     Lab,
-    well::{DETACHED, LEADS, NO_ENDPOINT, NO_NODE, ONLY_DEFAULT},
+    well::{DETACHED, LEADS, NO_ENDPOINT, NO_NODE, ONLY_DEFAULT, PODS_STAY},
 };
 
 /// What traffic may lose.
@@ -222,7 +222,7 @@ pub const FAULTS: &[Fault] = &[
         random::wireguard_killed,
     ),
     unlisted("neighbours-flushed").soak("neighbours are forgotten", &[], random::neighbours_forgotten),
-    unlisted("node-leaves").soak("a node leaves", &[LEADS, NO_NODE], random::node_leaves),
+    unlisted("node-leaves").soak("a node leaves", &[LEADS, NO_NODE, PODS_STAY], random::node_leaves),
     unlisted("packets-lost").soak("packets are lost or late", &[], random::packets_lost),
 ];
 

@@ -5,7 +5,7 @@ use std::{fs, time::Duration};
 
 use anyhow::{Context as _, Result, bail};
 
-use super::{everybody, removal};
+use super::{removal, settled};
 use crate::{
     cluster::{Cluster, deploy, node::Node, until},
     command::output,
@@ -37,17 +37,13 @@ pub fn everything(cluster: &Cluster) -> Result<String> {
     Ok(said.join("\n    "))
 }
 
-type Case = fn(&Cluster, &Node) -> Result<String>;
-
 /// As it was, and everybody reaches everybody.
 fn settle(cluster: &Cluster) -> Result<()> {
     deploy::apply(cluster)?;
-    let mut last = None;
-    let reached = until("everybody reaches everybody", LIMIT, || {
-        everybody(cluster).map_err(|error| last = Some(error)).ok()
-    });
-    reached.map(drop).map_err(|error| last.unwrap_or(error))
+    settled(cluster)
 }
+
+type Case = fn(&Cluster, &Node) -> Result<String>;
 
 /// Kilo's pod on that node.
 fn pod(cluster: &Cluster, node: &Node) -> Result<serde_json::Value> {

@@ -38,7 +38,7 @@ pub fn there_and_back(cluster: &Cluster) -> Result<String> {
         return Err(Skipped("neither Kilo's program nor its source is here ($KILO_GO_SOURCE)").into());
     };
     let _tunnels = install(cluster, &original)?;
-    removal::settled(cluster).context("Kilo itself")?;
+    super::settled(cluster).context("Kilo itself")?;
     let mut said = Vec::new();
     let mut step = |name: &str, code: &dyn Fn() -> Result<()>| -> Result<Step> {
         let step = measured(cluster, code).with_context(|| name.to_owned())?;

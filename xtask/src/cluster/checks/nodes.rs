@@ -7,14 +7,9 @@ use std::{
 
 use anyhow::{Context as _, Result, bail};
 
-use super::{everybody, flows::Flows};
+use super::{everybody, flows::Flows, removal, settled};
 use crate::{
-    cluster::{
-        Cluster, deploy, images, kubeadm,
-        network::{self, sites},
-        node::Node,
-        until,
-    },
+    cluster::{Cluster, deploy, images, kubeadm, network, node::Node, until},
     lab::probe::{self, Protocol},
 };
 
@@ -179,6 +174,53 @@ pub fn drain(cluster: &Cluster) -> Result<String> {
     lost
 }
 
+/// Deletes a node that goes on running: its pods and the agent are ended by Kubernetes, in whatever order, and none
+/// sends in clear. Then its kubelet registers it anew.
+pub fn deleted_while_it_runs(cluster: &Cluster) -> Result<String> {
+    let node = cluster.remote();
+    let name = node.name();
+    let talking = Talkers::start(cluster)?;
+    let before = network::clear_packets()?;
+    network::count_from(&pod_cidrs(cluster, node)?)?;
+    let pods = deploy::pods(cluster, "app=echo")?;
+    let other = deploy::pod_on(&pods, cluster.first())?.address;
+    let pod = deploy::pod_on(&pods, node)?.clone();
+    cluster.kubectl(&["delete", "node", name])?;
+    // Sends until its namespace ends with it.
+    let sends = std::thread::spawn(move || {
+        let asks =
+            || pod.netns.spawn(move || probe::probe(Protocol::Icmp, other, Duration::from_millis(100)));
+        while asks().join().is_ok_and(|asked| asked.is_ok()) {}
+    });
+    let started = Instant::now();
+    until("the agent has ended", Duration::from_secs(180), || node.sh("pidof kg").is_err().then_some(()))?;
+    let took = started.elapsed();
+    until("every pod has ended", Duration::from_secs(120), || sends.is_finished().then_some(()))?;
+    let clear = network::counted()? + network::clear_packets()? - before;
+    node.kill("kubelet")?;
+    annotated_and_ready(cluster, node)?;
+    talking.end(cluster)?;
+    // As docs/install.md says: without a boot some may have addresses of the former pod CIDR.
+    removal::renew_pods(cluster)?;
+    match clear {
+        0 => {
+            Ok(format!("the agent ended {:.0} s after the deletion; 0 packets in clear", took.as_secs_f32()))
+        }
+        count => bail!("{count} packets of its pods were on the network in clear"),
+    }
+}
+
+/// Waits until a node that has registered is part of its location and ready.
+fn annotated_and_ready(cluster: &Cluster, node: &Node) -> Result<()> {
+    let location = format!("kilo.squat.ai/location={}", node.site.location());
+    until("the node is registered", Duration::from_secs(30), || {
+        cluster.kubectl(&["annotate", "--overwrite", "node", node.name(), &location]).ok()
+    })?;
+    cluster.kubectl(&["wait", "--for=condition=Ready", "node", node.name(), "--timeout=120s"])?;
+    deploy::roll(cluster, "kilo", 120)?;
+    cluster.kubectl(&["rollout", "status", "deployment/echo", "--timeout=120s"]).map(drop)
+}
+
 /// Deletes a node and joins the same machine again, which gets another pod CIDR.
 pub fn join_again(cluster: &Cluster) -> Result<String> {
     let node = cluster.remote();
@@ -199,28 +241,14 @@ pub fn join_again(cluster: &Cluster) -> Result<String> {
     let socket = || node.path("/run/containerd/containerd.sock").ok().filter(|path| path.exists()).map(drop);
     until("containerd is up", Duration::from_secs(30), socket)?;
     kubeadm::join(node, cluster.first())?;
-    let site = sites(20).into_iter().find(|site| site.node == name).context("no such site")?;
-    let location = format!("kilo.squat.ai/location={}", site.location());
-    until("the node is registered", Duration::from_secs(30), || {
-        cluster.kubectl(&["annotate", "--overwrite", "node", name, &location]).ok()
-    })?;
-    cluster.kubectl(&["wait", "--for=condition=Ready", "node", name, "--timeout=120s"])?;
-    deploy::roll(cluster, "kilo", 120)?;
-    cluster.kubectl(&["rollout", "status", "deployment/echo", "--timeout=120s"])?;
+    annotated_and_ready(cluster, node)?;
     let lost = flows.finish()?;
     until("the pod CIDR is there", Duration::from_secs(20), || cidr().ok().filter(|cidr| !cidr.is_empty()))?;
     let after = cidr()?;
     if after == before.0 {
         bail!("the node has the pod CIDR {after} again, so nothing was shown");
     }
-    // Others learn the new key and CIDR by their watches.
-    let mut last = None;
-    let reached = until("everybody reaches everybody", Duration::from_secs(60), || {
-        everybody(cluster).map_err(|error| last = Some(error)).ok()
-    });
-    if let (Err(_), Some(error)) = (&reached, last) {
-        return Err(error);
-    }
+    settled(cluster)?;
     let clear = network::clear_packets()? - before.1;
     match clear {
         0 => Ok(format!("{} became {after}; {lost}", before.0)),

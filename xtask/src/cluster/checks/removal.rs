@@ -136,7 +136,7 @@ pub fn put_back(cluster: &Cluster) -> Result<()> {
 /// Makes the test pods anew, and waits until everybody reaches everybody.
 pub fn renew_pods(cluster: &Cluster) -> Result<()> {
     new_pods(cluster)?;
-    settled(cluster)
+    super::settled(cluster)
 }
 
 /// Makes the test pods anew.
@@ -144,18 +144,6 @@ pub fn new_pods(cluster: &Cluster) -> Result<()> {
     cluster.kubectl(&["delete", "pods", "-l", "app=echo", "--grace-period=0"])?;
     cluster.kubectl(&["rollout", "status", "deployment/echo", "--timeout=120s"])?;
     deploy::serving(cluster).map(drop)
-}
-
-/// Waits until everybody reaches everybody.
-pub fn settled(cluster: &Cluster) -> Result<()> {
-    let mut last = None;
-    let reached = until("everybody reaches everybody", Duration::from_secs(30), || {
-        super::everybody(cluster).map_err(|error| last = Some(error)).ok()
-    });
-    match (reached, last) {
-        (Err(_), Some(error)) => Err(error),
-        (other, _) => other.map(drop),
-    }
 }
 
 /// Prints whatever of ours a host still has.

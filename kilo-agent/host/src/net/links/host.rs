@@ -193,6 +193,7 @@ mod tests {
             loopback: name == "lo",
             header: if matches!(kind, "tun" | "wireguard") { LinkHeader::None } else { LinkHeader::Ethernet },
             controller: None,
+            other_namespace: false,
             addresses: addresses
                 .iter()
                 .map(|text| Address {
@@ -306,6 +307,7 @@ mod tests {
             loopback: index == 1,
             header,
             controller: (is[1] && is[2]).then_some(99),
+            other_namespace: is[0],
             addresses,
         })
     }

@@ -32,6 +32,8 @@ pub struct Link {
     pub header: LinkHeader,
     /// Index of the bridge or bond it belongs to.
     pub controller: Option<u32>,
+    /// Its other end, or the device below it, is in another network namespace.
+    pub other_namespace: bool,
     /// Its addresses, in the kernel's order (the primary one first).
     pub addresses: Vec<Address>,
 }
@@ -151,6 +153,7 @@ fn parse_link(message: LinkMessage) -> Link {
             LinkAttribute::IfName(name) => link.name = name,
             LinkAttribute::Mtu(mtu) => link.mtu = mtu,
             LinkAttribute::Controller(index) => link.controller = Some(index),
+            LinkAttribute::LinkNetNsId(_) => link.other_namespace = true,
             LinkAttribute::LinkInfo(infos) => {
                 for info in infos {
                     if let LinkInfo::Kind(kind) = info {
@@ -190,6 +193,18 @@ fn parse_address(message: &AddressMessage) -> Option<(u32, Address)> {
                 && !flags.intersects(AddressFlags::Tentative | AddressFlags::Dadfailed),
         },
     ))
+}
+
+/// Pure: names of the interfaces that lead to pods and other containers. Their other ends are in other network
+/// namespaces, and no network is behind them: what leads a host that is a container itself to one has an
+/// address with a network.
+pub fn to_containers(links: &[Link]) -> Vec<&str> {
+    let in_a_network = |link: &Link| {
+        let mut addresses = link.addresses.iter().filter(|address| address.global);
+        addresses.any(|address| address.net.prefix_len() < address.net.max_prefix_len())
+    };
+    let leads = links.iter().filter(|link| link.other_namespace && !in_a_network(link));
+    leads.map(|link| &*link.name).collect()
 }
 
 /// Sets MTU and up where they are not; returns the number of writes (0 or 1).
@@ -270,5 +285,33 @@ mod tests {
         ] {
             assert_eq!(LinkHeader::of(link_type, point_to_point), header, "{link_type}");
         }
+    }
+
+    #[test]
+    fn what_leads_to_containers_is_told_from_what_leads_a_container_out() {
+        let link = |name: &str, other_namespace: bool, net: Option<&str>| Link {
+            name: name.into(),
+            other_namespace,
+            addresses: net
+                .map(|net| Address {
+                    net: net.parse().unwrap(),
+                    global: !net.starts_with("fe80"),
+                    secondary: false,
+                    unusable: false,
+                    deprecated: false,
+                })
+                .into_iter()
+                .collect(),
+            ..Link::default()
+        };
+        let links = [
+            link("eth0", true, Some("172.18.0.2/16")),
+            link("eth1", false, None),
+            link("kube-bridge", false, Some("10.42.1.1/24")),
+            link("veth1", true, None),
+            link("lxc2", true, Some("fe80::2/64")),
+            link("ptp3", true, Some("10.42.1.1/32")),
+        ];
+        assert_eq!(to_containers(&links), ["veth1", "lxc2", "ptp3"]);
     }
 }

@@ -1,0 +1,115 @@
+//! A cluster without kube-proxy, Cilium's usual set-up, as docs/install.md says.
+
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, Result, bail};
+
+use super::settled;
+use crate::cluster::{Cluster, deploy, kubeadm, matrix, network, until};
+
+const LIMIT: Duration = Duration::from_secs(60);
+/// Where pods find the API server: the first address of the Services.
+const KUBERNETES: &str = "10.96.0.1";
+
+/// Agents start where somebody else provides the Service `kubernetes`, and where nobody does but a flag names
+/// the server; without either the log says what to do.
+pub fn agents_start(cluster: &Cluster) -> Result<String> {
+    let shown = without_kube_proxy(cluster);
+    let back = put_back(cluster);
+    let shown = shown?;
+    back.context("kube-proxy comes back")?;
+    Ok(shown)
+}
+
+fn without_kube_proxy(cluster: &Cluster) -> Result<String> {
+    for object in ["daemonset/kube-proxy", "configmap/kube-proxy"] {
+        cluster.kubectl(&["-n", "kube-system", "delete", object, "--cascade=foreground"])?;
+    }
+    for node in &cluster.nodes {
+        node.sh("kube-proxy --cleanup 2> /dev/null || true")?;
+    }
+    let said = says_what_to_do(cluster)?;
+    let server = format!("{}:6443", kubeadm::endpoint(cluster.first()));
+    for node in &cluster.nodes {
+        node.sh(&format!(
+            "nft add table ip stand-in
+            nft add chain ip stand-in output '{{ type nat hook output priority -100; }}'
+            nft add rule ip stand-in output ip daddr {KUBERNETES} tcp dport 443 dnat to {server}"
+        ))?;
+    }
+    let by_service = restarted(cluster, "where something else provides the Service")?;
+    take_stand_in(cluster)?;
+    let flag = serde_json::json!([{
+        "op": "add",
+        "path": "/spec/template/spec/containers/0/args/-",
+        "value": format!("--master=https://{server}"),
+    }]);
+    cluster.kubectl(&["-n", "kube-system", "patch", "ds", "kilo", "--type=json", "-p", &flag.to_string()])?;
+    let by_flag = restarted(cluster, "with --master")?;
+    Ok(format!("{said}\n    {by_service}\n    {by_flag}"))
+}
+
+/// With nobody to ask, the last line of an agent's log.
+fn says_what_to_do(cluster: &Cluster) -> Result<String> {
+    cluster.kubectl(&[
+        "-n",
+        "kube-system",
+        "delete",
+        "pods",
+        "-l",
+        "app.kubernetes.io/name=kilo",
+        "--wait=false",
+    ])?;
+    let node = cluster.remote();
+    let script = "cat $(ls -t /var/log/pods/kube-system_kilo-*/kilo/*.log | head -n 1)";
+    let words = "--master=https://";
+    until(&format!("an agent says {words:?}"), LIMIT, || {
+        let log = node.sh(script).ok()?;
+        log.lines().rev().find(|line| line.contains(words)).map(ToOwned::to_owned)
+    })
+}
+
+/// Starts every agent anew; how long it took until all were ready, and pods and nodes reached each other.
+fn restarted(cluster: &Cluster, how: &str) -> Result<String> {
+    let started = Instant::now();
+    cluster.kubectl(&["-n", "kube-system", "rollout", "restart", "ds/kilo"])?;
+    deploy::roll(cluster, "kilo", 120).with_context(|| how.to_owned())?;
+    let took = started.elapsed();
+    let before = network::clear_packets()?;
+    let mut last = None;
+    let reached = until("pods and nodes reach each other", LIMIT, || {
+        pods_and_nodes(cluster).map_err(|error| last = Some(error)).ok()
+    });
+    let probes = reached.map_err(|error| last.unwrap_or(error)).with_context(|| how.to_owned())?;
+    match network::clear_packets()? - before {
+        0 => Ok(format!("{how}: rolled out after {:.1} s, {probes} probes passed", took.as_secs_f32())),
+        count => bail!("{count} packets with a pod's address were on the router {how}"),
+    }
+}
+
+/// The matrix without what kube-proxy does.
+fn pods_and_nodes(cluster: &Cluster) -> Result<usize> {
+    let matrix = matrix::run(cluster)?.without(&["ClusterIP", "NodePort"]);
+    let failures = matrix.failures();
+    if !failures.is_empty() {
+        bail!("{} of {} probes failed:\n    {}", failures.len(), matrix.total(), failures.join("\n    "));
+    }
+    Ok(matrix.total())
+}
+
+fn take_stand_in(cluster: &Cluster) -> Result<()> {
+    cluster.nodes.iter().try_for_each(|node| node.sh("nft delete table ip stand-in").map(drop))
+}
+
+fn put_back(cluster: &Cluster) -> Result<()> {
+    for node in &cluster.nodes {
+        node.sh("nft delete table ip stand-in 2> /dev/null || true")?;
+    }
+    kubeadm::add_kube_proxy(cluster.first())?;
+    deploy::roll(cluster, "kube-proxy", 120)?;
+    deploy::apply(cluster)?;
+    cluster.kubectl(&["-n", "kube-system", "rollout", "restart", "ds/kilo"])?;
+    deploy::roll(cluster, "kilo", 120)?;
+    deploy::test_pods(cluster)?;
+    settled(cluster)
+}
