@@ -23,6 +23,16 @@ fn every_program_loads_with_room_to_spare() {
     }
 }
 
+/// As with a kernel that was built without it: nothing is read from there.
+#[test]
+fn it_loads_where_the_kernel_shows_no_btf() {
+    netns::isolated("it_loads_where_the_kernel_shows_no_btf", || async {
+        netns::sh("mount -t sysfs sys /sys; [ ! -e /sys/kernel/btf ] || mount -t tmpfs none /sys/kernel/btf");
+        assert!(!std::path::Path::new("/sys/kernel/btf/vmlinux").exists());
+        drop(Dataplane::open(std::path::Path::new("/run/bpf"), false).unwrap());
+    });
+}
+
 #[test]
 fn maps_are_adopted_with_their_content() {
     let Some(fs) = support::bpffs() else { return };
