@@ -267,6 +267,21 @@ fn a_direct_way_that_only_messages_go_is_left_again() {
 }
 
 #[test]
+fn a_new_endpoint_is_tried_within_two_minutes_however_seldom_the_old_one_was() {
+    let mut world = World::new(5);
+    world.connects(seconds(20));
+    world.run(seconds(7));
+    (world.direct, world.deceives) = (true, true);
+    // Each way that does not last doubles the time to the next try.
+    world.run(DIRECT_EVERY * 40);
+    world.begin_to_measure();
+    (world.deceives, world.is_published) = (false, true);
+    world.run(DIRECT_EVERY * 2);
+    assert_eq!((world.way(X), world.way(Y)), (Some(Way::Direct), Some(Way::Direct)));
+    assert_eq!(world.lost, 0);
+}
+
+#[test]
 fn an_end_behind_a_relays_nat_is_not_taken_for_relayed() {
     let now = Instant::now();
     let at = SocketAddr::new(ip(Z[0]), FIRST_PORT + 3);
