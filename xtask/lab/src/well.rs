@@ -25,7 +25,7 @@ pub const ONLY_DEFAULT: &str = "only a default route leads to a node of this loc
 /// The agent's own Node object is not there.
 pub const NO_NODE: &str = "check --hostname";
 /// An agent was asked to stop meanwhile.
-pub const PODS_STAY: &str = "but pods still run here";
+pub const PODS_STAY: &str = "but pods or other containers still run here";
 /// Counts the programs that an agent attached again.
 pub const REATTACHED: &str = "kilo_reattached_total";
 /// Interfaces that carry a node's packets out, with their programs.

@@ -17,6 +17,7 @@ use std::{
 
 use anyhow::{Context as _, Result};
 use clap::{Args, ValueEnum};
+use nix::libc;
 
 use crate::netns::Netns;
 use crate::wait;
@@ -211,6 +212,10 @@ impl std::ops::Drop for Late {
 
 fn open() -> std::io::Result<nfq::Queue> {
     let mut queue = nfq::Queue::open()?;
+    // Its socket would go on in an agent that is started meanwhile, and nobody could have a queue there again.
+    // SAFETY: a plain system call, which marks descriptors and closes none.
+    let marked = unsafe { libc::syscall(libc::SYS_close_range, 3u32, u32::MAX, libc::CLOSE_RANGE_CLOEXEC) };
+    nix::errno::Errno::result(marked)?;
     queue.bind(LATE)?;
     queue.set_nonblocking(true);
     Ok(queue)
