@@ -33,16 +33,27 @@ const PODS_END_WITHIN: Duration = Duration::from_secs(10);
 /// How often it is looked whether they have.
 const LOOK: Duration = Duration::from_millis(200);
 
-/// Waits until the pods of this host have ended; the interfaces of those that have not by then.
+/// Waits until pods and other containers of this host have ended; the interfaces of those that have not by then.
+/// Those without an interface on the host (its own network, macvlan) are not waited for.
 ///
 /// # Errors
 /// When the host's interfaces cannot be listed.
-pub async fn pods_that_stay() -> Result<Vec<String>, NetError> {
+pub async fn containers_that_stay() -> Result<Vec<String>, NetError> {
     let net = Net::new()?;
     let until = Instant::now() + PODS_END_WITHIN;
+    let mut is_said = false;
     loop {
         let links = net.links().await?;
         let containers = links::to_containers(&links);
+        if !containers.is_empty() && !is_said {
+            // Where the agent is killed meanwhile, this is the last line of its log.
+            tracing::info!(
+                interfaces = containers.join(", "),
+                seconds = PODS_END_WITHIN.as_secs(),
+                "node object no longer exists: everything stays until these pods or other containers have ended"
+            );
+            is_said = true;
+        }
         if containers.is_empty() || Instant::now() >= until {
             return Ok(containers.into_iter().map(ToOwned::to_owned).collect());
         }

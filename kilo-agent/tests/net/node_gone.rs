@@ -75,17 +75,22 @@ fn while_pods_run_everything_stays_and_without_them_it_goes() {
         let took = stop(&mut agent);
         assert_eq!(barrier(), before, "{}", fs::read_to_string(LOG).unwrap());
         let log = fs::read_to_string(LOG).unwrap();
-        assert!(log.contains("pods still run here") && log.contains("\"interfaces\":\"veth1\""), "{log}");
+        assert!(
+            log.contains("containers still run here") && log.contains("\"interfaces\":\"veth1\""),
+            "{log}"
+        );
         assert!(took > Duration::from_secs(9), "it waited {took:?} for the pod to end");
 
         let mut agent = start();
         until("the agent knows", LIMIT, knows);
         let ends = std::thread::spawn(|| {
             std::thread::sleep(Duration::from_secs(1));
+            let while_it_runs = barrier();
             pod.end();
+            while_it_runs
         });
         let took = stop(&mut agent);
-        ends.join().unwrap();
+        assert_eq!(ends.join().unwrap(), before);
         assert_eq!(barrier(), "", "{}", fs::read_to_string(LOG).unwrap());
         assert!(took < Duration::from_secs(9), "it waited {took:?} for a pod that has ended");
     });

@@ -83,11 +83,16 @@ pub async fn connect(
     if let Some(path) =
         access.kubeconfig.as_deref().filter(|path| kubeconfig::is_missing(path) && in_cluster())
     {
-        tracing::info!(
-            path = %path.display(),
-            "kubeconfig does not exist; using the in-cluster configuration, for which kube-proxy or its replacement \
-             must provide the Service \"kubernetes\"; where nothing does, --master=https://SERVER:6443 names the server"
-        );
+        let path = path.display();
+        match master {
+            Some(_) => tracing::info!(%path, "kubeconfig does not exist; using the pod's service account"),
+            None => tracing::info!(
+                %path,
+                "kubeconfig does not exist; using the in-cluster configuration, for which kube-proxy or its \
+                 replacement must provide the Service \"kubernetes\"; where nothing does, --master=https://SERVER:6443 \
+                 names the server"
+            ),
+        }
         access.kubeconfig = None;
     }
     let configured = match configured(&access).await {

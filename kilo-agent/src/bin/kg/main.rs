@@ -376,17 +376,24 @@ async fn work<B: Backend>(
     // annotations stay for the next agent, unless the node has left the cluster.
     let gone = !snapshots.borrow().nodes.contains(&hostname);
     if flags.clean_up && gone {
-        let pods = leaving::pods_that_stay().await?;
-        if pods.is_empty() {
+        let containers = leaving::containers_that_stay().await?;
+        if containers.is_empty() {
             tracing::info!("node object no longer exists; cleaning up");
-            let keep_interface = !flags.clean_up_interface;
-            return uninstall(&flags, &UninstallArgs { keep_interface, ..UninstallArgs::default() }).await;
+            // A pod that starts when the node registers again must find an agent first. Annotations have gone.
+            let args = UninstallArgs {
+                keep_interface: !flags.clean_up_interface,
+                keep_annotations: true,
+                remove_cni: !flags.cni_source.is_empty(),
+                ..UninstallArgs::default()
+            };
+            return uninstall(&flags, &args).await;
         }
         // Without programs and routes their packets would leave in clear.
         tracing::warn!(
-            interfaces = pods.join(", "),
-            "node object no longer exists, but pods still run here: everything stays, so that they send nothing in \
-             clear; reboot the host, or run `kg uninstall` there when they have ended"
+            interfaces = containers.join(", "),
+            "node object no longer exists, but pods or other containers still run here: everything stays, so that \
+             they send nothing in clear; reboot the host, or run `kg uninstall --keep-annotations --remove-cni` there \
+             when they have ended"
         );
         return Ok(());
     }

@@ -49,7 +49,7 @@ fn without_kube_proxy(cluster: &Cluster) -> Result<String> {
     Ok(format!("{said}\n    {by_service}\n    {by_flag}"))
 }
 
-/// With nobody to ask, the last line of an agent's log.
+/// With nobody to ask, what an agent's log says of it.
 fn says_what_to_do(cluster: &Cluster) -> Result<String> {
     cluster.kubectl(&[
         "-n",
@@ -61,6 +61,10 @@ fn says_what_to_do(cluster: &Cluster) -> Result<String> {
         "--wait=false",
     ])?;
     let node = cluster.remote();
+    let asks = format!("timeout 2 bash -c 'echo > /dev/tcp/{KUBERNETES}/443'");
+    if node.command("bash")?.args(["-c", &asks]).status()?.success() {
+        bail!("something still provides the Service, so nothing would be shown");
+    }
     let script = "cat $(ls -t /var/log/pods/kube-system_kilo-*/kilo/*.log | head -n 1)";
     let words = "--master=https://";
     until(&format!("an agent says {words:?}"), LIMIT, || {
