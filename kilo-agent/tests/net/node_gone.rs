@@ -4,7 +4,7 @@
 
 use crate::cluster;
 use crate::netns;
-use crate::wait::until;
+use crate::wait::{stays, until};
 
 use std::{
     fs,
@@ -83,14 +83,13 @@ fn while_pods_run_everything_stays_and_without_them_it_goes() {
 
         let mut agent = start();
         until("the agent knows", LIMIT, knows);
-        let ends = std::thread::spawn(|| {
-            std::thread::sleep(Duration::from_secs(1));
-            let while_it_runs = barrier();
+        let expected = before;
+        let ends = std::thread::spawn(move || {
+            stays("everything is there while the pod runs", Duration::from_secs(1), || barrier() == expected);
             pod.end();
-            while_it_runs
         });
         let took = stop(&mut agent);
-        assert_eq!(ends.join().unwrap(), before);
+        ends.join().unwrap();
         assert_eq!(barrier(), "", "{}", fs::read_to_string(LOG).unwrap());
         assert!(took < Duration::from_secs(9), "it waited {took:?} for a pod that has ended");
     });
