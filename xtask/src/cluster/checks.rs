@@ -187,9 +187,12 @@ pub fn everybody(cluster: &Cluster) -> Result<String> {
 
 /// Waits until everybody reaches everybody: agents learn by their watches what has changed.
 pub fn settled(cluster: &Cluster) -> Result<()> {
+    succeeds("everybody reaches everybody", || everybody(cluster)).map(drop)
+}
+
+/// Tries for a minute; the error of the last try.
+pub fn succeeds<T>(what: &str, code: impl Fn() -> Result<T>) -> Result<T> {
     let mut last = None;
-    let reached = until("everybody reaches everybody", Duration::from_secs(60), || {
-        everybody(cluster).map_err(|error| last = Some(error)).ok()
-    });
-    reached.map(drop).map_err(|error| last.unwrap_or(error))
+    let done = until(what, Duration::from_secs(60), || code().map_err(|error| last = Some(error)).ok());
+    done.map_err(|error| last.unwrap_or(error))
 }

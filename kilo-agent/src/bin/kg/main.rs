@@ -379,7 +379,7 @@ async fn work<B: Backend>(
         let containers = leaving::containers_that_stay().await?;
         if containers.is_empty() {
             tracing::info!("node object no longer exists; cleaning up");
-            // A pod that starts when the node registers again must find an agent first. Annotations have gone.
+            // A pod that starts when the node registers again must find an agent first. Annotations went with the Node.
             let args = UninstallArgs {
                 keep_interface: !flags.clean_up_interface,
                 keep_annotations: true,

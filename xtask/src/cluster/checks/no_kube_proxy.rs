@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, bail};
 
-use super::settled;
+use super::{settled, succeeds};
 use crate::cluster::{Cluster, deploy, kubeadm, matrix, network, until};
 
 const LIMIT: Duration = Duration::from_secs(60);
@@ -80,11 +80,8 @@ fn restarted(cluster: &Cluster, how: &str) -> Result<String> {
     deploy::roll(cluster, "kilo", 120).with_context(|| how.to_owned())?;
     let took = started.elapsed();
     let before = network::clear_packets()?;
-    let mut last = None;
-    let reached = until("pods and nodes reach each other", LIMIT, || {
-        pods_and_nodes(cluster).map_err(|error| last = Some(error)).ok()
-    });
-    let probes = reached.map_err(|error| last.unwrap_or(error)).with_context(|| how.to_owned())?;
+    let reached = succeeds("pods and nodes reach each other", || pods_and_nodes(cluster));
+    let probes = reached.with_context(|| how.to_owned())?;
     match network::clear_packets()? - before {
         0 => Ok(format!("{how}: rolled out after {:.1} s, {probes} probes passed", took.as_secs_f32())),
         count => bail!("{count} packets with a pod's address were on the router {how}"),
@@ -102,13 +99,12 @@ fn pods_and_nodes(cluster: &Cluster) -> Result<usize> {
 }
 
 fn take_stand_in(cluster: &Cluster) -> Result<()> {
-    cluster.nodes.iter().try_for_each(|node| node.sh("nft delete table ip stand-in").map(drop))
+    let delete = "nft delete table ip stand-in 2> /dev/null || true";
+    cluster.nodes.iter().try_for_each(|node| node.sh(delete).map(drop))
 }
 
 fn put_back(cluster: &Cluster) -> Result<()> {
-    for node in &cluster.nodes {
-        node.sh("nft delete table ip stand-in 2> /dev/null || true")?;
-    }
+    take_stand_in(cluster)?;
     kubeadm::add_kube_proxy(cluster.first())?;
     deploy::roll(cluster, "kube-proxy", 120)?;
     deploy::apply(cluster)?;
