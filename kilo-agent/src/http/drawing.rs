@@ -8,7 +8,7 @@ use std::{
     fmt::{self, Write as _},
 };
 
-use kilo_core::topology::{Mesh, Segment};
+use kilo_core::topology::{Member, Mesh, Segment, Ways};
 
 /// Half the width and height of a node's ellipse.
 const NODE: (f64, f64) = (66.0, 24.0);
@@ -31,15 +31,17 @@ text{font:12px sans-serif;text-anchor:middle}\
 .gateway{fill:#eef4fb;stroke:#274;stroke-width:2}\
 .peer{fill:#fbf1dc;stroke:#964}\
 line{stroke:#8899aa}\
-.dashed{stroke-dasharray:5 4}";
+.dashed{stroke-dasharray:5 4}\
+.punched{stroke:#2a6db0;stroke-width:2}\
+.relayed{stroke:#b0602a;stroke-width:2;stroke-dasharray:2 4}";
 
 type Point = (f64, f64);
 
-/// A whole SVG document.
-pub fn svg(mesh: &Mesh) -> String {
+/// A whole SVG document; tunnels whose way is known not to be direct are marked.
+pub fn svg(mesh: &Mesh, ways: &Ways) -> String {
     let mut text = String::new();
     // Writing to a String does not fail.
-    let _ = write(mesh, &mut text);
+    let _ = write(mesh, ways, &mut text);
     text
 }
 
@@ -55,7 +57,7 @@ struct Place {
     gateways: Vec<usize>,
 }
 
-fn write(mesh: &Mesh, out: &mut String) -> fmt::Result {
+fn write(mesh: &Mesh, ways: &Ways, out: &mut String) -> fmt::Result {
     let used = mesh.gateways_in_use();
     let mut places: Vec<Place> = mesh.segments.iter().map(|segment| Place::of(segment, &used)).collect();
     let radii: Vec<f64> = places.iter().map(|place| place.radius).collect();
@@ -86,9 +88,11 @@ fn write(mesh: &Mesh, out: &mut String) -> fmt::Result {
         )?;
     } else {
         for ((index, from), segment) in places.iter().enumerate().zip(&mesh.segments) {
-            for to in &places[index + 1..] {
-                for (from, to) in from.ends().flat_map(|from| to.ends().map(move |to| (from, to))) {
-                    line(out, from, to, "")?;
+            for (to, other) in places.iter().zip(&mesh.segments).skip(index + 1) {
+                for ((at, one), (to, other)) in
+                    from.ends(segment).flat_map(|from| to.ends(other).map(move |to| (from, to)))
+                {
+                    tunnel(out, (at, to), (one, other), ways)?;
                 }
             }
             // Peers know one key of a location.
@@ -159,9 +163,9 @@ impl Place {
         }
     }
 
-    /// Where the lines to other locations end.
-    fn ends(&self) -> impl Iterator<Item = Point> + '_ {
-        self.gateways.iter().map(|at| self.members[*at])
+    /// Where the lines to other locations end, and at which nodes.
+    fn ends<'a>(&'a self, segment: &'a Segment) -> impl Iterator<Item = (Point, &'a str)> + 'a {
+        self.gateways.iter().map(|at| (self.members[*at], segment.members.get(*at).map_or("", Member::name)))
     }
 }
 
@@ -260,6 +264,22 @@ fn location(out: &mut String, segment: &Segment, place: &Place) -> fmt::Result {
     Ok(())
 }
 
+/// The line between two gateways, and how their tunnel is connected, if that is known not to be direct.
+fn tunnel(
+    out: &mut String,
+    (from, to): (Point, Point),
+    (one, other): (&str, &str),
+    ways: &Ways,
+) -> fmt::Result {
+    let Some(way) = ways.between(one, other) else { return line(out, from, to, "") };
+    let class = if way.starts_with("relayed") { "relayed" } else { "punched" };
+    let about = escape(&format!("{one} and {other}: {way}"));
+    write!(out, "<g><title>{about}</title>")?;
+    line(out, from, to, &format!(" class=\"{class}\""))?;
+    let (x, y) = (f64::midpoint(from.0, to.0), f64::midpoint(from.1, to.1) - 4.0);
+    writeln!(out, "<text class=\"small\" x=\"{x:.1}\" y=\"{y:.1}\">{}</text></g>", escape(way))
+}
+
 fn line(out: &mut String, from: Point, to: Point, more: &str) -> fmt::Result {
     let ((x1, y1), (x2, y2)) = (from, to);
     writeln!(out, "<line{more} x1=\"{x1:.1}\" y1=\"{y1:.1}\" x2=\"{x2:.1}\" y2=\"{y2:.1}\"/>")
@@ -342,7 +362,7 @@ mod tests {
     #[test]
     fn every_node_and_peer_is_drawn_and_names_cannot_break_out() {
         for (locations, nodes, peers) in [(0, 0, 0), (1, 1, 0), (1, 5, 1), (3, 7, 2), (40, 200, 30)] {
-            let text = svg(&mesh(locations, nodes, peers));
+            let text = svg(&mesh(locations, nodes, peers), &Ways::default());
             assert_eq!(text.matches("<ellipse").count(), nodes + peers);
             assert_eq!(text.matches("class=\"location\"").count(), locations);
             assert_eq!(text.matches("class=\"leader\"").count(), locations);
@@ -371,7 +391,7 @@ mod tests {
     fn active_leaders_are_drawn_each_with_its_nodes_and_joined_to_all_others() {
         for (nodes, leaders) in [(2, 2), (5, 2), (9, 3), (12, 5)] {
             let mesh = shared(nodes, leaders);
-            let text = svg(&mesh);
+            let text = svg(&mesh, &Ways::default());
             assert_eq!(text.matches("class=\"leader\"").count(), 2, "{text}");
             assert_eq!(text.matches("class=\"gateway\"").count(), 2 * (leaders - 1), "{text}");
             assert_eq!(text.matches("uses gateway").count(), 2 * (nodes - leaders), "{text}");
@@ -394,6 +414,20 @@ mod tests {
     }
 
     #[test]
+    fn tunnels_that_are_not_direct_are_marked_and_named() {
+        let mesh = mesh(3, 3, 0);
+        let way = |one: &str, other: &str, way: &str| ([one, other].map(str::to_owned), way.to_owned());
+        let ways = [way("n1<&>", "n0<&>", "relayed by <z>"), way("n1<&>", "n2<&>", "punched")];
+        let text = svg(&mesh, &ways.into_iter().collect());
+        assert_eq!(text.matches("<line x1").count(), 1, "{text}");
+        assert_eq!(text.matches("<line class=\"relayed\"").count(), 1, "{text}");
+        assert_eq!(text.matches("<line class=\"punched\"").count(), 1, "{text}");
+        let relayed = "<title>n0&lt;&amp;&gt; and n1&lt;&amp;&gt;: relayed by &lt;z&gt;</title>";
+        assert!(text.contains(relayed) && text.contains(">punched</text></g>"), "{text}");
+        assert!(!svg(&mesh, &Ways::default()).contains("class=\"relayed\""));
+    }
+
+    #[test]
     fn locations_and_nodes_do_not_overlap() {
         for radii in [vec![86.0, 86.0], vec![86.0, 400.0, 90.0], vec![100.0; 50]] {
             let (centres, _) = around(&radii);
@@ -408,7 +442,7 @@ mod tests {
 
     #[test]
     fn a_mesh_of_a_thousand_locations_stays_small() {
-        let text = svg(&mesh(1000, 1000, 10));
+        let text = svg(&mesh(1000, 1000, 10), &Ways::default());
         assert!(text.len() < 2_000_000 && text.contains("lines are left out"), "{}", text.len());
     }
 }

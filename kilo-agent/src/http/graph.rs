@@ -14,13 +14,12 @@ use hyper::{
 };
 use kilo_core::{
     settings::{UnknownValue, parse_value},
-    topology::{self, Mesh},
+    topology::{self, Mesh, Ways},
 };
 use sha2::{Digest as _, Sha256};
 use tokio::{sync::Mutex, time::timeout};
 
 use super::{Answer, drawing, respond, text};
-use crate::status::Edge;
 
 /// `format=`: the names Kilo knows. The agent makes `svg`, and `dot` (also named `gv`); Graphviz
 /// makes the others of `dot`.
@@ -72,10 +71,11 @@ pub struct Graph {
     made: Arc<Mutex<Made>>,
 }
 
-/// What was made of a mesh, kept until the mesh is another one.
+/// What was made of a mesh, kept until the mesh is another one, or connected in another way.
 #[derive(Debug, Default)]
 struct Made {
     of: Weak<Mesh>,
+    ways: Ways,
     dot: Option<Bytes>,
     svg: Option<Bytes>,
 }
@@ -127,17 +127,16 @@ impl Graph {
     }
 
     /// Answers `/graph?format=..&layout=..`; unknown parameters are ignored. `ways`: how this node's tunnels
-    /// are connected that are not direct, written beside their lines in DOT.
-    pub async fn answer(&self, query: &str, mesh: &Arc<Mesh>, ways: &[Edge]) -> Answer {
+    /// are connected that are not direct, drawn beside their lines.
+    pub async fn answer(&self, query: &str, mesh: &Arc<Mesh>, ways: Ways) -> Answer {
         let format = match parameters(query) {
             Ok((format, _)) => format,
             Err(error) => return text(StatusCode::BAD_REQUEST, format!("{error}\n")),
         };
         let (media_type, made) = match format {
-            Format::Svg => ("image/svg+xml", self.make(Text::Svg, mesh).await),
+            Format::Svg => ("image/svg+xml", self.make(Text::Svg, mesh, ways).await),
             Format::Dot | Format::Gv => {
-                let made = self.make(Text::Dot, mesh).await;
-                ("text/vnd.graphviz; charset=utf-8", made.map(|dot| labelled(dot, ways)))
+                ("text/vnd.graphviz; charset=utf-8", self.make(Text::Dot, mesh, ways).await)
             }
             other => {
                 let name = other.to_possible_value().map(|value| value.get_name().to_owned());
@@ -157,7 +156,7 @@ impl Graph {
 
     /// Makes the text away from the runtime's threads, one at a time; whoever has
     /// waited for the same one finds it made.
-    async fn make(&self, what: Text, mesh: &Arc<Mesh>) -> Result<Bytes, RenderError> {
+    async fn make(&self, what: Text, mesh: &Arc<Mesh>, ways: Ways) -> Result<Bytes, RenderError> {
         let lines = lines(mesh);
         if what == Text::Dot && lines > MOST_LINES {
             return Err(RenderError::TooManyEdges(lines));
@@ -167,35 +166,17 @@ impl Graph {
         let mesh = Arc::clone(mesh);
         // Holds the lock until it is done, also when the client has gone.
         let work = move || {
-            if !std::ptr::eq(made.of.as_ptr(), &raw const *mesh) {
-                *made = Made { of: Arc::downgrade(&mesh), ..Made::default() };
+            if !std::ptr::eq(made.of.as_ptr(), &raw const *mesh) || made.ways != ways {
+                *made = Made { of: Arc::downgrade(&mesh), ways, ..Made::default() };
             }
-            let Made { dot, svg, .. } = &mut *made;
+            let Made { dot, svg, ways, .. } = &mut *made;
             match what {
-                Text::Dot => dot.get_or_insert_with(|| topology::dot(&mesh).into()).clone(),
-                Text::Svg => svg.get_or_insert_with(|| drawing::svg(&mesh).into()).clone(),
+                Text::Dot => dot.get_or_insert_with(|| topology::dot(&mesh, ways).into()).clone(),
+                Text::Svg => svg.get_or_insert_with(|| drawing::svg(&mesh, ways).into()).clone(),
             }
         };
         Ok(tokio::task::spawn_blocking(work).await?)
     }
-}
-
-/// The text with the ways beside the lines. Names of nodes are DNS names, so nothing is to be quoted.
-fn labelled(dot: Bytes, ways: &[Edge]) -> Bytes {
-    let Ok(text) = std::str::from_utf8(&dot) else { return dot };
-    if ways.is_empty() {
-        return dot;
-    }
-    let mut text = text.to_owned();
-    for Edge { ends: [one, other], way } in ways {
-        for (from, to) in [(one, other), (other, one)] {
-            let line = format!("\t\"{from}\" -> \"{to}\" [ dir=both ];");
-            let style = if way.starts_with("relayed") { ", style=dotted" } else { "" };
-            let new = format!("\t\"{from}\" -> \"{to}\" [ dir=both, label=\"{way}\"{style} ];");
-            text = text.replacen(&line, &new, 1);
-        }
-    }
-    text.into()
 }
 
 /// Lines between leaders, and from them to their nodes and the peers.
@@ -218,19 +199,6 @@ mod tests {
     use super::*;
 
     #[test]
-    fn ways_that_are_not_direct_stand_beside_their_lines() {
-        let dot = "\t\"a\" -> \"b\" [ dir=both ];\n\t\"a\" -> \"c\" [ dir=both ];\n";
-        let edge = |ends: [&str; 2], way: &str| Edge { ends: ends.map(String::from), way: way.to_owned() };
-        let ways = [edge(["b", "a"], "relayed by z"), edge(["a", "c"], "punched")];
-        assert_eq!(
-            labelled(dot.into(), &ways),
-            "\t\"a\" -> \"b\" [ dir=both, label=\"relayed by z\", style=dotted ];\n\t\"a\" -> \"c\" [ dir=both, \
-             label=\"punched\" ];\n"
-        );
-        assert_eq!(labelled(dot.into(), &[]), dot);
-    }
-
-    #[test]
     fn parameters_have_defaults_and_unknown_ones_list_the_possible() {
         assert_eq!(parameters(""), Ok((Format::Svg, None)));
         assert_eq!(parameters("layout=fdp&x=y&format=p%6eg"), Ok((Format::Png, Some(Layout::Fdp))));
@@ -241,22 +209,35 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_text_is_made_once_for_each_mesh() {
+    async fn a_text_is_made_once_for_each_mesh_and_the_ways_in_it() {
         let graph = Graph::default();
         let (one, other) = (Arc::<Mesh>::default(), Arc::<Mesh>::default());
-        let first = graph.make(Text::Svg, &one).await.unwrap();
-        assert_eq!(graph.make(Text::Svg, &one).await.unwrap().as_ptr(), first.as_ptr());
-        assert_ne!(graph.make(Text::Dot, &one).await.unwrap(), first);
-        assert_ne!(graph.make(Text::Svg, &other).await.unwrap().as_ptr(), first.as_ptr());
+        let make = async |what, mesh, ways: &Ways| graph.make(what, mesh, ways.clone()).await.unwrap();
+        let none = Ways::default();
+        let first = make(Text::Svg, &one, &none).await;
+        assert_eq!(make(Text::Svg, &one, &none).await.as_ptr(), first.as_ptr());
+        assert_ne!(make(Text::Dot, &one, &none).await, first);
+        let punched: Ways = [(["a", "b"].map(str::to_owned), "punched".to_owned())].into_iter().collect();
+        assert_ne!(make(Text::Svg, &one, &punched).await.as_ptr(), first.as_ptr());
+        assert_ne!(make(Text::Svg, &other, &none).await.as_ptr(), first.as_ptr());
     }
 
     #[tokio::test]
     async fn svg_and_text_are_made_and_other_formats_say_how_to_get_them() {
         let graph = Graph::default();
         let mesh = Arc::default();
-        assert_eq!(graph.answer("", &mesh, &[]).await.status(), StatusCode::OK);
-        assert_eq!(graph.answer("format=png", &mesh, &[]).await.status(), StatusCode::NOT_IMPLEMENTED);
-        assert_eq!(graph.answer("format=dot&layout=circo", &mesh, &[]).await.status(), StatusCode::OK);
-        assert_eq!(graph.answer("format=pdf", &mesh, &[]).await.status(), StatusCode::BAD_REQUEST);
+        assert_eq!(graph.answer("", &mesh, Ways::default()).await.status(), StatusCode::OK);
+        assert_eq!(
+            graph.answer("format=png", &mesh, Ways::default()).await.status(),
+            StatusCode::NOT_IMPLEMENTED
+        );
+        assert_eq!(
+            graph.answer("format=dot&layout=circo", &mesh, Ways::default()).await.status(),
+            StatusCode::OK
+        );
+        assert_eq!(
+            graph.answer("format=pdf", &mesh, Ways::default()).await.status(),
+            StatusCode::BAD_REQUEST
+        );
     }
 }

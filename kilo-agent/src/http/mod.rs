@@ -124,7 +124,7 @@ impl Context {
             "/status" => self.page.status().await,
             _ => {
                 let view = view();
-                self.graph.answer(query, &view.mesh, &view.ways()).await
+                self.graph.answer(query, &view.mesh, view.ways()).await
             }
         }
     }

@@ -25,14 +25,14 @@ pub use problems::{Problem, problems, verdict};
 pub use slices::SlicesStatus;
 pub use table::{ago, bytes, columns, table};
 #[cfg(feature = "agent")]
-pub use view::{Edge, View};
+pub use view::View;
 
 use kilo_core::{
     objects::{ObjectRef, Snapshot},
     observed::Attached,
     plan,
     settings::Granularity,
-    topology::{self, Known, LeaderReason, Mesh, PRIVATE_ENDPOINT_REMEDY, PeerAcceptance},
+    topology::{self, Known, LeaderReason, Mesh, PRIVATE_ENDPOINT_REMEDY, PeerAcceptance, way_text},
     wireguard::key::PublicKey,
 };
 
@@ -451,6 +451,17 @@ impl Status {
                 }
             }
         }
+    }
+
+    /// How the tunnels of the agent that was asked are connected that are not direct, by the names of both nodes.
+    pub fn ways(&self) -> Vec<([String; 2], String)> {
+        let Some(agent) = &self.agent else { return Vec::new() };
+        let way = |tunnel: &Tunnel| {
+            let way = tunnel.way.as_deref().filter(|way| *way != "direct")?;
+            let other = self.nodes.iter().find(|node| node.key == Some(tunnel.key))?;
+            Some(([agent.node.clone(), other.name.clone()], way_text(way, tunnel.relay.as_deref())))
+        };
+        agent.tunnels.iter().filter_map(way).collect()
     }
 
     /// Takes over what is wrong, or works less well, at an agent's node.

@@ -4,6 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use super::{AgentStatus, FailoverStatus, LocationStatus, NodeStatus, PeerStatus, Status, Tunnel};
 use crate::timestamp::Timestamp;
+use kilo_core::topology::way_text;
 
 /// Tables: locations, nodes, peers, then what the agent knows. `wide`: with endpoints and keys of nodes.
 pub fn table(status: &Status, wide: bool) -> String {
@@ -146,11 +147,7 @@ fn counted_ways(tunnels: &[Tunnel]) -> Option<String> {
 }
 
 fn way(tunnel: &Tunnel) -> String {
-    match (&tunnel.way, &tunnel.relay) {
-        (Some(way), Some(relay)) => format!("{way} by {relay}"),
-        (Some(way), None) => way.clone(),
-        (None, _) => none(),
-    }
+    tunnel.way.as_ref().map_or_else(none, |way| way_text(way, tunnel.relay.as_deref()))
 }
 
 fn failover_row(failover: &FailoverStatus, now: Timestamp) -> Vec<String> {
@@ -315,6 +312,33 @@ mod tests {
         assert_eq!(counted_ways(&[tunnel(None)]), None);
         let tunnels = ["relayed", "direct", "direct"].map(|way| tunnel(Some(way)));
         assert_eq!(counted_ways(&tunnels).as_deref(), Some("2 direct, 1 relayed"));
+    }
+
+    #[test]
+    fn ways_that_are_not_direct_have_the_names_of_both_ends() {
+        let node = |n: u8| CheckedIn {
+            node: Node { name: format!("n{n}"), key: Some(PublicKey([n; 32])), ..Node::default() },
+            last_seen: 1_000,
+        };
+        let snapshot = Snapshot { nodes: [1, 2, 3].map(node).into_iter().collect(), ..Snapshot::default() };
+        let mesh = Mesh::default();
+        let mut status =
+            of_objects(&mesh, &snapshot, &BTreeSet::new(), Granularity::Location, Timestamp(1_000));
+        assert_eq!(status.ways(), [], "nobody was asked");
+        let tunnel = |n: u8, way: &str, relay: Option<&str>| Tunnel {
+            name: None,
+            key: PublicKey([n; 32]),
+            endpoint: None,
+            last_handshake: None,
+            received_bytes: 0,
+            sent_bytes: 0,
+            way: Some(way.to_owned()),
+            relay: relay.map(str::to_owned),
+        };
+        let tunnels =
+            vec![tunnel(2, "relayed", Some("z")), tunnel(3, "direct", None), tunnel(9, "punched", None)];
+        status.agent = Some(AgentStatus { node: "n1".to_owned(), tunnels, ..AgentStatus::default() });
+        assert_eq!(status.ways(), [(["n1", "n2"].map(str::to_owned), "relayed by z".to_owned())]);
     }
 
     #[test]

@@ -12,22 +12,13 @@ use kilo_core::{
     objects::Snapshot,
     observed::Attached,
     settings::Granularity,
-    topology::{CheckedIn, Leaders, Mesh, Node, TunnelEnd, among, tunnel_ends, with_own},
+    topology::{CheckedIn, Leaders, Mesh, Node, TunnelEnd, Ways, among, tunnel_ends, way_text, with_own},
     wireguard::key::PublicKey,
 };
 use kilo_host::{
     dataplane::Counters,
     wireguard::{Device, PeerStatus as DevicePeer, WireguardError},
 };
-
-/// A line between two leaders, and how their tunnel is connected.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Edge {
-    /// Names of both.
-    pub ends: [String; 2],
-    /// `punched`, or `relayed by` a node.
-    pub way: String,
-}
 
 /// The state after a reconciliation.
 #[derive(Clone, Debug, Default)]
@@ -92,13 +83,13 @@ impl View {
     }
 
     /// How this node's tunnels are connected that are not direct, for the graph.
-    pub fn ways(&self) -> Vec<Edge> {
-        let ways = self.relays.ways().into_values().filter(|connected| connected.way != "direct");
-        let edge = |Connected { node, way, by }: Connected| Edge {
-            ends: [self.node.clone(), node],
-            way: by.map_or_else(|| way.to_owned(), |by| format!("{way} by {by}")),
+    pub fn ways(&self) -> Ways {
+        let ways = self.relays.ways();
+        let others = ways.values().filter(|connected| connected.way != "direct");
+        let way = |Connected { node, way, by }: &Connected| {
+            ([self.node.clone(), node.clone()], way_text(way, by.as_deref()))
         };
-        ways.map(edge).collect()
+        others.map(way).collect()
     }
 
     /// The status now: `counters`, `unhealthy` and `degraded` come from others. Reads the

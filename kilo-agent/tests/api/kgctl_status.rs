@@ -24,8 +24,13 @@ use serde_json::json;
 use api::{ADMIN, ApiServer, apply_crds, create_node};
 
 fn kgctl(kubeconfig: &Path, arguments: &[&str]) -> (bool, String, String) {
+    run("status", kubeconfig, arguments)
+}
+
+fn run(subcommand: &str, kubeconfig: &Path, arguments: &[&str]) -> (bool, String, String) {
     let mut command = Command::new(env!("CARGO_BIN_EXE_kgctl"));
-    let output = command.arg("status").arg("--kubeconfig").arg(kubeconfig).args(arguments).output().unwrap();
+    let output =
+        command.arg(subcommand).arg("--kubeconfig").arg(kubeconfig).args(arguments).output().unwrap();
     let text = |bytes: Vec<u8>| String::from_utf8(bytes).unwrap();
     (output.status.success(), text(output.stdout), text(output.stderr))
 }
@@ -66,6 +71,11 @@ async fn scripts_learn_from_status_whether_all_is_well_and_wait_until_it_is() {
     assert_eq!(serde_yaml_ng::from_str::<Status>(&yaml).unwrap().nodes.len(), 3);
     let (_, wide, _) = kgctl(&kubeconfig, &["-o", "wide"]);
     assert!(wide.contains(&PublicKey([3; 32]).to_string()), "{wide}");
+
+    let (_, plain, _) = run("graph", &kubeconfig, &[]);
+    let (done, dot, said) = run("graph", &kubeconfig, &["--ways"]);
+    assert_eq!((done, &dot), (true, &plain), "nobody runs agents, so no way is known: {said}");
+    assert!(said.contains("the agent of n1 did not answer; ask it: kgctl status n1"), "{said}");
 
     let started = Instant::now();
     let (done, shown, _) = kgctl(&kubeconfig, &["--wait", "--timeout=3s"]);

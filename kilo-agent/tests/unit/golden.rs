@@ -240,7 +240,12 @@ fn compare_view(
         let got = kilo_core::showconf::of_peer(mesh, name).map(|conf| conf.to_ini());
         report.equal("peer_conf", at, got, Some(without_nil(want)));
     }
-    report.equal("dot", at, Graph::parse(&topology::dot(mesh)), Graph::parse(&view.dot));
+    report.equal(
+        "dot",
+        at,
+        Graph::parse(&topology::dot(mesh, &topology::Ways::default())),
+        Graph::parse(&view.dot),
+    );
     compare_probes(mesh, node, settings, view, at, report);
 }
 

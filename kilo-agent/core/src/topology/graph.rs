@@ -4,18 +4,51 @@ use std::{collections::BTreeMap, fmt::Write as _, sync::Arc};
 
 use super::{Member, Mesh, Segment};
 
-/// DOT: one dashed cluster a location, its leader joined to its members, the
-/// leaders to each other, peers to every leader.
-pub fn dot(mesh: &Mesh) -> String {
-    let mut text = String::new();
-    write(mesh, &mut text).map_or_else(|_| String::new(), |()| text)
+/// How tunnels between leaders are connected, by the names of both nodes: `punched`, or `relayed by` a node.
+/// Those that are direct, or of which nothing is known, are not there.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Ways(BTreeMap<[String; 2], String>);
+
+impl Ways {
+    /// How the tunnel between two nodes is connected.
+    pub fn between(&self, one: &str, other: &str) -> Option<&str> {
+        if self.0.is_empty() {
+            return None;
+        }
+        self.0.get(&pair([one, other].map(str::to_owned))).map(String::as_str)
+    }
 }
 
-fn write(mesh: &Mesh, out: &mut String) -> std::fmt::Result {
+impl FromIterator<([String; 2], String)> for Ways {
+    fn from_iter<I: IntoIterator<Item = ([String; 2], String)>>(ways: I) -> Self {
+        Self(ways.into_iter().map(|(ends, way)| (pair(ends), way)).collect())
+    }
+}
+
+/// What is said of a tunnel's way (`direct`, `punched`, `relayed`), and of the node that relays.
+pub fn way_text(way: &str, by: Option<&str>) -> String {
+    by.map_or_else(|| way.to_owned(), |by| format!("{way} by {by}"))
+}
+
+/// The same for both directions.
+fn pair(mut ends: [String; 2]) -> [String; 2] {
+    ends.sort();
+    ends
+}
+
+/// DOT: one dashed cluster a location, its leader joined to its members, the
+/// leaders to each other, peers to every leader. `ways` are written beside the lines between leaders.
+pub fn dot(mesh: &Mesh, ways: &Ways) -> String {
+    let mut text = String::new();
+    write(mesh, ways, &mut text).map_or_else(|_| String::new(), |()| text)
+}
+
+fn write(mesh: &Mesh, ways: &Ways, out: &mut String) -> std::fmt::Result {
     writeln!(out, "digraph kilo {{")?;
     writeln!(out, "\tlabel={};", quote(&mesh.subnet.to_string()))?;
     writeln!(out, "\tlabelloc=t;\n\toutputorder=nodesfirst;\n\toverlap=false;")?;
-    let leader = |segment: &Segment| quote(segment.leading().map_or("", Member::name));
+    let leading = |segment: &Segment| segment.leading().map_or("", Member::name).to_owned();
+    let leader = |segment: &Segment| quote(&leading(segment));
     // Of several active leaders each stands before the nodes that are to use it.
     let used = mesh.gateways_in_use();
     for segment in &mesh.segments {
@@ -30,7 +63,8 @@ fn write(mesh: &Mesh, out: &mut String) -> std::fmt::Result {
     for (index, segment) in mesh.segments.iter().enumerate() {
         let apart = |other: &&Arc<Segment>| segment.group.is_none() || other.group != segment.group;
         for other in mesh.segments[index + 1..].iter().filter(apart) {
-            writeln!(out, "\t{} -> {} [ dir=both ];", leader(segment), leader(other))?;
+            let way = ways.between(&leading(segment), &leading(other)).map_or_else(String::new, style);
+            writeln!(out, "\t{} -> {} [ dir=both{way} ];", leader(segment), leader(other))?;
         }
     }
     for segment in &mesh.segments {
@@ -71,6 +105,12 @@ fn write_segment(segment: &Segment, used: &BTreeMap<&str, &str>, out: &mut Strin
     writeln!(out, "\t}}")
 }
 
+/// What a line that is not direct has besides.
+fn style(way: &str) -> String {
+    let dotted = if way.starts_with("relayed") { ", style=dotted" } else { "" };
+    format!(", label={}{dotted}", quote(way))
+}
+
 fn quote(text: &str) -> String {
     format!("\"{}\"", escape(text))
 }
@@ -82,4 +122,38 @@ fn escape(text: &str) -> String {
 /// Lines of a label, with DOT's own line break.
 fn lines<const N: usize>(parts: [Option<String>; N]) -> String {
     parts.into_iter().flatten().map(|part| escape(&part)).collect::<Vec<_>>().join("\\n")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{settings::Granularity, topology::Node, wireguard::key::PublicKey};
+
+    #[test]
+    fn ways_that_are_not_direct_stand_beside_their_lines() {
+        let node = |(index, name): (usize, &str)| Node {
+            name: name.to_owned(),
+            location: name.to_owned(),
+            endpoint: "192.0.2.1:51820".parse().ok(),
+            key: Some(PublicKey([index as u8 + 1; 32])),
+            internal_ip: "10.0.0.1/24".parse().ok(),
+            ..Node::default()
+        };
+        let nodes: Vec<_> = ["a", "b", "c"].into_iter().enumerate().map(node).collect();
+        let subnet = "10.4.0.0/16".parse().unwrap();
+        let mesh = Mesh::new(&nodes, &BTreeMap::new(), Granularity::Location, subnet);
+        let ends = |ends: [&str; 2]| ends.map(str::to_owned);
+        let ways = [
+            (ends(["b", "a"]), way_text("relayed", Some("z"))),
+            (ends(["a", "c"]), way_text("punched", None)),
+        ];
+        let drawn = dot(&mesh, &ways.into_iter().collect());
+        for line in [
+            "\t\"a\" -> \"b\" [ dir=both, label=\"relayed by z\", style=dotted ];\n",
+            "\t\"a\" -> \"c\" [ dir=both, label=\"punched\" ];\n",
+            "\t\"b\" -> \"c\" [ dir=both ];\n",
+        ] {
+            assert!(drawn.contains(line), "{line}{drawn}");
+        }
+    }
 }

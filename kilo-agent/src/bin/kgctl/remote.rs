@@ -8,6 +8,7 @@ use std::{
 
 use anyhow::{Context as _, Result, anyhow, bail};
 use clap::{Arg, ArgMatches, Command, parser::ValueSource};
+use futures::{StreamExt as _, stream};
 use k8s_openapi::api::core::v1::Pod;
 use kilo_agent::status::{
     Status,
@@ -44,6 +45,8 @@ const PATIENCE: Duration = Duration::from_secs(30);
 const LARGEST: usize = 64 << 20;
 /// Largest log of a container, in bytes; the kubelet is asked to send no more.
 const LARGEST_LOG: usize = 64 << 20;
+/// Agents asked at the same time.
+const AT_A_TIME: usize = 16;
 /// Argument with the name of the node.
 const NODE: &str = "node";
 /// What a command that was interrupted has to say still comes within this time.
@@ -110,6 +113,20 @@ impl<W: Write> Write for Ending<'_, W> {
     fn flush(&mut self) -> std::io::Result<()> {
         self.to.flush()
     }
+}
+
+/// What the agents of these nodes say, in their order; `None`: one was not heard.
+pub async fn statuses_on(
+    cluster: &Cluster,
+    nodes: impl IntoIterator<Item = String>,
+    progress: Option<&Progress>,
+) -> Vec<(String, Option<Status>)> {
+    let asked = nodes.into_iter().map(async |node| {
+        let seen = status_on(cluster, &node).await.ok();
+        progress.into_iter().for_each(Progress::step);
+        (node, seen)
+    });
+    stream::iter(asked).buffered(AT_A_TIME).collect().await
 }
 
 /// What a node's agent says, through the API server.

@@ -65,7 +65,7 @@ pub enum Output {
 /// The configuration as text.
 pub async fn run(of: &Showconf) -> Result<String> {
     let (Showconf::Node { args, .. } | Showconf::Peer(args)) = of;
-    let snapshot = source::snapshot(&args.flags).await?;
+    let (snapshot, _) = source::snapshot(&args.flags).await?;
     let mesh = source::mesh(&snapshot, &args.flags.mesh)?;
     match of {
         Showconf::Node { port, .. } => showconf_node(&mesh, &snapshot, *port, args),

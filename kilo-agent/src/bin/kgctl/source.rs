@@ -86,14 +86,14 @@ pub async fn objects(flags: &Flags) -> Result<(Arc<Snapshot>, Option<Cluster>)> 
     }
 }
 
-/// As [`objects`], for who wants nothing else of the API server; says on stderr which objects
+/// As [`objects`]; says on stderr which objects
 /// cannot be used.
-pub async fn snapshot(flags: &Flags) -> Result<Arc<Snapshot>> {
-    let (snapshot, _) = objects(flags).await?;
+pub async fn snapshot(flags: &Flags) -> Result<(Arc<Snapshot>, Option<Cluster>)> {
+    let (snapshot, cluster) = objects(flags).await?;
     for (object, problem) in &snapshot.problems {
         eprintln!("kgctl: {}", terminal::plain(&format!("{object}: {problem}")));
     }
-    Ok(snapshot)
+    Ok((snapshot, cluster))
 }
 
 /// What `--mesh-granularity` says, or else the nodes.

@@ -10,7 +10,6 @@ use std::{
 
 use anyhow::{Context as _, Result, bail};
 use clap::{Args, ValueEnum};
-use futures::{StreamExt as _, stream};
 use kilo_agent::{
     backend::kubernetes::read_once,
     cli::parse_period,
@@ -26,9 +25,6 @@ use crate::{
     source::{self, Flags},
     terminal::{self, Terminal},
 };
-
-/// Agents asked at the same time.
-const AT_A_TIME: usize = 16;
 
 /// With more nodes than this a table shows those that lead or are not ready.
 const ALL_SHOWN: usize = 40;
@@ -256,12 +252,7 @@ async fn from_objects(args: &StatusArgs) -> Result<Status> {
         None => {
             let leaders = status.leading();
             let progress = (!args.wait).then(|| Progress::new("asking the leaders' agents", leaders.len()));
-            let asked = leaders.iter().map(async |leader| {
-                let seen = remote::status_on(&cluster, leader).await;
-                progress.iter().for_each(Progress::step);
-                (leader.clone(), seen.ok())
-            });
-            let seen: Vec<_> = stream::iter(asked).buffered(AT_A_TIME).collect().await;
+            let seen = remote::statuses_on(&cluster, leaders, progress.as_ref()).await;
             if let Some(first) = seen.iter().find_map(|(_, seen)| seen.as_ref()) {
                 status.remember_leaders(first);
             }

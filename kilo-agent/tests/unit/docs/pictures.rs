@@ -5,7 +5,7 @@ use std::{collections::BTreeMap, fs};
 use kilo_agent::http::drawing;
 use kilo_core::{
     settings::Granularity,
-    topology::{Mesh, Node, Peer},
+    topology::{Mesh, Node, Peer, Ways},
     wireguard::key::PublicKey,
 };
 
@@ -47,7 +47,8 @@ fn the_pictures_of_the_concepts_are_drawn_by_the_agent() {
     for (name, mesh) in wanted {
         let path = root().join("docs/pictures").join(name).with_extension("svg");
         // The site has dark pages, too.
-        let text = drawing::svg(&mesh).replacen("<style>", "<style>svg{background:#fff}", 1);
+        let text =
+            drawing::svg(&mesh, &Ways::default()).replacen("<style>", "<style>svg{background:#fff}", 1);
         if std::env::var_os("KILO_BLESS").is_some() {
             fs::create_dir_all(path.parent().unwrap()).unwrap();
             fs::write(&path, &text).unwrap();
