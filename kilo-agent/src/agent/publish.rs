@@ -1,7 +1,10 @@
 //! What this agent says to the others: its node's annotations, and the status
 //! of peers.
 
-use std::{collections::BTreeSet, net::SocketAddr};
+use std::{
+    collections::BTreeSet,
+    net::{IpAddr, SocketAddr, SocketAddrV6},
+};
 
 use super::host_state::HostState;
 use super::{Agent, CILIUM_HOST};
@@ -11,12 +14,13 @@ use kilo_core::{
     objects::{Published, Snapshot, events::EventReason},
     plan,
     relay::RelayPlaces,
-    settings::Granularity,
+    settings::{Granularity, Relay},
     topology::{
         Known, Mesh, Node,
         changes::{self, Moment, speaker},
         peer_acceptances,
     },
+    wireguard::Endpoint,
 };
 use kilo_host::net::discovery;
 
@@ -59,14 +63,15 @@ impl<B: Backend> Agent<B> {
     pub(super) async fn own_node(&mut self, seen: &Node, host: &HostState, relays: &RelayPlaces) -> Node {
         let (links, state) = (&host.links, &host.state);
         let hostname = self.resolver.own_addresses(&self.options.hostname).await;
-        let found = discovery::discover(&discovery::Facts {
+        let facts = discovery::Facts {
             resolved: &hostname,
             default_interface: host.ways_out.default,
             links,
             kilo: host.interface.index,
             pod_cidrs: &seen.pod_cidrs,
             internal_cidrs: &self.options.internal_cidrs,
-        });
+        };
+        let found = discovery::discover(&facts);
         let mut own = seen.clone();
         own.key = Some(self.key.public());
         own.granularity = Some(self.options.settings.granularity);
@@ -82,6 +87,12 @@ impl<B: Backend> Agent<B> {
             let address = discovery::endpoint(found, &seen.external_ips, from, prefer_private);
             own.endpoint = address.map(|ip| SocketAddr::new(ip, self.options.settings.port).into());
         }
+        // Only where relays are offered, places besides the endpoint are tried.
+        let ipv6 = (self.options.relay == Relay::Auto && relays.are_offered())
+            .then(|| discovery::public_ipv6(&facts))
+            .flatten()
+            .filter(|ipv6| own.endpoint.as_ref().and_then(Endpoint::ip) != Some(IpAddr::from(*ipv6)));
+        own.ipv6_endpoint = ipv6.map(|ipv6| SocketAddrV6::new(ipv6, self.options.settings.port, 0, 0));
         own
     }
 
@@ -104,6 +115,7 @@ impl<B: Backend> Agent<B> {
             .collect();
         Published {
             endpoint: own.endpoint.clone(),
+            ipv6_endpoint: own.ipv6_endpoint,
             internal_ip: own.internal_ip,
             key: own.key,
             last_seen: seen.last_seen,

@@ -101,6 +101,7 @@ impl Leaders {
                 received: peer.rx_bytes,
                 endpoint: peer.endpoint,
                 published: published(relays, node),
+                says: places(node, None),
                 places: places(node, seen.get(&key)),
                 relays: node.relay,
             });
@@ -130,12 +131,13 @@ fn seen_by_others(view: &MeshView, relays: &RelayPlaces) -> HashMap<PublicKey, B
     seen
 }
 
-/// Endpoints where other nodes see it, and its external addresses, of both families.
+/// Endpoints where other nodes see it, its external addresses of both families, and where it says that it is by IPv6.
 fn places(node: &Node, seen: Option<&BTreeSet<SocketAddr>>) -> Vec<SocketAddr> {
     let port = node.endpoint.as_ref().map(|endpoint| endpoint.port);
     let external = node.external_ips.iter().filter_map(|address| Some(SocketAddr::new(*address, port?)));
     let seen = seen.into_iter().flatten().copied();
-    seen.chain(external).collect::<BTreeSet<_>>().into_iter().collect()
+    let ipv6 = node.ipv6_endpoint.map(SocketAddr::from);
+    seen.chain(external).chain(ipv6).collect::<BTreeSet<_>>().into_iter().collect()
 }
 
 #[cfg(test)]

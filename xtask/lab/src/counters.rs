@@ -44,6 +44,11 @@ pub fn status(netns: &Netns) -> Result<serde_json::Value> {
     Ok(serde_json::from_str(&text)?)
 }
 
+/// The mesh as the agent in that namespace draws it (`/graph`).
+pub fn picture(netns: &Netns) -> Result<String> {
+    netns.spawn(|| get("/graph")).join().map_err(|_| anyhow::anyhow!("picture thread"))??
+}
+
 fn get(path: &str) -> Result<String> {
     answer(path)?.split_once("\r\n\r\n").map(|(_, body)| body.to_owned()).context("no HTTP answer")
 }

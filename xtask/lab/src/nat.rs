@@ -7,7 +7,8 @@
 //!   z 203.0.113.3 ─────────────────────────────┘
 //! ```
 //!
-//! Both may be behind nat-x, and all of it may be IPv6: then NATs are firewalls, and x is `2001:db8:a1::2`.
+//! Both may be behind nat-x, and all of it may be IPv6: then NATs are firewalls, and x is `2001:db8:a1::2`. It may
+//! have both families: NATs for IPv4, and firewalls for IPv6.
 
 use std::{
     fs,
@@ -94,15 +95,23 @@ pub struct Shape {
     pub is_shared: bool,
     /// Family of the nodes' addresses.
     pub underlay: Underlay,
+    /// Beside IPv4 all have IPv6.
+    pub has_both: bool,
 }
 
 impl Default for Shape {
     fn default() -> Self {
-        Self { kinds: [Kind::PortRestricted; 2], is_shared: false, underlay: Underlay::V4 }
+        Self { kinds: [Kind::PortRestricted; 2], is_shared: false, underlay: Underlay::V4, has_both: false }
     }
 }
 
 impl Shape {
+    /// The same in each of its families, the nodes' own first.
+    fn families(self) -> impl Iterator<Item = Self> {
+        let other = self.has_both.then_some(Self { underlay: Underlay::V6, ..self });
+        std::iter::once(self).chain(other)
+    }
+
     /// A place on the internet.
     fn public(self, number: u8) -> IpAddr {
         self.underlay.address(Ipv4Addr::new(203, 0, 113, number))
@@ -138,15 +147,18 @@ pub fn build(lab: &str, directory: &Path, shape: Shape, public: &[&'static str])
         let nat = planned(lab, &format!("nat-{}", ENDS[usize::from(shape.nat(number)) - 1].0));
         if shape.nat(number) == number {
             link(&nat, "wan", &internet, &nat.name)?;
-            address(&nat, "wan", shape.public(number))?;
+            shape.families().try_for_each(|shape| address(&nat, "wan", shape.public(number)))?;
         }
         let (private, gateway) = (shape.private(number, 2), shape.private(number, 1));
         let mut node = node(lab, name, private, gateway, None, number);
         let lan = format!("lan-{name}");
         link(&node.netns, "eth0", &nat, &lan)?;
-        address(&nat, &lan, gateway)?;
-        address(&node.netns, "eth0", private)?;
-        node.netns.ip(&format!("route add default via {gateway}\n"))?;
+        for shape in shape.families() {
+            let gateway = shape.private(number, 1);
+            address(&nat, &lan, gateway)?;
+            address(&node.netns, "eth0", shape.private(number, 2))?;
+            node.netns.ip(&format!("route add default via {gateway}\n"))?;
+        }
         finish(&mut node, directory)?;
         nodes.push(node);
     }
@@ -154,14 +166,14 @@ pub fn build(lab: &str, directory: &Path, shape: Shape, public: &[&'static str])
         let public = shape.public(number);
         let mut node = node(lab, name, public, shape.private(number, 1), Some(public), number);
         link(&node.netns, "eth0", &internet, name)?;
-        address(&node.netns, "eth0", public)?;
+        shape.families().try_for_each(|shape| address(&node.netns, "eth0", shape.public(number)))?;
         finish(&mut node, directory)?;
         nodes.push(node);
     }
     for (name, number) in ENDS.into_iter().filter(|(_, number)| shape.nat(*number) == *number) {
-        become_nat(lab, shape, name, number)?;
+        shape.families().try_for_each(|shape| become_nat(lab, shape, name, number))?;
     }
-    if shape.underlay == Underlay::V6 {
+    if let Some(shape) = shape.families().find(|shape| shape.underlay == Underlay::V6) {
         route_v6(lab, shape, public)?;
     }
     Ok(Network { router: internet, nodes, ..Network::plan(lab, shape.underlay) })

@@ -46,6 +46,8 @@ enum Part {
     Symmetric,
     /// Two ends behind restricting NATs, and nobody offers to relay.
     Unrelayed,
+    /// Two symmetric NATs for IPv4, and IPv6 behind firewalls.
+    DualStack,
     /// Both ends behind one NAT, in networks that do not reach each other.
     Hairpin,
     /// Two relays under traffic: one's agent restarts, it dies, and the direct way works again.
@@ -56,13 +58,14 @@ enum Part {
 
 /// Runs all, and prints tables in Markdown.
 pub fn main(options: &Options, lab: &str, bin: &Path, wireguard: &str) -> Result<()> {
-    let all = [Part::Table, Part::Unrelayed, Part::Hairpin, Part::Relay, Part::RelayV6];
+    let all = [Part::Table, Part::Unrelayed, Part::DualStack, Part::Hairpin, Part::Relay, Part::RelayV6];
     let bench = Bench { lab, bin, wireguard, relays: true };
     for part in if options.part.is_empty() { &all[..] } else { &options.part } {
         match part {
             Part::Table => table(bench)?,
             Part::Symmetric => println!("symmetric and symmetric: {}", bench.pair([Kind::Symmetric; 2])?),
             Part::Unrelayed => unrelayed(bench)?,
+            Part::DualStack => dual_stack(bench)?,
             Part::Hairpin => hairpin(bench)?,
             Part::Relay => bench.relay(Underlay::V4)?,
             Part::RelayV6 => bench.relay(Underlay::V6)?,
@@ -92,6 +95,22 @@ fn unrelayed(bench: Bench<'_>) -> Result<()> {
     Ok(())
 }
 
+/// Nothing passes between both by IPv4; by IPv6, which neither publishes as its endpoint, they meet.
+fn dual_stack(bench: Bench<'_>) -> Result<()> {
+    let shape = Shape { kinds: [Kind::Symmetric; 2], has_both: true, ..Shape::default() };
+    let found = bench.with(shape, &["z"], false, |mesh| {
+        let (way, took) = mesh.connects()?;
+        ensure!(way == "direct", "both have IPv6, so the tunnel needs not be {way}");
+        for (name, other) in [("x", "[2001:db8:a2::2]:51820"), ("y", "[2001:db8:a1::2]:51820")] {
+            let endpoints = mesh.network.node(name)?.netns.sh("wg show kilo0 endpoints")?;
+            ensure!(endpoints.contains(other), "{name} reaches the other elsewhere:\n{endpoints}");
+        }
+        Ok(format!("{way} by IPv6, {:.0} s", took.as_secs_f32()))
+    })?;
+    println!("symmetric and symmetric, both with IPv6 behind firewalls: {found}");
+    Ok(())
+}
+
 /// Two kinds of ends behind one NAT, which sends nothing back that goes to its own address.
 fn hairpin(bench: Bench<'_>) -> Result<()> {
     for kind in [Kind::PortRestricted, Kind::Symmetric] {
@@ -99,6 +118,7 @@ fn hairpin(bench: Bench<'_>) -> Result<()> {
         let found = bench.with(shape, &["z", "w"], false, |mesh| {
             let (way, took) = mesh.connects()?;
             ensure!(way == "relayed", "nothing else leads from one to the other, so it cannot be {way}");
+            mesh.is_drawn("relayed by ")?;
             Ok(format!("{way}, {:.0} s; {}", took.as_secs_f32(), mesh.one_relay_a_packet()?))
         })?;
         println!("both ends behind one NAT, {}: {found}", kind.name());
@@ -263,6 +283,13 @@ impl Mesh {
             Ok(if all { Ok(()) } else { Err(format!("{ways:?}")) })
         })?;
         Ok(began.elapsed())
+    }
+
+    /// The agent of x draws its tunnel with y as this.
+    fn is_drawn(&self, way: &str) -> Result<()> {
+        let picture = counters::picture(&self.network.node("x")?.netns)?;
+        ensure!(picture.contains(&format!("x and y: {way}")), "the tunnel is not drawn as {way}:\n{picture}");
+        Ok(())
     }
 
     /// What a node's programs have sent on.

@@ -63,7 +63,7 @@ const SIGNAL: &str = "1";
 const AGENT: &str = "the node's agent writes it, look whether it runs";
 
 /// Every annotation. What overrides another one stands before it: the table is read in this order.
-pub const ANNOTATIONS: [Annotation; 21] = [
+pub const ANNOTATIONS: [Annotation; 22] = [
     Annotation {
         name: "kilo.squat.ai/location",
         writer: Writer::Operator(|node| Some(node.location.clone())),
@@ -164,6 +164,15 @@ pub const ANNOTATIONS: [Annotation; 21] = [
                 node.node.endpoint = value.parse();
             }
         },
+    },
+    Annotation {
+        name: "kilo.squat.ai/ipv6-endpoint",
+        writer: Writer::Agent(|own| own.ipv6_endpoint.map(|endpoint| endpoint.to_string())),
+        example: "`[2001:db8::11]:51820`",
+        meaning: "where the node is besides, by IPv6: others try it when they do not reach its endpoint \
+                  ([more](nat.md#relays)); there once a node offers to relay",
+        remedy: AGENT,
+        read: |value, node| node.node.ipv6_endpoint = value.parse(),
     },
     Annotation {
         name: "kilo.squat.ai/internal-ip",
@@ -315,6 +324,7 @@ pub fn wanted(published: &Published) -> BTreeMap<String, Option<String>> {
 pub(super) fn of_node(node: &Node, last_seen: i64) -> BTreeMap<String, String> {
     let published = Published {
         endpoint: node.endpoint.clone(),
+        ipv6_endpoint: node.ipv6_endpoint,
         internal_ip: node.internal_ip,
         key: node.key,
         last_seen,

@@ -110,6 +110,7 @@ mod tests {
     fn what_is_published_is_read_back() {
         let published = Published {
             endpoint: "1.2.3.4:51820".parse().ok(),
+            ipv6_endpoint: "[2001:db8::7]:51820".parse().ok(),
             internal_ip: "10.0.0.1/24".parse().ok(),
             key: Some(PublicKey([3; 32])),
             last_seen: 17,

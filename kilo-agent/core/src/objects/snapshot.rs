@@ -1,6 +1,11 @@
 //! What a backend knows, and what an agent publishes.
 
-use std::{collections::BTreeMap, fmt, net::SocketAddr, sync::Arc};
+use std::{
+    collections::BTreeMap,
+    fmt,
+    net::{SocketAddr, SocketAddrV6},
+    sync::Arc,
+};
 
 use ipnet::IpNet;
 
@@ -89,6 +94,8 @@ impl Snapshot {
 pub struct Published {
     /// `endpoint`.
     pub endpoint: Option<Endpoint>,
+    /// `ipv6-endpoint`; `None` removes the annotation.
+    pub ipv6_endpoint: Option<SocketAddrV6>,
     /// `internal-ip`; `None` writes an empty value.
     pub internal_ip: Option<IpNet>,
     /// `key`.

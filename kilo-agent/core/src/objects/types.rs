@@ -2,7 +2,7 @@
 
 use std::{
     collections::BTreeMap,
-    net::{IpAddr, SocketAddr},
+    net::{IpAddr, SocketAddr, SocketAddrV6},
 };
 
 use ipnet::IpNet;
@@ -24,6 +24,8 @@ pub struct Node {
     pub endpoint_forced: bool,
     /// Addresses of type `ExternalIP` in the Node's status, in its order.
     pub external_ips: Vec<IpAddr>,
+    /// Where its WireGuard device is reached besides by IPv6, as it published it (`ipv6-endpoint`).
+    pub ipv6_endpoint: Option<SocketAddrV6>,
     /// Its public key.
     pub key: Option<PublicKey>,
     /// Private address with the prefix length of its network.

@@ -119,7 +119,8 @@ impl Client {
         let working = self.seen.values().filter(|seen| seen.is_fresh());
         let way = |seen: &Seen| {
             let pair = self.pairs.get(&seen.id)?;
-            let is_elsewhere = seen.endpoint.is_some() && seen.endpoint != seen.published;
+            let is_elsewhere =
+                seen.endpoint.is_some_and(|at| seen.published != Some(at) && !seen.says.contains(&at));
             Some(match pair.by {
                 Some(relay) => Way::Relayed(relay),
                 None if self.is_behind_nat && is_elsewhere => Way::Punched,

@@ -52,7 +52,7 @@ pub const RESTS: Duration = Duration::from_secs(30);
 /// How two locations are connected.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Way {
-    /// At the endpoint that one of both says it has.
+    /// At an endpoint that one of both says it has.
     Direct,
     /// Through the NATs of both, at a place that nobody has published.
     Punched,
@@ -86,6 +86,8 @@ pub struct Seen {
     pub endpoint: Option<SocketAddr>,
     /// Where it says that it is.
     pub published: Option<SocketAddr>,
+    /// Where it says that it is besides.
+    pub says: Vec<SocketAddr>,
     /// Everywhere else that it might be reached directly, as others see it.
     pub places: Vec<SocketAddr>,
     /// It offers to relay.

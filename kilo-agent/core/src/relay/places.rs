@@ -14,7 +14,10 @@ use crate::{
 
 /// Addresses of nodes that offer to relay: a peer that is seen at one of their ports for pairs is elsewhere.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct RelayPlaces(BTreeSet<IpAddr>);
+pub struct RelayPlaces {
+    addresses: BTreeSet<IpAddr>,
+    are_offered: bool,
+}
 
 impl RelayPlaces {
     /// As nodes say, and see each other; `seen` is what the own device sees.
@@ -23,6 +26,7 @@ impl RelayPlaces {
         for node in nodes.iter().filter(|node| node.relay) {
             found.extend(node.endpoint.as_ref().and_then(Endpoint::ip));
             found.extend(&node.external_ips);
+            found.extend(node.ipv6_endpoint.map(|endpoint| IpAddr::from(*endpoint.ip())));
             keys.extend(node.key);
         }
         let mut see = |seen: &BTreeMap<PublicKey, SocketAddr>| {
@@ -34,12 +38,17 @@ impl RelayPlaces {
             see(seen);
             nodes.iter().for_each(|node| see(&node.discovered_endpoints));
         }
-        Self(found)
+        Self { addresses: found, are_offered: nodes.iter().any(|node| node.relay) }
+    }
+
+    /// Whether any node offers to relay.
+    pub const fn are_offered(&self) -> bool {
+        self.are_offered
     }
 
     /// Whether this is a port of a relay.
     pub fn contains(&self, at: SocketAddr) -> bool {
-        is_port(at.port()) && self.0.contains(&at.ip())
+        is_port(at.port()) && self.addresses.contains(&at.ip())
     }
 }
 
@@ -65,7 +74,11 @@ mod tests {
         // Which sees the relay through another one, whose place is not the relay's, and a node that is none.
         let through = [(key(1), at("203.0.113.77:51900")), (key(2), at("203.0.113.88:40000"))];
         let third = Node { discovered_endpoints: through.into(), ..node("x", 3, false) };
-        let relay = Node { external_ips: vec!["198.51.100.30".parse().unwrap()], ..node("z", 1, true) };
+        let relay = Node {
+            external_ips: vec!["198.51.100.30".parse().unwrap()],
+            ipv6_endpoint: "[2001:db8::30]:51820".parse().ok(),
+            ..node("z", 1, true)
+        };
         let nodes: Nodes =
             [relay, other, third].map(|node| CheckedIn { node, last_seen: 0 }).into_iter().collect();
         let places = RelayPlaces::of(&nodes, &[(key(1), at("192.0.2.9:51820"))].into());
@@ -75,6 +88,7 @@ mod tests {
             "198.51.100.7:51900",
             "192.0.2.9:51900",
             "198.51.100.30:51900",
+            "[2001:db8::30]:51900",
         ] {
             assert!(places.contains(at(relay)), "{relay}");
         }

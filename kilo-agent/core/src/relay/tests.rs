@@ -105,15 +105,15 @@ proptest! {
     }
 
     #[test]
-    fn a_direct_way_is_found_again_within_a_minute_and_loses_nothing(seed: u64, drops in 0u8..5, is_published: bool) {
+    fn a_direct_way_is_found_again_within_a_minute_and_loses_nothing(seed: u64, drops in 0u8..5, is_published: bool, says: bool) {
         let mut world = World::new(seed);
-        world.is_published = is_published;
+        (world.is_published, world.says) = (is_published, says);
         world.connects(seconds(20));
         world.run(seconds(7));
         world.begin_to_measure();
         (world.direct, world.drops) = (true, f64::from(drops) / 100.0);
         world.run(DIRECT_EVERY * 2 + seconds(5));
-        let way = Some(if is_published { Way::Direct } else { Way::Punched });
+        let way = Some(if is_published || says { Way::Direct } else { Way::Punched });
         prop_assert_eq!((world.way(X), world.way(Y)), (way, way));
         prop_assert_eq!(world.lost, 0);
         let before = world.forwarded;

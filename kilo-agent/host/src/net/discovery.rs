@@ -46,16 +46,7 @@ pub struct Facts<'a> {
 /// interface, any interface; inside each IPv4 before IPv6, then by text). A host whose
 /// uplinks have no addresses (unnumbered) has its own on loopback or a dummy.
 pub fn discover(facts: &Facts<'_>) -> Option<Discovered> {
-    let mut usable =
-        addresses(facts, |link| link.up && !links::is_internal(link, facts.kilo, facts.pod_cidrs));
-    if usable.is_empty() {
-        usable = addresses(facts, links::has_hosts_addresses);
-    }
-    let tiers: [Vec<IpNet>; 3] = [
-        sorted(usable.iter().filter(|(_, net)| facts.resolved.contains(&net.addr()))),
-        sorted(usable.iter().filter(|(index, _)| Some(*index) == facts.default_interface)),
-        sorted(usable.iter()),
-    ];
+    let tiers = tiers(facts);
     let first = |wanted: &dyn Fn(&IpNet) -> bool| tiers.iter().flatten().find(|net| wanted(net)).copied();
     let private = first(&|net| {
         !is_public(net.addr())
@@ -68,6 +59,28 @@ pub fn discover(facts: &Facts<'_>) -> Option<Discovered> {
     });
     let public = first(&|net| is_public(net.addr())).or(private)?;
     Some(Discovered { private, public })
+}
+
+/// Pure: the IPv6 address by which this node is reached from anywhere, in the same order, if it has one.
+pub fn public_ipv6(facts: &Facts<'_>) -> Option<Ipv6Addr> {
+    tiers(facts).iter().flatten().find_map(|net| match net.addr() {
+        IpAddr::V6(address) if is_reached_from_anywhere(address.into()) => Some(address),
+        _ => None,
+    })
+}
+
+/// Addresses that may be published, those preferred first; some are there more than once.
+fn tiers(facts: &Facts<'_>) -> [Vec<IpNet>; 3] {
+    let mut usable =
+        addresses(facts, |link| link.up && !links::is_internal(link, facts.kilo, facts.pod_cidrs));
+    if usable.is_empty() {
+        usable = addresses(facts, links::has_hosts_addresses);
+    }
+    [
+        sorted(usable.iter().filter(|(_, net)| facts.resolved.contains(&net.addr()))),
+        sorted(usable.iter().filter(|(index, _)| Some(*index) == facts.default_interface)),
+        sorted(usable.iter()),
+    ]
 }
 
 /// Pure: the address others reach this node's WireGuard device at. `external`: the Node's
@@ -192,6 +205,20 @@ mod tests {
             Some("10.0.0.5/24"),
             Some("203.0.113.5/24"),
         );
+    }
+
+    #[test]
+    fn an_ipv6_address_is_public_when_it_is_reached_from_anywhere() {
+        let links = [
+            link(2, "", &["203.0.113.5/24", "fd00::5/64"]),
+            link(3, "", &["2001:db8:3::5/64"]),
+            link(4, "", &["2001:db8:4::5/64"]),
+        ];
+        let facts = Facts { links: &links, ..Facts::default() };
+        let found = |facts: Facts<'_>| public_ipv6(&facts).map(|found| found.to_string());
+        assert_eq!(found(facts).as_deref(), Some("2001:db8:3::5"));
+        assert_eq!(found(Facts { default_interface: Some(4), ..facts }).as_deref(), Some("2001:db8:4::5"));
+        assert_eq!(found(Facts { links: &links[..1], ..facts }), None);
     }
 
     #[test]

@@ -71,6 +71,8 @@ pub(super) struct World {
     pub(super) deceives: bool,
     /// Each is where it says, as with IPv6; else that is behind its NAT.
     pub(super) is_published: bool,
+    /// Ends say where they are, but not as their endpoint.
+    pub(super) says: bool,
     /// Both have the relays on.
     pub(super) uses: bool,
     /// Ports of both NATs depend on the destination by this.
@@ -106,6 +108,7 @@ impl World {
             direct: false,
             deceives: false,
             is_published: false,
+            says: false,
             uses: true,
             nat: 1,
             seed,
@@ -178,6 +181,7 @@ impl World {
             received: tunnel.received,
             endpoint: Some(tunnel.endpoint),
             published: Some(if self.is_published { place(other) } else { behind_nat }),
+            says: if self.says { vec![place(other)] } else { Vec::new() },
             places: vec![place(other)],
             relays: false,
         }];
