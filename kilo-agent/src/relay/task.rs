@@ -244,9 +244,8 @@ impl Task {
 
     /// The relay's own work.
     fn serve(&mut self, now: Instant) {
-        let is_meant_to = self.context.relay == settings::Relay::Auto
-            && self.context.view.borrow().own.as_ref().is_some_and(|own| own.relay);
-        self.server.relays(self.is_on() && self.leaders.offers, is_meant_to, now);
+        let may_relay = self.context.relay == settings::Relay::Auto;
+        self.server.relays(self.is_on() && self.leaders.offers, may_relay, now);
         self.server.turn(&self.maps.ports(), now, micros());
         self.write_ports();
         self.ports.keep(&self.server.taken());

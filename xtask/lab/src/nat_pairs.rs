@@ -292,6 +292,14 @@ impl Mesh {
         Ok(())
     }
 
+    /// Which of both relays sends on more, under traffic.
+    fn relay_in_use(&self) -> Result<&'static str> {
+        let before = [self.relayed("z")?, self.relayed("w")?];
+        wait::time_passes(Duration::from_secs(1), "packets are counted");
+        let after = [self.relayed("z")?, self.relayed("w")?];
+        Ok(["z", "w"][usize::from(after[1] - before[1] > after[0] - before[0])])
+    }
+
     /// What a node's programs have sent on.
     fn relayed(&self, of: &str) -> Result<u64> {
         Ok(counters::action(&counters::scrape(&self.network.node(of)?.netns)?, "relay"))
@@ -347,13 +355,26 @@ fn under_traffic(mesh: &mut Mesh) -> Result<()> {
     ensure!(figures.lost == 0, "{} datagrams were lost while an agent restarted: {holes:?}", figures.lost);
     mesh.until("relayed", Duration::from_secs(10))?;
     wait::time_passes(Duration::from_secs(6), "devices settle for 5 s after an endpoint was moved");
-    // It is cut off whole.
+    // Its offer is taken back: both ends go over to the other one, and it sends on meanwhile.
     let flow = Traffic::start(&x.pod, y.pod_ip().into());
     flow.settle(LIMIT)?;
-    let before = [mesh.relayed("z")?, mesh.relayed("w")?];
-    wait::time_passes(Duration::from_secs(1), "packets are counted");
-    let after = [mesh.relayed("z")?, mesh.relayed("w")?];
-    let relay = ["z", "w"][usize::from(after[1] - before[1] > after[0] - before[0])];
+    let relay = mesh.relay_in_use()?;
+    let node = mesh.network.node(relay)?.clone();
+    mesh.agents.write_node(&node, &[])?;
+    wait::until("the ends have left the relay whose offer is taken back", Duration::from_secs(20), || {
+        let used = mesh.relay_in_use()?;
+        Ok(if used == relay { Err(used) } else { Ok(()) })
+    })?;
+    wait::time_passes(Duration::from_secs(32), "it forgets its pairs after half a minute");
+    let figures = flow.finish()?;
+    println!("the offer of relay {relay} is taken back: {} of {} lost", figures.lost, figures.sent);
+    ensure!(figures.lost == 0, "{} datagrams were lost: {:?}", figures.lost, figures.holes);
+    mesh.agents.write_node(&node, &[("relay", "true")])?;
+    wait::time_passes(Duration::from_secs(15), "pairs hold it again as the other relay");
+    // The one in use is cut off whole.
+    let flow = Traffic::start(&x.pod, y.pod_ip().into());
+    flow.settle(LIMIT)?;
+    let relay = mesh.relay_in_use()?;
     mesh.network.node(relay)?.netns.ip("link set eth0 down\n")?;
     mesh.cut_off = 1;
     wait::fault_lasts(Duration::from_secs(6));

@@ -453,10 +453,15 @@ impl Pair {
             Some(relay) => self.leases.fails(relay, now),
             None => is_silent || self.trial.is_some_and(|trial| trial.fails(now)),
         };
-        if !needs {
+        // It still relays, but not for long: it has taken its offer back, or does not lead any more.
+        let is_withdrawn = self.by.is_some_and(|relay| !turn.relays.contains_key(&relay));
+        if !needs && !is_withdrawn {
             return;
         }
         let Some((relay, to)) = self.leases.best(turn.ends, self.by, now) else { return };
+        if !needs && !turn.relays.contains_key(&relay) {
+            return;
+        }
         self.goes_by(relay, to, now);
         turn.outputs.push(Output::Move { node: turn.ends.1, to });
     }

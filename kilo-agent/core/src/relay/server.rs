@@ -107,15 +107,15 @@ impl Server {
         server
     }
 
-    /// Sets whether this node relays now and is still configured to; a configured relay keeps its pairs for
-    /// a while, because it may lead again.
-    pub fn relays(&mut self, relays: bool, is_meant_to: bool, now: Instant) {
+    /// Sets whether this node relays now, and whether it may at all. One that may keeps its pairs for a while: it may lead
+    /// or offer again, and who uses it goes over to another relay meanwhile.
+    pub fn relays(&mut self, relays: bool, may_relay: bool, now: Instant) {
         if relays {
             self.off = None;
             return;
         }
         let off = *self.off.get_or_insert(now);
-        if !is_meant_to || now.saturating_duration_since(off) >= RESTS {
+        if !may_relay || now.saturating_duration_since(off) >= RESTS {
             self.pairs.clear();
         }
     }

@@ -56,6 +56,21 @@ proptest! {
     }
 
     #[test]
+    fn a_relay_that_takes_its_offer_back_is_left_without_a_loss(seed: u64, drops in 0u8..5) {
+        let mut world = World::new(seed);
+        world.connects(seconds(20));
+        world.run(seconds(10));
+        world.drops = f64::from(drops) / 100.0;
+        let first = world.relay(X);
+        world.withdrawn.push(first);
+        world.begin_to_measure();
+        world.run(RESTS + seconds(10));
+        prop_assert!(world.relay(X) != first && world.relay(Y) != first);
+        prop_assert_eq!(world.lost, 0);
+        prop_assert_eq!(world.servers[&first].pairs(), 0);
+    }
+
+    #[test]
     fn a_third_relay_is_asked_where_two_are_of_no_use(seed: u64, kinds in [broken(), broken()]) {
         let mut world = World::new(seed);
         let [one, two, good] = ranked();

@@ -61,6 +61,8 @@ pub(super) struct World {
     pub(super) clients: BTreeMap<NodeId, Client>,
     pub(super) servers: BTreeMap<NodeId, Server>,
     pub(super) broken: BTreeMap<NodeId, Broken>,
+    /// Relays that have taken their offer back, and hear nobody any more.
+    pub(super) withdrawn: Vec<NodeId>,
     /// Ends with which relays have no tunnel that works.
     pub(super) apart: Vec<NodeId>,
     pub(super) tunnels: BTreeMap<NodeId, Tunnel>,
@@ -102,6 +104,7 @@ impl World {
             clients: [X, Y].map(|id| (id, Client::new(id))).into(),
             servers: Z.map(|id| (id, Server::default())).into(),
             broken: BTreeMap::new(),
+            withdrawn: Vec::new(),
             apart: Vec::new(),
             tunnels: [(X, tunnel(Y)), (Y, tunnel(X))].into(),
             queue: VecDeque::new(),
@@ -190,7 +193,7 @@ impl World {
             handshake_age: Some(Duration::from_secs(5)),
             endpoint: Some(place(*relay)),
             published: Some(place(*relay)),
-            relays: true,
+            relays: !self.withdrawn.contains(relay),
             ..Seen::default()
         }));
         seen
@@ -213,7 +216,8 @@ impl World {
             let now = self.now;
             let heard = Heard { source, local: ip(relay), port: to.port(), ifindex: 2 };
             let broken = self.broken.get(&relay).copied();
-            let lets = self.lets(relay, to.port()) && broken != Some(Broken::Off);
+            let hears = broken != Some(Broken::Off) && !self.withdrawn.contains(&relay);
+            let lets = self.lets(relay, to.port()) && hears;
             let Some(server) = self.servers.get_mut(&relay).filter(|_| lets) else { return };
             if to.port() != WIREGUARD && !server.table().contains_key(&to.port()) {
                 // The program leaves it to the stack.
@@ -313,7 +317,8 @@ impl World {
                 self.seed = seed;
                 self.take(end, outputs);
             }
-            for server in self.servers.values_mut() {
+            for (relay, server) in &mut self.servers {
+                server.relays(!self.withdrawn.contains(relay), true, self.now);
                 server.turn(&BTreeMap::new(), self.now, self.wall);
             }
             for _ in 0..self.queue.len() {
