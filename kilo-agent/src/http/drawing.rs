@@ -8,7 +8,7 @@ use std::{
     fmt::{self, Write as _},
 };
 
-use kilo_core::topology::{Member, Mesh, Segment, Ways};
+use kilo_core::topology::{Member, Mesh, Segment, Ways, acting};
 
 /// Half the width and height of a node's ellipse.
 const NODE: (f64, f64) = (66.0, 24.0);
@@ -88,9 +88,9 @@ fn write(mesh: &Mesh, ways: &Ways, out: &mut String) -> fmt::Result {
         )?;
     } else {
         for ((index, from), segment) in places.iter().enumerate().zip(&mesh.segments) {
-            for (to, other) in places.iter().zip(&mesh.segments).skip(index + 1) {
+            for (other, to) in places.iter().enumerate().skip(index + 1) {
                 for ((at, one), (to, other)) in
-                    from.ends(segment).flat_map(|from| to.ends(other).map(move |to| (from, to)))
+                    from.ends(mesh, index).flat_map(|from| to.ends(mesh, other).map(move |to| (from, to)))
                 {
                     tunnel(out, (at, to), (one, other), ways)?;
                 }
@@ -163,9 +163,16 @@ impl Place {
         }
     }
 
-    /// Where the lines to other locations end, and at which nodes.
-    fn ends<'a>(&'a self, segment: &'a Segment) -> impl Iterator<Item = (Point, &'a str)> + 'a {
-        self.gateways.iter().map(|at| (self.members[*at], segment.members.get(*at).map_or("", Member::name)))
+    /// Where the lines to other locations end, and whose tunnels they are: of one leader, those of the acting one.
+    fn ends<'a>(&'a self, mesh: &'a Mesh, location: usize) -> impl Iterator<Item = (Point, &'a str)> + 'a {
+        let is_shared = self.gateways.len() > 1;
+        self.gateways.iter().map(move |at| {
+            let name = match is_shared {
+                true => mesh.segments[location].members.get(*at).map_or("", Member::name),
+                false => acting(mesh, location),
+            };
+            (self.members[*at], name)
+        })
     }
 }
 

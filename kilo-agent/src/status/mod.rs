@@ -28,7 +28,7 @@ pub use table::{ago, bytes, columns, table};
 pub use view::View;
 
 use kilo_core::{
-    objects::{ObjectRef, Snapshot},
+    objects::{Nodes, ObjectRef, Snapshot},
     observed::Attached,
     plan,
     settings::Granularity,
@@ -453,13 +453,15 @@ impl Status {
         }
     }
 
-    /// How the tunnels of the agent that was asked are connected that are not direct, by the names of both nodes.
-    pub fn ways(&self) -> Vec<([String; 2], String)> {
+    /// How the tunnels of the agent that was asked, on node `asked`, are connected that are not direct. An agent may say
+    /// whatever it likes: names are those of `nodes`, and other ways than these two are none.
+    pub fn ways(&self, asked: &str, nodes: &Nodes) -> Vec<([String; 2], String)> {
         let Some(agent) = &self.agent else { return Vec::new() };
         let way = |tunnel: &Tunnel| {
-            let way = tunnel.way.as_deref().filter(|way| *way != "direct")?;
-            let other = self.nodes.iter().find(|node| node.key == Some(tunnel.key))?;
-            Some(([agent.node.clone(), other.name.clone()], way_text(way, tunnel.relay.as_deref())))
+            let way = tunnel.way.as_deref().filter(|way| ["punched", "relayed"].contains(way))?;
+            let relay = tunnel.relay.as_deref().filter(|relay| nodes.contains(relay));
+            let other = nodes.iter().find(|node| node.key == Some(tunnel.key))?;
+            Some(([asked.to_owned(), other.name.clone()], way_text(way, relay)))
         };
         agent.tunnels.iter().filter_map(way).collect()
     }

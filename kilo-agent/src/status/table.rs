@@ -324,7 +324,7 @@ mod tests {
         let mesh = Mesh::default();
         let mut status =
             of_objects(&mesh, &snapshot, &BTreeSet::new(), Granularity::Location, Timestamp(1_000));
-        assert_eq!(status.ways(), [], "nobody was asked");
+        assert_eq!(status.ways("n1", &snapshot.nodes), [], "nobody was asked");
         let tunnel = |n: u8, way: &str, relay: Option<&str>| Tunnel {
             name: None,
             key: PublicKey([n; 32]),
@@ -336,9 +336,16 @@ mod tests {
             relay: relay.map(str::to_owned),
         };
         let tunnels =
-            vec![tunnel(2, "relayed", Some("z")), tunnel(3, "direct", None), tunnel(9, "punched", None)];
-        status.agent = Some(AgentStatus { node: "n1".to_owned(), tunnels, ..AgentStatus::default() });
-        assert_eq!(status.ways(), [(["n1", "n2"].map(str::to_owned), "relayed by z".to_owned())]);
+            vec![tunnel(2, "relayed", Some("n3")), tunnel(3, "direct", None), tunnel(9, "punched", None)];
+        status.agent = Some(AgentStatus { node: "n3".to_owned(), tunnels, ..AgentStatus::default() });
+        let ways = |status: &Status| {
+            let ways = status.ways("n1", &snapshot.nodes).into_iter();
+            ways.map(|([one, other], way)| format!("{one} {other} {way}")).collect::<Vec<_>>()
+        };
+        assert_eq!(ways(&status), ["n1 n2 relayed by n3"], "whoever it says it is");
+        let lies = vec![tunnel(2, "relayed", Some("\u{1b}[2J")), tunnel(3, "\u{1b}[2J", None)];
+        status.agent = Some(AgentStatus { tunnels: lies, ..AgentStatus::default() });
+        assert_eq!(ways(&status), ["n1 n2 relayed"]);
     }
 
     #[test]

@@ -47,8 +47,7 @@ fn write(mesh: &Mesh, ways: &Ways, out: &mut String) -> std::fmt::Result {
     writeln!(out, "digraph kilo {{")?;
     writeln!(out, "\tlabel={};", quote(&mesh.subnet.to_string()))?;
     writeln!(out, "\tlabelloc=t;\n\toutputorder=nodesfirst;\n\toverlap=false;")?;
-    let leading = |segment: &Segment| segment.leading().map_or("", Member::name).to_owned();
-    let leader = |segment: &Segment| quote(&leading(segment));
+    let leader = |segment: &Segment| quote(segment.leading().map_or("", Member::name));
     // Of several active leaders each stands before the nodes that are to use it.
     let used = mesh.gateways_in_use();
     for segment in &mesh.segments {
@@ -61,9 +60,11 @@ fn write(mesh: &Mesh, ways: &Ways, out: &mut String) -> std::fmt::Result {
         }
     }
     for (index, segment) in mesh.segments.iter().enumerate() {
-        let apart = |other: &&Arc<Segment>| segment.group.is_none() || other.group != segment.group;
-        for other in mesh.segments[index + 1..].iter().filter(apart) {
-            let way = ways.between(&leading(segment), &leading(other)).map_or_else(String::new, style);
+        let apart = |other: &Arc<Segment>| segment.group.is_none() || other.group != segment.group;
+        let others = mesh.segments.iter().enumerate().skip(index + 1).filter(|(_, other)| apart(other));
+        for (other_index, other) in others {
+            let way =
+                ways.between(acting(mesh, index), acting(mesh, other_index)).map_or_else(String::new, style);
             writeln!(out, "\t{} -> {} [ dir=both{way} ];", leader(segment), leader(other))?;
         }
     }
@@ -103,6 +104,14 @@ fn write_segment(segment: &Segment, used: &BTreeMap<&str, &str>, out: &mut Strin
         writeln!(out, "\t\t{} [ label=\"{label}\"{rank}, shape=ellipse ];", quote(member.name()))?;
     }
     writeln!(out, "\t}}")
+}
+
+/// Name of the node whose tunnels are those of a location, by its index: the line is Kilo's leader's all the same.
+pub fn acting(mesh: &Mesh, location: usize) -> &str {
+    let gateways = mesh.gateways_of(location);
+    let acting = gateways.order.get(gateways.acting).copied();
+    let member = acting.and_then(|acting| mesh.segments.get(location)?.members.get(acting));
+    member.map_or("", Member::name)
 }
 
 /// What a line that is not direct has besides.

@@ -27,7 +27,7 @@ pub use crate::objects::{
 };
 pub use acting::{Acting, ActingLocation, Gateways, NodeId, REPLACED_LEADER_TERM};
 pub use freed::FreedAddresses;
-pub use graph::{Ways, dot, way_text};
+pub use graph::{Ways, acting, dot, way_text};
 pub use homes::Homes;
 pub use leader::LeaderReason;
 pub use leaders::{Lead, Leaders};

@@ -2,10 +2,7 @@
 
 use anyhow::{Context as _, Result};
 use clap::Args;
-use kilo_agent::{
-    status::{self, Status},
-    timestamp::Timestamp,
-};
+use kilo_agent::{status, timestamp::Timestamp};
 use kilo_core::{
     objects::Snapshot,
     topology::{self, Mesh, Ways},
@@ -22,11 +19,12 @@ use crate::{
 #[derive(Args, Debug)]
 #[command(after_help = "Examples:
   kgctl graph | dot -Kcirco -Tsvg > mesh.svg
-  kgctl graph --ways | grep label=          tunnels that are punched or relayed
+  kgctl graph --ways | grep 'both, label='  tunnels that are punched or relayed
   kgctl graph --context=prod --mesh-granularity=full")]
 pub struct GraphArgs {
     /// Write beside each tunnel between leaders whether it is punched, or which node relays it: their agents are asked
-    /// through the API server (needs get on pods/proxy). Direct tunnels have no label.
+    /// through the API server (needs get on pods/proxy). Direct tunnels have no label, nor have those of agents that do
+    /// not answer, which are named on stderr.
     #[arg(long)]
     ways: bool,
     #[command(flatten)]
@@ -56,11 +54,10 @@ async fn ways(cluster: &Cluster, mesh: &Mesh, snapshot: &Snapshot, flags: &Flags
     let progress = Progress::new("asking the leaders' agents", leaders.len());
     let seen = remote::statuses_on(cluster, leaders, Some(&progress)).await;
     drop(progress);
-    for (leader, _) in seen.iter().filter(|(_, seen)| seen.is_none()) {
-        eprintln!(
-            "kgctl: {}",
-            terminal::plain(&format!("the agent of {leader} did not answer; ask it: kgctl status {leader}"))
-        );
+    for (leader, error) in seen.iter().filter_map(|(leader, seen)| Some((leader, seen.as_ref().err()?))) {
+        let text = format!("the ways of {leader} are unknown, its agent did not answer: {error:#}");
+        eprintln!("kgctl: {}", terminal::plain(&text));
     }
-    Ok(seen.iter().filter_map(|(_, seen)| seen.as_ref()).flat_map(Status::ways).collect())
+    let answers = seen.iter().filter_map(|(leader, seen)| Some((leader, seen.as_ref().ok()?)));
+    Ok(answers.flat_map(|(leader, seen)| seen.ways(leader, &snapshot.nodes)).collect())
 }

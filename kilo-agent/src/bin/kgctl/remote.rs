@@ -115,14 +115,14 @@ impl<W: Write> Write for Ending<'_, W> {
     }
 }
 
-/// What the agents of these nodes say, in their order; `None`: one was not heard.
+/// What the agents of these nodes say, in their order.
 pub async fn statuses_on(
     cluster: &Cluster,
     nodes: impl IntoIterator<Item = String>,
     progress: Option<&Progress>,
-) -> Vec<(String, Option<Status>)> {
+) -> Vec<(String, Result<Status>)> {
     let asked = nodes.into_iter().map(async |node| {
-        let seen = status_on(cluster, &node).await.ok();
+        let seen = status_on(cluster, &node).await;
         progress.into_iter().for_each(Progress::step);
         (node, seen)
     });

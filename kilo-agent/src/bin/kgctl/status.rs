@@ -253,13 +253,13 @@ async fn from_objects(args: &StatusArgs) -> Result<Status> {
             let leaders = status.leading();
             let progress = (!args.wait).then(|| Progress::new("asking the leaders' agents", leaders.len()));
             let seen = remote::statuses_on(&cluster, leaders, progress.as_ref()).await;
-            if let Some(first) = seen.iter().find_map(|(_, seen)| seen.as_ref()) {
+            if let Some(first) = seen.iter().find_map(|(_, seen)| seen.as_ref().ok()) {
                 status.remember_leaders(first);
             }
             for (leader, seen) in seen {
                 match seen {
-                    Some(seen) => status.remember_ills(&seen),
-                    None => status.unheard.push(leader),
+                    Ok(seen) => status.remember_ills(&seen),
+                    Err(_) => status.unheard.push(leader),
                 }
             }
         }
