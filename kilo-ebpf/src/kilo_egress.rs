@@ -90,7 +90,7 @@ fn look_for_wireguard<I: Ip>(skb: Skb, config: &Config) -> u32 {
             ip.protocol() == protocol::UDP
                 && ip.header_len() == I::HEADER_LEN
                 && !ip.is_fragment()
-                && I::is_private(config, ip.src())
+                && (I::is_private(config, ip.src()) || I::is_wireguard(config, ip.src()))
         })
         && ctx
             .load::<[u8; 2]>(I::HEADER_LEN)

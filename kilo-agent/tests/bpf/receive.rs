@@ -55,9 +55,9 @@ fn a_steered_packet_for_a_local_pod_is_decapsulated_and_delivered() {
 #[test]
 fn wireguard_sends_nothing_through_itself() {
     // The kernel takes bytes 12 and 13 for the protocol, which begin the source.
-    let (own, pod) = ([8, 0, 0, 2], [8, 0, 0, 3]);
+    let (own, pod, wireguard) = ([8, 0, 0, 2], [8, 0, 0, 3], [8, 0, 0, 4]);
     let mut tables = leader_tables();
-    tables.config.private_v4 = own;
+    (tables.config.private_v4, tables.config.wireguard_v4) = (own, wireguard);
     let flags = PREFIX_ROUTE | PREFIX_SOURCE | PREFIX_VIA_WIREGUARD;
     tables.prefix.insert("10.2.0.11/32".parse().unwrap(), PrefixValue { hop: HOP_REMOTE, flags });
     let Some((_fs, mut dataplane)) = open(&tables) else { return };
@@ -66,6 +66,7 @@ fn wireguard_sends_nothing_through_itself() {
         run(&mut dataplane, "kilo_egress", &packet)
     };
     drops_as(&to(own, 51_820), "inside_tunnel");
+    drops_as(&to(wireguard, 51_820), "inside_tunnel");
     assert_eq!(to(own, 51_822).counted, ["encrypt"], "somebody else's");
     assert_eq!(to(pod, 51_820).counted, ["encrypt"], "a pod's");
 }

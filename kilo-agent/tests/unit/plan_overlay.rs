@@ -165,7 +165,7 @@ fn a_leader_knows_the_private_addresses_where_no_wireguard_can_be() {
         flagged.map(|(prefix, _)| prefix.to_string()).collect()
     };
     // Not those of the own location, which are not reached through WireGuard, and no pod CIDR.
-    assert_eq!(via_wireguard("n1"), ["10.1.0.3/32"]);
-    assert_eq!(via_wireguard("n3"), ["10.1.0.1/32", "10.1.0.2/32"]);
+    assert_eq!(via_wireguard("n1"), ["10.1.0.3/32", "10.4.0.2/32"]);
+    assert_eq!(via_wireguard("n3"), ["10.1.0.1/32", "10.1.0.2/32", "10.4.0.1/32"]);
     assert!(via_wireguard("n2").is_empty(), "WireGuard has no peers there");
 }

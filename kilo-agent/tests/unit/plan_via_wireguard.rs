@@ -40,6 +40,7 @@ fn a_leader_knows_what_is_via_wireguard_and_where_wireguard_sends() {
     assert_eq!(known(&nodes, "n1", "10.1.0.3/32"), (HOP_REMOTE, true));
     assert_eq!(known(&nodes, "n1", "10.1.0.4/32"), (HOP_REMOTE, false));
     assert_eq!(known(&nodes, "n1", "10.42.2.0/24"), (HOP_REMOTE, false));
+    assert_eq!(known(&nodes, "n1", "10.4.0.2/32"), (HOP_REMOTE, true), "b's WireGuard address");
     assert_eq!(known(&nodes, "n1", "10.1.0.1/32"), (HOP_LOCAL, false));
     assert!(!known(&nodes, "n3", "10.1.0.1/32").1, "only leaders hear WireGuard");
 }

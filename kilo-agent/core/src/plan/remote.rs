@@ -70,7 +70,9 @@ impl Remote {
                 let endpoint = endpoints.contains(&prefix);
                 // Addresses of WireGuard and of pods are the mesh's alone.
                 let free = endpoint && (!private || free());
-                let (via_wireguard, gateway) = (private && !endpoint, gateway(member));
+                // The WireGuard address is no node's: as a gateway's source towards private addresses it must not
+                // become an endpoint either.
+                let (via_wireguard, gateway) = ((private || member.is_none()) && !endpoint, gateway(member));
                 PrefixClaim { gateway, via_wireguard, endpoint, free, ..of_node(prefix, owner) }
             }));
             let offered = segment.allowed_location_ips.iter().map(IpNet::trunc);

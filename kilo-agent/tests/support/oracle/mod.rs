@@ -233,6 +233,14 @@ fn source_is_via_wireguard(tables: &Tables, frame: &[u8], link: usize, outer: &I
         && owner.is_some_and(|value| value.flags & PREFIX_VIA_WIREGUARD != 0)
 }
 
+/// The location's WireGuard address.
+fn is_wireguard(tables: &Tables, address: IpAddr) -> bool {
+    match address {
+        IpAddr::V4(address) => address.octets() == tables.config.wireguard_v4,
+        IpAddr::V6(address) => address.octets() == tables.config.wireguard_v6,
+    }
+}
+
 /// The own WireGuard sends to an address that is reached through it.
 fn destination_is_via_wireguard(tables: &Tables, frame: &[u8], ip: &Ip) -> bool {
     let owner = longest(&tables.prefix, ip.dst);
@@ -241,7 +249,7 @@ fn destination_is_via_wireguard(tables: &Tables, frame: &[u8], ip: &Ip) -> bool 
         && ip.protocol == protocol::UDP
         && !ip.fragment
         && ip.header_len == Ip::shortest(ip.v6)
-        && tables.is_private(ip.src)
+        && (tables.is_private(ip.src) || is_wireguard(tables, ip.src))
         && port.is_some_and(|port| u16::from_be_bytes(*port) == tables.config.wireguard_port)
         && owner
             .is_some_and(|value| value.flags & PREFIX_VIA_WIREGUARD != 0 && value.flags & PREFIX_ROUTE != 0)
