@@ -3,12 +3,12 @@
 
 use std::{
     collections::BTreeSet,
-    net::{IpAddr, SocketAddr, SocketAddrV6},
+    net::{SocketAddr, SocketAddrV6},
 };
 
 use super::host_state::HostState;
 use super::{Agent, CILIUM_HOST};
-use crate::{announce, backend::Backend, failover::Failover};
+use crate::{announce, backend::Backend, failover::Failover, relay};
 use ipnet::IpNet;
 use kilo_core::{
     objects::{Published, Snapshot, events::EventReason},
@@ -20,9 +20,9 @@ use kilo_core::{
         changes::{self, Moment, speaker},
         peer_acceptances,
     },
-    wireguard::Endpoint,
+    wireguard::{Endpoint, PublicKey},
 };
-use kilo_host::net::discovery;
+use kilo_host::net::{discovery, links::Link};
 
 impl<B: Backend> Agent<B> {
     /// One agent, the leader of the first location, says in each Peer object
@@ -63,15 +63,14 @@ impl<B: Backend> Agent<B> {
     pub(super) async fn own_node(&mut self, seen: &Node, host: &HostState, relays: &RelayPlaces) -> Node {
         let (links, state) = (&host.links, &host.state);
         let hostname = self.resolver.own_addresses(&self.options.hostname).await;
-        let facts = discovery::Facts {
+        let found = discovery::discover(&discovery::Facts {
             resolved: &hostname,
             default_interface: host.ways_out.default,
             links,
             kilo: host.interface.index,
             pod_cidrs: &seen.pod_cidrs,
             internal_cidrs: &self.options.internal_cidrs,
-        };
-        let found = discovery::discover(&facts);
+        });
         let mut own = seen.clone();
         own.key = Some(self.key.public());
         own.granularity = Some(self.options.settings.granularity);
@@ -87,13 +86,22 @@ impl<B: Backend> Agent<B> {
             let address = discovery::endpoint(found, &seen.external_ips, from, prefer_private);
             own.endpoint = address.map(|ip| SocketAddr::new(ip, self.options.settings.port).into());
         }
-        // Only where relays are offered, places besides the endpoint are tried.
-        let ipv6 = (self.options.relay == Relay::Auto && relays.are_offered())
-            .then(|| discovery::public_ipv6(&facts))
-            .flatten()
-            .filter(|ipv6| own.endpoint.as_ref().and_then(Endpoint::ip) != Some(IpAddr::from(*ipv6)));
-        own.ipv6_endpoint = ipv6.map(|ipv6| SocketAddrV6::new(ipv6, self.options.settings.port, 0, 0));
         own
+    }
+
+    /// Where others may try this node by IPv6 besides its endpoint: only where relays are offered such places are tried,
+    /// and those of gateways alone. It is the source of what WireGuard sends, so that answers to that pass firewalls.
+    fn ipv6_endpoint(&self, own: &Node, mesh: &Mesh, links: &[Link]) -> Option<SocketAddrV6> {
+        let is_ipv6 = own.endpoint.as_ref().and_then(Endpoint::ip).is_some_and(|ip| ip.is_ipv6());
+        if self.options.relay == Relay::Off
+            || is_ipv6
+            || !relay::is_offered(mesh)
+            || !is_gateway(mesh, &own.name)
+        {
+            return None;
+        }
+        let address = discovery::public_ipv6(links, relay::source_towards(discovery::ANYWHERE.into())?)?;
+        Some(SocketAddrV6::new(address, self.options.settings.port, 0, 0))
     }
 
     /// What others are to know of this node; its heartbeat as they know it.
@@ -102,6 +110,7 @@ impl<B: Backend> Agent<B> {
         own: &Node,
         seen: Known<'_>,
         (mesh, snapshot): (&Mesh, &Snapshot),
+        links: &[Link],
     ) -> Published {
         // Only endpoints of peers that roam are of use to others.
         let gateways = mesh.segments.iter().enumerate().flat_map(|(at, segment)| {
@@ -115,7 +124,7 @@ impl<B: Backend> Agent<B> {
             .collect();
         Published {
             endpoint: own.endpoint.clone(),
-            ipv6_endpoint: own.ipv6_endpoint,
+            ipv6_endpoint: self.ipv6_endpoint(own, mesh, links),
             internal_ip: own.internal_ip,
             key: own.key,
             last_seen: seen.last_seen,
@@ -123,7 +132,7 @@ impl<B: Backend> Agent<B> {
             discovered_endpoints: own
                 .discovered_endpoints
                 .iter()
-                .filter(|(key, _)| roaming.contains(key))
+                .filter(|(key, at)| roaming.contains(key) && !says_itself(snapshot, key, at))
                 .map(|(key, at)| (*key, *at))
                 .collect(),
             granularity: Some(self.options.settings.granularity),
@@ -136,6 +145,21 @@ impl<B: Backend> Agent<B> {
             state: Some(changes::state(&self.options.hostname, Moment { mesh, snapshot, own: Some(own) })),
         }
     }
+}
+
+/// Whether this node may carry its location's packets.
+fn is_gateway(mesh: &Mesh, name: &str) -> bool {
+    mesh.find(name).is_some_and(|(at, _)| {
+        let order = mesh.gateways_of(at).into_owned().order;
+        order.iter().filter_map(|gateway| mesh.segments[at].members.get(*gateway)).any(|it| it.name() == name)
+    })
+}
+
+/// Whether a node is seen where it says by itself that it is by IPv6: others choose between that and its endpoint
+/// by what they reach, and not by what this node has reached.
+fn says_itself(snapshot: &Snapshot, key: &PublicKey, at: &SocketAddr) -> bool {
+    let SocketAddr::V6(at) = at else { return false };
+    snapshot.nodes.iter().any(|node| node.key == Some(*key) && node.ipv6_endpoint == Some(*at))
 }
 
 /// Its private address, which may be the one that was found, and what it says of failover: a node without any

@@ -69,7 +69,7 @@ impl<B: Backend> Agent<B> {
         let same = self.state.own.clone().filter(|same| **same == own);
         let own = same.unwrap_or_else(|| own.into());
         let (mesh, ready) = self.topology(snapshot, &own, host, now, unix_now);
-        let published = self.published(&own, seen, (&mesh, snapshot));
+        let published = self.published(&own, seen, (&mesh, snapshot), &host.links);
         let nodes = with_own(&snapshot.nodes, Some(&own));
         // An agent that writes slices decides by its own heartbeat whether the API server is there.
         let slices = self.backend.slices();

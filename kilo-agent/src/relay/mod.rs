@@ -28,6 +28,7 @@ use kilo_host::dataplane::{
 };
 
 pub use mesh::MeshView;
+pub use paths::source_towards;
 pub use task::Context;
 
 /// What the task has found: read by reconciles, status, metrics and the graph.

@@ -23,12 +23,16 @@ impl Paths {
     }
 }
 
-/// To connect a datagram socket sends nothing, and chooses its source address.
-fn ask(to: IpAddr) -> Option<(IpAddr, u32)> {
+/// The source address of what this host sends there: to connect a datagram socket sends nothing, and chooses it.
+pub fn source_towards(to: IpAddr) -> Option<IpAddr> {
     let any: IpAddr = if to.is_ipv4() { Ipv4Addr::UNSPECIFIED.into() } else { Ipv6Addr::UNSPECIFIED.into() };
     let socket = UdpSocket::bind((any, 0)).ok()?;
     socket.connect((to, 9)).ok()?;
-    let source = socket.local_addr().ok()?.ip();
+    Some(socket.local_addr().ok()?.ip())
+}
+
+fn ask(to: IpAddr) -> Option<(IpAddr, u32)> {
+    let source = source_towards(to)?;
     let is_source = |address: &nix::sys::socket::SockaddrStorage| {
         let v4 = address.as_sockaddr_in().map(|address| IpAddr::from(address.ip()));
         let v6 = address.as_sockaddr_in6().map(|address| IpAddr::from(address.ip()));

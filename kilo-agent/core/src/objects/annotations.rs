@@ -4,7 +4,7 @@
 use std::{
     borrow::Cow,
     collections::BTreeMap,
-    net::{IpAddr, SocketAddr},
+    net::{IpAddr, SocketAddr, SocketAddrV6},
     str::FromStr,
 };
 
@@ -12,7 +12,9 @@ use ipnet::IpNet;
 use serde::{Deserialize, Serialize};
 
 use super::{CheckedIn, Node, Published};
-use crate::{settings::Granularity, signal_id, wireguard::key::PublicKey};
+use crate::{
+    addresses::is_reached_from_anywhere, settings::Granularity, signal_id, wireguard::key::PublicKey,
+};
 
 /// What every annotation of ours starts with.
 pub const PREFIX: &str = "kilo.squat.ai/";
@@ -172,7 +174,7 @@ pub const ANNOTATIONS: [Annotation; 22] = [
         meaning: "where the node is besides, by IPv6: others try it when they do not reach its endpoint \
                   ([more](nat.md#relays)); there once a node offers to relay",
         remedy: AGENT,
-        read: |value, node| node.node.ipv6_endpoint = value.parse(),
+        read: |value, node| node.node.ipv6_endpoint = value.public_v6(),
     },
     Annotation {
         name: "kilo.squat.ai/internal-ip",
@@ -462,6 +464,22 @@ impl Value<'_> {
         Some(prefix)
     }
 
+    /// An IPv6 endpoint that can be reached from anywhere: nobody aims what others try at a network of their own.
+    fn public_v6(&mut self) -> Option<SocketAddrV6> {
+        let endpoint: SocketAddrV6 = self.parse()?;
+        let ip = *endpoint.ip();
+        let is_local =
+            ip.is_loopback() || ip.is_multicast() || endpoint.scope_id() != 0 || endpoint.port() == 0;
+        if is_local || !is_reached_from_anywhere(ip.into()) {
+            self.ignored(
+                &format!(" {:?} is ignored", excerpt(self.text)),
+                &"not a public IPv6 address and a port",
+            );
+            return None;
+        }
+        Some(endpoint)
+    }
+
     fn prefix_list(&mut self) -> Vec<IpNet> {
         let mut list = Vec::new();
         for item in self.text.split(',').map(str::trim).filter(|item| !item.is_empty()) {
@@ -530,6 +548,28 @@ pub(super) fn excerpt(text: &str) -> Cow<'_, str> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn an_ipv6_endpoint_is_public() {
+        let read = |text: &str| {
+            let (mut node, mut problems) = (CheckedIn { node: Node::default(), last_seen: 0 }, Vec::new());
+            let present = BTreeMap::from([(format!("{PREFIX}ipv6-endpoint"), text.to_owned())]);
+            read(&present, &mut node, &mut problems);
+            (node.node.ipv6_endpoint.map(|endpoint| endpoint.to_string()), problems.len())
+        };
+        assert_eq!(read("[2001:db8::1]:51820"), (Some("[2001:db8::1]:51820".to_owned()), 0));
+        for wrong in [
+            "[::1]:51820",
+            "[fe80::1%2]:1",
+            "[fd00::1]:1",
+            "[ff02::1]:1",
+            "[2001:db8::1]:0",
+            "192.0.2.1:1",
+            "x",
+        ] {
+            assert_eq!(read(wrong), (None, 1), "{wrong}");
+        }
+    }
 
     #[test]
     fn every_name_is_there_once_and_has_our_prefix() {

@@ -14,10 +14,7 @@ use crate::{
 
 /// Addresses of nodes that offer to relay: a peer that is seen at one of their ports for pairs is elsewhere.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct RelayPlaces {
-    addresses: BTreeSet<IpAddr>,
-    are_offered: bool,
-}
+pub struct RelayPlaces(BTreeSet<IpAddr>);
 
 impl RelayPlaces {
     /// As nodes say, and see each other; `seen` is what the own device sees.
@@ -38,17 +35,12 @@ impl RelayPlaces {
             see(seen);
             nodes.iter().for_each(|node| see(&node.discovered_endpoints));
         }
-        Self { addresses: found, are_offered: nodes.iter().any(|node| node.relay) }
-    }
-
-    /// Whether any node offers to relay.
-    pub const fn are_offered(&self) -> bool {
-        self.are_offered
+        Self(found)
     }
 
     /// Whether this is a port of a relay.
     pub fn contains(&self, at: SocketAddr) -> bool {
-        is_port(at.port()) && self.addresses.contains(&at.ip())
+        is_port(at.port()) && self.0.contains(&at.ip())
     }
 }
 

@@ -46,7 +46,16 @@ pub struct Facts<'a> {
 /// interface, any interface; inside each IPv4 before IPv6, then by text). A host whose
 /// uplinks have no addresses (unnumbered) has its own on loopback or a dummy.
 pub fn discover(facts: &Facts<'_>) -> Option<Discovered> {
-    let tiers = tiers(facts);
+    let mut usable =
+        addresses(facts, |link| link.up && !links::is_internal(link, facts.kilo, facts.pod_cidrs));
+    if usable.is_empty() {
+        usable = addresses(facts, links::has_hosts_addresses);
+    }
+    let tiers: [Vec<IpNet>; 3] = [
+        sorted(usable.iter().filter(|(_, net)| facts.resolved.contains(&net.addr()))),
+        sorted(usable.iter().filter(|(index, _)| Some(*index) == facts.default_interface)),
+        sorted(usable.iter()),
+    ];
     let first = |wanted: &dyn Fn(&IpNet) -> bool| tiers.iter().flatten().find(|net| wanted(net)).copied();
     let private = first(&|net| {
         !is_public(net.addr())
@@ -61,26 +70,20 @@ pub fn discover(facts: &Facts<'_>) -> Option<Discovered> {
     Some(Discovered { private, public })
 }
 
-/// Pure: the IPv6 address by which this node is reached from anywhere, in the same order, if it has one.
-pub fn public_ipv6(facts: &Facts<'_>) -> Option<Ipv6Addr> {
-    tiers(facts).iter().flatten().find_map(|net| match net.addr() {
-        IpAddr::V6(address) if is_reached_from_anywhere(address.into()) => Some(address),
-        _ => None,
-    })
-}
+/// Somewhere in the IPv6 internet, where nobody is: the source of what is sent there is that of packets to all places
+/// that have no route of their own.
+pub const ANYWHERE: Ipv6Addr = Ipv6Addr::new(0x2000, 0, 0, 0, 0, 0, 0, 1);
 
-/// Addresses that may be published, those preferred first; some are there more than once.
-fn tiers(facts: &Facts<'_>) -> [Vec<IpNet>; 3] {
-    let mut usable =
-        addresses(facts, |link| link.up && !links::is_internal(link, facts.kilo, facts.pod_cidrs));
-    if usable.is_empty() {
-        usable = addresses(facts, links::has_hosts_addresses);
+/// Pure: the source address of what is sent into the IPv6 internet, if an interface has it, and it is public. A privacy
+/// address is, too: it is what others see, and is published anew when it changes.
+pub fn public_ipv6(links: &[Link], source: IpAddr) -> Option<Ipv6Addr> {
+    let has =
+        |link: &&Link| link.addresses.iter().any(|address| address.global && address.net.addr() == source);
+    links.iter().filter(|link| link.up).find(has)?;
+    match source {
+        IpAddr::V6(source) if is_reached_from_anywhere(source.into()) => Some(source),
+        _ => None,
     }
-    [
-        sorted(usable.iter().filter(|(_, net)| facts.resolved.contains(&net.addr()))),
-        sorted(usable.iter().filter(|(index, _)| Some(*index) == facts.default_interface)),
-        sorted(usable.iter()),
-    ]
 }
 
 /// Pure: the address others reach this node's WireGuard device at. `external`: the Node's
@@ -208,17 +211,15 @@ mod tests {
     }
 
     #[test]
-    fn an_ipv6_address_is_public_when_it_is_reached_from_anywhere() {
-        let links = [
-            link(2, "", &["203.0.113.5/24", "fd00::5/64"]),
-            link(3, "", &["2001:db8:3::5/64"]),
-            link(4, "", &["2001:db8:4::5/64"]),
-        ];
-        let facts = Facts { links: &links, ..Facts::default() };
-        let found = |facts: Facts<'_>| public_ipv6(&facts).map(|found| found.to_string());
-        assert_eq!(found(facts).as_deref(), Some("2001:db8:3::5"));
-        assert_eq!(found(Facts { default_interface: Some(4), ..facts }).as_deref(), Some("2001:db8:4::5"));
-        assert_eq!(found(Facts { links: &links[..1], ..facts }), None);
+    fn the_source_of_what_leaves_by_ipv6_is_published_when_it_is_public_and_an_interface_has_it() {
+        let mut links = [link(2, "", &["203.0.113.5/24", "fd00::5/64"]), link(3, "", &["2001:db8:3::5/64"])];
+        let found = |links: &[Link], source: &str| public_ipv6(links, source.parse().unwrap());
+        assert_eq!(found(&links, "2001:db8:3::5").map(IpAddr::from), "2001:db8:3::5".parse().ok());
+        for none in ["fd00::5", "2001:db8:3::6", "203.0.113.5", "::1"] {
+            assert_eq!(found(&links, none), None, "{none}");
+        }
+        links[1].up = false;
+        assert_eq!(found(&links, "2001:db8:3::5"), None);
     }
 
     #[test]
