@@ -144,8 +144,8 @@ counted! {
              expects a LAN.",
         /// Later fragment that needs masquerading, whose first fragment was not seen.
         NatFragment = 48 => "nat_fragment",
-            "Fragments arrived out of order, or the first one was dropped; the sender retransmits. If it goes \
-             on, let pods send what fits the MTU.",
+            "Fragments arrived out of order, or the first one was dropped; the sender retransmits. If it \
+             persists, let pods send what fits the MTU.",
         /// WireGuard packet from or to an address that is itself routed through the tunnel; it would loop.
         InsideTunnel = 49 => "inside_tunnel",
             "Another location's leader sends from its private address over a network both are in, instead of \
@@ -173,7 +173,7 @@ counted! {
              monitor --reason stale_signal`.",
         /// Signal whose tag or sender is not that of the node it comes from.
         ForgedSignal = 60 => "forged_signal",
-            "A node that has changed its key within the last seconds; else somebody on the network of the \
+            "A node that has changed its key within the last seconds; else a host on the network of the \
              nodes forges signals, or on kilo0 a gateway of another location speaks for another: `kgctl monitor \
              --reason forged_signal` shows the source and interface.",
         /// Signal from a node that this one shares no key with, or of a kind that has no place here.
@@ -185,11 +185,11 @@ counted! {
         /// On a relay: a packet to a pair's port that is not from the end bound to it, or is not WireGuard's.
         RelayStranger = 62 => "relay_stranger",
             "A few are harmless: the NAT in front of one end of the pair has changed its port, which that \
-             end reports within seconds. Otherwise somebody scans or forges: `kgctl monitor --reason \
+             end reports within seconds. Otherwise a host scans ports or forges packets: `kgctl monitor --reason \
              relay_stranger` shows the source. Nothing is answered.",
         /// On a relay: a packet to a port of a pair whose ends have not both been bound yet.
         RelayUnbound = 63 => "relay_unbound",
-            "Harmless while a pair is being connected. If it goes on, the other end does not reach this relay on \
+            "Harmless while a pair is being connected. If it persists, the other end does not reach this relay on \
              UDP ports 51830 to 52829, or by the other IP family: open them, and see `kgctl status`.",
         /// The network marked the outer header as congested, and the inner packet cannot bear the mark.
         Congestion = 58 => "congestion",

@@ -3,7 +3,7 @@
 //!
 //! A place holds one prefix, and only one within which no longer one lies: what is found here is what
 //! the trie would find. Everything else is left to the trie: other lengths, prefixes that hold longer
-//! ones, and all but the first of those with one place. A place is one word, and says
+//! ones, and all but the first of those that share a place. A place is one word, and says
 //! the length it was written for: what another agent has left is not found. Places that change or go are emptied
 //! before anything else is written, and filled after all of it: meanwhile the trie answers.
 

@@ -107,7 +107,7 @@ maps! {
         reason "as `prefix_v4`";
     DIRECT_V4 = "direct_v4", Array<u32, u64>, size 65_536, pinned true, gauge false,
         holds "IPv4 prefixes as long as the own pod CIDR, by their last 16 bits → what `prefix_v4` says",
-        reason "512 KiB from the start; prefixes with one place are told apart by the trie";
+        reason "512 KiB from the start; prefixes sharing a slot are told apart by the trie";
     HOP = "hop", Array<u32, Hop>, size 4_096, pinned true, gauge true,
         holds "id → kind, tunnel, interface, MTU, addresses",
         reason "208 KiB from the start; ids 0 to 3 are fixed, so 4,092 other nodes of one location. \
@@ -147,7 +147,7 @@ maps! {
     // As above.
     LINK = "link", PerCpuArray<u32, ()>, size 256, pinned false, gauge false,
         holds "link-layer addresses found in this tick of the kernel's clock, per CPU",
-        reason "no state; of several addresses with one place each is asked for anew";
+        reason "no state; of several addresses sharing a slot each is asked for again";
     DEVICE = "device", Hash<u32, Device>, size 256, pinned true, gauge true,
         holds "interface → masquerade addresses",
         reason "interfaces with programs: uplinks, not pods'. One more: the change is refused as a whole";

@@ -49,7 +49,7 @@ const _: () = assert!(size_of::<bpf_fib_lookup>() == size_of::<[u64; 8]>());
 static LINK: PerCpuArray<Link, { map_table::LINK.size as usize }> = PerCpuArray::new();
 
 /// The last packets that went the kernel's way, by the last bits of the address they went to: the second, and the
-/// address above. Two addresses with one place ask more often, and never less.
+/// address above. Two addresses that share a place ask more often, and never less.
 static ASKED: [AtomicU64; map_table::LINK.size as usize] =
     [const { AtomicU64::new(0) }; map_table::LINK.size as usize];
 

@@ -125,7 +125,7 @@ fn decide<O: Ip, const LINK: usize>(ctx: &TcContext, ip: &O) -> Verdict {
     let taken = kernel::on_lan(header.kind);
     if taken == Taken::Reflect {
         rename(ctx, start)?;
-        return turn_back::<O, LINK>(ctx);
+        return reflect::<O, LINK>(ctx);
     }
     if header.kind == Kind::Reflected {
         return from_code(heard(skb, &address, start, hook));
@@ -282,7 +282,7 @@ subprogram! {
 
 #[inline(always)]
 fn send_answer<O: Ip, const LINK: usize>(skb: Skb) -> i32 {
-    to_code(turn_back::<O, LINK>(&TcContext::new(skb)))
+    to_code(reflect::<O, LINK>(&TcContext::new(skb)))
 }
 
 /// Writes the answer over ROLL or ANNOUNCE. Applies an ANNOUNCE first: moves this node's word.
@@ -343,7 +343,7 @@ fn stands(own: u64) -> (Term, u64) {
 
 /// Sends a packet back to where it came from, by the interface it came in by.
 #[inline(always)]
-fn turn_back<I: Ip, const LINK: usize>(ctx: &TcContext) -> Verdict {
+fn reflect<I: Ip, const LINK: usize>(ctx: &TcContext) -> Verdict {
     swap_addresses::<I>(ctx, LINK)?;
     if LINK != 0 {
         let [to, from]: [[u8; 6]; 2] = ctx.load(0).map_err(|_| DropReason::Rewrite)?;

@@ -30,7 +30,7 @@ pub enum AgentError {
         missing: &'static str,
     },
     /// More than one part of this host could not be put right.
-    #[error("{first}; besides: {}", texts(others))]
+    #[error("{first}; also: {}", texts(others))]
     Several {
         /// The part that comes first.
         #[source]

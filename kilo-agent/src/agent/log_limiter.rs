@@ -91,7 +91,7 @@ impl LogLimiter {
             tracing::error!(
                 left_out,
                 "more nodes in this location than the {} that fit beside this one; packets for the others are \
-                 dropped: make two locations of it (kilo.squat.ai/location)",
+                 dropped: split the location in two (kilo.squat.ai/location)",
                 plan::MOST_OTHERS
             );
         }

@@ -190,7 +190,7 @@ impl<B: Backend> Publisher<B> {
         };
         let Some(asked) = self.asked.take() else { return Ok(()) };
         let answer = answer.unwrap_or_else(|panic| {
-            Err(BackendError::Api(Explained::of("writing the annotations has panicked", panic)))
+            Err(BackendError::Api(Explained::of("annotation writer panicked", panic)))
         });
         let wanted = self.wanted.take();
         self.record(answer)?;

@@ -58,10 +58,10 @@ pub fn verdict(status: &Status, problems: &[Problem]) -> String {
     };
     match &status.unheard[..] {
         [] => verdict,
-        [one] => format!("{verdict} The agent of {one} was not heard: nothing is known of its tunnels."),
+        [one] => format!("{verdict} The agent of {one} did not respond: nothing is known of its tunnels."),
         many => {
             format!(
-                "{verdict} The agents of {} were not heard: nothing is known of their tunnels.",
+                "{verdict} The agents of {} did not respond: nothing is known of their tunnels.",
                 many.join(", ")
             )
         }

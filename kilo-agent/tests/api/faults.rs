@@ -67,7 +67,7 @@ async fn a_watch_goes_on_after_its_connection_broke() {
     proxy.set(Mode::Cut);
     touch(&client, "cut", "while-cut").await;
     let refused = backend.publish("cut", &Published::default()).await.unwrap_err();
-    println!("out of reach: {refused}");
+    println!("unreachable: {refused}");
     assert!(refused.is_temporary(), "{refused}");
     assert_eq!(snapshots.borrow().nodes["cut"].location, "", "the last known stays");
     proxy.set(Mode::Open);

@@ -121,7 +121,7 @@ async fn a_test_that_is_interrupted_takes_its_namespace_with_it() {
     let mut command = Command::new(env!("CARGO_BIN_EXE_kgctl"));
     let output = command.arg("--kubeconfig").arg(&kubeconfig).arg("connectivity-test").output().unwrap();
     let said = String::from_utf8(output.stderr).unwrap();
-    assert!(!output.status.success() && said.contains("name one by --image"), "{said}");
+    assert!(!output.status.success() && said.contains("name one with --image"), "{said}");
 
     let namespaces: Api<core::Namespace> = Api::all(client.clone());
     let run = Run::start(&kubeconfig);

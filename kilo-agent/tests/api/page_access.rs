@@ -129,7 +129,7 @@ fn the_page_wants_a_token_that_the_api_server_accepts() {
         );
         let (done, text, said) = kgctl(&[&kubeconfig]);
         assert!(
-            done && (text.contains("The agent of n1 was not heard") || !text.contains(" 1 of 1 loc")),
+            done && (text.contains("The agent of n1 did not respond") || !text.contains(" 1 of 1 loc")),
             "{text}{said}"
         );
 

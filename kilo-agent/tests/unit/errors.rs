@@ -28,7 +28,7 @@ fn api() -> kube::Error {
 }
 
 fn explained() -> Explained {
-    Explained::behind("the API server is out of reach", api())
+    Explained::behind("the API server is unreachable", api())
 }
 
 /// An error, by the name of its enum and variant.

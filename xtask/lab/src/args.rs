@@ -83,7 +83,7 @@ pub(crate) enum LabCommand {
     Nat(nat_pairs::Options),
     /// Break a leader again and again while traffic flows, with --failover=auto.
     Failover(failover::Options),
-    /// Make faults by chance while everybody asks everybody each second.
+    /// Inject random faults while every pod probes every other pod each second.
     Soak {
         /// Chooses the faults; printed, so that a run can be had again (default: by the clock).
         #[arg(long)]

@@ -74,7 +74,7 @@ fn empty(output: &Path) -> Result<()> {
     let Ok(mut entries) = fs::read_dir(output) else { return Ok(()) };
     ensure!(
         entries.next().is_none() || output.join(SUMS).is_file(),
-        "{} is neither empty nor a release (it has no {SUMS}); name another directory by --output",
+        "{} is neither empty nor a release (it has no {SUMS}); name another directory with --output",
         output.display()
     );
     fs::remove_dir_all(output).with_context(|| output.display().to_string())

@@ -46,7 +46,7 @@ impl Programs {
                 Ok(by_name) => return Ok(Self::Pinned { pins, by_name, loaded: 0, late: Late::default() }),
                 Err(error) => {
                     let (pins, error) = (pins.display(), error_chain(&*error));
-                    tracing::warn!(%pins, error, "pinned BPF programs are not taken over; loading them");
+                    tracing::warn!(%pins, error, "ignoring pinned programs; loading new ones");
                 }
             }
         }

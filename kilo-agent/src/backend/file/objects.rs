@@ -100,7 +100,7 @@ fn insert<T: DeserializeOwned>(
         format!("{kind} {name}: {text}{hint}")
     })?;
     if into.contains_key(&name) {
-        return Err(format!("{kind} {name} is there twice; the first counts"));
+        return Err(format!("{kind} {name} is defined twice; using the first"));
     }
     into.insert(name, object);
     Ok(())

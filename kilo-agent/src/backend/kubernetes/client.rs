@@ -201,7 +201,7 @@ pub fn explain(error: kube::Error, asked: Asked<'_>) -> BackendError {
         return match error {
             kube::Error::SerdeError(_) => BackendError::Api(Explained::of(text, error)),
             _ => BackendError::Unreachable(Explained::of(
-                format!("the API server is out of reach: {text}"),
+                format!("the API server is unreachable: {text}"),
                 error,
             )),
         };

@@ -103,7 +103,7 @@ async fn a_watch_without_news_is_no_warning_and_a_server_that_has_gone_is_one() 
     assert_eq!(log.text(), "");
     drop(serving);
     let deadline = Instant::now() + Duration::from_secs(20);
-    while !log.text().contains("out of reach") {
+    while !log.text().contains("unreachable") {
         assert!(Instant::now() < deadline, "a server that has gone is not reported: {:?}", log.text());
         tokio::time::sleep(Duration::from_millis(50)).await;
     }

@@ -326,7 +326,7 @@ fn report(error: watcher::Error, asked: Asked<'_>) {
         // It begins anew at once, which fails, and is reported, when the server is really away. A server that
         // sends no bookmarks says nothing for as long as nothing changes.
         watcher::Error::WatchFailed(error) if !matches!(error, kube::Error::Api(_)) => {
-            tracing::debug!(?asked, reason = error_chain(&error), "watch ended; beginning it anew");
+            tracing::debug!(?asked, reason = error_chain(&error), "watch ended; restarting it");
             return;
         }
         watcher::Error::WatchError(status) => explain(kube::Error::Api(status), asked).to_string(),

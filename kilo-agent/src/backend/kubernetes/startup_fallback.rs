@@ -101,7 +101,7 @@ async fn finish(
 ) -> Result<watch::Receiver<Arc<Snapshot>>, BackendError> {
     drop(sender);
     answer.unwrap_or_else(|gone| {
-        Err(BackendError::Api(Explained::of("connecting has failed; see the log", gone)))
+        Err(BackendError::Api(Explained::of("failed to connect; see the log", gone)))
     })?;
     // Read here, so that the first reconcile sees it.
     let _ = snapshots.changed().await;

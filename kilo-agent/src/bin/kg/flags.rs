@@ -207,7 +207,7 @@ pub struct Flags {
     #[arg(long, value_name = "CIDR")]
     pub service_cidr: Vec<PrefixList>,
     /// Read the mesh from slices, objects that one elected agent writes, instead of watching all Nodes: auto (when every
-    /// agent of the mesh is of this project and RBAC allows it) or off. For hundreds of nodes and more.
+    /// agent is Kilo on eBPF and RBAC allows it) or off. For hundreds of nodes and more.
     #[arg(long, default_value = "off")]
     pub slices: Slices,
     /// CIDR from which WireGuard addresses are allocated.

@@ -141,7 +141,7 @@ pub async fn run(args: &ConnectArgs) -> Result<String> {
     let key = match existing {
         Some(key) => key,
         None if origin.has_peer(&name).await? => bail!(
-            "Peer {name:?} exists, and its private key is not in {}; give the file by --private-key, or choose \
+            "Peer {name:?} exists, and its private key is not in {}; give the file with --private-key, or choose \
              another name",
             path.display()
         ),

@@ -73,7 +73,8 @@ pub mod tests {
         assert_eq!(problems(&ill)[1].what, "its agent is not healthy: no route socket");
         ill.unheard.push("n002".to_owned());
         assert!(
-            verdict(&ill, &[]).ends_with("The agent of n002 was not heard: nothing is known of its tunnels.")
+            verdict(&ill, &[])
+                .ends_with("The agent of n002 did not respond: nothing is known of its tunnels.")
         );
         let none = Status { nodes: vec![], locations: vec![], ..healthy };
         assert_eq!(problems(&none)[0].what, "there are no nodes");

@@ -85,7 +85,7 @@ enum Command {
     },
     /// Show the leader of each location, since when and why, and which nodes are ready.
     Status(StatusArgs),
-    /// Collect what a report about a fault needs into one archive, without keys.
+    /// Collect diagnostics into one archive, without keys.
     Sysdump(SysdumpArgs),
     /// Print the DaemonSet that takes over from Kilo's own on each node while its image changes.
     Takeover(TakeoverArgs),
@@ -93,7 +93,7 @@ enum Command {
     Trace(TraceArgs),
     /// Make this machine a peer of the mesh until interrupted (Linux, as root).
     Connect(ConnectArgs),
-    /// Take Kilo off every node, once its DaemonSet is deleted, and show what was removed.
+    /// Remove Kilo from every node, once its DaemonSet is deleted, and show what was removed.
     Uninstall(UninstallArgs),
     /// Show the version of this program and of the agent on each node.
     Version(VersionArgs),

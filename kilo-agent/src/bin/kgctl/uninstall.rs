@@ -115,7 +115,7 @@ pub async fn run(args: &UninstallArgs) -> Result<String> {
     // The last one may be done meanwhile.
     if done.is_err() && !waits_for.is_empty() {
         bail!(
-            "not done after {}: {}; the pods of DaemonSet {NAME} go on trying:\n{}",
+            "not done after {}: {}; the pods of DaemonSet {NAME} keep retrying:\n{}",
             humantime::format_duration(args.timeout),
             waits_for.join(", "),
             lines(&said)?

@@ -26,7 +26,7 @@ use sessions::Sessions;
 /// The role of the manifests that allows it.
 const ROLE: &str = "kilo-page";
 /// The answer to a browser whose session outlives its token.
-const ENDED: &str = "The token you have shown has ended, or is not accepted any more. Show a new one.";
+const ENDED: &str = "Your token expired or was revoked. Show a new one.";
 /// No token is longer, in bytes; those of service accounts have about 1,000.
 const LONGEST_TOKEN: usize = 8 << 10;
 

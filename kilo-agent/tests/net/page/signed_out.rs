@@ -60,7 +60,7 @@ fn a_page_whose_token_has_ended_says_so_and_leads_to_the_form() {
     assert!(text(&browser.value("document.title")).starts_with("✖ Signed out"));
     browser.picture(&pictures().join("signed-out.png"), false);
     browser.value("document.querySelector('#sign-in').click()");
-    browser.until("document.body.innerText.includes('has ended, or is not accepted any more')", SOON);
+    browser.until("document.body.innerText.includes('Your token expired or was revoked')", SOON);
     browser.picture(&pictures().join("sign-in.png"), false);
     sign_in(&mut browser, "second");
 

@@ -346,7 +346,7 @@ impl<'a> Writer<'a> {
                 slice = name,
                 error,
                 "failed to write a slice for some time; other slices are written; if this lasts, apply manifests/crds.yaml, \
-                 or delete the slice: it is made again"
+                 or delete the slice: it will be recreated"
             );
         } else {
             tracing::debug!(slice = name, error, "failed to write a slice; trying again");

@@ -89,7 +89,7 @@ impl Bench {
             if found.metadata.deletion_timestamp.is_some() {
                 if deleted.get_or_insert_with(Instant::now).elapsed() > patience {
                     bail!(
-                        "namespace {NAMESPACE} of an earlier run is not gone after {} s",
+                        "namespace {NAMESPACE} of an earlier run still exists after {} s",
                         patience.as_secs()
                     );
                 }
@@ -171,7 +171,7 @@ impl Bench {
                 self.delete(&found, None).await?;
             }
             if started.elapsed() > patience {
-                bail!("namespace {NAMESPACE} is not gone after {} s", patience.as_secs());
+                bail!("namespace {NAMESPACE} still exists after {} s", patience.as_secs());
             }
             tokio::time::sleep(POLL).await;
         }
@@ -245,7 +245,7 @@ impl Bench {
                         format!("on {node}: {why}")
                     })
                     .collect();
-                bail!("not every pod runs after {} s (--timeout): {}", patience.as_secs(), why.join("; "));
+                bail!("pods not running after {} s (--timeout): {}", patience.as_secs(), why.join("; "));
             }
             tokio::time::sleep(POLL).await;
         }

@@ -172,7 +172,7 @@ async fn agents_image(cluster: &Cluster) -> Result<String> {
     let specs = found.iter().filter_map(|pod| pod.spec.as_ref());
     let image = specs.flat_map(|spec| &spec.containers).find(|container| container.name == "kilo");
     image.and_then(|container| container.image.clone()).with_context(|| {
-        format!("no pod of the agent (label {}) says which image to use; name one by --image", pods::LABEL)
+        format!("no pod of the agent (label {}) says which image to use; name one with --image", pods::LABEL)
     })
 }
 

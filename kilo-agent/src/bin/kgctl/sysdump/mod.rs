@@ -73,7 +73,7 @@ pub async fn run(args: &SysdumpArgs) -> Result<String> {
     let name = format!("kilo-sysdump-{}", now.to_string().replace([':', '-'], ""));
     let path = args.output.clone().unwrap_or_else(|| PathBuf::from(format!("{name}.tar.gz")));
     if path.exists() {
-        bail!("{} exists; name another file by --output", path.display());
+        bail!("{} exists; name another file with --output", path.display());
     }
     let cluster = Cluster::open(&args.flags.api).await?;
     let snapshot = cluster.snapshot(&args.flags.shape.topology_label).await?;
