@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use crate::{
     net::{Net, links},
-    wireguard::{Device, WireguardError, ensure_device_with},
+    wireguard::{Device, WireguardError, ensure_device},
 };
 use kilo_core::settings::WireguardMode;
 
@@ -55,9 +55,9 @@ impl Interface {
             );
             links::rename(rtnl, index, &options.name).await?;
         }
-        let mode = options.mode.into();
         let made =
-            ensure_device_with(net.rtnl(), &options.name, mode, options.create, &options.executable).await?;
+            ensure_device(net.rtnl(), &options.name, options.mode, options.create, &options.executable)
+                .await?;
         if made.created {
             tracing::info!(
                 interface = options.name,

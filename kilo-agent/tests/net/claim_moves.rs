@@ -18,13 +18,14 @@ use kilo_common::{
     signal::{self, Body, Kind, LONGEST, MAX_MEMBERS, Shared, Signal},
 };
 use kilo_core::{
+    settings::WireguardMode,
     signal_id,
     wireguard::{WireguardPeer, WireguardPlan, key::SecretKey},
 };
 use kilo_failover::Params;
 use kilo_host::{
     net::Net,
-    wireguard::{Backend, Device, Mode, WireguardError, ensure_device_with},
+    wireguard::{Backend, Device, WireguardError, ensure_device},
 };
 
 use crate::netns::isolated;
@@ -61,7 +62,8 @@ fn claimed_prefixes_move_on_a_busy_host() {
     isolated("claimed_prefixes_move_on_a_busy_host", || async {
         let net = Net::new().unwrap();
         let made =
-            ensure_device_with(net.rtnl(), "kilo0", Mode::Kernel, true, Path::new("/nonexistent/kg")).await;
+            ensure_device(net.rtnl(), "kilo0", WireguardMode::Kernel, true, Path::new("/nonexistent/kg"))
+                .await;
         match made {
             Err(WireguardError::NoKernelSupport(error)) => {
                 return println!("kilo-skip: this kernel has no WireGuard: {error}");

@@ -4,7 +4,6 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
 use crate::netns;
-use crate::plugins;
 use crate::wait::task::until;
 
 use std::{
@@ -14,6 +13,7 @@ use std::{
     time::Duration,
 };
 
+use kilo_lab::plugins;
 use serde_json::{Value, json};
 
 const KG: &str = env!("CARGO_BIN_EXE_kg");

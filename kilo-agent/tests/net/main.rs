@@ -13,8 +13,6 @@
 mod cluster;
 #[path = "../netns/mod.rs"]
 mod netns;
-#[path = "../../../xtask/lab/src/plugins.rs"]
-mod plugins;
 #[path = "../support/scrape.rs"]
 mod scrape;
 #[path = "../support/mod.rs"]

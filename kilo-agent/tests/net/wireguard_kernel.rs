@@ -14,11 +14,12 @@ use std::{
 use ipnet::IpNet;
 use kilo_core::{
     plan::NetPlan,
+    settings::WireguardMode,
     wireguard::{WireguardPeer, WireguardPlan, key::SecretKey},
 };
 use kilo_host::{
     net::{Net, links},
-    wireguard::{Backend, Device, Mode, WireguardError, ensure_device_with},
+    wireguard::{Backend, Device, WireguardError, ensure_device},
 };
 use netns::{isolated, sh, succeeds};
 
@@ -40,7 +41,7 @@ fn nets(count: u32) -> impl Iterator<Item = IpNet> {
 
 /// The device, or `None` where the kernel has no WireGuard.
 async fn device(net: &Net, name: &str) -> Option<Device> {
-    match ensure_device_with(net.rtnl(), name, Mode::Kernel, true, Path::new(NO_PROGRAM)).await {
+    match ensure_device(net.rtnl(), name, WireguardMode::Kernel, true, Path::new(NO_PROGRAM)).await {
         Ok(made) => {
             assert_eq!((made.backend, made.created), (Backend::Kernel, true));
             Some(Device::open(net.rtnl(), name, Backend::Kernel).await.unwrap())
@@ -192,8 +193,9 @@ fn a_deleted_interface_is_not_made_again_behind_our_back() {
         sh("ip link add kilo0 type wireguard");
         let error = device.reconcile(&plan, &secret(1)).await.unwrap_err();
         assert!(matches!(error, WireguardError::Vanished(_)), "{error}");
-        let found =
-            ensure_device_with(net.rtnl(), "kilo0", Mode::Auto, false, Path::new(NO_PROGRAM)).await.unwrap();
+        let found = ensure_device(net.rtnl(), "kilo0", WireguardMode::Auto, false, Path::new(NO_PROGRAM))
+            .await
+            .unwrap();
         assert!(!found.created);
     });
 }

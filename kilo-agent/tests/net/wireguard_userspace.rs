@@ -14,16 +14,17 @@ use std::{
     time::{Duration, Instant, SystemTime},
 };
 
-use kilo_core::wireguard::{
-    DeviceState, WireguardPeer, WireguardPlan, diff,
-    key::{PublicKey, SecretKey},
-    uapi,
+use kilo_core::{
+    settings::WireguardMode,
+    wireguard::{
+        DeviceState, WireguardPeer, WireguardPlan, diff,
+        key::{PublicKey, SecretKey},
+        uapi,
+    },
 };
 use kilo_host::{
     net::{Net, links},
-    wireguard::{
-        Backend, Device, Ensured, Mode, WireguardError, ensure_device_with, socket::socket_path, userspace,
-    },
+    wireguard::{Backend, Device, Ensured, WireguardError, ensure_device, socket::socket_path, userspace},
 };
 use netns::{isolated, sh, succeeds};
 
@@ -92,16 +93,16 @@ fn two_devices_talk_roam_and_end() {
         let exe = program();
         let net = Net::new().unwrap();
 
-        let absent = ensure_device_with(net.rtnl(), "wga", Mode::Userspace, false, exe).await;
+        let absent = ensure_device(net.rtnl(), "wga", WireguardMode::Userspace, false, exe).await;
         assert!(matches!(absent, Err(WireguardError::Absent(_))), "{absent:?}");
         let start = Instant::now();
-        let made = ensure_device_with(net.rtnl(), "wga", Mode::Userspace, true, exe).await.unwrap();
+        let made = ensure_device(net.rtnl(), "wga", WireguardMode::Userspace, true, exe).await.unwrap();
         println!("kilo-figure: userspace WireGuard started in {:?}", start.elapsed());
         assert_eq!((made.backend, made.created), (Backend::Userspace, true));
-        let again = ensure_device_with(net.rtnl(), "wga", Mode::Auto, false, exe).await.unwrap();
+        let again = ensure_device(net.rtnl(), "wga", WireguardMode::Auto, false, exe).await.unwrap();
         assert_eq!(again, Ensured { created: false, ..made });
         assert!(matches!(
-            ensure_device_with(net.rtnl(), "wga", Mode::Kernel, true, exe).await,
+            ensure_device(net.rtnl(), "wga", WireguardMode::Kernel, true, exe).await,
             Err(WireguardError::OtherBackend { .. })
         ));
 
@@ -217,7 +218,7 @@ fn a_killed_process_leaves_nothing_in_the_way() {
         sh(&format!("kill -KILL {}", process.id()));
         wait::until("its end", LIMIT, async || process.has_ended()).await;
         assert!(socket_path("wga").exists(), "the dead process could not remove its socket");
-        let made = ensure_device_with(net.rtnl(), "wga", Mode::Userspace, true, exe).await.unwrap();
+        let made = ensure_device(net.rtnl(), "wga", WireguardMode::Userspace, true, exe).await.unwrap();
         assert!(made.created);
 
         assert_eq!(request("wga", "set=1\nlisten_port=x\n\n"), "errno=22\n\n");
@@ -244,7 +245,7 @@ fn a_deleted_interface_is_made_again_while_its_process_still_ends() {
             wait::fault_lasts(Duration::from_millis(500)).await;
             sh(&format!("kill -CONT {}", process.id()));
         };
-        let made = ensure_device_with(net.rtnl(), "wga", Mode::Userspace, true, program());
+        let made = ensure_device(net.rtnl(), "wga", WireguardMode::Userspace, true, program());
         let (made, ()) = tokio::join!(made, goes_on);
         assert!(made.unwrap().created);
         wait::until("its end", LIMIT, async || process.has_ended()).await;
@@ -259,7 +260,7 @@ fn a_key_that_changes_again_and_again_under_traffic_keeps_the_port() {
         network();
         let _cleanup = Cleanup;
         let net = Net::new().unwrap();
-        ensure_device_with(net.rtnl(), "wga", Mode::Userspace, true, program()).await.unwrap();
+        ensure_device(net.rtnl(), "wga", WireguardMode::Userspace, true, program()).await.unwrap();
         let mesh = plan(51820, secret(2).public(), "192.0.2.2:51820", &["10.9.0.2/32"], false);
         configure("wga", &mesh, &secret(1));
         // Something to read at the port at all times.
@@ -290,13 +291,13 @@ fn what_stands_in_the_way_is_named() {
         let net = Net::new().unwrap();
         let exe = Path::new("/nonexistent/kg");
         let ensure =
-            async |name| ensure_device_with(net.rtnl(), name, Mode::Auto, true, exe).await.unwrap_err();
+            async |name| ensure_device(net.rtnl(), name, WireguardMode::Auto, true, exe).await.unwrap_err();
         let error = ensure("br7").await;
         assert!(matches!(&error, WireguardError::NotWireguard { kind, .. } if kind == "bridge"), "{error}");
         let error = ensure("tun7").await;
         assert!(matches!(&error, WireguardError::NoSocket { .. }), "{error}");
         assert!(matches!(ensure("a/b").await, WireguardError::InvalidName(_)));
-        let error = ensure_device_with(net.rtnl(), "wga", Mode::Userspace, true, exe).await.unwrap_err();
+        let error = ensure_device(net.rtnl(), "wga", WireguardMode::Userspace, true, exe).await.unwrap_err();
         assert!(matches!(&error, WireguardError::NotStarted { .. }), "{error}");
     });
 }

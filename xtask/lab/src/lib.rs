@@ -31,7 +31,7 @@ mod network;
 mod node_ports;
 mod offloads;
 mod path_mtu;
-mod plugins;
+pub mod plugins;
 mod pod_tunnels;
 mod printer;
 pub mod probe;

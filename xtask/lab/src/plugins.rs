@@ -1,8 +1,6 @@
 //! A container runtime's side of CNI: runs the plugins of a configuration list
 //! for one pod, each with the result of the one before it.
 
-#![allow(dead_code, reason = "the lab's pods live as long as the lab; the agent's tests use this file, too")]
-
 use std::{
     io::Write as _,
     path::Path,

@@ -3,7 +3,6 @@
 use std::{
     io,
     path::{Path, PathBuf},
-    str::FromStr,
     time::{Duration, Instant},
 };
 
@@ -25,41 +24,6 @@ use super::{
 use crate::net::{NetError, Rtnl, links};
 use kilo_core::{errors::Cause, settings::WireguardMode};
 
-/// Which implementation to use.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Mode {
-    /// The kernel's, and the userspace one where the kernel has none.
-    #[default]
-    Auto,
-    /// The kernel's or an error.
-    Kernel,
-    /// The userspace one.
-    Userspace,
-}
-
-impl From<WireguardMode> for Mode {
-    fn from(flag: WireguardMode) -> Self {
-        match flag {
-            WireguardMode::Auto => Self::Auto,
-            WireguardMode::Kernel => Self::Kernel,
-            WireguardMode::Userspace => Self::Userspace,
-        }
-    }
-}
-
-impl FromStr for Mode {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Self, String> {
-        match text {
-            "auto" => Ok(Self::Auto),
-            "kernel" => Ok(Self::Kernel),
-            "userspace" => Ok(Self::Userspace),
-            _ => Err(format!("`{text}`: possible values are auto, kernel and userspace")),
-        }
-    }
-}
-
 /// The interface there is now.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Ensured {
@@ -75,24 +39,11 @@ pub struct Ensured {
 const START_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Finds the interface, or creates it when `create`. A userspace process is
-/// started from this program's own file.
+/// started as `exe userspace-wireguard <interface>`.
 pub async fn ensure_device(
     rtnl: &Rtnl,
     name: &str,
-    mode: Mode,
-    create: bool,
-) -> Result<Ensured, WireguardError> {
-    let exe = std::env::current_exe()
-        .map_err(|source| WireguardError::device("find the agent's own program file", source))?;
-    ensure_device_with(rtnl, name, mode, create, &exe).await
-}
-
-/// [`ensure_device`] with the program that understands
-/// `userspace-wireguard <interface>`.
-pub async fn ensure_device_with(
-    rtnl: &Rtnl,
-    name: &str,
-    mode: Mode,
+    mode: WireguardMode,
     create: bool,
     exe: &Path,
 ) -> Result<Ensured, WireguardError> {
@@ -103,13 +54,13 @@ pub async fn ensure_device_with(
     if !create {
         return Err(WireguardError::Absent(name.to_owned()));
     }
-    if mode != Mode::Userspace {
+    if mode != WireguardMode::Userspace {
         match create_kernel(rtnl, name).await {
             Ok(()) => {}
             // Somebody else was faster: see what it is.
             Err(error) if error.errno() == Some(nix::libc::EEXIST) => {}
             Err(NetError::Kernel { source, .. }) if source.raw_os_error() == Some(nix::libc::EOPNOTSUPP) => {
-                if mode == Mode::Kernel {
+                if mode == WireguardMode::Kernel {
                     return Err(WireguardError::NoKernelSupport(source));
                 }
                 let started = start_userspace(rtnl, name, exe).await;
@@ -130,7 +81,7 @@ pub async fn ensure_device_with(
     start_userspace(rtnl, name, exe).await
 }
 
-async fn existing(rtnl: &Rtnl, name: &str, mode: Mode) -> Result<Option<Ensured>, WireguardError> {
+async fn existing(rtnl: &Rtnl, name: &str, mode: WireguardMode) -> Result<Option<Ensured>, WireguardError> {
     let Some(link) = links::by_name(rtnl, name).await? else { return Ok(None) };
     let backend = match link.kind.as_str() {
         "wireguard" => Backend::Kernel,
@@ -147,8 +98,8 @@ async fn existing(rtnl: &Rtnl, name: &str, mode: Mode) -> Result<Option<Ensured>
         }
     };
     match (mode, backend) {
-        (Mode::Kernel, Backend::Userspace) | (Mode::Userspace, Backend::Kernel) => {
-            let wanted = if mode == Mode::Kernel { "kernel" } else { "userspace" };
+        (WireguardMode::Kernel, Backend::Userspace) | (WireguardMode::Userspace, Backend::Kernel) => {
+            let wanted = if mode == WireguardMode::Kernel { "kernel" } else { "userspace" };
             Err(WireguardError::OtherBackend { name: name.to_owned(), found: backend.name(), wanted })
         }
         _ => Ok(Some(Ensured { backend, index: link.index, created: false })),
@@ -176,7 +127,7 @@ async fn start_userspace(rtnl: &Rtnl, name: &str, exe: &Path) -> Result<Ensured,
     loop {
         // The socket is bound after the TUN device was made.
         if UnixStream::connect(socket_path(name)).await.is_ok()
-            && let Some(found) = existing(rtnl, name, Mode::Userspace).await?
+            && let Some(found) = existing(rtnl, name, WireguardMode::Userspace).await?
         {
             return Ok(Ensured { created: true, ..found });
         }

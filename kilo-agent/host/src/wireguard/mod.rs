@@ -10,5 +10,5 @@ pub mod socket;
 pub mod userspace;
 
 pub use device::{Backend, Device, PeerStatus};
-pub use ensure::{Ensured, Mode, ensure_device, ensure_device_with};
+pub use ensure::{Ensured, ensure_device};
 pub use error::WireguardError;

@@ -7,12 +7,9 @@ use std::{
 };
 
 use ipnet::{IpNet, Ipv4Net, Ipv6Net};
-use kilo_common::{
-    map_table::name,
-    maps::{
-        FAMILY_V4, FAMILY_V6, HOP_KIND_LOCAL, HOP_KIND_NODE, HOP_KIND_WIREGUARD, Hop, MASQ_ADDR_OWN,
-        MasqAddr, NodeValue, PrefixValue, SignalKey, TUNNEL_IPIP, TUNNEL_NONE, TUNNEL_VXLAN,
-    },
+use kilo_common::maps::{
+    FAMILY_V4, FAMILY_V6, HOP_KIND_LOCAL, HOP_KIND_NODE, HOP_KIND_WIREGUARD, Hop, MASQ_ADDR_OWN, MasqAddr,
+    NodeValue, PrefixValue, SignalKey, TUNNEL_IPIP, TUNNEL_NONE, TUNNEL_VXLAN,
 };
 use kilo_core::{
     flat_map::{FlatMap, Key},
@@ -76,22 +73,6 @@ impl<'a> Desired<'a> {
             IpAddr::V4(_) => None,
             IpAddr::V6(addr) => Some((*addr, *value)),
         })
-    }
-
-    /// Places taken in each map the agent fills.
-    pub(super) fn entries(&self) -> [(&'static str, usize); 10] {
-        [
-            (name::PREFIX_V4, self.prefix_v4().count()),
-            (name::PREFIX_V6, self.prefix_v6().count()),
-            (name::NODE_V4, self.node_v4().count()),
-            (name::NODE_V6, self.node_v6().count()),
-            (name::MASQ_SRC, self.masq_src.len()),
-            (name::MASQ_DST, self.masq_dst.len()),
-            (name::MASQ_ADDR, self.masq_addr.len()),
-            (name::DEVICE, self.tables.device.len()),
-            (name::SIGNAL_KEY, self.tables.signal_key.len()),
-            (name::HOP, places(self.hop().last().map(|(id, _)| id))),
-        ]
     }
 }
 

@@ -50,21 +50,42 @@ pub struct Content {
     config: Config,
 }
 
+/// A map the agent fills: how many of its places are taken, and how many are to be.
+struct Filled {
+    name: &'static str,
+    present: fn(&Content) -> usize,
+    desired: fn(&Desired<'_>) -> usize,
+}
+
+const fn filled(
+    name: &'static str,
+    present: fn(&Content) -> usize,
+    desired: fn(&Desired<'_>) -> usize,
+) -> Filled {
+    Filled { name, present, desired }
+}
+
+const FILLED: [Filled; 10] = [
+    filled(name::PREFIX_V4, |present| present.prefix_v4.len(), |desired| desired.prefix_v4().count()),
+    filled(name::PREFIX_V6, |present| present.prefix_v6.len(), |desired| desired.prefix_v6().count()),
+    filled(name::NODE_V4, |present| present.node_v4.len(), |desired| desired.node_v4().count()),
+    filled(name::NODE_V6, |present| present.node_v6.len(), |desired| desired.node_v6().count()),
+    filled(name::MASQ_SRC, |present| present.masq_src.len(), |desired| desired.masq_src.len()),
+    filled(name::MASQ_DST, |present| present.masq_dst.len(), |desired| desired.masq_dst.len()),
+    filled(name::MASQ_ADDR, |present| present.masq_addr.len(), |desired| desired.masq_addr.len()),
+    filled(name::DEVICE, |present| present.device.len(), |desired| desired.tables.device.len()),
+    filled(name::SIGNAL_KEY, |present| present.signal_key.len(), |desired| desired.tables.signal_key.len()),
+    filled(
+        name::HOP,
+        |present| places(present.hop.keys().last().copied()),
+        |desired| places(desired.hop().last().map(|(id, _)| id)),
+    ),
+];
+
 impl Content {
     /// Places taken in each map the agent fills.
     pub(super) fn entries(&self) -> [(&'static str, usize); 10] {
-        [
-            (name::PREFIX_V4, self.prefix_v4.len()),
-            (name::PREFIX_V6, self.prefix_v6.len()),
-            (name::NODE_V4, self.node_v4.len()),
-            (name::NODE_V6, self.node_v6.len()),
-            (name::MASQ_SRC, self.masq_src.len()),
-            (name::MASQ_DST, self.masq_dst.len()),
-            (name::MASQ_ADDR, self.masq_addr.len()),
-            (name::DEVICE, self.device.len()),
-            (name::SIGNAL_KEY, self.signal_key.len()),
-            (name::HOP, places(self.hop.keys().last().copied())),
-        ]
+        FILLED.map(|map| (map.name, (map.present)(self)))
     }
 
     pub(super) fn held_keys(&self) -> BTreeMap<IpAddr, SignalKey> {
@@ -202,10 +223,11 @@ pub fn apply(
 /// Nothing is written of what does not fit as a whole: half of the exclusions
 /// would let mesh traffic be masqueraded.
 fn check_capacity(desired: &Desired<'_>) -> Result<(), DataplaneError> {
-    for (map, wanted) in desired.entries() {
-        let capacity = MapSpec::named(map).map_or(0, |map| map.size);
+    for map in FILLED {
+        let wanted = (map.desired)(desired);
+        let capacity = MapSpec::named(map.name).map_or(0, |spec| spec.size);
         if wanted > capacity as usize {
-            return Err(DataplaneError::Full { map, capacity, wanted });
+            return Err(DataplaneError::Full { map: map.name, capacity, wanted });
         }
     }
     Ok(())
