@@ -62,7 +62,7 @@ pub struct BenchArgs {
     /// 6.1, 6.12 or newest.
     #[arg(long, default_value = "6.12")]
     kernel: String,
-    /// Compare with docs/benchmarks.json instead of writing it; fail when a count of ours grew by more than a tenth.
+    /// Compare with docs/benchmarks.json instead of writing it; fail when a count of ours grew by more than its tolerance.
     #[arg(long)]
     check: bool,
     /// Only variants with one of these in their name, or numbers of nodes (comma separated); nothing is written unless
@@ -209,7 +209,7 @@ fn store(now: Vec<Figure>, is_others: impl Fn(&Figure) -> bool) -> Result<()> {
 fn check(stored: &[Figure], now: &[Figure]) -> Result<()> {
     let worse = figures::regressions(stored, now);
     if worse.is_empty() {
-        println!("bench: no count of ours grew by more than a tenth");
+        println!("bench: no count of ours grew by more than its tolerance");
         return Ok(());
     }
     bail!("more than {STORED} has:\n{}", worse.join("\n"))
