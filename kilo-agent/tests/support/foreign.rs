@@ -14,6 +14,7 @@ use aya::programs::{LinkOrder, SchedClassifier, TcAttachType, links::FdLink, tc:
 use nix::libc;
 
 /// `mov64 r0, -1; exit`: `TC_ACT_UNSPEC`, so the next program has its turn.
+// Encoded by hand: aya loads programs from ELF objects only, and two instructions need no compiler for BPF.
 const PASS_ON: [u64; 2] = [0xffff_ffff_0000_00b7, 0x95];
 
 const BPF_PROG_LOAD: libc::c_long = 5;
