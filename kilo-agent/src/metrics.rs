@@ -42,7 +42,7 @@ struct WayLabel {
     way: &'static str,
 }
 
-/// A BPF map.
+/// Label `map` of gauges about BPF maps.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
 pub struct MapLabel {
     /// Its name.

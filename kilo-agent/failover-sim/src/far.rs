@@ -14,7 +14,7 @@ use crate::{
     host,
 };
 
-/// A far leader.
+/// Leader of another location: its kernel, and its agent while that lives.
 #[derive(Clone, Debug)]
 pub struct FarHost {
     /// Power.

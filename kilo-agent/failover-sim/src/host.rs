@@ -55,7 +55,7 @@ impl Wires {
     }
 }
 
-/// A node.
+/// A node of the location under test: wires, kernel and agent.
 #[derive(Clone, Debug)]
 pub struct Host {
     /// What works.

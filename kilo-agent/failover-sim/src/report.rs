@@ -23,7 +23,7 @@ pub struct Figures {
 }
 
 impl Figures {
-    /// Runs.
+    /// How many runs the figures are of.
     pub fn runs(&self) -> usize {
         self.outages.len()
     }

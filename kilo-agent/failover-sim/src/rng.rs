@@ -2,7 +2,7 @@
 
 use kilo_failover::Micros;
 
-/// A generator.
+/// A generator of random numbers that gives the same ones for the same seed.
 #[derive(Clone, Debug)]
 pub struct Rng(u64);
 

@@ -65,7 +65,7 @@ pub(crate) struct Gateway {
     has_resumed: bool,
 }
 
-/// An agent.
+/// Failover of one node: takes an [`Input`] at a time, and answers with [`Output`]s.
 #[derive(Clone, Debug)]
 pub struct Agent {
     pub(crate) params: Params,

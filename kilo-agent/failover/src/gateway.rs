@@ -21,7 +21,7 @@ pub struct Sender {
 }
 
 impl Sender {
-    /// A signal of this node.
+    /// A signal with this node as its sender.
     pub fn signal(self, kind: Kind, nonce: u64, term: Term, body: Body<Vec<u64>>) -> Signal {
         Signal { kind, nonce, term, sender: self.me, location: self.location, body }
     }

@@ -14,7 +14,7 @@ pub struct State {
     pub is_busy: bool,
     /// Whether it leads members in this term.
     pub leads: bool,
-    /// The term.
+    /// The term that its HELLO bears: in which it leads, or else the latest it has heard of.
     pub term: Term,
     /// The gateway it uses.
     pub gateway: NodeId,
@@ -34,7 +34,7 @@ struct Losses {
     last: Micros,
 }
 
-/// The other gateways.
+/// What the other gateways of the location last said, and how often each has lost leadership.
 #[derive(Clone, Debug, Default)]
 pub struct Others {
     said: BTreeMap<NodeId, Said>,

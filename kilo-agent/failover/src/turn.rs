@@ -53,7 +53,7 @@ pub enum Output {
     Note(Note),
 }
 
-/// The way of a probe.
+/// By which way a probe travels, and to whom.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Way {
     /// To the kernel of a node of the location.

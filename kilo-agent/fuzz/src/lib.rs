@@ -11,7 +11,7 @@ mod texts;
 pub use packets::{checksum, encapsulation, headers, nat, signal};
 pub use texts::{annotations, cni, conf, peer, uapi, yaml};
 
-/// A target.
+/// Reads one input of the fuzzer, and panics where something does not hold.
 pub type Target = fn(&[u8]);
 
 /// Every target by name: that of its program and of its directory of `corpus/`.

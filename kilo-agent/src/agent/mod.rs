@@ -171,7 +171,7 @@ enum Cause {
     Own,
 }
 
-/// The agent of one node.
+/// The agent of one node: reads objects and the host, plans, and applies the plan to the host.
 pub struct Agent<B> {
     options: Options,
     backend: Arc<B>,

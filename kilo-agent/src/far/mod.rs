@@ -29,7 +29,7 @@ pub const PATIENCE: Micros = 200 * MS;
 /// How often a VPN peer that follows reports that it is there.
 pub const HELLO: Micros = 10 * SEC;
 
-/// Another location.
+/// Another location as its gateways are followed: who they are, and who has which prefixes.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct FarLocation {
     /// Address that path probes are sent to.

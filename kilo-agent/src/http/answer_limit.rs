@@ -19,7 +19,7 @@ const UNREAD: usize = 64 << 10;
 /// How long a request waits for its turn.
 const PATIENCE: Duration = Duration::from_secs(5);
 
-/// Limit of one server.
+/// Limit of one server, shared by its clones: answers under work, and KiB not read yet.
 #[derive(Clone, Debug)]
 pub struct AnswerLimit {
     working: Arc<Semaphore>,

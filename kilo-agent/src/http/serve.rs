@@ -36,7 +36,7 @@ const LINGER_BYTES: u64 = 32 << 20;
 /// Request line and headers together, in bytes.
 const LARGEST_HEAD: usize = 16 << 10;
 
-/// Answer to a request.
+/// Answer to a request; its body is whole, or a stream such as `/events`.
 pub type Answer = Response<UnsyncBoxBody<Bytes, Infallible>>;
 
 /// In the extensions of a request: cancelled when the connection is about to be closed, so that

@@ -14,7 +14,7 @@ use crate::timestamp::Timestamp;
 /// Changes that are kept; older ones are in the log and in Events.
 const KEPT: usize = 200;
 
-/// One change.
+/// Another leader of a location, as one agent saw it: an element of `leaderChanges` in the page's JSON.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct LeaderChange {

@@ -4,7 +4,7 @@ use std::time::Instant;
 
 use serde::{Deserialize, Serialize};
 
-/// One test.
+/// Outcome of one test: an element of the JSON report, and of a part's `--outcomes`.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct TestOutcome {
     /// `unit`, `bpf`, `lab`, `soak`, `api`, `cluster` or `vm`.

@@ -70,7 +70,7 @@ fn generate_key(file: &Path) -> Result<String> {
 
 /// The namespaces, and where files go.
 pub struct Site {
-    /// The node.
+    /// The node under test.
     pub node: Netns,
     /// Everything around it.
     pub around: Netns,

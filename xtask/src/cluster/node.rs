@@ -36,7 +36,7 @@ pub struct Parts {
     pub has_ipv6: bool,
 }
 
-/// One node.
+/// A node of the cluster: a network namespace with containerd, kubelet and a root of its own.
 #[derive(Clone, Debug)]
 pub struct Node {
     /// Where it is.

@@ -23,7 +23,7 @@ pub fn path() -> Result<PathBuf> {
     Ok(apt::cache_directory()?.join("cluster/run"))
 }
 
-/// Makes it.
+/// Makes it, in memory where the machine's root is an overlay.
 pub fn make(run: &Path) -> Result<()> {
     fs::create_dir_all(run)?;
     if statfs(run)?.filesystem_type() == OVERLAYFS_SUPER_MAGIC {

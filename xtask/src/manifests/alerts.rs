@@ -8,7 +8,7 @@ const RUNBOOKS: &str = "https://github.com/kilo-ebpf/kilo/blob/main/docs/alerts.
 /// A series of promtool: its name with labels, and its values minute by minute.
 type Series = (&'static str, &'static str);
 
-/// One alert.
+/// A rule of manifests/prometheusrule.yaml, and a section of docs/alerts.md.
 struct Alert {
     name: &'static str,
     severity: &'static str,

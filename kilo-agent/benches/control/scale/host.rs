@@ -49,7 +49,7 @@ fn router(location: usize) -> Ipv4Addr {
     Ipv4Addr::new(198, 18, location as u8, 254)
 }
 
-/// One node.
+/// Namespaces of one node, in which the benchmark starts an agent of its own.
 pub struct Host {
     pub number: usize,
     pub netns: Netns,

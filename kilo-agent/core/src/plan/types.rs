@@ -41,7 +41,7 @@ impl HostPlan {
 /// A private address that several nodes claim.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Conflict {
-    /// The address.
+    /// Private address that all of them claim.
     pub address: IpAddr,
     /// Names of the nodes, sorted.
     pub nodes: Vec<String>,

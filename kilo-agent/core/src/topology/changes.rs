@@ -27,7 +27,7 @@ pub struct Moment<'a> {
     pub own: Option<&'a Node>,
 }
 
-/// One difference.
+/// One difference between two [`Moment`]s: a line of the log, or an Event.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Change {
     /// A location has its first node.

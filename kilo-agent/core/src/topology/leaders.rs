@@ -15,7 +15,7 @@ pub struct Lead {
     pub changes: u64,
 }
 
-/// Leaders by location.
+/// Leaders by name of the location, as [`Segment::location`](super::Segment::location).
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Leaders(BTreeMap<String, Lead>);
 

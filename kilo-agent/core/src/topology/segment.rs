@@ -22,12 +22,12 @@ pub struct Member {
 }
 
 impl Member {
-    /// Its name.
+    /// Name of its Node object.
     pub fn name(&self) -> &str {
         &self.node.name
     }
 
-    /// Its private address.
+    /// Its private address without prefix length; `None`: it has not published one.
     pub fn private_ip(&self) -> Option<IpAddr> {
         self.node.internal_ip.map(|net| net.addr())
     }

@@ -9,7 +9,7 @@ use super::{
     key::{PublicKey, SecretKey, repeatable},
 };
 
-/// A `[Peer]` section.
+/// A `[Peer]` section of a file for `wg setconf`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PeerSection {
     /// Prefixes.

@@ -69,7 +69,7 @@ pub struct WireguardPlan {
     pub peers: BTreeMap<PublicKey, WireguardPeer>,
 }
 
-/// One desired WireGuard peer.
+/// What a peer of the device is to be; its key is the one it has in [`WireguardPlan::peers`].
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct WireguardPeer {
     /// Prefixes routed to it, without host bits; a prefix is claimed by one peer only.

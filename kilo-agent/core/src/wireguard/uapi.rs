@@ -12,7 +12,7 @@ use ipnet::IpNet;
 use super::key::{PublicKey, SecretKey, repeatable};
 use crate::wireguard::{DeviceState, PeerState};
 
-/// `set=1`.
+/// What `set=1` asks of the device; `None` leaves a setting as it is.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct SetRequest {
     /// New private key; `Some` of zeros is refused here.

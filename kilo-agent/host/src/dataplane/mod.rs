@@ -129,9 +129,9 @@ fn open_pin(directory: &Path, name: &str) -> Result<MapData, DataplaneError> {
 /// Packets by what happened to them, summed over all CPUs.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Counters {
-    /// By [`Action`].
+    /// Packets since the maps were made, by label of their [`Action`].
     pub actions: BTreeMap<&'static str, u64>,
-    /// By [`DropReason`].
+    /// Packets since the maps were made, by label of their [`DropReason`].
     pub drops: BTreeMap<&'static str, u64>,
 }
 

@@ -25,7 +25,7 @@ use kilo_core::errors::Cause;
 /// Where programs are pinned, below the directory of the maps they use.
 pub const PINS: &str = "programs";
 
-/// Programs by name.
+/// Opened programs by their name in the object, which is that of their pin.
 pub type ByName = BTreeMap<&'static str, SchedClassifier>;
 
 /// Directory for programs of this build with these maps; `None` before all maps are there.

@@ -13,7 +13,7 @@ use super::{
 };
 use kilo_core::errors::error_chain;
 
-/// The programs of the object.
+/// Programs that the kernel has loaded from the object, by their pins or by this process.
 pub enum Programs {
     /// They are pinned, and opened from there.
     Pinned {

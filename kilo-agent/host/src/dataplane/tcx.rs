@@ -30,7 +30,7 @@ struct QueryAttributes {
 /// The ids of what is on a hook, in the order in which it runs.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Hook {
-    /// Programs.
+    /// Ids of the programs, as `bpftool prog` shows them.
     pub programs: Vec<u32>,
     /// The link each program is attached by; 0 = attached without one.
     pub links: Vec<u32>,

@@ -22,7 +22,7 @@ use super::{NetError, Refused, Rtnl, error, links};
 pub struct Changes {
     /// To add, before anything is removed.
     pub add: Vec<IpNet>,
-    /// To remove.
+    /// To remove once the others are there.
     pub remove: Vec<IpNet>,
 }
 

@@ -7,7 +7,7 @@ use rtnetlink::packet_route::{
 
 use super::{Net, NetError};
 
-/// One BPF filter.
+/// A BPF filter on a clsact hook, ours or not.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct BpfFilter {
     /// Interface index.

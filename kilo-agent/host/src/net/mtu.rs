@@ -15,7 +15,7 @@ pub const MAX: u32 = 65_535 - OVERHEAD;
 /// For a host without default route: Ethernet's 1500 less the overhead.
 const FALLBACK: u32 = 1500 - OVERHEAD;
 
-/// The value of `--mtu`.
+/// MTU of the WireGuard device, as `--mtu` asks for it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 pub enum Mtu {
     /// MTU of the default route's interface less [`OVERHEAD`], read at every reconcile.

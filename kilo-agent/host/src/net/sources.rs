@@ -17,7 +17,7 @@ use kilo_core::{observed::Uplink, prefixes};
 pub struct Way {
     /// Outgoing interface.
     pub interface: u32,
-    /// Destination.
+    /// Prefix it leads to; of length 0 for the default route.
     pub destination: IpNet,
     /// Preferred source address.
     pub source: Option<IpAddr>,

@@ -122,7 +122,7 @@ impl Kept for CheckedIn {
 /// One object as a watch reported it.
 #[derive(Debug)]
 pub struct Seen<T> {
-    /// Its name.
+    /// Name of the object in the API server.
     pub name: String,
     /// The value, unless it is invalid.
     pub value: Option<T>,
@@ -246,7 +246,7 @@ impl Own {
     }
 }
 
-/// All that is known.
+/// All objects that the watches have reported, as snapshots are made of them.
 #[derive(Debug, Default)]
 pub struct Cache {
     /// Nodes.

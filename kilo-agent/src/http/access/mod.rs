@@ -40,7 +40,7 @@ pub enum Gate {
     Token(Arc<TokenGate>),
 }
 
-/// Asks for tokens.
+/// Lets in whoever shows a token that the API server accepts, or this node's own [`LocalToken`].
 #[derive(Debug)]
 pub struct TokenGate {
     reviewer: Reviewer,

@@ -48,7 +48,7 @@ impl fmt::Display for Limit {
     }
 }
 
-/// One case.
+/// A row of docs/failover.md: what is broken, where traffic is watched, and what it may lose.
 pub struct Case {
     /// As it is chosen on the command line.
     pub id: &'static str,

@@ -1,6 +1,6 @@
 //! The list of faults a mesh must survive, and which test shows each.
 
-/// One line of the list.
+/// A row of the list in docs/reliability.md.
 pub struct Line {
     /// Its number.
     pub number: u8,

@@ -29,7 +29,7 @@ pub enum Goal {
     HealsAnew,
 }
 
-/// One fault.
+/// A fault, with how it is made in either command; `None`: not there.
 #[derive(Debug)]
 pub struct Fault {
     /// As it is chosen on the command line and named in reports: words with hyphens.

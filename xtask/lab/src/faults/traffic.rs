@@ -43,7 +43,7 @@ pub struct Figures {
     pub broken: Option<String>,
 }
 
-/// Traffic that flows.
+/// Datagrams and a TCP connection to one target, each on a thread of its own, until they are stopped.
 pub struct Traffic {
     stop: Arc<AtomicBool>,
     answered: Arc<AtomicU64>,

@@ -65,7 +65,7 @@ impl LinkHeader {
     }
 }
 
-/// An address of an interface.
+/// An address of an interface, as the kernel lists it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Address {
     /// Address with its prefix length.
