@@ -80,11 +80,11 @@ fn recorded_asks_neither_use_up_answers_nor_begin_anew() {
 }
 
 #[test]
-fn a_relay_keeps_its_pairs_while_it_may_lead_again() {
+fn a_relay_keeps_its_pairs_while_it_may_lead_or_offer_again() {
     let (mut server, now) = (Server::default(), Instant::now());
     said(&mut server, &ask(X, Y), heard(X, WIREGUARD), now);
-    let pairs = |server: &mut Server, relays, is_meant_to, after| {
-        server.relays(relays, is_meant_to, now + seconds(after));
+    let pairs = |server: &mut Server, relays, may_relay, after| {
+        server.relays(relays, may_relay, now + seconds(after));
         server.pairs()
     };
     assert_eq!(pairs(&mut server, false, true, 0), 1);
@@ -92,7 +92,7 @@ fn a_relay_keeps_its_pairs_while_it_may_lead_again() {
     assert_eq!(pairs(&mut server, true, true, 30), 1);
     assert_eq!(pairs(&mut server, false, true, 40), 1);
     assert_eq!(pairs(&mut server.clone(), false, true, 70), 0);
-    assert_eq!(pairs(&mut server, false, false, 41), 0, "--relay=off, or the annotation is gone");
+    assert_eq!(pairs(&mut server, false, false, 41), 0, "--relay=off");
 }
 
 #[test]
