@@ -117,7 +117,10 @@ pub(super) fn cut_power(lab: &mut Lab, name: &str) -> Result<()> {
     lab.caused(&[LEADS, NO_ENDPOINT]);
     // Processes first: an agent that saw one link go before the other would log what no power cut lets it log.
     lab.agents.stop(name, Signal::SIGKILL)?;
-    node(lab, name)?.netns.sh("for d in eth0 eth1; do ip link set $d down 2>/dev/null || true; done").map(drop)
+    node(lab, name)?
+        .netns
+        .sh("for d in eth0 eth1; do ip link set $d down 2>/dev/null || true; done")
+        .map(drop)
 }
 
 /// Starts a host without power: nothing of ours is in its kernel.
