@@ -28,11 +28,11 @@ pub use table::{ago, bytes, columns, table};
 pub use view::View;
 
 use kilo_core::{
-    objects::{Nodes, ObjectRef, Snapshot},
+    objects::{ObjectRef, Snapshot},
     observed::Attached,
     plan,
     settings::Granularity,
-    topology::{self, Known, LeaderReason, Mesh, PRIVATE_ENDPOINT_REMEDY, PeerAcceptance, way_text},
+    topology::{self, Known, LeaderReason, Mesh, PRIVATE_ENDPOINT_REMEDY, PeerAcceptance},
     wireguard::key::PublicKey,
 };
 
@@ -66,6 +66,9 @@ pub struct Status {
     /// Agents that were asked and are not healthy, by node -> why.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub unhealthy: BTreeMap<String, String>,
+    /// How tunnels between locations that work are connected, as far as leaders' agents were asked.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub ways: Vec<WayStatus>,
     /// How slices compare with Nodes; absent where nobody writes them, or nobody looked.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub slices: Option<SlicesStatus>,
@@ -281,6 +284,19 @@ pub struct Tunnel {
     pub relay: Option<String>,
 }
 
+/// How a tunnel between two locations is connected.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct WayStatus {
+    /// The nodes at both ends, sorted by name.
+    pub nodes: [String; 2],
+    /// `direct`, `punched` or `relayed`.
+    pub way: String,
+    /// The node that relays.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub relay: Option<String>,
+}
+
 /// What the objects alone show. `ready`: names of the nodes that take part;
 /// the same that `mesh` was made of.
 pub fn of_objects(
@@ -325,6 +341,7 @@ pub fn of_objects(
         unheard: Vec::new(),
         degraded: BTreeMap::new(),
         unhealthy: BTreeMap::new(),
+        ways: Vec::new(),
         slices: None,
         agent: None,
     }
@@ -453,17 +470,25 @@ impl Status {
         }
     }
 
-    /// How the tunnels of the agent that was asked, on node `asked`, are connected that are not direct. An agent may say
-    /// whatever it likes: names are those of `nodes`, and other ways than these two are none.
-    pub fn ways(&self, asked: &str, nodes: &Nodes) -> Vec<([String; 2], String)> {
-        let Some(agent) = &self.agent else { return Vec::new() };
-        let way = |tunnel: &Tunnel| {
-            let way = tunnel.way.as_deref().filter(|way| ["punched", "relayed"].contains(way))?;
-            let relay = tunnel.relay.as_deref().filter(|relay| nodes.contains(relay));
-            let other = nodes.iter().find(|node| node.key == Some(tunnel.key))?;
-            Some(([asked.to_owned(), other.name.clone()], way_text(way, relay)))
-        };
-        agent.tunnels.iter().filter_map(way).collect()
+    /// Takes over how tunnels are connected, as the agent of node `asked` says. An agent may say whatever it likes: names
+    /// are those of nodes that are known here, and other ways than these three are none. Of two ends that differ, the one
+    /// that knows of no direct way counts.
+    pub fn remember_ways(&mut self, asked: &str, seen: &Self) {
+        for tunnel in seen.agent.iter().flat_map(|agent| &agent.tunnels) {
+            let is_known = |way: &&String| ["direct", "punched", "relayed"].contains(&way.as_str());
+            let other = self.nodes.iter().find(|node| node.key == Some(tunnel.key));
+            let (Some(way), Some(other)) = (tunnel.way.as_ref().filter(is_known), other) else { continue };
+            let mut nodes = [asked.to_owned(), other.name.clone()];
+            nodes.sort();
+            let relay =
+                tunnel.relay.clone().filter(|relay| self.nodes.iter().any(|node| node.name == *relay));
+            let found = WayStatus { nodes, way: way.clone(), relay };
+            match self.ways.iter_mut().find(|known| known.nodes == found.nodes) {
+                Some(known) if known.way == "direct" => *known = found,
+                Some(_) => {}
+                None => self.ways.push(found),
+            }
+        }
     }
 
     /// Takes over what is wrong, or works less well, at an agent's node.

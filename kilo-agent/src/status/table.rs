@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use super::{AgentStatus, FailoverStatus, LocationStatus, NodeStatus, PeerStatus, Status, Tunnel};
+use super::{AgentStatus, FailoverStatus, LocationStatus, NodeStatus, PeerStatus, Status, Tunnel, WayStatus};
 use crate::timestamp::Timestamp;
 use kilo_core::topology::way_text;
 
@@ -48,6 +48,14 @@ pub fn table(status: &Status, wide: bool) -> String {
             nodes.map(node_row),
         )
     });
+    if let Some(ways) = counted_ways(status.ways.iter().map(|tunnel| tunnel.way.as_str())) {
+        parts.push(format!("tunnels between locations: {ways}\n"));
+    }
+    let others = status.ways.iter().filter(|tunnel| tunnel.way != "direct");
+    let others = others.map(|WayStatus { nodes: [one, other], way, relay }| {
+        vec![one.clone(), other.clone(), way_text(way, relay.as_deref())]
+    });
+    parts.push(columns(&["LEADER", "LEADER", "WAY"], others));
     parts.push(columns(
         &["PEER", "VALID", "ALLOWED-IPS", "ENDPOINT", "REASON"],
         status.peers.iter().map(peer_row),
@@ -91,7 +99,7 @@ fn agent_tables(agent: &AgentStatus, now: Timestamp) -> String {
     for error in &agent.errors {
         text += &format!("error: {error}\n");
     }
-    if let Some(ways) = counted_ways(&agent.tunnels) {
+    if let Some(ways) = counted_ways(agent.tunnels.iter().filter_map(|tunnel| tunnel.way.as_deref())) {
         text += &format!("tunnels with other locations: {ways}\n");
     }
     let age = |time: Option<Timestamp>| time.map_or_else(|| "never".to_owned(), |time| ago(now, time));
@@ -137,9 +145,9 @@ fn agent_tables(agent: &AgentStatus, now: Timestamp) -> String {
 }
 
 /// How many tunnels that work go which way; `None`: none does.
-fn counted_ways(tunnels: &[Tunnel]) -> Option<String> {
+fn counted_ways<'a>(ways: impl Iterator<Item = &'a str>) -> Option<String> {
     let mut counts = BTreeMap::<&str, usize>::new();
-    for way in tunnels.iter().filter_map(|tunnel| tunnel.way.as_deref()) {
+    for way in ways {
         *counts.entry(way).or_default() += 1;
     }
     let texts: Vec<_> = counts.iter().map(|(way, count)| format!("{count} {way}")).collect();
@@ -309,13 +317,15 @@ mod tests {
             way: way.map(str::to_owned),
             relay: None,
         };
-        assert_eq!(counted_ways(&[tunnel(None)]), None);
+        let counted =
+            |tunnels: &[Tunnel]| counted_ways(tunnels.iter().filter_map(|tunnel| tunnel.way.as_deref()));
+        assert_eq!(counted(&[tunnel(None)]), None);
         let tunnels = ["relayed", "direct", "direct"].map(|way| tunnel(Some(way)));
-        assert_eq!(counted_ways(&tunnels).as_deref(), Some("2 direct, 1 relayed"));
+        assert_eq!(counted(&tunnels).as_deref(), Some("2 direct, 1 relayed"));
     }
 
     #[test]
-    fn ways_that_are_not_direct_have_the_names_of_both_ends() {
+    fn ways_between_leaders_have_names_that_are_known_and_are_counted_once() {
         let node = |n: u8| CheckedIn {
             node: Node { name: format!("n{n}"), key: Some(PublicKey([n; 32])), ..Node::default() },
             last_seen: 1_000,
@@ -324,7 +334,6 @@ mod tests {
         let mesh = Mesh::default();
         let mut status =
             of_objects(&mesh, &snapshot, &BTreeSet::new(), Granularity::Location, Timestamp(1_000));
-        assert_eq!(status.ways("n1", &snapshot.nodes), [], "nobody was asked");
         let tunnel = |n: u8, way: &str, relay: Option<&str>| Tunnel {
             name: None,
             key: PublicKey([n; 32]),
@@ -335,17 +344,22 @@ mod tests {
             way: Some(way.to_owned()),
             relay: relay.map(str::to_owned),
         };
-        let tunnels =
-            vec![tunnel(2, "relayed", Some("n3")), tunnel(3, "direct", None), tunnel(9, "punched", None)];
-        status.agent = Some(AgentStatus { node: "n3".to_owned(), tunnels, ..AgentStatus::default() });
-        let ways = |status: &Status| {
-            let ways = status.ways("n1", &snapshot.nodes).into_iter();
-            ways.map(|([one, other], way)| format!("{one} {other} {way}")).collect::<Vec<_>>()
+        let mut says = |asked: &str, tunnels: Vec<Tunnel>| {
+            let agent = Some(AgentStatus { node: "n3".to_owned(), tunnels, ..AgentStatus::default() });
+            status.remember_ways(asked, &Status { agent, ..Status::default() });
+            let text =
+                |it: &WayStatus| format!("{} {}", it.nodes.join(" "), way_text(&it.way, it.relay.as_deref()));
+            status.ways.iter().map(text).collect::<Vec<_>>()
         };
-        assert_eq!(ways(&status), ["n1 n2 relayed by n3"], "whoever it says it is");
-        let lies = vec![tunnel(2, "relayed", Some("\u{1b}[2J")), tunnel(3, "\u{1b}[2J", None)];
-        status.agent = Some(AgentStatus { tunnels: lies, ..AgentStatus::default() });
-        assert_eq!(ways(&status), ["n1 n2 relayed"]);
+        let all =
+            vec![tunnel(2, "relayed", Some("n3")), tunnel(3, "direct", None), tunnel(9, "punched", None)];
+        assert_eq!(says("n1", all), ["n1 n2 relayed by n3", "n1 n3 direct"], "whoever it says it is");
+        let lies = vec![tunnel(3, "\u{1b}[2J", None), tunnel(1, "relayed", Some("\u{1b}[2J"))];
+        assert_eq!(says("n2", lies), ["n1 n2 relayed by n3", "n1 n3 direct"]);
+        assert_eq!(says("n3", vec![tunnel(1, "punched", None)]), ["n1 n2 relayed by n3", "n1 n3 punched"]);
+        let text = table(&status, false);
+        assert!(text.contains("tunnels between locations: 1 punched, 1 relayed\n"), "{text}");
+        assert!(text.contains("n1       n2       relayed by n3"), "{text}");
     }
 
     #[test]

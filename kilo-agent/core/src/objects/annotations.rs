@@ -65,7 +65,7 @@ const SIGNAL: &str = "1";
 const AGENT: &str = "the node's agent writes it, look whether it runs";
 
 /// Every annotation. What overrides another one stands before it: the table is read in this order.
-pub const ANNOTATIONS: [Annotation; 22] = [
+pub const ANNOTATIONS: &[Annotation] = &[
     Annotation {
         name: "kilo.squat.ai/location",
         writer: Writer::Operator(|node| Some(node.location.clone())),
@@ -287,7 +287,7 @@ pub const ANNOTATIONS: [Annotation; 22] = [
 
 /// Reads all annotations that are present into `node`; names what cannot be read in `problems`.
 pub(super) fn read(present: &BTreeMap<String, String>, node: &mut CheckedIn, problems: &mut Vec<String>) {
-    for Annotation { name, remedy, read, .. } in &ANNOTATIONS {
+    for Annotation { name, remedy, read, .. } in ANNOTATIONS {
         if let Some(text) = present.get(*name) {
             read(&mut Value { text, name, remedy, problems }, node);
         }

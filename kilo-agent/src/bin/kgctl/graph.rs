@@ -5,7 +5,7 @@ use clap::Args;
 use kilo_agent::{status, timestamp::Timestamp};
 use kilo_core::{
     objects::Snapshot,
-    topology::{self, Mesh, Ways},
+    topology::{self, Mesh, Ways, way_text},
 };
 
 use crate::{
@@ -49,15 +49,21 @@ pub async fn run(args: &GraphArgs) -> Result<String> {
 async fn ways(cluster: &Cluster, mesh: &Mesh, snapshot: &Snapshot, flags: &Flags) -> Result<Ways> {
     let time = Timestamp::now();
     let granularity = source::granularity(snapshot, &flags.mesh.shape)?;
-    let leaders =
-        status::of_objects(mesh, snapshot, &source::ready(snapshot, time.0), granularity, time).leading();
+    let ready = source::ready(snapshot, time.0);
+    let mut status = status::of_objects(mesh, snapshot, &ready, granularity, time);
+    let leaders = status.leading();
     let progress = Progress::new("asking the leaders' agents", leaders.len());
     let seen = remote::statuses_on(cluster, leaders, Some(&progress)).await;
     drop(progress);
-    for (leader, error) in seen.iter().filter_map(|(leader, seen)| Some((leader, seen.as_ref().err()?))) {
-        let text = format!("the ways of {leader} are unknown, its agent did not answer: {error:#}");
-        eprintln!("kgctl: {}", terminal::plain(&text));
+    for (leader, seen) in seen {
+        match seen {
+            Ok(seen) => status.remember_ways(&leader, &seen),
+            Err(error) => {
+                let text = format!("the ways of {leader} are unknown, its agent did not answer: {error:#}");
+                eprintln!("kgctl: {}", terminal::plain(&text));
+            }
+        }
     }
-    let answers = seen.iter().filter_map(|(leader, seen)| Some((leader, seen.as_ref().ok()?)));
-    Ok(answers.flat_map(|(leader, seen)| seen.ways(leader, &snapshot.nodes)).collect())
+    let others = status.ways.into_iter().filter(|tunnel| tunnel.way != "direct");
+    Ok(others.map(|tunnel| (tunnel.nodes, way_text(&tunnel.way, tunnel.relay.as_deref()))).collect())
 }

@@ -166,7 +166,7 @@ fn failed(error: &anyhow::Error) -> ExitCode {
 async fn run(command: &Command, matches: &ArgMatches) -> Result<(String, bool)> {
     let text = match command {
         Command::Status(args) => return status::run(args).await,
-        Command::ConnectivityTest(args) => return connectivity::run(args).await,
+        Command::ConnectivityTest(args) => return Box::pin(connectivity::run(args)).await,
         Command::Monitor(MonitorArgs { node, api, .. }) | Command::Trace(TraceArgs { node, api, .. }) => {
             let root = Cli::command();
             let given =

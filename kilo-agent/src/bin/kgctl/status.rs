@@ -258,7 +258,10 @@ async fn from_objects(args: &StatusArgs) -> Result<Status> {
             }
             for (leader, seen) in seen {
                 match seen {
-                    Ok(seen) => status.remember_ills(&seen),
+                    Ok(seen) => {
+                        status.remember_ills(&seen);
+                        status.remember_ways(&leader, &seen);
+                    }
                     Err(_) => status.unheard.push(leader),
                 }
             }
