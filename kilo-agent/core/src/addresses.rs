@@ -1,6 +1,6 @@
 //! What kind of address one is.
 
-use std::net::IpAddr;
+use std::net::{IpAddr, Ipv6Addr};
 
 /// Public as Kilo means it: not RFC 1918, not `fd00::/16`.
 pub fn is_public(ip: IpAddr) -> bool {
@@ -18,6 +18,11 @@ pub fn is_reached_from_anywhere(ip: IpAddr) -> bool {
             IpAddr::V4(v4) => v4.octets()[0] != 100 || v4.octets()[1] & 0xc0 != 64,
             IpAddr::V6(v6) => !v6.is_unique_local(),
         }
+}
+
+/// In `2000::/3`, all that is assigned of the IPv6 internet (RFC 4291).
+pub const fn is_global_v6(ip: Ipv6Addr) -> bool {
+    ip.segments()[0] & 0xe000 == 0x2000
 }
 
 #[cfg(test)]

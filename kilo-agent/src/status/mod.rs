@@ -66,7 +66,10 @@ pub struct Status {
     /// Agents that were asked and are not healthy, by node -> why.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub unhealthy: BTreeMap<String, String>,
-    /// How tunnels between locations that work are connected, as far as leaders' agents were asked.
+    /// Tunnels between locations that work and are direct, as far as leaders' agents were asked.
+    #[serde(default, skip_serializing_if = "is_none")]
+    pub direct_tunnels: usize,
+    /// How the others are connected, sorted by the names of their ends.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub ways: Vec<WayStatus>,
     /// How slices compare with Nodes; absent where nobody writes them, or nobody looked.
@@ -284,13 +287,19 @@ pub struct Tunnel {
     pub relay: Option<String>,
 }
 
-/// How a tunnel between two locations is connected.
+/// Whether a count is left out of the answer.
+#[expect(clippy::trivially_copy_pass_by_ref, reason = "serde passes references")]
+const fn is_none(count: &usize) -> bool {
+    *count == 0
+}
+
+/// How a tunnel between two locations is connected that is not direct.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct WayStatus {
     /// The nodes at both ends, sorted by name.
     pub nodes: [String; 2],
-    /// `direct`, `punched` or `relayed`.
+    /// `punched` or `relayed`.
     pub way: String,
     /// The node that relays.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -341,6 +350,7 @@ pub fn of_objects(
         unheard: Vec::new(),
         degraded: BTreeMap::new(),
         unhealthy: BTreeMap::new(),
+        direct_tunnels: 0,
         ways: Vec::new(),
         slices: None,
         agent: None,
@@ -470,25 +480,34 @@ impl Status {
         }
     }
 
-    /// Takes over how tunnels are connected, as the agent of node `asked` says. An agent may say whatever it likes: names
-    /// are those of nodes that are known here, and other ways than these three are none. Of two ends that differ, the one
-    /// that knows of no direct way counts.
-    pub fn remember_ways(&mut self, asked: &str, seen: &Self) {
-        for tunnel in seen.agent.iter().flat_map(|agent| &agent.tunnels) {
-            let is_known = |way: &&String| ["direct", "punched", "relayed"].contains(&way.as_str());
-            let other = self.nodes.iter().find(|node| node.key == Some(tunnel.key));
-            let (Some(way), Some(other)) = (tunnel.way.as_ref().filter(is_known), other) else { continue };
-            let mut nodes = [asked.to_owned(), other.name.clone()];
-            nodes.sort();
-            let relay =
-                tunnel.relay.clone().filter(|relay| self.nodes.iter().any(|node| node.name == *relay));
-            let found = WayStatus { nodes, way: way.clone(), relay };
-            match self.ways.iter_mut().find(|known| known.nodes == found.nodes) {
-                Some(known) if known.way == "direct" => *known = found,
-                Some(_) => {}
-                None => self.ways.push(found),
+    /// Takes over how tunnels between locations are connected, as the agents of nodes say. An agent may say whatever it
+    /// likes: names are those of nodes that are known here, and other ways than these three are none. Of two ends that
+    /// differ, the one that knows of no direct way counts.
+    pub fn remember_ways(&mut self, seen: &[(String, Self)]) {
+        let names: BTreeMap<_, _> =
+            self.nodes.iter().filter_map(|node| Some((node.key?, node.name.as_str()))).collect();
+        let nodes: BTreeSet<_> = self.nodes.iter().map(|node| node.name.as_str()).collect();
+        let mut found = BTreeMap::<[&str; 2], (&str, Option<&str>)>::new();
+        for (asked, Self { agent, .. }) in seen {
+            for tunnel in agent.iter().flat_map(|agent| &agent.tunnels) {
+                let way = tunnel.way.as_deref().filter(|way| ["direct", "punched", "relayed"].contains(way));
+                let (Some(way), Some(other)) = (way, names.get(&tunnel.key)) else { continue };
+                let mut ends = [asked, *other];
+                ends.sort_unstable();
+                let known = found.entry(ends).or_insert((way, None));
+                if known.0 == "direct" || way == "relayed" {
+                    *known = (way, tunnel.relay.as_deref().filter(|relay| nodes.contains(relay)));
+                }
             }
         }
+        let is_direct = |(_, (way, _)): &(_, (&str, _))| *way == "direct";
+        let (direct, others): (Vec<_>, Vec<_>) = found.into_iter().partition(is_direct);
+        let way = |(nodes, (way, relay)): ([&str; 2], (&str, Option<&str>))| WayStatus {
+            nodes: nodes.map(str::to_owned),
+            way: way.to_owned(),
+            relay: relay.map(str::to_owned),
+        };
+        (self.direct_tunnels, self.ways) = (direct.len(), others.into_iter().map(way).collect());
     }
 
     /// Takes over what is wrong, or works less well, at an agent's node.

@@ -48,11 +48,11 @@ pub fn table(status: &Status, wide: bool) -> String {
             nodes.map(node_row),
         )
     });
-    if let Some(ways) = counted_ways(status.ways.iter().map(|tunnel| tunnel.way.as_str())) {
+    let direct = std::iter::repeat_n("direct", status.direct_tunnels);
+    if let Some(ways) = counted_ways(direct.chain(status.ways.iter().map(|tunnel| tunnel.way.as_str()))) {
         parts.push(format!("tunnels between locations: {ways}\n"));
     }
-    let others = status.ways.iter().filter(|tunnel| tunnel.way != "direct");
-    let others = others.map(|WayStatus { nodes: [one, other], way, relay }| {
+    let others = status.ways.iter().map(|WayStatus { nodes: [one, other], way, relay }| {
         vec![one.clone(), other.clone(), way_text(way, relay.as_deref())]
     });
     parts.push(columns(&["LEADER", "LEADER", "WAY"], others));
@@ -344,21 +344,26 @@ mod tests {
             way: Some(way.to_owned()),
             relay: relay.map(str::to_owned),
         };
-        let mut says = |asked: &str, tunnels: Vec<Tunnel>| {
+        let says = |asked: &str, tunnels: Vec<Tunnel>| {
             let agent = Some(AgentStatus { node: "n3".to_owned(), tunnels, ..AgentStatus::default() });
-            status.remember_ways(asked, &Status { agent, ..Status::default() });
-            let text =
-                |it: &WayStatus| format!("{} {}", it.nodes.join(" "), way_text(&it.way, it.relay.as_deref()));
-            status.ways.iter().map(text).collect::<Vec<_>>()
+            (asked.to_owned(), Status { agent, ..Status::default() })
         };
         let all =
             vec![tunnel(2, "relayed", Some("n3")), tunnel(3, "direct", None), tunnel(9, "punched", None)];
-        assert_eq!(says("n1", all), ["n1 n2 relayed by n3", "n1 n3 direct"], "whoever it says it is");
-        let lies = vec![tunnel(3, "\u{1b}[2J", None), tunnel(1, "relayed", Some("\u{1b}[2J"))];
-        assert_eq!(says("n2", lies), ["n1 n2 relayed by n3", "n1 n3 direct"]);
-        assert_eq!(says("n3", vec![tunnel(1, "punched", None)]), ["n1 n2 relayed by n3", "n1 n3 punched"]);
+        let lies = vec![tunnel(3, "\u{1b}[2J", None), tunnel(1, "direct", Some("\u{1b}[2J"))];
+        let mut seen = vec![says("n1", all), says("n2", lies)];
+        let mut ways = |seen: &[(String, Status)]| {
+            status.remember_ways(seen);
+            let text =
+                |it: &WayStatus| format!("{} {}", it.nodes.join(" "), way_text(&it.way, it.relay.as_deref()));
+            (status.direct_tunnels, status.ways.iter().map(text).collect::<Vec<_>>())
+        };
+        assert_eq!(ways(&seen), (1, vec!["n1 n2 relayed by n3".to_owned()]), "whoever it says it is");
+        seen.push(says("n3", vec![tunnel(1, "punched", None), tunnel(2, "relayed", Some("\u{1b}[2J"))]));
+        let all = ["n1 n2 relayed by n3", "n1 n3 punched", "n2 n3 relayed"].map(str::to_owned).to_vec();
+        assert_eq!(ways(&seen), (0, all));
         let text = table(&status, false);
-        assert!(text.contains("tunnels between locations: 1 punched, 1 relayed\n"), "{text}");
+        assert!(text.contains("tunnels between locations: 1 punched, 2 relayed\n"), "{text}");
         assert!(text.contains("n1       n2       relayed by n3"), "{text}");
     }
 

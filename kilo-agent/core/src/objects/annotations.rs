@@ -12,9 +12,7 @@ use ipnet::IpNet;
 use serde::{Deserialize, Serialize};
 
 use super::{CheckedIn, Node, Published};
-use crate::{
-    addresses::is_reached_from_anywhere, settings::Granularity, signal_id, wireguard::key::PublicKey,
-};
+use crate::{addresses::is_global_v6, settings::Granularity, signal_id, wireguard::key::PublicKey};
 
 /// What every annotation of ours starts with.
 pub const PREFIX: &str = "kilo.squat.ai/";
@@ -171,8 +169,8 @@ pub const ANNOTATIONS: &[Annotation] = &[
         name: "kilo.squat.ai/ipv6-endpoint",
         writer: Writer::Agent(|own| own.ipv6_endpoint.map(|endpoint| endpoint.to_string())),
         example: "`[2001:db8::11]:51820`",
-        meaning: "where the node is besides, by IPv6: others try it when they do not reach its endpoint \
-                  ([more](nat.md#relays)); there once a node offers to relay",
+        meaning: "where the node can also be reached by IPv6: others try it when they do not reach its endpoint \
+                  ([more](nat.md#relays)); leaders and stand-bys publish it while any leader offers to relay",
         remedy: AGENT,
         read: |value, node| node.node.ipv6_endpoint = value.public_v6(),
     },
@@ -467,10 +465,7 @@ impl Value<'_> {
     /// An IPv6 endpoint that can be reached from anywhere: nobody aims what others try at a network of their own.
     fn public_v6(&mut self) -> Option<SocketAddrV6> {
         let endpoint: SocketAddrV6 = self.parse()?;
-        let ip = *endpoint.ip();
-        let is_local =
-            ip.is_loopback() || ip.is_multicast() || endpoint.scope_id() != 0 || endpoint.port() == 0;
-        if is_local || !is_reached_from_anywhere(ip.into()) {
+        if !is_global_v6(*endpoint.ip()) || endpoint.scope_id() != 0 || endpoint.port() == 0 {
             self.ignored(
                 &format!(" {:?} is ignored", excerpt(self.text)),
                 &"not a public IPv6 address and a port",
@@ -561,6 +556,10 @@ mod tests {
         for wrong in [
             "[::1]:51820",
             "[fe80::1%2]:1",
+            "[fe80::1]:1",
+            "[::]:1",
+            "[::ffff:10.0.0.5]:1",
+            "[fec0::1]:1",
             "[fd00::1]:1",
             "[ff02::1]:1",
             "[2001:db8::1]:0",

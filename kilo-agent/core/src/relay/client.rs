@@ -453,7 +453,8 @@ impl Pair {
             Some(relay) => self.leases.fails(relay, now),
             None => is_silent || self.trial.is_some_and(|trial| trial.fails(now)),
         };
-        // It still relays, but not for long: it has taken its offer back, or does not lead any more.
+        // It still relays, but not for long: it has taken its offer back, or does not lead any more. Or this end's own
+        // tunnel with it has not worked for three minutes: another one is better.
         let is_withdrawn = self.by.is_some_and(|relay| !turn.relays.contains_key(&relay));
         if !needs && !is_withdrawn {
             return;

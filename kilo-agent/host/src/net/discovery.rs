@@ -9,7 +9,7 @@ use ipnet::IpNet;
 
 use super::{Net, NetError, links, links::Link};
 use kilo_core::{
-    addresses::{is_public, is_reached_from_anywhere},
+    addresses::{is_global_v6, is_public, is_reached_from_anywhere},
     settings::EndpointFrom,
 };
 
@@ -81,7 +81,7 @@ pub fn public_ipv6(links: &[Link], source: IpAddr) -> Option<Ipv6Addr> {
         |link: &&Link| link.addresses.iter().any(|address| address.global && address.net.addr() == source);
     links.iter().filter(|link| link.up).find(has)?;
     match source {
-        IpAddr::V6(source) if is_reached_from_anywhere(source.into()) => Some(source),
+        IpAddr::V6(source) if is_global_v6(source) => Some(source),
         _ => None,
     }
 }

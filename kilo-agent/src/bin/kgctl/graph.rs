@@ -2,7 +2,10 @@
 
 use anyhow::{Context as _, Result};
 use clap::Args;
-use kilo_agent::{status, timestamp::Timestamp};
+use kilo_agent::{
+    status::{self, WayStatus},
+    timestamp::Timestamp,
+};
 use kilo_core::{
     objects::Snapshot,
     topology::{self, Mesh, Ways, way_text},
@@ -23,7 +26,7 @@ use crate::{
   kgctl graph --context=prod --mesh-granularity=full")]
 pub struct GraphArgs {
     /// Write beside each tunnel between leaders whether it is punched, or which node relays it: their agents are asked
-    /// through the API server (needs get on pods/proxy). Direct tunnels have no label, nor have those of agents that do
+    /// through the API server (needs get on pods/proxy). Direct tunnels have no label, nor do those of agents that do
     /// not answer, which are named on stderr.
     #[arg(long)]
     ways: bool,
@@ -55,15 +58,19 @@ async fn ways(cluster: &Cluster, mesh: &Mesh, snapshot: &Snapshot, flags: &Flags
     let progress = Progress::new("asking the leaders' agents", leaders.len());
     let seen = remote::statuses_on(cluster, leaders, Some(&progress)).await;
     drop(progress);
+    let mut heard = Vec::new();
     for (leader, seen) in seen {
         match seen {
-            Ok(seen) => status.remember_ways(&leader, &seen),
+            Ok(seen) => heard.push((leader, seen)),
             Err(error) => {
                 let text = format!("the ways of {leader} are unknown, its agent did not answer: {error:#}");
                 eprintln!("kgctl: {}", terminal::plain(&text));
             }
         }
     }
-    let others = status.ways.into_iter().filter(|tunnel| tunnel.way != "direct");
-    Ok(others.map(|tunnel| (tunnel.nodes, way_text(&tunnel.way, tunnel.relay.as_deref()))).collect())
+    status.remember_ways(&heard);
+    // The tunnel of a stand-by that leads stands beside the line of the location's leader.
+    let drawn = |name: String| mesh.find(&name).map_or(name, |(at, _)| topology::acting(mesh, at).to_owned());
+    let way = |WayStatus { nodes, way, relay }| (nodes.map(drawn), way_text(&way, relay.as_deref()));
+    Ok(status.ways.into_iter().map(way).collect())
 }

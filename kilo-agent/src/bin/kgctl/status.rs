@@ -256,15 +256,15 @@ async fn from_objects(args: &StatusArgs) -> Result<Status> {
             if let Some(first) = seen.iter().find_map(|(_, seen)| seen.as_ref().ok()) {
                 status.remember_leaders(first);
             }
+            let mut heard = Vec::new();
             for (leader, seen) in seen {
                 match seen {
-                    Ok(seen) => {
-                        status.remember_ills(&seen);
-                        status.remember_ways(&leader, &seen);
-                    }
+                    Ok(seen) => heard.push((leader, seen)),
                     Err(_) => status.unheard.push(leader),
                 }
             }
+            heard.iter().for_each(|(_, seen)| status.remember_ills(seen));
+            status.remember_ways(&heard);
         }
     }
     let _progress = Progress::new("looking at the agents' pods", 0);
