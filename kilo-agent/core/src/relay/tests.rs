@@ -64,6 +64,12 @@ proptest! {
         let first = world.relay(X);
         world.withdrawn.push(first);
         world.begin_to_measure();
+        // Both learn of it later, and not at the same time.
+        for unaware in [&[X, Y][..], &[Y]] {
+            world.unaware = unaware.to_vec();
+            world.run(seconds(2));
+        }
+        world.unaware.clear();
         world.run(RESTS + seconds(10));
         prop_assert!(world.relay(X) != first && world.relay(Y) != first);
         prop_assert_eq!(world.lost, 0);

@@ -63,6 +63,8 @@ pub(super) struct World {
     pub(super) broken: BTreeMap<NodeId, Broken>,
     /// Relays that have taken their offer back, and hear nobody any more.
     pub(super) withdrawn: Vec<NodeId>,
+    /// Ends that do not know yet that a relay has taken its offer back.
+    pub(super) unaware: Vec<NodeId>,
     /// Ends with which relays have no tunnel that works.
     pub(super) apart: Vec<NodeId>,
     pub(super) tunnels: BTreeMap<NodeId, Tunnel>,
@@ -105,6 +107,7 @@ impl World {
             servers: Z.map(|id| (id, Server::default())).into(),
             broken: BTreeMap::new(),
             withdrawn: Vec::new(),
+            unaware: Vec::new(),
             apart: Vec::new(),
             tunnels: [(X, tunnel(Y)), (Y, tunnel(X))].into(),
             queue: VecDeque::new(),
@@ -193,7 +196,7 @@ impl World {
             handshake_age: Some(Duration::from_secs(5)),
             endpoint: Some(place(*relay)),
             published: Some(place(*relay)),
-            relays: !self.withdrawn.contains(relay),
+            relays: !self.withdrawn.contains(relay) || self.unaware.contains(&own),
             ..Seen::default()
         }));
         seen
