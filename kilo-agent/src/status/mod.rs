@@ -480,7 +480,7 @@ impl Status {
         }
     }
 
-    /// Takes over how tunnels between locations are connected, as the agents of nodes say. An agent may say whatever it
+    /// Takes over how tunnels between locations are connected, as the agents of nodes say. An agent may say what it
     /// likes: names are those of nodes that are known here, and other ways than these three are none. Of two ends that
     /// differ, the one that knows of no direct way counts.
     pub fn remember_ways(&mut self, seen: &[(String, Self)]) {

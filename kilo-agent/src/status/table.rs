@@ -358,7 +358,11 @@ mod tests {
                 |it: &WayStatus| format!("{} {}", it.nodes.join(" "), way_text(&it.way, it.relay.as_deref()));
             (status.direct_tunnels, status.ways.iter().map(text).collect::<Vec<_>>())
         };
-        assert_eq!(ways(&seen), (1, vec!["n1 n2 relayed by n3".to_owned()]), "whoever it says it is");
+        assert_eq!(
+            ways(&seen),
+            (1, vec!["n1 n2 relayed by n3".to_owned()]),
+            "the name it gives itself does not count"
+        );
         seen.push(says("n3", vec![tunnel(1, "punched", None), tunnel(2, "relayed", Some("\u{1b}[2J"))]));
         let all = ["n1 n2 relayed by n3", "n1 n3 punched", "n2 n3 relayed"].map(str::to_owned).to_vec();
         assert_eq!(ways(&seen), (0, all));

@@ -40,7 +40,7 @@ pub enum Gate {
     Token(Arc<TokenGate>),
 }
 
-/// Lets in whoever shows a token that the API server accepts, or this node's own [`LocalToken`].
+/// Lets in every client that shows a token that the API server accepts, or this node's own [`LocalToken`].
 #[derive(Debug)]
 pub struct TokenGate {
     reviewer: Reviewer,
