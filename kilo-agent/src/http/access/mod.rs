@@ -392,7 +392,7 @@ mod tests {
             ])
         };
         for (token, code, words) in
-            [("ended", 401, "has ended"), ("poor", 403, "create clusterrolebinding kilo-page")]
+            [("ended", 401, ENDED), ("poor", 403, "create clusterrolebinding kilo-page")]
         {
             let answer = gate.admit(&browser(token), "/", now).await.unwrap_err();
             assert_eq!(answer.status().as_u16(), code);
