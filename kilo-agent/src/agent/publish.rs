@@ -93,11 +93,7 @@ impl<B: Backend> Agent<B> {
     /// and those of gateways alone. It is the source of what WireGuard sends, so that answers to that pass firewalls.
     fn ipv6_endpoint(&self, own: &Node, mesh: &Mesh, links: &[Link]) -> Option<SocketAddrV6> {
         let is_ipv6 = own.endpoint.as_ref().and_then(Endpoint::ip).is_some_and(|ip| ip.is_ipv6());
-        if self.options.relay == Relay::Off
-            || is_ipv6
-            || !relay::is_offered(mesh)
-            || !is_gateway(mesh, &own.name)
-        {
+        if self.options.relay == Relay::Off || is_ipv6 || !concerns_relays(own, mesh) {
             return None;
         }
         let address = discovery::public_ipv6(links, relay::source_towards(discovery::ANYWHERE.into())?)?;
@@ -125,6 +121,7 @@ impl<B: Backend> Agent<B> {
         Published {
             endpoint: own.endpoint.clone(),
             ipv6_endpoint: self.ipv6_endpoint(own, mesh, links),
+            relay_off: self.options.relay == Relay::Off && concerns_relays(own, mesh),
             internal_ip: own.internal_ip,
             key: own.key,
             last_seen: seen.last_seen,
@@ -145,6 +142,11 @@ impl<B: Backend> Agent<B> {
             state: Some(changes::state(&self.options.hostname, Moment { mesh, snapshot, own: Some(own) })),
         }
     }
+}
+
+/// Whether relays are offered, and this node may be an end of a pair.
+fn concerns_relays(own: &Node, mesh: &Mesh) -> bool {
+    relay::is_offered(mesh) && is_gateway(mesh, &own.name)
 }
 
 /// Whether this node may carry its location's packets.

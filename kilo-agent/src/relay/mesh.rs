@@ -103,7 +103,8 @@ impl Leaders {
                 published: published(relays, node),
                 says: places(node, None),
                 places: places(node, seen.get(&key)),
-                relays: node.relay,
+                relays: node.relay && !node.relay_off,
+                refuses: node.relay_off,
             });
         }
         // Where it is besides, by another of its external addresses, is no NAT's doing.

@@ -213,7 +213,7 @@ impl Task {
         // Pairs that a relay has left are to end in time.
         self.look_again = now + until_next_look(took, uses || self.server.pairs() > 0);
         self.client.see(self.leaders.seen.clone(), uses, self.leaders.is_behind_nat, now);
-        let fresh = self.leaders.seen.iter().filter(|seen| seen.is_fresh() && uses);
+        let fresh = self.leaders.seen.iter().filter(|seen| seen.is_fresh() && uses && !seen.refuses);
         let relayed = self.client.endpoints();
         let is_direct = |id: &NodeId| !relayed.get(id).is_some_and(|(_, relayed)| *relayed);
         self.reachable = fresh
@@ -246,6 +246,7 @@ impl Task {
     fn serve(&mut self, now: Instant) {
         let may_relay = self.context.relay == settings::Relay::Auto;
         self.server.relays(self.is_on() && self.leaders.offers, may_relay, now);
+        self.server.refused_by(|id| self.leaders.seen.iter().any(|seen| seen.id == id && seen.refuses));
         self.server.turn(&self.maps.ports(), now, micros());
         self.write_ports();
         self.ports.keep(&self.server.taken());

@@ -42,6 +42,7 @@ fn published() -> Published {
     Published {
         endpoint: "192.0.2.1:51820".parse().ok(),
         ipv6_endpoint: "[2001:db8::7]:51820".parse().ok(),
+        relay_off: true,
         internal_ip: "10.0.0.1/24".parse().ok(),
         key: Some(PublicKey([1; 32])),
         last_seen: 17,

@@ -50,6 +50,8 @@ enum Part {
     DualStack,
     /// Both ends behind one NAT, in networks that do not reach each other.
     Hairpin,
+    /// One end of a relayed pair refuses relays.
+    Refused,
     /// Two relays under traffic: one's agent restarts, it dies, and the direct way works again.
     Relay,
     /// The same where all nodes have IPv6 alone.
@@ -58,7 +60,15 @@ enum Part {
 
 /// Runs all, and prints tables in Markdown.
 pub fn main(options: &Options, lab: &str, bin: &Path, wireguard: &str) -> Result<()> {
-    let all = [Part::Table, Part::Unrelayed, Part::DualStack, Part::Hairpin, Part::Relay, Part::RelayV6];
+    let all = [
+        Part::Table,
+        Part::Unrelayed,
+        Part::DualStack,
+        Part::Hairpin,
+        Part::Refused,
+        Part::Relay,
+        Part::RelayV6,
+    ];
     let bench = Bench { lab, bin, wireguard, relays: true };
     for part in if options.part.is_empty() { &all[..] } else { &options.part } {
         match part {
@@ -67,6 +77,7 @@ pub fn main(options: &Options, lab: &str, bin: &Path, wireguard: &str) -> Result
             Part::Unrelayed => unrelayed(bench)?,
             Part::DualStack => dual_stack(bench)?,
             Part::Hairpin => hairpin(bench)?,
+            Part::Refused => refused(bench)?,
             Part::Relay => bench.relay(Underlay::V4)?,
             Part::RelayV6 => bench.relay(Underlay::V6)?,
         }
@@ -123,6 +134,53 @@ fn hairpin(bench: Bench<'_>) -> Result<()> {
         })?;
         println!("both ends behind one NAT, {}: {found}", kind.name());
     }
+    Ok(())
+}
+
+/// Two symmetric NATs, relayed; then the agent of one end gets `--relay=off`, and loses it again.
+fn refused(bench: Bench<'_>) -> Result<()> {
+    let shape = Shape { kinds: [Kind::Symmetric; 2], ..Shape::default() };
+    let found = bench.with(shape, &["z"], false, |mesh| {
+        let (way, took) = mesh.connects()?;
+        ensure!(way == "relayed", "no two symmetric NATs meet, so the tunnel cannot be {way}");
+        let y = mesh.network.node("y")?.clone();
+        mesh.agents.stop("y", Signal::SIGTERM)?;
+        mesh.agents.start_with(&y, &["--relay=off"])?;
+        let began = Instant::now();
+        wait::until("the relay has ended the pair", Duration::from_secs(30), || {
+            let metrics = counters::scrape(&mesh.network.node("z")?.netns)?;
+            let pairs = metrics.get("kilo_relayed_pairs").copied();
+            Ok(if pairs == Some(0) { Ok(()) } else { Err(format!("{pairs:?} pairs")) })
+        })?;
+        let ended = began.elapsed();
+        wait::time_passes(Duration::from_secs(2), "what is under way arrives");
+        let before = mesh.relayed("z")?;
+        let x = mesh.network.node("x")?.clone();
+        let flow = Traffic::start_every(&x.pod, y.pod_ip().into(), Duration::from_millis(5));
+        wait::time_passes(Duration::from_secs(5), "a packet through the relay would be counted");
+        let figures = flow.finish()?;
+        let passed = mesh.relayed("z")? - before;
+        ensure!(passed == 0, "{passed} packets passed the relay that one end refuses");
+        ensure!(
+            figures.lost == figures.sent,
+            "{} of {} datagrams got an answer, and no way but the relay leads there",
+            figures.sent - figures.lost,
+            figures.sent
+        );
+        mesh.agents.stop("y", Signal::SIGTERM)?;
+        mesh.agents.start(&y)?;
+        let began = Instant::now();
+        probe::until_seen_as(&x.pod, y.pod_ip(), x.pod_ip(), LIMIT)?;
+        mesh.until("relayed", Duration::from_secs(10))?;
+        Ok(format!(
+            "{way} after {:.0} s, ended {:.0} s after y's agent began with --relay=off, 0 packets passed, {way} again \
+             {:.0} s after it began without",
+            took.as_secs_f32(),
+            ended.as_secs_f32(),
+            began.elapsed().as_secs_f32()
+        ))
+    })?;
+    println!("one end refuses relays: {found}");
     Ok(())
 }
 

@@ -175,6 +175,15 @@ pub const ANNOTATIONS: &[Annotation] = &[
         read: |value, node| node.node.ipv6_endpoint = value.public_v6(),
     },
     Annotation {
+        name: "kilo.squat.ai/relay-off",
+        writer: Writer::Agent(|own| own.relay_off.then(|| "true".to_owned())),
+        example: "`true`",
+        meaning: "the agent runs with `--relay=off`: others neither relay for the node nor reach it through a relay \
+                  ([more](nat.md#relays)); leaders and stand-bys publish it while any leader offers to relay",
+        remedy: AGENT,
+        read: |value, node| node.node.relay_off = value.parse().unwrap_or(false),
+    },
+    Annotation {
         name: "kilo.squat.ai/internal-ip",
         writer: Writer::Agent(|own| Some(text_or_empty(own.internal_ip))),
         example: "`10.1.0.11/24`",
@@ -325,6 +334,7 @@ pub(super) fn of_node(node: &Node, last_seen: i64) -> BTreeMap<String, String> {
     let published = Published {
         endpoint: node.endpoint.clone(),
         ipv6_endpoint: node.ipv6_endpoint,
+        relay_off: node.relay_off,
         internal_ip: node.internal_ip,
         key: node.key,
         last_seen,

@@ -111,6 +111,7 @@ mod tests {
         let published = Published {
             endpoint: "1.2.3.4:51820".parse().ok(),
             ipv6_endpoint: "[2001:db8::7]:51820".parse().ok(),
+            relay_off: true,
             internal_ip: "10.0.0.1/24".parse().ok(),
             key: Some(PublicKey([3; 32])),
             last_seen: 17,

@@ -96,6 +96,8 @@ pub struct Published {
     pub endpoint: Option<Endpoint>,
     /// `ipv6-endpoint`; `None` removes the annotation.
     pub ipv6_endpoint: Option<SocketAddrV6>,
+    /// `relay-off`; `false` removes the annotation.
+    pub relay_off: bool,
     /// `internal-ip`; `None` writes an empty value.
     pub internal_ip: Option<IpNet>,
     /// `key`.

@@ -64,6 +64,8 @@ pub struct Node {
     pub gateway: bool,
     /// It offers to relay between locations that do not reach each other (`relay`).
     pub relay: bool,
+    /// Its agent runs with `--relay=off`, as it published (`relay-off`).
+    pub relay_off: bool,
     /// It is about to go, or to rest: another gateway leads in its place, where one can.
     pub leaving: Option<Leaving>,
     /// Seconds between its heartbeats, as its agent promises (`heartbeat`); `None`: it promises nothing, as

@@ -172,7 +172,8 @@ impl Client {
                 Vec::new()
             }
             Kind::Invite => {
-                let place = sender.endpoint.filter(|_| sender.relays && self.uses_relays);
+                let refuses = self.seen.get(&message.other).is_none_or(|other| other.refuses);
+                let place = sender.endpoint.filter(|_| sender.relays && self.uses_relays && !refuses);
                 let is_relayed = self.pairs.get(&from).is_some_and(|pair| pair.by.is_some());
                 let pair = self.pairs.get_mut(&message.other);
                 if let (Some(place), Some(pair), false) = (place, pair, is_relayed) {
@@ -242,6 +243,7 @@ impl Client {
             near.filter_map(|seen| Some((seen.id, seen.endpoint?)))
         };
         let relays: BTreeMap<NodeId, SocketAddr> = relays().collect();
+        let none = BTreeMap::new();
         for (id, pair) in &mut self.pairs {
             let Some(seen) = self.seen.get(id) else { continue };
             let mut turn = Turn {
@@ -252,6 +254,10 @@ impl Client {
                 outputs: &mut outputs,
                 now,
             };
+            if seen.refuses {
+                pair.leaves_relays(&mut turn);
+                turn.relays = &none;
+            }
             pair.adopt(&turn, random);
             pair.lease(&mut turn, random);
             pair.choose(&mut turn);
@@ -275,6 +281,17 @@ impl Turn<'_> {
     fn sequence(&mut self) -> u64 {
         *self.sequence += 1;
         *self.sequence
+    }
+
+    /// The relay one of whose ports the device sends to, where it is, and that port.
+    fn relay_of_endpoint(&self) -> Option<(NodeId, SocketAddr, SocketAddr)> {
+        let endpoint = self.seen.endpoint.filter(|at| is_port(at.port()))?;
+        // It may be behind the relay's NAT, and have one of these ports there.
+        if self.seen.published == Some(endpoint) || self.seen.places.contains(&endpoint) {
+            return None;
+        }
+        let (relay, place) = self.relays.iter().find(|(_, place)| place.ip() == endpoint.ip())?;
+        Some((*relay, *place, endpoint))
     }
 
     fn send(&mut self, node: NodeId, to: SocketAddr, message: Message) {
@@ -393,16 +410,20 @@ impl Pair {
     /// Goes on with a relay that an earlier agent has left in use.
     fn adopt(&mut self, turn: &Turn<'_>, random: &mut impl FnMut() -> u64) {
         let is_free = self.by.is_none() && self.leases.is_empty() && turn.seen.is_fresh();
-        let Some(endpoint) = turn.seen.endpoint.filter(|at| is_free && is_port(at.port())) else { return };
-        // It may be behind the relay's NAT, and have one of these ports there.
-        if turn.seen.published == Some(endpoint) || turn.seen.places.contains(&endpoint) {
-            return;
+        let Some((relay, place, endpoint)) = turn.relay_of_endpoint().filter(|_| is_free) else { return };
+        self.leases.insert(relay, Lease::at(place, endpoint.port(), random(), turn.now));
+        self.goes_by(relay, endpoint, turn.now);
+    }
+
+    /// The other end refuses relays: the pair has none any more, also where WireGuard follows what still comes by one.
+    fn leaves_relays(&mut self, turn: &mut Turn<'_>) {
+        let is_by_relay = self.by.is_some() || turn.relay_of_endpoint().is_some();
+        if is_by_relay && let Some(to) = turn.seen.published {
+            turn.outputs.push(Output::Move { node: turn.ends.1, to });
+            (self.punched, self.moved) = (None, Some(turn.now));
         }
-        let relay = turn.relays.iter().find(|(_, place)| place.ip() == endpoint.ip());
-        if let Some((relay, place)) = relay {
-            self.leases.insert(*relay, Lease::at(*place, endpoint.port(), random(), turn.now));
-            self.goes_by(*relay, endpoint, turn.now);
-        }
+        (self.by, self.at, self.trial, self.keeps) = (None, None, None, None);
+        self.leases.clear();
     }
 
     /// Holds relays while they are needed, or may be soon.

@@ -92,6 +92,8 @@ pub struct Seen {
     pub places: Vec<SocketAddr>,
     /// It offers to relay.
     pub relays: bool,
+    /// Its agent uses no relays, and relays for nobody.
+    pub refuses: bool,
 }
 
 impl Seen {

@@ -120,6 +120,11 @@ impl Server {
         }
     }
 
+    /// Ends the pairs of nodes that refuse relays.
+    pub fn refused_by(&mut self, refuses: impl Fn(NodeId) -> bool) {
+        self.pairs.retain(|_, pair| pair.ends.iter().all(|end| !refuses(end.id)));
+    }
+
     /// Forgets the pair that has this port, which another process has taken.
     pub fn loses(&mut self, port: u16) {
         self.pairs.retain(|_, pair| pair.ends.iter().all(|end| end.port != port));

@@ -214,6 +214,26 @@ fn relays_that_are_off_are_not_used() {
 }
 
 #[test]
+fn one_end_that_refuses_relays_ends_the_pair_and_a_direct_way_still_serves_it() {
+    let mut world = World::new(7);
+    world.connects(seconds(20));
+    world.run(seconds(10));
+    world.refuses = true;
+    world.clients.insert(Y, Client::new(Y));
+    world.run(seconds(3));
+    let before = world.forwarded;
+    world.run(seconds(60));
+    assert_eq!(world.forwarded, before, "nothing goes through a relay any more");
+    assert!(world.servers.values().all(|server| server.pairs() == 0));
+    let published = world.seen(X)[0].published;
+    assert_eq!((Some(world.tunnels[&X].endpoint), world.clients[&X].endpoints().get(&Y)), (published, None));
+    // Its agent gets `--relay=auto` again.
+    world.refuses = false;
+    world.run(seconds(250));
+    assert!(matches!((world.way(X), world.way(Y)), (Some(Way::Relayed(_)), Some(Way::Relayed(_)))));
+}
+
+#[test]
 fn a_relay_that_has_forgotten_a_pair_gets_it_again() {
     let mut world = World::new(5);
     world.connects(seconds(20));

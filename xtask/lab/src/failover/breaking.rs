@@ -165,6 +165,11 @@ pub(super) fn power_off(lab: &mut Lab) -> Result<Broken> {
     node_off(lab, LEADER)
 }
 
+/// Its first stand-by, or the second active leader.
+pub(super) fn stand_by_off(lab: &mut Lab) -> Result<Broken> {
+    node_off(lab, STAND_BY)
+}
+
 /// A leader that is Kilo itself loses power. Nodes do not declare it dead in the same moment, and who is asked by the
 /// far leader's probes meanwhile may not lead yet.
 pub(super) fn kilo_off(lab: &mut Lab) -> Result<Broken> {

@@ -148,6 +148,11 @@ impl Case {
         Self { from, to, also, shape: Shape::Public, prepare: Some(laptop::connects), ..self }
     }
 
+    /// The laptop with the configuration that `kgctl showconf` has printed once talks to a node of the first leader.
+    const fn of_static_laptop(self) -> Self {
+        Self { from: "laptop", to: "pod-a3", also: Some(("laptop", "pod-b1")), ..self }
+    }
+
     /// A location of a thousand.
     const fn large(self) -> Self {
         Self { to: "pod-b1", shape: Shape::Large, prepare: Some(many::at_rest), ..self }
@@ -236,6 +241,7 @@ pub const CASES: &[Case] = &[
     case("connect-leader-off", UNLISTED, "the leader loses power that a machine with `kgctl connect` uses", Limit::OnlyIts(1000), breaking::power_off).of_laptop(),
     case("connect-cluster-away", UNLISTED, "the same when the cluster has been away for a while (30 s; `--for`)", Limit::OnlyIts(1000), breaking::power_off_cluster_away).of_laptop(),
     case("connect-gateway-off", UNLISTED, "of two active leaders that one loses power which a machine with `kgctl connect` uses", Limit::OnlyIts(1000), breaking::power_off).leaders(2).of_laptop(),
+    case("static-gateway-off", UNLISTED, "of two active leaders the one loses power that a machine with a static configuration does not use", Limit::Lost(0), breaking::stand_by_off).leaders(2).of_static_laptop(),
     case("connect-begins", UNLISTED, "the leader loses power while a machine with `kgctl connect` begins to, whose Peer was made a moment ago", Limit::Silence(2000), laptop::begins).with_far_leader().beside_laptop(),
     case("crowd-one", UNLISTED, "15 nodes send alike by one leader: what it carries is counted", Limit::NoSwitch, crowd::one).crowd(1),
     case("crowd-two", UNLISTED, "14 nodes send alike by two active leaders: bytes within 25 % of fair", Limit::NoSwitch, crowd::two).crowd(2),

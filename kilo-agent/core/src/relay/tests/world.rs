@@ -79,6 +79,8 @@ pub(super) struct World {
     pub(super) says: bool,
     /// Both have the relays on.
     pub(super) uses: bool,
+    /// Y has its relays off, and the others know.
+    pub(super) refuses: bool,
     /// Ports of both NATs depend on the destination by this.
     pub(super) nat: u16,
     pub(super) seed: u64,
@@ -116,6 +118,7 @@ impl World {
             is_published: false,
             says: false,
             uses: true,
+            refuses: false,
             nat: 1,
             seed,
             lost: 0,
@@ -190,6 +193,7 @@ impl World {
             says: if self.says { vec![place(other)] } else { Vec::new() },
             places: vec![place(other)],
             relays: false,
+            refuses: other == Y && self.refuses,
         }];
         seen.extend(Z.iter().filter(|relay| self.servers.contains_key(relay)).map(|relay| Seen {
             id: *relay,
@@ -226,7 +230,7 @@ impl World {
                 // The program leaves it to the stack.
                 return;
             }
-            let is_near = |end: &NodeId| !self.apart.contains(end);
+            let is_near = |end: &NodeId| !self.apart.contains(end) && !(*end == Y && self.refuses);
             let reachable = [X, Y].into_iter().filter(is_near).map(|end| (end, place(end))).collect();
             let mut seed = random;
             let outputs = server.hear(
@@ -310,7 +314,8 @@ impl World {
             self.traffic(X);
             self.traffic(Y);
             for end in [X, Y] {
-                let (seen, uses, now) = (self.seen(end), self.uses, self.now);
+                let uses = self.uses && !(end == Y && self.refuses);
+                let (seen, now) = (self.seen(end), self.now);
                 // Clocks are not equal.
                 let wall = self.wall + end * 86_400_000_000;
                 let client = self.clients.get_mut(&end).unwrap();
@@ -322,6 +327,7 @@ impl World {
             }
             for (relay, server) in &mut self.servers {
                 server.relays(!self.withdrawn.contains(relay), true, self.now);
+                server.refused_by(|end| end == Y && self.refuses);
                 server.turn(&BTreeMap::new(), self.now, self.wall);
             }
             for _ in 0..self.queue.len() {
