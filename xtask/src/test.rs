@@ -43,7 +43,9 @@ pub enum Part {
     Unit,
     /// The BPF programs through `BPF_PROG_TEST_RUN` on this kernel.
     Bpf,
-    /// The mesh in namespaces on this kernel, and what else needs root.
+    /// Parts of the agent in namespaces on this kernel: routes, WireGuard, bad input, the page in a browser.
+    Net,
+    /// The mesh in namespaces on this kernel.
     Lab,
     /// Faults by chance for ten minutes.
     Soak,
@@ -58,8 +60,10 @@ pub enum Part {
 
 /// What every run does, one after the other.
 const QUICK: [Part; 3] = [Part::Unit, Part::Lab, Part::Cluster];
-/// What every run does in a second process from the lab on: all of them wait most of the time.
-const BESIDE_LAB: [Part; 2] = [Part::Bpf, Part::Api];
+/// What every run does in two more processes from the lab on: all of them wait most of the time.
+const BESIDE_LAB: [&[Part]; 2] = [&[Part::Bpf, Part::Net], &[Part::Api]];
+/// Debian packages of the part `api`, besides the lab's.
+const API_PACKAGES: &[&str] = &["openssl", "procps", "socat"];
 /// What takes long, in an order in which the soak's ten minutes pass beside another part.
 const LONG: [Part; 2] = [Part::Soak, Part::Vm];
 
@@ -68,6 +72,7 @@ impl Part {
         match self {
             Self::Unit => "unit",
             Self::Bpf => "bpf",
+            Self::Net => "net",
             Self::Lab => "lab",
             Self::Soak => "soak",
             Self::Api => "api",
@@ -80,7 +85,7 @@ impl Part {
 /// Options of the test command.
 #[derive(Args, Debug)]
 pub struct TestArgs {
-    /// Parts to run. When none is named: unit, lab, cluster (if built), and beside them bpf and api.
+    /// Parts to run. When none is named: unit, lab, cluster (if built), and beside them bpf, net and api.
     parts: Vec<Part>,
     /// Run every part.
     #[arg(long, conflicts_with = "parts")]
@@ -133,18 +138,18 @@ pub fn main(args: &TestArgs) -> Result<()> {
     let (parts, (kernels, what)) = args.chosen();
     let mut outcomes = Vec::new();
     let mut binaries = None;
-    let (mut beside_lab, mut soak) = (None, None);
+    let (mut beside_lab, mut soak) = (Vec::new(), None);
     let mut tries = SecondTries::default();
     for part in parts {
         if LONG.contains(&part) {
-            outcomes.extend(beside_lab.take().into_iter().flat_map(Beside::join));
+            outcomes.extend(beside_lab.drain(..).flat_map(Beside::join));
         }
         println!("\n== {}", part.label());
         let started = Instant::now();
         let wanted = args.all || args.parts.contains(&part);
         if part == Part::Lab && args.parts.is_empty() {
-            match Beside::parts(&BESIDE_LAB, &seed(args.all)) {
-                Ok(process) => beside_lab = Some(process),
+            match start_beside_lab(args.all) {
+                Ok(processes) => beside_lab = processes,
                 Err(error) => outcomes.push(does_not_run(part, &error, started)),
             }
         }
@@ -160,7 +165,7 @@ pub fn main(args: &TestArgs) -> Result<()> {
             break;
         }
     }
-    outcomes.extend([beside_lab, soak].into_iter().flatten().flat_map(Beside::join));
+    outcomes.extend(beside_lab.into_iter().chain(soak).flat_map(Beside::join));
     guest::count_elsewhere(&mut outcomes);
     let path = args.report.clone().unwrap_or_else(|| workspace_root().join(REPORT));
     fs::write(&path, serde_json::to_vec_pretty(&outcomes)?).with_context(|| path.display().to_string())?;
@@ -168,6 +173,12 @@ pub fn main(args: &TestArgs) -> Result<()> {
         std::process::exit(1);
     }
     Ok(())
+}
+
+/// Starts what runs beside the lab, once all of them have their packages: apt lets one process install at a time.
+fn start_beside_lab(all: bool) -> Result<Vec<Beside>> {
+    apt::install(&[lab::PACKAGES, API_PACKAGES].concat())?;
+    BESIDE_LAB.iter().map(|parts| Beside::parts(parts, &seed(all))).collect()
 }
 
 /// Prints what did not pass, and the count; returns how many failed.
@@ -230,7 +241,7 @@ fn run_part(
     if binaries.is_none() {
         build_all()?;
         // These run the programs, not what cargo tests.
-        if !matches!(part, Part::Cluster | Part::Soak) {
+        if !matches!(part, Part::Lab | Part::Cluster | Part::Soak) {
             *binaries = Some(build_tests()?);
         }
     }
@@ -249,14 +260,16 @@ fn run_part(
             apt::install(lab::PACKAGES)?;
             run_binaries(part, binaries, &seed(args.all), None)
         }
-        Part::Lab => {
+        Part::Net => {
             apt::install(lab::PACKAGES)?;
             if let Err(error) = web_tools::prepare() {
                 println!("web-tools: {error:#}; tests of the page are skipped");
             }
-            let mut outcomes = run_binaries(part, binaries, &seed(args.all), Some(tries))?;
-            outcomes.extend(run_lab(args.all, tries)?);
-            Ok(outcomes)
+            run_binaries(part, binaries, &seed(args.all), Some(tries))
+        }
+        Part::Lab => {
+            apt::install(lab::PACKAGES)?;
+            run_lab(args.all, tries)
         }
         Part::Soak => {
             apt::install(lab::PACKAGES)?;
@@ -265,7 +278,7 @@ fn run_part(
         }
         Part::Api => {
             apt::install(lab::PACKAGES)?;
-            apt::install(&["openssl", "procps", "socat"])?;
+            apt::install(API_PACKAGES)?;
             let assets = kubernetes::assets()?;
             let environment = BTreeMap::from([("KUBEBUILDER_ASSETS".to_owned(), assets)]);
             run_binaries(part, binaries, &environment, Some(tries))
@@ -298,7 +311,7 @@ impl TestBinary {
         match self.target.as_str() {
             "bpf" => Part::Bpf,
             "api" => Part::Api,
-            "net" => Part::Lab,
+            "net" => Part::Net,
             _ => Part::Unit,
         }
     }

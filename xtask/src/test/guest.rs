@@ -110,8 +110,8 @@ fn boot(
     let _ = fs::remove_dir_all(&shared);
     fs::create_dir_all(&shared).with_context(|| shared.display().to_string())?;
     let prefix = format!("{}: ", kernel.label());
-    let modules = if what == OnKernel::Labs { Vec::new() } else { modules(kernel, binaries, names)? };
-    let labs = labs_on(kernel).iter().filter(|lab| what != OnKernel::Tests && is_of(lab, &prefix, names));
+    let modules = modules((kernel, what), binaries, names)?;
+    let labs = labs_on(kernel).iter().filter(|lab| what.has_labs() && is_of(lab, &prefix, names));
     let labs: Vec<_> = labs.map(|lab| LabRun::new(lab, &prefix, &shared)).collect();
     let mut script = STAMP.to_owned();
     script.extend(modules.iter().map(|module| module.line(&shared)));
@@ -148,11 +148,16 @@ struct Module<'a> {
     filter: String,
 }
 
-fn modules<'a>(kernel: Kernel, binaries: &'a [TestBinary], names: &[String]) -> Result<Vec<Module<'a>>> {
+fn modules<'a>(
+    (kernel, what): (Kernel, OnKernel),
+    binaries: &'a [TestBinary],
+    names: &[String],
+) -> Result<Vec<Module<'a>>> {
     let prefix = format!("{}: ", kernel.label());
     let mut chosen = Vec::new();
-    for binary in binaries.iter().filter(|binary| matches!(binary.part(), Part::Bpf | Part::Lab)) {
-        for name in binary.modules()?.into_iter().filter(|module| is_wanted(kernel, module)) {
+    for binary in binaries.iter().filter(|binary| matches!(binary.part(), Part::Bpf | Part::Net)) {
+        let is_chosen = |module: &String| is_wanted(kernel, module) && what.has_tests(module);
+        for name in binary.modules()?.into_iter().filter(is_chosen) {
             let filter = filter(&binary.target, &name, &prefix, names);
             chosen.extend(filter.map(|filter| Module { binary, name, filter }));
         }
