@@ -2,6 +2,7 @@
 
 mod agents;
 mod bad_input;
+mod confined;
 mod flows;
 mod kgctl;
 mod migration;
@@ -42,6 +43,7 @@ const CHECKS: &[Check] = &[
     check("another image tag of Kilo loses nothing", updates::set_image),
     check("kubelet killed and restarted loses nothing", updates::kubelet),
     check("containerd killed and restarted loses nothing", updates::containerd),
+    check("every container has the seccomp profile that its manifest names", confined::as_named),
     check("the API server calls the webhook of its manifest", shipped::webhook),
     check("kgctl: looks into every node through the API server", kgctl::into_nodes),
     check("kgctl: sysdump has something of every node, and no key", kgctl::sysdump),
@@ -54,6 +56,11 @@ const CHECKS: &[Check] = &[
     check("a node that joins again gets another pod CIDR and is reached", nodes::join_again),
     check("a node that boots sends nothing in clear", nodes::boot),
     check("Prometheus finds the agents, and returns the dashboard and the alerts", monitoring::prometheus),
+    Check {
+        name: "agents run with the runtime's default seccomp profile, too",
+        run: confined::by_default,
+        long: true,
+    },
     Check {
         name: "bad input is said in the termination message, the log and kgctl status",
         run: bad_input::everything,

@@ -185,11 +185,22 @@ impl Node {
 
     /// The network namespace of a container.
     pub fn container_netns(&self, pod: &str, container: &str) -> Result<Netns> {
+        let id = self.of_process(container, "ns/net")?;
+        Ok(Netns { name: pod.to_owned(), id: id.display().to_string(), holder: None })
+    }
+
+    /// What the kernel says of a container's first process.
+    pub fn container_status(&self, container: &str) -> Result<String> {
+        let path = self.of_process(container, "status")?;
+        fs::read_to_string(&path).with_context(|| path.display().to_string())
+    }
+
+    /// A file of the directory that the kernel has for a container's first process.
+    fn of_process(&self, container: &str, file: &str) -> Result<PathBuf> {
         let task = format!("/run/containerd/io.containerd.runtime.v2.task/k8s.io/{container}/init.pid");
         let path = self.path(&task)?;
         let process = fs::read_to_string(&path).with_context(|| path.display().to_string())?;
-        let id = self.path(&format!("/proc/{}/ns/net", process.trim()))?;
-        Ok(Netns { name: pod.to_owned(), id: id.display().to_string(), holder: None })
+        self.path(&format!("/proc/{}/{file}", process.trim()))
     }
 }
 

@@ -1,0 +1,101 @@
+//! Which system calls Kilo's containers may make: each has the seccomp profile that its manifest names, and agents
+//! run with the runtime's default one, too.
+
+use anyhow::{Context as _, Result, ensure};
+use serde_json::Value;
+
+use super::{flows::Flows, settled, shipped};
+use crate::cluster::{Cluster, deploy, node::Node};
+
+/// Gives the agents the runtime's default profile, as docs/install.md says that they can have it.
+const DEFAULT: &str = r#"[{"op":"replace","path":"/spec/template/spec/containers/0/securityContext/seccompProfile",
+    "value":{"type":"RuntimeDefault"}}]"#;
+
+/// Every container has a seccomp filter of its own, or none, as the object says.
+pub fn as_named(cluster: &Cluster) -> Result<String> {
+    let label = "app.kubernetes.io/part-of=kilo";
+    let list =
+        cluster.get(&["pods", "-n", "kube-system", "-l", label, "--field-selector=status.phase=Running"])?;
+    let pods = list["items"].as_array().context("no list of pods")?;
+    let mut said = Vec::new();
+    for pod in pods.iter().filter(|pod| pod.pointer("/metadata/deletionTimestamp").is_none()) {
+        let name = pod["metadata"]["name"].as_str().context("the pod has no name")?;
+        said.extend(of_pod(cluster, pod).with_context(|| name.to_owned())?);
+    }
+    ensure!(said.len() >= cluster.nodes.len(), "only {} containers: {said:?}", said.len());
+    said.sort();
+    said.dedup();
+    Ok(format!("{} pods: {}", pods.len(), said.join(", ")))
+}
+
+/// What was found of each container of a pod.
+fn of_pod(cluster: &Cluster, pod: &Value) -> Result<Vec<String>> {
+    let node = cluster.node(pod["spec"]["nodeName"].as_str().context("it has no node")?)?;
+    let mut said = Vec::new();
+    for container in pod["spec"]["containers"].as_array().into_iter().flatten() {
+        let name = container["name"].as_str().context("a container has no name")?;
+        let own = &container["securityContext"]["seccompProfile"]["type"];
+        let profile =
+            own.as_str().or_else(|| pod["spec"]["securityContext"]["seccompProfile"]["type"].as_str());
+        let profile = profile.context("no manifest names its seccomp profile")?;
+        let statuses = pod["status"]["containerStatuses"].as_array().into_iter().flatten();
+        let id = statuses
+            .filter(|status| status["name"] == name)
+            .find_map(|status| status["containerID"].as_str());
+        let id = id.context("it does not run")?.trim_start_matches("containerd://");
+        let added = added_filters(node, id)?;
+        let is_filtered = profile != "Unconfined";
+        ensure!((added > 0) == is_filtered, "{name} has {added} seccomp filters of its own with {profile}");
+        said.push(format!("{name} {profile}"));
+    }
+    Ok(said)
+}
+
+/// How many seccomp filters a container's process has that its node has not: this machine may be in a container itself.
+fn added_filters(node: &Node, container: &str) -> Result<u32> {
+    let status = node.container_status(container)?;
+    ensure!(status.starts_with("Name:\tkg\n"), "its process is not kg: {status}");
+    let (own, nodes) = (filters(&status)?, filters(&node.sh("cat /proc/1/status")?)?);
+    own.checked_sub(nodes).with_context(|| format!("{own} filters, and its node has {nodes}"))
+}
+
+/// From /proc/PID/status.
+fn filters(status: &str) -> Result<u32> {
+    let line = status.lines().find_map(|line| line.strip_prefix("Seccomp_filters:"));
+    Ok(line.context("this kernel counts no seccomp filters")?.trim().parse()?)
+}
+
+/// Agents under the runtime's default profile come up without a warning, and their start loses no packet.
+pub fn by_default(cluster: &Cluster) -> Result<String> {
+    let shown = with_default(cluster);
+    deploy::apply_file(cluster, deploy::platform())?;
+    deploy::roll(cluster, "kilo", 180)?;
+    shown
+}
+
+fn with_default(cluster: &Cluster) -> Result<String> {
+    let flows = Flows::start(cluster, None)?;
+    let patched = cluster.kubectl(&["-n", "kube-system", "patch", "ds/kilo", "--type=json", "-p", DEFAULT]);
+    let rolled = patched.and_then(|_| deploy::roll(cluster, "kilo", 180));
+    let lost = flows.finish();
+    rolled?;
+    let lost = lost?;
+    settled(cluster)?;
+    let named = as_named(cluster)?;
+    ensure!(named.contains("kilo RuntimeDefault"), "no agent has the default profile: {named}");
+    Ok(format!("{named}; {}; {lost}", shipped::logs_in_the_end(cluster)?))
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "tests")]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn filters_are_counted() {
+        let status = |name: &str| std::fs::read_to_string(name).unwrap();
+        filters(&status("/proc/self/status")).unwrap();
+        assert_eq!(filters("Name:\tkg\nSeccomp:\t2\nSeccomp_filters:\t1\n").unwrap(), 1);
+        assert!(filters("Name:\tkg\nSeccomp:\t2\n").is_err());
+    }
+}
