@@ -1,4 +1,4 @@
-//! `cargo xtask dist`: the files of a release, equal for equal sources.
+//! `cargo xtask dist`: the files of a release, equal for equal sources, base images and tools.
 
 mod bundle;
 pub mod kgctl;
@@ -34,7 +34,7 @@ pub struct DistArgs {
     /// Digest of the image, when it is built elsewhere; none is built then.
     #[arg(long, value_name = "sha256:HEX")]
     image_digest: Option<String>,
-    /// Make everything a second time from nothing, and compare the checksums.
+    /// Make everything a second time, without what the first run compiled, and compare the checksums.
     #[arg(long)]
     check_reproducible: bool,
 }
@@ -58,7 +58,7 @@ pub fn main(args: &DistArgs) -> Result<()> {
         make(&files, args.image_digest.as_deref(), image::Layers::New, &build)?;
         let (first, second) = (fs::read_to_string(output.join(SUMS))?, fs::read_to_string(files.join(SUMS))?);
         ensure!(first == second, "a second run made other files:\n{second}");
-        println!("dist: a second run from nothing made the same files");
+        println!("dist: a second run, without what the first compiled, made the same files");
     }
     println!("dist: {} files of {VERSION} in {}", fs::read_dir(&output)?.count(), output.display());
     Ok(())
