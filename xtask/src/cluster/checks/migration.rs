@@ -29,6 +29,9 @@ const MOST_OUTSIDE: u64 = 20;
 /// As within the location for each node that is taken over from Kilo: 0.7 s.
 const MOST_TAKEN: u64 = 140;
 
+/// Longest time without an answer, in any flow, while nodes are taken over from Kilo.
+const LONGEST_TAKEN: Duration = Duration::from_millis(700);
+
 /// The DaemonSet that `kgctl takeover` prints.
 const TAKEOVER: &str = "kilo-takeover";
 
@@ -112,6 +115,9 @@ pub fn there_and_back(cluster: &Cluster) -> Result<String> {
             taken.lost_within
         );
     }
+    if taken.gap > LONGEST_TAKEN {
+        bail!("a flow had no answer for {} ms while nodes were taken over", taken.gap.as_millis());
+    }
     Ok(said.join("\n    "))
 }
 
@@ -185,6 +191,8 @@ struct Step {
     lost_within: u64,
     /// Lost to the host outside.
     lost_outside: u64,
+    /// Longest time without an answer of any flow.
+    gap: Duration,
 }
 
 fn measured(cluster: &Cluster, code: impl FnOnce() -> Result<()>) -> Result<Step> {
@@ -199,11 +207,12 @@ fn measured(cluster: &Cluster, code: impl FnOnce() -> Result<()>) -> Result<Step
     let lost_within = of(&|name| name.starts_with(&beside));
     let lost_outside = of(&|name| name.ends_with(" to outside"));
     let (clear, lost) = (measured.clear, measured.lost());
+    let gap = measured.flows.iter().map(|(_, figures)| figures.gap).max().unwrap_or_default();
     let text = format!("{measured}; {clear} packets in clear");
     result.with_context(|| text.clone())?;
     if settled.is_err() {
         let error = everybody(cluster).err().map(|error| format!("{error:#}")).unwrap_or_default();
         bail!("{text}\n    {error}");
     }
-    Ok(Step { text, clear, lost, lost_within, lost_outside })
+    Ok(Step { text, clear, lost, lost_within, lost_outside, gap })
 }
