@@ -5,8 +5,8 @@
 use std::{fs, path::PathBuf};
 
 use k8s_openapi::api::{
-    authentication::v1::{TokenRequest, TokenRequestSpec},
-    core::v1::ServiceAccount,
+    authentication::v1::{BoundObjectReference, TokenRequest, TokenRequestSpec},
+    core::v1::{Pod, ServiceAccount},
 };
 use kube::{
     Api, Client,
@@ -40,10 +40,35 @@ pub async fn account(server: &ApiServer, file: &str, namespace: &str, account: &
 
 /// A configuration with a token of this account.
 pub async fn token_of(server: &ApiServer, namespace: &str, account: &str) -> PathBuf {
+    issued(server, namespace, account, None).await
+}
+
+/// The same for a pod of that account, as its kubelet asks for it: the token says on which node it runs.
+pub async fn token_of_pod(server: &ApiServer, account: &str, pod: &Pod) -> PathBuf {
+    let of = BoundObjectReference {
+        api_version: Some("v1".to_owned()),
+        kind: Some("Pod".to_owned()),
+        name: pod.metadata.name.clone(),
+        uid: pod.metadata.uid.clone(),
+    };
+    issued(server, pod.metadata.namespace.as_deref().unwrap(), account, Some(of)).await
+}
+
+async fn issued(
+    server: &ApiServer,
+    namespace: &str,
+    account: &str,
+    bound: Option<BoundObjectReference>,
+) -> PathBuf {
     let admin = server.client(ADMIN).await;
     let accounts: Api<ServiceAccount> = Api::namespaced(admin, namespace);
+    let pod = bound.as_ref().and_then(|of| of.name.clone()).unwrap_or_default();
     let request = TokenRequest {
-        spec: TokenRequestSpec { expiration_seconds: Some(3600), ..Default::default() },
+        spec: TokenRequestSpec {
+            expiration_seconds: Some(3600),
+            bound_object_ref: bound,
+            ..Default::default()
+        },
         ..Default::default()
     };
     let issued = accounts.create_token_request(account, &PostParams::default(), &request).await.unwrap();
@@ -54,7 +79,7 @@ pub async fn token_of(server: &ApiServer, namespace: &str, account: &str) -> Pat
         auth_info: Some(AuthInfo { token: Some(issued.status.unwrap().token.into()), ..Default::default() }),
         ..Default::default()
     }];
-    let path = path.with_file_name(format!("{account}.kubeconfig"));
+    let path = path.with_file_name(format!("{account}{pod}.kubeconfig"));
     fs::write(&path, serde_yaml_ng::to_string(&config).unwrap()).unwrap();
     path
 }

@@ -62,6 +62,11 @@ const CHECKS: &[Check] = &[
         long: true,
     },
     Check {
+        name: "a policy keeps each agent to its own node, and what agents do goes on",
+        run: shipped::own_node,
+        long: true,
+    },
+    Check {
         name: "bad input is said in the termination message, the log and kgctl status",
         run: bad_input::everything,
         long: true,

@@ -87,6 +87,7 @@ const BASE: Variant = variant("base", "Kilo's agent.", "other", None, Wireguard:
 
 const TEMPLATE: &str = include_str!("kilo.yaml");
 const PAGE_ACCESS: &str = include_str!("page-access.yaml");
+const OWN_NODE: &str = include_str!("own-node.yaml");
 /// Name of the image in the manifests, without a tag.
 pub const IMAGE: &str = "kilo-ebpf/kilo";
 const VERSION: &str = env!("CARGO_PKG_VERSION");
@@ -129,6 +130,9 @@ fn render() -> Result<BTreeMap<String, String>> {
     let rule = alerts::prometheus_rule();
     files.extend(chart::files(TEMPLATE, &crds, &validation, &pod_monitor, &rule, PAGE_ACCESS)?);
     files.insert("components/page-access/rbac.yaml".to_owned(), PAGE_ACCESS.to_owned());
+    for file in ["own-node.yaml", "components/own-node/policy.yaml"] {
+        files.insert(file.to_owned(), OWN_NODE.to_owned());
+    }
     files.insert("base/kilo.yaml".to_owned(), base);
     files.insert("base/crds.yaml".to_owned(), crds);
     files.insert("components/monitoring/podmonitor.yaml".to_owned(), pod_monitor);

@@ -127,7 +127,7 @@ fn components_add_what_they_are_named_after() {
     let mut components: Vec<_> =
         components.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
     components.sort();
-    let tried = ["forward-rules", "ipv6", "monitoring", "page-access", "webhook"];
+    let tried = ["forward-rules", "ipv6", "monitoring", "own-node", "page-access", "webhook"];
     assert_eq!(components, tried, "a component that is not tried below");
     let page = fs::read_to_string(directory().join("../docs/install.md")).unwrap();
     for component in tried {
@@ -144,6 +144,7 @@ fn components_add_what_they_are_named_after() {
         wanted
     };
     assert_same(&build("webhook"), &with("peer-validation.yaml"), "webhook");
+    assert_same(&build("own-node"), &with("own-node.yaml"), "own-node");
     let mut wanted = with("components/page-access/rbac.yaml");
     ask_for_tokens(&mut wanted);
     assert_same(&build("page-access"), &wanted, "page-access");

@@ -18,7 +18,9 @@ use std::{
 
 use k8s_openapi::{
     api::{
-        admissionregistration::v1::ValidatingWebhookConfiguration,
+        admissionregistration::v1::{
+            ValidatingAdmissionPolicy, ValidatingAdmissionPolicyBinding, ValidatingWebhookConfiguration,
+        },
         apps::v1::{DaemonSet, Deployment},
         coordination::v1::Lease,
         core::v1::{ConfigMap, Namespace, Node, Secret, Service, ServiceAccount},
@@ -57,6 +59,7 @@ const LIMIT: Duration = Duration::from_secs(30);
 
 mod accounts;
 mod confined;
+mod own_node;
 mod webhook;
 
 const KG: &str = env!("CARGO_BIN_EXE_kg");
@@ -141,8 +144,9 @@ async fn every_object_of_every_manifest_is_accepted_as_it_is_written() {
             let mut object = object;
             without_young_fields(&mut object.data);
             let group = GroupVersionKind::try_from(object.types.as_ref().unwrap()).unwrap();
-            if group.group == "policy" && discovery.resolve_gvk(&group).is_none() {
-                println!("{what}: {group:?} is not served before Kubernetes 1.21");
+            let is_young = group.group == "policy" || group.kind.starts_with("ValidatingAdmissionPolicy");
+            if is_young && discovery.resolve_gvk(&group).is_none() {
+                println!("{what}: {group:?} is not served by so old a Kubernetes");
                 continue;
             }
             let (resource, capabilities) =
@@ -203,6 +207,8 @@ fn of_newest_kubernetes(object: &Value) -> Value {
         "RoleBinding" => through::<RoleBinding>(object),
         "Service" => through::<Service>(object),
         "ServiceAccount" => through::<ServiceAccount>(object),
+        "ValidatingAdmissionPolicy" => through::<ValidatingAdmissionPolicy>(object),
+        "ValidatingAdmissionPolicyBinding" => through::<ValidatingAdmissionPolicyBinding>(object),
         "ValidatingWebhookConfiguration" => through::<ValidatingWebhookConfiguration>(object),
         // Not of Kubernetes itself.
         "PodMonitor" | "PrometheusRule" => object.clone(),

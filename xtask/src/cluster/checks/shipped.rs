@@ -2,9 +2,9 @@
 
 use std::time::Duration;
 
-use anyhow::{Result, bail};
+use anyhow::{Context as _, Result, bail};
 
-use super::agents;
+use super::{Skipped, agents, settled};
 use crate::cluster::{Cluster, deploy, until};
 
 /// What checks cause that remove everything, or make nodes anew: who starts first leads for a moment.
@@ -57,6 +57,51 @@ pub fn webhook(cluster: &Cluster) -> Result<String> {
         Err(error) => bail!("the peer was refused by somebody else: {error:#}"),
         Ok(()) => bail!("a peer whose endpoint is not a valid address was accepted"),
     }
+}
+
+/// With the policy of manifests/own-node.yaml agents write their nodes by the tokens that kubelets gave them; the same
+/// account without a node writes none.
+pub fn own_node(cluster: &Cluster) -> Result<String> {
+    if !cluster.release.is_current {
+        return Err(Skipped("Kubernetes before 1.30 has no ValidatingAdmissionPolicy").into());
+    }
+    deploy::apply_file(cluster, "own-node.yaml")?;
+    let shown = with_the_policy(cluster);
+    cluster.kubectl(&["delete", "-f", "/opt/manifests/own-node.yaml"])?;
+    shown
+}
+
+fn with_the_policy(cluster: &Cluster) -> Result<String> {
+    let node = cluster.remote().name();
+    let label =
+        format!("apiVersion: v1\nkind: Node\nmetadata: {{name: {node}, labels: {{kilo-test: 'true'}}}}\n");
+    // The account may not read a Node first, as other commands of kubectl do.
+    let apply = ["apply", "--server-side", "--dry-run=server", "--validate=false", "-f", "-"];
+    let account = "--as=system:serviceaccount:kube-system:kilo";
+    let mut said = String::new();
+    let refused = until("the policy is in force", Duration::from_secs(30), || {
+        let refused = cluster.feed(&[&apply[..], &[account]].concat(), &label).err()?;
+        said = format!("{refused:#}");
+        said.contains("kilo-own-node").then_some(())
+    });
+    refused.with_context(|| said.clone())?;
+    let before = last_seen(cluster)?;
+    cluster.kubectl(&["-n", "kube-system", "rollout", "restart", "ds/kilo"])?;
+    deploy::roll(cluster, "kilo", 180)?;
+    until("every agent has written its node", Duration::from_secs(60), || {
+        let now = last_seen(cluster).ok()?;
+        before.iter().all(|node| !now.contains(node)).then_some(())
+    })?;
+    settled(cluster)?;
+    Ok(format!("{said}\n    {}", no_warning_but(cluster, CAUSED)?))
+}
+
+/// The heartbeat of each node.
+fn last_seen(cluster: &Cluster) -> Result<Vec<String>> {
+    let path =
+        r"jsonpath={range .items[*]}{.metadata.name} {.metadata.annotations.kilo\.squat\.ai/last-seen};{end}";
+    let text = cluster.kubectl(&["get", "nodes", "-o", path])?;
+    Ok(text.split_terminator(';').map(ToOwned::to_owned).collect())
 }
 
 /// The schema takes any text for an address; the webhook does not.
