@@ -130,7 +130,7 @@ async fn publishing_writes_what_differs_and_retracting_removes_it_again() {
     assert_eq!(written[&format!("{PREFIX}endpoint")], "192.0.2.1:51820");
     assert_eq!(written[&format!("{PREFIX}granularity")], "location");
     let ours = written.keys().filter(|name| name.starts_with(PREFIX)).count();
-    assert_eq!(ours, 9, "eight written and the user's: {written:?}");
+    assert_eq!(ours, 10, "nine written and the user's: {written:?}");
     until(&mut snapshots, SOON, |snapshot| {
         snapshot.nodes.get("writer").is_some_and(|node| node.last_seen == 1_700_000_000)
     })
