@@ -150,7 +150,8 @@ impl Case {
 
     /// The laptop with the configuration that `kgctl showconf` has printed once talks to a node of the first leader.
     const fn of_static_laptop(self) -> Self {
-        Self { from: "laptop", to: "pod-a3", also: Some(("laptop", "pod-b1")), ..self }
+        let also = Some(("laptop", "pod-b1"));
+        Self { from: "laptop", to: "pod-a3", also, prepare: Some(laptop::is_static), ..self }
     }
 
     /// A location of a thousand.
