@@ -1,9 +1,14 @@
 //! Whether a frame on a wire of the lab shows what the mesh should have hidden:
-//! by its addresses, and by the marker that probes carry.
+//! by its addresses, by the marker that probes carry, and by what it is: a signal has its place on a LAN.
 
 use std::{
     fmt,
     net::{IpAddr, Ipv4Addr, Ipv6Addr},
+};
+
+use kilo_common::signal::{
+    self, Kind,
+    kernel::{self, KIND_AT, Taken},
 };
 
 use crate::{network::PRINTER, probe::MARKER};
@@ -21,13 +26,16 @@ pub struct Leak {
 enum What {
     Address,
     Probe,
+    Signal,
     Tunnelled,
 }
 
 impl Leak {
     /// Leaves as any packet to the outside does, for an address nobody in the mesh knows.
     pub fn is_masqueraded_to(&self, is_unknown: impl FnOnce(IpAddr) -> bool) -> bool {
-        self.what != What::Tunnelled && !is_of_the_mesh(self.source) && is_unknown(self.target)
+        matches!(self.what, What::Address | What::Probe)
+            && !is_of_the_mesh(self.source)
+            && is_unknown(self.target)
     }
 
     /// A host's own probe, by its public address, to a host of the location that `private` is in: where no
@@ -44,6 +52,7 @@ impl fmt::Display for Leak {
         let what = match what {
             What::Address => "an address of the mesh",
             What::Probe => "a probe",
+            What::Signal => "a signal that should be in a tunnel",
             What::Tunnelled => "tunnelled, not encrypted",
         };
         write!(f, "{what}: {source} to {target}, protocol {protocol}")
@@ -67,12 +76,13 @@ pub const ETHERNET: usize = 14;
 const VLAN: u16 = 0x8100;
 /// First bytes of the router's link-layer addresses.
 const ROUTER_MAC: [u8; 5] = [2, 0, 0, 0, 1];
-/// UDP ports of VXLAN: ours, flannel's and Cilium's, the registered one.
-const VXLAN: [u16; 3] = [51821, 8472, 4789];
+/// UDP ports of VXLAN: ours, which signals have, too, flannel's and Cilium's, the registered one.
+const VXLAN: [u16; 3] = [signal::PORT, 8472, 4789];
 const IPIP: u8 = 4;
 const IPV6: u8 = 41;
 const GRE: u8 = 47;
 const UDP: u8 = 17;
+const UDP_LEN: usize = 8;
 const FRAGMENT: u8 = 44;
 
 /// The outermost IP header.
@@ -93,10 +103,12 @@ pub fn leak(frame: &[u8], link: Link) -> Option<Leak> {
         return None;
     }
     let packet = parse(frame.get(header..)?)?;
-    if packet.is_tunnel() {
-        return (link == Link::Public && packet.shows_inner_packet()?).then(|| packet.leak(What::Tunnelled));
-    }
     let is_on_lan = link != Link::Public;
+    let is_within_location = is_on_lan && packet.is_within_location();
+    let signal = packet.signal();
+    if is_within_location && signal.map_or(packet.is_tunnel(), is_of_the_lan) {
+        return None;
+    }
     let ends = [packet.source, packet.target];
     if is_on_lan && ends.contains(&PRINTER.into()) {
         return None;
@@ -105,6 +117,8 @@ pub fn leak(frame: &[u8], link: Link) -> Option<Leak> {
         return None;
     }
     let what = match () {
+        () if signal.is_some() => What::Signal,
+        () if packet.is_tunnel() && packet.shows_inner_packet() => What::Tunnelled,
         () if ends.into_iter().any(is_of_the_mesh) => What::Address,
         () if contains_marker(packet.payload) && !packet.may_be_read() => What::Probe,
         () => return None,
@@ -138,33 +152,50 @@ fn parse(bytes: &[u8]) -> Option<Packet<'_>> {
     Some(Packet { source, target, protocol, target_port: first.then(port).flatten(), payload })
 }
 
+/// Signals between nodes of a location are for everybody on its LAN to read, and all but probes have a tag. Those about
+/// prefixes have none: WireGuard is to prove who sent them.
+fn is_of_the_lan(kind: Option<Kind>) -> bool {
+    kind.is_some_and(|kind| kernel::on_lan(kind) != Taken::Refuse)
+}
+
 impl Packet<'_> {
     fn is_tunnel(&self) -> bool {
         let is_vxlan = self.protocol == UDP && self.target_port.is_some_and(|port| VXLAN.contains(&port));
         is_vxlan || matches!(self.protocol, IPIP | IPV6 | GRE)
     }
 
+    /// Of a signal its kind, if this version has it.
+    fn signal(&self) -> Option<Option<Kind>> {
+        let datagram = self.payload.get(UDP_LEN..).filter(|_| self.protocol == UDP)?;
+        let is_signal = self.target_port == Some(signal::PORT) && signal::begins(datagram.first_chunk()?);
+        is_signal.then(|| Kind::from_u8(datagram[KIND_AT]))
+    }
+
+    /// From one private address of a location to another: nobody else has these.
+    fn is_within_location(&self) -> bool {
+        matches!([self.source, self.target].map(location), [Some(one), Some(other)] if one == other)
+    }
+
     const fn leak(&self, what: What) -> Leak {
         Leak { what, source: self.source, target: self.target, protocol: self.protocol }
     }
 
-    /// An outer header hides nothing on a public network.
-    fn shows_inner_packet(&self) -> Option<bool> {
+    /// An outer header hides nothing where anybody may read it.
+    fn shows_inner_packet(&self) -> bool {
         let inner = match self.protocol {
             IPIP | IPV6 => self.payload,
             // UDP, VXLAN and Ethernet.
-            UDP => self.payload.get(8 + 8 + ETHERNET..)?,
+            UDP => self.payload.get(UDP_LEN + 8 + ETHERNET..).unwrap_or_default(),
             _ => &[],
         };
         let ours =
             parse(inner).is_some_and(|inner| [inner.source, inner.target].into_iter().any(is_of_the_mesh));
-        Some(ours || contains_marker(self.payload))
+        ours || contains_marker(self.payload)
     }
 
     /// Probes may be read where they are for the outside, or between hosts of one location.
     fn may_be_read(&self) -> bool {
-        let ends = [self.source, self.target];
-        ends.into_iter().any(is_outside) || matches!(ends.map(location), [Some(a), Some(b)] if a == b)
+        [self.source, self.target].into_iter().any(is_outside) || self.is_within_location()
     }
 }
 
@@ -239,6 +270,61 @@ mod tests {
         let vxlan = frame(&ipv4(UDP, A2, A1, &vxlan));
         assert_eq!(leak(&vxlan, Link::Lan), None);
         assert!(leak(&vxlan, Link::Public).is_some());
+    }
+
+    #[test]
+    fn only_an_outer_header_from_a_node_to_another_of_its_location_is_one_of_the_mesh() {
+        let is_leak = |source, target, link| {
+            leak(&frame(&ipv4(IPIP, source, target, &ipv4(1, POD_A, POD_B, b"ping"))), link).is_some()
+        };
+        assert!(!is_leak(A2, A1, Link::Lan) && !is_leak(A2, A1, Link::NativeLan));
+        assert!(is_leak(POD_A, POD_B, Link::Lan), "a tunnel of the pods' own");
+        assert!(is_leak(A2, B2, Link::Lan), "another location");
+        // What is inside of a pod's own tunnel need not be the mesh's.
+        let own = frame(&ipv4(GRE, POD_A, POD_B, &[0; 64]));
+        assert!([Link::Lan, Link::Public].into_iter().all(|link| leak(&own, link).is_some()));
+    }
+
+    /// From its IP header on.
+    fn signal(kind: u8, source: [u8; 4], target: [u8; 4]) -> Vec<u8> {
+        let udp = [signal::PORT.to_be_bytes(), signal::PORT.to_be_bytes(), [0; 2], [0; 2]];
+        let start = [0, 1, kind, 8, b'k', b'g', b's', b'1'];
+        ipv4(UDP, source, target, &[udp.as_flattened(), &start, &[0; 56]].concat())
+    }
+
+    #[test]
+    fn a_signal_is_in_clear_from_a_node_to_another_of_its_location_alone() {
+        const WIREGUARD_B: [u8; 4] = [10, 4, 0, 2];
+        let shown = |kind, source, target, link| leak(&frame(&signal(kind, source, target)), link);
+        let is_leak = |kind, source, target, link| {
+            shown(kind, source, target, link).is_some_and(|leak| leak.what == What::Signal)
+        };
+        for kind in [Kind::Probe, Kind::Reflected, Kind::Announce, Kind::Hello, Kind::Ready] {
+            let kind = kind as u8;
+            for link in [Link::Lan, Link::NativeLan] {
+                assert_eq!(shown(kind, A2, A1, link), None, "{kind}");
+            }
+            for (source, target) in [(A2, B2), (A2, WIREGUARD_B), (POD_A, A1), (A1, PUBLIC_B), (PUBLIC_A, A2)]
+            {
+                assert!(is_leak(kind, source, target, Link::Lan), "{kind}: {source:?} to {target:?}");
+            }
+            for (source, target) in [(A1, A2), (A1, B2), (PUBLIC_A, PUBLIC_B)] {
+                assert!(is_leak(kind, source, target, Link::Public), "{kind}: {source:?} to {target:?}");
+            }
+        }
+        // They have no tag, and a kind of another version nobody answers.
+        for kind in [Kind::Claim as u8, Kind::Moved as u8, Kind::End as u8, 99] {
+            assert!(is_leak(kind, A2, A1, Link::Lan), "{kind}");
+        }
+        // A probe of the way through the leader, on its way there.
+        let probe = signal(Kind::Probe as u8, A2, WIREGUARD_B);
+        assert_eq!(leak(&frame(&ipv4(IPIP, A2, A1, &probe)), Link::Lan), None);
+        let mut to_router = frame(&probe);
+        assert_eq!(leak(&to_router, Link::NativeLan), None, "no outer header is needed there");
+        to_router[..5].copy_from_slice(&ROUTER_MAC);
+        assert!(leak(&to_router, Link::NativeLan).is_some());
+        let seen = shown(Kind::Probe as u8, PUBLIC_A, PUBLIC_B, Link::Public).unwrap();
+        assert!(!seen.is_masqueraded_to(|_| true), "no pod sends any");
     }
 
     #[test]

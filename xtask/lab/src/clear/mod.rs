@@ -231,7 +231,7 @@ fn link(index: usize, native: bool) -> (String, Option<Link>) {
     let link = match name.as_str() {
         "" | "lo" | "wan" => None,
         name if name.starts_with("lan-") => None,
-        name if name.ends_with("-lan") || name == "printer" => {
+        name if name.ends_with("-lan") || name == "printer" || name == "members" => {
             Some(if native { Link::NativeLan } else { Link::Lan })
         }
         _ => Some(Link::Public),
