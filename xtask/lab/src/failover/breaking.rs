@@ -45,7 +45,7 @@ const NOTICED: Duration = Duration::from_secs(20);
 const AWAKE: Duration = Duration::from_secs(3);
 
 /// How names of files end that agents write beside the cluster's objects.
-const PUBLISHED: &str = ".kilo.yaml";
+pub(super) const PUBLISHED: &str = ".kilo.yaml";
 
 /// How long what lasts goes on, s.
 static LENGTH: AtomicU64 = AtomicU64::new(30);

@@ -33,7 +33,8 @@ pub struct Options {
     /// docs/failover.md and docs/reliability.md.
     #[arg(long, conflicts_with = "always")]
     docs: bool,
-    /// Break nothing: measure for so long what agents cost at rest, without failover and with it.
+    /// Break nothing: measure for so long (60s or more) what agents cost at rest, without failover and with it; fail when
+    /// that is too much, or anything was written.
     #[arg(long, value_name = "TIME", value_parser = crate::args::parse_time, conflicts_with_all = ["docs", "from", "cases"])]
     rest: Option<Duration>,
     /// Write the outcomes as tests to this file.
@@ -66,7 +67,7 @@ pub fn main(args: &LabArgs, options: &Options) -> Result<()> {
         breaking::set_length(length);
     }
     if let Some(time) = options.rest {
-        return rest::measure(&mut Lab::up(&args, None)?, time);
+        return rest::measure(&args, time);
     }
     let choice = match (options.always, options.cases.as_slice()) {
         (true, _) => Choice::Always,

@@ -83,10 +83,15 @@ pub fn begin_anew(lab: &mut Lab, case: &Case, limit: Duration) -> Result<()> {
         // Several active leaders take their own in terms of their own: each case waits until they have.
         return Ok(());
     }
+    in_place(lab, case.off, stand_bys, limit)
+}
+
+/// Waits until Kilo's leader leads, and each stand-by could. `off`: nodes that know no failover.
+pub fn in_place(lab: &Lab, off: &[&str], stand_bys: u8, limit: Duration) -> Result<()> {
     // Where Kilo itself leads, nobody stands by.
-    let stand_bys = if case.off.contains(&LEADER) { 0 } else { stand_bys };
+    let stand_bys = if off.contains(&LEADER) { 0 } else { stand_bys };
     // Nobody can be fit whose tunnels end where nobody answers signals, or knows of stand-bys.
-    let is_answered = ![breaking::FAR, LEADER].iter().any(|node| case.off.contains(node));
+    let is_answered = ![breaking::FAR, LEADER].iter().any(|node| off.contains(node));
     let is_ready = |node: &String| {
         metric(lab, node, ROLE_STAND_BY) == Some(1) && (!is_answered || metric(lab, node, FIT) == Some(1))
     };
@@ -94,7 +99,7 @@ pub fn begin_anew(lab: &mut Lab, case: &Case, limit: Duration) -> Result<()> {
     let what = format!("{LEADER} and {} lead, and all stand-bys could", breaking::FAR);
     wait::until(&what, limit, || {
         // Two stand-bys behind NAT have no tunnel: in the other location nobody else may lead, either.
-        let is_leader = |node| case.off.contains(node) || metric(lab, node, ROLE_LEADER) == Some(1);
+        let is_leader = |node| off.contains(node) || metric(lab, node, ROLE_LEADER) == Some(1);
         let leads = [LEADER, breaking::FAR].iter().all(is_leader);
         let ready = location(lab).iter().filter(|node| is_ready(node)).count();
         if !leads || ready != usize::from(stand_bys) {
