@@ -27,7 +27,7 @@ use tokio_util::sync::CancellationToken;
 
 use self::{events::Notice, handshakes::Handshakes, limiter::Limiter, tunnels::Watched};
 use crate::{
-    backend::Backend,
+    backend::{Backend, Happened},
     health::Health,
     metrics::{Metrics, gauge},
     status::View,
@@ -92,12 +92,35 @@ pub async fn run<B: Backend>(context: Context<B>) {
 
 /// Writes an Event, and waits for it beside everything else.
 pub fn write_event<B: Backend>(backend: &Arc<B>, node: String, reason: EventReason, text: String) {
-    let backend = Arc::clone(backend);
-    tokio::spawn(async move {
-        if let Err(error) = backend.event(&node, reason, &text).await {
-            tracing::debug!(%error, node, reason = reason.as_str(), "failed to write an Event");
-        }
-    });
+    let (backend, happened) = (Arc::clone(backend), Happened::now(node, reason, text));
+    tokio::spawn(async move { write_until_done(&*backend, &happened, Duration::from_secs(1)).await });
+}
+
+/// Pauses between tries to write an Event, in seconds, ten minutes in all: the API server may have run on the very node
+/// that has failed.
+const PAUSES: [u32; 24] =
+    [1, 2, 4, 8, 16, 30, 30, 30, 30, 30, 30, 30, 30, 30, 30, 30, 30, 30, 30, 30, 30, 30, 30, 30];
+
+/// Tries until the Event is written, while the API server is away; one that refuses is asked again only after that, because
+/// a server that starts may refuse for a moment. `unit`: of the pauses.
+async fn write_until_done(backend: &impl Backend, happened: &Happened, unit: Duration) {
+    let mut was_away = false;
+    let mut pauses = PAUSES.into_iter();
+    loop {
+        let Err(error) = backend.event(happened).await else { return };
+        was_away |= error.is_temporary();
+        let pause = pauses.next().filter(|_| was_away);
+        tracing::debug!(
+            %error,
+            node = happened.object,
+            reason = happened.reason.as_str(),
+            is_tried_again = pause.is_some(),
+            "failed to write an Event"
+        );
+        let Some(pause) = pause else { return };
+        // All agents miss the server at once, and do not ask it at once.
+        tokio::time::sleep((unit * pause).mul_f64(rand::random_range(0.8..1.2))).await;
+    }
 }
 
 struct Announcer<B> {
@@ -252,4 +275,78 @@ fn moment(view: &View) -> Moment<'_> {
 /// True when nothing but heartbeats or the host may differ.
 fn is_same(before: &Arc<View>, now: &Arc<View>) -> bool {
     Arc::ptr_eq(&before.mesh, &now.mesh) && before.snapshot.problems == now.snapshot.problems
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "tests")]
+mod tests {
+    use std::sync::Mutex;
+
+    use kilo_core::objects::{Published, Snapshot};
+
+    use super::*;
+    use crate::backend::BackendError;
+
+    /// Answers as it is told, one try after the other, and then takes everything.
+    struct Answers {
+        errors: Mutex<Vec<BackendError>>,
+        tries: Mutex<Vec<Happened>>,
+    }
+
+    impl Backend for Answers {
+        fn watch(&self) -> watch::Receiver<Arc<Snapshot>> {
+            watch::channel(Arc::default()).1
+        }
+
+        async fn publish(&self, _: &str, _: &Published) -> Result<bool, BackendError> {
+            Ok(false)
+        }
+
+        async fn declare_dead(&self, _: &str, _: i64) -> Result<bool, BackendError> {
+            Ok(false)
+        }
+
+        async fn event(&self, happened: &Happened) -> Result<(), BackendError> {
+            self.tries.lock().unwrap().push(happened.clone());
+            self.errors.lock().unwrap().pop().map_or(Ok(()), Err)
+        }
+
+        async fn retract(&self, _: &str) -> Result<(), BackendError> {
+            Ok(())
+        }
+    }
+
+    /// How often an Event is tried that is answered so, one after the other.
+    async fn tries(mut errors: Vec<BackendError>) -> usize {
+        errors.reverse();
+        let backend = Answers { errors: Mutex::new(errors), tries: Mutex::default() };
+        let happened = Happened::now("a2".to_owned(), EventReason::LeadsLocation, "leads".to_owned());
+        write_until_done(&backend, &happened, Duration::from_micros(1)).await;
+        let tries = backend.tries.lock().unwrap();
+        assert!(tries.iter().all(|tried| *tried == happened), "it is one Event: {tries:?}");
+        tries.len()
+    }
+
+    fn away() -> BackendError {
+        BackendError::Unreachable("away".into())
+    }
+
+    fn refused() -> BackendError {
+        BackendError::Api("forbidden".into())
+    }
+
+    #[tokio::test]
+    async fn an_event_is_written_once_the_api_server_is_back() {
+        assert_eq!(tries(vec![]).await, 1);
+        assert_eq!(tries(vec![away(), away(), away()]).await, 4);
+        // It starts, and does not know everybody's rights yet.
+        assert_eq!(tries(vec![away(), refused()]).await, 3);
+    }
+
+    #[tokio::test]
+    async fn an_event_that_is_refused_is_given_up_and_an_outage_is_waited_out_for_ten_minutes() {
+        assert_eq!(tries(vec![refused(), away()]).await, 1);
+        assert_eq!(tries((0..99).map(|_| away()).collect()).await, PAUSES.len() + 1);
+        assert!((540..660).contains(&PAUSES.iter().sum::<u32>()));
+    }
 }

@@ -6,7 +6,7 @@ pub mod kubernetes;
 pub mod last_good;
 pub mod mass_delete_guard;
 
-use std::{net::SocketAddr, sync::Arc};
+use std::{net::SocketAddr, sync::Arc, time::SystemTime};
 
 use crate::timestamp::Timestamp;
 use kilo_core::{
@@ -75,6 +75,28 @@ pub struct Said {
     pub handshake: Option<Handshake>,
 }
 
+/// Something that has happened to a Node or a Peer, for its operator. Written again, it is the same Event.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Happened {
+    /// Name of the object.
+    pub object: String,
+    /// Its reason, which says what kind of object that is.
+    pub reason: EventReason,
+    /// Its message.
+    pub text: String,
+    /// When.
+    pub at: SystemTime,
+    /// Drawn by chance, so that no two have the same.
+    pub id: u64,
+}
+
+impl Happened {
+    /// It happens now.
+    pub fn now(object: String, reason: EventReason, text: String) -> Self {
+        Self { object, reason, text, at: SystemTime::now(), id: rand::random() }
+    }
+}
+
 /// A source of nodes and peers.
 pub trait Backend: Send + Sync + 'static {
     /// The latest snapshot; changes are signalled by the receiver. The first
@@ -138,14 +160,9 @@ pub trait Backend: Send + Sync + 'static {
         last_seen: i64,
     ) -> impl Future<Output = Result<bool, BackendError>> + Send;
 
-    /// Writes an Event about a Node for its operator. A backend without such a place writes
+    /// Writes an Event about a Node, unless it has been written before. A backend without such a place writes
     /// nothing: it is in the log, too.
-    fn event(
-        &self,
-        _node: &str,
-        _reason: EventReason,
-        _text: &str,
-    ) -> impl Future<Output = Result<(), BackendError>> + Send {
+    fn event(&self, _happened: &Happened) -> impl Future<Output = Result<(), BackendError>> + Send {
         async { Ok(()) }
     }
 

@@ -8,35 +8,43 @@ use k8s_openapi::{
 use kube::{Api, Client, api::PostParams, core::ObjectMeta};
 
 use super::client::{Asked, in_time};
-use crate::backend::BackendError;
-use kilo_core::objects::events::EventReason;
+use crate::backend::{BackendError, Happened};
 
 /// Events about objects without a namespace are there.
 const NAMESPACE: &str = "default";
+/// The API server's answer when there is an object of that name.
+const ALREADY_EXISTS: u16 = 409;
 
-/// Writes one. The `uid` of a Node is its name, as the kubelet writes it: so `kubectl describe node` finds it.
+/// Writes one, unless it is there: a try before this one may have been written and not answered. The `uid` of a Node is its
+/// name, as the kubelet writes it: so `kubectl describe node` finds it.
 ///
 /// # Errors
 /// When the API server refuses (the right to create events is missing) or is out of reach.
-pub async fn write(
-    client: &Client,
-    reason: EventReason,
-    name: &str,
-    uid: &str,
-    text: &str,
-) -> Result<(), BackendError> {
-    let now = Time(Timestamp::now());
+pub async fn write(client: &Client, uid: &str, happened: &Happened) -> Result<(), BackendError> {
+    let event = event(uid, happened);
+    let events: Api<Event> = Api::namespaced(client.clone(), NAMESPACE);
+    let write = async {
+        match events.create(&PostParams::default(), &event).await {
+            Err(kube::Error::Api(status)) if status.code == ALREADY_EXISTS => Ok(()),
+            other => other.map(drop),
+        }
+    };
+    in_time(write, Asked::Event).await
+}
+
+fn event(uid: &str, Happened { object, reason, text, at, id }: &Happened) -> Event {
+    let at = Time(Timestamp::try_from(*at).unwrap_or_else(|_| Timestamp::now()));
     let version = if reason.kind() == "Node" { "v1" } else { "kilo.squat.ai/v1alpha1" };
-    let event = Event {
+    Event {
         metadata: ObjectMeta {
-            generate_name: Some(format!("{name}.")),
+            name: Some(name(object, *id)),
             namespace: Some(NAMESPACE.to_owned()),
             ..ObjectMeta::default()
         },
         involved_object: ObjectReference {
             api_version: Some(version.to_owned()),
             kind: Some(reason.kind().to_owned()),
-            name: Some(name.to_owned()),
+            name: Some(object.clone()),
             uid: Some(uid.to_owned()),
             ..ObjectReference::default()
         },
@@ -45,14 +53,52 @@ pub async fn write(
         type_: Some(reason.severity().as_str().to_owned()),
         source: Some(EventSource { component: Some("kilo".to_owned()), ..EventSource::default() }),
         count: Some(1),
-        first_timestamp: Some(now.clone()),
-        last_timestamp: Some(now),
+        first_timestamp: Some(at.clone()),
+        last_timestamp: Some(at),
         ..Event::default()
-    };
-    let events: Api<Event> = Api::namespaced(client.clone(), NAMESPACE);
-    let parameters = PostParams::default();
-    in_time(events.create(&parameters, &event), Asked::Event).await.map(drop)
+    }
+}
+
+/// As the kubelet names its own: the object, and a number that no other one has. What is too long is cut.
+fn name(object: &str, id: u64) -> String {
+    let object: String = object.chars().take(LONGEST_NAME - ID).collect();
+    // No part of a name may be empty, or end with a hyphen.
+    format!("{}.{id:016x}", object.trim_end_matches(['.', '-']))
 }
 
 /// Characters of a message that the API server takes.
 const LONGEST: usize = 1024;
+/// The same of a name.
+const LONGEST_NAME: usize = 253;
+/// A point and 64 bits in hexadecimal.
+const ID: usize = 17;
+
+#[cfg(test)]
+mod tests {
+    use std::time::{Duration, UNIX_EPOCH};
+
+    use kilo_core::objects::events::EventReason;
+
+    use super::*;
+
+    #[test]
+    fn a_second_try_writes_the_same_event_of_when_it_happened() {
+        let at = UNIX_EPOCH + Duration::from_secs(1_780_000_000);
+        let now = Happened::now("a2".to_owned(), EventReason::LeadsLocation, "leads".to_owned());
+        let happened = Happened { at, ..now.clone() };
+        let first = event("a2", &happened);
+        assert_eq!(event("a2", &happened), first);
+        let time = Timestamp::from_second(1_780_000_000).ok().map(Time);
+        assert_eq!((&first.first_timestamp, &first.last_timestamp), (&time, &time));
+        let other = Happened::now("a2".to_owned(), EventReason::LeadsLocation, "leads".to_owned());
+        assert_ne!(event("a2", &other).metadata.name, event("a2", &now).metadata.name);
+    }
+
+    #[test]
+    fn a_name_is_one_whatever_the_object_is_called() {
+        assert_eq!(name("a2", 0xbeef), "a2.000000000000beef");
+        let long = format!("{}.rest-of-a-name", "n".repeat(LONGEST_NAME - ID - 1));
+        let named = name(&long, u64::MAX);
+        assert!(named.len() < LONGEST_NAME && named.ends_with("n.ffffffffffffffff"), "{named}");
+    }
+}

@@ -56,10 +56,10 @@ use self::{
     client::{Asked, explain, in_time},
     partial_node::PartialNode,
 };
-use super::{Backend, BackendError, Handshake, Said, mass_delete_guard::MassDeleteGuard};
+use super::{Backend, BackendError, Handshake, Happened, Said, mass_delete_guard::MassDeleteGuard};
 use kilo_core::{
     errors::{Explained, error_chain},
-    objects::{Published, Snapshot, annotations, events::EventReason, node, peer},
+    objects::{Published, Snapshot, annotations, node, peer},
     topology::PeerAcceptances,
 };
 
@@ -463,8 +463,8 @@ impl Backend for KubernetesBackend {
         self.slices.as_ref().map(|report| report.read())
     }
 
-    async fn event(&self, node: &str, reason: EventReason, text: &str) -> Result<(), BackendError> {
-        event::write(&self.client, reason, node, node, text).await
+    async fn event(&self, happened: &Happened) -> Result<(), BackendError> {
+        event::write(&self.client, &happened.object, happened).await
     }
 
     async fn retract(&self, node: &str) -> Result<(), BackendError> {

@@ -12,7 +12,7 @@ use super::{
     event,
 };
 use crate::{
-    backend::{BackendError, Handshake, Said},
+    backend::{BackendError, Handshake, Happened, Said},
     timestamp::Timestamp,
 };
 use kilo_core::{
@@ -70,7 +70,8 @@ pub async fn report(
         }
         if let Some(reason) = event_of(present.as_ref(), &wanted) {
             let uid = object.metadata.uid.as_deref().unwrap_or_default();
-            if let Err(error) = event::write(client, reason, &name, uid, &acceptance.message()).await {
+            let happened = Happened::now(name.clone(), reason, acceptance.message());
+            if let Err(error) = event::write(client, uid, &happened).await {
                 tracing::debug!(%error, peer = name, reason = reason.as_str(), "failed to write an Event");
             }
         }

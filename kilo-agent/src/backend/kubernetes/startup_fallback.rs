@@ -11,10 +11,10 @@ use tokio::sync::{oneshot, watch};
 use tokio_util::task::AbortOnDropHandle;
 
 use super::{KubernetesBackend, NodesFrom, SlicesReport};
-use crate::backend::{Backend, BackendError, Handshake, Said};
+use crate::backend::{Backend, BackendError, Handshake, Happened, Said};
 use kilo_core::{
     errors::Explained,
-    objects::{Published, Snapshot, events::EventReason},
+    objects::{Published, Snapshot},
     topology::PeerAcceptances,
 };
 
@@ -169,8 +169,8 @@ impl Backend for StartupFallback {
         self.connected.get().ok_or_else(away)?.report_network(node, available).await
     }
 
-    async fn event(&self, node: &str, reason: EventReason, text: &str) -> Result<(), BackendError> {
-        self.connected.get().ok_or_else(away)?.event(node, reason, text).await
+    async fn event(&self, happened: &Happened) -> Result<(), BackendError> {
+        self.connected.get().ok_or_else(away)?.event(happened).await
     }
 
     async fn retract(&self, node: &str) -> Result<(), BackendError> {
