@@ -2,6 +2,7 @@
 
 mod agents;
 mod bad_input;
+mod change;
 mod confined;
 mod flows;
 mod kgctl;

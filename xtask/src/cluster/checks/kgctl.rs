@@ -25,7 +25,8 @@ const PEER: &str = "kgctl-canary";
 /// The outside host as a VPN peer.
 const VPN_PEER: &str = "kgctl-vpn";
 
-fn kgctl(cluster: &Cluster, arguments: &[&str]) -> Result<String> {
+/// Runs it on the first node, by its administrator's kubeconfig; its standard output.
+pub fn kgctl(cluster: &Cluster, arguments: &[&str]) -> Result<String> {
     install_kgctl(cluster)?;
     output(cluster.first().command(KGCTL)?.args(arguments))
 }

@@ -6,6 +6,7 @@ use anyhow::{Context as _, Result, bail};
 
 use super::{
     agents::metric,
+    change::{Expected, Why},
     flows::{Flows, Measured},
 };
 use crate::{
@@ -25,28 +26,40 @@ const AUTO: &str =
 const LEADS: &str = "kilo_failover_role{role=\"leader\"}";
 
 /// The first node of the first location, which leads it, loses power: the node beside it goes on
-/// talking to the other location. The API server is on that machine, too.
+/// talking to the other location. The API server is on that machine, too. People are told of it.
 pub fn leader_dies(cluster: &Cluster) -> Result<String> {
     with_failover(cluster, |leader, stand_by| {
+        let change = Expected::new(cluster, leader, stand_by, Why::Lost)?;
         let flows = flows(cluster, leader, stand_by)?;
-        let measured = cut_power(cluster, leader, flows, || leads(stand_by))?;
+        let mut shown = Ok(String::new());
+        let measured = cut_power(cluster, leader, flows, || {
+            leads(stand_by)?;
+            // What it costs counts all the same.
+            shown = change.is_shown();
+            Ok(())
+        })?;
         deploy::roll(cluster, "kilo", 180)?;
-        lasted(&measured, ACCEPTED)
+        let figures = lasted(&measured, ACCEPTED)?;
+        Ok(format!("{figures}; {}; {}", shown?, change.is_told()?))
     })
 }
 
-/// The same node is drained, as before it is serviced.
+/// The same node is drained, as before it is serviced. People are told of it.
 pub fn leader_is_drained(cluster: &Cluster) -> Result<String> {
     with_failover(cluster, |leader, stand_by| {
+        let change = Expected::new(cluster, leader, stand_by, Why::Cordoned)?;
         let flows = flows(cluster, leader, stand_by)?;
         let drain = ["drain", leader.name(), "--ignore-daemonsets", "--force", "--timeout=60s"];
         let drained = cluster.kubectl(&drain).and_then(|_| leads(stand_by));
         wait::time_passes(Duration::from_secs(2), "what follows the change is counted, too");
         let measured = flows.measure();
+        // A minute after it is uncordoned the node leads again.
+        let seen = drained.and_then(|()| Ok((change.is_shown()?, change.is_told()?)));
         cluster.kubectl(&["uncordon", leader.name()])?;
         cluster.kubectl(&["rollout", "status", "deployment/echo", "--timeout=60s"])?;
-        drained?;
-        measured?.all(|_, figures| figures.lost <= PLANNED)
+        let (shown, told) = seen?;
+        let figures = measured?.all(|_, figures| figures.lost <= PLANNED)?;
+        Ok(format!("{figures}; {shown}; {told}"))
     })
 }
 
