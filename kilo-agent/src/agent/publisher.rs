@@ -128,12 +128,12 @@ impl<B: Backend> Publisher<B> {
         if !due && !self.is_answered() {
             return;
         }
-        // The backend's view may be older than what was written last, is being written or waits for it.
+        // The backend's view may be older than what was written last, is being written or waits for it. The latest of
+        // them is not the greatest where the clock was set back meanwhile.
         let asked = self.asked.as_ref().map(|asked| &asked.published);
-        for known in [asked, self.wanted.as_ref()].into_iter().flatten() {
-            published.last_seen = published.last_seen.max(known.last_seen);
-        }
-        published.last_seen = published.last_seen.max(self.checked_in);
+        let known = self.wanted.as_ref().or(asked).map(|known| known.last_seen);
+        let written = (self.checked_in != 0).then_some(self.checked_in);
+        published.last_seen = known.or(written).unwrap_or(published.last_seen);
         if due {
             published.last_seen = unix_now;
             self.promised = self.every;
@@ -194,7 +194,7 @@ impl<B: Backend> Publisher<B> {
         });
         let wanted = self.wanted.take();
         self.record(answer)?;
-        if asked.published.last_seen > self.checked_in {
+        if asked.published.last_seen != self.checked_in {
             self.checked_in = asked.published.last_seen;
             // It may have been reported as overdue, and another try planned.
             self.next_check_in = self.next_check_in.max(next_after(asked.since, self.promised));
@@ -340,6 +340,24 @@ mod tests {
             publisher.answered().await.unwrap();
         }
         assert_eq!(held.heartbeats(), [1000, 1060]);
+    }
+
+    #[tokio::test]
+    async fn a_clock_that_is_set_back_writes_no_more_than_heartbeats() {
+        let (held, mut publisher, now) = begin();
+        held.answers.add_permits(9);
+        // An hour back, and forth again; a reconcile after each heartbeat finds it in the backend, or the one before.
+        let heartbeats = [5_000, 1_430, 5_060];
+        for (time, heartbeat) in (0..).zip(heartbeats) {
+            let at = now + CHECK_IN * 2 * time;
+            publisher.publish_beside(seen(heartbeats[0]), at, heartbeat);
+            publisher.answered().await.unwrap();
+            for view in [heartbeats[0], heartbeat] {
+                publisher.publish_beside(seen(view), at, heartbeat + 1);
+                publisher.answered().await.unwrap();
+            }
+        }
+        assert_eq!(held.heartbeats(), heartbeats.map(|heartbeat| [heartbeat; 3]).concat());
     }
 
     #[tokio::test]
