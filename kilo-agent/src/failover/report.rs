@@ -1,6 +1,6 @@
 //! What people see of failover: metrics, and what the status says.
 
-use std::collections::VecDeque;
+use std::{collections::VecDeque, time::Instant};
 
 use kilo_failover::{MS, Micros, SEC, Way};
 use prometheus_client::{
@@ -25,8 +25,8 @@ pub struct Report {
     pub kilos_leader: String,
     /// How many changes there were.
     pub term: u32,
-    /// Unix seconds since when this leader is used; 0 = since before this agent.
-    pub since: i64,
+    /// Since when this leader is used, whatever becomes of the wall clock; `None` = since before this agent.
+    pub since: Option<Instant>,
     /// The other gateways, as far as this node knows.
     pub stand_bys: Vec<StandBy>,
     /// The last change, in words.

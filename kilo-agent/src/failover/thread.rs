@@ -10,6 +10,7 @@ mod wait;
 use std::{
     collections::{BTreeMap, BTreeSet},
     sync::{Arc, atomic::Ordering},
+    time::Instant,
 };
 
 use aya::maps::{MapData, RingBuf};
@@ -73,7 +74,7 @@ pub struct Thread {
     word: u64,
     /// Who has what belongs to no member of the own location, as far as this node knows.
     leader: Option<(Term, NodeId)>,
-    since: i64,
+    since: Option<Instant>,
     last_change: Option<String>,
     /// After whom it leads, and since when.
     succeeded: Option<(NodeId, Micros)>,
@@ -129,7 +130,7 @@ pub fn run(shared: Arc<Shared>, params: Params, tools: Tools, metrics: FailoverM
         led: BTreeSet::new(),
         word: 0,
         leader: None,
-        since: 0,
+        since: None,
         last_change: None,
         succeeded: None,
         declared_dead: None,

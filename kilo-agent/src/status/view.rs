@@ -4,7 +4,7 @@ use std::{collections::BTreeMap, sync::Arc, time::Instant};
 
 use super::{AgentStatus, FailoverStatus, History, StandByStatus, Status, Tunnel, of_objects};
 use crate::{
-    failover::{Reporter, StandBy},
+    failover::{Report, Reporter, StandBy},
     relay::{Connected, Relays},
     timestamp::Timestamp,
 };
@@ -135,7 +135,7 @@ impl View {
             drops: counted(counters.drops),
             programs: self.programs.clone(),
             nodes_from: self.nodes_from.clone(),
-            failover: self.failover.as_ref().map(failover),
+            failover: self.failover.as_ref().map(|reporter| failover(reporter.report(), now, time)),
             warnings: self.warnings.clone(),
             errors,
         });
@@ -143,8 +143,8 @@ impl View {
     }
 }
 
-fn failover(reporter: &Reporter) -> FailoverStatus {
-    let report = reporter.report();
+/// `now` and `time` are the same moment.
+fn failover(report: Report, now: Instant, time: Timestamp) -> FailoverStatus {
     let stand_by = |stand_by: StandBy| StandByStatus {
         node: stand_by.node,
         fit: stand_by.fit,
@@ -155,7 +155,7 @@ fn failover(reporter: &Reporter) -> FailoverStatus {
         leader: report.leader,
         kilos_leader: report.kilos_leader,
         term: report.term,
-        since: (report.since != 0).then_some(Timestamp(report.since)),
+        since: report.since.map(|since| time.before(now.saturating_duration_since(since))),
         stand_bys: report.stand_bys.into_iter().map(stand_by).collect(),
         last_change: report.last_change,
     }
@@ -181,4 +181,23 @@ fn tunnels(
     let mut tunnels: Vec<_> = peers.into_iter().map(tunnel).collect();
     tunnels.sort_by(|a, b| (&a.name, &a.key).cmp(&(&b.name, &b.key)));
     tunnels
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+
+    #[test]
+    fn since_when_a_leader_is_used_does_not_jump_with_the_clock() {
+        let since = Instant::now();
+        let now = since + Duration::from_secs(41);
+        // An hour ahead, an hour behind.
+        for time in [1_780_000_000, 1_780_003_600, 1_779_996_400].map(Timestamp) {
+            let report = Report { since: Some(since), ..Report::default() };
+            assert_eq!(failover(report, now, time).since, Some(Timestamp(time.0 - 41)));
+            assert_eq!(failover(Report::default(), now, time).since, None, "since before its agent");
+        }
+    }
 }

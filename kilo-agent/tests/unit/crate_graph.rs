@@ -189,6 +189,19 @@ fn modules_of_the_agent_know_only_those_before_them() {
     assert_ordered("src", &AGENT);
 }
 
+/// A wall clock that jumps moves no leader: what decides has the monotonic clock, which programs have, too.
+#[test]
+fn failover_knows_no_wall_clock() {
+    let paths: Vec<_> = ["failover/src", "src/failover", "src/far"].into_iter().flat_map(sources).collect();
+    assert!(paths.len() > 30, "{paths:?}");
+    for path in paths {
+        let code = fs::read_to_string(&path).unwrap();
+        for clock in ["SystemTime", "Timestamp", "REALTIME"] {
+            assert!(!code.contains(clock), "{} knows {clock}", path.display());
+        }
+    }
+}
+
 #[test]
 fn no_actuator_knows_the_mesh_or_the_plan_and_the_agents_state_not_what_shows_it() {
     for path in sources("host/src") {

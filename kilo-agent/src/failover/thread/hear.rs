@@ -1,6 +1,6 @@
 //! What comes in: signals of the ring, the word of the kernel, links that go, far leaders that change.
 
-use std::net::Ipv6Addr;
+use std::{net::Ipv6Addr, time::Instant};
 
 use kilo_common::{
     event::Hook,
@@ -17,7 +17,6 @@ use crate::failover::{
     site::{Site, is_news},
 };
 use crate::far::{FarGateway, FarLocation};
-use crate::timestamp::Timestamp;
 
 /// More records than the ring has room for.
 const MOST_HEARD: usize = 1_024;
@@ -73,7 +72,7 @@ impl Thread {
         self.word = word;
         let (term, gateway) = site.said(word);
         if gateway != before {
-            self.since = Timestamp::now().0;
+            self.since = Some(Instant::now());
             self.is_dirty = true;
             tracing::info!(
                 from = self.name(before),

@@ -87,6 +87,7 @@ impl Report {
             agent.packets.clear();
             agent.drops.clear();
             if let Some(failover) = &mut agent.failover {
+                failover.since = None;
                 for stand_by in &mut failover.stand_bys {
                     stand_by.round_trip = None;
                 }
