@@ -187,10 +187,34 @@ impl Agents {
 
     /// Starts the node's agent with its wall clock off by so many seconds: "+3600".
     pub fn start_at(&mut self, node: &Node, clock: &str) -> Result<()> {
+        self.start_faked(node, &[format!("FAKETIME={clock}")])
+    }
+
+    /// Starts the node's agent with a wall clock that is right until [`Self::set_clock`] moves it.
+    pub fn start_with_clock(&mut self, node: &Node) -> Result<()> {
+        self.set_clock(node.name(), "+0")?;
+        let file = format!("FAKETIME_TIMESTAMP_FILE={}", self.clock(node.name()).display());
+        // Seconds between two looks at the file.
+        self.start_faked(node, &[file, "FAKETIME_CACHE_DURATION=1".to_owned()])
+    }
+
+    /// Moves the wall clock of an agent that runs: it is off by so many seconds within a second or two.
+    pub fn set_clock(&self, node: &str, clock: &str) -> Result<()> {
+        let (path, aside) = (self.clock(node), self.clock(node).with_extension("aside"));
+        fs::write(&aside, clock)?;
+        fs::rename(&aside, &path).with_context(|| path.display().to_string())
+    }
+
+    fn clock(&self, node: &str) -> PathBuf {
+        self.directory.join(format!("{node}.clock"))
+    }
+
+    fn start_faked(&mut self, node: &Node, clock: &[String]) -> Result<()> {
         let mut command = node.netns.command("env");
         // Debian's place of it; the agent alone, not what it measures time by.
         command
-            .args([&format!("FAKETIME={clock}"), "FAKETIME_DONT_FAKE_MONOTONIC=1"])
+            .args(clock)
+            .arg("FAKETIME_DONT_FAKE_MONOTONIC=1")
             .arg("LD_PRELOAD=/usr/$LIB/faketime/libfaketime.so.1")
             .args(self.confined()?);
         self.spawn(node, command, &self.cluster(), &[])

@@ -6,7 +6,7 @@ use anyhow::Result;
 
 use super::{
     breaking::{self, Broken},
-    crowd, flaps, flood, forged, laptop, many, parts, shares,
+    clocks, crowd, flaps, flood, forged, laptop, many, parts, shares,
 };
 use crate::{Lab, faults::control_plane, network::Shape};
 
@@ -202,6 +202,7 @@ pub fn named(text: &str) -> Result<String, String> {
 /// All of them, by line.
 #[rustfmt::skip]
 pub const CASES: &[Case] = &[
+    case("clocks-jump", 16, "the clocks of the leader, its stand-by and the far leader jump by an hour, there and back (30 s each; `--for`), then the leader loses power", Limit::Outage(1000), clocks::jump).p95(500).prepared(clocks::can_jump),
     case("power-off", 17, "the leader loses power", Limit::Outage(1000), breaking::power_off).p95(500).always(),
     case("uplink-silent", 18, "the leader's uplink carries nothing, its carrier stays", Limit::Outage(1000), breaking::uplink_silent).always(),
     case("carrier-down", 18, "the leader's uplink loses its carrier", Limit::Outage(100), breaking::carrier_down),

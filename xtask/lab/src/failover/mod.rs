@@ -3,6 +3,7 @@
 
 mod breaking;
 mod cases;
+mod clocks;
 mod command;
 mod crowd;
 mod flaps;

@@ -131,7 +131,11 @@ pub const LINES: &[Line] = &[
     line(
         16,
         "one node's clock is wrong by an hour",
-        &["liveness::a_clock_that_is_an_hour_wrong_changes_nothing"],
+        &[
+            "liveness::a_clock_that_is_an_hour_wrong_changes_nothing",
+            "publisher::a_clock_that_is_set_back_writes_no_more_than_heartbeats",
+            "unit::crate_graph::failover_knows_no_wall_clock",
+        ],
         "",
     ),
     line(17, "leader loses power", SIMULATED, ""),

@@ -1,0 +1,66 @@
+//! Wall clocks that jump while agents run, of some nodes forward and of others back: nobody decides by them.
+
+use std::time::{Duration, UNIX_EPOCH};
+
+use anyhow::{Context as _, Result, ensure};
+use nix::sys::signal::Signal;
+
+use super::{
+    FIT,
+    breaking::{self, Broken, FAR, LEADER, STAND_BY},
+    state,
+};
+use crate::{Lab, agents, counters, wait};
+
+/// Whose clocks jump.
+const WHOSE: [&str; 3] = [LEADER, STAND_BY, FAR];
+/// Where they jump to, in seconds, one after the other.
+const JUMPS: [[i64; 3]; 3] = [[3_600, -3_600, 3_600], [-3_600, 3_600, -3_600], [0, 3_600, 0]];
+/// Longest wait for an agent, and until it sees another time.
+const PATIENCE: Duration = Duration::from_secs(60);
+const DAY: i64 = 86_400;
+
+/// Those agents restart with clocks that can be moved.
+pub(super) fn can_jump(lab: &mut Lab) -> Result<()> {
+    for name in WHOSE {
+        lab.agents.stop(name, Signal::SIGTERM)?;
+        let node = breaking::node(lab, name)?;
+        lab.agents.start_with_clock(&node)?;
+        agents::wait_healthy(&node.netns, PATIENCE)?;
+    }
+    lab.agents.wait_until_ready(&lab.network, PATIENCE)?;
+    state::in_place(lab, &[], 1, FIT)
+}
+
+/// How far an agent's wall clock is from the right time, in seconds, within a day.
+fn off_by(lab: &Lab, name: &str) -> Result<i64> {
+    let status = counters::status(&lab.network.node(name)?.netns)?;
+    let time = status["time"].as_str().context("no time in /status")?;
+    // 2026-05-28T20:26:40Z
+    let part = |at: usize| -> Result<i64> { Ok(time.get(at..at + 2).context("time of day")?.parse()?) };
+    let said = part(11)? * 3_600 + part(14)? * 60 + part(17)?;
+    let off = said - UNIX_EPOCH.elapsed()?.as_secs().cast_signed();
+    Ok((off + DAY / 2).rem_euclid(DAY) - DAY / 2)
+}
+
+/// Nothing changes while clocks jump, and a leader that dies then is replaced as ever.
+pub(super) fn jump(lab: &mut Lab) -> Result<Broken> {
+    let before = state::changes(lab);
+    for clocks in JUMPS {
+        for (name, clock) in WHOSE.into_iter().zip(clocks) {
+            lab.agents.set_clock(name, &format!("{clock:+}"))?;
+        }
+        for (name, clock) in WHOSE.into_iter().zip(clocks) {
+            wait::until(&format!("the clock of {name} is off by {clock} s"), PATIENCE, || {
+                let off = off_by(lab, name)?;
+                Ok(if (off - clock).abs() < 60 { Ok(()) } else { Err(off) })
+            })?;
+        }
+        wait::fault_lasts(breaking::length());
+        let changes = state::changes(lab).saturating_sub(before);
+        ensure!(changes == 0, "the leader changed {changes} times when clocks jumped to {clocks:?} s");
+    }
+    let off = breaking::power_off(lab)?;
+    let said = format!("clocks of {} were off by {JUMPS:?} s; {}", WHOSE.join(", "), off.said);
+    Ok(off.saying(said))
+}
