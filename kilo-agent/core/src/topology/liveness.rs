@@ -438,6 +438,30 @@ mod tests {
     }
 
     #[test]
+    fn an_agent_that_starts_knows_a_node_whose_clock_is_an_hour_behind_by_its_next_heartbeat() {
+        let start = Instant::now();
+        let mut liveness = Liveness::default();
+        let mut at = |after: u64, member: i64| {
+            let now = 10_000 + after as i64;
+            let nodes: Nodes = [
+                resting("a", Some(30), now),
+                resting("b", Some(30), now),
+                resting("c", Some(300), now),
+                resting("d", Some(300), member),
+            ]
+            .into_iter()
+            .collect();
+            liveness.ready(nodes.iter(), "a", start + Duration::from_secs(after), now)[3]
+        };
+        // It may as well be dead for an hour. One whose clock is an hour ahead is known at once.
+        assert!(!at(0, 6_400) && !at(299, 6_400));
+        assert!(at(300, 6_700));
+        let nodes: Nodes = [("a", 10_000), ("b", 10_000), ("c", 13_600)].iter().map(checked_in).collect();
+        let at_once = Liveness::default().ready(nodes.iter(), "a", start, 10_000);
+        assert_eq!(at_once, [true, true, true]);
+    }
+
+    #[test]
     fn a_node_declared_alive_or_dead_by_another_is_so() {
         let (start, second) = (Instant::now(), Duration::from_secs(1));
         let mut liveness = Liveness::default();
