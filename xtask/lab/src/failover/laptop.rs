@@ -12,7 +12,7 @@ use super::{
     flood,
     fresh::Fresh,
 };
-use crate::{Lab, counters, wait};
+use crate::{Lab, counters, network::LAPTOP, probe, wait};
 
 /// How old a connection is when a gateway loses power, ms, by turns. From 5 s on every gateway has answered it.
 const AGES: [u64; 6] = [0, 200, 500, 1000, 2000, 4000];
@@ -38,9 +38,14 @@ pub(super) fn connects(lab: &mut Lab) -> Result<()> {
     .map(drop)
 }
 
-/// The laptop is what the lab has made it; its WireGuard takes processor time that leaders' probes then lack.
+/// The laptop is what the lab has made it, and has noticed that its leaders have booted. Its WireGuard takes processor time
+/// that leaders' probes then lack.
 pub(super) fn is_static(lab: &mut Lab) -> Result<()> {
     lab.caused(&[flood::OVERLOADED]);
+    for name in [MEMBER, breaking::FAR] {
+        let pod = lab.network.node(name)?.pod_ip();
+        probe::until_seen_as(&lab.network.laptop, pod, LAPTOP, SESSIONS)?;
+    }
     Ok(())
 }
 
