@@ -1,5 +1,5 @@
-//! The crates depend on each other in one direction, the modules of the pure one and of the agent as well, and the
-//! pure one on nothing that does I/O.
+//! The crates depend on each other in one direction, the modules of `kilo-core` and of the agent as well, and the
+//! pure ones on nothing that does I/O.
 
 #![allow(clippy::unwrap_used, clippy::panic, reason = "tests")]
 
@@ -30,9 +30,7 @@ fn built_with(package: &str, more: &[&str]) -> BTreeSet<String> {
 }
 
 #[test]
-fn the_pure_crate_is_built_from_nothing_that_does_io() {
-    let core = built_from("kilo-core");
-    assert!(core.contains("kilo-common") && core.contains("ipnet"), "no tree: {core:?}");
+fn the_pure_crates_are_built_from_nothing_that_does_io() {
     let forbidden = |name: &&String| {
         ["tokio", "mio", "async-io", "aya", "aya-obj", "hyper", "socket2", "nix", "rustix", "reqwest"]
             .contains(&name.as_str())
@@ -40,8 +38,25 @@ fn the_pure_crate_is_built_from_nothing_that_does_io() {
             || name.starts_with("tokio-")
             || ["kilo-host", "kilo-agent"].contains(&name.as_str())
     };
-    let found: Vec<_> = core.iter().filter(forbidden).collect();
-    assert!(found.is_empty(), "kilo-core is pure, but is built from {found:?}");
+    for package in ["kilo-core", "kilo-failover"] {
+        let built = built_from(package);
+        assert!(built.contains("kilo-common"), "no tree: {built:?}");
+        let found: Vec<_> = built.iter().filter(forbidden).collect();
+        assert!(found.is_empty(), "{package} is pure, but is built from {found:?}");
+    }
+}
+
+/// The simulation has a time and random numbers of its own.
+#[test]
+fn failover_is_decided_without_a_clock_and_without_io() {
+    let files = sources("failover/src");
+    assert!(!files.is_empty());
+    for path in files {
+        let names = named(&fs::read_to_string(&path).unwrap(), "std::");
+        for module in ["time", "thread", "net", "io", "fs", "env", "process", "os"] {
+            assert!(!names.contains(module), "{} uses std::{module}", path.display());
+        }
+    }
 }
 
 #[test]
