@@ -6,7 +6,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use kilo_common::lead::{self, Exit, Sender, Term};
 use kilo_failover::{MS, Micros, NodeId, Rule, SEC};
 
-use crate::{engine::Sim, host};
+use crate::{engine::Sim, host, invariants::Invariant};
 
 /// Time to live of a packet that a member sends.
 const TTL: u8 = 64;
@@ -27,8 +27,8 @@ pub struct Walk {
 /// What a run counts.
 #[derive(Clone, Debug, Default)]
 pub struct Counts {
-    /// Rules that did not hold, once each.
-    pub broken: BTreeSet<&'static str>,
+    /// What did not hold.
+    pub broken: BTreeSet<Invariant>,
     /// The longest outage of any member.
     pub longest: Micros,
     /// The longest of each member.
@@ -82,9 +82,9 @@ impl Counts {
 }
 
 impl Sim {
-    pub(crate) fn broken(&mut self, rule: &'static str) {
-        if self.counts.broken.insert(rule) && self.log {
-            println!("{:>9} BROKEN: {rule}", self.now / MS);
+    pub(crate) fn broken(&mut self, invariant: Invariant) {
+        if self.counts.broken.insert(invariant) && self.log {
+            println!("{:>9} BROKEN: {invariant}", self.now / MS);
         }
     }
 
@@ -124,13 +124,13 @@ impl Sim {
     fn check_walk(&mut self, walk: &Walk) {
         let hops = walk.nodes.len() - 1;
         if hops > 2 {
-            self.broken("two hops");
+            self.broken(Invariant::TwoHops);
         }
         if (0..hops).any(|i| walk.nodes[i + 1..].contains(&walk.nodes[i])) {
-            self.broken("no loop");
+            self.broken(Invariant::NoLoop);
         }
         if usize::from(TTL - walk.ttl) != hops {
-            self.broken("time to live");
+            self.broken(Invariant::TimeToLive);
         }
     }
 
@@ -199,10 +199,10 @@ impl Sim {
     /// A member's kernel has obeyed: a later term, of an ANNOUNCE that is not old.
     pub fn word_changed(&mut self, member: usize, before: u64, after: u64, said_at: Micros) {
         if lead::term_of(after) <= lead::term_of(before) {
-            self.broken("a word only rises");
+            self.broken(Invariant::WordRises);
         }
         if self.now > said_at + 3 * SEC {
-            self.broken("no replay counts");
+            self.broken(Invariant::NoReplay);
         }
         if lead::hop_of(before) != lead::hop_of(after) {
             self.counts.flips += 1;
@@ -217,13 +217,13 @@ impl Sim {
     /// the gateway they come from, and never to an earlier term, unless its agent has forgotten terms.
     pub fn moved(&mut self, far: usize, member: usize, from: usize, to: (Term, NodeId)) {
         if !self.followed[member].contains(&to) && !self.followed[from].contains(&to) {
-            self.broken("far leaders follow members' words");
+            self.broken(Invariant::FarFollows);
         }
         let seen = &mut self.fars[far].seen[member];
         let falls = to.0 < *seen;
         *seen = to.0.max(*seen);
         if falls {
-            self.broken("one owner, of the latest term");
+            self.broken(Invariant::LatestTerm);
         }
     }
 

@@ -20,6 +20,7 @@ use crate::{
     far::FarHost,
     faults::{Fault, NEVER, Schedule},
     host::{self, Host, Taken},
+    invariants::Invariant,
     planned::Traffic,
     rng::Rng,
     wires::Noise,
@@ -329,7 +330,7 @@ impl Sim {
                 let counted = self.counts.accepted();
                 self.input(node, Input::Signal { from, signal });
                 if is_numbered && is_old && counted != self.counts.accepted() {
-                    self.broken("no replay counts");
+                    self.broken(Invariant::NoReplay);
                 }
             }
             Taken::Answer(answer) => self.lan_say(node, asker, &answer.into()),

@@ -11,6 +11,7 @@ pub mod engine;
 mod far;
 pub mod faults;
 pub mod host;
+mod invariants;
 pub mod planned;
 mod probes;
 pub mod report;
@@ -21,4 +22,5 @@ pub mod several;
 pub mod wires;
 
 pub use engine::{Shape, Sim};
+pub use invariants::Invariant;
 pub use wires::Noise;

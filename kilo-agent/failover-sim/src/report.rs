@@ -7,6 +7,7 @@ use kilo_failover::{MS, Micros, Params, SEC};
 use crate::{
     engine::{Shape, Sim},
     faults::Schedule,
+    invariants::Invariant,
     scenarios::{BUSY, QUIET, Scenario},
     wires::Noise,
 };
@@ -18,8 +19,8 @@ pub struct Figures {
     outages: Vec<Micros>,
     /// Changes of leader, all together and in the worst run.
     switches: (u64, u32),
-    /// Rules that did not hold, each with the first seed.
-    pub broken: BTreeMap<&'static str, u64>,
+    /// What did not hold, each with the first seed.
+    pub broken: BTreeMap<Invariant, u64>,
 }
 
 impl Figures {
@@ -48,22 +49,22 @@ impl Scenario {
         sim.log = log;
         sim.run(schedule, start);
         if sim.counts.longest > self.goal * MS {
-            sim.counts.broken.insert("outages within the limit");
+            sim.broken(Invariant::Outages);
         }
         if sim.counts.switches() > self.switches {
-            sim.counts.broken.insert("changes of leader within the limit");
+            sim.broken(Invariant::Changes);
         }
         if !sim.has_converged() {
-            sim.counts.broken.insert("everybody is served in the end");
+            sim.broken(Invariant::Served);
         }
         if !sim.shared_are_served() {
-            sim.counts.broken.insert("shared prefixes are served in the end");
+            sim.broken(Invariant::SharedServed);
         }
         if self.goal == 0 && sim.counts.flips > 0 {
-            sim.counts.broken.insert("nothing changes without need");
+            sim.broken(Invariant::Undisturbed);
         }
         if self.suspects_nobody && sim.counts.suspicions > 0 {
-            sim.counts.broken.insert("nobody is suspected without need");
+            sim.broken(Invariant::Unsuspected);
         }
         sim
     }

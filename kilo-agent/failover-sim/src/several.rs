@@ -8,6 +8,7 @@ use crate::{
     Noise,
     engine::{Shape, Sim},
     faults::{Fault, NEVER, Schedule},
+    invariants::Invariant,
 };
 
 /// What a run with several leaders showed.
@@ -21,8 +22,8 @@ pub struct Shares {
     pub used: Vec<usize>,
     /// The longest outage of each node after that.
     pub outages: BTreeMap<usize, Micros>,
-    /// Rules that did not hold.
-    pub broken: Vec<&'static str>,
+    /// What did not hold.
+    pub broken: Vec<Invariant>,
     /// How many changes the last node had not heard of, before.
     pub behind: u32,
     /// Whether every node that can be served is.

@@ -3,7 +3,7 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
 use kilo_failover::{MS, Params, params};
-use kilo_failover_sim::scenarios::named;
+use kilo_failover_sim::{Invariant, scenarios::named};
 
 /// Faults that somebody has to take over for, and changes that are planned.
 const CASES: [(&str, u32); 5] = [
@@ -26,7 +26,7 @@ fn the_shortest_and_the_longest_interval_fail_over_and_give_leadership_back() {
             for seed in 0..RUNS {
                 let counts = scenario.one(seed, &params, false).counts;
                 let broken: Vec<_> =
-                    counts.broken.iter().filter(|rule| **rule != "outages within the limit").collect();
+                    counts.broken.iter().filter(|rule| **rule != Invariant::Outages).collect();
                 let limit = (scenario.goal * MS) as f64 * longer;
                 if !broken.is_empty() || counts.longest as f64 > limit || counts.switches() < changes {
                     bad.push(format!(

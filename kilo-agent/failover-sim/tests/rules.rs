@@ -1,45 +1,33 @@
-//! Each rule of the design left out once: the simulation must notice. What it
-//! notices is printed.
+//! Each rule of the design left out once: the simulation must notice, and with each of its invariants at least
+//! once. What it notices is printed.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
 use kilo_failover::{Params, Rule};
-use kilo_failover_sim::scenarios::named;
+use kilo_failover_sim::{Invariant, scenarios::named};
 
-/// The rule, the fault that needs it, and what is broken without it.
-const NEEDED: &[(Rule, &str, &str)] = &[
-    (
-        Rule::ReadFirst,
-        "a stand-by's agent stalls 20 times, far leaders 240 ms away",
-        "nobody is suspected without need",
-    ),
-    (
-        Rule::DiscardWhenLate,
-        "a stand-by pauses 20 times, far leaders 240 ms away",
-        "nobody is suspected without need",
-    ),
-    (Rule::Proof, "all uplinks dead for 10 s", "changes of leader within the limit"),
-    (Rule::Witnesses, "receives and does not forward", "outages within the limit"),
-    (Rule::ClaimFollowers, "LAN in halves", "far leaders follow members' words"),
-    (Rule::Rank, "a stand-by's terms leap to the end, then power off", "changes of leader within the limit"),
-    (Rule::Budget, "gateways lose the LAN in turn, 20 times in 60 s", "changes of leader within the limit"),
-    (Rule::Hold, "20 flaps in 60 s: power", "changes of leader within the limit"),
-    (Rule::FarLaterTerms, "1 to 4 at random, 5 % loss, stalls", "one owner, of the latest term"),
-    (Rule::KernelLaterTerms, "signals replayed; leaders and a member boot", "a word only rises"),
-    (
-        Rule::NoLeap,
-        "a stand-by's terms leap to the end, then it is without power",
-        "outages within the limit",
-    ),
-    (Rule::KernelCookie, "signals replayed; leaders and a member boot", "no replay counts"),
-    (
-        Rule::Boots,
-        "a leader's clock is earlier after a boot, then its carrier goes",
-        "outages within the limit",
-    ),
-    (Rule::Patience, "a flood: 60 % lost each way", "changes of leader within the limit"),
-    (Rule::TwoHops, "leader's uplink dead; the next one boots in 0.2 s", "no loop"),
-    (Rule::TimeToLive, "power off", "time to live"),
+/// The rule, the fault that needs it, and what does not hold without it.
+const NEEDED: &[(Rule, &str, Invariant)] = &[
+    (Rule::ReadFirst, "a stand-by's agent stalls 20 times, far leaders 240 ms away", Invariant::Unsuspected),
+    (Rule::DiscardWhenLate, "a stand-by pauses 20 times, far leaders 240 ms away", Invariant::Unsuspected),
+    (Rule::Proof, "all uplinks dead for 10 s", Invariant::Changes),
+    (Rule::Proof, "a far leader dead", Invariant::Undisturbed),
+    (Rule::Witnesses, "receives and does not forward", Invariant::Outages),
+    (Rule::Witnesses, "the leader is Go Kilo; power off", Invariant::SharedServed),
+    (Rule::ClaimFollowers, "LAN in halves", Invariant::FarFollows),
+    (Rule::ClaimFollowers, "a stand-by cut off the LAN", Invariant::Served),
+    (Rule::Rank, "a stand-by's terms leap to the end, then power off", Invariant::Changes),
+    (Rule::Budget, "gateways lose the LAN in turn, 20 times in 60 s", Invariant::Changes),
+    (Rule::Hold, "20 flaps in 60 s: power", Invariant::Changes),
+    (Rule::FarLaterTerms, "1 to 4 at random, 5 % loss, stalls", Invariant::LatestTerm),
+    (Rule::KernelLaterTerms, "signals replayed; leaders and a member boot", Invariant::WordRises),
+    (Rule::NoLeap, "a stand-by's terms leap to the end, then it is without power", Invariant::Outages),
+    (Rule::KernelCookie, "signals replayed; leaders and a member boot", Invariant::NoReplay),
+    (Rule::Boots, "a leader's clock is earlier after a boot, then its carrier goes", Invariant::Outages),
+    (Rule::Patience, "a flood: 60 % lost each way", Invariant::Changes),
+    (Rule::TwoHops, "leader's uplink dead; the next one boots in 0.2 s", Invariant::NoLoop),
+    (Rule::TwoHops, "leader's uplink dead; the next one boots in 0.2 s", Invariant::TwoHops),
+    (Rule::TimeToLive, "power off", Invariant::TimeToLive),
 ];
 
 /// Most runs until a rule that is left out must have been noticed.
@@ -62,4 +50,11 @@ fn each_rule_left_out_is_noticed() {
         }
     }
     assert!(unnoticed.is_empty(), "nothing shows that these are needed: {unnoticed:?}");
+}
+
+#[test]
+fn each_invariant_is_seen_to_fail() {
+    let fails = |invariant: &&Invariant| NEEDED.iter().any(|(.., broken)| broken == *invariant);
+    let unseen: Vec<_> = Invariant::ALL.iter().filter(|invariant| !fails(invariant)).collect();
+    assert!(unseen.is_empty(), "nothing shows that these can fail: {unseen:?}");
 }
