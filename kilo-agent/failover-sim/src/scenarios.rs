@@ -80,10 +80,10 @@ const fn scenario(
     }
 }
 
-fn flaps(rng: &mut Rng, start: Micros, least: Micros, fault: impl Fn(u64) -> Fault) -> Schedule {
+fn flaps(rng: &mut Rng, start: Micros, lasts: (Micros, Micros), fault: impl Fn(u64) -> Fault) -> Schedule {
     let flap = |i| {
         let at = start + i * 3 * SEC;
-        (at, at + rng.between(least, 2_500 * MS), fault(i))
+        (at, at + rng.between(lasts.0, lasts.1), fault(i))
     };
     Schedule::new((0..20).map(flap).collect(), start + 65 * SEC)
 }
@@ -230,6 +230,9 @@ pub const SCENARIOS: &[Scenario] = &[
     scenario("leader and stand-by do not hear each other", MANY, 1_000, 2, |_, _, t| {
         Schedule::one(Fault::Link(0, 1), t)
     }),
+    scenario("leader and stand-by apart, then power off", MANY, 1_000, 4, |_, _, t| {
+        and_power(vec![(t - 3 * SEC, NEVER, Fault::Link(0, 1))], t)
+    }),
     scenario("a far leader dead", ANY, 0, 0, |_, _, t| Schedule::one(Fault::Far(0), t)),
     scenario("all uplinks dead for 10 s", ANY, 0, 0, |_, _, t| {
         Schedule::new(vec![(t, t + 10 * SEC, Fault::Site)], t + 25 * SEC)
@@ -315,21 +318,47 @@ pub const SCENARIOS: &[Scenario] = &[
     Scenario {
         share: 25,
         ..scenario("20 flaps in 60 s: power", MANY, 800, 2, |rng, _, t| {
-            flaps(rng, t, 300 * MS, |_| Fault::Power(0)).without(&[0])
+            flaps(rng, t, (300 * MS, 2_500 * MS), |_| Fault::Power(0)).without(&[0])
         })
     },
     Scenario {
         share: 25,
         ..scenario("20 flaps in 60 s: uplink", MANY, 1_000, 4, |rng, _, t| {
-            flaps(rng, t, 300 * MS, |_| Fault::Uplink(0)).without(&[0])
+            flaps(rng, t, (300 * MS, 2_500 * MS), |_| Fault::Uplink(0)).without(&[0])
         })
     },
     Scenario {
         share: 25,
-        ..scenario("20 flaps: leader and stand-by in turn", MANY, 2_000, 6, |rng, _, t| {
-            flaps(rng, t, 500 * MS, |i| Fault::Power(i as usize % 2)).without(&[0, 1])
+        ..scenario("20 flaps: leader and stand-by in turn", MANY, 2_000, 3, |rng, _, t| {
+            flaps(rng, t, (500 * MS, 2_500 * MS), |i| Fault::Power(i as usize % 2)).without(&[0, 1])
         })
     },
+    // Who should take over and stalls leaves that to the one that has just booted.
+    Scenario {
+        share: 25,
+        ..scenario("20 flaps in turn, a gateway's agent stalls every 2 s", MANY, 2_000, 6, |rng, _, t| {
+            let mut schedule = flaps(rng, t, (1_800 * MS, 2_700 * MS), |i| Fault::Power(i as usize % 2));
+            for i in 0..31 {
+                let at = t + i * 2 * SEC + rng.between(0, 2 * SEC);
+                let lasts = rng.between(200 * MS, 1_500 * MS);
+                schedule.faults.push((at, at + lasts, Fault::Stall(rng.index(3))));
+            }
+            schedule.without(&[0, 1])
+        })
+    },
+    // It follows Kilo's leader, which leads nobody, until the acting one leads it.
+    scenario("a stand-by boots, the acting leader's agent stalls", MANY, 1_000, 2, |_, _, t| {
+        Schedule::new(
+            vec![
+                (t, t + 2_800 * MS, Fault::Power(0)),
+                (t + 3 * SEC, t + 4_500 * MS, Fault::Power(1)),
+                (t + 4_400 * MS, t + 6_400 * MS, Fault::Stall(2)),
+                (t + 6 * SEC, NEVER, Fault::Power(0)),
+            ],
+            t + 20 * SEC,
+        )
+        .without(&[0, 1])
+    }),
     Scenario {
         share: 25,
         ..scenario("gateways lose the LAN in turn, 20 times in 60 s", MANY, 20_000, 14, |_, _, t| {

@@ -175,7 +175,7 @@ impl Agent {
         self.clock.wrapping_add(now)
     }
 
-    fn member_view(&self, now: Micros) -> MemberView<'_> {
+    pub(crate) fn member_view(&self, now: Micros) -> MemberView<'_> {
         MemberView {
             sender: self.sender(),
             word: self.word,

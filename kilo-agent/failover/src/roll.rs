@@ -21,6 +21,8 @@ pub struct Present {
 #[derive(Clone, Debug, Default)]
 pub struct Roll {
     members: BTreeMap<NodeId, Present>,
+    /// When each was first heard to use another gateway than before.
+    turned: BTreeMap<NodeId, Micros>,
     /// The nonce of the last ROLL to each, which its answer repeats.
     asked: BTreeMap<NodeId, [u64; 2]>,
     /// Kernels heard before this do not count as reachable now.
@@ -52,6 +54,7 @@ impl Roll {
     /// There are other nodes now.
     pub fn nodes_are(&mut self, nodes: &[NodeId]) {
         self.members.retain(|member, _| nodes.contains(member));
+        self.turned.retain(|member, _| nodes.contains(member));
         self.asked.retain(|member, _| nodes.contains(member));
     }
 
@@ -65,7 +68,10 @@ impl Roll {
     pub fn heard(&mut self, member: NodeId, present: Present) -> bool {
         let was_asked = self.was_asked(member, present.nonce);
         if was_asked {
-            self.members.insert(member, present);
+            let before = self.members.insert(member, present);
+            if before.is_some_and(|before| before.word.1 != present.word.1) {
+                self.turned.insert(member, present.at);
+            }
         }
         was_asked
     }
@@ -80,6 +86,9 @@ impl Roll {
         // The ANNOUNCE that it obeys came after its last answer, although it was called twice since.
         let is_known = was_asked || present.nonce == nonce;
         if is_known {
+            if present.word.1 != word.1 {
+                self.turned.insert(member, at);
+            }
             present.word = word;
         }
         is_known
@@ -108,6 +117,11 @@ impl Roll {
     /// What a member said last, however long ago.
     pub fn last(&self, member: NodeId) -> Option<&Present> {
         self.members.get(&member)
+    }
+
+    /// Whether a member has gone to another gateway since then.
+    pub fn has_turned(&self, member: NodeId, since: Micros) -> bool {
+        self.turned.get(&member).is_some_and(|turned| *turned >= since)
     }
 
     /// Members heard lately, and what they said.
@@ -144,6 +158,25 @@ mod tests {
         assert!(!roll.follows(member, 4, 9 * SEC, word));
         assert!(!roll.heard(member, Present { at: 9 * SEC, nonce: 5, cookie: 1, word }));
         assert_eq!(roll.last(member).map(|present| present.at), Some(SEC));
+    }
+
+    #[test]
+    fn who_goes_to_another_gateway_has_turned_since_then() {
+        let (member, term) = (9, Term::NONE.next(2));
+        let mut roll = Roll::default();
+        for (at, word, turned) in [
+            (1, (Term::NONE, 1), None),
+            (2, (term, 1), None),
+            (3, (term.next(2), 2), Some(3)),
+            (4, (term.next(2), 2), Some(3)),
+        ] {
+            roll.asks(member, at);
+            assert!(roll.heard(member, Present { at, nonce: at, cookie: 1, word }));
+            assert_eq!((1..9).rev().find(|since| roll.has_turned(member, *since)), turned, "at {at}");
+        }
+        roll.asks(member, 5);
+        assert!(roll.follows(member, 5, 5, (term.next(3), 3)));
+        assert!(roll.has_turned(member, 5) && !roll.has_turned(member, 6));
     }
 
     #[test]

@@ -81,6 +81,11 @@ impl Sentinel {
         self.round = None;
     }
 
+    /// Decides nothing until then.
+    pub fn rests_until(&mut self, until: Micros) {
+        self.blocked_until = until;
+    }
+
     /// Witnesses were asked. `id`: of the question, drawn by chance, so that no answer of another agent counts.
     pub fn asks(&mut self, id: u32, asked: Vec<NodeId>, deadline: Micros) {
         let (works, failed) = (Vec::new(), Vec::new());

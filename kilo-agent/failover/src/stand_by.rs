@@ -1,7 +1,8 @@
 //! A stand-by that suspects its leader: it asks witnesses, and takes over.
 
 use crate::{
-    Agent, MS, Micros, NodeId, Note, Output, Params, Place, Rule, Turn, gateway,
+    Agent, MS, Micros, NodeId, Note, Output, Params, Place, Rule, SEC, Turn, gateway,
+    member::adopt,
     others::Others,
     roll::Present,
     sentinel::{Decision, Scene},
@@ -9,6 +10,9 @@ use crate::{
 };
 
 impl Agent {
+    /// For how long of a silence this node asks who leads by now, before it takes over after all.
+    const ASKS: Micros = 3 * SEC;
+
     pub(crate) fn decide(&mut self, turn: &mut Turn<'_>) {
         if self.word.1 == self.place.me || self.is_back() {
             return;
@@ -30,6 +34,7 @@ impl Agent {
                 Decision::Wait => return,
                 Decision::Ask => self.ask_witnesses(turn),
                 Decision::OverBudget => return turn.push(Output::Note(Note::OverBudget)),
+                Decision::Take { .. } if self.asks_who_leads(turn) => return,
                 Decision::Take { all, but } => return self.take(all, &but, turn),
             }
         }
@@ -72,6 +77,45 @@ impl Agent {
             turn.push(Output::Lan(witness, signal.clone()));
             turn.after(10 * MS, Output::Lan(witness, signal.clone()));
         }
+    }
+
+    /// Asks the gateway that leads by now, if this node alone has been left with a silent leader: who took the location
+    /// from that one would take it from the gateway that leads. The agent there may stall for a while.
+    fn asks_who_leads(&mut self, turn: &mut Turn<'_>) -> bool {
+        let now = turn.now;
+        let Some(leader) = self.leads_instead(now) else { return false };
+        turn.push(Output::Lan(leader, adopt(&self.member_view(now), leader, 0)));
+        if let Some(gateway) = &mut self.gateway {
+            gateway.sentinel.rests_until(now + self.params.hello);
+        }
+        true
+    }
+
+    /// The gateway whose kernel says that it leads in a later term than the silent leader, which no other node uses
+    /// any more.
+    fn leads_instead(&self, now: Micros) -> Option<NodeId> {
+        let (me, (term, from), gateway) = (self.place.me, self.word, self.gateway.as_ref()?);
+        let silent_since = gateway.detector.silent_since()?;
+        let is_over = silent_since + Self::ASKS <= now;
+        if is_over || self.place.several.is_some() || !self.params.keeps(Rule::Joins) {
+            return None;
+        }
+        let others = || gateway.roll.heard_lately(now).filter(|(node, _)| ![me, from].contains(node));
+        if others().any(|(_, present)| may_use(present, from, self.word_since)) {
+            return None;
+        }
+        // Gateways are called once in that time, and everybody with each suspicion.
+        let answers = |present: &Present| present.at + self.params.roll * 3 / 2 > now;
+        let leads = |(node, present): &(NodeId, &Present)| {
+            let (since, uses) = present.word;
+            uses == *node && since > term && self.place.gateways.contains(node) && answers(present)
+        };
+        let (leader, _) = others().filter(leads).max_by_key(|(_, present)| present.word)?;
+        // It has taken over since the silence began, or the silent one was led by another one before. One that only
+        // took itself, and long ago, has not got what belongs to no member.
+        let is_led = gateway.roll.last(from).is_some_and(|last| last.word.1 != from);
+        let takes = gateway.roll.has_turned(leader, silent_since.saturating_sub(self.params.heard));
+        (is_led || takes).then_some(leader)
     }
 
     fn take(&mut self, all: bool, but: &[NodeId], turn: &mut Turn<'_>) {
