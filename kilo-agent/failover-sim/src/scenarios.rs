@@ -346,6 +346,15 @@ pub const SCENARIOS: &[Scenario] = &[
             schedule.without(&[0, 1])
         })
     },
+    // Who boots has forgotten how many changes there were, and the third has not.
+    Scenario {
+        share: 25,
+        ..scenario("20 flaps in turn; the third's uplink dead for 30 s", MANY, 2_000, 12, |rng, _, t| {
+            let mut schedule = flaps(rng, t, (300 * MS, 1_200 * MS), |i| Fault::Power(i as usize % 2));
+            schedule.faults.push((t - SEC, t + 30 * SEC, Fault::Uplink(2)));
+            schedule.without(&[0, 1])
+        })
+    },
     // It follows Kilo's leader, which leads nobody, until the acting one leads it.
     scenario("a stand-by boots, the acting leader's agent stalls", MANY, 1_000, 2, |_, _, t| {
         Schedule::new(

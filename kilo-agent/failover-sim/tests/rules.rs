@@ -18,6 +18,7 @@ const NEEDED: &[(Rule, &str, Invariant)] = &[
     (Rule::ClaimFollowers, "a stand-by cut off the LAN", Invariant::Served),
     (Rule::Rank, "a stand-by's terms leap to the end, then power off", Invariant::Changes),
     (Rule::Budget, "gateways lose the LAN in turn, 20 times in 60 s", Invariant::Changes),
+    (Rule::Spared, "20 flaps in turn; the third's uplink dead for 30 s", Invariant::Changes),
     (Rule::Joins, "a stand-by boots, the acting leader's agent stalls", Invariant::Changes),
     (Rule::Hold, "20 flaps in 60 s: power", Invariant::Changes),
     (Rule::FarLaterTerms, "1 to 4 at random, 5 % loss, stalls", Invariant::LatestTerm),

@@ -37,6 +37,8 @@ pub enum Rule {
     Rank,
     /// Takeovers of the location have a budget.
     Budget,
+    /// The budget holds back nobody who has not lost leadership lately.
+    Spared,
     /// Who alone is left with a silent leader asks the gateway that leads by now, and takes nothing from it.
     Joins,
     /// A returned leader waits until it is given anything back.

@@ -49,6 +49,8 @@ pub struct Scene<'a> {
     pub alone: bool,
     /// How many better stand-bys were heard lately.
     pub better: usize,
+    /// Whether this node has lost leadership lately.
+    pub has_lost: bool,
     /// The leader says that it is overloaded: for how long nothing may have come back through it.
     pub patience: Micros,
 }
@@ -126,7 +128,7 @@ impl Sentinel {
             let still = path >= params.hard && (lan >= params.hard || path >= params.soft);
             let decision = Decision::Take { all: *all, but: works.clone() };
             self.round = None;
-            return if still { self.spend(params, now, decision) } else { Decision::Wait };
+            return if still { self.spend(scene, decision) } else { Decision::Wait };
         }
         // Two nodes have no witness, and wait for more.
         let (hard, soft) =
@@ -162,7 +164,7 @@ impl Sentinel {
         if is_over || decision != Decision::Wait {
             self.round = None;
         }
-        self.spend(params, now, decision)
+        self.spend(scene, decision)
     }
 
     /// Whether the own tunnel worked all the time the leader's way did not: good
@@ -195,11 +197,16 @@ impl Sentinel {
         self.changes = self.changes.max(Some(changes));
     }
 
-    /// A location in which everything flaps slows down.
-    fn spend(&mut self, params: &Params, now: Micros, decision: Decision) -> Decision {
+    /// A location in which everything flaps slows down: a gateway that has lost leadership lately waits.
+    fn spend(&mut self, scene: &Scene<'_>, decision: Decision) -> Decision {
+        let Scene { params, now, .. } = *scene;
         let (burst, refill) = params.budget;
         let takes_all = matches!(decision, Decision::Take { all: true, .. });
-        if takes_all && params.keeps(Rule::Budget) && self.spent_until > now + (burst - 1) * refill {
+        if takes_all
+            && scene.has_lost
+            && params.keeps(Rule::Budget)
+            && self.spent_until > now + (burst - 1) * refill
+        {
             self.blocked_until = now + Self::BLOCKED;
             return Decision::OverBudget;
         }

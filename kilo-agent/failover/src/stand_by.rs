@@ -28,6 +28,8 @@ impl Agent {
                 tunnels: &gateway.tunnels,
                 alone: self.place.nodes.len() <= 2,
                 better,
+                has_lost: !self.params.keeps(Rule::Spared)
+                    || gateway.others.losses(&self.params, turn.now, self.place.me) > 0,
                 patience: gateway.patience(&self.params, turn.now),
             };
             match gateway.sentinel.decide(&scene) {
