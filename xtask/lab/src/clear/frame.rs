@@ -154,8 +154,8 @@ fn parse(bytes: &[u8]) -> Option<Packet<'_>> {
 
 /// Signals between nodes of a location are for everybody on its LAN to read, and all but probes have a tag. Those about
 /// prefixes have none: WireGuard is to prove who sent them.
-fn is_of_the_lan(kind: Option<Kind>) -> bool {
-    kind.is_some_and(|kind| kernel::on_lan(kind) != Taken::Refuse)
+fn is_of_the_lan(kind: u8) -> bool {
+    Kind::from_u8(kind).is_some_and(|kind| kernel::on_lan(kind) != Taken::Refuse)
 }
 
 impl Packet<'_> {
@@ -164,11 +164,11 @@ impl Packet<'_> {
         is_vxlan || matches!(self.protocol, IPIP | IPV6 | GRE)
     }
 
-    /// Of a signal its kind, if this version has it.
-    fn signal(&self) -> Option<Option<Kind>> {
+    /// Of a signal its kind, which this version need not have.
+    fn signal(&self) -> Option<u8> {
         let datagram = self.payload.get(UDP_LEN..).filter(|_| self.protocol == UDP)?;
         let is_signal = self.target_port == Some(signal::PORT) && signal::begins(datagram.first_chunk()?);
-        is_signal.then(|| Kind::from_u8(datagram[KIND_AT]))
+        is_signal.then(|| datagram[KIND_AT])
     }
 
     /// From one private address of a location to another: nobody else has these.

@@ -230,7 +230,7 @@ impl World {
                 // The program leaves it to the stack.
                 return;
             }
-            let is_near = |end: &NodeId| !self.apart.contains(end) && !(*end == Y && self.refuses);
+            let is_near = |end: &NodeId| !(self.apart.contains(end) || self.refuses && *end == Y);
             let reachable = [X, Y].into_iter().filter(is_near).map(|end| (end, place(end))).collect();
             let mut seed = random;
             let outputs = server.hear(
