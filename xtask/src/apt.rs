@@ -25,7 +25,8 @@ pub fn install(packages: &[&str]) -> Result<()> {
     let install = || {
         run(Command::new("apt-get")
             .env("DEBIAN_FRONTEND", "noninteractive")
-            .args(["install", "-y", "-q", "--no-install-recommends"])
+            // Another process of the same run may be installing something else.
+            .args(["-o", "DPkg::Lock::Timeout=600", "install", "-y", "-q", "--no-install-recommends"])
             .args(&missing))
     };
     if install().is_ok() {

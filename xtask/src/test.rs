@@ -175,7 +175,7 @@ pub fn main(args: &TestArgs) -> Result<()> {
     Ok(())
 }
 
-/// Starts what runs beside the lab, once all of them have their packages: apt lets one process install at a time.
+/// Starts what runs beside the lab, once the packages are there that all of them need.
 fn start_beside_lab(all: bool) -> Result<Vec<Beside>> {
     apt::install(&[lab::PACKAGES, API_PACKAGES].concat())?;
     BESIDE_LAB.iter().map(|parts| Beside::parts(parts, &seed(all))).collect()

@@ -38,9 +38,9 @@ pub enum Rule {
     /// Takeovers of the location have a budget.
     Budget,
     /// The budget holds back nobody who has not lost leadership lately.
-    Spared,
+    BudgetSparesOthers,
     /// Who alone is left with a silent leader asks the gateway that leads by now, and takes nothing from it.
-    Joins,
+    AsksWhoLeads,
     /// A returned leader waits until it is given anything back.
     Hold,
     /// A far leader takes later terms only.

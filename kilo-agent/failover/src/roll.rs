@@ -22,7 +22,7 @@ pub struct Present {
 pub struct Roll {
     members: BTreeMap<NodeId, Present>,
     /// When each was first heard to use another gateway than before.
-    turned: BTreeMap<NodeId, Micros>,
+    changed_gateway: BTreeMap<NodeId, Micros>,
     /// The nonce of the last ROLL to each, which its answer repeats.
     asked: BTreeMap<NodeId, [u64; 2]>,
     /// Kernels heard before this do not count as reachable now.
@@ -54,7 +54,7 @@ impl Roll {
     /// There are other nodes now.
     pub fn nodes_are(&mut self, nodes: &[NodeId]) {
         self.members.retain(|member, _| nodes.contains(member));
-        self.turned.retain(|member, _| nodes.contains(member));
+        self.changed_gateway.retain(|member, _| nodes.contains(member));
         self.asked.retain(|member, _| nodes.contains(member));
     }
 
@@ -70,7 +70,7 @@ impl Roll {
         if was_asked {
             let before = self.members.insert(member, present);
             if before.is_some_and(|before| before.word.1 != present.word.1) {
-                self.turned.insert(member, present.at);
+                self.changed_gateway.insert(member, present.at);
             }
         }
         was_asked
@@ -87,7 +87,7 @@ impl Roll {
         let is_known = was_asked || present.nonce == nonce;
         if is_known {
             if present.word.1 != word.1 {
-                self.turned.insert(member, at);
+                self.changed_gateway.insert(member, at);
             }
             present.word = word;
         }
@@ -120,8 +120,8 @@ impl Roll {
     }
 
     /// Whether a member has gone to another gateway since then.
-    pub fn has_turned(&self, member: NodeId, since: Micros) -> bool {
-        self.turned.get(&member).is_some_and(|turned| *turned >= since)
+    pub fn has_changed_gateway(&self, member: NodeId, since: Micros) -> bool {
+        self.changed_gateway.get(&member).is_some_and(|at| *at >= since)
     }
 
     /// Members heard lately, and what they said.
@@ -161,10 +161,10 @@ mod tests {
     }
 
     #[test]
-    fn who_goes_to_another_gateway_has_turned_since_then() {
+    fn who_goes_to_another_gateway_has_changed_it_since_then() {
         let (member, term) = (9, Term::NONE.next(2));
         let mut roll = Roll::default();
-        for (at, word, turned) in [
+        for (at, word, changed_gateway) in [
             (1, (Term::NONE, 1), None),
             (2, (term, 1), None),
             (3, (term.next(2), 2), Some(3)),
@@ -172,11 +172,15 @@ mod tests {
         ] {
             roll.asks(member, at);
             assert!(roll.heard(member, Present { at, nonce: at, cookie: 1, word }));
-            assert_eq!((1..9).rev().find(|since| roll.has_turned(member, *since)), turned, "at {at}");
+            assert_eq!(
+                (1..9).rev().find(|since| roll.has_changed_gateway(member, *since)),
+                changed_gateway,
+                "at {at}"
+            );
         }
         roll.asks(member, 5);
         assert!(roll.follows(member, 5, 5, (term.next(3), 3)));
-        assert!(roll.has_turned(member, 5) && !roll.has_turned(member, 6));
+        assert!(roll.has_changed_gateway(member, 5) && !roll.has_changed_gateway(member, 6));
     }
 
     #[test]

@@ -28,7 +28,7 @@ impl Agent {
                 tunnels: &gateway.tunnels,
                 alone: self.place.nodes.len() <= 2,
                 better,
-                has_lost: !self.params.keeps(Rule::Spared)
+                has_lost: !self.params.keeps(Rule::BudgetSparesOthers)
                     || gateway.others.losses(&self.params, turn.now, self.place.me) > 0,
                 patience: gateway.patience(&self.params, turn.now),
             };
@@ -99,7 +99,7 @@ impl Agent {
         let (me, (term, from), gateway) = (self.place.me, self.word, self.gateway.as_ref()?);
         let silent_since = gateway.detector.silent_since()?;
         let is_over = silent_since + Self::ASKS <= now;
-        if is_over || self.place.several.is_some() || !self.params.keeps(Rule::Joins) {
+        if is_over || self.place.several.is_some() || !self.params.keeps(Rule::AsksWhoLeads) {
             return None;
         }
         let others = || gateway.roll.heard_lately(now).filter(|(node, _)| ![me, from].contains(node));
@@ -116,7 +116,7 @@ impl Agent {
         // It has taken over since the silence began, or the silent one was led by another one before. One that only
         // took itself, and long ago, has not got what belongs to no member.
         let is_led = gateway.roll.last(from).is_some_and(|last| last.word.1 != from);
-        let takes = gateway.roll.has_turned(leader, silent_since.saturating_sub(self.params.heard));
+        let takes = gateway.roll.has_changed_gateway(leader, silent_since.saturating_sub(self.params.heard));
         (is_led || takes).then_some(leader)
     }
 

@@ -246,7 +246,7 @@ impl Task {
     fn serve(&mut self, now: Instant) {
         let may_relay = self.context.relay == settings::Relay::Auto;
         self.server.relays(self.is_on() && self.leaders.offers, may_relay, now);
-        self.server.refused_by(|id| self.leaders.seen.iter().any(|seen| seen.id == id && seen.refuses));
+        self.server.end_pairs_of(|id| self.leaders.seen.iter().any(|seen| seen.id == id && seen.refuses));
         self.server.turn(&self.maps.ports(), now, micros());
         self.write_ports();
         self.ports.keep(&self.server.taken());

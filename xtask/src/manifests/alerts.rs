@@ -332,7 +332,8 @@ const ALERTS: &[Alert] = &[
         summary: "Leadership of a location changes so often that changes are held back.",
         expr: r#"sum by (job, instance) (increase(kilo_suspicions_total{outcome="over_budget"}[10m])) > 0"#,
         hold: "1m",
-        remedy: "After eight changes at once a location waits 15 s before each further one. Find what comes and goes: the Events \
+        remedy: "After eight changes at once gateways that have lost leadership within ten minutes wait 15 s before they take it \
+                 again. Find what comes and goes: the Events \
                  `LeadsLocation` of the last hour (`kubectl get events`) name the nodes and why each was left. Cordon a node \
                  that keeps failing; where whole networks flap, a longer `--failover-interval` waits for them.",
         fires: &[(r#"kilo_suspicions_total{instance="a1", outcome="over_budget"}"#, "0x10 1x50")],

@@ -418,7 +418,11 @@ impl Pair {
     /// The other end refuses relays: the pair has none any more, also where WireGuard follows what still comes by one.
     fn leaves_relays(&mut self, turn: &mut Turn<'_>) {
         let is_by_relay = self.by.is_some() || turn.relay_of_endpoint().is_some();
-        if is_by_relay && let Some(to) = turn.seen.published {
+        // Its agent answers no tries, so no other place will be found.
+        let is_lost = self.punched.is_some() && self.silence(turn.seen, turn.now) >= SILENT;
+        if (is_by_relay || is_lost)
+            && let Some(to) = turn.seen.published
+        {
             turn.outputs.push(Output::Move { node: turn.ends.1, to });
             (self.punched, self.moved) = (None, Some(turn.now));
         }

@@ -121,7 +121,7 @@ impl Server {
     }
 
     /// Ends the pairs of nodes that refuse relays.
-    pub fn refused_by(&mut self, refuses: impl Fn(NodeId) -> bool) {
+    pub fn end_pairs_of(&mut self, refuses: impl Fn(NodeId) -> bool) {
         self.pairs.retain(|_, pair| pair.ends.iter().all(|end| !refuses(end.id)));
     }
 

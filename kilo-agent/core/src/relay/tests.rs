@@ -234,6 +234,21 @@ fn one_end_that_refuses_relays_ends_the_pair_and_a_direct_way_still_serves_it() 
 }
 
 #[test]
+fn a_punched_way_that_ends_is_left_also_where_the_other_end_refuses_relays_and_answers_no_tries() {
+    let mut world = World::new(7);
+    world.connects(seconds(20));
+    world.direct = true;
+    world.run(DIRECT_EVERY * 2);
+    assert_eq!(world.way(X), Some(Way::Punched));
+    world.refuses = true;
+    world.run(seconds(10));
+    assert_eq!(world.tunnels[&X].endpoint, place(Y), "it works");
+    world.direct = false;
+    world.run(SILENT_SESSION + seconds(10));
+    assert_eq!(Some(world.tunnels[&X].endpoint), world.seen(X)[0].published);
+}
+
+#[test]
 fn a_relay_that_has_forgotten_a_pair_gets_it_again() {
     let mut world = World::new(5);
     world.connects(seconds(20));

@@ -12,8 +12,8 @@ use crate::backend::{BackendError, Happened};
 
 /// Events about objects without a namespace are there.
 const NAMESPACE: &str = "default";
-/// The API server's answer when there is an object of that name.
-const ALREADY_EXISTS: u16 = 409;
+/// The API server's reason when there is an object of that name; conflicts of other kinds have the same code.
+const ALREADY_EXISTS: &str = "AlreadyExists";
 
 /// Writes one, unless it is there: a try before this one may have been written and not answered. The `uid` of a Node is its
 /// name, as the kubelet writes it: so `kubectl describe node` finds it.
@@ -25,7 +25,7 @@ pub async fn write(client: &Client, uid: &str, happened: &Happened) -> Result<()
     let events: Api<Event> = Api::namespaced(client.clone(), NAMESPACE);
     let write = async {
         match events.create(&PostParams::default(), &event).await {
-            Err(kube::Error::Api(status)) if status.code == ALREADY_EXISTS => Ok(()),
+            Err(kube::Error::Api(status)) if status.reason == ALREADY_EXISTS => Ok(()),
             other => other.map(drop),
         }
     };

@@ -81,7 +81,10 @@ async fn with_the_policy_an_agent_changes_its_own_node_alone() {
     denied("somebody else's annotation", patch("own", &annotation("example.com/a", "b")).await);
     let of_nobody: Api<Node> = Api::all(without_node);
     let own = annotation("kilo.squat.ai/leader", "true");
-    denied("a token of no pod", of_nobody.patch("own", &PatchParams::default(), &Patch::Merge(&own)).await);
+    for (node, change) in [("own", &own), ("other", &dead)] {
+        let patched = of_nobody.patch(node, &PatchParams::default(), &Patch::Merge(change)).await;
+        denied("a token of no pod", patched);
+    }
 
     // What an agent does goes on.
     let backend = KubernetesBackend::start(client, Some("own"), "region").await.unwrap();

@@ -327,7 +327,7 @@ impl World {
             }
             for (relay, server) in &mut self.servers {
                 server.relays(!self.withdrawn.contains(relay), true, self.now);
-                server.refused_by(|end| end == Y && self.refuses);
+                server.end_pairs_of(|end| end == Y && self.refuses);
                 server.turn(&BTreeMap::new(), self.now, self.wall);
             }
             for _ in 0..self.queue.len() {
