@@ -129,15 +129,15 @@ fn strip(sysroot: &Path, from: &Path, to: &Path) -> Result<()> {
     let host = output(Command::new("rustc").arg("-vV"))?;
     let host = host.lines().find_map(|line| line.strip_prefix("host: ")).context("rustc names no host")?;
     let tool = sysroot.join("lib/rustlib").join(host).join("bin/rust-objcopy");
-    let stripped = to.with_extension("o.new");
+    // In a directory of its own, because several processes of a test run build at once.
+    let directory = tempfile::tempdir_in(to.parent().context("no parent")?)?;
+    let stripped = directory.path().join("stripped.o");
     run(Command::new(tool)
         .env("LD_LIBRARY_PATH", sysroot.join("lib"))
         .arg("--strip-debug")
         .arg(from)
         .arg(&stripped))?;
-    if fs::read(&stripped)? == fs::read(to).unwrap_or_default() {
-        fs::remove_file(&stripped)?;
-    } else {
+    if fs::read(&stripped)? != fs::read(to).unwrap_or_default() {
         fs::rename(&stripped, to)?;
     }
     Ok(())
