@@ -180,7 +180,8 @@ impl Packet<'_> {
         Leak { what, source: self.source, target: self.target, protocol: self.protocol }
     }
 
-    /// An outer header hides nothing where anybody may read it.
+    /// An outer header hides nothing where anybody may read it. An answer from outside may be for a client whose port
+    /// happens to be VXLAN's.
     fn shows_inner_packet(&self) -> bool {
         let inner = match self.protocol {
             IPIP | IPV6 => self.payload,
@@ -190,7 +191,7 @@ impl Packet<'_> {
         };
         let ours =
             parse(inner).is_some_and(|inner| [inner.source, inner.target].into_iter().any(is_of_the_mesh));
-        ours || contains_marker(self.payload)
+        ours || contains_marker(self.payload) && !self.may_be_read()
     }
 
     /// Probes may be read where they are for the outside, or between hosts of one location.
@@ -337,6 +338,15 @@ mod tests {
         assert!(leak(&probe(PUBLIC_A, B2), Link::Public).is_some());
         let without = frame(&ipv4(UDP, PUBLIC_A, PUBLIC_B, &[7; 64]));
         assert_eq!(leak(&without, Link::Public), None);
+    }
+
+    #[test]
+    fn an_answer_from_outside_may_be_for_a_port_that_vxlan_has() {
+        let answer = |source, target| {
+            frame(&ipv4(UDP, source, target, &[&[0x1b, 0x5f, 0xca, 0x6d, 0, 0, 0, 0][..], MARKER].concat()))
+        };
+        assert_eq!(leak(&answer([198, 51, 100, 2], [198, 51, 100, 1]), Link::Public), None);
+        assert!(leak(&answer(PUBLIC_A, PUBLIC_B), Link::Public).is_some());
     }
 
     #[test]
