@@ -39,7 +39,21 @@ pub enum Writer {
     /// Whoever runs the cluster. What they would write for a node that is like this.
     Operator(fn(&Node) -> Option<String>),
     /// The agent of the node.
-    Agent(fn(&Published) -> Option<String>),
+    Agent(Lifetime, fn(&Published) -> Option<String>),
+}
+
+/// How long a value that an agent wrote counts, which decides who removes it and whether slices have it.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub enum Lifetime {
+    /// Until the node is uninstalled: Kilo's own agent renews it, or it harms nobody.
+    Node,
+    /// As long as the agent that wrote it, which says with it that it takes part in failover: void once another
+    /// agent has renewed the heartbeat, and removed before Kilo's own agent comes.
+    Agent,
+    /// Until the next heartbeat, also of Kilo's own agent. Slices say in their own way whether a node is alive.
+    Heartbeat,
+    /// The same, of our agents alone: removed before Kilo's own agent comes.
+    OurHeartbeat,
 }
 
 /// When the node's agent was heard last; 0: somebody says that it is dead.
@@ -50,9 +64,6 @@ pub const DISCOVERED_ENDPOINTS: &str = "kilo.squat.ai/discovered-endpoints";
 
 /// This heartbeat, and when the next one comes.
 const HEARTBEAT: &str = "kilo.squat.ai/heartbeat";
-
-/// Names, without prefix, of what an agent of ours says of failover, and takes back before it goes.
-pub(super) const CLAIMS: [&str; 3] = ["signal", "leading", "leaders"];
 
 /// The longest pause between two heartbeats that is believed.
 const MOST_SECONDS: u16 = 600;
@@ -155,7 +166,7 @@ pub const ANNOTATIONS: &[Annotation] = &[
     },
     Annotation {
         name: "kilo.squat.ai/endpoint",
-        writer: Writer::Agent(|own| own.endpoint.as_ref().map(ToString::to_string)),
+        writer: Writer::Agent(Lifetime::Node, |own| own.endpoint.as_ref().map(ToString::to_string)),
         example: "`192.0.2.11:51820`",
         meaning: "where others reach the node",
         remedy: AGENT,
@@ -167,7 +178,7 @@ pub const ANNOTATIONS: &[Annotation] = &[
     },
     Annotation {
         name: "kilo.squat.ai/ipv6-endpoint",
-        writer: Writer::Agent(|own| own.ipv6_endpoint.map(|endpoint| endpoint.to_string())),
+        writer: Writer::Agent(Lifetime::Node, |own| own.ipv6_endpoint.map(|endpoint| endpoint.to_string())),
         example: "`[2001:db8::11]:51820`",
         meaning: "where the node can also be reached by IPv6: others try it when they do not reach its endpoint \
                   ([more](nat.md#relays)); leaders and stand-bys publish it while any leader offers to relay",
@@ -176,7 +187,7 @@ pub const ANNOTATIONS: &[Annotation] = &[
     },
     Annotation {
         name: "kilo.squat.ai/relay-off",
-        writer: Writer::Agent(|own| own.relay_off.then(|| "true".to_owned())),
+        writer: Writer::Agent(Lifetime::Node, |own| own.relay_off.then(|| "true".to_owned())),
         example: "`true`",
         meaning: "the agent runs with `--relay=off`: others neither relay for the node nor reach it through a relay \
                   ([more](nat.md#relays)); leaders and stand-bys publish it while any leader offers to relay",
@@ -185,7 +196,7 @@ pub const ANNOTATIONS: &[Annotation] = &[
     },
     Annotation {
         name: "kilo.squat.ai/internal-ip",
-        writer: Writer::Agent(|own| Some(text_or_empty(own.internal_ip))),
+        writer: Writer::Agent(Lifetime::Node, |own| Some(text_or_empty(own.internal_ip))),
         example: "`10.1.0.11/24`",
         meaning: "the private address; empty if the node has none",
         remedy: AGENT,
@@ -197,7 +208,7 @@ pub const ANNOTATIONS: &[Annotation] = &[
     },
     Annotation {
         name: "kilo.squat.ai/key",
-        writer: Writer::Agent(|own| own.key.map(|key| key.to_string())),
+        writer: Writer::Agent(Lifetime::Node, |own| own.key.map(|key| key.to_string())),
         example: "44 characters of base64",
         meaning: "the WireGuard public key",
         remedy: AGENT,
@@ -205,7 +216,7 @@ pub const ANNOTATIONS: &[Annotation] = &[
     },
     Annotation {
         name: LAST_SEEN,
-        writer: Writer::Agent(|own| Some(own.last_seen.to_string())),
+        writer: Writer::Agent(Lifetime::Heartbeat, |own| Some(own.last_seen.to_string())),
         example: "`1763866800`",
         meaning: "the heartbeat: Unix seconds, renewed every 30 s, or as `heartbeat` says",
         remedy: AGENT,
@@ -213,7 +224,9 @@ pub const ANNOTATIONS: &[Annotation] = &[
     },
     Annotation {
         name: HEARTBEAT,
-        writer: Writer::Agent(|own| own.heartbeat.map(|seconds| format!("{}/{seconds}", own.last_seen))),
+        writer: Writer::Agent(Lifetime::OurHeartbeat, |own| {
+            own.heartbeat.map(|seconds| format!("{}/{seconds}", own.last_seen))
+        }),
         example: "`1763866800/300`",
         meaning: "this `last-seen`, and after how many seconds it is renewed: 30, or 300 where \
                   [nobody needs it sooner](design/slices.md#heartbeats); with another `last-seen` it is of an agent \
@@ -223,7 +236,7 @@ pub const ANNOTATIONS: &[Annotation] = &[
     },
     Annotation {
         name: "kilo.squat.ai/wireguard-ip",
-        writer: Writer::Agent(|own| Some(text_or_empty(own.wireguard_ip))),
+        writer: Writer::Agent(Lifetime::Node, |own| Some(text_or_empty(own.wireguard_ip))),
         example: "`10.4.0.1/16`",
         meaning: "the address of the WireGuard device on a leader, empty otherwise",
         remedy: AGENT,
@@ -231,7 +244,7 @@ pub const ANNOTATIONS: &[Annotation] = &[
     },
     Annotation {
         name: DISCOVERED_ENDPOINTS,
-        writer: Writer::Agent(|own| seen_endpoints_text(&own.discovered_endpoints)),
+        writer: Writer::Agent(Lifetime::Node, |own| seen_endpoints_text(&own.discovered_endpoints)),
         example: "`{\"KEY\":{\"IP\":\"203.0.113.7\",\"Port\":40123,\"Zone\":\"\"}}`",
         meaning: "where this node's WireGuard sees peers behind NAT",
         remedy: AGENT,
@@ -239,7 +252,9 @@ pub const ANNOTATIONS: &[Annotation] = &[
     },
     Annotation {
         name: "kilo.squat.ai/granularity",
-        writer: Writer::Agent(|own| own.granularity.map(|granularity| granularity.as_str().to_owned())),
+        writer: Writer::Agent(Lifetime::Node, |own| {
+            own.granularity.map(|granularity| granularity.as_str().to_owned())
+        }),
         example: "`location`",
         meaning: "the `--mesh-granularity` the node's agent runs with",
         remedy: AGENT,
@@ -247,7 +262,9 @@ pub const ANNOTATIONS: &[Annotation] = &[
     },
     Annotation {
         name: "kilo.squat.ai/cni-compatibility-ip",
-        writer: Writer::Agent(|own| own.cni_compatibility_ip.map(|address| address.to_string())),
+        writer: Writer::Agent(Lifetime::Node, |own| {
+            own.cni_compatibility_ip.map(|address| address.to_string())
+        }),
         example: "`10.42.0.7/32`",
         meaning: "where the CNI's tunnel ends, in add-on mode",
         remedy: AGENT,
@@ -255,7 +272,7 @@ pub const ANNOTATIONS: &[Annotation] = &[
     },
     Annotation {
         name: "kilo.squat.ai/signal",
-        writer: Writer::Agent(|own| own.signal.then(|| SIGNAL.to_owned())),
+        writer: Writer::Agent(Lifetime::Agent, |own| own.signal.then(|| SIGNAL.to_owned())),
         example: "`1`",
         meaning: "version of the signals the node knows, with `--failover=auto`: it can be a stand-by of its \
                   leader, and as a leader follows other locations' changes",
@@ -265,7 +282,7 @@ pub const ANNOTATIONS: &[Annotation] = &[
     },
     Annotation {
         name: "kilo.squat.ai/leading",
-        writer: Writer::Agent(|own| own.leading.map(|term| term.to_string())),
+        writer: Writer::Agent(Lifetime::Agent, |own| own.leading.map(|term| term.to_string())),
         example: "`65537`",
         meaning: "the term in which the node took over its location (TERM of `kgctl status` × 65536 and a number that \
                   decides ties); the latest counts, whoever Kilo's rule chooses",
@@ -274,7 +291,7 @@ pub const ANNOTATIONS: &[Annotation] = &[
     },
     Annotation {
         name: "kilo.squat.ai/leaders",
-        writer: Writer::Agent(|own| own.leaders.map(|leaders| leaders.to_string())),
+        writer: Writer::Agent(Lifetime::Agent, |own| own.leaders.map(|leaders| leaders.to_string())),
         example: "`2`",
         meaning: "the `--leaders` the node's agent runs with; there once anybody asks for several active \
                   leaders, which need it of every node of the mesh",
@@ -283,7 +300,7 @@ pub const ANNOTATIONS: &[Annotation] = &[
     },
     Annotation {
         name: "kilo.squat.ai/state",
-        writer: Writer::Agent(|own| own.state.clone()),
+        writer: Writer::Agent(Lifetime::OurHeartbeat, |own| own.state.clone()),
         example: "`member of location:aws`",
         meaning: "for people: `leader of` or `member of` a location, or `not in the mesh:` and why; as the node's \
                   agent knew it last, so look at `last-seen`, too",
@@ -294,20 +311,36 @@ pub const ANNOTATIONS: &[Annotation] = &[
 
 /// Reads all annotations that are present into `node`; names what cannot be read in `problems`.
 pub(super) fn read(present: &BTreeMap<String, String>, node: &mut CheckedIn, problems: &mut Vec<String>) {
-    for Annotation { name, remedy, read, .. } in ANNOTATIONS {
-        if let Some(text) = present.get(*name) {
+    for row in ANNOTATIONS {
+        let Annotation { name, remedy, read, .. } = row;
+        // The heartbeat has been read by then.
+        if let Some(text) = present.get(*name).filter(|_| !row.is_void(present, node.last_seen)) {
             read(&mut Value { text, name, remedy, problems }, node);
         }
     }
-    if are_claims_void(present, node.last_seen) {
-        // The agent that renews the heartbeat now knows none of these, and takes nothing back.
-        let Node { signal, leading, leaders, .. } = &mut node.node;
-        (*signal, *leading, *leaders) = (false, None, None);
+}
+
+impl Annotation {
+    /// Whether the value counts no more: its agent has gone, and takes nothing back.
+    fn is_void(&self, present: &BTreeMap<String, String>, last_seen: i64) -> bool {
+        matches!(self.writer, Writer::Agent(Lifetime::Agent, _)) && has_another_agent(present, last_seen)
+    }
+
+    /// What slices say of the node in this annotation: nothing where it is of a moment, and nothing void, for those who
+    /// read a slice do not see why it is.
+    pub(super) fn passed_on<'a>(
+        &self,
+        present: &'a BTreeMap<String, String>,
+        last_seen: i64,
+    ) -> Option<&'a String> {
+        let is_of_a_moment =
+            matches!(self.writer, Writer::Agent(Lifetime::Heartbeat | Lifetime::OurHeartbeat, _));
+        present.get(self.name).filter(|_| !is_of_a_moment && !self.is_void(present, last_seen))
     }
 }
 
-/// Whether the agent that wrote [`CLAIMS`] has gone: another one has renewed the heartbeat since.
-pub(super) fn are_claims_void(present: &BTreeMap<String, String>, last_seen: i64) -> bool {
+/// Whether an agent that promises no heartbeats has renewed the heartbeat since one of ours did.
+fn has_another_agent(present: &BTreeMap<String, String>, last_seen: i64) -> bool {
     let promise = present.get(HEARTBEAT).and_then(|text| promised(text));
     promise.is_some_and(|(seen, _)| !is_of_heartbeat(seen, last_seen))
 }
@@ -352,7 +385,7 @@ pub(super) fn of_node(node: &Node, last_seen: i64) -> BTreeMap<String, String> {
     let print = |annotation: &Annotation| {
         let value = match annotation.writer {
             Writer::Operator(print) => print(node),
-            Writer::Agent(print) => print(&published),
+            Writer::Agent(_, print) => print(&published),
         };
         Some((annotation.name.to_owned(), value?))
     };
@@ -367,18 +400,11 @@ pub fn changes(
     wanted.into_iter().filter(|(name, value)| present.get(name) != value.as_ref()).collect()
 }
 
-/// What Kilo's own agent does not write: failover's, the role in the mesh, and the promise of heartbeats.
-const OURS_ALONE: [&str; 5] = [
-    "kilo.squat.ai/signal",
-    "kilo.squat.ai/leading",
-    "kilo.squat.ai/leaders",
-    "kilo.squat.ai/state",
-    HEARTBEAT,
-];
-
 /// What a node says that an agent of Kilo's would not renew, to be removed when one comes next.
 pub fn without_failover() -> BTreeMap<String, Option<String>> {
-    OURS_ALONE.map(|name| (name.to_owned(), None)).into()
+    let is_ours = |lifetime| matches!(lifetime, Lifetime::Agent | Lifetime::OurHeartbeat);
+    let ours = ANNOTATIONS.iter().filter(|row| matches!(row.writer, Writer::Agent(of, _) if is_ours(of)));
+    ours.map(|row| (row.name.to_owned(), None)).collect()
 }
 
 /// Every annotation that agents write, to be removed.
@@ -388,7 +414,7 @@ pub fn retracted() -> BTreeMap<String, Option<String>> {
 
 fn by_agents() -> impl Iterator<Item = (&'static str, fn(&Published) -> Option<String>)> {
     ANNOTATIONS.iter().filter_map(|annotation| match annotation.writer {
-        Writer::Agent(print) => Some((annotation.name, print)),
+        Writer::Agent(_, print) => Some((annotation.name, print)),
         Writer::Operator(_) => None,
     })
 }

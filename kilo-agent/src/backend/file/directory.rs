@@ -186,7 +186,7 @@ fn is_own(path: &Path) -> bool {
 
 /// True for the annotations agents write.
 fn is_written(annotation: &str) -> bool {
-    ANNOTATIONS.iter().any(|row| row.name == annotation && matches!(row.writer, Writer::Agent(_)))
+    ANNOTATIONS.iter().any(|row| row.name == annotation && matches!(row.writer, Writer::Agent(..)))
 }
 
 fn is_yaml(path: &Path) -> bool {

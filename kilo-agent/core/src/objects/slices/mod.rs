@@ -16,7 +16,7 @@ use serde::{Deserialize, Serialize};
 
 use super::{
     Leaving,
-    annotations::{self, ANNOTATIONS, CLAIMS, LAST_SEEN, PREFIX},
+    annotations::{ANNOTATIONS, LAST_SEEN, PREFIX},
     leaving,
     node::{CONTROL_PLANE, EXTERNAL_IP},
 };
@@ -123,21 +123,14 @@ pub struct Entry {
 const WORDS: [(Leaving, &str); 3] =
     [(Leaving::Cordoned, "cordoned"), (Leaving::Removed, "removed"), (Leaving::ShutsDown, "shutsDown")];
 
-/// Names, without prefix, of annotations that are not passed on as they are.
-const NOT_PASSED_ON: [&str; 3] = ["last-seen", "heartbeat", "state"];
-
 impl Entry {
     /// What the mesh needs of this object. `read`: what [`super::node::from_object`] makes of it, with that label.
     pub fn new(object: &core::Node, read: &super::CheckedIn, topology_label: &str, alive: bool) -> Self {
         let (metadata, empty) = (&object.metadata, BTreeMap::new());
         let present = metadata.annotations.as_ref().unwrap_or(&empty);
-        // Who reads the slice does not see the void promise, and would believe them.
-        let is_void = annotations::are_claims_void(present, read.last_seen);
         let passed_on = ANNOTATIONS.iter().filter_map(|row| {
-            let name = row.name.strip_prefix(PREFIX)?;
-            let is_left_out = NOT_PASSED_ON.contains(&name) || is_void && CLAIMS.contains(&name);
-            let text = present.get(row.name).filter(|_| !is_left_out)?;
-            Some((name.to_owned(), text.clone()))
+            let text = row.passed_on(present, read.last_seen)?;
+            Some((row.name.strip_prefix(PREFIX)?.to_owned(), text.clone()))
         });
         let spec = object.spec.as_ref();
         let mut pod_cidrs: Vec<String> = Vec::new();
