@@ -276,7 +276,8 @@ impl Agent {
         gateway.tunnels.wake_up(params, turn);
         gateway.looks_for_overload(params, sender.me, self.word, now);
         let is_overloaded = gateway.tunnels.is_busy(now) && gateway.leads(sender.me, self.word);
-        if is_overloaded && gateway.busy_said.is_none_or(|said| said + 60 * SEC <= now) {
+        let stays_so = is_overloaded && gateway.tunnels.stays_busy(now);
+        if stays_so && gateway.busy_said.is_none_or(|said| said + 60 * SEC <= now) {
             gateway.busy_said = Some(now);
             turn.push(Output::Note(Note::Busy));
         }

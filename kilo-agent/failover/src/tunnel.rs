@@ -25,6 +25,30 @@ struct Load {
     moved: Option<Micros>,
     /// Until when it is taken for overloaded.
     busy_until: Micros,
+    /// Since when.
+    busy_since: Micros,
+    /// In how many of the seconds since then it was seen, and the end of the last of these.
+    seconds: (u64, Micros),
+}
+
+impl Load {
+    /// Some probes were lost, and packets come out.
+    fn seen(&mut self, params: &Params, at: Micros) {
+        if self.busy_until <= at {
+            (self.busy_since, self.seconds) = (at, (0, at));
+        }
+        let (count, end) = self.seconds;
+        if end <= at {
+            self.seconds = (count + 1, at + SEC);
+        }
+        self.busy_until = self.busy_until.max(at + params.busy);
+    }
+
+    /// Whether it was seen in most seconds of some, and not when the machine stood still for a moment.
+    const fn lasts(&self, now: Micros) -> bool {
+        let age = now.saturating_sub(self.busy_since);
+        self.busy_until > now && age >= 3 * SEC && self.seconds.0 * SEC * 3 > age * 2
+    }
 }
 
 /// Probes through the own tunnel to some far leaders.
@@ -82,7 +106,7 @@ impl Tunnels {
         let has_missed = self.has_missed(Self::LOSSY) && turn.now >= self.up_since + Self::LEARNT;
         let moves = self.load.moved.is_some_and(|moved| moved + params.own * 13 / 10 > turn.now);
         if has_missed && moves {
-            self.load.busy_until = turn.now + params.busy;
+            self.load.seen(params, turn.now);
         }
         if turn.now >= self.next {
             // An overloaded tunnel lets some probes through: more of them show it sooner.
@@ -117,6 +141,11 @@ impl Tunnels {
         self.load.busy_until > now
     }
 
+    /// Whether it has done so for long enough to bother somebody with it.
+    pub const fn stays_busy(&self, now: Micros) -> bool {
+        self.load.lasts(now)
+    }
+
     /// Another gateway of a far location answers now: what the one before has missed says nothing of it.
     pub fn far_moved(&mut self, far: Far) {
         self.probed.iter_mut().filter(|tunnel| tunnel.far == far).for_each(|tunnel| tunnel.row.clear());
@@ -132,7 +161,7 @@ impl Tunnels {
             self.heard = self.heard.max(Some(at));
             if has_missed {
                 // Some are lost, and not all.
-                self.load.busy_until = self.load.busy_until.max(at + params.busy);
+                self.load.seen(params, at);
             }
             if self.good_since.is_none() && self.most(|tunnel| tunnel.row.misses() < 3) {
                 self.good_since = Some(at);
@@ -261,6 +290,22 @@ mod tests {
         assert!(after_a_second(none, true).0, "the way in works");
         assert!(!after_a_second(none, false).0, "its uplink is dead");
         assert!(!after_a_second(|_| true, true).0, "nothing is lost");
+    }
+
+    #[test]
+    fn only_an_overload_that_goes_on_is_worth_a_word() {
+        let params = Params::default();
+        let lasts = |seen: &[Micros], now| {
+            let mut load = Load::default();
+            seen.iter().for_each(|at| load.seen(&params, *at));
+            load.lasts(now)
+        };
+        let each_second = [10, 11, 12, 13].map(|at| at * SEC);
+        assert!(lasts(&each_second, 13 * SEC));
+        assert!(!lasts(&each_second[..3], 12 * SEC), "not yet");
+        assert!(!lasts(&each_second, 13 * SEC + params.busy), "it is over");
+        assert!(!lasts(&[10 * SEC, 10 * SEC + 100 * MS, 10 * SEC + 200 * MS], 13 * SEC), "one moment");
+        assert!(!lasts(&[10, 13, 16, 19].map(|at| at * SEC), 19 * SEC), "a moment each three seconds");
     }
 
     #[test]
