@@ -13,7 +13,10 @@ use crate::{
     agent::{self, Programs},
     backend::kubernetes::{self, Successor, SuccessorError},
 };
-use kilo_core::settings::{AttachMode, Masquerade};
+use kilo_core::{
+    objects::annotations,
+    settings::{AttachMode, Masquerade},
+};
 use kilo_host::{
     dataplane,
     net::{Net, NetError, links},
@@ -188,11 +191,13 @@ async fn leave_failover(client: Client, node: &str) {
         Err(_) => Some("the API server does not answer".to_owned()),
     };
     if let Some(error) = error {
+        let annotations = annotations::without_failover().into_keys().collect::<Vec<_>>().join(", ");
         tracing::warn!(
             error,
             node,
-            "failed to remove the annotations kilo.squat.ai/signal, leading and leaders; other nodes believe that \
-             this one takes part in failover until somebody removes them"
+            annotations,
+            "failed to remove this node's annotations of failover; other nodes believe that it takes part in failover \
+             until somebody removes them"
         );
     }
 }

@@ -179,7 +179,7 @@ maps! {
         holds "ring: drops for `kgctl monitor`",
         reason "bytes: 1,600 events; what does not fit is not shown";
     MONITOR = "monitor", Array<u32, Monitor>, size 1, pinned true, gauge false,
-        holds "whether that runs",
+        holds "until when a `kgctl monitor` listens to `events`",
         reason "one listener";
 }
 

@@ -84,7 +84,7 @@ impl Watched {
 
 impl Known {
     fn silence(&self) -> String {
-        format!("{self} does not answer: {}; bytes are sent in vain", self.handshake())
+        format!("{self} does not answer: {}; packets sent to it are lost", self.handshake())
     }
 
     fn handshake(&self) -> String {

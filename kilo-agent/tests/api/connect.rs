@@ -185,11 +185,11 @@ fn a_machine_joins_reaches_pods_and_leaves_nothing_behind() {
         // Another one on the same machine would fight over routes.
         let said = refused(&kubeconfig, &["other"]);
         assert!(
-            said.contains("managed by another process") && said.contains("stop that one first"),
+            said.contains("another process manages interface") && said.contains("stop that one first"),
             "{said}"
         );
         let said = refused(&kubeconfig, &["other", "--interface", "kilo1"]);
-        assert!(said.contains("kilo0 are managed already"), "{said}");
+        assert!(said.contains("already manages routes through kilo0"), "{said}");
         assert!(peers.get_opt("other").await.unwrap().is_none());
 
         // A location more, and the own Peer deleted by somebody: both are followed.

@@ -135,7 +135,7 @@ async fn a_test_that_is_interrupted_takes_its_namespace_with_it() {
     let foreign = serde_json::from_value(json!({"metadata": {"name": NAME}})).unwrap();
     namespaces.create(&PostParams::default(), &foreign).await.unwrap();
     let said = Run::start(&kubeconfig).failure().await;
-    assert!(said.contains("is not one of kgctl"), "{said}");
+    assert!(said.contains("was not created by kgctl"), "{said}");
     assert!(namespaces.get(NAME).await.unwrap().metadata.deletion_timestamp.is_none());
 }
 

@@ -257,7 +257,7 @@ const ALERTS: &[Alert] = &[
         expr: "increase(kilo_reattached_total[15m]) > 0",
         hold: "1m",
         remedy: "They are back within 3 s, and packets were not steered meanwhile. Look for another program that manages TC \
-                 hooks on this node; [add-on](add-on.md) says who gets along with whom.",
+                 hooks on this node; [add-on](add-on.md) lists which programs can share an interface.",
         fires: &[(r#"kilo_reattached_total{instance="a1"}"#, "0x10 2x50")],
         labels: &[A1],
         quiet: &[(r#"kilo_reattached_total{instance="a1"}"#, "2x60")],
@@ -346,7 +346,7 @@ const ALERTS: &[Alert] = &[
     Alert {
         name: "KiloSignalsForged",
         severity: "warning",
-        summary: "Somebody sends failover signals that are not a node's.",
+        summary: "Failover signals arrive that no node has sent.",
         expr: r#"sum by (job, instance) (increase(kilo_signals_refused_total{why=~"forged|foreign"}[10m])) + sum by (job, instance) (increase(kilo_dropped_packets_total{reason=~"forged_signal"}[10m])) > 0"#,
         hold: "1m",
         remedy: "They were refused, and nothing has changed. A node that has changed its key is refused for some seconds, too. Otherwise \

@@ -71,7 +71,7 @@ const MOST_SECONDS: u16 = 600;
 /// Version of the signals.
 const SIGNAL: &str = "1";
 
-const AGENT: &str = "the node's agent writes it, look whether it runs";
+const AGENT: &str = "the node's agent writes it; check that the agent is running";
 
 /// Every annotation. What overrides another one stands before it: the table is read in this order.
 pub const ANNOTATIONS: &[Annotation] = &[

@@ -62,7 +62,7 @@ reasons! {
     /// The node has not taken part yet.
     NotInMesh Warning "Node" "The agent has run for 30 s and its node is not in the mesh; the message says what is missing. Written by its agent."
     /// The node has become the leader.
-    LeadsLocation Normal "Node" "The node leads its location from now on; the message says whom it follows in office, and why: lost, handed over, or planned. Written by its agent."
+    LeadsLocation Normal "Node" "The node leads its location from now on; the message names the previous leader and the reason: lost, handed over, or planned. Written by its agent."
     /// The node was the leader.
     FollowsLeader Normal "Node" "The node led its location and now follows another. Written by its agent."
     /// A tunnel of the node gets no answer.
@@ -70,11 +70,11 @@ reasons! {
     /// A tunnel that was silent answers.
     TunnelAnswers Normal "Node" "A tunnel that was silent has a handshake. Written by its agent."
     /// Another node claims its private address, too.
-    AddressConflict Warning "Node" "Another node claims the same private address. Written by each that does."
+    AddressConflict Warning "Node" "Another node claims the same private address. Written by the agent of each node that claims it."
     /// It leads its location with an endpoint that other locations may not reach.
     PrivateEndpoint Warning "Node" "The node leads its location with an endpoint that others may not reach. Written by its agent."
     /// The peer is in the mesh.
-    PeerAccepted Normal "Peer" "Leaders let the peer in. Written by the leader of the first location."
+    PeerAccepted Normal "Peer" "Leaders accept the peer. Written by the leader of the first location."
     /// The peer is not in the mesh.
     PeerRefused Warning "Peer" "The peer is not used; the message says why. Written by the leader of the first location."
 }

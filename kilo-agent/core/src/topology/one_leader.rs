@@ -28,8 +28,8 @@ impl Mesh {
             }
         };
         Some(format!(
-            "several active leaders are asked for, and node {} does not take part ({why}): every location has one \
-             leader",
+            "several active leaders are configured, but node {} does not support them ({why}), so every location \
+             uses one leader",
             node.name
         ))
     }
@@ -72,7 +72,7 @@ mod tests {
         ];
         let said = warnings(&nodes, Granularity::Location);
         let of_x = said[0].as_deref().unwrap();
-        assert!(of_x.contains("node y4 does not take part (no annotation kilo.squat.ai/signal:"), "{of_x}");
+        assert!(of_x.contains("node y4 does not support them (no annotation kilo.squat.ai/signal:"), "{of_x}");
         assert_eq!(said[1], None, "nobody asks for several there");
         assert_eq!(said[2], None, "one node shares with nobody");
         assert_eq!(warnings(&nodes, Granularity::Full), [const { None }; 5], "nothing is shared");

@@ -41,7 +41,7 @@ impl PeerAcceptance {
     /// A sentence for those who look.
     pub fn message(&self) -> String {
         match self {
-            Self::Accepted => "every leader of the mesh lets this peer in".to_owned(),
+            Self::Accepted => "all leaders of the mesh accept this peer".to_owned(),
             Self::Partly(without) => without.clone(),
             Self::Refused { why, .. } => why.clone(),
         }

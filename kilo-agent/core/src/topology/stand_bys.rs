@@ -9,17 +9,18 @@ impl Mesh {
         let segment = self.segments.get(at).filter(|_| self.fails_over(at))?;
         match self.unforeseen(at) {
             Some(acting) => Some(format!(
-                "{0} leads, but is not a stand-by by this --stand-bys: set the same --stand-bys on all agents and \
-                 kgctl connect. If it is the same, nodes that come before {0} have joined; that is harmless",
+                "{0} leads but does not count as a stand-by with this agent's --stand-bys: set the same --stand-bys on \
+                 all agents and kgctl connect. If it is the same everywhere, nodes that rank before {0} have joined, \
+                 which is harmless",
                 acting.name()
             )),
             None if self.lacks_stand_bys(at, segment) => Some(if self.gateways_of(at).homes.is_some() {
-                "its active leaders have no stand-bys, so their nodes notice a failure by themselves, in 1 to 2 s: \
+                "its active leaders have no stand-bys, so after a failure each node needs 1 to 2 s to detect it: \
                  give all agents --stand-bys=1 or more"
                     .to_owned()
             } else {
                 format!(
-                    "it has no stand-by, so nobody takes over from {} before that is declared dead: give all agents \
+                    "it has no stand-by: if {} fails, no node takes over until it is declared dead; give all agents \
                      --stand-bys=1 or more",
                     segment.leading().map_or("its leader", Member::name)
                 )

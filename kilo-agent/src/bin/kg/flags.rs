@@ -213,7 +213,7 @@ pub struct Flags {
     /// CIDR from which WireGuard addresses are allocated.
     #[arg(long, default_value = "10.4.0.0/16", value_parser = parse_cidr)]
     pub subnet: IpNet,
-    /// Nodes of a location that can take over from its leader, 0 to 4. The same on every node.
+    /// Number of nodes of a location that can take over from its leader, 0 to 4. Must be the same on every node.
     #[arg(long, default_value = "2", value_parser = parse_number::<0, 4>)]
     pub stand_bys: u8,
     /// Prepare everything beside Kilo's own agent without touching this host, and take the host over when that agent

@@ -246,8 +246,8 @@ impl Connection {
             let link = links.iter().find(|link| Some(link.index) == found.interface);
             if let Some(link) = link.filter(|link| link.name != self.interface.name) {
                 bail!(
-                    "routes through {} are managed already: this machine is a node of a mesh (then it needs no \
-                     connection), or another kgctl connect runs",
+                    "another process already manages routes through {}: either this machine is a node of the mesh, or \
+                     another kgctl connect is running",
                     link.name
                 );
             }

@@ -25,9 +25,9 @@ use crate::{
   kgctl graph --ways | grep 'both, label='  tunnels that are punched or relayed
   kgctl graph --context=prod --mesh-granularity=full")]
 pub struct GraphArgs {
-    /// Write beside each tunnel between leaders whether it is punched, or which node relays it: their agents are asked
-    /// through the API server (needs get on pods/proxy). Direct tunnels have no label, nor do those of agents that do
-    /// not answer, which are named on stderr.
+    /// Label each tunnel between leaders as punched, or with the node that relays it. Asks the leaders' agents through
+    /// the API server (needs get on pods/proxy). Direct tunnels get no label; agents that do not answer are listed on
+    /// stderr.
     #[arg(long)]
     ways: bool,
     #[command(flatten)]

@@ -49,8 +49,8 @@ pub struct StatusArgs {
     /// value the one on this machine, at port 1107 of `$HOST_IP` or 127.0.0.1.
     #[arg(long, value_name = "URL", num_args = 0..=1, default_missing_value = "", require_equals = true)]
     agent: Option<String>,
-    /// File with the token to show to the agent, where that asks for one (kg --page-access=token). On the agent's own
-    /// node root needs none.
+    /// File with the bearer token, for an agent that requires one (kg --page-access=token). Root on the agent's own
+    /// node needs none.
     #[arg(long, value_name = "FILE", requires = "agent")]
     agent_token_file: Option<PathBuf>,
     /// Only this location.

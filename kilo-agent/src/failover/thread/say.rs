@@ -44,8 +44,8 @@ impl Thread {
                 self.metrics.refused("replayed");
                 tracing::debug!(
                     from = self.name(from),
-                    "ignoring a signal that was heard before, is from an earlier boot, or answers another question, \
-                     as of a gateway with another build"
+                    "ignoring a replayed or stale signal: received before, from an earlier boot, or a reply to a \
+                     different request, for example from a gateway of another build"
                 );
                 return;
             }

@@ -97,7 +97,7 @@ pub fn report_at(nodes: usize, locations: usize, out: usize, now: Timestamp) -> 
     let mut tunnels: Vec<Value> = (1..locations).chain(second).map(tunnel).collect();
     tunnels.push(json!({"name": "peer:laptop-ana", "key": key(90_001), "endpoint": "198.51.100.7:40112", "lastHandshake": time(41), "receivedBytes": 88_412, "sentBytes": 912_000}));
     let degraded = silent.iter().map(|name| {
-        format!("{name} ({}-node-000 at 203.0.2.1:51820) does not answer: the last handshake was 14m ago; bytes are sent in vain for 1m 5s", city(2))
+        format!("{name} ({}-node-000 at 203.0.2.1:51820) does not answer: the last handshake was 14m ago; packets sent to it are lost for 1m 5s", city(2))
     });
     let status: Value = json!({
         "time": now.to_string(), "granularity": "location", "subnet": "10.4.0.0/16",

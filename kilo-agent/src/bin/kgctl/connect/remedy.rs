@@ -27,8 +27,8 @@ fn may_change_network(status: &str) -> bool {
 pub fn of_lock(error: LockError) -> anyhow::Error {
     match error {
         LockError::Taken(interface) => anyhow!(
-            "interface {interface} is managed by another process on this machine: by kg, then it is a node and needs \
-             no kgctl connect; or by another kgctl connect, stop that one first"
+            "another process manages interface {interface}: if it is kg, this machine is a node and does not need kgctl \
+             connect; if it is another kgctl connect, stop that one first"
         ),
         other => other.into(),
     }

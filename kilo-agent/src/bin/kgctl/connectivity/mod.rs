@@ -125,7 +125,7 @@ pub async fn run(args: &ConnectivityArgs) -> Result<(String, bool)> {
     };
     if let Err(error) = bench.remove(LEAVING).await {
         eprintln!(
-            "kgctl: {}; a run later than in {} s, or `kubectl delete namespace {}`, removes it",
+            "kgctl: {}; to remove it, run the test again after {} s, or run `kubectl delete namespace {}`",
             error_chain(error.as_ref()),
             heartbeat::STALE.as_secs(),
             bench::NAMESPACE

@@ -221,7 +221,7 @@ async fn full(to: SocketAddr) -> io::Result<()> {
         }
     }
     Err(io::Error::other(format!(
-        "no answer to packets of {mtu} bytes, and nobody said that they are too large"
+        "no reply to packets of {mtu} bytes, and no ICMP error said that they are too large"
     )))
 }
 

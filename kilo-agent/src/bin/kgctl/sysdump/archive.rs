@@ -34,7 +34,7 @@ impl Archive {
         match text {
             Ok(text) if self.room.is_some_and(|room| room < text.len()) => {
                 self.problems
-                    .push(format!("{name} is missing: with it there is more of this node than fits"));
+                    .push(format!("{name} was left out: the files of this node would exceed the size limit"));
             }
             Ok(text) => {
                 self.room = self.room.map(|room| room - text.len());
