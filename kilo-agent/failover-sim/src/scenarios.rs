@@ -105,6 +105,12 @@ fn halves(rng: &mut Rng, nodes: usize, start: Micros) -> Schedule {
     )
 }
 
+/// Every node is off, and each is on again within a second of the others.
+fn boots_whole(nodes: usize, at: Micros, rng: &mut Rng) -> Schedule {
+    let boots = |node| (at, at + 3 * SEC + rng.between(0, SEC), Fault::Power(node));
+    Schedule::new((0..nodes).map(boots).collect(), at + 35 * SEC)
+}
+
 fn and_power(more: Vec<faults::Scheduled>, start: Micros) -> Schedule {
     let mut faults = more;
     faults.push((start, NEVER, Fault::Power(0)));
@@ -306,6 +312,21 @@ pub const SCENARIOS: &[Scenario] = &[
             Schedule::new((0..4).map(dies).collect(), t + 25 * SEC)
         })
     },
+    // Far leaders remember the terms that all its nodes have forgotten.
+    scenario("a whole location boots, then power off", MANY, 1_500, 6, |rng, nodes, t| {
+        let mut schedule = boots_whole(nodes, t + 90 * SEC, rng);
+        schedule.faults.push((t, t + 5 * SEC, Fault::Power(0)));
+        schedule.faults.push((t + 105 * SEC, NEVER, Fault::Power(0)));
+        schedule
+    }),
+    scenario("a whole location boots while its stand-by leads", MANY, 2_500, 6, |rng, nodes, t| {
+        let mut schedule = boots_whole(nodes, t + 10 * SEC, rng);
+        schedule.faults.push((t, t + 5 * SEC, Fault::Power(0)));
+        // Leadership that has been in parts is whole by then.
+        schedule.faults.push((t + 110 * SEC, NEVER, Fault::Power(0)));
+        schedule.until = t + 125 * SEC;
+        schedule
+    }),
     scenario("leader paused 100 to 400 ms", MANY, 700, 3, |rng, _, t| {
         Schedule::new(vec![(t, t + rng.between(100 * MS, 400 * MS), Fault::Pause(0))], t + 15 * SEC)
     }),

@@ -1,5 +1,6 @@
 //! One node's agent: its parts, and what is due when.
 
+mod behind;
 mod inputs;
 mod leading;
 mod overload;
@@ -7,6 +8,7 @@ mod place;
 
 use std::collections::BTreeMap;
 
+use behind::Behind;
 pub use place::Place;
 
 use crate::{
@@ -63,6 +65,8 @@ pub(crate) struct Gateway {
     pub(crate) since: Micros,
     /// It goes on in a later term than its own, which a member's kernel has named.
     has_resumed: bool,
+    /// Terms that far leaders remember and nobody here does.
+    behind: Behind,
 }
 
 /// Failover of one node: takes an [`Input`] at a time, and answers with [`Output`]s.
@@ -109,6 +113,7 @@ impl Gateway {
             busy_said: None,
             since: now,
             has_resumed: false,
+            behind: Behind::default(),
         }
     }
 }
@@ -220,6 +225,7 @@ impl Agent {
             self.member.deadline(),
             lead,
             later,
+            self.next_ask(),
         ];
         let regular = [gateway.tunnels.next(), gateway.next_roll, gateway.next_hello, self.member.next()];
         let carrier = if gateway.detector.rests() { gateway.tunnels.next() } else { gateway.detector.wake() };
@@ -321,6 +327,7 @@ impl Agent {
         {
             self.led_changed(turn);
         }
+        self.asks_far_leaders(turn);
         self.go_on_planned(turn);
         if says_hello {
             self.hello(turn);

@@ -59,6 +59,14 @@ struct Check {
     row: Row,
 }
 
+/// What MOVED says of shared prefixes when its term is the latest that is known, and not that of the CLAIM.
+const LATEST: Shared = Shared::Move;
+
+/// Whether MOVED says that nothing of the CLAIM counts before the term after its own.
+pub fn is_latest(signal: &Signal) -> bool {
+    signal.kind == Kind::Moved && matches!(&signal.body, Body::Claim { shared, .. } if *shared == LATEST)
+}
+
 /// What follows from a signal.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Step {
@@ -244,8 +252,13 @@ impl Acting {
             }
         }
         let (moves_shared, asks) = self.claim_shared((term, gateway), *shared);
-        let body = Body::Claim { gateway, shared: Shared::Stay, part: *part, members: has };
-        let answer = Signal { kind: Kind::Moved, sender, body, ..signal.clone() };
+        // Who has forgotten how many changes there were is told when nothing that it claims can count.
+        let latest = self.claimed_latest();
+        let is_behind =
+            !is_end && has.is_empty() && latest.count() > term.count() && params.keeps(Rule::CatchesUp);
+        let (term, shared) = if is_behind { (latest, LATEST) } else { (term, Shared::Stay) };
+        let body = Body::Claim { gateway, shared, part: *part, members: has };
+        let answer = Signal { kind: Kind::Moved, sender, term, body, ..signal.clone() };
         Ok(Step { gateway, moves, moves_shared, asks, answer })
     }
 

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use crate::{
-    Agent, Far, Micros, NodeId, Note, Output, SEC, Signal, Term, Turn,
+    Agent, Far, Micros, NodeId, Note, Output, SEC, Signal, Term, Turn, far,
     gateway::Lead,
     planned::{Act, Cause, Giver, Taker, Try},
     signal::{Body, Kind, MAX_MEMBERS, Shared},
@@ -31,6 +31,11 @@ impl Planned {
     pub(crate) fn wake(&self) -> Micros {
         let giver = self.giver.as_ref().map_or(Micros::MAX, Giver::wake);
         self.taker.as_ref().map_or(Micros::MAX, Taker::end).min(giver)
+    }
+
+    /// Whether leadership is given or taken just now.
+    pub(crate) const fn is_busy(&self) -> bool {
+        self.giver.is_some() || self.taker.is_some()
     }
 
     /// Whether leadership may be given now.
@@ -260,6 +265,9 @@ impl Agent {
     pub(crate) fn has_moved(&mut self, far: Far, signal: &Signal, turn: &mut Turn<'_>) {
         let Body::Claim { gateway: to, part, members, .. } = &signal.body else { return };
         let me = self.place.me;
+        if far::is_latest(signal) {
+            return self.far_leader_knows(signal.term, turn);
+        }
         let Some(gateway) = &mut self.gateway else { return };
         gateway.planned.silent.remove(&far);
         if let Some(lead) = &mut gateway.lead {
@@ -310,7 +318,7 @@ impl Agent {
     }
 
     /// A CLAIM of nobody: is this far leader's agent there?
-    fn ask(&self, far: Far, term: Term, turn: &mut Turn<'_>) {
+    pub(crate) fn ask(&self, far: Far, term: Term, turn: &mut Turn<'_>) {
         let (shared, part) = (Shared::Stay, (0, 1));
         let body = Body::Claim { gateway: self.place.me, shared, part, members: Vec::new() };
         let signal = self.sender().signal(Kind::Claim, turn.nonce(), term, body);

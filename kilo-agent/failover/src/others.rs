@@ -112,6 +112,12 @@ impl Others {
         self.said.values().any(leads)
     }
 
+    /// Whether a gateway has said lately that it leads nobody.
+    pub fn leads_nobody(&self, params: &Params, gateway: NodeId, now: Micros) -> bool {
+        let said = self.said.get(&gateway).filter(|said| said.at + params.heard > now);
+        said.is_some_and(|said| !said.state.leads)
+    }
+
     /// The term in which a gateway leads itself and maybe others.
     pub fn leads(&self, gateway: NodeId) -> Option<Term> {
         let state = self.said.get(&gateway).map(|said| said.state);

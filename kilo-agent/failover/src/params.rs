@@ -47,6 +47,8 @@ pub enum Rule {
     FarLaterTerms,
     /// A member's kernel obeys later terms only.
     KernelLaterTerms,
+    /// A location that has forgotten terms learns them from far leaders.
+    CatchesUp,
     /// What claims to come after many more changes than are known is refused.
     NoLeap,
     /// A member's kernel asks for its cookie.

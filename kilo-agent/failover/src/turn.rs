@@ -113,6 +113,8 @@ pub enum Note {
     NotReady(NodeId),
     /// It leads again: this gateway did not take over.
     TakesBack(NodeId),
+    /// A far leader remembers this term, and nobody here does: it leads in a later one.
+    Behind(Term),
     /// Its signal was refused: its term is implausibly far ahead.
     Leaps(NodeId),
     /// Its signal was refused: it is replayed, from another boot, or answers another question.

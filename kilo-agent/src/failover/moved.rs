@@ -4,7 +4,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use kilo_failover::{
-    Far, Micros, NodeId, SEC, Signal, Term,
+    Far, Micros, NodeId, SEC, Signal, Term, far,
     signal::{Body, MAX_MEMBERS},
 };
 
@@ -58,6 +58,10 @@ impl Moved {
         let Body::Claim { part, members, .. } = &signal.body else { return None };
         if from != acting && !location.active.contains(&from) || !asked.has_part(*part) {
             return None;
+        }
+        if far::is_latest(signal) {
+            // Any of them may know a later term.
+            return Some(signal.clone());
         }
         let terms = self.locations.entry(far).or_default();
         terms.retain(|term, _| (asked.in_term)(*term));

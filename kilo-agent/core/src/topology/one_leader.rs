@@ -72,7 +72,10 @@ mod tests {
         ];
         let said = warnings(&nodes, Granularity::Location);
         let of_x = said[0].as_deref().unwrap();
-        assert!(of_x.contains("node y4 does not support them (no annotation kilo.squat.ai/signal:"), "{of_x}");
+        assert!(
+            of_x.contains("node y4 does not support them (no annotation kilo.squat.ai/signal:"),
+            "{of_x}"
+        );
         assert_eq!(said[1], None, "nobody asks for several there");
         assert_eq!(said[2], None, "one node shares with nobody");
         assert_eq!(warnings(&nodes, Granularity::Full), [const { None }; 5], "nothing is shared");

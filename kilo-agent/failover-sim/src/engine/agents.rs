@@ -203,7 +203,12 @@ impl Sim {
             Note::Gives { .. } => self.counts.gave += 1,
             Note::TakesHome(_) => self.counts.took_home += 1,
             Note::Replayed(_) => self.counts.replayed += 1,
-            Note::Tries(_) | Note::NotReady(_) | Note::Leaps(_) | Note::OverBudget | Note::Busy => {}
+            Note::Tries(_)
+            | Note::NotReady(_)
+            | Note::Leaps(_)
+            | Note::OverBudget
+            | Note::Busy
+            | Note::Behind(_) => {}
         }
     }
 }

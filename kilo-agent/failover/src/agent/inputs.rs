@@ -199,7 +199,10 @@ impl Agent {
             lead.has(member)
                 && gateway.roll.last(member).is_some_and(|present| present.word == (lead.term(), me))
         });
-        if !may || has || !tunnels.is_fit(&self.params, now) {
+        // Two gateways that lead each other would watch no leader any more, and take nothing over.
+        let would_lead_each_other = self.word.1 == member
+            && gateway.roll.last(member).is_some_and(|present| present.word.1 != member);
+        if !may || has || would_lead_each_other || !tunnels.is_fit(&self.params, now) {
             return;
         }
         // A leader that nobody uses any more brings what belongs to no member.

@@ -32,6 +32,14 @@ impl Thread {
                 );
                 return;
             }
+            Note::Behind(term) => {
+                tracing::info!(
+                    term = term.count(),
+                    "other locations remember a later term than this one, whose nodes have all booted; this node claims \
+                     its location again in the next one"
+                );
+                return;
+            }
             Note::Leaps(from) => {
                 self.metrics.refused("leap");
                 tracing::debug!(

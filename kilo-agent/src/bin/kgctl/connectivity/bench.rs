@@ -83,7 +83,11 @@ impl Bench {
         let (mut observed, mut deleted): (Option<Observed>, Option<Instant>) = (None, None);
         while let Some(found) = self.found().await? {
             if found.labels().get(LABEL.0).is_none_or(|value| value != LABEL.1) {
-                bail!("namespace {NAMESPACE} was not created by kgctl: label {}={} is missing", LABEL.0, LABEL.1);
+                bail!(
+                    "namespace {NAMESPACE} was not created by kgctl: label {}={} is missing",
+                    LABEL.0,
+                    LABEL.1
+                );
             }
             let observed = observed.get_or_insert_with(|| Observed::new(&found));
             if found.metadata.deletion_timestamp.is_some() {
