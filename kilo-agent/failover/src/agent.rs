@@ -5,6 +5,7 @@ mod inputs;
 mod leading;
 mod overload;
 mod place;
+mod terms;
 
 use std::collections::BTreeMap;
 
@@ -65,6 +66,8 @@ pub(crate) struct Gateway {
     pub(crate) since: Micros,
     /// It goes on in a later term than its own, which a member's kernel has named.
     has_resumed: bool,
+    /// When each member that asked was adopted last.
+    adopted: BTreeMap<NodeId, Micros>,
     /// Terms that far leaders remember and nobody here does.
     behind: Behind,
 }
@@ -78,6 +81,8 @@ pub struct Agent {
     pub(crate) word_since: Micros,
     /// The latest term heard of.
     pub(crate) term: Term,
+    /// The same, without what single members say.
+    known: Term,
     member: Member,
     pub(crate) gateway: Option<Gateway>,
     /// Whom Kilo's order has named although another one could lead, too, and when.
@@ -113,6 +118,7 @@ impl Gateway {
             busy_said: None,
             since: now,
             has_resumed: false,
+            adopted: BTreeMap::new(),
             behind: Behind::default(),
         }
     }
@@ -132,6 +138,7 @@ impl Agent {
             word,
             word_since: now,
             term: word.0,
+            known: word.0,
             later: Vec::new(),
             clock: clock.wrapping_sub(now),
             due: Micros::MAX,

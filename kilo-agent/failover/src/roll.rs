@@ -134,6 +134,11 @@ impl Roll {
             .filter(move |(_, present)| is_fresh(present))
     }
 
+    /// What the kernels of all members but one have said last.
+    pub fn words_but(&self, member: NodeId) -> impl Iterator<Item = (Term, NodeId)> + '_ {
+        self.members.iter().filter(move |(other, _)| **other != member).map(|(_, present)| present.word)
+    }
+
     /// Members heard lately, and whom they use.
     pub fn users(&self, now: Micros) -> impl Iterator<Item = (NodeId, NodeId)> + '_ {
         self.heard_lately(now).map(|(member, present)| (member, present.word.1))

@@ -59,7 +59,7 @@ impl Agent {
             return;
         }
         gateway.behind.told = Some(now);
-        self.term = self.term.max(term);
+        self.term_is_known(term);
         turn.push(Output::Note(Note::Behind(term)));
         // Who has what belongs to no member keeps it, unless it is known to lead nobody.
         let shared = if self.nobody_else_leads(now) { Shared::Move } else { Shared::MoveIfSilent };

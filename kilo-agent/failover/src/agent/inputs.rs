@@ -46,7 +46,7 @@ impl Agent {
     }
 
     pub(super) fn word_is(&mut self, term: Term, to: NodeId, turn: &mut Turn<'_>) {
-        self.term = self.term.max(term);
+        self.term_is_known(term);
         let changed = self.word.1 != to;
         self.word = (term, to);
         let me = self.place.me;
@@ -110,11 +110,11 @@ impl Agent {
                 };
                 let gateways = &self.place.gateways;
                 if let Some(own) = self.gateway.as_mut().filter(|_| gateways.contains(&from)) {
-                    self.term = self.term.max(signal.term);
                     // Whoever else is named fills no memory.
                     let pairs = losses.as_chunks::<2>().0.iter().filter(|[lost, _]| gateways.contains(lost));
                     let losses: Vec<u64> = pairs.flatten().copied().collect();
                     own.others.hello(&self.params, turn.now, from, state, &losses);
+                    self.term_is_known(signal.term);
                 }
                 self.wish_of_returned(from, turn);
             }
@@ -150,7 +150,9 @@ impl Agent {
     }
 
     pub(super) fn heard_word(&mut self, from: NodeId, word: (Term, NodeId), turn: &mut Turn<'_>) {
-        self.term = self.term.max(word.0);
+        if !self.names_term(from, word.0) {
+            turn.push(Output::Note(Note::Leaps(from)));
+        }
         let lead = self.gateway.as_mut().and_then(|gateway| gateway.lead.as_mut());
         if lead.is_some_and(|lead| lead.hears(from, word, turn.now)) {
             self.led_changed(turn);
@@ -209,9 +211,24 @@ impl Agent {
         let led_itself = self.place.several.is_none()
             && gateway.roll.last(member).is_some_and(|present| present.word.1 == member);
         let shared = if age == 0 && led_itself { Shared::Move } else { Shared::Stay };
-        self.term = self.term.max(term);
+        if !self.names_term(member, term) {
+            return turn.push(Output::Note(Note::Leaps(member)));
+        }
+        if !self.may_adopt_again(member, now) {
+            return;
+        }
         self.lost_by_adoption(member, age, turn.now);
         turn.push(Output::Note(Note::Adopts(member)));
         self.lead_more([member], shared, turn);
+    }
+
+    /// Each adoption may be a change of term for everybody this gateway leads: one member causes two a second.
+    pub(super) fn may_adopt_again(&mut self, member: NodeId, now: Micros) -> bool {
+        const PAUSE: Micros = SEC / 2;
+        let Some(gateway) = &mut self.gateway else { return false };
+        gateway.adopted.retain(|_, at| *at + PAUSE > now);
+        let is_new = !gateway.adopted.contains_key(&member);
+        gateway.adopted.entry(member).or_insert(now);
+        is_new
     }
 }

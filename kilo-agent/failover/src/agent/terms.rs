@@ -1,0 +1,100 @@
+//! Whose word counts for how many changes of leader there were. Kernels follow a later term alone, so a gateway
+//! takes the latest it hears of; a member that lies must not drive it out of everybody's reach.
+
+use super::Agent;
+use crate::{NodeId, Rule, Term};
+
+/// How many changes a single member may know more than everybody else.
+const ALONE: u32 = 16;
+
+impl Agent {
+    /// A gateway, the own kernel or a far leader knows this term.
+    pub(super) fn term_is_known(&mut self, term: Term) {
+        self.known = self.known.max(term);
+        self.term = self.term.max(term);
+    }
+
+    /// A node's kernel or agent names this term; whether it is believed.
+    pub(super) fn names_term(&mut self, from: NodeId, term: Term) -> bool {
+        if self.place.gateways.contains(&from) {
+            self.term_is_known(term);
+            return true;
+        }
+        let others = self.gateway.iter().flat_map(|gateway| gateway.roll.words_but(from));
+        let known = others.map(|(term, _)| term).fold(self.known, Term::max);
+        let is_believed = term.count() <= known.count().saturating_add(ALONE);
+        if is_believed || !self.params.keeps(Rule::NoLeap) {
+            self.term = self.term.max(term);
+            return true;
+        }
+        term <= self.term
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{
+        Output, SEC,
+        bench::{Bench, LEADER, ME, MEMBER},
+        signal::{Body, Kind},
+    };
+
+    fn count(count: u64) -> Term {
+        Term::from_bits(count << 16)
+    }
+
+    /// The member's kernel answers a roll call with this count, and then its agent asks to be led in it; the term
+    /// in which it is led.
+    fn led_after(bench: &mut Bench, said: u64) -> Option<u32> {
+        let nonce = bench.roll_call_of(MEMBER);
+        let body = Body::Word { cookie: 5, gateway: LEADER };
+        bench.hears(MEMBER, Kind::Present, nonce, count(said), body);
+        let (number, body) = (bench.now, Body::Members { cookie: 5, age: 1, members: vec![MEMBER] });
+        let out = bench.hears(MEMBER, Kind::Adopt, number, count(said), body);
+        out.iter().find_map(|output| match output {
+            Output::Lan(MEMBER, signal) if signal.kind == Kind::Announce => Some(signal.term.count()),
+            _ => None,
+        })
+    }
+
+    #[test]
+    fn a_member_alone_does_not_make_terms_run_away() {
+        let mut bench = Bench::new();
+        assert_eq!(
+            led_after(&mut bench, 20),
+            Some(21),
+            "it may have missed some changes less than the others"
+        );
+        let mut bench = Bench::new();
+        for said in (100..3_000).step_by(100) {
+            assert_eq!(led_after(&mut bench, said), None, "{said}");
+        }
+        assert!(bench.agent.term.count() < 100);
+        // A gateway is believed.
+        assert!(bench.agent.names_term(LEADER, count(700)));
+        assert_eq!(bench.agent.term.count(), 700);
+    }
+
+    #[test]
+    fn what_two_members_know_is_believed() {
+        let mut bench = Bench::new();
+        let mut place = bench.agent.place.clone();
+        place.nodes.push(4);
+        bench.agent.place_is(place, bench.now, &mut || 1);
+        for (member, is_believed) in [(MEMBER, false), (4, true)] {
+            let nonce = bench.roll_call_of(member);
+            let body = Body::Word { cookie: 5, gateway: ME };
+            bench.hears(member, Kind::Present, nonce, count(500), body);
+            assert_eq!(bench.agent.term.count() == 500, is_believed, "{member}");
+        }
+    }
+
+    #[test]
+    fn a_member_is_adopted_twice_a_second_at_most() {
+        let mut bench = Bench::new();
+        let adopted = (0..40).filter(|_| bench.agent.may_adopt_again(MEMBER, bench.now)).count();
+        assert_eq!(adopted, 1);
+        assert!(bench.agent.may_adopt_again(MEMBER, bench.now + SEC));
+    }
+}
