@@ -57,6 +57,8 @@ pub struct MemberView<'a> {
 impl Member {
     /// Between the two probes of a witness.
     const APART: Micros = 20 * MS;
+    /// Most questions that a witness answers at a time: each costs two probes and a verdict.
+    const MOST_BURSTS: usize = 8;
     /// Between two gateways that are asked.
     const NEXT_GATEWAY: Micros = 150 * MS;
     /// Misses in a row that are no accident.
@@ -191,6 +193,9 @@ impl Member {
             turn.push(Output::Lan(question.sender, signal));
             return;
         }
+        if self.bursts.len() >= Self::MOST_BURSTS {
+            return;
+        }
         let (least, most) = params.path_deadline;
         let patience = (u64::from(patience) * MS).clamp(least, most);
         let nonces = [turn.nonce(), turn.nonce()];
@@ -220,4 +225,60 @@ pub fn adopt(view: &MemberView<'_>, to: NodeId, age: u32) -> Signal {
     let cookie = view.cookies.get(&to).copied().unwrap_or(0);
     let body = Body::Members { cookie, age, members: vec![view.sender.me] };
     view.sender.signal(Kind::Adopt, view.stamp, view.word.0, body)
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "tests")]
+mod tests {
+    use super::*;
+    use crate::Term;
+
+    const LEADER: NodeId = 1;
+
+    struct Asked {
+        member: Member,
+        cookies: BTreeMap<NodeId, u64>,
+    }
+
+    impl Asked {
+        /// The outputs of a question with this id at this time, or without one of a wake-up.
+        fn turn(&mut self, now: Micros, id: Option<u32>) -> Vec<Output> {
+            let (mut out, mut later, mut drawn) = (Vec::new(), Vec::new(), now);
+            let mut random = || {
+                drawn += 1;
+                drawn
+            };
+            let mut turn = Turn { now, random: &mut random, out: &mut out, later: &mut later };
+            let view = MemberView {
+                sender: Sender { me: 3, location: 7 },
+                word: (Term::NONE, LEADER),
+                gateways: &[LEADER, 2],
+                fars: &[9],
+                nodes: 3,
+                stamp: 0,
+                cookies: &self.cookies,
+            };
+            let params = Params::default();
+            match id {
+                Some(id) => {
+                    let body = Body::Question { id, patience: 100 };
+                    let sender = Sender { me: 2, location: 7 };
+                    let question = sender.signal(Kind::Witness, LEADER, Term::NONE, body);
+                    self.member.asked(&params, question, &view, &mut turn);
+                }
+                None => self.member.finish_bursts(&view, &mut turn),
+            }
+            out.into_iter().chain(later.into_iter().map(|(_, output)| output)).collect()
+        }
+    }
+
+    #[test]
+    fn a_witness_answers_eight_questions_at_a_time() {
+        let mut asked = Asked { member: Member::new(0), cookies: BTreeMap::new() };
+        let probes: Vec<_> = (0..20).map(|id| asked.turn(1_000, Some(id)).len()).collect();
+        assert_eq!(probes, [vec![2; 8], vec![0; 12]].concat());
+        // Each of those is answered twice, and then others are again.
+        assert_eq!(asked.turn(500 * MS, None).len(), 16);
+        assert_eq!(asked.turn(500 * MS, Some(20)).len(), 2);
+    }
 }
