@@ -159,7 +159,8 @@ impl Params {
             own: interval * 5 / 2,
             roll: (interval * 25).min(SEC),
             roll_rate: 100,
-            hello: interval * 5,
+            // At most what a node of the default interval expects: not all have the same one.
+            hello: (interval * 5).min(200 * MS),
             heard: (interval * 16).max(500 * MS),
             answers: (interval * 10).max(400 * MS),
             rank: interval * 5 / 2,
@@ -245,7 +246,7 @@ mod tests {
     #[test]
     fn times_follow_the_interval_and_its_range_is_kept() {
         let slow = Params::new(200 * MS).unwrap();
-        assert_eq!((slow.own, slow.hello, slow.rank), (500 * MS, SEC, 500 * MS));
+        assert_eq!((slow.own, slow.hello, slow.rank), (500 * MS, 200 * MS, 500 * MS));
         for wrong in [0, 19 * MS, 201 * MS] {
             assert_eq!(Params::new(wrong).unwrap_err(), OutOfRange(wrong));
         }
@@ -264,6 +265,17 @@ mod tests {
             assert!(params.answers > 2 * (params.own * 11 / 10 + calm), "answers, {interval} ms");
             assert!(Roll::FRESH > 2 * late(params.roll), "roll call, {interval} ms");
         }
+    }
+
+    #[test]
+    fn a_hello_counts_with_a_node_of_another_interval() {
+        let of = |interval| Params::new(interval * MS).unwrap();
+        let pairs = [20, 40, 100, 200].map(|slow| [20, 40, 100].map(|fast| (of(slow), of(fast))));
+        for (slow, fast) in pairs.as_flattened() {
+            let (said, heard) = (slow.interval / MS, fast.heard);
+            assert!(heard > slow.hello + Agent::WAITS, "{said} ms, heard by {} ms", fast.interval / MS);
+        }
+        assert!(Params::default().heard > 2 * (of(200).hello + Agent::WAITS), "and one is lost");
     }
 
     #[test]

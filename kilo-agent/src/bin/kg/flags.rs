@@ -140,6 +140,7 @@ pub struct Flags {
     pub failover: Failover,
     /// Probe interval, 20ms to 200ms: a stand-by probes its leader every 1.5 intervals, and every 0.75 while answers are
     /// missing. Detection times scale with it; hold-down times, such as the minute before a leader returns, do not.
+    /// Should be the same on every node.
     #[arg(long, value_name = "DURATION", default_value = "40ms", value_parser = parse_failover_interval)]
     pub failover_interval: Params,
     /// Name of this node; defaults to the host name.
