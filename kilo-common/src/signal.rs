@@ -82,6 +82,17 @@ impl Kind {
     pub const fn has_tag(self) -> bool {
         !matches!(self, Self::Probe | Self::Reflected | Self::Claim | Self::Moved | Self::End)
     }
+
+    /// The shortest and the longest one, in bytes. Anybody can send a probe and its answer, so they take no more of the
+    /// way back, and of the ring, than their header.
+    #[inline(always)]
+    const fn lengths(self) -> (usize, usize) {
+        match self {
+            Self::Probe | Self::Reflected => (HEADER, HEADER),
+            _ if self.has_tag() => (HEADER + TAG, LONGEST),
+            _ => (HEADER, LONGEST),
+        }
+    }
 }
 
 /// What a witness has seen.
@@ -163,8 +174,8 @@ pub fn header(bytes: &[u8; HEADER], length: usize) -> Result<Header, Malformed> 
     }
     let kind = Kind::from_u8(bytes[2]).ok_or(Malformed::Kind(bytes[2]))?;
     let said = usize::from(bytes[3]) * 8;
-    let least = HEADER + if kind.has_tag() { TAG } else { 0 };
-    if said != length || said < least || said > LONGEST {
+    let (least, most) = kind.lengths();
+    if said != length || said < least || said > most {
         return Err(Malformed::Length);
     }
     // The low bits stand where a node has its own hop id.

@@ -104,6 +104,23 @@ proptest! {
 }
 
 #[test]
+fn a_probe_and_its_answer_are_no_longer_than_their_header() {
+    for kind in [Kind::Probe, Kind::Reflected] {
+        let body = Body::Empty;
+        let bytes = written(&Signal { kind, nonce: 1, term: Term::NONE, sender: 2, location: 3, body });
+        let of = |length: usize| {
+            let mut start: [u8; HEADER] = *bytes.first_chunk().unwrap();
+            start[3] = (length / 8) as u8;
+            header(&start, length).map(|header| header.length)
+        };
+        assert_eq!((bytes.len(), of(HEADER)), (HEADER, Ok(HEADER)), "{kind:?}");
+        for length in [HEADER + 8, KERNEL, KERNEL + 8, LONGEST] {
+            assert_eq!(of(length), Err(Malformed::Length), "{kind:?} of {length} bytes");
+        }
+    }
+}
+
+#[test]
 fn a_signal_has_these_bytes() {
     let body = Body::Word { cookie: 0x0102_0304_0506_0708, gateway: 0x1112_1314_1516_1718 };
     let (nonce, sender, location) = (0x2122_2324_2526_2728, 0x3132_3334_3536_3738, 0x4142_4344_4546_4748);
