@@ -68,6 +68,9 @@ const HEARTBEAT: &str = "kilo.squat.ai/heartbeat";
 /// The longest pause between two heartbeats that is believed.
 const MOST_SECONDS: u16 = 600;
 
+/// Most changes of leader that a term is believed to count: one each minute for 30 years.
+const MOST_CHANGES: u64 = 1 << 24;
+
 /// Version of the signals.
 const SIGNAL: &str = "1";
 
@@ -286,8 +289,8 @@ pub const ANNOTATIONS: &[Annotation] = &[
         example: "`65537`",
         meaning: "the term in which the node took over its location (TERM of `kgctl status` × 65536 and a number that \
                   decides ties); the latest counts, whoever Kilo's rule chooses",
-        remedy: AGENT,
-        read: |value, node| node.node.leading = value.parse(),
+        remedy: "the node's agent writes it again once it is gone: take the annotation back",
+        read: |value, node| node.node.leading = value.term(),
     },
     Annotation {
         name: "kilo.squat.ai/leaders",
@@ -486,6 +489,19 @@ impl Value<'_> {
             return None;
         };
         is_of_heartbeat(seen, last_seen).then_some(seconds.min(MOST_SECONDS))
+    }
+
+    /// A term that a node may have led in: no later change would count after one near the end.
+    fn term(&mut self) -> Option<u64> {
+        let term: u64 = self.parse()?;
+        if term >> 16 > MOST_CHANGES {
+            self.ignored(
+                &format!(" {:?} is ignored", excerpt(self.text)),
+                &format!("no location changes its leader {} times", term >> 16),
+            );
+            return None;
+        }
+        Some(term)
     }
 
     /// A prefix that a node may have.

@@ -233,6 +233,8 @@ mod tests {
             ("granularity", "continent"),
             ("cni-compatibility-ip", "x"),
             ("leading", "-1"),
+            ("leading", "1099511693312"),
+            ("leading", "18446744073709551615"),
             ("leaders", "many"),
             ("heartbeat", "300"),
             ("heartbeat", "17/0"),
@@ -343,6 +345,24 @@ mod tests {
             let read = from_object(&to_object(&node, 17), "region");
             assert_eq!(read, (CheckedIn { node, last_seen: 17 }, Vec::new()));
         }
+    }
+
+    #[test]
+    fn a_term_after_which_no_other_would_count_is_refused() {
+        let read = |term: u64| {
+            let mut object = core::Node::default();
+            object.metadata.annotations =
+                Some(BTreeMap::from([(format!("{PREFIX}leading"), term.to_string())]));
+            let (read, problems) = from_object(&object, "region");
+            (read.leading, problems)
+        };
+        let most = (1 << 40) + 0xffff;
+        assert_eq!(read(most), (Some(most), Vec::new()));
+        let (leading, problems) = read(most + 1);
+        assert_eq!((leading, problems.len()), (None, 1));
+        assert!(
+            problems[0].contains("16777217 times; ") && problems[0].ends_with("take the annotation back")
+        );
     }
 
     #[test]
