@@ -76,6 +76,12 @@ struct End {
     is_refused: bool,
 }
 
+/// Whether an end that WireGuard has at `place` is at this source. Its NAT may have given it another port; another address
+/// it may have made up, and what is for it would go to whoever has that.
+fn is_same_host(source: SocketAddr, place: SocketAddr) -> bool {
+    source.ip().to_canonical() == place.ip().to_canonical()
+}
+
 const fn key(one: NodeId, other: NodeId) -> (NodeId, NodeId) {
     if one < other { (one, other) } else { (other, one) }
 }
@@ -199,8 +205,10 @@ impl Server {
             // It has begun anew; what was bound stays until it binds again.
             (mine.nonce, mine.token) = (message.nonce, random().max(1));
         }
-        let binds =
-            heard.port == mine.port && message.token == mine.token && message.sequence > mine.sequence;
+        let binds = heard.port == mine.port
+            && message.token == mine.token
+            && message.sequence > mine.sequence
+            && is_same_host(heard.source, place);
         if binds {
             self.changes += u64::from(mine.bound != Some(heard));
             mine.sequence = message.sequence;

@@ -62,6 +62,35 @@ fn a_binding_needs_the_token_and_a_later_number() {
 }
 
 #[test]
+fn an_end_binds_only_the_address_where_wireguard_has_it() {
+    let (mut server, now) = (Server::default(), Instant::now());
+    let [offer, ..] = said(&mut server, &ask(X, Y), heard(X, WIREGUARD), now)[..] else { panic!() };
+    let mut sequence = 1;
+    let mut binds = |at: SocketAddr, source: &str| {
+        sequence += 1;
+        let message = Message { sequence, token: offer.token, ..ask(X, Y) };
+        let heard = Heard { source: source.parse().unwrap(), ..heard(X, offer.port) };
+        let reachable = [(X, at), (Y, place(Y))].into();
+        let reachable = (Z[0], &reachable);
+        server.hear(&message, heard, reachable, &mut |_| true, &mut || 3, now);
+        let port = server.table()[&offer.port];
+        SocketAddr::new(IpAddr::from(port.from).to_canonical(), port.from_port).to_string()
+    };
+    let own = ip(X);
+    for elsewhere in ["198.51.100.9:51820", "[2001:db8::9]:51820"] {
+        assert_eq!(binds(place(X), elsewhere), "[::]:0", "its sender has made that up");
+    }
+    assert_eq!(binds(place(X), &format!("{own}:40001")), format!("{own}:40001"));
+    assert_eq!(binds(place(X), "198.51.100.9:51820"), format!("{own}:40001"), "what is bound stays");
+    // As a socket for both families says it.
+    let mapped = SocketAddr::new(IpAddr::from(mapped(own)), WIREGUARD);
+    assert_eq!(binds(mapped, &format!("{own}:40002")), format!("{own}:40002"));
+    // WireGuard has followed the end to its other family.
+    let v6 = "[2001:db8::9]:51820";
+    assert_eq!(binds(v6.parse().unwrap(), v6), v6);
+}
+
+#[test]
 fn recorded_asks_neither_use_up_answers_nor_begin_anew() {
     let (mut server, now) = (Server::default(), Instant::now());
     let asks = |nonce, sequence| Message { nonce, sequence, ..ask(X, Y) };
