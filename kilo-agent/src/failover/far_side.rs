@@ -9,7 +9,7 @@ use kilo_failover::{
     far::{Acting, Step},
 };
 
-use super::{site::Site, thread::Thread};
+use super::{site::Site, thread::Thread, unmoved::Move};
 use crate::far::{APART, FarGateway, FarLocation, PATIENCE, SEED, SEEDED, claimed, locations_are, prefixes};
 
 impl Thread {
@@ -17,9 +17,11 @@ impl Thread {
     pub(super) fn fars_are(&mut self, site: &Site, now: Micros) {
         if !site.is_gateway() {
             self.fars.clear();
+            self.unmoved.retain(|_| false);
             return;
         }
         locations_are(&mut self.fars, &site.fars);
+        self.unmoved.retain(|far| site.fars.contains_key(far));
         self.seeded_until.get_or_insert(now + SEEDED);
         self.is_dirty = true;
     }
@@ -59,20 +61,21 @@ impl Thread {
         // A reconcile that begins meanwhile must not move anything back; one that is asked for takes the processor.
         self.is_dirty |= is_move;
         let is_news = is_move && self.publish();
-        let moved = self.move_prefixes(location, step.gateway, &step.moves, step.moves_shared);
-        if moved {
+        let wanted = Move { gateway: step.gateway, members: step.moves.clone(), shared: step.moves_shared };
+        let moved = self.move_prefixes(far, location, wanted);
+        if moved.is_some() {
             // Who gave them with END learns it from who has them.
             self.tunnel_to(location, step.gateway, &step.answer);
         }
         if is_news {
             self.shared.changed.notify_one();
         }
-        if is_move {
+        if let Some(moved) = moved.filter(|moved| !moved.is_empty()) {
             tracing::info!(
                 location = %self.location_name(location),
                 gateway = self.name(step.gateway),
-                members = step.moves.len(),
-                shared = step.moves_shared,
+                members = moved.members.len(),
+                shared = moved.shared,
                 term = step.answer.term.count(),
                 "nodes of another location moved to another gateway"
             );
@@ -84,30 +87,11 @@ impl Thread {
         }
     }
 
-    /// One request to the device; `false`: it did not take it, and the CLAIM will come again.
-    fn move_prefixes(
-        &mut self,
-        location: &FarLocation,
-        gateway: NodeId,
-        members: &[NodeId],
-        shared: bool,
-    ) -> bool {
-        let prefixes = prefixes(location, members, shared);
-        let peer = location.gateways.iter().find(|known| known.id == gateway);
-        let (Some(site), Some(peer)) = (&self.site, peer) else { return false };
-        if prefixes.is_empty() {
-            return true;
-        }
-        match site.device.claim(peer.key, &prefixes) {
-            Ok(()) => true,
-            Err(error) => {
-                tracing::error!(
-                    %error,
-                    "failed to move prefixes to another gateway; the next reconcile retries"
-                );
-                false
-            }
-        }
+    /// One request to the device, with what it did not take before. What it has now; `None`: it took nothing, and is
+    /// asked again with the gateway's next CLAIM.
+    fn move_prefixes(&mut self, far: Far, location: &FarLocation, wanted: Move) -> Option<Move> {
+        let (site, acting) = self.site.as_ref().zip(self.fars.get(&far))?;
+        self.unmoved.moves(far, acting, wanted, |all| takes(site, location, all))
     }
 
     /// Probes of old leaders whose shared prefixes are claimed, and what follows of silence.
@@ -133,7 +117,7 @@ impl Thread {
             let Some(gateway) = self.fars.get(&far).map(Acting::shared) else { continue };
             self.is_dirty = true;
             let is_news = self.publish();
-            self.move_prefixes(location, gateway, &[], true);
+            self.move_prefixes(far, location, Move { gateway, members: Vec::new(), shared: true });
             if is_news {
                 self.shared.changed.notify_one();
             }
@@ -153,4 +137,21 @@ impl Thread {
         let first = location.gateways.first().map_or(0, |gateway| gateway.id);
         format!("of {}", self.name(first))
     }
+}
+
+/// Whether the device has taken this.
+fn takes(site: &Site, location: &FarLocation, all: &Move) -> bool {
+    let prefixes = prefixes(location, &all.members, all.shared);
+    if prefixes.is_empty() {
+        return true;
+    }
+    let Some(peer) = location.gateways.iter().find(|known| known.id == all.gateway) else { return false };
+    let taken = site.device.claim(peer.key, &prefixes);
+    if let Err(error) = &taken {
+        tracing::error!(
+            %error,
+            "failed to move prefixes to another gateway; its next claim, or the next reconcile, retries"
+        );
+    }
+    taken.is_ok()
 }

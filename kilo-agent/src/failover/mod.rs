@@ -15,6 +15,7 @@ pub mod packets;
 mod report;
 mod site;
 mod thread;
+mod unmoved;
 
 use std::{
     collections::BTreeMap,

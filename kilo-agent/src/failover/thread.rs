@@ -34,6 +34,7 @@ use super::{
     moved::Moved,
     report::{FailoverMetrics, Out},
     site::Site,
+    unmoved::Unmoved,
 };
 
 /// What it works with.
@@ -62,6 +63,8 @@ pub struct Thread {
     /// What has been read and not yet been delivered to the state machine.
     inbox: Vec<Input>,
     pub(super) fars: BTreeMap<Far, far::Acting>,
+    /// What the device did not take of what they say.
+    pub(super) unmoved: Unmoved,
     asks: Asks,
     /// Probes of old leaders that are due: when, whose, which gateway.
     pub(super) later: Vec<(Micros, Far, NodeId)>,
@@ -122,6 +125,7 @@ pub fn run(shared: Arc<Shared>, params: Params, tools: Tools, metrics: FailoverM
         agent: None,
         inbox: Vec::new(),
         fars: BTreeMap::new(),
+        unmoved: Unmoved::default(),
         asks: Asks::default(),
         later: Vec::new(),
         seeded_until: None,

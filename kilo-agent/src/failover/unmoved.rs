@@ -1,0 +1,170 @@
+//! What the device did not take of what gateways of other locations claimed. [`Acting`] says already that they have it,
+//! so a repeated CLAIM moves nothing by itself: what is missing is moved with it, before anybody is told that it was.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use kilo_failover::{Far, NodeId, far::Acting};
+
+/// What goes to a gateway's peer in one request.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Move {
+    /// Whose it is from now on.
+    pub gateway: NodeId,
+    /// Whose prefixes.
+    pub members: Vec<NodeId>,
+    /// Whether those of no single member, too.
+    pub shared: bool,
+}
+
+impl Move {
+    /// Whether there is nothing to move.
+    pub const fn is_empty(&self) -> bool {
+        self.members.is_empty() && !self.shared
+    }
+}
+
+/// By location what the device did not take. What another way has moved since is moved again once, to where it is.
+#[derive(Debug, Default)]
+pub struct Unmoved(BTreeMap<Far, Missing>);
+
+#[derive(Debug, Default)]
+struct Missing {
+    /// By member the gateway that it was moved to.
+    members: BTreeMap<NodeId, NodeId>,
+    shared: Option<NodeId>,
+}
+
+impl Unmoved {
+    /// Forgets locations that have gone.
+    pub fn retain(&mut self, is_there: impl Fn(&Far) -> bool) {
+        self.0.retain(|far, _| is_there(far));
+    }
+
+    /// Lets the device take this, and what it did not take for this gateway before. What it has taken; `None`: nothing,
+    /// and it will be asked again.
+    pub fn moves(
+        &mut self,
+        far: Far,
+        acting: &Acting,
+        wanted: Move,
+        takes: impl FnOnce(&Move) -> bool,
+    ) -> Option<Move> {
+        let missing = self.0.entry(far).or_default();
+        let whole = missing.added_to(wanted, acting);
+        let is_taken = takes(&whole);
+        missing.was_asked(&whole, is_taken);
+        if missing.members.is_empty() && missing.shared.is_none() {
+            self.0.remove(&far);
+        }
+        is_taken.then_some(whole)
+    }
+}
+
+impl Missing {
+    /// With what is missing at the same gateway, as far as that has it still.
+    fn added_to(&mut self, wanted: Move, acting: &Acting) -> Move {
+        self.members.retain(|member, to| acting.owner(*member).is_some_and(|(_, owner)| owner == *to));
+        self.shared = self.shared.filter(|to| acting.shared() == *to);
+        let Move { gateway, members, shared } = wanted;
+        let missing = self.members.iter().filter(|(_, to)| **to == gateway).map(|(member, _)| *member);
+        let members: BTreeSet<NodeId> = missing.chain(members).collect();
+        Move {
+            gateway,
+            members: members.into_iter().collect(),
+            shared: shared || self.shared == Some(gateway),
+        }
+    }
+
+    fn was_asked(&mut self, asked: &Move, is_taken: bool) {
+        if is_taken {
+            self.members.retain(|member, _| !asked.members.contains(member));
+            self.shared = self.shared.filter(|_| !asked.shared);
+        } else {
+            self.members.extend(asked.members.iter().map(|member| (*member, asked.gateway)));
+            self.shared = self.shared.filter(|_| !asked.shared).or(asked.shared.then_some(asked.gateway));
+        }
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "tests")]
+mod tests {
+    use kilo_common::signal::{Body, Kind, Shared};
+    use kilo_failover::{Params, Signal, Term};
+
+    use super::*;
+
+    const A: NodeId = 1 << 48;
+    const B: NodeId = 2 << 48;
+    const MEMBERS: [NodeId; 2] = [8, 9];
+    const FAR: Far = 7;
+
+    struct World {
+        acting: Acting,
+        unmoved: Unmoved,
+        /// Whose the device has each member's prefixes, and the shared ones.
+        device: BTreeMap<NodeId, NodeId>,
+        shared: NodeId,
+    }
+
+    impl World {
+        fn new() -> Self {
+            let owners = MEMBERS.map(|member| (member, A));
+            let (acting, unmoved) = (Acting::new(owners, A), Unmoved::default());
+            Self { acting, unmoved, device: owners.into(), shared: A }
+        }
+
+        /// A CLAIM of this gateway; what it is told that it has.
+        fn claims(
+            &mut self,
+            gateway: NodeId,
+            term: Term,
+            members: &[NodeId],
+            takes: bool,
+        ) -> Option<Vec<NodeId>> {
+            let body = Body::Claim { gateway, shared: Shared::Move, part: (0, 1), members: members.to_vec() };
+            let signal = Signal { kind: Kind::Claim, nonce: 1, term, sender: gateway, location: FAR, body };
+            let gateways = [A, B];
+            let step = self.acting.claimed(&Params::default(), gateway, &signal, &gateways, (77, 0)).unwrap();
+            let wanted = Move { gateway, members: step.moves, shared: step.moves_shared };
+            let (device, shared) = (&mut self.device, &mut self.shared);
+            let moved = self.unmoved.moves(FAR, &self.acting, wanted, |all| {
+                if takes {
+                    device.extend(all.members.iter().map(|member| (*member, gateway)));
+                    *shared = if all.shared { gateway } else { *shared };
+                }
+                takes || all.is_empty()
+            });
+            let Body::Claim { members, .. } = step.answer.body else { return None };
+            moved.map(|_| members)
+        }
+    }
+
+    #[test]
+    fn nobody_is_told_that_he_has_what_the_device_did_not_take() {
+        let mut world = World::new();
+        let term = Term::NONE.next(B);
+        assert_eq!(world.claims(B, term, &MEMBERS, false), None);
+        assert_eq!(world.claims(B, term, &MEMBERS, false), None, "again, and the device still refuses");
+        assert_eq!(world.claims(B, term, &MEMBERS, true), Some(MEMBERS.to_vec()));
+        assert_eq!((world.device, world.shared), (MEMBERS.map(|member| (member, B)).into(), B));
+        assert!(world.unmoved.0.is_empty());
+    }
+
+    #[test]
+    fn what_a_later_claim_moves_is_not_moved_back() {
+        let mut world = World::new();
+        let term = Term::NONE.next(B);
+        assert_eq!(world.claims(B, term, &MEMBERS, false), None);
+        // The old leader takes the location back, and one member stays with the other gateway.
+        let term = term.next(A);
+        assert_eq!(world.claims(A, term, &MEMBERS[..1], true), Some(MEMBERS[..1].to_vec()));
+        let term = term.next(B);
+        assert_eq!(world.claims(B, term, &MEMBERS[1..], true), Some(MEMBERS[1..].to_vec()));
+        assert_eq!(world.device, [(MEMBERS[0], A), (MEMBERS[1], B)].into());
+        assert!(world.unmoved.0.is_empty());
+        assert_eq!(world.claims(B, term.next(B), &MEMBERS, false), None);
+        world.unmoved.retain(|far| *far != FAR);
+        assert!(world.unmoved.0.is_empty(), "the location has gone");
+    }
+}
