@@ -24,7 +24,6 @@ const NEEDED: &[(Rule, &str, Invariant)] = &[
     (Rule::FarLaterTerms, "1 to 4 at random, 5 % loss, stalls", Invariant::LatestTerm),
     (Rule::KernelLaterTerms, "signals replayed; leaders and a member boot", Invariant::WordRises),
     (Rule::CatchesUp, "a whole location boots, then power off", Invariant::Outages),
-    (Rule::CatchesUp, "a whole location boots while its stand-by leads", Invariant::Outages),
     (Rule::NoLeap, "a stand-by's terms leap to the end, then it is without power", Invariant::Outages),
     (Rule::KernelCookie, "signals replayed; leaders and a member boot", Invariant::NoReplay),
     (Rule::Boots, "a leader's clock is earlier after a boot, then its carrier goes", Invariant::Outages),

@@ -25,10 +25,10 @@ impl Agent {
         let Some(gateway) = &self.gateway else { return };
         let asked = gateway.behind.asked;
         let is_due = Behind::ASKS.get(asked).is_some_and(|at| turn.now >= gateway.since + at);
-        if !is_due || !self.params.keeps(Rule::CatchesUp) {
+        if !is_due {
             return;
         }
-        if self.leads_by_order(turn.now) {
+        if self.leads_by_order(turn.now) && self.params.keeps(Rule::CatchesUp) {
             for far in self.place.fars.clone() {
                 self.ask(far, Term::NONE, turn);
             }
