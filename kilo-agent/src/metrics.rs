@@ -3,7 +3,7 @@
 use std::{
     collections::BTreeMap,
     fmt,
-    sync::{Arc, Mutex, PoisonError},
+    sync::{Arc, Mutex, PoisonError, atomic::Ordering},
 };
 
 use kilo_common::map_table::MAPS;
@@ -204,8 +204,8 @@ pub struct SlicesMetrics {
     wanted: Gauge,
     in_use: Gauge,
     writer: Gauge,
-    written: Gauge,
-    failed: Gauge,
+    written: Counter,
+    failed: Counter,
     problems: Gauge,
 }
 
@@ -216,12 +216,6 @@ impl SlicesMetrics {
             ("kilo_slices_wanted", "Whether this agent runs with --slices=auto", &metrics.wanted),
             ("kilo_slices_in_use", "Whether this agent reads slices instead of Nodes", &metrics.in_use),
             ("kilo_slices_writer", "Whether this agent writes slices", &metrics.writer),
-            ("kilo_slices_written", "Slices written by this agent since it started", &metrics.written),
-            (
-                "kilo_slices_failed",
-                "Writes of slices by this agent that failed since it started",
-                &metrics.failed,
-            ),
             (
                 "kilo_slice_problems",
                 "Missing or unreadable slices, and nodes listed in several",
@@ -229,6 +223,12 @@ impl SlicesMetrics {
             ),
         ] {
             registry.register(name, help, gauge.clone());
+        }
+        for (name, help, counter) in [
+            ("kilo_slices_written", "Slices written by this agent", &metrics.written),
+            ("kilo_slices_failed", "Writes of slices by this agent that failed", &metrics.failed),
+        ] {
+            registry.register(name, help, counter.clone());
         }
         metrics
     }
@@ -239,8 +239,9 @@ impl SlicesMetrics {
         self.wanted.set(1);
         self.in_use.set(report.reads.into());
         self.writer.set(report.writes.into());
-        self.written.set(gauge(report.written));
-        self.failed.set(gauge(report.failed));
+        // The backend counts from its own start, which is the agent's.
+        self.written.inner().store(report.written, Ordering::Relaxed);
+        self.failed.inner().store(report.failed, Ordering::Relaxed);
         self.problems.set(gauge(report.bad + report.twice));
     }
 }

@@ -289,7 +289,8 @@ pub const ANNOTATIONS: &[Annotation] = &[
         example: "`65537`",
         meaning: "the term in which the node took over its location (TERM of `kgctl status` × 65536 and a number that \
                   decides ties); the latest counts, whoever Kilo's rule chooses",
-        remedy: "the node's agent writes it again once it is gone: take the annotation back",
+        remedy: "the node's agent writes its own while it leads; to take this one back: kubectl annotate node NODE \
+                 kilo.squat.ai/leading-",
         read: |value, node| node.node.leading = value.term(),
     },
     Annotation {
