@@ -416,7 +416,7 @@ mod tests {
             assert!(text.contains(&format!("\n{role}")), "{text}");
         }
         assert!(
-            text.contains("location:a   several active leaders are asked for, and node a1 does not"),
+            text.contains("location:a   several active leaders are configured, but node a1 does not"),
             "{text}"
         );
     }

@@ -63,7 +63,7 @@ fn a_path_that_drops_full_packets_silently_is_red_and_one_that_says_so_is_not() 
             icmp type destination-unreachable drop; icmpv6 type packet-too-big drop; }; }'");
         for error in errors(&["full"]) {
             let error = error.expect("it is red");
-            assert!(error.contains("no answer to packets of 1500 bytes"), "{error}");
+            assert!(error.contains("no reply to packets of 1500 bytes"), "{error}");
         }
         assert_eq!(errors(&["udp"]), [None, None], "small ones pass");
         sh("ip netns exec r nft delete table inet silent");

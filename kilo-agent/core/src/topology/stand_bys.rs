@@ -87,7 +87,7 @@ mod tests {
     fn a_location_without_stand_bys_is_warned_about_where_there_are_nodes() {
         let one = ["a", "b", "c"].map(|name| node(name, None));
         let said = warning(&one, 0).unwrap();
-        assert!(said.contains("nobody takes over from a ") && said.contains("--stand-bys=1"), "{said}");
+        assert!(said.contains("if a fails, no node takes over") && said.contains("--stand-bys=1"), "{said}");
         assert_eq!(warning(&one, 1), None);
         assert_eq!(warning(&one[..1], 0), None, "there is nobody else");
         let mut kilos = one.clone();
@@ -109,7 +109,7 @@ mod tests {
         assert!(
             said.starts_with("c leads")
                 && said.contains("the same --stand-bys")
-                && said.contains("nodes that come before c have joined"),
+                && said.contains("nodes that rank before c have joined"),
             "{said}"
         );
         assert_eq!(warning(&nodes, 2), None, "it is one of two");
