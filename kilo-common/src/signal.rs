@@ -82,17 +82,6 @@ impl Kind {
     pub const fn has_tag(self) -> bool {
         !matches!(self, Self::Probe | Self::Reflected | Self::Claim | Self::Moved | Self::End)
     }
-
-    /// The shortest and the longest one, in bytes. Anybody can send a probe and its answer, so they take no more of the
-    /// way back, and of the ring, than their header.
-    #[inline(always)]
-    const fn lengths(self) -> (usize, usize) {
-        match self {
-            Self::Probe | Self::Reflected => (HEADER, HEADER),
-            _ if self.has_tag() => (HEADER + TAG, LONGEST),
-            _ => (HEADER, LONGEST),
-        }
-    }
 }
 
 /// What a witness has seen.
@@ -174,7 +163,9 @@ pub fn header(bytes: &[u8; HEADER], length: usize) -> Result<Header, Malformed> 
     }
     let kind = Kind::from_u8(bytes[2]).ok_or(Malformed::Kind(bytes[2]))?;
     let said = usize::from(bytes[3]) * 8;
-    let (least, most) = kind.lengths();
+    let least = HEADER + if kind.has_tag() { TAG } else { 0 };
+    // Anybody can send these two: they take no more of the way back, and of the ring, than their header.
+    let most = if matches!(kind, Kind::Probe | Kind::Reflected) { HEADER } else { LONGEST };
     if said != length || said < least || said > most {
         return Err(Malformed::Length);
     }

@@ -78,7 +78,9 @@ mod tests {
             of_wireguard(*userspace()),
             of_lock(LockError::Taken("kilo0".to_owned())),
         ];
-        for (error, what) in said.iter().zip(["=userspace", "/dev/net/tun", "as root", "no kgctl connect"]) {
+        for (error, what) in
+            said.iter().zip(["=userspace", "/dev/net/tun", "as root", "not need kgctl connect"])
+        {
             let error = error.to_string();
             assert!(
                 error.contains(what) && !error.contains("manifest") && !error.contains("on this node"),
