@@ -49,6 +49,12 @@ impl Term {
         Self((self.count().saturating_add(LEAP) as u64) << TIE_BITS)
     }
 
+    /// The latest term after which [`Self::next`] is still obeyed by who knows this one.
+    #[must_use]
+    pub const fn last_step(self) -> Self {
+        Self((self.count().saturating_add(LEAP - 1) as u64) << TIE_BITS)
+    }
+
     /// The first term after this one that is `gateway`'s (its [`crate::signal`] id).
     #[must_use]
     pub const fn next(self, gateway: u64) -> Self {

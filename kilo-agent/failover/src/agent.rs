@@ -1,6 +1,6 @@
 //! One node's agent: its parts, and what is due when.
 
-mod behind;
+pub(crate) mod behind;
 mod inputs;
 mod leading;
 mod overload;
@@ -69,7 +69,7 @@ pub(crate) struct Gateway {
     /// When each member that asked was adopted last.
     adopted: BTreeMap<NodeId, Micros>,
     /// Terms that far leaders remember and nobody here does.
-    behind: Behind,
+    pub(crate) behind: Behind,
 }
 
 /// Failover of one node: takes an [`Input`] at a time, and answers with [`Output`]s.
@@ -81,7 +81,7 @@ pub struct Agent {
     pub(crate) word_since: Micros,
     /// The latest term heard of.
     pub(crate) term: Term,
-    /// The same, without what single members say.
+    /// The same, without what only one member has said.
     known: Term,
     member: Member,
     pub(crate) gateway: Option<Gateway>,
@@ -343,7 +343,7 @@ impl Agent {
         }
         self.give_away_when_silent(turn);
         if let Some(gateway) = &mut self.gateway {
-            gateway.sentinel.counts(&self.params, turn.now, self.term.count());
+            gateway.sentinel.counts(&self.params, turn.now, self.known.count());
         }
         self.decide(turn);
     }
@@ -360,7 +360,8 @@ impl Agent {
             cookie: self.place.cookie(*to),
             losses: gateway.others.recent_losses(&self.params, now),
         };
-        let term = leads.map_or(self.term, Lead::term);
+        // What a single member says goes no further.
+        let term = leads.map_or(self.known, Lead::term);
         for other in self.place.gateways.iter().filter(|other| **other != self.place.me) {
             let signal = self.sender().signal(Kind::Hello, self.stamp(now), term, hello(other));
             turn.push(Output::Lan(*other, signal));

@@ -59,10 +59,11 @@ struct Check {
     row: Row,
 }
 
-/// What MOVED says of shared prefixes when its term is the latest that is known, and not that of the CLAIM.
+/// What MOVED says of shared prefixes when its term is the latest that the far leader knows, and not that of the CLAIM.
 const LATEST: Shared = Shared::Move;
 
-/// Whether MOVED says that nothing of the CLAIM counts before the term after its own.
+/// Whether the term of MOVED is the latest that the far leader knows: no member that the CLAIM named counts in an
+/// earlier one.
 pub fn is_latest(signal: &Signal) -> bool {
     signal.kind == Kind::Moved && matches!(&signal.body, Body::Claim { shared, .. } if *shared == LATEST)
 }
@@ -252,8 +253,9 @@ impl Acting {
             }
         }
         let (moves_shared, asks) = self.claim_shared((term, gateway), *shared);
-        // Who has forgotten how many changes there were is told when nothing that it claims can count.
-        let latest = self.claimed_latest();
+        // Who has forgotten how many changes there were is told when nothing that it claims can count,
+        // as far as its kernels follow at a time.
+        let latest = self.claimed_latest().min(term.last_step());
         let is_behind =
             !is_end && has.is_empty() && latest.count() > term.count() && params.keeps(Rule::CatchesUp);
         let (term, shared) = if is_behind { (latest, LATEST) } else { (term, Shared::Stay) };

@@ -265,11 +265,12 @@ impl Agent {
     pub(crate) fn has_moved(&mut self, far: Far, signal: &Signal, turn: &mut Turn<'_>) {
         let Body::Claim { gateway: to, part, members, .. } = &signal.body else { return };
         let me = self.place.me;
+        let Some(gateway) = &mut self.gateway else { return };
+        gateway.planned.silent.remove(&far);
+        gateway.behind.answered();
         if far::is_latest(signal) {
             return self.far_leader_knows(signal.term, turn);
         }
-        let Some(gateway) = &mut self.gateway else { return };
-        gateway.planned.silent.remove(&far);
         if let Some(lead) = &mut gateway.lead {
             lead.moved(far, signal.term, members);
         }

@@ -57,8 +57,8 @@ pub struct MemberView<'a> {
 impl Member {
     /// Between the two probes of a witness.
     const APART: Micros = 20 * MS;
-    /// Most questions that a witness answers at a time: each costs two probes and a verdict.
-    const MOST_BURSTS: usize = 8;
+    /// Most questions of one gateway that a witness answers at a time: each costs two probes and a verdict.
+    const MOST_BURSTS: usize = 2;
     /// Between two gateways that are asked.
     const NEXT_GATEWAY: Micros = 150 * MS;
     /// Misses in a row that are no accident.
@@ -183,17 +183,22 @@ impl Member {
     /// Somebody asks what this node sees of the leader whose id is the nonce.
     pub fn asked(&mut self, params: &Params, question: Signal, view: &MemberView<'_>, turn: &mut Turn<'_>) {
         let Body::Question { id, patience } = question.body else { return };
-        let known = |burst: &Burst| burst.asker == question.sender && burst.question.body == question.body;
-        if self.bursts.iter().any(known) {
+        // Stand-bys ask; what others send must not take their place.
+        if !view.gateways.contains(&question.sender) {
             return;
         }
+        let of_asker = self.bursts.iter().filter(|burst| burst.asker == question.sender);
+        if of_asker.clone().any(|burst| burst.question.body == question.body) {
+            return;
+        }
+        let open = of_asker.count();
         if view.word.1 != question.nonce || view.sender.me == question.nonce {
             let verdict = Body::Witness { id, verdict: Verdict::Elsewhere };
             let signal = view.sender.signal(Kind::Verdict, question.nonce, view.word.0, verdict);
             turn.push(Output::Lan(question.sender, signal));
             return;
         }
-        if self.bursts.len() >= Self::MOST_BURSTS {
+        if open >= Self::MOST_BURSTS {
             return;
         }
         let (least, most) = params.path_deadline;
@@ -241,8 +246,8 @@ mod tests {
     }
 
     impl Asked {
-        /// The outputs of a question with this id at this time, or without one of a wake-up.
-        fn turn(&mut self, now: Micros, id: Option<u32>) -> Vec<Output> {
+        /// The outputs of a question of this node with this id at this time, or without one of a wake-up.
+        fn turn(&mut self, now: Micros, question: Option<(NodeId, u32)>) -> Vec<Output> {
             let (mut out, mut later, mut drawn) = (Vec::new(), Vec::new(), now);
             let mut random = || {
                 drawn += 1;
@@ -252,17 +257,17 @@ mod tests {
             let view = MemberView {
                 sender: Sender { me: 3, location: 7 },
                 word: (Term::NONE, LEADER),
-                gateways: &[LEADER, 2],
+                gateways: &[LEADER, 2, 4],
                 fars: &[9],
-                nodes: 3,
+                nodes: 5,
                 stamp: 0,
                 cookies: &self.cookies,
             };
             let params = Params::default();
-            match id {
-                Some(id) => {
+            match question {
+                Some((asker, id)) => {
                     let body = Body::Question { id, patience: 100 };
-                    let sender = Sender { me: 2, location: 7 };
+                    let sender = Sender { me: asker, location: 7 };
                     let question = sender.signal(Kind::Witness, LEADER, Term::NONE, body);
                     self.member.asked(&params, question, &view, &mut turn);
                 }
@@ -273,12 +278,16 @@ mod tests {
     }
 
     #[test]
-    fn a_witness_answers_eight_questions_at_a_time() {
+    fn a_witness_answers_two_questions_of_each_gateway_at_a_time_and_nobody_elses() {
         let mut asked = Asked { member: Member::new(0), cookies: BTreeMap::new() };
-        let probes: Vec<_> = (0..20).map(|id| asked.turn(1_000, Some(id)).len()).collect();
-        assert_eq!(probes, [vec![2; 8], vec![0; 12]].concat());
+        let mut probes =
+            |asker| (0..20).map(|id| asked.turn(1_000, Some((asker, id))).len()).collect::<Vec<_>>();
+        assert_eq!(probes(5), [0; 20], "no gateway");
+        for asker in [2, 4] {
+            assert_eq!(probes(asker), [vec![2; 2], vec![0; 18]].concat(), "{asker}");
+        }
         // Each of those is answered twice, and then others are again.
-        assert_eq!(asked.turn(500 * MS, None).len(), 16);
-        assert_eq!(asked.turn(500 * MS, Some(20)).len(), 2);
+        assert_eq!(asked.turn(500 * MS, None).len(), 8);
+        assert_eq!(asked.turn(500 * MS, Some((2, 20))).len(), 2);
     }
 }

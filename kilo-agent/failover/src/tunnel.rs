@@ -32,9 +32,12 @@ struct Load {
 }
 
 impl Load {
+    /// How long seconds are counted before that begins anew.
+    const WINDOW: Micros = 10 * SEC;
+
     /// Some probes were lost, and packets come out.
     fn seen(&mut self, params: &Params, at: Micros) {
-        if self.busy_until <= at {
+        if self.busy_until <= at || self.busy_since + Self::WINDOW <= at {
             (self.busy_since, self.seconds) = (at, (0, at));
         }
         let (count, end) = self.seconds;
@@ -306,6 +309,12 @@ mod tests {
         assert!(!lasts(&each_second, 13 * SEC + params.busy), "it is over");
         assert!(!lasts(&[10 * SEC, 10 * SEC + 100 * MS, 10 * SEC + 200 * MS], 13 * SEC), "one moment");
         assert!(!lasts(&[10, 13, 16, 19].map(|at| at * SEC), 19 * SEC), "a moment each three seconds");
+        let rarely: Vec<Micros> = (0..900).map(|i| i * 4 * SEC).collect();
+        let then = (3_600..3_620).map(|at| at * SEC);
+        assert!(
+            lasts(&rarely.into_iter().chain(then).collect::<Vec<_>>(), 3_619 * SEC),
+            "after an hour of moments"
+        );
     }
 
     #[test]

@@ -113,7 +113,7 @@ pub enum Note {
     NotReady(NodeId),
     /// It leads again: this gateway did not take over.
     TakesBack(NodeId),
-    /// A far leader remembers this term, and nobody here does: it leads in a later one.
+    /// A far leader remembers this term, which is later than the one this gateway leads in: it leads in the next one.
     Behind(Term),
     /// Its signal was refused: its term is implausibly far ahead.
     Leaps(NodeId),

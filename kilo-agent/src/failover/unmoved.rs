@@ -23,7 +23,7 @@ impl Move {
     }
 }
 
-/// By location what the device did not take. What another way has moved since is moved again once, to where it is.
+/// By location what the device did not take. What a reconcile has moved meanwhile is sent to the device once more, which changes nothing.
 #[derive(Debug, Default)]
 pub struct Unmoved(BTreeMap<Far, Missing>);
 
@@ -141,7 +141,7 @@ mod tests {
     }
 
     #[test]
-    fn nobody_is_told_that_he_has_what_the_device_did_not_take() {
+    fn no_gateway_is_told_that_it_has_what_the_device_did_not_take() {
         let mut world = World::new();
         let term = Term::NONE.next(B);
         assert_eq!(world.claims(B, term, &MEMBERS, false), None);

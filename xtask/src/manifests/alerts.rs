@@ -346,7 +346,7 @@ const ALERTS: &[Alert] = &[
     Alert {
         name: "KiloSignalsForged",
         severity: "warning",
-        summary: "Failover signals arrive that no node has sent.",
+        summary: "Failover signals arrive that are not authentic.",
         expr: r#"sum by (job, instance) (increase(kilo_signals_refused_total{why=~"forged|foreign"}[10m])) + sum by (job, instance) (increase(kilo_dropped_packets_total{reason=~"forged_signal"}[10m])) > 0"#,
         hold: "1m",
         remedy: "They were refused, and nothing has changed. A node that has changed its key is refused for some seconds, too. Otherwise \

@@ -43,7 +43,7 @@ pub enum Writer {
 /// How long a value that an agent wrote counts, which decides who removes it and whether slices have it.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum Lifetime {
-    /// Until the node is uninstalled: Kilo's own agent renews it, or it harms nobody.
+    /// Until the node is uninstalled: Kilo's own agent renews it, or a stale one does no harm.
     Node,
     /// As long as the agent that wrote it, which says with it that it takes part in failover: void once another
     /// agent has renewed the heartbeat, and removed before Kilo's own agent comes.

@@ -360,7 +360,10 @@ mod tests {
         assert_eq!(read(most), (Some(most), Vec::new()));
         let (leading, problems) = read(most + 1);
         assert_eq!((leading, problems.len()), (None, 1));
-        assert!(problems[0].contains("16777217 times; ") && problems[0].ends_with("kilo.squat.ai/leading-"));
+        assert!(
+            problems[0].contains("16777217 changes of leader")
+                && problems[0].ends_with("kilo.squat.ai/leading-")
+        );
     }
 
     #[test]

@@ -1,31 +1,61 @@
-//! Far leaders remember terms that a whole location forgets when all its nodes boot: they take no claim of an
-//! earlier one. They say so when they are asked, and the gateway claims again in a later one.
+//! Far leaders remember terms that a location forgets when all its nodes boot, and take no claim of an earlier one.
+//! They answer such a claim with the latest term, and the gateway claims again in the next one.
 
 use super::Agent;
 use crate::{MS, Micros, NodeId, Note, Output, Rule, SEC, Term, Turn, gateway::Lead, signal::Shared};
 
-/// When a gateway that leads by Kilo's rule asks, and when it was told.
+/// When a gateway that leads by Kilo's rule asks far leaders, and what it does with their answers.
 #[derive(Clone, Debug, Default)]
-pub(super) struct Behind {
+pub(crate) struct Behind {
     asked: usize,
-    told: Option<Micros>,
+    last_asked: Micros,
+    is_answered: bool,
+    /// When it last led in a later term because of an answer, and how long it waits until the next time.
+    caught_up: Option<(Micros, Micros)>,
 }
 
 impl Behind {
-    /// When far leaders are asked, since the start: by the first time another gateway has led a node that has booted
-    /// alone, and an answer may be lost.
+    /// How long after its start it asks far leaders. By the first time a gateway that has booted alone has been led
+    /// by another one; it asks four times, since answers may be lost.
     const ASKS: [Micros; 4] = [700 * MS, 1_500 * MS, 3 * SEC, 6 * SEC];
-    /// Between two catches: far leaders may not make terms run away.
+    /// And then, until one has answered: a site's router may boot later than its nodes.
+    const LATER: Micros = 10 * SEC;
+    /// After the first time, doubled with each: a far leader may not make terms run away.
     const PAUSE: Micros = SEC;
+    /// The longest such pause. Who needed none for twice as long begins anew.
+    const LONGEST: Micros = 3_600 * SEC;
+    /// A location that has changed its leader more often than this is not believed, wherever it is said.
+    const MOST_CHANGES: u32 = 1 << 24;
+
+    /// A far leader has answered a claim.
+    pub(crate) const fn answered(&mut self) {
+        self.is_answered = true;
+    }
+
+    fn next(&self, since: Micros) -> Micros {
+        match Self::ASKS.get(self.asked) {
+            Some(at) => since + at,
+            None if self.is_answered => Micros::MAX,
+            None => self.last_asked + Self::LATER,
+        }
+    }
+
+    /// Whether it catches up now.
+    fn may_catch_up(&mut self, now: Micros) -> bool {
+        let pause = match self.caught_up {
+            Some((last, pause)) if now < last + pause => return false,
+            Some((last, pause)) if now < last + 2 * Self::LONGEST => (pause * 2).min(Self::LONGEST),
+            _ => Self::PAUSE,
+        };
+        self.caught_up = Some((now, pause));
+        true
+    }
 }
 
 impl Agent {
     /// Asks far leaders for their latest term, a while after the start.
     pub(super) fn asks_far_leaders(&mut self, turn: &mut Turn<'_>) {
-        let Some(gateway) = &self.gateway else { return };
-        let asked = gateway.behind.asked;
-        let is_due = Behind::ASKS.get(asked).is_some_and(|at| turn.now >= gateway.since + at);
-        if !is_due {
+        if turn.now < self.next_ask() {
             return;
         }
         if self.leads_by_order(turn.now) && self.params.keeps(Rule::CatchesUp) {
@@ -34,38 +64,41 @@ impl Agent {
             }
         }
         if let Some(gateway) = &mut self.gateway {
-            gateway.behind.asked = asked + 1;
+            gateway.behind.asked += 1;
+            gateway.behind.last_asked = turn.now;
         }
     }
 
     /// When [`Self::asks_far_leaders`] has something to do.
     pub(super) fn next_ask(&self) -> Micros {
-        let next = self
-            .gateway
-            .as_ref()
-            .and_then(|gateway| Behind::ASKS.get(gateway.behind.asked).map(|at| gateway.since + at));
-        next.unwrap_or(Micros::MAX)
+        self.gateway.as_ref().map_or(Micros::MAX, |gateway| gateway.behind.next(gateway.since))
     }
 
-    /// A far leader knows a later term than anybody here does: it takes no claim before that.
+    /// A far leader knows a later term than this gateway leads in: it takes no claim before that.
     pub(crate) fn far_leader_knows(&mut self, term: Term, turn: &mut Turn<'_>) {
         let (me, now) = (self.place.me, turn.now);
         let leads_by_order = self.leads_by_order(now);
         let Some(gateway) = &mut self.gateway else { return };
         let leads_in = gateway.lead.as_ref().map(Lead::term).or(leads_by_order.then_some(Term::NONE));
         let is_behind = leads_in.is_some_and(|leads_in| term.count() > leads_in.count());
-        let is_told = gateway.behind.told.is_some_and(|told| told + Behind::PAUSE > now);
-        if !is_behind || is_told || gateway.planned.is_busy() || !self.params.keeps(Rule::CatchesUp) {
+        if !is_behind
+            || term.count() >= Behind::MOST_CHANGES
+            || gateway.planned.is_busy()
+            || !self.params.keeps(Rule::CatchesUp)
+            || !gateway.behind.may_catch_up(now)
+        {
             return;
         }
-        gateway.behind.told = Some(now);
         self.term_is_known(term);
         turn.push(Output::Note(Note::Behind(term)));
-        // Who has what belongs to no member keeps it, unless it is known to lead nobody.
-        let shared = if self.nobody_else_leads(now) { Shared::Move } else { Shared::MoveIfSilent };
-        let members = leads_by_order.then(|| self.users_of(me, now).into_iter().chain([me]).collect());
-        let members: Vec<NodeId> = members.unwrap_or_default();
-        self.lead_more(members, shared, turn);
+        if leads_by_order {
+            // Who has what belongs to no member keeps it, unless it is known to lead nobody.
+            let shared = if self.nobody_else_leads(now) { Shared::Move } else { Shared::MoveIfSilent };
+            let members: Vec<NodeId> = self.users_of(me, now).into_iter().chain([me]).collect();
+            self.lead_more(members, shared, turn);
+        } else {
+            self.lead_more([], Shared::Stay, turn);
+        }
     }
 
     /// Whether it leads although nobody has changed anything, and it is alone in that as far as it has heard.
@@ -82,5 +115,28 @@ impl Agent {
         let Some(gateway) = &self.gateway else { return false };
         let others = self.place.gateways.iter().filter(|other| **other != self.place.me);
         others.into_iter().all(|other| gateway.others.leads_nobody(&self.params, *other, now))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_far_leader_does_not_make_terms_run_away() {
+        let mut behind = Behind::default();
+        let times = (0..24 * 3_600).filter(|second| behind.may_catch_up(second * SEC)).count();
+        assert!((12..=40).contains(&times), "{times} times in a day");
+        let mut behind = Behind::default();
+        assert!(behind.may_catch_up(0) && !behind.may_catch_up(SEC / 2) && behind.may_catch_up(SEC));
+        assert!(!behind.may_catch_up(2 * SEC) && behind.may_catch_up(3 * SEC));
+    }
+
+    #[test]
+    fn it_asks_until_somebody_answers() {
+        let mut behind = Behind { asked: 4, last_asked: 6 * SEC, ..Behind::default() };
+        assert_eq!(behind.next(0), 16 * SEC);
+        behind.answered();
+        assert_eq!(behind.next(0), Micros::MAX);
     }
 }

@@ -150,14 +150,17 @@ impl Agent {
     }
 
     pub(super) fn heard_word(&mut self, from: NodeId, word: (Term, NodeId), turn: &mut Turn<'_>) {
-        if !self.names_term(from, word.0) {
+        let is_believed = self.names_term(from, word.0);
+        if !is_believed {
             turn.push(Output::Note(Note::Leaps(from)));
         }
         let lead = self.gateway.as_mut().and_then(|gateway| gateway.lead.as_mut());
         if lead.is_some_and(|lead| lead.hears(from, word, turn.now)) {
             self.led_changed(turn);
         }
-        self.goes_on_with(from, word, turn);
+        if is_believed {
+            self.goes_on_with(from, word, turn);
+        }
     }
 
     /// A gateway that was away asks to be a member of who leads in a later term.
@@ -211,18 +214,18 @@ impl Agent {
         let led_itself = self.place.several.is_none()
             && gateway.roll.last(member).is_some_and(|present| present.word.1 == member);
         let shared = if age == 0 && led_itself { Shared::Move } else { Shared::Stay };
-        if !self.names_term(member, term) {
-            return turn.push(Output::Note(Note::Leaps(member)));
-        }
         if !self.may_adopt_again(member, now) {
             return;
+        }
+        if !self.names_term(member, term) {
+            return turn.push(Output::Note(Note::Leaps(member)));
         }
         self.lost_by_adoption(member, age, turn.now);
         turn.push(Output::Note(Note::Adopts(member)));
         self.lead_more([member], shared, turn);
     }
 
-    /// Each adoption may be a change of term for everybody this gateway leads: one member causes two a second.
+    /// Each adoption may be a change of term for everybody this gateway leads: one member causes two a second at most.
     pub(super) fn may_adopt_again(&mut self, member: NodeId, now: Micros) -> bool {
         const PAUSE: Micros = SEC / 2;
         let Some(gateway) = &mut self.gateway else { return false };

@@ -27,6 +27,8 @@ impl Agent {
             self.term = self.term.max(term);
             return true;
         }
+        // The next time it may be believed: nobody else may be left who knows.
+        self.term = self.term.max(Term::from_bits(u64::from(known.count() + ALONE) << 16));
         term <= self.term
     }
 }
@@ -74,6 +76,21 @@ mod tests {
         // A gateway is believed.
         assert!(bench.agent.names_term(LEADER, count(700)));
         assert_eq!(bench.agent.term.count(), 700);
+    }
+
+    #[test]
+    fn what_a_member_says_alone_is_not_passed_on() {
+        let mut bench = Bench::new();
+        assert!(bench.agent.names_term(MEMBER, count(20)));
+        let until = bench.now + SEC;
+        let mut said = Vec::new();
+        while bench.now < until {
+            said.extend(bench.turn(vec![]).into_iter().filter_map(|output| match output {
+                Output::Lan(_, signal) if signal.kind == Kind::Hello => Some(signal.term.count()),
+                _ => None,
+            }));
+        }
+        assert!(said.len() > 3 && said.iter().all(|term| *term == 7), "{said:?}");
     }
 
     #[test]

@@ -34,9 +34,9 @@ impl Thread {
             }
             Note::Behind(term) => {
                 tracing::info!(
-                    term = term.count(),
-                    "other locations remember a later term than this one, whose nodes have all booted; this node claims \
-                     its location again in the next one"
+                    known = term.count(),
+                    "another location knows of a later change of leader than this node does, as after all nodes of \
+                     this location have booted; this node claims what it leads again in a later term"
                 );
                 return;
             }

@@ -191,12 +191,16 @@ impl Packet<'_> {
         };
         let ours =
             parse(inner).is_some_and(|inner| [inner.source, inner.target].into_iter().any(is_of_the_mesh));
-        ours || contains_marker(self.payload) && !self.may_be_read()
+        ours || contains_marker(self.payload) && !self.is_with_outside()
     }
 
     /// Probes may be read where they are for the outside, or between hosts of one location.
     fn may_be_read(&self) -> bool {
-        [self.source, self.target].into_iter().any(is_outside) || self.is_within_location()
+        self.is_with_outside() || self.is_within_location()
+    }
+
+    fn is_with_outside(&self) -> bool {
+        [self.source, self.target].into_iter().any(is_outside)
     }
 }
 

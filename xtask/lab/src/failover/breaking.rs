@@ -169,6 +169,10 @@ pub(super) fn location_boots(lab: &mut Lab) -> Result<()> {
     state::acts(lab, STAND_BY, ASKED)?;
     cut_power(lab, STAND_BY)?;
     cut_power(lab, MEMBER)?;
+    for name in all {
+        // Nor does the API.
+        let _ = fs::remove_file(lab.agents.cluster().join(format!("{name}{PUBLISHED}")));
+    }
     all.into_iter().try_for_each(|name| boot(lab, name))?;
     lab.agents.wait_until_ready(&lab.network, Duration::from_secs(60))?;
     lab.all_well()

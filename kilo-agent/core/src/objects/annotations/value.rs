@@ -90,7 +90,7 @@ impl Value<'_> {
         if term >> 16 > MOST_CHANGES {
             self.ignored(
                 &format!(" {:?} is ignored", excerpt(self.text)),
-                &format!("no location changes its leader {} times", term >> 16),
+                &format!("{} changes of leader, and more than {MOST_CHANGES} are not believed", term >> 16),
             );
             return None;
         }
