@@ -161,23 +161,6 @@ pub fn reboot_all(lab: &mut Lab) -> Result<()> {
     lab.agents.wait_until_ready(&lab.network, Duration::from_secs(120))
 }
 
-/// Its leader loses power, the stand-by leads, and every node of the location loses power and boots: only the other
-/// location remembers that anything has changed.
-pub(super) fn location_boots(lab: &mut Lab) -> Result<()> {
-    let all = [LEADER, STAND_BY, MEMBER];
-    cut_power(lab, LEADER)?;
-    state::acts(lab, STAND_BY, ASKED)?;
-    cut_power(lab, STAND_BY)?;
-    cut_power(lab, MEMBER)?;
-    for name in all {
-        // Nor does the API.
-        let _ = fs::remove_file(lab.agents.cluster().join(format!("{name}{PUBLISHED}")));
-    }
-    all.into_iter().try_for_each(|name| boot(lab, name))?;
-    lab.agents.wait_until_ready(&lab.network, Duration::from_secs(60))?;
-    lab.all_well()
-}
-
 pub(super) fn power_off(lab: &mut Lab) -> Result<Broken> {
     node_off(lab, LEADER)
 }
