@@ -26,6 +26,8 @@ pub const ONLY_DEFAULT: &str = "only a default route leads to a node of this loc
 pub const NO_NODE: &str = "check --hostname";
 /// An agent was asked to stop meanwhile.
 pub const PODS_STAY: &str = "but pods or other containers still run here";
+/// The WireGuard device went while an agent worked with it.
+pub const NO_KILO0: &str = "kilo0 is gone or was replaced";
 /// Counts the programs that an agent attached again.
 pub const REATTACHED: &str = "kilo_reattached_total";
 /// Interfaces that carry a node's packets out, with their programs.

@@ -13,7 +13,7 @@ use super::{
 };
 use crate::{
     Lab,
-    well::{DETACHED, LEADS, NO_ENDPOINT, NO_NODE, ONLY_DEFAULT, PODS_STAY},
+    well::{DETACHED, LEADS, NO_ENDPOINT, NO_KILO0, NO_NODE, ONLY_DEFAULT, PODS_STAY},
 };
 
 /// What traffic may lose.
@@ -155,7 +155,7 @@ pub const FAULTS: &[Fault] = &[
         .on_request(),
     fault("kilo0-deleted", 25)
         .across("kilo0 of a node that does not lead is deleted", Goal::Within(5000), links::member_deleted)
-        .soak("kilo0 is deleted", &["No such device"], random::device_deleted),
+        .soak("kilo0 is deleted", &["No such device", NO_KILO0], random::device_deleted),
     fault("kilo0-of-leader-deleted", 25)
         .across("kilo0 of the leader is deleted", Goal::Within(10_000), links::leader_deleted),
     fault("kilo0-renamed", 25)
@@ -218,7 +218,7 @@ pub const FAULTS: &[Fault] = &[
     // The device may go between the look at it and the attaching to it.
     unlisted("wireguard-killed").soak(
         "WireGuard's process is killed",
-        &["No such device"],
+        &["No such device", NO_KILO0],
         random::wireguard_killed,
     ),
     unlisted("neighbours-flushed").soak("neighbours are forgotten", &[], random::neighbours_forgotten),
