@@ -12,6 +12,9 @@ const TIE_BITS: u32 = 16;
 /// count near its end would be the last one of its location.
 pub const LEAP: u32 = 1_024;
 
+/// More changes of leader than this are not believed, wherever they are said: one each minute for 30 years.
+pub const MOST_CHANGES: u32 = 1 << 24;
+
 /// Number of a change of leader. No two gateways share one: the low 16 bits are
 /// the gateway's own, so that of two changes at once every node and every far
 /// leader holds the same one to be later.

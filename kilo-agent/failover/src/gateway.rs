@@ -3,8 +3,6 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use kilo_common::lead::LEAP;
-
 use crate::{
     Far, MS, Micros, NodeId, Output, Params, Rule, SEC, Signal, Term, Turn,
     roll::{Present, Roll},
@@ -350,8 +348,7 @@ impl Lead {
 /// The last term of a gateway that a kernel with this one obeys. One that has missed many changes, because it
 /// has booted or because its own gateway had none, is led up to the latest step by step.
 fn farthest(word: Term, gateway: NodeId) -> Term {
-    let before = u64::from(word.count().saturating_add(LEAP - 1));
-    Term::from_bits(before << 16).next(gateway)
+    word.last_step().next(gateway)
 }
 
 /// Asks a member's kernel whether it is there.

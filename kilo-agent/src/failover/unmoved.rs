@@ -23,7 +23,8 @@ impl Move {
     }
 }
 
-/// By location what the device did not take. What a reconcile has moved meanwhile is sent to the device once more, which changes nothing.
+/// By location what the device did not take. What a reconcile has moved meanwhile is sent to the device once more, which
+/// changes nothing.
 #[derive(Debug, Default)]
 pub struct Unmoved(BTreeMap<Far, Missing>);
 

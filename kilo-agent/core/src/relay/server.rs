@@ -76,8 +76,8 @@ struct End {
     is_refused: bool,
 }
 
-/// Whether an end that WireGuard has at `place` is at this source. Its NAT may have given it another port; another address
-/// it may have made up, and what is for it would go to whoever has that.
+/// Whether an end that WireGuard has at `place` is at this source. Its NAT may have given it another port;
+/// another address may be forged, and packets for this end would go to the host that has it.
 fn is_same_host(source: SocketAddr, place: SocketAddr) -> bool {
     source.ip().to_canonical() == place.ip().to_canonical()
 }

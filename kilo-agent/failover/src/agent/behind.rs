@@ -1,6 +1,8 @@
 //! Far leaders remember terms that a location forgets when all its nodes boot, and take no claim of an earlier one.
 //! They answer such a claim with the latest term, and the gateway claims again in the next one.
 
+use kilo_common::lead::MOST_CHANGES;
+
 use super::Agent;
 use crate::{MS, Micros, NodeId, Note, Output, Rule, SEC, Term, Turn, gateway::Lead, signal::Shared};
 
@@ -24,8 +26,6 @@ impl Behind {
     const PAUSE: Micros = SEC;
     /// The longest such pause. Who needed none for twice as long begins anew.
     const LONGEST: Micros = 3_600 * SEC;
-    /// A location that has changed its leader more often than this is not believed, wherever it is said.
-    const MOST_CHANGES: u32 = 1 << 24;
 
     /// A far leader has answered a claim.
     pub(crate) const fn answered(&mut self) {
@@ -82,7 +82,7 @@ impl Agent {
         let leads_in = gateway.lead.as_ref().map(Lead::term).or(leads_by_order.then_some(Term::NONE));
         let is_behind = leads_in.is_some_and(|leads_in| term.count() > leads_in.count());
         if !is_behind
-            || term.count() >= Behind::MOST_CHANGES
+            || term.count() >= MOST_CHANGES
             || gateway.planned.is_busy()
             || !self.params.keeps(Rule::CatchesUp)
             || !gateway.behind.may_catch_up(now)
@@ -113,8 +113,8 @@ impl Agent {
     /// Whether every other gateway has said a moment ago that it leads nobody.
     fn nobody_else_leads(&self, now: Micros) -> bool {
         let Some(gateway) = &self.gateway else { return false };
-        let others = self.place.gateways.iter().filter(|other| **other != self.place.me);
-        others.into_iter().all(|other| gateway.others.leads_nobody(&self.params, *other, now))
+        let mut others = self.place.gateways.iter().filter(|other| **other != self.place.me);
+        others.all(|other| gateway.others.leads_nobody(&self.params, *other, now))
     }
 }
 

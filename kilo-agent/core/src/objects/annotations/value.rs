@@ -8,6 +8,7 @@ use std::{
 };
 
 use ipnet::IpNet;
+use kilo_common::lead::MOST_CHANGES;
 use serde::{Deserialize, Serialize};
 
 use super::{is_of_heartbeat, promised};
@@ -15,9 +16,6 @@ use crate::{addresses::is_global_v6, signal_id, wireguard::key::PublicKey};
 
 /// The longest pause between two heartbeats that is believed.
 const MOST_SECONDS: u16 = 600;
-
-/// Most changes of leader that a term is believed to count: one each minute for 30 years.
-const MOST_CHANGES: u64 = 1 << 24;
 
 /// One seen endpoint, as Kilo writes Go's `net.UDPAddr`.
 #[derive(Serialize, Deserialize)]
@@ -87,7 +85,7 @@ impl Value<'_> {
     /// A term that a node may have led in: no later change would count after one near the end.
     pub fn term(&mut self) -> Option<u64> {
         let term: u64 = self.parse()?;
-        if term >> 16 > MOST_CHANGES {
+        if term >> 16 > MOST_CHANGES.into() {
             self.ignored(
                 &format!(" {:?} is ignored", excerpt(self.text)),
                 &format!("{} changes of leader, and more than {MOST_CHANGES} are not believed", term >> 16),
