@@ -164,8 +164,8 @@ maps! {
         holds "on a relay: port of a pair → who may send to it, and to whom it is sent on",
         reason "two ports a pair, of 1,000. One more pair is refused";
     RELAY_KEY = "relay_key", Hash<u64, relay::Sender>, size 8_192, pinned true, gauge false,
-        holds "leader's id → what its messages about relays are checked with, and the latest ones",
-        reason "one a location. One more is not heard";
+        holds "gateway's id → what its messages about relays are checked with, and the latest ones",
+        reason "a few a location. One more is not heard";
     RELAY_HEARD = "relay_heard", RingBuf<(), relay::Heard>, size 65_536, pinned true, gauge false,
         holds "ring: messages about relays, for the agent",
         reason "bytes: 580 messages; what does not fit is lost, messages are repeated";

@@ -1,5 +1,5 @@
 //! Relaying WireGuard's datagrams between two locations that cannot reach each other, and the
-//! messages by which leaders arrange that; docs/design/relay.md describes the whole.
+//! messages by which gateways arrange that; docs/design/relay.md describes the whole.
 //!
 //! Messages are UDP datagrams of [`LENGTH`] bytes beside WireGuard's own, from its port:
 //!

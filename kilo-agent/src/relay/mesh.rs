@@ -1,4 +1,4 @@
-//! What the mesh says of the leaders of other locations.
+//! What the mesh says of the gateways of other locations.
 
 use std::{
     collections::{BTreeMap, BTreeSet, HashMap},
@@ -30,16 +30,19 @@ pub struct MeshView {
     pub device: Option<Device>,
 }
 
-/// The node that carries a location's packets.
-pub fn leader(mesh: &Mesh, index: usize) -> Option<&Node> {
-    let segment = mesh.segments.get(index)?;
-    let gateways = mesh.gateways_of(index);
-    let acting = *gateways.order.get(gateways.acting)?;
-    segment.members.get(acting).map(|member| &*member.node)
+/// The nodes of a location that have tunnels to other locations: who leads it, and with failover who stands by.
+pub fn gateways(mesh: &Mesh, index: usize) -> Vec<&Node> {
+    let members = mesh.segments.get(index).map_or(&[][..], |segment| &segment.members);
+    mesh.gateways_of(index)
+        .order
+        .iter()
+        .filter_map(|at| members.get(*at))
+        .map(|member| &*member.node)
+        .collect()
 }
 
-/// What a mesh says of locations and who leads them: when it is the same, so are the [`Leaders`], and the device need
-/// not be read for them. A mesh shares the locations in which nothing differs with the one before.
+/// What a mesh says of locations and their gateways: when it is the same, so are the [`FarGateways`], and the device
+/// need not be read for them. A mesh shares the locations in which nothing differs with the one before.
 #[derive(Clone, Debug, Default)]
 pub struct Locations {
     segments: Vec<Weak<Segment>>,
@@ -60,35 +63,40 @@ impl Locations {
     }
 }
 
-/// Leaders of other locations, and whether this node is one and relays.
+/// Gateways of other locations, and whether this node is one and relays.
 #[derive(Clone, Debug, Default)]
-pub struct Leaders {
+pub struct FarGateways {
     /// By id: key and name.
     pub nodes: BTreeMap<NodeId, (PublicKey, String)>,
-    /// The same leaders as the device shows them.
+    /// The same gateways as the device shows them.
     pub seen: Vec<Seen>,
-    /// This node leads its location.
-    pub leads: bool,
+    /// This node is a gateway of its location.
+    pub is_gateway: bool,
     /// It offers to relay.
     pub offers: bool,
-    /// Any leader offers to.
+    /// Any gateway offers to.
     pub is_offered: bool,
     /// Other nodes see this one at another endpoint than it publishes.
     pub is_behind_nat: bool,
 }
 
-impl Leaders {
+impl FarGateways {
     /// Of a view and the device's peers.
     pub fn of(view: &MeshView, relays: &Relays, peers: &BTreeMap<PublicKey, PeerStatus>) -> Self {
         let mesh = &view.mesh;
         let mut found = Self::default();
         let Some(own) = view.own.as_deref() else { return found };
         let seen = seen_by_others(view, &RelayPlaces::of(&view.snapshot.nodes, &own.discovered_endpoints));
-        for index in 0..mesh.segments.len() {
-            let Some(node) = leader(mesh, index) else { continue };
+        let own_location = mesh.find(&own.name).map(|(at, _)| at);
+        let all =
+            (0..mesh.segments.len()).flat_map(|at| gateways(mesh, at).into_iter().map(move |it| (at, it)));
+        for (index, node) in all {
             found.is_offered |= node.relay;
             if node.name == own.name {
-                (found.leads, found.offers) = (true, node.relay);
+                (found.is_gateway, found.offers) = (true, node.relay);
+            }
+            // No tunnel leads to a gateway of the own location.
+            if Some(index) == own_location {
                 continue;
             }
             let Some(key) = node.key else { continue };
@@ -143,7 +151,11 @@ fn places(node: &Node, seen: Option<&BTreeSet<SocketAddr>>) -> Vec<SocketAddr> {
 
 #[cfg(test)]
 mod tests {
-    use kilo_core::{objects::CheckedIn, settings::Granularity, topology::Peer};
+    use kilo_core::{
+        objects::CheckedIn,
+        settings::Granularity,
+        topology::{Acting, Peer},
+    };
 
     use super::*;
 
@@ -184,6 +196,54 @@ mod tests {
         );
         assert!(!Locations::default().are_of(&mesh));
     }
+
+    #[test]
+    fn stand_bys_are_ends_of_pairs_and_relay_and_members_do_neither() {
+        let node = |name: &str, number: u8, relay| {
+            Arc::new(Node {
+                name: name.to_owned(),
+                key: Some(PublicKey([number; 32])),
+                location: name[..1].to_owned(),
+                endpoint: format!("192.0.2.{number}:51820").parse().ok(),
+                internal_ip: format!("10.0.0.{number}/24").parse().ok(),
+                signal: true,
+                relay,
+                ..Node::default()
+            })
+        };
+        let nodes = [
+            node("a1", 1, false),
+            node("a2", 2, false),
+            node("a3", 3, true),
+            node("b1", 4, false),
+            node("b2", 5, true),
+            node("b3", 6, false),
+        ];
+        let subnet = "10.4.0.0/16".parse().unwrap();
+        let mut mesh = Mesh::default().next(&nodes, &BTreeMap::new(), Granularity::Location, subnet);
+        let of = |mesh: &Mesh, own: usize| {
+            let own = Some(Arc::clone(&nodes[own]));
+            let view = MeshView { mesh: Arc::new(mesh.clone()), own, ..MeshView::default() };
+            let far = FarGateways::of(&view, &Relays::default(), &BTreeMap::new());
+            let mut names: Vec<_> = far.nodes.values().map(|(_, name)| name.clone()).collect();
+            names.sort_unstable();
+            (names.join(" "), far.is_gateway, far.offers, far.is_offered)
+        };
+        assert_eq!(of(&mesh, 0), ("b1".to_owned(), true, false, false), "without failover");
+        assert!(!super::super::is_offered(&mesh));
+        let acting = Acting::default();
+        mesh.gateways = mesh.segments.iter().map(|segment| acting.gateways(segment, 1)).collect();
+        assert_eq!(of(&mesh, 0), ("b1 b2".to_owned(), true, false, true));
+        assert_eq!(of(&mesh, 1), ("b1 b2".to_owned(), true, false, true), "the stand-by is an end, too");
+        assert_eq!(
+            of(&mesh, 2),
+            ("b1 b2".to_owned(), false, false, true),
+            "a member is none, and does not relay"
+        );
+        assert_eq!(of(&mesh, 4), ("a1 a2".to_owned(), true, true, true), "a stand-by relays");
+        assert!(super::super::is_offered(&mesh));
+    }
+
     #[test]
     fn a_leader_with_a_name_as_endpoint_is_where_the_name_leads() {
         let node = |name: &str, endpoint: &str, number: u8| {
@@ -201,7 +261,7 @@ mod tests {
         let mesh = Mesh::default().next(&nodes, &BTreeMap::new(), Granularity::Location, subnet);
         let relays = Relays::default();
         let view = MeshView { mesh: Arc::new(mesh), own: Some(Arc::clone(&nodes[0])), ..MeshView::default() };
-        let published = || Leaders::of(&view, &relays, &BTreeMap::new()).seen[0].published;
+        let published = || FarGateways::of(&view, &relays, &BTreeMap::new()).seen[0].published;
         assert_eq!(published(), None, "nobody has answered yet");
         relays.resolves(&[("home.example".to_owned(), "198.51.100.7".parse().unwrap())].into());
         assert_eq!(published(), "198.51.100.7:51821".parse().ok());
@@ -241,7 +301,7 @@ mod tests {
                 own: Some(Arc::clone(&nodes[0])),
                 ..MeshView::default()
             };
-            Leaders::of(&view, &Relays::default(), &BTreeMap::new()).is_behind_nat
+            FarGateways::of(&view, &Relays::default(), &BTreeMap::new()).is_behind_nat
         };
         assert!(!is_behind_nat("192.0.2.1:51820"));
         assert!(!is_behind_nat("[2001:db8::1]:51820"));

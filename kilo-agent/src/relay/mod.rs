@@ -44,7 +44,7 @@ impl std::fmt::Debug for Relays {
 /// How a tunnel with another location is connected.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Connected {
-    /// The leader of the other location.
+    /// The other location's gateway.
     pub node: String,
     /// `direct`, `punched` or `relayed`.
     pub way: &'static str,
@@ -134,20 +134,19 @@ impl Relays {
     }
 }
 
-/// Whether any node of the mesh relays while it leads.
+/// Whether any gateway of the mesh offers to relay.
 pub fn is_offered(mesh: &Mesh) -> bool {
-    mesh.segments
-        .iter()
-        .enumerate()
-        .any(|(index, _)| mesh::leader(mesh, index).is_some_and(|node| node.relay))
+    (0..mesh.segments.len()).any(|index| mesh::gateways(mesh, index).iter().any(|node| node.relay))
 }
 
 /// What a node's annotation `relay` has come to.
-const fn offer(is_annotated: bool, is_off: bool, leads: bool) -> Option<&'static str> {
-    match (is_annotated, is_off, leads) {
+const fn offer(is_annotated: bool, is_off: bool, is_gateway: bool) -> Option<&'static str> {
+    match (is_annotated, is_off, is_gateway) {
         (false, ..) => None,
         (_, true, _) => Some("no; annotated, but this agent runs with --relay=off"),
-        (_, _, false) => Some("no; annotated, but only the leader of a location relays"),
+        (_, _, false) => {
+            Some("no; annotated, but only leaders and stand-bys relay, and this node is neither")
+        }
         (_, _, true) => Some("offered to other locations"),
     }
 }
@@ -178,10 +177,11 @@ mod tests {
 
     #[test]
     fn an_annotation_without_effect_is_visible() {
-        let says = |is_annotated, is_off, leads| offer(is_annotated, is_off, leads).unwrap_or("nothing");
+        let says =
+            |is_annotated, is_off, is_gateway| offer(is_annotated, is_off, is_gateway).unwrap_or("nothing");
         assert_eq!(says(false, true, false), "nothing");
         assert_eq!(says(true, false, true), "offered to other locations");
-        assert!(says(true, false, false).contains("only the leader"));
+        assert!(says(true, false, false).contains("neither"));
         assert!(says(true, true, true).contains("--relay=off"));
     }
 

@@ -25,7 +25,7 @@ use tokio_util::sync::CancellationToken;
 
 use super::{
     Connected, Relays,
-    mesh::{Leaders, Locations, MeshView},
+    mesh::{FarGateways, Locations, MeshView},
     paths::{Paths, Ports},
 };
 use crate::{failover::packets, metrics::Metrics};
@@ -83,8 +83,8 @@ pub struct Task {
     own: NodeId,
     client: Client,
     server: Server,
-    leaders: Leaders,
-    /// Keys shared with leaders: each costs a Diffie-Hellman.
+    far: FarGateways,
+    /// Keys shared with gateways: each costs a Diffie-Hellman.
     keys: BTreeMap<PublicKey, siphash::Key>,
     reachable: BTreeMap<NodeId, SocketAddr>,
     paths: Paths,
@@ -121,7 +121,7 @@ impl Task {
             own,
             client: Client::new(own),
             server,
-            leaders: Leaders::default(),
+            far: FarGateways::default(),
             keys: BTreeMap::new(),
             reachable: BTreeMap::new(),
             paths: Paths::default(),
@@ -165,7 +165,7 @@ impl Task {
 
     /// Whether there is anything to do.
     fn is_on(&self) -> bool {
-        self.context.relay == settings::Relay::Auto && self.leaders.leads && self.leaders.is_offered
+        self.context.relay == settings::Relay::Auto && self.far.is_gateway && self.far.is_offered
     }
 
     async fn turn(&mut self) {
@@ -206,14 +206,14 @@ impl Task {
             }
         };
         let now = Instant::now();
-        self.leaders = Leaders::of(&view, &self.context.relays, &peers);
+        self.far = FarGateways::of(&view, &self.context.relays, &peers);
         self.has_looked = true;
         let uses = self.is_on();
         let took = now.saturating_duration_since(started);
         // Pairs that a relay has left are to end in time.
         self.look_again = now + until_next_look(took, uses || self.server.pairs() > 0);
-        self.client.see(self.leaders.seen.clone(), uses, self.leaders.is_behind_nat, now);
-        let fresh = self.leaders.seen.iter().filter(|seen| seen.is_fresh() && uses && !seen.refuses);
+        self.client.see(self.far.seen.clone(), uses, self.far.is_behind_nat, now);
+        let fresh = self.far.seen.iter().filter(|seen| seen.is_fresh() && uses && !seen.refuses);
         let relayed = self.client.endpoints();
         let is_direct = |id: &NodeId| !relayed.get(id).is_some_and(|(_, relayed)| *relayed);
         self.reachable = fresh
@@ -224,7 +224,7 @@ impl Task {
     }
 
     fn write_keys(&mut self, uses: bool) {
-        let nodes = &self.leaders.nodes;
+        let nodes = &self.far.nodes;
         self.keys.retain(|key, _| uses && nodes.values().any(|(of, _)| of == key));
         let mut desired = BTreeMap::new();
         for (id, (key, _)) in nodes.iter().filter(|_| uses) {
@@ -245,8 +245,8 @@ impl Task {
     /// The relay's own work.
     fn serve(&mut self, now: Instant) {
         let may_relay = self.context.relay == settings::Relay::Auto;
-        self.server.relays(self.is_on() && self.leaders.offers, may_relay, now);
-        self.server.end_pairs_of(|id| self.leaders.seen.iter().any(|seen| seen.id == id && seen.refuses));
+        self.server.relays(self.is_on() && self.far.offers, may_relay, now);
+        self.server.end_pairs_of(|id| self.far.seen.iter().any(|seen| seen.id == id && seen.refuses));
         self.server.turn(&self.maps.ports(), now, micros());
         self.write_ports();
         self.ports.keep(&self.server.taken());
@@ -268,7 +268,7 @@ impl Task {
             self.act(outputs).await;
             return;
         }
-        if !self.leaders.offers {
+        if !self.far.offers {
             return;
         }
         let from =
@@ -299,7 +299,7 @@ impl Task {
     }
 
     fn send(&mut self, node: NodeId, to: SocketAddr, message: &Message) {
-        let key = self.leaders.nodes.get(&node).and_then(|(key, _)| self.keys.get(key));
+        let key = self.far.nodes.get(&node).and_then(|(key, _)| self.keys.get(key));
         let Some(key) = key.copied() else { return };
         let Some((source, ifindex)) = self.paths.towards(to.ip(), Instant::now()) else { return };
         let kilo = self.context.view.borrow().device.as_ref().map(kilo_host::wireguard::Device::index);
@@ -319,7 +319,7 @@ impl Task {
         // The next reconcile must not move it back.
         self.say();
         let device = self.context.view.borrow().device.clone();
-        let (Some(device), Some((key, name))) = (device, self.leaders.nodes.get(&node)) else { return };
+        let (Some(device), Some((key, name))) = (device, self.far.nodes.get(&node)) else { return };
         tracing::debug!(node = name, %to, "changing the endpoint of a tunnel");
         if let Err(error) = device.move_endpoint(*key, to).await {
             tracing::warn!(%error, node = name, %to, "failed to change the endpoint of a tunnel");
@@ -330,7 +330,7 @@ impl Task {
 
     /// Publishes ways and endpoints for reconciles, status and metrics, and logs what changed.
     fn say(&mut self) {
-        let name = |id: &NodeId| self.leaders.nodes.get(id);
+        let name = |id: &NodeId| self.far.nodes.get(id);
         let uses = self.is_on();
         let ways = self.client.ways();
         let endpoints = if uses { self.client.endpoints() } else { BTreeMap::new() };
@@ -361,7 +361,7 @@ impl Task {
         let is_annotated = self.context.view.borrow().own.as_ref().is_some_and(|own| own.relay);
         let is_off = self.context.relay == settings::Relay::Off;
         let mut said = self.context.relays.said();
-        said.offer = super::offer(is_annotated, is_off, self.leaders.leads);
+        said.offer = super::offer(is_annotated, is_off, self.far.is_gateway);
         // The next plan is to say again where such a peer is.
         let is_left = said.endpoints.keys().any(|key| !endpoints.contains_key(key));
         said.endpoints = endpoints;

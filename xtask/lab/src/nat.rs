@@ -8,7 +8,8 @@
 //! ```
 //!
 //! Both may be behind nat-x, and all of it may be IPv6: then NATs are firewalls, and x is `2001:db8:a1::2`. It may
-//! have both families: NATs for IPv4, and firewalls for IPv6.
+//! have both families: NATs for IPv4, and firewalls for IPv6. The location of x may have a second node, x2, in the same
+//! network; then those with public addresses are one location, with a private network.
 
 use std::{
     fs,
@@ -32,8 +33,10 @@ const LIMIT: Duration = Duration::from_secs(180);
 
 /// The namespaces, those of the mesh's nodes and pods included.
 pub fn namespaces(lab: &str) -> Vec<Netns> {
-    let names = ["internet", "nat-x", "nat-y", "x", "y", "z", "w", "pod-x", "pod-y", "pod-z", "pod-w"];
-    names.map(|name| planned(lab, name)).into()
+    let nodes = ["x", "x2", "y", "z", "z2", "w"];
+    let pods = nodes.map(|name| format!("pod-{name}"));
+    let names = ["internet", "nat-x", "nat-y"].into_iter().chain(nodes);
+    names.chain(pods.iter().map(String::as_str)).map(|name| planned(lab, name)).collect()
 }
 
 fn planned(lab: &str, name: &str) -> Netns {
@@ -97,11 +100,19 @@ pub struct Shape {
     pub underlay: Underlay,
     /// Beside IPv4 all have IPv6.
     pub has_both: bool,
+    /// The location of x has a second node, and those with public addresses are one location.
+    pub has_second: bool,
 }
 
 impl Default for Shape {
     fn default() -> Self {
-        Self { kinds: [Kind::PortRestricted; 2], is_shared: false, underlay: Underlay::V4, has_both: false }
+        Self {
+            kinds: [Kind::PortRestricted; 2],
+            is_shared: false,
+            underlay: Underlay::V4,
+            has_both: false,
+            has_second: false,
+        }
     }
 }
 
@@ -134,6 +145,8 @@ impl Shape {
 }
 
 const ENDS: [(&str, u8); 2] = [("x", 1), ("y", 2)];
+/// The second node of x's location: its name, and the number of its pods' network.
+const SECOND: (&str, u8) = ("x2", 9);
 
 /// x and y as they are meant to be, and leaders with public addresses.
 pub fn build(lab: &str, directory: &Path, shape: Shape, public: &[&'static str]) -> Result<Network> {
@@ -141,31 +154,41 @@ pub fn build(lab: &str, directory: &Path, shape: Shape, public: &[&'static str])
         Netns::create(lab, &netns.name)?;
     }
     let internet = planned(lab, "internet");
-    internet.ip("link add inet type bridge\nlink set inet up\n")?;
+    for bridge in ["inet", "lan-z"] {
+        internet.ip(&format!("link add {bridge} type bridge\nlink set {bridge} up\n"))?;
+    }
     let mut nodes = Vec::new();
     for (name, number) in ENDS {
         let nat = planned(lab, &format!("nat-{}", ENDS[usize::from(shape.nat(number)) - 1].0));
         if shape.nat(number) == number {
-            link(&nat, "wan", &internet, &nat.name)?;
+            port(&nat, "wan", &internet, (&nat.name, "inet"))?;
             shape.families().try_for_each(|shape| address(&nat, "wan", shape.public(number)))?;
         }
-        let (private, gateway) = (shape.private(number, 2), shape.private(number, 1));
-        let mut node = node(lab, name, private, gateway, None, number);
         let lan = format!("lan-{name}");
-        link(&node.netns, "eth0", &nat, &lan)?;
-        for shape in shape.families() {
-            let gateway = shape.private(number, 1);
-            address(&nat, &lan, gateway)?;
-            address(&node.netns, "eth0", shape.private(number, 2))?;
-            node.netns.ip(&format!("route add default via {gateway}\n"))?;
+        nat.ip(&format!("link add {lan} type bridge\nlink set {lan} up\n"))?;
+        shape.families().try_for_each(|shape| address(&nat, &lan, shape.private(number, 1)))?;
+        let second = (shape.has_second && name == ENDS[0].0).then_some((SECOND, 3));
+        for ((name, pods), host) in [((name, number), 2)].into_iter().chain(second) {
+            let (private, gateway) = (shape.private(number, host), shape.private(number, 1));
+            let mut node = node(lab, name, private, gateway, None, pods);
+            port(&node.netns, "eth0", &nat, (&format!("port-{name}"), &lan))?;
+            for shape in shape.families() {
+                address(&node.netns, "eth0", shape.private(number, host))?;
+                node.netns.ip(&format!("route add default via {}\n", shape.private(number, 1)))?;
+            }
+            finish(&mut node, directory)?;
+            nodes.push(node);
         }
-        finish(&mut node, directory)?;
-        nodes.push(node);
     }
     for (name, number) in public.iter().zip(3u8..) {
         let public = shape.public(number);
-        let mut node = node(lab, name, public, shape.private(number, 1), Some(public), number);
-        link(&node.netns, "eth0", &internet, name)?;
+        let private = if shape.has_second { shape.private(3, number) } else { public };
+        let mut node = node(lab, name, private, shape.private(number, 1), Some(public), number);
+        port(&node.netns, "eth0", &internet, (name, "inet"))?;
+        if shape.has_second {
+            port(&node.netns, "eth1", &internet, (&format!("private-{name}"), "lan-z"))?;
+            address(&node.netns, "eth1", private)?;
+        }
         shape.families().try_for_each(|shape| address(&node.netns, "eth0", shape.public(number)))?;
         finish(&mut node, directory)?;
         nodes.push(node);
@@ -183,7 +206,8 @@ fn node(lab: &str, name: &str, private: IpAddr, gateway: IpAddr, public: Option<
     Node {
         netns: planned(lab, name),
         pod: planned(lab, &format!("pod-{name}")),
-        location: format!("site-{name}"),
+        // x2 is where x is.
+        location: format!("site-{}", &name[..1]),
         lan: "inet".to_owned(),
         gateway,
         private,
@@ -280,7 +304,9 @@ fn become_nat(lab: &str, shape: Shape, name: &str, number: u8) -> Result<()> {
         let (public, private, port) = (shape.public(number), shape.private(end, 2), 45_000 + u16::from(end));
         let kind = shape.kinds[usize::from(end) - 1];
         out += &match kind {
-            Kind::Symmetric => format!("oifname wan ip saddr {private} masquerade fully-random\n"),
+            Kind::Symmetric => {
+                format!("oifname wan ip saddr {}/24 masquerade fully-random\n", shape.private(end, 0))
+            }
             _ => format!("oifname wan ip saddr {private} udp sport 51820 snat to {public}:{port}\n"),
         };
         inward += &match kind {
@@ -321,7 +347,8 @@ fn become_nat(lab: &str, shape: Shape, name: &str, number: u8) -> Result<()> {
              chain input {{ type filter hook input priority 0; iifname wan ct state new meta l4proto udp drop; }}
              chain forward {{
                  type filter hook forward priority 0;
-                 iifname \"lan-*\" oifname \"lan-*\" drop
+                 iifname lan-x oifname lan-y drop
+                 iifname lan-y oifname lan-x drop
                  iifname wan ct state new ct status dnat accept
                  iifname wan ct state new drop
              }}
@@ -330,12 +357,11 @@ fn become_nat(lab: &str, shape: Shape, name: &str, number: u8) -> Result<()> {
     Ok(())
 }
 
-/// A veth pair; at the internet's end it joins the bridge.
-fn link(netns: &Netns, device: &str, to: &Netns, device_there: &str) -> Result<()> {
+/// A veth pair: a device, and a port of a bridge there.
+fn port(netns: &Netns, device: &str, there: &Netns, (port, bridge): (&str, &str)) -> Result<()> {
     netns.ip(&format!(
-        "link add {device} type veth peer name {device_there} netns {}\nlink set {device} up\n",
-        to.id
+        "link add {device} type veth peer name {port} netns {}\nlink set {device} up\n",
+        there.id
     ))?;
-    let master = if device_there.starts_with("lan-") { "" } else { " master inet" };
-    to.ip(&format!("link set {device_there}{master} up\n"))
+    there.ip(&format!("link set {port} master {bridge} up\n"))
 }

@@ -29,6 +29,10 @@ const CONNECTS: Duration = Duration::from_secs(20);
 /// A direct way is tried each minute, and then it has to be found.
 const RETURNS: Duration = Duration::from_secs(100);
 
+/// What a node says that leads its location, and one that stands by.
+const LEADS: &str = "kilo_failover_role{role=\"leader\"}";
+const STANDS_BY: &str = "kilo_failover_role{role=\"stand-by\"}";
+
 /// Options of `cargo xtask lab nat`.
 #[derive(Args, Clone, Debug)]
 pub struct Options {
@@ -56,6 +60,8 @@ enum Part {
     Relay,
     /// The same where all nodes have IPv6 alone.
     RelayV6,
+    /// With failover: a relayed leader loses power, and then the relay, which has a stand-by.
+    Failover,
 }
 
 /// Runs all, and prints tables in Markdown.
@@ -68,8 +74,9 @@ pub fn main(options: &Options, lab: &str, bin: &Path, wireguard: &str) -> Result
         Part::Refused,
         Part::Relay,
         Part::RelayV6,
+        Part::Failover,
     ];
-    let bench = Bench { lab, bin, wireguard, relays: true };
+    let bench = Bench { lab, bin, wireguard, relays: true, flags: &[] };
     for part in if options.part.is_empty() { &all[..] } else { &options.part } {
         match part {
             Part::Table => table(bench)?,
@@ -80,6 +87,7 @@ pub fn main(options: &Options, lab: &str, bin: &Path, wireguard: &str) -> Result
             Part::Refused => refused(bench)?,
             Part::Relay => bench.relay(Underlay::V4)?,
             Part::RelayV6 => bench.relay(Underlay::V6)?,
+            Part::Failover => failover(bench)?,
         }
     }
     Ok(())
@@ -184,14 +192,51 @@ fn refused(bench: Bench<'_>) -> Result<()> {
     Ok(())
 }
 
+/// Between two symmetric NATs: a leader's stand-by has a relayed tunnel of its own before it is needed, and so has the
+/// relay's stand-by.
+fn failover(bench: Bench<'_>) -> Result<()> {
+    let shape = Shape { kinds: [Kind::Symmetric; 2], has_second: true, ..Shape::default() };
+    let bench = Bench { flags: &["--failover=auto"], ..bench };
+    bench.with(shape, &["z", "z2"], false, |mesh| {
+        let (way, took) = mesh.connects()?;
+        ensure!(way == "relayed", "no two symmetric NATs meet, so the tunnel cannot be {way}");
+        println!("relayed {:.1} s after the first attempt", took.as_secs_f32());
+        let (x2, y) = (mesh.network.node("x2")?.clone(), mesh.network.node("y")?.clone());
+        // Whichever was relayed first leads until both have been well for a minute.
+        mesh.has("x2", &["kilo_stand_by_fit", STANDS_BY])?;
+        mesh.has("x", &[LEADS])?;
+        let x = mesh.network.node("x")?.netns.clone();
+        outage(mesh, (&x2, &y), "the leader of a relayed location is cut off", &x)?;
+        mesh.has("x2", &[LEADS])?;
+        let relay = mesh.network.node(mesh.busiest(&["z", "z2"])?)?.netns.clone();
+        outage(mesh, (&x2, &y), &format!("relay {} is cut off", relay.name), &relay)
+    })
+}
+
+/// What a flow between pods of both nodes loses while a node is cut off whole.
+fn outage(mesh: &mut Mesh, (from, to): (&Node, &Node), what: &str, off: &Netns) -> Result<()> {
+    let flow = Traffic::start(&from.pod, to.pod_ip().into());
+    flow.settle(LIMIT)?;
+    off.ip("link set eth0 down\n")?;
+    wait::fault_lasts(Duration::from_secs(8));
+    let figures = flow.finish()?;
+    let gap = figures.gap.as_millis();
+    println!("{what}: {} of {} lost, {gap} ms without an answer", figures.lost, figures.sent);
+    ensure!(figures.gap <= Duration::from_secs(2), "{what}: {gap} ms");
+    mesh.cut_off += 1;
+    Ok(())
+}
+
 /// What meshes are made with.
 #[derive(Clone, Copy)]
 struct Bench<'a> {
     lab: &'a str,
     bin: &'a Path,
     wireguard: &'a str,
-    /// Whether the leaders with public addresses offer to relay.
+    /// Whether the nodes with public addresses offer to relay.
     relays: bool,
+    /// More flags of every agent.
+    flags: &'a [&'static str],
 }
 
 impl Bench<'_> {
@@ -241,7 +286,7 @@ struct Mesh {
 
 impl Mesh {
     fn up(bench: Bench<'_>, shape: Shape, public: &[&'static str], is_blocked: bool) -> Result<Self> {
-        let Bench { lab, bin, wireguard, relays } = bench;
+        let Bench { lab, bin, wireguard, relays, flags } = bench;
         netns::remove(nat::namespaces(lab))?;
         let directory = std::env::temp_dir().join(format!("{lab}-nat"));
         if directory.exists() {
@@ -252,7 +297,8 @@ impl Mesh {
         if !shape.is_shared {
             nat::block(lab, shape.underlay, is_blocked)?;
         }
-        let mut agents = Agents::prepare(bin, &directory, wireguard, &[], &network)?;
+        let flags: Vec<_> = flags.iter().map(|flag| (*flag).to_owned()).collect();
+        let mut agents = Agents::prepare(bin, &directory, wireguard, &flags, &network)?;
         for node in &network.nodes {
             let annotation = match node.public {
                 Some(_) => relays.then_some(("relay", "true")),
@@ -352,10 +398,28 @@ impl Mesh {
 
     /// Which of both relays sends on more, under traffic.
     fn relay_in_use(&self) -> Result<&'static str> {
-        let before = [self.relayed("z")?, self.relayed("w")?];
+        self.busiest(&["z", "w"])
+    }
+
+    /// Which of these relays sends on most.
+    fn busiest(&self, relays: &[&'static str]) -> Result<&'static str> {
+        let count = || relays.iter().map(|name| self.relayed(name)).collect::<Result<Vec<_>>>();
+        let before = count()?;
         wait::time_passes(Duration::from_secs(1), "packets are counted");
-        let after = [self.relayed("z")?, self.relayed("w")?];
-        Ok(["z", "w"][usize::from(after[1] - before[1] > after[0] - before[0])])
+        let passed = count()?.into_iter().zip(before).map(|(after, before)| after - before);
+        let most = passed.zip(relays).max_by_key(|(passed, _)| *passed);
+        most.map(|(_, name)| *name).context("no relay was named")
+    }
+
+    /// Waits until these metrics of a node are 1.
+    fn has(&self, name: &str, wanted: &[&str]) -> Result<()> {
+        let netns = &self.network.node(name)?.netns;
+        wait::until(&format!("{wanted:?} of {name} are 1"), LIMIT, || {
+            let metrics = counters::scrape(netns)?;
+            let found: Vec<_> = wanted.iter().map(|metric| metrics.get(*metric).copied()).collect();
+            Ok(if found.iter().all(|value| *value == Some(1)) { Ok(()) } else { Err(format!("{found:?}")) })
+        })
+        .map(drop)
     }
 
     /// What a node's programs have sent on.
@@ -365,7 +429,7 @@ impl Mesh {
 
     /// What is needed to see why.
     fn print_logs(&self) {
-        for name in ["x", "y", "z"] {
+        for name in self.network.nodes.iter().map(Node::name) {
             println!("== {name}\n{}", super::agents::tail(&self.agents.log(name)));
         }
     }

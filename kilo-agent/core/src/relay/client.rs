@@ -1,4 +1,4 @@
-//! A leader's own ends: how each pair with another location is connected.
+//! A gateway's own ends: how each of its tunnels with other locations is connected.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -35,7 +35,7 @@ const ANSWERS: u32 = 40;
 /// Bytes of three attempts to shake hands.
 const ATTEMPTS: u64 = 3 * 148;
 
-/// All pairs of this leader.
+/// All pairs of this gateway.
 #[derive(Clone, Debug)]
 pub struct Client {
     own: NodeId,
@@ -103,7 +103,7 @@ impl Client {
         }
     }
 
-    /// Takes what the device shows now: all leaders of other locations.
+    /// Takes what the device shows now: all gateways of other locations.
     pub fn see(&mut self, seen: Vec<Seen>, uses_relays: bool, is_behind_nat: bool, now: Instant) {
         (self.uses_relays, self.is_behind_nat) = (uses_relays, is_behind_nat);
         self.seen = seen.into_iter().filter(|seen| seen.id != self.own).map(|seen| (seen.id, seen)).collect();

@@ -71,7 +71,7 @@ impl Way {
     }
 }
 
-/// The leader of another location, as the own device and the mesh show it.
+/// A gateway of another location, as the own device and the mesh show it.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Seen {
     /// Who it is.
