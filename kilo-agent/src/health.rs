@@ -52,6 +52,12 @@ impl Health {
         self.inner.lock().unwrap_or_else(PoisonError::into_inner).last_error = Some(why);
     }
 
+    /// What is wrong now, however short: a fault, or why the last reconciliation fell short.
+    pub fn problem(&self) -> Option<String> {
+        let state = self.inner.lock().unwrap_or_else(PoisonError::into_inner);
+        state.broken.clone().or_else(|| state.last_error.clone())
+    }
+
     /// Records a fault that only a new process can repair.
     pub fn broken(&self, why: String) {
         self.inner.lock().unwrap_or_else(PoisonError::into_inner).broken = Some(why);

@@ -31,7 +31,7 @@ use kilo_agent::{
     },
     leaving::{self, Leaving},
     metrics::Metrics,
-    status::ask::LOCAL_TOKEN,
+    status::{View, ask::LOCAL_TOKEN},
     takeover, webhook,
 };
 use kilo_core::{
@@ -343,6 +343,7 @@ async fn work<B: Backend>(
     #[cfg(debug_assertions)]
     panic_when_asked()?;
     let (view, view_reader) = tokio::sync::watch::channel(Arc::default());
+    let last_words = LastWords { health: health.clone(), view: view_reader.clone() };
     let graph = http::Graph::default();
     let context = http::Context::new(health.clone(), metrics.clone(), view_reader, graph).behind(gate);
     let stop = CancellationToken::new();
@@ -371,6 +372,7 @@ async fn work<B: Backend>(
         ended = &mut server => return ended.context("the HTTP server panicked"),
     }
     stop.cancel();
+    last_words.write(Path::new(TERMINATION_LOG));
     agent.await.context("the reconcile loop panicked")??;
     // A restart or an upgrade must not interrupt traffic: programs, routes and
     // annotations stay for the next agent, unless the node has left the cluster.
@@ -402,6 +404,30 @@ async fn work<B: Backend>(
     }
     tracing::info!("kg stopped; traffic keeps flowing, `kg uninstall` removes everything");
     Ok(())
+}
+
+/// File of the container that the kubelet reads into the pod's status when it ends.
+const TERMINATION_LOG: &str = "/dev/termination-log";
+
+/// What an agent says that is asked to stop while something is wrong: that it ends is no error, so that the kubelet
+/// does not take the end of its log.
+struct LastWords {
+    health: Health,
+    view: tokio::sync::watch::Receiver<Arc<View>>,
+}
+
+impl LastWords {
+    /// Outside a container there is no such file, and none is made.
+    fn write(&self, file: &Path) {
+        let warnings = self.view.borrow().warnings.clone();
+        let said: Vec<String> = self.health.problem().into_iter().chain(warnings).collect();
+        if said.is_empty() || !file.exists() {
+            return;
+        }
+        if let Err(error) = std::fs::write(file, said.join("\n")) {
+            tracing::warn!(%error, file = %file.display(), "failed to write the termination message");
+        }
+    }
 }
 
 /// For tests, and in no release build: a task that panics on SIGUSR2.

@@ -1,5 +1,5 @@
 //! What is wrong with a cluster or a node, and what to do, is said where people look: in the last
-//! line of the pod's log, in `kgctl status`, and where the agent ends in its termination message.
+//! line of the pod's log, in `kgctl status`, and in the termination message.
 
 use std::{fs, time::Duration};
 
@@ -189,10 +189,18 @@ fn other_cni(cluster: &Cluster, node: &Node) -> Result<String> {
     let words = format!("{file}, which comes before");
     let said = last_line(cluster, node, &words);
     let shown = status(cluster, &words, &[node.name()]);
+    let ended = ended(cluster, node, &words);
     node.sh(&format!("rm {file}"))?;
     let said = said?;
     shown?;
+    ended?;
     Ok(end(&said))
+}
+
+/// Ends an agent that goes on although something is wrong: its termination message says what.
+fn ended(cluster: &Cluster, node: &Node, words: &str) -> Result<()> {
+    node.sh("pkill -TERM -x kg")?;
+    message(cluster, node, words).map(drop)
 }
 
 /// Nobody gives out pod CIDRs while the controller manager is away.
@@ -210,6 +218,7 @@ fn no_pod_cidr(cluster: &Cluster, node: &Node) -> Result<String> {
             cluster.kubectl(&["annotate", "--overwrite", "node", node.name(), &location]).ok()
         })?;
         status(cluster, "no pod CIDR: kube-controller-manager needs --allocate-node-cidrs", &[])?;
+        ended(cluster, node, "--allocate-node-cidrs")?;
         node.sh("tail -n 1 $(ls -t /var/log/pods/kube-system_kilo-*/kilo/*.log | head -n 1)")
     })();
     first.sh(&format!("mv {aside} {manifest}"))?;
