@@ -13,7 +13,7 @@ use crate::{
     flat_map::FlatSet,
     net::{MAIN_TABLE, NetPlan, Route},
     showconf, signal_id,
-    topology::{Member, Mesh, Peer, Segment},
+    topology::{Lost, Member, Mesh, Peer, Segment},
     wireguard::{Endpoint, EndpointHost, WireguardPeer, WireguardPlan, conf::PeerSection},
 };
 
@@ -128,12 +128,12 @@ pub fn plan(mesh: &Mesh, options: &Options, resolved: &BTreeMap<String, IpAddr>)
 
 /// What nodes have that are known and take no part now: nobody else has it.
 fn lost(mesh: &Mesh) -> impl Iterator<Item = IpNet> + '_ {
-    mesh.lost.iter().flat_map(|lost| {
-        let member = &lost.member;
-        let pods = member.node.pod_cidrs.iter().map(IpNet::trunc);
-        let private = member.private_ip().filter(|ip| !may_be_api_server(member, *ip));
-        pods.chain(private.map(IpNet::from))
-    })
+    let pods = mesh.lost.iter().chain(&mesh.gone).flat_map(|lost| &lost.member.node.pod_cidrs);
+    let private = mesh.lost.iter().filter_map(|Lost { member, .. }| {
+        let ip = member.private_ip()?;
+        (!may_be_api_server(member, ip)).then(|| IpNet::from(ip))
+    });
+    pods.map(IpNet::trunc).chain(private)
 }
 
 /// Whether the API server may be there, which says when a node is back, or somebody whom the mesh does not concern.

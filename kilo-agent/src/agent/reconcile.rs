@@ -125,7 +125,7 @@ impl<B: Backend> Agent<B> {
         let mesh = state.mesh.next(members, &snapshot.peers, settings.granularity, settings.subnet);
         let freed = state.freed.after(&state.mesh, &mesh, now);
         let lost = not_among(nodes, &ready).chain(state.liveness.former(now));
-        let mesh = mesh.with_lost(lost).with_freed(freed);
+        let mesh = mesh.with_lost(lost).with_gone(state.liveness.gone(now)).with_freed(freed);
         let mesh = match &mut self.failover {
             Some(failover) => {
                 let held = || self.dataplane.held_senders();

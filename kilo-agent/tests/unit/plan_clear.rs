@@ -198,6 +198,17 @@ proptest! {
                 prop_assert_eq!(plan.tables.prefix.get(prefix), Some(value));
             }
             prop_assert!(before.net.unreachable.is_subset(&plan.net.unreachable));
+            // Of those that went earlier pods alone, and as before.
+            let earlier = plan_of_mesh(&mesh.clone().with_gone(&gone), &own.name, &settings, Facts::default());
+            for node in &lost {
+                for cidr in &node.pod_cidrs {
+                    let cidr = cidr.trunc();
+                    prop_assert_eq!(earlier.tables.prefix.get(&cidr), plan.tables.prefix.get(&cidr));
+                }
+                if let Some(private) = node.internal_ip.map(|net| IpNet::from(net.addr())) {
+                    prop_assert_eq!(earlier.tables.prefix.get(&private), before.tables.prefix.get(&private));
+                }
+            }
             for node in &lost {
                 let near = node.location == own.location && node.internal_ip.is_some() && own.internal_ip.is_some();
                 for dst in [Some(pod(node)), node.internal_ip.map(|net| net.addr())].into_iter().flatten() {

@@ -1,23 +1,26 @@
 //! Prefixes of nodes that were declared dead while their objects are there, or were known a moment ago:
 //! nobody else has them, and what is sent there is dropped, not left to the default route. So are
-//! WireGuard addresses that no location has any more.
+//! pod CIDRs of nodes that have gone since, and WireGuard addresses that no location has any more.
 
 use ipnet::IpNet;
 use kilo_common::maps::{PREFIX_NEVER_CLEAR, PREFIX_PODS_STEERED};
 
 use super::{Inputs, Own};
-use crate::settings::Tunnel;
+use crate::{settings::Tunnel, topology::Lost};
 
 /// Each prefix, without host bits, with what must not be sent there in clear; nothing is
 /// masqueraded towards any of them.
 pub(super) fn prefixes(inputs: &Inputs<'_>, own: &Own<'_>) -> Vec<(IpNet, u32)> {
     let mut all = Vec::new();
-    for lost in &inputs.mesh.lost {
-        let near = lost.is_in(own.segment);
-        // As while it took part: in the location another CNI or the network may carry what is for its pods.
-        let ours = inputs.carries_pods() && own.tunnel(inputs.settings, &lost.member) != Tunnel::None;
-        let pods = if !near || ours { PREFIX_NEVER_CLEAR } else { 0 };
+    // As while it took part: in the location another CNI or the network may carry what is for its pods.
+    let ours =
+        |lost: &Lost| inputs.carries_pods() && own.tunnel(inputs.settings, &lost.member) != Tunnel::None;
+    for lost in inputs.mesh.lost.iter().chain(&inputs.mesh.gone) {
+        let pods = if !lost.is_in(own.segment) || ours(lost) { PREFIX_NEVER_CLEAR } else { 0 };
         all.extend(lost.member.node.pod_cidrs.iter().map(|cidr| (cidr.trunc(), pods)));
+    }
+    for lost in &inputs.mesh.lost {
+        let (near, ours) = (lost.is_in(own.segment), ours(lost));
         let address = match () {
             // The host reaches it as any host of the network; pods did with an outer header.
             () if near && ours => PREFIX_PODS_STEERED,

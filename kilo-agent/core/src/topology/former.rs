@@ -3,14 +3,18 @@
 
 use std::{
     collections::BTreeMap,
+    ops::Range,
     sync::Arc,
     time::{Duration, Instant},
 };
 
 use super::Node;
 
-/// Longer than any agent takes to learn of a change, and connections try again.
+/// Longer than any agent takes to learn of a change, and hosts' connections try again at once.
 pub(super) const KEPT: Duration = Duration::from_secs(60);
+/// Connections of pods to pods of a node that is gone are tried for longer: TCP gives up after 15 minutes
+/// (`tcp_retries2`). Nobody but the next node has a reason to use such a pod CIDR.
+const PODS_KEPT: Duration = Duration::from_secs(20 * 60);
 
 /// Nodes as they were.
 #[derive(Debug, Default)]
@@ -64,10 +68,20 @@ impl Former {
         self.without.values()
     }
 
-    /// All of them; forgets those that are gone for long.
+    /// Those of a moment ago; forgets those that are gone for long.
     pub fn nodes(&mut self, now: Instant) -> impl Iterator<Item = &Arc<Node>> {
-        self.gone.retain(|_, (_, since)| now.saturating_duration_since(*since) < KEPT);
-        self.gone.values().map(|(node, _)| node).chain(self.without.values())
+        self.gone.retain(|_, (_, since)| now.saturating_duration_since(*since) < PODS_KEPT);
+        self.gone_for(now, Duration::ZERO..KEPT).chain(self.without.values())
+    }
+
+    /// Those that are gone for longer, whose pods others may still try to reach.
+    pub fn gone_before(&self, now: Instant) -> impl Iterator<Item = &Arc<Node>> {
+        self.gone_for(now, KEPT..PODS_KEPT)
+    }
+
+    fn gone_for(&self, now: Instant, time: Range<Duration>) -> impl Iterator<Item = &Arc<Node>> {
+        let gone = move |since: &Instant| time.contains(&now.saturating_duration_since(*since));
+        self.gone.values().filter(move |(_, since)| gone(since)).map(|(node, _)| node)
     }
 }
 
@@ -81,11 +95,14 @@ mod tests {
     }
 
     #[test]
-    fn a_node_that_left_is_remembered_for_a_minute() {
+    fn a_node_that_left_is_remembered_for_a_minute_and_its_pods_for_as_long_as_others_try() {
         let (mut former, start) = (Former::default(), Instant::now());
         former.gone(node("a", "10.1.0.1/24"), start);
-        assert_eq!(former.nodes(start + Duration::from_secs(59)).count(), 1);
-        assert_eq!(former.nodes(start + KEPT).count(), 0);
+        let counts = |former: &mut Former, at| [former.nodes(at).count(), former.gone_before(at).count()];
+        assert_eq!(counts(&mut former, start + Duration::from_secs(59)), [1, 0]);
+        assert_eq!(counts(&mut former, start + KEPT), [0, 1]);
+        assert_eq!(counts(&mut former, start + PODS_KEPT - Duration::from_secs(1)), [0, 1]);
+        assert_eq!(counts(&mut former, start + PODS_KEPT), [0, 0]);
     }
 
     #[test]

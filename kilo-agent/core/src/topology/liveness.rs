@@ -291,6 +291,11 @@ impl Liveness {
     pub fn former(&mut self, now: Instant) -> impl Iterator<Item = &Arc<Node>> {
         self.former.nodes(now)
     }
+
+    /// Nodes that left earlier, 20 minutes ago at most: pods elsewhere may still try to reach theirs.
+    pub fn gone(&self, now: Instant) -> impl Iterator<Item = &Arc<Node>> {
+        self.former.gone_before(now)
+    }
 }
 
 #[cfg(test)]

@@ -99,6 +99,8 @@ pub struct Mesh {
     pub discovered: BTreeMap<PublicKey, SocketAddr>,
     /// Nodes that are known but do not take part, by name, as given to [`Self::with_lost`].
     pub lost: Vec<Lost>,
+    /// Nodes that are not known any more, as given to [`Self::with_gone`]: nothing is sent to their pods in clear.
+    pub gone: Vec<Lost>,
     /// WireGuard addresses that no segment has any more, as given to [`Self::with_freed`].
     pub freed: Vec<IpAddr>,
     /// Gateways of each segment, as given to [`Self::with_acting`]; empty: there is no failover.
@@ -193,25 +195,48 @@ impl Mesh {
         }
         let peers = without_duplicates(peers);
         filter_location_ips(&mut segments, &peers);
-        let (lost, freed) = (Vec::new(), Vec::new());
+        let (lost, gone, freed) = (Vec::new(), Vec::new(), Vec::new());
         let (gateways, acting) = (Vec::new(), Arc::default());
         let granularity = Some(granularity);
-        Self { subnet, segments, peers, discovered, lost, freed, gateways, acting, by_name, granularity }
+        Self {
+            subnet,
+            segments,
+            peers,
+            discovered,
+            lost,
+            gone,
+            freed,
+            gateways,
+            acting,
+            by_name,
+            granularity,
+        }
     }
 
     /// The same mesh, which also knows those of `nodes` (all that take no part, by name) that
     /// once did: they have a key and pods.
     #[must_use]
     pub fn with_lost<'a>(mut self, nodes: impl IntoIterator<Item = &'a Arc<Node>>) -> Self {
+        self.lost = self.as_lost(nodes);
+        self
+    }
+
+    /// The same mesh, of whose past these nodes are: others may still have connections to their pods.
+    #[must_use]
+    pub fn with_gone<'a>(mut self, nodes: impl IntoIterator<Item = &'a Arc<Node>>) -> Self {
+        self.gone = self.as_lost(nodes);
+        self
+    }
+
+    fn as_lost<'a>(&self, nodes: impl IntoIterator<Item = &'a Arc<Node>>) -> Vec<Lost> {
         let granularity = self.granularity.unwrap_or_default();
         let nodes = nodes.into_iter().filter(|node| node.key.is_some() && !node.pod_cidrs.is_empty());
-        let lost = nodes.map(|node| Lost {
+        let lost = |node: &Arc<Node>| Lost {
             member: Member { node: Arc::clone(node), wireguard_ip: None },
             location: location_of(node, granularity),
             group: group_of(node, granularity),
-        });
-        self.lost = lost.collect();
-        self
+        };
+        nodes.map(lost).collect()
     }
 
     /// The same mesh, in which nothing may be sent in clear to these addresses of its past.
