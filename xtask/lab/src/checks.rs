@@ -19,7 +19,7 @@ use super::{
     network::Node,
     node_ports, offloads, path_mtu, pod_tunnels, printer, segments, services, vpn, wait, well,
 };
-use crate::report::TestOutcome;
+use crate::report::{InClear, TestOutcome};
 
 /// A check's name is a sentence; it gets the lab as the one before left it.
 pub type Check = (&'static str, fn(&mut Lab) -> Result<String>);
@@ -152,6 +152,8 @@ pub fn run(
         let result = match (result, lab.all_well()) {
             (Ok(figure), well) => well.map(|()| figure),
             (Err(error), Ok(())) => Err(error),
+            // An error keeps its kind: packets in clear get no second try.
+            (Err(error), Err(well)) if well.is::<InClear>() => Err(well.context(format!("{error:#}"))),
             (Err(error), Err(well)) => Err(error.context(format!("{well:#}"))),
         };
         outcomes.push(outcome(prefix, name, began, &result));
@@ -182,6 +184,7 @@ pub fn outcome(prefix: &str, name: &str, began: Instant, result: &Result<String>
         Err(error) => println!("test {prefix}{name} ... FAILED\n    {error:#}"),
     }
     TestOutcome::ended("lab", format!("{prefix}{name}"), result.is_ok(), began)
+        .because_of(result.as_ref().err())
 }
 
 /// Records what cannot be tried here.
