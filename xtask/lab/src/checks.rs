@@ -158,8 +158,7 @@ pub fn run(
         };
         outcomes.push(outcome(prefix, name, began, &result));
     }
-    let began = Instant::now();
-    outcomes.push(outcome(prefix, AS_DEPLOYED, began, &well::as_deployed(&mut lab)));
+    outcomes.push(as_deployed(&mut lab, prefix));
     if outcomes.iter().any(|outcome| outcome.outcome == "failed") {
         for node in &lab.network.nodes {
             println!(
@@ -170,6 +169,12 @@ pub fn run(
         }
     }
     outcomes
+}
+
+/// What every lab ends with, whatever else was done in it.
+pub fn as_deployed(lab: &mut Lab, prefix: &str) -> TestOutcome {
+    let began = Instant::now();
+    outcome(prefix, AS_DEPLOYED, began, &well::as_deployed(lab))
 }
 
 /// Until the mesh stands, and while everybody reaches everybody.
