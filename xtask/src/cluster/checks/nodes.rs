@@ -2,6 +2,7 @@
 
 use std::{
     fs,
+    net::IpAddr,
     time::{Duration, Instant},
 };
 
@@ -116,13 +117,16 @@ fn network_condition(cluster: &Cluster, node: &str) -> Result<String> {
     cluster.kubectl(&["get", "node", node, "-o", path])
 }
 
-/// Pods that send from the moment they start, on every node.
+/// Pods that send from the moment they start, on every node: to each test pod and to the outside host, in all families.
 struct Talkers;
 
 impl Talkers {
     fn start(cluster: &Cluster) -> Result<Self> {
         let pods = deploy::pods(cluster, "app=echo")?;
-        let addresses: Vec<_> = pods.iter().map(|pod| pod.address.to_string()).collect();
+        let families = if cluster.release.has_two_families() { 2 } else { 1 };
+        let outside: [IpAddr; 2] = [network::OUTSIDE.into(), network::OUTSIDE_V6.into()];
+        let all = pods.iter().flat_map(deploy::Pod::addresses).chain(outside.into_iter().take(families));
+        let addresses: Vec<_> = all.map(|address| address.to_string()).collect();
         let objects = TALKERS.replace("IMAGE", images::TEST).replace("ADDRESSES", &addresses.join(" "));
         cluster.apply(&objects)?;
         cluster.kubectl(&["rollout", "status", "ds/talker", "--timeout=60s"])?;
