@@ -13,6 +13,7 @@ mod cni;
 pub mod command;
 pub mod confine;
 pub mod counters;
+mod descendants;
 mod external;
 mod fail_closed;
 pub mod failover;

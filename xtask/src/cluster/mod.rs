@@ -30,7 +30,7 @@ use crate::{
     image,
     lab::{
         netns,
-        takedown::{Takedown, stop_if_interrupted},
+        takedown::{self, Takedown, stop_if_interrupted},
         wait,
     },
     report::TestOutcome,
@@ -146,7 +146,10 @@ pub fn main(args: &ClusterArgs) -> Result<()> {
             std::process::exit(status.code().unwrap_or(1));
         }
         Some(ClusterCommand::Down) => down(),
-        Some(ClusterCommand::Prepare) => prepare(args).map(drop),
+        Some(ClusterCommand::Prepare) => {
+            let _guard = takedown::end_children_with_us("cluster")?;
+            prepare(args).map(drop)
+        }
         Some(ClusterCommand::Test { only, all, standing, json }) => {
             let started = Instant::now();
             let (guard, cluster) = if *standing {
