@@ -173,6 +173,17 @@ impl Node {
         Ok(command)
     }
 
+    /// kubectl as the cluster's administrator, in the node's network: it reads and writes files of this machine.
+    pub fn kubectl(&self) -> Result<Command> {
+        let mut command = self.netns().command(self.parts.bin.join("kubectl"));
+        command
+            .env("KUBECONFIG", self.path("/etc/kubernetes/admin.conf")?)
+            // Clusters follow each other at the same address: what one has must not be kept for the next.
+            .env("KUBECACHEDIR", self.disk().join("kubectl-cache"))
+            .env("NO_PROXY", "*");
+        Ok(command)
+    }
+
     /// Runs a shell script inside; its standard output.
     pub fn sh(&self, script: &str) -> Result<String> {
         output(self.command("sh")?.args(["-euc", script])).with_context(|| format!("on {}", self.name()))
