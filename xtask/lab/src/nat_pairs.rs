@@ -365,7 +365,10 @@ impl Mesh {
 
     /// What a mesh ends with, as labs do: every agent has its rights and hooks, and nothing to warn about that no part causes.
     fn as_deployed(&self) -> Result<()> {
-        well::mesh_as_deployed(&self.network, &self.agents, nat::CAUSED).map(drop)
+        // A relay that is cut off has no link.
+        let cut_off = (self.cut_off > 0).then_some(well::NO_ENDPOINT);
+        let caused: Vec<_> = nat::CAUSED.iter().copied().chain(cut_off).collect();
+        well::mesh_as_deployed(&self.network, &self.agents, &caused).map(drop)
     }
 
     /// What is needed to see why.
