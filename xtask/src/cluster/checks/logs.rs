@@ -158,7 +158,7 @@ fn open(directories: &[(String, PathBuf)], opened: &Mutex<Opened>) {
     }
 }
 
-/// Logs of agents below a directory of pods' logs, each with the pod's name: NAMESPACE_POD_UID/CONTAINER/NUMBER.log.
+/// Logs of agents below a directory of pods' logs, each with the pod's name: `NAMESPACE_POD_UID/CONTAINER/NUMBER.log`.
 fn logs_in(pods: &Path) -> Vec<(String, PathBuf)> {
     let entries = |path: &Path| fs::read_dir(path).into_iter().flatten().flatten();
     let mut found = Vec::new();
