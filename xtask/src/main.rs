@@ -25,7 +25,7 @@ mod wheels;
 
 use std::process::{Command, ExitCode};
 
-use kilo_lab::{self as lab, command, confine, report, workspace_root};
+use kilo_lab::{self as lab, command, confine, report, takedown, workspace_root};
 
 use anyhow::Result;
 use clap::{Parser, Subcommand};
@@ -95,7 +95,10 @@ fn run() -> Result<()> {
     match Cli::parse().command {
         Task::BuildEbpf { check_reproducible: false } => build_ebpf::build(false).map(drop),
         Task::BuildEbpf { check_reproducible: true } => build_ebpf::check_reproducible(),
-        Task::Test(args) => test::main(&args),
+        Task::Test(args) => {
+            let _guard = takedown::end_children_with_us("xtask")?;
+            test::main(&args)
+        }
         Task::Fuzz(args) => fuzz::main(&args),
         Task::Vm(args) => std::process::exit(vm::execute(&args)?),
         Task::Bench(args) => {
@@ -115,8 +118,14 @@ fn run() -> Result<()> {
             }
             cluster::main(&args)
         }
-        Task::Image(args) => image::main(&args),
-        Task::Dist(args) => dist::main(&args),
+        Task::Image(args) => {
+            let _guard = takedown::end_children_with_us("image")?;
+            image::main(&args)
+        }
+        Task::Dist(args) => {
+            let _guard = takedown::end_children_with_us("dist")?;
+            dist::main(&args)
+        }
         Task::Docs => docs::build(),
         Task::Manifests => manifests::write(),
         Task::Lab(args) => {

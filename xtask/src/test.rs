@@ -10,7 +10,7 @@ use std::{
     fs,
     io::{BufRead as _, BufReader},
     path::{Path, PathBuf},
-    process::{Command, Stdio},
+    process::{Command, ExitStatus, Stdio},
     time::Instant,
 };
 
@@ -408,6 +408,31 @@ fn run_binary(part: Part, target: &str, command: &mut Command) -> Result<Vec<Tes
     Ok(reader.end(status.success(), target, &status.to_string()))
 }
 
+/// Runs a process of ours that writes outcomes to this file: those, and a failure more where it failed and none of
+/// them says so. Its own name is not among the outcomes of a second try, so it has none.
+fn run_own(part: Part, what: &str, command: &mut Command, file: &Path) -> Result<Vec<TestOutcome>> {
+    let started = Instant::now();
+    let status = command.status().with_context(|| what.to_owned())?;
+    let mut outcomes = read_outcomes_of(file, part)?;
+    outcomes.extend(unexplained(part, what, status, &outcomes, started));
+    Ok(outcomes)
+}
+
+/// The failure of a process that no outcome of it shows.
+fn unexplained(
+    part: Part,
+    what: &str,
+    status: ExitStatus,
+    outcomes: &[TestOutcome],
+    started: Instant,
+) -> Option<TestOutcome> {
+    if status.success() || outcomes.iter().any(|outcome| outcome.outcome == "failed") {
+        return None;
+    }
+    println!("FAILED {what}: {status}, and no outcome says why");
+    Some(outcome(part, &format!("{what} ends properly"), "failed", started))
+}
+
 /// What a process of ours wrote; outcomes carry the part that they belong to.
 fn read_outcomes(path: &Path) -> Result<Vec<TestOutcome>> {
     let text = fs::read(path).with_context(|| format!("{}: no outcomes were written", path.display()))?;
@@ -435,10 +460,38 @@ fn run_lab(all: bool, tries: &mut SecondTries) -> Result<Vec<TestOutcome>> {
             let file = tempfile::NamedTempFile::new()?;
             let mut command = Command::new(&this);
             command.arg("lab").args(what).args(["--name", "kilo-test", "--bin"]).arg(&bin);
-            // Failures are in the file.
-            let _ = command.arg(json).arg(file.path()).status().context("lab")?;
-            read_outcomes_of(file.path(), Part::Lab)
+            command.arg(json).arg(file.path());
+            run_own(Part::Lab, &format!("lab {}", what.join(" ")), &mut command, file.path())
         })?);
     }
     Ok(outcomes)
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "tests")]
+mod tests {
+    use super::*;
+
+    /// What is made of a process that runs this script, its outcomes' file being `$0`.
+    fn made_of(script: &str) -> Result<Vec<(String, String)>> {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        let mut command = Command::new("sh");
+        command.args(["-c", script]).arg(file.path());
+        let outcomes = run_own(Part::Lab, "lab it", &mut command, file.path())?;
+        Ok(outcomes.into_iter().map(|outcome| (outcome.name, outcome.outcome)).collect())
+    }
+
+    #[test]
+    fn a_process_that_fails_without_saying_why_has_failed() {
+        let writes = |outcome: &str, code: u8| {
+            let outcomes =
+                format!(r#"[{{"part": "lab", "name": "x", "outcome": "{outcome}", "seconds": 1}}]"#);
+            made_of(&format!("echo '{outcomes}' > \"$0\"; exit {code}")).unwrap()
+        };
+        let pair = |name: &str, outcome: &str| (name.to_owned(), outcome.to_owned());
+        assert_eq!(writes("passed", 0), [pair("x", "passed")]);
+        assert_eq!(writes("failed", 1), [pair("x", "failed")]);
+        assert_eq!(writes("passed", 1), [pair("x", "passed"), pair("lab it ends properly", "failed")]);
+        assert!(made_of("exit 0").is_err(), "it wrote nothing");
+    }
 }

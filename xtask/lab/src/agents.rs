@@ -22,7 +22,7 @@ use super::{
     counters,
     netns::{Netns, run},
     network::{LAPTOP, LAPTOP6, Network, Node},
-    wait,
+    takedown, wait,
 };
 use crate::confine;
 
@@ -234,12 +234,11 @@ impl Agents {
 
     /// `command` ends with the program.
     fn spawn(&mut self, node: &Node, mut command: Command, cluster: &Path, flags: &[&str]) -> Result<()> {
-        super::stop_if_interrupted()?;
         let log = OpenOptions::new().create(true).append(true).open(self.log(node.name()))?;
         let own = self.own_flags.get(node.name()).map_or(&[] as &[String], Vec::as_slice);
         let name_of = |flag: &str| flag.split('=').next().map(str::to_owned);
         let is_replaced = |flag: &&String| own.iter().any(|own| name_of(own) == name_of(flag));
-        let child = command
+        command
             .args(["--backend", "file", "--backend-dir"])
             .arg(cluster)
             .args(["--wireguard", &self.wireguard, "--resync-period", "5s", "--log-level", "debug"])
@@ -249,8 +248,8 @@ impl Agents {
             .stdin(Stdio::null())
             .stdout(log.try_clone()?)
             .stderr(log)
-            .process_group(0)
-            .spawn()?;
+            .process_group(0);
+        let child = takedown::make(|| Ok(command.spawn()?))?;
         self.pids.insert(node.name().to_owned(), child.id());
         Ok(())
     }

@@ -19,7 +19,7 @@ use super::{
     network::Node,
     node_ports, offloads, path_mtu, pod_tunnels, printer, segments, services, vpn, wait, well,
 };
-use crate::report::TestOutcome;
+use crate::report::{InClear, TestOutcome};
 
 /// A check's name is a sentence; it gets the lab as the one before left it.
 pub type Check = (&'static str, fn(&mut Lab) -> Result<String>);
@@ -152,12 +152,13 @@ pub fn run(
         let result = match (result, lab.all_well()) {
             (Ok(figure), well) => well.map(|()| figure),
             (Err(error), Ok(())) => Err(error),
+            // An error keeps its kind: packets in clear get no second try.
+            (Err(error), Err(well)) if well.is::<InClear>() => Err(well.context(format!("{error:#}"))),
             (Err(error), Err(well)) => Err(error.context(format!("{well:#}"))),
         };
         outcomes.push(outcome(prefix, name, began, &result));
     }
-    let began = Instant::now();
-    outcomes.push(outcome(prefix, AS_DEPLOYED, began, &well::as_deployed(&mut lab)));
+    outcomes.push(as_deployed(&mut lab, prefix));
     if outcomes.iter().any(|outcome| outcome.outcome == "failed") {
         for node in &lab.network.nodes {
             println!(
@@ -168,6 +169,12 @@ pub fn run(
         }
     }
     outcomes
+}
+
+/// What every lab ends with, whatever else was done in it.
+pub fn as_deployed(lab: &mut Lab, prefix: &str) -> TestOutcome {
+    let began = Instant::now();
+    outcome(prefix, AS_DEPLOYED, began, &well::as_deployed(lab))
 }
 
 /// Until the mesh stands, and while everybody reaches everybody.
@@ -182,6 +189,7 @@ pub fn outcome(prefix: &str, name: &str, began: Instant, result: &Result<String>
         Err(error) => println!("test {prefix}{name} ... FAILED\n    {error:#}"),
     }
     TestOutcome::ended("lab", format!("{prefix}{name}"), result.is_ok(), began)
+        .because_of(result.as_ref().err())
 }
 
 /// Records what cannot be tried here.

@@ -13,6 +13,7 @@ mod cni;
 pub mod command;
 pub mod confine;
 pub mod counters;
+mod descendants;
 mod external;
 mod fail_closed;
 pub mod failover;
@@ -155,8 +156,8 @@ pub fn main(args: LabArgs) -> Result<()> {
             }
             let mut lab = Lab::up(&args, None)?;
             let rows = faults::run(&mut lab, only_faults, always);
-            let deployed = well::as_deployed(&mut lab);
-            let failed = rows.iter().filter(|row| row.problem.is_some()).count();
+            let mut ended = faults::outcomes(&rows, "");
+            ended.push(checks::as_deployed(&mut lab, "faults: "));
             let mut all: Vec<faults::Row> = match json {
                 Some(path) if docs && !only_faults.is_empty() => serde_json::from_slice(&fs::read(path)?)?,
                 _ => Vec::new(),
@@ -168,16 +169,12 @@ pub fn main(args: LabArgs) -> Result<()> {
                 write_json(path, &all)?;
             }
             if let Some(path) = outcomes {
-                write_json(path, &faults::outcomes(&rows, ""))?;
+                write_json(path, &ended)?;
             }
             if docs {
                 faults::write_table(&all, failover::kept_lines()?)?;
             }
-            deployed?;
-            if failed > 0 {
-                bail!("{failed} of {} faults cost more than they may", rows.len());
-            }
-            Ok(())
+            report(&ended, None)
         }
         Some(LabCommand::Nat(ref options)) => {
             let bin = args.bin.clone().map_or_else(own_directory, Ok)?;
@@ -250,7 +247,7 @@ fn take_over(name: &str) -> Result<Takedown<impl Fn() -> Result<()>>> {
 fn show(args: &LabArgs) -> Result<()> {
     let mut guard = take_over(&args.name)?;
     let started = Instant::now();
-    let lab = Lab::up(args, None)?;
+    let mut lab = Lab::up(args, None)?;
     println!("\n== Topology (kgctl graph; circles lead)\n{}", lab.agents.describe(&lab.network)?);
     println!("== Reachability: TCP with 8 KB, UDP and ICMP echo, each way, with the source address checked");
     let matrix = matrix::run(&lab.network)?;
@@ -261,6 +258,11 @@ fn show(args: &LabArgs) -> Result<()> {
     match &clear {
         Ok(()) => println!("no packet of the mesh was seen in clear on any LAN"),
         Err(error) => println!("{error:#}"),
+    }
+    let deployed = well::as_deployed(&mut lab);
+    match &deployed {
+        Ok(figure) => println!("agents have their manifest's rights, and nothing to warn about {figure}"),
+        Err(error) => println!("agents are not as they are deployed: {error:#}"),
     }
     println!(
         "\nlab: {} of {} probes passed, {:.1} s",
@@ -291,7 +293,7 @@ fn show(args: &LabArgs) -> Result<()> {
     if matrix.passed() < matrix.total() {
         bail!("{} probes failed", matrix.total() - matrix.passed());
     }
-    clear
+    clear.and(deployed).map(drop)
 }
 
 fn exec(name: &str, netns: &str, command: &[String]) -> Result<()> {

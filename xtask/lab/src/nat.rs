@@ -26,10 +26,12 @@ use super::{
     cni,
     netns::{self, Netns},
     network::{Network, Node, Underlay},
-    probe,
+    probe, well,
 };
 
 const LIMIT: Duration = Duration::from_secs(180);
+/// What agents log of such a mesh: ends behind NATs lead their locations with private addresses.
+pub const CAUSED: &[&str] = &[well::LEADS];
 
 /// The namespaces, those of the mesh's nodes and pods included.
 pub fn namespaces(lab: &str) -> Vec<Netns> {
@@ -61,7 +63,8 @@ fn try_it(lab: &Lab) -> Result<String> {
         agents.write_node(node, annotations)?;
         agents.start(node)?;
     }
-    let result = meet(&agents, &network);
+    let result = meet(&agents, &network)
+        .and_then(|met| Ok(format!("{met} {}", well::mesh_as_deployed(&network, &agents, CAUSED)?)));
     for node in &network.nodes {
         agents.stop(node.name(), nix::sys::signal::Signal::SIGKILL)?;
     }

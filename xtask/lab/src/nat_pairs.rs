@@ -20,7 +20,7 @@ use super::{
     nat::{self, Kind, Shape},
     netns::{self, Netns},
     network::{Network, Node, Underlay},
-    probe, wait,
+    probe, wait, well,
 };
 
 const LIMIT: Duration = Duration::from_secs(240);
@@ -263,7 +263,7 @@ impl Bench<'_> {
         what: impl FnOnce(&mut Mesh) -> Result<T>,
     ) -> Result<T> {
         let mut mesh = Mesh::up(self, shape, public, is_blocked)?;
-        let result = what(&mut mesh);
+        let result = what(&mut mesh).and_then(|found| mesh.as_deployed().map(|()| found));
         if result.is_err() {
             mesh.print_logs();
         }
@@ -425,6 +425,14 @@ impl Mesh {
     /// What a node's programs have sent on.
     fn relayed(&self, of: &str) -> Result<u64> {
         Ok(counters::action(&counters::scrape(&self.network.node(of)?.netns)?, "relay"))
+    }
+
+    /// What a mesh ends with, as labs do: every agent has its rights and hooks, and nothing to warn about that no part causes.
+    fn as_deployed(&self) -> Result<()> {
+        // A relay that is cut off has no link.
+        let cut_off = (self.cut_off > 0).then_some(well::NO_ENDPOINT);
+        let caused: Vec<_> = nat::CAUSED.iter().copied().chain(cut_off).collect();
+        well::mesh_as_deployed(&self.network, &self.agents, &caused).map(drop)
     }
 
     /// What is needed to see why.

@@ -10,6 +10,8 @@ use std::{
 use anyhow::{Context as _, Result, bail};
 use nix::sched::{CloneFlags, setns};
 
+use crate::takedown;
+
 /// Where `ip netns` keeps its names.
 const NETNS_DIR: &str = "/run/netns";
 
@@ -28,9 +30,8 @@ pub struct Netns {
 impl Netns {
     /// Creates the network namespace and brings loopback up.
     pub fn create(lab: &str, name: &str) -> Result<Self> {
-        super::stop_if_interrupted()?;
         let id = format!("{lab}-{name}");
-        run(Command::new("ip").args(["netns", "add", &id]))?;
+        takedown::make(|| run(Command::new("ip").args(["netns", "add", &id])))?;
         let netns = Self { name: name.to_owned(), id, holder: None };
         netns.ip("link set lo up")?;
         Ok(netns)

@@ -1,18 +1,25 @@
 //! Networks and processes on this machine that go away however the program ends.
 
 use std::{
-    sync::atomic::{AtomicBool, Ordering},
+    sync::{
+        PoisonError, RwLock,
+        atomic::{AtomicBool, Ordering},
+    },
     time::Duration,
 };
 
 use anyhow::{Context as _, Result, ensure};
 
-use crate::wait;
+use crate::{descendants, wait};
 
 /// Set on Ctrl-C and SIGTERM: nothing more is to be made.
 static INTERRUPTED: AtomicBool = AtomicBool::new(false);
-/// What is being made when a signal comes must be there to be removed.
-const IN_THE_MAKING: Duration = Duration::from_millis(500);
+/// Read by who makes something, until it can be found by who takes it down.
+static MAKING: RwLock<()> = RwLock::new(());
+/// Longest wait for those; what takes longer is a command that is ended with the others.
+const IN_THE_MAKING: Duration = Duration::from_secs(5);
+/// How long children have to end by themselves: one may be a lab or a cluster that cleans up, too.
+const CHILDREN_END: Duration = Duration::from_secs(60);
 
 /// Takes something down when dropped, on Ctrl-C and on SIGTERM.
 #[must_use]
@@ -25,7 +32,8 @@ pub struct Takedown<F: Fn() -> Result<()>> {
 }
 
 impl<F: Fn() -> Result<()> + Clone + Send + 'static> Takedown<F> {
-    /// Arranges it; once in a process. `down` also removes what is only half made.
+    /// Arranges it; once in a process. `down` also removes what is only half made. A signal ends this program's
+    /// children first, since they would go on making it.
     ///
     /// # Errors
     /// When the signals have a handler already.
@@ -34,10 +42,14 @@ impl<F: Fn() -> Result<()> + Clone + Send + 'static> Takedown<F> {
         ctrlc::set_handler(move || {
             eprintln!("\n{who}: interrupted, cleaning up");
             INTERRUPTED.store(true, Ordering::SeqCst);
-            wait::time_passes(IN_THE_MAKING, "another thread may be in the middle of making something");
+            let is_made = || Ok(MAKING.try_write().is_ok());
+            let _ = wait::until("what is being made is there", IN_THE_MAKING, is_made);
+            descendants::end(std::process::id(), CHILDREN_END);
             if let Err(error) = on_signal() {
                 eprintln!("{who}: {error:#}");
             }
+            // What another thread has started since.
+            descendants::end(std::process::id(), Duration::ZERO);
             std::process::exit(130);
         })
         .context("signal handler")?;
@@ -59,6 +71,25 @@ impl<F: Fn() -> Result<()>> Drop for Takedown<F> {
             eprintln!("{}: {error:#}", self.who);
         }
     }
+}
+
+/// Ends this program's children with it on Ctrl-C and SIGTERM, where nothing else is to be taken down.
+///
+/// # Errors
+/// When the signals have a handler already.
+pub fn end_children_with_us(who: &'static str) -> Result<Takedown<impl Fn() -> Result<()>>> {
+    Takedown::arrange(who, || Ok(()))
+}
+
+/// Makes something that is to be found when everything is taken down: nothing once that has begun, which waits until
+/// `code` has ended. What `code` waits for must not be long.
+///
+/// # Errors
+/// Those of `code`, and after Ctrl-C and SIGTERM.
+pub fn make<T>(code: impl FnOnce() -> Result<T>) -> Result<T> {
+    let _making = MAKING.read().unwrap_or_else(PoisonError::into_inner);
+    stop_if_interrupted()?;
+    code()
 }
 
 /// Fails once everything is to go away.

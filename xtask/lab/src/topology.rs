@@ -8,13 +8,16 @@ use clap::ValueEnum;
 use super::{
     Lab,
     checks::Check,
-    network::{Network, PRINTER},
+    network::{Network, Node, PRINTER},
     probe::{self, Protocol},
     wire,
 };
 
 /// Longest wait until something configured works.
 const LIMIT: Duration = Duration::from_secs(40);
+
+/// The uplink without Ethernet header.
+pub const PPP: &str = "ppp0";
 
 /// What differs.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
@@ -42,6 +45,18 @@ impl Topology {
             Self::Vlan => &["--internal-cidr=10.1.0.0/16,10.2.0.0/16"],
             Self::PrivateEndpoints => &["--prioritise-private-addresses"],
             _ => &[],
+        }
+    }
+
+    /// Devices that carry a node's packets out: interfaces with an address of their own.
+    pub fn uplinks(self, node: &Node) -> Vec<&'static str> {
+        let usual = if node.public.is_some() { &["eth0", "eth1"][..] } else { &["eth0"] };
+        match (self, node.name()) {
+            (Self::TwoNics, "a2") => vec!["eth0", "eth2"],
+            // The interface below it has an address, too.
+            (Self::Vlan, "b1" | "b2") => [usual, &["eth0.100"]].concat(),
+            (Self::PointToPoint, "b1") => vec!["eth0", PPP],
+            _ => usual.to_vec(),
         }
     }
 
@@ -125,9 +140,9 @@ fn point_to_point(network: &Network) -> Result<()> {
     let node = network.node("b1")?;
     let public = node.public.context("b1 has a public address")?;
     node.netns.ip("link delete eth1\n")?;
-    wire::start((&node.netns, "ppp0"), (&network.router, "b1-ppp"))?;
+    wire::start((&node.netns, PPP), (&network.router, "b1-ppp"))?;
     node.netns.ip(&format!(
-        "address add {public} peer 192.0.2.1 dev ppp0\nlink set ppp0 up\nroute add default dev ppp0\n"
+        "address add {public} peer 192.0.2.1 dev {PPP}\nlink set {PPP} up\nroute add default dev {PPP}\n"
     ))?;
     network.router.ip(&format!("link set b1-ppp up\nroute add {public} dev b1-ppp\n"))?;
     network.router.sh("echo 1 > /proc/sys/net/ipv4/conf/wan/proxy_arp").map(drop)

@@ -11,7 +11,13 @@ use std::{
 
 use anyhow::{Context as _, Result, bail, ensure};
 
-use super::{Lab, counters, network::Node, topology::Topology};
+use super::{
+    Lab,
+    agents::Agents,
+    counters,
+    network::{Network, Node},
+    topology,
+};
 use crate::confine;
 
 /// What an agent logs when somebody detached a program.
@@ -30,8 +36,14 @@ pub const PODS_STAY: &str = "but pods or other containers still run here";
 pub const NO_KILO0: &str = "kilo0 is gone or was replaced";
 /// Counts the programs that an agent attached again.
 pub const REATTACHED: &str = "kilo_reattached_total";
-/// Interfaces that carry a node's packets out, with their programs.
+/// Programs of an interface that carries a node's packets out.
 const UPLINK_PROGRAMS: [&str; 2] = ["lan_ingress", "uplink_egress"];
+/// The same where its packets have no Ethernet header.
+const LAYER3_PROGRAMS: [&str; 2] = ["l3_ingress", "l3_egress"];
+/// Devices of ours that undo outer headers; which of them a node has is its kernel's and its agent's choice.
+const TUNNELS: [&str; 2] = ["kilo-vxlan", "kilo-ipip"];
+/// Its program.
+const TUNNEL_PROGRAM: &str = "tunnel_ingress";
 /// TCX came with this kernel.
 const TCX_SINCE: (u32, u32) = (6, 6);
 
@@ -48,6 +60,46 @@ pub struct Watch {
 }
 
 impl Watch {
+    /// Fails when there are new warnings and errors that nobody declared, or a program was attached again.
+    fn look(&mut self, network: &Network, agents: &Agents) -> Result<()> {
+        let lines = self.lines(network, agents)?;
+        ensure!(lines.is_empty(), "agents logged what the check did not cause:\n{}", lines.join("\n"));
+        self.reattached(network, agents)
+    }
+
+    /// New warnings and errors that nobody declared, each with its node.
+    fn lines(&mut self, network: &Network, agents: &Agents) -> Result<Vec<String>> {
+        let mut unexpected = Vec::new();
+        for node in &network.nodes {
+            let read = self.read.get(node.name()).copied().unwrap_or(0);
+            let text = rest(&agents.log(node.name()), read)?;
+            // A line that is not complete is read when it is.
+            let complete = text.rfind('\n').map_or("", |end| &text[..=end]);
+            self.read.insert(node.name().to_owned(), read + complete.len() as u64);
+            let new = warnings(complete).into_iter().filter(|warning| !self.expects(warning));
+            unexpected.extend(new.map(|warning| format!("    {}: {warning}", node.name())));
+        }
+        Ok(unexpected)
+    }
+
+    /// Fails when a program was attached again without a check having detached it.
+    fn reattached(&mut self, network: &Network, agents: &Agents) -> Result<()> {
+        let may = self.expects(DETACHED);
+        let mut said = Vec::new();
+        for (node, _) in running(network, agents) {
+            // One that has just been started does not answer yet.
+            let Ok(metrics) = counters::scrape(&node.netns) else { continue };
+            let now = metrics.get(REATTACHED).copied().unwrap_or(0);
+            let before = self.reattached.insert(node.name().to_owned(), now).unwrap_or(0);
+            // A new agent begins with none.
+            if !may && now != before && now != 0 {
+                said.push(format!("{}: {REATTACHED} is {now}, and was {before}", node.name()));
+            }
+        }
+        ensure!(said.is_empty(), "{}", said.join("; "));
+        Ok(())
+    }
+
     /// Whether a check caused this line.
     fn expects(&self, line: &str) -> bool {
         self.caused.iter().flatten().any(|part| line.contains(part.as_str()))
@@ -72,10 +124,7 @@ impl Lab {
 
     /// Ends a check: fails when an agent is not well.
     pub fn all_well(&mut self) -> Result<()> {
-        let result = lines(self).and_then(|lines| {
-            ensure!(lines.is_empty(), "agents logged what the check did not cause:\n{}", lines.join("\n"));
-            reattached(self)
-        });
+        let result = self.watch.look(&self.network, &self.agents);
         let result = self.nothing_in_clear().and(result);
         self.removed.clear();
         self.without_lan.clear();
@@ -83,21 +132,6 @@ impl Lab {
         self.watch.caused[0].clear();
         result
     }
-}
-
-/// New warnings and errors that nobody declared, each with its node.
-fn lines(lab: &mut Lab) -> Result<Vec<String>> {
-    let mut unexpected = Vec::new();
-    for node in &lab.network.nodes {
-        let read = lab.watch.read.get(node.name()).copied().unwrap_or(0);
-        let text = rest(&lab.agents.log(node.name()), read)?;
-        // A line that is not complete is read when it is.
-        let complete = text.rfind('\n').map_or("", |end| &text[..=end]);
-        lab.watch.read.insert(node.name().to_owned(), read + complete.len() as u64);
-        let new = warnings(complete).into_iter().filter(|warning| !lab.watch.expects(warning));
-        unexpected.extend(new.map(|warning| format!("    {}: {warning}", node.name())));
-    }
-    Ok(unexpected)
 }
 
 fn rest(log: &Path, from: u64) -> Result<String> {
@@ -126,40 +160,47 @@ fn warnings(log: &str) -> Vec<String> {
     warnings
 }
 
-/// Fails when a program was attached again without a check having detached it.
-fn reattached(lab: &mut Lab) -> Result<()> {
-    let may = lab.watch.expects(DETACHED);
-    let mut said = Vec::new();
-    for node in running(lab) {
-        // One that has just been started does not answer yet.
-        let Ok(metrics) = counters::scrape(&node.netns) else { continue };
-        let now = metrics.get(REATTACHED).copied().unwrap_or(0);
-        let before = lab.watch.reattached.insert(node.name().to_owned(), now).unwrap_or(0);
-        // A new agent begins with none.
-        if !may && now != before && now != 0 {
-            said.push(format!("{}: {REATTACHED} is {now}, and was {before}", node.name()));
-        }
-    }
-    ensure!(said.is_empty(), "{}", said.join("; "));
-    Ok(())
+/// The nodes on which an agent runs, with its process.
+fn running<'a>(network: &'a Network, agents: &'a Agents) -> impl Iterator<Item = (&'a Node, u32)> {
+    network.nodes.iter().filter_map(|node| Some((node, agents.pid(node.name())?)))
 }
 
-fn running(lab: &Lab) -> Vec<Node> {
-    let nodes = lab.network.nodes.iter();
-    nodes.filter(|node| lab.agents.pid(node.name()).is_some()).cloned().collect()
-}
-
-/// A check of its own: rights and hooks of every agent that runs.
+/// What a lab ends with: nobody has anything more to warn about, and every agent that runs has its rights and hooks.
+///
+/// # Errors
+/// What differs.
 pub fn as_deployed(lab: &mut Lab) -> Result<String> {
+    lab.all_well()?;
+    let topology = lab.topology;
+    rights_and_hooks(&lab.network, &lab.agents, |node| topology.uplinks(node))
+}
+
+/// The same of a mesh that is no lab of its own, from its beginning on: all that its agents have logged is looked at.
+/// `caused` are parts of what they may have, and each node's only uplink is eth0.
+///
+/// # Errors
+/// What differs.
+pub fn mesh_as_deployed(network: &Network, agents: &Agents, caused: &[&str]) -> Result<String> {
+    let mut watch = Watch::default();
+    watch.caused[0].extend(caused.iter().map(|&part| part.to_owned()));
+    watch.look(network, agents)?;
+    rights_and_hooks(network, agents, |_| vec!["eth0"])
+}
+
+/// Rights and hooks of every agent that runs; `uplinks` are the devices that carry a node's packets out.
+fn rights_and_hooks(
+    network: &Network,
+    agents: &Agents,
+    uplinks: impl Fn(&Node) -> Vec<&'static str>,
+) -> Result<String> {
     let wanted = hook()?;
-    let nodes = running(lab);
-    let plain = lab.topology == Topology::Plain;
-    for node in &nodes {
-        let pid = lab.agents.pid(node.name()).context("no agent")?;
+    let mut count = 0;
+    for (node, pid) in running(network, agents) {
         confine::check(pid).with_context(|| node.name().to_owned())?;
-        hooks(node, wanted, plain).with_context(|| node.name().to_owned())?;
+        hooks(node, wanted, &uplinks(node)).with_context(|| node.name().to_owned())?;
+        count += 1;
     }
-    Ok(format!("({} agents, all on {wanted})", nodes.len()))
+    Ok(format!("({count} agents, all on {wanted})"))
 }
 
 /// The hook agents use on this kernel.
@@ -175,26 +216,37 @@ pub fn hook() -> Result<&'static str> {
     }
 }
 
-/// `plain`: the node's interfaces have the names they have in the lab's own network.
-fn hooks(node: &Node, wanted: &str, plain: bool) -> Result<()> {
+/// Every program is on the right kind of hook, and each device that is to have one has it. Devices of others (of
+/// flannel, Cilium and pods' bridges) are left out: what is on them is for the checks of those scenarios to say.
+fn hooks(node: &Node, wanted: &str, uplinks: &[&str]) -> Result<()> {
     let status = counters::status(&node.netns)?;
     let programs = status["agent"]["programs"].as_array().context("no programs in /status")?;
+    let devices = node.netns.sh("ls /sys/class/net")?;
+    on_hooks(programs, wanted, uplinks, &devices)
+}
+
+/// Pure: whether these are the programs that a node with these uplinks has; `devices` are all of its, a line each.
+///
+/// # Errors
+/// Which program is on another kind of hook, or missing.
+pub fn on_hooks(programs: &[serde_json::Value], wanted: &str, uplinks: &[&str], devices: &str) -> Result<()> {
     for program in programs {
         ensure!(program["hook"] == wanted, "not on {wanted}: {program}");
     }
-    if !plain {
-        return Ok(());
-    }
-    let uplinks = if node.public.is_some() { &["eth0", "eth1"][..] } else { &["eth0"] };
-    let uplinks = uplinks.iter().flat_map(|&uplink| UPLINK_PROGRAMS.map(|program| (uplink, program)));
-    for (interface, name) in uplinks.chain([("kilo0", "kilo_egress"), ("kilo0", "kilo_ingress")]) {
-        let is_there = |at: &&serde_json::Value| at["interface"] == interface && at["program"] == name;
-        ensure!(programs.iter().any(|at| is_there(&at)), "{name} is not on {interface}: {programs:?}");
+    let of_uplink = |uplink: &&str| if *uplink == topology::PPP { LAYER3_PROGRAMS } else { UPLINK_PROGRAMS };
+    let uplinks = uplinks.iter().flat_map(|uplink| of_uplink(uplink).map(|program| (*uplink, program)));
+    let tunnels = devices.lines().filter(|device| TUNNELS.contains(device));
+    let tunnels = tunnels.map(|tunnel| (tunnel, TUNNEL_PROGRAM));
+    let own = [("kilo0", "kilo_egress"), ("kilo0", "kilo_ingress")];
+    for (interface, name) in uplinks.chain(own).chain(tunnels) {
+        let is_there = |at: &serde_json::Value| at["interface"] == interface && at["program"] == name;
+        ensure!(programs.iter().any(is_there), "{name} is not on {interface}: {programs:?}");
     }
     Ok(())
 }
 
 #[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "tests")]
 mod tests {
     use super::*;
 
@@ -206,6 +258,26 @@ mod tests {
         assert_eq!(said[0], "{\"level\":\"WARN\"}");
         assert!(said[1].contains("panicked") && said[1].contains("backtrace"));
         assert!(warnings("{\"level\":\"INFO\"}\n").is_empty());
+    }
+
+    #[test]
+    fn each_device_of_a_node_has_its_programs_on_the_kernels_hooks() {
+        let on = |interface: &str, program: &str, hook: &str| serde_json::json!({"interface": interface, "program": program, "hook": hook});
+        let own = [on("kilo0", "kilo_egress", "tcx"), on("kilo0", "kilo_ingress", "tcx")];
+        let uplink = |device, names: [&str; 2]| names.map(|name| on(device, name, "tcx"));
+        let eth0 = uplink("eth0", UPLINK_PROGRAMS);
+        let programs = [&own[..], &eth0].concat();
+        on_hooks(&programs, "tcx", &["eth0"], "eth0\nlo").unwrap();
+        for (uplinks, devices, missing) in [
+            (&["eth0", "eth1"][..], "eth0\neth1", "lan_ingress is not on eth1"),
+            (&["eth0", topology::PPP], "eth0\nppp0", "l3_ingress is not on ppp0"),
+            (&["eth0"], "eth0\nkilo-vxlan\nlo", "tunnel_ingress is not on kilo-vxlan"),
+        ] {
+            let error = on_hooks(&programs, "tcx", uplinks, devices).unwrap_err().to_string();
+            assert!(error.starts_with(missing), "{error}");
+        }
+        let more = [&programs[..], &[on("kilo-vxlan", TUNNEL_PROGRAM, "clsact")]].concat();
+        on_hooks(&more, "tcx", &["eth0"], "kilo-vxlan").unwrap_err();
     }
 
     #[test]

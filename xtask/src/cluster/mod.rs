@@ -30,7 +30,7 @@ use crate::{
     image,
     lab::{
         netns,
-        takedown::{Takedown, stop_if_interrupted},
+        takedown::{self, Takedown, stop_if_interrupted},
         wait,
     },
     report::TestOutcome,
@@ -74,7 +74,7 @@ enum ClusterCommand {
         #[arg(last = true, required = true)]
         command: Vec<String>,
     },
-    /// Run kubectl as the cluster's administrator.
+    /// Run kubectl as the cluster's administrator; files are those of this machine.
     Kubectl {
         /// Its arguments.
         #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
@@ -142,11 +142,14 @@ pub fn main(args: &ClusterArgs) -> Result<()> {
         None => show(args),
         Some(ClusterCommand::Exec { node, command }) => exec(node, command),
         Some(ClusterCommand::Kubectl { arguments }) => {
-            let status = Cluster::load()?.first().command("kubectl")?.args(arguments).status()?;
+            let status = Cluster::load()?.first().kubectl()?.args(arguments).status()?;
             std::process::exit(status.code().unwrap_or(1));
         }
         Some(ClusterCommand::Down) => down(),
-        Some(ClusterCommand::Prepare) => prepare(args).map(drop),
+        Some(ClusterCommand::Prepare) => {
+            let _guard = takedown::end_children_with_us("cluster")?;
+            prepare(args).map(drop)
+        }
         Some(ClusterCommand::Test { only, all, standing, json }) => {
             let started = Instant::now();
             let (guard, cluster) = if *standing {

@@ -15,7 +15,10 @@ use std::net::{Ipv4Addr, Ipv6Addr};
 
 use anyhow::{Context as _, Result, bail};
 
-use crate::lab::netns::{self, Netns};
+use crate::{
+    lab::netns::{self, Netns},
+    report::InClear,
+};
 
 /// Every namespace's name begins so.
 pub const NAME: &str = "kilo-cluster";
@@ -197,6 +200,16 @@ pub fn clear_packets() -> Result<u64> {
         bail!("the router has no counters");
     }
     Ok(counts.iter().sum())
+}
+
+/// An error of its own kind, which gets no second try, when there were packets of pods in clear.
+pub fn none_in_clear(count: u64) -> Result<()> {
+    match count {
+        0 => Ok(()),
+        _ => {
+            Err(InClear(format!("{count} packets with pods' addresses were on the network in clear")).into())
+        }
+    }
 }
 
 /// Starts to count packets from one node's pods at the cables of all nodes; `pods` are the node's

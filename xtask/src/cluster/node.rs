@@ -15,7 +15,10 @@ use anyhow::{Context as _, Result, bail};
 use super::network::{self, NAME, Site};
 use crate::{
     command::output,
-    lab::{netns::Netns, wait},
+    lab::{
+        netns::{self, Netns},
+        takedown, wait,
+    },
 };
 
 const INIT: &str = include_str!("init.sh");
@@ -99,7 +102,8 @@ impl Node {
         let hierarchies: Vec<_> =
             hierarchies().iter().filter_map(|path| Some(path.file_name()?.to_str()?.to_owned())).collect();
         let ipv6 = if self.parts.has_ipv6 { self.site.address_v6.to_string() } else { String::new() };
-        let mut process = Command::new("sh")
+        let mut command = Command::new("sh");
+        command
             .args(["-euc", &script])
             .env_clear()
             .env("PATH", "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin")
@@ -116,9 +120,13 @@ impl Node {
             .process_group(0)
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
-            .stderr(fs::File::create(disk.join("boot.log"))?)
-            .spawn()
-            .context("nsenter, unshare")?;
+            .stderr(fs::File::create(disk.join("boot.log"))?);
+        // Whoever cuts the node before it has a first process ends this one, which takes that with it.
+        let mut process = takedown::make(|| {
+            let process = command.spawn().context("nsenter, unshare")?;
+            fs::write(self.pid_file(), process.id().to_string())?;
+            Ok(process)
+        })?;
         let id = process.id();
         let mut lines = process.stdout.take().into_iter().flat_map(|stdout| BufReader::new(stdout).lines());
         if let Some(began) = lines.next() {
@@ -136,11 +144,16 @@ impl Node {
     /// Cuts the power: everything but the disk goes.
     pub fn cut(&self) -> Result<()> {
         if let Ok(pid) = self.pid() {
+            // The number may be somebody else's by now.
+            let is_ours = |all: Vec<u32>| all.contains(&pid.cast_unsigned());
+            let is_ours = netns::processes(&self.netns()).is_ok_and(is_ours);
             let pid = nix::unistd::Pid::from_raw(pid);
-            let _ = nix::sys::signal::kill(pid, nix::sys::signal::Signal::SIGKILL);
-            let gone = || !Path::new(&format!("/proc/{pid}/ns/net")).exists();
-            // Not `until`, which ends when all is to be taken down.
-            let _ = wait::until("the namespace is gone", Duration::from_secs(20), || Ok(gone()));
+            if is_ours {
+                let _ = nix::sys::signal::kill(pid, nix::sys::signal::Signal::SIGKILL);
+                let gone = || !Path::new(&format!("/proc/{pid}/ns/net")).exists();
+                // Not `until`, which ends when all is to be taken down.
+                let _ = wait::until("the namespace is gone", Duration::from_secs(20), || Ok(gone()));
+            }
             fs::remove_file(self.pid_file())?;
         }
         network::disconnect(self.name())?;
@@ -157,6 +170,17 @@ impl Node {
             .args(["env", "-i", "HOME=/root", "KUBECONFIG=/etc/kubernetes/admin.conf"])
             .arg("PATH=/opt/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin")
             .arg(program);
+        Ok(command)
+    }
+
+    /// kubectl as the cluster's administrator, in the node's network: it reads and writes files of this machine.
+    pub fn kubectl(&self) -> Result<Command> {
+        let mut command = self.netns().command(self.parts.bin.join("kubectl"));
+        command
+            .env("KUBECONFIG", self.path("/etc/kubernetes/admin.conf")?)
+            // Clusters follow each other at the same address: what one has must not be kept for the next.
+            .env("KUBECACHEDIR", self.disk().join("kubectl-cache"))
+            .env("NO_PROXY", "*");
         Ok(command)
     }
 

@@ -34,6 +34,9 @@ pub struct DistArgs {
     /// Digest of the image, when it is built elsewhere; none is built then.
     #[arg(long, value_name = "sha256:HEX")]
     image_digest: Option<String>,
+    /// Go on where the toolchain has no standard library for a system that kgctl is only checked for; such files are no release.
+    #[arg(long)]
+    unchecked: bool,
     /// Make everything a second time, without what the first run compiled, and compare the checksums.
     #[arg(long)]
     check_reproducible: bool,
@@ -50,6 +53,9 @@ pub fn main(args: &DistArgs) -> Result<()> {
     let root = workspace_root();
     let output = root.join(&args.output);
     build_ebpf::build(true)?;
+    for triple in kgctl::other_systems() {
+        say_checked(triple, kgctl::check(triple)?, args.unchecked)?;
+    }
     make(&output, args.image_digest.as_deref(), image::Layers::Kept, &root.join("target/dist-build"))?;
     print!("{}", fs::read_to_string(output.join(SUMS))?);
     if args.check_reproducible {
@@ -61,6 +67,20 @@ pub fn main(args: &DistArgs) -> Result<()> {
         println!("dist: a second run, without what the first compiled, made the same files");
     }
     println!("dist: {} files of {VERSION} in {}", fs::read_dir(&output)?.count(), output.display());
+    Ok(())
+}
+
+/// Prints whether the program was checked for another system; an error when it was not, and that was not allowed.
+fn say_checked(triple: &str, is_checked: bool, unchecked: bool) -> Result<()> {
+    ensure!(
+        is_checked || unchecked,
+        "kgctl is not checked for {triple}: `rustup target add {triple}` fails; --unchecked goes on without, for files \
+         that are not released"
+    );
+    println!(
+        "dist: kgctl for {triple}: {}",
+        if is_checked { "type-checked" } else { "NOT CHECKED (--unchecked)" }
+    );
     Ok(())
 }
 
@@ -89,13 +109,6 @@ fn make(output: &Path, digest: Option<&str>, layers: image::Layers, build: &Path
         changes(&fs::read_to_string(root.join("CHANGELOG.md"))?, VERSION)?,
     )?;
     let mut archives = BTreeMap::new();
-    for triple in kgctl::other_systems() {
-        let checked = kgctl::check(triple)?;
-        println!(
-            "dist: kgctl for {triple}: {}",
-            if checked { "type-checked" } else { "NOT CHECKED: no rust-std" }
-        );
-    }
     let programs: Result<Vec<_>> =
         kgctl::TARGETS.into_iter().map(|target| Ok((kgctl::build(&target, build)?, target))).collect();
     let programs = programs?;
@@ -193,6 +206,14 @@ mod tests {
         empty(directory.path()).unwrap();
         assert!(!directory.path().exists());
         empty(directory.path()).unwrap();
+    }
+
+    #[test]
+    fn a_release_is_checked_for_every_system() {
+        say_checked("x86_64-apple-darwin", true, false).unwrap();
+        let error = say_checked("x86_64-apple-darwin", false, false).unwrap_err().to_string();
+        assert!(error.contains("rustup target add x86_64-apple-darwin"), "{error}");
+        say_checked("x86_64-apple-darwin", false, true).unwrap();
     }
 
     #[test]

@@ -10,7 +10,7 @@ use std::{
 
 use anyhow::{Context as _, Result};
 
-use super::{Part, outcome, read_outcomes};
+use super::{Part, outcome, read_outcomes, unexplained};
 use crate::{command::own_program, report::TestOutcome, workspace_root};
 
 /// What runs, and where it writes.
@@ -70,13 +70,15 @@ impl Beside {
     /// Waits for it, prints what it wrote, and returns its outcomes.
     pub fn join(mut self) -> Vec<TestOutcome> {
         println!("\n== {}, to its end", self.name);
-        // Failures are in the file.
-        let _ = self.process.wait();
+        let status = self.process.wait();
         println!("{}", fs::read_to_string(&self.log).unwrap_or_default());
-        let outcomes = read_outcomes(self.outcomes.path()).unwrap_or_else(|error| {
+        let mut outcomes = read_outcomes(self.outcomes.path()).unwrap_or_else(|error| {
             println!("{error:#}");
             vec![outcome(self.part, "the part ends properly", "failed", self.started)]
         });
+        if let Ok(status) = status {
+            outcomes.extend(unexplained(self.part, &self.name, status, &outcomes, self.started));
+        }
         println!("== {}: {:.0} s", self.name, self.started.elapsed().as_secs_f32());
         outcomes
     }
@@ -102,7 +104,9 @@ mod tests {
         let wrote =
             r#"echo '[{"part": "api", "name": "x", "outcome": "passed", "seconds": 1}]' > "$0"; exit 1"#;
         let pair = |part: &str, outcome: &str| (part.to_owned(), outcome.to_owned());
-        assert_eq!(left_by("wrote", wrote), [pair("api", "passed")]);
+        // One that failed without saying why has, too.
+        assert_eq!(left_by("wrote", wrote), [pair("api", "passed"), pair("bpf", "failed")]);
+        assert_eq!(left_by("well", &wrote.replace("exit 1", "exit 0")), [pair("api", "passed")]);
         assert_eq!(left_by("silent", "exit 0"), [pair("bpf", "failed")]);
     }
 }

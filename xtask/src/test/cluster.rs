@@ -2,9 +2,9 @@
 
 use std::process::Command;
 
-use anyhow::{Context as _, Result};
+use anyhow::Result;
 
-use super::{Part, read_outcomes_of};
+use super::{Part, run_own};
 use crate::{
     cluster::release::{DEBIAN, Release},
     command::own_program,
@@ -30,9 +30,7 @@ pub fn run(all: bool, tries: &mut SecondTries) -> Result<Vec<TestOutcome>> {
             let file = tempfile::NamedTempFile::new()?;
             let mut command = Command::new(&this);
             command.args(["cluster", "test", "--json"]).arg(file.path()).args(flags);
-            // Failures are in the file.
-            let _ = command.status().context("cluster")?;
-            read_outcomes_of(file.path(), Part::Cluster)
+            run_own(Part::Cluster, "cluster test", &mut command, file.path())
         })?;
         outcomes.extend(ran.into_iter().map(|outcome| TestOutcome {
             name: format!("{} (Kubernetes {})", outcome.name, release.version),

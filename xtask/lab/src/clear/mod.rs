@@ -32,6 +32,7 @@ use super::{
     netns::Netns,
     network::{Network, PRINTER},
     probe::{self, MARKER},
+    report::InClear,
 };
 use frame::{Leak, Link};
 
@@ -279,8 +280,7 @@ impl Lab {
     pub fn nothing_in_clear_as_far_as_seen(&self) -> Result<()> {
         let Some(watch) = &self.clear else { return Ok(()) };
         let seen = watch.take()?;
-        ensure!(seen.total() == 0, "{} packets of the mesh in clear:{}", seen.total(), seen.shown());
-        Ok(())
+        nothing_in(&seen)
     }
 
     /// The same; returns how many were for addresses nobody in the mesh knows: what is for them
@@ -299,9 +299,17 @@ impl Lab {
                 .iter()
                 .any(|(wan, private)| from == wan && leak.is_from_host_to_location_of(*private))
         });
-        ensure!(seen.total() == 0, "{} packets of the mesh in clear:{}", seen.total(), seen.shown());
+        nothing_in(&seen)?;
         ensure!(seen.missed == 0, "{} frames came too fast to be looked at", seen.missed);
         Ok(known)
+    }
+}
+
+/// Fails with what was seen in clear.
+fn nothing_in(seen: &Seen) -> Result<()> {
+    match seen.total() {
+        0 => Ok(()),
+        count => Err(InClear(format!("{count} packets of the mesh in clear:{}", seen.shown())).into()),
     }
 }
 

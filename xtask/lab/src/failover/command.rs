@@ -6,7 +6,7 @@ use anyhow::{Context as _, Result, bail};
 use clap::Args;
 
 use super::{Choice, Run, breaking, cases, kept, rest, table};
-use crate::{Lab, LabArgs, network::Shape};
+use crate::{Lab, LabArgs, checks, network::Shape};
 
 /// Its options.
 #[derive(Args, Clone, Debug)]
@@ -74,7 +74,7 @@ pub fn main(args: &LabArgs, options: &Options) -> Result<()> {
         (false, []) => Choice::All,
         (false, ids) => Choice::Named(ids),
     };
-    let mut runs = Vec::new();
+    let (mut runs, mut ends) = (Vec::new(), Vec::new());
     for shape in Shape::ALL.into_iter().filter(|shape| choice.needs(*shape)) {
         if !runs.is_empty() {
             crate::down(&args.name)?;
@@ -88,17 +88,20 @@ pub fn main(args: &LabArgs, options: &Options) -> Result<()> {
             let all = [&before, new].concat();
             options.json.as_ref().map_or(Ok(()), |path| crate::write_json(path, &all))
         };
-        runs.extend(super::run(&mut Lab::up(&args, None)?, choice, options.runs, args.keep, save)?);
+        let mut lab = Lab::up(&args, None)?;
+        runs.extend(super::run(&mut lab, choice, options.runs, args.keep, save)?);
         if args.keep && runs.iter().any(|run| run.problem.is_some()) {
             break;
         }
+        ends.push(checks::as_deployed(&mut lab, &format!("failover, network {shape:?}: ")));
     }
     if let Some(path) = &options.outcomes {
-        crate::write_json(path, &super::outcomes(&runs, ""))?;
+        crate::write_json(path, &[super::outcomes(&runs, ""), ends.clone()].concat())?;
     }
     // To look around.
     guard.keep = args.keep && runs.iter().any(|run| run.problem.is_some());
-    end(&runs, options)
+    end(&runs, options)?;
+    crate::report(&ends, None)
 }
 
 /// Writes the tables, and fails when something is not what is accepted.

@@ -29,7 +29,7 @@ use super::{
     faults::traffic::{Figures, Traffic},
     network::{Node, Shape},
 };
-use crate::report::TestOutcome;
+use crate::report::{InClear, TestOutcome};
 use crate::wait;
 use breaking::{Broken, LEADER};
 use cases::{CASES, Case, Limit};
@@ -69,6 +69,9 @@ pub struct Run {
     pub switches: u64,
     /// Why it is not what is accepted.
     pub problem: Option<String>,
+    /// Packets were seen in clear.
+    #[serde(skip)]
+    pub is_final: bool,
     /// Wall time of the whole run, s.
     pub seconds: f64,
     /// What each gateway carried, where that is counted.
@@ -148,6 +151,7 @@ fn one(lab: &mut Lab, case: &Case, keep: bool) -> Run {
     let mut run = Run { id: case.id.to_owned(), kernel: kernel(lab), ..Run::default() };
     match result {
         Ok(Watched { broken, figures, switches, trouble }) => {
+            run.is_final = trouble.as_ref().is_some_and(anyhow::Error::is::<InClear>);
             run.problem =
                 missed(case, &figures, switches).or_else(|| trouble.map(|error| format!("{error:#}")));
             (run.injected, run.shares) = (broken.said, broken.shares);
@@ -160,7 +164,10 @@ fn one(lab: &mut Lab, case: &Case, keep: bool) -> Run {
                 println!("failover {}: lost {}", run.id, holes.join(" "));
             }
         }
-        Err(error) => run.problem = Some(format!("{error:#}")),
+        Err(error) => {
+            run.is_final = error.is::<InClear>();
+            run.problem = Some(format!("{error:#}"));
+        }
     }
     run.seconds = began.elapsed().as_secs_f64();
     let state = run.problem.as_ref().map_or("ok".to_owned(), |problem| format!("FAILED\n    {problem}"));
@@ -231,7 +238,7 @@ fn watch(lab: &mut Lab, case: &Case, keep: bool) -> Result<Watched> {
     }
     // Hosts are mended whatever was seen.
     broken.mend(lab).context("mending")?;
-    let well = settled.transpose().and(clear).and_then(|()| {
+    let well = clear.and(settled.transpose()).and_then(|_| {
         lab.agents.wait_until_ready(&lab.network, PATIENCE)?;
         lab.all_well()
     });
@@ -325,7 +332,8 @@ fn missed(case: &Case, figures: &Figures, switches: u64) -> Option<String> {
 fn outcomes(runs: &[Run], prefix: &str) -> Vec<TestOutcome> {
     let outcome = |run: &Run| {
         let result = if run.problem.is_none() { "passed" } else { "failed" };
-        TestOutcome::new("lab", format!("{prefix}failover {}", run.id), result, run.seconds)
+        let name = format!("{prefix}failover {}", run.id);
+        TestOutcome { is_final: run.is_final, ..TestOutcome::new("lab", name, result, run.seconds) }
     };
     runs.iter().map(outcome).collect()
 }

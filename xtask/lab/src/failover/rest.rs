@@ -14,8 +14,8 @@ use nix::{
     unistd::Pid,
 };
 
-use super::{FIT, breaking, state};
-use crate::{Lab, LabArgs, counters, faults::nodes, matrix, wait};
+use super::{CHANGE, FIT, breaking, state};
+use crate::{Lab, LabArgs, counters, faults::nodes, matrix, wait, well};
 
 /// So long agents have to write nothing before they are at rest; what a start costs is not counted.
 const QUIET: Duration = Duration::from_secs(30);
@@ -153,6 +153,8 @@ fn at_rest(lab: &Lab, is_on: bool) -> Result<()> {
 /// written meanwhile.
 fn of_mode(lab: &mut Lab, mode: &str, time: Duration) -> Result<(Vec<f64>, Vec<String>)> {
     lab.agents.set_flag("--failover", mode);
+    // Of nodes that boot at once a stand-by may lead first.
+    lab.caused(&[CHANGE]);
     breaking::reboot_all(lab)?;
     receive_on_another_processor(lab)?;
     at_rest(lab, mode != "off")?;
@@ -197,7 +199,7 @@ fn too_much(names: &[String], without: &[f64], with: &[f64]) -> Vec<String> {
 /// Measures both, and prints them for each node.
 ///
 /// # Errors
-/// When failover costs more than it may, or anything was written although nothing happened.
+/// When failover costs more than it may, anything was written although nothing happened, or agents are not well.
 pub fn measure(args: &LabArgs, time: Duration) -> Result<()> {
     ensure!(
         time >= SHORTEST,
@@ -212,7 +214,8 @@ pub fn measure(args: &LabArgs, time: Duration) -> Result<()> {
     for (name, (without, with)) in names.iter().zip(without.iter().zip(&with)) {
         println!("{name}: {:+.3} % of a core with failover", with - without);
     }
-    let problems = [wrote, wrote_too, too_much(&names, &without, &with)].concat();
+    let mut problems = [wrote, wrote_too, too_much(&names, &without, &with)].concat();
+    problems.extend(well::as_deployed(&mut lab).err().map(|error| format!("{error:#}")));
     ensure!(
         problems.is_empty(),
         "agents are not at rest as they should be:\n    {}",

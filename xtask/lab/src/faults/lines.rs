@@ -540,9 +540,8 @@ mod tests {
             read(&root.join(directory), &mut sources);
         }
         for name in LINES.iter().flat_map(|line| line.tests) {
-            let cluster = name.strip_prefix("cluster: ").map(|check| format!("name: \"{check}\""));
-            let wanted = match (name.strip_prefix("lab: "), name.rsplit_once("::")) {
-                _ if cluster.is_some() => cluster.unwrap(),
+            let check = ["lab: ", "cluster: "].iter().find_map(|part| name.strip_prefix(part));
+            let wanted = match (check, name.rsplit_once("::")) {
                 (Some(check), _) => format!("(\"{check}\", "),
                 (None, Some((_, test))) => format!("fn {test}("),
                 (None, None) => (*name).to_owned(),

@@ -6,13 +6,9 @@ use std::{
     time::Duration,
 };
 
-use anyhow::{Context as _, Result, bail, ensure};
+use anyhow::{Context as _, Result, bail};
 
 use crate::{cluster::Cluster, cluster::node::Node, lab::well};
-
-/// Programs that have to be on every node: the interface, and what is there.
-const PROGRAMS: [(&str, [&str; 2]); 2] =
-    [("eth0", ["lan_ingress", "uplink_egress"]), ("kilo0", ["kilo_ingress", "kilo_egress"])];
 
 /// The programs of every agent are where this kernel has hooks for them, and stayed there.
 pub fn attached(cluster: &Cluster) -> Result<String> {
@@ -27,15 +23,9 @@ pub fn attached(cluster: &Cluster) -> Result<String> {
 fn programs(node: &Node, wanted: &str) -> Result<usize> {
     let status: serde_json::Value = serde_json::from_str(&ask(node, "/status")?)?;
     let programs = status["agent"]["programs"].as_array().context("no programs in /status")?;
-    for program in programs {
-        ensure!(program["hook"] == wanted, "not on {wanted}: {program}");
-    }
-    for (interface, names) in PROGRAMS {
-        for name in names {
-            let is_there = |at: &serde_json::Value| at["interface"] == interface && at["program"] == name;
-            ensure!(programs.iter().any(is_there), "{name} is not on {interface}: {programs:?}");
-        }
-    }
+    // The first node of a location is on the public network, too.
+    let uplinks = if node.site.public.is_some() { &["eth0", "eth1"][..] } else { &["eth0"] };
+    well::on_hooks(programs, wanted, uplinks, &node.sh("ls /sys/class/net")?)?;
     match metric(node, well::REATTACHED)? {
         0 => Ok(programs.len()),
         count => {

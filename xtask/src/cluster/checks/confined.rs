@@ -4,7 +4,7 @@
 use anyhow::{Context as _, Result, ensure};
 use serde_json::Value;
 
-use super::{flows::Flows, settled, shipped};
+use super::{agents, flows::Flows, settled};
 use crate::cluster::{Cluster, deploy, node::Node};
 
 /// Gives the agents the runtime's default profile, as docs/install.md says that they can have it.
@@ -83,7 +83,7 @@ fn with_default(cluster: &Cluster) -> Result<String> {
     settled(cluster)?;
     let named = as_named(cluster)?;
     ensure!(named.contains("kilo RuntimeDefault"), "no agent has the default profile: {named}");
-    Ok(format!("{named}; {}; {lost}", shipped::logs_in_the_end(cluster)?))
+    Ok(format!("{named}; {}; {lost}", agents::attached(cluster)?))
 }
 
 #[cfg(test)]

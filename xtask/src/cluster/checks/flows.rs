@@ -15,6 +15,7 @@ use crate::{
         netns::Netns,
         probe,
     },
+    report::InClear,
 };
 
 /// Between two datagrams of a flow.
@@ -103,7 +104,11 @@ impl Measured {
         if self.clear > 0 {
             wrong.push(format!("{} packets with a pod's address were on the router", self.clear));
         }
-        if wrong.is_empty() { Ok(self.to_string()) } else { bail!("{}", wrong.join("\n    ")) }
+        match (wrong.is_empty(), self.clear) {
+            (true, _) => Ok(self.to_string()),
+            (false, 0) => bail!("{}", wrong.join("\n    ")),
+            (false, _) => Err(InClear(wrong.join("\n    ")).into()),
+        }
     }
 
     fn text((name, figures): &(String, Figures)) -> String {

@@ -7,7 +7,7 @@ use anyhow::{Context as _, Result, bail};
 use super::{Skipped, everybody, flows::Flows, removal};
 use crate::{
     cluster::{
-        Cluster, deploy,
+        Cluster, deploy, network,
         original::{self, Original, Tunnels},
         until,
     },
@@ -81,9 +81,7 @@ pub fn there_and_back(cluster: &Cluster) -> Result<String> {
     let steps = [&back, &taken, &left, &ours, &again, &stay, &home];
     let clear: u64 = steps.iter().map(|step| step.clear).sum();
     remove(cluster)?;
-    if clear > 0 {
-        bail!("{clear} packets with a pod's address were on the router after our agents had stopped");
-    }
+    network::none_in_clear(clear).context("after our agents had stopped")?;
     let dearer = [&back, &again].into_iter().find(|step| step.lost > original.lost);
     if let Some(step) = dearer {
         bail!("a step back lost {} packets, one from Kilo to Kilo {}", step.lost, original.lost);

@@ -82,10 +82,8 @@ fn restarted(cluster: &Cluster, how: &str) -> Result<String> {
     let before = network::clear_packets()?;
     let reached = succeeds("pods and nodes reach each other", || pods_and_nodes(cluster));
     let probes = reached.with_context(|| how.to_owned())?;
-    match network::clear_packets()? - before {
-        0 => Ok(format!("{how}: rolled out after {:.1} s, {probes} probes passed", took.as_secs_f32())),
-        count => bail!("{count} packets with a pod's address were on the router {how}"),
-    }
+    network::none_in_clear(network::clear_packets()? - before).with_context(|| how.to_owned())?;
+    Ok(format!("{how}: rolled out after {:.1} s, {probes} probes passed", took.as_secs_f32()))
 }
 
 /// The matrix without what kube-proxy does.

@@ -17,9 +17,7 @@ pub fn manifest(cluster: &Cluster) -> Result<String> {
     nothing_is_left(cluster)?;
     let clear = network::clear_packets()? - before;
     put_back(cluster)?;
-    if clear > 0 {
-        bail!("{clear} packets with a pod's address were on the router");
-    }
+    network::none_in_clear(clear)?;
     Ok(format!("{refused}; {said}"))
 }
 

@@ -7,39 +7,6 @@ use anyhow::{Context as _, Result, bail};
 use super::{Skipped, agents, settled};
 use crate::cluster::{Cluster, deploy, until};
 
-/// What checks cause that remove everything, or make nodes anew: who starts first leads for a moment.
-const CAUSED: &[&str] = &["this node leads its location with the private endpoint"];
-
-/// No agent is refused anything, none has a warning to report, and none lost a program.
-pub fn logs(cluster: &Cluster) -> Result<String> {
-    no_warning_but(cluster, &[])
-}
-
-/// The same after all other checks.
-pub fn logs_in_the_end(cluster: &Cluster) -> Result<String> {
-    no_warning_but(cluster, CAUSED)
-}
-
-fn no_warning_but(cluster: &Cluster, caused: &[&str]) -> Result<String> {
-    let mut lines = 0;
-    for pod in deploy::pods(cluster, "app.kubernetes.io/name=kilo")? {
-        let log = cluster.kubectl(&["-n", "kube-system", "logs", &pod.name, "-c", "kilo"])?;
-        lines += log.lines().count();
-        let bad = |line: &&str| {
-            ["\"WARN\"", "\"ERROR\"", "forbidden"].iter().any(|word| line.contains(word))
-                // What the cluster's other checks cause: its API server is away or slow.
-                && !line.contains("API server")
-                && !line.contains("watch interrupted")
-                && !caused.iter().any(|text| line.contains(text))
-        };
-        let bad: Vec<_> = log.lines().filter(bad).collect();
-        if !bad.is_empty() {
-            bail!("{} on {}:\n    {}", pod.name, pod.node, bad.join("\n    "));
-        }
-    }
-    Ok(format!("{lines} lines; {}", agents::attached(cluster)?))
-}
-
 /// The webhook by its manifest, with the certificate that it makes itself: it refuses what is
 /// wrong, and lets the rest pass.
 pub fn webhook(cluster: &Cluster) -> Result<String> {
@@ -93,7 +60,7 @@ fn with_the_policy(cluster: &Cluster) -> Result<String> {
         before.iter().all(|node| !now.contains(node)).then_some(())
     })?;
     settled(cluster)?;
-    Ok(format!("{said}\n    {}", no_warning_but(cluster, CAUSED)?))
+    Ok(format!("{said}\n    {}", agents::attached(cluster)?))
 }
 
 /// The heartbeat of each node.

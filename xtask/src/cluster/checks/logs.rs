@@ -1,0 +1,253 @@
+//! What agents log while checks run, also those whose pods a check deletes or replaces. A kubelet removes a container's
+//! log with it, so each is opened on its node's disk while it is there, and read when the check has ended.
+
+use std::{
+    collections::BTreeMap,
+    fs::{self, File},
+    io::Read as _,
+    os::unix::fs::MetadataExt as _,
+    path::{Path, PathBuf},
+    sync::{
+        Arc, Mutex, PoisonError,
+        atomic::{AtomicBool, Ordering},
+    },
+    thread::JoinHandle,
+    time::Duration,
+};
+
+use anyhow::{Context as _, Result, bail};
+
+use crate::{cluster::Cluster, lab::wait};
+
+/// How agents name an API server that is away, slow or starts anew.
+pub const AWAY: &[&str] = &[
+    "API server unreachable",
+    "the API server is unreachable",
+    "the API server did not answer within",
+    "the API server has not answered within",
+    "the API server answers 5",
+    "agents contact the API server one after another",
+    "watch interrupted; trying again",
+];
+/// What boots cause, and nodes that are made anew.
+pub const BOOTS: &[&str] = &[
+    // Who starts first leads for a moment.
+    "leads its location with the private endpoint",
+    // Its object may be deleted before its agent ends, or come after it has started.
+    "check --hostname",
+];
+/// What a leader causes that goes.
+pub const LEADERS: &[&str] = &[
+    "change of leader",
+    "leadership changed too often lately",
+    "failed to mark the dead leader's Node",
+    "failed to mark a node that this one leads",
+];
+/// Everything that an agent can say, where a check provokes it and looks at it itself, or Kilo's own program runs.
+pub const ANYTHING: &[&str] = &[""];
+
+/// Parts of what a check makes agents log, by kind.
+pub type Causes = &'static [&'static [&'static str]];
+
+/// Between two looks for new logs: a container that ends at once is there for longer.
+const LOOKS: Duration = Duration::from_millis(200);
+/// Directory of the logs on a node's disk.
+const PODS: &str = "upper/var/log/pods";
+
+/// A log and what of its last line has been read.
+struct Log {
+    node: String,
+    pod: String,
+    file: File,
+    begun: Vec<u8>,
+}
+
+/// Every log that has been there, by device and inode.
+type Opened = BTreeMap<(u64, u64), Log>;
+
+/// Logs of all agents, and what they may say.
+pub struct Logs {
+    directories: Vec<(String, PathBuf)>,
+    opened: Arc<Mutex<Opened>>,
+    stop: Arc<AtomicBool>,
+    thread: Option<JoinHandle<()>>,
+    /// What the check before causes: a line may come late.
+    caused: Causes,
+}
+
+impl Logs {
+    /// Begins with what agents have said since the cluster came up; with nothing of a cluster that stood already, where
+    /// nobody knows what was done.
+    pub fn start(cluster: &Cluster) -> Self {
+        let of = |node: &crate::cluster::node::Node| (node.name().to_owned(), node.disk().join(PODS));
+        let mut logs = Self::of(cluster.nodes.iter().map(of).collect());
+        if cluster.ready_after.is_none() {
+            // What cannot be read now is read with the first check.
+            let _ = logs.take();
+        }
+        logs
+    }
+
+    fn of(directories: Vec<(String, PathBuf)>) -> Self {
+        let (opened, stop) = (Arc::new(Mutex::default()), Arc::new(AtomicBool::new(false)));
+        let (shared, ended, places) = (Arc::clone(&opened), Arc::clone(&stop), directories.clone());
+        let thread = std::thread::spawn(move || {
+            while !ended.load(Ordering::Relaxed) {
+                open(&places, &shared);
+                wait::pace(LOOKS);
+            }
+        });
+        Self { directories, opened, stop, thread: Some(thread), caused: &[AWAY, BOOTS] }
+    }
+
+    /// Ends a check that causes such lines; how many lines there were, or those that neither it nor the one before causes.
+    pub fn ended(&mut self, causes: Causes) -> Result<usize> {
+        let before = std::mem::replace(&mut self.caused, causes);
+        let lines = self.take()?;
+        let is_expected = |line: &String| {
+            causes.iter().chain(before).flat_map(|parts| parts.iter()).any(|part| line.contains(part))
+        };
+        let bad: Vec<_> = lines
+            .iter()
+            .filter(|(_, line)| is_bad(line) && !is_expected(line))
+            .map(|(from, line)| format!("{from}: {line}"))
+            .collect();
+        if !bad.is_empty() {
+            bail!("agents logged what the check does not cause:\n    {}", bad.join("\n    "));
+        }
+        Ok(lines.len())
+    }
+
+    /// What agents have logged since the last time, each line with its node and pod.
+    fn take(&mut self) -> Result<Vec<(String, String)>> {
+        open(&self.directories, &self.opened);
+        let mut opened = self.opened.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut lines = Vec::new();
+        for log in opened.values_mut() {
+            let from = format!("{} on {}", log.pod, log.node);
+            log.file.read_to_end(&mut log.begun).with_context(|| from.clone())?;
+            // A line that is not complete is read when it is.
+            let end = log.begun.iter().rposition(|byte| *byte == b'\n').map_or(0, |end| end + 1);
+            let text: Vec<u8> = log.begun.drain(..end).collect();
+            let text = String::from_utf8_lossy(&text);
+            lines.extend(text.lines().map(|line| (from.clone(), said(line).to_owned())));
+        }
+        Ok(lines)
+    }
+}
+
+impl Drop for Logs {
+    fn drop(&mut self) {
+        self.stop.store(true, Ordering::Relaxed);
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+    }
+}
+
+/// Opens the logs that are new. What cannot be read at this moment is there the next time, or gone.
+fn open(directories: &[(String, PathBuf)], opened: &Mutex<Opened>) {
+    for (node, directory) in directories {
+        for (pod, path) in logs_in(directory) {
+            let Ok(file) = File::open(&path) else { continue };
+            let Ok(metadata) = file.metadata() else { continue };
+            let log = || Log { node: node.clone(), pod, file, begun: Vec::new() };
+            let mut opened = opened.lock().unwrap_or_else(PoisonError::into_inner);
+            opened.entry((metadata.dev(), metadata.ino())).or_insert_with(log);
+        }
+    }
+}
+
+/// Logs of agents below a directory of pods' logs, each with the pod's name: `NAMESPACE_POD_UID/CONTAINER/NUMBER.log`.
+fn logs_in(pods: &Path) -> Vec<(String, PathBuf)> {
+    let entries = |path: &Path| fs::read_dir(path).into_iter().flatten().flatten();
+    let mut found = Vec::new();
+    for directory in entries(pods) {
+        let name = directory.file_name().to_string_lossy().into_owned();
+        let pod = name.strip_prefix("kube-system_").and_then(|rest| rest.split('_').next());
+        let Some(pod) = pod.filter(|pod| pod.starts_with("kilo-")) else { continue };
+        let logs = entries(&directory.path().join("kilo")).map(|entry| entry.path());
+        let logs = logs.filter(|path| path.extension().is_some_and(|extension| extension == "log"));
+        found.extend(logs.map(|path| (pod.to_owned(), path)));
+    }
+    found
+}
+
+/// A line without the runtime's time, stream and mark.
+fn said(line: &str) -> &str {
+    line.splitn(4, ' ').nth(3).unwrap_or(line)
+}
+
+/// A warning, an error, or something that the API server refuses.
+fn is_bad(line: &str) -> bool {
+    ["\"WARN\"", "\"ERROR\"", "forbidden", "panicked at"].iter().any(|word| line.contains(word))
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "tests")]
+mod tests {
+    use std::io::Write as _;
+
+    use super::*;
+
+    const TIME: &str = "2026-01-01T00:00:00.000000000Z stderr F";
+
+    /// A log of a pod below this directory, with these lines.
+    fn write(pods: &Path, pod: &str, number: u8, lines: &[&str]) -> PathBuf {
+        let directory = pods.join(format!("kube-system_{pod}_0-1-2/kilo"));
+        fs::create_dir_all(&directory).unwrap();
+        let path = directory.join(format!("{number}.log"));
+        let mut file = File::options().create(true).append(true).open(&path).unwrap();
+        lines.iter().for_each(|line| writeln!(file, "{TIME} {line}").unwrap());
+        path
+    }
+
+    #[test]
+    fn a_pod_that_is_gone_when_the_check_ends_is_heard() {
+        let pods = tempfile::tempdir().unwrap();
+        let log = write(pods.path(), "kilo-x", 0, &[r#"{"level":"INFO"}"#]);
+        let mut logs = Logs::of(vec![("a1".to_owned(), pods.path().to_owned())]);
+        assert_eq!(logs.ended(&[]).unwrap(), 1);
+        write(pods.path(), "kilo-x", 0, &[r#"{"level":"WARN","message":"it leaves"}"#]);
+        fs::remove_file(log).unwrap();
+        let error = logs.ended(&[AWAY]).unwrap_err().to_string();
+        assert!(error.contains("kilo-x on a1: {\"level\":\"WARN\",\"message\":\"it leaves\"}"), "{error}");
+        assert_eq!(logs.ended(&[]).unwrap(), 0, "it is said once");
+        // Without a look of ours in between the thread has to find it.
+        let log = write(pods.path(), "kilo-y", 1, &[r#"{"level":"ERROR"}"#]);
+        let is_open = || Ok(logs.opened.lock().unwrap().len() == 2);
+        wait::until("the new log is open", Duration::from_secs(10), is_open).unwrap();
+        fs::remove_file(log).unwrap();
+        assert!(logs.ended(&[]).is_err());
+    }
+
+    #[test]
+    fn what_a_check_causes_may_come_during_the_next_and_not_later() {
+        let pods = tempfile::tempdir().unwrap();
+        let mut logs = Logs::of(vec![("a1".to_owned(), pods.path().to_owned())]);
+        let away = r#"{"level":"WARN","message":"API server unreachable; trying again"}"#;
+        let mut ended = |causes: Causes, line: &str| {
+            write(pods.path(), "kilo-x", 0, &[line]);
+            logs.ended(causes).is_ok()
+        };
+        assert!(ended(&[], away), "the cluster came up");
+        assert!(!ended(&[], away));
+        assert!(ended(&[AWAY], away) && ended(&[], away) && !ended(&[], away));
+        assert!(!ended(
+            &[AWAY],
+            r#"{"level":"WARN","message":"the API server answers 403: nodes is forbidden"}"#
+        ));
+        assert!(ended(&[ANYTHING], r#"{"level":"ERROR"}"#));
+    }
+
+    #[test]
+    fn others_logs_are_not_read() {
+        let pods = tempfile::tempdir().unwrap();
+        write(pods.path(), "kube-proxy-x", 0, &["{}"]);
+        write(pods.path(), "kilo-x", 0, &["{}"]);
+        fs::create_dir_all(pods.path().join("kube-system_kilo-z_0/install-cni")).unwrap();
+        let found = logs_in(pods.path());
+        assert_eq!(found.len(), 1);
+        assert_eq!(found[0].0, "kilo-x");
+    }
+}
