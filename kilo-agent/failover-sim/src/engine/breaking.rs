@@ -6,8 +6,11 @@ use kilo_failover::{
     signal::{Body, Kind, MAX_MEMBERS, Shared},
 };
 
-use super::{CLOCK, Event, LOCATION, Sim};
-use crate::{faults::Fault, host};
+use super::{Event, LOCATION, Sim};
+use crate::{
+    faults::Fault,
+    host::{self, CLOCK},
+};
 
 impl Sim {
     pub(super) fn fault(&mut self, index: usize, on: bool) {
