@@ -6,7 +6,7 @@ use clap::{Args, Subcommand};
 
 use super::{
     checks, failover, faults, nat_pairs, network::Shape, network::Underlay, scenario::Scenario,
-    topology::Topology,
+    times::parse_time, topology::Topology,
 };
 
 /// Options and subcommands of the lab.
@@ -156,11 +156,4 @@ impl LabArgs {
     pub fn needs_build(&self) -> bool {
         self.stands_up() && self.bin.is_none()
     }
-}
-
-/// Seconds, minutes or hours.
-pub(crate) fn parse_time(text: &str) -> Result<Duration, String> {
-    let unit = |unit| text.strip_suffix(unit).and_then(|number| number.parse::<u64>().ok());
-    let seconds = unit('s').or_else(|| unit('m').map(|m| m * 60)).or_else(|| unit('h').map(|h| h * 3600));
-    seconds.map(Duration::from_secs).ok_or_else(|| "write 90s, 10m or 2h".to_owned())
 }
