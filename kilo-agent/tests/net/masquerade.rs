@@ -259,7 +259,7 @@ fn flows_of_either_direction_get_their_answers_and_the_right_address() {
     });
 }
 
-/// Addresses and routes by chance: for each destination the address found is the one the
+/// Random addresses and routes: for each destination the address found is the one the
 /// kernel itself takes for a packet of the host by that interface.
 #[test]
 fn addresses_by_destination_are_those_the_kernel_chooses() {

@@ -25,8 +25,8 @@ the connection stood still, which after a loss includes TCP's own wait. Agents r
   path needs an agent only for changes. A node that boots has none of it before its agent runs: where our manifests
   make Kilo the pods' network, no pod starts before that; beside another CNI, what pods send until then leaves by the
   default route, in clear ([limits](data-path.md#known-limits)).
-- **Whatever happens, the mesh heals by itself.** `cargo xtask lab soak` makes one or two faults at a
-  time by chance (agents killed, stopped or restarted, kilo0 deleted or flushed, WireGuard's process
+- **Whatever happens, the mesh heals by itself.** `cargo xtask lab soak` makes one or two random faults at a
+  time (agents killed, stopped or restarted, kilo0 deleted or flushed, WireGuard's process
   killed, programs detached, links down, addresses and keys changed, leaders moved, nodes and peers
   that come and go, rubbish, lost packets, sysctls) while every pod, node, VPN peer and the outside
   probes every other once per second. After each fault, full reachability must return within 60 s; in the end
