@@ -13,6 +13,10 @@ use crate::{
 };
 
 impl Sim {
+    #[expect(
+        clippy::too_many_lines,
+        reason = "one arm for each fault: how it is made and mended stands together"
+    )]
     pub(super) fn fault(&mut self, index: usize, on: bool) {
         let (_, end, fault) = self.faults[index].clone();
         if self.log {
