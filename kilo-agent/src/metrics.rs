@@ -150,52 +150,93 @@ fn by_label<M: EncodeMetric>(
     Ok(())
 }
 
-/// Handles of all metrics; cloning shares them.
-#[derive(Clone, Debug)]
-pub struct Metrics {
-    registry: Arc<Registry>,
-    /// `kilo_errors_total{event}`.
-    pub errors: Family<EventLabel, Counter>,
-    /// `kilo_leader`: 1 when Kilo's rule chose this node as leader; `kilo_failover_role` has who carries packets.
-    pub leader: Gauge,
-    /// `kilo_nodes`: nodes in the mesh.
-    pub nodes: Gauge,
-    /// `kilo_address_conflicts`: private addresses that several nodes claim.
-    pub conflicts: Gauge,
-    /// `kilo_peers`: VPN peers.
-    pub peers: Gauge,
-    /// `kilo_silent_tunnels`: tunnels that do not answer although bytes are sent.
-    pub silent_tunnels: Gauge,
-    /// `kilo_locations_without_leader`: locations with no node in the mesh.
-    leaderless: Gauge,
-    /// `kilo_tunnels`: working tunnels to other locations, by path.
-    ways: Family<WayLabel, Gauge>,
-    /// `kilo_relayed_pairs`: pairs of other locations that this node relays for.
-    relayed_pairs: Gauge,
-    /// `kilo_nodes_left_out`: nodes with a key that are not in the mesh.
-    left_out: Gauge,
-    /// `kilo_heartbeat_interval_seconds`: seconds between two heartbeats of this node.
-    pub heartbeat_seconds: Gauge,
-    /// Metrics of slices of the list of nodes.
-    pub slices: SlicesMetrics,
-    /// `kilo_last_check_in_seconds`: Unix time of the own heartbeat as the backend gave it back.
-    pub last_check_in: Gauge,
-    /// `kilo_reconciles_total`.
-    pub reconciles: Counter,
-    /// `kilo_reconcile_duration_seconds`.
-    pub reconcile_seconds: Histogram,
-    /// `kilo_writes_total`: changes made to the kernel.
-    pub writes: Counter,
-    map_entries: Family<MapLabel, Gauge>,
-    /// `kilo_reattached_total`: programs reattached to their hooks.
-    pub reattached: Counter,
-    /// `kilo_nat_entries`: entries of masqueraded flows, two a flow, as of the last sweep.
-    pub nat_entries: Gauge,
-    /// `kilo_nat_collected_total`: entries of flows that had ended, removed by NAT GC.
-    pub nat_collected: Counter,
-    /// Metrics of failover.
-    pub failover: FailoverMetrics,
-    samples: Arc<Mutex<Samples>>,
+/// Metrics with a handle, one row each: field, value at the start, name and help as they are scraped. Counters are
+/// scraped with `_total` behind the name.
+macro_rules! metrics {
+    ($($(#[doc = $doc:literal])+ $vis:vis $field:ident: $type:ty = $start:expr, $name:literal, $help:literal;)*) => {
+        /// Handles of all metrics; cloning shares them.
+        #[derive(Clone, Debug)]
+        pub struct Metrics {
+            registry: Arc<Registry>,
+            $($(#[doc = $doc])+ $vis $field: $type,)*
+            /// Metrics of slices of the list of nodes.
+            pub slices: SlicesMetrics,
+            /// Metrics of failover.
+            pub failover: FailoverMetrics,
+            samples: Arc<Mutex<Samples>>,
+        }
+
+        impl Metrics {
+            /// All of them as they start, registered by their names; the registry is still to be theirs.
+            fn registered(registry: &mut Registry) -> Self {
+                let metrics = Self {
+                    registry: Arc::default(),
+                    $($field: $start,)*
+                    slices: SlicesMetrics::register(registry),
+                    failover: FailoverMetrics::register(registry),
+                    samples: Arc::default(),
+                };
+                $(registry.register($name, $help, metrics.$field.clone());)*
+                metrics
+            }
+        }
+    };
+}
+
+metrics! {
+    /// Errors, by the step that failed.
+    pub errors: Family<EventLabel, Counter> = Family::default(), "kilo_errors", "Errors by the step that failed";
+    /// 1 when Kilo's rule chose this node as leader; `kilo_failover_role` has who carries packets.
+    pub leader: Gauge = Gauge::default(),
+        "kilo_leader", "Whether Kilo's rule chose this node as leader of its location";
+    /// Nodes in the mesh.
+    pub nodes: Gauge = Gauge::default(), "kilo_nodes", "Nodes in the mesh";
+    /// Private addresses that several nodes claim.
+    pub conflicts: Gauge = Gauge::default(),
+        "kilo_address_conflicts",
+        "Private addresses claimed by several nodes, in this location or including this node";
+    /// VPN peers.
+    pub peers: Gauge = Gauge::default(), "kilo_peers", "VPN peers in the mesh";
+    /// Tunnels that do not answer although bytes are sent.
+    pub silent_tunnels: Gauge = Gauge::default(),
+        "kilo_silent_tunnels", "WireGuard tunnels with outgoing traffic and no valid handshake";
+    /// Working tunnels to other locations, by path.
+    ways: Family<WayLabel, Gauge> = Family::default(),
+        "kilo_tunnels", "Working tunnels to other locations, by path: direct, punched or relayed";
+    /// Pairs of other locations that this node relays for.
+    relayed_pairs: Gauge = Gauge::default(),
+        "kilo_relayed_pairs", "Pairs of other locations that this node relays for";
+    /// Locations with no node in the mesh.
+    leaderless: Gauge = Gauge::default(),
+        "kilo_locations_without_leader", "Locations with no node in the mesh";
+    /// Nodes with a key that are not in the mesh.
+    left_out: Gauge = Gauge::default(), "kilo_nodes_left_out", "Nodes with a key that are not in the mesh";
+    /// Unix time of the own heartbeat as the backend gave it back.
+    pub last_check_in: Gauge = Gauge::default(),
+        "kilo_last_check_in_seconds",
+        "Unix time of this node's last heartbeat that came back from the API server";
+    /// Seconds between two heartbeats of this node.
+    pub heartbeat_seconds: Gauge = Gauge::default(),
+        "kilo_heartbeat_interval_seconds", "Seconds between two heartbeats of this node";
+    /// Reconciles, whatever came of them.
+    pub reconciles: Counter = Counter::default(), "kilo_reconciles", "Reconciliation attempts";
+    /// How long a reconcile took, from 1 ms to 8 s.
+    pub reconcile_seconds: Histogram = Histogram::new(exponential_buckets(0.001, 2.0, 14)),
+        "kilo_reconcile_duration_seconds", "Duration of a reconciliation";
+    /// Changes made to the kernel.
+    pub writes: Counter = Counter::default(),
+        "kilo_writes", "Changes made to links, routes, WireGuard and maps";
+    /// Programs reattached to their hooks.
+    pub reattached: Counter = Counter::default(),
+        "kilo_reattached", "BPF programs reattached after something else had detached them";
+    /// Entries of masqueraded flows, two a flow, as of the last sweep.
+    pub nat_entries: Gauge = Gauge::default(),
+        "kilo_nat_entries", "NAT entries as of the last sweep, two per flow";
+    /// Entries of flows that had ended, removed by NAT GC.
+    pub nat_collected: Counter = Counter::default(),
+        "kilo_nat_collected", "NAT entries removed because their flows had ended";
+    /// Places taken in each BPF map.
+    map_entries: Family<MapLabel, Gauge> = Family::default(), "kilo_map_entries", "Entries in a BPF map";
 }
 
 /// What the backend does with slices.
@@ -249,116 +290,16 @@ impl SlicesMetrics {
 impl Default for Metrics {
     fn default() -> Self {
         let mut registry = Registry::default();
-        let samples = Arc::new(Mutex::new(Samples::default()));
-        let metrics = Self {
-            errors: Family::default(),
-            leader: Gauge::default(),
-            nodes: Gauge::default(),
-            conflicts: Gauge::default(),
-            peers: Gauge::default(),
-            silent_tunnels: Gauge::default(),
-            leaderless: Gauge::default(),
-            ways: Family::default(),
-            relayed_pairs: Gauge::default(),
-            left_out: Gauge::default(),
-            last_check_in: Gauge::default(),
-            slices: SlicesMetrics::register(&mut registry),
-            heartbeat_seconds: Gauge::default(),
-            reconciles: Counter::default(),
-            reconcile_seconds: Histogram::new(exponential_buckets(0.001, 2.0, 14)),
-            writes: Counter::default(),
-            map_entries: Family::default(),
-            reattached: Counter::default(),
-            nat_entries: Gauge::default(),
-            nat_collected: Counter::default(),
-            failover: FailoverMetrics::register(&mut registry),
-            samples: Arc::clone(&samples),
-            registry: Arc::default(),
-        };
-        registry.register("kilo_errors", "Errors by the step that failed", metrics.errors.clone());
-        registry.register(
-            "kilo_leader",
-            "Whether Kilo's rule chose this node as leader of its location",
-            metrics.leader.clone(),
-        );
-        registry.register("kilo_nodes", "Nodes in the mesh", metrics.nodes.clone());
-        registry.register(
-            "kilo_address_conflicts",
-            "Private addresses claimed by several nodes, in this location or including this node",
-            metrics.conflicts.clone(),
-        );
-        registry.register("kilo_peers", "VPN peers in the mesh", metrics.peers.clone());
-        registry.register(
-            "kilo_silent_tunnels",
-            "WireGuard tunnels with outgoing traffic and no valid handshake",
-            metrics.silent_tunnels.clone(),
-        );
-        registry.register(
-            "kilo_tunnels",
-            "Working tunnels to other locations, by path: direct, punched or relayed",
-            metrics.ways.clone(),
-        );
-        registry.register(
-            "kilo_relayed_pairs",
-            "Pairs of other locations that this node relays for",
-            metrics.relayed_pairs.clone(),
-        );
-        registry.register(
-            "kilo_locations_without_leader",
-            "Locations with no node in the mesh",
-            metrics.leaderless.clone(),
-        );
-        registry.register(
-            "kilo_nodes_left_out",
-            "Nodes with a key that are not in the mesh",
-            metrics.left_out.clone(),
-        );
-        registry.register(
-            "kilo_last_check_in_seconds",
-            "Unix time of this node's last heartbeat that came back from the API server",
-            metrics.last_check_in.clone(),
-        );
-        registry.register(
-            "kilo_heartbeat_interval_seconds",
-            "Seconds between two heartbeats of this node",
-            metrics.heartbeat_seconds.clone(),
-        );
+        let metrics = Self::registered(&mut registry);
         let build = [("version", env!("CARGO_PKG_VERSION")), ("architecture", std::env::consts::ARCH)];
         registry.register("kilo_build", "Version of the agent", Info::new(build.to_vec()));
-        registry.register("kilo_reconciles", "Reconciliation attempts", metrics.reconciles.clone());
-        registry.register(
-            "kilo_reconcile_duration_seconds",
-            "Duration of a reconciliation",
-            metrics.reconcile_seconds.clone(),
-        );
-        registry.register(
-            "kilo_writes",
-            "Changes made to links, routes, WireGuard and maps",
-            metrics.writes.clone(),
-        );
-        registry.register(
-            "kilo_reattached",
-            "BPF programs reattached after something else had detached them",
-            metrics.reattached.clone(),
-        );
-        registry.register(
-            "kilo_nat_entries",
-            "NAT entries as of the last sweep, two per flow",
-            metrics.nat_entries.clone(),
-        );
-        registry.register(
-            "kilo_nat_collected",
-            "NAT entries removed because their flows had ended",
-            metrics.nat_collected.clone(),
-        );
-        registry.register("kilo_map_entries", "Entries in a BPF map", metrics.map_entries.clone());
         let capacity = Family::<MapLabel, Gauge>::default();
         for map in MAPS.iter().filter(|map| map.has_gauge) {
             metrics.set_map_entries(map.name, 0);
             capacity.get_or_create(&MapLabel { map: map.name }).set(map.size.into());
         }
         registry.register("kilo_map_capacity", "Capacity of a BPF map in entries", capacity);
-        registry.register_collector(Box::new(SampleCollector(samples)));
+        registry.register_collector(Box::new(SampleCollector(Arc::clone(&metrics.samples))));
         Self { registry: Arc::new(registry), ..metrics }
     }
 }

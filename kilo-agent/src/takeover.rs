@@ -43,7 +43,7 @@ pub struct Deadline(Option<Instant>);
 #[derive(Debug, thiserror::Error)]
 #[error(
     "--take-over-from-kilo: still waiting for {0} after {within} s; ending, so that another agent can have this \
-     interface until the next try", within = PREPARED_WITHIN.as_secs()
+     interface; retrying at the next start", within = PREPARED_WITHIN.as_secs()
 )]
 pub struct Late(&'static str);
 

@@ -81,7 +81,7 @@ counted! {
 }
 
 counted! {
-    /// Why a packet was dropped.
+    /// Why a packet was dropped. 37 was `ttl_exceeded` and stays unused: whoever kept numbers would read it as that.
     DropReason {
         /// The destination is in the mesh, but its node or location cannot be reached now.
         NoHop = 32 => "no_hop",
@@ -210,6 +210,22 @@ counted! {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// Indexes of reasons that are no more; no other reason gets them.
+    const RETIRED: &[u32] = &[37];
+    /// Indexes that no reason has ever had; a new one takes the first of them.
+    const FREE: &[u32] = &[50, 51, 52, 57];
+
+    #[test]
+    fn each_index_of_a_drop_reason_is_used_retired_or_free() {
+        let used = DropReason::ALL.iter().map(|reason| reason.index());
+        let mut all: Vec<u32> = used.chain(RETIRED.iter().copied()).chain(FREE.iter().copied()).collect();
+        all.sort_unstable();
+        assert!(
+            all.iter().copied().eq(32..COUNTERS),
+            "a retired index is used, or one is not listed: {all:?}"
+        );
+    }
 
     #[test]
     fn indexes_are_unique_and_fit_the_array() {

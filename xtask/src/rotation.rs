@@ -73,7 +73,7 @@ impl OnKernel {
 /// A part that takes long.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Long {
-    /// Faults by chance.
+    /// Random faults.
     Soak,
     /// What runs on one kernel.
     Vm(Kernel, OnKernel),

@@ -47,7 +47,7 @@ pub enum Part {
     Net,
     /// The mesh in namespaces on this kernel.
     Lab,
-    /// Faults by chance for ten minutes.
+    /// Random faults for ten minutes.
     Soak,
     /// Against a real kube-apiserver.
     Api,

@@ -6,6 +6,11 @@ use std::str::FromStr;
 use clap::ValueEnum;
 use ipnet::IpNet;
 
+/// CIDR from which WireGuard addresses are allocated, unless `--subnet` says another one: Kilo's own.
+pub const DEFAULT_SUBNET: &str = "10.4.0.0/16";
+/// Node label that names the location, unless `--topology-label` says another one: Kilo's own.
+pub const DEFAULT_TOPOLOGY_LABEL: &str = "topology.kubernetes.io/region";
+
 /// Which nodes are meshed directly (`--mesh-granularity`).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, ValueEnum)]
 pub enum Granularity {

@@ -3,31 +3,33 @@
 
 mod agents;
 mod breaking;
+mod checks;
 mod event;
+mod far;
+mod probes;
+mod traffic;
+mod wires;
 
 use std::{
     cmp::Reverse,
     collections::{BTreeSet, BinaryHeap},
 };
 
-pub(crate) use event::Event;
-use event::Queued;
+use checks::Counts;
+use event::{Event, Queued};
+use far::FarHost;
 use kilo_common::lead::Term;
 use kilo_failover::{Input, MS, Micros, NodeId, Params, SEC, Several, signal::Kind};
+use traffic::Traffic;
+pub use wires::Noise;
 
 use crate::{
-    checks::Counts,
-    far::FarHost,
     faults::{Fault, NEVER, Schedule},
     host::{self, Host, Taken},
     invariants::Invariant,
-    planned::Traffic,
     rng::Rng,
-    wires::Noise,
 };
 
-/// Wall clock of the first moment.
-pub(crate) const CLOCK: u64 = 1_700_000_000_000_000;
 /// The location's id.
 pub const LOCATION: u64 = 0x6c6f_6361_7469_6f6e;
 

@@ -11,7 +11,8 @@ use kilo_failover::{
     Agent, Input, Micros, NodeId, Params, Rule, Signal, Term, gateway::Lead, signal::Shared,
 };
 
-use crate::engine::CLOCK;
+/// Wall clock of the first moment.
+pub(crate) const CLOCK: u64 = 1_700_000_000_000_000;
 
 /// The id of a node: its index is in the high bits, as hashes of keys differ there.
 pub fn id(index: usize) -> NodeId {

@@ -6,21 +6,16 @@
 //! kernel's word, the far leader's owner and the ways in both directions agree.
 //! Not modelled: WireGuard's handshakes, NAT, netlink under load, the API server.
 
-pub mod checks;
 pub mod engine;
-mod far;
 pub mod faults;
 pub mod host;
 mod invariants;
 pub mod planned;
-mod probes;
 pub mod report;
 pub mod restarts;
 pub mod rng;
 pub mod scenarios;
 pub mod several;
-pub mod wires;
 
-pub use engine::{Shape, Sim};
+pub use engine::{Noise, Shape, Sim};
 pub use invariants::Invariant;
-pub use wires::Noise;

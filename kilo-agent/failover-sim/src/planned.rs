@@ -1,26 +1,13 @@
 //! A planned change packet by packet: a member sends 1,000 a second to another location, each of
 //! which is answered, while its leader is cordoned. Agents are those that ship.
 
-use std::collections::BTreeSet;
-
 use kilo_failover::{MS, Micros, Params, SEC};
 
 use crate::{
-    engine::{Event, Shape, Sim},
+    engine::{Noise, Shape, Sim},
     faults::{Fault, NEVER, Schedule, Scheduled},
     host,
-    wires::Noise,
 };
-
-/// Packets of one member.
-#[derive(Clone, Debug)]
-pub struct Traffic {
-    member: usize,
-    until: Micros,
-    sent: u32,
-    /// Those without an answer.
-    pub(crate) out: BTreeSet<u64>,
-}
 
 /// What one change has cost.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -33,23 +20,6 @@ pub struct Cost {
     pub is_done: bool,
     /// How often it was taken back.
     pub taken_back: u32,
-}
-
-impl Sim {
-    /// Sends the next packet, as forwarded probes go.
-    pub(crate) fn packet(&mut self) {
-        let nonce = self.rng.bits();
-        let Some(traffic) = &mut self.traffic else { return };
-        if self.now >= traffic.until {
-            return;
-        }
-        traffic.sent += 1;
-        traffic.out.insert(nonce);
-        let member = traffic.member;
-        let gateway = self.hosts[member].uses();
-        self.lan_send(member, gateway, Event::AtGateway { member, from: member, gateway, far: 0, nonce });
-        self.at(self.now + MS, Event::Packet);
-    }
 }
 
 /// When it begins.
@@ -80,8 +50,7 @@ fn watch(seed: u64, member: usize, noise: Noise, faults: Vec<Scheduled>, time: M
     let shape = Shape { nodes: 5, gateways: 3, fars: 1, delay: None, go: None };
     let mut sim = Sim::new(seed, shape, noise, Params::default());
     let until = START + time;
-    sim.traffic = Some(Traffic { member, until, sent: 0, out: BTreeSet::new() });
-    sim.at(START, Event::Packet);
+    sim.sends(member, START, until);
     sim.run(Schedule::new(faults, until + SEC), START);
     let (sent, lost) =
         sim.traffic.as_ref().map_or((0, 0), |traffic| (traffic.sent, traffic.out.len() as u32));

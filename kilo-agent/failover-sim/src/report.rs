@@ -5,11 +5,10 @@ use std::collections::BTreeMap;
 use kilo_failover::{MS, Micros, Params, SEC};
 
 use crate::{
-    engine::{Shape, Sim},
+    engine::{Noise, Shape, Sim},
     faults::Schedule,
     invariants::Invariant,
     scenarios::{BUSY, QUIET, Scenario},
-    wires::Noise,
 };
 
 /// What runs of a scenario have shown.

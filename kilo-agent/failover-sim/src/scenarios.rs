@@ -3,10 +3,9 @@
 use kilo_failover::{MS, Micros, SEC};
 
 use crate::{
-    engine::Shape,
+    engine::{Noise, Shape},
     faults::{self, Fault, NEVER, Schedule},
     rng::Rng,
-    wires::Noise,
 };
 
 /// A kind of fault: how it is made, and its limits.

@@ -88,7 +88,7 @@ impl Sentinel {
         self.blocked_until = until;
     }
 
-    /// Witnesses were asked. `id`: of the question, drawn by chance, so that no answer of another agent counts.
+    /// Witnesses were asked. `id`: of the question, drawn at random, so that no answer of another agent counts.
     pub fn asks(&mut self, id: u32, asked: Vec<NodeId>, deadline: Micros) {
         let (works, failed) = (Vec::new(), Vec::new());
         self.round = Some(Round { id, asked, works, failed, deadline, waits: None });

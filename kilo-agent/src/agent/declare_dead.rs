@@ -37,10 +37,7 @@ async fn say(backend: &impl Backend, node: &str, is_dead: impl Fn() -> bool, uni
                 return true;
             }
             Ok(false) => {
-                tracing::debug!(
-                    node,
-                    "the dead leader's last-seen has changed since it was read; trying again"
-                );
+                tracing::debug!(node, "the dead leader's last-seen has changed since it was read; retrying");
             }
             Err(error) if error.is_temporary() => {
                 tracing::debug!(%error, node, "failed to mark the dead leader's Node; retrying");

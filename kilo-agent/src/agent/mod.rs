@@ -45,6 +45,7 @@ use crate::{
     status::View,
 };
 use kilo_core::{
+    objects::Snapshot,
     plan::HopIds,
     settings::{AttachMode, Compatibility, EndpointFrom, Masquerade, Relay, Settings},
     topology::Liveness,
@@ -285,23 +286,7 @@ impl<B: Backend> Agent<B> {
         let mut snapshots = self.backend.watch();
         let host_changed = Arc::clone(&self.host_changed);
         watch::watch(Arc::clone(&host_changed), self.net.rtnl().port())?;
-        if self.options.masquerade == Masquerade::Ebpf {
-            let gc = self.dataplane.nat_gc()?;
-            let counters = self.dataplane.counters()?;
-            tokio::spawn(nat_gc::run(gc, counters, self.metrics.clone(), stop.clone()));
-        }
-        let (backend, node) = (Arc::clone(&self.backend), self.options.hostname.clone());
-        tokio::spawn(network::write(backend, node, self.availability.subscribe()));
-        self.announce_network();
-        tokio::spawn(announce::run(announce::Context {
-            backend: Arc::clone(&self.backend),
-            node: self.options.hostname.clone(),
-            metrics: self.metrics.clone(),
-            health: self.health.clone(),
-            view: self.view.subscribe(),
-            stop: stop.clone(),
-        }));
-        self.spawn_relays(&stop)?;
+        self.spawn_tasks(&stop)?;
         let mut resync = tokio::time::interval(self.options.resync.max(Duration::from_millis(100)));
         resync.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
         let mut hooks = tokio::time::interval(LOOK_AT_HOOKS);
@@ -364,39 +349,66 @@ impl<B: Backend> Agent<B> {
             if cause == Cause::Host {
                 self.state.host = None;
             }
-            let started = Instant::now();
-            let mut gives_back = false;
-            self.metrics.reconciles.inc();
-            match self.reconcile(&snapshot).await {
-                Ok(writes) => {
-                    let is_first = !std::mem::replace(&mut self.state.applied, true);
-                    gives_back = is_first || by_the_clock;
-                    if is_first {
-                        // Now that pods are not kept waiting by it.
-                        self.dataplane.load_late_beside();
-                    }
-                    if self.publisher.is_settled() {
-                        self.succeeded();
-                    }
-                    self.metrics.writes.inc_by(writes);
-                    tracing::debug!(writes, milliseconds = started.elapsed().as_millis(), "reconciled");
-                }
-                Err(error) => {
-                    self.failed("reconcile failed", &error);
-                    self.publisher.hold_back(Instant::now());
-                }
-            }
-            self.metrics.reconcile_seconds.observe(started.elapsed().as_secs_f64());
-            if gives_back {
-                // What was needed to list and to compute everything, and for changes since.
-                kilo_host::memory::give_back();
-            }
+            self.reconcile_once(&snapshot, by_the_clock).await;
         }
         self.publisher.finish().await;
         if let Some(last_good_writer) = self.last_good_writer {
             last_good_writer.finish().await;
         }
         Ok(())
+    }
+
+    /// Starts what works beside the reconciles: NAT GC, writes to the API server, what is announced, relays.
+    fn spawn_tasks(&self, stop: &CancellationToken) -> Result<(), AgentError> {
+        if self.options.masquerade == Masquerade::Ebpf {
+            let gc = self.dataplane.nat_gc()?;
+            let counters = self.dataplane.counters()?;
+            tokio::spawn(nat_gc::run(gc, counters, self.metrics.clone(), stop.clone()));
+        }
+        let (backend, node) = (Arc::clone(&self.backend), self.options.hostname.clone());
+        tokio::spawn(network::write(backend, node, self.availability.subscribe()));
+        self.announce_network();
+        tokio::spawn(announce::run(announce::Context {
+            backend: Arc::clone(&self.backend),
+            node: self.options.hostname.clone(),
+            metrics: self.metrics.clone(),
+            health: self.health.clone(),
+            view: self.view.subscribe(),
+            stop: stop.clone(),
+        }));
+        self.spawn_relays(stop)
+    }
+
+    /// Reconciles, counts it and says how it ended. After the first one, and after one `by_the_clock`, memory is given
+    /// back.
+    async fn reconcile_once(&mut self, snapshot: &Arc<Snapshot>, by_the_clock: bool) {
+        let started = Instant::now();
+        let mut gives_back = false;
+        self.metrics.reconciles.inc();
+        match self.reconcile(snapshot).await {
+            Ok(writes) => {
+                let is_first = !std::mem::replace(&mut self.state.applied, true);
+                gives_back = is_first || by_the_clock;
+                if is_first {
+                    // Now that pods are not kept waiting by it.
+                    self.dataplane.load_late_beside();
+                }
+                if self.publisher.is_settled() {
+                    self.succeeded();
+                }
+                self.metrics.writes.inc_by(writes);
+                tracing::debug!(writes, milliseconds = started.elapsed().as_millis(), "reconciled");
+            }
+            Err(error) => {
+                self.failed("reconcile failed", &error);
+                self.publisher.hold_back(Instant::now());
+            }
+        }
+        self.metrics.reconcile_seconds.observe(started.elapsed().as_secs_f64());
+        if gives_back {
+            // What was needed to list and to compute everything, and for changes since.
+            kilo_host::memory::give_back();
+        }
     }
 
     /// Begins to look after pairs of locations that do not reach each other.

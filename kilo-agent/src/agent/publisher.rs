@@ -99,7 +99,7 @@ impl<B: Backend> Publisher<B> {
     }
 
     /// Sets how often the heartbeat is renewed from now on. A shorter pause than was promised, or a doubt that only
-    /// a new heartbeat of this node can settle, brings the next one forward, at a time by chance: all agents may do so.
+    /// a new heartbeat of this node can settle, brings the next one forward, at a random time: all agents may do so.
     pub fn pace(&mut self, every: u16, doubts: bool, now: Instant) {
         self.every = every;
         let hurries = every < self.promised || doubts;

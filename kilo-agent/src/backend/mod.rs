@@ -86,7 +86,7 @@ pub struct Happened {
     pub text: String,
     /// When.
     pub at: SystemTime,
-    /// Drawn by chance, so that no two have the same.
+    /// Drawn at random, so that no two have the same.
     pub id: u64,
 }
 

@@ -150,7 +150,7 @@ fn takes(site: &Site, location: &FarLocation, all: &Move) -> bool {
     if let Err(error) = &taken {
         tracing::error!(
             %error,
-            "failed to move prefixes to another gateway; its next claim, or the next reconcile, retries"
+            "failed to move prefixes to another gateway; retrying at its next claim or the next reconcile"
         );
     }
     taken.is_ok()

@@ -112,7 +112,7 @@ pub fn run(shared: Arc<Shared>, params: Params, tools: Tools, metrics: FailoverM
     let wait = match Wait::for_any(&tools.ring, &shared.wake, links.as_ref()) {
         Ok(wait) => wait,
         Err(error) => {
-            return tracing::error!(%error, "failover cannot wait for signals; the next reconcile retries");
+            return tracing::error!(%error, "failover cannot wait for signals; retrying at the next reconcile");
         }
     };
     let mut thread = Thread {

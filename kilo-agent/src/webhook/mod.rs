@@ -157,7 +157,7 @@ impl Origin {
             match secret::ensure(&client, place).await {
                 Ok(files) => break files,
                 // It may not be there yet: rights, or the webhook's configuration.
-                Err(error) => tracing::error!(%error, "failed to obtain a certificate; trying again"),
+                Err(error) => tracing::error!(%error, "failed to obtain a certificate; retrying"),
             }
             tokio::select! {
                 () = stop.cancelled() => return Ok(None),

@@ -115,6 +115,58 @@ fn at_endpoint(endpoint: &'static str) -> impl Fn(&Annotations) -> bool {
     move |all| all.get(&name("endpoint")).is_some_and(|found| found == endpoint)
 }
 
+/// Peers are configured, replaced, refused, mended and removed on the agent's device.
+async fn peers_come_and_go(client: &Client) {
+    let (first, second) = (PublicKey([9; 32]).to_string(), PublicKey([10; 32]).to_string());
+    let show = "wg show kilo0 allowed-ips";
+    apply(client, &peer(9, "10.5.0.1/32"), false).await.unwrap();
+    until_said(show, |peers| peers.contains(&first)).await;
+    until_said("ip route show 10.5.0.1", |route| route.contains("dev kilo0")).await;
+    apply(client, &peer(10, "10.5.0.2/32"), false).await.unwrap();
+    until_said(show, |peers| peers.contains(&second) && !peers.contains(&first)).await;
+    until_said("ip route show proto 107", |all| all.contains("10.5.0.2") && !all.contains("10.5.0.1")).await;
+    let peers: Api<Peer> = Api::all(client.clone());
+    let mut broken = peer(11, "10.5.0.9/32");
+    broken.metadata.name = Some("broken".to_owned());
+    broken.data["spec"]["endpoint"] = json!({"dnsOrIP": {}, "port": 1});
+    apply(client, &broken, false).await.unwrap();
+    let status = peer_status(&peers, "broken").await;
+    assert!(!status.accepted && status.reason.as_deref().is_some_and(|why| why.contains("dnsOrIP")));
+    assert!(peer_status(&peers, "laptop").await.accepted, "one invalid peer disturbs no other");
+    assert!(!netns::sh(show).contains("10.5.0.9"), "it is not on the device");
+    let mended = json!({"spec": {"endpoint": {"dnsOrIP": {"ip": "192.0.2.77"}}}});
+    peers.patch("broken", &PatchParams::default(), &Patch::Merge(&mended)).await.unwrap();
+    until_said(show, |peers| peers.contains("10.5.0.9")).await;
+    wait::until("the mended peer is accepted", Duration::from_secs(20), async || {
+        peer_status(&peers, "broken").await.reason.is_none()
+    })
+    .await;
+    peers.delete("broken", &DeleteParams::default()).await.unwrap();
+    peers.delete("laptop", &DeleteParams::default()).await.unwrap();
+    until_said(show, |peers| !peers.contains(&second)).await;
+    until_said("ip route show proto 107", |all| !all.contains("10.5.0.")).await;
+}
+
+/// A user who may patch this node and nothing else, as its kubelet.
+async fn let_nobody_patch_its_node(client: &Client) {
+    for object in [
+        json!({
+            "apiVersion": "rbac.authorization.k8s.io/v1", "kind": "ClusterRole", "metadata": { "name": "own-node" },
+            "rules": [{
+                "apiGroups": [""], "resources": ["nodes", "nodes/status"], "resourceNames": ["n1"], "verbs": ["patch"],
+            }],
+        }),
+        json!({
+            "apiVersion": "rbac.authorization.k8s.io/v1", "kind": "ClusterRoleBinding",
+            "metadata": { "name": "own-node" },
+            "roleRef": { "apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": "own-node" },
+            "subjects": [{ "apiGroup": "rbac.authorization.k8s.io", "kind": "User", "name": NOBODY }],
+        }),
+    ] {
+        apply(client, &serde_json::from_value(object).unwrap(), false).await.unwrap();
+    }
+}
+
 #[test]
 fn the_agents_annotations_come_and_go_on_a_real_api_server() {
     netns::isolated("the_agents_annotations_come_and_go_on_a_real_api_server", || async {
@@ -148,35 +200,7 @@ fn the_agents_annotations_come_and_go_on_a_real_api_server() {
         })
         .await;
 
-        let (first, second) = (PublicKey([9; 32]).to_string(), PublicKey([10; 32]).to_string());
-        let show = "wg show kilo0 allowed-ips";
-        apply(&client, &peer(9, "10.5.0.1/32"), false).await.unwrap();
-        until_said(show, |peers| peers.contains(&first)).await;
-        until_said("ip route show 10.5.0.1", |route| route.contains("dev kilo0")).await;
-        apply(&client, &peer(10, "10.5.0.2/32"), false).await.unwrap();
-        until_said(show, |peers| peers.contains(&second) && !peers.contains(&first)).await;
-        until_said("ip route show proto 107", |all| all.contains("10.5.0.2") && !all.contains("10.5.0.1"))
-            .await;
-        let peers: Api<Peer> = Api::all(client.clone());
-        let mut broken = peer(11, "10.5.0.9/32");
-        broken.metadata.name = Some("broken".to_owned());
-        broken.data["spec"]["endpoint"] = json!({"dnsOrIP": {}, "port": 1});
-        apply(&client, &broken, false).await.unwrap();
-        let status = peer_status(&peers, "broken").await;
-        assert!(!status.accepted && status.reason.as_deref().is_some_and(|why| why.contains("dnsOrIP")));
-        assert!(peer_status(&peers, "laptop").await.accepted, "one invalid peer disturbs no other");
-        assert!(!netns::sh(show).contains("10.5.0.9"), "it is not on the device");
-        let mended = json!({"spec": {"endpoint": {"dnsOrIP": {"ip": "192.0.2.77"}}}});
-        peers.patch("broken", &PatchParams::default(), &Patch::Merge(&mended)).await.unwrap();
-        until_said(show, |peers| peers.contains("10.5.0.9")).await;
-        wait::until("the mended peer is accepted", Duration::from_secs(20), async || {
-            peer_status(&peers, "broken").await.reason.is_none()
-        })
-        .await;
-        peers.delete("broken", &DeleteParams::default()).await.unwrap();
-        peers.delete("laptop", &DeleteParams::default()).await.unwrap();
-        until_said(show, |peers| !peers.contains(&second)).await;
-        until_said("ip route show proto 107", |all| !all.contains("10.5.0.")).await;
+        peers_come_and_go(&client).await;
 
         // Others declare it dead; its heartbeat is not due for half a minute.
         let heartbeat =
@@ -197,23 +221,7 @@ fn the_agents_annotations_come_and_go_on_a_real_api_server() {
             [condition("NetworkUnavailable", "KiloIsStarting"), condition("DiskPressure", "Full")];
         let patch = Patch::Strategic(json!({"status": {"conditions": conditions}}));
         nodes.patch_status("n1", &PatchParams::default(), &patch).await.unwrap();
-        // Who may patch this node and nothing else, as its kubelet.
-        for object in [
-            json!({
-                "apiVersion": "rbac.authorization.k8s.io/v1", "kind": "ClusterRole", "metadata": { "name": "own-node" },
-                "rules": [{
-                    "apiGroups": [""], "resources": ["nodes", "nodes/status"], "resourceNames": ["n1"], "verbs": ["patch"],
-                }],
-            }),
-            json!({
-                "apiVersion": "rbac.authorization.k8s.io/v1", "kind": "ClusterRoleBinding",
-                "metadata": { "name": "own-node" },
-                "roleRef": { "apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": "own-node" },
-                "subjects": [{ "apiGroup": "rbac.authorization.k8s.io", "kind": "User", "name": NOBODY }],
-            }),
-        ] {
-            apply(&client, &serde_json::from_value(object).unwrap(), false).await.unwrap();
-        }
+        let_nobody_patch_its_node(&client).await;
         let kubelet = server.kubeconfig(NOBODY, server.port());
         let removed = kg(&kubelet).arg("uninstall").output().unwrap();
         let said = String::from_utf8_lossy(&[removed.stdout, removed.stderr].concat()).into_owned();

@@ -117,6 +117,43 @@ fn node_knows(key: PublicKey) {
     );
 }
 
+/// How a packet of this machine leaves now.
+fn leaves(to: &str) -> &'static str {
+    match sh(&format!("ip route get {to} 2>&1 || true")) {
+        way if way.contains("unreachable") || way.contains("No route to host") => "nowhere",
+        way if way.contains("dev kilo0") => "tunnel",
+        _ => "in clear",
+    }
+}
+
+/// What a machine that cannot set its device up leaves behind: the mesh's prefixes lead nowhere.
+fn closed_before_the_device_is_set_up(kubeconfig: &Path) {
+    // Somebody has the port: what stays is how far it has come.
+    let port = std::net::UdpSocket::bind("[::]:51820").unwrap();
+    refused(kubeconfig, &["laptop", "--clean-up=false"]);
+    assert_eq!(["10.42.1.1", "10.1.0.2"].map(leaves), ["nowhere"; 2], "closed before the device is set up");
+    drop(port);
+    sh("ip link delete kilo0; ip route flush proto 107");
+    until("its process ends", LIMIT, || !Path::new("/run/wireguard/kilo0.sock").exists());
+    // And without a device to begin with.
+    refused(kubeconfig, &["laptop", "--clean-up=false", "--create-interface=false"]);
+    assert_eq!(
+        ["10.42.1.1", "10.1.0.2"].map(leaves),
+        ["nowhere", "in clear"],
+        "pods are closed first of all"
+    );
+}
+
+fn a_second_one_is_refused(kubeconfig: &Path) {
+    let said = refused(kubeconfig, &["other"]);
+    assert!(
+        said.contains("another process manages interface") && said.contains("stop that one first"),
+        "{said}"
+    );
+    let said = refused(kubeconfig, &["other", "--interface", "kilo1"]);
+    assert!(said.contains("already manages routes through kilo0"), "{said}");
+}
+
 #[test]
 fn a_machine_joins_reaches_pods_and_leaves_nothing_behind() {
     isolated("a_machine_joins_reaches_pods_and_leaves_nothing_behind", || async {
@@ -138,30 +175,8 @@ fn a_machine_joins_reaches_pods_and_leaves_nothing_behind() {
 
         // There is a way for everything that the tunnel does not take.
         sh("ip route add default via 192.0.2.2");
-        let leaves = |to: &str| match sh(&format!("ip route get {to} 2>&1 || true")) {
-            way if way.contains("unreachable") || way.contains("No route to host") => "nowhere",
-            way if way.contains("dev kilo0") => "tunnel",
-            _ => "in clear",
-        };
         assert_eq!(["10.42.1.1", "10.1.0.2"].map(leaves), ["in clear"; 2]);
-        // Somebody has the port: what stays is how far it has come.
-        let port = std::net::UdpSocket::bind("[::]:51820").unwrap();
-        refused(&kubeconfig, &["laptop", "--clean-up=false"]);
-        assert_eq!(
-            ["10.42.1.1", "10.1.0.2"].map(leaves),
-            ["nowhere"; 2],
-            "closed before the device is set up"
-        );
-        drop(port);
-        sh("ip link delete kilo0; ip route flush proto 107");
-        until("its process ends", LIMIT, || !Path::new("/run/wireguard/kilo0.sock").exists());
-        // And without a device to begin with.
-        refused(&kubeconfig, &["laptop", "--clean-up=false", "--create-interface=false"]);
-        assert_eq!(
-            ["10.42.1.1", "10.1.0.2"].map(leaves),
-            ["nowhere", "in clear"],
-            "pods are closed first of all"
-        );
+        closed_before_the_device_is_set_up(&kubeconfig);
         let mut connected =
             Running(kgctl(&kubeconfig, &["laptop", "--allowed-ips", "10.43.0.0/16"]).spawn().unwrap());
         until("the device has its peer", LIMIT, || {
@@ -183,13 +198,7 @@ fn a_machine_joins_reaches_pods_and_leaves_nothing_behind() {
         until("a pod answers", LIMIT, || succeeds("ping -c 1 -W 1 10.42.1.1"));
 
         // Another one on the same machine would fight over routes.
-        let said = refused(&kubeconfig, &["other"]);
-        assert!(
-            said.contains("another process manages interface") && said.contains("stop that one first"),
-            "{said}"
-        );
-        let said = refused(&kubeconfig, &["other", "--interface", "kilo1"]);
-        assert!(said.contains("already manages routes through kilo0"), "{said}");
+        a_second_one_is_refused(&kubeconfig);
         assert!(peers.get_opt("other").await.unwrap().is_none());
 
         // A location more, and the own Peer deleted by somebody: both are followed.

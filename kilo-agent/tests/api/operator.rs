@@ -250,7 +250,7 @@ fn a_peer_has_a_condition_to_wait_for() {
         assert_eq!(status.conditions[0].reason, "KeyOfAnother");
         assert!(status.conditions[0].message.contains("belongs to location:"), "{:?}", status.conditions);
         assert_ne!(status.conditions[0].last_transition_time, "");
-        // Their names are made by chance, and so is the order of the list.
+        // Their names are random, and so is the order of the list.
         task::until("both Events", LIMIT, async || {
             let events = site.events("laptop", &uid).await;
             if sorted(&events) == ["PeerAccepted", "PeerRefused"] {

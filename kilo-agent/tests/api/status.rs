@@ -18,7 +18,7 @@ use k8s_openapi::api::core::v1 as core;
 use kilo_agent::{status::Status, timestamp::Timestamp};
 use kilo_core::{topology::LeaderReason, wireguard::key::PublicKey};
 use kube::{
-    Api,
+    Api, Client,
     api::{ListParams, Patch, PatchParams, PostParams},
 };
 use serde_json::json;
@@ -48,6 +48,124 @@ fn scrape() -> String {
     text
 }
 
+fn name(name: &str) -> String {
+    format!("kilo.squat.ai/{name}")
+}
+
+/// A node that lives, one that does not in a location of its own, one without annotations, and two peers of one prefix.
+async fn create_objects(client: &Client, now: i64) {
+    let member = |endpoint: &str, private: &str, key: u8, seen: i64| {
+        [
+            (name("endpoint"), endpoint.to_owned()),
+            (name("internal-ip"), private.to_owned()),
+            (name("key"), PublicKey([key; 32]).to_string()),
+            // Far ahead: nobody renews it here.
+            (name("last-seen"), seen.to_string()),
+        ]
+    };
+    for (node, annotations) in [
+        ("n0", member("10.1.0.10:51820", "10.1.0.10/24", 1, now + 3600)),
+        ("n2", member("10.1.0.12:51820", "10.1.0.12/24", 2, now - 600)),
+    ] {
+        let mut pairs: Vec<_> = annotations.iter().map(|(k, v)| (k.as_str(), v.as_str())).collect();
+        let location = name("location");
+        if node == "n2" {
+            pairs.push((&location, "gone"));
+        }
+        create_node(client, node, &pairs).await;
+    }
+    create_node(client, "n1", &[]).await;
+    for (peer, prefix) in [("laptop", "10.5.0.1/32"), ("tablet", "10.5.0.1/32")] {
+        let key = PublicKey([peer.as_bytes()[0]; 32]).to_string();
+        let object = json!({
+            "apiVersion": "kilo.squat.ai/v1alpha1", "kind": "Peer", "metadata": {"name": peer},
+            "spec": {"allowedIPs": [prefix], "publicKey": key},
+        });
+        apply(client, &serde_json::from_value(object).unwrap(), false).await.unwrap();
+    }
+}
+
+/// No agent runs: the objects alone.
+fn shown_without_agents(kubeconfig: &Path) {
+    let (success, table, stderr) = kgctl(kubeconfig, &[]);
+    assert!(success, "{stderr}");
+    for words in [
+        "first by name",
+        "the only ready node",
+        "its agent last checked in 10m",
+        "its agent never checked in",
+    ] {
+        assert!(table.contains(words), "{words} is missing from\n{table}");
+    }
+    assert!(table.contains("location:gone   <none>"), "{table}");
+    let found = status(kubeconfig, &[]);
+    assert_eq!(found.locations[0].leader.as_deref(), Some("n0"));
+    let gone = &found.locations[1];
+    assert_eq!((gone.name.as_str(), &gone.leader, gone.ready, gone.nodes), ("location:gone", &None, 0, 1));
+    assert_eq!((found.locations[0].since, found.agent.as_ref()), (None, None));
+    assert_eq!(
+        found.peers[1].reason.as_deref(),
+        Some("spec.allowedIPs: 10.5.0.1/32 belong to a peer that comes first by name")
+    );
+    let (success, _, stderr) = kgctl(kubeconfig, &["n0"]);
+    assert!(success && stderr.contains("no running pod"), "{stderr}");
+    let (success, stdout, stderr) = kgctl(kubeconfig, &["nowhere"]);
+    assert!(!success && stdout.is_empty() && stderr.contains("nowhere"), "{stderr}");
+}
+
+/// What the agent of n1 adds, and its figures for Prometheus.
+fn shown_by_the_agent(found: &Status, now: i64) {
+    let agent = found.agent.as_ref().unwrap();
+    assert_eq!((agent.node.as_str(), agent.interface.as_str()), ("n1", "kilo0"));
+    assert_eq!((&agent.unhealthy, &agent.errors), (&None, &vec![]));
+    assert!(agent.drops.contains_key("unknown_sender") && agent.packets.contains_key("steer"));
+    let at = |program: &str, interface: &str| {
+        agent.programs.iter().any(|at| at.program == program && at.interface == interface)
+    };
+    assert!(at("kilo_egress", "kilo0") && at("lan_ingress", "eth0"), "{:?}", agent.programs);
+    assert!(found.locations[0].since.is_some_and(|since| since.0 >= now));
+
+    // The same figures for Prometheus, those of a data path without traffic too.
+    let metrics = scrape();
+    for label in agent.drops.keys() {
+        let name = format!("kilo_dropped_packets_total{{reason=\"{label}\"}}");
+        assert!(metrics.contains(&name), "{name} is missing from\n{metrics}");
+    }
+    for label in agent.packets.keys() {
+        assert!(metrics.contains(&format!("kilo_packets_total{{action=\"{label}\"}}")), "{label}");
+    }
+    for line in ["kilo_leader 1", "kilo_peers 2", "kilo_wireguard_received_bytes_total{public_key="] {
+        assert!(metrics.contains(line), "{line} is missing from\n{metrics}");
+    }
+}
+
+/// Of the program, of the agent of n1, and why there is none of another.
+async fn versions_of_all_agents(client: &Client, pods: &Api<core::Pod>, kubeconfig: &Path) {
+    create_node(client, "n9", &[]).await;
+    let pod = json!({
+        "metadata": {"name": "kilo-y", "labels": {"app.kubernetes.io/name": "kilo"}},
+        "spec": {"nodeName": "n9", "hostNetwork": true, "containers": [{"name": "kilo", "image": "kilo:9"}]},
+    });
+    pods.create(&PostParams::default(), &serde_json::from_value(pod).unwrap()).await.unwrap();
+    let kubeconfig_flag = format!("--kubeconfig={}", kubeconfig.display());
+    let version = |arguments: &[&str]| {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_kgctl"));
+        let output = command.arg("version").args(arguments).output().unwrap();
+        String::from_utf8(output.stdout).unwrap() + &String::from_utf8(output.stderr).unwrap()
+    };
+    let table = version(&[&kubeconfig_flag]);
+    println!("{table}");
+    let own = env!("CARGO_PKG_VERSION");
+    let row = |node: &str| table.lines().find(|line| line.starts_with(node)).unwrap().to_owned();
+    assert!(table.starts_with(&format!("kgctl {own}\n")), "{table}");
+    assert_eq!(row("n1").split_whitespace().collect::<Vec<_>>(), ["n1", own, "kilo"]);
+    assert!(row("n9").contains("<unknown>") && row("n9").contains("pod kilo-y is Pending"), "{table}");
+    let said: serde_json::Value = serde_json::from_str(&version(&[&kubeconfig_flag, "-o", "json"])).unwrap();
+    assert_eq!((&said["client"], &said["agents"][0]["version"]), (&json!(own), &json!(own)));
+    let said: serde_json::Value = serde_yaml_ng::from_str(&version(&["--client", "-o", "yaml"])).unwrap();
+    assert_eq!(said, json!({"client": own}));
+}
+
 #[test]
 fn who_leads_since_when_and_why_is_shown_with_and_without_agents() {
     netns::isolated("who_leads_since_when_and_why_is_shown_with_and_without_agents", || async {
@@ -56,67 +174,10 @@ fn who_leads_since_when_and_why_is_shown_with_and_without_agents() {
         let client = server.client(ADMIN).await;
         apply_crds(&client).await;
         let now = Timestamp::now().0;
-        let name = |name: &str| format!("kilo.squat.ai/{name}");
-        let member = |endpoint: &str, private: &str, key: u8, seen: i64| {
-            [
-                (name("endpoint"), endpoint.to_owned()),
-                (name("internal-ip"), private.to_owned()),
-                (name("key"), PublicKey([key; 32]).to_string()),
-                // Far ahead: nobody renews it here.
-                (name("last-seen"), seen.to_string()),
-            ]
-        };
-        for (node, annotations) in [
-            ("n0", member("10.1.0.10:51820", "10.1.0.10/24", 1, now + 3600)),
-            ("n2", member("10.1.0.12:51820", "10.1.0.12/24", 2, now - 600)),
-        ] {
-            let mut pairs: Vec<_> = annotations.iter().map(|(k, v)| (k.as_str(), v.as_str())).collect();
-            let location = name("location");
-            if node == "n2" {
-                pairs.push((&location, "gone"));
-            }
-            create_node(&client, node, &pairs).await;
-        }
-        create_node(&client, "n1", &[]).await;
-        for (peer, prefix) in [("laptop", "10.5.0.1/32"), ("tablet", "10.5.0.1/32")] {
-            let key = PublicKey([peer.as_bytes()[0]; 32]).to_string();
-            let object = json!({
-                "apiVersion": "kilo.squat.ai/v1alpha1", "kind": "Peer", "metadata": {"name": peer},
-                "spec": {"allowedIPs": [prefix], "publicKey": key},
-            });
-            apply(&client, &serde_json::from_value(object).unwrap(), false).await.unwrap();
-        }
+        create_objects(&client, now).await;
         let kubeconfig = server.kubeconfig(ADMIN, server.port());
 
-        // No agent runs: the objects alone.
-        let (success, table, stderr) = kgctl(&kubeconfig, &[]);
-        assert!(success, "{stderr}");
-        for words in [
-            "first by name",
-            "the only ready node",
-            "its agent last checked in 10m",
-            "its agent never checked in",
-        ] {
-            assert!(table.contains(words), "{words} is missing from\n{table}");
-        }
-        assert!(table.contains("location:gone   <none>"), "{table}");
-        let found = status(&kubeconfig, &[]);
-        assert_eq!(found.locations[0].leader.as_deref(), Some("n0"));
-        let gone = &found.locations[1];
-        assert_eq!(
-            (gone.name.as_str(), &gone.leader, gone.ready, gone.nodes),
-            ("location:gone", &None, 0, 1)
-        );
-        assert_eq!((found.locations[0].since, found.agent.as_ref()), (None, None));
-        assert_eq!(
-            found.peers[1].reason.as_deref(),
-            Some("spec.allowedIPs: 10.5.0.1/32 belong to a peer that comes first by name")
-        );
-        let (success, _, stderr) = kgctl(&kubeconfig, &["n0"]);
-        assert!(success && stderr.contains("no running pod"), "{stderr}");
-        let (success, stdout, stderr) = kgctl(&kubeconfig, &["nowhere"]);
-        assert!(!success && stdout.is_empty() && stderr.contains("nowhere"), "{stderr}");
-
+        shown_without_agents(&kubeconfig);
         let mut kg = Command::new(env!("CARGO_BIN_EXE_kg"));
         kg.arg("--kubeconfig").arg(&kubeconfig).args(["--hostname", "n1", "--resync-period", "1s"]);
         let _agent = netns::Agent(kg.spawn().unwrap());
@@ -137,29 +198,7 @@ fn who_leads_since_when_and_why_is_shown_with_and_without_agents() {
             let peers: Vec<_> = names.filter(|name| name.starts_with("peer:")).collect();
             peers == ["peer:laptop", "peer:tablet"] && !agent.programs.is_empty()
         });
-        let found = status(&kubeconfig, &[url]);
-        let agent = found.agent.unwrap();
-        assert_eq!((agent.node.as_str(), agent.interface.as_str()), ("n1", "kilo0"));
-        assert_eq!((agent.unhealthy, agent.errors), (None, vec![]));
-        assert!(agent.drops.contains_key("unknown_sender") && agent.packets.contains_key("steer"));
-        let at = |program: &str, interface: &str| {
-            agent.programs.iter().any(|at| at.program == program && at.interface == interface)
-        };
-        assert!(at("kilo_egress", "kilo0") && at("lan_ingress", "eth0"), "{:?}", agent.programs);
-        assert!(found.locations[0].since.is_some_and(|since| since.0 >= now));
-
-        // The same figures for Prometheus, those of a data path without traffic too.
-        let metrics = scrape();
-        for label in agent.drops.keys() {
-            let name = format!("kilo_dropped_packets_total{{reason=\"{label}\"}}");
-            assert!(metrics.contains(&name), "{name} is missing from\n{metrics}");
-        }
-        for label in agent.packets.keys() {
-            assert!(metrics.contains(&format!("kilo_packets_total{{action=\"{label}\"}}")), "{label}");
-        }
-        for line in ["kilo_leader 1", "kilo_peers 2", "kilo_wireguard_received_bytes_total{public_key="] {
-            assert!(metrics.contains(line), "{line} is missing from\n{metrics}");
-        }
+        shown_by_the_agent(&status(&kubeconfig, &[url]), now);
 
         // The leader is moved: the agent has seen it happen.
         let nodes: Api<core::Node> = Api::all(client.clone());
@@ -189,31 +228,7 @@ fn who_leads_since_when_and_why_is_shown_with_and_without_agents() {
         assert!(table.contains("Agent of n1") && table.contains("kilo_egress"), "{table}");
         println!("{table}");
 
-        // Versions: of the program, of this agent, and why there is none of another.
-        create_node(&client, "n9", &[]).await;
-        let pod = json!({
-            "metadata": {"name": "kilo-y", "labels": {"app.kubernetes.io/name": "kilo"}},
-            "spec": {"nodeName": "n9", "hostNetwork": true, "containers": [{"name": "kilo", "image": "kilo:9"}]},
-        });
-        pods.create(&PostParams::default(), &serde_json::from_value(pod).unwrap()).await.unwrap();
-        let kubeconfig_flag = format!("--kubeconfig={}", kubeconfig.display());
-        let version = |arguments: &[&str]| {
-            let mut command = Command::new(env!("CARGO_BIN_EXE_kgctl"));
-            let output = command.arg("version").args(arguments).output().unwrap();
-            String::from_utf8(output.stdout).unwrap() + &String::from_utf8(output.stderr).unwrap()
-        };
-        let table = version(&[&kubeconfig_flag]);
-        println!("{table}");
-        let own = env!("CARGO_PKG_VERSION");
-        let row = |node: &str| table.lines().find(|line| line.starts_with(node)).unwrap().to_owned();
-        assert!(table.starts_with(&format!("kgctl {own}\n")), "{table}");
-        assert_eq!(row("n1").split_whitespace().collect::<Vec<_>>(), ["n1", own, "kilo"]);
-        assert!(row("n9").contains("<unknown>") && row("n9").contains("pod kilo-y is Pending"), "{table}");
-        let said: serde_json::Value =
-            serde_json::from_str(&version(&[&kubeconfig_flag, "-o", "json"])).unwrap();
-        assert_eq!((&said["client"], &said["agents"][0]["version"]), (&json!(own), &json!(own)));
-        let said: serde_json::Value = serde_yaml_ng::from_str(&version(&["--client", "-o", "yaml"])).unwrap();
-        assert_eq!(said, json!({"client": own}));
+        versions_of_all_agents(&client, &pods, &kubeconfig).await;
         let (_, _, refused) = kgctl(&server.kubeconfig(AGENT, server.port()), &["n1"]);
         assert!(refused.contains("forbidden"), "{refused}");
     });

@@ -231,10 +231,10 @@ fn what_the_kernel_refuses_it_is_asked_again_when_something_changed() {
         });
         // Now it would not refuse them.
         let second = error(&mut dataplane).to_string();
-        assert!(second.contains("not tried again yet"), "{second}");
+        assert!(second.contains("not retried yet"), "{second}");
         dataplane.load_late_beside();
         let third = error(&mut dataplane).to_string();
-        assert!(third.contains("not tried again yet"), "nor by a thread: {third}");
+        assert!(third.contains("not retried yet"), "nor by a thread: {third}");
         let (net, none, tun) = (Net::new().unwrap(), BTreeSet::new(), BTreeSet::from([7]));
         for (layer3, is_asked) in [(&none, false), (&tun, true)] {
             // Nothing is attached, but what has appeared is said.

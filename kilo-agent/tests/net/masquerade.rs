@@ -259,7 +259,55 @@ fn flows_of_either_direction_get_their_answers_and_the_right_address() {
     });
 }
 
-/// Addresses and routes by chance: for each destination the address found is the one the
+/// Prefixes of `up0`, each without its last number.
+const BASES_V6: [&str; 7] =
+    ["2001:db8:1::", "2001:db8:2::", "2001:db9:8000::", "fd00:1::", "fd00:2::", "fc01::", "2002:c000:201::"];
+const BASES_V4: [&str; 4] = ["192.0.2.", "172.30.0.", "172.30.1.", "10.1.0."];
+
+/// Gives `up0` addresses of both families; returns those it has.
+fn random_addresses(random: &mut StdRng) -> Vec<IpAddr> {
+    for _ in 0..random.random_range(1..5) {
+        let (base, last) = (BASES_V6[random.random_range(0..BASES_V6.len())], random.random_range(1..9u8));
+        let length = [48, 64, 64, 128][random.random_range(0..4)];
+        let lifetime = if random.random_ratio(1, 4) { "preferred_lft 0" } else { "" };
+        let _ = netns::succeeds(&format!(
+            "ip address add {base}{last}/{length} dev up0 nodad {lifetime} 2>/dev/null"
+        ));
+        let (base, last) = (BASES_V4[random.random_range(0..BASES_V4.len())], random.random_range(1..9u8));
+        let _ = netns::succeeds(&format!("ip address add {base}{last}/24 dev up0 2>/dev/null"));
+    }
+    let addresses = sh("ip -o address show dev up0 scope global | awk '{print $4}'");
+    addresses.lines().map(|line| net(line).addr()).collect()
+}
+
+/// Routes by `up0`, half of them with one of its addresses as their source.
+fn random_routes(random: &mut StdRng, own: &[IpAddr]) {
+    for (to, v6) in [
+        ("default", false),
+        ("198.51.100.0/24", false),
+        ("default", true),
+        ("2001:db8:77::/48", true),
+        ("fd00::/12", true),
+    ] {
+        let family = if v6 { "-6" } else { "-4" };
+        let own: Vec<_> = own.iter().filter(|addr| addr.is_ipv6() == v6).collect();
+        let source = if random.random_bool(0.5) || own.is_empty() {
+            String::new()
+        } else {
+            format!("src {}", own[random.random_range(0..own.len())])
+        };
+        let _ = netns::succeeds(&format!("ip {family} route add {to} dev up0 {source} 2>/dev/null"));
+    }
+}
+
+/// The source that the kernel takes for a packet to this address by `up0`.
+fn kernels_source(to: &str) -> Option<IpAddr> {
+    let answer = std::process::Command::new("ip").args(["route", "get", to, "oif", "up0"]).output().ok()?;
+    let text = String::from_utf8_lossy(&answer.stdout).into_owned();
+    text.split_whitespace().skip_while(|word| *word != "src").nth(1).map(|addr| addr.parse().unwrap())
+}
+
+/// Random addresses and routes: for each destination the address found is the one the
 /// kernel itself takes for a packet of the host by that interface.
 #[test]
 fn addresses_by_destination_are_those_the_kernel_chooses() {
@@ -269,51 +317,11 @@ fn addresses_by_destination_are_those_the_kernel_chooses() {
         sh(
             "ip link set lo up; ip link add up0 type veth peer name other0; ip link set up0 up; ip link set other0 up",
         );
-        let v6 = [
-            "2001:db8:1::",
-            "2001:db8:2::",
-            "2001:db9:8000::",
-            "fd00:1::",
-            "fd00:2::",
-            "fc01::",
-            "2002:c000:201::",
-        ];
-        let v4 = ["192.0.2.", "172.30.0.", "172.30.1.", "10.1.0."];
         let mut compared = 0;
         for _ in 0..12 {
             sh("ip address flush dev up0; ip link set up0 down; ip link set up0 up");
-            for _ in 0..random.random_range(1..5) {
-                let (base, last) = (v6[random.random_range(0..v6.len())], random.random_range(1..9u8));
-                let length = [48, 64, 64, 128][random.random_range(0..4)];
-                let lifetime = if random.random_ratio(1, 4) { "preferred_lft 0" } else { "" };
-                let _ = netns::succeeds(&format!(
-                    "ip address add {base}{last}/{length} dev up0 nodad {lifetime} 2>/dev/null"
-                ));
-                let (base, last) = (v4[random.random_range(0..v4.len())], random.random_range(1..9u8));
-                let _ = netns::succeeds(&format!("ip address add {base}{last}/24 dev up0 2>/dev/null"));
-            }
-            let addresses = sh("ip -o address show dev up0 scope global | awk '{print $4}'");
-            let own: Vec<IpAddr> = addresses.lines().map(|line| net(line).addr()).collect();
-            let of = |v6: bool| own.iter().filter(|addr| addr.is_ipv6() == v6).copied().collect::<Vec<_>>();
-            let source = |random: &mut StdRng, v6: bool| {
-                let own = of(v6);
-                if random.random_bool(0.5) || own.is_empty() {
-                    String::new()
-                } else {
-                    format!("src {}", own[random.random_range(0..own.len())])
-                }
-            };
-            for (to, v6) in [
-                ("default", false),
-                ("198.51.100.0/24", false),
-                ("default", true),
-                ("2001:db8:77::/48", true),
-                ("fd00::/12", true),
-            ] {
-                let family = if v6 { "-6" } else { "-4" };
-                let source = source(&mut random, v6);
-                let _ = netns::succeeds(&format!("ip {family} route add {to} dev up0 {source} 2>/dev/null"));
-            }
+            let own = random_addresses(&mut random);
+            random_routes(&mut random, &own);
             let (_, host) = look(0).await;
             let up0 = index("up0");
             let Some(usual) = host.uplinks.get(&up0) else { continue };
@@ -339,23 +347,14 @@ fn addresses_by_destination_are_those_the_kernel_chooses() {
                 ]
                 .map(str::to_owned),
             );
-            wanted.extend(v6.iter().map(|base| format!("{base}{:x}", random.random_range(100..65_000))));
+            wanted
+                .extend(BASES_V6.iter().map(|base| format!("{base}{:x}", random.random_range(100..65_000))));
             for to in wanted {
                 let address: IpAddr = to.parse().unwrap();
                 // A route that is down, or of a host without addresses of the family.
-                let Ok(answer) =
-                    std::process::Command::new("ip").args(["route", "get", &to, "oif", "up0"]).output()
-                else {
+                let Some(kernel) = kernels_source(&to).filter(|kernel| own.contains(kernel)) else {
                     continue;
                 };
-                let text = String::from_utf8_lossy(&answer.stdout).into_owned();
-                let Some(kernel) = text.split_whitespace().skip_while(|word| *word != "src").nth(1) else {
-                    continue;
-                };
-                let kernel: IpAddr = kernel.parse().unwrap();
-                if !own.contains(&kernel) {
-                    continue;
-                }
                 let usual =
                     if address.is_ipv4() { usual.v4.map(IpAddr::V4) } else { usual.v6.map(IpAddr::V6) };
                 let ours = longest(&others, address).or(usual);

@@ -85,6 +85,45 @@ fn network() {
         ip addr add 2001:db8::1/64 dev va nodad; ip -n b addr add 2001:db8::2/64 dev vb nodad");
 }
 
+/// Makes a device where there is none; it is adopted where there is one, and not given to another backend.
+async fn made_once_and_adopted(net: &Net, exe: &Path) -> Ensured {
+    let absent = ensure_device(net.rtnl(), "wga", WireguardMode::Userspace, false, exe).await;
+    assert!(matches!(absent, Err(WireguardError::Absent(_))), "{absent:?}");
+    let start = Instant::now();
+    let made = ensure_device(net.rtnl(), "wga", WireguardMode::Userspace, true, exe).await.unwrap();
+    println!("kilo-figure: userspace WireGuard started in {:?}", start.elapsed());
+    assert_eq!((made.backend, made.created), (Backend::Userspace, true));
+    let again = ensure_device(net.rtnl(), "wga", WireguardMode::Auto, false, exe).await.unwrap();
+    assert_eq!(again, Ensured { created: false, ..made });
+    assert!(matches!(
+        ensure_device(net.rtnl(), "wga", WireguardMode::Kernel, true, exe).await,
+        Err(WireguardError::OtherBackend { .. })
+    ));
+    made
+}
+
+/// A prefix that moves is listed with its new peer only, and stays there.
+async fn a_prefix_moves_between_peers(
+    device: &Device,
+    more: &mut WireguardPlan,
+    b: PublicKey,
+    a: &SecretKey,
+) {
+    let other = secret(3).public();
+    let moved: ipnet::IpNet = "10.100.7.0/24".parse().unwrap();
+    more.peers.get_mut(&b).unwrap().allowed_ips.remove(&moved);
+    more.peers.insert(
+        other,
+        WireguardPeer { allowed_ips: std::iter::once(moved).collect(), ..WireguardPeer::default() },
+    );
+    assert_eq!(device.reconcile(more, a).await.unwrap(), 1);
+    more.peers.get_mut(&b).unwrap().persistent_keepalive = 4;
+    assert_eq!(device.reconcile(more, a).await.unwrap(), 1);
+    assert_eq!(device.reconcile(more, a).await.unwrap(), 0);
+    more.peers.remove(&other);
+    assert_eq!(device.reconcile(more, a).await.unwrap(), 1);
+}
+
 #[test]
 fn two_devices_talk_roam_and_end() {
     isolated("two_devices_talk_roam_and_end", || async {
@@ -93,19 +132,7 @@ fn two_devices_talk_roam_and_end() {
         let exe = program();
         let net = Net::new().unwrap();
 
-        let absent = ensure_device(net.rtnl(), "wga", WireguardMode::Userspace, false, exe).await;
-        assert!(matches!(absent, Err(WireguardError::Absent(_))), "{absent:?}");
-        let start = Instant::now();
-        let made = ensure_device(net.rtnl(), "wga", WireguardMode::Userspace, true, exe).await.unwrap();
-        println!("kilo-figure: userspace WireGuard started in {:?}", start.elapsed());
-        assert_eq!((made.backend, made.created), (Backend::Userspace, true));
-        let again = ensure_device(net.rtnl(), "wga", WireguardMode::Auto, false, exe).await.unwrap();
-        assert_eq!(again, Ensured { created: false, ..made });
-        assert!(matches!(
-            ensure_device(net.rtnl(), "wga", WireguardMode::Kernel, true, exe).await,
-            Err(WireguardError::OtherBackend { .. })
-        ));
-
+        let made = made_once_and_adopted(&net, exe).await;
         sh(&format!("ip netns exec b {} userspace-wireguard wgb >/dev/null 2>&1 &", exe.display()));
         wait::until("the second process", LIMIT, async || UnixStream::connect(socket_path("wgb")).is_ok())
             .await;
@@ -148,20 +175,7 @@ fn two_devices_talk_roam_and_end() {
         assert!(after.handshake_age >= before.handshake_age);
         sh("ping -c 1 -W 3 10.4.0.2");
 
-        // A prefix that moves is listed with its new peer only, and stays there.
-        let other = secret(3).public();
-        let moved: ipnet::IpNet = "10.100.7.0/24".parse().unwrap();
-        more.peers.get_mut(&b.public()).unwrap().allowed_ips.remove(&moved);
-        more.peers.insert(
-            other,
-            WireguardPeer { allowed_ips: std::iter::once(moved).collect(), ..WireguardPeer::default() },
-        );
-        assert_eq!(device.reconcile(&more, &a).await.unwrap(), 1);
-        more.peers.get_mut(&b.public()).unwrap().persistent_keepalive = 4;
-        assert_eq!(device.reconcile(&more, &a).await.unwrap(), 1);
-        assert_eq!(device.reconcile(&more, &a).await.unwrap(), 0);
-        more.peers.remove(&other);
-        assert_eq!(device.reconcile(&more, &a).await.unwrap(), 1);
+        a_prefix_moves_between_peers(&device, &mut more, b.public(), &a).await;
         sh("ping -c 1 -W 3 10.4.0.2");
 
         // B roams to another port; A keeps what it learnt although the plan says otherwise.

@@ -1,5 +1,5 @@
-//! The crates depend on each other in one direction, the modules of `kilo-core` and of the agent as well, and the
-//! pure ones on nothing that does I/O.
+//! The crates depend on each other in one direction, the modules of each crate as well, and the pure ones on nothing
+//! that does I/O.
 
 #![allow(clippy::unwrap_used, clippy::panic, reason = "tests")]
 
@@ -83,46 +83,37 @@ fn kgctl_is_built_without_what_only_the_agent_needs() {
     }
 }
 
-/// Modules of `kilo-core`, each before those that may know it.
-const PURE: [&str; 17] = [
-    "errors",
-    "flat_map",
-    "addresses",
-    "prefixes",
-    "settings",
-    "observed",
-    "wireguard",
-    "signal_id",
-    "objects",
-    "topology",
-    "relay",
-    "net",
-    "tables",
-    "plan",
-    "showconf",
-    "multicluster",
-    "vpn_peer",
-];
-
-/// Modules of `kilo-agent` beside its programs, each before those that may know it.
-const AGENT: [&str; 17] = [
-    "timestamp",
-    "cli",
-    "flag_table",
-    "resolve",
-    "health",
-    "far",
-    "failover",
-    "backend",
-    "metrics",
-    "relay",
-    "status",
-    "http",
-    "announce",
-    "agent",
-    "leaving",
-    "takeover",
-    "webhook",
+/// Modules of each crate, each before those that may know it.
+const ORDERS: [(&str, &str); 7] = [
+    (
+        "core/src",
+        "errors flat_map addresses prefixes settings observed wireguard signal_id objects topology relay \
+         net tables plan showconf multicluster vpn_peer",
+    ),
+    (
+        "src",
+        "timestamp cli flag_table resolve health far failover backend metrics relay status http announce \
+         agent leaving takeover webhook",
+    ),
+    ("host/src", "memory lock cni net firewall wireguard dataplane interface"),
+    (
+        "failover/src",
+        "bench planned turn probes detector tunnel sentinel roll params gateway far member others restore \
+         numbers giving homes agent stand_by declared_dead",
+    ),
+    ("failover-sim/src", "rng faults host invariants engine planned scenarios several restarts report"),
+    (
+        "../xtask/lab/src",
+        "report wait takedown times command netns cni_conf network plugins confine counters cni agents \
+         members probe wire tunl0 bulk matrix clear vpn check topology well services fail_closed \
+         forward_policy granularity nat node_ports offloads path_mtu pod_tunnels printer segments external \
+         checks cloud cilium flannel kernel_ipip scenario faults failover nat_pairs modes run_times args",
+    ),
+    (
+        "../xtask/src",
+        "apt wheels build_ebpf kubernetes prometheus kube_tools web_tools vm image manifests cluster bench \
+         dist docs fuzz sim static_checks rotation second_try test",
+    ),
 ];
 
 /// Rust files in a directory of this package, and below it.
@@ -141,49 +132,91 @@ fn sources(directory: &str) -> Vec<PathBuf> {
     found
 }
 
-/// The modules that code names directly behind `root` (`crate::`), one by one or in braces.
-fn named(code: &str, root: &str) -> BTreeSet<String> {
-    let lines = code.lines().map(|line| line.split("//").next().unwrap_or_default());
-    let code: String = lines.flat_map(|line| [line, "\n"]).collect();
-    let identifier = |text: &str| -> String {
-        text.trim_start().chars().take_while(|c| c.is_ascii_alphanumeric() || *c == '_').collect()
-    };
-    let mut names = BTreeSet::new();
-    for (at, _) in code.match_indices(root) {
-        let rest = &code[at + root.len()..];
-        if !rest.starts_with('{') {
-            names.insert(identifier(rest));
-            continue;
-        }
-        let mut depth = 0;
-        for (at, c) in rest.char_indices() {
+/// Code without what stands behind `//` in a line.
+fn without_comments(code: &str) -> String {
+    code.lines().flat_map(|line| [line.split("//").next().unwrap_or_default(), "\n"]).collect()
+}
+
+/// The names with which a path goes on after `up` more `super::`, one by one or in braces.
+fn behind(path: &str, up: usize, names: &mut BTreeSet<String>) {
+    let path = path.trim_start();
+    if let Some(list) = path.strip_prefix('{') {
+        let mut depth = 1;
+        behind(list, up, names);
+        for (at, c) in list.char_indices() {
             depth += i32::from(c == '{') - i32::from(c == '}');
             match (c, depth) {
                 (_, 0) => break,
-                ('{' | ',', 1) => drop(names.insert(identifier(&rest[at + 1..]))),
+                (',', 1) => behind(&list[at + 1..], up, names),
                 _ => {}
             }
+        }
+    } else if up > 0 {
+        path.strip_prefix("super::").into_iter().for_each(|rest| behind(rest, up - 1, names));
+    } else {
+        let name: String =
+            path.chars().take_while(|c| c.is_ascii_alphanumeric() || "_*".contains(*c)).collect();
+        // Behind the last comma of a list there is none.
+        names.extend(Some(name).filter(|name| !name.is_empty()));
+    }
+}
+
+/// The modules that code names directly behind `root` (`crate::`).
+fn named(code: &str, root: &str) -> BTreeSet<String> {
+    let code = without_comments(code);
+    let mut names = BTreeSet::new();
+    code.match_indices(root).for_each(|(at, _)| behind(&code[at + root.len()..], 0, &mut names));
+    names
+}
+
+/// How many modules (`mod x {`) are open at the end of code that rustfmt has written.
+fn open_modules(code: &str) -> usize {
+    let mut open = Vec::new();
+    for line in code.lines() {
+        let (text, words) = (line.trim(), line.split_whitespace().rev().collect::<Vec<_>>());
+        let indent = line.len() - line.trim_start().len();
+        if matches!(words[..], ["{", _, "mod", ..]) {
+            open.push(indent);
+        } else if text == "}" {
+            open.pop_if(|of| *of == indent);
+        }
+    }
+    open.len()
+}
+
+/// The modules of its crate that the code of a module so deep in it names: behind `crate::`, and behind as many
+/// `super::` as lead to the crate's root.
+fn modules_named(code: &str, depth: usize) -> BTreeSet<String> {
+    let mut names = named(code, "crate::");
+    let code = without_comments(code);
+    for (at, _) in code.match_indices("super::") {
+        if !code[..at].ends_with("super::") {
+            behind(&code[at..], depth + open_modules(&code[..at]), &mut names);
         }
     }
     names
 }
 
-/// The modules in a directory of this package know only those before them.
+/// The modules in a directory know only those before them.
 #[track_caller]
-fn assert_ordered(directory: &str, order: &[&str]) {
+fn assert_ordered(directory: &str, order: &str) {
+    let order: Vec<_> = order.split_whitespace().collect();
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join(directory);
     let mut left: BTreeSet<_> = order.iter().copied().collect();
     for path in sources(directory) {
-        let of = path.strip_prefix(&root).unwrap().components().next().unwrap();
-        let of = of.as_os_str().to_str().unwrap().trim_end_matches(".rs");
-        // Programs are crates of their own.
-        if of == "lib" || of == "bin" {
+        let within = path.strip_prefix(&root).unwrap().with_extension("");
+        let mut modules: Vec<_> = within.iter().map(|part| part.to_str().unwrap()).collect();
+        modules.pop_if(|module| *module == "mod");
+        let of = modules[0];
+        // The crate's root has all of them, and programs are crates of their own.
+        if ["lib", "main", "bin"].contains(&of) {
             continue;
         }
         left.remove(of);
         let own = order.iter().position(|module| *module == of);
         let own = own.unwrap_or_else(|| panic!("{of}: give the module its place among those of {directory}"));
-        let names = named(&fs::read_to_string(&path).unwrap(), "crate::");
+        let names = modules_named(&fs::read_to_string(&path).unwrap(), modules.len());
+        assert!(!names.contains("*"), "{} uses all of the crate's root", path.display());
         let later: Vec<_> = order[own + 1..].iter().filter(|module| names.contains(**module)).collect();
         assert!(later.is_empty(), "{} knows {later:?}, which come after {of}", path.display());
     }
@@ -191,17 +224,24 @@ fn assert_ordered(directory: &str, order: &[&str]) {
 }
 
 #[test]
-fn modules_of_the_pure_crate_know_only_those_before_them() {
+fn a_module_is_found_by_whichever_path_it_is_named() {
+    let names = |code, depth| Vec::from_iter(modules_named(code, depth));
     assert_eq!(
-        named("use crate::{a::{self, b}, c}; // crate::x\nlet y = crate::d::E;", "crate::"),
-        ["a", "c", "d"].map(String::from).into()
+        names("use crate::{a::{self, b}, c}; // crate::x\nlet y = crate::d::E;", 1),
+        ["a", "c", "d"].map(String::from)
     );
-    assert_ordered("core/src", &PURE);
+    let code = "use super::{a, super::{b::X, c}};\nlet d = super::super::d::e(); super::f();\n";
+    assert_eq!(names(code, 2), ["b", "c", "d"]);
+    assert_eq!(names("use super::{\n    a,\n    b::{c, d},\n};", 1), ["a", "b"]);
+    let tests = "#[cfg(test)]\nmod tests {\n    use super::{*, super::a};\n}\nuse super::b;\n";
+    assert_eq!(names(tests, 1), ["a", "b"], "a module in a file is one deeper");
 }
 
 #[test]
-fn modules_of_the_agent_know_only_those_before_them() {
-    assert_ordered("src", &AGENT);
+fn modules_know_only_those_before_them() {
+    for (directory, order) in ORDERS {
+        assert_ordered(directory, order);
+    }
 }
 
 /// A wall clock that jumps moves no leader: what decides has the monotonic clock, which programs have, too.

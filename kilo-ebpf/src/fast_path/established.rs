@@ -109,6 +109,10 @@ fn established<const EGRESS: bool>(
 
 /// `addr` is what masqueraded packets get; `any`: some get others.
 #[inline(always)]
+#[expect(
+    clippy::too_many_lines,
+    reason = "the fast path: what is split off costs the verifier or the packet"
+)]
 fn translate<const EGRESS: bool>(skb: *mut __sk_buff, config: &Config, addr: u32, any: bool) -> u32 {
     const PORT: [usize; 2] = [TRANSPORT + offset_of!(UdpHdr, dst), TRANSPORT];
     let ctx = TcContext::new(skb);

@@ -6,7 +6,7 @@ use clap::{Args, Subcommand};
 
 use super::{
     checks, failover, faults, nat_pairs, network::Shape, network::Underlay, scenario::Scenario,
-    topology::Topology,
+    times::parse_time, topology::Topology,
 };
 
 /// Options and subcommands of the lab.
@@ -59,26 +59,7 @@ pub(crate) enum LabCommand {
     /// Show the agents and their counters.
     Status,
     /// Make faults while traffic flows, and write what each cost.
-    Faults {
-        /// Only these faults of docs/reliability.md: ids, or first words of ids (comma separated).
-        #[arg(long = "fault", value_delimiter = ',', value_name = "ID", value_parser = faults::list::named)]
-        only_faults: Vec<String>,
-        /// Only what every test run does.
-        #[arg(long)]
-        always: bool,
-        /// Write the rows to this file.
-        #[arg(long, value_name = "FILE")]
-        json: Option<PathBuf>,
-        /// How long the cluster is away and agents are dead (cluster-away, static-stability): 90s, 10m, 2h.
-        #[arg(long, value_name = "TIME", value_parser = parse_time)]
-        away: Option<Duration>,
-        /// Write docs/reliability.md; with --fault, other rows from the file of --json.
-        #[arg(long, conflicts_with = "always")]
-        docs: bool,
-        /// Write the outcomes as tests to this file.
-        #[arg(long, value_name = "FILE", hide = true)]
-        outcomes: Option<PathBuf>,
-    },
+    Faults(FaultOptions),
     /// Put two leaders behind NATs of every pair of kinds, and show which way they find; then try a relay under traffic.
     Nat(nat_pairs::Options),
     /// Break a leader again and again while traffic flows, with --failover=auto.
@@ -133,6 +114,29 @@ pub(crate) enum LabCommand {
     },
 }
 
+/// Which faults are made under traffic, and what becomes of what they cost.
+#[derive(Args, Clone, Debug)]
+pub(crate) struct FaultOptions {
+    /// Only these faults of docs/reliability.md: ids, or first words of ids (comma separated).
+    #[arg(long = "fault", value_delimiter = ',', value_name = "ID", value_parser = faults::list::named)]
+    pub(crate) only_faults: Vec<String>,
+    /// Only what every test run does.
+    #[arg(long)]
+    pub(crate) always: bool,
+    /// Write the rows to this file.
+    #[arg(long, value_name = "FILE")]
+    pub(crate) json: Option<PathBuf>,
+    /// How long the cluster is away and agents are dead (cluster-away, static-stability): 90s, 10m, 2h.
+    #[arg(long, value_name = "TIME", value_parser = parse_time)]
+    pub(crate) away: Option<Duration>,
+    /// Write docs/reliability.md; with --fault, other rows from the file of --json.
+    #[arg(long, conflicts_with = "always")]
+    pub(crate) docs: bool,
+    /// Write the outcomes as tests to this file.
+    #[arg(long, value_name = "FILE", hide = true)]
+    pub(crate) outcomes: Option<PathBuf>,
+}
+
 impl LabArgs {
     /// True when a lab is put up, which takes Debian packages.
     pub fn stands_up(&self) -> bool {
@@ -141,7 +145,7 @@ impl LabArgs {
             | Some(
                 LabCommand::Test { .. }
                 | LabCommand::Nat(_)
-                | LabCommand::Faults { .. }
+                | LabCommand::Faults(_)
                 | LabCommand::Soak { .. }
                 | LabCommand::Scenario { .. },
             ) => true,
@@ -156,11 +160,4 @@ impl LabArgs {
     pub fn needs_build(&self) -> bool {
         self.stands_up() && self.bin.is_none()
     }
-}
-
-/// Seconds, minutes or hours.
-pub(crate) fn parse_time(text: &str) -> Result<Duration, String> {
-    let unit = |unit| text.strip_suffix(unit).and_then(|number| number.parse::<u64>().ok());
-    let seconds = unit('s').or_else(|| unit('m').map(|m| m * 60)).or_else(|| unit('h').map(|h| h * 3600));
-    seconds.map(Duration::from_secs).ok_or_else(|| "write 90s, 10m or 2h".to_owned())
 }

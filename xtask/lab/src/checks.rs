@@ -13,16 +13,15 @@ use clap::ValueEnum;
 use nix::sys::signal::Signal;
 
 use super::{
-    Lab, LabArgs, agents, clear,
+    Lab, LabArgs, agents,
+    check::{Check, outcome},
+    clear,
     counters::{self, action, drops},
     external, fail_closed, forward_policy, granularity, matrix, nat,
     network::Node,
     node_ports, offloads, path_mtu, pod_tunnels, printer, segments, services, vpn, wait, well,
 };
 use crate::report::{InClear, TestOutcome};
-
-/// A check's name is a sentence; it gets the lab as the one before left it.
-pub type Check = (&'static str, fn(&mut Lab) -> Result<String>);
 
 const CHECKS: &[Check] = &[
     ("non-leaders steer and never encrypt; leaders encrypt, forward and carry transit", ways),
@@ -180,31 +179,6 @@ pub fn as_deployed(lab: &mut Lab, prefix: &str) -> TestOutcome {
 /// Until the mesh stands, and while everybody reaches everybody.
 fn quiet_logs(lab: &mut Lab) -> Result<String> {
     lab.all_well().map(|()| String::new())
-}
-
-/// Prints and records one outcome.
-pub fn outcome(prefix: &str, name: &str, began: Instant, result: &Result<String>) -> TestOutcome {
-    match result {
-        Ok(figure) => println!("test {prefix}{name} ... ok {figure}"),
-        Err(error) => println!("test {prefix}{name} ... FAILED\n    {error:#}"),
-    }
-    TestOutcome::ended("lab", format!("{prefix}{name}"), result.is_ok(), began)
-        .because_of(result.as_ref().err())
-}
-
-/// Records what cannot be tried here.
-pub fn skipped(prefix: &str, name: &str, reason: &str) -> TestOutcome {
-    println!("SKIPPED {prefix}{name}: {reason}");
-    TestOutcome::new("lab", format!("{prefix}{name}"), "skipped", 0.0)
-}
-
-/// Fails with the probes that did.
-pub fn all_passed(matrix: &matrix::Matrix) -> Result<()> {
-    if matrix.passed() < matrix.total() {
-        matrix.print();
-        bail!("{} of {} probes failed", matrix.total() - matrix.passed(), matrix.total());
-    }
-    Ok(())
 }
 
 /// One outcome for each kind of path, so that a report says what works.

@@ -9,7 +9,7 @@ use socket2::{Domain, Protocol, Socket, Type};
 
 use super::{
     Lab,
-    checks::{self, no_drops},
+    checks::no_drops,
     counters, matrix,
     network::{Network, Node},
 };
@@ -74,7 +74,7 @@ pub fn ipip_in_overlay(lab: &mut Lab) -> Result<String> {
     lab.agents.wait_until_ready(&lab.network, Duration::from_secs(60))?;
     matrix::settle(&lab.network, Duration::from_secs(60))?;
     let matrix = matrix::run(&lab.network)?;
-    checks::all_passed(&matrix)?;
+    matrix.all_passed()?;
     let wrapped = counted(&lab.network, "ipip-in-overlay")?;
     ensure!(wrapped[0] > 100 && wrapped[1] > 100, "IPIP in the overlay's packets: {wrapped:?}");
     ensure!(counted(&lab.network, "ipip")? == dropped, "IPIP was sent in clear");

@@ -3,30 +3,16 @@
 
 use std::time::Duration;
 
-use anyhow::{Context as _, Result, bail, ensure};
-use serde::Deserialize as _;
-use serde_yaml_ng::{Deserializer, Value};
+use anyhow::{Result, bail, ensure};
 
 use super::{
-    Lab, counters,
+    Lab,
+    cni_conf::CONF,
+    counters,
     network::Node,
     plugins::{self, Pod},
     wait,
 };
-
-/// The node's configuration list, in its own /etc.
-pub const CONF: &str = "/etc/cni/net.d/10-kilo.conflist";
-
-/// Puts the configuration where the agent will find it.
-pub fn install(node: &Node) -> Result<()> {
-    let manifest = include_str!("../../../manifests/kilo-kubeadm.yaml");
-    let documents = Deserializer::from_str(manifest).map(Value::deserialize);
-    let documents = documents.collect::<Result<Vec<_>, _>>()?;
-    let conf = documents.iter().find_map(|document| document.get("data")?.get("cni-conf.json")?.as_str());
-    let conf = conf.context("the manifest has no cni-conf.json")?;
-    node.netns.sh(&format!("cat > {CONF} <<'CONF'\n{conf}CONF"))?;
-    Ok(())
-}
 
 /// Makes the pod's interface, once the agent has written the node's pod CIDRs.
 pub fn connect(node: &Node) -> Result<()> {

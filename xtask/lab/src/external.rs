@@ -11,7 +11,6 @@ use nix::sys::signal::Signal;
 
 use super::{
     Lab, agents,
-    checks::all_passed,
     counters::{self, action},
     matrix,
     network::Node,
@@ -76,7 +75,7 @@ fn configured_and_used(lab: &mut Lab, node: &Node, key: &str) -> Result<String> 
     ensure!(configured == wanted, "wireguard-go has {configured:?}, kgctl showconf says {wanted:?}");
     let before = encrypted(node)?;
     let matrix = matrix::run(&lab.network)?;
-    all_passed(&matrix)?;
+    matrix.all_passed()?;
     let packets = encrypted(node)? - before;
     ensure!(packets > 0, "{NODE} encrypts nothing");
     // A change of one peer, live.

@@ -5,8 +5,9 @@ use anyhow::{Result, ensure};
 
 use super::{
     Lab,
-    checks::{Check, no_drops, nothing_in_clear},
-    cloud, cni,
+    check::Check,
+    checks::{no_drops, nothing_in_clear},
+    cloud, cni, cni_conf,
     network::{Network, Node},
 };
 
@@ -92,7 +93,7 @@ fn configure_pods(node: &Node) -> Result<()> {
          iptables -t nat -A FLANNEL-POSTRTG ! -s 10.42.0.0/16 -d {cidr}/24 -j RETURN\n\
          iptables -t nat -A FLANNEL-POSTRTG -s 10.42.0.0/16 ! -d 224.0.0.0/4 -j MASQUERADE --random-fully\n\
          iptables -t nat -A FLANNEL-POSTRTG ! -s 10.42.0.0/16 -d 10.42.0.0/16 -j MASQUERADE --random-fully",
-        cni::CONF
+        cni_conf::CONF
     ))?;
     Ok(())
 }

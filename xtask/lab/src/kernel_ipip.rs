@@ -14,7 +14,7 @@ use nix::sys::signal::Signal;
 
 use super::{
     Lab,
-    checks::{self, Check},
+    check::Check,
     counters, matrix,
     network::{LAPTOP, Network, Node},
     tunl0, wait,
@@ -54,7 +54,7 @@ fn round(lab: &mut Lab, old: &[&str]) -> Result<String> {
     matrix::settle(&lab.network, Duration::from_secs(60))?;
     let before = drops(lab, old)?;
     let matrix = matrix::run(&lab.network)?;
-    checks::all_passed(&matrix)?;
+    matrix.all_passed()?;
     let after = drops(lab, old)?;
     ensure!(before == after, "new nodes dropped packets: {before:?}, then {after:?}");
     Ok(format!("({} probes)", matrix.total()))

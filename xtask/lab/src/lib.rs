@@ -5,11 +5,13 @@
 pub mod agents;
 mod args;
 mod bulk;
+mod check;
 mod checks;
 mod cilium;
 mod clear;
 mod cloud;
 mod cni;
+mod cni_conf;
 pub mod command;
 pub mod confine;
 pub mod counters;
@@ -42,6 +44,7 @@ mod scenario;
 mod segments;
 mod services;
 pub mod takedown;
+mod times;
 mod topology;
 pub mod tunl0;
 mod vpn;
@@ -64,7 +67,7 @@ pub use args::LabArgs;
 pub use cilium::OBJECT as CILIUM_OBJECT;
 
 use agents::Agents;
-use args::LabCommand;
+use args::{FaultOptions, LabCommand};
 use members::Members;
 use netns::Netns;
 use network::{Network, Node, Shape, Underlay};
@@ -149,52 +152,13 @@ pub fn main(args: LabArgs) -> Result<()> {
             println!("{seen} packets matched, {dropped} of them dropped or late");
             Ok(())
         }
-        Some(LabCommand::Faults { ref only_faults, always, ref json, away, docs, ref outcomes }) => {
-            let _guard = take_over(&args.name)?;
-            if let Some(time) = away {
-                faults::control_plane::set_length(time);
-            }
-            let mut lab = Lab::up(&args, None)?;
-            let rows = faults::run(&mut lab, only_faults, always);
-            let mut ended = faults::outcomes(&rows, "");
-            ended.push(checks::as_deployed(&mut lab, "faults: "));
-            let mut all: Vec<faults::Row> = match json {
-                Some(path) if docs && !only_faults.is_empty() => serde_json::from_slice(&fs::read(path)?)?,
-                _ => Vec::new(),
-            };
-            all.retain(|row| !faults::is_chosen(&row.id, only_faults));
-            all.extend(rows.iter().cloned());
-            all.sort_by_key(|row| faults::place(&row.id));
-            if let Some(path) = json {
-                write_json(path, &all)?;
-            }
-            if let Some(path) = outcomes {
-                write_json(path, &ended)?;
-            }
-            if docs {
-                faults::write_table(&all, failover::kept_lines()?)?;
-            }
-            report(&ended, None)
-        }
+        Some(LabCommand::Faults(ref options)) => under_traffic(&args, options),
         Some(LabCommand::Nat(ref options)) => {
             let bin = args.bin.clone().map_or_else(own_directory, Ok)?;
             nat_pairs::main(options, &args.name, &bin, &args.wireguard)
         }
         Some(LabCommand::Failover(ref options)) => failover::main(&args, options),
-        Some(LabCommand::Soak { seed, time, ref outcomes }) => {
-            let mut guard = take_over(&args.name)?;
-            let only = args.only.as_deref();
-            let by_clock = || UNIX_EPOCH.elapsed().map_or(0, |time| time.as_secs());
-            let (seed, started) = (seed.unwrap_or_else(by_clock), Instant::now());
-            let result =
-                Lab::up(&args, None).and_then(|mut lab| faults::soak::run(&mut lab, seed, time, only));
-            if let Some(path) = outcomes {
-                write_json(path, &[faults::soak::outcome(&result, seed, started)])?;
-            }
-            // To look around.
-            guard.keep = args.keep && result.is_err();
-            result.map(|_| ())
-        }
+        Some(LabCommand::Soak { seed, time, ref outcomes }) => soak(&args, seed, time, outcomes.as_deref()),
         Some(LabCommand::Test { ref json, ref prefix, ref modes }) => {
             let _guard = take_over(&args.name)?;
             let checks = args.checks.checks().into_iter().flatten().chain(args.topology.checks());
@@ -216,6 +180,51 @@ pub fn main(args: LabArgs) -> Result<()> {
             report(&outcomes, json.as_deref())
         }
     }
+}
+
+/// Makes faults while traffic flows, and writes what each cost.
+fn under_traffic(args: &LabArgs, options: &FaultOptions) -> Result<()> {
+    let _guard = take_over(&args.name)?;
+    if let Some(time) = options.away {
+        faults::control_plane::set_length(time);
+    }
+    let only_faults = &options.only_faults;
+    let mut lab = Lab::up(args, None)?;
+    let rows = faults::run(&mut lab, only_faults, options.always);
+    let mut ended = faults::outcomes(&rows, "");
+    ended.push(checks::as_deployed(&mut lab, "faults: "));
+    let mut all: Vec<faults::Row> = match &options.json {
+        Some(path) if options.docs && !only_faults.is_empty() => serde_json::from_slice(&fs::read(path)?)?,
+        _ => Vec::new(),
+    };
+    all.retain(|row| !faults::is_chosen(&row.id, only_faults));
+    all.extend(rows.iter().cloned());
+    all.sort_by_key(|row| faults::place(&row.id));
+    if let Some(path) = &options.json {
+        write_json(path, &all)?;
+    }
+    if let Some(path) = &options.outcomes {
+        write_json(path, &ended)?;
+    }
+    if options.docs {
+        faults::write_table(&all, failover::kept_lines()?)?;
+    }
+    report(&ended, None)
+}
+
+/// Injects random faults for that long.
+fn soak(args: &LabArgs, seed: Option<u64>, time: Duration, outcomes: Option<&Path>) -> Result<()> {
+    let mut guard = take_over(&args.name)?;
+    let only = args.only.as_deref();
+    let by_clock = || UNIX_EPOCH.elapsed().map_or(0, |time| time.as_secs());
+    let (seed, started) = (seed.unwrap_or_else(by_clock), Instant::now());
+    let result = Lab::up(args, None).and_then(|mut lab| faults::soak::run(&mut lab, seed, time, only));
+    if let Some(path) = outcomes {
+        write_json(path, &[faults::soak::outcome(&result, seed, started)])?;
+    }
+    // To look around.
+    guard.keep = args.keep && result.is_err();
+    result.map(|_| ())
 }
 
 fn write_json<T: Serialize>(path: &Path, rows: &[T]) -> Result<()> {

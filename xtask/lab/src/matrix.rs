@@ -293,6 +293,15 @@ impl Matrix {
         self.cells.iter().filter(|cell| cell.error.is_none()).count()
     }
 
+    /// Fails with the probes that did.
+    pub fn all_passed(&self) -> Result<()> {
+        if self.passed() < self.total() {
+            self.print();
+            bail!("{} of {} probes failed", self.total() - self.passed(), self.total());
+        }
+        Ok(())
+    }
+
     /// A row a source, a column a target; `ok`, or the protocols that failed.
     pub fn print(&self) {
         let header: String = self.targets.iter().map(|target| format!("{target:>9}")).collect();

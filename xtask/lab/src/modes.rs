@@ -2,7 +2,7 @@
 
 use std::time::Instant;
 
-use super::{Lab, LabArgs, checks, network::Underlay, topology::Topology};
+use super::{Lab, LabArgs, check, checks, network::Underlay, topology::Topology};
 use crate::report::TestOutcome;
 
 /// A way to carry packets that is not the default.
@@ -44,7 +44,7 @@ impl Mode {
         let prefix = format!("{prefix}{}: ", self.name);
         let Self { underlay, topology, .. } = *self;
         if let Some(reason) = topology.missing() {
-            return vec![checks::skipped(&prefix, "the mesh comes up", reason)];
+            return vec![check::skipped(&prefix, "the mesh comes up", reason)];
         }
         let mut args = LabArgs { underlay, topology, checks: checks::Choice::Way, ..args.clone() };
         args.kg_flags.push(self.flag.to_owned());
@@ -53,7 +53,7 @@ impl Mode {
                 let checks = args.checks.checks().into_iter().flatten().chain(topology.checks());
                 checks::run(lab, started, &prefix, &args, checks)
             }
-            Err(error) => vec![checks::outcome(&prefix, "the mesh comes up", started, &Err(error))],
+            Err(error) => vec![check::outcome(&prefix, "the mesh comes up", started, &Err(error))],
         }
     }
 }

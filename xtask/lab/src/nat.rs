@@ -23,7 +23,7 @@ use anyhow::{Result, ensure};
 use super::{
     Lab,
     agents::Agents,
-    cni,
+    cni, cni_conf,
     netns::{self, Netns},
     network::{Network, Node, Underlay},
     probe, well,
@@ -242,7 +242,7 @@ fn finish(node: &mut Node, directory: &Path) -> Result<()> {
     let name = node.name().to_owned();
     {
         node.netns.hold(&directory.join(format!("logs/{name}-namespaces.log")))?;
-        cni::install(node)?;
+        cni_conf::install(&node.netns)?;
         node.netns
             .sh("echo 1 > /proc/sys/net/ipv4/ip_forward; echo 1 > /proc/sys/net/ipv6/conf/all/forwarding")?;
     }

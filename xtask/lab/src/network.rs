@@ -20,7 +20,7 @@ use anyhow::{Result, bail};
 use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
 
-use super::{cni, netns::Netns};
+use super::{cni_conf, netns::Netns};
 
 /// Family of the addresses nodes reach each other by.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
@@ -455,7 +455,7 @@ impl Network {
         }
         batch += &self.routes(node, "add");
         node.netns.ip(&batch)?;
-        cni::install(node)?;
+        cni_conf::install(&node.netns)?;
         // As the manifests ask of nodes: the agent cannot write there.
         node.netns.sh(
             "echo 1 > /proc/sys/net/ipv4/ip_forward; echo 1 > /proc/sys/net/ipv6/conf/all/forwarding; \

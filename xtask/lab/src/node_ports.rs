@@ -18,7 +18,7 @@ use anyhow::{Context as _, Result, bail, ensure};
 use serde_json::json;
 
 use super::{
-    Lab, cni, counters, matrix,
+    Lab, cni_conf, counters, matrix,
     netns::{self, Netns},
     network::{Network, Node, OUTSIDE, OUTSIDE6, PRINTER, Underlay},
     plugins::{self, Pod},
@@ -88,7 +88,7 @@ impl Second {
         let netns = Netns::create(lab, &planned(lab, node).name)?;
         let path = format!("/proc/{}/root{}", std::process::id(), netns.path().display());
         let mut pod = Self {
-            list: node.netns.sh(&format!("cat {}", cni::CONF))?,
+            list: node.netns.sh(&format!("cat {}", cni_conf::CONF))?,
             path,
             id: netns.name.clone(),
             result: serde_json::Value::Null,

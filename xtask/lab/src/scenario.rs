@@ -7,8 +7,8 @@ use clap::ValueEnum;
 
 use super::{
     Lab, LabArgs,
-    checks::{self, Check},
-    cilium, flannel, kernel_ipip,
+    check::{self, Check},
+    checks, cilium, flannel, kernel_ipip,
     network::Network,
 };
 use crate::report::TestOutcome;
@@ -74,7 +74,7 @@ impl Scenario {
         args.kg_flags.splice(0..0, self.flags().iter().map(|&flag| flag.to_owned()));
         match Lab::up(&args, Some(self)) {
             Ok(lab) => checks::run(lab, started, &prefix, &args, self.checks()),
-            Err(error) => vec![checks::outcome(&prefix, "the mesh comes up", started, &Err(error))],
+            Err(error) => vec![check::outcome(&prefix, "the mesh comes up", started, &Err(error))],
         }
     }
 }

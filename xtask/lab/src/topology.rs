@@ -7,7 +7,7 @@ use clap::ValueEnum;
 
 use super::{
     Lab,
-    checks::Check,
+    check::Check,
     network::{Network, Node, PRINTER},
     probe::{self, Protocol},
     wire,

@@ -26,7 +26,7 @@ pub struct Beside {
 }
 
 impl Beside {
-    /// Faults by chance, for ten minutes.
+    /// Random faults, for ten minutes.
     ///
     /// # Errors
     /// When it cannot be started.

@@ -6,34 +6,11 @@ use std::{
     time::{Duration, Instant},
 };
 
-use super::{Known, Node, READY_SECONDS, former::Former, is_complete, is_recent, ready_seconds};
+use super::{Known, Node, clocks::Clocks, former::Former, is_complete, is_recent, ready_seconds};
 
 /// A value that has not changed for this long is no heartbeat.
 fn patience(node: &Node) -> Duration {
     Duration::from_secs(ready_seconds(node).unsigned_abs())
-}
-
-/// It has more patience than one that renews its heartbeat as often as Kilo's own.
-fn promises_seldom(node: &Node) -> bool {
-    ready_seconds(node) > READY_SECONDS
-}
-
-/// Of how many nodes the heartbeat is recent.
-#[derive(Clone, Copy, Default)]
-struct Clocks {
-    all: usize,
-    fresh: usize,
-}
-
-impl Clocks {
-    fn add(&mut self, is_fresh: bool) {
-        (self.all, self.fresh) = (self.all + 1, self.fresh + usize::from(is_fresh));
-    }
-
-    /// Most are recent: our clock is right, and the API server was there.
-    const fn agree(self) -> bool {
-        self.fresh * 2 >= self.all
-    }
 }
 
 /// A node is declared dead only when the own heartbeat came back this long after its last one:
@@ -166,9 +143,7 @@ impl Liveness {
         // One walk over both; what is passed over has gone.
         let mut before = std::mem::take(&mut self.seen).into_iter().peekable();
         self.seen.reserve_exact(nodes.len());
-        let (mut everybody, mut often, mut seldom) =
-            (Clocks::default(), Clocks::default(), Clocks::default());
-        let mut new = Vec::new();
+        let (mut clocks, mut new) = (Clocks::default(), Vec::new());
         for Known { node, last_seen } in nodes {
             let known_now = Known { node, last_seen };
             let known = before.next_if(|seen| Arc::ptr_eq(&seen.node, node)).or_else(|| {
@@ -206,11 +181,7 @@ impl Liveness {
             };
             let is_fresh = seen.complete && is_recent(known_now, unix_now);
             if seen.complete {
-                everybody.add(is_fresh);
-                // Who was declared dead says nothing of the API server.
-                if last_seen != 0 {
-                    if promises_seldom(node) { &mut seldom } else { &mut often }.add(is_fresh);
-                }
+                clocks.add(node, last_seen, is_fresh);
             }
             self.seen.push(seen);
         }
@@ -218,13 +189,15 @@ impl Liveness {
         self.former.all_seen(now);
         for (at, is_fresh) in new {
             let seen = &mut self.seen[at];
-            // Patient ones do not prove that the API server was there when impatient ones were to be heard.
-            let like_it = if promises_seldom(&seen.node) { seldom } else { often };
-            let clocks_agree = everybody.agree() && (seen.value == 0 || like_it.agree());
             if seen.node.declared_alive.is_none() {
-                seen.changed = (!clocks_agree || is_fresh).then_some(now);
+                seen.changed = (!clocks.agree_about(&seen.node, seen.value) || is_fresh).then_some(now);
             }
         }
+        self.judge(own, nobody, now)
+    }
+
+    /// Who is ready, of the nodes that have just been looked at; `nobody`: none was before.
+    fn judge(&mut self, own: Option<&str>, nobody: bool, now: Instant) -> Vec<bool> {
         let own = own.map(|own| self.seen.binary_search_by(|seen| seen.node.name.as_str().cmp(own)).ok());
         let own_seen = match own {
             Some(own) => own.map(|own| &self.seen[own]),

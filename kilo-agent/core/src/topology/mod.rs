@@ -4,6 +4,7 @@
 mod acting;
 mod allocate;
 pub mod changes;
+mod clocks;
 mod former;
 mod freed;
 mod graph;

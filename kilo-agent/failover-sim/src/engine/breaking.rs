@@ -6,10 +6,17 @@ use kilo_failover::{
     signal::{Body, Kind, MAX_MEMBERS, Shared},
 };
 
-use super::{CLOCK, Event, LOCATION, Sim};
-use crate::{faults::Fault, host};
+use super::{Event, LOCATION, Sim};
+use crate::{
+    faults::Fault,
+    host::{self, CLOCK},
+};
 
 impl Sim {
+    #[expect(
+        clippy::too_many_lines,
+        reason = "one arm for each fault: how it is made and mended stands together"
+    )]
     pub(super) fn fault(&mut self, index: usize, on: bool) {
         let (_, end, fault) = self.faults[index].clone();
         if self.log {

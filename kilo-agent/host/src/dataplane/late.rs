@@ -52,7 +52,7 @@ impl Late {
                 let loaded = load_late(&pins);
                 if let Err(error) = &loaded {
                     // An interface may never need them.
-                    tracing::info!(%error, "{NOT_LOADED}; they are tried again when such an uplink needs them");
+                    tracing::info!(%error, "{NOT_LOADED}; retrying when such an uplink needs them");
                 }
                 loaded
             });
@@ -70,7 +70,7 @@ impl Late {
     pub(super) fn wait(&mut self, pins: &Path) -> Result<ByName, DataplaneError> {
         let loaded = match self {
             Self::Refused { error, until } if *until > Instant::now() => {
-                return Err(DataplaneError::Load(format!("{error} (not tried again yet)").into()));
+                return Err(DataplaneError::Load(format!("{error} (not retried yet)").into()));
             }
             Self::Loading(thread) => match thread.take().map(JoinHandle::join) {
                 Some(Ok(loaded)) => loaded,
@@ -85,7 +85,7 @@ impl Late {
                 let (error, seconds) = (error_chain(error.as_ref()), pause.as_secs());
                 tracing::error!(
                     error,
-                    "{NOT_LOADED}; they are tried again in {seconds} s, or when another such uplink appears"
+                    "{NOT_LOADED}; retrying in {seconds} s, or when another such uplink appears"
                 );
                 Self::Refused { error, until: Instant::now() + pause }
             }

@@ -198,7 +198,7 @@ impl Dataplane {
     /// Places taken in each map the agent fills, by name: what it has written,
     /// no map is read.
     pub fn entries(&self) -> BTreeMap<&'static str, usize> {
-        self.present.entries().into()
+        self.present.entries()
     }
 
     /// Brings the maps to the desired content; returns the number of writes.

@@ -58,6 +58,92 @@ pub struct Interim<'a> {
 /// How long resets for unknown flows are suppressed, until each flow's next packet has an entry.
 const QUIET: Duration = Duration::from_secs(5);
 
+/// A family as nft names it.
+struct Family {
+    v6: bool,
+    word: &'static str,
+    kind: &'static str,
+}
+
+const FAMILIES: &[Family] = &[
+    Family { v6: false, word: "ip", kind: "ipv4_addr" },
+    Family { v6: true, word: "ip6", kind: "ipv6_addr" },
+];
+
+/// The rules of each chain.
+#[derive(Default)]
+struct Rules {
+    masquerade: String,
+    guard: String,
+    quiet: String,
+}
+
+impl Rules {
+    /// Adds those of a family.
+    fn add(&mut self, family: &Family, interim: Option<&Interim<'_>>) {
+        let word = family.word;
+        if interim.is_some() {
+            let gate = format!("\t\t{word} daddr != @live_{word} return\n");
+            self.masquerade += &gate;
+            self.guard += &gate;
+        }
+        // A source in a prefix of both kinds counts as the programs see it: by the longer one.
+        self.masquerade += &format!(
+            "\t\t{word} daddr @known_{word} return\n\
+             \t\t{word} daddr @forced_{word} {word} saddr != @exempt_{word} masquerade\n\
+             \t\t{word} saddr @sources_{word} masquerade\n"
+        );
+        // Empty when the programs have ended.
+        let gate = match interim.is_some_and(|interim| !interim.steered.is_zero()) {
+            true => format!("{word} daddr != @steered_{word} "),
+            false => String::new(),
+        };
+        // A leader hands on what others' pods send, too.
+        for from in ["sources", "never", "by_uplink"] {
+            self.guard += &format!(
+                "\t\t{word} saddr @{from}_{word} {word} daddr @never_{word} drop\n\
+                 \t\t{gate}{word} saddr @{from}_{word} {word} daddr @by_uplink_{word} drop\n"
+            );
+        }
+        if interim.is_some_and(|interim| interim.masquerades) {
+            self.guard += &format!(
+                "\t\t{word} daddr @known_{word} return\n\
+                 \t\t{word} saddr @sources_{word} ct direction reply return\n\
+                 \t\t{word} saddr @sources_{word} drop\n"
+            );
+        }
+        let icmp = if family.v6 { "icmpv6" } else { "icmp" };
+        self.quiet += &format!(
+            "\t\t{word} daddr @quiet_{word} tcp flags & rst == rst drop\n\
+             \t\t{word} daddr @quiet_{word} {icmp} type destination-unreachable drop\n"
+        );
+    }
+
+    /// The chains with them.
+    fn chains(self, interim: Option<&Interim<'_>>) -> String {
+        let Self { mut masquerade, guard, mut quiet } = self;
+        let Some(interim) = interim else {
+            return format!(
+                "\tchain postrouting {{\n\t\ttype nat hook postrouting priority srcnat; policy accept;\n\
+                 \t\toifname \"lo\" return\n{masquerade}\t}}\n"
+            );
+        };
+        let names: Vec<_> = interim.uplinks.iter().map(|name| format!("\"{name}\"")).collect();
+        let others = format!("\t\toifname != {{ {} }} return\n", names.join(", "));
+        if !interim.masquerades {
+            (masquerade, quiet) = (String::new(), String::new());
+        }
+        format!(
+            "\tchain postrouting {{\n\t\ttype nat hook postrouting priority srcnat; policy accept;\n\
+             {others}{masquerade}\t}}\n\
+             \tchain guard {{\n\t\ttype filter hook postrouting priority srcnat + 10; policy accept;\n\
+             {others}\t\tfib saddr type local return\n{guard}\t}}\n\
+             \tchain quiet {{\n\t\ttype filter hook output priority 0; policy accept;\n\
+             {others}{quiet}\t}}\n"
+        )
+    }
+}
+
 /// What is masqueraded: the values of `masq_src` and `masq_dst`.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
 pub struct Decision {
@@ -102,102 +188,52 @@ impl Decision {
         // Not the name of the content: an agent that comes back must not take these for its own.
         let mark = if interim.is_some() { "interim".to_owned() } else { self.mark() };
         script += &format!("table inet {TABLE} {{\n\tchain {mark} {{ }}\n");
-        let (mut rules, mut guards, mut quiet) = (String::new(), String::new(), String::new());
-        for (v6, word, kind) in [(false, "ip", "ipv4_addr"), (true, "ip6", "ipv6_addr")] {
-            let part = self.of_family(v6);
-            if part.is_empty() {
-                continue;
+        let mut rules = Rules::default();
+        for family in FAMILIES {
+            let part = self.of_family(family.v6);
+            if !part.is_empty() {
+                part.write_sets(&mut script, family, interim);
+                rules.add(family, interim);
             }
-            let mut set = |name: &str, prefixes: BTreeSet<IpNet>, lasts: Option<Duration>| {
-                let (flags, merge) = match lasts {
-                    Some(lasts) => (format!("interval, timeout; timeout {}s", lasts.as_secs()), ""),
-                    None => ("interval".to_owned(), " auto-merge;"),
-                };
-                let elements: Vec<_> = prefixes.iter().map(ToString::to_string).collect();
-                let elements = match elements.is_empty() {
-                    true => String::new(),
-                    false => format!("\n\t\telements = {{ {} }}", elements.join(", ")),
-                };
-                script += &format!(
-                    "\tset {name}_{word} {{\n\t\ttype {kind}; flags {flags};{merge}{elements}\n\t}}\n"
-                );
-            };
-            let with = |all: &BTreeMap<IpNet, u32>, wanted: u32| {
-                all.iter().filter(|(_, value)| **value == wanted).map(|(prefix, _)| *prefix).collect()
-            };
-            set("known", with(&part.destinations, MASQ_EXCLUDE), None);
-            set("forced", with(&part.destinations, MASQ_FORCE), None);
-            set("sources", with(&part.sources, MASQ_SRC_ALWAYS), None);
-            let exempt =
-                part.sources.keys().filter(|p| part.sources[*p] != MASQ_SRC_ALWAYS).copied().collect();
-            set("exempt", exempt, None);
-            if let Some(interim) = interim {
-                let of_family = |prefix: &&IpNet| prefix.addr().is_ipv6() == v6;
-                set("never", interim.never_clear.iter().filter(of_family).copied().collect(), None);
-                set("by_uplink", interim.by_uplink.iter().filter(of_family).copied().collect(), None);
-                let everybody = if v6 { Ipv6Net::default().into() } else { Ipv4Net::default().into() };
-                set("quiet", BTreeSet::from([everybody]), Some(QUIET));
-                if !interim.steered.is_zero() {
-                    set("steered", BTreeSet::from([everybody]), Some(interim.steered));
-                }
-                // Empty when the time is over, and then nothing below is reached.
-                set("live", BTreeSet::from([everybody]), Some(interim.lasts));
-                let gate = format!("\t\t{word} daddr != @live_{word} return\n");
-                rules += &gate;
-                guards += &gate;
-            }
-            // A source in a prefix of both kinds counts as the programs see it: by the longer one.
-            rules += &format!(
-                "\t\t{word} daddr @known_{word} return\n\
-                 \t\t{word} daddr @forced_{word} {word} saddr != @exempt_{word} masquerade\n\
-                 \t\t{word} saddr @sources_{word} masquerade\n"
-            );
-            // Empty when the programs have ended.
-            let gate = match interim.is_some_and(|interim| !interim.steered.is_zero()) {
-                true => format!("{word} daddr != @steered_{word} "),
-                false => String::new(),
-            };
-            // A leader hands on what others' pods send, too.
-            for from in ["sources", "never", "by_uplink"] {
-                guards += &format!(
-                    "\t\t{word} saddr @{from}_{word} {word} daddr @never_{word} drop\n\
-                     \t\t{gate}{word} saddr @{from}_{word} {word} daddr @by_uplink_{word} drop\n"
-                );
-            }
-            if interim.is_some_and(|interim| interim.masquerades) {
-                guards += &format!(
-                    "\t\t{word} daddr @known_{word} return\n\
-                     \t\t{word} saddr @sources_{word} ct direction reply return\n\
-                     \t\t{word} saddr @sources_{word} drop\n"
-                );
-            }
-            let icmp = if v6 { "icmpv6" } else { "icmp" };
-            quiet += &format!(
-                "\t\t{word} daddr @quiet_{word} tcp flags & rst == rst drop\n\
-                 \t\t{word} daddr @quiet_{word} {icmp} type destination-unreachable drop\n"
-            );
         }
-        let Some(interim) = interim else {
-            return script
-                + &format!(
-                    "\tchain postrouting {{\n\t\ttype nat hook postrouting priority srcnat; policy accept;\n\
-                     \t\toifname \"lo\" return\n{rules}\t}}\n}}\n"
-                );
+        script + &rules.chains(interim) + "}\n"
+    }
+
+    /// The sets of a family, of which the rules speak.
+    fn write_sets(&self, script: &mut String, family: &Family, interim: Option<&Interim<'_>>) {
+        let Family { v6, word, kind } = *family;
+        let mut set = |name: &str, prefixes: BTreeSet<IpNet>, lasts: Option<Duration>| {
+            let (flags, merge) = match lasts {
+                Some(lasts) => (format!("interval, timeout; timeout {}s", lasts.as_secs()), ""),
+                None => ("interval".to_owned(), " auto-merge;"),
+            };
+            let elements: Vec<_> = prefixes.iter().map(ToString::to_string).collect();
+            let elements = match elements.is_empty() {
+                true => String::new(),
+                false => format!("\n\t\telements = {{ {} }}", elements.join(", ")),
+            };
+            *script +=
+                &format!("\tset {name}_{word} {{\n\t\ttype {kind}; flags {flags};{merge}{elements}\n\t}}\n");
         };
-        let names: Vec<_> = interim.uplinks.iter().map(|name| format!("\"{name}\"")).collect();
-        let others = format!("\t\toifname != {{ {} }} return\n", names.join(", "));
-        if !interim.masquerades {
-            (rules, quiet) = (String::new(), String::new());
+        let with = |all: &BTreeMap<IpNet, u32>, wanted: u32| {
+            all.iter().filter(|(_, value)| **value == wanted).map(|(prefix, _)| *prefix).collect()
+        };
+        set("known", with(&self.destinations, MASQ_EXCLUDE), None);
+        set("forced", with(&self.destinations, MASQ_FORCE), None);
+        set("sources", with(&self.sources, MASQ_SRC_ALWAYS), None);
+        let exempt = self.sources.keys().filter(|p| self.sources[*p] != MASQ_SRC_ALWAYS).copied().collect();
+        set("exempt", exempt, None);
+        let Some(interim) = interim else { return };
+        let of_family = |prefix: &&IpNet| prefix.addr().is_ipv6() == v6;
+        set("never", interim.never_clear.iter().filter(of_family).copied().collect(), None);
+        set("by_uplink", interim.by_uplink.iter().filter(of_family).copied().collect(), None);
+        let everybody = if v6 { Ipv6Net::default().into() } else { Ipv4Net::default().into() };
+        set("quiet", BTreeSet::from([everybody]), Some(QUIET));
+        if !interim.steered.is_zero() {
+            set("steered", BTreeSet::from([everybody]), Some(interim.steered));
         }
-        script
-            + &format!(
-                "\tchain postrouting {{\n\t\ttype nat hook postrouting priority srcnat; policy accept;\n\
-                 {others}{rules}\t}}\n\
-                 \tchain guard {{\n\t\ttype filter hook postrouting priority srcnat + 10; policy accept;\n\
-                 {others}\t\tfib saddr type local return\n{guards}\t}}\n\
-                 \tchain quiet {{\n\t\ttype filter hook output priority 0; policy accept;\n\
-                 {others}{quiet}\t}}\n}}\n"
-            )
+        // Empty when the time is over, and then no rule behind it is reached.
+        set("live", BTreeSet::from([everybody]), Some(interim.lasts));
     }
 
     /// Masquerades from now on by rules, for some time: after that they do nothing. Flows that

@@ -49,7 +49,7 @@ pub enum NetError {
         source: io::Error,
     },
     /// Something that was there a moment ago.
-    #[error("{0} does not exist (any more); the next reconcile looks again")]
+    #[error("{0} does not exist (any more); retrying at the next reconcile")]
     Missing(String),
     /// The agent found no usable address.
     #[error(

@@ -157,7 +157,7 @@ pub fn watch(notify: Arc<Notify>, own: u32) -> Result<(), NetError> {
                 match Watcher::new(Some(own)) {
                     Ok(new) => watcher = new,
                     Err(error) => {
-                        tracing::error!(%error, "failed to subscribe to netlink events; trying again");
+                        tracing::error!(%error, "failed to subscribe to netlink events; retrying");
                         tokio::time::sleep(LONGEST).await;
                     }
                 }

@@ -335,7 +335,7 @@ fn report(error: watcher::Error, asked: Asked<'_>) {
         | watcher::Error::WatchFailed(error) => explain(error, asked).to_string(),
         other => error_chain(&other),
     };
-    tracing::warn!(?asked, reason, "watch interrupted; trying again");
+    tracing::warn!(?asked, reason, "watch interrupted; retrying");
 }
 
 /// Hands on snapshots: at once when something happened, a little later when

@@ -125,7 +125,7 @@ async fn connect(
                 return Some(backend);
             }
             Err(error) if error.is_temporary() || answer.is_closed() => {
-                tracing::warn!(%error, "API server unreachable; trying again");
+                tracing::warn!(%error, "API server unreachable; retrying");
             }
             Err(error) => {
                 let _ = answer.send(Err(error));

@@ -9,8 +9,8 @@ use kilo_agent::cli::{
     parse_label, parse_listen, parse_node_name, parse_number, parse_period, parse_port, parse_secret,
 };
 use kilo_core::settings::{
-    AttachMode, Compatibility, Encapsulate, EndpointFrom, Failover, Granularity, Masquerade, Relay, Slices,
-    TunnelMode, WireguardMode,
+    AttachMode, Compatibility, DEFAULT_SUBNET, DEFAULT_TOPOLOGY_LABEL, Encapsulate, EndpointFrom, Failover,
+    Granularity, Masquerade, Relay, Slices, TunnelMode, WireguardMode,
 };
 use kilo_failover::Params;
 use kilo_host::{net::mtu::Mtu, wireguard::userspace};
@@ -212,7 +212,7 @@ pub struct Flags {
     #[arg(long, default_value = "off")]
     pub slices: Slices,
     /// CIDR from which WireGuard addresses are allocated.
-    #[arg(long, default_value = "10.4.0.0/16", value_parser = parse_cidr)]
+    #[arg(long, default_value = DEFAULT_SUBNET, value_parser = parse_cidr)]
     pub subnet: IpNet,
     /// Number of nodes of a location that can take over from its leader, 0 to 4. Must be the same on every node.
     #[arg(long, default_value = "2", value_parser = parse_number::<0, 4>)]
@@ -222,7 +222,7 @@ pub struct Flags {
     #[arg(long, default_value = "false", action = clap::ArgAction::Set, num_args = 0..=1, require_equals = true, default_missing_value = "true", value_parser = parse_bool)]
     pub take_over_from_kilo: bool,
     /// Node label that names the location.
-    #[arg(long, default_value = "topology.kubernetes.io/region", value_parser = parse_label, global = true)]
+    #[arg(long, default_value = DEFAULT_TOPOLOGY_LABEL, value_parser = parse_label, global = true)]
     pub topology_label: String,
     /// WireGuard implementation: auto, kernel or userspace.
     #[arg(long, default_value = "auto", global = true)]

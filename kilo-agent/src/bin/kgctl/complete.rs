@@ -9,13 +9,12 @@ use kilo_agent::backend::{
     kubernetes::{self, Access, read_once},
 };
 use kilo_common::counters::DropReason;
-use kilo_core::objects::Snapshot;
+use kilo_core::{objects::Snapshot, settings::DEFAULT_TOPOLOGY_LABEL};
 
 /// A shell that waits longer feels broken.
 const PATIENCE: Duration = Duration::from_millis(1500);
 /// Set by the script that `kgctl completion` prints.
 pub const VARIABLE: &str = "KGCTL_COMPLETE";
-const LABEL: &str = "topology.kubernetes.io/region";
 
 /// The script that asks this program for what is possible.
 pub fn script(shell: clap_complete::Shell) -> std::io::Result<String> {
@@ -115,13 +114,13 @@ fn snapshot() -> Option<Snapshot> {
 
 async fn read(line: &[String]) -> Option<Snapshot> {
     if let Some(directory) = value(line, "--backend-dir") {
-        let backend = FileBackend::start(directory.as_ref(), LABEL).await.ok()?;
+        let backend = FileBackend::start(directory.as_ref(), DEFAULT_TOPOLOGY_LABEL).await.ok()?;
         let snapshot = (**backend.watch().borrow()).clone();
         return Some(snapshot);
     }
     let (client, _) = kubernetes::connect(&access(line), None, PATIENCE).await.ok()?;
     let (nodes, peers) = tokio::try_join!(read_once::nodes(&client), read_once::peers(&client)).ok()?;
-    Some(read_once::snapshot(nodes, peers, LABEL))
+    Some(read_once::snapshot(nodes, peers, DEFAULT_TOPOLOGY_LABEL))
 }
 
 #[cfg(test)]

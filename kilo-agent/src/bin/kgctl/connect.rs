@@ -312,7 +312,7 @@ impl Connection {
                 }
                 Ok(0) => {}
                 Ok(writes) => tracing::info!(writes, "updated"),
-                Err(error) if connected => tracing::error!("{}; trying again", error_chain(error.as_ref())),
+                Err(error) if connected => tracing::error!("{}; retrying", error_chain(error.as_ref())),
                 Err(error) => return Err(error),
             }
         }
@@ -423,7 +423,7 @@ impl Connection {
         writes += self.net.apply(&net, interface.index).await?;
         if follows && let Err(error) = self.following.go_on(&mesh, &wireguard, &interface.device) {
             tracing::error!(
-                "{}; this machine uses Kilo's leaders alone, and tries again in {} s",
+                "{}; this machine uses Kilo's leaders alone; retrying in {} s",
                 error_chain(error.as_ref()),
                 AGAIN.as_secs()
             );

@@ -84,15 +84,29 @@ fn of_tables(tables: &Tables) -> String {
         }
         text.push('\n');
     }
-    let mut text = format!("[config]\n{:?}\n\n[lead]\n{:?}\n\n", tables.config, tables.lead);
-    part(&mut text, "prefix", tables.prefix.iter().copied());
-    part(&mut text, "hop", tables.hop.iter());
-    part(&mut text, "node", tables.node.iter());
-    part(&mut text, "signal_key", tables.signal_key.iter());
-    part(&mut text, "masq_src", tables.masq_src.iter().copied());
-    part(&mut text, "masq_dst", tables.masq_dst.iter().copied());
-    part(&mut text, "masq_addr", tables.masq_addr.iter());
-    part(&mut text, "device", tables.device.iter());
+    // Every field by its name, so that a new one is shown. What only a plan has is not in the maps.
+    let Tables {
+        config,
+        lead,
+        lead_of_term: _,
+        prefix,
+        hop,
+        node,
+        signal_key,
+        masq_src,
+        masq_dst,
+        masq_addr,
+        device,
+    } = tables;
+    let mut text = format!("[config]\n{config:?}\n\n[lead]\n{lead:?}\n\n");
+    part(&mut text, "prefix", prefix.iter().copied());
+    part(&mut text, "hop", hop.iter());
+    part(&mut text, "node", node.iter());
+    part(&mut text, "signal_key", signal_key.iter());
+    part(&mut text, "masq_src", masq_src.iter().copied());
+    part(&mut text, "masq_dst", masq_dst.iter().copied());
+    part(&mut text, "masq_addr", masq_addr.iter());
+    part(&mut text, "device", device.iter());
     text
 }
 

@@ -16,7 +16,7 @@ use kilo_agent::{
 };
 use kilo_core::{
     objects::Snapshot,
-    settings::Granularity,
+    settings::{DEFAULT_SUBNET, DEFAULT_TOPOLOGY_LABEL, Granularity},
     topology::{self, Mesh},
 };
 
@@ -44,7 +44,7 @@ pub struct Flags {
 #[command(next_help_heading = "Mesh")]
 pub struct MeshFlags {
     /// CIDR from which WireGuard addresses are allocated.
-    #[arg(long, default_value = "10.4.0.0/16", value_parser = parse_cidr)]
+    #[arg(long, default_value = DEFAULT_SUBNET, value_parser = parse_cidr)]
     pub subnet: IpNet,
     #[command(flatten)]
     pub shape: ShapeFlags,
@@ -60,7 +60,7 @@ pub struct ShapeFlags {
     #[arg(long, default_value = "auto")]
     pub mesh_granularity: String,
     /// Node label that names the location.
-    #[arg(long, default_value = "topology.kubernetes.io/region", value_parser = parse_label)]
+    #[arg(long, default_value = DEFAULT_TOPOLOGY_LABEL, value_parser = parse_label)]
     pub topology_label: String,
 }
 

@@ -13,6 +13,10 @@ use crate::{
 };
 
 impl Thread {
+    #[expect(
+        clippy::too_many_lines,
+        reason = "one arm for each note: who looks for one finds its words there"
+    )]
     pub(super) fn note(&mut self, note: &Note) {
         let text = match *note {
             Note::Suspects(leader) => {

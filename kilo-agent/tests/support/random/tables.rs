@@ -56,122 +56,19 @@ impl Random {
     pub fn tables(&mut self) -> Tables {
         let leader = self.chance(2);
         let v6_underlay = self.chance(3);
-        let mut tables = Tables::default();
-        let [first, second, third] = [0, 1, 2].map(|index| HOP_FIRST_NODE + index);
-        let ids = [HOP_NONE, HOP_LOCAL, HOP_REMOTE, HOP_ACTING, first, second, third];
-        tables.lead = [0; 2].map(|_| self.word(leader));
-        for prefix in V4.iter().chain(&V6) {
-            if self.chance(6) {
-                continue;
-            }
-            let flags = self.pick(&[
-                PREFIX_ROUTE | PREFIX_SOURCE,
-                PREFIX_ROUTE | PREFIX_SOURCE,
-                PREFIX_SOURCE,
-                PREFIX_ROUTE,
-                PREFIX_ROUTE | PREFIX_SOURCE | PREFIX_VIA_WIREGUARD,
-                0,
-            ]);
-            let flags = flags | self.clear();
-            let hop = if self.chance(20) { kilo_common::map_table::HOP.size + 5 } else { self.pick(&ids) };
-            tables.prefix.insert(prefix.parse::<IpNet>().unwrap().trunc(), PrefixValue { hop, flags });
-        }
-        if self.chance(4) {
-            let (hop, flags) = (self.pick(&ids), PREFIX_ROUTE | self.clear());
-            tables.prefix.insert("0.0.0.0/0".parse().unwrap(), PrefixValue { hop, flags });
-        }
-        tables.hop.insert(HOP_LOCAL, Hop::Local);
-        for index in 1..=3 {
-            let id = HOP_FIRST_NODE + u32::try_from(index).unwrap() - 1;
-            let hop = Hop::Node {
-                tunnel: self.pick(&[Tunnel::None, Tunnel::Ipip, Tunnel::Ipip, Tunnel::Vxlan]),
-                ifindex: if self.chance(4) { 7 } else { IFINDEX },
-                mtu: if self.chance(4) { 0 } else { self.0.random_range(60..1600) },
-                local: private(0, v6_underlay),
-                // Two nodes may claim one address.
-                remote: private(if self.chance(12) { self.below(3) + 1 } else { index }, v6_underlay),
-            };
-            if !self.chance(8) {
-                tables.hop.insert(id, hop);
-            }
-            if !self.chance(3) {
-                // The host itself sends there by its uplinks.
-                let value = PrefixValue { hop: id, flags: PREFIX_SOURCE | self.clear() };
-                tables.prefix.insert(IpNet::from(private(index, v6_underlay)), value);
-            }
-        }
-        // When every prefix is there: one in another's takes that from its sources.
-        let cidrs: Vec<IpNet> = tables.prefix.keys().copied().collect();
-        for index in 1..=3 {
-            if !self.chance(8) {
-                let id = HOP_FIRST_NODE + u32::try_from(index).unwrap() - 1;
-                let mut flags = if index == 1 && !leader || self.chance(6) { NODE_GATEWAY } else { 0 };
-                if self.chance(4) {
-                    flags |= NODE_LED;
-                }
-                let mut sender = sender(&tables.prefix, id, flags, &cidrs);
-                // At times another interface is the node's, or the second.
-                sender.interfaces =
-                    self.pick(&[[IFINDEX, 0, 0, 0], [IFINDEX, 0, 0, 0], [7, IFINDEX, 0, 0], [7, 8, 9, 10]]);
-                tables.node.insert(private(index, v6_underlay), sender);
-                if !self.chance(8) {
-                    let key = signals::key(self, id);
-                    tables.signal_key.insert(private(index, v6_underlay), key);
-                }
-                if self.chance(8) {
-                    // Another node claims the address of the next, too.
-                    tables.node.insert(private(1 + index % 3, v6_underlay), sender);
-                }
-            }
-        }
+        let mut tables = Tables { lead: [0; 2].map(|_| self.word(leader)), ..Tables::default() };
+        self.prefixes(&mut tables);
+        self.hops(&mut tables, v6_underlay);
+        self.senders(&mut tables, leader, v6_underlay);
         // Also on a node that does not lead: it must not encrypt all the same.
         if leader || self.chance(10) {
             tables.hop.insert(HOP_REMOTE, Hop::Wireguard);
         }
-        for prefix in ["8.0.1.0/24", "8.0.7.64/26", "fd00:0:86dd:1::/64", "fd00:0:86dd:2:8000::/65"] {
-            tables.masq_src.insert(prefix.parse().unwrap(), self.pick(&[MASQ_SRC_ALWAYS, MASQ_SRC_EXEMPT]));
-        }
-        for prefix in ["8.0.0.0/16", "10.42.4.0/24", "10.5.0.1/32", "fd00:0:86dd::/48", "2001:db8::7/128"] {
-            tables
-                .masq_dst
-                .insert(prefix.parse().unwrap(), self.pick(&[MASQ_EXCLUDE, MASQ_EXCLUDE, MASQ_FORCE]));
-        }
-        tables
-            .device
-            .insert(IFINDEX, Device { masq_v4: PUBLIC, masq_v6: PUBLIC_V6, flags: DEVICE_MASQUERADE });
-        for ifindex in OTHER_UPLINKS {
-            let masq_v4 = self.pick(&[PUBLIC, PRIVATE_V4[0], [203, 0, 113, 7], [0; 4]]);
-            let masq_v6 = self.pick(&[PUBLIC_V6, [0x2a; 16], [0; 16]]);
-            if !self.chance(4) {
-                let flags = if self.chance(6) { 0 } else { DEVICE_MASQUERADE };
-                tables.device.insert(ifindex, Device { masq_v4, masq_v6, flags });
-            }
-        }
-        let masq_v4 = self.pick(&[PRIVATE_V4[0], [10, 4, 0, 1]]);
-        tables.device.insert(KILO, Device { masq_v4, masq_v6: [0xfd; 16], flags: DEVICE_MASQUERADE });
+        self.masquerading(&mut tables);
         let one_v4 = self.chance(4);
         let several = self.chance(2);
         if several {
-            // Another uplink's address, and other addresses of this one towards some places.
-            for (prefix, addr) in [
-                ("8.0.0.0/16", "192.0.2.12"),
-                ("10.0.0.0/8", "10.1.0.11"),
-                ("10.42.4.0/25", "192.0.2.12"),
-                ("198.51.100.0/24", "192.0.2.13"),
-                ("fd00::/8", "fd00:1::11"),
-                ("fd00:0:86dd:2::/64", "2001:db8::c"),
-                ("2000::/3", "2001:db8::c"),
-                ("::/1", "2001:db8::d"),
-            ] {
-                if !self.chance(3) {
-                    tables.masq_addr.insert((IFINDEX, prefix.parse().unwrap()), addr.parse().unwrap());
-                }
-            }
-            let other = Device { masq_v4: [192, 0, 2, 200], masq_v6: PUBLIC_V6, flags: DEVICE_MASQUERADE };
-            tables.device.insert(IFINDEX + 100, other);
-            if let Some(device) = tables.device.get_mut(&IFINDEX) {
-                device.flags |= DEVICE_BY_DESTINATION;
-            }
+            self.several_addresses(&mut tables);
         }
         let offered = self.chance(2);
         if !offered {
@@ -213,6 +110,132 @@ impl Random {
             }
         }
         tables
+    }
+
+    /// Where prefixes lead, and who may send from them.
+    fn prefixes(&mut self, tables: &mut Tables) {
+        let [first, second, third] = [0, 1, 2].map(|index| HOP_FIRST_NODE + index);
+        let ids = [HOP_NONE, HOP_LOCAL, HOP_REMOTE, HOP_ACTING, first, second, third];
+        for prefix in V4.iter().chain(&V6) {
+            if self.chance(6) {
+                continue;
+            }
+            let flags = self.pick(&[
+                PREFIX_ROUTE | PREFIX_SOURCE,
+                PREFIX_ROUTE | PREFIX_SOURCE,
+                PREFIX_SOURCE,
+                PREFIX_ROUTE,
+                PREFIX_ROUTE | PREFIX_SOURCE | PREFIX_VIA_WIREGUARD,
+                0,
+            ]);
+            let flags = flags | self.clear();
+            let hop = if self.chance(20) { kilo_common::map_table::HOP.size + 5 } else { self.pick(&ids) };
+            tables.prefix.insert(prefix.parse::<IpNet>().unwrap().trunc(), PrefixValue { hop, flags });
+        }
+        if self.chance(4) {
+            let (hop, flags) = (self.pick(&ids), PREFIX_ROUTE | self.clear());
+            tables.prefix.insert("0.0.0.0/0".parse().unwrap(), PrefixValue { hop, flags });
+        }
+    }
+
+    /// This node and the other ones, and what the host itself sends them.
+    fn hops(&mut self, tables: &mut Tables, v6_underlay: bool) {
+        tables.hop.insert(HOP_LOCAL, Hop::Local);
+        for index in 1..=3 {
+            let id = HOP_FIRST_NODE + u32::try_from(index).unwrap() - 1;
+            let hop = Hop::Node {
+                tunnel: self.pick(&[Tunnel::None, Tunnel::Ipip, Tunnel::Ipip, Tunnel::Vxlan]),
+                ifindex: if self.chance(4) { 7 } else { IFINDEX },
+                mtu: if self.chance(4) { 0 } else { self.0.random_range(60..1600) },
+                local: private(0, v6_underlay),
+                // Two nodes may claim one address.
+                remote: private(if self.chance(12) { self.below(3) + 1 } else { index }, v6_underlay),
+            };
+            if !self.chance(8) {
+                tables.hop.insert(id, hop);
+            }
+            if !self.chance(3) {
+                // The host itself sends there by its uplinks.
+                let value = PrefixValue { hop: id, flags: PREFIX_SOURCE | self.clear() };
+                tables.prefix.insert(IpNet::from(private(index, v6_underlay)), value);
+            }
+        }
+    }
+
+    /// Who may send steered packets, and what their signals are checked with.
+    fn senders(&mut self, tables: &mut Tables, leader: bool, v6_underlay: bool) {
+        // When every prefix is there: one in another's takes that from its sources.
+        let cidrs: Vec<IpNet> = tables.prefix.keys().copied().collect();
+        for index in 1..=3 {
+            if !self.chance(8) {
+                let id = HOP_FIRST_NODE + u32::try_from(index).unwrap() - 1;
+                let mut flags = if index == 1 && !leader || self.chance(6) { NODE_GATEWAY } else { 0 };
+                if self.chance(4) {
+                    flags |= NODE_LED;
+                }
+                let mut sender = sender(&tables.prefix, id, flags, &cidrs);
+                // At times another interface is the node's, or the second.
+                sender.interfaces =
+                    self.pick(&[[IFINDEX, 0, 0, 0], [IFINDEX, 0, 0, 0], [7, IFINDEX, 0, 0], [7, 8, 9, 10]]);
+                tables.node.insert(private(index, v6_underlay), sender);
+                if !self.chance(8) {
+                    let key = signals::key(self, id);
+                    tables.signal_key.insert(private(index, v6_underlay), key);
+                }
+                if self.chance(8) {
+                    // Another node claims the address of the next, too.
+                    tables.node.insert(private(1 + index % 3, v6_underlay), sender);
+                }
+            }
+        }
+    }
+
+    /// What is masqueraded, and each interface's addresses for that.
+    fn masquerading(&mut self, tables: &mut Tables) {
+        for prefix in ["8.0.1.0/24", "8.0.7.64/26", "fd00:0:86dd:1::/64", "fd00:0:86dd:2:8000::/65"] {
+            tables.masq_src.insert(prefix.parse().unwrap(), self.pick(&[MASQ_SRC_ALWAYS, MASQ_SRC_EXEMPT]));
+        }
+        for prefix in ["8.0.0.0/16", "10.42.4.0/24", "10.5.0.1/32", "fd00:0:86dd::/48", "2001:db8::7/128"] {
+            tables
+                .masq_dst
+                .insert(prefix.parse().unwrap(), self.pick(&[MASQ_EXCLUDE, MASQ_EXCLUDE, MASQ_FORCE]));
+        }
+        tables
+            .device
+            .insert(IFINDEX, Device { masq_v4: PUBLIC, masq_v6: PUBLIC_V6, flags: DEVICE_MASQUERADE });
+        for ifindex in OTHER_UPLINKS {
+            let masq_v4 = self.pick(&[PUBLIC, PRIVATE_V4[0], [203, 0, 113, 7], [0; 4]]);
+            let masq_v6 = self.pick(&[PUBLIC_V6, [0x2a; 16], [0; 16]]);
+            if !self.chance(4) {
+                let flags = if self.chance(6) { 0 } else { DEVICE_MASQUERADE };
+                tables.device.insert(ifindex, Device { masq_v4, masq_v6, flags });
+            }
+        }
+        let masq_v4 = self.pick(&[PRIVATE_V4[0], [10, 4, 0, 1]]);
+        tables.device.insert(KILO, Device { masq_v4, masq_v6: [0xfd; 16], flags: DEVICE_MASQUERADE });
+    }
+
+    /// Another uplink's address, and other addresses of this one towards some places.
+    fn several_addresses(&mut self, tables: &mut Tables) {
+        for (prefix, addr) in [
+            ("8.0.0.0/16", "192.0.2.12"),
+            ("10.0.0.0/8", "10.1.0.11"),
+            ("10.42.4.0/25", "192.0.2.12"),
+            ("198.51.100.0/24", "192.0.2.13"),
+            ("fd00::/8", "fd00:1::11"),
+            ("fd00:0:86dd:2::/64", "2001:db8::c"),
+            ("2000::/3", "2001:db8::c"),
+            ("::/1", "2001:db8::d"),
+        ] {
+            if !self.chance(3) {
+                tables.masq_addr.insert((IFINDEX, prefix.parse().unwrap()), addr.parse().unwrap());
+            }
+        }
+        let other = Device { masq_v4: [192, 0, 2, 200], masq_v6: PUBLIC_V6, flags: DEVICE_MASQUERADE };
+        tables.device.insert(IFINDEX + 100, other);
+        if let Some(device) = tables.device.get_mut(&IFINDEX) {
+            device.flags |= DEVICE_BY_DESTINATION;
+        }
     }
 }
 

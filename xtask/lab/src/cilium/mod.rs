@@ -22,8 +22,9 @@ use nix::sys::signal::Signal;
 
 use super::{
     Lab,
-    checks::{self, Check, no_drops, nothing_in_clear},
-    cloud, cni,
+    check::Check,
+    checks::{self, no_drops, nothing_in_clear},
+    cloud, cni, cni_conf,
     counters::{self, action},
     matrix,
     network::{Network, Node},
@@ -252,7 +253,7 @@ fn configure_pods(node: &Node) -> Result<()> {
             },
         }],
     });
-    node.netns.sh(&format!("cat > {} <<'CONF'\n{conf}\nCONF", cni::CONF)).map(drop)
+    node.netns.sh(&format!("cat > {} <<'CONF'\n{conf}\nCONF", cni_conf::CONF)).map(drop)
 }
 
 /// What the host firewall is to refuse if it gets to see it.
@@ -330,7 +331,7 @@ fn not_refused(lab: &mut Lab) -> Result<String> {
     };
     let before = refused(lab)?;
     let matrix = matrix::run(&lab.network)?;
-    checks::all_passed(&matrix)?;
+    matrix.all_passed()?;
     let after = refused(lab)?;
     ensure!(before == after, "refused packets: {before:?}, then {after:?}");
     Ok(format!("({} probes)", matrix.total()))
@@ -350,7 +351,7 @@ fn tunnelled(lab: &mut Lab) -> Result<String> {
     }
     let before: Vec<_> = network.nodes.iter().map(counted).collect::<Result<_>>()?;
     let matrix = matrix::run(network)?;
-    checks::all_passed(&matrix)?;
+    matrix.all_passed()?;
     let mut packets = 0;
     for (node, before) in network.nodes.iter().zip(before) {
         let sent = counted(node)?[programs::FROM_CONTAINER] - before[programs::FROM_CONTAINER];
@@ -391,7 +392,7 @@ fn restarted(lab: &mut Lab) -> Result<String> {
     };
     let own_before: Vec<_> = nodes.iter().map(own).collect::<Result<_>>()?;
     let matrix = matrix::run(&lab.network)?;
-    checks::all_passed(&matrix)?;
+    matrix.all_passed()?;
     for ((node, theirs), ours) in nodes.iter().zip(counted_before).zip(own_before) {
         let now = counted(node)?;
         let more = |counter: u32| now[counter] > theirs[counter];

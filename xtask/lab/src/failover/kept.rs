@@ -48,6 +48,16 @@ pub fn write(runs: &[Run]) -> Result<()> {
 mod tests {
     use super::*;
 
+    #[test]
+    fn the_page_of_faults_is_made_of_its_own_rows_and_the_runs_that_are_kept() {
+        let there = fs::read_to_string(crate::workspace_root().join("docs/reliability.md")).unwrap();
+        let again = crate::faults::renewed_page(crate::failover::kept_lines().unwrap()).unwrap();
+        let differs = again.lines().zip(there.lines()).find(|(new, old)| new != old);
+        assert_eq!(differs, None, "run `cargo xtask lab failover --from FILE --docs`");
+        assert_eq!(again.len(), there.len());
+        assert!(again.contains("| 25 | kilo0 deleted, renamed, renumbered | traffic<br>net::"), "{again}");
+    }
+
     fn run(id: &str, gap_ms: u64) -> Run {
         Run { id: id.to_owned(), gap_ms, ..Run::default() }
     }

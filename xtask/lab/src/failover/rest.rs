@@ -7,7 +7,10 @@ use std::{
 };
 
 use anyhow::{Context as _, Result, ensure};
-use kilo_common::maps::LAYOUT_VERSION;
+use kilo_common::{
+    map_table::{MAPS, Writer, name},
+    maps::LAYOUT_VERSION,
+};
 use nix::{
     errno::Errno,
     sched::{CpuSet, sched_setaffinity},
@@ -117,9 +120,12 @@ fn receive_on_another_processor(lab: &Lab) -> Result<()> {
 fn written(lab: &Lab) -> Result<BTreeMap<String, String>> {
     const WIREGUARD: &str = "for what in listen-port peers allowed-ips endpoints persistent-keepalive preshared-keys; do \
                              wg show kilo0 $what; done";
+    // `direct_v4` says nothing that `prefix_v4` does not.
+    let planned = MAPS.iter().filter(|map| map.writer == Writer::Plan && map.name != name::DIRECT_V4);
+    let planned: Vec<_> = planned.map(|map| map.name).collect();
     let maps = format!(
-        "for map in lead hop prefix_v4 prefix_v6 node_v4 node_v6 masq_src masq_dst masq_addr device signal_key config; do \
-         bpftool map dump pinned /sys/fs/bpf/kilo/v{LAYOUT_VERSION}/$map; done"
+        "for map in {}; do bpftool map dump pinned /sys/fs/bpf/kilo/v{LAYOUT_VERSION}/$map; done",
+        planned.join(" ")
     );
     let mut written = BTreeMap::new();
     for node in &lab.network.nodes {

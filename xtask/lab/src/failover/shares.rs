@@ -13,7 +13,7 @@ use super::{
     flood, state,
 };
 use crate::{
-    Lab, checks,
+    Lab,
     faults::nodes,
     matrix,
     well::{LEADS, NO_ENDPOINT},
@@ -36,7 +36,7 @@ pub(super) fn all_reach_all(lab: &mut Lab) -> Result<()> {
     if matrix.passed() < matrix.total() {
         matrix.print();
     }
-    checks::all_passed(&matrix)
+    matrix.all_passed()
 }
 
 /// The annotation makes a node lead beside the others.

@@ -456,7 +456,7 @@ pub const LINES: &[Line] = &[
         "hours of random faults",
         &[
             "net::leaks::two_hundred_reconfigurations_leave_nothing_over",
-            "faults by chance heal and leave nothing over",
+            "random faults heal and leave nothing over",
         ],
         "hours: ten minutes when its turn comes, with a seed that is printed, cargo xtask lab soak --time 2h for more",
     ),

@@ -1,5 +1,5 @@
 //! The one table of faults: what is made under traffic (`cargo xtask lab faults`), and what
-//! chance chooses from (`cargo xtask lab soak`). A new fault is a row here and its function.
+//! is chosen from at random (`cargo xtask lab soak`). A new fault is a row here and its function.
 
 use anyhow::Result;
 
@@ -38,7 +38,7 @@ pub struct Fault {
     pub line: Option<u8>,
     /// How it is made at a fixed place while traffic is watched.
     pub traffic: Option<UnderTraffic>,
-    /// How it is made at a place that chance chooses.
+    /// How it is made at a random place.
     pub soak: Option<SoakFault>,
 }
 
@@ -102,7 +102,7 @@ impl Fault {
         self
     }
 
-    /// Also by chance.
+    /// Also at random.
     const fn soak(
         self,
         name: &'static str,

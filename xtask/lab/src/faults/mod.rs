@@ -23,7 +23,7 @@ use serde::{Deserialize, Serialize};
 use super::{Lab, netns::Netns, network::Network, network::OUTSIDE};
 use crate::report::{InClear, TestOutcome};
 use list::{FAULTS, Fault, Goal, UnderTraffic, is_named};
-pub use table::{write as write_table, write_lines};
+pub use table::{renewed as renewed_page, write as write_table, write_lines};
 use traffic::{Figures, Traffic};
 
 /// Longest wait until traffic flows again.

@@ -1,4 +1,4 @@
-//! Who writes the slices: pure, time and chance are parameters.
+//! Who writes the slices: pure, time and random numbers are parameters.
 
 use std::{
     cmp::Reverse,

@@ -1,4 +1,4 @@
-//! Whether an agent reads slices or Nodes: pure, time and chance are parameters.
+//! Whether an agent reads slices or Nodes: pure, time and random numbers are parameters.
 
 use std::{
     fmt,
@@ -83,7 +83,7 @@ pub struct Inputs {
     pub nodes: usize,
     /// The time.
     pub now: Instant,
-    /// From 0 to 1, by chance.
+    /// From 0 to 1, at random.
     pub chance: f64,
 }
 

@@ -65,7 +65,7 @@ const fn filled(
     Filled { name, present, desired }
 }
 
-const FILLED: [Filled; 10] = [
+const FILLED: &[Filled] = &[
     filled(name::PREFIX_V4, |present| present.prefix_v4.len(), |desired| desired.prefix_v4().count()),
     filled(name::PREFIX_V6, |present| present.prefix_v6.len(), |desired| desired.prefix_v6().count()),
     filled(name::NODE_V4, |present| present.node_v4.len(), |desired| desired.node_v4().count()),
@@ -84,8 +84,8 @@ const FILLED: [Filled; 10] = [
 
 impl Content {
     /// Places taken in each map the agent fills.
-    pub(super) fn entries(&self) -> [(&'static str, usize); 10] {
-        FILLED.map(|map| (map.name, (map.present)(self)))
+    pub(super) fn entries(&self) -> BTreeMap<&'static str, usize> {
+        FILLED.iter().map(|map| (map.name, (map.present)(self))).collect()
     }
 
     pub(super) fn held_keys(&self) -> BTreeMap<IpAddr, SignalKey> {
@@ -100,27 +100,29 @@ impl Content {
 
 /// Reads everything the maps hold.
 pub fn read_all(maps: &mut PinnedMaps) -> Result<Content, DataplaneError> {
-    Ok(Content { direct_v4: read_array(maps, name::DIRECT_V4)?, ..read(maps)? })
+    let mut content = read(maps)?;
+    content.direct_v4 = read_array(maps, name::DIRECT_V4)?;
+    Ok(content)
 }
 
 /// Reads what the maps say of tables: `direct_v4` says nothing that `prefix_v4` does not.
 pub fn read(maps: &mut PinnedMaps) -> Result<Content, DataplaneError> {
-    let mut tables = Content {
+    // Every field by its name, so that a new one is read.
+    Ok(Content {
         prefix_v4: read_trie(maps, name::PREFIX_V4)?,
         prefix_v6: read_trie(maps, name::PREFIX_V6)?,
+        direct_v4: BTreeMap::new(),
+        hop: read_array(maps, name::HOP)?,
+        node_v4: read_hash(maps, name::NODE_V4, |addr: [u8; 4]| addr.into())?,
+        node_v6: read_hash(maps, name::NODE_V6, |addr: [u8; 16]| addr.into())?,
         masq_src: read_trie(maps, name::MASQ_SRC)?,
         masq_dst: read_trie(maps, name::MASQ_DST)?,
         masq_addr: read_trie(maps, name::MASQ_ADDR)?,
-        ..Content::default()
-    };
-    tables.hop = read_array(maps, name::HOP)?;
-    tables.node_v4 = read_hash(maps, name::NODE_V4, |addr: [u8; 4]| addr.into())?;
-    tables.node_v6 = read_hash(maps, name::NODE_V6, |addr: [u8; 16]| addr.into())?;
-    tables.device = read_hash(maps, name::DEVICE, |ifindex: u32| ifindex)?;
-    tables.signal_key = read_hash(maps, name::SIGNAL_KEY, |addr: [u8; 16]| addr.into())?;
-    tables.lead = read_lead(maps)?;
-    tables.config = Array::<_, Config>::try_from(maps.get(name::CONFIG)?)?.get(&0, 0)?;
-    Ok(tables)
+        device: read_hash(maps, name::DEVICE, |ifindex: u32| ifindex)?,
+        signal_key: read_hash(maps, name::SIGNAL_KEY, |addr: [u8; 16]| addr.into())?,
+        lead: read_lead(maps)?,
+        config: Array::<_, Config>::try_from(maps.get(name::CONFIG)?)?.get(&0, 0)?,
+    })
 }
 
 /// Reads both words of `lead`: Kilo's leader, then the acting leader.
@@ -231,4 +233,20 @@ fn check_capacity(desired: &Desired<'_>) -> Result<(), DataplaneError> {
         }
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use kilo_common::map_table::MAPS;
+
+    #[test]
+    fn every_map_that_the_plan_fills_is_counted() {
+        let content = Content::default();
+        let planned: Vec<_> = MAPS.iter().filter(|map| map.is_filled()).map(|map| map.name).collect();
+        let counted = content.entries();
+        assert!(!planned.is_empty());
+        assert!(planned.iter().all(|map| counted.contains_key(map)), "{planned:?}: {counted:?}");
+        assert_eq!(planned.len(), counted.len(), "{planned:?}: {counted:?}");
+    }
 }

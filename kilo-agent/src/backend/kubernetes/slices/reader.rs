@@ -153,7 +153,7 @@ pub(super) async fn run(context: Arc<Context>) {
                     context.slices_changed();
                     return;
                 }
-                tracing::debug!(%error, "watch of slices interrupted; trying again");
+                tracing::debug!(%error, "watch of slices interrupted; retrying");
                 continue;
             }
         }

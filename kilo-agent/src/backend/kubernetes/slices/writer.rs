@@ -349,7 +349,7 @@ impl<'a> Writer<'a> {
                  or delete the slice: it will be recreated"
             );
         } else {
-            tracing::debug!(slice = name, error, "failed to write a slice; trying again");
+            tracing::debug!(slice = name, error, "failed to write a slice; retrying");
         }
     }
 

@@ -149,7 +149,7 @@ async fn run(shared: Arc<Shared>, socket: UdpSocket, device: Device) {
                     })
                 }
                 Err(error) => {
-                    tracing::warn!(%error, "failed to receive claims of gateways; trying again");
+                    tracing::warn!(%error, "failed to receive claims of gateways; retrying");
                     sleep(Duration::from_secs(1)).await;
                     continue;
                 }

@@ -229,7 +229,7 @@ pub fn rubbish(lab: &mut Lab, rng: &mut Rng) -> Result<Injected> {
 
 pub fn peer_comes(lab: &mut Lab, rng: &mut Rng) -> Result<Injected> {
     let number = u8::try_from(rng.below(40))?;
-    let name = format!("by-chance-{number}");
+    let name = format!("random-{number}");
     let text = peer(&name, &format!("10.5.2.{number}/32"), &key(number), "");
     written(lab, &format!("peer-{name}.yaml"), Some(&text), name)
 }

@@ -15,7 +15,7 @@ use crate::{Lab, netns, wait};
 const PATIENCE: Duration = Duration::from_secs(90);
 
 /// What a host has, a line each; numbers that change with each interface, filter
-/// or packet left out. Link-local addresses are made by chance.
+/// or packet left out. Link-local addresses are random.
 const HOST: &str = "
     ip -o link | sed 's/^[0-9]*: //; s/@.*//; s/:.*//' | sed 's/^/link /'
     ip -o address | awk '{print \"address\", $2, $4}' | grep -v ' fe80:' || true

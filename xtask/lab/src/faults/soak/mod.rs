@@ -1,4 +1,4 @@
-//! `cargo xtask lab soak`: faults by chance, one or two at a time, for as long
+//! `cargo xtask lab soak`: random faults, one or two at a time, for as long
 //! as wanted, while everybody asks everybody each second. A seed gives the same
 //! faults in the same order again.
 
@@ -174,6 +174,6 @@ pub fn outcome(result: &Result<Report>, seed: u64, started: Instant) -> TestOutc
     if let Err(error) = result {
         println!("FAILED with seed {seed}: {error:#}");
     }
-    let name = format!("faults by chance heal and leave nothing over (seed {seed})");
+    let name = format!("random faults heal and leave nothing over (seed {seed})");
     TestOutcome::ended("soak", name, result.is_ok(), started)
 }

@@ -9,10 +9,8 @@ use kilo_failover::{
     signal::Body,
 };
 
-use crate::{
-    engine::{Event, Sim},
-    host,
-};
+use super::{Event, Sim};
+use crate::host;
 
 /// Leader of another location: its kernel, and its agent while that lives.
 #[derive(Clone, Debug)]

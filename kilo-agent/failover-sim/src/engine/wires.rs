@@ -2,7 +2,7 @@
 
 use kilo_failover::MS;
 
-use crate::engine::{Event, Sim};
+use super::{Event, Sim};
 
 /// What the network does to packets.
 #[derive(Clone, Copy, Debug, Default)]

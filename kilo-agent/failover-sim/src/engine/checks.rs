@@ -6,7 +6,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use kilo_common::lead::{self, Exit, Sender, Term};
 use kilo_failover::{MS, Micros, NodeId, Rule, SEC};
 
-use crate::{engine::Sim, host, invariants::Invariant};
+use super::Sim;
+use crate::{host, invariants::Invariant};
 
 /// Time to live of a packet that a member sends.
 const TTL: u8 = 64;

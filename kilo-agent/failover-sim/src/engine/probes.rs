@@ -3,10 +3,8 @@
 use kilo_common::lead::{self, Exit, Sender};
 use kilo_failover::{Rule, Way};
 
-use crate::{
-    engine::{Event, Sim},
-    host,
-};
+use super::{Event, Sim};
+use crate::host;
 
 impl Sim {
     pub(crate) fn probe(&mut self, node: usize, nonce: u64, way: Way) {

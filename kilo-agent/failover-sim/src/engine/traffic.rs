@@ -1,0 +1,40 @@
+//! Packets of one member to the first far location, 1,000 a second, each of which is answered.
+
+use std::collections::BTreeSet;
+
+use kilo_failover::{MS, Micros};
+
+use super::{Event, Sim};
+
+/// Packets of one member.
+#[derive(Clone, Debug)]
+pub(crate) struct Traffic {
+    member: usize,
+    until: Micros,
+    pub(crate) sent: u32,
+    /// Those without an answer.
+    pub(crate) out: BTreeSet<u64>,
+}
+
+impl Sim {
+    /// From `start` to `until` a member sends.
+    pub(crate) fn sends(&mut self, member: usize, start: Micros, until: Micros) {
+        self.traffic = Some(Traffic { member, until, sent: 0, out: BTreeSet::new() });
+        self.at(start, Event::Packet);
+    }
+
+    /// Sends the next packet, as forwarded probes go.
+    pub(super) fn packet(&mut self) {
+        let nonce = self.rng.bits();
+        let Some(traffic) = &mut self.traffic else { return };
+        if self.now >= traffic.until {
+            return;
+        }
+        traffic.sent += 1;
+        traffic.out.insert(nonce);
+        let member = traffic.member;
+        let gateway = self.hosts[member].uses();
+        self.lan_send(member, gateway, Event::AtGateway { member, from: member, gateway, far: 0, nonce });
+        self.at(self.now + MS, Event::Packet);
+    }
+}

@@ -1,0 +1,27 @@
+//! A check of the lab, and how its outcome is printed and recorded.
+
+use std::time::Instant;
+
+use anyhow::Result;
+
+use super::Lab;
+use crate::report::TestOutcome;
+
+/// A check's name is a sentence; it gets the lab as the one before left it.
+pub type Check = (&'static str, fn(&mut Lab) -> Result<String>);
+
+/// Prints and records one outcome.
+pub fn outcome(prefix: &str, name: &str, began: Instant, result: &Result<String>) -> TestOutcome {
+    match result {
+        Ok(figure) => println!("test {prefix}{name} ... ok {figure}"),
+        Err(error) => println!("test {prefix}{name} ... FAILED\n    {error:#}"),
+    }
+    TestOutcome::ended("lab", format!("{prefix}{name}"), result.is_ok(), began)
+        .because_of(result.as_ref().err())
+}
+
+/// Records what cannot be tried here.
+pub fn skipped(prefix: &str, name: &str, reason: &str) -> TestOutcome {
+    println!("SKIPPED {prefix}{name}: {reason}");
+    TestOutcome::new("lab", format!("{prefix}{name}"), "skipped", 0.0)
+}
