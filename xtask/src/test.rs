@@ -21,7 +21,8 @@ use crate::{
     apt, build_all,
     cluster::release::Release,
     command::{output, own_program},
-    kube_tools, kubernetes, lab,
+    kube_tools, kubernetes,
+    lab::{self, takedown::stop_if_interrupted},
     report::TestOutcome,
     rotation::{Kernel, Long, OnKernel},
     second_try::{FLAKY, SecondTries},
@@ -396,6 +397,7 @@ fn package_of(binary: &TestBinary) -> &'static str {
 fn run_binary(part: Part, target: &str, command: &mut Command) -> Result<Vec<TestOutcome>> {
     // One thread: lines of one test stay together, and times are its own.
     command.args(["--test-threads=1", "--nocapture"]).stdin(Stdio::null()).stdout(Stdio::piped());
+    stop_if_interrupted()?;
     let started = Instant::now();
     let mut child = command.spawn().with_context(|| target.to_owned())?;
     let stdout = child.stdout.take().context("no output")?;
@@ -411,6 +413,7 @@ fn run_binary(part: Part, target: &str, command: &mut Command) -> Result<Vec<Tes
 /// Runs a process of ours that writes outcomes to this file: those, and a failure more where it failed and none of
 /// them says so. Its own name is not among the outcomes of a second try, so it has none.
 fn run_own(part: Part, what: &str, command: &mut Command, file: &Path) -> Result<Vec<TestOutcome>> {
+    stop_if_interrupted()?;
     let started = Instant::now();
     let status = command.status().with_context(|| what.to_owned())?;
     let mut outcomes = read_outcomes_of(file, part)?;
@@ -430,7 +433,9 @@ fn unexplained(
         return None;
     }
     println!("FAILED {what}: {status}, and no outcome says why");
-    Some(outcome(part, &format!("{what} ends properly"), "failed", started))
+    // A second run has no outcome of this name, so none of it could replace this one.
+    let ends = outcome(part, &format!("{what} ends properly"), "failed", started);
+    Some(TestOutcome { is_final: true, ..ends })
 }
 
 /// What a process of ours wrote; outcomes carry the part that they belong to.

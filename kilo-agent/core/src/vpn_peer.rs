@@ -128,7 +128,7 @@ pub fn plan(mesh: &Mesh, options: &Options, resolved: &BTreeMap<String, IpAddr>)
 
 /// What nodes have that are known and take no part now: nobody else has it.
 fn lost(mesh: &Mesh) -> impl Iterator<Item = IpNet> + '_ {
-    let pods = mesh.lost.iter().chain(&mesh.gone).flat_map(|lost| &lost.member.node.pod_cidrs);
+    let pods = mesh.lost.iter().flat_map(|lost| &lost.member.node.pod_cidrs);
     let private = mesh.lost.iter().filter_map(|Lost { member, .. }| {
         let ip = member.private_ip()?;
         (!may_be_api_server(member, ip)).then(|| IpNet::from(ip))

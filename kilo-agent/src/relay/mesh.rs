@@ -30,15 +30,15 @@ pub struct MeshView {
     pub device: Option<Device>,
 }
 
-/// The nodes of a location that have tunnels to other locations: who leads it, and with failover who stands by.
-pub fn gateways(mesh: &Mesh, index: usize) -> Vec<&Node> {
+/// The nodes of a location that have tunnels to other locations, and whether each carries packets now: with failover
+/// others stand by.
+pub fn gateways(mesh: &Mesh, index: usize) -> Vec<(&Node, bool)> {
+    let gateways = mesh.gateways_of(index);
+    let acting = gateways.order.get(gateways.acting);
+    let is_active = |at: &usize| gateways.homes.as_ref().is_some_and(|homes| homes.active.contains(at));
     let members = mesh.segments.get(index).map_or(&[][..], |segment| &segment.members);
-    mesh.gateways_of(index)
-        .order
-        .iter()
-        .filter_map(|at| members.get(*at))
-        .map(|member| &*member.node)
-        .collect()
+    let node = |at: &usize| Some((&*members.get(*at)?.node, acting == Some(at) || is_active(at)));
+    gateways.order.iter().filter_map(node).collect()
 }
 
 /// What a mesh says of locations and their gateways: when it is the same, so are the [`FarGateways`], and the device
@@ -70,6 +70,8 @@ pub struct FarGateways {
     pub nodes: BTreeMap<NodeId, (PublicKey, String)>,
     /// The same gateways as the device shows them.
     pub seen: Vec<Seen>,
+    /// Those of them that carry no packets.
+    pub stand_bys: BTreeSet<NodeId>,
     /// This node is a gateway of its location.
     pub is_gateway: bool,
     /// It offers to relay.
@@ -88,22 +90,24 @@ impl FarGateways {
         let Some(own) = view.own.as_deref() else { return found };
         let seen = seen_by_others(view, &RelayPlaces::of(&view.snapshot.nodes, &own.discovered_endpoints));
         let own_location = mesh.find(&own.name).map(|(at, _)| at);
-        let all =
-            (0..mesh.segments.len()).flat_map(|at| gateways(mesh, at).into_iter().map(move |it| (at, it)));
-        for (index, node) in all {
+        let near = own_location.map(|at| gateways(mesh, at)).unwrap_or_default();
+        let me = near.iter().find(|(node, _)| node.name == own.name);
+        (found.is_gateway, found.offers) = (me.is_some(), me.is_some_and(|(node, _)| node.relay));
+        found.is_offered = near.iter().any(|(node, _)| node.relay);
+        let is_idle = me.is_some_and(|(_, carries)| !carries);
+        // No tunnel leads to a gateway of the own location.
+        let far = (0..mesh.segments.len()).filter(|at| Some(*at) != own_location);
+        for (node, carries) in far.flat_map(|at| gateways(mesh, at)) {
             found.is_offered |= node.relay;
-            if node.name == own.name {
-                (found.is_gateway, found.offers) = (true, node.relay);
-            }
-            // No tunnel leads to a gateway of the own location.
-            if Some(index) == own_location {
-                continue;
-            }
             let Some(key) = node.key else { continue };
             let (id, peer) = (signal_id::node(&key), peers.get(&key).cloned().unwrap_or_default());
             found.nodes.insert(id, (key, node.name.clone()));
+            if !carries {
+                found.stand_bys.insert(id);
+            }
             found.seen.push(Seen {
                 id,
+                is_idle: is_idle && !carries,
                 handshake_age: peer.handshake_age,
                 sent: peer.tx_bytes,
                 received: peer.rx_bytes,
@@ -225,7 +229,11 @@ mod tests {
             let own = Some(Arc::clone(&nodes[own]));
             let view = MeshView { mesh: Arc::new(mesh.clone()), own, ..MeshView::default() };
             let far = FarGateways::of(&view, &Relays::default(), &BTreeMap::new());
-            let mut names: Vec<_> = far.nodes.values().map(|(_, name)| name.clone()).collect();
+            let name = |seen: &Seen| {
+                let name = far.nodes[&seen.id].1.clone();
+                if seen.is_idle { format!("({name})") } else { name }
+            };
+            let mut names: Vec<_> = far.seen.iter().map(name).collect();
             names.sort_unstable();
             (names.join(" "), far.is_gateway, far.offers, far.is_offered)
         };
@@ -234,13 +242,18 @@ mod tests {
         let acting = Acting::default();
         mesh.gateways = mesh.segments.iter().map(|segment| acting.gateways(segment, 1)).collect();
         assert_eq!(of(&mesh, 0), ("b1 b2".to_owned(), true, false, true));
-        assert_eq!(of(&mesh, 1), ("b1 b2".to_owned(), true, false, true), "the stand-by is an end, too");
+        let idle = "(b2) b1".to_owned();
+        assert_eq!(
+            of(&mesh, 1),
+            (idle, true, false, true),
+            "the stand-by is an end, too, towards the leader"
+        );
         assert_eq!(
             of(&mesh, 2),
             ("b1 b2".to_owned(), false, false, true),
             "a member is none, and does not relay"
         );
-        assert_eq!(of(&mesh, 4), ("a1 a2".to_owned(), true, true, true), "a stand-by relays");
+        assert_eq!(of(&mesh, 4), ("(a2) a1".to_owned(), true, true, true), "a stand-by relays");
         assert!(super::super::is_offered(&mesh));
     }
 

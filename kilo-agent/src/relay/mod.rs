@@ -136,7 +136,7 @@ impl Relays {
 
 /// Whether any gateway of the mesh offers to relay.
 pub fn is_offered(mesh: &Mesh) -> bool {
-    (0..mesh.segments.len()).any(|index| mesh::gateways(mesh, index).iter().any(|node| node.relay))
+    (0..mesh.segments.len()).any(|index| mesh::gateways(mesh, index).iter().any(|(node, _)| node.relay))
 }
 
 /// What a node's annotation `relay` has come to.

@@ -1,13 +1,14 @@
 //! The task that receives relay messages, decides, and sends.
 
 use std::{
-    collections::BTreeMap,
+    collections::{BTreeMap, BTreeSet, HashSet},
     net::{IpAddr, SocketAddr},
     sync::Arc,
     time::{Duration, Instant, SystemTime, UNIX_EPOCH},
 };
 
 use kilo_common::{
+    map_table::RELAY_KEY,
     relay::{Heard, Kind, Message},
     siphash,
 };
@@ -30,6 +31,8 @@ use super::{
 };
 use crate::{failover::packets, metrics::Metrics};
 
+/// Places of the map `relay_key`.
+const MOST_KEYS: usize = RELAY_KEY.size as usize;
 /// Between two turns while something is under way, and else.
 const BUSY: Duration = Duration::from_millis(100);
 const IDLE: Duration = Duration::from_secs(1);
@@ -225,9 +228,13 @@ impl Task {
 
     fn write_keys(&mut self, uses: bool) {
         let nodes = &self.far.nodes;
-        self.keys.retain(|key, _| uses && nodes.values().any(|(of, _)| of == key));
+        let known: HashSet<_> = nodes.values().map(|(key, _)| *key).collect();
+        self.keys.retain(|key, _| uses && known.contains(key));
         let mut desired = BTreeMap::new();
-        for (id, (key, _)) in nodes.iter().filter(|_| uses) {
+        // Those that carry packets first, where there are more than places.
+        let (waiting, carrying): (Vec<_>, Vec<_>) =
+            nodes.iter().partition(|(id, _)| self.far.stand_bys.contains(id));
+        for (id, (key, _)) in carrying.into_iter().chain(waiting).filter(|_| uses).take(MOST_KEYS) {
             let own = &self.context.key;
             let derived = match self.keys.get(key) {
                 Some(known) => Some(*known),
@@ -246,7 +253,10 @@ impl Task {
     fn serve(&mut self, now: Instant) {
         let may_relay = self.context.relay == settings::Relay::Auto;
         self.server.relays(self.is_on() && self.far.offers, may_relay, now);
-        self.server.end_pairs_of(|id| self.far.seen.iter().any(|seen| seen.id == id && seen.refuses));
+        let refuse: BTreeSet<_> =
+            self.far.seen.iter().filter(|seen| seen.refuses).map(|seen| seen.id).collect();
+        self.server.end_pairs_of(|id| refuse.contains(&id));
+        self.server.see_stand_bys(self.far.stand_bys.clone());
         self.server.turn(&self.maps.ports(), now, micros());
         self.write_ports();
         self.ports.keep(&self.server.taken());
@@ -332,7 +342,9 @@ impl Task {
     fn say(&mut self) {
         let name = |id: &NodeId| self.far.nodes.get(id);
         let uses = self.is_on();
-        let ways = self.client.ways();
+        let mut ways = self.client.ways();
+        // How the tunnels are connected that carry packets; those of stand-bys are nobody's question.
+        ways.retain(|id, _| !self.far.stand_bys.contains(id));
         let endpoints = if uses { self.client.endpoints() } else { BTreeMap::new() };
         for (id, way) in &ways {
             if self.said.get(id) != Some(way)

@@ -55,7 +55,7 @@ pub fn table(status: &Status, wide: bool) -> String {
     let others = status.ways.iter().map(|WayStatus { nodes: [one, other], way, relay }| {
         vec![one.clone(), other.clone(), way_text(way, relay.as_deref())]
     });
-    parts.push(columns(&["GATEWAY", "GATEWAY", "WAY"], others));
+    parts.push(columns(&["LEADER", "LEADER", "WAY"], others));
     parts.push(columns(
         &["PEER", "VALID", "ALLOWED-IPS", "ENDPOINT", "REASON"],
         status.peers.iter().map(peer_row),
@@ -368,7 +368,7 @@ mod tests {
         assert_eq!(ways(&seen), (0, all));
         let text = table(&status, false);
         assert!(text.contains("tunnels between locations: 1 punched, 2 relayed\n"), "{text}");
-        assert!(text.contains("n1        n2        relayed by n3"), "{text}");
+        assert!(text.contains("n1       n2       relayed by n3"), "{text}");
     }
 
     #[test]

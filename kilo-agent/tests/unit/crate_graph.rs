@@ -104,7 +104,7 @@ const ORDERS: [(&str, &str); 7] = [
     ("failover-sim/src", "rng faults host invariants engine planned scenarios several restarts report"),
     (
         "../xtask/lab/src",
-        "report wait takedown times command netns cni_conf network plugins confine counters cni agents \
+        "report wait descendants takedown times command netns cni_conf network plugins confine counters cni agents \
          members probe wire tunl0 bulk matrix clear vpn check topology well services fail_closed \
          forward_policy granularity nat node_ports offloads path_mtu pod_tunnels printer segments external \
          checks cloud cilium flannel kernel_ipip scenario faults failover nat_pairs modes run_times args",

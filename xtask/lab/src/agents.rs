@@ -530,9 +530,21 @@ pub fn tail(log: &Path) -> String {
 
 /// Waits until the agent of a node answers its health check.
 pub fn wait_healthy(netns: &Netns, limit: Duration) -> Result<()> {
-    wait::until(&format!("the agent of {} answers", netns.name), limit, || {
+    wait_reconciles(netns, 1, limit)
+}
+
+/// Waits until an agent that has just started has set its host up: its second reconciliation has begun.
+///
+/// # Errors
+/// When it does not.
+pub fn wait_set_up(netns: &Netns, limit: Duration) -> Result<()> {
+    wait_reconciles(netns, 2, limit)
+}
+
+fn wait_reconciles(netns: &Netns, count: u64, limit: Duration) -> Result<()> {
+    wait::until(&format!("the agent of {} begins reconciliation {count}", netns.name), limit, || {
         let metrics = counters::scrape(netns);
-        Ok(metrics.is_ok_and(|metrics| metrics.get("kilo_reconciles_total").is_some_and(|&n| n > 0)))
+        Ok(metrics.is_ok_and(|metrics| metrics.get("kilo_reconciles_total").is_some_and(|&n| n >= count)))
     })
     .map(drop)
 }

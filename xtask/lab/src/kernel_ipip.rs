@@ -110,7 +110,8 @@ fn replace_by_new(lab: &mut Lab, node: &Node) -> Result<()> {
          iptables-save | grep -v KILO | grep -v 'INPUT -p ipencap -j DROP' | iptables-restore")?;
     fs::remove_file(marker(lab, node))?;
     lab.agents.start(node)?;
-    super::agents::wait_healthy(&node.netns, Duration::from_secs(30))
+    // Without Kilo's routes, and before ours are there, what pods send leaves by the default route.
+    super::agents::wait_set_up(&node.netns, Duration::from_secs(30))
 }
 
 /// While this file exists the node counts as one with Kilo.

@@ -18,8 +18,10 @@ static INTERRUPTED: AtomicBool = AtomicBool::new(false);
 static MAKING: RwLock<()> = RwLock::new(());
 /// Longest wait for those; what takes longer is a command that is ended with the others.
 const IN_THE_MAKING: Duration = Duration::from_secs(5);
-/// How long children have to end by themselves: one may be a lab or a cluster that cleans up, too.
-const CHILDREN_END: Duration = Duration::from_secs(60);
+/// How long children have to end by themselves, which nobody waits for who is taken down with the rest.
+const CHILDREN_END: Duration = Duration::from_secs(10);
+/// The same where nothing else is to be taken down: one may be a lab or a cluster that cleans up itself.
+const LABS_END: Duration = Duration::from_secs(120);
 
 /// Takes something down when dropped, on Ctrl-C and on SIGTERM.
 #[must_use]
@@ -38,13 +40,17 @@ impl<F: Fn() -> Result<()> + Clone + Send + 'static> Takedown<F> {
     /// # Errors
     /// When the signals have a handler already.
     pub fn arrange(who: &'static str, down: F) -> Result<Self> {
+        Self::arranged(who, CHILDREN_END, down)
+    }
+
+    fn arranged(who: &'static str, patience: Duration, down: F) -> Result<Self> {
         let on_signal = down.clone();
         ctrlc::set_handler(move || {
             eprintln!("\n{who}: interrupted, cleaning up");
             INTERRUPTED.store(true, Ordering::SeqCst);
             let is_made = || Ok(MAKING.try_write().is_ok());
             let _ = wait::until("what is being made is there", IN_THE_MAKING, is_made);
-            descendants::end(std::process::id(), CHILDREN_END);
+            descendants::end(std::process::id(), patience);
             if let Err(error) = on_signal() {
                 eprintln!("{who}: {error:#}");
             }
@@ -78,7 +84,7 @@ impl<F: Fn() -> Result<()>> Drop for Takedown<F> {
 /// # Errors
 /// When the signals have a handler already.
 pub fn end_children_with_us(who: &'static str) -> Result<Takedown<impl Fn() -> Result<()>>> {
-    Takedown::arrange(who, || Ok(()))
+    Takedown::arranged(who, LABS_END, || Ok(()))
 }
 
 /// Makes something that is to be found when everything is taken down: nothing once that has begun, which waits until

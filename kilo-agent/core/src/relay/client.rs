@@ -142,7 +142,7 @@ impl Client {
 
     /// Whether anything is under way that does not wait for a second.
     pub fn is_busy(&self) -> bool {
-        self.pairs.values().any(|pair| !pair.leases.is_empty() || pair.round.is_some())
+        self.uses_relays && self.pairs.values().any(|pair| !pair.leases.is_empty() || pair.round.is_some())
     }
 
     /// Takes a message, whose tag was right.
@@ -433,7 +433,8 @@ impl Pair {
     /// Holds relays while they are needed, or may be soon.
     fn lease(&mut self, turn: &mut Turn<'_>, random: &mut impl FnMut() -> u64) {
         let now = turn.now;
-        let needs = self.by.is_some() || self.trial.is_some() || self.silence(turn.seen, now) >= PREPARE;
+        let is_silent = !turn.seen.is_idle && self.silence(turn.seen, now) >= PREPARE;
+        let needs = self.by.is_some() || self.trial.is_some() || is_silent;
         if !needs && self.keeps.is_none_or(|until| now >= until) {
             self.leases.clear();
             return;
@@ -478,7 +479,7 @@ impl Pair {
             Some(relay) => self.leases.fails(relay, now),
             None => is_silent || self.trial.is_some_and(|trial| trial.fails(now)),
         };
-        // It still relays, but not for long: it has taken its offer back, or does not lead any more. Or this end's own
+        // It still relays, but not for long: it has taken its offer back, or is no gateway any more. Or this end's own
         // tunnel with it has not worked for three minutes: another one is better.
         let is_withdrawn = self.by.is_some_and(|relay| !turn.relays.contains_key(&relay));
         if !needs && !is_withdrawn {

@@ -46,7 +46,7 @@ pub const FRESH: Duration = Duration::from_secs(180);
 /// A replayed message is ignored once a message from the same sender that is this much newer has arrived;
 /// paths reorder less than that. Sequence numbers are microseconds of the sender's clock.
 pub const REORDERED: Duration = Duration::from_secs(2);
-/// A relay keeps its pairs for this long when it stops leading, or its mesh is not known.
+/// A relay keeps its pairs for this long when it is no gateway any more, or its mesh is not known.
 pub const RESTS: Duration = Duration::from_secs(30);
 
 /// How two locations are connected.
@@ -76,6 +76,8 @@ impl Way {
 pub struct Seen {
     /// Who it is.
     pub id: NodeId,
+    /// It stands by, and so does this node: nothing but keepalives goes through the tunnel, which is worth no relay.
+    pub is_idle: bool,
     /// Time since the last handshake; `None` = there was none.
     pub handshake_age: Option<Duration>,
     /// Bytes sent to it so far, handshake attempts included.

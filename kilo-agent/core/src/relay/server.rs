@@ -12,7 +12,7 @@ use super::{NodeId, Output, RESTS, fresh::Latest, mapped};
 
 /// Most pairs at a time: two ports each.
 pub const MOST_PAIRS: usize = 500;
-/// Most pairs of one node.
+/// Most pairs of one node. Where an end stands by, half of both limits counts: those that carry packets find places.
 const MOST_OF_A_NODE: usize = 64;
 /// A pair from which nothing was heard, and for which nothing was relayed, is forgotten after this.
 const IDLE: Duration = Duration::from_secs(180);
@@ -48,6 +48,8 @@ pub struct Server {
     changes: u64,
     /// Since when it does not relay any more.
     off: Option<Instant>,
+    /// Gateways that carry no packets now.
+    stand_bys: BTreeSet<NodeId>,
 }
 
 #[derive(Clone, Debug)]
@@ -113,8 +115,8 @@ impl Server {
         server
     }
 
-    /// Sets whether this node relays now, and whether it may at all. One that may keeps its pairs for a while: it may lead
-    /// or offer again, and who uses it goes over to another relay meanwhile.
+    /// Sets whether this node relays now, and whether it may at all. One that may keeps its pairs for a while: it may be
+    /// a gateway or offer again, and who uses it goes over to another relay meanwhile.
     pub fn relays(&mut self, relays: bool, may_relay: bool, now: Instant) {
         if relays {
             self.off = None;
@@ -124,6 +126,11 @@ impl Server {
         if !may_relay || now.saturating_duration_since(off) >= RESTS {
             self.pairs.clear();
         }
+    }
+
+    /// Takes which gateways carry no packets now.
+    pub fn see_stand_bys(&mut self, stand_bys: BTreeSet<NodeId>) {
+        self.stand_bys = stand_bys;
     }
 
     /// Ends the pairs of nodes that refuse relays.
@@ -185,7 +192,9 @@ impl Server {
                 return refuse;
             }
             let of_node = self.pairs.keys().filter(|(one, other)| [*one, *other].contains(&from)).count();
-            if self.pairs.len() >= MOST_PAIRS || of_node >= MOST_OF_A_NODE {
+            let waits = [from, other].iter().any(|end| self.stand_bys.contains(end));
+            let share = if waits { 2 } else { 1 };
+            if self.pairs.len() >= MOST_PAIRS / share || of_node >= MOST_OF_A_NODE / share {
                 return refuse;
             }
             let Some(ports) = self.ports(free, random) else { return refuse };

@@ -8,6 +8,8 @@ use std::{
     time::{Duration, Instant},
 };
 
+use ipnet::IpNet;
+
 use super::Node;
 
 /// Longer than any agent takes to learn of a change, and hosts' connections try again at once.
@@ -19,8 +21,8 @@ const PODS_KEPT: Duration = Duration::from_secs(20 * 60);
 /// Nodes as they were.
 #[derive(Debug, Default)]
 pub(super) struct Former {
-    /// Those without an object, and since when.
-    gone: BTreeMap<String, (Arc<Node>, Instant)>,
+    /// Those without an object, and since when: one that had other pod CIDRs each time it left is there each time.
+    gone: BTreeMap<(String, Vec<IpNet>), (Arc<Node>, Instant)>,
     /// Those that have lost their private address, and have no other: its interface is down.
     without: BTreeMap<String, Arc<Node>>,
     /// What an earlier agent of this host knew, until the first nodes are seen.
@@ -49,9 +51,8 @@ impl Former {
 
     /// A node's object is not there any more.
     pub fn gone(&mut self, node: Arc<Node>, now: Instant) {
-        let name = node.name.clone();
-        let node = self.without.remove(&name).unwrap_or(node);
-        self.gone.insert(name, (node, now));
+        let node = self.without.remove(&node.name).unwrap_or(node);
+        self.gone.insert((node.name.clone(), node.pod_cidrs.clone()), (node, now));
     }
 
     /// A node's description has changed.
@@ -103,6 +104,11 @@ mod tests {
         assert_eq!(counts(&mut former, start + KEPT), [0, 1]);
         assert_eq!(counts(&mut former, start + PODS_KEPT - Duration::from_secs(1)), [0, 1]);
         assert_eq!(counts(&mut former, start + PODS_KEPT), [0, 0]);
+        for cidr in ["10.42.1.0/24", "10.42.2.0/24"] {
+            let pod_cidrs = vec![cidr.parse().unwrap()];
+            former.gone(Node { name: "a".to_owned(), pod_cidrs, ..Node::default() }.into(), start);
+        }
+        assert_eq!(counts(&mut former, start + KEPT), [0, 2], "it had another pod CIDR each time");
     }
 
     #[test]

@@ -1,6 +1,7 @@
 //! `kg`: the agent of a node.
 
 mod flags;
+mod last_words;
 mod stopping;
 mod uninstall;
 
@@ -31,7 +32,7 @@ use kilo_agent::{
     },
     leaving::{self, Leaving},
     metrics::Metrics,
-    status::{View, ask::LOCAL_TOKEN},
+    status::ask::LOCAL_TOKEN,
     takeover, webhook,
 };
 use kilo_core::{
@@ -51,6 +52,7 @@ use tokio::signal::unix::{SignalKind, signal};
 use tokio_util::sync::CancellationToken;
 
 use flags::{Cli, Command, Flags, UninstallArgs, WebhookArgs};
+use last_words::LastWords;
 use stopping::Stopping;
 use uninstall::{uninstall, uninstall_alone};
 
@@ -343,7 +345,7 @@ async fn work<B: Backend>(
     #[cfg(debug_assertions)]
     panic_when_asked()?;
     let (view, view_reader) = tokio::sync::watch::channel(Arc::default());
-    let last_words = LastWords { health: health.clone(), view: view_reader.clone() };
+    let last_words = LastWords::new(health.clone(), view_reader.clone());
     let graph = http::Graph::default();
     let context = http::Context::new(health.clone(), metrics.clone(), view_reader, graph).behind(gate);
     let stop = CancellationToken::new();
@@ -372,7 +374,7 @@ async fn work<B: Backend>(
         ended = &mut server => return ended.context("the HTTP server panicked"),
     }
     stop.cancel();
-    last_words.write(Path::new(TERMINATION_LOG));
+    let said = last_words.said();
     agent.await.context("the reconcile loop panicked")??;
     // A restart or an upgrade must not interrupt traffic: programs, routes and
     // annotations stay for the next agent, unless the node has left the cluster.
@@ -397,37 +399,15 @@ async fn work<B: Backend>(
              they send nothing in clear; reboot the host, or run `kg uninstall --keep-annotations --remove-cni` there \
              when they have ended"
         );
+        last_words::write(&said);
         return Ok(());
     }
+    last_words::write(&said);
     if leaving.leave(&hostname, Path::new(BPFFS), &flags.interface, flags.masquerade).await {
         return Ok(());
     }
     tracing::info!("kg stopped; traffic keeps flowing, `kg uninstall` removes everything");
     Ok(())
-}
-
-/// File of the container that the kubelet reads into the pod's status when it ends.
-const TERMINATION_LOG: &str = "/dev/termination-log";
-
-/// What an agent says that is asked to stop while something is wrong: that it ends is no error, so that the kubelet
-/// does not take the end of its log.
-struct LastWords {
-    health: Health,
-    view: tokio::sync::watch::Receiver<Arc<View>>,
-}
-
-impl LastWords {
-    /// Outside a container there is no such file, and none is made.
-    fn write(&self, file: &Path) {
-        let warnings = self.view.borrow().warnings.clone();
-        let said: Vec<String> = self.health.problem().into_iter().chain(warnings).collect();
-        if said.is_empty() || !file.exists() {
-            return;
-        }
-        if let Err(error) = std::fs::write(file, said.join("\n")) {
-            tracing::warn!(%error, file = %file.display(), "failed to write the termination message");
-        }
-    }
 }
 
 /// For tests, and in no release build: a task that panics on SIGUSR2.

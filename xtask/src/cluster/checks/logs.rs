@@ -27,7 +27,7 @@ pub const AWAY: &[&str] = &[
     "the API server has not answered within",
     "the API server answers 5",
     "agents contact the API server one after another",
-    "watch interrupted; trying again",
+    "watch interrupted",
 ];
 /// What boots cause, and nodes that are made anew.
 pub const BOOTS: &[&str] = &[
@@ -225,7 +225,7 @@ mod tests {
     fn what_a_check_causes_may_come_during_the_next_and_not_later() {
         let pods = tempfile::tempdir().unwrap();
         let mut logs = Logs::of(vec![("a1".to_owned(), pods.path().to_owned())]);
-        let away = r#"{"level":"WARN","message":"API server unreachable; trying again"}"#;
+        let away = r#"{"level":"WARN","message":"API server unreachable; retrying"}"#;
         let mut ended = |causes: Causes, line: &str| {
             write(pods.path(), "kilo-x", 0, &[line]);
             logs.ended(causes).is_ok()

@@ -38,6 +38,26 @@ fn said_near(
 }
 
 #[test]
+fn pairs_with_a_stand_by_have_half_of_the_places() {
+    let now = Instant::now();
+    let given = |stand_bys: &[NodeId], others: u64| {
+        let mut server = Server::default();
+        server.see_stand_bys(stand_bys.iter().copied().collect());
+        let far = (100..100 + others).collect::<Vec<_>>();
+        for other in &far {
+            let mut message = ask(X, *other);
+            message.sequence += other;
+            let near: Vec<_> = far.iter().copied().chain([X]).collect();
+            said_near(&mut server, &near, &message, heard(X, WIREGUARD), now);
+        }
+        server.pairs()
+    };
+    assert_eq!(given(&[], 70), 64);
+    assert_eq!(given(&[X], 70), 32);
+    assert_eq!(given(&[101], 70), 64, "those of others are not concerned");
+}
+
+#[test]
 fn a_binding_needs_the_token_and_a_later_number() {
     let (mut server, now) = (Server::default(), Instant::now());
     let first = said(&mut server, &ask(X, Y), heard(X, WIREGUARD), now);

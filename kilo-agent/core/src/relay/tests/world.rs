@@ -184,6 +184,7 @@ impl World {
         let tunnel = &self.tunnels[&own];
         let behind_nat = SocketAddr::new(Ipv4Addr::new(10, 0, 0, 1).into(), WIREGUARD);
         let mut seen = vec![Seen {
+            is_idle: false,
             id: other,
             handshake_age: tunnel.handshake.map(|at| self.now - at),
             sent: tunnel.sent,

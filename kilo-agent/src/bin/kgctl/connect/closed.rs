@@ -11,8 +11,10 @@ use ipnet::IpNet;
 use kilo_core::{net::NetPlan, wireguard::WireguardPlan};
 use kilo_host::net::{Net, NetError};
 
-/// How long a prefix that left the mesh stays unreachable: connections to it are open, and a node may come back.
+/// How long a host's address that left the mesh stays unreachable: connections to it are open, and a node may come back.
 const KEPT: Duration = Duration::from_secs(60);
+/// The same of other prefixes, which pods had: nobody else has them, and TCP tries for 15 minutes (`tcp_retries2`).
+const PODS_KEPT: Duration = Duration::from_secs(20 * 60);
 
 /// Prefixes to which nothing is sent in clear.
 #[derive(Debug, Default)]
@@ -52,13 +54,17 @@ impl Closed {
         let routes: BTreeSet<IpNet> = plan.routes.iter().map(|route| route.destination).collect();
         let closed = plan.routes.iter().filter(|route| route.closed).map(|route| route.destination);
         self.planned.extend(closed.chain(plan.unreachable.iter().copied()).map(|prefix| (prefix, now)));
-        self.planned.retain(|_, last| now.saturating_duration_since(*last) < KEPT);
+        self.planned.retain(|prefix, last| now.saturating_duration_since(*last) < kept(prefix));
         let endpoints = || wireguard.peers.values().filter_map(|peer| peer.endpoint);
         // WireGuard's own packets must get there.
         let is_outer = |prefix: &IpNet| endpoints().any(|endpoint| prefix.contains(&endpoint.ip()));
         let former = self.planned.keys().filter(|prefix| !routes.contains(*prefix) && !is_outer(prefix));
         plan.unreachable.extend(former);
     }
+}
+
+fn kept(prefix: &IpNet) -> Duration {
+    if prefix.prefix_len() == prefix.max_prefix_len() { KEPT } else { PODS_KEPT }
 }
 
 /// A kernel without IPv6 sends nothing there, and knows no such routes.
@@ -89,7 +95,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_node_had_that_is_gone_is_unreachable_for_a_minute_and_its_endpoint_is_not() {
+    fn what_a_node_had_that_is_gone_is_unreachable_for_a_while_and_its_endpoint_is_not() {
         let began = Instant::now();
         let (node, pods, other) = ("10.1.0.1/32", "10.42.1.0/24", "10.42.2.0/24");
         let peer = WireguardPeer { endpoint: "10.1.0.1:51820".parse().ok(), ..WireguardPeer::default() };
@@ -105,7 +111,8 @@ mod tests {
         assert_eq!(after(10, &[other], &without_peer), [node, pods]);
         assert_eq!(after(20, &[other], &with_peer), [pods], "it is sent to from here");
         assert_eq!(after(59, &[other, pods], &without_peer), [node]);
-        assert_eq!(after(60, &[other], &without_peer), [pods], "which came back for a moment");
-        assert_eq!(after(119, &[other], &without_peer), [""; 0]);
+        assert_eq!(after(60, &[other], &without_peer), [pods], "the host's address is anybody's again");
+        assert_eq!(after(59 + 20 * 60 - 1, &[other], &without_peer), [pods]);
+        assert_eq!(after(59 + 20 * 60, &[other], &without_peer), [""; 0]);
     }
 }

@@ -1,0 +1,39 @@
+//! The termination message of an agent that is asked to stop while something is wrong. It ends without an error, so
+//! that the kubelet has no reason to take the end of its log (`FallbackToLogsOnError`).
+
+use std::{fs, path::Path, sync::Arc};
+
+use kilo_agent::{health::Health, status::View};
+use tokio::sync::watch::Receiver;
+
+/// File of the container that the kubelet reads into the pod's status.
+const TERMINATION_LOG: &str = "/dev/termination-log";
+
+/// Where it is known what is wrong.
+pub struct LastWords {
+    health: Health,
+    view: Receiver<Arc<View>>,
+}
+
+impl LastWords {
+    pub const fn new(health: Health, view: Receiver<Arc<View>>) -> Self {
+        Self { health, view }
+    }
+
+    /// What is wrong now, a sentence each.
+    pub fn said(&self) -> Vec<String> {
+        let warnings = self.view.borrow().warnings.clone();
+        self.health.problem().into_iter().chain(warnings).collect()
+    }
+}
+
+/// Writes it, unless there is nothing to say. Outside a container there is no such file, and none is made.
+pub fn write(said: &[String]) {
+    let file = Path::new(TERMINATION_LOG);
+    if said.is_empty() || !file.exists() {
+        return;
+    }
+    if let Err(error) = fs::write(file, said.join("\n")) {
+        tracing::warn!(%error, file = TERMINATION_LOG, "failed to write the termination message");
+    }
+}
