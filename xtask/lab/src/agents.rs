@@ -528,7 +528,7 @@ pub fn tail(log: &Path) -> String {
     lines[lines.len().saturating_sub(12)..].join("\n")
 }
 
-/// Waits until the agent of a node answers its health check.
+/// Waits until an agent that has just started answers, and has begun to set its host up.
 pub fn wait_healthy(netns: &Netns, limit: Duration) -> Result<()> {
     wait_reconciles(netns, 1, limit)
 }
