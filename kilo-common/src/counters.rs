@@ -81,7 +81,7 @@ counted! {
 }
 
 counted! {
-    /// Why a packet was dropped. 37 was `ttl_exceeded` and stays unused: whoever kept numbers would read it as that.
+    /// Why a packet was dropped. 37 was `ttl_exceeded` and stays unused: tools that keep numbers read it as that.
     DropReason {
         /// The destination is in the mesh, but its node or location cannot be reached now.
         NoHop = 32 => "no_hop",

@@ -121,7 +121,7 @@ impl Node {
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
             .stderr(fs::File::create(disk.join("boot.log"))?);
-        // Whoever cuts the node before it has a first process ends this one, which takes that with it.
+        // A cut before the node has a first process ends this one, which takes that with it.
         let mut process = takedown::make(|| {
             let process = command.spawn().context("nsenter, unshare")?;
             fs::write(self.pid_file(), process.id().to_string())?;

@@ -193,11 +193,11 @@ impl Liveness {
                 seen.changed = (!clocks.agree_about(&seen.node, seen.value) || is_fresh).then_some(now);
             }
         }
-        self.judge(own, nobody, now)
+        self.decide(own, nobody, now)
     }
 
     /// Who is ready, of the nodes that have just been looked at; `nobody`: none was before.
-    fn judge(&mut self, own: Option<&str>, nobody: bool, now: Instant) -> Vec<bool> {
+    fn decide(&mut self, own: Option<&str>, nobody: bool, now: Instant) -> Vec<bool> {
         let own = own.map(|own| self.seen.binary_search_by(|seen| seen.node.name.as_str().cmp(own)).ok());
         let own_seen = match own {
             Some(own) => own.map(|own| &self.seen[own]),
