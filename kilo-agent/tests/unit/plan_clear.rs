@@ -188,28 +188,24 @@ proptest! {
         }
         let gone: Vec<Arc<Node>> = lost.iter().cloned().map(Arc::new).collect();
         let mesh = Mesh::new(&ready, &peers, settings.granularity, settings.subnet);
-        let with = mesh.clone().with_lost(&gone);
+        let (earlier, with) = (mesh.clone().with_gone(&gone), mesh.clone().with_lost(&gone));
         for own in &ready {
             let plan = |mesh: &Mesh| plan_of_mesh(mesh, &own.name, &settings, Facts::default());
-            let (before, plan) = (plan(&mesh), plan(&with));
+            let (before, earlier, plan) = (plan(&mesh), plan(&earlier), plan(&with));
             prop_assert_eq!((&plan.wireguard, &plan.net.routes), (&before.wireguard, &before.net.routes));
             prop_assert_eq!((&plan.tables.hop, &plan.tables.node), (&before.tables.hop, &before.tables.node));
             for (prefix, value) in &before.tables.prefix {
                 prop_assert_eq!(plan.tables.prefix.get(prefix), Some(value));
             }
             prop_assert!(before.net.unreachable.is_subset(&plan.net.unreachable));
-            // Of those that went earlier pods alone, and as before.
-            let earlier = plan_of_mesh(&mesh.clone().with_gone(&gone), &own.name, &settings, Facts::default());
             for node in &lost {
-                for cidr in &node.pod_cidrs {
-                    let cidr = cidr.trunc();
+                // Of those that went earlier pods alone, and as before.
+                for cidr in node.pod_cidrs.iter().map(IpNet::trunc) {
                     prop_assert_eq!(earlier.tables.prefix.get(&cidr), plan.tables.prefix.get(&cidr));
                 }
                 if let Some(private) = node.internal_ip.map(|net| IpNet::from(net.addr())) {
                     prop_assert_eq!(earlier.tables.prefix.get(&private), before.tables.prefix.get(&private));
                 }
-            }
-            for node in &lost {
                 let near = node.location == own.location && node.internal_ip.is_some() && own.internal_ip.is_some();
                 for dst in [Some(pod(node)), node.internal_ip.map(|net| net.addr())].into_iter().flatten() {
                     let taken = prefixes::longest(&before.tables.prefix, dst).is_some();

@@ -430,7 +430,7 @@ impl Mesh {
     /// What a mesh ends with, as labs do: every agent has its rights and hooks, and nothing to warn about that no part causes.
     fn as_deployed(&self) -> Result<()> {
         // A node that is cut off has no link, and with failover it does not lead any more.
-        let cut_off: &[&str] = if self.cut_off > 0 { &[well::NO_ENDPOINT, "change of leader"] } else { &[] };
+        let cut_off: &[&str] = if self.cut_off > 0 { &[well::NO_ENDPOINT, well::CHANGE] } else { &[] };
         let caused = [nat::CAUSED, cut_off].concat();
         well::mesh_as_deployed(&self.network, &self.agents, &caused).map(drop)
     }

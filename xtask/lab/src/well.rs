@@ -22,6 +22,8 @@ use crate::confine;
 
 /// What an agent logs when somebody detached a program.
 pub const DETACHED: &str = "reattached it";
+/// Leadership moved to another gateway.
+pub const CHANGE: &str = "change of leader";
 /// Another node leads its location for a while, one without a public address.
 pub const LEADS: &str = "leads its location with the private endpoint";
 /// A node's only interface is down.
@@ -175,7 +177,7 @@ pub fn as_deployed(lab: &mut Lab) -> Result<String> {
     rights_and_hooks(&lab.network, &lab.agents, |node| topology.uplinks(node))
 }
 
-/// The same of a mesh that is no lab of its own, from its beginning on: all that its agents have logged is looked at.
+/// The same of a mesh that stands beside a lab, from its beginning on: all that its agents have logged is looked at.
 /// `caused` are parts of what they may have, and each node's only uplink is eth0.
 ///
 /// # Errors

@@ -479,7 +479,7 @@ impl Pair {
             Some(relay) => self.leases.fails(relay, now),
             None => is_silent || self.trial.is_some_and(|trial| trial.fails(now)),
         };
-        // It still relays, but not for long: it has taken its offer back, or is no gateway any more. Or this end's own
+        // It still relays, but not for long: it has taken its offer back, or has stopped being a gateway. Or this end's own
         // tunnel with it has not worked for three minutes: another one is better.
         let is_withdrawn = self.by.is_some_and(|relay| !turn.relays.contains_key(&relay));
         if !needs && !is_withdrawn {

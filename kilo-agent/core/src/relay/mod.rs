@@ -46,7 +46,7 @@ pub const FRESH: Duration = Duration::from_secs(180);
 /// A replayed message is ignored once a message from the same sender that is this much newer has arrived;
 /// paths reorder less than that. Sequence numbers are microseconds of the sender's clock.
 pub const REORDERED: Duration = Duration::from_secs(2);
-/// A relay keeps its pairs for this long when it is no gateway any more, or its mesh is not known.
+/// A relay keeps its pairs for this long when it stops being a gateway, or its mesh is not known.
 pub const RESTS: Duration = Duration::from_secs(30);
 
 /// How two locations are connected.

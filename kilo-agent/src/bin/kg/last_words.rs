@@ -27,7 +27,7 @@ impl LastWords {
     }
 }
 
-/// Writes it, unless there is nothing to say. Outside a container there is no such file, and none is made.
+/// Writes it, unless there is nothing to say. Outside a container the file does not exist, and is not made.
 pub fn write(said: &[String]) {
     let file = Path::new(TERMINATION_LOG);
     if said.is_empty() || !file.exists() {

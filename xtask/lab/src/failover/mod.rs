@@ -30,7 +30,7 @@ use super::{
     network::{Node, Shape},
 };
 use crate::report::{InClear, TestOutcome};
-use crate::wait;
+use crate::{wait, well};
 use breaking::{Broken, LEADER};
 use cases::{CASES, Case, Limit};
 pub use command::{Options, main};
@@ -43,9 +43,6 @@ const PATIENCE: Duration = Duration::from_secs(90);
 const FIT: Duration = Duration::from_secs(150);
 /// How long traffic is watched after the fault, so that a second change is seen, too.
 const AFTER: Duration = Duration::from_secs(2);
-
-/// What agents log when another gateway leads.
-const CHANGE: &str = "change of leader";
 
 /// One run of a case.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
@@ -195,7 +192,7 @@ struct Watched {
 }
 
 fn watch(lab: &mut Lab, case: &Case, keep: bool) -> Result<Watched> {
-    lab.caused(&[CHANGE]);
+    lab.caused(&[well::CHANGE]);
     lab.agents.wait_until_ready(&lab.network, PATIENCE)?;
     state::begin_anew(lab, case, FIT)?;
     case.prepare.map_or(Ok(()), |prepare| prepare(lab))?;

@@ -17,7 +17,7 @@ use nix::{
     unistd::Pid,
 };
 
-use super::{CHANGE, FIT, breaking, state};
+use super::{FIT, breaking, state};
 use crate::{Lab, LabArgs, counters, faults::nodes, matrix, wait, well};
 
 /// So long agents have to write nothing before they are at rest; what a start costs is not counted.
@@ -160,7 +160,7 @@ fn at_rest(lab: &Lab, is_on: bool) -> Result<()> {
 fn of_mode(lab: &mut Lab, mode: &str, time: Duration) -> Result<(Vec<f64>, Vec<String>)> {
     lab.agents.set_flag("--failover", mode);
     // Of nodes that boot at once a stand-by may lead first.
-    lab.caused(&[CHANGE]);
+    lab.caused(&[well::CHANGE]);
     breaking::reboot_all(lab)?;
     receive_on_another_processor(lab)?;
     at_rest(lab, mode != "off")?;
