@@ -75,6 +75,9 @@ pub struct HostLinks {
     /// Prefixes that others' routes lead out of this host by its uplinks, without
     /// default routes.
     pub elsewhere: BTreeMap<IpNet, Elsewhere>,
+    /// Pod CIDRs that this node had earlier in this boot: pods that still run, or were started before the agent, may
+    /// have addresses of them.
+    pub former_pod_cidrs: Vec<IpNet>,
 }
 
 impl HostLinks {

@@ -240,6 +240,7 @@ impl<B: Backend> Agent<B> {
             options.last_good.as_deref().map(|path| last_good_writer::nodes(path, &options.hostname));
         let last_good = options.last_good.as_deref().map(|path| LastGood::new(path, &options.hostname));
         let last_good_writer = last_good.map(LastGoodWriter::new);
+        let former_pod_cidrs = network::kept_former_pod_cidrs(options.cni_boot.as_ref());
         let failover = options.failover.clone();
         let failover = failover.map(|options| Failover::new(options, Arc::clone(&host_changed)));
         let failover = failover.transpose().map_err(|source| DataplaneError::Run { source })?;
@@ -256,6 +257,7 @@ impl<B: Backend> Agent<B> {
             state: State {
                 hops: HopIds::adopt(&dataplane.held_senders()),
                 liveness: Liveness::remembering(remembered.into_iter().flatten().map(Arc::new)),
+                former_pod_cidrs,
                 ..State::default()
             },
             dataplane,

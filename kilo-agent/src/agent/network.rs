@@ -6,8 +6,12 @@ use std::{sync::Arc, time::Duration};
 use tokio::sync::watch;
 
 use crate::backend::Backend;
+use ipnet::IpNet;
 use kilo_core::topology::Node;
-use kilo_host::cni::boot::BootConfiguration;
+use kilo_host::cni::{
+    boot::BootConfiguration,
+    former::{self, FormerPodCidrs, FormerSubnets},
+};
 
 use super::{Agent, log_limiter::other_cni};
 
@@ -49,6 +53,15 @@ pub(super) async fn write<B: Backend>(
     }
 }
 
+/// Pod CIDRs that earlier agents of this boot met; none where nothing is kept that ends with the boot.
+pub(super) fn kept_former_pod_cidrs(boot: Option<&BootConfiguration>) -> FormerPodCidrs {
+    let Some(BootConfiguration { directory, .. }) = boot else { return FormerPodCidrs::default() };
+    FormerPodCidrs::open(directory).unwrap_or_else(|error| {
+        tracing::warn!(%error, "ignoring the former pod CIDRs that an earlier agent kept");
+        FormerPodCidrs::in_directory(directory)
+    })
+}
+
 impl<B: Backend> Agent<B> {
     /// Says that pods have no network yet, unless an agent of this boot has published the
     /// CNI configuration already.
@@ -88,16 +101,36 @@ impl<B: Backend> Agent<B> {
         }
     }
 
-    /// Takes the gateways of pod CIDRs that the node has no more off its bridges; another
-    /// node may have them. True when none is left there, as far as anybody knows.
-    async fn leave_former_subnets(&self, own: &Node) -> bool {
+    /// Pod CIDRs that the node had earlier in this boot and has no more. Where the configuration has some, pods can be
+    /// started with their addresses until it is replaced: they are kept first.
+    pub(super) fn former_pod_cidrs(&mut self, own: &Node) -> Vec<IpNet> {
+        let subnets = self.former_subnets(own).subnets;
+        if let Err(error) = self.state.former_pod_cidrs.add(&subnets) {
+            self.metrics.error("cni");
+            tracing::error!(
+                %error,
+                "failed to keep this node's former pod CIDRs: an agent that starts later in this boot does not \
+                 masquerade what pods with such addresses send"
+            );
+        }
+        self.state.former_pod_cidrs.without(&own.pod_cidrs).collect()
+    }
+
+    /// What the configuration there has that the node's pod CIDRs replace.
+    fn former_subnets(&self, own: &Node) -> FormerSubnets {
         let path = match (&self.options.cni_boot, &self.options.cni) {
             (Some(configuration), _) => configuration.file(),
             (None, Some(path)) => path.clone(),
-            (None, None) => return true,
+            (None, None) => return FormerSubnets::default(),
         };
         // Who writes a file reports that it cannot be read.
-        let Ok(former) = kilo_host::cni::former(&path, &own.pod_cidrs) else { return true };
+        former::subnets(&path, &own.pod_cidrs).unwrap_or_default()
+    }
+
+    /// Takes the gateways of pod CIDRs that the node has no more off its bridges; another
+    /// node may have them. True when none is left there, as far as anybody knows.
+    async fn leave_former_subnets(&self, own: &Node) -> bool {
+        let former = self.former_subnets(own);
         if former.subnets.is_empty() {
             return true;
         }

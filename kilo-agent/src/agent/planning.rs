@@ -40,6 +40,7 @@ impl<B: Backend> Agent<B> {
         (found.vxlan, found.ipip) = (host.tunnels.vxlan, host.tunnels.ipip);
         links::add_overlay(&mut found, &host.links, &own.name, overlay);
         links::add_elsewhere(&mut found, &host.ways_out.elsewhere);
+        found.former_pod_cidrs = self.former_pod_cidrs(own);
         found.path_mtus = self.path_mtus.current(Instant::now());
         for (address, mtu) in &host.paths.mtus {
             found.path_mtus.entry(*address).and_modify(|known| *known = *mtu.min(known)).or_insert(*mtu);

@@ -8,6 +8,8 @@ use kilo_core::{
     topology::{FreedAddresses, Leaders, Liveness, Mesh, Node, among, with_own},
 };
 
+use kilo_host::cni::former::FormerPodCidrs;
+
 use super::host_state::HostState;
 
 /// The agent's own state; what others may see of it is a [`View`](crate::status::View).
@@ -31,6 +33,8 @@ pub(super) struct State {
     pub freed: FreedAddresses,
     /// Hop ids of the nodes of this location.
     pub hops: HopIds,
+    /// Pod CIDRs that this node had earlier in this boot.
+    pub former_pod_cidrs: FormerPodCidrs,
     /// This host as far as known; `None`: it must be read.
     pub host: Option<HostState>,
     /// Forwarding was off, and a reconcile could not turn it on.

@@ -158,6 +158,8 @@ async fn remove_cni(net: &Net, path: &Path, outcome: &mut Outcome) {
         && file.starts_with(RUN)
     {
         outcome.take(remove_file(&file), |_| format!("CNI configuration {}", file.display()));
+        let former = file.with_file_name(cni::former::FILE);
+        outcome.take(remove_file(&former), |_| format!("former pod CIDRs {}", former.display()));
     }
     outcome.take(remove_file(path), |_| format!("CNI configuration {}", path.display()));
     for bridge in bridges {

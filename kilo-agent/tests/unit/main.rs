@@ -29,6 +29,7 @@ mod last_good;
 mod manifest_crd;
 mod overlay_senders;
 mod plan_clear;
+mod plan_closed;
 mod plan_duplicates;
 mod plan_failover;
 mod plan_full_location;

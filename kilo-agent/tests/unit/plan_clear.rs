@@ -68,34 +68,6 @@ fn net(text: &str) -> IpNet {
     text.parse().unwrap()
 }
 
-#[test]
-fn an_address_that_no_location_has_any_more_is_closed_on_every_node() {
-    let settings = settings(Granularity::Location, Encapsulate::Always);
-    let node = |name: &str, n: u8, location: &str| Node {
-        name: name.into(),
-        location: location.into(),
-        key: Some(PublicKey([n; 32])),
-        endpoint: format!("192.0.2.{n}:51820").parse().ok(),
-        internal_ip: format!("10.1.0.{n}/24").parse().ok(),
-        pod_cidrs: vec![format!("10.42.{n}.0/24").parse().unwrap()],
-        ..Node::default()
-    };
-    let nodes = [node("a1", 1, "a"), node("a2", 2, "a"), node("b1", 3, "b")];
-    let mesh = Mesh::new(&nodes, &BTreeMap::new(), settings.granularity, settings.subnet);
-    let free: IpAddr = [10, 4, 0, 3].into();
-    let mesh = mesh.with_freed(vec![free]);
-    for node in &nodes {
-        let plan = plan_of_mesh(&mesh, &node.name, &settings, Facts::default());
-        let closed = &plan.tables.prefix[&IpNet::from(free)];
-        assert_eq!((closed.hop, closed.flags & PREFIX_NEVER_CLEAR), (HOP_NONE, PREFIX_NEVER_CLEAR));
-        assert!(plan.net.unreachable.contains(&free.into()), "{}", node.name);
-        for src in [[10, 4, 0, 1].into(), pod(node)] {
-            let packet = Packet { src, dst: free };
-            assert_eq!(plan.tables.uplink_egress(packet), Err(DropReason::NotEncrypted), "{}", node.name);
-        }
-    }
-}
-
 /// To WireGuard, but for its own packets.
 const STEERED: u32 = PREFIX_PODS_STEERED | PREFIX_HOST_STEERED;
 

@@ -24,7 +24,7 @@ use anyhow::{Result, bail};
 
 use super::{Cluster, matrix, network, until};
 use crate::report::TestOutcome;
-use logs::{ANYTHING, AWAY, BOOTS, Causes, LEADERS, Logs};
+use logs::{ANYTHING, AWAY, BOOTS, Causes, ENDED, LEADERS, Logs};
 
 /// One check: its name, what it does, and whether it is left to `--all`.
 pub struct Check {
@@ -93,7 +93,7 @@ const CHECKS: &[Check] = &[
     long("in a mesh where nodes are Kilo in Go, the leader's machine loses power", mixed::leader_dies)
         .causing(&[ANYTHING]),
     long("a node that is deleted while it runs sends nothing in clear", nodes::deleted_while_it_runs)
-        .causing(&[AWAY, BOOTS]),
+        .causing(&[AWAY, BOOTS, ENDED]),
     long("twenty boots send nothing in clear", nodes::many_boots).causing(&[AWAY, BOOTS]),
     long("the check of boots sees what a CNI configuration on disk lets out", nodes::boot_with_a_file)
         .causing(&[AWAY, BOOTS]),

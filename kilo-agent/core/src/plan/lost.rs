@@ -1,6 +1,6 @@
 //! Prefixes of nodes that were declared dead while their objects are there, or were known a moment ago:
 //! nobody else has them, and what is sent there is dropped, not left to the default route. So are
-//! pod CIDRs of nodes that have gone since, and WireGuard addresses that no location has any more.
+//! pod CIDRs of nodes that have gone since, those that this node had before, and WireGuard addresses that no location has any more.
 
 use ipnet::IpNet;
 use kilo_common::maps::{PREFIX_NEVER_CLEAR, PREFIX_PODS_STEERED};
@@ -31,6 +31,8 @@ pub(super) fn prefixes(inputs: &Inputs<'_>, own: &Own<'_>) -> Vec<(IpNet, u32)> 
         };
         all.extend(lost.member.private_ip().filter(|_| !near || ours).map(|ip| (ip.into(), address)));
     }
+    // No way leads back to such a pod, and the default route is none.
+    all.extend(inputs.links.former_pod_cidrs.iter().map(|cidr| (cidr.trunc(), PREFIX_NEVER_CLEAR)));
     // Its last packets may be under way to a leader that was one a moment ago.
     all.extend(inputs.mesh.freed.iter().map(|address| ((*address).into(), PREFIX_NEVER_CLEAR)));
     all

@@ -43,7 +43,9 @@ pub(super) fn fill(
     }
     tables.masq_dst = known;
     tables.masq_dst.extend(forced);
-    let pods = own.member.node.pod_cidrs.iter().copied().filter(|_| inputs.settings.cni);
+    // Pods with addresses of before reach nobody, but must not be seen outside with them either.
+    let pods = own.member.node.pod_cidrs.iter().chain(&inputs.links.former_pod_cidrs);
+    let pods = pods.copied().filter(|_| inputs.settings.cni);
     sources.extend(pods.chain(peers).map(|prefix| (prefix.trunc(), MASQ_SRC_ALWAYS)));
     tables.masq_src = sources.into_iter().collect();
     let links = inputs.links;

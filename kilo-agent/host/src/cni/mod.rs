@@ -1,6 +1,7 @@
 //! The node's pod CIDRs in the CNI configuration list, as host-local reads them.
 
 pub mod boot;
+pub mod former;
 
 use std::{
     fs,
@@ -95,32 +96,6 @@ pub fn update(path: &Path, cidrs: &[IpNet]) -> Result<bool, CniError> {
     Ok(true)
 }
 
-/// What pods had before the node's pod CIDRs changed.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Former {
-    /// The bridges the configuration makes.
-    pub bridges: Vec<String>,
-    /// Subnets it has that are none of the node's pod CIDRs.
-    pub subnets: Vec<IpNet>,
-}
-
-/// What the configuration there has that these CIDRs replace; nothing where there is no
-/// file, and nothing without CIDRs.
-///
-/// # Errors
-/// When the file cannot be used.
-pub fn former(path: &Path, cidrs: &[IpNet]) -> Result<Former, CniError> {
-    let Some(config) = read(path)?.filter(|_| !cidrs.is_empty()) else { return Ok(Former::default()) };
-    let ranges = plugins(&config).iter().filter_map(|plugin| plugin.pointer("/ipam/ranges")?.as_array());
-    let sets = ranges.flatten().filter_map(Value::as_array).flatten();
-    let subnets = sets.filter_map(|range| range.get("subnet")?.as_str()?.parse::<IpNet>().ok());
-    let subnets = subnets
-        .map(|subnet| subnet.trunc())
-        .filter(|subnet| !cidrs.iter().any(|cidr| cidr.trunc() == *subnet))
-        .collect();
-    Ok(Former { bridges: bridges_of(&config), subnets })
-}
-
 /// The bridges the configuration makes; none where there is no file.
 ///
 /// # Errors
@@ -178,22 +153,8 @@ pub fn in_front(path: &Path) -> io::Result<Option<PathBuf>> {
 mod tests {
     use super::*;
 
-    const LIST: &str = r#"{"cniVersion":"0.3.1","name":"kilo","plugins":[
+    pub(super) const LIST: &str = r#"{"cniVersion":"0.3.1","name":"kilo","plugins":[
         {"type":"bridge","ipam":{"type":"host-local"}},{"type":"portmap"}]}"#;
-
-    #[test]
-    fn subnets_that_the_node_has_no_more_are_former_ones() {
-        let file = tempfile::NamedTempFile::new().unwrap();
-        let cidrs = |texts: &[&str]| texts.iter().map(|text| text.parse().unwrap()).collect::<Vec<IpNet>>();
-        let old = cidrs(&["10.42.1.0/24", "fd00:42:1::/64"]);
-        fs::write(file.path(), with_ranges(LIST, &old).unwrap().unwrap()).unwrap();
-        let former = |now: &[&str]| former(file.path(), &cidrs(now)).unwrap();
-        assert_eq!(former(&["10.42.1.0/24", "fd00:42:1::/64"]).subnets, []);
-        let changed = former(&["10.42.1.0/24", "fd00:42:3::/64"]);
-        assert_eq!(changed.subnets, cidrs(&["fd00:42:1::/64"]));
-        assert_eq!(changed.bridges, ["cni0"]);
-        assert_eq!(former(&[]), Former::default(), "without pod CIDRs nothing is replaced");
-    }
 
     #[test]
     fn its_bridges_are_named() {

@@ -36,6 +36,8 @@ pub const BOOTS: &[&str] = &[
     // Its object may be deleted before its agent ends, or come after it has started.
     "check --hostname",
 ];
+/// What the end of all pods of a node causes, in whatever order the kubelet ends them.
+pub const ENDED: &[&str] = &["interface kilo0 does not exist and --create-interface=false"];
 /// What a leader causes that goes.
 pub const LEADERS: &[&str] = &[
     "change of leader",

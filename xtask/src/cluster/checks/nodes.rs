@@ -7,6 +7,7 @@ use std::{
 };
 
 use anyhow::{Context as _, Result, bail};
+use ipnet::IpNet;
 
 use super::{everybody, flows::Flows, removal, settled};
 use crate::{
@@ -177,7 +178,9 @@ pub fn deleted_while_it_runs(cluster: &Cluster) -> Result<String> {
     let name = node.name();
     let talking = Talkers::start(cluster)?;
     let before = network::clear_packets()?;
-    network::count_from(&pod_cidrs(cluster, node)?)?;
+    let cidrs = pod_cidrs(cluster, node)?;
+    network::count_from(&cidrs)?;
+    let former: Vec<IpNet> = cidrs.split_whitespace().map(str::parse).collect::<Result<_, _>>()?;
     let pods = deploy::pods(cluster, "app=echo")?;
     let other = deploy::pod_on(&pods, cluster.first())?.address;
     let pod = deploy::pod_on(&pods, node)?.clone();
@@ -192,15 +195,26 @@ pub fn deleted_while_it_runs(cluster: &Cluster) -> Result<String> {
     until("the agent has ended", Duration::from_secs(180), || node.sh("pidof kg").is_err().then_some(()))?;
     let took = started.elapsed();
     until("every pod has ended", Duration::from_secs(120), || sends.is_finished().then_some(()))?;
-    // What pods send that start before its agent when the node registers again is a known limit (docs/data-path.md).
-    let clear = network::counted()? + network::clear_packets()? - before;
     node.kill("kubelet")?;
     annotated_and_ready(cluster, node)?;
+    // Pods that started before the agent have addresses that the next one must know from it.
+    let agent =
+        ["-n", "kube-system", "delete", "pod", "-l", "app.kubernetes.io/name=kilo", "--field-selector"];
+    cluster.kubectl(&[&agent[..], &[&*format!("spec.nodeName={name}")]].concat())?;
+    deploy::roll(cluster, "kilo", 60)?;
+    let with_former = deploy::pods(cluster, "app in (talker, echo)")?
+        .iter()
+        .filter(|pod| former.iter().any(|cidr| pod.addresses().any(|address| cidr.contains(&address))))
+        .count();
     talking.end(cluster)?;
+    let clear = network::counted()? + network::clear_packets()? - before;
     // As docs/install.md says: without a boot some may have addresses of the former pod CIDR.
     removal::renew_pods(cluster)?;
     network::none_in_clear(clear)?;
-    Ok(format!("the agent ended {:.0} s after the deletion; 0 packets in clear", took.as_secs_f32()))
+    Ok(format!(
+        "the agent ended {:.0} s after the deletion; {with_former} pods started before the next one; 0 packets in clear",
+        took.as_secs_f32()
+    ))
 }
 
 /// Waits until a node that has registered is part of its location and ready.

@@ -1,0 +1,140 @@
+//! Pod CIDRs that this node had earlier in this boot, as when its Node was deleted and registers again: pods may
+//! still run with addresses of them, and the container runtime starts more until the configuration is replaced.
+
+use std::{
+    collections::BTreeSet,
+    fs, io,
+    path::{Path, PathBuf},
+};
+
+use ipnet::IpNet;
+use serde_json::Value;
+
+use super::{CniError, boot::replace, bridges_of, plugins, read};
+
+/// Beside the configuration of this boot, in `--cni-run-dir`.
+pub const FILE: &str = "former-pod-cidrs.json";
+
+/// What pods had before the node's pod CIDRs changed.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct FormerSubnets {
+    /// The bridges the configuration makes.
+    pub bridges: Vec<String>,
+    /// Subnets it has that are none of the node's pod CIDRs.
+    pub subnets: Vec<IpNet>,
+}
+
+/// What the configuration there has that these CIDRs replace; nothing where there is no
+/// file, and nothing without CIDRs.
+///
+/// # Errors
+/// When the file cannot be used.
+pub fn subnets(path: &Path, cidrs: &[IpNet]) -> Result<FormerSubnets, CniError> {
+    let Some(config) = read(path)?.filter(|_| !cidrs.is_empty()) else { return Ok(FormerSubnets::default()) };
+    let ranges = plugins(&config).iter().filter_map(|plugin| plugin.pointer("/ipam/ranges")?.as_array());
+    let sets = ranges.flatten().filter_map(Value::as_array).flatten();
+    let subnets = sets.filter_map(|range| range.get("subnet")?.as_str()?.parse::<IpNet>().ok());
+    let subnets = subnets
+        .map(|subnet| subnet.trunc())
+        .filter(|subnet| !cidrs.iter().any(|cidr| cidr.trunc() == *subnet))
+        .collect();
+    Ok(FormerSubnets { bridges: bridges_of(&config), subnets })
+}
+
+/// All of this boot, also those that an earlier agent met: pods may have addresses of them until the host reboots.
+#[derive(Debug, Default)]
+pub struct FormerPodCidrs {
+    /// Where the next agent of this boot reads them; `None`: they are known for as long as this agent runs.
+    file: Option<PathBuf>,
+    known: BTreeSet<IpNet>,
+}
+
+impl FormerPodCidrs {
+    /// Those that agents of this boot have kept in a directory that is empty after a reboot.
+    ///
+    /// # Errors
+    /// When the file is there and is no list of prefixes.
+    pub fn open(directory: &Path) -> Result<Self, CniError> {
+        let mut former = Self::in_directory(directory);
+        let path = directory.join(FILE);
+        let name = || path.display().to_string();
+        match fs::read(&path) {
+            Ok(text) => {
+                former.known =
+                    serde_json::from_slice(&text).map_err(|error| CniError::Invalid(name(), error.into()))?;
+            }
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+            Err(error) => return Err(CniError::Io(name(), error)),
+        }
+        Ok(former)
+    }
+
+    /// None so far, to be kept in that directory.
+    pub fn in_directory(directory: &Path) -> Self {
+        Self { file: Some(directory.join(FILE)), known: BTreeSet::new() }
+    }
+
+    /// Adds prefixes, and keeps them for the next agent when one of them is new.
+    ///
+    /// # Errors
+    /// When the file cannot be written; this agent knows them all the same.
+    pub fn add(&mut self, prefixes: &[IpNet]) -> Result<(), CniError> {
+        let count = self.known.len();
+        self.known.extend(prefixes.iter().map(IpNet::trunc));
+        let Some(file) = self.file.as_ref().filter(|_| self.known.len() != count) else { return Ok(()) };
+        let text = serde_json::to_string(&self.known).unwrap_or_default();
+        replace(file, &text).map_err(|error| CniError::Io(file.display().to_string(), error))
+    }
+
+    /// Those that are none of these pod CIDRs, which the node has now.
+    pub fn without<'a>(&'a self, now: &'a [IpNet]) -> impl Iterator<Item = IpNet> + 'a {
+        self.known.iter().filter(|prefix| !now.iter().any(|cidr| cidr.trunc() == **prefix)).copied()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{
+        super::{tests::LIST, with_ranges},
+        *,
+    };
+
+    fn cidrs(texts: &[&str]) -> Vec<IpNet> {
+        texts.iter().map(|text| text.parse().unwrap()).collect()
+    }
+
+    #[test]
+    fn subnets_that_the_node_has_no_more_are_former_ones() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        let old = cidrs(&["10.42.1.0/24", "fd00:42:1::/64"]);
+        fs::write(file.path(), with_ranges(LIST, &old).unwrap().unwrap()).unwrap();
+        let former = |now: &[&str]| subnets(file.path(), &cidrs(now)).unwrap();
+        assert_eq!(former(&["10.42.1.0/24", "fd00:42:1::/64"]).subnets, []);
+        let changed = former(&["10.42.1.0/24", "fd00:42:3::/64"]);
+        assert_eq!(changed.subnets, cidrs(&["fd00:42:1::/64"]));
+        assert_eq!(changed.bridges, ["cni0"]);
+        assert_eq!(former(&[]), FormerSubnets::default(), "without pod CIDRs nothing is replaced");
+    }
+
+    #[test]
+    fn the_next_agent_of_a_boot_knows_them_and_those_that_came_back_do_not_count() {
+        let directory = tempfile::tempdir().unwrap();
+        let mut former = FormerPodCidrs::open(directory.path()).unwrap();
+        former.add(&[]).unwrap();
+        assert!(!directory.path().join(FILE).exists(), "nothing is written while there are none");
+        former.add(&cidrs(&["10.42.1.7/24", "fd00:42:1::/64"])).unwrap();
+        former.add(&cidrs(&["10.42.3.0/24"])).unwrap();
+        let next = FormerPodCidrs::open(directory.path()).unwrap();
+        let now = cidrs(&["10.42.3.0/24", "fd00:42:4::/64"]);
+        assert_eq!(next.without(&now).collect::<Vec<_>>(), cidrs(&["10.42.1.0/24", "fd00:42:1::/64"]));
+        fs::write(directory.path().join(FILE), "10.42.1.0/24").unwrap();
+        assert!(FormerPodCidrs::open(directory.path()).is_err());
+    }
+
+    #[test]
+    fn where_nothing_can_be_written_this_agent_knows_them() {
+        let mut former = FormerPodCidrs::in_directory(Path::new("/dev/null/none"));
+        assert!(former.add(&cidrs(&["10.42.1.0/24"])).is_err());
+        assert_eq!(former.without(&[]).count(), 1);
+    }
+}
