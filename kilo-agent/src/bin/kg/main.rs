@@ -124,14 +124,7 @@ fn to_end(threads: usize, work: impl Future<Output = Result<()>>) -> Result<()> 
 
 fn log_to_stdout(level: LogLevel) {
     use tracing_subscriber::{EnvFilter, fmt, prelude::*};
-    // Libraries speak only when everything is asked for.
-    let filter = match level {
-        LogLevel::All | LogLevel::None => level.directive().to_owned(),
-        level => {
-            format!("warn,kg={0},kilo_agent={0},kilo_core={0},kilo_host={0},kilo_ebpf={0}", level.directive())
-        }
-    };
-    let registry = tracing_subscriber::registry().with(EnvFilter::new(filter));
+    let registry = tracing_subscriber::registry().with(EnvFilter::new(level.filter("kg")));
     if std::io::stdout().is_terminal() {
         registry.with(fmt::layer()).init();
     } else {

@@ -485,14 +485,10 @@ impl Connection {
 
 fn log_to_stderr(level: LogLevel) {
     use tracing_subscriber::{EnvFilter, fmt, prelude::*};
-    let filter = match level {
-        LogLevel::All | LogLevel::None => level.directive().to_owned(),
-        level => format!("warn,kilo_agent={0},kilo_core={0},kilo_host={0},kgctl={0}", level.directive()),
-    };
     let layer = fmt::layer()
         .with_writer(|| progress::Stderr)
         .with_ansi(std::io::stderr().is_terminal())
         .without_time()
         .with_target(false);
-    tracing_subscriber::registry().with(EnvFilter::new(filter)).with(layer).init();
+    tracing_subscriber::registry().with(EnvFilter::new(level.filter("kgctl"))).with(layer).init();
 }
