@@ -161,3 +161,12 @@ fn what_is_offered_around_the_subnet_still_goes_through_wireguard() {
         assert_eq!(sent(&plan, [10, 1, 1, 1].into(), "10.4.7.1"), CLOSED, "{offered}");
     }
 }
+
+#[test]
+fn a_subnet_of_all_addresses_cuts_no_host_off() {
+    let settings =
+        Settings { subnet: net("0.0.0.0/0"), ..settings(Granularity::Location, Encapsulate::Always) };
+    let nodes = [healthy(1, 1, true, false, 24)];
+    let plan = plan_with(&nodes, &BTreeMap::new(), "node-001", &settings, &[]);
+    assert_eq!(sent(&plan, [10, 1, 1, 1].into(), "198.51.100.9"), Ok(None));
+}

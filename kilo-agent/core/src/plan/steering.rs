@@ -160,7 +160,9 @@ fn close_subnet(
     let subnet = subnet.trunc();
     let is_taken =
         |(held_by, value): (IpNet, &PrefixValue)| held_by == subnet || value.flags & PREFIX_NEVER_CLEAR != 0;
-    if elsewhere.contains_key(&subnet) || prefixes::holding(table, subnet).any(is_taken) {
+    // All addresses are nobody's subnet, whatever the flag says.
+    let is_open = subnet.prefix_len() == 0 || elsewhere.contains_key(&subnet);
+    if is_open || prefixes::holding(table, subnet).any(is_taken) {
         return None;
     }
     // Nobody may send from there: nothing is known of who has it.
