@@ -203,7 +203,8 @@ counted! {
              rule (`ip rule`) or more specific route (`ip route get ADDRESS`) leads it elsewhere. Or the \
              destination is a pod of this node that no longer exists, or of a node that was declared dead \
              (`kgctl status`); or a node of the location to which only a default route leads, because the \
-             interface with this node's private address is down.",
+             interface with this node's private address is down; or an address in `--subnet` that no location \
+             has, as far as this node knows: a machine outside the mesh needs a longer route.",
     }
 }
 

@@ -10,7 +10,7 @@ use std::{
 };
 
 use anyhow::{Context as _, Result, bail};
-use socket2::{Domain, Protocol as SocketProtocol, Socket, Type};
+use socket2::{Domain, Protocol as SocketProtocol, SockRef, Socket, Type};
 
 use super::netns::Netns;
 use crate::wait;
@@ -79,10 +79,15 @@ pub fn serve(netns: &Netns, address: IpAddr) -> Result<()> {
     Ok(())
 }
 
+/// A connection outlives a fault, and the pause of TCP after it.
+const OUTLIVES: Duration = Duration::from_secs(300);
+
 fn echo_tcp(mut stream: TcpStream) -> Option<()> {
     let peer = stream.peer_addr().ok()?;
-    // A connection outlives a fault, and the pause of TCP after it.
-    stream.set_read_timeout(Some(Duration::from_secs(300))).ok()?;
+    stream.set_read_timeout(Some(OUTLIVES)).ok()?;
+    // What it has not got yet goes on when this side closes, too: a socket that nobody holds any more is given up by the
+    // kernel with the first try after 102 s (`tcp_orphan_retries`), and the other side would wait in vain.
+    SockRef::from(&stream).set_linger(Some(OUTLIVES)).ok()?;
     stream.write_all(format!("{}\n", peer.ip()).as_bytes()).ok()?;
     let mut buffer = vec![0; 65536];
     loop {

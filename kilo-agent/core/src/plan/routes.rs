@@ -3,7 +3,7 @@
 use std::net::IpAddr;
 
 use ipnet::IpNet;
-use kilo_common::maps::{HOP_LOCAL, HOP_NONE, PREFIX_NEVER_CLEAR, PrefixValue};
+use kilo_common::maps::{HOP_LOCAL, HOP_NONE, PREFIX_NEVER_CLEAR, PREFIX_ROUTE, PrefixValue};
 
 use super::{Hop, Inputs, MAIN_TABLE, NetPlan, Own, Remote, Route, Tables};
 use crate::{flat_map::Key, settings::Tunnel};
@@ -31,12 +31,17 @@ pub(super) fn net(inputs: &Inputs<'_>, own: &Own<'_>, remote: &Remote, tables: &
     }
     destinations.sort_by_key(Key::rank);
     destinations.dedup();
+    // The subnet of WireGuard addresses is kept in by programs alone: an unreachable route would also refuse what
+    // others' shorter routes lead to, such as a node with a private address in it.
     let closed = tables.prefix.iter().filter(|(_, value)| {
-        value.flags & PREFIX_NEVER_CLEAR != 0 && matches!(value.hop, HOP_LOCAL | HOP_NONE)
+        value.flags & (PREFIX_NEVER_CLEAR | PREFIX_ROUTE) == PREFIX_NEVER_CLEAR | PREFIX_ROUTE
+            && matches!(value.hop, HOP_LOCAL | HOP_NONE)
     });
     let without_route =
         |prefix: &IpNet| destinations.binary_search_by_key(&prefix.rank(), Key::rank).is_err();
-    net.unreachable = closed.map(|(prefix, _)| *prefix).filter(without_route).collect();
+    let is_own = |prefix: &IpNet| own.acts && own.segment.wireguard_ip.map(IpNet::from) == Some(*prefix);
+    let closed = closed.map(|(prefix, _)| *prefix).filter(|prefix| !is_own(prefix));
+    net.unreachable = closed.filter(without_route).collect();
     let source = source(inputs, own);
     // One walk over both: they are sorted.
     let mut prefixes = tables.prefix.iter().peekable();

@@ -81,7 +81,8 @@ pub(super) fn tables(inputs: &Inputs<'_>, own: &Own<'_>, remote: &Remote, lost: 
     let own_wireguard_ip = own.segment.wireguard_ip.map(IpNet::from);
     if let (Some(prefix), Some(leader)) = (own_wireguard_ip, own.acting) {
         match ids.get(leader) {
-            _ if own.acts => add(prefix, HOP_LOCAL, PREFIX_ROUTE),
+            // The device may have no address yet, or not any more.
+            _ if own.acts => add(prefix, HOP_LOCAL, PREFIX_ROUTE | PREFIX_NEVER_CLEAR),
             Some(hop) => add(prefix, hop, PREFIX_ROUTE | by_tunnel(leader)),
             None => {}
         }
@@ -125,7 +126,9 @@ pub(super) fn tables(inputs: &Inputs<'_>, own: &Own<'_>, remote: &Remote, lost: 
     prefixes.dedup_by_key(|(prefix, _)| *prefix);
     let mut tables = Tables { prefix: prefixes.into_iter().collect(), ..Tables::default() };
     close_lost(lost, &chosen, &mut tables.prefix);
-    leave_out_elsewhere(&inputs.links.elsewhere, &chosen, &mut tables.prefix);
+    let elsewhere = &inputs.links.elsewhere;
+    chosen.extend(close_subnet(inputs.mesh.subnet, elsewhere, &mut tables.prefix));
+    leave_out_elsewhere(elsewhere, &chosen, &mut tables.prefix);
     fill_hops(inputs, own, &ids, &mut tables);
     tables
 }
@@ -144,6 +147,27 @@ fn close_lost(lost: &[(IpNet, u32)], chosen: &BTreeSet<IpNet>, table: &mut FlatM
     // Of several that claim one prefix the strictest counts: the last stays.
     closed.sort_by_key(|(_, value)| value.flags & PREFIX_NEVER_CLEAR);
     table.extend(closed);
+}
+
+/// Closes the subnet of WireGuard addresses, for those of locations that this node has not heard of yet, as after a
+/// boot; returns it if it is closed. No route of ours goes with it, so a host that reaches all of the subnet by a route of
+/// its own keeps that, and what is offered around the subnet goes through WireGuard as before.
+fn close_subnet(
+    subnet: IpNet,
+    elsewhere: &BTreeMap<IpNet, Elsewhere>,
+    table: &mut FlatMap<IpNet, PrefixValue>,
+) -> Option<IpNet> {
+    let subnet = subnet.trunc();
+    let is_taken =
+        |(held_by, value): (IpNet, &PrefixValue)| held_by == subnet || value.flags & PREFIX_NEVER_CLEAR != 0;
+    // All addresses are nobody's subnet, whatever the flag says.
+    let is_open = subnet.prefix_len() == 0 || elsewhere.contains_key(&subnet);
+    if is_open || prefixes::holding(table, subnet).any(is_taken) {
+        return None;
+    }
+    // Nobody may send from there: nothing is known of who has it.
+    table.insert(subnet, PrefixValue { hop: HOP_NONE, flags: PREFIX_NEVER_CLEAR });
+    Some(subnet)
 }
 
 /// What is special about packets to a prefix of another location or a VPN peer.

@@ -8,8 +8,8 @@ use kilo_common::{
     counters::{Action, DropReason},
     forwarding,
     maps::{
-        CONFIG_MASQUERADE, HOP_ACTING, HOP_LOCAL, HOP_REMOTE, MASQ_EXCLUDE, MASQ_FORCE, MASQ_SRC_ALWAYS,
-        NODE_GATEWAY, NODE_LED, PREFIX_ROUTE, PrefixValue,
+        CONFIG_MASQUERADE, HOP_ACTING, HOP_LOCAL, HOP_NONE, HOP_REMOTE, MASQ_EXCLUDE, MASQ_FORCE,
+        MASQ_SRC_ALWAYS, NODE_GATEWAY, NODE_LED, PREFIX_ROUTE, PrefixValue,
     },
     nat,
     packet::protocol,
@@ -169,11 +169,18 @@ impl Tracer<'_> {
     /// The route leads a packet of the mesh out of an uplink.
     fn refused(mut self, out: u32, reason: DropReason) -> Trace {
         self.destination();
-        let text = format!(
-            "{} may not send it: only {} may, and the route there is missing or overruled",
-            (self.host.name)(out),
-            (self.host.name)(self.tables.config.kilo_ifindex)
-        );
+        let name = |ifindex| (self.host.name)(ifindex);
+        let owner = longest_entry(&self.tables.prefix, self.packet().dst);
+        let text = if owner.is_some_and(|(_, value)| value.hop == HOP_NONE && value.flags & PREFIX_ROUTE == 0)
+        {
+            format!("{} may not send it: no location that this node knows has the address", name(out))
+        } else {
+            let kilo = name(self.tables.config.kilo_ifindex);
+            format!(
+                "{} may not send it: only {kilo} may, and the route there is missing or overruled",
+                name(out)
+            )
+        };
         self.trace.at("uplink_egress", text);
         self.trace.dropped(reason)
     }

@@ -4,6 +4,7 @@
 use std::{
     io::{Read as _, Write as _},
     net::{IpAddr, SocketAddr, TcpStream},
+    process::Command,
     sync::{
         Arc,
         atomic::{AtomicBool, AtomicU64, Ordering},
@@ -195,7 +196,10 @@ fn connection(target: IpAddr, stop: Arc<AtomicBool>) -> Result<Duration> {
     // The server's first line is the address it saw.
     let mut head = true;
     loop {
-        let length = stream.read(&mut buffer).context("it stands still or broke")?;
+        let length = stream
+            .read(&mut buffer)
+            .inspect_err(|_| println!("{}", states()))
+            .context("it stands still or broke")?;
         stall = stall.max(last.elapsed());
         last = Instant::now();
         if length == 0 {
@@ -216,6 +220,18 @@ fn connection(target: IpAddr, stop: Arc<AtomicBool>) -> Result<Duration> {
         bail!("{read} of {written} bytes came back");
     }
     Ok(stall)
+}
+
+/// What the kernel says of this namespace's connections to the servers, for whoever looks why one stands still: which
+/// side waits for the other, and since when.
+fn states() -> String {
+    let ss = Command::new("ss").args(["-tinoH", &format!("( dport = :{} )", probe::PORT)]).output();
+    match ss {
+        Ok(said) => {
+            format!("the TCP connection stands still or broke:\n{}", String::from_utf8_lossy(&said.stdout))
+        }
+        Err(error) => format!("the TCP connection stands still or broke; ss: {error}"),
+    }
 }
 
 #[cfg(test)]

@@ -1,0 +1,172 @@
+//! The subnet of WireGuard addresses is the mesh's alone, also for what this node has not heard of yet.
+
+#![allow(clippy::unwrap_used, clippy::panic, reason = "tests")]
+
+use crate::{generators, plans};
+
+use std::{collections::BTreeMap, net::IpAddr};
+
+use generators::{encapsulate, granularity, healthy, healthy_nodes, settings, vpn_peers};
+use ipnet::IpNet;
+use kilo_common::{
+    counters::DropReason,
+    maps::{HOP_NONE, PREFIX_NEVER_CLEAR},
+};
+use kilo_core::{
+    observed::{Elsewhere, HostLinks},
+    plan::{self, HopIds, HostPlan, model::Packet},
+    settings::{Encapsulate, Granularity, Settings},
+    topology::{Mesh, Node, Peer},
+};
+use proptest::prelude::*;
+
+const CLOSED: Result<Option<plan::Hop>, DropReason> = Err(DropReason::NotEncrypted);
+
+fn net(text: &str) -> IpNet {
+    text.parse().unwrap()
+}
+
+fn plan_with(
+    nodes: &[Node],
+    peers: &BTreeMap<String, Peer>,
+    own: &str,
+    settings: &Settings,
+    elsewhere: &[(&str, Elsewhere)],
+) -> HostPlan {
+    let mesh = Mesh::new(nodes, peers, settings.granularity, settings.subnet);
+    let mesh = mesh.as_seen_from(own);
+    let hops = HopIds::default().update(&mesh);
+    let elsewhere = elsewhere.iter().map(|(prefix, way)| (net(prefix), *way)).collect();
+    let links = HostLinks { elsewhere, ..plans::links() };
+    plan::host_plan(&plans::inputs(&mesh, settings, &links, &hops)).unwrap()
+}
+
+fn plan_of(nodes: &[Node], own: &str, elsewhere: &[(&str, Elsewhere)]) -> HostPlan {
+    let settings = settings(Granularity::Location, Encapsulate::Always);
+    plan_with(nodes, &BTreeMap::new(), own, &settings, elsewhere)
+}
+
+fn sent(plan: &HostPlan, src: IpAddr, dst: &str) -> Result<Option<plan::Hop>, DropReason> {
+    plan.tables.uplink_egress(Packet { src, dst: dst.parse().unwrap() })
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(64))]
+
+    #[test]
+    fn nothing_for_the_subnet_leaves_in_clear_whoever_is_known(
+        nodes in healthy_nodes(),
+        peers in vpn_peers(),
+        granularity in granularity(),
+        encapsulate in encapsulate(),
+        local in any::<bool>(),
+        own in any::<prop::sample::Index>(),
+        host in any::<u16>(),
+        known in 0usize..12,
+    ) {
+        let settings = Settings { local, ..settings(granularity, encapsulate) };
+        let all: Vec<Node> = nodes.values().cloned().collect();
+        let own = &all[own.index(all.len())];
+        // As nodes are heard of one after the other; this one knows itself first.
+        let others = all.iter().filter(|node| node.name != own.name).take(known);
+        let heard: Vec<Node> = [own].into_iter().chain(others).cloned().collect();
+        let peers = if known == 0 { BTreeMap::new() } else { peers };
+        let mesh = Mesh::new(&all, &BTreeMap::new(), granularity, settings.subnet);
+        let plan = plan_with(&heard, &peers, &own.name, &settings, &[]);
+        let given = mesh.segments.iter().filter_map(|segment| segment.wireguard_ip);
+        let [high, low] = host.to_be_bytes();
+        let tunnelled = |dst: &IpAddr| {
+            // What a location without an outer header sends to its own leader the network carries.
+            encapsulate != Encapsulate::Never || !plan.tables.prefix.contains(&IpNet::from(*dst))
+        };
+        for dst in given.chain([IpAddr::from([10, 4, high, low])]).filter(tunnelled) {
+            for src in [Some(own.pod_cidrs[0].addr()), own.internal_ip.map(|net| net.addr()), Some([192, 0, 2, 9].into())] {
+                let Some(src) = src else { continue };
+                // With a tunnel by subnets alone, nodes of one subnet need none.
+                let near = encapsulate == Encapsulate::CrossSubnet
+                    && plan.tables.prefix.get(&IpNet::from(dst)).is_some_and(|value| value.flags & PREFIX_NEVER_CLEAR == 0);
+                if !near {
+                    prop_assert_eq!(plan.tables.uplink_egress(Packet { src, dst }), CLOSED, "{} to {}", src, dst);
+                }
+            }
+        }
+        // It is no route, and nobody may send from there.
+        prop_assert!(!plan.net.unreachable.contains(&settings.subnet));
+        let closed = plan.tables.prefix[&settings.subnet];
+        prop_assert_eq!((closed.hop, closed.flags), (HOP_NONE, PREFIX_NEVER_CLEAR));
+    }
+}
+
+#[test]
+fn a_node_that_knows_only_itself_keeps_in_what_is_for_its_own_address_too() {
+    // Alone it has the first address, which is another location's as soon as it hears of that.
+    let nodes = [healthy(1, 1, true, false, 24)];
+    let plan = plan_of(&nodes, "node-001", &[]);
+    for dst in ["10.4.0.1", "10.4.0.2", "10.4.255.254"] {
+        for src in ["10.42.1.1", "10.1.1.1", "10.1.1.2", "10.42.2.1", "192.0.2.1"] {
+            assert_eq!(sent(&plan, src.parse().unwrap(), dst), CLOSED, "{src} to {dst}");
+        }
+    }
+    assert!(plan.net.unreachable.iter().eq([&net("10.42.1.0/24")]), "{:?}", plan.net.unreachable);
+    assert_eq!(sent(&plan, [10, 1, 1, 1].into(), "10.5.0.1"), Ok(None), "the next subnet is not ours");
+}
+
+#[test]
+fn what_a_host_reaches_by_routes_of_its_own_in_the_subnet_stays_open() {
+    let nodes =
+        [healthy(1, 1, true, false, 24), healthy(3, 1, false, false, 24), healthy(2, 2, true, false, 24)];
+    let link = Elsewhere { on_link: true, wins: true };
+    let gateway = Elsewhere { on_link: false, wins: false };
+    let goes = |elsewhere: &[(&str, Elsewhere)], dst: &str| {
+        let plan = plan_of(&nodes, "node-003", elsewhere);
+        sent(&plan, [10, 1, 1, 3].into(), dst).map(|hop| hop.is_some())
+    };
+    let closed = Err(DropReason::NotEncrypted);
+    for (elsewhere, dst, wanted) in [
+        (&[("10.4.128.0/17", gateway)][..], "10.4.128.1", Ok(false)),
+        (&[("10.4.128.0/17", gateway)], "10.4.127.1", closed),
+        (&[("10.4.7.0/24", link)], "10.4.7.1", Ok(false)),
+        // All of it: this host's network is there.
+        (&[("10.4.0.0/16", link)], "10.4.7.1", Ok(false)),
+        (&[("10.4.0.0/16", gateway)], "10.4.7.1", Ok(false)),
+        // A wider one is no more than a default route.
+        (&[("10.0.0.0/8", gateway)], "10.4.7.1", closed),
+        (&[("10.0.0.0/8", link)], "10.4.7.1", closed),
+        // Addresses of locations that are known go through WireGuard whatever the host's routes say.
+        (&[("10.4.0.0/24", gateway), ("10.4.0.0/16", link)], "10.4.0.2", closed),
+    ] {
+        assert_eq!(goes(elsewhere, dst), wanted, "{elsewhere:?} {dst}");
+    }
+}
+
+#[test]
+fn nodes_with_a_private_address_in_the_subnet_are_reached_as_before() {
+    let mut nodes = [healthy(1, 1, true, false, 24), healthy(3, 1, false, false, 24)];
+    nodes[0].internal_ip = Some(net("10.4.77.1/24"));
+    nodes[1].internal_ip = Some(net("10.4.78.3/24"));
+    let plan = plan_of(&nodes, "node-003", &[]);
+    assert_eq!(sent(&plan, [10, 4, 78, 3].into(), "10.4.77.1"), Ok(None));
+    assert!(!plan.net.unreachable.contains(&net("10.4.0.0/16")), "the host's routes lead there");
+}
+
+#[test]
+fn what_is_offered_around_the_subnet_still_goes_through_wireguard() {
+    let mut nodes = [healthy(1, 1, true, false, 24), healthy(2, 2, true, false, 24)];
+    for (offered, around) in [("10.0.0.0/8", true), ("10.4.0.0/16", true), ("0.0.0.0/0", false)] {
+        nodes[1].allowed_location_ips = vec![net(offered)];
+        let plan = plan_of(&nodes, "node-001", &[]);
+        let is_closed =
+            plan.tables.prefix.get(&net("10.4.0.0/16")).is_some_and(|value| value.hop == HOP_NONE);
+        assert_eq!(is_closed, !around, "{offered}");
+        assert_eq!(sent(&plan, [10, 1, 1, 1].into(), "10.4.7.1"), CLOSED, "{offered}");
+    }
+}
+
+#[test]
+fn a_subnet_of_all_addresses_cuts_no_host_off() {
+    let settings =
+        Settings { subnet: net("0.0.0.0/0"), ..settings(Granularity::Location, Encapsulate::Always) };
+    let nodes = [healthy(1, 1, true, false, 24)];
+    let plan = plan_with(&nodes, &BTreeMap::new(), "node-001", &settings, &[]);
+    assert_eq!(sent(&plan, [10, 1, 1, 1].into(), "198.51.100.9"), Ok(None));
+}
