@@ -6,14 +6,13 @@ use std::{
     net::{SocketAddr, SocketAddrV6},
 };
 
-use super::host_state::HostState;
+use super::host_state::{HostState, Sightings};
 use super::{Agent, CILIUM_HOST};
 use crate::{announce, backend::Backend, failover::Failover, relay};
 use ipnet::IpNet;
 use kilo_core::{
     objects::{Published, Snapshot, events::EventReason},
     plan,
-    relay::RelayPlaces,
     settings::{Granularity, Relay},
     topology::{
         Known, Mesh, Node,
@@ -60,8 +59,8 @@ impl<B: Backend> Agent<B> {
     }
 
     /// This node as it should be known to all.
-    pub(super) async fn own_node(&mut self, seen: &Node, host: &HostState, relays: &RelayPlaces) -> Node {
-        let (links, state) = (&host.links, &host.state);
+    pub(super) async fn own_node(&mut self, seen: &Node, host: &HostState, sightings: &Sightings) -> Node {
+        let links = &host.links;
         let hostname = self.resolver.own_addresses(&self.options.hostname).await;
         let found = discovery::discover(&discovery::Facts {
             resolved: &hostname,
@@ -74,9 +73,9 @@ impl<B: Backend> Agent<B> {
         let mut own = seen.clone();
         own.key = Some(self.key.public());
         own.granularity = Some(self.options.settings.granularity);
-        own.discovered_endpoints = state.seen_endpoints();
-        // That is where the relay is.
-        own.discovered_endpoints.retain(|key, at| !self.relays.is_relayed(key) && !relays.contains(*at));
+        // Behind a relay a peer is not seen at its own place.
+        let own_places = sightings.peers_at_own_places();
+        own.discovered_endpoints = own_places.filter(|(key, _)| !self.relays.is_relayed(key)).collect();
         let cilium = links.iter().find(|link| link.name == CILIUM_HOST);
         let addresses: Vec<_> = cilium.iter().flat_map(|link| &link.addresses).map(|a| a.net).collect();
         own.cni_compatibility_ip = plan::published_overlay(self.options.compatibility, &addresses);

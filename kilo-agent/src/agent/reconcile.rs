@@ -2,18 +2,21 @@
 
 use std::{sync::Arc, time::Instant};
 
-use super::{Agent, AgentError, host_state::HostState, publisher::PATIENCE_UNKNOWN};
+use super::{
+    Agent, AgentError,
+    host_state::{HostState, Sightings},
+    publisher::PATIENCE_UNKNOWN,
+};
 use crate::{
     backend::{Backend, BackendError},
     failover::Failover,
     metrics::gauge,
-    relay::{self, MeshView},
+    relay::MeshView,
     timestamp::Timestamp,
 };
 use kilo_core::{
     objects::{Snapshot, events::EventReason},
-    relay::RelayPlaces,
-    settings::{Masquerade, Relay},
+    settings::Masquerade,
     topology::{Mesh, Node, among, heartbeats, not_among, with_own},
 };
 use kilo_host::interface::Interface;
@@ -63,8 +66,8 @@ impl<B: Backend> Agent<B> {
         if let Some(failover) = &mut self.failover {
             failover.hears_of(snapshot);
         }
-        let relays = RelayPlaces::of(&snapshot.nodes, &host.state.seen_endpoints());
-        let own = self.own_node(&seen, host, &relays).await;
+        let sightings = Sightings::new(snapshot, host);
+        let own = self.own_node(&seen, host, &sightings).await;
         // What is the same stays where it is in memory.
         let same = self.state.own.clone().filter(|same| **same == own);
         let own = same.unwrap_or_else(|| own.into());
@@ -92,8 +95,8 @@ impl<B: Backend> Agent<B> {
         self.warn_of_private_endpoint(&mesh);
         self.warn_of_stand_bys(&mesh);
         self.warn_of_one_leader(&mesh);
-        self.show(&mesh, snapshot, &own, ready, &host.interface);
-        let applied = self.put_right(&mesh, &own, host).await;
+        self.show(&mesh, snapshot, &own, ready, (&host.interface, &sightings));
+        let applied = self.put_right(&mesh, &own, host, &sightings).await;
         if !asks_first {
             self.publisher.publish_beside(published, now, unix_now);
         }
@@ -137,7 +140,13 @@ impl<B: Backend> Agent<B> {
     }
 
     /// Plans and applies, and then lets pods start.
-    async fn put_right(&mut self, mesh: &Mesh, own: &Node, host: &mut HostState) -> Result<u64, AgentError> {
+    async fn put_right(
+        &mut self,
+        mesh: &Mesh,
+        own: &Node,
+        host: &mut HostState,
+        sightings: &Sightings,
+    ) -> Result<u64, AgentError> {
         let missing = |missing| AgentError::Incomplete { node: own.name.clone(), missing };
         if own.pod_cidrs.is_empty() {
             return Err(missing(
@@ -149,13 +158,9 @@ impl<B: Backend> Agent<B> {
                 "no address of this host can be an endpoint; set the annotation force-endpoint",
             ));
         }
-        let plan = self.plan(&mesh.as_seen_from(&own.name), own, host).await;
-        let mut plan = plan.ok_or_else(|| missing("it is not in the mesh"))?;
-        let seen = host.state.seen_endpoints();
-        let places = RelayPlaces::of(&self.state.snapshot.nodes, &seen);
-        let held = seen.into_iter().filter(|(_, at)| places.contains(*at)).collect();
-        self.relays.plan(&mut plan, self.options.relay == Relay::Auto && relay::is_offered(mesh), &held);
-        let site = self.site(mesh, &mut plan, host);
+        let plan = self.plan(mesh, own, host, sightings).await;
+        let plan = plan.ok_or_else(|| missing("it is not in the mesh"))?;
+        let site = self.site(mesh, &plan, host);
         if self.log_limiter.conflicts(&plan.conflicts, &self.metrics) {
             self.report_conflicts(&plan.conflicts);
         }
@@ -222,7 +227,7 @@ impl<B: Backend> Agent<B> {
         snapshot: &Arc<Snapshot>,
         own: &Arc<Node>,
         ready: Vec<bool>,
-        interface: &Interface,
+        (interface, sightings): (&Interface, &Sightings),
     ) {
         let state = &mut self.state;
         let differs = state.own.as_ref() != Some(own)
@@ -257,6 +262,7 @@ impl<B: Backend> Agent<B> {
             snapshot: Arc::clone(snapshot),
             own: state.own.clone(),
             device: Some(interface.device.clone()),
+            relay_places: Arc::clone(&sightings.relay_places),
         });
     }
 }
