@@ -20,7 +20,7 @@ use prometheus_client::{
     registry::Registry,
 };
 
-use crate::backend::kubernetes::SlicesReport;
+use crate::backend::SlicesReport;
 use crate::failover::FailoverMetrics;
 use crate::timestamp::Timestamp;
 use kilo_core::{topology::TunnelEnd, wireguard::key::PublicKey};
