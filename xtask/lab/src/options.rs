@@ -11,7 +11,7 @@ use crate::{
 
 /// Which lab is put up, whatever is done with it then.
 #[derive(Args, Clone, Debug)]
-pub(crate) struct LabOptions {
+pub struct LabOptions {
     /// Name of the lab; several can stand side by side.
     #[arg(long, default_value = "kilo-lab", global = true)]
     pub(crate) name: String,
