@@ -1,4 +1,4 @@
-//! Puts this host right: the steps of an apply, in their order.
+//! Applies a plan to this host: the steps, in their order.
 
 use std::time::Instant;
 
@@ -62,7 +62,7 @@ impl<B: Backend> Agent<B> {
         steers_by_source: bool,
     ) -> Result<u64, AgentError> {
         let kilo = host.interface.index;
-        // Before what may fail.
+        // First, because the routes below may fail.
         let mut writes =
             forwarding::enable(plan.routes.iter().any(|route| route.destination.addr().is_ipv6()));
         self.state.cannot_forward = !forwarding::is_on();

@@ -1,4 +1,4 @@
-//! From the mesh and this host to a plan: looks up what the plan needs to know besides.
+//! From the mesh and this host to a plan: looks up the planner's other inputs.
 
 use std::{collections::BTreeMap, net::IpAddr, time::Instant};
 

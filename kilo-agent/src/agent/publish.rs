@@ -1,5 +1,4 @@
-//! What this agent says to the others: its node's annotations, and the status
-//! of peers.
+//! What this agent publishes: its node's annotations, Events, and the status of peers.
 
 use std::{
     collections::BTreeSet,

@@ -39,7 +39,7 @@ impl<B: Backend> Agent<B> {
         state.snapshot = Arc::clone(snapshot);
         self.view.send_modify(|view| Arc::make_mut(view).snapshot = Arc::clone(snapshot));
         self.relay_view.send_modify(|view| view.snapshot = Arc::clone(snapshot));
-        // Objects say who must speak, and they are the same.
+        // The objects decide how often this node must renew its heartbeat, and they are unchanged.
         self.publisher.pace(self.publisher.every(), state.liveness.suspects(), Instant::now());
         true
     }
@@ -68,7 +68,7 @@ impl<B: Backend> Agent<B> {
         }
         let sightings = Sightings::new(snapshot, host);
         let own = self.own_node(&seen, host, &sightings).await;
-        // What is the same stays where it is in memory.
+        // An unchanged node keeps its place in memory, by which others see at once that it is unchanged.
         let same = self.state.own.clone().filter(|same| **same == own);
         let own = same.unwrap_or_else(|| own.into());
         let (mesh, ready) = self.topology(snapshot, &own, host, now, unix_now);
@@ -81,8 +81,8 @@ impl<B: Backend> Agent<B> {
         let every = heartbeats::seconds(nodes, &self.options.hostname, &mesh, may_rest);
         self.metrics.heartbeat_seconds.set(every.into());
         self.publisher.pace(every, self.state.liveness.suspects(), now);
-        // What is routed into the mesh before others know this node's key is lost, and the API server may be
-        // there: it is asked first, and once.
+        // Packets that are routed into the mesh before others know this node's key are lost, and the API server may be
+        // reached through the mesh: the key is published first, and waited for once.
         let asks_first = seen.key != own.key && self.publisher.is_answered();
         if asks_first {
             self.publisher.publish(published.clone(), PATIENCE_UNKNOWN, now, unix_now);
@@ -102,7 +102,7 @@ impl<B: Backend> Agent<B> {
         }
         self.declare_dead();
         let writes = applied?;
-        // What has just been applied: ready nodes, this one, peers.
+        // Saves what has just been applied: ready nodes, this one, peers.
         if let Some(last_good_writer) = &mut self.last_good_writer {
             last_good_writer.keep(&self.state, &self.metrics, now);
         }
@@ -175,9 +175,9 @@ impl<B: Backend> Agent<B> {
             }
             differs
         });
-        // Pods' packets need these rules, whatever else failed.
+        // Pods' packets need these rules even when another part has failed.
         let mut ruled = self.write_forward_rules(own).await;
-        // Those of an agent that left go when the programs translate.
+        // Rules of an earlier agent are removed once the programs masquerade in their place.
         if applied.is_ok() || self.options.masquerade == Masquerade::Nftables {
             ruled += self.write_nat_rules(decision).await;
         }
@@ -197,14 +197,14 @@ impl<B: Backend> Agent<B> {
         }
     }
 
-    /// Of the own location: who gives up several leaders is known to all agents.
+    /// Warns of the own location alone: agents of the others log their own.
     fn warn_of_one_leader(&mut self, mesh: &Mesh) {
         let own = mesh.find(&self.options.hostname);
         let warning = own.and_then(|(at, _)| mesh.one_leader_warning(at));
         self.log_limiter.one_leader(warning, Instant::now());
     }
 
-    /// Of the own location, and of others that are led by whom this agent does not know as a stand-by.
+    /// Warns of the own location, and of others whose leader this agent does not know as one of their stand-bys.
     fn warn_of_stand_bys(&mut self, mesh: &Mesh) {
         let own = mesh.find(&self.options.hostname).map(|(at, _)| at);
         let concerns = |at: &usize| Some(*at) == own || mesh.unforeseen(*at).is_some();
@@ -213,14 +213,14 @@ impl<B: Backend> Agent<B> {
         self.log_limiter.stand_bys(warnings, Instant::now());
     }
 
-    /// Sets gauges.
+    /// Sets the gauges that describe the mesh.
     fn observe(&self, mesh: &Mesh) {
         self.metrics.leader.set(i64::from(mesh.leads(&self.options.hostname)));
         self.metrics.nodes.set(gauge(mesh.node_count()));
         self.metrics.peers.set(gauge(mesh.peers.len()));
     }
 
-    /// Keeps this for the next reconcile, and shows it to those who ask.
+    /// Keeps the state for the next reconcile, and publishes it to status, page and the relay task.
     fn show(
         &mut self,
         mesh: &Arc<Mesh>,
