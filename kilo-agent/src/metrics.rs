@@ -20,12 +20,12 @@ use prometheus_client::{
     registry::Registry,
 };
 
-use crate::backend::kubernetes::SlicesReport;
+use crate::backend::SlicesReport;
 use crate::failover::FailoverMetrics;
 use crate::timestamp::Timestamp;
 use kilo_core::{topology::TunnelEnd, wireguard::key::PublicKey};
 use kilo_host::{
-    dataplane::{CounterReader, Counters, DataplaneError},
+    dataplane::{Counters, DataplaneError},
     wireguard::PeerStatus,
 };
 
@@ -49,18 +49,35 @@ pub struct MapLabel {
     pub map: &'static str,
 }
 
+/// Reads the packet counters of the data path.
+type ReadCounters = Box<dyn Fn() -> Result<Counters, DataplaneError> + Send + Sync>;
+
 /// What is not counted by the agent itself.
-#[derive(Debug, Default)]
+#[derive(Default)]
 struct Samples {
     /// Packet counters, read at each scrape.
-    counters: Option<CounterReader>,
+    counters: Option<ReadCounters>,
     /// WireGuard peers as of this scrape, and the moment they were read.
     peers: (BTreeMap<PublicKey, PeerStatus>, Timestamp),
     /// Who they are.
     ends: BTreeMap<PublicKey, TunnelEnd>,
 }
 
+impl fmt::Debug for Samples {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Samples")
+            .field("peers", &self.peers)
+            .field("ends", &self.ends)
+            .finish_non_exhaustive()
+    }
+}
+
 impl Samples {
+    /// The data path's counters now; none before the data path is there.
+    fn read_counters(&self) -> Result<Counters, DataplaneError> {
+        self.counters.as_ref().map_or_else(|| Ok(Counters::default()), |read| read())
+    }
+
     /// Labels of a tunnel: its key, and who is there.
     fn labels(&self, key: &PublicKey) -> Vec<(&'static str, String)> {
         let mut labels = vec![("public_key", key.to_string())];
@@ -81,14 +98,10 @@ struct SampleCollector(Arc<Mutex<Samples>>);
 impl Collector for SampleCollector {
     fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> Result<(), fmt::Error> {
         let samples = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        let counted = match samples.counters.as_ref().map(CounterReader::read) {
-            Some(Ok(counters)) => counters,
-            Some(Err(error)) => {
-                tracing::error!(%error, "failed to read packet counters");
-                Counters::default()
-            }
-            None => Counters::default(),
-        };
+        let counted = samples.read_counters().unwrap_or_else(|error| {
+            tracing::error!(%error, "failed to read packet counters");
+            Counters::default()
+        });
         let counter = |value: &u64| ConstCounter::new(*value);
         by_label(
             &mut encoder,
@@ -336,9 +349,9 @@ impl Metrics {
         self.relayed_pairs.set(gauge(relayed_pairs));
     }
 
-    /// Shows the data path's counters from now on.
-    pub fn set_counters(&self, counters: CounterReader) {
-        self.samples.lock().unwrap_or_else(PoisonError::into_inner).counters = Some(counters);
+    /// Shows the data path's counters from now on, by what reads them.
+    pub fn set_counters(&self, read: impl Fn() -> Result<Counters, DataplaneError> + Send + Sync + 'static) {
+        self.samples.lock().unwrap_or_else(PoisonError::into_inner).counters = Some(Box::new(read));
     }
 
     /// The data path's counters now; none before the data path is there.
@@ -346,8 +359,7 @@ impl Metrics {
     /// # Errors
     /// When the map cannot be read.
     pub fn counters(&self) -> Result<Counters, DataplaneError> {
-        let samples = self.samples.lock().unwrap_or_else(PoisonError::into_inner);
-        samples.counters.as_ref().map_or_else(|| Ok(Counters::default()), CounterReader::read)
+        self.samples.lock().unwrap_or_else(PoisonError::into_inner).read_counters()
     }
 
     /// Replaces what is known of the WireGuard peers, who they are, and when it was read.

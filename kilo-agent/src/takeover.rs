@@ -3,7 +3,7 @@
 //!
 //! The address of `--listen` says whether Kilo's agent runs: it is the first thing that this agent
 //! gives up when it is asked to stop, before it takes rules, routes and annotations away, and the
-//! kernel closes it when the agent is killed. Whoever binds it is the agent of this host from then
+//! kernel closes it when the agent is killed. The process that binds it is the agent of this host from then
 //! on, and Kilo's cannot come back beside it as long as that one lives.
 
 use std::{
@@ -167,8 +167,8 @@ pub async fn address(listen: SocketAddr) -> io::Result<TcpListener> {
                     }
                     true => tracing::info!(
                         %listen,
-                        "still waiting for the end of Kilo's own agent; if that does not run on this node, another \
-                         process has the address"
+                        "still waiting for Kilo's own agent to stop; if it does not run on this node, another process has \
+                         bound its address"
                     ),
                     false => {}
                 }

@@ -425,7 +425,7 @@ impl Heard {
 pub enum Inject {
     /// Goes as this host's own packets do.
     Stack = 1,
-    /// Into the own tunnel, whoever leads.
+    /// Into the own tunnel, also on a node that does not lead.
     Tunnel = 2,
     /// To a node of the location, without outer header.
     Lan = 3,

@@ -5,6 +5,7 @@ use std::{collections::BTreeMap, sync::Arc, time::Duration};
 use kilo_core::{
     observed::{HostLinks, Uplink},
     plan::{self, HopIds, Inputs},
+    relay::RelayInputs,
     settings::{Encapsulate, Granularity, Settings, Tunnel},
     topology::{Mesh, Node, Peer},
 };
@@ -73,6 +74,8 @@ fn compute(nodes: &[Arc<Node>], peers: &BTreeMap<String, Peer>, own: &str) -> Du
         hops: &hops,
         resolved: &BTreeMap::new(),
         seen: &BTreeMap::new(),
+        relays: &RelayInputs::default(),
+        signal_keys: &BTreeMap::new(),
         persistent_keepalive: 0,
         masquerade: true,
         mtu: 1420,

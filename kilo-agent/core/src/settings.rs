@@ -97,7 +97,7 @@ pub enum Masquerade {
     Ebpf,
     /// By rules of nftables.
     Nftables,
-    /// Not at all: somebody else's task.
+    /// Nobody here: the operator sees to it.
     Off,
 }
 
@@ -197,14 +197,14 @@ pub struct Settings {
 pub enum Relay {
     /// Where nodes offer to relay, and no direct way is found.
     Auto,
-    /// Not at all, whoever offers; nor does this node relay for others.
+    /// Never, even where nodes offer to relay; nor does this node relay for others.
     Off,
 }
 
 /// Slices of the list of nodes (`--slices`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum Slices {
-    /// Read instead of Nodes where all agents are ours and may, and written by one of them.
+    /// Read instead of Nodes where every agent is Kilo on eBPF and has the rights; one of them writes the slices.
     Auto,
     /// Neither read nor written.
     Off,

@@ -1,26 +1,37 @@
 //! One node's agent: its parts, and what is due when.
 
 pub(crate) mod behind;
+#[cfg(test)]
+mod bench;
+mod declared_dead;
+mod giving;
+mod homes;
 mod inputs;
 mod leading;
+mod numbers;
 mod overload;
 mod place;
+mod restore;
+mod stand_by;
 mod terms;
 
 use std::collections::BTreeMap;
 
 use behind::Behind;
+pub use declared_dead::DeclaredAlone;
+use giving::Planned;
+use homes::Homing;
+pub use homes::Several;
+use numbers::Numbers;
 pub use place::Place;
+use restore::Returns;
 
 use crate::{
-    Far, Homing, Input, MS, Micros, NodeId, Note, Output, Params, Rule, SEC, Term, Turn,
+    Far, Input, MS, Micros, NodeId, Note, Output, Params, Rule, SEC, Term, Turn,
     detector::Detector,
     gateway::{self, Lead, Sender},
-    giving::Planned,
     member::{Member, MemberView, adopt},
-    numbers::Numbers,
     others::Others,
-    restore::Returns,
     roll::Roll,
     sentinel::Sentinel,
     signal::{Body, Kind},
@@ -366,5 +377,35 @@ impl Agent {
             let signal = self.sender().signal(Kind::Hello, self.stamp(now), term, hello(other));
             turn.push(Output::Lan(*other, signal));
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_was_heard_counts_although_the_next_is_lost() {
+        for interval in [20, 40, 100, 200] {
+            let params = Params::new(interval * MS).unwrap();
+            // Times vary by a tenth, and what is regular comes with the next wake-up.
+            let late = |pause| pause * 11 / 10 + Agent::WAITS;
+            assert!(params.heard > 2 * (params.hello + Agent::WAITS), "HELLO, {interval} ms");
+            // Of a leader these probes are what others wait for.
+            let calm = Agent::WAITS.min(params.calm * 11 / 10);
+            assert!(params.answers > 2 * (params.own * 11 / 10 + calm), "answers, {interval} ms");
+            assert!(Roll::FRESH > 2 * late(params.roll), "roll call, {interval} ms");
+        }
+    }
+
+    #[test]
+    fn a_hello_counts_with_a_node_of_another_interval() {
+        let of = |interval| Params::new(interval * MS).unwrap();
+        let pairs = [20, 40, 100, 200].map(|slow| [20, 40, 100].map(|fast| (of(slow), of(fast))));
+        for (slow, fast) in pairs.as_flattened() {
+            let (said, heard) = (slow.interval / MS, fast.heard);
+            assert!(heard > slow.hello + Agent::WAITS, "{said} ms, heard by {} ms", fast.interval / MS);
+        }
+        assert!(Params::default().heard > 2 * (of(200).hello + Agent::WAITS), "and one is lost");
     }
 }

@@ -11,31 +11,20 @@
 //! ```
 
 mod agent;
-#[cfg(test)]
-mod bench;
-mod declared_dead;
 pub mod detector;
 pub mod far;
 pub mod gateway;
-mod giving;
-mod homes;
 pub mod member;
-mod numbers;
 pub mod others;
 pub mod params;
 pub mod planned;
 pub mod probes;
-mod restore;
 pub mod roll;
 pub mod sentinel;
-mod stand_by;
 pub mod tunnel;
 pub mod turn;
 
-pub use agent::{Agent, Place, Start};
-pub use declared_dead::DeclaredAlone;
-pub(crate) use homes::Homing;
-pub use homes::Several;
+pub use agent::{Agent, DeclaredAlone, Place, Several, Start};
 pub use kilo_common::{lead::Term, signal};
 pub use params::{Params, Rule};
 pub use planned::Cause;

@@ -69,7 +69,7 @@ impl Interface {
         Ok((Self { index: device.index(), device }, made.created))
     }
 
-    /// Removes the device, whoever runs it: a userspace process ends with it.
+    /// Removes the device of the kernel or of a userspace process, which ends with it.
     /// An interface of the name that is something else stays. True when it was there.
     ///
     /// # Errors

@@ -1,4 +1,4 @@
-//! Puts this host right: the steps of an apply, in their order.
+//! Applies a plan to this host: the steps, in their order.
 
 use std::time::Instant;
 
@@ -62,7 +62,7 @@ impl<B: Backend> Agent<B> {
         steers_by_source: bool,
     ) -> Result<u64, AgentError> {
         let kilo = host.interface.index;
-        // Before what may fail.
+        // First, because the routes below may fail.
         let mut writes =
             forwarding::enable(plan.routes.iter().any(|route| route.destination.addr().is_ipv6()));
         self.state.cannot_forward = !forwarding::is_on();
@@ -77,21 +77,12 @@ impl<B: Backend> Agent<B> {
         Ok(writes)
     }
 
-    /// What the failover thread is to know, and the keys of signals for the tables; `None` when it
-    /// is off, or this node takes no part.
-    pub(super) fn site(
-        &mut self,
-        mesh: &Mesh,
-        plan: &mut HostPlan,
-        host: &HostState,
-    ) -> Option<failover::Site> {
-        let failover = self.failover.as_mut()?;
-        let node = &self.options.hostname;
-        let held = self.dataplane.held_keys();
-        plan.tables.signal_key = failover.signal_keys(mesh, node, &self.key, &self.state.hops, &held);
+    /// What the failover thread is to know; `None` without failover, and where the node takes no part in it.
+    pub(super) fn site(&self, mesh: &Mesh, plan: &HostPlan, host: &HostState) -> Option<failover::Site> {
+        let failover = self.failover.as_ref()?;
         failover::Site::of(&failover::Facts {
             mesh,
-            node,
+            node: &self.options.hostname,
             hops: &self.state.hops,
             plan,
             state: &host.state,

@@ -1,9 +1,16 @@
 //! The state of this host: read as a whole, then kept true by adding our own
 //! writes until somebody else changes something or a resync is due.
 
+use std::{collections::BTreeMap, net::SocketAddr, sync::Arc};
+
 use super::{Agent, AgentError};
 use crate::backend::Backend;
-use kilo_core::{net::NetPlan, wireguard::DeviceState};
+use kilo_core::{
+    net::NetPlan,
+    objects::Snapshot,
+    relay::RelayPlaces,
+    wireguard::{DeviceState, key::PublicKey},
+};
 use kilo_host::{
     interface::Interface,
     net::{
@@ -11,6 +18,36 @@ use kilo_host::{
         tunnels::{self, Tunnels},
     },
 };
+
+/// Where peers and relays are, found once in a reconcile for all of its steps.
+pub(super) struct Sightings {
+    /// Endpoints at which this host's WireGuard device sees its peers.
+    peers: BTreeMap<PublicKey, SocketAddr>,
+    /// Where relays are: a peer that is seen there is elsewhere.
+    pub relay_places: Arc<RelayPlaces>,
+}
+
+impl Sightings {
+    pub fn new(snapshot: &Snapshot, host: &HostState) -> Self {
+        let peers = host.state.seen_endpoints();
+        let relay_places = RelayPlaces::of(&snapshot.nodes, &peers).into();
+        Self { peers, relay_places }
+    }
+
+    /// Peers that are seen at places of their own, and not at those of relays.
+    pub fn peers_at_own_places(&self) -> impl Iterator<Item = (PublicKey, SocketAddr)> {
+        self.peers().filter(|(_, at)| !self.relay_places.contains(*at))
+    }
+
+    /// Peers that the device sends to through a relay.
+    pub fn peers_at_relays(&self) -> impl Iterator<Item = (PublicKey, SocketAddr)> {
+        self.peers().filter(|(_, at)| self.relay_places.contains(*at))
+    }
+
+    fn peers(&self) -> impl Iterator<Item = (PublicKey, SocketAddr)> {
+        self.peers.iter().map(|(key, at)| (*key, *at))
+    }
+}
 
 /// The state of this host as last read, and what was written since.
 pub(super) struct HostState {

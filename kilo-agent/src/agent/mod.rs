@@ -226,7 +226,8 @@ impl<B: Backend> Agent<B> {
             Some(loaded) => loaded,
             None => open(&options.bpffs, options.debug, options.attach)?,
         };
-        metrics.set_counters(dataplane.counters()?);
+        let counters = dataplane.counters()?;
+        metrics.set_counters(move || counters.read());
         let host_changed = Arc::new(Notify::new());
         let path_mtus = dataplane.follow_path_mtus(Arc::clone(&host_changed))?;
         if let Err(error) = Interface::ensure(&net, &options.interface, None).await {

@@ -1,14 +1,17 @@
-//! From the mesh and this host to a plan: looks up what the plan needs to know besides.
+//! From the mesh and this host to a plan: looks up the planner's other inputs.
 
 use std::{collections::BTreeMap, net::IpAddr, time::Instant};
 
-use super::{Agent, host_state::HostState};
-use crate::backend::Backend;
+use super::{
+    Agent,
+    host_state::{HostState, Sightings},
+};
+use crate::{backend::Backend, relay};
+use kilo_common::maps::SignalKey;
 use kilo_core::{
     plan::{self, HostPlan, Inputs},
-    relay::RelayPlaces,
-    settings::Masquerade,
-    topology::{self, LocalMesh, Node},
+    settings::{Masquerade, Relay},
+    topology::{self, Mesh, Node},
 };
 use kilo_host::net::{links, neighbours};
 
@@ -16,11 +19,13 @@ impl<B: Backend> Agent<B> {
     /// The complete desired state of this host; `None`: the node is not in the mesh.
     pub(super) async fn plan(
         &mut self,
-        mesh: &LocalMesh<'_>,
+        whole: &Mesh,
         own: &Node,
         host: &mut HostState,
+        sightings: &Sightings,
     ) -> Option<HostPlan> {
         let private = own.internal_ip.map(|net| net.addr());
+        let mesh = &whole.as_seen_from(&own.name);
         mesh.own()?;
         let overlay = plan::overlay_addresses(mesh, self.options.compatibility);
         let elsewhere =
@@ -54,10 +59,10 @@ impl<B: Backend> Agent<B> {
         self.log_limiter.left_out(self.state.hops.left_out(mesh), &self.metrics);
         let resolved = self.resolver.resolve(mesh).await;
         self.relays.resolves(&resolved);
-        let mut seen = host.state.seen_endpoints();
-        let relays = RelayPlaces::of(&self.state.snapshot.nodes, &seen);
-        // That is where a relay is.
-        seen.retain(|_, at| !relays.contains(*at));
+        let seen = sightings.peers_at_own_places().collect();
+        let listens = self.options.relay == Relay::Auto && relay::is_offered(whole);
+        let relays = self.relays.inputs(listens, sightings.peers_at_relays());
+        let signal_keys = self.signal_keys(whole);
         let plan = plan::host_plan(&Inputs {
             mesh,
             settings: &self.options.settings,
@@ -65,6 +70,8 @@ impl<B: Backend> Agent<B> {
             hops: &self.state.hops,
             resolved: &resolved,
             seen: &seen,
+            relays: &relays,
+            signal_keys: &signal_keys,
             persistent_keepalive: own.persistent_keepalive,
             masquerade: self.options.masquerade == Masquerade::Ebpf,
             mtu: self.options.mtu.resolve(
@@ -75,5 +82,13 @@ impl<B: Backend> Agent<B> {
         })?;
         self.log_limiter.neighbours(neighbours::table_warning(plan.neighbours(&found)));
         Some(plan)
+    }
+
+    /// What the programs check signals of other nodes with; nothing while there is no failover.
+    fn signal_keys(&mut self, mesh: &Mesh) -> BTreeMap<IpAddr, SignalKey> {
+        let Some(failover) = &mut self.failover else { return BTreeMap::new() };
+        // Cookies of an earlier agent go on.
+        let held = self.dataplane.held_keys();
+        failover.signal_keys(mesh, &self.options.hostname, &self.key, &self.state.hops, &held)
     }
 }

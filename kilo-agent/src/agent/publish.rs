@@ -1,19 +1,17 @@
-//! What this agent says to the others: its node's annotations, and the status
-//! of peers.
+//! What this agent publishes: its node's annotations, Events, and the status of peers.
 
 use std::{
     collections::BTreeSet,
     net::{SocketAddr, SocketAddrV6},
 };
 
-use super::host_state::HostState;
+use super::host_state::{HostState, Sightings};
 use super::{Agent, CILIUM_HOST};
 use crate::{announce, backend::Backend, failover::Failover, relay};
 use ipnet::IpNet;
 use kilo_core::{
     objects::{Published, Snapshot, events::EventReason},
     plan,
-    relay::RelayPlaces,
     settings::{Granularity, Relay},
     topology::{
         Known, Mesh, Node,
@@ -60,8 +58,8 @@ impl<B: Backend> Agent<B> {
     }
 
     /// This node as it should be known to all.
-    pub(super) async fn own_node(&mut self, seen: &Node, host: &HostState, relays: &RelayPlaces) -> Node {
-        let (links, state) = (&host.links, &host.state);
+    pub(super) async fn own_node(&mut self, seen: &Node, host: &HostState, sightings: &Sightings) -> Node {
+        let links = &host.links;
         let hostname = self.resolver.own_addresses(&self.options.hostname).await;
         let found = discovery::discover(&discovery::Facts {
             resolved: &hostname,
@@ -74,9 +72,9 @@ impl<B: Backend> Agent<B> {
         let mut own = seen.clone();
         own.key = Some(self.key.public());
         own.granularity = Some(self.options.settings.granularity);
-        own.discovered_endpoints = state.seen_endpoints();
-        // That is where the relay is.
-        own.discovered_endpoints.retain(|key, at| !self.relays.is_relayed(key) && !relays.contains(*at));
+        // Behind a relay a peer is not seen at its own place.
+        let own_places = sightings.peers_at_own_places();
+        own.discovered_endpoints = own_places.filter(|(key, _)| !self.relays.is_relayed(key)).collect();
         let cilium = links.iter().find(|link| link.name == CILIUM_HOST);
         let addresses: Vec<_> = cilium.iter().flat_map(|link| &link.addresses).map(|a| a.net).collect();
         own.cni_compatibility_ip = plan::published_overlay(self.options.compatibility, &addresses);

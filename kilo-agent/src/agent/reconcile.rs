@@ -2,18 +2,21 @@
 
 use std::{sync::Arc, time::Instant};
 
-use super::{Agent, AgentError, host_state::HostState, publisher::PATIENCE_UNKNOWN};
+use super::{
+    Agent, AgentError,
+    host_state::{HostState, Sightings},
+    publisher::PATIENCE_UNKNOWN,
+};
 use crate::{
     backend::{Backend, BackendError},
     failover::Failover,
     metrics::gauge,
-    relay::{self, MeshView},
+    relay::MeshView,
     timestamp::Timestamp,
 };
 use kilo_core::{
     objects::{Snapshot, events::EventReason},
-    relay::RelayPlaces,
-    settings::{Masquerade, Relay},
+    settings::Masquerade,
     topology::{Mesh, Node, among, heartbeats, not_among, with_own},
 };
 use kilo_host::interface::Interface;
@@ -36,7 +39,7 @@ impl<B: Backend> Agent<B> {
         state.snapshot = Arc::clone(snapshot);
         self.view.send_modify(|view| Arc::make_mut(view).snapshot = Arc::clone(snapshot));
         self.relay_view.send_modify(|view| view.snapshot = Arc::clone(snapshot));
-        // Objects say who must speak, and they are the same.
+        // The objects decide how often this node must renew its heartbeat, and they are unchanged.
         self.publisher.pace(self.publisher.every(), state.liveness.suspects(), Instant::now());
         true
     }
@@ -63,9 +66,9 @@ impl<B: Backend> Agent<B> {
         if let Some(failover) = &mut self.failover {
             failover.hears_of(snapshot);
         }
-        let relays = RelayPlaces::of(&snapshot.nodes, &host.state.seen_endpoints());
-        let own = self.own_node(&seen, host, &relays).await;
-        // What is the same stays where it is in memory.
+        let sightings = Sightings::new(snapshot, host);
+        let own = self.own_node(&seen, host, &sightings).await;
+        // An unchanged node keeps its place in memory, by which others see at once that it is unchanged.
         let same = self.state.own.clone().filter(|same| **same == own);
         let own = same.unwrap_or_else(|| own.into());
         let (mesh, ready) = self.topology(snapshot, &own, host, now, unix_now);
@@ -78,8 +81,8 @@ impl<B: Backend> Agent<B> {
         let every = heartbeats::seconds(nodes, &self.options.hostname, &mesh, may_rest);
         self.metrics.heartbeat_seconds.set(every.into());
         self.publisher.pace(every, self.state.liveness.suspects(), now);
-        // What is routed into the mesh before others know this node's key is lost, and the API server may be
-        // there: it is asked first, and once.
+        // Packets that are routed into the mesh before others know this node's key are lost, and the API server may be
+        // reached through the mesh: the key is published first, and waited for once.
         let asks_first = seen.key != own.key && self.publisher.is_answered();
         if asks_first {
             self.publisher.publish(published.clone(), PATIENCE_UNKNOWN, now, unix_now);
@@ -92,14 +95,14 @@ impl<B: Backend> Agent<B> {
         self.warn_of_private_endpoint(&mesh);
         self.warn_of_stand_bys(&mesh);
         self.warn_of_one_leader(&mesh);
-        self.show(&mesh, snapshot, &own, ready, &host.interface);
-        let applied = self.put_right(&mesh, &own, host).await;
+        self.show(&mesh, snapshot, &own, ready, (&host.interface, &sightings));
+        let applied = self.put_right(&mesh, &own, host, &sightings).await;
         if !asks_first {
             self.publisher.publish_beside(published, now, unix_now);
         }
         self.declare_dead();
         let writes = applied?;
-        // What has just been applied: ready nodes, this one, peers.
+        // Saves what has just been applied: ready nodes, this one, peers.
         if let Some(last_good_writer) = &mut self.last_good_writer {
             last_good_writer.keep(&self.state, &self.metrics, now);
         }
@@ -137,7 +140,13 @@ impl<B: Backend> Agent<B> {
     }
 
     /// Plans and applies, and then lets pods start.
-    async fn put_right(&mut self, mesh: &Mesh, own: &Node, host: &mut HostState) -> Result<u64, AgentError> {
+    async fn put_right(
+        &mut self,
+        mesh: &Mesh,
+        own: &Node,
+        host: &mut HostState,
+        sightings: &Sightings,
+    ) -> Result<u64, AgentError> {
         let missing = |missing| AgentError::Incomplete { node: own.name.clone(), missing };
         if own.pod_cidrs.is_empty() {
             return Err(missing(
@@ -149,13 +158,9 @@ impl<B: Backend> Agent<B> {
                 "no address of this host can be an endpoint; set the annotation force-endpoint",
             ));
         }
-        let plan = self.plan(&mesh.as_seen_from(&own.name), own, host).await;
-        let mut plan = plan.ok_or_else(|| missing("it is not in the mesh"))?;
-        let seen = host.state.seen_endpoints();
-        let places = RelayPlaces::of(&self.state.snapshot.nodes, &seen);
-        let held = seen.into_iter().filter(|(_, at)| places.contains(*at)).collect();
-        self.relays.plan(&mut plan, self.options.relay == Relay::Auto && relay::is_offered(mesh), &held);
-        let site = self.site(mesh, &mut plan, host);
+        let plan = self.plan(mesh, own, host, sightings).await;
+        let plan = plan.ok_or_else(|| missing("it is not in the mesh"))?;
+        let site = self.site(mesh, &plan, host);
         if self.log_limiter.conflicts(&plan.conflicts, &self.metrics) {
             self.report_conflicts(&plan.conflicts);
         }
@@ -170,9 +175,9 @@ impl<B: Backend> Agent<B> {
             }
             differs
         });
-        // Pods' packets need these rules, whatever else failed.
+        // Pods' packets need these rules even when another part has failed.
         let mut ruled = self.write_forward_rules(own).await;
-        // Those of an agent that left go when the programs translate.
+        // Rules of an earlier agent are removed once the programs masquerade in their place.
         if applied.is_ok() || self.options.masquerade == Masquerade::Nftables {
             ruled += self.write_nat_rules(decision).await;
         }
@@ -192,14 +197,14 @@ impl<B: Backend> Agent<B> {
         }
     }
 
-    /// Of the own location: who gives up several leaders is known to all agents.
+    /// Warns of the own location alone: agents of the others log their own.
     fn warn_of_one_leader(&mut self, mesh: &Mesh) {
         let own = mesh.find(&self.options.hostname);
         let warning = own.and_then(|(at, _)| mesh.one_leader_warning(at));
         self.log_limiter.one_leader(warning, Instant::now());
     }
 
-    /// Of the own location, and of others that are led by whom this agent does not know as a stand-by.
+    /// Warns of the own location, and of others whose leader this agent does not know as one of their stand-bys.
     fn warn_of_stand_bys(&mut self, mesh: &Mesh) {
         let own = mesh.find(&self.options.hostname).map(|(at, _)| at);
         let concerns = |at: &usize| Some(*at) == own || mesh.unforeseen(*at).is_some();
@@ -208,21 +213,21 @@ impl<B: Backend> Agent<B> {
         self.log_limiter.stand_bys(warnings, Instant::now());
     }
 
-    /// Sets gauges.
+    /// Sets the gauges that describe the mesh.
     fn observe(&self, mesh: &Mesh) {
         self.metrics.leader.set(i64::from(mesh.leads(&self.options.hostname)));
         self.metrics.nodes.set(gauge(mesh.node_count()));
         self.metrics.peers.set(gauge(mesh.peers.len()));
     }
 
-    /// Keeps this for the next reconcile, and shows it to those who ask.
+    /// Keeps the state for the next reconcile, and publishes it to status, page and the relay task.
     fn show(
         &mut self,
         mesh: &Arc<Mesh>,
         snapshot: &Arc<Snapshot>,
         own: &Arc<Node>,
         ready: Vec<bool>,
-        interface: &Interface,
+        (interface, sightings): (&Interface, &Sightings),
     ) {
         let state = &mut self.state;
         let differs = state.own.as_ref() != Some(own)
@@ -257,6 +262,7 @@ impl<B: Backend> Agent<B> {
             snapshot: Arc::clone(snapshot),
             own: state.own.clone(),
             device: Some(interface.device.clone()),
+            relay_places: Arc::clone(&sightings.relay_places),
         });
     }
 }

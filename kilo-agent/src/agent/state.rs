@@ -17,7 +17,7 @@ use super::host_state::HostState;
 pub(super) struct State {
     /// Nodes and peers as last seen.
     pub snapshot: Arc<Snapshot>,
-    /// This host has been put right after them, and nothing has failed since.
+    /// The host has been brought to what they ask for, and nothing has failed since.
     pub applied: bool,
     /// The own node as last found on this host.
     pub own: Option<Arc<Node>>,
@@ -25,9 +25,9 @@ pub(super) struct State {
     pub ready: Vec<bool>,
     /// The mesh as this node sees it.
     pub mesh: Arc<Mesh>,
-    /// Since when who leads.
+    /// Which node leads each location, and since when.
     pub leaders: Leaders,
-    /// Since when which heartbeat is known.
+    /// When each node's latest heartbeat arrived, by this agent's clock.
     pub liveness: Liveness,
     /// Addresses that left the mesh a moment ago.
     pub freed: FreedAddresses,
@@ -43,7 +43,7 @@ pub(super) struct State {
     pub device: Option<u32>,
 }
 
-/// What is kept for the next agent of this host.
+/// The nodes and peers that the next agent of this host starts with.
 pub(super) struct Known {
     pub snapshot: Arc<Snapshot>,
     own: Option<Arc<Node>>,
@@ -52,7 +52,7 @@ pub(super) struct Known {
 }
 
 impl State {
-    /// Nodes and peers, for somebody who takes longer than until the next reconcile.
+    /// A copy of nodes and peers for tasks that outlast this reconcile.
     pub fn known(&self) -> Known {
         Known {
             snapshot: Arc::clone(&self.snapshot),

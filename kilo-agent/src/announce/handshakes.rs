@@ -78,7 +78,7 @@ const AHEAD: i64 = 300;
 /// Whether an object that says `said` is to say this.
 fn is_news(seen: &Handshake, said: Option<&Handshake>, wrote: Option<&Handshake>) -> bool {
     let Some(said) = said else { return true };
-    // The clock of whoever wrote it is ahead: no handshake would be newer for as long.
+    // The clock of the agent that wrote it is ahead: no handshake would be newer for as long.
     if said.time.0 > Timestamp::now().0.saturating_add(AHEAD) {
         return true;
     }

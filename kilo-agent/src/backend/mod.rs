@@ -6,6 +6,8 @@ pub mod kubernetes;
 pub mod last_good;
 pub mod mass_delete_guard;
 
+#[cfg(feature = "agent")]
+use std::fmt;
 use std::{net::SocketAddr, sync::Arc, time::SystemTime};
 
 use crate::timestamp::Timestamp;
@@ -97,6 +99,37 @@ impl Happened {
     }
 }
 
+/// Where an agent reads nodes, and what it writes.
+#[cfg(feature = "agent")]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct SlicesReport {
+    /// It reads slices.
+    pub reads: bool,
+    /// Why it does not, or will not soon.
+    pub against: Option<String>,
+    /// It writes them for all.
+    pub writes: bool,
+    /// Writes of slices so far.
+    pub written: u64,
+    /// Writes of slices that failed so far.
+    pub failed: u64,
+    /// Slices that are missing, or cannot be read.
+    pub bad: usize,
+    /// Places that say something of a node that another says something of, too.
+    pub twice: usize,
+}
+
+#[cfg(feature = "agent")]
+impl fmt::Display for SlicesReport {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(if self.reads { "slices" } else { "Nodes" })?;
+        if let Some(against) = &self.against {
+            write!(f, " ({against})")?;
+        }
+        f.write_str(if self.writes { "; this agent writes slices" } else { "" })
+    }
+}
+
 /// A source of nodes and peers.
 pub trait Backend: Send + Sync + 'static {
     /// The latest snapshot; changes are signalled by the receiver. The first
@@ -148,7 +181,7 @@ pub trait Backend: Send + Sync + 'static {
 
     /// Where nodes are read and who writes that, where there are slices of the list of nodes.
     #[cfg(feature = "agent")]
-    fn slices(&self) -> Option<kubernetes::SlicesReport> {
+    fn slices(&self) -> Option<SlicesReport> {
         None
     }
 

@@ -206,6 +206,16 @@ impl FailoverMetrics {
         self.suspicions.get_or_create(&OutcomeLabel { outcome }).inc();
     }
 
+    /// Records the round trip of a probe, in seconds.
+    pub fn round_trip(&self, path: &'static str, seconds: f64) {
+        self.seconds.get_or_create(&PathLabel { path }).observe(seconds);
+    }
+
+    /// Counts a probe without an answer.
+    pub fn probe_lost(&self, kind: &'static str) {
+        self.lost.get_or_create(&KindLabel { kind }).inc();
+    }
+
     /// Counts a signal that was rejected.
     pub fn refused(&self, why: &'static str) {
         self.refused.get_or_create(&WhyLabel { why }).inc();
@@ -237,7 +247,7 @@ impl Out {
         };
         if !std::mem::replace(answered, true) {
             let seconds = at.saturating_sub(*sent) as f64 / (1_000 * MS) as f64;
-            metrics.seconds.get_or_create(&PathLabel { path: label(*way) }).observe(seconds);
+            metrics.round_trip(label(*way), seconds);
         }
     }
 
@@ -248,7 +258,7 @@ impl Out {
                 return;
             }
             if !answered {
-                metrics.lost.get_or_create(&KindLabel { kind: label(*way) }).inc();
+                metrics.probe_lost(label(*way));
             }
             self.0.pop_front();
         }

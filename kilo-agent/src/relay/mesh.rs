@@ -28,6 +28,8 @@ pub struct MeshView {
     pub own: Option<Arc<Node>>,
     /// The WireGuard device, once there is one.
     pub device: Option<Device>,
+    /// Where relays are.
+    pub relay_places: Arc<RelayPlaces>,
 }
 
 /// The nodes of a location that have tunnels to other locations, and whether each carries packets now: with failover
@@ -88,7 +90,7 @@ impl FarGateways {
         let mesh = &view.mesh;
         let mut found = Self::default();
         let Some(own) = view.own.as_deref() else { return found };
-        let seen = seen_by_others(view, &RelayPlaces::of(&view.snapshot.nodes, &own.discovered_endpoints));
+        let seen = seen_by_others(view);
         let own_location = mesh.find(&own.name).map(|(at, _)| at);
         let near = own_location.map(|at| gateways(mesh, at)).unwrap_or_default();
         let me = near.iter().find(|(node, _)| node.name == own.name);
@@ -134,10 +136,10 @@ fn published(relays: &Relays, node: &Node) -> Option<SocketAddr> {
 }
 
 /// Endpoints at which nodes see each other, without those of relays: one walk over all nodes.
-fn seen_by_others(view: &MeshView, relays: &RelayPlaces) -> HashMap<PublicKey, BTreeSet<SocketAddr>> {
+fn seen_by_others(view: &MeshView) -> HashMap<PublicKey, BTreeSet<SocketAddr>> {
     let mut seen: HashMap<_, BTreeSet<_>> = HashMap::new();
     for (key, at) in view.snapshot.nodes.iter().flat_map(|node| &node.node.discovered_endpoints) {
-        if !relays.contains(*at) {
+        if !view.relay_places.contains(*at) {
             seen.entry(*key).or_default().insert(*at);
         }
     }

@@ -16,11 +16,10 @@ use std::{
     sync::{Arc, Mutex, MutexGuard, PoisonError},
 };
 
-use kilo_common::maps::CONFIG_RELAY;
 use kilo_core::{
-    plan::HostPlan,
+    relay::{EndpointOverride, RelayInputs},
     topology::Mesh,
-    wireguard::{Endpoint, EndpointHost, WireguardPlan, key::PublicKey},
+    wireguard::{Endpoint, EndpointHost, key::PublicKey},
 };
 use kilo_host::dataplane::{
     Dataplane, DataplaneError,
@@ -106,31 +105,23 @@ impl Relays {
         self.said().endpoints.get(key).is_some_and(|(_, relayed)| *relayed)
     }
 
-    /// Changes a plan by what was found: endpoints of peers, which may roam from there, and whether programs look for
-    /// relay messages. `held`: peers whose endpoint in the device is a relay.
-    pub fn plan(&self, plan: &mut HostPlan, looks: bool, held: &BTreeMap<PublicKey, SocketAddr>) {
-        self.place(&mut plan.wireguard, looks, held);
-        if looks && !plan.wireguard.peers.is_empty() {
-            plan.tables.config.flags |= CONFIG_RELAY;
-        }
-    }
-
-    fn place(&self, plan: &mut WireguardPlan, looks: bool, held: &BTreeMap<PublicKey, SocketAddr>) {
+    /// What the next plan depends on: endpoints that the task has found, and whether programs look for relay messages.
+    /// `held`: peers whose endpoint in the device is a relay.
+    pub fn inputs(
+        &self,
+        listens: bool,
+        held: impl IntoIterator<Item = (PublicKey, SocketAddr)>,
+    ) -> RelayInputs {
         let said = self.said();
-        for (key, place) in held {
-            match plan.peers.get_mut(key) {
-                // A relay that an earlier agent has found stays in use until the task knows more.
-                Some(peer) if looks && !said.knows => (peer.endpoint, peer.roams) = (Some(*place), true),
-                // `--relay=off` leaves relays.
-                Some(peer) if !looks => peer.roams = false,
-                _ => {}
-            }
-        }
-        for (key, (place, _)) in &said.endpoints {
-            if let Some(peer) = plan.peers.get_mut(key) {
-                (peer.endpoint, peer.roams) = (Some(*place), true);
-            }
-        }
+        let held = held.into_iter().filter_map(|(key, place)| match (listens, said.knows) {
+            // A relay that an earlier agent has found stays in use until the task knows more.
+            (true, false) => Some((key, EndpointOverride::At(place))),
+            (true, true) => None,
+            // `--relay=off` leaves relays.
+            (false, _) => Some((key, EndpointOverride::LeavesRelay)),
+        });
+        let found = said.endpoints.iter().map(|(key, (place, _))| (*key, EndpointOverride::At(*place)));
+        RelayInputs { listens, endpoints: held.chain(found).collect() }
     }
 }
 
@@ -171,8 +162,6 @@ pub async fn run(context: Context, tools: task::Tools) {
 #[cfg(test)]
 #[allow(clippy::unwrap_used, clippy::indexing_slicing, reason = "tests")]
 mod tests {
-    use kilo_core::wireguard::WireguardPeer;
-
     use super::*;
 
     #[test]
@@ -189,19 +178,19 @@ mod tests {
     fn a_first_plan_keeps_a_relay_that_is_in_use_and_relay_off_leaves_it() {
         let key = PublicKey([1; 32]);
         let at = |text: &str| text.parse::<SocketAddr>().unwrap();
-        let (published, relay) = (at("203.0.113.1:51820"), at("198.51.100.1:51900"));
-        let planned = |knows, looks, roams| {
+        let (relay, found) = (at("198.51.100.1:51900"), at("192.0.2.7:40000"));
+        let planned = |knows, listens, endpoint: Option<SocketAddr>| {
             let relays = Relays::default();
             relays.said().knows = knows;
-            let mut plan = WireguardPlan::default();
-            let peer = WireguardPeer { endpoint: Some(published), roams, ..WireguardPeer::default() };
-            plan.peers.insert(key, peer);
-            relays.place(&mut plan, looks, &[(key, relay)].into());
-            let peer = plan.peers.get(&key).unwrap();
-            (peer.endpoint.unwrap(), peer.roams)
+            relays.said().endpoints.extend(endpoint.map(|endpoint| (key, (endpoint, false))));
+            let inputs = relays.inputs(listens, [(key, relay)]);
+            assert_eq!(inputs.listens, listens);
+            inputs.endpoints.get(&key).copied()
         };
-        assert_eq!(planned(false, true, false), (relay, true), "before the task has looked");
-        assert_eq!(planned(true, true, false), (published, false));
-        assert_eq!(planned(false, false, true), (published, false), "--relay=off");
+        let is_at = |at| Some(EndpointOverride::At(at));
+        assert_eq!(planned(false, true, None), is_at(relay), "before the task has looked");
+        assert_eq!(planned(true, true, None), None, "the published endpoint");
+        assert_eq!(planned(true, true, Some(found)), is_at(found), "what the task has found");
+        assert_eq!(planned(false, false, None), Some(EndpointOverride::LeavesRelay), "--relay=off");
     }
 }

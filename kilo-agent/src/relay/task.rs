@@ -355,7 +355,7 @@ impl Task {
                     Way::Relayed(relay) => name(relay).map(|(_, name)| name.as_str()),
                     _ => None,
                 };
-                tracing::info!(node, way = way.as_str(), by, "path of a tunnel changed");
+                tracing::info!(node, way = way.as_str(), by, "tunnel changed its path");
             }
         }
         let connected = |(id, way): (&NodeId, &Way)| {

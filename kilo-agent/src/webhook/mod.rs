@@ -3,7 +3,7 @@
 
 mod certificate;
 mod issue;
-mod metrics;
+pub mod metrics;
 mod secret;
 
 use std::{future, io, net::SocketAddr, path::PathBuf, sync::Arc, time::Duration};

@@ -7,8 +7,8 @@ use std::{collections::BTreeMap, path::PathBuf, time::Duration};
 
 use k8s_openapi::api::{coordination::v1::Lease, core::v1 as core};
 use kilo_agent::backend::{
-    Backend as _,
-    kubernetes::{self, KubernetesBackend, NodesFrom, SlicesReport},
+    Backend as _, SlicesReport,
+    kubernetes::{self, KubernetesBackend, NodesFrom},
 };
 use kilo_core::{
     objects::{

@@ -217,7 +217,8 @@ fn every_action_and_every_drop_reason_is_a_metric() {
     let mut dataplane = Dataplane::open(fs.path(), false).unwrap();
     dataplane.write(&support::leader_tables()).unwrap();
     let metrics = kilo_agent::metrics::Metrics::default();
-    metrics.set_counters(dataplane.counters().unwrap());
+    let counters = dataplane.counters().unwrap();
+    metrics.set_counters(move || counters.read());
     let stranger = [10, 1, 0, 99];
     let frame = support::packet::steered(stranger, support::SELF, &[0; 40]);
     support::packet::run(&mut dataplane, "lan_ingress", &frame);

@@ -114,8 +114,6 @@ pub fn leader_tables() -> Tables {
             (MEMBER_HOP, member),
         ]),
         lead: [word(Term::NONE, 2); 2],
-        lead_of_term: None,
-        signal_key: BTreeMap::new(),
         node: BTreeMap::from([(MEMBER.into(), node(0))]),
         masq_src: FlatMap::from_iter([
             ("10.42.1.0/24".parse().unwrap(), MASQ_SRC_ALWAYS),
@@ -146,6 +144,7 @@ pub fn leader_tables() -> Tables {
             wireguard_v4: [10, 5, 0, 1],
             ..Config::default()
         },
+        ..Tables::default()
     }
 }
 

@@ -5,9 +5,11 @@ use std::{
     net::{IpAddr, SocketAddr},
 };
 
+use kilo_common::maps::SignalKey;
 use kilo_core::{
     observed::HostLinks,
     plan::{self, HopIds, HostPlan, Inputs},
+    relay::RelayInputs,
     settings::{Encapsulate, Granularity, Settings, Tunnel},
     topology::{LocalMesh, Mesh, Node},
     wireguard::key::PublicKey,
@@ -15,6 +17,8 @@ use kilo_core::{
 
 static RESOLVED: BTreeMap<String, IpAddr> = BTreeMap::new();
 static SEEN: BTreeMap<PublicKey, SocketAddr> = BTreeMap::new();
+static RELAYS: RelayInputs = RelayInputs { listens: false, endpoints: BTreeMap::new() };
+static SIGNAL_KEYS: BTreeMap<IpAddr, SignalKey> = BTreeMap::new();
 
 /// One leader in each location, IPIP to all others there, and nothing else set.
 pub fn settings() -> Settings {
@@ -55,6 +59,8 @@ pub fn inputs<'a>(
         hops,
         resolved: &RESOLVED,
         seen: &SEEN,
+        relays: &RELAYS,
+        signal_keys: &SIGNAL_KEYS,
         persistent_keepalive: 0,
         masquerade: true,
         mtu: 1420,

@@ -4,7 +4,7 @@
 #![allow(clippy::unwrap_used, clippy::panic, reason = "tests")]
 
 use std::{
-    collections::BTreeSet,
+    collections::{BTreeMap, BTreeSet},
     fs,
     path::{Path, PathBuf},
     process::Command,
@@ -84,7 +84,18 @@ fn kgctl_is_built_without_what_only_the_agent_needs() {
 }
 
 /// Modules of each crate, each before those that may know it.
-const ORDERS: [(&str, &str); 7] = [
+const ORDERS: [(&str, &str); 9] = [
+    (
+        "../kilo-common/src",
+        "checksum counters ecn event lead packet siphash too_big wire_enum relay maps encap forwarding map_table \
+         direct nat refused signal",
+    ),
+    (
+        "../kilo-ebpf/src",
+        "maps cb inject lead follow subprogram words packet gso ip masquerade left link monitor mtu ret encap \
+         reflect relay sender signal decap fast_path kilo_egress kilo_ingress lan_ingress tunnel_ingress wireguards \
+         uplink_egress",
+    ),
     (
         "core/src",
         "errors flat_map addresses prefixes settings observed wireguard signal_id objects topology relay \
@@ -98,14 +109,13 @@ const ORDERS: [(&str, &str); 7] = [
     ("host/src", "memory lock cni net firewall wireguard dataplane interface"),
     (
         "failover/src",
-        "bench planned turn probes detector tunnel sentinel roll params gateway far member others restore \
-         numbers giving homes agent stand_by declared_dead",
+        "planned turn params probes detector tunnel sentinel roll gateway far member others agent",
     ),
     ("failover-sim/src", "rng faults host invariants engine planned scenarios several restarts report"),
     (
         "../xtask/lab/src",
         "report wait descendants takedown times command netns cni_conf network plugins confine counters cni agents \
-         members probe wire tunl0 bulk matrix clear vpn check topology well services fail_closed \
+         members probe wire tunl0 bulk matrix clear vpn check topology options well services fail_closed \
          forward_policy granularity nat node_ports offloads path_mtu pod_tunnels printer segments external \
          checks cloud cilium flannel kernel_ipip scenario faults failover nat_pairs modes run_times args",
     ),
@@ -197,11 +207,61 @@ fn modules_named(code: &str, depth: usize) -> BTreeSet<String> {
     names
 }
 
-/// The modules in a directory know only those before them.
+/// The names at the end of what a `use` brings in: of `{a::{B, C as D}, e}` these are `B`, `D` and `e`.
+fn brought_in(tree: &str, names: &mut BTreeSet<String>) {
+    let tree = tree.trim();
+    if let Some((_, list)) = tree.split_once('{') {
+        let list = list.rsplit_once('}').map_or(list, |(list, _)| list);
+        let (mut depth, mut begin) = (0, 0);
+        for (at, c) in list.char_indices().chain([(list.len(), ',')]) {
+            depth += i32::from(c == '{') - i32::from(c == '}');
+            if (c, depth) == (',', 0) {
+                brought_in(&list[begin..at], names);
+                begin = at + 1;
+            }
+        }
+    } else {
+        let last = tree.rsplit([':', ' ']).next().unwrap_or_default();
+        names.extend(Some(last.to_owned()).filter(|last| !["", "self", "_"].contains(&last.as_str())));
+    }
+}
+
+/// Which module of the crate each name comes from that the root takes from one of them, for others or for itself: all
+/// modules of the crate can name it at the root.
+fn taken_by_root(code: &str, modules: &[&str]) -> BTreeMap<String, String> {
+    let code = without_comments(code);
+    let mut taken = BTreeMap::new();
+    for item in code.split_inclusive(';') {
+        // Attributes, and items that end without a semicolon, stand before.
+        let begin = item.lines().position(|line| {
+            line.starts_with("use ") || line.starts_with("pub use ") || line.starts_with("pub(crate) use ")
+        });
+        let Some(begin) = begin else { continue };
+        let item = item.lines().skip(begin).collect::<Vec<_>>().join(" ");
+        let (_, path) = item.trim_end_matches(';').split_once("use ").unwrap();
+        let path = path.trim_start_matches("crate::").trim_start_matches("self::");
+        let (module, tree) = path.split_once("::").unwrap_or((path, ""));
+        if modules.contains(&module) {
+            let mut names = BTreeSet::new();
+            brought_in(tree, &mut names);
+            taken.extend(names.into_iter().map(|name| (name, module.to_owned())));
+        }
+    }
+    taken
+}
+
+/// What the root of a crate takes from its modules.
+fn root_of(directory: &Path, modules: &[&str]) -> BTreeMap<String, String> {
+    let root = ["lib.rs", "main.rs"].map(|name| directory.join(name)).into_iter().find(|path| path.exists());
+    taken_by_root(&fs::read_to_string(root.unwrap()).unwrap(), modules)
+}
+
+/// The modules in a directory know only those before them, also by names that the root takes from them.
 #[track_caller]
 fn assert_ordered(directory: &str, order: &str) {
     let order: Vec<_> = order.split_whitespace().collect();
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join(directory);
+    let at_root = root_of(&root, &order);
     let mut left: BTreeSet<_> = order.iter().copied().collect();
     for path in sources(directory) {
         let within = path.strip_prefix(&root).unwrap().with_extension("");
@@ -215,7 +275,9 @@ fn assert_ordered(directory: &str, order: &str) {
         left.remove(of);
         let own = order.iter().position(|module| *module == of);
         let own = own.unwrap_or_else(|| panic!("{of}: give the module its place among those of {directory}"));
-        let names = modules_named(&fs::read_to_string(&path).unwrap(), modules.len());
+        let mut names = modules_named(&fs::read_to_string(&path).unwrap(), modules.len());
+        let by_root: Vec<_> = names.iter().filter_map(|name| at_root.get(name).cloned()).collect();
+        names.extend(by_root);
         assert!(!names.contains("*"), "{} uses all of the crate's root", path.display());
         let later: Vec<_> = order[own + 1..].iter().filter(|module| names.contains(**module)).collect();
         assert!(later.is_empty(), "{} knows {later:?}, which come after {of}", path.display());
@@ -235,6 +297,17 @@ fn a_module_is_found_by_whichever_path_it_is_named() {
     assert_eq!(names("use super::{\n    a,\n    b::{c, d},\n};", 1), ["a", "b"]);
     let tests = "#[cfg(test)]\nmod tests {\n    use super::{*, super::a};\n}\nuse super::b;\n";
     assert_eq!(names(tests, 1), ["a", "b"], "a module in a file is one deeper");
+}
+
+#[test]
+fn a_name_that_the_root_takes_from_a_module_is_that_modules() {
+    let root = "//! Words.\npub mod a;\nmod b;\n\n#[cfg(test)]\nuse b::{\n    C,\n    d::{self, E as F},\n};\npub use a::G;\n\
+                use std::fmt::Debug;\npub(crate) use crate::a::h::I;\n\nfn use_of() {}\n";
+    let taken = taken_by_root(root, &["a", "b"]);
+    let taken: Vec<_> = taken.iter().map(|(name, module)| format!("{module}.{name}")).collect();
+    assert_eq!(taken, ["b.C", "b.F", "a.G", "a.I"]);
+    let failover = root_of(&Path::new(env!("CARGO_MANIFEST_DIR")).join("failover/src"), &["agent", "turn"]);
+    assert_eq!(failover.get("Agent").map(String::as_str), Some("agent"));
 }
 
 #[test]
@@ -264,6 +337,11 @@ fn no_actuator_knows_the_mesh_or_the_plan_and_the_agents_state_not_what_shows_it
         for higher in ["topology", "plan"] {
             assert!(!names.contains(higher), "{} knows {higher}, which knows it", path.display());
         }
+    }
+    let backends = concat!(env!("CARGO_MANIFEST_DIR"), "/src/backend/mod.rs");
+    let backends = without_comments(&fs::read_to_string(backends).unwrap());
+    for backend in ["kubernetes::", "file::", "last_good::"] {
+        assert!(!backends.contains(backend), "the trait of all backends knows {backend}, which knows it");
     }
     let state = fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/src/agent/state.rs")).unwrap();
     assert!(!named(&state, "crate::").contains("status"), "the agent's state knows its view");

@@ -36,6 +36,7 @@ mod plan_full_location;
 mod plan_gateways;
 mod plan_neighbours;
 mod plan_overlay;
+mod plan_relays;
 mod plan_subnet;
 mod plan_via_wireguard;
 mod topology_properties;

@@ -4,44 +4,13 @@ use std::{path::PathBuf, time::Duration};
 
 use clap::{Args, Subcommand};
 
-use super::{
-    checks, failover, faults, nat_pairs, network::Shape, network::Underlay, scenario::Scenario,
-    times::parse_time, topology::Topology,
-};
+use super::{failover, faults, nat_pairs, options::LabOptions, scenario::Scenario, times::parse_time};
 
-/// Options and subcommands of the lab.
+/// What `cargo xtask lab` is asked for: which lab, and what to do with it.
 #[derive(Args, Clone, Debug)]
 pub struct LabArgs {
-    /// Name of the lab; several can stand side by side.
-    #[arg(long, default_value = "kilo-lab", global = true)]
-    pub(crate) name: String,
-    /// Leave the lab up when everything has been shown, or a soak has failed.
-    #[arg(long, global = true)]
-    pub(crate) keep: bool,
-    /// WireGuard implementation of the agents: auto, kernel or userspace.
-    #[arg(long, default_value = "auto", global = true)]
-    pub(crate) wireguard: String,
-    /// Family of the nodes' own addresses; pods have both.
-    #[arg(long, value_enum, default_value = "v4", global = true)]
-    pub(crate) underlay: Underlay,
-    /// Which nodes there are.
-    #[arg(skip)]
-    pub(crate) shape: Shape,
-    /// What differs from the lab's own network.
-    #[arg(long, value_enum, default_value = "plain", global = true)]
-    pub(crate) topology: Topology,
-    /// More flags for every agent, such as --tunnel=vxlan (repeatable).
-    #[arg(long = "kg", value_name = "FLAG", allow_hyphen_values = true, global = true)]
-    pub(crate) kg_flags: Vec<String>,
-    /// Which checks, besides who reaches whom.
-    #[arg(long, value_enum, default_value = "all", global = true)]
-    pub(crate) checks: checks::Choice,
-    /// Only checks with this in their name, besides the matrix.
-    #[arg(long, value_name = "WORDS", global = true)]
-    pub(crate) only: Option<String>,
-    /// Directory of the kg and kgctl binaries (default: where this program is).
-    #[arg(long, global = true)]
-    pub(crate) bin: Option<PathBuf>,
+    #[command(flatten)]
+    pub(crate) options: LabOptions,
     #[command(subcommand)]
     pub(crate) command: Option<LabCommand>,
 }
@@ -158,6 +127,6 @@ impl LabArgs {
 
     /// True when binaries must be built first.
     pub fn needs_build(&self) -> bool {
-        self.stands_up() && self.bin.is_none()
+        self.stands_up() && self.options.bin.is_none()
     }
 }

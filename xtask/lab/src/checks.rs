@@ -9,17 +9,18 @@ use std::{
 };
 
 use anyhow::{Context as _, Result, bail, ensure};
-use clap::ValueEnum;
 use nix::sys::signal::Signal;
 
 use super::{
-    Lab, LabArgs, agents,
+    Lab, agents,
     check::{Check, outcome},
     clear,
     counters::{self, action, drops},
     external, fail_closed, forward_policy, granularity, matrix, nat,
     network::Node,
-    node_ports, offloads, path_mtu, pod_tunnels, printer, segments, services, vpn, wait, well,
+    node_ports, offloads,
+    options::{Choice, LabOptions},
+    path_mtu, pod_tunnels, printer, segments, services, vpn, wait, well,
 };
 use crate::report::{InClear, TestOutcome};
 
@@ -94,20 +95,6 @@ const WAY: &[Check] = CHECKS.split_at(6).0;
 const AS_DEPLOYED: &str =
     "agents have the rights of the manifest and no others, and the hooks of this kernel";
 
-/// Some of the checks.
-#[derive(Clone, Copy, Debug, ValueEnum)]
-pub enum Choice {
-    /// All of them.
-    All,
-    /// What the way packets take says.
-    Way,
-    /// Everything that asks something of the kernel's packet path.
-    Transport,
-    /// Those of `way`, and what WireGuard itself has a part in: VPN peers, printer,
-    /// NATs, a node on its own, wireguard-go.
-    Wireguard,
-}
-
 impl Choice {
     /// The checks, in their order.
     pub const fn checks(self) -> [&'static [Check]; 4] {
@@ -125,7 +112,7 @@ pub fn run(
     mut lab: Lab,
     started: Instant,
     prefix: &str,
-    args: &LabArgs,
+    args: &LabOptions,
     checks: impl IntoIterator<Item = &'static Check>,
 ) -> Vec<TestOutcome> {
     let mut outcomes = vec![outcome(prefix, "the mesh comes up", started, &Ok(String::new()))];

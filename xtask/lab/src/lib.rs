@@ -33,6 +33,7 @@ pub mod netns;
 mod network;
 mod node_ports;
 mod offloads;
+mod options;
 mod path_mtu;
 pub mod plugins;
 mod pod_tunnels;
@@ -71,6 +72,7 @@ use args::{FaultOptions, LabCommand};
 use members::Members;
 use netns::Netns;
 use network::{Network, Node, Shape, Underlay};
+use options::LabOptions;
 use scenario::Scenario;
 use takedown::{Takedown, stop_if_interrupted};
 use topology::Topology;
@@ -127,55 +129,58 @@ pub struct Lab {
 }
 
 /// Runs `cargo xtask lab`.
-pub fn main(args: LabArgs) -> Result<()> {
+pub fn main(LabArgs { options, command }: LabArgs) -> Result<()> {
     if !nix::unistd::geteuid().is_root() {
         bail!("the lab makes network namespaces and loads BPF programs: run it as root");
     }
     let valid = |c: char| c.is_ascii_alphanumeric() || c == '-';
-    if args.name.is_empty() || args.name.len() > 32 || !args.name.chars().all(valid) {
-        bail!("--name {:?}: use 1 to 32 letters, digits and hyphens", args.name);
+    if options.name.is_empty() || options.name.len() > 32 || !options.name.chars().all(valid) {
+        bail!("--name {:?}: use 1 to 32 letters, digits and hyphens", options.name);
     }
-    match args.command {
-        None => show(&args),
-        Some(LabCommand::Exec { netns, command }) => exec(&args.name, &netns, &command),
+    match command {
+        None => show(&options),
+        Some(LabCommand::Exec { netns, command }) => exec(&options.name, &netns, &command),
         Some(LabCommand::Status) => {
-            let lab = Lab::load(&args.name)?;
+            let lab = Lab::load(&options.name)?;
             lab.agents.print_status(&lab.network);
             counters::print(&lab.network);
             Ok(())
         }
-        Some(LabCommand::Down) => down(&args.name),
+        Some(LabCommand::Down) => down(&options.name),
         Some(LabCommand::Inject { ref netns, ref rule, seconds }) => {
-            let injected = rule.inject(&Lab::load(&args.name)?.network.netns(netns)?)?;
+            let injected = rule.inject(&Lab::load(&options.name)?.network.netns(netns)?)?;
             wait::fault_lasts(Duration::from_secs(seconds));
             let (seen, dropped) = injected.hits()?;
             println!("{seen} packets matched, {dropped} of them dropped or late");
             Ok(())
         }
-        Some(LabCommand::Faults(ref options)) => under_traffic(&args, options),
-        Some(LabCommand::Nat(ref options)) => {
-            let bin = args.bin.clone().map_or_else(own_directory, Ok)?;
-            nat_pairs::main(options, &args.name, &bin, &args.wireguard)
+        Some(LabCommand::Faults(ref faults)) => under_traffic(&options, faults),
+        Some(LabCommand::Nat(ref pairs)) => {
+            let bin = options.bin.clone().map_or_else(own_directory, Ok)?;
+            nat_pairs::main(pairs, &options.name, &bin, &options.wireguard)
         }
-        Some(LabCommand::Failover(ref options)) => failover::main(&args, options),
-        Some(LabCommand::Soak { seed, time, ref outcomes }) => soak(&args, seed, time, outcomes.as_deref()),
+        Some(LabCommand::Failover(ref cases)) => failover::main(&options, cases),
+        Some(LabCommand::Soak { seed, time, ref outcomes }) => {
+            soak(&options, seed, time, outcomes.as_deref())
+        }
         Some(LabCommand::Test { ref json, ref prefix, ref modes }) => {
-            let _guard = take_over(&args.name)?;
-            let checks = args.checks.checks().into_iter().flatten().chain(args.topology.checks());
-            let mut outcomes = checks::run(Lab::up(&args, None)?, Instant::now(), prefix, &args, checks);
+            let _guard = take_over(&options.name)?;
+            let checks = options.checks.checks().into_iter().flatten().chain(options.topology.checks());
+            let mut outcomes =
+                checks::run(Lab::up(&options, None)?, Instant::now(), prefix, &options, checks);
             let wanted = |mode: &&modes::Mode| modes.as_ref().is_some_and(|name| mode.name.contains(name));
             for mode in modes::MODES.iter().filter(wanted) {
-                down(&args.name)?;
-                outcomes.extend(mode.run(&args, prefix));
+                down(&options.name)?;
+                outcomes.extend(mode.run(&options, prefix));
             }
             report(&outcomes, json.as_deref())
         }
         Some(LabCommand::Scenario { ref names, ref json, ref prefix }) => {
-            let _guard = take_over(&args.name)?;
+            let _guard = take_over(&options.name)?;
             let mut outcomes = Vec::new();
             for scenario in if names.is_empty() { Scenario::value_variants() } else { names } {
-                down(&args.name)?;
-                outcomes.extend(scenario.run(&args, prefix));
+                down(&options.name)?;
+                outcomes.extend(scenario.run(&options, prefix));
             }
             report(&outcomes, json.as_deref())
         }
@@ -183,7 +188,7 @@ pub fn main(args: LabArgs) -> Result<()> {
 }
 
 /// Makes faults while traffic flows, and writes what each cost.
-fn under_traffic(args: &LabArgs, options: &FaultOptions) -> Result<()> {
+fn under_traffic(args: &LabOptions, options: &FaultOptions) -> Result<()> {
     let _guard = take_over(&args.name)?;
     if let Some(time) = options.away {
         faults::control_plane::set_length(time);
@@ -213,7 +218,7 @@ fn under_traffic(args: &LabArgs, options: &FaultOptions) -> Result<()> {
 }
 
 /// Injects random faults for that long.
-fn soak(args: &LabArgs, seed: Option<u64>, time: Duration, outcomes: Option<&Path>) -> Result<()> {
+fn soak(args: &LabOptions, seed: Option<u64>, time: Duration, outcomes: Option<&Path>) -> Result<()> {
     let mut guard = take_over(&args.name)?;
     let only = args.only.as_deref();
     let by_clock = || UNIX_EPOCH.elapsed().map_or(0, |time| time.as_secs());
@@ -253,7 +258,7 @@ fn take_over(name: &str) -> Result<Takedown<impl Fn() -> Result<()>>> {
     Takedown::arrange("lab", move || down(&name))
 }
 
-fn show(args: &LabArgs) -> Result<()> {
+fn show(args: &LabOptions) -> Result<()> {
     let mut guard = take_over(&args.name)?;
     let started = Instant::now();
     let mut lab = Lab::up(args, None)?;
@@ -332,7 +337,7 @@ fn down(name: &str) -> Result<()> {
 impl Lab {
     /// Builds namespaces, writes the cluster's objects, starts the agents and
     /// the laptop, and waits until the mesh stands.
-    fn up(args: &LabArgs, scenario: Option<Scenario>) -> Result<Self> {
+    fn up(args: &LabOptions, scenario: Option<Scenario>) -> Result<Self> {
         let directory = directory(&args.name);
         let logs = directory.join("logs");
         fs::create_dir_all(&logs).with_context(|| logs.display().to_string())?;

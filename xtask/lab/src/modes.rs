@@ -2,7 +2,12 @@
 
 use std::time::Instant;
 
-use super::{Lab, LabArgs, check, checks, network::Underlay, topology::Topology};
+use super::{
+    Lab, check, checks,
+    network::Underlay,
+    options::{Choice, LabOptions},
+    topology::Topology,
+};
 use crate::report::TestOutcome;
 
 /// A way to carry packets that is not the default.
@@ -38,7 +43,7 @@ pub const MODES: [Mode; 10] = [
 
 impl Mode {
     /// Builds a lab, tries who reaches whom, takes the lab down.
-    pub fn run(&self, args: &LabArgs, prefix: &str) -> Vec<TestOutcome> {
+    pub fn run(&self, args: &LabOptions, prefix: &str) -> Vec<TestOutcome> {
         println!("\n-- lab: {}", self.name);
         let started = Instant::now();
         let prefix = format!("{prefix}{}: ", self.name);
@@ -46,7 +51,7 @@ impl Mode {
         if let Some(reason) = topology.missing() {
             return vec![check::skipped(&prefix, "the mesh comes up", reason)];
         }
-        let mut args = LabArgs { underlay, topology, checks: checks::Choice::Way, ..args.clone() };
+        let mut args = LabOptions { underlay, topology, checks: Choice::Way, ..args.clone() };
         args.kg_flags.push(self.flag.to_owned());
         match Lab::up(&args, None) {
             Ok(lab) => {

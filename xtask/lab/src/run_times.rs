@@ -14,8 +14,9 @@ use clap::Parser;
 use serde::Deserialize;
 
 use super::{
-    Lab, LabArgs, bulk,
+    Lab, bulk,
     network::{Network, OUTSIDE},
+    options::LabOptions,
     take_over,
 };
 use crate::command::{output, run};
@@ -52,7 +53,7 @@ struct Program {
 #[derive(Parser)]
 struct Defaults {
     #[command(flatten)]
-    lab: LabArgs,
+    lab: LabOptions,
 }
 
 /// Builds a lab with the binaries of `bin`, sends traffic, and takes it down.

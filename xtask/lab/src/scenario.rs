@@ -6,10 +6,11 @@ use anyhow::Result;
 use clap::ValueEnum;
 
 use super::{
-    Lab, LabArgs,
+    Lab,
     check::{self, Check},
     checks, cilium, flannel, kernel_ipip,
     network::Network,
+    options::LabOptions,
 };
 use crate::report::TestOutcome;
 
@@ -66,7 +67,7 @@ impl Scenario {
     }
 
     /// Builds the lab and runs every check; the caller takes the lab down.
-    pub fn run(self, args: &LabArgs, prefix: &str) -> Vec<TestOutcome> {
+    pub fn run(self, args: &LabOptions, prefix: &str) -> Vec<TestOutcome> {
         println!("\n-- lab: {}", self.label());
         let started = Instant::now();
         let prefix = format!("{prefix}{}: ", self.label());

@@ -34,9 +34,9 @@ pub struct Annotation {
 /// Who writes an annotation, and the value; no value = the annotation is not there.
 #[derive(Clone, Copy)]
 pub enum Writer {
-    /// Whoever runs the cluster. What they would write for a node that is like this.
+    /// The cluster's operator. The function returns what they would write for a node like this one.
     Operator(fn(&Node) -> Option<String>),
-    /// The agent of the node.
+    /// The agent of the node. The function returns the value; the lifetime says how long it counts.
     Agent(Lifetime, fn(&Published) -> Option<String>),
 }
 
@@ -280,7 +280,7 @@ pub const ANNOTATIONS: &[Annotation] = &[
         writer: Writer::Agent(Lifetime::Agent, |own| own.leading.map(|term| term.to_string())),
         example: "`65537`",
         meaning: "the term in which the node took over its location (TERM of `kgctl status` × 65536 and a number that \
-                  decides ties); the latest counts, whoever Kilo's rule chooses",
+                  decides ties); the latest counts, even where Kilo's rule chooses another leader",
         remedy: "the node's agent writes its own while it leads; to take this one back: kubectl annotate node NODE \
                  kilo.squat.ai/leading-",
         read: |value, node| node.node.leading = value.term(),
@@ -358,7 +358,7 @@ pub fn wanted(published: &Published) -> BTreeMap<String, Option<String>> {
     by_agents().map(|(name, print)| (name.to_owned(), print(published))).collect()
 }
 
-/// All annotations of a node that is like this, whoever writes them.
+/// All annotations of a node like this one, those of operators and those of agents.
 pub(super) fn of_node(node: &Node, last_seen: i64) -> BTreeMap<String, String> {
     let published = Published {
         endpoint: node.endpoint.clone(),
@@ -396,7 +396,7 @@ pub fn changes(
     wanted.into_iter().filter(|(name, value)| present.get(name) != value.as_ref()).collect()
 }
 
-/// What a node says that an agent of Kilo's would not renew, to be removed when one comes next.
+/// The annotations that Kilo's own agent would not renew: they are removed before it takes the node over.
 pub fn without_failover() -> BTreeMap<String, Option<String>> {
     let is_ours = |lifetime| matches!(lifetime, Lifetime::Agent | Lifetime::OurHeartbeat);
     let ours = ANNOTATIONS.iter().filter(|row| matches!(row.writer, Writer::Agent(of, _) if is_ours(of)));

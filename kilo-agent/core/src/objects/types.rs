@@ -56,7 +56,7 @@ pub struct Node {
     pub control_plane: bool,
     /// Its programs know signals, and its agent fails over (`signal`).
     pub signal: bool,
-    /// It leads its location since this term (`leading`), whoever Kilo's rule chooses.
+    /// The term since which it leads its location (`leading`), even where Kilo's rule chooses another node.
     pub leading: Option<u64>,
     /// Its agent knows several active leaders, and how many it is configured with (`leaders`).
     pub leaders: Option<usize>,

@@ -79,7 +79,7 @@ impl HopIds {
                 ids.insert(name.to_owned(), id);
             }
         }
-        // Whoever goes without, it is not the node everything else goes through.
+        // The leader always gets one: everything else goes through it.
         if let Some(leader) = mesh.segments[segment].leading().map(Member::name)
             && leader != mesh.node()
             && !ids.contains_key(leader)

@@ -32,13 +32,16 @@ use std::{
 use kilo_common::{
     direct,
     lead::Term,
-    maps::{CONFIG_GATEWAY, CONFIG_LEADER, CONFIG_MASQUERADE, CONFIG_NATIVE, Config},
+    maps::{
+        CONFIG_GATEWAY, CONFIG_LEADER, CONFIG_MASQUERADE, CONFIG_NATIVE, CONFIG_RELAY, Config, SignalKey,
+    },
 };
 
 use self::remote::Remote;
 use crate::{
     addresses::is_reached_from_anywhere,
     observed::HostLinks,
+    relay::RelayInputs,
     settings::{Encapsulate, Settings, Tunnel},
     signal_id,
     topology::{LocalMesh, Member, Mesh, Segment},
@@ -63,6 +66,10 @@ pub struct Inputs<'a> {
     pub resolved: &'a BTreeMap<String, IpAddr>,
     /// Endpoints this host's own WireGuard device sees its peers at.
     pub seen: &'a BTreeMap<PublicKey, SocketAddr>,
+    /// Endpoints that relays decide, and whether the programs look for relay messages.
+    pub relays: &'a RelayInputs,
+    /// Keys that signals of other nodes are checked with, by the nodes' addresses.
+    pub signal_keys: &'a BTreeMap<IpAddr, SignalKey>,
     /// Keepalive of this node in seconds, written for all its peers.
     pub persistent_keepalive: u32,
     /// Masquerading is ours to do.
@@ -174,6 +181,8 @@ pub fn host_plan(inputs: &Inputs<'_>) -> Option<HostPlan> {
     let lost = lost::prefixes(inputs, &own);
     let mut tables = steering::tables(inputs, &own, &remote, &lost);
     masquerade::fill(inputs, &own, &remote, &lost, &mut tables);
+    tables.signal_key.clone_from(inputs.signal_keys);
+    let wireguard = wireguard::peers(inputs, &own, &remote);
     let native = tables.hop.values().any(|hop| matches!(hop, Hop::Node { tunnel: Tunnel::None, .. }));
     let private = own.member.private_ip();
     let flag = |set: bool, bit: u32| if set { bit } else { 0 };
@@ -183,6 +192,7 @@ pub fn host_plan(inputs: &Inputs<'_>) -> Option<HostPlan> {
             | flag(own.is_gateway, CONFIG_GATEWAY)
             | flag(inputs.masquerade, CONFIG_MASQUERADE)
             | flag(native, CONFIG_NATIVE)
+            | flag(inputs.relays.listens && !wireguard.peers.is_empty(), CONFIG_RELAY)
             | masquerade::flags(inputs.links, private, &remote),
         nat_port_min: NAT_PORTS.0,
         nat_port_max: NAT_PORTS.1,
@@ -216,7 +226,7 @@ pub fn host_plan(inputs: &Inputs<'_>) -> Option<HostPlan> {
         ends: 0,
     };
     Some(HostPlan {
-        wireguard: wireguard::peers(inputs, &own, &remote),
+        wireguard,
         net: routes::net(inputs, &own, &remote, &tables),
         tables,
         layer3: inputs.links.layer3.clone(),

@@ -13,6 +13,7 @@ use super::{
     remote::PrefixClaim,
 };
 use crate::{
+    relay::EndpointOverride,
     signal_id,
     topology::Peer,
     wireguard::{
@@ -93,11 +94,11 @@ pub(super) fn peers(inputs: &Inputs<'_>, own: &Own<'_>, remote: &Remote) -> Wire
     let own_keepalive = u16::try_from(inputs.persistent_keepalive).unwrap_or(u16::MAX);
     let warm = if own_keepalive == 0 { KEEPALIVE } else { own_keepalive.min(KEEPALIVE) };
     let peers = wanted.iter().zip(allowed_ips).filter(|(one, _)| !one.refused).map(|(one, allowed_ips)| {
+        let (endpoint, roams) = one.place(inputs.relays.endpoints.get(&one.key));
         let peer = WireguardPeer {
             allowed_ips: allowed_ips.into_iter().collect(),
-            endpoint: one.endpoint,
-            // A stand-by speaks first, from wherever it is.
-            roams: one.roams || one.endpoint.is_none() || one.is_warm,
+            endpoint,
+            roams,
             persistent_keepalive: if one.is_warm { warm } else { own_keepalive },
             preshared_key: one.preshared_key,
         };
@@ -120,6 +121,18 @@ struct Wanted {
     control: Option<Ipv6Addr>,
     /// One of both ends is a stand-by: the tunnel is kept up although nothing uses it.
     is_warm: bool,
+}
+
+impl Wanted {
+    /// Its endpoint, and whether it may roam from there.
+    fn place(&self, relays: Option<&EndpointOverride>) -> (Option<SocketAddr>, bool) {
+        match relays {
+            Some(EndpointOverride::At(at)) => (Some(*at), true),
+            Some(EndpointOverride::LeavesRelay) => (self.endpoint, false),
+            // A stand-by speaks first, from wherever it is.
+            None => (self.endpoint, self.roams || self.endpoint.is_none() || self.is_warm),
+        }
+    }
 }
 
 /// Seconds between keepalives of a tunnel that has to work when it is needed.

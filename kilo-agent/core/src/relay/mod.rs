@@ -4,6 +4,7 @@
 
 mod client;
 mod fresh;
+mod inputs;
 mod lease;
 mod leases;
 mod places;
@@ -20,6 +21,7 @@ use std::{
 use kilo_common::relay::Message;
 
 pub use client::Client;
+pub use inputs::{EndpointOverride, RelayInputs};
 pub use places::RelayPlaces;
 pub use server::{Heard, Server};
 

@@ -44,7 +44,7 @@ pub struct SetPeer {
     pub endpoint: Option<SocketAddr>,
     /// New keepalive in seconds; 0 = off.
     pub persistent_keepalive: Option<u16>,
-    /// Allowed IPs it gets (from whoever has them).
+    /// Allowed IPs that it gets; a peer that has one of them loses it.
     pub allowed_ips: Vec<IpNet>,
     /// Allowed IPs it gives up (`allowed_ip=-…`, newer protocol).
     pub drop_allowed_ips: Vec<IpNet>,

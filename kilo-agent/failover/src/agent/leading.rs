@@ -130,7 +130,7 @@ mod tests {
     use super::*;
     use crate::{
         Params, Place, SEC, Start,
-        bench::{LEADER, ME, MEMBER},
+        agent::bench::{LEADER, ME, MEMBER},
     };
 
     /// A gateway that has started at 0, leads itself alone, and hears the member's kernel name this term at that time;

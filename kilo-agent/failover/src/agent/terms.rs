@@ -38,7 +38,7 @@ mod tests {
     use super::*;
     use crate::{
         Output, SEC,
-        bench::{Bench, LEADER, ME, MEMBER},
+        agent::bench::{Bench, LEADER, ME, MEMBER},
         signal::{Body, Kind},
     };
 

@@ -76,7 +76,7 @@ impl Place {
         interface_name(self.ifindex)
     }
 
-    /// What is on this hook over TCX, whoever attached it.
+    /// What is on this hook over TCX, attached by this agent or by others.
     fn query(&self) -> Result<tcx::Hook, DataplaneError> {
         tcx::query(self.ifindex, self.egress).map_err(|source| DataplaneError::Query {
             interface: self.interface().unwrap_or_default(),
@@ -286,7 +286,7 @@ impl Attachments {
         Ok(How::Clsact)
     }
 
-    /// Detaches from places that are no longer wanted, whoever attached.
+    /// Detaches our programs from places where they are no longer wanted, also those that an earlier agent attached.
     fn detach_others(&mut self, wanted: &BTreeSet<Place>, filters: &[BpfFilter]) -> u64 {
         let mut changes = 0;
         let pins: BTreeSet<String> = wanted.iter().map(Place::pin).collect();

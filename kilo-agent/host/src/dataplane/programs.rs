@@ -75,7 +75,7 @@ impl Programs {
                 tracing::warn!(
                     path = %path.display(),
                     error,
-                    "BPF programs cannot be pinned: the next agent loads them anew"
+                    "failed to pin BPF programs; the next agent will load them again"
                 );
                 Ok(Self::Loaded(object))
             }

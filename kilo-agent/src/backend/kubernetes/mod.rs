@@ -45,8 +45,6 @@ use tokio_util::task::AbortOnDropHandle;
 pub use client::{ANSWER, Server, client, connect};
 pub use kubeconfig::{Access, Names, cluster_name, names};
 #[cfg(feature = "agent")]
-pub use slices::SlicesReport;
-#[cfg(feature = "agent")]
 pub use startup_fallback::StartupFallback;
 #[cfg(feature = "agent")]
 pub use successor::{Successor, SuccessorError, own_namespace};
@@ -56,6 +54,8 @@ use self::{
     client::{Asked, explain, in_time},
     partial_node::PartialNode,
 };
+#[cfg(feature = "agent")]
+use super::SlicesReport;
 use super::{Backend, BackendError, Handshake, Happened, Said, mass_delete_guard::MassDeleteGuard};
 use kilo_core::{
     errors::{Explained, error_chain},

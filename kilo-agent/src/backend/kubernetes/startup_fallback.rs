@@ -10,8 +10,8 @@ use kube::Client;
 use tokio::sync::{oneshot, watch};
 use tokio_util::task::AbortOnDropHandle;
 
-use super::{KubernetesBackend, NodesFrom, SlicesReport};
-use crate::backend::{Backend, BackendError, Handshake, Happened, Said};
+use super::{KubernetesBackend, NodesFrom};
+use crate::backend::{Backend, BackendError, Handshake, Happened, Said, SlicesReport};
 use kilo_core::{
     errors::Explained,
     objects::{Published, Snapshot},

@@ -6,7 +6,7 @@ use anyhow::{Context as _, Result, bail};
 use clap::Args;
 
 use super::{Choice, Run, breaking, cases, kept, rest, table};
-use crate::{Lab, LabArgs, checks, network::Shape};
+use crate::{Lab, checks, network::Shape, options::LabOptions};
 
 /// Its options.
 #[derive(Args, Clone, Debug)]
@@ -50,7 +50,7 @@ impl Options {
 }
 
 /// Runs it.
-pub fn main(args: &LabArgs, options: &Options) -> Result<()> {
+pub fn main(args: &LabOptions, options: &Options) -> Result<()> {
     if !options.needs_lab() {
         let mut runs = Vec::new();
         for path in &options.from {

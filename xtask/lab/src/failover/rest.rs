@@ -18,7 +18,7 @@ use nix::{
 };
 
 use super::{FIT, breaking, state};
-use crate::{Lab, LabArgs, counters, faults::nodes, matrix, wait, well};
+use crate::{Lab, counters, faults::nodes, matrix, options::LabOptions, wait, well};
 
 /// So long agents have to write nothing before they are at rest; what a start costs is not counted.
 const QUIET: Duration = Duration::from_secs(30);
@@ -206,7 +206,7 @@ fn too_much(names: &[String], without: &[f64], with: &[f64]) -> Vec<String> {
 ///
 /// # Errors
 /// When failover costs more than it may, anything was written although nothing happened, or agents are not well.
-pub fn measure(args: &LabArgs, time: Duration) -> Result<()> {
+pub fn measure(args: &LabOptions, time: Duration) -> Result<()> {
     ensure!(
         time >= SHORTEST,
         "--rest measures {} s at least, or figures differ by chance",

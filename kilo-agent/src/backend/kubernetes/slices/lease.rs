@@ -84,7 +84,7 @@ impl Held {
         self.write(found, spec, asked).await
     }
 
-    /// Renews it; whoever has taken it meanwhile keeps it.
+    /// Renews it; an agent that has taken it meanwhile keeps it.
     pub(super) async fn renew(&mut self) -> Tried {
         let asked = Instant::now();
         // It has been taken before.

@@ -32,7 +32,6 @@ use tokio::sync::Notify;
 use tokio_util::task::AbortOnDropHandle;
 
 pub(super) use self::report::Report;
-pub use self::report::SlicesReport;
 use self::{reader::Seen, store::Shown};
 use super::{
     Asked, PartialNode, Shared,

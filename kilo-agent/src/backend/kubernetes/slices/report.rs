@@ -1,43 +1,13 @@
-//! What is shown of slices: metrics and status.
+//! Gathers what metrics and status show of slices: the parts of a [`SlicesReport`].
 
-use std::{
-    fmt,
-    sync::{
-        Mutex, PoisonError,
-        atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering},
-    },
+use std::sync::{
+    Mutex, PoisonError,
+    atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering},
 };
 
 use kilo_core::objects::slices::Reason;
 
-/// Where an agent reads nodes, and what it writes.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct SlicesReport {
-    /// It reads slices.
-    pub reads: bool,
-    /// Why it does not, or will not soon.
-    pub against: Option<String>,
-    /// It writes them for all.
-    pub writes: bool,
-    /// Writes of slices so far.
-    pub written: u64,
-    /// Writes of slices that failed so far.
-    pub failed: u64,
-    /// Slices that are missing, or cannot be read.
-    pub bad: usize,
-    /// Places that say something of a node that another says something of, too.
-    pub twice: usize,
-}
-
-impl fmt::Display for SlicesReport {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(if self.reads { "slices" } else { "Nodes" })?;
-        if let Some(against) = &self.against {
-            write!(f, " ({against})")?;
-        }
-        f.write_str(if self.writes { "; this agent writes slices" } else { "" })
-    }
-}
+use crate::backend::SlicesReport;
 
 #[derive(Debug, Default)]
 pub(in crate::backend::kubernetes) struct Report {

@@ -345,7 +345,7 @@ impl<'a> Writer<'a> {
             tracing::warn!(
                 slice = name,
                 error,
-                "failed to write a slice for some time; other slices are written; if this lasts, apply manifests/crds.yaml, \
+                "writing this slice has failed for some time; the other slices are written; if this lasts, apply manifests/crds.yaml, \
                  or delete the slice: it will be recreated"
             );
         } else {

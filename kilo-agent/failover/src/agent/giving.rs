@@ -364,7 +364,7 @@ mod tests {
     use super::*;
     use crate::{
         Input,
-        bench::{BOOT, Bench, FAR, LEADER, ME, MEMBER},
+        agent::bench::{BOOT, Bench, FAR, LEADER, ME, MEMBER},
     };
 
     /// A stand-by that its leader has asked to be ready, and the term it asks a far leader about.

@@ -155,7 +155,7 @@ mod tests {
     use super::*;
     use crate::{
         Term,
-        bench::{BOOT, Bench, LEADER, ME, MEMBER},
+        agent::bench::{BOOT, Bench, LEADER, ME, MEMBER},
     };
 
     const FROM: NodeId = 9;
