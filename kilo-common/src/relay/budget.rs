@@ -67,7 +67,7 @@ mod tests {
     /// Bytes that pass of packets of `bytes` that come each `pause` nanoseconds for `time`.
     fn passed(port: &Port, bytes: u32, pause: u64, time: u64) -> u64 {
         let mut budget = Budget::default();
-        let spends = |at: u64| {
+        let mut spends = |at: u64| {
             let tick = (START + at) / TICK;
             budget.spend(bytes, port, tick, || tick * TICK)
         };
