@@ -18,7 +18,7 @@ use crate::{command::run, lab::netns::Netns};
 const ESTABLISHED: Train =
     Train { burst: 32, rounds: 24, offloaded: false, arrive: 1, pause: Duration::ZERO };
 const GSO_PACKETS: Train = Train { burst: 8, rounds: 16, offloaded: true, ..ESTABLISHED };
-/// Packets that come one by one, so that nothing the programs remember of the kernel's answers counts any more.
+/// Packets that come one by one, after nothing counts any more of what the programs remember of the kernel's answers.
 const ALONE: Train = Train { burst: 1, rounds: 32, pause: Duration::from_millis(120), ..ESTABLISHED };
 const NEW_FLOWS: Train = Train { rounds: 8, ..ESTABLISHED };
 /// Payload bytes of the two sizes.
