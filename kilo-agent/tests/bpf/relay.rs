@@ -251,7 +251,7 @@ fn each_end_has_its_rate(is_v6: bool) {
         let passed = frame * count("relay");
         assert!((12_500 - frame..=most).contains(&passed), "{passed} of {most} in {took:?}");
         assert!(count("relay_limit") > 0, "in {took:?}");
-        std::thread::sleep(std::time::Duration::from_millis(60));
+        crate::wait::pace(std::time::Duration::from_millis(60));
         assert_eq!(arrives(from, to).counted, ["relay"], "after a while the rate is there again");
     }
 }
