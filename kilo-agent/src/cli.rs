@@ -202,14 +202,19 @@ pub fn parse_port(text: &str) -> Result<u16, InvalidPort> {
 #[error("{text:?} is not a number from {least} to {most}")]
 pub struct InvalidNumber {
     text: String,
-    least: u8,
-    most: u8,
+    least: u16,
+    most: u16,
 }
 
 /// Parses a number from `LEAST` to `MOST`.
 pub fn parse_number<const LEAST: u8, const MOST: u8>(text: &str) -> Result<u8, InvalidNumber> {
-    let invalid = || InvalidNumber { text: text.to_owned(), least: LEAST, most: MOST };
+    let invalid = || InvalidNumber { text: text.to_owned(), least: LEAST.into(), most: MOST.into() };
     text.parse().ok().filter(|number| (LEAST..=MOST).contains(number)).ok_or_else(invalid)
+}
+
+/// Parses a rate in megabits a second; 0 is no limit.
+pub fn parse_rate(text: &str) -> Result<u16, InvalidNumber> {
+    text.parse().map_err(|_| InvalidNumber { text: text.to_owned(), least: 0, most: u16::MAX })
 }
 
 /// Text that is no period of something that is done again and again.

@@ -73,6 +73,24 @@ pub const fn difference_of_halves(old: [u64; 2], new: [u64; 2]) -> u32 {
     add(sum as u32, (sum >> 32) as u32)
 }
 
+/// A UDP checksum (as it lies in memory) after what it is of changed by a difference; never zero, which would mean that
+/// there is none.
+#[inline(always)]
+pub const fn of_udp(checksum: u16, difference: u32) -> u16 {
+    match !fold(add(difference, !checksum as u32)) {
+        0 => u16::MAX,
+        sum => sum,
+    }
+}
+
+/// Whether a UDP checksum is of the whole datagram, by what the kernel made of it for a difference of the addresses. False:
+/// it is that of the addresses and the length alone, which a device completes, and ports do not count. Or the
+/// difference does not show which.
+#[inline(always)]
+pub const fn was_whole(before: u16, after: u16, difference: u32) -> bool {
+    after != before && after == of_udp(before, difference)
+}
+
 /// Sum of two partial sums, with the carry carried around.
 #[inline(always)]
 pub const fn add(a: u32, b: u32) -> u32 {
@@ -108,6 +126,24 @@ mod tests {
             let mut sum = u64::from(u16::from_be(!before)) + u64::from(difference(&old, &new));
             while sum > 0xffff { sum = (sum & 0xffff) + (sum >> 16); }
             prop_assert_eq!(!(sum as u16).to_be(), expected);
+        }
+
+        /// What the kernel does (`inet_proto_csum_replace_by_diff`) in either case.
+        #[test]
+        fn what_the_kernel_made_of_a_sum_shows_which_kind_it_is(
+            before in 1..=u16::MAX, difference in prop_oneof![any::<u32>(), Just(0), Just(u32::MAX), 0..4u32],
+        ) {
+            let fold = |mut sum: u64| {
+                while sum > 0xffff { sum = (sum & 0xffff) + (sum >> 16); }
+                sum as u16
+            };
+            let mangled = |sum: u16| if sum == 0 { u16::MAX } else { sum };
+            let whole = mangled(!fold(u64::from(difference) + u64::from(!u32::from(before))));
+            let partial = mangled(fold(u64::from(difference) + u64::from(before)));
+            prop_assert!(!was_whole(before, partial, difference), "a device completes it");
+            if difference % 0xffff != 0 {
+                prop_assert!(was_whole(before, whole, difference));
+            }
         }
 
         #[test]

@@ -191,6 +191,11 @@ counted! {
         RelayUnbound = 63 => "relay_unbound",
             "Harmless while a pair is being connected. If it persists, the other end does not reach this relay on \
              UDP ports 51830 to 52829, or by the other IP family: open them, and see `kgctl status`.",
+        /// On a relay: more data from one end of a pair than it may send.
+        RelayLimit = 50 => "relay_limit",
+            "One end of a relayed pair sends more than --relay-rate of this relay: its tunnel carries as much, and TCP \
+             slows down. Raise the rate, or give the two locations a direct way (`kgctl status` names relayed \
+             tunnels). If neither location sends as much, somebody forges the packets of one.",
         /// The network marked the outer header as congested, and the inner packet cannot bear the mark.
         Congestion = 58 => "congestion",
             "Harmless: a router between the nodes is congested and marks packets instead of dropping them, \
@@ -215,7 +220,7 @@ mod tests {
     /// Indexes of reasons that are no more; no other reason gets them.
     const RETIRED: &[u32] = &[37];
     /// Indexes that no reason has ever had; a new one takes the first of them.
-    const FREE: &[u32] = &[50, 51, 52, 57];
+    const FREE: &[u32] = &[51, 52, 57];
 
     #[test]
     fn each_index_of_a_drop_reason_is_used_retired_or_free() {

@@ -179,6 +179,10 @@ maps! {
     RELAY = "relay", Hash<u32, relay::Port>, size 1_024, by Relay, pinned true, gauge false,
         holds "on a relay: port of a pair → who may send to it, and to whom it is sent on",
         reason "two ports a pair, of 1,000. One more pair is refused";
+    // The programs alone know what they remember.
+    RELAY_WAY = "relay_way", Array<u32, ()>, size relay::PORTS, by Packets, pinned false, gauge false,
+        holds "on a relay: port of a pair → what it may still send, and link-layer addresses towards the other end",
+        reason "one place a port; no state that would be missed";
     RELAY_KEY = "relay_key", Hash<u64, relay::Sender>, size 8_192, by Relay, pinned true, gauge false,
         holds "gateway's id → what its messages about relays are checked with, and the latest ones",
         reason "a few a location. One more is not heard";

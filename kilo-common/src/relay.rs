@@ -17,12 +17,15 @@ use crate::{
     wire_enum::wire_enum,
 };
 
+pub use budget::Budget;
 pub use sender::{LATE, Sender};
 
 /// First UDP port that a relay gives to a pair, host byte order.
 pub const FIRST_PORT: u16 = 51_830;
 /// Last one.
 pub const LAST_PORT: u16 = 52_829;
+/// Ports of pairs.
+pub const PORTS: u32 = (LAST_PORT - FIRST_PORT) as u32 + 1;
 /// Bytes of every message.
 pub const LENGTH: usize = 64;
 
@@ -180,8 +183,10 @@ pub struct Port {
     pub to_port: u16,
     /// Own port that it bears then: that of the pair's other end.
     pub by_port: u16,
+    /// Megabits a second that may come from `from` ([`Budget`]); 0 = not limited.
+    pub rate: u16,
     /// Always zero.
-    pub pad: [u16; 3],
+    pub pad: [u16; 2],
 }
 
 impl Port {
@@ -268,6 +273,13 @@ pub const fn is_port(port: u16) -> bool {
     port >= FIRST_PORT && port <= LAST_PORT
 }
 
+/// Place of a port in the array `relay_way`; that of others is beyond its end.
+#[inline(always)]
+#[must_use]
+pub const fn place(port: u16) -> u32 {
+    (port as u32).wrapping_sub(FIRST_PORT as u32)
+}
+
 /// The halves of an address of a [`Port`] as they lie in memory.
 #[inline(always)]
 const fn halves(addr: &[u8; 16]) -> [u64; 2] {
@@ -323,6 +335,7 @@ pub const fn at_port(arrival: &Arrival, entry: Option<&Port>) -> Fate {
     Fate::Forward
 }
 
+mod budget;
 mod sender;
 #[cfg(test)]
 mod tests;

@@ -111,15 +111,25 @@ fn ask_kernel(skb: Skb, link: &mut Link, ifindex: u32, ends: u64, tos: u32) -> u
         (*route).__bindgen_anon_2.tos = tos as u8;
         (*route).__bindgen_anon_3.ipv4_src = src;
         (*route).__bindgen_anon_4.ipv4_dst = dst;
-        let size = size_of::<bpf_fib_lookup>() as i32;
-        if look_up(skb.cast(), route, size, BPF_FIB_LOOKUP_OUTPUT) != 0 || (*route).ifindex != ifindex {
-            return 0;
-        }
-        let [a, b, c, d, e, f] = *(&raw const (*route).smac).cast::<Ends>();
-        link.ends = [d, e, f, a, b, c];
-        // Without a link layer there are no addresses.
-        u32::from(d | e | f != 0)
+        ends_of(skb, &mut *route, ifindex, &mut link.ends)
     }
+}
+
+/// Asks the kernel for the link-layer addresses of a route out of this interface; zero: there are none, or the route is
+/// another.
+#[inline(always)]
+pub fn ends_of(skb: Skb, route: &mut bpf_fib_lookup, ifindex: u32, ends: &mut Ends) -> u32 {
+    let size = size_of::<bpf_fib_lookup>() as i32;
+    // SAFETY: callers pass the context, which is valid for the whole program, and the structure has that size.
+    let found = unsafe { look_up(skb.cast(), route, size, BPF_FIB_LOOKUP_OUTPUT) };
+    if found != 0 || route.ifindex != ifindex {
+        return 0;
+    }
+    // SAFETY: both addresses, one behind the other, in a structure aligned to eight bytes.
+    let [a, b, c, d, e, f] = unsafe { *(&raw const route.smac).cast::<Ends>() };
+    *ends = [d, e, f, a, b, c];
+    // Without a link layer there are no addresses.
+    u32::from(d | e | f != 0)
 }
 
 /// Writes them at the start of a frame.

@@ -15,19 +15,19 @@ use aya_ebpf::{
     programs::TcContext,
 };
 use kilo_common::{
-    checksum::{add, difference_of_halves, update_word},
+    checksum::{add, difference_of_halves},
     counters::{Action, DropReason},
     encap::UDP_LEN,
     maps::{CONFIG_RELAY, Config},
-    packet::{ETHERNET_LEN, IPV4_LEN, Ipv4, Ipv4Header, protocol},
+    packet::{ETHERNET_LEN, Ipv4, protocol},
     relay::{self, Arrival, Fate, Heard, LENGTH, Port, Raw},
 };
 
 use crate::{
     cb,
+    fast_path::relayed::{self, Clock},
     ip::{Ip, V6, halves, octets},
-    link,
-    maps::{RELAY, RELAY_HEARD, RELAY_KEY, count_action},
+    maps::{RELAY, RELAY_HEARD, RELAY_KEY, RELAY_WAY, count_action},
     packet,
     ret::{Act, Verdict, from_code, to_code},
     subprogram::{Skb, subprogram},
@@ -62,133 +62,6 @@ pub fn concerns_whole(ctx: &TcContext, config: &Config) -> bool {
         && packet::protocol_v4(ctx) == protocol::UDP
         && destination_port::<Ipv4, ETHERNET_LEN>(ctx).is_some_and(relay::is_port)
         && is_for_relay::<Ipv4, ETHERNET_LEN>(ctx.as_ptr().cast(), config) != 0
-}
-
-/// Result of [`whole`]: nothing is done.
-const NOTHING: i32 = 1002;
-const _: () = assert!(DropReason::from_index(NOTHING as u32).is_none());
-
-/// Fast path for what relays carry most, with what [`arrived`] does in fewer instructions: whole IPv4 datagrams in
-/// an Ethernet frame, of a bound pair, while the link's addresses are known. `None`: nothing is done.
-#[inline(always)]
-pub fn forward_whole(ctx: &TcContext, config: &Config) -> Option<Verdict> {
-    if config.flags & CONFIG_RELAY == 0 || packet::protocol_v4(ctx) != protocol::UDP {
-        return None;
-    }
-    match whole(ctx.as_ptr().cast(), config) {
-        NOTHING => None,
-        code => Some(from_code(code)),
-    }
-}
-
-/// Bytes from the start of the frame to the end of what identifies WireGuard's datagrams.
-const WHOLE: usize = ETHERNET_LEN + IPV4_LEN + UDP_LEN + 8;
-
-/// An IPv4 address in the form `::ffff:a.b.c.d`, as it lies in memory.
-#[inline(always)]
-fn last_word(addr: &[u8; 16]) -> u32 {
-    // SAFETY: callers pass fields of a map's value, which are aligned to eight bytes.
-    unsafe { *addr.as_ptr().add(12).cast() }
-}
-
-/// What starts such a frame.
-struct Frame<'a> {
-    link: &'a mut [u16; 6],
-    ip: &'a mut Ipv4Header,
-    /// Ports, length, checksum.
-    udp: &'a mut [u16; 4],
-    first: &'a [u8; 8],
-}
-
-#[inline(always)]
-fn frame(ctx: &TcContext) -> Option<Frame<'_>> {
-    let start = ctx.data();
-    if start + WHOLE > ctx.data_end() {
-        return None;
-    }
-    let udp = start + ETHERNET_LEN + IPV4_LEN;
-    // SAFETY: the bounds are checked, programs may read and write packets at any address, and no part is in another.
-    Some(unsafe {
-        Frame {
-            link: &mut *(start as *mut _),
-            ip: &mut *((start + ETHERNET_LEN) as *mut _),
-            udp: &mut *(udp as *mut _),
-            first: &*((udp + UDP_LEN) as *const _),
-        }
-    })
-}
-
-subprogram! {
-    fn whole(config: &Config) -> i32 = relay_whole as relay_forward_whole
-}
-
-#[inline(always)]
-fn relay_whole(skb: Skb, config: &Config) -> i32 {
-    let ctx = TcContext::new(skb);
-    let Some(old) = frame(&ctx) else { return NOTHING };
-    let ip = &*old.ip;
-    let (src, dst, tos) = (ip.src, ip.dst, ip.tos);
-    let (ports, checksum) = ([old.udp[0], old.udp[1]], old.udp[3]);
-    let total_len = u32::from(u16::from_be(ip.total_len));
-    let [source_port, port] = [u16::from_be(ports[0]), u16::from_be(ports[1])];
-    if !relay::is_port(port)
-        || ip.version_len != 0x45
-        || ip.fragment & 0x3fff_u16.to_be() != 0
-        || ip.ttl <= 1
-        || total_len < (WHOLE - ETHERNET_LEN) as u32
-        || total_len + ETHERNET_LEN as u32 > ctx.len()
-    {
-        return NOTHING;
-    }
-    let Some(entry) = RELAY.get_ptr_mut(&u32::from(port)) else { return NOTHING };
-    let arrival = Arrival {
-        source: Ipv4::mapped(src.to_ne_bytes()),
-        local: Ipv4::mapped(dst.to_ne_bytes()),
-        source_port,
-        port,
-        first: *old.first,
-        is_fragment: false,
-    };
-    // SAFETY: entries are only replaced by the agent, and not freed while the program runs.
-    let pair = unsafe { &*entry };
-    if relay::at_port(&arrival, Some(pair)) != Fate::Forward {
-        return NOTHING;
-    }
-    let [by, to] = [&pair.by, &pair.to].map(last_word);
-    let new_ports = [pair.by_port.to_be(), pair.to_port.to_be()];
-    let Some(ends) = link::addresses(&ctx, config, pair.ifindex, [by, to], tos) else { return NOTHING };
-    // SAFETY: as above; that a packet is counted twice or not at all by two CPUs harms nobody.
-    unsafe { (*entry).packets += 1 };
-    // A UDP checksum of zero means that there is none.
-    if checksum != 0 {
-        let mangled = u64::from(BPF_F_MARK_MANGLED_0);
-        let changed = |old: [u16; 2], new: [u16; 2]| {
-            let [a, b] = [0, 1].map(|i| u32::from(!old[i]) + u32::from(new[i]));
-            u64::from(a + b)
-        };
-        let address = u64::from(add(add(!src, by), add(!dst, to)));
-        let pseudo = mangled | u64::from(BPF_F_PSEUDO_HDR);
-        let at = ETHERNET_LEN + IPV4_LEN + UDP_CHECKSUM;
-        if ctx.l4_csum_replace(at, 0, changed(ports, new_ports), mangled).is_err()
-            || ctx.l4_csum_replace(at, 0, address, pseudo).is_err()
-        {
-            return DropReason::Rewrite.index() as i32;
-        }
-    }
-    let Some(new) = frame(&ctx) else { return DropReason::Rewrite.index() as i32 };
-    // What the addresses add to a sum over the whole packet the header's checksum takes away.
-    let ip = new.ip;
-    ip.checksum = update_word(update_word(ip.checksum, src, by), dst, to);
-    (ip.src, ip.dst) = (by, to);
-    if ip.lower_ttl().is_none() {
-        return DropReason::Malformed.index() as i32;
-    }
-    (new.udp[0], new.udp[1]) = (new_ports[0], new_ports[1]);
-    // SAFETY: there is room for them.
-    unsafe { link::write(ends, new.link.as_mut_ptr()) };
-    cb::sent(&ctx);
-    count_action(Action::Relay);
-    Act::transmit(pair.ifindex).code()
 }
 
 #[inline(always)]
@@ -326,8 +199,14 @@ fn forward<O: Ip, const LINK: usize>(ctx: &TcContext, ip: &O, arrival: &Arrival,
     if ip.ttl() <= 1 {
         return Ok(Act::NEXT);
     }
+    // SAFETY: as above.
+    let way = RELAY_WAY.get_ptr_mut(relay::place(arrival.port)).map(|way| unsafe { &mut *way });
+    let Some(way) = way else { return Ok(Act::NEXT) };
     // SAFETY: as above; that a packet is counted twice or not at all by two CPUs harms nobody.
     let entry = unsafe {
+        if !relayed::may_pass(ctx, way, &*port, &mut Clock::new()) {
+            return Err(DropReason::RelayLimit);
+        }
         (*port).packets += 1;
         &*port
     };

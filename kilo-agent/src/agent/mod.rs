@@ -115,6 +115,8 @@ pub struct Options {
     pub failover: Option<failover::Options>,
     /// Whether tunnels may go through relays (`--relay`).
     pub relay: Relay,
+    /// Megabits a second that a relay sends on for each end of a pair (`--relay-rate`); 0 = not limited.
+    pub relay_rate: u16,
 }
 
 /// What is started before the nodes are known: see [`begin`].
@@ -427,6 +429,7 @@ impl<B: Backend> Agent<B> {
             key: self.key,
             port: self.options.settings.port,
             relay: self.options.relay,
+            relay_rate: self.options.relay_rate,
             view: self.relay_view.subscribe(),
             relays: self.relays.clone(),
             changed: Arc::clone(&self.host_changed),

@@ -55,6 +55,8 @@ pub struct Context {
     pub port: u16,
     /// Whether tunnels may go through relays (`--relay`).
     pub relay: settings::Relay,
+    /// What each end of a pair may send through this node (`--relay-rate`), in megabits a second; 0 = not limited.
+    pub relay_rate: u16,
     /// The mesh and the device, as reconciles publish them.
     pub view: watch::Receiver<MeshView>,
     /// What the task has found, for reconciles.
@@ -263,7 +265,7 @@ impl Task {
     }
 
     fn write_ports(&mut self) {
-        if let Err(error) = self.maps.write_ports(&self.server.table()) {
+        if let Err(error) = self.maps.write_ports(&self.server.table(self.context.relay_rate)) {
             tracing::warn!(%error, "failed to write relay ports");
         }
     }

@@ -145,47 +145,115 @@ fn each_end_reaches_the_other_and_both_see_the_relay_alone() {
     assert!(bench.ports().values().all(|port| port.packets == 3));
 }
 
+/// A bound pair on a host whose interface 77 has a neighbour for the other end, with this link-layer address.
+const MAC: [u8; 6] = [2, 0, 0, 0, 0, 9];
+
+fn pair_on_a_link(is_v6: bool, rate: u16) -> BTreeMap<u16, Port> {
+    forwards();
+    sh("ip link add uplink index 77 type veth peer name other; ip link set uplink up; ip link set other up
+        ip address add 203.0.113.3/24 dev uplink; ip -6 route add 2001:db8::cb00:7100/120 dev uplink
+        ip neighbour replace 203.0.113.2 lladdr 02:00:00:00:00:09 dev uplink nud permanent
+        ip neighbour replace 2001:db8::cb00:7102 lladdr 02:00:00:00:00:09 dev uplink nud permanent");
+    let mut ports = pair_by(is_v6);
+    ports.values_mut().for_each(|port| (port.ifindex, port.rate) = (77, rate));
+    ports
+}
+
+/// Where an IP packet has its addresses, its hop limit and its UDP header.
+fn offsets(is_v6: bool) -> (usize, usize, usize) {
+    if is_v6 { (8, 7, 40) } else { (12, 8, 20) }
+}
+
 /// Once the kernel knows the link's addresses, whole datagrams are sent by themselves, with the same bytes.
 #[test]
 fn the_fast_path_sends_what_the_kernels_way_sends() {
-    isolated("the_fast_path_sends_what_the_kernels_way_sends", || async {
-        const MAC: [u8; 6] = [2, 0, 0, 0, 0, 9];
-        forwards();
-        sh("ip link add uplink index 77 type veth peer name other; ip link set uplink up; ip link set other up
-            ip address add 203.0.113.3/24 dev uplink
-            ip neighbour replace 203.0.113.2 lladdr 02:00:00:00:00:09 dev uplink nud permanent");
-        let mut ports = pair();
-        ports.values_mut().for_each(|port| port.ifindex = 77);
-        let Some(mut bench) = Bench::of(&ports) else { return };
-        let started = std::time::Instant::now();
-        let (mut fast, mut slow) = (0, 0);
-        while fast < 20 || slow < 2 {
-            assert!(started.elapsed().as_secs() < 10, "{fast} fast, {slow} by the kernel");
-            for (length, has_sum) in [(32, true), (93, true), (1300, true), (93, false)] {
-                let bytes = data(length);
-                let mut packet = udp(X, SELF, (X_PORT, FOR_X), &bytes);
-                if !has_sum {
-                    packet[26..28].fill(0);
-                }
-                let ran = run(&mut bench.dataplane, "lan_ingress", &ethernet(&packet));
-                assert_eq!((ran.verdict, &ran.counted[..]), (REDIRECT, &["relay"][..]));
-                match <[u8; 6]>::try_from(&ran.bytes[..6]).unwrap() {
-                    MAC => fast += 1,
-                    _ => slow += 1,
-                }
-                let ip = &ran.bytes[14..];
-                assert!(if has_sum { checksums_hold(ip) } else { ip[26..28] == [0, 0] });
-                assert_eq!(kilo_common::checksum::header(ip[..20].try_into().unwrap()), 0);
-                assert_eq!((&ip[12..16], &ip[16..20], ip[8]), (&SELF[..], &Y[..], 63));
-                assert_eq!((&ip[20..22], &ip[22..24]), (&FOR_Y.to_be_bytes()[..], &Y_PORT.to_be_bytes()[..]));
-                assert_eq!(&ip[28..], &bytes[..]);
+    isolated("the_fast_path_sends_what_the_kernels_way_sends", || async { fast_as_slow(false) });
+}
+
+#[test]
+fn so_does_the_fast_path_over_ipv6() {
+    isolated("so_does_the_fast_path_over_ipv6", || async { fast_as_slow(true) });
+}
+
+fn fast_as_slow(is_v6: bool) {
+    let Some(mut bench) = Bench::of(&pair_on_a_link(is_v6, 0)) else { return };
+    let (addresses, hops, at) = offsets(is_v6);
+    let ends: Vec<u8> = if is_v6 { [v6(SELF), v6(Y)].concat() } else { [SELF, Y].concat() };
+    let started = std::time::Instant::now();
+    let (mut fast, mut slow, mut round) = (0, 0, 0u32);
+    while fast < 200 || slow < 2 {
+        assert!(started.elapsed().as_secs() < 20, "{fast} fast, {slow} by the kernel");
+        for (length, has_sum) in [(32, true), (93, true), (1300, true), (93, false)] {
+            // Other bytes each time: so are the checksums.
+            let bytes = [data(length), round.to_be_bytes().to_vec()].concat();
+            round = round.wrapping_add(0x0103_0507);
+            let mut packet = match is_v6 {
+                true => udp_v6(v6(X), v6(SELF), (X_PORT, FOR_X), &bytes),
+                false => udp(X, SELF, (X_PORT, FOR_X), &bytes),
+            };
+            if !has_sum {
+                packet[at + 6..at + 8].fill(0);
             }
+            let ran = run(&mut bench.dataplane, "lan_ingress", &ethernet(&packet));
+            assert_eq!((ran.verdict, &ran.counted[..]), (REDIRECT, &["relay"][..]));
+            match <[u8; 6]>::try_from(&ran.bytes[..6]).unwrap() {
+                MAC => fast += 1,
+                _ => slow += 1,
+            }
+            let ip = &ran.bytes[14..];
+            assert!(if has_sum { checksums_hold(ip) } else { ip[at + 6..at + 8] == [0, 0] });
+            assert!(is_v6 || kilo_common::checksum::header(ip[..20].try_into().unwrap()) == 0);
+            assert_eq!((&ip[addresses..at], ip[hops]), (&ends[..], 63));
+            assert_eq!(ip[at..at + 4], [FOR_Y.to_be_bytes(), Y_PORT.to_be_bytes()].concat());
+            assert_eq!(&ip[at + 8..], &bytes[..]);
         }
-        assert_eq!(bench.ports().values().map(|port| port.packets).sum::<u64>(), fast + slow);
-        // Strangers, and what is no WireGuard's, are refused by it as well.
-        drops(&bench.arrives((STRANGER, X_PORT), FOR_X, &data(100)), "relay_stranger");
-        drops(&bench.arrives((X, X_PORT), FOR_X, b"GET / HTTP/1.1\r\n\r\n"), "relay_stranger");
+    }
+    assert_eq!(bench.ports().values().map(|port| port.packets).sum::<u64>(), fast + slow);
+    // Strangers, and what is no WireGuard's, are refused by it as well.
+    let mut arrives = |from, bytes: &[u8]| match is_v6 {
+        true => bench.arrives_v6(from, FOR_X, bytes),
+        false => bench.arrives(from, FOR_X, bytes),
+    };
+    drops(&arrives((STRANGER, X_PORT), &data(100)), "relay_stranger");
+    drops(&arrives((X, X_PORT), b"GET / HTTP/1.1\r\n\r\n"), "relay_stranger");
+}
+
+#[test]
+fn an_end_that_sends_more_than_its_rate_is_limited_and_the_other_is_not() {
+    isolated("an_end_that_sends_more_than_its_rate_is_limited_and_the_other_is_not", || async {
+        each_end_has_its_rate(false);
     });
+}
+
+#[test]
+fn so_it_is_over_ipv6() {
+    isolated("so_it_is_over_ipv6", || async { each_end_has_its_rate(true) });
+}
+
+/// 1 Mbit/s: a burst of 12,500 bytes, and 125 a millisecond. One end's packets take the fast path, the other's the
+/// kernel's, which knows no neighbour there.
+fn each_end_has_its_rate(is_v6: bool) {
+    const LENGTH: usize = 1200;
+    let Some(mut bench) = Bench::of(&pair_on_a_link(is_v6, 1)) else { return };
+    let frame = 14 + offsets(is_v6).2 + 8 + LENGTH;
+    let mut arrives = |from, to| match is_v6 {
+        true => bench.arrives_v6(from, to, &data(LENGTH - 4)),
+        false => bench.arrives(from, to, &data(LENGTH - 4)),
+    };
+    for (from, to) in [((X, X_PORT), FOR_X), ((Y, Y_PORT), FOR_Y)] {
+        let started = std::time::Instant::now();
+        let ran: Vec<_> = (0..200).map(|_| arrives(from, to)).collect();
+        let took = started.elapsed();
+        let count = |reason| ran.iter().filter(|ran| ran.counted == [reason]).count();
+        assert_eq!(count("relay") + count("relay_limit"), 200);
+        // The clock ticks each 10 ms at least.
+        let most = 12_500 + 125 * (usize::try_from(took.as_millis()).unwrap() + 20);
+        let passed = frame * count("relay");
+        assert!((12_500 - frame..=most).contains(&passed), "{passed} of {most} in {took:?}");
+        assert!(count("relay_limit") > 0, "in {took:?}");
+        crate::wait::pace(std::time::Duration::from_millis(60));
+        assert_eq!(arrives(from, to).counted, ["relay"], "after a while the rate is there again");
+    }
 }
 
 #[test]

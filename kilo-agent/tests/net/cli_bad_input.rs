@@ -64,6 +64,7 @@ const RUBBISH: &[(&str, &str, &str)] = &[
     ("relay", "always", "auto, off"),
     ("resync-period", "30", "30s"),
     ("service-cidr", "10.96.0.0/12,x", "\"x\""),
+    ("relay-rate", "65536", "from 0 to 65535"),
     ("stand-bys", "5", "from 0 to 4"),
     ("leaders", "0", "from 1 to 8"),
     ("leaders", "9", "from 1 to 8"),

@@ -114,6 +114,7 @@ fn options() -> agent::Options {
         debug: false,
         failover: None,
         relay: kilo_core::settings::Relay::Auto,
+        relay_rate: 0,
     }
 }
 

@@ -3,4 +3,5 @@
 
 pub mod established;
 mod opening;
+pub mod relayed;
 pub mod steered;

@@ -11,12 +11,15 @@ const BEGIN: &str = "<!-- figures: made by cargo xtask bench -->";
 const END: &str = "<!-- /figures -->";
 
 /// Stages in the order packets meet them, with what they are called.
-const STAGES: [(&str, &str); 8] = [
+const STAGES: [(&str, &str); 11] = [
     ("encapsulation", "Pod to the network, on a node that does not lead"),
     ("transit-out", "Leader, network to the WireGuard device, encryption not counted"),
     ("lan-to-encrypted", "Leader, network to encrypted packet on the network"),
     ("transit-in", "Leader, decrypted packet to the network"),
     ("relay", "Relay, ciphertext from one end of a pair on to the other"),
+    ("relay-alone", "Relay, each packet 120 ms after the one before"),
+    ("relay-v6", "Relay, over IPv6"),
+    ("relay-v6-alone", "Relay, over IPv6, each packet 120 ms after the one before"),
     ("delivery", "Network to the pod, on a node that does not lead"),
     ("masquerade", "Pod to an address outside of the mesh"),
     ("unmasquerade", "The answer from there, to the pod"),

@@ -1,6 +1,6 @@
 //! Packets the benchmark sends, as they stand on the wire.
 
-use std::net::Ipv4Addr;
+use std::net::{Ipv4Addr, Ipv6Addr};
 
 /// Bytes of an Ethernet header.
 pub const ETHERNET: usize = 14;
@@ -172,6 +172,23 @@ fn sealed_udp_packet(from: (Ipv4Addr, u16), to: (Ipv4Addr, u16), payload: &[u8])
     packet
 }
 
+/// A frame to this link-layer address with a datagram of WireGuard's that bears so many bytes of ciphertext, over IPv6.
+pub fn encrypted_v6(from: (Ipv6Addr, u16), to: (Ipv6Addr, u16), payload: usize, mac: [u8; 6]) -> Vec<u8> {
+    let length = ((UDP + payload) as u16).to_be_bytes();
+    let mut datagram = [from.1.to_be_bytes(), to.1.to_be_bytes(), length, [0, 0]].concat();
+    datagram.extend(TRANSPORT_DATA);
+    datagram.resize(UDP + payload, 0x55);
+    let addresses = [from.0.octets(), to.0.octets()].concat();
+    let sum = checksum(&[&addresses[..], &[0, PROTOCOL_UDP], &length, &datagram].concat());
+    datagram[6..8].copy_from_slice(&sum.to_be_bytes());
+    let mut frame = ethernet(mac).to_vec();
+    frame[ETHERNET - 2..].copy_from_slice(&[0x86, 0xdd]);
+    frame.extend([0x60, 0, 0, 0, length[0], length[1], PROTOCOL_UDP, 64]);
+    frame.extend(addresses);
+    frame.extend(datagram);
+    frame
+}
+
 /// A segment with data and nothing but ACK and PSH set (RFC 9293). With
 /// `partial` its checksum is that of the addresses and the length, as whoever
 /// completes it wants to find it.
@@ -271,6 +288,16 @@ mod tests {
             let pseudo = [addresses, &[0, PROTOCOL_TCP], &length, &segment].concat();
             assert_eq!(checksum(&pseudo), 0);
         }
+    }
+
+    #[test]
+    fn a_datagram_over_ipv6_has_its_checksum() {
+        let (from, to) = ("2001:db8::1".parse().unwrap(), "2001:db8::2".parse().unwrap());
+        let frame = encrypted_v6((from, 1), (to, 2), 64, [1; 6]);
+        assert_eq!(frame.len(), ETHERNET + 40 + UDP + 64);
+        let (addresses, datagram) = frame[ETHERNET + 8..].split_at(32);
+        let length = (datagram.len() as u16).to_be_bytes();
+        assert_eq!(checksum(&[addresses, &[0, PROTOCOL_UDP], &length, datagram].concat()), 0);
     }
 
     #[test]

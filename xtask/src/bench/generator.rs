@@ -2,7 +2,11 @@
 //! `-icount shift=0` a nanosecond of the guest is an instruction, and whatever
 //! a frame causes is done before the sender goes on.
 
-use std::{os::fd::AsRawFd as _, process::Command, time::Instant};
+use std::{
+    os::fd::AsRawFd as _,
+    process::Command,
+    time::{Duration, Instant},
+};
 
 use anyhow::{Context as _, Result, bail, ensure};
 use nix::libc;
@@ -11,13 +15,13 @@ use socket2::{Domain, SockAddr, Socket, Type};
 
 use crate::{
     command::{output, run},
-    lab::netns::Netns,
+    lab::{netns::Netns, wait},
 };
 
 /// Bursts before those that count.
 const WARM_UP: usize = 4;
 /// Packets of others that may come along with those of a run, such as a
-/// handshake of WireGuard.
+/// handshake of WireGuard; a second, where there are pauses.
 const STRANGERS: u64 = 8;
 
 /// How frames are sent, and what must come of them.
@@ -31,6 +35,8 @@ pub struct Train {
     pub offloaded: bool,
     /// Packets a frame is at the end of the stage; a GSO packet is one.
     pub arrive: u64,
+    /// Before each burst.
+    pub pause: Duration,
 }
 
 /// A direction of a device's TC hooks.
@@ -113,15 +119,16 @@ pub fn cost(
     let sent = (bursts.len() * train.burst) as u64;
     let before = sink.count()?;
     let device = device.to_owned();
-    let offloaded = train.offloaded;
     let mut times = netns
-        .spawn(move || send_bursts(&device, &bursts, offloaded))
+        .spawn(move || send_bursts(&device, &bursts, train))
         .join()
         .map_err(|_| anyhow::anyhow!("the generator panicked"))???;
     let arrived = sink.count()? - before;
     let due = train.arrive * sent;
+    let pauses = train.pause * (WARM_UP + train.rounds) as u32;
+    let strangers = STRANGERS * (1 + pauses.as_secs());
     ensure!(
-        (due..due + STRANGERS).contains(&arrived),
+        (due..due + strangers).contains(&arrived),
         "{arrived} packets came of {sent} frames to the end of the stage, not {due}"
     );
     let counted = &mut times[WARM_UP..];
@@ -140,15 +147,18 @@ pub fn calm_workers() -> Result<()> {
 }
 
 /// Nanoseconds of each burst.
-fn send_bursts(device: &str, bursts: &[Vec<Vec<u8>>], offloaded: bool) -> Result<Vec<u64>> {
+fn send_bursts(device: &str, bursts: &[Vec<Vec<u8>>], train: Train) -> Result<Vec<u64>> {
     // Every other thread that a frame wakes, WireGuard's among them, goes first.
     run(Command::new("chrt").args(["--idle", "--pid", "0", &nix::unistd::gettid().to_string()]))?;
     let socket = packet_socket(device)?;
-    if offloaded {
+    if train.offloaded {
         expect_virtio_headers(&socket).context("PACKET_VNET_HDR")?;
     }
     let mut times = Vec::with_capacity(bursts.len());
     for burst in bursts {
+        if !train.pause.is_zero() {
+            wait::pace(train.pause);
+        }
         let started = Instant::now();
         for frame in burst {
             match socket.send(frame) {

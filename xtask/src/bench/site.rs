@@ -3,7 +3,7 @@
 
 use std::{
     fs,
-    net::Ipv4Addr,
+    net::{Ipv4Addr, Ipv6Addr},
     path::{Path, PathBuf},
     process::Command,
     time::{Duration, Instant},
@@ -11,7 +11,7 @@ use std::{
 
 use anyhow::{Context as _, Result, bail};
 
-use super::frames::{ETHERNET, Flow, Load, VXLAN_PORT, VXLAN_VNI, Wrap};
+use super::frames::{ETHERNET, Flow, Load, VXLAN_PORT, VXLAN_VNI, Wrap, encrypted_v6};
 use crate::{
     command::output,
     lab::{
@@ -28,6 +28,11 @@ pub const RELAY_PORTS: (u16, u16) = (51_830, 51_831);
 pub const OUTSIDE: Ipv4Addr = Ipv4Addr::new(198, 51, 100, 7);
 /// Public address of the first leader elsewhere; the others follow.
 const PUBLIC: Ipv4Addr = Ipv4Addr::new(192, 0, 2, 0);
+/// Addresses of the node, of two leaders elsewhere and of the router where IPv6 is measured.
+pub const OWN_V6: Ipv6Addr = Ipv6Addr::new(0x2001, 0xdb8, 1, 0, 0, 0, 0, 0x11);
+pub const REMOTE_V6: Ipv6Addr = Ipv6Addr::new(0x2001, 0xdb8, 2, 0, 0, 0, 0, 0x21);
+pub const SECOND_REMOTE_V6: Ipv6Addr = Ipv6Addr::new(0x2001, 0xdb8, 2, 0, 0, 0, 0, 0x22);
+const GATEWAY_V6: Ipv6Addr = Ipv6Addr::new(0x2001, 0xdb8, 1, 0, 0, 0, 0, 1);
 /// Router of the node's network.
 pub const GATEWAY: Ipv4Addr = Ipv4Addr::new(10, 1, 0, 1);
 
@@ -191,6 +196,17 @@ impl Site {
         self.node.ip(&batch)
     }
 
+    /// Gives `eth0` an IPv6 address and a router that is always known.
+    pub fn enable_ipv6(&self) -> Result<()> {
+        let lan = self.lan_mac()?;
+        self.node.sh("echo 0 > /proc/sys/net/ipv6/conf/all/disable_ipv6; echo 0 > /proc/sys/net/ipv6/conf/eth0/disable_ipv6; \
+                      echo 1 > /proc/sys/net/ipv6/conf/all/forwarding")?;
+        self.node.ip(&format!(
+            "address add {OWN_V6}/64 dev eth0 nodad\nneighbour replace {GATEWAY_V6} lladdr {lan} dev eth0 nud permanent\n\
+             route add default via {GATEWAY_V6} dev eth0\n"
+        ))
+    }
+
     fn lan_mac(&self) -> Result<String> {
         let text = self.around.sh("ip -brief link show lan")?;
         text.split_whitespace().nth(2).map(ToOwned::to_owned).context("no address of lan")
@@ -241,6 +257,11 @@ impl Site {
     /// What the leader elsewhere sends to a relay's port of a pair.
     pub fn to_relay(&self, load: Load) -> Vec<u8> {
         self.plain((public(0), PORT), (private(0), RELAY_PORTS.0), load)
+    }
+
+    /// The same over IPv6.
+    pub fn to_relay_v6(&self, load: Load) -> Vec<u8> {
+        encrypted_v6((REMOTE_V6, PORT), (OWN_V6, RELAY_PORTS.0), load.payload(), NODE_MAC)
     }
 
     fn plain(&self, from: (Ipv4Addr, u16), to: (Ipv4Addr, u16), load: Load) -> Vec<u8> {

@@ -1,11 +1,12 @@
 //! The stages a packet goes through, each from the point where its frame
 //! enters the node to the hook where a filter drops it.
 
-use std::{collections::BTreeMap, process::Command};
+use std::{collections::BTreeMap, process::Command, time::Duration};
 
 use anyhow::{Context as _, Result};
 
 use super::{
+    agent,
     figures::Cost,
     frames::{Load, SEGMENTS, TCP_OVER_UDP, Wrap},
     generator::{Direction, Sink, Train, calm_workers, cost},
@@ -14,8 +15,11 @@ use super::{
 use crate::{command::run, lab::netns::Netns};
 
 /// Flows that exist, GSO packets of such a flow, and new flows.
-const ESTABLISHED: Train = Train { burst: 32, rounds: 24, offloaded: false, arrive: 1 };
-const GSO_PACKETS: Train = Train { burst: 8, rounds: 16, offloaded: true, arrive: 1 };
+const ESTABLISHED: Train =
+    Train { burst: 32, rounds: 24, offloaded: false, arrive: 1, pause: Duration::ZERO };
+const GSO_PACKETS: Train = Train { burst: 8, rounds: 16, offloaded: true, ..ESTABLISHED };
+/// Packets that come one by one, after nothing counts any more of what the programs remember of the kernel's answers.
+const ALONE: Train = Train { burst: 1, rounds: 32, pause: Duration::from_millis(120), ..ESTABLISHED };
 const NEW_FLOWS: Train = Train { rounds: 8, ..ESTABLISHED };
 /// Payload bytes of the two sizes.
 const SIZES: [usize; 2] = [64, 1372];
@@ -29,7 +33,7 @@ const MESH: &str = "kilo0";
 
 /// What it costs until a packet reaches the first hook of the node.
 #[derive(Clone, Debug, Default)]
-pub struct Floor(BTreeMap<(Entry, usize), f64>);
+pub struct Floor(BTreeMap<(Entry, usize, usize), f64>);
 
 /// Where a packet enters the node.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -69,12 +73,13 @@ impl Entry {
 
     /// A packet of this load costs as much to send as which one: an outer header
     /// makes a frame longer, which costs the generator alone, unless it must add it.
-    fn floor(self, load: Load) -> (Self, usize) {
-        match (self, load) {
+    fn floor(self, load: Load, train: Train) -> (Self, usize, usize) {
+        let (entry, size) = match (self, load) {
             (_, Load::Gso) => (self, load.payload()),
             (Self::Lan(_), _) => (Self::Lan(Wrap::None), SIZES[usize::from(load.payload() > SIZES[0])]),
             _ => (self, SIZES[usize::from(load.payload() > SIZES[0])]),
-        }
+        };
+        (entry, size, train.burst)
     }
 }
 
@@ -89,11 +94,13 @@ struct Stage {
     new_flows: bool,
     /// Packets that come of a GSO packet.
     segments: u64,
+    /// How packets of flows that exist are sent.
+    train: Train,
 }
 
 impl Stage {
     const fn new(name: &'static str, entry: Entry, end: (&'static str, Direction)) -> Self {
-        Self { name, entry, end, tcp: true, new_flows: true, segments: 1 }
+        Self { name, entry, end, tcp: true, new_flows: true, segments: 1, train: ESTABLISHED }
     }
 }
 
@@ -156,9 +163,17 @@ impl<'a> Bench<'a> {
     /// On a relay: from one end of a pair on to the other.
     pub fn relay(&mut self) -> Result<()> {
         let site = self.site;
-        let stage = Stage::new("relay", Entry::Lan(Wrap::None), (LAN, Direction::Egress));
+        let stage = |name, train| {
+            let stage = Stage::new(name, Entry::Lan(Wrap::None), (LAN, Direction::Egress));
+            Stage { tcp: false, new_flows: false, train, ..stage }
+        };
         let frame = move |load: Load, _| site.to_relay(Load::Encrypted(load.payload()));
-        self.stage(&Stage { tcp: false, new_flows: false, ..stage }, frame)
+        self.stage(&stage("relay", ESTABLISHED), frame)?;
+        self.stage(&stage("relay-alone", ALONE), frame)?;
+        agent::bind_pair_v6(site)?;
+        let frame = move |load: Load, _| site.to_relay_v6(load);
+        self.stage(&stage("relay-v6", ESTABLISHED), frame)?;
+        self.stage(&stage("relay-v6-alone", ALONE), frame)
     }
 
     /// From a socket of the node into its WireGuard device, and nothing else.
@@ -175,12 +190,13 @@ impl<'a> Bench<'a> {
             let (netns, device) = stage.entry.device(bench.site, load);
             let spent = cost(netns, device, &sink, train, next)
                 .with_context(|| format!("{load:?} of {} of {}", stage.name, bench.variant))?;
-            let floor = bench.floor.0.get(&stage.entry.floor(load)).context("the floor was not measured")?;
+            let floor =
+                bench.floor.0.get(&stage.entry.floor(load, train)).context("the floor was not measured")?;
             Ok(spent - floor)
         };
         for size in SIZES {
             let load = Load::Udp(size);
-            let spent = spent(self, load, ESTABLISHED, &mut || frame(load, PORT))?;
+            let spent = spent(self, load, stage.train, &mut || frame(load, PORT))?;
             self.add(stage.name, size.to_string(), spent);
         }
         let gso_packets = Train { arrive: stage.segments, ..GSO_PACKETS };
@@ -254,14 +270,14 @@ pub fn floor(site: &Site) -> Result<Floor> {
             Entry::Pod | Entry::Decrypted => site.pod_packet(OUTSIDE, load, PORT),
             Entry::Mesh => site.own_packet(load, PORT),
         };
-        for (load, train) in
-            SIZES.map(|size| (Load::Udp(size), ESTABLISHED)).into_iter().chain([(Load::Gso, GSO_PACKETS)])
-        {
+        let sizes = |train| SIZES.map(move |size| (Load::Udp(size), train));
+        let alone = sizes(ALONE).into_iter().filter(|_| entry == Entry::Lan(Wrap::None));
+        for (load, train) in sizes(ESTABLISHED).into_iter().chain([(Load::Gso, GSO_PACKETS)]).chain(alone) {
             let (netns, generator) = entry.device(site, load);
             let spent = cost(netns, generator, &sink, train, || frame(load))
                 .with_context(|| format!("floor of {load:?} at {entry:?}"))?;
             println!("bench: floor {entry:?} {load:?} {spent:.0}");
-            floor.0.insert((entry, load.payload()), spent);
+            floor.0.insert((entry, load.payload(), train.burst), spent);
         }
     }
     Ok(floor)

@@ -48,7 +48,9 @@ pub const EXTERNAL_IP: &str = "ExternalIP";
 fn external_ips(status: Option<&core::NodeStatus>) -> Vec<IpAddr> {
     let addresses = status.and_then(|status| status.addresses.as_deref()).unwrap_or_default();
     let external = addresses.iter().filter(|address| address.type_ == EXTERNAL_IP);
-    external.filter_map(|address| address.address.parse().ok()).collect()
+    let mut addresses: Vec<IpAddr> = external.filter_map(|address| address.address.parse().ok()).collect();
+    addresses.shrink_to_fit();
+    addresses
 }
 
 /// Each pod CIDR once, `spec.podCIDR` first.
@@ -70,6 +72,8 @@ fn pod_cidrs(spec: Option<&core::NodeSpec>, problems: &mut Vec<String>) -> Vec<I
             )),
         }
     }
+    // One push makes room for four, and most nodes have one.
+    cidrs.shrink_to_fit();
     cidrs
 }
 

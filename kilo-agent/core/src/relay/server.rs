@@ -263,12 +263,13 @@ impl Server {
         self.answers.retain(|_, (since, _)| now.saturating_duration_since(*since) < Duration::from_secs(2));
     }
 
-    /// The desired table of ports.
-    pub fn table(&self) -> BTreeMap<u16, Port> {
+    /// The desired table of ports; each end may send `rate` megabits a second, where that is not zero.
+    pub fn table(&self, rate: u16) -> BTreeMap<u16, Port> {
         let both = |pair: &Allotment| {
             let [one, other] = pair.ends;
             let passes = pair.passes();
             [one.row(&other, passes), other.row(&one, passes)]
+                .map(|(number, port)| (number, Port { rate, ..port }))
         };
         self.pairs.values().flat_map(both).collect()
     }

@@ -397,10 +397,10 @@ fn a_relays_next_agent_goes_on_with_its_pairs() {
     world.connects(seconds(20));
     world.run(seconds(3));
     let relay = world.relay(X);
-    let table = world.servers[&relay].table();
+    let table = world.servers[&relay].table(0);
     let mut seed = 9;
     let adopted = Server::adopted(&table, world.now, &mut || next(&mut seed));
-    assert_eq!(adopted.table(), table);
+    assert_eq!(adopted.table(0), table);
     world.servers.insert(relay, adopted);
     world.begin_to_measure();
     world.run(seconds(30));

@@ -6,7 +6,8 @@ use clap::{Args, Parser, Subcommand};
 use ipnet::IpNet;
 use kilo_agent::cli::{
     BackendKind, LogLevel, PageAccess, PrefixList, parse_bool, parse_cidr, parse_failover_interval,
-    parse_label, parse_listen, parse_node_name, parse_number, parse_period, parse_port, parse_secret,
+    parse_label, parse_listen, parse_node_name, parse_number, parse_period, parse_port, parse_rate,
+    parse_secret,
 };
 use kilo_core::settings::{
     AttachMode, Compatibility, DEFAULT_SUBNET, DEFAULT_TOPOLOGY_LABEL, Encapsulate, EndpointFrom, Failover,
@@ -201,6 +202,9 @@ pub struct Flags {
     /// auto or off. A relay sees ciphertext only.
     #[arg(long, default_value = "auto")]
     pub relay: Relay,
+    /// Megabits a second that this node, as a relay, sends on for each end of a pair; what is more is dropped. 0: no limit.
+    #[arg(long, default_value = "1000", value_name = "MBITS", value_parser = parse_rate)]
+    pub relay_rate: u16,
     /// Interval between full resyncs.
     #[arg(long, default_value = "30s", value_parser = parse_period)]
     pub resync_period: Duration,

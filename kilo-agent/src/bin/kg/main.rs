@@ -197,6 +197,7 @@ fn options(flags: &Flags) -> Result<agent::Options> {
             params: flags.failover_interval.clone(),
         }),
         relay: flags.relay,
+        relay_rate: flags.relay_rate,
     })
 }
 

@@ -64,7 +64,7 @@ fn a_binding_needs_the_token_and_a_later_number() {
     let [offer, invite] = first[..] else { panic!("{first:?}") };
     assert_eq!((offer.kind, offer.flags, invite.kind, invite.other), (Kind::Offer, 0, Kind::Invite, X));
     assert!((FIRST_PORT..=LAST_PORT).contains(&offer.port));
-    let bound = |server: &Server| server.table()[&offer.port].from_port;
+    let bound = |server: &Server| server.table(0)[&offer.port].from_port;
     let binds = |server: &mut Server, token, sequence, source_port| {
         let message = Message { token, sequence, ..ask(X, Y) };
         let source = SocketAddr::new(ip(X), source_port);
@@ -93,7 +93,7 @@ fn an_end_binds_only_the_address_where_wireguard_has_it() {
         let reachable = [(X, at), (Y, place(Y))].into();
         let reachable = (Z[0], &reachable);
         server.hear(&message, heard, reachable, &mut |_| true, &mut || 3, now);
-        let port = server.table()[&offer.port];
+        let port = server.table(0)[&offer.port];
         SocketAddr::new(IpAddr::from(port.from).to_canonical(), port.from_port).to_string()
     };
     let own = ip(X);
@@ -161,14 +161,14 @@ fn unknown_nodes_get_no_answer_and_unreachable_ends_are_refused() {
 fn idle_pairs_are_forgotten_and_those_whose_packets_pass_are_not() {
     let (mut server, now) = (Server::default(), Instant::now());
     said(&mut server, &ask(X, Y), heard(X, WIREGUARD), now);
-    let mut table = server.table();
+    let mut table = server.table(0);
     server.turn(&table, now + seconds(100), 0);
     table.values_mut().for_each(|port| port.packets += 5);
     server.turn(&table, now + seconds(170), 0);
     server.turn(&table, now + seconds(340), 0);
     assert_eq!(server.pairs(), 1);
     server.turn(&table, now + seconds(351), 0);
-    assert_eq!((server.pairs(), server.table().len()), (0, 0));
+    assert_eq!((server.pairs(), server.table(0).len()), (0, 0));
 }
 
 #[test]
@@ -193,7 +193,7 @@ fn an_end_that_is_gone_for_good_is_refused_to_the_other_one() {
     assert_eq!(asks(&mut server, Y, &[X], None, 25), None);
     assert!(passes(asks(&mut server, X, &[X], None, 54)));
     // Its port counts packets.
-    let mut table = server.table();
+    let mut table = server.table(0);
     let count = |table: &mut BTreeMap<u16, Port>, of| {
         table.values_mut().filter(|port| port.ids[0] == of).for_each(|port| port.packets += 1);
     };

@@ -154,7 +154,7 @@ impl World {
                 if to.port() == WIREGUARD {
                     return Some((relay, source));
                 }
-                let table = server.table();
+                let table = server.table(0);
                 let port = table.get(&to.port())?;
                 let is_bound = port.from == mapped(source.ip()) && port.from_port == source.port();
                 if !is_bound || port.to_port == 0 {
@@ -227,7 +227,7 @@ impl World {
             let hears = broken != Some(Broken::Off) && !self.withdrawn.contains(&relay);
             let lets = self.lets(relay, to.port()) && hears;
             let Some(server) = self.servers.get_mut(&relay).filter(|_| lets) else { return };
-            if to.port() != WIREGUARD && !server.table().contains_key(&to.port()) {
+            if to.port() != WIREGUARD && !server.table(0).contains_key(&to.port()) {
                 // The program leaves it to the stack.
                 return;
             }

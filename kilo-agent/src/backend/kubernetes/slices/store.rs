@@ -20,10 +20,39 @@ const GONE: Duration = Duration::from_secs(1);
 const MANY: usize = 3;
 const DOUBTED: Duration = Duration::from_secs(45);
 
+/// Entries in the order of their names, which no second copy is made of: of many nodes that would be a megabyte.
+#[derive(Default)]
+struct Entries(Vec<Arc<Entry>>);
+
+impl Entries {
+    fn place(&self, name: &str) -> Result<usize, usize> {
+        self.0.binary_search_by(|entry| entry.name.as_str().cmp(name))
+    }
+
+    fn get(&self, name: &str) -> Option<&Arc<Entry>> {
+        self.0.get(self.place(name).ok()?)
+    }
+
+    fn names(&self) -> impl Iterator<Item = &str> {
+        self.0.iter().map(|entry| entry.name.as_str())
+    }
+
+    /// Takes these instead of those of the same names, and leaves out the nodes that are gone.
+    fn change(&mut self, news: Vec<Arc<Entry>>, gone: &BTreeSet<String>) {
+        self.0.retain(|entry| !gone.contains(&entry.name));
+        for entry in news {
+            match self.place(&entry.name) {
+                Ok(at) => self.0[at] = entry,
+                Err(at) => self.0.insert(at, entry),
+            }
+        }
+    }
+}
+
 /// What is in the cache because slices say so.
 #[derive(Default)]
 pub(super) struct Shown {
-    nodes: BTreeMap<String, Arc<Entry>>,
+    nodes: Entries,
     /// Of which they say nothing any more, and since when.
     gone: BTreeMap<String, Instant>,
     /// [`SliceSet::changes`](kilo_core::objects::slices::SliceSet::changes) when that was so.
@@ -35,13 +64,13 @@ impl Shown {
     pub(super) fn replace(context: &Context, own: Option<SeenNode<CheckedIn>>) -> Self {
         let changes = context.seen().set.changes();
         let nodes = entries(context).0;
-        let list = nodes.values().map(|entry| see_entry(entry, &context.label)).chain(own).collect();
+        let list = nodes.0.iter().map(|entry| see_entry(entry, &context.label)).chain(own).collect();
         context.shared.change(|cache| cache.nodes.replace(list, &BTreeSet::new()));
         Self { nodes, gone: BTreeMap::new(), changes }
     }
 
     pub(super) fn len(&self) -> usize {
-        self.nodes.len()
+        self.nodes.0.len()
     }
 
     /// Shows what has changed since; returns when to look again although nothing has.
@@ -53,23 +82,22 @@ impl Shown {
         }
         let (now, complete) = entries(context);
         let gone = self.gone(&now, complete, Instant::now());
-        let is_known = |name: &String, entry: &Arc<Entry>| {
-            self.nodes.get(name).is_some_and(|known| Arc::ptr_eq(known, entry) || known == entry)
+        let is_known = |entry: &Arc<Entry>| {
+            self.nodes.get(&entry.name).is_some_and(|known| Arc::ptr_eq(known, entry) || known == entry)
         };
-        let news: Vec<_> = now.into_iter().filter(|(name, entry)| !is_known(name, entry)).collect();
+        let news: Vec<_> = now.0.into_iter().filter(|entry| !is_known(entry)).collect();
         if !(news.is_empty() && gone.is_empty()) {
             context.shared.change(|cache| {
                 let mut urgency = Urgency::Never;
                 for name in &gone {
                     urgency = urgency.max(cache.nodes.remove(name));
                 }
-                for (_, entry) in &news {
+                for entry in &news {
                     urgency = urgency.max(cache.nodes.put(see_entry(entry, &context.label)));
                 }
                 urgency
             });
-            self.nodes.retain(|name, _| !gone.contains(name));
-            self.nodes.extend(news);
+            self.nodes.change(news, &gone);
         }
         let pause = self.pause();
         self.gone.values().min().map(|since| *since + pause)
@@ -77,20 +105,15 @@ impl Shown {
 
     /// How long slices must have said nothing of the nodes that go.
     fn pause(&self) -> Duration {
-        let many = self.gone.len() >= MANY && self.gone.len() * 3 > self.nodes.len();
+        let many = self.gone.len() >= MANY && self.gone.len() * 3 > self.nodes.0.len();
         if many { DOUBTED } else { GONE }
     }
 
     /// Nodes that are to go now.
-    fn gone(
-        &mut self,
-        now: &BTreeMap<String, Arc<Entry>>,
-        complete: bool,
-        time: Instant,
-    ) -> BTreeSet<String> {
-        self.gone.retain(|name, _| !now.contains_key(name));
-        for name in self.nodes.keys().filter(|name| !now.contains_key(*name)) {
-            let since = self.gone.entry(name.clone()).or_insert(time);
+    fn gone(&mut self, now: &Entries, complete: bool, time: Instant) -> BTreeSet<String> {
+        self.gone.retain(|name, _| now.get(name).is_none());
+        for name in self.nodes.names().filter(|name| now.get(name).is_none()) {
+            let since = self.gone.entry(name.to_owned()).or_insert(time);
             if !complete {
                 *since = time;
             }
@@ -105,14 +128,13 @@ impl Shown {
 }
 
 /// All nodes of slices but the own one, and whether slices say everything: the own one is a node, too.
-fn entries(context: &Context) -> (BTreeMap<String, Arc<Entry>>, bool) {
+fn entries(context: &Context) -> (Entries, bool) {
     let seen = context.seen();
     let (nodes, twice) = seen.set.nodes();
     context.report.wrong(seen.set.bad(), twice);
     let complete = nodes.contains_key(&*context.hostname) && seen.set.complete(&context.label).is_ok();
-    let others = nodes.into_iter().filter(|(name, _)| **name != context.hostname);
-    let others = others.map(|(name, entry)| (name.to_owned(), Arc::clone(entry))).collect();
-    (others, complete)
+    let others = nodes.into_values().filter(|entry| *entry.name != *context.hostname);
+    (Entries(others.map(Arc::clone).collect()), complete)
 }
 
 #[cfg(test)]
@@ -120,11 +142,23 @@ fn entries(context: &Context) -> (BTreeMap<String, Arc<Entry>>, bool) {
 mod tests {
     use super::*;
 
+    fn entry(name: &str, last_seen: i64) -> Arc<Entry> {
+        Arc::new(Entry { name: name.to_owned(), last_seen, ..Entry::default() })
+    }
+
+    #[test]
+    fn news_take_the_place_of_what_was_known_and_the_order_stays() {
+        let mut entries = Entries(["a", "c", "d"].map(|name| entry(name, 1)).into());
+        entries.change(vec![entry("b", 2), entry("d", 2), entry("e", 2)], &["a".to_owned()].into());
+        let all: Vec<_> = entries.0.iter().map(|entry| (&*entry.name, entry.last_seen)).collect();
+        assert_eq!(all, [("b", 2), ("c", 1), ("d", 2), ("e", 2)]);
+        assert_eq!(entries.get("c").unwrap().last_seen, 1);
+        assert!(entries.get("a").is_none());
+    }
+
     #[test]
     fn a_node_goes_when_slices_that_say_everything_have_not_had_it_for_a_second() {
-        let all = |names: &[&str]| -> BTreeMap<String, Arc<Entry>> {
-            names.iter().map(|name| ((*name).to_owned(), Arc::default())).collect()
-        };
+        let all = |names: &[&str]| Entries(names.iter().map(|name| entry(name, 1)).collect());
         let mut shown = Shown { nodes: all(&["a", "b"]), ..Shown::default() };
         let start = Instant::now();
         let mut at = |ms: u64, names: &[&str], complete| {
@@ -140,9 +174,8 @@ mod tests {
 
     #[test]
     fn many_nodes_that_go_at_once_are_doubted_for_as_long_as_a_writer_may_take() {
-        let all = |number: usize| -> BTreeMap<String, Arc<Entry>> {
-            (0..number).map(|number| (format!("{number:02}"), Arc::default())).collect()
-        };
+        let all =
+            |number: usize| Entries((0..number).map(|number| entry(&format!("{number:02}"), 1)).collect());
         let mut shown = Shown { nodes: all(9), ..Shown::default() };
         let start = Instant::now();
         let mut at = |seconds: u64, number: usize| {

@@ -1,0 +1,140 @@
+//! How much a bound end may send through its port: a rate, and room for a burst.
+
+use super::Port;
+
+/// Nanoseconds of the rate that a port may send at once, after it has sent nothing for as long: what TCP sends in a
+/// round trip across continents, and what queues of routers hold.
+const BURST: u64 = 100_000_000;
+/// Nanoseconds of one megabit a second that make a byte.
+const OF_A_BYTE: u64 = 8_000;
+
+/// What a port may still send. It is reckoned once in a tick of the kernel's clock; all other packets only take from it.
+/// Of two CPUs at a time one may be forgotten, which lets a packet more pass.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Budget {
+    /// The tick in which it was reckoned.
+    tick: u64,
+    /// The time then, in nanoseconds.
+    at: u64,
+    /// Bytes left.
+    left: u64,
+}
+
+impl Budget {
+    /// Takes a packet's bytes; `false`: there is not as much left, and nothing is taken. `now` is asked once in a tick.
+    #[inline(always)]
+    pub fn spend(&mut self, bytes: u32, port: &Port, tick: u64, now: impl FnOnce() -> u64) -> bool {
+        if port.rate == 0 {
+            return true;
+        }
+        if self.tick != tick {
+            self.reckon(u64::from(port.rate), now());
+            self.tick = tick;
+        }
+        let is_enough = self.left >= u64::from(bytes);
+        if is_enough {
+            self.left -= u64::from(bytes);
+        }
+        is_enough
+    }
+
+    #[inline(always)]
+    fn reckon(&mut self, rate: u64, now: u64) {
+        let passed = now.saturating_sub(self.at);
+        let earned = if passed < BURST { passed } else { BURST } * rate / OF_A_BYTE;
+        let (left, most) = (self.left + earned, BURST * rate / OF_A_BYTE);
+        self.left = if left < most { left } else { most };
+        self.at = now;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    const TICK: u64 = 4_000_000;
+    const SECOND: u64 = 1_000_000_000;
+    /// Long after the start of the host.
+    const START: u64 = 1_000 * SECOND;
+
+    fn port(rate: u16) -> Port {
+        Port { rate, ..Port::default() }
+    }
+
+    /// Bytes that pass of packets of `bytes` that come each `pause` nanoseconds for `time`.
+    fn passed(port: &Port, bytes: u32, pause: u64, time: u64) -> u64 {
+        let mut budget = Budget::default();
+        let mut spends = |at: u64| {
+            let tick = (START + at) / TICK;
+            budget.spend(bytes, port, tick, || tick * TICK)
+        };
+        (0..time / pause).map(|number| number * pause).filter(|&at| spends(at)).count() as u64
+            * u64::from(bytes)
+    }
+
+    #[test]
+    fn an_end_that_sends_less_than_its_rate_loses_nothing() {
+        // 996 of 1,000 Mbit/s, packets of 1,494 bytes each 12 µs.
+        let sent = 1494 * (SECOND / 12_000);
+        assert_eq!(passed(&port(1000), 1494, 12_000, SECOND), sent);
+    }
+
+    #[test]
+    fn an_end_that_sends_twice_its_rate_gets_its_rate_and_one_burst() {
+        // 20 of 10 Mbit/s for ten seconds: 12.5 MB, and 125 kB of a burst.
+        let got = passed(&port(10), 1250, 500_000, 10 * SECOND);
+        assert!((12_500_000..=12_500_000 + 125_000 + 2 * 1250).contains(&got), "{got}");
+    }
+
+    #[test]
+    fn a_port_without_rate_is_not_limited() {
+        assert_eq!(passed(&port(0), 65_000, 1_000, SECOND / 100), 65_000 * 10_000);
+    }
+
+    #[test]
+    fn time_is_asked_for_once_in_a_tick() {
+        let mut budget = Budget::default();
+        let mut asked = 0;
+        for number in 0..100 {
+            let tick = START / TICK + number / 10;
+            assert!(budget.spend(100, &port(10), tick, || {
+                asked += 1;
+                tick * TICK
+            }));
+        }
+        assert_eq!(asked, 10);
+    }
+
+    #[test]
+    fn a_clock_at_its_end_and_the_highest_rate_do_not_overflow() {
+        let mut budget = Budget::default();
+        assert!(budget.spend(1500, &port(u16::MAX), 1, || u64::MAX));
+        assert!(
+            budget.spend(1500, &port(u16::MAX), 2, || 0),
+            "a clock that was set back gives nothing and takes nothing"
+        );
+        assert!(budget.left <= BURST * u64::from(u16::MAX) / OF_A_BYTE);
+    }
+
+    proptest! {
+        /// Whatever is sent when: no more passes than the rate of the time, and one burst.
+        #[test]
+        fn no_more_than_the_rate_and_a_burst_passes(
+            rate in 1..2_000u16, sent in proptest::collection::vec((1..65_536u32, 0..50_000_000u64), 1..200),
+        ) {
+            let (mut budget, mut at, mut passed) = (Budget::default(), START, 0);
+            for (bytes, pause) in sent {
+                at += pause;
+                let tick = at / TICK;
+                if budget.spend(bytes, &port(rate), tick, || tick * TICK) {
+                    passed += u64::from(bytes);
+                }
+                let may = (at - START + TICK + BURST) * u64::from(rate) / OF_A_BYTE;
+                prop_assert!(passed <= may, "{} of {}", passed, may);
+            }
+        }
+    }
+}
