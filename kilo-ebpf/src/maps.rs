@@ -14,8 +14,6 @@ use kilo_common::{
     relay,
 };
 
-use crate::fast_path::relayed::Way;
-
 #[btf_map(name = "prefix_v4")]
 pub static PREFIX_V4: LpmTrie<[u8; 4], PrefixValue, { map_table::PREFIX_V4.size as usize }> = LpmTrie::new();
 #[btf_map(name = "prefix_v6")]
@@ -32,8 +30,6 @@ pub static SIGNAL_KEY: HashMap<[u8; 16], SignalKey, { map_table::SIGNAL_KEY.size
 pub static SIGNAL: RingBuf<Heard, { map_table::SIGNAL.size as usize }> = RingBuf::new();
 #[btf_map(name = "relay")]
 pub static RELAY: HashMap<u32, relay::Port, { map_table::RELAY.size as usize }> = HashMap::new();
-#[btf_map(name = "relay_way")]
-pub static RELAY_WAY: Array<Way, { map_table::RELAY_WAY.size as usize }> = Array::new();
 #[btf_map(name = "relay_key")]
 pub static RELAY_KEY: HashMap<u64, relay::Sender, { map_table::RELAY_KEY.size as usize }> = HashMap::new();
 #[btf_map(name = "relay_heard")]

@@ -27,7 +27,7 @@ use crate::{
     cb,
     fast_path::relayed::{self, Clock},
     ip::{Ip, V6, halves, octets},
-    maps::{RELAY, RELAY_HEARD, RELAY_KEY, RELAY_WAY, count_action},
+    maps::{RELAY, RELAY_HEARD, RELAY_KEY, count_action},
     packet,
     ret::{Act, Verdict, from_code, to_code},
     subprogram::{Skb, subprogram},
@@ -199,9 +199,7 @@ fn forward<O: Ip, const LINK: usize>(ctx: &TcContext, ip: &O, arrival: &Arrival,
     if ip.ttl() <= 1 {
         return Ok(Act::NEXT);
     }
-    // SAFETY: as above.
-    let way = RELAY_WAY.get_ptr_mut(relay::place(arrival.port)).map(|way| unsafe { &mut *way });
-    let Some(way) = way else { return Ok(Act::NEXT) };
+    let Some(way) = relayed::way(arrival.port) else { return Ok(Act::NEXT) };
     // SAFETY: as above; that a packet is counted twice or not at all by two CPUs harms nobody.
     let entry = unsafe {
         if !relayed::may_pass(ctx, way, &*port, &mut Clock::new()) {

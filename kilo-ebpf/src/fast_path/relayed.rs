@@ -8,13 +8,16 @@
 use aya_ebpf::{
     EbpfContext as _,
     bindings::{BPF_F_MARK_MANGLED_0, BPF_F_PSEUDO_HDR, bpf_fib_lookup},
+    btf_maps::Array,
     helpers::{bpf_csum_update, bpf_jiffies64, bpf_ktime_get_coarse_ns},
+    macros::btf_map,
     programs::TcContext,
 };
 use kilo_common::{
     checksum::{add, difference_of_halves, of_udp, update_word, was_whole},
     counters::{Action, DropReason},
     encap::UDP_LEN,
+    map_table,
     maps::{CONFIG_RELAY, Config},
     packet::{ETHERNET_LEN, IPV6_LEN, Ipv4, Ipv4Header, protocol},
     relay::{self, Arrival, Budget, Fate, Port},
@@ -24,7 +27,7 @@ use crate::{
     cb,
     ip::{Ip, V6, halves},
     link::{self, Ends},
-    maps::{RELAY, RELAY_WAY, count_action},
+    maps::{RELAY, count_action},
     ret::{Act, Verdict, from_code},
     subprogram::{Skb, subprogram},
     words::Words,
@@ -51,6 +54,17 @@ pub struct Way {
     /// The second in which a packet went the kernel's own way.
     second: u32,
     ends: Ends,
+}
+
+#[btf_map(name = "relay_way")]
+static RELAY_WAY: Array<Way, { map_table::RELAY_WAY.size as usize }> = Array::new();
+
+/// What is remembered of this port; `None`: it is none of relays.
+#[inline(always)]
+pub fn way(port: u16) -> Option<&'static mut Way> {
+    let way = RELAY_WAY.get_ptr_mut(relay::place(port))?;
+    // SAFETY: entries of an array are there as long as the program.
+    Some(unsafe { &mut *way })
 }
 
 /// The time as far as a packet was asked for it: the tick, and nanoseconds, which take a helper.
@@ -277,9 +291,7 @@ fn relay_whole<O: Whole>(skb: Skb) -> i32 {
     if relay::at_port(&arrival, Some(pair)) != Fate::Forward {
         return NOTHING;
     }
-    let Some(way) = RELAY_WAY.get_ptr_mut(relay::place(port)) else { return NOTHING };
-    // SAFETY: entries of an array are there as long as the program.
-    let way = unsafe { &mut *way };
+    let Some(way) = way(port) else { return NOTHING };
     let clock = &mut Clock::new();
     if !is_known::<O>(skb, way, pair, u32::from(tos & !3), clock) {
         return NOTHING;
