@@ -17,7 +17,7 @@ use crate::{
     decap::{destined, gso_subprogram, is_to_vxlan, redirect, steered, steered_subprogram},
     fast_path::{
         established::{self, Established},
-        relayed, steered as whole,
+        steered as whole,
     },
     gso::{self, Cut},
     ip::{Ip, V6, halves},
@@ -44,8 +44,8 @@ pub fn lan_ingress(ctx: &TcContext, config: &Config) -> Verdict {
     }
     match packet::family(ctx) {
         Family::V4 if let Some(done) = whole::take(ctx, config) => done,
-        Family::V4 if let Some(done) = relayed::take::<Ipv4>(ctx, config) => done,
-        Family::V6 if let Some(done) = relayed::take::<V6>(ctx, config) => done,
+        Family::V4 if let Some(done) = relay::fast_path::take::<Ipv4>(ctx, config) => done,
+        Family::V6 if let Some(done) = relay::fast_path::take::<V6>(ctx, config) => done,
         Family::V4 => match packet::protocol_v4(ctx) {
             protocol::TCP | protocol::UDP => match established::arriving(ctx, config)? {
                 Established::Done => Ok(Act::NEXT),

@@ -3,5 +3,4 @@
 
 pub mod established;
 mod opening;
-pub mod relayed;
 pub mod steered;

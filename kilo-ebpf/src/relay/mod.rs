@@ -2,6 +2,8 @@
 //! sent on by the table `relay`, and messages about relays go to the agent by a ring once their
 //! tag is found right. Nobody is answered here.
 
+pub mod fast_path;
+
 use aya_ebpf::{
     EbpfContext as _,
     bindings::{
@@ -25,7 +27,6 @@ use kilo_common::{
 
 use crate::{
     cb,
-    fast_path::relayed::{self, Clock},
     ip::{Ip, V6, halves, octets},
     maps::{RELAY, RELAY_HEARD, RELAY_KEY, count_action},
     packet,
@@ -199,10 +200,10 @@ fn forward<O: Ip, const LINK: usize>(ctx: &TcContext, ip: &O, arrival: &Arrival,
     if ip.ttl() <= 1 {
         return Ok(Act::NEXT);
     }
-    let Some(way) = relayed::way(arrival.port) else { return Ok(Act::NEXT) };
+    let Some(way) = fast_path::way(arrival.port) else { return Ok(Act::NEXT) };
     // SAFETY: as above; that a packet is counted twice or not at all by two CPUs harms nobody.
     let entry = unsafe {
-        if !relayed::may_pass(ctx, way, &*port, &mut Clock::new()) {
+        if !fast_path::may_pass(ctx, way, &*port, &mut fast_path::Clock::new()) {
             return Err(DropReason::RelayLimit);
         }
         (*port).packets += 1;

@@ -1,4 +1,4 @@
-//! Fast path for what relays carry most, with what [`relay::arrived`](crate::relay::arrived) does in fewer instructions:
+//! Fast path for what relays carry most, with what [`arrived`](super::arrived) does in fewer instructions:
 //! whole datagrams in an Ethernet frame, of a bound pair, while the link-layer addresses towards the other end are known.
 //!
 //! They are remembered as in [`link`](crate::link), but for [`LASTS`] ticks of the kernel's clock, so that a pair that sends
