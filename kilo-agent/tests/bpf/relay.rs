@@ -145,9 +145,10 @@ fn each_end_reaches_the_other_and_both_see_the_relay_alone() {
     assert!(bench.ports().values().all(|port| port.packets == 3));
 }
 
-/// A bound pair on a host whose interface 77 has a neighbour for the other end, with this link-layer address.
+/// Link-layer address of the neighbour in [`pair_on_a_link`].
 const MAC: [u8; 6] = [2, 0, 0, 0, 0, 9];
 
+/// A bound pair on a host whose interface 77 has a neighbour for the other end.
 fn pair_on_a_link(is_v6: bool, rate: u16) -> BTreeMap<u16, Port> {
     forwards();
     sh("ip link add uplink index 77 type veth peer name other; ip link set uplink up; ip link set other up
@@ -209,7 +210,7 @@ fn fast_as_slow(is_v6: bool) {
         }
     }
     assert_eq!(bench.ports().values().map(|port| port.packets).sum::<u64>(), fast + slow);
-    // Strangers, and what is no WireGuard's, are refused by it as well.
+    // Strangers, and bytes that are not WireGuard's, are refused by it as well.
     let mut arrives = |from, bytes: &[u8]| match is_v6 {
         true => bench.arrives_v6(from, FOR_X, bytes),
         false => bench.arrives(from, FOR_X, bytes),

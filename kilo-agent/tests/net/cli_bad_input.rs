@@ -109,7 +109,7 @@ fn each_flag_refuses_rubbish_and_names_what_is_possible() {
 const HINTS: [&str; 4] = ["possible values", "for example", "neither true nor false", "not a number from"];
 
 #[test]
-fn each_flag_of_kg_refuses_what_is_no_value_of_it() {
+fn each_flag_of_kg_refuses_values_that_it_does_not_have() {
     let output = Command::new(KG).arg("flags-as-markdown").output().unwrap();
     let tables = String::from_utf8(output.stdout).unwrap();
     let table = tables.split("<!-- flags: kg -->").nth(1).unwrap().split("<!-- /flags -->").next().unwrap();

@@ -54,7 +54,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
 
     #[test]
-    fn nothing_for_the_subnet_leaves_in_clear_whoever_is_known(
+    fn nothing_for_the_subnet_leaves_in_clear_with_any_nodes_known(
         nodes in healthy_nodes(),
         peers in vpn_peers(),
         granularity in granularity(),
@@ -75,25 +75,21 @@ proptest! {
         let plan = plan_with(&heard, &peers, &own.name, &settings, &[]);
         let given = mesh.segments.iter().filter_map(|segment| segment.wireguard_ip);
         let [high, low] = host.to_be_bytes();
-        let tunnelled = |dst: &IpAddr| {
-            // What a location without an outer header sends to its own leader the network carries.
-            encapsulate != Encapsulate::Never || !plan.tables.prefix.contains(&IpNet::from(*dst))
-        };
+        // What the own location sends to its leader without an outer header the network carries.
+        let of_own = mesh.find(&own.name).and_then(|(at, _)| mesh.segments[at].wireguard_ip);
+        let heard_mesh = Mesh::new(&heard, &BTreeMap::new(), granularity, settings.subnet);
+        let of_own_now = heard_mesh.find(&own.name).and_then(|(at, _)| heard_mesh.segments[at].wireguard_ip);
+        let tunnelled =
+            |dst: &IpAddr| encapsulate == Encapsulate::Always || ![of_own, of_own_now].contains(&Some(*dst));
         for dst in given.chain([IpAddr::from([10, 4, high, low])]).filter(tunnelled) {
             for src in [Some(own.pod_cidrs[0].addr()), own.internal_ip.map(|net| net.addr()), Some([192, 0, 2, 9].into())] {
                 let Some(src) = src else { continue };
-                // With a tunnel by subnets alone, nodes of one subnet need none.
-                let near = encapsulate == Encapsulate::CrossSubnet
-                    && plan.tables.prefix.get(&IpNet::from(dst)).is_some_and(|value| value.flags & PREFIX_NEVER_CLEAR == 0);
-                if !near {
-                    prop_assert_eq!(plan.tables.uplink_egress(Packet { src, dst }), CLOSED, "{} to {}", src, dst);
-                }
+                prop_assert_eq!(plan.tables.uplink_egress(Packet { src, dst }), CLOSED, "{} to {}", src, dst);
             }
         }
         // It is no route, and nobody may send from there.
         prop_assert!(!plan.net.unreachable.contains(&settings.subnet));
-        let closed = plan.tables.prefix[&settings.subnet];
-        prop_assert_eq!((closed.hop, closed.flags), (HOP_NONE, PREFIX_NEVER_CLEAR));
+        prop_assert_ne!(plan.tables.prefix[&settings.subnet].flags & PREFIX_NEVER_CLEAR, 0);
     }
 }
 
@@ -139,26 +135,43 @@ fn what_a_host_reaches_by_routes_of_its_own_in_the_subnet_stays_open() {
     }
 }
 
+/// As in a private network of a cloud with addresses of `--subnet`: a node without a key yet is in no table.
 #[test]
-fn nodes_with_a_private_address_in_the_subnet_are_reached_as_before() {
+fn a_host_that_is_in_the_subnet_itself_reaches_what_is_not_known_yet() {
     let mut nodes = [healthy(1, 1, true, false, 24), healthy(3, 1, false, false, 24)];
     nodes[0].internal_ip = Some(net("10.4.77.1/24"));
     nodes[1].internal_ip = Some(net("10.4.78.3/24"));
     let plan = plan_of(&nodes, "node-003", &[]);
-    assert_eq!(sent(&plan, [10, 4, 78, 3].into(), "10.4.77.1"), Ok(None));
-    assert!(!plan.net.unreachable.contains(&net("10.4.0.0/16")), "the host's routes lead there");
+    for dst in ["10.4.77.1", "10.4.99.9"] {
+        assert_eq!(sent(&plan, [10, 4, 78, 3].into(), dst), Ok(None), "{dst}");
+    }
+    // So does one whose private address is elsewhere, and another of its networks is there.
+    let nodes = [healthy(1, 1, true, false, 24)];
+    let mesh = plans::mesh(&nodes);
+    let (mesh, settings) = (mesh.as_seen_from("node-001"), plans::settings());
+    let links = HostLinks { networks: vec![(3, net("10.4.78.0/24"))], ..plans::links() };
+    let hops = HopIds::default().update(&mesh);
+    let plan = plan::host_plan(&plans::inputs(&mesh, &settings, &links, &hops)).unwrap();
+    assert_eq!(sent(&plan, [10, 4, 78, 3].into(), "10.4.99.9"), Ok(None));
 }
 
 #[test]
-fn what_is_offered_around_the_subnet_still_goes_through_wireguard() {
-    let mut nodes = [healthy(1, 1, true, false, 24), healthy(2, 2, true, false, 24)];
-    for (offered, around) in [("10.0.0.0/8", true), ("10.4.0.0/16", true), ("0.0.0.0/0", false)] {
-        nodes[1].allowed_location_ips = vec![net(offered)];
-        let plan = plan_of(&nodes, "node-001", &[]);
-        let is_closed =
-            plan.tables.prefix.get(&net("10.4.0.0/16")).is_some_and(|value| value.hop == HOP_NONE);
-        assert_eq!(is_closed, !around, "{offered}");
-        assert_eq!(sent(&plan, [10, 1, 1, 1].into(), "10.4.7.1"), CLOSED, "{offered}");
+fn what_is_offered_around_the_subnet_goes_through_wireguard_and_never_in_clear() {
+    let mut nodes =
+        [healthy(1, 1, true, false, 24), healthy(3, 1, false, false, 24), healthy(2, 2, true, false, 24)];
+    let host = Elsewhere { on_link: true, wins: true };
+    for offered in ["10.0.0.0/8", "10.4.0.0/16", "0.0.0.0/0"] {
+        nodes[2].allowed_location_ips = vec![net(offered)];
+        // Routes of the host between what is offered and the subnet open what they hold, but for the subnet.
+        for elsewhere in [&[][..], &[("10.0.0.0/12", host)], &[("10.0.0.0/8", host)]] {
+            for own in ["node-001", "node-003"] {
+                let plan = plan_of(&nodes, own, elsewhere);
+                let clear = sent(&plan, [10, 1, 1, 1].into(), "10.4.7.1");
+                assert_eq!(clear, CLOSED, "{own}: {offered} {elsewhere:?}");
+                let value = plan.tables.prefix[&net("10.4.0.0/16")];
+                assert_ne!(value.hop, HOP_NONE, "{own}: {offered} {elsewhere:?}");
+            }
+        }
     }
 }
 

@@ -1,9 +1,10 @@
 //! Fast path for what relays carry most, with what [`arrived`](super::arrived) does in fewer instructions:
 //! whole datagrams in an Ethernet frame, of a bound pair, while the link-layer addresses towards the other end are known.
 //!
-//! They are remembered as in [`link`](crate::link), but for [`LASTS`] ticks of the kernel's clock, so that a pair that sends
-//! little does not ask with each packet, and by port, which needs no comparison of addresses. All CPUs share what is
-//! remembered: a route that changes while two of them read it costs a packet.
+//! They are remembered as in [`link`](crate::link), but for [`LASTS`] ticks of the kernel's clock: a pair that sends a packet
+//! in each of these times or less asks with each. They stand by port, and addresses are not compared: an end that is bound
+//! anew elsewhere is sent to by the link of before for as long. All CPUs share what is remembered: a route that changes while
+//! two of them read it costs a packet.
 
 use aya_ebpf::{
     EbpfContext as _,
@@ -59,7 +60,7 @@ pub struct Way {
 #[btf_map(name = "relay_way")]
 static RELAY_WAY: Array<Way, { map_table::RELAY_WAY.size as usize }> = Array::new();
 
-/// What is remembered of this port; `None`: it is none of relays.
+/// What is remembered of this port; `None`: the port is not one of a relay's.
 #[inline(always)]
 pub fn way(port: u16) -> Option<&'static mut Way> {
     let way = RELAY_WAY.get_ptr_mut(relay::place(port))?;

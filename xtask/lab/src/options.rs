@@ -9,7 +9,7 @@ use crate::{
     topology::Topology,
 };
 
-/// Which lab is put up, whatever is done with it then.
+/// Which lab is put up: the same for all that is done with one.
 #[derive(Args, Clone, Debug)]
 pub struct LabOptions {
     /// Name of the lab; several can stand side by side.

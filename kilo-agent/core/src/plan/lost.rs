@@ -31,7 +31,7 @@ pub(super) fn prefixes(inputs: &Inputs<'_>, own: &Own<'_>) -> Vec<(IpNet, u32)> 
         };
         all.extend(lost.member.private_ip().filter(|_| !near || ours).map(|ip| (ip.into(), address)));
     }
-    // No way leads back to such a pod, and the default route is none.
+    // No way leads back to such a pod, and by the default route the answer would leave in clear.
     all.extend(inputs.links.former_pod_cidrs.iter().map(|cidr| (cidr.trunc(), PREFIX_NEVER_CLEAR)));
     // Its last packets may be under way to a leader that was one a moment ago.
     all.extend(inputs.mesh.freed.iter().map(|address| ((*address).into(), PREFIX_NEVER_CLEAR)));

@@ -127,7 +127,7 @@ pub(super) fn tables(inputs: &Inputs<'_>, own: &Own<'_>, remote: &Remote, lost: 
     let mut tables = Tables { prefix: prefixes.into_iter().collect(), ..Tables::default() };
     close_lost(lost, &chosen, &mut tables.prefix);
     let elsewhere = &inputs.links.elsewhere;
-    chosen.extend(close_subnet(inputs.mesh.subnet, elsewhere, &mut tables.prefix));
+    chosen.extend(close_subnet(inputs, own, &mut tables.prefix));
     leave_out_elsewhere(elsewhere, &chosen, &mut tables.prefix);
     fill_hops(inputs, own, &ids, &mut tables);
     tables
@@ -152,21 +152,29 @@ fn close_lost(lost: &[(IpNet, u32)], chosen: &BTreeSet<IpNet>, table: &mut FlatM
 /// Closes the subnet of WireGuard addresses, for those of locations that this node has not heard of yet, as after a
 /// boot; returns it if it is closed. No route of ours goes with it, so a host that reaches all of the subnet by a route of
 /// its own keeps that, and what is offered around the subnet goes through WireGuard as before.
+///
+/// A host that is itself in the subnet shares the range with the mesh: there nothing can be closed before it is known.
 fn close_subnet(
-    subnet: IpNet,
-    elsewhere: &BTreeMap<IpNet, Elsewhere>,
+    inputs: &Inputs<'_>,
+    own: &Own<'_>,
     table: &mut FlatMap<IpNet, PrefixValue>,
 ) -> Option<IpNet> {
-    let subnet = subnet.trunc();
-    let is_taken =
-        |(held_by, value): (IpNet, &PrefixValue)| held_by == subnet || value.flags & PREFIX_NEVER_CLEAR != 0;
-    // All addresses are nobody's subnet, whatever the flag says.
-    let is_open = subnet.prefix_len() == 0 || elsewhere.contains_key(&subnet);
-    if is_open || prefixes::holding(table, subnet).any(is_taken) {
+    let (subnet, links) = (inputs.mesh.subnet.trunc(), inputs.links);
+    let networks = links.networks.iter().map(|(_, network)| network.addr());
+    let is_shared = own.member.private_ip().into_iter().chain(networks).any(|addr| subnet.contains(&addr));
+    let mut holding = prefixes::holding(table, subnet);
+    let (held_by, value) =
+        holding.next().map_or((None, PrefixValue::default()), |(by, value)| (Some(by), *value));
+    if is_shared || links.elsewhere.contains_key(&subnet) || held_by == Some(subnet) {
         return None;
     }
-    // Nobody may send from there: nothing is known of who has it.
-    table.insert(subnet, PrefixValue { hop: HOP_NONE, flags: PREFIX_NEVER_CLEAR });
+    let value = match value.hop {
+        // Nobody may send from there: nothing is known of who has it.
+        HOP_NONE | HOP_LOCAL => PrefixValue { hop: HOP_NONE, flags: PREFIX_NEVER_CLEAR },
+        // What is offered around it may be open where the host has routes of its own: not the subnet in it.
+        hop => PrefixValue { hop, flags: value.flags | PREFIX_NEVER_CLEAR },
+    };
+    table.insert(subnet, value);
     Some(subnet)
 }
 

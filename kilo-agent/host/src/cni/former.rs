@@ -47,6 +47,8 @@ pub struct FormerPodCidrs {
     /// Where the next agent of this boot reads them; `None`: they are known for as long as this agent runs.
     file: Option<PathBuf>,
     known: BTreeSet<IpNet>,
+    /// The file lacks some of them.
+    is_unsaved: bool,
 }
 
 impl FormerPodCidrs {
@@ -71,19 +73,22 @@ impl FormerPodCidrs {
 
     /// None so far, to be kept in that directory.
     pub fn in_directory(directory: &Path) -> Self {
-        Self { file: Some(directory.join(FILE)), known: BTreeSet::new() }
+        Self { file: Some(directory.join(FILE)), ..Self::default() }
     }
 
     /// Adds prefixes, and keeps them for the next agent when one of them is new.
     ///
     /// # Errors
-    /// When the file cannot be written; this agent knows them all the same.
+    /// When the file cannot be written; this agent knows them all the same, and the next call tries again.
     pub fn add(&mut self, prefixes: &[IpNet]) -> Result<(), CniError> {
         let count = self.known.len();
         self.known.extend(prefixes.iter().map(IpNet::trunc));
-        let Some(file) = self.file.as_ref().filter(|_| self.known.len() != count) else { return Ok(()) };
+        self.is_unsaved |= self.known.len() != count;
+        let Some(file) = self.file.as_ref().filter(|_| self.is_unsaved) else { return Ok(()) };
         let text = serde_json::to_string(&self.known).unwrap_or_default();
-        replace(file, &text).map_err(|error| CniError::Io(file.display().to_string(), error))
+        replace(file, &text).map_err(|error| CniError::Io(file.display().to_string(), error))?;
+        self.is_unsaved = false;
+        Ok(())
     }
 
     /// Those that are none of these pod CIDRs, which the node has now.
@@ -132,9 +137,15 @@ mod tests {
     }
 
     #[test]
-    fn where_nothing_can_be_written_this_agent_knows_them() {
-        let mut former = FormerPodCidrs::in_directory(Path::new("/dev/null/none"));
-        assert!(former.add(&cidrs(&["10.42.1.0/24"])).is_err());
-        assert_eq!(former.without(&[]).count(), 1);
+    fn what_could_not_be_written_is_known_and_written_later() {
+        let directory = tempfile::tempdir().unwrap();
+        let later = directory.path().join("later");
+        let mut former = FormerPodCidrs::in_directory(&later);
+        let former_cidrs = cidrs(&["10.42.1.0/24"]);
+        assert!(former.add(&former_cidrs).is_err());
+        assert_eq!(former.without(&[]).collect::<Vec<_>>(), former_cidrs);
+        fs::create_dir(&later).unwrap();
+        former.add(&[]).unwrap();
+        assert_eq!(FormerPodCidrs::open(&later).unwrap().without(&[]).collect::<Vec<_>>(), former_cidrs);
     }
 }

@@ -109,6 +109,24 @@ fn the_tables_of_metrics_are_those_of_the_registries() {
     check("metrics.md", "metrics of the webhook", &table(&of_webhook()));
 }
 
+/// A metric with labels and no sample is not in a scrape, so that the scrape alone does not show that one is left out.
+#[test]
+fn every_name_in_the_sources_of_agents_metrics_is_in_the_table() {
+    let known: BTreeSet<String> = of_agents().into_iter().map(|metric| metric.name).collect();
+    for file in ["metrics.rs", "failover/report.rs"] {
+        let source = fs::read_to_string(root().join("kilo-agent/src").join(file)).unwrap();
+        let names = source.split('"').filter(|text| text.strip_prefix("kilo_").is_some_and(is_name));
+        let missing: Vec<_> = names
+            .filter(|name| !known.contains(*name) && !known.contains(&format!("{name}_total")))
+            .collect();
+        assert_eq!(missing, [""; 0], "{file}: give each a sample in `of_agents`");
+    }
+}
+
+fn is_name(text: &str) -> bool {
+    text.bytes().all(|byte| byte.is_ascii_lowercase() || byte == b'_')
+}
+
 #[test]
 fn a_scrape_says_what_a_table_shows() {
     let scrape = "# HELP a_b A count.\n# TYPE a_b counter\na_b_total{x=\"1\",y=\"2\"} 1\na_b_total{x=\"1\",z=\"2\"} 1\n\

@@ -222,7 +222,7 @@ fn connection(target: IpAddr, stop: Arc<AtomicBool>) -> Result<Duration> {
     Ok(stall)
 }
 
-/// What the kernel says of this namespace's connections to the servers, for whoever looks why one stands still: which
+/// What the kernel says of this namespace's connections to the servers, to find out why one stands still: which
 /// side waits for the other, and since when.
 fn states() -> String {
     let ss = Command::new("ss").args(["-tinoH", &format!("( dport = :{} )", probe::PORT)]).output();
