@@ -4,7 +4,10 @@
 
 use crate::{generators, plans};
 
-use std::{collections::BTreeMap, net::IpAddr};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    net::IpAddr,
+};
 
 use generators::{encapsulate, granularity, healthy, healthy_nodes, settings, vpn_peers};
 use ipnet::IpNet;
@@ -75,12 +78,15 @@ proptest! {
         let plan = plan_with(&heard, &peers, &own.name, &settings, &[]);
         let given = mesh.segments.iter().filter_map(|segment| segment.wireguard_ip);
         let [high, low] = host.to_be_bytes();
-        // What the own location sends to its leader without an outer header the network carries.
-        let of_own = mesh.find(&own.name).and_then(|(at, _)| mesh.segments[at].wireguard_ip);
+        // What nodes of the own location send each other without an outer header the network carries.
         let heard_mesh = Mesh::new(&heard, &BTreeMap::new(), granularity, settings.subnet);
-        let of_own_now = heard_mesh.find(&own.name).and_then(|(at, _)| heard_mesh.segments[at].wireguard_ip);
-        let tunnelled =
-            |dst: &IpAddr| encapsulate == Encapsulate::Always || ![of_own, of_own_now].contains(&Some(*dst));
+        let near: BTreeSet<IpAddr> = [&mesh, &heard_mesh]
+            .into_iter()
+            .flat_map(|mesh| &mesh.segments)
+            .filter(|segment| segment.members.iter().any(|member| member.node.location == own.location))
+            .filter_map(|segment| segment.wireguard_ip)
+            .collect();
+        let tunnelled = |dst: &IpAddr| encapsulate == Encapsulate::Always || !near.contains(dst);
         for dst in given.chain([IpAddr::from([10, 4, high, low])]).filter(tunnelled) {
             for src in [Some(own.pod_cidrs[0].addr()), own.internal_ip.map(|net| net.addr()), Some([192, 0, 2, 9].into())] {
                 let Some(src) = src else { continue };

@@ -162,17 +162,17 @@ fn close_subnet(
     let (subnet, links) = (inputs.mesh.subnet.trunc(), inputs.links);
     let networks = links.networks.iter().map(|(_, network)| network.addr());
     let is_shared = own.member.private_ip().into_iter().chain(networks).any(|addr| subnet.contains(&addr));
-    let mut holding = prefixes::holding(table, subnet);
-    let (held_by, value) =
-        holding.next().map_or((None, PrefixValue::default()), |(by, value)| (Some(by), *value));
-    if is_shared || links.elsewhere.contains_key(&subnet) || held_by == Some(subnet) {
+    let held = prefixes::holding(table, subnet).next().map(|(by, value)| (by, *value));
+    if is_shared || links.elsewhere.contains_key(&subnet) || held.is_some_and(|(by, _)| by == subnet) {
         return None;
     }
-    let value = match value.hop {
-        // Nobody may send from there: nothing is known of who has it.
-        HOP_NONE | HOP_LOCAL => PrefixValue { hop: HOP_NONE, flags: PREFIX_NEVER_CLEAR },
+    let value = match held {
         // What is offered around it may be open where the host has routes of its own: not the subnet in it.
-        hop => PrefixValue { hop, flags: value.flags | PREFIX_NEVER_CLEAR },
+        Some((_, PrefixValue { hop, flags })) if !matches!(hop, HOP_NONE | HOP_LOCAL) => {
+            PrefixValue { hop, flags: flags | PREFIX_NEVER_CLEAR }
+        }
+        // Nobody may send from there: nothing is known of who has it.
+        _ => PrefixValue { hop: HOP_NONE, flags: PREFIX_NEVER_CLEAR },
     };
     table.insert(subnet, value);
     Some(subnet)
