@@ -212,7 +212,7 @@ pub fn parse_number<const LEAST: u8, const MOST: u8>(text: &str) -> Result<u8, I
     text.parse().ok().filter(|number| (LEAST..=MOST).contains(number)).ok_or_else(invalid)
 }
 
-/// Parses a rate in megabits a second; 0 is no limit.
+/// Parses a rate in megabits a second; 0 means unlimited.
 pub fn parse_rate(text: &str) -> Result<u16, InvalidNumber> {
     text.parse().map_err(|_| InvalidNumber { text: text.to_owned(), least: 0, most: u16::MAX })
 }

@@ -93,7 +93,7 @@ proptest! {
                 prop_assert_eq!(plan.tables.uplink_egress(Packet { src, dst }), CLOSED, "{} to {}", src, dst);
             }
         }
-        // It is no route, and nobody may send from there.
+        // There is no route for it.
         prop_assert!(!plan.net.unreachable.contains(&settings.subnet));
         prop_assert_ne!(plan.tables.prefix[&settings.subnet].flags & PREFIX_NEVER_CLEAR, 0);
     }
@@ -131,7 +131,7 @@ fn what_a_host_reaches_by_routes_of_its_own_in_the_subnet_stays_open() {
         // All of it: this host's network is there.
         (&[("10.4.0.0/16", link)], "10.4.7.1", Ok(false)),
         (&[("10.4.0.0/16", gateway)], "10.4.7.1", Ok(false)),
-        // A wider one is no more than a default route.
+        // A wider one opens as little as a default route.
         (&[("10.0.0.0/8", gateway)], "10.4.7.1", closed),
         (&[("10.0.0.0/8", link)], "10.4.7.1", closed),
         // Addresses of locations that are known go through WireGuard whatever the host's routes say.

@@ -126,9 +126,8 @@ pub(super) fn tables(inputs: &Inputs<'_>, own: &Own<'_>, remote: &Remote, lost: 
     prefixes.dedup_by_key(|(prefix, _)| *prefix);
     let mut tables = Tables { prefix: prefixes.into_iter().collect(), ..Tables::default() };
     close_lost(lost, &chosen, &mut tables.prefix);
-    let elsewhere = &inputs.links.elsewhere;
     chosen.extend(close_subnet(inputs, own, &mut tables.prefix));
-    leave_out_elsewhere(elsewhere, &chosen, &mut tables.prefix);
+    leave_out_elsewhere(&inputs.links.elsewhere, &chosen, &mut tables.prefix);
     fill_hops(inputs, own, &ids, &mut tables);
     tables
 }

@@ -55,7 +55,7 @@ impl FormerPodCidrs {
     /// Those that agents of this boot have kept in a directory that is empty after a reboot.
     ///
     /// # Errors
-    /// When the file is there and is no list of prefixes.
+    /// When the file is there and holds something else than a list of prefixes.
     pub fn open(directory: &Path) -> Result<Self, CniError> {
         let mut former = Self::in_directory(directory);
         let path = directory.join(FILE);
@@ -85,13 +85,15 @@ impl FormerPodCidrs {
         self.known.extend(prefixes.iter().map(IpNet::trunc));
         self.is_unsaved |= self.known.len() != count;
         let Some(file) = self.file.as_ref().filter(|_| self.is_unsaved) else { return Ok(()) };
-        let text = serde_json::to_string(&self.known).unwrap_or_default();
-        replace(file, &text).map_err(|error| CniError::Io(file.display().to_string(), error))?;
+        let name = || file.display().to_string();
+        let text =
+            serde_json::to_string(&self.known).map_err(|error| CniError::Invalid(name(), error.into()))?;
+        replace(file, &text).map_err(|error| CniError::Io(name(), error))?;
         self.is_unsaved = false;
         Ok(())
     }
 
-    /// Those that are none of these pod CIDRs, which the node has now.
+    /// Those that are not among these pod CIDRs, which the node has now.
     pub fn without<'a>(&'a self, now: &'a [IpNet]) -> impl Iterator<Item = IpNet> + 'a {
         self.known.iter().filter(|prefix| !now.iter().any(|cidr| cidr.trunc() == **prefix)).copied()
     }
