@@ -20,15 +20,18 @@ use crate::check_ins::unix_now;
 const LABEL: &str = "topology.kubernetes.io/region";
 /// As the agent that writes slices renews it.
 const RENEWED: Duration = Duration::from_secs(60);
+/// How often the Node of the agent under test is looked at.
+const LOOK: Duration = Duration::from_secs(1);
 
-/// Slices of all Nodes as they are now; their index is renewed until this is dropped.
-pub struct Slices(tokio::task::JoinHandle<()>);
+/// Slices of all Nodes as they are now. Until this is dropped their index is renewed, and what the agent under test
+/// writes about its own Node gets into its slice: an agent whose slice does not follow its Node reads Nodes.
+pub struct Slices([tokio::task::JoinHandle<()>; 2]);
 
 impl Slices {
-    pub async fn write(client: &Client) -> Self {
+    /// `own`: the Node of the agent under test.
+    pub async fn write(client: &Client, own: &str) -> Self {
         promise(client).await;
         let nodes = Api::<core::Node>::all(client.clone()).list(&ListParams::default()).await.unwrap();
-        let entry = |node: &core::Node| Entry::new(node, &node::from_object(node, LABEL).0, LABEL, true);
         let entries: Vec<Entry> = nodes.items.iter().map(entry).collect();
         let api: Api<DynamicObject> = Api::all_with(client.clone(), &ApiResource::erase::<NodeSlice>(&()));
         let slices: BTreeMap<String, &[Entry]> = entries
@@ -41,6 +44,9 @@ impl Slices {
                 put(&api, name, NodeSliceSpec { nodes: nodes.to_vec(), index: None })
             })
             .await;
+        let of_own = slices.iter().find(|(_, nodes)| nodes.iter().any(|node| node.name == own));
+        let (name, nodes) = of_own.map(|(name, nodes)| (name.clone(), nodes.to_vec())).unwrap();
+        let follows = tokio::spawn(follow(client.clone(), own.to_owned(), name, nodes));
         let names: Vec<String> = slices.into_keys().collect();
         let index = move || Index {
             slices: names.clone(),
@@ -49,19 +55,45 @@ impl Slices {
             renewed: unix_now(),
         };
         put(&api, INDEX, NodeSliceSpec { nodes: Vec::new(), index: Some(index()) }).await;
-        Self(tokio::spawn(async move {
+        let renews = tokio::spawn(async move {
             loop {
                 tokio::time::sleep(RENEWED).await;
                 let spec = json!({"spec": NodeSliceSpec { nodes: Vec::new(), index: Some(index()) }});
                 api.patch(INDEX, &PatchParams::default(), &Patch::Merge(&spec)).await.unwrap();
             }
-        }))
+        });
+        Self([renews, follows])
+    }
+}
+
+fn entry(node: &core::Node) -> Entry {
+    Entry::new(node, &node::from_object(node, LABEL).0, LABEL, true)
+}
+
+/// Writes the slice with these nodes again when the entry of `own` is another.
+async fn follow(client: Client, own: String, slice: String, mut entries: Vec<Entry>) {
+    let nodes = Api::<core::Node>::all(client.clone());
+    let api: Api<DynamicObject> = Api::all_with(client, &ApiResource::erase::<NodeSlice>(&()));
+    loop {
+        tokio::time::sleep(LOOK).await;
+        let mut new = entry(&nodes.get(&own).await.unwrap());
+        let known = entries.iter_mut().find(|known| known.name == own).unwrap();
+        // A heartbeat alone is no change of a slice.
+        (new.last_seen, new.resource_version) = (known.last_seen, known.resource_version.clone());
+        if *known != new {
+            println!("bench: the agent's own Node is another: {known:?}, now {new:?}");
+            *known = new;
+            let spec = json!({"spec": NodeSliceSpec { nodes: entries.clone(), index: None }});
+            api.patch(&slice, &PatchParams::default(), &Patch::Merge(&spec)).await.unwrap();
+        }
     }
 }
 
 impl Drop for Slices {
     fn drop(&mut self) {
-        self.0.abort();
+        for task in &self.0 {
+            task.abort();
+        }
     }
 }
 

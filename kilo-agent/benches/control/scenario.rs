@@ -280,7 +280,7 @@ async fn by_slices(
     let mut agent = Agent::start_with(kubeconfig, own, &flags);
     agent.until("kilo_reconcile_duration_seconds_count", |value| value >= 2.0).await;
     agent.stop().await;
-    let _slices = Slices::write(client).await;
+    let _slices = Slices::write(client, own).await;
     let received = proxy.received();
     let mut agent = Agent::start_with(kubeconfig, own, &flags);
     agent.until("kilo_slices_in_use", |value| value == 1.0).await;

@@ -195,14 +195,15 @@ impl Net {
     }
 
     /// As [`Self::apply`], where all of the plan `before` is known to be there:
-    /// nothing is read, and only what differs between the plans is written.
+    /// no route is read, and only what differs between the plans is written.
     pub async fn change(&self, before: &NetPlan, plan: &NetPlan, kilo: u32) -> Result<usize, NetError> {
-        let same_but_routes = (before.mtu, &before.addresses, &before.neighbours, &before.unreachable)
-            == (plan.mtu, &plan.addresses, &plan.neighbours, &plan.unreachable);
+        let same_but_routes =
+            (before.mtu, &before.addresses, &before.neighbours) == (plan.mtu, &plan.addresses, &plan.neighbours);
         if !same_but_routes {
             return self.apply(plan, kilo).await;
         }
-        let changes = routes::between(&before.routes, &plan.routes, kilo);
+        let (before, wanted) = ((&before.routes, &before.unreachable), (&plan.routes, &plan.unreachable));
+        let changes = routes::between(before, wanted, kilo);
         let mut refused = Vec::new();
         let mut writes = routes::apply_sets(&self.rtnl, &changes, kilo, &mut refused).await?;
         writes += routes::apply_deletes(&self.rtnl, &changes, &mut refused).await?;

@@ -110,9 +110,12 @@ pub fn diff<'a>(
     changes
 }
 
-/// Pure: what has to change where exactly the routes `before` are there, all
+/// Routes of a plan, and the prefixes that are to be unreachable.
+pub type Wanted<'a> = (&'a FlatSet<Route>, &'a BTreeSet<IpNet>);
+
+/// Pure: what has to change where exactly what `before` wants is there, all
 /// through `kilo`.
-pub fn between(before: &FlatSet<Route>, wanted: &FlatSet<Route>, kilo: u32) -> Changes {
+pub fn between((before, closed): Wanted<'_>, (wanted, unreachable): Wanted<'_>, kilo: u32) -> Changes {
     let found = |entry: Entry| Found {
         route: entry.route,
         interface: (!entry.unreachable).then_some(kilo),
@@ -131,7 +134,8 @@ pub fn between(before: &FlatSet<Route>, wanted: &FlatSet<Route>, kilo: u32) -> C
             Both(..) => {}
         }
     }
-    diff(&gone, new, [], kilo)
+    gone.extend(closed.difference(unreachable).copied().map(Entry::unreachable).map(found));
+    diff(&gone, new, unreachable.difference(closed), kilo)
 }
 
 /// The form the kernel gives back: no host bits; a source of the other family
@@ -237,10 +241,42 @@ mod tests {
             }
             prop_assert_eq!(after.len(), wanted.iter().map(|route| 1 + usize::from(route.closed)).sum::<usize>());
             prop_assert_eq!(diff(&after, &wanted, [], 5), Changes::default());
-            let before: FlatSet<Route> = wanted.iter().copied().collect();
-            prop_assert_eq!(between(&before, &before, 5), Changes::default());
-            let gone = between(&before, &FlatSet::from_iter([]), 5).delete;
-            prop_assert_eq!(gone.len(), after.len());
+        }
+
+        /// Of each prefix: no route, a route by its source, closed or not, or none but it is unreachable.
+        #[test]
+        fn what_differs_between_two_plans_is_what_differs_from_the_kernel(
+            plans in proptest::collection::vec(proptest::collection::btree_map(0u8..20, 0u8..5, 0..20), 2),
+        ) {
+            let prefix = |net: u8| format!("10.{net}.0.0/24");
+            let sides: Vec<(FlatSet<Route>, BTreeSet<IpNet>)> = plans
+                .iter()
+                .map(|plan| {
+                    let (routed, closed): (Vec<_>, Vec<_>) = plan.iter().partition(|(_, how)| **how < 4);
+                    let routed = routed.into_iter().map(|(net, how)| Route {
+                        closed: how % 2 == 1,
+                        ..route(&prefix(*net), Some(&format!("192.0.2.{}", how / 2)))
+                    });
+                    (routed.collect(), closed.into_iter().map(|(net, _)| prefix(*net).parse().unwrap()).collect())
+                })
+                .collect();
+            let [before, wanted] = &sides[..] else { unreachable!() };
+            let of = |(routes, closed): &(FlatSet<Route>, BTreeSet<IpNet>)| -> Vec<Found> {
+                let made = diff(&[], routes, closed, 5).add;
+                let found = |entry: &Entry| match entry.unreachable {
+                    true => unreachable(entry.route),
+                    false => found(entry.route, 5, 0),
+                };
+                made.iter().map(found).collect()
+            };
+            let expected = diff(&of(before), &wanted.0, &wanted.1, 5);
+            let mut got = between((&before.0, &before.1), (&wanted.0, &wanted.1), 5);
+            let mut deleted = expected.delete.clone();
+            deleted.sort_by_key(|found| (found.route.destination, found.unreachable));
+            got.delete.sort_by_key(|found| (found.route.destination, found.unreachable));
+            prop_assert_eq!(&got.add, &expected.add);
+            prop_assert_eq!(&got.replace, &expected.replace);
+            prop_assert_eq!(got.delete, deleted);
         }
     }
 }
