@@ -62,6 +62,7 @@ impl Agent {
             .args(["--hostname", hostname, "--listen", LISTEN, "--wireguard", "userspace"])
             .args(["--cni-path", "/run/kilo/10-kilo.conflist", "--internal-cidr", "10.201.0.0/16"])
             .args(flags)
+            .args(std::env::var("KILO_BENCH_FLAGS").unwrap_or_default().split_whitespace())
             .stdin(Stdio::null())
             .stdout(log.try_clone().unwrap())
             .stderr(log)

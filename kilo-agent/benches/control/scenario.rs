@@ -1,6 +1,7 @@
 //! A real agent on a real API server with a mesh of generated nodes.
 
 use std::{
+    collections::BTreeMap,
     io::{BufRead as _, BufReader},
     path::Path,
     process::{Command, Stdio},
@@ -304,10 +305,26 @@ fn rest_time() -> Duration {
     Duration::from_secs(std::env::var("KILO_BENCH_REST").map_or(60, |seconds| seconds.parse().unwrap()))
 }
 
+/// What its metrics say once it has nothing left to write: what nodes and Peers leave behind is closed for a minute
+/// and opened at the next reconcile by the clock, each 30 s.
+async fn settled(agent: &mut Agent) -> BTreeMap<String, f64> {
+    let writes = "kilo_writes_total";
+    let mut before = agent.metrics().await;
+    for _ in 0..5 {
+        tokio::time::sleep(Duration::from_secs(31)).await;
+        let after = agent.metrics().await;
+        let is_settled = after[writes] == before[writes];
+        before = after;
+        if is_settled {
+            break;
+        }
+    }
+    before
+}
+
 /// Nothing happens but heartbeats.
 async fn rest(figures: &mut Figures, agent: &mut Agent, nodes: usize, check_ins: &CheckIns, proxy: &Counted) {
-    tokio::time::sleep(Duration::from_secs(10)).await;
-    let before = agent.metrics().await;
+    let before = settled(agent).await;
     let (ran, written, received, started) =
         (agent.ran(), check_ins.written(), proxy.received(), Instant::now());
     tokio::time::sleep(rest_time()).await;
