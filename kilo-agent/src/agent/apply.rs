@@ -66,9 +66,10 @@ impl<B: Backend> Agent<B> {
         let mut writes =
             forwarding::enable(plan.routes.iter().any(|route| route.destination.addr().is_ipv6()));
         self.state.cannot_forward = !forwarding::is_on();
+        let routes = host.routes.take();
         writes += match host.net.take() {
             Some(before) => self.net.change(&before, &plan, kilo).await?,
-            None => self.net.apply(&plan, kilo).await?,
+            None => self.net.apply_to(routes, &plan, kilo).await?,
         } as u64;
         if steers_by_source {
             writes += forwarding::accept_by_tunnel(self.net.rtnl(), &self.options.interface.name, kilo).await;

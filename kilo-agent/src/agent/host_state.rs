@@ -14,7 +14,7 @@ use kilo_core::{
 use kilo_host::{
     interface::Interface,
     net::{
-        Link, NetError, Paths, Way, WaysOut,
+        Link, NetError, OurRoutes, Paths, Way, WaysOut,
         tunnels::{self, Tunnels},
     },
 };
@@ -55,6 +55,8 @@ pub(super) struct HostState {
     pub tunnels: Tunnels,
     pub links: Vec<Link>,
     pub ways_out: WaysOut,
+    /// Our routes, until a plan has been applied to them.
+    pub routes: Option<OurRoutes>,
     /// Routes by interfaces with addresses of the network the node is in.
     pub ways: Vec<Way>,
     /// What the WireGuard device has.
@@ -83,7 +85,7 @@ impl<B: Backend> Agent<B> {
             return Err(NetError::Missing(format!("link {}", self.options.interface.name)).into());
         }
         let own: Vec<u32> = [interface.index].into_iter().chain(tunnels.vxlan).chain(tunnels.ipip).collect();
-        let ways_out = self.net.ways_out(&own).await?;
+        let (ways_out, routes) = self.net.ways_out(&own).await?;
         let leads_out: Vec<u32> = links
             .iter()
             .filter(|link| link.index != interface.index && !link.loopback)
@@ -93,7 +95,7 @@ impl<B: Backend> Agent<B> {
         let ways = self.net.ways(&leads_out).await?;
         let state = interface.device.read().await?;
         let made = u64::from(created) + tunnels.created;
-        let (paths, net) = (Paths::default(), None);
-        Ok(HostState { interface, tunnels, links, ways_out, ways, state, paths, net, made })
+        let (paths, net, routes) = (Paths::default(), None, Some(routes));
+        Ok(HostState { interface, tunnels, links, ways_out, routes, ways, state, paths, net, made })
     }
 }

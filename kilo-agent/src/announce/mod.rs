@@ -19,6 +19,7 @@ use kilo_core::{
         is_recent,
     },
 };
+use kilo_host::wireguard::Reading;
 use tokio::{
     sync::watch,
     time::{MissedTickBehavior, interval},
@@ -71,6 +72,7 @@ pub async fn run<B: Backend>(context: Context<B>) {
         tunnels: Watched::default(),
         handshakes: Handshakes::new(now),
         look_again: now,
+        counts: Duration::ZERO,
         out_since: None,
     };
     let mut looks = interval(LOOK);
@@ -132,6 +134,8 @@ struct Announcer<B> {
     tunnels: Watched,
     handshakes: Handshakes,
     look_again: Instant,
+    /// How long a reading of the device counts.
+    counts: Duration,
     /// Since when this node is not in the mesh, until that was logged.
     out_since: Option<Instant>,
 }
@@ -216,9 +220,9 @@ impl<B: Backend> Announcer<B> {
             return;
         }
         let Some(view) = self.before.clone() else { return };
-        let started = Instant::now();
-        let peers = match view.peers().await {
-            Ok(peers) => peers,
+        // A reconcile may just have read it.
+        let Reading { at, took, peers } = match view.reading(self.counts).await {
+            Ok(reading) => reading,
             Err(error) => {
                 tracing::debug!(%error, "failed to read WireGuard peers");
                 return;
@@ -227,7 +231,7 @@ impl<B: Backend> Announcer<B> {
         let (now, seen) = (Instant::now(), handshakes::seen(&view.mesh, &peers, Timestamp::now()));
         let leaders = view.mesh.segments.len();
         self.handshakes.observe(&self.context.backend, &seen, leaders, now).await;
-        for news in self.tunnels.observe(&view, &peers, now) {
+        for news in self.tunnels.observe(&view, &peers, at) {
             self.say(now, || news.log());
             if let Some((reason, text)) = news.event() {
                 self.announce(Notice { node: self.context.node.clone(), reason, text }, now);
@@ -236,7 +240,8 @@ impl<B: Backend> Announcer<B> {
         let degraded = self.tunnels.degraded(now);
         self.context.metrics.silent_tunnels.set(gauge(degraded.len()));
         self.context.health.set_degraded(degraded);
-        self.look_again = now + (now.saturating_duration_since(started) * SHARE).min(LOOK_AT_LEAST);
+        self.counts = (took * SHARE).min(LOOK_AT_LEAST);
+        self.look_again = at + took + self.counts;
     }
 
     /// Reports once that this node has not joined the mesh since its agent started.

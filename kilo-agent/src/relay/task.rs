@@ -17,9 +17,12 @@ use kilo_core::{
     settings, signal_id,
     wireguard::key::{PublicKey, SecretKey},
 };
-use kilo_host::dataplane::{
-    lead::{self, Signals},
-    relay::{RelayMaps, RelayRing},
+use kilo_host::{
+    dataplane::{
+        lead::{self, Signals},
+        relay::{RelayMaps, RelayRing},
+    },
+    wireguard::Reading,
 };
 use tokio::sync::{Notify, watch};
 use tokio_util::sync::CancellationToken;
@@ -95,6 +98,8 @@ pub struct Task {
     paths: Paths,
     ports: Ports,
     look_again: Instant,
+    /// How old a reading may be that others have made.
+    counts: Duration,
     /// Locations when the device was read last.
     locations: Locations,
     /// Ways as they were reported last.
@@ -132,6 +137,7 @@ impl Task {
             paths: Paths::default(),
             ports,
             look_again: now,
+            counts: Duration::ZERO,
             locations: Locations::default(),
             said: BTreeMap::new(),
             has_looked: false,
@@ -186,6 +192,9 @@ impl Task {
         // One more VPN peer, for example, is no reason to read the device: with thousands of peers that takes long, and
         // the device is not changed meanwhile.
         if now >= self.look_again || is_another {
+            if is_another {
+                self.counts = Duration::ZERO;
+            }
             self.locations = Locations::of(&mesh);
             self.look().await;
             let now = Instant::now();
@@ -202,8 +211,9 @@ impl Task {
         let started = Instant::now();
         let view = self.context.view.borrow().clone();
         let Some(device) = &view.device else { return };
-        let peers = match device.read_status().await {
-            Ok(peers) => peers,
+        // A reconcile may just have read it.
+        let Reading { at, took, peers } = match device.status_within(self.counts).await {
+            Ok(reading) => reading,
             Err(error) => {
                 tracing::debug!(%error, "failed to read WireGuard peers");
                 self.look_again = started + LOOK;
@@ -214,9 +224,11 @@ impl Task {
         self.far = FarGateways::of(&view, &self.context.relays, &peers);
         self.has_looked = true;
         let uses = self.is_on();
-        let took = now.saturating_duration_since(started);
         // Pairs that a relay has left are to end in time.
-        self.look_again = now + until_next_look(took, uses || self.server.pairs() > 0);
+        let is_pressing = uses || self.server.pairs() > 0;
+        let counts = until_next_look(took, is_pressing);
+        self.look_again = at + took + counts;
+        self.counts = if is_pressing { Duration::ZERO } else { counts };
         self.client.see(self.far.seen.clone(), uses, self.far.is_behind_nat, now);
         let fresh = self.far.seen.iter().filter(|seen| seen.is_fresh() && uses && !seen.refuses);
         let relayed = self.client.endpoints();
@@ -336,7 +348,7 @@ impl Task {
         if let Err(error) = device.move_endpoint(*key, to).await {
             tracing::warn!(%error, node = name, %to, "failed to change the endpoint of a tunnel");
         }
-        self.look_again = Instant::now();
+        (self.look_again, self.counts) = (Instant::now(), Duration::ZERO);
         self.context.changed.notify_one();
     }
 

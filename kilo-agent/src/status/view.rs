@@ -1,6 +1,10 @@
 //! What an agent knows, kept for those who ask it.
 
-use std::{collections::BTreeMap, sync::Arc, time::Instant};
+use std::{
+    collections::BTreeMap,
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
 use super::{AgentStatus, FailoverStatus, History, StandByStatus, Status, Tunnel, of_objects};
 use crate::{
@@ -17,7 +21,7 @@ use kilo_core::{
 };
 use kilo_host::{
     dataplane::Counters,
-    wireguard::{Device, PeerStatus as DevicePeer, WireguardError},
+    wireguard::{Device, PeerStatus as DevicePeer, Reading, WireguardError},
 };
 
 /// The state after a reconciliation.
@@ -76,9 +80,17 @@ impl View {
     /// # Errors
     /// When the device cannot be read.
     pub async fn peers(&self) -> Result<BTreeMap<PublicKey, DevicePeer>, WireguardError> {
+        Ok(self.reading(Duration::ZERO).await?.peers)
+    }
+
+    /// The same, or what was read no longer ago than `age`, with the moment of that.
+    ///
+    /// # Errors
+    /// When the device has to be read, and cannot be.
+    pub async fn reading(&self, age: Duration) -> Result<Reading, WireguardError> {
         match &self.device {
-            Some(device) => device.read_status().await,
-            None => Ok(BTreeMap::new()),
+            Some(device) => device.status_within(age).await,
+            None => Ok(Reading::nothing(Instant::now())),
         }
     }
 
@@ -185,8 +197,6 @@ fn tunnels(
 
 #[cfg(test)]
 mod tests {
-    use std::time::Duration;
-
     use super::*;
 
     #[test]

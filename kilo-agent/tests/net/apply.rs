@@ -77,6 +77,26 @@ fn closed_plan() -> NetPlan {
 }
 
 #[test]
+fn routes_that_were_read_are_not_read_again_unless_something_was_written_since() {
+    isolated("routes_that_were_read_are_not_read_again_unless_something_was_written_since", || async {
+        let kilo = setup();
+        let net = Net::new().unwrap();
+        net.apply(&plan(), kilo).await.unwrap();
+        let known = || async { Some(net.ways_out(&[kilo]).await.unwrap().1) };
+        assert_eq!(net.apply_to(known().await, &plan(), kilo).await.unwrap(), 0, "all of ours were found");
+        let before = known().await;
+        sh("ip route del 192.0.2.7/32");
+        assert_eq!(net.apply_to(before, &plan(), kilo).await.unwrap(), 0, "they were not read again");
+        assert_eq!(net.apply_to(known().await, &plan(), kilo).await.unwrap(), 1);
+        // The kernel removes IPv4 routes with the last IPv4 address.
+        let before = known().await;
+        sh("ip -4 addr flush dev kilo0");
+        assert!(net.apply_to(before, &plan(), kilo).await.unwrap() > 2);
+        assert_eq!(net.apply(&plan(), kilo).await.unwrap(), 0, "nothing was left out");
+    });
+}
+
+#[test]
 fn without_the_device_destinations_are_unreachable_and_not_the_default_routes() {
     isolated("without_the_device_destinations_are_unreachable_and_not_the_default_routes", || async {
         let kilo = setup();
@@ -400,7 +420,7 @@ fn links_uplinks_paths_and_addresses_are_found() {
         assert_eq!(host.private, Some(eth0));
         assert_eq!(host.towards.get(&towards[1]), Some(&eth1));
         assert_eq!(host.towards.len(), 1);
-        assert_eq!(net.ways_out(&[]).await.unwrap().default, Some(eth0));
+        assert_eq!(net.ways_out(&[]).await.unwrap().0.default, Some(eth0));
         let found = discovery::run(&net, "kilo-no-such-host.invalid", kilo, &pods, &[]).await.unwrap();
         assert_eq!(found.private.unwrap().to_string(), "10.0.0.5/24");
         // The default route's interface comes first: its IPv6 address is public.

@@ -155,6 +155,15 @@ fn two_devices_talk_roam_and_end() {
         assert_eq!(seen.peers.len(), 1);
         assert!(seen.peers[0].stats.last_handshake_time.is_some());
 
+        // What one handle has read, its copies have for those who may have it that old.
+        device.read().await.unwrap();
+        let (hour, nothing) = (Duration::from_hours(1), Duration::ZERO);
+        let copy = device.clone();
+        let shared = copy.status_within(hour).await.unwrap();
+        assert_eq!(shared.at, device.status_within(hour).await.unwrap().at);
+        assert!(copy.status_within(nothing).await.unwrap().at > shared.at);
+        assert!(shared.peers[&b.public()].handshake_age.is_some());
+
         // The session survives a change of allowed IPs: counters go on, no new handshake.
         let before = device.read_status().await.unwrap()[&b.public()].clone();
         let mut more = to_b.clone();

@@ -31,6 +31,8 @@ pub enum Manner {
     /// Answers the next watch of nodes with 410, and then one list of nodes
     /// with half of them.
     Lying,
+    /// Answers watches of nodes with 410, and lists of nodes with 500; passes everything else on.
+    Listless,
 }
 
 /// The front; it ends with the test's runtime.
@@ -126,7 +128,9 @@ fn next(state: &Mutex<State>, request: &Request<Incoming>) -> Step {
             state.manner = Manner::Honest;
             Step::Halve
         }
-        Manner::Lying => Step::Pass,
+        Manner::Listless if of_nodes && watches => Step::Gone,
+        Manner::Listless if of_nodes => Step::Refuse(500),
+        Manner::Lying | Manner::Listless => Step::Pass,
     }
 }
 
@@ -137,6 +141,7 @@ async fn answer(
 ) -> kube::Result<Response<Body>> {
     let step = next(&state, &request);
     match step {
+        Step::Refuse(500) => return Ok(status(500, 500, "InternalError")),
         Step::Refuse(code) => return Ok(status(code, code, "TooManyRequests")),
         Step::Gone => return Ok(status(200, 410, "Expired")),
         Step::Wait(time) => wait::pace(time).await,

@@ -58,6 +58,10 @@ pub struct Paths {
     asked: BTreeSet<IpAddr>,
 }
 
+/// Our routes in all tables, as they were at a moment.
+#[derive(Debug)]
+pub struct OurRoutes(Vec<routes::Found>);
+
 /// Reads and changes this network namespace's links, addresses, routes and rules.
 #[derive(Clone, Debug)]
 pub struct Net {
@@ -116,9 +120,11 @@ impl Net {
         paths.asked = addresses;
     }
 
-    /// Where routes lead out of the host; not by the devices in `own`.
-    pub async fn ways_out(&self, own: &[u32]) -> Result<WaysOut, NetError> {
-        routes::ways_out(&self.rtnl, own).await
+    /// Where routes lead out of the host; not by the devices in `own`. And our routes, for
+    /// [`Self::apply_to`]: all have been read for it.
+    pub async fn ways_out(&self, own: &[u32]) -> Result<(WaysOut, OurRoutes), NetError> {
+        let (ways_out, ours) = routes::ways_out(&self.rtnl, own).await?;
+        Ok((ways_out, OurRoutes(ours)))
     }
 
     /// Routes of the main table by each of these interfaces.
@@ -139,6 +145,17 @@ impl Net {
     /// refusals are returned together. While the interface cannot be set up
     /// (WireGuard's port is taken), its destinations are unreachable.
     pub async fn apply(&self, plan: &NetPlan, kilo: u32) -> Result<usize, NetError> {
+        self.apply_to(None, plan, kilo).await
+    }
+
+    /// The same, with our routes as they were read: where nothing else has to be written before routes, they are not
+    /// read again.
+    pub async fn apply_to(
+        &self,
+        known: Option<OurRoutes>,
+        plan: &NetPlan,
+        kilo: u32,
+    ) -> Result<usize, NetError> {
         let mut refused = Vec::new();
         let set_up = links::bring_up(&self.rtnl, kilo, plan.mtu).await;
         let is_up = set_up.is_ok();
@@ -153,7 +170,10 @@ impl Net {
         if is_up {
             writes += addresses::apply(&self.rtnl, kilo, &plan.addresses, &mut refused).await?;
         }
-        let current = routes::read(&self.rtnl).await?;
+        let current = match known.filter(|_| writes == 0) {
+            Some(OurRoutes(known)) => known,
+            None => routes::read(&self.rtnl).await?,
+        };
         let mut changes = routes::diff(&current, plan.routes.iter(), &plan.unreachable, kilo);
         if !is_up {
             // The kernel takes no route to an interface that is down.

@@ -4,7 +4,8 @@ use std::{
     collections::BTreeMap,
     io,
     net::SocketAddr,
-    time::{Duration, SystemTime},
+    sync::Arc,
+    time::{Duration, Instant, SystemTime},
 };
 
 use ipnet::IpNet;
@@ -17,6 +18,7 @@ use wireguard_control as control;
 
 use super::{
     WireguardError,
+    reading::{Last, Reading},
     socket::{check_name, interface_name, socket_path},
 };
 use crate::net::{Rtnl, links};
@@ -75,6 +77,8 @@ pub struct Device {
     index: u32,
     backend: Backend,
     rtnl: Rtnl,
+    /// Shared by all copies of this handle.
+    last: Arc<Last>,
 }
 
 impl Device {
@@ -83,7 +87,13 @@ impl Device {
         check_name(name)?;
         let link =
             links::by_name(rtnl, name).await?.ok_or_else(|| WireguardError::Vanished(name.to_owned()))?;
-        Ok(Self { name: name.to_owned(), index: link.index, backend, rtnl: rtnl.clone() })
+        Ok(Self {
+            name: name.to_owned(),
+            index: link.index,
+            backend,
+            rtnl: rtnl.clone(),
+            last: Arc::default(),
+        })
     }
 
     /// True when a userspace process answers for the interface.
@@ -117,6 +127,15 @@ impl Device {
 
     /// The present configuration and counters.
     pub async fn read(&self) -> Result<DeviceState, WireguardError> {
+        let started = Instant::now();
+        let state = self.ask().await?;
+        let peers = state.peers.iter().map(|(key, peer)| (*key, status(peer))).collect();
+        // It is as old as its answer's beginning.
+        self.last.keep(Reading { at: started, took: started.elapsed(), peers });
+        Ok(state)
+    }
+
+    async fn ask(&self) -> Result<DeviceState, WireguardError> {
         self.check().await?;
         let what = format!("read WireGuard device {}", self.name);
         match self.backend {
@@ -212,13 +231,30 @@ impl Device {
 
     /// Handshakes, counters and endpoints, for metrics and discovered endpoints.
     pub async fn read_status(&self) -> Result<BTreeMap<PublicKey, PeerStatus>, WireguardError> {
-        let status = |peer: PeerState| PeerStatus {
-            endpoint: peer.endpoint,
-            handshake_age: peer.handshake_age,
-            rx_bytes: peer.rx_bytes,
-            tx_bytes: peer.tx_bytes,
-        };
-        Ok(self.read().await?.peers.into_iter().map(|(key, peer)| (key, status(peer))).collect())
+        self.status_within(Duration::ZERO).await.map(|reading| reading.peers)
+    }
+
+    /// The same, or what this handle or a copy of it has read for whatever purpose no longer ago than `age`.
+    ///
+    /// # Errors
+    /// When the device has to be read, and cannot be.
+    pub async fn status_within(&self, age: Duration) -> Result<Reading, WireguardError> {
+        if let Some(known) = self.last.within(age, Instant::now()) {
+            return Ok(known);
+        }
+        let started = Instant::now();
+        let peers = self.read().await?.peers;
+        let peers = peers.iter().map(|(key, peer)| (*key, status(peer))).collect();
+        Ok(Reading { at: started, took: started.elapsed(), peers })
+    }
+}
+
+fn status(peer: &PeerState) -> PeerStatus {
+    PeerStatus {
+        endpoint: peer.endpoint,
+        handshake_age: peer.handshake_age,
+        rx_bytes: peer.rx_bytes,
+        tx_bytes: peer.tx_bytes,
     }
 }
 

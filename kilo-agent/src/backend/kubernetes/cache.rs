@@ -11,7 +11,7 @@ use kube::core::ObjectMeta;
 use crate::backend::Said;
 
 use kilo_core::{
-    objects::{ObjectRef, Snapshot, annotations::PREFIX},
+    objects::{ObjectRef, Snapshot, annotations::PREFIX, slices::NODE_BYTES},
     topology::{CheckedIn, Node, Nodes, Peer, heartbeats::OFTEN},
 };
 
@@ -36,6 +36,9 @@ pub trait Kept: Sized {
     /// What the log calls the kind.
     const KIND: &'static str;
 
+    /// Bytes of an object in a list.
+    const BYTES: f64;
+
     /// All values of this kind by name; copies share what is the same.
     type All: Default;
 
@@ -57,6 +60,8 @@ pub trait Kept: Sized {
 
 impl Kept for Peer {
     const KIND: &'static str = "peer";
+
+    const BYTES: f64 = 1e3;
 
     type All = Arc<BTreeMap<String, Self>>;
 
@@ -87,6 +92,8 @@ impl Kept for Peer {
 
 impl Kept for CheckedIn {
     const KIND: &'static str = "node";
+
+    const BYTES: f64 = NODE_BYTES;
 
     type All = Nodes;
 
@@ -213,6 +220,11 @@ impl<T: Kept> Store<T> {
     /// All valid objects.
     pub const fn values(&self) -> &T::All {
         &self.values
+    }
+
+    /// Bytes of a list of all objects.
+    pub fn bytes(&self) -> f64 {
+        T::names(&self.values).map(|_| T::BYTES).sum()
     }
 
     /// True when this object is there and valid.

@@ -8,6 +8,7 @@ use std::{
 
 use hyper::http;
 use kube::{Client, Config};
+use tokio::sync::watch;
 
 use super::kubeconfig::{self, Access, Paths};
 use crate::backend::BackendError;
@@ -128,6 +129,24 @@ pub async fn connect(
         })
     })?;
     Ok((client, server))
+}
+
+/// The same client, and how often it has had an answer of a server that is not too busy or broken to give one.
+pub fn counted(client: Client) -> (Client, watch::Receiver<u64>) {
+    let (answers, count) = watch::channel(0);
+    let namespace = client.default_namespace().to_owned();
+    let service = tower::service_fn(move |request| {
+        let (client, answers) = (client.clone(), answers.clone());
+        async move {
+            let response = client.send(request).await?;
+            let status = response.status();
+            if !status.is_server_error() && status != http::StatusCode::TOO_MANY_REQUESTS {
+                answers.send_modify(|count| *count += 1);
+            }
+            Ok::<_, kube::Error>(response)
+        }
+    });
+    (Client::new(service, namespace), count)
 }
 
 /// What files say, or else the service account of the pod.

@@ -10,6 +10,7 @@ mod idle_watch;
 mod kubeconfig;
 mod network;
 mod partial_node;
+mod pauses;
 mod peer_status;
 mod proxy;
 pub mod read_once;
@@ -33,7 +34,7 @@ use kube::{
     Api, Client, Resource,
     api::{ApiResource, DynamicObject, ListParams, Patch, PatchParams},
     core::ObjectMeta,
-    runtime::{WatchStreamExt as _, watcher},
+    runtime::watcher,
 };
 use serde::de::DeserializeOwned;
 use tokio::{
@@ -51,8 +52,9 @@ pub use successor::{Successor, SuccessorError, own_namespace};
 
 use self::{
     cache::{Cache, Kept, Own, Seen, Store, Urgency},
-    client::{Asked, explain, in_time},
+    client::{Asked, counted, explain, in_time},
     partial_node::PartialNode,
+    pauses::with_pauses,
 };
 #[cfg(feature = "agent")]
 use super::SlicesReport;
@@ -80,6 +82,8 @@ struct Shared {
     later: Notify,
     /// Signalled when everything has been listed for the first time.
     listed: Notify,
+    /// How often the API server has answered: it is there.
+    answers: watch::Receiver<u64>,
 }
 
 /// The Kubernetes backend. Dropping it ends its watches; should one of them
@@ -133,6 +137,7 @@ impl KubernetesBackend {
         topology_label: &str,
         from: &NodesFrom,
     ) -> Result<Self, BackendError> {
+        let (client, answers) = counted(client);
         let nodes: Api<PartialNode> = Api::all_with(client.clone(), &ApiResource::erase::<core::Node>(&()));
         // Untyped, so that one object that is no Peer at all hides no other.
         let peers: Api<DynamicObject> = Api::all_with(client.clone(), &ApiResource::erase::<peer::Peer>(&()));
@@ -145,6 +150,7 @@ impl KubernetesBackend {
             now: Notify::new(),
             later: Notify::new(),
             listed: Notify::new(),
+            answers,
         });
         let (sender, snapshots) = watch::channel(Arc::default());
         let mut tasks = JoinSet::new();
@@ -279,7 +285,8 @@ async fn follow<K, T: Kept>(
         guard.list(&known);
     }
     loop {
-        let stream = watcher(api.clone(), watcher::Config::default()).default_backoff();
+        let bytes = move |cache: &mut Cache| store(cache).bytes();
+        let stream = with_pauses(watcher(api.clone(), watcher::Config::default()), &shared, bytes);
         pin_mut!(stream);
         // Translated at once: whole objects are held a page at a time.
         let mut listed: Vec<Seen<T>> = Vec::new();

@@ -101,6 +101,7 @@ fn run(cli: Cli) -> Result<()> {
             to_end(EVENTS, uninstall_alone(&cli.flags, &args))
         }
         None => {
+            kilo_host::memory::prepare();
             log_to_stdout(cli.flags.log_level);
             // The interface is named by the kernel's rules; ours stay below its length.
             to_end(EVENTS, serve(cli.flags))

@@ -14,9 +14,9 @@ const PATIENCE: Duration = Duration::from_secs(45);
 const AGAIN: Duration = Duration::from_secs(60);
 /// All agents may switch at once, and each then lists all nodes, of this many bytes each; the API server is
 /// to send no more than [`EGRESS`] bytes a second.
-const NODE_BYTES: f64 = 7e3;
+pub const NODE_BYTES: f64 = 7e3;
 /// Bytes of a node for agents that switch to slices.
-const ENTRY_BYTES: f64 = 500.0;
+pub const ENTRY_BYTES: f64 = 500.0;
 const EGRESS: f64 = 50e6;
 const MOST_SPREAD: Duration = Duration::from_mins(4);
 /// The same of agents that start: one that has not listed anything yet does not say that it lives.
@@ -131,8 +131,13 @@ impl Source {
 
 /// How long the API server sends when each of so many agents lists all nodes.
 fn time_to_list(nodes: usize, bytes: f64) -> Duration {
-    let nodes = f64::from(u32::try_from(nodes).unwrap_or(u32::MAX));
-    Duration::from_secs_f64(nodes * nodes * bytes / EGRESS)
+    time_to_send(nodes, f64::from(u32::try_from(nodes).unwrap_or(u32::MAX)) * bytes)
+}
+
+/// How long the API server sends when each of so many agents lists so many bytes.
+pub fn time_to_send(agents: usize, bytes: f64) -> Duration {
+    let agents = f64::from(u32::try_from(agents).unwrap_or(u32::MAX));
+    Duration::from_secs_f64(agents * bytes / EGRESS)
 }
 
 /// How long an agent waits before it lists slices when all others may start as well; `chance` is from 0 to 1.

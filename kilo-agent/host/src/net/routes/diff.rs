@@ -1,7 +1,5 @@
 //! Pure: the difference between the routes there are and those wanted.
 
-use std::collections::{BTreeMap, BTreeSet};
-
 use ipnet::IpNet;
 use itertools::{
     EitherOrBoth::{Both, Left, Right},
@@ -10,7 +8,7 @@ use itertools::{
 
 use super::{super::PROTOCOL, UNREACHABLE_METRIC};
 use kilo_core::{
-    flat_map::{FlatSet, Key as _},
+    flat_map::{FlatSet, Key},
     net::{MAIN_TABLE, Route},
 };
 
@@ -55,11 +53,21 @@ impl Entry {
         Self { route: normalise(route), unreachable: true }
     }
 
-    /// What there is one of.
-    const fn key(&self) -> (u32, IpNet, bool) {
-        (self.route.table, self.route.destination, self.unreachable)
+    /// Its place among all: there is one of each.
+    fn rank(&self) -> Rank {
+        (self.route.table, self.route.destination.rank(), self.unreachable)
     }
 }
+
+impl Found {
+    /// Its place among those that are wanted.
+    fn rank(&self) -> Rank {
+        (self.route.table, self.route.destination.rank(), self.unreachable)
+    }
+}
+
+/// Table, destination, and whether it is an `unreachable` one.
+type Rank = (u32, <IpNet as Key>::Rank, bool);
 
 /// Difference between the routes there are and those wanted.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -82,31 +90,35 @@ pub fn diff<'a>(
 ) -> Changes {
     let unreachable = unreachable.into_iter().copied().map(Entry::unreachable);
     let wanted = wanted.into_iter().flat_map(Entry::of).chain(unreachable);
-    let wanted: BTreeMap<_, Entry> = wanted.map(|entry| (entry.key(), entry)).collect();
+    // Sorted and merged: with tens of thousands of routes trees cost several times as much. Both are nearly sorted, and an
+    // entry that is wanted twice counts as it is named last.
+    let mut wanted: Vec<Entry> = wanted.collect();
+    wanted.reverse();
+    wanted.sort_by_key(Entry::rank);
+    wanted.dedup_by_key(|entry| entry.rank());
+    let mut current: Vec<&Found> = current.iter().collect();
+    current.sort_by_key(|found| found.rank());
     let mut changes = Changes::default();
-    let mut right = BTreeSet::new();
-    let mut present = BTreeSet::new();
-    for found in current {
-        let key = (found.route.table, found.route.destination, found.unreachable);
-        match wanted.get(&key) {
-            None => changes.delete.push(*found),
-            Some(entry) => {
-                present.insert(key);
-                let leads = found.unreachable || found.interface == Some(kilo);
-                if entry.route == found.route && leads {
-                    right.insert(key);
-                }
-            }
+    let mut current = current.into_iter().peekable();
+    for entry in wanted {
+        let rank = entry.rank();
+        while let Some(gone) = current.next_if(|found| found.rank() < rank) {
+            changes.delete.push(*gone);
+        }
+        let (mut is_present, mut is_right) = (false, false);
+        // The kernel may have several, with different metrics.
+        while let Some(found) = current.next_if(|found| found.rank() == rank) {
+            let leads = found.unreachable || found.interface == Some(kilo);
+            is_present = true;
+            is_right |= entry.route == found.route && leads;
+        }
+        match (is_present, is_right) {
+            (_, true) => {}
+            (true, false) => changes.replace.push(entry),
+            (false, false) => changes.add.push(entry),
         }
     }
-    for (key, entry) in wanted {
-        if right.contains(&key) {
-        } else if present.contains(&key) {
-            changes.replace.push(entry);
-        } else {
-            changes.add.push(entry);
-        }
-    }
+    changes.delete.extend(current.copied());
     changes
 }
 
@@ -149,6 +161,8 @@ fn normalise(mut route: Route) -> Route {
 
 #[cfg(test)]
 mod tests {
+    use std::collections::{BTreeMap, BTreeSet};
+
     use proptest::prelude::*;
 
     use super::*;
@@ -194,6 +208,15 @@ mod tests {
         let changes = diff(&[found(new, 4, 0)], &BTreeSet::from([new]), [], 5);
         assert_eq!(changes, Changes { replace: vec![entry(new)], ..Changes::default() });
         assert_eq!(diff(&[found(new, 5, 0)], &BTreeSet::from([new]), [], 5), Changes::default());
+    }
+
+    #[test]
+    fn of_several_routes_to_a_prefix_one_must_be_right_and_what_is_named_last_is_wanted() {
+        let (one, other) = (route("10.2.0.0/24", Some("10.0.0.1")), route("10.2.0.0/24", Some("10.0.0.2")));
+        let both = [found(one, 5, 0), found(other, 5, 7)];
+        assert_eq!(diff(&both, &[other], [], 5), Changes::default());
+        assert_eq!(diff(&both[..1], &[one, other], [], 5).replace, [entry(other)]);
+        assert_eq!(diff(&both, &[], [], 5).delete, both, "each of them is to go");
     }
 
     #[test]

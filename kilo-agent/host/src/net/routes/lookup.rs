@@ -131,8 +131,8 @@ fn question(address: IpAddr) -> RouteMessage {
 }
 
 /// The interfaces that routes of the main table lead out of the host by, without those
-/// in `own`: these are the agent's, which follow the others.
-pub async fn ways_out(rtnl: &Rtnl, own: &[u32]) -> Result<WaysOut, NetError> {
+/// in `own`: these are the agent's, which follow the others. And what [`read`](super::read) would find.
+pub async fn ways_out(rtnl: &Rtnl, own: &[u32]) -> Result<(WaysOut, Vec<Found>), NetError> {
     let messages = messages(rtnl, RouteProtocol::Unspec).await?;
     let routes: Vec<Found> = messages.iter().filter_map(parse).collect();
     let next_hops: BTreeSet<u32> = messages
@@ -153,11 +153,12 @@ pub async fn ways_out(rtnl: &Rtnl, own: &[u32]) -> Result<WaysOut, NetError> {
         let way = Elsewhere { on_link: found.on_link, wins: found.priority < ours };
         Some((destination, found.interface?, way))
     });
-    Ok(WaysOut {
+    let ways = WaysOut {
         default: default_of(&routes, own),
         next_hops: next_hops.into_iter().collect(),
         elsewhere: elsewhere.collect(),
-    })
+    };
+    Ok((ways, routes.into_iter().filter(|found| found.protocol == PROTOCOL).collect()))
 }
 
 /// What [`ways_out`] finds.

@@ -26,7 +26,7 @@ use kilo_core::{
 use kube::{
     Api, Client,
     api::{ApiResource, DynamicObject, ListParams},
-    runtime::{WatchStreamExt as _, watcher},
+    runtime::watcher,
 };
 use tokio::sync::Notify;
 use tokio_util::task::AbortOnDropHandle;
@@ -38,6 +38,7 @@ use super::{
     cache::{Cache, Seen as SeenNode},
     client::in_time,
     follow,
+    pauses::with_pauses,
 };
 
 /// How often a right that is missing is asked about again, give or take a fifth: it may be granted later.
@@ -252,7 +253,7 @@ fn spawn_nodes(context: &Arc<Context>) -> AbortOnDropHandle<()> {
 /// The own Node, at once and whole: its annotations say what this agent is to do.
 async fn follow_own(context: Arc<Context>) {
     let one = watcher::Config::default().fields(&format!("metadata.name={}", context.hostname));
-    let mut stream = pin!(watcher(context.nodes(), one).default_backoff());
+    let mut stream = pin!(with_pauses(watcher(context.nodes(), one), &context.shared, |_| 0.0));
     let mut listed = None;
     let put = |own: SeenNode<CheckedIn>| {
         context.shared.change(|cache| cache.nodes.put(own));

@@ -8,13 +8,10 @@ use std::{
 };
 
 use futures::StreamExt as _;
-use kilo_core::objects::slices::{Entry, INDEX, NodeSliceSpec, Renewals, SliceSet};
-use kube::{
-    api::DynamicObject,
-    runtime::{WatchStreamExt as _, watcher},
-};
+use kilo_core::objects::slices::{ENTRY_BYTES, Entry, INDEX, NodeSliceSpec, Renewals, SliceSet};
+use kube::{api::DynamicObject, runtime::watcher};
 
-use super::Context;
+use super::{Cache, Context, with_pauses};
 use crate::timestamp::Timestamp;
 
 /// Slices of an answer: a page is about a megabyte.
@@ -138,7 +135,8 @@ impl Context {
 /// Until the right to read them is gone.
 pub(super) async fn run(context: Arc<Context>) {
     let config = watcher::Config::default().page_size(PAGE);
-    let mut stream = pin!(watcher(context.slices(), config).default_backoff());
+    let bytes = |cache: &mut Cache| cache.nodes.values().names().map(|_| ENTRY_BYTES).sum();
+    let mut stream = pin!(with_pauses(watcher(context.slices(), config), &context.shared, bytes));
     let mut listed = Vec::new();
     while let Some(event) = stream.next().await {
         match event {

@@ -14,13 +14,14 @@ use kilo_core::objects::slices::{
 use kube::{
     Api, Resource as _, ResourceExt as _,
     api::{DeleteParams, PostParams, Preconditions},
-    runtime::{WatchStreamExt as _, watcher},
+    runtime::watcher,
 };
 
 use super::{
     Context, PartialNode,
     lease::{Held, Tried},
     mirror::Mirror,
+    with_pauses,
 };
 use crate::timestamp::Timestamp;
 
@@ -165,7 +166,9 @@ impl<'a> Writer<'a> {
     /// Until the Lease is lost; returns why.
     async fn run(mut self) -> Stopped {
         loop {
-            let stream = watcher(self.context.nodes(), watcher::Config::default()).default_backoff();
+            let watch = watcher(self.context.nodes(), watcher::Config::default());
+            // One agent lists, so nobody has to wait for others.
+            let stream = with_pauses(watch, &self.context.shared, |_| 0.0);
             let mut stream = pin!(stream);
             match self.follow(&mut stream).await {
                 Some(why) => return why,

@@ -1,0 +1,290 @@
+//! How long a watch that broke waits before it asks the API server again.
+//!
+//! All agents lose the API server at the same moment, and ask for it until it is back. What they ask for together does not
+//! grow with the mesh, because pauses do; and the first of an agent's requests that is answered ends the pauses of all its
+//! watches. [`Pauses`] is pure: time and random numbers are parameters.
+
+use std::{
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use futures::{Stream, StreamExt as _, stream};
+use kilo_core::objects::slices::time_to_send;
+use kube::runtime::watcher;
+
+use super::{Shared, cache::Cache};
+
+/// The pause after the first failure; each further one is twice as long.
+const FIRST: Duration = Duration::from_millis(800);
+/// The longest pause: this for each node, within these bounds.
+const FOR_EACH_NODE: Duration = Duration::from_millis(10);
+const LEAST: Duration = Duration::from_secs(2);
+const MOST: Duration = Duration::from_secs(30);
+/// When the API server has answered another request, a watch follows within this time, and this more for each node.
+const FOLLOWS: Duration = Duration::from_secs(1);
+const FOLLOWS_FOR_EACH_NODE: Duration = Duration::from_millis(1);
+/// A history that the API server has lost is listed anew within this time.
+const LISTED_AGAIN: Duration = Duration::from_mins(1);
+
+/// What a pause depends on besides what happened before.
+#[derive(Clone, Copy, Debug)]
+struct Circumstances {
+    now: Instant,
+    /// Nodes of the mesh: as many agents may ask at the same time.
+    nodes: usize,
+    /// From 0 to 1.
+    chance: f64,
+}
+
+/// How a watch has fared.
+#[derive(Clone, Copy, Debug, Default)]
+struct Pauses {
+    /// Failures in a row.
+    failures: u32,
+    /// When the last pause ends, or ended.
+    until: Option<Instant>,
+    /// The last error said that the history is gone.
+    is_expired: bool,
+    /// An answer to another request has ended a pause since this watch failed, in vain.
+    has_followed: bool,
+}
+
+/// A pause.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Pause {
+    time: Duration,
+    /// It ends this long after an answer to another request, if that is sooner.
+    follows: Option<Duration>,
+}
+
+/// `nodes` times as long, within the range of a duration.
+fn for_each(nodes: usize, time: Duration) -> Duration {
+    time.saturating_mul(u32::try_from(nodes).unwrap_or(u32::MAX))
+}
+
+/// The longest pause in a mesh of so many nodes, before chance makes it up to twice as long.
+fn longest(nodes: usize) -> Duration {
+    for_each(nodes, FOR_EACH_NODE).clamp(LEAST, MOST)
+}
+
+impl Pauses {
+    /// The watch has delivered something. That a list begins is no such thing: nothing has been asked yet.
+    fn delivered(&mut self) {
+        *self = Self { is_expired: self.is_expired, until: self.until, ..Self::default() };
+    }
+
+    /// The watch has failed.
+    fn failed(&mut self, at: Circumstances) -> Pause {
+        self.is_expired = false;
+        self.fail(at)
+    }
+
+    fn fail(&mut self, Circumstances { now, nodes, chance }: Circumstances) -> Pause {
+        let most = longest(nodes);
+        // A watch that works may have nothing to say.
+        if self.until.is_some_and(|until| now.saturating_duration_since(until) > most * 2) {
+            self.delivered();
+        }
+        let chance = chance.clamp(0.0, 1.0);
+        let time = FIRST.saturating_mul(1 << self.failures.min(16)).min(most).mul_f64(1.0 + chance);
+        self.failures = self.failures.saturating_add(1);
+        self.until = Some(now + time);
+        let follows = (FOLLOWS + for_each(nodes, FOLLOWS_FOR_EACH_NODE)).mul_f64(chance);
+        Pause { time, follows: Some(follows).filter(|_| !self.has_followed) }
+    }
+
+    /// The API server has lost the history since the last event: everything is listed again, `bytes` by each agent. That is
+    /// no failure, unless it is all that the server says.
+    fn expired(&mut self, bytes: f64, at: Circumstances) -> Pause {
+        let again = self.until.is_some_and(|until| at.now.saturating_duration_since(until) <= LEAST * 2);
+        let share = time_to_send(at.nodes, bytes).min(LISTED_AGAIN).mul_f64(at.chance.clamp(0.0, 1.0));
+        if std::mem::replace(&mut self.is_expired, true) && again {
+            let failed = self.fail(at);
+            return Pause { time: failed.time.max(share), follows: None };
+        }
+        self.until = Some(at.now + share);
+        Pause { time: share, follows: None }
+    }
+
+    /// A pause has ended because another request was answered: that may happen once until the watch delivers something,
+    /// because a server that is overloaded, or refuses this one request, answers others.
+    fn followed(&mut self) {
+        self.has_followed = true;
+    }
+}
+
+/// A watch that waits after each error, when its reader asks for what comes next. `bytes`: of all that it lists.
+pub(super) fn with_pauses<K: Send>(
+    watch: impl Stream<Item = watcher::Result<watcher::Event<K>>> + Send,
+    shared: &Arc<Shared>,
+    bytes: impl Fn(&mut Cache) -> f64 + Send,
+) -> impl Stream<Item = watcher::Result<watcher::Event<K>>> + Send {
+    let (shared, answers) = (Arc::clone(shared), shared.answers.clone());
+    let state = (Box::pin(watch), shared, answers, bytes, Pauses::default(), None);
+    stream::unfold(state, |(mut watch, shared, mut answers, bytes, mut pauses, pause)| async move {
+        if let Some(pause) = pause
+            && wait(pause, &mut answers).await
+        {
+            pauses.followed();
+        }
+        let event = watch.next().await?;
+        let pause = match &event {
+            Ok(watcher::Event::Init) => None,
+            Ok(_) => {
+                pauses.delivered();
+                None
+            }
+            Err(error) => {
+                // What was answered before is known.
+                answers.mark_unchanged();
+                let (nodes, bytes) = {
+                    let mut cache = shared.cache();
+                    (cache.nodes.values().len(), bytes(&mut cache))
+                };
+                let at = Circumstances { now: Instant::now(), nodes, chance: rand::random_range(0.0..1.0) };
+                let pause = if is_expired(error) { pauses.expired(bytes, at) } else { pauses.failed(at) };
+                Some(pause)
+            }
+        };
+        Some((event, (watch, shared, answers, bytes, pauses, pause)))
+    })
+}
+
+/// Waits; true: another request was answered before the pause was over.
+async fn wait(pause: Pause, answers: &mut tokio::sync::watch::Receiver<u64>) -> bool {
+    let answered = async {
+        match pause.follows {
+            Some(follows) if answers.changed().await.is_ok() => tokio::time::sleep(follows).await,
+            _ => std::future::pending().await,
+        }
+    };
+    tokio::select! {
+        () = tokio::time::sleep(pause.time) => false,
+        () = answered => true,
+    }
+}
+
+/// The API server no longer has what happened since the last event.
+fn is_expired(error: &watcher::Error) -> bool {
+    matches!(error, watcher::Error::WatchError(status) if status.code == 410)
+}
+
+#[cfg(test)]
+mod tests {
+    use kilo_core::objects::slices::{ENTRY_BYTES, NODE_BYTES};
+
+    use super::*;
+
+    const SECOND: Duration = Duration::from_secs(1);
+
+    /// A watch, and a clock that only pauses and requests move.
+    struct Case {
+        pauses: Pauses,
+        start: Instant,
+        now: Instant,
+        nodes: usize,
+        chance: f64,
+    }
+
+    impl Case {
+        fn new(nodes: usize, chance: f64) -> Self {
+            let now = Instant::now();
+            Self { pauses: Pauses::default(), start: now, now, nodes, chance }
+        }
+
+        fn at(&self) -> Circumstances {
+            Circumstances { now: self.now, nodes: self.nodes, chance: self.chance }
+        }
+
+        /// A failure, and the pause after it, in seconds.
+        fn fail(&mut self) -> f64 {
+            let pause = self.pauses.failed(self.at());
+            self.now += pause.time;
+            pause.time.as_secs_f64()
+        }
+
+        fn expire(&mut self, bytes: f64) -> f64 {
+            let pause = self.pauses.expired(bytes, self.at());
+            assert_eq!(pause.follows, None, "everybody would list at once");
+            self.now += pause.time;
+            pause.time.as_secs_f64()
+        }
+    }
+
+    #[test]
+    fn pauses_grow_to_a_length_that_depends_on_the_mesh() {
+        let grow = |nodes, chance| {
+            let mut case = Case::new(nodes, chance);
+            (0..8).map(|_| case.fail()).collect::<Vec<_>>()
+        };
+        assert_eq!(grow(40, 0.0), [0.8, 1.6, 2.0, 2.0, 2.0, 2.0, 2.0, 2.0]);
+        assert_eq!(grow(40, 1.0), [1.6, 3.2, 4.0, 4.0, 4.0, 4.0, 4.0, 4.0]);
+        assert_eq!(grow(1000, 0.0), [0.8, 1.6, 3.2, 6.4, 10.0, 10.0, 10.0, 10.0]);
+        assert_eq!(grow(10_000, 1.0)[7], 60.0);
+        assert_eq!(grow(usize::MAX, 0.0)[7], 30.0);
+    }
+
+    #[test]
+    fn in_a_small_mesh_little_time_passes_between_the_end_of_an_outage_and_the_list() {
+        let mut case = Case::new(40, 1.0);
+        while case.now < case.start + 40 * SECOND {
+            case.fail();
+        }
+        // The first answer says that the history is gone.
+        let bytes = 40.0 * NODE_BYTES;
+        let listed = case.expire(bytes);
+        assert!(listed < 0.5, "{listed}");
+        let late = case.now - case.start - 40 * SECOND;
+        assert!(late < 5 * SECOND, "{late:?}");
+    }
+
+    #[test]
+    fn what_a_watch_delivers_ends_the_row_of_failures_and_so_does_time_without_one() {
+        let mut case = Case::new(1000, 0.0);
+        case.fail();
+        case.fail();
+        case.pauses.delivered();
+        assert_eq!([case.fail(), case.fail(), case.fail()], [0.8, 1.6, 3.2]);
+        case.now += 20 * SECOND;
+        assert_eq!(case.fail(), 6.4, "a request may take that long");
+        case.now += 21 * SECOND;
+        assert_eq!(case.fail(), 0.8);
+    }
+
+    #[test]
+    fn an_answer_to_another_request_ends_one_pause_and_not_all_of_a_request_that_is_refused() {
+        let follows = |case: &mut Case| case.pauses.failed(case.at()).follows;
+        let mut case = Case::new(40, 0.5);
+        assert_eq!(follows(&mut case), Some(Duration::from_millis(520)));
+        assert!(follows(&mut case).is_some());
+        case.pauses.followed();
+        assert_eq!(follows(&mut case), None);
+        case.pauses.delivered();
+        assert!(follows(&mut case).is_some());
+        assert_eq!(follows(&mut Case::new(10_000, 1.0)), Some(11 * SECOND));
+    }
+
+    #[test]
+    fn a_lost_history_is_listed_again_no_faster_than_the_server_can_send_it_to_all() {
+        assert_eq!(Case::new(1000, 0.5).expire(1000.0 * ENTRY_BYTES), 5.0);
+        assert_eq!(Case::new(10_000, 1.0).expire(10_000.0 * NODE_BYTES), 60.0);
+        assert_eq!(Case::new(10_000, 1.0).expire(0.0), 0.0);
+        // It counts as no failure.
+        let mut case = Case::new(40, 0.0);
+        case.expire(0.0);
+        assert_eq!(case.fail(), 0.8);
+    }
+
+    #[test]
+    fn a_server_that_lists_and_then_says_that_the_history_is_gone_is_not_asked_without_pause() {
+        let mut case = Case::new(40, 0.0);
+        let turn = |case: &mut Case| {
+            case.pauses.delivered();
+            case.expire(0.0)
+        };
+        assert_eq!([turn(&mut case), turn(&mut case), turn(&mut case)], [0.0, 0.8, 0.8]);
+        case.now += 5 * SECOND;
+        assert_eq!(turn(&mut case), 0.0);
+    }
+}
