@@ -11,6 +11,7 @@
 //! word. The first byte distinguishes a signal from VXLAN, whose first byte is 8; the magic tells it
 //! from replies to a flow to which some NAT has given this port.
 
+pub mod control;
 pub mod kernel;
 
 use crate::{

@@ -12,7 +12,7 @@ use crate::{
     cb,
     encap::send,
     ip::{Ip, V6},
-    lead::word,
+    leader_word::word,
     maps::{count_action, hop},
     masquerade::{self, Known},
     mtu::fits,

@@ -195,7 +195,7 @@ fn rules_for_somebody_else_are_not_taken_for_ones_own_and_take_nested_prefixes()
         assert_eq!(NatRules::default().apply(wanted.clone(), Instant::now()).await.unwrap(), 1);
         assert_eq!(NatRules::default().apply(wanted.clone(), Instant::now()).await.unwrap(), 0);
 
-        // Somebody else masquerades: what must not leave is kept in, and nothing is translated.
+        // Another agent masquerades: what must not leave is dropped at the uplink, and nothing is translated.
         let never_clear = BTreeSet::from(["10.42.2.0/24".parse().unwrap()]);
         stream_begins();
         it_flows();

@@ -1,5 +1,5 @@
-//! Who carries a location's packets, which may be another node than Kilo's rule chooses: by term, for the location
-//! and for each member. It follows from CLAIMs and annotations, and is the same for every node that plans.
+//! Who carries a location's packets, which may be another node than Kilo's rule chooses (`leader.rs`): by term, for
+//! the location and for each member. It follows from CLAIMs and annotations, and is the same for every node that plans.
 
 use std::{
     collections::{BTreeMap, BTreeSet},

@@ -188,7 +188,7 @@ impl<'a> Places<'a> {
 fn shares(members: &[&str], gateways: &[&str]) -> Vec<usize> {
     let mut has: Vec<Vec<usize>> = vec![(0..members.len()).collect()];
     for (before, gateway) in gateways.iter().enumerate().skip(1) {
-        // The one it would have most comes last.
+        // Highest weight last, so `pop` takes it.
         let key = |at: &usize| (weight(members[*at], gateway), *at);
         has.iter_mut().for_each(|list| list.sort_by_cached_key(key));
         let mut taken = Vec::new();
@@ -206,8 +206,7 @@ fn shares(members: &[&str], gateways: &[&str]) -> Vec<usize> {
     places
 }
 
-/// How much a member would have this gateway (FNV-1a, then mixed so that names that differ in a letter
-/// are far apart).
+/// Rendezvous (highest-random-weight) hash of a member and a gateway (FNV-1a, then mixed).
 fn weight(member: &str, gateway: &str) -> u64 {
     let bytes = member.bytes().chain([0xff]).chain(gateway.bytes());
     let hash = bytes.fold(0xcbf2_9ce4_8422_2325_u64, |hash, byte| {

@@ -15,9 +15,12 @@ use kilo_common::{
     lead::{Term, hop_of, term_of, word},
     maps::{
         HOP_ACTING, HOP_FIRST_NODE, HOP_REMOTE, Heard, NODE_GATEWAY, NODE_LED, PREFIX_ROUTE, PREFIX_SOURCE,
-        PrefixValue, SIGNAL_GATEWAY, SignalKey, VXLAN_PORT, control_address, sender_id,
+        PrefixValue, SIGNAL_GATEWAY, SignalKey, VXLAN_PORT,
     },
-    signal::{self, Body, Kind, LONGEST, Shared, Signal, Verdict},
+    signal::{
+        self, Body, Kind, LONGEST, Shared, Signal, Verdict,
+        control::{control_address, sender_id},
+    },
     siphash::Key,
 };
 use kilo_core::plan::Tables;
