@@ -44,7 +44,7 @@ pub const PREFIX_NEVER_CLEAR: u32 = 8;
 pub const PREFIX_PODS_STEERED: u32 = 16;
 /// `PrefixValue::flags`, with [`PREFIX_PODS_STEERED`]: the host sends WireGuard's
 /// own packets to this prefix by its uplinks, and neighbour discovery. All else,
-/// whoever sends it, is handed to the WireGuard device.
+/// from any sender, is handed to the WireGuard device.
 pub const PREFIX_HOST_STEERED: u32 = 32;
 
 /// `PrefixValue::flags`, in `direct_v4` alone: the hop's node is known as a sender by the address and the

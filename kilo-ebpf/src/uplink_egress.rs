@@ -239,8 +239,8 @@ fn decide<I: Ip, const LINK: usize>(
     Ok(Act::transmit(config.kilo_ifindex))
 }
 
-/// True for messages about neighbours on the link (RFC 4861): nobody forwards
-/// them, and they are for whoever else is on this link.
+/// True for messages about neighbours on the link (RFC 4861): no router forwards
+/// them, and they are for the other hosts on this link.
 #[inline(always)]
 fn is_neighbour_discovery<I: Ip, const LINK: usize>(ctx: &TcContext, ip: &I) -> bool {
     I::V6

@@ -195,7 +195,7 @@ fn talk(from: &str, to: (&str, IpAddr), tcp: bool) -> Result<IpAddr, String> {
     seen.map_err(|error| format!("server: {error}"))
 }
 
-/// Everything that must hold, whoever masquerades.
+/// Everything that must hold whether programs or rules masquerade.
 fn check(who: &str) {
     let addr = |text: &str| text.parse::<IpAddr>().unwrap();
     until("neighbours are found", LIMIT, || talk("lan", ("lan", addr("fd00:1::99")), true).is_ok());

@@ -1,5 +1,5 @@
-//! Control addresses: a gateway's own address inside tunnels, made from its public key, so that whatever comes from it
-//! in a tunnel is of that gateway.
+//! Control addresses: a gateway's own address inside tunnels, made from its public key: a packet from it in a
+//! tunnel is that gateway's.
 
 /// First bytes of every control address: a unique local network (RFC 4193) of ours alone.
 pub const CONTROL_PREFIX: [u8; 6] = [0xfd, 0x6b, 0x69, 0x6c, 0x6f, 0x00];

@@ -192,7 +192,7 @@ fn hosts_of_the_own_location_that_open_towards_the_mesh_get_their_answers() {
     let Some(mut world) = World::new() else { return };
     let [side, _] = sides();
     let host: IpAddr = [198, 51, 100, 77].into();
-    // allowed-location-ips: masqueraded whoever sends there.
+    // allowed-location-ips: masqueraded from every sender.
     world.tables.masq_dst.insert(host.into(), MASQ_FORCE);
     world.dataplane.write(&world.tables).unwrap();
     let remote: IpAddr = support::REMOTE_POD.into();
