@@ -1,4 +1,5 @@
-//! What relays and signals of other nodes add to a plan: the planner gets both as inputs, and nobody edits its plan.
+//! What relays and signals of other nodes add to a plan: the planner gets both as inputs, and its plan is
+//! not edited.
 
 #![allow(clippy::unwrap_used, clippy::panic, reason = "tests")]
 
@@ -115,8 +116,9 @@ fn edits(code: &str) -> Vec<String> {
     let is_edit = |at: usize| match &tokens[at..] {
         ["mut", name, ..] if *name == "HostPlan" || plans.contains(name) => true,
         // A copy, or a part of one.
-        ["let", "mut", _, "=", first, ..] | ["let", "mut", _, "=", "&" | "*", first, ..] => {
-            plans.contains(first) && !matches!(tokens.get(at + 5), Some(&"("))
+        ["let", "mut", _, "=", value @ ..] => {
+            let mut value = value.iter().skip_while(|token| ["&", "*"].contains(token));
+            value.next().is_some_and(|name| plans.contains(name)) && value.next() != Some(&"(")
         }
         ["let", "HostPlan", "{", ..] => true,
         _ => false,
