@@ -10,6 +10,6 @@ pub enum Inject {
     Tunnel = 2,
     /// To a node of the location, without outer header.
     Lan = 3,
-    /// Out of the interface in the second word, to whom the kernel's routes say, without outer header.
+    /// Out of the interface in the second word, to the next hop that the kernel's routes name, without outer header.
     Out = 4,
 }

@@ -1,5 +1,5 @@
 //! Masquerading by nftables: packets of a pod through a host to an outside
-//! host, which says whom it saw.
+//! host, which says what source it saw.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
@@ -100,7 +100,7 @@ fn forced_destinations_are_masqueraded_unless_the_source_is_exempt() {
     });
 }
 
-/// Datagrams of one socket of the pod, 50 a second; the outside host writes down whom it sees.
+/// Datagrams of one socket of the pod, 50 a second; the outside host writes down the sources it sees.
 fn stream_begins() {
     let server = "use IO::Socket::IP; $| = 1; my $s = IO::Socket::IP->new(LocalHost => q(10.42.2.2), LocalPort => 9, \
                   Proto => q(udp)) or die; while ($s->recv(my $d, 9)) { print $s->peerhost, qq(\\n) }";

@@ -205,7 +205,7 @@ pub fn key(random: &mut Random, hop: u32) -> SignalKey {
     let id = u64::from(hop) << 48 | 7;
     SignalKey {
         key: [id, 1],
-        // Nobody's, at times.
+        // Of no node, at times.
         cookie: if random.chance(8) { 0 } else { 5 },
         sender: id,
         hop: if random.chance(12) { HOP_REMOTE } else { hop },

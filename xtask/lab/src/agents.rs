@@ -138,7 +138,7 @@ impl Agents {
     }
 
     /// Gives these flags, `--flag=value` each, to the agents of these nodes that are started from now on, instead
-    /// of what all have; `false`: they had them, and nobody else had any of their own.
+    /// of what all have; `false`: they had them, and no other agent had any of its own.
     pub fn set_own_flags(&mut self, nodes: &[&str], flags: &[&str]) -> bool {
         let flags: Vec<_> = flags.iter().map(|flag| (*flag).to_owned()).collect();
         let wanted = nodes.iter().map(|node| ((*node).to_owned(), flags.clone())).collect();

@@ -1,4 +1,4 @@
-//! A leader whose WireGuard is a program of somebody else, Debian's
+//! A leader whose WireGuard is another project's program, Debian's
 //! wireguard-go: the agent only configures it, over the standard socket.
 
 use std::{

@@ -89,7 +89,7 @@ pub(super) fn peers(inputs: &Inputs<'_>, own: &Own<'_>, remote: &Remote) -> Wire
             last = Some(claim.prefix);
         }
     }
-    // Control addresses are in nobody's prefixes.
+    // Control addresses are in no object's prefixes.
     for (one, allowed_ips) in wanted.iter().zip(&mut allowed_ips) {
         allowed_ips.extend(one.control.map(|address| IpNet::from(IpAddr::V6(address))));
     }

@@ -66,7 +66,7 @@ struct End {
     id: NodeId,
     port: u16,
     token: u64,
-    /// Of whom the token is.
+    /// The node that got the token.
     nonce: u64,
     /// The last number heard with the token.
     sequence: u64,

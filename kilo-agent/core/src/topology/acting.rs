@@ -93,7 +93,7 @@ impl Node {
 
 impl Acting {
     /// The gateways of a location. The acting leader must be one of them: one that was declared
-    /// dead acts for nobody.
+    /// dead does not act.
     pub fn gateways(&self, segment: &Segment, stand_bys: usize) -> Gateways {
         self.gateways_with(segment, stand_bys, None)
     }

@@ -124,7 +124,7 @@ impl Segment {
 }
 
 /// So many of `next` as stand-bys, in their order: of each active leader the first that uses it, which watches it, and
-/// then the next ones. `of`: whom each uses.
+/// then the next ones. `of`: the active leader each uses.
 fn watching(next: &[usize], of: &[usize], count: usize) -> Vec<usize> {
     let mut watched = BTreeSet::new();
     let (first, more): (Vec<usize>, Vec<usize>) = next.iter().partition(|at| watched.insert(of[**at]));
@@ -250,7 +250,7 @@ mod tests {
         (0..count).map(|n| node(&format!("n{n:02}"), leaders)).collect()
     }
 
-    /// Who uses whom, by name.
+    /// The active leader that each member uses, by name.
     fn used(nodes: &[Node], lost: &[&Node], stand_bys: usize) -> Option<BTreeMap<String, String>> {
         let mesh = Mesh::new(nodes, &BTreeMap::new(), Granularity::Location, "10.4.0.0/16".parse().unwrap());
         let segment = &mesh.segments[0];

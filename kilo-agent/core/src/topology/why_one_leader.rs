@@ -78,7 +78,7 @@ mod tests {
             "{of_x}"
         );
         assert_eq!(said[1], None, "nobody asks for several there");
-        assert_eq!(said[2], None, "one node shares with nobody");
+        assert_eq!(said[2], None, "one node shares with no other");
         assert_eq!(warnings(&nodes, Granularity::Full), [const { None }; 5], "nothing is shared");
         // An agent that knows failover, and not this.
         nodes[3].signal = true;

@@ -181,7 +181,7 @@ impl Decision {
         self.script_for(None)
     }
 
-    /// As [`Self::script`]; where the table is for somebody who comes next, by what it masquerades
+    /// As [`Self::script`]; where the table is for an agent that comes next, by what it masquerades
     /// and for how long.
     fn script_for(&self, interim: Option<&Interim<'_>>) -> String {
         let mut script = format!("table inet {TABLE}\ndelete table inet {TABLE}\n");

@@ -213,7 +213,7 @@ fn attach(node: &Node, device: &str, hook: TcAttachType, program: Program, side:
         .with_context(|| format!("{name} on {}", node.name()))
 }
 
-/// On each hook of the device: somebody's program that counts before all others,
+/// On each hook of the device: a foreign program that counts before all others,
 /// and Cilium's behind them.
 fn attach_beside(node: &Node, device: &str) -> Result<()> {
     let number = SHARED.iter().position(|(name, _)| *name == device).context("no shared device")?;

@@ -21,7 +21,7 @@ pub fn webhook(cluster: &Cluster) -> Result<String> {
     cluster.kubectl(&["delete", "namespace", "kilo", "--wait=false"])?;
     match refused {
         Err(error) if format!("{error:#}").contains("peers.kilo.squat.ai") => Ok(format!("{error:#}")),
-        Err(error) => bail!("the peer was refused by somebody else: {error:#}"),
+        Err(error) => bail!("the peer was not refused by the webhook: {error:#}"),
         Ok(()) => bail!("a peer whose endpoint is not a valid address was accepted"),
     }
 }
