@@ -75,7 +75,7 @@ impl Health {
     }
 
     /// Ends the process after a panic of any task or thread: one that is missing
-    /// is noticed by nobody, and the data path needs no agent until the next one.
+    /// is not noticed, and the data path needs no agent until the next one.
     pub fn end_on_panic(&self) {
         let health = self.clone();
         end_on_panic(LAST_WORDS, move |why| health.broken(why));

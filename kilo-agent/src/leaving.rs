@@ -89,7 +89,7 @@ impl Leaving {
     /// To be called before anything is pinned.
     pub fn begin(bpffs: &Path, wanted: AttachMode) -> Self {
         let ends = dataplane::ends_with_the_container(bpffs);
-        // The link of a TCX program is nobody's without its pin; a filter is the interface's.
+        // The link of a TCX program has no owner without its pin; a filter is the interface's.
         let attach = if ends && wanted == AttachMode::Auto { AttachMode::Clsact } else { wanted };
         if ends && attach == AttachMode::Clsact {
             tracing::info!(

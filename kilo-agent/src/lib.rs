@@ -13,7 +13,7 @@ pub mod cli;
 pub mod failover;
 pub mod far;
 #[cfg(any(debug_assertions, test))]
-pub mod flag_table;
+pub mod flags_markdown;
 #[cfg(feature = "agent")]
 pub mod health;
 #[cfg(feature = "agent")]

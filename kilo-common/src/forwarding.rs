@@ -228,8 +228,8 @@ pub fn disposition(
     }
 }
 
-/// Who sends to this gateway what goes by this hop id: only what goes by the acting leader is ever led. What
-/// comes from nobody knows whom is not passed on.
+/// Which kind of sender a packet to this hop id comes from: only packets that go by the acting leader are ever led. One
+/// from an unknown sender is not passed on.
 #[inline(always)]
 const fn sent_by(sender: Option<&NodeValue>, id: u32) -> Sender {
     let flags = match sender {

@@ -177,7 +177,7 @@ maps! {
         holds "ring: signals for the agent",
         reason "bytes: 630 short signals or 56 of the longest; what does not fit is lost, signals are repeated";
     RELAY = "relay", Hash<u32, relay::Port>, size 1_024, by Relay, pinned true, gauge false,
-        holds "on a relay: port of a pair → who may send to it, and to whom it is sent on",
+        holds "on a relay: port of a pair → who may send to it, and the end to which it is sent on",
         reason "two ports a pair, of 1,000. One more pair is refused";
     // The programs alone know what they remember.
     RELAY_WAY = "relay_way", Array<u32, ()>, size relay::PORTS, by Packets, pinned false, gauge false,

@@ -44,7 +44,7 @@ pub const PREFIX_NEVER_CLEAR: u32 = 8;
 pub const PREFIX_PODS_STEERED: u32 = 16;
 /// `PrefixValue::flags`, with [`PREFIX_PODS_STEERED`]: the host sends WireGuard's
 /// own packets to this prefix by its uplinks, and neighbour discovery. All else,
-/// whoever sends it, is handed to the WireGuard device.
+/// from any sender, is handed to the WireGuard device.
 pub const PREFIX_HOST_STEERED: u32 = 32;
 
 /// `PrefixValue::flags`, in `direct_v4` alone: the hop's node is known as a sender by the address and the
@@ -335,27 +335,6 @@ pub const CONFIG_GATEWAY: u32 = 256;
 /// `Config::flags`: some node relays, so messages of relays are looked for.
 pub const CONFIG_RELAY: u32 = 512;
 
-/// First bytes of the address of every gateway inside tunnels.
-pub const CONTROL_PREFIX: [u8; 6] = [0xfd, 0x6b, 0x69, 0x6c, 0x6f, 0x00];
-
-/// The control address of the node whose public key has this SHA-256.
-pub const fn control_address(hash: &[u8; 32]) -> [u8; 16] {
-    let mut address = [0; 16];
-    let mut i = 0;
-    while i < 16 {
-        address[i] = if i < 6 { CONTROL_PREFIX[i] } else { hash[i - 6] };
-        i += 1;
-    }
-    address
-}
-
-/// The id in signals of the node with this control address; 0 of none.
-#[inline(always)]
-pub const fn sender_id(control: &[u8; 16]) -> u64 {
-    let [_, _, _, _, _, _, a, b, c, d, e, f, g, h, _, _] = *control;
-    u64::from_be_bytes([a, b, c, d, e, f, g, h])
-}
-
 /// `SignalKey::flags`: that node may lead this one, so an ANNOUNCE of it is obeyed; of another location's
 /// gateway, that its CLAIM and END are heard.
 pub const SIGNAL_GATEWAY: u32 = 1;
@@ -404,8 +383,8 @@ pub struct Heard {
     pub hook: u32,
 }
 
-/// Bytes of a [`Heard`].
-pub const HEARD: usize = 32;
+/// Bytes before those of the signal in a record of the ring.
+pub const HEARD: usize = size_of::<Heard>();
 
 impl Heard {
     /// A record of the ring and the signal's bytes.
@@ -417,20 +396,6 @@ impl Heard {
         let hook = u32::from_ne_bytes(*head.get(28..)?.first_chunk()?);
         Some((Self { time, source, length, hook }, rest.get(..length as usize)?))
     }
-}
-
-/// What the agent writes into the control block of a packet for the program `inject`.
-#[repr(u32)]
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Inject {
-    /// Goes as this host's own packets do.
-    Stack = 1,
-    /// Into the own tunnel, also on a node that does not lead.
-    Tunnel = 2,
-    /// To a node of the location, without outer header.
-    Lan = 3,
-    /// Out of the interface in the second word, to whom the kernel's routes say, without outer header.
-    Out = 4,
 }
 
 /// What every program needs to know of this host.
@@ -462,7 +427,7 @@ pub struct Config {
     pub overlay_v4: [u8; 4],
     /// Address steered packets are sent to, if it is IPv6; zero = none.
     pub private_v6: [u8; 16],
-    /// This node's [`control_address`]; zero = none.
+    /// This node's [control address](crate::signal::control); zero = none.
     pub control: [u8; 16],
     /// The location's WireGuard address, if it is IPv6; zero = none.
     pub wireguard_v6: [u8; 16],

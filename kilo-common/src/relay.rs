@@ -167,7 +167,7 @@ pub struct Port {
     pub from: [u8; 16],
     /// Own address that it sends to.
     pub at: [u8; 16],
-    /// To whom it is sent on.
+    /// The end to which it is sent on.
     pub to: [u8; 16],
     /// Own address that it bears then.
     pub by: [u8; 16],

@@ -11,6 +11,7 @@
 //! word. The first byte distinguishes a signal from VXLAN, whose first byte is 8; the magic tells it
 //! from replies to a flow to which some NAT has given this port.
 
+pub mod control;
 pub mod kernel;
 
 use crate::{
@@ -223,7 +224,7 @@ pub enum Body<L> {
     /// PROBE, REFLECTED.
     Empty,
     /// ROLL, PRESENT, ANNOUNCE, FOLLOWS. As long in the question as in the
-    /// answer, so that nobody's kernel makes more of what it is sent.
+    /// answer, so that no kernel sends more than it is sent.
     Word {
         /// The member's secret for this sender, drawn at its start (0 in ROLL).
         cookie: u64,

@@ -16,7 +16,7 @@ use crate::{
     cb,
     gso::{self, Cut, FIXED_GSO},
     ip::{Ip, V6},
-    lead,
+    leader_word,
     maps::count_action,
     mtu::fits,
     packet,
@@ -59,7 +59,7 @@ fn may_be_ours<I: Ip>(ctx: &TcContext, ip: &I, udp: usize) -> bool {
 /// An encapsulated packet addressed to this node; `overhead` bytes stand
 /// between the link-layer header and the inner packet.
 #[inline(always)]
-pub fn steered<O: Ip, I: Ip, const LINK: usize, const GSO: bool>(
+pub fn receive_steered<O: Ip, I: Ip, const LINK: usize, const GSO: bool>(
     ctx: &TcContext,
     config: &Config,
     outer: &O,
@@ -91,8 +91,8 @@ pub fn steered<O: Ip, I: Ip, const LINK: usize, const GSO: bool>(
     Ok(redirect(config, disposition))
 }
 
-/// [`steered`] with a stack of its own. The verifier follows it from its callers, because it wants to see the bounds
-/// of `overhead`.
+/// [`receive_steered`] with a stack of its own. The verifier follows it from its callers, because it wants to see the
+/// bounds of `overhead`.
 #[inline(never)]
 pub fn steered_subprogram<O: Ip, I: Ip, const LINK: usize>(
     skb: Skb,
@@ -101,7 +101,7 @@ pub fn steered_subprogram<O: Ip, I: Ip, const LINK: usize>(
 ) -> i32 {
     let ctx = TcContext::new(skb);
     let outer = O::read(&ctx, LINK);
-    to_code(outer.and_then(|outer| steered::<O, I, LINK, false>(&ctx, config, &outer, overhead)))
+    to_code(outer.and_then(|outer| receive_steered::<O, I, LINK, false>(&ctx, config, &outer, overhead)))
 }
 
 subprogram! {
@@ -123,7 +123,7 @@ subprogram! {
 fn take_gso<O: Ip, I: Ip, const LINK: usize>(skb: Skb, config: &Config) -> i32 {
     let ctx = TcContext::new(skb);
     let outer = O::read(&ctx, LINK);
-    to_code(outer.and_then(|outer| steered::<O, I, LINK, true>(&ctx, config, &outer, O::HEADER_LEN)))
+    to_code(outer.and_then(|outer| receive_steered::<O, I, LINK, true>(&ctx, config, &outer, O::HEADER_LEN)))
 }
 
 subprogram! {
@@ -161,7 +161,7 @@ pub fn validate<I: Ip>(
         return Err(DropReason::ForgedSignal);
     }
     let known = I::is_known_source(sender, inner.src());
-    let found = destined::<I>(config, Some(sender), inner.dst());
+    let found = disposition_of::<I>(config, Some(sender), inner.dst());
     if !known {
         forwarding::check_source(sender, I::prefix(config, inner.src()), found)?;
     }
@@ -206,10 +206,14 @@ fn decapsulate<O: Ip, I: Ip, const GSO: bool>(ctx: &TcContext, overhead: usize) 
     if done { Ok(Cut::Before) } else { Err(DropReason::Encapsulation) }
 }
 
-/// Where a packet to this address goes on, as far as that says.
+/// The disposition of a packet to this address; `None`: the address alone does not decide it.
 #[inline(always)]
-pub fn destined<I: Ip>(config: &Config, sender: Option<&NodeValue>, dst: I::Addr) -> Option<Disposition> {
-    forwarding::disposition(config.flags, I::prefix(config, dst), sender, lead::is_mine)
+pub fn disposition_of<I: Ip>(
+    config: &Config,
+    sender: Option<&NodeValue>,
+    dst: I::Addr,
+) -> Option<Disposition> {
+    forwarding::disposition(config.flags, I::prefix(config, dst), sender, leader_word::is_mine)
 }
 
 /// Sends the packet on, and counts it.

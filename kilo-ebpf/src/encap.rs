@@ -22,6 +22,7 @@ use kilo_common::{
 
 use crate::{
     cb,
+    gso::FIXED_GSO,
     ip::{Ip, V6},
     link, packet,
     ret::{Act, Verdict, from_code, to_code},
@@ -30,7 +31,6 @@ use crate::{
 };
 
 /// `bpf_skb_adjust_room` flags (include/uapi/linux/bpf.h).
-const FIXED_GSO: u64 = 1;
 const ENCAP_L3_IPV4: u64 = 2;
 const ENCAP_L3_IPV6: u64 = 4;
 const ENCAP_L4_UDP: u64 = 16;

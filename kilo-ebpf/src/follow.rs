@@ -4,7 +4,7 @@ use aya_ebpf::{EbpfContext as _, bindings::__sk_buff, programs::TcContext};
 use kilo_common::maps::{HOP_ACTING, LEAD_ACTING};
 
 use crate::{
-    lead::{exchange, word},
+    leader_word::{exchange, word},
     maps::LEAD,
 };
 

@@ -2,7 +2,7 @@
 //! opening packet sockets. All goes into the WireGuard device, whose program does the rest.
 
 use aya_ebpf::{EbpfContext as _, bindings::__sk_buff, helpers::bpf_clone_redirect, programs::TcContext};
-use kilo_common::maps::Inject;
+use kilo_common::inject::Inject;
 
 use crate::{cb, maps::CONFIG};
 

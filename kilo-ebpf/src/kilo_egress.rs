@@ -12,7 +12,7 @@ use crate::{
     cb,
     encap::send,
     ip::{Ip, V6},
-    lead::word,
+    leader_word::word,
     maps::{count_action, hop},
     masquerade::{self, Known},
     mtu::fits,
@@ -46,7 +46,7 @@ fn egress<I: Ip>(ctx: &TcContext, config: &Config) -> Verdict {
     if I::never_steered(ip.dst()) || I::never_steered(ip.src()) {
         return Err(DropReason::NotUnicast);
     }
-    // Without an entry it is nobody's and routed nowhere, as hop 0 without flags is.
+    // Without an entry no node has it, and it is routed nowhere, as hop 0 without flags is.
     let to = I::prefix(config, ip.dst()).unwrap_or_default();
     // The gateway that gets it translates it.
     if to.flags & PREFIX_NOT_MASQUERADED == 0

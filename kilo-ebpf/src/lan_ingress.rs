@@ -14,14 +14,14 @@ use kilo_common::{
 
 use crate::{
     cb,
-    decap::{destined, gso_subprogram, is_to_vxlan, redirect, steered, steered_subprogram},
+    decap::{disposition_of, gso_subprogram, is_to_vxlan, receive_steered, redirect, steered_subprogram},
     fast_path::{
         established::{self, Established},
         steered as whole,
     },
     gso::{self, Cut},
     ip::{Ip, V6, halves},
-    lead::way,
+    leader_word::resolve_hop,
     masquerade,
     mtu::{self, fits},
     packet::{self, Family},
@@ -129,7 +129,7 @@ fn received<O: Ip, const LINK: usize>(ctx: &TcContext, config: &Config) -> Verdi
             }
             // The way of nearly all packets is inline.
             protocol::IPIP if !O::V6 => {
-                return steered::<O, Ipv4, LINK, false>(ctx, config, &outer, O::HEADER_LEN);
+                return receive_steered::<O, Ipv4, LINK, false>(ctx, config, &outer, O::HEADER_LEN);
             }
             protocol::IPIP => {
                 return from_code(steered_subprogram::<O, Ipv4, LINK>(skb, config, O::HEADER_LEN));
@@ -245,11 +245,11 @@ fn native<I: Ip, const LINK: usize>(ctx: &TcContext, config: &Config, ip: &I) ->
     let source = || I::prefix(config, ip.src());
     let Some(source) = forwarding::native_source(config.flags, source) else { return Ok(Act::NEXT) };
     let is_native = |node: &&Hop| node.kind == HOP_KIND_NODE && node.tunnel == TUNNEL_NONE;
-    let Some(node) = way(source.hop).filter(is_native) else { return Ok(Act::NEXT) };
+    let Some(node) = resolve_hop(source.hop).filter(is_native) else { return Ok(Act::NEXT) };
     if I::never_steered(ip.dst()) {
         return Ok(Act::NEXT);
     }
-    let found = destined::<I>(config, sender_at(node), ip.dst());
+    let found = disposition_of::<I>(config, sender_at(node), ip.dst());
     let arrives = || forwarding::arrives_native(node.ifindex, || sender_at(node), packet::ifindex(ctx));
     match found {
         Some(disposition)

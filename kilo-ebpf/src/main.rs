@@ -49,7 +49,7 @@ mod kilo_ingress;
 #[cfg(target_arch = "bpf")]
 mod lan_ingress;
 #[cfg(target_arch = "bpf")]
-mod lead;
+mod leader_word;
 #[cfg(target_arch = "bpf")]
 mod left;
 #[cfg(target_arch = "bpf")]

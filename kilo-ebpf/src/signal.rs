@@ -16,13 +16,11 @@ use kilo_common::{
     forwarding::is_remote,
     lead::{Term, hop_of, term_of},
     map_table,
-    maps::{
-        CONFIG_GATEWAY, CONTROL_PREFIX, Config, FAMILY_V6, HOP_ACTING, HOP_REMOTE, Heard, SignalKey,
-        sender_id,
-    },
+    maps::{CONFIG_GATEWAY, Config, FAMILY_V6, HOP_ACTING, HOP_REMOTE, Heard, SignalKey},
     packet::{ETHERNET_LEN, Ipv4, protocol},
     signal::{
         self, HEADER, Header, KERNEL, Kind, LONGEST,
+        control::{CONTROL_PREFIX, sender_id},
         kernel::{self, Answer, KIND_AT, Raw, Taken},
     },
 };
@@ -31,7 +29,7 @@ use network_types::udp::UdpHdr;
 use crate::{
     cb,
     ip::{Ip, V6, halves, octets},
-    lead,
+    leader_word,
     maps::{SIGNAL, SIGNAL_KEY, count_action, hop},
     packet, relay,
     ret::{Act, Verdict, from_code, to_code},
@@ -301,7 +299,7 @@ fn write_answer(
     kernel::authentic(&raw, key)?;
     let sender = sender_id(&config.control);
     let said = if header.kind == Kind::Announce {
-        if !lead::obey(kernel::announced(&raw, header, key)?) {
+        if !leader_word::obey(kernel::announced(&raw, header, key)?) {
             return Err(DropReason::StaleSignal);
         }
         Answer { kind: Kind::Follows, term: header.term, sender, cookie: 0, gateway: header.sender }
@@ -323,7 +321,7 @@ fn write_answer(
 /// The term of the own word, and the id of the gateway it names; 0: of one that has none.
 #[inline(always)]
 fn stands(own: u64) -> (Term, u64) {
-    let word = lead::word(HOP_ACTING);
+    let word = leader_word::word(HOP_ACTING);
     let id = u32::from(hop_of(word));
     if id == HOP_REMOTE {
         return (term_of(word), own);

@@ -22,7 +22,7 @@ use crate::{
     decap::is_to_vxlan,
     fast_path::established::{self, Established},
     ip::{Ip, V6},
-    lead::way,
+    leader_word::resolve_hop,
     masquerade::{self, Known},
     mtu::fits,
     packet::{self, Family},
@@ -224,7 +224,7 @@ fn decide<I: Ip, const LINK: usize>(
     if !forwarding::guard(flags, of_mesh, own, on_link)? {
         return Ok(GO_ON);
     }
-    let mtu = forwarding::beside(way(id), config.kilo_mtu)?;
+    let mtu = forwarding::beside(resolve_hop(id), config.kilo_mtu)?;
     // What this host's stack learned of the address would hold for WireGuard's own packets to it,
     // too; those WireGuard makes of its large ones are fragments.
     if of_mesh && !fits::<I>(ctx, LINK, ip, mtu) {
@@ -239,8 +239,8 @@ fn decide<I: Ip, const LINK: usize>(
     Ok(Act::transmit(config.kilo_ifindex))
 }
 
-/// True for messages about neighbours on the link (RFC 4861): nobody forwards
-/// them, and they are for whoever else is on this link.
+/// True for messages about neighbours on the link (RFC 4861): no router forwards
+/// them, and they are for the other hosts on this link.
 #[inline(always)]
 fn is_neighbour_discovery<I: Ip, const LINK: usize>(ctx: &TcContext, ip: &I) -> bool {
     I::V6

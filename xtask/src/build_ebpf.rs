@@ -35,7 +35,7 @@ pub fn build(quiet: bool) -> Result<PathBuf> {
     build_in(&workspace_root(), KILO, quiet)
 }
 
-/// Builds the programs of somebody else that labs put beside Kilo's.
+/// Builds the foreign programs that labs put beside Kilo's.
 pub fn build_foreign() -> Result<()> {
     build_in(&workspace_root(), CILIUM, true).map(drop)
 }

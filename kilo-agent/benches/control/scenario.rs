@@ -95,7 +95,7 @@ pub async fn measure(figures: &mut Figures, nodes: usize) {
     );
 }
 
-/// Private and public address, default route to nobody, a link to the peer, and forwarding, which an agent that is
+/// Private and public address, default route to no router, a link to the peer, and forwarding, which an agent that is
 /// confined cannot turn on, and would complain of with each reconcile. From
 /// the second size on `/sys` is this namespace's already.
 fn make_host() {

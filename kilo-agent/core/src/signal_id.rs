@@ -1,18 +1,19 @@
-//! Who is who in signals: ids of nodes and locations, control addresses, and the key two nodes share.
+//! Identities in signals: ids of nodes and locations, control addresses, and the key two nodes share.
 
 use std::net::Ipv6Addr;
 
 use hkdf::Hkdf;
 use ipnet::IpNet;
-use kilo_common::siphash;
+use kilo_common::{
+    signal::control::{self, CONTROL_PREFIX},
+    siphash,
+};
 use sha2::{Digest as _, Sha256};
 use x25519_dalek::{PublicKey as DalekPublic, StaticSecret};
 
 use crate::wireguard::key::{PublicKey, SecretKey};
 
-/// Network of control addresses: a unique local one (RFC 4193) of ours alone.
-pub const CONTROL_NETWORK: [u8; 6] = [0xfd, 0x6b, 0x69, 0x6c, 0x6f, 0x00];
-/// Length of [`CONTROL_NETWORK`] in bits.
+/// Length in bits of the network of control addresses, [`CONTROL_PREFIX`].
 pub const CONTROL_LENGTH: u8 = 48;
 
 /// The purpose of the keys, part of each, so that none is good for anything else.
@@ -34,20 +35,16 @@ pub fn location(name: &str) -> u64 {
 
 /// A gateway's own address inside tunnels; on no interface.
 pub fn control_address(key: &PublicKey) -> Ipv6Addr {
-    let hash = Sha256::digest(key.0);
-    let mut octets = [0; 16];
-    octets[..6].copy_from_slice(&CONTROL_NETWORK);
-    octets[6..].iter_mut().zip(hash).for_each(|(octet, byte)| *octet = byte);
-    octets.into()
+    control::control_address(&Sha256::digest(key.0).into()).into()
 }
 
-/// Whether a prefix lies in the network of control addresses: no object may have it, for who has a gateway's
-/// address speaks as that gateway. One that holds the network, such as `::/0`, takes nothing from a gateway's
+/// Whether a prefix lies in the network of control addresses: no object may have it, because a holder of a
+/// gateway's address speaks as that gateway. One that holds the network, such as `::/0`, takes nothing from a gateway's
 /// longer prefix.
 pub fn is_control(prefix: &IpNet) -> bool {
     match prefix {
         IpNet::V6(net) => {
-            net.prefix_len() >= CONTROL_LENGTH && net.addr().octets().starts_with(&CONTROL_NETWORK)
+            net.prefix_len() >= CONTROL_LENGTH && net.addr().octets().starts_with(&CONTROL_PREFIX)
         }
         IpNet::V4(_) => false,
     }
@@ -112,7 +109,7 @@ mod tests {
     fn a_control_address_is_of_its_network_and_its_key() {
         let (one, other) = (secret(1).public(), secret(2).public());
         let address = control_address(&one);
-        assert_eq!(address.octets()[..6], CONTROL_NETWORK);
+        assert_eq!(address.octets()[..6], CONTROL_PREFIX);
         assert!(is_control(&IpNet::from(std::net::IpAddr::V6(address))));
         for (prefix, wanted) in [
             ("fd6b:696c:6f00::/48", true),

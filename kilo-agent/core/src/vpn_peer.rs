@@ -136,7 +136,7 @@ fn lost(mesh: &Mesh) -> impl Iterator<Item = IpNet> + '_ {
     pods.map(IpNet::trunc).chain(private)
 }
 
-/// Whether the API server may be there, which says when a node is back, or somebody whom the mesh does not concern.
+/// Whether the API server may be there, which says when a node is back, or a host outside the mesh.
 fn may_be_api_server(member: &Member, ip: IpAddr) -> bool {
     member.node.control_plane || is_reached_from_anywhere(ip)
 }

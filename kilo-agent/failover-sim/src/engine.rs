@@ -68,7 +68,7 @@ pub struct Sim {
     /// What share of packets a flood loses in its leader's tunnel, each way.
     pub(crate) flood: f64,
     faults: Vec<(Micros, Micros, Fault)>,
-    /// Cordoned nodes, and whom Kilo's order names first.
+    /// Cordoned nodes, and the node that Kilo's order names first.
     cordoned: BTreeSet<usize>,
     first: usize,
     /// Nodes that would be gateways, and are none.

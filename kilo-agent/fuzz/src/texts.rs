@@ -96,7 +96,7 @@ pub fn yaml(data: &[u8]) {
 }
 
 /// True when `message` repeats a part of `text` that is long enough to be of
-/// use to somebody who looks for a key. Letters alone may be a misspelt name.
+/// use to an attacker who looks for a key. Letters alone may be a misspelt name.
 fn repeats(message: &str, text: &str) -> bool {
     let is_key = |c: char| c.is_ascii_alphanumeric() || c == '+' || c == '/';
     let long = text.split(|c| !is_key(c)).filter(|word| word.len() >= 32);

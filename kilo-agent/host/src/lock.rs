@@ -31,7 +31,7 @@ pub enum LockError {
         path = .0.display()
     )]
     PinsTaken(PathBuf),
-    /// The file belongs to somebody else, who could hold the lock for ever.
+    /// The file belongs to another user, who could hold the lock for ever.
     #[error("{path} belongs to user {owner}, not to the agent's; remove it", path = path.display())]
     Foreign {
         /// The file.

@@ -33,12 +33,12 @@ use kilo_host::{
     net::{Net, tunnels},
 };
 
-/// The rules do nothing after this time; until then they also keep in what nobody translates.
+/// The rules do nothing after this time; until then they also drop at the uplink what nothing has translated.
 const BRIDGED: Duration = Duration::from_secs(600);
-/// Flows that are not forgotten by then stay untranslated, and are kept in.
+/// Flows that are not forgotten by then stay untranslated, and are dropped at the uplink.
 const FORGETTING: Duration = Duration::from_secs(5);
 
-/// How long the programs still act after the rules begin to keep in what they steered.
+/// How long the programs still act after the rules begin to drop at the uplink what they steered.
 const OVERLAP: Duration = Duration::from_secs(2);
 /// Programs that are removed at once end by themselves only after this, which is longer than flows and tunnel devices
 /// take: without programs those devices hand on what anybody sends.
@@ -64,7 +64,7 @@ pub async fn hand_over(bpffs: &Path, interface: &str, masquerade: Masquerade, pr
     };
     let (ruled, untranslated): (Result<bool, Cause>, _) = match dataplane::read_tables(bpffs).map(Arc::new) {
         Ok(tables) => {
-            // Before the rules: from them on until a flow is forgotten, its packets are kept in.
+            // Before the rules: from them on until a flow is forgotten, its packets are dropped at the uplink.
             let untranslated = match masquerade {
                 Masquerade::Off => None,
                 _ => Some(untranslated(Arc::clone(&tables)).await),
@@ -147,7 +147,7 @@ fn prefixes(tables: &Tables, is_wanted: impl Fn(&IpNet, &PrefixValue) -> bool) -
         .collect()
 }
 
-/// True when rules masquerade now, or keep in what only a tunnel may carry; false where there is
+/// True when rules masquerade now, or drop at the uplink what only a tunnel may carry; false where there is
 /// nothing to do for them.
 async fn replace_by_rules(
     tables: &Tables,

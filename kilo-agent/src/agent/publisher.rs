@@ -32,7 +32,7 @@ pub(super) struct Publisher<B> {
     every: u16,
     /// What the heartbeat promises that was written last, or is being written.
     promised: u16,
-    /// A heartbeat is due soon, for somebody who needs it.
+    /// A heartbeat is due soon, for a node that needs it.
     hurries: bool,
     /// Attempts in a row that the API server did not answer.
     unanswered: u32,

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use kilo_core::{
     objects::Snapshot,
     plan::HopIds,
-    topology::{FreedAddresses, Leaders, Liveness, Mesh, Node, among, with_own},
+    topology::{FreedAddresses, LeadersSince, Liveness, Mesh, Node, among, with_own},
 };
 
 use kilo_host::cni::former::FormerPodCidrs;
@@ -26,7 +26,7 @@ pub(super) struct State {
     /// The mesh as this node sees it.
     pub mesh: Arc<Mesh>,
     /// Which node leads each location, and since when.
-    pub leaders: Leaders,
+    pub leaders: LeadersSince,
     /// When each node's latest heartbeat arrived, by this agent's clock.
     pub liveness: Liveness,
     /// Addresses that left the mesh a moment ago.

@@ -53,7 +53,7 @@ struct Place {
     members: Vec<Point>,
     /// The index of the member that each member uses.
     uses: Vec<usize>,
-    /// Those whom other locations' nodes reach it by.
+    /// The leaders through which other locations' nodes reach it.
     gateways: Vec<usize>,
 }
 

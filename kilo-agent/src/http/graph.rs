@@ -154,7 +154,7 @@ impl Graph {
         }
     }
 
-    /// Makes the text away from the runtime's threads, one at a time; whoever has
+    /// Makes the text away from the runtime's threads, one at a time; a request that has
     /// waited for the same one finds it made.
     async fn make(&self, what: Text, mesh: &Arc<Mesh>, ways: Ways) -> Result<Bytes, RenderError> {
         let lines = lines(mesh);

@@ -65,7 +65,7 @@ impl Context {
         Self { health, metrics, view, graph, page: Page::new(feed), answer_limit, gate: Gate::Open }
     }
 
-    /// Shows more than health and metrics to those alone whom `gate` admits.
+    /// Shows more than health and metrics only to callers that `gate` admits.
     pub fn behind(self, gate: Gate) -> Self {
         Self { gate, ..self }
     }

@@ -50,7 +50,7 @@ const LOOK_SELDOM: Duration = Duration::from_secs(3);
 const SHARE_OFF: u32 = 1000;
 const LOOK_RARELY: Duration = Duration::from_secs(60);
 
-/// What the task works for, and with whom it shares what it finds.
+/// What the task works for, and the tasks with which it shares what it finds.
 pub struct Context {
     /// Private key of this node.
     pub key: SecretKey,
@@ -357,7 +357,7 @@ impl Task {
         let name = |id: &NodeId| self.far.nodes.get(id);
         let uses = self.is_on();
         let mut ways = self.client.ways();
-        // How the tunnels are connected that carry packets; those of stand-bys are nobody's question.
+        // How the tunnels are connected that carry packets; those of stand-bys do not matter here.
         ways.retain(|id, _| !self.far.stand_bys.contains(id));
         let endpoints = if uses { self.client.endpoints() } else { BTreeMap::new() };
         for (id, way) in &ways {

@@ -181,8 +181,8 @@ pub async fn page(client: &Client, pod: &Pod, path: &str) -> Result<String, kube
 #[error("the answer is longer than {0} bytes")]
 pub struct TooLong(pub usize);
 
-/// The text that a node or pod returns through the API server, of at most so many bytes: whoever has taken
-/// the node over can send without end, also below an error code.
+/// The text that a node or pod returns through the API server, of at most so many bytes: an attacker who has
+/// taken the node over can send without end, also below an error code.
 ///
 /// # Errors
 /// The API server's; [`TooLong`] within [`kube::Error::Service`].

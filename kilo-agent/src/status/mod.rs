@@ -1,6 +1,5 @@
-//! What the mesh looks like to one who looks: who leads and why, who is ready
-//! and why not, tunnels and packet counters. Plain values for `/status` and
-//! `kgctl status`.
+//! The state of the mesh as `/status` and `kgctl status` show it: leaders and why they lead, which nodes are ready and
+//! why others are not, tunnels and packet counters. Plain values.
 
 pub mod ask;
 mod history;
@@ -67,7 +66,7 @@ pub struct Status {
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub unhealthy: BTreeMap<String, String>,
     /// Tunnels between locations that work and are direct, as far as leaders' agents were asked.
-    #[serde(default, skip_serializing_if = "is_none")]
+    #[serde(default, skip_serializing_if = "is_zero")]
     pub direct_tunnels: usize,
     /// How the others are connected, sorted by the names of their ends.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
@@ -285,12 +284,6 @@ pub struct Tunnel {
     /// The node that relays.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub relay: Option<String>,
-}
-
-/// Whether a count is left out of the answer.
-#[expect(clippy::trivially_copy_pass_by_ref, reason = "serde passes references")]
-const fn is_none(count: &usize) -> bool {
-    *count == 0
 }
 
 /// How a tunnel between two locations is connected that is not direct.

@@ -16,7 +16,9 @@ use kilo_core::{
     objects::Snapshot,
     observed::Attached,
     settings::Granularity,
-    topology::{CheckedIn, Leaders, Mesh, Node, TunnelEnd, Ways, among, tunnel_ends, way_text, with_own},
+    topology::{
+        CheckedIn, LeadersSince, Mesh, Node, TunnelEnd, Ways, among, tunnel_ends, way_text, with_own,
+    },
     wireguard::key::PublicKey,
 };
 use kilo_host::{
@@ -42,7 +44,7 @@ pub struct View {
     /// `--mesh-granularity`.
     pub granularity: Granularity,
     /// Since when who leads.
-    pub leaders: Leaders,
+    pub leaders: LeadersSince,
     /// Who has led before.
     pub history: History,
     /// Programs on interfaces.

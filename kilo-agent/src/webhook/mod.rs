@@ -42,7 +42,7 @@ pub enum Source {
     Secret(Place),
 }
 
-/// Where it listens, and as whom.
+/// Where it listens, and with which certificate.
 #[derive(Clone, Debug)]
 pub struct Options {
     /// Where the certificate comes from.

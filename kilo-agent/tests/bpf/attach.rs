@@ -185,7 +185,7 @@ impl Sender {
     }
 }
 
-/// An encapsulated packet of somebody who is no node: our program drops and counts it.
+/// An encapsulated packet of a host that is not a node: our program drops and counts it.
 fn from_a_stranger() -> Vec<u8> {
     let inner = packet::udp([10, 42, 2, 2], [10, 42, 1, 2], (1, 2), b"x");
     packet::steered(STRANGER, SELF, &inner)[14..].to_vec()

@@ -49,7 +49,7 @@ fn a_priority_tag_is_taken_off_and_a_vlan_without_device_is_nobodys() {
         // What comes last has been handled last.
         sender.send(&tagged(None, 2000));
         assert_eq!(heard(&pod).as_deref(), Some(&b"steered"[..]));
-        assert_eq!(world.counted(Action::Deliver), 4, "no device has VLAN 7: its frames are nobody's");
+        assert_eq!(world.counted(Action::Deliver), 4, "no device has VLAN 7: its frames are for no device");
         assert!(world.drops().is_empty(), "{:?}", world.drops());
     });
 }

@@ -1,4 +1,4 @@
-//! `lan_ingress`: what a node takes from its network, and from whom.
+//! `lan_ingress`: which packets a node takes from its network, and from which senders.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 

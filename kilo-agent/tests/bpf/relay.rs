@@ -281,7 +281,7 @@ fn over_ipv6_each_end_reaches_the_other_too() {
     let datagram = udp_v6(v6(X), v6(SELF), (X_PORT, FOR_X), &data(40));
     let last = ethernet(&ipv6(v6(X), v6(SELF), 17, 1, &datagram[40..]));
     assert_eq!(run(&mut bench.dataplane, "lan_ingress", &last).verdict, PASS, "its last hop");
-    // What is bound by one family is nobody's by the other.
+    // What is bound by one family is free by the other.
     assert_eq!(bench.arrives((X, X_PORT), FOR_X, &data(100)).verdict, PASS);
     assert!(bench.ports().values().all(|port| port.packets == 3));
 }

@@ -61,7 +61,7 @@ async fn forwards_as_configured(flavour: &str) {
     assert!(!succeeds(POD), "the policy drops");
     assert_eq!(rules.apply(&pods, start).await.unwrap() % 2, 0, "both families");
     assert!(succeeds(POD), "{}", sh(&format!("iptables{flavour}-save; ip6tables{flavour}-save")));
-    assert!(!succeeds(OTHER), "what is no pod of this node stays under the policy");
+    assert!(!succeeds(OTHER), "an address that no pod of this node has stays under the policy");
     assert_eq!(rules.apply(&pods, start + later(60)).await.unwrap(), 0, "nothing to do, nothing written");
 
     // Somebody flushes the chain, and somebody adds a jump of ours again.

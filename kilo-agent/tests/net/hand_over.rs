@@ -141,11 +141,11 @@ fn programs_that_are_left_steer_for_a_while_and_then_let_everything_by() {
         left_for(Duration::from_secs(4)).await;
         let (steered, clear) = grew_by(Duration::from_secs(2));
         assert!(steered > 40 && clear == 0, "left alone: {steered} and {clear}");
-        // As somebody else's agent would send it, or nobody's.
+        // As another agent would send it, or a host without one.
         sh("ip route replace 10.42.2.0/24 via 10.1.0.2 dev eth0");
         let (_, clear) = grew_by(Duration::from_secs(6));
         assert_eq!(clear, 0, "neither programs nor rules kept it in");
-        assert_eq!(grew_by(Duration::from_secs(1)), (0, 0), "rules keep in what programs steered");
+        assert_eq!(grew_by(Duration::from_secs(1)), (0, 0), "rules drop at the uplink what programs steered");
         sh("nft delete table inet kilo");
         let (steered, clear) = grew_by(Duration::from_secs(1));
         assert!(steered == 0 && clear > 20, "the programs still act: {steered} and {clear}");

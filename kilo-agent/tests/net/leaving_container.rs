@@ -13,7 +13,7 @@ use std::{collections::BTreeSet, fs, time::Duration};
 
 const LIMIT: Duration = Duration::from_secs(20);
 
-/// What the outside host wrote down: whom it saw, datagram by datagram.
+/// What the outside host wrote down: the sources it saw, datagram by datagram.
 const SEEN: &str = "/run/seen";
 /// What came back to the pod on its TCP connection, and why that ended.
 const ECHOED: &str = "/run/echoed";
@@ -55,7 +55,7 @@ fn seen() -> Vec<String> {
     fs::read_to_string(SEEN).unwrap().lines().map(ToOwned::to_owned).collect()
 }
 
-/// Whether it is so; where it is not, whom the outside host saw last.
+/// Whether it is so; where it is not, the source that the outside host saw last.
 fn is_so(so: bool) -> Result<(), String> {
     if so { Ok(()) } else { Err(format!("{:?}", seen().last())) }
 }

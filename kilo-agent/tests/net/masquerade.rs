@@ -131,7 +131,7 @@ fn in_netns<T: Send + 'static>(netns: &str, work: impl FnOnce() -> T + Send + 's
 }
 
 /// Several questions and answers of a client in one namespace and a server in another;
-/// whom the server saw, or what went wrong.
+/// the source that the server saw, or what went wrong.
 fn talk(from: &str, to: (&str, IpAddr), tcp: bool) -> Result<IpAddr, String> {
     let address = to.1;
     let (ready, bound) = mpsc::channel();
@@ -195,7 +195,7 @@ fn talk(from: &str, to: (&str, IpAddr), tcp: bool) -> Result<IpAddr, String> {
     seen.map_err(|error| format!("server: {error}"))
 }
 
-/// Everything that must hold, whoever masquerades.
+/// Everything that must hold whether programs or rules masquerade.
 fn check(who: &str) {
     let addr = |text: &str| text.parse::<IpAddr>().unwrap();
     until("neighbours are found", LIMIT, || talk("lan", ("lan", addr("fd00:1::99")), true).is_ok());

@@ -1,5 +1,5 @@
 //! Masquerading by nftables: packets of a pod through a host to an outside
-//! host, which says whom it saw.
+//! host, which says what source it saw.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
@@ -100,7 +100,7 @@ fn forced_destinations_are_masqueraded_unless_the_source_is_exempt() {
     });
 }
 
-/// Datagrams of one socket of the pod, 50 a second; the outside host writes down whom it sees.
+/// Datagrams of one socket of the pod, 50 a second; the outside host writes down the sources it sees.
 fn stream_begins() {
     let server = "use IO::Socket::IP; $| = 1; my $s = IO::Socket::IP->new(LocalHost => q(10.42.2.2), LocalPort => 9, \
                   Proto => q(udp)) or die; while ($s->recv(my $d, 9)) { print $s->peerhost, qq(\\n) }";
@@ -195,7 +195,7 @@ fn rules_for_somebody_else_are_not_taken_for_ones_own_and_take_nested_prefixes()
         assert_eq!(NatRules::default().apply(wanted.clone(), Instant::now()).await.unwrap(), 1);
         assert_eq!(NatRules::default().apply(wanted.clone(), Instant::now()).await.unwrap(), 0);
 
-        // Somebody else masquerades: what must not leave is kept in, and nothing is translated.
+        // Another agent masquerades: what must not leave is dropped at the uplink, and nothing is translated.
         let never_clear = BTreeSet::from(["10.42.2.0/24".parse().unwrap()]);
         stream_begins();
         it_flows();

@@ -79,7 +79,7 @@ fn number(file: &str) -> u64 {
 fn capture(interface: &str) -> OwnedFd {
     let protocol = u16::try_from(libc::ETH_P_ALL).unwrap().to_be();
     let kind = libc::SOCK_RAW | libc::SOCK_NONBLOCK | libc::SOCK_CLOEXEC;
-    // SAFETY: the descriptor is new and nobody else's.
+    // SAFETY: the descriptor is new, and no other value owns it.
     let socket = unsafe { OwnedFd::from_raw_fd(libc::socket(libc::AF_PACKET, kind, protocol.into())) };
     // SAFETY: plain integers; zero is a value of each.
     let mut address: libc::sockaddr_ll = unsafe { std::mem::zeroed() };

@@ -116,7 +116,7 @@ impl Decisions<'_> {
     }
 
     /// Where a packet from a node of the location goes on: `Deliver`, `Transit` or
-    /// `PassOn`; `None` when it is not for this node. What comes from nobody knows whom is not passed on.
+    /// `PassOn`; `None` when it is not for this node. A packet from an unknown sender is not passed on.
     fn disposition(&self, sender: Option<&NodeValue>, dst: IpAddr) -> Option<Action> {
         let value = self.prefix(dst)?;
         match value.hop {

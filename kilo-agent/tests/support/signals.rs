@@ -6,11 +6,14 @@ use kilo_common::{
     counters::{Action, DropReason},
     lead::{self, Term, hop_of, obeys, term_of},
     maps::{
-        CONFIG_GATEWAY, CONFIG_NATIVE, CONTROL_PREFIX, HOP_ACTING, HOP_FIRST_NODE, HOP_REMOTE,
-        SIGNAL_GATEWAY, SignalKey, VXLAN_PORT, sender_id,
+        CONFIG_GATEWAY, CONFIG_NATIVE, HOP_ACTING, HOP_FIRST_NODE, HOP_REMOTE, SIGNAL_GATEWAY, SignalKey,
+        VXLAN_PORT,
     },
     packet::protocol,
-    signal::{self, Body, Kind, LONGEST, Shared, Signal},
+    signal::{
+        self, Body, Kind, LONGEST, Shared, Signal,
+        control::{CONTROL_PREFIX, sender_id},
+    },
     siphash::Key,
 };
 use kilo_core::{
@@ -202,7 +205,7 @@ pub fn key(random: &mut Random, hop: u32) -> SignalKey {
     let id = u64::from(hop) << 48 | 7;
     SignalKey {
         key: [id, 1],
-        // Nobody's, at times.
+        // Of no node, at times.
         cookie: if random.chance(8) { 0 } else { 5 },
         sender: id,
         hop: if random.chance(12) { HOP_REMOTE } else { hop },

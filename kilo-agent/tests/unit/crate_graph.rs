@@ -87,12 +87,12 @@ fn kgctl_is_built_without_what_only_the_agent_needs() {
 const ORDERS: [(&str, &str); 9] = [
     (
         "../kilo-common/src",
-        "checksum counters ecn event lead packet siphash too_big wire_enum relay maps encap forwarding map_table \
-         direct nat refused signal",
+        "checksum counters ecn event lead packet siphash too_big wire_enum inject relay maps encap forwarding map_table \
+         direct nat icmp_too_big signal",
     ),
     (
         "../kilo-ebpf/src",
-        "maps cb inject lead follow subprogram words packet gso ip masquerade left link monitor mtu ret encap \
+        "maps cb inject leader_word follow subprogram words packet gso ip masquerade left link monitor mtu ret encap \
          reflect relay sender signal decap fast_path kilo_egress kilo_ingress lan_ingress tunnel_ingress wireguards \
          uplink_egress",
     ),
@@ -103,7 +103,7 @@ const ORDERS: [(&str, &str); 9] = [
     ),
     (
         "src",
-        "timestamp cli flag_table resolve health far failover backend metrics relay status http announce \
+        "timestamp cli flags_markdown resolve health far failover backend metrics relay status http announce \
          agent leaving takeover webhook",
     ),
     ("host/src", "memory lock cni net firewall wireguard dataplane interface"),

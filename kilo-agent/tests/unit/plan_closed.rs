@@ -1,4 +1,4 @@
-//! What was of the mesh and is of nobody now: nothing is sent there in clear.
+//! Prefixes that were of the mesh and have no owner now: nothing is sent there in clear.
 
 #![allow(clippy::unwrap_used, reason = "tests")]
 

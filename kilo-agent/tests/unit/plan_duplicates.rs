@@ -61,7 +61,7 @@ fn a_node_that_is_annotated_with_anothers_address_takes_nothing_from_it() {
         let sender = leader.tables.node[&ip("10.1.0.12")];
         assert!(sender.may_send_from([10, 1, 2, 7]) || sender.may_send_from([10, 1, 0, 7]));
         assert_eq!(sender.interfaces, [2, 0, 0, 0]);
-        // And back: to the host that has the address, for whoever of them.
+        // And back: to the host that has the address, whichever of them it is.
         for dst in ["10.1.2.7", "10.1.0.12", "10.1.0.7"] {
             let route = leader.route_from_kilo(Packet { src: ip("10.2.1.5"), dst: ip(dst) });
             let Route::Gateway { gateway, .. } = route else { panic!("{dst}: {route:?}") };

@@ -33,7 +33,7 @@ pub enum Taken {
     Reflect,
     /// The program answers in its place.
     Answer,
-    /// The agent reads it, and nobody else.
+    /// The agent alone reads it.
     Agent,
     /// The same, and it is a gateway's of another location, by its address.
     Control,

@@ -16,7 +16,7 @@ use crate::{
     cb,
     gso::FIXED_GSO,
     ip::{Ip as _, direct},
-    lead,
+    leader_word,
     maps::{count_action, hop},
     packet,
     ret::{Act, Verdict},
@@ -65,7 +65,7 @@ pub fn take(ctx: &TcContext, config: &Config) -> Option<Verdict> {
     }
     // No entry is as much as one that leads nowhere.
     let destination = Ipv4::prefix(config, dst).unwrap_or_default();
-    let goes = |sender| disposition(config.flags, Some(destination), sender, lead::is_mine);
+    let goes = |sender| disposition(config.flags, Some(destination), sender, leader_word::is_mine);
     // Where it goes by this node's own tables and word, it goes whichever node sends it.
     let mut found = goes(None);
     let is_going = matches!(found, Some(Disposition::Deliver | Disposition::Transit));

@@ -138,7 +138,7 @@ impl Agents {
     }
 
     /// Gives these flags, `--flag=value` each, to the agents of these nodes that are started from now on, instead
-    /// of what all have; `false`: they had them, and nobody else had any of their own.
+    /// of what all have; `false`: they had them, and no other agent had any of its own.
     pub fn set_own_flags(&mut self, nodes: &[&str], flags: &[&str]) -> bool {
         let flags: Vec<_> = flags.iter().map(|flag| (*flag).to_owned()).collect();
         let wanted = nodes.iter().map(|node| ((*node).to_owned(), flags.clone())).collect();
@@ -332,7 +332,7 @@ impl Agents {
             .args(arguments))
     }
 
-    /// Whether they may take only the kernel's WireGuard.
+    /// Whether the agents of this lab use the kernel's WireGuard alone, and no program for it.
     pub fn have_kernel_wireguard(&self) -> bool {
         self.wireguard == "kernel"
     }
@@ -434,7 +434,7 @@ impl Agents {
         let laptop = &network.laptop;
         let private = fs::read_to_string(self.directory.join("laptop.key"))?;
         let mut peers = self.kgctl(&["showconf", "peer", "laptop"])?;
-        // Where locations reach each other by private addresses, who is on the Internet does not.
+        // The laptop is on the Internet, so it cannot use the private addresses by which locations reach each other.
         for node in &network.nodes {
             if let Some(public) = node.public {
                 let endpoint = |address| format!("Endpoint = {}", SocketAddr::new(address, 51_820));

@@ -61,8 +61,8 @@ const WIREGUARD: &[Check] = &[
     ),
 ];
 
-/// Other ways it is used.
-const USES: &[Check] = &[
+/// Faults of WireGuard's device and port, addresses that lead to pods from outside, and changes of granularity.
+const DEVICE_AND_ACCESS: &[Check] = &[
     (
         "kilo0 down or deleted while no agent runs is no leak, and is mended by the next",
         fail_closed::without_agent,
@@ -88,21 +88,21 @@ const LAST: &[Check] = &[
     ("after `kg uninstall` nothing of ours is left", uninstall),
 ];
 
-/// They say enough about another way to carry packets.
-const WAY: &[Check] = CHECKS.split_at(6).0;
+/// The first of [`CHECKS`], which depend on how packets are carried: enough for one more way to carry them.
+const CARRIED: &[Check] = CHECKS.split_at(6).0;
 
-/// After all others.
-const AS_DEPLOYED: &str =
+/// Name of the check that runs after all others, whichever are chosen.
+const AS_DEPLOYED_CHECK: &str =
     "agents have the rights of the manifest and no others, and the hooks of this kernel";
 
 impl Choice {
     /// The checks, in their order.
     pub const fn checks(self) -> [&'static [Check]; 4] {
         match self {
-            Self::All => [CHECKS, WIREGUARD, USES, LAST],
-            Self::Way => [WAY, &[], &[], &[]],
+            Self::All => [CHECKS, WIREGUARD, DEVICE_AND_ACCESS, LAST],
+            Self::Way => [CARRIED, &[], &[], &[]],
             Self::Transport => [CHECKS, &[], &[], LAST],
-            Self::Wireguard => [WAY, WIREGUARD, &[], &[]],
+            Self::Wireguard => [CARRIED, WIREGUARD, &[], &[]],
         }
     }
 }
@@ -160,7 +160,7 @@ pub fn run(
 /// What every lab ends with, whatever else was done in it.
 pub fn as_deployed(lab: &mut Lab, prefix: &str) -> TestOutcome {
     let began = Instant::now();
-    outcome(prefix, AS_DEPLOYED, began, &well::as_deployed(lab))
+    outcome(prefix, AS_DEPLOYED_CHECK, began, &well::as_deployed(lab))
 }
 
 /// Until the mesh stands, and while everybody reaches everybody.

@@ -66,7 +66,7 @@ fn parent(process: u32) -> Option<u32> {
     (!matches!(state, "Z" | "X")).then_some(parent)
 }
 
-/// Pure: whom a process has started, directly or by others.
+/// Pure: the processes that a process has started, directly or by others.
 fn descendants(parents: &BTreeMap<u32, u32>, of: u32) -> BTreeSet<u32> {
     let mut found = BTreeSet::new();
     let mut asked = vec![of];

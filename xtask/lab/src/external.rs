@@ -1,4 +1,4 @@
-//! A leader whose WireGuard is a program of somebody else, Debian's
+//! A leader whose WireGuard is another project's program, Debian's
 //! wireguard-go: the agent only configures it, over the standard socket.
 
 use std::{
@@ -24,7 +24,7 @@ const PID: &str = "/run/wireguard-go.pid";
 /// The node that gets it; all others have the kernel's or ours.
 const NODE: &str = "b1";
 
-/// Its agent takes the device that is there, whoever made it.
+/// Its agent takes the device that is there, whatever program made it.
 const ADOPT: &[&str] = &["--create-interface=false", "--wireguard=auto"];
 
 /// Puts wireguard-go in the place of the device, and back.

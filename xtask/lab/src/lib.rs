@@ -378,7 +378,7 @@ impl Lab {
             without_lan: BTreeSet::new(),
             stood: BTreeMap::new(),
         };
-        // Until all are there, whoever starts first leads.
+        // Until all are there, the node that starts first leads.
         lab.caused(&[well::LEADS]);
         lab.save()?;
         step("waiting for the mesh");

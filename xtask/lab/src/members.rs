@@ -72,7 +72,7 @@ struct Member {
     id: u64,
     /// Of this boot.
     boot: Key,
-    /// `lead[1]`: whom it uses.
+    /// `lead[1]`: the leader it uses.
     word: u64,
     /// When that changed last.
     since: Instant,
@@ -116,7 +116,7 @@ impl Member {
             bytes[KIND_AT] = Kind::Reflected as u8;
             return Ok(true);
         }
-        // Its agent is away, and nobody else wants the rest.
+        // Its agent is away, and no other program wants the rest.
         if taken != Taken::Answer {
             return Ok(false);
         }

@@ -48,7 +48,7 @@ enum Part {
     Table,
     /// Two symmetric NATs alone.
     Symmetric,
-    /// Two ends behind restricting NATs, and nobody offers to relay.
+    /// Two ends behind restricting NATs, and no node offers to relay.
     Unrelayed,
     /// Two symmetric NATs for IPv4, and IPv6 behind firewalls.
     DualStack,
@@ -76,49 +76,49 @@ pub fn main(options: &Options, lab: &str, bin: &Path, wireguard: &str) -> Result
         Part::RelayV6,
         Part::Failover,
     ];
-    let bench = Bench { lab, bin, wireguard, relays: true, flags: &[] };
+    let setup = Setup { lab, bin, wireguard, relays: true, flags: &[] };
     for part in if options.part.is_empty() { &all[..] } else { &options.part } {
         match part {
-            Part::Table => table(bench)?,
-            Part::Symmetric => println!("symmetric and symmetric: {}", bench.pair([Kind::Symmetric; 2])?),
-            Part::Unrelayed => unrelayed(bench)?,
-            Part::DualStack => dual_stack(bench)?,
-            Part::Hairpin => hairpin(bench)?,
-            Part::Refused => refused(bench)?,
-            Part::Relay => bench.relay(Underlay::V4)?,
-            Part::RelayV6 => bench.relay(Underlay::V6)?,
-            Part::Failover => failover(bench)?,
+            Part::Table => table(setup)?,
+            Part::Symmetric => println!("symmetric and symmetric: {}", setup.pair([Kind::Symmetric; 2])?),
+            Part::Unrelayed => unrelayed(setup)?,
+            Part::DualStack => dual_stack(setup)?,
+            Part::Hairpin => hairpin(setup)?,
+            Part::Refused => refused(setup)?,
+            Part::Relay => setup.relay(Underlay::V4)?,
+            Part::RelayV6 => setup.relay(Underlay::V6)?,
+            Part::Failover => failover(setup)?,
         }
     }
     Ok(())
 }
 
-fn table(bench: Bench<'_>) -> Result<()> {
+fn table(setup: Setup<'_>) -> Result<()> {
     println!("| | {} |\n|---|---|---|---|---|", Kind::ALL.map(Kind::name).join(" | "));
     for (row, x) in Kind::ALL.into_iter().enumerate() {
         let mut cells = Vec::new();
         for (column, y) in Kind::ALL.into_iter().enumerate() {
-            cells.push(if column < row { String::new() } else { bench.pair([x, y])? });
+            cells.push(if column < row { String::new() } else { setup.pair([x, y])? });
         }
         println!("| {} | {} |", x.name(), cells.join(" | "));
     }
     Ok(())
 }
 
-/// Restricting NATs with nobody who relays: both ends send at once to where the third leader sees the other.
-fn unrelayed(bench: Bench<'_>) -> Result<()> {
-    let bench = Bench { relays: false, ..bench };
+/// Restricting NATs without a relay: both ends send at once to where the third leader sees the other.
+fn unrelayed(setup: Setup<'_>) -> Result<()> {
+    let setup = Setup { relays: false, ..setup };
     for kinds in [[Kind::PortRestricted; 2], [Kind::AddressRestricted, Kind::Symmetric]] {
-        println!("no relay offered, {}: {}", kinds.map(Kind::name).join(" and "), bench.pair(kinds)?);
+        println!("no relay offered, {}: {}", kinds.map(Kind::name).join(" and "), setup.pair(kinds)?);
     }
     Ok(())
 }
 
 /// Nothing passes between both by IPv4; by IPv6, which neither publishes as its endpoint, they meet.
-fn dual_stack(bench: Bench<'_>) -> Result<()> {
+fn dual_stack(setup: Setup<'_>) -> Result<()> {
     let shape = Shape { kinds: [Kind::Symmetric; 2], has_both: true, ..Shape::default() };
-    let found = bench.with(shape, &["z"], false, |mesh| {
-        let (way, took) = mesh.connects()?;
+    let found = setup.with(shape, &["z"], false, |mesh| {
+        let (way, took) = mesh.wait_connected()?;
         ensure!(way == "direct", "both have IPv6, so the tunnel needs not be {way}");
         for (name, other) in [("x", "[2001:db8:a2::2]:51820"), ("y", "[2001:db8:a1::2]:51820")] {
             let endpoints = mesh.network.node(name)?.netns.sh("wg show kilo0 endpoints")?;
@@ -131,11 +131,11 @@ fn dual_stack(bench: Bench<'_>) -> Result<()> {
 }
 
 /// Two kinds of ends behind one NAT, which sends nothing back that goes to its own address.
-fn hairpin(bench: Bench<'_>) -> Result<()> {
+fn hairpin(setup: Setup<'_>) -> Result<()> {
     for kind in [Kind::PortRestricted, Kind::Symmetric] {
         let shape = Shape { kinds: [kind; 2], is_shared: true, ..Shape::default() };
-        let found = bench.with(shape, &["z", "w"], false, |mesh| {
-            let (way, took) = mesh.connects()?;
+        let found = setup.with(shape, &["z", "w"], false, |mesh| {
+            let (way, took) = mesh.wait_connected()?;
             ensure!(way == "relayed", "nothing else leads from one to the other, so it cannot be {way}");
             mesh.is_drawn("relayed by ")?;
             Ok(format!("{way}, {:.0} s; {}", took.as_secs_f32(), mesh.one_relay_a_packet()?))
@@ -146,10 +146,10 @@ fn hairpin(bench: Bench<'_>) -> Result<()> {
 }
 
 /// Two symmetric NATs, relayed; then the agent of one end gets `--relay=off`, and loses it again.
-fn refused(bench: Bench<'_>) -> Result<()> {
+fn refused(setup: Setup<'_>) -> Result<()> {
     let shape = Shape { kinds: [Kind::Symmetric; 2], ..Shape::default() };
-    let found = bench.with(shape, &["z"], false, |mesh| {
-        let (way, took) = mesh.connects()?;
+    let found = setup.with(shape, &["z"], false, |mesh| {
+        let (way, took) = mesh.wait_connected()?;
         ensure!(way == "relayed", "no two symmetric NATs meet, so the tunnel cannot be {way}");
         let y = mesh.network.node("y")?.clone();
         mesh.agents.stop("y", Signal::SIGTERM)?;
@@ -179,7 +179,7 @@ fn refused(bench: Bench<'_>) -> Result<()> {
         mesh.agents.start(&y)?;
         let began = Instant::now();
         probe::until_seen_as(&x.pod, y.pod_ip(), x.pod_ip(), LIMIT)?;
-        mesh.until("relayed", Duration::from_secs(10))?;
+        mesh.wait_for_way("relayed", Duration::from_secs(10))?;
         Ok(format!(
             "{way} after {:.0} s, ended {:.0} s after y's agent began with --relay=off, 0 packets passed, {way} again \
              {:.0} s after it began without",
@@ -194,20 +194,20 @@ fn refused(bench: Bench<'_>) -> Result<()> {
 
 /// Between two symmetric NATs: a leader's stand-by has a relayed tunnel of its own before it is needed, and so has the
 /// relay's stand-by.
-fn failover(bench: Bench<'_>) -> Result<()> {
+fn failover(setup: Setup<'_>) -> Result<()> {
     let shape = Shape { kinds: [Kind::Symmetric; 2], has_second: true, ..Shape::default() };
-    let bench = Bench { flags: &["--failover=auto"], ..bench };
-    bench.with(shape, &["z", "z2"], false, |mesh| {
-        let (way, took) = mesh.connects()?;
+    let setup = Setup { flags: &["--failover=auto"], ..setup };
+    setup.with(shape, &["z", "z2"], false, |mesh| {
+        let (way, took) = mesh.wait_connected()?;
         ensure!(way == "relayed", "no two symmetric NATs meet, so the tunnel cannot be {way}");
         println!("relayed {:.1} s after the first attempt", took.as_secs_f32());
         let (x2, y) = (mesh.network.node("x2")?.clone(), mesh.network.node("y")?.clone());
         // Whichever was relayed first leads until both have been well for a minute.
-        mesh.has("x2", &["kilo_stand_by_fit", STANDS_BY])?;
-        mesh.has("x", &[LEADS])?;
+        mesh.wait_for_metrics("x2", &["kilo_stand_by_fit", STANDS_BY])?;
+        mesh.wait_for_metrics("x", &[LEADS])?;
         let x = mesh.network.node("x")?.netns.clone();
         outage(mesh, (&x2, &y), "the leader of a relayed location is cut off", &x)?;
-        mesh.has("x2", &[LEADS])?;
+        mesh.wait_for_metrics("x2", &[LEADS])?;
         let relay = mesh.network.node(mesh.busiest(&["z", "z2"])?)?.netns.clone();
         outage(mesh, (&x2, &y), &format!("relay {} is cut off", relay.name), &relay)
     })
@@ -227,9 +227,9 @@ fn outage(mesh: &mut Mesh, (from, to): (&Node, &Node), what: &str, off: &Netns) 
     Ok(())
 }
 
-/// What meshes are made with.
+/// What the meshes of this command are built with.
 #[derive(Clone, Copy)]
-struct Bench<'a> {
+struct Setup<'a> {
     lab: &'a str,
     bin: &'a Path,
     wireguard: &'a str,
@@ -239,12 +239,12 @@ struct Bench<'a> {
     flags: &'a [&'static str],
 }
 
-impl Bench<'_> {
+impl Setup<'_> {
     /// One pair of kinds: the way, and the seconds it took.
     fn pair(self, kinds: [Kind; 2]) -> Result<String> {
         let shape = Shape { kinds, ..Shape::default() };
         let (way, took) = self
-            .with(shape, &["z"], false, Mesh::connects)
+            .with(shape, &["z"], false, Mesh::wait_connected)
             .with_context(|| kinds.map(Kind::name).join(" and "))?;
         Ok(format!("{way}, {:.0} s", took.as_secs_f32()))
     }
@@ -278,15 +278,15 @@ struct Mesh {
     directory: PathBuf,
     network: Network,
     agents: Agents,
-    /// Relays that nobody reaches.
+    /// How many relays are cut off from all others.
     cut_off: usize,
     /// When x sent something to y for the first time.
     attempt: JoinHandle<Result<Instant>>,
 }
 
 impl Mesh {
-    fn up(bench: Bench<'_>, shape: Shape, public: &[&'static str], is_blocked: bool) -> Result<Self> {
-        let Bench { lab, bin, wireguard, relays, flags } = bench;
+    fn up(setup: Setup<'_>, shape: Shape, public: &[&'static str], is_blocked: bool) -> Result<Self> {
+        let Setup { lab, bin, wireguard, relays, flags } = setup;
         netns::remove(nat::namespaces(lab))?;
         let directory = std::env::temp_dir().join(format!("{lab}-nat"));
         if directory.exists() {
@@ -329,7 +329,7 @@ impl Mesh {
     }
 
     /// Waits until pods of both ends meet; the way, and the time since the first attempt to shake hands.
-    fn connects(&mut self) -> Result<(String, Duration)> {
+    fn wait_connected(&mut self) -> Result<(String, Duration)> {
         let (x, y) = (self.network.node("x")?, self.network.node("y")?);
         probe::until_seen_as(&x.pod, y.pod_ip(), x.pod_ip(), LIMIT)?;
         probe::until_seen_as(&y.pod, x.pod_ip(), y.pod_ip(), LIMIT)?;
@@ -347,7 +347,7 @@ impl Mesh {
     fn one_relay_a_packet(&self) -> Result<String> {
         let relays: Vec<&str> =
             self.network.nodes.iter().filter(|node| node.public.is_some()).map(Node::name).collect();
-        self.until("relayed", Duration::from_secs(10))?;
+        self.wait_for_way("relayed", Duration::from_secs(10))?;
         wait::time_passes(Duration::from_secs(2), "the pair may still settle on one of two relays");
         let count = || relays.iter().map(|name| self.relayed(name)).collect::<Result<Vec<_>>>();
         let (x, y) = (self.network.node("x")?, self.network.node("y")?);
@@ -379,7 +379,8 @@ impl Mesh {
         })
     }
 
-    fn until(&self, way: &str, limit: Duration) -> Result<Duration> {
+    /// Waits until both ends say that their tunnel is connected this way; how long that took.
+    fn wait_for_way(&self, way: &str, limit: Duration) -> Result<Duration> {
         let began = Instant::now();
         wait::until(&format!("both tunnels are {way}"), limit, || {
             let ways = [self.way("x", Duration::ZERO), self.way("y", Duration::ZERO)];
@@ -412,7 +413,7 @@ impl Mesh {
     }
 
     /// Waits until these metrics of a node are 1.
-    fn has(&self, name: &str, wanted: &[&str]) -> Result<()> {
+    fn wait_for_metrics(&self, name: &str, wanted: &[&str]) -> Result<()> {
         let netns = &self.network.node(name)?.netns;
         wait::until(&format!("{wanted:?} of {name} are 1"), LIMIT, || {
             let metrics = counters::scrape(netns)?;
@@ -454,7 +455,7 @@ impl Mesh {
 /// Two NATs between which nothing passes, with two relays offered: the relay's agent restarts, the relay dies, and
 /// the direct way works again.
 fn under_traffic(mesh: &mut Mesh) -> Result<()> {
-    let (way, took) = mesh.connects()?;
+    let (way, took) = mesh.wait_connected()?;
     ensure!(way == "relayed", "nothing passes between both, so the tunnel cannot be {way}");
     println!("relayed {:.1} s after the first attempt, {:?}", took.as_secs_f32(), mesh.underlay);
     println!("{}", mesh.one_relay_a_packet()?);
@@ -483,7 +484,7 @@ fn under_traffic(mesh: &mut Mesh) -> Result<()> {
     );
     let holes = &figures.holes;
     ensure!(figures.lost == 0, "{} datagrams were lost while an agent restarted: {holes:?}", figures.lost);
-    mesh.until("relayed", Duration::from_secs(10))?;
+    mesh.wait_for_way("relayed", Duration::from_secs(10))?;
     wait::time_passes(Duration::from_secs(6), "devices settle for 5 s after an endpoint was moved");
     // Its offer is taken back: both ends go over to the other one, and it sends on meanwhile.
     let flow = Traffic::start(&x.pod, y.pod_ip().into());
@@ -522,7 +523,7 @@ fn under_traffic(mesh: &mut Mesh) -> Result<()> {
     nat::block(&mesh.lab, mesh.underlay, false)?;
     // Without translation it is where it says.
     let way = if mesh.underlay == Underlay::V4 { "punched" } else { "direct" };
-    let took = mesh.until(way, RETURNS)?;
+    let took = mesh.wait_for_way(way, RETURNS)?;
     wait::time_passes(Duration::from_secs(3), "what follows the change must lose nothing");
     let figures = flow.finish()?;
     println!(

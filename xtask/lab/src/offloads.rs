@@ -1,4 +1,4 @@
-//! Offloads: whoever segments, merges or leaves checksums open, the bytes that
+//! Offloads: whether the kernel or a device segments, merges or completes checksums, the bytes that
 //! arrive are those that were sent.
 
 use std::{net::IpAddr, time::Duration};

@@ -1,5 +1,5 @@
 //! Datagrams a pod hands over many at once (`UDP_SEGMENT`, as QUIC servers do):
-//! each arrives whole, whoever cuts them apart.
+//! each arrives whole, whether the kernel or a device cuts them apart.
 
 use std::{
     collections::BTreeSet,

@@ -56,7 +56,7 @@ fn service(number: usize, v4: bool) -> IpAddr {
     }
 }
 
-/// One table for all nodes. Who is no pod gets a source of the mesh (kube-proxy's
+/// One table for all nodes. A client that is not a pod gets a source of the mesh (kube-proxy's
 /// mark for masquerading).
 fn rules(network: &Network) -> String {
     let mut translate = String::new();

@@ -190,7 +190,7 @@ pub fn encrypted_v6(from: (Ipv6Addr, u16), to: (Ipv6Addr, u16), payload: usize, 
 }
 
 /// A segment with data and nothing but ACK and PSH set (RFC 9293). With
-/// `partial` its checksum is that of the addresses and the length, as whoever
+/// `partial` its checksum is that of the addresses and the length, as the device that
 /// completes it wants to find it.
 fn tcp_packet(from: (Ipv4Addr, u16), to: (Ipv4Addr, u16), payload: &[u8], partial: bool) -> Vec<u8> {
     let mut segment = Vec::with_capacity(TCP + payload.len());

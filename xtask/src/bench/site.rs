@@ -109,7 +109,7 @@ impl Site {
             host(pods(0), 1),
             netns = around.id,
         ))?;
-        // Whoever is asked for is there: the namespace takes every address but the node's for its own.
+        // Every host that is asked for is there: the namespace takes every address but the node's for its own.
         around.ip(&format!(
             "link set lan up\nlink set pod up\nroute add local 192.0.2.0/24 dev lo\n\
              route add local 10.1.0.0/29 dev lo\nroute add local 10.1.0.12/30 dev lo\n\
@@ -138,7 +138,7 @@ impl Site {
         Ok(Self { node, around, directory: directory.to_owned(), remote_key, member })
     }
 
-    /// What every node has, whoever routes: connection tracking, and a rule
+    /// What every node has, with any program that routes: connection tracking, and a rule
     /// for connections that stand.
     pub fn base_rules(&self, restore: &str) -> Result<()> {
         self.restore(

@@ -42,14 +42,14 @@ fn has_links_of(kind: &str) -> bool {
     ip(&["link", "add", "kilo-try", "type", kind]).is_ok() && ip(&["link", "delete", "kilo-try"]).is_ok()
 }
 
-/// The manifest of a cluster like this.
-pub fn platform() -> &'static str {
+/// File of manifests/ for this kernel: with kernel WireGuard, or with a program for it.
+pub fn manifest_name() -> &'static str {
     if has_wireguard() { "kilo-kubeadm.yaml" } else { "kilo-kubeadm-userspace.yaml" }
 }
 
 /// Applies the manifests as users do, and waits until every pod is ready.
 pub fn apply(cluster: &Cluster) -> Result<Duration> {
-    let (userspace, kilo) = (!has_wireguard(), platform());
+    let (userspace, kilo) = (!has_wireguard(), manifest_name());
     for node in &cluster.nodes {
         let location = format!("kilo.squat.ai/location={}", node.site.location());
         cluster.kubectl(&["annotate", "--overwrite", "node", node.name(), &location])?;
@@ -58,7 +58,7 @@ pub fn apply(cluster: &Cluster) -> Result<Duration> {
     for file in ["crds.yaml", kilo] {
         apply_file(cluster, file)?;
     }
-    roll(cluster, "kilo", 180)?;
+    wait_rolled_out(cluster, "kilo", 180)?;
     if userspace {
         wireguard_is_ready(cluster)?;
     }
@@ -97,7 +97,7 @@ pub fn apply_file(cluster: &Cluster, name: &str) -> Result<()> {
 }
 
 /// Waits until a DaemonSet of kube-system is rolled out.
-pub fn roll(cluster: &Cluster, daemon_set: &str, seconds: u32) -> Result<()> {
+pub fn wait_rolled_out(cluster: &Cluster, daemon_set: &str, seconds: u32) -> Result<()> {
     let (object, timeout) = (format!("ds/{daemon_set}"), format!("--timeout={seconds}s"));
     cluster.kubectl(&["-n", "kube-system", "rollout", "status", &object, &timeout]).map(drop)
 }
@@ -124,24 +124,24 @@ pub fn test_pods(cluster: &Cluster) -> Result<()> {
         );
     cluster.apply(&objects)?;
     cluster.kubectl(&["rollout", "status", "deployment/echo", "--timeout=180s"])?;
-    serving(cluster)?;
-    families(cluster)?;
-    know_service(cluster, (SERVICE, 80).into())
+    start_test_servers(cluster)?;
+    ensure_families(cluster)?;
+    wait_service_answers(cluster, (SERVICE, 80).into())
 }
 
 /// The address of a Service of the probes' port that only the test pod of that node stands behind.
 pub fn service_of(cluster: &Cluster, node: &Node) -> Result<IpAddr> {
-    let pods = serving(cluster)?;
+    let pods = start_test_servers(cluster)?;
     cluster.kubectl(&["label", "--overwrite", "pod", &pod_on(&pods, node)?.name, "alone=true"])?;
     cluster.apply(ALONE)?;
     let address = cluster.kubectl(&["get", "service", "echo-alone", "-o", "jsonpath={.spec.clusterIP}"])?;
     let address: IpAddr = address.parse().with_context(|| format!("clusterIP {address:?}"))?;
-    know_service(cluster, (address, probe::PORT).into())?;
+    wait_service_answers(cluster, (address, probe::PORT).into())?;
     Ok(address)
 }
 
 /// Waits until a Service answers on every node.
-fn know_service(cluster: &Cluster, service: SocketAddr) -> Result<()> {
+fn wait_service_answers(cluster: &Cluster, service: SocketAddr) -> Result<()> {
     for node in &cluster.nodes {
         until("kube-proxy knows the Service", Duration::from_secs(60), || {
             let ask = move || probe::probe_port(Protocol::Tcp, service, Duration::from_secs(2)).is_ok();
@@ -202,11 +202,11 @@ pub fn pods(cluster: &Cluster, label: &str) -> Result<Vec<Pod>> {
     Ok(pods)
 }
 
-/// The test pods, with servers in them.
-pub fn serving(cluster: &Cluster) -> Result<Vec<Pod>> {
+/// Starts the servers in all test pods, and returns the pods.
+pub fn start_test_servers(cluster: &Cluster) -> Result<Vec<Pod>> {
     let pods = pods(cluster, "app=echo")?;
     for pod in &pods {
-        // Those that stand serve on.
+        // In pods where a server runs already this changes nothing.
         for address in pod.addresses() {
             let _ = probe::serve(&pod.netns, address);
         }
@@ -224,8 +224,8 @@ pub fn addresses_hold(cluster: &Cluster) -> Result<()> {
     Ok(())
 }
 
-/// An error when a test pod lacks an address of a family that the API server has.
-pub fn families(cluster: &Cluster) -> Result<()> {
+/// Fails when a test pod lacks an address of a family that the API server has.
+pub fn ensure_families(cluster: &Cluster) -> Result<()> {
     let pods = pods(cluster, "app=echo")?;
     let lacking = pods.iter().find(|pod| pod.second.is_none() && cluster.release.has_two_families());
     lacking.map_or(Ok(()), |pod| bail!("the pod of {} has no IPv6 address", pod.node))

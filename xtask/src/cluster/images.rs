@@ -100,7 +100,7 @@ pub fn prepare(release: Release, programs: &Path) -> Result<Images> {
     fs::copy(programs.join("etcd"), bin.join("etcd-itself"))?;
     fs::write(bin.join("etcd"), ETCD)?;
     fs::set_permissions(bin.join("etcd"), fs::Permissions::from_mode(0o755))?;
-    // One image with many names: whoever runs it says which program, but for the one
+    // One image with many names: the command that runs it says which program, but for the one
     // that holds a pod's namespaces.
     let all = format!("localhost/kilo-cluster/kubernetes:{}", release.version);
     build(

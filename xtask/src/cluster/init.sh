@@ -86,7 +86,7 @@ version = 2
 END
 export PATH=/opt/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin HOME=/root
 unset DISK BASE BIN
-# Whoever started this waits for this line.
+# The process that started this waits for this line.
 echo ready
 exec > /var/log/init.log 2>&1 < /dev/null
 containerd_forever() {

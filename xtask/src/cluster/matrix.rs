@@ -49,7 +49,7 @@ pub struct Matrix {
 
 /// Tries every path, each source on a thread of its own.
 pub fn run(cluster: &Cluster) -> Result<Matrix> {
-    let pods = deploy::serving(cluster)?;
+    let pods = deploy::start_test_servers(cluster)?;
     deploy::addresses_hold(cluster)?;
     for node in &cluster.nodes {
         let _ = probe::serve(&node.netns(), node.site.address.into());

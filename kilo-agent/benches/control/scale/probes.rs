@@ -82,7 +82,7 @@ impl Probes {
         self.ways.len()
     }
 
-    /// Nobody asks this node, and it asks nobody.
+    /// No other node probes this one, and it probes none.
     pub fn leave_out(&mut self, node: usize) {
         self.ways.retain(|(from, to)| *from != node && *to != node);
     }

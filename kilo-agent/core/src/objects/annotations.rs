@@ -1,5 +1,6 @@
 //! Annotations of Node objects: one table says what each is called, who writes it, how it is
-//! read and written, and what the documentation says of it.
+//! read and written, and what the documentation says of it. A new row's value also needs a field of [`Node`]
+//! (`types.rs`), and of [`Published`] (`snapshot.rs`) when agents write it.
 
 mod value;
 
@@ -54,7 +55,7 @@ pub enum Lifetime {
     OurHeartbeat,
 }
 
-/// When the node's agent was heard last; 0: somebody says that it is dead.
+/// When the node's agent was heard last; 0: another agent has declared it dead.
 pub const LAST_SEEN: &str = "kilo.squat.ai/last-seen";
 
 /// Where the node's WireGuard sees peers behind NAT.

@@ -1,4 +1,5 @@
-//! Where this host's WireGuard sends what is for a node or a VPN peer.
+//! The endpoint at which this host's WireGuard reaches a node or a VPN peer: from a location (`topology/segment.rs`) to
+//! a WireGuard peer (`plan/wireguard.rs`).
 
 use std::net::SocketAddr;
 
@@ -9,7 +10,7 @@ use crate::{
     wireguard::{Endpoint, EndpointHost, key::PublicKey},
 };
 
-/// Where this host's WireGuard sends what is for a gateway of a location. A stand-by's private
+/// The endpoint at which this host's WireGuard reaches a gateway of a location. A stand-by's private
 /// address is taken if an annotation forces it, or a route leads there: else it lies behind its own
 /// location's leader, and the stand-by speaks first.
 pub(super) fn gateway_endpoint(inputs: &Inputs<'_>, member: &Member, leads: bool) -> Option<SocketAddr> {
@@ -17,7 +18,7 @@ pub(super) fn gateway_endpoint(inputs: &Inputs<'_>, member: &Member, leads: bool
     (leads || !is_out_of_reach(inputs, member, endpoint)).then_some(endpoint)
 }
 
-/// Whether a gateway names a place where nobody elsewhere may reach it: it speaks first.
+/// Whether a gateway's endpoint may be out of reach from other locations, so that it has to speak first.
 pub(super) fn speaks_first(inputs: &Inputs<'_>, member: &Member) -> bool {
     member_endpoint(inputs, member).is_none_or(|endpoint| is_out_of_reach(inputs, member, endpoint))
 }
@@ -35,7 +36,7 @@ pub(super) fn member_endpoint(inputs: &Inputs<'_>, member: &Member) -> Option<So
     endpoint(inputs, &node.key?, node.endpoint.as_ref(), node.persistent_keepalive > 0)
 }
 
-/// Behind NAT a peer is where somebody last saw it, the own device first.
+/// Where a peer is reached: behind NAT where a device last saw it, the own one first; else at `given`.
 pub(super) fn endpoint(
     inputs: &Inputs<'_>,
     key: &PublicKey,

@@ -27,7 +27,7 @@ pub(super) struct PrefixClaim {
     pub endpoint: bool,
     /// Of an endpoint: the host's own packets may go there in clear, too.
     pub free: bool,
-    /// It is a prefix of somebody's choice, not of a node or its pods.
+    /// An operator has chosen the prefix: it is not of a node or its pods.
     pub chosen: bool,
 }
 
@@ -90,7 +90,7 @@ impl Remote {
             let prefixes = peer.allowed_ips.iter().map(IpNet::trunc);
             claims.extend(prefixes.map(|prefix| PrefixClaim { chosen: true, ..of_node(prefix, owner) }));
         }
-        // A gateway's own address is in nobody's prefixes, whatever an object says.
+        // A gateway's own address is in no object's prefixes, whatever an object says.
         claims.retain(|claim| !signal_id::is_control(&claim.prefix));
         sort_by_prefix(&mut claims, |claim| claim.prefix);
         Self(claims)

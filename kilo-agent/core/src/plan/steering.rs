@@ -133,7 +133,7 @@ pub(super) fn tables(inputs: &Inputs<'_>, own: &Own<'_>, remote: &Remote, lost: 
 }
 
 /// Drops what is for nodes that were declared dead. A node that takes part loses nothing by that: what it
-/// has, or what lies within, stays its own. A prefix of somebody's choice only holds it besides.
+/// has, or what lies within, stays its own. A prefix that an operator has chosen only holds it besides.
 fn close_lost(lost: &[(IpNet, u32)], chosen: &BTreeSet<IpNet>, table: &mut FlatMap<IpNet, PrefixValue>) {
     let flags = PREFIX_ROUTE | PREFIX_SOURCE;
     let mut closed = Vec::new();

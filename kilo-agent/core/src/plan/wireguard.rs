@@ -1,4 +1,6 @@
-//! Peers of this host's WireGuard device.
+//! Peers of this host's WireGuard device. A Node's annotations become a peer in four steps: `objects/annotations.rs`
+//! reads them into a `Node`, `topology/segment.rs` groups nodes into locations with allowed IPs, `plan/endpoints.rs`
+//! chooses the endpoint, and this file makes the peer, which `wireguard/diff.rs` compares with the device.
 
 use std::{
     collections::BTreeSet,
@@ -87,7 +89,7 @@ pub(super) fn peers(inputs: &Inputs<'_>, own: &Own<'_>, remote: &Remote) -> Wire
             last = Some(claim.prefix);
         }
     }
-    // Control addresses are in nobody's prefixes.
+    // Control addresses are in no object's prefixes.
     for (one, allowed_ips) in wanted.iter().zip(&mut allowed_ips) {
         allowed_ips.extend(one.control.map(|address| IpNet::from(IpAddr::V6(address))));
     }

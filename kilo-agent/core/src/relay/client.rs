@@ -21,12 +21,13 @@ const MOST_PLACES: usize = 8;
 /// How long a round of direct tries lasts, and between two tries of it.
 const ROUND: Duration = Duration::from_millis(1500);
 const STEP: Duration = Duration::from_millis(200);
-/// Answers that make a direct way good enough to leave a relay; and to begin with one.
+/// So many answers in one round show that a direct way is good enough to leave a relay for it, and, without a relay, to
+/// begin with it.
 const ENOUGH: u32 = 3;
 const ENOUGH_TO_BEGIN: u32 = 2;
 /// Between two rounds that the other end asks for.
 const ASKED_EVERY: Duration = Duration::from_secs(10);
-/// Relays are kept this long after they were left, or somebody has invited to one.
+/// Relays are kept this long after they were left, or after one has invited to itself.
 const LINGERS: Duration = Duration::from_secs(20);
 /// The device settles this long after an endpoint was moved.
 const SETTLES: Duration = Duration::from_secs(5);
@@ -236,7 +237,7 @@ impl Client {
         self.sequence = self.sequence.max(wall);
         let relayed: Vec<NodeId> =
             self.pairs.iter().filter(|(_, pair)| pair.by.is_some()).map(|(id, _)| *id).collect();
-        // A relay that is reached through a relay is none: ways end.
+        // A node that is itself reached through a relay cannot relay: else ways might go round.
         let relays = || {
             let offers = self.seen.values().filter(|seen| self.uses_relays && seen.relays && seen.is_fresh());
             let near = offers.filter(|seen| !relayed.contains(&seen.id));

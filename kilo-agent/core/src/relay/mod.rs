@@ -1,5 +1,5 @@
 //! Who needs a relay, which one, and when a pair of locations is connected directly again; and
-//! what a relay gives to whom. Pure: time, randomness and addresses are arguments.
+//! what a relay gives to which pair. Pure: time, randomness and addresses are arguments.
 //! docs/design/relay.md says why.
 
 mod client;
@@ -96,7 +96,7 @@ pub struct Seen {
     pub places: Vec<SocketAddr>,
     /// It offers to relay.
     pub relays: bool,
-    /// Its agent uses no relays, and relays for nobody.
+    /// Its agent uses no relays, and does not relay for others.
     pub refuses: bool,
 }
 

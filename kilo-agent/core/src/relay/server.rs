@@ -12,7 +12,8 @@ use super::{NodeId, Output, RESTS, fresh::Latest, mapped};
 
 /// Most pairs at a time: two ports each.
 pub const MOST_PAIRS: usize = 500;
-/// Most pairs of one node. Where an end stands by, half of both limits counts: those that carry packets find places.
+/// Most pairs of one node. For a pair with a stand-by at one end, half of both limits counts, so that places are left for
+/// pairs that carry packets.
 const MOST_OF_A_NODE: usize = 64;
 /// A pair from which nothing was heard, and for which nothing was relayed, is forgotten after this.
 const IDLE: Duration = Duration::from_secs(180);
@@ -26,7 +27,7 @@ const ANSWERS: u32 = 200;
 /// Where a message came from, and where to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Heard {
-    /// Who sent it.
+    /// Address and port of the sender.
     pub source: SocketAddr,
     /// Own address that it was sent to.
     pub local: IpAddr,
@@ -39,7 +40,7 @@ pub struct Heard {
 /// All pairs that this node relays for.
 #[derive(Clone, Debug, Default)]
 pub struct Server {
-    pairs: BTreeMap<(NodeId, NodeId), Allotment>,
+    pairs: BTreeMap<(NodeId, NodeId), PairState>,
     answers: BTreeMap<NodeId, (Instant, u32)>,
     latest: Latest,
     /// The number of its last invitation.
@@ -52,8 +53,9 @@ pub struct Server {
     stand_bys: BTreeSet<NodeId>,
 }
 
+/// What this node has given to the two ends of a pair.
 #[derive(Clone, Debug)]
-struct Allotment {
+struct PairState {
     ends: [End; 2],
     /// When an end was given an answer other than no, or packets have passed.
     used: Instant,
@@ -64,7 +66,7 @@ struct End {
     id: NodeId,
     port: u16,
     token: u64,
-    /// Of whom the token is.
+    /// The node that got the token.
     nonce: u64,
     /// The last number heard with the token.
     sequence: u64,
@@ -110,7 +112,7 @@ impl Server {
                 ..End::new((port.ids[0], number), random().max(1), now)
             };
             let ends = [end(*number, port, back), end(port.by_port, back, port)];
-            server.pairs.insert((id, other_id), Allotment { ends, used: now });
+            server.pairs.insert((id, other_id), PairState { ends, used: now });
         }
         server
     }
@@ -201,7 +203,7 @@ impl Server {
             let (one, two) = key(from, other);
             let mut end = |id, port| End::new((id, port), random().max(1), now);
             let ends = [end(one, ports[0]), end(two, ports[1])];
-            self.pairs.insert((one, two), Allotment { ends, used: now });
+            self.pairs.insert((one, two), PairState { ends, used: now });
             self.changes += 1;
         }
         let Some(pair) = self.pairs.get_mut(&key(from, other)) else { return refuse };
@@ -265,7 +267,7 @@ impl Server {
 
     /// The desired table of ports; each end may send `rate` megabits a second, where that is not zero.
     pub fn table(&self, rate: u16) -> BTreeMap<u16, Port> {
-        let both = |pair: &Allotment| {
+        let both = |pair: &PairState| {
             let [one, other] = pair.ends;
             let passes = pair.passes();
             [one.row(&other, passes), other.row(&one, passes)]
@@ -299,7 +301,7 @@ impl Server {
     }
 }
 
-impl Allotment {
+impl PairState {
     fn ends_mut(&mut self, of: NodeId) -> (&mut End, &mut End) {
         let [one, other] = &mut self.ends;
         if one.id == of { (one, other) } else { (other, one) }

@@ -1,5 +1,5 @@
-//! Who carries a location's packets, which may be another node than Kilo's rule chooses: by term, for the location
-//! and for each member. It follows from CLAIMs and annotations, and is the same for every node that plans.
+//! Who carries a location's packets, which may be another node than Kilo's rule chooses (`leader.rs`): by term, for
+//! the location and for each member. It follows from CLAIMs and annotations, and is the same for every node that plans.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -93,7 +93,7 @@ impl Node {
 
 impl Acting {
     /// The gateways of a location. The acting leader must be one of them: one that was declared
-    /// dead acts for nobody.
+    /// dead does not act.
     pub fn gateways(&self, segment: &Segment, stand_bys: usize) -> Gateways {
         self.gateways_with(segment, stand_bys, None)
     }

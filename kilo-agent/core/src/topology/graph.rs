@@ -60,7 +60,7 @@ fn write(mesh: &Mesh, ways: &Ways, out: &mut String) -> std::fmt::Result {
         }
     }
     for (index, segment) in mesh.segments.iter().enumerate() {
-        let apart = |other: &Arc<Segment>| segment.group.is_none() || other.group != segment.group;
+        let apart = |other: &Arc<Segment>| segment.lan.is_none() || other.lan != segment.lan;
         let others = mesh.segments.iter().enumerate().skip(index + 1).filter(|(_, other)| apart(other));
         for (other_index, other) in others {
             let way =

@@ -124,7 +124,7 @@ impl Segment {
 }
 
 /// So many of `next` as stand-bys, in their order: of each active leader the first that uses it, which watches it, and
-/// then the next ones. `of`: whom each uses.
+/// then the next ones. `of`: the active leader each uses.
 fn watching(next: &[usize], of: &[usize], count: usize) -> Vec<usize> {
     let mut watched = BTreeSet::new();
     let (first, more): (Vec<usize>, Vec<usize>) = next.iter().partition(|at| watched.insert(of[**at]));
@@ -188,7 +188,7 @@ impl<'a> Places<'a> {
 fn shares(members: &[&str], gateways: &[&str]) -> Vec<usize> {
     let mut has: Vec<Vec<usize>> = vec![(0..members.len()).collect()];
     for (before, gateway) in gateways.iter().enumerate().skip(1) {
-        // The one it would have most comes last.
+        // Highest weight last, so `pop` takes it.
         let key = |at: &usize| (weight(members[*at], gateway), *at);
         has.iter_mut().for_each(|list| list.sort_by_cached_key(key));
         let mut taken = Vec::new();
@@ -206,8 +206,7 @@ fn shares(members: &[&str], gateways: &[&str]) -> Vec<usize> {
     places
 }
 
-/// How much a member would have this gateway (FNV-1a, then mixed so that names that differ in a letter
-/// are far apart).
+/// Rendezvous (highest-random-weight) hash of a member and a gateway (FNV-1a, then mixed).
 fn weight(member: &str, gateway: &str) -> u64 {
     let bytes = member.bytes().chain([0xff]).chain(gateway.bytes());
     let hash = bytes.fold(0xcbf2_9ce4_8422_2325_u64, |hash, byte| {
@@ -251,7 +250,7 @@ mod tests {
         (0..count).map(|n| node(&format!("n{n:02}"), leaders)).collect()
     }
 
-    /// Who uses whom, by name.
+    /// The active leader that each member uses, by name.
     fn used(nodes: &[Node], lost: &[&Node], stand_bys: usize) -> Option<BTreeMap<String, String>> {
         let mesh = Mesh::new(nodes, &BTreeMap::new(), Granularity::Location, "10.4.0.0/16".parse().unwrap());
         let segment = &mesh.segments[0];

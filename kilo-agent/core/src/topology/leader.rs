@@ -1,4 +1,5 @@
-//! Who leads a location.
+//! Which node Kilo's rule chooses as a location's leader. With failover another node may act in its place:
+//! `acting.rs` overrides this choice.
 
 use std::fmt;
 

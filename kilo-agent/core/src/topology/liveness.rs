@@ -1,27 +1,29 @@
-//! Who is alive, without trusting anybody's wall clock: a node lives while its
-//! `last-seen` keeps changing, by the clock of the one who looks.
+//! Which nodes are alive, without trusting any other machine's wall clock: a node lives while its
+//! `last-seen` keeps changing, by the monotonic clock of the agent that watches it.
 
 use std::{
     sync::Arc,
     time::{Duration, Instant},
 };
 
-use super::{Known, Node, clocks::Clocks, former::Former, is_complete, is_recent, ready_seconds};
+use super::{
+    Known, Node, former::Former, heartbeat_shares::HeartbeatShares, is_complete, is_recent, ready_seconds,
+};
 
-/// A value that has not changed for this long is no heartbeat.
+/// How long a node counts as alive after its heartbeat changed last.
 fn patience(node: &Node) -> Duration {
     Duration::from_secs(ready_seconds(node).unsigned_abs())
 }
 
-/// A node is declared dead only when the own heartbeat came back this long after its last one:
+/// How long after a node's last heartbeat the own one must have come back before the node is declared dead:
 /// longer than the 33 s (and 5 s of collecting) that may lie between the last ones of two
 /// nodes when the API server goes away, or the 330 s (and 5) of nodes that renew it every 300 s.
 fn evidence(node: &Node) -> Duration {
     patience(node) * 3 / 4
 }
 
-/// Nobody was heard for longer than the 33 s (and 5 s of collecting) that lie between two heartbeats of one node, or the
-/// 330 s (and 5) of one that renews it every 300 s: none could arrive.
+/// How long no heartbeat of any node arrives before the API server counts as having been away: longer than the 33 s (and
+/// 5 s of collecting) that lie between two heartbeats of one node, or the 330 s (and 5) of one that renews it every 300 s.
 fn pause(node: &Node) -> Duration {
     patience(node) * 13 / 20
 }
@@ -55,7 +57,7 @@ pub struct Liveness {
     /// Sorted by name.
     seen: Vec<Observation>,
     former: Former,
-    /// Somebody is silent for too long, and only the own heartbeat can prove it.
+    /// A node is silent for too long, and only the own heartbeat can prove that this is its own fault.
     suspects: bool,
     heard: Option<Heard>,
 }
@@ -103,7 +105,7 @@ impl Liveness {
     /// be sorted by name, and are best the same in memory from one time to the next: then nothing of
     /// them is read but their heartbeats. `own` is this agent's
     /// node, which checks in like all others: while its own heartbeat does
-    /// not come back, the view is stale, and nobody is declared dead.
+    /// not come back, the view is stale, and no node is declared dead.
     ///
     /// `unix_now` helps with nodes seen for the first time: one with an old
     /// heartbeat must change it before it counts, unless most are old, which
@@ -119,7 +121,7 @@ impl Liveness {
     }
 
     /// As [`Self::ready`], for a machine that is not a node: the node that was heard last takes the place of its own
-    /// one. When no heartbeat arrives any more, the API server is away, and nobody is declared dead; nor is anybody
+    /// one. When no heartbeat arrives any more, the API server is away, and no node is declared dead; nor is one
     /// when they arrive again, until all have had the time to be heard. A clock that is ahead of every heartbeat is
     /// wrong, or the API server was away: the newest heartbeat says who was heard until then.
     pub fn ready_as_heard<'a>(
@@ -139,11 +141,11 @@ impl Liveness {
         now: Instant,
         unix_now: i64,
     ) -> Vec<bool> {
-        let nobody = !self.seen.iter().any(|seen| seen.ready);
+        let is_first = !self.seen.iter().any(|seen| seen.ready);
         // One walk over both; what is passed over has gone.
         let mut before = std::mem::take(&mut self.seen).into_iter().peekable();
         self.seen.reserve_exact(nodes.len());
-        let (mut clocks, mut new) = (Clocks::default(), Vec::new());
+        let (mut shares, mut new) = (HeartbeatShares::default(), Vec::new());
         for Known { node, last_seen } in nodes {
             let known_now = Known { node, last_seen };
             let known = before.next_if(|seen| Arc::ptr_eq(&seen.node, node)).or_else(|| {
@@ -181,7 +183,7 @@ impl Liveness {
             };
             let is_fresh = seen.complete && is_recent(known_now, unix_now);
             if seen.complete {
-                clocks.add(node, last_seen, is_fresh);
+                shares.add(node, last_seen, is_fresh);
             }
             self.seen.push(seen);
         }
@@ -190,20 +192,20 @@ impl Liveness {
         for (at, is_fresh) in new {
             let seen = &mut self.seen[at];
             if seen.node.declared_alive.is_none() {
-                seen.changed = (!clocks.agree_about(&seen.node, seen.value) || is_fresh).then_some(now);
+                seen.changed = (!shares.blame(&seen.node, seen.value) || is_fresh).then_some(now);
             }
         }
-        self.decide(own, nobody, now)
+        self.decide(own, is_first, now)
     }
 
-    /// Who is ready, of the nodes that have just been looked at; `nobody`: none was before.
-    fn decide(&mut self, own: Option<&str>, nobody: bool, now: Instant) -> Vec<bool> {
+    /// Which are ready of the nodes that have just been looked at; `is_first`: none was ready before.
+    fn decide(&mut self, own: Option<&str>, is_first: bool, now: Instant) -> Vec<bool> {
         let own = own.map(|own| self.seen.binary_search_by(|seen| seen.node.name.as_str().cmp(own)).ok());
         let own_seen = match own {
             Some(own) => own.map(|own| &self.seen[own]),
             None => self.heard_last(),
         };
-        let stale = own_seen.is_some_and(|seen| !seen.is_alive(now)) && !nobody;
+        let stale = own_seen.is_some_and(|seen| !seen.is_alive(now)) && !is_first;
         let own_changed = own_seen.and_then(|seen| seen.changed);
         let pause = own_seen.map(|seen| pause(&seen.node));
         let heard_since = match own {
@@ -232,7 +234,7 @@ impl Liveness {
     fn hear(&mut self, last: Instant, pause: Duration) -> Instant {
         let heard = self.heard.filter(|heard| last.saturating_duration_since(heard.last) < pause);
         let heard = match heard {
-            // Who was heard last may have gone.
+            // The node that was heard last may have gone.
             Some(Heard { since, last: before }) => Heard { since, last: before.max(last) },
             None => Heard { since: last, last },
         };
@@ -240,7 +242,7 @@ impl Liveness {
         heard.since
     }
 
-    /// Who renewed its heartbeat last, of those whose heartbeats count.
+    /// The node that renewed its heartbeat last, of those whose heartbeats count.
     fn heard_last(&self) -> Option<&Observation> {
         let heard =
             self.seen.iter().filter(|seen| seen.node.declared_alive.is_none() && seen.changed.is_some());
@@ -253,7 +255,7 @@ impl Liveness {
         self.former.without_address()
     }
 
-    /// Whether somebody is silent for too long as far as [`Self::ready`] saw last, and is spared until the own
+    /// Whether a node is silent for too long as far as [`Self::ready`] saw last, and is spared until the own
     /// heartbeat has come back: it is worth one now, however long it would be until the next.
     pub const fn suspects(&self) -> bool {
         self.suspects

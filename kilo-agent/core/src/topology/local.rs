@@ -52,9 +52,9 @@ impl Mesh {
     /// The mesh in which the location of a node is one segment; `None`: as it is.
     fn joined_as_seen_from(&self, node: &str) -> Option<Self> {
         let (own, _) = self.find(node)?;
-        let group = self.segments[own].group.as_ref()?;
+        let lan = self.segments[own].lan.as_ref()?;
         let (mut near, far): (Vec<_>, Vec<_>) =
-            self.segments.iter().cloned().partition(|segment| segment.group.as_ref() == Some(group));
+            self.segments.iter().cloned().partition(|segment| segment.lan.as_ref() == Some(lan));
         let at = near.iter().position(|segment| segment.leading().is_some_and(|own| own.name() == node))?;
         let mut segment = Arc::unwrap_or_clone(near.swap_remove(at));
         let own_ip = segment.wireguard_ip;

@@ -11,60 +11,11 @@ use std::{
 
 use ipnet::IpNet;
 
-use super::{Acting, Gateways, Homes, Known, Member, Node, Peer, Segment, allocate, segment::LeaderInfo};
+use super::{Acting, Gateways, Homes, Member, Node, Peer, Segment, allocate, segment::LeaderInfo};
 use crate::{prefixes::Prefixes, settings::Granularity, wireguard::key::PublicKey};
 
-/// `--stand-bys`, if nobody says otherwise.
+/// Default of `--stand-bys`.
 const STAND_BYS: usize = 2;
-
-/// A node that has not checked in for this long is not ready (Kilo's figure).
-pub const READY_SECONDS: i64 = 60;
-
-/// True when a node has all it needs to take part: an endpoint, a key and a
-/// pod CIDR. Whether it is alive is decided apart from this.
-pub fn is_complete(node: &Node) -> bool {
-    missing(node).next().is_none()
-}
-
-/// What [`missing`] says of a node that nobody has given pod addresses.
-pub const NO_POD_CIDR: &str = "no pod CIDR";
-
-/// What [`missing`] says, and what to do where no agent can.
-pub fn with_remedy(missing: &str) -> String {
-    match missing {
-        NO_POD_CIDR => {
-            format!("{missing}: kube-controller-manager needs --allocate-node-cidrs and --cluster-cidr")
-        }
-        _ => missing.to_owned(),
-    }
-}
-
-/// What a node lacks to take part, in words.
-pub fn missing(node: &Node) -> impl Iterator<Item = &'static str> {
-    [
-        (node.endpoint.is_none(), "no endpoint"),
-        (node.key.is_none(), "no key"),
-        (node.pod_cidrs.is_empty(), NO_POD_CIDR),
-    ]
-    .into_iter()
-    .filter_map(|(lacks, what)| lacks.then_some(what))
-}
-
-/// Ready by one snapshot, as Kilo decides it: complete, and checked in within the last
-/// [`ready_seconds`] of `now` (Unix seconds).
-pub fn ready_at(node: Known<'_>, now: i64) -> bool {
-    is_complete(&node) && is_recent(node, now)
-}
-
-/// A node that has not checked in for so many seconds is not ready: two of its heartbeats are missing.
-pub fn ready_seconds(node: &Node) -> i64 {
-    node.heartbeat.map_or(READY_SECONDS, |seconds| (2 * i64::from(seconds)).max(READY_SECONDS))
-}
-
-/// Checked in within the last [`ready_seconds`] of `now` (Unix seconds), or declared alive.
-pub fn is_recent(node: Known<'_>, now: i64) -> bool {
-    node.declared_alive.unwrap_or_else(|| now.saturating_sub(node.last_seen) < ready_seconds(node.node))
-}
 
 /// Locations, leaders, addresses and allowed IPs of all nodes that take part.
 /// ```
@@ -121,14 +72,14 @@ pub struct Lost {
     pub member: Member,
     /// The location it would be in, as [`Segment::location`].
     location: String,
-    /// As [`Segment::group`].
-    group: Option<String>,
+    /// As [`Segment::lan`].
+    lan: Option<String>,
 }
 
 impl Lost {
     /// Whether nodes of a location reach it without WireGuard.
     pub fn is_in(&self, segment: &Segment) -> bool {
-        self.location == segment.location || (self.group.is_some() && self.group == segment.group)
+        self.location == segment.location || (self.lan.is_some() && self.lan == segment.lan)
     }
 }
 
@@ -164,26 +115,25 @@ impl Mesh {
         subnet: IpNet,
     ) -> Self {
         let nodes: Vec<&Arc<Node>> = nodes.into_iter().collect();
-        let (mut groups, group_of) = self.groups(&nodes, granularity);
-        for (node, group) in nodes.iter().zip(&group_of) {
-            if groups[*group].differs {
-                groups[*group].nodes.push(node);
+        let (mut pending, location_index) = self.pending(&nodes, granularity);
+        for (node, at) in nodes.iter().zip(&location_index) {
+            if pending[*at].differs {
+                pending[*at].nodes.push(node);
             }
         }
-        let mut order: Vec<usize> = (0..groups.len()).collect();
-        order.sort_by_key(|group| groups[*group].place);
+        let mut order: Vec<usize> = (0..pending.len()).collect();
+        order.sort_by_key(|at| pending[*at].place);
         let mut addresses = allocate::addresses(subnet);
-        let mut segments = Vec::with_capacity(groups.len());
-        let mut segment_of: Vec<Option<usize>> = vec![None; groups.len()];
+        let mut segments = Vec::with_capacity(pending.len());
+        let mut segment_of: Vec<Option<usize>> = vec![None; pending.len()];
         for at in order {
-            let group = &groups[at];
-            let Some(segment) = group.segment(&mut addresses, granularity) else { continue };
+            let Some(segment) = pending[at].segment(&mut addresses, granularity) else { continue };
             segment_of[at] = Some(segments.len());
             segments.push(segment);
         }
         let mut members = vec![0; segments.len()];
-        let by_name = group_of.into_iter().filter_map(|group| {
-            let segment = segment_of[group]?;
+        let by_name = location_index.into_iter().filter_map(|at| {
+            let segment = segment_of[at]?;
             let member = members[segment];
             members[segment] += 1;
             Some(NodeIndex { segment: u32::try_from(segment).ok()?, member })
@@ -234,7 +184,7 @@ impl Mesh {
         let lost = |node: &Arc<Node>| Lost {
             member: Member { node: Arc::clone(node), wireguard_ip: None },
             location: location_of(node, granularity),
-            group: group_of(node, granularity),
+            lan: lan_of(node, granularity),
         };
         nodes.map(lost).collect()
     }
@@ -318,27 +268,27 @@ impl Mesh {
         }
     }
 
-    /// The nodes of each location, first those of this mesh in its order; and the group each node is in.
-    fn groups<'a>(
+    /// The locations to be built, first those of this mesh in its order; and for each node the index of its own.
+    fn pending<'a>(
         &'a self,
         nodes: &[&'a Arc<Node>],
         granularity: Granularity,
-    ) -> (Vec<Group<'a>>, Vec<usize>) {
+    ) -> (Vec<Pending<'a>>, Vec<usize>) {
         let (segments, by_name) = match self.granularity {
             Some(before) if before == granularity => (&*self.segments, &*self.by_name),
             _ => (&[][..], &[][..]),
         };
-        let of_segment = |segment: &'a Arc<Segment>| Group {
+        let of_segment = |segment: &'a Arc<Segment>| Pending {
             place: Place::named(&segment.location),
             before: Some(segment),
             differs: false,
             nodes: Vec::new(),
         };
-        let mut groups: Vec<Group<'_>> = segments.iter().map(of_segment).collect();
+        let mut pending: Vec<Pending<'_>> = segments.iter().map(of_segment).collect();
         let mut new: HashMap<Place<'_>, usize> = HashMap::new();
         // One walk over both; what is passed over has gone.
         let mut by_name = by_name.iter().peekable();
-        let mut before = |node: &Arc<Node>, groups: &mut Vec<Group<'_>>| {
+        let mut before = |node: &Arc<Node>, pending: &mut Vec<Pending<'_>>| {
             while let Some(index) = by_name.peek() {
                 let at = index.segment as usize;
                 let known = &segments[at].members[index.member as usize].node;
@@ -351,29 +301,29 @@ impl Mesh {
                 if order == Ordering::Equal && known == node {
                     return Some(at);
                 }
-                groups[at].differs = true;
+                pending[at].differs = true;
             }
             None
         };
-        let group_of = nodes.iter().map(|&node| {
-            before(node, &mut groups).unwrap_or_else(|| {
+        let location_index = nodes.iter().map(|&node| {
+            before(node, &mut pending).unwrap_or_else(|| {
                 let place = Place::of(node, granularity);
-                let known = groups[..segments.len()].binary_search_by_key(&place, |group| group.place);
+                let known = pending[..segments.len()].binary_search_by_key(&place, |location| location.place);
                 let at = known.unwrap_or_else(|_| {
                     *new.entry(place).or_insert_with(|| {
-                        groups.push(Group { place, before: None, differs: true, nodes: Vec::new() });
-                        groups.len() - 1
+                        pending.push(Pending { place, before: None, differs: true, nodes: Vec::new() });
+                        pending.len() - 1
                     })
                 });
-                groups[at].differs = true;
+                pending[at].differs = true;
                 at
             })
         });
-        let group_of = group_of.collect();
+        let location_index = location_index.collect();
         for index in by_name {
-            groups[index.segment as usize].differs = true;
+            pending[index.segment as usize].differs = true;
         }
-        (groups, group_of)
+        (pending, location_index)
     }
 
     /// The location a node is in: its index in `segments` and the node's index
@@ -431,8 +381,8 @@ fn by_name(segments: &[Arc<Segment>]) -> Vec<NodeIndex> {
     named.into_iter().map(|(_, index)| index).collect()
 }
 
-/// One location while a mesh is made.
-struct Group<'a> {
+/// A location that is being built.
+struct Pending<'a> {
     place: Place<'a>,
     /// What it was before.
     before: Option<&'a Arc<Segment>>,
@@ -442,7 +392,7 @@ struct Group<'a> {
     nodes: Vec<&'a Arc<Node>>,
 }
 
-impl Group<'_> {
+impl Pending<'_> {
     /// The location, with the next address; `None` without nodes.
     fn segment(
         &self,
@@ -468,16 +418,15 @@ impl Group<'_> {
         wireguard_ip: Option<IpAddr>,
         granularity: Granularity,
     ) -> Arc<Segment> {
-        let group = nodes.first().and_then(|node| group_of(node, granularity));
-        Arc::new(Segment::new(self.place.to_string(), group, wireguard_ip, nodes, leader))
+        let lan = nodes.first().and_then(|node| lan_of(node, granularity));
+        Arc::new(Segment::new(self.place.to_string(), lan, wireguard_ip, nodes, leader))
     }
 }
 
-/// The location whose nodes reach this one without WireGuard although it is on
-/// its own in the mesh.
-fn group_of(node: &Node, granularity: Granularity) -> Option<String> {
-    let grouped = granularity == Granularity::Cross && node.internal_ip.is_some();
-    grouped.then(|| format!("location:{}", node.location))
+/// In a cross mesh, the location whose nodes reach this node directly.
+fn lan_of(node: &Node, granularity: Granularity) -> Option<String> {
+    let is_direct = granularity == Granularity::Cross && node.internal_ip.is_some();
+    is_direct.then(|| format!("location:{}", node.location))
 }
 
 /// The location a node belongs to: `location:<name>`; a node without private

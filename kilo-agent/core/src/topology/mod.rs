@@ -4,23 +4,24 @@
 mod acting;
 mod allocate;
 pub mod changes;
-mod clocks;
 mod former;
 mod freed;
 mod graph;
+mod heartbeat_shares;
 pub mod heartbeats;
 mod homes;
 mod leader;
-mod leaders;
+mod leader_since;
 mod liveness;
 mod local;
 mod mesh;
-mod one_leader;
 mod peer_acceptance;
 mod private_endpoint;
+mod readiness;
 mod segment;
 mod stand_bys;
 mod tunnel_ends;
+mod why_one_leader;
 
 /// What a mesh is made of.
 pub use crate::objects::{
@@ -31,15 +32,15 @@ pub use freed::FreedAddresses;
 pub use graph::{Ways, acting, dot, way_text};
 pub use homes::Homes;
 pub use leader::LeaderReason;
-pub use leaders::{Lead, Leaders};
+pub use leader_since::{LeaderSince, LeadersSince};
 pub use liveness::Liveness;
 pub use local::LocalMesh;
-pub use mesh::{
-    Lost, Mesh, NO_POD_CIDR, READY_SECONDS, is_complete, is_recent, location_of, missing, ready_at,
-    ready_seconds, with_remedy,
-};
+pub use mesh::{Lost, Mesh, location_of};
 pub use peer_acceptance::{PeerAcceptance, PeerAcceptances, peer_acceptances};
 pub use private_endpoint::PRIVATE_ENDPOINT_REMEDY;
+pub use readiness::{
+    NO_POD_CIDR, READY_SECONDS, is_complete, is_recent, missing, ready_at, ready_seconds, with_remedy,
+};
 pub(crate) use segment::LocationPrefix;
 pub use segment::{Member, Segment};
 pub use tunnel_ends::{TunnelEnd, tunnel_ends};

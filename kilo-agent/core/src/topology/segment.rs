@@ -1,4 +1,5 @@
-//! One location of the mesh.
+//! One location of the mesh: from the annotations of its Nodes (`objects/annotations.rs`) to what becomes a WireGuard
+//! peer in `plan/wireguard.rs`.
 
 use std::{
     net::{IpAddr, SocketAddr},
@@ -39,8 +40,8 @@ pub struct Segment {
     /// `location:<name>`, or `node:<name>` for a node on its own.
     pub location: String,
     /// With [`Granularity::Cross`](super::Granularity::Cross): the location
-    /// the node is in, whose nodes reach it without WireGuard.
-    pub group: Option<String>,
+    /// the node is in, whose nodes reach it directly.
+    pub lan: Option<String>,
     /// Nodes, sorted by name.
     pub members: Vec<Member>,
     /// Index of the leader in `members`.
@@ -105,7 +106,7 @@ impl Segment {
     /// The location of these nodes (sorted by name, complete).
     pub(super) fn new(
         location: String,
-        group: Option<String>,
+        lan: Option<String>,
         wireguard_ip: Option<IpAddr>,
         nodes: &[&Arc<Node>],
         leader: &LeaderInfo<'_>,
@@ -127,7 +128,7 @@ impl Segment {
         offered.dedup();
         Self {
             location,
-            group,
+            lan,
             leader: leader.index,
             leader_reason: leader.reason,
             members: nodes.iter().map(|node| Member { node: Arc::clone(node), wireguard_ip: None }).collect(),

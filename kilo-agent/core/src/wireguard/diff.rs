@@ -84,7 +84,7 @@ pub struct PeerUpdate {
     pub persistent_keepalive: Option<u16>,
     /// New pre-shared key; `Some(None)` removes it.
     pub preshared_key: Option<Option<SecretKey>>,
-    /// Prefixes it gets, from nobody or from another peer.
+    /// Prefixes it gets: new ones, or those of another peer.
     pub add_allowed_ips: Vec<IpNet>,
 }
 

@@ -132,7 +132,7 @@ mod tests {
     fn a_tunnel_that_never_answers_is_silent_after_15_s_and_says_so_once() {
         let attempts = (0..20).map(|attempt| (None, attempt * 148));
         assert_eq!(turns(attempts), [(20, Turn::Silent)]);
-        // One attempt that is not repeated is nobody's loss.
+        // One attempt that is not repeated loses nothing.
         assert_eq!(turns([(None, 0), (None, 148), (None, 148), (None, 148), (None, 148), (None, 148)]), []);
     }
 

@@ -1,4 +1,5 @@
-//! The node's pod CIDRs in the CNI configuration list, as host-local reads them.
+//! The node's pod CIDRs in the CNI configuration list, as host-local reads them. [`update`] edits an existing file in
+//! place; with `--cni-source`, [`boot`] publishes the file.
 
 pub mod boot;
 pub mod former;

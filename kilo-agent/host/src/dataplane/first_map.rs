@@ -62,6 +62,6 @@ fn load(types: &[u8]) -> io::Result<OwnedFd> {
     };
     // SAFETY: `types` lives until the call has ended, and is as long as the attributes say.
     let descriptor = unsafe { syscall::bpf(BPF_BTF_LOAD, &mut attributes) }?;
-    // SAFETY: the kernel has just made this descriptor, for nobody else.
+    // SAFETY: the kernel has just made this descriptor, and no other value owns it.
     Ok(unsafe { OwnedFd::from_raw_fd(descriptor) })
 }

@@ -12,9 +12,10 @@ use aya::{
     programs::SchedClassifier,
 };
 use kilo_common::{
+    inject::Inject,
     lead,
     map_table::name,
-    maps::{Inject, LEAD_ACTING, LEAD_KILO},
+    maps::{LEAD_ACTING, LEAD_KILO},
 };
 use nix::libc;
 

@@ -52,7 +52,7 @@ fn pin_name(program: &str, identity: &Identity) -> String {
     format!("{program}-{}-{}", hex(&identity.tag), hex(&Sha256::digest(maps)))
 }
 
-/// True when something is there, and nobody else can have put it there: pins, their parent, the
+/// True when something is there, and no other user can have put it there: pins, their parent, the
 /// maps' and ours.
 pub fn is_ours_alone(pins: &Path) -> bool {
     let user = nix::unistd::geteuid().as_raw();

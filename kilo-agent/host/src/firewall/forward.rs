@@ -3,7 +3,7 @@
 //!
 //! An accept in a table of our own would not do: a packet must be accepted by
 //! every base chain of the hook. So the rules go into the chain itself, by the
-//! programs of whoever owns it: nftables' `iptables`, and the legacy one where
+//! programs that own it: nftables' `iptables`, and the legacy one where
 //! this network namespace has such a table, for then both are passed.
 
 use std::{

@@ -45,9 +45,9 @@ pub struct Interim<'a> {
     pub uplinks: &'a BTreeSet<String>,
     /// What only an outer header or WireGuard may carry: nothing else goes there by an uplink.
     pub never_clear: &'a BTreeSet<IpNet>,
-    /// What goes there and is put into an outer header by the uplink's program: kept in when that has ended.
+    /// What goes there and is put into an outer header by the uplink's program: dropped at the uplink when that has ended.
     pub by_uplink: &'a BTreeSet<IpNet>,
-    /// False: another agent masquerades, and these rules only keep in what must not leave.
+    /// False: another agent masquerades, and these rules only drop at the uplink what must not leave.
     pub masquerades: bool,
     /// How long the orphaned programs keep steering.
     pub steered: Duration,
@@ -181,7 +181,7 @@ impl Decision {
         self.script_for(None)
     }
 
-    /// As [`Self::script`]; where the table is for somebody who comes next, by what it masquerades
+    /// As [`Self::script`]; where the table is for an agent that comes next, by what it masquerades
     /// and for how long.
     fn script_for(&self, interim: Option<&Interim<'_>>) -> String {
         let mut script = format!("table inet {TABLE}\ndelete table inet {TABLE}\n");
@@ -238,7 +238,7 @@ impl Decision {
 
     /// Masquerades from now on by rules, for some time: after that they do nothing. Flows that
     /// began without them have no translation until [`super::conntrack::Untranslated::forget`] is called, and
-    /// are kept in.
+    /// are dropped at the uplink.
     ///
     /// # Errors
     /// When nft is missing or refuses.

@@ -56,7 +56,7 @@ impl Net {
     }
 }
 
-/// `None` for what is no BPF filter, and for the entry of a priority itself.
+/// `None` for a filter of another kind than BPF, and for the entry of a priority itself.
 fn parse(ifindex: u32, egress: bool, message: &TcMessage) -> Option<BpfFilter> {
     let options = message.attributes.iter().find_map(|attribute| match attribute {
         TcAttribute::Options(options) => Some(options),

@@ -39,7 +39,7 @@ use ipnet::IpNet;
 use kilo_core::{net::NetPlan, observed::HostLinks};
 
 /// Protocol number our routes and rules carry (`ip route show proto 107`).
-/// 107 belongs to nobody in iproute2's `rt_protos`; it stands for the agent's
+/// 107 has no name in iproute2's `rt_protos`; it stands for the agent's
 /// port 1107, which does not fit in a byte.
 pub const PROTOCOL: u8 = 107;
 

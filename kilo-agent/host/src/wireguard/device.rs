@@ -187,7 +187,7 @@ impl Device {
         })
     }
 
-    /// Gives prefixes to a peer that is there, from whoever has them, in one request and at once:
+    /// Gives prefixes to a peer that is there, whichever peer has them now, in one request and at once:
     /// for a thread without a runtime.
     ///
     /// # Errors

@@ -14,7 +14,7 @@ pub enum WireguardError {
     /// `--interface` is no interface name.
     #[error("`{0}` is not a valid interface name: 1 to 15 characters, no slash, no white space")]
     InvalidName(String),
-    /// `--create-interface=false` and nobody made it.
+    /// `--create-interface=false`, and no other program has made it.
     #[error(
         "interface {0} does not exist and --create-interface=false; start what is to create it, or drop the flag"
     )]
@@ -80,7 +80,7 @@ pub enum WireguardError {
     /// The interface went away or was replaced since it was opened.
     #[error("interface {0} is gone or was replaced; it is created again at the next reconcile")]
     Vanished(String),
-    /// The UDP port belongs to somebody else.
+    /// The UDP port belongs to another program.
     #[error(
         "UDP port {0} is in use by another program or WireGuard interface; stop it or choose another --port"
     )]

@@ -264,7 +264,7 @@ mod tests {
         directory.refresh_pausing(&mut || fs::write(&file, rest.next().unwrap()).unwrap()).unwrap();
         assert_eq!((names(&directory), rest.next()), (vec!["a".to_owned(), "b".to_owned()], None));
 
-        // Whoever never comes to an end keeps what there was, and hears of it.
+        // A change that never comes to an end keeps what there was, and is reported.
         fs::write(&file, "# 0").unwrap();
         let mut count = 0;
         let mut busy = || {

@@ -263,7 +263,7 @@ fn write(path: &Path, text: &str) -> io::Result<()> {
     let unfinished = path.with_file_name(name);
     let _ = fs::remove_file(&unfinished);
     let mut options = OpenOptions::new();
-    // Other nodes' agents read it, whoever they run as.
+    // Other nodes' agents read it, whatever user they run as.
     #[cfg(unix)]
     std::os::unix::fs::OpenOptionsExt::mode(&mut options, 0o644);
     let mut file = options.write(true).create_new(true).open(&unfinished)?;

@@ -29,7 +29,7 @@ pub struct Server {
     pub url: String,
     /// The context that leads to it; `None` in a pod.
     pub context: Option<String>,
-    /// Whom it is asked as: the user of the kubeconfig.
+    /// The user of the kubeconfig, as which it is asked.
     pub user: Option<String>,
     /// `--as`
     pub impersonated: Option<String>,

@@ -1,4 +1,4 @@
-//! The configuration files that say which API server is meant, and as whom it is asked.
+//! The configuration files that say which API server is meant, and as which user it is asked.
 
 use std::{
     env, fmt,

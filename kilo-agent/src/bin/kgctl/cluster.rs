@@ -116,7 +116,7 @@ impl Cluster {
         Err(Explained::of(text, error).into())
     }
 
-    /// What answers instead of an API server, when it is none: its text.
+    /// The text of a server that answers in an API server's place but is not one; `None`: it is one, or says nothing.
     async fn page(&self) -> Option<String> {
         let request = Request::get("/version").body(Vec::new()).ok()?;
         let asked = tokio::time::timeout(Duration::from_secs(5), self.client.request_text(request)).await;

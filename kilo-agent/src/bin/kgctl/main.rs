@@ -135,7 +135,7 @@ enum Command {
 
 fn main() -> ExitCode {
     #[cfg(debug_assertions)]
-    if let Some(tables) = kilo_agent::flag_table::if_asked(Cli::command) {
+    if let Some(tables) = kilo_agent::flags_markdown::if_asked(Cli::command) {
         print!("{tables}");
         return ExitCode::SUCCESS;
     }

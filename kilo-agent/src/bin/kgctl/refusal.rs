@@ -28,7 +28,7 @@ impl<'a> Asked<'a> {
     }
 }
 
-/// The role of the manifests that grants a request, and how it is given to somebody.
+/// The role of the manifests that grants a request, and how it is given to a user.
 fn remedy(asked: Asked<'_>, who: &str) -> String {
     match (asked.resource, asked.verb) {
         ("nodes" | "peers", "get" | "list" | "watch") => format!(
@@ -102,7 +102,7 @@ pub fn explain(error: &kube::Error, asked: Asked<'_>, server: &Server, page: Opt
     }
 }
 
-/// Whom the API server takes one for: `User "jane" cannot list ...`.
+/// The user for which the API server takes the caller: `User "jane" cannot list ...`.
 fn quoted_user(message: &str) -> Option<&str> {
     message.split_once("User \"")?.1.split('"').next().filter(|user| !user.is_empty())
 }

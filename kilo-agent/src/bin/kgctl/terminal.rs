@@ -1,5 +1,5 @@
 //! Text as a terminal shows it: cut to its width, and with colours. A pipe gets it whole and plain. What nodes
-//! and pods say is text: whoever has taken one over must not move the cursor of who looks.
+//! and pods say is text: an attacker who has taken one over must not move the reader's cursor.
 
 use std::io::{self, IsTerminal as _, Write, stdout};
 

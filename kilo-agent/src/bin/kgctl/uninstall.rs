@@ -96,7 +96,7 @@ pub async fn run(args: &UninstallArgs) -> Result<String> {
     let (mounted, on_host) =
         (format!("            path: {CNI_DIRECTORY}\n"), format!("            path: {}\n", args.cni_dir));
     let text = MANIFEST.replace(IMAGE, &args.image).replace(NAMESPACE, &args.namespace);
-    // Whoever runs this reaches the API server; a pod whose mesh is gone may not.
+    // The machine that runs this reaches the API server; a pod whose mesh is gone may not.
     let arguments =
         format!("{ARGUMENT}            - --keep-annotations\n            - --interface={}\n", args.interface);
     let text = text.replace(&mounted, &on_host).replace(ARGUMENT, &arguments);

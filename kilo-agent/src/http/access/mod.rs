@@ -171,7 +171,7 @@ fn unauthorized(why: &str) -> Answer {
     let mut answer = text(
         StatusCode::UNAUTHORIZED,
         format!(
-            "{why} (kg --page-access=token). Show one of somebody who has the ClusterRole {ROLE}:\n\
+            "{why} (kg --page-access=token). Show one of an account that has the ClusterRole {ROLE}:\n\
              curl --header \"Authorization: Bearer $(kubectl create token NAME)\" http://NODE:1107/status\n\
              /health and /metrics need none, and neither does kgctl for those who may run it in the agents' pods.\n"
         ),

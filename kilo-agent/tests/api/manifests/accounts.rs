@@ -35,7 +35,7 @@ async fn the_agents_account_may_do_what_the_agent_does_and_nothing_else() {
     let nodes: Api<Node> = Api::all(client.clone());
     refused("deleting a node", nodes.delete("other", &DeleteParams::default()).await);
     refused("creating a node", nodes.create(&PostParams::default(), &Node::default()).await);
-    // The condition NetworkUnavailable, which belongs to whoever is the pods' network.
+    // The condition NetworkUnavailable, which belongs to the program that makes the pods' network.
     nodes.patch_status("own", &PatchParams::default(), &Patch::Merge(json!({}))).await.unwrap();
     let addon = client_of(&account(&server, "kilo-kubeadm-flannel.yaml", "kube-system", "kilo").await).await;
     let beside_flannel: Api<Node> = Api::all(addon);

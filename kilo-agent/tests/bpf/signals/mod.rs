@@ -15,9 +15,12 @@ use kilo_common::{
     lead::{Term, hop_of, term_of, word},
     maps::{
         HOP_ACTING, HOP_FIRST_NODE, HOP_REMOTE, Heard, NODE_GATEWAY, NODE_LED, PREFIX_ROUTE, PREFIX_SOURCE,
-        PrefixValue, SIGNAL_GATEWAY, SignalKey, VXLAN_PORT, control_address, sender_id,
+        PrefixValue, SIGNAL_GATEWAY, SignalKey, VXLAN_PORT,
     },
-    signal::{self, Body, Kind, LONGEST, Shared, Signal, Verdict},
+    signal::{
+        self, Body, Kind, LONGEST, Shared, Signal, Verdict,
+        control::{control_address, sender_id},
+    },
     siphash::Key,
 };
 use kilo_core::plan::Tables;
@@ -415,7 +418,7 @@ fn a_gateway_reflects_probes_of_other_locations_and_of_nobody_else() {
     );
     assert!(checksums_hold(&ran.bytes));
     assert_eq!(signal::parse(&ran.bytes[28..]).unwrap().kind, Kind::Reflected);
-    // Its own private address is nobody's to probe, and others' packets go on.
+    // Its own private address is not to be probed, and others' packets go on.
     refused(&tunnel(&mut bench, FAR, SELF, &probe), "unknown_signal");
     let on = tunnel(&mut bench, FAR, MEMBER_POD, &probe);
     assert_eq!((on.verdict, &on.counted[..]), (REDIRECT, &["forward"][..]));
@@ -467,7 +470,7 @@ fn a_relieved_leader_passes_on_what_it_does_not_lead_and_never_what_a_gateway_se
         assert_eq!(ran.counted, then, "{flags}");
         assert_eq!(ran.verdict, if flags == 0 { REDIRECT } else { PASS });
     }
-    // By hop 2 Kilo's leader is asked, whom nobody relieves.
+    // By hop 2 Kilo's leader is asked, which no other node relieves.
     let mut tables = relieved(NODE_LED);
     tables.lead = [tables.lead[1]; 2];
     let remote = PrefixValue { hop: HOP_REMOTE, flags: PREFIX_ROUTE | PREFIX_SOURCE };

@@ -153,7 +153,7 @@ fn the_agent_sends_into_the_tunnel_to_the_lan_and_as_the_host_does() {
         signals.send(Way::Tunnel, &signal_v6(control(OWN), control(ELSEWHERE), &bytes)).unwrap();
         let sent = tunnel.sent(6, 17);
         assert_eq!(sent[48..], bytes);
-        // Nobody else speaks as this gateway, and without the mark it is nobody's word.
+        // Nobody else speaks as this gateway, and without the mark no gateway has said it.
         assert!(signals.send(Way::Stack, &signal_v6(control(OWN), control(ELSEWHERE), &bytes)).is_err());
         assert_eq!(world.drops().get("forged_signal"), Some(&1));
         // As a forwarded packet: this node leads, so by its own tunnel.

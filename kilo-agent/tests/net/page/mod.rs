@@ -34,7 +34,7 @@ use crate::{cluster, netns::isolated, wait::until};
 
 /// What happens is on the page within this time.
 const PROMISED: Duration = Duration::from_secs(5);
-/// Whoever looks at the page waits no longer than this on a machine that others use, too.
+/// A reader of the page waits no longer than this on a machine that others use, too.
 const SOON: Duration = Duration::from_secs(30);
 /// A page is drawn within this time on a machine that others use, too.
 const DRAWN: Duration = Duration::from_secs(30);

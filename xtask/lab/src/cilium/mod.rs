@@ -45,7 +45,7 @@ pub const CHECKS: &[Check] = &[
     }),
     ("no packet of the mesh is seen in clear", nothing_in_clear),
     ("no mesh packet was dropped on the way", no_drops),
-    ("programs of others are attached in their order whoever came first, and all count packets", beside),
+    ("programs of others are attached in their order whichever came first, and all count packets", beside),
     ("a host firewall that knows nothing of Kilo refuses none of its packets", not_refused),
     ("the cloud dropped no IPIP, though it drops what there is", cloud::nothing_dropped),
     ("IPIP to a leader's cni-compatibility-ip travels inside Cilium's packets", ipip),
@@ -213,7 +213,7 @@ fn attach(node: &Node, device: &str, hook: TcAttachType, program: Program, side:
         .with_context(|| format!("{name} on {}", node.name()))
 }
 
-/// On each hook of the device: somebody's program that counts before all others,
+/// On each hook of the device: a foreign program that counts before all others,
 /// and Cilium's behind them.
 fn attach_beside(node: &Node, device: &str) -> Result<()> {
     let number = SHARED.iter().position(|(name, _)| *name == device).context("no shared device")?;
@@ -287,7 +287,7 @@ fn chains(node: &Node) -> Result<BTreeMap<String, Chain>> {
     devices.flat_map(|(device, _)| HOOKS.map(|hook| query(device, hook))).collect()
 }
 
-/// Whoever came first: a program put before all stays there, ours is before
+/// Whichever came first: a program put before all stays there, ours is before
 /// those that were there, and Cilium's come after.
 fn beside(lab: &mut Lab) -> Result<String> {
     let mut seen = 0;

@@ -62,7 +62,7 @@ impl fmt::Display for Leak {
 /// Where a frame was seen.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Link {
-    /// What belongs to nobody: between locations, or to a host outside.
+    /// Neither side's: between locations, or to a host outside.
     Public,
     /// A location's own LAN: an outer header is enough there.
     Lan,

@@ -24,7 +24,7 @@ pub enum Limit {
     Switches(u64),
     /// At most so many datagrams are lost.
     Lost(u64),
-    /// Nothing is lost, and nobody else leads.
+    /// Nothing is lost, and no other node leads.
     Undisturbed,
     /// Whatever is lost, nobody else leads.
     NoSwitch,

@@ -110,7 +110,7 @@ fn end(runs: &[Run], options: &Options) -> Result<()> {
         let all = kept::replace(kept::read()?, runs);
         kept::write(&all)?;
         table::write(&all)?;
-        crate::faults::write_lines(|line| table::of_line(&all, line))?;
+        crate::faults::write_requirements(|line| table::of_line(&all, line))?;
     }
     let beyond: Vec<_> = table::sums(runs).filter_map(|sum| sum.problem()).collect();
     if !beyond.is_empty() {

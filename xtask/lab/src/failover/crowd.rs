@@ -61,7 +61,7 @@ fn uses_of<'a>(nodes: impl Iterator<Item = &'a Node>) -> Result<BTreeMap<String,
     let of = |node: &Node| {
         let status = counters::status(&node.netns)?;
         let leader = status.pointer("/agent/failover/leader").and_then(|leader| leader.as_str());
-        let leader = leader.with_context(|| format!("{} does not say whom it uses", node.name()))?;
+        let leader = leader.with_context(|| format!("{} does not say which leader it uses", node.name()))?;
         Ok((node.name().to_owned(), leader.to_owned()))
     };
     nodes.map(of).collect()

@@ -116,7 +116,7 @@ fn refused(node: &Node, why: &str) -> Result<u64> {
     Ok(by_kernel.or_else(|| metrics.get(&by_agent).copied()).unwrap_or(0))
 }
 
-/// One attack: who sends what to whom, and why it is refused.
+/// One attack: its sender, its target and its signal, and why it is refused.
 struct Attack<'a> {
     what: &'static str,
     by: &'a Netns,
@@ -194,7 +194,10 @@ pub(super) fn repeat(lab: &mut Lab) -> Result<Broken> {
     let signal = recorded(listening, ANNOUNCE);
     moved.mend(lab)?;
     let signal = signal?;
-    wait::time_passes(Duration::from_secs(2), "who follows whom must be over before it is written down");
+    wait::time_passes(
+        Duration::from_secs(2),
+        "members must have changed leaders before it is written down which they follow",
+    );
     let words = state::words(lab)?;
     // It is in every LAN.
     let by = &lab.network.router;

@@ -1,5 +1,6 @@
 //! The one table of faults: what is made under traffic (`cargo xtask lab faults`), and what
-//! is chosen from at random (`cargo xtask lab soak`). A new fault is a row here and its function.
+//! is chosen from at random (`cargo xtask lab soak`). A new fault is a row here, which names its
+//! requirement of `requirements.rs`, and its function.
 
 use anyhow::Result;
 
@@ -34,8 +35,8 @@ pub enum Goal {
 pub struct Fault {
     /// As it is chosen on the command line and named in reports: words with hyphens.
     pub id: &'static str,
-    /// Line of the list in `lines.rs` that it belongs to; none where it is not on that list.
-    pub line: Option<u8>,
+    /// Number of the requirement (`requirements.rs`) that it belongs to.
+    pub requirement: u8,
     /// How it is made at a fixed place while traffic is watched.
     pub traffic: Option<UnderTraffic>,
     /// How it is made at a random place.
@@ -70,13 +71,8 @@ pub struct SoakFault {
     pub inject: fn(&mut Lab, &mut Rng) -> Result<Injected>,
 }
 
-const fn fault(id: &'static str, line: u8) -> Fault {
-    Fault { id, line: Some(line), traffic: None, soak: None }
-}
-
-/// One that the list of lines does not know.
-const fn unlisted(id: &'static str) -> Fault {
-    Fault { id, line: None, traffic: None, soak: None }
+const fn fault(id: &'static str, requirement: u8) -> Fault {
+    Fault { id, requirement, traffic: None, soak: None }
 }
 
 impl Fault {
@@ -113,7 +109,10 @@ impl Fault {
     }
 }
 
-/// All of them, by line.
+/// The requirement of faults that are made at random alone: hours of random faults.
+const ONLY_AT_RANDOM: u8 = 66;
+
+/// All of them, by requirement; those that are made at random alone come last.
 #[rustfmt::skip]
 pub const FAULTS: &[Fault] = &[
     fault("agents-killed", 1)
@@ -214,16 +213,16 @@ pub const FAULTS: &[Fault] = &[
         .soak("forwarding is turned off", &["forwarding is off"], random::forwarding_off),
     fault("static-stability", 67)
         .across("agents dead, the cluster away, a node reboots", Goal::Nothing, control_plane::on_their_own),
-    unlisted("agent-stopped").soak("an agent stands still", &[], random::agent_stands_still),
+    fault("agent-stopped", ONLY_AT_RANDOM).soak("an agent stands still", &[], random::agent_stands_still),
     // The device may go between the look at it and the attaching to it.
-    unlisted("wireguard-killed").soak(
+    fault("wireguard-killed", ONLY_AT_RANDOM).soak(
         "WireGuard's process is killed",
         &["No such device", NO_KILO0],
         random::wireguard_killed,
     ),
-    unlisted("neighbours-flushed").soak("neighbours are forgotten", &[], random::neighbours_forgotten),
-    unlisted("node-leaves").soak("a node leaves", &[LEADS, NO_NODE, PODS_STAY], random::node_leaves),
-    unlisted("packets-lost").soak("packets are lost or late", &[], random::packets_lost),
+    fault("neighbours-flushed", ONLY_AT_RANDOM).soak("neighbours are forgotten", &[], random::neighbours_forgotten),
+    fault("node-leaves", ONLY_AT_RANDOM).soak("a node leaves", &[LEADS, NO_NODE, PODS_STAY], random::node_leaves),
+    fault("packets-lost", ONLY_AT_RANDOM).soak("packets are lost or late", &[], random::packets_lost),
 ];
 
 /// Faults of this table whose id is among these, or begins with one of them and a hyphen.
@@ -247,7 +246,7 @@ pub fn is_named(id: &str, word: &str) -> bool {
 mod tests {
     use std::collections::BTreeSet;
 
-    use super::{super::lines, *};
+    use super::*;
 
     #[test]
     fn every_id_is_there_once_and_speaks() {
@@ -260,11 +259,9 @@ mod tests {
     }
 
     #[test]
-    fn every_fault_is_made_somewhere_and_its_line_is_on_the_list() {
+    fn every_fault_is_made_somewhere() {
         for fault in FAULTS {
             assert!(fault.traffic.is_some() || fault.soak.is_some(), "{} is never made", fault.id);
-            let listed = |number| lines::LINES.iter().any(|line| line.number == number);
-            assert!(fault.line.is_none_or(listed), "{}", fault.id);
         }
     }
 

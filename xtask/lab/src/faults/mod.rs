@@ -4,10 +4,10 @@
 pub mod control_plane;
 mod hosts;
 pub mod injector;
-mod lines;
 mod links;
 pub mod list;
 pub(crate) mod nodes;
+mod requirements;
 pub mod soak;
 mod table;
 pub mod traffic;
@@ -23,7 +23,7 @@ use serde::{Deserialize, Serialize};
 use super::{Lab, netns::Netns, network::Network, network::OUTSIDE};
 use crate::report::{InClear, TestOutcome};
 use list::{FAULTS, Fault, Goal, UnderTraffic, is_named};
-pub use table::{renewed as renewed_page, write as write_table, write_lines};
+pub use table::{renewed as renewed_page, write as write_table, write_requirements};
 use traffic::{Figures, Traffic};
 
 /// Longest wait until traffic flows again.
@@ -34,8 +34,8 @@ const PATIENCE: Duration = Duration::from_secs(45);
 pub struct Row {
     /// The fault's id.
     pub id: String,
-    /// Line of the list, if it is there.
-    pub line: Option<u8>,
+    /// Number of the requirement that it belongs to.
+    pub requirement: u8,
     /// What happened.
     pub fault: String,
     /// What showed that it really happened.
@@ -128,7 +128,7 @@ fn row(lab: &mut Lab, fault: &Fault, traffic: &UnderTraffic) -> Row {
     let millis = |time: fn(&Figures) -> Duration| figures.as_ref().map_or(0, |f| time(f).as_millis() as u64);
     let row = Row {
         id: fault.id.to_owned(),
-        line: fault.line,
+        requirement: fault.requirement,
         fault: traffic.name.to_owned(),
         injected,
         sent: figures.as_ref().map_or(0, |figures| figures.sent),

@@ -4,7 +4,7 @@ use std::{fmt::Write as _, fs, path::PathBuf};
 
 use anyhow::{Context as _, Result};
 
-use super::{Row, lines::LINES};
+use super::{Row, requirements::REQUIREMENTS};
 
 const HEAD: &str = "# Reliability
 
@@ -46,13 +46,13 @@ fn path() -> PathBuf {
     crate::workspace_root().join("docs/reliability.md")
 }
 
-/// Writes the page. `failover`: what is known of it by a line's number.
+/// Writes the page. `failover`: what is known of it by a requirement's number.
 pub fn write(rows: &[Row], failover: impl Fn(u8) -> Vec<String>) -> Result<()> {
     write_text(&page(&under_traffic(rows), failover))
 }
 
 /// Writes the page with the faults under traffic that it has, because what is known of failover has changed.
-pub fn write_lines(failover: impl Fn(u8) -> Vec<String>) -> Result<()> {
+pub fn write_requirements(failover: impl Fn(u8) -> Vec<String>) -> Result<()> {
     write_text(&renewed(failover)?)
 }
 
@@ -77,14 +77,13 @@ fn rows_of(page: &str) -> Option<&str> {
 fn under_traffic(rows: &[Row]) -> String {
     let mut text = String::new();
     for row in rows {
-        let Row { id, fault, injected, sent, lost, gap_ms, stall_ms, goal, problem, .. } = row;
-        let line = row.line.map_or(String::new(), |line| line.to_string());
+        let Row { id, requirement, fault, injected, sent, lost, gap_ms, stall_ms, goal, problem, .. } = row;
         let state =
             problem.as_ref().map_or("ok".to_owned(), |problem| format!("**falls short**: {}", cell(problem)));
         let injected = cell(injected);
         let _ = writeln!(
             text,
-            "| `{id}` | {line} | {fault} | {injected} | {sent} | {lost} | {gap_ms} | {stall_ms} | {goal} | {state} |"
+            "| `{id}` | {requirement} | {fault} | {injected} | {sent} | {lost} | {gap_ms} | {stall_ms} | {goal} | {state} |"
         );
     }
     text
@@ -99,19 +98,21 @@ fn page(rows: &str, failover: impl Fn(u8) -> Vec<String>) -> String {
          tests of `cargo xtask test`.\n\n\
          | line | fault | shown by | not shown |\n|---|---|---|---|\n"
     );
-    for line in LINES {
-        let number = format!(" {} ", line.number);
+    for requirement in REQUIREMENTS {
+        let number = format!(" {} ", requirement.number);
         let watched =
             rows.lines().any(|row| row.split('|').nth(2) == Some(&number)).then(|| "traffic".to_owned());
-        let tests = line.tests.iter().map(|test| cell(test));
-        let shown: Vec<_> = watched.into_iter().chain(failover(line.number)).chain(tests).collect();
+        let tests = requirement.tests.iter().map(|test| cell(test));
+        let seen = Some(requirement.seen.to_owned()).filter(|seen| !seen.is_empty());
+        let shown: Vec<_> =
+            watched.into_iter().chain(failover(requirement.number)).chain(seen).chain(tests).collect();
         let _ = writeln!(
             text,
             "| {} | {} | {} | {} |",
-            line.number,
-            line.fault,
+            requirement.number,
+            requirement.fault,
             shown.join("<br>"),
-            line.missing
+            requirement.missing
         );
     }
     text
@@ -131,14 +132,15 @@ mod tests {
     fn the_pages_list_of_tests_is_the_one_in_the_code() {
         let page = fs::read_to_string(crate::workspace_root().join("docs/reliability.md")).unwrap();
         let (_, page) = page.split_once("## Every line").unwrap();
-        for line in LINES {
-            let start = format!("| {} | {} |", line.number, line.fault);
+        for requirement in REQUIREMENTS {
+            let start = format!("| {} | {} |", requirement.number, requirement.fault);
             let row = page.lines().find(|row| row.starts_with(&start));
-            let row =
-                row.unwrap_or_else(|| panic!("line {}: run `cargo xtask lab faults --docs`", line.number));
-            let is_listed =
-                line.tests.iter().all(|test| row.contains(&cell(test))) && row.contains(line.missing);
-            assert!(is_listed, "line {}: run `cargo xtask lab faults --docs`", line.number);
+            let row = row.unwrap_or_else(|| {
+                panic!("line {}: run `cargo xtask lab faults --docs`", requirement.number)
+            });
+            let is_listed = requirement.tests.iter().all(|test| row.contains(&cell(test)))
+                && row.contains(requirement.missing);
+            assert!(is_listed, "line {}: run `cargo xtask lab faults --docs`", requirement.number);
         }
     }
 }

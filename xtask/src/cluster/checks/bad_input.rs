@@ -33,7 +33,7 @@ pub fn everything(cluster: &Cluster) -> Result<String> {
     }
     // Later checks read the logs of new pods.
     cluster.kubectl(&["-n", "kube-system", "rollout", "restart", "ds/kilo"])?;
-    deploy::roll(cluster, "kilo", 120)?;
+    deploy::wait_rolled_out(cluster, "kilo", 120)?;
     Ok(said.join("\n    "))
 }
 

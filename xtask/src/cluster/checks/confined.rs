@@ -68,15 +68,15 @@ fn filters(status: &str) -> Result<u32> {
 /// Agents under the runtime's default profile come up without a warning, and their start loses no packet.
 pub fn by_default(cluster: &Cluster) -> Result<String> {
     let shown = with_default(cluster);
-    deploy::apply_file(cluster, deploy::platform())?;
-    deploy::roll(cluster, "kilo", 180)?;
+    deploy::apply_file(cluster, deploy::manifest_name())?;
+    deploy::wait_rolled_out(cluster, "kilo", 180)?;
     shown
 }
 
 fn with_default(cluster: &Cluster) -> Result<String> {
     let flows = Flows::start(cluster, None)?;
     let patched = cluster.kubectl(&["-n", "kube-system", "patch", "ds/kilo", "--type=json", "-p", DEFAULT]);
-    let rolled = patched.and_then(|_| deploy::roll(cluster, "kilo", 180));
+    let rolled = patched.and_then(|_| deploy::wait_rolled_out(cluster, "kilo", 180));
     let lost = flows.finish();
     rolled?;
     let lost = lost?;

@@ -36,7 +36,7 @@ impl Flows {
 
     /// Starts them from a node; none to that other node, and to the outside from a third.
     pub fn between(cluster: &Cluster, from: &Node, but: Option<&str>, outside: &Node) -> Result<Self> {
-        let pods = deploy::serving(cluster)?;
+        let pods = deploy::start_test_servers(cluster)?;
         let _ = probe::serve(&network::outside(), OUTSIDE.into());
         let from = deploy::pod_on(&pods, from)?;
         let mut flows = Vec::new();
@@ -59,7 +59,7 @@ impl Flows {
 
     /// Adds one from the pod of a node to an address.
     pub fn also(&mut self, cluster: &Cluster, from: &Node, target: IpAddr, name: &str) -> Result<()> {
-        let pods = deploy::serving(cluster)?;
+        let pods = deploy::start_test_servers(cluster)?;
         let traffic = Traffic::start_every(&deploy::pod_on(&pods, from)?.netns, target, TICK);
         traffic.settle(Duration::from_secs(20)).with_context(|| name.to_owned())?;
         self.flows.push((name.to_owned(), traffic));

@@ -40,7 +40,7 @@ pub fn into_nodes(cluster: &Cluster) -> Result<String> {
         let version = row.and_then(|row| row.split_whitespace().nth(1));
         ensure!(version == Some(env!("CARGO_PKG_VERSION")), "{}: {shown}", node.name());
     }
-    let pods = deploy::serving(cluster)?;
+    let pods = deploy::start_test_servers(cluster)?;
     let (near, far) = (deploy::pod_on(&pods, cluster.first())?, deploy::pod_on(&pods, cluster.remote())?);
     let (src, dst) = (format!("--src={}", near.address), format!("--dst={}", far.address));
     let traced = kgctl(cluster, &["trace", &near.node, &src, &dst])?;
@@ -163,7 +163,7 @@ pub fn connectivity(cluster: &Cluster) -> Result<String> {
 
     // Pods of the first node no longer reach the far one.
     let far = cluster.remote();
-    let address = deploy::pod_on(&deploy::serving(cluster)?, far)?.address.to_string();
+    let address = deploy::pod_on(&deploy::start_test_servers(cluster)?, far)?.address.to_string();
     let prefix = cluster.kubectl(&["get", "node", far.name(), "-o", "jsonpath={.spec.podCIDR}"])?;
     let rule = format!("FORWARD -d {} -p udp --dport 8080 -j DROP", prefix.trim());
     far.sh(&format!("iptables -I {rule}"))?;

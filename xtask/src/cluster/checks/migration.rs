@@ -52,14 +52,14 @@ pub fn there_and_back(cluster: &Cluster) -> Result<String> {
     let manifest = original.manifest()?;
     let original = step("Go to Go", &|| {
         cluster.kubectl(&["-n", "kube-system", "rollout", "restart", "ds/kilo"])?;
-        deploy::roll(cluster, "kilo", 180)
+        deploy::wait_rolled_out(cluster, "kilo", 180)
     })?;
     step("Go to ours, by the image alone", &|| set_image(cluster, image::IMAGE))?;
     // Kilo takes its routes away when it stops: what its pods send then, nobody keeps in.
     let back = step("ours to Go", &|| set_image(cluster, original::IMAGE))?;
     let beside = step("ours comes up beside Go", &|| {
         cluster.apply(&takeover(cluster)?)?;
-        deploy::roll(cluster, TAKEOVER, 120)
+        deploy::wait_rolled_out(cluster, TAKEOVER, 120)
     })?;
     let taken = step("Go to ours, taken over", &|| set_image(cluster, image::IMAGE))?;
     let left = step("those that took over go", &|| {
@@ -68,7 +68,7 @@ pub fn there_and_back(cluster: &Cluster) -> Result<String> {
     })?;
     let ours = step("ours to ours", &|| {
         cluster.kubectl(&["-n", "kube-system", "rollout", "restart", "ds/kilo"])?;
-        deploy::roll(cluster, "kilo", 180)
+        deploy::wait_rolled_out(cluster, "kilo", 180)
     })?;
     let again = step("ours to Go again", &|| set_image(cluster, original::IMAGE))?;
     set_image(cluster, image::IMAGE)?;
@@ -76,7 +76,7 @@ pub fn there_and_back(cluster: &Cluster) -> Result<String> {
     let stay = step("our manifest, applied over Kilo's DaemonSet", &|| deploy::apply(cluster).map(drop))?;
     let home = step("Kilo's manifest, applied over ours", &|| {
         cluster.apply(&manifest)?;
-        deploy::roll(cluster, "kilo", 180)
+        deploy::wait_rolled_out(cluster, "kilo", 180)
     })?;
     let steps = [&back, &taken, &left, &ours, &again, &stay, &home];
     let clear: u64 = steps.iter().map(|step| step.clear).sum();
@@ -127,7 +127,7 @@ pub fn install(cluster: &Cluster, original: &Original) -> Result<Option<Tunnels>
     println!("    kgctl uninstall: {removed}");
     keep_wireguard(cluster)?;
     cluster.apply(&original.manifest()?)?;
-    deploy::roll(cluster, "kilo", 120)?;
+    deploy::wait_rolled_out(cluster, "kilo", 120)?;
     cluster.kubectl(&["wait", "--for=condition=Ready", "nodes", "--all", "--timeout=60s"])?;
     removal::new_pods(cluster)?;
     Ok(tunnels)
@@ -143,12 +143,12 @@ pub fn remove(cluster: &Cluster) -> Result<()> {
 }
 
 /// The process that holds the WireGuard device, where the kernel has none: as a device of the
-/// kernel it is there whoever the agent is.
+/// kernel it is there whichever agent runs.
 fn keep_wireguard(cluster: &Cluster) -> Result<()> {
     if deploy::has_wireguard() {
         return Ok(());
     }
-    let text = deploy::manifest(deploy::platform())?;
+    let text = deploy::manifest(deploy::manifest_name())?;
     let daemon_set = text.split("\n---\n").find(|part| part.contains("\n  name: kilo-wireguard\n"));
     cluster.apply(daemon_set.context("no DaemonSet kilo-wireguard")?)?;
     let made = || deploy::wireguard_is_ready(cluster).ok();
@@ -159,7 +159,7 @@ fn set_image(cluster: &Cluster, image: &str) -> Result<()> {
     let image = image.trim_start_matches("docker.io/");
     let containers = [format!("kilo={image}"), format!("install-cni={image}")];
     cluster.kubectl(&["-n", "kube-system", "set", "image", "ds/kilo", &containers[0], &containers[1]])?;
-    deploy::roll(cluster, "kilo", 180)
+    deploy::wait_rolled_out(cluster, "kilo", 180)
 }
 
 /// What `kgctl takeover` prints on the first node.

@@ -105,7 +105,7 @@ fn reached(cluster: &Cluster) -> Result<()> {
         cluster.kubectl(&[&["-n", "kube-system"], &ready[..]].concat()).ok()
     })?;
     until("every pod reaches every other", Duration::from_secs(120), || {
-        let pods = deploy::serving(cluster).ok()?;
+        let pods = deploy::start_test_servers(cluster).ok()?;
         (pods.len() == cluster.nodes.len()).then_some(())?;
         pods.iter().all(|pod| reaches(pod, &pods)).then_some(())
     })

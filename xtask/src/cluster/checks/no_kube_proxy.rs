@@ -77,7 +77,7 @@ fn says_what_to_do(cluster: &Cluster) -> Result<String> {
 fn restarted(cluster: &Cluster, how: &str) -> Result<String> {
     let started = Instant::now();
     cluster.kubectl(&["-n", "kube-system", "rollout", "restart", "ds/kilo"])?;
-    deploy::roll(cluster, "kilo", 120).with_context(|| how.to_owned())?;
+    deploy::wait_rolled_out(cluster, "kilo", 120).with_context(|| how.to_owned())?;
     let took = started.elapsed();
     let before = network::clear_packets()?;
     let reached = succeeds("pods and nodes reach each other", || pods_and_nodes(cluster));
@@ -104,10 +104,10 @@ fn take_stand_in(cluster: &Cluster) -> Result<()> {
 fn put_back(cluster: &Cluster) -> Result<()> {
     take_stand_in(cluster)?;
     kubeadm::add_kube_proxy(cluster.first())?;
-    deploy::roll(cluster, "kube-proxy", 120)?;
+    deploy::wait_rolled_out(cluster, "kube-proxy", 120)?;
     deploy::apply(cluster)?;
     cluster.kubectl(&["-n", "kube-system", "rollout", "restart", "ds/kilo"])?;
-    deploy::roll(cluster, "kilo", 120)?;
+    deploy::wait_rolled_out(cluster, "kilo", 120)?;
     deploy::test_pods(cluster)?;
     settled(cluster)
 }

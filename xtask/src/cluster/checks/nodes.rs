@@ -100,7 +100,7 @@ fn power_cycle(cluster: &Cluster, node: &Node) -> Result<Duration> {
     let ready =
         |node: &str| cluster.kubectl(&["wait", "--for=condition=Ready", "node", node, "--timeout=60s"]);
     ready(node.name())?;
-    deploy::roll(cluster, "kilo", 60)?;
+    deploy::wait_rolled_out(cluster, "kilo", 60)?;
     // True since the agent started, and false again: at another time than before.
     let condition = || network_condition(cluster, node.name());
     let is_up = |text: &String| text.starts_with("False KiloIsUp") && *text != before;
@@ -201,7 +201,7 @@ pub fn deleted_while_it_runs(cluster: &Cluster) -> Result<String> {
     let agent =
         ["-n", "kube-system", "delete", "pod", "-l", "app.kubernetes.io/name=kilo", "--field-selector"];
     cluster.kubectl(&[&agent[..], &[&*format!("spec.nodeName={name}")]].concat())?;
-    deploy::roll(cluster, "kilo", 60)?;
+    deploy::wait_rolled_out(cluster, "kilo", 60)?;
     let with_former = deploy::pods(cluster, "app in (talker, echo)")?
         .iter()
         .filter(|pod| former.iter().any(|cidr| pod.addresses().any(|address| cidr.contains(&address))))
@@ -224,7 +224,7 @@ fn annotated_and_ready(cluster: &Cluster, node: &Node) -> Result<()> {
         cluster.kubectl(&["annotate", "--overwrite", "node", node.name(), &location]).ok()
     })?;
     cluster.kubectl(&["wait", "--for=condition=Ready", "node", node.name(), "--timeout=120s"])?;
-    deploy::roll(cluster, "kilo", 120)?;
+    deploy::wait_rolled_out(cluster, "kilo", 120)?;
     cluster.kubectl(&["rollout", "status", "deployment/echo", "--timeout=120s"]).map(drop)
 }
 

@@ -45,7 +45,8 @@ fn delete_daemon_sets(cluster: &Cluster) -> Result<()> {
 fn remove(cluster: &Cluster) -> Result<String> {
     delete_daemon_sets(cluster)?;
     deploy::apply_file(cluster, "uninstall.yaml")?;
-    deploy::roll(cluster, "kilo-uninstall", 120).with_context(|| logs(cluster).unwrap_or_default())?;
+    deploy::wait_rolled_out(cluster, "kilo-uninstall", 120)
+        .with_context(|| logs(cluster).unwrap_or_default())?;
     let log = logs(cluster)?;
     forget(cluster)?;
     every_node_said(cluster, &log)
@@ -128,7 +129,7 @@ fn forget(cluster: &Cluster) -> Result<()> {
 pub fn put_back(cluster: &Cluster) -> Result<()> {
     deploy::apply(cluster)?;
     renew_pods(cluster)?;
-    deploy::families(cluster)
+    deploy::ensure_families(cluster)
 }
 
 /// Makes the test pods anew, and waits until everybody reaches everybody.
@@ -141,7 +142,7 @@ pub fn renew_pods(cluster: &Cluster) -> Result<()> {
 pub fn new_pods(cluster: &Cluster) -> Result<()> {
     cluster.kubectl(&["delete", "pods", "-l", "app=echo", "--grace-period=0"])?;
     cluster.kubectl(&["rollout", "status", "deployment/echo", "--timeout=120s"])?;
-    deploy::serving(cluster).map(drop)
+    deploy::start_test_servers(cluster).map(drop)
 }
 
 /// Prints whatever of ours a host still has.

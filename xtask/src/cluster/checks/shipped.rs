@@ -21,7 +21,7 @@ pub fn webhook(cluster: &Cluster) -> Result<String> {
     cluster.kubectl(&["delete", "namespace", "kilo", "--wait=false"])?;
     match refused {
         Err(error) if format!("{error:#}").contains("peers.kilo.squat.ai") => Ok(format!("{error:#}")),
-        Err(error) => bail!("the peer was refused by somebody else: {error:#}"),
+        Err(error) => bail!("the peer was not refused by the webhook: {error:#}"),
         Ok(()) => bail!("a peer whose endpoint is not a valid address was accepted"),
     }
 }
@@ -54,7 +54,7 @@ fn with_the_policy(cluster: &Cluster) -> Result<String> {
     refused.with_context(|| said.clone())?;
     let before = last_seen(cluster)?;
     cluster.kubectl(&["-n", "kube-system", "rollout", "restart", "ds/kilo"])?;
-    deploy::roll(cluster, "kilo", 180)?;
+    deploy::wait_rolled_out(cluster, "kilo", 180)?;
     until("every agent has written its node", Duration::from_secs(60), || {
         let now = last_seen(cluster).ok()?;
         before.iter().all(|node| !now.contains(node)).then_some(())

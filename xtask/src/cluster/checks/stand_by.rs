@@ -38,7 +38,7 @@ pub fn leader_dies(cluster: &Cluster) -> Result<String> {
             shown = change.is_shown();
             Ok(())
         })?;
-        deploy::roll(cluster, "kilo", 180)?;
+        deploy::wait_rolled_out(cluster, "kilo", 180)?;
         let figures = lasted(&measured, ACCEPTED)?;
         Ok(format!("{figures}; {}; {}", shown?, change.is_told()?))
     })
@@ -69,12 +69,12 @@ fn with_failover(cluster: &Cluster, code: impl FnOnce(&Node, &Node) -> Result<St
     let is_beside = |node: &&Node| node.site.letter == leader.site.letter && node.name() != leader.name();
     let stand_by = cluster.nodes.iter().find(is_beside).context("no other node there")?;
     cluster.kubectl(&["-n", "kube-system", "patch", "ds/kilo", "--type=json", "-p", AUTO])?;
-    deploy::roll(cluster, "kilo", 180)?;
+    deploy::wait_rolled_out(cluster, "kilo", 180)?;
     // Who led before agents were without failover goes on, and gives leadership back after a minute.
     let leads_again = becomes(leader, LEADS, 150);
     let result = leads_again.and_then(|()| is_fit(stand_by)).and_then(|()| code(leader, stand_by));
-    deploy::apply_file(cluster, deploy::platform())?;
-    deploy::roll(cluster, "kilo", 180)?;
+    deploy::apply_file(cluster, deploy::manifest_name())?;
+    deploy::wait_rolled_out(cluster, "kilo", 180)?;
     result
 }
 

@@ -25,14 +25,14 @@ fn while_talking(cluster: &Cluster, code: impl FnOnce() -> Result<()>) -> Result
 pub fn rollout_restart(cluster: &Cluster) -> Result<String> {
     while_talking(cluster, || {
         cluster.kubectl(&["-n", "kube-system", "rollout", "restart", "ds/kilo"])?;
-        deploy::roll(cluster, "kilo", 180)
+        deploy::wait_rolled_out(cluster, "kilo", 180)
     })
 }
 
 pub fn delete_pods(cluster: &Cluster) -> Result<String> {
     while_talking(cluster, || {
         cluster.kubectl(&["-n", "kube-system", "delete", "pod", "-l", "app.kubernetes.io/name=kilo"])?;
-        deploy::roll(cluster, "kilo", 120)
+        deploy::wait_rolled_out(cluster, "kilo", 120)
     })
 }
 
@@ -41,7 +41,7 @@ pub fn set_image(cluster: &Cluster) -> Result<String> {
         for image in [OTHER_TAG, IMAGE] {
             let container = format!("kilo={}", image.trim_start_matches("docker.io/"));
             cluster.kubectl(&["-n", "kube-system", "set", "image", "ds/kilo", &container])?;
-            deploy::roll(cluster, "kilo", 180)?;
+            deploy::wait_rolled_out(cluster, "kilo", 180)?;
         }
         Ok(())
     })
@@ -70,7 +70,7 @@ fn restart(cluster: &Cluster, program: &str) -> Result<()> {
     })?;
     wait::time_passes(SYNCED, "kubelets look after their pods");
     cluster.kubectl(&["wait", "--for=condition=Ready", "nodes", "--all", "--timeout=120s"])?;
-    deploy::roll(cluster, "kilo", 120)
+    deploy::wait_rolled_out(cluster, "kilo", 120)
 }
 
 /// The Lease of each node, and when it was renewed.

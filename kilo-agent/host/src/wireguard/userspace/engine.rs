@@ -160,7 +160,7 @@ impl Holdings {
         }
     }
 
-    /// Gives `key` these prefixes and no others; returns whom they were taken from.
+    /// Gives `key` these prefixes and no others; returns the peers they were taken from.
     fn set(&mut self, key: PublicKey, nets: BTreeSet<IpNet>) -> BTreeSet<PublicKey> {
         for net in self.prefixes.remove(&key).unwrap_or_default() {
             self.holders.remove(&net);

@@ -131,9 +131,10 @@ impl Context {
         if said.foreign || known.iter().any(|known| heartbeats::is_foreign(known) && counts(&known.name)) {
             return Some(Reason::Foreign);
         }
-        // Before the own Node is known, nobody can compare.
+        // Before the own Node is known, there is nothing to compare with.
         let own = known.get(&self.hostname)?;
-        // Whoever reads that it is dead lives: others leave it out because of a lie, or of a writer that is wrong.
+        // An agent that reads that its own node is dead is alive: others leave it out because of a forgery, or of a writer
+        // that is wrong.
         let entry = said.own.as_ref().filter(|entry| entry.alive);
         let says = entry.map(|entry| node::from_object(&entry.to_object(&self.label), &self.label).0.node);
         (says.as_ref() != Some(&**own.node)).then_some(Reason::Late)

@@ -46,7 +46,7 @@ pub(super) struct Said {
 impl Said {
     fn of(set: &SliceSet, hostname: &str) -> Self {
         let (nodes, _) = set.nodes();
-        // One that is dead waits for nobody's heartbeat.
+        // One that is dead waits for no heartbeat.
         let foreign = nodes.values().any(|entry| {
             entry.alive
                 && entry.last_seen != 0

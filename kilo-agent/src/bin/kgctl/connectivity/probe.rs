@@ -64,14 +64,14 @@ pub struct Answer {
     pub error: Option<String>,
 }
 
-/// Who answers: both protocols, both families.
+/// Answers probes of both protocols and both families.
 pub struct Server {
     tcp: TcpListener,
     udp: UdpSocket,
 }
 
 impl Server {
-    /// Listens on this port: what is sent from now on will be answered.
+    /// Listens on this port: probes that are sent from now on will be answered.
     ///
     /// # Errors
     /// When the port is taken.
@@ -98,7 +98,7 @@ impl Server {
 async fn echo(udp: UdpSocket) {
     let mut datagram = vec![0; LARGEST_DATAGRAM];
     loop {
-        // An error is of a packet that was sent, to somebody who has gone.
+        // An error is about an earlier answer, to a sender that has gone.
         if let Ok((length, from)) = udp.recv_from(&mut datagram).await {
             let _ = udp.send_to(&datagram[..length], from).await;
         }
@@ -117,7 +117,7 @@ async fn accept(tcp: TcpListener) {
 /// Longest such line, in bytes.
 const LINE: u64 = 32;
 
-/// A line with a number of bytes, and so many of them: they go back.
+/// Reads a line with a number of bytes, then so many bytes, and sends both back.
 async fn answer(stream: TcpStream) -> io::Result<()> {
     let mut stream = BufReader::new(stream);
     let mut line = String::new();

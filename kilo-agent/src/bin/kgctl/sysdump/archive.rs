@@ -86,7 +86,7 @@ impl Archive {
     }
 }
 
-/// Readable by nobody else: it has the addresses of a cluster.
+/// Readable by its owner alone: it has the addresses of a cluster.
 fn create(path: &Path) -> std::io::Result<File> {
     let mut options = OpenOptions::new();
     options.write(true).create_new(true);

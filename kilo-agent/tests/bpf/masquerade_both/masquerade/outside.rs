@@ -169,7 +169,7 @@ fn only_flows_whose_answers_would_be_masqueraded_are_noted() {
     let Some(mut world) = World::new() else { return };
     for side in sides() {
         let Side { pod, public, outside, .. } = side;
-        // To the node itself, to nobody's pod, from a node of the mesh, not for this host.
+        // To the node itself, to an address that no pod has, from a node of the mesh, not for this host.
         comes(&mut world, &tcp(outside, public, (5001, 80), SYN));
         let elsewhere: IpAddr =
             if pod.is_ipv4() { [172, 16, 0, 9].into() } else { "2001:db8:77::9".parse().unwrap() };
@@ -192,7 +192,7 @@ fn hosts_of_the_own_location_that_open_towards_the_mesh_get_their_answers() {
     let Some(mut world) = World::new() else { return };
     let [side, _] = sides();
     let host: IpAddr = [198, 51, 100, 77].into();
-    // allowed-location-ips: masqueraded whoever sends there.
+    // allowed-location-ips: masqueraded from every sender.
     world.tables.masq_dst.insert(host.into(), MASQ_FORCE);
     world.dataplane.write(&world.tables).unwrap();
     let remote: IpAddr = support::REMOTE_POD.into();

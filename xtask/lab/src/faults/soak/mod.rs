@@ -159,7 +159,7 @@ impl Report {
     fn print(&self) {
         let faults: usize = self.kinds.values().map(|(times, _)| times).sum();
         println!(
-            "soak: {faults} faults in {} rounds; {} s looked at, {} of them with somebody out of reach; \
+            "soak: {faults} faults in {} rounds; {} s looked at, {} of them with an endpoint out of reach; \
              {} of {} questions unanswered",
             self.rounds, self.seconds.0, self.seconds.1, self.asked.1, self.asked.0
         );

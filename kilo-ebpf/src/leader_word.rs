@@ -1,4 +1,4 @@
-//! The words that say who leads this node: what hops 2 and 3 lead to, and the one rule
+//! The words of the map `lead`, which name the node that leads this one: what hops 2 and 3 lead to, and the one rule
 //! by which a word moves (`kilo_common::lead`).
 
 use core::ptr::read_volatile;
@@ -27,9 +27,9 @@ pub fn is_mine(id: u32) -> bool {
     u32::from(hop_of(word(id))) == HOP_REMOTE
 }
 
-/// The entry that a prefix's hop id leads to.
+/// The hop that a prefix's hop id leads to: by the leader's word for hops 2 and 3.
 #[inline(always)]
-pub fn way(id: u32) -> Option<&'static Hop> {
+pub fn resolve_hop(id: u32) -> Option<&'static Hop> {
     hop(hop_id(id, || false, word))
 }
 

@@ -1,12 +1,13 @@
-//! Since when each location has its leader, as one agent has seen it.
+//! Since when each location's leader leads, and how often it has changed, as this agent has seen it: for `/status`
+//! and metrics. The leader is chosen in `leader.rs`.
 
 use std::{collections::BTreeMap, time::Instant};
 
 use super::Mesh;
 
-/// A location's current leader.
+/// A location's current leader, and since when it leads.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Lead {
+pub struct LeaderSince {
     /// Name of the node that leads.
     pub leader: String,
     /// When it was first seen leading, without a break.
@@ -15,11 +16,11 @@ pub struct Lead {
     pub changes: u64,
 }
 
-/// Leaders by name of the location, as [`Segment::location`](super::Segment::location).
+/// Current leaders by name of the location, as [`Segment::location`](super::Segment::location).
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Leaders(BTreeMap<String, Lead>);
+pub struct LeadersSince(BTreeMap<String, LeaderSince>);
 
-impl Leaders {
+impl LeadersSince {
     /// Takes note of who leads now. A location that has gone and comes back
     /// keeps its count while the agent runs.
     pub fn observe(&mut self, mesh: &Mesh, now: Instant) {
@@ -28,10 +29,11 @@ impl Leaders {
             match self.0.get_mut(&segment.location) {
                 Some(lead) if lead.leader == leading.name() => {}
                 Some(lead) => {
-                    *lead = Lead { leader: leading.name().to_owned(), since: now, changes: lead.changes + 1 };
+                    let changes = lead.changes + 1;
+                    *lead = LeaderSince { leader: leading.name().to_owned(), since: now, changes };
                 }
                 None => {
-                    let lead = Lead { leader: leading.name().to_owned(), since: now, changes: 0 };
+                    let lead = LeaderSince { leader: leading.name().to_owned(), since: now, changes: 0 };
                     self.0.insert(segment.location.clone(), lead);
                 }
             }
@@ -39,7 +41,7 @@ impl Leaders {
     }
 
     /// What is known of a location.
-    pub fn get(&self, location: &str) -> Option<&Lead> {
+    pub fn get(&self, location: &str) -> Option<&LeaderSince> {
         self.0.get(location)
     }
 }
@@ -67,7 +69,7 @@ mod tests {
     #[test]
     fn a_leader_is_in_office_since_it_was_first_seen_leading() {
         let (start, minute) = (Instant::now(), Duration::from_secs(60));
-        let mut leaders = Leaders::default();
+        let mut leaders = LeadersSince::default();
         leaders.observe(&mesh("a"), start);
         leaders.observe(&mesh("a"), start + minute);
         let lead = leaders.get("location:").unwrap();

@@ -1,6 +1,6 @@
-//! ICMP errors that say that a router could not carry a steered packet:
+//! Reads ICMP errors that routers send about a steered packet that they could not carry:
 //! "fragmentation needed" (RFC 1191) and "packet too big" (RFC 8201). They are
-//! only a hint: anybody can send one. The agent asks the path itself.
+//! only a hint, since any host can send one: the agent asks the path itself. `too_big` writes such errors.
 
 use crate::{
     maps::VXLAN_PORT,
@@ -21,9 +21,9 @@ const PACKET_TOO_BIG: u8 = 2;
 /// In the first byte of the fragment offset.
 const DONT_FRAGMENT: u8 = 0x40;
 
-/// The quoted packet, as far as it says whose it is.
+/// The packet that an ICMP error quotes, as far as it says whose it is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Refused<const N: usize> {
+pub struct QuotedPacket<const N: usize> {
     /// Outer source.
     pub local: [u8; N],
     /// Outer destination.
@@ -35,7 +35,7 @@ pub struct Refused<const N: usize> {
 /// The packet an ICMP error quotes; `None` unless it is about one that looks like
 /// ours and was larger than what the router carries.
 #[inline(always)]
-pub fn v4(error: &[u8; ERROR_V4]) -> Option<Refused<4>> {
+pub fn v4(error: &[u8; ERROR_V4]) -> Option<QuotedPacket<4>> {
     const IP: usize = ICMP_LEN;
     if error[0] != UNREACHABLE || error[1] != FRAGMENTATION_NEEDED {
         return None;
@@ -50,12 +50,12 @@ pub fn v4(error: &[u8; ERROR_V4]) -> Option<Refused<4>> {
     if carried >= size || !is_tunnelled(error[IP + 9], port) {
         return None;
     }
-    Some(Refused { local: take(error, IP + 12), remote: take(error, IP + 16), size })
+    Some(QuotedPacket { local: take(error, IP + 12), remote: take(error, IP + 16), size })
 }
 
 /// As [`v4`], for ICMPv6.
 #[inline(always)]
-pub fn v6(error: &[u8; ERROR_V6]) -> Option<Refused<16>> {
+pub fn v6(error: &[u8; ERROR_V6]) -> Option<QuotedPacket<16>> {
     const IP: usize = ICMP_LEN;
     if error[0] != PACKET_TOO_BIG || error[IP] >> 4 != 6 {
         return None;
@@ -66,7 +66,7 @@ pub fn v6(error: &[u8; ERROR_V6]) -> Option<Refused<16>> {
     if carried >= size || !is_tunnelled(error[IP + 6], port) {
         return None;
     }
-    Some(Refused { local: take(error, IP + 8), remote: take(error, IP + 24), size })
+    Some(QuotedPacket { local: take(error, IP + 8), remote: take(error, IP + 24), size })
 }
 
 /// True for the protocols steered packets have on the outside.
@@ -122,10 +122,10 @@ mod tests {
 
     #[test]
     fn packets_as_the_programs_write_them_are_known() {
-        let refused = v4(&ipip(1360)).unwrap();
-        assert_eq!(refused, Refused { local: [10, 0, 0, 1], remote: [10, 0, 0, 2], size: 1500 });
-        let refused = v6(&vxlan(1360)).unwrap();
-        assert_eq!(refused, Refused { local: [1; 16], remote: [2; 16], size: 1550 });
+        let quoted = v4(&ipip(1360)).unwrap();
+        assert_eq!(quoted, QuotedPacket { local: [10, 0, 0, 1], remote: [10, 0, 0, 2], size: 1500 });
+        let quoted = v6(&vxlan(1360)).unwrap();
+        assert_eq!(quoted, QuotedPacket { local: [1; 16], remote: [2; 16], size: 1550 });
     }
 
     #[test]

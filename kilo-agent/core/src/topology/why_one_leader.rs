@@ -1,4 +1,5 @@
-//! Why locations have one leader although several are asked for.
+//! Why every location has only one leader although several active leaders are configured: some node of the mesh does
+//! not support them. Which ones are active is decided in `homes.rs`.
 
 use super::{Member, Mesh};
 use crate::settings::Granularity;
@@ -11,11 +12,11 @@ impl Mesh {
         members.find(|member| !member.node.is_capable() || member.node.leaders.is_none())
     }
 
-    /// What an operator should know of a segment by its index that has one leader although several are asked for;
-    /// `None`: there is nothing to be said.
+    /// Why a segment, by its index, has one leader although several are configured, in words for the operator;
+    /// `None`: it has several, or one is what was configured.
     pub fn one_leader_warning(&self, at: usize) -> Option<String> {
         let segment = self.segments.get(at)?;
-        // A node on its own has nobody to share with.
+        // A node on its own shares with no other.
         if self.granularity() != Some(Granularity::Location) || segment.members.len() < 2 {
             return None;
         }
@@ -77,7 +78,7 @@ mod tests {
             "{of_x}"
         );
         assert_eq!(said[1], None, "nobody asks for several there");
-        assert_eq!(said[2], None, "one node shares with nobody");
+        assert_eq!(said[2], None, "one node shares with no other");
         assert_eq!(warnings(&nodes, Granularity::Full), [const { None }; 5], "nothing is shared");
         // An agent that knows failover, and not this.
         nodes[3].signal = true;

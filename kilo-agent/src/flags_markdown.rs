@@ -134,7 +134,7 @@ mod tests {
         assert_eq!(table(&command).as_deref(), Some(expected));
         let shown = Command::new("x").after_help("Examples:\n  x a\n  x b");
         assert_eq!(table(&shown).as_deref(), Some("Examples:\n\n```text\nx a\nx b\n```\n"));
-        let shared = Arg::new("to").long("to").help("Whom.").help_heading("Server");
+        let shared = Arg::new("to").long("to").help("Receiver.").help_heading("Server");
         let text = |command: &Command| {
             let mut text = String::new();
             blocks(command, "x", &mut text);
@@ -145,7 +145,7 @@ mod tests {
             .subcommand(Command::new("b").arg(shared));
         let text = text(&both);
         assert!(text.contains("<!-- flags: x a -->\nShared flags: Server.\n<!-- /flags -->\n"), "{text}");
-        assert_eq!(text.matches("| `--to VALUE` |  | Whom. |").count(), 1, "{text}");
+        assert_eq!(text.matches("| `--to VALUE` |  | Receiver. |").count(), 1, "{text}");
         assert!(text.contains("<!-- flags: x (Server) -->\n"), "{text}");
     }
 }
