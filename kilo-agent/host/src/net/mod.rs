@@ -217,8 +217,8 @@ impl Net {
     /// As [`Self::apply`], where all of the plan `before` is known to be there:
     /// no route is read, and only what differs between the plans is written.
     pub async fn change(&self, before: &NetPlan, plan: &NetPlan, kilo: u32) -> Result<usize, NetError> {
-        let same_but_routes =
-            (before.mtu, &before.addresses, &before.neighbours) == (plan.mtu, &plan.addresses, &plan.neighbours);
+        let same_but_routes = (before.mtu, &before.addresses, &before.neighbours)
+            == (plan.mtu, &plan.addresses, &plan.neighbours);
         if !same_but_routes {
             return self.apply(plan, kilo).await;
         }

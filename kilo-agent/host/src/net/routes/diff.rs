@@ -1,5 +1,7 @@
 //! Pure: the difference between the routes there are and those wanted.
 
+use std::collections::BTreeSet;
+
 use ipnet::IpNet;
 use itertools::{
     EitherOrBoth::{Both, Left, Right},
