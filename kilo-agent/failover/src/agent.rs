@@ -14,6 +14,7 @@ mod place;
 mod restore;
 mod stand_by;
 mod terms;
+mod watch;
 
 use std::collections::BTreeMap;
 
@@ -25,6 +26,7 @@ pub use homes::Several;
 use numbers::Numbers;
 pub use place::Place;
 use restore::Returns;
+use watch::Watch;
 
 use crate::{
     Far, Input, MS, Micros, NodeId, Note, Output, Params, Rule, SEC, Term, Turn,
@@ -66,6 +68,7 @@ pub(crate) struct Gateway {
     pub(crate) returns: Returns,
     pub(crate) planned: Planned,
     pub(crate) homing: Homing,
+    pub(crate) watch: Watch,
     next_roll: Micros,
     next_hello: Micros,
     wished: Micros,
@@ -122,6 +125,7 @@ impl Gateway {
             returns: Returns::default(),
             planned: Planned::default(),
             homing: Homing::default(),
+            watch: Watch::default(),
             next_roll: now + random() % (params.roll / 10),
             next_hello: now + random() % params.hello,
             wished: 0,
@@ -240,6 +244,7 @@ impl Agent {
             gateway.tunnels.deadline(),
             gateway.sentinel.wake(),
             gateway.planned.wake(),
+            gateway.watch.wake(),
             self.member.deadline(),
             lead,
             later,
@@ -285,6 +290,7 @@ impl Agent {
         if let Some(gateway) = &mut self.gateway {
             gateway.detector.discard();
             gateway.tunnels.discard();
+            gateway.watch.discard();
             gateway.sentinel.reset();
         }
     }
@@ -351,11 +357,13 @@ impl Agent {
             self.hello(turn);
             self.give_as_planned(turn);
             self.stays_leader(turn);
+            self.chooses_whom_to_watch(turn.now);
         }
         self.give_away_when_silent(turn);
         if let Some(gateway) = &mut self.gateway {
             gateway.sentinel.counts(&self.params, turn.now, self.known.count());
         }
+        self.watches(turn);
         self.decide(turn);
     }
 

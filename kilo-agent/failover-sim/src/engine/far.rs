@@ -204,14 +204,23 @@ impl Sim {
         }
     }
 
-    /// Whether each far leader sends shared prefixes to a gateway that can take them,
-    /// if there is any.
+    /// Whether each far leader sends shared prefixes to a gateway that can take them and pass them on, if there is
+    /// any: one that reaches no other node has nowhere to send them.
     pub(crate) fn shared_are_served(&self) -> bool {
-        let works =
-            |gateway, far| self.uplink_works(gateway, far, true) && self.uplink_works(gateway, far, false);
+        let works = |gateway, far| {
+            self.uplink_works(gateway, far, true)
+                && self.uplink_works(gateway, far, false)
+                && self.reaches_others(gateway)
+        };
         (0..self.fars.len()).all(|far| {
             let able = (0..self.gateways).any(|gateway| works(gateway, far));
             !self.fars[far].on || !able || works(self.fars[far].shared, far)
         })
+    }
+
+    /// Whether a gateway and any other node reach each other.
+    fn reaches_others(&self, gateway: usize) -> bool {
+        let hears = |node| node != gateway && self.lan_works(gateway, node) && self.lan_works(node, gateway);
+        (0..self.hosts.len()).any(hears)
     }
 }

@@ -167,6 +167,7 @@ impl Agent {
                 Act::GiveUp => {
                     turn.push(Output::Note(Note::NotReady(to)));
                     self.gave(turn.now, false);
+                    self.ends_trial(turn);
                 }
                 Act::Ask(..) | Act::Ready(_) | Act::Lead(..) | Act::Done(_) => {}
             }
