@@ -4,13 +4,14 @@ pub(crate) mod behind;
 #[cfg(test)]
 mod bench;
 mod declared_dead;
-mod giving;
+
 mod homes;
 mod inputs;
 mod leading;
 mod numbers;
 mod overload;
 mod place;
+mod planned_change;
 mod restore;
 mod stand_by;
 mod terms;
@@ -20,11 +21,11 @@ use std::collections::BTreeMap;
 
 use behind::Behind;
 pub use declared_dead::DeclaredAlone;
-use giving::Planned;
 use homes::Homing;
 pub use homes::Several;
 use numbers::Numbers;
 pub use place::Place;
+use planned_change::Planned;
 use restore::Returns;
 use watch::Watch;
 

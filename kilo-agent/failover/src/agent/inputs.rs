@@ -57,7 +57,7 @@ impl Agent {
             if let Some(gateway) = self.gateway.as_mut().filter(|_| to != me) {
                 gateway.detector.begin(turn.now);
             }
-            self.is_led_by(to, turn);
+            self.notes_handover(to, turn);
         }
         let lead = self.gateway.as_mut().and_then(|gateway| gateway.lead.as_mut());
         if lead.is_some_and(|lead| lead.hears(me, (term, to), turn.now)) {
@@ -228,7 +228,7 @@ impl Agent {
             return turn.push(Output::Note(Note::Leaps(member)));
         }
         self.lost_by_adoption(member, age, turn.now);
-        turn.push(Output::Note(Note::Adopts(member)));
+        turn.push(Output::Note(Note::Adopts { member, was_leader: shared == Shared::Move }));
         self.lead_more([member], shared, turn);
     }
 

@@ -89,7 +89,7 @@ impl Agent {
     }
 
     /// Somebody else leads this node: says so, if that is to whom it handed everybody over a moment ago.
-    pub(crate) fn is_led_by(&mut self, leader: NodeId, turn: &mut Turn<'_>) {
+    pub(crate) fn notes_handover(&mut self, leader: NodeId, turn: &mut Turn<'_>) {
         let Some(gateway) = &mut self.gateway else { return };
         let handed = gateway.returns.handed.take();
         if handed.is_some_and(|(to, at)| to == leader && at + SEC > turn.now) {
