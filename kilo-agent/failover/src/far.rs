@@ -35,7 +35,7 @@ pub const SEEDED: Micros = 30 * SEC;
 /// One location as a far leader knows it.
 #[derive(Clone, Debug, Default)]
 pub struct Owners {
-    owners: BTreeMap<NodeId, (Term, NodeId)>,
+    members: BTreeMap<NodeId, (Term, NodeId)>,
     shared: (Term, NodeId),
     /// How far terms are, by CLAIMs that were refused: an agent that has just started knows nothing.
     led_up: Term,
@@ -88,14 +88,14 @@ impl Owners {
     /// the next CLAIM.
     pub fn new(owners: impl IntoIterator<Item = (NodeId, NodeId)>, shared: NodeId) -> Self {
         let owners = owners.into_iter().map(|(member, gateway)| (member, (Term::NONE, gateway))).collect();
-        Self { owners, shared: (Term::NONE, shared), ..Self::default() }
+        Self { members: owners, shared: (Term::NONE, shared), ..Self::default() }
     }
 
     /// The location has these members now. Of those that are new nobody has claimed anything.
     pub fn set_members(&mut self, members: &[NodeId]) {
-        self.owners.retain(|member, _| members.contains(member));
+        self.members.retain(|member, _| members.contains(member));
         for member in members {
-            self.owners.entry(*member).or_insert((Term::NONE, 0));
+            self.members.entry(*member).or_insert((Term::NONE, 0));
         }
     }
 
@@ -105,7 +105,7 @@ impl Owners {
         self.moved.retain(|gateway, _| gateways.contains(gateway));
         let Some(first) = gateways.first() else { return };
         let is_gone = |gateway: NodeId| gateway != 0 && !gateways.contains(&gateway);
-        for (term, gateway) in self.owners.values_mut().filter(|(_, gateway)| is_gone(*gateway)) {
+        for (term, gateway) in self.members.values_mut().filter(|(_, gateway)| is_gone(*gateway)) {
             (*term, *gateway) = (Term::from_bits(term.bits().saturating_sub(1)), *first);
         }
     }
@@ -128,12 +128,12 @@ impl Owners {
 
     /// The device had this member's prefixes with that gateway before the agent started.
     pub fn seed(&mut self, member: NodeId, owner: (Term, NodeId)) {
-        self.owners.insert(member, owner);
+        self.members.insert(member, owner);
     }
 
     /// Nobody has claimed these so far: they stay with who has had them, until somebody does.
     pub fn assign_unclaimed(&mut self, owner: (Term, NodeId)) {
-        self.owners.values_mut().filter(|known| known.0 == Term::NONE).for_each(|known| *known = owner);
+        self.members.values_mut().filter(|known| known.0 == Term::NONE).for_each(|known| *known = owner);
     }
 
     /// The gateway of `claim` leads in the place of Kilo's leader, and claims others than that one: it has lost power,
@@ -154,7 +154,7 @@ impl Owners {
         if !is_all && since + NAMED_ALL > now {
             return;
         }
-        let Some(known) = self.owners.get_mut(&leader) else { return };
+        let Some(known) = self.members.get_mut(&leader) else { return };
         if *known == (term, claim.1) || known.0 <= term && known.1 == leader {
             *known = (term, leader);
         }
@@ -162,12 +162,12 @@ impl Owners {
 
     /// Forgets everything of this term and earlier.
     pub fn forget(&mut self, term: Term) {
-        self.owners.values_mut().filter(|owner| owner.0 <= term).for_each(|owner| *owner = (Term::NONE, 0));
+        self.members.values_mut().filter(|owner| owner.0 <= term).for_each(|owner| *owner = (Term::NONE, 0));
     }
 
     /// All members with their owners.
     pub fn owners(&self) -> impl Iterator<Item = (NodeId, (Term, NodeId))> + '_ {
-        self.owners.iter().map(|(member, owner)| (*member, *owner))
+        self.members.iter().map(|(member, owner)| (*member, *owner))
     }
 
     /// Whose the shared ones are, and since which term.
@@ -177,7 +177,7 @@ impl Owners {
 
     /// Whose a member's prefixes are.
     pub fn owner(&self, member: NodeId) -> Option<(Term, NodeId)> {
-        self.owners.get(&member).copied()
+        self.members.get(&member).copied()
     }
 
     /// Whose the shared ones are.
@@ -214,7 +214,7 @@ impl Owners {
         if !is_own || signal.sender != from || !gateways.contains(&from) || !gateways.contains(&gateway) {
             return Err(Refused::Gateway);
         }
-        if !members.iter().all(|member| self.owners.contains_key(member)) {
+        if !members.iter().all(|member| self.members.contains_key(member)) {
             return Err(Refused::Member);
         }
         if !term.is_near(self.latest()) && params.keeps(Rule::NoLeap) {
@@ -224,7 +224,7 @@ impl Owners {
         }
         let shared = if is_end && self.shared.1 != from { &Shared::Stay } else { shared };
         let would_move = |member: &NodeId| {
-            let owner = self.owners.get(member);
+            let owner = self.members.get(member);
             owner.is_some_and(|owner| term > owner.0 && owner.1 != gateway)
                 && (!is_end || self.may_end(*member, from, gateway))
         };
@@ -241,7 +241,7 @@ impl Owners {
             if is_end && !self.may_end(*member, from, gateway) {
                 continue;
             }
-            let Some(owner) = self.owners.get_mut(member) else { continue };
+            let Some(owner) = self.members.get_mut(member) else { continue };
             if term > owner.0 || !params.keeps(Rule::FarLaterTerms) {
                 if owner.1 != gateway {
                     moves.push(*member);
@@ -287,7 +287,7 @@ impl Owners {
             && let Body::Claim { part: (_, parts), members, .. } = &signal.body
             && !members.contains(first)
         {
-            let is_all = *parts == 1 && members.len() + 1 == self.owners.len();
+            let is_all = *parts == 1 && members.len() + 1 == self.members.len();
             self.stays_alone(*first, UNCLAIMED_TERM, (signal.term, from), is_all, now);
         }
         Ok(step)
@@ -313,12 +313,12 @@ impl Owners {
     }
 
     fn claimed_latest(&self) -> Term {
-        self.owners.values().map(|(term, _)| *term).fold(self.shared.0, Term::max)
+        self.members.values().map(|(term, _)| *term).fold(self.shared.0, Term::max)
     }
 
     /// Whether END of `from` may give a member to a gateway: it has it, or that one does already.
     fn may_end(&self, member: NodeId, from: NodeId, gateway: NodeId) -> bool {
-        self.owners.get(&member).is_some_and(|(_, owner)| *owner == from || *owner == gateway)
+        self.members.get(&member).is_some_and(|(_, owner)| *owner == from || *owner == gateway)
     }
 
     fn claim_shared(&mut self, to: (Term, NodeId), how: Shared) -> (bool, Option<NodeId>) {

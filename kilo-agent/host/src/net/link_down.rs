@@ -133,7 +133,7 @@ pub fn has_default_route(needed: &[Needed]) -> bool {
     of(true) || of(false)
 }
 
-/// Flags of a route that is up, and does not only refuse: RTF_UP, RTF_REJECT.
+/// Flags of a route that is up, and does not only refuse: `RTF_UP`, `RTF_REJECT`.
 const fn leads_on(flags: u32) -> bool {
     flags & 0x0201 == 1
 }
