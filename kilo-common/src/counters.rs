@@ -176,6 +176,11 @@ counted! {
             "A node that has changed its key within the last seconds; else a host on the network of the \
              nodes forges signals, or on kilo0 a gateway of another location speaks for another: `kgctl monitor \
              --reason forged_signal` shows the source and interface.",
+        /// Signal that the agent has no room for: it does not read, or is sent more answers to probes than it asked for.
+        SignalRingFull = 51 => "signal_ring_full",
+            "Signals are repeated, and answers to probes leave half of the room to them. If it grows: the agent of this node \
+             stands still or lacks CPU (`kgctl status`), or somebody sends answers to probes that were never \
+             sent: `kgctl monitor --reason signal_ring_full` shows from where.",
         /// Signal from a node that this one shares no key with, or of a kind that has no place here.
         UnknownSignal = 61 => "unknown_signal",
             "A node that has just joined, or become a gateway, is known within a second. Otherwise: `kgctl monitor \
@@ -220,7 +225,7 @@ mod tests {
     /// Indexes of reasons that are no more; no other reason gets them.
     const RETIRED: &[u32] = &[37];
     /// Indexes that no reason has ever had; a new one takes the first of them.
-    const FREE: &[u32] = &[51, 52, 57];
+    const FREE: &[u32] = &[52, 57];
 
     #[test]
     fn each_index_of_a_drop_reason_is_used_retired_or_free() {

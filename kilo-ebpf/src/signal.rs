@@ -398,7 +398,12 @@ fn hear_signal(skb: Skb, source: &[u8; 16], start: usize, hook: u32) -> i32 {
 /// agent once the ring fills up.
 #[inline(always)]
 fn hear(ctx: &TcContext, hook: u32, source: &[u8; 16], start: usize, header: &Header) -> Verdict {
-    let can_wait = matches!(header.kind, Kind::Reflected | Kind::Present | Kind::Hello) && unread() < CROWDED;
+    let unread = unread();
+    // It bears no tag, so anybody may send it who may send packets here.
+    if header.kind == Kind::Reflected && unread >= FULL_OF_ANSWERS {
+        return Err(DropReason::SignalRingFull);
+    }
+    let can_wait = matches!(header.kind, Kind::Reflected | Kind::Present | Kind::Hello) && unread < CROWDED;
     // The kernel's own choice wakes nobody while anything is unread.
     let wake = if can_wait { BPF_RB_NO_WAKEUP } else { BPF_RB_FORCE_WAKEUP };
     if header.length <= KERNEL {
@@ -410,6 +415,9 @@ fn hear(ctx: &TcContext, hook: u32, source: &[u8; 16], start: usize, header: &He
 
 /// Bytes of unread records from which on every record wakes the agent.
 const CROWDED: u64 = map_table::SIGNAL.size as u64 / 4;
+
+/// Bytes of unread records from which on answers to probes are dropped: the rest is for what bears a tag.
+const FULL_OF_ANSWERS: u64 = map_table::SIGNAL.size as u64 / 2;
 
 /// Bytes of records that the agent has not read.
 #[inline(always)]
@@ -437,8 +445,9 @@ fn record<const N: usize>(
         return Err(DropReason::Malformed);
     }
     let length = opaque(length);
-    // A full ring: signals are repeated. Not counted as a drop: nobody can do anything about it.
-    let Some(mut entry) = SIGNAL.reserve_untyped::<Record<N>>(0) else { return Ok(Act::END) };
+    let Some(mut entry) = SIGNAL.reserve_untyped::<Record<N>>(0) else {
+        return Err(DropReason::SignalRingFull);
+    };
     let record: *mut Record<N> = entry.as_mut_ptr();
     // SAFETY: the entry is ours until it is submitted, and the helper writes at most N bytes.
     let copied = unsafe {

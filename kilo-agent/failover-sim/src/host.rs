@@ -132,7 +132,7 @@ impl Host {
     /// The term in which it leads the location, as is written on its Node.
     pub fn written(&self) -> Option<Term> {
         let Some(agent) = &self.agent else { return self.was_written };
-        agent.lead().filter(|lead| lead.shared() != Shared::Stay).map(Lead::term)
+        agent.lead().filter(|lead| lead.shared() == Shared::Move).map(Lead::term)
     }
 
     /// What ANNOUNCE of a gateway has to say.

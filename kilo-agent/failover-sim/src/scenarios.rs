@@ -26,6 +26,8 @@ pub struct Scenario {
     pub switches: u32,
     /// One-way delay to far leaders; `None`: at random.
     pub delay: Option<Micros>,
+    /// Far locations; `None`: one to three.
+    pub fars: Option<usize>,
     /// Whether no stand-by may even suspect its leader.
     pub suspects_nobody: bool,
     /// Runs for each hundred that are asked for.
@@ -39,7 +41,8 @@ impl Scenario {
     pub fn schedule(&self, seed: u64) -> (Shape, Micros, Schedule) {
         let mut rng = Rng::new(seed ^ 0x5ced_0000);
         let nodes = self.nodes[rng.index(self.nodes.len())];
-        let fars = 1 + rng.index(3);
+        let some = 1 + rng.index(3);
+        let fars = self.fars.unwrap_or(some);
         let start = 4 * SEC + rng.between(0, SEC);
         let shape = Shape { nodes, gateways: self.gateways, fars, delay: self.delay, go: self.go };
         let schedule = (self.make)(&mut rng, nodes, start);
@@ -73,6 +76,7 @@ const fn scenario(
         goal,
         switches,
         delay: None,
+        fars: None,
         suspects_nobody: false,
         share: 100,
         make,
@@ -110,6 +114,11 @@ fn boots_whole(nodes: usize, at: Micros, rng: &mut Rng) -> Schedule {
     Schedule::new((0..nodes).map(boots).collect(), at + 35 * SEC)
 }
 
+fn dies_in_trial(rng: &mut Rng, t: Micros, fault: Fault) -> Schedule {
+    let at = t + 65 * SEC + rng.between(0, 3 * SEC);
+    Schedule::new(vec![(t, t + 5 * SEC, Fault::Power(0)), (at, NEVER, fault)], t + 85 * SEC).without(&[0])
+}
+
 fn and_power(more: Vec<faults::Scheduled>, start: Micros) -> Schedule {
     let mut faults = more;
     faults.push((start, NEVER, Fault::Power(0)));
@@ -127,6 +136,22 @@ pub const SCENARIOS: &[Scenario] = &[
     Scenario {
         share: 2,
         ..scenario("power off, 1,000 nodes", &[1_000], 600, 2, |_, _, t| Schedule::one(Fault::Power(0), t))
+    },
+    // Round trips of 160 ms and a little more.
+    Scenario {
+        delay: Some(80 * MS),
+        ..scenario("power off, far leaders 160 ms away", MANY, 600, 1, |_, _, t| {
+            Schedule::one(Fault::Power(0), t)
+        })
+    },
+    // Those that were probed are not the ones that answer.
+    Scenario {
+        fars: Some(6),
+        ..scenario("power off; two of six far leaders are dead", MANY, 600, 1, |rng, _, t| {
+            let first = rng.index(6);
+            let dead = [first, (first + 1 + rng.index(5)) % 6];
+            and_power(dead.map(|far| (t - 2 * SEC, NEVER, Fault::Far(far))).into(), t)
+        })
     },
     // Members find out by themselves in some 2 s.
     Scenario {
@@ -232,6 +257,37 @@ pub const SCENARIOS: &[Scenario] = &[
     scenario("a stand-by without power", MANY, 0, 0, |_, _, t| Schedule::one(Fault::Power(1), t)),
     scenario("a stand-by's uplink dead", MANY, 0, 0, |_, _, t| Schedule::one(Fault::Uplink(1), t)),
     scenario("a stand-by cut off the LAN", MANY, 1_000, 1, |_, _, t| Schedule::one(Fault::Lan(1), t)),
+    // It leads itself until it gives that back, and watches who leads the others.
+    Scenario {
+        gateways: 2,
+        ..scenario("the only stand-by cut off the LAN for 5 s, then power off", MANY, 1_000, 3, |_, _, t| {
+            let cut = (t, t + 5 * SEC, Fault::Lan(1));
+            Schedule::new(vec![cut, (t + 15 * SEC, NEVER, Fault::Power(0))], t + 30 * SEC)
+        })
+    },
+    // It is tried some 66 s after it went, for a second.
+    Scenario {
+        gateways: 2,
+        ..scenario("a leader tries to return, and the acting one loses power", MANY, 1_000, 4, |rng, _, t| {
+            dies_in_trial(rng, t, Fault::Power(1))
+        })
+    },
+    Scenario {
+        gateways: 2,
+        ..scenario(
+            "a leader tries to return, and the acting one's uplink dies",
+            MANY,
+            1_000,
+            4,
+            |rng, _, t| dies_in_trial(rng, t, Fault::Uplink(1)),
+        )
+    },
+    // The acting leader, which tries it, is cut off from that location for as long.
+    scenario("a leader tries to return, a far agent is dead for 30 s", MANY, 3_000, 8, |_, _, t| {
+        let away = (t, t + 5 * SEC, Fault::Power(0));
+        let dead = (t + 50 * SEC, t + 80 * SEC, Fault::FarAgent(0));
+        Schedule::new(vec![away, dead], t + 150 * SEC).without(&[0])
+    }),
     scenario("leader and stand-by do not hear each other", MANY, 1_000, 2, |_, _, t| {
         Schedule::one(Fault::Link(0, 1), t)
     }),

@@ -14,6 +14,8 @@ const NEEDED: &[(Rule, &str, Invariant)] = &[
     (Rule::Proof, "a far leader dead", Invariant::Undisturbed),
     (Rule::Witnesses, "receives and does not forward", Invariant::Outages),
     (Rule::Witnesses, "the leader is Go Kilo; power off", Invariant::SharedServed),
+    (Rule::SharedNeedsLan, "a stand-by cut off the LAN", Invariant::SharedServed),
+    (Rule::Watch, "a leader tries to return, and the acting one loses power", Invariant::Outages),
     (Rule::ClaimFollowers, "LAN in halves", Invariant::FarFollows),
     (Rule::ClaimFollowers, "a stand-by cut off the LAN", Invariant::Served),
     (Rule::Rank, "a stand-by's terms leap to the end, then power off", Invariant::Changes),

@@ -4,27 +4,30 @@ pub(crate) mod behind;
 #[cfg(test)]
 mod bench;
 mod declared_dead;
-mod giving;
+
 mod homes;
 mod inputs;
 mod leading;
 mod numbers;
 mod overload;
 mod place;
+mod planned_change;
 mod restore;
 mod stand_by;
 mod terms;
+mod watch;
 
 use std::collections::BTreeMap;
 
 use behind::Behind;
 pub use declared_dead::DeclaredAlone;
-use giving::Planned;
 use homes::Homing;
 pub use homes::Several;
 use numbers::Numbers;
 pub use place::Place;
+use planned_change::Planned;
 use restore::Returns;
+use watch::Watch;
 
 use crate::{
     Far, Input, MS, Micros, NodeId, Note, Output, Params, Rule, SEC, Term, Turn,
@@ -66,6 +69,7 @@ pub(crate) struct Gateway {
     pub(crate) returns: Returns,
     pub(crate) planned: Planned,
     pub(crate) homing: Homing,
+    pub(crate) watch: Watch,
     next_roll: Micros,
     next_hello: Micros,
     wished: Micros,
@@ -122,6 +126,7 @@ impl Gateway {
             returns: Returns::default(),
             planned: Planned::default(),
             homing: Homing::default(),
+            watch: Watch::default(),
             next_roll: now + random() % (params.roll / 10),
             next_hello: now + random() % params.hello,
             wished: 0,
@@ -240,6 +245,7 @@ impl Agent {
             gateway.tunnels.deadline(),
             gateway.sentinel.wake(),
             gateway.planned.wake(),
+            gateway.watch.wake(),
             self.member.deadline(),
             lead,
             later,
@@ -285,6 +291,7 @@ impl Agent {
         if let Some(gateway) = &mut self.gateway {
             gateway.detector.discard();
             gateway.tunnels.discard();
+            gateway.watch.discard();
             gateway.sentinel.reset();
         }
     }
@@ -351,11 +358,13 @@ impl Agent {
             self.hello(turn);
             self.give_as_planned(turn);
             self.stays_leader(turn);
+            self.chooses_whom_to_watch(turn.now);
         }
         self.give_away_when_silent(turn);
         if let Some(gateway) = &mut self.gateway {
             gateway.sentinel.counts(&self.params, turn.now, self.known.count());
         }
+        self.watches(turn);
         self.decide(turn);
     }
 

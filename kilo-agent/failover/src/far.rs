@@ -34,8 +34,8 @@ pub const SEEDED: Micros = 30 * SEC;
 
 /// One location as a far leader knows it.
 #[derive(Clone, Debug, Default)]
-pub struct Acting {
-    owners: BTreeMap<NodeId, (Term, NodeId)>,
+pub struct Owners {
+    members: BTreeMap<NodeId, (Term, NodeId)>,
     shared: (Term, NodeId),
     /// How far terms are, by CLAIMs that were refused: an agent that has just started knows nothing.
     led_up: Term,
@@ -83,36 +83,36 @@ pub struct Step {
     pub answer: Signal,
 }
 
-impl Acting {
+impl Owners {
     /// As WireGuard has it when an agent starts: terms are unknown, and come with
     /// the next CLAIM.
     pub fn new(owners: impl IntoIterator<Item = (NodeId, NodeId)>, shared: NodeId) -> Self {
         let owners = owners.into_iter().map(|(member, gateway)| (member, (Term::NONE, gateway))).collect();
-        Self { owners, shared: (Term::NONE, shared), ..Self::default() }
+        Self { members: owners, shared: (Term::NONE, shared), ..Self::default() }
     }
 
     /// The location has these members now. Of those that are new nobody has claimed anything.
-    pub fn members_are(&mut self, members: &[NodeId]) {
-        self.owners.retain(|member, _| members.contains(member));
+    pub fn set_members(&mut self, members: &[NodeId]) {
+        self.members.retain(|member, _| members.contains(member));
         for member in members {
-            self.owners.entry(*member).or_insert((Term::NONE, 0));
+            self.members.entry(*member).or_insert((Term::NONE, 0));
         }
     }
 
     /// The location has these gateways now, Kilo's leader first. Who used another one uses that leader by now, as
     /// its kernel's word says; a gateway that claims it in the same term or later counts again.
-    pub fn gateways_are(&mut self, gateways: &[NodeId]) {
+    pub fn set_gateways(&mut self, gateways: &[NodeId]) {
         self.moved.retain(|gateway, _| gateways.contains(gateway));
         let Some(first) = gateways.first() else { return };
         let is_gone = |gateway: NodeId| gateway != 0 && !gateways.contains(&gateway);
-        for (term, gateway) in self.owners.values_mut().filter(|(_, gateway)| is_gone(*gateway)) {
+        for (term, gateway) in self.members.values_mut().filter(|(_, gateway)| is_gone(*gateway)) {
             (*term, *gateway) = (Term::from_bits(term.bits().saturating_sub(1)), *first);
         }
     }
 
     /// A gateway led the location in this term, as was written before: it has what nobody else
     /// has claimed in any. While nobody has, it says how many changes there were.
-    pub fn was_written(&mut self, term: Term, gateway: NodeId) {
+    pub fn record_written_term(&mut self, term: Term, gateway: NodeId) {
         let latest = self.claimed_latest();
         if term > self.shared.0 && (latest.count() == 0 || term.is_near(latest)) {
             self.shared = (term, gateway);
@@ -120,7 +120,7 @@ impl Acting {
     }
 
     /// By Kilo's rule this gateway leads, as long as nobody has led in any term.
-    pub fn is_led_by(&mut self, gateway: NodeId) {
+    pub fn set_default_leader(&mut self, gateway: NodeId) {
         if self.shared.0 == Term::NONE {
             self.shared.1 = gateway;
         }
@@ -128,12 +128,12 @@ impl Acting {
 
     /// The device had this member's prefixes with that gateway before the agent started.
     pub fn seed(&mut self, member: NodeId, owner: (Term, NodeId)) {
-        self.owners.insert(member, owner);
+        self.members.insert(member, owner);
     }
 
     /// Nobody has claimed these so far: they stay with who has had them, until somebody does.
-    pub fn stay(&mut self, owner: (Term, NodeId)) {
-        self.owners.values_mut().filter(|known| known.0 == Term::NONE).for_each(|known| *known = owner);
+    pub fn assign_unclaimed(&mut self, owner: (Term, NodeId)) {
+        self.members.values_mut().filter(|known| known.0 == Term::NONE).for_each(|known| *known = owner);
     }
 
     /// The gateway of `claim` leads in the place of Kilo's leader, and claims others than that one: it has lost power,
@@ -154,7 +154,7 @@ impl Acting {
         if !is_all && since + NAMED_ALL > now {
             return;
         }
-        let Some(known) = self.owners.get_mut(&leader) else { return };
+        let Some(known) = self.members.get_mut(&leader) else { return };
         if *known == (term, claim.1) || known.0 <= term && known.1 == leader {
             *known = (term, leader);
         }
@@ -162,12 +162,12 @@ impl Acting {
 
     /// Forgets everything of this term and earlier.
     pub fn forget(&mut self, term: Term) {
-        self.owners.values_mut().filter(|owner| owner.0 <= term).for_each(|owner| *owner = (Term::NONE, 0));
+        self.members.values_mut().filter(|owner| owner.0 <= term).for_each(|owner| *owner = (Term::NONE, 0));
     }
 
     /// All members with their owners.
     pub fn owners(&self) -> impl Iterator<Item = (NodeId, (Term, NodeId))> + '_ {
-        self.owners.iter().map(|(member, owner)| (*member, *owner))
+        self.members.iter().map(|(member, owner)| (*member, *owner))
     }
 
     /// Whose the shared ones are, and since which term.
@@ -177,7 +177,7 @@ impl Acting {
 
     /// Whose a member's prefixes are.
     pub fn owner(&self, member: NodeId) -> Option<(Term, NodeId)> {
-        self.owners.get(&member).copied()
+        self.members.get(&member).copied()
     }
 
     /// Whose the shared ones are.
@@ -214,7 +214,7 @@ impl Acting {
         if !is_own || signal.sender != from || !gateways.contains(&from) || !gateways.contains(&gateway) {
             return Err(Refused::Gateway);
         }
-        if !members.iter().all(|member| self.owners.contains_key(member)) {
+        if !members.iter().all(|member| self.members.contains_key(member)) {
             return Err(Refused::Member);
         }
         if !term.is_near(self.latest()) && params.keeps(Rule::NoLeap) {
@@ -224,7 +224,7 @@ impl Acting {
         }
         let shared = if is_end && self.shared.1 != from { &Shared::Stay } else { shared };
         let would_move = |member: &NodeId| {
-            let owner = self.owners.get(member);
+            let owner = self.members.get(member);
             owner.is_some_and(|owner| term > owner.0 && owner.1 != gateway)
                 && (!is_end || self.may_end(*member, from, gateway))
         };
@@ -241,7 +241,7 @@ impl Acting {
             if is_end && !self.may_end(*member, from, gateway) {
                 continue;
             }
-            let Some(owner) = self.owners.get_mut(member) else { continue };
+            let Some(owner) = self.members.get_mut(member) else { continue };
             if term > owner.0 || !params.keeps(Rule::FarLaterTerms) {
                 if owner.1 != gateway {
                     moves.push(*member);
@@ -279,7 +279,7 @@ impl Acting {
         (sender, now): (NodeId, Micros),
     ) -> Result<Step, Refused> {
         // The device has them where the last plan put them, and only who follows is to move.
-        acting.into_iter().for_each(|acting| self.stay((UNCLAIMED_TERM, acting)));
+        acting.into_iter().for_each(|acting| self.assign_unclaimed((UNCLAIMED_TERM, acting)));
         let step = self.claimed(params, from, signal, gateways, (sender, now))?;
         if acting == Some(from)
             && signal.kind == Kind::Claim
@@ -287,7 +287,7 @@ impl Acting {
             && let Body::Claim { part: (_, parts), members, .. } = &signal.body
             && !members.contains(first)
         {
-            let is_all = *parts == 1 && members.len() + 1 == self.owners.len();
+            let is_all = *parts == 1 && members.len() + 1 == self.members.len();
             self.stays_alone(*first, UNCLAIMED_TERM, (signal.term, from), is_all, now);
         }
         Ok(step)
@@ -313,12 +313,12 @@ impl Acting {
     }
 
     fn claimed_latest(&self) -> Term {
-        self.owners.values().map(|(term, _)| *term).fold(self.shared.0, Term::max)
+        self.members.values().map(|(term, _)| *term).fold(self.shared.0, Term::max)
     }
 
     /// Whether END of `from` may give a member to a gateway: it has it, or that one does already.
     fn may_end(&self, member: NodeId, from: NodeId, gateway: NodeId) -> bool {
-        self.owners.get(&member).is_some_and(|(_, owner)| *owner == from || *owner == gateway)
+        self.members.get(&member).is_some_and(|(_, owner)| *owner == from || *owner == gateway)
     }
 
     fn claim_shared(&mut self, to: (Term, NodeId), how: Shared) -> (bool, Option<NodeId>) {
@@ -384,8 +384,8 @@ mod tests {
     const B: NodeId = 2 << 48;
     const MEMBER: NodeId = 9;
 
-    fn acting() -> Acting {
-        Acting::new([(A, A), (B, A), (MEMBER, A)], A)
+    fn acting() -> Owners {
+        Owners::new([(A, A), (B, A), (MEMBER, A)], A)
     }
 
     fn claim(
@@ -400,11 +400,11 @@ mod tests {
         Signal { kind, nonce: 1, term, sender: from, location: 7, body }
     }
 
-    fn hears(acting: &mut Acting, from: NodeId, signal: &Signal) -> Result<Step, Refused> {
+    fn hears(acting: &mut Owners, from: NodeId, signal: &Signal) -> Result<Step, Refused> {
         hears_at(acting, from, signal, 0)
     }
 
-    fn hears_at(acting: &mut Acting, from: NodeId, signal: &Signal, now: Micros) -> Result<Step, Refused> {
+    fn hears_at(acting: &mut Owners, from: NodeId, signal: &Signal, now: Micros) -> Result<Step, Refused> {
         acting.claimed(&Params::default(), from, signal, &[A, B], (77, now))
     }
 
@@ -412,7 +412,7 @@ mod tests {
     fn who_goes_to_and_fro_is_refused_after_some_changes_and_one_a_second_goes_on() {
         let mut acting = acting();
         let mut term = Term::NONE;
-        let mut moved_at = |acting: &mut Acting, now| {
+        let mut moved_at = |acting: &mut Owners, now| {
             (0..50)
                 .take_while(|_| {
                     let has_it = acting.owner(MEMBER).is_some_and(|(_, owner)| owner == B);
@@ -485,16 +485,16 @@ mod tests {
     fn who_used_a_gateway_that_is_none_any_more_uses_kilos_leader_until_somebody_claims_it() {
         let (term, later) = (Term::NONE.next(B), Term::NONE.next(B).next(A));
         let by_b = claim(Kind::Claim, B, B, term, Shared::Stay, &[B, MEMBER]);
-        let owners = |acting: &Acting| [A, B, MEMBER].map(|node| acting.owner(node).unwrap().1);
+        let owners = |acting: &Owners| [A, B, MEMBER].map(|node| acting.owner(node).unwrap().1);
         let mut known = acting();
         hears(&mut known, B, &by_b).unwrap();
-        known.gateways_are(&[A, B]);
+        known.set_gateways(&[A, B]);
         assert_eq!(owners(&known), [A, B, B]);
-        known.gateways_are(&[A]);
+        known.set_gateways(&[A]);
         assert_eq!(owners(&known), [A, A, A]);
         assert_eq!(known.latest().count(), term.count(), "how far terms are is not forgotten");
         // It is a gateway again. Those that have not learnt of it meanwhile follow it still, and it says so.
-        known.gateways_are(&[A, B]);
+        known.set_gateways(&[A, B]);
         assert_eq!(owners(&known), [A, A, A]);
         let mut again = known.clone();
         hears(&mut again, B, &by_b).unwrap();
@@ -509,9 +509,9 @@ mod tests {
         let (written, next) = (Term::from_bits(5_000 << 16), Term::from_bits(5_001 << 16));
         let by_b = claim(Kind::Claim, B, B, next, Shared::Move, &[MEMBER]);
         assert_eq!(hears(&mut acting, B, &by_b), Err(Refused::Leap), "nothing is known");
-        acting.was_written(written, A);
+        acting.record_written_term(written, A);
         assert!(hears(&mut acting, B, &by_b).is_ok());
-        acting.was_written(Term::from_bits(u64::MAX), A);
+        acting.record_written_term(Term::from_bits(u64::MAX), A);
         assert_eq!(acting.shared_since(), (next, B), "an annotation does not leap either");
     }
 

@@ -43,7 +43,7 @@ pub struct Others {
 
 impl Others {
     /// There are other gateways now. What one has lost is remembered while it is away.
-    pub fn gateways_are(&mut self, params: &Params, gateways: &[NodeId], now: Micros) {
+    pub fn set_gateways(&mut self, params: &Params, gateways: &[NodeId], now: Micros) {
         self.said.retain(|gateway, _| gateways.contains(gateway));
         self.losses.retain(|gateway, losses| gateways.contains(gateway) || losses.last + params.memory > now);
     }

@@ -31,6 +31,10 @@ pub enum Rule {
     Proof,
     /// Witnesses are asked.
     Witnesses,
+    /// Who hears no third node takes what belongs to no member only if who has it does not answer far leaders.
+    SharedNeedsLan,
+    /// A gateway that uses itself watches the one that others use.
+    Watch,
     /// CLAIM names only members whose kernel follows.
     ClaimFollowers,
     /// The better stand-by goes first.

@@ -58,6 +58,11 @@ impl Row {
         self.0.iter().find(|probe| probe.missed).map(|probe| probe.at)
     }
 
+    /// When the newest one was sent.
+    pub fn newest(&self) -> Option<Micros> {
+        self.0.back().map(|probe| probe.at)
+    }
+
     /// When the next one is overdue.
     pub fn deadline(&self) -> Micros {
         self.0.iter().filter(|probe| !probe.missed).map(|probe| probe.deadline).min().unwrap_or(Micros::MAX)

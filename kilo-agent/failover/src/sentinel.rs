@@ -17,6 +17,13 @@ struct Round {
     waits: Option<(Micros, bool)>,
 }
 
+impl Round {
+    /// Whether most of those asked say that the way has failed.
+    fn has_majority(&self) -> bool {
+        self.failed.len() * 2 > self.asked.len().max(1) && self.failed.len() > self.works.len()
+    }
+}
+
 /// What follows from what is known.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Decision {
@@ -151,7 +158,7 @@ impl Sentinel {
                 return Decision::Ask;
             }
             let Some(round) = &mut self.round else { return Decision::Wait };
-            let majority = failed * 2 > round.asked.len().max(1) && failed > works;
+            let majority = round.has_majority();
             if majority || is_over || round.asked.is_empty() {
                 let all = majority || if answers == 0 { is_hard } else { failed >= works && failed > 0 };
                 if scene.better > 0 && params.keeps(Rule::Rank) {
@@ -165,6 +172,45 @@ impl Sentinel {
             self.round = None;
         }
         self.spend(scene, decision)
+    }
+
+    /// As [`Self::decide`], of a gateway that uses itself, about one that others use: its kernel has missed so many
+    /// probes of the LAN since then. Nothing of the own packets goes that way, so most witnesses have to say that
+    /// theirs do not pass.
+    pub fn decide_by_witnesses(&mut self, scene: &Scene<'_>, misses: usize, since: Micros) -> Decision {
+        let Scene { params, now, tunnels, .. } = *scene;
+        if self.blocked_until > now {
+            return Decision::Wait;
+        }
+        let is_silent = misses >= params.hard;
+        let Some(round) = &mut self.round else {
+            let is_asked = misses + 1 >= params.hard && tunnels.is_fit(params, now);
+            return if is_asked { Decision::Ask } else { Decision::Wait };
+        };
+        let decision = Decision::Take { all: true, but: round.works.clone() };
+        if let Some((at, _)) = round.waits {
+            if now < at {
+                return Decision::Wait;
+            }
+            self.round = None;
+            return if is_silent { self.spend(scene, decision) } else { Decision::Wait };
+        }
+        let proved = tunnels.were_good(since)
+            && tunnels.is_fit(params, now)
+            && tunnels.proves(since + params.interval * 3 / 2);
+        if round.has_majority() && is_silent && proved {
+            if scene.better > 0 && params.keeps(Rule::Rank) {
+                round.waits = Some((now + params.rank * scene.better as u64, true));
+                return Decision::Wait;
+            }
+            self.round = None;
+            return self.spend(scene, decision);
+        }
+        if now >= round.deadline {
+            self.round = None;
+            self.blocked_until = now + params.hello;
+        }
+        Decision::Wait
     }
 
     /// Whether the own tunnel worked all the time the leader's way did not: good

@@ -1,6 +1,8 @@
 //! The own tunnels of a gateway: whether it could lead, and the proof that it
 //! could while the leader's way did not work.
 
+use std::collections::VecDeque;
+
 use crate::{
     Far, MS, Micros, Output, Params, SEC, Turn, Way,
     probes::{RoundTrip, Row},
@@ -13,6 +15,12 @@ struct Tunnel {
     trip: RoundTrip,
     /// When the newest answered probe was sent.
     answered: Option<Micros>,
+}
+
+impl Tunnel {
+    fn new(far: Far) -> Self {
+        Self { far, row: Row::default(), trip: RoundTrip::default(), answered: None }
+    }
 }
 
 /// What says that the own tunnel carries more than it can: it loses probes, and packets come out of it. A
@@ -58,6 +66,13 @@ impl Load {
 #[derive(Clone, Debug)]
 pub struct Tunnels {
     probed: Vec<Tunnel>,
+    /// Far leaders that have not been probed yet, or answered when they were last.
+    waiting: VecDeque<Far>,
+    /// Those that fell silent while another one answered. They count against this node until they answer again: else
+    /// one that reaches few locations would ask on until it has found these.
+    silent: VecDeque<Tunnel>,
+    /// When one of these is probed next.
+    next_silent: Micros,
     up_since: Micros,
     /// Since when most of them have answered without three misses in a row.
     good_since: Option<Micros>,
@@ -70,21 +85,64 @@ pub struct Tunnels {
 impl Tunnels {
     /// Of an agent that starts now.
     pub fn new(params: &Params, fars: &[Far], now: Micros) -> Self {
-        let tunnel =
-            |far: &Far| Tunnel { far: *far, row: Row::default(), trip: RoundTrip::default(), answered: None };
-        let probed = fars.iter().take(params.targets).map(tunnel).collect();
-        Self { probed, up_since: now, good_since: None, heard: None, load: Load::default(), next: now }
+        let (first, rest) = fars.split_at(fars.len().min(params.targets));
+        Self {
+            probed: first.iter().map(|far| Tunnel::new(*far)).collect(),
+            waiting: rest.iter().copied().collect(),
+            silent: VecDeque::new(),
+            next_silent: now,
+            up_since: now,
+            good_since: None,
+            heard: None,
+            load: Load::default(),
+            next: now,
+        }
     }
 
     /// There are other far leaders now; what is known of those that stay goes on.
     pub fn fars_are(&mut self, params: &Params, fars: &[Far], now: Micros) {
-        let new = Self::new(params, fars, now);
-        let mut known = std::mem::take(&mut self.probed);
-        let keep = |tunnel: Tunnel| {
-            let at = known.iter().position(|known| known.far == tunnel.far);
-            at.map_or(tunnel, |at| known.swap_remove(at))
-        };
-        self.probed = new.probed.into_iter().map(keep).collect();
+        self.probed.retain(|tunnel| fars.contains(&tunnel.far));
+        self.silent.retain(|tunnel| fars.contains(&tunnel.far));
+        let asked = |far: &Far| self.probed.iter().chain(&self.silent).any(|tunnel| tunnel.far == *far);
+        self.waiting = fars.iter().copied().filter(|far| !asked(far)).collect();
+        while self.probed.len() < params.targets
+            && let Some(far) = self.waiting.pop_front()
+        {
+            self.probed.push(Tunnel::new(far));
+        }
+        while self.probed.len() < params.targets
+            && let Some(tunnel) = self.silent.pop_front()
+        {
+            self.probed.push(tunnel);
+        }
+        self.next_silent = self.next_silent.max(now);
+    }
+
+    /// Probes others in the place of those that are silent while one answers: which of many locations are down says
+    /// nothing of the own tunnel.
+    fn replace_silent(&mut self, params: &Params, now: Micros) {
+        if !self.probed.iter().any(|tunnel| Self::answers(params, tunnel, now)) {
+            return;
+        }
+        for tunnel in &mut self.probed {
+            let is_silent = tunnel.row.misses() >= Self::SILENT && !Self::answers(params, tunnel, now);
+            if is_silent && let Some(far) = self.waiting.pop_front() {
+                self.silent.push_back(std::mem::replace(tunnel, Tunnel::new(far)));
+            }
+        }
+    }
+
+    /// Asks one of the silent ones again, in turn.
+    fn probe_silent(&mut self, params: &Params, turn: &mut Turn<'_>) {
+        if turn.now < self.next_silent {
+            return;
+        }
+        let Some(mut tunnel) = self.silent.pop_front() else { return };
+        self.next_silent = turn.now + params.roll;
+        let nonce = turn.nonce();
+        tunnel.row.sent(nonce, turn.now, turn.now + tunnel.trip.usual() * 3 / 2 + 30 * MS);
+        turn.push(Output::Probe { nonce, way: Way::Own(tunnel.far) });
+        self.silent.push_back(tunnel);
     }
 
     /// When the next probes are due.
@@ -117,6 +175,8 @@ impl Tunnels {
             self.next = turn.now + turn.jittered(pause);
             let fars: Vec<_> = self.probed.iter().map(|tunnel| tunnel.far).collect();
             fars.into_iter().for_each(|far| self.probe(far, turn));
+            self.replace_silent(params, turn.now);
+            self.probe_silent(params, turn);
         }
     }
 
@@ -126,6 +186,15 @@ impl Tunnels {
         let nonce = turn.nonce();
         tunnel.row.sent(nonce, turn.now, turn.now + tunnel.trip.usual() * 3 / 2 + 30 * MS);
         turn.push(Output::Probe { nonce, way: Way::Own(far) });
+    }
+
+    /// Sends one, unless the newest was sent less than `pause` ago.
+    pub fn probe_again(&mut self, far: Far, pause: Micros, turn: &mut Turn<'_>) {
+        let of_far = self.probed.iter().find(|tunnel| tunnel.far == far);
+        let newest = of_far.and_then(|tunnel| tunnel.row.newest().max(tunnel.answered));
+        if newest.is_none_or(|newest| newest + pause <= turn.now) {
+            self.probe(far, turn);
+        }
     }
 
     /// The kernel's count of packets that have come out of the tunnel, read now.
@@ -171,7 +240,11 @@ impl Tunnels {
             }
             return true;
         }
-        false
+        let again = self.silent.iter_mut().position(|tunnel| tunnel.row.answered(nonce).is_some());
+        if let Some(tunnel) = again.and_then(|at| self.silent.remove(at)) {
+            self.waiting.push_back(tunnel.far);
+        }
+        again.is_some()
     }
 
     /// The agent slept: what is outstanding proves nothing.
@@ -179,6 +252,8 @@ impl Tunnels {
         self.probed.iter_mut().for_each(|tunnel| tunnel.row.clear());
     }
 
+    /// Misses in a row after which another far leader is probed in the place of one, while others answer.
+    const SILENT: usize = 6;
     /// Misses in a row of most tunnels that are no accident.
     const LOSSY: usize = 2;
     /// Until round trips are known, deadlines are guesses.
@@ -204,12 +279,13 @@ impl Tunnels {
 
     /// Whether this node could lead now.
     pub fn is_fit(&self, params: &Params, now: Micros) -> bool {
-        now >= self.up_since + SEC && self.most(|tunnel| Self::answers(params, tunnel, now))
+        let answer = self.probed.iter().filter(|tunnel| Self::answers(params, tunnel, now)).count();
+        now >= self.up_since + SEC && answer * 2 > self.probed.len() + self.silent.len()
     }
 
     /// Whether every one of them answers now.
     pub fn all_answer(&self, params: &Params, now: Micros) -> bool {
-        self.probed.iter().all(|tunnel| Self::answers(params, tunnel, now))
+        self.silent.is_empty() && self.probed.iter().all(|tunnel| Self::answers(params, tunnel, now))
     }
 
     /// Whether most answered a probe sent at `since` or later.
@@ -321,6 +397,70 @@ mod tests {
     fn any_answer_ends_the_silence() {
         assert!(after_a_second(|probe| probe.is_multiple_of(4), true).1 < 400 * MS);
         assert!(after_a_second(|_| false, true).1 >= 900 * MS);
+    }
+
+    /// Ten far leaders, of which those answer that `answers` names at that time; how the tunnels are at each of these times.
+    fn at_times<T>(
+        answers: fn(Far, Micros) -> bool,
+        times: &[Micros],
+        see: fn(&Tunnels, &Params, Micros) -> T,
+    ) -> Vec<T> {
+        let (params, fars) = (Params::default(), (0..10).collect::<Vec<_>>());
+        let mut tunnels = Tunnels::new(&params, &fars, 0);
+        let (mut number, mut seen) = (0, Vec::new());
+        for now in (0..=times.last().copied().unwrap_or(0)).step_by(10_000) {
+            let (mut out, mut later) = (Vec::new(), Vec::new());
+            let mut random = || {
+                number += 1;
+                number
+            };
+            tunnels
+                .wake_up(&params, &mut Turn { now, random: &mut random, out: &mut out, later: &mut later });
+            for output in out {
+                if let Output::Probe { nonce, way: Way::Own(far) } = output
+                    && answers(far, now)
+                {
+                    assert!(tunnels.answered(&params, nonce, now + 2 * MS));
+                }
+            }
+            seen.extend(times.contains(&now).then(|| see(&tunnels, &params, now)));
+        }
+        seen
+    }
+
+    #[test]
+    fn others_are_asked_in_the_place_of_far_leaders_that_are_silent() {
+        let fit = |tunnels: &Tunnels, params: &Params, now| tunnels.is_fit(params, now);
+        // Two of the first three are down from the start, or from 3 s on, and back at 8 s.
+        assert_eq!(at_times(|far, _| far > 1, &[2 * SEC], fit), [true]);
+        let two_fall = |far, now| far > 1 || !(3 * SEC..8 * SEC).contains(&now);
+        assert_eq!(
+            at_times(two_fall, &[2 * SEC, 3_450 * MS, 5 * SEC, 12 * SEC], fit),
+            [true, false, true, true]
+        );
+        let all = |tunnels: &Tunnels, params: &Params, now| tunnels.all_answer(params, now);
+        assert_eq!(at_times(two_fall, &[2 * SEC, 5 * SEC, 12 * SEC], all), [true, false, true]);
+    }
+
+    #[test]
+    fn who_reaches_few_of_many_locations_is_not_fit_by_asking_on() {
+        let fit = |tunnels: &Tunnels, params: &Params, now| tunnels.is_fit(params, now);
+        let times: Vec<Micros> = (2..60).map(|second| second * SEC).collect();
+        let seen = at_times(|far, _| [0, 8, 9].contains(&far), &times, fit);
+        assert!(seen.iter().all(|fit| !fit), "{seen:?}");
+    }
+
+    #[test]
+    fn a_tunnel_that_is_silent_as_a_whole_is_known_as_soon() {
+        let silent =
+            |tunnels: &Tunnels, params: &Params, _| tunnels.silent_since(params.leader_misses).is_some();
+        let seen = at_times(|_, now| now < 3 * SEC, &[2_900 * MS, 3_600 * MS, 9 * SEC], silent);
+        assert_eq!(seen, [false, true, true]);
+        let fit = |tunnels: &Tunnels, params: &Params, now| tunnels.is_fit(params, now);
+        assert_eq!(
+            at_times(|_, now| now < 3 * SEC, &[2_900 * MS, 3_600 * MS, 9 * SEC], fit),
+            [true, false, false]
+        );
     }
 
     #[test]

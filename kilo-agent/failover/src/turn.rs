@@ -99,7 +99,14 @@ pub enum Note {
         why: Given,
     },
     /// It leads a member that asked for it.
-    Adopts(NodeId),
+    Adopts {
+        /// The member.
+        member: NodeId,
+        /// Whether that one was the leader, and brings what belongs to no member.
+        was_leader: bool,
+    },
+    /// It leads on in a term of its own: this gateway, which Kilo's order names now, could not be given leadership.
+    StaysLeader(NodeId),
     /// It has given leadership to this gateway.
     Gives {
         /// Gateway that leads now.

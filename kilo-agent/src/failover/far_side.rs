@@ -6,7 +6,7 @@ use std::net::IpAddr;
 use kilo_common::signal::{Body, Kind};
 use kilo_failover::{
     Far, Micros, NodeId, Signal, Term,
-    far::{Acting, Step},
+    far::{Owners, Step},
 };
 
 use super::{site::Site, thread::Thread, unmoved::Move};
@@ -114,7 +114,7 @@ impl Thread {
             self.fars.iter_mut().filter_map(|(far, acting)| acting.wake_up(now).then_some(*far)).collect();
         for far in silent {
             let Some(location) = site.fars.get(&far) else { continue };
-            let Some(gateway) = self.fars.get(&far).map(Acting::shared) else { continue };
+            let Some(gateway) = self.fars.get(&far).map(Owners::shared) else { continue };
             self.is_dirty = true;
             let is_news = self.publish();
             self.move_prefixes(far, location, Move { gateway, members: Vec::new(), shared: true });

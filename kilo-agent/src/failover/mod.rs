@@ -257,6 +257,9 @@ impl Failover {
             let flags = if gateways.order.contains(&at) { SIGNAL_GATEWAY } else { 0 };
             entries.insert(address, SignalKey { key: key.0, cookie, sender, hop, flags });
         }
+        // Of nodes that are gone nothing is kept.
+        self.cookies
+            .retain(|node, _| entries.values().any(|known| known.sender == *node && known.cookie != 0));
         entries
     }
 

@@ -56,13 +56,15 @@ pub struct Thread {
     pub(super) shared: Arc<Shared>,
     tools: Tools,
     links: Option<LinkEvents>,
+    /// When a default route that went has to be back.
+    routes_due: Option<Micros>,
     pub(super) params: Params,
     pub(super) metrics: FailoverMetrics,
     pub(super) site: Option<Arc<Site>>,
     agent: Option<Agent>,
     /// What has been read and not yet been delivered to the state machine.
     inbox: Vec<Input>,
-    pub(super) fars: BTreeMap<Far, far::Acting>,
+    pub(super) fars: BTreeMap<Far, far::Owners>,
     /// What the device did not take of what they say.
     pub(super) unmoved: Unmoved,
     asks: Asks,
@@ -119,6 +121,7 @@ pub fn run(shared: Arc<Shared>, params: Params, tools: Tools, metrics: FailoverM
         shared,
         tools,
         links,
+        routes_due: None,
         params,
         metrics,
         site: None,
@@ -160,8 +163,9 @@ impl Thread {
         }
         let agent = self.agent.as_ref().map_or(Micros::MAX, Agent::wake);
         let later = self.later.iter().map(|(at, ..)| *at).min().unwrap_or(Micros::MAX);
-        let fars = self.fars.values().map(far::Acting::wake).min().unwrap_or(Micros::MAX);
-        agent.min(later).min(fars).min(self.followers.wake())
+        let fars = self.fars.values().map(far::Owners::wake).min().unwrap_or(Micros::MAX);
+        let routes = self.routes_due.unwrap_or(Micros::MAX);
+        agent.min(later).min(fars).min(self.followers.wake()).min(routes)
     }
 
     fn step(&mut self, ready: Ready) {
@@ -176,7 +180,8 @@ impl Thread {
             while self.tools.ring.next().is_some() {}
             return;
         };
-        if ready.links && self.is_link_down(&site) {
+        let now = micros();
+        if ready.links && self.is_link_down(&site, now) || self.is_without_route(&site, now) {
             self.inbox.push(Input::LinkDown);
         }
         self.hear(&site);

@@ -1,9 +1,9 @@
-//! What the device did not take of what gateways of other locations claimed. [`Acting`] says already that they have it,
+//! What the device did not take of what gateways of other locations claimed. [`Owners`] says already that they have it,
 //! so a repeated CLAIM moves nothing by itself: what is missing is moved with it, before anybody is told that it was.
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use kilo_failover::{Far, NodeId, far::Acting};
+use kilo_failover::{Far, NodeId, far::Owners};
 
 /// What goes to a gateway's peer in one request.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -46,7 +46,7 @@ impl Unmoved {
     pub fn moves(
         &mut self,
         far: Far,
-        acting: &Acting,
+        acting: &Owners,
         wanted: Move,
         takes: impl FnOnce(&Move) -> bool,
     ) -> Option<Move> {
@@ -63,7 +63,7 @@ impl Unmoved {
 
 impl Missing {
     /// With what is missing at the same gateway, as far as that has it still.
-    fn added_to(&mut self, wanted: Move, acting: &Acting) -> Move {
+    fn added_to(&mut self, wanted: Move, acting: &Owners) -> Move {
         self.members.retain(|member, to| acting.owner(*member).is_some_and(|(_, owner)| owner == *to));
         self.shared = self.shared.filter(|to| acting.shared() == *to);
         let Move { gateway, members, shared } = wanted;
@@ -101,7 +101,7 @@ mod tests {
     const FAR: Far = 7;
 
     struct World {
-        acting: Acting,
+        acting: Owners,
         unmoved: Unmoved,
         /// Whose the device has each member's prefixes, and the shared ones.
         device: BTreeMap<NodeId, NodeId>,
@@ -111,7 +111,7 @@ mod tests {
     impl World {
         fn new() -> Self {
             let owners = MEMBERS.map(|member| (member, A));
-            let (acting, unmoved) = (Acting::new(owners, A), Unmoved::default());
+            let (acting, unmoved) = (Owners::new(owners, A), Unmoved::default());
             Self { acting, unmoved, device: owners.into(), shared: A }
         }
 

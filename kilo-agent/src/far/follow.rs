@@ -39,7 +39,7 @@ pub enum Act {
 pub struct Follow {
     me: NodeId,
     params: Params,
-    fars: BTreeMap<Far, far::Acting>,
+    fars: BTreeMap<Far, far::Owners>,
     locations: BTreeMap<Far, FarLocation>,
     names: BTreeMap<NodeId, String>,
     /// Probes of old leaders that are due: when, whose, which gateway.
@@ -165,7 +165,7 @@ impl Follow {
     /// When it has to be woken.
     pub fn wake(&self) -> Micros {
         let later = self.later.iter().map(|(at, ..)| *at);
-        later.chain(self.fars.values().map(far::Acting::wake)).min().unwrap_or(Micros::MAX)
+        later.chain(self.fars.values().map(far::Owners::wake)).min().unwrap_or(Micros::MAX)
     }
 
     /// Probes of old leaders whose shared prefixes are claimed, and what follows of silence.
@@ -183,7 +183,7 @@ impl Follow {
         }
         let silent = self.fars.iter_mut().filter_map(|(far, acting)| acting.wake_up(now).then_some(*far));
         for far in silent.collect::<Vec<_>>() {
-            if let Some(gateway) = self.fars.get(&far).map(far::Acting::shared) {
+            if let Some(gateway) = self.fars.get(&far).map(far::Owners::shared) {
                 acts.extend(self.moved(far, gateway, &[], true));
             }
         }

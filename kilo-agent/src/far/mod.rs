@@ -18,7 +18,7 @@ use kilo_core::{
 pub use kilo_failover::far::{SEED, SEEDED};
 use kilo_failover::{
     Far, MS, Micros, NodeId, Params, SEC, Signal, Term,
-    far::{Acting, Refused, Step},
+    far::{Owners, Refused, Step},
 };
 
 /// Between the two probes of an old leader.
@@ -126,26 +126,26 @@ pub fn far_location(
 }
 
 /// Takes over which locations there are, and who is in them.
-pub fn locations_are(fars: &mut BTreeMap<Far, Acting>, locations: &BTreeMap<Far, FarLocation>) {
+pub fn locations_are(fars: &mut BTreeMap<Far, Owners>, locations: &BTreeMap<Far, FarLocation>) {
     fars.retain(|far, _| locations.contains_key(far));
     for (far, location) in locations {
         let Some(leader) = location.gateways.get(location.acting).map(|gateway| gateway.id) else {
             continue;
         };
         let acting = fars.entry(*far).or_insert_with(|| {
-            let mut acting = Acting::new([], leader);
+            let mut acting = Owners::new([], leader);
             for (member, gateway) in &location.held {
                 acting.seed(*member, (SEED, *gateway));
             }
             acting
         });
         let members: Vec<NodeId> = location.members.keys().copied().collect();
-        acting.members_are(&members);
+        acting.set_members(&members);
         let gateways: Vec<NodeId> = location.gateways.iter().map(|gateway| gateway.id).collect();
-        acting.gateways_are(&gateways);
-        acting.is_led_by(leader);
+        acting.set_gateways(&gateways);
+        acting.set_default_leader(leader);
         if let Some((term, gateway)) = location.written {
-            acting.was_written(term, gateway);
+            acting.record_written_term(term, gateway);
         }
     }
 }
@@ -162,7 +162,7 @@ pub struct Claimed {
 /// node, and the time.
 pub fn claimed(
     params: &Params,
-    (location, acting): (&FarLocation, &mut Acting),
+    (location, acting): (&FarLocation, &mut Owners),
     (far, from): (Far, NodeId),
     signal: &Signal,
     names: &BTreeMap<NodeId, String>,
@@ -198,8 +198,8 @@ pub fn prefixes(location: &FarLocation, members: &[NodeId], shared: bool) -> Vec
 }
 
 /// What plans have to know of other locations.
-pub fn known(fars: &BTreeMap<Far, Acting>) -> BTreeMap<u64, ActingLocation> {
-    let of = |(far, known): (&Far, &Acting)| {
+pub fn known(fars: &BTreeMap<Far, Owners>) -> BTreeMap<u64, ActingLocation> {
+    let of = |(far, known): (&Far, &Owners)| {
         let members =
             known.owners().filter(|(_, (term, gateway))| *term > Term::NONE && *gateway != 0).collect();
         let leader = Some(known.shared_since()).filter(|(term, _)| *term > Term::NONE);
@@ -253,7 +253,7 @@ mod tests {
     }
 
     /// What is known after that signal, and whether it counted.
-    fn after(location: &FarLocation, signal: &Signal) -> (BTreeMap<Far, Acting>, bool) {
+    fn after(location: &FarLocation, signal: &Signal) -> (BTreeMap<Far, Owners>, bool) {
         let names = [A1, A2, A3].map(|id| (id, format!("n{id}"))).into();
         let mut fars = BTreeMap::new();
         locations_are(&mut fars, &BTreeMap::from([(FAR, location.clone())]));

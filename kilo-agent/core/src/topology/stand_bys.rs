@@ -14,6 +14,11 @@ impl Mesh {
                  which is harmless",
                 acting.name()
             )),
+            None if self.is_of_another_family(at, segment) => Some(
+                "no stand-by can take over: its nodes have private addresses of another IP version than --subnet, and \
+                 so none of them can test a tunnel; give all agents a --subnet of the version of these addresses"
+                    .to_owned(),
+            ),
             None if self.lacks_stand_bys(at, segment) => Some(if self.gateways_of(at).homes.is_some() {
                 "its active leaders have no stand-bys, so after a failure each node needs 1 to 2 s to detect it: \
                  give all agents --stand-bys=1 or more"
@@ -33,6 +38,19 @@ impl Mesh {
     pub fn unforeseen(&self, at: usize) -> Option<&Member> {
         let gateways = self.gateways.get(at).filter(|gateways| gateways.is_unforeseen)?;
         self.segments.get(at)?.members.get(*gateways.order.get(gateways.acting)?)
+    }
+
+    /// Whether stand-bys can probe no other location, because WireGuard addresses are of another IP version than the
+    /// private address that a probe comes from.
+    fn is_of_another_family(&self, at: usize, segment: &Segment) -> bool {
+        let Some(private) = segment.leading().and_then(Member::private_ip) else { return false };
+        let others = self.segments.iter().enumerate();
+        let others = others.filter(|(other, _)| *other != at && self.fails_over(*other));
+        let mut far = others.filter_map(|(_, far)| far.wireguard_ip);
+        let first = far.next();
+        self.gateways_of(at).order.len() > 1
+            && first.is_some()
+            && first.into_iter().chain(far).all(|address| address.is_ipv4() != private.is_ipv4())
     }
 
     /// Whether there are nodes that could stand by, and none does.
@@ -98,6 +116,18 @@ mod tests {
         assert!(said.contains("1 to 2 s"), "{said}");
         assert_eq!(warning(&two, 1), None);
         assert_eq!(warning(&two[..2], 0), None, "all are gateways");
+    }
+
+    #[test]
+    fn a_location_whose_addresses_are_of_another_ip_version_is_warned_about() {
+        let far = Node { location: "y".to_owned(), ..node("f", None) };
+        for (address, is_warned) in [("10.0.0.1/24", false), ("fd00::1/64", true)] {
+            let own = ["a", "b"].map(|name| Node { internal_ip: address.parse().ok(), ..node(name, None) });
+            let said = warning(&[own[0].clone(), own[1].clone(), far.clone()], 1);
+            assert_eq!(said.is_some_and(|said| said.contains("another IP version than --subnet")), is_warned);
+            // Without another location there is nothing to fail over to.
+            assert_eq!(warning(&own, 1), None);
+        }
     }
 
     #[test]

@@ -197,13 +197,14 @@ impl Sim {
             Note::TakesOver { all: true, .. } => self.counts.taken += 1,
             Note::TakesOver { all: false, .. } => self.counts.alone += 1,
             Note::IsGiven { .. } => self.counts.is_given(node, self.now),
-            Note::Adopts(_) => self.counts.adopted += 1,
+            Note::Adopts { .. } => self.counts.adopted += 1,
             Note::Suspects(_) => self.counts.suspicions += 1,
             Note::TakesBack(_) => self.counts.taken_back += 1,
             Note::Gives { .. } => self.counts.gave += 1,
             Note::TakesHome(_) => self.counts.took_home += 1,
             Note::Replayed(_) => self.counts.replayed += 1,
             Note::Tries(_)
+            | Note::StaysLeader(_)
             | Note::NotReady(_)
             | Note::Leaps(_)
             | Note::OverBudget

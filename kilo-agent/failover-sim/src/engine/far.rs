@@ -5,7 +5,7 @@ use std::{collections::VecDeque, rc::Rc};
 use kilo_common::{lead::Term, signal};
 use kilo_failover::{
     MS, Micros, NodeId,
-    far::{Acting, SEED, SEEDED, Step},
+    far::{Owners, SEED, SEEDED, Step},
     signal::Body,
 };
 
@@ -24,7 +24,7 @@ pub struct FarHost {
     /// The latest term that it applied for each member, since its agent started.
     pub seen: Vec<Term>,
     /// Its agent's table, while it lives.
-    acting: Option<Acting>,
+    acting: Option<Owners>,
     /// Who leads the location as was written when its agent started.
     led_by: NodeId,
     /// When its agent forgets what the device had at its start.
@@ -44,7 +44,7 @@ impl FarHost {
             on: true,
             shared: 0,
             seen: vec![Term::NONE; nodes],
-            acting: Some(Acting::new((0..nodes).map(|node| (host::id(node), host::id(0))), host::id(0))),
+            acting: Some(Owners::new((0..nodes).map(|node| (host::id(node), host::id(0))), host::id(0))),
             owner,
             led_by: host::id(0),
             seeded_until: 0,
@@ -73,7 +73,7 @@ impl Sim {
         let signal = host::read(&signal);
         let names_any = !matches!(&signal.body, Body::Claim { members, .. } if members.is_empty());
         let first = gateways.first().copied().unwrap_or_default();
-        let has_first = |acting: &Acting| acting.owner(first).map(|(_, gateway)| gateway);
+        let has_first = |acting: &Owners| acting.owner(first).map(|(_, gateway)| gateway);
         let had_first = has_first(acting);
         let led_by = (&gateways[..], names_any.then_some(*led_by));
         let from = host::id(gateway);
@@ -131,7 +131,7 @@ impl Sim {
     pub(crate) fn far_plans(&mut self, far: usize) {
         let gateways = self.gateways();
         let FarHost { acting: Some(acting), owner, .. } = &mut self.fars[far] else { return };
-        acting.gateways_are(&gateways);
+        acting.set_gateways(&gateways);
         for (member, owner) in owner.iter_mut().enumerate() {
             let known = acting.owner(host::id(member)).filter(|(_, gateway)| gateways.contains(gateway));
             let leader = Some(acting.shared_since()).filter(|(_, gateway)| gateways.contains(gateway));
@@ -149,11 +149,11 @@ impl Sim {
         host.seen.fill(Term::NONE);
         host.acting = None;
         if starts {
-            let mut acting = Acting::new([], host::id(host.shared));
+            let mut acting = Owners::new([], host::id(host.shared));
             for (member, (_, gateway)) in host.owner.iter().enumerate() {
                 acting.seed(host::id(member), (SEED, host::id(*gateway)));
             }
-            acting.was_written(written.0, written.1);
+            acting.record_written_term(written.0, written.1);
             host.shared = host::index(acting.shared());
             (host.acting, host.led_by, host.seeded_until) = (Some(acting), written.1, self.now + SEEDED);
             if self.fars_forget {
@@ -204,14 +204,23 @@ impl Sim {
         }
     }
 
-    /// Whether each far leader sends shared prefixes to a gateway that can take them,
-    /// if there is any.
+    /// Whether each far leader sends shared prefixes to a gateway that can take them and pass them on, if there is
+    /// any: one that reaches no other node has nowhere to send them.
     pub(crate) fn shared_are_served(&self) -> bool {
-        let works =
-            |gateway, far| self.uplink_works(gateway, far, true) && self.uplink_works(gateway, far, false);
+        let works = |gateway, far| {
+            self.uplink_works(gateway, far, true)
+                && self.uplink_works(gateway, far, false)
+                && self.reaches_others(gateway)
+        };
         (0..self.fars.len()).all(|far| {
             let able = (0..self.gateways).any(|gateway| works(gateway, far));
             !self.fars[far].on || !able || works(self.fars[far].shared, far)
         })
+    }
+
+    /// Whether a gateway and any other node reach each other.
+    fn reaches_others(&self, gateway: usize) -> bool {
+        let hears = |node| node != gateway && self.lan_works(gateway, node) && self.lan_works(node, gateway);
+        (0..self.hosts.len()).any(hears)
     }
 }

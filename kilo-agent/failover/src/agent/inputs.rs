@@ -41,6 +41,7 @@ impl Agent {
             return;
         }
         let Some(gateway) = &mut self.gateway else { return };
+        gateway.watch.answered(nonce);
         let _ = gateway.tunnels.answered(&self.params, nonce, at)
             || gateway.detector.answered(&self.params, nonce, at);
     }
@@ -56,7 +57,7 @@ impl Agent {
             if let Some(gateway) = self.gateway.as_mut().filter(|_| to != me) {
                 gateway.detector.begin(turn.now);
             }
-            self.is_led_by(to, turn);
+            self.notes_handover(to, turn);
         }
         let lead = self.gateway.as_mut().and_then(|gateway| gateway.lead.as_mut());
         if lead.is_some_and(|lead| lead.hears(me, (term, to), turn.now)) {
@@ -161,6 +162,7 @@ impl Agent {
         if is_believed {
             self.goes_on_with(from, word, turn);
         }
+        self.takes_shared_of_most(turn);
     }
 
     /// A gateway that was away asks to be a member of who leads in a later term.
@@ -210,10 +212,15 @@ impl Agent {
         if !may || has || would_lead_each_other || !tunnels.is_fit(&self.params, now) {
             return;
         }
-        // A leader that nobody uses any more brings what belongs to no member.
-        let led_itself = self.place.several.is_none()
-            && gateway.roll.last(member).is_some_and(|present| present.word.1 == member);
-        let shared = if age == 0 && led_itself { Shared::Move } else { Shared::Stay };
+        // A leader that nobody uses any more brings what belongs to no member; of one that a member has lost that may be
+        // left behind, where nobody else takes over.
+        let led_itself = gateway.roll.last(member).is_some_and(|present| present.word.1 == member);
+        let shared = match age {
+            _ if self.place.several.is_some() => Shared::Stay,
+            0 if led_itself => Shared::Move,
+            0 => Shared::Stay,
+            _ => Shared::MoveIfSilent,
+        };
         if !self.may_adopt_again(member, now) {
             return;
         }
@@ -221,7 +228,7 @@ impl Agent {
             return turn.push(Output::Note(Note::Leaps(member)));
         }
         self.lost_by_adoption(member, age, turn.now);
-        turn.push(Output::Note(Note::Adopts(member)));
+        turn.push(Output::Note(Note::Adopts { member, was_leader: shared == Shared::Move }));
         self.lead_more([member], shared, turn);
     }
 

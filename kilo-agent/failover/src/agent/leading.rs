@@ -63,6 +63,24 @@ impl Agent {
         self.led_changed(turn);
     }
 
+    /// Most other nodes follow a gateway that heard none when it took over: what belongs to no member is its own,
+    /// whatever the old leader answers.
+    pub(super) fn takes_shared_of_most(&mut self, turn: &mut Turn<'_>) {
+        let me = self.place.me;
+        let Some(lead) = self.gateway.as_mut().and_then(|gateway| gateway.lead.as_mut()) else { return };
+        if lead.shared() != Shared::MoveIfSilent || self.word != (lead.term(), me) {
+            return;
+        }
+        let others = self.place.nodes.iter().filter(|node| **node != me);
+        let (all, follow) = others
+            .fold((0, 0), |(all, follow), node| (all + 1, follow + usize::from(lead.is_followed_by(*node))));
+        if follow * 2 > all {
+            lead.claims(Shared::Move);
+            lead.claims_again_within(0, turn.now);
+            self.led_changed(turn);
+        }
+    }
+
     /// Marks the members it leads in the kernel; leadership of nobody ends.
     pub(crate) fn led_changed(&mut self, turn: &mut Turn<'_>) {
         let Some(gateway) = &mut self.gateway else { return };

@@ -56,7 +56,7 @@ impl Agent {
                 gateway.roll.nodes_are(&place.nodes);
                 gateway.numbers.nodes_are(&place.nodes);
                 gateway.homing.nodes_are(&place.nodes);
-                gateway.others.gateways_are(&self.params, &place.gateways, now);
+                gateway.others.set_gateways(&self.params, &place.gateways, now);
                 gateway.lead.as_mut().is_some_and(|lead| lead.place_is(&place.nodes, &place.fars, now))
             }
             (Some(gateway), false) => {

@@ -1,6 +1,7 @@
 //! Leadership that is given, not taken: by a leader that cannot lead any more, by one that is
 //! about to go, to whom Kilo's order names, and back after a time of health.
 
+use super::Gateway;
 use crate::{
     Agent, Given, MS, Micros, NodeId, Note, Output, SEC, Signal, Turn,
     gateway::Lead,
@@ -29,7 +30,7 @@ impl Agent {
     /// and so would the next one: it waits longer, and the longer the more often leadership was lost.
     pub(crate) fn give_away_when_silent(&mut self, turn: &mut Turn<'_>) {
         let Some(gateway) = &self.gateway else { return };
-        if self.word.1 != self.place.me || self.place.nodes.len() < 2 || self.place.fars.is_empty() {
+        if !self.has_members() || self.place.nodes.len() < 2 || self.place.fars.is_empty() {
             return;
         }
         let Some(since) = gateway.tunnels.silent_since(self.params.leader_misses) else { return };
@@ -43,12 +44,19 @@ impl Agent {
         }
     }
 
+    /// Whether the location goes by this node's tunnels: it uses itself, or tries another one alone.
+    fn has_members(&self) -> bool {
+        let tries = |gateway: &Gateway| gateway.lead.is_some() && gateway.returns.tries == Some(self.word.1);
+        self.word.1 == self.place.me || self.gateway.as_ref().is_some_and(tries)
+    }
+
     /// Gives everybody to the best stand-by. `age`: for how long it has known that
     /// it cannot lead; 0: its link went this moment.
     pub(crate) fn give_away(&mut self, age: Micros, turn: &mut Turn<'_>) {
         let now = turn.now;
+        let has_members = self.has_members();
         let Some(gateway) = &mut self.gateway else { return };
-        if self.word.1 != self.place.me || gateway.returns.gave.is_some_and(|gave| gave + 100 * MS > now) {
+        if !has_members || gateway.returns.gave.is_some_and(|gave| gave + 100 * MS > now) {
             return;
         }
         let mut best = gateway.others.best(
@@ -72,6 +80,8 @@ impl Agent {
         if let Some(gateway) = &mut self.gateway {
             gateway.returns.gave = Some(now);
             gateway.returns.handed = Some((to, now));
+            // Of who tries another one its own word does not say that it has given the others.
+            gateway.returns.tries = None;
         }
         let mut members = self.users_of(self.place.me, now);
         members.push(self.place.me);
@@ -79,11 +89,21 @@ impl Agent {
     }
 
     /// Somebody else leads this node: says so, if that is to whom it handed everybody over a moment ago.
-    pub(crate) fn is_led_by(&mut self, leader: NodeId, turn: &mut Turn<'_>) {
+    pub(crate) fn notes_handover(&mut self, leader: NodeId, turn: &mut Turn<'_>) {
         let Some(gateway) = &mut self.gateway else { return };
         let handed = gateway.returns.handed.take();
         if handed.is_some_and(|(to, at)| to == leader && at + SEC > turn.now) {
             turn.push(Output::Note(Note::Gives { to: leader, cause: None }));
+        }
+    }
+
+    /// The change that follows a trial did not come about: this node uses itself again. A far leader whose agent is
+    /// dead does not move its packets, and would cut it off for as long.
+    pub(crate) fn ends_trial(&mut self, turn: &mut Turn<'_>) {
+        let uses = self.word.1;
+        let Some(gateway) = &mut self.gateway else { return };
+        if gateway.lead.is_some() && gateway.returns.tries.take_if(|tries| *tries == uses).is_some() {
+            self.lead_more([self.place.me], Shared::Stay, turn);
         }
     }
 

@@ -5,9 +5,19 @@ use crate::{
     member::adopt,
     others::Others,
     roll::Present,
-    sentinel::{Decision, Scene},
+    sentinel::{Decision, Scene, Sentinel},
     signal::{Body, Kind, Shared},
 };
+
+/// A gateway that may have failed.
+pub(super) struct Suspect {
+    /// The gateway.
+    pub(super) leader: NodeId,
+    /// Since when it is silent.
+    pub(super) since: Micros,
+    /// Since when this node has used it: what nodes said before that says nothing of whom they use now.
+    pub(super) followed_since: Micros,
+}
 
 impl Agent {
     /// For how long of a silence this node asks who leads by now, before it takes over after all.
@@ -17,10 +27,26 @@ impl Agent {
         if self.word.1 == self.place.me || self.is_back() {
             return;
         }
+        let silent_since = self.gateway.as_ref().and_then(|gateway| gateway.detector.silent_since());
+        let suspect = Suspect {
+            leader: self.word.1,
+            since: silent_since.unwrap_or(turn.now),
+            followed_since: self.word_since,
+        };
+        self.decide_on(&suspect, turn, Sentinel::decide);
+    }
+
+    /// Does what `decide` says of a gateway that may have failed.
+    pub(super) fn decide_on(
+        &mut self,
+        suspect: &Suspect,
+        turn: &mut Turn<'_>,
+        decide: impl Fn(&mut Sentinel, &Scene<'_>) -> Decision,
+    ) {
         // A question may be decided at once: nobody can be asked.
         for _ in 0..2 {
             let Some(gateway) = &mut self.gateway else { return };
-            let better = better(&self.params, &self.place, self.word.1, &gateway.others, turn.now);
+            let better = better(&self.params, &self.place, suspect.leader, &gateway.others, turn.now);
             let scene = Scene {
                 params: &self.params,
                 now: turn.now,
@@ -32,26 +58,26 @@ impl Agent {
                     || gateway.others.losses(&self.params, turn.now, self.place.me) > 0,
                 patience: gateway.patience(&self.params, turn.now),
             };
-            match gateway.sentinel.decide(&scene) {
+            match decide(&mut gateway.sentinel, &scene) {
                 Decision::Wait => return,
-                Decision::Ask => self.ask_witnesses(turn),
+                Decision::Ask => self.ask_witnesses(suspect, turn),
                 Decision::OverBudget => return turn.push(Output::Note(Note::OverBudget)),
                 Decision::Take { .. } if self.asks_who_leads(turn) => return,
-                Decision::Take { all, but } => return self.take(all, &but, turn),
+                Decision::Take { all, but } => return self.take(suspect, all, &but, turn),
             }
         }
     }
 
-    fn ask_witnesses(&mut self, turn: &mut Turn<'_>) {
-        let (sender, leader, now) = (self.sender(), self.word.1, turn.now);
+    fn ask_witnesses(&mut self, suspect: &Suspect, turn: &mut Turn<'_>) {
+        let (sender, now) = (self.sender(), turn.now);
+        let Suspect { leader, followed_since, .. } = *suspect;
         let Some(gateway) = &mut self.gateway else { return };
         turn.push(Output::Note(Note::Suspects(leader)));
-        let word_since = self.word_since;
         let mut pool: Vec<_> = gateway
             .roll
             .heard_lately(now)
             .filter(|(member, present)| {
-                ![leader, sender.me].contains(member) && may_use(present, leader, word_since)
+                ![leader, sender.me].contains(member) && may_use(present, leader, followed_since)
             })
             .map(|(member, _)| member)
             .collect();
@@ -120,10 +146,10 @@ impl Agent {
         (is_led || takes).then_some(leader)
     }
 
-    fn take(&mut self, all: bool, but: &[NodeId], turn: &mut Turn<'_>) {
-        let (me, from, now) = (self.place.me, self.word.1, turn.now);
+    fn take(&mut self, suspect: &Suspect, all: bool, but: &[NodeId], turn: &mut Turn<'_>) {
+        let (me, now) = (self.place.me, turn.now);
+        let Suspect { leader: from, since, followed_since } = *suspect;
         let Some(gateway) = &mut self.gateway else { return };
-        let since = gateway.detector.silent_since().unwrap_or(now);
         turn.push(Output::Note(Note::TakesOver { from, all, since }));
         gateway.others.lost(&self.params, now, from);
         let roll = &gateway.roll;
@@ -132,7 +158,7 @@ impl Agent {
             // Others have leaders of their own.
             (Some(present), Some(_)) => present.word.1 == from,
             (None, Some(several)) => several.home(*member) == Some(from),
-            (present, None) => present.is_none_or(|present| may_use(present, from, self.word_since)),
+            (present, None) => present.is_none_or(|present| may_use(present, from, followed_since)),
         };
         let members: Vec<_> = self
             .place
@@ -141,11 +167,13 @@ impl Agent {
             .copied()
             .filter(|node| *node == me || all && *node != from && !but.contains(node) && used(node))
             .collect();
-        let alone = self.place.nodes.len() <= 2;
-        let shared = match (all, alone) {
+        // One that has lost its own LAN hears nobody, either: then far leaders ask who has them.
+        let hears = |node: &NodeId| ![me, from].contains(node) && roll.reachable(*node, now).is_some();
+        let is_heard = !self.params.keeps(Rule::SharedNeedsLan) || self.place.nodes.iter().any(hears);
+        let shared = match (all, is_heard) {
             _ if several.is_some_and(|several| several.acting.1 != from) => Shared::Stay,
-            (true, false) => Shared::Move,
-            (true, true) => Shared::MoveIfSilent,
+            (true, true) if self.place.nodes.len() > 2 => Shared::Move,
+            (true, _) => Shared::MoveIfSilent,
             (false, _) => Shared::Stay,
         };
         self.lead_more(members, shared, turn);

@@ -24,6 +24,11 @@ pub struct Needed {
 }
 
 impl Needed {
+    /// Whether packets of this address family need it: those of the address that it must have.
+    fn takes(&self, family: i32) -> bool {
+        self.address.is_none_or(|address| address.is_ipv4() == (family == libc::AF_INET))
+    }
+
     /// Whether the interface is up, as far as is known without asking netlink.
     pub fn is_up(&self) -> bool {
         let Ok(name) = nix::net::if_::if_indextoname(self.index) else { return false };
@@ -43,6 +48,8 @@ pub struct LinkEvents(OwnedFd);
 pub struct Events {
     /// Something that is needed went.
     pub is_down: bool,
+    /// A default route went. Another one may be left, or come in its place: [`has_default_route`] says so a moment later.
+    pub is_route_gone: bool,
     /// Messages were lost: the host's state has to be read anew.
     pub is_lost: bool,
 }
@@ -76,7 +83,7 @@ impl LinkEvents {
         let mut buffer = [0; 16 << 10];
         loop {
             match recv(std::os::fd::AsRawFd::as_raw_fd(&self.0), &mut buffer, MsgFlags::empty()) {
-                Ok(length) => events.is_down |= is_down(&buffer[..length.min(buffer.len())], needed),
+                Ok(length) => events.add(&buffer[..length.min(buffer.len())], needed),
                 Err(nix::errno::Errno::ENOBUFS) => events.is_lost = true,
                 Err(nix::errno::Errno::EINTR) => {}
                 Err(_) => return events,
@@ -99,17 +106,61 @@ fn half(bytes: &[u8], at: usize) -> Option<u16> {
     Some(u16::from_ne_bytes(*bytes.get(at..)?.first_chunk()?))
 }
 
-/// Whether one of these messages says that something needed went.
-fn is_down(mut messages: &[u8], needed: &[Needed]) -> bool {
-    while let (Some(length), Some(kind)) = (word(messages, 0), half(messages, 4)) {
-        let length = length as usize;
-        let Some(message) = messages.get(HEADER..length) else { return false };
-        if says_down(kind, message, needed).unwrap_or(false) {
-            return true;
+impl Events {
+    /// Adds what these messages say.
+    fn add(&mut self, mut messages: &[u8], needed: &[Needed]) {
+        while let (Some(length), Some(kind)) = (word(messages, 0), half(messages, 4)) {
+            let length = length as usize;
+            let Some(message) = messages.get(HEADER..length) else { return };
+            self.is_down |= says_down(kind, message, needed).unwrap_or(false);
+            self.is_route_gone |= says_route_gone(kind, message, needed).unwrap_or(false);
+            messages = messages.get(length.next_multiple_of(4)..).unwrap_or_default();
         }
-        messages = messages.get(length.next_multiple_of(4)..).unwrap_or_default();
     }
-    false
+}
+
+/// Whether a default route of the IP versions that are needed is left, by any interface, in the calling thread's network
+/// namespace; also when that cannot be read, as probes notice it, too.
+pub fn has_default_route(needed: &[Needed]) -> bool {
+    let read = |file: &str| std::fs::read_to_string(format!("/proc/thread-self/net/{file}"));
+    let of = |is_v4: bool| {
+        let is_needed =
+            needed.iter().any(|needed| needed.takes(if is_v4 { libc::AF_INET } else { libc::AF_INET6 }));
+        let (file, is_default): (_, fn(&str) -> bool) =
+            if is_v4 { ("route", is_default_v4) } else { ("ipv6_route", is_default_v6) };
+        is_needed && read(file).map_or(true, |routes| routes.lines().any(is_default))
+    };
+    of(true) || of(false)
+}
+
+/// Flags of a route that is up, and does not only refuse: `RTF_UP`, `RTF_REJECT`.
+const fn leads_on(flags: u32) -> bool {
+    flags & 0x0201 == 1
+}
+
+/// Of `/proc/net/route`: interface, destination, gateway, flags, three numbers, mask.
+fn is_default_v4(line: &str) -> bool {
+    let fields: Vec<&str> = line.split_whitespace().collect();
+    let flags = fields.get(3).and_then(|flags| u32::from_str_radix(flags, 16).ok());
+    (fields.get(1), fields.get(7)) == (Some(&"00000000"), Some(&"00000000")) && flags.is_some_and(leads_on)
+}
+
+/// Of `/proc/net/ipv6_route`: destination, its length, source, its length, next hop, three numbers, flags, interface.
+fn is_default_v6(line: &str) -> bool {
+    let fields: Vec<&str> = line.split_whitespace().collect();
+    let flags = fields.get(8).and_then(|flags| u32::from_str_radix(flags, 16).ok());
+    let is_all = fields.first().is_some_and(|to| to.bytes().all(|digit| digit == b'0'));
+    is_all && fields.get(1) == Some(&"00") && fields.get(9) != Some(&"lo") && flags.is_some_and(leads_on)
+}
+
+fn says_route_gone(kind: u16, message: &[u8], needed: &[Needed]) -> Option<bool> {
+    // struct rtmsg: family at 0, length of the destination at 1, table at 4, attributes from 12 on (4: interface).
+    if kind != libc::RTM_DELROUTE || (*message.get(1)?, *message.get(4)?) != (0, libc::RT_TABLE_MAIN) {
+        return None;
+    }
+    let family = i32::from(*message.first()?);
+    let is_needed = |index: u32| needed.iter().any(|needed| needed.index == index && needed.takes(family));
+    Some(attributes(message, 12).any(|(kind, value)| kind == 4 && word(value, 0).is_some_and(is_needed)))
 }
 
 fn says_down(kind: u16, message: &[u8], needed: &[Needed]) -> Option<bool> {
@@ -126,12 +177,6 @@ fn says_down(kind: u16, message: &[u8], needed: &[Needed]) -> Option<bool> {
             let address = is_needed(word(message, 4)?)?.address?;
             let is_it = |bytes: &[u8]| address_of(bytes) == Some(address);
             attributes(message, 8).any(|(kind, value)| [1, 2].contains(&kind) && is_it(value))
-        }
-        // struct rtmsg: length of the destination at 1, table at 4, attributes from 12 on (4: interface).
-        libc::RTM_DELROUTE if (message.get(1), message.get(4)) == (Some(&0), Some(&libc::RT_TABLE_MAIN)) => {
-            attributes(message, 12).any(|(kind, value)| {
-                kind == 4 && word(value, 0).is_some_and(|index| is_needed(index).is_some())
-            })
         }
         _ => false,
     })
@@ -190,7 +235,12 @@ mod tests {
     fn only_what_is_needed_and_goes_is_reported() {
         let needed = [Needed { index: 3, address: "192.0.2.1".parse().ok() }];
         let up = libc::IFF_UP | libc::IFF_RUNNING;
-        let down = |kind, body: Vec<u8>| is_down(&message(kind, &body), &needed);
+        let events = |messages: &[u8], needed: &[Needed]| {
+            let mut events = Events::default();
+            events.add(messages, needed);
+            events
+        };
+        let down = |kind, body: Vec<u8>| events(&message(kind, &body), &needed).is_down;
         assert!(!down(libc::RTM_NEWLINK, link(3, up)));
         assert!(down(libc::RTM_NEWLINK, link(3, libc::IFF_UP)), "no carrier");
         assert!(!down(libc::RTM_NEWLINK, link(4, 0)), "another one");
@@ -203,20 +253,43 @@ mod tests {
         };
         assert!(down(libc::RTM_DELADDR, address([192, 0, 2, 1])));
         assert!(!down(libc::RTM_DELADDR, address([192, 0, 2, 2])));
-        let route = |length: u8| {
-            let mut body = vec![2, length, 0, 0, libc::RT_TABLE_MAIN];
+        let route = |family: i32, length: u8| {
+            let mut body = vec![family as u8, length, 0, 0, libc::RT_TABLE_MAIN];
             body.extend([0; 7]);
             body.extend(attribute(4, &3u32.to_ne_bytes()));
             body
         };
-        assert!(down(libc::RTM_DELROUTE, route(0)));
-        assert!(!down(libc::RTM_DELROUTE, route(24)));
+        let gone = |body: Vec<u8>, needed: &[Needed]| {
+            let events = events(&message(libc::RTM_DELROUTE, &body), needed);
+            assert!(!events.is_down, "another one may be left");
+            events.is_route_gone
+        };
+        assert!(gone(route(libc::AF_INET, 0), &needed));
+        assert!(!gone(route(libc::AF_INET, 24), &needed));
+        assert!(!gone(route(libc::AF_INET6, 0), &needed), "an expired router advertisement");
+        assert!(gone(route(libc::AF_INET6, 0), &[Needed { index: 3, address: None }]));
         // Several in one read, and what is cut off.
         let mut several = message(libc::RTM_NEWLINK, &link(3, up));
         several.extend(message(libc::RTM_DELLINK, &link(3, up)));
-        assert!(is_down(&several, &needed));
+        assert!(events(&several, &needed).is_down);
         for length in 0..several.len() {
-            let _ = is_down(&several[..length], &needed);
+            let _ = events(&several[..length], &needed);
         }
+    }
+
+    #[test]
+    fn a_default_route_that_leads_on_is_told_from_others() {
+        let v4 = "eth0\t00000000\t010200C0\t0003\t0\t0\t100\t00000000\t0\t0\t0";
+        assert!(is_default_v4(v4));
+        assert!(!is_default_v4(&v4.replacen("00000000", "0000000A", 1)), "another destination");
+        assert!(!is_default_v4(&v4.replace("0003", "0201")), "unreachable");
+        assert!(!is_default_v4("Iface\tDestination\tGateway \tFlags\tRefCnt\tUse\tMetric\tMask"));
+        let zero = "0".repeat(32);
+        let v6 = |length, flags, device| {
+            format!("{zero} {length} {zero} 00 {zero} 00000400 00000001 00000000 {flags} {device}")
+        };
+        assert!(is_default_v6(&v6("00", "00450003", "     eth0")));
+        assert!(!is_default_v6(&v6("40", "00000001", "     eth0")), "a network");
+        assert!(!is_default_v6(&v6("00", "00200200", "       lo")), "the kernel's own end");
     }
 }

@@ -4,11 +4,17 @@ use std::{
     collections::BTreeMap,
     io,
     net::SocketAddr,
+    os::fd::AsRawFd as _,
+    path::Path,
     sync::Arc,
     time::{Duration, Instant, SystemTime},
 };
 
 use ipnet::IpNet;
+use nix::{
+    errno::Errno,
+    sys::socket::{AddressFamily, SockFlag, SockType, UnixAddr, connect, socket},
+};
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
     net::UnixStream,
@@ -339,12 +345,28 @@ async fn set(name: &str, request: SetRequest) -> io::Result<()> {
     Ok(())
 }
 
+/// A connection whose every write, and whose making, takes so long at most: one to a process that accepts nothing
+/// waits for room in its queue otherwise.
+fn connect_within(path: &Path, timeout: Duration) -> io::Result<std::os::unix::net::UnixStream> {
+    let flags = SockFlag::SOCK_CLOEXEC;
+    let stream =
+        std::os::unix::net::UnixStream::from(socket(AddressFamily::Unix, SockType::Stream, flags, None)?);
+    stream.set_write_timeout(Some(timeout))?;
+    match connect(stream.as_raw_fd(), &UnixAddr::new(path)?) {
+        Ok(()) => Ok(stream),
+        Err(Errno::EAGAIN) => {
+            let waited = format!("its process has not accepted a connection for {} ms", timeout.as_millis());
+            Err(io::Error::new(io::ErrorKind::TimedOut, waited))
+        }
+        Err(error) => Err(error.into()),
+    }
+}
+
 /// As [`exchange`], for a thread without a runtime, which must not wait for long.
 fn exchange_blocking(name: &str, request: &str) -> io::Result<()> {
     use std::io::{Read as _, Write as _};
-    let mut stream = std::os::unix::net::UnixStream::connect(socket_path(name))?;
+    let mut stream = connect_within(&socket_path(name), CLAIM_TIMEOUT)?;
     stream.set_read_timeout(Some(CLAIM_TIMEOUT))?;
-    stream.set_write_timeout(Some(CLAIM_TIMEOUT))?;
     stream.write_all(request.as_bytes())?;
     let (mut answer, mut part) = (Vec::new(), [0; 256]);
     while !answer.ends_with(b"\n\n") {
@@ -387,12 +409,30 @@ async fn exchange(name: &str, request: &str) -> io::Result<String> {
 
 #[cfg(test)]
 mod tests {
+    use nix::sys::socket::{Backlog, bind, listen};
+
     use super::*;
 
     fn part(n: u8, nets: &[&str]) -> control::PeerInfo {
         let mut info = control::PeerInfo::from_public_key(control::Key([n; 32]));
         info.config.allowed_ips = nets.iter().map(|net| net.parse().unwrap()).collect();
         info
+    }
+
+    #[test]
+    fn a_process_that_accepts_nothing_holds_up_no_thread() {
+        let path = std::env::temp_dir().join(format!("kilo-connect-{}.sock", std::process::id()));
+        let _ = std::fs::remove_file(&path);
+        let listens = socket(AddressFamily::Unix, SockType::Stream, SockFlag::SOCK_CLOEXEC, None).unwrap();
+        bind(listens.as_raw_fd(), &UnixAddr::new(&path).unwrap()).unwrap();
+        listen(&listens, Backlog::new(1).unwrap()).unwrap();
+        let (timeout, began) = (Duration::from_millis(50), std::time::Instant::now());
+        let connections: Vec<_> = (0..4).map(|_| connect_within(&path, timeout)).collect();
+        std::fs::remove_file(&path).unwrap();
+        assert!(connections[0].is_ok(), "{connections:?}");
+        let last = connections[3].as_ref().map(drop).map_err(io::Error::kind);
+        assert_eq!(last, Err(io::ErrorKind::TimedOut));
+        assert!(began.elapsed() < Duration::from_secs(2));
     }
 
     #[test]

@@ -1,6 +1,6 @@
 //! What comes in: signals of the ring, the word of the kernel, links that go, far leaders that change.
 
-use std::{net::Ipv6Addr, time::Instant};
+use std::{collections::BTreeMap, net::Ipv6Addr, time::Instant};
 
 use kilo_common::{
     event::Hook,
@@ -8,16 +8,19 @@ use kilo_common::{
     maps::Heard,
     signal::{self, Kind},
 };
-use kilo_failover::{Agent, Far, Input, Signal, far};
-use kilo_host::dataplane::lead::Swap;
+use kilo_core::topology::NodeId;
+use kilo_failover::{Agent, Far, Input, Micros, Signal, far};
+use kilo_host::{dataplane::lead::Swap, net::link_down::has_default_route};
 
 use super::{Thread, micros};
 use crate::failover::{
     moved::Asked,
-    site::{Site, is_news},
+    site::{Neighbour, Site, is_news},
 };
 use crate::far::{FarGateway, FarLocation};
 
+/// How long a default route that has gone may be replaced before leadership is given away.
+const ROUTE_RETURNS: Micros = 10_000;
 /// More records than the ring has room for.
 const MOST_HEARD: usize = 1_024;
 
@@ -25,7 +28,7 @@ impl Thread {
     /// Which gateway of a far location answers probes through the own tunnel: who has what belongs to no member,
     /// as it was claimed a moment ago or as the mesh has it.
     pub(super) fn acting_of(&self, far: Far, location: &FarLocation) -> Option<FarGateway> {
-        let claimed = self.fars.get(&far).map(far::Acting::shared);
+        let claimed = self.fars.get(&far).map(far::Owners::shared);
         let known = location.gateways.iter().find(|gateway| Some(gateway.id) == claimed);
         known.or_else(|| location.gateways.get(location.acting)).copied()
     }
@@ -40,10 +43,19 @@ impl Thread {
         }
     }
 
-    pub(super) fn is_link_down(&self, site: &Site) -> bool {
+    pub(super) fn is_link_down(&mut self, site: &Site, now: Micros) -> bool {
         let Some(links) = &self.links else { return false };
         let events = links.read(&site.needed);
+        if events.is_route_gone || events.is_lost {
+            self.routes_due = self.routes_due.or(Some(now + ROUTE_RETURNS));
+        }
         events.is_down || events.is_lost && site.needed.iter().any(|needed| !needed.is_up())
+    }
+
+    /// A default route has gone, and none has come in its place.
+    pub(super) fn is_without_route(&mut self, site: &Site, now: Micros) -> bool {
+        let is_due = self.routes_due.take_if(|due| *due <= now).is_some();
+        is_due && !has_default_route(&site.needed)
     }
 
     /// The kernel's word may be another: it obeys ANNOUNCE by itself.
@@ -146,19 +158,130 @@ impl Thread {
             }
             Kind::Probe | Kind::Roll | Kind::Announce => {}
             _ => {
-                let from = signal.sender;
-                let Some(node) = site.nodes.get(&from) else { return self.metrics.refused("unknown") };
-                if node.address != source.to_canonical() || by_tunnel {
-                    return self.metrics.refused("foreign");
+                let came = (source, by_tunnel);
+                match refusal(&site.nodes, site.place.location, came, bytes, signal) {
+                    Some(why) => self.metrics.refused(why),
+                    None => self.inbox.push(Input::Signal { from: signal.sender, signal: signal.clone() }),
                 }
-                if !signal::is_authentic(bytes, node.key) {
-                    return self.metrics.refused("forged");
-                }
-                if signal.location != site.place.location {
-                    return self.metrics.refused("location");
-                }
-                self.inbox.push(Input::Signal { from, signal: signal.clone() });
             }
+        }
+    }
+}
+
+/// Why a signal of the location's own nodes counts nothing, by its label in metrics. `came`: from which address, and
+/// whether through a tunnel.
+fn refusal(
+    nodes: &BTreeMap<NodeId, Neighbour>,
+    location: u64,
+    (source, by_tunnel): (Ipv6Addr, bool),
+    bytes: &[u8],
+    signal: &Signal,
+) -> Option<&'static str> {
+    match nodes.get(&signal.sender) {
+        None => Some("unknown"),
+        Some(node) if node.address != source.to_canonical() || by_tunnel => Some("foreign"),
+        Some(node) if !signal::is_authentic(bytes, node.key) => Some("forged"),
+        Some(_) if signal.location != location => Some("location"),
+        Some(_) => None,
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "tests")]
+mod tests {
+    use std::net::Ipv4Addr;
+
+    use kilo_common::{
+        signal::{Body, LONGEST, Shared},
+        siphash::Key,
+    };
+    use kilo_failover::{Note, Params, far::Owners};
+    use prometheus_client::registry::Registry;
+
+    use super::*;
+    use crate::{
+        failover::{report::FailoverMetrics, thread::say::refused_as},
+        far::{FarGateway, claimed},
+    };
+
+    const NODE: NodeId = 1 << 48;
+    const FAR: Far = 7;
+    const KEY: Key = Key([1, 2]);
+
+    /// What a signal of that node, signed with this key, comes to.
+    fn heard(
+        sender: NodeId,
+        location: u64,
+        key: Key,
+        address: [u8; 4],
+        by_tunnel: bool,
+    ) -> Option<&'static str> {
+        let known = Neighbour { address: [10, 0, 0, 1].into(), hop: 7, key: KEY, is_gateway: true };
+        let body = Body::Members { cookie: 1, age: 0, members: vec![NODE] };
+        let signal = Signal { kind: Kind::Adopt, nonce: 1, term: Term::NONE, sender, location, body };
+        let mut bytes = [0; LONGEST];
+        let length = signal::write(&mut bytes, &signal, Some(key)).unwrap();
+        let source = Ipv4Addr::from(address).to_ipv6_mapped();
+        refusal(&BTreeMap::from([(NODE, known)]), FAR, (source, by_tunnel), &bytes[..length], &signal)
+    }
+
+    /// What a CLAIM of another location's gateway comes to: of this one, for that location, naming this member, in this
+    /// term.
+    fn claims(gateway: NodeId, location: u64, member: NodeId, term: Term) -> Option<&'static str> {
+        let key = kilo_core::wireguard::key::PublicKey([0; 32]);
+        let control = kilo_core::signal_id::control_address(&key);
+        let far = FarLocation {
+            gateways: vec![FarGateway { id: NODE, key, control }],
+            members: BTreeMap::from([(NODE, Vec::new())]),
+            ..FarLocation::default()
+        };
+        let names = BTreeMap::from([(NODE, "a".to_owned()), (9, "of another location".to_owned())]);
+        let body = Body::Claim { gateway, shared: Shared::Stay, part: (0, 1), members: vec![member] };
+        let signal = Signal { kind: Kind::Claim, nonce: 1, term, sender: NODE, location, body };
+        let mut owners = Owners::new([(NODE, NODE)], NODE);
+        let pair = (&far, &mut owners);
+        let claimed = claimed(&Params::default(), pair, (FAR, NODE), &signal, &names, (99, 0));
+        if claimed.foreign > 0 { Some("member") } else { claimed.step.err() }
+    }
+
+    #[test]
+    fn each_refusal_is_counted_by_its_reason() {
+        let next = Term::NONE.next(NODE);
+        let mut registry = Registry::default();
+        let metrics = FailoverMetrics::register(&mut registry);
+        for (refused, why) in [
+            (heard(NODE, FAR, KEY, [10, 0, 0, 1], false), None),
+            (heard(8, FAR, KEY, [10, 0, 0, 1], false), Some("unknown")),
+            (heard(NODE, FAR, KEY, [10, 0, 0, 2], false), Some("foreign")),
+            (heard(NODE, FAR, KEY, [10, 0, 0, 1], true), Some("foreign")),
+            (heard(NODE, FAR, Key([3, 4]), [10, 0, 0, 1], false), Some("forged")),
+            (heard(NODE, FAR + 1, KEY, [10, 0, 0, 1], false), Some("location")),
+            (claims(NODE, FAR, NODE, next), None),
+            (claims(NODE, FAR + 1, NODE, next), Some("location")),
+            (claims(8, FAR, NODE, next), Some("gateway")),
+            (claims(NODE, FAR, 9, next), Some("member")),
+            (claims(NODE, FAR, NODE, Term::from_bits(u64::MAX)), Some("leap")),
+            (refused_as(&Note::Replayed(NODE)), Some("replayed")),
+            (refused_as(&Note::Leaps(NODE)), Some("leap")),
+            (refused_as(&Note::OverBudget), None),
+        ] {
+            assert_eq!(refused, why);
+            refused.into_iter().for_each(|why| metrics.refused(why));
+        }
+        let mut text = String::new();
+        prometheus_client::encoding::text::encode(&mut text, &registry).unwrap();
+        for (why, count) in [
+            ("unknown", 1),
+            ("foreign", 2),
+            ("forged", 1),
+            ("location", 2),
+            ("gateway", 1),
+            ("member", 1),
+            ("leap", 2),
+            ("replayed", 1),
+        ] {
+            let line = format!("kilo_signals_refused_total{{why=\"{why}\"}} {count}\n");
+            assert!(text.contains(&line), "{line}{text}");
         }
     }
 }

@@ -12,12 +12,22 @@ use crate::{
     far,
 };
 
+/// The label of a note that a signal was refused.
+pub(super) const fn refused_as(note: &Note) -> Option<&'static str> {
+    match note {
+        Note::Leaps(_) => Some("leap"),
+        Note::Replayed(_) => Some("replayed"),
+        _ => None,
+    }
+}
+
 impl Thread {
     #[expect(
         clippy::too_many_lines,
         reason = "one arm for each note: who looks for one finds its words there"
     )]
     pub(super) fn note(&mut self, note: &Note) {
+        refused_as(note).into_iter().for_each(|why| self.metrics.refused(why));
         let text = match *note {
             Note::Suspects(leader) => {
                 self.metrics.suspicion("asked");
@@ -45,7 +55,6 @@ impl Thread {
                 return;
             }
             Note::Leaps(from) => {
-                self.metrics.refused("leap");
                 tracing::debug!(
                     from = self.name(from),
                     "ignoring a signal whose term is implausibly far ahead"
@@ -53,7 +62,6 @@ impl Thread {
                 return;
             }
             Note::Replayed(from) => {
-                self.metrics.refused("replayed");
                 tracing::debug!(
                     from = self.name(from),
                     "ignoring a replayed or stale signal: received before, from an earlier boot, or a reply to a \
@@ -91,15 +99,25 @@ impl Thread {
                 self.succeeds(from, &format!("{how}: {why}"));
                 format!("{} handed leadership over ({how}): {why}", self.name(from))
             }
-            Note::Adopts(member) => {
+            Note::Adopts { member, was_leader } => {
                 self.metrics.failover("adopted");
+                if was_leader {
+                    self.succeeds(member, "adopted: nobody uses it any more, and it asked to be led");
+                }
                 format!("{} asked to be led", self.name(member))
             }
             Note::Gives { to, cause } => {
                 let why = cause.map_or("this node cannot lead now", kilo_failover::Cause::text);
                 format!("gave leadership to {}: {why}", self.name(to))
             }
-            Note::TakesBack(to) => format!("leads again: {} did not take over", self.name(to)),
+            Note::TakesBack(to) => {
+                self.succeeds(to, "taken back: it did not take over");
+                format!("leads again: {} did not take over", self.name(to))
+            }
+            Note::StaysLeader(first) => {
+                self.succeeds(first, "kept: it comes first by now, and could not take over");
+                format!("leads on: {} comes first by now, and could not take over", self.name(first))
+            }
             Note::Tries(to) => {
                 tracing::info!(
                     by = self.name(to),

@@ -385,6 +385,20 @@ fn answers_wait_in_the_ring_until_it_fills_up() {
     assert!(wakes.recv_timeout(Duration::from_secs(2)).is_ok(), "nobody reads before the ring is full");
 }
 
+#[test]
+fn answers_leave_room_for_what_bears_a_tag_and_a_full_ring_is_counted() {
+    let Some(mut bench) = Bench::of(&with_keys(member_tables())) else { return };
+    let answer = written(&signal(Kind::Reflected, 0, Body::Empty));
+    let most = (0..2_000).position(|_| bench.lan(&answer).counted == ["signal_ring_full"]);
+    assert!(most.is_some_and(|most| most > 100), "{most:?} answers were heard");
+    let adopt =
+        written(&signal(Kind::Adopt, 1, Body::Members { cookie: COOKIE, age: 1, members: vec![OTHER] }));
+    let room = (0..2_000).position(|_| bench.lan(&adopt).counted == ["signal_ring_full"]);
+    assert!(room.is_some_and(|room| room > 10), "{room:?} signals were heard behind them");
+    assert_eq!(bench.heard().len(), most.unwrap() + room.unwrap());
+    assert_eq!(bench.lan(&answer).counted, ["hear"]);
+}
+
 fn mapped(addr: [u8; 4]) -> [u8; 16] {
     std::net::Ipv4Addr::from(addr).to_ipv6_mapped().octets()
 }

@@ -167,6 +167,7 @@ impl Agent {
                 Act::GiveUp => {
                     turn.push(Output::Note(Note::NotReady(to)));
                     self.gave(turn.now, false);
+                    self.ends_trial(turn);
                 }
                 Act::Ask(..) | Act::Ready(_) | Act::Lead(..) | Act::Done(_) => {}
             }
@@ -346,6 +347,7 @@ impl Agent {
             self.not_first_since = None;
         } else if *since + Self::SETTLES + SEC <= now && self.is_fit(now) && self.gives_nothing() {
             let users = self.users_of(me, now);
+            turn.push(Output::Note(Note::StaysLeader(first.copied().unwrap_or(me))));
             self.lead_more(users.into_iter().chain([me]), Shared::Move, turn);
         }
     }
