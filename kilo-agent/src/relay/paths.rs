@@ -13,13 +13,36 @@ const HOLDS: Duration = Duration::from_secs(1);
 
 /// Source address and interface towards each address, as the kernel's routes say.
 #[derive(Debug, Default)]
-pub struct Paths(BTreeMap<IpAddr, (Instant, Option<(IpAddr, u32)>)>);
+pub struct Paths {
+    /// Source address towards each address; `None`: there is no route.
+    sources: Held<Option<IpAddr>>,
+    /// Interface that has each of these. All addresses of the host are read for one of them, and most destinations have the
+    /// same.
+    interfaces: Held<Option<u32>>,
+}
 
 impl Paths {
     /// Towards this address; `None`: there is no route.
     pub fn towards(&mut self, to: IpAddr, now: Instant) -> Option<(IpAddr, u32)> {
+        let source = self.sources.get(to, now, source_towards)?;
+        Some((source, self.interfaces.get(source, now, interface_of)?))
+    }
+}
+
+/// What the kernel has answered of addresses, for a while.
+#[derive(Debug)]
+struct Held<T>(BTreeMap<IpAddr, (Instant, T)>);
+
+impl<T> Default for Held<T> {
+    fn default() -> Self {
+        Self(BTreeMap::new())
+    }
+}
+
+impl<T: Copy> Held<T> {
+    fn get(&mut self, of: IpAddr, now: Instant, ask: impl FnOnce(IpAddr) -> T) -> T {
         self.0.retain(|_, (since, _)| now.saturating_duration_since(*since) < HOLDS);
-        self.0.entry(to).or_insert_with(|| (now, ask(to))).1
+        self.0.entry(of).or_insert_with(|| (now, ask(of))).1
     }
 }
 
@@ -31,8 +54,8 @@ pub fn source_towards(to: IpAddr) -> Option<IpAddr> {
     Some(socket.local_addr().ok()?.ip())
 }
 
-fn ask(to: IpAddr) -> Option<(IpAddr, u32)> {
-    let source = source_towards(to)?;
+/// The interface that has this address.
+fn interface_of(source: IpAddr) -> Option<u32> {
     let is_source = |address: &nix::sys::socket::SockaddrStorage| {
         let v4 = address.as_sockaddr_in().map(|address| IpAddr::from(address.ip()));
         let v6 = address.as_sockaddr_in6().map(|address| IpAddr::from(address.ip()));
@@ -41,8 +64,7 @@ fn ask(to: IpAddr) -> Option<(IpAddr, u32)> {
     let interface = nix::ifaddrs::getifaddrs()
         .ok()?
         .find(|interface| interface.address.as_ref().is_some_and(is_source))?;
-    let index = nix::net::if_::if_nametoindex(&*interface.interface_name).ok()?;
-    Some((source, index))
+    nix::net::if_::if_nametoindex(&*interface.interface_name).ok()
 }
 
 /// Whether the host has no IPv6 at all, and not only the port in use.
@@ -76,5 +98,26 @@ impl Ports {
     /// Gives back all others.
     pub fn keep(&mut self, taken: &BTreeSet<u16>) {
         self.0.retain(|port, _| taken.contains(port));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_interface_of_one_source_is_looked_up_once_a_second() {
+        let (mut paths, start) = (Paths::default(), Instant::now());
+        let to = |last| IpAddr::from([127, 0, 0, last]);
+        let source = Some(to(1));
+        // What was known a moment ago is not asked for again, whatever the destination is.
+        paths.interfaces.0.insert(to(1), (start, Some(4_711)));
+        paths.sources.0.insert(to(7), (start, source));
+        paths.sources.0.insert(to(8), (start, source));
+        let towards = |paths: &mut Paths, last, at| paths.towards(to(last), at).map(|(_, index)| index);
+        assert_eq!(towards(&mut paths, 7, start), Some(4_711));
+        assert_eq!(towards(&mut paths, 8, start + HOLDS / 2), Some(4_711));
+        let lo = nix::net::if_::if_nametoindex("lo").ok();
+        assert_eq!(towards(&mut paths, 1, start + HOLDS), lo);
     }
 }

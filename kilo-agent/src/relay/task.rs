@@ -270,6 +270,10 @@ impl Task {
         let refuse: BTreeSet<_> =
             self.far.seen.iter().filter(|seen| seen.refuses).map(|seen| seen.id).collect();
         self.server.end_pairs_of(|id| refuse.contains(&id));
+        if self.has_looked {
+            self.server.end_pairs_without(|id| self.far.nodes.contains_key(&id), now);
+        }
+        self.server.see_relays(Arc::clone(&self.context.view.borrow().relay_places));
         self.server.see_stand_bys(self.far.stand_bys.clone());
         self.server.turn(&self.maps.ports(), now, micros());
         self.write_ports();

@@ -220,6 +220,49 @@ fn fast_as_slow(is_v6: bool) {
 }
 
 #[test]
+fn an_end_that_is_bound_anew_is_sent_to_by_its_own_link_at_once() {
+    isolated("an_end_that_is_bound_anew_is_sent_to_by_its_own_link_at_once", || async { bound_anew(false) });
+}
+
+#[test]
+fn so_it_is_bound_anew_over_ipv6() {
+    isolated("so_it_is_bound_anew_over_ipv6", || async { bound_anew(true) });
+}
+
+/// An end moves between two neighbours: no packet is sent to one of them with the other's link-layer address.
+fn bound_anew(is_v6: bool) {
+    let mut ports = pair_on_a_link(is_v6, 0);
+    sh("ip neighbour replace 203.0.113.4 lladdr 02:00:00:00:00:0a dev uplink nud permanent
+        ip neighbour replace 2001:db8::cb00:7104 lladdr 02:00:00:00:00:0a dev uplink nud permanent");
+    let Some(mut bench) = Bench::of(&ports) else { return };
+    let places = [(Y, MAC), ([203, 0, 113, 4], [2, 0, 0, 0, 0, 10])];
+    let (addresses, ..) = offsets(is_v6);
+    let started = std::time::Instant::now();
+    for ((to, mac), (_, before)) in (0..20).map(|round| (places[round % 2], places[(round + 1) % 2])) {
+        for (number, port) in &mut ports {
+            *(if *number == FOR_X { &mut port.to } else { &mut port.from }) = mapped(to, is_v6);
+        }
+        RelayMaps::open(bench.fs.path()).unwrap().write_ports(&ports).unwrap();
+        // The kernel is asked for the link, which it is not before the second packet of a second.
+        loop {
+            assert!(started.elapsed().as_secs() < 20, "no fast path");
+            let ran = match is_v6 {
+                true => bench.arrives_v6((X, X_PORT), FOR_X, &data(100)),
+                false => bench.arrives((X, X_PORT), FOR_X, &data(100)),
+            };
+            let ip = &ran.bytes[14..];
+            let wanted: &[u8] = if is_v6 { &v6(to) } else { &to };
+            let size = wanted.len();
+            assert_eq!(&ip[addresses + size..addresses + 2 * size], wanted);
+            assert_ne!(ran.bytes[..6], before, "the link of where it was before");
+            if ran.bytes[..6] == mac {
+                break;
+            }
+        }
+    }
+}
+
+#[test]
 fn an_end_that_sends_more_than_its_rate_is_limited_and_the_other_is_not() {
     isolated("an_end_that_sends_more_than_its_rate_is_limited_and_the_other_is_not", || async {
         each_end_has_its_rate(false);

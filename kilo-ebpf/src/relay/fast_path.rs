@@ -2,9 +2,8 @@
 //! whole datagrams in an Ethernet frame, of a bound pair, while the link-layer addresses towards the other end are known.
 //!
 //! They are remembered as in [`link`](crate::link), but for [`LASTS`] ticks of the kernel's clock: a pair that sends a packet
-//! in each of these times or less asks with each. They stand by port, and addresses are not compared: an end that is bound
-//! anew elsewhere is sent to by the link of before for as long. All CPUs share what is remembered: a route that changes while
-//! two of them read it costs a packet.
+//! in each of these times or less asks with each. They stand by port, and count only for the end that they were asked for. All
+//! CPUs share what is remembered: a route that changes while two of them read it costs a packet.
 
 use aya_ebpf::{
     EbpfContext as _,
@@ -49,8 +48,8 @@ pub struct Way {
     budget: Budget,
     /// The tick in which the addresses were asked for.
     asked: u64,
-    /// What they were asked for beside the pair's ends.
-    tos: u32,
+    /// What they were asked for: [`key`], and the interface.
+    key: u32,
     ifindex: u32,
     /// The second in which a packet went the kernel's own way.
     second: u32,
@@ -348,6 +347,15 @@ fn ports_by_kernel<O: Whole>(ctx: &TcContext, difference: u32) -> bool {
     ctx.l4_csum_replace(at, 0, u64::from(difference), u64::from(BPF_F_MARK_MANGLED_0)).is_ok()
 }
 
+/// What tells one way of a port from another: the type of service, and the end that is sent to, which may be bound anew
+/// elsewhere.
+#[inline(always)]
+fn key(pair: &Port, tos: u32) -> u32 {
+    let [first, second] = halves(&pair.to);
+    let both = first ^ second;
+    tos ^ (both ^ (both >> 32)) as u32
+}
+
 /// Whether the link-layer addresses towards the pair's other end are known.
 #[inline(always)]
 fn is_known<O: Whole>(skb: Skb, way: &mut Way, pair: &Port, tos: u32, clock: &mut Clock) -> bool {
@@ -356,14 +364,15 @@ fn is_known<O: Whole>(skb: Skb, way: &mut Way, pair: &Port, tos: u32, clock: &mu
     if unsafe { (*skb).mark } != 0 {
         return false;
     }
-    if clock.tick.wrapping_sub(way.asked) < LASTS && way.tos == tos && way.ifindex == pair.ifindex {
+    let key = key(pair, tos);
+    if clock.tick.wrapping_sub(way.asked) < LASTS && way.key == key && way.ifindex == pair.ifindex {
         return true;
     }
     let second = (clock.nanoseconds() / 1_000_000_000) as u32;
     if ask::<O>(skb, way, pair, tos, second) == 0 {
         return false;
     }
-    (way.asked, way.tos, way.ifindex) = (clock.tick, tos, pair.ifindex);
+    (way.asked, way.key, way.ifindex) = (clock.tick, key, pair.ifindex);
     true
 }
 

@@ -13,6 +13,7 @@ use super::{
     fresh::{self, Latest},
     lease::Lease,
     leases::Leases,
+    sources::Sources,
     trial::{KEEPALIVE, Trial},
 };
 
@@ -73,7 +74,7 @@ struct Pair {
     /// Leases are kept until then without being needed.
     keeps: Option<Instant>,
     /// Endpoints its tries came from.
-    places: Vec<SocketAddr>,
+    places: Sources,
     nonce: u64,
     round: Option<Round>,
     next_round: Option<Instant>,
@@ -87,7 +88,15 @@ struct Pair {
 struct Round {
     ends: Instant,
     next: Instant,
+    /// Where each try that is not answered yet was sent to, by its number.
+    sent: BTreeMap<u64, SocketAddr>,
     answers: BTreeMap<SocketAddr, u32>,
+}
+
+impl Round {
+    fn new(now: Instant) -> Self {
+        Self { ends: now + ROUND, next: now, sent: BTreeMap::new(), answers: BTreeMap::new() }
+    }
 }
 
 impl Client {
@@ -196,11 +205,8 @@ impl Client {
         if !pair.may_answer(now) {
             return None;
         }
-        if !pair.is_leased(source) && !pair.places.contains(&source) {
-            pair.places.push(source);
-            if pair.places.len() > MOST_PLACES / 2 {
-                pair.places.remove(0);
-            }
+        if !pair.is_leased(source) {
+            pair.places.heard(source, message.sequence, now);
         }
         let may = pair.last_round.is_none_or(|last| now.saturating_duration_since(last) >= ASKED_EVERY);
         if message.flags & START != 0 && pair.by.is_some() && may {
@@ -222,7 +228,13 @@ impl Client {
             return None;
         }
         let is_relayed = pair.by.is_some();
-        let answers = pair.round.as_mut()?.answers.entry(source).or_insert(0);
+        let round = pair.round.as_mut()?;
+        // Carried from elsewhere, or carried twice, it says nothing of a way.
+        if round.sent.get(&message.sequence) != Some(&source) {
+            return None;
+        }
+        round.sent.remove(&message.sequence);
+        let answers = round.answers.entry(source).or_insert(0);
         *answers += 1;
         if *answers < if is_relayed { ENOUGH } else { ENOUGH_TO_BEGIN } {
             return None;
@@ -319,7 +331,7 @@ impl Pair {
             moved: None,
             trial: None,
             keeps: None,
-            places: Vec::new(),
+            places: Sources::default(),
             nonce: 0,
             round: None,
             next_round: None,
@@ -403,8 +415,12 @@ impl Pair {
 
     fn goes_directly(&mut self, place: SocketAddr, now: Instant) {
         self.trial = self.by.map(|_| Trial::new(now));
+        // What was never relayed is answered by WireGuard alone: messages may pass where its datagrams do not.
+        if self.by.is_some() {
+            self.unanswered = None;
+        }
         (self.by, self.punched, self.moved) = (None, Some(place), Some(now));
-        (self.round, self.next_round, self.unanswered) = (None, None, None);
+        (self.round, self.next_round) = (None, None);
         self.keeps = Some(now + LINGERS);
     }
 
@@ -510,7 +526,7 @@ impl Pair {
         };
         if self.round.is_none() && is_due {
             self.nonce = random().max(1);
-            self.round = Some(Round { ends: now + ROUND, next: now, answers: BTreeMap::new() });
+            self.round = Some(Round::new(now));
             self.last_round = Some(now);
             self.next_round = self.by.map(|_| now + self.interval);
             let relay = self.by.and_then(|relay| self.leases.get(relay)).and_then(Lease::address);
@@ -529,11 +545,13 @@ impl Pair {
             return;
         }
         round.next = now + STEP;
-        let first = turn.seen.published.into_iter().chain(self.places.iter().copied());
+        self.places.keep(now);
+        let first = turn.seen.published.into_iter().chain(self.places.iter());
         let mut places = candidates(first, &turn.seen.places, self.nonce);
-        places.retain(|place| !self.is_leased(*place));
+        places.retain(|place| self.leases.of(*place).is_none());
         for to in places.into_iter().take(MOST_PLACES) {
             let sequence = turn.sequence();
+            round.sent.insert(sequence, to);
             turn.send(other, to, message_to(Kind::Try, turn.ends, self.nonce, sequence));
         }
     }

@@ -9,6 +9,7 @@ mod lease;
 mod leases;
 mod places;
 mod server;
+mod sources;
 #[cfg(test)]
 mod tests;
 mod trial;

@@ -3,12 +3,13 @@
 use std::{
     collections::{BTreeMap, BTreeSet},
     net::{IpAddr, SocketAddr},
+    sync::Arc,
     time::{Duration, Instant},
 };
 
 use kilo_common::relay::{BOTH, BOUND, FIRST_PORT, Kind, LAST_PORT, Message, Port};
 
-use super::{NodeId, Output, RESTS, fresh::Latest, mapped};
+use super::{NodeId, Output, RESTS, RelayPlaces, fresh::Latest, mapped};
 
 /// Most pairs at a time: two ports each.
 pub const MOST_PAIRS: usize = 500;
@@ -19,6 +20,11 @@ const MOST_OF_A_NODE: usize = 64;
 const IDLE: Duration = Duration::from_secs(180);
 /// An end that the own WireGuard does not reach, and from which nothing came for this long, is lost.
 const LOST: Duration = Duration::from_secs(30);
+/// The pairs of a node that has left the mesh end after this.
+const MISSING: Duration = Duration::from_secs(30);
+/// A pair that an end has not bound this long after it was made is dropped, and made again only for that end for so long.
+const NEVER_BOUND: Duration = Duration::from_secs(60);
+const ABSENT: Duration = Duration::from_secs(120);
 /// Between two invitations of one end.
 const INVITES: Duration = Duration::from_millis(300);
 /// Answers to one node, a second.
@@ -51,12 +57,17 @@ pub struct Server {
     off: Option<Instant>,
     /// Gateways that carry no packets now.
     stand_bys: BTreeSet<NodeId>,
+    /// Pairs that were dropped because these ends did not bind their ports, and when.
+    absent: BTreeMap<(NodeId, NodeId), (NodeId, Instant)>,
+    /// Where relays are.
+    places: Arc<RelayPlaces>,
 }
 
 /// What this node has given to the two ends of a pair.
 #[derive(Clone, Debug)]
 struct PairState {
     ends: [End; 2],
+    made: Instant,
     /// When an end was given an answer other than no, or packets have passed.
     used: Instant,
 }
@@ -78,6 +89,8 @@ struct End {
     packets: u64,
     /// The last answer was no: what it sends all the same does not keep the pair.
     is_refused: bool,
+    /// Since when the mesh has no such gateway.
+    missing: Option<Instant>,
 }
 
 /// Whether an end that WireGuard has at `place` is at this source. Its NAT may have given it another port;
@@ -112,7 +125,7 @@ impl Server {
                 ..End::new((port.ids[0], number), random().max(1), now)
             };
             let ends = [end(*number, port, back), end(port.by_port, back, port)];
-            server.pairs.insert((id, other_id), PairState { ends, used: now });
+            server.pairs.insert((id, other_id), PairState { ends, made: now, used: now });
         }
         server
     }
@@ -135,9 +148,24 @@ impl Server {
         self.stand_bys = stand_bys;
     }
 
+    /// Takes where relays are: nobody may bind there, because packets would go from relay to relay.
+    pub fn see_relays(&mut self, places: Arc<RelayPlaces>) {
+        self.places = places;
+    }
+
     /// Ends the pairs of nodes that refuse relays.
     pub fn end_pairs_of(&mut self, refuses: impl Fn(NodeId) -> bool) {
         self.pairs.retain(|_, pair| pair.ends.iter().all(|end| !refuses(end.id)));
+    }
+
+    /// Ends the pairs one of whose ends the mesh has not had for a while, whatever they send. `is_there` says which
+    /// nodes it has as gateways of other locations.
+    pub fn end_pairs_without(&mut self, is_there: impl Fn(NodeId) -> bool, now: Instant) {
+        for end in self.pairs.values_mut().flat_map(|pair| &mut pair.ends) {
+            end.missing = if is_there(end.id) { None } else { end.missing.or(Some(now)) };
+        }
+        let is_gone = |end: &End| end.missing.is_some_and(|at| now.saturating_duration_since(at) >= MISSING);
+        self.pairs.retain(|_, pair| !pair.ends.iter().any(is_gone));
     }
 
     /// Forgets the pair that has this port, which another process has taken.
@@ -190,7 +218,7 @@ impl Server {
         let there = reachable.get(&other).copied();
         // A pair that there is may carry packets although the relay itself has nothing to say to the other end.
         if !self.pairs.contains_key(&key(from, other)) {
-            if there.is_none() {
+            if there.is_none() || self.is_without(from, other, now) {
                 return refuse;
             }
             let of_node = self.pairs.keys().filter(|(one, other)| [*one, *other].contains(&from)).count();
@@ -203,7 +231,7 @@ impl Server {
             let (one, two) = key(from, other);
             let mut end = |id, port| End::new((id, port), random().max(1), now);
             let ends = [end(one, ports[0]), end(two, ports[1])];
-            self.pairs.insert((one, two), PairState { ends, used: now });
+            self.pairs.insert((one, two), PairState { ends, made: now, used: now });
             self.changes += 1;
         }
         let Some(pair) = self.pairs.get_mut(&key(from, other)) else { return refuse };
@@ -219,7 +247,8 @@ impl Server {
         let binds = heard.port == mine.port
             && message.token == mine.token
             && message.sequence > mine.sequence
-            && is_same_host(heard.source, place);
+            && is_same_host(heard.source, place)
+            && !self.places.contains(heard.source);
         if binds {
             self.changes += u64::from(mine.bound != Some(heard));
             mine.sequence = message.sequence;
@@ -262,7 +291,35 @@ impl Server {
             }
         }
         self.pairs.retain(|_, pair| now.saturating_duration_since(pair.used) < IDLE);
+        self.drop_those_never_bound(now);
         self.answers.retain(|_, (since, _)| now.saturating_duration_since(*since) < Duration::from_secs(2));
+    }
+
+    /// Where agents have different `--stand-bys`, one end may ask for another that never asks for it. Such a pair takes two
+    /// ports and keeps the asker from another relay.
+    fn drop_those_never_bound(&mut self, now: Instant) {
+        let absent = &mut self.absent;
+        absent.retain(|_, (_, since)| now.saturating_duration_since(*since) < ABSENT);
+        self.pairs.retain(|ids, pair| {
+            if now.saturating_duration_since(pair.made) < NEVER_BOUND {
+                return true;
+            }
+            // The one that has not even asked, where neither is bound.
+            let unbound = pair.ends.iter().filter(|end| end.bound.is_none());
+            let Some(end) = unbound.min_by_key(|end| end.nonce != 0) else { return true };
+            absent.insert(*ids, (end.id, now));
+            false
+        });
+    }
+
+    /// Whether the pair was dropped because `other` was absent. That end itself may have it again.
+    fn is_without(&mut self, from: NodeId, other: NodeId, now: Instant) -> bool {
+        let ids = key(from, other);
+        let Some((absent, since)) = self.absent.get(&ids).copied() else { return false };
+        if absent == from {
+            self.absent.remove(&ids);
+        }
+        absent != from && now.saturating_duration_since(since) < ABSENT
     }
 
     /// The desired table of ports; each end may send `rate` megabits a second, where that is not zero.
@@ -329,6 +386,7 @@ impl End {
             came: now,
             packets: 0,
             is_refused: false,
+            missing: None,
         }
     }
 

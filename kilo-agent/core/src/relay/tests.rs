@@ -323,6 +323,46 @@ fn a_direct_way_that_only_messages_go_is_left_again() {
 }
 
 #[test]
+fn a_pair_between_which_messages_alone_pass_gets_a_relay() {
+    let mut world = World::new(5);
+    (world.direct, world.deceives) = (true, true);
+    world.connects(seconds(20));
+    world.run(seconds(5));
+    assert!(matches!((world.way(X), world.way(Y)), (Some(Way::Relayed(_)), Some(Way::Relayed(_)))));
+    assert!(world.forwarded > 0);
+}
+
+#[test]
+fn a_try_counts_once_and_only_where_it_was_sent_to() {
+    let (mut client, start) = (Client::new(X), Instant::now());
+    let seen =
+        || Seen { id: Y, sent: 148, endpoint: Some(place(9)), places: vec![place(Y)], ..Seen::default() };
+    client.see(vec![seen()], false, true, start);
+    let now = start + TRY;
+    client.see(vec![seen()], false, true, now);
+    let mut tries = Vec::new();
+    for step in 0..3 {
+        tries.extend(client.turn(now + 2 * STEP * step, 1, &mut || 4));
+    }
+    let tries: Vec<Message> = tries
+        .into_iter()
+        .filter_map(|output| match output {
+            Output::Send { to, message, .. } if to == place(Y) => Some(message),
+            _ => None,
+        })
+        .collect();
+    assert_eq!(tries.len(), 3);
+    let mut answers = |of: usize, from| {
+        let message = Message { kind: Kind::Tried, sender: Y, other: X, ..tries[of] };
+        client.hear(&message, from, 1, now + seconds(1))
+    };
+    assert_eq!(answers(0, place(Y)), []);
+    assert_eq!(answers(0, place(Y)), [], "the same answer again");
+    assert_eq!((answers(1, place(77)), answers(2, place(77))), (vec![], vec![]), "carried from elsewhere");
+    assert_eq!(answers(1, place(Y)), [Output::Move { node: Y, to: place(Y) }]);
+}
+
+#[test]
 fn a_new_endpoint_is_tried_within_two_minutes_however_seldom_the_old_one_was() {
     let mut world = World::new(5);
     world.connects(seconds(20));

@@ -30,10 +30,16 @@ const APART: Micros = 60 * SEC;
 /// How much later than the one before it each place takes, at least.
 const PLACES_APART: Micros = 3 * SEC;
 
-/// How long the gateway of a place waits after another one has taken members. All see the same change: that the place
-/// before has taken some is mostly seen, in a roll call of the `whole` location, before it is the next one's turn.
-fn pause_of(place: usize, whole: Micros) -> Micros {
-    APART + APART.min(place as u64 * PLACES_APART.max(2 * whole))
+/// How much later than the first place this one takes members. All see the same change, or start at the same time: that the
+/// place before has taken some is mostly seen, in a roll call of the `whole` location, before it is the next one's turn.
+fn later(place: usize, whole: Micros) -> Micros {
+    APART.min(place as u64 * PLACES_APART.max(2 * whole))
+}
+
+/// Whether a gateway that has been `healthy` for so long takes the members of one that is about to go. A far location that
+/// it does not reach would not be reached by them any more, so others come first; but not one that is never there.
+fn takes_over(healthy: Micros, reaches_all: bool) -> bool {
+    healthy >= SEC && (reaches_all || healthy >= APART)
 }
 
 /// What a gateway remembers between two turns.
@@ -78,7 +84,8 @@ impl Agent {
             homing.took = Some(now);
             return self.lead_more([], Shared::Stay, turn);
         }
-        homing.looks(gateway.roll.heard_lately(now).map(|(node, present)| (node, present.word)), me, now);
+        let words = gateway.roll.heard_lately(now).map(|(node, present)| (node, present.word));
+        homing.looks(words, |node| several.home(node).filter(|home| *home != me), now);
         let since = match homing.fit_since {
             _ if !gateway.tunnels.is_fit(&self.params, now) => None,
             known => Some(known.unwrap_or(now)),
@@ -90,16 +97,16 @@ impl Agent {
         let healthy = now - since;
         let losses = gateway.others.losses(&self.params, now, me);
         // Those that start at once do not take at once.
-        let wait = if losses > 0 { self.params.hold_after(losses) } else { Self::NEW + place as u64 * SEC };
-        let pause = pause_of(place, self.params.whole_roll(self.place.nodes.len()));
+        let later = later(place, self.params.whole_roll(self.place.nodes.len()));
+        let wait = if losses > 0 { self.params.hold_after(losses) } else { Self::NEW + later };
         // A far location that this gateway does not reach would go on answering by the gateway before, so its members
         // stay there. Behind NATs the acting leader alone may have a way.
         let reaches_all = gateway.tunnels.all_answer(&self.params, now);
-        let is_turn = healthy >= wait && reaches_all && !rests(homing.others_took, pause);
+        let is_turn = healthy >= wait && reaches_all && !rests(homing.others_took, APART + later);
         let leads = |node: NodeId| gateway.lead.as_ref().is_some_and(|lead| lead.has(node));
         let takes_itself = !leads(me) && (is_back || is_turn);
         let members = gateway.roll.heard_lately(now).filter(|(node, present)| {
-            let leaves = self.place.leaving.contains_key(&present.word.1) && healthy >= SEC;
+            let leaves = self.place.leaving.contains_key(&present.word.1) && takes_over(healthy, reaches_all);
             // Also who uses it and was never claimed: a kernel's word may fall to it when another gateway goes.
             several.home(*node) == Some(me) && *node != me && (leaves || is_turn)
         });
@@ -107,7 +114,7 @@ impl Agent {
         members.extend(takes_itself.then_some(me));
         let first = self.place.first() == Some(me);
         let has_shared = gateway.lead.as_ref().is_some_and(|lead| lead.shared() != Shared::Stay);
-        let leaves = self.place.leaving.contains_key(&several.acting.1) && healthy >= SEC;
+        let leaves = self.place.leaving.contains_key(&several.acting.1) && takes_over(healthy, reaches_all);
         let takes_shared = first && !has_shared && (is_turn || leaves);
         if members.is_empty() && !takes_shared || rests(homing.took, Self::PAUSE) {
             return;
@@ -159,16 +166,21 @@ impl Agent {
 }
 
 impl Homing {
-    /// Notes whom members use now. One that has booted uses Kilo's leader until the next ANNOUNCE: nobody
-    /// took it.
-    fn looks(&mut self, words: impl Iterator<Item = (NodeId, (Term, NodeId))>, me: NodeId, now: Micros) {
+    /// Notes whom members use now, and whether another gateway has taken one whose `home` it is. One that has booted
+    /// uses Kilo's leader until the next ANNOUNCE, and a stand-by takes those of one that has failed: neither is a turn.
+    fn looks(
+        &mut self,
+        words: impl Iterator<Item = (NodeId, (Term, NodeId))>,
+        home: impl Fn(NodeId) -> Option<NodeId>,
+        now: Micros,
+    ) {
         for (node, word) in words {
             let before = self.used.get(&node).copied();
             if before.is_some_and(|before| word.0 < before.0) {
                 continue;
             }
             self.used.insert(node, word);
-            if before.is_some_and(|before| before.1 != word.1) && word.1 != me {
+            if before.is_some_and(|before| before.1 != word.1) && home(node) == Some(word.1) {
                 self.others_took = Some(now);
             }
         }
@@ -211,23 +223,33 @@ mod tests {
     #[test]
     fn gateways_that_see_the_same_change_take_their_turns_and_a_boot_is_no_change() {
         for (nodes, apart) in [(12, 3 * SEC), (1_000, 20 * SEC)] {
-            let pauses = [0, 1, 2].map(|place| pause_of(place, Params::default().whole_roll(nodes)));
-            assert_eq!(pauses, [APART, APART + apart, APART + 2 * apart], "{nodes} nodes");
+            let pauses = [0, 1, 2].map(|place| later(place, Params::default().whole_roll(nodes)));
+            assert_eq!(pauses, [0, apart, 2 * apart], "{nodes} nodes");
         }
-        assert_eq!(pause_of(7, 40 * SEC), 2 * APART, "of the largest location");
+        assert_eq!(later(7, 40 * SEC), APART, "of the largest location");
         let word = |count: u64, gateway| (Term::from_bits(count << 16), gateway);
         let mut homing = Homing::default();
-        for (now, heard, wanted) in [
-            (1, word(3, 1), None),
+        for (now, heard, home, wanted) in [
+            (1, word(3, 1), Some(7), None),
             // It has booted and uses Kilo's leader.
-            (2, word(0, 7), None),
-            (3, word(3, 1), None),
-            (4, word(4, 1), None),
-            (5, word(5, ME), None),
-            (6, word(6, 7), Some(6)),
+            (2, word(0, 7), Some(7), None),
+            (3, word(3, 1), Some(7), None),
+            (4, word(4, 1), Some(7), None),
+            (5, word(5, ME), None, None),
+            (6, word(6, 8), Some(7), None),
+            (7, word(7, 7), Some(7), Some(7)),
         ] {
-            homing.looks([(3, heard)].into_iter(), ME, now);
+            homing.looks([(3, heard)].into_iter(), |_| home, now);
             assert_eq!(homing.others_took, wanted, "at {now}");
+        }
+    }
+
+    #[test]
+    fn one_without_a_way_takes_those_of_a_gateway_that_goes_after_a_minute() {
+        for (healthy, reaches_all, takes) in
+            [(SEC - 1, true, false), (SEC, true, true), (APART - 1, false, false), (APART, false, true)]
+        {
+            assert_eq!(takes_over(healthy, reaches_all), takes, "{healthy} {reaches_all}");
         }
     }
 

@@ -1,10 +1,14 @@
 //! What a relay gives to whom.
 
-use std::{collections::BTreeMap, net::SocketAddr, time::Instant};
+use std::{collections::BTreeMap, net::SocketAddr, sync::Arc, time::Instant};
 
 use kilo_common::relay::{BOTH, FIRST_PORT, Kind, LAST_PORT, Message, Port};
 
 use super::{super::*, seconds, world::*};
+use crate::{
+    objects::{CheckedIn, Nodes},
+    topology::Node,
+};
 
 fn heard(from: NodeId, port: u16) -> Heard {
     Heard { source: SocketAddr::new(ip(from), 40_001), local: ip(Z[0]), port, ifindex: 2 }
@@ -35,6 +39,97 @@ fn said_near(
         Output::Move { .. } => panic!("a relay moves nothing"),
     });
     sent.collect()
+}
+
+/// Asks for the other end, and binds what is offered where `end` is; the numbers are later than `number`.
+fn binds(server: &mut Server, end: NodeId, number: u64, now: Instant) -> Option<Message> {
+    let ask = Message { sequence: number + 1, ..ask(end, if end == X { Y } else { X }) };
+    let offer = said(server, &ask, heard(end, WIREGUARD), now).first().copied()?;
+    let bind = Message { sequence: number + 2, token: offer.token, ..ask };
+    said(server, &bind, heard(end, offer.port), now).first().copied()
+}
+
+/// A relay with a pair that both ends have bound.
+fn bound(now: Instant) -> Server {
+    let mut server = Server::default();
+    let offers = [X, Y].map(|end| binds(&mut server, end, 0, now));
+    assert_eq!(offers[1].map(|offer| offer.flags & BOTH), Some(BOTH));
+    server
+}
+
+#[test]
+fn the_pairs_of_a_node_that_has_left_the_mesh_end_whatever_it_sends() {
+    let now = Instant::now();
+    let server = bound(now);
+    let mut random = 3;
+    let adopted = Server::adopted(&server.table(0), now, &mut || next(&mut random));
+    for mut server in [server, adopted] {
+        let mut table = server.table(0);
+        let mut pairs = |after, is_there: bool| {
+            table.values_mut().for_each(|port| port.packets += 5);
+            server.turn(&table, now + seconds(after), 0);
+            server.end_pairs_without(|node| node == X || is_there, now + seconds(after));
+            server.pairs()
+        };
+        assert_eq!((pairs(1, false), pairs(30, false)), (1, 1));
+        assert_eq!((pairs(31, true), pairs(32, false), pairs(61, false)), (1, 1, 1), "it was there again");
+        assert_eq!(pairs(62, false), 0);
+    }
+}
+
+#[test]
+fn nobody_binds_where_another_relay_is() {
+    let (mut server, now) = (Server::default(), Instant::now());
+    let node = Node { relay: true, endpoint: Some(place(Z[1]).into()), ..Node::default() };
+    let nodes: Nodes = [CheckedIn { node, last_seen: 0 }].into_iter().collect();
+    server.see_relays(Arc::new(RelayPlaces::of(&nodes, &BTreeMap::new())));
+    let [offer, ..] = said(&mut server, &ask(X, Y), heard(X, WIREGUARD), now)[..] else { panic!() };
+    // WireGuard has followed X to a relay, from one of whose ports its ASK comes.
+    let mut sequence = 1;
+    let mut bound_from = |port| {
+        sequence += 1;
+        let source = SocketAddr::new(ip(Z[1]), port);
+        let message = Message { sequence, token: offer.token, ..ask(X, Y) };
+        let reachable = [(X, source), (Y, place(Y))].into();
+        let heard = Heard { source, ..heard(X, offer.port) };
+        server.hear(&message, heard, (Z[0], &reachable), &mut |_| true, &mut || 3, now);
+        server.table(0)[&offer.port].from_port
+    };
+    assert_eq!((bound_from(FIRST_PORT), bound_from(LAST_PORT)), (0, 0));
+    assert_eq!(bound_from(40_000), 40_000, "an end behind its NAT");
+}
+
+#[test]
+fn a_pair_that_one_end_never_binds_is_dropped_and_refused_for_a_while() {
+    let (mut server, now) = (Server::default(), Instant::now());
+    let at = |after| now + seconds(after);
+    let port = |offer: Option<Message>| offer.map(|offer| offer.port != 0);
+    assert_eq!(port(binds(&mut server, X, 0, now)), Some(true));
+    server.turn(&server.table(0), at(59), 0);
+    assert_eq!(server.pairs(), 1);
+    server.turn(&server.table(0), at(60), 0);
+    assert_eq!(server.pairs(), 0);
+    assert_eq!(port(binds(&mut server, X, 60_000_000, at(61))), Some(false));
+    server.turn(&server.table(0), at(179), 0);
+    assert_eq!(port(binds(&mut server, X, 179_000_000, at(179))), Some(false));
+    assert_eq!(port(binds(&mut server, X, 180_000_000, at(180))), Some(true), "it is tried again");
+    // What both ends have bound stays.
+    let mut both = bound(now);
+    both.turn(&both.table(0), at(100), 0);
+    assert_eq!(both.pairs(), 1);
+}
+
+#[test]
+fn an_end_that_was_absent_gets_the_pair_as_soon_as_it_asks() {
+    let (mut server, now) = (Server::default(), Instant::now());
+    let at = |after| now + seconds(after);
+    binds(&mut server, X, 0, now);
+    server.turn(&server.table(0), at(60), 0);
+    assert_eq!(binds(&mut server, X, 61_000_000, at(61)).map(|offer| offer.port), Some(0));
+    let port = |offer: Option<Message>| offer.map_or(0, |offer| offer.port);
+    assert_ne!(port(binds(&mut server, Y, 0, at(62))), 0);
+    let offer = binds(&mut server, X, 63_000_000, at(63));
+    assert_eq!(offer.map(|offer| (offer.port != 0, offer.flags & BOTH)), Some((true, BOTH)));
 }
 
 #[test]
@@ -159,8 +254,8 @@ fn unknown_nodes_get_no_answer_and_unreachable_ends_are_refused() {
 
 #[test]
 fn idle_pairs_are_forgotten_and_those_whose_packets_pass_are_not() {
-    let (mut server, now) = (Server::default(), Instant::now());
-    said(&mut server, &ask(X, Y), heard(X, WIREGUARD), now);
+    let now = Instant::now();
+    let mut server = bound(now);
     let mut table = server.table(0);
     server.turn(&table, now + seconds(100), 0);
     table.values_mut().for_each(|port| port.packets += 5);

@@ -1,0 +1,85 @@
+//! Where tries of a pair's other end come from.
+
+use std::{
+    collections::BTreeSet,
+    net::SocketAddr,
+    time::{Duration, Instant},
+};
+
+use super::fresh;
+
+/// Most places that are remembered.
+const MOST: usize = 4;
+/// A place that no try has come from for this long is forgotten.
+const FORGOTTEN: Duration = Duration::from_secs(180);
+/// Most numbers of tries that are remembered: more than come within the time in which one that is not later counts.
+const MOST_NUMBERS: usize = 128;
+
+/// The latest places, and numbers of the tries by which they were found.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Sources {
+    places: Vec<(SocketAddr, Instant)>,
+    numbers: BTreeSet<u64>,
+}
+
+impl Sources {
+    /// A try came from there. One that was heard before, from wherever, says of no place that the other end is there:
+    /// an attacker may have carried it.
+    pub(super) fn heard(&mut self, source: SocketAddr, number: u64, now: Instant) {
+        let latest = self.numbers.last().copied().unwrap_or_default().max(number);
+        self.numbers.retain(|known| fresh::is_recent(*known, latest));
+        if !self.numbers.insert(number) {
+            return;
+        }
+        if self.numbers.len() > MOST_NUMBERS {
+            self.numbers.pop_first();
+        }
+        if let Some((_, last)) = self.places.iter_mut().find(|(place, _)| *place == source) {
+            *last = now;
+            return;
+        }
+        self.places.push((source, now));
+        if self.places.len() > MOST {
+            self.places.remove(0);
+        }
+    }
+
+    /// Forgets old ones.
+    pub(super) fn keep(&mut self, now: Instant) {
+        self.places.retain(|(_, last)| now.saturating_duration_since(*last) < FORGOTTEN);
+    }
+
+    /// In the order in which they were found.
+    pub(super) fn iter(&self) -> impl Iterator<Item = SocketAddr> {
+        self.places.iter().map(|(place, _)| *place)
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "tests")]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_try_that_was_heard_before_adds_no_place_and_places_are_forgotten_after_a_while() {
+        let (mut sources, start) = (Sources::default(), Instant::now());
+        let at = |port: u16| SocketAddr::from(([192, 0, 2, 1], port));
+        let ports = |sources: &Sources| sources.iter().map(|place| place.port()).collect::<Vec<_>>();
+        let later = |seconds| start + Duration::from_secs(seconds);
+        sources.heard(at(1), 9_000_000, start);
+        sources.heard(at(2), 9_000_000, start);
+        assert_eq!(ports(&sources), [1], "it was carried");
+        sources.heard(at(3), 8_999_999, start);
+        sources.heard(at(4), 9_000_000, start);
+        sources.heard(at(4), 8_999_999, start);
+        assert_eq!(ports(&sources), [1, 3], "by another way");
+        for number in 0..1_000 {
+            sources.heard(at(3), 9_100_000 + number, later(100));
+        }
+        assert_eq!(sources.numbers.len(), MOST_NUMBERS);
+        sources.keep(later(179));
+        assert_eq!(ports(&sources), [1, 3]);
+        sources.keep(later(180));
+        assert_eq!(ports(&sources), [3]);
+    }
+}
