@@ -426,7 +426,7 @@ mod tests {
         let listens = socket(AddressFamily::Unix, SockType::Stream, SockFlag::SOCK_CLOEXEC, None).unwrap();
         bind(listens.as_raw_fd(), &UnixAddr::new(&path).unwrap()).unwrap();
         listen(&listens, Backlog::new(1).unwrap()).unwrap();
-        let (timeout, began) = (Duration::from_millis(50), std::time::Instant::now());
+        let (timeout, began) = (Duration::from_millis(50), Instant::now());
         let connections: Vec<_> = (0..4).map(|_| connect_within(&path, timeout)).collect();
         std::fs::remove_file(&path).unwrap();
         assert!(connections[0].is_ok(), "{connections:?}");
