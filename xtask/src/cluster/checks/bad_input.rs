@@ -3,7 +3,7 @@
 
 use std::{fs, time::Duration};
 
-use anyhow::{Context as _, Result, bail};
+use anyhow::{Context as _, Result};
 
 use super::{removal, settled};
 use crate::{
@@ -219,15 +219,16 @@ fn no_pod_cidr(cluster: &Cluster, node: &Node) -> Result<String> {
         })?;
         status(cluster, "no pod CIDR: kube-controller-manager needs --allocate-node-cidrs", &[])?;
         ended(cluster, node, "--allocate-node-cidrs")?;
-        node.sh("tail -n 1 $(ls -t /var/log/pods/kube-system_kilo-*/kilo/*.log | head -n 1)")
+        // The next container's log may be there, and empty yet.
+        let newest = "tail -n 1 $(ls -t $(find /var/log/pods/kube-system_kilo-*/kilo -name '*.log' -size +0) | head -n 1)";
+        until("the last line of the log says what to do", LIMIT, || {
+            node.sh(newest).ok().filter(|line| line.contains("--allocate-node-cidrs"))
+        })
     })();
     first.sh(&format!("mv {aside} {manifest}"))?;
     let said = said?;
     // The node may get another pod CIDR than the one its pods have their addresses from.
     deploy::apply(cluster)?;
     removal::renew_pods(cluster)?;
-    if !said.contains("--allocate-node-cidrs") {
-        bail!("the last line of the log does not say what to do: {said}");
-    }
     Ok(end(&said))
 }
