@@ -347,21 +347,22 @@ const ALERTS: &[Alert] = &[
         name: "KiloSignalsForged",
         severity: "warning",
         summary: "Failover signals arrive that are not authentic.",
-        expr: r#"sum by (job, instance) (increase(kilo_signals_refused_total{why=~"forged|foreign|member|gateway|location|replayed"}[10m])) + sum by (job, instance) (increase(kilo_dropped_packets_total{reason=~"forged_signal"}[10m])) > 0"#,
+        expr: r#"sum by (job, instance) (increase(kilo_signals_refused_total{why=~"forged|foreign"}[10m])) + sum by (job, instance) (increase(kilo_dropped_packets_total{reason=~"forged_signal"}[10m])) > 0 or (sum by (job, instance) (increase(kilo_signals_refused_total{why=~"member|gateway|location|replayed"}[10m])) > 0 and sum by (job, instance) (increase(kilo_signals_refused_total{why=~"member|gateway|location|replayed"}[10m] offset 10m)) > 0)"#,
         hold: "1m",
         remedy: "They were refused, and nothing has changed. A node that has changed its key or its location is refused for some seconds, too, \
-                 and signals between gateways of two builds, or of a gateway that has just stopped being one. Otherwise \
+                 and for less than ten minutes signals between gateways of two builds, or of a gateway that has just stopped being one. Otherwise \
                  `kgctl monitor --reason forged_signal` on the node shows from where and by which interface they come: somebody on the \
                  network of the nodes sends them ([drop reasons](drop-reasons.md)).",
         fires: &[
             (r#"kilo_signals_refused_total{instance="a1", why="forged"}"#, "0x10 1x50"),
-            (r#"kilo_signals_refused_total{instance="a1", why="replayed"}"#, "0x10 1x50"),
+            (r#"kilo_signals_refused_total{instance="a1", why="replayed"}"#, "0+1x60"),
             (r#"kilo_dropped_packets_total{instance="a1", reason="forged_signal"}"#, "0x60"),
         ],
         labels: &[A1],
         quiet: &[
             (r#"kilo_signals_refused_total{instance="a1", why="forged"}"#, "4x60"),
             (r#"kilo_signals_refused_total{instance="a1", why="leap"}"#, "0+1x60"),
+            (r#"kilo_signals_refused_total{instance="a1", why="gateway"}"#, "0x10 5x50"),
             (r#"kilo_dropped_packets_total{instance="a1", reason="forged_signal"}"#, "4x60"),
             (r#"kilo_dropped_packets_total{instance="a1", reason="stale_signal"}"#, "0+5x60"),
         ],

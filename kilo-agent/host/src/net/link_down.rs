@@ -2,7 +2,7 @@
 //! own without a runtime.
 
 use std::{
-    io,
+    io::{self, BufRead, BufReader},
     net::{IpAddr, Ipv4Addr, Ipv6Addr},
     os::fd::{AsFd, BorrowedFd, OwnedFd},
 };
@@ -119,18 +119,22 @@ impl Events {
     }
 }
 
-/// Whether a default route of the IP versions that are needed is left, by any interface, in the calling thread's network
-/// namespace; also when that cannot be read, as probes notice it, too.
+/// Whether a default route is left, by any interface, in the calling thread's network namespace, for each address that an
+/// interface must have; also when that cannot be read, as probes notice it, too. A host that has no such address never
+/// needed a default route.
 pub fn has_default_route(needed: &[Needed]) -> bool {
-    let read = |file: &str| std::fs::read_to_string(format!("/proc/thread-self/net/{file}"));
-    let of = |is_v4: bool| {
-        let is_needed =
-            needed.iter().any(|needed| needed.takes(if is_v4 { libc::AF_INET } else { libc::AF_INET6 }));
+    has_routes(needed, |file| {
+        std::fs::File::open(format!("/proc/thread-self/net/{file}")).map(BufReader::new)
+    })
+}
+
+/// The same where files of these names list the routes of IPv4 and of IPv6.
+fn has_routes<R: BufRead>(needed: &[Needed], open: impl Fn(&str) -> io::Result<R>) -> bool {
+    needed.iter().filter_map(|needed| needed.address).all(|address| {
         let (file, is_default): (_, fn(&str) -> bool) =
-            if is_v4 { ("route", is_default_v4) } else { ("ipv6_route", is_default_v6) };
-        is_needed && read(file).map_or(true, |routes| routes.lines().any(is_default))
-    };
-    of(true) || of(false)
+            if address.is_ipv4() { ("route", is_default_v4) } else { ("ipv6_route", is_default_v6) };
+        open(file).map_or(true, |routes| routes.lines().map_while(Result::ok).any(|line| is_default(&line)))
+    })
 }
 
 /// Flags of a route that is up, and does not only refuse: `RTF_UP`, `RTF_REJECT`.
@@ -229,6 +233,24 @@ mod tests {
         out.extend(value);
         out.resize(out.len().next_multiple_of(4), 0);
         out
+    }
+
+    #[test]
+    fn a_default_route_is_needed_for_each_address_and_for_no_device_without() {
+        let v4 = "eth0\t00000000\t010200C0\t0003\t0\t0\t0\t00000000\t0\t0\t0";
+        let v6 = "00000000000000000000000000000000 00 00000000000000000000000000000000 00 \
+                  fe800000000000000000000000000001 00000400 00000001 00000000 00000003 eth0";
+        let kilo = Needed { index: 2, address: None };
+        let uplink = |address: &str| vec![kilo.clone(), Needed { index: 3, address: address.parse().ok() }];
+        let has = |needed: &[Needed], v4: &'static str, v6: &'static str| {
+            has_routes(needed, |file| Ok((if file == "route" { v4 } else { v6 }).as_bytes()))
+        };
+        assert!(has(&uplink("192.0.2.1"), v4, ""));
+        assert!(!has(&uplink("192.0.2.1"), "", v6), "the other family's is none for it");
+        assert!(has(&uplink("2001:db8::1"), "", v6));
+        assert!(!has(&uplink("2001:db8::1"), v4, ""));
+        assert!(has(std::slice::from_ref(&kilo), "", ""), "a host that never had one");
+        assert!(has_routes(&uplink("192.0.2.1"), |_| Err::<&[u8], _>(io::ErrorKind::NotFound.into())));
     }
 
     #[test]

@@ -84,6 +84,8 @@ struct Shared {
     listed: Notify,
     /// How often the API server has answered: it is there.
     answers: watch::Receiver<u64>,
+    /// Nodes that the API server had when this agent started.
+    expected: usize,
 }
 
 /// The Kubernetes backend. Dropping it ends its watches; should one of them
@@ -142,7 +144,8 @@ impl KubernetesBackend {
         // Untyped, so that one object that is no Peer at all hides no other.
         let peers: Api<DynamicObject> = Api::all_with(client.clone(), &ApiResource::erase::<peer::Peer>(&()));
         let one = ListParams::default().limit(1);
-        in_time(nodes.list(&one), Asked::Nodes).await?;
+        let first = in_time(nodes.list(&one), Asked::Nodes).await?;
+        let more = first.metadata.remaining_item_count.unwrap_or(0);
         in_time(peers.list(&one), Asked::Peers).await?;
         let shared = Arc::new(Shared {
             hostname: hostname.map(ToOwned::to_owned),
@@ -151,6 +154,7 @@ impl KubernetesBackend {
             later: Notify::new(),
             listed: Notify::new(),
             answers,
+            expected: first.items.len() + usize::try_from(more).unwrap_or(0),
         });
         let (sender, snapshots) = watch::channel(Arc::default());
         let mut tasks = JoinSet::new();

@@ -24,6 +24,8 @@ const MOST: Duration = Duration::from_secs(30);
 /// When the API server has answered another request, a watch follows within this time, and this more for each node.
 const FOLLOWS: Duration = Duration::from_secs(1);
 const FOLLOWS_FOR_EACH_NODE: Duration = Duration::from_millis(1);
+/// A request that takes longer before it fails has been a watch that worked: no connection, or no answer, is given up before.
+const SLOWEST: Duration = Duration::from_secs(100);
 /// A history that the API server has lost is listed anew within this time.
 const LISTED_AGAIN: Duration = Duration::from_mins(1);
 
@@ -44,7 +46,7 @@ struct Pauses {
     failures: u32,
     /// When the last pause ends, or ended.
     until: Option<Instant>,
-    /// The last error said that the history is gone.
+    /// An error said that the history is gone, and no change has come since.
     is_expired: bool,
     /// An answer to another request has ended a pause since this watch failed, in vain.
     has_followed: bool,
@@ -69,9 +71,15 @@ fn longest(nodes: usize) -> Duration {
 }
 
 impl Pauses {
-    /// The watch has delivered something. That a list begins is no such thing: nothing has been asked yet.
+    /// The watch has delivered something: a whole list, or a change.
     fn delivered(&mut self) {
         *self = Self { is_expired: self.is_expired, until: self.until, ..Self::default() };
+    }
+
+    /// The watch has delivered a change: it had a history to go on from.
+    fn changed(&mut self) {
+        self.delivered();
+        self.is_expired = false;
     }
 
     /// The watch has failed.
@@ -82,8 +90,9 @@ impl Pauses {
 
     fn fail(&mut self, Circumstances { now, nodes, chance }: Circumstances) -> Pause {
         let most = longest(nodes);
-        // A watch that works may have nothing to say.
-        if self.until.is_some_and(|until| now.saturating_duration_since(until) > most * 2) {
+        // A watch that works may have nothing to say; a request may take long before it fails.
+        let silent = (most * 2).max(SLOWEST);
+        if self.until.is_some_and(|until| now.saturating_duration_since(until) > silent) {
             self.delivered();
         }
         let chance = chance.clamp(0.0, 1.0);
@@ -97,9 +106,8 @@ impl Pauses {
     /// The API server has lost the history since the last event: everything is listed again, `bytes` by each agent. That is
     /// no failure, unless it is all that the server says.
     fn expired(&mut self, bytes: f64, at: Circumstances) -> Pause {
-        let again = self.until.is_some_and(|until| at.now.saturating_duration_since(until) <= LEAST * 2);
         let share = time_to_send(at.nodes, bytes).min(LISTED_AGAIN).mul_f64(at.chance.clamp(0.0, 1.0));
-        if std::mem::replace(&mut self.is_expired, true) && again {
+        if std::mem::replace(&mut self.is_expired, true) {
             let failed = self.fail(at);
             return Pause { time: failed.time.max(share), follows: None };
         }
@@ -130,9 +138,14 @@ pub(super) fn with_pauses<K: Send>(
         }
         let event = watch.next().await?;
         let pause = match &event {
-            Ok(watcher::Event::Init) => None,
-            Ok(_) => {
+            // Objects of a list's first page come before its second one is asked for.
+            Ok(watcher::Event::Init | watcher::Event::InitApply(_)) => None,
+            Ok(watcher::Event::InitDone) => {
                 pauses.delivered();
+                None
+            }
+            Ok(watcher::Event::Apply(_) | watcher::Event::Delete(_)) => {
+                pauses.changed();
                 None
             }
             Err(error) => {
@@ -140,7 +153,8 @@ pub(super) fn with_pauses<K: Send>(
                 answers.mark_unchanged();
                 let (nodes, bytes) = {
                     let mut cache = shared.cache();
-                    (cache.nodes.values().len(), bytes(&mut cache))
+                    // Before the first list is there, nothing is known.
+                    (cache.nodes.values().len().max(shared.expected), bytes(&mut cache))
                 };
                 let at = Circumstances { now: Instant::now(), nodes, chance: rand::random_range(0.0..1.0) };
                 let pause = if is_expired(error) { pauses.expired(bytes, at) } else { pauses.failed(at) };
@@ -246,9 +260,9 @@ mod tests {
         case.fail();
         case.pauses.delivered();
         assert_eq!([case.fail(), case.fail(), case.fail()], [0.8, 1.6, 3.2]);
-        case.now += 20 * SECOND;
+        case.now += 100 * SECOND;
         assert_eq!(case.fail(), 6.4, "a request may take that long");
-        case.now += 21 * SECOND;
+        case.now += 101 * SECOND;
         assert_eq!(case.fail(), 0.8);
     }
 
@@ -285,6 +299,8 @@ mod tests {
         };
         assert_eq!([turn(&mut case), turn(&mut case), turn(&mut case)], [0.0, 0.8, 0.8]);
         case.now += 5 * SECOND;
+        assert_eq!(turn(&mut case), 0.8, "a list may take that long");
+        case.pauses.changed();
         assert_eq!(turn(&mut case), 0.0);
     }
 }
