@@ -4,7 +4,6 @@ pub(crate) mod behind;
 #[cfg(test)]
 mod bench;
 mod declared_dead;
-
 mod homes;
 mod inputs;
 mod leading;

@@ -31,7 +31,7 @@ fn outcome(ran: &Ran) -> (i32, Vec<&str>) {
 }
 
 #[test]
-fn whoever_sends_to_a_prefix_of_wireguard_or_a_tunnel_does_not_do_it_in_clear() {
+fn nothing_is_sent_in_clear_to_a_prefix_of_wireguard_or_a_tunnel() {
     for tables in [leader_tables(), member_tables()] {
         let Some((_fs, mut dataplane)) = open(&tables) else { return };
         for src in [OWN_POD, SELF, PUBLIC, MEMBER_POD, MEMBER, VPN_PEER, OUTSIDE] {

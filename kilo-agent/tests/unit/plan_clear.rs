@@ -145,7 +145,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
 
     #[test]
-    fn whoever_is_given_up_loses_its_way_and_nobody_else_does(
+    fn a_node_that_is_given_up_loses_its_way_and_no_other_does(
         nodes in healthy_nodes(),
         given_up in prop::collection::vec(prop::bool::weighted(0.3), 60),
         peers in vpn_peers(),

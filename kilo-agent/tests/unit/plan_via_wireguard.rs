@@ -46,7 +46,7 @@ fn a_leader_knows_what_is_via_wireguard_and_where_wireguard_sends() {
 }
 
 #[test]
-fn an_address_is_via_wireguard_whoever_else_claims_it() {
+fn an_address_is_via_wireguard_also_when_others_claim_it() {
     // As a pod CIDR of a location before, and of one behind; the own location counts first.
     for (first, last) in [("10.1.0.3/32", "10.42.4.0/24"), ("10.42.2.0/24", "10.1.0.3/32")] {
         let nodes = [

@@ -111,7 +111,7 @@ impl Agent {
                 };
                 let gateways = &self.place.gateways;
                 if let Some(own) = self.gateway.as_mut().filter(|_| gateways.contains(&from)) {
-                    // Whoever else is named fills no memory.
+                    // Other nodes that it names fill no memory.
                     let pairs = losses.as_chunks::<2>().0.iter().filter(|[lost, _]| gateways.contains(lost));
                     let losses: Vec<u64> = pairs.flatten().copied().collect();
                     own.others.hello(&self.params, turn.now, from, state, &losses);

@@ -95,7 +95,7 @@ mod tests {
     }
 
     #[test]
-    fn who_answers_hears_hello_at_once_whoever_else_is_silent() {
+    fn a_node_that_answers_hears_hello_at_once_while_others_are_silent() {
         let mut handshakes = FirstHandshakes::new(Instant::now());
         let silent = [&KEYS[..], &KEYS, &KEYS[..1], &KEYS[..2], &KEYS[..2], &KEYS[1..], &[]];
         let answered = silent.map(|silent| handshakes.is_answered(silent));
