@@ -40,6 +40,8 @@ pub struct Owners {
     /// How far terms are, by CLAIMs that were refused: an agent that has just started knows nothing.
     led_up: Term,
     check: Option<Check>,
+    /// The last claim after which the old leader answered, and when: it is not asked for that claim again at once.
+    answered: Option<((Term, NodeId), Micros)>,
     /// Since when the acting leader has claimed others than Kilo's, and in which term.
     claims_others: Option<((Term, NodeId), Micros)>,
     /// The term in which each gateway's claim moved something last, and when the budget of such changes is whole again.
@@ -57,7 +59,11 @@ struct Check {
     to: (Term, NodeId),
     old: NodeId,
     row: Row,
+    since: Micros,
 }
+
+/// For how long an old leader that has answered is not asked because of the same claim.
+const CHECKED: Micros = 10 * SEC;
 
 /// What MOVED says of shared prefixes when its term is the latest that the far leader knows, and not that of the CLAIM.
 const LATEST: Shared = Shared::Move;
@@ -252,7 +258,7 @@ impl Owners {
                 has.push(*member);
             }
         }
-        let (moves_shared, asks) = self.claim_shared((term, gateway), *shared);
+        let (moves_shared, asks) = self.claim_shared((term, gateway), *shared, now);
         // Who has forgotten how many changes there were is told when nothing that it claims can count,
         // as far as its kernels follow at a time.
         let latest = self.claimed_latest().min(term.last_step());
@@ -321,8 +327,10 @@ impl Owners {
         self.members.get(&member).is_some_and(|(_, owner)| *owner == from || *owner == gateway)
     }
 
-    fn claim_shared(&mut self, to: (Term, NodeId), how: Shared) -> (bool, Option<NodeId>) {
+    fn claim_shared(&mut self, to: (Term, NodeId), how: Shared, now: Micros) -> (bool, Option<NodeId>) {
         let later = to.0 > self.shared.0;
+        // Claims are repeated, and each check that loses two packets by chance would move them.
+        let is_checked = self.answered.is_some_and(|(claim, at)| claim == to && now < at + CHECKED);
         match how {
             Shared::Move if later => {
                 let moves = self.shared.1 != to.1;
@@ -330,9 +338,9 @@ impl Owners {
                 self.check = None;
                 (moves, None)
             }
-            Shared::MoveIfSilent if later && to.1 != self.shared.1 && self.check.is_none() => {
+            Shared::MoveIfSilent if later && to.1 != self.shared.1 && self.check.is_none() && !is_checked => {
                 let old = self.shared.1;
-                self.check = Some(Check { to, old, row: Row::default() });
+                self.check = Some(Check { to, old, row: Row::default(), since: now });
                 (false, Some(old))
             }
             _ => (false, None),
@@ -348,8 +356,8 @@ impl Owners {
 
     /// It answered: its shared prefixes stay.
     pub fn answered(&mut self, nonce: u64) {
-        if self.check.as_mut().is_some_and(|check| check.row.answered(nonce).is_some()) {
-            self.check = None;
+        if let Some(check) = self.check.take_if(|check| check.row.answered(nonce).is_some()) {
+            self.answered = Some((check.to, check.since));
         }
     }
 
@@ -574,6 +582,11 @@ mod tests {
             assert!(!acting.wake_up(110 * MS), "one missed probe is not silence");
             assert_eq!(acting.wake_up(130 * MS), !answers);
             assert_eq!(acting.shared(), if answers { A } else { B });
+            let asks = |acting: &mut Owners, now| hears_at(acting, B, &signal, now).unwrap().asks;
+            if answers {
+                assert_eq!(asks(&mut acting, CHECKED - MS), None, "the same claim again");
+                assert_eq!(asks(&mut acting, CHECKED + MS), Some(A));
+            }
         }
     }
 }

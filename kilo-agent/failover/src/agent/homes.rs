@@ -23,6 +23,12 @@ impl Several {
     pub fn home(&self, node: NodeId) -> Option<NodeId> {
         self.homes.get(&node).copied()
     }
+
+    /// Whether another active leader has taken this node from `before` in its turn: its home is there, or it was taken from
+    /// `me`. For a moment, and while agents of two builds run, two may each take a node for their own.
+    fn is_taken(&self, me: NodeId, node: NodeId, before: NodeId, to: NodeId) -> bool {
+        to != me && (self.home(node) == Some(to) || before == me && self.active.contains(&to))
+    }
 }
 
 /// Between two gateways that take members from others.
@@ -85,7 +91,7 @@ impl Agent {
             return self.lead_more([], Shared::Stay, turn);
         }
         let words = gateway.roll.heard_lately(now).map(|(node, present)| (node, present.word));
-        homing.looks(words, |node| several.home(node).filter(|home| *home != me), now);
+        homing.looks(words, |node, before, to| several.is_taken(me, node, before, to), now);
         let since = match homing.fit_since {
             _ if !gateway.tunnels.is_fit(&self.params, now) => None,
             known => Some(known.unwrap_or(now)),
@@ -113,7 +119,7 @@ impl Agent {
         let mut members: Vec<NodeId> = members.map(|(node, _)| node).filter(|node| !leads(*node)).collect();
         members.extend(takes_itself.then_some(me));
         let first = self.place.first() == Some(me);
-        let has_shared = gateway.lead.as_ref().is_some_and(|lead| lead.shared() != Shared::Stay);
+        let has_shared = gateway.lead.as_ref().is_some_and(|lead| lead.shared() == Shared::Move);
         let leaves = self.place.leaving.contains_key(&several.acting.1) && takes_over(healthy, reaches_all);
         let takes_shared = first && !has_shared && (is_turn || leaves);
         if members.is_empty() && !takes_shared || rests(homing.took, Self::PAUSE) {
@@ -166,12 +172,13 @@ impl Agent {
 }
 
 impl Homing {
-    /// Notes whom members use now, and whether another gateway has taken one whose `home` it is. One that has booted
-    /// uses Kilo's leader until the next ANNOUNCE, and a stand-by takes those of one that has failed: neither is a turn.
+    /// Notes which gateway members use now, and whether another one has taken a member in its turn, which `is_taken` says of
+    /// a member, its gateway before and the one it uses now. One that has booted uses Kilo's leader until the next ANNOUNCE,
+    /// and a stand-by takes those of one that has failed: neither is a turn.
     fn looks(
         &mut self,
         words: impl Iterator<Item = (NodeId, (Term, NodeId))>,
-        home: impl Fn(NodeId) -> Option<NodeId>,
+        is_taken: impl Fn(NodeId, NodeId, NodeId) -> bool,
         now: Micros,
     ) {
         for (node, word) in words {
@@ -180,7 +187,7 @@ impl Homing {
                 continue;
             }
             self.used.insert(node, word);
-            if before.is_some_and(|before| before.1 != word.1) && home(node) == Some(word.1) {
+            if before.is_some_and(|before| before.1 != word.1 && is_taken(node, before.1, word.1)) {
                 self.others_took = Some(now);
             }
         }
@@ -236,10 +243,20 @@ mod tests {
             (3, word(3, 1), Some(7), None),
             (4, word(4, 1), Some(7), None),
             (5, word(5, ME), None, None),
+            // A stand-by.
             (6, word(6, 8), Some(7), None),
             (7, word(7, 7), Some(7), Some(7)),
+            (8, word(8, ME), Some(ME), Some(7)),
+            // It takes the node for its own, as this gateway does.
+            (9, word(9, 7), Some(ME), Some(9)),
         ] {
-            homing.looks([(3, heard)].into_iter(), |_| home, now);
+            let several = Several {
+                active: vec![ME, 1, 7],
+                homes: home.map(|home| (3, home)).into_iter().collect(),
+                acting: (Term::NONE, ME),
+            };
+            let is_taken = |node, before, to| several.is_taken(ME, node, before, to);
+            homing.looks([(3, heard)].into_iter(), is_taken, now);
             assert_eq!(homing.others_took, wanted, "at {now}");
         }
     }

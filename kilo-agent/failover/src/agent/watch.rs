@@ -89,7 +89,13 @@ impl Agent {
 
     /// Sends the probes that are due, and takes over from a gateway that is silent and whose members say so.
     pub(super) fn watches(&mut self, turn: &mut Turn<'_>) {
+        let me = self.place.me;
         let Some(gateway) = &mut self.gateway else { return };
+        if self.word.1 != me {
+            // What this node uses now is watched by its own packets.
+            gateway.watch.set_leader(None, turn.now);
+            return;
+        }
         gateway.watch.wake_up(&self.params, turn);
         let (Some(leader), Some((misses, since))) = (gateway.watch.leader, gateway.watch.missed()) else {
             return;

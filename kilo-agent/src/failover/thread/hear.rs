@@ -46,7 +46,8 @@ impl Thread {
     pub(super) fn is_link_down(&mut self, site: &Site, now: Micros) -> bool {
         let Some(links) = &self.links else { return false };
         let events = links.read(&site.needed);
-        if events.is_route_gone || events.is_lost {
+        // Where messages were lost a route may have gone, too: probes notice that, and a host may never have had one.
+        if events.is_route_gone {
             self.routes_due = self.routes_due.or(Some(now + ROUTE_RETURNS));
         }
         events.is_down || events.is_lost && site.needed.iter().any(|needed| !needed.is_up())
