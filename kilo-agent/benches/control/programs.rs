@@ -17,6 +17,8 @@ use crate::{
 
 const REPEAT: u32 = 200_000;
 const ROUNDS: usize = 9;
+/// `TC_ACT_SHOT`.
+const DROPPED: u32 = 2;
 /// `BPF_PROG_TEST_RUN` reads an Ethernet header where the WireGuard device has
 /// none: the first bytes of this source read as the EtherType of IPv4.
 const POD: [u8; 4] = [8, 0, 1, 2];
@@ -47,14 +49,16 @@ pub fn measure(figures: &mut Figures) {
 }
 
 /// Nanoseconds of one run: the median of rounds.
-fn time(dataplane: &mut Dataplane, program: &str, packet: &[u8]) -> f64 {
-    let classifier: &SchedClassifier = dataplane.program(program).unwrap();
+fn time(dataplane: &mut Dataplane, name: &str, packet: &[u8]) -> f64 {
+    let classifier: &SchedClassifier = dataplane.program(name).unwrap();
     let mut times: Vec<u128> = (0..ROUNDS)
         .map(|_| {
             let mut options = TestRunOptions::new();
             options.data_in = Some(packet);
             options.repeat = REPEAT;
-            classifier.test_run(options).unwrap().duration.as_nanos()
+            let run = classifier.test_run(options).unwrap();
+            assert_ne!(run.return_value, DROPPED, "{name} drops the packet that it is to carry");
+            run.duration.as_nanos()
         })
         .collect();
     times.sort_unstable();

@@ -452,7 +452,8 @@ const SEQUELS: [(&str, &str); 9] = [
 
 /// The least recently used entry goes before a table is full; and tables say nothing of pairs, whose packets
 /// are those of `bpf::relay`.
-const RARE: [&str; 5] = ["nat_map_full", "relay", "relay_limit", "relay_stranger", "relay_unbound"];
+const RARE: [&str; 6] =
+    ["nat_map_full", "relay", "relay_limit", "relay_stranger", "relay_unbound", "signal_ring_full"];
 
 /// In place of a name: the packet follows that of the line before.
 const SEQUEL: &str = "+";
