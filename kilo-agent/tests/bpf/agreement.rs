@@ -451,7 +451,7 @@ const SEQUELS: [(&str, &str); 9] = [
 ];
 
 /// The least recently used entry goes before a table is full; and tables say nothing of pairs, whose packets
-/// are those of `bpf::relay`.
+/// are those of `bpf::relay`. `bpf::signals` fills the ring.
 const RARE: [&str; 6] =
     ["nat_map_full", "relay", "relay_limit", "relay_stranger", "relay_unbound", "signal_ring_full"];
 
