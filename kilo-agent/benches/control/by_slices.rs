@@ -78,7 +78,7 @@ async fn follow(client: Client, own: String, slice: String, mut entries: Vec<Ent
         tokio::time::sleep(LOOK).await;
         let mut new = entry(&nodes.get(&own).await.unwrap());
         let known = entries.iter_mut().find(|known| known.name == own).unwrap();
-        // A heartbeat alone is no change of a slice.
+        // A heartbeat alone does not change a slice.
         (new.last_seen, new.resource_version) = (known.last_seen, known.resource_version.clone());
         if *known != new {
             println!("bench: the agent's own Node is another: {known:?}, now {new:?}");

@@ -49,7 +49,7 @@ impl Last {
         *self.0.lock().unwrap_or_else(PoisonError::into_inner) = Some(reading);
     }
 
-    /// It, if it is no older than this.
+    /// The reading, if it is not older than this.
     pub fn within(&self, age: Duration, now: Instant) -> Option<Reading> {
         let last = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let reading = last.as_ref().filter(|last| now.saturating_duration_since(last.at) < age)?;
