@@ -49,14 +49,14 @@ pub enum LogLevel {
 
 impl LogLevel {
     /// The filter for `tracing-subscriber` of a program with that crate of its own. Libraries say only what is wrong, and
-    /// everything when all is asked for; that of the API is silent: its errors reach us, and we say what they mean.
+    /// everything when all is asked for; those of the API are silent: their errors reach us, and we say what they mean.
     pub fn filter(self, program: &str) -> String {
         let level = self.directive();
         match self {
             Self::All | Self::None => level.to_owned(),
             _ => format!(
-                "warn,kube_client=off,{program}={level},kilo_agent={level},kilo_core={level},kilo_host={level},\
-                 kilo_ebpf={level}"
+                "warn,kube_client=off,kube_runtime=off,{program}={level},kilo_agent={level},kilo_core={level},\
+                 kilo_host={level},kilo_ebpf={level}"
             ),
         }
     }
