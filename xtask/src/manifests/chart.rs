@@ -11,16 +11,21 @@ const DIRECTORY: &str = "chart/kilo";
 const HEADER: &str =
     "{{- /* Made by `cargo xtask manifests` from the template of the manifests; do not edit. */}}\n";
 
+/// What the chart is made of: the template of the DaemonSets, and files of manifests/.
+pub struct Sources<'a> {
+    pub kilo: &'a str,
+    pub crds: &'a str,
+    pub validation: &'a str,
+    pub pod_monitor: &'a str,
+    pub rule: &'a str,
+    pub page_access: &'a str,
+    pub slices: &'a str,
+}
+
 /// Made files of the chart, by their path in manifests/. Values, their schema and helpers
 /// are written by hand.
-pub fn files(
-    kilo: &str,
-    crds: &str,
-    validation: &str,
-    pod_monitor: &str,
-    rule: &str,
-    page_access: &str,
-) -> Result<BTreeMap<String, String>> {
+pub fn files(sources: &Sources<'_>) -> Result<BTreeMap<String, String>> {
+    let &Sources { kilo, crds, validation, pod_monitor, rule, page_access, slices } = sources;
     let optional = |value: &str, text: &str| {
         let text = in_release(&text.replace(&format!("{IMAGE}:{VERSION}"), "{{ include \"kilo.image\" . }}"));
         format!("{HEADER}{{{{- if .Values.{value}.enabled }}}}\n{text}{{{{- end }}}}\n")
@@ -39,6 +44,7 @@ pub fn files(
         ("templates/kilo.yaml", HEADER.to_owned() + &translate(kilo)?),
         ("templates/peer-validation.yaml", optional("webhook", validation)),
         ("templates/page-access.yaml", optional("pageToken", page_access)),
+        ("templates/slices.yaml", optional("slices", slices)),
         ("templates/podmonitor.yaml", optional("podMonitor", pod_monitor)),
         ("templates/prometheusrule.yaml", optional("prometheusRule", rule)),
     ];

@@ -77,10 +77,10 @@ fn pod_spec(objects: &mut Objects) -> &mut Value {
     &mut objects.get_mut(&key).expect("the DaemonSet")["spec"]["template"]["spec"]
 }
 
-/// As the component and the chart's value make the agent's arguments.
-fn ask_for_tokens(objects: &mut Objects) {
+/// As components and the chart's values make the agent's arguments.
+fn add_argument(objects: &mut Objects, argument: &str) {
     let args = &mut pod_spec(objects)["containers"][0]["args"];
-    args.as_sequence_mut().unwrap().push("--page-access=token".into());
+    args.as_sequence_mut().unwrap().push(argument.into());
 }
 
 /// What docs/install.md says of the component: the flag, a capability, and the host's lock.
@@ -127,7 +127,7 @@ fn components_add_what_they_are_named_after() {
     let mut components: Vec<_> =
         components.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
     components.sort();
-    let tried = ["forward-rules", "ipv6", "monitoring", "own-node", "page-access", "webhook"];
+    let tried = ["forward-rules", "ipv6", "monitoring", "own-node", "page-access", "slices", "webhook"];
     assert_eq!(components, tried, "a component that is not tried below");
     let page = fs::read_to_string(directory().join("../docs/install.md")).unwrap();
     for component in tried {
@@ -146,8 +146,11 @@ fn components_add_what_they_are_named_after() {
     assert_same(&build("webhook"), &with("peer-validation.yaml"), "webhook");
     assert_same(&build("own-node"), &with("own-node.yaml"), "own-node");
     let mut wanted = with("components/page-access/rbac.yaml");
-    ask_for_tokens(&mut wanted);
+    add_argument(&mut wanted, "--page-access=token");
     assert_same(&build("page-access"), &wanted, "page-access");
+    let mut wanted = with("slices.yaml");
+    add_argument(&mut wanted, "--slices=auto");
+    assert_same(&build("slices"), &wanted, "slices");
 
     let mut wanted = plain.clone();
     forward_rules(&mut wanted);
@@ -210,11 +213,14 @@ fn the_chart_makes_what_the_single_files_say() {
         "podMonitor.enabled=true",
         "prometheusRule.enabled=true",
         "pageToken.enabled=true",
+        "slices.enabled=true",
     ];
     wanted.extend(manifest("components/page-access/rbac.yaml"));
-    ask_for_tokens(&mut wanted);
+    add_argument(&mut wanted, "--page-access=token");
+    wanted.extend(manifest("slices.yaml"));
+    add_argument(&mut wanted, "--slices=auto");
     let made = chart(&helm, &values).unwrap();
-    assert_same(&made, &wanted, "webhook, PodMonitor, PrometheusRule and tokens for the page");
+    assert_same(&made, &wanted, "webhook, PodMonitor, PrometheusRule, tokens for the page and slices");
 }
 
 #[test]

@@ -55,6 +55,8 @@ async fn the_agents_account_may_do_what_the_agent_does_and_nothing_else() {
     refused("reading Events", events.list(&ListParams::default()).await);
     let (elsewhere, about_node) = event("kube-system");
     refused("Events elsewhere", elsewhere.create(&PostParams::default(), &about_node).await);
+    let slices: Api<NodeSlice> = Api::all(client.clone());
+    refused("reading slices, which slices.yaml allows", slices.list(&ListParams::default()).await);
     let daemon_sets: Api<DaemonSet> = Api::namespaced(client.clone(), "kube-system");
     assert!(daemon_sets.get_opt("kilo").await.unwrap().is_none(), "its own, which may not be there");
     refused("reading another DaemonSet", daemon_sets.get("kube-proxy").await);

@@ -38,7 +38,7 @@ use kilo_agent::{
     timestamp::Timestamp,
 };
 use kilo_core::{
-    objects::{Published, peer::Peer},
+    objects::{Published, peer::Peer, slices::NodeSlice},
     wireguard::key::PublicKey,
 };
 use kilo_host::{dataplane, wireguard::PeerStatus};
