@@ -136,6 +136,7 @@ fn render() -> Result<BTreeMap<String, String>> {
         pod_monitor: &pod_monitor,
         rule: &rule,
         page_access: PAGE_ACCESS,
+        own_node: OWN_NODE,
         slices: SLICES,
     })?);
     files.insert("components/page-access/rbac.yaml".to_owned(), PAGE_ACCESS.to_owned());

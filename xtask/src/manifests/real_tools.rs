@@ -175,13 +175,37 @@ fn components_add_what_they_are_named_after() {
 
 /// `helm template` with these values.
 fn chart(helm: &PathBuf, values: &[&str]) -> Result<Objects, String> {
+    chart_with(helm, values, &["--namespace=kube-system"])
+}
+
+fn chart_with(helm: &PathBuf, values: &[&str], flags: &[&str]) -> Result<Objects, String> {
     let mut command = Command::new(helm);
-    command.args(["template", "kilo", "--namespace=kube-system", "--include-crds"]);
+    command.args(["template", "kilo", "--include-crds"]).args(flags);
     command.arg(directory().join("chart/kilo"));
     for value in values {
         command.args(["--set", value]);
     }
     run(&mut command).map(|text| objects(&text))
+}
+
+#[test]
+fn the_charts_policy_names_the_releases_account_where_the_api_server_knows_policies() {
+    let Some(helm) = tool(Tool::Helm) else { return };
+    let policy = ("ValidatingAdmissionPolicy".to_owned(), String::new(), "kilo-own-node".to_owned());
+    let served = "--api-versions=admissionregistration.k8s.io/v1/ValidatingAdmissionPolicy";
+    let values = ["ownNode.enabled=true"];
+    let plain = chart(&helm, &[]).unwrap();
+    let mut wanted = plain.clone();
+    wanted.extend(manifest("own-node.yaml"));
+    let made = chart_with(&helm, &values, &["--namespace=kube-system", served]).unwrap();
+    assert_same(&made, &wanted, "ownNode");
+    let made = chart_with(&helm, &[], &["--namespace=kube-system", served]).unwrap();
+    assert_same(&made, &plain, "by default");
+    let made = chart(&helm, &values).unwrap();
+    assert_same(&made, &plain, "an API server without policies");
+    let made = chart_with(&helm, &values, &["--namespace=mesh", served]).unwrap();
+    let condition = &made[&policy]["spec"]["matchConditions"][0]["expression"];
+    assert_eq!(condition, "request.userInfo.username == 'system:serviceaccount:mesh:kilo'");
 }
 
 #[test]
