@@ -200,6 +200,15 @@ pub fn succeeds<T>(what: &str, code: impl Fn() -> Result<T>) -> Result<T> {
     tried(what, code, anyhow::Error::is::<InClear>)
 }
 
+/// What a check showed, when all was put back after it. Of two errors the first counts, but packets in clear before
+/// everything else: a check that saw some gets no second try.
+fn both<T>(shown: Result<T>, put_back: Result<()>) -> Result<T> {
+    match put_back {
+        Err(error) if error.is::<InClear>() => Err(error),
+        put_back => shown.and_then(|shown| put_back.map(|()| shown)),
+    }
+}
+
 /// Tries for a minute, or until an error that no later try mends.
 fn tried<T>(
     what: &str,
@@ -242,5 +251,15 @@ mod tests {
         let error = succeeds("it passes", || after(&tries, in_clear())).unwrap_err();
         assert!(error.is::<InClear>(), "{error:#}");
         assert_eq!(tries.get(), 1);
+    }
+
+    #[test]
+    fn packets_in_clear_count_before_another_error() {
+        let text = |result: Result<&'static str>| result.map_err(|error| error.to_string());
+        let wrong = || Err(anyhow!("wrong"));
+        assert_eq!(text(both(Ok("shown"), Ok(()))), Ok("shown"));
+        assert_eq!(text(both(Ok("shown"), wrong())), Err("wrong".to_owned()));
+        assert_eq!(text(both(Err(anyhow!("first")), wrong())), Err("first".to_owned()));
+        assert!(both::<()>(wrong(), network::none_in_clear(1)).unwrap_err().is::<InClear>());
     }
 }
