@@ -66,6 +66,7 @@ fn fragment(name: &str) -> Result<&'static str> {
         "header" => "",
         "args" => include_str!("chart/args.tpl"),
         "resources" => include_str!("chart/resources.tpl"),
+        "seccomp" => include_str!("chart/seccomp.tpl"),
         other => bail!("nothing is known to put in the place of `helm: {other}`"),
     })
 }

@@ -83,6 +83,13 @@ fn add_argument(objects: &mut Objects, argument: &str) {
     args.as_sequence_mut().unwrap().push(argument.into());
 }
 
+/// Gives the agent the runtime's default profile, as the component and the chart's value do.
+fn confine(objects: &mut Objects) {
+    let profile = &mut pod_spec(objects)["containers"][0]["securityContext"]["seccompProfile"]["type"];
+    assert_eq!(*profile, "Unconfined");
+    *profile = "RuntimeDefault".into();
+}
+
 /// What docs/install.md says of the component: the flag, a capability, and the host's lock.
 fn forward_rules(objects: &mut Objects) {
     let spec = pod_spec(objects);
@@ -127,7 +134,8 @@ fn components_add_what_they_are_named_after() {
     let mut components: Vec<_> =
         components.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
     components.sort();
-    let tried = ["forward-rules", "ipv6", "monitoring", "own-node", "page-access", "slices", "webhook"];
+    let tried =
+        ["forward-rules", "ipv6", "monitoring", "own-node", "page-access", "seccomp", "slices", "webhook"];
     assert_eq!(components, tried, "a component that is not tried below");
     let page = fs::read_to_string(directory().join("../docs/install.md")).unwrap();
     for component in tried {
@@ -152,6 +160,9 @@ fn components_add_what_they_are_named_after() {
     add_argument(&mut wanted, "--slices=auto");
     assert_same(&build("slices"), &wanted, "slices");
 
+    let mut wanted = plain.clone();
+    confine(&mut wanted);
+    assert_same(&build("seccomp"), &wanted, "seccomp");
     let mut wanted = plain.clone();
     forward_rules(&mut wanted);
     assert_same(&build("forward-rules"), &wanted, "forward-rules");
@@ -238,13 +249,19 @@ fn the_chart_makes_what_the_single_files_say() {
         "prometheusRule.enabled=true",
         "pageToken.enabled=true",
         "slices.enabled=true",
+        "seccompProfile=RuntimeDefault",
     ];
     wanted.extend(manifest("components/page-access/rbac.yaml"));
     add_argument(&mut wanted, "--page-access=token");
     wanted.extend(manifest("slices.yaml"));
     add_argument(&mut wanted, "--slices=auto");
+    confine(&mut wanted);
     let made = chart(&helm, &values).unwrap();
-    assert_same(&made, &wanted, "webhook, PodMonitor, PrometheusRule, tokens for the page and slices");
+    assert_same(
+        &made,
+        &wanted,
+        "webhook, PodMonitor, PrometheusRule, tokens for the page, slices and seccomp",
+    );
 }
 
 #[test]
@@ -282,7 +299,14 @@ fn the_charts_values_reach_the_agent_and_wrong_ones_are_refused() {
     let made = chart(&helm, &[&digest]).unwrap();
     let image = made[&key]["spec"]["template"]["spec"]["containers"][0]["image"].as_str().unwrap().to_owned();
     assert!(image.starts_with("kilo-ebpf/kilo@sha256:"), "{image}");
-    for wrong in ["granularity=continent", "platform=vms", "mode=calico", "port=0", "graularity=full"] {
+    for wrong in [
+        "seccompProfile=Localhost",
+        "granularity=continent",
+        "platform=vms",
+        "mode=calico",
+        "port=0",
+        "graularity=full",
+    ] {
         let refusal = chart(&helm, &[wrong]).unwrap_err();
         assert!(refusal.contains("schema"), "{wrong}: {refusal}");
     }
