@@ -24,8 +24,8 @@ use kube::{
 use serde_json::json;
 
 use crate::{
-    accounts::account,
-    api::{ADMIN, ApiServer, apply, apply_crds, create_node, manifest, until, until_may},
+    accounts::{account, grant},
+    api::{ADMIN, ApiServer, apply_crds, create_node, until, until_may},
     wait::task as wait,
 };
 
@@ -54,6 +54,7 @@ impl Cluster {
         let admin = server.client(ADMIN).await;
         apply_crds(&admin).await;
         let kubeconfig = account(&server, "kilo-kubeadm.yaml", "kube-system", "kilo").await;
+        grant(&server, "slices.yaml", "kube-system", "kilo").await;
         let (nodes_api, slices) = (Api::all(admin.clone()), Api::all(admin.clone()));
         let cluster = Self { server, admin, nodes: nodes_api, slices, kubeconfig };
         for number in 0..nodes {
@@ -281,19 +282,13 @@ async fn without_rights_or_crd_agents_read_nodes_as_before() {
     let Some(server) = ApiServer::start().await else { return };
     let admin = server.client(ADMIN).await;
     apply_crds(&admin).await;
-    // The ClusterRole of before, the CRD of now.
+    // The ClusterRole without manifests/slices.yaml, and the CRD.
     let kubeconfig = account(&server, "kilo-kubeadm.yaml", "kube-system", "kilo").await;
-    let mut role = manifest("kilo-kubeadm.yaml")
-        .into_iter()
-        .find(|object| object.types.as_ref().unwrap().kind == "ClusterRole")
-        .unwrap();
-    let rules = role.data["rules"].as_array_mut().unwrap();
-    rules.retain(|rule| rule["resources"] != json!(["nodeslices"]));
-    apply(&admin, &role, false).await.unwrap();
     create_node(&admin, "old-a", &[]).await;
     create_node(&admin, "old-b", &[]).await;
     let user = "system:serviceaccount:kube-system:kilo";
     until_may(&admin, user, ("list", "kilo.squat.ai", "nodeslices"), ("", ""), false).await;
+    until_may(&admin, user, ("get", "coordination.k8s.io", "leases"), ("kube-system", LEASE), false).await;
     let start = async || {
         let client = kubernetes::client(Some(&kubeconfig), None).await.unwrap();
         let from = NodesFrom::Slices { namespace: "kube-system".to_owned() };

@@ -397,6 +397,18 @@ fn without_capabilities_it_says_which_and_leaves_nothing() {
     assert!(!said.contains("LEFT"), "{said}");
 }
 
+/// What docs/security.md says of this right. When it loads without, the manifests need not give it.
+#[test]
+fn without_perfmon_the_verifier_refuses_the_programs() {
+    let directory = tempfile::tempdir().unwrap();
+    fs::write(directory.path().join("n1.yaml"), NODE).unwrap();
+    let drop = "setpriv --no-new-privs --inh-caps=-all --bounding-set=-all,+net_admin,+bpf,+dac_override";
+    let Some((success, said)) = isolated(directory.path(), drop, "") else { return };
+    assert!(!success && said.contains("attempt to corrupt spilled pointer"), "{said}");
+    assert!(said.contains("CAP_PERFMON"), "{said}");
+    assert!(!said.contains("LEFT"), "{said}");
+}
+
 #[test]
 fn a_kernel_without_wireguard_is_said_so_and_nothing_is_left() {
     let directory = tempfile::tempdir().unwrap();

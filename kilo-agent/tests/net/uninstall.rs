@@ -55,7 +55,10 @@ fn uninstall(flags: &[&str]) -> (bool, String) {
         .iter()
         .map(|capability| format!(",+{}", capability.to_lowercase()))
         .collect();
-    let keep: String = list(&container["volumeMounts"], "mountPath")
+    let mut mounts = container["volumeMounts"].clone();
+    // A token for the API server.
+    mounts.as_sequence_mut().unwrap().retain(|mount| mount["readOnly"] != true);
+    let keep: String = list(&mounts, "mountPath")
         .iter()
         .map(|path| path.replace("/etc/cni/net.d", "/run/cni"))
         .map(|path| format!("[ -e {path} ] || touch {path}; mount --bind {path} {path}; "))

@@ -19,6 +19,12 @@ use crate::api::{ADMIN, ApiServer, apply, manifest, until_may};
 /// Applies a role, its binding and its account, and returns a configuration
 /// with a token of that account, as a pod would have it.
 pub async fn account(server: &ApiServer, file: &str, namespace: &str, account: &str) -> PathBuf {
+    grant(server, file, namespace, account).await;
+    token_of(server, namespace, account).await
+}
+
+/// Applies the roles and bindings of a manifest, and waits until the account has what they allow.
+pub async fn grant(server: &ApiServer, file: &str, namespace: &str, account: &str) {
     let admin = server.client(ADMIN).await;
     for object in manifest(file) {
         let roles = [
@@ -35,7 +41,6 @@ pub async fn account(server: &ApiServer, file: &str, namespace: &str, account: &
         }
     }
     until_bound(&admin, &format!("system:serviceaccount:{namespace}:{account}"), file).await;
-    token_of(server, namespace, account).await
 }
 
 /// A configuration with a token of this account.

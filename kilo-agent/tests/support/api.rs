@@ -353,20 +353,29 @@ pub async fn apply_crds(client: &Client) {
     .await;
 }
 
-/// Gives the user [`AGENT`] the rights of the shipped ClusterRole, and no others; returns that role.
+/// Gives the user [`AGENT`] the rights of the shipped ClusterRole and of the Role for Events, and no others; returns the former.
 pub async fn grant_agent(admin: &Client) -> DynamicObject {
-    let role = manifest("kilo-kubeadm.yaml")
-        .into_iter()
-        .find(|object| object.types.as_ref().is_some_and(|types| types.kind == "ClusterRole"))
-        .unwrap();
-    apply(admin, &role, false).await.unwrap();
-    let binding = serde_json::json!({
-        "apiVersion": "rbac.authorization.k8s.io/v1", "kind": "ClusterRoleBinding", "metadata": { "name": "agent" },
-        "roleRef": { "apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": role.metadata.name },
-        "subjects": [{ "apiGroup": "rbac.authorization.k8s.io", "kind": "User", "name": AGENT }],
-    });
-    apply(admin, &serde_json::from_value(binding).unwrap(), false).await.unwrap();
+    let find = |kind: &str, name: &str| {
+        let is_wanted = |object: &DynamicObject| {
+            object.types.as_ref().is_some_and(|types| types.kind == kind)
+                && object.metadata.name.as_deref() == Some(name)
+        };
+        manifest("kilo-kubeadm.yaml").into_iter().find(is_wanted).unwrap()
+    };
+    let (role, events) = (find("ClusterRole", "kilo"), find("Role", "kilo-events"));
+    for role in [&role, &events] {
+        apply(admin, role, false).await.unwrap();
+        let kind = &role.types.as_ref().unwrap().kind;
+        let binding = serde_json::json!({
+            "apiVersion": "rbac.authorization.k8s.io/v1", "kind": format!("{kind}Binding"),
+            "metadata": { "name": "agent", "namespace": role.metadata.namespace },
+            "roleRef": { "apiGroup": "rbac.authorization.k8s.io", "kind": kind, "name": role.metadata.name },
+            "subjects": [{ "apiGroup": "rbac.authorization.k8s.io", "kind": "User", "name": AGENT }],
+        });
+        apply(admin, &serde_json::from_value(binding).unwrap(), false).await.unwrap();
+    }
     until_may(admin, AGENT, ("list", "", "nodes"), ("", ""), true).await;
+    until_may(admin, AGENT, ("create", "", "events"), ("default", ""), true).await;
     role
 }
 

@@ -23,7 +23,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Result, bail};
 
 use super::{Cluster, matrix, network, until};
-use crate::report::TestOutcome;
+use crate::report::{InClear, TestOutcome};
 use logs::{ANYTHING, AWAY, BOOTS, Causes, ENDED, LEADERS, Logs};
 
 /// One check: its name, what it does, and whether it is left to `--all`.
@@ -188,9 +188,78 @@ pub fn settled(cluster: &Cluster) -> Result<()> {
     succeeds("everybody reaches everybody", || everybody(cluster)).map(drop)
 }
 
-/// Tries for a minute; the error of the last try.
+/// As [`settled`], where Kilo in Go runs or has just stopped: it takes its routes away first, and what pods send then, it
+/// does not keep in.
+pub fn settled_beside_kilo(cluster: &Cluster) -> Result<()> {
+    tried("everybody reaches everybody", || everybody(cluster), |_| false).map(drop)
+}
+
+/// Tries for a minute; the error of the last try, or the first that says that packets were in clear: they stay sent,
+/// whatever comes later.
 pub fn succeeds<T>(what: &str, code: impl Fn() -> Result<T>) -> Result<T> {
+    tried(what, code, anyhow::Error::is::<InClear>)
+}
+
+/// What a check showed, when all was put back after it. Of two errors the first counts, but packets in clear before
+/// everything else: a check that saw some gets no second try.
+fn both<T>(shown: Result<T>, put_back: Result<()>) -> Result<T> {
+    match put_back {
+        Err(error) if error.is::<InClear>() => Err(error),
+        put_back => shown.and_then(|shown| put_back.map(|()| shown)),
+    }
+}
+
+/// Tries for a minute, or until an error that no later try mends.
+fn tried<T>(
+    what: &str,
+    code: impl Fn() -> Result<T>,
+    is_final: impl Fn(&anyhow::Error) -> bool,
+) -> Result<T> {
     let mut last = None;
-    let done = until(what, Duration::from_secs(60), || code().map_err(|error| last = Some(error)).ok());
-    done.map_err(|error| last.unwrap_or(error))
+    let ended = until(what, Duration::from_secs(60), || match code() {
+        Err(error) if !is_final(&error) => {
+            last = Some(error);
+            None
+        }
+        ended => Some(ended),
+    });
+    ended.unwrap_or_else(|error| Err(last.unwrap_or(error)))
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "tests")]
+mod tests {
+    use std::cell::Cell;
+
+    use anyhow::{Context as _, anyhow};
+
+    use super::*;
+
+    /// Fails first, and then no more.
+    fn after(tries: &Cell<u32>, failure: Result<()>) -> Result<()> {
+        tries.set(tries.get() + 1);
+        if tries.get() == 1 { failure } else { Ok(()) }
+    }
+
+    #[test]
+    fn packets_in_clear_are_not_tried_again_and_all_else_is() {
+        let tries = Cell::new(0);
+        succeeds("it passes", || after(&tries, Err(anyhow!("not yet")))).unwrap();
+        assert_eq!(tries.get(), 2);
+        let tries = Cell::new(0);
+        let in_clear = || network::none_in_clear(3).context("an agent was away");
+        let error = succeeds("it passes", || after(&tries, in_clear())).unwrap_err();
+        assert!(error.is::<InClear>(), "{error:#}");
+        assert_eq!(tries.get(), 1);
+    }
+
+    #[test]
+    fn packets_in_clear_count_before_another_error() {
+        let text = |result: Result<&'static str>| result.map_err(|error| error.to_string());
+        let wrong = || Err(anyhow!("wrong"));
+        assert_eq!(text(both(Ok("shown"), Ok(()))), Ok("shown"));
+        assert_eq!(text(both(Ok("shown"), wrong())), Err("wrong".to_owned()));
+        assert_eq!(text(both(Err(anyhow!("first")), wrong())), Err("first".to_owned()));
+        assert!(both::<()>(wrong(), network::none_in_clear(1)).unwrap_err().is::<InClear>());
+    }
 }

@@ -150,7 +150,7 @@ const ALERTS: &[Alert] = &[
         hold: "10m",
         remedy: "Without a writer agents go back to reading all Nodes within minutes, and nothing else is lost. The Lease \
                  `kilo-node-slices` beside the agents says who wrote last; the log of that node and of those of the control plane \
-                 says why they do not: mostly the rules for `nodeslices` and `leases` of the manifests are missing.",
+                 says why they do not: mostly the rules and the Lease of `manifests/slices.yaml` are missing.",
         fires: &[
             (r#"kilo_slices_wanted{instance="a1"}"#, "1x60"),
             (r#"kilo_slices_writer{instance="a1"}"#, "0x60"),

@@ -11,22 +11,35 @@ const DIRECTORY: &str = "chart/kilo";
 const HEADER: &str =
     "{{- /* Made by `cargo xtask manifests` from the template of the manifests; do not edit. */}}\n";
 
+/// What an API server has to serve for own-node.yaml.
+const POLICY: &str = "admissionregistration.k8s.io/v1/ValidatingAdmissionPolicy";
+
+/// What the chart is made of: the template of the DaemonSets, and files of manifests/.
+pub struct Sources<'a> {
+    pub kilo: &'a str,
+    pub crds: &'a str,
+    pub validation: &'a str,
+    pub pod_monitor: &'a str,
+    pub rule: &'a str,
+    pub page_access: &'a str,
+    pub own_node: &'a str,
+    pub slices: &'a str,
+}
+
 /// Made files of the chart, by their path in manifests/. Values, their schema and helpers
 /// are written by hand.
-pub fn files(
-    kilo: &str,
-    crds: &str,
-    validation: &str,
-    pod_monitor: &str,
-    rule: &str,
-    page_access: &str,
-) -> Result<BTreeMap<String, String>> {
-    let optional = |value: &str, text: &str| {
+pub fn files(sources: &Sources<'_>) -> Result<BTreeMap<String, String>> {
+    let &Sources { kilo, crds, validation, pod_monitor, rule, page_access, own_node, slices } = sources;
+    let optional_if = |condition: &str, text: &str| {
         let text = in_release(&text.replace(&format!("{IMAGE}:{VERSION}"), "{{ include \"kilo.image\" . }}"));
-        format!("{HEADER}{{{{- if .Values.{value}.enabled }}}}\n{text}{{{{- end }}}}\n")
+        format!("{HEADER}{{{{- if {condition} }}}}\n{text}{{{{- end }}}}\n")
     };
+    let optional = |value: &str, text: &str| optional_if(&format!(".Values.{value}.enabled"), text);
+    // A cluster that does not know the kind gets everything else.
+    let policy = format!("and .Values.ownNode.enabled (.Capabilities.APIVersions.Has \"{POLICY}\")");
     ensure!(!validation.contains("{{"), "peer-validation.yaml holds a Helm action");
     ensure!(!rule.contains("{{"), "prometheusrule.yaml holds a Helm action");
+    ensure!(!own_node.contains("{{"), "own-node.yaml holds a Helm action");
     let chart = format!(
         "# Made by `cargo xtask manifests`; do not edit.\napiVersion: v2\nname: kilo\n\
          description: A multi-location network for Kubernetes, WireGuard between locations, eBPF inside them.\n\
@@ -39,6 +52,8 @@ pub fn files(
         ("templates/kilo.yaml", HEADER.to_owned() + &translate(kilo)?),
         ("templates/peer-validation.yaml", optional("webhook", validation)),
         ("templates/page-access.yaml", optional("pageToken", page_access)),
+        ("templates/own-node.yaml", optional_if(&policy, own_node)),
+        ("templates/slices.yaml", optional("slices", slices)),
         ("templates/podmonitor.yaml", optional("podMonitor", pod_monitor)),
         ("templates/prometheusrule.yaml", optional("prometheusRule", rule)),
     ];
@@ -51,6 +66,7 @@ fn fragment(name: &str) -> Result<&'static str> {
         "header" => "",
         "args" => include_str!("chart/args.tpl"),
         "resources" => include_str!("chart/resources.tpl"),
+        "seccomp" => include_str!("chart/seccomp.tpl"),
         other => bail!("nothing is known to put in the place of `helm: {other}`"),
     })
 }

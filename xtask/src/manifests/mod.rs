@@ -88,6 +88,7 @@ const BASE: Variant = variant("base", "Kilo's agent.", "other", None, Wireguard:
 const TEMPLATE: &str = include_str!("kilo.yaml");
 const PAGE_ACCESS: &str = include_str!("page-access.yaml");
 const OWN_NODE: &str = include_str!("own-node.yaml");
+const SLICES: &str = include_str!("slices.yaml");
 /// Name of the image in the manifests, without a tag.
 pub const IMAGE: &str = "kilo-ebpf/kilo";
 const VERSION: &str = env!("CARGO_PKG_VERSION");
@@ -128,10 +129,24 @@ fn render() -> Result<BTreeMap<String, String>> {
     let written = |name: &str| fs::read_to_string(directory().join(name)).with_context(|| name.to_owned());
     let (crds, pod_monitor) = (written("crds.yaml")?, written("podmonitor.yaml")?);
     let rule = alerts::prometheus_rule();
-    files.extend(chart::files(TEMPLATE, &crds, &validation, &pod_monitor, &rule, PAGE_ACCESS)?);
+    files.extend(chart::files(&chart::Sources {
+        kilo: TEMPLATE,
+        crds: &crds,
+        validation: &validation,
+        pod_monitor: &pod_monitor,
+        rule: &rule,
+        page_access: PAGE_ACCESS,
+        own_node: OWN_NODE,
+        slices: SLICES,
+    })?);
     files.insert("components/page-access/rbac.yaml".to_owned(), PAGE_ACCESS.to_owned());
-    for file in ["own-node.yaml", "components/own-node/policy.yaml"] {
-        files.insert(file.to_owned(), OWN_NODE.to_owned());
+    for (file, text) in [
+        ("own-node.yaml", OWN_NODE),
+        ("components/own-node/policy.yaml", OWN_NODE),
+        ("slices.yaml", SLICES),
+        ("components/slices/rbac.yaml", SLICES),
+    ] {
+        files.insert(file.to_owned(), text.to_owned());
     }
     files.insert("base/kilo.yaml".to_owned(), base);
     files.insert("base/crds.yaml".to_owned(), crds);

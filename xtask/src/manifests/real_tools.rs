@@ -77,10 +77,17 @@ fn pod_spec(objects: &mut Objects) -> &mut Value {
     &mut objects.get_mut(&key).expect("the DaemonSet")["spec"]["template"]["spec"]
 }
 
-/// As the component and the chart's value make the agent's arguments.
-fn ask_for_tokens(objects: &mut Objects) {
+/// As components and the chart's values make the agent's arguments.
+fn add_argument(objects: &mut Objects, argument: &str) {
     let args = &mut pod_spec(objects)["containers"][0]["args"];
-    args.as_sequence_mut().unwrap().push("--page-access=token".into());
+    args.as_sequence_mut().unwrap().push(argument.into());
+}
+
+/// Gives the agent the runtime's default profile, as the component and the chart's value do.
+fn confine(objects: &mut Objects) {
+    let profile = &mut pod_spec(objects)["containers"][0]["securityContext"]["seccompProfile"]["type"];
+    assert_eq!(*profile, "Unconfined");
+    *profile = "RuntimeDefault".into();
 }
 
 /// What docs/install.md says of the component: the flag, a capability, and the host's lock.
@@ -127,7 +134,8 @@ fn components_add_what_they_are_named_after() {
     let mut components: Vec<_> =
         components.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
     components.sort();
-    let tried = ["forward-rules", "ipv6", "monitoring", "own-node", "page-access", "webhook"];
+    let tried =
+        ["forward-rules", "ipv6", "monitoring", "own-node", "page-access", "seccomp", "slices", "webhook"];
     assert_eq!(components, tried, "a component that is not tried below");
     let page = fs::read_to_string(directory().join("../docs/install.md")).unwrap();
     for component in tried {
@@ -146,9 +154,15 @@ fn components_add_what_they_are_named_after() {
     assert_same(&build("webhook"), &with("peer-validation.yaml"), "webhook");
     assert_same(&build("own-node"), &with("own-node.yaml"), "own-node");
     let mut wanted = with("components/page-access/rbac.yaml");
-    ask_for_tokens(&mut wanted);
+    add_argument(&mut wanted, "--page-access=token");
     assert_same(&build("page-access"), &wanted, "page-access");
+    let mut wanted = with("slices.yaml");
+    add_argument(&mut wanted, "--slices=auto");
+    assert_same(&build("slices"), &wanted, "slices");
 
+    let mut wanted = plain.clone();
+    confine(&mut wanted);
+    assert_same(&build("seccomp"), &wanted, "seccomp");
     let mut wanted = plain.clone();
     forward_rules(&mut wanted);
     assert_same(&build("forward-rules"), &wanted, "forward-rules");
@@ -172,13 +186,37 @@ fn components_add_what_they_are_named_after() {
 
 /// `helm template` with these values.
 fn chart(helm: &PathBuf, values: &[&str]) -> Result<Objects, String> {
+    chart_with(helm, values, &["--namespace=kube-system"])
+}
+
+fn chart_with(helm: &PathBuf, values: &[&str], flags: &[&str]) -> Result<Objects, String> {
     let mut command = Command::new(helm);
-    command.args(["template", "kilo", "--namespace=kube-system", "--include-crds"]);
+    command.args(["template", "kilo", "--include-crds"]).args(flags);
     command.arg(directory().join("chart/kilo"));
     for value in values {
         command.args(["--set", value]);
     }
     run(&mut command).map(|text| objects(&text))
+}
+
+#[test]
+fn the_charts_policy_names_the_releases_account_where_the_api_server_knows_policies() {
+    let Some(helm) = tool(Tool::Helm) else { return };
+    let policy = ("ValidatingAdmissionPolicy".to_owned(), String::new(), "kilo-own-node".to_owned());
+    let served = "--api-versions=admissionregistration.k8s.io/v1/ValidatingAdmissionPolicy";
+    let values = ["ownNode.enabled=true"];
+    let plain = chart(&helm, &[]).unwrap();
+    let mut wanted = plain.clone();
+    wanted.extend(manifest("own-node.yaml"));
+    let made = chart_with(&helm, &values, &["--namespace=kube-system", served]).unwrap();
+    assert_same(&made, &wanted, "ownNode");
+    let made = chart_with(&helm, &[], &["--namespace=kube-system", served]).unwrap();
+    assert_same(&made, &plain, "by default");
+    let made = chart(&helm, &values).unwrap();
+    assert_same(&made, &plain, "an API server without policies");
+    let made = chart_with(&helm, &values, &["--namespace=mesh", served]).unwrap();
+    let condition = &made[&policy]["spec"]["matchConditions"][0]["expression"];
+    assert_eq!(condition, "request.userInfo.username == 'system:serviceaccount:mesh:kilo'");
 }
 
 #[test]
@@ -210,11 +248,20 @@ fn the_chart_makes_what_the_single_files_say() {
         "podMonitor.enabled=true",
         "prometheusRule.enabled=true",
         "pageToken.enabled=true",
+        "slices.enabled=true",
+        "seccompProfile=RuntimeDefault",
     ];
     wanted.extend(manifest("components/page-access/rbac.yaml"));
-    ask_for_tokens(&mut wanted);
+    add_argument(&mut wanted, "--page-access=token");
+    wanted.extend(manifest("slices.yaml"));
+    add_argument(&mut wanted, "--slices=auto");
+    confine(&mut wanted);
     let made = chart(&helm, &values).unwrap();
-    assert_same(&made, &wanted, "webhook, PodMonitor, PrometheusRule and tokens for the page");
+    assert_same(
+        &made,
+        &wanted,
+        "webhook, PodMonitor, PrometheusRule, tokens for the page, slices and seccomp",
+    );
 }
 
 #[test]
@@ -252,7 +299,14 @@ fn the_charts_values_reach_the_agent_and_wrong_ones_are_refused() {
     let made = chart(&helm, &[&digest]).unwrap();
     let image = made[&key]["spec"]["template"]["spec"]["containers"][0]["image"].as_str().unwrap().to_owned();
     assert!(image.starts_with("kilo-ebpf/kilo@sha256:"), "{image}");
-    for wrong in ["granularity=continent", "platform=vms", "mode=calico", "port=0", "graularity=full"] {
+    for wrong in [
+        "seccompProfile=Localhost",
+        "granularity=continent",
+        "platform=vms",
+        "mode=calico",
+        "port=0",
+        "graularity=full",
+    ] {
         let refusal = chart(&helm, &[wrong]).unwrap_err();
         assert!(refusal.contains("schema"), "{wrong}: {refusal}");
     }

@@ -43,6 +43,20 @@ async fn the_agents_account_may_do_what_the_agent_does_and_nothing_else() {
         "patching a node's status beside another CNI",
         beside_flannel.patch_status("own", &PatchParams::default(), &Patch::Merge(json!({}))).await,
     );
+    let event = |namespace: &str| -> (Api<Event>, Event) {
+        let text = json!({
+            "metadata": { "name": "own.1", "namespace": namespace },
+            "involvedObject": { "kind": "Node", "name": "own" },
+        });
+        (Api::namespaced(client.clone(), namespace), serde_json::from_value(text).unwrap())
+    };
+    let (events, about_node) = event("default");
+    events.create(&PostParams::default(), &about_node).await.unwrap();
+    refused("reading Events", events.list(&ListParams::default()).await);
+    let (elsewhere, about_node) = event("kube-system");
+    refused("Events elsewhere", elsewhere.create(&PostParams::default(), &about_node).await);
+    let slices: Api<NodeSlice> = Api::all(client.clone());
+    refused("reading slices, which slices.yaml allows", slices.list(&ListParams::default()).await);
     let daemon_sets: Api<DaemonSet> = Api::namespaced(client.clone(), "kube-system");
     assert!(daemon_sets.get_opt("kilo").await.unwrap().is_none(), "its own, which may not be there");
     refused("reading another DaemonSet", daemon_sets.get("kube-proxy").await);

@@ -23,7 +23,7 @@ use k8s_openapi::{
         },
         apps::v1::{DaemonSet, Deployment},
         coordination::v1::Lease,
-        core::v1::{ConfigMap, Namespace, Node, Secret, Service, ServiceAccount},
+        core::v1::{ConfigMap, Event, Namespace, Node, Secret, Service, ServiceAccount},
         policy::v1::PodDisruptionBudget,
         rbac::v1::{ClusterRole, ClusterRoleBinding, Role, RoleBinding},
     },
@@ -38,7 +38,7 @@ use kilo_agent::{
     timestamp::Timestamp,
 };
 use kilo_core::{
-    objects::{Published, peer::Peer},
+    objects::{Published, peer::Peer, slices::NodeSlice},
     wireguard::key::PublicKey,
 };
 use kilo_host::{dataplane, wireguard::PeerStatus};

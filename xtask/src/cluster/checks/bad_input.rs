@@ -5,7 +5,7 @@ use std::{fs, time::Duration};
 
 use anyhow::{Context as _, Result};
 
-use super::{removal, settled};
+use super::{both, removal, settled};
 use crate::{
     cluster::{Cluster, deploy, node::Node, until},
     command::output,
@@ -27,8 +27,7 @@ pub fn everything(cluster: &Cluster) -> Result<String> {
     for (name, case) in cases {
         let result = case(cluster, node).with_context(|| name.to_owned());
         let settled = settle(cluster).with_context(|| format!("after {name}"));
-        let text = result?;
-        settled?;
+        let text = both(result, settled)?;
         said.push(format!("{name}: {text}"));
     }
     // Later checks read the logs of new pods.

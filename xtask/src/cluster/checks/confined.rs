@@ -32,23 +32,41 @@ pub fn as_named(cluster: &Cluster) -> Result<String> {
 fn of_pod(cluster: &Cluster, pod: &Value) -> Result<Vec<String>> {
     let node = cluster.node(pod["spec"]["nodeName"].as_str().context("it has no node")?)?;
     let mut said = Vec::new();
-    for container in pod["spec"]["containers"].as_array().into_iter().flatten() {
-        let name = container["name"].as_str().context("a container has no name")?;
-        let own = &container["securityContext"]["seccompProfile"]["type"];
-        let profile =
-            own.as_str().or_else(|| pod["spec"]["securityContext"]["seccompProfile"]["type"].as_str());
-        let profile = profile.context("no manifest names its seccomp profile")?;
-        let statuses = pod["status"]["containerStatuses"].as_array().into_iter().flatten();
-        let id = statuses
-            .filter(|status| status["name"] == name)
-            .find_map(|status| status["containerID"].as_str());
-        let id = id.context("it does not run")?.trim_start_matches("containerd://");
-        let added = added_filters(node, id)?;
-        let is_filtered = profile != "Unconfined";
-        ensure!((added > 0) == is_filtered, "{name} has {added} seccomp filters of its own with {profile}");
-        said.push(format!("{name} {profile}"));
+    for (containers, statuses) in
+        [("initContainers", "initContainerStatuses"), ("containers", "containerStatuses")]
+    {
+        for container in pod["spec"][containers].as_array().into_iter().flatten() {
+            let name = container["name"].as_str().context("a container has no name")?;
+            let own = &container["securityContext"]["seccompProfile"]["type"];
+            let profile =
+                own.as_str().or_else(|| pod["spec"]["securityContext"]["seccompProfile"]["type"].as_str());
+            let profile = profile.context("no manifest names its seccomp profile")?;
+            let status = pod["status"][statuses].as_array().into_iter().flatten();
+            let id = status
+                .filter(|status| status["name"] == name)
+                .find_map(|status| status["containerID"].as_str());
+            let id = id.context("it has not been started")?.trim_start_matches("containerd://");
+            let is_filtered = if containers == "containers" {
+                added_filters(node, id)? > 0
+            } else {
+                was_filtered(node, id)?
+            };
+            ensure!(
+                is_filtered == (profile != "Unconfined"),
+                "{name} with {profile}: a seccomp filter of its own is {is_filtered}"
+            );
+            said.push(format!("{name} {profile}"));
+        }
     }
     Ok(said)
+}
+
+/// Whether a container that has ended, and left no process to look at, was made with a seccomp filter.
+fn was_filtered(node: &Node, container: &str) -> Result<bool> {
+    let text = node.sh(&format!("ctr --namespace k8s.io containers info {container}"))?;
+    let made: Value = serde_json::from_str(&text)?;
+    ensure!(made["Spec"]["process"].is_object(), "containerd does not say how {container} was made: {text}");
+    Ok(made["Spec"]["linux"]["seccomp"].is_object())
 }
 
 /// How many seccomp filters a container's process has that its node has not: this machine may be in a container itself.

@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, bail};
 
-use super::{settled, succeeds};
+use super::{both, settled, succeeds};
 use crate::cluster::{Cluster, deploy, kubeadm, matrix, network, until};
 
 const LIMIT: Duration = Duration::from_secs(60);
@@ -16,9 +16,7 @@ const KUBERNETES: &str = "10.96.0.1";
 pub fn agents_start(cluster: &Cluster) -> Result<String> {
     let shown = without_kube_proxy(cluster);
     let back = put_back(cluster);
-    let shown = shown?;
-    back.context("kube-proxy comes back")?;
-    Ok(shown)
+    both(shown, back.context("kube-proxy comes back"))
 }
 
 fn without_kube_proxy(cluster: &Cluster) -> Result<String> {

@@ -2,10 +2,10 @@
 
 use std::{fs, time::Duration};
 
-use anyhow::{Context as _, Result, bail};
+use anyhow::{Context as _, Result, bail, ensure};
 
 use crate::{
-    cluster::{Cluster, deploy, network, until},
+    cluster::{Cluster, deploy, network, node::Node, until},
     command::output,
 };
 
@@ -41,15 +41,32 @@ fn delete_daemon_sets(cluster: &Cluster) -> Result<()> {
     Ok(())
 }
 
-/// Deletes what runs Kilo and applies the manifest; what each node said.
+/// Deletes what runs Kilo, takes it off one node by hand and off the others by the manifest; what each node said.
 fn remove(cluster: &Cluster) -> Result<String> {
     delete_daemon_sets(cluster)?;
+    let by_hand = by_hand(cluster.remote())?;
     deploy::apply_file(cluster, "uninstall.yaml")?;
     deploy::wait_rolled_out(cluster, "kilo-uninstall", 120)
         .with_context(|| logs(cluster).unwrap_or_default())?;
     let log = logs(cluster)?;
     forget(cluster)?;
-    every_node_said(cluster, &log)
+    let said = every_node_said(cluster, &format!("{log}\n{by_hand}"))?;
+    Ok(format!(
+        "{said}, {} of them by hand",
+        by_hand.lines().filter(|line| line.starts_with("removed:")).count()
+    ))
+}
+
+/// The command of docs/install.md on a node itself, with the kubelet's identity.
+fn by_hand(node: &Node) -> Result<String> {
+    install("kg", node, KG)?;
+    let identity = ["--kubeconfig", "/etc/kubernetes/kubelet.conf", "--hostname", node.name()];
+    let said = output(node.command(KG)?.arg("uninstall").args(identity).arg("--remove-cni"))
+        .with_context(|| format!("kg uninstall on {}", node.name()))?;
+    let wanted = format!("removed: annotations of node {}", node.name());
+    ensure!(said.contains(&wanted), "it does not say {wanted:?}:\n{said}");
+    nothing_is_left_on(node).context("after kg uninstall by hand")?;
+    Ok(said)
 }
 
 fn every_node_said(cluster: &Cluster, log: &str) -> Result<String> {
@@ -63,10 +80,17 @@ fn every_node_said(cluster: &Cluster, log: &str) -> Result<String> {
 
 /// Where [`install_kgctl`] puts it.
 pub const KGCTL: &str = "/opt/kgctl";
+/// Where the agent's program is for a run by hand.
+const KG: &str = "/opt/kg";
 
 /// Puts `kgctl` on the first node, whose administrator uses it.
 pub fn install_kgctl(cluster: &Cluster) -> Result<()> {
-    let (program, place) = (std::env::current_exe()?.with_file_name("kgctl"), cluster.first().path(KGCTL)?);
+    install("kgctl", cluster.first(), KGCTL)
+}
+
+/// Puts a program that was built here on a node.
+fn install(program: &str, node: &Node, place: &str) -> Result<()> {
+    let (program, place) = (std::env::current_exe()?.with_file_name(program), node.path(place)?);
     // One of an earlier run may still be there, of another build.
     let _ = fs::remove_file(&place);
     fs::copy(&program, &place).with_context(|| program.display().to_string())?;
@@ -94,16 +118,17 @@ pub fn by_kgctl(cluster: &Cluster) -> Result<String> {
 
 /// Nothing of ours is on any node.
 fn nothing_is_left(cluster: &Cluster) -> Result<()> {
-    for node in &cluster.nodes {
-        let left = node.sh(LEFT)?;
-        if !left.trim().is_empty() {
-            bail!("left on {}:\n{left}", node.name());
-        }
-    }
+    cluster.nodes.iter().try_for_each(nothing_is_left_on)?;
     let annotated = cluster.kubectl(&["get", "nodes", "-o", "jsonpath={.items[*].metadata.annotations}"])?;
     if annotated.contains("kilo.squat.ai/key") {
         bail!("annotations are left: {annotated}");
     }
+    Ok(())
+}
+
+fn nothing_is_left_on(node: &Node) -> Result<()> {
+    let left = node.sh(LEFT)?;
+    ensure!(left.trim().is_empty(), "left on {}:\n{left}", node.name());
     Ok(())
 }
 

@@ -39,8 +39,9 @@ pub fn delete_pods(cluster: &Cluster) -> Result<String> {
 pub fn set_image(cluster: &Cluster) -> Result<String> {
     while_talking(cluster, || {
         for image in [OTHER_TAG, IMAGE] {
-            let container = format!("kilo={}", image.trim_start_matches("docker.io/"));
-            cluster.kubectl(&["-n", "kube-system", "set", "image", "ds/kilo", &container])?;
+            // Init containers, too.
+            let containers = format!("*={}", image.trim_start_matches("docker.io/"));
+            cluster.kubectl(&["-n", "kube-system", "set", "image", "ds/kilo", &containers])?;
             deploy::wait_rolled_out(cluster, "kilo", 180)?;
         }
         Ok(())

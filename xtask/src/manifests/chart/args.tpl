@@ -16,6 +16,9 @@
 {{- if .Values.pageToken.enabled }}
             - --page-access=token
 {{- end }}
+{{- if .Values.slices.enabled }}
+            - --slices=auto
+{{- end }}
 {{- range .Values.extraArgs }}
             - {{ . | quote }}
 {{- end }}

@@ -160,7 +160,7 @@ pub(super) async fn run(context: Arc<Context>) {
         if denied.is_ok() && !std::mem::replace(&mut is_logged, true) {
             tracing::info!(
                 "slices are not in use: this account may not read NodeSlices, or the API server does not know \
-                 them; apply manifests/crds.yaml and the ClusterRole of manifests/"
+                 them; apply manifests/crds.yaml and manifests/slices.yaml"
             );
         }
         // Asked about seldom: nothing depends on it.

@@ -84,7 +84,11 @@ pub(super) async fn run(context: Arc<Context>) {
             Tried::Another => {}
             Tried::Refused(reason) => {
                 if !refused {
-                    tracing::info!(reason, "this agent cannot write the slices of nodes; another may");
+                    tracing::info!(
+                        reason,
+                        "this agent cannot write the slices of nodes; another may, with the rights and the Lease of \
+                         manifests/slices.yaml"
+                    );
                 }
                 (refused, pause) = (true, REFUSED.mul_f64(rand::random_range(0.8..1.2)));
             }
@@ -322,7 +326,7 @@ impl<'a> Writer<'a> {
                     self.context.report.failed();
                     tracing::warn!(
                         reason,
-                        "this account may not write NodeSlices; apply the ClusterRole of manifests/"
+                        "this account may not write NodeSlices; apply manifests/slices.yaml"
                     );
                     return Err(("the right to write slices is missing", RESIGNED));
                 }
