@@ -73,7 +73,7 @@ impl LogLevel {
     }
 }
 
-/// Text that is no duration in Go's syntax.
+/// Text that is not a duration in Go's syntax.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{0:?} is not a duration; write for example 30s, 1m30s or 500ms")]
 pub struct InvalidDuration(String);
@@ -110,7 +110,7 @@ pub fn parse_duration(text: &str) -> Result<Duration, InvalidDuration> {
     Duration::try_from_secs_f64(total).map_err(|_| invalid())
 }
 
-/// Text that is no truth value.
+/// Text that is neither true nor false.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{0:?} is neither true nor false")]
 pub struct InvalidBool(String);
@@ -130,7 +130,7 @@ pub fn parse_bool(text: &str) -> Result<bool, InvalidBool> {
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct PrefixList(Vec<IpNet>);
 
-/// Text in a list that is no prefix.
+/// Text in a list that is not a prefix.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{0:?} is not a valid prefix; write for example 10.96.0.0/12 or 10.96.0.0/12,fd00:96::/112")]
 pub struct InvalidPrefix(String);
@@ -151,7 +151,7 @@ impl PrefixList {
     }
 }
 
-/// Text that is no address to listen on.
+/// Text that is not an address to listen on.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{0:?} is not an address to listen on; write for example :1107, 127.0.0.1:1107 or [::1]:1107")]
 pub struct InvalidListen(String);
@@ -177,7 +177,7 @@ pub fn parse_listen(text: &str) -> Result<SocketAddr, InvalidListen> {
     }
 }
 
-/// Text that is no prefix.
+/// Text that is not a prefix.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{0:?} is not a valid prefix; write for example 10.4.0.0/16 or fd00:10::/64")]
 pub struct InvalidCidr(String);
@@ -187,7 +187,7 @@ pub fn parse_cidr(text: &str) -> Result<IpNet, InvalidCidr> {
     text.parse().map_err(|_| InvalidCidr(text.to_owned()))
 }
 
-/// Text that is no port.
+/// Text that is not a port.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{0:?} is not a valid port; possible values are 1 to 65535")]
 pub struct InvalidPort(String);
@@ -217,7 +217,7 @@ pub fn parse_rate(text: &str) -> Result<u16, InvalidNumber> {
     text.parse().map_err(|_| InvalidNumber { text: text.to_owned(), least: 0, most: u16::MAX })
 }
 
-/// Text that is no period of something that is done again and again.
+/// Text that is not the period of something that is done again and again.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error(transparent)]
 pub struct InvalidPeriod(#[from] InvalidDuration);
@@ -233,7 +233,7 @@ pub fn parse_period(text: &str) -> Result<Duration, InvalidPeriod> {
 /// Parses the interval of failover probes.
 ///
 /// # Errors
-/// When it is no duration, or outside 20 ms to 200 ms.
+/// When it is not a duration, or outside 20 ms to 200 ms.
 #[cfg(feature = "agent")]
 pub fn parse_failover_interval(text: &str) -> Result<kilo_failover::Params, String> {
     let interval = parse_duration(text).map_err(|error| error.to_string())?;

@@ -94,8 +94,7 @@ impl Leaving {
         if ends && attach == AttachMode::Clsact {
             tracing::info!(
                 seconds = ALONE.as_secs(),
-                "the host's /sys/fs/bpf is not mounted here, as in Kilo's own DaemonSet: programs are clsact \
-                 filters, which go on for this long after a stop, and Kilo's image can be restored without further \
+                "the host's /sys/fs/bpf is not mounted here, as in Kilo's own DaemonSet: programs are clsact filters, which stay for this long after a stop, and Kilo's image can be restored without further \
                  steps"
             );
         } else if ends {
@@ -142,7 +141,7 @@ impl Leaving {
         match self.successor?.kilos().await {
             Ok(kilos) => kilos.map(|image| format!("the DaemonSet now runs {image}")),
             Err(error @ SuccessorError::UnknownFlag { .. }) => {
-                tracing::error!(%error, "leaving everything in place: this host's traffic goes on without an agent");
+                tracing::error!(%error, "not handing this host over; everything stays in place, and traffic keeps flowing without an agent");
                 None
             }
             // Gone, or nobody to ask: as with any stop.
@@ -196,8 +195,7 @@ async fn leave_failover(client: Client, node: &str) {
             error,
             node,
             annotations,
-            "failed to remove this node's annotations of failover; other nodes believe that it takes part in failover \
-             until somebody removes them"
+            "failed to remove this node's failover annotations; other nodes assume that it takes part in failover until they are removed"
         );
     }
 }

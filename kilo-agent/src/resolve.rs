@@ -59,14 +59,14 @@ impl Resolver {
         Self { wait: PATIENCE, ..Self::default() }
     }
 
-    /// Asks for this host's own name; [`Self::own_addresses`] has the answer later.
+    /// Asks for this host's own name; [`Self::resolve_own`] has the answer later.
     pub fn ask_own(&mut self, hostname: &str) {
         self.own = Some(hostname.to_owned());
         self.start(hostname, OWN_NAME_COUNTS);
     }
 
-    /// Addresses of this host's own name, as far as known now.
-    pub async fn own_addresses(&mut self, hostname: &str) -> Vec<IpAddr> {
+    /// Resolves this host's own name, as far as its addresses are known now.
+    pub async fn resolve_own(&mut self, hostname: &str) -> Vec<IpAddr> {
         self.own = Some(hostname.to_owned());
         self.ask(&BTreeSet::from([hostname]), OWN_NAME_COUNTS).await;
         self.names.get(hostname).map(|name| name.addresses.clone()).unwrap_or_default()
@@ -200,11 +200,11 @@ mod tests {
         // As if it were under way with a silent name server.
         asked(&mut resolver, "slow");
         let started = Instant::now();
-        assert_eq!(resolver.own_addresses("slow").await, addresses(&[]));
+        assert_eq!(resolver.resolve_own("slow").await, addresses(&[]));
         assert!(started.elapsed() < PATIENCE / 2);
         resolver.answers.send(("slow".to_owned(), Ok(addresses(&[1])))).unwrap();
         resolver.changed().await;
-        assert_eq!(resolver.own_addresses("slow").await, addresses(&[1]));
+        assert_eq!(resolver.resolve_own("slow").await, addresses(&[1]));
     }
 
     #[test]

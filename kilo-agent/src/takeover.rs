@@ -70,8 +70,8 @@ impl Deadline {
 struct Reminder(Option<Instant>);
 
 impl Reminder {
-    /// Whether it is time to log it, for the first time or again.
-    fn is_due(&mut self, now: Instant) -> bool {
+    /// Returns whether it is time to log it, for the first time or again, and remembers that it is.
+    fn remind(&mut self, now: Instant) -> bool {
         let due = self.0.is_none_or(|last| now.saturating_duration_since(last) >= REMIND);
         if due {
             self.0 = Some(now);
@@ -127,7 +127,7 @@ pub async fn lock(state: &Path, interface: &str) -> Result<Lock, LockError> {
                 return Ok(lock);
             }
             Next::Fail(error) => return Err(error),
-            Next::Wait if !reminder.is_due(Instant::now()) => {}
+            Next::Wait if !reminder.remind(Instant::now()) => {}
             Next::Wait => {
                 tracing::warn!(
                     interface,
@@ -161,7 +161,7 @@ pub async fn address(listen: SocketAddr) -> io::Result<TcpListener> {
             Next::Fail(error) => return Err(error),
             Next::Wait => {
                 let first = !reminder.waits();
-                match reminder.is_due(Instant::now()) {
+                match reminder.remind(Instant::now()) {
                     true if first => {
                         tracing::info!(%listen, "prepared; taking this node over when Kilo's own agent stops");
                     }
@@ -194,7 +194,7 @@ pub async fn keep_annotations(client: Client, node: String) {
     tracing::info!(
         error,
         node,
-        "failed to keep Kilo's agent from removing this node's annotations; they are written again"
+        "failed to keep Kilo's agent from removing this node's annotations; this agent will write them again"
     );
 }
 
@@ -221,7 +221,7 @@ mod tests {
     fn who_waits_says_so_again_every_ten_minutes() {
         let (start, mut reminder) = (Instant::now(), Reminder::default());
         let due: Vec<_> =
-            [0, 1, 599, 600, 601, 1199, 1200].map(|s| reminder.is_due(start + Duration::from_secs(s))).into();
+            [0, 1, 599, 600, 601, 1199, 1200].map(|s| reminder.remind(start + Duration::from_secs(s))).into();
         assert_eq!(due, [true, false, false, true, false, false, true]);
     }
 

@@ -199,7 +199,7 @@ counted! {
         /// On a relay: more data from one end of a pair than it may send.
         RelayLimit = 50 => "relay_limit",
             "One end of a relayed pair sends more than --relay-rate of this relay: its tunnel carries as much, and TCP \
-             slows down. Raise the rate, or give the two locations a direct way (`kgctl status` names relayed \
+             slows down. Raise the rate, or give the two locations a direct path (`kgctl status` names relayed \
              tunnels). If neither location sends as much, somebody forges the packets of one.",
         /// The network marked the outer header as congested, and the inner packet cannot bear the mark.
         Congestion = 58 => "congestion",
@@ -222,7 +222,7 @@ counted! {
 mod tests {
     use super::*;
 
-    /// Indexes of reasons that are no more; no other reason gets them.
+    /// Indexes of former reasons; no other reason gets them.
     const RETIRED: &[u32] = &[37];
     /// Indexes that no reason has ever had; a new one takes the first of them.
     const FREE: &[u32] = &[52, 57];

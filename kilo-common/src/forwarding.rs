@@ -203,7 +203,7 @@ pub fn arrives_native<'a>(
 
 /// Where a packet from a node of the location goes on, as far as its destination says; `None` when it is not
 /// for this node. A node that is not a gateway refuses remote destinations, and a gateway what another one
-/// sends it in error: two nodes that take each other for the leader must not play ping-pong. `is_mine`: the
+/// sends it in error: two nodes that take each other for the leader must not send it to and fro. `is_mine`: the
 /// word of `lead` for this hop id names this node itself.
 #[inline(always)]
 pub fn disposition(

@@ -116,7 +116,7 @@ pub struct Header {
     pub location: u64,
 }
 
-/// Why bytes are no signal.
+/// Why bytes are not a signal.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Malformed {
     /// Another first byte, magic or version, or fewer bytes than a header has.

@@ -130,7 +130,7 @@ fn decide<O: Ip, const LINK: usize>(ctx: &TcContext, ip: &O) -> Verdict {
     }
     // SAFETY: entries are only replaced by the agent, and not freed while the program runs.
     let key = unsafe { SIGNAL_KEY.get(&address) }.ok_or(DropReason::UnknownSignal)?;
-    kernel::is_of(&header, key)?;
+    kernel::check_sender(&header, key)?;
     match taken {
         Taken::Answer => Ok(Act::of(ANSWER)),
         Taken::Agent => {
@@ -184,7 +184,7 @@ fn taken_from_tunnel<I: Ip>(ctx: &TcContext, config: &Config, ip: &I) -> Verdict
             if header.kind != Kind::Moved {
                 // SAFETY: entries are only replaced by the agent, and not freed while the program runs.
                 let key = unsafe { SIGNAL_KEY.get(&address) }.ok_or(DropReason::UnknownSignal)?;
-                kernel::is_of_gateway(&header, key)?;
+                kernel::check_gateway(&header, key)?;
             }
             from_code(heard(skb, &address, start, hook))
         }
@@ -261,7 +261,7 @@ fn answer_signal(skb: Skb, config: &Config, start: u32, v6: u32) -> i32 {
         // SAFETY: entries are only replaced by the agent, and not freed while the program runs.
         let key = unsafe { SIGNAL_KEY.get(&source) }.ok_or(DropReason::UnknownSignal)?;
         // Again, because the agent may have changed it meanwhile.
-        kernel::is_of(&header, key)?;
+        kernel::check_sender(&header, key)?;
         write_answer(&ctx, config, start, &header, key)
     });
     to_code(written.map(|()| Act::of(ANSWER)))

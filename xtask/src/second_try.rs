@@ -1,6 +1,6 @@
 //! A second try for tests with real processes, sockets and clocks: a machine
 //! that stands still for seconds fails one of a thousand. Each that needed it
-//! is named and counted; more than a few are no chance and get none, and packets in clear never do.
+//! is named and counted; more than a few are not chance, and get none, and packets in clear never do.
 
 use anyhow::Result;
 

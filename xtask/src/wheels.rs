@@ -64,7 +64,7 @@ impl Shipped {
 /// Downloads one package without those it depends on, and unpacks it.
 ///
 /// # Errors
-/// When it cannot be downloaded or is no wheel.
+/// When it cannot be downloaded or is not a wheel.
 pub fn unpack(package: &str, into: &Path) -> Result<()> {
     apt::install(&["python3-pip", "unzip"])?;
     run(Command::new("pip").args(["download", "--quiet", "--no-deps", "--dest"]).arg(into).arg(package))?;

@@ -65,7 +65,7 @@ pub struct Cluster {
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Unfit {
     /// Nothing is known about where its traffic would go.
-    #[error("cluster {0} has no node that is ready; look at `kgctl status`. Nothing was changed")]
+    #[error("cluster {0} has no ready node; see `kgctl status`. Nothing was changed")]
     NobodyReady(String),
     /// Leaders have published no address.
     #[error("no leader of cluster {0} has published its WireGuard address yet; try again in a minute")]

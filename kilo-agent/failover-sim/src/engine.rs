@@ -140,7 +140,7 @@ impl Sim {
     }
 
     /// From now on so many of the first gateways lead, and agents learn every second what objects say.
-    pub fn leads_with(&mut self, active: usize, until: Micros) {
+    pub fn set_active(&mut self, active: usize, until: Micros) {
         (self.active, self.led_by_first) = (active, active.max(1));
         for at in (1..until / SEC).map(|second| second * SEC) {
             for node in 0..self.hosts.len() {
@@ -151,7 +151,7 @@ impl Sim {
     }
 
     /// How many of the first gateways lead from `at` on.
-    pub fn leads_with_at(&mut self, active: usize, at: Micros) {
+    pub fn set_active_at(&mut self, active: usize, at: Micros) {
         self.at(at, Event::Active(active));
     }
 
@@ -220,14 +220,14 @@ impl Sim {
                 break;
             }
             self.now = next.at;
-            self.happens(next.event);
+            self.handle(next.event);
         }
         self.now = until;
         let of_member = self.down.iter().enumerate();
         let open: Vec<_> = of_member
             .flat_map(|(member, down)| down.iter().flatten().map(move |since| (member, *since)))
             .collect();
-        open.into_iter().for_each(|(member, since)| self.outage(member, since));
+        open.into_iter().for_each(|(member, since)| self.count_outage(member, since));
     }
 
     fn add_stalls(&mut self, until: Micros) {
@@ -246,7 +246,7 @@ impl Sim {
         self.queue.push(Reverse(Queued { at, number: self.number, event }));
     }
 
-    fn happens(&mut self, event: Event) {
+    fn handle(&mut self, event: Event) {
         match event {
             Event::Wake(node) => {
                 if self.hosts[node].wake == self.now {
@@ -302,15 +302,15 @@ impl Sim {
                     self.input(gateway, Input::Signal { from: far as u64, signal });
                 }
             }
-            Event::ToFar { gateway, far, bytes } => self.far_hears(gateway, far, &bytes),
-            Event::FarApplies { far } => self.far_applies(far),
-            Event::FarPlace(far) => self.far_plans(far),
-            Event::FarResume(far) => self.far_resumes(far),
-            Event::FarWake(far) => self.far_wakes(far),
-            Event::FarForgets(far) => self.far_forgets(far),
-            Event::Place(node) => self.place_is(node),
+            Event::ToFar { gateway, far, bytes } => self.far_hear(gateway, far, &bytes),
+            Event::FarApplies { far } => self.far_apply(far),
+            Event::FarPlace(far) => self.far_plan(far),
+            Event::FarResume(far) => self.far_resume(far),
+            Event::FarWake(far) => self.far_wake_up(far),
+            Event::FarForgets(far) => self.far_forget(far),
+            Event::Place(node) => self.set_place(node),
             Event::Active(active) => self.active = active,
-            Event::Packet => self.packet(),
+            Event::Packet => self.send_packet(),
             Event::FarProbe { far, gateway, nonce, back } => self.far_probe(far, gateway, nonce, back),
         }
     }
@@ -337,7 +337,7 @@ impl Sim {
             }
             Taken::Answer(answer) => self.lan_say(node, asker, &answer.into()),
             Taken::Obeys(answer) => {
-                self.word_is(node, before, said_at);
+                self.set_word(node, before, said_at);
                 self.lan_say(node, asker, &answer.into());
                 self.run_agent(node);
             }

@@ -50,7 +50,7 @@ fn watch(seed: u64, member: usize, noise: Noise, faults: Vec<Scheduled>, time: M
     let shape = Shape { nodes: 5, gateways: 3, fars: 1, delay: None, go: None };
     let mut sim = Sim::new(seed, shape, noise, Params::default());
     let until = START + time;
-    sim.sends(member, START, until);
+    sim.start_traffic(member, START, until);
     sim.run(Schedule::new(faults, until + SEC), START);
     let (sent, lost) =
         sim.traffic.as_ref().map_or((0, 0), |traffic| (traffic.sent, traffic.out.len() as u32));

@@ -72,9 +72,9 @@ pub fn shares(seed: u64, active: usize, what: What, log: bool) -> Shares {
     let run = |schedule: Schedule, changes_to: Option<usize>| {
         let mut sim = Sim::new(seed, shape, Noise::default(), Params::default());
         sim.log = log;
-        sim.leads_with(active, until);
+        sim.set_active(active, until);
         if let Some(active) = changes_to {
-            sim.leads_with_at(active, START);
+            sim.set_active_at(active, START);
         }
         sim.run(schedule, START);
         sim

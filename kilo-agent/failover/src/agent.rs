@@ -51,7 +51,7 @@ pub struct Start {
     pub word: (Term, NodeId),
     /// Members its kernel has marked `NODE_LED`.
     pub led: Vec<NodeId>,
-    /// The kernel's word is no older than this start: who leads has to be asked.
+    /// The kernel's word was made at this start: the node has to ask who leads.
     pub is_boot: bool,
 }
 
@@ -86,7 +86,7 @@ pub(crate) struct Gateway {
     pub(crate) behind: Behind,
 }
 
-/// Failover of one node: takes an [`Input`] at a time, and answers with [`Output`]s.
+/// Failover of one node: takes [`Input`]s and returns [`Output`]s.
 #[derive(Clone, Debug)]
 pub struct Agent {
     pub(crate) params: Params,
@@ -99,11 +99,11 @@ pub struct Agent {
     known: Term,
     member: Member,
     pub(crate) gateway: Option<Gateway>,
-    /// Whom Kilo's order has named although another one could lead, too, and when.
+    /// The gateway that Kilo's order has put first although another one could lead, too, and when.
     pub(crate) ordered: Option<(NodeId, Micros)>,
-    /// When nodes stopped to be about to go.
+    /// When nodes that were about to go stopped being so.
     pub(crate) left: BTreeMap<NodeId, Micros>,
-    /// Since when it leads in term 0 without being first.
+    /// Since when this node leads in term 0 without being first in Kilo's order.
     pub(crate) not_first_since: Option<Micros>,
     later: Vec<(Micros, Output)>,
     /// What its numbers count from, minus `now` at the start.
@@ -162,27 +162,27 @@ impl Agent {
         };
         if agent.place.gateways.contains(&agent.place.me) {
             agent.gateway = Some(Gateway::new(&agent.params, &agent.place.fars, now, random));
-            agent.goes_on_leading(led, now);
+            agent.resume_leading(led, now);
         }
         if is_boot {
-            agent.wishes(now);
+            agent.ask_after_boot(now);
         }
         agent
     }
 
-    /// What this gateway knows of the others: when each would be fit to lead, `None`: not known.
-    pub fn is_heard_fit(&self, gateway: NodeId, now: Micros) -> Option<bool> {
+    /// Whether another gateway could lead now, as it says in HELLO; `None` on nodes that are not gateways.
+    pub fn heard_fit(&self, gateway: NodeId, now: Micros) -> Option<bool> {
         let others = &self.gateway.as_ref()?.others;
         Some(others.is_fit(gateway, now, self.params.heard + self.params.hello))
     }
 
-    /// The usual round trip of the own tunnels, at most.
+    /// The longest usual round trip of the own tunnels.
     pub fn round_trip(&self) -> Option<Micros> {
         Some(self.gateway.as_ref()?.tunnels.longest())
     }
 
     /// A node that has started anew asks every gateway whether it leads.
-    fn wishes(&mut self, now: Micros) {
+    fn ask_after_boot(&mut self, now: Micros) {
         let others = self.place.gateways.iter().copied().filter(|gateway| *gateway != self.place.me);
         for gateway in others.collect::<Vec<_>>() {
             for (i, pause) in [200 * MS, 500 * MS, SEC].into_iter().enumerate() {
@@ -229,12 +229,11 @@ impl Agent {
         self.gateway.as_ref().and_then(|gateway| gateway.lead.as_ref())
     }
 
-    /// What is regular waits for the next wake-up no longer than that.
+    /// Regular work waits for the next wake-up no longer than this.
     pub(crate) const WAITS: Micros = 100 * MS;
 
-    /// When it has to be woken. Each wake-up costs more than what is done in it, so what is regular is done
-    /// in the next one: a stand-by's probes of its leader come every interval, a leader's of its tunnels at
-    /// every second or third.
+    /// When it has to be woken. A wake-up costs more than the work done in it, so regular work is done in the next one:
+    /// a stand-by's probes of its leader come every interval, a leader's of its tunnels at every second or third.
     pub fn wake(&self) -> Micros {
         let later = self.later.iter().map(|(at, _)| *at).min().unwrap_or(Micros::MAX);
         let Some(gateway) = &self.gateway else { return self.member.wake().min(later) };
@@ -276,7 +275,7 @@ impl Agent {
         due.sort_by_key(|(at, _)| *at);
         turn.out.extend(due.into_iter().map(|(_, output)| output));
         self.wake_up(&mut turn);
-        // What was put off by nothing.
+        // Output that is to be sent without a pause.
         let due: Vec<_> = turn.later.extract_if(.., |(at, _)| *at <= now).map(|(_, output)| output).collect();
         turn.out.extend(due);
         self.later = later;
@@ -304,7 +303,7 @@ impl Agent {
             (&self.params, Sender { me: self.place.me, location: self.place.location }, turn.now);
         let was_busy = gateway.tunnels.is_busy(now);
         gateway.tunnels.wake_up(params, turn);
-        gateway.looks_for_overload(params, sender.me, self.word, now);
+        gateway.check_overload(params, sender.me, self.word, now);
         let is_overloaded = gateway.tunnels.is_busy(now) && gateway.leads(sender.me, self.word);
         let stays_so = is_overloaded && gateway.tunnels.stays_busy(now);
         if stays_so && gateway.busy_said.is_none_or(|said| said + 60 * SEC <= now) {
@@ -312,7 +311,7 @@ impl Agent {
             turn.push(Output::Note(Note::Busy));
         }
         if is_overloaded && !was_busy {
-            // Who suspects this node is to know at once.
+            // A stand-by that suspects this node has to know at once.
             gateway.next_hello = now;
         }
         gateway.detector.expire(now);
@@ -324,7 +323,7 @@ impl Agent {
                 detector.lan_counts = self.place.gateways.contains(&self.word.1);
                 let targets = tunnels.targets(params, now);
                 let far = detector.probe(params, self.word.1, &targets, |far| tunnels.usual(far), turn);
-                // Its own way is asked at once about the same far leader.
+                // The own tunnel to the same far leader is probed at once.
                 if let Some(far) = far.filter(|_| detector.misses().1 > 0) {
                     tunnels.probe(far, turn);
                 }
@@ -349,21 +348,21 @@ impl Agent {
             && lead.wake() <= now
             && lead.wake_up(params, &mut gateway.roll, turn)
         {
-            self.led_changed(turn);
+            self.mark_led(turn);
         }
-        self.asks_far_leaders(turn);
+        self.ask_far_leaders(turn);
         self.go_on_planned(turn);
         if says_hello {
             self.hello(turn);
             self.give_as_planned(turn);
-            self.stays_leader(turn);
-            self.chooses_whom_to_watch(turn.now);
+            self.stay_leader(turn);
+            self.choose_leader_to_watch(turn.now);
         }
         self.give_away_when_silent(turn);
         if let Some(gateway) = &mut self.gateway {
-            gateway.sentinel.counts(&self.params, turn.now, self.known.count());
+            gateway.sentinel.count_changes(&self.params, turn.now, self.known.count());
         }
-        self.watches(turn);
+        self.watch_leader(turn);
         self.decide(turn);
     }
 
@@ -379,7 +378,7 @@ impl Agent {
             cookie: self.place.cookie(*to),
             losses: gateway.others.recent_losses(&self.params, now),
         };
-        // What a single member says goes no further.
+        // A term that only one member has named is not passed on.
         let term = leads.map_or(self.known, Lead::term);
         for other in self.place.gateways.iter().filter(|other| **other != self.place.me) {
             let signal = self.sender().signal(Kind::Hello, self.stamp(now), term, hello(other));

@@ -50,7 +50,7 @@ impl Detector {
         self.due.min(self.between).min(deadline(&self.lan)).min(deadline(&self.path))
     }
 
-    /// Counts what is overdue; whether anything new is.
+    /// Counts overdue probes as missed; returns whether any are new.
     pub fn expire(&mut self, now: Micros) -> bool {
         self.lan.expire(now) | self.path.expire(now)
     }
@@ -65,7 +65,7 @@ impl Detector {
         (self.due, self.between) = (Micros::MAX, Micros::MAX);
     }
 
-    /// Whether it does.
+    /// Whether it rests ([`Self::rest`]).
     pub const fn rests(&self) -> bool {
         self.due == Micros::MAX
     }
@@ -125,7 +125,7 @@ impl Detector {
         self.trip.deadline(params)
     }
 
-    /// A probe was answered; whether it was one of these.
+    /// Takes the answer to a probe; returns whether it was one of these.
     pub fn answered(&mut self, params: &Params, nonce: u64, at: Micros) -> bool {
         let has_missed = self.path.misses() >= Self::LOSSY;
         if let Some(sent) = self.path.answered(nonce) {
@@ -158,7 +158,7 @@ impl Detector {
         now.saturating_sub(self.heard.map_or(since, |heard| heard.max(since)))
     }
 
-    /// Misses in a row that are no accident.
+    /// So many misses in a row are more than chance.
     const LOSSY: usize = 2;
 
     /// Whether the leader's way loses some probes, and not all.

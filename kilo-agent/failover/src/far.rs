@@ -9,7 +9,7 @@ use crate::{
     signal::{Body, Kind, Shared},
 };
 
-/// Why a CLAIM, or an END, counts nothing.
+/// Why a CLAIM or an END is refused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Refused {
     /// Not one of these signals.
@@ -77,13 +77,13 @@ pub fn is_latest(signal: &Signal) -> bool {
 /// What follows from a signal.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Step {
-    /// Whose they are from now on.
+    /// The gateway that has them from now on.
     pub gateway: NodeId,
     /// Members whose prefixes move to it now.
     pub moves: Vec<NodeId>,
     /// Whether shared prefixes do, too.
     pub moves_shared: bool,
-    /// Whom to probe first, twice.
+    /// The old leader, which is to be probed twice before its shared prefixes move.
     pub asks: Option<NodeId>,
     /// MOVED, to be sent to the gateway when that is done.
     pub answer: Signal,
@@ -97,7 +97,7 @@ impl Owners {
         Self { members: owners, shared: (Term::NONE, shared), ..Self::default() }
     }
 
-    /// The location has these members now. Of those that are new nobody has claimed anything.
+    /// Sets the location's members; new ones are unclaimed.
     pub fn set_members(&mut self, members: &[NodeId]) {
         self.members.retain(|member, _| members.contains(member));
         for member in members {
@@ -105,8 +105,8 @@ impl Owners {
         }
     }
 
-    /// The location has these gateways now, Kilo's leader first. Who used another one uses that leader by now, as
-    /// its kernel's word says; a gateway that claims it in the same term or later counts again.
+    /// Sets the location's gateways, Kilo's leader first. Members that used another one use that leader by now, as
+    /// their kernels' words say; a gateway that claims them in the same term or later counts again.
     pub fn set_gateways(&mut self, gateways: &[NodeId]) {
         self.moved.retain(|gateway, _| gateways.contains(gateway));
         let Some(first) = gateways.first() else { return };
@@ -116,8 +116,8 @@ impl Owners {
         }
     }
 
-    /// A gateway led the location in this term, as was written before: it has what nobody else
-    /// has claimed in any. While nobody has, it says how many changes there were.
+    /// Records that a gateway led the location in this term, as it was written down before: it has what nobody else has
+    /// claimed in any term. While nobody has, the term says how many changes there were.
     pub fn record_written_term(&mut self, term: Term, gateway: NodeId) {
         let latest = self.claimed_latest();
         if term > self.shared.0 && (latest.count() == 0 || term.is_near(latest)) {
@@ -125,28 +125,29 @@ impl Owners {
         }
     }
 
-    /// By Kilo's rule this gateway leads, as long as nobody has led in any term.
+    /// Sets the gateway that leads by Kilo's rule, as long as nobody has led in any term.
     pub fn set_default_leader(&mut self, gateway: NodeId) {
         if self.shared.0 == Term::NONE {
             self.shared.1 = gateway;
         }
     }
 
-    /// The device had this member's prefixes with that gateway before the agent started.
+    /// Sets the owner that the device had for a member's prefixes before the agent started.
     pub fn seed(&mut self, member: NodeId, owner: (Term, NodeId)) {
         self.members.insert(member, owner);
     }
 
-    /// Nobody has claimed these so far: they stay with who has had them, until somebody does.
+    /// Assigns members that nobody has claimed so far: they stay with this owner until somebody claims them.
     pub fn assign_unclaimed(&mut self, owner: (Term, NodeId)) {
         self.members.values_mut().filter(|known| known.0 == Term::NONE).for_each(|known| *known = owner);
     }
 
-    /// The gateway of `claim` leads in the place of Kilo's leader, and claims others than that one: it has lost power,
-    /// or the others hear nothing of it. What it sends comes through its own tunnel. It is taken from the claimant where
-    /// `term` is that of what nobody claimed: what a real CLAIM gave, or the device had elsewhere, stays. One signal
-    /// may be a part of what its gateway has to say, or what is left of it; `is_all`: it names all the others.
-    pub fn stays_alone(
+    /// Leaves Kilo's leader to itself when the gateway of `claim` leads in its place and claims all others: it has lost
+    /// power, or the others hear nothing of it, and what it sends comes through its own tunnel. It is taken from the
+    /// claimant where `term` is that of what nobody claimed: what a real CLAIM gave, or the device had elsewhere,
+    /// stays. One signal may be a part of what its gateway has to say, or what is left of it; `is_all`: it names all
+    /// the others.
+    pub fn leave_to_itself(
         &mut self,
         leader: NodeId,
         term: Term,
@@ -176,27 +177,27 @@ impl Owners {
         self.members.iter().map(|(member, owner)| (*member, *owner))
     }
 
-    /// Whose the shared ones are, and since which term.
+    /// The gateway with the shared prefixes, and since which term.
     pub fn shared_since(&self) -> (Term, NodeId) {
         self.shared
     }
 
-    /// Whose a member's prefixes are.
+    /// The gateway with a member's prefixes, and since which term.
     pub fn owner(&self, member: NodeId) -> Option<(Term, NodeId)> {
         self.members.get(&member).copied()
     }
 
-    /// Whose the shared ones are.
+    /// The gateway with the shared prefixes.
     pub fn shared(&self) -> NodeId {
         self.shared.1
     }
 
-    /// A CLAIM of a gateway came through its tunnel, or an END of the leader
-    /// through its own. `gateways` are the location's, `sender` this node, for the answer. What moves prefixes has a
-    /// budget of changes: a claim in several parts is one.
+    /// Takes a CLAIM of a gateway, or an END of the leader, that came through the sender's tunnel. `gateways` are the
+    /// location's, `sender` this node, for the answer. Changes that move prefixes have a budget, in which a claim in
+    /// several parts is one.
     ///
     /// # Errors
-    /// When nothing of it may count.
+    /// When all of it is refused.
     pub fn claimed(
         &mut self,
         params: &Params,
@@ -210,8 +211,8 @@ impl Owners {
         let (is_end, to) = (signal.kind == Kind::End, (term, gateway));
         let is_own = match signal.kind {
             Kind::Claim => gateway == from,
-            // Only who has them gives them away; said again it changes nothing. Of a part in which nobody is
-            // known here there is nothing to give, and the next leader waits for the answer.
+            // Only the gateway that has members gives them away; a repeated END changes nothing. A part in which nobody
+            // is known here gives nothing, and the next leader waits for the answer.
             Kind::End => {
                 members.is_empty() || members.iter().any(|member| self.may_end(*member, from, gateway))
             }
@@ -259,8 +260,8 @@ impl Owners {
             }
         }
         let (moves_shared, asks) = self.claim_shared((term, gateway), *shared, now);
-        // Who has forgotten how many changes there were is told when nothing that it claims can count,
-        // as far as its kernels follow at a time.
+        // A gateway that has forgotten how many changes there were learns it when nothing that it claims can count, as
+        // far as its kernels follow at a time.
         let latest = self.claimed_latest().min(term.last_step());
         let is_behind =
             !is_end && has.is_empty() && latest.count() > term.count() && params.keeps(Rule::CatchesUp);
@@ -272,7 +273,7 @@ impl Owners {
 
     /// As [`Self::claimed`], of a location that `acting` leads as far as is known; `None`: nobody is known to, or the
     /// signal names nobody. What nobody has claimed is the acting leader's from then on, whether the signal counts or
-    /// not, and [`Self::stays_alone`] may follow.
+    /// not, and [`Self::leave_to_itself`] may follow.
     ///
     /// # Errors
     /// As [`Self::claimed`].
@@ -284,7 +285,7 @@ impl Owners {
         (gateways, acting): (&[NodeId], Option<NodeId>),
         (sender, now): (NodeId, Micros),
     ) -> Result<Step, Refused> {
-        // The device has them where the last plan put them, and only who follows is to move.
+        // The device has them where the last plan put them, and only members that follow are to move.
         acting.into_iter().for_each(|acting| self.assign_unclaimed((UNCLAIMED_TERM, acting)));
         let step = self.claimed(params, from, signal, gateways, (sender, now))?;
         if acting == Some(from)
@@ -294,12 +295,12 @@ impl Owners {
             && !members.contains(first)
         {
             let is_all = *parts == 1 && members.len() + 1 == self.members.len();
-            self.stays_alone(*first, UNCLAIMED_TERM, (signal.term, from), is_all, now);
+            self.leave_to_itself(*first, UNCLAIMED_TERM, (signal.term, from), is_all, now);
         }
         Ok(step)
     }
 
-    /// Something moves to that gateway in that term; `None`: something would.
+    /// Takes one change from the budget for a move to that gateway in that term; `None` only checks that one is left.
     fn spend(&mut self, params: &Params, to: Option<(Term, NodeId)>, now: Micros) -> Result<(), Refused> {
         let (burst, refill) = params.far_budget;
         let spent = self.spent_until.max(now) + refill;
@@ -354,7 +355,7 @@ impl Owners {
         }
     }
 
-    /// It answered: its shared prefixes stay.
+    /// The old leader answered: the shared prefixes stay with it.
     pub fn answered(&mut self, nonce: u64) {
         if let Some(check) = self.check.take_if(|check| check.row.answered(nonce).is_some()) {
             self.answered = Some((check.to, check.since));

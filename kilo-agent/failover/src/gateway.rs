@@ -44,7 +44,7 @@ pub struct Lead {
     members: BTreeMap<NodeId, Led>,
     /// How many do not follow yet.
     waiting: usize,
-    /// Whose prefixes each far leader has moved.
+    /// The members whose prefixes each far leader has moved.
     moved: BTreeMap<Far, BTreeSet<NodeId>>,
     shared: Shared,
     tries: u32,
@@ -87,7 +87,7 @@ impl Lead {
         }
     }
 
-    /// The same without those that go elsewhere. In term 0 nothing was announced: these use it.
+    /// The leadership of these members alone; the others go elsewhere. In term 0 nothing was announced: these use it.
     #[must_use]
     pub fn with_only(mut self, members: &[NodeId]) -> Self {
         if self.term == Term::NONE {
@@ -104,7 +104,7 @@ impl Lead {
     }
 
     /// Sets what is known of a member; `None`: it is no longer led.
-    fn becomes(&mut self, member: NodeId, led: Option<Led>) {
+    fn set_led(&mut self, member: NodeId, led: Option<Led>) {
         let before = match led {
             Some(led) => self.members.insert(member, led),
             None => self.members.remove(&member),
@@ -125,25 +125,25 @@ impl Lead {
     }
 
     /// Keeps the start of the leadership this one continues.
-    pub fn continues(&mut self, older: &Self) {
+    pub fn continue_from(&mut self, older: &Self) {
         self.since = older.since;
         if self.shared == Shared::Stay {
             self.shared = older.shared;
         }
     }
 
-    /// Another gateway has the prefixes that belong to no member.
-    pub fn shares_no_more(&mut self) {
+    /// Gives up the shared prefixes: another gateway has them.
+    pub fn give_up_shared(&mut self) {
         self.shared = Shared::Stay;
     }
 
     /// Has everything claimed again after `pause` at the latest.
-    pub fn claims_again_within(&mut self, pause: Micros, now: Micros) {
+    pub fn claim_again_within(&mut self, pause: Micros, now: Micros) {
         self.refresh = self.refresh.min(now + pause);
     }
 
-    /// What its CLAIMs say of shared prefixes.
-    pub fn claims(&mut self, shared: Shared) {
+    /// Sets what its CLAIMs say of the shared prefixes; [`Shared::Stay`] changes nothing.
+    pub fn set_shared(&mut self, shared: Shared) {
         if shared != Shared::Stay {
             self.shared = shared;
         }
@@ -153,7 +153,7 @@ impl Lead {
     pub fn add(&mut self, members: impl IntoIterator<Item = NodeId>, now: Micros) {
         for member in members {
             if matches!(self.members.get(&member), None | Some(Led::Before(_))) {
-                self.becomes(member, Some(Led::Announced));
+                self.set_led(member, Some(Led::Announced));
             }
         }
         self.tries = 0;
@@ -161,23 +161,23 @@ impl Lead {
     }
 
     /// Goes on leading these, which were led in that earlier term, unless another gateway has taken them since.
-    pub fn goes_on(&mut self, members: impl IntoIterator<Item = NodeId>, term: Term) {
+    pub fn resume(&mut self, members: impl IntoIterator<Item = NodeId>, term: Term) {
         for member in members {
             if !self.has(member) {
-                self.becomes(member, Some(Led::Before(term)));
+                self.set_led(member, Some(Led::Before(term)));
             }
         }
     }
 
     /// Goes on leading everybody else that it led before.
-    pub fn inherits(&mut self, older: &Self) {
+    pub fn inherit(&mut self, older: &Self) {
         for (member, led) in older.members.iter().filter(|(member, _)| **member != older.sender.me) {
             let term = if let Led::Before(term) = led { *term } else { older.term };
-            self.goes_on([*member], term);
+            self.resume([*member], term);
         }
     }
 
-    /// Whether it leads the location, and not only some members: nobody else has what belongs to none.
+    /// What its CLAIMs say of the shared prefixes: who leads the location, and not only some members, has them.
     pub fn shared(&self) -> Shared {
         self.shared
     }
@@ -188,7 +188,7 @@ impl Lead {
     }
 
     /// Sets the nodes and far leaders there are now; returns whether the members led have changed.
-    pub fn place_is(&mut self, nodes: &[NodeId], fars: &[Far], now: Micros) -> bool {
+    pub fn set_place(&mut self, nodes: &[NodeId], fars: &[Far], now: Micros) -> bool {
         self.moved.retain(|far, _| fars.contains(far));
         for far in fars {
             if !self.moved.contains_key(far) {
@@ -222,21 +222,21 @@ impl Lead {
         self.members.contains_key(&member)
     }
 
-    /// A member's kernel said whom it uses. It is no longer led when that is somebody else in a term after the one it
-    /// is led in; `true`: those led have changed.
-    pub fn hears(&mut self, member: NodeId, word: (Term, NodeId), now: Micros) -> bool {
+    /// Takes the gateway that a member's kernel uses. The member is no longer led when that is another one in a later
+    /// term than it is led in. Returns whether the members led have changed.
+    pub fn heard(&mut self, member: NodeId, word: (Term, NodeId), now: Micros) -> bool {
         let Some(led) = self.members.get(&member).copied() else { return false };
         let led_in = if let Led::Before(term) = led { term } else { self.term };
         let is_anothers = word.1 != self.sender.me && word.0 > led_in;
         if word == (self.term, self.sender.me) {
             if led != Led::Follows {
-                self.follows(member, now);
+                self.followed(member, now);
             }
         } else if is_anothers {
-            self.becomes(member, None);
+            self.set_led(member, None);
             return true;
         } else if led != Led::Announced {
-            self.becomes(member, Some(Led::Announced));
+            self.set_led(member, Some(Led::Announced));
             if led == Led::Follows {
                 // Its kernel has started anew.
                 self.tries = 0;
@@ -246,9 +246,9 @@ impl Lead {
         false
     }
 
-    /// A member's kernel follows in this term: far leaders are to hear of it.
-    pub fn follows(&mut self, member: NodeId, now: Micros) {
-        self.becomes(member, Some(Led::Follows));
+    /// Takes that a member's kernel follows in this term: far leaders are to hear of it.
+    pub fn followed(&mut self, member: NodeId, now: Micros) {
+        self.set_led(member, Some(Led::Follows));
         let at = if self.waiting == 0 { now } else { now + Self::BATCH };
         self.flush = Some(self.flush.map_or(at, |flush| flush.min(at)));
     }
@@ -260,7 +260,7 @@ impl Lead {
         }
     }
 
-    /// Whether any far leader has still to move anybody who follows.
+    /// Whether every member follows, and every far leader has moved all of them.
     pub fn is_settled(&self) -> bool {
         self.members.values().all(|led| *led == Led::Follows)
             && self.moved.values().all(|moved| self.members.keys().all(|member| moved.contains(member)))
@@ -271,7 +271,7 @@ impl Lead {
         self.next.min(self.flush.unwrap_or(Micros::MAX))
     }
 
-    /// Sends what is due; `true`: those led have changed.
+    /// Sends what is due; returns whether the members led have changed.
     pub fn wake_up(&mut self, params: &Params, roll: &mut Roll, turn: &mut Turn<'_>) -> bool {
         if self.flush.is_some_and(|at| at <= turn.now) {
             self.flush = None;
@@ -354,7 +354,7 @@ fn farthest(word: Term, gateway: NodeId) -> Term {
 /// Asks a member's kernel whether it is there.
 pub fn ask(sender: Sender, member: NodeId, roll: &mut Roll, turn: &mut Turn<'_>) {
     let nonce = turn.nonce();
-    roll.asks(member, nonce);
+    roll.asked(member, nonce);
     let body = Body::Word { cookie: 0, gateway: 0 };
     turn.push(Output::Lan(member, sender.signal(Kind::Roll, nonce, Term::NONE, body)));
 }
@@ -389,7 +389,7 @@ mod tests {
         let (mut known, mut now, mut steps) = (Term::from_bits(knows << 16 | 9), 0, 0);
         while lead.wake() < 2 * SEC {
             now = lead.wake();
-            roll.asks(MEMBER, 1);
+            roll.asked(MEMBER, 1);
             let present = Present { at: now, nonce: 1, cookie: 5, word: (known, ME) };
             roll.heard(MEMBER, present);
             let (mut out, mut later, mut random) = (Vec::new(), Vec::new(), || 1);
@@ -404,7 +404,7 @@ mod tests {
                 if obeys(word(known, 8), word(term, 7)) {
                     (known, steps) = (term, steps + 1);
                 }
-                lead.hears(MEMBER, (known, ME), now);
+                lead.heard(MEMBER, (known, ME), now);
             }
         }
         assert_eq!(lead.is_followed_by(MEMBER), known == lead.term(), "at {now}");
@@ -430,9 +430,9 @@ mod tests {
         let mut lead = Lead::new(Sender { me: ME, location: 7 }, term, &[9], 0);
         lead.add([MEMBER, MEMBER + 1], 0);
         lead.next = SEC;
-        lead.hears(MEMBER, (term, ME), 100);
+        lead.heard(MEMBER, (term, ME), 100);
         assert_eq!(lead.wake(), 100 + Lead::BATCH, "another one may follow at any moment");
-        lead.hears(MEMBER + 1, (term, ME), 300);
+        lead.heard(MEMBER + 1, (term, ME), 300);
         assert_eq!(lead.wake(), 300);
     }
 
@@ -446,15 +446,15 @@ mod tests {
         let mut older = Lead::new(sender, before, &[9], 0);
         older.add([stays, gone, booted, ME], 0);
         let mut between = Lead::new(sender, later, &[9], now);
-        between.inherits(&older);
+        between.inherit(&older);
         // Nobody has said anything in the term between: what counts is the one they were led in.
         let mut lead = Lead::new(sender, later.next(ME), &[9], now);
-        lead.inherits(&between);
+        lead.inherit(&between);
         let mut roll = Roll::default();
         let (mut out, mut after, mut random) = (Vec::new(), Vec::new(), || 1);
         let mut turn = Turn { now, random: &mut random, out: &mut out, later: &mut after };
         for member in [stays, gone, booted] {
-            roll.asks(member, 1);
+            roll.asked(member, 1);
             roll.heard(member, Present { at: now, nonce: 1, cookie: 5, word: (before, ME) });
         }
         lead.wake_up(&Params::default(), &mut roll, &mut turn);
@@ -470,7 +470,7 @@ mod tests {
         );
         let mut sent = Vec::new();
         for (member, word) in [(stays, (before, ME)), (gone, (taken, 9 << 48)), (booted, (Term::NONE, 1))] {
-            let is_dropped = lead.hears(member, word, now);
+            let is_dropped = lead.heard(member, word, now);
             assert_eq!(is_dropped, member == gone, "{member}");
             lead.announce(member, Present { at: now, nonce: 1, cookie: 5, word }, &mut turn);
             sent.extend(turn.out.drain(..).filter_map(|output| kind(&output)));

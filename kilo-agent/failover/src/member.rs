@@ -61,7 +61,7 @@ impl Member {
     const MOST_BURSTS: usize = 2;
     /// Between two gateways that are asked.
     const NEXT_GATEWAY: Micros = 150 * MS;
-    /// Misses in a row that are no accident.
+    /// So many misses in a row are more than chance.
     const LOSSY: usize = 2;
     /// After so many tries every second one says how long the whole silence has lasted: a gateway that has
     /// become fit since would not take it, and one of an overloaded location would take nothing else.
@@ -91,8 +91,8 @@ impl Member {
         self.next
     }
 
-    /// When a miss is known that may be the last that counts, or what a witness sees. The first ones can wait for
-    /// the next probe.
+    /// When a miss is known that may be the last that counts, or a witness has its answer. The first misses can wait
+    /// for the next probe.
     pub fn deadline(&self) -> Micros {
         let bursts = self.bursts.iter().map(|burst| burst.end).min().unwrap_or(Micros::MAX);
         if self.row.misses() > 0 { bursts.min(self.row.deadline()) } else { bursts }
@@ -105,7 +105,7 @@ impl Member {
         self.bursts.clear();
     }
 
-    /// A probe was answered; whether it was one of these.
+    /// Takes the answer to a probe; returns whether it was one of these.
     pub fn answered(&mut self, params: &Params, nonce: u64, at: Micros) -> bool {
         let has_missed = self.row.misses() >= Self::LOSSY;
         for burst in &mut self.bursts {
@@ -180,7 +180,7 @@ impl Member {
         self.tries += 1;
     }
 
-    /// Somebody asks what this node sees of the leader whose id is the nonce.
+    /// Handles the question of what this node sees of the leader whose id is the nonce.
     pub fn asked(&mut self, params: &Params, question: Signal, view: &MemberView<'_>, turn: &mut Turn<'_>) {
         let Body::Question { id, patience } = question.body else { return };
         // Stand-bys ask; what others send must not take their place.

@@ -42,7 +42,7 @@ pub struct Others {
 }
 
 impl Others {
-    /// There are other gateways now. What one has lost is remembered while it is away.
+    /// Forgets what former gateways said. Their losses are remembered while they are away.
     pub fn set_gateways(&mut self, params: &Params, gateways: &[NodeId], now: Micros) {
         self.said.retain(|gateway, _| gateways.contains(gateway));
         self.losses.retain(|gateway, losses| gateways.contains(gateway) || losses.last + params.memory > now);
@@ -83,7 +83,7 @@ impl Others {
         self.losses.insert(gateway, Losses { count: count + u32::from(!is_same), last: now });
     }
 
-    /// How often it has, within ten minutes.
+    /// How often a gateway has lost leadership within ten minutes.
     pub fn losses(&self, params: &Params, now: Micros, gateway: NodeId) -> u32 {
         self.losses
             .get(&gateway)
@@ -91,7 +91,7 @@ impl Others {
             .map_or(0, |losses| losses.count)
     }
 
-    /// How often all gateways have, within ten minutes.
+    /// How often all gateways have lost leadership within ten minutes.
     pub fn all_losses(&self, params: &Params, now: Micros) -> u32 {
         self.losses.keys().map(|gateway| self.losses(params, now, *gateway)).sum()
     }
@@ -124,7 +124,7 @@ impl Others {
         state.filter(|state| state.leads && state.gateway == gateway).map(|state| state.term)
     }
 
-    /// How long it has been fit and without a loss.
+    /// For how long a gateway has been fit and has not lost leadership.
     pub fn healthy_for(&self, params: &Params, gateway: NodeId, now: Micros) -> Micros {
         let said = self.said.get(&gateway).filter(|said| said.state.is_fit && said.at + params.heard > now);
         let lost = self.losses.get(&gateway).map_or(0, |losses| losses.last);

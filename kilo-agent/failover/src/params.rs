@@ -31,7 +31,8 @@ pub enum Rule {
     Proof,
     /// Witnesses are asked.
     Witnesses,
-    /// Who hears no third node takes what belongs to no member only if who has it does not answer far leaders.
+    /// A stand-by that hears no third node takes the shared prefixes only if the gateway that has them does not answer
+    /// far leaders.
     SharedNeedsLan,
     /// A gateway that uses itself watches the one that others use.
     Watch,
@@ -43,7 +44,8 @@ pub enum Rule {
     Budget,
     /// The budget holds back nobody who has not lost leadership lately.
     BudgetSparesOthers,
-    /// Who alone is left with a silent leader asks the gateway that leads by now, and takes nothing from it.
+    /// A stand-by that alone is left with a silent leader asks the gateway that leads by now, and takes nothing from
+    /// it.
     AsksWhoLeads,
     /// A returned leader waits until it is given anything back.
     Hold,
@@ -59,7 +61,8 @@ pub enum Rule {
     KernelCookie,
     /// A number that grows counts within one boot of its sender.
     Boots,
-    /// Who is overloaded loses leadership only after a longer silence, and the longer the more often it was lost.
+    /// An overloaded leader loses leadership only after a longer silence, and the longer the more often leadership was
+    /// lost.
     Patience,
     /// A gateway passes nothing on that another gateway sent.
     TwoHops,
@@ -84,9 +87,9 @@ pub struct Params {
     pub roll_rate: u64,
     /// Between two HELLOs.
     pub hello: Micros,
-    /// How long a HELLO says how its sender is: the next one may be lost.
+    /// How long a HELLO counts: the next one may be lost.
     pub heard: Micros,
-    /// How long an answer through the own tunnel says that it works, beside its round trip.
+    /// How long an answer shows that the own tunnel works, beside its round trip.
     pub answers: Micros,
     /// How long a stand-by waits for each better one.
     pub rank: Micros,
@@ -129,7 +132,7 @@ pub struct Params {
     pub memory: Micros,
     /// Takeovers of the location at once, and the time in which one more is allowed.
     pub budget: (u64, Micros),
-    /// Changes of who has nodes of a far location at once, and the time in which one more is allowed.
+    /// Changes of a far location's leader that may come at once, and the time in which one more is allowed.
     pub far_budget: (u64, Micros),
     /// What is left out.
     #[cfg(feature = "leave-out")]

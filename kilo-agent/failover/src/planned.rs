@@ -1,5 +1,5 @@
-//! A planned change, make before break: everybody is ready before the first packet
-//! goes another way, and what does not end is taken back.
+//! A planned change, make before break: everybody is ready before the first packet goes another way, and a change that
+//! does not end is taken back.
 //!
 //! ```text
 //! giver  PREPARE ──> taker asks far leaders, READY ──> giver diverts, END to every far leader
@@ -48,9 +48,9 @@ impl Cause {
         known.into_iter().find(|cause| *cause as u64 == number & CAUSE_BITS).unwrap_or(Self::Order)
     }
 
-    /// After how many tries in a row a far leader that never answers is waited for no more: its agent is dead, and
-    /// its location is cut off until that is back. Who is about to go has no time; nothing is worse for a leader
-    /// that has only returned.
+    /// After how many tries in a row a far leader that never answers is no longer waited for: its agent is dead, and its
+    /// location is cut off until that is back. A leader that is about to go has no time to wait; one that has only
+    /// returned loses nothing.
     pub fn tries(self) -> Option<u32> {
         match self {
             Self::Cordoned | Self::Removed | Self::ShutsDown => Some(3),
@@ -59,7 +59,7 @@ impl Cause {
         }
     }
 
-    /// In words, after the name of who leads from now on.
+    /// The cause in words, after the name of the node that gives leadership.
     pub fn text(self) -> &'static str {
         match self {
             Self::Cordoned => "its Node is cordoned",
@@ -67,6 +67,16 @@ impl Cause {
             Self::ShutsDown => "its Node shuts down",
             Self::Order => "the order of leaders has changed",
             Self::Returns => "the leader of Kilo's order has returned",
+        }
+    }
+
+    /// The cause in words, as the node says it that gives leadership.
+    pub fn own_text(self) -> &'static str {
+        match self {
+            Self::Cordoned => "this node is cordoned",
+            Self::Removed => "this node is about to be removed",
+            Self::ShutsDown => "this node shuts down",
+            Self::Order | Self::Returns => self.text(),
         }
     }
 }
@@ -161,7 +171,7 @@ impl Giver {
     }
 
     /// PREPARE is sent with this number.
-    pub fn asks(&mut self, number: u64) {
+    pub fn asked(&mut self, number: u64) {
         self.first.get_or_insert(number);
     }
 

@@ -30,7 +30,7 @@ impl Row {
         self.0.push_back(Probe { nonce, at, deadline, missed: false });
     }
 
-    /// A probe was answered: when it had been sent, if it is one of these.
+    /// Takes the answer to a probe; returns when that was sent, if it is one of these.
     pub fn answered(&mut self, nonce: u64) -> Option<Micros> {
         let index = self.0.iter().position(|probe| probe.nonce == nonce)?;
         let at = self.0.get(index).map(|probe| probe.at);
@@ -38,7 +38,7 @@ impl Row {
         at
     }
 
-    /// Counts what is overdue; whether anything new is.
+    /// Counts overdue probes as missed; returns whether any are new.
     pub fn expire(&mut self, now: Micros) -> bool {
         let mut new = false;
         for probe in self.0.iter_mut().filter(|probe| !probe.missed && probe.deadline <= now) {
@@ -111,7 +111,7 @@ impl RoundTrip {
         self.smoothed.max(0) as Micros
     }
 
-    /// What only few exceed.
+    /// A bound that few round trips exceed.
     pub fn bound(&self) -> Micros {
         (self.smoothed + 4 * self.variation).max(0) as Micros
     }

@@ -1,4 +1,4 @@
-//! The roll call of a gateway: which members' kernels answer, and whom they use.
+//! The roll call of a gateway: which members' kernels answer, and which gateway each uses.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -17,7 +17,7 @@ pub struct Present {
     pub word: (Term, NodeId),
 }
 
-/// Everybody who has answered.
+/// All nodes that have answered.
 #[derive(Clone, Debug, Default)]
 pub struct Roll {
     members: BTreeMap<NodeId, Present>,
@@ -51,20 +51,20 @@ impl Roll {
         part.chain(gateways.iter().filter(|gateway| nodes.contains(gateway))).copied().collect()
     }
 
-    /// There are other nodes now.
-    pub fn nodes_are(&mut self, nodes: &[NodeId]) {
+    /// Forgets nodes that are not in the location any more.
+    pub fn set_nodes(&mut self, nodes: &[NodeId]) {
         self.members.retain(|member, _| nodes.contains(member));
         self.changed_gateway.retain(|member, _| nodes.contains(member));
         self.asked.retain(|member, _| nodes.contains(member));
     }
 
-    /// A member is asked, with this nonce.
-    pub fn asks(&mut self, member: NodeId, nonce: u64) {
+    /// Records that a member was asked, with this nonce.
+    pub fn asked(&mut self, member: NodeId, nonce: u64) {
         let nonces = self.asked.entry(member).or_default();
         *nonces = [nonce, nonces[0]];
     }
 
-    /// It answered; `false`: nobody asked that.
+    /// Takes a member's answer; `false`: nobody asked for it.
     pub fn heard(&mut self, member: NodeId, present: Present) -> bool {
         let was_asked = self.was_asked(member, present.nonce);
         if was_asked {
@@ -76,8 +76,9 @@ impl Roll {
         was_asked
     }
 
-    /// It obeyed the ANNOUNCE of this nonce; `false`: it was sent no such one lately, so somebody repeats what it said.
-    pub fn follows(&mut self, member: NodeId, nonce: u64, at: Micros, word: (Term, NodeId)) -> bool {
+    /// Takes that a member obeyed the ANNOUNCE of this nonce; `false`: it was sent no such one lately, so the signal is
+    /// replayed.
+    pub fn followed(&mut self, member: NodeId, nonce: u64, at: Micros, word: (Term, NodeId)) -> bool {
         let was_asked = self.was_asked(member, nonce);
         let Some(present) = self.members.get_mut(&member) else { return false };
         if was_asked {
@@ -139,7 +140,7 @@ impl Roll {
         self.members.iter().filter(move |(other, _)| **other != member).map(|(_, present)| present.word)
     }
 
-    /// Members heard lately, and whom they use.
+    /// Members heard lately, and the gateway each uses.
     pub fn users(&self, now: Micros) -> impl Iterator<Item = (NodeId, NodeId)> + '_ {
         self.heard_lately(now).map(|(member, present)| (member, present.word.1))
     }
@@ -154,13 +155,13 @@ mod tests {
     fn a_recorded_answer_is_no_sign_that_a_node_is_there() {
         let (member, word) = (9, (Term::NONE, 1));
         let mut roll = Roll::default();
-        roll.asks(member, 5);
+        roll.asked(member, 5);
         assert!(roll.heard(member, Present { at: 0, nonce: 5, cookie: 1, word }));
-        assert!(roll.follows(member, 5, SEC, (Term::NONE.next(2), 2)));
-        [6, 7].into_iter().for_each(|nonce| roll.asks(member, nonce));
+        assert!(roll.followed(member, 5, SEC, (Term::NONE.next(2), 2)));
+        [6, 7].into_iter().for_each(|nonce| roll.asked(member, nonce));
         // It may have been called twice since, and not be there any more.
-        assert!(roll.follows(member, 5, 9 * SEC, word));
-        assert!(!roll.follows(member, 4, 9 * SEC, word));
+        assert!(roll.followed(member, 5, 9 * SEC, word));
+        assert!(!roll.followed(member, 4, 9 * SEC, word));
         assert!(!roll.heard(member, Present { at: 9 * SEC, nonce: 5, cookie: 1, word }));
         assert_eq!(roll.last(member).map(|present| present.at), Some(SEC));
     }
@@ -175,7 +176,7 @@ mod tests {
             (3, (term.next(2), 2), Some(3)),
             (4, (term.next(2), 2), Some(3)),
         ] {
-            roll.asks(member, at);
+            roll.asked(member, at);
             assert!(roll.heard(member, Present { at, nonce: at, cookie: 1, word }));
             assert_eq!(
                 (1..9).rev().find(|since| roll.has_changed_gateway(member, *since)),
@@ -183,8 +184,8 @@ mod tests {
                 "at {at}"
             );
         }
-        roll.asks(member, 5);
-        assert!(roll.follows(member, 5, 5, (term.next(3), 3)));
+        roll.asked(member, 5);
+        assert!(roll.followed(member, 5, 5, (term.next(3), 3)));
         assert!(roll.has_changed_gateway(member, 5) && !roll.has_changed_gateway(member, 6));
     }
 

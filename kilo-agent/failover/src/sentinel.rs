@@ -1,4 +1,4 @@
-//! The decision of a stand-by: whether it takes over, and for whom.
+//! The decision of a stand-by: whether it takes over, and for which nodes.
 //!
 //! A needless takeover costs packets in flight, not an outage, and a stand-by acts
 //! only with proof that its own tunnel worked all the time the leader's way did not.
@@ -13,7 +13,7 @@ struct Round {
     works: Vec<NodeId>,
     failed: Vec<NodeId>,
     deadline: Micros,
-    /// Decided, and waiting for better stand-bys: when, and for whom.
+    /// Decided, and waiting for better stand-bys: until when, and whether it takes the location.
     waits: Option<(Micros, bool)>,
 }
 
@@ -91,12 +91,12 @@ impl Sentinel {
     }
 
     /// Decides nothing until then.
-    pub fn rests_until(&mut self, until: Micros) {
+    pub fn rest_until(&mut self, until: Micros) {
         self.blocked_until = until;
     }
 
     /// Witnesses were asked. `id`: of the question, drawn at random, so that no answer of another agent counts.
-    pub fn asks(&mut self, id: u32, asked: Vec<NodeId>, deadline: Micros) {
+    pub fn asked(&mut self, id: u32, asked: Vec<NodeId>, deadline: Micros) {
         let (works, failed) = (Vec::new(), Vec::new());
         self.round = Some(Round { id, asked, works, failed, deadline, waits: None });
     }
@@ -117,7 +117,7 @@ impl Sentinel {
         }
     }
 
-    /// What is to be done now. After [`Decision::Ask`] and [`Self::asks`] it is asked again.
+    /// Decides what is to be done now. After [`Decision::Ask`] and [`Self::asked`] it is called again.
     pub fn decide(&mut self, scene: &Scene<'_>) -> Decision {
         let Scene { params, now, detector, tunnels, .. } = *scene;
         if self.blocked_until > now {
@@ -213,8 +213,8 @@ impl Sentinel {
         Decision::Wait
     }
 
-    /// Whether the own tunnel worked all the time the leader's way did not: good
-    /// since before the first missed probe, and answering one sent well after it.
+    /// Whether the own tunnel worked all the time that the leader's way did not: good since before the first missed
+    /// probe, and answering one sent well after it.
     fn has_proof(scene: &Scene<'_>) -> bool {
         let Scene { params, now, detector, tunnels, .. } = *scene;
         if !params.keeps(Rule::Proof) {
@@ -234,8 +234,9 @@ impl Sentinel {
         self.asked_twice.is_none_or(|asked| asked + Self::TWICE < now)
     }
 
-    /// The latest term known counts so many changes, whichever gateway made them: each new one costs.
-    pub fn counts(&mut self, params: &Params, now: Micros, changes: u32) {
+    /// Charges the budget for new changes of leader, whichever gateway made them; `changes` is the count of the latest
+    /// term known.
+    pub fn count_changes(&mut self, params: &Params, now: Micros, changes: u32) {
         let (burst, refill) = params.budget;
         if self.changes.is_some_and(|known| known < changes) {
             self.spent_until = (self.spent_until.max(now) + refill).min(now + burst * refill);

@@ -99,8 +99,8 @@ impl Tunnels {
         }
     }
 
-    /// There are other far leaders now; what is known of those that stay goes on.
-    pub fn fars_are(&mut self, params: &Params, fars: &[Far], now: Micros) {
+    /// Takes over other far leaders; what is known of those that stay is kept.
+    pub fn set_fars(&mut self, params: &Params, fars: &[Far], now: Micros) {
         self.probed.retain(|tunnel| fars.contains(&tunnel.far));
         self.silent.retain(|tunnel| fars.contains(&tunnel.far));
         let asked = |far: &Far| self.probed.iter().chain(&self.silent).any(|tunnel| tunnel.far == *far);
@@ -208,12 +208,12 @@ impl Tunnels {
         self.load.counted = Some((count, now));
     }
 
-    /// Whether it carries more than it can.
+    /// Whether the own tunnel is overloaded: it is asked to carry more than it can.
     pub const fn is_busy(&self, now: Micros) -> bool {
         self.load.busy_until > now
     }
 
-    /// Whether it has done so for long enough to bother somebody with it.
+    /// Whether it has been overloaded for long enough to warn of it.
     pub const fn stays_busy(&self, now: Micros) -> bool {
         self.load.lasts(now)
     }
@@ -223,7 +223,7 @@ impl Tunnels {
         self.probed.iter_mut().filter(|tunnel| tunnel.far == far).for_each(|tunnel| tunnel.row.clear());
     }
 
-    /// A probe was answered; whether it was one of these.
+    /// Takes the answer to a probe; returns whether it was one of these.
     pub fn answered(&mut self, params: &Params, nonce: u64, at: Micros) -> bool {
         let has_missed = self.has_missed(Self::LOSSY) && at >= self.up_since + Self::LEARNT;
         for tunnel in &mut self.probed {
@@ -254,7 +254,7 @@ impl Tunnels {
 
     /// Misses in a row after which another far leader is probed in the place of one, while others answer.
     const SILENT: usize = 6;
-    /// Misses in a row of most tunnels that are no accident.
+    /// So many misses in a row of most tunnels are more than chance.
     const LOSSY: usize = 2;
     /// Until round trips are known, deadlines are guesses.
     const LEARNT: Micros = 2 * SEC;

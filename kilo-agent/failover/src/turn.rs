@@ -21,7 +21,7 @@ pub enum Input {
         /// The signal.
         signal: Signal,
     },
-    /// The kernel's word: who this node's packets use, and since which term.
+    /// The kernel's word: the gateway that this node's packets use, and since which term.
     Word(Term, NodeId),
     /// The uplink, its address or its route went.
     LinkDown,
@@ -38,7 +38,7 @@ pub enum Output {
     Probe {
         /// Comes back in the answer.
         nonce: u64,
-        /// Which way.
+        /// Its path and destination.
         way: Way,
     },
     /// Send a tagged signal to a node of the location.
@@ -53,7 +53,7 @@ pub enum Output {
     Note(Note),
 }
 
-/// By which way a probe travels, and to whom.
+/// The path of a probe, and its destination.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Way {
     /// To the kernel of a node of the location.
@@ -77,7 +77,7 @@ pub enum Given {
     Planned(Cause),
 }
 
-/// What people may want to know.
+/// Something that operators may want to know.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Note {
     /// A stand-by asks witnesses about this leader.
@@ -102,7 +102,7 @@ pub enum Note {
     Adopts {
         /// The member.
         member: NodeId,
-        /// Whether that one was the leader, and brings what belongs to no member.
+        /// Whether that one was the leader, and brings the shared prefixes.
         was_leader: bool,
     },
     /// It leads on in a term of its own: this gateway, which Kilo's order names now, could not be given leadership.

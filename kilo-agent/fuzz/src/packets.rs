@@ -97,7 +97,7 @@ fn answered(bytes: &[u8], header: &signal::Header, key: Key) {
 
 /// The outer header is valid, and behind it stands what was put in.
 pub fn encapsulation(data: &[u8]) {
-    // Too few bytes are no input.
+    // Too few bytes are not an input.
     let _ = encapsulated(&mut Unstructured::new(data));
 }
 

@@ -70,7 +70,7 @@ pub fn peer(data: &[u8]) {
             assert!(peer.endpoint.as_ref().is_none_or(|endpoint| endpoint.port > 0));
             assert_eq!(peers::from_object(&peers::to_object(&peer)), Ok(peer));
         }
-        // These repeat fields that are no keys.
+        // These repeat fields that are not keys.
         Err(InvalidPeer::AllowedIp(_) | InvalidPeer::Control(_) | InvalidPeer::Host(_)) => {}
         Err(error) => {
             let secret = object.spec.preshared_key.as_deref().unwrap_or_default();

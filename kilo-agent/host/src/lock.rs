@@ -74,7 +74,7 @@ pub fn warn_of_former(interface: &str) {
     if sockets.lines().any(|line| line.ends_with(&former)) {
         tracing::warn!(
             socket = former,
-            "a process holds the socket that agents before this version locked; if one of them still runs, stop it"
+            "a process holds the lock of agents of earlier versions; if such an agent still runs, stop it"
         );
     }
 }

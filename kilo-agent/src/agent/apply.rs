@@ -98,7 +98,7 @@ impl<B: Backend> Agent<B> {
         let (bpffs, metrics) = (&self.options.bpffs, &self.metrics.failover);
         if let Err(error) = failover.update(site, &self.dataplane, bpffs, metrics) {
             self.metrics.error(error.label());
-            tracing::error!(%error, "failed to start failover; the leader is replaced when it is declared dead");
+            tracing::error!(%error, "failed to start failover; a leader that fails is replaced only once it is declared dead");
         }
     }
 

@@ -74,7 +74,7 @@ pub fn other_cni(other: &Path, own: &Path) -> String {
 
 impl LogLimiter {
     /// Says once what is wrong with which object.
-    pub fn objects(&mut self, problems: &BTreeMap<ObjectRef, String>, metrics: &Metrics) {
+    pub fn log_invalid_objects(&mut self, problems: &BTreeMap<ObjectRef, String>, metrics: &Metrics) {
         for (object, problem) in problems {
             if self.objects.get(object) != Some(problem) {
                 metrics.error("invalid_object");
@@ -85,7 +85,7 @@ impl LogLimiter {
     }
 
     /// Says once that the location has more nodes than the table of hops.
-    pub fn left_out(&mut self, left_out: usize, metrics: &Metrics) {
+    pub fn log_left_out(&mut self, left_out: usize, metrics: &Metrics) {
         if left_out > self.left_out {
             metrics.error("location_full");
             tracing::error!(
@@ -100,7 +100,7 @@ impl LogLimiter {
 
     /// Says once that this node leads its location with an endpoint that other locations may not
     /// reach; returns the sentence when it is news.
-    pub fn private_endpoint(&mut self, endpoint: Option<&Endpoint>) -> Option<String> {
+    pub fn log_private_endpoint(&mut self, endpoint: Option<&Endpoint>) -> Option<String> {
         if self.private_endpoint.as_ref() == endpoint {
             return None;
         }
@@ -116,7 +116,7 @@ impl LogLimiter {
 
     /// Says of which locations the stand-bys are too few, of each at most once in ten minutes: who leads may change
     /// to and fro. Returns of which it did.
-    pub fn stand_bys(&mut self, warnings: BTreeMap<String, String>, now: Instant) -> Vec<String> {
+    pub fn log_stand_bys(&mut self, warnings: BTreeMap<String, String>, now: Instant) -> Vec<String> {
         self.stand_bys.retain(|_, said| now.saturating_duration_since(*said) < STAND_BYS_AGAIN);
         let mut said = Vec::new();
         for (location, warning) in warnings {
@@ -131,7 +131,7 @@ impl LogLimiter {
 
     /// Says once that the own location has one leader although several are asked for, when that lasts. True when it is
     /// said now.
-    pub fn one_leader(&mut self, warning: Option<String>, now: Instant) -> bool {
+    pub fn log_one_leader(&mut self, warning: Option<String>, now: Instant) -> bool {
         let Some(warning) = warning else {
             self.one_leader = None;
             return false;
@@ -146,7 +146,7 @@ impl LogLimiter {
     }
 
     /// Says once that the kernel's table of neighbours is too small, until it is large enough.
-    pub fn neighbours(&mut self, warning: Option<String>) {
+    pub fn log_neighbours(&mut self, warning: Option<String>) {
         let is_new = warning.is_some() && !self.neighbours;
         self.neighbours = warning.is_some();
         if let Some(warning) = warning.filter(|_| is_new) {
@@ -156,7 +156,7 @@ impl LogLimiter {
 
     /// Says once that a node of the location, the first of them, is not reached, because only a default route by another
     /// interface than the private one leads there.
-    pub fn only_default(&mut self, first: Option<&IpAddr>) {
+    pub fn log_only_default(&mut self, first: Option<&IpAddr>) {
         let is_new = !self.only_default;
         self.only_default = first.is_some();
         if let Some(node) = first.filter(|_| is_new) {
@@ -170,7 +170,7 @@ impl LogLimiter {
     }
 
     /// Says once which interfaces get no programs because of their link type.
-    pub fn unknown_headers(&mut self, interfaces: &BTreeMap<String, u16>, metrics: &Metrics) {
+    pub fn log_unknown_headers(&mut self, interfaces: &BTreeMap<String, u16>, metrics: &Metrics) {
         for (interface, link_type) in interfaces {
             if self.unknown_headers.get(interface) != Some(link_type) {
                 metrics.error("link_type");
@@ -186,7 +186,7 @@ impl LogLimiter {
     }
 
     /// Says once that there is no interface for the programs of uplinks.
-    pub fn no_uplink(&mut self, no_uplink: bool, metrics: &Metrics) {
+    pub fn log_no_uplink(&mut self, no_uplink: bool, metrics: &Metrics) {
         if no_uplink && !self.no_uplink {
             metrics.error("no_uplink");
             tracing::warn!(
@@ -198,7 +198,7 @@ impl LogLimiter {
     }
 
     /// Says once which nodes claim one private address. True when this is news.
-    pub fn conflicts(&mut self, conflicts: &[Conflict], metrics: &Metrics) -> bool {
+    pub fn log_conflicts(&mut self, conflicts: &[Conflict], metrics: &Metrics) -> bool {
         metrics.conflicts.set(gauge(conflicts.len()));
         let is_news = self.conflicts != conflicts;
         if !is_news {
@@ -218,7 +218,7 @@ impl LogLimiter {
     }
 
     /// Says what failed, unless it did for the same reason within the last minute.
-    pub fn failed(&mut self, what: &'static str, text: String, now: Instant) {
+    pub fn log_failure(&mut self, what: &'static str, text: String, now: Instant) {
         let repeated = match self.failures.get_mut(what) {
             Some(failure) if failure.text == text => {
                 if now.saturating_duration_since(failure.said) < AGAIN {
@@ -234,7 +234,7 @@ impl LogLimiter {
     }
 
     /// All went well: the next failure is a new one.
-    pub fn succeeded(&mut self) {
+    pub fn clear_failures(&mut self) {
         self.failures.clear();
     }
 }
@@ -252,13 +252,13 @@ mod tests {
             nodes: nodes.iter().map(ToString::to_string).collect(),
         };
         let (two, three) = ([conflict(&["a0", "a2"])], [conflict(&["a0", "a1", "a2"])]);
-        assert!(log_limiter.conflicts(&two, &metrics));
-        assert!(!log_limiter.conflicts(&two, &metrics));
+        assert!(log_limiter.log_conflicts(&two, &metrics));
+        assert!(!log_limiter.log_conflicts(&two, &metrics));
         assert_eq!(metrics.conflicts.get(), 1);
-        assert!(log_limiter.conflicts(&three, &metrics));
-        assert!(log_limiter.conflicts(&[], &metrics));
+        assert!(log_limiter.log_conflicts(&three, &metrics));
+        assert!(log_limiter.log_conflicts(&[], &metrics));
         assert_eq!(metrics.conflicts.get(), 0);
-        assert!(log_limiter.conflicts(&two, &metrics));
+        assert!(log_limiter.log_conflicts(&two, &metrics));
     }
 
     #[test]
@@ -267,7 +267,7 @@ mod tests {
         let mut log_limiter = LogLimiter::default();
         let mut said = |location: &str, why: &str, seconds| {
             let warnings = [(location.to_owned(), why.to_owned())].into_iter().filter(|it| !it.0.is_empty());
-            log_limiter.stand_bys(warnings.collect(), start + Duration::from_secs(seconds))
+            log_limiter.log_stand_bys(warnings.collect(), start + Duration::from_secs(seconds))
         };
         assert_eq!(said("a", "b leads", 0), ["a"]);
         assert_eq!(said("a", "b leads", 1), [""; 0]);
@@ -284,7 +284,7 @@ mod tests {
         let mut log_limiter = LogLimiter::default();
         let mut said = |why: &str, seconds| {
             let warning = Some(why.to_owned()).filter(|why| !why.is_empty());
-            log_limiter.one_leader(warning, start + Duration::from_secs(seconds))
+            log_limiter.log_one_leader(warning, start + Duration::from_secs(seconds))
         };
         assert!(!said("a", 0) && !said("a", 59), "agents that hear of it answer soon");
         assert!(!said("", 60) && !said("a", 61));
@@ -302,15 +302,15 @@ mod tests {
     fn the_same_failure_is_said_once_a_minute_and_another_at_once() {
         let (start, second) = (Instant::now(), Duration::from_secs(1));
         let mut log_limiter = LogLimiter::default();
-        log_limiter.failed("reconcile failed", "no node".to_owned(), start);
-        log_limiter.failed("reconcile failed", "no node".to_owned(), start + 2 * second);
+        log_limiter.log_failure("reconcile failed", "no node".to_owned(), start);
+        log_limiter.log_failure("reconcile failed", "no node".to_owned(), start + 2 * second);
         assert_eq!(log_limiter.said_at(), Some(start));
-        log_limiter.failed("reconcile failed", "no node".to_owned(), start + 60 * second);
+        log_limiter.log_failure("reconcile failed", "no node".to_owned(), start + 60 * second);
         assert_eq!(log_limiter.said_at(), Some(start + 60 * second));
-        log_limiter.failed("reconcile failed", "no pod CIDR".to_owned(), start + 61 * second);
+        log_limiter.log_failure("reconcile failed", "no pod CIDR".to_owned(), start + 61 * second);
         assert_eq!(log_limiter.said_at(), Some(start + 61 * second));
-        log_limiter.succeeded();
-        log_limiter.failed("reconcile failed", "no pod CIDR".to_owned(), start + 62 * second);
+        log_limiter.clear_failures();
+        log_limiter.log_failure("reconcile failed", "no pod CIDR".to_owned(), start + 62 * second);
         assert_eq!(log_limiter.said_at(), Some(start + 62 * second));
     }
 }

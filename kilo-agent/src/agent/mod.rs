@@ -453,7 +453,7 @@ impl<B: Backend> Agent<B> {
 
     /// This host is right, and others know what they must.
     fn succeeded(&mut self) {
-        self.log_limiter.succeeded();
+        self.log_limiter.clear_failures();
         self.health.succeeded(Instant::now());
     }
 
@@ -464,7 +464,7 @@ impl<B: Backend> Agent<B> {
 
     fn report_failure(&mut self, what: &'static str, error: &AgentError) {
         self.metrics.error(error.label());
-        self.log_limiter.failed(what, error.to_string(), Instant::now());
+        self.log_limiter.log_failure(what, error.to_string(), Instant::now());
         self.health.failed(error.to_string());
     }
 }

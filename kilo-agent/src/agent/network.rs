@@ -101,9 +101,9 @@ impl<B: Backend> Agent<B> {
         }
     }
 
-    /// Pod CIDRs that the node had earlier in this boot and has no more. Where the configuration has some, pods can be
-    /// started with their addresses until it is replaced: they are kept first.
-    pub(super) fn former_pod_cidrs(&mut self, own: &Node) -> Vec<IpNet> {
+    /// Keeps the pod CIDRs of this boot, and returns those that the node no longer has. Where the configuration has some,
+    /// pods can be started with their addresses until it is replaced: they are kept first.
+    pub(super) fn keep_former_pod_cidrs(&mut self, own: &Node) -> Vec<IpNet> {
         let subnets = self.former_subnets(own).subnets;
         if let Err(error) = self.state.former_pod_cidrs.add(&subnets) {
             self.metrics.error("cni");
@@ -127,7 +127,7 @@ impl<B: Backend> Agent<B> {
         former::subnets(&path, &own.pod_cidrs).unwrap_or_default()
     }
 
-    /// Takes the gateways of pod CIDRs that the node has no more off its bridges; another
+    /// Takes the gateways of pod CIDRs that the node no longer has off its bridges; another
     /// node may have them. True when none is left there, as far as anybody knows.
     async fn leave_former_subnets(&self, own: &Node) -> bool {
         let former = self.former_subnets(own);

@@ -15,8 +15,8 @@ pub(super) struct PeerReports {
 }
 
 impl PeerReports {
-    /// Another agent writes them.
-    pub fn leave(&mut self) {
+    /// Forgets what was written: another agent writes it from now on.
+    pub fn forget(&mut self) {
         *self = Self::default();
     }
 

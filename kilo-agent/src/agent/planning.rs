@@ -45,7 +45,7 @@ impl<B: Backend> Agent<B> {
         (found.vxlan, found.ipip) = (host.tunnels.vxlan, host.tunnels.ipip);
         links::add_overlay(&mut found, &host.links, &own.name, overlay);
         links::add_elsewhere(&mut found, &host.ways_out.elsewhere);
-        found.former_pod_cidrs = self.former_pod_cidrs(own);
+        found.former_pod_cidrs = self.keep_former_pod_cidrs(own);
         found.path_mtus = self.path_mtus.current(Instant::now());
         for (address, mtu) in &host.paths.mtus {
             found.path_mtus.entry(*address).and_modify(|known| *known = *mtu.min(known)).or_insert(*mtu);
@@ -53,16 +53,16 @@ impl<B: Backend> Agent<B> {
         self.state.hops = self.state.hops.update(mesh);
         let private_is_up = host.links.iter().any(|link| link.up && Some(link.index) == found.private);
         // Where that interface is down, other lines of the log say so.
-        self.log_limiter.only_default(host.paths.only_default.first().filter(|_| private_is_up));
-        self.log_limiter.no_uplink(found.uplinks.is_empty(), &self.metrics);
-        self.log_limiter.unknown_headers(&found.unknown_headers, &self.metrics);
-        self.log_limiter.left_out(self.state.hops.left_out(mesh), &self.metrics);
+        self.log_limiter.log_only_default(host.paths.only_default.first().filter(|_| private_is_up));
+        self.log_limiter.log_no_uplink(found.uplinks.is_empty(), &self.metrics);
+        self.log_limiter.log_unknown_headers(&found.unknown_headers, &self.metrics);
+        self.log_limiter.log_left_out(self.state.hops.left_out(mesh), &self.metrics);
         let resolved = self.resolver.resolve(mesh).await;
         self.relays.resolves(&resolved);
         let seen = sightings.peers_at_own_places().collect();
         let listens = self.options.relay == Relay::Auto && relay::is_offered(whole);
         let relays = self.relays.inputs(listens, sightings.peers_at_relays());
-        let signal_keys = self.signal_keys(whole);
+        let signal_keys = self.derive_signal_keys(whole);
         let plan = plan::host_plan(&Inputs {
             mesh,
             settings: &self.options.settings,
@@ -80,15 +80,15 @@ impl<B: Backend> Agent<B> {
                 own.pod_cidrs.iter().any(|cidr| cidr.addr().is_ipv6()),
             ),
         })?;
-        self.log_limiter.neighbours(neighbours::table_warning(plan.neighbours(&found)));
+        self.log_limiter.log_neighbours(neighbours::table_warning(plan.neighbours(&found)));
         Some(plan)
     }
 
-    /// What the programs check signals of other nodes with; nothing while there is no failover.
-    fn signal_keys(&mut self, mesh: &Mesh) -> BTreeMap<IpAddr, SignalKey> {
+    /// Derives what the programs check signals of other nodes with; nothing without failover.
+    fn derive_signal_keys(&mut self, mesh: &Mesh) -> BTreeMap<IpAddr, SignalKey> {
         let Some(failover) = &mut self.failover else { return BTreeMap::new() };
         // Cookies of an earlier agent go on.
         let held = self.dataplane.held_keys();
-        failover.signal_keys(mesh, &self.options.hostname, &self.key, &self.state.hops, &held)
+        failover.derive_signal_keys(mesh, &self.options.hostname, &self.key, &self.state.hops, &held)
     }
 }

@@ -30,7 +30,7 @@ impl<B: Backend> Agent<B> {
         if speaker(mesh) == Some(&self.options.hostname) {
             self.peer_reports.report(&self.backend, peer_acceptances(mesh, snapshot));
         } else {
-            self.peer_reports.leave();
+            self.peer_reports.forget();
         }
     }
 
@@ -57,10 +57,15 @@ impl<B: Backend> Agent<B> {
         announce::write_event(&self.backend, self.options.hostname.clone(), reason, text);
     }
 
-    /// This node as it should be known to all.
-    pub(super) async fn own_node(&mut self, seen: &Node, host: &HostState, sightings: &Sightings) -> Node {
+    /// Describes this node as all others should know it.
+    pub(super) async fn describe_own_node(
+        &mut self,
+        seen: &Node,
+        host: &HostState,
+        sightings: &Sightings,
+    ) -> Node {
         let links = &host.links;
-        let hostname = self.resolver.own_addresses(&self.options.hostname).await;
+        let hostname = self.resolver.resolve_own(&self.options.hostname).await;
         let found = discovery::discover(&discovery::Facts {
             resolved: &hostname,
             default_interface: host.ways_out.default,
@@ -78,7 +83,7 @@ impl<B: Backend> Agent<B> {
         let cilium = links.iter().find(|link| link.name == CILIUM_HOST);
         let addresses: Vec<_> = cilium.iter().flat_map(|link| &link.addresses).map(|a| a.net).collect();
         own.cni_compatibility_ip = plan::published_overlay(self.options.compatibility, &addresses);
-        takes_part_with(&mut own, found.and_then(|found| found.private), self.failover.as_ref());
+        set_failover_part(&mut own, found.and_then(|found| found.private), self.failover.as_ref());
         if !own.endpoint_forced {
             let (from, prefer_private) = (self.options.endpoint_from, self.options.prefer_private);
             let address = discovery::endpoint(found, &seen.external_ips, from, prefer_private);
@@ -162,9 +167,9 @@ fn says_itself(snapshot: &Snapshot, key: &PublicKey, at: &SocketAddr) -> bool {
     snapshot.nodes.iter().any(|node| node.key == Some(*key) && node.ipv6_endpoint == Some(*at))
 }
 
-/// Its private address, which may be the one that was found, and what it says of failover: a node without any
-/// hears no signals of its location and answers no CLAIM, so it must not say that it knows them.
-fn takes_part_with(own: &mut Node, found: Option<IpNet>, failover: Option<&Failover>) {
+/// Sets the private address, which may be the one that was found, and what the node says of failover: a node without
+/// any hears no signals of its location and answers no CLAIM, so it must not say that it knows them.
+fn set_failover_part(own: &mut Node, found: Option<IpNet>, failover: Option<&Failover>) {
     if !own.internal_ip_forced {
         own.internal_ip = found.filter(|_| !own.no_internal_ip);
     }
@@ -200,7 +205,7 @@ mod tests {
         };
         let says = |node: &Node, found: Option<&str>, failover: Option<&Failover>| {
             let mut own = node.clone();
-            takes_part_with(&mut own, found.map(|found| found.parse().unwrap()), failover);
+            set_failover_part(&mut own, found.map(|found| found.parse().unwrap()), failover);
             (own.signal, own.leading, own.leaders)
         };
         let (all, nothing) = ((true, Some(1 << 16), Some(2)), (false, None, None));

@@ -109,9 +109,9 @@ impl<B: Backend> Publisher<B> {
         self.hurries = hurries;
     }
 
-    /// The heartbeat of this node as the backend has it. A node that others have declared dead lives as long as this
-    /// runs: its heartbeat is due at once. Returns whether that has just been found.
-    pub fn is_seen_as(&mut self, last_seen: i64, now: Instant) -> bool {
+    /// Takes the heartbeat of this node as the backend has it. A node that others have declared dead lives as long as
+    /// this runs: its heartbeat is due at once. Returns whether it has just been found to be declared dead.
+    pub fn note_seen(&mut self, last_seen: i64, now: Instant) -> bool {
         let before = self.is_declared_dead;
         self.is_declared_dead = last_seen == 0 && self.checked_in > 0;
         let is_new = self.is_declared_dead && !before;
@@ -156,7 +156,7 @@ impl<B: Backend> Publisher<B> {
         self.publish(published, PATIENCE, now, unix_now);
     }
 
-    /// Waits for the write that is under way, for as long as anybody is patient with it.
+    /// Waits for the write that is under way, for as long as its patience lasts.
     pub async fn finish(&mut self) {
         while self.asked.as_ref().is_some_and(|asked| asked.overdue.is_some()) {
             let _ = self.answered().await;
@@ -315,18 +315,18 @@ mod tests {
     #[tokio::test]
     async fn who_is_declared_dead_renews_its_heartbeat_once_and_at_once() {
         let (held, mut publisher, now) = begin();
-        assert!(!publisher.is_seen_as(0, now), "there was none yet");
+        assert!(!publisher.note_seen(0, now), "there was none yet");
         held.answers.add_permits(9);
         publisher.publish_beside(seen(0), now, 1000);
         publisher.answered().await.unwrap();
-        assert!(!publisher.is_seen_as(1000, now));
-        assert!(publisher.is_seen_as(0, now), "declared dead");
-        assert!(!publisher.is_seen_as(0, now), "the same word of the others");
+        assert!(!publisher.note_seen(1000, now));
+        assert!(publisher.note_seen(0, now), "declared dead");
+        assert!(!publisher.note_seen(0, now), "the same word of the others");
         publisher.publish_beside(seen(0), now, 1007);
         publisher.answered().await.unwrap();
         assert_eq!(held.heartbeats(), [1000, 1007]);
-        assert!(!publisher.is_seen_as(1007, now));
-        assert!(publisher.is_seen_as(0, now), "once more");
+        assert!(!publisher.note_seen(1007, now));
+        assert!(publisher.note_seen(0, now), "once more");
     }
 
     #[tokio::test]

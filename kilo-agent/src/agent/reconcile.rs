@@ -32,7 +32,7 @@ impl<B: Backend> Agent<B> {
         let nodes = with_own(&snapshot.nodes, state.own.as_ref());
         let ready = state.liveness.ready(nodes, &self.options.hostname, Instant::now(), Timestamp::now().0);
         let own = snapshot.nodes.get(&self.options.hostname).map(|own| own.last_seen);
-        let is_declared_dead = own.is_some_and(|own| self.publisher.is_seen_as(own, Instant::now()));
+        let is_declared_dead = own.is_some_and(|own| self.publisher.note_seen(own, Instant::now()));
         if ready != state.ready || is_declared_dead {
             return false;
         }
@@ -58,20 +58,20 @@ impl<B: Backend> Agent<B> {
     }
 
     async fn converge(&mut self, snapshot: &Arc<Snapshot>, host: &mut HostState) -> Result<u64, AgentError> {
-        self.log_limiter.objects(&snapshot.problems, &self.metrics);
+        self.log_limiter.log_invalid_objects(&snapshot.problems, &self.metrics);
         let (now, unix_now) = (Instant::now(), Timestamp::now().0);
         let name = &self.options.hostname;
         let seen = snapshot.nodes.get(name).ok_or_else(|| BackendError::NoSuchNode(name.clone()))?;
-        self.publisher.is_seen_as(seen.last_seen, now);
+        self.publisher.note_seen(seen.last_seen, now);
         if let Some(failover) = &mut self.failover {
-            failover.hears_of(snapshot);
+            failover.note_several_asked(snapshot);
         }
         let sightings = Sightings::new(snapshot, host);
-        let own = self.own_node(&seen, host, &sightings).await;
+        let own = self.describe_own_node(&seen, host, &sightings).await;
         // An unchanged node keeps its place in memory, by which others see at once that it is unchanged.
         let same = self.state.own.clone().filter(|same| **same == own);
         let own = same.unwrap_or_else(|| own.into());
-        let (mesh, ready) = self.topology(snapshot, &own, host, now, unix_now);
+        let (mesh, ready) = self.compute_topology(snapshot, &own, host, now, unix_now);
         let published = self.published(&own, seen, (&mesh, snapshot), &host.links);
         let nodes = with_own(&snapshot.nodes, Some(&own));
         // An agent that writes slices decides by its own heartbeat whether the API server is there.
@@ -112,8 +112,8 @@ impl<B: Backend> Agent<B> {
         Ok(writes + std::mem::take(&mut host.made))
     }
 
-    /// The mesh with this node as it is now, and which of the snapshot's nodes take part.
-    fn topology(
+    /// Computes the mesh with this node as it is now, and which of the snapshot's nodes take part.
+    fn compute_topology(
         &mut self,
         snapshot: &Snapshot,
         own: &Arc<Node>,
@@ -161,7 +161,7 @@ impl<B: Backend> Agent<B> {
         let plan = self.plan(mesh, own, host, sightings).await;
         let plan = plan.ok_or_else(|| missing("it is not in the mesh"))?;
         let site = self.site(mesh, &plan, host);
-        if self.log_limiter.conflicts(&plan.conflicts, &self.metrics) {
+        if self.log_limiter.log_conflicts(&plan.conflicts, &self.metrics) {
             self.report_conflicts(&plan.conflicts);
         }
         let decision = self.nat_decision(&plan.tables);
@@ -192,7 +192,7 @@ impl<B: Backend> Agent<B> {
     fn warn_of_private_endpoint(&mut self, mesh: &Mesh) {
         let name = &self.options.hostname;
         let warned = if self.options.prefer_private { None } else { mesh.private_endpoint_of(name) };
-        if let Some(text) = self.log_limiter.private_endpoint(warned) {
+        if let Some(text) = self.log_limiter.log_private_endpoint(warned) {
             self.report(EventReason::PrivateEndpoint, text);
         }
     }
@@ -201,7 +201,7 @@ impl<B: Backend> Agent<B> {
     fn warn_of_one_leader(&mut self, mesh: &Mesh) {
         let own = mesh.find(&self.options.hostname);
         let warning = own.and_then(|(at, _)| mesh.one_leader_warning(at));
-        self.log_limiter.one_leader(warning, Instant::now());
+        self.log_limiter.log_one_leader(warning, Instant::now());
     }
 
     /// Warns of the own location, and of others whose leader this agent does not know as one of their stand-bys.
@@ -210,7 +210,7 @@ impl<B: Backend> Agent<B> {
         let concerns = |at: &usize| Some(*at) == own || mesh.unforeseen(*at).is_some();
         let warning = |at: usize| Some((mesh.segments[at].location.clone(), mesh.stand_by_warning(at)?));
         let warnings = (0..mesh.segments.len()).filter(concerns).filter_map(warning).collect();
-        self.log_limiter.stand_bys(warnings, Instant::now());
+        self.log_limiter.log_stand_bys(warnings, Instant::now());
     }
 
     /// Sets the gauges that describe the mesh.

@@ -93,9 +93,9 @@ impl Handshakes {
         Self { own: BTreeMap::new(), done: now, not_before: now, task: None }
     }
 
-    /// Which of what is seen is to be written now, by an agent of so many leaders: what has been old for
-    /// longest first. `said`: what the objects say; `None`: there is no object to write into.
-    fn due(
+    /// Takes what is to be written now of what is seen, by an agent of so many leaders: what has been old for longest
+    /// first. `said`: what the objects say; `None`: there is no object to write into.
+    fn take_due(
         &mut self,
         seen: &Seen,
         said: impl Fn(&str) -> Option<Said>,
@@ -146,7 +146,7 @@ impl Handshakes {
             };
             self.take(outcome, now);
         }
-        let due = self.due(seen, |peer| backend.said(peer), leaders, now);
+        let due = self.take_due(seen, |peer| backend.said(peer), leaders, now);
         if due.is_empty() {
             return;
         }
@@ -226,7 +226,7 @@ mod tests {
             let count = self.leaders.len();
             for (number, leader) in self.leaders.iter_mut().enumerate() {
                 let seen = seen(number, self.second);
-                let due = leader.due(
+                let due = leader.take_due(
                     &seen,
                     |peer| Some(Said { handshake: self.said.get(peer).copied() }),
                     count,
@@ -307,7 +307,7 @@ mod tests {
         let mut writes = 0;
         for second in (0..600).step_by(5) {
             let now = world.start + Duration::from_secs(second);
-            writes += one.due(&many, |_| Some(Said::default()), 1, now).len();
+            writes += one.take_due(&many, |_| Some(Said::default()), 1, now).len();
         }
         assert!((595..=600).contains(&writes), "{writes} in 600 s");
     }
@@ -318,8 +318,9 @@ mod tests {
         let mut handshakes = Handshakes::new(now);
         handshakes.take(Outcome { written: Seen::new(), pause: Some(REFUSED) }, now);
         let seen = laptop(at(10_000, 1));
-        let mut due =
-            |seconds| handshakes.due(&seen, |_| Some(Said::default()), 1, now + Duration::from_secs(seconds));
+        let mut due = |seconds| {
+            handshakes.take_due(&seen, |_| Some(Said::default()), 1, now + Duration::from_secs(seconds))
+        };
         assert!(due(400).is_empty());
         assert_eq!(due(800), ["laptop"]);
     }

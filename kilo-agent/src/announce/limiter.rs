@@ -22,8 +22,8 @@ impl Limiter {
         Self { left: BURST, counted: now, left_out: 0 }
     }
 
-    /// Whether one more may be said; else it is counted.
-    pub fn allows(&mut self, now: Instant) -> bool {
+    /// Takes a token; returns whether there was one. Without one the line or Event is counted as left out.
+    pub fn admit(&mut self, now: Instant) -> bool {
         self.refill(now);
         let allowed = self.left > 0;
         self.left = self.left.saturating_sub(1);
@@ -31,8 +31,8 @@ impl Limiter {
         allowed
     }
 
-    /// How many were left out, to be said now; `None`: none, or not yet.
-    pub fn left_out(&mut self, now: Instant) -> Option<u64> {
+    /// Takes the number of those left out, if it may be reported now; `None`: none, or not yet.
+    pub fn take_left_out(&mut self, now: Instant) -> Option<u64> {
         self.refill(now);
         if self.left_out == 0 || self.left == 0 {
             return None;
@@ -60,16 +60,16 @@ mod tests {
     fn fifty_are_said_at_once_then_one_in_two_seconds_and_how_many_were_left_out() {
         let start = Instant::now();
         let mut limiter = Limiter::new(start);
-        let said = (0..1000).filter(|_| limiter.allows(start)).count();
+        let said = (0..1000).filter(|_| limiter.admit(start)).count();
         assert_eq!(said, 50);
-        assert_eq!(limiter.left_out(start), None, "that would be one more");
+        assert_eq!(limiter.take_left_out(start), None, "that would be one more");
         let later = start + Duration::from_secs(2);
-        assert_eq!(limiter.left_out(later), Some(950));
-        assert_eq!(limiter.left_out(later), None);
+        assert_eq!(limiter.take_left_out(later), Some(950));
+        assert_eq!(limiter.take_left_out(later), None);
         // For a minute ten a second: one in two seconds.
-        let busy = (0..600).filter(|tenth| limiter.allows(later + Duration::from_millis(tenth * 100)));
+        let busy = (0..600).filter(|tenth| limiter.admit(later + Duration::from_millis(tenth * 100)));
         assert_eq!(busy.count(), 29);
         let rested = start + Duration::from_secs(3600);
-        assert_eq!((0..1000).filter(|_| limiter.allows(rested)).count(), 50, "no more than a burst is saved");
+        assert_eq!((0..1000).filter(|_| limiter.admit(rested)).count(), 50, "no more than a burst is saved");
     }
 }

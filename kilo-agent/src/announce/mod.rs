@@ -203,13 +203,13 @@ impl<B: Backend> Announcer<B> {
     /// Looks at the tunnels, and reports what has waited.
     async fn look(&mut self) {
         let now = Instant::now();
-        if let Some(left_out) = self.lines.left_out(now) {
+        if let Some(left_out) = self.lines.take_left_out(now) {
             tracing::info!(
                 left_out,
                 "the mesh changes too often to log everything; `kgctl status` shows how it is now"
             );
         }
-        if let Some(left_out) = self.events.left_out(now) {
+        if let Some(left_out) = self.events.take_left_out(now) {
             tracing::info!(
                 left_out,
                 "too many Events; the remaining ones are only in the log and in `kgctl status`"
@@ -261,13 +261,13 @@ impl<B: Backend> Announcer<B> {
     }
 
     fn say(&mut self, now: Instant, say: impl FnOnce()) {
-        if self.lines.allows(now) {
+        if self.lines.admit(now) {
             say();
         }
     }
 
     fn announce(&mut self, notice: Notice, now: Instant) {
-        if self.events.allows(now) {
+        if self.events.admit(now) {
             write_event(&self.context.backend, notice.node, notice.reason, notice.text);
         }
     }

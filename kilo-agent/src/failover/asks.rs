@@ -1,5 +1,5 @@
-//! Questions and announcements to nodes of the own location that are not sent yet, and whose turn it is: of a thousand
-//! members all at once.
+//! Questions and announcements that wait to be sent to nodes of the own location, by turns: a thousand members are
+//! asked at once.
 
 use std::collections::BTreeMap;
 
@@ -15,8 +15,8 @@ pub struct Asks {
 }
 
 impl Asks {
-    /// Takes the place of what waits for that node. But an announcement that waits is answered as a question is, and
-    /// must not be lost for one.
+    /// Replaces the signal that waits for that node. An announcement is not replaced by a question: it is answered as a
+    /// question is, and must not be lost.
     pub fn add(&mut self, node: NodeId, signal: Signal) {
         let announces = |waits: &Signal| waits.kind == Kind::Announce;
         if signal.kind != Kind::Roll || !self.waiting.get(&node).is_some_and(announces) {
@@ -24,7 +24,7 @@ impl Asks {
         }
     }
 
-    /// The next one, of all nodes by turns.
+    /// Takes the next one, of all nodes by turns.
     pub fn take_next(&mut self) -> Option<(NodeId, Signal)> {
         let next = self.waiting.range(self.next_from..).next().or_else(|| self.waiting.first_key_value());
         let node = *next?.0;

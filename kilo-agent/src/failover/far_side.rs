@@ -10,17 +10,17 @@ use kilo_failover::{
 };
 
 use super::{site::Site, thread::Thread, unmoved::Move};
-use crate::far::{APART, FarGateway, FarLocation, PATIENCE, SEED, SEEDED, claimed, locations_are, prefixes};
+use crate::far::{APART, FarGateway, FarLocation, PATIENCE, SEED, SEEDED, claimed, prefixes, set_locations};
 
 impl Thread {
-    /// Takes over who is where from a new site.
-    pub(super) fn fars_are(&mut self, site: &Site, now: Micros) {
+    /// Takes over the other locations of a new site.
+    pub(super) fn set_fars(&mut self, site: &Site, now: Micros) {
         if !site.is_gateway() {
             self.fars.clear();
             self.unmoved.retain(|_| false);
             return;
         }
-        locations_are(&mut self.fars, &site.fars);
+        set_locations(&mut self.fars, &site.fars);
         self.unmoved.retain(|far| site.fars.contains_key(far));
         self.seeded_until.get_or_insert(now + SEEDED);
         self.is_dirty = true;
@@ -46,17 +46,21 @@ impl Thread {
         if claimed.foreign > 0 {
             self.metrics.refused("member");
             let foreign = claimed.foreign;
-            tracing::debug!(from = self.name(from), foreign, "a gateway claims nodes of another location");
+            tracing::debug!(
+                from = self.name(from),
+                foreign,
+                "ignoring nodes of another location in a claim of a gateway"
+            );
         }
         match claimed.step {
-            Ok(Some(step)) => self.moves(far, location, &step, now),
+            Ok(Some(step)) => self.apply_step(far, location, &step, now),
             Ok(None) => {}
             Err(why) => self.metrics.refused(why),
         }
     }
 
     /// Moves the prefixes first: until then every packet that comes by the new way is lost.
-    fn moves(&mut self, far: Far, location: &FarLocation, step: &Step, now: Micros) {
+    fn apply_step(&mut self, far: Far, location: &FarLocation, step: &Step, now: Micros) {
         let is_move = !step.moves.is_empty() || step.moves_shared;
         // A reconcile that begins meanwhile must not move anything back; one that is asked for takes the processor.
         self.is_dirty |= is_move;
@@ -64,7 +68,7 @@ impl Thread {
         let wanted = Move { gateway: step.gateway, members: step.moves.clone(), shared: step.moves_shared };
         let moved = self.move_prefixes(far, location, wanted);
         if moved.is_some() {
-            // Who gave them with END learns it from who has them.
+            // The giver that sent END learns it from the gateway that has them.
             self.tunnel_to(location, step.gateway, &step.answer);
         }
         if is_news {
@@ -91,11 +95,11 @@ impl Thread {
     /// asked again with the gateway's next CLAIM.
     fn move_prefixes(&mut self, far: Far, location: &FarLocation, wanted: Move) -> Option<Move> {
         let (site, acting) = self.site.as_ref().zip(self.fars.get(&far))?;
-        self.unmoved.moves(far, acting, wanted, |all| takes(site, location, all))
+        self.unmoved.move_all(far, acting, wanted, |all| takes(site, location, all))
     }
 
-    /// Probes of old leaders whose shared prefixes are claimed, and what follows of silence.
-    pub(super) fn far_wakes(&mut self, now: Micros) {
+    /// Probes old leaders whose shared prefixes are claimed, and moves these when one is silent.
+    pub(super) fn check_old_leaders(&mut self, now: Micros) {
         let due: Vec<_> = self.later.extract_if(.., |(at, ..)| *at <= now).collect();
         let Some(site) = self.site.clone() else { return };
         for (_, far, old) in due {

@@ -42,8 +42,8 @@ struct Follower {
 pub struct Followers(BTreeMap<Ipv6Addr, Follower>);
 
 impl Followers {
-    /// There are other VPN peers now.
-    pub fn are(&mut self, known: &BTreeMap<Ipv6Addr, NodeId>, now: Micros) {
+    /// Takes over which VPN peers follow.
+    pub fn set_known(&mut self, known: &BTreeMap<Ipv6Addr, NodeId>, now: Micros) {
         self.0.retain(|control, _| known.contains_key(control));
         for control in known.keys() {
             // An agent that has just started has heard nobody yet.
@@ -77,8 +77,8 @@ impl Followers {
         self.0.values().filter_map(|follower| follower.next).min().unwrap_or(Micros::MAX)
     }
 
-    /// The claims that are due, and to whom.
-    pub fn due(
+    /// Takes the claims that are due, each with the control address that it goes to.
+    pub fn take_due(
         &mut self,
         sender: Sender,
         lead: Option<&Lead>,
@@ -91,7 +91,7 @@ impl Followers {
             .iter()
             .flat_map(|lead| lead.members().filter(|member| lead.is_followed_by(*member)))
             .collect();
-        // Which members these are: whom a follower knows is looked up once for each.
+        // Identifies these members, so that a follower that knows all of them is looked up once.
         let stamp = (led.len(), led.iter().fold(0, |all, member| all ^ member));
         let (term, shared) = lead.map_or((Term::NONE, Shared::Stay), |lead| (lead.term(), lead.shared()));
         for (control, follower) in &mut self.0 {
@@ -147,9 +147,9 @@ mod tests {
         let (sender, term) = (Sender { me: ME, location: 7 }, Term::NONE.next(ME));
         let mut lead = Lead::new(sender, term, &[], 0);
         lead.add([ME, MEMBER], 0);
-        lead.hears(MEMBER, (term, ME), 0);
+        lead.heard(MEMBER, (term, ME), 0);
         let mut followers = Followers::default();
-        followers.are(&BTreeMap::from([(LAPTOP, 9)]), 0);
+        followers.set_known(&BTreeMap::from([(LAPTOP, 9)]), 0);
         (sender, term, lead, followers)
     }
 
@@ -159,7 +159,7 @@ mod tests {
         let mut sent = 0;
         for now in (SEC..2 * SEC).step_by(usize::try_from(3 * MS).unwrap_or(1)) {
             followers.heard(LAPTOP, &moved(term, &[]), Some(&lead), now);
-            let claims = followers.due(sender, Some(&lead), now, || 1).len();
+            let claims = followers.take_due(sender, Some(&lead), now, || 1).len();
             sent += claims;
             if claims > 0 {
                 followers.heard(LAPTOP, &moved(term, &[MEMBER]), Some(&lead), now);
@@ -172,7 +172,7 @@ mod tests {
     fn who_is_there_gets_claims_until_it_has_moved_and_who_is_away_gets_none() {
         let (sender, term, mut lead, mut followers) = leads_a_member();
         let claims_due = |followers: &mut Followers, lead: &Lead, now| {
-            let due = followers.due(sender, Some(lead), now, || 1);
+            let due = followers.take_due(sender, Some(lead), now, || 1);
             due.into_iter().map(|(_, signal)| signal).collect::<Vec<_>>()
         };
         assert!(claims_due(&mut followers, &lead, COUNTS).is_empty());
@@ -192,7 +192,7 @@ mod tests {
         assert!(claims_due(&mut followers, &lead, 3 * SEC).is_empty());
         assert_eq!(followers.wake(), Micros::MAX);
         // Another one follows; then the laptop goes.
-        lead.hears(ME, (term, ME), 3 * SEC);
+        lead.heard(ME, (term, ME), 3 * SEC);
         assert!(claims_due(&mut followers, &lead, 3 * SEC).is_empty());
         assert_eq!(claims_due(&mut followers, &lead, 3 * SEC + BATCH).len(), 1);
         assert!(claims_due(&mut followers, &lead, 60 * SEC).is_empty());
@@ -200,7 +200,7 @@ mod tests {
         let next = term.next(ME);
         let mut lead = Lead::new(sender, next, &[], 0);
         lead.add([MEMBER], 0);
-        lead.hears(MEMBER, (next, ME), 0);
+        lead.heard(MEMBER, (next, ME), 0);
         followers.heard(LAPTOP, &moved(Term::NONE, &[]), Some(&lead), 61 * SEC);
         assert!(claims_due(&mut followers, &lead, 61 * SEC).is_empty());
         assert_eq!(claims_due(&mut followers, &lead, 61 * SEC + BATCH)[0].term, next);

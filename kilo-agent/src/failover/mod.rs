@@ -97,7 +97,7 @@ struct Dead {
     is_taken: bool,
 }
 
-/// Says what the thread knows, whenever somebody asks.
+/// Reports what the thread knows, at any time.
 #[derive(Clone)]
 pub struct Reporter(Arc<Shared>);
 
@@ -107,7 +107,7 @@ impl Reporter {
         locked(&self.0.said).report.clone()
     }
 
-    /// Whether this leader is still to be said to be dead.
+    /// Whether this leader is still to be declared dead.
     pub fn declares_dead(&self, node: &str) -> bool {
         locked(&self.0.said).dead.as_ref().is_some_and(|dead| dead.node == node)
     }
@@ -141,7 +141,7 @@ impl Failover {
     /// Starts nothing yet. `changed` is notified when a reconcile is due.
     ///
     /// # Errors
-    /// When there is no event descriptor to be had.
+    /// When the kernel gives no event descriptor.
     pub fn new(options: Options, changed: Arc<Notify>) -> std::io::Result<Self> {
         let shared = Shared {
             site: Mutex::default(),
@@ -156,9 +156,9 @@ impl Failover {
         Ok(Self { options, shared: Arc::new(shared), keys, cookies, orders, several_asked, thread: None })
     }
 
-    /// The mesh with gateways, and with who acts as the thread knows it now. To be called after
-    /// the device was read: what the thread moves later, it reports after it has moved it.
-    /// `held`: senders of the data path that an agent before this one has left, for `node`'s location.
+    /// The mesh with its gateways, and with the acting leaders that the thread knows now. To be called after the device
+    /// was read: what the thread moves later, it reports after it has moved it. `held`: senders of the data path that
+    /// an agent before this one has left, for `node`'s location.
     pub fn mesh(
         &mut self,
         mesh: Mesh,
@@ -201,7 +201,7 @@ impl Failover {
 
     /// Checks whether any node asks for several active leaders, before this node publishes what it
     /// supports: one that joined without would count as one that supports a single leader only.
-    pub fn hears_of(&mut self, snapshot: &Snapshot) {
+    pub fn note_several_asked(&mut self, snapshot: &Snapshot) {
         let asks = |node: &Node| node.gateway || node.leaders.is_some_and(|leaders| leaders > 1);
         self.several_asked = self.options.leaders > 1 || snapshot.nodes.iter().any(|node| asks(&node));
     }
@@ -212,7 +212,7 @@ impl Failover {
         self.several_asked.then_some(self.options.leaders)
     }
 
-    /// A leader that is to be said to be dead, once.
+    /// A leader that is to be declared dead; each is returned once.
     pub fn declares_dead(&self) -> Option<String> {
         let mut said = locked(&self.shared.said);
         let dead = said.dead.as_mut().filter(|dead| !dead.is_taken)?;
@@ -220,13 +220,14 @@ impl Failover {
         Some(dead.node.clone())
     }
 
-    /// For those who look.
+    /// A handle for `/status` and other readers.
     pub fn reporter(&self) -> Reporter {
         Reporter(Arc::clone(&self.shared))
     }
 
-    /// What signals of the location's nodes are checked with, and on a gateway those of other locations' gateways.
-    pub fn signal_keys(
+    /// Derives what signals of the location's nodes are checked with, and on a gateway those of other locations'
+    /// gateways.
+    pub fn derive_signal_keys(
         &mut self,
         mesh: &Mesh,
         node: &str,
@@ -257,7 +258,7 @@ impl Failover {
             let flags = if gateways.order.contains(&at) { SIGNAL_GATEWAY } else { 0 };
             entries.insert(address, SignalKey { key: key.0, cookie, sender, hop, flags });
         }
-        // Of nodes that are gone nothing is kept.
+        // Nothing is kept of nodes that are gone.
         self.cookies
             .retain(|node, _| entries.values().any(|known| known.sender == *node && known.cookie != 0));
         entries

@@ -28,20 +28,20 @@ type Parts = BTreeMap<(u16, u16), BTreeMap<NodeId, BTreeSet<NodeId>>>;
 pub struct Asked<'a> {
     /// Whether it has asked in a term.
     pub in_term: &'a dyn Fn(Term) -> bool,
-    /// Whom it could name.
+    /// Nodes that it could name.
     pub nodes: &'a [NodeId],
 }
 
 impl Asked<'_> {
-    /// Whether a CLAIM or END could have this part: who asked may know some nodes more.
+    /// Whether a CLAIM or END could have this part: the asker may know some nodes more.
     fn has_part(&self, (part, parts): (u16, u16)) -> bool {
         part < parts && usize::from(parts) <= self.nodes.len() / MAX_MEMBERS + 2
     }
 }
 
 impl Moved {
-    /// MOVED came from a gateway of a location: what all those have moved that packets depend on, as far as
-    /// there is a way to them.
+    /// Takes MOVED of a gateway; returns what all gateways of its location have moved that carry packets and can be
+    /// reached.
     pub fn by_all(
         &mut self,
         far: Far,
@@ -135,7 +135,7 @@ mod tests {
         assert_eq!(hears(10, 6, &[3]), None);
         assert_eq!(hears(11, 5, &[3, 4]), None);
         assert_eq!(hears(11, 6, &[3]), Some(vec![3]));
-        // One there is no way to is not waited for.
+        // A gateway that cannot be reached is not waited for.
         let later = now + ANSWERS;
         latest.set(7);
         assert_eq!(members(moved.by_all(FAR, &several, 10, &said(7, &[3]), &asked, later)), Some(vec![3]));

@@ -14,7 +14,7 @@ use kilo_core::{
 
 /// How long who led has to give leadership away; then Kilo's order counts, as without failover.
 const STAYS_FOR: Duration = Duration::from_secs(10);
-/// What an order is worth keeping after: nodes that start come one after the other.
+/// An order that has lasted this long is kept to: nodes that start come one after the other.
 const SETTLED: Duration = Duration::from_secs(5);
 
 /// Kilo's order of one location.
@@ -24,7 +24,7 @@ struct Order {
     since: Instant,
     /// Capable nodes, and since when.
     nodes: BTreeMap<NodeId, Instant>,
-    /// Who led, and until when it goes on.
+    /// The node that led, and until when it goes on.
     stays: Option<(NodeId, Instant)>,
 }
 
@@ -33,8 +33,8 @@ struct Order {
 pub struct Orders(BTreeMap<u64, Order>);
 
 impl Orders {
-    /// Looks at a mesh whose gateways are known; who goes on leading is put into `acting`. `true`: there
-    /// is any.
+    /// Looks at a mesh whose gateways are known, and puts leaders that go on into `acting`. Returns whether there are
+    /// any.
     pub fn observe(&mut self, mesh: &Mesh, acting: &mut Acting, now: Instant) -> bool {
         let mut any = false;
         let mut seen = BTreeMap::new();
@@ -48,7 +48,7 @@ impl Orders {
             let order = self.0.remove(&location);
             let mut order =
                 order.unwrap_or_else(|| Order { first, since: now, nodes: BTreeMap::new(), stays: None });
-            order.is(first, &capable, now);
+            order.update(first, &capable, now);
             if let Some((leader, _)) = order.stays
                 && gateways.term.count() == 0
             {
@@ -63,7 +63,7 @@ impl Orders {
 }
 
 impl Order {
-    fn is(&mut self, first: NodeId, capable: &[NodeId], now: Instant) {
+    fn update(&mut self, first: NodeId, capable: &[NodeId], now: Instant) {
         let for_long = |since: Instant| now.saturating_duration_since(since) >= SETTLED;
         if self.first != first {
             let was_there = self.nodes.get(&first).is_some_and(|since| for_long(*since));
@@ -100,18 +100,18 @@ mod tests {
         let start = Instant::now();
         let new = || Order { first: A, since: start, nodes: BTreeMap::new(), stays: None };
         let mut order = new();
-        order.is(A, &[A, B], start);
-        order.is(B, &[A, B], at(start, 20));
+        order.update(A, &[A, B], start);
+        order.update(B, &[A, B], at(start, 20));
         assert_eq!(order.stays, Some((A, at(start, 30))));
-        order.is(B, &[A, B], at(start, 29));
+        order.update(B, &[A, B], at(start, 29));
         assert!(order.stays.is_some());
-        order.is(B, &[A, B], at(start, 30));
+        order.update(B, &[A, B], at(start, 30));
         assert_eq!(order.stays, None, "it had its time");
         // And back before it was over: nothing has changed.
         let mut order = new();
-        order.is(A, &[A, B], start);
-        order.is(B, &[A, B], at(start, 20));
-        order.is(A, &[A, B], at(start, 22));
+        order.update(A, &[A, B], start);
+        order.update(B, &[A, B], at(start, 20));
+        order.update(A, &[A, B], at(start, 22));
         assert_eq!(order.stays, None);
     }
 
@@ -121,23 +121,23 @@ mod tests {
         let new = || Order { first: A, since: start, nodes: BTreeMap::new(), stays: None };
         // Nodes that start one after the other.
         let mut order = new();
-        order.is(A, &[A], start);
-        order.is(B, &[A, B], at(start, 2));
+        order.update(A, &[A], start);
+        order.update(B, &[A, B], at(start, 2));
         assert_eq!(order.stays, None);
         // One that comes later, and comes first.
         let mut order = new();
-        order.is(A, &[A], start);
-        order.is(B, &[A, B], at(start, 60));
+        order.update(A, &[A], start);
+        order.update(B, &[A, B], at(start, 60));
         assert_eq!(order.stays, None);
         // The leader is declared dead, also while it goes on.
         let mut order = new();
-        order.is(A, &[A, B], start);
-        order.is(B, &[B], at(start, 20));
+        order.update(A, &[A, B], start);
+        order.update(B, &[B], at(start, 20));
         assert_eq!(order.stays, None);
         let mut order = new();
-        order.is(A, &[A, B], start);
-        order.is(B, &[A, B], at(start, 20));
-        order.is(B, &[B], at(start, 21));
+        order.update(A, &[A, B], start);
+        order.update(B, &[A, B], at(start, 20));
+        order.update(B, &[B], at(start, 21));
         assert_eq!(order.stays, None);
     }
 }

@@ -1,4 +1,4 @@
-//! What people see of failover: metrics, and what the status says.
+//! What operators see of failover: metrics, and its part of the status.
 
 use std::{collections::VecDeque, time::Instant};
 
@@ -184,7 +184,7 @@ impl FailoverMetrics {
         metrics
     }
 
-    /// Says which role the node has.
+    /// Sets the role of the node.
     pub fn role(&self, role: &'static str) {
         for label in ROLES {
             self.role.get_or_create(&RoleLabel { role: label }).set(i64::from(label == role));

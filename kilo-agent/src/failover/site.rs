@@ -1,5 +1,5 @@
-//! The mesh as failover sees it: the own location, who is where, and what belongs to whom in
-//! other locations. Made by each reconcile, from the mesh and the plan.
+//! The mesh as failover sees it: the own location, where each node is, and which gateway has what in other locations.
+//! Made by each reconcile, from the mesh and the plan.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -37,11 +37,11 @@ pub struct Site {
     pub fars: BTreeMap<Far, FarLocation>,
     /// VPN peers that follow claims: control addresses, and ids.
     pub followers: BTreeMap<Ipv6Addr, NodeId>,
-    /// Names of all nodes, for people.
+    /// Names of all nodes, for logs and the status.
     pub names: BTreeMap<NodeId, String>,
     /// Kilo's leader.
     pub leader: NodeId,
-    /// Some nodes of the mesh know no failover: they follow Kilo's rule.
+    /// Some nodes of the mesh have no failover: they follow Kilo's rule.
     pub is_mixed: bool,
     /// The term this node has written down that it leads since, before it was restarted.
     pub written: Option<Term>,
@@ -193,7 +193,7 @@ impl Site {
         self.nodes.get(&gateway).map(|node| node.hop)
     }
 
-    /// Whose control address this is: the location and the gateway.
+    /// The location and the gateway that have this control address.
     pub fn far_gateway(&self, control: Ipv6Addr) -> Option<(Far, NodeId)> {
         self.fars.iter().find_map(|(far, location)| {
             let gateway = location.gateways.iter().find(|gateway| gateway.control == control)?;
@@ -201,7 +201,7 @@ impl Site {
         })
     }
 
-    /// A node's name, for people.
+    /// A node's name, for logs and the status.
     pub fn name(&self, id: NodeId) -> &str {
         self.names.get(&id).map_or("an unknown node", String::as_str)
     }
@@ -261,8 +261,7 @@ fn needed(facts: &Facts<'_>, endpoint: Option<IpAddr>) -> Vec<Needed> {
     [Some(kilo), uplink].into_iter().flatten().collect()
 }
 
-/// Who acts according to a device that an agent before this one has set up: nothing moves
-/// because an agent was restarted.
+/// The acting leaders, as an agent before this one has set up the device: nothing moves because an agent was restarted.
 pub fn acting_before(mesh: &Mesh, state: &DeviceState, term: Term) -> Acting {
     let mut acting = Acting::default();
     if state.peers.is_empty() {

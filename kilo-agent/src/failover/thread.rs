@@ -47,7 +47,7 @@ pub struct Tools {
 
 /// Longest time between two looks at the ring: a record may come without a wake-up.
 const LONGEST_WAIT: Micros = 1_000_000;
-/// Between two reports for those who look, when nothing changes.
+/// Between two reports for the status, when nothing changes.
 const REPORT: Micros = 1_000_000;
 /// What is given by one leader within this time is one change.
 const SUCCESSION: Micros = 1_000_000;
@@ -77,13 +77,13 @@ pub struct Thread {
     pub(super) is_dirty: bool,
     led: BTreeSet<NodeId>,
     word: u64,
-    /// Who has what belongs to no member of the own location, as far as this node knows.
+    /// The gateway with the own location's shared prefixes, as far as this node knows.
     leader: Option<(Term, NodeId)>,
     since: Option<Instant>,
     last_change: Option<String>,
-    /// After whom it leads, and since when.
+    /// The leader that this node has succeeded, and when.
     succeeded: Option<(NodeId, Micros)>,
-    /// Whom it has declared dead last, and in which term.
+    /// The leader that it has declared dead last, and in which term.
     declared_dead: Option<(NodeId, Term)>,
     /// What it has declared although nobody else was there to hear it.
     declared_alone: DeclaredAlone,
@@ -147,7 +147,7 @@ pub fn run(shared: Arc<Shared>, params: Params, tools: Tools, metrics: FailoverM
         followers: Followers::default(),
         next_report: 0,
     };
-    // What came before this agent.
+    // Signals that came before this agent started.
     while thread.tools.ring.next().is_some() {}
     while !thread.shared.stop.load(Ordering::Acquire) {
         let micros = thread.wake().saturating_sub(micros()).min(LONGEST_WAIT);
@@ -174,20 +174,20 @@ impl Thread {
         }
         let site = locked(&self.shared.site).take();
         if let Some(site) = site {
-            self.site_is(&site);
+            self.set_site(&site);
         }
         let Some(site) = self.site.clone() else {
             while self.tools.ring.next().is_some() {}
             return;
         };
         let now = micros();
-        if ready.links && self.is_link_down(&site, now) || self.is_without_route(&site, now) {
+        if ready.links && self.read_link_events(&site, now) || self.check_route_gone(&site, now) {
             self.inbox.push(Input::LinkDown);
         }
         self.hear(&site);
         self.look_at_fars(&site);
         self.read_word(&site);
-        // One that cannot be read says nothing: what is silent is lost sooner.
+        // A counter that cannot be read is left out: a silent leader is only given up sooner.
         let is_due = |agent: &Agent| !self.inbox.is_empty() || agent.wake() <= micros();
         if self.agent.as_ref().is_some_and(|agent| agent.counts_decrypted() && is_due(agent))
             && let Ok(count) = self.tools.counters.decrypted()
@@ -199,23 +199,23 @@ impl Thread {
         let now = micros();
         self.notify_followers(&site, now);
         self.forget_seeds(now);
-        self.far_wakes(now);
+        self.check_old_leaders(now);
         self.out.expire(now, &self.metrics);
         self.declare_dead(&site, now);
         self.notify_agent();
         self.report(&site, now);
     }
 
-    /// The mesh is another, or was looked at again.
-    fn site_is(&mut self, site: &Arc<Site>) {
+    /// Takes over a new site: the mesh has changed, or was looked at again.
+    fn set_site(&mut self, site: &Arc<Site>) {
         let now = micros();
-        self.fars_are(site, now);
-        self.followers.are(&site.followers, now);
+        self.set_fars(site, now);
+        self.followers.set_known(&site.followers, now);
         self.site = Some(Arc::clone(site));
         let takes_part = site.place.gateways.len() > 1 && site.place.nodes.contains(&site.place.me);
         match &mut self.agent {
             Some(agent) if takes_part => {
-                let out = agent.place_is(site.place.clone(), now, &mut random);
+                let out = agent.set_place(site.place.clone(), now, &mut random);
                 self.act(site, out);
             }
             Some(_) => {
@@ -254,7 +254,7 @@ impl Thread {
         }
         let mut agent = Agent::new(self.params.clone(), site.place.clone(), start, &mut random);
         if leads_itself && site.written == Some(term) {
-            agent.leads_location();
+            agent.lead_location();
         }
         self.agent = Some(agent);
         self.is_dirty = true;

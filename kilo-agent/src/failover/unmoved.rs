@@ -1,5 +1,5 @@
 //! What the device did not take of what gateways of other locations claimed. [`Owners`] says already that they have it,
-//! so a repeated CLAIM moves nothing by itself: what is missing is moved with it, before anybody is told that it was.
+//! so a repeated CLAIM moves nothing by itself: what is missing is moved with it, before it is answered.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -8,9 +8,9 @@ use kilo_failover::{Far, NodeId, far::Owners};
 /// What goes to a gateway's peer in one request.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Move {
-    /// Whose it is from now on.
+    /// The gateway that has them from now on.
     pub gateway: NodeId,
-    /// Whose prefixes.
+    /// The members whose prefixes move.
     pub members: Vec<NodeId>,
     /// Whether those of no single member, too.
     pub shared: bool,
@@ -41,9 +41,9 @@ impl Unmoved {
         self.0.retain(|far, _| is_there(far));
     }
 
-    /// Lets the device take this, and what it did not take for this gateway before. What it has taken; `None`: nothing,
-    /// and it will be asked again.
-    pub fn moves(
+    /// Has the device take this move, with what it did not take for this gateway before. Returns what it has taken;
+    /// `None`: nothing, and it will be asked again.
+    pub fn move_all(
         &mut self,
         far: Far,
         acting: &Owners,
@@ -53,7 +53,7 @@ impl Unmoved {
         let missing = self.0.entry(far).or_default();
         let whole = missing.added_to(wanted, acting);
         let is_taken = takes(&whole);
-        missing.was_asked(&whole, is_taken);
+        missing.record(&whole, is_taken);
         if missing.members.is_empty() && missing.shared.is_none() {
             self.0.remove(&far);
         }
@@ -62,7 +62,7 @@ impl Unmoved {
 }
 
 impl Missing {
-    /// With what is missing at the same gateway, as far as that has it still.
+    /// Adds what is missing at the same gateway, as far as that still has it.
     fn added_to(&mut self, wanted: Move, acting: &Owners) -> Move {
         self.members.retain(|member, to| acting.owner(*member).is_some_and(|(_, owner)| owner == *to));
         self.shared = self.shared.filter(|to| acting.shared() == *to);
@@ -76,7 +76,7 @@ impl Missing {
         }
     }
 
-    fn was_asked(&mut self, asked: &Move, is_taken: bool) {
+    fn record(&mut self, asked: &Move, is_taken: bool) {
         if is_taken {
             self.members.retain(|member, _| !asked.members.contains(member));
             self.shared = self.shared.filter(|_| !asked.shared);
@@ -129,7 +129,7 @@ mod tests {
             let step = self.acting.claimed(&Params::default(), gateway, &signal, &gateways, (77, 0)).unwrap();
             let wanted = Move { gateway, members: step.moves, shared: step.moves_shared };
             let (device, shared) = (&mut self.device, &mut self.shared);
-            let moved = self.unmoved.moves(FAR, &self.acting, wanted, |all| {
+            let moved = self.unmoved.move_all(FAR, &self.acting, wanted, |all| {
                 if takes {
                     device.extend(all.members.iter().map(|member| (*member, gateway)));
                     *shared = if all.shared { gateway } else { *shared };

@@ -59,14 +59,14 @@ impl Follow {
         }
     }
 
-    /// Who carries what, as far as it was claimed: for the next plan.
+    /// The acting leaders as far as they were claimed, for the next plan.
     pub fn acting(&self) -> Acting {
         Acting { locations: super::known(&self.fars), ..Acting::default() }
     }
 
-    /// Takes over who is where, from a mesh with gateways and what was planned of it; `true`: there are other
-    /// gateways than before.
-    pub fn locations_are(&mut self, mesh: &Mesh, plan: &WireguardPlan) -> bool {
+    /// Takes over the locations of a mesh with gateways, and what was planned of it. Returns whether the gateways have
+    /// changed.
+    pub fn set_locations(&mut self, mesh: &Mesh, plan: &WireguardPlan) -> bool {
         let locations = mesh.segments.iter().enumerate().filter(|(at, _)| mesh.fails_over(*at));
         let of = |(at, segment): (usize, &std::sync::Arc<kilo_core::topology::Segment>)| {
             let mut location = far_location(mesh, plan, &DeviceState::default(), at, segment);
@@ -80,7 +80,7 @@ impl Follow {
         };
         let before: Vec<Ipv6Addr> = self.gateways().map(|gateway| gateway.control).collect();
         self.locations = locations.map(of).collect();
-        super::locations_are(&mut self.fars, &self.locations);
+        super::set_locations(&mut self.fars, &self.locations);
         let named = mesh.segments.iter().flat_map(|segment| &segment.members);
         let named =
             named.filter_map(|member| Some((signal_id::node(&member.node.key?), member.name().to_owned())));
@@ -97,7 +97,7 @@ impl Follow {
         self.gateways().map(|gateway| gateway.key).collect()
     }
 
-    /// A node's name, for people.
+    /// A node's name, for messages.
     pub fn name(&self, id: NodeId) -> &str {
         self.names.get(&id).map_or("an unknown node", String::as_str)
     }
@@ -117,11 +117,11 @@ impl Follow {
         Signal { kind, nonce, term: Term::NONE, sender: self.me, location, body }
     }
 
-    /// A datagram that came out of the tunnel of the peer with this address.
+    /// Takes a datagram that came out of the tunnel of the peer with this address.
     ///
     /// # Errors
-    /// In a word why it counts nothing.
-    pub fn hears(&mut self, from: IpAddr, bytes: &[u8], now: Micros) -> Result<Vec<Act>, &'static str> {
+    /// With the reason for which it is refused, in a word.
+    pub fn hear(&mut self, from: IpAddr, bytes: &[u8], now: Micros) -> Result<Vec<Act>, &'static str> {
         let signal = signal::parse(bytes).map_err(|_| "malformed")?;
         let signal = signal.map_list(|words| words.iter().collect());
         let of = |(far, location): (&Far, &FarLocation)| {
@@ -138,13 +138,13 @@ impl Follow {
                 let pair = self.locations.get(&far).zip(self.fars.get_mut(&far)).ok_or("gateway")?;
                 let (params, names) = (&self.params, &self.names);
                 let claimed = super::claimed(params, pair, (far, sender), &signal, names, (self.me, now));
-                Ok(claimed.step?.map_or_else(Vec::new, |step| self.moves(far, &step, now)))
+                Ok(claimed.step?.map_or_else(Vec::new, |step| self.apply_step(far, &step, now)))
             }
             _ => Err("gateway"),
         }
     }
 
-    fn moves(&mut self, far: Far, step: &Step, now: Micros) -> Vec<Act> {
+    fn apply_step(&mut self, far: Far, step: &Step, now: Micros) -> Vec<Act> {
         if let Some(old) = step.asks {
             self.later.extend([0, APART].map(|pause| (now + pause, far, old)));
         }
@@ -168,8 +168,8 @@ impl Follow {
         later.chain(self.fars.values().map(far::Owners::wake)).min().unwrap_or(Micros::MAX)
     }
 
-    /// Probes of old leaders whose shared prefixes are claimed, and what follows of silence.
-    pub fn wakes(&mut self, now: Micros, mut nonce: impl FnMut() -> u64) -> Vec<Act> {
+    /// Probes old leaders whose shared prefixes are claimed, and moves these when one is silent.
+    pub fn wake_up(&mut self, now: Micros, mut nonce: impl FnMut() -> u64) -> Vec<Act> {
         let mut acts = Vec::new();
         let due: Vec<_> = self.later.extract_if(.., |(at, ..)| *at <= now).collect();
         for (_, far, old) in due {
@@ -276,8 +276,8 @@ mod tests {
     fn all_gateways_are_held_and_prefixes_follow_what_they_claim() {
         let mut follow = Follow::new(&LAPTOP);
         let (mesh, before) = plan(&follow, true);
-        assert!(follow.locations_are(&mesh, &before.wireguard));
-        assert!(!follow.locations_are(&mesh, &before.wireguard));
+        assert!(follow.set_locations(&mesh, &before.wireguard));
+        assert!(!follow.set_locations(&mesh, &before.wireguard));
         assert_eq!(follow.keys(), BTreeSet::from([key("a1"), key("a2")]));
         assert_eq!(allowed(&before, "a2"), Vec::<String>::new(), "a stand-by has nothing yet");
         let all = allowed(&before, "a1");
@@ -300,7 +300,7 @@ mod tests {
         // a2 takes over, but for a1 itself.
         let far = signal_id::location("location:a");
         let term = Term::NONE.next(signal_id::node(&key("a2")));
-        let acts = follow.hears(control("a2").into(), &claim("a2", term, &["a2", "a3"], far), 0).unwrap();
+        let acts = follow.hear(control("a2").into(), &claim("a2", term, &["a2", "a3"], far), 0).unwrap();
         let [Act::Move(to, prefixes), Act::Send(answered, _)] = &acts[..] else { panic!("{acts:?}") };
         assert_eq!((*to, *answered), (key("a2"), control("a2")));
         let (_, after) = plan(&follow, true);
@@ -312,7 +312,7 @@ mod tests {
         assert!(moved.contains(&"10.43.0.0/16".to_owned()) && moved.contains(&"10.42.3.0/24".to_owned()));
         assert_eq!(allowed(&after, "a1"), ["10.1.0.1/32", "10.42.1.0/24"]);
         // Repeated: it is answered, and nothing moves.
-        let acts = follow.hears(control("a2").into(), &claim("a2", term, &["a2", "a3"], far), 0).unwrap();
+        let acts = follow.hear(control("a2").into(), &claim("a2", term, &["a2", "a3"], far), 0).unwrap();
         assert!(matches!(&acts[..], [Act::Send(..)]));
     }
 
@@ -320,19 +320,19 @@ mod tests {
     fn who_is_no_gateway_or_speaks_for_another_moves_nothing() {
         let mut follow = Follow::new(&LAPTOP);
         let (mesh, before) = plan(&follow, true);
-        follow.locations_are(&mesh, &before.wireguard);
+        follow.set_locations(&mesh, &before.wireguard);
         let far = signal_id::location("location:a");
         let term = Term::NONE.next(signal_id::node(&key("a2")));
         let good = claim("a2", term, &["a3"], far);
-        assert_eq!(follow.hears(control("a1").into(), &good, 0), Err("gateway"), "another's tunnel");
-        assert_eq!(follow.hears(control("a3").into(), &claim("a3", term, &["a3"], far), 0), Err("gateway"));
+        assert_eq!(follow.hear(control("a1").into(), &good, 0), Err("gateway"), "another's tunnel");
+        assert_eq!(follow.hear(control("a3").into(), &claim("a3", term, &["a3"], far), 0), Err("gateway"));
         assert_eq!(
-            follow.hears(control("a2").into(), &claim("a2", term, &["a3"], far + 1), 0),
+            follow.hear(control("a2").into(), &claim("a2", term, &["a3"], far + 1), 0),
             Err("location")
         );
         let leap = claim("a2", Term::from_bits(u64::MAX), &["a3"], far);
-        assert_eq!(follow.hears(control("a2").into(), &leap, 0), Err("leap"));
-        assert_eq!(follow.hears(control("a2").into(), &good[..40], 0), Err("malformed"));
+        assert_eq!(follow.hear(control("a2").into(), &leap, 0), Err("leap"));
+        assert_eq!(follow.hear(control("a2").into(), &good[..40], 0), Err("malformed"));
         assert_eq!(plan(&follow, true).1, before);
     }
 
@@ -351,7 +351,7 @@ mod tests {
     fn every_gateway_hears_that_it_is_there() {
         let mut follow = Follow::new(&LAPTOP);
         let (mesh, plan) = plan(&follow, true);
-        follow.locations_are(&mesh, &plan.wireguard);
+        follow.set_locations(&mesh, &plan.wireguard);
         let to = follow.hello(7).into_iter().map(|act| match act {
             Act::Send(to, bytes) => (to, signal::parse(&bytes).unwrap().kind),
             Act::Move(..) => panic!("nothing moves"),

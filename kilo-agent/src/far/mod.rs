@@ -99,7 +99,7 @@ pub fn far_location(
         .filter_map(|index| segment.members[*index].node.key)
         .map(|key| FarGateway { id: signal_id::node(&key), key, control: signal_id::control_address(&key) })
         .collect();
-    // What the plan gives to any of them: a prefix that two locations claim is one's.
+    // What the plan gives to any of them: a prefix that two locations claim belongs to one of them.
     let peers = of_gateways.iter().filter_map(|gateway| plan.peers.get(&gateway.key));
     let planned = peers.flat_map(|peer| peer.allowed_ips.iter().copied());
     // A gateway's control address stays its own, whatever else moves.
@@ -125,8 +125,8 @@ pub fn far_location(
     }
 }
 
-/// Takes over which locations there are, and who is in them.
-pub fn locations_are(fars: &mut BTreeMap<Far, Owners>, locations: &BTreeMap<Far, FarLocation>) {
+/// Takes over which locations there are, and their nodes.
+pub fn set_locations(fars: &mut BTreeMap<Far, Owners>, locations: &BTreeMap<Far, FarLocation>) {
     fars.retain(|far, _| locations.contains_key(far));
     for (far, location) in locations {
         let Some(leader) = location.gateways.get(location.acting).map(|gateway| gateway.id) else {
@@ -191,7 +191,7 @@ pub fn claimed(
     Claimed { foreign, step }
 }
 
-/// What moves with these members, and with what belongs to none.
+/// Prefixes that move with these members, and with the shared ones if asked for.
 pub fn prefixes(location: &FarLocation, members: &[NodeId], shared: bool) -> Vec<IpNet> {
     let of_members = members.iter().filter_map(|member| location.members.get(member)).flatten();
     of_members.chain(location.shared.iter().filter(|_| shared)).copied().collect()
@@ -256,7 +256,7 @@ mod tests {
     fn after(location: &FarLocation, signal: &Signal) -> (BTreeMap<Far, Owners>, bool) {
         let names = [A1, A2, A3].map(|id| (id, format!("n{id}"))).into();
         let mut fars = BTreeMap::new();
-        locations_are(&mut fars, &BTreeMap::from([(FAR, location.clone())]));
+        set_locations(&mut fars, &BTreeMap::from([(FAR, location.clone())]));
         let pair = (location, fars.get_mut(&FAR).unwrap());
         let step = claimed(&Params::default(), pair, (FAR, signal.sender), signal, &names, (99, 0)).step;
         (fars, step.is_ok_and(|step| step.is_some()))
@@ -269,7 +269,7 @@ mod tests {
         location.members.extend((0..200).map(|member| (member, Vec::new())));
         let names = location.members.keys().map(|id| (*id, format!("n{id}"))).collect();
         let mut fars = BTreeMap::new();
-        locations_are(&mut fars, &BTreeMap::from([(FAR, location.clone())]));
+        set_locations(&mut fars, &BTreeMap::from([(FAR, location.clone())]));
         for (second, which, members) in said {
             let mut signal = claim(A2, members);
             if let Body::Claim { part, .. } = &mut signal.body {
@@ -335,7 +335,7 @@ mod tests {
         let all = [A1, A2, A3].map(|member| (member, A2));
         let location = led_by_a2(all);
         let mut before = BTreeMap::new();
-        locations_are(&mut before, &BTreeMap::from([(FAR, location.clone())]));
+        set_locations(&mut before, &BTreeMap::from([(FAR, location.clone())]));
         let mut leap = claim(A2, &[A2, A3]);
         leap.term = Term::from_bits(u64::MAX);
         let (refused, counts) = after(&location, &leap);

@@ -104,7 +104,7 @@ enum RenderError {
         "the graph has {0} lines, at most {MOST_LINES} are written here; use format=svg or `kgctl graph`"
     )]
     TooManyEdges(usize),
-    #[error("other pictures are being drawn; try again")]
+    #[error("too many graphs are being drawn; try again")]
     Busy,
     #[error("drawing failed: {0}")]
     Failed(#[from] tokio::task::JoinError),

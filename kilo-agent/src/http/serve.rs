@@ -23,7 +23,7 @@ use super::connection_limit::ConnectionLimit;
 
 /// A client that sends no request (or no TLS hello) for this long is hung up on.
 const PATIENCE: Duration = Duration::from_secs(10);
-/// A connection takes no more requests after this long.
+/// A connection accepts no further requests after this long.
 const LONGEST: Duration = Duration::from_secs(60);
 /// Requests under way then, or at a stop, get this long.
 const FAREWELL: Duration = Duration::from_secs(10);

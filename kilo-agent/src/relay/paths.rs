@@ -14,7 +14,7 @@ const HOLDS: Duration = Duration::from_secs(1);
 /// Source address and interface towards each address, as the kernel's routes say.
 #[derive(Debug, Default)]
 pub struct Paths {
-    /// Source address towards each address; `None`: there is no route.
+    /// Source address towards each address; `None` without a route.
     sources: Held<Option<IpAddr>>,
     /// Interface that has each of these. All addresses of the host are read for one of them, and most destinations have the
     /// same.
@@ -22,8 +22,8 @@ pub struct Paths {
 }
 
 impl Paths {
-    /// Towards this address; `None`: there is no route.
-    pub fn towards(&mut self, to: IpAddr, now: Instant) -> Option<(IpAddr, u32)> {
+    /// Looks up source and interface towards this address; `None` without a route.
+    pub fn look_up(&mut self, to: IpAddr, now: Instant) -> Option<(IpAddr, u32)> {
         let source = self.sources.get(to, now, source_towards)?;
         Some((source, self.interfaces.get(source, now, interface_of)?))
     }
@@ -114,7 +114,7 @@ mod tests {
         paths.interfaces.0.insert(to(1), (start, Some(4_711)));
         paths.sources.0.insert(to(7), (start, source));
         paths.sources.0.insert(to(8), (start, source));
-        let towards = |paths: &mut Paths, last, at| paths.towards(to(last), at).map(|(_, index)| index);
+        let towards = |paths: &mut Paths, last, at| paths.look_up(to(last), at).map(|(_, index)| index);
         assert_eq!(towards(&mut paths, 7, start), Some(4_711));
         assert_eq!(towards(&mut paths, 8, start + HOLDS / 2), Some(4_711));
         let lo = nix::net::if_::if_nametoindex("lo").ok();

@@ -120,7 +120,7 @@ impl Task {
                     port,
                     "another process has taken the UDP port of a relayed pair; the pair gets other ports"
                 );
-                server.loses(port);
+                server.forget_port(port);
             }
         }
         Self {
@@ -189,7 +189,7 @@ impl Task {
             }
             (Arc::clone(&view.mesh), !self.locations.are_of(&view.mesh))
         };
-        // One more VPN peer, for example, is no reason to read the device: with thousands of peers that takes long, and
+        // One more VPN peer, for example, is not a reason to read the device: with thousands of peers that takes long, and
         // the device is not changed meanwhile.
         if now >= self.look_again || is_another {
             if is_another {
@@ -266,7 +266,7 @@ impl Task {
     /// The relay's own work.
     fn serve(&mut self, now: Instant) {
         let may_relay = self.context.relay == settings::Relay::Auto;
-        self.server.relays(self.is_on() && self.far.offers, may_relay, now);
+        self.server.set_relays(self.is_on() && self.far.offers, may_relay, now);
         let refuse: BTreeSet<_> =
             self.far.seen.iter().filter(|seen| seen.refuses).map(|seen| seen.id).collect();
         self.server.end_pairs_of(|id| refuse.contains(&id));
@@ -329,7 +329,7 @@ impl Task {
     fn send(&mut self, node: NodeId, to: SocketAddr, message: &Message) {
         let key = self.far.nodes.get(&node).and_then(|(key, _)| self.keys.get(key));
         let Some(key) = key.copied() else { return };
-        let Some((source, ifindex)) = self.paths.towards(to.ip(), Instant::now()) else { return };
+        let Some((source, ifindex)) = self.paths.look_up(to.ip(), Instant::now()) else { return };
         let kilo = self.context.view.borrow().device.as_ref().map(kilo_host::wireguard::Device::index);
         // Inside the tunnel it would say nothing of the way outside.
         if kilo == Some(ifindex) {

@@ -113,7 +113,7 @@ pub struct LocationStatus {
     pub changes: Option<u64>,
     /// Where WireGuard reaches it.
     pub endpoint: Option<String>,
-    /// Its WireGuard address; `None` also when the subnet has no more.
+    /// Its WireGuard address; `None` also when the subnet is used up.
     #[serde(rename = "wireguardIP")]
     pub wireguard_ip: Option<IpAddr>,
     /// What may keep other locations from reaching it, and what to do.

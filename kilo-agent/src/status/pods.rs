@@ -38,7 +38,7 @@ pub async fn list(client: &Client, node: Option<&str>) -> Result<Vec<Pod>, kube:
 }
 
 /// Whether a pod with the label can be an agent's: anybody who may make pods may give them the label, and
-/// would answer in the agent's place, or have an image of theirs run everywhere.
+/// would answer in the agent's place, or have their image run everywhere.
 fn is_agents(pod: &Pod) -> bool {
     let is_on_host = pod.spec.as_ref().is_some_and(|spec| spec.host_network == Some(true));
     is_on_host || pod.metadata.namespace.as_deref() == Some(NAMESPACE)

@@ -28,7 +28,7 @@ pub struct Metrics {
     registry: Arc<Registry>,
     reviews: Family<ReviewLabels, Counter>,
     requests: Family<RequestLabels, Counter>,
-    /// `errors_total`: requests that were no reviews, certificates that cannot be used.
+    /// `errors_total`: requests that were not reviews, certificates that cannot be used.
     pub errors: Counter,
 }
 

@@ -151,7 +151,7 @@ async fn of_two_tests_at_once_one_says_so_and_neither_touches_the_others_namespa
     let late =
         wait::until("one of two gives way", LIMIT, async || runs.iter_mut().position(Run::has_ended)).await;
     let said = runs.remove(late).failure().await;
-    assert!(said.contains("another connectivity-test is under way in this cluster, since "), "{said}");
+    assert!(said.contains("another connectivity-test has been running in this cluster since "), "{said}");
     let mut first = runs.remove(0);
     let said = Run::start(&kubeconfig).failure().await;
     assert!(said.contains("another connectivity-test is under way"), "{said}");
@@ -167,7 +167,7 @@ async fn of_two_tests_at_once_one_says_so_and_neither_touches_the_others_namespa
     let other = begun(&client, Some(&uid)).await;
     first.signal(Signal::SIGCONT);
     let said = first.failure().await;
-    assert!(said.contains("somebody else has deleted namespace"), "{said}");
+    assert!(said.contains(" of this run was deleted by somebody else"), "{said}");
     assert_eq!(begun(&client, None).await, other, "the other's stays");
     second.signal(Signal::SIGTERM);
     assert!(second.failure().await.contains("interrupted"));

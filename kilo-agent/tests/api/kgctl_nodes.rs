@@ -84,10 +84,10 @@ async fn who_may_not_run_kgctl_on_a_node_learns_which_role_to_ask_for() {
     let of = |node: &'static str| [&["trace", node][..], &trace].concat();
 
     let (done, _, said) = kgctl(&admin, &of("bare"));
-    assert!(!done && said.contains("no pod of the agent") && said.contains("is on node bare"), "{said}");
+    assert!(!done && said.contains("no agent pod") && said.contains("runs on node bare"), "{said}");
     assert!(said.contains("`kgctl status`"), "{said}");
     let (done, _, said) = kgctl(&admin, &["monitor", "waits"]);
-    assert!(!done && said.contains("on node waits does not run: pod kilo-waits is Pending"), "{said}");
+    assert!(!done && said.contains("on node waits is not running: pod kilo-waits is Pending"), "{said}");
     // No kubelet is there: the API server says so, and the message says where kgctl was to be run.
     let (done, _, said) = kgctl(&admin, &of("runs"));
     assert!(

@@ -124,7 +124,7 @@ fn a_pin_that_is_not_what_its_name_says_is_not_put_on_a_hook() {
     map.pin(&there["uplink_egress"]).unwrap();
     let mut next = Dataplane::open(fs.path(), false).unwrap();
     assert_eq!(next.loaded(), ALWAYS);
-    assert_ne!(id(&mut next, "kilo_ingress"), former, "programs that were not loaded together are no set");
+    assert_ne!(id(&mut next, "kilo_ingress"), former, "programs that were not loaded together are not a set");
     assert_eq!(pins(fs.path()).len(), ALWAYS, "the wrong ones are replaced");
     let frame = support::packet::steered([10, 1, 0, 99], support::SELF, &[0; 40]);
     next.write(&support::leader_tables()).unwrap();

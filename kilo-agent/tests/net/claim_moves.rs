@@ -118,7 +118,7 @@ fn rounds(device: &Device, location: &FarLocation) -> Vec<Duration> {
         })
         .collect();
     let mut fars = BTreeMap::new();
-    far::locations_are(&mut fars, &BTreeMap::from([(FAR, location.clone())]));
+    far::set_locations(&mut fars, &BTreeMap::from([(FAR, location.clone())]));
     let acting = fars.get_mut(&FAR).unwrap();
     let (names, members) = (BTreeMap::new(), location.members.keys().copied().collect::<Vec<_>>());
     let (mut term, mut times) = (Term::NONE, Vec::new());

@@ -207,7 +207,7 @@ fn pods_of_both_families_are_made_from_the_configuration_kg_completes() {
         assert_eq!(netns::sh("ip -n one -o link show dev eth0 2>/dev/null || true"), "");
         let kept = netns::sh("ls /var/lib/cni/networks/kilo");
         assert!(!kept.contains("10.42.1.2\n") && kept.contains("10.42.1.3\n"), "{kept}");
-        plugins::delete(&list, pod("one"), &one, here).expect("deleting again is no error");
+        plugins::delete(&list, pod("one"), &one, here).expect("deleting again is not an error");
 
         // host-local goes round its range before it gives an address again.
         let ports = [json!({ "hostPort": 8080, "containerPort": 80, "protocol": "tcp" })];

@@ -177,7 +177,7 @@ impl Flows {
             };
             return Ok((Some(translation), Some(Remembered::Known)));
         }
-        // What opens a flow itself is no answer.
+        // What opens a flow itself is not an answer.
         let opens = match flow.protocol {
             protocol::TCP => sign.tcp_flags & (SYN | ACK) == SYN,
             protocol::ICMP | protocol::ICMPV6 => sign.asks,

@@ -116,7 +116,7 @@ fn the_flag_tables_in_the_documentation_are_the_programs() {
 #[test]
 fn every_test_that_the_page_about_security_names_is_there() {
     let page = fs::read_to_string(root().join("docs/security.md")).unwrap();
-    // With four words or more it is no reason, metric or option.
+    // With four words or more it is not a reason, metric or option.
     let is_test = |word: &&str| word.matches('_').count() >= 3 && !word.contains(['{', '/', '-']);
     let named: BTreeSet<&str> = page.split('`').skip(1).step_by(2).filter(is_test).collect();
     assert!(named.len() > 20, "{named:?}");
@@ -146,7 +146,7 @@ fn examples_name_the_pins_of_this_layout() {
     let pins = format!("v{}/", kilo_common::maps::LAYOUT_VERSION);
     for (path, text) in pages() {
         for rest in text.split("/sys/fs/bpf/kilo/").skip(1) {
-            // Links are no part of the layout: they outlive it.
+            // Links are not part of the layout: they outlive it.
             let named = rest.starts_with(&pins) || rest.starts_with("links");
             assert!(named, "{}: the pins are below {pins}", path.display());
         }

@@ -6,7 +6,7 @@
 //! * an endpoint that is not known is left out of a configuration, where Kilo
 //!   writes `<nil>`, which no tool reads;
 //! * a packet to 0.0.0.0/8 is dropped and counted, where Kilo encrypts it when
-//!   somebody allows 0.0.0.0/0: that is no destination (RFC 6890);
+//!   somebody allows 0.0.0.0/0: that is not a destination (RFC 6890);
 //! * a packet to an address of this very node stays here. The recording knows
 //!   Kilo's routes alone and says `wireguard` when one of them is 0.0.0.0/0; the
 //!   host's own routes, which are longer, are not in it;

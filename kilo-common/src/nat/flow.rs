@@ -73,7 +73,7 @@ pub const fn layout(protocol: u8) -> Option<Layout> {
 }
 
 /// Source and destination port from the first 8 bytes of a transport header.
-/// `None` for what cannot be translated: other protocols, ICMP that is no echo
+/// `None` for what cannot be translated: other protocols, ICMP other than echo
 /// request (egress) or reply (ingress).
 #[inline(always)]
 pub const fn ports(v6: bool, protocol: u8, start: &[u8; 8], direction: u8) -> Option<([u8; 2], [u8; 2])> {

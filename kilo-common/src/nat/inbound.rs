@@ -39,7 +39,7 @@ pub const fn arrived(
 }
 
 /// A flow after a packet in the other direction; `None`: the packet answers nothing, and
-/// is masqueraded like any other. What opens a connection itself is no answer.
+/// is masqueraded like any other. What opens a connection itself is not an answer.
 #[inline(always)]
 pub const fn answered(protocol: u8, flow: &InboundValue, tcp_flags: u8, now: u32) -> Option<InboundValue> {
     if !is_live(protocol, flow, now) {

@@ -63,28 +63,28 @@ pub const fn in_tunnel(kind: Kind) -> Taken {
     }
 }
 
-/// Whether a tagged signal bears the id of the node whose key this is.
+/// Checks that a tagged signal bears the id of the node whose key this is.
 ///
 /// # Errors
 /// [`DropReason::ForgedSignal`].
 #[inline(always)]
-pub const fn is_of(header: &Header, key: &SignalKey) -> Result<(), DropReason> {
+pub const fn check_sender(header: &Header, key: &SignalKey) -> Result<(), DropReason> {
     if header.sender == key.sender { Ok(()) } else { Err(DropReason::ForgedSignal) }
 }
 
-/// Whether a CLAIM or END that came through a tunnel is of the gateway of another location whose entry this is.
+/// Checks that a CLAIM or END that came through a tunnel is of the gateway of another location whose entry this is.
 ///
 /// # Errors
 /// [`DropReason::ForgedSignal`] when it bears another id, and [`DropReason::UnknownSignal`] when that is not a gateway.
 #[inline(always)]
-pub const fn is_of_gateway(header: &Header, key: &SignalKey) -> Result<(), DropReason> {
-    match is_of(header, key) {
+pub const fn check_gateway(header: &Header, key: &SignalKey) -> Result<(), DropReason> {
+    match check_sender(header, key) {
         Ok(()) if key.flags & SIGNAL_GATEWAY == 0 => Err(DropReason::UnknownSignal),
         result => result,
     }
 }
 
-/// Whether the tag is right.
+/// Checks the tag.
 ///
 /// # Errors
 /// [`DropReason::ForgedSignal`].
@@ -257,7 +257,7 @@ mod tests {
     fn a_claim_counts_with_the_id_of_a_gateway() {
         let bytes = written(&signal(Kind::Announce, 5, 3, 3, 4), [0; 2]);
         let header = header(bytes.first_chunk().unwrap(), bytes.len()).unwrap();
-        let of = |sender, flags| is_of_gateway(&header, &SignalKey { sender, flags, ..SignalKey::default() });
+        let of = |sender, flags| check_gateway(&header, &SignalKey { sender, flags, ..SignalKey::default() });
         assert_eq!(of(3, SIGNAL_GATEWAY), Ok(()));
         assert_eq!(of(4, SIGNAL_GATEWAY), Err(DropReason::ForgedSignal));
         assert_eq!(of(3, 0), Err(DropReason::UnknownSignal));

@@ -1,5 +1,5 @@
 //! Stand-ins for Cilium's programs, for the lab: each counts its packets; some encapsulate, deliver or
-//! refuse as Cilium's of that name do. They are no part of Kilo's object.
+//! refuse as Cilium's of that name do. They are not part of Kilo's object.
 //!
 //! Who loads them sets the globals below, and gives them the maps that the node's programs share.
 #![cfg_attr(target_arch = "bpf", no_std, no_main)]

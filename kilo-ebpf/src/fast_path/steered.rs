@@ -108,7 +108,7 @@ fn may_send(config: &Config, sender: &NodeValue, src: [u8; 4], found: Dispositio
             && check_source(sender, Ipv4::prefix(config, src), Some(found)).is_ok()
 }
 
-/// True for packets to this node's pods of which `kilo_ingress` has nothing to find out: they are no signals, nor
+/// True for packets to this node's pods of which `kilo_ingress` has nothing to find out: they are not signals, nor
 /// answers to what is masqueraded, and no flows from outside are noted.
 #[inline(always)]
 fn is_stacks_alone(config: &Config, flags: u32, dst: [u8; 4]) -> bool {

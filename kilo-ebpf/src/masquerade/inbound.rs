@@ -20,7 +20,7 @@ use crate::{
 };
 
 /// Notes the flow of a packet that comes in, if answers to it would be masqueraded.
-/// The packet is no answer to a masqueraded one, nor steered by another node.
+/// The packet is not an answer to a masqueraded one, nor steered by another node.
 #[inline(always)]
 pub fn arrived<I: Ip>(ctx: &TcContext, config: &Config, offset: usize, ip: &I) {
     let Some(device) = translating_device(ctx, config) else { return };

@@ -64,10 +64,10 @@ const WIREGUARD: &[Check] = &[
 /// Faults of WireGuard's device and port, addresses that lead to pods from outside, and changes of granularity.
 const DEVICE_AND_ACCESS: &[Check] = &[
     (
-        "kilo0 down or deleted while no agent runs is no leak, and is mended by the next",
+        "kilo0 down or deleted while no agent runs leaks nothing, and is mended by the next",
         fail_closed::without_agent,
     ),
-    ("kilo0 deleted again and again under traffic is no leak", fail_closed::under_agent),
+    ("kilo0 deleted again and again under traffic leaks nothing", fail_closed::under_agent),
     (
         "without WireGuard's port everything else is put right, and nothing leaves in clear",
         fail_closed::port_taken,

@@ -121,7 +121,7 @@ impl Member {
             return Ok(false);
         }
         let key = key.ok_or(DropReason::UnknownSignal)?;
-        kernel::is_of(&header, &key)?;
+        kernel::check_sender(&header, &key)?;
         self.answer(bytes, &header, &key, gateway)?;
         Ok(true)
     }

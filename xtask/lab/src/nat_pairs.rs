@@ -137,7 +137,7 @@ fn hairpin(setup: Setup<'_>) -> Result<()> {
         let found = setup.with(shape, &["z", "w"], false, |mesh| {
             let (way, took) = mesh.wait_connected()?;
             ensure!(way == "relayed", "nothing else leads from one to the other, so it cannot be {way}");
-            mesh.is_drawn("relayed by ")?;
+            mesh.check_drawn("relayed by ")?;
             Ok(format!("{way}, {:.0} s; {}", took.as_secs_f32(), mesh.one_relay_a_packet()?))
         })?;
         println!("both ends behind one NAT, {}: {found}", kind.name());
@@ -391,7 +391,7 @@ impl Mesh {
     }
 
     /// The agent of x draws its tunnel with y as this.
-    fn is_drawn(&self, way: &str) -> Result<()> {
+    fn check_drawn(&self, way: &str) -> Result<()> {
         let picture = counters::picture(&self.network.node("x")?.netns)?;
         ensure!(picture.contains(&format!("x and y: {way}")), "the tunnel is not drawn as {way}:\n{picture}");
         Ok(())

@@ -61,7 +61,7 @@ pub fn run(lab: &mut Lab) -> Result<String> {
         pod.remove(node)?;
     }
     netns::remove(namespaces(&lab.name))?;
-    // Who asks a public address of a node has the answer from there: that is no way of the mesh. Connections to the
+    // A client that asks a public address of a node has the answer from there: it does not go through the mesh. Connections to the
     // printer of the check before are tried for minutes.
     lab.in_clear_but(|address| is_public(address) || address == PRINTER)?;
     result

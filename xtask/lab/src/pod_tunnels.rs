@@ -60,7 +60,7 @@ fn carry(lab: &Lab, from: &Node, to: &Node, end: Ipv4Addr) -> Result<(u64, u64)>
     bulk::run(&from.pod, IpAddr::V4(end), BYTES)?;
     let after = read()?;
     let [sent, answered] = [after[0] - before[0], after[1] - before[1]];
-    // Without an outer header of ours the pod's own is no hindrance.
+    // Without an outer header of ours the pod's own does not hinder.
     let is_native = lab.agents.has_flag("--encapsulate=crosssubnet") && from.location != to.location;
     ensure!(
         is_native == (sent == 0) && is_native == (answered == 0),

@@ -19,7 +19,7 @@ fn answers(netns: &Netns) -> bool {
 /// everything must come from a1 (or from a2, of a2's own pods).
 pub fn run(lab: &mut Lab) -> Result<String> {
     let result = reached_while_named(lab);
-    // Also after a failure it is named no more.
+    // It is no longer named after a failure, either.
     let a2 = lab.network.node("a2")?;
     let written = lab.agents.write_node(a2, &[]);
     let configured = lab.agents.configure_laptop(&lab.network, |peers| peers);
@@ -58,7 +58,7 @@ fn reached_while_named(lab: &Lab) -> Result<()> {
             ensure!(started.elapsed() < LIMIT, "{} still reaches the printer", netns.name);
         }
     }
-    // A node forwards a peer's packets anywhere: the peer's own configuration names the printer no more.
+    // A node forwards a peer's packets anywhere: the peer's own configuration no longer names the printer.
     lab.agents.configure_laptop(network, |peers| peers)?;
     ensure!(!answers(&network.laptop), "the laptop still reaches the printer");
     for node in [b1, b2] {

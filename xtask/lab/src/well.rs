@@ -144,7 +144,7 @@ fn rest(log: &Path, from: u64) -> Result<String> {
     Ok(String::from_utf8_lossy(&bytes).into_owned())
 }
 
-/// Warnings and errors; and all that is no line of the log as one, because a panic says it in many.
+/// Warnings and errors; and all text that is not a line of the log as one, because a panic prints many.
 fn warnings(log: &str) -> Vec<String> {
     let (mut warnings, mut others) = (Vec::new(), Vec::new());
     for line in log.lines().filter(|line| !line.trim().is_empty()) {

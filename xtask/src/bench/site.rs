@@ -1,4 +1,4 @@
-//! The node under test: its network namespace, the network around it played by
+//! The node under test: its network namespace, the network around it simulated by
 //! another one, and a WireGuard peer with a session.
 
 use std::{

@@ -34,7 +34,7 @@ pub struct DistArgs {
     /// Digest of the image, when it is built elsewhere; none is built then.
     #[arg(long, value_name = "sha256:HEX")]
     image_digest: Option<String>,
-    /// Go on where the toolchain has no standard library for a system that kgctl is only checked for; such files are no release.
+    /// Go on where the toolchain has no standard library for a system that kgctl is only checked for; such files are not a release.
     #[arg(long)]
     unchecked: bool,
     /// Make everything a second time, without what the first run compiled, and compare the checksums.

@@ -125,7 +125,7 @@ const ALERTS: &[Alert] = &[
         name: "KiloViewStale",
         severity: "warning",
         summary: "An agent's view of the cluster is stale: its own heartbeat does not come back.",
-        // Agents from before heartbeats had intervals have no metric of theirs.
+        // Agents from before heartbeats had intervals do not have this metric.
         expr: "time() - kilo_last_check_in_seconds > 60 + 2 * kilo_heartbeat_interval_seconds \
                or (time() - kilo_last_check_in_seconds > 120 unless on(instance) kilo_heartbeat_interval_seconds)",
         hold: "1m",
@@ -495,7 +495,7 @@ mod tests {
     use super::*;
     use crate::{prometheus, workspace_root};
 
-    /// Whether promtool is content with these rules.
+    /// Whether promtool accepts these rules.
     fn passes(promtool: &PathBuf, rules: &str, alerts: &[Alert]) -> Result<(), String> {
         let work = tempfile::tempdir().unwrap();
         fs::write(work.path().join("rules.yaml"), rules).unwrap();

@@ -318,7 +318,7 @@ pub(super) fn read(present: &BTreeMap<String, String>, node: &mut CheckedIn, pro
 }
 
 impl Annotation {
-    /// Whether the value counts no more: its agent has gone, and takes nothing back.
+    /// Whether the value no longer counts: its agent has gone, and takes nothing back.
     fn is_void(&self, present: &BTreeMap<String, String>, last_seen: i64) -> bool {
         matches!(self.writer, Writer::Agent(Lifetime::Agent, _)) && has_another_agent(present, last_seen)
     }

@@ -112,7 +112,7 @@ pub(super) fn peers(inputs: &Inputs<'_>, own: &Own<'_>, remote: &Remote) -> Wire
 
 /// What a location or a VPN peer wants of the device, besides prefixes.
 struct Wanted {
-    /// It is no peer of this device.
+    /// It is not a peer of this device.
     refused: bool,
     key: PublicKey,
     endpoint: Option<SocketAddr>,

@@ -193,16 +193,16 @@ impl Client {
                 Vec::new()
             }
             Kind::Tried if message.other != self.own => Vec::new(),
-            Kind::Try => self.tried_by(message, source, now).into_iter().collect(),
+            Kind::Try => self.answer_try(message, source, now).into_iter().collect(),
             Kind::Tried => self.answered(message, source, now).into_iter().collect(),
         }
     }
 
     /// Answers the other end of a pair by the way that it has tried.
-    fn tried_by(&mut self, message: &Message, source: SocketAddr, now: Instant) -> Option<Output> {
+    fn answer_try(&mut self, message: &Message, source: SocketAddr, now: Instant) -> Option<Output> {
         let own = self.own;
         let pair = self.pairs.get_mut(&message.sender)?;
-        if !pair.may_answer(now) {
+        if !pair.admit_answer(now) {
             return None;
         }
         if !pair.is_leased(source) {
@@ -223,7 +223,7 @@ impl Client {
         let pair = self.pairs.get_mut(&node).filter(|pair| pair.nonce == message.nonce)?;
         if let Some(relay) = pair.leases.of(source) {
             if let Some(lease) = pair.leases.get_mut(relay).filter(|lease| lease.address() == Some(source)) {
-                lease.passes(now);
+                lease.passed(now);
             }
             return None;
         }
@@ -239,7 +239,7 @@ impl Client {
         if *answers < if is_relayed { ENOUGH } else { ENOUGH_TO_BEGIN } {
             return None;
         }
-        pair.goes_directly(source, now);
+        pair.use_directly(source, now);
         Some(Output::Move { node, to: source })
     }
 
@@ -268,7 +268,7 @@ impl Client {
                 now,
             };
             if seen.refuses {
-                pair.leaves_relays(&mut turn);
+                pair.leave_relays(&mut turn);
                 turn.relays = &none;
             }
             pair.adopt(&turn, random);
@@ -367,8 +367,8 @@ impl Pair {
         let Some(endpoint) = seen.endpoint.filter(|_| settled) else { return };
         // The other end has moved, and WireGuard has followed it.
         match (self.leases.of(endpoint), self.by) {
-            (Some(relay), by) if by != Some(relay) => self.goes_by(relay, endpoint, now),
-            (None, Some(_)) => self.goes_directly(endpoint, now),
+            (Some(relay), by) if by != Some(relay) => self.use_relay(relay, endpoint, now),
+            (None, Some(_)) => self.use_directly(endpoint, now),
             // So does what is planned.
             (None, None) if self.punched.is_some() => self.punched = Some(endpoint),
             _ => {}
@@ -392,7 +392,7 @@ impl Pair {
         self.leases.of(place).is_some()
     }
 
-    fn may_answer(&mut self, now: Instant) -> bool {
+    fn admit_answer(&mut self, now: Instant) -> bool {
         if now.saturating_duration_since(self.answers.0) >= Duration::from_secs(1) {
             self.answers = (now, 0);
         }
@@ -400,7 +400,7 @@ impl Pair {
         self.answers.1 <= ANSWERS
     }
 
-    fn goes_by(&mut self, relay: NodeId, at: SocketAddr, now: Instant) {
+    fn use_relay(&mut self, relay: NodeId, at: SocketAddr, now: Instant) {
         if self.by.is_none() {
             let is_short = self.moved.is_some_and(|moved| now.saturating_duration_since(moved) < LASTS);
             self.interval = match self.punched.take() {
@@ -413,7 +413,7 @@ impl Pair {
         self.trial = None;
     }
 
-    fn goes_directly(&mut self, place: SocketAddr, now: Instant) {
+    fn use_directly(&mut self, place: SocketAddr, now: Instant) {
         self.trial = self.by.map(|_| Trial::new(now));
         // What was never relayed is answered by WireGuard alone: messages may pass where its datagrams do not.
         if self.by.is_some() {
@@ -429,11 +429,11 @@ impl Pair {
         let is_free = self.by.is_none() && self.leases.is_empty() && turn.seen.is_fresh();
         let Some((relay, place, endpoint)) = turn.relay_of_endpoint().filter(|_| is_free) else { return };
         self.leases.insert(relay, Lease::at(place, endpoint.port(), random(), turn.now));
-        self.goes_by(relay, endpoint, turn.now);
+        self.use_relay(relay, endpoint, turn.now);
     }
 
-    /// The other end refuses relays: the pair has none any more, also where WireGuard follows what still comes by one.
-    fn leaves_relays(&mut self, turn: &mut Turn<'_>) {
+    /// Leaves all relays because the other end refuses them, also where WireGuard follows what still comes by one.
+    fn leave_relays(&mut self, turn: &mut Turn<'_>) {
         let is_by_relay = self.by.is_some() || turn.relay_of_endpoint().is_some();
         // Its agent answers no tries, so no other place will be found.
         let is_lost = self.punched.is_some() && self.silence(turn.seen, turn.now) >= SILENT;
@@ -463,7 +463,7 @@ impl Pair {
         let by = self.by;
         for (relay, lease) in self.leases.iter_mut() {
             if let Some(place) = turn.relays.get(&relay) {
-                lease.moves(*place);
+                lease.set_place(*place);
             }
             let sequence = *turn.sequence + 1;
             let in_use = by == Some(relay);
@@ -506,7 +506,7 @@ impl Pair {
         if !needs && !turn.relays.contains_key(&relay) {
             return;
         }
-        self.goes_by(relay, to, now);
+        self.use_relay(relay, to, now);
         turn.outputs.push(Output::Move { node: turn.ends.1, to });
     }
 

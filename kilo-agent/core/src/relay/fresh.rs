@@ -1,4 +1,4 @@
-//! Which messages are no recorded ones.
+//! Which messages are not recorded ones.
 
 use std::{collections::BTreeMap, time::Instant};
 

@@ -76,8 +76,8 @@ impl Lease {
         Self { port, ..Self::new(place, nonce, now) }
     }
 
-    /// The relay's WireGuard is reached elsewhere now.
-    pub(super) const fn moves(&mut self, place: SocketAddr) {
+    /// Sets where the relay's WireGuard is reached now.
+    pub(super) const fn set_place(&mut self, place: SocketAddr) {
         self.place = place;
     }
 
@@ -175,7 +175,7 @@ impl Lease {
         if offer.nonce != self.nonce {
             return;
         }
-        self.alive(now);
+        self.heard(now);
         if self.port != offer.port && self.port != 0 {
             self.before = self.port;
         }
@@ -196,13 +196,13 @@ impl Lease {
     }
 
     /// Something came through it, from the other end.
-    pub(super) const fn passes(&mut self, now: Instant) {
+    pub(super) const fn passed(&mut self, now: Instant) {
         (self.passed, self.came, self.black) = (now, Some(now), None);
-        self.alive(now);
+        self.heard(now);
     }
 
     /// Something was heard of it.
-    const fn alive(&mut self, now: Instant) {
+    const fn heard(&mut self, now: Instant) {
         (self.unheard, self.asked) = (now, 0);
     }
 }

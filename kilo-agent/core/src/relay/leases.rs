@@ -82,7 +82,7 @@ impl Leases {
         let (relay, place) = to;
         if let Some(lease) = self.held.get_mut(&relay) {
             lease.invited(now);
-        } else if self.makes_room(&[], by, now) {
+        } else if self.make_room(&[], by, now) {
             self.held.insert(relay, Lease::new(place, nonce, now));
         }
     }
@@ -114,7 +114,7 @@ impl Leases {
             if self.held.contains_key(relay) || self.failed.get(relay).is_some_and(rests) {
                 continue;
             }
-            if self.makes_room(&best, by, now) {
+            if self.make_room(&best, by, now) {
                 // It is given as much time as one that was never asked.
                 self.failed.remove(relay);
                 self.held.insert(*relay, Lease::new(*place, random(), now));
@@ -136,8 +136,9 @@ impl Leases {
         }
     }
 
-    /// Whether there is room for one more, if need be in the place of the one that has been of no use for longest.
-    fn makes_room(&mut self, keep: &[NodeId], by: Option<NodeId>, now: Instant) -> bool {
+    /// Makes room for one more, if need be in the place of the one that has been of no use for longest. Returns whether
+    /// there is any.
+    fn make_room(&mut self, keep: &[NodeId], by: Option<NodeId>, now: Instant) -> bool {
         if self.held.len() < MOST_RELAYS {
             return true;
         }

@@ -132,7 +132,7 @@ impl Server {
 
     /// Sets whether this node relays now, and whether it may at all. One that may keeps its pairs for a while: it may be
     /// a gateway or offer again, and who uses it goes over to another relay meanwhile.
-    pub fn relays(&mut self, relays: bool, may_relay: bool, now: Instant) {
+    pub fn set_relays(&mut self, relays: bool, may_relay: bool, now: Instant) {
         if relays {
             self.off = None;
             return;
@@ -169,7 +169,7 @@ impl Server {
     }
 
     /// Forgets the pair that has this port, which another process has taken.
-    pub fn loses(&mut self, port: u16) {
+    pub fn forget_port(&mut self, port: u16) {
         self.pairs.retain(|_, pair| pair.ends.iter().all(|end| end.port != port));
     }
 
@@ -210,7 +210,7 @@ impl Server {
             pair.ends_mut(from).0.came = now;
         }
         let Some(place) = reachable.get(&from).copied() else { return Vec::new() };
-        if !self.may(from, now) {
+        if !self.admit(from, now) {
             return Vec::new();
         }
         let offer = Message { kind: Kind::Offer, flags: 0, sender: own, token: 0, port: 0, ..*message };
@@ -218,7 +218,7 @@ impl Server {
         let there = reachable.get(&other).copied();
         // A pair that there is may carry packets although the relay itself has nothing to say to the other end.
         if !self.pairs.contains_key(&key(from, other)) {
-            if there.is_none() || self.is_without(from, other, now) {
+            if there.is_none() || self.check_absent(from, other, now) {
                 return refuse;
             }
             let of_node = self.pairs.keys().filter(|(one, other)| [*one, *other].contains(&from)).count();
@@ -312,8 +312,9 @@ impl Server {
         });
     }
 
-    /// Whether the pair was dropped because `other` was absent. That end itself may have it again.
-    fn is_without(&mut self, from: NodeId, other: NodeId, now: Instant) -> bool {
+    /// Returns whether the pair was dropped because `other` was absent. That end itself may have it again, which is
+    /// forgotten then.
+    fn check_absent(&mut self, from: NodeId, other: NodeId, now: Instant) -> bool {
         let ids = key(from, other);
         let Some((absent, since)) = self.absent.get(&ids).copied() else { return false };
         if absent == from {
@@ -333,7 +334,7 @@ impl Server {
         self.pairs.values().flat_map(both).collect()
     }
 
-    fn may(&mut self, from: NodeId, now: Instant) -> bool {
+    fn admit(&mut self, from: NodeId, now: Instant) -> bool {
         let (since, count) = self.answers.entry(from).or_insert((now, 0));
         if now.saturating_duration_since(*since) >= Duration::from_secs(1) {
             (*since, *count) = (now, 0);

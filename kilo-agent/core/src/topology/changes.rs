@@ -319,7 +319,7 @@ pub fn why_out(node: &str, now: Moment<'_>) -> Option<Absence> {
     (known && now.mesh.find(node).is_none()).then(|| absence(node, "", now))
 }
 
-/// What a node is in the mesh, or why it is not. It names nobody else: a new leader is no news of each member.
+/// What a node is in the mesh, or why it is not. It names nobody else: a new leader is not news of each member.
 pub fn state(node: &str, now: Moment<'_>) -> String {
     match (Role::of(now.mesh, node), why_out(node, now)) {
         (Role::Leader { location }, _) => format!("leader of {location}"),

@@ -17,7 +17,7 @@ pub struct FreedAddresses {
 }
 
 impl FreedAddresses {
-    /// Takes what this mesh has no more of the one before, and returns all that is kept, sorted.
+    /// Takes what the mesh before had and this one does not, and returns all that is kept, sorted.
     pub fn after(&mut self, before: &Mesh, mesh: &Mesh, now: Instant) -> Vec<IpAddr> {
         let same = |(one, other): (&Arc<Segment>, &Arc<Segment>)| Arc::ptr_eq(one, other);
         let is_same = before.segments.len() == mesh.segments.len()

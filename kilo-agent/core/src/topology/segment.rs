@@ -54,7 +54,7 @@ pub struct Segment {
     pub key: PublicKey,
     /// The leader's keepalive in seconds; not zero = it is behind NAT.
     pub persistent_keepalive: u32,
-    /// The leader's WireGuard address; `None` when the subnet has no more.
+    /// The leader's WireGuard address; `None` when the subnet is used up.
     pub wireguard_ip: Option<IpAddr>,
     /// Pod CIDRs, private addresses, the WireGuard address.
     pub allowed_ips: Vec<IpNet>,

@@ -19,7 +19,7 @@ pub enum TunnelEnd {
     Peer {
         /// Name of the Peer object.
         peer: String,
-        /// It has no fixed endpoint and connects by itself: its absence is no fault.
+        /// It has no fixed endpoint and connects by itself: its absence is not a fault.
         roams: bool,
     },
 }

@@ -114,7 +114,7 @@ impl Conf {
         match section {
             None => {}
             Some(Section::Interface { line, .. }) if self.interface.is_some() => {
-                return Err(InvalidConf { line, what: "a second [Interface]".to_owned() });
+                return Err(InvalidConf { line, what: "a second [Interface] section".to_owned() });
             }
             Some(Section::Interface { line, key, port }) => {
                 self.interface = Some((key.ok_or_else(|| missing(line, "PrivateKey"))?, port));

@@ -17,7 +17,7 @@ use super::{
 use crate::flat_map::Key as _;
 
 /// A peer with a keepalive shakes hands every two minutes; when that stopped
-/// for this long, the endpoint it was last seen at is no good any more.
+/// for this long, the endpoint it was last seen at no longer works.
 pub const ROAMING_TRUST: Duration = Duration::from_secs(300);
 
 /// One step from the present to the planned state.

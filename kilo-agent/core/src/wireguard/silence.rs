@@ -51,7 +51,7 @@ struct Tunnel {
 }
 
 impl Tunnels {
-    /// Takes note of all peers of the device; returns what has changed. A tunnel that is no more is
+    /// Takes note of all peers of the device; returns what has changed. A tunnel that no longer exists is
     /// forgotten: what it was says nothing of another.
     pub fn observe(&mut self, peers: &BTreeMap<PublicKey, Sample>, now: Instant) -> Vec<(PublicKey, Turn)> {
         self.0.retain(|key, _| peers.contains_key(key));

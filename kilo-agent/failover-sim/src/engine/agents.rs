@@ -28,7 +28,7 @@ impl Sim {
         let rng = &mut self.rng;
         let mut agent = Agent::new(self.params.clone(), place, start, &mut || rng.bits());
         if leads_itself && host.was_written == Some(term) {
-            agent.leads_location();
+            agent.lead_location();
         }
         self.hosts[node].agent = Some(agent);
         self.hosts[node].since = self.now;
@@ -68,19 +68,19 @@ impl Sim {
         }
     }
 
-    pub(super) fn place_is(&mut self, node: usize) {
+    pub(super) fn set_place(&mut self, node: usize) {
         let place = self.place(node);
-        self.falls_to_kilos_leader(node, &place);
+        self.fall_to_kilos_leader(node, &place);
         let Some(mut agent) = self.hosts[node].agent.take() else { return };
         let rng = &mut self.rng;
-        let outputs = agent.place_is(place, self.now, &mut || rng.bits());
+        let outputs = agent.set_place(place, self.now, &mut || rng.bits());
         outputs.into_iter().for_each(|output| self.output(node, output));
         self.hosts[node].agent = Some(agent);
         self.run_agent(node);
     }
 
     /// The gateway that a node's word names is none any more: as the agent's thread does.
-    pub(super) fn falls_to_kilos_leader(&mut self, node: usize, place: &Place) {
+    pub(super) fn fall_to_kilos_leader(&mut self, node: usize, place: &Place) {
         let host = &mut self.hosts[node];
         let (term, gateway) = host.said();
         let Some(first) = place.gateways.first().copied() else { return };
@@ -165,7 +165,7 @@ impl Sim {
             Output::Word(term, gateway) => {
                 let before = self.hosts[node].word;
                 self.hosts[node].obey(&self.params, term, gateway);
-                self.word_is(node, before, self.now);
+                self.set_word(node, before, self.now);
             }
             Output::Led(members) => {
                 self.hosts[node].led = members.into_iter().map(host::index).collect();
@@ -176,7 +176,7 @@ impl Sim {
     }
 
     /// After a kernel has looked at an ANNOUNCE.
-    pub(super) fn word_is(&mut self, node: usize, before: u64, said_at: Micros) {
+    pub(super) fn set_word(&mut self, node: usize, before: u64, said_at: Micros) {
         let after = self.hosts[node].word;
         if after != before {
             self.word_changed(node, before, after, said_at);
@@ -196,7 +196,7 @@ impl Sim {
         match note {
             Note::TakesOver { all: true, .. } => self.counts.taken += 1,
             Note::TakesOver { all: false, .. } => self.counts.alone += 1,
-            Note::IsGiven { .. } => self.counts.is_given(node, self.now),
+            Note::IsGiven { .. } => self.counts.count_given(node, self.now),
             Note::Adopts { .. } => self.counts.adopted += 1,
             Note::Suspects(_) => self.counts.suspicions += 1,
             Note::TakesBack(_) => self.counts.taken_back += 1,

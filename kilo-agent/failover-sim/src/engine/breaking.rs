@@ -23,7 +23,7 @@ impl Sim {
             println!("{:>9} {} {fault:?}", self.now / MS, if on { "fault:" } else { "end of" });
         }
         match fault {
-            Fault::Power(node) => self.power(node, !on),
+            Fault::Power(node) => self.set_power(node, !on),
             Fault::Pause(node) => {
                 if on {
                     self.hosts[node].wires.paused = end;
@@ -56,7 +56,7 @@ impl Sim {
             Fault::Layout(node) => {
                 self.agent(node, !on);
                 if on {
-                    self.another_layout(node);
+                    self.replace_layout(node);
                 }
             }
             Fault::Agents => (0..self.hosts.len()).for_each(|node| self.agent(node, !on)),
@@ -69,7 +69,7 @@ impl Sim {
             Fault::FarAgent(far) => self.far_agent(far, !on),
             Fault::FarStall(far) => {
                 if on {
-                    self.far_stalls(far, end);
+                    self.far_stall(far, end);
                 }
             }
             Fault::Far(far) => self.fars[far].on = !on,
@@ -93,8 +93,8 @@ impl Sim {
                     self.at(at, Event::FarPlace(far));
                 }
             }
-            Fault::Leap(node) if on => self.leap(node),
-            Fault::Ahead(node) if on => self.ahead(node),
+            Fault::Leap(node) if on => self.send_leap(node),
+            Fault::Ahead(node) if on => self.send_ahead(node),
             Fault::Clock(_) | Fault::Leap(_) | Fault::Ahead(_) => {}
             Fault::Flood(percent) => self.flood = if on { f64::from(percent) / 100.0 } else { 0.0 },
             Fault::First(node) => {
@@ -106,7 +106,7 @@ impl Sim {
     }
 
     /// A gateway's HELLO as after 700 changes that concerned others.
-    pub(super) fn ahead(&mut self, node: usize) {
+    pub(super) fn send_ahead(&mut self, node: usize) {
         let me = host::id(node);
         self.changes += 700;
         let count = self.changes;
@@ -129,7 +129,7 @@ impl Sim {
     }
 
     /// A gateway's signals of the last of all terms: HELLO, ANNOUNCE to every kernel, CLAIM of everybody.
-    pub(super) fn leap(&mut self, node: usize) {
+    pub(super) fn send_leap(&mut self, node: usize) {
         let (me, term) = (host::id(node), Term::from_bits(u64::MAX));
         let say = |kind, body| Signal { kind, nonce: 7, term, sender: me, location: LOCATION, body };
         for to in (0..self.hosts.len()).filter(|to| *to != node) {
@@ -170,7 +170,7 @@ impl Sim {
     }
 
     /// A node's maps are others: what is in them is what the plan knows.
-    fn another_layout(&mut self, node: usize) {
+    fn replace_layout(&mut self, node: usize) {
         let acting = self.acting();
         let host = &mut self.hosts[node];
         host.led.clear();
@@ -178,7 +178,7 @@ impl Sim {
         self.followed[node].insert(acting);
     }
 
-    pub(super) fn power(&mut self, node: usize, on: bool) {
+    pub(super) fn set_power(&mut self, node: usize, on: bool) {
         let boot = self.rng.bits();
         let host = &mut self.hosts[node];
         host.wires.on = on;

@@ -74,7 +74,7 @@ impl Counts {
     }
 
     /// A gateway is given members; one change may come in several signals.
-    pub fn is_given(&mut self, gateway: usize, now: Micros) {
+    pub fn count_given(&mut self, gateway: usize, now: Micros) {
         let again = self.last.is_some_and(|(last, at)| last == gateway && at + 50 * MS > now);
         self.last = Some((gateway, now));
         self.given += u32::from(!again);
@@ -172,7 +172,7 @@ impl Sim {
                     (true, None) => self.down[member][far] = Some(self.now),
                     (false, Some(since)) => {
                         self.down[member][far] = None;
-                        self.outage(member, since);
+                        self.count_outage(member, since);
                     }
                     _ => {}
                 }
@@ -186,7 +186,7 @@ impl Sim {
     }
 
     /// An outage has ended, or the run.
-    pub fn outage(&mut self, member: usize, since: Micros) {
+    pub fn count_outage(&mut self, member: usize, since: Micros) {
         if since >= self.watched_from {
             let longest = self.counts.of_member.entry(member).or_default();
             *longest = (*longest).max(self.now - since);

@@ -58,7 +58,7 @@ impl FarHost {
 
 impl Sim {
     /// A signal of a gateway is at a far leader.
-    pub(crate) fn far_hears(&mut self, gateway: usize, far: usize, bytes: &Rc<[u8]>) {
+    pub(crate) fn far_hear(&mut self, gateway: usize, far: usize, bytes: &Rc<[u8]>) {
         let host = &mut self.fars[far];
         if !host.on || host.acting.is_none() {
             return;
@@ -106,7 +106,7 @@ impl Sim {
     }
 
     /// WireGuard has taken a request.
-    pub(crate) fn far_applies(&mut self, far: usize) {
+    pub(crate) fn far_apply(&mut self, far: usize) {
         let host = &mut self.fars[far];
         let Some(step) = host.steps.pop_front() else { return };
         if !host.on || host.acting.is_none() {
@@ -128,7 +128,7 @@ impl Sim {
     }
 
     /// A far leader plans anew: who is whose as far as it knows, and what no gateway has is the first one's.
-    pub(crate) fn far_plans(&mut self, far: usize) {
+    pub(crate) fn far_plan(&mut self, far: usize) {
         let gateways = self.gateways();
         let FarHost { acting: Some(acting), owner, .. } = &mut self.fars[far] else { return };
         acting.set_gateways(&gateways);
@@ -163,28 +163,28 @@ impl Sim {
     }
 
     /// What the device had when its agent started is forgotten, if nobody has claimed it since.
-    pub(crate) fn far_forgets(&mut self, far: usize) {
+    pub(crate) fn far_forget(&mut self, far: usize) {
         let host = &mut self.fars[far];
         if host.seeded_until == self.now
             && let Some(acting) = &mut host.acting
         {
             acting.forget(SEED);
-            self.far_plans(far);
+            self.far_plan(far);
         }
     }
 
-    pub(crate) fn far_stalls(&mut self, far: usize, end: Micros) {
+    pub(crate) fn far_stall(&mut self, far: usize, end: Micros) {
         self.fars[far].stalled = end;
         self.at(end, Event::FarResume(far));
     }
 
-    pub(crate) fn far_resumes(&mut self, far: usize) {
+    pub(crate) fn far_resume(&mut self, far: usize) {
         for (gateway, bytes) in std::mem::take(&mut self.fars[far].inbox) {
-            self.far_hears(gateway, far, &bytes);
+            self.far_hear(gateway, far, &bytes);
         }
     }
 
-    pub(crate) fn far_wakes(&mut self, far: usize) {
+    pub(crate) fn far_wake_up(&mut self, far: usize) {
         let host = &mut self.fars[far];
         if let Some(acting) = &mut host.acting
             && acting.wake_up(self.now)

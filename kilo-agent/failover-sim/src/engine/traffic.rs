@@ -18,13 +18,13 @@ pub(crate) struct Traffic {
 
 impl Sim {
     /// From `start` to `until` a member sends.
-    pub(crate) fn sends(&mut self, member: usize, start: Micros, until: Micros) {
+    pub(crate) fn start_traffic(&mut self, member: usize, start: Micros, until: Micros) {
         self.traffic = Some(Traffic { member, until, sent: 0, out: BTreeSet::new() });
         self.at(start, Event::Packet);
     }
 
     /// Sends the next packet, as forwarded probes go.
-    pub(super) fn packet(&mut self) {
+    pub(super) fn send_packet(&mut self) {
         let nonce = self.rng.bits();
         let Some(traffic) = &mut self.traffic else { return };
         if self.now >= traffic.until {

@@ -44,7 +44,7 @@ impl Sim {
     }
 
     /// Whether the queues of a gateway that carries the flood have no room.
-    fn is_lost_in_flood(&mut self, gateway: usize) -> bool {
+    fn lose_in_flood(&mut self, gateway: usize) -> bool {
         let carries = self.hosts.last().is_some_and(|flooder| flooder.uses() == gateway);
         self.flood > 0.0 && carries && self.rng.chance(self.flood)
     }
@@ -63,7 +63,7 @@ impl Sim {
     }
 
     pub(crate) fn uplink_send(&mut self, gateway: usize, far: usize, out: bool, event: Event) {
-        let lost = self.rng.chance(self.noise.loss) || self.is_lost_in_flood(gateway);
+        let lost = self.rng.chance(self.noise.loss) || self.lose_in_flood(gateway);
         if self.uplink_works(gateway, far, out) && !lost {
             let spike =
                 if self.rng.chance(self.noise.spike) { self.rng.between(50 * MS, 270 * MS) } else { 0 };

@@ -24,7 +24,7 @@ impl Behind {
     const LATER: Micros = 10 * SEC;
     /// After the first time, doubled with each: a far leader may not make terms run away.
     const PAUSE: Micros = SEC;
-    /// The longest such pause. Who needed none for twice as long begins anew.
+    /// The longest such pause. A gateway that needed none for twice as long begins anew.
     const LONGEST: Micros = 3_600 * SEC;
 
     /// A far leader has answered a claim.
@@ -40,8 +40,8 @@ impl Behind {
         }
     }
 
-    /// Whether it catches up now.
-    fn may_catch_up(&mut self, now: Micros) -> bool {
+    /// Whether it catches up now; if so, the next time has to wait.
+    fn try_catch_up(&mut self, now: Micros) -> bool {
         let pause = match self.caught_up {
             Some((last, pause)) if now < last + pause => return false,
             Some((last, pause)) if now < last + 2 * Self::LONGEST => (pause * 2).min(Self::LONGEST),
@@ -54,7 +54,7 @@ impl Behind {
 
 impl Agent {
     /// Asks far leaders for their latest term, a while after the start.
-    pub(super) fn asks_far_leaders(&mut self, turn: &mut Turn<'_>) {
+    pub(super) fn ask_far_leaders(&mut self, turn: &mut Turn<'_>) {
         if turn.now < self.next_ask() {
             return;
         }
@@ -69,13 +69,14 @@ impl Agent {
         }
     }
 
-    /// When [`Self::asks_far_leaders`] has something to do.
+    /// When [`Self::ask_far_leaders`] has something to do.
     pub(super) fn next_ask(&self) -> Micros {
         self.gateway.as_ref().map_or(Micros::MAX, |gateway| gateway.behind.next(gateway.since))
     }
 
-    /// A far leader knows a later term than this gateway leads in: it takes no claim before that.
-    pub(crate) fn far_leader_knows(&mut self, term: Term, turn: &mut Turn<'_>) {
+    /// Leads in a later term when a far leader knows a later one than this gateway leads in: it takes no claim of an
+    /// earlier one.
+    pub(crate) fn catch_up_with(&mut self, term: Term, turn: &mut Turn<'_>) {
         let (me, now) = (self.place.me, turn.now);
         let leads_by_order = self.leads_by_order(now);
         let Some(gateway) = &mut self.gateway else { return };
@@ -85,14 +86,14 @@ impl Agent {
             || term.count() >= MOST_CHANGES
             || gateway.planned.is_busy()
             || !self.params.keeps(Rule::CatchesUp)
-            || !gateway.behind.may_catch_up(now)
+            || !gateway.behind.try_catch_up(now)
         {
             return;
         }
-        self.term_is_known(term);
+        self.learn_term(term);
         turn.push(Output::Note(Note::Behind(term)));
         if leads_by_order {
-            // Who has what belongs to no member keeps it, unless it is known to lead nobody.
+            // The gateway with the shared prefixes keeps them, unless it is known to lead nobody.
             let shared = if self.nobody_else_leads(now) { Shared::Move } else { Shared::MoveIfSilent };
             let members: Vec<NodeId> = self.users_of(me, now).into_iter().chain([me]).collect();
             self.lead_more(members, shared, turn);
@@ -125,11 +126,11 @@ mod tests {
     #[test]
     fn a_far_leader_does_not_make_terms_run_away() {
         let mut behind = Behind::default();
-        let times = (0..24 * 3_600).filter(|second| behind.may_catch_up(second * SEC)).count();
+        let times = (0..24 * 3_600).filter(|second| behind.try_catch_up(second * SEC)).count();
         assert!((12..=40).contains(&times), "{times} times in a day");
         let mut behind = Behind::default();
-        assert!(behind.may_catch_up(0) && !behind.may_catch_up(SEC / 2) && behind.may_catch_up(SEC));
-        assert!(!behind.may_catch_up(2 * SEC) && behind.may_catch_up(3 * SEC));
+        assert!(behind.try_catch_up(0) && !behind.try_catch_up(SEC / 2) && behind.try_catch_up(SEC));
+        assert!(!behind.try_catch_up(2 * SEC) && behind.try_catch_up(3 * SEC));
     }
 
     #[test]

@@ -41,15 +41,15 @@ impl Bench {
         while bench.now < 3 * SEC {
             bench.turn(vec![]);
         }
-        bench.is_present(LEADER, BOOT);
+        bench.answer_roll_call(LEADER, BOOT);
         bench
     }
 
     /// A kernel answers the next roll call, out of this boot.
-    pub fn is_present(&mut self, node: NodeId, boot: u64) -> Vec<Output> {
+    pub fn answer_roll_call(&mut self, node: NodeId, boot: u64) -> Vec<Output> {
         let nonce = self.roll_call_of(node);
         let body = Body::Word { cookie: boot, gateway: LEADER };
-        self.hears(node, Kind::Present, nonce, Term::from_bits(7 << 16), body)
+        self.hear(node, Kind::Present, nonce, Term::from_bits(7 << 16), body)
     }
 
     /// 10 ms later, with the answers to all probes of the turn before.
@@ -84,7 +84,7 @@ impl Bench {
         }
     }
 
-    pub fn hears(
+    pub fn hear(
         &mut self,
         from: u64,
         kind: Kind,

@@ -1,22 +1,23 @@
-//! A dead leader that nodes without failover go on waiting for: they follow Kilo's rule, and that
-//! asks for its heartbeat. Somebody has to say that it is dead.
+//! Declaring a leader dead. Nodes without failover follow Kilo's rule, which waits until the leader's heartbeat is too
+//! old: a gateway declares it dead sooner.
 
 use crate::{Agent, Micros, NodeId, SEC, gateway::Lead, roll::Present, signal::Shared};
 
 /// For how long a gateway leads the location before it says so; the leader's kernel has not answered for 3 s then, either.
 const LEADS: Micros = 2 * SEC;
 
-/// Between two declarations that no third node stands for of the same leader's death, if it has not booted since: a LAN
-/// between two that comes and goes looks the same.
+/// Between two declarations of the same leader's death that no third node confirms, if it has not booted since: a LAN
+/// between two nodes that comes and goes looks the same.
 const ALONE: Micros = 600 * SEC;
 
-/// The last declaration that no third node stood for.
+/// The last declaration that no third node confirmed.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct DeclaredAlone(Option<(NodeId, Option<u64>, Micros)>);
 
 impl DeclaredAlone {
-    /// Whether the leader, which has this cookie ([`Agent::cookie_of`]), may be declared dead now; takes note of it.
-    pub fn admits(&mut self, leader: NodeId, cookie: Option<u64>, now: Micros) -> bool {
+    /// Returns whether the leader, which has this cookie ([`Agent::cookie_of`]), may be declared dead now, and
+    /// remembers that it is.
+    pub fn admit(&mut self, leader: NodeId, cookie: Option<u64>, now: Micros) -> bool {
         let is_again = |(before, its, at)| (before, its) == (leader, cookie) && now < at + ALONE;
         let admits = !self.0.is_some_and(is_again);
         if admits {
@@ -128,7 +129,7 @@ mod tests {
         };
         let begins = start.now;
         let mut agent = Agent::new(Params::default(), place, start, &mut random);
-        agent.leads_location();
+        agent.lead_location();
         let (mut now, mut inputs) = (begins, Vec::new());
         while now < time {
             let out = agent.turn(now, std::mem::take(&mut inputs), &mut random);
@@ -164,14 +165,14 @@ mod tests {
     #[test]
     fn without_a_third_node_a_leader_is_declared_dead_once_in_ten_minutes_unless_it_has_booted() {
         let mut alone = DeclaredAlone::default();
-        assert!(alone.admits(1, Some(7), SEC));
-        assert!(!alone.admits(1, Some(7), 600 * SEC));
-        assert!(alone.admits(1, Some(8), 601 * SEC), "it has booted");
-        assert!(!alone.admits(1, Some(8), 1200 * SEC), "counted from the boot's declaration");
-        assert!(alone.admits(1, Some(8), 1201 * SEC), "ten minutes later");
-        assert!(alone.admits(5, Some(8), 1202 * SEC), "another leader");
-        assert!(alone.admits(5, None, 1203 * SEC), "nothing is known of its boot any more");
-        assert!(!alone.admits(5, None, 1204 * SEC));
+        assert!(alone.admit(1, Some(7), SEC));
+        assert!(!alone.admit(1, Some(7), 600 * SEC));
+        assert!(alone.admit(1, Some(8), 601 * SEC), "it has booted");
+        assert!(!alone.admit(1, Some(8), 1200 * SEC), "counted from the boot's declaration");
+        assert!(alone.admit(1, Some(8), 1201 * SEC), "ten minutes later");
+        assert!(alone.admit(5, Some(8), 1202 * SEC), "another leader");
+        assert!(alone.admit(5, None, 1203 * SEC), "nothing is known of its boot any more");
+        assert!(!alone.admit(5, None, 1204 * SEC));
     }
 
     #[test]

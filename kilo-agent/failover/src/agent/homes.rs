@@ -1,5 +1,6 @@
-//! Several active leaders: each takes those whose home it is, a minute or two after the last that did. Nothing
-//! is given: who is taken follows the later term, and the gateway that led it learns that by the roll call.
+//! Several active leaders: each takes the nodes whose home it is, a minute or two after another one last did. Nothing
+//! is handed over: a node that is taken follows the later term, and the gateway that led it learns that by the roll
+//! call.
 
 use std::collections::BTreeMap;
 
@@ -14,12 +15,12 @@ pub struct Several {
     pub active: Vec<NodeId>,
     /// Which of them each node is to use; they use themselves.
     pub homes: BTreeMap<NodeId, NodeId>,
-    /// Who has what belongs to no member, as was written, and since which term.
+    /// The gateway with the shared prefixes, as it was written down, and since which term.
     pub acting: (Term, NodeId),
 }
 
 impl Several {
-    /// Whom a node is to use.
+    /// The active leader that a node is to use.
     pub fn home(&self, node: NodeId) -> Option<NodeId> {
         self.homes.get(&node).copied()
     }
@@ -53,7 +54,7 @@ fn takes_over(healthy: Micros, reaches_all: bool) -> bool {
 pub(crate) struct Homing {
     /// Since when its tunnels have worked without a break.
     fit_since: Option<Micros>,
-    /// Whom members used, and since which term, when they were last looked at.
+    /// The gateway that each member used when it was last looked at, and since which term.
     used: BTreeMap<NodeId, (Term, NodeId)>,
     /// When another gateway took members that had a leader.
     others_took: Option<Micros>,
@@ -66,19 +67,19 @@ impl Agent {
     const NEW: Micros = 10 * SEC;
     /// Between two times this one takes anybody.
     const PAUSE: Micros = 5 * SEC;
-    /// CLAIMs are repeated more often than with one leader: who has lost them, as after a boot, knows Kilo's
-    /// leader alone.
+    /// CLAIMs are repeated more often than with one leader: a far leader that has lost them, as after a boot, knows
+    /// Kilo's leader alone.
     const REFRESH: Micros = 2 * SEC;
-    /// How many changes of others it may have had no part in: long before its term is one that others have to
-    /// take for a leap from it ([`LEAP`]), or theirs for one from its members' words.
+    /// By how many changes its term may lag behind the latest one: far fewer than [`LEAP`], from which on others refuse
+    /// its signals, and its members' kernels theirs.
     const BEHIND: u32 = LEAP / 4;
 
-    /// Takes those whose home this gateway is.
-    pub(crate) fn takes_home(&mut self, turn: &mut Turn<'_>) {
+    /// Takes the nodes whose home this gateway is.
+    pub(crate) fn take_home(&mut self, turn: &mut Turn<'_>) {
         let (me, now, is_back) = (self.place.me, turn.now, self.is_back());
         let (Some(several), Some(gateway)) = (&self.place.several, &mut self.gateway) else { return };
         if let Some(lead) = &mut gateway.lead {
-            lead.claims_again_within(Self::REFRESH, now);
+            lead.claim_again_within(Self::REFRESH, now);
         }
         let rests = |at: Option<Micros>, pause: Micros| at.is_some_and(|at| now < at + pause);
         let homing = &mut gateway.homing;
@@ -91,7 +92,7 @@ impl Agent {
             return self.lead_more([], Shared::Stay, turn);
         }
         let words = gateway.roll.heard_lately(now).map(|(node, present)| (node, present.word));
-        homing.looks(words, |node, before, to| several.is_taken(me, node, before, to), now);
+        homing.observe(words, |node, before, to| several.is_taken(me, node, before, to), now);
         let since = match homing.fit_since {
             _ if !gateway.tunnels.is_fit(&self.params, now) => None,
             known => Some(known.unwrap_or(now)),
@@ -113,7 +114,8 @@ impl Agent {
         let takes_itself = !leads(me) && (is_back || is_turn);
         let members = gateway.roll.heard_lately(now).filter(|(node, present)| {
             let leaves = self.place.leaving.contains_key(&present.word.1) && takes_over(healthy, reaches_all);
-            // Also who uses it and was never claimed: a kernel's word may fall to it when another gateway goes.
+            // Also a node that uses this gateway and was never claimed: a kernel's word may fall to it when another
+            // gateway goes.
             several.home(*node) == Some(me) && *node != me && (leaves || is_turn)
         });
         let mut members: Vec<NodeId> = members.map(|(node, _)| node).filter(|node| !leads(*node)).collect();
@@ -151,18 +153,19 @@ impl Agent {
         self.users_of(self.place.me, now).len() + itself
     }
 
-    /// What belongs to no member has one owner: who has it in a later term.
-    pub(crate) fn shares_stay_with_who_acts(&mut self) {
+    /// Leaves the shared prefixes to the acting leader, if that has them in a later term than this gateway leads in.
+    pub(crate) fn leave_shared_to_acting(&mut self) {
         let (Some(several), Some(gateway)) = (&self.place.several, &mut self.gateway) else { return };
         let (term, acting) = several.acting;
         let outdated = |lead: &&mut Lead| acting != self.place.me && term > lead.term();
         if let Some(lead) = gateway.lead.as_mut().filter(outdated) {
-            lead.shares_no_more();
+            lead.give_up_shared();
         }
     }
 
-    /// A member asks to be led because its leader has been silent for `age`: it has lost that one.
-    pub(crate) fn lost_by_adoption(&mut self, member: NodeId, age: Micros, now: Micros) {
+    /// Counts a loss of leadership for the leader of a member that asks to be led because that one has been silent for
+    /// `age`.
+    pub(crate) fn count_loss_by_adoption(&mut self, member: NodeId, age: Micros, now: Micros) {
         let Some(gateway) = &mut self.gateway else { return };
         let from = gateway.roll.last(member).map(|present| present.word.1);
         if let (Some(from), true, true) = (from, age > 0, self.place.several.is_some()) {
@@ -175,7 +178,7 @@ impl Homing {
     /// Notes which gateway members use now, and whether another one has taken a member in its turn, which `is_taken` says of
     /// a member, its gateway before and the one it uses now. One that has booted uses Kilo's leader until the next ANNOUNCE,
     /// and a stand-by takes those of one that has failed: neither is a turn.
-    fn looks(
+    fn observe(
         &mut self,
         words: impl Iterator<Item = (NodeId, (Term, NodeId))>,
         is_taken: impl Fn(NodeId, NodeId, NodeId) -> bool,
@@ -193,8 +196,8 @@ impl Homing {
         }
     }
 
-    /// There are other nodes now.
-    pub(crate) fn nodes_are(&mut self, nodes: &[NodeId]) {
+    /// Forgets nodes that are not in the location any more.
+    pub(crate) fn set_nodes(&mut self, nodes: &[NodeId]) {
         self.used.retain(|node, _| nodes.contains(node));
     }
 }
@@ -256,7 +259,7 @@ mod tests {
                 acting: (Term::NONE, ME),
             };
             let is_taken = |node, before, to| several.is_taken(ME, node, before, to);
-            homing.looks([(3, heard)].into_iter(), is_taken, now);
+            homing.observe([(3, heard)].into_iter(), is_taken, now);
             assert_eq!(homing.others_took, wanted, "at {now}");
         }
     }
@@ -275,10 +278,10 @@ mod tests {
         let term = Term::NONE.next(ME);
         let mut agent = agent((term, ME), vec![ME, 3]);
         assert!(agent.lead().is_some());
-        let out = agent.place_is(place(8), SEC, &mut || 1);
+        let out = agent.set_place(place(8), SEC, &mut || 1);
         assert!(agent.lead().is_none() && out.contains(&Output::Led(Vec::new())), "{out:?}");
         assert_eq!((agent.word(), agent.sender().location), ((term, ME), 8));
-        let again = agent.place_is(place(8), SEC, &mut || 1);
+        let again = agent.set_place(place(8), SEC, &mut || 1);
         assert!(again.is_empty(), "{again:?}");
     }
 

@@ -18,10 +18,10 @@ impl Agent {
                 if signal.sender == from && signal.location == self.place.location
                     || signal.kind == Kind::Moved
                 {
-                    self.signal(from, signal, turn);
+                    self.handle_signal(from, signal, turn);
                 }
             }
-            Input::Word(term, gateway) => self.word_is(term, gateway, turn),
+            Input::Word(term, gateway) => self.set_word(term, gateway, turn),
             Input::LinkDown => self.give_away(0, turn),
             Input::Decrypted(count) => {
                 if let Some(gateway) = &mut self.gateway {
@@ -46,8 +46,8 @@ impl Agent {
             || gateway.detector.answered(&self.params, nonce, at);
     }
 
-    pub(super) fn word_is(&mut self, term: Term, to: NodeId, turn: &mut Turn<'_>) {
-        self.term_is_known(term);
+    pub(super) fn set_word(&mut self, term: Term, to: NodeId, turn: &mut Turn<'_>) {
+        self.learn_term(term);
         let changed = self.word.1 != to;
         self.word = (term, to);
         let me = self.place.me;
@@ -57,11 +57,11 @@ impl Agent {
             if let Some(gateway) = self.gateway.as_mut().filter(|_| to != me) {
                 gateway.detector.begin(turn.now);
             }
-            self.notes_handover(to, turn);
+            self.note_handover(to, turn);
         }
         let lead = self.gateway.as_mut().and_then(|gateway| gateway.lead.as_mut());
-        if lead.is_some_and(|lead| lead.hears(me, (term, to), turn.now)) {
-            self.led_changed(turn);
+        if lead.is_some_and(|lead| lead.heard(me, (term, to), turn.now)) {
+            self.mark_led(turn);
         }
     }
 
@@ -75,12 +75,12 @@ impl Agent {
         }
     }
 
-    pub(crate) fn signal(&mut self, from: NodeId, signal: Signal, turn: &mut Turn<'_>) {
+    pub(crate) fn handle_signal(&mut self, from: NodeId, signal: Signal, turn: &mut Turn<'_>) {
         // The last of all counts would be the last change of leader.
         if !signal.term.is_near(self.term) && self.params.keeps(Rule::NoLeap) {
             return turn.push(Output::Note(Note::Leaps(from)));
         }
-        if !self.is_new(from, &signal, turn) {
+        if !self.admit_numbered(from, &signal, turn) {
             return;
         }
         match (signal.kind, &signal.body) {
@@ -89,15 +89,15 @@ impl Agent {
                 member.asked(&self.params, signal, &self.member_view(turn.now), turn);
                 self.member = member;
             }
-            (Kind::Verdict, Body::Witness { id, verdict }) => self.verdict(from, *id, *verdict),
+            (Kind::Verdict, Body::Witness { id, verdict }) => self.handle_verdict(from, *id, *verdict),
             (Kind::Present, Body::Word { cookie, gateway }) => {
                 let (at, nonce, cookie) = (turn.now, signal.nonce, *cookie);
-                self.present(from, Present { at, nonce, cookie, word: (signal.term, *gateway) }, turn);
+                self.handle_present(from, Present { at, nonce, cookie, word: (signal.term, *gateway) }, turn);
             }
             (Kind::Follows, Body::Word { gateway, .. }) => {
                 let word = (signal.term, *gateway);
                 let Some(gateway) = &mut self.gateway else { return };
-                if gateway.roll.follows(from, signal.nonce, turn.now, word) {
+                if gateway.roll.followed(from, signal.nonce, turn.now, word) {
                     self.heard_word(from, word, turn);
                 }
             }
@@ -115,29 +115,29 @@ impl Agent {
                     let pairs = losses.as_chunks::<2>().0.iter().filter(|[lost, _]| gateways.contains(lost));
                     let losses: Vec<u64> = pairs.flatten().copied().collect();
                     own.others.hello(&self.params, turn.now, from, state, &losses);
-                    self.term_is_known(signal.term);
+                    self.learn_term(signal.term);
                 }
-                self.wish_of_returned(from, turn);
+                self.ask_to_be_led(from, turn);
             }
             (Kind::Adopt, Body::Members { age, members, .. }) if members[..] == [from] => {
-                self.adopts(from, signal.term, u64::from(*age) * MS, turn);
+                self.handle_adopt(from, signal.term, u64::from(*age) * MS, turn);
             }
             (Kind::Handover, Body::Members { age, members, .. }) => {
-                self.is_given(from, &signal, u64::from(*age) * MS, members, turn);
+                self.handle_handover(from, &signal, u64::from(*age) * MS, members, turn);
             }
-            (Kind::Prepare | Kind::Ready, _) => self.change(from, &signal, turn),
-            (Kind::Moved, _) => self.has_moved(from, &signal, turn),
+            (Kind::Prepare | Kind::Ready, _) => self.handle_change(from, &signal, turn),
+            (Kind::Moved, _) => self.handle_moved(from, &signal, turn),
             _ => {}
         }
     }
 
-    pub(super) fn verdict(&mut self, from: NodeId, id: u32, verdict: Verdict) {
+    pub(super) fn handle_verdict(&mut self, from: NodeId, id: u32, verdict: Verdict) {
         if let Some(gateway) = &mut self.gateway {
             gateway.sentinel.verdict(from, id, verdict);
         }
     }
 
-    pub(super) fn present(&mut self, from: NodeId, present: Present, turn: &mut Turn<'_>) {
+    pub(super) fn handle_present(&mut self, from: NodeId, present: Present, turn: &mut Turn<'_>) {
         let Some(gateway) = &mut self.gateway else { return };
         if !gateway.roll.heard(from, present) {
             return;
@@ -147,28 +147,28 @@ impl Agent {
         if let Some(lead) = self.lead() {
             lead.announce(from, present, turn);
         }
-        self.boot_is(from, present.cookie, turn);
+        self.deliver_waiting(from, present.cookie, turn);
     }
 
     pub(super) fn heard_word(&mut self, from: NodeId, word: (Term, NodeId), turn: &mut Turn<'_>) {
-        let is_believed = self.names_term(from, word.0);
+        let is_believed = self.hear_term(from, word.0);
         if !is_believed {
             turn.push(Output::Note(Note::Leaps(from)));
         }
         let lead = self.gateway.as_mut().and_then(|gateway| gateway.lead.as_mut());
-        if lead.is_some_and(|lead| lead.hears(from, word, turn.now)) {
-            self.led_changed(turn);
+        if lead.is_some_and(|lead| lead.heard(from, word, turn.now)) {
+            self.mark_led(turn);
         }
         if is_believed {
-            self.goes_on_with(from, word, turn);
+            self.resume_with(from, word, turn);
         }
-        self.takes_shared_of_most(turn);
+        self.take_shared_of_most(turn);
     }
 
-    /// A gateway that was away asks to be a member of who leads in a later term.
-    pub(super) fn wish_of_returned(&mut self, from: NodeId, turn: &mut Turn<'_>) {
+    /// Asks the gateway that leads in a later term to lead this one, too, after this one was away.
+    pub(super) fn ask_to_be_led(&mut self, from: NodeId, turn: &mut Turn<'_>) {
         let (me, now) = (self.place.me, turn.now);
-        // Of several each leads itself, and takes what is its own.
+        // Each of several active leaders leads itself, and takes the nodes whose home it is.
         if self.place.several.is_some() {
             return;
         }
@@ -183,9 +183,9 @@ impl Agent {
         }
     }
 
-    /// A member asks to be led: its leader has been silent for `age`, or it only
-    /// asks (0) who leads.
-    pub(super) fn adopts(&mut self, member: NodeId, term: Term, age: Micros, turn: &mut Turn<'_>) {
+    /// Handles ADOPT: a member asks to be led because its leader has been silent for `age`, or it only asks (0) who
+    /// leads.
+    pub(super) fn handle_adopt(&mut self, member: NodeId, term: Term, age: Micros, turn: &mut Turn<'_>) {
         let (me, now) = (self.place.me, turn.now);
         let Some(gateway) = &self.gateway else { return };
         let tunnels = &gateway.tunnels;
@@ -212,8 +212,8 @@ impl Agent {
         if !may || has || would_lead_each_other || !tunnels.is_fit(&self.params, now) {
             return;
         }
-        // A leader that nobody uses any more brings what belongs to no member; of one that a member has lost that may be
-        // left behind, where nobody else takes over.
+        // A leader that nobody uses any more brings the shared prefixes. Those of a leader that a member has lost may
+        // be left behind where nobody else takes over.
         let led_itself = gateway.roll.last(member).is_some_and(|present| present.word.1 == member);
         let shared = match age {
             _ if self.place.several.is_some() => Shared::Stay,
@@ -221,19 +221,20 @@ impl Agent {
             0 => Shared::Stay,
             _ => Shared::MoveIfSilent,
         };
-        if !self.may_adopt_again(member, now) {
+        if !self.admit_adoption(member, now) {
             return;
         }
-        if !self.names_term(member, term) {
+        if !self.hear_term(member, term) {
             return turn.push(Output::Note(Note::Leaps(member)));
         }
-        self.lost_by_adoption(member, age, turn.now);
+        self.count_loss_by_adoption(member, age, turn.now);
         turn.push(Output::Note(Note::Adopts { member, was_leader: shared == Shared::Move }));
         self.lead_more([member], shared, turn);
     }
 
-    /// Each adoption may be a change of term for everybody this gateway leads: one member causes two a second at most.
-    pub(super) fn may_adopt_again(&mut self, member: NodeId, now: Micros) -> bool {
+    /// Returns whether a member may be adopted now, and remembers that it is. Each adoption may be a change of term for
+    /// everybody this gateway leads: one member causes two a second at most.
+    pub(super) fn admit_adoption(&mut self, member: NodeId, now: Micros) -> bool {
         const PAUSE: Micros = SEC / 2;
         let Some(gateway) = &mut self.gateway else { return false };
         gateway.adopted.retain(|_, at| *at + PAUSE > now);

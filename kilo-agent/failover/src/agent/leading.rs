@@ -1,18 +1,18 @@
-//! Whom a gateway leads, and in which term.
+//! Which members a gateway leads, and in which term.
 
 use super::Agent;
 use crate::{Micros, NodeId, Output, Term, Turn, gateway::Lead, signal::Shared};
 
 impl Agent {
-    /// It leads the location, as was written before a restart: what belongs to no member, too.
-    pub fn leads_location(&mut self) {
+    /// Goes on leading the location, shared prefixes included, as it was written down before a restart.
+    pub fn lead_location(&mut self) {
         if let Some(lead) = self.gateway.as_mut().and_then(|gateway| gateway.lead.as_mut()) {
-            lead.claims(Shared::Move);
+            lead.set_shared(Shared::Move);
         }
     }
 
-    /// After a restart it goes on with what its kernel has.
-    pub(super) fn goes_on_leading(&mut self, led: Vec<NodeId>, now: Micros) {
+    /// Goes on after a restart with the members that its kernel has marked.
+    pub(super) fn resume_leading(&mut self, led: Vec<NodeId>, now: Micros) {
         let sender = self.sender();
         if led.is_empty() {
             return;
@@ -24,18 +24,18 @@ impl Agent {
             let mut lead = Lead::new(sender, term, &self.place.fars, now);
             if is_mine {
                 lead.add(led, now);
-                lead.hears(self.place.me, self.word, now);
+                lead.heard(self.place.me, self.word, now);
             } else {
-                lead.goes_on(led, Term::NONE);
+                lead.resume(led, Term::NONE);
             }
             gateway.lead = Some(lead);
         }
     }
 
-    /// A member's kernel uses this gateway by a word that an agent before this one has announced. It is led on if its
-    /// mark is left, or if this gateway uses itself: one that has given its members away does not. A word of a later
-    /// term takes the whole leadership there, once after the start, so that no member can spend terms.
-    pub(super) fn goes_on_with(&mut self, member: NodeId, word: (Term, NodeId), turn: &mut Turn<'_>) {
+    /// Goes on leading a member whose kernel uses this gateway by a word that an agent before this one has announced,
+    /// if its mark is left, or if this gateway uses itself: one that has given its members away does not. A word of a
+    /// later term takes the whole leadership there, once after the start, so that no member can spend terms.
+    pub(super) fn resume_with(&mut self, member: NodeId, word: (Term, NodeId), turn: &mut Turn<'_>) {
         let (me, now, (term, uses)) = (self.place.me, turn.now, word);
         let Some(gateway) = &mut self.gateway else { return };
         // Every member is called in that time, and again if its answer is lost.
@@ -46,7 +46,7 @@ impl Agent {
         } else {
             self.word.1 == me && term >= lead.term() && self.place.nodes.contains(&member)
         };
-        // Where a gateway is none any more, its members' words name Kilo's leader in the term that it had.
+        // When a node stops being a gateway, its members' words name Kilo's leader in the term that it had.
         let is_own = uses == me && Term::from_bits(term.bits() - term.bits().min(1 << 16)).next(me) == term;
         if !is_own || !goes_on || gateway.planned.is_changing(term) {
             return;
@@ -58,14 +58,14 @@ impl Agent {
             self.lead_in(term, [], Shared::Stay, turn);
         }
         if let Some(lead) = self.gateway.as_mut().and_then(|gateway| gateway.lead.as_mut()) {
-            lead.follows(member, now);
+            lead.followed(member, now);
         }
-        self.led_changed(turn);
+        self.mark_led(turn);
     }
 
-    /// Most other nodes follow a gateway that heard none when it took over: what belongs to no member is its own,
-    /// whatever the old leader answers.
-    pub(super) fn takes_shared_of_most(&mut self, turn: &mut Turn<'_>) {
+    /// Takes the shared prefixes, whatever the old leader answers, once most other nodes follow this gateway, which
+    /// heard none of them when it took over.
+    pub(super) fn take_shared_of_most(&mut self, turn: &mut Turn<'_>) {
         let me = self.place.me;
         let Some(lead) = self.gateway.as_mut().and_then(|gateway| gateway.lead.as_mut()) else { return };
         if lead.shared() != Shared::MoveIfSilent || self.word != (lead.term(), me) {
@@ -75,14 +75,14 @@ impl Agent {
         let (all, follow) = others
             .fold((0, 0), |(all, follow), node| (all + 1, follow + usize::from(lead.is_followed_by(*node))));
         if follow * 2 > all {
-            lead.claims(Shared::Move);
-            lead.claims_again_within(0, turn.now);
-            self.led_changed(turn);
+            lead.set_shared(Shared::Move);
+            lead.claim_again_within(0, turn.now);
+            self.mark_led(turn);
         }
     }
 
     /// Marks the members it leads in the kernel; leadership of nobody ends.
-    pub(crate) fn led_changed(&mut self, turn: &mut Turn<'_>) {
+    pub(crate) fn mark_led(&mut self, turn: &mut Turn<'_>) {
         let Some(gateway) = &mut self.gateway else { return };
         let mut led: Vec<_> = gateway.lead.iter().flat_map(Lead::members).collect();
         led.extend(gateway.planned.takes_from().filter(|from| !led.contains(from)));
@@ -90,8 +90,8 @@ impl Agent {
         turn.push(Output::Led(led));
     }
 
-    /// Leads these, too: in the term it leads in when that is the latest known, else
-    /// in a new one, in which everything it has goes on.
+    /// Leads these members, too: in the term it leads in when that is the latest known, else in a new one, which takes
+    /// over everything it leads.
     pub(crate) fn lead_more(
         &mut self,
         members: impl IntoIterator<Item = NodeId>,
@@ -105,7 +105,7 @@ impl Agent {
         self.lead_in(self.term, members, shared, turn);
     }
 
-    /// Leads these in this term, in which everything it has goes on.
+    /// Leads these members in this term, which takes over everything it leads.
     pub(crate) fn lead_in(
         &mut self,
         term: Term,
@@ -120,19 +120,19 @@ impl Agent {
             older => {
                 let mut lead = Lead::new(sender, term, &self.place.fars, now);
                 if let Some(older) = older {
-                    lead.continues(&older);
-                    lead.inherits(&older);
+                    lead.continue_from(&older);
+                    lead.inherit(&older);
                     lead.add((older.has(sender.me) && self.word.1 == sender.me).then_some(sender.me), now);
                 }
                 lead
             }
         };
         lead.add(members, now);
-        lead.claims(shared);
+        lead.set_shared(shared);
         let leads_itself = lead.has(sender.me);
         gateway.lead = Some(lead);
-        // The mark first: who follows must not be passed on.
-        self.led_changed(turn);
+        // The marks come first: packets of a node that follows must not be passed on.
+        self.mark_led(turn);
         if leads_itself && self.word != (term, sender.me) {
             turn.push(Output::Word(term, sender.me));
         }
@@ -156,7 +156,7 @@ mod tests {
     fn leads_in(agent: &mut Agent, count: u64, now: Micros) -> Option<Term> {
         let (mut out, mut later, mut random) = (Vec::new(), Vec::new(), || 1);
         let mut turn = Turn { now, random: &mut random, out: &mut out, later: &mut later };
-        agent.goes_on_with(MEMBER, (term(count), ME), &mut turn);
+        agent.resume_with(MEMBER, (term(count), ME), &mut turn);
         agent.lead().filter(|lead| lead.has(MEMBER)).map(Lead::term)
     }
 

@@ -73,11 +73,11 @@ impl Numbers {
         Said::New
     }
 
-    /// A signal waits; whether its sender's kernel is to be asked.
+    /// Keeps a signal waiting; returns whether its sender's kernel is to be asked.
     fn wait(&mut self, from: NodeId, signal: &Signal, now: Micros) -> bool {
         let waiting = self.waiting.entry(from).or_default();
         if signal.kind == Kind::Hello {
-            // The newest one says all.
+            // The newest one supersedes the others.
             waiting.signals.retain(|(signal, _)| signal.kind != Kind::Hello);
         }
         if !waiting.signals.iter().any(|(waits, _)| waits == signal) {
@@ -93,8 +93,8 @@ impl Numbers {
         asks
     }
 
-    /// There are other nodes now.
-    pub(crate) fn nodes_are(&mut self, nodes: &[NodeId]) {
+    /// Forgets nodes that are not in the location any more.
+    pub(crate) fn set_nodes(&mut self, nodes: &[NodeId]) {
         self.heard.retain(|(node, _), _| nodes.contains(node));
         self.waiting.retain(|node, _| nodes.contains(node));
     }
@@ -111,10 +111,10 @@ fn cookie(signal: &Signal) -> Option<u64> {
 }
 
 impl Agent {
-    /// Whether a signal may count: it has no number, or one that is new in the sender's boot. If the boot
-    /// is not the one that the sender's kernel reported, the signal waits until that is asked again: the
-    /// sender may have booted.
-    pub(crate) fn is_new(&mut self, from: NodeId, signal: &Signal, turn: &mut Turn<'_>) -> bool {
+    /// Returns whether a signal may count, and records its number: it has none, or one that is new in the sender's
+    /// boot. If the boot is not the one that the sender's kernel reported, the signal waits until that is asked again:
+    /// the sender may have booted.
+    pub(crate) fn admit_numbered(&mut self, from: NodeId, signal: &Signal, turn: &mut Turn<'_>) -> bool {
         let Some(cookie) = cookie(signal) else { return true };
         let (sender, now) = (self.sender(), turn.now);
         let is_hello = signal.kind == Kind::Hello;
@@ -135,14 +135,15 @@ impl Agent {
         said == Said::New
     }
 
-    /// A kernel has reported its boot: signals that waited for that count now, or are of an earlier one.
-    pub(crate) fn boot_is(&mut self, from: NodeId, boot: u64, turn: &mut Turn<'_>) {
+    /// Handles the signals that waited until the sender's kernel reported its boot; those of an earlier boot are
+    /// reported as replayed.
+    pub(crate) fn deliver_waiting(&mut self, from: NodeId, boot: u64, turn: &mut Turn<'_>) {
         let waiting = self.gateway.as_mut().and_then(|own| own.numbers.waiting.remove(&from));
         let signals = waiting.map(|waiting| waiting.signals).unwrap_or_default();
         let now = turn.now;
         for (signal, _) in signals.into_iter().filter(|(_, since)| since + SEC > now) {
             if cookie(&signal) == Some(boot) {
-                self.signal(from, signal, turn);
+                self.handle_signal(from, signal, turn);
             } else {
                 turn.push(Output::Note(Note::Replayed(from)));
             }
@@ -202,7 +203,7 @@ mod tests {
     }
     fn handover(bench: &mut Bench, cookie: u64, number: u64) -> Vec<Output> {
         let body = Body::Members { cookie, age: 0, members: vec![LEADER, MEMBER] };
-        bench.hears(LEADER, Kind::Handover, number, Term::from_bits(7 << 16), body)
+        bench.hear(LEADER, Kind::Handover, number, Term::from_bits(7 << 16), body)
     }
 
     fn replayed(out: &[Output]) -> usize {
@@ -215,7 +216,7 @@ mod tests {
         let mut bench = Bench::new();
         let prepare = |cookie| Body::Change { cookie, gateway: ME };
         let term = Term::from_bits(7 << 16);
-        bench.hears(LEADER, Kind::Prepare, 1 << 40, term, prepare(BOOT));
+        bench.hear(LEADER, Kind::Prepare, 1 << 40, term, prepare(BOOT));
         // It counts from less after a boot: its kernel is asked, and then it counts.
         let out = handover(&mut bench, NEXT, 1_000);
         let asked = out.iter().find_map(|output| match output {
@@ -225,15 +226,15 @@ mod tests {
         let Some(nonce) = asked else { panic!("its kernel is not asked: {out:?}") };
         assert!(bench.agent.lead().is_none());
         let body = Body::Word { cookie: NEXT, gateway: LEADER };
-        bench.hears(LEADER, Kind::Present, nonce, term, body);
+        bench.hear(LEADER, Kind::Present, nonce, term, body);
         assert!(bench.agent.lead().is_some_and(|lead| lead.has(MEMBER)));
     }
 
     fn hello(bench: &mut Bench, cookie: u64, number: u64) -> (bool, usize) {
         let (losses, gateway) = (vec![LEADER, 3 << 32], LEADER);
         let body = Body::Hello { is_fit: true, is_busy: true, leads: true, gateway, cookie, losses };
-        let out = bench.hears(LEADER, Kind::Hello, number, Term::from_bits(7 << 16), body);
-        (bench.agent.is_heard_fit(LEADER, bench.now) == Some(true), replayed(&out))
+        let out = bench.hear(LEADER, Kind::Hello, number, Term::from_bits(7 << 16), body);
+        (bench.agent.heard_fit(LEADER, bench.now) == Some(true), replayed(&out))
     }
 
     #[test]
@@ -256,7 +257,7 @@ mod tests {
         let mut bench = Bench::new();
         let out = handover(&mut bench, BOOT - 1, 1 << 40);
         assert_eq!((replayed(&out), bench.agent.lead().is_some()), (0, false), "its kernel is asked");
-        let out = bench.is_present(LEADER, BOOT);
+        let out = bench.answer_roll_call(LEADER, BOOT);
         assert_eq!((replayed(&out), bench.agent.lead().is_some()), (1, false), "of an earlier boot");
         assert_eq!(replayed(&handover(&mut bench, BOOT, 1_000)), 0);
         assert!(bench.agent.lead().is_some());

@@ -11,13 +11,7 @@ impl Gateway {
 
     /// Checks whether the location sends more than its leader carries: the load follows leadership, so what
     /// was seen of one leader is true of the next one, too.
-    pub(super) fn looks_for_overload(
-        &mut self,
-        params: &Params,
-        me: NodeId,
-        word: (Term, NodeId),
-        now: Micros,
-    ) {
+    pub(super) fn check_overload(&mut self, params: &Params, me: NodeId, word: (Term, NodeId), now: Micros) {
         let leads = self.leads(me, word);
         let is_lossy = if leads { self.tunnels.is_busy(now) } else { self.detector.is_lossy(now) };
         if is_lossy || self.others.is_any_busy(params, now) {

@@ -1,4 +1,4 @@
-//! The location as topology has it, and what another one means to an agent.
+//! The location as topology has it, and what a change of it means to an agent.
 
 use std::collections::BTreeMap;
 
@@ -27,37 +27,37 @@ pub struct Place {
 }
 
 impl Place {
-    /// Who is to lead: the first gateway in Kilo's order that stays, else the first.
+    /// The gateway that is to lead: the first in Kilo's order that stays, else the first.
     pub fn first(&self) -> Option<NodeId> {
         let stays = |gateway: &&NodeId| !self.leaving.contains_key(gateway);
         self.gateways.iter().find(stays).or(self.gateways.first()).copied()
     }
 
-    /// What this node's numbered signals to another one bear.
+    /// The cookie of this node's numbered signals to another one.
     pub(crate) fn cookie(&self, to: NodeId) -> u64 {
         self.cookies.get(&to).copied().unwrap_or(0)
     }
 }
 
 impl Agent {
-    /// The location is another now: nodes, gateways or far leaders came or went. What is known
-    /// of those that stay goes on.
-    pub fn place_is(&mut self, place: Place, now: Micros, random: &mut dyn FnMut() -> u64) -> Vec<Output> {
+    /// Takes over a location in which nodes, gateways or far leaders came or went. What is known of those that stay is
+    /// kept.
+    pub fn set_place(&mut self, place: Place, now: Micros, random: &mut dyn FnMut() -> u64) -> Vec<Output> {
         let mut out = Vec::new();
         if place == self.place {
             return out;
         }
         if place.location != self.place.location {
-            return self.starts_anew(place, now, random);
+            return self.start_anew(place, now, random);
         }
         let leads_no_more = match (&mut self.gateway, place.gateways.contains(&place.me)) {
             (Some(gateway), true) => {
-                gateway.tunnels.fars_are(&self.params, &place.fars, now);
-                gateway.roll.nodes_are(&place.nodes);
-                gateway.numbers.nodes_are(&place.nodes);
-                gateway.homing.nodes_are(&place.nodes);
+                gateway.tunnels.set_fars(&self.params, &place.fars, now);
+                gateway.roll.set_nodes(&place.nodes);
+                gateway.numbers.set_nodes(&place.nodes);
+                gateway.homing.set_nodes(&place.nodes);
                 gateway.others.set_gateways(&self.params, &place.gateways, now);
-                gateway.lead.as_mut().is_some_and(|lead| lead.place_is(&place.nodes, &place.fars, now))
+                gateway.lead.as_mut().is_some_and(|lead| lead.set_place(&place.nodes, &place.fars, now))
             }
             (Some(gateway), false) => {
                 let led = gateway.lead.is_some();
@@ -70,13 +70,13 @@ impl Agent {
             }
             (None, false) => false,
         };
-        self.order_is(&place, now);
+        self.note_order(&place, now);
         self.place = place;
-        self.shares_stay_with_who_acts();
+        self.leave_shared_to_acting();
         if leads_no_more {
             let (later, random) = (&mut Vec::new(), random);
             if self.gateway.is_some() {
-                self.led_changed(&mut Turn { now, random, out: &mut out, later });
+                self.mark_led(&mut Turn { now, random, out: &mut out, later });
             } else {
                 out.push(Output::Led(Vec::new()));
             }
@@ -85,8 +85,8 @@ impl Agent {
         out
     }
 
-    /// The node is in another location now: what it led and what was said is that of the other one.
-    pub(super) fn starts_anew(
+    /// Starts anew in another location: the node led its members and heard its signals in the former one.
+    pub(super) fn start_anew(
         &mut self,
         place: Place,
         now: Micros,
@@ -99,9 +99,9 @@ impl Agent {
         led.then_some(Output::Led(Vec::new())).into_iter().collect()
     }
 
-    /// What another order means: a gateway that was there before and comes first now is to lead as
-    /// soon as it can; one that has come, or does not leave any more, after a time of health.
-    pub(super) fn order_is(&mut self, place: &Place, now: Micros) {
+    /// Notes a new order: a gateway that was there before and comes first now is to lead as soon as it can; one that
+    /// has come, or does not leave any more, after a time of health.
+    pub(super) fn note_order(&mut self, place: &Place, now: Micros) {
         self.left.retain(|node, _| place.nodes.contains(node));
         for node in self.place.leaving.keys().filter(|node| !place.leaving.contains_key(node)) {
             self.left.insert(*node, now);

@@ -15,7 +15,7 @@ use crate::{
 pub(crate) struct Planned {
     giver: Option<Giver>,
     taker: Option<Taker>,
-    /// Not before; and how often in a row it did not end.
+    /// When the next change may begin, and how many in a row did not end.
     next: Micros,
     failures: u32,
     /// In how many tries in a row far leaders have not answered.
@@ -43,19 +43,19 @@ impl Planned {
         self.giver.is_none() && self.taker.is_none() && now >= self.next
     }
 
-    /// Whose packets it takes although it does not lead them yet.
+    /// The leader whose packets it takes although it does not lead that one's members yet.
     pub(crate) fn takes_from(&self) -> Option<NodeId> {
         self.taker.as_ref().filter(|taker| taker.is_ready()).map(|taker| taker.from)
     }
 
-    /// Whether who uses this gateway in this term does so by a change that has not ended: far leaders have not moved
-    /// them yet, or they are about to use another one.
+    /// Whether nodes that use this gateway in this term do so by a change that has not ended: far leaders have not
+    /// moved them yet, or they are about to use another one.
     pub(crate) fn is_changing(&self, term: Term) -> bool {
         let takes = |taker: &Taker| !taker.is_done() && taker.term() == term;
         self.giver.as_ref().is_some_and(Giver::has_diverted) || self.taker.as_ref().is_some_and(takes)
     }
 
-    /// The taker is forgotten: who has not answered it is silent once more.
+    /// Forgets the taker; far leaders that have not answered it have been silent in one more try.
     fn forget_taker(&mut self) {
         for far in self.taker.take().iter().flat_map(Taker::silent) {
             *self.silent.entry(far).or_default() += 1;
@@ -96,7 +96,7 @@ impl Agent {
             let was_ready = planned.takes_from().is_some();
             planned.forget_taker();
             if was_ready {
-                self.led_changed(turn);
+                self.mark_led(turn);
             }
         }
         let Some(gateway) = &mut self.gateway else { return };
@@ -104,11 +104,11 @@ impl Agent {
             return;
         };
         let acts = giver.wake_up(turn.now);
-        self.gives(acts, turn);
+        self.act_as_giver(acts, turn);
     }
 
     /// Handles PREPARE or READY.
-    pub(crate) fn change(&mut self, from: NodeId, signal: &Signal, turn: &mut Turn<'_>) {
+    pub(crate) fn handle_change(&mut self, from: NodeId, signal: &Signal, turn: &mut Turn<'_>) {
         let Body::Change { gateway: named, cookie } = signal.body else { return };
         if !self.place.gateways.contains(&from) {
             return;
@@ -116,7 +116,7 @@ impl Agent {
         if signal.kind == Kind::Prepare {
             if named == self.place.me {
                 let try_of = Try { number: signal.nonce, cookie };
-                self.prepare((from, try_of), signal.term, turn);
+                self.handle_prepare((from, try_of), signal.term, turn);
             }
             return;
         }
@@ -130,11 +130,11 @@ impl Agent {
         // Somebody else has led since: nothing is given in an earlier term.
         if giver.has_diverted() || signal.term > latest {
             let acts = giver.ready(signal.term, named == from, turn.now);
-            self.gives(acts, turn);
+            self.act_as_giver(acts, turn);
         }
     }
 
-    fn gives(&mut self, acts: Vec<Act>, turn: &mut Turn<'_>) {
+    fn act_as_giver(&mut self, acts: Vec<Act>, turn: &mut Turn<'_>) {
         for act in acts {
             let Some(giver) = self.gateway.as_ref().and_then(|gateway| gateway.planned.giver.as_ref()) else {
                 return;
@@ -144,7 +144,7 @@ impl Agent {
                 Act::Prepare => {
                     let number = cause.number(self.stamp(turn.now));
                     let own = self.gateway.as_mut().and_then(|gateway| gateway.planned.giver.as_mut());
-                    own.into_iter().for_each(|giver| giver.asks(number));
+                    own.into_iter().for_each(|giver| giver.asked(number));
                     let body = Body::Change { cookie: self.place.cookie(to), gateway: to };
                     let signal = self.sender().signal(Kind::Prepare, number, self.term, body);
                     turn.push(Output::Lan(to, signal));
@@ -153,7 +153,7 @@ impl Agent {
                 Act::End(far, term) => self.end(far, term, turn),
                 Act::Given => {
                     turn.push(Output::Note(Note::Gives { to, cause: Some(cause) }));
-                    self.gave(turn.now, true);
+                    self.finish_giving(turn.now, true);
                 }
                 Act::TakeBack(term) => {
                     turn.push(Output::Note(Note::TakesBack(to)));
@@ -161,20 +161,20 @@ impl Agent {
                     let mut members = giver.members.clone();
                     members.extend(self.lead().iter().flat_map(|lead| lead.members()));
                     self.term = self.term.max(term);
-                    self.gave(turn.now, false);
+                    self.finish_giving(turn.now, false);
                     self.lead_more(members, Shared::Move, turn);
                 }
                 Act::GiveUp => {
                     turn.push(Output::Note(Note::NotReady(to)));
-                    self.gave(turn.now, false);
-                    self.ends_trial(turn);
+                    self.finish_giving(turn.now, false);
+                    self.end_trial(turn);
                 }
                 Act::Ask(..) | Act::Ready(_) | Act::Lead(..) | Act::Done(_) => {}
             }
         }
     }
 
-    fn gave(&mut self, now: Micros, ended: bool) {
+    fn finish_giving(&mut self, now: Micros, ended: bool) {
         let Some(gateway) = &mut self.gateway else { return };
         gateway.planned.giver = None;
         if ended {
@@ -185,8 +185,8 @@ impl Agent {
         }
     }
 
-    /// From now on everything goes to the taker, but what other gateways send: nobody passes on
-    /// what comes from a gateway, so they stay here until they follow it themselves.
+    /// Sends everything to the taker from now on, except what other gateways send: nobody passes on what comes from a
+    /// gateway, so they stay here until they follow the taker themselves.
     fn divert(&mut self, to: NodeId, term: Term, turn: &mut Turn<'_>) {
         let (me, now) = (self.place.me, turn.now);
         let Some(gateway) = &self.gateway else { return };
@@ -209,7 +209,7 @@ impl Agent {
         }
         self.term = self.term.max(term);
         // The marks first: the word is then the one moment in which everybody goes the other way.
-        self.led_changed(turn);
+        self.mark_led(turn);
         turn.push(Output::Word(term, to));
     }
 
@@ -228,8 +228,8 @@ impl Agent {
         }
     }
 
-    /// Another gateway asks this one to lead.
-    fn prepare(&mut self, (from, asked): (NodeId, Try), term: Term, turn: &mut Turn<'_>) {
+    /// Handles PREPARE: another gateway asks this one to lead.
+    fn handle_prepare(&mut self, (from, asked): (NodeId, Try), term: Term, turn: &mut Turn<'_>) {
         let cause = Cause::of(asked.number);
         let next = self.term.max(term).next(self.place.me);
         let Some(gateway) = &mut self.gateway else { return };
@@ -252,36 +252,36 @@ impl Agent {
         for far in self.place.fars.iter().filter(|far| !waits_for.contains(far)) {
             self.ask(*far, term, turn);
         }
-        self.takes(acts, turn);
+        self.act_as_taker(acts, turn);
     }
 
-    /// Whether far leaders were asked anything in this term: answers of others are nobody's.
+    /// Whether far leaders were asked anything in this term: answers in other terms are ignored.
     pub fn has_asked(&self, term: Term) -> bool {
         let Some(gateway) = &self.gateway else { return false };
         let takes = gateway.planned.taker.as_ref().map(Taker::term);
         gateway.lead.as_ref().map(Lead::term) == Some(term) || takes == Some(term)
     }
 
-    /// A far leader answers a CLAIM or an END.
-    pub(crate) fn has_moved(&mut self, far: Far, signal: &Signal, turn: &mut Turn<'_>) {
+    /// Handles MOVED: a far leader answers a CLAIM or an END.
+    pub(crate) fn handle_moved(&mut self, far: Far, signal: &Signal, turn: &mut Turn<'_>) {
         let Body::Claim { gateway: to, part, members, .. } = &signal.body else { return };
         let me = self.place.me;
         let Some(gateway) = &mut self.gateway else { return };
         gateway.planned.silent.remove(&far);
         gateway.behind.answered();
         if far::is_latest(signal) {
-            return self.far_leader_knows(signal.term, turn);
+            return self.catch_up_with(signal.term, turn);
         }
         if let Some(lead) = &mut gateway.lead {
             lead.moved(far, signal.term, members);
         }
         if let Some(taker) = gateway.planned.taker.as_mut().filter(|_| *to == me) {
             let acts = taker.moved(far, signal.term, *part, members);
-            self.takes(acts, turn);
+            self.act_as_taker(acts, turn);
         }
     }
 
-    fn takes(&mut self, acts: Vec<Act>, turn: &mut Turn<'_>) {
+    fn act_as_taker(&mut self, acts: Vec<Act>, turn: &mut Turn<'_>) {
         for act in acts {
             let Some(taker) = self.gateway.as_ref().and_then(|gateway| gateway.planned.taker.as_ref()) else {
                 return;
@@ -292,7 +292,7 @@ impl Agent {
                 Act::Ask(far, term) => self.ask(far, term, turn),
                 Act::Ready(term) => {
                     // What the giver passes on is given to WireGuard from now on.
-                    self.led_changed(turn);
+                    self.mark_led(turn);
                     self.says_ready((from, asked), from, term, turn);
                 }
                 Act::Lead(term, members) => {
@@ -302,13 +302,13 @@ impl Agent {
                         if let Some(gateway) = &mut self.gateway {
                             gateway.planned.forget_taker();
                         }
-                        self.led_changed(turn);
+                        self.mark_led(turn);
                         return;
                     }
                     let users = self.users_of(from, turn.now);
                     turn.push(Output::Note(Note::IsGiven { from, why: Given::Planned(cause) }));
                     self.term = term;
-                    // Another location's word for who is in this one is not enough.
+                    // No other location decides who is in this one.
                     let members: Vec<_> =
                         members.into_iter().filter(|member| self.place.nodes.contains(member)).collect();
                     self.lead_in(term, members.into_iter().chain(users).chain([me]), Shared::Move, turn);
@@ -319,7 +319,7 @@ impl Agent {
         }
     }
 
-    /// A CLAIM of nobody: is this far leader's agent there?
+    /// Asks with a CLAIM of nobody whether this far leader's agent is there.
     pub(crate) fn ask(&self, far: Far, term: Term, turn: &mut Turn<'_>) {
         let (shared, part) = (Shared::Stay, (0, 1));
         let body = Body::Claim { gateway: self.place.me, shared, part, members: Vec::new() };
@@ -333,9 +333,9 @@ impl Agent {
         turn.push(Output::Lan(to, signal));
     }
 
-    /// A leader of term 0 that is not Kilo's first any more and could not give: it leads in a term of
-    /// its own, so that nobody goes to the other one before that is ready.
-    pub(crate) fn stays_leader(&mut self, turn: &mut Turn<'_>) {
+    /// Leads in a term of its own as a leader of term 0 that is not first in Kilo's order any more and could not hand
+    /// over, so that nobody goes to the other one before that is ready.
+    pub(crate) fn stay_leader(&mut self, turn: &mut Turn<'_>) {
         let (me, now) = (self.place.me, turn.now);
         let first = self.place.gateways.first();
         let since = self.not_first_since.get_or_insert(now);
@@ -374,7 +374,7 @@ mod tests {
         let mut bench = Bench::new();
         let term = Term::from_bits(7 << 16);
         let out =
-            bench.hears(LEADER, Kind::Prepare, 1 << 20, term, Body::Change { cookie: BOOT, gateway: ME });
+            bench.hear(LEADER, Kind::Prepare, 1 << 20, term, Body::Change { cookie: BOOT, gateway: ME });
         let asked = out.iter().find_map(|output| match output {
             Output::Tunnel(FAR, Signal { kind: Kind::Claim, term, .. }) => Some(*term),
             _ => None,
@@ -388,7 +388,7 @@ mod tests {
         let (mut bench, term) = asks_a_far_leader();
         for members in [vec![], vec![LEADER, MEMBER, 77]] {
             let body = Body::Claim { gateway: ME, shared: Shared::Stay, part: (0, 1), members };
-            bench.hears(FAR, Kind::Moved, 5, term, body);
+            bench.hear(FAR, Kind::Moved, 5, term, body);
         }
         let Some(lead) = bench.agent.lead() else { panic!("nobody leads") };
         assert_eq!((lead.term(), lead.members().collect::<Vec<_>>()), (term, vec![LEADER, ME, MEMBER]));
@@ -398,11 +398,11 @@ mod tests {
     fn who_refuses_to_lead_never_says_that_it_does() {
         let (mut bench, term) = asks_a_far_leader();
         let moved = |members| Body::Claim { gateway: ME, shared: Shared::Stay, part: (0, 1), members };
-        bench.hears(FAR, Kind::Moved, 5, term, moved(vec![]));
+        bench.hear(FAR, Kind::Moved, 5, term, moved(vec![]));
         // Somebody leads in a later term meanwhile.
         bench.agent.term = term.next(ME);
         for nonce in 6..8 {
-            let out = bench.hears(FAR, Kind::Moved, nonce, term, moved(vec![LEADER, MEMBER]));
+            let out = bench.hear(FAR, Kind::Moved, nonce, term, moved(vec![LEADER, MEMBER]));
             let is_done = |output: &Output| {
                 matches!(
                     output,
@@ -446,7 +446,7 @@ mod tests {
         }
         let [first, second] = tries[..] else { panic!("{tries:?}") };
         let mut diverts = |number, cookie| {
-            let out = bench.hears(LEADER, Kind::Ready, number, term, ready(cookie));
+            let out = bench.hear(LEADER, Kind::Ready, number, term, ready(cookie));
             (out.contains(&Output::Word(term, LEADER)), out.contains(&Output::Note(Note::Replayed(LEADER))))
         };
         assert_eq!(diverts(first, BOOT), (false, true), "of an earlier try");
@@ -458,7 +458,7 @@ mod tests {
     fn ready_repeats_the_number_and_the_cookie_of_its_prepare() {
         let (mut bench, term) = asks_a_far_leader();
         let body = Body::Claim { gateway: ME, shared: Shared::Stay, part: (0, 1), members: vec![] };
-        let out = bench.hears(FAR, Kind::Moved, 5, term, body);
+        let out = bench.hear(FAR, Kind::Moved, 5, term, body);
         let is_answer = |output: &Output| match output {
             Output::Lan(LEADER, Signal { kind: Kind::Ready, nonce, body, .. }) => {
                 (*nonce, body) == (1 << 20, &Body::Change { cookie: BOOT, gateway: LEADER })
@@ -474,7 +474,7 @@ mod tests {
         let term = Term::from_bits(7 << 16);
         let number = cause.number((tries + 1) << 20);
         let mut out =
-            bench.hears(LEADER, Kind::Prepare, number, term, Body::Change { cookie: BOOT, gateway: ME });
+            bench.hear(LEADER, Kind::Prepare, number, term, Body::Change { cookie: BOOT, gateway: ME });
         // Without a far leader that is waited for nobody's MOVED could tell it to lead.
         let is_ready =
             |output: &Output| matches!(output, Output::Lan(LEADER, Signal { kind: Kind::Ready, .. }));
@@ -498,7 +498,7 @@ mod tests {
             assert!(!is_ready_alone(&mut bench, Cause::Cordoned, tries));
         }
         let body = Body::Claim { gateway: LEADER, shared: Shared::Stay, part: (0, 1), members: vec![] };
-        bench.hears(FAR, Kind::Moved, 5, Term::from_bits(7 << 16), body);
+        bench.hear(FAR, Kind::Moved, 5, Term::from_bits(7 << 16), body);
         assert!(!is_ready_alone(&mut bench, Cause::Cordoned, 3));
     }
 
@@ -529,7 +529,7 @@ mod tests {
                 [(end, true), (Term::from_bits(1_032 << 16), true), (Term::from_bits(8 << 16), false)]
             {
                 let mut bench = Bench::new();
-                let out = bench.hears(LEADER, kind, 1 << 20, term, body.clone());
+                let out = bench.hear(LEADER, kind, 1 << 20, term, body.clone());
                 let said = out.contains(&Output::Note(Note::Leaps(LEADER)));
                 assert_eq!(said, leaps, "{kind:?} {term:?}");
                 assert!(bench.agent.term.count() < 10, "{kind:?}");
@@ -544,10 +544,10 @@ mod tests {
             let mut bench = Bench::new();
             if let Some(present) = present {
                 let nonce = bench.roll_call_of(MEMBER);
-                bench.hears(MEMBER, Kind::Present, nonce, Term::from_bits(present << 16), heard.clone());
+                bench.hear(MEMBER, Kind::Present, nonce, Term::from_bits(present << 16), heard.clone());
             }
             let body = Body::Members { cookie: BOOT, age: 500, members: vec![MEMBER] };
-            bench.hears(MEMBER, Kind::Adopt, 1 << 20, Term::from_bits(7 << 16), body);
+            bench.hear(MEMBER, Kind::Adopt, 1 << 20, Term::from_bits(7 << 16), body);
             assert_eq!(bench.agent.lead().is_some(), wanted, "{present:?}");
         }
     }
@@ -557,7 +557,7 @@ mod tests {
         for (term, wanted) in [(6, false), (7, true)] {
             let mut bench = Bench::new();
             let body = Body::Members { cookie: BOOT, age: 0, members: vec![LEADER, MEMBER] };
-            bench.hears(LEADER, Kind::Handover, 1 << 20, Term::from_bits(term << 16), body);
+            bench.hear(LEADER, Kind::Handover, 1 << 20, Term::from_bits(term << 16), body);
             assert_eq!(bench.agent.lead().is_some(), wanted, "term {term}");
         }
     }

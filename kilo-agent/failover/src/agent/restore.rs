@@ -1,5 +1,5 @@
-//! Leadership that is given, not taken: by a leader that cannot lead any more, by one that is
-//! about to go, to whom Kilo's order names, and back after a time of health.
+//! Leadership that is given, not taken: by a leader that cannot lead any more or is about to go, to the gateway that
+//! Kilo's order names, and back after a time of health.
 
 use super::Gateway;
 use crate::{
@@ -19,9 +19,9 @@ pub(crate) struct Returns {
     last: Micros,
     /// The same of changes that Kilo's order asked for.
     ordered: (u32, Micros),
-    /// To whom it has given itself, to try the way before others take it.
+    /// The gateway that this node uses by itself, to try the way before others take it.
     tries: Option<NodeId>,
-    /// To whom it has handed everybody over, and when: it has given leadership once that one leads it.
+    /// The gateway that everybody was handed over to, and when: leadership is given once that one leads this node.
     handed: Option<(NodeId, Micros)>,
 }
 
@@ -65,7 +65,7 @@ impl Agent {
             now,
             self.params.heard + self.params.hello,
         );
-        // Who leaves is better than nobody; of several leaders each has stand-bys of its own.
+        // A gateway that leaves is better than none; each of several leaders has stand-bys of its own.
         let is_anothers = |to: &NodeId| {
             let several = self.place.several.as_ref();
             several.is_some_and(|several| several.home(*to) != Some(self.place.me))
@@ -80,7 +80,7 @@ impl Agent {
         if let Some(gateway) = &mut self.gateway {
             gateway.returns.gave = Some(now);
             gateway.returns.handed = Some((to, now));
-            // Of who tries another one its own word does not say that it has given the others.
+            // During a trial the own word does not show whether the others have been given, too.
             gateway.returns.tries = None;
         }
         let mut members = self.users_of(self.place.me, now);
@@ -88,8 +88,9 @@ impl Agent {
         self.give(to, age, &members, turn);
     }
 
-    /// Somebody else leads this node: says so, if that is to whom it handed everybody over a moment ago.
-    pub(crate) fn notes_handover(&mut self, leader: NodeId, turn: &mut Turn<'_>) {
+    /// Reports that leadership was given, if the gateway that leads this node now is the one that everybody was handed
+    /// over to a moment ago.
+    pub(crate) fn note_handover(&mut self, leader: NodeId, turn: &mut Turn<'_>) {
         let Some(gateway) = &mut self.gateway else { return };
         let handed = gateway.returns.handed.take();
         if handed.is_some_and(|(to, at)| to == leader && at + SEC > turn.now) {
@@ -97,9 +98,9 @@ impl Agent {
         }
     }
 
-    /// The change that follows a trial did not come about: this node uses itself again. A far leader whose agent is
+    /// Ends a trial that no change of leader has followed: this node uses itself again. A far leader whose agent is
     /// dead does not move its packets, and would cut it off for as long.
-    pub(crate) fn ends_trial(&mut self, turn: &mut Turn<'_>) {
+    pub(crate) fn end_trial(&mut self, turn: &mut Turn<'_>) {
         let uses = self.word.1;
         let Some(gateway) = &mut self.gateway else { return };
         if gateway.lead.is_some() && gateway.returns.tries.take_if(|tries| *tries == uses).is_some() {
@@ -127,8 +128,8 @@ impl Agent {
         }
     }
 
-    /// A leader gives these members.
-    pub(crate) fn is_given(
+    /// Handles HANDOVER: a leader gives these members.
+    pub(crate) fn handle_handover(
         &mut self,
         from: NodeId,
         signal: &Signal,
@@ -144,11 +145,11 @@ impl Agent {
         let may = tunnels.is_fit(&self.params, now)
             && (age < proof || tunnels.proves(since + proof) && tunnels.were_good(since));
         let is_itself = members == [from];
-        // One that has joined or left this moment is not known to both.
+        // A node that has joined or left this moment is not known to both.
         let members: Vec<_> =
             members.iter().copied().filter(|member| self.place.nodes.contains(member)).collect();
-        // Repeated to an agent that has restarted since, and remembers no numbers: who gave has been followed by
-        // somebody in a later term.
+        // Repeated to an agent that has restarted since, and remembers no numbers: the giver has been succeeded in a
+        // later term.
         let is_outdated = signal.term < self.word.0;
         if !may || members.is_empty() || is_outdated || !self.place.gateways.contains(&from) {
             return;
@@ -182,13 +183,13 @@ impl Agent {
         self.lead_more(members.into_iter().chain(itself), shared, turn);
     }
 
-    /// Leadership goes to the gateway that is to have it, members that were taken singly to the
-    /// leader this node uses.
+    /// Gives leadership to the gateway that is to have it, and members that were adopted singly to the leader this node
+    /// uses.
     pub(crate) fn give_as_planned(&mut self, turn: &mut Turn<'_>) {
         let (me, now) = (self.place.me, turn.now);
         let uses = self.word.1;
         if self.place.several.is_some() {
-            return self.takes_home(turn);
+            return self.take_home(turn);
         }
         let Some(gateway) = &self.gateway else { return };
         let gave_lately = gateway.returns.gave.is_some_and(|gave| gave + 2 * SEC > now);
@@ -206,7 +207,7 @@ impl Agent {
         }
     }
 
-    /// This node is about to go: somebody else leads, if anybody can who stays.
+    /// Gives leadership away because this node is about to go, if a gateway that stays can lead.
     fn leave(&mut self, cause: Cause, turn: &mut Turn<'_>) {
         let now = turn.now;
         let Some(gateway) = &mut self.gateway else { return };
@@ -222,8 +223,8 @@ impl Agent {
         }
     }
 
-    /// After a time of health. Who returns is tried first: this node goes alone, and only if its
-    /// packets pass the old leader again do others follow.
+    /// Gives leadership back after a time of health. The gateway that returns is tried first: this node goes alone, and
+    /// others follow only if its packets pass that one again.
     fn give_back(&mut self, to: NodeId, turn: &mut Turn<'_>) {
         let (me, now) = (self.place.me, turn.now);
         let leads_itself = self.word.1 == me;

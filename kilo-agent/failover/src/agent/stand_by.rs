@@ -15,7 +15,7 @@ pub(super) struct Suspect {
     pub(super) leader: NodeId,
     /// Since when it is silent.
     pub(super) since: Micros,
-    /// Since when this node has used it: what nodes said before that says nothing of whom they use now.
+    /// Since when this node has used it: what nodes said before that does not show which gateway they use now.
     pub(super) followed_since: Micros,
 }
 
@@ -36,7 +36,7 @@ impl Agent {
         self.decide_on(&suspect, turn, Sentinel::decide);
     }
 
-    /// Does what `decide` says of a gateway that may have failed.
+    /// Carries out what `decide` returns about a gateway that may have failed.
     pub(super) fn decide_on(
         &mut self,
         suspect: &Suspect,
@@ -62,7 +62,7 @@ impl Agent {
                 Decision::Wait => return,
                 Decision::Ask => self.ask_witnesses(suspect, turn),
                 Decision::OverBudget => return turn.push(Output::Note(Note::OverBudget)),
-                Decision::Take { .. } if self.asks_who_leads(turn) => return,
+                Decision::Take { .. } if self.ask_who_leads(turn) => return,
                 Decision::Take { all, but } => return self.take(suspect, all, &but, turn),
             }
         }
@@ -86,7 +86,7 @@ impl Agent {
         while asked.len() < count && !pool.is_empty() {
             asked.push(pool.swap_remove(turn.below(pool.len() as u64) as usize));
         }
-        // Only who is heard from now on is announced to: what is sent must come both ways.
+        // Only nodes that are heard from now on get announcements: signals must pass both ways.
         gateway.roll.start_over(now);
         for member in self.place.nodes.iter().filter(|node| **node != sender.me) {
             gateway::ask(sender, *member, &mut gateway.roll, turn);
@@ -98,7 +98,7 @@ impl Agent {
         let answers = 2 * patience.min(120 * MS) + 40 * MS;
         // Until then the LAN has missed its third probe, too.
         let answers = answers.max(self.params.silent + self.params.lan_deadline);
-        gateway.sentinel.asks(id, asked.clone(), now + answers);
+        gateway.sentinel.asked(id, asked.clone(), now + answers);
         let body = Body::Question { id, patience: (patience / MS) as u32 };
         let signal = sender.signal(Kind::Witness, leader, self.word.0, body);
         for witness in asked {
@@ -107,14 +107,14 @@ impl Agent {
         }
     }
 
-    /// Asks the gateway that leads by now, if this node alone has been left with a silent leader: who took the location
-    /// from that one would take it from the gateway that leads. The agent there may stall for a while.
-    fn asks_who_leads(&mut self, turn: &mut Turn<'_>) -> bool {
+    /// Asks the gateway that leads by now, if this node alone has been left with a silent leader: to take the location
+    /// from that one would be to take it from the gateway that leads. The agent there may stall for a while.
+    fn ask_who_leads(&mut self, turn: &mut Turn<'_>) -> bool {
         let now = turn.now;
         let Some(leader) = self.leads_instead(now) else { return false };
         turn.push(Output::Lan(leader, adopt(&self.member_view(now), leader, 0)));
         if let Some(gateway) = &mut self.gateway {
-            gateway.sentinel.rests_until(now + self.params.hello);
+            gateway.sentinel.rest_until(now + self.params.hello);
         }
         true
     }
@@ -140,7 +140,7 @@ impl Agent {
         };
         let (leader, _) = others().filter(leads).max_by_key(|(_, present)| present.word)?;
         // It has taken over since the silence began, or the silent one was led by another one before. One that only
-        // took itself, and long ago, has not got what belongs to no member.
+        // took itself, and long ago, does not have the shared prefixes.
         let is_led = gateway.roll.last(from).is_some_and(|last| last.word.1 != from);
         let takes = gateway.roll.has_changed_gateway(leader, silent_since.saturating_sub(self.params.heard));
         (is_led || takes).then_some(leader)
@@ -155,7 +155,7 @@ impl Agent {
         let roll = &gateway.roll;
         let several = self.place.several.as_ref();
         let used = |member: &NodeId| match (roll.last(*member), several) {
-            // Others have leaders of their own.
+            // Nodes that use another leader stay there.
             (Some(present), Some(_)) => present.word.1 == from,
             (None, Some(several)) => several.home(*member) == Some(from),
             (present, None) => present.is_none_or(|present| may_use(present, from, followed_since)),
@@ -167,7 +167,8 @@ impl Agent {
             .copied()
             .filter(|node| *node == me || all && *node != from && !but.contains(node) && used(node))
             .collect();
-        // One that has lost its own LAN hears nobody, either: then far leaders ask who has them.
+        // A node that has lost its own LAN hears nobody, either: then far leaders ask the gateway that has the shared
+        // prefixes.
         let hears = |node: &NodeId| ![me, from].contains(node) && roll.reachable(*node, now).is_some();
         let is_heard = !self.params.keeps(Rule::SharedNeedsLan) || self.place.nodes.iter().any(hears);
         let shared = match (all, is_heard) {
@@ -200,7 +201,7 @@ fn better(params: &Params, place: &Place, leader: NodeId, others: &Others, now: 
             ![leader, place.me].contains(gateway) && others.is_fit(**gateway, now, params.heard)
         })
         .filter(|gateway| order(**gateway) < own)
-        // Of several leaders each has stand-bys of its own.
+        // Each of several leaders has stand-bys of its own.
         .filter(|gateway| {
             place.several.as_ref().is_none_or(|several| several.home(**gateway) == Some(leader))
         })

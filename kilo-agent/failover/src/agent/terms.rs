@@ -1,5 +1,5 @@
-//! Whose word counts for how many changes of leader there were. Kernels follow a later term alone, so a gateway
-//! takes the latest it hears of; a member that lies must not drive it out of everybody's reach.
+//! Which nodes are believed about how many changes of leader there were. Kernels follow a later term alone, so a
+//! gateway takes the latest it hears of; a member that lies must not drive it out of everybody's reach.
 
 use super::Agent;
 use crate::{NodeId, Rule, Term};
@@ -8,16 +8,16 @@ use crate::{NodeId, Rule, Term};
 const ALONE: u32 = 16;
 
 impl Agent {
-    /// A gateway, the own kernel or a far leader knows this term.
-    pub(super) fn term_is_known(&mut self, term: Term) {
+    /// Takes over a term that a gateway, the own kernel or a far leader knows.
+    pub(super) fn learn_term(&mut self, term: Term) {
         self.known = self.known.max(term);
         self.term = self.term.max(term);
     }
 
-    /// A node's kernel or agent names this term; whether it is believed.
-    pub(super) fn names_term(&mut self, from: NodeId, term: Term) -> bool {
+    /// Takes a term that a node's kernel or agent names; returns whether it is believed.
+    pub(super) fn hear_term(&mut self, from: NodeId, term: Term) -> bool {
         if self.place.gateways.contains(&from) {
-            self.term_is_known(term);
+            self.learn_term(term);
             return true;
         }
         let others = self.gateway.iter().flat_map(|gateway| gateway.roll.words_but(from));
@@ -51,9 +51,9 @@ mod tests {
     fn led_after(bench: &mut Bench, said: u64) -> Option<u32> {
         let nonce = bench.roll_call_of(MEMBER);
         let body = Body::Word { cookie: 5, gateway: LEADER };
-        bench.hears(MEMBER, Kind::Present, nonce, count(said), body);
+        bench.hear(MEMBER, Kind::Present, nonce, count(said), body);
         let (number, body) = (bench.now, Body::Members { cookie: 5, age: 1, members: vec![MEMBER] });
-        let out = bench.hears(MEMBER, Kind::Adopt, number, count(said), body);
+        let out = bench.hear(MEMBER, Kind::Adopt, number, count(said), body);
         out.iter().find_map(|output| match output {
             Output::Lan(MEMBER, signal) if signal.kind == Kind::Announce => Some(signal.term.count()),
             _ => None,
@@ -74,14 +74,14 @@ mod tests {
         }
         assert!(bench.agent.term.count() < 100);
         // A gateway is believed.
-        assert!(bench.agent.names_term(LEADER, count(700)));
+        assert!(bench.agent.hear_term(LEADER, count(700)));
         assert_eq!(bench.agent.term.count(), 700);
     }
 
     #[test]
     fn what_a_member_says_alone_is_not_passed_on() {
         let mut bench = Bench::new();
-        assert!(bench.agent.names_term(MEMBER, count(20)));
+        assert!(bench.agent.hear_term(MEMBER, count(20)));
         let until = bench.now + SEC;
         let mut said = Vec::new();
         while bench.now < until {
@@ -98,11 +98,11 @@ mod tests {
         let mut bench = Bench::new();
         let mut place = bench.agent.place.clone();
         place.nodes.push(4);
-        bench.agent.place_is(place, bench.now, &mut || 1);
+        bench.agent.set_place(place, bench.now, &mut || 1);
         for (member, is_believed) in [(MEMBER, false), (4, true)] {
             let nonce = bench.roll_call_of(member);
             let body = Body::Word { cookie: 5, gateway: ME };
-            bench.hears(member, Kind::Present, nonce, count(500), body);
+            bench.hear(member, Kind::Present, nonce, count(500), body);
             assert_eq!(bench.agent.term.count() == 500, is_believed, "{member}");
         }
     }
@@ -110,8 +110,8 @@ mod tests {
     #[test]
     fn a_member_is_adopted_twice_a_second_at_most() {
         let mut bench = Bench::new();
-        let adopted = (0..40).filter(|_| bench.agent.may_adopt_again(MEMBER, bench.now)).count();
+        let adopted = (0..40).filter(|_| bench.agent.admit_adoption(MEMBER, bench.now)).count();
         assert_eq!(adopted, 1);
-        assert!(bench.agent.may_adopt_again(MEMBER, bench.now + SEC));
+        assert!(bench.agent.admit_adoption(MEMBER, bench.now + SEC));
     }
 }

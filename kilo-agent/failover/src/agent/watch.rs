@@ -21,7 +21,7 @@ impl Watch {
         if self.leader.is_some() { self.due.min(deadline) } else { Micros::MAX }
     }
 
-    /// Others use this gateway now; `None`: nobody uses another one than this node.
+    /// Sets the gateway that others use now; `None`: nobody uses another one than this node.
     fn set_leader(&mut self, leader: Option<NodeId>, now: Micros) {
         if leader != self.leader {
             *self = Self { leader, lan: Row::default(), due: now };
@@ -59,7 +59,7 @@ impl Watch {
 
 impl Agent {
     /// Finds out whether others use another gateway; as often as HELLO is said.
-    pub(super) fn chooses_whom_to_watch(&mut self, now: Micros) {
+    pub(super) fn choose_leader_to_watch(&mut self, now: Micros) {
         let leader = self.leads_more(now);
         if let Some(gateway) = &mut self.gateway {
             gateway.watch.set_leader(leader, now);
@@ -88,7 +88,7 @@ impl Agent {
     }
 
     /// Sends the probes that are due, and takes over from a gateway that is silent and whose members say so.
-    pub(super) fn watches(&mut self, turn: &mut Turn<'_>) {
+    pub(super) fn watch_leader(&mut self, turn: &mut Turn<'_>) {
         let me = self.place.me;
         let Some(gateway) = &mut self.gateway else { return };
         if self.word.1 != me {

@@ -24,7 +24,7 @@ pub enum CniError {
     /// The file cannot be read or written.
     #[error("CNI configuration {0}: {1}")]
     Io(String, #[source] io::Error),
-    /// The file is no configuration list.
+    /// The file is not a configuration list.
     #[error("CNI configuration {0}: {1}; nothing was changed")]
     Invalid(String, #[source] Cause),
 }
@@ -34,7 +34,7 @@ pub enum CniError {
 /// else it says (`rangeStart`, `gateway`). `None` when nothing changes.
 ///
 /// # Errors
-/// When the text is no JSON object with a `plugins` list.
+/// When the text is not a JSON object with a `plugins` list.
 pub fn with_ranges(text: &str, cidrs: &[IpNet]) -> Result<Option<String>, Cause> {
     let mut config: Value = serde_json::from_str(text)?;
     let plugins =

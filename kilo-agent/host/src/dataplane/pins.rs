@@ -62,7 +62,7 @@ pub fn is_ours_alone(pins: &Path) -> bool {
         if !data.is_dir() || data.uid() != user || data.mode() & 0o022 != 0 {
             tracing::warn!(
                 path = %path.display(),
-                "other users may write to the directory of pinned programs; ignoring them and loading new ones"
+                "other users may write to the directory of pinned programs; ignoring these programs and loading new ones"
             );
             return false;
         }

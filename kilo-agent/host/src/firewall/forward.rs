@@ -105,7 +105,7 @@ async fn apply_rules(wanted: &BTreeSet<IpNet>) -> Result<u64, ForwardError> {
     for (family, v6) in [("iptables", false), ("ip6tables", true)] {
         let of_family: BTreeSet<IpNet> =
             wanted.iter().filter(|prefix| prefix.addr().is_ipv6() == v6).copied().collect();
-        // Pods without the family: a host without its tables is no error.
+        // Pods without the family: a host without its tables is not an error.
         let needed = !of_family.is_empty();
         for table in tables(family, v6).await {
             match table.apply(&of_family).await {

@@ -2,7 +2,7 @@
 //!
 //! The device is ours, so every address on it that is not link-local is: one
 //! left by an earlier agent goes away. Of other interfaces only the bridges of our
-//! CNI configuration are touched, and only in subnets that the node has no more.
+//! CNI configuration are touched, and only in subnets that the node no longer has.
 
 use std::collections::BTreeSet;
 

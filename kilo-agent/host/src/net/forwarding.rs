@@ -75,8 +75,7 @@ pub async fn accept_by_tunnel(rtnl: &Rtnl, interface: &str, index: u32) -> u64 {
         Err(error) => {
             tracing::error!(
                 %error,
-                "pods get no answers from addresses that are WireGuard endpoints of other leaders: sysctl \
-                 net.ipv4.conf.{interface}.rp_filter=2"
+                "failed to loosen rp_filter, so pods get no answers from addresses that are WireGuard endpoints of other leaders; set it on the host: sysctl net.ipv4.conf.{interface}.rp_filter=2"
             );
             0
         }

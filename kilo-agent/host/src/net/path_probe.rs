@@ -111,7 +111,7 @@ fn read_error(socket: RawFd) -> io::Result<Option<u32>> {
         }
         _ => None,
     });
-    // What this host itself refuses is no answer of a router.
+    // What this host itself refuses is not an answer of a router.
     let is_of_router = |error: &libc::sock_extended_err| {
         let by_icmp = matches!(error.ee_origin, libc::SO_EE_ORIGIN_ICMP | libc::SO_EE_ORIGIN_ICMP6);
         by_icmp && error.ee_errno == libc::EMSGSIZE.unsigned_abs()

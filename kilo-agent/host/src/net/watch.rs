@@ -72,7 +72,7 @@ impl Pending {
 
 impl Watcher {
     /// Subscribes in the calling thread's network namespace. `own`: the socket
-    /// whose writes are no news ([`Rtnl::port`](super::Rtnl::port)).
+    /// whose writes are not news ([`Rtnl::port`](super::Rtnl::port)).
     pub fn new(own: Option<u32>) -> Result<Self, NetError> {
         let groups = [
             MulticastGroup::Link,

@@ -11,12 +11,12 @@ use kilo_core::errors::{Cause, error_chain};
 /// Failure to create, read or configure the WireGuard device.
 #[derive(Debug, thiserror::Error)]
 pub enum WireguardError {
-    /// `--interface` is no interface name.
+    /// `--interface` is not an interface name.
     #[error("`{0}` is not a valid interface name: 1 to 15 characters, no slash, no white space")]
     InvalidName(String),
     /// `--create-interface=false`, and no other program has made it.
     #[error(
-        "interface {0} does not exist and --create-interface=false; start what is to create it, or drop the flag"
+        "interface {0} does not exist, and --create-interface=false; start the program that creates it, or drop the flag"
     )]
     Absent(String),
     /// Somebody else's interface has the name.

@@ -139,7 +139,7 @@ impl Found {
             if names.contains(&name) {
                 return Ok(());
             }
-            Err(format!("{what} {name:?} does not exist; there are: {}", names.join(", ")))
+            Err(format!("{what} {name:?} does not exist; known are: {}", names.join(", ")))
         }
         let contexts = self.config.contexts.iter().map(|context| &context.name);
         let what = if access.context.is_some() { "context" } else { "current-context" };

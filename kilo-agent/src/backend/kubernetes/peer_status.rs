@@ -26,7 +26,7 @@ use kilo_core::{
 
 /// Writes the statuses that differ, and an Event about each that was accepted or refused; returns how many
 /// statuses. A cluster set up for Kilo has neither the right nor the sub-resource: that is logged once per
-/// change of the peers, at level debug, and is no error.
+/// change of the peers, at level debug, and is not an error.
 ///
 /// # Errors
 /// When the API server is out of reach.
@@ -185,7 +185,7 @@ mod tests {
         assert_eq!((third.accepted, third.reason.as_deref()), (true, None));
         assert_eq!(event_of(Some(&second), &third), Some(EventReason::PeerAccepted));
         assert_eq!(status(&PeerAcceptance::Accepted, Some(&third), Timestamp(4000)), third);
-        // What leaders say of its tunnel is no difference.
+        // What leaders say of its tunnel does not count as a difference.
         let shaken = PeerStatus { last_handshake: Some(Timestamp(9).to_string()), ..third.clone() };
         assert_eq!(status(&PeerAcceptance::Accepted, Some(&shaken), Timestamp(4000)), shaken);
         // As an agent before conditions left it: the status is completed, and nothing has happened.

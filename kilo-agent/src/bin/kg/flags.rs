@@ -175,7 +175,7 @@ pub struct Flags {
     /// Log level: all, debug, info, warn, error or none.
     #[arg(long, default_value = "info", global = true)]
     pub log_level: LogLevel,
-    /// Who masquerades: ebpf, nftables or off.
+    /// How traffic that leaves the mesh is masqueraded: ebpf, nftables or off.
     #[arg(long, default_value = "ebpf")]
     pub masquerade: Masquerade,
     /// Which nodes are meshed directly: location, full or cross.

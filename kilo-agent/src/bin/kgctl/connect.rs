@@ -282,7 +282,7 @@ impl Connection {
         let first = Arc::clone(&snapshots.borrow_and_update());
         self.decide(&first, flags);
         // Nodes' addresses only once there is the Peer: the API server may be one of the nodes.
-        let pods = vpn_peer::pods(&self.mesh(&first, flags)?);
+        let pods = vpn_peer::pods(&self.build_mesh(&first, flags)?);
         closed::begin(&self.net, pods).await?;
         let mut peer = self.origin.ensure(&self.wanted).await?;
         let mut connected = false;
@@ -325,7 +325,7 @@ impl Connection {
             let (interface, _) = self.ensure_interface().await?;
             let gateways = self.following.gateways();
             let silent = first_handshakes::silent(&gateways, &self.planned, &interface.device.read().await?);
-            if handshakes.is_answered(&silent) {
+            if handshakes.note_silent(&silent) {
                 self.following.announce();
             }
             match handshakes.next(silent, Instant::now()) {
@@ -349,8 +349,8 @@ impl Connection {
         }
     }
 
-    /// The mesh of the nodes that are alive, also while the API server is away.
-    fn mesh(&mut self, snapshot: &Snapshot, flags: &Flags) -> Result<Mesh> {
+    /// Builds the mesh of the nodes that are alive, also while the API server is away.
+    fn build_mesh(&mut self, snapshot: &Snapshot, flags: &Flags) -> Result<Mesh> {
         let nodes = || snapshot.nodes.iter();
         let ready = self.liveness.ready_as_heard(nodes(), Instant::now(), Timestamp::now().0);
         let ready = nodes().zip(ready).filter(|(_, ready)| *ready);
@@ -359,7 +359,7 @@ impl Connection {
 
     /// Whether this machine follows gateways: where some location has several, and this machine can.
     fn decide(&mut self, snapshot: &Snapshot, flags: &Flags) {
-        let has_several = self.mesh(snapshot, flags).is_ok_and(|mesh| {
+        let has_several = self.build_mesh(snapshot, flags).is_ok_and(|mesh| {
             let mesh = mesh.with_acting(self.stand_bys, Arc::default());
             mesh.gateways.iter().any(|gateways| gateways.order.len() > 1)
         });
@@ -388,7 +388,7 @@ impl Connection {
                 peer.name
             );
         }
-        let mesh = self.mesh(&snapshot, flags)?;
+        let mesh = self.build_mesh(&snapshot, flags)?;
         let mesh = mesh.with_acting(self.stand_bys, Arc::new(self.following.acting()));
         let resolved: BTreeMap<String, IpAddr> = self.resolver.resolve(&mesh).await;
         let (interface, created) = self.ensure_interface().await?;

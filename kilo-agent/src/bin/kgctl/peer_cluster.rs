@@ -114,8 +114,8 @@ impl Side {
         self.objects.iter().map(Present::new).collect()
     }
 
-    /// Nodes, mesh and peers.
-    async fn cluster(&mut self, services: &[PrefixList], shape: &ShapeFlags) -> Result<Cluster> {
+    /// Reads nodes, mesh and peers.
+    async fn read(&mut self, services: &[PrefixList], shape: &ShapeFlags) -> Result<Cluster> {
         let context = || format!("cluster {}", self.name);
         let snapshot = self.cluster.snapshot(&shape.topology_label).await.with_context(context)?;
         for (object, problem) in &snapshot.problems {
@@ -194,8 +194,8 @@ pub async fn run(args: &PeerClusterArgs) -> Result<String> {
         there.list().await?;
         (removed(&here, &there.name), removed(&there, &here.name))
     } else {
-        let near = here.cluster(&args.service_cidrs, &args.shape).await?;
-        let far = there.cluster(&args.remote_service_cidrs, &args.shape).await?;
+        let near = here.read(&args.service_cidrs, &args.shape).await?;
+        let far = there.read(&args.remote_service_cidrs, &args.shape).await?;
         refuse(&multicluster::conflicts(&near, &far))?;
         (
             Changes::between(multicluster::wanted(&far, &near), &near, &far.name),

@@ -57,7 +57,7 @@ impl Line {
     }
 }
 
-/// One line on stderr, which goes when this does. Nothing where stderr is no terminal.
+/// One line on stderr, which goes when this does. Nothing where stderr is not a terminal.
 pub struct Progress {
     done: Arc<AtomicUsize>,
     total: Arc<AtomicUsize>,

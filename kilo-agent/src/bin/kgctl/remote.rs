@@ -214,12 +214,11 @@ pub async fn pod_of(cluster: &Cluster, node: &str) -> Result<Pod> {
     match (pods::running(&found), found.first()) {
         (Some(pod), _) => Ok(pod.clone()),
         (None, Some(pod)) => bail!(
-            "the agent's pod on node {node} does not run: {}",
+            "the agent's pod on node {node} is not running: {}",
             pods::not_running(pod).unwrap_or_default()
         ),
         (None, None) => bail!(
-            "no pod of the agent (label {}) is on node {node}: `kgctl status` has the names of the nodes, and says \
-             why a node has none",
+            "no agent pod (label {}) runs on node {node}: `kgctl status` lists the nodes, and says why a node has none",
             pods::LABEL
         ),
     }

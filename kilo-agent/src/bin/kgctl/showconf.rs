@@ -30,7 +30,7 @@ pub enum Showconf {
     },
     /// Of a VPN peer.
     #[command(mut_arg("name", |name| name.add(complete::peers())), after_help = "Examples:
-  kgctl showconf peer laptop                  for that machine; its private key is to be added
+  kgctl showconf peer laptop                  for that machine; add its private key
   kgctl showconf peer laptop --as-peer -o yaml")]
     Peer(ShowconfArgs),
 }

@@ -243,7 +243,10 @@ async fn from_objects(args: &StatusArgs) -> Result<Status> {
                 // The agent's view is the one by which its packets go.
                 Ok(seen) => return Ok(seen),
                 Err(error) => {
-                    eprintln!("kgctl: no tunnels and counters: {}", terminal::plain(&format!("{error:#}")));
+                    eprintln!(
+                        "kgctl: tunnels and counters are not available: {}",
+                        terminal::plain(&format!("{error:#}"))
+                    );
                 }
             }
         }

@@ -91,7 +91,7 @@ fn made_of(kilos: &DaemonSet, image: &str) -> Result<DaemonSet> {
     // A mirror may have Kilo's image and ours under one name, so that the tag counts too.
     if present == image || agent.args.iter().flatten().any(gives_flag) {
         bail!(
-            "DaemonSet {name} names {present} already: there is nothing to take over from. Print this before its \
+            "DaemonSet {name} already runs {present}: there is nothing to take over from. Print this before its \
              image changes; name Kilo's own with --daemonset and --namespace"
         );
     }

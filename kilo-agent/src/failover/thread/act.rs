@@ -1,4 +1,4 @@
-//! What is done of what the agent asks for: probes and signals are sent, the word moves, members are marked.
+//! Carries out what the agent asks for: sends probes and signals, moves the word, marks members.
 
 use std::{collections::BTreeSet, net::IpAddr};
 
@@ -36,7 +36,7 @@ impl Thread {
                 Output::Word(term, gateway) => {
                     let Some(hop) = site.hop_of(gateway) else { continue };
                     match self.tools.signals.follow(lead::word(term, hop)) {
-                        Ok(word) if word != self.word => self.word_is(site, word),
+                        Ok(word) if word != self.word => self.set_word(site, word),
                         Ok(_) => {}
                         Err(error) => tracing::error!(%error, "failed to move this node to another leader"),
                     }
@@ -75,11 +75,11 @@ impl Thread {
         }
     }
 
-    /// Claims to VPN peers that follow what this node leads.
+    /// Sends claims of what this node leads to the VPN peers that follow.
     pub(super) fn notify_followers(&mut self, site: &Site, now: Micros) {
         let sender = Sender { me: site.place.me, location: site.place.location };
         let lead = self.agent.as_ref().and_then(Agent::lead);
-        for (to, signal) in self.followers.due(sender, lead, now, rand::random) {
+        for (to, signal) in self.followers.take_due(sender, lead, now, rand::random) {
             self.send_tunnel(IpAddr::V6(site.control), IpAddr::V6(to), &signal);
         }
     }
@@ -105,7 +105,7 @@ impl Thread {
         let Some(length) = signal::write(&mut bytes, signal, key) else { return };
         let Some(packet) = packets::udp(from, (to, PORT), &bytes[..length]) else { return };
         if let Err(error) = self.tools.signals.send(way, &packet) {
-            tracing::debug!(%error, kind = ?signal.kind, %to, "signal not sent");
+            tracing::debug!(%error, kind = ?signal.kind, %to, "failed to send a signal");
         }
     }
 

@@ -1,4 +1,4 @@
-//! What comes in: signals of the ring, the word of the kernel, links that go, far leaders that change.
+//! Reads what comes in: signals of the ring, the kernel's word, links that go down, far leaders that change.
 
 use std::{collections::BTreeMap, net::Ipv6Addr, time::Instant};
 
@@ -25,8 +25,8 @@ const ROUTE_RETURNS: Micros = 10_000;
 const MOST_HEARD: usize = 1_024;
 
 impl Thread {
-    /// Which gateway of a far location answers probes through the own tunnel: who has what belongs to no member,
-    /// as it was claimed a moment ago or as the mesh has it.
+    /// The gateway of a far location that answers probes through the own tunnel: the one with the shared prefixes, as
+    /// it was claimed a moment ago or as the mesh has it.
     pub(super) fn acting_of(&self, far: Far, location: &FarLocation) -> Option<FarGateway> {
         let claimed = self.fars.get(&far).map(far::Owners::shared);
         let known = location.gateways.iter().find(|gateway| Some(gateway.id) == claimed);
@@ -43,7 +43,7 @@ impl Thread {
         }
     }
 
-    pub(super) fn is_link_down(&mut self, site: &Site, now: Micros) -> bool {
+    pub(super) fn read_link_events(&mut self, site: &Site, now: Micros) -> bool {
         let Some(links) = &self.links else { return false };
         let events = links.read(&site.needed);
         // Where messages were lost a route may have gone, too: probes notice that, and a host may never have had one.
@@ -53,18 +53,18 @@ impl Thread {
         events.is_down || events.is_lost && site.needed.iter().any(|needed| !needed.is_up())
     }
 
-    /// A default route has gone, and none has come in its place.
-    pub(super) fn is_without_route(&mut self, site: &Site, now: Micros) -> bool {
+    /// Whether a default route has gone, and none has come in its place within [`ROUTE_RETURNS`].
+    pub(super) fn check_route_gone(&mut self, site: &Site, now: Micros) -> bool {
         let is_due = self.routes_due.take_if(|due| *due <= now).is_some();
         is_due && !has_default_route(&site.needed)
     }
 
-    /// The kernel's word may be another: it obeys ANNOUNCE by itself.
+    /// Reads the kernel's word, which may have changed: the kernel obeys ANNOUNCE by itself.
     pub(super) fn read_word(&mut self, site: &Site) {
         let Ok(word) = self.tools.signals.word() else { return };
         let (hop, term) = (lead::hop_of(word), lead::term_of(word));
-        // The node it names has stopped being a gateway: Kilo's leader is who is left, and of several
-        // leaders takes what is its own later.
+        // The node it names has stopped being a gateway: Kilo's leader is left, and where there are several leaders
+        // each takes its own nodes later.
         let is_gone = self.agent.is_some()
             && term > Term::NONE
             && site.gateway_of(hop).is_none_or(|gateway| !site.place.gateways.contains(&gateway));
@@ -76,11 +76,11 @@ impl Thread {
             _ => word,
         };
         if is_news(self.word, self.agent.as_ref().map(Agent::word), word, site.said(word)) {
-            self.word_is(site, word);
+            self.set_word(site, word);
         }
     }
 
-    pub(super) fn word_is(&mut self, site: &Site, word: u64) {
+    pub(super) fn set_word(&mut self, site: &Site, word: u64) {
         let (_, before) = self.agent.as_ref().map_or_else(|| site.said(self.word), Agent::word);
         self.word = word;
         let (term, gateway) = site.said(word);
@@ -93,7 +93,7 @@ impl Thread {
                 term = term.count(),
                 "this node switched to another leader"
             );
-            // Why, gateways say that have made the change.
+            // The gateways that made the change say why.
             if !site.is_gateway() {
                 self.last_change = Some(format!("{} leads after {}", self.name(gateway), self.name(before)));
             }
@@ -169,7 +169,7 @@ impl Thread {
     }
 }
 
-/// Why a signal of the location's own nodes counts nothing, by its label in metrics. `came`: from which address, and
+/// Why a signal of the location's own nodes is refused, by its label in metrics. `came`: from which address, and
 /// whether through a tunnel.
 fn refusal(
     nodes: &BTreeMap<NodeId, Neighbour>,

@@ -10,13 +10,13 @@ pub trait Turns {
     /// What has been read, and not been delivered.
     fn inbox(&mut self) -> &mut Vec<Input>;
 
-    /// Whether its time has come, even if nothing has been read.
+    /// Whether a turn is due, even if nothing has been read.
     fn is_due(&self) -> bool;
 
     /// Reads what has come meanwhile.
     fn look(&mut self);
 
-    /// Takes all of this; more may be read thereby, such as a word that it has moved.
+    /// Takes all of these inputs; more may be read thereby, such as a word that it has moved.
     fn turn(&mut self, inputs: Vec<Input>);
 }
 

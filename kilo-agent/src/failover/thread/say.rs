@@ -1,4 +1,4 @@
-//! Reports what happens: to the log, to reconciles, and to those who look.
+//! Reports what happens: to the log, to reconciles, and to the status.
 
 use std::{collections::BTreeMap, sync::Arc};
 
@@ -75,9 +75,9 @@ impl Thread {
                 self.metrics.failover(cause);
                 let silent = micros().saturating_sub(since);
                 self.metrics.outage(silent);
-                let why = format!("no packet passed it for {} ms", silent / 1_000);
+                let why = format!("no packet passed through it for {} ms", silent / 1_000);
                 if all {
-                    self.succeeds(from, &format!("lost: {why}"));
+                    self.note_succession(from, &format!("lost: {why}"));
                 }
                 format!("{} lost: {why}, took over {whose}", self.name(from))
             }
@@ -91,32 +91,32 @@ impl Thread {
             Note::IsGiven { from, why } => {
                 let (cause, why) = match why {
                     Given::Planned(cause) => ("planned", cause.text()),
-                    Given::LinkDown => ("handed_over", "its link, address or route went"),
+                    Given::LinkDown => ("handed_over", "its link, address or route is gone"),
                     Given::Silent | Given::Trial => ("handed_over", "its tunnels failed"),
                 };
                 self.metrics.failover(cause);
                 let how = if cause == "planned" { "planned" } else { "handed over" };
-                self.succeeds(from, &format!("{how}: {why}"));
+                self.note_succession(from, &format!("{how}: {why}"));
                 format!("{} handed leadership over ({how}): {why}", self.name(from))
             }
             Note::Adopts { member, was_leader } => {
                 self.metrics.failover("adopted");
                 if was_leader {
-                    self.succeeds(member, "adopted: nobody uses it any more, and it asked to be led");
+                    self.note_succession(member, "adopted: nobody uses it any more, and it asked to be led");
                 }
                 format!("{} asked to be led", self.name(member))
             }
             Note::Gives { to, cause } => {
-                let why = cause.map_or("this node cannot lead now", kilo_failover::Cause::text);
+                let why = cause.map_or("this node cannot lead now", kilo_failover::Cause::own_text);
                 format!("gave leadership to {}: {why}", self.name(to))
             }
             Note::TakesBack(to) => {
-                self.succeeds(to, "taken back: it did not take over");
+                self.note_succession(to, "taken back: it did not take over");
                 format!("leads again: {} did not take over", self.name(to))
             }
             Note::StaysLeader(first) => {
-                self.succeeds(first, "kept: it comes first by now, and could not take over");
-                format!("leads on: {} comes first by now, and could not take over", self.name(first))
+                self.note_succession(first, "kept: it is first in order now, but could not take over");
+                format!("still leads: {} is first in order now, but could not take over", self.name(first))
             }
             Note::Tries(to) => {
                 tracing::info!(
@@ -128,7 +128,7 @@ impl Thread {
             }
             Note::TakesHome(nodes) => {
                 self.metrics.failover("rebalanced");
-                format!("took {nodes} nodes that are to use this one of several leaders")
+                format!("took over {nodes} nodes that are assigned to this active leader")
             }
             Note::NotReady(to) => {
                 tracing::info!(
@@ -145,9 +145,9 @@ impl Thread {
         self.is_dirty = true;
     }
 
-    /// This node leads the location from now on: an Event says so once, though a change may come
-    /// in several signals.
-    pub(super) fn succeeds(&mut self, from: NodeId, why: &str) {
+    /// Notes that this node leads the location from now on: an Event says so once, though a change may come in several
+    /// signals.
+    pub(super) fn note_succession(&mut self, from: NodeId, why: &str) {
         let now = micros();
         let is_again = self.succeeded.is_some_and(|(before, at)| before == from && at + SUCCESSION > now);
         self.succeeded = Some((from, now));
@@ -157,8 +157,9 @@ impl Thread {
         }
     }
 
-    /// A leader is declared dead once while it is silent: if it lives and says so, it knows better. One that was heard
-    /// again and dies again is declared dead again; where no third node hears this one, as [`kilo_failover::DeclaredAlone`] admits.
+    /// Declares a leader dead once while it is silent: if it lives and says so, it knows better. One that was heard
+    /// again and dies again is declared dead again; where no third node hears this one, as
+    /// [`kilo_failover::DeclaredAlone`] admits.
     pub(super) fn declare_dead(&mut self, site: &Site, now: Micros) {
         let agent = self.agent.as_ref().filter(|_| site.is_mixed);
         let declared_dead = agent.and_then(|agent| Some((agent.declares_dead(now)?, agent.word().0)));
@@ -167,7 +168,7 @@ impl Thread {
         }
         if let (Some((leader, _)), Some(agent)) = (declared_dead, &self.agent)
             && agent.has_no_witness()
-            && !self.declared_alone.admits(leader, agent.cookie_of(leader), now)
+            && !self.declared_alone.admit(leader, agent.cookie_of(leader), now)
         {
             return;
         }
@@ -201,7 +202,7 @@ impl Thread {
         let is_one_of_several = site.place.several.is_some();
         self.leader = match () {
             () if self.agent.is_none() || term == Term::NONE => None,
-            // Whom this node uses says nothing of who has what belongs to none.
+            // The gateway that this node uses need not be the one with the shared prefixes.
             () if is_one_of_several && (gateway != me || shared == SharedPrefixes::Stay) => None,
             () if gateway != me || shared != SharedPrefixes::Stay => Some((term, gateway)),
             // It leads itself alone: the location's leader is who it was.
@@ -245,7 +246,7 @@ impl Thread {
             node: site.name(*id).to_owned(),
             fit: match &self.agent {
                 Some(_) if *id == me => Some(is_fit),
-                Some(agent) => agent.is_heard_fit(*id, now),
+                Some(agent) => agent.heard_fit(*id, now),
                 None => None,
             },
             round_trip: self

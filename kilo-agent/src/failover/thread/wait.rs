@@ -14,7 +14,7 @@ use nix::{
     sys::epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags, EpollTimeout},
 };
 
-/// Of whom there is something to be read, besides signals.
+/// What has something to be read, besides signals.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Ready {
     pub agent: bool,
@@ -29,7 +29,7 @@ pub struct Wait {
     fine: fn(&Epoll, &mut [libc::epoll_event], Micros) -> nix::Result<usize>,
     /// It was refused once, as by an older runtime's seccomp profile: waits are in whole milliseconds from then on.
     is_refused: AtomicBool,
-    /// That nothing can be waited for has been said.
+    /// That the kernel refuses to wait has been logged.
     is_said: AtomicBool,
 }
 
@@ -47,7 +47,7 @@ impl Wait {
     /// still writes, though it be a signal: signals are repeated until they are answered.
     ///
     /// # Errors
-    /// When there is no descriptor to be had.
+    /// When the kernel gives no descriptor.
     pub fn for_any(ring: &impl AsFd, agent: &impl AsFd, links: Option<&LinkEvents>) -> nix::Result<Self> {
         let epoll = Epoll::new(EpollCreateFlags::EPOLL_CLOEXEC)?;
         epoll.add(ring, EpollEvent::new(EpollFlags::EPOLLIN | EpollFlags::EPOLLET, RING))?;
@@ -72,7 +72,7 @@ impl Wait {
             Err(Errno::EINTR) => 0,
             Err(error) => {
                 if !self.is_said.swap(true, Ordering::Relaxed) {
-                    tracing::error!(%error, "failover cannot wait for signals; it looks for them every few milliseconds");
+                    tracing::error!(%error, "failover cannot wait for signals; it polls for them every few milliseconds");
                 }
                 std::thread::sleep(Duration::from_micros(micros.min(BLIND)));
                 return Ready { agent: true, links: true };

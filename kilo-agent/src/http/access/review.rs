@@ -111,7 +111,7 @@ pub fn through_api(client: Client) -> Reviewer {
         async move {
             ask(client, token, path).await.unwrap_or_else(|error| {
                 let why = error_chain(&error);
-                tracing::warn!(error = why, "failed to review a token that was shown to the page");
+                tracing::warn!(error = why, "failed to ask the API server about a token (TokenReview)");
                 Finding::Unanswered(why)
             })
         }

@@ -168,7 +168,7 @@ fn the_agent_sends_into_the_tunnel_to_the_lan_and_as_the_host_does() {
         let before = world.counted(Action::Steer);
         signals.send(Way::Stack, &udp(SELF, FAR, (40_000, VXLAN_PORT), &bytes)).unwrap();
         assert_eq!(world.counted(Action::Steer), before + 1, "{:?}", world.drops());
-        // A stranger is no node of the location.
+        // A stranger is not a node of the location.
         assert!(signals.send(Way::Lan, &udp(SELF, [10, 1, 0, 99], (1, VXLAN_PORT), &bytes)).is_err());
         assert_eq!(world.drops().get("unknown_signal"), Some(&1));
     });

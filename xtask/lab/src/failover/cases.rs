@@ -151,7 +151,7 @@ impl Case {
     /// The laptop with the configuration that `kgctl showconf` has printed once talks to a node of the first leader.
     const fn of_static_laptop(self) -> Self {
         let also = Some(("laptop", "pod-b1"));
-        Self { from: "laptop", to: "pod-a3", also, prepare: Some(laptop::is_static), ..self }
+        Self { from: "laptop", to: "pod-a3", also, prepare: Some(laptop::settle_static), ..self }
     }
 
     /// A location of a thousand.
@@ -202,7 +202,7 @@ pub fn named(text: &str) -> Result<String, String> {
 /// All of them, by line.
 #[rustfmt::skip]
 pub const CASES: &[Case] = &[
-    case("clocks-jump", 16, "the clocks of the leader, its stand-by and the far leader jump by an hour, there and back (30 s each; `--for`), then the leader loses power", Limit::Outage(1000), clocks::jump).p95(500).prepared(clocks::can_jump),
+    case("clocks-jump", 16, "the clocks of the leader, its stand-by and the far leader jump by an hour, there and back (30 s each; `--for`), then the leader loses power", Limit::Outage(1000), clocks::jump).p95(500).prepared(clocks::restart_with_clocks),
     case("power-off", 17, "the leader loses power", Limit::Outage(1000), breaking::power_off).p95(500).always(),
     case("uplink-silent", 18, "the leader's uplink carries nothing, its carrier stays", Limit::Outage(1000), breaking::uplink_silent).always(),
     case("carrier-down", 18, "the leader's uplink loses its carrier", Limit::Outage(100), breaking::carrier_down),

@@ -20,8 +20,8 @@ const JUMPS: [[i64; 3]; 3] = [[3_600, -3_600, 3_600], [-3_600, 3_600, -3_600], [
 const PATIENCE: Duration = Duration::from_secs(60);
 const DAY: i64 = 86_400;
 
-/// Those agents restart with clocks that can be moved.
-pub(super) fn can_jump(lab: &mut Lab) -> Result<()> {
+/// Restarts those agents with clocks that can be moved.
+pub(super) fn restart_with_clocks(lab: &mut Lab) -> Result<()> {
     for name in WHOSE {
         lab.agents.stop(name, Signal::SIGTERM)?;
         let node = breaking::node(lab, name)?;

@@ -38,9 +38,9 @@ pub(super) fn connects(lab: &mut Lab) -> Result<()> {
     .map(drop)
 }
 
-/// The laptop is what the lab has made it, and has noticed that its leaders have booted. Its WireGuard takes processor time
-/// that leaders' probes then lack.
-pub(super) fn is_static(lab: &mut Lab) -> Result<()> {
+/// Leaves the laptop as the lab has made it, and waits until it has noticed that its leaders have booted. Its WireGuard
+/// takes processor time that leaders' probes then lack.
+pub(super) fn settle_static(lab: &mut Lab) -> Result<()> {
     lab.caused(&[flood::OVERLOADED]);
     for name in [MEMBER, breaking::FAR] {
         let pod = lab.network.node(name)?.pod_ip();

@@ -193,7 +193,7 @@ pub const FAULTS: &[Fault] = &[
         .across("somebody detaches kilo0's programs", Goal::Within(5000), links::detached)
         .soak("programs are detached", &[DETACHED], random::detached),
     fault("stranger-encapsulates", 53)
-        .across("encapsulated packets from a host that is no node", Goal::Nothing, hosts::no_node),
+        .across("encapsulated packets from a host that is not a node", Goal::Nothing, hosts::no_node),
     fault("source-forged", 53)
         .across("a node encapsulates a source it does not own", Goal::Nothing, hosts::foreign_source),
     fault("rp-filter", 59)

@@ -44,7 +44,7 @@ impl Why {
     /// What log and `kgctl status` say behind the name of the leader before.
     const fn change(self) -> &'static str {
         match self {
-            Self::Lost => " lost: no packet passed it for ",
+            Self::Lost => " lost: no packet passed through it for ",
             Self::Cordoned => " handed leadership over (planned): its Node is cordoned",
         }
     }
@@ -52,7 +52,7 @@ impl Why {
     /// What the Event says behind that name.
     const fn reason(self) -> &'static str {
         match self {
-            Self::Lost => " (lost: no packet passed it for ",
+            Self::Lost => " (lost: no packet passed through it for ",
             Self::Cordoned => " (planned: its Node is cordoned)",
         }
     }
@@ -81,9 +81,9 @@ impl<'a> Expected<'a> {
         Ok(Self { lines, events, ..expected })
     }
 
-    /// What is there at once, with the API server or without: the new leader's metrics, and `kgctl status`, which asks its
-    /// agent; as text.
-    pub fn is_shown(&self) -> Result<String> {
+    /// Waits for what is there at once, with the API server or without: the new leader's metrics, and `kgctl status`,
+    /// which asks its agent; as text.
+    pub fn await_shown(&self) -> Result<String> {
         let to = self.to.name();
         let term = until(&format!("{to} counts the change in its metrics"), SHOWN, || {
             let now = counted(self.to, self.why).ok()?;
@@ -98,8 +98,9 @@ impl<'a> Expected<'a> {
         row.with_context(|| format!("kgctl status says:\n{last}"))
     }
 
-    /// What an operator finds afterwards: the line in the new leader's log, and one Event about its Node; as text.
-    pub fn is_told(&self) -> Result<String> {
+    /// Waits for what an operator finds afterwards: the line in the new leader's log, and one Event about its Node; as
+    /// text.
+    pub fn await_reported(&self) -> Result<String> {
         let to = self.to.name();
         let line = until(&format!("{to} logs the change of leader"), SHOWN, || {
             let lines = self.lines().ok()?;
@@ -194,7 +195,7 @@ mod tests {
         let shown = "LOCATION          LEADER          SINCE   ...\n\
                      location:site-a   a2 (Kilo: a1)   41s     ...\n\n\
                      FAILOVER   LEADER          TERM   SINCE   STAND-BYS            LAST-CHANGE\n\
-                     leader     a2 (Kilo: a1)   1      41s     a1 not fit, a3 fit   a1 lost: no packet passed it for 268 ms, took over the location\n";
+                     leader     a2 (Kilo: a1)   1      41s     a1 not fit, a3 fit   a1 lost: no packet passed through it for 268 ms, took over the location\n";
         let row = failover_row(shown).unwrap();
         assert_eq!(row[..4], ["leader", "a2 (Kilo: a1)", "1", "41s"].map(str::to_owned));
         assert_eq!(row[4], "a1 not fit, a3 fit");

@@ -82,7 +82,7 @@ fn one_after_the_other(cluster: &Cluster, stays: &Node, leader: &Node) -> Result
     // Nobody is fit whose tunnels end where nobody answers signals.
     part("the other location is Kilo", leader, stays, Some(stand_by::stands_by))?;
     match cluster.node("a3") {
-        Ok(member) => part("a member is Kilo", cluster.node("b1")?, member, Some(stand_by::is_fit))?,
+        Ok(member) => part("a member is Kilo", cluster.node("b1")?, member, Some(stand_by::await_fit))?,
         Err(_) => println!("    a member that is Kilo needs a third node of the location (--nodes 5)"),
     }
     Ok(said.join("\n    "))

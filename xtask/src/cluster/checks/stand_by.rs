@@ -35,12 +35,12 @@ pub fn leader_dies(cluster: &Cluster) -> Result<String> {
         let measured = cut_power(cluster, leader, flows, || {
             leads(stand_by)?;
             // What it costs counts all the same.
-            shown = change.is_shown();
+            shown = change.await_shown();
             Ok(())
         })?;
         deploy::wait_rolled_out(cluster, "kilo", 180)?;
         let figures = lasted(&measured, ACCEPTED)?;
-        Ok(format!("{figures}; {}; {}", shown?, change.is_told()?))
+        Ok(format!("{figures}; {}; {}", shown?, change.await_reported()?))
     })
 }
 
@@ -54,7 +54,7 @@ pub fn leader_is_drained(cluster: &Cluster) -> Result<String> {
         wait::time_passes(Duration::from_secs(2), "what follows the change is counted, too");
         let measured = flows.measure();
         // A minute after it is uncordoned the node leads again.
-        let seen = drained.and_then(|()| Ok((change.is_shown()?, change.is_told()?)));
+        let seen = drained.and_then(|()| Ok((change.await_shown()?, change.await_reported()?)));
         cluster.kubectl(&["uncordon", leader.name()])?;
         cluster.kubectl(&["rollout", "status", "deployment/echo", "--timeout=60s"])?;
         let (shown, told) = seen?;
@@ -72,7 +72,7 @@ fn with_failover(cluster: &Cluster, code: impl FnOnce(&Node, &Node) -> Result<St
     deploy::wait_rolled_out(cluster, "kilo", 180)?;
     // Who led before agents were without failover goes on, and gives leadership back after a minute.
     let leads_again = becomes(leader, LEADS, 150);
-    let result = leads_again.and_then(|()| is_fit(stand_by)).and_then(|()| code(leader, stand_by));
+    let result = leads_again.and_then(|()| await_fit(stand_by)).and_then(|()| code(leader, stand_by));
     deploy::apply_file(cluster, deploy::manifest_name())?;
     deploy::wait_rolled_out(cluster, "kilo", 180)?;
     result
@@ -87,7 +87,7 @@ fn flows(cluster: &Cluster, leader: &Node, stand_by: &Node) -> Result<Flows> {
 }
 
 /// Waits until this node could lead its location.
-pub fn is_fit(node: &Node) -> Result<()> {
+pub fn await_fit(node: &Node) -> Result<()> {
     becomes(node, "kilo_stand_by_fit", 90)
 }
 

@@ -73,9 +73,9 @@ pub struct Observed {
 }
 
 impl Observed {
-    /// Takes what the Lease says now (holder and time of renewal, in any form); whether nobody has renewed it for
-    /// as long as it is valid.
-    pub fn has_expired(&mut self, says: &str, valid: Duration, now: Instant) -> bool {
+    /// Takes what the Lease says now (holder and time of renewal, in any form); returns whether nobody has renewed it
+    /// for as long as it is valid.
+    pub fn observe(&mut self, says: &str, valid: Duration, now: Instant) -> bool {
         match &self.seen {
             Some((known, since)) if known == says => now.saturating_duration_since(*since) >= valid,
             _ => {
@@ -144,9 +144,8 @@ mod tests {
     fn a_lease_expires_by_the_own_clock() {
         let (start, mut observed) = (Instant::now(), Observed::default());
         let valid = Duration::from_secs(20);
-        let mut at = |says: &str, seconds: u64| {
-            observed.has_expired(says, valid, start + Duration::from_secs(seconds))
-        };
+        let mut at =
+            |says: &str, seconds: u64| observed.observe(says, valid, start + Duration::from_secs(seconds));
         assert!(!at("a 1", 0) && !at("a 1", 19));
         assert!(!at("a 2", 21), "renewed");
         assert!(!at("a 2", 40) && at("a 2", 41));

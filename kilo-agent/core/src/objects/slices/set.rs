@@ -37,7 +37,7 @@ struct Slice {
 /// All slices as far as they are known.
 ///
 /// A slice that is gone although the index names it, or that cannot be read, says what it said last, until it is
-/// mended or the index names it no more: a node goes only when a slice that can be read has it no longer. Slices
+/// mended or the index no longer names it: a node goes only when a slice that can be read has it no longer. Slices
 /// that the index does not name do not count. Of a node in several the one with the highest resource version
 /// counts, then the first slice by name.
 #[derive(Clone, Debug, Default)]

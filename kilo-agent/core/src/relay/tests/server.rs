@@ -1,4 +1,4 @@
-//! What a relay gives to whom.
+//! What a relay gives to the two ends of a pair.
 
 use std::{collections::BTreeMap, net::SocketAddr, sync::Arc, time::Instant};
 
@@ -228,7 +228,7 @@ fn a_relay_keeps_its_pairs_while_it_may_lead_or_offer_again() {
     let (mut server, now) = (Server::default(), Instant::now());
     said(&mut server, &ask(X, Y), heard(X, WIREGUARD), now);
     let pairs = |server: &mut Server, relays, may_relay, after| {
-        server.relays(relays, may_relay, now + seconds(after));
+        server.set_relays(relays, may_relay, now + seconds(after));
         server.pairs()
     };
     assert_eq!(pairs(&mut server, false, true, 0), 1);

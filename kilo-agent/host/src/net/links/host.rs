@@ -157,7 +157,7 @@ pub fn has_hosts_addresses(link: &Link) -> bool {
     is_host_only(link) && link.up && !matches!(link.name.as_str(), "kube-ipvs0" | "nodelocaldns")
 }
 
-/// As [`is_within`]; other WireGuard devices count, too: their addresses are no node's.
+/// As [`is_within`]; other WireGuard devices count, too: their addresses do not belong to nodes.
 pub fn is_internal(link: &Link, kilo: u32, pod_cidrs: &[IpNet]) -> bool {
     link.kind == "wireguard" || is_within(link, kilo, pod_cidrs)
 }

@@ -25,7 +25,7 @@ pub async fn lookup(rtnl: &Rtnl, address: IpAddr) -> Result<Option<Found>, NetEr
         Ok(answers) => Ok(answers.into_iter().find_map(|message| match message {
             RouteNetlinkMessage::NewRoute(route) if route.header.kind == RouteType::Unicast => {
                 let mut found = parse(&route)?;
-                // What the kernel learnt for a while is no setting of the route.
+                // What the kernel learnt for a while is not a setting of the route.
                 found.route.mtu = found.route.mtu.filter(|_| !is_temporary(&route));
                 Some(found)
             }

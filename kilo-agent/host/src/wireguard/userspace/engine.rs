@@ -55,7 +55,7 @@ impl Engine {
         encode_state(&state, fwmark, SystemTime::now())
     }
 
-    /// Applies `set=1`; the error number it answers, 0 = done.
+    /// Applies `set=1`; returns its error number, 0 = done.
     pub(super) async fn set(&mut self, request: SetRequest) -> i32 {
         let port_before = self.device.read(async |device| device.listen_port()).await;
         let port = request.listen_port;

@@ -67,7 +67,7 @@ impl Held {
         let holder = spec.holder_identity.clone().unwrap_or_default();
         if !holder.is_empty() && holder != self.own {
             let says = format!("{holder} {:?}", spec.renew_time);
-            if !self.observed.has_expired(&says, VALID, Instant::now()) {
+            if !self.observed.observe(&says, VALID, Instant::now()) {
                 return Tried::Another;
             }
         }

@@ -81,7 +81,7 @@ impl Shown {
             return None;
         }
         let (now, complete) = entries(context);
-        let gone = self.gone(&now, complete, Instant::now());
+        let gone = self.note_gone(&now, complete, Instant::now());
         let is_known = |entry: &Arc<Entry>| {
             self.nodes.get(&entry.name).is_some_and(|known| Arc::ptr_eq(known, entry) || known == entry)
         };
@@ -109,8 +109,8 @@ impl Shown {
         if many { DOUBTED } else { GONE }
     }
 
-    /// Nodes that are to go now.
-    fn gone(&mut self, now: &Entries, complete: bool, time: Instant) -> BTreeSet<String> {
+    /// Notes which nodes are missing, and returns those that are to go now.
+    fn note_gone(&mut self, now: &Entries, complete: bool, time: Instant) -> BTreeSet<String> {
         self.gone.retain(|name, _| now.get(name).is_none());
         for name in self.nodes.names().filter(|name| now.get(name).is_none()) {
             let since = self.gone.entry(name.to_owned()).or_insert(time);
@@ -162,7 +162,7 @@ mod tests {
         let mut shown = Shown { nodes: all(&["a", "b"]), ..Shown::default() };
         let start = Instant::now();
         let mut at = |ms: u64, names: &[&str], complete| {
-            shown.gone(&all(names), complete, start + Duration::from_millis(ms)).len()
+            shown.note_gone(&all(names), complete, start + Duration::from_millis(ms)).len()
         };
         assert_eq!(at(0, &["a"], true), 0);
         assert_eq!(at(900, &["a", "b"], true), 0, "it has moved");
@@ -179,7 +179,7 @@ mod tests {
         let mut shown = Shown { nodes: all(9), ..Shown::default() };
         let start = Instant::now();
         let mut at = |seconds: u64, number: usize| {
-            shown.gone(&all(number), true, start + Duration::from_secs(seconds)).len()
+            shown.note_gone(&all(number), true, start + Duration::from_secs(seconds)).len()
         };
         assert_eq!((at(0, 0), at(44, 0)), (0, 0), "an index that names no slice");
         assert_eq!((at(44, 9), at(46, 9)), (0, 0), "it was mended");

@@ -37,7 +37,7 @@ const LIVENESS_CHECK: Duration = Duration::from_secs(5);
 /// A write that failed is tried again after this time, and after twice as long each time, up to a minute.
 const RETRY: Duration = Duration::from_millis(500);
 const MOST_RETRY: Duration = Duration::from_mins(1);
-/// This many failures of a slice in a row are no race with another writer.
+/// This many failures of a slice in a row are more than a race with another writer.
 const LASTING: u32 = 4;
 /// The index is written again after this time, so that others know that somebody writes.
 const RENEWED: Duration = Duration::from_mins(1);
@@ -86,7 +86,7 @@ pub(super) async fn run(context: Arc<Context>) {
                 if !refused {
                     tracing::info!(
                         reason,
-                        "this agent cannot write the slices of nodes; another may, with the rights and the Lease of \
+                        "this agent cannot write the slices of nodes; another agent may, with the rights and the Lease of \
                          manifests/slices.yaml"
                     );
                 }
@@ -208,7 +208,7 @@ impl<'a> Writer<'a> {
                         return Some(("the Lease was not renewed in time", Duration::ZERO));
                     }
                     self.mirror.apply_liveness(false);
-                    match self.round().await {
+                    match self.run_round().await {
                         Ok(pause) => round = Instant::now() + pause,
                         Err(stopped) => return Some(stopped),
                     }
@@ -239,8 +239,8 @@ impl<'a> Writer<'a> {
         }
     }
 
-    /// What there is, with what was written and not shown yet.
-    fn present(&mut self) -> Present {
+    /// Reads the slices that there are, with what was written and not shown yet.
+    fn read_present(&mut self) -> Present {
         let context = self.context;
         let seen = context.seen();
         if seen.lists != self.lists {
@@ -285,8 +285,8 @@ impl<'a> Writer<'a> {
     }
 
     /// Writes some of what differs; returns the pause until the next round.
-    async fn round(&mut self) -> Result<Duration, Stopped> {
-        let Present { slices, index, versions, spoiled } = self.present();
+    async fn run_round(&mut self) -> Result<Duration, Stopped> {
+        let Present { slices, index, versions, spoiled } = self.read_present();
         let ours = index.filter(|index| {
             index.topology_label == self.context.label && index.writer == self.context.hostname
         });

@@ -43,9 +43,10 @@ impl FirstHandshakes {
         Self { began: now, asked: now, silent: None }
     }
 
-    /// Whether any peer has answered since the last look; `silent` are those that have not. A gateway that answers only now
-    /// did not know this machine before, may lead already, and says so when this machine announces itself.
-    pub fn is_answered(&mut self, silent: &[PublicKey]) -> bool {
+    /// Takes the peers that are silent; returns whether any other has answered since the last look. A gateway that
+    /// answers only now did not know this machine before, may lead already, and says so when this machine announces
+    /// itself.
+    pub fn note_silent(&mut self, silent: &[PublicKey]) -> bool {
         let now: BTreeSet<PublicKey> = silent.iter().copied().collect();
         let before = self.silent.replace(now.clone());
         before.is_none_or(|before| !before.is_subset(&now))
@@ -98,7 +99,7 @@ mod tests {
     fn a_node_that_answers_hears_hello_at_once_while_others_are_silent() {
         let mut handshakes = FirstHandshakes::new(Instant::now());
         let silent = [&KEYS[..], &KEYS, &KEYS[..1], &KEYS[..2], &KEYS[..2], &KEYS[1..], &[]];
-        let answered = silent.map(|silent| handshakes.is_answered(silent));
+        let answered = silent.map(|silent| handshakes.note_silent(silent));
         // In the last but one the first has answered, and the third has come anew.
         assert_eq!(answered, [true, false, true, false, false, true, true]);
     }

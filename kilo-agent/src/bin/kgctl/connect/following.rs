@@ -86,7 +86,7 @@ impl Following {
 
     /// Follows the gateways of a plan that was applied to this device; the device has the control address by then.
     pub fn go_on(&mut self, mesh: &Mesh, plan: &WireguardPlan, device: &Device) -> Result<()> {
-        if self.shared.follow().locations_are(mesh, plan) {
+        if self.shared.follow().set_locations(mesh, plan) {
             self.shared.changed.notify_one();
         }
         let index = device.index();
@@ -142,7 +142,7 @@ async fn run(shared: Arc<Shared>, socket: UdpSocket, device: Device) {
         let acts = tokio::select! {
             received = socket.recv_from(&mut bytes) => match received {
                 Ok((length, from)) => {
-                    let heard = shared.follow().hears(from.ip(), &bytes[..length], micros());
+                    let heard = shared.follow().hear(from.ip(), &bytes[..length], micros());
                     heard.unwrap_or_else(|why| {
                         tracing::debug!(%from, why, "ignoring a signal of a gateway");
                         Vec::new()
@@ -154,7 +154,7 @@ async fn run(shared: Arc<Shared>, socket: UdpSocket, device: Device) {
                     continue;
                 }
             },
-            () = sleep_until(wake) => shared.follow().wakes(micros(), rand::random),
+            () = sleep_until(wake) => shared.follow().wake_up(micros(), rand::random),
             () = shared.changed.notified() => shared.follow().hello(rand::random()),
             () = sleep_until(hello) => {
                 hello = Instant::now() + Duration::from_micros(HELLO);

@@ -100,7 +100,7 @@ impl Bench {
             } else {
                 match observed.holder(&found) {
                     Holder::Runs => bail!(
-                        "another connectivity-test is under way in this cluster, since {}: it keeps namespace \
+                        "another connectivity-test has been running in this cluster since {}, and holds namespace \
                          {NAMESPACE}; try again when it is done",
                         heartbeat::made(&found)
                     ),
@@ -154,7 +154,9 @@ impl Bench {
             let asked = tokio::time::timeout(heartbeat::PERIOD, asked).await;
             match asked.unwrap_or_else(|_| Err(anyhow!("the API server does not answer"))) {
                 Ok(true) => beaten = at,
-                Ok(false) => return anyhow!("somebody else has deleted namespace {NAMESPACE} of this run"),
+                Ok(false) => {
+                    return anyhow!("namespace {NAMESPACE} of this run was deleted by somebody else");
+                }
                 // Before another run can take this one for dead.
                 Err(error) if beaten.elapsed() + 2 * heartbeat::PERIOD >= heartbeat::STALE => {
                     return error.context("failed to renew this run's heartbeat; another run may start");

@@ -211,8 +211,7 @@ async fn fill(cluster: &Cluster, all: &[Pod], node: &str, log_lines: i64, archiv
     let place = |file: &str| format!("nodes/{node}/{file}");
     let own: Vec<_> = all.iter().filter(|pod| pods::node_of(pod) == Some(node)).collect();
     if own.is_empty() {
-        archive
-            .add(&place("*"), Err(anyhow!("no pod of the agent (label {}) is on node {node}", pods::LABEL)));
+        archive.add(&place("*"), Err(anyhow!("no agent pod (label {}) runs on node {node}", pods::LABEL)));
     }
     for pod in own {
         logs(cluster, pod, log_lines, &place, archive).await;
@@ -226,7 +225,8 @@ async fn fill(cluster: &Cluster, all: &[Pod], node: &str, log_lines: i64, archiv
         match report(cluster, pod).await {
             Ok(files) => files.into_iter().for_each(|(file, text)| match is_file_name(&file) {
                 true => archive.add(&place(&file), Ok(text)),
-                false => archive.add(&place("*"), Err(anyhow!("the node sends a file named {file:?}"))),
+                false => archive
+                    .add(&place("*"), Err(anyhow!("the node sent a file with the unexpected name {file:?}"))),
             }),
             Err(error) => archive.add(&place("tables.txt and the host's other files"), Err(error)),
         }
