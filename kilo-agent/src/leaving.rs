@@ -162,7 +162,7 @@ impl Leaving {
         };
         let Some(reason) = self.reason().await else { return false };
         tracing::info!(reason, "kg is stopping and handing this host over to another agent");
-        // First: who knows nothing of it would go on sending to gateways that this node does not follow.
+        // First: nodes that do not know of it would go on sending to gateways that this node does not follow.
         if let Some(client) = client {
             leave_failover(client, node).await;
         }

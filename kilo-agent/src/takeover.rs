@@ -29,7 +29,7 @@ const PORT_PACE: Duration = Duration::from_millis(5);
 /// The API server has this long to take the write that keeps annotations.
 const PATIENCE: Duration = Duration::from_secs(3);
 
-/// Who waits for another agent says so again after this time.
+/// An agent that waits for another one says so again after this time.
 const REMIND: Duration = Duration::from_mins(10);
 /// An agent that is not prepared after this time makes room for others.
 const PREPARED_WITHIN: Duration = Duration::from_secs(30);

@@ -94,7 +94,7 @@ impl Cluster {
         let ready: Vec<&Node> =
             snapshot.nodes.iter().filter(|node| ready_at(*node, now)).map(|known| &**known.node).collect();
         let mesh = |subnet| Mesh::new(ready.iter().copied(), &snapshot.peers, granularity, subnet);
-        // Who leads does not hang on the subnet.
+        // The choice of leaders does not depend on the subnet.
         let leaders = mesh(IpNet::default());
         if leaders.segments.is_empty() {
             return Err(Unfit::NobodyReady(name.to_owned()));

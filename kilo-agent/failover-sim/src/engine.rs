@@ -170,7 +170,7 @@ impl Sim {
         if active.len() < 2 {
             return None;
         }
-        // Who has joined takes a share of everybody's.
+        // A node that has joined takes a share of everybody's.
         let joined = self.led_by_first..all.len();
         let place = |node: usize| {
             let taken = joined.clone().rev().find(|place| node / self.led_by_first % (place + 1) == *place);

@@ -409,7 +409,7 @@ pub const SCENARIOS: &[Scenario] = &[
             flaps(rng, t, (500 * MS, 2_500 * MS), |i| Fault::Power(i as usize % 2)).without(&[0, 1])
         })
     },
-    // Who should take over and stalls leaves that to the one that has just booted.
+    // A stand-by that should take over and stalls leaves that to the one that has just booted.
     Scenario {
         share: 25,
         ..scenario("20 flaps in turn, a gateway's agent stalls every 2 s", MANY, 2_000, 6, |rng, _, t| {
@@ -422,7 +422,7 @@ pub const SCENARIOS: &[Scenario] = &[
             schedule.without(&[0, 1])
         })
     },
-    // Who boots has forgotten how many changes there were, and the third has not.
+    // A node that boots has forgotten how many changes there were, and the third has not.
     Scenario {
         share: 25,
         ..scenario("20 flaps in turn; the third's uplink dead for 30 s", MANY, 2_000, 12, |rng, _, t| {

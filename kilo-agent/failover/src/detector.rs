@@ -3,7 +3,7 @@
 
 use crate::{
     Far, Micros, NodeId, Output, Params, Turn, Way,
-    probes::{RoundTrip, Row},
+    probes::{LOSSY, RoundTrip, Row},
 };
 
 /// Probes of the leader a stand-by follows.
@@ -127,7 +127,7 @@ impl Detector {
 
     /// Takes the answer to a probe; returns whether it was one of these.
     pub fn answered(&mut self, params: &Params, nonce: u64, at: Micros) -> bool {
-        let has_missed = self.path.misses() >= Self::LOSSY;
+        let has_missed = self.path.misses() >= LOSSY;
         if let Some(sent) = self.path.answered(nonce) {
             self.trip.measured(at.saturating_sub(sent));
             self.heard = Some(at);
@@ -157,9 +157,6 @@ impl Detector {
         let since = self.path.since().unwrap_or(now);
         now.saturating_sub(self.heard.map_or(since, |heard| heard.max(since)))
     }
-
-    /// So many misses in a row are more than chance.
-    const LOSSY: usize = 2;
 
     /// Whether the leader's way loses some probes, and not all.
     pub const fn is_lossy(&self, now: Micros) -> bool {

@@ -561,7 +561,7 @@ mod tests {
         // A part of it in which this far leader knows nobody.
         let part = hears(&mut acting, A, &claim(Kind::End, A, B, second, Shared::Move, &[])).unwrap();
         assert_eq!((part.moves.len(), part.moves_shared), (0, false));
-        // Who has nothing gives nothing, shared prefixes neither.
+        // A gateway that has nothing gives nothing, nor shared prefixes.
         let third = second.next(A);
         let late = claim(Kind::End, A, A, third, Shared::Move, &[A, MEMBER]);
         assert_eq!(hears(&mut acting, A, &late), Err(Refused::Gateway));

@@ -23,6 +23,25 @@ impl Sender {
     pub fn signal(self, kind: Kind, nonce: u64, term: Term, body: Body<Vec<u64>>) -> Signal {
         Signal { kind, nonce, term, sender: self.me, location: self.location, body }
     }
+
+    /// CLAIM or END of all these members, in as many parts as they need: for the gateway that is to have them, with
+    /// what becomes of the shared prefixes.
+    pub fn in_parts(
+        self,
+        kind: Kind,
+        term: Term,
+        (gateway, shared): (NodeId, Shared),
+        members: &[NodeId],
+        mut nonce: impl FnMut() -> u64,
+    ) -> Vec<Signal> {
+        let parts = members.chunks(MAX_MEMBERS);
+        let count = parts.len() as u16;
+        let signal = |(part, members): (usize, &[NodeId])| {
+            let body = Body::Claim { gateway, shared, part: (part as u16, count), members: members.to_vec() };
+            self.signal(kind, nonce(), term, body)
+        };
+        parts.enumerate().map(signal).collect()
+    }
 }
 
 /// What is known of a member that is led.
@@ -333,14 +352,9 @@ impl Lead {
                 })
                 .map(|(member, _)| *member)
                 .collect();
-            let parts = members.chunks(MAX_MEMBERS);
-            let count = parts.len() as u16;
-            for (part, members) in parts.enumerate() {
-                let (gateway, part) = (self.sender.me, (part as u16, count));
-                let body = Body::Claim { gateway, shared: self.shared, part, members: members.to_vec() };
-                let signal = self.sender.signal(Kind::Claim, turn.nonce(), self.term, body);
-                turn.push(Output::Tunnel(*far, signal));
-            }
+            let owner = (self.sender.me, self.shared);
+            let signals = self.sender.in_parts(Kind::Claim, self.term, owner, &members, || turn.nonce());
+            signals.into_iter().for_each(|signal| turn.push(Output::Tunnel(*far, signal)));
         }
     }
 }

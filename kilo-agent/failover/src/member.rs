@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 use crate::{
     Far, MS, Micros, NodeId, Output, Params, Rule, Signal, Turn, Way,
     gateway::Sender,
-    probes::{RoundTrip, Row},
+    probes::{LOSSY, RoundTrip, Row},
     signal::{Body, Kind, Verdict},
 };
 
@@ -61,8 +61,6 @@ impl Member {
     const MOST_BURSTS: usize = 2;
     /// Between two gateways that are asked.
     const NEXT_GATEWAY: Micros = 150 * MS;
-    /// So many misses in a row are more than chance.
-    const LOSSY: usize = 2;
     /// After so many tries every second one says how long the whole silence has lasted: a gateway that has
     /// become fit since would not take it, and one of an overloaded location would take nothing else.
     const PATIENT_TRIES: usize = 3;
@@ -107,7 +105,7 @@ impl Member {
 
     /// Takes the answer to a probe; returns whether it was one of these.
     pub fn answered(&mut self, params: &Params, nonce: u64, at: Micros) -> bool {
-        let has_missed = self.row.misses() >= Self::LOSSY;
+        let has_missed = self.row.misses() >= LOSSY;
         for burst in &mut self.bursts {
             burst.works |= burst.nonces.contains(&nonce);
         }

@@ -4,6 +4,8 @@ use std::collections::VecDeque;
 
 use crate::{MS, Micros, Params};
 
+/// So many misses in a row are more than chance: a way that loses them, and not all, is overloaded.
+pub(crate) const LOSSY: usize = 2;
 /// Most probes kept of a way.
 const KEPT: usize = 64;
 

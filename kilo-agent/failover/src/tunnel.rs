@@ -5,7 +5,7 @@ use std::collections::VecDeque;
 
 use crate::{
     Far, MS, Micros, Output, Params, SEC, Turn, Way,
-    probes::{RoundTrip, Row},
+    probes::{LOSSY, RoundTrip, Row},
 };
 
 #[derive(Clone, Debug)]
@@ -20,6 +20,13 @@ struct Tunnel {
 impl Tunnel {
     fn new(far: Far) -> Self {
         Self { far, row: Row::default(), trip: RoundTrip::default(), answered: None }
+    }
+
+    /// Sends a probe, which is missed after one and a half round trips and 30 ms.
+    fn probe(&mut self, turn: &mut Turn<'_>) {
+        let nonce = turn.nonce();
+        self.row.sent(nonce, turn.now, turn.now + self.trip.usual() * 3 / 2 + 30 * MS);
+        turn.push(Output::Probe { nonce, way: Way::Own(self.far) });
     }
 }
 
@@ -139,9 +146,7 @@ impl Tunnels {
         }
         let Some(mut tunnel) = self.silent.pop_front() else { return };
         self.next_silent = turn.now + params.roll;
-        let nonce = turn.nonce();
-        tunnel.row.sent(nonce, turn.now, turn.now + tunnel.trip.usual() * 3 / 2 + 30 * MS);
-        turn.push(Output::Probe { nonce, way: Way::Own(tunnel.far) });
+        tunnel.probe(turn);
         self.silent.push_back(tunnel);
     }
 
@@ -164,7 +169,7 @@ impl Tunnels {
         if !self.most(|tunnel| tunnel.row.misses() < 3) {
             self.good_since = None;
         }
-        let has_missed = self.has_missed(Self::LOSSY) && turn.now >= self.up_since + Self::LEARNT;
+        let has_missed = self.has_missed(LOSSY) && turn.now >= self.up_since + Self::LEARNT;
         let moves = self.load.moved.is_some_and(|moved| moved + params.own * 13 / 10 > turn.now);
         if has_missed && moves {
             self.load.seen(params, turn.now);
@@ -182,10 +187,9 @@ impl Tunnels {
 
     /// Sends one at once.
     pub fn probe(&mut self, far: Far, turn: &mut Turn<'_>) {
-        let Some(tunnel) = self.probed.iter_mut().find(|tunnel| tunnel.far == far) else { return };
-        let nonce = turn.nonce();
-        tunnel.row.sent(nonce, turn.now, turn.now + tunnel.trip.usual() * 3 / 2 + 30 * MS);
-        turn.push(Output::Probe { nonce, way: Way::Own(far) });
+        if let Some(tunnel) = self.probed.iter_mut().find(|tunnel| tunnel.far == far) {
+            tunnel.probe(turn);
+        }
     }
 
     /// Sends one, unless the newest was sent less than `pause` ago.
@@ -225,7 +229,7 @@ impl Tunnels {
 
     /// Takes the answer to a probe; returns whether it was one of these.
     pub fn answered(&mut self, params: &Params, nonce: u64, at: Micros) -> bool {
-        let has_missed = self.has_missed(Self::LOSSY) && at >= self.up_since + Self::LEARNT;
+        let has_missed = self.has_missed(LOSSY) && at >= self.up_since + Self::LEARNT;
         for tunnel in &mut self.probed {
             let Some(sent) = tunnel.row.answered(nonce) else { continue };
             tunnel.trip.measured(at.saturating_sub(sent));
@@ -254,8 +258,6 @@ impl Tunnels {
 
     /// Misses in a row after which another far leader is probed in the place of one, while others answer.
     const SILENT: usize = 6;
-    /// So many misses in a row of most tunnels are more than chance.
-    const LOSSY: usize = 2;
     /// Until round trips are known, deadlines are guesses.
     const LEARNT: Micros = 2 * SEC;
 

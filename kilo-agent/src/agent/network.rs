@@ -123,7 +123,7 @@ impl<B: Backend> Agent<B> {
             (None, Some(path)) => path.clone(),
             (None, None) => return FormerSubnets::default(),
         };
-        // Who writes a file reports that it cannot be read.
+        // The step that writes a file reports that it cannot be read.
         former::subnets(&path, &own.pod_cidrs).unwrap_or_default()
     }
 

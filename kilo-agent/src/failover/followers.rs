@@ -9,7 +9,7 @@ use std::{
 use kilo_failover::{
     MS, Micros, NodeId, SEC, Signal, Term,
     gateway::{Lead, Sender, pause},
-    signal::{Body, Kind, MAX_MEMBERS, Shared},
+    signal::{Body, Kind, Shared},
 };
 
 use crate::far::HELLO;
@@ -117,13 +117,8 @@ impl Followers {
             }
             follower.tries += 1;
             follower.next = Some(now + pause(follower.tries));
-            let parts = unknown.chunks(MAX_MEMBERS);
-            let count = parts.len() as u16;
-            for (part, members) in parts.enumerate() {
-                let part = (part as u16, count);
-                let body = Body::Claim { gateway: sender.me, shared, part, members: members.to_vec() };
-                signals.push((*control, sender.signal(Kind::Claim, nonce(), term, body)));
-            }
+            let claims = sender.in_parts(Kind::Claim, term, (sender.me, shared), &unknown, &mut nonce);
+            signals.extend(claims.into_iter().map(|signal| (*control, signal)));
         }
         signals
     }

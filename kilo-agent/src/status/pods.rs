@@ -66,7 +66,7 @@ pub fn not_running(pod: &Pod) -> Option<String> {
     Some(why_not_running(pod).unwrap_or_else(plain))
 }
 
-/// Adds to the nodes that do not take part what their pods say. Who may not list pods sees the rest.
+/// Adds to the nodes that do not take part what their pods say. An account that may not list pods sees the rest.
 pub async fn explain(client: &Client, status: &mut Status) {
     if status.nodes.iter().all(|node| node.ready) {
         return;

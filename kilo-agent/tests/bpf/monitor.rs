@@ -122,7 +122,7 @@ fn there_is_one_listener_and_after_it_has_gone_another() {
     drop_one(&mut dataplane);
     assert_eq!(events(&mut first).len(), 1, "who was refused does not end the other");
     drop(first);
-    // Nobody listens: nothing is kept for the next one, who would not know from when it is.
+    // Nobody listens: nothing is kept for the next reader, which would not know from when it is.
     drop_one(&mut dataplane);
     let mut killed = Monitor::open(fs.path(), &[], 1).unwrap();
     assert!(events(&mut killed).is_empty());

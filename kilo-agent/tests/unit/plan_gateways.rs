@@ -200,7 +200,7 @@ fn one_leader_and_a_node_that_knows_no_several_are_planned_as_before() {
     assert_ne!(texts(&nodes(2, 5, 2)).2, texts(&before).2);
     let mut mixed = nodes(3, 5, 2);
     mixed[6].leaders = None;
-    // Who would lead beside the leader is a stand-by.
+    // A node that would lead beside the leader is a stand-by.
     assert_eq!(plans(&mixed), plans_with(2, &before), "one of the other location does not know them");
     mixed[6] = Node { signal: false, ..node(1, 2, Some(3)) };
     assert_eq!(plans(&mixed).len(), 7);

@@ -1,7 +1,7 @@
 //! Stand-ins for Cilium's programs, for the lab: each counts its packets; some encapsulate, deliver or
 //! refuse as Cilium's of that name do. They are not part of Kilo's object.
 //!
-//! Who loads them sets the globals below, and gives them the maps that the node's programs share.
+//! The loader sets the globals below, and gives them the maps that the node's programs share.
 #![cfg_attr(target_arch = "bpf", no_std, no_main)]
 #![cfg_attr(not(target_arch = "bpf"), allow(unused_crate_dependencies))]
 

@@ -146,7 +146,7 @@ pub fn rust(buildah: &Buildah) -> Result<()> {
                  apt-get install -y -q --no-install-recommends {COMPILERS}; rm -rf /var/lib/apt/lists/*"
             ),
         )?;
-        // Who builds behind a proxy has its authority on this machine.
+        // Behind a proxy, this machine has the certificate authority of the proxy.
         let authorities = "etc/ssl/certs/ca-certificates.crt";
         let _ = fs::copy(Path::new("/").join(authorities), root.join(authorities));
         let name = format!("{number}-x86_64-unknown-linux-gnu");

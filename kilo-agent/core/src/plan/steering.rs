@@ -114,7 +114,7 @@ pub(super) fn tables(inputs: &Inputs<'_>, own: &Own<'_>, remote: &Remote, lost: 
             Some((prefix, value)) if *prefix == claim.prefix => value.flags = join(value.flags, flags),
             _ => {
                 let flags = PREFIX_ROUTE | PREFIX_SOURCE | flags;
-                // Who does not follow claims is reached through Kilo's leader.
+                // A peer that does not follow claims is reached through Kilo's leader.
                 let follows = own.gateways.len() > 1 && inputs.mesh.follows(claim.owner);
                 let hop = if follows { HOP_ACTING } else { HOP_REMOTE };
                 prefixes.push((claim.prefix, PrefixValue { hop, flags }));

@@ -44,8 +44,7 @@ pub(super) fn peers(inputs: &Inputs<'_>, own: &Own<'_>, remote: &Remote) -> Wire
             let key = node.key?;
             Some(Wanted {
                 // The kernel silently leaves out a peer with its own key, so asking
-                // for one would be a difference for ever. Who does not know stand-bys
-                // would not answer one.
+                // for one would be a difference for ever. A node that does not know stand-bys would not answer one.
                 refused: index == own.index || Some(key) == own_key || !(fails_over || own.leads),
                 key,
                 endpoint: gateway_endpoint(inputs, member, place == 0),
@@ -61,7 +60,7 @@ pub(super) fn peers(inputs: &Inputs<'_>, own: &Own<'_>, remote: &Remote) -> Wire
     let fails_over = mesh.fails_over(own.index);
     let follows = |peer: &Peer| fails_over && peer.follows;
     wanted.extend(mesh.peers.iter().map(|peer| Wanted {
-        // Who does not follow knows one key, that of Kilo's leader.
+        // A peer that does not follow knows one key, that of Kilo's leader.
         refused: Some(peer.public_key) == own_key || !(own.leads || follows(peer)),
         key: peer.public_key,
         endpoint: endpoint(inputs, &peer.public_key, peer.endpoint.as_ref(), peer.persistent_keepalive > 0),

@@ -21,7 +21,7 @@ const GONE: Duration = Duration::from_secs(12);
 const USELESS: Duration = Duration::from_secs(5);
 /// One that says that packets pass, while they do not, is believed again after this long.
 const BLACK: Duration = Duration::from_secs(60);
-/// Who refuses, or is of no use, is asked again after this.
+/// A relay that refuses, or is of no use, is asked again after this.
 pub(super) const SELDOM_USELESS: Duration = Duration::from_secs(10);
 
 /// A port of a relay that leads to the other end, or the wish for one.

@@ -21,7 +21,7 @@ pub struct Homes {
     pub of: Vec<usize>,
 }
 
-/// Who may be chosen: present or not.
+/// A node that may be chosen, present or not.
 struct Candidate<'a> {
     node: &'a Node,
     /// Index among the members; `None`: it takes no part now.
@@ -43,7 +43,7 @@ impl Segment {
         self.members.iter().map(|member| member.node.leaders.unwrap_or(1)).min().unwrap_or(1)
     }
 
-    /// Who is to lead, whether it is there or not, and who else could, in Kilo's order.
+    /// The nodes that are to lead, whether they are there or not, and the others that could, in Kilo's order.
     fn chosen<'a>(&'a self, lost: &[&'a Node], wanted: usize) -> (Vec<Candidate<'a>>, Vec<Candidate<'a>>) {
         let present = self.members.iter().enumerate();
         let present = present.map(|(at, member)| Candidate { node: &member.node, member: Some(at) });
@@ -79,7 +79,7 @@ impl Segment {
         let missing = wanted.saturating_sub(active.len());
         let promoted: Vec<_> = rest.iter().filter(|it| it.can_lead()).take(missing).collect();
         active.extend(&promoted);
-        // Who is about to go has members until another one has taken them: until then there are two.
+        // A node that is about to go has members until another one has taken them: until then there are two.
         if chosen.len() < 2 || active.is_empty() || active.len() + leaving.len() < 2 {
             return None;
         }
@@ -119,7 +119,7 @@ impl Segment {
         for at in &leaving {
             uses(*at, places.least(self.members[*at].name(), &mut load));
         }
-        // Of who is not there, too: others do not change their places for that.
+        // Those that are not there count, too: others do not change their places for that.
         let count = if stand_bys == 0 { 0 } else { stand_bys.max(chosen.len()) };
         let next: Vec<usize> =
             rest.iter().filter(|it| it.can_lead() && !is_promoted(it)).filter_map(|it| it.member).collect();

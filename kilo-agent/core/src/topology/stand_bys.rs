@@ -34,7 +34,7 @@ impl Mesh {
         }
     }
 
-    /// Who acts for a location, and is none of those that this agent would have taken for its gateways.
+    /// The gateway that acts for a location, and is not one of those that this agent would have taken for its gateways.
     pub fn unforeseen(&self, at: usize) -> Option<&Member> {
         let gateways = self.gateways.get(at).filter(|gateways| gateways.is_unforeseen)?;
         self.segments.get(at)?.members.get(*gateways.order.get(gateways.acting)?)

@@ -6,7 +6,7 @@ use crate::{
     Agent, Far, Micros, NodeId, Note, Output, SEC, Signal, Term, Turn, far,
     gateway::Lead,
     planned::{Act, Cause, Giver, Taker, Try},
-    signal::{Body, Kind, MAX_MEMBERS, Shared},
+    signal::{Body, Kind, Shared},
     turn::Given,
 };
 
@@ -217,15 +217,9 @@ impl Agent {
         let Some(giver) = self.gateway.as_ref().and_then(|gateway| gateway.planned.giver.as_ref()) else {
             return;
         };
-        let parts = giver.members.chunks(MAX_MEMBERS);
-        let count = parts.len() as u16;
-        for (part, members) in parts.enumerate() {
-            let part = (part as u16, count);
-            let body =
-                Body::Claim { gateway: giver.to, shared: Shared::Move, part, members: members.to_vec() };
-            let signal = self.sender().signal(Kind::End, turn.nonce(), term, body);
-            turn.push(Output::Tunnel(far, signal));
-        }
+        let owner = (giver.to, Shared::Move);
+        let signals = self.sender().in_parts(Kind::End, term, owner, &giver.members, || turn.nonce());
+        signals.into_iter().for_each(|signal| turn.push(Output::Tunnel(far, signal)));
     }
 
     /// Handles PREPARE: another gateway asks this one to lead.

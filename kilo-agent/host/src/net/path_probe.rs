@@ -3,7 +3,7 @@
 //! socket is not needed, so neither is `CAP_NET_RAW`.
 //!
 //! An ICMP error counts only for the socket whose ports it quotes; both ports are
-//! chosen anew for each datagram. Who does not see our packets would have to guess
+//! chosen anew for each datagram. A host that does not see our packets would have to guess
 //! about 28 bits, twice, within the time a datagram has.
 
 use std::{

@@ -151,7 +151,7 @@ fn main() -> ExitCode {
             _ if success => ExitCode::SUCCESS,
             _ => ExitCode::FAILURE,
         },
-        // Who reads has seen enough, as `| head` does.
+        // The reader has seen enough, as `| head` does.
         Err(error) if error.is::<terminal::OutputClosed>() => ExitCode::SUCCESS,
         Err(error) => failed(&error),
     }

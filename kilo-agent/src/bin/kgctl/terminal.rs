@@ -10,7 +10,7 @@ const GREEN: &str = "\x1b[32m";
 const BOLD: &str = "\x1b[1m";
 const PLAIN: &str = "\x1b[0m";
 
-/// Who reads standard output has closed it, as `| head` does.
+/// The reader of standard output has closed it, as `| head` does.
 #[derive(Debug, thiserror::Error)]
 #[error("standard output was closed")]
 pub struct OutputClosed;

@@ -370,7 +370,7 @@ fn answers_wait_in_the_ring_until_it_fills_up() {
         poll(&mut fds, PollTimeout::from(10_000u16)).unwrap();
         woken.send(()).unwrap();
     });
-    // The other thread waits by then: who looks sees what is there, woken or not.
+    // The other thread waits by then: a reader sees what is there, woken or not.
     let stat = format!("/proc/self/task/{}/stat", name.recv().unwrap());
     let sleeps = || std::fs::read_to_string(&stat).unwrap().contains(") S ");
     until("the other thread sleeps", Duration::from_secs(10), sleeps);

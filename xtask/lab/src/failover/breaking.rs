@@ -150,7 +150,7 @@ pub fn reboot_all(lab: &mut Lab) -> Result<()> {
     for name in &names {
         let node = node(lab, name)?;
         node.netns.sh(REBOOT)?;
-        // Who led is written in what its agent has published, too.
+        // That it led is written in what its agent has published, too.
         let _ = fs::remove_file(lab.agents.cluster().join(format!("{name}{PUBLISHED}")));
     }
     lab.members.as_ref().map_or(Ok(()), Members::boot)?;

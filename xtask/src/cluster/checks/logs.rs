@@ -31,7 +31,7 @@ pub const AWAY: &[&str] = &[
 ];
 /// What boots cause, and nodes that are made anew.
 pub const BOOTS: &[&str] = &[
-    // Who starts first leads for a moment.
+    // The agent that starts first leads for a moment.
     "leads its location with the private endpoint",
     // Its object may be deleted before its agent ends, or come after it has started.
     "check --hostname",

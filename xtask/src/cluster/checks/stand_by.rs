@@ -70,7 +70,7 @@ fn with_failover(cluster: &Cluster, code: impl FnOnce(&Node, &Node) -> Result<St
     let stand_by = cluster.nodes.iter().find(is_beside).context("no other node there")?;
     cluster.kubectl(&["-n", "kube-system", "patch", "ds/kilo", "--type=json", "-p", AUTO])?;
     deploy::wait_rolled_out(cluster, "kilo", 180)?;
-    // Who led before agents were without failover goes on, and gives leadership back after a minute.
+    // The node that led before agents were without failover goes on, and gives leadership back after a minute.
     let leads_again = becomes(leader, LEADS, 150);
     let result = leads_again.and_then(|()| await_fit(stand_by)).and_then(|()| code(leader, stand_by));
     deploy::apply_file(cluster, deploy::manifest_name())?;

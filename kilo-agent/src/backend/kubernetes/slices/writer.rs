@@ -377,7 +377,7 @@ impl<'a> Writer<'a> {
             };
             writes.push((INDEX.to_owned(), Some(NodeSliceSpec { nodes: Vec::new(), index: Some(index) })));
         }
-        // Who has died or come back is what others wait for.
+        // Others wait for news of nodes that have died or come back.
         let lives = |entries: &[Entry]| -> BTreeSet<String> {
             entries.iter().filter(|entry| entry.alive).map(|entry| entry.name.clone()).collect()
         };

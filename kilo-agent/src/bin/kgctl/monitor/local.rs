@@ -97,7 +97,7 @@ async fn listen(args: &MonitorArgs) -> Result<()> {
     let mut asker_left = remote::end_of_stdin(args.until_stdin_ends);
     let mut before = at_start.clone();
     let mut shown = 0;
-    // Who started it from afar learns that packets from now on are seen.
+    // The kgctl that runs this one from afar learns that packets are seen from now on.
     if io::stderr().is_terminal() || args.until_stdin_ends {
         eprintln!("kgctl: listening to drops of this node; end with Ctrl-C");
     }
