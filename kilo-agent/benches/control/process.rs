@@ -19,6 +19,11 @@ pub fn kg() -> String {
     std::env::var("KILO_BENCH_KG").unwrap_or_else(|_| env!("CARGO_BIN_EXE_kg").to_owned())
 }
 
+/// `kgctl` beside it.
+pub fn kgctl() -> PathBuf {
+    PathBuf::from(kg()).with_file_name("kgctl")
+}
+
 /// Names the program that gives the agent the rights of its DaemonSet: `cargo xtask`'s own.
 const LAUNCHER: &str = "KILO_BENCH_LAUNCHER";
 const LISTEN: &str = "127.0.0.1:1107";

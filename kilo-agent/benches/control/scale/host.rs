@@ -7,6 +7,10 @@ use std::{
     os::linux::fs::MetadataExt as _,
     path::Path,
     process::Stdio,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, AtomicUsize, Ordering},
+    },
     time::{Duration, Instant},
 };
 
@@ -27,6 +31,8 @@ pub const API_PORT: u16 = 6443;
 /// Name of these namespaces, before the node's.
 const LAB: &str = "scale";
 const LOGS: &str = "/tmp/logs";
+/// Before an agent that has ended is started again.
+const RESTART: Duration = Duration::from_secs(1);
 
 /// File systems of this namespace alone, and a bridge a location. (Room for neighbours, which the kernel has once for
 /// the whole machine, was made by `cargo xtask`.)
@@ -53,6 +59,14 @@ fn router(location: usize) -> Ipv4Addr {
 pub struct Host {
     pub number: usize,
     pub netns: Netns,
+    ends: Arc<Ends>,
+}
+
+/// Ends of one agent.
+#[derive(Default)]
+struct Ends {
+    count: AtomicUsize,
+    are_wanted: AtomicBool,
 }
 
 impl Host {
@@ -78,7 +92,7 @@ impl Host {
             ))
             .unwrap();
         netns.sh("sysctl -qw net.ipv4.ip_forward=1").unwrap();
-        Self { number, netns }
+        Self { number, netns, ends: Arc::default() }
     }
 
     /// Address of its bridge.
@@ -102,13 +116,13 @@ impl Host {
         });
     }
 
+    /// Starts its agent, and again whenever it ends by itself, as a kubelet does.
     pub fn start_agent(&self, kubeconfig: &Path, flags: &[&str]) {
         let name = objects::name(self.number);
         let log = fs::File::create(format!("{LOGS}/{name}.log")).unwrap();
         let words = process::confined(kubeconfig);
-        let mut child = self
-            .netns
-            .command(&words[0])
+        let mut command = self.netns.command(&words[0]);
+        command
             .args(&words[1..])
             .args(["--hostname", &name, "--wireguard", "userspace"])
             .args(["--cni-path", "/run/kilo/10-kilo.conflist"])
@@ -116,11 +130,21 @@ impl Host {
             .args(flags)
             .stdin(Stdio::null())
             .stdout(log.try_clone().unwrap())
-            .stderr(log)
-            .spawn()
-            .unwrap();
-        // It ends with its namespace.
-        std::thread::spawn(move || child.wait());
+            .stderr(log);
+        let ends = Arc::clone(&self.ends);
+        std::thread::spawn(move || {
+            while !ends.are_wanted.load(Ordering::Relaxed) {
+                let mut child = command.spawn().unwrap();
+                let _ = child.wait();
+                std::thread::sleep(RESTART);
+                ends.count.fetch_add(1, Ordering::Relaxed);
+            }
+        });
+    }
+
+    /// How often its agent has ended by itself.
+    pub fn ends(&self) -> usize {
+        self.ends.count.load(Ordering::Relaxed)
     }
 
     /// One of its agent's metrics.
@@ -138,6 +162,7 @@ impl Host {
 
     /// Its link goes, and every process.
     pub fn lose_power(&self) {
+        self.ends.are_wanted.store(true, Ordering::Relaxed);
         netns::sh(&format!("ip link set n{} down", self.number));
         lab_netns::kill_processes(std::slice::from_ref(&self.netns));
     }
@@ -197,5 +222,6 @@ fn memory(process: &Path) -> f64 {
 
 /// Ends all of it.
 pub fn end(hosts: &[Host]) {
+    hosts.iter().for_each(|host| host.ends.are_wanted.store(true, Ordering::Relaxed));
     lab_netns::remove(hosts.iter().map(|host| host.netns.clone())).unwrap();
 }

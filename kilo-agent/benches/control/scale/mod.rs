@@ -4,6 +4,7 @@
 //! `KILO_BENCH_NODES`: how many nodes, in 20 locations; `KILO_BENCH_OUTAGE`: seconds without API server;
 //! `KILO_BENCH_REST`: seconds of rest; `KILO_BENCH_FLAGS`: more flags of every agent.
 
+mod explain;
 mod host;
 mod probes;
 
@@ -16,7 +17,7 @@ use kube::{
     api::{ApiResource, DynamicObject, PostParams},
 };
 
-use self::{host::Host, probes::Probes};
+use self::{explain::Machine, host::Host, probes::Probes};
 use crate::{
     Figures,
     api::{ADMIN, ApiServer, apply_crds},
@@ -40,6 +41,7 @@ pub async fn measure(figures: &mut Figures) {
         std::env::var("KILO_BENCH_FLAGS").unwrap_or_else(|_| "--failover=auto --slices=auto".to_owned());
     let flags: Vec<&str> = flags.split_whitespace().collect();
 
+    let machine = Machine::before();
     host::prepare_machine();
     let Some(server) = ApiServer::start().await else { return };
     let client = server.client(ADMIN).await;
@@ -52,6 +54,7 @@ pub async fn measure(figures: &mut Figures) {
     let mut probes = Probes::open(&hosts);
     println!("bench: {nodes} namespaces, {} ways to ask; flags {flags:?}; {}", probes.len(), load());
 
+    let around = (&hosts[..], &machine);
     let started = Instant::now();
     for host in &hosts {
         host.start_agent(&kubeconfig, &flags);
@@ -59,8 +62,10 @@ pub async fn measure(figures: &mut Figures) {
     println!("bench: agents started after {:.1} s", started.elapsed().as_secs_f64());
     let mut add = |what: &str, unit, value| figures.add_to("scale", nodes, what, unit, value);
     let seconds = |time: Duration| milliseconds(time) / 1e3;
-    let took = probes.until_all_answer(started, PATIENCE).await;
+    let took = probes.until_all_answer(around, started, PATIENCE).await;
     add("start of all: until everybody reaches everybody asked", "s", seconds(took));
+    let ends = hosts.iter().map(Host::ends).sum::<usize>();
+    add("start of all: agents that ended and were started again", "", ends as f64);
     let used = host::usage(&hosts);
     add("start of all: processor time, all agents", "s", seconds(used.agents.ran));
     add("start of all: processor time, all WireGuard processes", "s", seconds(used.wireguard.ran));
@@ -96,7 +101,7 @@ pub async fn measure(figures: &mut Figures) {
         host.until("kilo_peers", 1, PATIENCE).await;
     }
     add("afterwards: every agent knows a new Peer", "s", seconds(wanted.elapsed()));
-    probes.until_all_answer(Instant::now(), PATIENCE).await;
+    probes.until_all_answer(around, Instant::now(), PATIENCE).await;
 
     let leader = (0..nodes)
         .filter(|number| number % objects::LOCATIONS == DIES_IN)
@@ -105,7 +110,7 @@ pub async fn measure(figures: &mut Figures) {
     hosts[leader].lose_power();
     let died = Instant::now();
     probes.leave_out(leader);
-    let took = probes.until_all_answer(died, PATIENCE).await;
+    let took = probes.until_all_answer(around, died, PATIENCE).await;
     add("a leader dies: until all others reach each other", "s", seconds(took));
     println!("bench: {}", load());
     host::end(&hosts);

@@ -13,17 +13,25 @@ use std::{
 
 use tokio::net::UdpSocket;
 
-use super::host::Host;
+use super::{
+    explain::{self, Machine},
+    host::Host,
+};
 use crate::objects::{self, LOCATIONS};
 
 const PORT: u16 = 7777;
 /// Between two looks at who has not been heard; what is lost is sent again.
 const PACE: Duration = Duration::from_millis(250);
+/// After so long without a way that was heard for the first time, some of those that are silent are explained, and
+/// again after twice that long.
+const STUCK: Duration = Duration::from_secs(60);
+/// How many.
+const EXPLAINED: usize = 3;
 /// A datagram that takes longer than this is lost.
 const SLOWEST: Duration = Duration::from_secs(3);
 
 /// From one node to another.
-type Way = (usize, usize);
+pub type Way = (usize, usize);
 
 pub struct Probes {
     sockets: Vec<Arc<UdpSocket>>,
@@ -94,14 +102,28 @@ impl Probes {
     }
 
     /// How long after `since` the last way carried its first datagram.
-    pub async fn until_all_answer(&mut self, since: Instant, limit: Duration) -> Duration {
+    pub async fn until_all_answer(
+        &mut self,
+        (hosts, machine): (&[Host], &Machine),
+        since: Instant,
+        limit: Duration,
+    ) -> Duration {
         let from = u64::try_from(since.duration_since(self.heard.start).as_micros()).unwrap().max(1);
         let mut reported = Instant::now();
         let mut silent: Vec<Way> = self.ways.iter().copied().collect();
+        let (mut progress, mut patience) = (Instant::now(), STUCK);
         loop {
+            let before = silent.len();
             silent.retain(|way| self.heard.of(*way).load(Ordering::Relaxed) < from);
             if silent.is_empty() {
                 return since.elapsed();
+            }
+            if silent.len() < before {
+                progress = Instant::now();
+            }
+            if progress.elapsed() > patience {
+                self.explain(hosts, machine, &silent);
+                (progress, patience) = (Instant::now(), patience * 2);
             }
             if reported.elapsed() > Duration::from_secs(10) {
                 reported = Instant::now();
@@ -113,10 +135,29 @@ impl Probes {
                 );
             }
             let few = &silent[..silent.len().min(20)];
-            assert!(since.elapsed() < limit, "{} ways are silent, such as {few:?}", silent.len());
+            if since.elapsed() > limit {
+                self.explain(hosts, machine, &silent);
+                panic!("{} ways are silent, such as {few:?}", silent.len());
+            }
             silent.iter().for_each(|way| self.send(*way));
             // Where most are silent, all of them each time would be most of the work.
             tokio::time::sleep(PACE * (1 + u32::try_from(silent.len() / 1000).unwrap())).await;
+        }
+    }
+
+    /// Says of some silent ways where they end: no two of them begin or end at one node.
+    fn explain(&self, hosts: &[Host], machine: &Machine, silent: &[Way]) {
+        println!("bench: {}", machine.neighbours());
+        let mut named = BTreeSet::new();
+        let apart = silent.iter().filter(|(from, to)| {
+            let is_new = !named.contains(from) && !named.contains(to);
+            if is_new {
+                named.extend([*from, *to]);
+            }
+            is_new
+        });
+        for way in apart.take(EXPLAINED) {
+            print!("{}", explain::way(hosts, *way, || self.send(*way)));
         }
     }
 

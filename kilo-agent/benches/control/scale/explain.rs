@@ -1,0 +1,269 @@
+//! Where a packet of a silent way is lost: the tables of each node on the way (`kgctl trace`), whose peer of WireGuard
+//! has its source and its destination, what programs drop meanwhile, and the next hops' neighbours.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    fs,
+    net::{IpAddr, Ipv4Addr, SocketAddr},
+    process::Command,
+};
+
+use ipnet::IpNet;
+use kilo_lab::{counters, netns::run};
+
+use super::{host::Host, probes::Way};
+use crate::{
+    objects::{self, LOCATIONS},
+    process,
+};
+
+/// A packet passes no more nodes than these: sender, gateway, another one of each location, receiver.
+const MOST_NODES: usize = 8;
+/// How often a way is tried while drops are counted.
+const TRIES: usize = 20;
+/// Overflows of the kernel's table of neighbours, of which there is one for all namespaces.
+const NEIGHBOURS: &str = "/proc/net/stat/arp_cache";
+
+/// What is known of the machine before the benchmark.
+pub struct Machine {
+    overflows: u64,
+}
+
+impl Machine {
+    pub fn before() -> Self {
+        Self { overflows: column("table_fulls") }
+    }
+
+    /// How full the kernel's table of neighbours is, and how often it was full.
+    pub fn neighbours(&self) -> String {
+        let read = |name: &str| {
+            let path = format!("/proc/sys/net/ipv4/neigh/default/{name}");
+            fs::read_to_string(path).map_or_else(|_| "?".to_owned(), |text| text.trim().to_owned())
+        };
+        let log = run(Command::new("dmesg").args(["--level", "info,notice,warn,err"])).unwrap_or_default();
+        let line = log.lines().rfind(|line| line.contains("neighbor table overflow"));
+        format!(
+            "{} neighbours in the kernel's table (gc_thresh2 {}, gc_thresh3 {}), which overflowed {} times since the \
+             start; last line of the kernel's log about it: {}",
+            hexadecimal(0, "entries"),
+            read("gc_thresh2"),
+            read("gc_thresh3"),
+            column("table_fulls") - self.overflows,
+            line.unwrap_or("none")
+        )
+    }
+}
+
+/// A column of all CPUs together.
+fn column(name: &str) -> u64 {
+    let lines = fs::read_to_string(NEIGHBOURS).unwrap_or_default().lines().count();
+    (0..lines.saturating_sub(1)).map(|line| hexadecimal(line, name)).sum()
+}
+
+fn hexadecimal(line: usize, column: &str) -> u64 {
+    let text = fs::read_to_string(NEIGHBOURS).unwrap_or_default();
+    let mut lines = text.lines();
+    let place = lines.next().and_then(|names| names.split_whitespace().position(|name| name == column));
+    let field = place.and_then(|place| lines.nth(line)?.split_whitespace().nth(place));
+    field.and_then(|field| u64::from_str_radix(field, 16).ok()).unwrap_or(0)
+}
+
+/// The way as the tables have it, a line a node; and what was dropped while `send` tried it.
+pub fn way(hosts: &[Host], (from, to): Way, send: impl Fn()) -> String {
+    let mut path = Path { hosts, src: objects::gateway(from), dst: objects::gateway(to), lines: Vec::new() };
+    let mut nodes = BTreeSet::from([from, to]);
+    let mut step = Step { node: from, origin: Origin::Host };
+    let mut is_open = false;
+    for _ in 0..MOST_NODES {
+        nodes.insert(step.node);
+        match path.next(&step) {
+            Next::On(next) => step = next,
+            Next::Arrived => {
+                is_open = step.node == to;
+                break;
+            }
+            Next::Lost => break,
+        }
+    }
+    let verdict = if is_open { "all tables let it through" } else { "it is lost at the last node named" };
+    let mut text = format!("bench: way {from} -> {to}: {verdict}\n");
+    for line in path.lines {
+        text += &format!("bench:     {line}\n");
+    }
+    let drops = |nodes: &BTreeSet<usize>| -> BTreeMap<(usize, String), u64> {
+        let of = |node: usize| {
+            let metrics = counters::scrape(&hosts[node].netns).unwrap_or_default();
+            counters::drops(&metrics).into_iter().map(move |(reason, count)| ((node, reason), count))
+        };
+        nodes.iter().copied().flat_map(of).collect()
+    };
+    let before = drops(&nodes);
+    (0..TRIES).for_each(|_| send());
+    std::thread::sleep(std::time::Duration::from_secs(1));
+    for ((node, reason), count) in drops(&nodes) {
+        let more = count - before.get(&(node, reason.clone())).copied().unwrap_or(0);
+        if more > 0 {
+            text += &format!("bench:     node {node} dropped {more} meanwhile: {reason}\n");
+        }
+    }
+    text
+}
+
+/// What a node is to be asked.
+struct Step {
+    node: usize,
+    origin: Origin,
+}
+
+enum Origin {
+    Host,
+    /// From the node with this private address.
+    Lan(IpAddr),
+    /// Out of WireGuard.
+    Kilo,
+}
+
+enum Next {
+    On(Step),
+    Arrived,
+    Lost,
+}
+
+struct Path<'a> {
+    hosts: &'a [Host],
+    src: Ipv4Addr,
+    dst: Ipv4Addr,
+    lines: Vec<String>,
+}
+
+impl Path<'_> {
+    fn says(&mut self, node: usize, what: impl std::fmt::Display) {
+        self.lines.push(format!("node {node}: {what}"));
+    }
+
+    fn next(&mut self, step: &Step) -> Next {
+        let node = step.node;
+        let Some(trace) = self.trace(step) else {
+            self.says(node, "kgctl trace does not answer: the agent has not set this node up");
+            return Next::Lost;
+        };
+        let word = |key: &str| trace[key].as_str().unwrap_or_default().to_owned();
+        let (outcome, text) = (word("outcome"), word("text"));
+        let steps = trace["steps"].as_array().cloned().unwrap_or_default();
+        let finding = |at: &str| steps.iter().rfind(|step| step["at"] == at)?["finding"].as_str();
+        let towards = finding("prefix").unwrap_or_default().to_owned();
+        self.says(node, format!("{outcome} {}: {text} ({towards})", word("reason")));
+        match outcome.as_str() {
+            "encrypt" | "transit" => self.through_wireguard(node),
+            "deliver" | "decrypt" | "stack" if self.hosts[node].gateway() == self.dst => Next::Arrived,
+            "steer" | "forward" | "pass_on" => {
+                let Some(to) = node_address(&towards) else { return Next::Lost };
+                let neighbour = self.hosts[node].netns.sh(&format!("ip neigh show to {to}"));
+                self.says(node, format!("neighbour {}", neighbour.unwrap_or_default().trim()));
+                match self.number_of(to) {
+                    Some(next) => {
+                        let sender = IpAddr::from(objects::private(node));
+                        Next::On(Step { node: next, origin: Origin::Lan(sender) })
+                    }
+                    None => Next::Lost,
+                }
+            }
+            _ => Next::Lost,
+        }
+    }
+
+    fn trace(&self, step: &Step) -> Option<serde_json::Value> {
+        let mut words = vec![format!("--src={}", self.src), format!("--dst={}", self.dst)];
+        words.extend(["--proto=udp", "--sport=7777", "--dport=7777", "--size=32", "-o=json"].map(str::to_owned));
+        match step.origin {
+            Origin::Host => words.push("--from=host".to_owned()),
+            Origin::Kilo => words.push("--from=kilo".to_owned()),
+            Origin::Lan(sender) => words.extend(["--from=lan".to_owned(), format!("--sender={sender}")]),
+        }
+        let netns = &self.hosts[step.node].netns;
+        let text = run(netns.command(process::kgctl()).arg("trace").args(words)).ok()?;
+        serde_json::from_str(&text).ok()
+    }
+
+    /// The peer that this node sends to, and whether that one takes what comes from here.
+    fn through_wireguard(&mut self, node: usize) -> Next {
+        let peers = self.peers(node);
+        let Some(peer) = holder(&peers, self.dst) else {
+            self.says(node, format!("WireGuard: no peer has {}", self.dst));
+            return Next::Lost;
+        };
+        let Some(next) = peer.endpoint.and_then(|endpoint| self.number_of(endpoint.ip())) else {
+            self.says(node, format!("WireGuard: the peer with {} is at {:?}, no node", self.dst, peer.endpoint));
+            return Next::Lost;
+        };
+        self.says(node, format!("WireGuard: {} is node {next}'s, last handshake {}", self.dst, peer.handshake));
+        let key = |node: usize| self.hosts[node].netns.sh("wg show kilo0 public-key").unwrap_or_default();
+        if key(next).trim() != peer.key {
+            self.says(next, "WireGuard: it has another key than that peer");
+            return Next::Lost;
+        }
+        let (own, theirs) = (key(node), self.peers(next));
+        match holder(&theirs, self.src) {
+            Some(sender) if sender.key == own.trim() => {
+                Next::On(Step { node: next, origin: Origin::Kilo })
+            }
+            sender => {
+                let whose = sender.and_then(|sender| self.number_of(sender.endpoint?.ip()));
+                self.says(
+                    next,
+                    format!("WireGuard: {} is node {whose:?}'s, so nothing of it is taken from node {node}", self.src),
+                );
+                Next::Lost
+            }
+        }
+    }
+
+    fn peers(&self, node: usize) -> Vec<Peer> {
+        let text = self.hosts[node].netns.sh("wg show kilo0 dump").unwrap_or_default();
+        text.lines().skip(1).filter_map(Peer::read).collect()
+    }
+
+    fn number_of(&self, address: IpAddr) -> Option<usize> {
+        (0..self.hosts.len()).find(|number| {
+            let public = Ipv4Addr::new(198, 18, (number % LOCATIONS) as u8, (number / LOCATIONS) as u8 + 1);
+            address == IpAddr::from(objects::private(*number)) || address == IpAddr::from(public)
+        })
+    }
+}
+
+/// A line of `wg show … dump`.
+struct Peer {
+    key: String,
+    endpoint: Option<SocketAddr>,
+    allowed: Vec<IpNet>,
+    /// Seconds since 1970; 0: never.
+    handshake: String,
+}
+
+impl Peer {
+    fn read(line: &str) -> Option<Self> {
+        let mut fields = line.split('\t');
+        let (key, _, endpoint) = (fields.next()?, fields.next()?, fields.next()?);
+        let (allowed, handshake) = (fields.next()?, fields.next()?);
+        Some(Self {
+            key: key.to_owned(),
+            endpoint: endpoint.parse().ok(),
+            allowed: allowed.split(',').filter_map(|net| net.parse().ok()).collect(),
+            handshake: handshake.to_owned(),
+        })
+    }
+}
+
+/// The peer with the longest prefix that holds this address.
+fn holder(peers: &[Peer], address: Ipv4Addr) -> Option<&Peer> {
+    let address = IpAddr::from(address);
+    let length = |peer: &&Peer| {
+        peer.allowed.iter().filter(|net| net.contains(&address)).map(|net| i16::from(net.prefix_len())).max()
+    };
+    peers.iter().filter(|peer| length(peer).is_some()).max_by_key(length)
+}
+
+/// The node that a finding about a prefix names: `… -> hop 5 (a node of the location): 10.201.0.2 (ipip …)`.
+fn node_address(finding: &str) -> Option<IpAddr> {
+    finding.split_once("): ")?.1.split_whitespace().next()?.parse().ok()
+}
