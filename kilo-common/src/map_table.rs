@@ -56,6 +56,9 @@ pub struct MapSpec {
     pub size: u32,
     /// Who writes it.
     pub writer: Writer,
+    /// The earliest layout whose map of this name holds the same. One that is pinned there, or in a later layout, is
+    /// taken over with its content; of an earlier one it is made anew.
+    pub since: u32,
     /// Outlives the agent, below the pin directory.
     pub is_pinned: bool,
     /// Has gauges `kilo_map_entries` and `kilo_map_capacity`: its content depends on the mesh or its traffic.
@@ -84,7 +87,8 @@ const fn value_size<V>(kind: Kind) -> u32 {
 
 macro_rules! maps {
     ($($id:ident = $name:literal, $kind:ident<$key:ty, $value:ty>, size $size:expr, by $writer:ident,
-        pinned $pinned:literal, gauge $gauge:literal, holds $holds:literal, reason $reason:literal;)*) => {
+        since $since:literal, pinned $pinned:literal, gauge $gauge:literal,
+        holds $holds:literal, reason $reason:literal;)*) => {
         $(
             #[doc = concat!("`", $name, "`: ", $holds, ".")]
             pub const $id: MapSpec = MapSpec {
@@ -94,6 +98,7 @@ macro_rules! maps {
                 value: value_size::<$value>(Kind::$kind),
                 size: $size,
                 writer: Writer::$writer,
+                since: $since,
                 is_pinned: $pinned,
                 has_gauge: $gauge,
                 holds: $holds,
@@ -115,90 +120,90 @@ macro_rules! maps {
 }
 
 maps! {
-    PREFIX_V4 = "prefix_v4", LpmTrie<[u8; 4], PrefixValue>, size 262_144, by Plan, pinned true, gauge true,
+    PREFIX_V4 = "prefix_v4", LpmTrie<[u8; 4], PrefixValue>, size 262_144, by Plan, since 5, pinned true, gauge true,
         holds "LPM prefix → hop id, flags",
         reason "50 times a mesh of 5,000 nodes; memory by use. One more: the change is refused as a whole";
-    PREFIX_V6 = "prefix_v6", LpmTrie<[u8; 16], PrefixValue>, size 262_144, by Plan, pinned true, gauge true,
+    PREFIX_V6 = "prefix_v6", LpmTrie<[u8; 16], PrefixValue>, size 262_144, by Plan, since 5, pinned true, gauge true,
         holds "LPM prefix → hop id, flags",
         reason "as `prefix_v4`";
-    DIRECT_V4 = "direct_v4", Array<u32, u64>, size 65_536, by Plan, pinned true, gauge false,
+    DIRECT_V4 = "direct_v4", Array<u32, u64>, size 65_536, by Plan, since 6, pinned true, gauge false,
         holds "IPv4 prefixes as long as the own pod CIDR, by their last 16 bits → what `prefix_v4` says",
         reason "512 KiB from the start; prefixes sharing a slot are told apart by the trie";
-    HOP = "hop", Array<u32, Hop>, size 4_096, by Plan, pinned true, gauge true,
+    HOP = "hop", Array<u32, Hop>, size 4_096, by Plan, since 5, pinned true, gauge true,
         holds "id → kind, tunnel, interface, MTU, addresses",
         reason "208 KiB from the start; ids 0 to 3 are fixed, so 4,092 other nodes of one location. \
                 One more has no way to it: its packets are dropped, and the agent says so (`location_full`)";
-    LEAD = "lead", Array<u32, u64>, size 2, by Plan, pinned true, gauge false,
+    LEAD = "lead", Array<u32, u64>, size 2, by Plan, since 5, pinned true, gauge false,
         holds "what hops 2 (Kilo's leader) and 3 (the acting leader) lead to: term, hop id",
         reason "two words";
-    NODE_V4 = "node_v4", Hash<[u8; 4], NodeValue>, size 4_096, by Plan, pinned true, gauge true,
+    NODE_V4 = "node_v4", Hash<[u8; 4], NodeValue>, size 4_096, by Plan, since 5, pinned true, gauge true,
         holds "outer source → hop id, whether it is a gateway, whether this one leads it",
         reason "as `hop`, one private address a node";
-    NODE_V6 = "node_v6", Hash<[u8; 16], NodeValue>, size 4_096, by Plan, pinned true, gauge true,
+    NODE_V6 = "node_v6", Hash<[u8; 16], NodeValue>, size 4_096, by Plan, since 5, pinned true, gauge true,
         holds "outer source → hop id, whether it is a gateway, whether this one leads it",
         reason "as `node_v4`";
-    MASQ_SRC = "masq_src", LpmTrie<[u8; 16], u32>, size 262_144, by Plan, pinned true, gauge true,
+    MASQ_SRC = "masq_src", LpmTrie<[u8; 16], u32>, size 262_144, by Plan, since 5, pinned true, gauge true,
         holds "LPM prefix → how, both families (IPv4 as `::ffff:a.b.c.d`)",
         reason "as `prefix_v4`";
-    MASQ_DST = "masq_dst", LpmTrie<[u8; 16], u32>, size 262_144, by Plan, pinned true, gauge true,
+    MASQ_DST = "masq_dst", LpmTrie<[u8; 16], u32>, size 262_144, by Plan, since 5, pinned true, gauge true,
         holds "LPM prefix → how, both families",
         reason "every known prefix once, as `prefix_v4`";
-    NAT = "nat", LruHash<NatKey, NatValue>, size 131_072, by Packets, pinned true, gauge true,
+    NAT = "nat", LruHash<NatKey, NatValue>, size 131_072, by Packets, since 5, pinned true, gauge true,
         holds "LRU flow → new address and port, both families",
         reason "65,536 flows of two entries: as many as one address has ports towards one destination. \
                 One more: the least recently used goes, and is written anew with its flow's next packet";
-    INBOUND = "inbound", LruHash<NatKey, InboundValue>, size 32_768, by Packets, pinned true, gauge false,
+    INBOUND = "inbound", LruHash<NatKey, InboundValue>, size 32_768, by Packets, since 5, pinned true, gauge false,
         holds "LRU flow opened from outside → last packet, both families",
         reason "strangers may fill it, so it is a map of its own: they evict each other, never an entry of \
                 `nat`; and fragments that stay as they are. One more: the least recently used goes, and is \
                 written anew with its flow's next packet from outside";
-    MASQ_ADDR = "masq_addr", LpmTrie<[u8; 20], MasqAddr>, size 4_096, by Plan, pinned true, gauge true,
+    MASQ_ADDR = "masq_addr", LpmTrie<[u8; 20], MasqAddr>, size 4_096, by Plan, since 5, pinned true, gauge true,
         holds "LPM interface, destination → masquerade address; and all such addresses",
         reason "a few an address of an uplink, one a route with a source of its own. One more: the change is \
                 refused as a whole";
     // The programs alone know the layout of their scratch memory.
-    NAT_WORK = "nat_work", PerCpuArray<u32, ()>, size 1, by Packets, pinned false, gauge false,
+    NAT_WORK = "nat_work", PerCpuArray<u32, ()>, size 1, by Packets, since 5, pinned false, gauge false,
         holds "memory of the masquerading program, per CPU",
         reason "no state";
     // As above.
-    LINK = "link", PerCpuArray<u32, ()>, size 256, by Packets, pinned false, gauge false,
+    LINK = "link", PerCpuArray<u32, ()>, size 256, by Packets, since 6, pinned false, gauge false,
         holds "link-layer addresses found in this tick of the kernel's clock, per CPU",
         reason "no state; of several addresses sharing a slot each is asked for again";
-    DEVICE = "device", Hash<u32, Device>, size 256, by Plan, pinned true, gauge true,
+    DEVICE = "device", Hash<u32, Device>, size 256, by Plan, since 5, pinned true, gauge true,
         holds "interface → masquerade addresses",
         reason "interfaces with programs: uplinks, not pods'. One more: the change is refused as a whole";
-    PATH_MTU = "path_mtu", RingBuf<(), PathMtu>, size 4_096, by Packets, pinned true, gauge false,
+    PATH_MTU = "path_mtu", RingBuf<(), PathMtu>, size 4_096, by Packets, since 5, pinned true, gauge false,
         holds "ring: what routers say they carry towards nodes",
         reason "bytes: a page; what does not fit is lost, reports repeat themselves";
-    SIGNAL_KEY = "signal_key", Hash<[u8; 16], SignalKey>, size 8_192, by Plan, pinned true, gauge true,
+    SIGNAL_KEY = "signal_key", Hash<[u8; 16], SignalKey>, size 8_192, by Plan, since 5, pinned true, gauge true,
         holds "node's address → what its signals are checked with, both families; far gateways by their control addresses",
         reason "as `hop`, a private address and perhaps one in an overlay a node; far gateways are a few a location";
-    SIGNAL = "signal", RingBuf<(), Heard>, size 65_536, by Packets, pinned true, gauge false,
+    SIGNAL = "signal", RingBuf<(), Heard>, size 65_536, by Packets, since 5, pinned true, gauge false,
         holds "ring: signals for the agent",
         reason "bytes: 630 short signals or 56 of the longest; what does not fit is lost, signals are repeated";
-    RELAY = "relay", Hash<u32, relay::Port>, size 1_024, by Relay, pinned true, gauge false,
+    RELAY = "relay", Hash<u32, relay::Port>, size 1_024, by Relay, since 6, pinned true, gauge false,
         holds "on a relay: port of a pair → who may send to it, and the end to which it is sent on",
         reason "two ports a pair, of 1,000. One more pair is refused";
     // The programs alone know what they remember.
-    RELAY_WAY = "relay_way", Array<u32, ()>, size relay::PORTS, by Packets, pinned false, gauge false,
+    RELAY_WAY = "relay_way", Array<u32, ()>, size relay::PORTS, by Packets, since 6, pinned false, gauge false,
         holds "on a relay: port of a pair → what it may still send, and link-layer addresses towards the other end",
         reason "one place a port; no state that would be missed";
-    RELAY_KEY = "relay_key", Hash<u64, relay::Sender>, size 8_192, by Relay, pinned true, gauge false,
+    RELAY_KEY = "relay_key", Hash<u64, relay::Sender>, size 8_192, by Relay, since 6, pinned true, gauge false,
         holds "gateway's id → what its messages about relays are checked with, and the latest ones",
         reason "a few a location. One more is not heard";
-    RELAY_HEARD = "relay_heard", RingBuf<(), relay::Heard>, size 65_536, by Packets, pinned true, gauge false,
+    RELAY_HEARD = "relay_heard", RingBuf<(), relay::Heard>, size 65_536, by Packets, since 6, pinned true, gauge false,
         holds "ring: messages about relays, for the agent",
         reason "bytes: 580 messages; what does not fit is lost, messages are repeated";
-    COUNT = "count", PerCpuArray<u32, u64>, size COUNTERS, by Packets, pinned true, gauge false,
+    COUNT = "count", PerCpuArray<u32, u64>, size COUNTERS, by Packets, since 5, pinned true, gauge false,
         holds "action or drop reason → packets, per CPU",
         reason "indexes are fixed; the rest is room";
-    CONFIG = "config", Array<u32, Config>, size 1, by Plan, pinned true, gauge false,
+    CONFIG = "config", Array<u32, Config>, size 1, by Plan, since 6, pinned true, gauge false,
         holds "this host",
         reason "one host";
-    EVENTS = "events", RingBuf<(), DropEvent>, size 262_144, by Packets, pinned true, gauge false,
+    EVENTS = "events", RingBuf<(), DropEvent>, size 262_144, by Packets, since 5, pinned true, gauge false,
         holds "ring: drops for `kgctl monitor`",
         reason "bytes: 1,600 events; what does not fit is not shown";
-    MONITOR = "monitor", Array<u32, Monitor>, size 1, by Listener, pinned true, gauge false,
+    MONITOR = "monitor", Array<u32, Monitor>, size 1, by Listener, since 5, pinned true, gauge false,
         holds "until when a `kgctl monitor` listens to `events`",
         reason "one listener";
 }

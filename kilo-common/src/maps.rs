@@ -3,8 +3,8 @@
 //! IPv4 addresses are `[u8; 4]` and IPv6 addresses `[u8; 16]`, in network byte
 //! order; interface indexes, lengths and flags are in host byte order.
 
-/// Version of everything in this module; part of the pin path, so that two
-/// layouts never share a map.
+/// Version of everything in this module; part of the pin path. Two layouts share a map only where
+/// [`crate::map_table::MapSpec::since`] says that it holds the same in both.
 pub const LAYOUT_VERSION: u32 = 6;
 
 /// Hop id no prefix may point to: the array's zeroed entry drops.

@@ -20,6 +20,7 @@ mod agreement;
 mod attach;
 mod clear;
 mod gso;
+mod layouts;
 mod links;
 mod load;
 mod map_sizes;

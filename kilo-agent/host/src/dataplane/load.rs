@@ -49,7 +49,7 @@ pub const FOLLOW: &str = "follow";
 const THREADS: usize = 4;
 
 /// Maps that outlive the agent.
-fn pinned() -> impl Iterator<Item = &'static MapSpec> {
+pub fn pinned() -> impl Iterator<Item = &'static MapSpec> {
     MAPS.iter().filter(|map| map.is_pinned)
 }
 
@@ -173,21 +173,29 @@ pub fn program<'a>(
     Ok(object.program_mut(name).ok_or(DataplaneError::Object(name))?.try_into()?)
 }
 
-/// Directories of other versions' maps beside this one.
-pub fn other_layouts(directory: &Path) -> Vec<PathBuf> {
+/// A directory of maps of another layout.
+pub struct Layout {
+    /// Of the layout.
+    pub version: u32,
+    /// The directory.
+    pub path: PathBuf,
+}
+
+/// What other versions have pinned beside this directory.
+pub fn other_layouts(directory: &Path) -> Vec<Layout> {
     let Some(top) = directory.parent() else { return Vec::new() };
     let entries = std::fs::read_dir(top).into_iter().flatten().flatten();
-    let is_layout = |entry: &std::fs::DirEntry| {
-        let name = entry.file_name().to_string_lossy().into_owned();
-        name.strip_prefix('v').is_some_and(|version| version.parse::<u32>().is_ok())
+    let layout = |entry: std::fs::DirEntry| {
+        let version = entry.file_name().to_string_lossy().strip_prefix('v')?.parse().ok()?;
+        Some(Layout { version, path: entry.path() })
     };
-    entries.filter(is_layout).map(|entry| entry.path()).filter(|path| path != directory).collect()
+    entries.filter_map(layout).filter(|layout| layout.path != directory).collect()
 }
 
 /// Removes the pins of other versions' maps. Called when our programs have
 /// replaced theirs on every hook: nobody reads those maps any more.
 pub fn remove_other_layouts(directory: &Path) -> Result<(), DataplaneError> {
-    for path in other_layouts(directory) {
+    for Layout { path, .. } in other_layouts(directory) {
         tracing::info!(path = %path.display(), "removing maps of another version");
         std::fs::remove_dir_all(&path).map_err(|source| DataplaneError::Pin { path, source })?;
     }
@@ -226,7 +234,7 @@ pub fn pinned_ids(directory: &Path) -> Result<Option<Vec<(&'static str, u32)>>, 
 }
 
 /// Without the right to look, nobody knows: an error, so that no pin is removed for it.
-fn fits(map: &MapSpec, path: &Path) -> Result<bool, DataplaneError> {
+pub fn fits(map: &MapSpec, path: &Path) -> Result<bool, DataplaneError> {
     let info = match MapData::from_pin(path).and_then(|data| data.info()) {
         Ok(info) => info,
         // A directory in the place of a map answers EACCES, too.

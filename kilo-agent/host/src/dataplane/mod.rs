@@ -4,6 +4,7 @@
 mod attach;
 mod batch;
 pub mod decode;
+mod earlier;
 mod error;
 mod first_map;
 mod late;
@@ -169,8 +170,8 @@ impl Dataplane {
         let directory = pin_directory(bpffs);
         make_directory(&directory)?;
         let adopted = directory.join(name::CONFIG).exists();
-        let are_new = load::has_no_maps(&directory);
         let replaces_layout = !load::other_layouts(&directory).is_empty();
+        let are_new = load::has_no_maps(&directory) && !replaces_layout;
         let programs = programs::Programs::open(&directory, debug).inspect_err(|_| {
             if !adopted {
                 // Nothing of ours stays half set up; what another version runs stays.

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use aya::{Ebpf, programs::SchedClassifier};
 
 use super::{
-    DataplaneError,
+    DataplaneError, earlier,
     late::Late,
     load::{self, ON_DEMAND, load_programs},
     pins::{self, ByName, is_ours_alone, open_all, pin_anew},
@@ -38,6 +38,7 @@ impl Programs {
     /// When the kernel refuses one, or a pinned map may not be opened.
     pub fn open(directory: &Path, debug: bool) -> Result<Self, DataplaneError> {
         load::remove_unfit(directory)?;
+        earlier::take_over(directory)?;
         if !debug
             && let Some(pins) = pins::directory(directory)?
             && is_ours_alone(&pins)

@@ -6,6 +6,7 @@ use std::{
     io::{self, Read as _, Write as _},
     net::{Ipv4Addr, UdpSocket},
     os::fd::{AsFd as _, AsRawFd as _, FromRawFd as _, OwnedFd},
+    path::Path,
     time::{Duration, Instant},
 };
 
@@ -117,6 +118,11 @@ impl World {
         self.dataplane = Some(dataplane);
     }
 
+    /// Where everything of this node is pinned.
+    pub fn bpffs(&self) -> &Path {
+        self.fs.path()
+    }
+
     /// What reads the words of `lead` and sends signals.
     pub fn signals(&self) -> Signals {
         self.dataplane.as_ref().unwrap().signals().unwrap()
@@ -164,20 +170,27 @@ impl Tun {
         (&self.0).write_all(packet).unwrap();
     }
 
+    /// The next packet that leaves by the device within that time.
+    pub fn next(&self, limit: Duration) -> Option<Vec<u8>> {
+        let mut ready = [PollFd::new(self.0.as_fd(), PollFlags::POLLIN)];
+        if poll(&mut ready, u16::try_from(limit.as_millis()).unwrap()).unwrap() == 0 {
+            return None;
+        }
+        let mut bytes = vec![0; 2048];
+        let length = (&self.0).read(&mut bytes).unwrap();
+        bytes.truncate(length);
+        Some(bytes)
+    }
+
     /// The next packet of this version and protocol that left by the device.
     pub fn sent(&self, version: u8, protocol: u8) -> Vec<u8> {
         let deadline = Instant::now() + LIMIT;
-        let mut bytes = [0; 2048];
         while Instant::now() < deadline {
-            let mut ready = [PollFd::new(self.0.as_fd(), PollFlags::POLLIN)];
-            if poll(&mut ready, 1000_u16).unwrap() == 0 {
-                continue;
-            }
-            let length = (&self.0).read(&mut bytes).unwrap();
+            let Some(bytes) = self.next(Duration::from_secs(1)) else { continue };
             // The kernel's own router solicitations are others.
             let found = if bytes[0] >> 4 == 6 { bytes[6] } else { bytes[9] };
             if (bytes[0] >> 4, found) == (version, protocol) {
-                return bytes[..length].to_vec();
+                return bytes;
             }
         }
         panic!("no packet of IPv{version}, protocol {protocol} left within {LIMIT:?}");
