@@ -53,6 +53,9 @@ pub enum What {
     OneLeads,
     /// This one is cordoned.
     Cordoned(usize),
+    /// The same, and the run ends 10 s later; the next one does not reach one of three far leaders, and its agent was
+    /// started 20 s before.
+    CordonedBesideOneWithoutWay(usize),
     /// Its uplink goes, and its carrier says so.
     Carrier(usize),
     /// It stops being a gateway for so many seconds.
@@ -66,8 +69,10 @@ const START: Micros = 300 * SEC;
 pub fn shares(seed: u64, active: usize, what: What, log: bool) -> Shares {
     let joins = matches!(what, What::Joins | What::JoinsWithoutWay);
     let last = if joins { active + 1 } else { active };
-    let (gateways, until) = (2 * last, START + 150 * SEC);
-    let fars = if what == What::JoinsWithoutWay { 3 } else { 2 };
+    let lasts = if matches!(what, What::CordonedBesideOneWithoutWay(_)) { 10 } else { 150 };
+    let (gateways, until) = (2 * last, START + lasts * SEC);
+    let is_cut = matches!(what, What::JoinsWithoutWay | What::CordonedBesideOneWithoutWay(_));
+    let fars = if is_cut { 3 } else { 2 };
     let shape = Shape { nodes: gateways + 12, gateways, fars, delay: None, go: None };
     let run = |schedule: Schedule, changes_to: Option<usize>| {
         let mut sim = Sim::new(seed, shape, Noise::default(), Params::default());
@@ -84,13 +89,20 @@ pub fn shares(seed: u64, active: usize, what: What, log: bool) -> Shares {
         let other = (node + 1) % active;
         long_ago.extend([100, 50].map(|ago| (START - ago * SEC, NEVER, Fault::Ahead(other))));
     }
+    if let What::CordonedBesideOneWithoutWay(node) = what {
+        let other = (node + 1) % active;
+        long_ago.push((SEC, NEVER, Fault::Way(other, 2)));
+        long_ago.push((START - 20 * SEC, START - 19 * SEC, Fault::Agent(other)));
+    }
     let before = run(Schedule::new(long_ago.clone(), START - SEC), None);
     let (faults, excused) = match what {
         What::PowerOff(node) | What::PowerOffLater(node) => {
             (vec![(START, NEVER, Fault::Power(node))], vec![node])
         }
         What::PowerCycle(node) => (vec![(START, START + 8 * SEC, Fault::Power(node))], vec![node]),
-        What::Cordoned(node) => (vec![(START, NEVER, Fault::Cordon(node))], Vec::new()),
+        What::Cordoned(node) | What::CordonedBesideOneWithoutWay(node) => {
+            (vec![(START, NEVER, Fault::Cordon(node))], Vec::new())
+        }
         What::Carrier(node) => (vec![(START, NEVER, Fault::Carrier(node))], Vec::new()),
         What::NoGateway(node, seconds) => {
             (vec![(START, START + seconds * SEC, Fault::NoGateway(node))], Vec::new())

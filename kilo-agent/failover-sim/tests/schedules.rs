@@ -201,6 +201,17 @@ fn a_leader_that_joins_takes_nobody_while_a_far_leader_does_not_reach_it() {
 }
 
 #[test]
+fn a_leader_that_has_just_started_without_a_way_does_not_take_those_of_one_that_is_cordoned_at_once() {
+    for seed in 0..number("KILO_RUNS", 6) {
+        let node = (seed % 3) as usize;
+        let other = (node + 1) % 3;
+        let soon = several::shares(seed, 3, What::CordonedBesideOneWithoutWay(node), false);
+        assert_eq!(soon.after[other], soon.before[other], "seed {seed}: {soon:?}");
+        assert!(soon.after[node] < soon.before[node], "seed {seed}: the third one takes its own: {soon:?}");
+    }
+}
+
+#[test]
 fn a_leader_that_joins_takes_its_share_and_one_that_is_cordoned_leaves_it() {
     for seed in 0..number("KILO_RUNS", 6) {
         let joined = several::shares(seed, 2, What::Joins, false);

@@ -57,8 +57,8 @@ pub struct Server {
     off: Option<Instant>,
     /// Gateways that carry no packets now.
     stand_bys: BTreeSet<NodeId>,
-    /// Pairs that were dropped because these ends did not bind their ports, and when.
-    absent: BTreeMap<(NodeId, NodeId), (NodeId, Instant)>,
+    /// Pairs that were dropped because one of their ends did not bind its port.
+    absent: BTreeMap<(NodeId, NodeId), Absent>,
     /// Where relays are.
     places: Arc<RelayPlaces>,
 }
@@ -91,6 +91,19 @@ struct End {
     is_refused: bool,
     /// Since when the mesh has no such gateway.
     missing: Option<Instant>,
+}
+
+/// The end because of which a pair was dropped.
+#[derive(Clone, Copy, Debug)]
+struct Absent {
+    end: NodeId,
+    since: Instant,
+    invited: Option<Instant>,
+}
+
+/// Whether an end may be invited that was invited last at this time.
+fn may_invite(last: Option<Instant>, now: Instant) -> bool {
+    last.is_none_or(|last| now.saturating_duration_since(last) >= INVITES)
 }
 
 /// Whether an end that WireGuard has at `place` is at this source. Its NAT may have given it another port;
@@ -218,8 +231,11 @@ impl Server {
         let there = reachable.get(&other).copied();
         // A pair that there is may carry packets although the relay itself has nothing to say to the other end.
         if !self.pairs.contains_key(&key(from, other)) {
-            if there.is_none() || self.check_absent(from, other, now) {
-                return refuse;
+            let Some(there) = there else { return refuse };
+            if let Some(invites) = self.check_absent(from, other, now) {
+                // It may be there again, and not know yet that somebody asks for it.
+                let invite = invites.then(|| self.invite(from, (other, there), &offer));
+                return refuse.into_iter().chain(invite).collect();
             }
             let of_node = self.pairs.keys().filter(|(one, other)| [*one, *other].contains(&from)).count();
             let waits = [from, other].iter().any(|end| self.stand_bys.contains(end));
@@ -254,8 +270,7 @@ impl Server {
             mine.sequence = message.sequence;
             mine.bound = Some(heard);
         }
-        let invites = theirs.bound.is_none()
-            && theirs.invited.is_none_or(|last| now.saturating_duration_since(last) >= INVITES);
+        let invites = theirs.bound.is_none() && may_invite(theirs.invited, now);
         let invited = there.filter(|_| invites);
         if invited.is_some() {
             theirs.invited = Some(now);
@@ -265,12 +280,15 @@ impl Server {
         let flags = if is_bound { BOUND } else { 0 } | if pair.passes() { BOTH } else { 0 };
         let mut outputs =
             vec![Output::Send { node: from, to: place, message: Message { flags, token, port, ..offer } }];
-        if let Some(there) = invited {
-            self.sequence += 1;
-            let message = Message { kind: Kind::Invite, other: from, sequence: self.sequence, ..offer };
-            outputs.push(Output::Send { node: other, to: there, message });
-        }
+        outputs.extend(invited.map(|there| self.invite(from, (other, there), &offer)));
         outputs
+    }
+
+    /// Tells an end, at the place where WireGuard has it, that `from` asks for it.
+    const fn invite(&mut self, from: NodeId, (end, there): (NodeId, SocketAddr), offer: &Message) -> Output {
+        self.sequence += 1;
+        let message = Message { kind: Kind::Invite, other: from, sequence: self.sequence, ..*offer };
+        Output::Send { node: end, to: there, message }
     }
 
     /// Forgets idle pairs; `ports` is what the table says that each has sent on, and `wall` the time of day in
@@ -299,7 +317,7 @@ impl Server {
     /// ports and keeps the asker from another relay.
     fn drop_those_never_bound(&mut self, now: Instant) {
         let absent = &mut self.absent;
-        absent.retain(|_, (_, since)| now.saturating_duration_since(*since) < ABSENT);
+        absent.retain(|_, absent| now.saturating_duration_since(absent.since) < ABSENT);
         self.pairs.retain(|ids, pair| {
             if now.saturating_duration_since(pair.made) < NEVER_BOUND {
                 return true;
@@ -307,20 +325,28 @@ impl Server {
             // The one that has not even asked, where neither is bound.
             let unbound = pair.ends.iter().filter(|end| end.bound.is_none());
             let Some(end) = unbound.min_by_key(|end| end.nonce != 0) else { return true };
-            absent.insert(*ids, (end.id, now));
+            absent.insert(*ids, Absent { end: end.id, since: now, invited: None });
             false
         });
     }
 
-    /// Returns whether the pair was dropped because `other` was absent. That end itself may have it again, which is
-    /// forgotten then.
-    fn check_absent(&mut self, from: NodeId, other: NodeId, now: Instant) -> bool {
+    /// Returns `Some` where the pair was dropped because `other` was absent, with whether that one is to be invited now. That end
+    /// itself may have the pair again.
+    fn check_absent(&mut self, from: NodeId, other: NodeId, now: Instant) -> Option<bool> {
         let ids = key(from, other);
-        let Some((absent, since)) = self.absent.get(&ids).copied() else { return false };
-        if absent == from {
+        let absent = self.absent.get_mut(&ids)?;
+        if absent.end == from {
             self.absent.remove(&ids);
+            return None;
         }
-        absent != from && now.saturating_duration_since(since) < ABSENT
+        if now.saturating_duration_since(absent.since) >= ABSENT {
+            return None;
+        }
+        let invites = may_invite(absent.invited, now);
+        if invites {
+            absent.invited = Some(now);
+        }
+        Some(invites)
     }
 
     /// The desired table of ports; each end may send `rate` megabits a second, where that is not zero.

@@ -1,6 +1,11 @@
 //! What a relay gives to the two ends of a pair.
 
-use std::{collections::BTreeMap, net::SocketAddr, sync::Arc, time::Instant};
+use std::{
+    collections::BTreeMap,
+    net::SocketAddr,
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
 use kilo_common::relay::{BOTH, FIRST_PORT, Kind, LAST_PORT, Message, Port};
 
@@ -130,6 +135,24 @@ fn an_end_that_was_absent_gets_the_pair_as_soon_as_it_asks() {
     assert_ne!(port(binds(&mut server, Y, 0, at(62))), 0);
     let offer = binds(&mut server, X, 63_000_000, at(63));
     assert_eq!(offer.map(|offer| (offer.port != 0, offer.flags & BOTH)), Some((true, BOTH)));
+}
+
+#[test]
+fn an_end_that_was_absent_is_invited_while_the_other_one_is_refused() {
+    let (mut server, now) = (Server::default(), Instant::now());
+    binds(&mut server, X, 0, now);
+    server.turn(&server.table(0), now + seconds(60), 0);
+    let mut asks = |near: &[NodeId], millis: u64| {
+        let ask = Message { sequence: millis * 1_000, ..ask(X, Y) };
+        let at = now + Duration::from_millis(millis);
+        let sent = said_near(&mut server, near, &ask, heard(X, WIREGUARD), at);
+        sent.into_iter().map(|message| (message.kind, message.other, message.port)).collect::<Vec<_>>()
+    };
+    let refused = (Kind::Offer, Y, 0);
+    assert_eq!(asks(&[X], 61_000), [refused], "it is not seen");
+    assert_eq!(asks(&[X, Y], 61_100), [refused, (Kind::Invite, X, 0)], "it is there again");
+    assert_eq!(asks(&[X, Y], 61_300), [refused], "not that often");
+    assert_eq!(asks(&[X, Y], 61_400), [refused, (Kind::Invite, X, 0)]);
 }
 
 #[test]
