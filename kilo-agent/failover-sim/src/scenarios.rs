@@ -119,6 +119,11 @@ fn dies_in_trial(rng: &mut Rng, t: Micros, fault: Fault) -> Schedule {
     Schedule::new(vec![(t, t + 5 * SEC, Fault::Power(0)), (at, NEVER, fault)], t + 85 * SEC).without(&[0])
 }
 
+fn three_dead(rng: &mut Rng, at: Micros) -> [faults::Scheduled; 3] {
+    let first = rng.index(3);
+    [0, 1, 2].map(|more| (at, NEVER, Fault::Far(first + more)))
+}
+
 fn and_power(more: Vec<faults::Scheduled>, start: Micros) -> Schedule {
     let mut faults = more;
     faults.push((start, NEVER, Fault::Power(0)));
@@ -151,6 +156,19 @@ pub const SCENARIOS: &[Scenario] = &[
             let first = rng.index(6);
             let dead = [first, (first + 1 + rng.index(5)) % 6];
             and_power(dead.map(|far| (t - 2 * SEC, NEVER, Fault::Far(far))).into(), t)
+        })
+    },
+    // All that are probed, or some of them.
+    Scenario {
+        fars: Some(10),
+        ..scenario("power off; three of ten far leaders are dead", MANY, 600, 1, |rng, _, t| {
+            and_power(three_dead(rng, t - 3 * SEC).into(), t)
+        })
+    },
+    Scenario {
+        fars: Some(10),
+        ..scenario("three of ten far leaders dead", MANY, 0, 0, |rng, _, t| {
+            Schedule::new(three_dead(rng, t).into(), t + 15 * SEC)
         })
     },
     // Members find out by themselves in some 2 s.

@@ -103,6 +103,8 @@ pub struct Agent {
     pub(crate) ordered: Option<(NodeId, Micros)>,
     /// When nodes that were about to go stopped being so.
     pub(crate) left: BTreeMap<NodeId, Micros>,
+    /// Since when nodes that are about to go have been so, as far as this agent has seen.
+    pub(crate) leaving_since: BTreeMap<NodeId, Micros>,
     /// Since when this node leads in term 0 without being first in Kilo's order.
     pub(crate) not_first_since: Option<Micros>,
     later: Vec<(Micros, Output)>,
@@ -149,6 +151,7 @@ impl Agent {
             gateway: None,
             ordered: None,
             left: BTreeMap::new(),
+            leaving_since: place.leaving.keys().map(|node| (*node, now)).collect(),
             not_first_since: None,
             word,
             word_since: now,

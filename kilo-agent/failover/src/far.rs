@@ -1,10 +1,13 @@
 //! The far side: which gateway of a location has each member's prefixes. It
 //! follows the words of members' kernels, as gateways claim them.
 
+mod check;
+
 use std::collections::BTreeMap;
 
+use self::check::{Answered, CHECKED, Check};
 use crate::{
-    MS, Micros, NodeId, Params, Rule, SEC, Signal, Term,
+    Micros, NodeId, Params, Rule, SEC, Signal, Term,
     probes::Row,
     signal::{Body, Kind, Shared},
 };
@@ -40,8 +43,8 @@ pub struct Owners {
     /// How far terms are, by CLAIMs that were refused: an agent that has just started knows nothing.
     led_up: Term,
     check: Option<Check>,
-    /// The last claim after which the old leader answered, and when: it is not asked for that claim again at once.
-    answered: Option<((Term, NodeId), Micros)>,
+    /// The last claim after which the old leader answered.
+    answered: Option<Answered>,
     /// Since when the acting leader has claimed others than Kilo's, and in which term.
     claims_others: Option<((Term, NodeId), Micros)>,
     /// The term in which each gateway's claim moved something last, and when the budget of such changes is whole again.
@@ -52,18 +55,6 @@ pub struct Owners {
 /// After this long a gateway has named all members that follow it: it claims all anew every 10 s, and what
 /// is not answered every second.
 const NAMED_ALL: Micros = 15 * SEC;
-
-/// Probes to an old leader whose shared prefixes are claimed.
-#[derive(Clone, Debug)]
-struct Check {
-    to: (Term, NodeId),
-    old: NodeId,
-    row: Row,
-    since: Micros,
-}
-
-/// For how long an old leader that has answered is not asked because of the same claim.
-const CHECKED: Micros = 10 * SEC;
 
 /// What MOVED says of shared prefixes when its term is the latest that the far leader knows, and not that of the CLAIM.
 const LATEST: Shared = Shared::Move;
@@ -330,8 +321,8 @@ impl Owners {
 
     fn claim_shared(&mut self, to: (Term, NodeId), how: Shared, now: Micros) -> (bool, Option<NodeId>) {
         let later = to.0 > self.shared.0;
-        // Claims are repeated, and each check that loses two packets by chance would move them.
-        let is_checked = self.answered.is_some_and(|(claim, at)| claim == to && now < at + CHECKED);
+        let answered = self.answered.filter(|answered| answered.claim == to);
+        let is_checked = answered.is_some_and(|answered| now < answered.at + CHECKED);
         match how {
             Shared::Move if later => {
                 let moves = self.shared.1 != to.1;
@@ -347,57 +338,21 @@ impl Owners {
             _ => (false, None),
         }
     }
-
-    /// A probe of the old leader was sent.
-    pub fn probed(&mut self, nonce: u64, now: Micros, patience: Micros) {
-        if let Some(check) = &mut self.check {
-            check.row.sent(nonce, now, now + patience.max(30 * MS));
-        }
-    }
-
-    /// The old leader answered: the shared prefixes stay with it.
-    pub fn answered(&mut self, nonce: u64) {
-        if let Some(check) = self.check.take_if(|check| check.row.answered(nonce).is_some()) {
-            self.answered = Some((check.to, check.since));
-        }
-    }
-
-    /// When it has to be woken.
-    pub fn wake(&self) -> Micros {
-        self.check.as_ref().map_or(Micros::MAX, |check| check.row.deadline())
-    }
-
-    /// Whether the shared prefixes move now, because both probes were missed.
-    pub fn wake_up(&mut self, now: Micros) -> bool {
-        let Some(check) = &mut self.check else { return false };
-        if check.old != self.shared.1 {
-            // Another gateway has them by now: the answer says nothing of that one.
-            self.check = None;
-            return false;
-        }
-        check.row.expire(now);
-        if check.row.misses() < 2 {
-            return false;
-        }
-        self.shared = check.to;
-        self.check = None;
-        true
-    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    const A: NodeId = 1 << 48;
-    const B: NodeId = 2 << 48;
+    pub(super) const A: NodeId = 1 << 48;
+    pub(super) const B: NodeId = 2 << 48;
     const MEMBER: NodeId = 9;
 
-    fn acting() -> Owners {
+    pub(super) fn acting() -> Owners {
         Owners::new([(A, A), (B, A), (MEMBER, A)], A)
     }
 
-    fn claim(
+    pub(super) fn claim(
         kind: Kind,
         from: NodeId,
         gateway: NodeId,
@@ -409,11 +364,16 @@ mod tests {
         Signal { kind, nonce: 1, term, sender: from, location: 7, body }
     }
 
-    fn hears(acting: &mut Owners, from: NodeId, signal: &Signal) -> Result<Step, Refused> {
+    pub(super) fn hears(acting: &mut Owners, from: NodeId, signal: &Signal) -> Result<Step, Refused> {
         hears_at(acting, from, signal, 0)
     }
 
-    fn hears_at(acting: &mut Owners, from: NodeId, signal: &Signal, now: Micros) -> Result<Step, Refused> {
+    pub(super) fn hears_at(
+        acting: &mut Owners,
+        from: NodeId,
+        signal: &Signal,
+        now: Micros,
+    ) -> Result<Step, Refused> {
         acting.claimed(&Params::default(), from, signal, &[A, B], (77, now))
     }
 
@@ -566,28 +526,5 @@ mod tests {
         let late = claim(Kind::End, A, A, third, Shared::Move, &[A, MEMBER]);
         assert_eq!(hears(&mut acting, A, &late), Err(Refused::Gateway));
         assert_eq!(acting.shared_since(), (second, B));
-    }
-
-    #[test]
-    fn of_two_nodes_shared_prefixes_move_when_the_old_leader_is_silent() {
-        for answers in [false, true] {
-            let mut acting = acting();
-            let signal = claim(Kind::Claim, B, B, Term::NONE.next(B), Shared::MoveIfSilent, &[B]);
-            let step = hears(&mut acting, B, &signal).unwrap();
-            assert_eq!((step.moves_shared, step.asks), (false, Some(A)));
-            acting.probed(1, 0, 100 * MS);
-            acting.probed(2, 20 * MS, 100 * MS);
-            if answers {
-                acting.answered(2);
-            }
-            assert!(!acting.wake_up(110 * MS), "one missed probe is not silence");
-            assert_eq!(acting.wake_up(130 * MS), !answers);
-            assert_eq!(acting.shared(), if answers { A } else { B });
-            let asks = |acting: &mut Owners, now| hears_at(acting, B, &signal, now).unwrap().asks;
-            if answers {
-                assert_eq!(asks(&mut acting, CHECKED - MS), None, "the same claim again");
-                assert_eq!(asks(&mut acting, CHECKED + MS), Some(A));
-            }
-        }
     }
 }

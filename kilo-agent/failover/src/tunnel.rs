@@ -1,6 +1,8 @@
 //! The own tunnels of a gateway: whether it could lead, and the proof that it
 //! could while the leader's way did not work.
 
+mod waiting;
+
 use std::collections::VecDeque;
 
 use crate::{
@@ -27,6 +29,14 @@ impl Tunnel {
         let nonce = turn.nonce();
         self.row.sent(nonce, turn.now, turn.now + self.trip.usual() * 3 / 2 + 30 * MS);
         turn.push(Output::Probe { nonce, way: Way::Own(self.far) });
+    }
+
+    /// Takes the answer to the probe with this nonce; returns whether it was one of this tunnel's.
+    fn take_answer(&mut self, nonce: u64, at: Micros) -> bool {
+        let Some(sent) = self.row.answered(nonce) else { return false };
+        self.trip.measured(at.saturating_sub(sent));
+        self.answered = self.answered.max(Some(sent));
+        true
     }
 }
 
@@ -73,13 +83,18 @@ impl Load {
 #[derive(Clone, Debug)]
 pub struct Tunnels {
     probed: Vec<Tunnel>,
-    /// Far leaders that have not been probed yet, or answered when they were last.
-    waiting: VecDeque<Far>,
+    /// The other far leaders: one of them takes the place of a probed one that is silent.
+    waiting: VecDeque<Tunnel>,
     /// Those that fell silent while another one answered. They count against this node until they answer again: else
     /// one that reaches few locations would ask on until it has found these.
     silent: VecDeque<Tunnel>,
     /// When one of these is probed next.
     next_silent: Micros,
+    /// Since when any is silent: what others answered before says nothing of now.
+    silent_from: Micros,
+    /// When one that waits is probed next, and when several are because all probed ones are silent.
+    next_waiting: Micros,
+    next_around: Micros,
     up_since: Micros,
     /// Since when most of them have answered without three misses in a row.
     good_since: Option<Micros>,
@@ -95,9 +110,12 @@ impl Tunnels {
         let (first, rest) = fars.split_at(fars.len().min(params.targets));
         Self {
             probed: first.iter().map(|far| Tunnel::new(*far)).collect(),
-            waiting: rest.iter().copied().collect(),
+            waiting: rest.iter().copied().map(Tunnel::new).collect(),
             silent: VecDeque::new(),
             next_silent: now,
+            silent_from: now,
+            next_waiting: now,
+            next_around: now,
             up_since: now,
             good_since: None,
             heard: None,
@@ -110,12 +128,13 @@ impl Tunnels {
     pub fn set_fars(&mut self, params: &Params, fars: &[Far], now: Micros) {
         self.probed.retain(|tunnel| fars.contains(&tunnel.far));
         self.silent.retain(|tunnel| fars.contains(&tunnel.far));
-        let asked = |far: &Far| self.probed.iter().chain(&self.silent).any(|tunnel| tunnel.far == *far);
-        self.waiting = fars.iter().copied().filter(|far| !asked(far)).collect();
+        self.waiting.retain(|tunnel| fars.contains(&tunnel.far));
+        let known: Vec<Far> = self.all().map(|tunnel| tunnel.far).collect();
+        self.waiting.extend(fars.iter().filter(|far| !known.contains(far)).map(|far| Tunnel::new(*far)));
         while self.probed.len() < params.targets
-            && let Some(far) = self.waiting.pop_front()
+            && let Some(tunnel) = self.waiting.pop_front()
         {
-            self.probed.push(Tunnel::new(far));
+            self.probed.push(Tunnel::new(tunnel.far));
         }
         while self.probed.len() < params.targets
             && let Some(tunnel) = self.silent.pop_front()
@@ -125,16 +144,26 @@ impl Tunnels {
         self.next_silent = self.next_silent.max(now);
     }
 
-    /// Probes others in the place of those that are silent while one answers: which of many locations are down says
-    /// nothing of the own tunnel.
+    fn all(&self) -> impl Iterator<Item = &Tunnel> {
+        self.probed.iter().chain(&self.waiting).chain(&self.silent)
+    }
+
+    /// Probes others in the place of those that are silent while one answers, or enough of the others do: which of many
+    /// locations are down says nothing of the own tunnel.
     fn replace_silent(&mut self, params: &Params, now: Micros) {
-        if !self.probed.iter().any(|tunnel| Self::answers(params, tunnel, now)) {
+        let is_whole = !self.probed.iter().any(|tunnel| Self::answers(params, tunnel, now));
+        if is_whole && !self.others_answer() {
             return;
         }
         for tunnel in &mut self.probed {
             let is_silent = tunnel.row.misses() >= Self::SILENT && !Self::answers(params, tunnel, now);
-            if is_silent && let Some(far) = self.waiting.pop_front() {
-                self.silent.push_back(std::mem::replace(tunnel, Tunnel::new(far)));
+            let answers = || self.waiting.iter().position(|tunnel| tunnel.row.misses() == 0);
+            if is_silent && let Some(mut next) = answers().and_then(|at| self.waiting.remove(at)) {
+                if self.silent.is_empty() {
+                    self.silent_from = tunnel.row.since().unwrap_or(now);
+                }
+                next.row.clear();
+                self.silent.push_back(std::mem::replace(tunnel, next));
             }
         }
     }
@@ -174,6 +203,7 @@ impl Tunnels {
         if has_missed && moves {
             self.load.seen(params, turn.now);
         }
+        self.probe_around(params, turn);
         if turn.now >= self.next {
             // An overloaded tunnel lets some probes through: more of them show it sooner.
             let pause = if has_missed && self.is_busy(turn.now) { params.interval } else { params.own };
@@ -182,6 +212,7 @@ impl Tunnels {
             fars.into_iter().for_each(|far| self.probe(far, turn));
             self.replace_silent(params, turn.now);
             self.probe_silent(params, turn);
+            self.probe_waiting(params, turn);
         }
     }
 
@@ -224,16 +255,17 @@ impl Tunnels {
 
     /// Another gateway of a far location answers now: what the one before has missed says nothing of it.
     pub fn far_moved(&mut self, far: Far) {
-        self.probed.iter_mut().filter(|tunnel| tunnel.far == far).for_each(|tunnel| tunnel.row.clear());
+        let known = self.probed.iter_mut().chain(&mut self.waiting).filter(|tunnel| tunnel.far == far);
+        known.for_each(|tunnel| tunnel.row.clear());
     }
 
     /// Takes the answer to a probe; returns whether it was one of these.
     pub fn answered(&mut self, params: &Params, nonce: u64, at: Micros) -> bool {
         let has_missed = self.has_missed(LOSSY) && at >= self.up_since + Self::LEARNT;
         for tunnel in &mut self.probed {
-            let Some(sent) = tunnel.row.answered(nonce) else { continue };
-            tunnel.trip.measured(at.saturating_sub(sent));
-            tunnel.answered = tunnel.answered.max(Some(sent));
+            if !tunnel.take_answer(nonce, at) {
+                continue;
+            }
             self.heard = self.heard.max(Some(at));
             if has_missed {
                 // Some are lost, and not all.
@@ -244,16 +276,15 @@ impl Tunnels {
             }
             return true;
         }
-        let again = self.silent.iter_mut().position(|tunnel| tunnel.row.answered(nonce).is_some());
-        if let Some(tunnel) = again.and_then(|at| self.silent.remove(at)) {
-            self.waiting.push_back(tunnel.far);
-        }
-        again.is_some()
+        let waits = self.waiting.iter_mut().any(|tunnel| tunnel.take_answer(nonce, at));
+        let again = self.silent.iter_mut().position(|tunnel| tunnel.take_answer(nonce, at));
+        self.waiting.extend(again.and_then(|at| self.silent.remove(at)));
+        waits || again.is_some()
     }
 
     /// The agent slept: what is outstanding proves nothing.
     pub fn discard(&mut self) {
-        self.probed.iter_mut().for_each(|tunnel| tunnel.row.clear());
+        self.probed.iter_mut().chain(&mut self.waiting).for_each(|tunnel| tunnel.row.clear());
     }
 
     /// Misses in a row after which another far leader is probed in the place of one, while others answer.
@@ -281,8 +312,7 @@ impl Tunnels {
 
     /// Whether this node could lead now.
     pub fn is_fit(&self, params: &Params, now: Micros) -> bool {
-        let answer = self.probed.iter().filter(|tunnel| Self::answers(params, tunnel, now)).count();
-        now >= self.up_since + SEC && answer * 2 > self.probed.len() + self.silent.len()
+        now >= self.up_since + SEC && self.most_of_asked_answer(params, now)
     }
 
     /// Whether every one of them answers now.
@@ -315,9 +345,9 @@ impl Tunnels {
         self.probed.iter().map(|tunnel| tunnel.trip.usual()).max().unwrap_or(0)
     }
 
-    /// Since when every one of them is silent: each has so many misses in a row.
+    /// Since when every one of them is silent: each has so many misses in a row, and the others do not answer instead.
     pub fn silent_since(&self, misses: usize) -> Option<Micros> {
-        if self.probed.iter().any(|tunnel| tunnel.row.misses() < misses) {
+        if self.probed.iter().any(|tunnel| tunnel.row.misses() < misses) || self.others_answer() {
             return None;
         }
         self.probed.iter().filter_map(|tunnel| tunnel.row.since()).min()
@@ -401,13 +431,24 @@ mod tests {
         assert!(after_a_second(|_| false, true).1 >= 900 * MS);
     }
 
-    /// Ten far leaders, of which those answer that `answers` names at that time; how the tunnels are at each of these times.
+    /// As [`of_fars`], of ten.
     fn at_times<T>(
         answers: fn(Far, Micros) -> bool,
         times: &[Micros],
         see: fn(&Tunnels, &Params, Micros) -> T,
     ) -> Vec<T> {
-        let (params, fars) = (Params::default(), (0..10).collect::<Vec<_>>());
+        of_fars(10, answers, times, see)
+    }
+
+    /// So many far leaders, of which those answer that `answers` names at that time; how the tunnels are at each of these
+    /// times.
+    pub(super) fn of_fars<T>(
+        fars: Far,
+        answers: fn(Far, Micros) -> bool,
+        times: &[Micros],
+        see: fn(&Tunnels, &Params, Micros) -> T,
+    ) -> Vec<T> {
+        let (params, fars) = (Params::default(), (0..fars).collect::<Vec<_>>());
         let mut tunnels = Tunnels::new(&params, &fars, 0);
         let (mut number, mut seen) = (0, Vec::new());
         for now in (0..=times.last().copied().unwrap_or(0)).step_by(10_000) {

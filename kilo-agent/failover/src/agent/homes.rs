@@ -43,10 +43,11 @@ fn later(place: usize, whole: Micros) -> Micros {
     APART.min(place as u64 * PLACES_APART.max(2 * whole))
 }
 
-/// Whether a gateway that has been `healthy` for so long takes the members of one that is about to go. A far location that
-/// it does not reach would not be reached by them any more, so others come first; but not one that is never there.
-fn takes_over(healthy: Micros, reaches_all: bool) -> bool {
-    healthy >= SEC && (reaches_all || healthy >= APART)
+/// Whether a gateway that has been `healthy` for so long takes the members of one that has been about to go for so long. A far
+/// location that it does not reach would not be reached by them any more, so it waits for a way, or for others to come
+/// first; but not for one that is never there.
+fn takes_over(healthy: Micros, leaving: Micros, reaches_all: bool) -> bool {
+    healthy >= SEC && (reaches_all || healthy.min(leaving) >= APART)
 }
 
 /// What a gateway remembers between two turns.
@@ -112,18 +113,20 @@ impl Agent {
         let is_turn = healthy >= wait && reaches_all && !rests(homing.others_took, APART + later);
         let leads = |node: NodeId| gateway.lead.as_ref().is_some_and(|lead| lead.has(node));
         let takes_itself = !leads(me) && (is_back || is_turn);
+        let leaves = |node: NodeId| {
+            let since = self.leaving_since.get(&node);
+            since.is_some_and(|since| takes_over(healthy, now - since, reaches_all))
+        };
         let members = gateway.roll.heard_lately(now).filter(|(node, present)| {
-            let leaves = self.place.leaving.contains_key(&present.word.1) && takes_over(healthy, reaches_all);
             // Also a node that uses this gateway and was never claimed: a kernel's word may fall to it when another
             // gateway goes.
-            several.home(*node) == Some(me) && *node != me && (leaves || is_turn)
+            several.home(*node) == Some(me) && *node != me && (leaves(present.word.1) || is_turn)
         });
         let mut members: Vec<NodeId> = members.map(|(node, _)| node).filter(|node| !leads(*node)).collect();
         members.extend(takes_itself.then_some(me));
         let first = self.place.first() == Some(me);
         let has_shared = gateway.lead.as_ref().is_some_and(|lead| lead.shared() == Shared::Move);
-        let leaves = self.place.leaving.contains_key(&several.acting.1) && takes_over(healthy, reaches_all);
-        let takes_shared = first && !has_shared && (is_turn || leaves);
+        let takes_shared = first && !has_shared && (is_turn || leaves(several.acting.1));
         if members.is_empty() && !takes_shared || rests(homing.took, Self::PAUSE) {
             return;
         }
@@ -206,7 +209,7 @@ impl Homing {
 mod tests {
     use super::*;
     use crate::{
-        Input, MS, Output, Params, Place, Signal, Start,
+        Input, MS, Output, Params, Place, Signal, Start, Way,
         signal::{Body, Kind},
     };
 
@@ -266,11 +269,71 @@ mod tests {
 
     #[test]
     fn one_without_a_way_takes_those_of_a_gateway_that_goes_after_a_minute() {
-        for (healthy, reaches_all, takes) in
-            [(SEC - 1, true, false), (SEC, true, true), (APART - 1, false, false), (APART, false, true)]
-        {
-            assert_eq!(takes_over(healthy, reaches_all), takes, "{healthy} {reaches_all}");
+        for (healthy, leaving, reaches_all, takes) in [
+            (SEC - 1, 0, true, false),
+            (SEC, 0, true, true),
+            (APART, APART - 1, false, false),
+            (APART - 1, APART, false, false),
+            (APART, APART, false, true),
+        ] {
+            let taken = takes_over(healthy, leaving, reaches_all);
+            assert_eq!(taken, takes, "{healthy} {leaving} {reaches_all}");
         }
+    }
+
+    /// One of two active leaders, which has worked for two minutes when the other one is about to go, reaches the far
+    /// leaders that `answers` names. How long after that it takes the other's member, in seconds.
+    fn takes_after(answers: fn(u64) -> bool) -> Option<u64> {
+        const GOES: Micros = 120 * SEC;
+        let (other, member) = (1, 3);
+        let several = Several {
+            active: vec![other, ME],
+            homes: BTreeMap::from([(other, other), (ME, ME), (member, other), (4, ME)]),
+            acting: (Term::NONE, other),
+        };
+        let before = Place { fars: vec![7, 8, 9], several: Some(several), ..place(7) };
+        let mut after = before.clone();
+        after.leaving.insert(other, crate::planned::Cause::Cordoned);
+        after.several.as_mut()?.homes.insert(member, ME);
+        let term = Term::NONE.next(other);
+        let start =
+            Start { now: 0, clock: 0, word: (Term::NONE.next(ME), ME), led: vec![ME, 4], is_boot: false };
+        let mut agent = Agent::new(Params::default(), before, start, &mut || 1);
+        let (mut inputs, mut drawn) = (Vec::new(), 0);
+        let mut random = || {
+            drawn += 1;
+            drawn
+        };
+        for now in (0..GOES + 80 * SEC).step_by(20_000) {
+            let mut out =
+                if now == GOES { agent.place_is(after.clone(), now, &mut random) } else { Vec::new() };
+            out.extend(agent.turn(now, std::mem::take(&mut inputs), &mut random));
+            for output in out {
+                match output {
+                    Output::Probe { nonce, way: Way::Own(far) } if answers(far) => {
+                        inputs.push(Input::Answer { nonce, at: now + 2 * MS });
+                    }
+                    Output::Lan(from, Signal { kind: Kind::Roll, nonce, .. }) => {
+                        let uses = if from == 4 { ME } else { other };
+                        let word = Body::Word { cookie: 5, gateway: uses };
+                        let sender = from;
+                        let signal =
+                            Signal { kind: Kind::Present, nonce, term, sender, location: 7, body: word };
+                        inputs.push(Input::Signal { from, signal });
+                    }
+                    Output::Note(Note::TakesHome(_)) if now >= GOES => return Some((now - GOES) / SEC),
+                    _ => {}
+                }
+            }
+        }
+        None
+    }
+
+    #[test]
+    fn one_that_has_worked_for_long_without_a_way_does_not_take_at_once() {
+        assert_eq!(takes_after(|_| true), Some(0));
+        assert_eq!(takes_after(|far| far != 9), Some(60), "it does not reach all");
+        assert_eq!(takes_after(|far| far == 9), None, "it is not fit");
     }
 
     #[test]

@@ -115,8 +115,13 @@ impl Agent {
     ) {
         let (sender, now) = (self.sender(), turn.now);
         let Some(gateway) = &mut self.gateway else { return };
+        let mut shared = shared;
         let mut lead = match gateway.lead.take() {
-            Some(lead) if lead.term() == term => lead,
+            Some(lead) if lead.term() == term => {
+                // What it has in this term a member that it adopts does not put in question.
+                shared = if lead.shared() == Shared::Move { Shared::Stay } else { shared };
+                lead
+            }
             older => {
                 let mut lead = Lead::new(sender, term, &self.place.fars, now);
                 if let Some(older) = older {
@@ -185,6 +190,20 @@ mod tests {
         assert_eq!(leads_in(&mut starts(), 8, SEC), Some(term(8)));
         assert_eq!(leads_in(&mut starts(), 7, SEC), None, "of an earlier term");
         assert_eq!(leads_in(&mut starts(), 9, SEC), Some(term(9)));
+    }
+
+    #[test]
+    fn who_adopts_a_member_keeps_what_belongs_to_none() {
+        let (mut out, mut later, mut random) = (Vec::new(), Vec::new(), || 1);
+        let mut turn = Turn { now: SEC, random: &mut random, out: &mut out, later: &mut later };
+        for (in_term, wanted) in [(8, Shared::Move), (9, Shared::MoveIfSilent)] {
+            let mut agent = starts();
+            agent.leads_location();
+            // In the term of another gateway's change that one may have them.
+            agent.term = term(in_term);
+            agent.lead_more([MEMBER], Shared::MoveIfSilent, &mut turn);
+            assert_eq!(agent.lead().map(Lead::shared), Some(wanted), "change {in_term}");
+        }
     }
 
     #[test]

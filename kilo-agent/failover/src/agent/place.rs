@@ -106,6 +106,10 @@ impl Agent {
         for node in self.place.leaving.keys().filter(|node| !place.leaving.contains_key(node)) {
             self.left.insert(*node, now);
         }
+        self.leaving_since.retain(|node, _| place.leaving.contains_key(node));
+        for node in place.leaving.keys() {
+            self.leaving_since.entry(*node).or_insert(now);
+        }
         let first = place.first();
         if first != self.place.first() {
             let was_there =

@@ -1,0 +1,100 @@
+//! The far leaders that are not probed all the time: a few of them are asked when some that are fall silent, so that the
+//! share of all that is silent decides, and not their number.
+
+use super::{Tunnel, Tunnels};
+use crate::{Micros, Params, Turn};
+
+impl Tunnels {
+    /// Whether more of those that wait answer than are probed, since these are silent.
+    pub(super) fn others_answer(&self) -> bool {
+        let since = self.probed.iter().filter_map(|tunnel| tunnel.row.since()).min().unwrap_or(0);
+        let answers = |tunnel: &&Tunnel| tunnel.answered.is_some_and(|sent| sent >= since);
+        self.waiting.iter().filter(answers).count() > self.probed.len()
+    }
+
+    /// Asks some of those that wait when all probed ones have missed two in a row: these may be down, or the own tunnel.
+    /// Where there are few others they would not outweigh these, and nobody is asked.
+    pub(super) fn probe_around(&mut self, params: &Params, turn: &mut Turn<'_>) {
+        let count = self.probed.len();
+        let is_whole = self.probed.iter().all(|tunnel| tunnel.row.misses() >= Self::LOSSY);
+        if !is_whole || count == 0 || self.waiting.len() <= count || turn.now < self.next_around {
+            return;
+        }
+        self.next_around = turn.now + params.roll;
+        for _ in 0..self.waiting.len().min(2 * count) {
+            let Some(mut tunnel) = self.waiting.pop_front() else { return };
+            // A long silence of the own tunnel is none of theirs.
+            tunnel.row.clear();
+            tunnel.probe(turn);
+            self.waiting.push_back(tunnel);
+        }
+    }
+
+    /// Asks one of those that wait, while any is silent and another one answers: soon while those asked are too few to say
+    /// which share of all is silent, else in turn. One that does not answer is asked again until it is a silent one, too.
+    pub(super) fn probe_waiting(&mut self, params: &Params, turn: &mut Turn<'_>) {
+        let answers = self.probed.iter().any(|tunnel| Self::answers(params, tunnel, turn.now));
+        if self.silent.is_empty() || !answers || turn.now < self.next_waiting {
+            return;
+        }
+        self.waiting.iter_mut().for_each(|tunnel| _ = tunnel.row.expire(turn.now));
+        if self.waiting.front().is_some_and(|tunnel| tunnel.row.misses() >= Self::SILENT) {
+            self.silent.extend(self.waiting.pop_front());
+        } else if self.waiting.front().is_some_and(|tunnel| tunnel.row.misses() == 0) {
+            self.waiting.rotate_left(1);
+        }
+        let Some(tunnel) = self.waiting.front_mut() else { return };
+        tunnel.probe(turn);
+        let is_known = self.most_of_asked_answer(params, turn.now);
+        self.next_waiting = turn.now + if is_known { params.roll } else { params.own };
+    }
+
+    /// Whether most of the probed ones answer, and most of all that were asked since one is silent: a few that are down count
+    /// little where there are many.
+    pub(super) fn most_of_asked_answer(&self, params: &Params, now: Micros) -> bool {
+        let answer = self.probed.iter().filter(|tunnel| Self::answers(params, tunnel, now)).count();
+        let take_answer = |tunnel: &&Tunnel| {
+            tunnel.answered.is_some_and(|sent| sent >= self.silent_from) && tunnel.row.misses() == 0
+        };
+        let waiting = self.waiting.iter().filter(take_answer).count();
+        answer * 2 > self.probed.len() && answer + waiting > self.probed.len() - answer + self.silent.len()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{super::tests::of_fars, *};
+    use crate::{Far, MS, SEC};
+
+    #[test]
+    fn a_few_silent_far_locations_of_many_are_no_fault_of_this_gateway() {
+        let fit = |tunnels: &Tunnels, params: &Params, now| tunnels.is_fit(params, now);
+        let times = [2 * SEC, 5 * SEC, 9 * SEC, 60 * SEC];
+        let three = |far: Far, now| far > 2 || now < 3 * SEC;
+        assert_eq!(of_fars(10, three, &times, fit), [true; 4], "all that it probes");
+        let three = |far: Far, now| far < 2 || far > 4 || now < 3 * SEC;
+        assert_eq!(of_fars(10, three, &times, fit), [true; 4], "one that it probes");
+        let one_by_one = |far: Far, now| now < (3 + far) * SEC || far > 3;
+        assert_eq!(of_fars(10, one_by_one, &times, fit), [true; 4]);
+        let four = |far: Far, now| far > 3 || now < 3 * SEC;
+        assert_eq!(of_fars(100, four, &times, fit), [true; 4]);
+        for (fars, is_fit) in [(4, false), (6, false), (7, true)] {
+            let seen = of_fars(fars, |far, now| far > 2 || now < 3 * SEC, &times, fit);
+            assert_eq!(seen[1..], [is_fit; 3], "three of {fars}");
+        }
+        let six = |far: Far, now| far > 5 || now < 3 * SEC;
+        assert_eq!(of_fars(10, six, &times, fit)[1..], [false; 3], "more than half");
+        let whole = |_, now| !(3 * SEC..20 * SEC).contains(&now);
+        assert_eq!(of_fars(100, whole, &[2 * SEC, 5 * SEC, 22 * SEC], fit), [true, false, true]);
+    }
+
+    #[test]
+    fn a_leader_does_not_give_away_because_of_three_far_locations_of_many() {
+        let silent =
+            |tunnels: &Tunnels, params: &Params, _| tunnels.silent_since(params.leader_misses).is_some();
+        let times: Vec<Micros> = (200..1_000).map(|tick| tick * 10 * MS).collect();
+        let three = |far: Far, now| far > 2 || now < 3 * SEC;
+        assert!(of_fars(10, three, &times, silent).iter().all(|silent| !silent));
+        assert!(of_fars(6, three, &times, silent).contains(&true), "of few it does");
+    }
+}
