@@ -53,10 +53,10 @@ impl Tunnels {
     /// little where there are many.
     pub(super) fn most_of_asked_answer(&self, params: &Params, now: Micros) -> bool {
         let answer = self.probed.iter().filter(|tunnel| Self::answers(params, tunnel, now)).count();
-        let take_answer = |tunnel: &&Tunnel| {
+        let answered = |tunnel: &&Tunnel| {
             tunnel.answered.is_some_and(|sent| sent >= self.silent_from) && tunnel.row.misses() == 0
         };
-        let waiting = self.waiting.iter().filter(take_answer).count();
+        let waiting = self.waiting.iter().filter(answered).count();
         answer * 2 > self.probed.len() && answer + waiting > self.probed.len() - answer + self.silent.len()
     }
 }
