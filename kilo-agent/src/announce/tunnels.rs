@@ -124,7 +124,7 @@ impl News {
         match self.turn {
             Turn::Up => tracing::info!(tunnel, endpoint, new = "up", "tunnel is up: first handshake"),
             Turn::Answers => {
-                tracing::info!(tunnel, endpoint, old = "silent", new = "up", "tunnel answers again")
+                tracing::info!(tunnel, endpoint, old = "silent", new = "up", "tunnel answers again");
             }
             Turn::Silent => {
                 tracing::info!(

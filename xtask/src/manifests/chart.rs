@@ -14,7 +14,7 @@ const HEADER: &str =
 /// What an API server has to serve for own-node.yaml.
 const POLICY: &str = "admissionregistration.k8s.io/v1/ValidatingAdmissionPolicy";
 
-/// What the chart is made of: the template of the DaemonSets, and files of manifests/.
+/// What the chart is made of: the template of the `DaemonSet`s, and files of manifests/.
 pub struct Sources<'a> {
     pub kilo: &'a str,
     pub crds: &'a str,

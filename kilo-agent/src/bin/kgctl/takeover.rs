@@ -303,7 +303,7 @@ mod tests {
             made(changed).unwrap_err().to_string()
         };
         let ours = refused(&|pod| pod["containers"][0]["image"] = IMAGE.into());
-        assert!(ours.contains(&format!("{IMAGE} already")), "{ours}");
+        assert!(ours.contains(&format!("already runs {IMAGE}")), "{ours}");
         let twice = refused(&|pod| pod["containers"][0]["args"] = json!([FLAG]));
         assert!(twice.contains("nothing to take over from"), "{twice}");
         let other = refused(&|pod| pod["containers"][0]["name"] = "agent".into());
