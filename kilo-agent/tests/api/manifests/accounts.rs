@@ -37,12 +37,6 @@ async fn the_agents_account_may_do_what_the_agent_does_and_nothing_else() {
     refused("creating a node", nodes.create(&PostParams::default(), &Node::default()).await);
     // The condition NetworkUnavailable, which belongs to the program that makes the pods' network.
     nodes.patch_status("own", &PatchParams::default(), &Patch::Merge(json!({}))).await.unwrap();
-    let addon = client_of(&account(&server, "kilo-kubeadm-flannel.yaml", "kube-system", "kilo").await).await;
-    let beside_flannel: Api<Node> = Api::all(addon);
-    refused(
-        "patching a node's status beside another CNI",
-        beside_flannel.patch_status("own", &PatchParams::default(), &Patch::Merge(json!({}))).await,
-    );
     let event = |namespace: &str| -> (Api<Event>, Event) {
         let text = json!({
             "metadata": { "name": "own.1", "namespace": namespace },
@@ -57,6 +51,13 @@ async fn the_agents_account_may_do_what_the_agent_does_and_nothing_else() {
     refused("Events elsewhere", elsewhere.create(&PostParams::default(), &about_node).await);
     let slices: Api<NodeSlice> = Api::all(client.clone());
     refused("reading slices, which slices.yaml allows", slices.list(&ListParams::default()).await);
+    // From here on the role is the other manifest's.
+    let addon = client_of(&account(&server, "kilo-kubeadm-flannel.yaml", "kube-system", "kilo").await).await;
+    let beside_flannel: Api<Node> = Api::all(addon);
+    refused(
+        "patching a node's status beside another CNI",
+        beside_flannel.patch_status("own", &PatchParams::default(), &Patch::Merge(json!({}))).await,
+    );
     let daemon_sets: Api<DaemonSet> = Api::namespaced(client.clone(), "kube-system");
     assert!(daemon_sets.get_opt("kilo").await.unwrap().is_none(), "its own, which may not be there");
     refused("reading another DaemonSet", daemon_sets.get("kube-proxy").await);
