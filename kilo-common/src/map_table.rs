@@ -186,7 +186,7 @@ maps! {
         reason "two ports a pair, of 1,000. One more pair is refused";
     // The programs alone know what they remember.
     RELAY_WAY = "relay_way", Array<u32, ()>, size relay::PORTS, by Packets, since 6, pinned false, gauge false,
-        holds "on a relay: port of a pair → what it may still send, and link-layer addresses towards the other end",
+        holds "on a relay: port of a pair → what it may still send, and the next hop towards the other end",
         reason "one place a port; no state that would be missed";
     RELAY_KEY = "relay_key", Hash<u64, relay::Sender>, size 8_192, by Relay, since 6, pinned true, gauge false,
         holds "gateway's id → what its messages about relays are checked with, and the latest ones",

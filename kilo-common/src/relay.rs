@@ -185,8 +185,8 @@ pub struct Port {
     pub by_port: u16,
     /// Megabits a second that may come from `from` ([`Budget`]); 0 = not limited.
     pub rate: u16,
-    /// Always zero.
-    pub pad: [u16; 2],
+    /// Another number with each write of the agent, which makes programs ask for the way to `to` anew; 0 = not yet.
+    pub written: u32,
 }
 
 impl Port {

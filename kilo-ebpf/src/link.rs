@@ -118,7 +118,7 @@ fn ask_kernel(skb: Skb, link: &mut Link, ifindex: u32, ends: u64, tos: u32) -> u
 /// Asks the kernel for the link-layer addresses of a route out of this interface; zero: there are none, or the route is
 /// another.
 #[inline(always)]
-pub fn ends_of(skb: Skb, route: &mut bpf_fib_lookup, ifindex: u32, ends: &mut Ends) -> u32 {
+fn ends_of(skb: Skb, route: &mut bpf_fib_lookup, ifindex: u32, ends: &mut Ends) -> u32 {
     let size = size_of::<bpf_fib_lookup>() as i32;
     // SAFETY: callers pass the context, which is valid for the whole program, and the structure has that size.
     let found = unsafe { look_up(skb.cast(), route, size, BPF_FIB_LOOKUP_OUTPUT) };

@@ -3,6 +3,7 @@
 use crate::subprogram::{Skb, subprogram};
 use aya_ebpf::{
     EbpfContext as _,
+    bindings::bpf_redir_neigh,
     helpers::{bpf_redirect, bpf_redirect_neigh},
     programs::TcContext,
 };
@@ -53,6 +54,14 @@ impl Act {
     pub fn neighbour(ifindex: u32) -> Self {
         // SAFETY: no parameters are passed.
         Self(unsafe { bpf_redirect_neigh(ifindex, core::ptr::null_mut(), 0, 0) } as i32)
+    }
+
+    /// The same for a next hop that is known, of which the kernel finds the link-layer address among its neighbours.
+    #[inline(always)]
+    pub fn next_hop(ifindex: u32, hop: &mut bpf_redir_neigh) -> Self {
+        let size = size_of::<bpf_redir_neigh>() as i32;
+        // SAFETY: the helper reads the structure, which has that size.
+        Self(unsafe { bpf_redirect_neigh(ifindex, hop, size, 0) } as i32)
     }
 
     /// What a helper that redirects, or a function that ends packets, has returned.

@@ -290,8 +290,9 @@ impl<B: Backend> Agent<B> {
     pub async fn run(mut self, stop: CancellationToken) -> Result<(), AgentError> {
         let mut snapshots = self.backend.watch();
         let host_changed = Arc::clone(&self.host_changed);
-        watch::watch(Arc::clone(&host_changed), self.net.rtnl().port())?;
-        self.spawn_tasks(&stop)?;
+        let ways = tokio::sync::watch::Sender::default();
+        watch::watch(Arc::clone(&host_changed), self.net.rtnl().port(), ways.clone())?;
+        self.spawn_tasks(&stop, ways.subscribe())?;
         let mut resync = tokio::time::interval(self.options.resync.max(Duration::from_millis(100)));
         resync.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
         let mut hooks = tokio::time::interval(LOOK_AT_HOOKS);
@@ -363,8 +364,13 @@ impl<B: Backend> Agent<B> {
         Ok(())
     }
 
-    /// Starts what works beside the reconciles: NAT GC, writes to the API server, what is announced, relays.
-    fn spawn_tasks(&self, stop: &CancellationToken) -> Result<(), AgentError> {
+    /// Starts what works beside the reconciles: NAT GC, writes to the API server, what is announced, relays. `ways`
+    /// changes when packets of this host may go another way.
+    fn spawn_tasks(
+        &self,
+        stop: &CancellationToken,
+        ways: tokio::sync::watch::Receiver<()>,
+    ) -> Result<(), AgentError> {
         if self.options.masquerade == Masquerade::Ebpf {
             let gc = self.dataplane.nat_gc()?;
             let counters = self.dataplane.counters()?;
@@ -381,7 +387,7 @@ impl<B: Backend> Agent<B> {
             view: self.view.subscribe(),
             stop: stop.clone(),
         }));
-        self.spawn_relays(stop)
+        self.spawn_relays(stop, ways)
     }
 
     /// Reconciles, counts it and says how it ended. After the first one, and after one `by_the_clock`, memory is given
@@ -417,7 +423,11 @@ impl<B: Backend> Agent<B> {
     }
 
     /// Begins to look after pairs of locations that do not reach each other.
-    fn spawn_relays(&self, stop: &CancellationToken) -> Result<(), AgentError> {
+    fn spawn_relays(
+        &self,
+        stop: &CancellationToken,
+        ways: tokio::sync::watch::Receiver<()>,
+    ) -> Result<(), AgentError> {
         let mut tools = relay::tools(&self.dataplane, &self.options.bpffs)?;
         if self.options.relay == Relay::Off {
             // Pairs that an earlier agent has relayed for are not this one's.
@@ -431,6 +441,7 @@ impl<B: Backend> Agent<B> {
             relay: self.options.relay,
             relay_rate: self.options.relay_rate,
             view: self.relay_view.subscribe(),
+            ways,
             relays: self.relays.clone(),
             changed: Arc::clone(&self.host_changed),
             metrics: self.metrics.clone(),

@@ -62,6 +62,8 @@ pub struct Context {
     pub relay_rate: u16,
     /// The mesh and the device, as reconciles publish them.
     pub view: watch::Receiver<MeshView>,
+    /// Changes when packets of this host may go another way.
+    pub ways: watch::Receiver<()>,
     /// What the task has found, for reconciles.
     pub relays: Relays,
     /// Wakes the reconcile loop.
@@ -148,6 +150,9 @@ impl Task {
         let stop = self.context.stop.clone();
         let Some(mut ring) = self.ring.take() else { return };
         let mut next = Instant::now();
+        // The kernel's events are followed as long as the agent runs.
+        let mut ways = self.context.ways.clone();
+        let mut last = next;
         loop {
             tokio::select! {
                 () = stop.cancelled() => return,
@@ -166,9 +171,15 @@ impl Task {
                         return;
                     }
                 },
+                Ok(()) = ways.changed(), if self.server.pairs() > 0 => {
+                    self.maps.routes_changed();
+                    // Many routes may change one after the other.
+                    next = next.min(last + BUSY);
+                }
                 () = tokio::time::sleep_until(next.into()) => {
                     self.turn().await;
-                    next = Instant::now() + if self.client.is_busy() { BUSY } else { IDLE };
+                    last = Instant::now();
+                    next = last + if self.client.is_busy() { BUSY } else { IDLE };
                 }
             }
         }
@@ -199,6 +210,8 @@ impl Task {
             self.look().await;
             let now = Instant::now();
             self.serve(now);
+        } else if self.maps.has_routes_changed() {
+            self.write_ports();
         }
         let now = Instant::now();
         let outputs = self.client.turn(now, micros(), &mut rand::random);

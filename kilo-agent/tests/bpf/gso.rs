@@ -108,7 +108,7 @@ fn datagrams(outside: IpAddr, pod: IpAddr) {
 }
 
 /// A packet socket in the network behind the uplink.
-fn open() -> OwnedFd {
+pub fn open() -> OwnedFd {
     let all = i32::from((nix::libc::ETH_P_ALL as u16).to_be());
     // SAFETY: a plain system call; the descriptor is ours alone.
     let socket = unsafe {
@@ -119,6 +119,19 @@ fn open() -> OwnedFd {
     // Frames of a stream wait until somebody looks at them.
     nix::sys::socket::setsockopt(&socket, nix::sys::socket::sockopt::RcvBufForce, &(256 << 20)).unwrap();
     socket
+}
+
+/// The next frame; empty after a moment without one.
+pub fn next(socket: &OwnedFd) -> Vec<u8> {
+    let mut ready = [PollFd::new(socket.as_fd(), PollFlags::POLLIN)];
+    if poll(&mut ready, 200_u16).unwrap() == 0 {
+        return Vec::new();
+    }
+    let mut bytes = vec![0; 2048];
+    let flags = nix::sys::socket::MsgFlags::empty();
+    let length = nix::sys::socket::recv(socket.as_raw_fd(), &mut bytes, flags).unwrap();
+    bytes.truncate(length);
+    bytes
 }
 
 /// Keeps the largest frames until told to stop, and there are no more.

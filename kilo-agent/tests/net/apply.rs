@@ -498,6 +498,30 @@ fn what_we_write_ourselves_does_not_wake_the_watcher_and_what_others_write_does(
 }
 
 #[test]
+fn who_asks_for_ways_is_told_of_routes_and_not_of_neighbours_or_filters() {
+    isolated("who_asks_for_ways_is_told_of_routes_and_not_of_neighbours_or_filters", || async {
+        setup();
+        let net = Net::new().unwrap();
+        let sender = tokio::sync::watch::Sender::default();
+        let mut ways = sender.subscribe();
+        kilo_host::net::watch::watch(Arc::default(), net.rtnl().port(), sender).unwrap();
+        while tokio::time::timeout(Duration::from_secs(1), ways.changed()).await.is_ok() {}
+        sh("ip neighbour replace 10.0.0.77 lladdr 02:00:00:00:00:77 dev eth0; tc qdisc add dev eth0 clsact");
+        assert!(tokio::time::timeout(Duration::from_millis(500), ways.changed()).await.is_err());
+        for change in [
+            "ip route add 10.98.0.0/16 dev eth0",
+            "ip -6 rule add from 2001:db8::/32",
+            "ip link set eth0 down",
+        ] {
+            sh(change);
+            let told = tokio::time::timeout(Duration::from_secs(5), ways.changed()).await;
+            assert!(told.is_ok_and(|told| told.is_ok()), "{change}");
+            while tokio::time::timeout(Duration::from_millis(300), ways.changed()).await.is_ok() {}
+        }
+    });
+}
+
+#[test]
 fn a_plan_that_is_there_becomes_another_by_writing_only_what_differs() {
     isolated("a_plan_that_is_there_becomes_another_by_writing_only_what_differs", || async {
         let kilo = setup();

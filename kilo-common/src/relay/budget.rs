@@ -8,7 +8,8 @@ const BURST: u64 = 100_000_000;
 /// Nanoseconds of one megabit a second that make a byte.
 const OF_A_BYTE: u64 = 8_000;
 
-/// What a port may still send. It is reckoned once in a tick of the kernel's clock; all other packets only take from it.
+/// What a port may still send. It is reckoned where it does not suffice, once in a tick of the kernel's clock; all other
+/// packets only take from it. So a pause and a burst that began before it ended may pass twice [`BURST`].
 /// Of two CPUs at a time one may be forgotten, which lets a packet more pass.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -22,13 +23,14 @@ pub struct Budget {
 }
 
 impl Budget {
-    /// Takes a packet's bytes; `false`: there is not as much left, and nothing is taken. `now` is asked once in a tick.
+    /// Takes a packet's bytes; `false`: there is not as much left, and nothing is taken. `now` is asked once in a tick, and
+    /// only where what was left before does not suffice.
     #[inline(always)]
     pub fn spend(&mut self, bytes: u32, port: &Port, tick: u64, now: impl FnOnce() -> u64) -> bool {
         if port.rate == 0 {
             return true;
         }
-        if self.tick != tick {
+        if self.left < u64::from(bytes) && self.tick != tick {
             self.reckon(u64::from(port.rate), now());
             self.tick = tick;
         }
@@ -95,17 +97,33 @@ mod tests {
     }
 
     #[test]
-    fn time_is_asked_for_once_in_a_tick() {
+    fn time_is_asked_for_once_in_a_tick_and_only_where_nothing_is_left() {
         let mut budget = Budget::default();
         let mut asked = 0;
-        for number in 0..100 {
-            let tick = START / TICK + number / 10;
-            assert!(budget.spend(100, &port(10), tick, || {
-                asked += 1;
-                tick * TICK
-            }));
+        // Ten packets in each of 100 ticks; of the larger ones 5,000 bytes a tick are allowed, and two bursts at first.
+        for (bytes, times) in [(100, 1..=1), (2_000, 80..=100)] {
+            for number in 0..1_000 {
+                let tick = START / TICK + u64::from(bytes) + number / 10;
+                budget.spend(bytes, &port(10), tick, || {
+                    asked += 1;
+                    tick * TICK
+                });
+            }
+            assert!(times.contains(&asked), "{asked} of {bytes} bytes");
+            asked = 0;
         }
-        assert_eq!(asked, 10);
+    }
+
+    #[test]
+    fn after_a_pause_two_bursts_pass_at_most() {
+        let mut budget = Budget::default();
+        // 100 of these packets are a burst.
+        let mut passed = |tick: u64, packets: usize| {
+            (0..packets).filter(|_| budget.spend(1_000, &port(8), tick, || tick * TICK)).count()
+        };
+        assert_eq!(passed(1_000, 1), 1);
+        assert_eq!(passed(10_000, 1_000), 99 + 100);
+        assert_eq!(passed(10_001, 1_000), 4, "what a tick earns");
     }
 
     #[test]

@@ -1,15 +1,18 @@
 //! Fast path for what relays carry most, with what [`arrived`](super::arrived) does in fewer instructions:
-//! whole datagrams in an Ethernet frame, of a bound pair, while the link-layer addresses towards the other end are known.
+//! whole datagrams in an Ethernet frame, of a bound pair, while the next hop towards the other end is known.
 //!
-//! They are remembered as in [`link`](crate::link), but for [`LASTS`] ticks of the kernel's clock: a pair that sends a packet
-//! in each of these times or less asks with each. They stand by port, and count only for the end that they were asked for. All
-//! CPUs share what is remembered: a route that changes while two of them read it costs a packet.
+//! It is remembered by port, for [`LASTS`] ticks of the kernel's clock at most, and until the agent writes the port anew, as
+//! it does when an end is bound anew and when routes change. The kernel is told the hop's address with each packet, and has its
+//! link-layer address among its neighbours, which it proves as for what it sends itself. All CPUs share what is remembered: a
+//! hop that changes while two of them read it costs a packet.
 
 use aya_ebpf::{
     EbpfContext as _,
-    bindings::{BPF_F_MARK_MANGLED_0, BPF_F_PSEUDO_HDR, bpf_fib_lookup},
+    bindings::{
+        BPF_F_MARK_MANGLED_0, BPF_F_PSEUDO_HDR, BPF_FIB_LOOKUP_OUTPUT, bpf_fib_lookup, bpf_redir_neigh,
+    },
     btf_maps::Array,
-    helpers::{bpf_csum_update, bpf_jiffies64, bpf_ktime_get_coarse_ns},
+    helpers::{bpf_csum_update, bpf_fib_lookup as look_up, bpf_jiffies64, bpf_ktime_get_coarse_ns},
     macros::btf_map,
     programs::TcContext,
 };
@@ -26,16 +29,15 @@ use kilo_common::{
 use crate::{
     cb,
     ip::{Ip, V6, halves},
-    link::{self, Ends},
     maps::{RELAY, count_action},
     ret::{Act, Verdict, from_code},
     subprogram::{Skb, subprogram},
     words::Words,
 };
 
-/// Ticks for which link-layer addresses count: 25 to 250 ms, by the kernel's clock. Ends take a relay for dead that was
-/// silent for 1,300.
-const LASTS: u64 = 25;
+/// Ticks for which a next hop counts: 2.5 to 25 s, by the kernel's clock. Routes that change while no agent runs to say so
+/// count that much later.
+const LASTS: u64 = 2_500;
 /// Where UDP has its checksum.
 const UDP_CHECKSUM: usize = 6;
 /// Result of a subprogram: nothing is done.
@@ -46,14 +48,11 @@ const _: () = assert!(DropReason::from_index(NOTHING as u32).is_none());
 #[repr(C, align(8))]
 pub struct Way {
     budget: Budget,
-    /// The tick in which the addresses were asked for.
+    /// The tick in which the next hop was asked for.
     asked: u64,
-    /// What they were asked for: [`key`], and the interface.
-    key: u32,
-    ifindex: u32,
-    /// The second in which a packet went the kernel's own way.
-    second: u32,
-    ends: Ends,
+    /// What it was asked for ([`key`]).
+    key: u64,
+    hop: bpf_redir_neigh,
 }
 
 #[btf_map(name = "relay_way")]
@@ -231,7 +230,6 @@ impl Whole for V6 {
 
 /// What starts such a frame.
 struct Frame<'a, O: Whole> {
-    link: &'a mut [u16; 6],
     ip: &'a mut O::Header,
     /// Ports, length, checksum.
     udp: &'a mut [u16; 4],
@@ -253,7 +251,6 @@ fn frame<O: Whole>(ctx: &TcContext) -> Option<Frame<'_, O>> {
     // SAFETY: the bounds are checked, programs may read and write packets at any address, and no part is in another.
     Some(unsafe {
         Frame {
-            link: &mut *(start as *mut _),
             ip: &mut *((start + ETHERNET_LEN) as *mut _),
             udp: &mut *(udp as *mut _),
             first: &*((udp + UDP_LEN) as *const _),
@@ -293,7 +290,7 @@ fn relay_whole<O: Whole>(skb: Skb) -> i32 {
     }
     let Some(way) = way(port) else { return NOTHING };
     let clock = &mut Clock::new();
-    if !is_known::<O>(skb, way, pair, u32::from(tos & !3), clock) {
+    if !is_known::<O>(skb, way, pair, u32::from(tos & !3), clock.tick) {
         return NOTHING;
     }
     if !may_pass(&ctx, way, pair, clock) {
@@ -333,11 +330,9 @@ fn relay_whole<O: Whole>(skb: Skb) -> i32 {
         return DropReason::Malformed.index() as i32;
     }
     (new.udp[0], new.udp[1]) = (new_ports[0], new_ports[1]);
-    // SAFETY: there is room for them.
-    unsafe { link::write(&way.ends, new.link.as_mut_ptr()) };
     cb::sent(&ctx);
     count_action(Action::Relay);
-    Act::transmit(pair.ifindex).code()
+    Act::next_hop(pair.ifindex, &mut way.hop).code()
 }
 
 /// What other ports add to the checksum, where a device may have to complete it.
@@ -347,38 +342,35 @@ fn ports_by_kernel<O: Whole>(ctx: &TcContext, difference: u32) -> bool {
     ctx.l4_csum_replace(at, 0, u64::from(difference), u64::from(BPF_F_MARK_MANGLED_0)).is_ok()
 }
 
-/// What tells one way of a port from another: the type of service, and the end that is sent to, which may be bound anew
-/// elsewhere.
+/// What tells one way of a port from another: the type of service, and the agent's write, which is another one when an end is
+/// bound anew or routes change.
 #[inline(always)]
-fn key(pair: &Port, tos: u32) -> u32 {
-    let [first, second] = halves(&pair.to);
-    let both = first ^ second;
-    tos ^ (both ^ (both >> 32)) as u32
+const fn key(pair: &Port, tos: u32) -> u64 {
+    (pair.written as u64) << 32 | tos as u64
 }
 
-/// Whether the link-layer addresses towards the pair's other end are known.
+/// Whether the next hop towards the pair's other end is known.
 #[inline(always)]
-fn is_known<O: Whole>(skb: Skb, way: &mut Way, pair: &Port, tos: u32, clock: &mut Clock) -> bool {
+fn is_known<O: Whole>(skb: Skb, way: &mut Way, pair: &Port, tos: u32, tick: u64) -> bool {
     // Before Linux 6.10 the helper knows no routes by mark.
     // SAFETY: the context is valid for the whole program.
     if unsafe { (*skb).mark } != 0 {
         return false;
     }
     let key = key(pair, tos);
-    if clock.tick.wrapping_sub(way.asked) < LASTS && way.key == key && way.ifindex == pair.ifindex {
+    if tick.wrapping_sub(way.asked) < LASTS && way.key == key {
         return true;
     }
-    let second = (clock.nanoseconds() / 1_000_000_000) as u32;
-    if ask::<O>(skb, way, pair, tos, second) == 0 {
+    if ask::<O>(skb, way, pair, tos) == 0 {
         return false;
     }
-    (way.asked, way.key, way.ifindex) = (clock.tick, key, pair.ifindex);
+    (way.asked, way.key) = (tick, key);
     true
 }
 
 subprogram! {
-    /// Asks the kernel for them, unless a packet is to go its way: once a second, as in [`link`].
-    fn ask[O: Whole](way: &mut Way, pair: &Port, tos: u32, second: u32) -> u32 = ask_kernel;
+    /// Asks the kernel for it; zero: there is none, its link-layer address is not known yet, or the packet is too long.
+    fn ask[O: Whole](way: &mut Way, pair: &Port, tos: u32) -> u32 = ask_kernel;
     by O::V6 => {
         false => relay_ask[Ipv4],
         true => relay_ask_v6[V6],
@@ -386,15 +378,17 @@ subprogram! {
 }
 
 #[inline(always)]
-fn ask_kernel<O: Whole>(skb: Skb, way: &mut Way, pair: &Port, tos: u32, second: u32) -> u32 {
+fn ask_kernel<O: Whole>(skb: Skb, way: &mut Way, pair: &Port, tos: u32) -> u32 {
     way.asked = 0;
-    if way.second != second {
-        way.second = second;
-        return 0;
-    }
     let mut route = Words::<bpf_fib_lookup, 8>::new();
     let route = route.zero();
     route.ifindex = pair.ifindex;
     O::ask(route, tos, [halves(&pair.by), halves(&pair.to)]);
-    link::ends_of(skb, route, pair.ifindex, &mut way.ends)
+    let size = size_of::<bpf_fib_lookup>() as i32;
+    // SAFETY: the context is valid for the whole program, and the structure has that size.
+    let found = unsafe { look_up(skb.cast(), route, size, BPF_FIB_LOOKUP_OUTPUT) };
+    // SAFETY: both families' addresses begin there, and what the shorter one leaves is zero.
+    way.hop.__bindgen_anon_1.ipv6_nh = unsafe { route.__bindgen_anon_4.ipv6_dst };
+    way.hop.nh_family = u32::from(route.family);
+    u32::from(found == 0 && route.ifindex == pair.ifindex)
 }

@@ -233,23 +233,24 @@ pub fn give_its_own(site: &Site, setup: &Setup) -> Result<()> {
 /// Gives the relay's programs a pair, as its agent does once both ends are bound: the leader elsewhere,
 /// and one more.
 pub fn bind_pair(site: &Site) -> Result<()> {
-    bind(site, [public(0), private(0), public(1)].map(|addr| addr.to_ipv6_mapped().octets()))
+    bind(site, [public(0), private(0), public(1)].map(|addr| addr.to_ipv6_mapped().octets()), 1)
 }
 
 /// The same over IPv6, on a node that has had IPv4 alone.
 pub fn bind_pair_v6(site: &Site) -> Result<()> {
     site.enable_ipv6()?;
-    bind(site, [REMOTE_V6, OWN_V6, SECOND_REMOTE_V6].map(|addr| addr.octets()))
+    bind(site, [REMOTE_V6, OWN_V6, SECOND_REMOTE_V6].map(|addr| addr.octets()), 2)
 }
 
-/// Binds the port to a pair: one end, the relay itself, the other end.
-fn bind(site: &Site, [from, own, to]: [[u8; 16]; 3]) -> Result<()> {
+/// Binds the port to a pair: one end, the relay itself, the other end. `written`: which write of the port it is.
+fn bind(site: &Site, [from, own, to]: [[u8; 16]; 3], written: u32) -> Result<()> {
     let ifindex: u32 = site.node.sh("cat /sys/class/net/eth0/ifindex")?.trim().parse().context("ifindex")?;
     // `kilo_common::relay::Port`.
     let mut port: Vec<u8> = [from, own, to, own].concat();
     port.extend([0; 24]);
     port.extend(ifindex.to_ne_bytes());
-    port.extend([PORT, PORT, RELAY_PORTS.1, RELAY_RATE, 0, 0].into_iter().flat_map(u16::to_ne_bytes));
+    port.extend([PORT, PORT, RELAY_PORTS.1, RELAY_RATE].into_iter().flat_map(u16::to_ne_bytes));
+    port.extend(written.to_ne_bytes());
     let hex = |bytes: &[u8]| bytes.iter().map(|byte| format!(" {byte:02x}")).collect::<String>();
     let key = hex(&u32::from(RELAY_PORTS.0).to_ne_bytes());
     let update =

@@ -20,6 +20,10 @@ pub struct RelayMaps {
     keys: HashMap<MapData, u64, Sender>,
     held_ports: BTreeMap<u16, Port>,
     held_keys: BTreeMap<u64, Sender>,
+    /// Number of the last write of a port ([`Port::written`]).
+    written: u32,
+    /// Every port is to be written, whether it differs or not.
+    is_anew: bool,
 }
 
 impl std::fmt::Debug for RelayMaps {
@@ -50,7 +54,16 @@ impl RelayMaps {
         let map = |name| Ok::<_, DataplaneError>(Map::HashMap(open_pin(&directory, name)?));
         let ports = HashMap::try_from(map(name::RELAY)?)?;
         let keys = HashMap::try_from(map(name::RELAY_KEY)?)?;
-        let mut maps = Self { ports, keys, held_ports: BTreeMap::new(), held_keys: BTreeMap::new() };
+        let mut maps = Self {
+            ports,
+            keys,
+            held_ports: BTreeMap::new(),
+            held_keys: BTreeMap::new(),
+            // Not one that an earlier agent has written.
+            written: rand::random(),
+            // Nobody has said which routes changed since it ended.
+            is_anew: true,
+        };
         maps.held_ports = maps.ports();
         maps.held_keys = maps.keys.iter().flatten().collect();
         Ok(maps)
@@ -62,14 +75,34 @@ impl RelayMaps {
         self.ports.iter().flatten().filter_map(port).collect()
     }
 
+    /// Routes have changed: the next write of the ports makes programs ask for all ways anew.
+    pub const fn routes_changed(&mut self) {
+        self.is_anew = true;
+    }
+
+    /// Whether they have since the ports were written.
+    #[must_use]
+    pub const fn has_routes_changed(&self) -> bool {
+        self.is_anew
+    }
+
     /// Brings the ports to the desired content; returns the number of writes. What a port has sent on
     /// counts as no difference.
     ///
     /// # Errors
     /// When the map refuses a write.
     pub fn write_ports(&mut self, desired: &BTreeMap<u16, Port>) -> Result<usize, DataplaneError> {
-        let is_same = |held: &Port, port: &Port| Port { packets: 0, ..*held } == Port { packets: 0, ..*port };
-        apply(&mut self.ports, &mut self.held_ports, desired, is_same)
+        self.written = self.written.checked_add(1).unwrap_or(1);
+        let (written, is_anew) = (self.written, std::mem::take(&mut self.is_anew));
+        // What is written although nothing differs goes on counting.
+        let counted = if is_anew { self.ports() } else { BTreeMap::new() };
+        let packets = |number: &u16| counted.get(number).map_or(0, |port| port.packets);
+        let row =
+            |(number, port): (&u16, &Port)| (*number, Port { written, packets: packets(number), ..*port });
+        let desired = desired.iter().map(row).collect();
+        let alike = |port: &Port| Port { packets: 0, written: 0, ..*port };
+        let is_same = |held: &Port, port: &Port| !is_anew && alike(held) == alike(port);
+        apply(&mut self.ports, &mut self.held_ports, &desired, is_same)
     }
 
     /// Brings the keys to the desired content; returns the number of writes. What was heard of a sender counts as

@@ -13,7 +13,7 @@ use futures::StreamExt;
 use nix::sys::socket::{setsockopt, sockopt::RcvBufForce};
 use rtnetlink::{MulticastGroup, packet_core::NetlinkPayload, packet_route::RouteNetlinkMessage};
 use tokio::{
-    sync::Notify,
+    sync::{Notify, watch::Sender},
     time::{Instant, sleep_until},
 };
 
@@ -57,14 +57,19 @@ pub struct Watcher {
     _tasks: [Task; 2],
 }
 
-#[derive(Debug, Default)]
+#[derive(Debug)]
 struct Pending {
     bits: AtomicU8,
     notify: Notify,
+    /// Those who ask the kernel for ways, and are told at once.
+    ways: Sender<()>,
 }
 
 impl Pending {
     fn add(&self, bits: u8) {
+        if bits & (LINKS | ADDRESSES | ROUTES | RULES | CLOSED) != 0 {
+            self.ways.send_replace(());
+        }
         self.bits.fetch_or(bits, Ordering::AcqRel);
         self.notify.notify_one();
     }
@@ -74,6 +79,11 @@ impl Watcher {
     /// Subscribes in the calling thread's network namespace. `own`: the socket
     /// whose writes are not news ([`Rtnl::port`](super::Rtnl::port)).
     pub fn new(own: Option<u32>) -> Result<Self, NetError> {
+        Self::telling(own, Sender::default())
+    }
+
+    /// The same; `ways` is told at once when packets may go another way.
+    fn telling(own: Option<u32>, ways: Sender<()>) -> Result<Self, NetError> {
         let groups = [
             MulticastGroup::Link,
             MulticastGroup::Ipv4Ifaddr,
@@ -90,7 +100,7 @@ impl Watcher {
         let socket = unsafe { BorrowedFd::borrow_raw(connection.socket_mut().as_raw_fd()) };
         // With a smaller buffer everything is looked at when events were lost.
         let _ = setsockopt(&socket, RcvBufForce, &BUFFER);
-        let pending = Arc::new(Pending::default());
+        let pending = Arc::new(Pending { bits: AtomicU8::new(0), notify: Notify::new(), ways });
         let connection = Task(tokio::spawn(connection));
         let sink = Arc::clone(&pending);
         // Drained at once and kept as five bits: a storm of events costs no memory.
@@ -148,13 +158,13 @@ impl Watcher {
 
 /// Notifies on every change of others (not through the socket `own`) for as long
 /// as the runtime lives. A subscription that ends is opened again, and counts as
-/// a change.
-pub fn watch(notify: Arc<Notify>, own: u32) -> Result<(), NetError> {
-    let mut watcher = Watcher::new(Some(own))?;
+/// a change. `ways` is told at once of those by which packets may go another way.
+pub fn watch(notify: Arc<Notify>, own: u32, ways: Sender<()>) -> Result<(), NetError> {
+    let mut watcher = Watcher::telling(Some(own), ways.clone())?;
     tokio::spawn(async move {
         loop {
             if watcher.changed().await.is_err() {
-                match Watcher::new(Some(own)) {
+                match Watcher::telling(Some(own), ways.clone()) {
                     Ok(new) => watcher = new,
                     Err(error) => {
                         tracing::error!(%error, "failed to subscribe to netlink events; retrying");

@@ -17,7 +17,7 @@ use kilo_common::{
 };
 use kilo_core::plan::Tables;
 use kilo_host::{
-    dataplane::{CounterReader, Dataplane, Interfaces, lead::Signals},
+    dataplane::{CounterReader, Dataplane, Interfaces, lead::Signals, relay::RelayMaps},
     net::Net,
 };
 use nix::{
@@ -131,6 +131,11 @@ impl World {
     /// The ring of what was heard.
     pub fn ring(&self) -> RingBuf<MapData> {
         kilo_host::dataplane::lead::heard(self.fs.path()).unwrap()
+    }
+
+    /// The maps of a relay.
+    pub fn relay_maps(&self) -> RelayMaps {
+        RelayMaps::open(self.fs.path()).unwrap()
     }
 
     fn counters(&self) -> CounterReader {
