@@ -125,11 +125,15 @@ impl Owners {
         }
     }
 
-    /// By Kilo's rule this gateway leads, as long as nobody has led in any term.
+    /// By Kilo's rule this gateway leads, as long as nobody has led in any term. It has what nobody has claimed, too:
+    /// kernels that no gateway has taken follow that rule, whoever else has claimed a member of its own.
     pub fn set_default_leader(&mut self, gateway: NodeId) {
-        if self.shared.0 == Term::NONE {
-            self.shared.1 = gateway;
+        if self.shared.0 != Term::NONE {
+            return;
         }
+        self.shared.1 = gateway;
+        let unclaimed = self.members.values_mut().filter(|owner| owner.0 == UNCLAIMED_TERM);
+        unclaimed.for_each(|owner| owner.1 = gateway);
     }
 
     /// The device had this member's prefixes with that gateway before the agent started.

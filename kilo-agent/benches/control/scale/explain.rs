@@ -174,7 +174,9 @@ impl Path<'_> {
 
     fn trace(&self, step: &Step) -> Option<serde_json::Value> {
         let mut words = vec![format!("--src={}", self.src), format!("--dst={}", self.dst)];
-        words.extend(["--proto=udp", "--sport=7777", "--dport=7777", "--size=32", "-o=json"].map(str::to_owned));
+        words.extend(
+            ["--proto=udp", "--sport=7777", "--dport=7777", "--size=32", "-o=json"].map(str::to_owned),
+        );
         match step.origin {
             Origin::Host => words.push("--from=host".to_owned()),
             Origin::Kilo => words.push("--from=kilo".to_owned()),
@@ -193,10 +195,16 @@ impl Path<'_> {
             return Next::Lost;
         };
         let Some(next) = peer.endpoint.and_then(|endpoint| self.number_of(endpoint.ip())) else {
-            self.says(node, format!("WireGuard: the peer with {} is at {:?}, no node", self.dst, peer.endpoint));
+            self.says(
+                node,
+                format!("WireGuard: the peer with {} is at {:?}, no node", self.dst, peer.endpoint),
+            );
             return Next::Lost;
         };
-        self.says(node, format!("WireGuard: {} is node {next}'s, last handshake {}", self.dst, peer.handshake));
+        self.says(
+            node,
+            format!("WireGuard: {} is node {next}'s, last handshake {}", self.dst, peer.handshake),
+        );
         let key = |node: usize| self.hosts[node].netns.sh("wg show kilo0 public-key").unwrap_or_default();
         if key(next).trim() != peer.key {
             self.says(next, "WireGuard: it has another key than that peer");
@@ -204,14 +212,15 @@ impl Path<'_> {
         }
         let (own, theirs) = (key(node), self.peers(next));
         match holder(&theirs, self.src) {
-            Some(sender) if sender.key == own.trim() => {
-                Next::On(Step { node: next, origin: Origin::Kilo })
-            }
+            Some(sender) if sender.key == own.trim() => Next::On(Step { node: next, origin: Origin::Kilo }),
             sender => {
                 let whose = sender.and_then(|sender| self.number_of(sender.endpoint?.ip()));
                 self.says(
                     next,
-                    format!("WireGuard: {} is node {whose:?}'s, so nothing of it is taken from node {node}", self.src),
+                    format!(
+                        "WireGuard: {} is node {whose:?}'s, so nothing of it is taken from node {node}",
+                        self.src
+                    ),
                 );
                 Next::Lost
             }

@@ -161,6 +161,7 @@ impl Agent {
         }
         if is_believed {
             self.goes_on_with(from, word, turn);
+            self.takes_left_behind(from, word, turn);
         }
         self.takes_shared_of_most(turn);
     }
