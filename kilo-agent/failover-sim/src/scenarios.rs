@@ -382,11 +382,11 @@ pub const SCENARIOS: &[Scenario] = &[
         schedule.until = t + 125 * SEC;
         schedule
     }),
-    // One far leader knows who led the member before it booted, the other one who led it before that; and the acting
-    // leader has forgotten it, and does not hear what it asks for.
+    // One far leader knows who led the member before it booted, the other one, whose agent was dead for 11 s, who led it
+    // before that; and the acting leader has forgotten it, and does not hear what it asks for.
     Scenario {
         fars: Some(2),
-        ..scenario("a member boots that nobody leads any more", &[5, 8, 20], 6_000, 4, |_, nodes, t| {
+        ..scenario("a member boots that nobody leads any more", &[5, 8, 20], 11_000, 4, |_, nodes, t| {
             let member = nodes - 1;
             Schedule::new(
                 vec![
