@@ -1,6 +1,8 @@
 //! Time of single programs on this kernel (`BPF_PROG_TEST_RUN`), with few and
 //! many prefixes. None of these runs changes its packet, so that it can be
-//! repeated.
+//! repeated; and what the programs count says that each of them did what its row is about.
+
+use std::collections::BTreeMap;
 
 use aya::programs::{SchedClassifier, TestRun as _, TestRunOptions};
 use ipnet::{IpNet, Ipv4Net};
@@ -41,13 +43,34 @@ pub fn measure(figures: &mut Figures) {
         dataplane.write(&tables).unwrap();
         let to_wireguard = udp(POD, REMOTE_POD, (1, 2), &[0; 64]);
         let to_network = ethernet(&udp(OWN_POD, [203, 0, 113, 9], (1, 2), &[0; 64]));
-        for (what, program, packet) in [
-            ("kilo_egress, to WireGuard", "kilo_egress", to_wireguard),
-            ("uplink_egress, not masqueraded", "uplink_egress", to_network),
+        for (what, program, packet, counted) in [
+            ("kilo_egress, to WireGuard", "kilo_egress", to_wireguard, Some("encrypt")),
+            ("uplink_egress, not masqueraded", "uplink_egress", to_network, None),
         ] {
-            figures.add_to("programs", count, what, "ns", time(&mut dataplane, program, &packet));
+            let before = counters(&dataplane);
+            let time = time(&mut dataplane, program, &packet);
+            let runs = u64::from(REPEAT) * ROUNDS as u64;
+            let met: BTreeMap<_, _> = counters(&dataplane)
+                .into_iter()
+                .map(|(label, count)| (label, count - before[label]))
+                .filter(|(_, count)| *count > 0)
+                .collect();
+            assert_eq!(
+                met,
+                counted.map(|label| (label, runs)).into_iter().collect(),
+                "what {program} counts"
+            );
+            figures.add_to("programs", count, what, "ns", time);
         }
     }
+}
+
+/// How often each action was taken, and each reason to drop a packet was met.
+fn counters(dataplane: &Dataplane) -> BTreeMap<&'static str, u64> {
+    let counters = dataplane.counters().unwrap().read().unwrap();
+    let mut all = counters.actions;
+    all.extend(counters.drops);
+    all
 }
 
 /// Nanoseconds of one run: the median of rounds.

@@ -400,6 +400,25 @@ pub const SCENARIOS: &[Scenario] = &[
         schedule.until = t + 125 * SEC;
         schedule
     }),
+    // One far leader knows who led the member before it booted, the other one, whose agent was dead for 11 s, who led it
+    // before that; and the acting leader has forgotten it, and does not hear what it asks for.
+    Scenario {
+        fars: Some(2),
+        ..scenario("a member boots that nobody leads any more", &[5, 8, 20], 11_000, 4, |_, nodes, t| {
+            let member = nodes - 1;
+            Schedule::new(
+                vec![
+                    (t - SEC, t + 10 * SEC, Fault::FarAgent(1)),
+                    (t, t + 5 * SEC, Fault::Power(0)),
+                    (t + 3 * SEC, t + 13 * SEC, Fault::Power(member)),
+                    (t + 8 * SEC, t + 8_600 * MS, Fault::Layout(1)),
+                    (t + 12_800 * MS, t + 14_600 * MS, Fault::Agent(1)),
+                ],
+                t + 45 * SEC,
+            )
+            .without(&[0])
+        })
+    },
     scenario("leader paused 100 to 400 ms", MANY, 700, 3, |rng, _, t| {
         Schedule::new(vec![(t, t + rng.between(100 * MS, 400 * MS), Fault::Pause(0))], t + 15 * SEC)
     }),

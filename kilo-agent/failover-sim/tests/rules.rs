@@ -25,6 +25,7 @@ const NEEDED: &[(Rule, &str, Invariant)] = &[
     (Rule::Hold, "20 flaps in 60 s: power", Invariant::Changes),
     (Rule::FarLaterTerms, "1 to 4 at random, 5 % loss, stalls", Invariant::LatestTerm),
     (Rule::KernelLaterTerms, "signals replayed; leaders and a member boot", Invariant::WordRises),
+    (Rule::TakesLeftBehind, "a member boots that nobody leads any more", Invariant::Served),
     (Rule::CatchesUp, "a whole location boots, then power off", Invariant::Outages),
     (Rule::NoLeap, "a stand-by's terms leap to the end, then it is without power", Invariant::Outages),
     (Rule::KernelCookie, "signals replayed; leaders and a member boot", Invariant::NoReplay),

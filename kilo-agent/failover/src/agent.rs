@@ -7,6 +7,7 @@ mod declared_dead;
 mod homes;
 mod inputs;
 mod leading;
+mod left_behind;
 mod numbers;
 mod overload;
 mod place;
@@ -82,6 +83,8 @@ pub(crate) struct Gateway {
     has_resumed: bool,
     /// When each member that asked was adopted last.
     adopted: BTreeMap<NodeId, Micros>,
+    /// When each node that nobody led was taken last.
+    left_behind: BTreeMap<NodeId, Micros>,
     /// Terms that far leaders remember and nobody here does.
     pub(crate) behind: Behind,
 }
@@ -136,6 +139,7 @@ impl Gateway {
             since: now,
             has_resumed: false,
             adopted: BTreeMap::new(),
+            left_behind: BTreeMap::new(),
             behind: Behind::default(),
         }
     }

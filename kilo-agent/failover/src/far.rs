@@ -116,11 +116,15 @@ impl Owners {
         }
     }
 
-    /// Sets the gateway that leads by Kilo's rule, as long as nobody has led in any term.
+    /// Sets the gateway that leads by Kilo's rule, as long as nobody has led in any term. It has what nobody has claimed, too:
+    /// kernels that no gateway has taken follow that rule, whichever gateways have claimed members of theirs.
     pub fn set_default_leader(&mut self, gateway: NodeId) {
-        if self.shared.0 == Term::NONE {
-            self.shared.1 = gateway;
+        if self.shared.0 != Term::NONE {
+            return;
         }
+        self.shared.1 = gateway;
+        let unclaimed = self.members.values_mut().filter(|owner| owner.0 == UNCLAIMED_TERM);
+        unclaimed.for_each(|owner| owner.1 = gateway);
     }
 
     /// Sets the owner that the device had for a member's prefixes before the agent started.

@@ -53,6 +53,8 @@ pub enum Rule {
     FarLaterTerms,
     /// A member's kernel obeys later terms only.
     KernelLaterTerms,
+    /// Who leads the location takes nodes that nobody leads.
+    TakesLeftBehind,
     /// A location that has forgotten terms learns them from far leaders.
     CatchesUp,
     /// What claims to come after many more changes than are known is refused.

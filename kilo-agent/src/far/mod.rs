@@ -282,6 +282,34 @@ mod tests {
         known(&fars)[&FAR].members[&A1].1
     }
 
+    /// Who joined first led until the others came, and one of them adopted a member meanwhile.
+    #[test]
+    fn what_nobody_has_claimed_follows_kilos_order_until_somebody_leads_in_a_term() {
+        const MEMBER: NodeId = 4 << 48;
+        let names = [A1, A2, A3, MEMBER].map(|id| (id, format!("n{id}"))).into();
+        let by_order = |gateways: &[NodeId]| {
+            let mut location = led_by_a2([]);
+            location.members.insert(MEMBER, Vec::new());
+            location.gateways.retain(|gateway| gateways.contains(&gateway.id));
+            (location.acting, location.written) = (0, None);
+            location
+        };
+        let has = |fars: &BTreeMap<Far, Owners>, member| known(fars)[&FAR].members[&member].1;
+        for (shared, owner) in [(Shared::Stay, A1), (Shared::Move, A2)] {
+            let mut fars = BTreeMap::new();
+            let early = by_order(&[A2, A3]);
+            locations_are(&mut fars, &BTreeMap::from([(FAR, early.clone())]));
+            let mut adopts = claim(A3, &[A3]);
+            let Body::Claim { shared: of_none, .. } = &mut adopts.body else { return };
+            *of_none = shared;
+            let pair = (&early, fars.get_mut(&FAR).unwrap());
+            assert!(claimed(&Params::default(), pair, (FAR, A3), &adopts, &names, (99, 0)).step.is_ok());
+            assert_eq!((has(&fars, MEMBER), has(&fars, A3)), (A2, A3));
+            locations_are(&mut fars, &BTreeMap::from([(FAR, by_order(&[A1, A2, A3]))]));
+            assert_eq!((has(&fars, MEMBER), has(&fars, A3)), (owner, A3), "{shared:?}");
+        }
+    }
+
     /// What this node has confirmed before its host has booted is not named in the next CLAIM.
     #[test]
     fn who_is_not_named_in_what_is_left_of_a_claim_stays_with_the_acting_leader() {

@@ -161,6 +161,7 @@ impl Agent {
         }
         if is_believed {
             self.resume_with(from, word, turn);
+            self.take_left_behind(from, word, turn);
         }
         self.take_shared_of_most(turn);
     }

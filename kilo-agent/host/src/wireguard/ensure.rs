@@ -35,8 +35,9 @@ pub struct Ensured {
     pub created: bool,
 }
 
-/// How long a userspace process may take to come up.
-const START_TIMEOUT: Duration = Duration::from_secs(5);
+/// How long a userspace process may take to come up. One that ends is seen at once; one that lives may wait seconds for a
+/// processor where many start, and who gave it up would start over.
+const START_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Finds the interface, or creates it when `create`. A userspace process is
 /// started as `exe userspace-wireguard <interface>`.
