@@ -306,7 +306,7 @@ mod tests {
         };
         for now in (0..GOES + 80 * SEC).step_by(20_000) {
             let mut out =
-                if now == GOES { agent.place_is(after.clone(), now, &mut random) } else { Vec::new() };
+                if now == GOES { agent.set_place(after.clone(), now, &mut random) } else { Vec::new() };
             out.extend(agent.turn(now, std::mem::take(&mut inputs), &mut random));
             for output in out {
                 match output {

@@ -198,7 +198,7 @@ mod tests {
         let mut turn = Turn { now: SEC, random: &mut random, out: &mut out, later: &mut later };
         for (in_term, wanted) in [(8, Shared::Move), (9, Shared::MoveIfSilent)] {
             let mut agent = starts();
-            agent.leads_location();
+            agent.lead_location();
             // In the term of another gateway's change that one may have them.
             agent.term = term(in_term);
             agent.lead_more([MEMBER], Shared::MoveIfSilent, &mut turn);

@@ -76,8 +76,8 @@ mod tests {
             let start = Start { now: 0, clock: 0, word: (term, ME), led: vec![ME, FIRST], is_boot: false };
             let mut agent = Agent::new(Params::default(), place, start, &mut || 1);
             let lead = agent.gateway.as_mut().and_then(|gateway| gateway.lead.as_mut()).expect("it leads");
-            lead.claims(shared);
-            lead.follows(FIRST, 0);
+            lead.set_shared(shared);
+            lead.followed(FIRST, 0);
             // Long after the start, when nothing is said any more of what an agent before this one has announced.
             Self { agent, now: 60 * SEC, drawn: 1 }
         }
@@ -95,7 +95,7 @@ mod tests {
         /// The kernel of the member says this; the terms of what is announced to it then, and who is claimed at once.
         fn hears(&mut self, term: Term, gateway: NodeId) -> (Vec<Term>, Vec<NodeId>) {
             let nonce = 77;
-            self.agent.gateway.as_mut().expect("it is one").roll.asks(MEMBER, nonce);
+            self.agent.gateway.as_mut().expect("it is one").roll.asked(MEMBER, nonce);
             let body = Body::Word { cookie: 5, gateway };
             let signal = Signal { kind: Kind::Present, nonce, term, sender: MEMBER, location: 7, body };
             let mut out = self.turn(vec![Input::Signal { from: MEMBER, signal }]);

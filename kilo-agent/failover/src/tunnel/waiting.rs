@@ -1,7 +1,7 @@
 //! The far leaders that are not probed all the time: a few of them are asked when some that are fall silent, so that the
 //! share of all that is silent decides, and not their number.
 
-use super::{Tunnel, Tunnels};
+use super::{LOSSY, Tunnel, Tunnels};
 use crate::{Micros, Params, Turn};
 
 impl Tunnels {
@@ -16,7 +16,7 @@ impl Tunnels {
     /// Where there are few others they would not outweigh these, and nobody is asked.
     pub(super) fn probe_around(&mut self, params: &Params, turn: &mut Turn<'_>) {
         let count = self.probed.len();
-        let is_whole = self.probed.iter().all(|tunnel| tunnel.row.misses() >= Self::LOSSY);
+        let is_whole = self.probed.iter().all(|tunnel| tunnel.row.misses() >= LOSSY);
         if !is_whole || count == 0 || self.waiting.len() <= count || turn.now < self.next_around {
             return;
         }
