@@ -298,14 +298,14 @@ mod tests {
         for (shared, owner) in [(Shared::Stay, A1), (Shared::Move, A2)] {
             let mut fars = BTreeMap::new();
             let early = by_order(&[A2, A3]);
-            locations_are(&mut fars, &BTreeMap::from([(FAR, early.clone())]));
+            set_locations(&mut fars, &BTreeMap::from([(FAR, early.clone())]));
             let mut adopts = claim(A3, &[A3]);
             let Body::Claim { shared: of_none, .. } = &mut adopts.body else { return };
             *of_none = shared;
             let pair = (&early, fars.get_mut(&FAR).unwrap());
             assert!(claimed(&Params::default(), pair, (FAR, A3), &adopts, &names, (99, 0)).step.is_ok());
             assert_eq!((has(&fars, MEMBER), has(&fars, A3)), (A2, A3));
-            locations_are(&mut fars, &BTreeMap::from([(FAR, by_order(&[A1, A2, A3]))]));
+            set_locations(&mut fars, &BTreeMap::from([(FAR, by_order(&[A1, A2, A3]))]));
             assert_eq!((has(&fars, MEMBER), has(&fars, A3)), (owner, A3), "{shared:?}");
         }
     }
