@@ -90,16 +90,19 @@ pub fn main(part: Part, args: &BenchArgs) -> Result<()> {
     store(figures, |figure| !single.has(figure))
 }
 
-/// Namespaces share one table of neighbours, whose size only the machine's own namespace can set.
+/// Namespaces share one table of neighbours, whose sizes only the machine's own namespace can set: from the first on the
+/// kernel forgets those that were not used for seconds, beyond the second it takes no more.
 fn make_room_for_neighbours() -> Result<()> {
-    const MOST: &str = "/proc/sys/net/ipv4/neigh/default/gc_thresh3";
-    const WANTED: u32 = 65_536;
-    let present = fs::read_to_string(MOST).context(MOST)?;
-    if present.trim().parse::<u32>().is_ok_and(|present| present >= WANTED) {
-        return Ok(());
+    for (name, wanted) in [("gc_thresh3", 65_536), ("gc_thresh2", 32_768)] {
+        let path = format!("/proc/sys/net/ipv4/neigh/default/{name}");
+        let present = fs::read_to_string(&path).with_context(|| path.clone())?;
+        if present.trim().parse::<u32>().is_ok_and(|present| present >= wanted) {
+            continue;
+        }
+        println!("bench: {path} was {}, and is {wanted} from now on", present.trim());
+        fs::write(&path, wanted.to_string()).with_context(|| path.clone())?;
     }
-    println!("bench: {MOST} was {}, and is {WANTED} from now on", present.trim());
-    fs::write(MOST, WANTED.to_string()).context(MOST)
+    Ok(())
 }
 
 /// Columns of a group's table, in the order in which they were measured.

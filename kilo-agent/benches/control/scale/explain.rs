@@ -21,9 +21,6 @@ use crate::{
 const MOST_NODES: usize = 8;
 /// How often a way is tried while drops are counted.
 const TRIES: usize = 20;
-/// Overflows of the kernel's table of neighbours, of which there is one for all namespaces.
-const NEIGHBOURS: &str = "/proc/net/stat/arp_cache";
-
 /// What is known of the machine before the benchmark.
 pub struct Machine {
     overflows: u64,
@@ -31,41 +28,50 @@ pub struct Machine {
 
 impl Machine {
     pub fn before() -> Self {
-        Self { overflows: column("table_fulls") }
+        Self { overflows: Neighbours::read().overflows }
     }
 
-    /// How full the kernel's table of neighbours is, and how often it was full.
+    /// How many neighbours the kernel's table has, and how often there was no room for more.
     pub fn neighbours(&self) -> String {
-        let read = |name: &str| {
-            let path = format!("/proc/sys/net/ipv4/neigh/default/{name}");
-            fs::read_to_string(path).map_or_else(|_| "?".to_owned(), |text| text.trim().to_owned())
-        };
-        let log = run(Command::new("dmesg").args(["--level", "info,notice,warn,err"])).unwrap_or_default();
+        let Neighbours { entries, overflows } = Neighbours::read();
+        let log = run(&mut Command::new("dmesg")).unwrap_or_default();
         let line = log.lines().rfind(|line| line.contains("neighbor table overflow"));
         format!(
-            "{} neighbours in the kernel's table (gc_thresh2 {}, gc_thresh3 {}), which overflowed {} times since the \
-             start; last line of the kernel's log about it: {}",
-            hexadecimal(0, "entries"),
-            read("gc_thresh2"),
-            read("gc_thresh3"),
-            column("table_fulls") - self.overflows,
+            "{entries} neighbours in the kernel's table, which has overflowed {} times since the start; the kernel's \
+             last line about it: {}",
+            overflows - self.overflows,
             line.unwrap_or("none")
         )
     }
 }
 
-/// A column of all CPUs together.
-fn column(name: &str) -> u64 {
-    let lines = fs::read_to_string(NEIGHBOURS).unwrap_or_default().lines().count();
-    (0..lines.saturating_sub(1)).map(|line| hexadecimal(line, name)).sum()
+/// The kernel's table of neighbours, of which there is one for all namespaces; only the machine's own can see it.
+#[derive(Default)]
+struct Neighbours {
+    entries: u64,
+    overflows: u64,
 }
 
-fn hexadecimal(line: usize, column: &str) -> u64 {
-    let text = fs::read_to_string(NEIGHBOURS).unwrap_or_default();
-    let mut lines = text.lines();
-    let place = lines.next().and_then(|names| names.split_whitespace().position(|name| name == column));
-    let field = place.and_then(|place| lines.nth(line)?.split_whitespace().nth(place));
-    field.and_then(|field| u64::from_str_radix(field, 16).ok()).unwrap_or(0)
+impl Neighbours {
+    /// A line of names and one for each CPU, in hexadecimal.
+    fn read() -> Self {
+        let path = format!("/proc/{}/net/stat/arp_cache", std::os::unix::process::parent_id());
+        let text = fs::read_to_string(path).unwrap_or_default();
+        let mut lines = text.lines().map(|line| line.split_whitespace().collect::<Vec<_>>());
+        let names = lines.next().unwrap_or_default();
+        let mut found = Self::default();
+        for line in lines {
+            for (name, field) in names.iter().zip(line) {
+                let value = u64::from_str_radix(field, 16).unwrap_or(0);
+                match *name {
+                    "entries" => found.entries = value,
+                    "table_fulls" => found.overflows += value,
+                    _ => {}
+                }
+            }
+        }
+        found
+    }
 }
 
 /// The way as the tables have it, a line a node; and what was dropped while `send` tried it.
