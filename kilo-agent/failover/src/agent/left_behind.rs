@@ -104,7 +104,7 @@ mod tests {
             for output in out {
                 match output {
                     Output::Lan(MEMBER, signal) if signal.kind == Kind::Announce => {
-                        announced.push(signal.term)
+                        announced.push(signal.term);
                     }
                     Output::Tunnel(
                         FAR,

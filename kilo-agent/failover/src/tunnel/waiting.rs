@@ -72,7 +72,7 @@ mod tests {
         let times = [2 * SEC, 5 * SEC, 9 * SEC, 60 * SEC];
         let three = |far: Far, now| far > 2 || now < 3 * SEC;
         assert_eq!(of_fars(10, three, &times, fit), [true; 4], "all that it probes");
-        let three = |far: Far, now| far < 2 || far > 4 || now < 3 * SEC;
+        let three = |far: Far, now| !(2..=4).contains(&far) || now < 3 * SEC;
         assert_eq!(of_fars(10, three, &times, fit), [true; 4], "one that it probes");
         let one_by_one = |far: Far, now| now < (3 + far) * SEC || far > 3;
         assert_eq!(of_fars(10, one_by_one, &times, fit), [true; 4]);
