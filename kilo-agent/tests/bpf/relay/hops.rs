@@ -154,7 +154,7 @@ fn a_route_that_changes_without_an_agent_counts_25_s_later_at_most() {
 #[test]
 fn an_end_that_is_bound_anew_is_sent_to_by_its_own_hop_at_once() {
     isolated("an_end_that_is_bound_anew_is_sent_to_by_its_own_hop_at_once", || async {
-        bound_anew(false).await
+        bound_anew(false).await;
     });
 }
 
