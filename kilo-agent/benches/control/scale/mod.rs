@@ -30,10 +30,12 @@ const PATIENCE: Duration = Duration::from_mins(15);
 /// The leader of this location dies.
 const DIES_IN: usize = 3;
 
+/// The number that a variable of the environment names.
+fn number(name: &str, default: usize) -> usize {
+    std::env::var(name).ok().and_then(|text| text.parse().ok()).unwrap_or(default)
+}
+
 pub async fn measure(figures: &mut Figures) {
-    let number = |name: &str, default: usize| {
-        std::env::var(name).ok().and_then(|text| text.parse().ok()).unwrap_or(default)
-    };
     let nodes = number("KILO_BENCH_NODES", 200);
     let outage = Duration::from_secs(number("KILO_BENCH_OUTAGE", 600) as u64);
     let rest = Duration::from_secs(number("KILO_BENCH_REST", 60) as u64);
