@@ -360,7 +360,7 @@ impl Agent {
         self.ask_far_leaders(turn);
         self.go_on_planned(turn);
         if says_hello {
-            self.hello(turn);
+            self.send_hello(turn);
             self.give_as_planned(turn);
             self.stay_leader(turn);
             self.choose_leader_to_watch(turn.now);
@@ -373,7 +373,7 @@ impl Agent {
         self.decide(turn);
     }
 
-    fn hello(&self, turn: &mut Turn<'_>) {
+    fn send_hello(&self, turn: &mut Turn<'_>) {
         let Some(gateway) = &self.gateway else { return };
         let leads = gateway.lead.as_ref().filter(|_| self.word.1 == self.place.me);
         let now = turn.now;

@@ -48,8 +48,8 @@ impl Others {
         self.losses.retain(|gateway, losses| gateways.contains(gateway) || losses.last + params.memory > now);
     }
 
-    /// A HELLO came: pairs of its losses as in the signal.
-    pub fn hello(&mut self, params: &Params, now: Micros, from: NodeId, state: State, losses: &[u64]) {
+    /// Takes a HELLO; `losses` are pairs as in the signal.
+    pub fn heard(&mut self, params: &Params, now: Micros, from: NodeId, state: State, losses: &[u64]) {
         let before =
             self.said.get(&from).filter(|said| said.state.is_fit && said.at + 2 * params.heard >= now);
         let fit_since = before.map_or(now, |said| said.fit_since);
@@ -155,12 +155,12 @@ mod tests {
         a.lost(&params, now, 7);
         a.lost(&params, now + SEC, 7);
         let losses = a.recent_losses(&params, now + 5 * SEC);
-        b.hello(&params, now + 5 * SEC, 1, LEADS, &losses);
+        b.heard(&params, now + 5 * SEC, 1, LEADS, &losses);
         assert_eq!(b.losses(&params, now + 600 * SEC, 7), 2);
         assert_eq!(b.losses(&params, now + 602 * SEC, 7), 0);
         assert_eq!(b.recent_losses(&params, now + 602 * SEC), []);
         // Said again it counts once.
-        b.hello(&params, now + 6 * SEC, 1, LEADS, &a.recent_losses(&params, now + 6 * SEC));
+        b.heard(&params, now + 6 * SEC, 1, LEADS, &a.recent_losses(&params, now + 6 * SEC));
         assert_eq!(b.losses(&params, now + 6 * SEC, 7), 2);
     }
 
@@ -173,7 +173,7 @@ mod tests {
             let at = now + i * 100 * MS;
             one.lost(&params, at, 7);
             // Another gateway adopts some of them, and hears of the loss.
-            other.hello(&params, at, 1, LEADS, &one.recent_losses(&params, at));
+            other.heard(&params, at, 1, LEADS, &one.recent_losses(&params, at));
             if i % 3 == 0 {
                 other.lost(&params, at, 7);
             }
@@ -190,7 +190,7 @@ mod tests {
         let mut others = Others::default();
         let now = 1_000 * SEC;
         for is_busy in [false, true] {
-            others.hello(&params, now, 1, State { is_busy, ..LEADS }, &[]);
+            others.heard(&params, now, 1, State { is_busy, ..LEADS }, &[]);
             assert_eq!(others.is_any_busy(&params, now), is_busy);
         }
         assert!(!others.is_any_busy(&params, now + params.heard), "it says no more");
@@ -205,7 +205,7 @@ mod tests {
         let params = Params::default();
         let mut others = Others::default();
         let hello =
-            |others: &mut Others, at, is_fit| others.hello(&params, at, 1, State { is_fit, ..LEADS }, &[]);
+            |others: &mut Others, at, is_fit| others.heard(&params, at, 1, State { is_fit, ..LEADS }, &[]);
         (0..50).for_each(|i| hello(&mut others, i * 200 * MS, true));
         assert_eq!(others.healthy_for(&params, 1, 9_800 * MS), 9_800 * MS);
         assert_eq!(others.healthy_for(&params, 1, 9_800 * MS + params.heard), 0, "silent");

@@ -232,7 +232,7 @@ fn a_killed_process_leaves_nothing_in_the_way() {
         let _cleanup = Cleanup;
         let exe = program();
         let net = Net::new().unwrap();
-        let mut process = userspace::spawn_detached(exe, "wga").unwrap();
+        let process = userspace::spawn_detached(exe, "wga").unwrap();
         wait::until("the process", LIMIT, async || UnixStream::connect(socket_path("wga")).is_ok()).await;
         assert_eq!(fs::metadata(socket_path("wga")).unwrap().permissions().mode() & 0o777, 0o600);
         assert_eq!(sh(&format!("ps -o sid= -p {}", process.id())).trim(), process.id().to_string());
@@ -258,7 +258,7 @@ fn a_deleted_interface_is_made_again_while_its_process_still_ends() {
         sh("ip link set lo up");
         let _cleanup = Cleanup;
         let net = Net::new().unwrap();
-        let mut process = userspace::spawn_detached(program(), "wga").unwrap();
+        let process = userspace::spawn_detached(program(), "wga").unwrap();
         wait::until("the process", LIMIT, async || UnixStream::connect(socket_path("wga")).is_ok()).await;
         let mesh = plan(51820, secret(2).public(), "192.0.2.2:51820", &["10.9.0.2/32"], false);
         configure("wga", &mesh, &secret(1));

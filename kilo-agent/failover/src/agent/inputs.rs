@@ -114,7 +114,7 @@ impl Agent {
                     // Other nodes that it names fill no memory.
                     let pairs = losses.as_chunks::<2>().0.iter().filter(|[lost, _]| gateways.contains(lost));
                     let losses: Vec<u64> = pairs.flatten().copied().collect();
-                    own.others.hello(&self.params, turn.now, from, state, &losses);
+                    own.others.heard(&self.params, turn.now, from, state, &losses);
                     self.learn_term(signal.term);
                 }
                 self.ask_to_be_led(from, turn);

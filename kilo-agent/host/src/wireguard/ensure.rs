@@ -123,7 +123,7 @@ async fn start_userspace(rtnl: &Rtnl, name: &str, exe: &Path) -> Result<Ensured,
         let log = log.exists().then(|| log.clone());
         WireguardError::NotStarted { name: name.to_owned(), source, log }
     };
-    let mut child = userspace::spawn_detached(exe, name).map_err(|error| not_started(error.into()))?;
+    let child = userspace::spawn_detached(exe, name).map_err(|error| not_started(error.into()))?;
     let start = Instant::now();
     loop {
         // The socket is bound after the TUN device was made.

@@ -71,7 +71,7 @@ pub struct Detached {
 
 impl Detached {
     /// True once the process is over.
-    pub fn has_ended(&mut self) -> bool {
+    pub fn has_ended(&self) -> bool {
         self.ended.load(Ordering::Acquire)
     }
 
