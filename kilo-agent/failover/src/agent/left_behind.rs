@@ -10,8 +10,8 @@ use crate::{Micros, NodeId, Rule, SEC, Term, Turn, signal::Shared};
 const PAUSE: Micros = 10 * SEC;
 
 impl Agent {
-    /// A kernel said whom it uses. Who leads the location leads this node, too, where it uses that leader already, or has
-    /// followed nobody in any term and uses a gateway that follows that leader.
+    /// Takes a node whose kernel has said which gateway it uses, if this one leads the location: where the node uses this
+    /// gateway already, or has followed none in any term and uses one that follows this gateway.
     pub(super) fn take_left_behind(&mut self, node: NodeId, word: (Term, NodeId), turn: &mut Turn<'_>) {
         let (me, now) = (self.place.me, turn.now);
         if self.place.several.is_some() || !self.params.keeps(Rule::TakesLeftBehind) {

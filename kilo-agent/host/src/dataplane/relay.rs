@@ -80,7 +80,7 @@ impl RelayMaps {
         self.is_anew = true;
     }
 
-    /// Whether they have since the ports were written.
+    /// Whether routes have changed since the ports were written.
     #[must_use]
     pub const fn has_routes_changed(&self) -> bool {
         self.is_anew
@@ -93,7 +93,7 @@ impl RelayMaps {
     /// When the map refuses a write.
     pub fn write_ports(&mut self, desired: &BTreeMap<u16, Port>) -> Result<usize, DataplaneError> {
         self.written = self.written.checked_add(1).unwrap_or(1);
-        let (written, is_anew) = (self.written, std::mem::take(&mut self.is_anew));
+        let (written, is_anew) = (self.written, self.is_anew);
         // What is written although nothing differs goes on counting.
         let counted = if is_anew { self.ports() } else { BTreeMap::new() };
         let packets = |number: &u16| counted.get(number).map_or(0, |port| port.packets);
@@ -102,7 +102,10 @@ impl RelayMaps {
         let desired = desired.iter().map(row).collect();
         let alike = |port: &Port| Port { packets: 0, written: 0, ..*port };
         let is_same = |held: &Port, port: &Port| !is_anew && alike(held) == alike(port);
-        apply(&mut self.ports, &mut self.held_ports, &desired, is_same)
+        let writes = apply(&mut self.ports, &mut self.held_ports, &desired, is_same)?;
+        // A write that was refused leaves some ports as they were: the next one begins with all of them again.
+        self.is_anew = false;
+        Ok(writes)
     }
 
     /// Brings the keys to the desired content; returns the number of writes. What was heard of a sender counts as
