@@ -89,7 +89,7 @@ async fn contexts_users_and_impersonation_are_chosen_and_a_refusal_names_the_rol
         assert!(done && shown.contains("digraph"), "{arguments:?}: {said}");
     }
     let (done, _, said) = kgctl(&[], &["graph", "--kubeconfig", config, "--context", "goof"]);
-    assert!(!done && said.contains("context \"goof\" does not exist; there are: good, bad"), "{said}");
+    assert!(!done && said.contains("context \"goof\" does not exist; choose one of: good, bad"), "{said}");
 
     // As somebody else: first without, then with the role that was named.
     let as_eve = ["graph", "--kubeconfig", config, "--context=good", "--as=eve"];

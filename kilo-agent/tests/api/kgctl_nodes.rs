@@ -236,5 +236,5 @@ async fn a_report_goes_on_without_nodes_that_fail_and_holds_no_secret() {
     let (done, _, said) = kgctl(&kubeconfig, &["sysdump", &output]);
     assert!(!done && said.contains("exists"), "{said}");
     let (done, _, said) = kgctl(&kubeconfig, &["sysdump", "nowhere", "--output=/nowhere/x"]);
-    assert!(!done && said.contains("\"nowhere\" does not exist; there are: bare, runs"), "{said}");
+    assert!(!done && said.contains("\"nowhere\" does not exist; choose one of: bare, runs"), "{said}");
 }

@@ -66,7 +66,7 @@ async fn scripts_learn_from_status_whether_all_is_well_and_wait_until_it_is() {
     let (done, shown, said) = kgctl(&kubeconfig, &["--check", "--location=west", "-o", "name"]);
     assert_eq!((done, shown.as_str()), (true, "node/n3\n"), "{said}");
     let (done, _, said) = kgctl(&kubeconfig, &["--location=north"]);
-    assert!(!done && said.contains("there are: location:east, location:west"), "{said}");
+    assert!(!done && said.contains("choose one of: location:east, location:west"), "{said}");
     let (_, yaml, _) = kgctl(&kubeconfig, &["-o", "yaml"]);
     assert_eq!(serde_yaml_ng::from_str::<Status>(&yaml).unwrap().nodes.len(), 3);
     let (_, wide, _) = kgctl(&kubeconfig, &["-o", "wide"]);

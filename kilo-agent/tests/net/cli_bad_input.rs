@@ -293,7 +293,7 @@ fn each_way_a_kubeconfig_can_be_wrong_is_named_with_the_file() {
         ("kind: Config\nclusters: 7".to_owned(), "line 2"),
         ("kind: Config\ncurrent-context: nope".to_owned(), "\"nope\" does not exist"),
         (whole("", server), "user \"u\" does not exist"),
-        (whole(user, "{name: other, cluster: {}}"), "cluster \"k\" does not exist; there are: other"),
+        (whole(user, "{name: other, cluster: {}}"), "cluster \"k\" does not exist; choose one of: other"),
         (whole(user, "{name: k, cluster: {}}"), "cluster url is missing"),
         (whole(user, &server.replace("https://127.0.0.1:1", "not a url")), "cluster url"),
         (whole(user, &server.replace("https", "ftp")), "write for example https://192.0.2.1:6443"),

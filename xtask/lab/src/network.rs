@@ -267,7 +267,7 @@ impl Network {
             Some(netns) => Ok(netns.clone()),
             None => {
                 let names: Vec<_> = namespaces.iter().map(|netns| netns.name.as_str()).collect();
-                bail!("{name:?} is not in the lab; there are: {}", names.join(", "))
+                bail!("{name:?} is not in the lab; choose one of: {}", names.join(", "))
             }
         }
     }

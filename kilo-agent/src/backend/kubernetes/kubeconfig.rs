@@ -139,7 +139,7 @@ impl Found {
             if names.contains(&name) {
                 return Ok(());
             }
-            Err(format!("{what} {name:?} does not exist; known are: {}", names.join(", ")))
+            Err(format!("{what} {name:?} does not exist; choose one of: {}", names.join(", ")))
         }
         let contexts = self.config.contexts.iter().map(|context| &context.name);
         let what = if access.context.is_some() { "context" } else { "current-context" };
@@ -285,9 +285,9 @@ mod tests {
         let config = find(&proxied).unwrap().unwrap().config(&proxied).await.unwrap();
         assert_eq!(config.proxy_url.unwrap().to_string(), "socks5://192.0.2.9:1080/");
         for (access, wanted) in [
-            (pick("c", "", ""), "context \"c\" does not exist; known are: a, b"),
-            (pick("", "kc", ""), "cluster \"kc\" does not exist; known are: ka, kb"),
-            (pick("", "", "uc"), "user \"uc\" does not exist; known are: ua, ub"),
+            (pick("c", "", ""), "context \"c\" does not exist; choose one of: a, b"),
+            (pick("", "kc", ""), "cluster \"kc\" does not exist; choose one of: ka, kb"),
+            (pick("", "", "uc"), "user \"uc\" does not exist; choose one of: ua, ub"),
         ] {
             let error = find(&access).unwrap().unwrap().config(&access).await.unwrap_err().to_string();
             assert!(error.contains(wanted) && error.contains(path.to_str().unwrap()), "{error}");

@@ -113,7 +113,7 @@ fn showconf_peer(mesh: &Mesh, args: &ShowconfArgs) -> Result<String> {
     let peer = mesh.peers.iter().find(|peer| peer.name == args.name);
     let peer = peer.with_context(|| {
         let names: Vec<_> = mesh.peers.iter().map(|peer| peer.name.as_str()).collect();
-        format!("peer {:?} does not exist or is invalid; there are: {}", args.name, names.join(", "))
+        format!("peer {:?} does not exist or is invalid; choose one of: {}", args.name, names.join(", "))
     })?;
     if args.as_peer {
         let mut allowed_ips = peer.allowed_ips.clone();

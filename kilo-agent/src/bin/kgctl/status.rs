@@ -157,7 +157,7 @@ async fn check(args: &StatusArgs) -> Result<Checked> {
     if let Some(location) = &args.location {
         let names: Vec<_> = status.locations.iter().map(|location| location.name.clone()).collect();
         if !health::retain_location(&mut status, location) {
-            bail!("location {location:?} does not exist; there are: {}", names.join(", "));
+            bail!("location {location:?} does not exist; choose one of: {}", names.join(", "));
         }
     }
     Ok(Checked::at(status, args.not_ready))

@@ -79,7 +79,7 @@ pub async fn run(args: &SysdumpArgs) -> Result<String> {
     let snapshot = cluster.snapshot(&args.flags.shape.topology_label).await?;
     let mut names: Vec<String> = snapshot.nodes.names().map(ToOwned::to_owned).collect();
     if let Some(unknown) = args.nodes.iter().find(|wanted| !names.contains(wanted)) {
-        bail!("node {unknown:?} does not exist; there are: {}", names.join(", "));
+        bail!("node {unknown:?} does not exist; choose one of: {}", names.join(", "));
     }
     if !args.nodes.is_empty() {
         names.retain(|name| args.nodes.contains(name));
