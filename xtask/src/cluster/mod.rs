@@ -380,7 +380,10 @@ impl Cluster {
     pub fn node(&self, name: &str) -> Result<&Node> {
         self.nodes.iter().find(|node| node.name() == name).with_context(|| {
             let names: Vec<_> = self.nodes.iter().map(Node::name).collect();
-            format!("{name:?} is not a node of the cluster; choose one of: {}, router, outside", names.join(", "))
+            format!(
+                "{name:?} is not a node of the cluster; choose one of: {}, router, outside",
+                names.join(", ")
+            )
         })
     }
 
