@@ -204,7 +204,7 @@ async fn a_report_goes_on_without_nodes_that_fail_and_holds_no_secret() {
     let (done, shown, said) = kgctl(&kubeconfig, &["sysdump", &output]);
     println!("{shown}{said}");
     assert!(done && shown.contains("parts are missing (problems.txt)"), "{shown}{said}");
-    assert!(said.contains("nodes/bare/* is missing: no pod of the agent"), "{said}");
+    assert!(said.contains("nodes/bare/* is missing: no agent pod"), "{said}");
     assert!(said.contains("nodes/runs/status.json is missing"), "{said}");
     assert_eq!(std::fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o600);
 

@@ -244,13 +244,15 @@ fn a_duplicate_address_is_an_event_of_the_node_with_the_rights_of_the_manifests(
             let client = server.client(ADMIN).await;
             apply_crds(&client).await;
             let mut objects = manifest("kilo-kubeadm.yaml");
-            objects.retain(|object| object.types.as_ref().unwrap().kind == "ClusterRole");
-            let binding = json!({
-                "apiVersion": "rbac.authorization.k8s.io/v1", "kind": "ClusterRoleBinding", "metadata": {"name": "kilo"},
-                "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": "kilo"},
-                "subjects": [{"kind": "User", "name": AGENT}],
+            objects.retain(|object| {
+                object.types.as_ref().unwrap().api_version == "rbac.authorization.k8s.io/v1"
             });
-            objects.push(serde_json::from_value(binding).unwrap());
+            // What the service account of the agent may do, this user may.
+            for object in &mut objects {
+                if let Some(subjects) = object.data.get_mut("subjects") {
+                    *subjects = json!([{"kind": "User", "name": AGENT}]);
+                }
+            }
             for object in &objects {
                 apply(&client, object, false).await.unwrap();
             }
