@@ -212,12 +212,13 @@ pub fn none_in_clear(count: u64) -> Result<()> {
     }
 }
 
-/// Starts to count packets from one node's pods at the cables of all nodes; `pods` are the node's
-/// prefixes with spaces between them.
-pub fn count_from(pods: &str) -> Result<()> {
+/// Starts to count packets from one node's pods at the cables of all nodes, or at those of `sender` alone; `pods` are
+/// the node's prefixes with spaces between them.
+pub fn count_from(pods: &str, sender: Option<&str>) -> Result<()> {
+    let cables = sender.map(|name| format!("iifname {{ \"{name}\", \"{name}-wan\" }} ")).unwrap_or_default();
     let rule = |prefix: &str| {
         let family = if prefix.contains(':') { "ip6" } else { "ip" };
-        format!("{family} saddr {prefix} counter name own\n")
+        format!("{cables}{family} saddr {prefix} counter name own\n")
     };
     let rules: String = pods.split_whitespace().map(rule).collect();
     let table = "add table bridge one\ndelete table bridge one\ntable bridge one {\ncounter own { }\nchain c {\n\

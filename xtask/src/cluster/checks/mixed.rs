@@ -129,8 +129,9 @@ fn cut(
 ) -> Result<String> {
     is_ready.map_or(Ok(()), |is_ready| is_ready(stays))?;
     let flows = Flows::between(cluster, from, Some(leader.name()), cluster.remote())?;
-    // Kilo's own pods send in clear while it boots.
-    network::count_from(&nodes::pod_cidrs(cluster, stays)?)?;
+    // Kilo's own pods send in clear while it boots, and as a leader it passes on in clear what this node has steered to
+    // it, for the milliseconds in which its WireGuard process has ended and its namespace has not.
+    network::count_from(&nodes::pod_cidrs(cluster, stays)?, Some(stays.name()))?;
     let measured = stand_by::cut_power(cluster, leader, flows, || {
         if is_ready.is_some() {
             return stand_by::leads(stays);

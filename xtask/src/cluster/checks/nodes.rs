@@ -35,7 +35,7 @@ fn boots(cluster: &Cluster, count: u32) -> Result<String> {
         // Those of both kinds: a leader, and one behind a leader. The control plane stays.
         let node = &cluster.nodes[1..][number as usize % (cluster.nodes.len() - 1)];
         let before = network::clear_packets()?;
-        network::count_from(&pod_cidrs(cluster, node)?)?;
+        network::count_from(&pod_cidrs(cluster, node)?, None)?;
         let took = power_cycle(cluster, node).with_context(|| format!("boot {number} of {}", node.name()));
         let clear = network::counted()?;
         let others = network::clear_packets()? - before;
@@ -68,7 +68,7 @@ pub fn boot_with_a_file(cluster: &Cluster) -> Result<String> {
     let cidrs = pod_cidrs(cluster, node)?;
     for _ in 0..4 {
         node.sh(&format!("cp -L {CONFIGURATION} /tmp/c && cp --remove-destination /tmp/c {CONFIGURATION}"))?;
-        network::count_from(&cidrs)?;
+        network::count_from(&cidrs, None)?;
         power_cycle(cluster, node)?;
         seen = network::counted()?;
         if seen > 0 {
@@ -179,7 +179,7 @@ pub fn deleted_while_it_runs(cluster: &Cluster) -> Result<String> {
     let talking = Talkers::start(cluster)?;
     let before = network::clear_packets()?;
     let cidrs = pod_cidrs(cluster, node)?;
-    network::count_from(&cidrs)?;
+    network::count_from(&cidrs, None)?;
     let former: Vec<IpNet> = cidrs.split_whitespace().map(str::parse).collect::<Result<_, _>>()?;
     let pods = deploy::pods(cluster, "app=echo")?;
     let other = deploy::pod_on(&pods, cluster.first())?.address;
