@@ -82,7 +82,10 @@ impl Agent {
         let Some(gateway) = &mut self.gateway else { return };
         let leads_in = gateway.lead.as_ref().map(Lead::term).or(leads_by_order.then_some(Term::NONE));
         let is_behind = leads_in.is_some_and(|leads_in| term.count() > leads_in.count());
+        // One that has just given its location away may have to lead other gateways until they follow, too.
+        let follows = self.word.1 != me && self.word.0.count() >= term.count();
         if !is_behind
+            || follows
             || term.count() >= MOST_CHANGES
             || gateway.planned.is_busy()
             || !self.params.keeps(Rule::CatchesUp)
@@ -121,7 +124,10 @@ impl Agent {
 
 #[cfg(test)]
 mod tests {
+    use std::collections::BTreeMap;
+
     use super::*;
+    use crate::{Params, Place, Start};
 
     #[test]
     fn a_far_leader_does_not_make_terms_run_away() {
@@ -131,6 +137,36 @@ mod tests {
         let mut behind = Behind::default();
         assert!(behind.try_catch_up(0) && !behind.try_catch_up(SEC / 2) && behind.try_catch_up(SEC));
         assert!(!behind.try_catch_up(2 * SEC) && behind.try_catch_up(3 * SEC));
+    }
+
+    #[test]
+    fn a_gateway_that_follows_the_later_leader_is_not_behind() {
+        let (me, next) = (1 << 48, 2 << 48);
+        let term = Term::NONE.next(next);
+        for (word, is_behind) in [((Term::NONE, me), true), ((Term::NONE, next), true), ((term, next), false)]
+        {
+            let place = Place {
+                me,
+                location: 7,
+                gateways: vec![me, next],
+                nodes: vec![me, next],
+                fars: vec![9],
+                leaving: BTreeMap::new(),
+                several: None,
+                cookies: BTreeMap::new(),
+            };
+            let start = Start { now: 0, clock: 0, word, led: Vec::new(), is_boot: false };
+            let mut agent = Agent::new(Params::default(), place, start, &mut || 1);
+            // As after a planned change, until the other gateway has said that it follows itself.
+            let mut lead = Lead::new(agent.sender(), Term::NONE, &agent.place.fars, 0);
+            lead.add([next], 0);
+            agent.gateway.as_mut().expect("it is one").lead = Some(lead);
+            let (mut out, mut later) = (Vec::new(), Vec::new());
+            let mut turn = Turn { now: 60 * SEC, random: &mut || 1, out: &mut out, later: &mut later };
+            agent.catch_up_with(term, &mut turn);
+            let said = out.iter().any(|output| matches!(output, Output::Note(Note::Behind(_))));
+            assert_eq!(said, is_behind, "{word:?}: {out:?}");
+        }
     }
 
     #[test]
