@@ -72,10 +72,41 @@ fn with_failover(cluster: &Cluster, code: impl FnOnce(&Node, &Node) -> Result<St
     deploy::wait_rolled_out(cluster, "kilo", 180)?;
     // The node that led before agents were without failover goes on, and gives leadership back after a minute.
     let leads_again = becomes(leader, LEADS, 150);
-    let result = leads_again.and_then(|()| await_fit(stand_by)).and_then(|()| code(leader, stand_by));
+    let result = leads_again
+        .and_then(|()| await_fit(stand_by))
+        .and_then(|()| await_idle())
+        .and_then(|()| code(leader, stand_by));
     deploy::apply_file(cluster, deploy::manifest_name())?;
     deploy::wait_rolled_out(cluster, "kilo", 180)?;
     result
+}
+
+/// Waits until what a rollout has started is over, or for a minute at most: all nodes share the processors of this
+/// machine, and packets wait in a WireGuard process that gets none. A planned change loses those that wait.
+fn await_idle() -> Result<()> {
+    /// Ticks that the processors were idle, and all ticks, since the boot (`man 5 proc_stat`).
+    fn ticks() -> Result<(u64, u64)> {
+        let stat = std::fs::read_to_string("/proc/stat")?;
+        let first = stat.lines().next().context("/proc/stat is empty")?;
+        let ticks: Vec<u64> = first.split_whitespace().filter_map(|word| word.parse().ok()).collect();
+        Ok((
+            *ticks.get(3).context("/proc/stat does not say how long the processors were idle")?,
+            ticks.iter().sum(),
+        ))
+    }
+    let mut before = ticks()?;
+    let mut seconds = 0;
+    for _ in 0..60 {
+        wait::time_passes(Duration::from_secs(1), "how busy the processors are is measured");
+        let now = ticks()?;
+        let is_idle = (now.0 - before.0) * 5 >= (now.1 - before.1) * 4;
+        before = now;
+        seconds = if is_idle { seconds + 1 } else { 0 };
+        if seconds == 3 {
+            break;
+        }
+    }
+    Ok(())
 }
 
 /// Flows of the node beside the leader: to pods, and to a Service of the pod in the other location.
