@@ -19,8 +19,8 @@ use kilo_core::{
 /// A reconcile that goes on failing for the same reason is spoken of again after this.
 const AGAIN: Duration = Duration::from_secs(60);
 
-/// Stand-bys of one location are logged again after this.
-const STAND_BYS_AGAIN: Duration = Duration::from_secs(600);
+/// What changes with the leader, which may change to and fro, is logged again after this.
+const CHANGED_AGAIN: Duration = Duration::from_secs(600);
 
 /// Delay of the warning that several leaders are configured but cannot lead: agents that have just been
 /// configured so follow sooner.
@@ -35,8 +35,8 @@ pub struct LogLimiter {
     left_out: usize,
     /// Private addresses that several nodes claim.
     conflicts: Vec<Conflict>,
-    /// The endpoint of this node that other locations may not reach.
-    private_endpoint: Option<Endpoint>,
+    /// The private endpoint it led with, and when it did last.
+    private_endpoint: Option<(Endpoint, Instant)>,
     /// When stand-bys of which location were last logged.
     stand_bys: BTreeMap<String, Instant>,
     /// Since when several leaders are configured but cannot lead, and whether that was logged.
@@ -99,16 +99,17 @@ impl LogLimiter {
     }
 
     /// Says once that this node leads its location with an endpoint that other locations may not
-    /// reach; returns the sentence when it is news.
-    pub fn log_private_endpoint(&mut self, endpoint: Option<&Endpoint>) -> Option<String> {
-        if self.private_endpoint.as_ref() == endpoint {
+    /// reach; returns the sentence when it is news, which it is not until ten minutes after the last time it was so.
+    pub fn log_private_endpoint(&mut self, endpoint: Option<&Endpoint>, now: Instant) -> Option<String> {
+        let endpoint = endpoint?;
+        let last = self.private_endpoint.replace((endpoint.clone(), now));
+        let is_recent = |seen: Instant| now.saturating_duration_since(seen) < CHANGED_AGAIN;
+        if last.is_some_and(|(of, seen)| of == *endpoint && is_recent(seen)) {
             return None;
         }
-        self.private_endpoint = endpoint.cloned();
         let text = format!(
-            "this node leads its location with the private endpoint {}, which nodes of other locations may not \
-             reach: {PRIVATE_ENDPOINT_REMEDY}",
-            endpoint?
+            "this node leads its location with the private endpoint {endpoint}, which nodes of other locations may not \
+             reach: {PRIVATE_ENDPOINT_REMEDY}"
         );
         tracing::warn!("{text}");
         Some(text)
@@ -117,7 +118,7 @@ impl LogLimiter {
     /// Says of which locations the stand-bys are too few, of each at most once in ten minutes: who leads may change
     /// to and fro. Returns of which it did.
     pub fn log_stand_bys(&mut self, warnings: BTreeMap<String, String>, now: Instant) -> Vec<String> {
-        self.stand_bys.retain(|_, said| now.saturating_duration_since(*said) < STAND_BYS_AGAIN);
+        self.stand_bys.retain(|_, said| now.saturating_duration_since(*said) < CHANGED_AGAIN);
         let mut said = Vec::new();
         for (location, warning) in warnings {
             if !self.stand_bys.contains_key(&location) {
@@ -259,6 +260,21 @@ mod tests {
         assert!(log_limiter.log_conflicts(&[], &metrics));
         assert_eq!(metrics.conflicts.get(), 0);
         assert!(log_limiter.log_conflicts(&two, &metrics));
+    }
+
+    #[test]
+    fn a_private_endpoint_is_spoken_of_once_although_leadership_changes_to_and_fro() {
+        let start = Instant::now();
+        let mut log_limiter = LogLimiter::default();
+        let endpoint: Endpoint = "10.1.0.11:51820".parse().unwrap();
+        let mut said = |leads: bool, seconds| {
+            let now = start + Duration::from_secs(seconds);
+            log_limiter.log_private_endpoint(leads.then_some(&endpoint), now).is_some()
+        };
+        assert!(said(true, 0) && !said(true, 1));
+        assert!(!said(false, 2) && !said(true, 3), "it lost leadership for a second");
+        assert!((4..2000).all(|second| !said(true, second)), "it goes on");
+        assert!(!said(false, 2000) && said(true, 2600), "ten minutes later");
     }
 
     #[test]

@@ -192,7 +192,7 @@ impl<B: Backend> Agent<B> {
     fn warn_of_private_endpoint(&mut self, mesh: &Mesh) {
         let name = &self.options.hostname;
         let warned = if self.options.prefer_private { None } else { mesh.private_endpoint_of(name) };
-        if let Some(text) = self.log_limiter.log_private_endpoint(warned) {
+        if let Some(text) = self.log_limiter.log_private_endpoint(warned, Instant::now()) {
             self.report(EventReason::PrivateEndpoint, text);
         }
     }

@@ -151,11 +151,9 @@ impl Side {
 
     async fn delete(&self, name: &str) -> Result<()> {
         let object = self.objects.iter().find(|object| object.metadata.name.as_deref() == Some(name));
-        // Not one that somebody has made anew meanwhile.
-        let preconditions = object.map(|object| Preconditions {
-            uid: object.metadata.uid.clone(),
-            resource_version: object.metadata.resource_version.clone(),
-        });
+        // Not one that somebody has made anew meanwhile. Its version says nothing: agents write its status at any time.
+        let preconditions =
+            object.map(|object| Preconditions { uid: object.metadata.uid.clone(), resource_version: None });
         let parameters = DeleteParams { preconditions, ..DeleteParams::default() };
         let delete = async {
             match self.peers.delete(name, &parameters).await {
