@@ -4,6 +4,7 @@
 
 use std::{
     collections::{BTreeMap, BTreeSet},
+    iter,
     sync::Arc,
     time::{Duration, Instant},
 };
@@ -60,7 +61,8 @@ pub struct Handshakes {
 
 #[derive(Clone, Copy, Debug)]
 struct Own {
-    tried: Instant,
+    /// None: nobody has answered, or somebody else had changed the object; neither says that there is nothing to write.
+    tried: Option<Instant>,
     /// What it wrote last.
     wrote: Option<Handshake>,
 }
@@ -69,6 +71,8 @@ struct Own {
 #[derive(Debug, Default)]
 struct Outcome {
     written: Seen,
+    /// Whose objects had changed meanwhile, and those that nobody was asked about: the next look decides anew.
+    again: Vec<String>,
     pause: Option<Duration>,
 }
 
@@ -110,7 +114,10 @@ impl Handshakes {
             .iter()
             .filter_map(|(peer, handshake)| {
                 let own = self.own.get(peer);
-                if own.is_some_and(|own| now.saturating_duration_since(own.tried) < NEWS) {
+                if own
+                    .and_then(|own| own.tried)
+                    .is_some_and(|tried| now.saturating_duration_since(tried) < NEWS)
+                {
                     return None;
                 }
                 let said = said(peer)?.handshake;
@@ -129,7 +136,7 @@ impl Handshakes {
         let due: Vec<String> = allowed.map(|(_, peer)| peer.clone()).collect();
         for peer in &due {
             let wrote = self.own.get(peer).and_then(|own| own.wrote);
-            self.own.insert(peer.clone(), Own { tried: now, wrote });
+            self.own.insert(peer.clone(), Own { tried: Some(now), wrote });
         }
         due
     }
@@ -164,6 +171,11 @@ impl Handshakes {
                 own.wrote = Some(handshake);
             }
         }
+        for peer in outcome.again {
+            if let Some(own) = self.own.get_mut(&peer) {
+                own.tried = None;
+            }
+        }
         if let Some(pause) = outcome.pause {
             self.not_before = now + pause.mul_f64(rand::random_range(0.8..1.2));
         }
@@ -174,17 +186,19 @@ impl Handshakes {
 async fn write<B: Backend>(backend: Arc<B>, news: Vec<(Handshake, Option<Handshake>, String)>) -> Outcome {
     tokio::time::sleep(JITTER.mul_f64(rand::random())).await;
     let (mut outcome, mut refused) = (Outcome::default(), false);
-    for (seen, wrote, peer) in news {
+    let mut news = news.into_iter();
+    while let Some((seen, wrote, peer)) = news.next() {
         let Some(Said { handshake: said }) = backend.said(&peer) else { continue };
         if !is_news(&seen, said.as_ref(), wrote.as_ref()) {
             continue;
         }
         match backend.report_handshake(&peer, &seen).await {
             Ok(true) => drop(outcome.written.insert(peer, seen)),
-            Ok(false) => {}
+            Ok(false) => outcome.again.push(peer),
             Err(error) => {
                 tracing::debug!(%error, peer, "failed to write the last handshake of this peer");
                 if error.is_temporary() {
+                    outcome.again.extend(iter::once(peer).chain(news.map(|(_, _, peer)| peer)));
                     outcome.pause = Some(UNANSWERED);
                     return outcome;
                 }
@@ -235,7 +249,7 @@ mod tests {
                 self.writes += due.len();
                 let written: Seen = due.into_iter().map(|peer| (peer.clone(), seen[&peer])).collect();
                 self.said.extend(written.clone());
-                leader.take(Outcome { written, pause: None }, now);
+                leader.take(Outcome { written, ..Outcome::default() }, now);
             }
             self.second += 5;
         }
@@ -313,10 +327,26 @@ mod tests {
     }
 
     #[test]
+    fn what_came_too_late_is_tried_at_the_next_look_and_what_was_written_is_not() {
+        let now = Instant::now();
+        let later = now + Duration::from_secs(5);
+        let seen = laptop(at(10_000, 1));
+        for (outcome, wanted) in [
+            (Outcome { again: vec!["laptop".to_owned()], ..Outcome::default() }, &["laptop"][..]),
+            (Outcome::default(), &[]),
+        ] {
+            let mut handshakes = Handshakes::new(now);
+            assert_eq!(handshakes.take_due(&seen, |_| Some(Said::default()), 1, now), ["laptop"]);
+            handshakes.take(outcome, later);
+            assert_eq!(handshakes.take_due(&seen, |_| Some(Said::default()), 1, later), wanted);
+        }
+    }
+
+    #[test]
     fn a_refusal_is_a_pause() {
         let now = Instant::now();
         let mut handshakes = Handshakes::new(now);
-        handshakes.take(Outcome { written: Seen::new(), pause: Some(REFUSED) }, now);
+        handshakes.take(Outcome { pause: Some(REFUSED), ..Outcome::default() }, now);
         let seen = laptop(at(10_000, 1));
         let mut due = |seconds| {
             handshakes.take_due(&seen, |_| Some(Said::default()), 1, now + Duration::from_secs(seconds))
