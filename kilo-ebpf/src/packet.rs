@@ -81,6 +81,14 @@ pub fn ifindex(ctx: &TcContext) -> u32 {
     unsafe { (*skb(ctx)).ifindex }
 }
 
+/// Index of the interface that brought the packet to this host; 0 for what the host made, as encryption and tunnel
+/// devices do (`skb_scrub_packet`, net/core/skbuff.c).
+#[inline(always)]
+pub fn brought_by(ctx: &TcContext) -> u32 {
+    // SAFETY: the context is valid for the whole program.
+    unsafe { (*skb(ctx)).ingress_ifindex }
+}
+
 /// Payload bytes per segment of a packet that will be cut later; else 0.
 #[inline(always)]
 pub fn gso_size(ctx: &TcContext) -> u32 {

@@ -64,6 +64,7 @@ const SOON: Duration = Duration::from_secs(1);
 
 /// Bytes of `struct __sk_buff`, and where its fields are (include/uapi/linux/bpf.h).
 const SK_BUFF: usize = 192;
+const BROUGHT_BY: usize = 36;
 const IFINDEX_AT: usize = 40;
 const GSO_SIZE: usize = 176;
 const PRIORITY: usize = 32;
@@ -114,6 +115,7 @@ impl Bench {
         if input.ifindex != IFINDEX {
             context[IFINDEX_AT..IFINDEX_AT + 4].copy_from_slice(&input.ifindex.to_ne_bytes());
         }
+        context[BROUGHT_BY..BROUGHT_BY + 4].copy_from_slice(&input.brought_by.to_ne_bytes());
         context[GSO_SIZE..GSO_SIZE + 4].copy_from_slice(&input.gso.to_ne_bytes());
         context[PRIORITY..PRIORITY + 4].copy_from_slice(&input.priority.to_ne_bytes());
         let mut left = [0; SK_BUFF];
@@ -211,21 +213,24 @@ fn sum(packet: &[u8], parts: &[Range<usize>]) -> u16 {
     if sum == 0xffff { 0 } else { sum }
 }
 
-/// As a line of the corpus has it: bytes, `@` with the segments' size, `%` with the interface, and
-/// `~` with the priority.
+/// As a line of the corpus has it: bytes, `@` with the segments' size, `%` with the interface,
+/// `~` with the priority, and `<` with the interface that brought it.
 fn written(input: &Input) -> String {
     let gso = if input.gso == 0 { String::new() } else { format!("@{}", input.gso) };
     let ifindex = if input.ifindex == IFINDEX { String::new() } else { format!("%{}", input.ifindex) };
     let priority = if input.priority == 0 { String::new() } else { format!("~{}", input.priority) };
-    hex(&input.frame) + &gso + &ifindex + &priority
+    let brought_by = if input.brought_by == 0 { String::new() } else { format!("<{}", input.brought_by) };
+    hex(&input.frame) + &gso + &ifindex + &priority + &brought_by
 }
 
 fn read(text: &str) -> Input {
+    let (text, brought_by) = text.split_once('<').unwrap_or((text, "0"));
     let (text, priority) = text.split_once('~').unwrap_or((text, "0"));
     let (text, ifindex) = text.split_once('%').unwrap_or((text, "1"));
     let (bytes, gso) = text.split_once('@').unwrap_or((text, "0"));
-    let [gso, ifindex, priority] = [gso, ifindex, priority].map(|text| text.parse().unwrap());
-    Input { frame: unhex(bytes), gso, ifindex, priority }
+    let [gso, ifindex, priority, brought_by] =
+        [gso, ifindex, priority, brought_by].map(|text| text.parse().unwrap());
+    Input { frame: unhex(bytes), gso, ifindex, brought_by, priority }
 }
 
 fn hex(bytes: &[u8]) -> String {
@@ -504,7 +509,7 @@ fn gso_packets_that_wireguard_will_cut_get_room_in_front_at_once() {
     bench.dataplane.write(&tables).unwrap();
     for (payload, gso, room) in [(1500, 700, segments_room(700, false)), (1300, 700, 0), (1300, 0, 0)] {
         let frame = ethernet(&udp(MEMBER_POD, REMOTE_POD, (1, 2), &vec![1; payload]));
-        let input = Input { frame, gso, ifindex: IFINDEX, priority: 0 };
+        let input = Input { frame, gso, ifindex: IFINDEX, brought_by: 0, priority: 0 };
         bench.check(&Step::first("lan_ingress", input.clone()), &tables, &mut Flows::default());
         let (verdict, out, _) = bench.run("lan_ingress", &input);
         assert_eq!((verdict, out.len()), (REDIRECT, input.frame.len() + room as usize), "{payload} {gso}");

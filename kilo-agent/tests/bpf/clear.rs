@@ -12,7 +12,7 @@ use kilo_core::plan::{Hop, Tables};
 use kilo_host::dataplane::Dataplane;
 use support::{
     MEMBER, MEMBER_HOP, MEMBER_POD, OUTSIDE, OWN_POD, PUBLIC, REMOTE_POD, SELF, leader_tables, member_tables,
-    packet::{PASS, REDIRECT, Ran, SHOT, ethernet, run, udp},
+    packet::{PASS, REDIRECT, Ran, SHOT, ethernet, run, run_brought_by, udp},
 };
 
 const REMOTE_NODE: [u8; 4] = [10, 5, 0, 1];
@@ -140,6 +140,25 @@ fn pods_packets_to_where_wireguard_itself_sends_are_encrypted_all_the_same() {
     let ran = run(&mut dataplane, "uplink_egress", &large);
     assert_eq!(outcome(&ran), (REDIRECT, vec!["too_big"]), "the sender hears what WireGuard carries");
     assert_eq!(&ran.bytes[14 + 26..14 + 28], &1420_u16.to_be_bytes());
+}
+
+/// Another leader's private address is the host's own to send to, and says nothing about who sends from it: what
+/// WireGuard has decrypted reaches the uplink when somebody detaches `kilo_ingress`.
+#[test]
+fn what_wireguard_brought_from_another_leaders_host_is_not_sent_on_in_clear() {
+    let mut tables = leader_tables();
+    let endpoint = PREFIX_ROUTE | PREFIX_SOURCE | PREFIX_PODS_STEERED | PREFIX_HOST_STEERED;
+    tables.prefix.insert("10.5.0.1/32".parse().unwrap(), PrefixValue { hop: HOP_REMOTE, flags: endpoint });
+    let Some((_fs, mut dataplane)) = open(&tables) else { return };
+    let kilo = tables.config.kilo_ifindex;
+    for port in [1000, WIREGUARD] {
+        let packet = ethernet(&udp(REMOTE_NODE, MEMBER, (port, 53), b"secret"));
+        let ran = run_brought_by(&mut dataplane, kilo, "uplink_egress", &packet);
+        assert_eq!(outcome(&ran), (REDIRECT, vec![]), "port {port}: it is handed to kilo0");
+        // Nobody else brings what has this source; the network between two hosts may.
+        let ran = run_brought_by(&mut dataplane, kilo + 1, "uplink_egress", &packet);
+        assert_eq!(outcome(&ran), (PASS, vec![]), "port {port}");
+    }
 }
 
 #[test]

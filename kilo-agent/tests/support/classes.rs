@@ -14,10 +14,11 @@ use super::{
 };
 
 /// All of them; each must occur.
-pub const CLASSES: [&str; 21] = [
+pub const CLASSES: [&str; 22] = [
     "VLAN tag in the frame",
     "two VLAN tags in the frame",
     "another uplink",
+    "brought by WireGuard",
     "several IPv4 addresses",
     "several IPv6 addresses",
     "link-local destination",
@@ -114,6 +115,7 @@ pub fn classes(program: &str, tables: &Tables, input: &Input) -> BTreeSet<&'stat
     let distinct: BTreeSet<_> = addresses.iter().collect();
     is("two nodes with one address", distinct.len() < addresses.len());
     is("another uplink", input.ifindex != IFINDEX);
+    is("brought by WireGuard", input.brought_by == tables.config.kilo_ifindex);
     is("several IPv4 addresses", tables.config.flags & CONFIG_SEVERAL_V4 != 0);
     is("several IPv6 addresses", tables.config.flags & CONFIG_SEVERAL_V6 != 0);
     is("link without header", program.starts_with("l3_"));

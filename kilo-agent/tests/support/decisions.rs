@@ -68,17 +68,17 @@ impl Decisions<'_> {
 
     /// `uplink_egress` for a packet small enough, which is neither WireGuard's nor
     /// about neighbours: the hop it is handed to `kilo_egress` for; `None` when it
-    /// leaves, perhaps masqueraded.
+    /// leaves, perhaps masqueraded. `of_mesh`: it came out of WireGuard, or by its source.
     ///
     /// # Errors
     /// The packet would be in clear.
-    pub fn uplink_egress(&self, packet: Packet) -> Result<Option<Hop>, DropReason> {
+    pub fn uplink_egress(&self, packet: Packet, of_mesh: bool) -> Result<Option<Hop>, DropReason> {
         let Some(value) = self.prefix(packet.dst) else { return Ok(None) };
         if value.flags & PREFIX_NEVER_CLEAR != 0 {
             return Err(DropReason::NotEncrypted);
         }
         let on_link = is_never_steered(packet.dst) || is_never_steered(packet.src);
-        let steered = value.flags & PREFIX_HOST_STEERED != 0 || self.is_of_mesh(packet.src);
+        let steered = value.flags & PREFIX_HOST_STEERED != 0 || of_mesh;
         if value.flags & PREFIX_PODS_STEERED == 0 || on_link || !steered {
             return Ok(None);
         }

@@ -134,17 +134,19 @@ pub fn checksums_hold(ip: &[u8]) -> bool {
 
 /// Bytes of `__sk_buff`, and where its control block stands (include/uapi/linux/bpf.h).
 const CONTEXT: usize = 192;
+const BROUGHT_BY: std::ops::Range<usize> = 36..40;
 const CONTROL_BLOCK: std::ops::Range<usize> = 48..68;
 
 /// Runs a program once; its verdict, and the packet afterwards.
 pub fn run_uncounted(dataplane: &mut Dataplane, program: &str, packet: &[u8]) -> (i32, Vec<u8>) {
-    run_once(dataplane, program, packet, &mut [0; 20])
+    run_once(dataplane, program, packet, 0, &mut [0; 20])
 }
 
 fn run_once(
     dataplane: &mut Dataplane,
     program: &str,
     packet: &[u8],
+    brought_by: u32,
     control_block: &mut [u8; 20],
 ) -> (i32, Vec<u8>) {
     let classifier: &SchedClassifier = dataplane.program(program).unwrap();
@@ -153,6 +155,7 @@ fn run_once(
     options.data_in = Some(packet);
     options.data_out = Some(&mut out);
     let (mut given, mut left) = ([0; CONTEXT], [0; CONTEXT]);
+    given[BROUGHT_BY].copy_from_slice(&brought_by.to_ne_bytes());
     given[CONTROL_BLOCK].copy_from_slice(control_block);
     options.ctx_in = Some(&given);
     options.ctx_out = Some(&mut left);
@@ -167,6 +170,11 @@ pub fn run(dataplane: &mut Dataplane, program: &str, packet: &[u8]) -> Ran {
     run_with(dataplane, program, packet, &mut [0; 20])
 }
 
+/// The same for a packet that this interface brought to the host.
+pub fn run_brought_by(dataplane: &mut Dataplane, ifindex: u32, program: &str, packet: &[u8]) -> Ran {
+    count(dataplane, |dataplane| run_once(dataplane, program, packet, ifindex, &mut [0; 20]))
+}
+
 /// The same, with a control block, which is left as the program leaves it.
 pub fn run_with(
     dataplane: &mut Dataplane,
@@ -174,8 +182,12 @@ pub fn run_with(
     packet: &[u8],
     control_block: &mut [u8; 20],
 ) -> Ran {
+    count(dataplane, |dataplane| run_once(dataplane, program, packet, 0, control_block))
+}
+
+fn count(dataplane: &mut Dataplane, run: impl FnOnce(&mut Dataplane) -> (i32, Vec<u8>)) -> Ran {
     let before = dataplane.counters().unwrap().read().unwrap();
-    let (verdict, out) = run_once(dataplane, program, packet, control_block);
+    let (verdict, out) = run(dataplane);
     let after = dataplane.counters().unwrap().read().unwrap();
     let all = |counters: &kilo_host::dataplane::Counters| {
         let mut all = counters.actions.clone();

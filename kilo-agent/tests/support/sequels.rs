@@ -79,7 +79,11 @@ impl Random {
             let at = self.below(frame.len().min(80));
             frame[at] = self.byte();
         }
-        Some(Step { program, input: Input { frame, gso: self.gso(), ifindex, priority: 0 }, leaves_by })
+        Some(Step {
+            program,
+            input: Input { frame, gso: self.gso(), ifindex, brought_by: 0, priority: 0 },
+            leaves_by,
+        })
     }
 
     /// A packet of the same flow as this one, of the other direction if it `answers`, from `src` if

@@ -1,6 +1,14 @@
 //! Networks that differ from the lab's own in one thing each, as users have them.
 
-use std::{net::IpAddr, process::Command, time::Duration};
+use std::{
+    net::{IpAddr, UdpSocket},
+    process::Command,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+    time::Duration,
+};
 
 use anyhow::{Context as _, Result, ensure};
 use clap::ValueEnum;
@@ -10,6 +18,8 @@ use super::{
     check::Check,
     network::{Network, Node, PRINTER},
     probe::{self, Protocol},
+    wait::{self, until},
+    well::DETACHED,
     wire,
 };
 
@@ -67,10 +77,13 @@ impl Topology {
                 "a LAN host with a static route opens connections to pods, answered by their own addresses",
                 from_the_lan,
             )],
-            Self::PrivateEndpoints => &[(
-                "hosts and pods reach leaders at the addresses WireGuard itself sends to, encrypted",
-                by_endpoints,
-            )],
+            Self::PrivateEndpoints => &[
+                (
+                    "hosts and pods reach leaders at the addresses WireGuard itself sends to, encrypted",
+                    by_endpoints,
+                ),
+                ("kilo0's programs detached at a leader leak nothing of another leader's host", detached),
+            ],
             _ => &[],
         }
     }
@@ -173,6 +186,42 @@ fn by_endpoints(lab: &mut Lab) -> Result<String> {
         }
     }
     Ok(format!("({} ways)", ends.len() * 2 * Protocol::ALL.len()))
+}
+
+/// The host of a1 sends to that of b2 while b1, which passes it on, loses the programs of kilo0 again and again.
+fn detached(lab: &mut Lab) -> Result<String> {
+    const BETWEEN: Duration = Duration::from_millis(1);
+    lab.caused(&[DETACHED]);
+    let target = lab.network.node("b2")?.private;
+    let node = lab.network.node("b1")?.netns.clone();
+    let stop = Arc::new(AtomicBool::new(false));
+    let ended = Arc::clone(&stop);
+    let from = lab.network.node("a1")?;
+    // The address that WireGuard itself is reached at, as in the host's answers.
+    let source = from.private;
+    let sender = from.netns.spawn(move || -> std::io::Result<u64> {
+        let socket = UdpSocket::bind((source, 0))?;
+        let mut sent = 0;
+        while !ended.load(Ordering::Relaxed) {
+            // Unreachable for a moment is no error of this check.
+            sent += u64::from(socket.send_to(probe::MARKER, (target, probe::PORT)).is_ok());
+            wait::pace(BETWEEN);
+        }
+        Ok(sent)
+    });
+    let attached =
+        "(ls /sys/fs/bpf/kilo/links; tc filter show dev kilo0 ingress) | grep -c kilo_ingress || true";
+    let result = (0..3).try_for_each(|_| {
+        // A pinned TCX link ends with its pin; a clsact filter with the qdisc.
+        node.sh("rm /sys/fs/bpf/kilo/links/kilo_* 2>/dev/null || tc qdisc del dev kilo0 clsact")?;
+        until("kilo_ingress is back", LIMIT, || Ok(node.sh(attached)?.trim() != "0")).map(drop)
+    });
+    stop.store(true, Ordering::Relaxed);
+    let sent = sender.join().map_err(|_| anyhow::anyhow!("sending thread"))???;
+    result?;
+    lab.nothing_in_clear()?;
+    ensure!(sent > 1000, "only {sent} datagrams were sent");
+    Ok(format!("({sent} datagrams, detached 3 times)"))
 }
 
 /// From the LAN to pods of its location, then to one of another by `allowed-location-ips`.

@@ -38,18 +38,24 @@ impl Tables {
         self.leaving(&SizedPacket::small(packet))
     }
 
-    /// `uplink_egress` for a packet small enough, which is neither WireGuard's nor
+    /// `uplink_egress` for a packet small enough of this host or its pods, which is neither WireGuard's nor
     /// about neighbours: the hop it is handed to `kilo_egress` for; `None` when it
     /// leaves, perhaps masqueraded.
     ///
     /// # Errors
     /// The packet would be in clear.
     pub fn uplink_egress(&self, packet: Packet) -> Result<Option<Hop>, DropReason> {
+        self.guarded(packet, false)
+    }
+
+    /// The same; `is_decrypted`: for a packet that the WireGuard device brought.
+    fn guarded(&self, packet: Packet, is_decrypted: bool) -> Result<Option<Hop>, DropReason> {
         let Some(value) = self.prefix(packet.dst).filter(|value| forwarding::is_guarded(value.flags)) else {
             return Ok(None);
         };
         let on_link = || is_never_steered(packet.dst) || is_never_steered(packet.src);
-        if !forwarding::guard(value.flags, self.is_of_mesh(packet.src), false, on_link)? {
+        let of_mesh = is_decrypted || self.is_of_mesh(packet.src);
+        if !forwarding::guard(value.flags, of_mesh, false, on_link)? {
             return Ok(None);
         }
         let hop = self.way(value.hop);
@@ -71,6 +77,10 @@ impl Tables {
 impl HostPlan {
     /// Where a packet goes that starts on this host or arrives at its stack.
     pub fn route(&self, packet: Packet) -> Route {
+        self.routed(packet, false)
+    }
+
+    fn routed(&self, packet: Packet, is_decrypted: bool) -> Route {
         let dst = IpNet::from(packet.dst);
         // A local address is never sent.
         if self.tables.is_local(packet.dst) {
@@ -83,7 +93,7 @@ impl HostPlan {
         if self.net.addresses.iter().any(|net| net.contains(&packet.dst)) {
             return Route::Other;
         }
-        match self.tables.uplink_egress(packet) {
+        match self.tables.guarded(packet, is_decrypted) {
             Ok(Some(_)) => seen_from_outside(self.tables.kilo_egress(packet)),
             Ok(None) => Route::Other,
             Err(reason) => Route::Dropped(reason),
@@ -93,7 +103,7 @@ impl HostPlan {
     /// Where a packet goes that comes out of the WireGuard device.
     pub fn route_from_kilo(&self, packet: Packet) -> Route {
         match self.tables.kilo_ingress(packet) {
-            Ok((Action::Decrypt, _)) => self.route(packet),
+            Ok((Action::Decrypt, _)) => self.routed(packet, true),
             verdict => seen_from_outside(verdict),
         }
     }

@@ -48,6 +48,8 @@ pub struct Input {
     pub gso: u32,
     /// The interface it is on.
     pub ifindex: u32,
+    /// The interface that brought it to the host; 0 when the host made it.
+    pub brought_by: u32,
     /// `skb->priority`, where programs pass on what outlives the stack.
     pub priority: u32,
 }
@@ -495,15 +497,18 @@ fn uplink_egress(tables: &Tables, flows: &Flows, input: &Input, link: usize) -> 
     if to_vxlan(input, link, &ip) && tables.node.contains_key(&ip.dst) {
         return drops(DropReason::ForgedVxlan);
     }
-    match Decisions(tables).uplink_egress(Packet { src: ip.src, dst: ip.dst }) {
+    let is_decrypted = input.brought_by == tables.config.kilo_ifindex
+        && !bears_wireguards_ports(&tables.config, frame, link, v6);
+    let of_mesh = is_decrypted || Decisions(tables).is_of_mesh(ip.src);
+    match Decisions(tables).uplink_egress(Packet { src: ip.src, dst: ip.dst }, of_mesh) {
         Ok(Some(_)) | Err(DropReason::NotEncrypted | DropReason::NoHop)
-            if is_of_host(tables, frame, link, &ip) => {}
+            if !of_mesh && is_of_host(frame, link, &ip, &tables.config) => {}
         Ok(Some(hop)) => {
             let mtu = Decisions(tables).mtu_of(&hop);
             // What `kilo_egress` does then is decided for another packet.
             let steered = Wanted { verdict: REDIRECT, ..passes(None) };
             // What the host learnt would hold for its WireGuard, too.
-            let fits = ip.sized(input, link).fits(mtu) || !Decisions(tables).is_of_mesh(ip.src);
+            let fits = ip.sized(input, link).fits(mtu) || !of_mesh;
             return if fits { steered } else { packet_too_big(frame, link, v6, mtu) };
         }
         Err(reason) => return drops(reason),
@@ -537,12 +542,9 @@ fn bears_wireguards_ports(config: &Config, frame: &[u8], link: usize, v6: bool) 
 
 /// True for what a host must send by its uplinks: WireGuard's packets as far as they bear its port, and
 /// neighbour discovery. The port of a pod's packet says nothing.
-fn is_of_host(tables: &Tables, frame: &[u8], link: usize, ip: &Ip) -> bool {
-    if Decisions(tables).is_of_mesh(ip.src) {
-        return false;
-    }
+fn is_of_host(frame: &[u8], link: usize, ip: &Ip, config: &Config) -> bool {
     if let Some(udp) = udp_header(frame, link, ip) {
-        return udp.starts_with(&tables.config.wireguard_port.to_be_bytes());
+        return udp.starts_with(&config.wireguard_port.to_be_bytes());
     }
     let behind = frame.get(link + ip.header_len..).unwrap_or_default();
     match ip.protocol {

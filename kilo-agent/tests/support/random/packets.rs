@@ -94,7 +94,9 @@ impl Random {
         }
         let priority = self.pick(&[0, 0, 0, 6, CHECKED, CHECKED | 5, BY_DEVICE, BY_DEVICE | 3]);
         let is_read = matches!(program, "uplink_egress" | "l3_egress" | "tunnel_ingress");
-        Input { frame, gso, ifindex, priority: if is_read { priority } else { 0 } }
+        let brought_by =
+            if program.ends_with("_egress") && self.chance(3) { tables.config.kilo_ifindex } else { 0 };
+        Input { frame, gso, ifindex, brought_by, priority: if is_read { priority } else { 0 } }
     }
 
     /// An address that the tables may know, of one family.
