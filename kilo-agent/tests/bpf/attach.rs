@@ -31,7 +31,7 @@ use kilo_host::{
     dataplane::{Applied, CounterReader, Dataplane, Interfaces, link_directory, pin_directory, read_tables},
     net::Net,
 };
-use netns::{isolated, sh, take_the_rights_of_the_daemonset};
+use netns::{isolated, sh, take_the_rights_of_the_daemonset, without_effective_rights};
 use support::{MEMBER_HOP, SELF, foreign, leader_tables, packet};
 
 const STRANGER: [u8; 4] = [10, 1, 0, 99];
@@ -395,6 +395,29 @@ fn with_the_rights_of_the_daemonset_programs_are_found_adopted_and_missed() {
         assert!(on_tcx(&next) && next.is_attached(&world.net).await.unwrap());
         let by_descriptor = SchedClassifier::query_tcx("eth0", TcAttachType::Ingress);
         assert!(by_descriptor.is_err(), "this thread has SYS_ADMIN, which the DaemonSet does not grant");
+    });
+}
+
+/// An answer that is an error says nothing of what is on a hook.
+#[test]
+fn an_agent_that_may_not_ask_what_is_on_a_hook_leaves_links_there_and_adds_no_filter() {
+    let name = "an_agent_that_may_not_ask_what_is_on_a_hook_leaves_links_there_and_adds_no_filter";
+    isolated_tcx(name, || async {
+        let world = World::new();
+        drop(world.start(AttachMode::Auto).await);
+        let there = links(world.fs.path());
+        for mode in [AttachMode::Auto, AttachMode::Tcx] {
+            let mut next = Dataplane::open_with(world.fs.path(), false, mode).unwrap();
+            let mut refused = Vec::new();
+            // The query needs CAP_NET_ADMIN; the runtime's other threads keep it.
+            without_effective_rights(|| {
+                refused = futures::executor::block_on(world.attach(&mut next)).failed;
+            });
+            assert_eq!(refused.len(), 2, "the uplink's two; kilo0's are told apart: {refused:?}");
+            assert_eq!(links(world.fs.path()), there, "{mode:?}: {refused:?}");
+            drop(next);
+            world.assert_one_copy_each(AttachMode::Tcx).await;
+        }
     });
 }
 

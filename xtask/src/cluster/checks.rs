@@ -133,6 +133,18 @@ pub fn run(cluster: &Cluster, only: Option<&str>, all: bool) -> Vec<TestOutcome>
     outcomes
 }
 
+/// What must hold of a cluster that has just come up, whatever is done with it: nothing was in clear, every program is on
+/// its hook, and no agent had anything to warn about.
+///
+/// # Errors
+/// What does not hold.
+pub fn as_deployed(cluster: &Cluster) -> Result<String> {
+    network::none_in_clear(network::clear_packets()?)?;
+    let attached = agents::attached(cluster)?;
+    let lines = Logs::start(cluster).ended(&[])?;
+    Ok(format!("{attached}; nothing in clear; nothing to warn about in {lines} lines of logs"))
+}
+
 /// Why a check could not be made here.
 #[derive(Debug)]
 pub struct Skipped(&'static str);

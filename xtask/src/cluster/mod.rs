@@ -191,7 +191,11 @@ fn show(args: &ClusterArgs) -> Result<()> {
     println!("== Reachability: TCP, UDP and ICMP echo of pods and nodes, with the source address checked");
     let matrix = matrix::run(&cluster)?;
     matrix.print();
-    println!("packets with a pod's address seen by the router: {}", network::clear_packets()?);
+    let deployed = checks::as_deployed(&cluster);
+    match &deployed {
+        Ok(said) => println!("{said}"),
+        Err(error) => println!("not as it should be: {error:#}"),
+    }
     println!(
         "\ncluster: {} of {} probes passed, {:.0} s",
         matrix.passed(),
@@ -217,7 +221,7 @@ fn show(args: &ClusterArgs) -> Result<()> {
         println!("  cargo xtask {line}");
     }
     match matrix.total() - matrix.passed() {
-        0 => Ok(()),
+        0 => deployed.map(drop),
         failed => bail!("{failed} probes failed"),
     }
 }

@@ -85,6 +85,17 @@ impl Place {
         })
     }
 
+    /// Whether this kernel has such hooks, whatever is on this one.
+    fn has_tcx(&self) -> Result<bool, DataplaneError> {
+        match self.query() {
+            Ok(_) => Ok(true),
+            Err(DataplaneError::Query { source, .. }) if source.raw_os_error() == Some(nix::libc::EINVAL) => {
+                Ok(false)
+            }
+            Err(error) => Err(error),
+        }
+    }
+
     fn error(&self, source: impl Into<Cause>) -> DataplaneError {
         DataplaneError::Attach { ifindex: self.ifindex, program: self.program, source: source.into() }
     }
@@ -269,15 +280,17 @@ impl Attachments {
                     return Ok(How::Tcx);
                 }
                 Err(error) if self.mode == AttachMode::Tcx => return Err(place.error(error)),
-                Err(error) => {
-                    let error = error_chain(&*error);
-                    tracing::info!(
-                        interface,
-                        program = place.program,
-                        error,
-                        "TCX is not available; using a clsact filter"
-                    );
-                }
+                Err(error) if place.has_tcx()? => tracing::warn!(
+                    interface,
+                    program = place.program,
+                    error = %error_chain(&*error),
+                    "failed to attach this program by TCX, which this kernel has; attaching it as a clsact filter"
+                ),
+                Err(_) => tracing::info!(
+                    interface,
+                    program = place.program,
+                    "this kernel has no TCX (Linux 6.6 and later have); attaching this program as a clsact filter"
+                ),
             }
         }
         attach_clsact(program, place, &interface)?;
@@ -331,7 +344,9 @@ fn attach_tcx(
     interface: &str,
 ) -> Result<(), Cause> {
     if pin.exists() {
-        match adopt(program, pin, place, interface) {
+        // An error says nothing of the link, which carries packets: its pin stays.
+        let hook = place.query()?;
+        match adopt(program, pin, &hook, interface) {
             Ok(()) => return Ok(()),
             Err(error) => {
                 tracing::debug!(pin = %pin.display(), error = %error_chain(&*error), "removing an unusable pin");
@@ -349,11 +364,11 @@ fn attach_tcx(
 }
 
 /// Puts our program into the link of an earlier agent, without a gap.
-fn adopt(program: &mut SchedClassifier, pin: &Path, place: &Place, interface: &str) -> Result<(), Cause> {
+fn adopt(program: &mut SchedClassifier, pin: &Path, hook: &tcx::Hook, interface: &str) -> Result<(), Cause> {
     let link = FdLink::from(PinnedLink::from_pin(pin)?);
     let held = link.info()?.id();
     // A link of an interface that is gone, one that was detached, or one of another hook.
-    if !place.query()?.links.contains(&held) {
+    if !hook.links.contains(&held) {
         return Err(format!("link {held} is not attached to this hook of {interface}").into());
     }
     let id = program.attach_to_link(SchedClassifierLink::try_from(link)?)?;
