@@ -294,17 +294,12 @@ pub const fn is_answered_by_tunnel(source: PrefixValue) -> bool {
 }
 
 /// True for prefixes of pods, of WireGuard and of VPN peers, whose addresses the host itself does not send
-/// from. Those it sends to by its uplinks say nothing about who sends from them.
+/// from. Those it sends to by its uplinks say nothing about who sends from them, unless the WireGuard device brought
+/// the packet (`is_decrypted`): another location's host did.
 #[inline(always)]
-pub fn is_of_mesh(source: Option<PrefixValue>) -> bool {
-    source.is_some_and(|owner| owner.flags & (PREFIX_SOURCE | PREFIX_PODS_STEERED) == PREFIX_SOURCE)
-}
-
-/// True for a packet that the WireGuard device brought, whoever sent it: it was encrypted so far. `brought_by`: the
-/// interface, 0 for what this host made.
-#[inline(always)]
-pub const fn is_decrypted(brought_by: u32, kilo_ifindex: u32) -> bool {
-    brought_by != 0 && brought_by == kilo_ifindex
+pub fn is_of_mesh(source: Option<PrefixValue>, is_decrypted: bool) -> bool {
+    let steered = if is_decrypted { 0 } else { PREFIX_PODS_STEERED };
+    source.is_some_and(|owner| owner.flags & (PREFIX_SOURCE | steered) == PREFIX_SOURCE)
 }
 
 /// True for `PrefixValue::flags` of destinations that [`guard`] is to be asked about.
@@ -314,8 +309,8 @@ pub const fn is_guarded(flags: u32) -> bool {
 }
 
 /// Whether a packet that reaches an uplink is handed to the WireGuard device instead. `flags`: those of the
-/// destination's prefix, which [`is_guarded`]; `of_mesh`: [`is_of_mesh`] of its source, or [`is_decrypted`]; `own`: it is
-/// WireGuard's or about neighbours; `on_link`: one of its addresses stays on a link.
+/// destination's prefix, which [`is_guarded`]; `of_mesh`: [`is_of_mesh`] of its source; `own`: it is WireGuard's or about
+/// neighbours; `on_link`: one of its addresses stays on a link.
 ///
 /// # Errors
 /// `NotEncrypted`: it would leave in clear.

@@ -76,7 +76,7 @@ fn look_for_other_agent<const EGRESS: bool>(skb: Skb, config: &Config) -> u32 {
 /// received on a device that the other agent may have taken down.
 #[inline(always)]
 fn is_elsewhere(ctx: &TcContext, config: &Config, inner: &Ipv4) -> bool {
-    if !is_of_mesh(Ipv4::prefix(config, inner.src())) {
+    if !is_of_mesh(Ipv4::prefix(config, inner.src()), false) {
         return false;
     }
     let mut route = Words::<bpf_fib_lookup, 8>::new();

@@ -217,9 +217,9 @@ fn decide<I: Ip, const LINK: usize>(
     id: u32,
     flags: u32,
 ) -> Verdict {
-    // The source alone does not show it: another leader's host sends from an address that WireGuard sends to, too.
-    let of_mesh = forwarding::is_decrypted(packet::brought_by(ctx), config.kilo_ifindex)
-        || !I::is_private(config, ip.src()) && forwarding::is_of_mesh(I::prefix(config, ip.src()));
+    let is_decrypted = packet::brought_by(ctx) == config.kilo_ifindex;
+    let of_mesh =
+        !I::is_private(config, ip.src()) && forwarding::is_of_mesh(I::prefix(config, ip.src()), is_decrypted);
     let own =
         !of_mesh && (wireguards::is_own(ctx, config, ip, LINK) || is_neighbour_discovery::<I, LINK>(ctx, ip));
     let on_link = || I::never_steered(ip.dst()) || I::never_steered(ip.src());

@@ -155,7 +155,13 @@ fn what_wireguard_brought_from_another_leaders_host_is_not_sent_on_in_clear() {
         let packet = ethernet(&udp(REMOTE_NODE, MEMBER, (port, 53), b"secret"));
         let ran = run_brought_by(&mut dataplane, kilo, "uplink_egress", &packet);
         assert_eq!(outcome(&ran), (REDIRECT, vec![]), "port {port}: it is handed to kilo0");
-        // Nobody else brings what has this source; the network between two hosts may.
+        // The stack has masqueraded what a pod or a VPN peer sent here for a Service to an address of this host.
+        for own in [SELF, PUBLIC] {
+            let own = ethernet(&udp(own, MEMBER, (port, 53), b"question"));
+            let ran = run_brought_by(&mut dataplane, kilo, "uplink_egress", &own);
+            assert_eq!(outcome(&ran), (PASS, vec![]), "port {port}");
+        }
+        // As the host's own, which alone sends from where no location is.
         let ran = run_brought_by(&mut dataplane, kilo + 1, "uplink_egress", &packet);
         assert_eq!(outcome(&ran), (PASS, vec![]), "port {port}");
     }

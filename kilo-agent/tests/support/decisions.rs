@@ -68,7 +68,7 @@ impl Decisions<'_> {
 
     /// `uplink_egress` for a packet small enough, which is neither WireGuard's nor
     /// about neighbours: the hop it is handed to `kilo_egress` for; `None` when it
-    /// leaves, perhaps masqueraded. `of_mesh`: it came out of WireGuard, or by its source.
+    /// leaves, perhaps masqueraded. `of_mesh`: [`Self::is_of_mesh`] of its source.
     ///
     /// # Errors
     /// The packet would be in clear.
@@ -89,10 +89,11 @@ impl Decisions<'_> {
     }
 
     /// True for addresses of pods, of WireGuard and of VPN peers, which this host
-    /// itself does not send from.
-    pub fn is_of_mesh(&self, addr: IpAddr) -> bool {
-        let known =
-            |owner: PrefixValue| owner.flags & PREFIX_SOURCE != 0 && owner.flags & PREFIX_PODS_STEERED == 0;
+    /// itself does not send from. In what came out of WireGuard no source is this host's that the mesh knows.
+    pub fn is_of_mesh(&self, addr: IpAddr, is_decrypted: bool) -> bool {
+        let known = |owner: PrefixValue| {
+            owner.flags & PREFIX_SOURCE != 0 && (is_decrypted || owner.flags & PREFIX_PODS_STEERED == 0)
+        };
         !self.0.is_private(addr) && self.prefix(addr).is_some_and(known)
     }
 

@@ -19,7 +19,6 @@ use super::{
     network::{Network, Node, PRINTER},
     probe::{self, Protocol},
     wait::{self, until},
-    well::DETACHED,
     wire,
 };
 
@@ -191,7 +190,7 @@ fn by_endpoints(lab: &mut Lab) -> Result<String> {
 /// The host of a1 sends to that of b2 while b1, which passes it on, loses the programs of kilo0 again and again.
 fn detached(lab: &mut Lab) -> Result<String> {
     const BETWEEN: Duration = Duration::from_millis(1);
-    lab.caused(&[DETACHED]);
+    lab.caused(&["reattached it"]);
     let target = lab.network.node("b2")?.private;
     let node = lab.network.node("b1")?.netns.clone();
     let stop = Arc::new(AtomicBool::new(false));

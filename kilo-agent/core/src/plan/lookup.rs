@@ -103,9 +103,9 @@ impl Tables {
     }
 
     /// True for addresses of pods, of WireGuard and of VPN peers, which this host
-    /// itself does not send from.
-    pub fn is_of_mesh(&self, addr: IpAddr) -> bool {
-        !self.is_private(addr) && forwarding::is_of_mesh(self.prefix(addr))
+    /// itself does not send from; `is_decrypted`: of a packet that the WireGuard device brought.
+    pub fn is_of_mesh(&self, addr: IpAddr, is_decrypted: bool) -> bool {
+        !self.is_private(addr) && forwarding::is_of_mesh(self.prefix(addr), is_decrypted)
     }
 
     /// True when pods' packets to an address of another location are encrypted that

@@ -54,7 +54,7 @@ impl Tables {
             return Ok(None);
         };
         let on_link = || is_never_steered(packet.dst) || is_never_steered(packet.src);
-        let of_mesh = is_decrypted || self.is_of_mesh(packet.src);
+        let of_mesh = self.is_of_mesh(packet.src, is_decrypted);
         if !forwarding::guard(value.flags, of_mesh, false, on_link)? {
             return Ok(None);
         }

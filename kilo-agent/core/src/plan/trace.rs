@@ -192,7 +192,7 @@ impl Tracer<'_> {
         let mtu = self.tables.mtu_beside(Some(hop)).unwrap_or(0);
         match hop {
             // What this host learned would hold for its WireGuard, too.
-            _ if self.tables.is_of_mesh(src) && !self.question.sized.fits(mtu) => {
+            _ if self.tables.is_of_mesh(src, false) && !self.question.sized.fits(mtu) => {
                 let text = format!("larger than the {mtu} bytes that the way to {dst} carries");
                 self.trace.at("uplink_egress", text);
                 self.trace.reason = Some(DropReason::TooBig.label());

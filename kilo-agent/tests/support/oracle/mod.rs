@@ -497,9 +497,8 @@ fn uplink_egress(tables: &Tables, flows: &Flows, input: &Input, link: usize) -> 
     if to_vxlan(input, link, &ip) && tables.node.contains_key(&ip.dst) {
         return drops(DropReason::ForgedVxlan);
     }
-    let is_decrypted = input.brought_by == tables.config.kilo_ifindex
-        && !bears_wireguards_ports(&tables.config, frame, link, v6);
-    let of_mesh = is_decrypted || Decisions(tables).is_of_mesh(ip.src);
+    let is_decrypted = input.brought_by == tables.config.kilo_ifindex;
+    let of_mesh = Decisions(tables).is_of_mesh(ip.src, is_decrypted);
     match Decisions(tables).uplink_egress(Packet { src: ip.src, dst: ip.dst }, of_mesh) {
         Ok(Some(_)) | Err(DropReason::NotEncrypted | DropReason::NoHop)
             if !of_mesh && is_of_host(frame, link, &ip, &tables.config) => {}

@@ -184,7 +184,7 @@ impl Random {
         if self.chance(2) {
             return self.ip(src, dst, if v6 { protocol::IPV6 } else { protocol::IPIP }, &inner);
         }
-        let vxlan = vxlan(VXLAN_PORT, &inner, v6);
+        let vxlan = self.vxlan(VXLAN_PORT, &inner, v6);
         self.ip(src, dst, protocol::UDP, &vxlan)
     }
 
@@ -368,17 +368,6 @@ impl Random {
 /// `BPF_PROG_TEST_RUN` takes no less than two headers (since Linux 6.17).
 fn shortest(frame: &[u8]) -> usize {
     if frame.get(12..14) == Some(&ETHERTYPE_IPV6.to_be_bytes()) { 54 } else { 34 }
-}
-
-/// UDP, VXLAN and inner Ethernet header in front of a packet.
-fn vxlan(port: u16, inner: &[u8], v6: bool) -> Vec<u8> {
-    let mut vxlan = 0xc123_u16.to_be_bytes().to_vec();
-    vxlan.extend(port.to_be_bytes());
-    vxlan.extend(u16::try_from(30 + inner.len()).unwrap().to_be_bytes());
-    vxlan.extend([0, 0]);
-    vxlan.extend(vxlan_header());
-    vxlan.extend(ethernet(inner, v6));
-    vxlan
 }
 
 pub fn ethernet(packet: &[u8], v6: bool) -> Vec<u8> {
