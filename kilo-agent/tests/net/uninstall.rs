@@ -94,7 +94,7 @@ fn it_refuses_beside_an_agent_and_removes_everything_afterwards() {
         let mut agent = installed();
         let before = cluster::host();
         let (done, said) = uninstall(&[]);
-        assert!(!done && said.contains("nothing was removed: end the agent first"), "{said}");
+        assert!(!done && said.contains("nothing was removed: an agent runs on this node"), "{said}");
         assert!(said.contains("already runs on this node"), "{said}");
         assert_eq!(cluster::differences(&before, &cluster::host()), "");
         stop(&mut agent);

@@ -58,13 +58,14 @@ pub enum WireguardError {
     /// The kernel has no WireGuard module.
     #[error(
         "this kernel has no WireGuard ({0}); load its module on the host (modprobe wireguard), or apply the manifest \
-         of your platform that ends in -userspace.yaml (--wireguard=userspace)"
+         of your platform and CNI that ends in -userspace.yaml, or the Helm chart with wireguard=container \
+         (--wireguard=userspace)"
     )]
     NoKernelSupport(#[source] io::Error),
     /// No module, and no userspace process instead of it.
     #[error(
         "this kernel has no WireGuard ({kernel}); load its module on the host (modprobe wireguard), or apply the \
-         manifest of your platform that ends in -userspace.yaml: as it is, this agent cannot run WireGuard in \
+         manifest of your platform and CNI that ends in -userspace.yaml, or the Helm chart with wireguard=container: as it is, this agent cannot run WireGuard in \
          userspace either ({userspace})"
     )]
     NoWireguard {

@@ -28,7 +28,9 @@ pub async fn uninstall_alone(flags: &Flags, args: &UninstallArgs) -> Result<()> 
     let refused = |error: LockError| {
         match error {
         LockError::Taken(_) | LockError::PinsTaken(_) => anyhow::Error::new(error).context(
-            "nothing was removed: end the agent first (kubectl --namespace kube-system delete daemonset kilo)",
+            "nothing was removed: an agent runs on this node. To take this node alone out of the mesh, drain and delete \
+             its Node object (docs/install.md, One node); to remove Kilo from all nodes, delete its DaemonSet first \
+             (kubectl get daemonsets --all-namespaces shows where it is)",
         ),
         other => other.into(),
     }

@@ -14,7 +14,6 @@ use k8s_openapi::{
     api::{
         apps::v1::DaemonSet,
         core::v1::{ContainerState, Pod, PodCondition, ServiceAccount},
-        rbac::v1::{ClusterRole, ClusterRoleBinding},
     },
 };
 use kilo_agent::{backend::kubernetes, cli::parse_period};
@@ -100,7 +99,9 @@ pub async fn run(args: &UninstallArgs) -> Result<String> {
     let arguments =
         format!("{ARGUMENT}            - --keep-annotations\n            - --interface={}\n", args.interface);
     let text = text.replace(&mounted, &on_host).replace(ARGUMENT, &arguments);
-    for document in text.split("\n---\n").skip(1) {
+    // The role to change Nodes is for who applies the manifest by hand: with --keep-annotations no pod asks for anything.
+    let is_role = |document: &&str| document.contains("\nkind: ClusterRole");
+    for document in text.split("\n---\n").skip(1).filter(|document| !is_role(document)) {
         let object: DynamicObject = serde_yaml_ng::from_str(document).context("uninstall.yaml")?;
         write(&cluster, &object).await?;
     }
@@ -156,8 +157,6 @@ async fn write(cluster: &Cluster, object: &DynamicObject) -> Result<()> {
     };
     let objects = of(&match kind {
         "ServiceAccount" => ApiResource::erase::<ServiceAccount>(&()),
-        "ClusterRole" => ApiResource::erase::<ClusterRole>(&()),
-        "ClusterRoleBinding" => ApiResource::erase::<ClusterRoleBinding>(&()),
         "DaemonSet" => ApiResource::erase::<DaemonSet>(&()),
         other => bail!("uninstall.yaml has an object of kind {other}"),
     });
@@ -278,8 +277,6 @@ async fn remove(cluster: &Cluster, daemon_sets: &Api<DaemonSet>, namespace: &str
     {
         tokio::time::sleep(POLL).await;
     }
-    delete(cluster, Api::<ClusterRoleBinding>::all(client.clone())).await?;
-    delete(cluster, Api::<ClusterRole>::all(client.clone())).await?;
     delete(cluster, namespaced::<ServiceAccount>(client, namespace)).await
 }
 
