@@ -63,7 +63,7 @@ pub fn files(sources: &Sources<'_>) -> Result<BTreeMap<String, String>> {
 /// What stands in the place of a marked region.
 fn fragment(name: &str) -> Result<&'static str> {
     Ok(match name {
-        "header" => "",
+        "header" => include_str!("chart/header.tpl"),
         "args" => include_str!("chart/args.tpl"),
         "resources" => include_str!("chart/resources.tpl"),
         "seccomp" => include_str!("chart/seccomp.tpl"),

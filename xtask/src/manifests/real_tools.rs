@@ -214,7 +214,10 @@ fn the_charts_policy_names_the_releases_account_where_the_api_server_knows_polic
     assert_same(&made, &plain, "by default");
     let made = chart(&helm, &values).unwrap();
     assert_same(&made, &plain, "an API server without policies");
-    let made = chart_with(&helm, &values, &["--namespace=mesh", served]).unwrap();
+    // Only kube-system has the ConfigMap that kubeadm's clusters name their API server in.
+    let refused = chart_with(&helm, &values, &["--namespace=mesh", served]).unwrap_err();
+    assert!(refused.contains("install this chart with --namespace kube-system"), "{refused}");
+    let made = chart_with(&helm, &["platform=k3s", values[0]], &["--namespace=mesh", served]).unwrap();
     let condition = &made[&policy]["spec"]["matchConditions"][0]["expression"];
     assert_eq!(condition, "request.userInfo.username == 'system:serviceaccount:mesh:kilo'");
 }
