@@ -119,7 +119,9 @@ mod tests {
             return;
         };
         let chart = first.path().join(format!("kilo-{VERSION}.tgz"));
-        let made = output(Command::new(helm).args(["template", "kilo"]).arg(chart)).unwrap();
+        let made =
+            output(Command::new(helm).args(["template", "kilo", "--namespace=kube-system"]).arg(chart))
+                .unwrap();
         assert!(made.contains(&format!("image: {IMAGE}@{DIGEST}")), "{made}");
         let kubectl = kube_tools::find(Tool::Kubectl).unwrap();
         let made =
