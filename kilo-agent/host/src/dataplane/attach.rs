@@ -279,7 +279,10 @@ impl Attachments {
                     }
                     return Ok(How::Tcx);
                 }
-                Err(error) if self.mode == AttachMode::Tcx => return Err(place.error(error)),
+                // An interface that has just gone takes no filter either.
+                Err(error) if self.mode == AttachMode::Tcx || place.interface().is_none() => {
+                    return Err(place.error(error));
+                }
                 Err(error) if place.has_tcx()? => tracing::warn!(
                     interface,
                     program = place.program,

@@ -65,8 +65,8 @@ pub enum WireguardError {
     /// No module, and no userspace process instead of it.
     #[error(
         "this kernel has no WireGuard ({kernel}); load its module on the host (modprobe wireguard), or apply the \
-         manifest of your platform and CNI that ends in -userspace.yaml, or the Helm chart with wireguard=container: as it is, this agent cannot run WireGuard in \
-         userspace either ({userspace})"
+         manifest of your platform and CNI that ends in -userspace.yaml, or the Helm chart with wireguard=container: \
+         as it is, this agent cannot run WireGuard in userspace either ({userspace})"
     )]
     NoWireguard {
         /// What the kernel said.
