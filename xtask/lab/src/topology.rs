@@ -16,6 +16,7 @@ use clap::ValueEnum;
 use super::{
     Lab,
     check::Check,
+    netns::Netns,
     network::{Network, Node, PRINTER},
     probe::{self, Protocol},
     wait::{self, until},
@@ -187,6 +188,21 @@ fn by_endpoints(lab: &mut Lab) -> Result<String> {
     Ok(format!("({} ways)", ends.len() * 2 * Protocol::ALL.len()))
 }
 
+/// Detaches the programs of kilo0, and waits until the agent has put them back: how many links there were, and how long
+/// that took.
+///
+/// # Errors
+/// When they do not come back.
+pub fn detach_from_kilo(node: &Netns) -> Result<(usize, Duration)> {
+    // A pinned TCX link ends with its pin; a clsact filter with the qdisc.
+    let removed =
+        node.sh("rm -v /sys/fs/bpf/kilo/links/kilo_* 2>/dev/null || tc qdisc del dev kilo0 clsact")?;
+    let attached = "(ls /sys/fs/bpf/kilo/links; for way in egress ingress; do tc filter show dev kilo0 $way; done) \
+                    | grep -oE 'kilo_(egress|ingress)' | sort -u | wc -l";
+    let took = until("kilo0's programs are back", LIMIT, || Ok(node.sh(attached)?.trim() == "2"))?;
+    Ok((removed.lines().count(), took))
+}
+
 /// The host of a1 sends to that of b2 while b1, which passes it on, loses the programs of kilo0 again and again.
 fn detached(lab: &mut Lab) -> Result<String> {
     const BETWEEN: Duration = Duration::from_millis(1);
@@ -202,19 +218,13 @@ fn detached(lab: &mut Lab) -> Result<String> {
         let socket = UdpSocket::bind((source, 0))?;
         let mut sent = 0;
         while !ended.load(Ordering::Relaxed) {
-            // Unreachable for a moment is no error of this check.
+            // While b1 loses its programs the kernel may say that nobody is there.
             sent += u64::from(socket.send_to(probe::MARKER, (target, probe::PORT)).is_ok());
             wait::pace(BETWEEN);
         }
         Ok(sent)
     });
-    let attached =
-        "(ls /sys/fs/bpf/kilo/links; tc filter show dev kilo0 ingress) | grep -c kilo_ingress || true";
-    let result = (0..3).try_for_each(|_| {
-        // A pinned TCX link ends with its pin; a clsact filter with the qdisc.
-        node.sh("rm /sys/fs/bpf/kilo/links/kilo_* 2>/dev/null || tc qdisc del dev kilo0 clsact")?;
-        until("kilo_ingress is back", LIMIT, || Ok(node.sh(attached)?.trim() != "0")).map(drop)
-    });
+    let result = (0..3).try_for_each(|_| detach_from_kilo(&node).map(drop));
     stop.store(true, Ordering::Relaxed);
     let sent = sender.join().map_err(|_| anyhow::anyhow!("sending thread"))???;
     result?;

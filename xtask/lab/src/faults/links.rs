@@ -11,6 +11,7 @@ use super::{
 };
 use crate::{
     Lab, agents,
+    topology::detach_from_kilo,
     wait::{self, until},
     well::{DETACHED, LEADS},
 };
@@ -193,11 +194,6 @@ pub(super) fn uplink_down(lab: &mut Lab) -> Result<String> {
 pub(super) fn detached(lab: &mut Lab) -> Result<String> {
     lab.caused(&[DETACHED]);
     let node = lab.network.node("a2")?.netns.clone();
-    // A pinned TCX link ends with its pin; a clsact filter with the qdisc.
-    let removed =
-        node.sh("rm -v /sys/fs/bpf/kilo/links/kilo_* 2>/dev/null || tc qdisc del dev kilo0 clsact")?;
-    let attached =
-        "(ls /sys/fs/bpf/kilo/links; tc filter show dev kilo0 egress) | grep -c kilo_egress || true";
-    let took = until("kilo_egress is back", Duration::from_secs(20), || Ok(number(&node, attached)? > 0))?;
-    Ok(format!("{} links removed, back after {} ms", removed.lines().count(), took.as_millis()))
+    let (links, took) = detach_from_kilo(&node)?;
+    Ok(format!("{links} links removed, back after {} ms", took.as_millis()))
 }
