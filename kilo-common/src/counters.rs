@@ -215,6 +215,11 @@ counted! {
              (`kgctl status`); or a node of the location to which only a default route leads, because the \
              interface with this node's private address is down; or an address in `--subnet` that no location \
              has, as far as this node knows: a machine outside the mesh needs a longer route.",
+        /// Came by an uplink in clear for a pod of this node, from an address that the mesh encrypts or encapsulates.
+        ArrivedInClear = 52 => "arrived_in_clear",
+            "A host in the network of this node sends as a pod, or as a node of another location: capture with \
+             `tcpdump -eni DEV src ADDRESS` for its link-layer address. Or the sender is a node whose agent does \
+             not run or whose programs were detached: look at `kgctl status` and at its log.",
     }
 }
 
@@ -225,7 +230,7 @@ mod tests {
     /// Indexes of former reasons; no other reason gets them.
     const RETIRED: &[u32] = &[37];
     /// Indexes that no reason has ever had; a new one takes the first of them.
-    const FREE: &[u32] = &[52, 57];
+    const FREE: &[u32] = &[57];
 
     #[test]
     fn each_index_of_a_drop_reason_is_used_retired_or_free() {

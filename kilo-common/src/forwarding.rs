@@ -285,6 +285,32 @@ pub fn native_source(config: u32, source: impl FnOnce() -> Option<PrefixValue>) 
     source.filter(|source| source.flags & PREFIX_SOURCE != 0 && source.hop != HOP_LOCAL)
 }
 
+/// Whether a packet without outer header may come in by an uplink: what [`guard`] lets nobody send in clear does not
+/// reach pods in clear either. Answers to it would go through the mesh to the address that it names, and a host with a
+/// loose `rp_filter`, or with IPv6, does not look at the source.
+///
+/// # Errors
+/// `ArrivedInClear`.
+#[inline(always)]
+pub fn arrives_in_clear(
+    config: u32,
+    destination: impl FnOnce() -> Option<PrefixValue>,
+    source: impl FnOnce() -> Option<PrefixValue>,
+) -> Result<(), DropReason> {
+    // Where nodes send without outer header, what a gateway forwards comes like this.
+    if config & CONFIG_NATIVE != 0 {
+        return Ok(());
+    }
+    // By value: of a prefix that is not there the compiler would read what the verifier has not seen written.
+    let to = destination().unwrap_or_default();
+    if to.hop != HOP_LOCAL || to.flags & PREFIX_NEVER_CLEAR == 0 {
+        return Ok(());
+    }
+    let from = source().unwrap_or_default();
+    let is_forged = from.hop != HOP_LOCAL && from.flags & PREFIX_NEVER_CLEAR != 0;
+    if is_forged { Err(DropReason::ArrivedInClear) } else { Ok(()) }
+}
+
 /// True when packets with a source in this prefix are taken from the network to the stack as received on the
 /// WireGuard device. Answers leave by that device, so what they answer comes from there; to private addresses
 /// beside us, whose prefix no route leads to, they leave by the interface that brought the packet.

@@ -53,8 +53,12 @@ pub fn lan_ingress(ctx: &TcContext, config: &Config) -> Verdict {
                 Established::NoEntry if relay::concerns_whole(ctx, config) => {
                     from_code(relay::arrived::<Ipv4, ETHERNET_LEN>(ctx.as_ptr().cast(), config))
                 }
-                Established::NoEntry if config.flags & CONFIG_NATIVE == 0 => Ok(Act::NEXT),
-                Established::NoEntry => from_code(native_v4(ctx.as_ptr().cast(), config)),
+                Established::NoEntry
+                    if config.flags & CONFIG_NATIVE == 0 && is_to_private_v4(ctx, config) =>
+                {
+                    Ok(Act::NEXT)
+                }
+                Established::NoEntry => from_code(bare_v4(ctx.as_ptr().cast(), config)),
                 Established::NotDue | Established::Unknown => taken::<Ipv4, ETHERNET_LEN>(ctx, config),
             },
             _ => taken::<Ipv4, ETHERNET_LEN>(ctx, config),
@@ -186,7 +190,7 @@ fn received<O: Ip, const LINK: usize>(ctx: &TcContext, config: &Config) -> Verdi
     if relay::concerns::<O, LINK>(ctx, config, &outer) {
         return Ok(Act::of(RELAY));
     }
-    let taken = native::<O, LINK>(ctx, config, &outer)?;
+    let taken = bare::<O, LINK>(ctx, config, &outer)?;
     if taken == Act::NEXT {
         masquerade::arrived(ctx, config, LINK, &outer);
     }
@@ -239,7 +243,15 @@ fn vxlan<O: Ip, const LINK: usize>(ctx: &TcContext, outer: &O) -> Family {
     }
 }
 
-/// A packet without outer header, where nodes of the location send such.
+/// A packet without outer header.
+#[inline(always)]
+fn bare<I: Ip, const LINK: usize>(ctx: &TcContext, config: &Config, ip: &I) -> Verdict {
+    let prefix = |address| I::prefix(config, address);
+    forwarding::arrives_in_clear(config.flags, || prefix(ip.dst()), || prefix(ip.src()))?;
+    native::<I, LINK>(ctx, config, ip)
+}
+
+/// The same, where nodes of the location send such.
 #[inline(always)]
 fn native<I: Ip, const LINK: usize>(ctx: &TcContext, config: &Config, ip: &I) -> Verdict {
     let source = || I::prefix(config, ip.src());
@@ -287,12 +299,18 @@ fn sender_at(node: &Hop) -> Option<&'static NodeValue> {
 }
 
 subprogram! {
-    fn native_v4(config: &Config) -> i32 = take_native_v4 as received_native_v4
+    fn bare_v4(config: &Config) -> i32 = take_bare_v4 as received_bare_v4
 }
 
 #[inline(always)]
-fn take_native_v4(skb: Skb, config: &Config) -> i32 {
+fn take_bare_v4(skb: Skb, config: &Config) -> i32 {
     let ctx = TcContext::new(skb);
-    let native = |ip: Ipv4| native::<Ipv4, ETHERNET_LEN>(&ctx, config, &ip);
-    to_code(Ipv4::read(&ctx, ETHERNET_LEN).map_or(Ok(Act::NEXT), native))
+    let bare = |ip: Ipv4| bare::<Ipv4, ETHERNET_LEN>(&ctx, config, &ip);
+    to_code(Ipv4::read(&ctx, ETHERNET_LEN).map_or(Ok(Act::NEXT), bare))
+}
+
+/// True for most packets to this host: no pod has its address.
+#[inline(always)]
+fn is_to_private_v4(ctx: &TcContext, config: &Config) -> bool {
+    packet::destination_v4(ctx) == Some(packet::word(&config.private_v4))
 }

@@ -6,8 +6,8 @@ use aya_ebpf::{
 };
 use kilo_common::{
     event::Hook,
-    forwarding::is_of_mesh,
-    maps::Config,
+    forwarding::{arrives, is_of_mesh},
+    maps::{Config, HOP_LOCAL},
     packet::{ETHERNET_LEN, IPV4_LEN, Ipv4, protocol},
 };
 
@@ -61,7 +61,7 @@ fn look_for_other_agent<const EGRESS: bool>(skb: Skb, config: &Config) -> u32 {
         Ipv4::is_private(config, outer.src()) && !cb::is_sent(&ctx)
     } else {
         Ipv4::is_private(config, outer.dst())
-            && Ipv4::sender(outer.src()).is_some()
+            && arrives(Ipv4::sender(outer.src()), packet::ifindex(&ctx)).is_ok()
             && outer.header_len() == IPV4_LEN
             && Ipv4::read(&ctx, ETHERNET_LEN + IPV4_LEN).is_ok_and(|inner| is_elsewhere(&ctx, config, &inner))
     };
@@ -76,7 +76,9 @@ fn look_for_other_agent<const EGRESS: bool>(skb: Skb, config: &Config) -> u32 {
 /// received on a device that the other agent may have taken down.
 #[inline(always)]
 fn is_elsewhere(ctx: &TcContext, config: &Config, inner: &Ipv4) -> bool {
-    if !is_of_mesh(Ipv4::prefix(config, inner.src()), false) {
+    // Another node sends neither from this one's pods nor from outside the mesh.
+    let owner = Ipv4::prefix(config, inner.src()).filter(|owner| owner.hop != HOP_LOCAL);
+    if !is_of_mesh(owner, false) {
         return false;
     }
     let mut route = Words::<bpf_fib_lookup, 8>::new();

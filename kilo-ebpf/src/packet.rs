@@ -146,6 +146,17 @@ pub fn protocol_v4(ctx: &TcContext) -> u8 {
     unsafe { (*(start as *const Ipv4Header)).protocol }
 }
 
+/// Destination of the IPv4 packet in an Ethernet frame as [`word`] has it, if it is in the linear part.
+#[inline(always)]
+pub fn destination_v4(ctx: &TcContext) -> Option<u32> {
+    let start = ctx.data() + ETHERNET_LEN;
+    if start + IPV4_LEN > ctx.data_end() {
+        return None;
+    }
+    // SAFETY: the bounds are checked, and programs may read packets at any address.
+    Some(unsafe { (*(start as *const Ipv4Header)).dst })
+}
+
 /// An Ethernet header without addresses.
 #[inline(always)]
 pub fn ethernet(header: &mut Words<[u8; ETHERNET_LEN], 2>, v6: bool) -> &[u8; ETHERNET_LEN] {

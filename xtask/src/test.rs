@@ -458,7 +458,7 @@ fn run_lab(all: bool, tries: &mut SecondTries) -> Result<Vec<TestOutcome>> {
     for (what, json) in [
         (&["test", "--modes"][..], "--json"),
         (&["scenario"], "--json"),
-        (&["faults", "--always"], "--outcomes"),
+        (if all { &["faults"][..] } else { &["faults", "--always"] }, "--outcomes"),
         (if all { &["failover"][..] } else { &["failover", "--always"] }, "--outcomes"),
     ] {
         outcomes.extend(tries.run(|_| {

@@ -35,6 +35,7 @@ impl<B: Backend> Agent<B> {
         };
         let attached = self.dataplane.attach(&self.net, interfaces).await?;
         self.metrics.reattached.inc_by(attached.reattached);
+        self.state.is_open = !attached.open.is_empty();
         for error in attached.failed {
             self.metrics.error(error.label());
             tracing::error!(%error, "failed to attach BPF program to interface; other interfaces are unaffected");

@@ -71,8 +71,17 @@ impl<B: Backend> Agent<B> {
         }
     }
 
-    /// Hands the CNI configuration out; to be called when the data path is up.
+    /// Hands the CNI configuration out; to be called when the data path is up. No pod starts in a boot before every
+    /// uplink has had its programs.
     pub(super) async fn publish_cni(&self, own: &Node) {
+        if self.state.is_open && self.boot_configuration().is_some_and(|boot| !boot.is_published()) {
+            self.metrics.error("cni");
+            tracing::error!(
+                "no pod starts on this node until every uplink takes its egress program (the errors above say which \
+                 does not): what pods send would leave by it in clear"
+            );
+            return;
+        }
         // The configuration alone knows which they were: it stays until they are left, and the next reconcile
         // tries again.
         if !self.leave_former_subnets(own).await {

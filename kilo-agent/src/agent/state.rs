@@ -39,6 +39,8 @@ pub(super) struct State {
     pub host: Option<HostState>,
     /// Forwarding was off, and a reconcile could not turn it on.
     pub cannot_forward: bool,
+    /// An uplink has no program on its egress: what pods send may leave by it in clear.
+    pub is_open: bool,
     /// Index of the WireGuard device when it was last seen.
     pub device: Option<u32>,
 }

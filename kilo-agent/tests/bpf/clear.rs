@@ -4,12 +4,16 @@
 
 use crate::support;
 
+use std::os::fd::{AsFd as _, AsRawFd as _};
+
+use aya::maps::MapData;
+use ipnet::IpNet;
 use kilo_common::maps::{
-    CONFIG_OFFERED, CONFIG_ONE_V4, HOP_LOCAL, HOP_NONE, HOP_REMOTE, MASQ_FORCE, PREFIX_HOST_STEERED,
-    PREFIX_NEVER_CLEAR, PREFIX_PODS_STEERED, PREFIX_ROUTE, PREFIX_SOURCE, PrefixValue,
+    CONFIG_OFFERED, CONFIG_ONE_V4, HOP_LOCAL, HOP_NONE, HOP_REMOTE, MASQ_EXCLUDE, MASQ_FORCE,
+    PREFIX_HOST_STEERED, PREFIX_NEVER_CLEAR, PREFIX_PODS_STEERED, PREFIX_ROUTE, PREFIX_SOURCE, PrefixValue,
 };
 use kilo_core::plan::{Hop, Tables};
-use kilo_host::dataplane::Dataplane;
+use kilo_host::dataplane::{Dataplane, pin_directory};
 use support::{
     MEMBER, MEMBER_HOP, MEMBER_POD, OUTSIDE, OWN_POD, PUBLIC, REMOTE_POD, SELF, leader_tables, member_tables,
     packet::{PASS, REDIRECT, Ran, SHOT, ethernet, run, run_brought_by, udp},
@@ -49,6 +53,36 @@ fn nothing_is_sent_in_clear_to_a_prefix_of_wireguard_or_a_tunnel() {
             run(&mut dataplane, "uplink_egress", &ethernet(&udp(SELF, MEMBER, (1000, 53), b"question")));
         assert_eq!(outcome(&ran), (PASS, vec![]));
     }
+}
+
+/// The map refuses what a process writes from now on (`BPF_MAP_FREEZE`, linux/bpf.h).
+fn freeze(map: &MapData) {
+    const FREEZE: i64 = 22;
+    let attributes = [u32::try_from(map.fd().as_fd().as_raw_fd()).unwrap(), 0];
+    // SAFETY: the kernel reads as many bytes as are named, which begin with the descriptor.
+    let done = unsafe {
+        nix::libc::syscall(nix::libc::SYS_bpf, FREEZE, attributes.as_ptr(), size_of_val(&attributes))
+    };
+    assert_eq!(done, 0, "{}", std::io::Error::last_os_error());
+}
+
+#[test]
+fn a_new_prefix_is_guarded_before_it_is_left_out_of_masquerading() {
+    let Some((fs, mut dataplane)) = open(&member_tables()) else { return };
+    let new = [10, 42, 12, 7];
+    let flow = |dataplane: &mut Dataplane, port: u16| {
+        run(dataplane, "uplink_egress", &ethernet(&udp(OWN_POD, new, (port, 53), b"secret")))
+    };
+    assert_eq!(outcome(&flow(&mut dataplane, 1000)), (PASS, vec!["masquerade"]));
+    let mut tables = member_tables();
+    let prefix: IpNet = "10.42.12.0/24".parse().unwrap();
+    let flags = PREFIX_ROUTE | PREFIX_SOURCE | PREFIX_NEVER_CLEAR;
+    tables.prefix.insert(prefix, PrefixValue { hop: MEMBER_HOP, flags });
+    tables.masq_dst.insert(prefix, MASQ_EXCLUDE);
+    // As if the process ended between the two.
+    freeze(&MapData::from_pin(pin_directory(fs.path()).join("masq_dst")).unwrap());
+    dataplane.write(&tables).unwrap_err();
+    assert_eq!(outcome(&flow(&mut dataplane, 1001)), (SHOT, vec!["not_encrypted"]));
 }
 
 #[test]

@@ -9,8 +9,9 @@ use std::cell::RefCell;
 use kilo_common::{
     encap::{self, VXLAN_OVERHEAD},
     maps::{
-        CONFIG_NATIVE, CONFIG_OFFERED, CONFIG_ONE_V4, CONFIG_SEVERAL_V4, HOP_REMOTE, NODE_GATEWAY, NodeValue,
-        PREFIX_ROUTE, PREFIX_SOURCE, PREFIX_VIA_WIREGUARD, PrefixValue, VXLAN_PORT,
+        CONFIG_NATIVE, CONFIG_OFFERED, CONFIG_ONE_V4, CONFIG_SEVERAL_V4, HOP_LOCAL, HOP_NONE, HOP_REMOTE,
+        NODE_GATEWAY, NodeValue, PREFIX_NEVER_CLEAR, PREFIX_ROUTE, PREFIX_SOURCE, PREFIX_VIA_WIREGUARD,
+        PrefixValue, VXLAN_PORT,
     },
     packet::ETHERNET_LEN,
 };
@@ -20,7 +21,7 @@ use kilo_core::{
 };
 use kilo_host::dataplane::Dataplane;
 use support::{
-    IFINDEX, MEMBER, MEMBER_HOP, MEMBER_POD, OWN_POD, REMOTE_POD, SELF,
+    IFINDEX, MEMBER, MEMBER_HOP, MEMBER_POD, OUTSIDE, OWN_POD, REMOTE_POD, SELF,
     decisions::Decisions,
     leader_tables, member_tables,
     packet::{
@@ -414,6 +415,51 @@ fn a_pods_packet_without_outer_header_is_forged_on_another_interface() {
     dataplane.write(&tables).unwrap();
     let frame = ethernet(&udp(MEMBER_POD, OWN_POD, (1, 2), b"payload"));
     assert_eq!(run(&mut dataplane, "lan_ingress", &frame).counted, ["deliver"]);
+}
+
+#[test]
+fn what_comes_in_clear_from_an_address_of_others_reaches_no_pod() {
+    let one_address = |mut tables: Tables| {
+        tables.config.flags |= CONFIG_ONE_V4;
+        tables
+    };
+    for mut tables in [leader_tables(), member_tables(), one_address(leader_tables())] {
+        tables.prefix.insert("10.42.1.0/24".parse().unwrap(), guarded(HOP_LOCAL));
+        tables.prefix.insert("10.42.8.0/24".parse().unwrap(), guarded(HOP_NONE));
+        let Some((_fs, mut dataplane)) = open(&tables) else { return };
+        for src in [MEMBER_POD, REMOTE_POD, [10, 42, 8, 7]] {
+            for packet in [udp(src, OWN_POD, (1, 2), b"payload"), ipv4(src, OWN_POD, 47, 64, b"no ports")] {
+                drops_as(&run(&mut dataplane, "lan_ingress", &ethernet(&packet)), "arrived_in_clear");
+            }
+            let elsewhere = ethernet(&udp(src, [192, 0, 2, 77], (1, 2), b"payload"));
+            assert_eq!(
+                run(&mut dataplane, "lan_ingress", &elsewhere).verdict,
+                PASS,
+                "{src:?}: not for a pod"
+            );
+        }
+        // A host of the network that has a route to the pods, and another node, which nobody has to hide.
+        for src in [[10, 1, 0, 77], MEMBER, OUTSIDE] {
+            let frame = ethernet(&udp(src, OWN_POD, (1, 2), b"payload"));
+            assert_eq!(run(&mut dataplane, "lan_ingress", &frame).verdict, PASS, "{src:?}");
+        }
+        // Beside another CNI pods' packets come as it sends them, and with native routing all do.
+        let mut beside = tables.clone();
+        beside.prefix.insert(
+            "10.42.1.0/24".parse().unwrap(),
+            PrefixValue { flags: PREFIX_ROUTE | PREFIX_SOURCE, ..guarded(HOP_LOCAL) },
+        );
+        tables.config.flags |= CONFIG_NATIVE;
+        for open in [beside, tables] {
+            dataplane.write(&open).unwrap();
+            let frame = ethernet(&udp(REMOTE_POD, OWN_POD, (1, 2), b"payload"));
+            assert_eq!(run(&mut dataplane, "lan_ingress", &frame).verdict, PASS);
+        }
+    }
+}
+
+fn guarded(hop: u32) -> PrefixValue {
+    PrefixValue { hop, flags: PREFIX_ROUTE | PREFIX_SOURCE | PREFIX_NEVER_CLEAR }
 }
 
 #[test]

@@ -172,6 +172,9 @@ fn programs_that_are_left_end_when_another_agent_steers() {
         // From a node, and routes are ours.
         ipip("ip netns exec lan", "10.1.0.11", ["10.42.2.7", "10.42.1.2"]);
         assert!(grew_by(Duration::from_secs(1)).0 > 20, "the programs ended for a node's packet");
+        // No other node sends from this one's pods, whose routes do not lead through kilo0.
+        ipip("ip netns exec lan", "10.1.0.11", ["10.42.1.3", "10.42.1.2"]);
+        assert!(grew_by(Duration::from_secs(1)).0 > 20, "the programs ended for a forged packet");
         // Kilo takes kilo0 down where it leads nobody.
         sh("ip route replace 10.42.2.0/24 via 10.1.0.2 dev eth0");
         ipip("ip netns exec lan", "10.1.0.11", ["10.42.2.7", "10.42.1.2"]);

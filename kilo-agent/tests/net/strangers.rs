@@ -14,7 +14,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use aya::programs::{LinkOrder, TcAttachType};
+use aya::programs::{LinkOrder, SchedClassifier, TcAttachType, links::FdLink};
 use kilo_common::encap::{self, VXLAN_OVERHEAD};
 use kilo_core::{
     plan::{Hop, Tables},
@@ -419,6 +419,44 @@ fn a_hook_that_cannot_be_looked_at_guards_no_device() {
     });
 }
 
+/// Fills a hook with programs of others until it takes no more.
+fn filled(world: &World, interface: &str, hook: TcAttachType) -> Vec<(SchedClassifier, FdLink)> {
+    let mut others = Vec::new();
+    let started = Instant::now();
+    while others.len() < 63 {
+        assert!(started.elapsed() < Duration::from_secs(10), "{} programs", others.len());
+        let pin = world.fs.path().join(format!("other{}", others.len()));
+        let mut other = support::foreign::program(&pin);
+        match support::foreign::attach_tcx(&mut other, interface, hook, LinkOrder::last()) {
+            Ok(link) => others.push((other, link)),
+            // The kernel frees a link some time after its last name is gone.
+            Err(_) => std::fs::remove_file(pin).unwrap(),
+        }
+    }
+    others
+}
+
+#[test]
+fn an_uplink_whose_egress_takes_no_program_is_open_until_it_does() {
+    isolated("an_uplink_whose_egress_takes_no_program_is_open_until_it_does", || async {
+        let mut world = World::new().await;
+        let mut probe = support::foreign::program(&world.fs.path().join("probe"));
+        if support::foreign::attach_tcx(&mut probe, "eth1", TcAttachType::Ingress, LinkOrder::last()).is_err()
+        {
+            support::skip("TCX needs Linux 6.6");
+            return;
+        }
+        world.dataplane = Dataplane::open_with(world.fs.path(), false, AttachMode::Tcx).unwrap();
+        let mut others = filled(&world, "eth1", TcAttachType::Egress);
+        let applied = world.apply().await;
+        assert_eq!(applied.open, BTreeSet::from([index("eth1")]));
+        assert_eq!(applied.failed.len(), 1, "{:?}", applied.failed);
+        others.clear();
+        task::until("nothing is open", Duration::from_secs(10), async || world.apply().await.open.is_empty())
+            .await;
+    });
+}
+
 #[test]
 fn a_device_that_takes_no_program_stays_down_and_one_that_lost_it_goes_down() {
     isolated("a_device_that_takes_no_program_stays_down_and_one_that_lost_it_goes_down", || async {
@@ -436,23 +474,9 @@ fn a_device_that_takes_no_program_stays_down_and_one_that_lost_it_goes_down() {
         let index = index("kilo-vxlan");
         let links = kilo_host::dataplane::link_directory(world.fs.path());
         sh(&format!("rm {}/tunnel_ingress_{index}", links.display()));
-        let mut others = Vec::new();
-        let started = Instant::now();
-        while others.len() < 63 {
-            assert!(started.elapsed() < Duration::from_secs(10), "{} programs", others.len());
-            let mut other =
-                support::foreign::program(&world.fs.path().join(format!("other{}", others.len())));
-            let order = LinkOrder::last();
-            match support::foreign::attach_tcx(&mut other, "kilo-vxlan", TcAttachType::Ingress, order) {
-                Ok(link) => others.push((other, link)),
-                // The kernel frees a link some time after its last name is gone.
-                Err(_) => {
-                    std::fs::remove_file(world.fs.path().join(format!("other{}", others.len()))).unwrap();
-                }
-            }
-        }
+        let mut others = filled(&world, "kilo-vxlan", TcAttachType::Ingress);
         let applied = world.apply().await;
-        assert_eq!(applied.unguarded, BTreeSet::from([index]));
+        assert_eq!((applied.unguarded, applied.open), (BTreeSet::from([index]), BTreeSet::new()));
         assert_eq!(applied.failed.len(), 1, "{:?}", applied.failed);
         assert!(!is_up("kilo-vxlan"), "nothing comes in unseen");
         others.clear();

@@ -188,6 +188,16 @@ impl Decisions<'_> {
         }
     }
 
+    /// Whether `lan_ingress` drops a packet without outer header that is for a pod of this node: its source belongs to
+    /// others, who must not send in clear.
+    pub fn arrived_in_clear(&self, Packet { src, dst }: Packet) -> bool {
+        let closed = |address| {
+            let owner = longest(&self.0.prefix, address)?;
+            (owner.flags & PREFIX_NEVER_CLEAR != 0).then_some(owner.hop == HOP_LOCAL)
+        };
+        self.0.config.flags & CONFIG_NATIVE == 0 && (closed(src), closed(dst)) == (Some(false), Some(true))
+    }
+
     /// `lan_ingress` for a packet without outer header; `None`: left to the stack.
     pub fn native(&self, sized: &SizedPacket) -> Option<Action> {
         let Packet { src, dst } = sized.packet;

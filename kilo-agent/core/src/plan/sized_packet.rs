@@ -75,6 +75,15 @@ impl Tables {
         Ok((disposition.action(), None))
     }
 
+    /// Whether `lan_ingress` lets a packet in that has no outer header.
+    ///
+    /// # Errors
+    /// `ArrivedInClear`.
+    pub fn arrives_in_clear(&self, packet: Packet) -> Result<(), DropReason> {
+        let prefix = |address| self.prefix(address);
+        forwarding::arrives_in_clear(self.config.flags, || prefix(packet.dst), || prefix(packet.src))
+    }
+
     /// `lan_ingress` for a packet without outer header; `None`: left to the stack.
     pub fn native(&self, sized: &SizedPacket) -> Option<Action> {
         let Packet { src, dst } = sized.packet;

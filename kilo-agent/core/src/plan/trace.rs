@@ -310,6 +310,11 @@ impl Tracer<'_> {
         }
         let Some(sender) = sender else {
             self.reply();
+            if let Err(reason) = self.tables.arrives_in_clear(self.packet()) {
+                self.trace
+                    .at("lan_ingress", "no node of the location would send it, and in clear nobody may");
+                return self.conclude("lan_ingress", Err(reason));
+            }
             self.trace.at(
                 "lan_ingress",
                 "no node of the location would send it; without an outer header it is the stack's",

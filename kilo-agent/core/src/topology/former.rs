@@ -36,9 +36,9 @@ impl Former {
     }
 
     /// A node is seen for the first time.
-    pub fn first_seen(&mut self, node: &Node) {
+    pub fn first_seen(&mut self, node: &Node, now: Instant) {
         if let Some(before) = self.remembered.remove(&node.name) {
-            self.changed(&before, node);
+            self.changed(&before, node, now);
         }
     }
 
@@ -55,8 +55,12 @@ impl Former {
         self.gone.insert((node.name.clone(), node.pod_cidrs.clone()), (node, now));
     }
 
-    /// A node's description has changed.
-    pub fn changed(&mut self, before: &Arc<Node>, node: &Node) {
+    /// A node's description has changed. One that has no key any more has left the mesh, though its object stays.
+    pub fn changed(&mut self, before: &Arc<Node>, node: &Node, now: Instant) {
+        if before.key.is_some() && node.key.is_none() {
+            self.gone(Arc::clone(before), now);
+            return;
+        }
         if node.internal_ip.is_some() || node.no_internal_ip {
             self.without.remove(&node.name);
         } else if before.internal_ip.is_some() {
@@ -112,13 +116,26 @@ mod tests {
     }
 
     #[test]
+    fn a_node_without_its_key_has_left_the_mesh() {
+        let (mut former, start) = (Former::default(), Instant::now());
+        let without = node("a", "10.1.0.1/24");
+        let with: Arc<Node> =
+            Node { key: Some(crate::wireguard::PublicKey([1; 32])), ..(*without).clone() }.into();
+        former.changed(&without, &with, start);
+        assert_eq!(former.nodes(start).count(), 0, "it has come");
+        former.changed(&with, &without, start);
+        let keys: Vec<_> = former.nodes(start).map(|node| node.key.is_some()).collect();
+        assert_eq!(keys, [true], "as it was before");
+    }
+
+    #[test]
     fn what_an_earlier_agent_knew_and_nodes_have_lost_since_is_remembered() {
         let (mut former, start) = (Former::default(), Instant::now());
         let earlier = [node("a", "10.1.0.1/24"), node("b", "10.1.0.2/24"), node("c", "10.1.0.3/24")];
         former.remember(earlier);
-        former.first_seen(&node("a", ""));
-        former.first_seen(&node("b", "10.1.0.2/24"));
-        former.first_seen(&node("new", ""));
+        former.first_seen(&node("a", ""), start);
+        former.first_seen(&node("b", "10.1.0.2/24"), start);
+        former.first_seen(&node("new", ""), start);
         former.all_seen(start);
         let names = |former: &mut Former, at| {
             former.nodes(at).map(|node| node.name.clone()).collect::<Vec<_>>().join(" ")
@@ -142,16 +159,20 @@ mod tests {
                 .map(|ip| ip.to_string())
                 .collect::<Vec<_>>()
         };
-        former.changed(&with, &without);
-        former.changed(&without, &node("a", ""));
+        former.changed(&with, &without, start);
+        former.changed(&without, &node("a", ""), start);
         assert_eq!(held(&mut former), ["10.1.0.1/24"]);
-        former.changed(&without, &node("a", "10.1.0.2/24"));
+        former.changed(&without, &node("a", "10.1.0.2/24"), start);
         assert!(held(&mut former).is_empty());
-        former.changed(&with, &without);
-        former.changed(&without, &Node { no_internal_ip: true, name: "a".to_owned(), ..Node::default() });
+        former.changed(&with, &without, start);
+        former.changed(
+            &without,
+            &Node { no_internal_ip: true, name: "a".to_owned(), ..Node::default() },
+            start,
+        );
         assert!(held(&mut former).is_empty());
         // It leaves without: what it had counts.
-        former.changed(&with, &without);
+        former.changed(&with, &without, start);
         former.gone(without, long);
         assert_eq!(held(&mut former), ["10.1.0.1/24"]);
     }

@@ -153,7 +153,7 @@ impl Liveness {
                     self.former.gone(seen.node, now);
                 }
                 let known = before.next_if(|seen| seen.node.name == node.name)?;
-                self.former.changed(&known.node, node);
+                self.former.changed(&known.node, node, now);
                 Some(Observation { node: Arc::clone(node), complete: is_complete(node), ..known })
             });
             let seen = match known {
@@ -164,7 +164,7 @@ impl Liveness {
                 }
                 Some(known) => Observation { value: last_seen, changed: Some(now), ..known },
                 None => {
-                    self.former.first_seen(node);
+                    self.former.first_seen(node, now);
                     let complete = is_complete(node);
                     new.push((self.seen.len(), complete && is_recent(known_now, unix_now)));
                     Observation {
@@ -261,7 +261,7 @@ impl Liveness {
         self.suspects
     }
 
-    /// Nodes as they were before they left, a minute ago at most, or lost their private address
+    /// Nodes as they were before they left or lost their key, a minute ago at most, or lost their private address
     /// and got no other. A host that was seen once with an address may still be sent to there.
     pub fn former(&mut self, now: Instant) -> impl Iterator<Item = &Arc<Node>> {
         self.former.nodes(now)

@@ -51,6 +51,8 @@ pub struct Applied {
     pub failed: Vec<DataplaneError>,
     /// Of these: the tunnel devices.
     pub unguarded: BTreeSet<u32>,
+    /// Uplinks without the program of their egress: what pods send may leave by them in clear.
+    pub open: BTreeSet<u32>,
     /// Why the WireGuard device has no programs of ours, or nothing is known of them.
     pub refused: Option<DataplaneError>,
 }
@@ -232,6 +234,9 @@ impl Attachments {
                     }
                     // One that has just gone is followed by an event.
                     if place.interface().is_some() {
+                        if place.egress {
+                            done.open.insert(place.ifindex);
+                        }
                         done.failed.push(error);
                     }
                 }

@@ -199,7 +199,11 @@ fn lan_ingress(tables: &Tables, flows: &Flows, input: &Input, link: usize) -> Wa
     if let (Some(translation), remembered) = flows.answer(tables, input, link, &outer, true) {
         return Wanted { remembered, bytes: Bytes::Translated(translation), ..passes(translation.action) };
     }
-    match Decisions(tables).native(&outer.sized(input, link)) {
+    let sized = outer.sized(input, link);
+    if Decisions(tables).arrived_in_clear(sized.packet) {
+        return drops(DropReason::ArrivedInClear);
+    }
+    match Decisions(tables).native(&sized) {
         None => Wanted { remembered: flows.arrived(tables, input, link, &outer), ..passes(None) },
         Some(_) if Decisions(tables).arrives_native(outer.src, input.ifindex).is_err() => {
             drops(DropReason::WrongInterface)

@@ -16,7 +16,10 @@ use nix::{
 use super::{crowd::Share, flood::OVERLOADED, fresh::Fresh, state};
 use crate::{
     Lab,
-    faults::{control_plane::REBOOT, nodes},
+    faults::{
+        control_plane::{NO_PODS, PODS_AGAIN, REBOOT},
+        nodes,
+    },
     members::Members,
     netns::Netns,
     network::Node,
@@ -149,6 +152,7 @@ pub fn reboot_all(lab: &mut Lab) -> Result<()> {
     }
     for name in &names {
         let node = node(lab, name)?;
+        node.netns.sh(NO_PODS)?;
         node.netns.sh(REBOOT)?;
         // That it led is written in what its agent has published, too.
         let _ = fs::remove_file(lab.agents.cluster().join(format!("{name}{PUBLISHED}")));
@@ -158,7 +162,11 @@ pub fn reboot_all(lab: &mut Lab) -> Result<()> {
         let node = node(lab, name)?;
         lab.agents.start(&node)?;
     }
-    lab.agents.wait_until_ready(&lab.network, Duration::from_secs(120))
+    let ready = lab.agents.wait_until_ready(&lab.network, Duration::from_secs(120));
+    for name in &names {
+        node(lab, name)?.netns.sh(PODS_AGAIN)?;
+    }
+    ready
 }
 
 pub(super) fn power_off(lab: &mut Lab) -> Result<Broken> {

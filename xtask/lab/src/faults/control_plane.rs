@@ -181,9 +181,12 @@ pub(super) fn location_dies(lab: &mut Lab) -> Result<String> {
 }
 
 /// A node that boots has no pods yet; nobody would steer what they and the node itself send.
-const NO_PODS: &str = "nft 'table inet no-pods { chain pods { type filter hook prerouting priority -300; \
+pub(crate) const NO_PODS: &str = "nft 'table inet no-pods { chain pods { type filter hook prerouting priority -300; \
                        iifname kube-bridge drop; }; chain own { type filter hook output priority -300; \
                        udp dport 7007 drop; }; }'";
+
+/// Pods have been started, as the kubelet does once the agent has published the CNI configuration.
+pub(crate) const PODS_AGAIN: &str = "nft delete table inet no-pods";
 
 /// A node as it is after a reboot, but for its links: nothing of ours in the kernel.
 pub(crate) const REBOOT: &str = "
@@ -238,6 +241,6 @@ pub(super) fn on_their_own(lab: &mut Lab) -> Result<String> {
         }
     }
     lab.agents.wait_until_ready(&lab.network, Duration::from_secs(60))?;
-    lab.network.node("a3")?.netns.sh("nft delete table inet no-pods")?;
+    lab.network.node("a3")?.netns.sh(PODS_AGAIN)?;
     said
 }

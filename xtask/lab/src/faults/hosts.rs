@@ -1,8 +1,11 @@
 //! Hosts as they are, and packets nobody should send.
 
-use std::{net::Ipv4Addr, time::Duration};
+use std::{
+    net::{IpAddr, Ipv4Addr},
+    time::Duration,
+};
 
-use anyhow::{Context as _, Result, ensure};
+use anyhow::{Context as _, Result, bail, ensure};
 use socket2::{Domain, Protocol, Socket, Type};
 
 use super::number;
@@ -30,14 +33,33 @@ fn inner(source: Ipv4Addr, target: Ipv4Addr) -> Vec<u8> {
     packet
 }
 
+/// Protocol numbers of raw sockets: the kernel writes an IPv4 header before the packet, or the packet has its own.
+const IPIP: i32 = 4;
+const BARE: i32 = 255;
+
+fn private_v4(node: &Node) -> Result<Ipv4Addr> {
+    let IpAddr::V4(address) = node.private else { bail!("needs an IPv4 underlay") };
+    Ok(address)
+}
+
 /// Sends IPIP packets from a host; returns how many the node dropped for `reason`.
 fn abuse(from: &Netns, node: &Node, packet: Vec<u8>, reason: &str) -> Result<u64> {
+    send(from, (IPIP, private_v4(node)?), packet, node, reason)
+}
+
+/// Sends packets from a host to an address; returns how many the node dropped for `reason`.
+fn send(
+    from: &Netns,
+    (protocol, target): (i32, Ipv4Addr),
+    packet: Vec<u8>,
+    node: &Node,
+    reason: &str,
+) -> Result<u64> {
     let dropped =
         || anyhow::Ok(counters::drops(&counters::scrape(&node.netns)?).get(reason).copied().unwrap_or(0));
     let before = dropped()?;
-    let std::net::IpAddr::V4(target) = node.private else { anyhow::bail!("needs an IPv4 underlay") };
     let sent = from.spawn(move || -> Result<()> {
-        let socket = Socket::new(Domain::IPV4, Type::RAW, Some(Protocol::from(4)))?;
+        let socket = Socket::new(Domain::IPV4, Type::RAW, Some(Protocol::from(protocol)))?;
         for _ in 0..ABUSES {
             socket.send_to(&packet, &std::net::SocketAddr::from((target, 0)).into())?;
         }
@@ -76,11 +98,30 @@ pub(super) fn foreign_source(lab: &mut Lab) -> Result<String> {
     Ok(format!("{ABUSES} packets, {dropped} dropped as foreign_source"))
 }
 
+/// The node's own check of sources is as loose as systemd sets it: it takes what any interface leads to.
+pub(super) fn in_clear(lab: &mut Lab) -> Result<String> {
+    let (node, other) = (lab.network.node("a1")?, lab.network.node("a2")?);
+    let (pod, private) = (node.pod_ip(), private_v4(node)?);
+    let packet = inner(other.pod_ip(), pod);
+    set_rp_filter(node, 2)?;
+    lab.network.router.sh(&format!("ip route add {pod}/32 via {private}"))?;
+    let dropped =
+        none_arrives(node, || send(&lab.network.router, (BARE, pod), packet, node, "arrived_in_clear"));
+    lab.network.router.sh(&format!("ip route delete {pod}/32"))?;
+    set_rp_filter(node, 1)?;
+    Ok(format!("{ABUSES} packets, {} dropped as arrived_in_clear", dropped?))
+}
+
+fn set_rp_filter(node: &Node, value: u8) -> Result<()> {
+    node.netns
+        .sh(&format!("for d in /proc/sys/net/ipv4/conf/*/rp_filter; do echo {value} > $d; done"))
+        .map(drop)
+}
+
 pub(super) fn rp_filter(lab: &mut Lab) -> Result<String> {
     for value in [0, 2, 1] {
         for node in &lab.network.nodes {
-            node.netns
-                .sh(&format!("for d in /proc/sys/net/ipv4/conf/*/rp_filter; do echo {value} > $d; done"))?;
+            set_rp_filter(node, value)?;
         }
         wait::fault_lasts(Duration::from_secs(1));
     }

@@ -196,6 +196,8 @@ pub const FAULTS: &[Fault] = &[
         .across("encapsulated packets from a host that is not a node", Goal::Nothing, hosts::no_node),
     fault("source-forged", 53)
         .across("a node encapsulates a source it does not own", Goal::Nothing, hosts::foreign_source),
+    fault("source-in-clear", 53)
+        .across("a host of the LAN sends as a pod, without outer header", Goal::Nothing, hosts::in_clear),
     fault("rp-filter", 59)
         .across("rp_filter is 0, 2 and 1 on every node", Goal::Nothing, hosts::rp_filter)
         .soak("rp_filter changes", &[], random::rp_filter),

@@ -193,25 +193,26 @@ pub fn apply(
         writes += 1;
     }
     writes += write_hash(maps, name::SIGNAL_KEY, keys, &mut present.signal_key, |addr| addr.octets())?;
-    // What must not be masqueraded is known before anything is.
-    writes += write_trie(maps, name::MASQ_DST, &destinations.write, &mut present.masq_dst)?;
     writes += write_trie(maps, name::MASQ_ADDR, &addrs.write, &mut present.masq_addr)?;
     writes += write_hash(maps, name::DEVICE, devices, &mut present.device, |key| key)?;
     writes += write_hash(maps, name::NODE_V4, nodes_v4, &mut present.node_v4, |addr| addr.octets())?;
     writes += write_hash(maps, name::NODE_V6, nodes_v6, &mut present.node_v6, |addr| addr.octets())?;
     writes += write_trie(maps, name::PREFIX_V4, &prefixes_v4.write, &mut present.prefix_v4)?;
     writes += write_trie(maps, name::PREFIX_V6, &prefixes_v6.write, &mut present.prefix_v6)?;
+    // A prefix is guarded before it is left out of masquerading, else what goes there leaves in clear meanwhile; and
+    // what must not be masqueraded is known before anything is.
+    writes += write_trie(maps, name::MASQ_DST, &destinations.write, &mut present.masq_dst)?;
     writes += write_trie(maps, name::MASQ_SRC, &sources.write, &mut present.masq_src)?;
     if present.config != tables.config {
         Array::<_, Config>::try_from(maps.get(name::CONFIG)?)?.set(0, tables.config, 0)?;
         present.config = tables.config;
         writes += 1;
     }
+    writes += remove_trie(maps, name::MASQ_SRC, &sources.remove, &mut present.masq_src)?;
+    writes += remove_trie(maps, name::MASQ_DST, &destinations.remove, &mut present.masq_dst)?;
     writes += remove_trie(maps, name::PREFIX_V4, &prefixes_v4.remove, &mut present.prefix_v4)?;
     writes += remove_trie(maps, name::PREFIX_V6, &prefixes_v6.remove, &mut present.prefix_v6)?;
     writes += remove_trie(maps, name::MASQ_ADDR, &addrs.remove, &mut present.masq_addr)?;
-    writes += remove_trie(maps, name::MASQ_SRC, &sources.remove, &mut present.masq_src)?;
-    writes += remove_trie(maps, name::MASQ_DST, &destinations.remove, &mut present.masq_dst)?;
     let mut map_of_hops = Array::<_, Hop>::try_from(maps.get(name::HOP)?)?;
     for id in hops.remove {
         map_of_hops.set(id, Hop::default(), 0)?;
