@@ -4,7 +4,8 @@
 //!
 //! A frame is everything in front of the inner IP packet. It is written into
 //! zeroes, because the programs' stack has no room for copies; its link-layer
-//! addresses stay zero: the kernel fills them from the neighbour.
+//! addresses stay zero: the kernel fills them from the neighbour. `kilo-ebpf/src/encap.rs` puts a frame in front of
+//! a packet and sends it.
 
 use core::mem::offset_of;
 

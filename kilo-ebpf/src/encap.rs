@@ -1,5 +1,5 @@
 //! Sending a packet to another node of the location: the outer header, and the
-//! way out of the host.
+//! way out of the host. The bytes of that header are in `kilo-common/src/encap.rs`.
 
 use aya_ebpf::{
     EbpfContext as _,

@@ -22,7 +22,7 @@ fn actions() -> String {
     text
 }
 
-/// The table of docs/drop-reasons.md.
+/// The table of docs/drop-reasons.md, of the reasons and remedies in `kilo-common/src/counters.rs`.
 fn drop_reasons() -> String {
     let mut text = String::from("| reason | why it was dropped | what to do |\n|---|---|---|\n");
     for reason in DropReason::ALL {

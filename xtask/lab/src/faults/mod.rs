@@ -1,5 +1,5 @@
 //! `cargo xtask lab faults`: faults in a lab that stands, one after the other,
-//! while traffic flows, and what each of them cost.
+//! while traffic flows, and what each of them cost. The table of all faults is `list.rs`.
 
 pub mod control_plane;
 mod hosts;
