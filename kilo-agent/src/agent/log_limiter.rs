@@ -78,7 +78,11 @@ impl LogLimiter {
         for (object, problem) in problems {
             if self.objects.get(object) != Some(problem) {
                 metrics.error("invalid_object");
-                tracing::warn!(object = object.to_string(), problem, "invalid object or field");
+                tracing::warn!(
+                    object = object.to_string(),
+                    problem,
+                    "an object or one of its fields is invalid; it is ignored"
+                );
             }
         }
         self.objects.clone_from(problems);

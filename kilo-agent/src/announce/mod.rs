@@ -191,7 +191,7 @@ impl<B: Backend> Announcer<B> {
                 nodes = view.mesh.node_count(),
                 peers = view.mesh.peers.len(),
                 role = %role,
-                "mesh as this node sees it"
+                "this node takes part in the mesh"
             );
         }
         let known = view.snapshot.nodes.get(&self.context.node);

@@ -139,7 +139,7 @@ fn leaders_and_members_that_come_and_go_are_announced() {
         let Some(site) = Site::start(true).await else { return };
         site.event("n1", "JoinedMesh", "leader of location:").await;
         site.event("n1", "LeadsLocation", "leads location:").await;
-        assert_eq!(field(&site.line("mesh as this node sees it").await, "role"), "leader of location:");
+        assert_eq!(field(&site.line("this node takes part in the mesh").await, "role"), "leader of location:");
 
         site.state("n1", |state| state == "leader of location:").await;
 
@@ -224,7 +224,7 @@ fn a_tunnel_that_does_not_answer_is_reported_until_its_node_is_deleted() {
 fn a_peer_has_a_condition_to_wait_for() {
     netns::isolated("a_peer_has_a_condition_to_wait_for", || async {
         let Some(site) = Site::start(true).await else { return };
-        site.line("mesh as this node sees it").await;
+        site.line("this node takes part in the mesh").await;
         apply(&site.client, &peer(9, "10.5.0.1/32"), false).await.unwrap();
         let kubeconfig = site.server.kubeconfig(ADMIN, site.server.port());
         let peers: Api<Peer> = Api::all(site.client.clone());
@@ -271,7 +271,7 @@ fn a_peer_has_a_condition_to_wait_for() {
 fn the_last_handshake_and_endpoint_of_a_peer_are_in_its_object() {
     netns::isolated("the_last_handshake_and_endpoint_of_a_peer_are_in_its_object", || async {
         let Some(site) = Site::start(true).await else { return };
-        site.line("mesh as this node sees it").await;
+        site.line("this node takes part in the mesh").await;
         let secret = SecretKey::from_bytes([0x48; 32]);
         let mut laptop = peer(9, "10.5.0.1/32");
         laptop.data["spec"]["publicKey"] = json!(secret.public().to_string());

@@ -135,7 +135,7 @@ fn a_forged_error_lowers_nothing_and_a_true_one_what_the_router_says() {
             }
         };
         let route = || sh("ip route show 10.42.2.0/24");
-        logged("reconciled");
+        logged("the host was reconciled");
         let before = route();
         assert!(before.contains("dev kilo0") && !before.contains("mtu 5"), "{before}");
 

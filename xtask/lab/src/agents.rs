@@ -382,7 +382,7 @@ impl Agents {
              for i in $(seq 100); do test -e /run/wireguard/kilo-vpn.sock || exit 0; sleep 0.1; done; exit 1",
         )?;
         self.begin_to_connect(network, stand_bys)?;
-        wait_for(&self.log("laptop"), "connected")?;
+        wait_for(&self.log("laptop"), "this machine is connected to the mesh")?;
         // From then on any gateway may fail.
         let handshakes = laptop.sh("wg show kilo-vpn latest-handshakes")?;
         if handshakes.lines().any(|line| line.ends_with("\t0")) {

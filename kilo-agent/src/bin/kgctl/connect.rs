@@ -308,10 +308,14 @@ impl Connection {
                         self.await_gateways(&snapshot, &peer, flags).await?;
                     }
                     drop(self.progress.take());
-                    tracing::info!(interface = self.interface.name, writes, "connected");
+                    tracing::info!(
+                        interface = self.interface.name,
+                        writes,
+                        "this machine is connected to the mesh"
+                    );
                 }
                 Ok(0) => {}
-                Ok(writes) => tracing::info!(writes, "updated"),
+                Ok(writes) => tracing::info!(writes, "the interface and its routes were updated"),
                 Err(error) if connected => tracing::error!("{}; retrying", error_chain(error.as_ref())),
                 Err(error) => return Err(error),
             }

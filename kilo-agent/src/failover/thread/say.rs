@@ -139,7 +139,7 @@ impl Thread {
                 return;
             }
         };
-        tracing::warn!(change = text, "change of leader");
+        tracing::warn!(change = text, "there was a change of leader");
         self.last_change = Some(text);
         self.next_report = 0;
         self.is_dirty = true;
