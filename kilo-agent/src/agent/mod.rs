@@ -408,7 +408,11 @@ impl<B: Backend> Agent<B> {
                     self.succeeded();
                 }
                 self.metrics.writes.inc_by(writes);
-                tracing::debug!(writes, milliseconds = started.elapsed().as_millis(), "the host was reconciled");
+                tracing::debug!(
+                    writes,
+                    milliseconds = started.elapsed().as_millis(),
+                    "the host was reconciled"
+                );
             }
             Err(error) => {
                 self.failed("reconcile failed", &error);

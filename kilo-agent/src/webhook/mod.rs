@@ -68,10 +68,10 @@ pub enum WebhookError {
     #[error(transparent)]
     Backend(#[from] BackendError),
     /// The TLS library.
-    #[error("TLS: {0}")]
+    #[error("failed to set up TLS: {0}")]
     Tls(#[from] rustls::Error),
     /// An address.
-    #[error("cannot listen on {address}: {source}")]
+    #[error("failed to listen on {address}: {source}")]
     Listen {
         /// Address of the flag.
         address: SocketAddr,

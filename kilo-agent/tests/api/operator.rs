@@ -139,7 +139,10 @@ fn leaders_and_members_that_come_and_go_are_announced() {
         let Some(site) = Site::start(true).await else { return };
         site.event("n1", "JoinedMesh", "leader of location:").await;
         site.event("n1", "LeadsLocation", "leads location:").await;
-        assert_eq!(field(&site.line("this node takes part in the mesh").await, "role"), "leader of location:");
+        assert_eq!(
+            field(&site.line("this node takes part in the mesh").await, "role"),
+            "leader of location:"
+        );
 
         site.state("n1", |state| state == "leader of location:").await;
 

@@ -53,7 +53,7 @@ pub fn under_agent(lab: &mut Lab) -> Result<String> {
     // Of what it, or the process that has just made the device, was about to do when it went away.
     lab.caused(&[
         "kilo0 is gone or was replaced",
-        "userspace WireGuard: look up an interface",
+        "failed to run userspace WireGuard: look up an interface",
         "No such device (os error 19)",
         "link kilo0 does not exist",
     ]);

@@ -90,7 +90,9 @@ fn run(cli: Cli) -> Result<()> {
         Some(Command::UserspaceWireguard { interface }) => {
             // The device goes with the process, and the agent makes another one.
             kilo_agent::health::end_on_panic(Duration::ZERO, |_| {});
-            to_end(PACKETS, async { userspace::run(&interface).await.context("userspace WireGuard") })
+            to_end(PACKETS, async {
+                userspace::run(&interface).await.context("failed to run userspace WireGuard")
+            })
         }
         Some(Command::Webhook(args)) => {
             log_to_stdout(cli.flags.log_level);
@@ -137,7 +139,7 @@ fn hostname(flags: &Flags) -> Result<String> {
     if !flags.hostname.is_empty() {
         return Ok(flags.hostname.clone());
     }
-    let name = nix::unistd::gethostname().context("the host's name")?;
+    let name = nix::unistd::gethostname().context("failed to read the host's name; set --hostname")?;
     let name = name.into_string().map_err(|name| {
         anyhow::anyhow!("the host's name {} is not valid UTF-8; set --hostname", name.display())
     })?;
@@ -153,7 +155,7 @@ fn interface_options(flags: &Flags) -> Result<interface::Options> {
         name: flags.interface.clone(),
         mode: flags.wireguard,
         create: flags.create_interface,
-        executable: std::env::current_exe().context("path of this program")?,
+        executable: std::env::current_exe().context("failed to find the path of this program")?,
     })
 }
 
@@ -273,7 +275,7 @@ fn gate(access: PageAccess, client: &kube::Client) -> Result<Gate> {
             Ok(Gate::Open)
         }
         PageAccess::Token => {
-            let local = LocalToken::create(path).with_context(|| LOCAL_TOKEN.to_owned())?;
+            let local = LocalToken::create(path).with_context(|| format!("failed to write {LOCAL_TOKEN}"))?;
             Ok(Gate::token(access::through_api(client.clone()), local))
         }
     }
@@ -353,7 +355,7 @@ async fn work<B: Backend>(
         false => Some(http::bind(listen).await),
     };
     let Some(bound) = bound else { return Ok(()) };
-    let listener = bound.with_context(|| format!("--listen {listen}"))?;
+    let listener = bound.with_context(|| format!("failed to bind --listen {listen}"))?;
     health.begin(Instant::now());
     if let Some(client) = leaving.client().filter(|_| flags.take_over_from_kilo) {
         tokio::spawn(takeover::keep_annotations(client, hostname.clone()));

@@ -73,7 +73,7 @@ pub async fn uninstall(flags: &Flags, args: &UninstallArgs) -> Result<()> {
         if let Err(error) = &result {
             report += &error.to_string();
         }
-        fs::write(file, report).with_context(|| format!("the report: {}", file.display()))?;
+        fs::write(file, report).with_context(|| format!("failed to write the report {}", file.display()))?;
     }
     result
 }

@@ -132,7 +132,7 @@ pub async fn run(args: &ConnectArgs) -> Result<String> {
         name: args.interface.clone(),
         mode: args.wireguard,
         create: args.create_interface,
-        executable: std::env::current_exe().context("path of this program")?,
+        executable: std::env::current_exe().context("failed to find the path of this program")?,
     };
     let _lock = lock::interface(Path::new(lock::STATE), &args.interface).map_err(remedy::of_lock)?;
     let progress = Progress::new("connecting", 0);

@@ -171,7 +171,7 @@ async fn run(command: &Command, matches: &ArgMatches) -> Result<(String, bool)> 
             let root = Cli::command();
             let given =
                 matches.subcommand().and_then(|(name, given)| Some((root.find_subcommand(name)?, given)));
-            let (below, given) = given.context("no command")?;
+            let (below, given) = given.context("no command was given; see `kgctl --help`")?;
             let flags = remote::flags(below, given)?;
             match (node, command) {
                 (Some(node), _) => {
@@ -204,7 +204,7 @@ async fn run(command: &Command, matches: &ArgMatches) -> Result<(String, bool)> 
         Command::Version(args) => version::run(args).await?,
         #[cfg(target_os = "linux")]
         Command::UserspaceWireguard { interface } => {
-            userspace::run(interface).await.context("userspace WireGuard")?;
+            userspace::run(interface).await.context("failed to run userspace WireGuard")?;
             String::new()
         }
         Command::Completion { shell } => complete::script(*shell)?,

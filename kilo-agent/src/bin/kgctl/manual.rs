@@ -14,7 +14,7 @@ pub const NAME: &str = "man-pages";
 pub fn write(root: clap::Command, directory: &Path) -> Result<()> {
     std::fs::create_dir_all(directory)
         .and_then(|()| clap_mangen::generate_to(root, directory))
-        .with_context(|| directory.display().to_string())
+        .with_context(|| format!("failed to write manual pages to {}", directory.display()))
 }
 
 #[cfg(test)]

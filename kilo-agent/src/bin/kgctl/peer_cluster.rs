@@ -98,7 +98,9 @@ impl Side {
                  '-' and '.', 63 at most"
             );
         }
-        let cluster = crate::cluster::Cluster::open(api).await.with_context(|| format!("cluster {name}"))?;
+        let cluster = crate::cluster::Cluster::open(api)
+            .await
+            .with_context(|| format!("failed to connect to cluster {name}"))?;
         let peers = Api::all_with(cluster.client.clone(), &ApiResource::erase::<peer::Peer>(&()));
         Ok(Self { name, cluster, peers, objects: Vec::new() })
     }
@@ -106,7 +108,8 @@ impl Side {
     async fn list(&mut self) -> Result<()> {
         let all = ListParams::default();
         let list = self.cluster.ask(Asked::new("list", "peers"), self.peers.list(&all)).await;
-        self.objects = list.with_context(|| format!("list the peers of cluster {}", self.name))?.items;
+        self.objects =
+            list.with_context(|| format!("failed to list the peers of cluster {}", self.name))?.items;
         Ok(())
     }
 
@@ -116,7 +119,7 @@ impl Side {
 
     /// Reads nodes, mesh and peers.
     async fn read(&mut self, services: &[PrefixList], shape: &ShapeFlags) -> Result<Cluster> {
-        let context = || format!("cluster {}", self.name);
+        let context = || format!("failed to read cluster {}", self.name);
         let snapshot = self.cluster.snapshot(&shape.topology_label).await.with_context(context)?;
         for (object, problem) in &snapshot.problems {
             eprintln!("kgctl: cluster {}: {object}: {problem}", self.name);
@@ -137,7 +140,8 @@ impl Side {
             let parameters = PatchParams::apply(MANAGER).force();
             let writing = self.peers.patch(&wanted.name, &parameters, &patch);
             let written = self.cluster.ask(Asked::new("patch", "peers"), writing).await;
-            written.with_context(|| format!("write Peer {} in cluster {}", wanted.name, self.name))?;
+            written
+                .with_context(|| format!("failed to write Peer {} in cluster {}", wanted.name, self.name))?;
             let _ = writeln!(said, "{}: peer.kilo.squat.ai/{} {done}", self.name, wanted.name);
             progress.step();
         }
@@ -162,7 +166,7 @@ impl Side {
             }
         };
         let deleted = self.cluster.ask(Asked::new("delete", "peers"), delete).await;
-        deleted.with_context(|| format!("delete Peer {name} in cluster {}", self.name))
+        deleted.with_context(|| format!("failed to delete Peer {name} in cluster {}", self.name))
     }
 
     /// What would be written, as documents that `kubectl apply` takes.

@@ -204,7 +204,8 @@ fn tables(Checked { mut status, problems, verdict }: Checked, most: usize) -> St
 
 /// The token in a file.
 fn token(path: &Path) -> Result<String> {
-    let text = fs::read_to_string(path).with_context(|| format!("--agent-token-file {}", path.display()))?;
+    let text = fs::read_to_string(path)
+        .with_context(|| format!("failed to read --agent-token-file {}", path.display()))?;
     Ok(text.trim().to_owned())
 }
 

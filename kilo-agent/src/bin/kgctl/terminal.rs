@@ -23,7 +23,7 @@ pub fn print(text: &str) -> Result<()> {
     let mut output = stdout().lock();
     match output.write_all(text.as_bytes()).and_then(|()| output.flush()) {
         Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Err(OutputClosed.into()),
-        written => written.context("standard output"),
+        written => written.context("failed to write to standard output"),
     }
 }
 

@@ -102,7 +102,8 @@ pub async fn run(args: &UninstallArgs) -> Result<String> {
     // The role to change Nodes is for who applies the manifest by hand: with --keep-annotations no pod asks for anything.
     let is_role = |document: &&str| document.contains("\nkind: ClusterRole");
     for document in text.split("\n---\n").skip(1).filter(|document| !is_role(document)) {
-        let object: DynamicObject = serde_yaml_ng::from_str(document).context("uninstall.yaml")?;
+        let object: DynamicObject =
+            serde_yaml_ng::from_str(document).context("failed to parse uninstall.yaml")?;
         write(&cluster, &object).await?;
     }
     let done = wait(&cluster, &daemon_sets, args.timeout).await?;

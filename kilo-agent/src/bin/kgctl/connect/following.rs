@@ -94,7 +94,8 @@ impl Following {
             return Ok(());
         }
         self.stop();
-        let socket = socket(self.control, device.name()).context("listen for claims of gateways")?;
+        let socket =
+            socket(self.control, device.name()).context("failed to listen for claims of gateways")?;
         let task = run(Arc::clone(&self.shared), socket, device.clone());
         self.task = Some((index, tokio::spawn(task)));
         Ok(())

@@ -81,10 +81,15 @@ impl Server {
             // A kernel without IPv6.
             Err(_) => {
                 let any = Ipv4Addr::UNSPECIFIED;
-                (TcpListener::bind((any, port)).await.context("cannot listen")?, any.into())
+                (
+                    TcpListener::bind((any, port)).await.context("failed to listen for probes by TCP")?,
+                    any.into(),
+                )
             }
         };
-        let udp = UdpSocket::bind((any, tcp.local_addr()?.port())).await.context("cannot listen")?;
+        let udp = UdpSocket::bind((any, tcp.local_addr()?.port()))
+            .await
+            .context("failed to listen for probes by UDP")?;
         Ok(Self { tcp, udp })
     }
 
@@ -136,7 +141,7 @@ async fn answer(stream: TcpStream) -> io::Result<()> {
 /// # Errors
 /// When the argument is not a list of probes.
 pub async fn ask(probes: &str) -> Result<String> {
-    let probes: Vec<Probe> = serde_json::from_str(probes).context("the list of probes")?;
+    let probes: Vec<Probe> = serde_json::from_str(probes).context("failed to parse the list of probes")?;
     let asked = probes.into_iter().map(async |probe| {
         let mut error = None;
         for _ in 0..TRIES {

@@ -91,7 +91,7 @@ async fn listen(args: &MonitorArgs) -> Result<()> {
     let listener = Monitor::open(&args.bpffs, &args.reason, args.sample)?;
     // SAFETY: the listener owns its ring's descriptor and always returns the same one.
     let listener = unsafe { AsyncFd::register_with_interest(listener, Interest::READABLE) };
-    let mut listener = listener.context("cannot wait for events")?;
+    let mut listener = listener.context("failed to wait for events")?;
     let mut stop = signal(SignalKind::terminate())?;
     let mut renew = tokio::time::interval(monitor::RENEW);
     let mut asker_left = remote::end_of_stdin(args.until_stdin_ends);

@@ -66,7 +66,7 @@ impl Archive {
     /// # Errors
     /// When the file exists, or cannot be written.
     pub fn write(&self, path: &Path, directory: &str, time: u64, redactor: &Redactor) -> Result<()> {
-        let file = create(path).with_context(|| path.display().to_string())?;
+        let file = create(path).with_context(|| format!("failed to create {}", path.display()))?;
         let mut packed = Builder::new(GzEncoder::new(file, Compression::default()));
         let problems = match self.problems.as_slice() {
             [] => "Nothing is missing.\n".to_owned(),
