@@ -8,8 +8,8 @@
 //! 40 body, whole words   end: u64 tag, of kinds that have one
 //! ```
 //! Everything is big-endian but the tag, which is SipHash's own little-endian
-//! word. The first byte distinguishes a signal from VXLAN, whose first byte is 8; the magic tells it
-//! from replies to a flow to which some NAT has given this port.
+//! word. The first byte distinguishes a signal from VXLAN, whose first byte is 8; the magic distinguishes
+//! it from replies to a flow to which some NAT has given this port.
 
 pub mod control;
 pub mod kernel;

@@ -1,6 +1,6 @@
 //! What one program has found out about a packet, passed to the next program in
 //! `skb->cb`, so that tables are looked up only once. The stack writes its own data
-//! there before it sends anything, so nobody else can mark packets; where a kernel
+//! there before it sends anything, so nobody else can leave a note here; where a kernel
 //! does not carry the block on, the tables are looked up again.
 //!
 //! What must outlive the stack is written to `skb->priority`: a process needs
@@ -12,7 +12,7 @@ use kilo_common::maps::{HOP_KIND_WIREGUARD, HOP_REMOTE};
 
 use crate::maps::hop;
 
-/// First word of every mark.
+/// First word of every note in `skb->cb`; the second says what the note is.
 const OURS: u32 = u32::from_be_bytes(*b"kilo");
 /// `lan_ingress` to `kilo_egress`: in transit, and checked.
 const TRANSIT: u32 = u32::from_be_bytes(*b"tran");
@@ -49,13 +49,13 @@ fn has_priority(ctx: &TcContext, what: u32) -> bool {
     unsafe { (*skb).priority & !OWN_PRIORITY == what }
 }
 
-/// Marks the packet, which goes to a tunnel device, as one whose outer header was checked.
+/// Notes in `skb->priority` that the outer header was checked, of a packet that goes to a tunnel device.
 #[inline(always)]
 pub fn checked(ctx: &TcContext) {
     set_priority(ctx, CHECKED);
 }
 
-/// True if the packet is marked [`checked`]; clears the mark.
+/// True if [`checked`] has left its note; removes it.
 #[inline(always)]
 pub fn take_checked(ctx: &TcContext) -> bool {
     let is = has_priority(ctx, CHECKED);
@@ -65,13 +65,13 @@ pub fn take_checked(ctx: &TcContext) -> bool {
     is
 }
 
-/// Marks the packet as one that our programs hand to a tunnel device.
+/// Notes in `skb->priority` that our programs hand the packet to a tunnel device.
 #[inline(always)]
 pub fn by_device(ctx: &TcContext) {
     set_priority(ctx, BY_DEVICE);
 }
 
-/// True if the packet is marked [`by_device`]; clears the mark.
+/// True if [`by_device`] has left its note; removes it.
 #[inline(always)]
 pub fn take_by_device(ctx: &TcContext) -> bool {
     let is = has_priority(ctx, BY_DEVICE);
@@ -98,7 +98,7 @@ fn is(ctx: &TcContext, what: u32) -> bool {
     unsafe { (*skb).cb[0] == OURS && (*skb).cb[1] == what }
 }
 
-/// Marks the packet as one for WireGuard: another node of the location sent it
+/// Notes that the packet is for WireGuard: another node of the location sent it
 /// from a prefix of its own, so it is not to be masqueraded, and it is for another
 /// location.
 #[inline(always)]
@@ -106,57 +106,57 @@ pub fn transit(ctx: &TcContext) {
     set(ctx, TRANSIT);
 }
 
-/// True if the packet is marked [`transit`], and WireGuard is a way out of the
+/// True if [`transit`] has left its note, and WireGuard is a way out of the
 /// location, as it is on gateways alone.
 #[inline(always)]
 pub fn is_for_wireguard(ctx: &TcContext) -> bool {
     is(ctx, TRANSIT) && hop(HOP_REMOTE).is_some_and(|hop| hop.kind == HOP_KIND_WIREGUARD)
 }
 
-/// Marks the packet as one for the stack: another node sent it from a prefix of its own to one of this node's
+/// Notes that the packet is for the stack: another node sent it from a prefix of its own to one of this node's
 /// pods, and it is neither a signal nor of a flow that is translated.
 #[inline(always)]
 pub fn delivered(ctx: &TcContext) {
     set(ctx, DELIVERED);
 }
 
-/// True if the packet is marked [`delivered`].
+/// True if [`delivered`] has left its note.
 #[inline(always)]
 pub fn is_delivered(ctx: &TcContext) -> bool {
     is(ctx, DELIVERED)
 }
 
-/// Marks the packet as one of a node that this gateway leads.
+/// Notes that the packet is of a node that this gateway leads.
 #[inline(always)]
 pub fn led(ctx: &TcContext) {
     set(ctx, LED);
 }
 
-/// True if the packet is marked [`led`].
+/// True if [`led`] has left its note.
 #[inline(always)]
 pub fn is_led(ctx: &TcContext) -> bool {
     is(ctx, LED)
 }
 
-/// Marks the packet as one for another gateway.
+/// Notes that the packet is for another gateway.
 #[inline(always)]
 pub fn pass_on(ctx: &TcContext) {
     set(ctx, PASS_ON);
 }
 
-/// True if the packet is marked [`pass_on`].
+/// True if [`pass_on`] has left its note.
 #[inline(always)]
 pub fn is_passed_on(ctx: &TcContext) -> bool {
     is(ctx, PASS_ON)
 }
 
-/// Marks the packet as one that goes to a node of the location as it is.
+/// Notes that the packet goes to a node of the location as it is.
 #[inline(always)]
 pub fn to_lan(ctx: &TcContext) {
     out(ctx, 0);
 }
 
-/// Marks the packet as one that leaves by that interface as it is.
+/// Notes that the packet leaves by the interface of this index as it is.
 #[inline(always)]
 pub fn out(ctx: &TcContext, ifindex: u32) {
     set(ctx, TO_LAN);
@@ -173,25 +173,25 @@ pub fn named(ctx: &TcContext) -> u32 {
     unsafe { (*skb).cb[2] }
 }
 
-/// True if the packet is marked [`to_lan`].
+/// True if [`to_lan`] or [`out`] has left its note.
 #[inline(always)]
 pub fn is_to_lan(ctx: &TcContext) -> bool {
     is(ctx, TO_LAN)
 }
 
-/// Clears every mark.
+/// Removes whatever note is in `skb->cb`; `skb->priority` stays.
 #[inline(always)]
 pub fn forget(ctx: &TcContext) {
     set(ctx, 0);
 }
 
-/// Marks the packet as steered: nothing more is to be done with it here.
+/// Notes that the packet is steered: nothing more is to be done with it here.
 #[inline(always)]
 pub fn sent(ctx: &TcContext) {
     set(ctx, SENT);
 }
 
-/// True if the packet is marked [`sent`].
+/// True if [`sent`] has left its note.
 #[inline(always)]
 pub fn is_sent(ctx: &TcContext) -> bool {
     is(ctx, SENT)

@@ -38,7 +38,7 @@ fn egress<I: Ip>(ctx: &TcContext, config: &Config) -> Verdict {
     if cb::is_to_lan(ctx) {
         return from_code(signal::to_lan::<I>(ctx.as_ptr().cast()));
     }
-    // No process and no pod speaks as a gateway: `inject` has marked what the agent sends.
+    // No process and no pod speaks as a gateway: `inject` has left a note (`cb`) with what the agent sends.
     if signal::is_control::<I>(ip.src()) {
         return Err(DropReason::ForgedSignal);
     }

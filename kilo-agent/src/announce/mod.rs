@@ -292,7 +292,7 @@ mod tests {
     use super::*;
     use crate::backend::BackendError;
 
-    /// Answers as it is told, one try after the other, and then takes everything.
+    /// Answers each try with the next of `errors`, and takes everything when there are none left.
     struct Answers {
         errors: Mutex<Vec<BackendError>>,
         tries: Mutex<Vec<Happened>>,

@@ -115,7 +115,7 @@ mod tests {
             Self { acting, unmoved, device: owners.into(), shared: A }
         }
 
-        /// A CLAIM of this gateway; what it is told that it has.
+        /// A CLAIM of this gateway; what is reported to it that it has.
         fn claims(
             &mut self,
             gateway: NodeId,

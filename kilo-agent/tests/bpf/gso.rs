@@ -134,7 +134,7 @@ pub fn next(socket: &OwnedFd) -> Vec<u8> {
     bytes
 }
 
-/// Keeps the largest frames until told to stop, and there are no more.
+/// Keeps the largest frames until asked to stop, and there are no more.
 fn look(socket: &OwnedFd, largest: &Largest, stop: &AtomicBool) {
     let mut start = [0_u8; 128];
     loop {

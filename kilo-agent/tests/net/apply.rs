@@ -514,8 +514,8 @@ fn who_asks_for_ways_is_told_of_routes_and_not_of_neighbours_or_filters() {
             "ip link set eth0 down",
         ] {
             sh(change);
-            let told = tokio::time::timeout(Duration::from_secs(5), ways.changed()).await;
-            assert!(told.is_ok_and(|told| told.is_ok()), "{change}");
+            let notified = tokio::time::timeout(Duration::from_secs(5), ways.changed()).await;
+            assert!(notified.is_ok_and(|notified| notified.is_ok()), "{change}");
             while tokio::time::timeout(Duration::from_millis(300), ways.changed()).await.is_ok() {}
         }
     });

@@ -1,5 +1,5 @@
 //! An agent in a container without the host's BPF file system, as in Kilo's own DaemonSet, that is
-//! told to stop while a pod talks to an outside host.
+//! asked to stop while a pod talks to an outside host.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 

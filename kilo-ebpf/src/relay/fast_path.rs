@@ -2,7 +2,7 @@
 //! whole datagrams in an Ethernet frame, of a bound pair, while the next hop towards the other end is known.
 //!
 //! It is remembered by port, for [`LASTS`] ticks of the kernel's clock at most, and until the agent writes the port anew, as
-//! it does when an end is bound anew and when routes change. The kernel is told the hop's address with each packet, and has its
+//! it does when an end is bound anew and when routes change. The kernel is given the hop's address with each packet, and has its
 //! link-layer address among its neighbours, which it proves as for what it sends itself. All CPUs share what is remembered: a
 //! hop that changes while two of them read it costs a packet.
 
@@ -342,7 +342,7 @@ fn ports_by_kernel<O: Whole>(ctx: &TcContext, difference: u32) -> bool {
     ctx.l4_csum_replace(at, 0, u64::from(difference), u64::from(BPF_F_MARK_MANGLED_0)).is_ok()
 }
 
-/// What tells one way of a port from another: the type of service, and the agent's write, which is another one when an end is
+/// What distinguishes one way of a port from another: the type of service, and the agent's write, which is another one when an end is
 /// bound anew or routes change.
 #[inline(always)]
 const fn key(pair: &Port, tos: u32) -> u64 {

@@ -294,7 +294,7 @@ fn ask(questions: &[Question], own: IpAddr) -> Result<usize> {
 /// Flows, and those of them without an answer.
 type Counted = Result<(usize, usize)>;
 
-/// Flows of the pods' own to the outside, one after the other until told to stop.
+/// Flows of the pods' own to the outside, one after the other until asked to stop.
 struct OwnFlows {
     stop: Arc<AtomicBool>,
     threads: Vec<JoinHandle<Result<Counted>>>,

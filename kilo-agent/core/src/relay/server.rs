@@ -284,7 +284,7 @@ impl Server {
         outputs
     }
 
-    /// Tells an end, at the place where WireGuard has it, that `from` asks for it.
+    /// Reports to an end, at the place where WireGuard has it, that `from` asks for it.
     const fn invite(&mut self, from: NodeId, (end, there): (NodeId, SocketAddr), offer: &Message) -> Output {
         self.sequence += 1;
         let message = Message { kind: Kind::Invite, other: from, sequence: self.sequence, ..*offer };

@@ -61,7 +61,7 @@ pub struct Watcher {
 struct Pending {
     bits: AtomicU8,
     notify: Notify,
-    /// Those who ask the kernel for ways, and are told at once.
+    /// Notifies at once those who ask the kernel for ways.
     ways: Sender<()>,
 }
 
@@ -79,11 +79,11 @@ impl Watcher {
     /// Subscribes in the calling thread's network namespace. `own`: the socket
     /// whose writes are not news ([`Rtnl::port`](super::Rtnl::port)).
     pub fn new(own: Option<u32>) -> Result<Self, NetError> {
-        Self::telling(own, Sender::default())
+        Self::notifying(own, Sender::default())
     }
 
-    /// The same; `ways` is told at once when packets may go another way.
-    fn telling(own: Option<u32>, ways: Sender<()>) -> Result<Self, NetError> {
+    /// The same; `ways` is notified at once when packets may go another way.
+    fn notifying(own: Option<u32>, ways: Sender<()>) -> Result<Self, NetError> {
         let groups = [
             MulticastGroup::Link,
             MulticastGroup::Ipv4Ifaddr,
@@ -158,13 +158,13 @@ impl Watcher {
 
 /// Notifies on every change of others (not through the socket `own`) for as long
 /// as the runtime lives. A subscription that ends is opened again, and counts as
-/// a change. `ways` is told at once of those by which packets may go another way.
+/// a change. `ways` is notified at once of those by which packets may go another way.
 pub fn watch(notify: Arc<Notify>, own: u32, ways: Sender<()>) -> Result<(), NetError> {
-    let mut watcher = Watcher::telling(Some(own), ways.clone())?;
+    let mut watcher = Watcher::notifying(Some(own), ways.clone())?;
     tokio::spawn(async move {
         loop {
             if watcher.changed().await.is_err() {
-                match Watcher::telling(Some(own), ways.clone()) {
+                match Watcher::notifying(Some(own), ways.clone()) {
                     Ok(new) => watcher = new,
                     Err(error) => {
                         tracing::error!(%error, "failed to subscribe to netlink events; retrying");

@@ -35,8 +35,8 @@ struct Circumstances {
     now: Instant,
     /// Nodes of the mesh: as many agents may ask at the same time.
     nodes: usize,
-    /// From 0 to 1.
-    chance: f64,
+    /// A random number from 0 to 1, so that many agents do not ask at the same moment.
+    random: f64,
 }
 
 /// How a watch has fared.
@@ -65,7 +65,7 @@ fn for_each(nodes: usize, time: Duration) -> Duration {
     time.saturating_mul(u32::try_from(nodes).unwrap_or(u32::MAX))
 }
 
-/// The longest pause in a mesh of so many nodes, before chance makes it up to twice as long.
+/// The longest pause in a mesh of so many nodes, before the random part makes it up to twice as long.
 fn longest(nodes: usize) -> Duration {
     for_each(nodes, FOR_EACH_NODE).clamp(LEAST, MOST)
 }
@@ -88,25 +88,25 @@ impl Pauses {
         self.fail(at)
     }
 
-    fn fail(&mut self, Circumstances { now, nodes, chance }: Circumstances) -> Pause {
+    fn fail(&mut self, Circumstances { now, nodes, random }: Circumstances) -> Pause {
         let most = longest(nodes);
         // A watch that works may have nothing to say; a request may take long before it fails.
         let silent = (most * 2).max(SLOWEST);
         if self.until.is_some_and(|until| now.saturating_duration_since(until) > silent) {
             self.delivered();
         }
-        let chance = chance.clamp(0.0, 1.0);
-        let time = FIRST.saturating_mul(1 << self.failures.min(16)).min(most).mul_f64(1.0 + chance);
+        let random = random.clamp(0.0, 1.0);
+        let time = FIRST.saturating_mul(1 << self.failures.min(16)).min(most).mul_f64(1.0 + random);
         self.failures = self.failures.saturating_add(1);
         self.until = Some(now + time);
-        let follows = (FOLLOWS + for_each(nodes, FOLLOWS_FOR_EACH_NODE)).mul_f64(chance);
+        let follows = (FOLLOWS + for_each(nodes, FOLLOWS_FOR_EACH_NODE)).mul_f64(random);
         Pause { time, follows: Some(follows).filter(|_| !self.has_followed) }
     }
 
     /// The API server has lost the history since the last event: everything is listed again, `bytes` by each agent. That is
     /// no failure, unless it is all that the server says.
     fn expired(&mut self, bytes: f64, at: Circumstances) -> Pause {
-        let share = time_to_send(at.nodes, bytes).min(LISTED_AGAIN).mul_f64(at.chance.clamp(0.0, 1.0));
+        let share = time_to_send(at.nodes, bytes).min(LISTED_AGAIN).mul_f64(at.random.clamp(0.0, 1.0));
         if std::mem::replace(&mut self.is_expired, true) {
             let failed = self.fail(at);
             return Pause { time: failed.time.max(share), follows: None };
@@ -156,7 +156,7 @@ pub(super) fn with_pauses<K: Send>(
                     // Before the first list is there, nothing is known.
                     (cache.nodes.values().len().max(shared.expected), bytes(&mut cache))
                 };
-                let at = Circumstances { now: Instant::now(), nodes, chance: rand::random_range(0.0..1.0) };
+                let at = Circumstances { now: Instant::now(), nodes, random: rand::random_range(0.0..1.0) };
                 let pause = if is_expired(error) { pauses.expired(bytes, at) } else { pauses.failed(at) };
                 Some(pause)
             }
@@ -198,17 +198,17 @@ mod tests {
         start: Instant,
         now: Instant,
         nodes: usize,
-        chance: f64,
+        random: f64,
     }
 
     impl Case {
-        fn new(nodes: usize, chance: f64) -> Self {
+        fn new(nodes: usize, random: f64) -> Self {
             let now = Instant::now();
-            Self { pauses: Pauses::default(), start: now, now, nodes, chance }
+            Self { pauses: Pauses::default(), start: now, now, nodes, random }
         }
 
         fn at(&self) -> Circumstances {
-            Circumstances { now: self.now, nodes: self.nodes, chance: self.chance }
+            Circumstances { now: self.now, nodes: self.nodes, random: self.random }
         }
 
         /// A failure, and the pause after it, in seconds.
@@ -228,8 +228,8 @@ mod tests {
 
     #[test]
     fn pauses_grow_to_a_length_that_depends_on_the_mesh() {
-        let grow = |nodes, chance| {
-            let mut case = Case::new(nodes, chance);
+        let grow = |nodes, random| {
+            let mut case = Case::new(nodes, random);
             (0..8).map(|_| case.fail()).collect::<Vec<_>>()
         };
         assert_eq!(grow(40, 0.0), [0.8, 1.6, 2.0, 2.0, 2.0, 2.0, 2.0, 2.0]);

@@ -26,7 +26,8 @@ const AUTO: &str =
 const LEADS: &str = "kilo_failover_role{role=\"leader\"}";
 
 /// The first node of the first location, which leads it, loses power: the node beside it goes on
-/// talking to the other location. The API server is on that machine, too. People are told of it.
+/// talking to the other location. The API server is on that machine, too. The change is reported to people: metrics, status, log and
+/// Event.
 pub fn leader_dies(cluster: &Cluster) -> Result<String> {
     with_failover(cluster, |leader, stand_by| {
         let change = Expected::new(cluster, leader, stand_by, Why::Lost)?;
@@ -44,7 +45,7 @@ pub fn leader_dies(cluster: &Cluster) -> Result<String> {
     })
 }
 
-/// The same node is drained, as before it is serviced. People are told of it.
+/// The same node is drained, as before it is serviced. The change is reported to people, as above.
 pub fn leader_is_drained(cluster: &Cluster) -> Result<String> {
     with_failover(cluster, |leader, stand_by| {
         let change = Expected::new(cluster, leader, stand_by, Why::Cordoned)?;
@@ -57,9 +58,9 @@ pub fn leader_is_drained(cluster: &Cluster) -> Result<String> {
         let seen = drained.and_then(|()| Ok((change.await_shown()?, change.await_reported()?)));
         cluster.kubectl(&["uncordon", leader.name()])?;
         cluster.kubectl(&["rollout", "status", "deployment/echo", "--timeout=60s"])?;
-        let (shown, told) = seen?;
+        let (shown, reported) = seen?;
         let figures = measured?.all(|_, figures| figures.lost <= PLANNED)?;
-        Ok(format!("{figures}; {shown}; {told}"))
+        Ok(format!("{figures}; {shown}; {reported}"))
     })
 }
 

@@ -83,8 +83,8 @@ pub struct Inputs {
     pub nodes: usize,
     /// The time.
     pub now: Instant,
-    /// From 0 to 1, at random.
-    pub chance: f64,
+    /// A random number from 0 to 1, so that many agents do not list at the same moment.
+    pub random: f64,
 }
 
 /// What is read, and what will be.
@@ -120,7 +120,7 @@ impl Source {
     fn pause(&self, inputs: Inputs) -> Duration {
         let bytes = if inputs.against.is_some() { NODE_BYTES } else { ENTRY_BYTES };
         let spread =
-            time_to_list(inputs.nodes, bytes).min(MOST_SPREAD).mul_f64(inputs.chance.clamp(0.0, 1.0));
+            time_to_list(inputs.nodes, bytes).min(MOST_SPREAD).mul_f64(inputs.random.clamp(0.0, 1.0));
         match inputs.against {
             Some(reason) => reason.patience() + spread,
             None if self.was_in_use => AGAIN + spread,
@@ -140,9 +140,9 @@ pub fn time_to_send(agents: usize, bytes: f64) -> Duration {
     Duration::from_secs_f64(agents * bytes / EGRESS)
 }
 
-/// How long an agent waits before it lists slices when all others may start as well; `chance` is from 0 to 1.
-pub fn start_spread(nodes: usize, chance: f64) -> Duration {
-    time_to_list(nodes, ENTRY_BYTES).min(MOST_SPREAD_OF_STARTS).mul_f64(chance.clamp(0.0, 1.0))
+/// How long an agent waits before it lists slices when all others may start as well; `random` is from 0 to 1.
+pub fn start_spread(nodes: usize, random: f64) -> Duration {
+    time_to_list(nodes, ENTRY_BYTES).min(MOST_SPREAD_OF_STARTS).mul_f64(random.clamp(0.0, 1.0))
 }
 
 #[cfg(test)]
@@ -164,7 +164,7 @@ mod tests {
 
         fn at(&mut self, seconds: u64, against: Option<Reason>) -> (Chosen, Option<u64>) {
             let now = self.start + Duration::from_secs(seconds);
-            let (chosen, due) = self.source.next(Inputs { against, nodes: 1000, now, chance: 5.0 / 140.0 });
+            let (chosen, due) = self.source.next(Inputs { against, nodes: 1000, now, random: 5.0 / 140.0 });
             (chosen, due.map(|due| due.duration_since(self.start).as_secs()))
         }
     }
@@ -213,7 +213,7 @@ mod tests {
             against: Some(Reason::Foreign),
             nodes: 1_000_000,
             now: case.start,
-            chance: 1.0,
+            random: 1.0,
         });
         assert_eq!(most, MOST_SPREAD);
     }

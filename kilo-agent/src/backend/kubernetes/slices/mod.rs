@@ -203,7 +203,7 @@ async fn step(
 ) {
     let against = denied.or_else(|| context.against());
     let nodes = context.shared.cache().nodes.values().len();
-    let inputs = Inputs { against, nodes, now: Instant::now(), chance: rand::random_range(0.0..1.0) };
+    let inputs = Inputs { against, nodes, now: Instant::now(), random: rand::random_range(0.0..1.0) };
     let (chosen, due) = source.next(inputs);
     turn(context, reading, chosen, against).await;
     context.report.choose(matches!(reading, Reading::Slices { .. }), against);
