@@ -12,7 +12,7 @@ use ipnet::IpNet;
 
 use kilo_core::wireguard::is_dns_name;
 
-/// Backend (`--backend`).
+/// Where Node and Peer objects are read and annotations are written (`--backend`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum BackendKind {
     /// Node and Peer objects of a Kubernetes API server.
@@ -30,7 +30,7 @@ pub enum PageAccess {
     Token,
 }
 
-/// Log level (`--log-level`).
+/// The least severe lines of the log that are written (`--log-level`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum LogLevel {
     /// Everything.

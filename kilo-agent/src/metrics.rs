@@ -45,7 +45,7 @@ struct WayLabel {
 /// Label `map` of gauges about BPF maps.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
 pub struct MapLabel {
-    /// Its name.
+    /// Name of the map, as it is pinned.
     pub map: &'static str,
 }
 

@@ -10,19 +10,19 @@ pub const SNAP: usize = 128;
 #[repr(u8)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Hook {
-    /// `kilo_egress`
+    /// `kilo_egress`: what the host hands to the WireGuard device.
     KiloEgress = 0,
-    /// `kilo_ingress`
+    /// `kilo_ingress`: what the WireGuard device has decrypted.
     KiloIngress = 1,
-    /// `lan_ingress`
+    /// `lan_ingress`: what arrives by an uplink with Ethernet headers.
     LanIngress = 2,
-    /// `uplink_egress`
+    /// `uplink_egress`: what leaves by such an uplink.
     UplinkEgress = 3,
-    /// `tunnel_ingress`
+    /// `tunnel_ingress`: what the VXLAN or IPIP device has decapsulated.
     TunnelIngress = 4,
-    /// `l3_ingress`
+    /// `l3_ingress`: what arrives by an uplink without link-layer headers.
     L3Ingress = 5,
-    /// `l3_egress`
+    /// `l3_egress`: what leaves by such an uplink.
     L3Egress = 6,
 }
 
@@ -37,7 +37,7 @@ impl Hook {
         Self::L3Egress,
     ];
 
-    /// Name of the program.
+    /// Name of the program, as `bpftool prog` shows it.
     pub const fn program(self) -> &'static str {
         match self {
             Self::KiloEgress => "kilo_egress",
@@ -91,19 +91,19 @@ pub const fn captured(length: u32) -> u32 {
     (most.wrapping_sub(1) & (SNAP as u32 - 1)) + 1
 }
 
-/// One dropped packet.
+/// A dropped packet: a record of the ring `events`, which programs write and `kgctl monitor` reads.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DropEvent {
     /// `bpf_ktime_get_ns` of the drop.
     pub ktime: u64,
-    /// [`DropReason`] index.
+    /// [`DropReason::index`], host byte order; a newer program may write one that this code does not know.
     pub reason: u32,
-    /// Interface the program ran on.
+    /// Index of the interface the program ran on.
     pub ifindex: u32,
     /// Bytes of the whole packet.
     pub length: u32,
-    /// [`Hook`].
+    /// The program, a number of [`Hook`].
     pub hook: u8,
     /// Always zero.
     pub pad: [u8; 2],

@@ -118,7 +118,7 @@ pub struct Hop {
     pub kind: u32,
     /// `TUNNEL_*`; meaningful for [`HOP_KIND_NODE`].
     pub tunnel: u32,
-    /// Interface towards the node.
+    /// Index of the interface towards the node.
     pub ifindex: u32,
     /// Largest inner packet in bytes; 0 = no limit known.
     pub mtu: u32,
@@ -377,9 +377,9 @@ pub struct Heard {
     pub time: u64,
     /// Source address; IPv4 as `::ffff:a.b.c.d`.
     pub source: [u8; 16],
-    /// Bytes of the signal.
+    /// Bytes of the signal, which follows this head.
     pub length: u32,
-    /// The program: `event::Hook`.
+    /// The program that heard it, a number of `event::Hook`.
     pub hook: u32,
 }
 
@@ -459,7 +459,7 @@ impl Config {
 pub struct PathMtu {
     /// The node: outer destination of the packet that did not fit. IPv4 in the first 4 bytes.
     pub remote: [u8; 16],
-    /// `FAMILY_*`.
+    /// `FAMILY_*` of `remote`.
     pub family: u32,
     /// Bytes of the packet with its outer header. What the router says it carries is not
     /// believed: the agent asks the path.

@@ -181,9 +181,9 @@ pub struct Ipv6 {
     pub dst: [u8; 16],
     /// Bytes behind the fixed header, extension headers included.
     pub payload_len: u16,
-    /// Traffic class.
+    /// Traffic class: DSCP in the upper six bits, ECN in the lower two (RFC 2474, RFC 3168).
     pub traffic_class: u8,
-    /// Hop limit.
+    /// Hop limit; a packet that arrives with 1 or 0 is not forwarded.
     pub hop_limit: u8,
     /// Protocol of what follows the fixed header; may be an extension header.
     pub next_header: u8,

@@ -22,9 +22,9 @@ pub use sender::{LATE, Sender};
 
 /// First UDP port that a relay gives to a pair, host byte order.
 pub const FIRST_PORT: u16 = 51_830;
-/// Last one.
+/// Last such port, host byte order.
 pub const LAST_PORT: u16 = 52_829;
-/// Ports of pairs.
+/// How many such ports there are; each pair takes two.
 pub const PORTS: u32 = (LAST_PORT - FIRST_PORT) as u32 + 1;
 /// Bytes of every message.
 pub const LENGTH: usize = 64;
@@ -60,10 +60,10 @@ pub const BOTH: u8 = 2;
 /// Of TRY: the other end is to try directly as well, now.
 pub const START: u8 = 1;
 
-/// One message.
+/// A message between a gateway and a relay, or two gateways, without its tag; numbers in host byte order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Message {
-    /// Kind of message.
+    /// Kind of message, which says what the other fields mean.
     pub kind: Kind,
     /// [`BOUND`], [`BOTH`], [`START`].
     pub flags: u8,
@@ -207,9 +207,9 @@ pub struct Heard {
     pub source: [u8; 16],
     /// Own address that it was sent to.
     pub local: [u8; 16],
-    /// The message.
+    /// The message as it came: what [`Message::read`] takes.
     pub bytes: [u8; LENGTH],
-    /// Interface it came by.
+    /// Index of the interface it came by.
     pub ifindex: u32,
     /// Source port, host byte order.
     pub source_port: u16,
@@ -217,7 +217,7 @@ pub struct Heard {
     pub port: u16,
 }
 
-/// Bytes of a [`Heard`].
+/// Bytes of a [`Heard`]: the length of a record in the ring `relay_heard`.
 pub const HEARD: usize = 104;
 
 impl Heard {
@@ -252,13 +252,13 @@ pub enum Fate {
 /// A datagram as it arrives; ports in host byte order.
 #[derive(Clone, Copy, Debug)]
 pub struct Arrival {
-    /// Source address.
+    /// Source address as `Port::from`: its 16 bytes as they lie in memory, in two halves.
     pub source: [u64; 2],
-    /// Address it was sent to.
+    /// Address it was sent to, likewise.
     pub local: [u64; 2],
-    /// Source port.
+    /// UDP source port; a bound end sends from [`Port::from_port`].
     pub source_port: u16,
-    /// Destination port.
+    /// UDP destination port: WireGuard's, or one of a pair.
     pub port: u16,
     /// First bytes of what it bears.
     pub first: [u8; 8],

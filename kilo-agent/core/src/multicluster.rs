@@ -21,9 +21,9 @@ pub const LABEL: &str = "kilo.squat.ai/cluster";
 /// A Peer object as a cluster has it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Present {
-    /// Name of the object.
+    /// Name of the Peer object.
     pub name: String,
-    /// Value of [`LABEL`].
+    /// Value of [`LABEL`]: the cluster for which it was made; `None`: it is not `kgctl peer-cluster`'s.
     pub owner: Option<String>,
     /// What it says; `None` when that is invalid.
     pub peer: Option<Peer>,
@@ -57,7 +57,7 @@ pub struct Cluster {
     pub mesh: Mesh,
     /// Where its ClusterIPs come from.
     pub services: Vec<IpNet>,
-    /// Its Peer objects.
+    /// Its Peer objects, also those of others and invalid ones.
     pub peers: Vec<Present>,
 }
 
@@ -284,7 +284,7 @@ impl Changes {
         changes
     }
 
-    /// Number of writes.
+    /// How many objects are created, updated and deleted.
     pub fn writes(&self) -> usize {
         self.create.len() + self.update.len() + self.delete.len()
     }

@@ -61,7 +61,7 @@ pub struct HostLinks {
     pub networks: Vec<(u32, IpNet)>,
     /// The private address is on loopback or a dummy device: every uplink leads to it.
     pub private_is_unbound: bool,
-    /// The VXLAN device.
+    /// Index of the VXLAN device; `None`: there is none.
     pub vxlan: Option<u32>,
     /// The IPIP device for packets that get no outer header in place.
     pub ipip: Option<u32>,

@@ -45,7 +45,7 @@ impl FromStr for Granularity {
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{what} {value:?} is unknown; possible values are: {possible}")]
 pub struct UnknownValue {
-    /// What was being set.
+    /// What was being set, in words, for the message: `mesh granularity`, for example.
     pub what: &'static str,
     /// The text given, at most its first 40 characters.
     pub value: String,
@@ -174,9 +174,9 @@ pub enum EndpointFrom {
 /// Settings of the mesh that come from flags.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Settings {
-    /// `--mesh-granularity`.
+    /// `--mesh-granularity`: which nodes have tunnels; the same of all agents of a mesh.
     pub granularity: Granularity,
-    /// `--encapsulate`.
+    /// `--encapsulate`: when packets between nodes of one location get an outer header.
     pub encapsulate: Encapsulate,
     /// `--tunnel`, with `auto` decided.
     pub tunnel: Tunnel,
@@ -184,7 +184,7 @@ pub struct Settings {
     pub local: bool,
     /// `--cni`: this node's pods are ours, so their traffic is masqueraded.
     pub cni: bool,
-    /// `--subnet`: WireGuard addresses.
+    /// `--subnet`: the prefix of which leaders get their WireGuard addresses.
     pub subnet: IpNet,
     /// `--service-cidr`: never masqueraded.
     pub service_cidrs: Vec<IpNet>,

@@ -12,9 +12,9 @@ use crate::{
 /// Who this node is, as its signals say.
 #[derive(Clone, Copy, Debug)]
 pub struct Sender {
-    /// Its id.
+    /// Its id: first 8 bytes of SHA-256 of its public key.
     pub me: NodeId,
-    /// Its location.
+    /// First 8 bytes of SHA-256 of its location's name.
     pub location: u64,
 }
 

@@ -39,7 +39,7 @@ pub type Far = u64;
 /// A signal with members of its own.
 pub type Signal = signal::Signal<Vec<u64>>;
 
-/// A millisecond.
+/// Microseconds of a millisecond.
 pub const MS: Micros = 1_000;
-/// A second.
+/// Microseconds of a second.
 pub const SEC: Micros = 1_000_000;

@@ -44,11 +44,11 @@ pub struct MemberView<'a> {
     pub word: (crate::Term, NodeId),
     /// All gateways in Kilo's order.
     pub gateways: &'a [NodeId],
-    /// Far leaders.
+    /// Far leaders that can answer probes, as in [`crate::Place`].
     pub fars: &'a [Far],
-    /// Nodes of the location.
+    /// How many nodes the location has, this one included.
     pub nodes: usize,
-    /// A number that grows.
+    /// A number that grows, over restarts of the agent, too.
     pub stamp: u64,
     /// As in [`crate::Place`].
     pub cookies: &'a BTreeMap<NodeId, u64>,

@@ -136,7 +136,7 @@ pub struct Params {
     pub budget: (u64, Micros),
     /// Changes of a far location's leader that may come at once, and the time in which one more is allowed.
     pub far_budget: (u64, Micros),
-    /// What is left out.
+    /// The rule that is left out (feature `leave-out`); `None`: none is.
     #[cfg(feature = "leave-out")]
     pub without: Option<Rule>,
 }

@@ -7,7 +7,7 @@ use crate::{Micros, NodeId, SEC, Term};
 /// What a member's kernel last reported.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Present {
-    /// When it answered.
+    /// When its last answer came.
     pub at: Micros,
     /// The nonce of the ROLL it answered; the next ANNOUNCE bears it, too.
     pub nonce: u64,

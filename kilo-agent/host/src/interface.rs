@@ -11,11 +11,11 @@ use kilo_core::settings::WireguardMode;
 /// What the flags say about the device.
 #[derive(Clone, Debug)]
 pub struct Options {
-    /// `--interface`.
+    /// `--interface`: name of the WireGuard device, at most 15 bytes.
     pub name: String,
     /// `--wireguard`.
     pub mode: WireguardMode,
-    /// `--create-interface`.
+    /// `--create-interface`: the device is made where it is missing; else that is an error.
     pub create: bool,
     /// This program, to run the userspace device.
     pub executable: PathBuf,

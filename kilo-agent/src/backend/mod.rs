@@ -86,7 +86,7 @@ pub struct Happened {
     pub reason: EventReason,
     /// Its message.
     pub text: String,
-    /// When.
+    /// When it happened, by this host's clock.
     pub at: SystemTime,
     /// Drawn at random, so that no two have the same.
     pub id: u64,
@@ -103,7 +103,7 @@ impl Happened {
 #[cfg(feature = "agent")]
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct SlicesReport {
-    /// It reads slices.
+    /// It reads slices and not Nodes.
     pub reads: bool,
     /// Why it does not, or will not soon.
     pub against: Option<String>,

@@ -51,12 +51,12 @@ use tokio::sync::Notify;
 pub use report::{FailoverMetrics, Report, StandBy};
 pub use site::{Facts, Site};
 
-/// What the flags say.
+/// What the agent's flags say about failover.
 #[derive(Clone, Debug)]
 pub struct Options {
-    /// `--stand-bys`.
+    /// `--stand-bys`: how many nodes of a location can take over from its leader, 0 to 4.
     pub stand_bys: usize,
-    /// `--leaders`.
+    /// `--leaders`: how many active leaders a location has, 1 to 8.
     pub leaders: usize,
     /// Times, by `--failover-interval`.
     pub params: Params,

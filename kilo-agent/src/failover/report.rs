@@ -21,7 +21,7 @@ pub struct Report {
     pub role: &'static str,
     /// The gateway this node's packets use.
     pub leader: String,
-    /// Kilo's choice.
+    /// Name of the node that leads by Kilo's rule.
     pub kilos_leader: String,
     /// How many changes there were.
     pub term: u32,
@@ -36,7 +36,7 @@ pub struct Report {
 /// A gateway that does not lead.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct StandBy {
-    /// Its name.
+    /// Name of its Node object.
     pub node: String,
     /// Whether it could lead now; `None`: this node does not hear it.
     pub fit: Option<bool>,
@@ -78,7 +78,7 @@ pub struct WhyLabel {
 #[derive(Clone, Debug)]
 pub struct FailoverMetrics {
     role: Family<RoleLabel, Gauge>,
-    /// `kilo_failover_term`.
+    /// `kilo_failover_term`: changes of leader of the own location so far.
     pub term: Gauge,
     failovers: Family<CauseLabel, Counter>,
     suspicions: Family<OutcomeLabel, Counter>,
@@ -86,7 +86,7 @@ pub struct FailoverMetrics {
     lost: Family<KindLabel, Counter>,
     /// `kilo_failover_seconds`.
     outages: Histogram,
-    /// `kilo_stand_by_fit`.
+    /// `kilo_stand_by_fit`: 1 where this node is a gateway that could lead now, else 0.
     pub fit: Gauge,
     /// `kilo_gateway_nodes`.
     pub nodes: Gauge,

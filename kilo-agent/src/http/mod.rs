@@ -27,15 +27,15 @@ use page::{Feed, Report};
 /// What the server answers from.
 #[derive(Clone)]
 pub struct Context {
-    /// For `/health`.
+    /// How the last reconcile ended, and what is degraded: the answer of `/health`.
     pub health: Health,
-    /// For `/metrics`.
+    /// All metrics of the agent: the answer of `/metrics`.
     pub metrics: Metrics,
     /// The mesh as this node sees it.
     pub view: tokio::sync::watch::Receiver<Arc<View>>,
-    /// For `/graph`.
+    /// Draws the mesh of `view` in DOT: the answer of `/graph`.
     pub graph: Graph,
-    /// For `/`, `/status` and `/events`.
+    /// The page (`/`), its data as JSON (`/status`) and changes of it (`/events`).
     pub page: Page,
     /// For all but `/health`, `/events` and the page's files.
     pub answer_limit: AnswerLimit,

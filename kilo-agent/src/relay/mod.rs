@@ -43,11 +43,11 @@ impl std::fmt::Debug for Relays {
 /// How a tunnel with another location is connected.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Connected {
-    /// The other location's gateway.
+    /// Name of the other location's gateway.
     pub node: String,
     /// `direct`, `punched` or `relayed`.
     pub way: &'static str,
-    /// The node that relays.
+    /// Name of the node that relays; `None` where nobody does.
     pub by: Option<String>,
 }
 

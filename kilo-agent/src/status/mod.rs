@@ -83,13 +83,13 @@ pub struct Status {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct ConflictStatus {
-    /// The address.
+    /// The private address, without prefix length.
     pub address: IpAddr,
     /// Names of the nodes, sorted.
     pub nodes: Vec<String>,
 }
 
-/// One location.
+/// A location with at least one node on which an agent has run, whether anybody leads it or not.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct LocationStatus {
@@ -111,7 +111,7 @@ pub struct LocationStatus {
     /// Leader changes the agent has seen; 0 = it may lead for longer than `since`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub changes: Option<u64>,
-    /// Where WireGuard reaches it.
+    /// Host and port at which WireGuard reaches its leader; `None` as with `leader`.
     pub endpoint: Option<String>,
     /// Its WireGuard address; `None` also when the subnet is used up.
     #[serde(rename = "wireguardIP")]
@@ -119,59 +119,59 @@ pub struct LocationStatus {
     /// What may keep other locations from reaching it, and what to do.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub warning: Option<String>,
-    /// Ready nodes.
+    /// How many of its nodes take part in the mesh.
     pub ready: usize,
-    /// All nodes of the location.
+    /// How many Node objects belong to it, ready or not.
     pub nodes: usize,
 }
 
-/// One node.
+/// A Node object, as the mesh uses it or why it does not.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct NodeStatus {
-    /// Its name.
+    /// Name of the Node object.
     pub name: String,
     /// Where it belongs, ready or not.
     pub location: String,
-    /// It leads its location.
+    /// It leads its location by Kilo's rule, whoever acts in its place.
     pub leads: bool,
     /// Of several active leaders of its location the one it is to use.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub gateway: Option<String>,
     /// It takes part in the mesh.
     pub ready: bool,
-    /// Why it does not take part.
+    /// Why it does not take part, a phrase each; empty when it does.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub not_ready: Vec<String>,
-    /// Where its WireGuard device is reached, if it leads.
+    /// Host and port at which its WireGuard device is reached if it leads; `None`: it has none.
     pub endpoint: Option<String>,
-    /// Private address.
+    /// Private address, without prefix length; `None`: it has none, or has published none.
     #[serde(rename = "internalIP")]
     pub internal_ip: Option<IpAddr>,
-    /// Pod CIDRs.
+    /// Pod CIDRs of the Node's spec, `spec.podCIDR` first.
     #[serde(rename = "podCIDRs")]
     pub pod_cidrs: Vec<IpNet>,
     /// Its last check-in by its own clock; `None` = never.
     pub last_seen: Option<Timestamp>,
-    /// Public key.
+    /// WireGuard public key; `None`: its agent has published none.
     pub key: Option<PublicKey>,
 }
 
-/// One VPN peer.
+/// A Peer object, whether the mesh uses it or not.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct PeerStatus {
-    /// Its name.
+    /// Name of the Peer object.
     pub name: String,
     /// Whether the mesh uses it.
     pub valid: bool,
     /// Why it, or a part of it, is not used.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub reason: Option<String>,
-    /// Prefixes it has.
+    /// Prefixes that it may send from and is sent to; empty when its object is invalid.
     #[serde(rename = "allowedIPs")]
     pub allowed_ips: Vec<IpNet>,
-    /// Where it is reached, if it has a fixed place.
+    /// Host and port at which it is reached; `None`: it has no fixed place.
     pub endpoint: Option<String>,
     /// Public key of a valid peer.
     pub key: Option<PublicKey>,
@@ -183,9 +183,9 @@ pub struct PeerStatus {
 pub struct AgentStatus {
     /// The node it runs on.
     pub node: String,
-    /// Its version.
+    /// Version of the agent's program (`kg version`).
     pub version: String,
-    /// Its WireGuard interface.
+    /// Name of its WireGuard interface (`--interface`).
     pub interface: String,
     /// Why it is not healthy; absent = it is.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -199,7 +199,7 @@ pub struct AgentStatus {
     pub packets: BTreeMap<String, u64>,
     /// Packets the data path dropped, by reason.
     pub drops: BTreeMap<String, u64>,
-    /// Programs on interfaces.
+    /// Programs and the interfaces on whose hooks they are, as the last reconcile left them.
     pub programs: Vec<Attached>,
     /// Where it learns of other nodes: `slices`, or `Nodes` and why; absent where there is no choice.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -234,7 +234,7 @@ pub struct FailoverStatus {
     pub role: String,
     /// The node its packets use.
     pub leader: String,
-    /// Kilo's choice.
+    /// The node that leads by Kilo's rule.
     pub kilos_leader: String,
     /// Changes of leader so far.
     pub term: u32,
@@ -252,7 +252,7 @@ pub struct FailoverStatus {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct StandByStatus {
-    /// Its name.
+    /// Name of its Node object.
     pub node: String,
     /// Whether it could lead now; absent: this node does not hear it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -274,14 +274,14 @@ pub struct Tunnel {
     pub endpoint: Option<SocketAddr>,
     /// The last handshake; `None` = there was none.
     pub last_handshake: Option<Timestamp>,
-    /// Bytes received from it.
+    /// Bytes received from it, as WireGuard counts them, since the device has the peer.
     pub received_bytes: u64,
-    /// Bytes sent to it.
+    /// Bytes sent to it, likewise.
     pub sent_bytes: u64,
     /// How it is connected, if it works: `direct`, `punched` or `relayed`; known where relays are on.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub way: Option<String>,
-    /// The node that relays.
+    /// Name of the node that relays; absent where nobody does.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub relay: Option<String>,
 }
@@ -294,7 +294,7 @@ pub struct WayStatus {
     pub nodes: [String; 2],
     /// `punched` or `relayed`.
     pub way: String,
-    /// The node that relays.
+    /// Name of the node that relays; absent where nobody does.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub relay: Option<String>,
 }

@@ -13,7 +13,7 @@ pub const LIFETIME: Duration = Duration::from_secs(365 * 24 * 60 * 60);
 /// Clocks of others may be behind ours by this much.
 const EARLIER: Duration = Duration::from_secs(60 * 60);
 
-/// All in PEM.
+/// A certificate, its private key, and the authority that has signed it; all in PEM.
 #[derive(Debug)]
 pub struct Issued {
     pub certificate: String,

@@ -46,11 +46,11 @@ const TRIES: usize = 5;
 pub struct Place {
     /// Namespace of the Secret and the Service.
     pub namespace: String,
-    /// Name of the Secret.
+    /// Name of the Secret that holds certificate and key (`--secret`).
     pub secret: String,
-    /// Name of the Service.
+    /// Name of the Service by which the API server asks; the certificate is for its DNS names.
     pub service: String,
-    /// Name of the ValidatingWebhookConfiguration.
+    /// Name of the ValidatingWebhookConfiguration that gets the certificate's authority.
     pub configuration: String,
 }
 

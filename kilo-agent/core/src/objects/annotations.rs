@@ -16,13 +16,13 @@ use crate::settings::Granularity;
 /// What every annotation of ours starts with.
 pub const PREFIX: &str = "kilo.squat.ai/";
 
-/// One annotation.
+/// A row of [`ANNOTATIONS`]: one annotation of Node objects, how it is written and read, and its documentation.
 pub struct Annotation {
     /// Name with its prefix.
     pub name: &'static str,
     /// Who writes it, and what they write.
     pub writer: Writer,
-    /// Values, in Markdown.
+    /// Examples of its value, in Markdown, for the tables of docs/annotations.md.
     pub example: &'static str,
     /// What it means, in Markdown.
     pub meaning: &'static str,

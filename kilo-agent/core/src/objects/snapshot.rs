@@ -92,7 +92,7 @@ impl Snapshot {
 /// What an agent publishes about its own node (docs/annotations.md, "Written by the agent").
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Published {
-    /// `endpoint`.
+    /// `endpoint`: where WireGuard of other nodes reaches this one; `None` removes the annotation.
     pub endpoint: Option<Endpoint>,
     /// `ipv6-endpoint`; `None` removes the annotation.
     pub ipv6_endpoint: Option<SocketAddrV6>,
@@ -100,9 +100,9 @@ pub struct Published {
     pub relay_off: bool,
     /// `internal-ip`; `None` writes an empty value.
     pub internal_ip: Option<IpNet>,
-    /// `key`.
+    /// `key`: the WireGuard public key, written as base64; `None` removes the annotation.
     pub key: Option<PublicKey>,
-    /// `last-seen`, Unix seconds.
+    /// `last-seen`: the heartbeat, in Unix seconds by this host's clock.
     pub last_seen: i64,
     /// Seconds until the next one at most, in `heartbeat`; `None` removes the annotation.
     pub heartbeat: Option<u16>,

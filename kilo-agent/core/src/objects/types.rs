@@ -26,7 +26,7 @@ pub struct Node {
     pub external_ips: Vec<IpAddr>,
     /// Where its WireGuard device is reached besides by IPv6, as it published it (`ipv6-endpoint`).
     pub ipv6_endpoint: Option<SocketAddrV6>,
-    /// Its public key.
+    /// Its WireGuard public key (`key`); `None`: it has published none, and takes no part.
     pub key: Option<PublicKey>,
     /// Private address with the prefix length of its network.
     pub internal_ip: Option<IpNet>,
@@ -34,7 +34,7 @@ pub struct Node {
     pub internal_ip_forced: bool,
     /// `force-internal-ip` says that the node has none.
     pub no_internal_ip: bool,
-    /// It asks to lead.
+    /// It asks to lead its location (`leader`).
     pub leader: bool,
     /// Name of its location; may be empty.
     pub location: String,
@@ -48,7 +48,7 @@ pub struct Node {
     pub discovered_endpoints: BTreeMap<PublicKey, SocketAddr>,
     /// Prefixes reachable through its location.
     pub allowed_location_ips: Vec<IpNet>,
-    /// Granularity it runs with.
+    /// Granularity that its agent runs with (`granularity`); `None`: its agent has not published it.
     pub granularity: Option<Granularity>,
     /// Address of the foreign CNI's device (Cilium compatibility).
     pub cni_compatibility_ip: Option<IpNet>,
@@ -87,7 +87,7 @@ pub enum Leaving {
     ShutsDown,
 }
 
-/// One VPN peer.
+/// A valid Peer object: a machine outside of the cluster that joins the mesh by WireGuard.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Peer {
     /// Name of the Peer object.
@@ -98,9 +98,9 @@ pub struct Peer {
     pub endpoint: Option<Endpoint>,
     /// Seconds; 0 = off.
     pub persistent_keepalive: u32,
-    /// Optional symmetric key.
+    /// Pre-shared key of its tunnels; `None`: there is none.
     pub preshared_key: Option<SecretKey>,
-    /// Its public key.
+    /// Its WireGuard public key.
     pub public_key: PublicKey,
     /// It holds all gateways as peers, and moves prefixes as these claim them.
     pub follows: bool,

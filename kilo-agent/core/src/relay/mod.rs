@@ -77,7 +77,7 @@ impl Way {
 /// A gateway of another location, as the own device and the mesh show it.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Seen {
-    /// Who it is.
+    /// Its id: first 8 bytes of SHA-256 of its public key.
     pub id: NodeId,
     /// It stands by, and so does this node: nothing but keepalives goes through the tunnel, which is worth no relay.
     pub is_idle: bool,

@@ -12,15 +12,15 @@ use super::{
 /// A `[Peer]` section of a file for `wg setconf`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PeerSection {
-    /// Prefixes.
+    /// `AllowedIPs`: prefixes that the peer may send from and is sent to.
     pub allowed_ips: Vec<IpNet>,
     /// Host and port, if known.
     pub endpoint: Option<Endpoint>,
-    /// Seconds.
+    /// `PersistentKeepalive` in seconds; 0 = off.
     pub persistent_keepalive: u32,
-    /// Optional symmetric key.
+    /// `PresharedKey`; `None`: there is none.
     pub preshared_key: Option<SecretKey>,
-    /// The peer's key.
+    /// `PublicKey` of the peer.
     pub public_key: PublicKey,
 }
 
@@ -61,7 +61,7 @@ impl Conf {
 pub struct InvalidConf {
     /// Counted from 1; of a missing key, the section's.
     pub line: usize,
-    /// What is wrong.
+    /// What is wrong with the line, without its value.
     pub what: String,
 }
 

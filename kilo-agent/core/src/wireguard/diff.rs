@@ -78,7 +78,7 @@ impl DeviceState {
 /// What changes of one peer; `None` stays as it is.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct PeerUpdate {
-    /// New endpoint.
+    /// New endpoint: where the device sends to until the peer is seen elsewhere.
     pub endpoint: Option<SocketAddr>,
     /// New keepalive, in seconds.
     pub persistent_keepalive: Option<u16>,

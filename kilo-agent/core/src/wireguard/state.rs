@@ -44,7 +44,7 @@ impl DeviceState {
 /// What the device has of one peer.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct PeerState {
-    /// Prefixes routed to it.
+    /// Prefixes routed to it, from which it may send.
     pub allowed_ips: BTreeSet<IpNet>,
     /// Where it was last seen, or what was set.
     pub endpoint: Option<SocketAddr>,
@@ -56,7 +56,7 @@ pub struct PeerState {
     pub handshake_age: Option<Duration>,
     /// Bytes received from it, as WireGuard counts (with headers).
     pub rx_bytes: u64,
-    /// Bytes sent to it.
+    /// Bytes sent to it, counted in the same way.
     pub tx_bytes: u64,
 }
 

@@ -40,7 +40,7 @@ pub struct SetPeer {
     pub replace_allowed_ips: bool,
     /// `Some(None)` removes it.
     pub preshared_key: Option<Option<SecretKey>>,
-    /// New endpoint.
+    /// New endpoint: where the device sends to until the peer is seen elsewhere.
     pub endpoint: Option<SocketAddr>,
     /// New keepalive in seconds; 0 = off.
     pub persistent_keepalive: Option<u16>,

@@ -30,7 +30,7 @@ const HANDLE: TcHandle = TcHandle::new(0, 1);
 /// Interfaces programs sit on, by index.
 #[derive(Clone, Copy, Debug)]
 pub struct Interfaces<'a> {
-    /// The WireGuard device.
+    /// Index of the WireGuard device.
     pub kilo: u32,
     /// Interfaces that lead out of the host.
     pub uplinks: &'a BTreeSet<u32>,

@@ -175,9 +175,9 @@ pub fn program<'a>(
 
 /// A directory of maps of another layout.
 pub struct Layout {
-    /// Of the layout.
+    /// Version of the layout, from the name of the directory: `v` and this number.
     pub version: u32,
-    /// The directory.
+    /// Directory of its pins.
     pub path: PathBuf,
 }
 

@@ -28,7 +28,7 @@ pub const BUSY_PERIOD: Duration = Duration::from_secs(5);
 /// How soon a flow that found no port, or no place in the table, starts a sweep.
 pub const PROMPT: Duration = Duration::from_secs(1);
 
-/// What one sweep found.
+/// What one sweep of the map `nat` has left and removed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Sweep {
     /// Entries left after the sweep.

@@ -14,7 +14,7 @@ pub struct BpfFilter {
     pub ifindex: u32,
     /// On the way out; else on the way in.
     pub egress: bool,
-    /// Lower runs earlier.
+    /// Priority of the filter: a smaller number runs earlier.
     pub priority: u16,
     /// Handle among the filters of one priority.
     pub handle: u32,

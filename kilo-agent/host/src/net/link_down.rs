@@ -17,9 +17,9 @@ use nix::{
 /// One interface that packets to other locations need.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Needed {
-    /// Its index.
+    /// Index of the interface.
     pub index: u32,
-    /// An address that it must have.
+    /// An address that it must have; `None`: none is asked for.
     pub address: Option<IpAddr>,
 }
 

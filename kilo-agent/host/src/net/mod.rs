@@ -46,7 +46,7 @@ pub const PROTOCOL: u8 = 107;
 /// The ways to addresses, as route lookups answer.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Paths {
-    /// Outgoing interface.
+    /// Index of the outgoing interface, by address.
     pub interfaces: BTreeMap<IpAddr, u32>,
     /// MTU in bytes where the route has one of its own.
     pub mtus: BTreeMap<IpAddr, u32>,

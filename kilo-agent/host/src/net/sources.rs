@@ -15,13 +15,13 @@ use kilo_core::{observed::Uplink, prefixes};
 /// A route of the main table, as far as it says what packets look like that use it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Way {
-    /// Outgoing interface.
+    /// Index of the outgoing interface.
     pub interface: u32,
     /// Prefix it leads to; of length 0 for the default route.
     pub destination: IpNet,
-    /// Preferred source address.
+    /// Preferred source address; `None`: the route names none, and the kernel chooses.
     pub source: Option<IpAddr>,
-    /// Next hop.
+    /// Next hop; `None`: the route names none.
     pub gateway: Option<IpAddr>,
     /// Metric; smaller wins.
     pub priority: u32,

@@ -36,7 +36,7 @@ use kilo_core::wireguard::{
     uapi::{self, SetPeer, SetRequest},
 };
 
-/// Who does the encryption.
+/// Which WireGuard a device belongs to: it decides how it is configured.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Backend {
     /// The kernel's module, over generic netlink.

@@ -8,7 +8,7 @@ use serde_json::Value;
 
 use kilo_core::{objects::peer::Peer, wireguard::is_dns_name};
 
-/// What one file says.
+/// The Node and Peer objects of one YAML file.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Objects {
     /// Nodes by name.

@@ -140,7 +140,7 @@ pub struct Seen<T> {
 /// What agents have written into a Peer object: nothing that a snapshot has.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Note {
-    /// `resourceVersion`.
+    /// `resourceVersion` of the object when this was read.
     pub version: String,
     /// What it says of the peer's tunnels.
     pub said: Said,
@@ -261,7 +261,7 @@ impl Own {
 /// All objects that the watches have reported, as snapshots are made of them.
 #[derive(Debug, Default)]
 pub struct Cache {
-    /// Nodes.
+    /// Node objects, with the heartbeat of each.
     pub nodes: Store<CheckedIn>,
     /// Peers.
     pub peers: Store<Peer>,

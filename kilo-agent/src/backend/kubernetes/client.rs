@@ -25,13 +25,13 @@ pub const ANSWER: Duration = Duration::from_secs(20);
 /// An API server as errors name it.
 #[derive(Clone, Debug, Default)]
 pub struct Server {
-    /// Its URL.
+    /// URL of the API server.
     pub url: String,
     /// The context that leads to it; `None` in a pod.
     pub context: Option<String>,
     /// The user of the kubeconfig, as which it is asked.
     pub user: Option<String>,
-    /// `--as`
+    /// The user that is impersonated (`--as`, or the kubeconfig's `as`); `None`: nobody is.
     pub impersonated: Option<String>,
     /// The files read for it.
     pub files: Vec<PathBuf>,

@@ -17,17 +17,17 @@ use kilo_core::errors::{Cause, Explained};
 /// What the flags choose; nothing chosen is what the files say.
 #[derive(Clone, Debug, Default)]
 pub struct Access {
-    /// `--kubeconfig`
+    /// `--kubeconfig`: a file that must be there; `None`: those of `$KUBECONFIG`, else `~/.kube/config`.
     pub kubeconfig: Option<PathBuf>,
-    /// `--context`
+    /// `--context`; `None`: the `current-context` of the files.
     pub context: Option<String>,
-    /// `--cluster`
+    /// `--cluster`; `None`: the cluster of the context.
     pub cluster: Option<String>,
-    /// `--user`
+    /// `--user`; `None`: the user of the context.
     pub user: Option<String>,
-    /// `--as`
+    /// `--as`: the user that kgctl acts as; `None`: what the files say.
     pub impersonate: Option<String>,
-    /// `--as-group`
+    /// `--as-group`: groups of that user; empty: what the files say.
     pub impersonate_groups: Vec<String>,
 }
 
@@ -222,11 +222,11 @@ pub fn cluster_name(access: &Access) -> Result<String, BackendError> {
 /// The names of a configuration: contexts, clusters, users.
 #[derive(Clone, Debug, Default)]
 pub struct Names {
-    /// For `--context`.
+    /// Contexts, which `--context` may name.
     pub contexts: Vec<String>,
-    /// For `--cluster`.
+    /// Clusters, which `--cluster` may name.
     pub clusters: Vec<String>,
-    /// For `--user`.
+    /// Users, which `--user` may name.
     pub users: Vec<String>,
 }
 
