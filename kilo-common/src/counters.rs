@@ -215,11 +215,12 @@ counted! {
              (`kgctl status`); or a node of the location to which only a default route leads, because the \
              interface with this node's private address is down; or an address in `--subnet` that no location \
              has, as far as this node knows: a machine outside the mesh needs a longer route.",
-        /// Came by an uplink in clear for a pod of this node, from an address that the mesh encrypts or encapsulates.
+        /// Came by an uplink in clear, although the mesh encrypts or encapsulates what goes from and to its addresses.
         ArrivedInClear = 52 => "arrived_in_clear",
             "A host in the network of this node sends as a pod, or as a node of another location: capture with \
-             `tcpdump -eni DEV src ADDRESS` for its link-layer address. Or the sender is a node whose agent does \
-             not run or whose programs were detached: look at `kgctl status` and at its log.",
+             `tcpdump -eni DEV src ADDRESS` for its link-layer address. Or the sender is a node that has another \
+             `--encapsulate` or `--tunnel` than this one, or whose programs were detached: compare the flags, \
+             and look at its log.",
     }
 }
 

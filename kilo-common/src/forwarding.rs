@@ -9,8 +9,8 @@ use crate::{
     counters::{Action, DropReason},
     lead::{Exit, Sender, exit, hop_of},
     maps::{
-        CONFIG_GATEWAY, CONFIG_NATIVE, HOP_ACTING, HOP_FIRST_NODE, HOP_KIND_LOCAL, HOP_KIND_NODE,
-        HOP_KIND_WIREGUARD, HOP_LOCAL, HOP_REMOTE, Hop, NODE_GATEWAY, NODE_LED, NodeValue,
+        CONFIG_ENCAPSULATED, CONFIG_GATEWAY, CONFIG_NATIVE, HOP_ACTING, HOP_FIRST_NODE, HOP_KIND_LOCAL,
+        HOP_KIND_NODE, HOP_KIND_WIREGUARD, HOP_LOCAL, HOP_REMOTE, Hop, NODE_GATEWAY, NODE_LED, NodeValue,
         PREFIX_HOST_STEERED, PREFIX_NEVER_CLEAR, PREFIX_PODS_STEERED, PREFIX_ROUTE, PREFIX_SOURCE,
         PrefixValue,
     },
@@ -285,9 +285,9 @@ pub fn native_source(config: u32, source: impl FnOnce() -> Option<PrefixValue>) 
     source.filter(|source| source.flags & PREFIX_SOURCE != 0 && source.hop != HOP_LOCAL)
 }
 
-/// Whether a packet without outer header may come in by an uplink: what [`guard`] lets nobody send in clear does not
-/// reach pods in clear either. Answers to it would go through the mesh to the address that it names, and a host with a
-/// loose `rp_filter`, or with IPv6, does not look at the source.
+/// Whether a packet without outer header may come in by an uplink: from and to where [`guard`] lets nobody send in
+/// clear, nothing is received in clear either. Answers to it would go through the mesh to the address that it names, and
+/// a host with a loose `rp_filter`, or with IPv6, does not look at the source; to another node's pods it would send it on.
 ///
 /// # Errors
 /// `ArrivedInClear`.
@@ -297,17 +297,12 @@ pub fn arrives_in_clear(
     destination: impl FnOnce() -> Option<PrefixValue>,
     source: impl FnOnce() -> Option<PrefixValue>,
 ) -> Result<(), DropReason> {
-    // Where nodes send without outer header, what a gateway forwards comes like this.
-    if config & CONFIG_NATIVE != 0 {
+    if config & CONFIG_ENCAPSULATED == 0 {
         return Ok(());
     }
     // By value: of a prefix that is not there the compiler would read what the verifier has not seen written.
-    let to = destination().unwrap_or_default();
-    if to.hop != HOP_LOCAL || to.flags & PREFIX_NEVER_CLEAR == 0 {
-        return Ok(());
-    }
-    let from = source().unwrap_or_default();
-    let is_forged = from.hop != HOP_LOCAL && from.flags & PREFIX_NEVER_CLEAR != 0;
+    let is_closed = |value: Option<PrefixValue>| value.unwrap_or_default().flags & PREFIX_NEVER_CLEAR != 0;
+    let is_forged = is_closed(destination()) && is_closed(source());
     if is_forged { Err(DropReason::ArrivedInClear) } else { Ok(()) }
 }
 

@@ -6,8 +6,8 @@ use kilo_common::{
     encap::{UDP_LEN, VXLAN_INNER, VXLAN_LEN, vxlan_header},
     forwarding::{self, Disposition, is_gateway},
     maps::{
-        CONFIG_NATIVE, Config, FAMILY_V6, HOP_KIND_NODE, Hop, NODE_LED, NodeValue, PREFIX_VIA_WIREGUARD,
-        TUNNEL_NONE, VXLAN_PORT,
+        CONFIG_ENCAPSULATED, CONFIG_NATIVE, Config, FAMILY_V6, HOP_KIND_NODE, Hop, NODE_LED, NodeValue,
+        PREFIX_VIA_WIREGUARD, TUNNEL_NONE, VXLAN_PORT,
     },
     packet::{ETHERNET_LEN, ETHERTYPE_IPV4, ETHERTYPE_IPV6, Ipv4, protocol},
 };
@@ -53,11 +53,7 @@ pub fn lan_ingress(ctx: &TcContext, config: &Config) -> Verdict {
                 Established::NoEntry if relay::concerns_whole(ctx, config) => {
                     from_code(relay::arrived::<Ipv4, ETHERNET_LEN>(ctx.as_ptr().cast(), config))
                 }
-                Established::NoEntry
-                    if config.flags & CONFIG_NATIVE == 0 && is_to_private_v4(ctx, config) =>
-                {
-                    Ok(Act::NEXT)
-                }
+                Established::NoEntry if has_no_bare(config) || is_to_private_v4(ctx, config) => Ok(Act::NEXT),
                 Established::NoEntry => from_code(bare_v4(ctx.as_ptr().cast(), config)),
                 Established::NotDue | Established::Unknown => taken::<Ipv4, ETHERNET_LEN>(ctx, config),
             },
@@ -309,8 +305,14 @@ fn take_bare_v4(skb: Skb, config: &Config) -> i32 {
     to_code(Ipv4::read(&ctx, ETHERNET_LEN).map_or(Ok(Act::NEXT), bare))
 }
 
+/// True where no packet without outer header concerns us.
+#[inline(always)]
+const fn has_no_bare(config: &Config) -> bool {
+    config.flags & (CONFIG_NATIVE | CONFIG_ENCAPSULATED) == 0
+}
+
 /// True for most packets to this host: no pod has its address.
 #[inline(always)]
 fn is_to_private_v4(ctx: &TcContext, config: &Config) -> bool {
-    packet::destination_v4(ctx) == Some(packet::word(&config.private_v4))
+    config.flags & CONFIG_NATIVE == 0 && packet::destination_v4(ctx) == Some(packet::word(&config.private_v4))
 }

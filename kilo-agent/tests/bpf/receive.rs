@@ -9,9 +9,9 @@ use std::cell::RefCell;
 use kilo_common::{
     encap::{self, VXLAN_OVERHEAD},
     maps::{
-        CONFIG_NATIVE, CONFIG_OFFERED, CONFIG_ONE_V4, CONFIG_SEVERAL_V4, HOP_LOCAL, HOP_NONE, HOP_REMOTE,
-        NODE_GATEWAY, NodeValue, PREFIX_NEVER_CLEAR, PREFIX_ROUTE, PREFIX_SOURCE, PREFIX_VIA_WIREGUARD,
-        PrefixValue, VXLAN_PORT,
+        CONFIG_ENCAPSULATED, CONFIG_NATIVE, CONFIG_OFFERED, CONFIG_ONE_V4, CONFIG_SEVERAL_V4, HOP_LOCAL,
+        HOP_NONE, HOP_REMOTE, NODE_GATEWAY, NodeValue, PREFIX_NEVER_CLEAR, PREFIX_ROUTE, PREFIX_SOURCE,
+        PREFIX_VIA_WIREGUARD, PrefixValue, VXLAN_PORT,
     },
     packet::ETHERNET_LEN,
 };
@@ -418,7 +418,7 @@ fn a_pods_packet_without_outer_header_is_forged_on_another_interface() {
 }
 
 #[test]
-fn what_comes_in_clear_from_an_address_of_others_reaches_no_pod() {
+fn what_must_not_be_sent_in_clear_is_not_received_in_clear() {
     let one_address = |mut tables: Tables| {
         tables.config.flags |= CONFIG_ONE_V4;
         tables
@@ -426,16 +426,19 @@ fn what_comes_in_clear_from_an_address_of_others_reaches_no_pod() {
     for mut tables in [leader_tables(), member_tables(), one_address(leader_tables())] {
         tables.prefix.insert("10.42.1.0/24".parse().unwrap(), guarded(HOP_LOCAL));
         tables.prefix.insert("10.42.8.0/24".parse().unwrap(), guarded(HOP_NONE));
+        tables.config.flags |= CONFIG_ENCAPSULATED;
         let Some((_fs, mut dataplane)) = open(&tables) else { return };
-        for src in [MEMBER_POD, REMOTE_POD, [10, 42, 8, 7]] {
-            for packet in [udp(src, OWN_POD, (1, 2), b"payload"), ipv4(src, OWN_POD, 47, 64, b"no ports")] {
-                drops_as(&run(&mut dataplane, "lan_ingress", &ethernet(&packet)), "arrived_in_clear");
+        for src in [MEMBER_POD, REMOTE_POD, [10, 42, 1, 9], [10, 42, 8, 7]] {
+            for dst in [OWN_POD, REMOTE_POD, MEMBER_POD] {
+                for packet in [udp(src, dst, (1, 2), b"payload"), ipv4(src, dst, 47, 64, b"no ports")] {
+                    drops_as(&run(&mut dataplane, "lan_ingress", &ethernet(&packet)), "arrived_in_clear");
+                }
             }
             let elsewhere = ethernet(&udp(src, [192, 0, 2, 77], (1, 2), b"payload"));
             assert_eq!(
                 run(&mut dataplane, "lan_ingress", &elsewhere).verdict,
                 PASS,
-                "{src:?}: not for a pod"
+                "{src:?}: not for the mesh"
             );
         }
         // A host of the network that has a route to the pods, and another node, which nobody has to hide.
@@ -443,13 +446,13 @@ fn what_comes_in_clear_from_an_address_of_others_reaches_no_pod() {
             let frame = ethernet(&udp(src, OWN_POD, (1, 2), b"payload"));
             assert_eq!(run(&mut dataplane, "lan_ingress", &frame).verdict, PASS, "{src:?}");
         }
-        // Beside another CNI pods' packets come as it sends them, and with native routing all do.
+        // Beside another CNI pods' packets come as it sends them, and so they may where nodes send without outer header.
         let mut beside = tables.clone();
         beside.prefix.insert(
             "10.42.1.0/24".parse().unwrap(),
             PrefixValue { flags: PREFIX_ROUTE | PREFIX_SOURCE, ..guarded(HOP_LOCAL) },
         );
-        tables.config.flags |= CONFIG_NATIVE;
+        tables.config.flags &= !CONFIG_ENCAPSULATED;
         for open in [beside, tables] {
             dataplane.write(&open).unwrap();
             let frame = ethernet(&udp(REMOTE_POD, OWN_POD, (1, 2), b"payload"));

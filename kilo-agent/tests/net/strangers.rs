@@ -458,6 +458,31 @@ fn an_uplink_whose_egress_takes_no_program_is_open_until_it_does() {
 }
 
 #[test]
+fn a_qdisc_without_a_hook_on_the_way_out_is_named_and_left_alone() {
+    isolated("a_qdisc_without_a_hook_on_the_way_out_is_named_and_left_alone", || async {
+        let mut world = World::new().await;
+        sh("tc qdisc add dev eth1 ingress");
+        world.dataplane = Dataplane::open_with(world.fs.path(), false, AttachMode::Clsact).unwrap();
+        let applied = world.apply().await;
+        assert_eq!(applied.open, BTreeSet::from([index("eth1")]));
+        assert!(
+            applied.failed[0].to_string().contains("tc qdisc delete dev eth1 ingress"),
+            "{:?}",
+            applied.failed
+        );
+        assert!(sh("tc qdisc show dev eth1").contains("qdisc ingress"));
+        assert!(
+            sh("tc filter show dev eth1 ingress").is_empty(),
+            "nothing of ours runs where it does not belong"
+        );
+        sh("tc qdisc delete dev eth1 ingress");
+        let applied = world.apply().await;
+        assert!(applied.open.is_empty() && applied.failed.is_empty(), "{:?}", applied.failed);
+        assert!(sh("tc filter show dev eth1 egress").contains("uplink_egress"));
+    });
+}
+
+#[test]
 fn a_device_that_takes_no_program_stays_down_and_one_that_lost_it_goes_down() {
     isolated("a_device_that_takes_no_program_stays_down_and_one_that_lost_it_goes_down", || async {
         let mut world = World::new().await;

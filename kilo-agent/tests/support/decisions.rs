@@ -7,9 +7,9 @@ use kilo_common::{
     counters::{Action, DropReason},
     lead::hop_of,
     maps::{
-        CONFIG_GATEWAY, CONFIG_NATIVE, HOP_ACTING, HOP_FIRST_NODE, HOP_LOCAL, HOP_REMOTE, NODE_GATEWAY,
-        NODE_LED, NodeValue, PREFIX_HOST_STEERED, PREFIX_NEVER_CLEAR, PREFIX_PODS_STEERED, PREFIX_ROUTE,
-        PREFIX_SOURCE, PrefixValue,
+        CONFIG_ENCAPSULATED, CONFIG_GATEWAY, CONFIG_NATIVE, HOP_ACTING, HOP_FIRST_NODE, HOP_LOCAL,
+        HOP_REMOTE, NODE_GATEWAY, NODE_LED, NodeValue, PREFIX_HOST_STEERED, PREFIX_NEVER_CLEAR,
+        PREFIX_PODS_STEERED, PREFIX_ROUTE, PREFIX_SOURCE, PrefixValue,
     },
     packet::{halves, never_steered, never_steered_v6},
 };
@@ -188,14 +188,13 @@ impl Decisions<'_> {
         }
     }
 
-    /// Whether `lan_ingress` drops a packet without outer header that is for a pod of this node: its source belongs to
-    /// others, who must not send in clear.
+    /// Whether `lan_ingress` drops a packet without outer header: neither of its addresses may be in clear.
     pub fn arrived_in_clear(&self, Packet { src, dst }: Packet) -> bool {
-        let closed = |address| {
-            let owner = longest(&self.0.prefix, address)?;
-            (owner.flags & PREFIX_NEVER_CLEAR != 0).then_some(owner.hop == HOP_LOCAL)
+        let is_closed = |address| {
+            let owner = longest(&self.0.prefix, address);
+            owner.is_some_and(|owner| owner.flags & PREFIX_NEVER_CLEAR != 0)
         };
-        self.0.config.flags & CONFIG_NATIVE == 0 && (closed(src), closed(dst)) == (Some(false), Some(true))
+        self.0.config.flags & CONFIG_ENCAPSULATED != 0 && is_closed(src) && is_closed(dst)
     }
 
     /// `lan_ingress` for a packet without outer header; `None`: left to the stack.

@@ -191,7 +191,7 @@ const ALERTS: &[Alert] = &[
         name: "KiloPacketsForged",
         severity: "warning",
         summary: "Packets come from an unexpected sender, or to a node that is not their gateway.",
-        expr: r#"sum by (job, instance, reason) (increase(kilo_dropped_packets_total{reason=~"unknown_sender|foreign_source|not_for_us|wrong_interface|unchecked|forged_vxlan"}[10m])) > 0"#,
+        expr: r#"sum by (job, instance, reason) (increase(kilo_dropped_packets_total{reason=~"unknown_sender|foreign_source|not_for_us|wrong_interface|unchecked|forged_vxlan|arrived_in_clear"}[10m])) > 0"#,
         hold: "1m",
         remedy: "They were dropped. `kgctl monitor` on the node shows who sends them; the label `reason` distinguishes spoofing, two \
                  networks that overlap, and two nodes that disagree about the leader ([drop reasons](drop-reasons.md)).",

@@ -33,7 +33,8 @@ use kilo_common::{
     direct,
     lead::Term,
     maps::{
-        CONFIG_GATEWAY, CONFIG_LEADER, CONFIG_MASQUERADE, CONFIG_NATIVE, CONFIG_RELAY, Config, SignalKey,
+        CONFIG_ENCAPSULATED, CONFIG_GATEWAY, CONFIG_LEADER, CONFIG_MASQUERADE, CONFIG_NATIVE, CONFIG_RELAY,
+        Config, SignalKey,
     },
 };
 
@@ -157,6 +158,12 @@ impl<'a> Own<'a> {
         if self.encapsulates(settings, to) { settings.tunnel } else { Tunnel::None }
     }
 
+    /// Whether no node of the location sends to another without outer header, as far as the flags say, which all nodes
+    /// share: by subnet each node decides by the length of its own address.
+    fn all_encapsulate(&self, settings: &Settings) -> bool {
+        settings.tunnel != Tunnel::None && matches!(settings.encapsulate, Encapsulate::Always)
+    }
+
     /// Whether packets to another node of the location get an outer header
     /// (`--encapsulate`).
     fn encapsulates(&self, settings: &Settings, to: &Member) -> bool {
@@ -192,6 +199,7 @@ pub fn host_plan(inputs: &Inputs<'_>) -> Option<HostPlan> {
             | flag(own.is_gateway, CONFIG_GATEWAY)
             | flag(inputs.masquerade, CONFIG_MASQUERADE)
             | flag(native, CONFIG_NATIVE)
+            | flag(own.all_encapsulate(inputs.settings), CONFIG_ENCAPSULATED)
             | flag(inputs.relays.listens && !wireguard.peers.is_empty(), CONFIG_RELAY)
             | masquerade::flags(inputs.links, private, &remote),
         nat_port_min: NAT_PORTS.0,

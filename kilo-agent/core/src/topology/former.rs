@@ -52,7 +52,13 @@ impl Former {
     /// A node's object is not there any more.
     pub fn gone(&mut self, node: Arc<Node>, now: Instant) {
         let node = self.without.remove(&node.name).unwrap_or(node);
-        self.gone.insert((node.name.clone(), node.pod_cidrs.clone()), (node, now));
+        let entry = self.gone.entry((node.name.clone(), node.pod_cidrs.clone()));
+        let (known, since) = entry.or_insert_with(|| (Arc::clone(&node), now));
+        *since = now;
+        // It had left the mesh before its object went: what it had there counts.
+        if node.key.is_some() {
+            *known = node;
+        }
     }
 
     /// A node's description has changed. One that has no key any more has left the mesh, though its object stays.
@@ -126,6 +132,9 @@ mod tests {
         former.changed(&with, &without, start);
         let keys: Vec<_> = former.nodes(start).map(|node| node.key.is_some()).collect();
         assert_eq!(keys, [true], "as it was before");
+        former.gone(without, start + KEPT);
+        let keys: Vec<_> = former.nodes(start + KEPT).map(|node| node.key.is_some()).collect();
+        assert_eq!(keys, [true], "then its object goes");
     }
 
     #[test]

@@ -57,6 +57,15 @@ pub struct Applied {
     pub refused: Option<DataplaneError>,
 }
 
+/// What is on hooks by traffic control.
+#[derive(Default)]
+pub struct Present {
+    /// Filters of [`Attachments::of_interest`].
+    pub filters: Vec<BpfFilter>,
+    /// Interfaces that take no clsact, because a qdisc of the kind `ingress` is there.
+    pub ingress_qdiscs: BTreeSet<u32>,
+}
+
 /// One program on one interface.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct Place {
@@ -176,6 +185,12 @@ impl Attachments {
         all.unwrap_or_default()
     }
 
+    /// Whether [`Self::apply`] may have to attach clsact filters.
+    pub fn may_be_filters(&self) -> bool {
+        self.mode != AttachMode::Tcx
+            && (self.attached.is_empty() || self.attached.values().any(|how| *how == How::Clsact))
+    }
+
     /// True while every program attached is still on its hook. Reads only.
     ///
     /// # Errors
@@ -195,8 +210,9 @@ impl Attachments {
         &mut self,
         programs: &mut Programs,
         interfaces: Interfaces<'_>,
-        filters: &[BpfFilter],
+        present: &Present,
     ) -> Result<Applied, DataplaneError> {
+        let filters = &present.filters[..];
         fs::create_dir_all(&self.links)
             .map_err(|source| DataplaneError::Pin { path: self.links.clone(), source })?;
         let wanted = places(interfaces);
@@ -205,7 +221,7 @@ impl Attachments {
             let before = self.attached.get(place).copied();
             let stands = before.map_or(Ok(false), |how| stands(programs, place, how, filters));
             match stands.and_then(|stands| {
-                if stands { Ok(None) } else { self.attach(programs, place, filters).map(Some) }
+                if stands { Ok(None) } else { self.attach(programs, place, present).map(Some) }
             }) {
                 Ok(None) => {}
                 Ok(Some(how)) => {
@@ -268,7 +284,7 @@ impl Attachments {
         &self,
         programs: &mut Programs,
         place: &Place,
-        filters: &[BpfFilter],
+        present: &Present,
     ) -> Result<How, DataplaneError> {
         let program = programs.get_mut(place.program)?;
         let interface =
@@ -279,7 +295,7 @@ impl Attachments {
                 Ok(()) => {
                     // Only now, so that there is no moment without: the filter
                     // of an agent that had no TCX.
-                    if place.filter(filters).is_some() {
+                    if place.filter(&present.filters).is_some() {
                         detach_filter(&interface, place.attach_type());
                     }
                     return Ok(How::Tcx);
@@ -300,6 +316,9 @@ impl Attachments {
                     "this kernel has no TCX (Linux 6.6 and later have); attaching this program as a clsact filter"
                 ),
             }
+        }
+        if present.ingress_qdiscs.contains(&place.ifindex) {
+            return Err(DataplaneError::NoEgressHook { interface });
         }
         attach_clsact(program, place, &interface)?;
         // The link of an agent that had TCX.

@@ -63,6 +63,16 @@ pub enum DataplaneError {
         /// What the kernel said.
         source: Cause,
     },
+    /// Somebody's qdisc is in the place of clsact.
+    #[error(
+        "interface {interface} has a qdisc of the kind ingress, which has no hook for what leaves, and this kernel has \
+         no TCX (Linux 6.6 and later have): move its filters to clsact (`tc qdisc delete dev {interface} ingress; tc \
+         qdisc add dev {interface} clsact`, and add them there again)"
+    )]
+    NoEgressHook {
+        /// Interface name.
+        interface: String,
+    },
     /// A hook cannot be looked at.
     #[error(
         "interface {interface}: cannot determine whether {program} is still attached: {source}; kg needs \
@@ -133,7 +143,9 @@ impl DataplaneError {
             Self::Monitored => "monitored",
             Self::Load(_) => "bpf_load",
             Self::Object(_) => "bpf_object",
-            Self::Attach { .. } | Self::Query { .. } | Self::List(_) => "bpf_attach",
+            Self::Attach { .. } | Self::NoEgressHook { .. } | Self::Query { .. } | Self::List(_) => {
+                "bpf_attach"
+            }
             Self::Map(_) | Self::Sweep(_) => "bpf_map",
             Self::Run { .. } | Self::Injected { .. } => "signal",
             Self::Realtime { .. } => "realtime",

@@ -230,7 +230,10 @@ impl Dataplane {
         }
         self.layer3.clone_from(interfaces.layer3);
         let filters = net.bpf_filters(self.attachments.of_interest()).await?;
-        let applied = self.attachments.apply(&mut self.programs, interfaces, &filters)?;
+        let ingress_qdiscs =
+            if self.attachments.may_be_filters() { net.ingress_qdiscs().await? } else { BTreeSet::new() };
+        let present = attach::Present { filters, ingress_qdiscs };
+        let applied = self.attachments.apply(&mut self.programs, interfaces, &present)?;
         load::remove_other_layouts(&self.directory)?;
         Ok(applied)
     }

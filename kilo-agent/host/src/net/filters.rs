@@ -1,5 +1,7 @@
 //! BPF filters on the clsact hooks of interfaces, as the kernel lists them.
 
+use std::collections::BTreeSet;
+
 use rtnetlink::packet_route::{
     RouteNetlinkMessage,
     tc::{TcAttribute, TcFilterBpfOption, TcHandle, TcMessage, TcOption},
@@ -54,6 +56,23 @@ impl Net {
         }
         Ok(filters)
     }
+
+    /// Interfaces with a qdisc of the kind `ingress`, as only `tc` makes it: it is in the place of clsact, and has
+    /// no hook for what leaves. The kernel would take a filter for that hook, and run it on the way in.
+    pub async fn ingress_qdiscs(&self) -> Result<BTreeSet<u32>, NetError> {
+        let request = RouteNetlinkMessage::GetQueueDiscipline(TcMessage::default());
+        let answers = self.rtnl.dump("list qdiscs", request).await?;
+        Ok(answers.into_iter().filter_map(|message| ingress_only(&message)).collect())
+    }
+}
+
+/// The interface of a qdisc of the kind `ingress`.
+fn ingress_only(message: &RouteNetlinkMessage) -> Option<u32> {
+    let RouteNetlinkMessage::NewQueueDiscipline(message) = message else { return None };
+    let is_ingress =
+        |attribute: &TcAttribute| matches!(attribute, TcAttribute::Kind(kind) if kind == "ingress");
+    let index = u32::try_from(message.header.index).ok()?;
+    message.attributes.iter().any(is_ingress).then_some(index)
 }
 
 /// `None` for a filter of another kind than BPF, and for the entry of a priority itself.

@@ -6,10 +6,10 @@ use ipnet::IpNet;
 use kilo_common::{
     lead::{Term, word},
     maps::{
-        CONFIG_GATEWAY, CONFIG_MASQUERADE, CONFIG_NATIVE, CONFIG_OFFERED, CONFIG_ONE_V4, CONFIG_SEVERAL_V4,
-        CONFIG_SEVERAL_V6, Config, DEVICE_BY_DESTINATION, DEVICE_MASQUERADE, Device, HOP_ACTING,
-        HOP_FIRST_NODE, HOP_LOCAL, HOP_NONE, HOP_REMOTE, MASQ_EXCLUDE, MASQ_FORCE, MASQ_SRC_ALWAYS,
-        MASQ_SRC_EXEMPT, NODE_GATEWAY, NODE_LED, PREFIX_HOST_STEERED, PREFIX_NEVER_CLEAR,
+        CONFIG_ENCAPSULATED, CONFIG_GATEWAY, CONFIG_MASQUERADE, CONFIG_NATIVE, CONFIG_OFFERED, CONFIG_ONE_V4,
+        CONFIG_SEVERAL_V4, CONFIG_SEVERAL_V6, Config, DEVICE_BY_DESTINATION, DEVICE_MASQUERADE, Device,
+        HOP_ACTING, HOP_FIRST_NODE, HOP_LOCAL, HOP_NONE, HOP_REMOTE, MASQ_EXCLUDE, MASQ_FORCE,
+        MASQ_SRC_ALWAYS, MASQ_SRC_EXEMPT, NODE_GATEWAY, NODE_LED, PREFIX_HOST_STEERED, PREFIX_NEVER_CLEAR,
         PREFIX_PODS_STEERED, PREFIX_ROUTE, PREFIX_SOURCE, PREFIX_VIA_WIREGUARD, PrefixValue,
     },
 };
@@ -100,7 +100,11 @@ impl Random {
             },
             ..Config::default()
         };
-        // Mostly /24, as pod CIDRs are; no draw of its own, so that the tables of the corpus stay.
+        // Neither draws by itself, so that the tables of the corpus stay.
+        if !tables.config.kilo_mtu.is_multiple_of(3) {
+            tables.config.flags |= CONFIG_ENCAPSULATED;
+        }
+        // Mostly /24, as pod CIDRs are.
         tables.config.direct_shift = [8, 8, 16, 6, 0][tables.config.kilo_mtu as usize % 5];
         if one_v4 && tables.config.private_v4 != [0; 4] {
             tables.config.flags |= CONFIG_ONE_V4;

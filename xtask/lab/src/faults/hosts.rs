@@ -98,18 +98,26 @@ pub(super) fn foreign_source(lab: &mut Lab) -> Result<String> {
     Ok(format!("{ABUSES} packets, {dropped} dropped as foreign_source"))
 }
 
-/// The node's own check of sources is as loose as systemd sets it: it takes what any interface leads to.
+/// The leader's own check of sources is as loose as systemd sets it: it takes what any interface leads to. Its pod gets
+/// them, and another node's through it.
 pub(super) fn in_clear(lab: &mut Lab) -> Result<String> {
-    let (node, other) = (lab.network.node("a1")?, lab.network.node("a2")?);
-    let (pod, private) = (node.pod_ip(), private_v4(node)?);
-    let packet = inner(other.pod_ip(), pod);
-    set_rp_filter(node, 2)?;
-    lab.network.router.sh(&format!("ip route add {pod}/32 via {private}"))?;
-    let dropped =
-        none_arrives(node, || send(&lab.network.router, (BARE, pod), packet, node, "arrived_in_clear"));
-    lab.network.router.sh(&format!("ip route delete {pod}/32"))?;
-    set_rp_filter(node, 1)?;
-    Ok(format!("{ABUSES} packets, {} dropped as arrived_in_clear", dropped?))
+    let leader = lab.network.node("a1")?;
+    let private = private_v4(leader)?;
+    set_rp_filter(leader, 2)?;
+    let mut dropped = Vec::new();
+    for (source, target) in [("a2", "a1"), ("b1", "a2"), ("a3", "b2")] {
+        let (source, target) = (lab.network.node(source)?, lab.network.node(target)?);
+        let pod = target.pod_ip();
+        let packet = inner(source.pod_ip(), pod);
+        lab.network.router.sh(&format!("ip route add {pod}/32 via {private}"))?;
+        dropped.push(none_arrives(target, || {
+            send(&lab.network.router, (BARE, pod), packet, leader, "arrived_in_clear")
+        }));
+        lab.network.router.sh(&format!("ip route delete {pod}/32"))?;
+    }
+    set_rp_filter(leader, 1)?;
+    let dropped: u64 = dropped.into_iter().sum::<Result<_>>()?;
+    Ok(format!("{} packets, {dropped} dropped as arrived_in_clear", 3 * ABUSES))
 }
 
 fn set_rp_filter(node: &Node, value: u8) -> Result<()> {
