@@ -20,14 +20,14 @@ use kilo_host::{
 };
 
 /// Where peers and relays are, found once in a reconcile for all of its steps.
-pub(super) struct Sightings {
+pub(super) struct SeenEndpoints {
     /// Endpoints at which this host's WireGuard device sees its peers.
     peers: BTreeMap<PublicKey, SocketAddr>,
     /// Where relays are: a peer that is seen there is elsewhere.
     pub relay_places: Arc<RelayPlaces>,
 }
 
-impl Sightings {
+impl SeenEndpoints {
     pub fn new(snapshot: &Snapshot, host: &HostState) -> Self {
         let peers = host.state.seen_endpoints();
         let relay_places = RelayPlaces::of(&snapshot.nodes, &peers).into();

@@ -4,7 +4,7 @@ use std::{collections::BTreeMap, net::IpAddr, time::Instant};
 
 use super::{
     Agent,
-    host_state::{HostState, Sightings},
+    host_state::{HostState, SeenEndpoints},
 };
 use crate::{backend::Backend, relay};
 use kilo_common::maps::SignalKey;
@@ -22,7 +22,7 @@ impl<B: Backend> Agent<B> {
         whole: &Mesh,
         own: &Node,
         host: &mut HostState,
-        sightings: &Sightings,
+        seen_endpoints: &SeenEndpoints,
     ) -> Option<HostPlan> {
         let private = own.internal_ip.map(|net| net.addr());
         let mesh = &whole.as_seen_from(&own.name);
@@ -59,9 +59,9 @@ impl<B: Backend> Agent<B> {
         self.log_limiter.log_left_out(self.state.hops.left_out(mesh), &self.metrics);
         let resolved = self.resolver.resolve(mesh).await;
         self.relays.resolves(&resolved);
-        let seen = sightings.peers_at_own_places().collect();
+        let seen = seen_endpoints.peers_at_own_places().collect();
         let listens = self.options.relay == Relay::Auto && relay::is_offered(whole);
-        let relays = self.relays.inputs(listens, sightings.peers_at_relays());
+        let relays = self.relays.inputs(listens, seen_endpoints.peers_at_relays());
         let signal_keys = self.derive_signal_keys(whole);
         let plan = plan::host_plan(&Inputs {
             mesh,

@@ -5,7 +5,7 @@ use std::{
     net::{SocketAddr, SocketAddrV6},
 };
 
-use super::host_state::{HostState, Sightings};
+use super::host_state::{HostState, SeenEndpoints};
 use super::{Agent, CILIUM_HOST};
 use crate::{announce, backend::Backend, failover::Failover, relay};
 use ipnet::IpNet;
@@ -62,7 +62,7 @@ impl<B: Backend> Agent<B> {
         &mut self,
         seen: &Node,
         host: &HostState,
-        sightings: &Sightings,
+        seen_endpoints: &SeenEndpoints,
     ) -> Node {
         let links = &host.links;
         let hostname = self.resolver.resolve_own(&self.options.hostname).await;
@@ -78,7 +78,7 @@ impl<B: Backend> Agent<B> {
         own.key = Some(self.key.public());
         own.granularity = Some(self.options.settings.granularity);
         // Behind a relay a peer is not seen at its own place.
-        let own_places = sightings.peers_at_own_places();
+        let own_places = seen_endpoints.peers_at_own_places();
         own.discovered_endpoints = own_places.filter(|(key, _)| !self.relays.is_relayed(key)).collect();
         let cilium = links.iter().find(|link| link.name == CILIUM_HOST);
         let addresses: Vec<_> = cilium.iter().flat_map(|link| &link.addresses).map(|a| a.net).collect();

@@ -4,7 +4,7 @@ use std::{sync::Arc, time::Instant};
 
 use super::{
     Agent, AgentError,
-    host_state::{HostState, Sightings},
+    host_state::{HostState, SeenEndpoints},
     publisher::PATIENCE_UNKNOWN,
 };
 use crate::{
@@ -66,8 +66,8 @@ impl<B: Backend> Agent<B> {
         if let Some(failover) = &mut self.failover {
             failover.note_several_asked(snapshot);
         }
-        let sightings = Sightings::new(snapshot, host);
-        let own = self.describe_own_node(&seen, host, &sightings).await;
+        let seen_endpoints = SeenEndpoints::new(snapshot, host);
+        let own = self.describe_own_node(&seen, host, &seen_endpoints).await;
         // An unchanged node keeps its place in memory, by which others see at once that it is unchanged.
         let same = self.state.own.clone().filter(|same| **same == own);
         let own = same.unwrap_or_else(|| own.into());
@@ -95,8 +95,8 @@ impl<B: Backend> Agent<B> {
         self.warn_of_private_endpoint(&mesh);
         self.warn_of_stand_bys(&mesh);
         self.warn_of_one_leader(&mesh);
-        self.show(&mesh, snapshot, &own, ready, (&host.interface, &sightings));
-        let applied = self.put_right(&mesh, &own, host, &sightings).await;
+        self.show(&mesh, snapshot, &own, ready, (&host.interface, &seen_endpoints));
+        let applied = self.put_right(&mesh, &own, host, &seen_endpoints).await;
         if !asks_first {
             self.publisher.publish_beside(published, now, unix_now);
         }
@@ -145,7 +145,7 @@ impl<B: Backend> Agent<B> {
         mesh: &Mesh,
         own: &Node,
         host: &mut HostState,
-        sightings: &Sightings,
+        seen_endpoints: &SeenEndpoints,
     ) -> Result<u64, AgentError> {
         let missing = |missing| AgentError::Incomplete { node: own.name.clone(), missing };
         if own.pod_cidrs.is_empty() {
@@ -158,7 +158,7 @@ impl<B: Backend> Agent<B> {
                 "no address of this host can be an endpoint; set the annotation force-endpoint",
             ));
         }
-        let plan = self.plan(mesh, own, host, sightings).await;
+        let plan = self.plan(mesh, own, host, seen_endpoints).await;
         let plan = plan.ok_or_else(|| missing("it is not in the mesh"))?;
         let site = self.site(mesh, &plan, host);
         if self.log_limiter.log_conflicts(&plan.conflicts, &self.metrics) {
@@ -227,7 +227,7 @@ impl<B: Backend> Agent<B> {
         snapshot: &Arc<Snapshot>,
         own: &Arc<Node>,
         ready: Vec<bool>,
-        (interface, sightings): (&Interface, &Sightings),
+        (interface, seen_endpoints): (&Interface, &SeenEndpoints),
     ) {
         let state = &mut self.state;
         let differs = state.own.as_ref() != Some(own)
@@ -262,7 +262,7 @@ impl<B: Backend> Agent<B> {
             snapshot: Arc::clone(snapshot),
             own: state.own.clone(),
             device: Some(interface.device.clone()),
-            relay_places: Arc::clone(&sightings.relay_places),
+            relay_places: Arc::clone(&seen_endpoints.relay_places),
         });
     }
 }

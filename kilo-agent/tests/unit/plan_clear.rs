@@ -434,6 +434,26 @@ fn what_the_network_carries_by_itself_is_nobodys_to_refuse() {
 }
 
 #[test]
+fn what_comes_in_clear_is_forged_only_where_all_nodes_encapsulate() {
+    let nodes =
+        [healthy(1, 1, true, false, 24), healthy(3, 1, false, false, 32), healthy(2, 2, true, false, 24)];
+    let address = |text: &str| text.parse().unwrap();
+    let packet = Packet { src: address("10.42.1.7"), dst: address("10.42.3.7") };
+    for (encapsulate, wanted) in [
+        (Encapsulate::Always, Err(DropReason::ArrivedInClear)),
+        // The first node sends so by the length of its address, the second does not.
+        (Encapsulate::CrossSubnet, Ok(())),
+        (Encapsulate::Never, Ok(())),
+    ] {
+        let plan =
+            plan_with(&nodes, "node-003", &settings(Granularity::Location, encapsulate), Facts::default());
+        assert_eq!(plan.tables.arrives_in_clear(packet), wanted, "{encapsulate:?}");
+        let from_outside = Packet { src: address("10.1.1.77"), ..packet };
+        assert_eq!(plan.tables.arrives_in_clear(from_outside), Ok(()), "{encapsulate:?}");
+    }
+}
+
+#[test]
 fn pods_the_cni_carries_do_not_go_by_a_default_route_of_others() {
     let mut nodes =
         [healthy(1, 1, true, false, 24), healthy(3, 1, false, false, 24), healthy(2, 2, true, false, 24)];
