@@ -217,10 +217,11 @@ counted! {
              has, as far as this node knows: a machine outside the mesh needs a longer route.",
         /// Came by an uplink in clear, although the mesh encrypts or encapsulates what goes from and to its addresses.
         ArrivedInClear = 52 => "arrived_in_clear",
-            "A host in the network of this node sends as a pod, or as a node of another location: capture with \
-             `tcpdump -eni DEV src ADDRESS` for its link-layer address. Or the sender is a node that has another \
-             `--encapsulate` or `--tunnel` than this one, or whose programs were detached: compare the flags, \
-             and look at its log.",
+            "A host in the network of this node sends from an address of the mesh: of a pod, of a node of another \
+             location, in `--subnet`, or in what another location or a VPN peer offers. Capture with `tcpdump -eni \
+             DEV src ADDRESS` for its link-layer address; a machine that has one of the latter needs a longer \
+             route on the nodes. Or the sender is a node with another `--encapsulate`, or `--tunnel none`, or one \
+             whose programs were detached: compare the flags, and look at its log.",
     }
 }
 

@@ -336,7 +336,7 @@ pub const CONFIG_GATEWAY: u32 = 256;
 pub const CONFIG_RELAY: u32 = 512;
 
 /// `Config::flags`: every node of the location sends to others in an outer header alone (`--encapsulate=always`): what
-/// comes without one from an address of the mesh is forged.
+/// comes without one from and to addresses of the mesh is forged.
 pub const CONFIG_ENCAPSULATED: u32 = 1024;
 
 /// `SignalKey::flags`: that node may lead this one, so an ANNOUNCE of it is obeyed; of another location's

@@ -461,20 +461,19 @@ fn an_uplink_whose_egress_takes_no_program_is_open_until_it_does() {
 fn a_qdisc_without_a_hook_on_the_way_out_is_named_and_left_alone() {
     isolated("a_qdisc_without_a_hook_on_the_way_out_is_named_and_left_alone", || async {
         let mut world = World::new().await;
-        sh("tc qdisc add dev eth1 ingress");
         world.dataplane = Dataplane::open_with(world.fs.path(), false, AttachMode::Clsact).unwrap();
-        let applied = world.apply().await;
-        assert_eq!(applied.open, BTreeSet::from([index("eth1")]));
-        assert!(
-            applied.failed[0].to_string().contains("tc qdisc delete dev eth1 ingress"),
-            "{:?}",
-            applied.failed
-        );
-        assert!(sh("tc qdisc show dev eth1").contains("qdisc ingress"));
-        assert!(
-            sh("tc filter show dev eth1 ingress").is_empty(),
-            "nothing of ours runs where it does not belong"
-        );
+        sh("tc qdisc add dev eth1 ingress; tc qdisc add dev kilo-vxlan ingress");
+        for _ in 0..2 {
+            let applied = world.apply().await;
+            assert_eq!((applied.open, applied.reattached), (BTreeSet::from([index("eth1")]), 0));
+            let [failed] = &applied.failed[..] else { panic!("{:?}", applied.failed) };
+            assert!(failed.to_string().contains("tc qdisc delete dev eth1 ingress"), "{failed}");
+            let filters = sh("tc filter show dev eth1 ingress");
+            assert!(filters.contains("lan_ingress") && !filters.contains("uplink_egress"), "{filters}");
+            assert!(sh("tc filter show dev kilo-vxlan ingress").contains("tunnel_ingress"));
+            assert!(world.dataplane.is_attached(&world.net).await.unwrap());
+        }
+        assert!(sh("tc qdisc show dev eth1").contains("qdisc ingress"), "it is somebody's");
         sh("tc qdisc delete dev eth1 ingress");
         let applied = world.apply().await;
         assert!(applied.open.is_empty() && applied.failed.is_empty(), "{:?}", applied.failed);

@@ -448,6 +448,14 @@ fn what_comes_in_clear_is_forged_only_where_all_nodes_encapsulate() {
         let plan =
             plan_with(&nodes, "node-003", &settings(Granularity::Location, encapsulate), Facts::default());
         assert_eq!(plan.tables.arrives_in_clear(packet), wanted, "{encapsulate:?}");
+        let alone =
+            plan_with(&nodes, "node-002", &settings(Granularity::Location, encapsulate), Facts::default());
+        let to_alone = Packet { dst: address("10.42.2.7"), ..packet };
+        assert_eq!(
+            alone.tables.arrives_in_clear(to_alone),
+            Err(DropReason::ArrivedInClear),
+            "{encapsulate:?}"
+        );
         let from_outside = Packet { src: address("10.1.1.77"), ..packet };
         assert_eq!(plan.tables.arrives_in_clear(from_outside), Ok(()), "{encapsulate:?}");
     }

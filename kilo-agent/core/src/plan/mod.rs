@@ -159,9 +159,10 @@ impl<'a> Own<'a> {
     }
 
     /// Whether no node of the location sends to another without outer header, as far as the flags say, which all nodes
-    /// share: by subnet each node decides by the length of its own address.
+    /// share: by subnet each node decides by the length of its own address. In a location of one node there is no other.
     fn all_encapsulate(&self, settings: &Settings) -> bool {
-        settings.tunnel != Tunnel::None && matches!(settings.encapsulate, Encapsulate::Always)
+        let always = settings.tunnel != Tunnel::None && matches!(settings.encapsulate, Encapsulate::Always);
+        always || self.others().next().is_none()
     }
 
     /// Whether packets to another node of the location get an outer header

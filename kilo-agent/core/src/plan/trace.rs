@@ -295,7 +295,6 @@ impl Tracer<'_> {
             }
             None => self.trace.at("source", format!("no prefix contains {src}: no node may send from it")),
         }
-        let is_assumed = sender.is_none();
         let sender = sender.or_else(|| {
             let nodes = &self.tables.node;
             let owns = |(addr, node): (&IpAddr, &kilo_common::maps::NodeValue)| {
@@ -329,12 +328,6 @@ impl Tracer<'_> {
             None => "no node of the location",
         };
         self.trace.at("sender", format!("encapsulated by {sender}: {known}"));
-        if is_assumed && let Err(reason) = self.tables.arrives_in_clear(self.packet()) {
-            self.trace.at(
-                "lan_ingress",
-                format!("without an outer header it would be dropped: {}", reason.label()),
-            );
-        }
         self.destination();
         let verdict = self.tables.steered(sender, &self.question.sized);
         self.conclude("lan_ingress", verdict)

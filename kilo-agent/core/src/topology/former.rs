@@ -53,11 +53,11 @@ impl Former {
     pub fn gone(&mut self, node: Arc<Node>, now: Instant) {
         let node = self.without.remove(&node.name).unwrap_or(node);
         let entry = self.gone.entry((node.name.clone(), node.pod_cidrs.clone()));
-        let (known, since) = entry.or_insert_with(|| (Arc::clone(&node), now));
-        *since = now;
-        // It had left the mesh before its object went: what it had there counts.
+        // One without a key had left the mesh before its object went: what it had there counts, and since then.
         if node.key.is_some() {
-            *known = node;
+            entry.insert_entry((node, now));
+        } else {
+            entry.or_insert((node, now));
         }
     }
 
@@ -133,7 +133,7 @@ mod tests {
         let keys: Vec<_> = former.nodes(start).map(|node| node.key.is_some()).collect();
         assert_eq!(keys, [true], "as it was before");
         former.gone(without, start + KEPT);
-        let keys: Vec<_> = former.nodes(start + KEPT).map(|node| node.key.is_some()).collect();
+        let keys: Vec<_> = former.gone_before(start + KEPT).map(|node| node.key.is_some()).collect();
         assert_eq!(keys, [true], "then its object goes");
     }
 

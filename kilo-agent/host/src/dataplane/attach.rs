@@ -188,7 +188,6 @@ impl Attachments {
     /// Whether [`Self::apply`] may have to attach clsact filters.
     pub fn may_be_filters(&self) -> bool {
         self.mode != AttachMode::Tcx
-            && (self.attached.is_empty() || self.attached.values().any(|how| *how == How::Clsact))
     }
 
     /// True while every program attached is still on its hook. Reads only.
@@ -290,6 +289,10 @@ impl Attachments {
         let interface =
             place.interface().ok_or_else(|| place.error(io::Error::from_raw_os_error(nix::libc::ENODEV)))?;
         let pin = self.links.join(place.pin());
+        let has_no_hook = place.egress && present.ingress_qdiscs.contains(&place.ifindex);
+        if has_no_hook && self.mode == AttachMode::Clsact {
+            return Err(DataplaneError::NoEgressHook { interface });
+        }
         if self.mode != AttachMode::Clsact {
             match attach_tcx(program, &pin, place, &interface) {
                 Ok(()) => {
@@ -304,6 +307,7 @@ impl Attachments {
                 Err(error) if self.mode == AttachMode::Tcx || place.interface().is_none() => {
                     return Err(place.error(error));
                 }
+                Err(_) if has_no_hook => return Err(DataplaneError::NoEgressHook { interface }),
                 Err(error) if place.has_tcx()? => tracing::warn!(
                     interface,
                     program = place.program,
@@ -316,9 +320,6 @@ impl Attachments {
                     "this kernel has no TCX (Linux 6.6 and later have); attaching this program as a clsact filter"
                 ),
             }
-        }
-        if present.ingress_qdiscs.contains(&place.ifindex) {
-            return Err(DataplaneError::NoEgressHook { interface });
         }
         attach_clsact(program, place, &interface)?;
         // The link of an agent that had TCX.

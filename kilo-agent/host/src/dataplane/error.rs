@@ -65,9 +65,9 @@ pub enum DataplaneError {
     },
     /// Somebody's qdisc is in the place of clsact.
     #[error(
-        "interface {interface} has a qdisc of the kind ingress, which has no hook for what leaves, and this kernel has \
-         no TCX (Linux 6.6 and later have): move its filters to clsact (`tc qdisc delete dev {interface} ingress; tc \
-         qdisc add dev {interface} clsact`, and add them there again)"
+        "interface {interface} has a qdisc of the kind ingress, which has no hook for what leaves, and programs are \
+         attached as filters here (Linux 6.6 and later have TCX): remove it (`tc qdisc delete dev {interface} ingress`); \
+         kg then adds clsact, which takes its filters, too"
     )]
     NoEgressHook {
         /// Interface name.

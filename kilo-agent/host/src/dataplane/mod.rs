@@ -229,9 +229,11 @@ impl Dataplane {
             self.programs.ask_again();
         }
         self.layer3.clone_from(interfaces.layer3);
-        let filters = net.bpf_filters(self.attachments.of_interest()).await?;
+        let mut filters = net.bpf_filters(self.attachments.of_interest()).await?;
         let ingress_qdiscs =
             if self.attachments.may_be_filters() { net.ingress_qdiscs().await? } else { BTreeSet::new() };
+        // Such a qdisc shows its filters on both hooks.
+        filters.retain(|filter| !filter.egress || !ingress_qdiscs.contains(&filter.ifindex));
         let present = attach::Present { filters, ingress_qdiscs };
         let applied = self.attachments.apply(&mut self.programs, interfaces, &present)?;
         load::remove_other_layouts(&self.directory)?;

@@ -104,19 +104,21 @@ pub(super) fn in_clear(lab: &mut Lab) -> Result<String> {
     let leader = lab.network.node("a1")?;
     let private = private_v4(leader)?;
     set_rp_filter(leader, 2)?;
-    let mut dropped = Vec::new();
-    for (source, target) in [("a2", "a1"), ("b1", "a2"), ("a3", "b2")] {
+    let through_leader = |(source, target): (&str, &str)| {
         let (source, target) = (lab.network.node(source)?, lab.network.node(target)?);
         let pod = target.pod_ip();
         let packet = inner(source.pod_ip(), pod);
         lab.network.router.sh(&format!("ip route add {pod}/32 via {private}"))?;
-        dropped.push(none_arrives(target, || {
+        let sent = none_arrives(target, || {
             send(&lab.network.router, (BARE, pod), packet, leader, "arrived_in_clear")
-        }));
+        });
         lab.network.router.sh(&format!("ip route delete {pod}/32"))?;
-    }
+        sent
+    };
+    let dropped =
+        [("a2", "a1"), ("b1", "a2"), ("a3", "b2")].into_iter().map(through_leader).sum::<Result<u64>>();
     set_rp_filter(leader, 1)?;
-    let dropped: u64 = dropped.into_iter().sum::<Result<_>>()?;
+    let dropped = dropped?;
     Ok(format!("{} packets, {dropped} dropped as arrived_in_clear", 3 * ABUSES))
 }
 
