@@ -194,7 +194,10 @@ impl Decisions<'_> {
             let owner = longest(&self.0.prefix, address);
             owner.is_some_and(|owner| owner.flags & PREFIX_NEVER_CLEAR != 0)
         };
-        self.0.config.flags & CONFIG_ENCAPSULATED != 0 && is_closed(src) && is_closed(dst)
+        self.0.config.flags & CONFIG_ENCAPSULATED != 0
+            && !self.0.is_private(dst)
+            && is_closed(src)
+            && is_closed(dst)
     }
 
     /// `lan_ingress` for a packet without outer header; `None`: left to the stack.

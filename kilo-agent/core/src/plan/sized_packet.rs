@@ -80,6 +80,9 @@ impl Tables {
     /// # Errors
     /// `ArrivedInClear`.
     pub fn arrives_in_clear(&self, packet: Packet) -> Result<(), DropReason> {
+        if self.is_private(packet.dst) {
+            return Ok(());
+        }
         let prefix = |address| self.prefix(address);
         forwarding::arrives_in_clear(self.config.flags, || prefix(packet.dst), || prefix(packet.src))
     }
