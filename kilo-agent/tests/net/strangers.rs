@@ -392,14 +392,22 @@ async fn without_the_right_to_look<T>(body: impl Future<Output = T>) -> T {
     result
 }
 
+/// Whether this kernel has TCX; says that the test is skipped where it has not.
+fn has_tcx(world: &World) -> bool {
+    let mut probe = support::foreign::program(&world.fs.path().join("probe"));
+    let attached =
+        support::foreign::attach_tcx(&mut probe, "eth1", TcAttachType::Ingress, LinkOrder::last()).is_ok();
+    if !attached {
+        support::skip("TCX needs Linux 6.6");
+    }
+    attached
+}
+
 #[test]
 fn a_hook_that_cannot_be_looked_at_guards_no_device() {
     isolated("a_hook_that_cannot_be_looked_at_guards_no_device", || async {
         let mut world = World::new().await;
-        let mut probe = support::foreign::program(&world.fs.path().join("probe"));
-        if support::foreign::attach_tcx(&mut probe, "eth1", TcAttachType::Ingress, LinkOrder::last()).is_err()
-        {
-            support::skip("TCX needs Linux 6.6");
+        if !has_tcx(&world) {
             return;
         }
         assert!(world.apply().await.refused.is_none());
@@ -440,10 +448,7 @@ fn filled(world: &World, interface: &str, hook: TcAttachType) -> Vec<(SchedClass
 fn an_uplink_whose_egress_takes_no_program_is_open_until_it_does() {
     isolated("an_uplink_whose_egress_takes_no_program_is_open_until_it_does", || async {
         let mut world = World::new().await;
-        let mut probe = support::foreign::program(&world.fs.path().join("probe"));
-        if support::foreign::attach_tcx(&mut probe, "eth1", TcAttachType::Ingress, LinkOrder::last()).is_err()
-        {
-            support::skip("TCX needs Linux 6.6");
+        if !has_tcx(&world) {
             return;
         }
         world.dataplane = Dataplane::open_with(world.fs.path(), false, AttachMode::Tcx).unwrap();
@@ -485,10 +490,7 @@ fn a_qdisc_without_a_hook_on_the_way_out_is_named_and_left_alone() {
 fn a_device_that_takes_no_program_stays_down_and_one_that_lost_it_goes_down() {
     isolated("a_device_that_takes_no_program_stays_down_and_one_that_lost_it_goes_down", || async {
         let mut world = World::new().await;
-        let mut first = support::foreign::program(&world.fs.path().join("first"));
-        if support::foreign::attach_tcx(&mut first, "eth1", TcAttachType::Ingress, LinkOrder::last()).is_err()
-        {
-            support::skip("TCX needs Linux 6.6");
+        if !has_tcx(&world) {
             return;
         }
         world.dataplane = Dataplane::open_with(world.fs.path(), false, AttachMode::Tcx).unwrap();
