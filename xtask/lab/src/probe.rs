@@ -10,6 +10,7 @@ use std::{
 };
 
 use anyhow::{Context as _, Result, bail};
+use nix::sys::socket::{setsockopt, sockopt::RcvBufForce};
 use socket2::{Domain, Protocol as SocketProtocol, SockRef, Socket, Type};
 
 use super::netns::Netns;
@@ -25,6 +26,9 @@ const MARKER_EVERY: u64 = 128;
 const TCP_PAYLOAD: usize = 8_000;
 /// Payload of a UDP or ICMP probe in bytes.
 const DATAGRAM_PAYLOAD: usize = 600;
+/// Receive buffer of sockets that datagrams are counted at, in bytes: 1,000 a second must not overflow it while a busy
+/// machine leaves its reader waiting. The kernel's default holds 256 small ones.
+const ROOM: usize = 8 << 20;
 
 /// What a probe sends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -64,6 +68,7 @@ pub fn serve(netns: &Netns, address: IpAddr) -> Result<()> {
         .join()
         .map_err(|_| anyhow::anyhow!("server thread"))??
         .with_context(|| format!("UDP port {PORT} in {}", netns.name))?;
+    setsockopt(&socket, RcvBufForce, &ROOM).context("its receive buffer")?;
     std::thread::spawn(move || {
         for stream in listener.incoming().flatten() {
             std::thread::spawn(move || echo_tcp(stream));
@@ -151,7 +156,9 @@ pub fn byte_at(at: u64) -> u8 {
 /// A UDP socket of the target's family.
 pub fn any_port(target: IpAddr) -> std::io::Result<UdpSocket> {
     let any = if target.is_ipv4() { IpAddr::V4(Ipv4Addr::UNSPECIFIED) } else { Ipv6Addr::UNSPECIFIED.into() };
-    UdpSocket::bind((any, 0))
+    let socket = UdpSocket::bind((any, 0))?;
+    setsockopt(&socket, RcvBufForce, &ROOM)?;
+    Ok(socket)
 }
 
 /// The address the server saw, and what it sent back.

@@ -190,7 +190,7 @@ fn missed(goal: Goal, figures: &Figures) -> Option<String> {
     }
     let gap = figures.gap.as_millis() as u64;
     match goal {
-        Goal::Nothing => (figures.lost > 0).then(|| format!("{} datagrams were lost", figures.lost)),
+        Goal::Nothing => (figures.lost > 0).then(|| figures.said_of_lost()),
         Goal::Within(most) => (gap > most).then(|| format!("{gap} ms without an answer instead of {most}")),
         Goal::Heals | Goal::HealsAnew => None,
     }

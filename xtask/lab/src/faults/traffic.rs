@@ -27,6 +27,9 @@ const STRAGGLERS: Duration = Duration::from_millis(700);
 /// 83 s, which is Kilo's longest, it tries 102 s after the first loss, or half as late again.
 const RESENT: Duration = Duration::from_secs(240);
 
+/// So many rows of lost datagrams are printed.
+const SAID: usize = 8;
+
 /// What was lost.
 #[derive(Clone, Debug)]
 pub struct Figures {
@@ -42,6 +45,20 @@ pub struct Figures {
     pub stall: Duration,
     /// Why the TCP connection ended, if it did.
     pub broken: Option<String>,
+}
+
+impl Figures {
+    /// How many datagrams were lost, of how many, and where in the stream.
+    pub fn said_of_lost(&self) -> String {
+        let holes: Vec<_> = self
+            .holes
+            .iter()
+            .take(SAID)
+            .map(|(first, length)| format!("{length} from number {first}"))
+            .collect();
+        let more = if self.holes.len() > SAID { " and more" } else { "" };
+        format!("{} datagrams of {} were lost ({}{more})", self.lost, self.sent, holes.join(", "))
+    }
 }
 
 /// Datagrams and a TCP connection to one target, each on a thread of its own, until they are stopped.
