@@ -44,14 +44,18 @@ pub enum OnKernel {
     Tests,
     /// Of the tests those of masquerading, of GSO packets and of random packets.
     Packets,
+    /// Of the tests those of what a node receives: from kilo0, signals of failover, what it relays.
+    Receiving,
     /// The other tests.
     OtherTests,
     /// Labs alone.
     Labs,
 }
 
-/// Tests of [`OnKernel::Packets`]: nearly half of what the oldest kernel has to do.
+/// Tests of [`OnKernel::Packets`].
 const PACKETS: [&str; 4] = ["bpf::agreement", "bpf::gso", "bpf::masquerade", "bpf::masquerade_both"];
+/// Tests of [`OnKernel::Receiving`].
+const RECEIVING: [&str; 3] = ["bpf::receive", "bpf::relay", "bpf::signals"];
 
 impl OnKernel {
     /// Whether tests of this module run.
@@ -59,7 +63,8 @@ impl OnKernel {
         match self {
             Self::All | Self::Tests => true,
             Self::Packets => PACKETS.contains(&module),
-            Self::OtherTests => !PACKETS.contains(&module),
+            Self::Receiving => RECEIVING.contains(&module),
+            Self::OtherTests => !PACKETS.contains(&module) && !RECEIVING.contains(&module),
             Self::Labs => false,
         }
     }
@@ -79,15 +84,16 @@ pub enum Long {
     Vm(Kernel, OnKernel),
 }
 
-/// In the order in which they take turns. The oldest kernel has most to do: each half of its tests and its
+/// In the order in which they take turns. The oldest kernel has most to do: each third of its tests and its
 /// lab have a turn.
-const TURNS: [Long; 6] = [
+const TURNS: [Long; 7] = [
     Long::Vm(Kernel::Tcx, OnKernel::All),
     Long::Soak,
     Long::Vm(Kernel::Oldest, OnKernel::Packets),
     Long::Vm(Kernel::Newest, OnKernel::All),
     Long::Vm(Kernel::Oldest, OnKernel::OtherTests),
     Long::Vm(Kernel::Oldest, OnKernel::Labs),
+    Long::Vm(Kernel::Oldest, OnKernel::Receiving),
 ];
 
 impl Long {
@@ -126,14 +132,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_long_part_has_its_turn_with_a_sixth_of_the_commits() {
+    fn every_long_part_has_its_turn_with_a_seventh_of_the_commits() {
         let mut turns = std::collections::BTreeMap::new();
         for number in 0..1_000_u32 {
             let hash = format!("{:08x}", number.wrapping_mul(2_654_435_761));
             *turns.entry(of_commit(&hash)).or_insert(0) += 1;
         }
         assert_eq!(turns.len(), TURNS.len());
-        assert!(turns.values().all(|count| (120..210).contains(count)), "{turns:?}");
+        assert!(turns.values().all(|count| (100..190).contains(count)), "{turns:?}");
         assert_eq!(of_commit("not a hash"), TURNS[0]);
         assert_eq!(TURNS[4].label(), "vm --kernel 6.1 --only other-tests");
     }
@@ -146,7 +152,7 @@ mod tests {
                 _ => None,
             })
         };
-        for module in ["bpf::masquerade", "bpf::gso", "bpf::attach", "net::strangers"] {
+        for module in ["bpf::masquerade", "bpf::gso", "bpf::relay", "bpf::attach", "net::strangers"] {
             assert_eq!(turns().filter(|what| what.has_tests(module)).count(), 1, "{module}");
         }
         assert_eq!(turns().filter(|what| what.has_labs()).count(), 1);
