@@ -11,6 +11,11 @@ const DIRECTORY: &str = "chart/kilo";
 const HEADER: &str =
     "{{- /* Made by `cargo xtask manifests` from the template of the manifests; do not edit. */}}\n";
 
+/// Of every pod that the chart makes.
+const PULL_SECRETS: &str = include_str!("chart/pull-secrets.tpl");
+/// In the webhook's pod: behind this line.
+const WEBHOOKS_ACCOUNT: &str = "      serviceAccountName: kilo-peer-validation\n";
+
 /// What an API server has to serve for own-node.yaml.
 const POLICY: &str = "admissionregistration.k8s.io/v1/ValidatingAdmissionPolicy";
 
@@ -38,6 +43,7 @@ pub fn files(sources: &Sources<'_>) -> Result<BTreeMap<String, String>> {
     // A cluster that does not know the kind gets everything else.
     let policy = format!("and .Values.ownNode.enabled (.Capabilities.APIVersions.Has \"{POLICY}\")");
     ensure!(!validation.contains("{{"), "peer-validation.yaml holds a Helm action");
+    ensure!(validation.contains(WEBHOOKS_ACCOUNT), "peer-validation.yaml has another account");
     ensure!(!rule.contains("{{"), "prometheusrule.yaml holds a Helm action");
     ensure!(!own_node.contains("{{"), "own-node.yaml holds a Helm action");
     let chart = format!(
@@ -50,7 +56,11 @@ pub fn files(sources: &Sources<'_>) -> Result<BTreeMap<String, String>> {
         ("Chart.yaml", chart),
         ("crds/crds.yaml", crds.to_owned()),
         ("templates/kilo.yaml", HEADER.to_owned() + &translate(kilo)?),
-        ("templates/peer-validation.yaml", optional("webhook", validation)),
+        (
+            "templates/peer-validation.yaml",
+            optional("webhook", validation)
+                .replace(WEBHOOKS_ACCOUNT, &format!("{WEBHOOKS_ACCOUNT}{PULL_SECRETS}")),
+        ),
         ("templates/page-access.yaml", optional("pageToken", page_access)),
         ("templates/own-node.yaml", optional_if(&policy, own_node)),
         ("templates/slices.yaml", optional("slices", slices)),
@@ -67,6 +77,10 @@ fn fragment(name: &str) -> Result<&'static str> {
         "args" => include_str!("chart/args.tpl"),
         "resources" => include_str!("chart/resources.tpl"),
         "seccomp" => include_str!("chart/seccomp.tpl"),
+        "pull-secrets" => PULL_SECRETS,
+        "forward-rules-capability" => include_str!("chart/forward-rules-capability.tpl"),
+        "forward-rules-mount" => include_str!("chart/forward-rules-mount.tpl"),
+        "forward-rules-volume" => include_str!("chart/forward-rules-volume.tpl"),
         other => bail!("nothing is known to put in the place of `helm: {other}`"),
     })
 }

@@ -217,6 +217,11 @@ fn the_charts_policy_names_the_releases_account_where_the_api_server_knows_polic
     // Only kube-system has the ConfigMap that kubeadm's clusters name their API server in.
     let refused = chart_with(&helm, &values, &["--namespace=mesh", served]).unwrap_err();
     assert!(refused.contains("install this chart with --namespace kube-system"), "{refused}");
+    // The webhook's own namespace refuses pods of the host's network.
+    let webhook = ["platform=k3s", "webhook.enabled=true"];
+    let refused = chart_with(&helm, &webhook, &["--namespace=kilo"]).unwrap_err();
+    assert!(refused.contains("install this chart in another namespace"), "{refused}");
+    chart_with(&helm, &webhook[..1], &["--namespace=kilo"]).unwrap();
     let made = chart_with(&helm, &["platform=k3s", values[0]], &["--namespace=mesh", served]).unwrap();
     let condition = &made[&policy]["spec"]["matchConditions"][0]["expression"];
     assert_eq!(condition, "request.userInfo.username == 'system:serviceaccount:mesh:kilo'");
@@ -252,18 +257,20 @@ fn the_chart_makes_what_the_single_files_say() {
         "prometheusRule.enabled=true",
         "pageToken.enabled=true",
         "slices.enabled=true",
+        "forwardRules.enabled=true",
         "seccompProfile=RuntimeDefault",
     ];
     wanted.extend(manifest("components/page-access/rbac.yaml"));
     add_argument(&mut wanted, "--page-access=token");
     wanted.extend(manifest("slices.yaml"));
     add_argument(&mut wanted, "--slices=auto");
+    forward_rules(&mut wanted);
     confine(&mut wanted);
     let made = chart(&helm, &values).unwrap();
     assert_same(
         &made,
         &wanted,
-        "webhook, PodMonitor, PrometheusRule, tokens for the page, slices and seccomp",
+        "webhook, PodMonitor, PrometheusRule, tokens for the page, slices, forward rules and seccomp",
     );
 }
 
@@ -297,6 +304,17 @@ fn the_charts_values_reach_the_agent_and_wrong_ones_are_refused() {
         "--service-cidr=10.96.0.0/12",
     ] {
         assert!(args.contains(&wanted), "{wanted} is not among {args:?}");
+    }
+    let made =
+        chart(&helm, &["imagePullSecrets[0].name=r", "wireguard=container", "webhook.enabled=true"]).unwrap();
+    let specs: Vec<_> = made
+        .values()
+        .map(|object| &object["spec"]["template"]["spec"])
+        .filter(|spec| !spec.is_null())
+        .collect();
+    assert_eq!(specs.len(), 3, "the agent, WireGuard and the webhook");
+    for spec in specs {
+        assert_eq!(spec["imagePullSecrets"][0]["name"], "r");
     }
     let digest = format!("image.digest=sha256:{}", "0".repeat(64));
     let made = chart(&helm, &[&digest]).unwrap();

@@ -19,6 +19,9 @@
 {{- if .Values.slices.enabled }}
             - --slices=auto
 {{- end }}
+{{- if .Values.forwardRules.enabled }}
+            - --iptables-forward-rules
+{{- end }}
 {{- range .Values.extraArgs }}
             - {{ . | quote }}
 {{- end }}

@@ -1,0 +1,4 @@
+{{- if .Values.forwardRules.enabled }}
+            - name: xtables-lock
+              mountPath: /run/xtables.lock
+{{- end }}
