@@ -21,6 +21,9 @@ const OTHER_ARCHITECTURE: [&str; 4] = [
     "does not match the specified platform",
 ];
 
+/// Reasons of the kubelet that every start passes through.
+const MAKING: [&str; 2] = ["ContainerCreating", "PodInitializing"];
+
 /// The agents' pods, of one node or of all: in all namespaces, or in that of the manifests for who
 /// may not look into others.
 pub async fn list(client: &Client, node: Option<&str>) -> Result<Vec<Pod>, kube::Error> {
@@ -102,12 +105,23 @@ pub fn node_of(pod: &Pod) -> Option<&str> {
     pod.spec.as_ref()?.node_name.as_deref()
 }
 
-/// Why a pod's agent does not run, as far as its status says; `None` when its containers run.
+/// Why a pod's agent does not run, as far as its status says; `None` when its containers run, or one of its init
+/// containers does.
 pub fn why_not_running(pod: &Pod) -> Option<String> {
     let status = pod.status.as_ref()?;
-    let containers = [&status.init_container_statuses, &status.container_statuses];
-    let reason = containers.into_iter().flatten().flatten().find_map(why_stopped)?;
+    let containers =
+        || [&status.init_container_statuses, &status.container_statuses].into_iter().flatten().flatten();
     let name = pod.metadata.name.as_deref().unwrap_or_default();
+    let Some(reason) = containers().find_map(why_stopped) else {
+        let namespace = pod.metadata.namespace.as_deref().unwrap_or(NAMESPACE);
+        // What the kubelet waits for, a volume for example, is in its Events alone.
+        return containers().next().is_some_and(is_being_made).then(|| {
+            format!(
+                "pod {name}: its containers are being created; `kubectl --namespace {namespace} describe pod {name}` \
+                 says what they wait for"
+            )
+        });
+    };
     let mut text = format!("pod {name}: {reason}");
     if OTHER_ARCHITECTURE.iter().any(|words| text.contains(words)) {
         text += "; the image is of another architecture than the node: name one that is built for both \
@@ -116,14 +130,19 @@ pub fn why_not_running(pod: &Pod) -> Option<String> {
     Some(text)
 }
 
+/// Whether the kubelet has not come to starting it: it waits for volumes or the sandbox.
+fn is_being_made(container: &ContainerStatus) -> bool {
+    let waiting = container.state.as_ref().and_then(|state| state.waiting.as_ref());
+    waiting.and_then(|waiting| waiting.reason.as_deref()).is_some_and(|reason| MAKING.contains(&reason))
+}
+
 fn why_stopped(container: &ContainerStatus) -> Option<String> {
     let state = container.state.as_ref()?;
     let said = last_words(state).or_else(|| last_words(container.last_state.as_ref()?));
     let reason = match (&state.waiting, &state.terminated) {
         (Some(waiting), _) => {
             let reason = waiting.reason.clone().unwrap_or_default();
-            // Every start passes through these.
-            if ["ContainerCreating", "PodInitializing"].contains(&reason.as_str()) && said.is_none() {
+            if MAKING.contains(&reason.as_str()) && said.is_none() {
                 return None;
             }
             match said.or_else(|| waiting.message.clone()) {
@@ -204,14 +223,28 @@ mod tests {
     }
 
     #[test]
-    fn what_kg_said_last_is_shown_and_a_pod_that_runs_or_starts_is_not_blamed() {
+    fn what_kg_said_last_is_shown_and_a_pod_that_runs_is_not_blamed() {
         let ended = json!({ "terminated": { "exitCode": 1, "message": "INFO start\nkg: forbidden; apply the ClusterRole\n" } });
         let text = why(&json!({ "containerStatuses": [container("kilo", &ended, &json!({}))] })).unwrap();
         assert_eq!(text, "pod kilo-x: container kilo: kg: forbidden; apply the ClusterRole");
         let runs = json!({ "running": {} });
         assert_eq!(why(&json!({ "containerStatuses": [container("kilo", &runs, &ended)] })), None);
-        let starts = json!({ "waiting": { "reason": "ContainerCreating" } });
-        assert_eq!(why(&json!({ "containerStatuses": [container("kilo", &starts, &json!({}))] })), None);
         assert_eq!(why(&json!({})), None);
+    }
+
+    #[test]
+    fn of_containers_that_are_not_made_the_events_are_pointed_to() {
+        let starts = json!({ "waiting": { "reason": "ContainerCreating" } });
+        let text = why(&json!({ "containerStatuses": [container("kilo", &starts, &json!({}))] })).unwrap();
+        assert!(text.contains("`kubectl --namespace kube-system describe pod kilo-x`"), "{text}");
+        let waits = json!({ "waiting": { "reason": "PodInitializing" } });
+        let after = |init: &Value| {
+            why(&json!({
+                "initContainerStatuses": [container("install-cni", init, &json!({}))],
+                "containerStatuses": [container("kilo", &waits, &json!({}))],
+            }))
+        };
+        assert_eq!(after(&json!({ "running": {} })), None);
+        assert!(after(&waits).is_some());
     }
 }
