@@ -1,7 +1,7 @@
 # kg and kgctl, for amd64 and arm64:
 #   docker buildx build --platform linux/amd64,linux/arm64 -t kilo-ebpf/kilo:0.1.0 .
 # Without a registry or an engine, from this file: cargo xtask image
-# Compilers run on the machine's own architecture; only the last stage installs
+# Compilers run on the machine's own architecture; only the stage `root` installs
 # packages under emulation.
 # Paths are those of Kilo's image, so that DaemonSets written for it work:
 # /opt/bin/kg is the entry point, /opt/cni/bin holds the CNI plugins.
