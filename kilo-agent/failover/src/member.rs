@@ -1,10 +1,10 @@
 //! What every node does: it watches the way through its leader, slowly, asks
 //! gateways to adopt it when that is silent, and is a witness when asked.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
 
 use crate::{
-    Far, MS, Micros, NodeId, Output, Params, Rule, Signal, Turn, Way,
+    Far, MS, Micros, NodeId, Note, Output, Params, Rule, SEC, Signal, Turn, Way,
     gateway::Sender,
     probes::{LOSSY, RoundTrip, Row},
     signal::{Body, Kind, Verdict},
@@ -33,6 +33,8 @@ pub struct Member {
     /// Until when the leader's way is taken for overloaded: it has lost some probes, and not all.
     lossy_until: Micros,
     bursts: Vec<Burst>,
+    /// Questions of each gateway, and when they came first.
+    questions: BTreeMap<NodeId, VecDeque<(u32, Micros)>>,
 }
 
 /// Where a member is, for one step.
@@ -59,6 +61,10 @@ impl Member {
     const APART: Micros = 20 * MS;
     /// Most questions of one gateway that a witness answers at a time: each costs two probes and a verdict.
     const MOST_BURSTS: usize = 2;
+    /// Questions of one gateway that are remembered, so that recorded ones do not take the place of new ones.
+    const REMEMBERED: usize = 256;
+    /// A gateway repeats a question within this time.
+    const REPEATS: Micros = SEC;
     /// Between two gateways that are asked.
     const NEXT_GATEWAY: Micros = 150 * MS;
     /// After so many tries every second one says how long the whole silence has lasted: a gateway that has
@@ -76,6 +82,7 @@ impl Member {
             silent_since: None,
             lossy_until: 0,
             bursts: Vec::new(),
+            questions: BTreeMap::new(),
         }
     }
 
@@ -185,11 +192,10 @@ impl Member {
         if !view.gateways.contains(&question.sender) {
             return;
         }
-        let of_asker = self.bursts.iter().filter(|burst| burst.asker == question.sender);
-        if of_asker.clone().any(|burst| burst.question.body == question.body) {
+        if !self.is_new(question.sender, id, view, turn) {
             return;
         }
-        let open = of_asker.count();
+        let open = self.bursts.iter().filter(|burst| burst.asker == question.sender).count();
         if view.word.1 != question.nonce || view.sender.me == question.nonce {
             let verdict = Body::Witness { id, verdict: Verdict::Elsewhere };
             let signal = view.sender.signal(Kind::Verdict, question.nonce, view.word.0, verdict);
@@ -208,6 +214,24 @@ impl Member {
         }
         let end = turn.now + Self::APART + patience;
         self.bursts.push(Burst { asker: question.sender, question, nonces, works: false, end });
+    }
+
+    /// Returns whether a question comes for the first time, and remembers it. Its id was drawn at random, so a question
+    /// that comes again later than its sender repeats it was recorded by somebody.
+    fn is_new(&mut self, asker: NodeId, id: u32, view: &MemberView<'_>, turn: &mut Turn<'_>) -> bool {
+        self.questions.retain(|gateway, _| view.gateways.contains(gateway));
+        let known = self.questions.entry(asker).or_default();
+        if let Some((_, at)) = known.iter().find(|(known, _)| *known == id) {
+            if at + Self::REPEATS <= turn.now {
+                turn.push(Output::Note(Note::Replayed(asker)));
+            }
+            return false;
+        }
+        if known.len() >= Self::REMEMBERED {
+            known.pop_front();
+        }
+        known.push_back((id, turn.now));
+        true
     }
 
     fn finish_bursts(&mut self, view: &MemberView<'_>, turn: &mut Turn<'_>) {
@@ -287,5 +311,23 @@ mod tests {
         // Each of those is answered twice, and then others are again.
         assert_eq!(asked.turn(500 * MS, None).len(), 8);
         assert_eq!(asked.turn(500 * MS, Some((2, 20))).len(), 2);
+    }
+
+    #[test]
+    fn a_recorded_question_takes_no_new_ones_place() {
+        let mut asked = Asked { member: Member::new(0), cookies: BTreeMap::new() };
+        let recorded = [1, 2, 3].map(|id| (2, id));
+        let mut now = 0;
+        for question in recorded {
+            now += SEC;
+            assert_eq!(asked.turn(now, Some(question)).len(), 2);
+            assert_eq!(asked.turn(now + 10 * MS, Some(question)), [], "sent twice, so that one is not lost");
+            asked.turn(now + 500 * MS, None);
+        }
+        now += SEC;
+        for question in recorded {
+            assert_eq!(asked.turn(now, Some(question)), [Output::Note(Note::Replayed(2))]);
+        }
+        assert_eq!(asked.turn(now, Some((2, 4))).len(), 2, "a new one");
     }
 }
