@@ -113,7 +113,7 @@ counted! {
         /// Steered packet whose outer header is a fragment.
         OuterFragment = 40 => "outer_fragment",
             "A link between the nodes carries less than the MTU their interfaces have: set --mtu, or repair \
-             the MTU of the private interfaces.",
+             the MTU of the private interfaces. On a relay the path from one end of a pair does: set --mtu there.",
         /// The kernel refused to add or remove the outer header.
         Encapsulation = 41 => "encapsulation",
             "The kernel had no room for the outer header, mostly of packets that already carry a pod's own \
@@ -178,9 +178,9 @@ counted! {
              --reason forged_signal` shows the source and interface.",
         /// Signal that the agent has no room for: it does not read, or is sent more answers to probes than it asked for.
         SignalRingFull = 51 => "signal_ring_full",
-            "Signals are repeated, and answers to probes leave half of the room to them. If it grows: the agent of this node \
-             stands still or lacks CPU (`kgctl status`), or somebody sends answers to probes that were never \
-             sent: `kgctl monitor --reason signal_ring_full` shows from where.",
+            "Signals and relays' messages are repeated, and answers to probes leave half of the room to signals. If it \
+             grows: the agent of this node stands still or lacks CPU (`kgctl status`), or somebody sends answers to \
+             probes that were never sent: `kgctl monitor --reason signal_ring_full` shows from where.",
         /// Signal from a node that this one shares no key with, or of a kind that has no place here.
         UnknownSignal = 61 => "unknown_signal",
             "A node that has just joined, or become a gateway, is known within a second. Otherwise: `kgctl monitor \

@@ -5,11 +5,18 @@ use super::Port;
 /// Nanoseconds of the rate that a port may send at once, after it has sent nothing for as long: what TCP sends in a
 /// round trip across continents, and what queues of routers hold.
 const BURST: u64 = 100_000_000;
+/// Bytes of the largest packet: with a small rate one of them passes all the same, or a sender of GSO packets would
+/// never get one through.
+const LARGEST: u64 = 65_536;
+/// Nanoseconds in which every rate earns that.
+const LONG: u64 = 1_000_000_000;
 /// Nanoseconds of one megabit a second that make a byte.
 const OF_A_BYTE: u64 = 8_000;
+const _: () = assert!(LONG / OF_A_BYTE >= LARGEST);
 
 /// What a port may still send. It is reckoned where it does not suffice, once in a tick of the kernel's clock; all other
-/// packets only take from it. So a pause and a burst that began before it ended may pass twice [`BURST`].
+/// packets only take from it. So a pause and a burst that began before it ended may pass twice what may be sent at once:
+/// [`BURST`], or [`LARGEST`] where that is more.
 /// Of two CPUs at a time one may be forgotten, which lets a packet more pass.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -44,8 +51,9 @@ impl Budget {
     #[inline(always)]
     fn reckon(&mut self, rate: u64, now: u64) {
         let passed = now.saturating_sub(self.at);
-        let earned = if passed < BURST { passed } else { BURST } * rate / OF_A_BYTE;
-        let (left, most) = (self.left + earned, BURST * rate / OF_A_BYTE);
+        let left = self.left + if passed < LONG { passed } else { LONG } * rate / OF_A_BYTE;
+        let burst = BURST * rate / OF_A_BYTE;
+        let most = if burst < LARGEST { LARGEST } else { burst };
         self.left = if left < most { left } else { most };
         self.at = now;
     }
@@ -89,6 +97,14 @@ mod tests {
         // 20 of 10 Mbit/s for ten seconds: 12.5 MB, and 125 kB of a burst.
         let got = passed(&port(10), 1250, 500_000, 10 * SECOND);
         assert!((12_500_000..=12_500_000 + 125_000 + 2 * 1250).contains(&got), "{got}");
+    }
+
+    #[test]
+    fn the_largest_packet_passes_the_smallest_rate_after_a_pause() {
+        let (mut budget, port) = (Budget::default(), port(1));
+        let passed = [0, 1, 500, 530, 1_060]
+            .map(|millis| budget.spend(65_535, &port, millis + 1, || START + millis * (SECOND / 1_000)));
+        assert_eq!(passed, [true, false, false, true, true]);
     }
 
     #[test]
@@ -138,7 +154,7 @@ mod tests {
     }
 
     proptest! {
-        /// Whatever is sent when: no more passes than the rate of the time, and one burst.
+        /// Whatever is sent when: no more passes than the rate of the time, and one burst or largest packet.
         #[test]
         fn no_more_than_the_rate_and_a_burst_passes(
             rate in 1..2_000u16, sent in proptest::collection::vec((1..65_536u32, 0..50_000_000u64), 1..200),
@@ -150,7 +166,7 @@ mod tests {
                 if budget.spend(bytes, &port(rate), tick, || tick * TICK) {
                     passed += u64::from(bytes);
                 }
-                let may = (at - START + TICK + BURST) * u64::from(rate) / OF_A_BYTE;
+                let may = (at - START + TICK + BURST) * u64::from(rate) / OF_A_BYTE + LARGEST;
                 prop_assert!(passed <= may, "{} of {}", passed, may);
             }
         }

@@ -291,8 +291,9 @@ fn hear(ctx: &TcContext, ends: &[[u64; 2]; 2], ports: &[u16; 2], start: usize) -
     relay::authentic(&raw, sender.key)?;
     // SAFETY: a helper without arguments.
     sender.hear(&raw, || (unsafe { bpf_ktime_get_coarse_ns() } / 1_000_000_000) as u32)?;
-    // A full ring: messages are repeated.
-    let Some(mut entry) = RELAY_HEARD.reserve_untyped::<Heard>(0) else { return Ok(Act::END) };
+    let Some(mut entry) = RELAY_HEARD.reserve_untyped::<Heard>(0) else {
+        return Err(DropReason::SignalRingFull);
+    };
     let record: *mut Heard = entry.as_mut_ptr();
     // SAFETY: the entry is ours until it is submitted, and the helper writes no more than there is room for.
     let copied = unsafe {

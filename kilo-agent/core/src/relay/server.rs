@@ -179,6 +179,7 @@ impl Server {
         }
         let is_gone = |end: &End| end.missing.is_some_and(|at| now.saturating_duration_since(at) >= MISSING);
         self.pairs.retain(|_, pair| !pair.ends.iter().any(is_gone));
+        self.latest.keep(is_there);
     }
 
     /// Forgets the pair that has this port, which another process has taken.
