@@ -24,6 +24,8 @@ pub struct Sum<'a> {
     pub longest: u64,
     lost: u64,
     switches: u64,
+    /// Wall time of the longest run, s.
+    seconds: u64,
     failed: Vec<&'a str>,
 }
 
@@ -48,6 +50,7 @@ fn sum<'a>(case: &'a Case, in_kernel: bool, runs: &'a [Run]) -> Option<Sum<'a>> 
         longest: part(&gaps, 100),
         lost: most(|run| run.lost),
         switches: most(|run| run.switches),
+        seconds: most(|run| run.seconds as u64),
         failed: of_case.iter().filter_map(|run| run.problem.as_deref()).collect(),
     })
 }
@@ -56,6 +59,19 @@ impl Sum<'_> {
     /// Whether 95 of 100 runs took longer than they may; one alone says nothing of that.
     fn is_late(&self) -> bool {
         self.runs > 1 && self.case.p95.is_some_and(|most| self.p95 > most)
+    }
+
+    /// How many runs there are; of one alone also how long it took, since `--for` may have made it longer.
+    fn said_of_runs(&self) -> String {
+        match self.runs {
+            1 if self.seconds >= 300 => format!("1, of {} min", self.seconds / 60),
+            runs => runs.to_string(),
+        }
+    }
+
+    /// What 95 of 100 runs do not exceed; of one run nothing can be said.
+    fn said_of_p95(&self) -> String {
+        if self.runs > 1 { self.p95.to_string() } else { "–".to_owned() }
     }
 
     /// Why they are not what is accepted.
@@ -112,7 +128,8 @@ fn table(runs: &[Run]) -> String {
             .to_owned();
     let mut short = String::new();
     for sum in sums(runs) {
-        let Sum { case, runs, median, p95, longest, lost, switches, .. } = &sum;
+        let Sum { case, median, longest, lost, switches, .. } = &sum;
+        let (runs, p95) = (sum.said_of_runs(), sum.said_of_p95());
         let line = if case.line == UNLISTED { "–".to_owned() } else { case.line.to_string() };
         let (accepted, state) = (case.accepted(), sum.state());
         let _ = writeln!(
@@ -151,8 +168,13 @@ pub fn of_line(runs: &[Run], line: u8) -> Vec<String> {
         let of_case: Vec<_> =
             [false, true].into_iter().filter_map(|in_kernel| sum(case, in_kernel, runs)).collect();
         let figures = of_case.iter().map(|sum| {
-            let Sum { runs, p95, .. } = sum;
-            format!("`{}`{}: {runs} runs, p95 {p95} ms, {}", case.id, sum.wireguard(), sum.state())
+            let Sum { runs, p95, longest, .. } = sum;
+            let said = if *runs > 1 {
+                format!("{runs} runs, p95 {p95} ms")
+            } else {
+                format!("one run, {longest} ms at most")
+            };
+            format!("`{}`{}: {said}, {}", case.id, sum.wireguard(), sum.state())
         });
         let none = of_case.is_empty().then(|| format!("`{}`: not run", case.id));
         let all: Vec<_> = none.into_iter().chain(figures).collect();
@@ -198,6 +220,14 @@ mod tests {
     }
 
     #[test]
+    fn one_run_has_no_p95_and_says_how_long_it_was() {
+        let mut runs = power_off(&[150]);
+        assert!(table(&runs).contains("(`power-off`) | 1 | 150 | – | 150 |"));
+        runs[0].seconds = 3_630.0;
+        assert!(table(&runs).contains("(`power-off`) | 1, of 60 min | 150 | – | 150 |"));
+    }
+
+    #[test]
     fn wireguard_of_a_kernel_has_a_row_of_its_own() {
         let mut runs = power_off(&[150, 170]);
         runs[1].kernel = "6.12.95".to_owned();
@@ -206,7 +236,7 @@ mod tests {
         assert!(text.contains("(`power-off`), WireGuard of Linux 6.12.95 | 1 | 170 |"), "{text}");
         let shown = of_line(&runs, 17);
         assert!(
-            shown[1].ends_with("`power-off`, WireGuard of Linux 6.12.95: 1 runs, p95 170 ms, ok"),
+            shown[1].ends_with("`power-off`, WireGuard of Linux 6.12.95: one run, 170 ms at most, ok"),
             "{shown:?}"
         );
     }
