@@ -33,7 +33,7 @@ pub struct Member {
     /// Until when the leader's way is taken for overloaded: it has lost some probes, and not all.
     lossy_until: Micros,
     bursts: Vec<Burst>,
-    /// Questions of each gateway, and when they came first.
+    /// Questions of each gateway that were taken, and when they came first.
     questions: BTreeMap<NodeId, VecDeque<(u32, Micros)>>,
 }
 
@@ -107,7 +107,11 @@ impl Member {
     pub fn discard(&mut self) {
         self.row.clear();
         self.silent_since = None;
-        self.bursts.clear();
+        for Burst { asker, question, .. } in self.bursts.drain(..) {
+            let Body::Question { id, .. } = question.body else { continue };
+            // Not answered, so its second copy is as good as a first one.
+            self.questions.entry(asker).or_default().retain(|(known, _)| *known != id);
+        }
     }
 
     /// Takes the answer to a probe; returns whether it was one of these.
@@ -192,11 +196,13 @@ impl Member {
         if !view.gateways.contains(&question.sender) {
             return;
         }
-        if !self.is_new(question.sender, id, view, turn) {
+        self.questions.retain(|gateway, _| view.gateways.contains(gateway));
+        if !self.is_new(question.sender, id, turn) {
             return;
         }
         let open = self.bursts.iter().filter(|burst| burst.asker == question.sender).count();
         if view.word.1 != question.nonce || view.sender.me == question.nonce {
+            self.remember(question.sender, id, turn.now);
             let verdict = Body::Witness { id, verdict: Verdict::Elsewhere };
             let signal = view.sender.signal(Kind::Verdict, question.nonce, view.word.0, verdict);
             turn.push(Output::Lan(question.sender, signal));
@@ -213,25 +219,26 @@ impl Member {
             turn.after(i as u64 * Self::APART, Output::Probe { nonce, way: Way::Path(*far) });
         }
         let end = turn.now + Self::APART + patience;
+        self.remember(question.sender, id, turn.now);
         self.bursts.push(Burst { asker: question.sender, question, nonces, works: false, end });
     }
 
-    /// Returns whether a question comes for the first time, and remembers it. Its id was drawn at random, so a question
-    /// that comes again later than its sender repeats it was recorded by somebody.
-    fn is_new(&mut self, asker: NodeId, id: u32, view: &MemberView<'_>, turn: &mut Turn<'_>) -> bool {
-        self.questions.retain(|gateway, _| view.gateways.contains(gateway));
-        let known = self.questions.entry(asker).or_default();
-        if let Some((_, at)) = known.iter().find(|(known, _)| *known == id) {
-            if at + Self::REPEATS <= turn.now {
-                turn.push(Output::Note(Note::Replayed(asker)));
-            }
-            return false;
+    /// Returns whether a question was not taken before. Its id was drawn at random, so a question that comes again later
+    /// than its sender repeats it was recorded by somebody.
+    fn is_new(&self, asker: NodeId, id: u32, turn: &mut Turn<'_>) -> bool {
+        let known = self.questions.get(&asker).into_iter().flatten().find(|(known, _)| *known == id);
+        if known.is_some_and(|(_, at)| at + Self::REPEATS <= turn.now) {
+            turn.push(Output::Note(Note::Replayed(asker)));
         }
+        known.is_none()
+    }
+
+    fn remember(&mut self, asker: NodeId, id: u32, now: Micros) {
+        let known = self.questions.entry(asker).or_default();
         if known.len() >= Self::REMEMBERED {
             known.pop_front();
         }
-        known.push_back((id, turn.now));
-        true
+        known.push_back((id, now));
     }
 
     fn finish_bursts(&mut self, view: &MemberView<'_>, turn: &mut Turn<'_>) {
@@ -329,5 +336,25 @@ mod tests {
             assert_eq!(asked.turn(now, Some(question)), [Output::Note(Note::Replayed(2))]);
         }
         assert_eq!(asked.turn(now, Some((2, 4))).len(), 2, "a new one");
+    }
+
+    #[test]
+    fn a_question_whose_answer_was_given_up_is_taken_when_it_comes_again() {
+        let mut asked = Asked { member: Member::new(0), cookies: BTreeMap::new() };
+        assert_eq!(asked.turn(1_000, Some((2, 1))).len(), 2);
+        asked.member.discard();
+        assert_eq!(asked.turn(11_000, Some((2, 1))).len(), 2);
+    }
+
+    #[test]
+    fn the_oldest_questions_are_forgotten() {
+        let mut asked = Asked { member: Member::new(0), cookies: BTreeMap::new() };
+        for id in 0..300 {
+            asked.turn(u64::from(id) * SEC, Some((2, id)));
+            asked.turn(u64::from(id) * SEC + SEC / 2, None);
+        }
+        assert_eq!(asked.member.questions[&2].len(), Member::REMEMBERED);
+        assert_eq!(asked.turn(300 * SEC, Some((2, 299))), [Output::Note(Note::Replayed(2))]);
+        assert_eq!(asked.turn(300 * SEC, Some((2, 0))).len(), 2);
     }
 }
