@@ -176,7 +176,8 @@ counted! {
             "A node that has changed its key within the last seconds; else a host on the network of the \
              nodes forges signals, or on kilo0 a gateway of another location speaks for another: `kgctl monitor \
              --reason forged_signal` shows the source and interface.",
-        /// Signal that the agent has no room for: it does not read, or is sent more answers to probes than it asked for.
+        /// Signal or relay's message that the agent has no room for: it does not read, or is sent more answers to probes than it
+        /// asked for.
         SignalRingFull = 51 => "signal_ring_full",
             "Signals and relays' messages are repeated, and answers to probes leave half of the room to signals. If it \
              grows: the agent of this node stands still or lacks CPU (`kgctl status`), or somebody sends answers to \

@@ -117,8 +117,8 @@ pub fn why_not_running(pod: &Pod) -> Option<String> {
         // What the kubelet waits for, a volume for example, is in its Events alone.
         return containers().next().is_some_and(is_being_made).then(|| {
             format!(
-                "pod {name}: its containers are being created; `kubectl --namespace {namespace} describe pod {name}` \
-                 says what they wait for"
+                "pod {name}: its containers are being created; if that lasts, `kubectl --namespace {namespace} describe \
+                 pod {name}` says what they wait for"
             )
         });
     };

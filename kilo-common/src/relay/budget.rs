@@ -1,13 +1,14 @@
 //! How much a bound end may send through its port: a rate, and room for a burst.
 
 use super::Port;
+use crate::packet::{ETHERNET_LEN, IPV6_LEN};
 
 /// Nanoseconds of the rate that a port may send at once, after it has sent nothing for as long: what TCP sends in a
 /// round trip across continents, and what queues of routers hold.
 const BURST: u64 = 100_000_000;
-/// Bytes of the largest packet: with a small rate one of them passes all the same, or a sender of GSO packets would
-/// never get one through.
-const LARGEST: u64 = 65_536;
+/// Bytes of the largest frame, an IPv6 packet's: with a small rate one of them passes all the same, or a sender of GSO
+/// packets would never get one through.
+const LARGEST: u64 = (65_535 + IPV6_LEN + ETHERNET_LEN) as u64;
 /// Nanoseconds in which every rate earns that.
 const LONG: u64 = 1_000_000_000;
 /// Nanoseconds of one megabit a second that make a byte.
@@ -102,8 +103,9 @@ mod tests {
     #[test]
     fn the_largest_packet_passes_the_smallest_rate_after_a_pause() {
         let (mut budget, port) = (Budget::default(), port(1));
-        let passed = [0, 1, 500, 530, 1_060]
-            .map(|millis| budget.spend(65_535, &port, millis + 1, || START + millis * (SECOND / 1_000)));
+        let passed = [0, 1, 500, 530, 1_060].map(|millis| {
+            budget.spend(LARGEST as u32, &port, millis + 1, || START + millis * (SECOND / 1_000))
+        });
         assert_eq!(passed, [true, false, false, true, true]);
     }
 
@@ -154,7 +156,7 @@ mod tests {
     }
 
     proptest! {
-        /// Whatever is sent when: no more passes than the rate of the time, and one burst or largest packet.
+        /// Whatever is sent when: no more passes than the rate of the time, and one burst, or a packet of the largest size.
         #[test]
         fn no_more_than_the_rate_and_a_burst_passes(
             rate in 1..2_000u16, sent in proptest::collection::vec((1..65_536u32, 0..50_000_000u64), 1..200),
@@ -166,7 +168,8 @@ mod tests {
                 if budget.spend(bytes, &port(rate), tick, || tick * TICK) {
                     passed += u64::from(bytes);
                 }
-                let may = (at - START + TICK + BURST) * u64::from(rate) / OF_A_BYTE + LARGEST;
+                let burst = (BURST * u64::from(rate) / OF_A_BYTE).max(LARGEST);
+                let may = (at - START + TICK) * u64::from(rate) / OF_A_BYTE + burst;
                 prop_assert!(passed <= may, "{} of {}", passed, may);
             }
         }

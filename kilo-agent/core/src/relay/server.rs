@@ -179,7 +179,9 @@ impl Server {
         }
         let is_gone = |end: &End| end.missing.is_some_and(|at| now.saturating_duration_since(at) >= MISSING);
         self.pairs.retain(|_, pair| !pair.ends.iter().any(is_gone));
-        self.latest.keep(is_there);
+        let pairs = &self.pairs;
+        // A recorded ASK must not count as the latest of a pair that is kept for a while.
+        self.latest.keep(|id| is_there(id) || pairs.keys().any(|(one, other)| [*one, *other].contains(&id)));
     }
 
     /// Forgets the pair that has this port, which another process has taken.
