@@ -21,8 +21,6 @@ fn flap(
     mut breaks: impl FnMut(&mut Lab, u32) -> Result<()>,
     mut mends: impl FnMut(&mut Lab, u32) -> Result<()>,
 ) -> Result<Broken> {
-    // While a host boots, tunnels to it lose some probes and not all.
-    lab.caused(&[OVERLOADED]);
     let began = Instant::now();
     for time in 0..TIMES {
         let until =
@@ -36,6 +34,8 @@ fn flap(
 }
 
 pub(super) fn power(lab: &mut Lab) -> Result<Broken> {
+    // While a host boots, tunnels to it lose some probes and not all.
+    lab.caused(&[OVERLOADED]);
     flap(lab, |lab, _| breaking::cut_power(lab, LEADER), |lab, _| breaking::boot(lab, LEADER))
 }
 
