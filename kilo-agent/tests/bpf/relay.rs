@@ -242,6 +242,7 @@ fn so_it_is_over_ipv6() {
 fn each_end_has_its_rate(is_v6: bool) {
     const LENGTH: usize = 1200;
     const BURST: usize = 65_535 + 40 + 14;
+    const PACKETS: usize = 500;
     let Some(mut bench) = Bench::of(&pair_on_a_link(is_v6, 1)) else { return };
     let frame = 14 + offsets(is_v6).2 + 8 + LENGTH;
     let mut arrives = |from, to| match is_v6 {
@@ -250,15 +251,16 @@ fn each_end_has_its_rate(is_v6: bool) {
     };
     for (from, to) in [((X, X_PORT), FOR_X), ((Y, Y_PORT), FOR_Y)] {
         let started = std::time::Instant::now();
-        let ran: Vec<_> = (0..200).map(|_| arrives(from, to)).collect();
+        let ran: Vec<_> = (0..PACKETS).map(|_| arrives(from, to)).collect();
         let took = started.elapsed();
         let count = |reason| ran.iter().filter(|ran| ran.counted == [reason]).count();
-        assert_eq!(count("relay") + count("relay_limit"), 200);
+        assert_eq!(count("relay") + count("relay_limit"), PACKETS);
         // The clock ticks each 10 ms at least.
         let most = BURST + 125 * (usize::try_from(took.as_millis()).unwrap() + 20);
         let passed = frame * count("relay");
         assert!((BURST - frame..=most).contains(&passed), "{passed} of {most} in {took:?}");
-        assert!(count("relay_limit") > 0, "in {took:?}");
+        // An emulated machine may send so slowly that its rate suffices.
+        assert!(count("relay_limit") > 0 || frame * PACKETS <= most, "in {took:?}");
         crate::wait::pace(std::time::Duration::from_millis(60));
         assert_eq!(arrives(from, to).counted, ["relay"], "after a while the rate is there again");
     }
