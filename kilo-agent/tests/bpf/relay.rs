@@ -237,8 +237,8 @@ fn so_it_is_over_ipv6() {
     isolated("so_it_is_over_ipv6", || async { each_end_has_its_rate(true) });
 }
 
-/// 1 Mbit/s: a burst of the largest packet, and 125 bytes a millisecond. One end's packets take the fast path, the other's the
-/// kernel's, which knows no neighbour there.
+/// 1 Mbit/s: a burst of the largest packet, and 125 bytes a millisecond. One end's packets take the fast path, the
+/// other's the kernel's, which knows no neighbour there.
 fn each_end_has_its_rate(is_v6: bool) {
     const LENGTH: usize = 1200;
     const BURST: usize = 65_535 + 40 + 14;
