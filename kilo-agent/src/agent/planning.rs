@@ -60,7 +60,7 @@ impl<B: Backend> Agent<B> {
         let resolved = self.resolver.resolve(mesh).await;
         self.relays.resolves(&resolved);
         let seen = seen_endpoints.peers_at_own_places().collect();
-        let listens = self.options.relay == Relay::Auto && relay::is_offered(whole);
+        let listens = self.options.relay == Relay::Auto && relay::is_wanted(whole);
         let relays = self.relays.inputs(listens, seen_endpoints.peers_at_relays());
         let signal_keys = self.derive_signal_keys(whole);
         let plan = plan::host_plan(&Inputs {

@@ -92,8 +92,8 @@ impl<B: Backend> Agent<B> {
         own
     }
 
-    /// Where others may try this node by IPv6 besides its endpoint: only where relays are offered such places are tried,
-    /// and those of gateways alone. It is the source of what WireGuard sends, so that answers to that pass firewalls.
+    /// Where others may try this node by IPv6 besides its endpoint: only where gateways may need other ways such places are
+    /// tried, and those of gateways alone. It is the source of what WireGuard sends, so that answers to that pass firewalls.
     fn ipv6_endpoint(&self, own: &Node, mesh: &Mesh, links: &[Link]) -> Option<SocketAddrV6> {
         let is_ipv6 = own.endpoint.as_ref().and_then(Endpoint::ip).is_some_and(|ip| ip.is_ipv6());
         if self.options.relay == Relay::Off || is_ipv6 || !concerns_relays(own, mesh) {
@@ -147,9 +147,9 @@ impl<B: Backend> Agent<B> {
     }
 }
 
-/// Whether relays are offered, and this node may be an end of a pair.
+/// Whether gateways may need other ways than their endpoints, and this node is one.
 fn concerns_relays(own: &Node, mesh: &Mesh) -> bool {
-    relay::is_offered(mesh) && is_gateway(mesh, &own.name)
+    relay::is_wanted(mesh) && is_gateway(mesh, &own.name)
 }
 
 /// Whether this node may carry its location's packets.

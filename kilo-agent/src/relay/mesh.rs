@@ -7,6 +7,7 @@ use std::{
 };
 
 use kilo_core::{
+    addresses::is_reached_from_anywhere,
     objects::Snapshot,
     relay::{NodeId, RelayPlaces, Seen},
     signal_id,
@@ -78,8 +79,8 @@ pub struct FarGateways {
     pub is_gateway: bool,
     /// It offers to relay.
     pub offers: bool,
-    /// Any gateway offers to.
-    pub is_offered: bool,
+    /// The mesh has gateways that may need other ways: [`super::is_wanted`].
+    pub is_wanted: bool,
     /// Other nodes see this one at another endpoint than it publishes.
     pub is_behind_nat: bool,
 }
@@ -95,12 +96,11 @@ impl FarGateways {
         let near = own_location.map(|at| gateways(mesh, at)).unwrap_or_default();
         let me = near.iter().find(|(node, _)| node.name == own.name);
         (found.is_gateway, found.offers) = (me.is_some(), me.is_some_and(|(node, _)| node.relay));
-        found.is_offered = near.iter().any(|(node, _)| node.relay);
+        found.is_wanted = super::is_wanted(mesh);
         let is_idle = me.is_some_and(|(_, carries)| !carries);
         // No tunnel leads to a gateway of the own location.
         let far = (0..mesh.segments.len()).filter(|at| Some(*at) != own_location);
         for (node, carries) in far.flat_map(|at| gateways(mesh, at)) {
-            found.is_offered |= node.relay;
             let Some(key) = node.key else { continue };
             let (id, peer) = (signal_id::node(&key), peers.get(&key).cloned().unwrap_or_default());
             found.nodes.insert(id, (key, node.name.clone()));
@@ -131,6 +131,20 @@ impl FarGateways {
     }
 }
 
+/// Whether a node may be out of reach at its endpoint: it has keepalives, which keep a NAT open, and either the address is
+/// private and no annotation asks for it, or another node sees it (`seen`) somewhere that it does not name.
+pub fn may_need_another_way(node: &Node, seen: &BTreeMap<PublicKey, Vec<SocketAddr>>) -> bool {
+    if node.persistent_keepalive == 0 {
+        return false;
+    }
+    let Some(endpoint) = &node.endpoint else { return true };
+    let Some(ip) = endpoint.ip() else { return false };
+    let (at, places) = (SocketAddr::new(ip, endpoint.port), places(node, None));
+    let is_elsewhere = |seen: &SocketAddr| *seen != at && !places.contains(seen);
+    let is_private = !node.endpoint_forced && !is_reached_from_anywhere(ip);
+    is_private || node.key.and_then(|key| seen.get(&key)).is_some_and(|seen| seen.iter().any(is_elsewhere))
+}
+
 fn published(relays: &Relays, node: &Node) -> Option<SocketAddr> {
     relays.address(node.endpoint.as_ref()?)
 }
@@ -157,6 +171,8 @@ fn places(node: &Node, seen: Option<&BTreeSet<SocketAddr>>) -> Vec<SocketAddr> {
 
 #[cfg(test)]
 mod tests {
+    use std::net::SocketAddrV6;
+
     use kilo_core::{
         objects::CheckedIn,
         settings::Granularity,
@@ -237,10 +253,10 @@ mod tests {
             };
             let mut names: Vec<_> = far.seen.iter().map(name).collect();
             names.sort_unstable();
-            (names.join(" "), far.is_gateway, far.offers, far.is_offered)
+            (names.join(" "), far.is_gateway, far.offers, far.is_wanted)
         };
         assert_eq!(of(&mesh, 0), ("b1".to_owned(), true, false, false), "without failover");
-        assert!(!super::super::is_offered(&mesh));
+        assert!(!super::super::is_wanted(&mesh));
         let acting = Acting::default();
         mesh.gateways = mesh.segments.iter().map(|segment| acting.gateways(segment, 1)).collect();
         assert_eq!(of(&mesh, 0), ("b1 b2".to_owned(), true, false, true));
@@ -256,7 +272,54 @@ mod tests {
             "a member is none, and does not relay"
         );
         assert_eq!(of(&mesh, 4), ("(a2) a1".to_owned(), true, true, true), "a stand-by relays");
-        assert!(super::super::is_offered(&mesh));
+        assert!(super::super::is_wanted(&mesh));
+    }
+
+    #[test]
+    fn other_ways_are_wanted_where_two_locations_are_behind_nats() {
+        let node = |name: &str, endpoint: &str, keepalive: u32| Node {
+            name: name.to_owned(),
+            key: Some(PublicKey([name.as_bytes()[0]; 32])),
+            location: name.to_owned(),
+            endpoint: endpoint.parse().ok(),
+            internal_ip: "10.0.0.1/24".parse().ok(),
+            persistent_keepalive: keepalive,
+            ..Node::default()
+        };
+        let is_wanted = |nodes: [Node; 3]| {
+            let nodes = nodes.map(Arc::new);
+            let subnet = "10.4.0.0/16".parse().unwrap();
+            super::super::is_wanted(&Mesh::default().next(
+                &nodes,
+                &BTreeMap::new(),
+                Granularity::Location,
+                subnet,
+            ))
+        };
+        let cloud = || node("z", "192.0.2.3:51820", 0);
+        let home = |name| node(name, "192.168.1.2:51820", 25);
+        assert!(is_wanted([home("a"), home("b"), cloud()]));
+        assert!(!is_wanted([home("a"), node("b", "192.0.2.2:51820", 25), cloud()]), "one of them alone");
+        // Private networks that reach each other need no keepalives.
+        let office = |name| node(name, "192.168.1.2:51820", 0);
+        assert!(!is_wanted([office("a"), office("b"), office("c")]));
+        let forced = |name| Node { endpoint_forced: true, ..home(name) };
+        assert!(!is_wanted([forced("a"), forced("b"), cloud()]));
+        // Where it is seen counts for more than what it says.
+        let says_public = |name| node(name, "192.0.2.7:51820", 25);
+        let sees = |at: &str| {
+            let key = |name: u8| PublicKey([name; 32]);
+            let at = at.parse().unwrap();
+            Node { discovered_endpoints: [(key(b'a'), at), (key(b'b'), at)].into(), ..cloud() }
+        };
+        assert!(is_wanted([says_public("a"), says_public("b"), sees("203.0.113.9:40001")]));
+        assert!(!is_wanted([says_public("a"), says_public("b"), sees("192.0.2.7:51820")]));
+        // Also in the view of one that reaches the other by IPv6, which that publishes, and is therefore first to see it.
+        let key = |name: u8| PublicKey([name; 32]);
+        let v6: SocketAddrV6 = "[2001:db8::7]:51820".parse().unwrap();
+        let both = |name| Node { ipv6_endpoint: Some(v6), ..says_public(name) };
+        let reaches = Node { discovered_endpoints: [(key(b'b'), v6.into())].into(), ..both("a") };
+        assert!(is_wanted([reaches, both("b"), sees("203.0.113.9:40001")]));
     }
 
     #[test]

@@ -18,7 +18,7 @@ use std::{
 
 use kilo_core::{
     relay::{EndpointOverride, RelayInputs},
-    topology::Mesh,
+    topology::{Mesh, Node},
     wireguard::{Endpoint, EndpointHost, key::PublicKey},
 };
 use kilo_host::dataplane::{
@@ -125,9 +125,22 @@ impl Relays {
     }
 }
 
-/// Whether any gateway of the mesh offers to relay.
-pub fn is_offered(mesh: &Mesh) -> bool {
-    (0..mesh.segments.len()).any(|index| mesh::gateways(mesh, index).iter().any(|(node, _)| node.relay))
+/// Whether gateways may need another way than the endpoints that they publish: one offers to relay for such, or those of two
+/// locations may be out of reach. All agents find the same, but for the moment in which one knows more than the others: it
+/// follows from what nodes publish alone.
+pub fn is_wanted(mesh: &Mesh) -> bool {
+    let of_each = || (0..mesh.segments.len()).map(|index| mesh::gateways(mesh, index));
+    if of_each().flatten().any(|(node, _)| node.relay) {
+        return true;
+    }
+    let mut seen: BTreeMap<PublicKey, Vec<SocketAddr>> = BTreeMap::new();
+    for (key, at) in mesh.sightings() {
+        seen.entry(key).or_default().push(at);
+    }
+    let may_need = |gateways: &Vec<(&Node, bool)>| {
+        gateways.iter().any(|(node, _)| mesh::may_need_another_way(node, &seen))
+    };
+    of_each().filter(may_need).take(2).count() == 2
 }
 
 /// What a node's annotation `relay` has come to.

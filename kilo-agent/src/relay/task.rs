@@ -187,7 +187,7 @@ impl Task {
 
     /// Whether there is anything to do.
     fn is_on(&self) -> bool {
-        self.context.relay == settings::Relay::Auto && self.far.is_gateway && self.far.is_offered
+        self.context.relay == settings::Relay::Auto && self.far.is_gateway && self.far.is_wanted
     }
 
     async fn turn(&mut self) {

@@ -429,6 +429,22 @@ fn a_message_that_is_repeated_leaves_room_for_others() {
 }
 
 #[test]
+fn a_full_ring_is_counted_and_hears_again_when_it_was_read() {
+    isolated("a_full_ring_is_counted_and_hears_again_when_it_was_read", || async {
+        forwards();
+        let Some(mut bench) = Bench::of(&pair()) else { return };
+        let hear = |bench: &mut Bench, sequence| {
+            let later = Message { sequence, ..message(Kind::Try) };
+            bench.arrives((STRANGER, 7), WIREGUARD, &later.write(Key(KEY))).counted
+        };
+        let room = (0..2_000).position(|number| hear(&mut bench, 10 + number) == ["signal_ring_full"]);
+        assert!(room.is_some_and(|room| room > 100), "{room:?} messages had room");
+        assert_eq!(bench.heard().await.len(), room.unwrap());
+        assert_eq!(hear(&mut bench, 5_000), ["hear"]);
+    });
+}
+
+#[test]
 fn messages_over_ipv6_are_heard_where_they_are_this_hosts() {
     isolated("messages_over_ipv6_are_heard_where_they_are_this_hosts", || async {
         forwards();

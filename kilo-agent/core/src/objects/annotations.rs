@@ -176,8 +176,8 @@ pub const ANNOTATIONS: &[Annotation] = &[
         name: "kilo.squat.ai/ipv6-endpoint",
         writer: Writer::Agent(Lifetime::Node, |own| own.ipv6_endpoint.map(|endpoint| endpoint.to_string())),
         example: "`[2001:db8::11]:51820`",
-        meaning: "where the node can also be reached by IPv6: others try it when they do not reach its endpoint \
-                  ([more](nat.md#relays)); leaders and stand-bys publish it while any of them offers to relay",
+        meaning: "where the node can also be reached by IPv6: others try it when they do not reach its endpoint; \
+                  leaders and stand-bys publish it where [other ways are looked for](nat.md#without-a-relay)",
         remedy: AGENT,
         read: |value, node| node.node.ipv6_endpoint = value.public_v6(),
     },
@@ -186,7 +186,8 @@ pub const ANNOTATIONS: &[Annotation] = &[
         writer: Writer::Agent(Lifetime::Node, |own| own.relay_off.then(|| "true".to_owned())),
         example: "`true`",
         meaning: "the agent runs with `--relay=off`: others neither relay for the node nor reach it through a relay \
-                  ([more](nat.md#relays)); leaders and stand-bys publish it while any of them offers to relay",
+                  ([more](nat.md#relays)); leaders and stand-bys publish it where [other ways are looked \
+                  for](nat.md#without-a-relay)",
         remedy: AGENT,
         read: |value, node| node.node.relay_off = value.parse().unwrap_or(false),
     },

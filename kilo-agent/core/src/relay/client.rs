@@ -9,7 +9,8 @@ use std::{
 use kilo_common::relay::{Kind, Message, START, is_port};
 
 use super::{
-    DIRECT_EVERY, DIRECT_SELDOM, LASTS, NodeId, Output, PREPARE, SILENT, SILENT_SESSION, Seen, TRY, Way,
+    DIRECT_EVERY, DIRECT_SELDOM, LASTS, NodeId, Output, PREPARE, SILENT, SILENT_SESSION, Seen, TRY,
+    TRY_SELDOM, Way,
     fresh::{self, Latest},
     lease::Lease,
     leases::Leases,
@@ -22,6 +23,8 @@ const MOST_PLACES: usize = 8;
 /// How long a round of direct tries lasts, and between two tries of it.
 const ROUND: Duration = Duration::from_millis(1500);
 const STEP: Duration = Duration::from_millis(200);
+/// Between two rounds where an end has been silent for long.
+const PAUSE: Duration = Duration::from_secs(30);
 /// So many answers in one round show that a direct way is good enough to leave a relay for it, and, without a relay, to
 /// begin with it.
 const ENOUGH: u32 = 3;
@@ -520,8 +523,11 @@ impl Pair {
         let is_due = match self.by {
             Some(_) => self.next_round.is_some_and(|next| now >= next),
             None => {
-                self.silence(turn.seen, now) >= TRY
-                    && self.last_round.is_none_or(|last| now.saturating_duration_since(last) >= 2 * ROUND)
+                let silence = self.silence(turn.seen, now);
+                let pause = if silence < TRY_SELDOM { 2 * ROUND } else { PAUSE };
+                silence >= if turn.seen.is_fresh() { PREPARE } else { TRY }
+                    && !turn.seen.refuses
+                    && self.last_round.is_none_or(|last| now.saturating_duration_since(last) >= pause)
             }
         };
         if self.round.is_none() && is_due {

@@ -33,10 +33,14 @@ pub type NodeId = u64;
 pub const PREPARE: Duration = Duration::from_secs(8);
 /// After this long it uses one: three attempts of WireGuard, the last one of which has had 3 s.
 pub const SILENT: Duration = Duration::from_secs(13);
-/// The same where a session is there, which WireGuard gives up 15 s after it has heard nothing.
-pub const SILENT_SESSION: Duration = Duration::from_secs(28);
-/// After this long an end is tried at every place where it might be.
+/// The same for a session that was established. WireGuard answers data within 10 s, by a keepalive if by nothing else
+/// (KEEPALIVE_TIMEOUT of `drivers/net/wireguard/messages.h`), so that more than that is needed to call it silent.
+pub const SILENT_SESSION: Duration = Duration::from_secs(17);
+/// After this long an end is tried at every place where it might be; that of an established session when a relay is asked
+/// for, because for 10 s it may only have had nothing to answer.
 pub const TRY: Duration = Duration::from_secs(3);
+/// After this long without an answer it is tried less often: nothing may answer there for days.
+pub const TRY_SELDOM: Duration = Duration::from_secs(120);
 /// How often a relayed pair is tried directly.
 pub const DIRECT_EVERY: Duration = Duration::from_secs(60);
 /// The longest time between two such tries, where direct ways do not last.

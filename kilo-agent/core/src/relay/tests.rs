@@ -42,6 +42,20 @@ proptest! {
     }
 
     #[test]
+    fn an_established_session_whose_way_breaks_is_relayed_within_20_s(seed: u64, drops in 0u8..20) {
+        let mut world = World::new(seed);
+        world.direct = true;
+        world.connects(seconds(20));
+        world.run(seconds(30));
+        (world.direct, world.drops) = (false, f64::from(drops) / 100.0);
+        world.begin_to_measure();
+        world.run(seconds(20));
+        prop_assert!(matches!((world.way(X), world.way(Y)), (Some(Way::Relayed(_)), Some(Way::Relayed(_)))));
+        world.run(seconds(1));
+        prop_assert!(world.gap > seconds(10) && world.gap <= seconds(20), "{:?}", world.gap);
+    }
+
+    #[test]
     fn another_relay_takes_over_within_2_s(seed: u64) {
         let mut world = World::new(seed);
         world.connects(seconds(20));
@@ -202,6 +216,34 @@ fn a_direct_way_is_taken_before_a_relay_is_needed() {
     let took = world.connects(seconds(20));
     assert!(took < seconds(11), "{took:?}");
     assert_eq!((world.way(X), world.forwarded), (Some(Way::Punched), 0));
+}
+
+#[test]
+fn a_flow_that_is_not_answered_but_by_keepalives_asks_for_nothing() {
+    let (mut client, start) = (Client::new(X), Instant::now());
+    let relay = Seen {
+        id: Z[0],
+        handshake_age: Some(Duration::ZERO),
+        endpoint: Some(place(Z[0])),
+        relays: true,
+        ..Seen::default()
+    };
+    let mut outputs = Vec::new();
+    for second in 0..120 {
+        let other = Seen {
+            id: Y,
+            handshake_age: Some(seconds(second)),
+            sent: 148_000 * second,
+            received: 92 + 32 * (second / 10),
+            endpoint: Some(place(Y)),
+            places: vec![place(Y)],
+            ..Seen::default()
+        };
+        let now = start + seconds(second);
+        client.see(vec![other, relay.clone()], true, true, now);
+        outputs.extend(client.turn(now, 1, &mut || 4));
+    }
+    assert_eq!(outputs, []);
 }
 
 #[test]

@@ -91,6 +91,11 @@ struct NodeIndex {
 }
 
 impl Mesh {
+    /// Every place at which a node of the mesh sees another one; a key may be seen at several.
+    pub fn sightings(&self) -> impl Iterator<Item = (PublicKey, SocketAddr)> {
+        self.segments.iter().flat_map(|segment| segment.discovered.iter().copied())
+    }
+
     /// Computes the mesh of `nodes`, all of which are ready.
     pub fn new<'a>(
         nodes: impl IntoIterator<Item = &'a Node>,

@@ -198,8 +198,8 @@ pub struct Flags {
     /// Use the private address as the WireGuard endpoint.
     #[arg(long, default_value = "false", action = clap::ArgAction::Set, num_args = 0..=1, require_equals = true, default_missing_value = "true", value_parser = parse_bool)]
     pub prioritise_private_addresses: bool,
-    /// Whether locations that do not reach each other are connected through nodes annotated kilo.squat.ai/relay=true:
-    /// auto or off. A relay sees ciphertext only.
+    /// Whether agents look for another way between leaders whose endpoints do not reach each other: through the NATs of
+    /// both, by IPv6, or through nodes annotated kilo.squat.ai/relay=true, which see ciphertext only: auto or off.
     #[arg(long, default_value = "auto")]
     pub relay: Relay,
     /// Megabits a second that this node, as a relay, sends on for each end of a pair; what is more is dropped. 0: no limit.

@@ -344,3 +344,20 @@ fn invitations_bear_the_relays_own_numbers() {
     assert_eq!(invites(ahead, 0), [(Kind::Offer, ahead), (Kind::Invite, 5_000_001)]);
     assert_eq!(invites(ahead + 1, 1), [(Kind::Offer, ahead + 1), (Kind::Invite, 5_000_002)]);
 }
+
+#[test]
+fn numbers_of_a_node_are_forgotten_when_it_has_left_and_no_sooner() {
+    let now = Instant::now();
+    let mut server = bound(now);
+    let later = 10_000_000;
+    assert!(binds(&mut server, X, later, now).is_some());
+    let has_left = |id| id != X;
+    server.end_pairs_without(has_left, now);
+    let now = now + REORDERED + seconds(1);
+    assert!(binds(&mut server, X, 0, now).is_none(), "recorded: its pair is kept for a while");
+    let now = now + RESTS + seconds(1);
+    server.end_pairs_without(has_left, now);
+    assert_eq!(server.pairs(), 0);
+    // It comes back with another clock.
+    assert!(binds(&mut server, X, 0, now).is_some());
+}
