@@ -22,6 +22,7 @@ use kube::{
     Api, Client, Resource, ResourceExt as _,
     api::{ApiResource, DeleteParams, DynamicObject, ListParams, LogParams, Patch, PatchParams, PostParams},
 };
+use serde_json::json;
 
 use crate::{
     cluster::{ApiFlags, Cluster},
@@ -58,6 +59,9 @@ pub struct UninstallArgs {
     /// Image of the pods that remove everything.
     #[arg(long, default_value = IMAGE)]
     image: String,
+    /// Secret in the namespace of --namespace with which kubelets pull the image (repeatable).
+    #[arg(long = "image-pull-secret", value_name = "NAME")]
+    image_pull_secrets: Vec<String>,
     /// Namespace Kilo was installed in.
     #[arg(long, default_value = NAMESPACE)]
     namespace: String,
@@ -102,8 +106,9 @@ pub async fn run(args: &UninstallArgs) -> Result<String> {
     // The role to change Nodes is for who applies the manifest by hand: with --keep-annotations no pod asks for anything.
     let is_role = |document: &&str| document.contains("\nkind: ClusterRole");
     for document in text.split("\n---\n").skip(1).filter(|document| !is_role(document)) {
-        let object: DynamicObject =
+        let mut object: DynamicObject =
             serde_yaml_ng::from_str(document).context("failed to parse uninstall.yaml")?;
+        pull_with(&mut object, &args.image_pull_secrets);
         write(&cluster, &object).await?;
     }
     let done = wait(&cluster, &daemon_sets, args.timeout).await?;
@@ -125,6 +130,14 @@ pub async fn run(args: &UninstallArgs) -> Result<String> {
     }
     remove(&cluster, &daemon_sets, &args.namespace).await?;
     lines(&said)
+}
+
+/// Names the Secrets with which the pods of a DaemonSet are pulled; also none, where an earlier call has named some.
+fn pull_with(object: &mut DynamicObject, secrets: &[String]) {
+    if let Some(pod) = object.data.pointer_mut("/spec/template/spec") {
+        let secrets: Vec<_> = secrets.iter().map(|name| json!({ "name": name })).collect();
+        pod["imagePullSecrets"] = secrets.into();
+    }
 }
 
 /// A directory of a node, as a manifest may name it.
@@ -315,6 +328,20 @@ mod tests {
         let again = pod(&format!("state: {{waiting: {{reason: CrashLoopBackOff}}}}, lastState: {ended}"));
         assert!(report(&again).is_some());
         assert_eq!(report(&pod("state: {running: {}}")), None);
+    }
+
+    #[test]
+    fn pods_alone_are_pulled_with_a_secret_and_with_none_again() {
+        let objects = || MANIFEST.split("\n---\n").skip(1).map(|text| serde_yaml_ng::from_str(text).unwrap());
+        let named = |mut object: DynamicObject, secrets: &[&str]| {
+            let secrets: Vec<_> = secrets.iter().map(|&name| name.to_owned()).collect();
+            pull_with(&mut object, &secrets);
+            object.data.pointer("/spec/template/spec/imagePullSecrets").cloned()
+        };
+        let found: Vec<_> = objects().filter_map(|object| named(object, &["registry"])).collect();
+        assert_eq!(found, [json!([{"name": "registry"}])], "of the one DaemonSet");
+        let found: Vec<_> = objects().filter_map(|object| named(object, &[])).collect();
+        assert_eq!(found, [json!([])]);
     }
 
     #[test]
