@@ -42,6 +42,8 @@ struct Bench {
     server: ApiServer,
     client: Client,
     proxy: Counted,
+    /// The one that writes slices has its own, because it watches all Nodes.
+    writers: Counted,
     nodes: usize,
     /// Those whose backends run, the first to write first.
     agents: Vec<String>,
@@ -65,8 +67,8 @@ pub async fn measure(figures: &mut Figures) {
     let leases: Api<Lease> = Api::namespaced(client.clone(), "kube-system");
     leases.create(&PostParams::default(), &lease).await.unwrap();
     create(&client, nodes).await;
-    let proxy = Counted::start(server.port()).await;
-    let mut bench = Bench { server, client, proxy, nodes, agents: Vec::new() };
+    let (proxy, writers) = (Counted::start(server.port()).await, Counted::start(server.port()).await);
+    let mut bench = Bench { server, client, proxy, writers, nodes, agents: Vec::new() };
     bench.agents = bench.by_rank(agents).await;
 
     let (everybody, beats) = (bench.agents.clone(), Beats::start(&bench.client, nodes));
@@ -82,7 +84,7 @@ pub async fn measure(figures: &mut Figures) {
     bench.agents = everybody;
     let from = NodesFrom::Slices { namespace: "kube-system".to_owned() };
     // The first to write goes first: from then on there are slices.
-    let first = bench.backend(&bench.agents[0], &from).await;
+    let first = bench.backend(&bench.agents[0], &from, &bench.writers).await;
     let started = Instant::now();
     while !first.slices().is_some_and(|slices| slices.reads) {
         assert!(started.elapsed() < Duration::from_mins(3), "no slices: {:?}", first.slices());
@@ -156,8 +158,8 @@ impl Bench {
         names.into_iter().take(agents).map(|(_, name)| name).collect()
     }
 
-    async fn backend(&self, node: &str, from: &NodesFrom) -> KubernetesBackend {
-        let kubeconfig = self.server.kubeconfig(ADMIN, self.proxy.port);
+    async fn backend(&self, node: &str, from: &NodesFrom, by: &Counted) -> KubernetesBackend {
+        let kubeconfig = self.server.kubeconfig(ADMIN, by.port);
         let client = kubernetes::client(Some(&kubeconfig), None).await.unwrap();
         KubernetesBackend::start_from(client, Some(node), LABEL, from).await.unwrap()
     }
@@ -166,7 +168,7 @@ impl Bench {
     async fn start_all(&self, figures: &mut Figures, what: &str, from: &NodesFrom) -> Vec<KubernetesBackend> {
         let (started, received, spent) = (Instant::now(), self.proxy.received(), self.server_time());
         let starts = self.agents.iter().map(|node| async {
-            let backend = self.backend(node, from).await;
+            let backend = self.backend(node, from, &self.proxy).await;
             (backend, started.elapsed())
         });
         let (backends, times): (Vec<_>, Vec<_>) = futures::future::join_all(starts).await.into_iter().unzip();
@@ -184,18 +186,26 @@ impl Bench {
     async fn rest(&self, figures: &mut Figures, what: &str, when: &str, time: Duration) {
         tokio::time::sleep(Duration::from_secs(10)).await;
         let (received, spent, events) = (self.proxy.received(), self.server_time(), self.events().await);
-        let started = Instant::now();
+        let (written, started) = (self.writers.received(), Instant::now());
         tokio::time::sleep(time).await;
         let (seconds, agents) = (started.elapsed().as_secs_f64(), self.agents.len() as f64);
         let mut add = |name: &str, unit, value| {
             figures.add_to("slices", what, &format!("{when}: {name}"), unit, value);
         };
         add("events an agent", "/s", (self.events().await - events) / seconds / agents);
-        add(
-            "received by an agent",
-            "kB/s",
-            (self.proxy.received() - received) as f64 / seconds / agents / 1e3,
-        );
+        let rate = |after: u64, before: u64| (after - before) as f64 / seconds / 1e3;
+        let (read, written) = (rate(self.proxy.received(), received), rate(self.writers.received(), written));
+        if written > 0.0 {
+            let reader = read / (agents - 1.0);
+            add("received by an agent that reads", "kB/s", reader);
+            add("received by the one that writes", "kB/s", written);
+            // Each node has an agent, which are more than run here.
+            let nodes = self.nodes as f64;
+            let mean = (written + reader * (nodes - 1.0)) / nodes;
+            add("received by an agent, in a mesh with one on each node", "kB/s", mean);
+        } else {
+            add("received by an agent", "kB/s", read / agents);
+        }
         let spent = self.server_time() - spent;
         add("processor of the API server", "% of a core", spent.as_secs_f64() / seconds * 100.0);
     }
