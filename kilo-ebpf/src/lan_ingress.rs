@@ -244,7 +244,7 @@ fn vxlan<O: Ip, const LINK: usize>(ctx: &TcContext, outer: &O) -> Family {
 fn bare<I: Ip, const LINK: usize>(ctx: &TcContext, config: &Config, ip: &I) -> Verdict {
     let prefix = |address| I::prefix(config, address);
     // Nearly all packets are for this host; anybody may send there.
-    if !I::is_private(config, ip.dst()) {
+    if config.flags & CONFIG_ENCAPSULATED != 0 && !I::is_private(config, ip.dst()) {
         forwarding::arrives_in_clear(config.flags, || prefix(ip.dst()), || prefix(ip.src()))?;
     }
     native::<I, LINK>(ctx, config, ip)
