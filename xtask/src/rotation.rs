@@ -21,9 +21,6 @@ pub enum Kernel {
 }
 
 impl Kernel {
-    /// All of them, the oldest first.
-    pub const ALL: [Self; 3] = [Self::Oldest, Self::Tcx, Self::Newest];
-
     /// As `cargo xtask vm --kernel` takes it.
     pub const fn label(self) -> &'static str {
         match self {
@@ -75,18 +72,33 @@ impl OnKernel {
     }
 }
 
+/// Labs that take long, on this machine's kernel.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, ValueEnum)]
+pub enum LongLab {
+    /// Failover's cases of one leader that not every run has.
+    Leader,
+    /// Those of several active leaders and of `kgctl connect`.
+    Gateways,
+    /// Pairs of NATs, relays, and faults that not every run has.
+    Nat,
+}
+
 /// A part that takes long.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Long {
     /// Random faults.
     Soak,
+    /// Labs.
+    Lab(LongLab),
+    /// Every check of the cluster, where every run has the ordinary ones.
+    Cluster,
     /// What runs on one kernel.
     Vm(Kernel, OnKernel),
 }
 
 /// In the order in which they take turns. The oldest kernel has most to do: each third of its tests and its
 /// lab have a turn.
-const TURNS: [Long; 7] = [
+const TURNS: [Long; 11] = [
     Long::Vm(Kernel::Tcx, OnKernel::All),
     Long::Soak,
     Long::Vm(Kernel::Oldest, OnKernel::Packets),
@@ -94,6 +106,10 @@ const TURNS: [Long; 7] = [
     Long::Vm(Kernel::Oldest, OnKernel::OtherTests),
     Long::Vm(Kernel::Oldest, OnKernel::Labs),
     Long::Vm(Kernel::Oldest, OnKernel::Receiving),
+    Long::Lab(LongLab::Leader),
+    Long::Lab(LongLab::Gateways),
+    Long::Lab(LongLab::Nat),
+    Long::Cluster,
 ];
 
 impl Long {
@@ -101,11 +117,10 @@ impl Long {
     pub fn label(self) -> String {
         match self {
             Self::Soak => "soak".to_owned(),
+            Self::Lab(lab) => format!("long-labs --labs {}", name(lab)),
+            Self::Cluster => "cluster --every-check".to_owned(),
             Self::Vm(kernel, OnKernel::All) => format!("vm --kernel {}", kernel.label()),
-            Self::Vm(kernel, what) => {
-                let what = what.to_possible_value().map(|value| value.get_name().to_owned());
-                format!("vm --kernel {} --only {}", kernel.label(), what.unwrap_or_default())
-            }
+            Self::Vm(kernel, what) => format!("vm --kernel {} --only {}", kernel.label(), name(what)),
         }
     }
 
@@ -122,6 +137,11 @@ impl Long {
     }
 }
 
+/// As the command line has it.
+fn name(value: impl ValueEnum) -> String {
+    value.to_possible_value().map(|value| value.get_name().to_owned()).unwrap_or_default()
+}
+
 fn of_commit(hash: &str) -> Long {
     let number = hash.get(..8).and_then(|digits| u32::from_str_radix(digits, 16).ok()).unwrap_or_default();
     TURNS[number as usize % TURNS.len()]
@@ -132,16 +152,17 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_long_part_has_its_turn_with_a_seventh_of_the_commits() {
+    fn every_long_part_has_its_turn_with_as_many_commits_as_the_others() {
         let mut turns = std::collections::BTreeMap::new();
         for number in 0..1_000_u32 {
             let hash = format!("{:08x}", number.wrapping_mul(2_654_435_761));
             *turns.entry(of_commit(&hash)).or_insert(0) += 1;
         }
         assert_eq!(turns.len(), TURNS.len());
-        assert!(turns.values().all(|count| (100..190).contains(count)), "{turns:?}");
+        assert!(turns.values().all(|count| (60..125).contains(count)), "{turns:?}");
         assert_eq!(of_commit("not a hash"), TURNS[0]);
         assert_eq!(TURNS[4].label(), "vm --kernel 6.1 --only other-tests");
+        assert_eq!(TURNS[8].label(), "long-labs --labs gateways");
     }
 
     #[test]

@@ -3,39 +3,37 @@
 mod beside;
 mod cluster;
 mod guest;
+mod labs;
+mod programs;
 mod reader;
 
 use std::{
-    collections::{BTreeMap, BTreeSet},
+    collections::BTreeMap,
     fs,
-    io::{BufRead as _, BufReader},
     path::{Path, PathBuf},
-    process::{Command, ExitStatus, Stdio},
+    process::{Command, ExitStatus},
     time::Instant,
 };
 
-use anyhow::{Context as _, Result, bail};
+use anyhow::{Context as _, Result};
 use clap::{Args, ValueEnum};
 
 use crate::{
     apt, build_all,
     cluster::release::Release,
-    command::{output, own_program},
     kube_tools, kubernetes,
     lab::{self, takedown::stop_if_interrupted},
     report::TestOutcome,
-    rotation::{Kernel, Long, OnKernel},
+    rotation::{Kernel, Long, LongLab, OnKernel},
     second_try::{FLAKY, SecondTries},
     static_checks, web_tools, workspace_root,
 };
 use beside::Beside;
-use reader::Reader;
+use cluster::Checks;
+use programs::TestBinary;
 
 /// Where the outcomes are written, relative to the workspace.
 const REPORT: &str = "target/test-report.json";
-
-/// Tests that need WireGuard in the kernel, which only the virtual machines' kernels surely have.
-const KERNEL_WIREGUARD: &str = "net::wireguard_kernel";
 
 /// What can be tested alone.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, ValueEnum)]
@@ -50,6 +48,8 @@ pub enum Part {
     Lab,
     /// Random faults for ten minutes.
     Soak,
+    /// Labs that not every run has: failover's other cases, several leaders, NATs, other faults.
+    LongLabs,
     /// Against a real kube-apiserver.
     Api,
     /// Kilo on a real Kubernetes, as its manifests deploy it; only what is built already, unless
@@ -66,7 +66,7 @@ const BESIDE_LAB: [&[Part]; 2] = [&[Part::Bpf, Part::Net], &[Part::Api]];
 /// Debian packages of the part `api`, besides the lab's.
 const API_PACKAGES: &[&str] = &["openssl", "procps", "socat"];
 /// What takes long, in an order in which the soak's ten minutes pass beside another part.
-const LONG: [Part; 2] = [Part::Soak, Part::Vm];
+const LONG: [Part; 3] = [Part::Soak, Part::Vm, Part::LongLabs];
 
 impl Part {
     const fn label(self) -> &'static str {
@@ -76,6 +76,7 @@ impl Part {
             Self::Net => "net",
             Self::Lab => "lab",
             Self::Soak => "soak",
+            Self::LongLabs => "long-labs",
             Self::Api => "api",
             Self::Cluster => "cluster",
             Self::Vm => "vm",
@@ -91,7 +92,8 @@ pub struct TestArgs {
     /// Run every part.
     #[arg(long, conflicts_with = "parts")]
     all: bool,
-    /// Then run one of the long parts, soak or a kernel of vm, which take turns from commit to commit.
+    /// Then run one of the long parts, which take turns from commit to commit: soak, one of the long-labs, a kernel of vm, or
+    /// every check of cluster.
     #[arg(long, conflicts_with_all = ["parts", "all"])]
     rotate: bool,
     /// Kernels of the part vm (repeatable); all when none is named.
@@ -100,6 +102,12 @@ pub struct TestArgs {
     /// What of the part vm runs on them.
     #[arg(long, value_enum, default_value_t)]
     only: OnKernel,
+    /// Which of the part long-labs (repeatable); all when none is named.
+    #[arg(long, value_enum)]
+    labs: Vec<LongLab>,
+    /// Every check of the part cluster, also those that take long.
+    #[arg(long)]
+    every_check: bool,
     /// Where the outcomes are written (JSON).
     #[arg(long, value_name = "FILE")]
     report: Option<PathBuf>,
@@ -108,15 +116,31 @@ pub struct TestArgs {
     fail_fast: bool,
 }
 
+/// What runs, and how much of it.
+#[derive(Debug)]
+struct Chosen {
+    parts: Vec<Part>,
+    /// Kernels of `vm`, and what runs on them.
+    on: (Vec<Kernel>, OnKernel),
+    labs: Vec<LongLab>,
+    cluster: Checks,
+}
+
 impl TestArgs {
-    /// The parts to run, the kernels of `vm` and what runs on them; says which long parts are left out.
-    fn chosen(&self) -> (Vec<Part>, (Vec<Kernel>, OnKernel)) {
-        let kernels = if self.kernels.is_empty() { Kernel::ALL.to_vec() } else { self.kernels.clone() };
+    /// What is chosen; says which long parts are left out.
+    fn chosen(&self) -> Chosen {
+        let chosen = Chosen {
+            parts: self.parts.clone(),
+            on: (or_all(&self.kernels), self.only),
+            labs: or_all(&self.labs),
+            cluster: if self.every_check { Checks::Every } else { Checks::Ordinary },
+        };
         if self.all {
-            return ([&QUICK[..], &LONG].concat(), (kernels, OnKernel::All));
+            let parts = [&QUICK[..], &LONG].concat();
+            return Chosen { parts, cluster: Checks::EveryAndOldest, ..chosen };
         }
         if !self.parts.is_empty() {
-            return (self.parts.clone(), (kernels, self.only));
+            return chosen;
         }
         let turn = self.rotate.then(Long::of_this_commit);
         let left = Long::all().filter(|long| Some(*long) != turn).map(Long::label);
@@ -124,24 +148,32 @@ impl TestArgs {
             println!("xtask: of the long parts, this commit runs: {}", turn.label());
         }
         println!("xtask: left to `cargo xtask test --all`: {}", left.collect::<Vec<_>>().join(", "));
-        let mut parts = QUICK.to_vec();
-        parts.extend(turn.map(|turn| if turn == Long::Soak { Part::Soak } else { Part::Vm }));
-        let on = match turn {
-            Some(Long::Vm(kernel, what)) => (vec![kernel], what),
-            _ => (kernels, OnKernel::All),
-        };
-        (parts, on)
+        let and = |part: &[Part]| [&QUICK[..], part].concat();
+        match turn {
+            None => Chosen { parts: QUICK.to_vec(), ..chosen },
+            Some(Long::Soak) => Chosen { parts: and(&[Part::Soak]), ..chosen },
+            Some(Long::Cluster) => Chosen { parts: QUICK.to_vec(), cluster: Checks::Every, ..chosen },
+            Some(Long::Lab(lab)) => Chosen { parts: and(&[Part::LongLabs]), labs: vec![lab], ..chosen },
+            Some(Long::Vm(kernel, what)) => {
+                Chosen { parts: and(&[Part::Vm]), on: (vec![kernel], what), ..chosen }
+            }
+        }
     }
+}
+
+/// These, or all where none is named.
+fn or_all<T: ValueEnum>(named: &[T]) -> Vec<T> {
+    if named.is_empty() { T::value_variants() } else { named }.to_vec()
 }
 
 /// Runs the parts, writes the report, prints the count as the last line.
 pub fn main(args: &TestArgs) -> Result<()> {
-    let (parts, (kernels, what)) = args.chosen();
+    let chosen = args.chosen();
     let mut outcomes = Vec::new();
     let mut binaries = None;
     let (mut beside_lab, mut soak) = (Vec::new(), None);
     let mut tries = SecondTries::default();
-    for part in parts {
+    for part in chosen.parts.iter().copied() {
         if LONG.contains(&part) {
             outcomes.extend(beside_lab.drain(..).flat_map(Beside::join));
         }
@@ -156,7 +188,7 @@ pub fn main(args: &TestArgs) -> Result<()> {
         }
         let ran = match left_out(part, wanted) {
             Some(reason) => Ok(vec![skipped(part, &reason, started)]),
-            None => run_part(part, args, (&kernels, what), &mut binaries, &mut soak, &mut tries),
+            None => run_part(part, args.all, &chosen, &mut binaries, &mut soak, &mut tries),
         };
         let ran = ran.unwrap_or_else(|error| vec![does_not_run(part, &error, started)]);
         let failed = ran.iter().any(|outcome| outcome.outcome == "failed");
@@ -233,8 +265,8 @@ fn skipped(part: Part, reason: &str, started: Instant) -> TestOutcome {
 
 fn run_part(
     part: Part,
-    args: &TestArgs,
-    on: (&[Kernel], OnKernel),
+    all: bool,
+    chosen: &Chosen,
     binaries: &mut Option<Vec<TestBinary>>,
     soak: &mut Option<Beside>,
     tries: &mut SecondTries,
@@ -242,8 +274,8 @@ fn run_part(
     if binaries.is_none() {
         build_all()?;
         // These run the programs, not what cargo tests.
-        if !matches!(part, Part::Lab | Part::Cluster | Part::Soak) {
-            *binaries = Some(build_tests()?);
+        if !matches!(part, Part::Lab | Part::LongLabs | Part::Cluster | Part::Soak) {
+            *binaries = Some(programs::build()?);
         }
     }
     let binaries = binaries.as_deref().unwrap_or_default();
@@ -253,24 +285,27 @@ fn run_part(
                 println!("kube-tools: {error:#}; tests that need them are skipped");
             }
             let mut outcomes = static_checks::sources(part.label());
-            outcomes.extend(run_binaries(part, binaries, &seed(args.all), None)?);
-            outcomes.push(static_checks::reproducible(part.label()));
+            outcomes.extend(programs::run_unit(binaries, &seed(all))?);
             Ok(outcomes)
         }
         Part::Bpf => {
             apt::install(lab::PACKAGES)?;
-            run_binaries(part, binaries, &seed(args.all), None)
+            programs::run(part, binaries, &seed(all), None)
         }
         Part::Net => {
             apt::install(lab::PACKAGES)?;
             if let Err(error) = web_tools::prepare() {
                 println!("web-tools: {error:#}; tests of the page are skipped");
             }
-            run_binaries(part, binaries, &seed(args.all), Some(tries))
+            programs::run(part, binaries, &seed(all), Some(tries))
         }
         Part::Lab => {
             apt::install(lab::PACKAGES)?;
-            run_lab(args.all, tries)
+            labs::quick(tries)
+        }
+        Part::LongLabs => {
+            apt::install(lab::PACKAGES)?;
+            labs::long(&chosen.labs, tries)
         }
         Part::Soak => {
             apt::install(lab::PACKAGES)?;
@@ -282,12 +317,12 @@ fn run_part(
             apt::install(API_PACKAGES)?;
             let assets = kubernetes::assets()?;
             let environment = BTreeMap::from([("KUBEBUILDER_ASSETS".to_owned(), assets)]);
-            run_binaries(part, binaries, &environment, Some(tries))
+            programs::run(part, binaries, &environment, Some(tries))
         }
-        Part::Cluster => cluster::run(args.all, tries),
+        Part::Cluster => cluster::run(chosen.cluster, tries),
         Part::Vm => {
             apt::install(lab::PACKAGES)?;
-            guest::run(on, binaries, tries)
+            guest::run((&chosen.on.0, chosen.on.1), binaries, tries)
         }
     }
 }
@@ -297,117 +332,6 @@ fn run_part(
 fn seed(all: bool) -> BTreeMap<String, PathBuf> {
     let wanted = all && std::env::var_os("KILO_SEED").is_none();
     wanted.then(|| ("KILO_SEED".to_owned(), PathBuf::from("random"))).into_iter().collect()
-}
-
-/// One compiled test program.
-struct TestBinary {
-    /// Name of the target: `kilo_agent`, `unit`, `bpf`, `net`, `api` ...
-    target: String,
-    path: PathBuf,
-}
-
-impl TestBinary {
-    /// Which part it belongs to, by its name.
-    fn part(&self) -> Part {
-        match self.target.as_str() {
-            "bpf" => Part::Bpf,
-            "api" => Part::Api,
-            "net" => Part::Net,
-            _ => Part::Unit,
-        }
-    }
-
-    /// Names of its modules with tests, with the target's before them.
-    fn modules(&self) -> Result<BTreeSet<String>> {
-        let listed = output(Command::new(&self.path).args(["--list", "--format=terse"]))?;
-        let tests = listed.lines().filter_map(|line| line.split_once("::"));
-        Ok(tests.map(|(module, _)| format!("{}::{module}", self.target)).collect())
-    }
-}
-
-fn build_tests() -> Result<Vec<TestBinary>> {
-    println!("xtask: cargo test --no-run");
-    let output = Command::new("cargo")
-        .current_dir(workspace_root())
-        .args(["test", "--locked", "--no-run", "--message-format", "json", "--quiet"])
-        .stderr(Stdio::inherit())
-        .output()
-        .context("cargo")?;
-    if !output.status.success() {
-        bail!("the tests do not compile");
-    }
-    let text = String::from_utf8_lossy(&output.stdout);
-    let binaries = text.lines().filter_map(|line| {
-        let message: serde_json::Value = serde_json::from_str(line).ok()?;
-        let path = message.get("executable")?.as_str()?;
-        message.pointer("/profile/test")?.as_bool()?.then_some(())?;
-        let target = message.pointer("/target/name")?.as_str()?;
-        Some(TestBinary { target: target.replace('-', "_"), path: PathBuf::from(path) })
-    });
-    Ok(binaries.collect())
-}
-
-fn run_binaries(
-    part: Part,
-    binaries: &[TestBinary],
-    environment: &BTreeMap<String, PathBuf>,
-    mut tries: Option<&mut SecondTries>,
-) -> Result<Vec<TestOutcome>> {
-    let mut outcomes = Vec::new();
-    for binary in binaries.iter().filter(|binary| binary.part() == part) {
-        let run = |names: &[String]| {
-            let mut command = Command::new(&binary.path);
-            command.envs(environment).current_dir(workspace_root().join(package_of(binary)));
-            if names.is_empty() {
-                if let Some(module) = KERNEL_WIREGUARD.strip_prefix(&format!("{}::", binary.target)) {
-                    command.args(["--skip", module]);
-                }
-            } else {
-                let own =
-                    |name: &String| name.strip_prefix(&binary.target)?.strip_prefix("::").map(str::to_owned);
-                command.args(names.iter().filter_map(own)).arg("--exact");
-            }
-            run_binary(part, &binary.target, &mut command)
-        };
-        outcomes.extend(match &mut tries {
-            Some(tries) => tries.run(run)?,
-            None => run(&[])?,
-        });
-    }
-    Ok(outcomes)
-}
-
-/// Tests run in the directory of their package, as under cargo.
-fn package_of(binary: &TestBinary) -> &'static str {
-    match binary.target.as_str() {
-        "kilo_common" => "kilo-common",
-        "kilo_core" => "kilo-agent/core",
-        "kilo_host" => "kilo-agent/host",
-        "kilo_lab" => "xtask/lab",
-        "xtask" => "xtask",
-        "kilo_failover" => "kilo-agent/failover",
-        "kilo_failover_sim" | "rules" | "schedules" => "kilo-agent/failover-sim",
-        "kilo_fuzz" | "kept_inputs" => "kilo-agent/fuzz",
-        _ => "kilo-agent",
-    }
-}
-
-/// Runs one program test by test, so that each has its own time and a test
-/// that says why it is skipped is counted as such.
-fn run_binary(part: Part, target: &str, command: &mut Command) -> Result<Vec<TestOutcome>> {
-    // One thread: lines of one test stay together, and times are its own.
-    command.args(["--test-threads=1", "--nocapture"]).stdin(Stdio::null()).stdout(Stdio::piped());
-    stop_if_interrupted()?;
-    let started = Instant::now();
-    let mut child = command.spawn().with_context(|| target.to_owned())?;
-    let stdout = child.stdout.take().context("no output")?;
-    let mut reader = Reader::new(part.label(), target);
-    for line in BufReader::new(stdout).lines() {
-        let said = reader.line(&line?, started.elapsed().as_secs_f64());
-        println!("{said}");
-    }
-    let status = child.wait()?;
-    Ok(reader.end(status.success(), target, &status.to_string()))
 }
 
 /// Runs a process of ours that writes outcomes to this file: those, and a failure more where it failed and none of
@@ -448,28 +372,6 @@ fn read_outcomes(path: &Path) -> Result<Vec<TestOutcome>> {
 fn read_outcomes_of(path: &Path, part: Part) -> Result<Vec<TestOutcome>> {
     let outcomes = read_outcomes(path)?.into_iter();
     Ok(outcomes.map(|outcome| TestOutcome { part: part.label().to_owned(), ..outcome }).collect())
-}
-
-/// The lab in a process of its own, because it takes over signals.
-fn run_lab(all: bool, tries: &mut SecondTries) -> Result<Vec<TestOutcome>> {
-    let this = own_program()?;
-    let bin = this.parent().context("no directory")?.to_owned();
-    let mut outcomes = Vec::new();
-    for (what, json) in [
-        (&["test", "--modes"][..], "--json"),
-        (&["scenario"], "--json"),
-        (if all { &["faults"][..] } else { &["faults", "--always"] }, "--outcomes"),
-        (if all { &["failover"][..] } else { &["failover", "--always"] }, "--outcomes"),
-    ] {
-        outcomes.extend(tries.run(|_| {
-            let file = tempfile::NamedTempFile::new()?;
-            let mut command = Command::new(&this);
-            command.arg("lab").args(what).args(["--name", "kilo-test", "--bin"]).arg(&bin);
-            command.arg(json).arg(file.path());
-            run_own(Part::Lab, &format!("lab {}", what.join(" ")), &mut command, file.path())
-        })?);
-    }
-    Ok(outcomes)
 }
 
 #[cfg(test)]

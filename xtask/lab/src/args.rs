@@ -89,9 +89,9 @@ pub(crate) struct FaultOptions {
     /// Only these faults of docs/reliability.md: ids, or first words of ids (comma separated).
     #[arg(long = "fault", value_delimiter = ',', value_name = "ID", value_parser = faults::list::named)]
     pub(crate) only_faults: Vec<String>,
-    /// Only what every test run does.
-    #[arg(long)]
-    pub(crate) always: bool,
+    /// Only these.
+    #[arg(long, value_enum, conflicts_with = "only_faults")]
+    pub(crate) part: Option<faults::Part>,
     /// Write the rows to this file.
     #[arg(long, value_name = "FILE")]
     pub(crate) json: Option<PathBuf>,
@@ -99,7 +99,7 @@ pub(crate) struct FaultOptions {
     #[arg(long, value_name = "TIME", value_parser = parse_time)]
     pub(crate) away: Option<Duration>,
     /// Write docs/reliability.md; with --fault, other rows from the file of --json.
-    #[arg(long, conflicts_with = "always")]
+    #[arg(long, conflicts_with = "part")]
     pub(crate) docs: bool,
     /// Write the outcomes as tests to this file.
     #[arg(long, value_name = "FILE", hide = true)]

@@ -195,7 +195,7 @@ fn under_traffic(args: &LabOptions, options: &FaultOptions) -> Result<()> {
     }
     let only_faults = &options.only_faults;
     let mut lab = Lab::up(args, None)?;
-    let rows = faults::run(&mut lab, only_faults, options.always);
+    let rows = faults::run(&mut lab, only_faults, options.part);
     let mut ended = faults::outcomes(&rows, "");
     ended.push(checks::as_deployed(&mut lab, "faults: "));
     let mut all: Vec<faults::Row> = match &options.json {

@@ -20,8 +20,9 @@ use super::{
     nat::{self, Kind, Shape},
     netns::{self, Netns},
     network::{Network, Node, Underlay},
-    probe, wait, well,
+    probe, report, wait, well,
 };
+use crate::report::{InClear, TestOutcome};
 
 const LIMIT: Duration = Duration::from_secs(240);
 /// A pair has to have a way so long after its first attempt to shake hands.
@@ -39,6 +40,9 @@ pub struct Options {
     /// What to try (default: everything).
     #[arg(long, value_enum)]
     part: Vec<Part>,
+    /// Write the outcomes as tests to this file.
+    #[arg(long, value_name = "FILE", hide = true)]
+    outcomes: Option<PathBuf>,
 }
 
 /// What can be tried by itself.
@@ -64,33 +68,57 @@ enum Part {
     Failover,
 }
 
-/// Runs all, and prints tables in Markdown.
-pub fn main(options: &Options, lab: &str, bin: &Path, wireguard: &str) -> Result<()> {
-    let all = [
-        Part::Table,
-        Part::Unrelayed,
-        Part::DualStack,
-        Part::Hairpin,
-        Part::Refused,
-        Part::Relay,
-        Part::RelayV6,
-        Part::Failover,
-    ];
-    let setup = Setup { lab, bin, wireguard, relays: true, flags: &[] };
-    for part in if options.part.is_empty() { &all[..] } else { &options.part } {
-        match part {
-            Part::Table => table(setup)?,
-            Part::Symmetric => println!("symmetric and symmetric: {}", setup.pair([Kind::Symmetric; 2])?),
-            Part::Unrelayed => unrelayed(setup)?,
-            Part::DualStack => dual_stack(setup)?,
-            Part::Hairpin => hairpin(setup)?,
-            Part::Refused => refused(setup)?,
-            Part::Relay => setup.relay(Underlay::V4)?,
-            Part::RelayV6 => setup.relay(Underlay::V6)?,
-            Part::Failover => failover(setup)?,
+/// What runs when nothing is named: the table has two symmetric NATs, too.
+const ALL: [Part; 8] = [
+    Part::Table,
+    Part::Unrelayed,
+    Part::DualStack,
+    Part::Hairpin,
+    Part::Refused,
+    Part::Relay,
+    Part::RelayV6,
+    Part::Failover,
+];
+
+impl Part {
+    fn run(self, setup: Setup<'_>) -> Result<()> {
+        match self {
+            Self::Table => table(setup),
+            Self::Symmetric => {
+                println!("symmetric and symmetric: {}", setup.pair([Kind::Symmetric; 2])?);
+                Ok(())
+            }
+            Self::Unrelayed => unrelayed(setup),
+            Self::DualStack => dual_stack(setup),
+            Self::Hairpin => hairpin(setup),
+            Self::Refused => refused(setup),
+            Self::Relay => setup.relay(Underlay::V4),
+            Self::RelayV6 => setup.relay(Underlay::V6),
+            Self::Failover => failover(setup),
         }
     }
-    Ok(())
+
+    fn name(self) -> String {
+        self.to_possible_value().map(|value| value.get_name().to_owned()).unwrap_or_default()
+    }
+}
+
+/// Runs these parts, each whatever became of the one before, and prints tables in Markdown.
+pub fn main(options: &Options, lab: &str, bin: &Path, wireguard: &str) -> Result<()> {
+    let setup = Setup { lab, bin, wireguard, relays: true, flags: &[] };
+    let mut outcomes = Vec::new();
+    for part in if options.part.is_empty() { &ALL[..] } else { &options.part } {
+        let began = Instant::now();
+        let result = part.run(setup);
+        if let Err(error) = &result {
+            eprintln!("nat {}: {error:#}", part.name());
+        }
+        let (name, seconds) = (format!("nat {}", part.name()), began.elapsed().as_secs_f64());
+        let outcome = if result.is_ok() { "passed" } else { "failed" };
+        let is_final = result.is_err_and(|error| error.is::<InClear>());
+        outcomes.push(TestOutcome { is_final, ..TestOutcome::new("lab", name, outcome, seconds) });
+    }
+    report(&outcomes, options.outcomes.as_deref())
 }
 
 fn table(setup: Setup<'_>) -> Result<()> {
@@ -114,10 +142,20 @@ fn unrelayed(setup: Setup<'_>) -> Result<()> {
     Ok(())
 }
 
-/// Nothing passes between both by IPv4; by IPv6, which neither publishes as its endpoint, they meet.
+/// Nothing passes between both by IPv4; by IPv6, which neither publishes as its endpoint, they meet, whether anybody
+/// relays or not.
 fn dual_stack(setup: Setup<'_>) -> Result<()> {
+    for relays in [true, false] {
+        let offer = if relays { "offered" } else { "not offered" };
+        let found = both_families(Setup { relays, ..setup }).with_context(|| format!("relays {offer}"))?;
+        println!("symmetric and symmetric, both with IPv6 behind firewalls, relays {offer}: {found}");
+    }
+    Ok(())
+}
+
+fn both_families(setup: Setup<'_>) -> Result<String> {
     let shape = Shape { kinds: [Kind::Symmetric; 2], has_both: true, ..Shape::default() };
-    let found = setup.with(shape, &["z"], false, |mesh| {
+    setup.with(shape, &["z"], false, |mesh| {
         let (way, took) = mesh.wait_connected()?;
         ensure!(way == "direct", "both have IPv6, so the tunnel needs not be {way}");
         for (name, other) in [("x", "[2001:db8:a2::2]:51820"), ("y", "[2001:db8:a1::2]:51820")] {
@@ -125,9 +163,7 @@ fn dual_stack(setup: Setup<'_>) -> Result<()> {
             ensure!(endpoints.contains(other), "{name} reaches the other elsewhere:\n{endpoints}");
         }
         Ok(format!("{way} by IPv6, {:.0} s", took.as_secs_f32()))
-    })?;
-    println!("symmetric and symmetric, both with IPv6 behind firewalls: {found}");
-    Ok(())
+    })
 }
 
 /// Two kinds of ends behind one NAT, which sends nothing back that goes to its own address.
@@ -539,6 +575,15 @@ fn under_traffic(mesh: &mut Mesh) -> Result<()> {
         figures.lost,
         figures.holes
     );
+    // And breaks again while a session is there.
+    let flow = Traffic::start(&x.pod, y.pod_ip().into());
+    flow.settle(LIMIT)?;
+    nat::block(&mesh.lab, mesh.underlay, true)?;
+    mesh.wait_for_way("relayed", CONNECTS + Duration::from_secs(10))?;
+    wait::time_passes(Duration::from_secs(2), "packets pass the relay");
+    let figures = flow.finish()?;
+    println!("blocked again: {:.1} s without an answer", figures.gap.as_secs_f32());
+    ensure!(figures.gap <= CONNECTS, "a session whose way broke took {:.1} s", figures.gap.as_secs_f32());
     Ok(())
 }
 

@@ -72,6 +72,7 @@ const CHECKS: &[Check] = &[
         .causing(&[AWAY, BOOTS]),
     check("a node that boots sends nothing in clear", nodes::boot).causing(&[AWAY, BOOTS]),
     check("Prometheus finds the agents, and returns the dashboard and the alerts", monitoring::prometheus),
+    long("kgctl: a connectivity-test that is interrupted or killed leaves nothing in the end", kgctl::ended),
     long("agents run with the runtime's default seccomp profile, too", confined::by_default),
     long("a policy keeps each agent to its own node, and what agents do goes on", shipped::own_node),
     long("bad input is said in the termination message, the log and kgctl status", bad_input::everything)

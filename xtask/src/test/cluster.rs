@@ -19,12 +19,22 @@ struct Run {
     flags: &'static [&'static str],
 }
 
-/// Runs the checks on the newest release, with `all` every one of them, and then the ordinary ones on the
-/// oldest.
-pub fn run(all: bool, tries: &mut SecondTries) -> Result<Vec<TestOutcome>> {
+/// How much of it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Checks {
+    /// What every run does, on the newest release.
+    Ordinary,
+    /// Every check, on the newest release.
+    Every,
+    /// The same, and then the ordinary ones on the oldest release.
+    EveryAndOldest,
+}
+
+/// Runs these checks.
+pub fn run(checks: Checks, tries: &mut SecondTries) -> Result<Vec<TestOutcome>> {
     let this = own_program()?;
     let mut outcomes = Vec::new();
-    for Run { release, flags } in runs(all, Release::newest()?) {
+    for Run { release, flags } in runs(checks, Release::newest()?) {
         println!("-- Kubernetes {}", release.version);
         let ran = tries.run(|_| {
             let file = tempfile::NamedTempFile::new()?;
@@ -41,9 +51,10 @@ pub fn run(all: bool, tries: &mut SecondTries) -> Result<Vec<TestOutcome>> {
 }
 
 /// What takes long is left to the newest: it asks the nodes more than the API server.
-fn runs(all: bool, newest: Release) -> Vec<Run> {
-    let mut runs = vec![Run { release: newest, flags: if all { &["--all"] } else { &[] } }];
-    if all && newest != DEBIAN {
+fn runs(checks: Checks, newest: Release) -> Vec<Run> {
+    let flags: &[&str] = if checks == Checks::Ordinary { &[] } else { &["--all"] };
+    let mut runs = vec![Run { release: newest, flags }];
+    if checks == Checks::EveryAndOldest && newest != DEBIAN {
         runs.push(Run { release: DEBIAN, flags: &["--old"] });
     }
     runs
@@ -59,10 +70,11 @@ mod tests {
         let wanted = |runs: Vec<Run>| {
             runs.iter().map(|run| (run.release.version, run.flags.join(" "))).collect::<Vec<_>>()
         };
-        assert_eq!(wanted(runs(false, CURRENT)), [("1.36.2", String::new())]);
+        assert_eq!(wanted(runs(Checks::Ordinary, CURRENT)), [("1.36.2", String::new())]);
+        assert_eq!(wanted(runs(Checks::Every, CURRENT)), [("1.36.2", "--all".to_owned())]);
         let both = [("1.36.2", "--all".to_owned()), ("1.20.2", "--old".to_owned())];
-        assert_eq!(wanted(runs(true, CURRENT)), both);
+        assert_eq!(wanted(runs(Checks::EveryAndOldest, CURRENT)), both);
         // Where the newer one's source is not at hand.
-        assert_eq!(wanted(runs(true, DEBIAN)), [("1.20.2", "--all".to_owned())]);
+        assert_eq!(wanted(runs(Checks::EveryAndOldest, DEBIAN)), [("1.20.2", "--all".to_owned())]);
     }
 }

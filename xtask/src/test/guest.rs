@@ -8,7 +8,12 @@ use std::{
 
 use anyhow::{Context as _, Result};
 
-use super::{KERNEL_WIREGUARD, Part, TestBinary, read_outcomes_of, reader::Reader};
+use super::{
+    Part,
+    programs::{KERNEL_WIREGUARD, TestBinary, package_of},
+    read_outcomes_of,
+    reader::Reader,
+};
 use crate::{
     command::own_program,
     report::TestOutcome,
@@ -171,7 +176,7 @@ impl Module<'_> {
         format!(
             "echo '== {name}'; cd {}; {{ echo; {} --test-threads=1 --nocapture {} 2>&1; \
              printf '\\nended %s\\n' $?; }} | stamp | tee {} | cut -d' ' -f2-\n",
-            workspace_root().join(super::package_of(self.binary)).display(),
+            workspace_root().join(package_of(self.binary)).display(),
             self.binary.path.display(),
             self.filter,
             shared.join(&self.name).display(),

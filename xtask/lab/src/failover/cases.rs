@@ -115,6 +115,12 @@ impl Case {
         Self { is_always: true, ..self }
     }
 
+    /// Of several active leaders, or of a VPN peer; not a line of docs/reliability.md.
+    pub fn is_of_several(&self) -> bool {
+        self.line == UNLISTED
+            && (self.leaders > 1 || self.shape != Shape::Plain || self.id == "gateway-joins")
+    }
+
     /// In 95 of 100 runs answers come again within so many milliseconds.
     const fn p95(self, most: u64) -> Self {
         Self { p95: Some(most), ..self }

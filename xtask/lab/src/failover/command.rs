@@ -5,7 +5,7 @@ use std::{fs, path::PathBuf, time::Duration};
 use anyhow::{Context as _, Result, bail};
 use clap::Args;
 
-use super::{Choice, Run, breaking, cases, kept, rest, table};
+use super::{Choice, Part, Run, breaking, cases, kept, rest, table};
 use crate::{Lab, checks, network::Shape, options::LabOptions};
 
 /// Its options.
@@ -14,9 +14,9 @@ pub struct Options {
     /// Only these cases (comma separated); all when none is named.
     #[arg(long = "case", value_delimiter = ',', value_name = "ID", value_parser = cases::named)]
     cases: Vec<String>,
-    /// Only what every test run does.
-    #[arg(long, conflicts_with = "cases")]
-    always: bool,
+    /// Only these.
+    #[arg(long, value_enum, conflicts_with = "cases")]
+    part: Option<Part>,
     /// How often each case is run.
     #[arg(long, default_value_t = 1)]
     runs: usize,
@@ -24,14 +24,14 @@ pub struct Options {
     #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
     /// Take the runs from a file that --json wrote instead of making any (repeatable).
-    #[arg(long, value_name = "FILE", conflicts_with_all = ["cases", "always", "json", "outcomes"])]
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["cases", "part", "json", "outcomes"])]
     from: Vec<PathBuf>,
     /// How long the cases go on that last, and the cluster is away: 90s, 10m, 2h (default: 30s).
     #[arg(long = "for", value_name = "TIME", value_parser = crate::times::parse_time)]
     length: Option<Duration>,
     /// Keep the runs in docs/failover.json instead of those of the same cases, and write the tables of
     /// docs/failover.md and docs/reliability.md.
-    #[arg(long, conflicts_with = "always")]
+    #[arg(long, conflicts_with = "part")]
     docs: bool,
     /// Break nothing: measure for so long (60s or more) what agents cost at rest, without failover and with it; fail when
     /// that is too much, or anything was written.
@@ -69,10 +69,10 @@ pub fn main(args: &LabOptions, options: &Options) -> Result<()> {
     if let Some(time) = options.rest {
         return rest::measure(&args, time);
     }
-    let choice = match (options.always, options.cases.as_slice()) {
-        (true, _) => Choice::Always,
-        (false, []) => Choice::All,
-        (false, ids) => Choice::Named(ids),
+    let choice = match (options.part, options.cases.as_slice()) {
+        (Some(part), _) => Choice::Part(part),
+        (None, []) => Choice::All,
+        (None, ids) => Choice::Named(ids),
     };
     let (mut runs, mut ends) = (Vec::new(), Vec::new());
     for shape in Shape::ALL.into_iter().filter(|shape| choice.needs(*shape)) {

@@ -22,6 +22,7 @@ mod table;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, ensure};
+use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
 
 use super::{
@@ -82,11 +83,32 @@ pub fn kept_lines() -> Result<impl Fn(u8) -> Vec<String>> {
     Ok(move |line| table::of_line(&runs, line))
 }
 
+/// Cases that are run together.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Part {
+    /// Those of every test run.
+    Always,
+    /// The others of one leader and its stand-bys.
+    Leader,
+    /// The others of several active leaders, and of machines with `kgctl connect`.
+    Gateways,
+}
+
+impl Part {
+    fn has(self, case: &Case) -> bool {
+        self == match case {
+            case if case.is_always => Self::Always,
+            case if case.is_of_several() => Self::Gateways,
+            _ => Self::Leader,
+        }
+    }
+}
+
 /// Which cases are run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Choice<'a> {
-    /// Those of every test run.
-    Always,
+    /// Those of a part.
+    Part(Part),
     /// All.
     All,
     /// Those with these ids.
@@ -96,7 +118,7 @@ enum Choice<'a> {
 impl Choice<'_> {
     fn has(self, case: &Case) -> bool {
         match self {
-            Self::Always => case.is_always,
+            Self::Part(part) => part.has(case),
             Self::All => true,
             Self::Named(ids) => ids.iter().any(|id| id == case.id),
         }

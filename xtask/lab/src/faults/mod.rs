@@ -18,6 +18,7 @@ use std::{
 };
 
 use anyhow::{Context as _, Result};
+use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
 
 use super::{Lab, netns::Netns, network::Network, network::OUTSIDE};
@@ -59,15 +60,27 @@ pub struct Row {
     pub seconds: f64,
 }
 
-/// Runs these faults under traffic (no words: all, or those of every test run).
-pub fn run(lab: &mut Lab, words: &[String], always: bool) -> Vec<Row> {
+/// Faults that are run together.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Part {
+    /// Those of every test run.
+    Always,
+    /// The others.
+    OnRequest,
+}
+
+/// Runs these faults under traffic (neither words nor a part: all).
+pub fn run(lab: &mut Lab, words: &[String], part: Option<Part>) -> Vec<Row> {
     if let Err(error) = track_connections(lab) {
         eprintln!("lab: {error:#}");
     }
     let mut rows = Vec::new();
     for fault in FAULTS {
         let Some(traffic) = &fault.traffic else { continue };
-        let wanted = if words.is_empty() { !always || traffic.always } else { is_chosen(fault.id, words) };
+        let wanted = match part {
+            Some(part) => traffic.always == (part == Part::Always),
+            None => words.is_empty() || is_chosen(fault.id, words),
+        };
         if wanted {
             rows.push(row(lab, fault, traffic));
         }

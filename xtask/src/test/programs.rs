@@ -1,0 +1,196 @@
+//! Test programs that cargo compiles: each belongs to a part, by its name.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    io::{BufRead as _, BufReader},
+    num::NonZero,
+    path::PathBuf,
+    process::{Command, Stdio},
+    sync::{Mutex, MutexGuard, PoisonError},
+    time::Instant,
+};
+
+use anyhow::{Context as _, Result, bail};
+
+use super::{Part, reader::Reader};
+use crate::{
+    command::output, lab::takedown::stop_if_interrupted, report::TestOutcome, second_try::SecondTries,
+    static_checks, workspace_root,
+};
+
+/// Tests that need WireGuard in the kernel, which only the virtual machines' kernels surely have.
+pub const KERNEL_WIREGUARD: &str = "net::wireguard_kernel";
+/// The program that takes longest of the part `unit`.
+const LONGEST: &str = "schedules";
+
+/// One compiled test program.
+pub struct TestBinary {
+    /// Name of the target: `kilo_agent`, `unit`, `bpf`, `net`, `api` ...
+    pub target: String,
+    pub path: PathBuf,
+}
+
+impl TestBinary {
+    /// Which part it belongs to, by its name.
+    pub fn part(&self) -> Part {
+        match self.target.as_str() {
+            "bpf" => Part::Bpf,
+            "api" => Part::Api,
+            "net" => Part::Net,
+            _ => Part::Unit,
+        }
+    }
+
+    /// Names of its modules with tests, with the target's before them.
+    pub fn modules(&self) -> Result<BTreeSet<String>> {
+        let listed = output(Command::new(&self.path).args(["--list", "--format=terse"]))?;
+        let tests = listed.lines().filter_map(|line| line.split_once("::"));
+        Ok(tests.map(|(module, _)| format!("{}::{module}", self.target)).collect())
+    }
+}
+
+/// Compiles them.
+pub fn build() -> Result<Vec<TestBinary>> {
+    println!("xtask: cargo test --no-run");
+    let output = Command::new("cargo")
+        .current_dir(workspace_root())
+        .args(["test", "--locked", "--no-run", "--message-format", "json", "--quiet"])
+        .stderr(Stdio::inherit())
+        .output()
+        .context("cargo")?;
+    if !output.status.success() {
+        bail!("the tests do not compile");
+    }
+    let text = String::from_utf8_lossy(&output.stdout);
+    let binaries = text.lines().filter_map(|line| {
+        let message: serde_json::Value = serde_json::from_str(line).ok()?;
+        let path = message.get("executable")?.as_str()?;
+        message.pointer("/profile/test")?.as_bool()?.then_some(())?;
+        let target = message.pointer("/target/name")?.as_str()?;
+        Some(TestBinary { target: target.replace('-', "_"), path: PathBuf::from(path) })
+    });
+    Ok(binaries.collect())
+}
+
+/// Runs those of a part one after the other; with `tries` what failed is tried again.
+pub fn run(
+    part: Part,
+    binaries: &[TestBinary],
+    environment: &BTreeMap<String, PathBuf>,
+    mut tries: Option<&mut SecondTries>,
+) -> Result<Vec<TestOutcome>> {
+    let mut outcomes = Vec::new();
+    for binary in binaries.iter().filter(|binary| binary.part() == part) {
+        let run = |names: &[String]| {
+            let mut command = Command::new(&binary.path);
+            command.envs(environment).current_dir(workspace_root().join(package_of(binary)));
+            if names.is_empty() {
+                if let Some(module) = KERNEL_WIREGUARD.strip_prefix(&format!("{}::", binary.target)) {
+                    command.args(["--skip", module]);
+                }
+            } else {
+                let own =
+                    |name: &String| name.strip_prefix(&binary.target)?.strip_prefix("::").map(str::to_owned);
+                command.args(names.iter().filter_map(own)).arg("--exact");
+            }
+            run_binary(part, &binary.target, command, &mut |line| println!("{line}"))
+        };
+        outcomes.extend(match &mut tries {
+            Some(tries) => tries.run(run)?,
+            None => run(&[])?,
+        });
+    }
+    Ok(outcomes)
+}
+
+/// Runs those of the part `unit`, and builds the BPF object twice, as many at once as there are processors: nearly all of
+/// them compute. What each says is printed when it has ended.
+pub fn run_unit(
+    binaries: &[TestBinary],
+    environment: &BTreeMap<String, PathBuf>,
+) -> Result<Vec<TestOutcome>> {
+    let part = Part::Unit;
+    // The simulation first, because it takes longest.
+    let of_part = || binaries.iter().filter(|binary| binary.part() == part);
+    let first = of_part().filter(|binary| binary.target == LONGEST).map(Some);
+    let others = of_part().filter(|binary| binary.target != LONGEST).map(Some);
+    let jobs = Mutex::new(first.chain([None]).chain(others));
+    let outcomes = Mutex::new(Vec::new());
+    let work = || -> Result<()> {
+        // The lock is released before the job is done.
+        while let Some(job) = next(&jobs) {
+            let Some(binary) = job else {
+                locked(&outcomes).push(static_checks::reproducible(part.label()));
+                continue;
+            };
+            let mut said = String::new();
+            let mut command = Command::new(&binary.path);
+            command.envs(environment).current_dir(workspace_root().join(package_of(binary)));
+            let ran = run_binary(part, &binary.target, command, &mut |line| {
+                said.push_str(line);
+                said.push('\n');
+            });
+            let mut outcomes = locked(&outcomes);
+            print!("{said}");
+            outcomes.extend(ran?);
+        }
+        Ok(())
+    };
+    let workers = std::thread::available_parallelism().map_or(1, NonZero::get);
+    std::thread::scope(|scope| {
+        let workers: Vec<_> = (0..workers).map(|_| scope.spawn(work)).collect();
+        workers
+            .into_iter()
+            .try_for_each(|worker| worker.join().unwrap_or_else(|_| bail!("a worker has panicked")))
+    })?;
+    Ok(outcomes.into_inner().unwrap_or_else(PoisonError::into_inner))
+}
+
+fn next<T>(jobs: &Mutex<impl Iterator<Item = T>>) -> Option<T> {
+    locked(jobs).next()
+}
+
+fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Tests run in the directory of their package, as under cargo.
+pub fn package_of(binary: &TestBinary) -> &'static str {
+    match binary.target.as_str() {
+        "kilo_common" => "kilo-common",
+        "kilo_core" => "kilo-agent/core",
+        "kilo_host" => "kilo-agent/host",
+        "kilo_lab" => "xtask/lab",
+        "xtask" => "xtask",
+        "kilo_failover" => "kilo-agent/failover",
+        "kilo_failover_sim" | "rules" | "schedules" => "kilo-agent/failover-sim",
+        "kilo_fuzz" | "kept_inputs" => "kilo-agent/fuzz",
+        _ => "kilo-agent",
+    }
+}
+
+/// Runs one program test by test, so that each has its own time and a test
+/// that says why it is skipped is counted as such.
+fn run_binary(
+    part: Part,
+    target: &str,
+    mut command: Command,
+    say: &mut dyn FnMut(&str),
+) -> Result<Vec<TestOutcome>> {
+    // One thread: lines of one test stay together, and times are its own.
+    command.args(["--test-threads=1", "--nocapture"]).stdin(Stdio::null());
+    let (output, both) = std::io::pipe()?;
+    command.stdout(both.try_clone()?).stderr(both);
+    stop_if_interrupted()?;
+    let started = Instant::now();
+    let mut child = command.spawn().with_context(|| target.to_owned())?;
+    // It has the other end of the pipe, too.
+    drop(command);
+    let mut reader = Reader::new(part.label(), target);
+    for line in BufReader::new(output).lines() {
+        let said = reader.line(&line?, started.elapsed().as_secs_f64());
+        say(&said);
+    }
+    let status = child.wait()?;
+    Ok(reader.end(status.success(), target, &status.to_string()))
+}
