@@ -61,6 +61,8 @@ struct Pair {
     sent: u64,
     received: u64,
     age: Option<Duration>,
+    /// When the device was looked at.
+    looked: Instant,
     leases: Leases,
     /// The relay in use.
     by: Option<NodeId>,
@@ -326,6 +328,7 @@ impl Pair {
             sent: seen.sent,
             received: seen.received,
             age: seen.handshake_age,
+            looked: now,
             leases: Leases::default(),
             by: None,
             at: None,
@@ -357,6 +360,7 @@ impl Pair {
             self.unanswered = Some((now, self.sent));
         }
         (self.sent, self.received, self.age) = (seen.sent, seen.received, seen.handshake_age);
+        self.looked = now;
         self.trial = self.trial.and_then(|trial| trial.goes_on(seen, now));
         // What the other end says anew counts for more than where it once answered.
         if seen.published != self.published {
@@ -385,6 +389,8 @@ impl Pair {
         if !seen.is_fresh() {
             return silence;
         }
+        // What WireGuard has put right since then is not seen yet.
+        let silence = self.looked.saturating_duration_since(since);
         // Nobody answers a keepalive.
         let keepalives = ATTEMPTS + KEEPALIVE * (silence.as_secs() + 2);
         let is_data = self.sent.saturating_sub(before) > keepalives;

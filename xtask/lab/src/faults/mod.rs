@@ -118,6 +118,7 @@ pub fn outcomes(rows: &[Row], prefix: &str) -> Vec<TestOutcome> {
 
 fn row(lab: &mut Lab, fault: &Fault, traffic: &UnderTraffic) -> Row {
     let began = Instant::now();
+    let queued = dropped_by_queue(lab);
     let mut result = watch(lab, traffic);
     // What a busy machine loses by itself, it hardly loses twice; packets in clear are none of that.
     let fails = |(_, figures): &(_, Figures)| missed(traffic.goal, figures).is_some();
@@ -126,7 +127,11 @@ fn row(lab: &mut Lab, fault: &Fault, traffic: &UnderTraffic) -> Row {
             Ok((_, figures)) => missed(traffic.goal, figures).unwrap_or_default(),
             Err(error) => format!("{error:#}"),
         };
-        println!("fault {}: once more, because {said}", fault.id);
+        let full = dropped_by_queue(lab).saturating_sub(queued);
+        println!(
+            "fault {}: once more, because {said}; queues of kilo0 have dropped {full} packets",
+            fault.id
+        );
         result = watch(lab, traffic)
             .map(|(injected, figures)| (format!("{injected}; at the second try"), figures));
     }
@@ -165,6 +170,16 @@ fn row(lab: &mut Lab, fault: &Fault, traffic: &UnderTraffic) -> Row {
         row.injected
     );
     row
+}
+
+/// Packets that all nodes' WireGuard devices had no room for: a process that gets no processor reads none.
+fn dropped_by_queue(lab: &Lab) -> u64 {
+    let of = |netns: &Netns| -> Option<u64> {
+        let shown = netns.sh("ip -s -j link show kilo0").ok()?;
+        let links: serde_json::Value = serde_json::from_str(&shown).ok()?;
+        links.pointer("/0/stats64/tx/dropped")?.as_u64()
+    };
+    lab.network.nodes.iter().filter_map(|node| of(&node.netns)).sum()
 }
 
 fn watch(lab: &mut Lab, fault: &UnderTraffic) -> Result<(String, Figures)> {

@@ -48,7 +48,8 @@ pub struct Figures {
 }
 
 impl Figures {
-    /// How many datagrams were lost, of how many, and where in the stream.
+    /// How many datagrams were lost, of how many, and where in the stream; and for how long nothing came, which tells a
+    /// path that was away from a queue that was full.
     pub fn said_of_lost(&self) -> String {
         let holes: Vec<_> = self
             .holes
@@ -57,7 +58,14 @@ impl Figures {
             .map(|(first, length)| format!("{length} from number {first}"))
             .collect();
         let more = if self.holes.len() > SAID { " and more" } else { "" };
-        format!("{} datagrams of {} were lost ({}{more})", self.lost, self.sent, holes.join(", "))
+        format!(
+            "{} datagrams of {} were lost ({}{more}), {} ms without answer, TCP {} ms",
+            self.lost,
+            self.sent,
+            holes.join(", "),
+            self.gap.as_millis(),
+            self.stall.as_millis()
+        )
     }
 }
 
