@@ -117,10 +117,10 @@ impl Long {
     pub fn label(self) -> String {
         match self {
             Self::Soak => "soak".to_owned(),
-            Self::Lab(lab) => format!("long-labs --labs {}", name(lab)),
+            Self::Lab(lab) => format!("long-labs --labs {}", name(&lab)),
             Self::Cluster => "cluster --every-check".to_owned(),
             Self::Vm(kernel, OnKernel::All) => format!("vm --kernel {}", kernel.label()),
-            Self::Vm(kernel, what) => format!("vm --kernel {} --only {}", kernel.label(), name(what)),
+            Self::Vm(kernel, what) => format!("vm --kernel {} --only {}", kernel.label(), name(&what)),
         }
     }
 
@@ -138,7 +138,7 @@ impl Long {
 }
 
 /// As the command line has it.
-fn name(value: impl ValueEnum) -> String {
+fn name(value: &impl ValueEnum) -> String {
     value.to_possible_value().map(|value| value.get_name().to_owned()).unwrap_or_default()
 }
 

@@ -154,6 +154,21 @@ fn without_the_device_destinations_are_unreachable_and_not_the_default_routes() 
 }
 
 #[test]
+fn a_tun_device_has_room_for_what_waits_for_its_process() {
+    isolated("a_tun_device_has_room_for_what_waits_for_its_process", || async {
+        let (kilo, net) = (setup(), Net::new().unwrap());
+        let shown = || sh("ip -j link show kilo0 | grep -o '\"txqlen\":[0-9]*' | cut -d: -f2");
+        let queue = || shown().trim().parse::<u32>().unwrap();
+        assert_eq!(queue(), 500, "as the kernel makes it");
+        net.apply(&plan(), kilo).await.unwrap();
+        assert_eq!((queue(), net.apply(&plan(), kilo).await.unwrap()), (2000, 0));
+        // More was somebody's wish.
+        sh("ip link set kilo0 txqueuelen 9000");
+        assert_eq!((net.apply(&plan(), kilo).await.unwrap(), queue()), (0, 9000));
+    });
+}
+
+#[test]
 fn pods_without_a_route_are_unreachable_until_a_bridge_has_them() {
     isolated("pods_without_a_route_are_unreachable_until_a_bridge_has_them", || async {
         let kilo = setup();

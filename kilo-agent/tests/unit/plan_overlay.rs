@@ -49,6 +49,7 @@ fn link(index: u32, name: &str, mtu: u32, addresses: &[&str]) -> Link {
         name: name.to_owned(),
         kind: String::new(),
         mtu,
+        queue: 0,
         up: true,
         loopback: false,
         controller: None,

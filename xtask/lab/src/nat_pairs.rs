@@ -575,7 +575,11 @@ fn under_traffic(mesh: &mut Mesh) -> Result<()> {
         figures.lost,
         figures.holes
     );
-    // And breaks again while a session is there.
+    breaks_again(mesh, (&x, &y))
+}
+
+/// The direct way breaks while a session is there.
+fn breaks_again(mesh: &Mesh, (x, y): (&Node, &Node)) -> Result<()> {
     let flow = Traffic::start(&x.pod, y.pod_ip().into());
     flow.settle(LIMIT)?;
     nat::block(&mesh.lab, mesh.underlay, true)?;

@@ -34,7 +34,7 @@ pub const PREPARE: Duration = Duration::from_secs(8);
 /// After this long it uses one: three attempts of WireGuard, the last one of which has had 3 s.
 pub const SILENT: Duration = Duration::from_secs(13);
 /// The same for a session that was established. WireGuard answers data within 10 s, by a keepalive if by nothing else
-/// (KEEPALIVE_TIMEOUT of `drivers/net/wireguard/messages.h`), and shakes hands anew after 15 s without an answer.
+/// (`KEEPALIVE_TIMEOUT` of `drivers/net/wireguard/messages.h`), and shakes hands anew after 15 s without an answer.
 pub const SILENT_SESSION: Duration = Duration::from_secs(16);
 /// After this long an end is tried at every place where it might be; that of an established session when a relay is asked
 /// for, because for 10 s it may only have had nothing to answer.
