@@ -332,7 +332,8 @@ pub const CONFIG_SEVERAL_V6: u32 = 128;
 /// stands by to. Without it nothing may reach WireGuard.
 pub const CONFIG_GATEWAY: u32 = 256;
 
-/// `Config::flags`: some node relays, so messages of relays are looked for.
+/// `Config::flags`: a node offers to relay, or gateways may be out of reach at their endpoints: messages of relays are
+/// looked for.
 pub const CONFIG_RELAY: u32 = 512;
 
 /// `Config::flags`: every node of the location sends to others in an outer header alone (`--encapsulate=always`): what

@@ -192,12 +192,12 @@ pub struct Settings {
     pub port: u16,
 }
 
-/// Whether tunnels may go through relays (`--relay`).
+/// Whether tunnels may go other ways than to published endpoints (`--relay`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum Relay {
-    /// Where nodes offer to relay, and no direct way is found.
+    /// Holes are punched, and where no direct way is found and nodes offer to relay, relays are used.
     Auto,
-    /// Never, even where nodes offer to relay; nor does this node relay for others.
+    /// No relays, and no tries at other places than endpoints; nor does this node relay for others.
     Off,
 }
 

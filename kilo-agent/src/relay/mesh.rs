@@ -132,7 +132,9 @@ impl FarGateways {
 }
 
 /// Whether a node may be out of reach at its endpoint: it has keepalives, which keep a NAT open, and either the address is
-/// private and no annotation asks for it, or another node sees it (`seen`) somewhere that it does not name.
+/// private and no annotation asks for it, or another node sees it (`seen`) somewhere that it does not name. Where it is seen
+/// by IPv6 says nothing of an IPv4 endpoint, and is seen only because other ways are looked for. Nor does an endpoint
+/// with a name count: nodes need not resolve it alike.
 pub fn may_need_another_way(node: &Node, seen: &BTreeMap<PublicKey, Vec<SocketAddr>>) -> bool {
     if node.persistent_keepalive == 0 {
         return false;
@@ -140,7 +142,8 @@ pub fn may_need_another_way(node: &Node, seen: &BTreeMap<PublicKey, Vec<SocketAd
     let Some(endpoint) = &node.endpoint else { return true };
     let Some(ip) = endpoint.ip() else { return false };
     let (at, places) = (SocketAddr::new(ip, endpoint.port), places(node, None));
-    let is_elsewhere = |seen: &SocketAddr| *seen != at && !places.contains(seen);
+    let is_elsewhere =
+        |seen: &SocketAddr| (seen.is_ipv4() || ip.is_ipv6()) && *seen != at && !places.contains(seen);
     let is_private = !node.endpoint_forced && !is_reached_from_anywhere(ip);
     is_private || node.key.and_then(|key| seen.get(&key)).is_some_and(|seen| seen.iter().any(is_elsewhere))
 }
@@ -319,7 +322,17 @@ mod tests {
         let v6: SocketAddrV6 = "[2001:db8::7]:51820".parse().unwrap();
         let both = |name| Node { ipv6_endpoint: Some(v6), ..says_public(name) };
         let reaches = Node { discovered_endpoints: [(key(b'b'), v6.into())].into(), ..both("a") };
-        assert!(is_wanted([reaches, both("b"), sees("203.0.113.9:40001")]));
+        assert!(is_wanted([reaches.clone(), both("b"), sees("203.0.113.9:40001")]));
+        // What is seen of IPv6 alone says nothing of an IPv4 endpoint, also of nodes that publish no IPv6 address any more.
+        let elsewhere = "[2001:db8::9]:51820";
+        assert!(!is_wanted([reaches.clone(), both("b"), sees(elsewhere)]));
+        assert!(!is_wanted([says_public("a"), says_public("b"), sees(elsewhere)]));
+        let by_v6 = |name| node(name, "[2001:db8::7]:51820", 25);
+        assert!(is_wanted([by_v6("a"), by_v6("b"), sees(elsewhere)]));
+        assert!(
+            is_wanted([by_v6("a"), by_v6("b"), sees("203.0.113.9:40001")]),
+            "nodes without IPv6 have to meet them there"
+        );
     }
 
     #[test]

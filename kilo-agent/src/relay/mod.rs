@@ -10,7 +10,7 @@ mod paths;
 mod task;
 
 use std::{
-    collections::BTreeMap,
+    collections::{BTreeMap, BTreeSet},
     net::{IpAddr, SocketAddr},
     path::Path,
     sync::{Arc, Mutex, MutexGuard, PoisonError},
@@ -133,9 +133,16 @@ pub fn is_wanted(mesh: &Mesh) -> bool {
     if of_each().flatten().any(|(node, _)| node.relay) {
         return true;
     }
+    let kept: BTreeSet<PublicKey> = of_each()
+        .flatten()
+        .filter(|(node, _)| node.persistent_keepalive > 0)
+        .filter_map(|(node, _)| node.key)
+        .collect();
     let mut seen: BTreeMap<PublicKey, Vec<SocketAddr>> = BTreeMap::new();
-    for (key, at) in mesh.sightings() {
-        seen.entry(key).or_default().push(at);
+    if !kept.is_empty() {
+        for (key, at) in mesh.sightings().filter(|(key, _)| kept.contains(key)) {
+            seen.entry(key).or_default().push(at);
+        }
     }
     let may_need = |gateways: &Vec<(&Node, bool)>| {
         gateways.iter().any(|(node, _)| mesh::may_need_another_way(node, &seen))

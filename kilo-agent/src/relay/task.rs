@@ -39,14 +39,14 @@ const MOST_KEYS: usize = RELAY_KEY.size as usize;
 /// Between two turns while something is under way, and else.
 const BUSY: Duration = Duration::from_millis(100);
 const IDLE: Duration = Duration::from_secs(1);
-/// Between two looks at the device, and where nobody relays.
+/// Between two looks at the device, and where no other ways are wanted.
 const LOOK: Duration = Duration::from_secs(1);
 const LOOK_OFF: Duration = Duration::from_secs(5);
 /// Looking at a device with many prefixes takes at most this part of the time, but where a machine is busy silence
 /// is noticed all the same.
 const SHARE: u32 = 20;
 const LOOK_SELDOM: Duration = Duration::from_secs(3);
-/// The same where nobody relays: then only status, metrics and graph need the answer.
+/// The same where no other ways are wanted: then only status, metrics and graph need the answer.
 const SHARE_OFF: u32 = 1000;
 const LOOK_RARELY: Duration = Duration::from_secs(60);
 
@@ -120,7 +120,7 @@ impl Task {
             if !ports.take(port) {
                 tracing::warn!(
                     port,
-                    "another process has taken the UDP port of a relayed pair; the pair gets other ports"
+                    "another process has taken the UDP port of a relayed pair; assigning other ports to the pair"
                 );
                 server.forget_port(port);
             }

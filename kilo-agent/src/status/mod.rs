@@ -278,7 +278,8 @@ pub struct Tunnel {
     pub received_bytes: u64,
     /// Bytes sent to it, likewise.
     pub sent_bytes: u64,
-    /// How it is connected, if it works: `direct`, `punched` or `relayed`; known where relays are on.
+    /// How it is connected, if it works: `direct`, `punched` or `relayed`; unknown with
+    /// `--relay=off`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub way: Option<String>,
     /// Name of the node that relays; absent where nobody does.

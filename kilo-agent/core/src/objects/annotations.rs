@@ -115,7 +115,7 @@ pub const ANNOTATIONS: &[Annotation] = &[
             node.endpoint.as_ref().filter(|_| node.endpoint_forced).map(ToString::to_string)
         }),
         example: "`vpn.example.com:51820`, `[2001:db8::1]:51820`",
-        meaning: "where others reach the node; names are resolved again and again",
+        meaning: "where others reach the node; names are resolved periodically",
         remedy: "",
         read: |value, node| {
             node.node.endpoint = value.parse();
@@ -177,7 +177,7 @@ pub const ANNOTATIONS: &[Annotation] = &[
         writer: Writer::Agent(Lifetime::Node, |own| own.ipv6_endpoint.map(|endpoint| endpoint.to_string())),
         example: "`[2001:db8::11]:51820`",
         meaning: "where the node can also be reached by IPv6: others try it when they do not reach its endpoint; \
-                  leaders and stand-bys publish it where [other ways are looked for](nat.md#without-a-relay)",
+                  leaders and stand-bys publish it where [other ways are looked for](nat.md#other-direct-ways)",
         remedy: AGENT,
         read: |value, node| node.node.ipv6_endpoint = value.public_v6(),
     },
@@ -185,9 +185,9 @@ pub const ANNOTATIONS: &[Annotation] = &[
         name: "kilo.squat.ai/relay-off",
         writer: Writer::Agent(Lifetime::Node, |own| own.relay_off.then(|| "true".to_owned())),
         example: "`true`",
-        meaning: "the agent runs with `--relay=off`: others neither relay for the node nor reach it through a relay \
-                  ([more](nat.md#relays)); leaders and stand-bys publish it where [other ways are looked \
-                  for](nat.md#without-a-relay)",
+        meaning: "the agent runs with `--relay=off`: others neither relay for the node, nor reach it through a relay, \
+                  nor try other places than its endpoint ([more](nat.md#relays)); leaders and stand-bys publish it where [other ways are looked \
+                  for](nat.md#other-direct-ways)",
         remedy: AGENT,
         read: |value, node| node.node.relay_off = value.parse().unwrap_or(false),
     },

@@ -1,7 +1,7 @@
 //! A gateway's own ends: how each of its tunnels with other locations is connected.
 
 use std::{
-    collections::{BTreeMap, BTreeSet},
+    collections::BTreeMap,
     net::SocketAddr,
     time::{Duration, Instant},
 };
@@ -9,26 +9,24 @@ use std::{
 use kilo_common::relay::{Kind, Message, START, is_port};
 
 use super::{
-    DIRECT_EVERY, DIRECT_SELDOM, LASTS, NodeId, Output, PREPARE, SILENT, SILENT_SESSION, Seen, TRY,
-    TRY_SELDOM, Way,
+    DIRECT_EVERY, DIRECT_SELDOM, LASTS, NodeId, Output, PREPARE, SILENT, SILENT_FOR_GOOD, SILENT_SESSION,
+    Seen, TRY, TRY_SELDOM, Way,
     fresh::{self, Latest},
     lease::Lease,
     leases::Leases,
+    round::{self, Round},
     sources::Sources,
     trial::{KEEPALIVE, Trial},
 };
 
-/// Places where an end is tried.
-const MOST_PLACES: usize = 8;
-/// How long a round of direct tries lasts, and between two tries of it.
-const ROUND: Duration = Duration::from_millis(1500);
-const STEP: Duration = Duration::from_millis(200);
 /// Between two rounds where an end has been silent for long.
 const PAUSE: Duration = Duration::from_secs(30);
 /// So many answers in one round show that a direct way is good enough to leave a relay for it, and, without a relay, to
 /// begin with it.
 const ENOUGH: u32 = 3;
 const ENOUGH_TO_BEGIN: u32 = 2;
+/// New places of a silent end are tried as eagerly as the first ones when those have been tried for so long.
+const HURRIES_AFTER: Duration = Duration::from_secs(600);
 /// Between two rounds that the other end asks for.
 const ASKED_EVERY: Duration = Duration::from_secs(10);
 /// Relays are kept this long after they were left, or after one has invited to itself.
@@ -37,6 +35,8 @@ const LINGERS: Duration = Duration::from_secs(20);
 const SETTLES: Duration = Duration::from_secs(5);
 /// Answers to tries, a second and pair.
 const ANSWERS: u32 = 40;
+/// An established session is given so much longer than one that shakes hands.
+const SESSION_LONGER: Duration = SILENT_SESSION.saturating_sub(SILENT);
 /// Bytes of three attempts to shake hands.
 const ATTEMPTS: u64 = 3 * 148;
 
@@ -84,24 +84,11 @@ struct Pair {
     round: Option<Round>,
     next_round: Option<Instant>,
     last_round: Option<Instant>,
+    /// When the first round of this silence began.
+    first_round: Option<Instant>,
     interval: Duration,
     /// Answers given in the second that began then.
     answers: (Instant, u32),
-}
-
-#[derive(Clone, Debug)]
-struct Round {
-    ends: Instant,
-    next: Instant,
-    /// Where each try that is not answered yet was sent to, by its number.
-    sent: BTreeMap<u64, SocketAddr>,
-    answers: BTreeMap<SocketAddr, u32>,
-}
-
-impl Round {
-    fn new(now: Instant) -> Self {
-        Self { ends: now + ROUND, next: now, sent: BTreeMap::new(), answers: BTreeMap::new() }
-    }
 }
 
 impl Client {
@@ -120,12 +107,22 @@ impl Client {
 
     /// Takes what the device shows now: all gateways of other locations.
     pub fn see(&mut self, seen: Vec<Seen>, uses_relays: bool, is_behind_nat: bool, now: Instant) {
+        if uses_relays && !self.uses_relays {
+            // What was due before was not sent.
+            self.pairs.values_mut().for_each(|pair| pair.first_round = None);
+        }
         (self.uses_relays, self.is_behind_nat) = (uses_relays, is_behind_nat);
-        self.seen = seen.into_iter().filter(|seen| seen.id != self.own).map(|seen| (seen.id, seen)).collect();
+        let others =
+            seen.into_iter().filter(|seen| seen.id != self.own).map(|seen| (seen.id, seen)).collect();
+        let before = std::mem::replace(&mut self.seen, others);
         self.pairs.retain(|id, _| self.seen.contains_key(id));
         self.latest.keep(|id| self.seen.contains_key(&id));
         for seen in self.seen.values() {
-            self.pairs.entry(seen.id).or_insert_with(|| Pair::new(seen, now)).see(seen, now);
+            let pair = self.pairs.entry(seen.id).or_insert_with(|| Pair::new(seen, now));
+            pair.see(seen, now);
+            if before.get(&seen.id).is_some_and(|before| before.places != seen.places) {
+                pair.hurry(now);
+            }
         }
     }
 
@@ -234,14 +231,7 @@ impl Client {
         }
         let is_relayed = pair.by.is_some();
         let round = pair.round.as_mut()?;
-        // Carried from elsewhere, or carried twice, it says nothing of a way.
-        if round.sent.get(&message.sequence) != Some(&source) {
-            return None;
-        }
-        round.sent.remove(&message.sequence);
-        let answers = round.answers.entry(source).or_insert(0);
-        *answers += 1;
-        if *answers < if is_relayed { ENOUGH } else { ENOUGH_TO_BEGIN } {
+        if round.answered(message.sequence, source)? < if is_relayed { ENOUGH } else { ENOUGH_TO_BEGIN } {
             return None;
         }
         pair.use_directly(source, now);
@@ -342,6 +332,7 @@ impl Pair {
             round: None,
             next_round: None,
             last_round: None,
+            first_round: None,
             interval: DIRECT_EVERY,
             answers: (now, 0),
         }
@@ -355,7 +346,7 @@ impl Pair {
         let is_answered =
             seen.is_fresh() && (is_new || seen.received != self.received) || seen.sent < self.sent;
         if is_answered {
-            self.unanswered = None;
+            (self.unanswered, self.first_round) = (None, None);
         } else if seen.sent > self.sent && self.unanswered.is_none() {
             self.unanswered = Some((now, self.sent));
         }
@@ -368,6 +359,7 @@ impl Pair {
             // How long earlier ways have lasted says nothing of this one.
             self.interval = DIRECT_EVERY;
             self.next_round = self.next_round.map(|next| next.min(now + DIRECT_EVERY));
+            self.hurry(now);
         }
         let settled =
             self.moved.is_none_or(|moved| now.saturating_duration_since(moved) >= SETTLES) && seen.is_fresh();
@@ -382,6 +374,12 @@ impl Pair {
         }
     }
 
+    /// Where the other end may be has changed: it is tried as at the beginning of a silence, unless that has been lately.
+    fn hurry(&mut self, now: Instant) {
+        self.first_round =
+            self.first_round.filter(|first| now.saturating_duration_since(*first) < HURRIES_AFTER);
+    }
+
     /// For how long bytes have been sent without an answer, if that is significant.
     fn silence(&self, seen: &Seen, now: Instant) -> Duration {
         let Some((since, before)) = self.unanswered else { return Duration::ZERO };
@@ -394,7 +392,7 @@ impl Pair {
         // Nobody answers a keepalive.
         let keepalives = ATTEMPTS + KEEPALIVE * (silence.as_secs() + 2);
         let is_data = self.sent.saturating_sub(before) > keepalives;
-        if is_data { silence.saturating_sub(SILENT_SESSION.saturating_sub(SILENT)) } else { Duration::ZERO }
+        if is_data { silence.saturating_sub(SESSION_LONGER) } else { Duration::ZERO }
     }
 
     fn is_leased(&self, place: SocketAddr) -> bool {
@@ -419,7 +417,7 @@ impl Pair {
             self.next_round = Some(now + self.interval);
         }
         (self.by, self.at, self.moved, self.unanswered) = (Some(relay), Some(at), Some(now), None);
-        self.trial = None;
+        (self.trial, self.first_round) = (None, None);
     }
 
     fn use_directly(&mut self, place: SocketAddr, now: Instant) {
@@ -444,8 +442,9 @@ impl Pair {
     /// Leaves all relays because the other end refuses them, also where WireGuard follows what still comes by one.
     fn leave_relays(&mut self, turn: &mut Turn<'_>) {
         let is_by_relay = self.by.is_some() || turn.relay_of_endpoint().is_some();
-        // Its agent answers no tries, so no other place will be found.
-        let is_lost = self.punched.is_some() && self.silence(turn.seen, turn.now) >= SILENT;
+        // Its agent answers no tries: nobody finds this place again once it is left.
+        let lost = if turn.seen.is_fresh() { SILENT_FOR_GOOD.saturating_sub(SESSION_LONGER) } else { SILENT };
+        let is_lost = self.punched.is_some() && self.silence(turn.seen, turn.now) >= lost;
         if (is_by_relay || is_lost)
             && let Some(to) = turn.seen.published
         {
@@ -529,9 +528,10 @@ impl Pair {
         let is_due = match self.by {
             Some(_) => self.next_round.is_some_and(|next| now >= next),
             None => {
-                let silence = self.silence(turn.seen, now);
-                let pause = if silence < TRY_SELDOM { 2 * ROUND } else { PAUSE };
-                silence >= if turn.seen.is_fresh() { PREPARE } else { TRY }
+                let tried =
+                    self.first_round.map_or(Duration::ZERO, |first| now.saturating_duration_since(first));
+                let pause = if tried < TRY_SELDOM { 2 * round::LENGTH } else { PAUSE };
+                self.silence(turn.seen, now) >= if turn.seen.is_fresh() { PREPARE } else { TRY }
                     && !turn.seen.refuses
                     && self.last_round.is_none_or(|last| now.saturating_duration_since(last) >= pause)
             }
@@ -540,6 +540,9 @@ impl Pair {
             self.nonce = random().max(1);
             self.round = Some(Round::new(now));
             self.last_round = Some(now);
+            if self.by.is_none() {
+                self.first_round.get_or_insert(now);
+            }
             self.next_round = self.by.map(|_| now + self.interval);
             let relay = self.by.and_then(|relay| self.leases.get(relay)).and_then(Lease::address);
             if let Some(to) = relay {
@@ -549,64 +552,21 @@ impl Pair {
             }
         }
         let Some(round) = self.round.as_mut() else { return };
-        if now >= round.ends {
+        if round.is_over(now) {
             self.round = None;
             return;
         }
-        if now < round.next {
+        if !round.is_due(now) {
             return;
         }
-        round.next = now + STEP;
         self.places.keep(now);
         let first = turn.seen.published.into_iter().chain(self.places.iter());
-        let mut places = candidates(first, &turn.seen.places, self.nonce);
+        let mut places = round::candidates(first, &turn.seen.places, self.nonce);
         places.retain(|place| self.leases.of(*place).is_none());
-        for to in places.into_iter().take(MOST_PLACES) {
+        for to in places.into_iter().take(round::MOST_PLACES) {
             let sequence = turn.sequence();
-            round.sent.insert(sequence, to);
+            round.sent(sequence, to);
             turn.send(other, to, message_to(Kind::Try, turn.ends, self.nonce, sequence));
         }
-    }
-}
-
-/// In which order an end is tried at places: `first`, and then a place of each family by turns, from another one with each
-/// round, so that many places of one kind, or one node that names many, do not keep the others from being tried.
-fn candidates(first: impl Iterator<Item = SocketAddr>, others: &[SocketAddr], round: u64) -> Vec<SocketAddr> {
-    let mut families: [Vec<SocketAddr>; 2] = [true, false].map(|v4| {
-        let mut family: Vec<_> = others.iter().copied().filter(|place| place.is_ipv4() == v4).collect();
-        let start = usize::try_from(round % family.len().max(1) as u64).unwrap_or(0);
-        family.rotate_left(start);
-        family.reverse();
-        family
-    });
-    let mut all: Vec<SocketAddr> = first.collect();
-    while families.iter().any(|family| !family.is_empty()) {
-        all.extend(families.iter_mut().filter_map(Vec::pop));
-    }
-    let mut tried = BTreeSet::new();
-    all.retain(|place| tried.insert(*place));
-    all
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn every_place_is_tried_in_some_round_and_each_family_in_all() {
-        let at = |text: &str| text.parse::<SocketAddr>().unwrap();
-        let first = [at("192.0.2.9:1"), at("192.0.2.3:7")];
-        let mut others: Vec<_> = (0..20).map(|port| at(&format!("192.0.2.3:{port}"))).collect();
-        others.extend([at("[2001:db8::1]:1"), at("[2001:db8::2]:1")]);
-        let mut tried = BTreeSet::new();
-        for round in 0..20 {
-            let all = candidates(first.into_iter(), &others, round);
-            assert_eq!(all.len(), 23, "each once");
-            assert_eq!(all[..2], first);
-            let now = &all[..MOST_PLACES];
-            assert!(now.iter().any(SocketAddr::is_ipv6) && now[2..].iter().any(SocketAddr::is_ipv4));
-            tried.extend(now.iter().copied());
-        }
-        assert_eq!(tried.len(), 23);
     }
 }

@@ -8,6 +8,7 @@ mod inputs;
 mod lease;
 mod leases;
 mod places;
+mod round;
 mod server;
 mod sources;
 #[cfg(test)]
@@ -36,10 +37,13 @@ pub const SILENT: Duration = Duration::from_secs(13);
 /// The same for a session that was established. WireGuard answers data within 10 s, by a keepalive if by nothing else
 /// (`KEEPALIVE_TIMEOUT` of `drivers/net/wireguard/messages.h`), and shakes hands anew after 15 s without an answer.
 pub const SILENT_SESSION: Duration = Duration::from_secs(16);
+/// The same where the other end answers no tries, so that a place that is left too early is not found again: what WireGuard
+/// waits before it shakes hands anew, and three attempts.
+pub const SILENT_FOR_GOOD: Duration = Duration::from_secs(28);
 /// After this long an end is tried at every place where it might be; that of an established session when a relay is asked
 /// for, because for 10 s it may only have had nothing to answer.
 pub const TRY: Duration = Duration::from_secs(3);
-/// After this long without an answer it is tried less often: nothing may answer there for days.
+/// After this long of tries without an answer it is tried less often: nothing may answer there for days.
 pub const TRY_SELDOM: Duration = Duration::from_secs(120);
 /// How often a relayed pair is tried directly.
 pub const DIRECT_EVERY: Duration = Duration::from_secs(60);

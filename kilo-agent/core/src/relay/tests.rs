@@ -286,8 +286,91 @@ fn a_punched_way_that_ends_is_left_also_where_the_other_end_refuses_relays_and_a
     world.run(seconds(10));
     assert_eq!(world.tunnels[&X].endpoint, place(Y), "it works");
     world.direct = false;
-    world.run(SILENT_SESSION + seconds(10));
+    world.run(SILENT_FOR_GOOD + seconds(10));
     assert_eq!(Some(world.tunnels[&X].endpoint), world.seen(X)[0].published);
+}
+
+#[test]
+fn a_place_that_an_end_without_relays_answered_from_is_left_only_after_wireguards_own_attempts() {
+    let (mut client, start) = (Client::new(X), Instant::now());
+    let seen = || Seen {
+        id: Y,
+        sent: 148,
+        endpoint: Some(place(9)),
+        published: Some(place(9)),
+        places: vec![place(Y)],
+        ..Seen::default()
+    };
+    client.see(vec![seen()], true, true, start);
+    let now = start + TRY;
+    client.see(vec![seen()], true, true, now);
+    for step in 0..2 {
+        for output in client.turn(now + 2 * STEP * step, 1, &mut || 4) {
+            if let Output::Send { to, message, .. } = output
+                && to == place(Y)
+            {
+                client.hear(&Message { kind: Kind::Tried, sender: Y, other: X, ..message }, to, 1, now);
+            }
+        }
+    }
+    assert_eq!(client.endpoints().get(&Y), Some(&(place(Y), false)));
+    // A flow one way, that keepalives alone answer each 10 s: one is lost, and all after 60 s.
+    let mut left = None;
+    for second in 0..120 {
+        let answers = [0, 10, 30, 40, 50, 60].iter().filter(|at| second >= **at).count() as u64;
+        let other = Seen {
+            handshake_age: Some(seconds(second)),
+            sent: 148_000 * (second + 1),
+            received: 92 + 32 * answers,
+            endpoint: Some(place(Y)),
+            refuses: true,
+            ..seen()
+        };
+        let now = now + seconds(second);
+        client.see(vec![other], true, true, now);
+        let outputs = client.turn(now, 1, &mut || 4);
+        if outputs.contains(&Output::Move { node: Y, to: place(9) }) {
+            left.get_or_insert(second);
+        }
+    }
+    let left = left.unwrap();
+    assert!((88..=91).contains(&left), "{left}");
+}
+
+#[test]
+fn where_nothing_answers_tries_become_rare_and_begin_anew_where_there_is_something_new() {
+    let (mut client, start) = (Client::new(X), Instant::now());
+    let mut now = start;
+    let mut rounds = |refuses, at: NodeId, time: Duration| {
+        let (end, mut tries) = (now + time, 0);
+        while now < end {
+            now += STEP;
+            let other = Seen {
+                id: Y,
+                sent: u64::try_from((now - start).as_millis()).unwrap(),
+                published: Some(place(9)),
+                places: vec![place(at)],
+                refuses,
+                ..Seen::default()
+            };
+            client.see(vec![other], true, true, now);
+            tries += client.turn(now, 1, &mut || 4).len();
+        }
+        // Two places, eight times.
+        tries / 16
+    };
+    assert_eq!(rounds(true, Y, seconds(600)), 0, "its agent answers no tries");
+    let at_first = rounds(false, Y, seconds(30));
+    assert!((9..=11).contains(&at_first), "however long it had been silent: {at_first}");
+    rounds(false, Y, seconds(120));
+    assert_eq!(rounds(false, Y, seconds(600)), 20);
+    assert!(rounds(false, 77, seconds(3)) >= 1, "it is seen elsewhere");
+    let again = rounds(false, 77, seconds(30));
+    assert!((9..=11).contains(&again), "{again}");
+    // A node that names ever new places makes nobody send more.
+    rounds(false, 77, seconds(120));
+    let flapping = (0..30).map(|second| rounds(false, 70 + second % 2, seconds(10))).sum::<usize>();
+    assert!((9..=11).contains(&flapping), "{flapping}");
 }
 
 #[test]

@@ -1,0 +1,104 @@
+//! A round of direct tries: where an end is tried, and what has answered.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    net::SocketAddr,
+    time::{Duration, Instant},
+};
+
+/// Places where an end is tried.
+pub(super) const MOST_PLACES: usize = 8;
+/// How long a round lasts, and between two tries of it.
+pub(super) const LENGTH: Duration = Duration::from_millis(1500);
+const STEP: Duration = Duration::from_millis(200);
+
+#[derive(Clone, Debug)]
+pub(super) struct Round {
+    ends: Instant,
+    next: Instant,
+    /// Where each try that is not answered yet was sent to, by its number.
+    sent: BTreeMap<u64, SocketAddr>,
+    answers: BTreeMap<SocketAddr, u32>,
+}
+
+impl Round {
+    pub(super) fn new(now: Instant) -> Self {
+        Self { ends: now + LENGTH, next: now, sent: BTreeMap::new(), answers: BTreeMap::new() }
+    }
+
+    pub(super) fn is_over(&self, now: Instant) -> bool {
+        now >= self.ends
+    }
+
+    /// True each 200 ms: then every place is tried once.
+    pub(super) fn is_due(&mut self, now: Instant) -> bool {
+        let is_due = now >= self.next;
+        if is_due {
+            self.next = now + STEP;
+        }
+        is_due
+    }
+
+    /// Takes note of a try.
+    pub(super) fn sent(&mut self, sequence: u64, to: SocketAddr) {
+        self.sent.insert(sequence, to);
+    }
+
+    /// How many tries this place has answered, with the one of this number; `None` where the answer was carried from elsewhere,
+    /// or carried twice: it says nothing of a way.
+    pub(super) fn answered(&mut self, sequence: u64, source: SocketAddr) -> Option<u32> {
+        if self.sent.get(&sequence) != Some(&source) {
+            return None;
+        }
+        self.sent.remove(&sequence);
+        let answers = self.answers.entry(source).or_insert(0);
+        *answers += 1;
+        Some(*answers)
+    }
+}
+
+/// In which order an end is tried at places: `first`, and then a place of each family by turns, from another one with each
+/// round, so that many places of one kind, or one node that names many, do not keep the others from being tried.
+pub(super) fn candidates(
+    first: impl Iterator<Item = SocketAddr>,
+    others: &[SocketAddr],
+    round: u64,
+) -> Vec<SocketAddr> {
+    let mut families: [Vec<SocketAddr>; 2] = [true, false].map(|v4| {
+        let mut family: Vec<_> = others.iter().copied().filter(|place| place.is_ipv4() == v4).collect();
+        let start = usize::try_from(round % family.len().max(1) as u64).unwrap_or(0);
+        family.rotate_left(start);
+        family.reverse();
+        family
+    });
+    let mut all: Vec<SocketAddr> = first.collect();
+    while families.iter().any(|family| !family.is_empty()) {
+        all.extend(families.iter_mut().filter_map(Vec::pop));
+    }
+    let mut tried = BTreeSet::new();
+    all.retain(|place| tried.insert(*place));
+    all
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_place_is_tried_in_some_round_and_each_family_in_all() {
+        let at = |text: &str| text.parse::<SocketAddr>().unwrap();
+        let first = [at("192.0.2.9:1"), at("192.0.2.3:7")];
+        let mut others: Vec<_> = (0..20).map(|port| at(&format!("192.0.2.3:{port}"))).collect();
+        others.extend([at("[2001:db8::1]:1"), at("[2001:db8::2]:1")]);
+        let mut tried = BTreeSet::new();
+        for round in 0..20 {
+            let all = candidates(first.into_iter(), &others, round);
+            assert_eq!(all.len(), 23, "each once");
+            assert_eq!(all[..2], first);
+            let now = &all[..MOST_PLACES];
+            assert!(now.iter().any(SocketAddr::is_ipv6) && now[2..].iter().any(SocketAddr::is_ipv4));
+            tried.extend(now.iter().copied());
+        }
+        assert_eq!(tried.len(), 23);
+    }
+}
