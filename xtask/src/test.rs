@@ -100,10 +100,10 @@ pub struct TestArgs {
     #[arg(long = "kernel", value_enum)]
     kernels: Vec<Kernel>,
     /// What of the part vm runs on them.
-    #[arg(long, value_enum, default_value_t)]
+    #[arg(long, value_enum, default_value_t, conflicts_with = "all")]
     only: OnKernel,
     /// Which of the part long-labs (repeatable); all when none is named.
-    #[arg(long, value_enum)]
+    #[arg(long, value_enum, requires = "parts", conflicts_with = "all")]
     labs: Vec<LongLab>,
     /// Every check of the part cluster, also those that take long.
     #[arg(long)]

@@ -156,6 +156,7 @@ pub fn main(LabArgs { options, command }: LabArgs) -> Result<()> {
         }
         Some(LabCommand::Faults(ref faults)) => under_traffic(&options, faults),
         Some(LabCommand::Nat(ref pairs)) => {
+            let _guard = take_over(&options.name)?;
             let bin = options.bin.clone().map_or_else(own_directory, Ok)?;
             nat_pairs::main(pairs, &options.name, &bin, &options.wireguard)
         }

@@ -18,9 +18,9 @@ use super::{
     cni, counters,
     faults::traffic::Traffic,
     nat::{self, Kind, Shape},
-    netns::{self, Netns},
+    netns::Netns,
     network::{Network, Node, Underlay},
-    probe, report, wait, well,
+    probe, report, takedown, wait, well,
 };
 use crate::report::{InClear, TestOutcome};
 
@@ -311,7 +311,6 @@ impl Setup<'_> {
 struct Mesh {
     lab: String,
     underlay: Underlay,
-    directory: PathBuf,
     network: Network,
     agents: Agents,
     /// How many relays are cut off from all others.
@@ -323,12 +322,10 @@ struct Mesh {
 impl Mesh {
     fn up(setup: Setup<'_>, shape: Shape, public: &[&'static str], is_blocked: bool) -> Result<Self> {
         let Setup { lab, bin, wireguard, relays, flags } = setup;
-        netns::remove(nat::namespaces(lab))?;
-        let directory = std::env::temp_dir().join(format!("{lab}-nat"));
-        if directory.exists() {
-            fs::remove_dir_all(&directory)?;
-        }
-        fs::create_dir_all(directory.join("logs"))?;
+        super::stop_if_interrupted()?;
+        super::down(lab)?;
+        let directory = super::directory(lab);
+        takedown::make(|| Ok(fs::create_dir_all(directory.join("logs"))?))?;
         let network = nat::build(lab, &directory, shape, public)?;
         if !shape.is_shared {
             nat::block(lab, shape.underlay, is_blocked)?;
@@ -347,15 +344,8 @@ impl Mesh {
             agents.start(node)?;
         }
         let attempt = first_attempt(network.node("x")?.netns.clone(), network.node("y")?.pod_ip());
-        let mesh = Self {
-            lab: lab.to_owned(),
-            underlay: shape.underlay,
-            directory,
-            network,
-            agents,
-            cut_off: 0,
-            attempt,
-        };
+        let mesh =
+            Self { lab: lab.to_owned(), underlay: shape.underlay, network, agents, cut_off: 0, attempt };
         mesh.agents.wait_until_ready(&mesh.network, LIMIT)?;
         for node in &mesh.network.nodes {
             cni::connect(node)?;
@@ -483,8 +473,7 @@ impl Mesh {
         for node in &self.network.nodes {
             let _ = self.agents.stop(node.name(), Signal::SIGKILL);
         }
-        netns::remove(nat::namespaces(&self.lab))?;
-        fs::remove_dir_all(&self.directory).with_context(|| self.directory.display().to_string())
+        super::down(&self.lab)
     }
 }
 

@@ -23,7 +23,7 @@ use crate::confine;
 /// What an agent logs when somebody detached a program.
 pub const DETACHED: &str = "reattached it";
 /// Leadership moved to another gateway.
-pub const CHANGE: &str = "there was a change of leader";
+pub const CHANGE: &str = "leadership changed";
 /// Another node leads its location for a while, one without a public address.
 pub const LEADS: &str = "leads its location with the private endpoint";
 /// A node's only interface is down.

@@ -120,7 +120,8 @@ pub fn run_unit(
         // The lock is released before the job is done.
         while let Some(job) = next(&jobs) {
             let Some(binary) = job else {
-                locked(&outcomes).push(static_checks::reproducible(part.label()));
+                let built = static_checks::reproducible(part.label());
+                locked(&outcomes).push(built);
                 continue;
             };
             let mut said = String::new();
