@@ -161,7 +161,7 @@ counted! {
             "IPIP or VXLAN for another address of this host than its private one, from a pod, a process or an \
              interface without programs: spoofing, or another tunnel on UDP port 51821 or without a device of \
              its own for IPIP.",
-        /// VXLAN, or what looks like a signal, to the VXLAN port of a node that Kilo's programs or devices did not send.
+        /// VXLAN packet, or apparent signal, to a node's VXLAN port that was not sent by Kilo.
         ForgedVxlan = 55 => "forged_vxlan",
             "A process or a pod forges mesh traffic, or has a VXLAN of its own on UDP port 51821: find it by \
              `ss -upn dport = :51821`, and give it another port.",
@@ -180,7 +180,7 @@ counted! {
         /// asked for.
         SignalRingFull = 51 => "signal_ring_full",
             "Signals and relays' messages are repeated, and answers to probes leave half of the room to signals. If it \
-             grows: the agent of this node stands still or lacks CPU (`kgctl status`), or somebody sends answers to \
+             grows: the agent of this node hangs or lacks CPU (`kgctl status`), or somebody sends answers to \
              probes that were never sent: `kgctl monitor --reason signal_ring_full` shows from where.",
         /// Signal from a node that this one shares no key with, or of a kind that has no place here.
         UnknownSignal = 61 => "unknown_signal",
@@ -207,7 +207,7 @@ counted! {
             "Harmless: a router between the nodes is congested and marks packets instead of dropping them, \
              but the sender did not negotiate ECN and learns of it by loss (RFC 6040). If there are many: \
              the network between the nodes of this location is too slow for their traffic.",
-        /// About to leave by an uplink in clear, although its destination is reached through WireGuard or a tunnel.
+        /// About to leave unencrypted by an uplink, although its destination is reached through WireGuard or a tunnel.
         NotEncrypted = 56 => "not_encrypted",
             "The route that leads this packet into kilo0 is missing or overruled: check that kilo0 exists and \
              is up (`ip link show kilo0`), that the agent reconciles (`kgctl status`), and that no policy \
@@ -216,7 +216,7 @@ counted! {
              (`kgctl status`); or a node of the location to which only a default route leads, because the \
              interface with this node's private address is down; or an address in `--subnet` that no location \
              has, as far as this node knows: a machine outside the mesh needs a longer route.",
-        /// Came by an uplink in clear, although the mesh encrypts or encapsulates what goes from and to its addresses.
+        /// Arrived unencrypted on an uplink, although the mesh encrypts or encapsulates what goes from and to its addresses.
         ArrivedInClear = 52 => "arrived_in_clear",
             "A host in the network of this node sends from an address of the mesh: of a pod, of a node of another \
              location, in `--subnet`, or in what another location or a VPN peer offers. Capture with `tcpdump -eni \

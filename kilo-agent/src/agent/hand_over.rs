@@ -78,7 +78,7 @@ pub async fn hand_over(bpffs: &Path, interface: &str, masquerade: Masquerade, pr
     let translates = match ruled.is_ok().then(|| dataplane::leave_for(bpffs, end)) {
         Some(Ok(())) => false,
         Some(Err(error)) if programs != Programs::Removed => {
-            outcome.stays.push(format!("programs, since their end could not be set: {error}"));
+            outcome.stays.push(format!("programs, whose expiry time could not be set: {error}"));
             return outcome;
         }
         Some(Err(error)) => {

@@ -98,9 +98,9 @@ async fn remove_from_net(net: &Net, removal: Removal<'_>, outcome: &mut Outcome)
         // Nothing is left then, unless somebody puts it back.
         match remove().await? {
             0 => Ok(removed),
-            count => {
-                Err(format!("{count} of our routes, rules and devices are back; end what puts them there"))
-            }
+            count => Err(format!(
+                "{count} of our routes, rules and devices have reappeared; stop the process that recreates them"
+            )),
         }
     };
     outcome.take(removed.await, |count| {

@@ -144,7 +144,11 @@ impl FailoverMetrics {
             drop(metrics.refused.get_or_create(&WhyLabel { why }));
         }
         registry.register("kilo_failover_role", "Role of this node in its location", metrics.role.clone());
-        registry.register("kilo_failover_term", "Changes of leader of this location", metrics.term.clone());
+        registry.register(
+            "kilo_failover_term",
+            "Current leadership term of this location",
+            metrics.term.clone(),
+        );
         registry.register(
             "kilo_failovers",
             "Leaderships this node has taken, by cause",

@@ -41,8 +41,12 @@ impl Default for Metrics {
             "Peers reviewed, by operation and response",
             Family::clone(&reviews),
         );
-        registry.register("http_requests", "HTTP requests, by what was asked for", Family::clone(&requests));
-        registry.register("errors", "Requests that could not be answered as asked", Counter::clone(&errors));
+        registry.register("http_requests", "HTTP requests, by handler and method", Family::clone(&requests));
+        registry.register(
+            "errors",
+            "Invalid requests, and certificates that cannot be used",
+            Counter::clone(&errors),
+        );
         Self { registry: Arc::new(registry), reviews, requests, errors }
     }
 }

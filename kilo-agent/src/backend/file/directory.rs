@@ -133,7 +133,9 @@ impl Directory {
             }
             for (name, object) in &known.objects.nodes {
                 if !seen_nodes.insert(name) {
-                    found.push(format!("Node {name} is also in a file before this one, which counts"));
+                    found.push(format!(
+                        "Node {name} is already defined in an earlier file, which takes precedence"
+                    ));
                     continue;
                 }
                 let mut object = object.clone();
@@ -150,7 +152,9 @@ impl Directory {
             }
             for (name, object) in &known.objects.peers {
                 if !seen_peers.insert(name) {
-                    found.push(format!("Peer {name} is also in a file before this one, which counts"));
+                    found.push(format!(
+                        "Peer {name} is already defined in an earlier file, which takes precedence"
+                    ));
                     continue;
                 }
                 match peer::from_object(object) {
@@ -222,7 +226,7 @@ fn settled(path: &Path, before: Option<&Objects>, pause: &mut dyn FnMut()) -> io
         }
         text = again;
     }
-    Err(io::Error::other("it changes all the time; write it aside and rename it"))
+    Err(io::Error::other("it keeps changing while it is read; write a temporary file and rename it"))
 }
 
 fn read(path: &Path) -> io::Result<String> {

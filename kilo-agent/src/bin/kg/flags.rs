@@ -202,7 +202,7 @@ pub struct Flags {
     /// both, by IPv6, or through nodes annotated kilo.squat.ai/relay=true, which see ciphertext only: auto or off.
     #[arg(long, default_value = "auto")]
     pub relay: Relay,
-    /// Megabits a second that this node, as a relay, sends on for each end of a pair; what is more is dropped. 0: no limit.
+    /// Maximum rate, in Mbit/s, at which this node, as a relay, forwards traffic from each end of a pair; excess is dropped. 0 = unlimited.
     #[arg(long, default_value = "1000", value_name = "MBITS", value_parser = parse_rate)]
     pub relay_rate: u16,
     /// Interval between full resyncs.

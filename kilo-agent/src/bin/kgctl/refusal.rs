@@ -62,7 +62,7 @@ pub fn explain(error: &kube::Error, asked: Asked<'_>, server: &Server, page: Opt
                 format!("the answer of the API server {server} is not understood: {}", error_chain(error))
             }
             kube::Error::Service(cause) if cause.is::<TooLong>() => {
-                format!("{cause}, and was not read to its end (through the API server {server})")
+                format!("{cause}; the rest of the response was not read (through the API server {server})")
             }
             kube::Error::Auth(_) => {
                 format!("no credentials for the API server {server}: {}", error_chain(error))

@@ -36,7 +36,7 @@ pub const UNTIL_STDIN_ENDS: &str = "until-stdin-ends";
 /// What goes before the error on a machine without data path.
 #[cfg(target_os = "linux")]
 pub const NOT_HERE: &str =
-    "this machine is looked at, since no node is named (`kgctl COMMAND NODE` goes there)";
+    "inspecting this machine, because no node is named (`kgctl COMMAND NODE` goes there)";
 /// The container of the agent in the manifests.
 const CONTAINER: &str = "kilo";
 /// A program in a pod that only says something has ended after this long.

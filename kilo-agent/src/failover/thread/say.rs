@@ -49,8 +49,8 @@ impl Thread {
             Note::Behind(term) => {
                 tracing::info!(
                     known = term.count(),
-                    "another location knows of a later change of leader than this node does, as after all nodes of \
-                     this location have booted; this node claims what it leads again in a later term"
+                    "another location has seen a later term than this node, as happens after every node of this \
+                     location has rebooted; claiming this location's prefixes again in a later term"
                 );
                 return;
             }
@@ -139,7 +139,7 @@ impl Thread {
                 return;
             }
         };
-        tracing::warn!(change = text, "there was a change of leader");
+        tracing::warn!(change = text, "leadership changed");
         self.last_change = Some(text);
         self.next_report = 0;
         self.is_dirty = true;

@@ -45,7 +45,7 @@ fn page(wrong: &str) -> Result<String, Error> {
 pub async fn token(request: Request<Incoming>) -> Result<String, Answer> {
     let body = Limited::new(request.into_body(), 2 * LONGEST_TOKEN).collect();
     let Ok(Ok(body)) = timeout(PATIENCE, body).await else {
-        return Err(text(StatusCode::BAD_REQUEST, "the form is too long, or did not come whole\n"));
+        return Err(text(StatusCode::BAD_REQUEST, "the form is too long or incomplete\n"));
     };
     let body = body.to_bytes();
     let field = form_urlencoded::parse(&body).find(|(name, _)| name == "token");

@@ -96,7 +96,7 @@ impl Reviewer {
         };
         if !budget.spend(now) {
             return Finding::Unanswered(
-                "too many tokens are shown to this agent; try again in a second".to_owned(),
+                "too many tokens are being presented to this agent; try again in a second".to_owned(),
             );
         }
         let answer = timeout(PATIENCE, (self.ask)(token.to_owned(), path)).await;

@@ -15,7 +15,7 @@ const SHOWN: Duration = Duration::from_secs(20);
 /// How long an Event may take once the API server is there: agents try again each 30 s, and wait 20 s for an answer.
 const WRITTEN: Duration = Duration::from_secs(90);
 /// What agents log.
-const LINE: &str = "\"there was a change of leader\"";
+const LINE: &str = "\"leadership changed\"";
 /// Which change of this location it was.
 const TERM: &str = "kilo_failover_term";
 

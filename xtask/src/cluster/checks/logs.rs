@@ -40,7 +40,7 @@ pub const BOOTS: &[&str] = &[
 pub const ENDED: &[&str] = &["interface kilo0 does not exist and --create-interface=false"];
 /// What a leader causes that goes.
 pub const LEADERS: &[&str] = &[
-    "there was a change of leader",
+    "leadership changed",
     "leadership changed too often lately",
     "failed to mark the dead leader's Node",
     "failed to mark a node that this one leads",

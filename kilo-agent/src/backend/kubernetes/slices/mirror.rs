@@ -107,7 +107,7 @@ impl Mirror {
         let often = Duration::from_secs(own.heartbeat.unwrap_or(OFTEN).max(OFTEN).into());
         let is_heard =
             self.beat.1.is_some_and(|beat| now.saturating_duration_since(beat) < often * MISSED.into());
-        (!is_heard).then_some("the own heartbeat does not come back")
+        (!is_heard).then_some("this node's heartbeat does not appear in what it watches")
     }
 
     /// Marks who is alive now by heartbeats; `often`: also when none has come since.
@@ -153,7 +153,7 @@ mod tests {
         assert_eq!(mirror.unfit(later(0)), Some("the own Node is not there"));
         mirror.take(node("a", 1000), "l");
         assert_eq!(mirror.unfit(later(80)), None);
-        assert_eq!(mirror.unfit(later(95)), Some("the own heartbeat does not come back"));
+        assert_eq!(mirror.unfit(later(95)), Some("this node's heartbeat does not appear in what it watches"));
         mirror.apply_liveness(true);
         assert!(!mirror.unchecked);
     }

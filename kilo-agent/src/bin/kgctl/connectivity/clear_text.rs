@@ -95,7 +95,7 @@ pub fn findings(before: &Figures, after: &Figures, probes: &[Cell]) -> Vec<Findi
         least >> 10
     );
     if sent < least {
-        text += ". Something else than WireGuard carries packets between locations: `kgctl trace NODE` names the way";
+        text += ". Something other than WireGuard carries packets between locations: `kgctl trace NODE` shows the path";
     }
     if dropped > 0 {
         text += ". A route leads past kilo0: `kgctl monitor NODE --reason=not_encrypted` shows the packets";
