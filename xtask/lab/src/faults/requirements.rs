@@ -93,7 +93,7 @@ pub const REQUIREMENTS: &[Requirement] = &[
         10,
         "API server away",
         &[
-            "api::faults::a_restart_of_the_server_is_survived_and_writes_go_on",
+            "api::server_failures::a_restart_of_the_server_is_survived_and_writes_go_on",
             "liveness::while_the_own_heartbeat_does_not_come_back_nobody_is_given_up",
             "liveness::whose_heartbeat_was_the_last_before_the_server_went_away_does_not_matter",
         ],
@@ -120,9 +120,9 @@ pub const REQUIREMENTS: &[Requirement] = &[
         13,
         "410 Gone, broken watches, half of the nodes missing",
         &[
-            "api::faults::a_watch_goes_on_after_its_connection_broke",
-            "api::faults::a_history_that_is_gone_and_half_of_the_nodes_with_it",
-            "api::faults::one_list_without_half_of_the_nodes_removes_none_when_the_next_has_them",
+            "api::server_failures::a_watch_goes_on_after_its_connection_broke",
+            "api::server_failures::a_history_that_is_gone_and_half_of_the_nodes_with_it",
+            "api::server_failures::one_list_without_half_of_the_nodes_removes_none_when_the_next_has_them",
         ],
         "",
     ),
@@ -130,7 +130,7 @@ pub const REQUIREMENTS: &[Requirement] = &[
         14,
         "429 and slow answers",
         &[
-            "api::faults::an_overloaded_server_is_named_left_alone_for_longer_and_longer_and_found_again",
+            "api::server_failures::an_overloaded_server_is_named_left_alone_for_longer_and_longer_and_found_again",
             "api::agent::an_overloaded_api_server_is_asked_less_and_less_and_holds_up_nothing_on_the_host",
             "api::agent::an_api_server_that_takes_requests_and_never_answers_holds_up_nothing_on_the_host",
         ],
