@@ -2,7 +2,7 @@
 //! kernel on the LAN.
 
 use crate::{
-    Far, Micros, NodeId, Output, Params, Turn, Way,
+    Far, Micros, NodeId, Output, Params, ProbePath, Turn,
     probes::{LOSSY, RoundTrip, Row},
 };
 
@@ -102,7 +102,7 @@ impl Detector {
         let nonce = turn.nonce();
         let patience = self.timeout(params).max(usual(far) * 13 / 10 + params.margin);
         self.path.sent(nonce, turn.now, turn.now + patience);
-        turn.push(Output::Probe { nonce, way: Way::Path(far) });
+        turn.push(Output::Probe { nonce, way: ProbePath::Path(far) });
         Some(far)
     }
 
@@ -117,7 +117,7 @@ impl Detector {
     fn probe_lan(&mut self, params: &Params, leader: NodeId, turn: &mut Turn<'_>) {
         let nonce = turn.nonce();
         self.lan.sent(nonce, turn.now, turn.now + params.lan_deadline);
-        turn.push(Output::Probe { nonce, way: Way::Lan(leader) });
+        turn.push(Output::Probe { nonce, way: ProbePath::Lan(leader) });
     }
 
     /// How long a path probe may take.
@@ -214,8 +214,8 @@ mod tests {
             }
             for output in out {
                 let Output::Probe { nonce, way } = output else { continue };
-                before += usize::from(way == Way::Lan(LEADER) && now < until);
-                let takes = if way == Way::Lan(LEADER) { MS } else { trip };
+                before += usize::from(way == ProbePath::Lan(LEADER) && now < until);
+                let takes = if way == ProbePath::Lan(LEADER) { MS } else { trip };
                 if now + takes < until {
                     answers.insert(now + takes, nonce);
                 }

@@ -28,7 +28,7 @@ pub use agent::{Agent, DeclaredAlone, Place, Several, Start};
 pub use kilo_common::{lead::Term, signal};
 pub use params::{Params, Rule};
 pub use planned::Cause;
-pub use turn::{Given, Input, Note, Output, Turn, Way};
+pub use turn::{Given, Input, Note, Output, ProbePath, Turn};
 
 /// Microseconds since any start, of a clock that never goes back.
 pub type Micros = u64;

@@ -4,7 +4,7 @@
 use std::collections::{BTreeMap, VecDeque};
 
 use crate::{
-    Far, MS, Micros, NodeId, Note, Output, Params, Rule, SEC, Signal, Turn, Way,
+    Far, MS, Micros, NodeId, Note, Output, Params, ProbePath, Rule, SEC, Signal, Turn,
     gateway::Sender,
     probes::{LOSSY, RoundTrip, Row},
     signal::{Body, Kind, Verdict},
@@ -167,7 +167,7 @@ impl Member {
             self.turns += 1;
             let nonce = turn.nonce();
             self.row.sent(nonce, turn.now, turn.now + self.timeout(params) * 3 / 2 + i * 5 * MS);
-            turn.push(Output::Probe { nonce, way: Way::Path(far) });
+            turn.push(Output::Probe { nonce, way: ProbePath::Path(far) });
         }
     }
 
@@ -216,7 +216,7 @@ impl Member {
         let nonces = [turn.nonce(), turn.nonce()];
         for (i, nonce) in nonces.into_iter().enumerate() {
             let Some(far) = view.fars.get((self.turns + i) % view.fars.len().max(1)) else { return };
-            turn.after(i as u64 * Self::APART, Output::Probe { nonce, way: Way::Path(*far) });
+            turn.after(i as u64 * Self::APART, Output::Probe { nonce, way: ProbePath::Path(*far) });
         }
         let end = turn.now + Self::APART + patience;
         self.remember(question.sender, id, turn.now);

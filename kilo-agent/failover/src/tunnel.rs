@@ -6,7 +6,7 @@ mod waiting;
 use std::collections::VecDeque;
 
 use crate::{
-    Far, MS, Micros, Output, Params, SEC, Turn, Way,
+    Far, MS, Micros, Output, Params, ProbePath, SEC, Turn,
     probes::{LOSSY, RoundTrip, Row},
 };
 
@@ -28,7 +28,7 @@ impl Tunnel {
     fn probe(&mut self, turn: &mut Turn<'_>) {
         let nonce = turn.nonce();
         self.row.sent(nonce, turn.now, turn.now + self.trip.usual() * 3 / 2 + 30 * MS);
-        turn.push(Output::Probe { nonce, way: Way::Own(self.far) });
+        turn.push(Output::Probe { nonce, way: ProbePath::Own(self.far) });
     }
 
     /// Takes the answer to the probe with this nonce; returns whether it was one of this tunnel's.
@@ -460,7 +460,7 @@ mod tests {
             tunnels
                 .wake_up(&params, &mut Turn { now, random: &mut random, out: &mut out, later: &mut later });
             for output in out {
-                if let Output::Probe { nonce, way: Way::Own(far) } = output
+                if let Output::Probe { nonce, way: ProbePath::Own(far) } = output
                     && answers(far, now)
                 {
                     assert!(tunnels.answered(&params, nonce, now + 2 * MS));

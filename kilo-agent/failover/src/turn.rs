@@ -39,7 +39,7 @@ pub enum Output {
         /// Comes back in the answer.
         nonce: u64,
         /// Its path and destination.
-        way: Way,
+        way: ProbePath,
     },
     /// Send a tagged signal to a node of the location.
     Lan(NodeId, Signal),
@@ -55,7 +55,7 @@ pub enum Output {
 
 /// The path of a probe, and its destination.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Way {
+pub enum ProbePath {
     /// To the kernel of a node of the location.
     Lan(NodeId),
     /// As a forwarded packet, by whatever way this node's packets take.

@@ -14,7 +14,7 @@ use kilo_core::{
 use kilo_host::{
     interface::Interface,
     net::{
-        Link, NetError, OurRoutes, Paths, Way, WaysOut,
+        Link, MainRoute, NetError, OurRoutes, Paths, WaysOut,
         tunnels::{self, Tunnels},
     },
 };
@@ -58,7 +58,7 @@ pub(super) struct HostState {
     /// Our routes, until a plan has been applied to them.
     pub routes: Option<OurRoutes>,
     /// Routes by interfaces with addresses of the network the node is in.
-    pub ways: Vec<Way>,
+    pub ways: Vec<MainRoute>,
     /// What the WireGuard device has.
     pub state: DeviceState,
     /// Paths to nodes, as far as looked up.

@@ -2,7 +2,7 @@
 
 use std::{collections::VecDeque, time::Instant};
 
-use kilo_failover::{MS, Micros, SEC, Way};
+use kilo_failover::{MS, Micros, ProbePath, SEC};
 use prometheus_client::{
     encoding::EncodeLabelSet,
     metrics::{
@@ -226,21 +226,21 @@ impl FailoverMetrics {
     }
 }
 
-const fn label(way: Way) -> &'static str {
+const fn label(way: ProbePath) -> &'static str {
     match way {
-        Way::Lan(_) => "lan",
-        Way::Path(_) => "path",
-        Way::Own(_) => "own",
+        ProbePath::Lan(_) => "lan",
+        ProbePath::Path(_) => "path",
+        ProbePath::Own(_) => "own",
     }
 }
 
 /// Probes that are out, for the metrics alone.
 #[derive(Debug, Default)]
-pub struct Out(VecDeque<(u64, Micros, Way, bool)>);
+pub struct Out(VecDeque<(u64, Micros, ProbePath, bool)>);
 
 impl Out {
     /// Remembers a probe that was just sent.
-    pub fn sent(&mut self, nonce: u64, now: Micros, way: Way) {
+    pub fn sent(&mut self, nonce: u64, now: Micros, way: ProbePath) {
         self.0.push_back((nonce, now, way, false));
     }
 

@@ -46,7 +46,7 @@ const _: () = assert!(DropReason::from_index(NOTHING as u32).is_none());
 
 /// What is remembered of a port from packet to packet.
 #[repr(C, align(8))]
-pub struct Way {
+pub struct PortState {
     budget: Budget,
     /// The tick in which the next hop was asked for.
     asked: u64,
@@ -56,11 +56,11 @@ pub struct Way {
 }
 
 #[btf_map(name = "relay_way")]
-static RELAY_WAY: Array<Way, { map_table::RELAY_WAY.size as usize }> = Array::new();
+static RELAY_WAY: Array<PortState, { map_table::RELAY_WAY.size as usize }> = Array::new();
 
 /// What is remembered of this port; `None`: the port is not one of a relay's.
 #[inline(always)]
-pub fn way(port: u16) -> Option<&'static mut Way> {
+pub fn way(port: u16) -> Option<&'static mut PortState> {
     let way = RELAY_WAY.get_ptr_mut(relay::place(port))?;
     // SAFETY: entries of an array are there as long as the program.
     Some(unsafe { &mut *way })
@@ -91,7 +91,7 @@ impl Clock {
 
 /// Whether the port may send this packet on.
 #[inline(always)]
-pub fn may_pass(ctx: &TcContext, way: &mut Way, port: &Port, clock: &mut Clock) -> bool {
+pub fn may_pass(ctx: &TcContext, way: &mut PortState, port: &Port, clock: &mut Clock) -> bool {
     way.budget.spend(ctx.len(), port, clock.tick, || clock.nanoseconds())
 }
 
@@ -351,7 +351,7 @@ const fn key(pair: &Port, tos: u32) -> u64 {
 
 /// Whether the next hop towards the pair's other end is known.
 #[inline(always)]
-fn is_known<O: Whole>(skb: Skb, way: &mut Way, pair: &Port, tos: u32, tick: u64) -> bool {
+fn is_known<O: Whole>(skb: Skb, way: &mut PortState, pair: &Port, tos: u32, tick: u64) -> bool {
     // Before Linux 6.10 the helper knows no routes by mark.
     // SAFETY: the context is valid for the whole program.
     if unsafe { (*skb).mark } != 0 {
@@ -370,7 +370,7 @@ fn is_known<O: Whole>(skb: Skb, way: &mut Way, pair: &Port, tos: u32, tick: u64)
 
 subprogram! {
     /// Asks the kernel for it; zero: there is none, its link-layer address is not known yet, or the packet is too long.
-    fn ask[O: Whole](way: &mut Way, pair: &Port, tos: u32) -> u32 = ask_kernel;
+    fn ask[O: Whole](way: &mut PortState, pair: &Port, tos: u32) -> u32 = ask_kernel;
     by O::V6 => {
         false => relay_ask[Ipv4],
         true => relay_ask_v6[V6],
@@ -378,7 +378,7 @@ subprogram! {
 }
 
 #[inline(always)]
-fn ask_kernel<O: Whole>(skb: Skb, way: &mut Way, pair: &Port, tos: u32) -> u32 {
+fn ask_kernel<O: Whole>(skb: Skb, way: &mut PortState, pair: &Port, tos: u32) -> u32 {
     way.asked = 0;
     let mut route = Words::<bpf_fib_lookup, 8>::new();
     let route = route.zero();

@@ -11,7 +11,7 @@ use std::{
 use ipnet::IpNet;
 use kilo_lab::{counters, netns::run};
 
-use super::{host::Host, probes::Way};
+use super::{host::Host, probes::Pair};
 use crate::{
     objects::{self, LOCATIONS},
     process,
@@ -75,7 +75,7 @@ impl Neighbours {
 }
 
 /// The way as the tables have it, a line a node; and what was dropped while `send` tried it.
-pub fn way(hosts: &[Host], (from, to): Way, send: impl Fn()) -> String {
+pub fn way(hosts: &[Host], (from, to): Pair, send: impl Fn()) -> String {
     let mut path = Path { hosts, src: objects::gateway(from), dst: objects::gateway(to), lines: Vec::new() };
     let mut nodes = BTreeSet::from([from, to]);
     let mut step = Step { node: from, origin: Origin::Host };

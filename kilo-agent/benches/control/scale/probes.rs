@@ -31,11 +31,11 @@ const EXPLAINED: usize = 3;
 const SLOWEST: Duration = Duration::from_secs(3);
 
 /// From one node to another.
-pub type Way = (usize, usize);
+pub type Pair = (usize, usize);
 
 pub struct Probes {
     sockets: Vec<Arc<UdpSocket>>,
-    ways: BTreeSet<Way>,
+    ways: BTreeSet<Pair>,
     heard: Arc<Heard>,
 }
 
@@ -51,7 +51,7 @@ impl Heard {
         u64::try_from(self.start.elapsed().as_micros()).unwrap()
     }
 
-    fn of(&self, (from, to): Way) -> &AtomicU64 {
+    fn of(&self, (from, to): Pair) -> &AtomicU64 {
         &self.at[from * self.nodes + to]
     }
 }
@@ -95,7 +95,7 @@ impl Probes {
         self.ways.retain(|(from, to)| *from != node && *to != node);
     }
 
-    fn send(&self, (from, to): Way) {
+    fn send(&self, (from, to): Pair) {
         let text = u32::try_from(from).unwrap().to_be_bytes();
         // It fails until the node has a route.
         let _ = self.sockets[from].try_send_to(&text, (objects::gateway(to), PORT).into());
@@ -110,7 +110,7 @@ impl Probes {
     ) -> Duration {
         let from = u64::try_from(since.duration_since(self.heard.start).as_micros()).unwrap().max(1);
         let mut reported = Instant::now();
-        let mut silent: Vec<Way> = self.ways.iter().copied().collect();
+        let mut silent: Vec<Pair> = self.ways.iter().copied().collect();
         let (mut progress, mut patience) = (Instant::now(), STUCK);
         loop {
             let before = silent.len();
@@ -146,7 +146,7 @@ impl Probes {
     }
 
     /// Says of some silent ways where they end: no two of them begin or end at one node.
-    fn explain(&self, hosts: &[Host], machine: &Machine, silent: &[Way]) {
+    fn explain(&self, hosts: &[Host], machine: &Machine, silent: &[Pair]) {
         println!("bench: {}", machine.neighbours());
         let mut named = BTreeSet::new();
         let apart = silent.iter().filter(|(from, to)| {

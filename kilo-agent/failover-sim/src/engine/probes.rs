@@ -1,19 +1,19 @@
 //! The ways of probes: the rules of the programs that carry them.
 
 use kilo_common::lead::{self, Exit, Sender};
-use kilo_failover::{Rule, Way};
+use kilo_failover::{ProbePath, Rule};
 
 use super::{Event, Sim};
 use crate::host;
 
 impl Sim {
-    pub(crate) fn probe(&mut self, node: usize, nonce: u64, way: Way) {
+    pub(crate) fn probe(&mut self, node: usize, nonce: u64, way: ProbePath) {
         match way {
-            Way::Lan(to) => {
+            ProbePath::Lan(to) => {
                 let probed = host::index(to);
                 self.lan_send(node, probed, Event::LanProbe { prober: node, probed, nonce, back: false });
             }
-            Way::Path(far) => {
+            ProbePath::Path(far) => {
                 let (gateway, far) = (self.hosts[node].uses(), far as usize);
                 self.lan_send(
                     node,
@@ -21,7 +21,7 @@ impl Sim {
                     Event::AtGateway { member: node, from: node, gateway, far, nonce },
                 );
             }
-            Way::Own(far) => {
+            ProbePath::Own(far) => {
                 let far = far as usize;
                 self.uplink_send(node, far, true, Event::OwnAtFar { gateway: node, far, nonce });
             }

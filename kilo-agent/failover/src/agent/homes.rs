@@ -209,7 +209,7 @@ impl Homing {
 mod tests {
     use super::*;
     use crate::{
-        Input, MS, Output, Params, Place, Signal, Start, Way,
+        Input, MS, Output, Params, Place, ProbePath, Signal, Start,
         signal::{Body, Kind},
     };
 
@@ -310,7 +310,7 @@ mod tests {
             out.extend(agent.turn(now, std::mem::take(&mut inputs), &mut random));
             for output in out {
                 match output {
-                    Output::Probe { nonce, way: Way::Own(far) } if answers(far) => {
+                    Output::Probe { nonce, way: ProbePath::Own(far) } if answers(far) => {
                         inputs.push(Input::Answer { nonce, at: now + 2 * MS });
                     }
                     Output::Lan(from, Signal { kind: Kind::Roll, nonce, .. }) => {

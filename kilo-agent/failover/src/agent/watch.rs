@@ -4,7 +4,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::{Agent, stand_by::Suspect};
-use crate::{Micros, NodeId, Output, Params, Rule, Turn, Way, probes::Row};
+use crate::{Micros, NodeId, Output, Params, ProbePath, Rule, Turn, probes::Row};
 
 /// Probes of a gateway that others use.
 #[derive(Clone, Debug, Default)]
@@ -53,7 +53,7 @@ impl Watch {
         self.due = turn.now + turn.jittered(pause);
         let nonce = turn.nonce();
         self.lan.sent(nonce, turn.now, turn.now + params.lan_deadline);
-        turn.push(Output::Probe { nonce, way: Way::Lan(leader) });
+        turn.push(Output::Probe { nonce, way: ProbePath::Lan(leader) });
     }
 }
 

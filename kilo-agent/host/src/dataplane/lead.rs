@@ -57,7 +57,7 @@ fn run_follow(program: &OwnedFd, swap: Swap) -> Result<u64, DataplaneError> {
 
 /// Where a signal goes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Way {
+pub enum SendVia {
     /// As this host's own packets go: to another location by whatever gateway the word names.
     Stack,
     /// Into this node's own tunnel.
@@ -134,17 +134,17 @@ impl Signals {
     ///
     /// # Errors
     /// When the program cannot be run, or the kernel does not take the packet.
-    pub fn send(&self, way: Way, packet: &[u8]) -> Result<(), DataplaneError> {
+    pub fn send(&self, way: SendVia, packet: &[u8]) -> Result<(), DataplaneError> {
         let v6 = packet.first().is_some_and(|byte| byte >> 4 == 6);
         let mut frame = Vec::with_capacity(LINK + packet.len());
         frame.extend([0; LINK - 2]);
         frame.extend((if v6 { 0x86dd_u16 } else { 0x0800 }).to_be_bytes());
         frame.extend_from_slice(packet);
         let (way, ifindex) = match way {
-            Way::Stack => (Inject::Stack, 0),
-            Way::Tunnel => (Inject::Tunnel, 0),
-            Way::Lan => (Inject::Lan, 0),
-            Way::Out(ifindex) => (Inject::Out, ifindex),
+            SendVia::Stack => (Inject::Stack, 0),
+            SendVia::Tunnel => (Inject::Tunnel, 0),
+            SendVia::Lan => (Inject::Lan, 0),
+            SendVia::Out(ifindex) => (Inject::Out, ifindex),
         };
         let mut context = Context { cb: [way as u32, ifindex, 0, 0, 0], ..Context::default() };
         match run(&self.inject, &frame, &mut context)? {

@@ -33,7 +33,7 @@ pub use error::{NetError, Refused};
 pub use links::Link;
 pub use routes::WaysOut;
 pub use rtnl::Rtnl;
-pub use sources::Way;
+pub use sources::MainRoute;
 
 use ipnet::IpNet;
 use kilo_core::{net::NetPlan, observed::HostLinks};
@@ -128,7 +128,7 @@ impl Net {
     }
 
     /// Routes of the main table by each of these interfaces.
-    pub async fn ways(&self, interfaces: &[u32]) -> Result<Vec<Way>, NetError> {
+    pub async fn ways(&self, interfaces: &[u32]) -> Result<Vec<MainRoute>, NetError> {
         let mut all = Vec::new();
         for interface in interfaces {
             all.extend(routes::by_interface(&self.rtnl, *interface).await?);

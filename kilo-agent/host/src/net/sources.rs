@@ -14,7 +14,7 @@ use kilo_core::{observed::Uplink, prefixes};
 
 /// A route of the main table, as far as it says what packets look like that use it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Way {
+pub struct MainRoute {
     /// Index of the outgoing interface.
     pub interface: u32,
     /// Prefix it leads to; of length 0 for the default route.
@@ -43,7 +43,7 @@ const LABELS: [(Ipv6Addr, u8, u8); 8] = [
 /// The address of each family that packets usually get that leave by this link, and the
 /// destinations that want another. `own`: every address of this host, of which a
 /// route's preferred source is one.
-pub fn choose(link: &Link, ways: &[Way], own: &BTreeSet<IpAddr>) -> (Uplink, BTreeMap<IpNet, IpAddr>) {
+pub fn choose(link: &Link, ways: &[MainRoute], own: &BTreeSet<IpAddr>) -> (Uplink, BTreeMap<IpNet, IpAddr>) {
     let ways = by_destination(link.index, ways, own);
     let (mut usual, mut others) = (Uplink::default(), BTreeMap::new());
     let v4: Vec<Ipv4Net> = link.addresses.iter().filter_map(usable_v4).collect();
@@ -73,11 +73,11 @@ pub fn choose(link: &Link, ways: &[Way], own: &BTreeSet<IpAddr>) -> (Uplink, BTr
 }
 
 /// The ways by this interface; of two to one destination the better.
-fn by_destination(interface: u32, ways: &[Way], own: &BTreeSet<IpAddr>) -> BTreeMap<IpNet, Way> {
-    let mut best = BTreeMap::<IpNet, Way>::new();
+fn by_destination(interface: u32, ways: &[MainRoute], own: &BTreeSet<IpAddr>) -> BTreeMap<IpNet, MainRoute> {
+    let mut best = BTreeMap::<IpNet, MainRoute>::new();
     for way in ways.iter().filter(|way| way.interface == interface) {
         let source = way.source.filter(|source| own.contains(source));
-        let way = Way { source, destination: way.destination.trunc(), ..*way };
+        let way = MainRoute { source, destination: way.destination.trunc(), ..*way };
         let kept = best.entry(way.destination).or_insert(way);
         if way.priority < kept.priority {
             *kept = way;
@@ -105,7 +105,7 @@ fn usable_v6(address: &Address) -> Option<(Ipv6Net, bool)> {
 }
 
 /// For destinations in this prefix, but not in a longer one of those asked for.
-fn choose_v4(place: IpNet, ways: &BTreeMap<IpNet, Way>, addresses: &[Ipv4Net]) -> Option<Ipv4Addr> {
+fn choose_v4(place: IpNet, ways: &BTreeMap<IpNet, MainRoute>, addresses: &[Ipv4Net]) -> Option<Ipv4Addr> {
     let way = prefixes::holding(ways, place).next().map(|(_, way)| way);
     if let Some(IpAddr::V4(source)) = way.and_then(|way| way.source) {
         return Some(source);
@@ -119,7 +119,11 @@ fn choose_v4(place: IpNet, ways: &BTreeMap<IpNet, Way>, addresses: &[Ipv4Net]) -
 
 /// As [`choose_v4`]: RFC 6724, rules 3 (deprecated), 6 (label) and 8 (longest match); all
 /// addresses are of one scope (2) and of the outgoing interface (5), and none is temporary (7).
-fn choose_v6(place: IpNet, ways: &BTreeMap<IpNet, Way>, addresses: &[(Ipv6Net, bool)]) -> Option<Ipv6Addr> {
+fn choose_v6(
+    place: IpNet,
+    ways: &BTreeMap<IpNet, MainRoute>,
+    addresses: &[(Ipv6Net, bool)],
+) -> Option<Ipv6Addr> {
     let IpNet::V6(net) = place else { return None };
     let way = prefixes::holding(ways, place).next().map(|(_, way)| way);
     if let Some(IpAddr::V6(source)) = way.and_then(|way| way.source) {

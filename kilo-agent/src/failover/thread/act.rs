@@ -7,8 +7,8 @@ use kilo_common::{
     signal::{self, Body, Kind, LONGEST, PORT},
 };
 use kilo_core::topology::NodeId;
-use kilo_failover::{Agent, Micros, Output, Signal, Way, gateway::Sender};
-use kilo_host::dataplane::lead::Way as Into;
+use kilo_failover::{Agent, Micros, Output, ProbePath, Signal, gateway::Sender};
+use kilo_host::dataplane::lead::SendVia as Into;
 
 use super::{Thread, micros, source_port};
 use crate::failover::{packets, site::Site};
@@ -56,18 +56,18 @@ impl Thread {
         }
     }
 
-    pub(super) fn probe(&mut self, site: &Site, nonce: u64, way: Way) {
+    pub(super) fn probe(&mut self, site: &Site, nonce: u64, way: ProbePath) {
         let (sender, location) = (site.place.me, site.place.location);
         let probe =
             Signal { kind: Kind::Probe, nonce, term: Term::NONE, sender, location, body: Body::Empty };
         self.out.sent(nonce, micros(), way);
         match way {
-            Way::Lan(node) => self.send_lan(site, node, &probe),
-            Way::Path(far) => {
+            ProbePath::Lan(node) => self.send_lan(site, node, &probe),
+            ProbePath::Path(far) => {
                 let Some(to) = site.fars.get(&far).and_then(|far| far.wireguard_ip) else { return };
                 self.send(Into::Stack, (site.private, source_port(nonce)), to, &probe, None);
             }
-            Way::Own(far) => {
+            ProbePath::Own(far) => {
                 let Some(location) = site.fars.get(&far) else { return };
                 let Some(to) = self.acting_of(far, location) else { return };
                 self.send_tunnel(IpAddr::V6(site.control), IpAddr::V6(to.control), &probe);

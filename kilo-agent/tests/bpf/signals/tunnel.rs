@@ -9,7 +9,7 @@ use kilo_common::{
     maps::{Heard, SIGNAL_GATEWAY, SignalKey, VXLAN_PORT},
     signal::{Body, Kind, parse},
 };
-use kilo_host::dataplane::lead::{Way, heard};
+use kilo_host::dataplane::lead::{SendVia, heard};
 
 use super::{COOKIE, FAR, OTHER, OWN, all, control, signal, with_keys, written};
 use crate::{
@@ -150,26 +150,26 @@ fn the_agent_sends_into_the_tunnel_to_the_lan_and_as_the_host_does() {
         world.attach(&["eth0"], &[]).await;
         let (tunnel, signals) = (opened(), world.signals());
         let bytes = written(&signal(Kind::Prepare, 1, Body::Change { cookie: COOKIE, gateway: OWN }));
-        signals.send(Way::Tunnel, &signal_v6(control(OWN), control(ELSEWHERE), &bytes)).unwrap();
+        signals.send(SendVia::Tunnel, &signal_v6(control(OWN), control(ELSEWHERE), &bytes)).unwrap();
         let sent = tunnel.sent(6, 17);
         assert_eq!(sent[48..], bytes);
         // Nobody else speaks as this gateway, and without the mark no gateway has said it.
-        assert!(signals.send(Way::Stack, &signal_v6(control(OWN), control(ELSEWHERE), &bytes)).is_err());
+        assert!(signals.send(SendVia::Stack, &signal_v6(control(OWN), control(ELSEWHERE), &bytes)).is_err());
         assert_eq!(world.drops().get("forged_signal"), Some(&1));
         // As a forwarded packet: this node leads, so by its own tunnel.
-        signals.send(Way::Stack, &udp(SELF, FAR, (40_000, VXLAN_PORT), &bytes)).unwrap();
+        signals.send(SendVia::Stack, &udp(SELF, FAR, (40_000, VXLAN_PORT), &bytes)).unwrap();
         assert_eq!(tunnel.sent(4, 17)[16..20], FAR);
         let socket = udp_in_lan(MEMBER, VXLAN_PORT);
-        signals.send(Way::Lan, &udp(SELF, MEMBER, (VXLAN_PORT, VXLAN_PORT), &bytes)).unwrap();
+        signals.send(SendVia::Lan, &udp(SELF, MEMBER, (VXLAN_PORT, VXLAN_PORT), &bytes)).unwrap();
         assert_eq!(host::heard(&socket), Some(bytes.clone()));
         // Led elsewhere, the same goes to that gateway, in the outer header that forwarded ones have.
         let elsewhere = word(Term::from_bits(1), u16::try_from(MEMBER_HOP).unwrap());
         assert_eq!(signals.follow(elsewhere).unwrap(), elsewhere);
         let before = world.counted(Action::Steer);
-        signals.send(Way::Stack, &udp(SELF, FAR, (40_000, VXLAN_PORT), &bytes)).unwrap();
+        signals.send(SendVia::Stack, &udp(SELF, FAR, (40_000, VXLAN_PORT), &bytes)).unwrap();
         assert_eq!(world.counted(Action::Steer), before + 1, "{:?}", world.drops());
         // A stranger is not a node of the location.
-        assert!(signals.send(Way::Lan, &udp(SELF, [10, 1, 0, 99], (1, VXLAN_PORT), &bytes)).is_err());
+        assert!(signals.send(SendVia::Lan, &udp(SELF, [10, 1, 0, 99], (1, VXLAN_PORT), &bytes)).is_err());
         assert_eq!(world.drops().get("unknown_signal"), Some(&1));
     });
 }

@@ -8,7 +8,7 @@ use std::{
 use ipnet::IpNet;
 
 use super::{
-    super::sources::{self, Way},
+    super::sources::{self, MainRoute},
     Address, Link, LinkHeader,
 };
 use kilo_core::observed::{Elsewhere, HostLinks, Uplink};
@@ -26,7 +26,7 @@ pub struct HostQuery<'a> {
     /// host without an address of their own, too.
     pub next_hops: &'a [u32],
     /// Routes out of uplinks.
-    pub ways: &'a [Way],
+    pub ways: &'a [MainRoute],
 }
 
 /// Pure: uplinks, their MTUs and masquerade addresses, the private interface

@@ -9,7 +9,7 @@ use rtnetlink::packet_route::{
 };
 
 use super::{
-    super::{NetError, PROTOCOL, Rtnl, Way},
+    super::{MainRoute, NetError, PROTOCOL, Rtnl},
     Found, ip, is_temporary, messages, parse,
 };
 use kilo_core::{net::MAIN_TABLE, observed::Elsewhere};
@@ -37,7 +37,7 @@ pub async fn lookup(rtnl: &Rtnl, address: IpAddr) -> Result<Option<Found>, NetEr
 }
 
 /// Routes of the main table by this interface, both families.
-pub async fn by_interface(rtnl: &Rtnl, interface: u32) -> Result<Vec<Way>, NetError> {
+pub async fn by_interface(rtnl: &Rtnl, interface: u32) -> Result<Vec<MainRoute>, NetError> {
     let mut all = Vec::new();
     for family in [AddressFamily::Inet, AddressFamily::Inet6] {
         let mut request = RouteMessage::default();
@@ -59,7 +59,7 @@ pub async fn by_interface(rtnl: &Rtnl, interface: u32) -> Result<Vec<Way>, NetEr
     Ok(all)
 }
 
-fn way(message: &RouteMessage, interface: u32) -> Option<Way> {
+fn way(message: &RouteMessage, interface: u32) -> Option<MainRoute> {
     let found = parse(message).filter(|found| found.route.table == MAIN_TABLE)?;
     let next_hop = |attributes: &[RouteAttribute]| {
         attributes.iter().find_map(|attribute| match attribute {
@@ -74,7 +74,7 @@ fn way(message: &RouteMessage, interface: u32) -> Option<Way> {
     if of_several.is_none() && found.interface != Some(interface) {
         return None;
     }
-    Some(Way {
+    Some(MainRoute {
         interface,
         destination: found.route.destination,
         source: found.route.source,
