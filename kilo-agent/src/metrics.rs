@@ -219,6 +219,9 @@ metrics! {
     /// Pairs of other locations that this node relays for.
     relayed_pairs: Gauge = Gauge::default(),
         "kilo_relayed_pairs", "Pairs of other locations that this node relays for";
+    /// Messages of relays that were sent before.
+    pub relay_refused: Counter = Counter::default(),
+        "kilo_relay_messages_refused", "Relay messages rejected by the agent because they are replays";
     /// Locations with no node in the mesh.
     leaderless: Gauge = Gauge::default(),
         "kilo_locations_without_leader", "Locations with no node in the mesh";

@@ -38,6 +38,8 @@ use crate::{failover::packets, metrics::Metrics};
 const MOST_KEYS: usize = RELAY_KEY.size as usize;
 /// Between two turns while something is under way, and else.
 const BUSY: Duration = Duration::from_millis(100);
+/// The same while endpoints are kept where they were moved: packets of a busy tunnel come back each millisecond.
+const INSISTS: Duration = Duration::from_millis(10);
 const IDLE: Duration = Duration::from_secs(1);
 /// Between two looks at the device, and where no other ways are wanted.
 const LOOK: Duration = Duration::from_secs(1);
@@ -108,6 +110,8 @@ pub struct Task {
     said: BTreeMap<NodeId, Way>,
     /// The device was read once.
     has_looked: bool,
+    /// Recorded messages as they were counted last.
+    refused: u64,
 }
 
 impl Task {
@@ -143,6 +147,7 @@ impl Task {
             locations: Locations::default(),
             said: BTreeMap::new(),
             has_looked: false,
+            refused: 0,
         }
     }
 
@@ -179,7 +184,12 @@ impl Task {
                 () = tokio::time::sleep_until(next.into()) => {
                     self.turn().await;
                     last = Instant::now();
-                    next = last + if self.client.is_busy() { BUSY } else { IDLE };
+                    next = last
+                        + match self.client.is_busy() {
+                            _ if self.client.insists(last) => INSISTS,
+                            true => BUSY,
+                            false => IDLE,
+                        };
                 }
             }
         }
@@ -216,6 +226,9 @@ impl Task {
         let now = Instant::now();
         let outputs = self.client.turn(now, micros(), &mut rand::random);
         self.act(outputs).await;
+        let refused = self.client.refused() + self.server.refused();
+        self.context.metrics.relay_refused.inc_by(refused - self.refused);
+        self.refused = refused;
         self.say();
     }
 
@@ -334,6 +347,7 @@ impl Task {
         for output in outputs {
             match output {
                 Output::Send { node, to, message } => self.send(node, to, &message),
+                Output::Keep { node, to } => self.keep_endpoint(node, to).await,
                 Output::Move { node, to } => self.move_endpoint(node, to).await,
             }
         }
@@ -351,8 +365,16 @@ impl Task {
         let bytes = message.write(key);
         let packet = packets::udp((source, self.context.port), (to.ip(), to.port()), &bytes);
         let Some(packet) = packet else { return };
-        if let Err(error) = self.signals.send(lead::Way::Out(ifindex), &packet) {
+        if let Err(error) = self.signals.send(lead::SendVia::Out(ifindex), &packet) {
             tracing::debug!(%error, %to, kind = ?message.kind, "failed to send a relay message");
+        }
+    }
+
+    async fn keep_endpoint(&self, node: NodeId, to: SocketAddr) {
+        let device = self.context.view.borrow().device.clone();
+        let (Some(device), Some((key, name))) = (device, self.far.nodes.get(&node)) else { return };
+        if let Err(error) = device.move_endpoint(*key, to).await {
+            tracing::debug!(%error, node = name, %to, "failed to keep the endpoint of a tunnel");
         }
     }
 

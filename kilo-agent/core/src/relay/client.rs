@@ -31,6 +31,8 @@ const HURRIES_AFTER: Duration = Duration::from_secs(600);
 const ASKED_EVERY: Duration = Duration::from_secs(10);
 /// Relays are kept this long after they were left, or after one has invited to itself.
 const LINGERS: Duration = Duration::from_secs(20);
+/// For how long an endpoint that was moved from a relay is moved there again: longer than packets are under way.
+const INSISTS: Duration = Duration::from_secs(2);
 /// The device settles this long after an endpoint was moved.
 const SETTLES: Duration = Duration::from_secs(5);
 /// Answers to tries, a second and pair.
@@ -133,7 +135,8 @@ impl Client {
             let pair = self.pairs.get(&seen.id)?;
             let is_elsewhere =
                 seen.endpoint.is_some_and(|at| seen.published != Some(at) && !seen.says.contains(&at));
-            Some(match pair.by {
+            // While a direct way is on trial, late packets may still have moved WireGuard back to the relay.
+            Some(match pair.by.or_else(|| pair.leases.of(seen.endpoint?)) {
                 Some(relay) => Way::Relayed(relay),
                 None if self.is_behind_nat && is_elsewhere => Way::Punched,
                 None => Way::Direct,
@@ -152,9 +155,19 @@ impl Client {
         self.pairs.iter().filter_map(|(id, pair)| Some((*id, endpoint(pair)?))).collect()
     }
 
+    /// Recorded messages that were refused so far.
+    pub const fn refused(&self) -> u64 {
+        self.latest.refused
+    }
+
     /// Whether anything is under way that does not wait for a second.
     pub fn is_busy(&self) -> bool {
         self.uses_relays && self.pairs.values().any(|pair| !pair.leases.is_empty() || pair.round.is_some())
+    }
+
+    /// Whether an endpoint was just moved that late packets may move back, so that turns are due at once.
+    pub fn insists(&self, now: Instant) -> bool {
+        self.pairs.values().any(|pair| pair.insists(now).is_some())
     }
 
     /// Takes a message, whose tag was right.
@@ -163,7 +176,11 @@ impl Client {
         let Some(sender) = self.seen.get(&from) else { return Vec::new() };
         let is_recent = match message.kind {
             // Answers bear the numbers of what they answer.
-            Kind::Offer | Kind::Tried => fresh::is_recent(message.sequence, self.sequence),
+            Kind::Offer | Kind::Tried => {
+                let is_recent = fresh::is_recent(message.sequence, self.sequence);
+                self.latest.refused += u64::from(!is_recent);
+                is_recent
+            }
             Kind::Ask => false,
             Kind::Invite if !self.pairs.contains_key(&message.other) => false,
             Kind::Try if message.other != self.own => false,
@@ -269,6 +286,9 @@ impl Client {
             pair.adopt(&turn, random);
             pair.lease(&mut turn, random);
             pair.choose(&mut turn);
+            if let Some(to) = pair.insists(now) {
+                turn.outputs.push(Output::Keep { node: *id, to });
+            }
             pair.try_directly(&mut turn, random);
         }
         outputs
@@ -352,7 +372,9 @@ impl Pair {
         }
         (self.sent, self.received, self.age) = (seen.sent, seen.received, seen.handshake_age);
         self.looked = now;
-        self.trial = self.trial.and_then(|trial| trial.goes_on(seen, now));
+        // An answer has come directly where WireGuard did not follow it to a relay.
+        let is_relayed = seen.endpoint.is_some_and(|at| self.is_leased(at));
+        self.trial = self.trial.and_then(|trial| trial.goes_on(seen, is_relayed, now));
         // What the other end says anew counts for more than where it once answered.
         if seen.published != self.published {
             (self.published, self.punched) = (seen.published, None);
@@ -393,6 +415,13 @@ impl Pair {
         let keepalives = ATTEMPTS + KEEPALIVE * (silence.as_secs() + 2);
         let is_data = self.sent.saturating_sub(before) > keepalives;
         if is_data { silence.saturating_sub(SESSION_LONGER) } else { Duration::ZERO }
+    }
+
+    /// Where packets are to go that has just become direct: what the other end has sent by the relay moves WireGuard's endpoint
+    /// back, and both ends would do so to each other for as long as there is traffic.
+    fn insists(&self, now: Instant) -> Option<SocketAddr> {
+        let is_new = self.moved.is_some_and(|moved| now.saturating_duration_since(moved) < INSISTS);
+        self.punched.filter(|_| is_new && self.by.is_none() && self.trial.is_some())
     }
 
     fn is_leased(&self, place: SocketAddr) -> bool {

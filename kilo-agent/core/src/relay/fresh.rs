@@ -6,7 +6,11 @@ use super::{NodeId, REORDERED};
 
 /// The latest number heard of each sender, about each node, and when.
 #[derive(Clone, Debug, Default)]
-pub(super) struct Latest(BTreeMap<(NodeId, NodeId), (u64, Instant)>);
+pub(super) struct Latest {
+    heard: BTreeMap<(NodeId, NodeId), (u64, Instant)>,
+    /// Recorded messages so far.
+    pub(super) refused: u64,
+}
 
 /// Whether a number is no more than the window behind the latest one.
 pub(super) fn is_recent(sequence: u64, latest: u64) -> bool {
@@ -16,19 +20,21 @@ pub(super) fn is_recent(sequence: u64, latest: u64) -> bool {
 impl Latest {
     /// Takes a message's number; `None`: it is a recorded one. Else whether no later one was heard.
     pub(super) fn hear(&mut self, of: (NodeId, NodeId), sequence: u64, now: Instant) -> Option<bool> {
-        let (latest, heard) = *self.0.entry(of).or_insert((sequence, now));
+        let (latest, heard) = *self.heard.entry(of).or_insert((sequence, now));
         if sequence > latest {
-            self.0.insert(of, (sequence, now));
+            self.heard.insert(of, (sequence, now));
             return Some(true);
         }
         // What is not later may only have gone another way, which takes no longer than the window.
         let is_in_time = now.saturating_duration_since(heard) <= REORDERED;
-        (is_in_time && is_recent(sequence, latest)).then_some(sequence == latest)
+        let is_taken = is_in_time && is_recent(sequence, latest);
+        self.refused += u64::from(!is_taken);
+        is_taken.then_some(sequence == latest)
     }
 
     /// Forgets all other senders.
     pub(super) fn keep(&mut self, is_known: impl Fn(NodeId) -> bool) {
-        self.0.retain(|(sender, _), _| is_known(*sender));
+        self.heard.retain(|(sender, _), _| is_known(*sender));
     }
 }
 
@@ -48,5 +54,6 @@ mod tests {
         assert_eq!((hear(8_000_000, 3), hear(9_000_000, 3)), (None, None));
         // That it was heard does not make it newer.
         assert_eq!((hear(9_000_000, 4), hear(9_000_001, 60)), (None, Some(true)));
+        assert_eq!(latest.refused, 3);
     }
 }

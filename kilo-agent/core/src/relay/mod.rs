@@ -128,6 +128,13 @@ pub enum Output {
         /// The message to send.
         message: Message,
     },
+    /// Let WireGuard go on sending what is for this node there, if a late packet has moved the endpoint.
+    Keep {
+        /// The peer.
+        node: NodeId,
+        /// Its endpoint, as it was moved.
+        to: SocketAddr,
+    },
     /// Let WireGuard send what is for this node there.
     Move {
         /// The peer.

@@ -194,6 +194,11 @@ impl Server {
         self.changes
     }
 
+    /// Recorded messages that were refused so far.
+    pub const fn refused(&self) -> u64 {
+        self.latest.refused
+    }
+
     /// Number of pairs this relay serves; the metric `kilo_relayed_pairs`.
     pub fn pairs(&self) -> usize {
         self.pairs.len()

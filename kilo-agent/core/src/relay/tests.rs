@@ -157,6 +157,20 @@ proptest! {
     }
 
     #[test]
+    fn both_ends_stay_on_a_direct_way_while_packets_of_the_relay_are_still_under_way(seed: u64, drops in 0u8..5) {
+        let mut world = World::new(seed);
+        world.connects(seconds(20));
+        world.run(seconds(7));
+        world.begin_to_measure();
+        (world.direct, world.is_long, world.drops) = (true, true, f64::from(drops) / 100.0);
+        world.run(DIRECT_EVERY * 2 + seconds(5));
+        prop_assert_eq!((world.way(X), world.way(Y), world.lost), (Some(Way::Punched), Some(Way::Punched), 0));
+        let before = world.forwarded;
+        world.run(seconds(60));
+        prop_assert_eq!(world.forwarded, before, "nothing goes through the relay any more");
+    }
+
+    #[test]
     fn whatever_happens_there_is_a_way_20_s_after_there_is_one(seed: u64, events in prop::collection::vec(0u8..8, 1..8)) {
         let mut world = World::new(seed);
         for event in events {

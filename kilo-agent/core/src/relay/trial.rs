@@ -27,8 +27,8 @@ impl Trial {
         Self { since: now, base: None, asked: None }
     }
 
-    /// With what the device shows now; `None`: the way was answered.
-    pub(super) fn goes_on(mut self, seen: &Seen, now: Instant) -> Option<Self> {
+    /// With what the device shows now, and whether its endpoint is a relay's; `None`: the way was answered.
+    pub(super) fn goes_on(mut self, seen: &Seen, is_relayed: bool, now: Instant) -> Option<Self> {
         let Some((sent, received)) = self.base else {
             if now.saturating_duration_since(self.since) >= IN_FLIGHT {
                 self.base = Some((seen.sent, seen.received));
@@ -38,7 +38,7 @@ impl Trial {
         if self.asked.is_none() && seen.sent.saturating_sub(sent) > KEEPALIVE {
             self.asked = Some(now);
         }
-        (seen.received <= received).then_some(self)
+        (is_relayed || seen.received <= received).then_some(self)
     }
 
     pub(super) fn fails(&self, now: Instant) -> bool {

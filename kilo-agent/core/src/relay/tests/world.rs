@@ -90,6 +90,10 @@ pub(super) struct World {
     pub(super) last: Instant,
     pub(super) forwarded: u64,
     pub(super) drops: f64,
+    /// Data take a step to arrive, so that each end sends before it has heard the other.
+    pub(super) is_long: bool,
+    /// Data under way: who gets it, from where, and since when.
+    flight: Vec<(Instant, NodeId, SocketAddr)>,
 }
 
 pub(super) fn next(seed: &mut u64) -> u64 {
@@ -126,6 +130,8 @@ impl World {
             last: start,
             forwarded: 0,
             drops: 0.0,
+            is_long: false,
+            flight: Vec::new(),
         }
     }
 
@@ -211,7 +217,9 @@ impl World {
         for output in outputs {
             match output {
                 Output::Send { to, message, .. } => self.queue.push_back((from, to, message)),
-                Output::Move { to, .. } => self.tunnels.get_mut(&from).unwrap().endpoint = to,
+                Output::Keep { to, .. } | Output::Move { to, .. } => {
+                    self.tunnels.get_mut(&from).unwrap().endpoint = to
+                }
             }
         }
     }
@@ -284,6 +292,10 @@ impl World {
             self.lost += u64::from(from == X && fresh);
             return;
         };
+        if fresh && self.is_long {
+            self.flight.push((now, to, source));
+            return;
+        }
         let theirs = self.tunnels.get_mut(&to).unwrap();
         theirs.endpoint = source;
         theirs.received += 148;
@@ -301,6 +313,22 @@ impl World {
         }
     }
 
+    /// What was sent to this end before arrives.
+    fn land(&mut self, end: NodeId) {
+        let now = self.now;
+        let (landed, under_way) =
+            self.flight.drain(..).partition(|(sent, to, _)| *to == end && *sent + STEP < now);
+        self.flight = under_way;
+        let landed: Vec<_> = landed;
+        for (_, to, source) in landed {
+            let theirs = self.tunnels.get_mut(&to).unwrap();
+            (theirs.endpoint, theirs.received) = (source, theirs.received + 148);
+            if to == Y {
+                (self.gap, self.last) = (self.gap.max(now - self.last), now);
+            }
+        }
+    }
+
     pub(super) fn run(&mut self, time: Duration) {
         let end = self.now + time;
         while self.now < end {
@@ -312,8 +340,15 @@ impl World {
                     tunnel.handshake = tunnel.handshake.filter(|_| *id > 0).map(|_| self.now);
                 }
             }
-            self.traffic(X);
-            self.traffic(Y);
+            // One end sends before it hears the other, or the other way round.
+            let is_first = next(&mut self.seed) % 2 == 0;
+            for end in [X, Y] {
+                if is_first == (end == X) {
+                    self.land(end);
+                }
+                self.traffic(end);
+                self.land(end);
+            }
             for end in [X, Y] {
                 let uses = self.uses && !(end == Y && self.refuses);
                 let (seen, now) = (self.seen(end), self.now);
