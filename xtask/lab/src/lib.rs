@@ -39,6 +39,7 @@ pub mod plugins;
 mod pod_tunnels;
 mod printer;
 pub mod probe;
+mod raw_udp;
 pub mod report;
 pub mod run_times;
 mod scenario;

@@ -278,6 +278,26 @@ impl Kind {
     }
 }
 
+/// A host on the internet that is no node: it counts what comes to it, refusals by ICMP apart.
+pub fn stranger(lab: &str, name: &str, at: Ipv4Addr) -> Result<Netns> {
+    let stranger = planned(lab, name);
+    port(&stranger, "eth0", &planned(lab, "internet"), (name, "inet"))?;
+    address(&stranger, "eth0", at.into())?;
+    stranger.sh(&format!(
+        "nft -f - <<'RULES'
+         table inet stranger {{
+             counter answers {{ }}
+             counter unreachable {{ }}
+             chain in {{
+                 type filter hook prerouting priority 0;
+                 icmp type destination-unreachable counter name unreachable accept
+                 ip daddr {at} counter name answers
+             }}
+         }}\nRULES"
+    ))?;
+    Ok(stranger)
+}
+
 /// Whether the network between both NATs loses all that one sends to the other.
 pub fn block(lab: &str, underlay: Underlay, is_blocked: bool) -> Result<()> {
     let shape = Shape { underlay, ..Shape::default() };

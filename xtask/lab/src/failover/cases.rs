@@ -250,11 +250,12 @@ pub const CASES: &[Case] = &[
     case("connect-cluster-away", UNLISTED, "the same when the cluster has been away for a while (30 s; `--for`)", Limit::OnlyIts(1000), breaking::power_off_cluster_away).of_laptop(),
     case("connect-gateway-off", UNLISTED, "of two active leaders that one loses power which a machine with `kgctl connect` uses", Limit::OnlyIts(1000), breaking::power_off).leaders(2).of_laptop(),
     case("static-gateway-off", UNLISTED, "of two active leaders the one loses power that a machine with a static configuration does not use", Limit::Lost(0), breaking::stand_by_off).leaders(2).of_static_laptop(),
-    case("connect-begins", UNLISTED, "the leader loses power while a machine with `kgctl connect` begins to, whose Peer was made a moment ago", Limit::Silence(2000), laptop::begins).with_far_leader().beside_laptop(),
+    case("connect-begins", UNLISTED, "the leader loses power while a machine with `kgctl connect` begins to, whose Peer was made a moment ago", Limit::Silence(1000), laptop::begins).with_far_leader().beside_laptop(),
     case("crowd-one", UNLISTED, "15 nodes send alike by one leader: what it carries is counted", Limit::NoSwitch, crowd::one).crowd(1),
     case("crowd-two", UNLISTED, "14 nodes send alike by two active leaders: bytes within 25 % of fair", Limit::NoSwitch, crowd::two).crowd(2),
     case("crowd-three", UNLISTED, "13 nodes, three active leaders: bytes within 25 % of fair", Limit::NoSwitch, crowd::three).crowd(3),
     case("crowd-four", UNLISTED, "12 nodes, four active leaders: bytes within 25 % of fair", Limit::NoSwitch, crowd::four).crowd(4),
     case("crowd-off", UNLISTED, "12 members, of three active leaders one loses power, another one with each run", Limit::OnlyIts(1000), crowd::one_off).p95(500).crowd(3),
+    case("crowd-four-off", UNLISTED, "12 members, of four active leaders the last loses power", Limit::OnlyIts(1000), crowd::last_off).p95(500).crowd(4),
     case("crowd-joins", UNLISTED, "12 members, a third active leader beside two", Limit::Third, crowd::third_joins).crowd(1).prepared(crowd::two_lead),
 ];

@@ -35,6 +35,8 @@ const AT_HOME: Duration = Duration::from_secs(300);
 const MOVED: u64 = 10;
 /// The third active leader.
 const THIRD: &str = "a3";
+/// The fourth.
+const LAST: &str = "a4";
 /// Those that lose power in turn.
 const ACTIVE: [&str; 3] = [LEADER, STAND_BY, THIRD];
 /// How often one of them has lost power.
@@ -208,6 +210,12 @@ pub(super) fn one_off(lab: &mut Lab) -> Result<Broken> {
     lab.caused(&[flood::OVERLOADED]);
     let name = ACTIVE[TURNS.fetch_add(1, Ordering::Relaxed) % ACTIVE.len()];
     breaking::node_off(lab, name)
+}
+
+/// The last of four active leaders loses power.
+pub(super) fn last_off(lab: &mut Lab) -> Result<Broken> {
+    lab.caused(&[flood::OVERLOADED]);
+    breaking::node_off(lab, LAST)
 }
 
 pub(super) fn one(lab: &mut Lab) -> Result<Broken> {

@@ -1,16 +1,12 @@
 //! Signals that no node of the location has sent: forged, repeated, or from a place they have no business in.
 
 use std::{
-    collections::BTreeMap,
-    net::{Ipv4Addr, SocketAddr},
-    os::fd::AsRawFd as _,
+    net::{Ipv4Addr, SocketAddrV4},
     thread::JoinHandle,
-    time::{Duration, Instant},
+    time::Duration,
 };
 
 use anyhow::{Context as _, Result, ensure};
-use nix::sys::socket::{AddressFamily, LinkAddr, SockFlag, SockProtocol, SockType, recvfrom, socket};
-use socket2::{Domain, Protocol, Socket, Type};
 
 use super::{
     breaking::{self, Broken, LEADER, MEMBER, STAND_BY},
@@ -20,6 +16,7 @@ use crate::{
     Lab, counters,
     netns::Netns,
     network::{Node, Underlay},
+    raw_udp::{self, Datagram},
     wait,
 };
 
@@ -36,69 +33,33 @@ const TIMES: u64 = 50;
 /// Longest wait for a signal to be seen.
 const PATIENCE: Duration = Duration::from_secs(10);
 
-type Recorded = BTreeMap<u8, Vec<u8>>;
-
 /// Listens until the router has seen a signal of each kind from one host to another: the first ones.
 fn record(
     router: &Netns,
     from: Ipv4Addr,
     to: Ipv4Addr,
-    kinds: &[u8],
-) -> JoinHandle<Result<Result<Recorded>>> {
-    let kinds = kinds.to_vec();
-    router.spawn(move || {
-        let flags = SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK;
-        let socket = socket(AddressFamily::Packet, SockType::Raw, flags, SockProtocol::EthAll)?;
-        let (mut seen, mut buffer, began) = (Recorded::new(), [0; 2048], Instant::now());
-        while began.elapsed() < PATIENCE && seen.len() < kinds.len() {
-            let Ok((length, Some(_))) = recvfrom::<LinkAddr>(socket.as_raw_fd(), &mut buffer) else {
-                wait::pace(Duration::from_millis(1));
-                continue;
-            };
-            // Ethernet, IPv4 without options, UDP.
-            let frame = &buffer[..length];
-            let is_between = frame.get(26..34) == Some(&[from.octets(), to.octets()].concat()[..]);
-            let is_signal = frame.get(36..38) == Some(&PORT.to_be_bytes()[..]) && frame.get(42) == Some(&0);
-            let kind = frame.get(42 + KIND).filter(|kind| is_between && is_signal && kinds.contains(kind));
-            if let Some(kind) = kind {
-                seen.entry(*kind).or_insert_with(|| frame[42..].to_vec());
-            }
-        }
-        Ok(seen)
-    })
+    kinds: Vec<u8>,
+) -> JoinHandle<Result<Result<Vec<Datagram>>>> {
+    let wanted = kinds.clone();
+    let is_wanted = move |datagram: &Datagram| {
+        let is_signal = datagram.to.port() == PORT && datagram.payload.first() == Some(&0);
+        let is_between = *datagram.from.ip() == from && *datagram.to.ip() == to;
+        is_signal && is_between && kind(datagram).is_some_and(|kind| wanted.contains(&kind))
+    };
+    let is_enough = move |seen: &[Datagram]| {
+        kinds.iter().all(|wanted| seen.iter().any(|signal| kind(signal) == Some(*wanted)))
+    };
+    raw_udp::record(router, PATIENCE, is_wanted, is_enough)
 }
 
-fn recorded(listening: JoinHandle<Result<Result<Recorded>>>, kind: u8) -> Result<Vec<u8>> {
-    let mut seen = listening.join().map_err(|_| anyhow::anyhow!("the listening thread"))???;
-    seen.remove(&kind).with_context(|| format!("no signal of kind {kind} was seen"))
+fn kind(signal: &Datagram) -> Option<u8> {
+    signal.payload.get(KIND).copied()
 }
 
-/// A datagram with a source of the sender's choice.
-fn datagram(from: Ipv4Addr, to: Ipv4Addr, signal: &[u8]) -> Vec<u8> {
-    let length = (28 + signal.len()) as u16;
-    let mut bytes = vec![0x45, 0];
-    bytes.extend(length.to_be_bytes());
-    // The kernel adds identification and checksum; UDP needs none.
-    bytes.extend([0, 0, 0, 0, 64, 17, 0, 0]);
-    bytes.extend(from.octets());
-    bytes.extend(to.octets());
-    for half in [PORT, PORT, length - 20, 0] {
-        bytes.extend(half.to_be_bytes());
-    }
-    bytes.extend(signal);
-    bytes
-}
-
-fn send_all(netns: &Netns, to: Ipv4Addr, datagrams: Vec<Vec<u8>>) -> Result<()> {
-    let sending = netns.spawn(move || -> Result<()> {
-        let socket = Socket::new(Domain::IPV4, Type::RAW, Some(Protocol::from(255)))?;
-        for datagram in datagrams {
-            socket.send_to(&datagram, &SocketAddr::from((to, 0)).into())?;
-            wait::pace(Duration::from_millis(2));
-        }
-        Ok(())
-    });
-    sending.join().map_err(|_| anyhow::anyhow!("the sending thread"))??
+fn recorded(listening: JoinHandle<Result<Result<Vec<Datagram>>>>, wanted: u8) -> Result<Vec<u8>> {
+    let seen = listening.join().map_err(|_| anyhow::anyhow!("the listening thread"))???;
+    let signal = seen.into_iter().find(|signal| kind(signal) == Some(wanted));
+    Ok(signal.with_context(|| format!("no signal of kind {wanted} was seen"))?.payload)
 }
 
 fn address(node: &Node) -> Result<Ipv4Addr> {
@@ -129,7 +90,9 @@ struct Attack<'a> {
 impl Attack<'_> {
     fn run(self) -> Result<String> {
         let (to, before) = (address(self.to)?, refused(self.to, self.why)?);
-        send_all(self.by, to, vec![datagram(self.from, to, &self.signal); TIMES as usize])?;
+        let [from, to] = [self.from, to].map(|address| SocketAddrV4::new(address, PORT));
+        let signal = Datagram { from, to, payload: self.signal };
+        raw_udp::send(self.by, vec![signal; TIMES as usize], Duration::from_millis(2))?;
         let what = format!("{}: {TIMES} are refused as {}", self.what, self.why);
         let count = wait::until(&what, Duration::from_secs(3), || {
             let count = refused(self.to, self.why)? - before;
@@ -147,7 +110,7 @@ pub(super) fn send(lab: &mut Lab) -> Result<Broken> {
     let (printer, router) = (lab.network.printer.clone(), lab.network.router.clone());
     let stranger = Ipv4Addr::new(10, 1, 0, 200);
     let [a1, a2] = [address(&leader)?, address(&stand_by)?];
-    let listening = [ROLL, HELLO].map(|kind| (kind, record(&router, a2, a1, &[kind])));
+    let listening = [ROLL, HELLO].map(|kind| (kind, record(&router, a2, a1, vec![kind])));
     let [roll, hello] = listening.map(|(kind, listening)| recorded(listening, kind));
     let (roll, hello) = (roll?, hello?);
     let changed = |signal: &[u8], at: usize| {
@@ -189,7 +152,7 @@ pub(super) fn repeat(lab: &mut Lab) -> Result<Broken> {
     ensure!(lab.network.underlay == Underlay::V4, "signals are forged on IPv4 only");
     let (stand_by, member) = (breaking::node(lab, STAND_BY)?, breaking::node(lab, MEMBER)?);
     let (a2, a3) = (address(&stand_by)?, address(&member)?);
-    let listening = record(&lab.network.router, a2, a3, &[ANNOUNCE]);
+    let listening = record(&lab.network.router, a2, a3, vec![ANNOUNCE]);
     let mut moved = breaking::leader_moves(lab)?;
     let signal = recorded(listening, ANNOUNCE);
     moved.mend(lab)?;

@@ -1,0 +1,95 @@
+//! UDP datagrams as a stranger records and sends them: seen on a wire, and with a source of the sender's choice.
+
+use std::{
+    net::{Ipv4Addr, SocketAddr, SocketAddrV4},
+    os::fd::AsRawFd as _,
+    thread::JoinHandle,
+    time::{Duration, Instant},
+};
+
+use anyhow::Result;
+use nix::sys::socket::{AddressFamily, LinkAddr, SockFlag, SockProtocol, SockType, recvfrom, socket};
+use socket2::{Domain, Protocol, Socket, Type};
+
+use crate::{netns::Netns, wait};
+
+/// A datagram that was seen.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Datagram {
+    /// Source address and port.
+    pub from: SocketAddrV4,
+    /// Destination address and port.
+    pub to: SocketAddrV4,
+    /// What it carries.
+    pub payload: Vec<u8>,
+}
+
+impl Datagram {
+    /// Of an Ethernet frame with IPv4 without options, and UDP.
+    fn of(frame: &[u8]) -> Option<Self> {
+        let is_udp = frame.get(12..14)? == [8, 0] && *frame.get(14)? == 0x45 && *frame.get(23)? == 17;
+        let at = |address: usize, port: usize| {
+            let octets: [u8; 4] = frame.get(address..address + 4)?.try_into().ok()?;
+            let port: [u8; 2] = frame.get(port..port + 2)?.try_into().ok()?;
+            Some(SocketAddrV4::new(Ipv4Addr::from(octets), u16::from_be_bytes(port)))
+        };
+        let length = usize::from(u16::from_be_bytes(frame.get(38..40)?.try_into().ok()?));
+        let payload = frame.get(42..34 + length)?.to_vec();
+        Some(Self { from: at(26, 34)?, to: at(30, 36)?, payload }).filter(|_| is_udp)
+    }
+
+    /// The packet: IPv4 and UDP.
+    fn bytes(&self) -> Vec<u8> {
+        let length = (28 + self.payload.len()) as u16;
+        let mut bytes = vec![0x45, 0];
+        bytes.extend(length.to_be_bytes());
+        // The kernel adds identification and checksum; UDP needs none.
+        bytes.extend([0, 0, 0, 0, 64, 17, 0, 0]);
+        bytes.extend(self.from.ip().octets());
+        bytes.extend(self.to.ip().octets());
+        for half in [self.from.port(), self.to.port(), length - 20, 0] {
+            bytes.extend(half.to_be_bytes());
+        }
+        bytes.extend(&self.payload);
+        bytes
+    }
+}
+
+/// Listens for so long, or until `is_enough`, on all devices of a namespace.
+pub fn record(
+    netns: &Netns,
+    time: Duration,
+    is_wanted: impl Fn(&Datagram) -> bool + Send + 'static,
+    is_enough: impl Fn(&[Datagram]) -> bool + Send + 'static,
+) -> JoinHandle<Result<Result<Vec<Datagram>>>> {
+    netns.spawn(move || {
+        let flags = SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK;
+        let socket = socket(AddressFamily::Packet, SockType::Raw, flags, SockProtocol::EthAll)?;
+        let (mut seen, mut buffer, began) = (Vec::new(), [0; 2048], Instant::now());
+        while began.elapsed() < time && !is_enough(&seen) {
+            let Ok((length, Some(_))) = recvfrom::<LinkAddr>(socket.as_raw_fd(), &mut buffer) else {
+                wait::pace(Duration::from_millis(1));
+                continue;
+            };
+            seen.extend(Datagram::of(&buffer[..length]).filter(|datagram| is_wanted(datagram)));
+        }
+        Ok(seen)
+    })
+}
+
+/// Sends them from a namespace, that long apart.
+///
+/// # Errors
+/// When the kernel takes one not.
+pub fn send(netns: &Netns, datagrams: Vec<Datagram>, every: Duration) -> Result<()> {
+    let sending = netns.spawn(move || -> Result<()> {
+        let socket = Socket::new(Domain::IPV4, Type::RAW, Some(Protocol::from(255)))?;
+        for datagram in datagrams {
+            let to = SocketAddr::from((*datagram.to.ip(), 0));
+            socket.send_to(&datagram.bytes(), &to.into())?;
+            wait::pace(every);
+        }
+        Ok(())
+    });
+    sending.join().map_err(|_| anyhow::anyhow!("the sending thread"))??
+}
