@@ -221,7 +221,7 @@ metrics! {
         "kilo_relayed_pairs", "Pairs of other locations that this node relays for";
     /// Messages of relays that were sent before.
     pub relay_refused: Counter = Counter::default(),
-        "kilo_relay_messages_refused", "Relay messages rejected by the agent because they are replays";
+        "kilo_relay_messages_refused", "Relay messages rejected by the agent because they are older than 2 s";
     /// Locations with no node in the mesh.
     leaderless: Gauge = Gauge::default(),
         "kilo_locations_without_leader", "Locations with no node in the mesh";

@@ -110,6 +110,8 @@ pub struct Task {
     said: BTreeMap<NodeId, Way>,
     /// The device was read once.
     has_looked: bool,
+    /// Between two turns while endpoints are kept.
+    keeps_each: Duration,
     /// Recorded messages as they were counted last.
     refused: u64,
 }
@@ -147,6 +149,7 @@ impl Task {
             locations: Locations::default(),
             said: BTreeMap::new(),
             has_looked: false,
+            keeps_each: INSISTS,
             refused: 0,
         }
     }
@@ -186,7 +189,7 @@ impl Task {
                     last = Instant::now();
                     next = last
                         + match self.client.is_busy() {
-                            _ if self.client.insists(last) => INSISTS,
+                            _ if self.client.insists(last) => self.keeps_each,
                             true => BUSY,
                             false => IDLE,
                         };
@@ -370,12 +373,15 @@ impl Task {
         }
     }
 
-    async fn keep_endpoint(&self, node: NodeId, to: SocketAddr) {
+    async fn keep_endpoint(&mut self, node: NodeId, to: SocketAddr) {
+        let began = Instant::now();
         let device = self.context.view.borrow().device.clone();
         let (Some(device), Some((key, name))) = (device, self.far.nodes.get(&node)) else { return };
         if let Err(error) = device.move_endpoint(*key, to).await {
             tracing::debug!(%error, node = name, %to, "failed to keep the endpoint of a tunnel");
         }
+        // In user space WireGuard goes through all its peers for it.
+        self.keeps_each = (began.elapsed() * SHARE).clamp(INSISTS, BUSY);
     }
 
     async fn move_endpoint(&mut self, node: NodeId, to: SocketAddr) {

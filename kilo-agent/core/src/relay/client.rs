@@ -32,7 +32,7 @@ const ASKED_EVERY: Duration = Duration::from_secs(10);
 /// Relays are kept this long after they were left, or after one has invited to itself.
 const LINGERS: Duration = Duration::from_secs(20);
 /// For how long an endpoint that was moved from a relay is moved there again: longer than packets are under way.
-const INSISTS: Duration = Duration::from_secs(2);
+pub(super) const INSISTS: Duration = Duration::from_secs(2);
 /// The device settles this long after an endpoint was moved.
 const SETTLES: Duration = Duration::from_secs(5);
 /// Answers to tries, a second and pair.
@@ -70,6 +70,8 @@ struct Pair {
     by: Option<NodeId>,
     /// Its port that the endpoint was moved to.
     at: Option<SocketAddr>,
+    /// The port that was in use before.
+    left: Option<SocketAddr>,
     /// The endpoint that answered tries.
     punched: Option<SocketAddr>,
     /// Where the other end says that it is.
@@ -167,7 +169,7 @@ impl Client {
 
     /// Whether an endpoint was just moved that late packets may move back, so that turns are due at once.
     pub fn insists(&self, now: Instant) -> bool {
-        self.pairs.values().any(|pair| pair.insists(now).is_some())
+        self.uses_relays && self.pairs.values().any(|pair| pair.insists(now).is_some())
     }
 
     /// Takes a message, whose tag was right.
@@ -286,7 +288,7 @@ impl Client {
             pair.adopt(&turn, random);
             pair.lease(&mut turn, random);
             pair.choose(&mut turn);
-            if let Some(to) = pair.insists(now) {
+            if let Some(to) = pair.insists(now).filter(|_| self.uses_relays) {
                 turn.outputs.push(Output::Keep { node: *id, to });
             }
             pair.try_directly(&mut turn, random);
@@ -342,6 +344,7 @@ impl Pair {
             leases: Leases::default(),
             by: None,
             at: None,
+            left: None,
             punched: None,
             published: seen.published,
             moved: None,
@@ -389,6 +392,8 @@ impl Pair {
         // The other end has moved, and WireGuard has followed it.
         match (self.leases.of(endpoint), self.by) {
             (Some(relay), by) if by != Some(relay) => self.use_relay(relay, endpoint, now),
+            // The port of a relay that was left: packets have moved it back for longer than was insisted.
+            (None, _) if self.left == Some(endpoint) => self.moved = Some(now),
             (None, Some(_)) => self.use_directly(endpoint, now),
             // So does what is planned.
             (None, None) if self.punched.is_some() => self.punched = Some(endpoint),
@@ -417,11 +422,12 @@ impl Pair {
         if is_data { silence.saturating_sub(SESSION_LONGER) } else { Duration::ZERO }
     }
 
-    /// Where packets are to go that has just become direct: what the other end has sent by the relay moves WireGuard's endpoint
+    /// Where packets are to go since a moment ago: what the other end has sent by the relay before moves WireGuard's endpoint
     /// back, and both ends would do so to each other for as long as there is traffic.
     fn insists(&self, now: Instant) -> Option<SocketAddr> {
         let is_new = self.moved.is_some_and(|moved| now.saturating_duration_since(moved) < INSISTS);
-        self.punched.filter(|_| is_new && self.by.is_none() && self.trial.is_some())
+        let to = if self.by.is_some() { self.at } else { self.punched.filter(|_| self.trial.is_some()) };
+        to.filter(|_| is_new)
     }
 
     fn is_leased(&self, place: SocketAddr) -> bool {
@@ -445,6 +451,7 @@ impl Pair {
             };
             self.next_round = Some(now + self.interval);
         }
+        self.left = self.at.filter(|left| *left != at).or(self.left);
         (self.by, self.at, self.moved, self.unanswered) = (Some(relay), Some(at), Some(now), None);
         (self.trial, self.first_round) = (None, None);
     }
@@ -455,6 +462,7 @@ impl Pair {
         if self.by.is_some() {
             self.unanswered = None;
         }
+        self.left = self.at.or(self.left);
         (self.by, self.punched, self.moved) = (None, Some(place), Some(now));
         (self.round, self.next_round) = (None, None);
         self.keeps = Some(now + LINGERS);

@@ -70,11 +70,11 @@ proptest! {
     }
 
     #[test]
-    fn a_relay_that_takes_its_offer_back_is_left_without_a_loss(seed: u64, drops in 0u8..5) {
+    fn a_relay_that_takes_its_offer_back_is_left_without_a_loss(seed: u64, drops in 0u8..5, is_long: bool) {
         let mut world = World::new(seed);
         world.connects(seconds(20));
         world.run(seconds(10));
-        world.drops = f64::from(drops) / 100.0;
+        (world.drops, world.is_long) = (f64::from(drops) / 100.0, is_long);
         let first = world.relay(X);
         world.withdrawn.push(first);
         world.begin_to_measure();
@@ -84,7 +84,11 @@ proptest! {
             world.run(seconds(2));
         }
         world.unaware.clear();
-        world.run(RESTS + seconds(10));
+        world.run(seconds(3));
+        let before = world.forwarded_by(first);
+        world.run(seconds(5));
+        prop_assert_eq!(world.forwarded_by(first), before, "both have left it");
+        world.run(RESTS + seconds(2));
         prop_assert!(world.relay(X) != first && world.relay(Y) != first);
         prop_assert_eq!(world.lost, 0);
         prop_assert_eq!(world.servers[&first].pairs(), 0);

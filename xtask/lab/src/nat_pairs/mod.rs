@@ -290,6 +290,7 @@ fn leaders(setup: Setup<'_>) -> Result<()> {
                 || Ok::<_, anyhow::Error>(counters::action(&counters::scrape(&node.netns)?, "encrypt"));
             let before = encrypted()?;
             let flow = Traffic::start_every(&node.pod, y.pod_ip().into(), Duration::from_millis(5));
+            flow.settle(LIMIT)?;
             wait::time_passes(Duration::from_secs(3), "packets are counted");
             let figures = flow.finish()?;
             let count = encrypted()? - before;

@@ -41,7 +41,7 @@ pub(super) fn run(setup: Setup<'_>) -> Result<()> {
         flow.settle(LIMIT)?;
         let seen = Seen::record(mesh)?;
         let said = [
-            seen.attack(mesh, &stranger, "what the ends send, from elsewhere", seen.from_elsewhere())?,
+            seen.attack(mesh, &stranger, "what the ends send, from elsewhere", seen.elsewhere())?,
             seen.attack(mesh, &stranger, "every port of a relay", seen.to_every_port())?,
             seen.attack(
                 mesh,
@@ -90,7 +90,7 @@ impl Seen {
     }
 
     /// Data to each port in use, and every message.
-    fn from_elsewhere(&self) -> Vec<Datagram> {
+    fn elsewhere(&self) -> Vec<Datagram> {
         let from = SocketAddrV4::new(ADDRESS, 51_820);
         let first = |port: &u16| self.data.iter().find(|datagram| datagram.to.port() == *port);
         let data = self.ports().into_iter().filter_map(|port| first(&port).cloned());
@@ -135,8 +135,8 @@ impl Seen {
         ensure!(unreachable * 10 < count as u64, "{what}: {unreachable} ICMP packets for {count} datagrams");
         // The pair's own traffic is not even.
         ensure!(
-            meanwhile <= before + before / 5 + 20,
-            "{what}: the relay sent {meanwhile} packets, and {before} in the same time before"
+            meanwhile <= before * 1.25 + 10.0,
+            "{what}: the relay sent {meanwhile:.0} packets a second, and {before:.0} before"
         );
         ensure!(counted > 0, "{what}: of {count} datagrams none was counted");
         Ok(format!(
@@ -154,8 +154,8 @@ fn refused(netns: &Netns) -> Result<BTreeMap<String, u64>> {
     Ok(refused)
 }
 
-/// Packets that a node sends while something is done and until that time is over.
-fn sends_meanwhile(netns: &Netns, time: Duration, act: impl FnOnce() -> Result<()>) -> Result<u64> {
+/// Packets a second that a node sends while something is done and until that time is over.
+fn sends_meanwhile(netns: &Netns, time: Duration, act: impl FnOnce() -> Result<()>) -> Result<f64> {
     let sent = || -> Result<u64> {
         let count = netns.sh("cat /sys/class/net/eth0/statistics/tx_packets")?;
         count.trim().parse().context("packets that eth0 has sent")
@@ -163,7 +163,7 @@ fn sends_meanwhile(netns: &Netns, time: Duration, act: impl FnOnce() -> Result<(
     let (before, began) = (sent()?, std::time::Instant::now());
     act()?;
     wait::time_passes(time.saturating_sub(began.elapsed()), "as long with an attack as without one");
-    Ok(sent()? - before)
+    Ok((sent()? - before) as f64 / began.elapsed().as_secs_f64())
 }
 
 /// Packets that the stranger has received until now and that were not read before.

@@ -79,7 +79,12 @@ pub(super) fn under_traffic(mesh: &mut Mesh) -> Result<()> {
         figures.gap.as_millis()
     );
     ensure!(figures.gap <= Duration::from_secs(2), "another relay took {} ms", figures.gap.as_millis());
-    // The network between both NATs works again.
+    meets_again(mesh, (&x, &y))?;
+    breaks_again(mesh, (&x, &y))
+}
+
+/// The network between both NATs works again.
+fn meets_again(mesh: &Mesh, (x, y): (&Node, &Node)) -> Result<()> {
     let flow = Traffic::start(&x.pod, y.pod_ip().into());
     flow.settle(LIMIT)?;
     nat::block(&mesh.lab, mesh.underlay, false)?;
@@ -102,7 +107,7 @@ pub(super) fn under_traffic(mesh: &mut Mesh) -> Result<()> {
         figures.lost,
         figures.holes
     );
-    breaks_again(mesh, (&x, &y))
+    Ok(())
 }
 
 /// The direct way breaks while a session is there.

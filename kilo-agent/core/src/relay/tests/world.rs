@@ -90,6 +90,8 @@ pub(super) struct World {
     pub(super) last: Instant,
     pub(super) forwarded: u64,
     pub(super) drops: f64,
+    /// Of them by each relay.
+    by_relay: BTreeMap<NodeId, u64>,
     /// Data take a step to arrive, so that each end sends before it has heard the other.
     pub(super) is_long: bool,
     /// Data under way: who gets it, from where, and since when.
@@ -130,6 +132,7 @@ impl World {
             last: start,
             forwarded: 0,
             drops: 0.0,
+            by_relay: BTreeMap::new(),
             is_long: false,
             flight: Vec::new(),
         }
@@ -167,6 +170,7 @@ impl World {
                     return None;
                 }
                 self.forwarded += 1;
+                *self.by_relay.entry(relay).or_insert(0) += 1;
                 let on = SocketAddr::new(IpAddr::from(port.to).to_canonical(), port.to_port);
                 return self.delivered(SocketAddr::new(ip(relay), port.by_port), on, hops + 1);
             }
@@ -218,7 +222,7 @@ impl World {
             match output {
                 Output::Send { to, message, .. } => self.queue.push_back((from, to, message)),
                 Output::Keep { to, .. } | Output::Move { to, .. } => {
-                    self.tunnels.get_mut(&from).unwrap().endpoint = to
+                    self.tunnels.get_mut(&from).unwrap().endpoint = to;
                 }
             }
         }
@@ -341,7 +345,7 @@ impl World {
                 }
             }
             // One end sends before it hears the other, or the other way round.
-            let is_first = next(&mut self.seed) % 2 == 0;
+            let is_first = next(&mut self.seed).is_multiple_of(2);
             for end in [X, Y] {
                 if is_first == (end == X) {
                     self.land(end);
@@ -397,6 +401,10 @@ impl World {
             Some(Way::Relayed(relay)) => relay,
             way => panic!("{way:?}"),
         }
+    }
+
+    pub(super) fn forwarded_by(&self, relay: NodeId) -> u64 {
+        self.by_relay.get(&relay).copied().unwrap_or(0)
     }
 
     pub(super) fn begin_to_measure(&mut self) {
