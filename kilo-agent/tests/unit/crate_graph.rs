@@ -84,7 +84,7 @@ fn kgctl_is_built_without_what_only_the_agent_needs() {
 }
 
 /// Modules of each crate, each before those that may know it.
-const ORDERS: [(&str, &str); 9] = [
+const ORDERS: [(&str, &str); 10] = [
     (
         "../kilo-common/src",
         "checksum counters ecn event lead packet siphash too_big wire_enum inject relay maps encap forwarding map_table \
@@ -106,6 +106,12 @@ const ORDERS: [(&str, &str); 9] = [
         "timestamp cli flags_markdown resolve health far failover backend metrics relay status http announce \
          agent leaving takeover webhook",
     ),
+    (
+        "src/bin/kgctl",
+        "complete flags_before_command health manual needs_linux node_report progress refusal terminal cluster remote \
+         source status takeover uninstall version connect connectivity graph monitor peer_cluster showconf sysdump \
+         trace",
+    ),
     ("host/src", "memory lock cni net firewall wireguard dataplane interface"),
     (
         "failover/src",
@@ -114,7 +120,7 @@ const ORDERS: [(&str, &str); 9] = [
     ("failover-sim/src", "rng faults host invariants engine planned scenarios several restarts report"),
     (
         "../xtask/lab/src",
-        "report wait descendants takedown times command netns cni_conf network plugins confine counters cni agents \
+        "report wait descendants takedown times command netns raw_udp cni_conf network plugins confine counters cni agents \
          members probe wire tunl0 bulk matrix clear vpn check topology options well services fail_closed \
          forward_policy granularity nat node_ports offloads path_mtu pod_tunnels printer segments external \
          checks cloud cilium flannel kernel_ipip scenario faults failover nat_pairs modes run_times args",
