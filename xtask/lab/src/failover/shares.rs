@@ -20,7 +20,7 @@ use crate::{
 };
 
 /// How long a new active leader works before it takes its own nodes, and a bit.
-const TAKES: Duration = Duration::from_secs(40);
+const TAKES: Duration = Duration::from_secs(120);
 
 /// While each node uses its own leader, everybody reaches everybody.
 pub(super) fn all_reach_all(lab: &mut Lab) -> Result<()> {
