@@ -83,7 +83,10 @@ impl Directory {
                         continue;
                     }
                     let settled = stamp.modified.elapsed().is_ok_and(|age| age > FRESH);
-                    (parse(&path, before.map(|known| &*known.objects), pause), settled.then_some(stamp))
+                    match parse(&path, before.map(|known| &*known.objects), pause) {
+                        Some(objects) => (objects, settled.then_some(stamp)),
+                        None => continue,
+                    }
                 }
                 // Removed since it was listed, or a link to nowhere.
                 Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
@@ -202,9 +205,12 @@ fn stamp(metadata: &fs::Metadata) -> io::Result<Stamp> {
     Ok(Stamp { modified: metadata.modified()?, length: metadata.len(), identity: identity(metadata) })
 }
 
-/// What a file says; one that cannot be read says why.
-fn parse(path: &Path, before: Option<&Objects>, pause: &mut dyn FnMut()) -> Objects {
-    settled(path, before, pause).unwrap_or_else(|error| Objects::unreadable(error.to_string()))
+/// What a file says; one that cannot be read says why, and one that has been removed meanwhile is none.
+fn parse(path: &Path, before: Option<&Objects>, pause: &mut dyn FnMut()) -> Option<Objects> {
+    match settled(path, before, pause) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => None,
+        read => Some(read.unwrap_or_else(|error| Objects::unreadable(error.to_string()))),
+    }
 }
 
 /// One that has lost an object is read until it stays as it is, and an empty one never
@@ -288,5 +294,19 @@ mod tests {
         fs::write(&file, "# gone").unwrap();
         directory.refresh_pausing(&mut || ()).unwrap();
         assert_eq!(names(&directory), ["b"]);
+    }
+
+    #[test]
+    fn a_file_that_is_removed_while_it_is_read_is_no_problem() {
+        let path = tempfile::tempdir().unwrap();
+        let file = path.path().join("a.yaml");
+        fs::write(&file, NODE).unwrap();
+        fs::write(path.path().join("b.yaml"), OTHER).unwrap();
+        let mut directory = Directory::new(path.path());
+        directory.refresh_pausing(&mut || panic!("nothing is lost yet")).unwrap();
+        fs::write(&file, "# a").unwrap();
+        directory.refresh_pausing(&mut || fs::remove_file(&file).unwrap()).unwrap();
+        let snapshot = directory.snapshot("topology.kubernetes.io/region");
+        assert_eq!((names(&directory), snapshot.problems.len()), (vec!["b".to_owned()], 0));
     }
 }
