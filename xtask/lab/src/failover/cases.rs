@@ -76,6 +76,8 @@ pub struct Case {
     pub prepare: Option<fn(&mut Lab) -> Result<()>>,
     /// Part of every test run.
     pub is_always: bool,
+    /// A debug build is too slow for what is accepted.
+    pub needs_release: bool,
     /// Which nodes there are.
     pub shape: Shape,
     /// Makes the fault.
@@ -105,12 +107,17 @@ const fn case(
         p95: None,
         prepare,
         is_always: false,
+        needs_release: false,
         shape: Shape::Plain,
         inject,
     }
 }
 
 impl Case {
+    const fn in_release(self) -> Self {
+        Self { needs_release: true, ..self }
+    }
+
     const fn always(self) -> Self {
         Self { is_always: true, ..self }
     }
@@ -144,7 +151,8 @@ impl Case {
     /// Each of twelve members sends alike; so many active leaders, each watched by a stand-by.
     const fn crowd(self, leaders: u8) -> Self {
         let stand_bys = if leaders > 3 { leaders } else { 3 };
-        Self { leaders, stand_bys, to: "pod-b1", shape: Shape::Crowd, prepare: Some(crowd::at_home), ..self }
+        let this = self.in_release();
+        Self { leaders, stand_bys, to: "pod-b1", shape: Shape::Crowd, prepare: Some(crowd::at_home), ..this }
     }
 
     /// A machine that follows gateways (`kgctl connect`) talks to a node whose gateway fails, and to the other
@@ -245,7 +253,7 @@ pub const CASES: &[Case] = &[
     case("flood", UNLISTED, "nothing fails, and more small datagrams than leaders carry are sent between two locations (30 s; `--for`)", Limit::Switches(1), flood::overload),
     case("gateway-off", UNLISTED, "of two active leaders one loses power", Limit::OnlyIts(1000), breaking::power_off).p95(500).leaders(2).prepared(shares::all_reach_all),
     case("gateway-joins", UNLISTED, "a node is made an active leader beside the first", Limit::Lost(10), shares::joins).with_far_leader(),
-    case("kilo-leaves", UNLISTED, "two active leaders are asked for, and the last node with Kilo itself leaves", Limit::Lost(10), shares::kilo_leaves).leaders(2).with_far_leader().off(&["b2"]).prepared(shares::one_leads_beside_kilo),
+    case("kilo-leaves", UNLISTED, "two active leaders are asked for, and the last node with Kilo itself leaves", Limit::Lost(10), shares::kilo_leaves).leaders(2).with_far_leader().off(&["b2"]).prepared(shares::one_leads_beside_kilo).in_release(),
     case("connect-leader-off", UNLISTED, "the leader loses power that a machine with `kgctl connect` uses", Limit::OnlyIts(1000), breaking::power_off).of_laptop(),
     case("connect-cluster-away", UNLISTED, "the same when the cluster has been away for a while (30 s; `--for`)", Limit::OnlyIts(1000), breaking::power_off_cluster_away).of_laptop(),
     case("connect-gateway-off", UNLISTED, "of two active leaders that one loses power which a machine with `kgctl connect` uses", Limit::OnlyIts(1000), breaking::power_off).leaders(2).of_laptop(),
