@@ -278,7 +278,7 @@ impl Kind {
     }
 }
 
-/// A host on the internet that is no node: it counts what comes to it, refusals by ICMP apart.
+/// A host on the internet outside the mesh: it counts what comes to it, refusals by ICMP apart.
 pub fn stranger(lab: &str, name: &str, at: Ipv4Addr) -> Result<Netns> {
     let stranger = planned(lab, name);
     port(&stranger, "eth0", &planned(lab, "internet"), (name, "inet"))?;

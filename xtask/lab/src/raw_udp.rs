@@ -80,7 +80,7 @@ pub fn record(
 /// Sends them from a namespace, that long apart.
 ///
 /// # Errors
-/// When the kernel takes one not.
+/// When the kernel refuses one.
 pub fn send(netns: &Netns, datagrams: Vec<Datagram>, every: Duration) -> Result<()> {
     let sending = netns.spawn(move || -> Result<()> {
         let socket = Socket::new(Domain::IPV4, Type::RAW, Some(Protocol::from(255)))?;

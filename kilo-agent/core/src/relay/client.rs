@@ -6,17 +6,18 @@ use std::{
     time::{Duration, Instant},
 };
 
-use kilo_common::relay::{Kind, Message, START, is_port};
+use kilo_common::relay::{Kind, Message, START};
 
 use super::{
-    DIRECT_EVERY, DIRECT_SELDOM, LASTS, NodeId, Output, PREPARE, SILENT, SILENT_FOR_GOOD, SILENT_SESSION,
-    Seen, TRY, TRY_SELDOM, Way,
+    DIRECT_EVERY, DIRECT_SELDOM, INSISTS, LASTS, NodeId, Output, PREPARE, SILENT, SILENT_FOR_GOOD,
+    SILENT_SESSION, Seen, TRY, TRY_SELDOM, Way,
     fresh::{self, Latest},
     lease::Lease,
     leases::Leases,
     round::{self, Round},
     sources::Sources,
     trial::{KEEPALIVE, Trial},
+    turn::{Turn, message_to},
 };
 
 /// Between two rounds where an end has been silent for long.
@@ -31,8 +32,6 @@ const HURRIES_AFTER: Duration = Duration::from_secs(600);
 const ASKED_EVERY: Duration = Duration::from_secs(10);
 /// Relays are kept this long after they were left, or after one has invited to itself.
 const LINGERS: Duration = Duration::from_secs(20);
-/// For how long an endpoint that was moved from a relay is moved there again: longer than packets are under way.
-pub(super) const INSISTS: Duration = Duration::from_secs(2);
 /// The device settles this long after an endpoint was moved.
 const SETTLES: Duration = Duration::from_secs(5);
 /// Answers to tries, a second and pair.
@@ -295,42 +294,6 @@ impl Client {
         }
         outputs
     }
-}
-
-/// What a pair needs in its turn.
-struct Turn<'a> {
-    ends: (NodeId, NodeId),
-    seen: &'a Seen,
-    relays: &'a BTreeMap<NodeId, SocketAddr>,
-    sequence: &'a mut u64,
-    outputs: &'a mut Vec<Output>,
-    now: Instant,
-}
-
-impl Turn<'_> {
-    fn sequence(&mut self) -> u64 {
-        *self.sequence += 1;
-        *self.sequence
-    }
-
-    /// The relay one of whose ports the device sends to, where it is, and that port.
-    fn relay_of_endpoint(&self) -> Option<(NodeId, SocketAddr, SocketAddr)> {
-        let endpoint = self.seen.endpoint.filter(|at| is_port(at.port()))?;
-        // It may be behind the relay's NAT, and have one of these ports there.
-        if self.seen.published == Some(endpoint) || self.seen.places.contains(&endpoint) {
-            return None;
-        }
-        let (relay, place) = self.relays.iter().find(|(_, place)| place.ip() == endpoint.ip())?;
-        Some((*relay, *place, endpoint))
-    }
-
-    fn send(&mut self, node: NodeId, to: SocketAddr, message: Message) {
-        self.outputs.push(Output::Send { node, to, message });
-    }
-}
-
-const fn message_to(kind: Kind, (own, other): (NodeId, NodeId), nonce: u64, sequence: u64) -> Message {
-    Message { kind, flags: 0, nonce, sequence, sender: own, other, token: 0, port: 0 }
 }
 
 impl Pair {

@@ -14,6 +14,7 @@ mod sources;
 #[cfg(test)]
 mod tests;
 mod trial;
+mod turn;
 
 use std::{
     net::{IpAddr, SocketAddr},
@@ -45,6 +46,8 @@ pub const SILENT_FOR_GOOD: Duration = Duration::from_secs(28);
 pub const TRY: Duration = Duration::from_secs(3);
 /// After this long of tries without an answer it is tried less often: nothing may answer there for days.
 pub const TRY_SELDOM: Duration = Duration::from_secs(120);
+/// For how long an endpoint that was moved is moved there again: longer than packets of the way before are under way.
+const INSISTS: Duration = Duration::from_secs(2);
 /// How often a relayed pair is tried directly.
 pub const DIRECT_EVERY: Duration = Duration::from_secs(60);
 /// The longest time between two such tries, where direct ways do not last.

@@ -10,7 +10,7 @@ pub(super) const KEEPALIVE: u64 = 32;
 /// the second of these; what had been sent by the relay before is with the other end after the last.
 const ANSWERED: Duration = Duration::from_secs(5);
 const ANSWERED_IDLE: Duration = Duration::from_secs(45);
-const IN_FLIGHT: Duration = super::client::INSISTS;
+const IN_FLIGHT: Duration = super::INSISTS;
 
 /// When it began, and what was sent by it.
 #[derive(Clone, Copy, Debug)]

@@ -255,14 +255,20 @@ mod tests {
         directory.snapshot("topology.kubernetes.io/region").nodes.names().map(ToOwned::to_owned).collect()
     }
 
-    #[test]
-    fn a_file_caught_while_it_is_written_takes_nothing_away() {
+    /// Two files that have been read, and the path of the first.
+    fn two_nodes() -> (tempfile::TempDir, PathBuf, Directory) {
         let path = tempfile::tempdir().unwrap();
         let file = path.path().join("a.yaml");
         fs::write(&file, NODE).unwrap();
         fs::write(path.path().join("b.yaml"), OTHER).unwrap();
         let mut directory = Directory::new(path.path());
         directory.refresh_pausing(&mut || panic!("nothing is lost yet")).unwrap();
+        (path, file, directory)
+    }
+
+    #[test]
+    fn a_file_caught_while_it_is_written_takes_nothing_away() {
+        let (_path, file, mut directory) = two_nodes();
         assert_eq!(names(&directory), ["a", "b"]);
 
         fs::write(&file, "").unwrap();
@@ -298,12 +304,7 @@ mod tests {
 
     #[test]
     fn a_file_that_is_removed_while_it_is_read_is_no_problem() {
-        let path = tempfile::tempdir().unwrap();
-        let file = path.path().join("a.yaml");
-        fs::write(&file, NODE).unwrap();
-        fs::write(path.path().join("b.yaml"), OTHER).unwrap();
-        let mut directory = Directory::new(path.path());
-        directory.refresh_pausing(&mut || panic!("nothing is lost yet")).unwrap();
+        let (_path, file, mut directory) = two_nodes();
         fs::write(&file, "# a").unwrap();
         directory.refresh_pausing(&mut || fs::remove_file(&file).unwrap()).unwrap();
         let snapshot = directory.snapshot("topology.kubernetes.io/region");

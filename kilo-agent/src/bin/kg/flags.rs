@@ -202,7 +202,8 @@ pub struct Flags {
     /// both, by IPv6, or through nodes annotated kilo.squat.ai/relay=true, which see ciphertext only: auto or off.
     #[arg(long, default_value = "auto")]
     pub relay: Relay,
-    /// Maximum rate, in Mbit/s, at which this node, as a relay, forwards traffic from each end of a pair; excess is dropped. 0 = unlimited.
+    /// Maximum rate, in Mbit/s, at which this node, as a relay, forwards traffic from each end of a pair; excess is
+    /// dropped. 0 = unlimited.
     #[arg(long, default_value = "1000", value_name = "MBITS", value_parser = parse_rate)]
     pub relay_rate: u16,
     /// Interval between full resyncs.

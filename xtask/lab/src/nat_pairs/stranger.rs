@@ -25,7 +25,7 @@ use crate::{
 /// Its name among the namespaces, and its address.
 const STRANGER: &str = "w";
 const ADDRESS: Ipv4Addr = Ipv4Addr::new(203, 0, 113, 66);
-/// How often each recorded message is repeated, and how many datagrams go to each port in use.
+/// How many datagrams go to each port in use, and at least how many recorded messages are repeated.
 const TIMES: usize = 50;
 /// Between two datagrams of an attack.
 const EVERY: Duration = Duration::from_millis(1);

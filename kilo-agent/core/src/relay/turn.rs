@@ -1,0 +1,48 @@
+//! What a pair has in its turn: what it sees, and what it wants done.
+
+use std::{collections::BTreeMap, net::SocketAddr, time::Instant};
+
+use kilo_common::relay::{Kind, Message, is_port};
+
+use super::{NodeId, Output, Seen};
+
+/// What a pair needs in its turn.
+pub(super) struct Turn<'a> {
+    pub(super) ends: (NodeId, NodeId),
+    pub(super) seen: &'a Seen,
+    pub(super) relays: &'a BTreeMap<NodeId, SocketAddr>,
+    pub(super) sequence: &'a mut u64,
+    pub(super) outputs: &'a mut Vec<Output>,
+    pub(super) now: Instant,
+}
+
+impl Turn<'_> {
+    pub(super) fn sequence(&mut self) -> u64 {
+        *self.sequence += 1;
+        *self.sequence
+    }
+
+    /// The relay one of whose ports the device sends to, where it is, and that port.
+    pub(super) fn relay_of_endpoint(&self) -> Option<(NodeId, SocketAddr, SocketAddr)> {
+        let endpoint = self.seen.endpoint.filter(|at| is_port(at.port()))?;
+        // It may be behind the relay's NAT, and have one of these ports there.
+        if self.seen.published == Some(endpoint) || self.seen.places.contains(&endpoint) {
+            return None;
+        }
+        let (relay, place) = self.relays.iter().find(|(_, place)| place.ip() == endpoint.ip())?;
+        Some((*relay, *place, endpoint))
+    }
+
+    pub(super) fn send(&mut self, node: NodeId, to: SocketAddr, message: Message) {
+        self.outputs.push(Output::Send { node, to, message });
+    }
+}
+
+pub(super) const fn message_to(
+    kind: Kind,
+    (own, other): (NodeId, NodeId),
+    nonce: u64,
+    sequence: u64,
+) -> Message {
+    Message { kind, flags: 0, nonce, sequence, sender: own, other, token: 0, port: 0 }
+}
