@@ -56,6 +56,8 @@ struct Said {
     /// Endpoints that differ from what the mesh says; true: through a relay.
     endpoints: BTreeMap<PublicKey, (SocketAddr, bool)>,
     ways: BTreeMap<PublicKey, Connected>,
+    /// Ports of relays that the device may still have as endpoints, though relays are not used any more.
+    left: BTreeMap<PublicKey, SocketAddr>,
     /// Addresses of DNS names in endpoints, as the last plan knew them.
     resolved: BTreeMap<String, IpAddr>,
     /// The task has read the device: what it says replaces what an earlier agent has left there.
@@ -64,6 +66,18 @@ struct Said {
     serves: usize,
     /// What its annotation has come to.
     offer: Option<&'static str>,
+}
+
+impl Said {
+    /// Takes note of relays that were in use until now, when none is used any more.
+    fn note_left(&mut self, uses: bool, before: BTreeMap<PublicKey, (SocketAddr, bool)>) {
+        if uses {
+            self.left.clear();
+        } else {
+            let relayed = before.into_iter().filter(|(_, (_, is_relayed))| *is_relayed);
+            self.left.extend(relayed.map(|(key, (place, _))| (key, place)));
+        }
+    }
 }
 
 impl Relays {
@@ -105,6 +119,11 @@ impl Relays {
         self.said().endpoints.get(key).is_some_and(|(_, relayed)| *relayed)
     }
 
+    /// Takes what the device shows: a peer that has left its relay may roam again.
+    fn device_shows(&self, endpoint: impl Fn(&PublicKey) -> Option<SocketAddr>) {
+        self.said().left.retain(|key, place| endpoint(key) == Some(*place));
+    }
+
     /// What the next plan depends on: endpoints that the task has found, and whether programs look for relay messages.
     /// `held`: peers whose endpoint in the device is a relay.
     pub fn inputs(
@@ -120,8 +139,10 @@ impl Relays {
             // `--relay=off` leaves relays.
             (false, _) => Some((key, EndpointOverride::LeavesRelay)),
         });
+        // So does the end of the last offer, of which the mesh does not show any more where it was.
+        let left = said.left.keys().filter(|_| !listens).map(|key| (*key, EndpointOverride::LeavesRelay));
         let found = said.endpoints.iter().map(|(key, (place, _))| (*key, EndpointOverride::At(*place)));
-        RelayInputs { listens, endpoints: held.chain(found).collect() }
+        RelayInputs { listens, endpoints: held.chain(left).chain(found).collect() }
     }
 }
 

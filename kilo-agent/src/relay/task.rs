@@ -169,6 +169,10 @@ impl Task {
                         for one in heard {
                             self.hear(&one).await;
                         }
+                        let now = Instant::now();
+                        if self.client.insists(now) {
+                            next = next.min(now + self.keeps_each);
+                        }
                     }
                     Err(error) => {
                         tracing::warn!(
@@ -215,7 +219,10 @@ impl Task {
         };
         // One more VPN peer, for example, is not a reason to read the device: with thousands of peers that takes long, and
         // the device is not changed meanwhile.
-        if now >= self.look_again || is_another {
+        // Nor does an endpoint wait for that which late packets move.
+        let look_again =
+            if self.client.insists(now) { self.look_again + LOOK_SELDOM } else { self.look_again };
+        if now >= look_again || is_another {
             if is_another {
                 self.counts = Duration::ZERO;
             }
@@ -251,6 +258,7 @@ impl Task {
         };
         let now = Instant::now();
         self.far = FarGateways::of(&view, &self.context.relays, &peers);
+        self.context.relays.device_shows(|key| peers.get(key)?.endpoint);
         self.has_looked = true;
         let uses = self.is_on();
         // Pairs that a relay has left are to end in time.
@@ -260,10 +268,8 @@ impl Task {
         self.counts = if is_pressing { Duration::ZERO } else { counts };
         self.client.see(self.far.seen.clone(), uses, self.far.is_behind_nat, now);
         let fresh = self.far.seen.iter().filter(|seen| seen.is_fresh() && uses && !seen.refuses);
-        let relayed = self.client.endpoints();
-        let is_direct = |id: &NodeId| !relayed.get(id).is_some_and(|(_, relayed)| *relayed);
         self.reachable = fresh
-            .filter(|seen| is_direct(&seen.id))
+            .filter(|seen| !self.client.is_relayed(seen.id))
             .filter_map(|seen| Some((seen.id, seen.endpoint?)))
             .collect();
         self.write_keys(uses);
@@ -347,12 +353,17 @@ impl Task {
     }
 
     async fn act(&mut self, outputs: Vec<Output>) {
+        let mut keeping = Duration::ZERO;
         for output in outputs {
             match output {
                 Output::Send { node, to, message } => self.send(node, to, &message),
-                Output::Keep { node, to } => self.keep_endpoint(node, to).await,
+                Output::Keep { node, to } => keeping += self.keep_endpoint(node, to).await,
                 Output::Move { node, to } => self.move_endpoint(node, to).await,
             }
+        }
+        if !keeping.is_zero() {
+            // In user space WireGuard goes through all its peers for each.
+            self.keeps_each = (keeping * SHARE).clamp(INSISTS, BUSY.max(keeping));
         }
     }
 
@@ -373,15 +384,17 @@ impl Task {
         }
     }
 
-    async fn keep_endpoint(&mut self, node: NodeId, to: SocketAddr) {
+    /// Sets the endpoint once more; returns how long that took.
+    async fn keep_endpoint(&mut self, node: NodeId, to: SocketAddr) -> Duration {
         let began = Instant::now();
         let device = self.context.view.borrow().device.clone();
-        let (Some(device), Some((key, name))) = (device, self.far.nodes.get(&node)) else { return };
+        let (Some(device), Some((key, name))) = (device, self.far.nodes.get(&node)) else {
+            return Duration::ZERO;
+        };
         if let Err(error) = device.move_endpoint(*key, to).await {
             tracing::debug!(%error, node = name, %to, "failed to keep the endpoint of a tunnel");
         }
-        // In user space WireGuard goes through all its peers for it.
-        self.keeps_each = (began.elapsed() * SHARE).clamp(INSISTS, BUSY);
+        began.elapsed()
     }
 
     async fn move_endpoint(&mut self, node: NodeId, to: SocketAddr) {
@@ -435,7 +448,8 @@ impl Task {
         said.offer = super::offer(is_annotated, is_off, self.far.is_gateway);
         // The next plan is to say again where such a peer is.
         let is_left = said.endpoints.keys().any(|key| !endpoints.contains_key(key));
-        said.endpoints = endpoints;
+        let before = std::mem::replace(&mut said.endpoints, endpoints);
+        said.note_left(uses, before);
         said.ways = connected;
         said.knows = self.has_looked;
         said.serves = self.server.pairs();

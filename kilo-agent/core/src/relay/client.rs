@@ -32,6 +32,8 @@ const HURRIES_AFTER: Duration = Duration::from_secs(600);
 const ASKED_EVERY: Duration = Duration::from_secs(10);
 /// Relays are kept this long after they were left, or after one has invited to itself.
 const LINGERS: Duration = Duration::from_secs(20);
+/// A relay in use that gives other ports is followed this often.
+const FOLLOWS: Duration = Duration::from_secs(1);
 /// The device settles this long after an endpoint was moved.
 const SETTLES: Duration = Duration::from_secs(5);
 /// Answers to tries, a second and pair.
@@ -69,14 +71,16 @@ struct Pair {
     by: Option<NodeId>,
     /// Its port that the endpoint was moved to.
     at: Option<SocketAddr>,
-    /// The port that was in use before.
-    left: Option<SocketAddr>,
+    /// The relay that was in use before, and its port.
+    left: Option<(NodeId, SocketAddr)>,
     /// The endpoint that answered tries.
     punched: Option<SocketAddr>,
     /// Where the other end says that it is.
     published: Option<SocketAddr>,
     /// When its endpoint was changed last.
     moved: Option<Instant>,
+    /// Until then the endpoint is kept there: packets may still come from where it was before.
+    insists: Option<Instant>,
     /// It uses a direct way instead of a relay, and that is not known to work yet.
     trial: Option<Trial>,
     /// Leases are kept until then without being needed.
@@ -136,8 +140,9 @@ impl Client {
             let pair = self.pairs.get(&seen.id)?;
             let is_elsewhere =
                 seen.endpoint.is_some_and(|at| seen.published != Some(at) && !seen.says.contains(&at));
-            // While a direct way is on trial, late packets may still have moved WireGuard back to the relay.
-            Some(match pair.by.or_else(|| pair.leases.of(seen.endpoint?)) {
+            // Late packets move WireGuard to and fro while a direct way is on trial.
+            let on_trial = pair.left.filter(|_| pair.trial.is_some()).map(|(relay, _)| relay);
+            Some(match pair.relay_at(seen.endpoint).or(on_trial) {
                 Some(relay) => Way::Relayed(relay),
                 None if self.is_behind_nat && is_elsewhere => Way::Punched,
                 None => Way::Direct,
@@ -154,6 +159,12 @@ impl Client {
             None => Some((pair.punched?, false)),
         };
         self.pairs.iter().filter_map(|(id, pair)| Some((*id, endpoint(pair)?))).collect()
+    }
+
+    /// Whether the tunnel with this end goes through a relay, as far as the device shows.
+    pub fn is_relayed(&self, id: NodeId) -> bool {
+        let seen = self.pairs.get(&id).zip(self.seen.get(&id));
+        seen.is_some_and(|(pair, seen)| pair.relay_at(seen.endpoint).is_some())
     }
 
     /// Recorded messages that were refused so far.
@@ -178,7 +189,8 @@ impl Client {
         let is_recent = match message.kind {
             // Answers bear the numbers of what they answer.
             Kind::Offer | Kind::Tried => {
-                let is_recent = fresh::is_recent(message.sequence, self.sequence);
+                let is_recent =
+                    message.sequence <= self.sequence && fresh::is_recent(message.sequence, self.sequence);
                 self.latest.refused += u64::from(!is_recent);
                 is_recent
             }
@@ -204,7 +216,7 @@ impl Client {
             Kind::Invite => {
                 let refuses = self.seen.get(&message.other).is_none_or(|other| other.refuses);
                 let place = sender.endpoint.filter(|_| sender.relays && self.uses_relays && !refuses);
-                let is_relayed = self.pairs.get(&from).is_some_and(|pair| pair.by.is_some());
+                let is_relayed = self.is_relayed(from);
                 let pair = self.pairs.get_mut(&message.other);
                 if let (Some(place), Some(pair), false) = (place, pair, is_relayed) {
                     pair.keeps = pair.keeps.max(Some(now + LINGERS));
@@ -253,6 +265,7 @@ impl Client {
             return None;
         }
         pair.use_directly(source, now);
+        pair.insists = is_relayed.then(|| now + INSISTS);
         Some(Output::Move { node, to: source })
     }
 
@@ -260,8 +273,7 @@ impl Client {
     pub fn turn(&mut self, now: Instant, wall: u64, random: &mut impl FnMut() -> u64) -> Vec<Output> {
         let mut outputs = Vec::new();
         self.sequence = self.sequence.max(wall);
-        let relayed: Vec<NodeId> =
-            self.pairs.iter().filter(|(_, pair)| pair.by.is_some()).map(|(id, _)| *id).collect();
+        let relayed: Vec<NodeId> = self.pairs.keys().copied().filter(|id| self.is_relayed(*id)).collect();
         // A node that is itself reached through a relay cannot relay: else ways might go round.
         let relays = || {
             let offers = self.seen.values().filter(|seen| self.uses_relays && seen.relays && seen.is_fresh());
@@ -286,9 +298,9 @@ impl Client {
             }
             pair.adopt(&turn, random);
             pair.lease(&mut turn, random);
-            pair.choose(&mut turn);
-            if let Some(to) = pair.insists(now).filter(|_| self.uses_relays) {
-                turn.outputs.push(Output::Keep { node: *id, to });
+            if self.uses_relays {
+                pair.choose(&mut turn);
+                turn.outputs.extend(pair.insists(now).map(|to| Output::Keep { node: *id, to }));
             }
             pair.try_directly(&mut turn, random);
         }
@@ -311,6 +323,7 @@ impl Pair {
             punched: None,
             published: seen.published,
             moved: None,
+            insists: None,
             trial: None,
             keeps: None,
             places: Sources::default(),
@@ -356,7 +369,9 @@ impl Pair {
         match (self.leases.of(endpoint), self.by) {
             (Some(relay), by) if by != Some(relay) => self.use_relay(relay, endpoint, now),
             // The port of a relay that was left: packets have moved it back for longer than was insisted.
-            (None, _) if self.left == Some(endpoint) => self.moved = Some(now),
+            (None, _) if self.left.is_some_and(|(_, left)| left == endpoint) => {
+                (self.moved, self.insists) = (Some(now), Some(now + INSISTS));
+            }
             (None, Some(_)) => self.use_directly(endpoint, now),
             // So does what is planned.
             (None, None) if self.punched.is_some() => self.punched = Some(endpoint),
@@ -388,9 +403,21 @@ impl Pair {
     /// Where packets are to go since a moment ago: what the other end has sent by the relay before moves WireGuard's endpoint
     /// back, and both ends would do so to each other for as long as there is traffic.
     fn insists(&self, now: Instant) -> Option<SocketAddr> {
-        let is_new = self.moved.is_some_and(|moved| now.saturating_duration_since(moved) < INSISTS);
         let to = if self.by.is_some() { self.at } else { self.punched.filter(|_| self.trial.is_some()) };
-        to.filter(|_| is_new)
+        to.filter(|_| self.insists.is_some_and(|until| now < until))
+    }
+
+    /// The relay by which packets go: the one in use, or whose port the device sends to.
+    fn relay_at(&self, endpoint: Option<SocketAddr>) -> Option<NodeId> {
+        let left = || self.left.filter(|(_, left)| Some(*left) == endpoint).map(|(relay, _)| relay);
+        self.by.or_else(|| self.leases.of(endpoint?)).or_else(left)
+    }
+
+    /// Takes note of the port that is in use, before another place is.
+    fn leave(&mut self, to: SocketAddr) {
+        let left = self.by.zip(self.at).filter(|(_, at)| *at != to);
+        self.left = left.or(self.left);
+        self.insists = None;
     }
 
     fn is_leased(&self, place: SocketAddr) -> bool {
@@ -414,7 +441,7 @@ impl Pair {
             };
             self.next_round = Some(now + self.interval);
         }
-        self.left = self.at.filter(|left| *left != at).or(self.left);
+        self.leave(at);
         (self.by, self.at, self.moved, self.unanswered) = (Some(relay), Some(at), Some(now), None);
         (self.trial, self.first_round) = (None, None);
     }
@@ -425,7 +452,7 @@ impl Pair {
         if self.by.is_some() {
             self.unanswered = None;
         }
-        self.left = self.at.or(self.left);
+        self.leave(place);
         (self.by, self.punched, self.moved) = (None, Some(place), Some(now));
         (self.round, self.next_round) = (None, None);
         self.keeps = Some(now + LINGERS);
@@ -451,7 +478,7 @@ impl Pair {
             turn.outputs.push(Output::Move { node: turn.ends.1, to });
             (self.punched, self.moved) = (None, Some(turn.now));
         }
-        (self.by, self.at, self.trial, self.keeps) = (None, None, None, None);
+        (self.by, self.at, self.left, self.trial, self.keeps) = (None, None, None, None, None);
         self.leases.clear();
     }
 
@@ -492,7 +519,9 @@ impl Pair {
     fn choose(&mut self, turn: &mut Turn<'_>) {
         let now = turn.now;
         let lease = self.by.and_then(|relay| self.leases.get(relay)).filter(|lease| lease.works(true, now));
-        if let Some(to) = lease.and_then(Lease::address).filter(|to| Some(*to) != self.at) {
+        let may_follow = self.moved.is_none_or(|moved| now.saturating_duration_since(moved) >= FOLLOWS);
+        let other = lease.and_then(Lease::address).filter(|to| may_follow && Some(*to) != self.at);
+        if let Some(to) = other {
             (self.at, self.moved) = (Some(to), Some(now));
             turn.outputs.push(Output::Move { node: turn.ends.1, to });
         }
@@ -514,7 +543,13 @@ impl Pair {
         if !needs && !turn.relays.contains_key(&relay) {
             return;
         }
+        // Else nothing comes late, and the other end may know better what works.
+        let may_come_late = match self.by {
+            Some(relay) => self.leases.get(relay).is_some_and(|lease| lease.may_pass(now)),
+            None => self.trial.is_some(),
+        };
         self.use_relay(relay, to, now);
+        self.insists = may_come_late.then(|| now + INSISTS);
         turn.outputs.push(Output::Move { node: turn.ends.1, to });
     }
 
@@ -525,22 +560,23 @@ impl Pair {
             self.nonce = random().max(1);
         }
         let (_, other) = turn.ends;
-        let is_due = match self.by {
-            Some(_) => self.next_round.is_some_and(|next| now >= next),
-            None => {
-                let tried =
-                    self.first_round.map_or(Duration::ZERO, |first| now.saturating_duration_since(first));
-                let pause = if tried < TRY_SELDOM { 2 * round::LENGTH } else { PAUSE };
-                self.silence(turn.seen, now) >= if turn.seen.is_fresh() { PREPARE } else { TRY }
-                    && !turn.seen.refuses
-                    && self.last_round.is_none_or(|last| now.saturating_duration_since(last) >= pause)
-            }
+        let is_silent = match self.by {
+            // Where another relay works, it is in use by now.
+            Some(relay) => self.leases.fails(relay, now),
+            None => self.silence(turn.seen, now) >= if turn.seen.is_fresh() { PREPARE } else { TRY },
         };
+        let is_paused = || {
+            let tried = self.first_round.map_or(Duration::ZERO, |first| now.saturating_duration_since(first));
+            let pause = if tried < TRY_SELDOM { 2 * round::LENGTH } else { PAUSE };
+            self.last_round.is_some_and(|last| now.saturating_duration_since(last) < pause)
+        };
+        let is_next = self.by.is_some() && self.next_round.is_some_and(|next| now >= next);
+        let is_due = is_next || is_silent && !turn.seen.refuses && !is_paused();
         if self.round.is_none() && is_due {
             self.nonce = random().max(1);
             self.round = Some(Round::new(now));
             self.last_round = Some(now);
-            if self.by.is_none() {
+            if is_silent {
                 self.first_round.get_or_insert(now);
             }
             self.next_round = self.by.map(|_| now + self.interval);

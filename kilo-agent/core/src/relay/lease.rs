@@ -112,6 +112,11 @@ impl Lease {
         }
     }
 
+    /// Whether packets may still come through it, the one in use: it lives, and is not known to pass nothing.
+    pub(super) fn may_pass(&self, now: Instant) -> bool {
+        !self.is_dead(true, now) && !self.is_black(now)
+    }
+
     /// Whether nothing was heard of it for too long, although it was asked.
     pub(super) fn is_dead(&self, in_use: bool, now: Instant) -> bool {
         let patience = if in_use { DEAD } else { GONE };
@@ -176,10 +181,11 @@ impl Lease {
             return;
         }
         self.heard(now);
-        if self.port != offer.port && self.port != 0 {
+        if self.port != offer.port && is_port(self.port) {
             self.before = self.port;
         }
-        self.is_refused = offer.port == 0;
+        // On another port nothing relays that this end would know as a relay.
+        self.is_refused = !is_port(offer.port);
         if self.is_refused {
             (self.port, self.token, self.both) = (0, 0, false);
             self.next = now + SELDOM_USELESS;

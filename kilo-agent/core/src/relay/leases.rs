@@ -219,6 +219,19 @@ mod tests {
     }
 
     #[test]
+    fn a_port_that_is_none_of_a_relays_is_refused() {
+        let (mut leases, start) = (Leases::default(), Instant::now());
+        leases.hold(ENDS, &relays(1), None, &mut || 1, start);
+        let lease = leases.get_mut(1).unwrap();
+        let (_, message) = lease.ask(ENDS, 1, (false, true), start).unwrap();
+        let offer = |port| Message { kind: Kind::Offer, flags: BOTH, port, token: 1, ..message };
+        lease.offered(&offer(443), start);
+        assert_eq!((lease.works(true, start), lease.address()), (false, None));
+        lease.offered(&offer(FIRST_PORT), start);
+        assert!(lease.works(true, start) && lease.address().is_some());
+    }
+
+    #[test]
     fn a_relay_that_has_refused_is_asked_at_once_when_the_other_end_asks_it() {
         let (mut leases, start) = (Leases::default(), Instant::now());
         leases.hold(ENDS, &relays(1), None, &mut || 1, start);

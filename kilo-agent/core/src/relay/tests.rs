@@ -405,6 +405,34 @@ fn a_relay_that_has_forgotten_a_pair_gets_it_again() {
 }
 
 #[test]
+fn where_the_only_relay_dies_a_direct_way_is_looked_for_at_once() {
+    let mut world = World::new(11);
+    world.servers.retain(|relay, _| *relay == Z[0]);
+    world.connects(seconds(20));
+    // A direct way was tried a moment ago, and will not be for a minute.
+    world.run(DIRECT_EVERY + seconds(4));
+    world.broken.insert(Z[0], Broken::Dead);
+    world.direct = true;
+    world.begin_to_measure();
+    world.run(seconds(20));
+    assert!(world.gap <= seconds(6), "{:?}", world.gap);
+}
+
+#[test]
+fn a_relay_is_not_insisted_on_after_the_one_before_has_died() {
+    let mut world = World::new(12);
+    world.connects(seconds(20));
+    world.run(seconds(10));
+    let first = world.relay(X);
+    world.broken.insert(first, Broken::Dead);
+    for _ in 0..50 {
+        world.run(STEP);
+        assert!([X, Y].iter().all(|end| !world.clients[end].insists(world.now)));
+    }
+    assert!(world.relay(X) != first && world.relay(Y) != first);
+}
+
+#[test]
 fn the_only_relay_may_forget_everything() {
     let mut world = World::new(5);
     world.servers.retain(|relay, _| *relay == Z[0]);
