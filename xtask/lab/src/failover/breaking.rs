@@ -295,6 +295,15 @@ pub(super) fn leader_was_away(lab: &mut Lab) -> Result<()> {
     state::acts(lab, STAND_BY, NOTICED)
 }
 
+/// The leader loses power, and has it again before a machine that knows no other has tried for long.
+pub(super) fn leader_reboots(lab: &mut Lab) -> Result<Broken> {
+    lab.caused(&[OVERLOADED]);
+    cut_power(lab, LEADER)?;
+    wait::fault_lasts(Duration::from_secs(5));
+    boot(lab, LEADER)?;
+    Ok(Broken::done("a1 had neither links nor processes for 5 s"))
+}
+
 pub(super) fn leader_returns(lab: &mut Lab) -> Result<Broken> {
     let term = state::changes(lab);
     let took = state::leads_again(lab, RETURN)?;

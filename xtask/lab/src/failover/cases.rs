@@ -125,7 +125,10 @@ impl Case {
     /// Of several active leaders, or of a VPN peer; not a line of docs/reliability.md.
     pub fn is_of_several(&self) -> bool {
         self.line == UNLISTED
-            && (self.leaders > 1 || self.shape != Shape::Plain || self.id == "gateway-joins")
+            && (self.leaders > 1
+                || self.shape != Shape::Plain
+                || self.from == "laptop"
+                || self.id == "gateway-joins")
     }
 
     /// In 95 of 100 runs answers come again within so many milliseconds.
@@ -253,11 +256,15 @@ pub const CASES: &[Case] = &[
     case("flood", UNLISTED, "nothing fails, and more small datagrams than leaders carry are sent between two locations (30 s; `--for`)", Limit::Switches(1), flood::overload),
     case("gateway-off", UNLISTED, "of two active leaders one loses power", Limit::OnlyIts(1000), breaking::power_off).p95(500).leaders(2).prepared(shares::all_reach_all),
     case("gateway-joins", UNLISTED, "a node is made an active leader beside the first", Limit::Lost(10), shares::joins).with_far_leader(),
+    case("kilo-joins", UNLISTED, "of two active leaders one goes on alone, since a node with Kilo itself joins", Limit::Lost(10), shares::kilo_joins).leaders(2).with_far_leader().prepared(shares::all_reach_all).in_release(),
     case("kilo-leaves", UNLISTED, "two active leaders are asked for, and the last node with Kilo itself leaves", Limit::Lost(10), shares::kilo_leaves).leaders(2).with_far_leader().off(&["b2"]).prepared(shares::one_leads_beside_kilo).in_release(),
     case("connect-leader-off", UNLISTED, "the leader loses power that a machine with `kgctl connect` uses", Limit::OnlyIts(1000), breaking::power_off).of_laptop(),
     case("connect-cluster-away", UNLISTED, "the same when the cluster has been away for a while (30 s; `--for`)", Limit::OnlyIts(1000), breaking::power_off_cluster_away).of_laptop(),
     case("connect-gateway-off", UNLISTED, "of two active leaders that one loses power which a machine with `kgctl connect` uses", Limit::OnlyIts(1000), breaking::power_off).leaders(2).of_laptop(),
     case("static-gateway-off", UNLISTED, "of two active leaders the one loses power that a machine with a static configuration does not use", Limit::Lost(0), breaking::stand_by_off).leaders(2).of_static_laptop(),
+    case("static-agents-restarted", UNLISTED, "every agent restarts, one after the other, and a machine with a static configuration goes on", Limit::Undisturbed, breaking::agents_restarted).of_static_laptop(),
+    case("static-leader-cordoned", UNLISTED, "the leader's Node is cordoned that a machine with a static configuration uses", Limit::Lost(10), breaking::leader_cordoned).of_static_laptop(),
+    case("static-leader-reboots", UNLISTED, "the leader that a machine with a static configuration uses loses power for 5 s", Limit::Silence(40_000), breaking::leader_reboots).of_static_laptop(),
     case("connect-begins", UNLISTED, "the leader loses power while a machine with `kgctl connect` begins to, whose Peer was made a moment ago", Limit::Silence(1000), laptop::begins).with_far_leader().beside_laptop(),
     case("crowd-one", UNLISTED, "15 nodes send alike by one leader: what it carries is counted", Limit::NoSwitch, crowd::one).crowd(1),
     case("crowd-two", UNLISTED, "14 nodes send alike by two active leaders: bytes within 25 % of fair", Limit::NoSwitch, crowd::two).crowd(2),

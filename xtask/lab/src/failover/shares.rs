@@ -15,7 +15,7 @@ use super::{
 use crate::{
     Lab,
     faults::nodes,
-    matrix,
+    matrix, wait,
     well::{LEADS, NO_ENDPOINT},
 };
 
@@ -60,6 +60,25 @@ pub(super) fn one_leads_beside_kilo(lab: &mut Lab) -> Result<()> {
         ensure!(state::role(lab, node) != "leader", "{node} leads beside a node with Kilo itself");
     }
     Ok(())
+}
+
+/// A node of the other location becomes one with Kilo itself: one gateway takes over from the others.
+pub(super) fn kilo_joins(lab: &mut Lab) -> Result<Broken> {
+    lab.caused(&[LEADS]);
+    let node = lab.network.node(KILO)?.clone();
+    lab.agents.set_own_flags(&[KILO], state::OFF);
+    lab.agents.stop(KILO, Signal::SIGTERM)?;
+    lab.agents.start(&node)?;
+    let began = Instant::now();
+    wait::until("a2 does not lead beside a node with Kilo itself", TAKES, || {
+        Ok(state::role(lab, STAND_BY) != "leader")
+    })?;
+    let said = format!("a2 has stopped leading {} s after b2 became Kilo", began.elapsed().as_secs());
+    Ok(Broken::until(said, move |lab| {
+        lab.agents.set_own_flags(&[], &[]);
+        lab.agents.stop(KILO, Signal::SIGTERM)?;
+        lab.agents.start(&node)
+    }))
 }
 
 /// The last node with Kilo itself leaves: each gateway takes its own.

@@ -17,7 +17,7 @@ const LEADER: &str = "a1";
 /// How long everybody has to be in their place before a case begins.
 const SETTLED: Duration = Duration::from_secs(4);
 /// Flags of a node that knows no failover.
-const OFF: &[&str] = &["--failover=off", "--leaders=1"];
+pub const OFF: &[&str] = &["--failover=off", "--leaders=1"];
 const ROLE_LEADER: &str = "kilo_failover_role{role=\"leader\"}";
 const ROLE_STAND_BY: &str = "kilo_failover_role{role=\"stand-by\"}";
 const FIT: &str = "kilo_stand_by_fit";
