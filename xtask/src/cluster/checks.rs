@@ -13,6 +13,7 @@ mod monitoring;
 mod names;
 mod no_kube_proxy;
 mod nodes;
+mod relay;
 mod removal;
 mod shipped;
 mod stand_by;
@@ -24,7 +25,7 @@ use anyhow::{Result, bail};
 
 use super::{Cluster, matrix, network, until};
 use crate::report::{InClear, TestOutcome};
-use logs::{ANYTHING, AWAY, BOOTS, Causes, ENDED, LEADERS, Logs};
+use logs::{ANYTHING, AWAY, BOOTS, Causes, ENDED, LEADERS, Logs, RELAY};
 
 /// One check: its name, what it does, and whether it is left to `--all`.
 pub struct Check {
@@ -93,6 +94,8 @@ const CHECKS: &[Check] = &[
     .causing(&[AWAY, BOOTS, LEADERS]),
     long("in a mesh where nodes are Kilo in Go, the leader's machine loses power", mixed::leader_dies)
         .causing(&[ANYTHING]),
+    long("a relay joins two locations that cannot reach each other, until they can again", relay::takes_over)
+        .causing(&[LEADERS, RELAY]),
     long("a node that is deleted while it runs sends nothing in clear", nodes::deleted_while_it_runs)
         .causing(&[AWAY, BOOTS, ENDED]),
     long("twenty boots send nothing in clear", nodes::many_boots).causing(&[AWAY, BOOTS]),

@@ -187,10 +187,54 @@ pub fn disconnect(name: &str) -> Result<()> {
     netns::remove([node(name)])
 }
 
+/// Lets no UDP datagram pass between two nodes, over the public network or the private line.
+pub fn block(sites: [&Site; 2]) -> Result<()> {
+    let set = |site: &Site| {
+        let public = site.public.map(|address| format!(", {address}")).unwrap_or_default();
+        format!("{{ {}{public} }}", site.address)
+    };
+    let rule = |from: &Site, to: &Site| {
+        format!(
+            "ip saddr {} ip daddr {} meta l4proto udp counter name blocked drop\n\
+             ip6 saddr {} ip6 daddr {} meta l4proto udp counter name blocked drop\n",
+            set(from),
+            set(to),
+            from.address_v6,
+            to.address_v6
+        )
+    };
+    let [one, other] = sites;
+    // What is routed passes the one, what is bridged the other.
+    let table = |family: &str| {
+        format!(
+            "table {family} blocked {{\ncounter blocked {{ }}\nchain forward {{\n\
+             type filter hook forward priority 0; policy accept;\n{}{}}}\n}}\n",
+            rule(one, other),
+            rule(other, one)
+        )
+    };
+    router().sh(&format!("nft -f - <<'END'\n{}{}END", table("inet"), table("bridge"))).map(drop)
+}
+
+/// Datagrams that [`block`] has dropped.
+pub fn blocked() -> Result<u64> {
+    packets(&router().sh("nft list table inet blocked; nft list table bridge blocked")?)
+}
+
+/// Takes back what [`block`] has done, if anything.
+pub fn unblock() -> Result<()> {
+    let table = |family: &str| format!("add table {family} blocked\ndelete table {family} blocked\n");
+    router().sh(&format!("nft -f - <<'END'\n{}{}END", table("inet"), table("bridge"))).map(drop)
+}
+
 /// Packets with a pod's address that the router has seen, and dropped.
 pub fn clear_packets() -> Result<u64> {
-    let text = router().sh("nft list counters")?;
-    let words: Vec<_> = text.split_whitespace().collect();
+    packets(&router().sh("nft list counters table inet cluster; nft list counters table bridge cluster")?)
+}
+
+/// The sum of the counters that nft lists, of which there are two at least.
+fn packets(listed: &str) -> Result<u64> {
+    let words: Vec<_> = listed.split_whitespace().collect();
     let counts: Vec<u64> = words
         .windows(2)
         .filter(|pair| pair[0] == "packets")

@@ -41,7 +41,8 @@ pub fn metric(node: &Node, name: &str) -> Result<u64> {
     value.and_then(|value| value.parse().ok()).with_context(|| format!("no metric {name}"))
 }
 
-fn ask(node: &Node, path: &'static str) -> Result<String> {
+/// What the node's agent returns for a path.
+pub fn ask(node: &Node, path: &'static str) -> Result<String> {
     let address = node.site.address;
     let ask = move || -> Result<String> {
         let mut stream = TcpStream::connect_timeout(&(address, 1107).into(), Duration::from_secs(2))?;

@@ -45,6 +45,8 @@ pub const LEADERS: &[&str] = &[
     "failed to mark the dead leader's Node",
     "failed to mark a node that this one leads",
 ];
+/// What a location causes whose leader relays, and has an address of its LAN only.
+pub const RELAY: &[&str] = &["leads its location with the private endpoint"];
 /// Everything that an agent can say, where a check provokes it and looks at it itself, or Kilo's own program runs.
 pub const ANYTHING: &[&str] = &[""];
 
