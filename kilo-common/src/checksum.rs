@@ -73,8 +73,8 @@ pub const fn difference_of_halves(old: [u64; 2], new: [u64; 2]) -> u32 {
     add(sum as u32, (sum >> 32) as u32)
 }
 
-/// A UDP checksum (as it lies in memory) after what it is of changed by a difference; never zero, which would mean that
-/// there is none.
+/// A UDP checksum (as it lies in memory) after the bytes that it covers changed by a [`difference`]; never
+/// zero, which would mean that there is none.
 #[inline(always)]
 pub const fn of_udp(checksum: u16, difference: u32) -> u16 {
     match !fold(add(difference, !checksum as u32)) {
@@ -83,8 +83,8 @@ pub const fn of_udp(checksum: u16, difference: u32) -> u16 {
     }
 }
 
-/// Whether a UDP checksum is of the whole datagram, by what the kernel made of it for a difference of the addresses. False:
-/// it is that of the addresses and the length alone, which a device completes, and ports do not count. Or the
+/// Whether a UDP checksum covers the whole datagram, judged by how the kernel changed it for a difference of
+/// the addresses. False: it covers the pseudo-header alone, without ports, and a device completes it; or the
 /// difference does not show which.
 #[inline(always)]
 pub const fn was_whole(before: u16, after: u16, difference: u32) -> bool {

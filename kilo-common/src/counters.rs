@@ -29,12 +29,12 @@ macro_rules! counted {
                 match self { $($name::$variant => $label,)* }
             }
 
-            /// What an operator does about it when it grows; empty for what needs nothing.
+            /// What an operator does when this counter grows; empty when nothing needs to be done.
             pub const fn remedy(self) -> &'static str {
                 match self { $($name::$variant => concat!($($remedy)?),)* }
             }
 
-            /// One sentence for people.
+            /// The variant's doc comment: one sentence for users.
             pub const fn describe(self) -> &'static str {
                 match self { $($name::$variant => concat!($($doc),+).trim_ascii(),)* }
             }
@@ -81,7 +81,8 @@ counted! {
 }
 
 counted! {
-    /// Why a packet was dropped. 37 was `ttl_exceeded` and stays unused: tools that keep numbers read it as that.
+    /// Why a packet was dropped. 37 was `ttl_exceeded` and stays unused, because tools that store numbers
+    /// read it as that.
     DropReason {
         /// The destination is in the mesh, but its node or location cannot be reached now.
         NoHop = 32 => "no_hop",

@@ -1,22 +1,22 @@
-//! Prefixes of one length in an array beside the trie: pod CIDRs mostly share theirs, and an array
-//! distinguishes one from another at the same cost however many there are.
+//! An array beside the trie for prefixes of one length: pod CIDRs mostly share theirs, and an array lookup
+//! costs the same however many there are.
 //!
-//! A place holds one prefix, and only one within which no longer one lies: what is found here is what
-//! the trie would find. Everything else is left to the trie: other lengths, prefixes that hold longer
-//! ones, and all but the first of those that share a place. A place is one word, and says
-//! the length it was written for: what another agent has left is not found. Places that change or go are emptied
-//! before anything else is written, and filled after all of it: meanwhile the trie answers.
+//! A slot holds one prefix, and only one that contains no longer prefix, so that a hit is what the trie would
+//! find. Everything else is left to the trie: other lengths, prefixes that contain longer ones, and all but
+//! the first of those that share a slot. A slot is one word and records the prefix length it was written for,
+//! so what an agent with another length left behind does not match. Slots that change or go are emptied
+//! before anything else is written, and filled after everything else; meanwhile the trie answers.
 
 use crate::{map_table::DIRECT_V4, maps::PrefixValue};
 
-/// Bit of a word's upper half: the place is taken.
+/// Bit in the upper half of a word: the slot is taken.
 const TAKEN: u32 = 1 << 31;
-/// Where that half has the number of bits behind the prefix.
+/// Position, in that half, of the number of bits behind the prefix.
 const SHIFT: u32 = 16;
 
 const _: () = assert!(DIRECT_V4.size == 1 << 16 && size_of::<u64>() as u32 == DIRECT_V4.value);
 
-/// Where an address' prefix stands, and what proves that it is this one.
+/// The slot of an address's prefix, and the key that proves that the word there is for it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Place {
     /// Index into the array.
@@ -26,14 +26,14 @@ pub struct Place {
 }
 
 impl Place {
-    /// Of the prefix of an IPv4 address that leaves so many bits; 1 to 31 of them.
+    /// The place of the IPv4 prefix that leaves `shift` bits of this address behind it, 1 to 31.
     #[inline(always)]
     pub const fn of(addr: [u8; 4], shift: u16) -> Self {
         let net = u32::from_be_bytes(addr) >> (shift as u32 & 31);
         Self { index: net & (DIRECT_V4.size - 1), key: TAKEN | (shift as u32) << SHIFT | net >> 16 }
     }
 
-    /// What a word of the array says of this prefix.
+    /// The value that a word of the array holds for this prefix; `None` when it is for another one.
     #[inline(always)]
     pub const fn read(self, word: u64) -> Option<PrefixValue> {
         if (word >> 32) as u32 == self.key {
@@ -43,7 +43,7 @@ impl Place {
         }
     }
 
-    /// The word that says this of the prefix; `None` when it has no room for it.
+    /// The word with this value for the prefix; `None` when the hop id or the flags exceed 16 bits.
     pub const fn word(self, value: PrefixValue) -> Option<u64> {
         if value.hop > 0xffff || value.flags > 0xffff {
             return None;
@@ -52,7 +52,7 @@ impl Place {
     }
 }
 
-/// Bits behind prefixes of this length; 0 for one that the array is not for.
+/// Bits behind a prefix of this length; 0 for lengths that the array cannot hold.
 pub const fn shift(length: u8) -> u16 {
     if length == 0 || length >= 32 { 0 } else { 32 - length as u16 }
 }

@@ -1,22 +1,22 @@
-//! Explicit congestion notification where an outer header is taken off (RFC 6040, section 4.2).
+//! Explicit congestion notification on decapsulation (RFC 6040, section 4.2).
 
-/// The two bits of a type of service or traffic class.
+/// The ECN bits of a type of service or traffic class.
 const MASK: u8 = 3;
-/// The sender learns of congestion by a loss alone.
+/// Not ECN-capable: the sender learns of congestion only from packet loss.
 const NOT_ECT: u8 = 0;
 const ECT_1: u8 = 1;
 const ECT_0: u8 = 2;
 /// Congestion experienced.
 const CE: u8 = 3;
 
-/// True for outer headers that can change what the inner one says.
+/// Whether this outer type of service can change the inner one on decapsulation.
 #[inline(always)]
 pub const fn matters(outer: u8) -> bool {
     outer & ECT_1 != 0
 }
 
-/// The inner type of service once the outer header is off. `None`: the packet is to be
-/// dropped, because its sender would not hear of the congestion otherwise.
+/// The inner type of service after decapsulation. `None`: drop the packet, because its sender cannot learn of
+/// the congestion in any other way.
 #[inline(always)]
 pub const fn decapsulated(outer: u8, inner: u8) -> Option<u8> {
     match (outer & MASK, inner & MASK) {

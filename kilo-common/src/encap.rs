@@ -2,10 +2,9 @@
 //! IP in IP (RFC 2003, RFC 2473; Kilo's `tunl0` understands the IPv4 form) and
 //! VXLAN (RFC 7348).
 //!
-//! A frame is everything in front of the inner IP packet. It is written into
-//! zeroes, because the programs' stack has no room for copies; its link-layer
-//! addresses stay zero: the kernel fills them from the neighbour. `kilo-ebpf/src/encap.rs` puts a frame in front of
-//! a packet and sends it.
+//! A frame is everything in front of the inner IP packet. It is written into zeroed memory, because the
+//! programs' stack has no room for copies. Its link-layer addresses stay zero: the kernel fills them from the
+//! neighbour. `kilo-ebpf/src/encap.rs` puts a frame in front of a packet and sends it.
 
 use core::mem::offset_of;
 
@@ -40,13 +39,13 @@ pub const VXLAN_OVERHEAD: usize = IPV4_LEN + VXLAN_INNER;
 /// Bytes a VXLAN packet grows by over IPv6.
 pub const VXLAN_OVERHEAD_V6: usize = IPV6_LEN + VXLAN_INNER;
 
-/// Inner Ethernet source of VXLAN packets. Receivers drop what bears their own
-/// address, so it differs from the device's ([`VXLAN_DEVICE_MAC`]).
+/// Inner Ethernet source of VXLAN packets. Receivers drop frames from their own address, so it differs from
+/// the device's ([`VXLAN_DEVICE_MAC`]).
 pub const VXLAN_SOURCE_MAC: [u8; 6] = [0x02, 0x6b, 0x67, 0, 0, 2];
 /// Address of every node's VXLAN device, and inner Ethernet destination.
 pub const VXLAN_DEVICE_MAC: [u8; 6] = [0x02, 0x6b, 0x67, 0, 0, 1];
 
-/// What stands behind the outer IP header.
+/// The inner packet, as far as its outer headers depend on it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Inner {
     /// Length of the inner packet in bytes. Where it does not fit in 16 bits the headers
@@ -56,7 +55,7 @@ pub struct Inner {
     pub tos: u8,
     /// True for IPv6.
     pub v6: bool,
-    /// Hash of the flow: the outer UDP port, and the identification.
+    /// Flow hash, from which the outer UDP source port and the IPv4 identification are taken.
     pub hash: u32,
 }
 
@@ -66,7 +65,8 @@ impl Inner {
     }
 }
 
-/// IPIP over IPv4. Don't fragment is set, so that small links are found out.
+/// Writes the frame for IPIP over IPv4, with "don't fragment" set so that links with a smaller MTU are
+/// discovered.
 #[inline(always)]
 pub const fn ipip_frame(
     frame: &mut [u8; ETHERNET_LEN + IPIP_OVERHEAD],
@@ -78,7 +78,7 @@ pub const fn ipip_frame(
     put_ipv4(frame, local, remote, inner.tos, len, inner.protocol(), None);
 }
 
-/// IPIP over IPv6.
+/// Writes the frame for IPIP over IPv6.
 #[inline(always)]
 pub const fn ipip_frame_v6(
     frame: &mut [u8; ETHERNET_LEN + IPIP_OVERHEAD_V6],
@@ -89,7 +89,7 @@ pub const fn ipip_frame_v6(
     put_ipv6(frame, local, remote, inner.tos, length(inner.len), inner.protocol());
 }
 
-/// VXLAN over IPv4; routers may fragment it.
+/// Writes the frame for VXLAN over IPv4, which routers may fragment.
 #[inline(always)]
 pub const fn vxlan_frame(
     frame: &mut [u8; ETHERNET_LEN + VXLAN_OVERHEAD],
@@ -102,7 +102,7 @@ pub const fn vxlan_frame(
     put_vxlan(frame, ETHERNET_LEN + IPV4_LEN, inner);
 }
 
-/// VXLAN over IPv6, without UDP checksum (RFC 6935).
+/// Writes the frame for VXLAN over IPv6, without a UDP checksum (RFC 6935).
 #[inline(always)]
 pub const fn vxlan_frame_v6(
     frame: &mut [u8; ETHERNET_LEN + VXLAN_OVERHEAD_V6],
@@ -130,8 +130,8 @@ pub const fn vxlan_header() -> [u8; VXLAN_LEN] {
     [VXLAN_I_FLAG_MASK, 0, 0, 0, vni[1], vni[2], vni[3], 0]
 }
 
-/// What a header says of so many bytes: nothing where the field is too short (BIG TCP);
-/// each segment gets its own then.
+/// Value of a 16-bit length field for so many bytes: 0 when they do not fit (BIG TCP), since each segment
+/// gets its own then.
 #[inline(always)]
 const fn length(bytes: u32) -> u16 {
     if bytes > u16::MAX as u32 { 0 } else { bytes as u16 }
@@ -154,7 +154,7 @@ const fn put_vxlan_ethernet<const F: usize>(frame: &mut [u8; F], at: usize, v6: 
     put(frame, at + 12, &(if v6 { ETHERTYPE_IPV6 } else { ETHERTYPE_IPV4 }).to_be_bytes());
 }
 
-/// UDP, VXLAN and inner Ethernet header.
+/// Writes the UDP, VXLAN and inner Ethernet headers at `at`.
 #[inline(always)]
 const fn put_vxlan<const F: usize>(frame: &mut [u8; F], at: usize, inner: &Inner) {
     // The source port spreads flows over queues and paths (RFC 7348, section 5).
@@ -166,9 +166,8 @@ const fn put_vxlan<const F: usize>(frame: &mut [u8; F], at: usize, inner: &Inner
     put_vxlan_ethernet(frame, at + UDP_LEN + VXLAN_LEN, inner.v6);
 }
 
-/// EtherType and IPv4 header without options for a packet of `total_len`
-/// bytes. With an `identification` it may be fragmented, without one it must
-/// not.
+/// Writes EtherType and an IPv4 header without options for a packet of `total_len` bytes. With an
+/// `identification` it may be fragmented, without one it must not.
 #[inline(always)]
 const fn put_ipv4<const F: usize>(
     frame: &mut [u8; F],
@@ -205,7 +204,7 @@ const fn put_ipv4<const F: usize>(
     put(frame, ETHERNET_LEN + offset_of!(Ipv4Hdr, check), &(!checksum::fold(sum)).to_be_bytes());
 }
 
-/// EtherType and IPv6 header for `payload_len` bytes; flow label zero.
+/// Writes EtherType and an IPv6 header for `payload_len` bytes, with flow label zero.
 #[inline(always)]
 const fn put_ipv6<const F: usize>(
     frame: &mut [u8; F],
@@ -225,9 +224,8 @@ const fn put_ipv6<const F: usize>(
     put(frame, ETHERNET_LEN + offset_of!(Ipv6Hdr, dst_addr), remote);
 }
 
-/// Bytes a packet is carried with: for a GSO packet those of one segment.
-/// `gso_size` is its payload per segment, `headers` the bytes in front of that
-/// payload, `len` the whole; all without link layer.
+/// Length of a packet on a link: for a GSO packet, of one segment. `gso_size` is its payload per segment,
+/// `headers` the bytes in front of that payload, `len` the whole packet; all without the link layer.
 #[inline(always)]
 pub const fn segment_len(len: u32, gso_size: u32, headers: u32) -> u32 {
     if gso_size == 0 { len } else { gso_size + headers }
@@ -235,15 +233,14 @@ pub const fn segment_len(len: u32, gso_size: u32, headers: u32) -> u32 {
 
 /// Bytes a WireGuard device wants in front of an IP packet (its `needed_headroom`).
 const WIREGUARD_ROOM: u32 = 128;
-/// With so many, the kernel's buffers for the headers of segments have 4,096 bytes ...
+/// With this much headroom, the kernel's buffers for the headers of segments have 4,096 bytes ...
 const WHOLE_ROOM: u32 = 1_728;
-/// ... of which enough are left for the data of a segment that has no more than this.
+/// ... which leaves room for the data of a segment of at most this size.
 const WHOLE_SEGMENT: u32 = 1_800;
 
-/// Room to make in front of the Ethernet header of a GSO packet that goes to WireGuard,
-/// so that none of its segments is copied for want of it. Cut before WireGuard gets
-/// them, they have their data in the GSO packet's pages, and WireGuard
-/// wants it behind the headers: there the buffers must have room for both.
+/// Headroom to make in front of the Ethernet header of a GSO packet that goes to WireGuard, so that none of
+/// its segments is copied for lack of it. Segments that are cut before WireGuard keep their data in the GSO
+/// packet's pages. WireGuard needs it behind the headers, so the buffers must then have room for both.
 #[inline(always)]
 pub const fn segments_room(gso_size: u32, cut_before: bool) -> u32 {
     let room = if cut_before && gso_size <= WHOLE_SEGMENT { WHOLE_ROOM } else { WIREGUARD_ROOM };
@@ -277,7 +274,7 @@ mod tests {
         frame.to_vec()
     }
 
-    /// A frame behind which stand `len` bytes, without its Ethernet header.
+    /// A packet as on the wire: the frame without its Ethernet header, followed by `len` zero bytes.
     fn on_the_wire(frame: &[u8], len: u16) -> Vec<u8> {
         [&frame[ETHERNET_LEN..], &vec![0; usize::from(len)][..]].concat()
     }

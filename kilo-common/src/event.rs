@@ -50,7 +50,7 @@ impl Hook {
         }
     }
 
-    /// Packets start with an Ethernet header there.
+    /// Whether packets start with an Ethernet header on this hook.
     pub const fn has_ethernet(self) -> bool {
         !matches!(self, Self::KiloEgress | Self::KiloIngress | Self::L3Ingress | Self::L3Egress)
     }
@@ -82,9 +82,8 @@ impl Monitor {
     }
 }
 
-/// Bytes captured of a packet of `length` bytes. From 1 to [`SNAP`] by its
-/// last two operations alone: verifiers before Linux 6.8 forget a comparison
-/// when the compiler makes it on a copy.
+/// Bytes captured of a packet of `length` bytes. Its last two operations alone keep it between 1 and
+/// [`SNAP`]: verifiers before Linux 6.8 forget a comparison when the compiler makes it on a copy.
 #[inline(always)]
 pub const fn captured(length: u32) -> u32 {
     let most = if length > SNAP as u32 { SNAP as u32 } else { length };
@@ -103,7 +102,7 @@ pub struct DropEvent {
     pub ifindex: u32,
     /// Bytes of the whole packet.
     pub length: u32,
-    /// The program, a number of [`Hook`].
+    /// The program that dropped it, as a number of [`Hook`].
     pub hook: u8,
     /// Always zero.
     pub pad: [u8; 2],
@@ -147,12 +146,12 @@ impl DropEvent {
         self.packet.get(..usize::from(self.captured)).unwrap_or(&self.packet)
     }
 
-    /// Why; `None` from a program that is newer than this code.
+    /// Why it was dropped; `None` if the program is newer than this code.
     pub fn reason(&self) -> Option<DropReason> {
         DropReason::from_index(self.reason)
     }
 
-    /// Where; `None` as with [`Self::reason`].
+    /// The program that dropped it; `None` as with [`Self::reason`].
     pub fn hook(&self) -> Option<Hook> {
         Hook::ALL.get(usize::from(self.hook)).copied()
     }

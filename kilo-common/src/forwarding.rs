@@ -1,8 +1,8 @@
-//! The forwarding decision, on values that were looked up. The programs, `plan::model` and with it
-//! `kgctl trace` ask these functions, each with look-ups of its own; what costs a look-up or a read of the
-//! packet and may not be needed is a closure. The oracle of the tests decides by itself.
+//! The forwarding decision, on values that were looked up. The programs and `plan::model` (with it
+//! `kgctl trace`) call these functions, each with lookups of its own. An input that costs a lookup or a read
+//! of the packet, and may not be needed, is a closure. The oracle of the tests decides independently.
 //!
-//! `config` is `Config::flags`; a hop that is `None` does not exist; and `fits` says whether a link with an MTU
+//! `config` is `Config::flags`; a hop that is `None` does not exist; `fits` says whether a link with an MTU
 //! in bytes (0 = not known) carries the packet, or each of its segments.
 
 use crate::{
@@ -29,8 +29,9 @@ pub const fn is_remote(id: u32) -> bool {
 }
 const _: () = assert!(HOP_REMOTE & 1 == 0 && HOP_ACTING == HOP_REMOTE | 1);
 
-/// The hop id that a prefix's hop id leads to. `is_led`: the packet is of a node that this gateway leads,
-/// so what goes by the acting leader is for WireGuard here; `word`: the word of `lead` for one of the two ids.
+/// The hop id that a prefix's hop id leads to. `is_led`: the packet is from a node that this gateway leads,
+/// so a destination behind the acting leader is for WireGuard here. `word` returns the word of `lead` for one
+/// of the two ids.
 #[inline(always)]
 pub fn hop_id(id: u32, is_led: impl FnOnce() -> bool, word: impl FnOnce(u32) -> u64) -> u32 {
     if !is_remote(id) {
@@ -42,14 +43,14 @@ pub fn hop_id(id: u32, is_led: impl FnOnce() -> bool, word: impl FnOnce(u32) -> 
     }
 }
 
-/// The prefix of a destination that packets are steered to.
+/// The prefix of a destination, if packets to it are steered.
 #[inline(always)]
 pub fn routed(destination: Option<PrefixValue>) -> Option<PrefixValue> {
     destination.filter(|value| value.flags & PREFIX_ROUTE != 0)
 }
 
-/// What `kilo_egress` does with a packet that no prefix routes: WireGuard itself refuses what no peer has,
-/// elsewhere nothing may pass.
+/// What `kilo_egress` does with a packet that no prefix routes: on gateways, WireGuard itself refuses
+/// destinations of no peer; elsewhere nothing may pass.
 ///
 /// # Errors
 /// `NoPrefix`, on all but gateways.
@@ -58,7 +59,7 @@ pub const fn unrouted(config: u32) -> Result<Action, DropReason> {
     if is_gateway(config) { Ok(Action::Pass) } else { Err(DropReason::NoPrefix) }
 }
 
-/// How a hop is reached, as far as it decides.
+/// The fields of a hop on which the decision depends.
 pub trait Way {
     /// `HOP_KIND_*`.
     fn kind(&self) -> u32;
@@ -78,12 +79,11 @@ impl Way for Hop {
     }
 }
 
-/// What `kilo_egress` does with a packet to a hop of this `HOP_KIND_*`: `Encrypt`, or `Steer` to the node
-/// that it is.
+/// What `kilo_egress` does with a packet to a hop of this `HOP_KIND_*`: `Encrypt`, or `Steer` to that node.
 ///
 /// # Errors
-/// `TooBig`: the stack has notified the sender already, because its routes bear the hop's MTU. `NoPrefix`: it is
-/// this node's own, which the stack would have kept. `NoHop`.
+/// `TooBig` when it does not fit: the stack has notified the sender already, because its routes have the
+/// hop's MTU. `NoPrefix` for this node's own hop, whose packets the stack would have kept. `NoHop` otherwise.
 #[inline(always)]
 pub fn egress(config: u32, kind: Option<u32>, fits: impl FnOnce() -> bool) -> Result<Action, DropReason> {
     match kind {
@@ -102,7 +102,7 @@ pub enum Ingress<'a, W> {
     Forward(&'a W),
     /// Leaves it to the stack, which notifies the sender: time exceeded, or too big by the MTU of its route.
     Punt,
-    /// It is the stack's.
+    /// Passes it to the stack.
     Decrypt,
 }
 
@@ -128,29 +128,29 @@ pub fn ingress<'a, W: Way>(
 pub enum Disposition {
     /// To this node's stack, as received on the WireGuard device.
     Deliver,
-    /// The same, for the answer the stack gives: time exceeded, or too big.
+    /// Like `Deliver`, for the stack to answer: time exceeded, or too big.
     Punt,
     /// Straight into the WireGuard device.
     Transit,
-    /// To the gateway that leads the sender, by the WireGuard device's program.
+    /// To the gateway that leads the sender, through the WireGuard device's program.
     PassOn,
 }
 
 impl Disposition {
-    /// It leaves this host again.
+    /// Whether the packet leaves this host again.
     #[inline(always)]
     pub const fn leaves_host(self) -> bool {
         matches!(self, Self::Transit | Self::PassOn)
     }
 
-    /// The same for a packet that may not leave this host.
+    /// The disposition of a packet that may not leave this host: `Punt` in place of leaving.
     #[inline(always)]
     #[must_use]
     pub const fn inward(self) -> Self {
         if self.leaves_host() { Self::Punt } else { self }
     }
 
-    /// How it is counted.
+    /// The counter for this disposition.
     #[inline(always)]
     pub const fn action(self) -> Action {
         match self {
@@ -162,29 +162,29 @@ impl Disposition {
     }
 }
 
-/// Whether packets from this sender may come in by this interface: anybody on another network can write its
-/// address.
+/// Checks that packets from this sender may arrive on this interface: anybody on another network can forge
+/// its address.
 ///
 /// # Errors
-/// `UnknownSender` and `WrongInterface`.
+/// `UnknownSender` without a sender, `WrongInterface` on any other interface.
 #[inline(always)]
 pub fn arrives(sender: Option<&NodeValue>, ifindex: u32) -> Result<&NodeValue, DropReason> {
     let sender = sender.ok_or(DropReason::UnknownSender)?;
     if sender.may_arrive_by(ifindex) { Ok(sender) } else { Err(DropReason::WrongInterface) }
 }
 
-/// Whether a packet to this node, in an outer header that one of our devices has written, may leave by this
-/// interface. The device asks for a route by itself, and where the location's interface is down that is the default
-/// one, which leads to the Internet.
+/// Checks that a packet to this node, in an outer header that one of our devices has written, may leave by
+/// this interface. The device looks up the route itself. While the location's interface is down, that is the
+/// default route, which leads to the Internet.
 ///
 /// # Errors
-/// `NotEncrypted`.
+/// `NotEncrypted` on any other interface.
 #[inline(always)]
 pub fn leaves_by_device(node: &NodeValue, ifindex: u32) -> Result<(), DropReason> {
     if node.may_arrive_by(ifindex) { Ok(()) } else { Err(DropReason::NotEncrypted) }
 }
 
-/// The same as [`arrives`] of what a node sends without outer header; `towards`: the interface that leads to it.
+/// As [`arrives`], for a packet without an outer header; `towards` is the interface that leads to its sender.
 ///
 /// # Errors
 /// `WrongInterface`.
@@ -201,10 +201,10 @@ pub fn arrives_native<'a>(
     }
 }
 
-/// Where a packet from a node of the location goes on, as far as its destination says; `None` when it is not
-/// for this node. A node that is not a gateway refuses remote destinations, and a gateway what another one
-/// sends it in error: two nodes that take each other for the leader must not send it to and fro. `is_mine`: the
-/// word of `lead` for this hop id names this node itself.
+/// Where a packet from a node of the location goes on, by its destination; `None` when it is not for this
+/// node. A node that is not a gateway refuses remote destinations. A gateway refuses what another gateway
+/// sends it by mistake: two nodes that take each other for the leader must not send a packet back and forth.
+/// `is_mine`: the word of `lead` for this hop id names this node itself.
 #[inline(always)]
 pub fn disposition(
     config: u32,
@@ -217,7 +217,7 @@ pub fn disposition(
         HOP_LOCAL => Some(Disposition::Deliver),
         id if is_remote(id) && is_gateway(config) && value.flags & PREFIX_ROUTE != 0 => {
             let sender = sent_by(sender, id);
-            // What is led needs no look at the word.
+            // A led sender needs no look at the word.
             match exit(sender, sender == Sender::Led || is_mine(id)) {
                 Exit::WireGuard => Some(Disposition::Transit),
                 Exit::PassOn => Some(Disposition::PassOn),
@@ -228,8 +228,8 @@ pub fn disposition(
     }
 }
 
-/// Which kind of sender a packet to this hop id comes from: only packets that go by the acting leader are ever led. One
-/// from an unknown sender is not passed on.
+/// The kind of sender of a packet to this hop id: only packets to `HOP_ACTING` can come from a led one. A
+/// packet from an unknown sender is not passed on.
 #[inline(always)]
 const fn sent_by(sender: Option<&NodeValue>, id: u32) -> Sender {
     let flags = match sender {
@@ -243,8 +243,8 @@ const fn sent_by(sender: Option<&NodeValue>, id: u32) -> Sender {
     }
 }
 
-/// Whether a node may send, in an outer header, from an address with this prefix: its own; a gateway what
-/// comes from other locations, and what it passes on for another node.
+/// Checks that a node may send, in an outer header, from an address with this prefix: from its own; a gateway
+/// also from those of other locations and, in packets that it passes on, of other nodes.
 ///
 /// # Errors
 /// `ForeignSource`.
@@ -264,10 +264,11 @@ pub fn check_source(
     }
 }
 
-/// What becomes of a packet without its outer header, whose source was checked.
+/// The disposition of a decapsulated packet whose source was checked: `Punt` if it would leave this host but
+/// does not fit or has no hop left.
 ///
 /// # Errors
-/// `NotForUs`.
+/// `NotForUs` without a disposition.
 #[inline(always)]
 pub fn received(
     disposition: Option<Disposition>,
@@ -278,16 +279,18 @@ pub fn received(
     Ok(if disposition.leaves_host() && (ttl <= 1 || !fits()) { Disposition::Punt } else { disposition })
 }
 
-/// The prefix of a source that another node may send from without outer header; its hop says which.
+/// The prefix of the source, if another node may send from it without an outer header; its hop says which
+/// node.
 #[inline(always)]
 pub fn native_source(config: u32, source: impl FnOnce() -> Option<PrefixValue>) -> Option<PrefixValue> {
     let source = if config & CONFIG_NATIVE != 0 { source() } else { None };
     source.filter(|source| source.flags & PREFIX_SOURCE != 0 && source.hop != HOP_LOCAL)
 }
 
-/// Whether a packet without outer header may come in by an uplink: from and to where [`guard`] lets nobody send in
-/// clear, nothing is received in clear either. Answers to it would go through the mesh to the address that it names, and
-/// a host with a loose `rp_filter`, or with IPv6, does not look at the source; to another node's pods it would send it on.
+/// Checks that a packet without an outer header may arrive on an uplink. From and to prefixes where [`guard`]
+/// lets nobody send in clear, nothing is accepted in clear either. Replies to it would go through the mesh to
+/// the forged source, which a host with loose `rp_filter`, or with IPv6, does not check; and the host would
+/// forward a packet to another node's pods.
 ///
 /// # Errors
 /// `ArrivedInClear`.
@@ -300,38 +303,38 @@ pub fn arrives_in_clear(
     if config & CONFIG_ENCAPSULATED == 0 {
         return Ok(());
     }
-    // By value: of a prefix that is not there the compiler would read what the verifier has not seen written.
+    // By value: for a missing prefix the compiler would read memory that the verifier has not seen written.
     let is_closed = |value: Option<PrefixValue>| value.unwrap_or_default().flags & PREFIX_NEVER_CLEAR != 0;
     let is_forged = is_closed(destination()) && is_closed(source());
     if is_forged { Err(DropReason::ArrivedInClear) } else { Ok(()) }
 }
 
-/// True when packets with a source in this prefix are taken from the network to the stack as received on the
-/// WireGuard device. Answers leave by that device, so what they answer comes from there; to private addresses
-/// beside us, whose prefix no route leads to, they leave by the interface that brought the packet.
+/// True when packets from the network with a source in this prefix go to the stack as received on the
+/// WireGuard device, because the replies leave by that device. Replies to private addresses beside this node,
+/// to whose prefix no route leads, leave by the interface on which the packet arrived.
 #[inline(always)]
 pub const fn is_answered_by_tunnel(source: PrefixValue) -> bool {
     source.flags & PREFIX_ROUTE != 0
 }
 
 /// True for prefixes of pods, of WireGuard and of VPN peers, whose addresses the host itself does not send
-/// from. Those it sends to by its uplinks say nothing about who sends from them, unless the WireGuard device brought
-/// the packet (`is_decrypted`): another location's host did.
+/// from. A prefix to which the host sends by its uplinks proves nothing about a sender, unless the WireGuard
+/// device brought the packet (`is_decrypted`): then another location's host sent it.
 #[inline(always)]
 pub fn is_of_mesh(source: Option<PrefixValue>, is_decrypted: bool) -> bool {
     let steered = if is_decrypted { 0 } else { PREFIX_PODS_STEERED };
     source.is_some_and(|owner| owner.flags & (PREFIX_SOURCE | steered) == PREFIX_SOURCE)
 }
 
-/// True for `PrefixValue::flags` of destinations that [`guard`] is to be asked about.
+/// True for `PrefixValue::flags` of destinations that [`guard`] must check.
 #[inline(always)]
 pub const fn is_guarded(flags: u32) -> bool {
     flags & (PREFIX_NEVER_CLEAR | PREFIX_PODS_STEERED) != 0
 }
 
-/// Whether a packet that reaches an uplink is handed to the WireGuard device instead. `flags`: those of the
-/// destination's prefix, which [`is_guarded`]; `of_mesh`: [`is_of_mesh`] of its source; `own`: it is WireGuard's or about
-/// neighbours; `on_link`: one of its addresses stays on a link.
+/// Whether a packet that reaches an uplink is handed to the WireGuard device instead. `flags` are those of
+/// the destination's prefix, for which [`is_guarded`] is true; `of_mesh` is [`is_of_mesh`] for its source;
+/// `own`: it is WireGuard's or neighbour discovery; `on_link`: one of its addresses stays on a link.
 ///
 /// # Errors
 /// `NotEncrypted`: it would leave in clear.
@@ -349,10 +352,11 @@ pub fn guard(
     Ok(steered && !on_link())
 }
 
-/// MTU in bytes of the hop that an uplink's packet is handed on for; 0 = not known.
+/// MTU in bytes towards the hop for which an uplink's packet is handed to the WireGuard device; 0 = not
+/// known.
 ///
 /// # Errors
-/// `NoHop`.
+/// `NoHop` when there is no hop that leads to a node or to WireGuard.
 #[inline(always)]
 pub fn beside(hop: Option<&impl Way>, kilo_mtu: u32) -> Result<u32, DropReason> {
     match hop {

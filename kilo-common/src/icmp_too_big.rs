@@ -1,6 +1,6 @@
-//! Reads ICMP errors that routers send about a steered packet that they could not carry:
-//! "fragmentation needed" (RFC 1191) and "packet too big" (RFC 8201). They are
-//! only a hint, since any host can send one: the agent asks the path itself. `too_big` writes such errors.
+//! Reads ICMP errors that routers send about a steered packet that they could not carry: "fragmentation
+//! needed" (RFC 1191) and "packet too big" (RFC 8201). They are only a hint, since any host can send one: the
+//! agent probes the path itself. `too_big` writes such errors.
 
 use crate::{
     maps::VXLAN_PORT,
@@ -18,17 +18,17 @@ pub const ERROR_V6: usize = ICMP_LEN + IPV6_LEN + PORTS;
 const UNREACHABLE: u8 = 3;
 const FRAGMENTATION_NEEDED: u8 = 4;
 const PACKET_TOO_BIG: u8 = 2;
-/// In the first byte of the fragment offset.
+/// Bit in the first of the two bytes with flags and fragment offset.
 const DONT_FRAGMENT: u8 = 0x40;
 
-/// The packet that an ICMP error quotes, as far as it says whose it is.
+/// The packet that an ICMP error quotes, as far as it shows whose it is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct QuotedPacket<const N: usize> {
     /// Outer source.
     pub local: [u8; N],
     /// Outer destination.
     pub remote: [u8; N],
-    /// Bytes with the outer header.
+    /// Length in bytes, outer header included.
     pub size: u32,
 }
 
@@ -69,7 +69,7 @@ pub fn v6(error: &[u8; ERROR_V6]) -> Option<QuotedPacket<16>> {
     Some(QuotedPacket { local: take(error, IP + 8), remote: take(error, IP + 24), size })
 }
 
-/// True for the protocols steered packets have on the outside.
+/// True for the outer protocols of steered packets.
 #[inline(always)]
 fn is_tunnelled(outer: u8, port: [u8; 2]) -> bool {
     match outer {

@@ -1,15 +1,16 @@
-//! Where a packet that the agent has written goes: what it asks of the program `inject`.
+//! Where the program `inject` sends a packet that the agent has written.
 
-/// What the agent writes into the control block of a packet for the program `inject`.
+/// First word of the control block (`skb->cb`) that the agent passes to the program `inject`.
 #[repr(u32)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Inject {
-    /// Goes as this host's own packets do.
+    /// Like a packet from this host's own stack.
     Stack = 1,
-    /// Into the own tunnel, also on a node that does not lead.
+    /// Into this node's tunnel, even on a node that does not lead.
     Tunnel = 2,
-    /// To a node of the location, without outer header.
+    /// To a node of the location, without an outer header.
     Lan = 3,
-    /// Out of the interface in the second word, to the next hop that the kernel's routes name, without outer header.
+    /// Out of the interface in the second word, to the next hop by the kernel's routes, without an outer
+    /// header.
     Out = 4,
 }

@@ -1,42 +1,41 @@
-//! Who leads a node: one word in the kernel, and the two rules that obey it.
+//! Who leads a node: one word of the map `lead`, and the two rules that apply to it.
 //!
-//! The word is `term << 16 | hop`: which gateway this node's packets for other
-//! locations use, as a hop id of this host, and the term of the change that said
-//! so. It fits one compare-and-exchange, so a change is whole or has not happened.
+//! The word is `term << 16 | hop`: the gateway that this node's packets for other locations use, as a hop id
+//! of this host, and the term in which it was chosen. It fits one compare-and-exchange, so a change is
+//! atomic.
 
-/// Bits of a term: the rest of a word is the hop id.
+/// Bits of a term; the rest of a word is the hop id.
 pub const TERM_BITS: u32 = 48;
-/// Low bits of a term that are its gateway's.
+/// Low bits of a term, taken from the id of the gateway that made it.
 const TIE_BITS: u32 = 16;
-/// How many changes of leader anybody may have missed. What claims to come after more of them is refused: a
-/// count near its end would be the last one of its location.
+/// How many changes of leader a node may have missed. A term further ahead is refused: a count near its
+/// maximum would leave the location no later one.
 pub const LEAP: u32 = 1_024;
 
-/// More changes of leader than this are not believed, wherever they are said: one each minute for 30 years.
+/// Highest count of leader changes that is believed, whatever its source: one per minute for 30 years.
 pub const MOST_CHANGES: u32 = 1 << 24;
 
-/// Number of a change of leader. No two gateways share one: the low 16 bits are
-/// the gateway's own, so that of two changes at once every node and every far
-/// leader holds the same one to be later.
+/// Number of a change of leader. No two gateways use the same one: the low 16 bits are the gateway's own, so
+/// every node and every far leader agrees which of two simultaneous changes is later.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[repr(transparent)]
 pub struct Term(u64);
 
 impl Term {
-    /// Nobody has changed anything: the leader is the one of Kilo's rule.
+    /// No change so far: the leader is the one by Kilo's rule.
     pub const NONE: Self = Self(0);
 
-    /// The 48 bits, as they stand in signals; higher bits are dropped.
+    /// A term from its 48 bits, as signals carry them; higher bits are dropped.
     pub const fn from_bits(bits: u64) -> Self {
         Self(bits & ((1 << TERM_BITS) - 1))
     }
 
-    /// The 48 bits, as they stand in signals and, shifted by 16, in words.
+    /// The 48 bits, as signals carry them and, shifted by 16, words.
     pub const fn bits(self) -> u64 {
         self.0
     }
 
-    /// How many changes there were, as people are shown it.
+    /// Number of changes so far, as shown to users.
     pub const fn count(self) -> u32 {
         (self.0 >> TIE_BITS) as u32
     }
@@ -46,19 +45,19 @@ impl Term {
         self.count() <= known.count().saturating_add(LEAP)
     }
 
-    /// How far terms may be for who heard of a later one by a single signal: [`LEAP`] changes more.
+    /// The furthest term to accept after a single signal has claimed a later one: [`LEAP`] changes more.
     #[must_use]
     pub const fn next_step(self) -> Self {
         Self((self.count().saturating_add(LEAP) as u64) << TIE_BITS)
     }
 
-    /// The latest term after which [`Self::next`] is still obeyed by who knows this one.
+    /// The latest term after which [`Self::next`] is still obeyed by a node that knows this one.
     #[must_use]
     pub const fn last_step(self) -> Self {
         Self((self.count().saturating_add(LEAP - 1) as u64) << TIE_BITS)
     }
 
-    /// The first term after this one that is `gateway`'s (its [`crate::signal`] id).
+    /// The next term, made by `gateway` (its [`crate::signal`] id).
     #[must_use]
     pub const fn next(self, gateway: u64) -> Self {
         let count = self.count().saturating_add(1) as u64;
@@ -90,8 +89,8 @@ pub const fn is_later(word: u64, than: u64) -> bool {
     word >> 16 > than >> 16
 }
 
-/// Whether a node whose word is `current` obeys an ANNOUNCE of `offered`: only a
-/// later term moves it, so a repeated or late one never does; and none that leaps.
+/// Whether a node whose word is `current` obeys an ANNOUNCE of `offered`. Only a later term moves it, so a
+/// repeated or delayed one never does; a term more than [`LEAP`] changes ahead is refused.
 #[inline(always)]
 pub const fn obeys(current: u64, offered: u64) -> bool {
     is_later(offered, current) && offered >> 32 <= (current >> 32) + LEAP as u64
@@ -102,7 +101,7 @@ pub const fn obeys(current: u64, offered: u64) -> bool {
 pub enum Sender {
     /// A member that this gateway leads (`NODE_LED`), or this node itself.
     Led,
-    /// Another gateway of the location that is not led.
+    /// Another gateway of the location, which this one does not lead.
     Gateway,
     /// Any other member: it has not heard of a change yet.
     Member,
@@ -113,15 +112,15 @@ pub enum Sender {
 pub enum Exit {
     /// Gives it to WireGuard.
     WireGuard,
-    /// Sends it to the gateway its own word names, time to live one less.
+    /// Sends it to the gateway that its own word names, with the TTL lowered by one.
     PassOn,
-    /// Drops it: it would be on its third gateway.
+    /// Drops it: the next gateway would be its third.
     Drop,
 }
 
-/// What a gateway does with a packet for another location; `is_mine`: its own
-/// word names itself. A relieved leader serves laggards for a while, over two
-/// hops of the LAN at most: what comes from a gateway goes no further.
+/// What a gateway does with a packet for another location; `is_mine`: its own word names itself. For a while,
+/// a relieved leader serves members that have not heard of the change, over two LAN hops at most: a packet
+/// from another gateway goes no further.
 #[inline(always)]
 pub const fn exit(sender: Sender, is_mine: bool) -> Exit {
     match sender {

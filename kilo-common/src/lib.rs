@@ -1,6 +1,5 @@
-//! What the BPF programs and the agent share: map layouts, counters, signals and the
-//! packet arithmetic of both sides. No I/O, no allocation; everything here is
-//! tested on the host.
+//! Code that the BPF programs and the agent share: map layouts, counters, signals and packet arithmetic. No
+//! I/O, no allocation; everything here is tested on the host.
 #![cfg_attr(not(test), no_std)]
 
 pub mod checksum;

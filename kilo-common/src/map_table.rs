@@ -28,44 +28,44 @@ pub enum Kind {
     RingBuf,
 }
 
-/// Who writes what a map holds.
+/// Who writes a map's entries.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Writer {
-    /// The agent, of its plan of the mesh. Of what packets change there, the acting leader alone.
+    /// The agent, from its plan of the mesh. Of these entries, packets change only the acting leader's word.
     Plan,
-    /// The agent, of the pairs for which this host is a relay; and their packets.
+    /// The agent, for the pairs that this host relays; and the packets of those pairs.
     Relay,
     /// `kgctl monitor`.
     Listener,
-    /// The programs, of the packets that they see.
+    /// The programs, from the packets that they see.
     Packets,
 }
 
 /// One row of the table: what programs, agent, gauges and documentation need to know about a map.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MapSpec {
-    /// As pinned and as `bpftool map` shows it; at most 15 bytes.
+    /// Name, as pinned and as `bpftool map` shows it; at most 15 bytes.
     pub name: &'static str,
     /// Kernel map type; decides how keys match and what happens when the map is full.
     pub kind: Kind,
-    /// Bytes of a key; of a trie, with the four of the prefix length; 0 of ring buffers.
+    /// Bytes of a key; for a trie, with the four of the prefix length; 0 for ring buffers.
     pub key: u32,
-    /// Bytes of a value (on each CPU); 0 of ring buffers.
+    /// Bytes of a value (on each CPU); 0 for ring buffers.
     pub value: u32,
-    /// Entries; of ring buffers, bytes.
+    /// Number of entries; for ring buffers, of bytes.
     pub size: u32,
     /// Who writes it.
     pub writer: Writer,
-    /// The earliest layout whose map of this name holds the same. One that is pinned there, or in a later layout, is
-    /// taken over with its content; of an earlier one it is made anew.
+    /// The earliest layout whose map of this name holds the same. A map pinned by that layout or a later one
+    /// is taken over with its content; in place of an earlier one, a new map is made.
     pub since: u32,
-    /// Outlives the agent, below the pin directory.
+    /// Pinned below the pin directory, so that it outlives the agent.
     pub is_pinned: bool,
     /// Has gauges `kilo_map_entries` and `kilo_map_capacity`: its content depends on the mesh or its traffic.
     pub has_gauge: bool,
     /// What it holds, in the words of the documentation.
     pub holds: &'static str,
-    /// Why it has that size, and what happens to one entry more.
+    /// Why it has that size, and what happens with one entry more.
     pub reason: &'static str,
 }
 
@@ -161,7 +161,7 @@ maps! {
         holds "LPM interface, destination → masquerade address; and all such addresses",
         reason "a few an address of an uplink, one a route with a source of its own. One more: the change is \
                 refused as a whole";
-    // The programs alone know the layout of their scratch memory.
+    // Only the programs know the layout of their scratch memory.
     NAT_WORK = "nat_work", PerCpuArray<u32, ()>, size 1, by Packets, since 5, pinned false, gauge false,
         holds "memory of the masquerading program, per CPU",
         reason "no state";
@@ -184,7 +184,7 @@ maps! {
     RELAY = "relay", Hash<u32, relay::Port>, size 1_024, by Relay, since 6, pinned true, gauge false,
         holds "on a relay: port of a pair → who may send to it, and the end to which it is sent on",
         reason "two ports a pair, of 1,000. One more pair is refused";
-    // The programs alone know what they remember.
+    // Only the programs know the layout of this state.
     RELAY_WAY = "relay_way", Array<u32, ()>, size relay::PORTS, by Packets, since 6, pinned false, gauge false,
         holds "on a relay: port of a pair → what it may still send, and the next hop towards the other end",
         reason "one place a port; no state that would be missed";
@@ -214,7 +214,7 @@ impl MapSpec {
         MAPS.iter().find(|map| map.name == name)
     }
 
-    /// Whether its places are taken by what the agent plans, one after the other, until it is full.
+    /// Whether entries of the agent's plan can fill it up.
     pub fn is_filled(&self) -> bool {
         self.writer == Writer::Plan && self.has_gauge
     }

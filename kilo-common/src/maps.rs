@@ -11,19 +11,19 @@ pub const LAYOUT_VERSION: u32 = 6;
 pub const HOP_NONE: u32 = 0;
 /// Hop id of this node itself.
 pub const HOP_LOCAL: u32 = 1;
-/// Hop id of what is outside the own location and reached through the leader of
-/// Kilo's rule: `lead[0]` names the hop. In a word of `lead` it is this node's own
-/// WireGuard, and so is the entry of this id in `hop`, on gateways alone.
+/// Hop id of destinations outside this location that are reached through the leader by Kilo's rule: `lead[0]`
+/// names the hop. In a word of `lead` it is this node's own WireGuard, and so is the entry of this id in
+/// `hop`, on gateways only.
 pub const HOP_REMOTE: u32 = 2;
-/// Hop id of what is outside the own location and reached through the acting
-/// leader: `lead[1]` names the hop. The entry of this id in `hop` stays zeroed.
+/// Hop id of destinations outside this location that are reached through the acting leader: `lead[1]` names
+/// the hop. The entry of this id in `hop` stays zeroed.
 pub const HOP_ACTING: u32 = 3;
-/// First hop id given to a node of the own location.
+/// First hop id given to a node of this location.
 pub const HOP_FIRST_NODE: u32 = 4;
 
 /// Index in `lead` of the word for [`HOP_REMOTE`].
 pub const LEAD_KILO: u32 = 0;
-/// Index in `lead` of the word for [`HOP_ACTING`]; kernels obey ANNOUNCE here.
+/// Index in `lead` of the word for [`HOP_ACTING`], which an ANNOUNCE moves.
 pub const LEAD_ACTING: u32 = 1;
 
 /// `PrefixValue::flags`: destinations in this prefix are steered to the hop.
@@ -31,31 +31,29 @@ pub const PREFIX_ROUTE: u32 = 1;
 /// `PrefixValue::flags`: steered packets may have an inner source in this
 /// prefix when they come from this hop (`HOP_REMOTE`, `HOP_ACTING`: from a gateway).
 pub const PREFIX_SOURCE: u32 = 2;
-/// `PrefixValue::flags`: on a gateway, the one address in this prefix is a node's
-/// that is reached through WireGuard, so WireGuard cannot have a peer there.
+/// `PrefixValue::flags`: on a gateway, the only address in this prefix is that of a node reached through
+/// WireGuard, so it cannot be a WireGuard endpoint.
 pub const PREFIX_VIA_WIREGUARD: u32 = 4;
-/// `PrefixValue::flags`: packets to this prefix leave through the WireGuard
-/// device alone. One that reaches an uplink, and that none of our programs has
-/// sent there, is dropped, whatever the routes say.
+/// `PrefixValue::flags`: packets to this prefix leave only through the WireGuard device. One that reaches an
+/// uplink without having been sent there by our programs is dropped, whatever the routes say.
 pub const PREFIX_NEVER_CLEAR: u32 = 8;
-/// `PrefixValue::flags`: no route leads to the WireGuard device, because the
-/// host itself sends to this prefix by its uplinks. What pods and other sources
-/// of the mesh send there is handed to the WireGuard device by `uplink_egress`.
+/// `PrefixValue::flags`: no route leads to the WireGuard device, because the host itself sends to this prefix
+/// by its uplinks. `uplink_egress` hands packets from pods and other mesh sources to the WireGuard device.
 pub const PREFIX_PODS_STEERED: u32 = 16;
-/// `PrefixValue::flags`, with [`PREFIX_PODS_STEERED`]: the host sends WireGuard's
-/// own packets to this prefix by its uplinks, and neighbour discovery. All else,
-/// from any sender, is handed to the WireGuard device.
+/// `PrefixValue::flags`, with [`PREFIX_PODS_STEERED`]: the host sends only WireGuard's own packets and
+/// neighbour discovery to this prefix by its uplinks. Everything else, from any sender, is handed to the
+/// WireGuard device.
 pub const PREFIX_HOST_STEERED: u32 = 32;
 
-/// `PrefixValue::flags`, in `direct_v4` alone: the hop's node is known as a sender by the address and the
-/// interface of its entry in `hop`, and may send from here.
+/// `PrefixValue::flags`, in `direct_v4` only: the hop's node may send from here, and the address and
+/// interface of its entry in `hop` suffice to recognise it as the sender.
 pub const PREFIX_KNOWN_SENDER: u32 = 1 << 14;
-/// `PrefixValue::flags`, in `direct_v4` alone: no address here is one that masqueraded packets get.
+/// `PrefixValue::flags`, in `direct_v4` only: no masqueraded packet gets an address in this prefix.
 pub const PREFIX_NOT_TRANSLATED: u32 = 1 << 13;
-/// `PrefixValue::flags`, in `direct_v4` alone: nothing to this prefix is masqueraded.
+/// `PrefixValue::flags`, in `direct_v4` only: nothing to this prefix is masqueraded.
 pub const PREFIX_NOT_MASQUERADED: u32 = 1 << 15;
 
-// What the trie's entries say has other bits than what the array adds.
+// The flags that the array adds must not overlap those of the trie's entries.
 const _: () = {
     let says = [
         PREFIX_ROUTE,
@@ -73,7 +71,7 @@ const _: () = {
     }
 };
 
-/// What a prefix leads to.
+/// Where a prefix leads.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct PrefixValue {
@@ -89,7 +87,7 @@ pub const HOP_KIND_DROP: u32 = 0;
 pub const HOP_KIND_LOCAL: u32 = 1;
 /// `Hop::kind`: this node's WireGuard encrypts.
 pub const HOP_KIND_WIREGUARD: u32 = 2;
-/// `Hop::kind`: another node of the own location.
+/// `Hop::kind`: another node of this location.
 pub const HOP_KIND_NODE: u32 = 3;
 
 /// `Hop::tunnel`: native routing: the IP packet as it is, to the node's link-layer address.
@@ -99,8 +97,8 @@ pub const TUNNEL_IPIP: u32 = 1;
 /// `Hop::tunnel`: VXLAN, RFC 7348, for networks that carry TCP and UDP only.
 pub const TUNNEL_VXLAN: u32 = 2;
 
-/// UDP port of our VXLAN packets, host byte order: one above WireGuard's
-/// default, and none of the ports CNIs use for theirs (4789, 8472).
+/// UDP port of our VXLAN packets, host byte order: one above WireGuard's default, and not one of the ports
+/// that CNIs use for theirs (4789, 8472).
 pub const VXLAN_PORT: u16 = 51_821;
 /// VXLAN network identifier of steered packets ("kg").
 pub const VXLAN_VNI: u32 = 0x6b67;
@@ -130,14 +128,14 @@ pub struct Hop {
     pub remote: [u8; 16],
 }
 
-/// `NodeValue::flags`: this node is or was a gateway of the location, and so may
-/// carry inner sources of any remote prefix.
+/// `NodeValue::flags`: this node is or was a gateway of the location, so its packets may have inner sources
+/// in any remote prefix.
 pub const NODE_GATEWAY: u32 = 1;
-/// `NodeValue::flags`: this gateway leads that member, whatever the own word says:
-/// what it sends to [`HOP_ACTING`] goes to WireGuard here.
+/// `NodeValue::flags`: this gateway leads that member, whatever this gateway's own word says: the member's
+/// packets to [`HOP_ACTING`] go to WireGuard here.
 pub const NODE_LED: u32 = 2;
 
-/// Interfaces one node's packets may come in by.
+/// How many interfaces one node's packets may arrive on.
 pub const NODE_INTERFACES: usize = 4;
 
 /// A node that may send us steered packets.
@@ -148,12 +146,12 @@ pub struct NodeValue {
     pub hop: u32,
     /// `NODE_*` bits.
     pub flags: u32,
-    /// A prefix every address of which may be an inner source of that node, so
-    /// that most packets need no look into `prefix_v4`. All zero = none.
+    /// A prefix whose addresses may all be inner sources of that node, so that most packets need no lookup in
+    /// `prefix_v4`. All zero = none.
     pub sources: [u8; 4],
     /// Mask of that prefix; zero = none.
     pub sources_mask: [u8; 4],
-    /// Interfaces that packets with this outer source may come in by; zero = none.
+    /// Indexes of the interfaces that packets with this outer source may arrive on; zero = none.
     pub interfaces: [u32; NODE_INTERFACES],
 }
 
@@ -165,7 +163,7 @@ impl NodeValue {
         mask != 0 && u32::from_ne_bytes(src) & mask == u32::from_ne_bytes(self.sources)
     }
 
-    /// True when the interface of this index (never zero) is one of [`Self::interfaces`].
+    /// True when the interface with this index (never zero) is one of [`Self::interfaces`].
     #[inline(always)]
     pub const fn may_arrive_by(&self, ifindex: u32) -> bool {
         let [first, second, third, fourth] = self.interfaces;
@@ -189,15 +187,13 @@ pub const NAT_EGRESS: u8 = 0;
 /// `NatKey::direction`: the reply as it arrives, before translation back.
 pub const NAT_INGRESS: u8 = 1;
 
-/// `NatKey::direction`: later fragments as they leave; the identification
-/// stands in both ports together.
+/// `NatKey::direction`: later fragments as they leave; the identification fills both port fields.
 pub const NAT_FRAGMENT_EGRESS: u8 = 2;
 /// `NatKey::direction`: later fragments as they arrive.
 pub const NAT_FRAGMENT_INGRESS: u8 = 3;
 
-/// One direction of a translated flow, as seen on the packet before it is
-/// rewritten; or a datagram in fragments. IPv4 addresses as `::ffff:a.b.c.d`.
-/// For ICMP echo the identifier stands in both ports.
+/// One direction of a translated flow, as seen on the packet before it is rewritten; or a fragmented
+/// datagram. IPv4 addresses are `::ffff:a.b.c.d`. For ICMP echo, both ports hold the identifier.
 #[repr(C, align(8))]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct NatKey {
@@ -237,9 +233,9 @@ pub struct NatValue {
     pub last_seen: u32,
 }
 
-/// A flow that was opened from outside towards an address whose packets are else
-/// masqueraded. Its key is that of the answers, [`NAT_EGRESS`] (or
-/// [`NAT_FRAGMENT_EGRESS`], for later fragments of an answer): they stay as they are.
+/// A flow that was opened from outside to an address whose packets are otherwise masqueraded. Its key is that
+/// of the answers, [`NAT_EGRESS`] (or [`NAT_FRAGMENT_EGRESS`], for later fragments of an answer), which are
+/// not translated.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct InboundValue {
@@ -265,11 +261,11 @@ pub struct MasqAddr {
     pub ifindex: u32,
 }
 
-/// Interface index of those keys of `masq_addr` that hold the addresses themselves:
-/// all that some uplink gives to masqueraded packets.
+/// Interface index in those keys of `masq_addr` that list the masquerade addresses themselves, of all
+/// uplinks.
 pub const MASQ_ADDR_OWN: u32 = 0;
 
-/// Bits of a key of `masq_addr` before the destination's: those of the interface index.
+/// Bits of the interface index, which comes before the destination in a key of `masq_addr`.
 pub const MASQ_ADDR_INDEX_BITS: u32 = 32;
 
 /// The key of `masq_addr`: interface index, then the destination (IPv4 as
@@ -288,16 +284,16 @@ pub const fn masq_addr_key(ifindex: u32, destination: &[u8; 16]) -> [u8; 20] {
 
 /// `Device::flags`: packets that leave through it may be masqueraded.
 pub const DEVICE_MASQUERADE: u32 = 1;
-/// `Device::flags`: `masq_addr` holds the address towards some destinations.
+/// `Device::flags`: for some destinations, `masq_addr` names another address.
 pub const DEVICE_BY_DESTINATION: u32 = 2;
 
-/// An interface our programs sit on.
+/// An interface with our programs.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Device {
     /// Address that masqueraded IPv4 packets get, unless `masq_addr` names another; zero = none.
     pub masq_v4: [u8; 4],
-    /// The same of IPv6 packets; zero = none.
+    /// IPv6 counterpart of [`Self::masq_v4`]; zero = none.
     pub masq_v6: [u8; 16],
     /// `DEVICE_*` bits.
     pub flags: u32,
@@ -310,54 +306,53 @@ pub const CONFIG_MASQUERADE: u32 = 2;
 /// `Config::flags`: native routing: nodes of the location may send packets without an outer header.
 pub const CONFIG_NATIVE: u32 = 4;
 
-/// `Config::flags`: other locations offer prefixes (allowed-location-ips). The WireGuard
-/// device then also brings packets from addresses that the mesh does not exclude from
-/// masquerading, and packets may be masqueraded on it to an address that uplinks have,
-/// too: an entry in `nat` does not say that a flow may leave by an uplink.
+/// `Config::flags`: other locations offer prefixes (allowed-location-ips). The WireGuard device then also
+/// brings packets from addresses that masquerading does not exclude, and packets masqueraded on it may get an
+/// address that uplinks have, too. So an entry in `nat` does not prove that a flow may leave by an uplink.
 pub const CONFIG_OFFERED: u32 = 8;
 
-/// `Config::flags`: masqueraded IPv4 packets get `private_v4` at every uplink,
-/// so what is sent from it is the host's own.
+/// `Config::flags`: masqueraded IPv4 packets get `private_v4` at every uplink, so packets from it are the
+/// host's own.
 pub const CONFIG_ONE_V4: u32 = 16;
-/// `Config::flags`: the same of IPv6 and `private_v6`.
+/// `Config::flags`: the same for IPv6 and `private_v6`.
 pub const CONFIG_ONE_V6: u32 = 32;
 
-/// `Config::flags`: masqueraded IPv4 packets get one address on one uplink, and another
-/// on another or towards other destinations. All of them stand in `masq_addr`.
+/// `Config::flags`: masqueraded IPv4 packets get different addresses, by uplink or by destination.
+/// `masq_addr` lists them all.
 pub const CONFIG_SEVERAL_V4: u32 = 64;
-/// `Config::flags`: the same of IPv6.
+/// `Config::flags`: the same for IPv6.
 pub const CONFIG_SEVERAL_V6: u32 = 128;
 
-/// `Config::flags`: this node's WireGuard device has peers: it leads its location, or
-/// stands by to. Without it nothing may reach WireGuard.
+/// `Config::flags`: this node's WireGuard device has peers, because it leads its location or is a stand-by.
+/// Without this flag, nothing may reach WireGuard.
 pub const CONFIG_GATEWAY: u32 = 256;
 
-/// `Config::flags`: a node offers to relay, or gateways may be out of reach at their endpoints: messages of relays are
-/// looked for.
+/// `Config::flags`: a node offers to relay, or gateways may be unreachable at their endpoints, so programs
+/// look for relays' messages.
 pub const CONFIG_RELAY: u32 = 512;
 
-/// `Config::flags`: every node of the location sends to others in an outer header alone (`--encapsulate=always`): what
-/// comes without one from and to addresses of the mesh is forged.
+/// `Config::flags`: every node of the location sends to the others in an outer header only
+/// (`--encapsulate=always`): a packet without one, from and to addresses of the mesh, is forged.
 pub const CONFIG_ENCAPSULATED: u32 = 1024;
 
-/// `SignalKey::flags`: that node may lead this one, so an ANNOUNCE of it is obeyed; of another location's
-/// gateway, that its CLAIM and END are heard.
+/// `SignalKey::flags`: that node may lead this one, so its ANNOUNCE is obeyed. For another location's
+/// gateway: its CLAIM and END are accepted.
 pub const SIGNAL_GATEWAY: u32 = 1;
 
-/// What signals of one node of the location are checked with, by its private address
-/// (IPv4 as `::ffff:a.b.c.d`). A node that is sent to at an address in another CNI's
-/// overlay has a second entry for that. Gateways of other locations are here by their control
-/// addresses, with id and flag alone: WireGuard has checked what they say.
+/// What the signals of one node of the location are checked with, by its private address (IPv4 as
+/// `::ffff:a.b.c.d`). A node reached at an address in another CNI's overlay has a second entry for that
+/// address. Gateways of other locations are entered by their control addresses, with id and flag only:
+/// WireGuard has authenticated them.
 #[repr(C)]
 #[derive(Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct SignalKey {
     /// The key that both nodes derive, as two little-endian words.
     pub key: [u64; 2],
-    /// What an ANNOUNCE of that node has to bear; 0 = none is obeyed.
+    /// Cookie that an ANNOUNCE of that node has to carry; 0 = none is obeyed.
     pub cookie: u64,
     /// Its id: first 8 bytes of SHA-256 of its public key.
     pub sender: u64,
-    /// Its hop id: what the word becomes when it announces itself.
+    /// Its hop id, which the acting leader's word gets when it announces itself.
     pub hop: u32,
     /// `SIGNAL_*` bits.
     pub flags: u32,
@@ -378,21 +373,21 @@ impl core::fmt::Debug for SignalKey {
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Heard {
-    /// When it came: `CLOCK_MONOTONIC` in nanoseconds.
+    /// Time of arrival: `CLOCK_MONOTONIC` in nanoseconds.
     pub time: u64,
     /// Source address; IPv4 as `::ffff:a.b.c.d`.
     pub source: [u8; 16],
     /// Bytes of the signal, which follows this head.
     pub length: u32,
-    /// The program that heard it, a number of `event::Hook`.
+    /// The program that received it, as a number of `event::Hook`.
     pub hook: u32,
 }
 
-/// Bytes before those of the signal in a record of the ring.
+/// Bytes of a record of the ring in front of the signal.
 pub const HEARD: usize = size_of::<Heard>();
 
 impl Heard {
-    /// A record of the ring and the signal's bytes.
+    /// Splits a record of the ring into head and signal; `None` when it is shorter than its head says.
     pub fn read(record: &[u8]) -> Option<(Self, &[u8])> {
         let (head, rest) = record.split_first_chunk::<HEARD>()?;
         let time = u64::from_ne_bytes(*head.first_chunk()?);
@@ -403,7 +398,7 @@ impl Heard {
     }
 }
 
-/// What every program needs to know of this host.
+/// What every program needs to know about this host.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Config {
@@ -417,14 +412,14 @@ pub struct Config {
     pub nat_port_max: u16,
     /// WireGuard's UDP port, host byte order.
     pub wireguard_port: u16,
-    /// Bits behind the prefixes that `direct_v4` has ([`crate::direct`]); zero = it has none.
+    /// Bits behind the prefixes in `direct_v4` ([`crate::direct`]); zero = it holds none.
     pub direct_shift: u16,
     /// Largest packet WireGuard carries, in bytes.
     pub kilo_mtu: u32,
-    /// The VXLAN device; 0 = none.
+    /// Interface index of the VXLAN device; 0 = none.
     pub vxlan_ifindex: u32,
-    /// The IPIP device for packets that cannot be given an outer header in
-    /// place; 0 = none.
+    /// Interface index of the IPIP device, for packets that cannot be given an outer header in place; 0 =
+    /// none.
     pub ipip_ifindex: u32,
     /// Address steered packets are sent to, if it is IPv4; zero = none.
     pub private_v4: [u8; 4],
@@ -438,14 +433,14 @@ pub struct Config {
     pub wireguard_v6: [u8; 16],
     /// The location's WireGuard address, if it is IPv4; zero = none.
     pub wireguard_v4: [u8; 4],
-    /// From this second of `CLOCK_MONOTONIC` on the programs let every packet by, since no
-    /// agent has come for them; zero = never.
+    /// From this second of `CLOCK_MONOTONIC` on, the programs let every packet pass, because no agent has
+    /// taken them over; zero = never.
     pub ends: u32,
 }
 
 impl Config {
-    /// For programs that are left alone until that second: rules translate from now on, and the
-    /// tunnel devices are gone. What only a tunnel device could send is dropped.
+    /// The configuration for programs that are orphaned until that second: netfilter rules translate from now
+    /// on, and the tunnel devices are gone. Packets that only a tunnel device could send are dropped.
     #[must_use]
     pub const fn left_until(self, second: u32) -> Self {
         Self {
@@ -458,7 +453,7 @@ impl Config {
     }
 }
 
-/// A router said that a link on the way to a node does not carry a packet of ours.
+/// A router's report that a link on the path to a node cannot carry a packet of ours.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct PathMtu {
@@ -466,8 +461,8 @@ pub struct PathMtu {
     pub remote: [u8; 16],
     /// `FAMILY_*` of `remote`.
     pub family: u32,
-    /// Bytes of the packet with its outer header. What the router says it carries is not
-    /// believed: the agent asks the path.
+    /// Bytes of the packet with its outer header. The MTU that the router reports is not trusted: the agent
+    /// probes the path.
     pub size: u32,
 }
 

@@ -55,8 +55,8 @@ pub struct Ipv4 {
     pub dst: [u8; 4],
     /// Header length in bytes with options: 20 to 60.
     pub header_len: usize,
-    /// Length of the packet in bytes, header included, as the header says; of a packet
-    /// too long to say it (BIG TCP, which only GSO packets are) what is there.
+    /// Length of the packet in bytes, header included, as the header says. For a packet too long for the
+    /// field (BIG TCP, only GSO packets), the number of bytes that are there.
     pub total_len: u32,
     /// Type of service.
     pub tos: u8,
@@ -68,9 +68,8 @@ pub struct Ipv4 {
     pub fragment: u16,
 }
 
-/// The fixed part of an IPv4 header as it stands in a packet, fields in network
-/// byte order. Read in words as long as its fields: byte by byte a program needs
-/// three times as many instructions.
+/// The fixed part of an IPv4 header as it stands in a packet, fields in network byte order. Read field by
+/// field: byte by byte, a program needs three times as many instructions.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct Ipv4Header {
@@ -103,13 +102,13 @@ pub const fn next_ttl(ttl: u8, checksum: u16) -> Option<(u8, u16)> {
     if ttl <= 1 {
         return None;
     }
-    // RFC 1624 where a word becomes less by 0x100; a sum of all ones is zero.
+    // RFC 1624 for a word that falls by 0x100; a sum of all ones is zero.
     let sum = checksum as u32 + 0x100;
     Some((ttl - 1, (sum + (sum >= 0xffff) as u32) as u16))
 }
 
 impl Ipv4Header {
-    /// Counts a host as a hop. `None`, and nothing is changed, when the TTL is at its end.
+    /// Lowers the TTL for one hop. `None`, with nothing changed, when the TTL is used up (1 or 0).
     #[inline(always)]
     pub const fn lower_ttl(&mut self) -> Option<()> {
         let Some((ttl, checksum)) = next_ttl(self.ttl, u16::from_be(self.checksum)) else { return None };
@@ -132,7 +131,7 @@ impl Ipv4 {
         Self::new(&unsafe { core::mem::transmute::<[u8; IPV4_LEN], Ipv4Header>(*bytes) }, available)
     }
 
-    /// As [`Self::parse`].
+    /// As [`Self::parse`], from a header that is read field by field.
     ///
     /// # Errors
     /// As [`Self::parse`].
@@ -143,7 +142,7 @@ impl Ipv4 {
         }
         let header_len = (header.version_len & 0xf) as usize * 4;
         let mut total_len = u16::from_be(header.total_len) as usize;
-        // No packet on a wire is that long: BIG TCP, whose length does not fit the field.
+        // No packet on a wire is that long: it is BIG TCP, whose length does not fit the field.
         if total_len == 0 && available > u16::MAX as usize {
             total_len = available;
         }

@@ -8,8 +8,8 @@
 //!  8 u64 nonce   16 u64 sequence   24 u64 sender   32 u64 other   40 u64 token
 //! 48 u16 port   50 zero   56 u64 tag
 //! ```
-//! Everything is big-endian but the tag, which is SipHash's own little-endian word. WireGuard's
-//! first byte is 1 to 4, so none of both is taken for the other.
+//! Everything is big-endian but the tag, which is SipHash's own little-endian word. WireGuard's first byte is
+//! 1 to 4, so neither is mistaken for the other.
 
 use crate::{
     counters::DropReason,
@@ -40,24 +40,25 @@ const TAG: usize = 7;
 wire_enum! {
     /// What a message says.
     pub enum Kind {
-        /// Asks a relay for a port that leads to `other`; sent to that port, it binds where it came from.
+        /// Asks a relay for a port that leads to `other`; sent to that port, it binds its own source address
+        /// to it.
         Ask = 1,
-        /// The relay's answer, to where its WireGuard knows the asker.
+        /// The relay's answer, sent to the endpoint at which its WireGuard knows the asker.
         Offer = 2,
         /// The relay notifies the other end that somebody asks for it.
         Invite = 3,
-        /// Asks the other end, by any way, whether that way works.
+        /// Asks the other end, over any path, whether that path works.
         Try = 4,
-        /// The answer, by the same way.
+        /// The answer to TRY, over the same path.
         Tried = 5,
     }
 }
 
 /// [`Message::flags`] of OFFER: the asker is bound.
 pub const BOUND: u8 = 1;
-/// Of OFFER: both ends are bound, packets pass.
+/// [`Message::flags`] of OFFER: both ends are bound, packets pass.
 pub const BOTH: u8 = 2;
-/// Of TRY: the other end is to try directly as well, now.
+/// [`Message::flags`] of TRY: the other end is to try directly as well, now.
 pub const START: u8 = 1;
 
 /// A message between a gateway and a relay, or two gateways, without its tag; numbers in host byte order.
@@ -73,7 +74,7 @@ pub struct Message {
     pub sequence: u64,
     /// First 8 bytes of SHA-256 of the sender's public key.
     pub sender: u64,
-    /// The same of the other end of the pair; in TRY and TRIED, of who gets it.
+    /// The same for the other end of the pair; in TRY and TRIED, for the receiver.
     pub other: u64,
     /// What the relay has given the asker to bind with; 0 = nothing yet.
     pub token: u64,
@@ -81,7 +82,7 @@ pub struct Message {
     pub port: u16,
 }
 
-/// A message as it lies in memory.
+/// A message in words, as they lie in memory.
 pub type Raw = [u64; WORDS];
 
 /// True for the first 8 bytes of a message of any version.
@@ -104,10 +105,10 @@ pub const fn sender(raw: &Raw) -> u64 {
     u64::from_be(raw[SENDER])
 }
 
-/// Whether the tag is the key's.
+/// Checks that the tag was made with this key.
 ///
 /// # Errors
-/// [`DropReason::ForgedSignal`].
+/// [`DropReason::ForgedSignal`] when it was not.
 #[inline(always)]
 pub const fn authentic(raw: &Raw, key: [u64; 2]) -> Result<(), DropReason> {
     if tag(raw, key) == u64::from_le(raw[TAG]) { Ok(()) } else { Err(DropReason::ForgedSignal) }
@@ -121,7 +122,7 @@ const fn tag(raw: &Raw, key: [u64; 2]) -> u64 {
 }
 
 impl Message {
-    /// Writes it with its tag.
+    /// The bytes of the message, with its tag.
     #[must_use]
     pub fn write(&self, key: Key) -> [u8; LENGTH] {
         let mut out = [0; LENGTH];
@@ -137,8 +138,8 @@ impl Message {
         out
     }
 
-    /// Reads it; the tag was checked by the program that heard it. `None`: another version, an unknown
-    /// kind, or bytes set that are none of this version's.
+    /// Reads a message whose tag the program that received it has checked. `None`: another version, an
+    /// unknown kind, or bytes set that this version does not use.
     #[must_use]
     pub fn read(bytes: &[u8; LENGTH]) -> Option<Self> {
         let word = |at: usize| Some(u64::from_be_bytes(*bytes.get(at..)?.first_chunk()?));
@@ -163,13 +164,13 @@ impl Message {
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Port {
-    /// Whose port it is: who alone may send to it.
+    /// Address of the end that has this port: it alone may send to it.
     pub from: [u8; 16],
-    /// Own address that it sends to.
+    /// This host's address that the end sends to.
     pub at: [u8; 16],
-    /// The end to which it is sent on.
+    /// Address of the other end, to which packets are sent on.
     pub to: [u8; 16],
-    /// Own address that it bears then.
+    /// This host's address that they get as their source.
     pub by: [u8; 16],
     /// Id of the node at `from`, and of that at `to`.
     pub ids: [u64; 2],
@@ -177,20 +178,21 @@ pub struct Port {
     pub packets: u64,
     /// Interface towards `to`.
     pub ifindex: u32,
-    /// Port at `from`; 0 = it is not bound.
+    /// UDP port of `from`; 0 = it is not bound.
     pub from_port: u16,
-    /// Port at `to`; 0 = it is not bound.
+    /// UDP port of `to`; 0 = it is not bound.
     pub to_port: u16,
-    /// Own port that it bears then: that of the pair's other end.
+    /// Source port of packets sent on: the port of the pair's other end.
     pub by_port: u16,
     /// Megabits a second that may come from `from` ([`Budget`]); 0 = not limited.
     pub rate: u16,
-    /// Another number with each write of the agent, which makes programs ask for the way to `to` anew; 0 = not yet.
+    /// Changes with each write of the agent, so that programs look up the route to `to` again; 0 = not
+    /// written yet.
     pub written: u32,
 }
 
 impl Port {
-    /// Whether it is bound, and this is the own address that its end sends to.
+    /// Whether it is bound, and `local` is the address of this host that its end sends to.
     #[inline(always)]
     #[must_use]
     pub const fn is_at(&self, local: [u64; 2]) -> bool {
@@ -199,13 +201,13 @@ impl Port {
     }
 }
 
-/// A message that a program has heard, as it stands in the ring.
+/// A message that a program has received: a record of the ring `relay_heard`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Heard {
     /// Source address; IPv4 as `::ffff:a.b.c.d`.
     pub source: [u8; 16],
-    /// Own address that it was sent to.
+    /// Address of this host that it was sent to.
     pub local: [u8; 16],
     /// The message as it came: what [`Message::read`] takes.
     pub bytes: [u8; LENGTH],
@@ -221,7 +223,7 @@ pub struct Heard {
 pub const HEARD: usize = 104;
 
 impl Heard {
-    /// A record of the ring.
+    /// Reads a record of the ring; `None` when it is too short.
     #[must_use]
     pub fn read(record: &[u8]) -> Option<Self> {
         let at = |at: usize| record.get(at..);
@@ -236,7 +238,7 @@ impl Heard {
     }
 }
 
-/// What becomes of a datagram to WireGuard's port or one of a relay's.
+/// What becomes of a datagram to WireGuard's port or a relay's.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fate {
     /// It is not for a relay.
@@ -260,9 +262,9 @@ pub struct Arrival {
     pub source_port: u16,
     /// UDP destination port: WireGuard's, or one of a pair.
     pub port: u16,
-    /// First bytes of what it bears.
+    /// First bytes of the payload.
     pub first: [u8; 8],
-    /// A part of a datagram, whose other parts do not have the ports.
+    /// Whether it is a fragment: the later ones of its datagram have no ports.
     pub is_fragment: bool,
 }
 
@@ -273,7 +275,7 @@ pub const fn is_port(port: u16) -> bool {
     port >= FIRST_PORT && port <= LAST_PORT
 }
 
-/// Place of a port in the array `relay_way`; that of others is beyond its end.
+/// Index of a port in the array `relay_way`; for all but relays' ports it is beyond the end.
 #[inline(always)]
 #[must_use]
 pub const fn place(port: u16) -> u32 {
@@ -283,8 +285,8 @@ pub const fn place(port: u16) -> u32 {
 /// The halves of an address of a [`Port`] as they lie in memory.
 #[inline(always)]
 const fn halves(addr: &[u8; 16]) -> [u64; 2] {
-    // SAFETY: sixteen bytes of a field of `Port`, each of which is aligned to eight. Byte by byte, as an array of
-    // bytes is read else, they are forty instructions.
+    // SAFETY: sixteen bytes of a field of `Port`, each of which is aligned to eight. Read byte by byte, as an
+    // array of bytes otherwise is, they would take forty instructions.
     unsafe { *core::ptr::from_ref(addr).cast() }
 }
 
@@ -295,9 +297,9 @@ pub const fn at_wireguard(arrival: &Arrival) -> Fate {
     if !arrival.is_fragment && begins(&arrival.first) { Fate::Hear } else { Fate::Stack }
 }
 
-/// What becomes of a datagram to a port that [`is_port`]; `entry` is what the relay knows of it.
-/// Ports that no pair has are the stack's, and so is what is for another address than the bound one.
-/// Whether an address that is not bound is an own one, the caller has to know.
+/// What becomes of a datagram to a port that [`is_port`]; `entry` is what the relay knows of it. Datagrams to
+/// a port of no pair, or to another address than the bound one, are the stack's. The caller must know whether
+/// an address that is not bound is this host's.
 #[inline(always)]
 #[must_use]
 pub const fn at_port(arrival: &Arrival, entry: Option<&Port>) -> Fate {

@@ -1,15 +1,14 @@
-//! Signals: what gateways and members of a location send each other to change the
-//! leader within half a second, as UDP to port [`PORT`]. One parser for programs
-//! and agents; docs/design/failover.md has the table.
+//! Signals: messages by which gateways and members of a location change the leader within half a second, as
+//! UDP to port [`PORT`]. Programs and agents share this parser; docs/design/failover.md has the table.
 //!
 //! ```text
 //!  0 u8 0   1 u8 version   2 u8 kind   3 u8 length / 8   4 "kgs1"
 //!  8 u64 nonce   16 u64 term << 16   24 u64 sender   32 u64 location
 //! 40 body, whole words   end: u64 tag, of kinds that have one
 //! ```
-//! Everything is big-endian but the tag, which is SipHash's own little-endian
-//! word. The first byte distinguishes a signal from VXLAN, whose first byte is 8; the magic distinguishes
-//! it from replies to a flow to which some NAT has given this port.
+//! Everything is big-endian but the tag, which is SipHash's own little-endian word. The first byte
+//! distinguishes a signal from VXLAN, whose first byte is 8; the magic distinguishes it from replies to a
+//! flow to which some NAT has given this port.
 
 pub mod control;
 pub mod kernel;
@@ -22,15 +21,15 @@ use crate::{
     wire_enum::wire_enum,
 };
 
-/// UDP port, host byte order: that of VXLAN, which every node takes in anyway.
+/// UDP port, host byte order: that of VXLAN, which every node accepts anyway.
 pub const PORT: u16 = VXLAN_PORT;
-/// Bytes before the body.
+/// Bytes of a header, which the body follows.
 pub const HEADER: usize = 40;
 /// Bytes of a tag.
 pub const TAG: usize = 8;
-/// Bytes of the four kinds that a kernel reads: ROLL, PRESENT, ANNOUNCE, FOLLOWS.
+/// Bytes of each of the four kinds that programs read: ROLL, PRESENT, ANNOUNCE, FOLLOWS.
 pub const KERNEL: usize = HEADER + 16 + TAG;
-/// Most members one signal names.
+/// Most members that one signal can name.
 pub const MAX_MEMBERS: usize = 128;
 /// Bytes of the longest signal.
 pub const LONGEST: usize = HEADER + 16 + 8 * MAX_MEMBERS + TAG;
@@ -43,19 +42,19 @@ wire_enum! {
     pub enum Kind {
         /// Asks a far leader's kernel to send it back.
         Probe = 1,
-        /// The answer.
+        /// The answer to PROBE: the probe itself, sent back.
         Reflected = 2,
         /// Asks a member's kernel whether it is there.
         Roll = 3,
-        /// The answer: the member's cookie and the gateway it uses.
+        /// The answer to ROLL: the member's cookie and the gateway it uses.
         Present = 4,
-        /// Asks a member to try the way through its leader.
+        /// Asks a member to try the path through its leader.
         Witness = 5,
-        /// The answer.
+        /// The answer to WITNESS.
         Verdict = 6,
         /// Announces to a member's kernel that it is to use the sender from now on.
         Announce = 7,
-        /// The answer of a kernel that does.
+        /// The answer of a kernel that obeys ANNOUNCE.
         Follows = 8,
         /// A member whose leader is silent asks to be led.
         Adopt = 9,
@@ -65,20 +64,20 @@ wire_enum! {
         Hello = 11,
         /// Reports to a far leader that these members use the sender.
         Claim = 12,
-        /// The answer: their prefixes are the sender's peer's.
+        /// The answer to CLAIM: the claiming gateway's WireGuard peer has the members' prefixes.
         Moved = 13,
         /// The last thing a leader sends for members that it gives away, in band.
         End = 14,
         /// Asks a gateway to be ready for a planned change.
         Prepare = 15,
-        /// The answer.
+        /// The answer to PREPARE.
         Ready = 16,
     }
 }
 
 impl Kind {
-    /// Whether a tag ends it. Probes prove nothing but that they came back, and
-    /// what passes a tunnel was authenticated by WireGuard.
+    /// Whether it ends with a tag. A probe proves only that it came back, and WireGuard has authenticated
+    /// what comes through a tunnel.
     #[inline(always)]
     pub const fn has_tag(self) -> bool {
         !matches!(self, Self::Probe | Self::Reflected | Self::Claim | Self::Moved | Self::End)
@@ -92,21 +91,21 @@ pub enum Verdict {
     /// Nothing came back through the leader.
     #[default]
     Failed = 0,
-    /// Something did.
+    /// Something came back through the leader.
     Works = 1,
     /// The witness uses another leader.
     Elsewhere = 2,
 }
 
-/// The first 40 bytes.
+/// A signal's first 40 bytes, parsed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Header {
     /// Kind of signal.
     pub kind: Kind,
     /// Its whole length in bytes, a multiple of 8.
     pub length: usize,
-    /// A random number that the answer repeats; of ADOPT, HANDOVER and PREPARE a number
-    /// that grows with each one a sender makes in one boot.
+    /// A random number that the answer repeats; in ADOPT, HANDOVER and PREPARE, a number that grows with each
+    /// one a sender makes in one boot.
     pub nonce: u64,
     /// The term it is about.
     pub term: Term,
@@ -123,7 +122,7 @@ pub enum Malformed {
     Other,
     /// A kind that this version does not know.
     Kind(u8),
-    /// A length that is not what came, or not what the kind has.
+    /// A length that differs from what arrived, or that the kind cannot have.
     Length,
     /// A value that its field cannot have.
     Value,
@@ -142,8 +141,8 @@ pub const fn begins(first: &[u8; 8]) -> bool {
     zero == 0 && u32::from_be_bytes([a, b, c, d]) == u32::from_be_bytes(MAGIC)
 }
 
-/// True for the first 8 bytes that a datagram to [`PORT`] has when a node's programs or its VXLAN
-/// device could take it. The device refuses flags other than "VNI is valid" (`vxlan_rcv` in
+/// True when a node's programs or its VXLAN device could take a datagram to [`PORT`] with these first 8
+/// bytes. The device refuses flags other than "VNI is valid" (`vxlan_rcv` in
 /// `drivers/net/vxlan/vxlan_core.c`); any VNI counts here.
 #[inline(always)]
 #[must_use]
@@ -152,7 +151,7 @@ pub const fn is_vxlan_or_signal(first: &[u8; 8]) -> bool {
     u32::from_be_bytes([a, b, c, d]) == u32::from_be_bytes([w, x, y, z]) || begins(first)
 }
 
-/// Reads a header; `length` is what came after the UDP header.
+/// Reads a header; `length` is the number of bytes behind the UDP header.
 ///
 /// # Errors
 /// When it is not a signal of this version with this length.
@@ -165,12 +164,13 @@ pub fn header(bytes: &[u8; HEADER], length: usize) -> Result<Header, Malformed> 
     let kind = Kind::from_u8(bytes[2]).ok_or(Malformed::Kind(bytes[2]))?;
     let said = usize::from(bytes[3]) * 8;
     let least = HEADER + if kind.has_tag() { TAG } else { 0 };
-    // Anybody can send these two: they take no more of the way back, and of the ring, than their header.
+    // Anybody can send these two, so they may not be longer than a header, neither on the way back nor in the
+    // ring.
     let most = if matches!(kind, Kind::Probe | Kind::Reflected) { HEADER } else { LONGEST };
     if said != length || said < least || said > most {
         return Err(Malformed::Length);
     }
-    // The low bits stand where a node has its own hop id.
+    // In a node's own word these low bits are its hop id; signals leave them zero.
     if words[2] & 0xffff != 0 {
         return Err(Malformed::Value);
     }
@@ -178,7 +178,7 @@ pub fn header(bytes: &[u8; HEADER], length: usize) -> Result<Header, Malformed> 
     Ok(Header { kind, length, nonce, term: Term::from_bits(term >> 16), sender, location })
 }
 
-/// Whole words, as they stand in a signal.
+/// A list of words as stored in a signal, big-endian.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Words<'a>(&'a [[u8; 8]]);
 
@@ -186,7 +186,7 @@ pub struct Words<'a>(&'a [[u8; 8]]);
 pub trait List {
     /// Number of words.
     fn count(&self) -> usize;
-    /// One of them; 0 when there is none.
+    /// The word at this index; 0 when there is none.
     fn get(&self, at: usize) -> u64;
 }
 
@@ -211,7 +211,7 @@ impl<T: AsRef<[u64]>> List for T {
 }
 
 impl Words<'_> {
-    /// All of them.
+    /// Every word, in host byte order.
     pub fn iter(&self) -> impl Iterator<Item = u64> + '_ {
         self.0.iter().map(|bytes| u64::from_be_bytes(*bytes))
     }
@@ -223,24 +223,24 @@ impl Words<'_> {
 pub enum Body<L> {
     /// PROBE, REFLECTED.
     Empty,
-    /// ROLL, PRESENT, ANNOUNCE, FOLLOWS. As long in the question as in the
-    /// answer, so that no kernel sends more than it is sent.
+    /// ROLL, PRESENT, ANNOUNCE, FOLLOWS. The question is as long as the answer, so that no kernel sends more
+    /// than it receives.
     Word {
-        /// The member's secret for this sender, drawn at its start (0 in ROLL).
+        /// The member's secret for this sender, drawn when the member starts (0 in ROLL).
         cookie: u64,
         /// The gateway it uses, or is to use.
         gateway: u64,
     },
     /// WITNESS.
     Question {
-        /// Which question.
+        /// Number of the question, which VERDICT repeats.
         id: u32,
-        /// How long the witness waits for its own probes, ms: the asking node knows the path better.
+        /// How long the witness waits for its own probes, in ms; the asking node knows the path better.
         patience: u32,
     },
     /// VERDICT.
     Witness {
-        /// Which question.
+        /// Number of the question, from WITNESS.
         id: u32,
         /// What was seen.
         verdict: Verdict,
@@ -249,7 +249,7 @@ pub enum Body<L> {
     Members {
         /// The sender's own secret for the receiver, as its kernel reports it in PRESENT: of this boot.
         cookie: u64,
-        /// How long the fault has lasted, in ms; 0: there is none, it is a wish.
+        /// How long the fault has lasted, in ms; 0 = there is no fault, the change is only wished for.
         age: u32,
         /// Members it is about.
         members: L,
@@ -258,24 +258,25 @@ pub enum Body<L> {
     Hello {
         /// Whether its own tunnels work.
         is_fit: bool,
-        /// Whether its own tunnels lose probes while packets come out of them: they are overloaded.
+        /// Whether its own tunnels are overloaded: they lose probes while packets still come out of them.
         is_busy: bool,
         /// Whether it leads members in the signal's term.
         leads: bool,
         /// The gateway it uses.
         gateway: u64,
-        /// The sender's secret for the receiver, of its boot: its numbers count within that.
+        /// The sender's secret for the receiver, drawn at boot: its numbers count within that boot.
         cookie: u64,
-        /// Losses of leadership, in pairs: a gateway; their number << 32 | seconds since the last.
+        /// Losses of leadership, as pairs of words: a gateway's id; their number << 32 | seconds since the
+        /// last.
         losses: L,
     },
     /// CLAIM, MOVED, END.
     Claim {
         /// Gateway that the prefixes belong to from now on.
         gateway: u64,
-        /// What belongs to no single member (WireGuard address, allowed-location-ips).
+        /// What becomes of the prefixes of no single member (WireGuard address, allowed-location-ips).
         shared: Shared,
-        /// Which part of how many.
+        /// Index of this part, and the number of parts.
         part: (u16, u16),
         /// Members whose prefixes move.
         members: L,
@@ -289,7 +290,7 @@ pub enum Body<L> {
     },
 }
 
-/// What becomes of the prefixes that belong to no single member, by a CLAIM.
+/// What a CLAIM does with the prefixes that belong to no single member.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[repr(u32)]
 pub enum Shared {
@@ -331,7 +332,7 @@ pub struct Signal<L> {
 }
 
 impl<L> Signal<L> {
-    /// The same with another kind of list: members of its own instead of those it was read from, for example.
+    /// The same signal with another kind of list, e.g. with members of its own instead of borrowed ones.
     pub fn map_list<M>(self, change: impl FnOnce(L) -> M) -> Signal<M> {
         let Self { kind, nonce, term, sender, location, body } = self;
         let body = match body {
@@ -360,7 +361,7 @@ const HELLO_BUSY: u64 = 4;
 /// [`is_authentic`] does that.
 ///
 /// # Errors
-/// When it is malformed; nothing of it counts then.
+/// When it is malformed; none of it may be used then.
 pub fn parse(bytes: &[u8]) -> Result<Signal<Words<'_>>, Malformed> {
     let start = bytes.first_chunk::<HEADER>().ok_or(Malformed::Other)?;
     let Header { kind, length, nonce, term, sender, location } = header(start, bytes.len())?;
@@ -437,8 +438,8 @@ fn body(kind: Kind, words: &[[u8; 8]]) -> Result<Body<Words<'_>>, Malformed> {
     })
 }
 
-/// Writes a signal and, with a key, its tag; how many bytes. `None`: it names more
-/// members than fit, or its kind needs a key that is not there.
+/// Writes a signal, with a tag if its kind has one, and returns the number of bytes. `None`: it names more
+/// members than fit, or its kind needs a key and there is none.
 pub fn write<L: List>(out: &mut [u8; LONGEST], signal: &Signal<L>, key: Option<Key>) -> Option<usize> {
     let mut at = HEADER;
     let mut put = |word: u64| {
@@ -495,7 +496,7 @@ pub fn write<L: List>(out: &mut [u8; LONGEST], signal: &Signal<L>, key: Option<K
     Some(length)
 }
 
-/// Whether the tag that ends these bytes is the key's.
+/// Whether the tag at the end of these bytes was made with this key.
 pub fn is_authentic(bytes: &[u8], key: Key) -> bool {
     bytes
         .split_last_chunk::<TAG>()

@@ -1,8 +1,8 @@
-//! SipHash-2-4 (Aumasson and Bernstein, "SipHash: a fast short-input PRF", 2012),
-//! the tag of signals: short messages, 64 bits, no table and no multiplication,
-//! so that a BPF program can check one.
+//! SipHash-2-4 (Aumasson and Bernstein, "SipHash: a fast short-input PRF", 2012), which makes the tags of
+//! signals. It suits short messages, has 64 bits and needs neither tables nor multiplication, so that a BPF
+//! program can check a tag.
 
-/// 128 bits, read as two little-endian words.
+/// A 128-bit key, as two little-endian words.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[repr(C)]
 pub struct Key(pub [u64; 2]);
@@ -53,7 +53,7 @@ impl State {
         self.0[0] ^= word;
     }
 
-    /// `last`: the bytes that fill no word, and above them the length.
+    /// `last`: the bytes that do not fill a word, and in the top byte the length.
     #[inline(always)]
     const fn finish(mut self, last: u64) -> u64 {
         self.word(last);

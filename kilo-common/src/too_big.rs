@@ -25,8 +25,8 @@ const UNREACHABLE: u8 = 3;
 const FRAGMENTATION_NEEDED: u8 = 4;
 const PACKET_TOO_BIG: u8 = 2;
 
-/// Writes the headers of the answer to the IPv4 packet whose first [`QUOTED`]
-/// bytes are the last of `answer`, in the name of its destination; `mtu` in bytes.
+/// Writes the headers of the answer in front of the IPv4 packet whose first [`QUOTED`] bytes are the last of
+/// `answer`. Its source is that packet's destination; `mtu` is in bytes.
 #[inline(always)]
 pub fn v4(answer: &mut [u8; LEN_V4], mtu: u16) {
     const QUOTE: usize = LEN_V4 - QUOTED;
@@ -73,7 +73,7 @@ fn copy(out: &mut [u8], at: usize, from: &[u8], start: usize, len: usize) {
     }
 }
 
-/// Sum of the 16-bit words from `start`, of an even number of bytes.
+/// Sum of the 16-bit words from `start` to `end`, an even number of bytes.
 #[inline(always)]
 fn sum(bytes: &[u8], start: usize, end: usize) -> u32 {
     let mut sum = 0;

@@ -1,6 +1,6 @@
-//! Enums that are one byte of a message.
+//! Enums that a message carries as one byte.
 
-/// Declares an enum of one byte, and `from_u8`, which reads it: each value stands once.
+/// Declares a one-byte enum and its `from_u8`, so that each number is written only once.
 macro_rules! wire_enum {
     ($(#[$meta:meta])* pub enum $name:ident { $($(#[$about:meta])* $value:ident = $number:literal,)+ }) => {
         $(#[$meta])*
@@ -11,7 +11,7 @@ macro_rules! wire_enum {
         }
 
         impl $name {
-            /// The value with this number; `None`: this version has none.
+            /// The variant with this number; `None` if this version does not know it.
             #[inline(always)]
             pub const fn from_u8(number: u8) -> Option<Self> {
                 match number {

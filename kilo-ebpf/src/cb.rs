@@ -1,11 +1,9 @@
-//! What one program has found out about a packet, passed to the next program in
-//! `skb->cb`, so that tables are looked up only once. The stack writes its own data
-//! there before it sends anything, so nobody else can leave a note here; where a kernel
-//! does not carry the block on, the tables are looked up again.
+//! What one program has found out about a packet, passed to the next program in `skb->cb`, so that tables are
+//! looked up only once. The stack writes its own data there before it sends anything, so nobody else can
+//! leave a note here. Where a kernel does not preserve the control block, the tables are looked up again.
 //!
-//! What must outlive the stack is written to `skb->priority`: a process needs
-//! `CAP_NET_ADMIN` to set more than 6 there, and the kernel clears it when a packet
-//! comes from another network namespace.
+//! A note that must survive the stack is written to `skb->priority`: a process needs `CAP_NET_ADMIN` to set
+//! more than 6 there, and the kernel clears it when a packet comes from another network namespace.
 
 use aya_ebpf::{EbpfContext as _, bindings::__sk_buff, programs::TcContext};
 use kilo_common::maps::{HOP_KIND_WIREGUARD, HOP_REMOTE};
@@ -28,8 +26,8 @@ const TO_LAN: u32 = u32::from_be_bytes(*b"lan ");
 /// Any program that steers, to `uplink_egress`: on its way to another node.
 const SENT: u32 = u32::from_be_bytes(*b"sent");
 
-/// `skb->priority` from `lan_ingress` to `tunnel_ingress`: outer header checked. The last four
-/// bits are those of the packet's own priority.
+/// `skb->priority` from `lan_ingress` to `tunnel_ingress`: outer header checked. The last four bits keep the
+/// packet's own priority.
 const CHECKED: u32 = 0x6b67_0000;
 /// `skb->priority` from `send` through the VXLAN or IPIP device to `uplink_egress`.
 const BY_DEVICE: u32 = 0x6b68_0000;
@@ -49,7 +47,7 @@ fn has_priority(ctx: &TcContext, what: u32) -> bool {
     unsafe { (*skb).priority & !OWN_PRIORITY == what }
 }
 
-/// Notes in `skb->priority` that the outer header was checked, of a packet that goes to a tunnel device.
+/// Notes in `skb->priority` that the outer header of a packet for a tunnel device was checked.
 #[inline(always)]
 pub fn checked(ctx: &TcContext) {
     set_priority(ctx, CHECKED);
@@ -106,15 +104,15 @@ pub fn transit(ctx: &TcContext) {
     set(ctx, TRANSIT);
 }
 
-/// True if [`transit`] has left its note, and WireGuard is a way out of the
-/// location, as it is on gateways alone.
+/// True if [`transit`] has left its note, and WireGuard leads out of the location, as it does on gateways
+/// only.
 #[inline(always)]
 pub fn is_for_wireguard(ctx: &TcContext) -> bool {
     is(ctx, TRANSIT) && hop(HOP_REMOTE).is_some_and(|hop| hop.kind == HOP_KIND_WIREGUARD)
 }
 
-/// Notes that the packet is for the stack: another node sent it from a prefix of its own to one of this node's
-/// pods, and it is neither a signal nor of a flow that is translated.
+/// Notes that the packet is for the stack: another node sent it from a prefix of its own to one of this
+/// node's pods, and it is neither a signal nor part of a translated flow.
 #[inline(always)]
 pub fn delivered(ctx: &TcContext) {
     set(ctx, DELIVERED);
@@ -126,7 +124,7 @@ pub fn is_delivered(ctx: &TcContext) -> bool {
     is(ctx, DELIVERED)
 }
 
-/// Notes that the packet is of a node that this gateway leads.
+/// Notes that the packet is from a node that this gateway leads.
 #[inline(always)]
 pub fn led(ctx: &TcContext) {
     set(ctx, LED);
@@ -185,7 +183,7 @@ pub fn forget(ctx: &TcContext) {
     set(ctx, 0);
 }
 
-/// Notes that the packet is steered: nothing more is to be done with it here.
+/// Notes that the packet is steered: no program here has anything more to do with it.
 #[inline(always)]
 pub fn sent(ctx: &TcContext) {
     set(ctx, SENT);

@@ -45,8 +45,8 @@ pub fn is_to_vxlan<I: Ip, const LINK: usize>(ctx: &TcContext, ip: &I) -> bool {
     port == Some(VXLAN_PORT.to_be()) && may_be_ours(ctx, ip, udp)
 }
 
-/// False for what comes to the port by chance: replies to a flow to which some NAT has given this
-/// source port. Of segments that are still one packet, only the first could be looked at.
+/// False for what comes to the port by chance: replies to a flow to which some NAT has given this source
+/// port. Of a GSO packet only the first segment could be looked at, so it always counts.
 #[inline(always)]
 fn may_be_ours<I: Ip>(ctx: &TcContext, ip: &I, udp: usize) -> bool {
     packet::gso_size(ctx) != 0
@@ -56,8 +56,8 @@ fn may_be_ours<I: Ip>(ctx: &TcContext, ip: &I, udp: usize) -> bool {
         }
 }
 
-/// An encapsulated packet addressed to this node; `overhead` bytes stand
-/// between the link-layer header and the inner packet.
+/// Receives an encapsulated packet addressed to this node; `overhead` bytes stand between the link-layer
+/// header and the inner packet.
 #[inline(always)]
 pub fn receive_steered<O: Ip, I: Ip, const LINK: usize, const GSO: bool>(
     ctx: &TcContext,
@@ -91,8 +91,8 @@ pub fn receive_steered<O: Ip, I: Ip, const LINK: usize, const GSO: bool>(
     Ok(redirect(config, disposition))
 }
 
-/// [`receive_steered`] with a stack of its own. The verifier follows it from its callers, because it wants to see the
-/// bounds of `overhead`.
+/// [`receive_steered`] with a stack of its own. The verifier checks it anew for each caller, because it must
+/// see the bounds of `overhead`.
 #[inline(never)]
 pub fn steered_subprogram<O: Ip, I: Ip, const LINK: usize>(
     skb: Skb,
@@ -127,8 +127,8 @@ fn take_gso<O: Ip, I: Ip, const LINK: usize>(skb: Skb, config: &Config) -> i32 {
 }
 
 subprogram! {
-    /// Writes what the network between the nodes said of congestion into the packet at
-    /// `offset`; `outer` is the outer header's type of service.
+    /// Writes the congestion marks of the network between the nodes into the packet at `offset`; `outer` is
+    /// the outer header's type of service.
     fn take_over_ecn[I: Ip](offset: usize, outer: u32) -> i32 = write_ecn;
     by I::V6 => { false => decap_ecn_v4[Ipv4], true => decap_ecn_v6[V6] }
 }
@@ -186,9 +186,9 @@ pub fn validate<I: Ip>(
     Ok((disposition, own))
 }
 
-/// Removes the outer headers; returns who cuts the packet if it is a GSO packet. One of
-/// the other family also changes what the kernel takes it for: by a flag, or before
-/// Linux 6.3 by a translation whose room is removed, too.
+/// Removes the outer headers; returns who cuts the packet if it is a GSO packet. For an inner packet of the
+/// other family, the kernel's idea of the protocol changes, too: by a flag, or before Linux 6.3 by a
+/// translation whose room is removed as well.
 #[inline(always)]
 fn decapsulate<O: Ip, I: Ip, const GSO: bool>(ctx: &TcContext, overhead: usize) -> Result<Cut, DropReason> {
     let shrink =
@@ -206,7 +206,7 @@ fn decapsulate<O: Ip, I: Ip, const GSO: bool>(ctx: &TcContext, overhead: usize) 
     if done { Ok(Cut::Before) } else { Err(DropReason::Encapsulation) }
 }
 
-/// The disposition of a packet to this address; `None`: the address alone does not decide it.
+/// The disposition of a packet to this address; `None` when it is not for this node.
 #[inline(always)]
 pub fn disposition_of<I: Ip>(
     config: &Config,

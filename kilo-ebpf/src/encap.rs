@@ -49,7 +49,7 @@ pub fn send<I: Ip>(ctx: &TcContext, config: &Config, hop: &Hop, tos: u8) -> Verd
         (TUNNEL_IPIP, FAMILY_V4) => from_code(ipip::<I>(skb, config, hop, tos)),
         (TUNNEL_NONE, FAMILY_V4) if !I::V6 => from_code(native::<I>(skb, hop)),
         (TUNNEL_NONE, FAMILY_V6) if I::V6 => from_code(native::<I>(skb, hop)),
-        // A packet of the other family needs a next hop of its own; encapsulated it does without.
+        // A packet of the other family would need a next hop of its own family; encapsulated it does not.
         (TUNNEL_NONE, FAMILY_V4) => from_code(ipip::<I>(skb, config, hop, tos)),
         (TUNNEL_NONE | TUNNEL_IPIP, FAMILY_V6) => from_code(ipip_v6::<I>(skb, config, hop, tos)),
         // A GSO packet that crosses a link whole would lose its segments'
@@ -64,8 +64,8 @@ pub fn send<I: Ip>(ctx: &TcContext, config: &Config, hop: &Hop, tos: u8) -> Verd
 }
 
 subprogram! {
-    /// The way of nearly all packets. A subprogram, because its stack frame would not fit in its callers'
-    /// before Linux 6.3.
+    /// Sends in IPIP between IPv4 addresses, as nearly all packets go. A subprogram, because its stack frame
+    /// would not fit in its callers' before Linux 6.3.
     fn ipip[I: Ip](config: &Config, hop: &Hop, tos: u8) -> i32 = send_ipip;
     by I::V6 => { false => encap_ipip_v4[Ipv4], true => encap_ipip_v6[V6] }
 }
@@ -143,7 +143,7 @@ fn inner<I: Ip>(ctx: &TcContext, tos: u8, hash: u32) -> Inner {
     Inner { len: ctx.len(), tos, v6: I::V6, hash }
 }
 
-/// IPv4 addresses stand in the first bytes of a hop's fields.
+/// The IPv4 address in the first four bytes of a hop's field.
 #[inline(always)]
 fn v4(addr: &[u8; 16]) -> &[u8; 4] {
     // SAFETY: four bytes of sixteen.
@@ -156,8 +156,7 @@ fn flow_hash(ctx: &TcContext) -> u32 {
     unsafe { bpf_get_hash_recalc(ctx.as_ptr().cast()) }
 }
 
-/// Makes room for an outer header. Refused for packets that bear an outer
-/// header of a pod's own.
+/// Makes room for an outer header. The kernel refuses packets that already have one, of a pod's own tunnel.
 #[inline(always)]
 fn push_header_room(ctx: &TcContext, overhead: usize, flags: u64) -> Result<(), ()> {
     // Without FIXED_GSO the kernel refuses UDP GSO packets (QUIC senders in pods).
@@ -175,7 +174,7 @@ fn transmit<const N: usize>(ctx: &TcContext, hop: &Hop, frame: &[u8; N]) -> Verd
     Ok(Act::neighbour(hop.ifindex))
 }
 
-/// As [`transmit`], with addresses of the link where they are known.
+/// As [`transmit`], with link-layer addresses where they are known.
 #[inline(always)]
 fn transmit_v4<const N: usize>(
     ctx: &TcContext,
@@ -197,7 +196,7 @@ fn transmit_v4<const N: usize>(
 }
 
 subprogram! {
-    /// Without outer header.
+    /// Sends without an outer header.
     fn native[I: Ip](hop: &Hop) -> i32 = send_native;
     by I::V6 => { false => encap_native_v4[Ipv4], true => encap_native_v6[V6] }
 }
@@ -231,8 +230,8 @@ fn words(addr: &[u8; 16]) -> [u32; 4] {
 }
 
 subprogram! {
-    /// Lets a tunnel device write the outer header: IPIP where that is possible,
-    /// else VXLAN, which every receiver takes, too.
+    /// Lets a tunnel device write the outer header: IPIP where that is possible, otherwise VXLAN, which every
+    /// receiver accepts as well.
     fn by_device[I: Ip](config: &Config, hop: &Hop, tos: u8) -> i32 = send_by_device;
     by I::V6 => { false => encap_by_device_v4[Ipv4], true => encap_by_device_v6[V6] }
 }

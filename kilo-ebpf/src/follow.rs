@@ -1,4 +1,4 @@
-//! `follow`: moves this node's word in `lead` for the agent, which runs the program for it.
+//! `follow`: moves this node's word in `lead` for the agent, which runs the program for that.
 
 use aya_ebpf::{EbpfContext as _, bindings::__sk_buff, programs::TcContext};
 use kilo_common::maps::{HOP_ACTING, LEAD_ACTING};
@@ -9,7 +9,7 @@ use crate::{
 };
 
 /// Moves the acting leader's word for this node's agent, from the word it expects to one of no earlier term.
-/// The control block holds both words, expected and new, and afterwards the word that `lead` then holds.
+/// The control block holds both words, expected and new, and on return the word that is then in `lead`.
 #[inline(always)]
 pub fn follow(ctx: &TcContext) {
     let skb: *mut __sk_buff = ctx.as_ptr().cast();

@@ -1,5 +1,5 @@
-//! Sending what the agent has written: it runs this program (`BPF_PROG_TEST_RUN`) instead of
-//! opening packet sockets. All goes into the WireGuard device, whose program does the rest.
+//! Sends what the agent has written: it runs this program (`BPF_PROG_TEST_RUN`) instead of opening packet
+//! sockets. Everything goes into the WireGuard device, whose program does the rest.
 
 use aya_ebpf::{EbpfContext as _, bindings::__sk_buff, helpers::bpf_clone_redirect, programs::TcContext};
 use kilo_common::inject::Inject;
@@ -9,7 +9,7 @@ use crate::{cb, maps::CONFIG};
 /// `EINVAL`: the agent named an unknown destination kind.
 const INVALID: i32 = -22;
 
-/// Sends the packet the way that the first word of its control block names; returns 0, or the
+/// Sends the packet to where the first word of its control block says ([`Inject`]); returns 0, or the
 /// kernel's error.
 #[inline(always)]
 pub fn inject(ctx: &TcContext) -> i32 {

@@ -15,11 +15,11 @@ use crate::{
     words::WholeAddress,
 };
 
-/// Where an IPv4 header has its type of service and its checksum.
+/// Offsets of type of service and checksum in an IPv4 header.
 const TOS: usize = 1;
 const CHECKSUM: usize = 10;
 
-/// A header of one family, and the tables that speak of its addresses.
+/// A header of one family, and the tables with its addresses.
 pub trait Ip: Copy {
     /// An address in network byte order.
     type Addr: Copy + PartialEq;
@@ -48,7 +48,7 @@ pub trait Ip: Copy {
     fn is_fragment(&self) -> bool;
     /// Type of service or traffic class of the packet at `offset`, which may be anywhere.
     fn tos_at(ctx: &TcContext, offset: usize) -> Result<u8, DropReason>;
-    /// Writes another one into the packet.
+    /// Writes the type of service or traffic class of the packet at `offset`.
     fn set_tos(ctx: &TcContext, offset: usize, tos: u8) -> Result<(), DropReason>;
     /// Where the UDP header is, if the packet that starts at `offset` has one: a datagram as a
     /// whole, or its first fragment.
@@ -56,26 +56,26 @@ pub trait Ip: Copy {
     /// Identification of the UDP datagram that the packet at `offset` is a fragment of; IPv4's in the
     /// last two bytes.
     fn udp_id(&self, ctx: &TcContext, offset: usize) -> Option<[u8; 4]>;
-    /// Counts this host as a hop, in the packet; the TTL must be above 1.
+    /// Lowers the TTL or hop limit in the packet; it must be above 1.
     fn lower_ttl(&self, ctx: &TcContext, offset: usize) -> Result<(), DropReason>;
 
     /// The longest prefix that holds this address.
     fn prefix(config: &Config, addr: Self::Addr) -> Option<PrefixValue>;
     /// The node that sends from this outer address.
     fn sender(addr: Self::Addr) -> Option<&'static NodeValue>;
-    /// True when the node is known to send from this address without a look at prefixes.
+    /// True when the node's own entry shows that it may send from this address.
     fn is_known_source(sender: &NodeValue, src: Self::Addr) -> bool;
     /// True for addresses that stay on a link or a host.
     fn never_steered(addr: Self::Addr) -> bool;
-    /// True for addresses steered packets for this node are sent to.
+    /// True for this node's addresses to which steered packets are sent.
     fn is_private(config: &Config, addr: Self::Addr) -> bool;
     /// True for the location's WireGuard address.
     fn is_wireguard(config: &Config, addr: Self::Addr) -> bool;
     /// Address that masqueraded packets get on a device.
     fn masq_addr(device: &Device) -> Self::Addr;
-    /// An address as masquerading's keys hold it, of either family.
+    /// An address of either family as the keys of masquerading hold it.
     fn mapped(addr: Self::Addr) -> [u64; 2];
-    /// The inverse.
+    /// The inverse of [`Self::mapped`].
     fn unmapped(addr: &[u8; 16]) -> Self::Addr;
 }
 
@@ -167,7 +167,7 @@ impl Ip for Ipv4 {
     }
     #[inline(always)]
     fn sender(addr: [u8; 4]) -> Option<&'static NodeValue> {
-        // SAFETY: entries are only replaced by the agent; one that is meanwhile was valid a moment ago.
+        // SAFETY: entries are only replaced by the agent; one replaced meanwhile was valid a moment ago.
         unsafe { NODE_V4.get(&addr) }
     }
     #[inline(always)]
@@ -201,7 +201,7 @@ impl Ip for Ipv4 {
     }
 }
 
-/// What `direct_v4` says of an address; what it does not know, the trie does.
+/// The value that `direct_v4` holds for an address; `None` leaves it to the trie.
 #[inline(always)]
 pub fn direct(config: &Config, addr: [u8; 4]) -> Option<PrefixValue> {
     let place = Place::of(addr, config.direct_shift);
@@ -220,7 +220,7 @@ pub struct V6 {
     pub next_header: u8,
 }
 
-/// A header where its addresses are aligned.
+/// A header whose addresses are aligned.
 #[repr(C, align(8))]
 struct Aligned([u8; IPV6_LEN]);
 
@@ -317,7 +317,7 @@ impl Ip for V6 {
     }
     #[inline(always)]
     fn set_tos(ctx: &TcContext, offset: usize, tos: u8) -> Result<(), DropReason> {
-        /// The kernel corrects a sum over the whole packet, which no header checksum keeps right.
+        /// Makes the kernel correct a sum over the whole packet, which no header checksum balances here.
         const RECOMPUTE_CSUM: u64 = 1;
         let start: [u8; 2] = ctx.load(offset).map_err(|_| DropReason::Truncated)?;
         let start = [start[0] & 0xf0 | tos >> 4, start[1] & 0xf | tos << 4];

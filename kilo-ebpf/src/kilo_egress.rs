@@ -38,7 +38,7 @@ fn egress<I: Ip>(ctx: &TcContext, config: &Config) -> Verdict {
     if cb::is_to_lan(ctx) {
         return from_code(signal::to_lan::<I>(ctx.as_ptr().cast()));
     }
-    // No process and no pod speaks as a gateway: `inject` has left a note (`cb`) with what the agent sends.
+    // No process and no pod may send as a gateway: packets of the agent carry a note (`cb`) from `inject`.
     if signal::is_control::<I>(ip.src()) {
         return Err(DropReason::ForgedSignal);
     }
@@ -46,9 +46,9 @@ fn egress<I: Ip>(ctx: &TcContext, config: &Config) -> Verdict {
     if I::never_steered(ip.dst()) || I::never_steered(ip.src()) {
         return Err(DropReason::NotUnicast);
     }
-    // Without an entry no node has it, and it is routed nowhere, as hop 0 without flags is.
+    // Without an entry no node has it: it is routed nowhere, like hop 0 without flags.
     let to = I::prefix(config, ip.dst()).unwrap_or_default();
-    // The gateway that gets it translates it.
+    // A packet that is passed on is translated by the gateway that gets it.
     if to.flags & PREFIX_NOT_MASQUERADED == 0
         && !cb::is_passed_on(ctx)
         && let Some(addr) = masquerade::egress(ctx, config, 0, &ip, Known::Rare)?
@@ -74,10 +74,10 @@ fn egress<I: Ip>(ctx: &TcContext, config: &Config) -> Verdict {
 }
 
 subprogram! {
-    /// Not zero for what this gateway's own WireGuard sends. WireGuard in the kernel refuses to send by its own
-    /// device; a program that does would build the tunnel to one gateway through another, and lose both at once.
-    /// No masqueraded packet gets its port. With a stack of its own, because with those of the
-    /// functions that `kilo_egress` calls nothing more fits before Linux 6.3.
+    /// Not zero for a packet of this gateway's own WireGuard. WireGuard in the kernel refuses to send by its
+    /// own device; a program that does would build the tunnel to one gateway through another, and lose both
+    /// at once. No masqueraded packet gets its port. A subprogram, because before Linux 6.3 the stacks of the
+    /// functions that `kilo_egress` calls leave no room for more.
     fn is_own_wireguard[I: Ip](config: &Config) -> u32 = look_for_wireguard;
     by I::V6 => { false => own_wireguard_v4[Ipv4], true => own_wireguard_v6[V6] }
 }

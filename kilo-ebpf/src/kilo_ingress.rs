@@ -60,7 +60,7 @@ fn ingress<I: Ip>(ctx: &TcContext, config: &Config) -> Verdict {
         Ingress::Punt => return Ok(next(Action::Punt)),
         Ingress::Decrypt => {}
     }
-    // Most nodes' packets come from the mesh alone, and to addresses an answer has here.
+    // On most nodes packets here come only from the mesh, and answers only to this device's own address.
     if translated.is_none()
         && config.flags & (I::SEVERAL | CONFIG_OFFERED) != 0
         && masquerade::ingress(ctx, config, 0, &ip, true)?.is_none()

@@ -49,7 +49,7 @@ pub fn lan_ingress(ctx: &TcContext, config: &Config) -> Verdict {
         Family::V4 => match packet::protocol_v4(ctx) {
             protocol::TCP | protocol::UDP => match established::arriving(ctx, config)? {
                 Established::Done => Ok(Act::NEXT),
-                // Nor is it the tunnels'.
+                // Without an entry it is not for a port of WireGuard or VXLAN either.
                 Established::NoEntry if relay::concerns_whole(ctx, config) => {
                     from_code(relay::arrived::<Ipv4, ETHERNET_LEN>(ctx.as_ptr().cast(), config))
                 }
@@ -67,7 +67,7 @@ pub fn lan_ingress(ctx: &TcContext, config: &Config) -> Verdict {
 /// Ingress of an uplink without link-layer header; packets start with their IP header.
 #[inline(always)]
 pub fn l3_ingress(ctx: &TcContext, config: &Config) -> Verdict {
-    // Without link-layer address every packet is for this host.
+    // Without link-layer addresses every packet is for this host.
     match packet::family(ctx) {
         Family::V4 => taken::<Ipv4, 0>(ctx, config),
         Family::V6 => taken::<V6, 0>(ctx, config),
@@ -75,10 +75,10 @@ pub fn l3_ingress(ctx: &TcContext, config: &Config) -> Verdict {
     }
 }
 
-/// Result of [`receive`]: it is a signal. Its own function is called from here,
-/// because the stacks of functions that call each other add up.
+/// Result of [`receive`]: the packet is a signal. [`taken`] calls the function for it, because the stacks of
+/// functions that call each other add up.
 const SIGNAL: i32 = 1000;
-/// The same: it is a relay's, or a message about one.
+/// Result of [`receive`]: the packet is to be relayed, or is a message about relays.
 const RELAY: i32 = 1001;
 const _: () = assert!(DropReason::from_index(SIGNAL as u32).is_none());
 const _: () = assert!(DropReason::from_index(RELAY as u32).is_none());
@@ -120,14 +120,14 @@ fn received<O: Ip, const LINK: usize>(ctx: &TcContext, config: &Config) -> Verdi
     if O::is_private(config, outer.dst()) {
         let skb = ctx.as_ptr().cast();
         match outer.protocol() {
-            // In VXLAN they are the device's.
+            // GSO packets in VXLAN are left to the device.
             protocol::IPIP if gso::is(ctx, config) => {
                 return from_code(gso_subprogram::<O, Ipv4, LINK>(skb, config));
             }
             protocol::IPV6 if gso::is(ctx, config) => {
                 return from_code(gso_subprogram::<O, V6, LINK>(skb, config));
             }
-            // The way of nearly all packets is inline.
+            // Nearly all packets come here, so this is inline.
             protocol::IPIP if !O::V6 => {
                 return receive_steered::<O, Ipv4, LINK, false>(ctx, config, &outer, O::HEADER_LEN);
             }
@@ -137,7 +137,7 @@ fn received<O: Ip, const LINK: usize>(ctx: &TcContext, config: &Config) -> Verdi
             protocol::IPV6 => {
                 return from_code(steered_subprogram::<O, V6, LINK>(skb, config, O::HEADER_LEN));
             }
-            // Where nodes send without outer header, one of another location comes like this.
+            // With native routing, a signal from another location also arrives without an outer header.
             protocol::UDP
                 if signal::is_signal(ctx, LINK, &outer)
                     && (config.flags & CONFIG_NATIVE == 0 || O::sender(outer.src()).is_some()) =>
@@ -162,8 +162,8 @@ fn received<O: Ip, const LINK: usize>(ctx: &TcContext, config: &Config) -> Verdi
                 Family::Other if config.vxlan_ifindex != 0 && is_to_vxlan::<O, LINK>(ctx, &outer) => {
                     sender_of::<O>(ctx, &outer)?;
                     cb::checked(ctx);
-                    // The programs of others behind this one (a host firewall) see as little of
-                    // what the device decapsulates as of what is taken here.
+                    // As for packets taken here, other programs behind this one (a host firewall) must not
+                    // see what the device decapsulates.
                     return Ok(Act::STACK);
                 }
                 Family::Other => {}
@@ -193,9 +193,8 @@ fn received<O: Ip, const LINK: usize>(ctx: &TcContext, config: &Config) -> Verdi
     Ok(taken)
 }
 
-/// True for a packet to WireGuard from an address that packets reach through
-/// WireGuard. It takes the source for the peer's endpoint, and what it sends
-/// there would be encrypted again, and again.
+/// True for a packet to WireGuard from an address that is itself reached through WireGuard. WireGuard would
+/// take the source for the peer's endpoint, and encrypt what it sends there again and again.
 #[inline(always)]
 fn source_is_via_wireguard<O: Ip, const LINK: usize>(ctx: &TcContext, config: &Config, outer: &O) -> bool {
     is_gateway(config.flags)
@@ -211,8 +210,8 @@ fn destination_port<O: Ip, const LINK: usize>(ctx: &TcContext) -> Option<u16> {
     ctx.load::<[u8; 2]>(LINK + O::HEADER_LEN + DESTINATION_PORT).ok().map(u16::from_be_bytes)
 }
 
-/// What a VXLAN packet of ours holds; everything else is left to the stack:
-/// other ports and VNIs, GSO packets and fragments (for the device), options.
+/// The family of the packet in a VXLAN packet of ours. `Other` leaves it to the stack: other ports and VNIs,
+/// options, and GSO packets and fragments (for the device).
 #[inline(always)]
 fn vxlan<O: Ip, const LINK: usize>(ctx: &TcContext, outer: &O) -> Family {
     let whole = outer.protocol() == protocol::UDP && !outer.is_fragment();
@@ -239,7 +238,7 @@ fn vxlan<O: Ip, const LINK: usize>(ctx: &TcContext, outer: &O) -> Family {
     }
 }
 
-/// A packet without outer header.
+/// Receives a packet without an outer header.
 #[inline(always)]
 fn bare<I: Ip, const LINK: usize>(ctx: &TcContext, config: &Config, ip: &I) -> Verdict {
     let prefix = |address| I::prefix(config, address);
@@ -250,7 +249,7 @@ fn bare<I: Ip, const LINK: usize>(ctx: &TcContext, config: &Config, ip: &I) -> V
     native::<I, LINK>(ctx, config, ip)
 }
 
-/// The same, where nodes of the location send such.
+/// The rest of [`bare`], where nodes of the location send such packets (native routing).
 #[inline(always)]
 fn native<I: Ip, const LINK: usize>(ctx: &TcContext, config: &Config, ip: &I) -> Verdict {
     let source = || I::prefix(config, ip.src());
@@ -286,7 +285,7 @@ fn native<I: Ip, const LINK: usize>(ctx: &TcContext, config: &Config, ip: &I) ->
     }
 }
 
-/// What is known of the node at a hop as a sender.
+/// The entry of a hop's node as a sender.
 #[inline(always)]
 fn sender_at(node: &Hop) -> Option<&'static NodeValue> {
     let remote = &node.remote;

@@ -11,17 +11,17 @@ use kilo_common::{
 
 use crate::maps::{LEAD, hop};
 
-/// How often a word is tried to be moved while others move it.
+/// How many attempts a move gets while others move the word as well.
 const TRIES: u32 = 3;
 
-/// The word for [`HOP_REMOTE`] or [`HOP_ACTING`], read at once; 0 leads nowhere.
+/// The word for [`HOP_REMOTE`] or [`HOP_ACTING`], read in one load; 0 leads nowhere.
 #[inline(always)]
 pub fn word(id: u32) -> u64 {
     // SAFETY: the entry is aligned to 8 bytes, and always there.
     LEAD.get_ptr(id & 1).map_or(0, |word| unsafe { read_volatile(word) })
 }
 
-/// Whether the word for one of both ids names this node's own WireGuard.
+/// Whether the word for one of the two ids names this node's own WireGuard.
 #[inline(always)]
 pub fn is_mine(id: u32) -> bool {
     u32::from(hop_of(word(id))) == HOP_REMOTE
@@ -33,7 +33,7 @@ pub fn resolve_hop(id: u32) -> Option<&'static Hop> {
     hop(hop_id(id, || false, word))
 }
 
-/// Moves the acting leader's word to a later one; whether it is the word then.
+/// Moves the acting leader's word to a later one; true if `offered` is the word afterwards.
 #[inline(always)]
 pub fn obey(offered: u64) -> bool {
     let Some(word) = LEAD.get_ptr_mut(LEAD_ACTING) else { return false };
@@ -55,7 +55,7 @@ pub fn obey(offered: u64) -> bool {
     false
 }
 
-/// Compare-and-exchange, which the compiler does not have for this target; what was there.
+/// Compare-and-exchange, which the compiler lacks for this target; returns the word that was there.
 #[inline(always)]
 pub fn exchange(word: *mut u64, expected: u64, new: u64) -> u64 {
     let mut found = expected;

@@ -72,8 +72,8 @@ fn look_for_other_agent<const EGRESS: bool>(skb: Skb, config: &Config) -> u32 {
     u32::from(shows)
 }
 
-/// True when the route to a pod leads through another device than ours: packets from it would be
-/// received on a device that the other agent may have taken down.
+/// True when the route back to the inner source, another node's pod, leads through another device than ours:
+/// its packets would be received on ours, which the other agent may have taken down.
 #[inline(always)]
 fn is_elsewhere(ctx: &TcContext, config: &Config, inner: &Ipv4) -> bool {
     // Another node sends neither from this one's pods nor from outside the mesh.

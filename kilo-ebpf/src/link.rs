@@ -1,10 +1,10 @@
-//! Link-layer addresses of the next hop, by the kernel's routes and neighbours: so the header is written once, and
-//! the packet needs no second way through the kernel's routing. What was found counts for the same tick of the
-//! kernel's clock, a few milliseconds, and on one CPU.
+//! Link-layer addresses of the next hop, from the kernel's routes and neighbours, so that the header is
+//! written once and the packet does not pass the kernel's routing a second time. An answer is valid within
+//! the same tick of the kernel's clock, a few milliseconds, and on one CPU.
 //!
-//! A neighbour's entry grows old while nobody sends by it, and the kernel proves it anew only by what it sends
-//! itself. So once a second a packet towards each address goes the kernel's own way, which also finds out
-//! that a router has another link-layer address; and so does every packet while there is no valid entry.
+//! A neighbour entry goes stale while nobody sends by it, and the kernel validates it again only for what it
+//! sends itself. So once a second a packet to each address takes the kernel's own path, which also finds out
+//! that a router has another link-layer address; so does every packet while there is no valid entry.
 
 use core::sync::atomic::AtomicU64;
 
@@ -31,8 +31,8 @@ const INET: u8 = 2;
 /// Destination and source in an Ethernet header, in pairs of bytes.
 pub type Ends = [u16; 6];
 
-/// A question for the kernel, its answer, and when it was given: tick, and the address above. On kernels where
-/// programs of one CPU interrupt each other there is no masquerading by programs, nor is this used.
+/// A cached answer of the kernel; `key` is the tick in which it was given, with the destination above it.
+/// Kernels where programs on one CPU interrupt each other neither masquerade by programs nor use this.
 #[repr(C, align(8))]
 struct Link {
     key: u64,
@@ -48,13 +48,13 @@ const _: () = assert!(size_of::<bpf_fib_lookup>() == size_of::<[u64; 8]>());
 #[btf_map(name = "link")]
 static LINK: PerCpuArray<Link, { map_table::LINK.size as usize }> = PerCpuArray::new();
 
-/// The last packets that went the kernel's way, by the last bits of the address they went to: the second, and the
-/// address above. Two addresses that share a place ask more often, and never less.
+/// The last packet that took the kernel's path, by the last bits of its destination: the second, with the
+/// address above it. Two addresses that share an entry take it more often, and never less.
 static ASKED: [AtomicU64; map_table::LINK.size as usize] =
     [const { AtomicU64::new(0) }; map_table::LINK.size as usize];
 
-/// Destination and source of a frame that leaves by this interface towards an IPv4 address; `None`: the kernel is to
-/// send it. Addresses are words as they lie in memory.
+/// Link-layer destination and source of a frame that leaves by this interface towards an IPv4 address;
+/// `None`: the kernel must send it. IP addresses are words as they lie in memory.
 #[inline(always)]
 pub fn addresses(
     ctx: &TcContext,
@@ -63,7 +63,7 @@ pub fn addresses(
     [src, dst]: [u32; 2],
     tos: u8,
 ) -> Option<&'static Ends> {
-    // Before Linux 6.10 the helper knows no routes by mark.
+    // Before Linux 6.10 the helper does not follow routes by mark.
     // SAFETY: the context is valid for the whole program.
     if config.flags & CONFIG_MASQUERADE == 0 || unsafe { (*ctx.skb.skb).mark } != 0 {
         return None;
@@ -73,7 +73,7 @@ pub fn addresses(
     let link = unsafe { &mut *LINK.get_ptr_mut(place)? };
     // SAFETY: a helper without arguments.
     let tick = u64::from(dst) << 32 | unsafe { bpf_jiffies64() } & 0xffff_ffff;
-    // Without the marks of congestion, by which nothing is routed.
+    // Without the ECN bits, by which nothing is routed.
     let from = u64::from(tos & !3) << 32 | u64::from(src);
     if link.key == tick && link.from == from && link.ifindex == ifindex {
         return Some(&link.ends);
@@ -86,7 +86,7 @@ pub fn addresses(
 }
 
 subprogram! {
-    /// Asks the kernel, unless a packet is to go its way.
+    /// Asks the kernel, unless this packet must take its path; zero: no addresses.
     fn ask(link: &mut Link, ifindex: u32, ends: u64, tos: u32) -> u32 = ask_kernel as link_ask
 }
 
@@ -115,8 +115,8 @@ fn ask_kernel(skb: Skb, link: &mut Link, ifindex: u32, ends: u64, tos: u32) -> u
     }
 }
 
-/// Asks the kernel for the link-layer addresses of a route out of this interface; zero: there are none, or the route is
-/// another.
+/// Asks the kernel for the link-layer addresses of a route out of this interface; zero: there are none, or
+/// the route leads elsewhere.
 #[inline(always)]
 fn ends_of(skb: Skb, route: &mut bpf_fib_lookup, ifindex: u32, ends: &mut Ends) -> u32 {
     let size = size_of::<bpf_fib_lookup>() as i32;
@@ -132,7 +132,7 @@ fn ends_of(skb: Skb, route: &mut bpf_fib_lookup, ifindex: u32, ends: &mut Ends) 
     u32::from(d | e | f != 0)
 }
 
-/// Writes them at the start of a frame.
+/// Writes the addresses at the start of a frame.
 ///
 /// # Safety
 /// There must be room for them.

@@ -4,9 +4,9 @@
 //! | program | hook | job |
 //! |---|---|---|
 //! | `kilo_egress` | egress of the WireGuard device | steer, or let WireGuard encrypt |
-//! | `kilo_ingress` | ingress of the WireGuard device | on a leader: on to other nodes |
+//! | `kilo_ingress` | ingress of the WireGuard device | on a leader: send on to other nodes |
 //! | `lan_ingress` | ingress of uplinks | take steered packets; translate replies back |
-//! | `tunnel_ingress` | ingress of the VXLAN and the IPIP device | what `lan_ingress` left to the VXLAN device; nothing else |
+//! | `tunnel_ingress` | ingress of the VXLAN and IPIP devices | take what `lan_ingress` left to VXLAN; drop all else |
 //! | `uplink_egress` | egress of uplinks | steer pod traffic addressed to other nodes' own addresses; masquerade traffic that leaves the mesh |
 //! | `l3_ingress` | ingress of uplinks without link-layer header | as `lan_ingress` |
 //! | `l3_egress` | egress of uplinks without link-layer header | as `uplink_egress` |

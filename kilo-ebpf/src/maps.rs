@@ -1,4 +1,4 @@
-//! The maps as the programs see them; names and sizes are `kilo_common::map_table`.
+//! The maps as the programs see them; names and sizes are in `kilo_common::map_table`.
 
 use aya_ebpf::{
     btf_maps::{Array, HashMap, LpmTrie, LruHashMap, PerCpuArray, RingBuf},
@@ -79,7 +79,7 @@ pub fn hop(id: u32) -> Option<&'static Hop> {
     HOP.get(id)
 }
 
-/// What is known of the interface a program runs on.
+/// The entry of the interface with this index.
 #[inline(always)]
 pub fn device(ifindex: u32) -> Option<&'static Device> {
     // SAFETY: entries are only replaced by the agent, and not freed while the program runs.

@@ -21,8 +21,8 @@ static EVENTS: RingBuf<DropEvent, { map_table::EVENTS.size as usize }> = RingBuf
 #[btf_map(name = "monitor")]
 static MONITOR: Array<Monitor, 1> = Array::new();
 
-/// Reports a packet that is about to be dropped, if somebody wants to know:
-/// the `Hook` it is on and the index of the `DropReason`.
+/// Reports a packet that is about to be dropped, if a listener wants it. `hook` is the number of the `Hook`
+/// it is on, `reason` the index of the `DropReason`.
 #[inline(always)]
 pub fn report(ctx: &TcContext, hook: u32, reason: u32) {
     let Some(monitor) = MONITOR.get(0) else { return };
@@ -30,7 +30,7 @@ pub fn report(ctx: &TcContext, hook: u32, reason: u32) {
     if !monitor.wants(reason, || unsafe { bpf_ktime_get_ns() }, || unsafe { bpf_get_prandom_u32() }) {
         return;
     }
-    // A full ring is the listener's loss; the counters have the whole number.
+    // With a full ring the listener misses events; the counters still have the whole number.
     let Some(mut entry) = EVENTS.reserve(0) else { return };
     let event: *mut DropEvent = entry.as_mut_ptr();
     let length = ctx.len();

@@ -1,8 +1,8 @@
 //! What links and paths carry: whether a packet fits, and what routers say about it.
 //!
-//! Routers that could not carry a steered packet say so to this node, the
-//! sender of its outer header. The agent gets an event, asks the path itself, and
-//! lowers the MTU of the routes that lead there; the stack then notifies senders.
+//! A router that could not carry a steered packet reports that to this node, the sender of its outer header.
+//! The agent gets an event, probes the path itself, and lowers the MTU of the routes that lead there; the
+//! stack then notifies senders.
 
 use aya_ebpf::programs::TcContext;
 use kilo_common::{
@@ -20,13 +20,13 @@ use crate::{
 };
 
 subprogram! {
-    /// Reads the ICMP error at `offset`; anything but one about a packet this node
-    /// may have steered is ignored. Returns nothing of meaning.
+    /// Reads the ICMP error at `offset`, and ignores all but those about a packet that this node may have
+    /// steered. The result means nothing.
     pub fn learn_v4(config: &Config, offset: usize) -> u32 = read_error_v4 as mtu_learn_v4
 }
 subprogram! {
-    /// As [`learn_v4`], for ICMPv6 right behind an IPv6 header: at a constant offset, because the verifier wants to
-    /// see its bounds.
+    /// As [`learn_v4`], for ICMPv6 right behind an IPv6 header: at a constant offset, because the verifier
+    /// must see its bounds.
     pub fn learn_v6[const LINK: usize](config: &Config) -> u32 = read_error_v6;
     by LINK => { 0 => mtu_learn_l3_v6[0], _ => mtu_learn_v6[ETHERNET_LEN] }
 }
@@ -47,7 +47,7 @@ fn read_error_v4(skb: Skb, config: &Config, offset: usize) -> u32 {
 #[inline(always)]
 fn read_error_v6<const LINK: usize>(skb: Skb, config: &Config) -> u32 {
     let ctx = TcContext::new(skb);
-    // In the packet, not on the stack: with the callers' that would be too much before Linux 6.3.
+    // In the packet, not on the stack: together with the callers' it would be too large before Linux 6.3.
     let Some(error) = packet::bytes::<ERROR_V6>(&ctx, LINK + IPV6_LEN) else { return 0 };
     // SAFETY: `bytes` checked the bounds, and nothing moves the packet meanwhile.
     let Some(quoted) = icmp_too_big::v6(unsafe { &*error }) else { return 0 };

@@ -1,4 +1,4 @@
-//! Access to packet bytes, the way the verifier accepts it.
+//! Access to packet bytes in ways that the verifier accepts.
 
 use core::ptr::read_volatile;
 
@@ -17,7 +17,7 @@ fn skb(ctx: &TcContext) -> *const __sk_buff {
     ctx.as_ptr().cast()
 }
 
-/// What the kernel takes a packet for.
+/// Protocol family of a packet, as the kernel sees it.
 pub enum Family {
     /// IPv4.
     V4,
@@ -54,8 +54,8 @@ pub fn is_tagged(ctx: &TcContext) -> bool {
     unsafe { (*skb(ctx)).vlan_present != 0 }
 }
 
-/// True when a tagged packet belongs to a VLAN. VLAN 0 is none: such a tag bears a
-/// priority only, and is removed, because it would stay with the packet on every other device.
+/// True when a tagged packet belongs to a VLAN. VLAN 0 is not one: such a tag only carries a priority, and is
+/// removed, because the packet would otherwise keep it on every other device.
 #[inline(always)]
 pub fn belongs_to_vlan(ctx: &TcContext) -> bool {
     is_of_vlan(ctx.as_ptr().cast()) != 0
@@ -81,8 +81,8 @@ pub fn ifindex(ctx: &TcContext) -> u32 {
     unsafe { (*skb(ctx)).ifindex }
 }
 
-/// Index of the interface that brought the packet to this host; 0 for what the host made, as encryption and tunnel
-/// devices do (`skb_scrub_packet`, net/core/skbuff.c).
+/// Index of the interface on which the packet arrived at this host; 0 for packets that the host made, as
+/// encryption and tunnel devices do (`skb_scrub_packet`, net/core/skbuff.c).
 #[inline(always)]
 pub fn brought_by(ctx: &TcContext) -> u32 {
     // SAFETY: the context is valid for the whole program.
@@ -108,8 +108,8 @@ pub fn bytes<const N: usize>(ctx: &TcContext, offset: usize) -> Option<*mut [u8;
     Some((ctx.data() + offset) as *mut [u8; N])
 }
 
-/// Two bytes at a constant offset, as they lie in memory, if they are in the linear part. The bounds
-/// are read anew: the compiler computes with those that a caller holds in ways the verifier does not follow.
+/// Two bytes at a constant offset, as they lie in memory, if they are in the linear part. The bounds are read
+/// anew, because the compiler computes with those of a caller in ways that the verifier does not follow.
 #[inline(always)]
 pub fn linear_word(ctx: &TcContext, offset: usize) -> Option<u16> {
     let skb = skb(ctx);
@@ -124,8 +124,8 @@ pub fn linear_word(ctx: &TcContext, offset: usize) -> Option<u16> {
     Some(unsafe { *((data + offset) as *const u16) })
 }
 
-/// The first `N` bytes as pairs of them in network byte order, if they are in the linear part.
-/// Packets of a link with an Ethernet header have their IP header at an even address.
+/// The first `N` pairs of bytes, each in network byte order, if they are in the linear part. Packets of a
+/// link with an Ethernet header have their IP header at an even address.
 #[inline(always)]
 pub fn pairs<const N: usize>(ctx: &TcContext) -> Option<&[u16; N]> {
     if ctx.data() + 2 * N > ctx.data_end() {

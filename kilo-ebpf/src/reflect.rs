@@ -1,4 +1,4 @@
-//! Answers to a sender made of its own packet: "too big" in ICMP and ICMPv6.
+//! Answers to a sender, made from its own packet: "too big" in ICMP and ICMPv6.
 
 use aya_ebpf::{
     EbpfContext as _, bindings::bpf_adj_room_mode::BPF_ADJ_ROOM_MAC, helpers::bpf_skb_change_tail,
@@ -36,10 +36,9 @@ fn answer_v6<const LINK: usize>(skb: Skb, mtu: u32) -> i32 {
     answer::<_, LINK>(skb, |packet| too_big::v6(packet, mtu))
 }
 
-/// Notifies the sender, which knows from the stack what this interface carries;
-/// counts the packet as dropped in any case. The answer comes in by the
-/// interface the packet was leaving by, as if the destination had sent it: it
-/// passes `rp_filter`, and netfilter translates it back for translated flows.
+/// Notifies the sender, which knows from the stack only what this interface carries; counts the packet as
+/// dropped in any case. The answer comes in by the interface that the packet was leaving by, as if the
+/// destination had sent it: it passes `rp_filter`, and netfilter translates it back for translated flows.
 #[inline(always)]
 fn answer<const N: usize, const LINK: usize>(skb: Skb, write: impl FnOnce(&mut [u8; N])) -> i32 {
     let hook = if LINK == 0 { Hook::L3Egress } else { Hook::UplinkEgress };
@@ -51,8 +50,8 @@ fn answer<const N: usize, const LINK: usize>(skb: Skb, write: impl FnOnce(&mut [
     }
 }
 
-/// Makes the answer of the packet: cuts it, swaps its link-layer addresses,
-/// and writes the answer's `N` bytes, of which the last are there already.
+/// Turns the packet into the answer: truncates it, swaps its link-layer addresses, and writes the answer's
+/// `N` bytes, the last of which are there already.
 #[inline(always)]
 fn reflect<const N: usize, const LINK: usize>(
     ctx: &TcContext,

@@ -23,23 +23,23 @@ impl Act {
     pub const NEXT: Self = Self(-1);
     /// Goes on with the stack at once.
     pub const STACK: Self = Self(0);
-    /// Ends a packet.
+    /// Ends the packet here (`TC_ACT_SHOT`).
     pub const END: Self = Self(2);
 
-    /// Sends the packet out of an interface; as it is, so its link-layer header must be there if the
-    /// interface has such.
+    /// Sends the packet out of an interface as it is, so it must have a link-layer header if the interface
+    /// uses one.
     #[inline(always)]
     pub fn transmit(ifindex: u32) -> Self {
         Self::redirect(ifindex, false)
     }
 
-    /// To the stack, as received on that interface.
+    /// Hands the packet to the stack, as received on that interface.
     #[inline(always)]
     pub fn receive(ifindex: u32) -> Self {
         Self::redirect(ifindex, true)
     }
 
-    /// One of both.
+    /// [`Self::receive`] or [`Self::transmit`], by `received`.
     #[inline(always)]
     pub fn redirect(ifindex: u32, received: bool) -> Self {
         // `BPF_F_INGRESS`.
@@ -48,15 +48,16 @@ impl Act {
         Self(unsafe { bpf_redirect(ifindex, flags) } as i32)
     }
 
-    /// Sends the packet to the next hop that the kernel's routes give, which is also asked for its
-    /// link-layer address.
+    /// Sends the packet to the next hop by the kernel's routes; the kernel also resolves its link-layer
+    /// address.
     #[inline(always)]
     pub fn neighbour(ifindex: u32) -> Self {
         // SAFETY: no parameters are passed.
         Self(unsafe { bpf_redirect_neigh(ifindex, core::ptr::null_mut(), 0, 0) } as i32)
     }
 
-    /// The same for a next hop that is known, of which the kernel finds the link-layer address among its neighbours.
+    /// As [`Self::neighbour`], to a known next hop; the kernel takes its link-layer address from its
+    /// neighbour table.
     #[inline(always)]
     pub fn next_hop(ifindex: u32, hop: &mut bpf_redir_neigh) -> Self {
         let size = size_of::<bpf_redir_neigh>() as i32;
@@ -70,7 +71,7 @@ impl Act {
         Self(returned)
     }
 
-    /// For the kernel.
+    /// The number that the kernel expects.
     #[inline(always)]
     pub const fn code(self) -> i32 {
         self.0
@@ -92,8 +93,8 @@ pub fn run(ctx: TcContext, hook: Hook, program: impl FnOnce(&TcContext, &'static
     }
 }
 
-/// What a part of a program that has a stack of its own returns: an action
-/// of the kernel, or the index of a drop reason (none is an action's number).
+/// What a subprogram returns: an action of the kernel, or the index of a drop reason (no index is an action's
+/// number).
 #[inline(always)]
 pub fn to_code(verdict: Verdict) -> i32 {
     match verdict {
@@ -112,7 +113,8 @@ pub fn from_code(code: i32) -> Verdict {
 }
 
 subprogram! {
-    /// Counts and reports a packet that ends; its stack is its own, because what a log record takes adds up in callers.
+    /// Counts and reports a packet that is dropped. A subprogram, because the stack for a log record would
+    /// add to its callers'.
     pub fn dropped(reason: u32, hook: u32) -> i32 = drop_packet as dropped_packet
 }
 

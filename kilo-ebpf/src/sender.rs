@@ -8,11 +8,11 @@ use network_types::udp::UdpHdr;
 
 use crate::{ip::Ip, packet};
 
-/// Offset in a UDP header.
+/// Offset of the destination port in a UDP header.
 pub const DESTINATION_PORT: usize = offset_of!(UdpHdr, dst);
 
-/// The node that an encapsulated packet comes from: by its outer source, and by the
-/// interface, because anybody on another network can write that source.
+/// The node that an encapsulated packet comes from, by its outer source and by the interface, because anybody
+/// on another network can forge that source.
 #[inline(always)]
 pub fn sender_of<O: Ip>(ctx: &TcContext, outer: &O) -> Result<&'static NodeValue, DropReason> {
     forwarding::arrives(O::sender(outer.src()), packet::ifindex(ctx))

@@ -1,5 +1,5 @@
-//! Signals (docs/design/failover.md): probes are reflected, the roll call and ANNOUNCE are answered
-//! whether or not an agent lives, all else goes to the agent by a ring and never to the stack.
+//! Signals (docs/design/failover.md): probes are reflected, and the roll call and ANNOUNCE are answered even
+//! while no agent runs. All other signals go to the agent through a ring, and never to the stack.
 
 use core::mem::offset_of;
 
@@ -37,15 +37,15 @@ use crate::{
     subprogram::{Skb, subprogram},
 };
 
-/// Where UDP has its length and its checksum.
+/// Offsets of length and checksum in a UDP header.
 const UDP_LENGTH: usize = offset_of!(UdpHdr, len);
 const UDP_CHECKSUM: usize = offset_of!(UdpHdr, check);
 
-/// Where IP headers have their source, and right behind it their destination.
+/// Offsets of the source in IP headers; the destination follows right behind it.
 const SOURCE_V4: usize = 12;
 const SOURCE_V6: usize = 8;
 
-/// First half of the control prefix, and the bits of it that count.
+/// The control prefix in the first half of an address, and the mask of its bits.
 const CONTROL: u64 = u64::from_ne_bytes([
     CONTROL_PREFIX[0],
     CONTROL_PREFIX[1],
@@ -58,14 +58,14 @@ const CONTROL: u64 = u64::from_ne_bytes([
 ]);
 const CONTROL_MASK: u64 = u64::from_ne_bytes([0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0, 0]);
 
-/// True for control addresses, which stand for a gateway inside tunnels alone.
+/// True for control addresses, which stand for a gateway only inside tunnels.
 #[inline(always)]
 pub fn is_control<I: Ip>(addr: I::Addr) -> bool {
     I::V6 && I::mapped(addr)[0] & CONTROL_MASK == CONTROL
 }
 
-/// True for a whole datagram without options that begins as a signal does, to this port; the
-/// caller knows that it is for this node.
+/// True for a whole datagram without IP options to the port of signals that begins like a signal. The caller
+/// has checked that it is for this node.
 #[inline(always)]
 pub fn is_signal<I: Ip>(ctx: &TcContext, offset: usize, ip: &I) -> bool {
     let udp = offset + I::HEADER_LEN;
@@ -79,12 +79,12 @@ pub fn is_signal<I: Ip>(ctx: &TcContext, offset: usize, ip: &I) -> bool {
         && ctx.load(udp + UDP_LEN).is_ok_and(|first| signal::begins(&first))
 }
 
-/// Result of [`taken_from_lan`]: the kernel answers the signal. The functions that do so are called by its
-/// caller, because the stacks of functions that call each other add up.
+/// Result of [`taken_from_lan`]: the kernel answers the signal. The caller calls the functions that do so,
+/// because the stacks of functions that call each other add up.
 const ANSWER: i32 = 1003;
 const _: () = assert!(DropReason::from_index(ANSWER as u32).is_none());
 
-/// A signal from the network between the nodes, addressed to this one.
+/// Takes a signal from the network between the nodes, addressed to this one.
 #[inline(always)]
 pub fn from_lan<O: Ip, const LINK: usize>(skb: Skb, config: &Config) -> i32 {
     match taken_from_lan::<O, LINK>(skb) {
@@ -144,7 +144,7 @@ fn decide<O: Ip, const LINK: usize>(ctx: &TcContext, ip: &O) -> Verdict {
 }
 
 subprogram! {
-    /// A signal that came through a tunnel, addressed to this node.
+    /// Takes a signal that came through a tunnel, addressed to this node.
     pub fn from_tunnel[I: Ip](config: &Config) -> i32 = read_from_tunnel;
     by I::V6 => { false => signal_tunnel_v4[Ipv4], true => signal_tunnel_v6[V6] }
 }
@@ -162,7 +162,7 @@ fn taken_from_tunnel<I: Ip>(ctx: &TcContext, config: &Config, ip: &I) -> Verdict
     let header = header(ctx, start)?;
     let (address, hook) = (octets(I::mapped(ip.src())), Hook::KiloIngress as u32);
     let from_gateway = is_control::<I>(ip.src());
-    // Of another location: what this one's nodes send comes by the network between them.
+    // From another location only: signals of this one's nodes come by the network between them.
     if !from_gateway && !I::prefix(config, ip.src()).is_some_and(|owner| is_remote(owner.hop)) {
         return Err(DropReason::UnknownSignal);
     }
@@ -173,14 +173,14 @@ fn taken_from_tunnel<I: Ip>(ctx: &TcContext, config: &Config, ip: &I) -> Verdict
         {
             rename(ctx, start)?;
             swap_addresses::<I>(ctx, 0)?;
-            // Its peer has the address it came from.
+            // WireGuard finds the peer by the address that the probe came from.
             cb::transit(ctx);
             count_action(Action::Reflect);
             Ok(Act::transmit(config.kilo_ifindex))
         }
         Taken::Agent => from_code(heard(skb, &address, start, hook)),
         Taken::Control if from_gateway && to_gateway => {
-            // VPN peers have control addresses, too, and say MOVED alone.
+            // VPN peers have control addresses, too, and send only MOVED.
             if header.kind != Kind::Moved {
                 // SAFETY: entries are only replaced by the agent, and not freed while the program runs.
                 let key = unsafe { SIGNAL_KEY.get(&address) }.ok_or(DropReason::UnknownSignal)?;
@@ -192,7 +192,7 @@ fn taken_from_tunnel<I: Ip>(ctx: &TcContext, config: &Config, ip: &I) -> Verdict
     }
 }
 
-/// True for addresses that signals in tunnels are sent to, if they are for this node.
+/// True for those of this node's addresses to which signals in tunnels are sent.
 #[inline(always)]
 pub fn is_own<I: Ip>(config: &Config, addr: I::Addr) -> bool {
     I::is_private(config, addr)
@@ -206,7 +206,7 @@ fn is_wireguard<I: Ip>(config: &Config, addr: I::Addr) -> bool {
     I::is_wireguard(config, addr)
 }
 
-/// The signal's header, if its length is what UDP says and what is there.
+/// The header of the signal at `start`, if its length agrees with that of UDP and fits the packet.
 #[inline(always)]
 fn header(ctx: &TcContext, start: usize) -> Result<Header, DropReason> {
     let bytes: [u8; 2] = ctx.load(start - UDP_LEN + UDP_LENGTH).map_err(|_| DropReason::Malformed)?;
@@ -231,7 +231,7 @@ fn rename(ctx: &TcContext, start: usize) -> Result<(), DropReason> {
 }
 
 subprogram! {
-    /// Whether the tag of the signal at `start` is right, which is as long as those that the kernel answers.
+    /// Checks the tag of the signal at `start`, which has [`KERNEL`] bytes.
     fn prove(key: &SignalKey, start: usize) -> i32 = prove_signal as signal_prove
 }
 
@@ -242,7 +242,8 @@ fn prove_signal(skb: Skb, key: &SignalKey, start: usize) -> i32 {
 }
 
 subprogram! {
-    /// Writes the answer to ROLL or ANNOUNCE, which is right behind its headers at `start`, over it; [`ANSWER`] then.
+    /// Overwrites ROLL or ANNOUNCE, right behind its headers at `start`, with the answer, and returns
+    /// [`ANSWER`].
     fn answer(config: &Config, start: u32, v6: u32) -> i32 = answer_signal as signal_answer
 }
 
@@ -318,7 +319,7 @@ fn write_answer(
     .map_err(|_| DropReason::Rewrite)
 }
 
-/// The term of the own word, and the id of the gateway it names; 0: of one that has none.
+/// The term of this node's word, and the id of the gateway that it names; 0 when that has none.
 #[inline(always)]
 fn stands(own: u64) -> (Term, u64) {
     let word = leader_word::word(HOP_ACTING);
@@ -352,8 +353,8 @@ fn reflect<I: Ip, const LINK: usize>(ctx: &TcContext) -> Verdict {
     Ok(Act::transmit(packet::ifindex(ctx)))
 }
 
-/// Swaps the addresses, which leaves every checksum as it is. Ports stay: each probe has another source port,
-/// as a new flow has, and its answer is a signal to the same port as all others.
+/// Swaps the addresses, which leaves every checksum valid. Ports stay: each probe has another source port,
+/// like a new flow, and its answer is a signal to the same port as all others.
 #[inline(always)]
 fn swap_addresses<I: Ip>(ctx: &TcContext, offset: usize) -> Result<(), DropReason> {
     if I::V6 {
@@ -372,8 +373,8 @@ struct Record<const N: usize> {
     bytes: [u8; N],
 }
 
-/// A number of which the compiler knows nothing: the verifier must see each bound, and would not if
-/// the compiler left one out or made one comparison of two.
+/// The same number, of which the compiler knows nothing: the verifier must see each bound, but the compiler
+/// would leave one out or merge two comparisons.
 #[inline(always)]
 fn opaque(mut number: u64) -> u64 {
     // SAFETY: the register stays as it is.
@@ -399,7 +400,7 @@ fn hear_signal(skb: Skb, source: &[u8; 16], start: usize, hook: u32) -> i32 {
 #[inline(always)]
 fn hear(ctx: &TcContext, hook: u32, source: &[u8; 16], start: usize, header: &Header) -> Verdict {
     let unread = unread();
-    // It bears no tag, so anybody may send it who may send packets here.
+    // It has no tag, so anybody who can send packets here can send it.
     if header.kind == Kind::Reflected && unread >= FULL_OF_ANSWERS {
         return Err(DropReason::SignalRingFull);
     }
@@ -416,7 +417,7 @@ fn hear(ctx: &TcContext, hook: u32, source: &[u8; 16], start: usize, header: &He
 /// Bytes of unread records from which on every record wakes the agent.
 const CROWDED: u64 = map_table::SIGNAL.size as u64 / 4;
 
-/// Bytes of unread records from which on answers to probes are dropped: the rest is for what bears a tag.
+/// Bytes of unread records from which on answers to probes are dropped: the rest is for signals with a tag.
 const FULL_OF_ANSWERS: u64 = map_table::SIGNAL.size as u64 / 2;
 
 /// Bytes of records that the agent has not read.

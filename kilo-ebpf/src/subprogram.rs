@@ -1,8 +1,9 @@
 //! Subprograms that the verifier checks once, each by itself, however often they are called: the kernel calls
-//! such functions global. All others it follows anew from every state of every caller, which made most of what a
-//! first start costs. What it knows of an argument of a global function is its type alone, and of the result nothing;
-//! a pointer may be null to it. Each must use all its numbers, and the packet: the compiler passes rubbish for what is not
-//! used, which the verifier refuses. The linker keeps them under their names, which no other function may have.
+//! such functions global. It follows all others again from every state of every caller, which would make up
+//! most of the cost of a first start. Of a global function's arguments it knows only the types, and of the
+//! result nothing; a pointer may be null to it. Each must use all its numbers, and the packet: the compiler
+//! passes garbage for unused ones, which the verifier refuses. The linker keeps them under their names, which
+//! no other function may have.
 
 use aya_ebpf::bindings::__sk_buff;
 use kilo_common::counters::DropReason;
@@ -16,7 +17,7 @@ pub trait Argument: Sized {
     /// `None`: a null pointer, which only the verifier expects.
     ///
     /// # Safety
-    /// It must come from [`Self::pass`], and what is referred to must live while the subprogram runs.
+    /// `passed` must come from [`Self::pass`], and what it refers to must live while the subprogram runs.
     unsafe fn take(passed: Self::Passed) -> Option<Self>;
 }
 
@@ -65,7 +66,7 @@ impl<T> Argument for &mut T {
 
 /// What subprograms return.
 pub trait Returned {
-    /// What would become of a packet if an argument were missing, which only the verifier expects.
+    /// The result if an argument were missing, which only the verifier expects.
     const REFUSED: Self;
 }
 
@@ -74,7 +75,7 @@ impl Returned for i32 {
     const REFUSED: Self = DropReason::Malformed.index() as Self;
 }
 
-/// Something that was looked for.
+/// The result of a lookup or a check.
 impl Returned for u32 {
     const REFUSED: Self = 0;
 }
@@ -82,8 +83,8 @@ impl Returned for u32 {
 /// The packet as subprograms get it: the kernel knows the type by its name.
 pub type Skb = *mut __sk_buff;
 
-/// Makes a subprogram of a function (`= function as name`), or several of a generic one, and a function that calls
-/// the one that its parameters choose: `by key => { pattern => name[parameters], ... }`.
+/// Makes a subprogram of a function (`= function as name`). Of a generic function, makes several, and a
+/// function that calls the one that its parameters choose: `by key => { pattern => name[parameters], ... }`.
 macro_rules! subprogram {
     ($(#[$doc:meta])* $vis:vis fn $name:ident $args:tt -> $ret:ty = $inner:ident as $instance:ident) => {
         $crate::subprogram::subprogram! {

@@ -22,12 +22,13 @@ use crate::{
     ret::{Act, Verdict},
 };
 
-/// Ingress of the VXLAN device: what the fast path of `lan_ingress` left to
-/// the kernel, decapsulated; packets start with the inner Ethernet header.
-/// And of the IPIP device, which is for sending: `lan_ingress` leaves it nothing.
+/// Ingress of the VXLAN device: packets that `lan_ingress` left to the kernel to decapsulate; they start with
+/// the inner Ethernet header. Also of the IPIP device, which is only for sending: `lan_ingress` leaves it
+/// nothing.
 #[inline(always)]
 pub fn tunnel_ingress(ctx: &TcContext, config: &Config) -> Verdict {
-    // By an interface without `lan_ingress`, to another address, or made by a process of this host.
+    // It came by an interface without `lan_ingress`, was for another address, or was made by a process of
+    // this host.
     if !cb::take_checked(ctx) {
         return Err(DropReason::Unchecked);
     }

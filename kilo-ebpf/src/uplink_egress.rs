@@ -1,10 +1,8 @@
-//! What leaves by the network the node is in. Nothing of the mesh does that in
-//! clear: what was not sent by our programs and goes to a prefix that WireGuard
-//! or a tunnel owns is dropped, whatever the routes say. Packets to an address
-//! that the host's WireGuard sends to by an uplink, and pods' packets to one that
-//! the host itself does, are steered here and not by a route: a route by source
-//! or port needs a policy rule, and with the first rule the kernel leaves the
-//! fast path of every route lookup.
+//! Egress of uplinks. Nothing of the mesh leaves there in clear: a packet to a prefix that WireGuard or a
+//! tunnel owns is dropped unless our programs sent it, whatever the routes say. Packets to an address to
+//! which the host's WireGuard sends by an uplink, and pods' packets to one to which the host itself does, are
+//! steered here and not by a route: a route by source or port needs a policy rule, and with the first rule
+//! the kernel leaves the fast path of every route lookup.
 
 use core::mem::offset_of;
 
@@ -34,14 +32,14 @@ use crate::{
 
 /// "More fragments" and the offset (RFC 791), as they lie in memory.
 const FRAGMENT: u16 = 0x3fff_u16.to_be();
-/// Where IP headers have their destination.
+/// Offsets of the destination in IP headers.
 const DESTINATION_V4: usize = offset_of!(Ipv4Hdr, dst_addr);
 const DESTINATION_V6: usize = offset_of!(Ipv6Hdr, dst_addr);
 
 /// Egress of an uplink; packets start with an Ethernet header.
 #[inline(always)]
 pub fn uplink_egress(ctx: &TcContext, config: &Config) -> Verdict {
-    // The program of a VLAN's own device has had what bears the VLAN's tag.
+    // The program of a VLAN's own device has already seen packets with its tag.
     if cb::is_sent(ctx) || packet::is_tagged(ctx) {
         return Ok(Act::NEXT);
     }
@@ -54,7 +52,7 @@ pub fn uplink_egress(ctx: &TcContext, config: &Config) -> Verdict {
         Family::V4 => {
             if config.flags & CONFIG_OFFERED != 0 {
                 let verdict = match Ipv4::read(ctx, ETHERNET_LEN) {
-                    // `transmit` asks first whether these are forged.
+                    // `transmit` first checks whether these are forged.
                     Ok(ip) if !is_to_nodes_vxlan::<_, ETHERNET_LEN>(ctx, &ip) => {
                         guard::<_, ETHERNET_LEN>(ctx, config, &ip)?
                     }
@@ -93,8 +91,8 @@ pub fn l3_egress(ctx: &TcContext, config: &Config) -> Verdict {
     }
 }
 
-/// The node of the location that gets this packet in the outer header of one of our devices. `LINK` is the length of
-/// the link-layer header; so below.
+/// The node of the location that gets this packet in the outer header of one of our devices; `None` for all
+/// other packets. `LINK` is the length of the link-layer header, here and below.
 #[inline(always)]
 fn sent_by_device<const LINK: usize>(ctx: &TcContext) -> Option<&'static NodeValue> {
     if !cb::take_by_device(ctx) {
@@ -117,8 +115,9 @@ fn read_and_transmit<I: Ip, const LINK: usize>(ctx: &TcContext, config: &Config,
     }
 }
 
-/// True for WireGuard's packets from the private address, most of what a leader sends, where [`transmit`] would
-/// find after several tables that they are the host's own and stay as they are. As little of them is read as can be.
+/// True for WireGuard's packets from the private address, most of what a leader sends. [`transmit`] would
+/// find out, after several lookups, that they are the host's own and stay as they are. As little of them as
+/// possible is read.
 #[inline(always)]
 fn is_wireguards_v4(ctx: &TcContext, config: &Config) -> bool {
     if config.flags & CONFIG_ONE_V4 == 0 || ctx.data() + ETHERNET_LEN + IPV4_LEN + 2 > ctx.data_end() {
@@ -129,7 +128,7 @@ fn is_wireguards_v4(ctx: &TcContext, config: &Config) -> bool {
     let (ip, port) = unsafe { (&*(start as *const Ipv4Header), &*((start + IPV4_LEN) as *const u16)) };
     ip.src == packet::word(&config.private_v4)
         && ip.protocol == protocol::UDP
-        // Without options, and whole: a later fragment begins with anything.
+        // Without options, and whole: a later fragment may begin with anything.
         && ip.version_len == 0x45
         && ip.fragment & FRAGMENT == 0
         && *port == config.wireguard_port.to_be()
@@ -159,7 +158,7 @@ fn is_wireguards_v6(ctx: &TcContext, config: &Config) -> bool {
 #[inline(always)]
 fn transmit<I: Ip, const LINK: usize>(ctx: &TcContext, config: &Config, ip: &I, known: Known) -> Verdict {
     if is_to_nodes_vxlan::<I, LINK>(ctx, ip) {
-        // Nobody but our devices may say what other nodes take for this node's word.
+        // Only our devices may send what other nodes take for a packet from this node.
         return Err(DropReason::ForgedVxlan);
     }
     let verdict = guard::<I, LINK>(ctx, config, ip)?;
@@ -208,7 +207,7 @@ fn look_at_guarded<I: Ip, const LINK: usize>(skb: Skb, config: &Config, id: u32,
     to_code(I::read(&ctx, LINK).and_then(|ip| decide::<I, LINK>(&ctx, config, &ip, id, flags)))
 }
 
-/// What becomes of a packet whose destination has one of these flags.
+/// Decides about a packet whose destination's prefix has one of the guarded flags.
 #[inline(always)]
 fn decide<I: Ip, const LINK: usize>(
     ctx: &TcContext,
@@ -227,8 +226,8 @@ fn decide<I: Ip, const LINK: usize>(
         return Ok(GO_ON);
     }
     let mtu = forwarding::beside(resolve_hop(id), config.kilo_mtu)?;
-    // What this host's stack learned of the address would hold for WireGuard's own packets to it,
-    // too; those WireGuard makes of its large ones are fragments.
+    // Only for packets of the mesh: an MTU that this host's stack learned would also hold for WireGuard's own
+    // packets to that address. Those that WireGuard makes of the host's large ones are fragmented instead.
     if of_mesh && !fits::<I>(ctx, LINK, ip, mtu) {
         let skb = ctx.as_ptr().cast();
         return Ok(Act::of(if I::V6 {
@@ -241,8 +240,8 @@ fn decide<I: Ip, const LINK: usize>(
     Ok(Act::transmit(config.kilo_ifindex))
 }
 
-/// True for messages about neighbours on the link (RFC 4861): no router forwards
-/// them, and they are for the other hosts on this link.
+/// True for neighbour discovery on the link (RFC 4861): no router forwards it, and it is for the other hosts
+/// on this link.
 #[inline(always)]
 fn is_neighbour_discovery<I: Ip, const LINK: usize>(ctx: &TcContext, ip: &I) -> bool {
     I::V6
@@ -251,7 +250,7 @@ fn is_neighbour_discovery<I: Ip, const LINK: usize>(ctx: &TcContext, ip: &I) -> 
         && ctx.load::<u8>(LINK + ip.header_len()).is_ok_and(|kind| matches!(kind, 133..=137))
 }
 
-/// A packet with a header no program can read, to this destination.
+/// Decides about a packet to this destination whose header no program can read.
 #[inline(always)]
 fn unreadable<I: Ip>(config: &Config, dst: Option<I::Addr>) -> Verdict {
     match dst.and_then(|dst| I::prefix(config, dst)) {

@@ -1,8 +1,8 @@
-//! What this host's WireGuard sends: by its port, which no other process has.
+//! Recognises packets of this host's WireGuard by their source port, which no other process has.
 //!
-//! What the host itself sends to an address WireGuard sends to, too, may fill the uplink's MTU, and then
-//! WireGuard's own packet leaves in fragments. They all take one way: a router that tracks connections
-//! waits for the last of them. Only the first bears the port, so it is noted for the others.
+//! A packet of the host itself to an address that WireGuard sends to, too, may fill the uplink's MTU, and
+//! then WireGuard's own packet leaves in fragments. All of them must take one path: a router that tracks
+//! connections waits for the last of them. Only the first has the port, so it is noted for the others.
 
 use aya_ebpf::programs::TcContext;
 use kilo_common::{
@@ -16,10 +16,10 @@ use crate::{
     masquerade::{clock::now, work},
 };
 
-/// Seconds in which the others follow: this host cuts them all at once.
+/// Seconds within which the other fragments follow: this host makes them all at once.
 const FOLLOWS_WITHIN: u32 = 1;
 
-/// True for a packet of WireGuard's, wherever its peer may be. The source is the host's own.
+/// True for a packet of WireGuard, wherever its peer is. The source must be the host's own.
 #[inline(always)]
 pub fn is_own<I: Ip>(ctx: &TcContext, config: &Config, ip: &I, link: usize) -> bool {
     let Some(udp) = ip.udp(ctx, link) else {
@@ -32,7 +32,7 @@ pub fn is_own<I: Ip>(ctx: &TcContext, config: &Config, ip: &I, link: usize) -> b
     own
 }
 
-/// Later fragments stay as they are.
+/// Notes a first fragment, so that the later ones stay as they are.
 #[inline(always)]
 fn note<I: Ip>(ip: &I, id: [u8; 4]) {
     let value = InboundValue { last_seen: now(), opener_flags: 0, answer_flags: 0, flags: NAT_SEEN, pad: 0 };
@@ -41,7 +41,7 @@ fn note<I: Ip>(ip: &I, id: [u8; 4]) {
     }
 }
 
-/// True for one whose first was WireGuard's.
+/// True for a later fragment whose first one was WireGuard's.
 #[inline(always)]
 fn follows<I: Ip>(ip: &I, id: [u8; 4]) -> bool {
     // SAFETY: the value is read at once.
@@ -49,7 +49,7 @@ fn follows<I: Ip>(ip: &I, id: [u8; 4]) -> bool {
     first.is_some_and(|first| now().saturating_sub(first.last_seen) <= FOLLOWS_WITHIN)
 }
 
-/// Beside the stack, of which there is little.
+/// The key of a datagram's fragments, in this CPU's memory because there is little stack.
 #[inline(always)]
 fn key<I: Ip>(ip: &I, id: [u8; 4]) -> Option<&'static kilo_common::maps::NatKey> {
     let work = work::this_cpu()?;

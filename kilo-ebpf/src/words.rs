@@ -1,5 +1,6 @@
-//! Memory that is written in words. What the compiler zeroes or copies as a whole becomes a call of a function that
-//! writes byte by byte, which costs packets, and the verifier, which follows each of its rounds.
+//! Memory that is written word by word. For a value that it zeroes or copies as a whole, the compiler calls a
+//! function that writes byte by byte. That is slow for packets, and for the verifier, which follows each
+//! iteration.
 
 use core::mem::MaybeUninit;
 
@@ -18,7 +19,7 @@ impl<T, const WORDS: usize> Words<T, WORDS> {
         Self { words: MaybeUninit::uninit(), holds: core::marker::PhantomData }
     }
 
-    /// Zero, for which the structure must have a value.
+    /// Zeroes the memory; all-zero bytes must be a value of the structure.
     #[inline(always)]
     pub fn zero(&mut self) -> &mut T {
         let first: *mut u64 = self.words.as_mut_ptr().cast();
@@ -33,7 +34,7 @@ impl<T, const WORDS: usize> Words<T, WORDS> {
     }
 }
 
-/// Key of a trie of addresses for a whole one, in halves: where it stands, its address is aligned.
+/// Trie key for one whole address, in halves; the layout keeps the address aligned.
 #[repr(C, align(8))]
 pub struct WholeAddress {
     pad: u32,
@@ -50,12 +51,12 @@ impl WholeAddress {
 
     #[inline(always)]
     pub fn key(&self) -> &Key<[u8; 16]> {
-        // SAFETY: its length and its sixteen bytes, one behind the other, follow the four that fill up.
+        // SAFETY: its length and its sixteen bytes, one behind the other, follow the four bytes of padding.
         unsafe { &*(&raw const *self).cast::<u8>().add(size_of_val(&self.pad)).cast() }
     }
 }
 
-/// The same of `masq_addr`, where the interface's index stands before the address (`masq_addr_key`).
+/// The same for `masq_addr`, whose keys have the interface index before the address (`masq_addr_key`).
 #[repr(C, align(8))]
 pub struct OnInterface {
     bits: u32,

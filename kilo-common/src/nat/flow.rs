@@ -1,5 +1,4 @@
-//! What identifies a flow, in both directions, and what changes in a packet
-//! when an address and a port of it do.
+//! What identifies a flow, in both directions, and what changes in a packet when its address and port do.
 
 use core::mem::offset_of;
 
@@ -28,7 +27,7 @@ pub const fn is_error(v6: bool, protocol: u8, icmp_type: u8) -> bool {
     }
 }
 
-/// True for the protocol whose echoes are told apart by an identifier.
+/// True for ICMP and ICMPv6, whose echoes are distinguished by an identifier.
 #[inline(always)]
 pub const fn is_icmp(protocol: u8) -> bool {
     matches!(protocol, protocol::ICMP | protocol::ICMPV6)
@@ -44,9 +43,9 @@ pub struct Layout {
     /// Offset of the checksum; `None` where it neither covers addresses nor
     /// can be updated.
     pub checksum: Option<usize>,
-    /// The checksum covers the addresses (pseudo header).
+    /// Whether the checksum covers the addresses (pseudo-header).
     pub pseudo_header: bool,
-    /// Another port can be chosen.
+    /// Whether another port can be chosen.
     pub port_changes: bool,
 }
 
@@ -101,7 +100,7 @@ fn halves(addr: &[u8; 16]) -> [u64; 2] {
     unsafe { addr.as_ptr().cast::<[u64; 2]>().read_unaligned() }
 }
 
-/// Without a call: a program has no memory functions worth calling.
+/// Copies an address without a call: a program has no memory functions worth calling.
 #[inline(always)]
 fn copy(to: &mut [u8; 16], from: &[u8; 16]) {
     // SAFETY: sixteen bytes, written whatever their alignment.
@@ -131,7 +130,7 @@ impl NatKey {
         }
     }
 
-    /// As [`Self::write_partner`].
+    /// As [`Self::write_partner`], but returns the key.
     ///
     /// ```
     /// use kilo_common::{maps::{NAT_EGRESS, NatKey}, nat::flow::mapped};

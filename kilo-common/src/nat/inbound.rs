@@ -1,5 +1,5 @@
-//! Flows that were opened from outside towards addresses whose packets are else
-//! masqueraded: their answers stay as they are, as netfilter leaves them.
+//! Flows that were opened from outside to addresses whose packets are otherwise masqueraded. Their answers
+//! stay untranslated, as netfilter leaves them.
 
 use super::timeout::{is_opening, is_reset, merge_flags, of_flags};
 use crate::{
@@ -15,8 +15,8 @@ pub const fn is_live(protocol: u8, flow: &InboundValue, now: u32) -> bool {
     now.saturating_sub(flow.last_seen) <= timeout
 }
 
-/// A flow after a packet from outside; `None`: the packet makes none. A reset opens
-/// nothing, and a flow that has ended starts anew.
+/// A flow's state after a packet from outside; `None`: the packet opens none. A reset opens nothing, and a
+/// flow that has ended starts afresh.
 #[inline(always)]
 pub const fn arrived(
     protocol: u8,
@@ -38,8 +38,8 @@ pub const fn arrived(
     Some(next)
 }
 
-/// A flow after a packet in the other direction; `None`: the packet answers nothing, and
-/// is masqueraded like any other. What opens a connection itself is not an answer.
+/// A flow's state after a packet in the other direction; `None`: the packet is not an answer, and is
+/// masqueraded like any other. A segment that itself opens a connection is not an answer.
 #[inline(always)]
 pub const fn answered(protocol: u8, flow: &InboundValue, tcp_flags: u8, now: u32) -> Option<InboundValue> {
     if !is_live(protocol, flow, now) {

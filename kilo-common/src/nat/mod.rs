@@ -11,10 +11,10 @@ use crate::{
     packet::protocol,
 };
 
-/// Candidates tried before a flow is refused.
+/// Candidate ports tried before a flow is refused.
 pub const PORT_ATTEMPTS: u32 = 16;
 
-/// Seconds after its first fragment in which a datagram's others are translated.
+/// Seconds after its first fragment within which a datagram's later ones are translated.
 pub const FRAGMENT_SECONDS: u32 = 30;
 
 /// Whether a packet is source-translated, from the values its source has in

@@ -1,6 +1,5 @@
-//! How long an idle entry lives: netfilter's defaults
-//! (Documentation/networking/nf_conntrack-sysctl.rst), its TCP states told
-//! from the flags seen in each direction.
+//! How long an idle entry lives: netfilter's defaults (Documentation/networking/nf_conntrack-sysctl.rst),
+//! with TCP states derived from the flags seen in each direction.
 
 use crate::{
     maps::{NAT_SEEN, NatValue},
@@ -12,7 +11,7 @@ const SYN: u8 = 0x02;
 const RST: u8 = 0x04;
 const ACK: u8 = 0x10;
 
-/// Seconds without a packet after which an entry goes.
+/// Seconds without a packet after which an entry expires.
 pub mod seconds {
     /// TCP: SYN sent, no answer.
     pub const TCP_SYN_SENT: u32 = 120;
@@ -44,18 +43,17 @@ pub const fn is_opening(tcp_flags: u8) -> bool {
     tcp_flags & (SYN | ACK) == SYN
 }
 
-/// True for a segment that resets one.
+/// True for a segment that resets a connection.
 #[inline(always)]
 pub const fn is_reset(tcp_flags: u8) -> bool {
     tcp_flags & RST != 0
 }
 
-/// Flags of a direction after another packet. A new connection starts anew,
-/// and what follows a reset takes it back: a forged one must not end a flow
-/// that lives.
+/// Flags of a direction after another packet. A new connection starts afresh, and a packet after a reset
+/// undoes it: a forged reset must not end a flow that lives.
 #[inline(always)]
 pub const fn merge_flags(seen: u8, packet: u8) -> u8 {
-    // A port used again: SYN, or SYN and ACK after what ended the flow before.
+    // A reused port: SYN, or SYN and ACK after what ended the previous flow.
     if is_opening(packet) || (packet & SYN != 0 && seen & (FIN | RST) != 0) {
         packet
     } else if packet & RST != 0 {
@@ -65,15 +63,15 @@ pub const fn merge_flags(seen: u8, packet: u8) -> u8 {
     }
 }
 
-/// Seconds without a packet after which a flow's two entries go. A missing
-/// half counts as one that has seen nothing.
+/// Seconds without a packet after which a flow's two entries expire. A missing half counts as one that has
+/// seen nothing.
 pub fn timeout(protocol: u8, out: Option<&NatValue>, back: Option<&NatValue>) -> u32 {
     let flags = |half: Option<&NatValue>| half.map_or(0, |half| half.tcp_flags);
     let answered = back.is_some_and(|half| half.flags & NAT_SEEN != 0);
     of_flags(protocol, flags(out), flags(back), answered)
 }
 
-/// The same from the TCP flags of both directions, and whether the opening one was answered.
+/// As `timeout`, from the TCP flags of both directions and whether the opening one was answered.
 #[inline(always)]
 pub const fn of_flags(protocol: u8, out: u8, back: u8, answered: bool) -> u32 {
     match protocol {
@@ -91,7 +89,7 @@ pub const fn of_flags(protocol: u8, out: u8, back: u8, answered: bool) -> u32 {
     }
 }
 
-/// Whether a flow's entries go at `now` (`CLOCK_MONOTONIC` in seconds).
+/// Whether a flow's entries have expired at `now` (`CLOCK_MONOTONIC` in seconds).
 pub fn is_expired(protocol: u8, out: Option<&NatValue>, back: Option<&NatValue>, now: u32) -> bool {
     let last = [out, back].into_iter().flatten().map(|half| half.last_seen).max().unwrap_or(0);
     now.saturating_sub(last) > timeout(protocol, out, back)

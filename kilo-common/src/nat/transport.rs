@@ -9,7 +9,7 @@ pub const EXTENSION_HEADERS: usize = 4;
 /// Which part of a datagram a packet is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Part {
-    /// All of it.
+    /// The whole datagram.
     Whole,
     /// The first fragment, which has the transport header.
     First,
@@ -20,18 +20,18 @@ pub enum Part {
 /// Where the transport header is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Transport {
-    /// IP protocol number; of a later IPv6 fragment what its fragment header says.
+    /// IP protocol number; for a later IPv6 fragment, what its fragment header says.
     pub protocol: u8,
     /// Bytes from the start of the IP header.
     pub offset: usize,
-    /// Fragment or not.
+    /// Which part of its datagram the packet is.
     pub part: Part,
     /// Identification of a fragmented datagram, network byte order; IPv4's in
     /// the last two bytes.
     pub id: [u8; 4],
 }
 
-/// Of an IPv4 packet; `id` are bytes 4 and 5 of its header.
+/// Finds the transport header of an IPv4 packet; `id` are bytes 4 and 5 of its header.
 #[inline(always)]
 pub const fn ipv4(ip: &Ipv4, id: [u8; 2]) -> Transport {
     let part = match (ip.is_fragment(), ip.fragment & 0x1fff) {
@@ -42,9 +42,9 @@ pub const fn ipv4(ip: &Ipv4, id: [u8; 2]) -> Transport {
     Transport { protocol: ip.protocol, offset: ip.header_len, part, id: [0, 0, id[0], id[1]] }
 }
 
-/// Of an IPv6 packet (RFC 8200, section 4); `load` reads 8 bytes at an offset
-/// from the start of its header. `None` when the transport header is not
-/// there, or behind something that hides the final destination.
+/// Finds the transport header of an IPv6 packet (RFC 8200, section 4); `load` reads 8 bytes at an offset from
+/// the start of its header. `None` when the transport header is not there, or is behind something that hides
+/// the final destination.
 #[inline(always)]
 pub fn ipv6(next_header: u8, mut load: impl FnMut(usize) -> Option<[u8; 8]>) -> Option<Transport> {
     let mut found = Transport { protocol: next_header, offset: IPV6_LEN, part: Part::Whole, id: [0; 4] };

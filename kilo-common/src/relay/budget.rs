@@ -3,36 +3,36 @@
 use super::Port;
 use crate::packet::{ETHERNET_LEN, IPV6_LEN};
 
-/// Nanoseconds of the rate that a port may send at once, after it has sent nothing for as long: what TCP sends in a
-/// round trip across continents, and what queues of routers hold.
+/// Burst that a port may send after a pause as long, in nanoseconds of its rate: what TCP sends in a round
+/// trip across continents, and what queues of routers hold.
 const BURST: u64 = 100_000_000;
-/// Bytes of the largest frame, an IPv6 packet's: with a small rate one of them passes all the same, or a sender of GSO
-/// packets would never get one through.
+/// Bytes of the largest frame, which holds an IPv6 packet. One passes even at a small rate, or a sender of
+/// GSO packets would never get one through.
 const LARGEST: u64 = (65_535 + IPV6_LEN + ETHERNET_LEN) as u64;
-/// Nanoseconds in which every rate earns that.
+/// Nanoseconds in which even the lowest rate earns [`LARGEST`].
 const LONG: u64 = 1_000_000_000;
-/// Nanoseconds of one megabit a second that make a byte.
+/// Nanoseconds per byte at one megabit a second.
 const OF_A_BYTE: u64 = 8_000;
 const _: () = assert!(LONG / OF_A_BYTE >= LARGEST);
 
-/// What a port may still send. It is reckoned where it does not suffice, once in a tick of the kernel's clock; all other
-/// packets only take from it. So a pause and a burst that began before it ended may pass twice what may be sent at once:
-/// [`BURST`], or [`LARGEST`] where that is more.
-/// Of two CPUs at a time one may be forgotten, which lets a packet more pass.
+/// What a port may still send: a token bucket that is refilled only when it does not suffice, at most once
+/// per tick of the kernel's clock. So after a pause, what is left and a refill may pass together, at most
+/// twice the burst: [`BURST`], or [`LARGEST`] where that is more. If two CPUs update it at once, one update
+/// may be lost, which lets one more packet pass.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Budget {
-    /// The tick in which it was reckoned.
+    /// Tick of the last refill.
     tick: u64,
-    /// The time then, in nanoseconds.
+    /// Time of the last refill, in nanoseconds.
     at: u64,
     /// Bytes left.
     left: u64,
 }
 
 impl Budget {
-    /// Takes a packet's bytes; `false`: there is not as much left, and nothing is taken. `now` is asked once in a tick, and
-    /// only where what was left before does not suffice.
+    /// Takes a packet's bytes; `false`, with nothing taken, when too few are left. `now` is called at most
+    /// once per tick, and only when what is left does not suffice.
     #[inline(always)]
     pub fn spend(&mut self, bytes: u32, port: &Port, tick: u64, now: impl FnOnce() -> u64) -> bool {
         if port.rate == 0 {
@@ -75,7 +75,7 @@ mod tests {
         Port { rate, ..Port::default() }
     }
 
-    /// Bytes that pass of packets of `bytes` that come each `pause` nanoseconds for `time`.
+    /// Bytes that pass when packets of `bytes` arrive every `pause` nanoseconds for `time`.
     fn passed(port: &Port, bytes: u32, pause: u64, time: u64) -> u64 {
         let mut budget = Budget::default();
         let mut spends = |at: u64| {
@@ -156,7 +156,8 @@ mod tests {
     }
 
     proptest! {
-        /// Whatever is sent when: no more passes than the rate of the time, and one burst, or a packet of the largest size.
+        /// Whatever is sent and when, no more passes than the rate allows in that time, and one burst or one
+        /// packet of the largest size.
         #[test]
         fn no_more_than_the_rate_and_a_burst_passes(
             rate in 1..2_000u16, sent in proptest::collection::vec((1..65_536u32, 0..50_000_000u64), 1..200),

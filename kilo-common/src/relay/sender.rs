@@ -1,40 +1,40 @@
-//! What a program knows of a sender of messages, and which of them are worth the agent's time.
+//! What a program knows of a sender of messages, and which of its messages are worth the agent's time.
 
 use super::{Raw, SEQUENCE};
 use crate::counters::DropReason;
 
 /// Kinds of messages, and room for more.
 const KINDS: usize = 8;
-/// Messages of one sender, a second, that are not the latest ones of their kind: some overtake others, but most are
-/// recorded ones that somebody repeats.
+/// Messages per second and sender that pass although they are not the latest of their kind: a few are
+/// overtaken on the way, but most are recordings that somebody replays.
 pub const LATE: u32 = 64;
 
 /// A sender of messages; the key is written by the agent, the rest by programs.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Sender {
-    /// Its messages are checked with it.
+    /// SipHash key of the tags of its messages.
     pub key: [u64; 2],
-    /// The latest number heard of each kind.
+    /// The latest sequence number of each kind.
     latest: [u64; KINDS],
-    /// The second in which a message was heard last that was not the latest one, and how many there were in it.
+    /// The last second in which a message came that was not the latest one, and how many did.
     second: u32,
     late: u32,
 }
 
 impl Sender {
-    /// Of which nothing was heard yet.
+    /// A sender from which nothing was heard yet.
     #[must_use]
     pub const fn new(key: [u64; 2]) -> Self {
         Self { key, latest: [0; KINDS], second: 0, late: 0 }
     }
 
-    /// Takes note of a message whose tag is right. Its agent decides whether the message is a recorded one; here
-    /// such messages only must not fill the ring. Numbers are the sender's own, and in answers those of this node, so
-    /// nobody else makes later ones.
+    /// Takes note of a message whose tag is right. The agent decides whether it is a replay; here, replays
+    /// must only be kept from filling the ring. Sequence numbers are the sender's own, and in answers this
+    /// node's, so nobody else can make later ones.
     ///
     /// # Errors
-    /// [`DropReason::StaleSignal`].
+    /// [`DropReason::StaleSignal`] for more than [`LATE`] messages in a second that are not the latest ones.
     #[inline(always)]
     pub fn hear(&mut self, raw: &Raw, second: impl FnOnce() -> u32) -> Result<(), DropReason> {
         let kind = (u64::from_be(raw[0]) >> 40) as usize % KINDS;

@@ -23,7 +23,7 @@ fn recorded_messages_do_not_fill_the_ring() {
     assert_eq!(repeated, LATE as usize);
     assert!(!heard(Kind::Ask, 999, 7), "an older one");
     assert!(heard(Kind::Ask, 1_001, 7), "what only the sender can make");
-    // Answers bear the numbers of what they answer.
+    // Answers repeat the sequence numbers of what they answer.
     assert!(heard(Kind::Offer, 5, 7));
     assert!(heard(Kind::Ask, 1_000, 8), "the next second");
 }

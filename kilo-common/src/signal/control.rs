@@ -1,7 +1,7 @@
-//! Control addresses: a gateway's own address inside tunnels, made from its public key: a packet from it in a
-//! tunnel is that gateway's.
+//! Control addresses: the address that a gateway has inside tunnels, derived from its public key. A packet
+//! from it that comes through a tunnel is from that gateway.
 
-/// First bytes of every control address: a unique local network (RFC 4193) of ours alone.
+/// First bytes of every control address: a unique local prefix (RFC 4193) that nothing else uses.
 pub const CONTROL_PREFIX: [u8; 6] = [0xfd, 0x6b, 0x69, 0x6c, 0x6f, 0x00];
 
 /// The control address of the node whose public key has this SHA-256.
@@ -15,7 +15,7 @@ pub const fn control_address(hash: &[u8; 32]) -> [u8; 16] {
     address
 }
 
-/// The id in signals of the node with this control address; 0 of none.
+/// The id in signals of the node with this control address; 0 for the zero address.
 #[inline(always)]
 pub const fn sender_id(control: &[u8; 16]) -> u64 {
     let [_, _, _, _, _, _, a, b, c, d, e, f, g, h, _, _] = *control;

@@ -15,7 +15,7 @@ pub const WORDS: usize = KERNEL / 8;
 /// A signal of [`KERNEL`] bytes, in words as they lie in memory.
 pub type Raw = [u64; WORDS];
 
-/// Where its words are.
+/// Indexes of its words.
 const FIRST: usize = 0;
 const TERM: usize = 2;
 const SENDER: usize = 3;
@@ -23,21 +23,21 @@ const COOKIE: usize = 5;
 const GATEWAY: usize = 6;
 const TAGGED: usize = 7;
 
-/// Where a kind stands in a signal.
+/// Offset of the kind in a signal, in bytes.
 pub const KIND_AT: usize = 2;
 
 /// What becomes of a signal.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Taken {
-    /// It goes back as it is, as [`Kind::Reflected`].
+    /// It is sent back as it is, but as [`Kind::Reflected`].
     Reflect,
-    /// The program answers in its place.
+    /// The program answers it in place.
     Answer,
-    /// The agent alone reads it.
+    /// Only the agent reads it.
     Agent,
-    /// The same, and it is a gateway's of another location, by its address.
+    /// As `Agent`, if its addresses are control addresses: it is from a gateway of another location.
     Control,
-    /// It has no place here.
+    /// It is not valid here.
     Refuse,
 }
 
@@ -72,10 +72,12 @@ pub const fn check_sender(header: &Header, key: &SignalKey) -> Result<(), DropRe
     if header.sender == key.sender { Ok(()) } else { Err(DropReason::ForgedSignal) }
 }
 
-/// Checks that a CLAIM or END that came through a tunnel is of the gateway of another location whose entry this is.
+/// Checks that a CLAIM or END that came through a tunnel is from the gateway of another location whose entry
+/// this is.
 ///
 /// # Errors
-/// [`DropReason::ForgedSignal`] when it bears another id, and [`DropReason::UnknownSignal`] when that is not a gateway.
+/// [`DropReason::ForgedSignal`] when it bears another id, and [`DropReason::UnknownSignal`] when that node is
+/// not a gateway.
 #[inline(always)]
 pub const fn check_gateway(header: &Header, key: &SignalKey) -> Result<(), DropReason> {
     match check_sender(header, key) {
@@ -84,10 +86,10 @@ pub const fn check_gateway(header: &Header, key: &SignalKey) -> Result<(), DropR
     }
 }
 
-/// Checks the tag.
+/// Checks the tag with the key of the node that has sent the signal.
 ///
 /// # Errors
-/// [`DropReason::ForgedSignal`].
+/// [`DropReason::ForgedSignal`] when the tag does not match.
 #[inline(always)]
 pub const fn authentic(raw: &Raw, key: &SignalKey) -> Result<(), DropReason> {
     if tag(raw, key) == u64::from_le(raw[TAGGED]) { Ok(()) } else { Err(DropReason::ForgedSignal) }
@@ -104,9 +106,9 @@ const fn tag(raw: &Raw, key: &SignalKey) -> u64 {
 /// The word that an authentic ANNOUNCE offers.
 ///
 /// # Errors
-/// [`DropReason::StaleSignal`] when it does not bear this boot's cookie,
-/// [`DropReason::ForgedSignal`] when it names another gateway than its sender, or one that may
-/// not lead, and [`DropReason::NoHop`] when there is no way to that.
+/// [`DropReason::StaleSignal`] when it does not bear this boot's cookie, [`DropReason::ForgedSignal`] when it
+/// names another gateway than its sender, or one that may not lead, and [`DropReason::NoHop`] when no hop
+/// leads to that gateway.
 #[inline(always)]
 pub const fn announced(raw: &Raw, header: &Header, key: &SignalKey) -> Result<u64, DropReason> {
     if u64::from_be(raw[GATEWAY]) != header.sender || key.flags & SIGNAL_GATEWAY == 0 {
@@ -126,18 +128,18 @@ pub const fn announced(raw: &Raw, header: &Header, key: &SignalKey) -> Result<u6
 pub struct Answer {
     /// [`Kind::Present`] or [`Kind::Follows`].
     pub kind: Kind,
-    /// Of the word that stands.
+    /// Term of the current word.
     pub term: Term,
-    /// Who answers.
+    /// Id of the node that answers.
     pub sender: u64,
-    /// In PRESENT; else 0.
+    /// The cookie in PRESENT, otherwise 0.
     pub cookie: u64,
-    /// The gateway that is used.
+    /// Id of the gateway that the node uses.
     pub gateway: u64,
 }
 
-/// Makes the answer of the question, in its place: as long as that, with its nonce and location and a
-/// tag of its own. Returns what the change adds to the kernel's partial sums.
+/// Turns the question into its answer, in place: with the same length, nonce and location, and a tag of its
+/// own. Returns what the change adds to the kernel's partial sums.
 #[inline(always)]
 pub const fn answer(raw: &mut Raw, answer: Answer, key: &SignalKey) -> u32 {
     const KIND: u64 = 0xff << (8 * KIND_AT);
@@ -153,7 +155,7 @@ pub const fn answer(raw: &mut Raw, answer: Answer, key: &SignalKey) -> u32 {
     checksum::add(sum as u32, (sum >> 32) as u32)
 }
 
-/// The sum of the words' halves, each bit turned over where `turned` has one.
+/// The sum of the words' 32-bit halves, with the bits in `turned` inverted.
 #[inline(always)]
 const fn sum(raw: &Raw, turned: u64) -> u64 {
     let mut sum = 0u64;

@@ -98,7 +98,7 @@ proptest! {
             let end = input.len() - if read.kind.has_tag() { TAG } else { 0 };
             prop_assert_eq!(&written(&owned(&read))[..end], &input[..end]);
         }
-        // And none at all.
+        // And random bytes without a header.
         prop_assert_eq!(parse(&bytes).is_ok(), false);
     }
 }

@@ -20,9 +20,9 @@ mod programs {
 
     /// Number of counters of a node.
     const COUNTERS: usize = 17;
-    /// The counter of what the host firewall refused.
+    /// The counter of packets that the host firewall refused.
     const REFUSED: u32 = 16;
-    /// Kilo's VXLAN, of which no rule of a host firewall knows.
+    /// UDP port of Kilo's VXLAN, for which a host firewall has no rule.
     const KILO_VXLAN_PORT: u16 = 51_821;
     /// Hardware address of `cilium_host`.
     const HOST_ADDRESS: [u8; 6] = [0x02, 0xc1, 0, 0, 0, 1];
@@ -37,12 +37,12 @@ mod programs {
     const DESTINATION: usize = 14 + 16;
     const DESTINATION_PORT: usize = 14 + 20 + 2;
 
-    /// Verdicts: the next program's turn; the last word, as Cilium's programs have it; drop.
+    /// Verdicts: the next program's turn; accept without it, as Cilium's programs do; drop.
     const NEXT: i32 = -1;
     const OK: i32 = 0;
     const SHOT: i32 = 2;
 
-    /// Which counter is the program's.
+    /// Index of this program's counter.
     #[unsafe(no_mangle)]
     static COUNTER: u32 = 0;
     /// Index of the device packets are redirected to.
@@ -57,12 +57,12 @@ mod programs {
 
     #[map(name = "metrics")]
     static METRICS: PerCpuArray<[u64; COUNTERS]> = PerCpuArray::with_max_entries(1, 0);
-    /// First three octets of a pod CIDR and a zero -> IPv4 address of its node, a number.
+    /// First three octets of a pod CIDR and a zero -> IPv4 address of its node, in host byte order.
     #[map(name = "ipcache")]
     static IPCACHE: HashMap<[u8; 4], u32> = HashMap::with_max_entries(64, 0);
 
     fn global(value: *const u32) -> u32 {
-        // SAFETY: it is one of the globals; the loader has set it, which the compiler must not foresee.
+        // SAFETY: it is one of the globals; the loader sets it, so the compiler must not assume its value.
         unsafe { read_volatile(value) }
     }
 
@@ -74,7 +74,7 @@ mod programs {
         }
     }
 
-    /// Bytes of the packet, where it has an IPv4 header.
+    /// Reads bytes of the packet; `None` unless it has an IPv4 header.
     fn load<T>(ctx: &TcContext, at: usize) -> Option<T> {
         // SAFETY: the kernel gives its programs a valid `__sk_buff`.
         let protocol = unsafe { (*ctx.skb.skb).protocol };
@@ -84,7 +84,7 @@ mod programs {
         ctx.load(at).ok()
     }
 
-    /// Somebody else's: counts, and lets the next program have the packet.
+    /// A third party's program: counts the packet, and leaves it to the next one.
     #[classifier]
     pub fn watch_ingress(_ctx: TcContext) -> i32 {
         count(global(&raw const COUNTER));
@@ -128,7 +128,7 @@ mod programs {
         OK
     }
 
-    /// To pods of other nodes through the overlay's device.
+    /// Sends packets for pods of other nodes through the overlay's device.
     #[classifier]
     pub fn cil_from_host(ctx: TcContext) -> i32 {
         encapsulate(&ctx)
@@ -147,7 +147,7 @@ mod programs {
         let Some(node) = (unsafe { IPCACHE.get([a, b, c, 0]) }) else { return OK };
         // The first two fields of `bpf_tunnel_key`: VNI and remote address.
         let mut key = [IDENTITY, *node];
-        // SAFETY: the kernel takes a key of these eight bytes (net/core/filter.c), which it reads alone.
+        // SAFETY: the kernel accepts a key of just these eight bytes (net/core/filter.c), and reads no more.
         let set = unsafe { bpf_skb_set_tunnel_key(ctx.as_ptr().cast(), key.as_mut_ptr().cast(), 8, 0) };
         if set != 0 {
             return OK;
@@ -161,8 +161,8 @@ mod programs {
         i32::try_from(verdict).unwrap_or(SHOT)
     }
 
-    /// What is for the node itself comes out of `cilium_host`, whatever hardware address it was
-    /// sent to; the rest is for the host to route to a pod.
+    /// Packets for the node itself come out of `cilium_host`, whatever hardware address they were sent to;
+    /// the host routes the others to a pod.
     #[classifier]
     pub fn cil_from_overlay(ctx: TcContext) -> i32 {
         /// The packet is for this host (`linux/if_packet.h`).

@@ -1,7 +1,6 @@
-//! Established-flow fast path: whole IPv4 packets of TCP and UDP whose
-//! entry has had a packet in this second, be it of a masqueraded flow or of one that
-//! was opened from outside. It writes nothing but the packet, and knows neither
-//! sockets nor tables; new flows are [`opening`]'s, and all others take the slow path.
+//! Established-flow fast path: whole IPv4 packets of TCP and UDP whose flow has had a packet in this second,
+//! be it masqueraded or opened from outside. It writes nothing but the packet, and looks up neither sockets
+//! nor prefixes. New flows go to [`opening`], all other packets take the slow path.
 
 use core::mem::offset_of;
 
@@ -33,22 +32,22 @@ use crate::{
     packet,
 };
 
-/// Where the transport header is.
+/// Offset of the transport header in a frame.
 pub const TRANSPORT: usize = ETHERNET_LEN + IPV4_LEN;
-/// Bytes of ports, length and checksum of UDP; and of TCP up to its checksum.
+/// Bytes of a frame up to the end of the UDP header, and of the TCP checksum.
 const UDP: usize = TRANSPORT + UdpHdr::LEN;
 const TCP: usize = TCP_CHECKSUM + 2;
-/// Where UDP has its checksum.
+/// Offset of the UDP checksum.
 const UDP_CHECKSUM: usize = TRANSPORT + offset_of!(UdpHdr, check);
-/// Where TCP has its checksum.
+/// Offset of the TCP checksum.
 const TCP_CHECKSUM: usize = TRANSPORT + offset_of!(TcpHdr, check);
-/// Where TCP has its flags.
+/// Offset of the TCP flags.
 const TCP_FLAGS: usize = TRANSPORT + offset_of!(TcpHdr, _bitfield_1) + 1;
-/// Result of [`translate`]: the packet is of no flow that has an entry.
+/// Result of [`translate`]: the packet's flow has no entry.
 pub const NO_ENTRY: u32 = 2;
-/// The same, and the tables say that it is not masqueraded.
+/// As [`NO_ENTRY`], and the tables say that it is not masqueraded.
 pub const NOT_DUE: u32 = 3;
-/// Result of [`translate`]: the packet is of a flow opened from outside, and stays as it is.
+/// Result of [`translate`]: the packet belongs to a flow opened from outside, and stays as it is.
 const STAYS: u32 = 4;
 const _: () = assert!(DropReason::Rewrite.index() > STAYS);
 
@@ -57,21 +56,21 @@ const _: () = assert!(DropReason::Rewrite.index() > STAYS);
 pub enum Established {
     /// It is translated, or stays as it is.
     Done,
-    /// It has ports, and its flow no entry: neither of a masqueraded one nor of one from outside.
+    /// It has ports, but its flow has no entry, neither as a masqueraded one nor as one from outside.
     NoEntry,
-    /// The same of a packet that leaves, and it is not masqueraded.
+    /// As `NoEntry`, for a packet that leaves and is not masqueraded.
     NotDue,
     /// The slow path must decide.
     Unknown,
 }
 
-/// Of an IPv4 packet that leaves by an uplink.
+/// Translates an IPv4 packet that leaves by an uplink.
 #[inline(always)]
 pub fn leaving(ctx: &TcContext, config: &Config) -> Result<Established, DropReason> {
     established::<true>(ctx, config, Action::Masquerade)
 }
 
-/// Of an IPv4 packet that arrives at an uplink.
+/// Translates back an IPv4 packet that arrives on an uplink.
 #[inline(always)]
 pub fn arriving(ctx: &TcContext, config: &Config) -> Result<Established, DropReason> {
     established::<false>(ctx, config, Action::Unmasquerade)
@@ -107,7 +106,7 @@ fn established<const EGRESS: bool>(
     }
 }
 
-/// `addr` is what masqueraded packets get; `any`: some get others.
+/// `addr` is the address that masqueraded packets get; `any`: some get another one.
 #[inline(always)]
 #[expect(
     clippy::too_many_lines,
@@ -143,7 +142,7 @@ fn translate<const EGRESS: bool>(skb: *mut __sk_buff, config: &Config, addr: u32
     let dst_port = unsafe { *((start + TRANSPORT + offset_of!(UdpHdr, dst)) as *const u16) };
     let is_tcp = match protocol {
         protocol::TCP if start + TCP <= ctx.data_end() => true,
-        // A flow may be older than the node that it goes to, and none may speak for this node.
+        // A flow may be older than the node that it now reaches, and none may pass for this node's own VXLAN.
         protocol::UDP if EGRESS && dst_port == VXLAN_PORT.to_be() => return NOTHING,
         protocol::UDP if EGRESS || !is_reserved(protocol::UDP, u16::from_be(old_port), config) => false,
         _ => return NOTHING,
@@ -151,7 +150,7 @@ fn translate<const EGRESS: bool>(skb: *mut __sk_buff, config: &Config, addr: u32
     let direction = if EGRESS { NAT_EGRESS } else { NAT_INGRESS };
     // SAFETY: the bounds are checked above, and programs may read packets at any address.
     let ports = unsafe { *((start + TRANSPORT) as *const u32) };
-    // SAFETY: of TCP, the bounds of its flags are checked above.
+    // SAFETY: for TCP, the bounds of its flags are checked above.
     let tcp_flags = if is_tcp { unsafe { *((start + TCP_FLAGS) as *const u8) } } else { 0 };
     let entry = if EGRESS || usual || any {
         // SAFETY: entries are not freed while the program runs; so below.
@@ -162,7 +161,7 @@ fn translate<const EGRESS: bool>(skb: *mut __sk_buff, config: &Config, addr: u32
     let (new, new_port) = match entry {
         Some(entry) => {
             let new = (u64::from_le(halves(&entry.addr)[1]) >> 32) as u32;
-            // Another address than the interface has now; the host's own.
+            // An address that the interface no longer has, or the host's own flow.
             if if EGRESS { new != addr && !any } else { new == old } {
                 return NOTHING;
             }
@@ -218,7 +217,7 @@ fn translate<const EGRESS: bool>(skb: *mut __sk_buff, config: &Config, addr: u32
     } else {
         start
     };
-    // What the address adds to a sum over the whole packet the header's checksum takes away.
+    // The header's checksum cancels what the address adds to a sum over the whole packet.
     // SAFETY: the bounds are checked, before or after the helpers that may have moved the packet.
     let ip = unsafe { &mut *((start + ETHERNET_LEN) as *mut Ipv4Header) };
     ip.checksum = checksum::update_word(ip.checksum, old, new);
@@ -228,8 +227,8 @@ fn translate<const EGRESS: bool>(skb: *mut __sk_buff, config: &Config, addr: u32
     DONE
 }
 
-/// What becomes of a packet that is not masqueraded: of a flow from outside that has had
-/// a packet of this direction's kind in this second, nothing.
+/// What becomes of a packet that is not masqueraded: it stays as it is if its flow was opened from outside
+/// and has had such a packet in this second.
 #[inline(always)]
 fn from_outside<const EGRESS: bool>(ip: &Ipv4Header, ports: u32, is_tcp: bool, tcp_flags: u8) -> u32 {
     // No answer opens a connection.

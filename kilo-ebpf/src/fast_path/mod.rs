@@ -1,4 +1,4 @@
-//! Fewer instructions for what most packets are; whatever does not fit takes the slow path with the
+//! Shortcuts for the most frequent packets, with fewer instructions; all others take the slow path, with the
 //! same result.
 
 pub mod established;

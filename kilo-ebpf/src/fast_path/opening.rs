@@ -1,6 +1,6 @@
-//! Fast path of new flows, for what most of them are: a whole IPv4 packet of a pod to an address outside, on an
-//! interface with one masquerade address, whose port is free there. It writes the entries that
-//! `masquerade::port` writes; where anything is in the way, that does it.
+//! Fast path for most new flows: a whole IPv4 packet from a pod to an address outside, on an interface with
+//! one masquerade address, whose port is free there. It writes the same entries as `masquerade::port`, which
+//! takes over where anything is in the way.
 
 use aya_ebpf::{bindings::BPF_NOEXIST, programs::TcContext};
 use kilo_common::{
@@ -40,7 +40,7 @@ fn open_flow(skb: Skb, config: &Config, addr: u32, tcp_flags: u32) -> u32 {
     // SAFETY: the bounds are checked, and programs may read packets at any address.
     let (ip, ports) =
         unsafe { (&*((start + ETHERNET_LEN) as *const Ipv4Header), *((start + TRANSPORT) as *const u32)) };
-    // What is of the mesh does not leave like this, whatever the tables of masquerading say.
+    // Packets to the mesh do not leave like this, whatever the tables of masquerading say.
     if Ipv4::prefix(config, ip.dst.to_ne_bytes()).is_some_and(|value| is_guarded(value.flags)) {
         return NO_ENTRY;
     }

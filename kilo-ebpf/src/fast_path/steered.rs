@@ -1,6 +1,6 @@
-//! Fast path of steered packets, for what nodes take most: whole IPv4 packets in IPv4 from another node of the
-//! location, on a leader for another location, on every node for its own pods. What it does is what `lan_ingress`
-//! does, with fewer instructions; all others go through there.
+//! Fast path for most steered packets: whole IPv4 packets in IPv4 from another node of the location, for
+//! another location (on a leader) or for this node's own pods. It does what `lan_ingress` does, with fewer
+//! instructions; all other packets go through there.
 
 use aya_ebpf::{bindings::bpf_adj_room_mode::BPF_ADJ_ROOM_MAC, programs::TcContext};
 use kilo_common::{
@@ -27,8 +27,8 @@ const INNER: u32 = (ETHERNET_LEN + IPV4_LEN) as u32;
 
 /// Version 4, and no options.
 const PLAIN: u8 = 0x45;
-/// That, and the bit of the type of service with which an outer header can change the
-/// inner one's ([`kilo_common::ecn::matters`]), as they lie in memory.
+/// [`PLAIN`], and the bit of the type of service with which an outer header can change the inner one
+/// ([`kilo_common::ecn::matters`]): wanted value and mask, as they lie in memory.
 const PLAIN_WITHOUT_MARK: u16 = u16::from_ne_bytes([PLAIN, 0]);
 const PLAIN_AND_MARK: u16 = u16::from_ne_bytes([0xff, 1]);
 
@@ -63,10 +63,10 @@ pub fn take(ctx: &TcContext, config: &Config) -> Option<Verdict> {
     if never_steered(src) || never_steered(dst) {
         return None;
     }
-    // No entry is as much as one that leads nowhere.
+    // No entry means the same as one that leads nowhere.
     let destination = Ipv4::prefix(config, dst).unwrap_or_default();
     let goes = |sender| disposition(config.flags, Some(destination), sender, leader_word::is_mine);
-    // Where it goes by this node's own tables and word, it goes whichever node sends it.
+    // A disposition by this node's own tables and word holds whichever node sent the packet.
     let mut found = goes(None);
     let is_going = matches!(found, Some(Disposition::Deliver | Disposition::Transit));
     if !(is_going && is_from_its_node(ctx, config, outer, src)) {
@@ -82,7 +82,7 @@ pub fn take(ctx: &TcContext, config: &Config) -> Option<Verdict> {
             cb::transit(ctx);
             (Action::Transit, false)
         }
-        // The stack expects what the node itself sent on the interface that leads there.
+        // The stack expects packets of the sending node itself on the interface that leads there.
         Disposition::Deliver if inner.src == outer.src => return None,
         Disposition::Deliver => {
             if is_stacks_alone(config, destination.flags, dst) {
@@ -99,7 +99,7 @@ pub fn take(ctx: &TcContext, config: &Config) -> Option<Verdict> {
     Some(Ok(Act::redirect(config.kilo_ifindex, received)))
 }
 
-/// True when this node may send a packet from there.
+/// True when this node may send from that address.
 #[inline(always)]
 fn may_send(config: &Config, sender: &NodeValue, src: [u8; 4], found: Disposition) -> bool {
     sender.may_send_from(src)
@@ -108,8 +108,8 @@ fn may_send(config: &Config, sender: &NodeValue, src: [u8; 4], found: Dispositio
             && check_source(sender, Ipv4::prefix(config, src), Some(found)).is_ok()
 }
 
-/// True for packets to this node's pods of which `kilo_ingress` has nothing to find out: they are not signals, nor
-/// answers to what is masqueraded, and no flows from outside are noted.
+/// True for packets to this node's pods that `kilo_ingress` need not look at: they are neither signals nor
+/// answers to masqueraded flows, and no flows from outside are noted.
 #[inline(always)]
 fn is_stacks_alone(config: &Config, flags: u32, dst: [u8; 4]) -> bool {
     flags & PREFIX_NOT_TRANSLATED != 0
@@ -117,8 +117,8 @@ fn is_stacks_alone(config: &Config, flags: u32, dst: [u8; 4]) -> bool {
         && !signal::is_own::<Ipv4>(config, dst)
 }
 
-/// True for a packet from the node that its inner source belongs to, by the interface that leads there,
-/// as far as that is known without a look at senders.
+/// True for a packet from the node that its inner source belongs to, by the interface that leads there, as
+/// far as `direct_v4` and `hop` show that.
 #[inline(always)]
 fn is_from_its_node(ctx: &TcContext, config: &Config, outer: &Ipv4Header, src: [u8; 4]) -> bool {
     direct(config, src)

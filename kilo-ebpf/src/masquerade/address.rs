@@ -1,5 +1,5 @@
-//! Which address a masqueraded packet gets, where an uplink has several: the agent
-//! has chosen for each destination, as the kernel would. And which addresses these are.
+//! Which address a masqueraded packet gets where an uplink has several: the agent has chosen one for each
+//! destination, as the kernel would. Also, which addresses these are.
 
 use aya_ebpf::programs::TcContext;
 use kilo_common::maps::{Config, MASQ_ADDR_OWN, MasqAddr};
@@ -15,7 +15,7 @@ use crate::{
 
 #[inline(always)]
 fn find(ifindex: u32, addr: [u64; 2]) -> Option<&'static MasqAddr> {
-    // Places for the whole key: the trie finds the longest prefix.
+    // A key of the full length: the trie finds the longest prefix of it.
     MASQ_ADDR.get(OnInterface::new(ifindex, addr).key())
 }
 
@@ -27,8 +27,8 @@ pub fn is_own<I: Ip>(config: &Config, addr: I::Addr) -> bool {
 }
 
 subprogram! {
-    /// Makes `work.addr` the address for the packet's destination, if that wants another
-    /// than the interface's usual one.
+    /// Sets `work.addr` to the address for the packet's destination, if that needs another than the
+    /// interface's usual one; zero: it does not.
     pub fn choose(work: &mut Work) -> u32 = choose_address as masquerade_choose
 }
 

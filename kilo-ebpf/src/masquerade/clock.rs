@@ -4,8 +4,8 @@ use core::sync::atomic::AtomicU64;
 
 use aya_ebpf::helpers::{bpf_jiffies64, bpf_ktime_get_coarse_ns};
 
-/// Which second it was at which tick, the tick's low half above: both are read
-/// and written at once, by all CPUs.
+/// The second that was read last, with the low half of its tick above it. Both are read and written as one
+/// word, by all CPUs.
 static LAST: AtomicU64 = AtomicU64::new(0);
 
 /// The second, as of the last tick: cheaper than the exact time.
@@ -15,10 +15,9 @@ pub fn now() -> u32 {
     (unsafe { bpf_ktime_get_coarse_ns() } / 1_000_000_000) as u32
 }
 
-/// As [`now`], without a helper call if another packet has read the clock in this tick
-/// (`bpf_jiffies64` becomes a load). It may be late by a tick or, with a chance of one in
-/// 2^32, be of any time since which nothing was sent: compare entries with it, but do not
-/// write it.
+/// As [`now`], without a helper call if another packet has read the clock in this tick (`bpf_jiffies64`
+/// becomes a load). It may be late by a tick or, with a chance of one in 2^32, as old as the last packet:
+/// compare entries with it, but do not write it.
 #[inline(always)]
 pub fn glance() -> u32 {
     // SAFETY: a helper without arguments.

@@ -1,5 +1,5 @@
-//! Flows that were opened from outside: noted where they come in, so that their
-//! answers stay as they are. In a table of their own, which strangers may fill.
+//! Flows that were opened from outside: noted where they come in, so that their answers stay as they are.
+//! They have a table of their own, because strangers may fill it.
 
 use aya_ebpf::{EbpfContext as _, programs::TcContext};
 use kilo_common::{
@@ -19,12 +19,12 @@ use crate::{
     subprogram::{Skb, subprogram},
 };
 
-/// Notes the flow of a packet that comes in, if answers to it would be masqueraded.
-/// The packet is not an answer to a masqueraded one, nor steered by another node.
+/// Notes the flow of a packet that arrives, if answers to it would be masqueraded. The packet must be neither
+/// an answer to a masqueraded one nor steered by another node.
 #[inline(always)]
 pub fn arrived<I: Ip>(ctx: &TcContext, config: &Config, offset: usize, ip: &I) {
     let Some(device) = translating_device(ctx, config) else { return };
-    // What the host itself sends from there is never masqueraded.
+    // Packets of the host itself from there are never masqueraded.
     if ip.dst() == I::masq_addr(device) {
         return;
     }
@@ -37,13 +37,13 @@ pub fn arrived<I: Ip>(ctx: &TcContext, config: &Config, offset: usize, ip: &I) {
 }
 
 subprogram! {
-    /// The rest of [`arrived`], when the addresses of an answer stand in `this_cpu().key`.
+    /// The rest of [`arrived`], once the addresses of an answer are in `this_cpu().key`.
     fn note(offset: u32, flags: u32) -> u32 = note_flow as masquerade_note
 }
 
 #[inline(always)]
 fn note_flow(skb: Skb, offset: u32, flags: u32) -> u32 {
-    // As if it left: an echo request, and no reply, opens a flow.
+    // Parsed as if it left: an echo request opens a flow, a reply does not.
     if parse::packet(skb, offset, flags & IPV6, u32::from(NAT_EGRESS)) != Found::Flow as u32 {
         return 0;
     }
@@ -58,7 +58,7 @@ fn note_flow(skb: Skb, offset: u32, flags: u32) -> u32 {
     keep(work, entry, next)
 }
 
-/// Writes what has changed.
+/// Writes the entry if it has changed; always 1.
 #[inline(always)]
 fn keep(work: &Work, entry: Option<*mut InboundValue>, next: InboundValue) -> u32 {
     match entry {
@@ -88,7 +88,7 @@ fn is_answer(work: &Work) -> bool {
     next.is_some_and(|next| keep(work, Some(entry), next) != 0)
 }
 
-/// True when the packet that an error quotes, whose key is in `work`, opened such a flow.
+/// True when the packet that an error quotes, whose key is in `work`, opened a flow from outside.
 #[inline(always)]
 pub fn quotes(work: &mut Work) -> bool {
     put(&mut work.partner.src, &work.key.dst);
@@ -102,7 +102,7 @@ pub fn quotes(work: &mut Work) -> bool {
     unsafe { INBOUND.get(&work.partner) }.is_some()
 }
 
-/// Keeps that later fragments of this answer stay as they are.
+/// Notes that later fragments of this answer stay as they are.
 #[inline(always)]
 fn remember_fragment(work: &mut Work) {
     work.fragment_key(NAT_FRAGMENT_EGRESS);

@@ -1,9 +1,9 @@
-//! Source translation on the way out, and back on the way in, for both
-//! families. Layouts and decisions are `kilo_common::nat`; here is what needs
-//! the kernel: entries, sockets, checksums of packets that may be offloaded.
+//! Source translation on the way out, and back on the way in, for both families. Layouts and decisions are in
+//! `kilo_common::nat`; this module has what needs the kernel: entries, sockets, checksums of packets that may
+//! be offloaded.
 //!
-//! What the parts pass to each other is in [`work::this_cpu`]: a program and all the
-//! functions it calls have 512 bytes of stack together.
+//! The parts pass data to each other in [`work::this_cpu`]: a program and all the functions it calls share
+//! 512 bytes of stack.
 
 mod address;
 pub mod clock;
@@ -37,17 +37,17 @@ use crate::{
     subprogram::{Skb, subprogram},
 };
 
-/// Result of a part: the packet's own addresses stay.
+/// Result of a part: the packet keeps its own addresses.
 pub const NOTHING: u32 = 0;
-/// Result of a part: it is done. Everything above is the index of a drop reason.
+/// Result of a part: it is done. Greater values are indexes of drop reasons.
 pub const DONE: u32 = 1;
 
 /// Flags of [`egress_subprogram`], [`ingress_subprogram`], [`port::translation`] and [`rewrite`].
 const IPV6: u32 = 1;
 const OWN: u32 = 2;
-/// The flow has no entry, nor was it opened from outside, as was just found out.
+/// A lookup has just shown that the flow has no entry and was not opened from outside.
 const NEW: u32 = 4;
-/// The destination may want another address than the interface's usual one.
+/// The destination may need another address than the interface's usual one.
 const CHOOSE: u32 = 8;
 
 /// What is known of a packet that leaves before its flow's entry is looked up.
@@ -55,16 +55,16 @@ const CHOOSE: u32 = 8;
 pub enum Known {
     /// Nothing.
     Nothing,
-    /// Most packets here are of no such flow: look up the tables before the entry.
+    /// Few packets here are masqueraded: look up the tables before the entry.
     Rare,
     /// There is no entry, nor was the flow opened from outside.
     New,
-    /// It stays as it is.
+    /// The tables say that it is not masqueraded.
     NotDue,
 }
 
-/// Translates the source if that is due; returns the new source. Of the node's own
-/// ICMP errors only the packet inside is.
+/// Translates the source if that is due; returns the new source. In the node's own ICMP errors, only the
+/// packet inside is translated.
 #[inline(always)]
 pub fn egress<I: Ip>(
     ctx: &TcContext,
@@ -89,8 +89,8 @@ pub fn egress<I: Ip>(
     let (src, dst) = (octets(I::mapped(ip.src())), octets(I::mapped(ip.dst())));
     work.key.src = src;
     work.key.dst = dst;
-    // No socket says which echo identifiers the host uses: its own echoes
-    // claim theirs like those of pods, where both may go.
+    // No socket shows which echo identifiers the host uses: its own echoes claim theirs as those of pods do,
+    // where both may go.
     if own && work.destination() == MASQ_EXCLUDE || known == Known::Rare && !own && !work.is_due() {
         return Ok(None);
     }
@@ -154,8 +154,8 @@ pub fn translating_device(ctx: &TcContext, config: &Config) -> Option<&'static D
     device(packet::ifindex(ctx)).filter(|device| device.flags & DEVICE_MASQUERADE != 0)
 }
 
-/// True for the tunnels' own packets, which are most of what the host itself
-/// sends, and whose ports no flow gets. `port` is the offset of the host's.
+/// True for the tunnels' own packets, which are most of what the host itself sends, and whose ports no flow
+/// gets. `port` is the offset of the host's port in the UDP header.
 #[inline(always)]
 fn is_hosts_alone<I: Ip>(ctx: &TcContext, config: &Config, offset: usize, ip: &I, port: usize) -> bool {
     match ip.protocol() {
@@ -168,8 +168,7 @@ fn is_hosts_alone<I: Ip>(ctx: &TcContext, config: &Config, offset: usize, ip: &I
 }
 
 subprogram! {
-    /// The egress of a packet whose addresses are in `this_cpu().key`, and which gets
-    /// `this_cpu().addr`.
+    /// [`egress`] of a packet whose addresses are in `this_cpu().key`; its new address is `this_cpu().addr`.
     fn egress_subprogram(config: &Config, offset: u32, flags: u32) -> u32 = translate_egress as masquerade_egress
 }
 
@@ -179,7 +178,8 @@ fn translate_egress(skb: Skb, config: &Config, offset: u32, flags: u32) -> u32 {
     let found = parse::packet(skb, offset, flags & IPV6, u32::from(NAT_EGRESS));
     let Some(work) = this_cpu() else { return NOTHING };
     if own && (work.fragmented() || work.addr_is_missing()) {
-        // What cannot be translated need not be; a host that has no address yet sends from none.
+        // A host's packet that cannot be translated need not be; a host without an address yet sends from
+        // none.
         return NOTHING;
     }
     if found != Found::Flow as u32 {
@@ -190,7 +190,7 @@ fn translate_egress(skb: Skb, config: &Config, offset: u32, flags: u32) -> u32 {
             if found != Found::Error as u32 {
                 return NOTHING;
             }
-            // The node's own error about an answer to a pod: what it quotes is of a flow.
+            // The node's own error about an answer to a pod: the packet that it quotes belongs to a flow.
             put(&mut work.addr, &work.key.src);
         } else if found == Found::Error as u32 && work.addr_is_missing() {
             return DropReason::NatUnsupported.index();
@@ -254,8 +254,8 @@ fn translate_egress(skb: Skb, config: &Config, offset: u32, flags: u32) -> u32 {
 }
 
 subprogram! {
-    /// The ingress of a packet whose addresses are in `this_cpu().key`; where it goes
-    /// stands in `this_cpu().new` then.
+    /// [`ingress`] of a packet whose addresses are in `this_cpu().key`; its new destination is then in
+    /// `this_cpu().new`.
     fn ingress_subprogram(offset: u32, flags: u32) -> u32 = translate_ingress as masquerade_ingress
 }
 
@@ -304,7 +304,7 @@ fn translate_ingress(skb: Skb, offset: u32, flags: u32) -> u32 {
     rewrite::packet(skb, offset, payload, flags & IPV6 | rewrite::FLOW | rewrite::DESTINATION)
 }
 
-/// Keeps what later fragments of this datagram become.
+/// Stores the new address for later fragments of this datagram.
 #[inline(always)]
 fn remember_fragment(work: &mut Work, direction: u8) -> bool {
     put_value(&mut work.value, &work.new, [0; 2], [0, NAT_SEEN], clock::now());
@@ -312,8 +312,8 @@ fn remember_fragment(work: &mut Work, direction: u8) -> bool {
     NAT.insert(&work.partner, &work.value, 0).is_ok()
 }
 
-/// Finds what the first fragment of this datagram, whose key is in
-/// `work.partner`, became.
+/// Looks up the new address of the first fragment of this datagram, whose key is in `work.partner`, and puts
+/// it into `work.new`.
 #[inline(always)]
 fn fragment(work: &mut Work) -> u32 {
     // SAFETY: the value is copied at once.
@@ -325,10 +325,9 @@ fn fragment(work: &mut Work) -> u32 {
     DONE
 }
 
-/// Rewrites the packet inside the ICMP error at `at`: a packet that was sent
-/// (`NAT_EGRESS`) becomes what the pod sent; a reply (`NAT_INGRESS`) becomes
-/// what arrived here. `NOTHING` when it is of no flow; else `this_cpu().new`
-/// is the address it got.
+/// Rewrites the packet inside the ICMP error at `at`: a packet that was sent (`NAT_EGRESS`) becomes what the
+/// pod sent; a reply (`NAT_INGRESS`) becomes what arrived here. `NOTHING` when it belongs to no flow;
+/// otherwise `this_cpu().new` is the address it got.
 #[inline(always)]
 fn rewrite_quoted(skb: Skb, at: u32, v6: u32, direction: u32) -> u32 {
     let inner = at + 8;
@@ -343,7 +342,7 @@ fn rewrite_quoted(skb: Skb, at: u32, v6: u32, direction: u32) -> u32 {
 }
 
 subprogram! {
-    /// As [`rewrite_quoted`], of a packet whose key is in `this_cpu()`.
+    /// As [`rewrite_quoted`], for a packet whose key is in `this_cpu()`.
     fn change_inner(at: u32, v6: u32, direction: u32) -> u32 = change_inner_packet as masquerade_change_inner
 }
 
@@ -391,7 +390,7 @@ fn inner_change(v6: u32, direction: u32) -> u32 {
         work.old_port = work.key.dst_port;
     }
     let Some(layout) = layout(work.key.protocol) else { return NOTHING };
-    // Of TCP and SCTP only the ports are quoted for certain; a UDP checksum of zero is none.
+    // For TCP and SCTP only the ports are quoted for certain; a UDP checksum of zero is none.
     let sealed = match work.key.protocol {
         protocol::TCP | protocol::SCTP => false,
         protocol::UDP => work.start[6] | work.start[7] != 0,

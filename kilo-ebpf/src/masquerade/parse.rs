@@ -16,8 +16,7 @@ use crate::{
     subprogram::{Skb, subprogram},
 };
 
-/// Reads the packet at `offset`, whose addresses stand in the key already.
-/// Returns a [`Found`].
+/// Reads the packet at `offset`, whose addresses are in the key already. Returns a [`Found`].
 #[inline(always)]
 pub fn packet(skb: Skb, offset: u32, v6: u32, direction: u32) -> u32 {
     if v6 == 0 { packet_v4(skb, offset, direction) } else { packet_v6(skb, offset, direction) }
@@ -81,7 +80,7 @@ fn read_v4(skb: Skb, offset: u32, direction: u32, quoted: bool) -> u32 {
         return Found::Unknown as u32;
     }
     let header = &work.header;
-    // Quoted packets are none of BIG TCP; of others the length was checked.
+    // Quoted packets are never BIG TCP; the length of others was checked.
     let most = if quoted { usize::from(u16::MAX) } else { usize::MAX };
     let Ok(ip) = Ipv4::parse(header, most) else { return Found::Unknown as u32 };
     if quoted {

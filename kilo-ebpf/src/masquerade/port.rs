@@ -36,8 +36,8 @@ const CURRENT_NETNS: u64 = u64::MAX;
 /// `-EEXIST` of a map update.
 const EEXIST: i32 = -17;
 
-/// Notes a reply in its entry, and puts what it becomes into `new`; false
-/// when there is none.
+/// Notes a reply in its entry, and puts the address and port that it gets into `work`; false when there is no
+/// entry.
 #[inline(always)]
 pub fn touch(work: &mut Work) -> bool {
     let Some(entry) = NAT.get_ptr_mut(&work.key) else { return false };
@@ -53,8 +53,8 @@ pub fn touch(work: &mut Work) -> bool {
     true
 }
 
-/// Writes only what changes: several CPUs may share the cache line. True for
-/// the first packet in a second: the flow's other half is looked after then.
+/// Notes a packet in its entry. Writes only what changes: several CPUs may share the cache line. True for the
+/// first packet in a second, with which the flow's other half is looked after.
 #[inline(always)]
 fn note(entry: &mut NatValue, now: u32, tcp_flags: u8) -> bool {
     let flags = merge_flags(entry.tcp_flags, tcp_flags);
@@ -76,7 +76,7 @@ fn note(entry: &mut NatValue, now: u32, tcp_flags: u8) -> bool {
 fn restore_egress(work: &mut Work) {
     let Work { key, partner, new, new_port, .. } = work;
     key.write_partner(new, *new_port, partner);
-    // Looked up also to keep both halves equally recent.
+    // The lookup also keeps both halves equally recent.
     // SAFETY: only its presence is asked.
     if unsafe { NAT.get(&work.partner) }.is_none() {
         put_value(&mut work.value, &work.key.dst, work.key.dst_port, [0, 0], now());
@@ -84,9 +84,8 @@ fn restore_egress(work: &mut Work) {
     }
 }
 
-/// True when a pod's flow has the host's own packet's port towards the same
-/// destination, or had it when this flow began: the packet is then translated
-/// like a pod's.
+/// True when a pod's flow has the port of the host's own packet towards the same destination, or had it when
+/// this flow began: the packet is then translated like a pod's.
 #[inline(always)]
 pub fn is_contested(work: &mut Work) -> bool {
     // SAFETY: the value is read at once.
@@ -103,10 +102,9 @@ pub fn is_contested(work: &mut Work) -> bool {
 }
 
 subprogram! {
-    /// Finds the port the source of the flow in `this_cpu().key` becomes, the one it
-    /// has or a new one, and puts it into `new_port`; `NOTHING` when it is not to be
-    /// translated. `flags`: [`OWN`] for the host's own flows, which are; [`NEW`]; [`CHOOSE`].
-    /// The address it becomes stands in `addr` then.
+    /// Finds the port that the source of the flow in `this_cpu().key` gets, the one it has or a new one, and
+    /// puts it into `new_port` and its address into `addr`; `NOTHING` when the flow is not to be translated.
+    /// `flags`: [`OWN`] for the host's own flows, which always are; [`NEW`]; [`CHOOSE`].
     pub fn translation(config: &Config, flags: u32) -> u32 = translate as masquerade_translation
 }
 
@@ -173,8 +171,8 @@ struct Search<'a> {
     answer: u32,
 }
 
-/// Tries one port; not 0 ends the loop. By `bpf_loop` the verifier goes through
-/// it once and not once an attempt.
+/// Tries one port; a result other than 0 ends the loop. With `bpf_loop` the verifier goes through it once,
+/// not once per attempt.
 extern "C" fn attempt(index: u32, search: *mut c_void) -> i64 {
     // SAFETY: what `translation` passes.
     let search = unsafe { &mut *search.cast::<Search<'_>>() };
@@ -185,7 +183,7 @@ extern "C" fn attempt(index: u32, search: *mut c_void) -> i64 {
 /// Result of [`take`]: another flow or the host has this port.
 const TAKEN: u32 = 0;
 
-/// Tries one port.
+/// Tries one port: [`TAKEN`], [`DONE`], or the index of a drop reason.
 #[inline(always)]
 fn take(skb: Skb, config: &Config, attempt: u32, start: u32) -> u32 {
     let Some(work) = this_cpu() else { return DropReason::NatMapFull.index() };
@@ -201,7 +199,7 @@ fn take(skb: Skb, config: &Config, attempt: u32, start: u32) -> u32 {
     if host_uses(skb, partner) {
         return TAKEN;
     }
-    // A new flow's own port is free nearly always: one look at the table fewer.
+    // A new flow's own port is nearly always free: that saves a lookup.
     let claimed = if attempt == 0 { claim_free(work) } else { claim(work) };
     match claimed {
         Claim::Ours => {}
@@ -240,7 +238,7 @@ fn claim(work: &Work) -> Claim {
     holder(work).unwrap_or_else(|| claim_free(work))
 }
 
-/// Whose the entry for replies is, if there is one.
+/// Who holds the entry for replies; `None` if there is none.
 #[inline(always)]
 fn holder(work: &Work) -> Option<Claim> {
     // SAFETY: entries are not freed while the program runs.
@@ -264,7 +262,7 @@ fn claim_free(work: &Work) -> Claim {
 pub fn host_uses(skb: Skb, reply: &NatKey) -> bool {
     let (sport, dport) = (u16::from_ne_bytes(reply.src_port), u16::from_ne_bytes(reply.dst_port));
     let v4 = |addr: &[u8; 16]| u32::from_ne_bytes([addr[12], addr[13], addr[14], addr[15]]);
-    // Each written whole: zeroed before, it would be by a function that writes bytes.
+    // Each is written whole: to zero it before, a function would be called that writes byte by byte.
     if is_v4(reply) {
         let (saddr, daddr) = (v4(&reply.src), v4(&reply.dst));
         let tuple = bpf_sock_tuple__bindgen_ty_1__bindgen_ty_1 { saddr, daddr, sport, dport };
@@ -276,7 +274,7 @@ pub fn host_uses(skb: Skb, reply: &NatKey) -> bool {
     }
 }
 
-/// `tuple` is one of the two that [`bpf_sock_tuple`] may hold, by which the kernel knows the family.
+/// `tuple` is one of the two that [`bpf_sock_tuple`] may hold; the kernel knows the family by its size.
 #[inline(always)]
 fn has_socket<T>(skb: Skb, protocol: u8, tuple: &T) -> bool {
     let tuple = (&raw const *tuple).cast_mut().cast::<bpf_sock_tuple>();

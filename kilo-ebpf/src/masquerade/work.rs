@@ -1,4 +1,4 @@
-//! Memory of this CPU that the parts of masquerading share, beside the stack.
+//! Per-CPU memory that the parts of masquerading share, besides the stack.
 
 use aya_ebpf::{btf_maps::PerCpuArray, macros::btf_map};
 use kilo_common::{
@@ -39,21 +39,21 @@ pub struct Work {
     pub partner: NatKey,
     /// An entry to be written.
     pub value: NatValue,
-    /// Another.
+    /// The entry for replies, to be written.
     pub back: NatValue,
-    /// What masqueraded packets get on this interface.
+    /// The address that masqueraded packets get on this interface.
     pub addr: [u8; 16],
     /// The address that is rewritten.
     pub old: [u8; 16],
-    /// What it becomes.
+    /// The address that replaces it.
     pub new: [u8; 16],
-    /// Of an ICMP error: its own address, while `old` and `new` are of the packet inside.
+    /// For an ICMP error: its own address, while `old` and `new` are those of the packet inside.
     pub outer: [u8; 16],
     /// First bytes of the transport header.
     pub start: [u8; 8],
     /// The port that is rewritten.
     pub old_port: [u8; 2],
-    /// What it becomes.
+    /// The port that replaces it.
     pub new_port: [u8; 2],
     /// Identification of a fragmented datagram.
     pub id: [u8; 4],
@@ -61,7 +61,7 @@ pub struct Work {
     pub header: [u8; IPV4_LEN],
     /// Offset of the transport header in the packet.
     pub transport: u32,
-    /// Not 0: part of a fragmented datagram.
+    /// Nonzero for a part of a fragmented datagram.
     pub fragment: u32,
     /// Flags of a TCP segment.
     pub tcp_flags: u32,
@@ -75,7 +75,7 @@ const MAPPED: u64 = 0xffff_0000_u64.to_le();
 #[btf_map(name = "nat_work")]
 static WORK: PerCpuArray<Work, 1> = PerCpuArray::new();
 
-/// This CPU's; programs on one CPU do not preempt each other.
+/// This CPU's memory; programs on one CPU do not preempt each other.
 #[inline(always)]
 pub fn this_cpu() -> Option<&'static mut Work> {
     // SAFETY: the entry is this CPU's own and all bytes are values; parts that
@@ -123,7 +123,7 @@ pub fn put_value(
 }
 
 impl Work {
-    /// What `masq_dst` says of the packet's destination.
+    /// The value that `masq_dst` holds for the packet's destination; 0 = none.
     #[inline(always)]
     pub fn destination(&self) -> u32 {
         MASQ_DST.get(WholeAddress::new(halves(&self.key.dst)).key()).copied().unwrap_or(0)
@@ -170,7 +170,7 @@ impl Work {
         checksum::difference_of_halves(halves(&self.old), halves(&self.new))
     }
 
-    /// What the change of the port adds to them.
+    /// What the change of the port adds to the kernel's partial sums.
     #[inline(always)]
     pub fn port_difference(&self) -> u32 {
         let port = |port: [u8; 2]| u32::from(u16::from_ne_bytes(port));

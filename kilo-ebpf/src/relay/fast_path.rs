@@ -1,10 +1,12 @@
-//! Fast path for what relays carry most, with what [`arrived`](super::arrived) does in fewer instructions:
-//! whole datagrams in an Ethernet frame, of a bound pair, while the next hop towards the other end is known.
+//! Fast path for most relayed packets: does what [`arrived`](super::arrived) does, with fewer instructions,
+//! for whole datagrams of a bound pair in an Ethernet frame while the next hop towards the other end is
+//! known.
 //!
-//! It is remembered by port, for [`LASTS`] ticks of the kernel's clock at most, and until the agent writes the port anew, as
-//! it does when an end is bound anew and when routes change. The kernel is given the hop's address with each packet, and has its
-//! link-layer address among its neighbours, which it proves as for what it sends itself. All CPUs share what is remembered: a
-//! hop that changes while two of them read it costs a packet.
+//! The next hop is cached by port, for at most [`LASTS`] ticks of the kernel's clock, and until the agent
+//! writes the port again, as it does when an end is bound again or routes change. The kernel gets the hop's
+//! address with each packet, and takes its link-layer address from its neighbour table, which it keeps valid
+//! as for its own packets. All CPUs share the cache: a hop that changes while two of them read it costs a
+//! packet.
 
 use aya_ebpf::{
     EbpfContext as _,
@@ -35,22 +37,22 @@ use crate::{
     words::Words,
 };
 
-/// Ticks for which a next hop counts: 2.5 to 25 s, by the kernel's clock. Routes that change while no agent runs to say so
-/// count that much later.
+/// Ticks for which a cached next hop is valid: 2.5 to 25 s, by the kernel's clock. Changes of routes while no
+/// agent runs take effect that much later.
 const LASTS: u64 = 2_500;
-/// Where UDP has its checksum.
+/// Offset of the checksum in a UDP header.
 const UDP_CHECKSUM: usize = 6;
-/// Result of a subprogram: nothing is done.
+/// Result of a subprogram: nothing was done.
 const NOTHING: i32 = 1002;
 const _: () = assert!(DropReason::from_index(NOTHING as u32).is_none());
 
-/// What is remembered of a port from packet to packet.
+/// State of a port that is kept between packets.
 #[repr(C, align(8))]
 pub struct PortState {
     budget: Budget,
-    /// The tick in which the next hop was asked for.
+    /// The tick of the last route lookup.
     asked: u64,
-    /// What it was asked for ([`key`]).
+    /// What was looked up ([`key`]).
     key: u64,
     hop: bpf_redir_neigh,
 }
@@ -58,7 +60,7 @@ pub struct PortState {
 #[btf_map(name = "relay_way")]
 static RELAY_WAY: Array<PortState, { map_table::RELAY_WAY.size as usize }> = Array::new();
 
-/// What is remembered of this port; `None`: the port is not one of a relay's.
+/// The state of this port; `None`: the port is not one of a relay's.
 #[inline(always)]
 pub fn way(port: u16) -> Option<&'static mut PortState> {
     let way = RELAY_WAY.get_ptr_mut(relay::place(port))?;
@@ -66,7 +68,8 @@ pub fn way(port: u16) -> Option<&'static mut PortState> {
     Some(unsafe { &mut *way })
 }
 
-/// The time as far as a packet was asked for it: the tick, and nanoseconds, which take a helper.
+/// The time while one packet is handled: the tick, and nanoseconds, which are read only if needed because
+/// they take a helper.
 pub struct Clock {
     tick: u64,
     nanoseconds: u64,
@@ -118,22 +121,22 @@ fn protocol_of<O: Whole>(ctx: &TcContext) -> u8 {
     unsafe { *((start + O::PROTOCOL) as *const u8) }
 }
 
-/// What a header of either family is asked, and how it gets the relay's addresses.
+/// How a whole packet's header of either family is read, and gets the relay's addresses.
 pub trait Whole: Ip {
     type Header;
-    /// Where it names the protocol.
+    /// Offset of the protocol in the header.
     const PROTOCOL: usize;
 
-    /// Type of service or traffic class of a packet without options that may travel on, and its length; `None`: the
-    /// slow path decides.
+    /// Type of service or traffic class, and length, of a packet without options that may travel on; `None`:
+    /// the slow path decides.
     fn plain(header: &Self::Header) -> Option<(u8, u32)>;
     /// Source and destination as maps hold them.
     fn ends(header: &Self::Header) -> [[u64; 2]; 2];
-    /// What this change adds to the kernel's partial sums.
+    /// What this change of addresses adds to the kernel's partial sums.
     fn difference(old: [[u64; 2]; 2], new: [[u64; 2]; 2]) -> u32;
-    /// Writes them, and counts this host as a hop.
+    /// Writes these addresses and lowers the TTL; `None` when that is used up.
     fn rewrite(header: &mut Self::Header, ends: [[u64; 2]; 2]) -> Option<()>;
-    /// Writes a question about the way between two addresses.
+    /// Fills in the lookup of a route between two addresses.
     fn ask(route: &mut bpf_fib_lookup, tos: u32, ends: [[u64; 2]; 2]);
 }
 
@@ -164,7 +167,7 @@ impl Whole for Ipv4 {
     #[inline(always)]
     fn rewrite(ip: &mut Ipv4Header, ends: [[u64; 2]; 2]) -> Option<()> {
         let [by, to] = ends.map(last_word);
-        // What the addresses add to a sum over the whole packet the header's checksum takes away.
+        // The header's checksum cancels what the addresses add to a sum over the whole packet.
         ip.checksum = update_word(update_word(ip.checksum, ip.src, by), ip.dst, to);
         (ip.src, ip.dst) = (by, to);
         ip.lower_ttl()
@@ -228,7 +231,7 @@ impl Whole for V6 {
     }
 }
 
-/// What starts such a frame.
+/// The headers at the start of a frame, and the first bytes of the payload.
 struct Frame<'a, O: Whole> {
     ip: &'a mut O::Header,
     /// Ports, length, checksum.
@@ -248,7 +251,8 @@ fn frame<O: Whole>(ctx: &TcContext) -> Option<Frame<'_, O>> {
         return None;
     }
     let udp = start + ETHERNET_LEN + O::HEADER_LEN;
-    // SAFETY: the bounds are checked, programs may read and write packets at any address, and no part is in another.
+    // SAFETY: the bounds are checked, programs may read and write packets at any address, and the parts do
+    // not overlap.
     Some(unsafe {
         Frame {
             ip: &mut *((start + ETHERNET_LEN) as *mut _),
@@ -313,7 +317,7 @@ fn relay_whole<O: Whole>(skb: Skb) -> i32 {
         let Some(new) = frame::<O>(&ctx) else { return DropReason::Rewrite.index() as i32 };
         let changed = |at: usize| u32::from(!ports[at]) + u32::from(new_ports[at]);
         let difference = changed(0) + changed(1);
-        // As the helper would, which takes six times as long; sums that it would leave alone it gets.
+        // As the helper would, which takes six times as long; sums that it may leave alone are passed to it.
         if was_whole(checksum, new.udp[3], address) {
             new.udp[3] = of_udp(new.udp[3], difference);
         } else if !ports_by_kernel::<O>(&ctx, difference) {
@@ -335,15 +339,15 @@ fn relay_whole<O: Whole>(skb: Skb) -> i32 {
     Act::next_hop(pair.ifindex, &mut way.hop).code()
 }
 
-/// What other ports add to the checksum, where a device may have to complete it.
+/// Applies the change of the ports through the kernel, which knows whether a device completes the checksum.
 #[inline(always)]
 fn ports_by_kernel<O: Whole>(ctx: &TcContext, difference: u32) -> bool {
     let at = ETHERNET_LEN + O::HEADER_LEN + UDP_CHECKSUM;
     ctx.l4_csum_replace(at, 0, u64::from(difference), u64::from(BPF_F_MARK_MANGLED_0)).is_ok()
 }
 
-/// What distinguishes one way of a port from another: the type of service, and the agent's write, which is another one when an end is
-/// bound anew or routes change.
+/// What a cached next hop is for: the type of service, and the agent's last write, whose number changes when
+/// an end is bound again or routes change.
 #[inline(always)]
 const fn key(pair: &Port, tos: u32) -> u64 {
     (pair.written as u64) << 32 | tos as u64
@@ -352,7 +356,7 @@ const fn key(pair: &Port, tos: u32) -> u64 {
 /// Whether the next hop towards the pair's other end is known.
 #[inline(always)]
 fn is_known<O: Whole>(skb: Skb, way: &mut PortState, pair: &Port, tos: u32, tick: u64) -> bool {
-    // Before Linux 6.10 the helper knows no routes by mark.
+    // Before Linux 6.10 the helper does not follow routes by mark.
     // SAFETY: the context is valid for the whole program.
     if unsafe { (*skb).mark } != 0 {
         return false;
@@ -369,7 +373,8 @@ fn is_known<O: Whole>(skb: Skb, way: &mut PortState, pair: &Port, tos: u32, tick
 }
 
 subprogram! {
-    /// Asks the kernel for it; zero: there is none, its link-layer address is not known yet, or the packet is too long.
+    /// Looks up the next hop; zero: there is none, its link-layer address is not known yet, or the packet is
+    /// too long.
     fn ask[O: Whole](way: &mut PortState, pair: &Port, tos: u32) -> u32 = ask_kernel;
     by O::V6 => {
         false => relay_ask[Ipv4],
@@ -387,7 +392,7 @@ fn ask_kernel<O: Whole>(skb: Skb, way: &mut PortState, pair: &Port, tos: u32) ->
     let size = size_of::<bpf_fib_lookup>() as i32;
     // SAFETY: the context is valid for the whole program, and the structure has that size.
     let found = unsafe { look_up(skb.cast(), route, size, BPF_FIB_LOOKUP_OUTPUT) };
-    // SAFETY: both families' addresses begin there, and what the shorter one leaves is zero.
+    // SAFETY: both families' addresses begin there, and the bytes behind the shorter one are zero.
     way.hop.__bindgen_anon_1.ipv6_nh = unsafe { route.__bindgen_anon_4.ipv6_dst };
     way.hop.nh_family = u32::from(route.family);
     u32::from(found == 0 && route.ifindex == pair.ifindex)

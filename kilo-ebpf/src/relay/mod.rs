@@ -1,6 +1,6 @@
-//! A relay's work (docs/design/relay.md): WireGuard's datagrams between the two ends of a pair are
-//! sent on by the table `relay`, and messages about relays go to the agent by a ring once their
-//! tag is found right. Nobody is answered here.
+//! A relay's data path (docs/design/relay.md): WireGuard's datagrams between the two ends of a pair are sent
+//! on by the map `relay`, and messages about relays go to the agent through a ring once their tag has been
+//! verified. No program sends an answer.
 
 pub mod fast_path;
 
@@ -35,11 +35,11 @@ use crate::{
     words::Words,
 };
 
-/// Where UDP has its length and its checksum.
+/// Offsets of length and checksum in a UDP header.
 const UDP_LENGTH: usize = 4;
 const UDP_CHECKSUM: usize = 6;
 
-/// True for datagrams that [`arrived`] takes; all others go the way they go without a relay.
+/// True for datagrams that [`arrived`] takes; all others are handled as without a relay.
 #[inline(always)]
 pub fn concerns<O: Ip, const LINK: usize>(ctx: &TcContext, config: &Config, outer: &O) -> bool {
     if config.flags & CONFIG_RELAY == 0
@@ -48,7 +48,7 @@ pub fn concerns<O: Ip, const LINK: usize>(ctx: &TcContext, config: &Config, oute
     {
         return false;
     }
-    // Later fragments have no ports: the stack puts them together, and has nobody for them.
+    // Later fragments have no ports: the stack collects them, and has no receiver for them.
     outer.udp(ctx, LINK).is_some_and(|udp| {
         udp == LINK + O::HEADER_LEN
             && destination_port::<O, LINK>(ctx).is_some_and(|port| is_ours(config, port))
@@ -56,7 +56,7 @@ pub fn concerns<O: Ip, const LINK: usize>(ctx: &TcContext, config: &Config, oute
     })
 }
 
-/// The same of a whole IPv4 packet with ports and without options, in an Ethernet frame.
+/// As [`concerns`], for a whole IPv4 packet with ports and without options, in an Ethernet frame.
 #[inline(always)]
 pub fn concerns_whole(ctx: &TcContext, config: &Config) -> bool {
     config.flags & CONFIG_RELAY != 0
@@ -97,7 +97,8 @@ fn find_relay<O: Ip, const LINK: usize>(skb: Skb, config: &Config) -> u32 {
     u32::from(fate != Fate::Stack && (is_bound_here || is_own(&ctx, &ip)))
 }
 
-/// True for a destination that is an address of this host, as its routes say. Where it forwards nothing, all is.
+/// True when the destination is an address of this host, by its routes. On a host that does not forward,
+/// every one counts.
 #[inline(always)]
 fn is_own<O: Ip>(ctx: &TcContext, ip: &O) -> bool {
     const INET: u8 = 2;
@@ -139,7 +140,7 @@ fn destination_port<O: Ip, const LINK: usize>(ctx: &TcContext) -> Option<u16> {
 }
 
 subprogram! {
-    /// A datagram of which [`concerns`] is true.
+    /// Takes a datagram for which [`concerns`] is true.
     pub fn arrived[O: Ip, const LINK: usize](config: &Config) -> i32 = take_datagram;
     by (LINK, O::V6) => {
         (0, false) => relay_arrived_l3_v4[Ipv4, 0],
@@ -177,7 +178,7 @@ fn taken<O: Ip, const LINK: usize>(ctx: &TcContext, config: &Config, ip: &O) -> 
     }
 }
 
-/// What arrives, with its first bytes; `None`: it is shorter than anything of WireGuard's, or than a message.
+/// The datagram that arrives, with its first bytes; `None`: it is too short for WireGuard's or a message.
 #[inline(always)]
 fn arrival<O: Ip, const LINK: usize>(ctx: &TcContext, ip: &O) -> Option<Arrival> {
     let udp = LINK + O::HEADER_LEN;
@@ -249,7 +250,7 @@ const fn port_bytes(source: u16, destination: u16) -> [u8; 4] {
     [a, b, c, d]
 }
 
-/// Gives a packet of a link without link-layer header the header that `bpf_redirect_neigh` expects.
+/// Gives a packet without a link-layer header the one that `bpf_redirect_neigh` expects.
 #[inline(always)]
 pub fn framed<I: Ip>(ctx: &TcContext) -> Result<(), DropReason> {
     // SAFETY: the context is valid for the whole program.
@@ -285,8 +286,8 @@ fn hear(ctx: &TcContext, ends: &[[u64; 2]; 2], ports: &[u16; 2], start: usize) -
     }
     let raw: Raw = ctx.load(start).map_err(|_| DropReason::Malformed)?;
     let sender = RELAY_KEY.get_ptr_mut(&relay::sender(&raw)).ok_or(DropReason::UnknownSignal)?;
-    // SAFETY: entries are only replaced by the agent, and not freed while the program runs; that two CPUs take
-    // note of one message alone harms nobody.
+    // SAFETY: entries are only replaced by the agent, and not freed while the program runs; it does no harm
+    // if two CPUs at once note only one message.
     let sender = unsafe { &mut *sender };
     relay::authentic(&raw, sender.key)?;
     // SAFETY: a helper without arguments.
