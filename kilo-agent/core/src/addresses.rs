@@ -1,8 +1,8 @@
-//! What kind of address one is.
+//! Classification of IP addresses.
 
 use std::net::{IpAddr, Ipv6Addr};
 
-/// Public as Kilo means it: not RFC 1918, not `fd00::/16`.
+/// Whether an address is public as Kilo means it: not RFC 1918, not in `fd00::/16`.
 pub fn is_public(ip: IpAddr) -> bool {
     match ip {
         IpAddr::V4(v4) => !v4.is_private(),
@@ -10,8 +10,8 @@ pub fn is_public(ip: IpAddr) -> bool {
     }
 }
 
-/// Public in fact: neither for networks of one's own (RFC 1918, `fc00::/7`) nor for those behind a
-/// provider's NAT (RFC 6598).
+/// Whether an address is public in fact: neither private (RFC 1918, `fc00::/7`) nor behind
+/// carrier-grade NAT (RFC 6598).
 pub fn is_reached_from_anywhere(ip: IpAddr) -> bool {
     is_public(ip)
         && match ip {
@@ -20,7 +20,7 @@ pub fn is_reached_from_anywhere(ip: IpAddr) -> bool {
         }
 }
 
-/// In `2000::/3`, all that is assigned of the IPv6 internet (RFC 4291).
+/// Whether an address is in `2000::/3`, all of the IPv6 Internet that is assigned (RFC 4291).
 pub const fn is_global_v6(ip: Ipv6Addr) -> bool {
     ip.segments()[0] & 0xe000 == 0x2000
 }

@@ -1,7 +1,7 @@
 //! Errors as operators read them: one line that says each cause once.
 //!
-//! An error's own text is whole: what failed, why, and what to do about it. Its `source()` is there for code,
-//! which looks for an errno or a status; a line of log needs the text alone.
+//! An error's own text is complete: what failed, why, and what to do about it. Its `source()` is for code
+//! that looks for an errno or a status; a log line needs the text alone.
 
 use std::{error::Error, fmt::Display};
 
@@ -18,12 +18,12 @@ pub struct Explained {
 }
 
 impl Explained {
-    /// `text` says all an operator needs of `cause`, in whatever words.
+    /// An error whose `text` says all that an operator needs to know about `cause`.
     pub fn of(text: impl Into<String>, cause: impl Into<Cause>) -> Self {
         Self { text: text.into(), cause: Some(cause.into()) }
     }
 
-    /// The causes in their own words, behind what failed.
+    /// An error that says what failed, followed by the causes in their own words.
     pub fn behind(what: impl Display, cause: impl Into<Cause>) -> Self {
         let cause = cause.into();
         Self::of(format!("{what}: {}", error_chain(&*cause)), cause)
@@ -43,7 +43,7 @@ impl From<&str> for Explained {
     }
 }
 
-/// An error with its causes, each said once. What caused an [`Explained`] is in its text.
+/// An error with its causes, each said once. The chain ends at an [`Explained`], whose text names its cause.
 pub fn error_chain(error: &(dyn Error + 'static)) -> String {
     let mut text = error.to_string();
     let mut last = error;

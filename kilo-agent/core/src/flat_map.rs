@@ -1,6 +1,6 @@
-//! Maps and sets that are made as a whole, walked and compared: sorted vectors.
-//! With 20,000 entries a tree costs several times as much to make and to drop.
-//! They are read as slices; a single insertion or removal moves all that comes behind.
+//! Maps and sets that are built, walked and compared as a whole: sorted vectors. With 20,000 entries a tree
+//! costs several times as much to build and to drop. They are read as slices; a single insertion or removal
+//! moves all entries behind it.
 
 use std::{
     net::{Ipv4Addr, Ipv6Addr},
@@ -10,13 +10,12 @@ use std::{
 use derive_more::{Deref, IntoIterator};
 use ipnet::{IpNet, Ipv4Net, Ipv6Net};
 
-/// A key with an order that costs few instructions: derived ones compare
-/// addresses byte by byte.
+/// A key whose order costs few instructions: derived orders compare addresses byte by byte.
 pub trait Key: Copy + Eq {
-    /// Compares as the key does.
+    /// A cheap value that compares as the key does.
     type Rank: Ord;
 
-    /// The place in the order.
+    /// The key's position in the order.
     fn rank(&self) -> Self::Rank;
 }
 
@@ -46,9 +45,9 @@ keys! {
     };
 }
 
-/// What is sorted by a key that it holds: the key itself, or a key with its value.
+/// An element that is sorted by a key it holds: the key itself, or a key with its value.
 pub trait Entry {
-    /// Sorts the entries; each key is there once.
+    /// The key that sorts the entries; each key occurs once.
     type Key: Key;
 
     /// The key of this entry.
@@ -75,7 +74,7 @@ impl<K: Key, V> Entry for (K, V) {
 #[into_iterator(owned, ref)]
 pub struct Flat<E>(Vec<E>);
 
-/// Keys alone.
+/// A set: keys without values.
 pub type FlatSet<K> = Flat<K>;
 
 /// Values by key.
@@ -97,7 +96,7 @@ impl<E> Default for Flat<E> {
 }
 
 impl<E: Entry> FromIterator<E> for Flat<E> {
-    /// Of equal keys the last counts.
+    /// Of equal keys, the last one wins.
     fn from_iter<I: IntoIterator<Item = E>>(entries: I) -> Self {
         let mut flat = Self::default();
         flat.extend(entries);
@@ -111,7 +110,7 @@ impl<E: Entry> Extend<E> for Flat<E> {
         if self.0.is_sorted_by(|one, other| one.key().rank() < other.key().rank()) {
             return;
         }
-        // The sort keeps the order of equal ones, so that the last of them comes first and stays.
+        // The sort is stable: once reversed, the last of equal keys comes first and survives.
         self.0.reverse();
         self.0.sort_by_key(|entry| entry.key().rank());
         self.0.dedup_by_key(|entry| *entry.key());
@@ -134,7 +133,7 @@ impl<E: Entry> Flat<E> {
         self.search(key).ok().map(|at| self.0.remove(at))
     }
 
-    /// The entry of this key, should it be there, and all that sort behind it.
+    /// The entry of this key, if there is one, and all that sort behind it.
     pub fn since(&self, key: &E::Key) -> &[E] {
         &self.0[self.search(key).unwrap_or_else(|at| at)..]
     }
@@ -146,7 +145,7 @@ impl<K: Key, V> FlatMap<K, V> {
         self.search(key).ok().map(|at| &self.0[at].1)
     }
 
-    /// Sets the value of a key; returns the one before.
+    /// Sets the value of a key; returns the previous one.
     pub fn insert(&mut self, key: K, value: V) -> Option<V> {
         match self.search(&key) {
             Ok(at) => Some(std::mem::replace(&mut self.0[at].1, value)),
@@ -171,8 +170,8 @@ impl<K: Key, V> Index<&K> for FlatMap<K, V> {
     }
 }
 
-/// Sorts by prefix; what has the same prefix stays in its order. Compares one number an
-/// item instead of addresses: several times as fast as a sort by [`Key::rank`].
+/// Sorts by prefix, stably. Compares one number per item instead of addresses: several times as fast as a
+/// sort by [`Key::rank`].
 pub fn sort_by_prefix<T: Copy>(items: &mut Vec<T>, prefix: impl Fn(&T) -> IpNet) {
     let (mut v4, mut v6) = (Vec::with_capacity(items.len()), Vec::new());
     for (at, item) in items.iter().enumerate() {
@@ -181,7 +180,7 @@ pub fn sort_by_prefix<T: Copy>(items: &mut Vec<T>, prefix: impl Fn(&T) -> IpNet)
             IpNet::V6(net) => v6.push((net.rank(), at)),
         }
     }
-    // This one makes use of what is sorted in parts, such as what locations stand for.
+    // This sort profits from partly sorted input, such as the prefixes of each location.
     v4.sort_unstable();
     v6.sort_unstable();
     let places = v4.iter().map(|ranked| *ranked as u64 as usize).chain(v6.iter().map(|(_, at)| *at));

@@ -1,5 +1,5 @@
-//! Two clusters as one another's peers: what each writes about the other, and
-//! what speaks against it. Pure.
+//! Two clusters that peer with each other: the Peer objects each gets for the other, and what
+//! prevents joining them. Pure.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -18,14 +18,15 @@ use crate::{
 /// value is that cluster's name. Objects with it belong to `kgctl peer-cluster`.
 pub const LABEL: &str = "kilo.squat.ai/cluster";
 
-/// A Peer object as a cluster has it.
+/// A Peer object as it exists in a cluster.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Present {
     /// Name of the Peer object.
     pub name: String,
-    /// Value of [`LABEL`]: the cluster for which it was made; `None`: it is not `kgctl peer-cluster`'s.
+    /// Value of [`LABEL`]: the cluster for which it was made; `None`: it was not made
+    /// by `kgctl peer-cluster`.
     pub owner: Option<String>,
-    /// What it says; `None` when that is invalid.
+    /// The parsed object; `None` when it is invalid.
     pub peer: Option<Peer>,
 }
 
@@ -40,7 +41,7 @@ impl Present {
         }
     }
 
-    /// Whether it is as wanted. A pre-shared key is the operator's to set, in both clusters.
+    /// Whether the object is as wanted. The pre-shared key is left to the operator, in both clusters.
     fn says(&self, wanted: &Peer) -> bool {
         self.peer.as_ref().is_some_and(|peer| Peer { preshared_key: None, ..peer.clone() } == *wanted)
     }
@@ -49,28 +50,28 @@ impl Present {
 /// One of the two clusters.
 #[derive(Clone, Debug)]
 pub struct Cluster {
-    /// What the other one calls it.
+    /// The name by which the other cluster knows it.
     pub name: String,
     /// Every node, ready or not.
     pub nodes: Nodes,
     /// The mesh of those that are ready.
     pub mesh: Mesh,
-    /// Where its ClusterIPs come from.
+    /// The ranges of its ClusterIPs.
     pub services: Vec<IpNet>,
-    /// Its Peer objects, also those of others and invalid ones.
+    /// Its Peer objects, including foreign and invalid ones.
     pub peers: Vec<Present>,
 }
 
-/// A cluster that cannot be joined with another.
+/// Why a cluster cannot be joined with another.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Unfit {
-    /// Nothing is known about where its traffic would go.
+    /// No node is ready, so nothing is known about where its traffic would go.
     #[error("cluster {0} has no ready node; see `kgctl status`. Nothing was changed")]
     NobodyReady(String),
-    /// Leaders have published no address.
+    /// No leader has published a WireGuard address.
     #[error("no leader of cluster {0} has published its WireGuard address yet; try again in a minute")]
     NoSubnet(String),
-    /// Leaders disagree.
+    /// Leaders have published addresses of different subnets.
     #[error(
         "leaders of cluster {0} have WireGuard addresses of different subnets: {1} and {2}; give all agents the same --subnet"
     )]
@@ -111,7 +112,7 @@ impl Cluster {
         Ok(Self { name: name.to_owned(), nodes: snapshot.nodes.clone(), mesh: mesh(subnet), services, peers })
     }
 
-    /// Peer objects that stand for this other cluster here.
+    /// Peer objects here that stand for the other cluster.
     pub fn owned_by<'a>(&'a self, other: &'a str) -> impl Iterator<Item = &'a Present> {
         self.peers.iter().filter(move |present| present.owner.as_deref() == Some(other))
     }
@@ -120,7 +121,7 @@ impl Cluster {
         self.peers.iter().filter(move |present| present.owner.as_deref() != Some(other))
     }
 
-    /// Ranges the other cluster will send here, with what they are.
+    /// Ranges here to which the other cluster will send, with a description of each.
     fn exported(&self) -> Vec<(IpNet, String)> {
         let name = &self.name;
         let mut ranges = vec![(self.mesh.subnet, format!("the WireGuard subnet of cluster {name}"))];
@@ -134,7 +135,7 @@ impl Cluster {
         ranges
     }
 
-    /// More ranges that are in use here but not passed on to the other cluster.
+    /// Ranges that are also in use here, but not exported to the other cluster.
     fn kept(&self, other: &str) -> Vec<(IpNet, String)> {
         let name = &self.name;
         let mut ranges = Vec::new();
@@ -151,8 +152,8 @@ impl Cluster {
     }
 }
 
-/// What speaks against joining the two, in words that name both objects;
-/// nothing when they may be joined.
+/// What prevents joining the two, one text per conflict, which names both objects; empty
+/// when they may be joined.
 pub fn conflicts(one: &Cluster, two: &Cluster) -> Vec<String> {
     let mut conflicts = keys(one, two);
     let (exported, theirs) = (one.exported(), two.exported());
@@ -219,9 +220,8 @@ fn keys(one: &Cluster, two: &Cluster) -> Vec<String> {
     conflicts
 }
 
-/// The peers that stand for `from` in `to`: one a location, named after the
-/// cluster and the node that leads. Services go with the one that has them
-/// already, else with the first.
+/// The peers that stand for `from` in `to`: one per location, named after the cluster and its leader.
+/// Service ranges stay with the peer that already has them; else the first peer gets them.
 pub fn wanted(from: &Cluster, to: &Cluster) -> Vec<Peer> {
     let mut peers: Vec<Peer> = from
         .mesh
@@ -233,7 +233,8 @@ pub fn wanted(from: &Cluster, to: &Cluster) -> Vec<Peer> {
                 name: format!("{}-{}", from.name, segment.leading()?.name()),
                 allowed_ips: section.allowed_ips,
                 endpoint: section.endpoint,
-                // A leader with a keepalive is behind NAT: it is to be answered where it is seen.
+                // A leader with a keepalive is behind NAT: it must be answered at the
+                // endpoint where it is seen.
                 persistent_keepalive: segment.persistent_keepalive,
                 preshared_key: None,
                 public_key: section.public_key,
@@ -254,21 +255,21 @@ pub fn wanted(from: &Cluster, to: &Cluster) -> Vec<Peer> {
     peers
 }
 
-/// What is to be written in one cluster.
+/// The changes to be written to one cluster.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Changes {
-    /// Peers that are not there.
+    /// Peers that do not exist yet.
     pub create: Vec<Peer>,
-    /// Peers that are there and say something else.
+    /// Peers that exist and differ.
     pub update: Vec<Peer>,
     /// Names of objects to be deleted.
     pub delete: Vec<String>,
-    /// Peers that are as they should be.
+    /// Number of peers that are as wanted.
     pub unchanged: usize,
 }
 
 impl Changes {
-    /// What differs between `wanted` and the objects `to` has for `from`.
+    /// Compares `wanted` with the objects that `to` has for `from`.
     pub fn between(wanted: Vec<Peer>, to: &Cluster, from: &str) -> Self {
         let mut present: BTreeMap<&str, &Present> =
             to.owned_by(from).map(|present| (present.name.as_str(), present)).collect();
@@ -290,7 +291,7 @@ impl Changes {
     }
 }
 
-/// The object that stands for a peer of that cluster.
+/// The Peer object of `peer`, labelled as one that stands for `cluster`.
 pub fn object(peer: &Peer, cluster: &str) -> peer::Peer {
     let mut object = peer::to_object(peer);
     object.metadata.labels = Some([(LABEL.to_owned(), cluster.to_owned())].into());

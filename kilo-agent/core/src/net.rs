@@ -6,8 +6,8 @@ use ipnet::IpNet;
 
 use crate::flat_map::{FlatSet, Key};
 
-/// Desired addresses and routes of this host; only these are managed,
-/// everything else is somebody else's.
+/// Desired addresses and routes of this host. Only these are managed; all others
+/// belong to somebody else.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct NetPlan {
     /// MTU of the WireGuard device in bytes.
@@ -16,8 +16,8 @@ pub struct NetPlan {
     pub addresses: BTreeSet<IpNet>,
     /// Routes, all through the WireGuard device.
     pub routes: FlatSet<Route>,
-    /// Prefixes that no route of ours leads to and no default route may take: pods of this node
-    /// while nothing holds them, and those of nodes that were declared dead.
+    /// Prefixes without a route of ours that no default route may take: pods of this node while
+    /// nothing holds them, and prefixes of nodes that were declared dead.
     pub unreachable: BTreeSet<IpNet>,
     /// Next hops the kernel keeps resolved, with their interface.
     pub neighbours: BTreeSet<(u32, IpAddr)>,
@@ -28,15 +28,15 @@ pub struct NetPlan {
 pub struct Route {
     /// Prefix, without host bits, that is routed into the WireGuard device.
     pub destination: IpNet,
-    /// Routing table; wanted ones are in [`MAIN_TABLE`].
+    /// Routing table ID; desired routes are all in [`MAIN_TABLE`].
     pub table: u32,
     /// Source of the host's own packets on this route; `None` leaves the choice to the kernel.
     pub source: Option<IpAddr>,
     /// Largest packet in bytes, where it is less than the device's MTU: the
     /// stack notifies senders of larger ones.
     pub mtu: Option<u32>,
-    /// Nothing may go there another way: an `unreachable` route of a high metric
-    /// stands behind this one.
+    /// No other route may take these packets: an `unreachable` route with a high
+    /// metric backs this one.
     pub closed: bool,
 }
 

@@ -1,4 +1,4 @@
-//! What the plan needs to know about a host: its links, uplinks and the ways others' routes lead.
+//! What the plan needs to know about a host: its links, its uplinks, and where others' routes lead.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -8,7 +8,7 @@ use std::{
 use ipnet::IpNet;
 use serde::{Deserialize, Serialize};
 
-/// One program on one interface.
+/// One BPF program attached to one interface.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Attached {
@@ -22,7 +22,7 @@ pub struct Attached {
     pub hook: String,
 }
 
-/// What masqueraded packets get on an uplink, by family.
+/// Addresses that masqueraded packets get on an uplink, by family.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Uplink {
     /// Its first global IPv4 address.
@@ -42,18 +42,17 @@ pub struct HostLinks {
     /// device, the CNI bridge or pods' interfaces), with the addresses
     /// masqueraded packets get. The private interface is one of them.
     pub uplinks: BTreeMap<u32, Uplink>,
-    /// Of these: packets have no link-layer header there.
+    /// Those of the uplinks on which packets have no link-layer header.
     pub layer3: BTreeSet<u32>,
-    /// Interfaces that would be uplinks, but whose link-layer header is not known, with their
-    /// link type.
+    /// Names and link types of interfaces that would be uplinks, but whose link-layer header is not known.
     pub unknown_headers: BTreeMap<String, u16>,
     /// Destinations towards which masqueraded packets get another address than the
     /// uplink's usual one, as the kernel would choose.
     pub masq_addrs: BTreeMap<(u32, IpNet), IpAddr>,
     /// MTU of each uplink in bytes.
     pub mtus: BTreeMap<u32, u32>,
-    /// Interface and preferred path to each node address of the own location:
-    /// what a route lookup returns; absent = the private interface.
+    /// Interface of the preferred path to each node address of this location, as a route lookup returns it;
+    /// absent: the private interface.
     pub towards: BTreeMap<IpAddr, u32>,
     /// Interfaces of the other next hops where a route to a node has several.
     pub more_towards: BTreeMap<IpAddr, Vec<u32>>,
@@ -63,20 +62,20 @@ pub struct HostLinks {
     pub private_is_unbound: bool,
     /// Index of the VXLAN device; `None`: there is none.
     pub vxlan: Option<u32>,
-    /// The IPIP device for packets that get no outer header in place.
+    /// Index of the IPIP device, for packets that get no outer header in place.
     pub ipip: Option<u32>,
-    /// What routers said they carry towards nodes, in bytes with the outer header.
+    /// Path MTUs towards nodes that routers have reported, in bytes with the outer header.
     pub path_mtus: BTreeMap<IpAddr, u32>,
-    /// Addresses of the location's nodes (this one's too) in the overlay of
-    /// another CNI, by name; steered packets to the leader are sent there.
+    /// Addresses of the location's nodes, this one included, in the overlay of another CNI, by name; steered
+    /// packets to the leader are sent there.
     pub overlay: BTreeMap<String, Ipv4Addr>,
-    /// The device that has this node's overlay address.
+    /// Index of the device that has this node's overlay address.
     pub overlay_device: Option<u32>,
     /// Prefixes that others' routes lead out of this host by its uplinks, without
     /// default routes.
     pub elsewhere: BTreeMap<IpNet, Elsewhere>,
-    /// Pod CIDRs that this node had earlier in this boot: pods that still run, or were started before the agent, may
-    /// have addresses of them.
+    /// Pod CIDRs that this node had earlier in this boot: pods that still run, or were started before the
+    /// agent, may have addresses from them.
     pub former_pod_cidrs: Vec<IpNet>,
 }
 
@@ -87,10 +86,10 @@ impl HostLinks {
     }
 }
 
-/// A prefix this host reaches by an uplink, as somebody else's route says.
+/// A prefix that somebody else's route leads out by an uplink.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Elsewhere {
-    /// The link itself: there is no gateway.
+    /// The prefix is on the link itself: the route has no gateway.
     pub on_link: bool,
     /// The kernel prefers it to a route of ours to the same prefix.
     pub wins: bool,

@@ -1,5 +1,5 @@
-//! Which prefixes of a set hold a prefix, or lie in it: a walk over its own
-//! lengths or one range of the sorted set, never a walk over all of them.
+//! Which prefixes of a set hold a prefix, or lie in it: a walk over its lengths or
+//! one range of the sorted set, never a walk over the whole set.
 
 use std::{collections::BTreeMap, net::IpAddr};
 
@@ -9,13 +9,13 @@ use crate::flat_map::FlatMap;
 
 /// Values by prefix (without host bits), sorted by address, then length.
 pub trait Table {
-    /// What is kept of a prefix.
+    /// The value kept for a prefix.
     type Value;
 
     /// The value of exactly this prefix.
     fn value(&self, prefix: &IpNet) -> Option<&Self::Value>;
 
-    /// This prefix, should it be there, and all that sort behind it.
+    /// This prefix, if it is there, and all that sort behind it.
     fn from(&self, prefix: IpNet) -> impl Iterator<Item = (&IpNet, &Self::Value)>;
 }
 
@@ -62,7 +62,8 @@ impl FromIterator<IpNet> for Prefixes<()> {
 }
 
 impl<V> Prefixes<V> {
-    /// The value of exactly this prefix, to be changed; made when it is missing.
+    /// The value of exactly this prefix, mutable; a default one is
+    /// inserted if it is missing.
     pub fn entry(&mut self, prefix: IpNet) -> &mut V
     where
         V: Default,
@@ -80,7 +81,7 @@ impl<V> Prefixes<V> {
         covered_by(&self.0, prefix)
     }
 
-    /// Whether an address is common to `prefix` and an entry.
+    /// Whether any entry overlaps `prefix`.
     pub fn intersect(&self, prefix: IpNet) -> bool {
         self.holding(prefix).next().is_some() || self.covered_by(prefix).next().is_some()
     }

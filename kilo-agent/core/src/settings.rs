@@ -174,7 +174,7 @@ pub enum EndpointFrom {
 /// Settings of the mesh that come from flags.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Settings {
-    /// `--mesh-granularity`: which nodes have tunnels; the same of all agents of a mesh.
+    /// `--mesh-granularity`: which nodes have tunnels; the same for all agents of a mesh.
     pub granularity: Granularity,
     /// `--encapsulate`: when packets between nodes of one location get an outer header.
     pub encapsulate: Encapsulate,
@@ -184,7 +184,7 @@ pub struct Settings {
     pub local: bool,
     /// `--cni`: this node's pods are ours, so their traffic is masqueraded.
     pub cni: bool,
-    /// `--subnet`: the prefix of which leaders get their WireGuard addresses.
+    /// `--subnet`: the prefix from which leaders get their WireGuard addresses.
     pub subnet: IpNet,
     /// `--service-cidr`: never masqueraded.
     pub service_cidrs: Vec<IpNet>,

@@ -31,7 +31,7 @@ fn peer_section(mesh: &Mesh, peer: &Peer, keepalive: u32) -> PeerSection {
     }
 }
 
-/// Where somebody last saw a peer that is behind NAT.
+/// Where somebody last saw a peer behind NAT.
 fn seen(mesh: &Mesh, keepalive: u32, key: &PublicKey) -> Option<Endpoint> {
     if keepalive == 0 {
         return None;
@@ -39,7 +39,7 @@ fn seen(mesh: &Mesh, keepalive: u32, key: &PublicKey) -> Option<Endpoint> {
     mesh.discovered.get(key).map(|addr: &SocketAddr| (*addr).into())
 }
 
-/// Configuration of the device of a node in segment `own`: the other
+/// Configuration of the device of a node in segment `own`; its peers are the other
 /// locations and the VPN peers.
 pub fn of_node(mesh: &Mesh, own: usize, key: SecretKey, port: u16, keepalive: u32) -> Conf {
     let segments = mesh.segments.iter().enumerate().filter(|(index, _)| *index != own);
@@ -64,7 +64,8 @@ pub fn as_peer(segment: &Segment) -> PeerSection {
     }
 }
 
-/// Configuration of a VPN peer: every location, and the other peers.
+/// Configuration of a VPN peer, with every location and the other peers; `None`:
+/// there is no such peer.
 pub fn of_peer(mesh: &Mesh, name: &str) -> Option<Conf> {
     let own = mesh.peers.iter().find(|peer| peer.name == name)?;
     let keepalive = own.persistent_keepalive;

@@ -16,7 +16,7 @@ use crate::wireguard::key::{PublicKey, SecretKey};
 /// Length in bits of the network of control addresses, [`CONTROL_PREFIX`].
 pub const CONTROL_LENGTH: u8 = 48;
 
-/// The purpose of the keys, part of each, so that none is good for anything else.
+/// Purpose of the keys, mixed into each, so that none is good for anything else.
 const PURPOSE: &[u8] = b"kilo signal 1";
 
 fn first_eight(hash: &[u8]) -> u64 {
@@ -33,14 +33,14 @@ pub fn location(name: &str) -> u64 {
     first_eight(&Sha256::digest(name))
 }
 
-/// A gateway's own address inside tunnels; on no interface.
+/// A gateway's control address, which is used inside tunnels and is on no interface.
 pub fn control_address(key: &PublicKey) -> Ipv6Addr {
     control::control_address(&Sha256::digest(key.0).into()).into()
 }
 
-/// Whether a prefix lies in the network of control addresses: no object may have it, because a holder of a
-/// gateway's address speaks as that gateway. One that holds the network, such as `::/0`, takes nothing from a gateway's
-/// longer prefix.
+/// Whether a prefix lies in the network of control addresses: no object may have it, because whoever holds a
+/// gateway's address speaks as that gateway. A prefix that holds the network, such as `::/0`, takes nothing
+/// from a gateway's longer prefix.
 pub fn is_control(prefix: &IpNet) -> bool {
     match prefix {
         IpNet::V6(net) => {
@@ -53,8 +53,8 @@ pub fn is_control(prefix: &IpNet) -> bool {
 /// Why [`is_control`] is refused, for people.
 pub const CONTROL_REFUSED: &str = "fd6b:696c:6f00::/48 holds the addresses that gateways sign failover with";
 
-/// The key of signals between two nodes, the same from either side; `None` when the public key
-/// is one that gives everybody the same secret.
+/// The key of signals between two nodes, the same on both sides; `None` when the public key is one that gives
+/// everybody the same secret.
 pub fn pair_key(own: &SecretKey, other: &PublicKey) -> Option<siphash::Key> {
     let shared = StaticSecret::from(*own.as_bytes()).diffie_hellman(&DalekPublic::from(other.0));
     if !shared.was_contributory() {
@@ -90,8 +90,8 @@ mod tests {
         assert_eq!(pair_key(&a, &PublicKey([0; 32])), None);
     }
 
-    /// RFC 5869's own first vector, to see that the library does what its name says; and a key of
-    /// ours, which nodes of different versions must agree on.
+    /// RFC 5869's first test vector, which shows that the library does what its name says; and a key of ours,
+    /// on which nodes of different versions must agree.
     #[test]
     fn the_key_is_hkdfs() {
         let hex = |bytes: &[u8]| bytes.iter().map(|byte| format!("{byte:02x}")).collect::<String>();

@@ -7,34 +7,34 @@ use kilo_common::{forwarding::Way, maps};
 
 use crate::{flat_map::FlatMap, settings::Tunnel};
 
-/// Desired content of the BPF maps, both families; `dataplane` writes what the
-/// programs handle.
+/// Desired content of the BPF maps, for both families; `dataplane` writes what the programs handle.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Tables {
     /// Where prefixes lead, and who may send from them.
     pub prefix: FlatMap<IpNet, maps::PrefixValue>,
     /// Hops by id; an absent id drops.
     pub hop: BTreeMap<u32, Hop>,
-    /// What hops 2 (Kilo's leader) and 3 (the acting leader) lead to ([`kilo_common::lead`]).
-    /// The second is written only where the kernel's own is not of a later term.
+    /// Where hops 2 (Kilo's leader) and 3 (the acting leader) lead ([`kilo_common::lead`]). The second is
+    /// written only where the kernel's own word is not of a later term.
     pub lead: [u64; 2],
-    /// The second word as the location's annotations have it, with its term: for a host that goes on carrying
-    /// packets with maps of another layout, in which its kernel's own word is lost. `None`: nobody leads in a term.
+    /// The second word as the location's annotations have it, with its term: for a host that keeps
+    /// carrying packets with maps of another layout, in which its kernel's own word is lost. `None`:
+    /// nobody leads in a term.
     pub lead_of_term: Option<u64>,
-    /// Private address -> what that node's signals are checked with.
+    /// Private address -> key that verifies that node's signals.
     pub signal_key: BTreeMap<IpAddr, maps::SignalKey>,
     /// Outer source -> the node that may send from it.
     pub node: BTreeMap<IpAddr, maps::NodeValue>,
-    /// Sources: `MASQ_SRC_*`.
+    /// Sources -> `MASQ_SRC_*`.
     pub masq_src: FlatMap<IpNet, u32>,
-    /// Destinations: `MASQ_EXCLUDE` or `MASQ_FORCE`.
+    /// Destinations -> `MASQ_EXCLUDE` or `MASQ_FORCE`.
     pub masq_dst: FlatMap<IpNet, u32>,
-    /// Interfaces the programs sit on, by index.
+    /// Interfaces that have the programs, by index.
     pub device: BTreeMap<u32, maps::Device>,
-    /// What masqueraded packets get on an interface towards a destination, where that is
-    /// not what the interface's entry in `device` says.
+    /// The address that masqueraded packets get on an interface towards a destination, where it differs from
+    /// the interface's entry in `device`.
     pub masq_addr: BTreeMap<(u32, IpNet), IpAddr>,
-    /// What every program needs to know.
+    /// The configuration that every program reads.
     pub config: maps::Config,
 }
 
@@ -43,9 +43,9 @@ pub struct Tables {
 pub enum Hop {
     /// This node's own stack.
     Local,
-    /// WireGuard encrypts.
+    /// Encrypted by WireGuard.
     Wireguard,
-    /// Another node of the own location.
+    /// Another node of this location.
     Node {
         /// The outer header.
         tunnel: Tunnel,

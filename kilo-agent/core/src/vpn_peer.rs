@@ -1,5 +1,4 @@
-//! What a machine needs that joins the mesh as a VPN peer: WireGuard peers,
-//! addresses and routes. Pure.
+//! What a machine that joins the mesh as a VPN peer needs: WireGuard peers, addresses and routes. Pure.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -17,7 +16,7 @@ use crate::{
     wireguard::{Endpoint, EndpointHost, WireguardPeer, WireguardPlan, conf::PeerSection},
 };
 
-/// How this machine wants to be a peer.
+/// Settings of this machine as a peer.
 #[derive(Clone, Debug)]
 pub struct Options {
     /// Name of its Peer object.
@@ -26,9 +25,9 @@ pub struct Options {
     pub port: u16,
     /// MTU of the device in bytes.
     pub mtu: u32,
-    /// Seconds; 0 = off.
+    /// Seconds between keepalives; 0: off.
     pub persistent_keepalive: u16,
-    /// More prefixes reached through the cluster (services, for example).
+    /// Further prefixes reached through the cluster (services, for example).
     pub more_prefixes: Vec<IpNet>,
 }
 
@@ -43,19 +42,19 @@ pub struct ConnectPlan {
     pub unrouted: Vec<IpNet>,
 }
 
-/// Addresses a peer's device gets: those of its allowed IPs that are one address.
+/// Addresses for a peer's device: those of its allowed IPs that are a single address.
 pub fn addresses(peer: &Peer) -> BTreeSet<IpNet> {
     peer.allowed_ips.iter().filter(|prefix| prefix.prefix_len() == prefix.max_prefix_len()).copied().collect()
 }
 
-/// Plans for the peer of that name; `None` when the mesh does not have it.
-/// `resolved`: addresses of endpoints that are names.
+/// Plans for the peer of that name; `None` when the mesh does not have it. `resolved`: addresses of
+/// endpoints that are DNS names.
 pub fn plan(mesh: &Mesh, options: &Options, resolved: &BTreeMap<String, IpAddr>) -> Option<ConnectPlan> {
     let own = mesh.peers.iter().find(|peer| peer.name == options.peer)?;
     let mut more: &[IpNet] = &options.more_prefixes;
     let mut sections = Vec::new();
     for (at, section) in showconf::of_peer(mesh, &options.peer)?.peers.into_iter().enumerate() {
-        // Services answer in every location: the first that can be reached has them.
+        // Services answer in every location: the first one that can be reached gets them.
         let here = if section.endpoint.is_some() { std::mem::take(&mut more) } else { &[] };
         let here = here.iter().map(IpNet::trunc);
         match mesh.segments.get(at) {
@@ -102,7 +101,7 @@ pub fn plan(mesh: &Mesh, options: &Options, resolved: &BTreeMap<String, IpAddr>)
                 Some(_) => {
                     routes.push(Route { destination: prefix, table: MAIN_TABLE, source, mtu: None, closed });
                 }
-                // Without an address of that family nothing sent there comes back. Other prefixes may hold the
+                // Without an address of that family no answer would come back. Other prefixes may hold the
                 // API server, or half of the Internet.
                 None if pods.contains(&prefix) => {
                     plan.net.unreachable.insert(prefix);
@@ -126,7 +125,7 @@ pub fn plan(mesh: &Mesh, options: &Options, resolved: &BTreeMap<String, IpAddr>)
     Some(plan)
 }
 
-/// What nodes have that are known and take no part now: nobody else has it.
+/// Prefixes of nodes that are known and take no part now: nobody else has them.
 fn lost(mesh: &Mesh) -> impl Iterator<Item = IpNet> + '_ {
     let pods = mesh.lost.iter().flat_map(|lost| &lost.member.node.pod_cidrs);
     let private = mesh.lost.iter().filter_map(|Lost { member, .. }| {
@@ -136,7 +135,8 @@ fn lost(mesh: &Mesh) -> impl Iterator<Item = IpNet> + '_ {
     pods.map(IpNet::trunc).chain(private)
 }
 
-/// Whether the API server may be there, which says when a node is back, or a host outside the mesh.
+/// Whether this may be the address of the API server, which says when a node is back, or of a
+/// host outside the mesh.
 fn may_be_api_server(member: &Member, ip: IpAddr) -> bool {
     member.node.control_plane || is_reached_from_anywhere(ip)
 }
@@ -148,7 +148,7 @@ fn open(mesh: &Mesh) -> BTreeSet<IpNet> {
     open.map(IpNet::from).collect()
 }
 
-/// Prefixes of all pods, which nothing is to be sent to in clear before there is a [`plan`] of the whole mesh.
+/// Prefixes of all pods, to which nothing may be sent in clear before there is a [`plan`] of the whole mesh.
 pub fn pods(mesh: &Mesh) -> BTreeSet<IpNet> {
     let members = || mesh.segments.iter().flat_map(|segment| &segment.members);
     let outer: Vec<_> =
@@ -157,8 +157,8 @@ pub fn pods(mesh: &Mesh) -> BTreeSet<IpNet> {
     pods.filter(|prefix| !outer.iter().any(|ip| prefix.contains(ip))).collect()
 }
 
-/// All gateways of a location, each with what it carries now. `section`: what there would be of its leader alone;
-/// `more` goes where what belongs to no node goes.
+/// All gateways of a location, each with what it carries now. `section`: the section that its leader alone
+/// would have; `more` goes to the acting leader.
 fn of_gateways(
     mesh: &Mesh,
     at: usize,
@@ -183,7 +183,7 @@ fn of_gateways(
     sections.collect()
 }
 
-/// Where a stand-by is reached from outside: behind NAT where somebody sees it, else as configured.
+/// The endpoint of a stand-by from outside: where somebody sees it, else as configured.
 fn stand_bys_endpoint(mesh: &Mesh, member: &Member) -> Option<Endpoint> {
     let node = &member.node;
     if let Some(seen) = node.key.and_then(|key| mesh.discovered.get(&key)) {
@@ -283,7 +283,7 @@ mod tests {
                 ..Node::default()
             })
         };
-        // The last has what others have taken over.
+        // Others have taken over what the last one had.
         let lost = [node("server", 7, true), node("worker", 8, false), node("old", 1, false)];
         let mesh = mesh().with_lost(&lost);
         let plan = plan(&mesh, &options(), &BTreeMap::new()).unwrap();

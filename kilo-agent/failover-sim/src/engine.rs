@@ -33,18 +33,18 @@ use crate::{
 /// The location's id.
 pub const LOCATION: u64 = 0x6c6f_6361_7469_6f6e;
 
-/// A location and what it is joined to.
+/// A location, and the far locations it is joined to.
 #[derive(Clone, Copy, Debug)]
 pub struct Shape {
     /// Nodes of the location under test, gateways included.
     pub nodes: usize,
-    /// The first of them that are gateways, in Kilo's order.
+    /// How many of them, from the first on, are gateways, in Kilo's order.
     pub gateways: usize,
     /// Far locations.
     pub fars: usize,
     /// One-way delay to every far leader; `None`: 2 to 40 ms at random.
     pub delay: Option<Micros>,
-    /// The nodes that run Go Kilo.
+    /// Index of a node that runs Go Kilo, if there is one.
     pub go: Option<usize>,
 }
 
@@ -55,7 +55,7 @@ pub struct Sim {
     pub(crate) gateways: usize,
     pub(crate) hosts: Vec<Host>,
     pub(crate) fars: Vec<FarHost>,
-    /// Whether agents of far leaders forget what nobody claims for half a minute after they have started.
+    /// Whether agents of far leaders forget, half a minute after their start, what nobody has claimed.
     pub(crate) fars_forget: bool,
     pub(crate) noise: Noise,
     pub(crate) rng: Rng,
@@ -65,17 +65,17 @@ pub struct Sim {
     pub(crate) cuts: BTreeSet<(usize, usize)>,
     /// Gateways and far leaders that do not reach each other.
     pub(crate) far_cuts: BTreeSet<(usize, usize)>,
-    /// What share of packets a flood loses in its leader's tunnel, each way.
+    /// Share of packets that a flood loses in its leader's tunnel, each way.
     pub(crate) flood: f64,
     faults: Vec<(Micros, Micros, Fault)>,
     /// Cordoned nodes, and the node that Kilo's order names first.
     cordoned: BTreeSet<usize>,
     first: usize,
-    /// Nodes that would be gateways, and are none.
+    /// Nodes that have stopped being gateways.
     no_gateways: BTreeSet<usize>,
     /// How many gateways lead at once; 0: one leads all.
     active: usize,
-    /// How many did from the start.
+    /// How many led from the start.
     led_by_first: usize,
     /// Announced changes that concerned nobody.
     changes: u32,
@@ -83,9 +83,9 @@ pub struct Sim {
     pub(crate) counted: Vec<bool>,
     pub(crate) watched_from: Micros,
     pub(crate) down: Vec<Vec<Option<Micros>>>,
-    /// Every word each member's kernel has had.
+    /// Every word that each member's kernel has had.
     pub(crate) followed: Vec<BTreeSet<(Term, NodeId)>>,
-    /// What the run counts.
+    /// Counters of this run.
     pub counts: Counts,
     /// Whether it prints what happens.
     pub log: bool,
@@ -139,7 +139,7 @@ impl Sim {
         sim
     }
 
-    /// From now on so many of the first gateways lead, and agents learn every second what objects say.
+    /// From now on so many of the first gateways lead, and agents read the objects every second.
     pub fn set_active(&mut self, active: usize, until: Micros) {
         (self.active, self.led_by_first) = (active, active.max(1));
         for at in (1..until / SEC).map(|second| second * SEC) {
@@ -162,7 +162,8 @@ impl Sim {
             .collect()
     }
 
-    /// What topology says of several leaders: shares by turns, and of one that is cordoned to the next.
+    /// What the topology says about several leaders: shares in turn; those of a cordoned
+    /// leader go to the next.
     fn several(&self) -> Option<Several> {
         let all: Vec<usize> = (0..self.active).collect();
         let leads = |node: &usize| !self.cordoned.contains(node) && !self.no_gateways.contains(node);
@@ -188,13 +189,13 @@ impl Sim {
         })
     }
 
-    /// Who leads the location as is written, and since which term.
+    /// Who leads the location according to the annotations, and since which term.
     pub(crate) fn acting(&self) -> (Term, NodeId) {
         let leads = |node: usize| self.hosts[node].written().map(|term| (term, host::id(node)));
         (0..self.gateways).filter_map(leads).max().unwrap_or((Term::NONE, host::id(self.first)))
     }
 
-    /// Lets a schedule happen.
+    /// Runs a schedule to its end; outages that began before `start` do not count.
     pub fn run(&mut self, schedule: Schedule, start: Micros) {
         let Schedule { faults, until, excused } = schedule;
         excused
@@ -277,7 +278,7 @@ impl Sim {
             Event::AtGateway { member, from, gateway, far, nonce } => {
                 self.at_gateway(member, from, gateway, far, nonce);
             }
-            // Cryptokey routing: from the peer that has the member's prefix.
+            // Cryptokey routing: only from the peer that has the member's prefix.
             Event::AtFar { member, gateway, far, nonce } => {
                 if self.fars[far].on && self.fars[far].owner[member].1 == gateway {
                     self.uplink_send(gateway, far, false, Event::BackAtGateway { member, gateway, nonce });
@@ -315,7 +316,7 @@ impl Sim {
         }
     }
 
-    /// A signal is at a node's kernel.
+    /// A signal arrives at a node's kernel.
     fn signal(&mut self, node: usize, bytes: &[u8], said_at: Micros) {
         if !self.hosts[node].wires.runs(self.now) {
             return;

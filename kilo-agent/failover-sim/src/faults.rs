@@ -7,9 +7,9 @@ use crate::rng::Rng;
 /// A fault; nodes and far locations by index, gateways first.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Fault {
-    /// The node is off; when it is on again it has booted.
+    /// The node is off; when the fault ends it boots.
     Power(usize),
-    /// The whole node stands still.
+    /// The whole node freezes.
     Pause(usize),
     /// Its uplink carries nothing.
     Uplink(usize),
@@ -17,15 +17,15 @@ pub enum Fault {
     Carrier(usize),
     /// Nothing leaves by its uplink.
     UplinkOut(usize),
-    /// Nothing comes by its uplink.
+    /// Nothing arrives by its uplink.
     UplinkIn(usize),
     /// Its LAN interface carries nothing.
     Lan(usize),
-    /// Nothing leaves by it.
+    /// Nothing leaves by its LAN interface.
     LanOut(usize),
-    /// Nothing comes by it.
+    /// Nothing arrives by its LAN interface.
     LanIn(usize),
-    /// It forwards nothing, and answers for itself.
+    /// It forwards nothing, but answers for itself.
     Forward(usize),
     /// Two nodes do not hear each other.
     Link(usize, usize),
@@ -33,7 +33,8 @@ pub enum Fault {
     Way(usize, usize),
     /// Its agent is dead; afterwards a new one starts.
     Agent(usize),
-    /// Its agent is replaced by one of another layout of the maps: marks are lost, and the word is the acting leader's.
+    /// Its agent is replaced by one of another layout of the maps: marks are lost, and its word
+    /// names the acting leader.
     Layout(usize),
     /// Its agent does not run for a while.
     Stall(usize),
@@ -47,29 +48,29 @@ pub enum Fault {
     Far(usize),
     /// No gateway has an uplink.
     Site,
-    /// The LAN is in two halves: those marked, and the others.
+    /// The LAN is split in two halves: the marked nodes, and the others.
     Halves(Vec<bool>),
     /// It is cordoned.
     Cordon(usize),
-    /// When it boots its clock is earlier than it was.
+    /// From its next boot on, its clock is earlier than it was.
     Clock(usize),
-    /// It says the last of all terms, in every signal that has one.
+    /// It sends the last of all terms in every signal that has one.
     Leap(usize),
-    /// It says in HELLO that there were 700 changes of leader more than anybody knows.
+    /// Its HELLO claims 700 changes of leader more than anybody knows.
     Ahead(usize),
     /// Kilo's order begins with this gateway.
     First(usize),
     /// It stops being a gateway.
     NoGateway(usize),
-    /// A node sends and gets more than its leader's tunnel carries, and so it is with the next leader: so many of 100 packets are
-    /// lost each way.
+    /// A node sends and receives more than its leader's tunnel carries, whichever gateway leads it: so many
+    /// percent of packets are lost each way.
     Flood(u8),
 }
 
-/// A fault with its start and end ([`NEVER`]: it stays).
+/// A fault with its start and end ([`NEVER`]: it does not end).
 pub type Scheduled = (Micros, Micros, Fault);
 
-/// No end.
+/// The end of a fault that stays.
 pub const NEVER: Micros = Micros::MAX;
 
 /// What fails in one run.
@@ -79,29 +80,29 @@ pub struct Schedule {
     pub faults: Vec<Scheduled>,
     /// When the run ends.
     pub until: Micros,
-    /// Nodes whose own outage does not count: it is theirs.
+    /// Nodes whose own outages are not counted, since the faults are theirs.
     pub excused: Vec<usize>,
 }
 
 impl Schedule {
-    /// These faults, and 15 s after `start`.
+    /// These faults, in a run that ends at `until`.
     pub fn new(faults: Vec<Scheduled>, until: Micros) -> Self {
         Self { faults, until, excused: Vec::new() }
     }
 
-    /// One that stays.
+    /// One fault that does not end, in a run that ends 15 s after it began.
     pub fn one(fault: Fault, start: Micros) -> Self {
         Self::new(vec![(start, NEVER, fault)], start + 15 * SEC)
     }
 
-    /// The same, without counting these nodes.
+    /// The same schedule, without counting outages of these nodes.
     pub fn without(mut self, nodes: &[usize]) -> Self {
         self.excused = nodes.to_vec();
         self
     }
 }
 
-/// One of any kind.
+/// A random fault.
 pub fn any(rng: &mut Rng, nodes: usize, gateways: usize) -> Fault {
     let gateway = rng.index(gateways.min(nodes));
     let node = rng.index(nodes);
@@ -126,7 +127,7 @@ pub fn any(rng: &mut Rng, nodes: usize, gateways: usize) -> Fault {
     }
 }
 
-/// One to four of any kind within 30 s, each healed, then time to converge.
+/// One to four random faults within 30 s, each healed, then time to converge.
 pub fn several(rng: &mut Rng, nodes: usize, gateways: usize, start: Micros) -> Schedule {
     let count = 1 + rng.index(4);
     let faults = (0..count).map(|_| {

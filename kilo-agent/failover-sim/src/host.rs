@@ -1,4 +1,4 @@
-//! A node: what its wires carry, what its programs do with a signal, and its agent.
+//! A node: its links, what its programs do with a signal, and its agent.
 
 use std::collections::BTreeSet;
 
@@ -11,7 +11,7 @@ use kilo_failover::{
     Agent, Input, Micros, NodeId, Params, Rule, Signal, Term, gateway::Lead, signal::Shared,
 };
 
-/// Wall clock of the first moment.
+/// Wall clock at the start of a run, in microseconds.
 pub(crate) const CLOCK: u64 = 1_700_000_000_000_000;
 
 /// The id of a node: its index is in the high bits, as hashes of keys differ there.
@@ -19,7 +19,7 @@ pub fn id(index: usize) -> NodeId {
     (index as u64 + 1) << 48 | 0x6b67
 }
 
-/// The node of an id.
+/// The index of the node with this id.
 pub fn index(id: NodeId) -> usize {
     ((id >> 48) as usize).wrapping_sub(1)
 }
@@ -34,15 +34,15 @@ pub fn key(a: NodeId, b: NodeId) -> Key {
 pub struct Wires {
     /// Power.
     pub on: bool,
-    /// Until when the whole node stands still.
+    /// Until when the whole node is frozen.
     pub paused: Micros,
-    /// The uplink, what leaves by it, what comes by it.
+    /// The uplink as a whole, its outgoing and its incoming direction.
     pub uplink: [bool; 3],
     /// The LAN interface, likewise.
     pub lan: [bool; 3],
     /// Whether it forwards.
     pub forwards: bool,
-    /// Which half of the LAN.
+    /// The half of the LAN it is in while the LAN is split.
     pub half: bool,
 }
 
@@ -65,9 +65,9 @@ pub struct Host {
     pub word: u64,
     /// Members marked `NODE_LED`.
     pub led: BTreeSet<usize>,
-    /// Its secret; of one boot, mixed with the asker's id.
+    /// Secret of one boot, which is mixed with the asker's id to make a cookie.
     pub boot: u64,
-    /// What the clock of an agent that starts there is ahead of time.
+    /// By how much the clock of an agent that starts there is ahead of simulated time.
     pub clock: u64,
     /// Whether it runs Go Kilo, which knows no signals.
     pub is_go: bool,
@@ -75,11 +75,11 @@ pub struct Host {
     pub since: Micros,
     /// Its agent, while it lives.
     pub agent: Option<Agent>,
-    /// The term in which it led the location when its agent ended, as is written on its Node.
+    /// The term in which it led the location when its agent ended, as annotated on its Node.
     pub was_written: Option<Term>,
     /// Until when the agent does not run.
     pub stalled: Micros,
-    /// What came meanwhile.
+    /// Inputs that came meanwhile.
     pub inbox: Vec<Input>,
     /// When the agent is woken.
     pub wake: Micros,
@@ -93,7 +93,7 @@ pub enum Taken {
     Refused,
     /// It answers.
     Answer(Vec<u8>),
-    /// It obeys: it has another word now. And it answers.
+    /// It obeys, so it has another word now, and answers.
     Obeys(Vec<u8>),
     /// It is for the agent.
     Agent(Signal),
@@ -124,24 +124,24 @@ impl Host {
         usize::from(lead::hop_of(self.word))
     }
 
-    /// The word as agents say it.
+    /// Term and gateway of its word, as agents report it.
     pub fn said(&self) -> (Term, NodeId) {
         (lead::term_of(self.word), id(self.uses()))
     }
 
-    /// The term in which it leads the location, as is written on its Node.
+    /// The term in which it leads the location, as annotated on its Node.
     pub fn written(&self) -> Option<Term> {
         let Some(agent) = &self.agent else { return self.was_written };
         agent.lead().filter(|lead| lead.shared() == Shared::Move).map(Lead::term)
     }
 
-    /// What ANNOUNCE of a gateway has to say.
+    /// The cookie that an ANNOUNCE of a gateway must contain.
     pub(crate) fn cookie(&self, asker: NodeId) -> u64 {
         self.boot.rotate_left(17) ^ asker
     }
 
-    /// Lets the kernel obey a word, by the rule for every ANNOUNCE; whether it is the
-    /// word now.
+    /// Offers the kernel a word, by the rule for every ANNOUNCE; returns
+    /// whether it is the word now.
     pub fn obey(&mut self, params: &Params, term: Term, gateway: NodeId) -> bool {
         let offered = lead::word(term, index(gateway) as u16);
         let leaps = !params.keeps(Rule::NoLeap) && lead::is_later(offered, self.word);
@@ -151,7 +151,7 @@ impl Host {
         self.word == offered
     }
 
-    /// A signal has come over the LAN.
+    /// Handles a signal that came over the LAN.
     pub fn take(&mut self, params: &Params, me: NodeId, bytes: &[u8]) -> Taken {
         if self.is_go {
             return Taken::Refused;
@@ -197,7 +197,7 @@ pub fn read(signal: &signal::Signal<signal::Words<'_>>) -> Signal {
     signal.map_list(|words| words.iter().collect())
 }
 
-/// The bytes of a signal from `from` to `to`; none of one that cannot be written.
+/// The bytes of a signal from `from` to `to`; empty if it cannot be written.
 pub fn write(signal: &Signal, from: NodeId, to: NodeId) -> Vec<u8> {
     let mut out = [0; LONGEST];
     let key = signal.kind.has_tag().then(|| key(from, to));

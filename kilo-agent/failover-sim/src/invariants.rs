@@ -11,10 +11,10 @@ macro_rules! invariants {
         }
 
         impl Invariant {
-            /// All of them.
+            /// Every invariant.
             pub const ALL: &[Self] = &[$(Self::$name),+];
 
-            /// In words.
+            /// The invariant in words.
             pub const fn text(self) -> &'static str {
                 match self { $(Self::$name => $text),+ }
             }

@@ -3,7 +3,7 @@
 //! (wires, delays, netlink, stalls) is modelled.
 //!
 //! An outage of a member counts from when some gateway could serve it until its
-//! kernel's word, the far leader's owner and the ways in both directions agree.
+//! kernel's word, the far leader's owner and the paths in both directions agree.
 //! Not modelled: WireGuard's handshakes, NAT, netlink under load, the API server.
 
 pub mod engine;

@@ -18,21 +18,22 @@ pub struct Cost {
     pub lost: u32,
     /// Whether another gateway leads in the end.
     pub is_done: bool,
-    /// How often it was taken back.
+    /// How often the change was taken back.
     pub taken_back: u32,
 }
 
-/// When it begins.
+/// When the change begins.
 const START: Micros = 4 * SEC;
 
-/// The leader is cordoned, to which `member` of five nodes is a witness. `loss`: of every packet and signal.
+/// The leader is cordoned while `member`, one of five nodes, sends. `loss`: share of
+/// every packet and signal.
 pub fn change(seed: u64, member: usize, loss: f64) -> Cost {
     let noise = Noise { loss, ..Noise::default() };
     watch(seed, member, noise, vec![(START, NEVER, Fault::Cordon(0))], 2 * SEC)
 }
 
-/// Kilo's order names the next one, and for a second after that the far leader's agent plans anew
-/// and hears nothing more than half of the time.
+/// Kilo's order names the next gateway, and for a second after that the far leader's agent plans anew and
+/// hears nothing for more than half of the time.
 pub fn order(seed: u64, member: usize) -> Cost {
     let plans = |i: u64| (START + i * 100 * MS, START + (i * 100 + 60) * MS, Fault::FarStall(0));
     let mut faults: Vec<Scheduled> = (0..10).map(plans).collect();

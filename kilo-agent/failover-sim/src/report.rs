@@ -11,37 +11,37 @@ use crate::{
     scenarios::{BUSY, QUIET, Scenario},
 };
 
-/// What runs of a scenario have shown.
+/// Results of a scenario's runs.
 #[derive(Clone, Debug, Default)]
 pub struct Figures {
     /// The longest outage of each run.
     outages: Vec<Micros>,
-    /// Changes of leader, all together and in the worst run.
+    /// Changes of leader, in total and in the worst run.
     switches: (u64, u32),
-    /// What did not hold, each with the first seed.
+    /// Invariants that did not hold, each with its first seed.
     pub broken: BTreeMap<Invariant, u64>,
 }
 
 impl Figures {
-    /// How many runs the figures are of.
+    /// Number of runs.
     pub fn runs(&self) -> usize {
         self.outages.len()
     }
 
-    /// Outages in ms: a share from 0 to 1 of the runs had none longer.
+    /// The outage in ms that a share (0 to 1) of the runs did not exceed.
     pub fn outage(&self, share: f64) -> u64 {
         let last = self.outages.len().saturating_sub(1);
         self.outages.get((last as f64 * share) as usize).copied().unwrap_or(0) / MS
     }
 
-    /// Changes of leader a run.
+    /// Mean number of changes of leader per run.
     pub fn switches(&self) -> f64 {
         self.switches.0 as f64 / self.outages.len().max(1) as f64
     }
 }
 
 impl Scenario {
-    /// One run: what it counted, with the limits of this scenario among the rules.
+    /// One run, with the limits of this scenario checked among the rules.
     pub fn one(&self, seed: u64, params: &Params, log: bool) -> Sim {
         let (shape, start, schedule) = self.schedule(seed);
         let mut sim = Sim::new(seed, shape, self.noise, params.clone());
@@ -68,7 +68,7 @@ impl Scenario {
         sim
     }
 
-    /// Runs of seeds from `seed` on.
+    /// Runs with the seeds from `seed` on.
     pub fn many(&self, runs: u64, seed: u64, params: &Params) -> Figures {
         let mut figures = Figures::default();
         for seed in seed..seed + runs {
@@ -84,7 +84,7 @@ impl Scenario {
         figures
     }
 
-    /// The head of the table.
+    /// Header of the table.
     pub fn head() -> String {
         format!(
             "{:<50} {:>5} {:>6} {:>6} {:>6} {:>6} {:>5} {:>4}",
@@ -92,7 +92,7 @@ impl Scenario {
         )
     }
 
-    /// A row of it.
+    /// A row of the table.
     pub fn row(&self, figures: &Figures) -> String {
         let broken: String =
             figures.broken.iter().map(|(rule, seed)| format!("  BROKEN: {rule} (seed {seed})")).collect();
@@ -110,7 +110,8 @@ impl Scenario {
     }
 }
 
-/// Hours without a fault: takeovers of the location, of a stand-by alone, changes of words.
+/// Hours without a fault; returns takeovers of the location, takeovers by a stand-by
+/// alone, and changes of words.
 pub fn without_fault(hours: u64, seed: u64, nodes: usize, noise: Noise) -> (u32, u32, u32) {
     let mut sum = (0, 0, 0);
     for seed in seed..seed + hours {
@@ -122,7 +123,7 @@ pub fn without_fault(hours: u64, seed: u64, nodes: usize, noise: Noise) -> (u32,
     sum
 }
 
-/// Probes and signals a second that the agents of a healthy location send.
+/// Probes and signals per second that the agents of a healthy location send.
 pub fn load(nodes: usize) -> u64 {
     let seconds = if nodes > 200 { 10 } else { 60 };
     let shape = Shape { nodes, gateways: 3, fars: 3, delay: None, go: None };

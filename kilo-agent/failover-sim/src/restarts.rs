@@ -31,9 +31,9 @@ impl How {
 /// Whose agent restarts around a planned change.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Who {
-    /// Of the leader that gives, up to three seconds before.
+    /// The agent of the leader that gives, up to three seconds before.
     Giver,
-    /// Of any node, within a second before or after.
+    /// The agent of any node, within a second before or after.
     Any,
 }
 
@@ -48,8 +48,8 @@ fn run(seed: u64, nodes: usize, noise: Noise, start: Micros, schedule: Schedule,
     sim
 }
 
-/// Kilo's leader is cordoned, so that the next gateway acts. The agent of that one ends, and then that of a far leader:
-/// outages from then on.
+/// Kilo's leader is cordoned, so that the next gateway acts. That gateway's agent ends, and then that of a
+/// far leader; outages count from then on.
 pub fn acting_leader(seed: u64, how: How, nodes: usize, log: bool) -> Sim {
     let start = 10 * SEC;
     let faults = vec![
@@ -60,8 +60,8 @@ pub fn acting_leader(seed: u64, how: How, nodes: usize, log: bool) -> Sim {
     run(seed, nodes, QUIET, start, Schedule::new(faults, start + 80 * SEC), log)
 }
 
-/// A stand-by hears of 700 changes that concerned others, then a member loses its leader and is led by that stand-by
-/// alone. The stand-by's agent restarts: outages from then on.
+/// A stand-by hears of 700 changes that concerned others, then a member loses its leader and is led by that
+/// stand-by alone. The stand-by's agent restarts; outages count from then on.
 pub fn alone_in_a_later_term(seed: u64, how: How, log: bool) -> Sim {
     let start = 25 * SEC;
     let member = 4;

@@ -7,7 +7,7 @@ use kilo_failover::Micros;
 pub struct Rng(u64);
 
 impl Rng {
-    /// The generator of a seed.
+    /// A generator that starts from this seed.
     pub fn new(seed: u64) -> Self {
         Self(seed.wrapping_mul(0x2545_f491_4f6c_dd1d) ^ 0x5851_f42d_4c95_7f2d)
     }
@@ -21,17 +21,17 @@ impl Rng {
         word ^ word >> 31
     }
 
-    /// From 0 up to, but not, 1.
+    /// A number from 0 (inclusive) to 1 (exclusive).
     pub fn fraction(&mut self) -> f64 {
         (self.bits() >> 11) as f64 / (1u64 << 53) as f64
     }
 
-    /// From `low` to `high`, both possible.
+    /// A number from `low` to `high`, both inclusive.
     pub fn between(&mut self, low: Micros, high: Micros) -> Micros {
         low + (self.fraction() * (high - low + 1) as f64) as Micros
     }
 
-    /// Below `bound`.
+    /// A number below `bound`; 0 if that is 0.
     pub fn index(&mut self, bound: usize) -> usize {
         (self.bits() % bound.max(1) as u64) as usize
     }
@@ -41,7 +41,7 @@ impl Rng {
         probability > 0.0 && self.fraction() < probability
     }
 
-    /// Exponentially distributed.
+    /// An exponentially distributed number with this mean.
     pub fn exponential(&mut self, mean: f64) -> Micros {
         (-(1.0 - self.fraction()).ln() * mean) as Micros
     }

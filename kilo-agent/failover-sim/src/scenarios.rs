@@ -10,19 +10,19 @@ use crate::{
 
 /// A kind of fault: how it is made, and its limits.
 pub struct Scenario {
-    /// As in the table.
+    /// Name, as in the table.
     pub name: &'static str,
-    /// Sizes of locations, in turn.
+    /// Sizes of the location; each run draws one.
     pub nodes: &'static [usize],
     /// How many of the nodes are gateways.
     pub gateways: usize,
     /// The node that runs Go Kilo.
     pub go: Option<usize>,
-    /// What the network does besides.
+    /// What else the network does.
     pub noise: Noise,
-    /// The longest outage of any member, ms.
+    /// Maximum outage of any member, in ms.
     pub goal: u64,
-    /// Most changes of leader in one run.
+    /// Maximum number of changes of leader in one run.
     pub switches: u32,
     /// One-way delay to far leaders; `None`: at random.
     pub delay: Option<Micros>,
@@ -30,14 +30,14 @@ pub struct Scenario {
     pub fars: Option<usize>,
     /// Whether no stand-by may even suspect its leader.
     pub suspects_nobody: bool,
-    /// Runs for each hundred that are asked for.
+    /// Number of runs for each hundred that are asked for.
     pub share: u64,
     /// Makes the faults of one run.
     pub make: fn(&mut Rng, usize, Micros) -> Schedule,
 }
 
 impl Scenario {
-    /// What one run of this seed looks like: the location, its start, its faults.
+    /// The location, start and faults of the run with this seed.
     pub fn schedule(&self, seed: u64) -> (Shape, Micros, Schedule) {
         let mut rng = Rng::new(seed ^ 0x5ced_0000);
         let nodes = self.nodes[rng.index(self.nodes.len())];
@@ -50,11 +50,11 @@ impl Scenario {
     }
 }
 
-/// A network in order.
+/// A healthy network.
 pub const QUIET: Noise = Noise { loss: 0.0005, spike: 0.0002, stalls: false, replays: false };
 /// 5 % loss on every link, and stalls.
 pub const BUSY: Noise = Noise { loss: 0.05, spike: 0.001, stalls: true, replays: false };
-/// Somebody on the LAN records signals and sends them again.
+/// Somebody on the LAN records signals and replays them.
 pub const REPLAYED: Noise = Noise { replays: true, ..QUIET };
 
 const ANY: &[usize] = &[2, 3, 5, 8, 20];
@@ -108,7 +108,7 @@ fn halves(rng: &mut Rng, nodes: usize, start: Micros) -> Schedule {
     )
 }
 
-/// Every node is off, and each is on again within a second of the others.
+/// Every node is off, and each comes back within a second of the others.
 fn boots_whole(nodes: usize, at: Micros, rng: &mut Rng) -> Schedule {
     let boots = |node| (at, at + 3 * SEC + rng.between(0, SEC), Fault::Power(node));
     Schedule::new((0..nodes).map(boots).collect(), at + 35 * SEC)
@@ -130,12 +130,12 @@ fn and_power(more: Vec<faults::Scheduled>, start: Micros) -> Schedule {
     Schedule::new(faults, start + 15 * SEC)
 }
 
-/// The scenario of a name.
+/// The scenario with this name.
 pub fn named(name: &str) -> Option<&'static Scenario> {
     SCENARIOS.iter().find(|scenario| scenario.name == name)
 }
 
-/// All of them.
+/// Every scenario.
 pub const SCENARIOS: &[Scenario] = &[
     scenario("power off", ANY, 600, 1, |_, _, t| Schedule::one(Fault::Power(0), t)),
     Scenario {
@@ -189,7 +189,8 @@ pub const SCENARIOS: &[Scenario] = &[
     scenario("nothing comes by the uplink", MANY, 1_000, 3, |_, _, t| Schedule::one(Fault::UplinkIn(0), t)),
     scenario("nothing leaves to the LAN", MANY, 1_000, 3, |_, _, t| Schedule::one(Fault::LanOut(0), t)),
     scenario("nothing comes from the LAN", MANY, 1_000, 3, |_, _, t| Schedule::one(Fault::LanIn(0), t)),
-    // What leadership costs, not what the flood does: a way counts as one whatever share of packets passes it.
+    // The limits are for what leadership costs, not the flood: a path counts as working whatever
+    // share of packets passes it.
     scenario("a flood: 15 % lost each way by its leader", MANY, 100, 1, |_, _, t| flood(15, 50, t)),
     scenario("a flood: 35 % lost each way", MANY, 1_000, 2, |_, _, t| flood(35, 50, t)),
     scenario("a flood: 60 % lost each way", MANY, 4_000, 3, |_, _, t| flood(60, 50, t)),
@@ -283,7 +284,7 @@ pub const SCENARIOS: &[Scenario] = &[
             Schedule::new(vec![cut, (t + 15 * SEC, NEVER, Fault::Power(0))], t + 30 * SEC)
         })
     },
-    // It is tried some 66 s after it went, for a second.
+    // Its return is tried for a second, some 66 s after it went.
     Scenario {
         gateways: 2,
         ..scenario("a leader tries to return, and the acting one loses power", MANY, 1_000, 4, |rng, _, t| {
@@ -395,13 +396,13 @@ pub const SCENARIOS: &[Scenario] = &[
     scenario("a whole location boots while its stand-by leads", MANY, 2_500, 6, |rng, nodes, t| {
         let mut schedule = boots_whole(nodes, t + 10 * SEC, rng);
         schedule.faults.push((t, t + 5 * SEC, Fault::Power(0)));
-        // Leadership that has been in parts is whole by then.
+        // Leadership that was split is whole by then.
         schedule.faults.push((t + 110 * SEC, NEVER, Fault::Power(0)));
         schedule.until = t + 125 * SEC;
         schedule
     }),
-    // One far leader knows who led the member before it booted, the other one, whose agent was dead for 11 s, who led it
-    // before that; and the acting leader has forgotten it, and does not hear what it asks for.
+    // One far leader knows who led the member before it booted; the other one, whose agent was dead for 11 s,
+    // knows who led it before that. The acting leader has forgotten it, and does not hear what it asks for.
     Scenario {
         fars: Some(2),
         ..scenario("a member boots that nobody leads any more", &[5, 8, 20], 11_000, 4, |_, nodes, t| {
@@ -468,8 +469,8 @@ pub const SCENARIOS: &[Scenario] = &[
             schedule.without(&[0, 1])
         })
     },
-    // It follows Kilo's leader, which leads nobody, until the acting one leads it.
-    // With its one answer lost it would not know that one.
+    // The stand-by follows Kilo's leader, which leads nobody, until the acting one leads it. With its one
+    // answer lost it would not know the acting one.
     Scenario {
         noise: Noise { loss: 0.0, spike: 0.0, ..QUIET },
         ..scenario("a stand-by boots, the acting leader's agent stalls", MANY, 1_000, 2, |_, _, t| {

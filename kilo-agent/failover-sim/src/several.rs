@@ -16,15 +16,15 @@ use crate::{
 pub struct Shares {
     /// How many nodes used each gateway before anything happened.
     pub before: Vec<usize>,
-    /// And at the end.
+    /// How many used each at the end.
     pub after: Vec<usize>,
     /// Which gateway each node was to use before.
     pub used: Vec<usize>,
     /// The longest outage of each node after that.
     pub outages: BTreeMap<usize, Micros>,
-    /// What did not hold.
+    /// Invariants that did not hold.
     pub broken: Vec<Invariant>,
-    /// How many changes the last node had not heard of, before.
+    /// How many changes the node that is furthest behind had not heard of, before.
     pub behind: u32,
     /// Whether every node that can be served is.
     pub has_converged: bool,
@@ -36,12 +36,12 @@ pub struct Shares {
     pub took: Vec<usize>,
 }
 
-/// What happens to them.
+/// What happens to the gateways.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum What {
     /// This gateway loses power, for good.
     PowerOff(usize),
-    /// The same after 1,400 changes of leader that concern nobody here.
+    /// As `PowerOff`, after 1,400 changes of leader that concern nobody here.
     PowerOffLater(usize),
     /// It loses power for 8 s.
     PowerCycle(usize),
@@ -49,23 +49,23 @@ pub enum What {
     Joins,
     /// Another one joins, which one of three far leaders does not reach.
     JoinsWithoutWay,
-    /// One leads all from now on: somewhere a node knows no several.
+    /// One leads all from now on: somewhere a node does not know several leaders.
     OneLeads,
-    /// This one is cordoned.
+    /// This gateway is cordoned.
     Cordoned(usize),
-    /// The same, and the run ends 10 s later; the next one does not reach one of three far leaders, and its agent was
-    /// started 20 s before.
+    /// As `Cordoned`, but the run ends 10 s later; the next one does not reach one of three far leaders, and
+    /// its agent was started 20 s before.
     CordonedBesideOneWithoutWay(usize),
-    /// Its uplink goes, and its carrier says so.
+    /// Its uplink goes down, and its carrier reports that.
     Carrier(usize),
     /// It stops being a gateway for so many seconds.
     NoGateway(usize, u64),
 }
 
-/// When each gateway has taken its own.
+/// By then each gateway has taken its own members.
 const START: Micros = 300 * SEC;
 
-/// `active` gateways with a stand-by each, and twelve nodes besides.
+/// `active` gateways with a stand-by each, and twelve other nodes.
 pub fn shares(seed: u64, active: usize, what: What, log: bool) -> Shares {
     let joins = matches!(what, What::Joins | What::JoinsWithoutWay);
     let last = if joins { active + 1 } else { active };

@@ -1,4 +1,5 @@
-//! Every probe interval that may be asked for: what fails and what is planned is noticed as many intervals later.
+//! Every probe interval that may be asked for: faults and planned changes are noticed
+//! as many intervals later.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 

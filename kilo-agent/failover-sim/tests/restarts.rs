@@ -1,5 +1,5 @@
-//! Agents of gateways that restart or are replaced by ones of another layout of the maps: nobody is taken from
-//! anybody, and planned changes end as they do otherwise.
+//! Agents of gateways that restart, or are replaced by ones of another layout of the maps: no gateway loses
+//! members, and planned changes end as they do otherwise.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 

@@ -1,5 +1,5 @@
-//! Each rule of the design left out once: the simulation must notice, and with each of its invariants at least
-//! once. What it notices is printed.
+//! Leaves out each rule of the design once: the simulation must notice, and each of its invariants must be
+//! seen to fail at least once. Prints what it notices.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
@@ -36,7 +36,7 @@ const NEEDED: &[(Rule, &str, Invariant)] = &[
     (Rule::TimeToLive, "power off", Invariant::TimeToLive),
 ];
 
-/// Most runs until a rule that is left out must have been noticed.
+/// Maximum number of runs until a rule that is left out must have been noticed.
 const RUNS: u64 = 400;
 
 #[test]

@@ -101,7 +101,7 @@ fn a_leader_says_that_it_gave_leadership_when_somebody_has_accepted_it() {
     }
 }
 
-/// Two, three and four leaders, each with a stand-by, and twelve nodes besides.
+/// Two, three and four leaders, each with a stand-by, and twelve other nodes.
 #[test]
 fn of_several_leaders_one_that_fails_costs_its_own_members_alone() {
     for active in 2..=4 {
@@ -154,15 +154,15 @@ fn where_several_leaders_are_one_again_they_give_their_nodes_to_it() {
     }
 }
 
-/// The word of each node is what every far leader has, at once.
+/// Every far leader has at once what each node's word says.
 #[test]
 fn one_of_several_leaders_that_is_no_gateway_for_a_while_cuts_nobody_off() {
     for (seed, (active, seconds)) in (0..).zip([(2, 8), (3, 8), (3, 40), (2, 300), (3, 300)]) {
         let shares = several::shares(seed, active, What::NoGateway(active - 1, seconds), false);
         let text = format!("{active} leaders, seed {seed}, for {seconds} s: {shares:?}");
         assert!(shares.broken.is_empty() && shares.has_converged, "{text}");
-        // Each node and each far leader learns within 500 ms who is a gateway; where they do so in an unlucky
-        // order, a member finds another way by itself, in 1 to 2 s.
+        // Each node and each far leader learns within 500 ms who is a gateway; if they do so in an unlucky
+        // order, a member finds another path by itself, in 1 to 2 s.
         assert!(shares.outages.values().all(|outage| *outage <= 2 * SEC), "{text}");
         assert!(active == 2 || shares.is_claimed, "who falls to Kilo's leader is claimed: {text}");
     }
@@ -188,7 +188,7 @@ fn one_of_several_leaders_that_boots_takes_itself_back_without_an_alarm() {
     }
 }
 
-/// That far leader would go on answering by the gateway before.
+/// That far leader would go on answering through the previous gateway.
 #[test]
 fn a_leader_that_joins_takes_nobody_while_a_far_leader_does_not_reach_it() {
     for seed in 0..number("KILO_RUNS", 3) {
@@ -221,7 +221,7 @@ fn a_leader_that_joins_takes_its_share_and_one_that_is_cordoned_leaves_it() {
             joined.after[2] * 3 <= joined.used.len() + 3 && joined.after[2] * 4 >= joined.used.len(),
             "{text}"
         );
-        // The way through it, and its CLAIM: a round trip and a half at worst.
+        // The path through it, and its CLAIM: a round trip and a half at worst.
         assert!(joined.outages.values().all(|outage| *outage <= 150 * MS), "{text}");
         let cordoned = several::shares(seed, 3, What::Cordoned((seed % 3) as usize), false);
         let text = format!("seed {seed}: {cordoned:?}");

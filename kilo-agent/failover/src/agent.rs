@@ -46,7 +46,7 @@ use crate::{
 pub struct Start {
     /// Time of the start.
     pub now: Micros,
-    /// What its numbers count from: later starts in one boot have a later one. Other boots do not matter.
+    /// What its numbers count from: later starts in one boot have a later value. Other boots do not matter.
     pub clock: u64,
     /// The kernel's word: term and gateway.
     pub word: (Term, NodeId),
@@ -56,7 +56,7 @@ pub struct Start {
     pub is_boot: bool,
 }
 
-/// What only gateways do.
+/// State that only gateways have.
 #[derive(Clone, Debug)]
 pub(crate) struct Gateway {
     pub(crate) tunnels: Tunnels,
@@ -79,11 +79,11 @@ pub(crate) struct Gateway {
     busy_said: Option<Micros>,
     /// Since when this node is a gateway, as far as this agent knows.
     pub(crate) since: Micros,
-    /// It goes on in a later term than its own, which a member's kernel has named.
+    /// It continues in a later term than its own, which a member's kernel has named.
     has_resumed: bool,
-    /// When each member that asked was adopted last.
+    /// When each member that asked was last adopted.
     adopted: BTreeMap<NodeId, Micros>,
-    /// When each node that nobody led was taken last.
+    /// When each node that nobody led was last taken.
     left_behind: BTreeMap<NodeId, Micros>,
     /// Terms that far leaders remember and nobody here does.
     pub(crate) behind: Behind,
@@ -98,11 +98,11 @@ pub struct Agent {
     pub(crate) word_since: Micros,
     /// The latest term heard of.
     pub(crate) term: Term,
-    /// The same, without what only one member has said.
+    /// As `term`, without what only one member has said.
     known: Term,
     member: Member,
     pub(crate) gateway: Option<Gateway>,
-    /// The gateway that Kilo's order has put first although another one could lead, too, and when.
+    /// The gateway that Kilo's order has put first although another one could lead, too, and since when.
     pub(crate) ordered: Option<(NodeId, Micros)>,
     /// When nodes that were about to go stopped being so.
     pub(crate) left: BTreeMap<NodeId, Micros>,
@@ -113,7 +113,7 @@ pub struct Agent {
     later: Vec<(Micros, Output)>,
     /// What its numbers count from, minus `now` at the start.
     clock: u64,
-    /// When it means to be woken; the first time is never late.
+    /// When it is to be woken; the first time is never late.
     due: Micros,
 }
 
@@ -146,7 +146,7 @@ impl Gateway {
 }
 
 impl Agent {
-    /// Starts one: a gateway when `place` says so. `random`: 64 random bits.
+    /// Starts an agent, as a gateway if `place` says so. `random`: 64 random bits.
     pub fn new(params: Params, place: Place, start: Start, random: &mut dyn FnMut() -> u64) -> Self {
         let Start { now, clock, word, led, is_boot } = start;
         let first = now + random() % params.member_interval(place.nodes.len()).max(1);
@@ -177,13 +177,13 @@ impl Agent {
         agent
     }
 
-    /// Whether another gateway could lead now, as it says in HELLO; `None` on nodes that are not gateways.
+    /// Whether another gateway could lead now, by its HELLO; `None` on nodes that are not gateways.
     pub fn heard_fit(&self, gateway: NodeId, now: Micros) -> Option<bool> {
         let others = &self.gateway.as_ref()?.others;
         Some(others.is_fit(gateway, now, self.params.heard + self.params.hello))
     }
 
-    /// The longest usual round trip of the own tunnels.
+    /// The longest usual round trip of this node's tunnels; `None`: it is not a gateway.
     pub fn round_trip(&self) -> Option<Micros> {
         Some(self.gateway.as_ref()?.tunnels.longest())
     }
@@ -204,7 +204,7 @@ impl Agent {
         Sender { me: self.place.me, location: self.place.location }
     }
 
-    /// A number that grows, over restarts of the agent, too.
+    /// A number that grows, even across restarts of the agent.
     pub(crate) fn stamp(&self, now: Micros) -> u64 {
         self.clock.wrapping_add(now)
     }
@@ -236,11 +236,12 @@ impl Agent {
         self.gateway.as_ref().and_then(|gateway| gateway.lead.as_ref())
     }
 
-    /// Regular work waits for the next wake-up no longer than this.
+    /// Longest time that regular work waits for the next wake-up.
     pub(crate) const WAITS: Micros = 100 * MS;
 
-    /// When it has to be woken. A wake-up costs more than the work done in it, so regular work is done in the next one:
-    /// a stand-by's probes of its leader come every interval, a leader's of its tunnels at every second or third.
+    /// When it has to be woken. A wake-up costs more than the work done in it, so regular work waits for
+    /// the next one: a stand-by's probes of its leader come every interval, a leader's of its tunnels at
+    /// every second or third.
     pub fn wake(&self) -> Micros {
         let later = self.later.iter().map(|(at, _)| *at).min().unwrap_or(Micros::MAX);
         let Some(gateway) = &self.gateway else { return self.member.wake().min(later) };
@@ -282,7 +283,7 @@ impl Agent {
         due.sort_by_key(|(at, _)| *at);
         turn.out.extend(due.into_iter().map(|(_, output)| output));
         self.wake_up(&mut turn);
-        // Output that is to be sent without a pause.
+        // Outputs that are to be sent without a pause.
         let due: Vec<_> = turn.later.extract_if(.., |(at, _)| *at <= now).map(|(_, output)| output).collect();
         turn.out.extend(due);
         self.later = later;
@@ -290,7 +291,7 @@ impl Agent {
         out
     }
 
-    /// The leader did nothing wrong when this agent had no CPU for 200 ms.
+    /// The leader is not to blame when this agent had no CPU for 200 ms.
     fn discard(&mut self) {
         self.member.discard();
         if let Some(gateway) = &mut self.gateway {
@@ -330,7 +331,7 @@ impl Agent {
                 detector.lan_counts = self.place.gateways.contains(&self.word.1);
                 let targets = tunnels.targets(params, now);
                 let far = detector.probe(params, self.word.1, &targets, |far| tunnels.usual(far), turn);
-                // The own tunnel to the same far leader is probed at once.
+                // This node's own tunnel to the same far leader is probed at once.
                 if let Some(far) = far.filter(|_| detector.misses().1 > 0) {
                     tunnels.probe(far, turn);
                 }
@@ -405,7 +406,7 @@ mod tests {
             // Times vary by a tenth, and what is regular comes with the next wake-up.
             let late = |pause| pause * 11 / 10 + Agent::WAITS;
             assert!(params.heard > 2 * (params.hello + Agent::WAITS), "HELLO, {interval} ms");
-            // Of a leader these probes are what others wait for.
+            // These probes of a leader are what others wait for.
             let calm = Agent::WAITS.min(params.calm * 11 / 10);
             assert!(params.answers > 2 * (params.own * 11 / 10 + calm), "answers, {interval} ms");
             assert!(Roll::FRESH > 2 * late(params.roll), "roll call, {interval} ms");

@@ -1,5 +1,5 @@
-//! The fast detector of a stand-by: the whole way through the leader, and while that is silent the leader's
-//! kernel on the LAN.
+//! The fast detector of a stand-by: it probes the whole path through the leader and, while that is silent,
+//! the leader's kernel on the LAN.
 
 use crate::{
     Far, Micros, NodeId, Output, Params, ProbePath, Turn,
@@ -16,18 +16,18 @@ pub struct Detector {
     due: Micros,
     /// When the last probes were sent.
     probed: Micros,
-    /// When the LAN is probed between two turns.
+    /// When the LAN is next probed between two turns.
     between: Micros,
     /// When the last path probe came back.
     heard: Option<Micros>,
-    /// Until when the leader's way is taken for overloaded: it has lost some probes, and not all.
+    /// Until when the leader's path counts as overloaded: it has lost some probes, but not all.
     lossy_until: Micros,
     /// Whether the leader's kernel answers probes on the LAN: Go Kilo's does not.
     pub lan_counts: bool,
 }
 
 impl Detector {
-    /// Of an agent that starts now.
+    /// The detector of an agent that starts now.
     pub fn new(now: Micros) -> Self {
         Self {
             lan: Row::default(),
@@ -60,7 +60,7 @@ impl Detector {
         now >= self.due
     }
 
-    /// Nothing to probe: this node leads itself, until somebody else does.
+    /// Stops probing: this node leads itself, until somebody else does.
     pub const fn rest(&mut self) {
         (self.due, self.between) = (Micros::MAX, Micros::MAX);
     }
@@ -70,14 +70,15 @@ impl Detector {
         self.due == Micros::MAX
     }
 
-    /// Somebody else leads this node: probes begin at once.
+    /// Starts to probe at once: somebody else leads this node.
     pub fn begin(&mut self, now: Micros) {
         self.due = self.due.min(now);
     }
 
-    /// Sends the next probes: through the leader to the next of the far leaders that answer the own tunnel, which
-    /// is returned, and to the leader itself if nothing has come back through it since the probes before: what
-    /// comes back says that its kernel works, too. `usual`: round trip of the own tunnel to the far leader.
+    /// Sends the next probes: through the leader to the next of the far leaders that answer this node's own
+    /// tunnel, which is returned, and to the leader itself if nothing has come back through it since the
+    /// previous probes: what comes back shows that its kernel works, too. `usual`: round trip of that
+    /// tunnel to a far leader.
     pub fn probe(
         &mut self,
         params: &Params,
@@ -86,17 +87,18 @@ impl Detector {
         usual: impl Fn(Far) -> Micros,
         turn: &mut Turn<'_>,
     ) -> Option<Far> {
-        // A wake-up costs more than what is done in it; what has begun to be silent is asked more often.
+        // A wake-up costs more than what is done in it; a path that has begun to be
+        // silent is probed more often.
         let pause = if self.path.misses() > 0 { params.silent } else { params.calm };
         self.due = turn.now + turn.jittered(pause);
         let since = std::mem::replace(&mut self.probed, turn.now);
         if self.heard.is_none_or(|heard| heard < since) {
             self.probe_lan(params, leader, turn);
-            // This begins a turn later than the misses of the path, and is not to end later.
+            // This begins a turn later than the misses of the path, and must not end later.
             let is_silent = (1..params.hard).contains(&self.path.misses());
             self.between = if is_silent { turn.now + params.interval / 2 } else { Micros::MAX };
         }
-        // In turn: one that dies among several never makes two misses in a row.
+        // In turn, so that one that dies among several never causes two misses in a row.
         let far = *targets.get(self.turns % targets.len().max(1))?;
         self.turns += 1;
         let nonce = turn.nonce();
@@ -106,7 +108,7 @@ impl Detector {
         Some(far)
     }
 
-    /// Sends one to the leader between two turns, if nothing has come back meanwhile.
+    /// Sends a LAN probe to the leader between two turns, if nothing has come back meanwhile.
     pub fn probe_between(&mut self, params: &Params, leader: NodeId, turn: &mut Turn<'_>) {
         if turn.now >= self.between {
             self.between = Micros::MAX;
@@ -125,14 +127,14 @@ impl Detector {
         self.trip.deadline(params)
     }
 
-    /// Takes the answer to a probe; returns whether it was one of these.
+    /// Handles the answer to a probe; returns whether it was one of these.
     pub fn answered(&mut self, params: &Params, nonce: u64, at: Micros) -> bool {
         let has_missed = self.path.misses() >= LOSSY;
         if let Some(sent) = self.path.answered(nonce) {
             self.trip.measured(at.saturating_sub(sent));
             self.heard = Some(at);
             self.between = Micros::MAX;
-            // Probes of the LAN end with the silence, and what they had missed is over.
+            // LAN probes end with the silence, and their misses no longer count.
             self.lan.clear();
             if has_missed {
                 self.lossy_until = at + params.busy;
@@ -142,7 +144,8 @@ impl Detector {
         self.lan.answered(nonce).is_some()
     }
 
-    /// Misses in a row of the LAN and of the path. The LAN's count if it answers at all.
+    /// Misses in a row of the LAN and of the path. Those of the LAN count if the leader's
+    /// kernel answers there at all.
     pub fn misses(&self) -> (usize, usize) {
         (if self.lan_counts { self.lan.misses() } else { 0 }, self.path.misses())
     }
@@ -158,12 +161,12 @@ impl Detector {
         now.saturating_sub(self.heard.map_or(since, |heard| heard.max(since)))
     }
 
-    /// Whether the leader's way loses some probes, and not all.
+    /// Whether the leader's path loses some probes, but not all.
     pub const fn is_lossy(&self, now: Micros) -> bool {
         self.lossy_until > now
     }
 
-    /// Whether the way through the leader works: it was heard after `since`, and nothing is missed.
+    /// Whether the path through the leader works: an answer came at `since` or later, and nothing is missed.
     pub fn works_since(&self, since: Micros) -> bool {
         self.heard.is_some_and(|heard| heard >= since) && self.path.misses() == 0
     }
@@ -183,8 +186,9 @@ mod tests {
 
     const LEADER: NodeId = 1;
 
-    /// A leader that answers every probe until then, `trip` after it was sent, and none later; a turn whenever one is
-    /// due. Probes of the LAN before, and when the third was missed of the path and of the LAN.
+    /// A leader that answers every probe before `until`, each after `trip`, and none later; turns come
+    /// whenever one is due. Returns the number of LAN probes before that, and when the third miss was known,
+    /// on the path and on the LAN.
     fn silent_after(until: Micros, trip: Micros) -> (usize, [Micros; 2]) {
         let params = Params::default();
         let mut detector = Detector::new(0);

@@ -1,5 +1,5 @@
-//! The far side: which gateway of a location has each member's prefixes. It
-//! follows the words of members' kernels, as gateways claim them.
+//! The far side: which gateway of a location has each member's prefixes, according to the words of members'
+//! kernels, as gateways claim them.
 
 mod check;
 
@@ -15,23 +15,23 @@ use crate::{
 /// Why a CLAIM or an END is refused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Refused {
-    /// Not one of these signals.
+    /// It is neither of these signals.
     Kind,
-    /// It came from no gateway of the location, or claims for somebody else.
+    /// It did not come from a gateway of the location, or claims for somebody else.
     Gateway,
-    /// It names a node of another location, or none that is known.
+    /// It names a node of another location, or an unknown one.
     Member,
-    /// Its term comes after many more changes than are known.
+    /// Its term is too many changes ahead of the latest that is known.
     Leap,
-    /// The location has moved nodes too often lately: each move holds up what else this agent has to do.
+    /// The location has moved nodes too often lately: each move delays what else this agent has to do.
     Rate,
 }
 
-/// The term of what the device had. Real ones are later, for they count from one above 16 bits.
+/// The term of owners that the device had. Real terms are later, since they count from one above 16 bits.
 pub const SEED: Term = Term::from_bits(1);
-/// The term of what nobody claimed when others were claimed.
+/// The term of members that nobody claimed when others were claimed.
 pub const UNCLAIMED_TERM: Term = Term::from_bits(2);
-/// How long what the device had before the agent started is believed without a CLAIM: as long as
+/// How long owners that the device had before the agent started are believed without a CLAIM: as long as
 /// gateways take to repeat theirs three times.
 pub const SEEDED: Micros = 30 * SEC;
 
@@ -40,23 +40,25 @@ pub const SEEDED: Micros = 30 * SEC;
 pub struct Owners {
     members: BTreeMap<NodeId, (Term, NodeId)>,
     shared: (Term, NodeId),
-    /// How far terms are, by CLAIMs that were refused: an agent that has just started knows nothing.
+    /// How far refused CLAIMs have led this agent up to later terms: one that has just started knows none.
     led_up: Term,
     check: Option<Check>,
-    /// The last claim after which the old leader answered.
+    /// The last claim whose check the old leader answered.
     answered: Option<Answered>,
     /// Since when the acting leader has claimed others than Kilo's, and in which term.
     claims_others: Option<((Term, NodeId), Micros)>,
-    /// The term in which each gateway's claim moved something last, and when the budget of such changes is whole again.
+    /// The term in which each gateway's claim last moved something, and when the budget of such
+    /// changes is whole again.
     moved: BTreeMap<NodeId, Term>,
     spent_until: Micros,
 }
 
-/// After this long a gateway has named all members that follow it: it claims all anew every 10 s, and what
-/// is not answered every second.
+/// After this long a gateway has named all members that follow it: it claims all of them every 10 s, and
+/// those that are not answered every second.
 const NAMED_ALL: Micros = 15 * SEC;
 
-/// What MOVED says of shared prefixes when its term is the latest that the far leader knows, and not that of the CLAIM.
+/// What MOVED says about shared prefixes when its term is the latest that the far leader knows, and not
+/// the term of the CLAIM.
 const LATEST: Shared = Shared::Move;
 
 /// Whether the term of MOVED is the latest that the far leader knows: no member that the CLAIM named counts in an
@@ -68,21 +70,20 @@ pub fn is_latest(signal: &Signal) -> bool {
 /// What follows from a signal.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Step {
-    /// The gateway that has them from now on.
+    /// The gateway that has the members from now on.
     pub gateway: NodeId,
     /// Members whose prefixes move to it now.
     pub moves: Vec<NodeId>,
-    /// Whether shared prefixes do, too.
+    /// Whether the shared prefixes move to it, too.
     pub moves_shared: bool,
     /// The old leader, which is to be probed twice before its shared prefixes move.
     pub asks: Option<NodeId>,
-    /// MOVED, to be sent to the gateway when that is done.
+    /// MOVED, to be sent to the gateway once that is done.
     pub answer: Signal,
 }
 
 impl Owners {
-    /// As WireGuard has it when an agent starts: terms are unknown, and come with
-    /// the next CLAIM.
+    /// Owners as WireGuard has them when an agent starts: terms are unknown, and come with the next CLAIM.
     pub fn new(owners: impl IntoIterator<Item = (NodeId, NodeId)>, shared: NodeId) -> Self {
         let owners = owners.into_iter().map(|(member, gateway)| (member, (Term::NONE, gateway))).collect();
         Self { members: owners, shared: (Term::NONE, shared), ..Self::default() }
@@ -96,8 +97,9 @@ impl Owners {
         }
     }
 
-    /// Sets the location's gateways, Kilo's leader first. Members that used another one use that leader by now, as
-    /// their kernels' words say; a gateway that claims them in the same term or later counts again.
+    /// Sets the location's gateways, Kilo's leader first. Members that used a gateway that is none any
+    /// more use that leader by now, as their kernels' words say; a gateway that claims them in the same
+    /// term or later counts again.
     pub fn set_gateways(&mut self, gateways: &[NodeId]) {
         self.moved.retain(|gateway, _| gateways.contains(gateway));
         let Some(first) = gateways.first() else { return };
@@ -107,8 +109,8 @@ impl Owners {
         }
     }
 
-    /// Records that a gateway led the location in this term, as it was written down before: it has what nobody else has
-    /// claimed in any term. While nobody has, the term says how many changes there were.
+    /// Records that a gateway led the location in this term, as was annotated before: it has what nobody else
+    /// has claimed in any term. While nobody has, the term says how many changes there were.
     pub fn record_written_term(&mut self, term: Term, gateway: NodeId) {
         let latest = self.claimed_latest();
         if term > self.shared.0 && (latest.count() == 0 || term.is_near(latest)) {
@@ -116,8 +118,9 @@ impl Owners {
         }
     }
 
-    /// Sets the gateway that leads by Kilo's rule, as long as nobody has led in any term. It has what nobody has claimed, too:
-    /// kernels that no gateway has taken follow that rule, whichever gateways have claimed members of theirs.
+    /// Sets the gateway that leads by Kilo's rule, as long as nobody has led in any term. It also has what
+    /// nobody has claimed: kernels that no gateway has taken follow that rule, whichever gateways have
+    /// claimed other members.
     pub fn set_default_leader(&mut self, gateway: NodeId) {
         if self.shared.0 != Term::NONE {
             return;
@@ -137,11 +140,11 @@ impl Owners {
         self.members.values_mut().filter(|known| known.0 == Term::NONE).for_each(|known| *known = owner);
     }
 
-    /// Leaves Kilo's leader to itself when the gateway of `claim` leads in its place and claims all others: it has lost
-    /// power, or the others hear nothing of it, and what it sends comes through its own tunnel. It is taken from the
-    /// claimant where `term` is that of what nobody claimed: what a real CLAIM gave, or the device had elsewhere,
-    /// stays. One signal may be a part of what its gateway has to say, or what is left of it; `is_all`: it names all
-    /// the others.
+    /// Leaves Kilo's leader to itself when the gateway of `claim` leads in its place and claims all others:
+    /// the leader has lost power, or the others do not hear it, and what it sends comes through its own
+    /// tunnel. It is taken from the claimant if its term is `term`, that of unclaimed members: what a real
+    /// CLAIM gave, or the device had elsewhere, stays. One signal may be a part of what its gateway has to
+    /// say, or what is left of it; `is_all`: it names all the others.
     pub fn leave_to_itself(
         &mut self,
         leader: NodeId,
@@ -162,7 +165,7 @@ impl Owners {
         }
     }
 
-    /// Forgets everything of this term and earlier.
+    /// Forgets owners of this term and of earlier ones.
     pub fn forget(&mut self, term: Term) {
         self.members.values_mut().filter(|owner| owner.0 <= term).for_each(|owner| *owner = (Term::NONE, 0));
     }
@@ -187,9 +190,9 @@ impl Owners {
         self.shared.1
     }
 
-    /// Takes a CLAIM of a gateway, or an END of the leader, that came through the sender's tunnel. `gateways` are the
-    /// location's, `sender` this node, for the answer. Changes that move prefixes have a budget, in which a claim in
-    /// several parts is one.
+    /// Handles a CLAIM of a gateway, or an END of the leader, that came through the sender's tunnel.
+    /// `gateways` are the location's; `sender` is this node, for the answer. Changes that move prefixes have
+    /// a budget, in which a claim in several parts counts once.
     ///
     /// # Errors
     /// When all of it is refused.
@@ -206,8 +209,8 @@ impl Owners {
         let (is_end, to) = (signal.kind == Kind::End, (term, gateway));
         let is_own = match signal.kind {
             Kind::Claim => gateway == from,
-            // Only the gateway that has members gives them away; a repeated END changes nothing. A part in which nobody
-            // is known here gives nothing, and the next leader waits for the answer.
+            // Only the gateway that has members gives them away; a repeated END changes nothing. A part in
+            // which nobody is known here gives nothing, but the next leader waits for the answer.
             Kind::End => {
                 members.is_empty() || members.iter().any(|member| self.may_end(*member, from, gateway))
             }
@@ -220,7 +223,7 @@ impl Owners {
             return Err(Refused::Member);
         }
         if !term.is_near(self.latest()) && params.keeps(Rule::NoLeap) {
-            // As a kernel is that has missed many changes: the next one that says so is a step nearer.
+            // As with a kernel that has missed many changes: the next such CLAIM is a step nearer.
             self.led_up = self.latest().next_step();
             return Err(Refused::Leap);
         }
@@ -231,7 +234,7 @@ impl Owners {
                 && (!is_end || self.may_end(*member, from, gateway))
         };
         let takes_shared = *shared != Shared::Stay && term > self.shared.0 && self.shared.1 != gateway;
-        // A gateway that asks whether it may lead would be refused when it does.
+        // Without budget left, a gateway is refused already when it asks whether it may lead.
         let asks = !is_end && members.is_empty() && term > self.latest();
         let moves_any = takes_shared || members.iter().any(would_move);
         if (moves_any || asks) && self.moved.get(&gateway) != Some(&term) {
@@ -255,8 +258,8 @@ impl Owners {
             }
         }
         let (moves_shared, asks) = self.claim_shared((term, gateway), *shared, now);
-        // A gateway that has forgotten how many changes there were learns it when nothing that it claims can count, as
-        // far as its kernels follow at a time.
+        // A gateway that has forgotten how many changes there were learns it when none of its claims can
+        // count, as far as its kernels follow at a time.
         let latest = self.claimed_latest().min(term.last_step());
         let is_behind =
             !is_end && has.is_empty() && latest.count() > term.count() && params.keeps(Rule::CatchesUp);
@@ -266,9 +269,9 @@ impl Owners {
         Ok(Step { gateway, moves, moves_shared, asks, answer })
     }
 
-    /// As [`Self::claimed`], of a location that `acting` leads as far as is known; `None`: nobody is known to, or the
-    /// signal names nobody. What nobody has claimed is the acting leader's from then on, whether the signal counts or
-    /// not, and [`Self::leave_to_itself`] may follow.
+    /// As [`Self::claimed`], for a location that `acting` leads as far as is known; `None`: no leader is
+    /// known, or the signal names nobody. What nobody has claimed belongs to the acting leader from then on,
+    /// whether the signal counts or not, and [`Self::leave_to_itself`] may follow.
     ///
     /// # Errors
     /// As [`Self::claimed`].
@@ -280,7 +283,7 @@ impl Owners {
         (gateways, acting): (&[NodeId], Option<NodeId>),
         (sender, now): (NodeId, Micros),
     ) -> Result<Step, Refused> {
-        // The device has them where the last plan put them, and only members that follow are to move.
+        // The device has them where the last plan put them, and only members that follow may move.
         acting.into_iter().for_each(|acting| self.assign_unclaimed((UNCLAIMED_TERM, acting)));
         let step = self.claimed(params, from, signal, gateways, (sender, now))?;
         if acting == Some(from)
@@ -309,7 +312,7 @@ impl Owners {
         Ok(())
     }
 
-    /// The latest term that anybody has claimed, or written, or was led up to.
+    /// The latest term that was claimed, annotated, or led up to.
     fn latest(&self) -> Term {
         self.claimed_latest().max(self.led_up)
     }
@@ -318,7 +321,7 @@ impl Owners {
         self.members.values().map(|(term, _)| *term).fold(self.shared.0, Term::max)
     }
 
-    /// Whether END of `from` may give a member to a gateway: it has it, or that one does already.
+    /// Whether an END of `from` may give a member to a gateway: `from` has it, or that gateway does already.
     fn may_end(&self, member: NodeId, from: NodeId, gateway: NodeId) -> bool {
         self.members.get(&member).is_some_and(|(_, owner)| *owner == from || *owner == gateway)
     }
@@ -405,7 +408,7 @@ mod tests {
         assert_eq!(moved_at(&mut acting, refill / 2), 0);
         assert_eq!(moved_at(&mut acting, refill), 1);
         assert_eq!(moved_at(&mut acting, 5 * refill), 4);
-        // What moves nothing costs nothing.
+        // A claim that moves nothing costs nothing.
         let owner = acting.owner(MEMBER).unwrap_or_default();
         let same = claim(Kind::Claim, owner.1, owner.1, owner.0, Shared::Stay, &[MEMBER]);
         assert!(hears_at(&mut acting, owner.1, &same, 5 * refill).is_ok());
@@ -466,7 +469,7 @@ mod tests {
         known.set_gateways(&[A]);
         assert_eq!(owners(&known), [A, A, A]);
         assert_eq!(known.latest().count(), term.count(), "how far terms are is not forgotten");
-        // It is a gateway again. Those that have not learnt of it meanwhile follow it still, and it says so.
+        // It is a gateway again. Members that have not noticed still follow it, and it claims them.
         known.set_gateways(&[A, B]);
         assert_eq!(owners(&known), [A, A, A]);
         let mut again = known.clone();
@@ -499,7 +502,7 @@ mod tests {
             assert_eq!(tries, Some(wanted), "after {count} changes");
             assert_eq!((acting.owner(MEMBER), acting.shared()), (Some((term, B)), B));
         }
-        // One signal near the end leads nobody there, and owns nothing.
+        // One signal near the maximum leads nobody there, and owns nothing.
         let mut acting = acting();
         let end = claim(Kind::Claim, B, B, Term::from_bits(u64::MAX), Shared::Move, &[MEMBER]);
         assert_eq!(hears(&mut acting, B, &end), Err(Refused::Leap));
@@ -517,12 +520,12 @@ mod tests {
         hears(&mut acting, B, &claim(Kind::Claim, B, B, first, Shared::Stay, &[B])).unwrap();
         let end = claim(Kind::End, A, B, second, Shared::Move, &[A, B, MEMBER]);
         let step = hears(&mut acting, A, &end).unwrap();
-        // What B has already does not move.
+        // Members that B already has do not move.
         assert_eq!((&step.moves[..], step.moves_shared), (&[A, MEMBER][..], true));
         assert_eq!(acting.owner(B), Some((second, B)));
         let again = hears(&mut acting, A, &end).unwrap();
         assert_eq!((again.moves.len(), again.moves_shared, &again.answer), (0, false, &step.answer));
-        // A part of it in which this far leader knows nobody.
+        // A part of END in which this far leader knows nobody.
         let part = hears(&mut acting, A, &claim(Kind::End, A, B, second, Shared::Move, &[])).unwrap();
         assert_eq!((part.moves.len(), part.moves_shared), (0, false));
         // A gateway that has nothing gives nothing, nor shared prefixes.

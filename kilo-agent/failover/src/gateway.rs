@@ -9,7 +9,7 @@ use crate::{
     signal::{Body, Kind, MAX_MEMBERS, Shared},
 };
 
-/// Who this node is, as its signals say.
+/// This node's identity in its signals.
 #[derive(Clone, Copy, Debug)]
 pub struct Sender {
     /// Its id: first 8 bytes of SHA-256 of its public key.
@@ -24,8 +24,8 @@ impl Sender {
         Signal { kind, nonce, term, sender: self.me, location: self.location, body }
     }
 
-    /// CLAIM or END of all these members, in as many parts as they need: for the gateway that is to have them, with
-    /// what becomes of the shared prefixes.
+    /// CLAIM or END of all these members, in as many parts as needed: names the gateway that is to have them,
+    /// and what becomes of the shared prefixes.
     pub fn in_parts(
         self,
         kind: Kind,
@@ -61,7 +61,7 @@ pub struct Lead {
     sender: Sender,
     term: Term,
     members: BTreeMap<NodeId, Led>,
-    /// How many do not follow yet.
+    /// How many members do not follow yet.
     waiting: usize,
     /// The members whose prefixes each far leader has moved.
     moved: BTreeMap<Far, BTreeSet<NodeId>>,
@@ -74,17 +74,16 @@ pub struct Lead {
 }
 
 impl Lead {
-    /// How long CLAIMs wait for more members while some do not follow yet: what members send by this
+    /// How long CLAIMs wait for more members while some do not follow yet: what members send through this
     /// gateway is lost until far leaders have moved them.
     const BATCH: Micros = 2 * MS;
-    /// How often everything is claimed again: a far leader whose agent forgot terms, or
-    /// whose WireGuard was set up anew, learns them.
+    /// Interval at which everything is claimed again, so that a far leader whose agent forgot terms, or whose
+    /// WireGuard was set up anew, learns them.
     const REFRESH: Micros = 10 * SEC;
-    /// After this many ROLLs and ANNOUNCEs to a silent member no more are sent: it asks, or has another
-    /// leader.
+    /// After this many ROLLs and ANNOUNCEs a silent member gets no more: it asks, or has another leader.
     const TRIES: u32 = 9;
 
-    /// How many times a member is assumed to have the cookie that it reported before.
+    /// How many times a member is assumed to still have the cookie that it reported.
     const TRUSTED: u32 = 3;
 
     /// A leadership without members yet.
@@ -106,7 +105,8 @@ impl Lead {
         }
     }
 
-    /// The leadership of these members alone; the others go elsewhere. In term 0 nothing was announced: these use it.
+    /// The leadership of these members alone; the others go elsewhere. In term 0 nothing was announced: these
+    /// members use this gateway.
     #[must_use]
     pub fn with_only(mut self, members: &[NodeId]) -> Self {
         if self.term == Term::NONE {
@@ -143,7 +143,8 @@ impl Lead {
         self.since
     }
 
-    /// Keeps the start of the leadership this one continues.
+    /// Keeps the start of the leadership that this one continues, and its claim of shared prefixes
+    /// unless there is a new one.
     pub fn continue_from(&mut self, older: &Self) {
         self.since = older.since;
         if self.shared == Shared::Stay {
@@ -156,12 +157,12 @@ impl Lead {
         self.shared = Shared::Stay;
     }
 
-    /// Has everything claimed again after `pause` at the latest.
+    /// Has everything claimed again within `pause`.
     pub fn claim_again_within(&mut self, pause: Micros, now: Micros) {
         self.refresh = self.refresh.min(now + pause);
     }
 
-    /// Sets what its CLAIMs say of the shared prefixes; [`Shared::Stay`] changes nothing.
+    /// Sets what its CLAIMs say about the shared prefixes; [`Shared::Stay`] changes nothing.
     pub fn set_shared(&mut self, shared: Shared) {
         if shared != Shared::Stay {
             self.shared = shared;
@@ -179,7 +180,8 @@ impl Lead {
         self.next = now;
     }
 
-    /// Goes on leading these, which were led in that earlier term, unless another gateway has taken them since.
+    /// Continues to lead these members, which were led in that earlier term, unless another
+    /// gateway has taken them since.
     pub fn resume(&mut self, members: impl IntoIterator<Item = NodeId>, term: Term) {
         for member in members {
             if !self.has(member) {
@@ -188,7 +190,7 @@ impl Lead {
         }
     }
 
-    /// Goes on leading everybody else that it led before.
+    /// Continues to lead all other members of an older leadership.
     pub fn inherit(&mut self, older: &Self) {
         for (member, led) in older.members.iter().filter(|(member, _)| **member != older.sender.me) {
             let term = if let Led::Before(term) = led { *term } else { older.term };
@@ -196,7 +198,8 @@ impl Lead {
         }
     }
 
-    /// What its CLAIMs say of the shared prefixes: who leads the location, and not only some members, has them.
+    /// What its CLAIMs say about the shared prefixes: the gateway that leads the location, and not only
+    /// some members, has them.
     pub fn shared(&self) -> Shared {
         self.shared
     }
@@ -206,7 +209,7 @@ impl Lead {
         self.members.get(&member) == Some(&Led::Follows)
     }
 
-    /// Sets the nodes and far leaders there are now; returns whether the members led have changed.
+    /// Sets the current nodes and far leaders; returns whether the members led have changed.
     pub fn set_place(&mut self, nodes: &[NodeId], fars: &[Far], now: Micros) -> bool {
         self.moved.retain(|far, _| fars.contains(far));
         for far in fars {
@@ -241,8 +244,8 @@ impl Lead {
         self.members.contains_key(&member)
     }
 
-    /// Takes the gateway that a member's kernel uses. The member is no longer led when that is another one in a later
-    /// term than it is led in. Returns whether the members led have changed.
+    /// Records the gateway that a member's kernel uses. The member is no longer led if that is another one in
+    /// a later term than it is led in. Returns whether the members led have changed.
     pub fn heard(&mut self, member: NodeId, word: (Term, NodeId), now: Micros) -> bool {
         let Some(led) = self.members.get(&member).copied() else { return false };
         let led_in = if let Led::Before(term) = led { term } else { self.term };
@@ -265,14 +268,14 @@ impl Lead {
         false
     }
 
-    /// Takes that a member's kernel follows in this term: far leaders are to hear of it.
+    /// Records that a member's kernel follows in this term; far leaders have to hear of it.
     pub fn followed(&mut self, member: NodeId, now: Micros) {
         self.set_led(member, Some(Led::Follows));
         let at = if self.waiting == 0 { now } else { now + Self::BATCH };
         self.flush = Some(self.flush.map_or(at, |flush| flush.min(at)));
     }
 
-    /// A far leader has moved these.
+    /// Records that a far leader has moved these members.
     pub fn moved(&mut self, far: Far, term: Term, members: &[NodeId]) {
         if let Some(moved) = self.moved.get_mut(&far).filter(|_| term == self.term) {
             moved.extend(members.iter().filter(|member| self.members.contains_key(*member)));
@@ -310,7 +313,7 @@ impl Lead {
                 Some(present) if *led == Led::Announced && self.tries < Self::TRUSTED => {
                     self.announce(*member, *present, turn);
                 }
-                // One that has booted since has another cookie.
+                // A member that has booted since has another cookie.
                 _ => ask(self.sender, *member, roll, turn),
             }
         }
@@ -359,8 +362,8 @@ impl Lead {
     }
 }
 
-/// The last term of a gateway that a kernel with this one obeys. One that has missed many changes, because it
-/// has booted or because its own gateway had none, is led up to the latest step by step.
+/// The last term of a gateway that a kernel with this word obeys. A kernel that has missed many changes,
+/// because it has booted or because its own gateway had none, is led up to the latest term step by step.
 fn farthest(word: Term, gateway: NodeId) -> Term {
     word.last_step().next(gateway)
 }
@@ -393,8 +396,8 @@ mod tests {
     const ME: NodeId = 2 << 48;
     const MEMBER: NodeId = 3 << 48;
 
-    /// How many ANNOUNCEs it takes until a kernel with this count follows a gateway in that one; the last
-    /// term it obeyed.
+    /// How many ANNOUNCEs it takes until a kernel with the count `knows` follows a gateway in the term of
+    /// `count`, and the last term it obeyed.
     fn steps(knows: u64, count: u64) -> (usize, Term) {
         let term = Term::from_bits((count - 1) << 16).next(ME);
         let sender = Sender { me: ME, location: 7 };
@@ -461,7 +464,7 @@ mod tests {
         older.add([stays, gone, booted, ME], 0);
         let mut between = Lead::new(sender, later, &[9], now);
         between.inherit(&older);
-        // Nobody has said anything in the term between: what counts is the one they were led in.
+        // Nobody has reported anything in the term between: the term in which they were led counts.
         let mut lead = Lead::new(sender, later.next(ME), &[9], now);
         lead.inherit(&between);
         let mut roll = Roll::default();

@@ -36,7 +36,7 @@ pub type Micros = u64;
 pub type NodeId = u64;
 /// First 8 bytes of SHA-256 of a location's name, for the leader of that location.
 pub type Far = u64;
-/// A signal with members of its own.
+/// A signal that owns its list of members.
 pub type Signal = signal::Signal<Vec<u64>>;
 
 /// Microseconds of a millisecond.

@@ -1,5 +1,5 @@
-//! What every node does: it watches the way through its leader, slowly, asks
-//! gateways to adopt it when that is silent, and is a witness when asked.
+//! What every node does: it slowly watches the path through its leader, asks gateways to adopt it when that
+//! is silent, and is a witness when asked.
 
 use std::collections::{BTreeMap, VecDeque};
 
@@ -10,7 +10,7 @@ use crate::{
     signal::{Body, Kind, Verdict},
 };
 
-/// A witness' two probes.
+/// The two probes of a witness.
 #[derive(Clone, Debug)]
 struct Burst {
     asker: NodeId,
@@ -28,16 +28,16 @@ pub struct Member {
     next: Micros,
     turns: usize,
     tries: usize,
-    /// When the first probe was sent that was missed since the last answer, over all tries.
+    /// When the first of the probes that were missed since the last answer was sent, over all tries.
     silent_since: Option<Micros>,
-    /// Until when the leader's way is taken for overloaded: it has lost some probes, and not all.
+    /// Until when the leader's path counts as overloaded: it has lost some probes, but not all.
     lossy_until: Micros,
     bursts: Vec<Burst>,
-    /// Questions of each gateway that were taken, and when they came first.
+    /// Accepted questions of each gateway, and when each first came.
     questions: BTreeMap<NodeId, VecDeque<(u32, Micros)>>,
 }
 
-/// Where a member is, for one step.
+/// What a member knows of its surroundings, for one step.
 #[derive(Clone, Copy)]
 pub struct MemberView<'a> {
     /// This node.
@@ -50,28 +50,31 @@ pub struct MemberView<'a> {
     pub fars: &'a [Far],
     /// How many nodes the location has, this one included.
     pub nodes: usize,
-    /// A number that grows, over restarts of the agent, too.
+    /// A number that grows, even across restarts of the agent.
     pub stamp: u64,
     /// As in [`crate::Place`].
     pub cookies: &'a BTreeMap<NodeId, u64>,
 }
 
 impl Member {
-    /// Between the two probes of a witness.
+    /// Time between the two probes of a witness.
     const APART: Micros = 20 * MS;
-    /// Most questions of one gateway that a witness answers at a time: each costs two probes and a verdict.
+    /// Maximum number of questions of one gateway that a witness answers at a time: each costs
+    /// two probes and a verdict.
     const MOST_BURSTS: usize = 2;
-    /// Questions of one gateway that are remembered, so that recorded ones do not take the place of new ones.
+    /// Number of questions of one gateway that are remembered, so that replayed ones do not take
+    /// the place of new ones.
     const REMEMBERED: usize = 256;
     /// A gateway repeats a question within this time.
     const REPEATS: Micros = SEC;
-    /// Between two gateways that are asked.
+    /// Pause between two gateways that are asked.
     const NEXT_GATEWAY: Micros = 150 * MS;
-    /// After so many tries every second one says how long the whole silence has lasted: a gateway that has
-    /// become fit since would not take it, and one of an overloaded location would take nothing else.
+    /// After so many tries, every second one reports how long the whole silence has lasted: a
+    /// gateway that has become fit since would not accept that, and one of an overloaded location
+    /// would accept nothing else.
     const PATIENT_TRIES: usize = 3;
 
-    /// Of an agent that starts now: its first probe comes within its interval.
+    /// The member of an agent that starts now: its first probe comes within its interval.
     pub fn new(first: Micros) -> Self {
         Self {
             row: Row::default(),
@@ -96,25 +99,25 @@ impl Member {
         self.next
     }
 
-    /// When a miss is known that may be the last that counts, or a witness has its answer. The first misses can wait
-    /// for the next probe.
+    /// When a miss is known that may be the last one needed, or a witness has its answer. The first misses
+    /// can wait for the next probe.
     pub fn deadline(&self) -> Micros {
         let bursts = self.bursts.iter().map(|burst| burst.end).min().unwrap_or(Micros::MAX);
         if self.row.misses() > 0 { bursts.min(self.row.deadline()) } else { bursts }
     }
 
-    /// What is outstanding proves nothing: the agent slept, or the leader changed.
+    /// Drops outstanding probes, which prove nothing: the agent slept, or the leader changed.
     pub fn discard(&mut self) {
         self.row.clear();
         self.silent_since = None;
         for Burst { asker, question, .. } in self.bursts.drain(..) {
             let Body::Question { id, .. } = question.body else { continue };
-            // Not answered, so its second copy is as good as a first one.
+            // It was not answered, so its second copy counts as a first one.
             self.questions.entry(asker).or_default().retain(|(known, _)| *known != id);
         }
     }
 
-    /// Takes the answer to a probe; returns whether it was one of these.
+    /// Handles the answer to a probe; returns whether it was one of these.
     pub fn answered(&mut self, params: &Params, nonce: u64, at: Micros) -> bool {
         let has_missed = self.row.misses() >= LOSSY;
         for burst in &mut self.bursts {
@@ -148,7 +151,7 @@ impl Member {
         if self.row.misses() >= params.member_misses {
             let since = self.row.since().unwrap_or(turn.now);
             let first = *self.silent_since.get_or_insert(since);
-            // An overloaded way loses many probes in a row, but not all for so long.
+            // An overloaded path loses many probes in a row, but not all for so long.
             let is_lossy = self.lossy_until > turn.now && params.keeps(Rule::Patience);
             if !is_lossy || first + params.overload_member <= turn.now {
                 self.row.clear();
@@ -160,7 +163,7 @@ impl Member {
             return;
         }
         self.next = turn.now + turn.jittered(interval);
-        // The last four at once: they find out whether the way is dead or lossy.
+        // The last four are sent at once: they show whether the path is dead or lossy.
         let count = if self.row.misses() + 4 >= params.member_misses { 4 } else { 1 };
         for i in 0..count {
             let far = view.fars[self.turns % view.fars.len()];
@@ -189,7 +192,7 @@ impl Member {
         self.tries += 1;
     }
 
-    /// Handles the question of what this node sees of the leader whose id is the nonce.
+    /// Handles the question whether this node's path through a leader works; the leader's id is the nonce.
     pub fn asked(&mut self, params: &Params, question: Signal, view: &MemberView<'_>, turn: &mut Turn<'_>) {
         let Body::Question { id, patience } = question.body else { return };
         // Stand-bys ask; what others send must not take their place.
@@ -223,8 +226,8 @@ impl Member {
         self.bursts.push(Burst { asker: question.sender, question, nonces, works: false, end });
     }
 
-    /// Returns whether a question was not taken before. Its id was drawn at random, so a question that comes again later
-    /// than its sender repeats it was recorded by somebody.
+    /// Returns whether a question was not accepted before. Its id is random, so a question that comes again
+    /// later than its sender repeats it is a replay.
     fn is_new(&self, asker: NodeId, id: u32, turn: &mut Turn<'_>) -> bool {
         let known = self.questions.get(&asker).into_iter().flatten().find(|(known, _)| *known == id);
         if known.is_some_and(|(_, at)| at + Self::REPEATS <= turn.now) {
@@ -275,7 +278,7 @@ mod tests {
     }
 
     impl Asked {
-        /// The outputs of a question of this node with this id at this time, or without one of a wake-up.
+        /// Outputs for a question of this gateway with this id at `now`; `None`: for a wake-up.
         fn turn(&mut self, now: Micros, question: Option<(NodeId, u32)>) -> Vec<Output> {
             let (mut out, mut later, mut drawn) = (Vec::new(), Vec::new(), now);
             let mut random = || {

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 
 use crate::{Micros, NodeId, Params, SEC, Term};
 
-/// What a HELLO says of its sender.
+/// What a HELLO says about its sender.
 #[derive(Clone, Copy, Debug)]
 pub struct State {
     /// Whether it could lead.
@@ -14,13 +14,13 @@ pub struct State {
     pub is_busy: bool,
     /// Whether it leads members in this term.
     pub leads: bool,
-    /// The term that its HELLO bears: in which it leads, or else the latest it has heard of.
+    /// The term in its HELLO: the one in which it leads, or else the latest it has heard of.
     pub term: Term,
     /// The gateway it uses.
     pub gateway: NodeId,
 }
 
-/// What a gateway said.
+/// The last HELLO of a gateway, and since when it has been fit.
 #[derive(Clone, Copy, Debug)]
 struct Said {
     at: Micros,
@@ -48,7 +48,7 @@ impl Others {
         self.losses.retain(|gateway, losses| gateways.contains(gateway) || losses.last + params.memory > now);
     }
 
-    /// Takes a HELLO; `losses` are pairs as in the signal.
+    /// Handles a HELLO; `losses` are pairs as in the signal.
     pub fn heard(&mut self, params: &Params, now: Micros, from: NodeId, state: State, losses: &[u64]) {
         let before =
             self.said.get(&from).filter(|said| said.state.is_fit && said.at + 2 * params.heard >= now);
@@ -63,7 +63,7 @@ impl Others {
         }
     }
 
-    /// Losses of leadership as a HELLO says them.
+    /// Losses of leadership as HELLO lists them.
     pub fn recent_losses(&self, params: &Params, now: Micros) -> Vec<u64> {
         let recent = self.losses.iter().filter(|(_, losses)| losses.last + params.memory > now);
         let pairs = recent.flat_map(|(gateway, losses)| {
@@ -72,8 +72,8 @@ impl Others {
         pairs.take(16).collect()
     }
 
-    /// A gateway lost leadership. Its members find that out one after the other: what comes within four of their
-    /// probes after the last is the same loss.
+    /// Records that a gateway lost leadership. Its members find that out one after the other: what comes
+    /// within four of their probe intervals after the last is the same loss.
     pub fn lost(&mut self, params: &Params, now: Micros, gateway: NodeId) {
         let count = self.losses(params, now, gateway);
         let is_same = self
@@ -118,7 +118,7 @@ impl Others {
         said.is_some_and(|said| !said.state.leads)
     }
 
-    /// The term in which a gateway leads itself and maybe others.
+    /// The term in which a gateway leads itself, and perhaps others.
     pub fn leads(&self, gateway: NodeId) -> Option<Term> {
         let state = self.said.get(&gateway).map(|said| said.state);
         state.filter(|state| state.leads && state.gateway == gateway).map(|state| state.term)
@@ -131,7 +131,7 @@ impl Others {
         said.map_or(0, |said| now.saturating_sub(said.fit_since.max(lost)))
     }
 
-    /// Of `gateways` in Kilo's order those that could lead, the best first.
+    /// Those of `gateways`, in Kilo's order, that could lead, the best first.
     pub fn best(&self, params: &Params, gateways: &[NodeId], now: Micros, within: Micros) -> Vec<NodeId> {
         let mut fit: Vec<_> =
             gateways.iter().copied().filter(|gateway| self.is_fit(*gateway, now, within)).collect();
@@ -159,7 +159,7 @@ mod tests {
         assert_eq!(b.losses(&params, now + 600 * SEC, 7), 2);
         assert_eq!(b.losses(&params, now + 602 * SEC, 7), 0);
         assert_eq!(b.recent_losses(&params, now + 602 * SEC), []);
-        // Said again it counts once.
+        // Reported again it counts once.
         b.heard(&params, now + 6 * SEC, 1, LEADS, &a.recent_losses(&params, now + 6 * SEC));
         assert_eq!(b.losses(&params, now + 6 * SEC, 7), 2);
     }

@@ -2,9 +2,9 @@
 
 use crate::{MS, Micros, SEC};
 
-/// Shortest probe interval that may be asked for.
+/// Shortest permitted probe interval.
 pub const SHORTEST: Micros = 20 * MS;
-/// Longest probe interval that may be asked for.
+/// Longest permitted probe interval.
 pub const LONGEST: Micros = 200 * MS;
 
 /// An interval outside 20 ms to 200 ms.
@@ -19,15 +19,15 @@ impl std::fmt::Display for OutOfRange {
 
 impl std::error::Error for OutOfRange {}
 
-/// A rule of the design. With the feature `leave-out` one of them can be left
-/// out, which the tests of the simulation do to see each of them needed.
+/// A rule of the design. With the feature `leave-out` one of them can be left out, by which the simulation's
+/// tests show that each is needed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Rule {
     /// What has arrived is read before anything is decided.
     ReadFirst,
     /// After a late wake-up everything outstanding is discarded.
     DiscardWhenLate,
-    /// A takeover needs proof that the own tunnel worked meanwhile.
+    /// A takeover needs proof that this node's own tunnel worked meanwhile.
     Proof,
     /// Witnesses are asked.
     Witnesses,
@@ -53,11 +53,11 @@ pub enum Rule {
     FarLaterTerms,
     /// A member's kernel obeys later terms only.
     KernelLaterTerms,
-    /// Who leads the location takes nodes that nobody leads.
+    /// The gateway that leads the location takes nodes that nobody leads.
     TakesLeftBehind,
     /// A location that has forgotten terms learns them from far leaders.
     CatchesUp,
-    /// What claims to come after many more changes than are known is refused.
+    /// A term that is many more changes ahead than are known is refused.
     NoLeap,
     /// A member's kernel asks for its cookie.
     KernelCookie,
@@ -66,32 +66,33 @@ pub enum Rule {
     /// An overloaded leader loses leadership only after a longer silence, and the longer the more often leadership was
     /// lost.
     Patience,
-    /// A gateway passes nothing on that another gateway sent.
+    /// A gateway passes on nothing that another gateway sent.
     TwoHops,
-    /// Each steering hop takes one from the time to live.
+    /// Each steering hop decrements the time to live.
     TimeToLive,
 }
 
 /// Times in microseconds, and counts.
 #[derive(Clone, Debug)]
 pub struct Params {
-    /// What all times follow; between two probes of a stand-by that its leader misses, at most.
+    /// The interval that all times follow: the maximum between two probes of a stand-by
+    /// that its leader misses.
     pub interval: Micros,
-    /// Between two path probes of a stand-by whose leader answers.
+    /// Time between two path probes of a stand-by whose leader answers.
     pub calm: Micros,
-    /// Between two path probes, and two LAN probes, once one was missed.
+    /// Time between two path probes, and between two LAN probes, once one was missed.
     pub silent: Micros,
-    /// Between two probes through the own tunnel.
+    /// Time between two probes through a gateway's own tunnel.
     pub own: Micros,
-    /// Between two roll calls.
+    /// Time between two roll calls.
     pub roll: Micros,
-    /// Nodes a second that each gateway calls in a large location.
+    /// Nodes per second that each gateway calls in a large location.
     pub roll_rate: u64,
-    /// Between two HELLOs.
+    /// Time between two HELLOs.
     pub hello: Micros,
     /// How long a HELLO counts: the next one may be lost.
     pub heard: Micros,
-    /// How long an answer shows that the own tunnel works, beside its round trip.
+    /// How long an answer shows that a tunnel works, in addition to its round trip.
     pub answers: Micros,
     /// How long a stand-by waits for each better one.
     pub rank: Micros,
@@ -99,42 +100,43 @@ pub struct Params {
     pub late: Micros,
     /// Deadline of a LAN probe.
     pub lan_deadline: Micros,
-    /// What is added to every deadline of path probes.
+    /// Margin that is added to every deadline of path probes.
     pub margin: Micros,
-    /// Least and greatest deadline of path probes.
+    /// Minimum and maximum deadline of path probes.
     pub path_deadline: (Micros, Micros),
-    /// Misses in a row of path and of LAN that are a hard suspicion.
+    /// Misses in a row of path and LAN that make a hard suspicion.
     pub hard: usize,
-    /// Misses in a row of path alone that are a soft one.
+    /// Misses in a row of the path alone that make a soft one.
     pub soft: usize,
     /// How many members are asked.
     pub witnesses: usize,
-    /// Most far leaders that are probed.
+    /// Maximum number of far leaders that are probed.
     pub targets: usize,
-    /// A member's probe interval, at least.
+    /// A member's minimum probe interval.
     pub member: Micros,
-    /// Probes a second that all members of a location send.
+    /// Probes per second that all members of a location send together.
     pub members_rate: u64,
     /// Misses in a row after which a member asks to be adopted.
     pub member_misses: usize,
-    /// A leader whose tunnels all missed this many in a row hands over.
+    /// Misses in a row on all its tunnels after which a leader hands over.
     pub leader_misses: usize,
     /// How long all probes through a leader must be lost while packets still come out of its tunnel; four
     /// times as long after one loss of leadership within `memory`, 16 times after two.
     pub overload: Micros,
-    /// A location is taken to be overloaded for so long after that was seen.
+    /// How long a location counts as overloaded after that was observed.
     pub busy: Micros,
     /// How long nothing may have come back through an overloaded leader before a member is taken from it.
     pub overload_member: Micros,
-    /// Health before a leader returns; doubled for each loss within `memory`.
+    /// Time of health before a leader returns; doubled for each loss within `memory`.
     pub hold: Micros,
     /// The longest such time.
     pub longest_hold: Micros,
     /// How long losses are remembered.
     pub memory: Micros,
-    /// Takeovers of the location at once, and the time in which one more is allowed.
+    /// Takeovers of the location that may come at once, and the time after which one more is allowed.
     pub budget: (u64, Micros),
-    /// Changes of a far location's leader that may come at once, and the time in which one more is allowed.
+    /// Changes of a far location's leader that may come at once, and the time after
+    /// which one more is allowed.
     pub far_budget: (u64, Micros),
     /// The rule that is left out (feature `leave-out`); `None`: none is.
     #[cfg(feature = "leave-out")]
@@ -198,7 +200,7 @@ impl Params {
         }
     }
 
-    /// Whether a rule holds: always, but in simulations that leave it out.
+    /// Whether a rule holds: always, except in simulations that leave it out.
     #[inline]
     #[allow(unused_variables, clippy::unused_self, reason = "without the feature it is a constant")]
     pub fn keeps(&self, rule: Rule) -> bool {
@@ -214,29 +216,30 @@ impl Params {
         if self.keeps(Rule::Hold) { doubled.min(self.longest_hold) } else { 0 }
     }
 
-    /// How long nothing may have come back through an overloaded leader, in a location that has lost leaders so
-    /// often lately. What is overloaded drops many packets, but not all: each loss of leadership makes it harder
-    /// to take a long row of them for a fault, so that no load makes leadership go to and fro.
+    /// How long nothing must have come back through an overloaded leader, in a location that has lost leaders
+    /// so often lately. An overloaded tunnel drops many packets, but not all: each loss of leadership makes
+    /// it harder to take a long row of drops for a fault, so that no load makes leadership go to and fro.
     pub fn patience(&self, losses: u32) -> Micros {
         if self.keeps(Rule::Patience) { self.overload << (2 * losses.min(2)) } else { 0 }
     }
 
-    /// The same of a leader that nothing shows to be overloaded, and that has to give leadership itself: the
-    /// first two faults cost no more than its probes.
+    /// As [`Self::patience`], for a leader that nothing shows to be overloaded, and that has to give
+    /// leadership itself: the first two faults cost no more than its probes.
     pub fn patience_with_faults(&self, losses: u32) -> Micros {
         losses.checked_sub(2).map_or(0, |more| self.patience(more))
     }
 
-    /// How a location of so many nodes is called: a part of it at a time, and how many that is. The ring of
-    /// signals has no room for the answers of a large one at once. Gateways are called with each part, so that
-    /// parts follow each other as quickly in the largest location.
+    /// How the roll of a location of so many nodes is called: the time between two parts of it, and
+    /// how many nodes a part has. The ring of signals has no room for the answers of a large
+    /// location at once. Gateways are called with each part, so that parts follow each other as
+    /// quickly in the largest location.
     pub fn roll_of(&self, nodes: usize) -> (Micros, usize) {
         let whole = self.whole_roll(nodes);
         let parts = (nodes / 40).max(1);
         (whole / parts as u64, nodes.div_ceil(parts))
     }
 
-    /// In which time every node of a location of so many is called.
+    /// Time in which every node of a location of so many is called.
     pub fn whole_roll(&self, nodes: usize) -> Micros {
         self.roll.max(nodes as u64 * SEC / self.roll_rate)
     }

@@ -1,24 +1,24 @@
-//! A planned change, make before break: everybody is ready before the first packet goes another way, and a change that
-//! does not end is taken back.
+//! A planned change, make before break: everybody is ready before the first packet takes another path, and a
+//! change that does not end is taken back.
 //!
 //! ```text
 //! giver  PREPARE ──> taker asks far leaders, READY ──> giver diverts, END to every far leader
 //! far leader moves the prefixes, MOVED ──> taker leads them, READY ──> the giver is done
 //! ```
-//! Nothing is held. END comes behind the last packet of the old way, so far leaders
-//! move at once: what comes by the new way before that is lost.
+//! Nothing is held back. END follows the last packet on the old path, so far leaders move at once: what comes
+//! on the new path before that is lost.
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use crate::{Far, MS, Micros, NodeId, Term};
 
-/// How long a giver waits for the end at least, since it diverted.
+/// Minimum time that a giver waits for the end after it has diverted.
 const PATIENCE: Micros = 300 * MS;
-/// Between two tries of an unanswered signal.
+/// Time between two tries of an unanswered signal.
 const AGAIN: Micros = 20 * MS;
-/// How long a taker and its far leaders are asked, besides their round trips.
+/// How long a taker and its far leaders are asked, in addition to their round trips.
 const ASKS: Micros = 200 * MS;
-/// Bits of a PREPARE's number that say why.
+/// Bits of a PREPARE's number that encode the cause.
 const CAUSE_BITS: u64 = 7;
 
 /// Why leadership is given without a fault.
@@ -37,20 +37,20 @@ pub enum Cause {
 }
 
 impl Cause {
-    /// The number of a PREPARE: it grows as `stamp` does, and says why.
+    /// The number of a PREPARE: it grows as `stamp` does, and encodes the cause.
     pub fn number(self, stamp: u64) -> u64 {
         stamp & !CAUSE_BITS | self as u64
     }
 
-    /// What such a number says; a cause this version does not know is Kilo's order.
+    /// The cause in such a number; one that this version does not know is Kilo's order.
     pub fn of(number: u64) -> Self {
         let known = [Self::Cordoned, Self::Removed, Self::ShutsDown, Self::Returns];
         known.into_iter().find(|cause| *cause as u64 == number & CAUSE_BITS).unwrap_or(Self::Order)
     }
 
-    /// After how many tries in a row a far leader that never answers is no longer waited for: its agent is dead, and its
-    /// location is cut off until that is back. A leader that is about to go has no time to wait; one that has only
-    /// returned loses nothing.
+    /// After how many tries in a row a far leader that never answers is no longer waited for: its agent is
+    /// dead, and its location is cut off until that is back. A leader that is about to go has no time to
+    /// wait; one that has only returned loses nothing.
     pub fn tries(self) -> Option<u32> {
         match self {
             Self::Cordoned | Self::Removed | Self::ShutsDown => Some(3),
@@ -70,7 +70,7 @@ impl Cause {
         }
     }
 
-    /// The cause in words, as the node says it that gives leadership.
+    /// The cause in words, as the node that gives leadership says it.
     pub fn own_text(self) -> &'static str {
         match self {
             Self::Cordoned => "this node is cordoned",
@@ -81,7 +81,7 @@ impl Cause {
     }
 }
 
-/// What one side is to do.
+/// What one side has to do.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Act {
     /// Send PREPARE to the taker.
@@ -90,11 +90,11 @@ pub enum Act {
     Ask(Far, Term),
     /// Send READY in this term to the giver: it may divert.
     Ready(Term),
-    /// Send everything to the taker from now on: its term, by the kernel's word.
+    /// Send everything to the taker from now on, by the kernel's word in the taker's term.
     Divert(Term),
     /// Send END to this far leader, behind the last packet.
     End(Far, Term),
-    /// Lead these in this term: far leaders have moved them.
+    /// Lead these members in this term: far leaders have moved them.
     Lead(Term, Vec<NodeId>),
     /// Report to the giver that the change has ended.
     Done(Term),
@@ -102,16 +102,16 @@ pub enum Act {
     Given,
     /// The change did not end: lead them again, in a term after this one.
     TakeBack(Term),
-    /// The taker does not answer, or some far leader does not answer it: nothing has changed.
+    /// The taker does not answer, or some far leaders do not answer it: nothing has changed.
     GiveUp,
 }
 
-/// What PREPARE bears and its READY repeats: what was recorded of an earlier try answers none of this one.
+/// What PREPARE carries and its READY repeats: a READY recorded in an earlier try does not answer this one.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Try {
     /// The number of the PREPARE, which grows within the giver's boot.
     pub number: u64,
-    /// That boot's cookie, the giver's for the taker.
+    /// The giver's cookie for the taker in that boot.
     pub cookie: u64,
 }
 
@@ -135,7 +135,8 @@ pub struct Giver {
 }
 
 impl Giver {
-    /// Starts; the first [`Self::wake_up`] is now. `trip`: the longest round trip to a far leader.
+    /// Starts a change; the first [`Self::wake_up`] is due now. `trip`: the longest
+    /// round trip to a far leader.
     pub fn new(to: NodeId, cause: Cause, fars: Vec<Far>, trip: Micros, now: Micros) -> Self {
         Self {
             to,
@@ -170,17 +171,17 @@ impl Giver {
         }
     }
 
-    /// PREPARE is sent with this number.
+    /// Records that PREPARE is sent with this number.
     pub fn asked(&mut self, number: u64) {
         self.first.get_or_insert(number);
     }
 
-    /// Whether a PREPARE of this number is of this try.
+    /// Whether a PREPARE of this number belongs to this try.
     pub fn has_asked(&self, number: u64) -> bool {
         self.first.is_some_and(|first| number >= first)
     }
 
-    /// READY came: the taker is ready, or, with `is_done`, leads.
+    /// Handles READY: the taker is ready, or, with `is_done`, leads.
     pub fn ready(&mut self, term: Term, is_done: bool, now: Micros) -> Vec<Act> {
         match self.diverted {
             _ if self.is_over => Vec::new(),
@@ -238,7 +239,7 @@ pub struct Taker {
     answers: Try,
     /// Far leaders that have not answered yet.
     asked: BTreeSet<Far>,
-    /// Parts of END that each far leader has still to do; `None`: it has done nothing yet.
+    /// Parts of END that each far leader still has to do; `None`: it has done nothing yet.
     moves: BTreeMap<Far, Option<BTreeSet<u16>>>,
     members: BTreeSet<NodeId>,
     is_done: bool,
@@ -246,7 +247,7 @@ pub struct Taker {
 }
 
 impl Taker {
-    /// PREPARE came. `term`: the next one of this gateway.
+    /// Starts when PREPARE came. `term`: the next one of this gateway.
     pub fn new(from: NodeId, cause: Cause, term: Term, fars: &[Far]) -> Self {
         Self {
             from,
@@ -276,12 +277,13 @@ impl Taker {
         self.is_done
     }
 
-    /// PREPARE came, for the first time or because an answer was lost. `trip`: as of [`Giver::new`].
+    /// Handles PREPARE, which comes for the first time or because an answer was lost.
+    /// `trip`: as in [`Giver::new`].
     pub fn prepare(&mut self, asked: Try, trip: Micros, now: Micros) -> Vec<Act> {
         self.answers = asked;
         self.end = now + ASKS + 2 * trip + PATIENCE.max(ASKS + 2 * trip);
         if self.moves.is_empty() && !self.is_done {
-            // No far leader is waited for, so no MOVED is to come: it leads who uses the giver.
+            // No far leader is waited for, so no MOVED will come: it leads the nodes that use the giver.
             self.is_done = true;
             return vec![Act::Ready(self.term), Act::Lead(self.term, Vec::new()), Act::Done(self.term)];
         }
@@ -306,12 +308,13 @@ impl Taker {
         self.end
     }
 
-    /// A far leader answers: it is there, when `moved` is nobody, or has moved a part of them.
+    /// Handles the answer of a far leader: it is there, if `moved` is empty, or has moved
+    /// a part of the members.
     pub fn moved(&mut self, far: Far, term: Term, part: (u16, u16), moved: &[NodeId]) -> Vec<Act> {
         if term != self.term {
             return Vec::new();
         }
-        // Of a large location a far leader may know nobody of one part of END.
+        // In a large location, a far leader may know nobody of one part of END.
         if moved.is_empty() && (part.1 == 1 || self.asked.contains(&far)) {
             let is_last = self.asked.remove(&far) && self.asked.is_empty();
             return is_last.then_some(Act::Ready(self.term)).into_iter().collect();
@@ -321,7 +324,7 @@ impl Taker {
             return vec![Act::Done(self.term)];
         }
         let Some(parts) = self.moves.get_mut(&far) else { return Vec::new() };
-        // Parts that are named again could let this grow without end.
+        // Repeated parts could let this grow without end.
         if parts.get_or_insert_with(|| (0..part.1).collect()).remove(&part.0) {
             self.members.extend(moved);
         }

@@ -1,12 +1,13 @@
-//! Probes of one way: those out, the misses in a row, and the round trip.
+//! Probes of one path: those outstanding, the misses in a row, and the round trip.
 
 use std::collections::VecDeque;
 
 use crate::{MS, Micros, Params};
 
-/// So many misses in a row are more than chance: a way that loses them, and not all, is overloaded.
+/// So many misses in a row are more than chance: a path that loses them, but
+/// not all, is overloaded.
 pub(crate) const LOSSY: usize = 2;
-/// Most probes kept of a way.
+/// Maximum number of probes kept per path.
 const KEPT: usize = 64;
 
 #[derive(Clone, Copy, Debug)]
@@ -17,22 +18,22 @@ struct Probe {
     missed: bool,
 }
 
-/// The probes since the last one that was answered. An answer, even a late one,
-/// ends the row: the way worked after everything sent before.
+/// The probes since the last one that was answered. An answer, even a late one, ends the row: the
+/// path worked after everything sent before.
 #[derive(Clone, Debug, Default)]
 pub struct Row(VecDeque<Probe>);
 
 impl Row {
-    /// A probe was sent.
+    /// Records that a probe was sent.
     pub fn sent(&mut self, nonce: u64, at: Micros, deadline: Micros) {
-        // The first one says since when the way is silent.
+        // The first one shows since when the path is silent.
         if self.0.len() >= KEPT {
             self.0.remove(1);
         }
         self.0.push_back(Probe { nonce, at, deadline, missed: false });
     }
 
-    /// Takes the answer to a probe; returns when that was sent, if it is one of these.
+    /// Handles the answer to a probe; returns when that was sent, if it is one of these.
     pub fn answered(&mut self, nonce: u64) -> Option<Micros> {
         let index = self.0.iter().position(|probe| probe.nonce == nonce)?;
         let at = self.0.get(index).map(|probe| probe.at);
@@ -55,22 +56,22 @@ impl Row {
         self.0.iter().filter(|probe| probe.missed).count()
     }
 
-    /// When the first missed one was sent.
+    /// When the first missed probe was sent.
     pub fn since(&self) -> Option<Micros> {
         self.0.iter().find(|probe| probe.missed).map(|probe| probe.at)
     }
 
-    /// When the newest one was sent.
+    /// When the newest probe was sent.
     pub fn newest(&self) -> Option<Micros> {
         self.0.back().map(|probe| probe.at)
     }
 
-    /// When the next one is overdue.
+    /// When the next probe is overdue.
     pub fn deadline(&self) -> Micros {
         self.0.iter().filter(|probe| !probe.missed).map(|probe| probe.deadline).min().unwrap_or(Micros::MAX)
     }
 
-    /// Forgets everything: it proves nothing.
+    /// Forgets all probes: they prove nothing.
     pub fn clear(&mut self) {
         self.0.clear();
     }
@@ -94,7 +95,7 @@ impl RoundTrip {
     /// Longer round trips say more about the receiver than about the path.
     const LONGEST: Micros = 400 * MS;
 
-    /// Takes a round trip that was measured.
+    /// Takes a measured round trip.
     pub fn measured(&mut self, trip: Micros) {
         if trip > Self::LONGEST {
             return;
@@ -118,7 +119,7 @@ impl RoundTrip {
         (self.smoothed + 4 * self.variation).max(0) as Micros
     }
 
-    /// How long a probe of the way may take.
+    /// How long a probe of the path may take.
     pub fn deadline(&self, params: &Params) -> Micros {
         (self.bound() + params.margin).clamp(params.path_deadline.0, params.path_deadline.1)
     }

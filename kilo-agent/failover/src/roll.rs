@@ -9,15 +9,15 @@ use crate::{Micros, NodeId, SEC, Term};
 pub struct Present {
     /// When its last answer came.
     pub at: Micros,
-    /// The nonce of the ROLL it answered; the next ANNOUNCE bears it, too.
+    /// The nonce of the ROLL it answered; the next ANNOUNCE carries it, too.
     pub nonce: u64,
-    /// Its secret for this gateway.
+    /// Its cookie, a secret for this gateway.
     pub cookie: u64,
     /// The term and the gateway of its word.
     pub word: (Term, NodeId),
 }
 
-/// All nodes that have answered.
+/// All nodes that have answered a roll call.
 #[derive(Clone, Debug, Default)]
 pub struct Roll {
     members: BTreeMap<NodeId, Present>,
@@ -27,14 +27,14 @@ pub struct Roll {
     asked: BTreeMap<NodeId, [u64; 2]>,
     /// Kernels heard before this do not count as reachable now.
     since: Micros,
-    /// Whose turn it is when a part of the location is called.
+    /// Index of the next node to be called when the location is called in parts.
     place: usize,
 }
 
 impl Roll {
-    /// How long an answer counts, at least, and that of a gateway.
+    /// Minimum time for which an answer counts.
     pub const FRESH: Micros = 3 * SEC;
-    /// What each node adds to that: a location of many is called less often, and three answers may be lost.
+    /// What each node adds to that: a large location is called less often, and three answers may be lost.
     const EACH: Micros = SEC / 33;
 
     /// How long an answer counts.
@@ -42,7 +42,7 @@ impl Roll {
         Self::FRESH.max(self.asked.len() as u64 * Self::EACH)
     }
 
-    /// The next so many nodes to be called, in turn, and the gateways each time.
+    /// The next `count` nodes to be called, in turn, and all gateways each time.
     pub fn next(&mut self, nodes: &[NodeId], gateways: &[NodeId], count: usize) -> BTreeSet<NodeId> {
         let begin = self.place % nodes.len().max(1);
         self.place = begin + count;
@@ -51,7 +51,7 @@ impl Roll {
         part.chain(gateways.iter().filter(|gateway| nodes.contains(gateway))).copied().collect()
     }
 
-    /// Forgets nodes that are not in the location any more.
+    /// Forgets nodes that are no longer in the location.
     pub fn set_nodes(&mut self, nodes: &[NodeId]) {
         self.members.retain(|member, _| nodes.contains(member));
         self.changed_gateway.retain(|member, _| nodes.contains(member));
@@ -64,7 +64,7 @@ impl Roll {
         *nonces = [nonce, nonces[0]];
     }
 
-    /// Takes a member's answer; `false`: nobody asked for it.
+    /// Handles a member's answer; `false`: nobody asked for it.
     pub fn heard(&mut self, member: NodeId, present: Present) -> bool {
         let was_asked = self.was_asked(member, present.nonce);
         if was_asked {
@@ -76,8 +76,8 @@ impl Roll {
         was_asked
     }
 
-    /// Takes that a member obeyed the ANNOUNCE of this nonce; `false`: it was sent no such one lately, so the signal is
-    /// replayed.
+    /// Records that a member obeyed the ANNOUNCE with this nonce; `false`: it was not sent one lately, so
+    /// the signal is a replay.
     pub fn followed(&mut self, member: NodeId, nonce: u64, at: Micros, word: (Term, NodeId)) -> bool {
         let was_asked = self.was_asked(member, nonce);
         let Some(present) = self.members.get_mut(&member) else { return false };
@@ -99,28 +99,28 @@ impl Roll {
         self.asked.get(&member).is_some_and(|nonces| nonces.contains(&nonce))
     }
 
-    /// From now on only those heard again are reachable: what is sent must come
-    /// both ways since a suspicion.
+    /// From now on only members heard again are reachable: signals must have passed both
+    /// ways since a suspicion.
     pub fn start_over(&mut self, now: Micros) {
         self.since = now;
     }
 
-    /// What a member said, if lately.
+    /// What a member last said, if that was lately.
     pub fn fresh(&self, member: NodeId, now: Micros) -> Option<&Present> {
         self.members.get(&member).filter(|present| present.at + self.counts_for() > now)
     }
 
-    /// As [`Self::fresh`], since the last suspicion.
+    /// As [`Self::fresh`], counting only answers since the last suspicion.
     pub fn reachable(&self, member: NodeId, now: Micros) -> Option<&Present> {
         self.fresh(member, now).filter(|present| present.at >= self.since)
     }
 
-    /// What a member said last, however long ago.
+    /// What a member last said, however long ago.
     pub fn last(&self, member: NodeId) -> Option<&Present> {
         self.members.get(&member)
     }
 
-    /// Whether a member has gone to another gateway since then.
+    /// Whether a member has changed to another gateway since then.
     pub fn has_changed_gateway(&self, member: NodeId, since: Micros) -> bool {
         self.changed_gateway.get(&member).is_some_and(|at| *at >= since)
     }
@@ -135,7 +135,7 @@ impl Roll {
             .filter(move |(_, present)| is_fresh(present))
     }
 
-    /// What the kernels of all members but one have said last.
+    /// What the kernels of all members but one last said.
     pub fn words_but(&self, member: NodeId) -> impl Iterator<Item = (Term, NodeId)> + '_ {
         self.members.iter().filter(move |(other, _)| **other != member).map(|(_, present)| present.word)
     }

@@ -1,7 +1,7 @@
-//! The decision of a stand-by: whether it takes over, and for which nodes.
+//! The decision of a stand-by: whether to take over, and for which nodes.
 //!
-//! A needless takeover costs packets in flight, not an outage, and a stand-by acts
-//! only with proof that its own tunnel worked all the time the leader's way did not.
+//! A needless takeover costs packets in flight, not an outage, and a stand-by acts only with proof that its
+//! own tunnel worked all the time the leader's path did not.
 
 use crate::{Micros, NodeId, Params, Rule, SEC, detector::Detector, signal::Verdict, tunnel::Tunnels};
 
@@ -13,18 +13,18 @@ struct Round {
     works: Vec<NodeId>,
     failed: Vec<NodeId>,
     deadline: Micros,
-    /// Decided, and waiting for better stand-bys: until when, and whether it takes the location.
+    /// Decided, but waiting for better stand-bys: until when, and whether it takes the location.
     waits: Option<(Micros, bool)>,
 }
 
 impl Round {
-    /// Whether most of those asked say that the way has failed.
+    /// Whether most of those asked say that the path has failed.
     fn has_majority(&self) -> bool {
         self.failed.len() * 2 > self.asked.len().max(1) && self.failed.len() > self.works.len()
     }
 }
 
-/// What follows from what is known.
+/// The result of a decision.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Decision {
     /// Do nothing now.
@@ -33,24 +33,24 @@ pub enum Decision {
     Ask,
     /// It would take over, but has done so too often.
     OverBudget,
-    /// Take over: the location but those, or this node alone.
+    /// Take over the location except for some nodes, or this node alone.
     Take {
         /// Whether it takes the location, or itself only.
         all: bool,
-        /// Witnesses whose way works.
+        /// Witnesses whose path works: they stay.
         but: Vec<NodeId>,
     },
 }
 
-/// What a decision looks at.
+/// What a decision depends on.
 pub struct Scene<'a> {
     /// Times and counts.
     pub params: &'a Params,
     /// Time of the decision.
     pub now: Micros,
-    /// Probes of the way through the leader.
+    /// Probes of the path through the leader.
     pub detector: &'a Detector,
-    /// Probes of the own tunnels.
+    /// Probes of this node's own tunnels.
     pub tunnels: &'a Tunnels,
     /// Whether the location has no third node: nobody can be a witness.
     pub alone: bool,
@@ -58,7 +58,7 @@ pub struct Scene<'a> {
     pub better: usize,
     /// Whether this node has lost leadership lately.
     pub has_lost: bool,
-    /// The leader says that it is overloaded: for how long nothing may have come back through it.
+    /// How long nothing must have come back through the leader before it is lost; 0 unless it is overloaded.
     pub patience: Micros,
 }
 
@@ -70,12 +70,12 @@ pub struct Sentinel {
     asked_twice: Option<Micros>,
     /// When the budget is whole again.
     spent_until: Micros,
-    /// Changes of leader of the location, as the latest term counts them.
+    /// Changes of leader in the location, as the latest term counts them.
     changes: Option<u32>,
 }
 
 impl Sentinel {
-    /// How long a soft suspicion that nobody answered is not asked a third time.
+    /// How long witnesses are not asked a third time about a soft suspicion that nobody answered.
     const TWICE: Micros = 2 * SEC;
     /// Pause after the budget was found spent.
     const BLOCKED: Micros = 2 * SEC;
@@ -95,13 +95,14 @@ impl Sentinel {
         self.blocked_until = until;
     }
 
-    /// Witnesses were asked. `id`: of the question, drawn at random, so that no answer of another agent counts.
+    /// Records that witnesses were asked. The question's `id` is random, so that no answer
+    /// to another agent counts.
     pub fn asked(&mut self, id: u32, asked: Vec<NodeId>, deadline: Micros) {
         let (works, failed) = (Vec::new(), Vec::new());
         self.round = Some(Round { id, asked, works, failed, deadline, waits: None });
     }
 
-    /// Takes a witness's answer.
+    /// Records a witness's answer.
     pub fn verdict(&mut self, from: NodeId, id: u32, verdict: Verdict) {
         let Some(round) = self.round.as_mut().filter(|round| round.id == id && round.asked.contains(&from))
         else {
@@ -117,15 +118,15 @@ impl Sentinel {
         }
     }
 
-    /// Decides what is to be done now. After [`Decision::Ask`] and [`Self::asked`] it is called again.
+    /// Decides what to do now. Has to be called again after [`Decision::Ask`] and [`Self::asked`].
     pub fn decide(&mut self, scene: &Scene<'_>) -> Decision {
         let Scene { params, now, detector, tunnels, .. } = *scene;
         if self.blocked_until > now {
             return Decision::Wait;
         }
         let (lan, path) = detector.misses();
-        // Its kernel answers, so it lives, and an overloaded one drops many probes, but not all. Witnesses are
-        // asked a moment before.
+        // If the leader's kernel answers, it is alive, and an overloaded one drops many probes, but not all.
+        // Witnesses are asked a moment before.
         let quiet = detector.quiet_for(now) + if self.round.is_none() { 5 * params.interval } else { 0 };
         let path = if lan < params.hard && quiet < scene.patience { 0 } else { path };
         if let Some(Round { waits: Some((at, all)), works, .. }) = &self.round {
@@ -137,10 +138,10 @@ impl Sentinel {
             self.round = None;
             return if still { self.spend(scene, decision) } else { Decision::Wait };
         }
-        // Two nodes have no witness, and wait for more.
+        // Two nodes have no witness, and wait for more misses.
         let (hard, soft) =
             if scene.alone { (params.hard + 1, params.soft + 2) } else { (params.hard, params.soft) };
-        // The LAN is probed from the first path probe on that nothing came back to.
+        // LAN probes begin with the first path probe that is not answered.
         let nearly = lan + 2 >= hard && path + 1 >= hard || path + 2 >= soft;
         let Some(round) = &mut self.round else {
             return if nearly && tunnels.is_fit(params, now) { Decision::Ask } else { Decision::Wait };
@@ -174,9 +175,9 @@ impl Sentinel {
         self.spend(scene, decision)
     }
 
-    /// As [`Self::decide`], of a gateway that uses itself, about one that others use: its kernel has missed so many
-    /// probes of the LAN since then. Nothing of the own packets goes that way, so most witnesses have to say that
-    /// theirs do not pass.
+    /// As [`Self::decide`], for a gateway that uses itself, about one that others use: that one's kernel has
+    /// missed so many LAN probes since then. None of this node's own packets take that path, so most
+    /// witnesses have to say that theirs do not pass.
     pub fn decide_by_witnesses(&mut self, scene: &Scene<'_>, misses: usize, since: Micros) -> Decision {
         let Scene { params, now, tunnels, .. } = *scene;
         if self.blocked_until > now {
@@ -213,8 +214,8 @@ impl Sentinel {
         Decision::Wait
     }
 
-    /// Whether the own tunnel worked all the time that the leader's way did not: good since before the first missed
-    /// probe, and answering one sent well after it.
+    /// Whether this node's own tunnel worked all the time that the leader's path did not: good since before
+    /// the first missed probe, and answering one sent well after it.
     fn has_proof(scene: &Scene<'_>) -> bool {
         let Scene { params, now, detector, tunnels, .. } = *scene;
         if !params.keeps(Rule::Proof) {
@@ -223,8 +224,8 @@ impl Sentinel {
         let (Some(silent), Some(good)) = (detector.silent_since(), tunnels.good_since()) else {
             return false;
         };
-        // Where both had failed, the leader's way may be back a moment after the own tunnel: several probes of
-        // it have to be missed since then.
+        // Where both had failed, the leader's path may be back a moment after this node's own tunnel: several
+        // of its probes have to be missed since then.
         let several = detector.timeout(params) + params.interval * (params.hard as u64 + 1);
         let proved = good <= silent || good + several <= now;
         proved && tunnels.is_fit(params, now) && tunnels.proves(silent.max(good) + params.interval * 3 / 2)
@@ -244,7 +245,7 @@ impl Sentinel {
         self.changes = self.changes.max(Some(changes));
     }
 
-    /// A location in which everything flaps slows down: a gateway that has lost leadership lately waits.
+    /// Slows down a location in which everything flaps: a gateway that has lost leadership lately waits.
     fn spend(&mut self, scene: &Scene<'_>, decision: Decision) -> Decision {
         let Scene { params, now, .. } = *scene;
         let (burst, refill) = params.budget;

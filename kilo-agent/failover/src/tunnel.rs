@@ -1,5 +1,5 @@
-//! The own tunnels of a gateway: whether it could lead, and the proof that it
-//! could while the leader's way did not work.
+//! A gateway's own tunnels: whether it could lead, and the proof that it could while the
+//! leader's path did not work.
 
 mod waiting;
 
@@ -31,7 +31,7 @@ impl Tunnel {
         turn.push(Output::Probe { nonce, way: ProbePath::Own(self.far) });
     }
 
-    /// Takes the answer to the probe with this nonce; returns whether it was one of this tunnel's.
+    /// Handles the answer to the probe with this nonce; returns whether it was one of this tunnel's.
     fn take_answer(&mut self, nonce: u64, at: Micros) -> bool {
         let Some(sent) = self.row.answered(nonce) else { return false };
         self.trip.measured(at.saturating_sub(sent));
@@ -40,27 +40,27 @@ impl Tunnel {
     }
 }
 
-/// What says that the own tunnel carries more than it can: it loses probes, and packets come out of it. A
+/// Signs that this node's own tunnel carries more than it can: it loses probes, and packets come out of it. A
 /// fault of the uplink loses all probes, and mostly all packets.
 #[derive(Clone, Debug, Default)]
 struct Load {
     /// The kernel's count of packets that came out, and when it was read.
     counted: Option<(u64, Micros)>,
-    /// Some have come out since then.
+    /// Packets have come out since then.
     moved: Option<Micros>,
-    /// Until when it is taken for overloaded.
+    /// Until when the tunnel counts as overloaded.
     busy_until: Micros,
-    /// Since when.
+    /// Since when it has counted as overloaded.
     busy_since: Micros,
-    /// In how many of the seconds since then it was seen, and the end of the last of these.
+    /// In how many of the seconds since then overload was observed, and the end of the last of these.
     seconds: (u64, Micros),
 }
 
 impl Load {
-    /// How long seconds are counted before that begins anew.
+    /// How long seconds are counted before the count begins anew.
     const WINDOW: Micros = 10 * SEC;
 
-    /// Some probes were lost, and packets come out.
+    /// Records that some probes were lost while packets came out.
     fn seen(&mut self, params: &Params, at: Micros) {
         if self.busy_until <= at || self.busy_since + Self::WINDOW <= at {
             (self.busy_since, self.seconds) = (at, (0, at));
@@ -72,40 +72,41 @@ impl Load {
         self.busy_until = self.busy_until.max(at + params.busy);
     }
 
-    /// Whether it was seen in most seconds of some, and not when the machine stood still for a moment.
+    /// Whether overload was observed in most seconds of a while, and not only when the machine
+    /// stood still for a moment.
     const fn lasts(&self, now: Micros) -> bool {
         let age = now.saturating_sub(self.busy_since);
         self.busy_until > now && age >= 3 * SEC && self.seconds.0 * SEC * 3 > age * 2
     }
 }
 
-/// Probes through the own tunnel to some far leaders.
+/// Probes through this node's own tunnel to some far leaders.
 #[derive(Clone, Debug)]
 pub struct Tunnels {
     probed: Vec<Tunnel>,
     /// The other far leaders: one of them takes the place of a probed one that is silent.
     waiting: VecDeque<Tunnel>,
-    /// Those that fell silent while another one answered. They count against this node until they answer again: else
-    /// one that reaches few locations would ask on until it has found these.
+    /// Those that fell silent while another one answered. They count against this node until they answer
+    /// again: otherwise a node that reaches few locations would ask on until it has found these.
     silent: VecDeque<Tunnel>,
-    /// When one of these is probed next.
+    /// When one of `silent` is probed next.
     next_silent: Micros,
-    /// Since when any is silent: what others answered before says nothing of now.
+    /// Since when any is silent: what others answered before that says nothing about now.
     silent_from: Micros,
-    /// When one that waits is probed next, and when several are because all probed ones are silent.
+    /// When one of `waiting` is probed next, and when several are because all probed ones are silent.
     next_waiting: Micros,
     next_around: Micros,
     up_since: Micros,
-    /// Since when most of them have answered without three misses in a row.
+    /// Since when most probed ones have answered without three misses in a row.
     good_since: Option<Micros>,
-    /// When an answer came last.
+    /// When the last answer came.
     heard: Option<Micros>,
     load: Load,
     next: Micros,
 }
 
 impl Tunnels {
-    /// Of an agent that starts now.
+    /// The tunnels of an agent that starts now.
     pub fn new(params: &Params, fars: &[Far], now: Micros) -> Self {
         let (first, rest) = fars.split_at(fars.len().min(params.targets));
         Self {
@@ -124,7 +125,7 @@ impl Tunnels {
         }
     }
 
-    /// Takes over other far leaders; what is known of those that stay is kept.
+    /// Takes over other far leaders; keeps what is known of those that stay.
     pub fn set_fars(&mut self, params: &Params, fars: &[Far], now: Micros) {
         self.probed.retain(|tunnel| fars.contains(&tunnel.far));
         self.silent.retain(|tunnel| fars.contains(&tunnel.far));
@@ -148,8 +149,8 @@ impl Tunnels {
         self.probed.iter().chain(&self.waiting).chain(&self.silent)
     }
 
-    /// Probes others in the place of those that are silent while one answers, or enough of the others do: which of many
-    /// locations are down says nothing of the own tunnel.
+    /// Probes others in place of those that are silent, while one of the probed ones or enough of the others
+    /// answer: which of many locations are down says nothing about this node's own tunnel.
     fn replace_silent(&mut self, params: &Params, now: Micros) {
         let is_whole = !self.probed.iter().any(|tunnel| Self::answers(params, tunnel, now));
         if is_whole && !self.others_answer() {
@@ -168,7 +169,7 @@ impl Tunnels {
         }
     }
 
-    /// Asks one of the silent ones again, in turn.
+    /// Probes one of the silent ones again, in turn.
     fn probe_silent(&mut self, params: &Params, turn: &mut Turn<'_>) {
         if turn.now < self.next_silent {
             return;
@@ -184,7 +185,7 @@ impl Tunnels {
         self.next
     }
 
-    /// When the next miss is known, once there was one: a first one can wait for the next probe.
+    /// When the next miss is known, once there was one: a first miss can wait for the next probe.
     pub fn deadline(&self) -> Micros {
         let missed = self.probed.iter().filter(|tunnel| tunnel.row.misses() > 0);
         missed.map(|tunnel| tunnel.row.deadline()).fold(Micros::MAX, Micros::min)
@@ -205,7 +206,7 @@ impl Tunnels {
         }
         self.probe_around(params, turn);
         if turn.now >= self.next {
-            // An overloaded tunnel lets some probes through: more of them show it sooner.
+            // An overloaded tunnel lets some probes through: more of them show that sooner.
             let pause = if has_missed && self.is_busy(turn.now) { params.interval } else { params.own };
             self.next = turn.now + turn.jittered(pause);
             let fars: Vec<_> = self.probed.iter().map(|tunnel| tunnel.far).collect();
@@ -216,14 +217,14 @@ impl Tunnels {
         }
     }
 
-    /// Sends one at once.
+    /// Sends a probe at once.
     pub fn probe(&mut self, far: Far, turn: &mut Turn<'_>) {
         if let Some(tunnel) = self.probed.iter_mut().find(|tunnel| tunnel.far == far) {
             tunnel.probe(turn);
         }
     }
 
-    /// Sends one, unless the newest was sent less than `pause` ago.
+    /// Sends a probe, unless the newest was sent less than `pause` ago.
     pub fn probe_again(&mut self, far: Far, pause: Micros, turn: &mut Turn<'_>) {
         let of_far = self.probed.iter().find(|tunnel| tunnel.far == far);
         let newest = of_far.and_then(|tunnel| tunnel.row.newest().max(tunnel.answered));
@@ -232,9 +233,9 @@ impl Tunnels {
         }
     }
 
-    /// The kernel's count of packets that have come out of the tunnel, read now.
+    /// Takes the kernel's count of packets that have come out of the tunnel, read now.
     pub const fn decrypted(&mut self, count: u64, now: Micros) {
-        // What is new came after the reading before.
+        // New packets came after the previous reading.
         if let Some((before, read)) = self.load.counted
             && before != count
         {
@@ -243,23 +244,23 @@ impl Tunnels {
         self.load.counted = Some((count, now));
     }
 
-    /// Whether the own tunnel is overloaded: it is asked to carry more than it can.
+    /// Whether this node's own tunnel is overloaded: it has to carry more than it can.
     pub const fn is_busy(&self, now: Micros) -> bool {
         self.load.busy_until > now
     }
 
-    /// Whether it has been overloaded for long enough to warn of it.
+    /// Whether it has been overloaded for long enough to be reported.
     pub const fn stays_busy(&self, now: Micros) -> bool {
         self.load.lasts(now)
     }
 
-    /// Another gateway of a far location answers now: what the one before has missed says nothing of it.
+    /// Another gateway of a far location answers now: misses of the previous one say nothing about it.
     pub fn far_moved(&mut self, far: Far) {
         let known = self.probed.iter_mut().chain(&mut self.waiting).filter(|tunnel| tunnel.far == far);
         known.for_each(|tunnel| tunnel.row.clear());
     }
 
-    /// Takes the answer to a probe; returns whether it was one of these.
+    /// Handles the answer to a probe; returns whether it was one of these.
     pub fn answered(&mut self, params: &Params, nonce: u64, at: Micros) -> bool {
         let has_missed = self.has_missed(LOSSY) && at >= self.up_since + Self::LEARNT;
         for tunnel in &mut self.probed {
@@ -268,7 +269,7 @@ impl Tunnels {
             }
             self.heard = self.heard.max(Some(at));
             if has_missed {
-                // Some are lost, and not all.
+                // Some are lost, but not all.
                 self.load.seen(params, at);
             }
             if self.good_since.is_none() && self.most(|tunnel| tunnel.row.misses() < 3) {
@@ -282,14 +283,14 @@ impl Tunnels {
         waits || again.is_some()
     }
 
-    /// The agent slept: what is outstanding proves nothing.
+    /// Drops outstanding probes, which prove nothing: the agent slept.
     pub fn discard(&mut self) {
         self.probed.iter_mut().chain(&mut self.waiting).for_each(|tunnel| tunnel.row.clear());
     }
 
-    /// Misses in a row after which another far leader is probed in the place of one, while others answer.
+    /// Misses in a row after which another far leader is probed in place of this one, while others answer.
     const SILENT: usize = 6;
-    /// Until round trips are known, deadlines are guesses.
+    /// Until round trips are known, after this long, deadlines are guesses.
     const LEARNT: Micros = 2 * SEC;
 
     fn has_missed(&self, misses: usize) -> bool {
@@ -304,7 +305,7 @@ impl Tunnels {
         tunnel.answered.is_some_and(|sent| sent + params.answers + tunnel.trip.usual() > now)
     }
 
-    /// Far leaders that answer now: those path probes are sent to.
+    /// Far leaders that answer now, to which path probes are sent.
     pub fn targets(&self, params: &Params, now: Micros) -> Vec<Far> {
         let answers = self.probed.iter().filter(|tunnel| Self::answers(params, tunnel, now));
         answers.map(|tunnel| tunnel.far).collect()
@@ -315,22 +316,22 @@ impl Tunnels {
         now >= self.up_since + SEC && self.most_of_asked_answer(params, now)
     }
 
-    /// Whether every one of them answers now.
+    /// Whether every probed far leader answers now, and none was replaced as silent.
     pub fn all_answer(&self, params: &Params, now: Micros) -> bool {
         self.silent.is_empty() && self.probed.iter().all(|tunnel| Self::answers(params, tunnel, now))
     }
 
-    /// Whether most answered a probe sent at `since` or later.
+    /// Whether most of the probed ones answered a probe sent at `since` or later.
     pub fn proves(&self, since: Micros) -> bool {
         self.most(|tunnel| tunnel.answered.is_some_and(|sent| sent >= since))
     }
 
-    /// Since when they have been good.
+    /// Since when most of the probed ones have answered without three misses in a row.
     pub const fn good_since(&self) -> Option<Micros> {
         self.good_since
     }
 
-    /// Whether they were good at `since` and ever since.
+    /// Whether they have been good since `since` or longer.
     pub fn were_good(&self, since: Micros) -> bool {
         self.good_since.is_some_and(|good| good <= since)
     }
@@ -345,7 +346,8 @@ impl Tunnels {
         self.probed.iter().map(|tunnel| tunnel.trip.usual()).max().unwrap_or(0)
     }
 
-    /// Since when every one of them is silent: each has so many misses in a row, and the others do not answer instead.
+    /// Since when all of them have been silent: each has so many misses in a row, and the others
+    /// do not answer instead.
     pub fn silent_since(&self, misses: usize) -> Option<Micros> {
         if self.probed.iter().any(|tunnel| tunnel.row.misses() < misses) || self.others_answer() {
             return None;
@@ -363,8 +365,9 @@ impl Tunnels {
 mod tests {
     use super::*;
 
-    /// One far leader that answers every probe for 3 s, and from then on those whose number `answers` names; the count of
-    /// packets goes on as long as `moves` says. Whether it is busy, and for how long it is quiet, a second later.
+    /// One far leader that answers every probe for 3 s, and from then on those whose number `answers`
+    /// accepts; the count of packets keeps growing if `moves`. Returns whether the tunnel is busy, and for
+    /// how long it is quiet, a second later.
     fn after_a_second(answers: fn(u64) -> bool, moves: bool) -> (bool, Micros) {
         const SINCE: Micros = 3 * SEC;
         let params = Params::default();
@@ -431,7 +434,7 @@ mod tests {
         assert!(after_a_second(|_| false, true).1 >= 900 * MS);
     }
 
-    /// As [`of_fars`], of ten.
+    /// As [`of_fars`], with ten far leaders.
     fn at_times<T>(
         answers: fn(Far, Micros) -> bool,
         times: &[Micros],
@@ -440,8 +443,8 @@ mod tests {
         of_fars(10, answers, times, see)
     }
 
-    /// So many far leaders, of which those answer that `answers` names at that time; how the tunnels are at each of these
-    /// times.
+    /// So many far leaders, each of which answers while `answers` says so; returns the state of the tunnels
+    /// at each of these times.
     pub(super) fn of_fars<T>(
         fars: Far,
         answers: fn(Far, Micros) -> bool,

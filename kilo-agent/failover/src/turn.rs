@@ -16,16 +16,16 @@ pub enum Input {
     },
     /// A signal whose tag or tunnel has been checked, from `from`.
     Signal {
-        /// The node whose key it was.
+        /// The node whose key or tunnel it was.
         from: NodeId,
         /// The signal.
         signal: Signal,
     },
     /// The kernel's word: the gateway that this node's packets use, and since which term.
     Word(Term, NodeId),
-    /// The uplink, its address or its route went.
+    /// The uplink, its address or its route has gone.
     LinkDown,
-    /// So many packets have come out of the own tunnel, as the kernel counts them from any start.
+    /// Number of packets that have come out of this node's tunnel, as the kernel counts them from any start.
     Decrypted(u64),
     /// Another gateway of this far location answers probes from now on.
     FarMoved(Far),
@@ -43,9 +43,9 @@ pub enum Output {
     },
     /// Send a tagged signal to a node of the location.
     Lan(NodeId, Signal),
-    /// Send a signal through the own tunnel to a far leader's control address.
+    /// Send a signal through this node's own tunnel to a far leader's control address.
     Tunnel(Far, Signal),
-    /// Let the kernel obey this word, by the rule for ANNOUNCE.
+    /// Make the kernel obey this word, by the rule for ANNOUNCE.
     Word(Term, NodeId),
     /// Mark exactly these members `NODE_LED`.
     Led(Vec<NodeId>),
@@ -58,20 +58,20 @@ pub enum Output {
 pub enum ProbePath {
     /// To the kernel of a node of the location.
     Lan(NodeId),
-    /// As a forwarded packet, by whatever way this node's packets take.
+    /// As a forwarded packet, on whatever path this node's packets take.
     Path(Far),
-    /// Through the own tunnel.
+    /// Through this node's own tunnel.
     Own(Far),
 }
 
-/// Why a leader gives.
+/// Why a leader gives leadership.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Given {
     /// Its tunnels are silent.
     Silent,
     /// Its link, address or route has gone.
     LinkDown,
-    /// It tries the way, before others follow.
+    /// It tries the path before others follow.
     Trial,
     /// A planned change.
     Planned(Cause),
@@ -82,16 +82,16 @@ pub enum Given {
 pub enum Note {
     /// A stand-by asks witnesses about this leader.
     Suspects(NodeId),
-    /// It takes over from this leader; `all`: the location, else itself only.
+    /// A stand-by takes over from this leader.
     TakesOver {
         /// Leader it takes over from.
         from: NodeId,
         /// Whether it takes the location, or itself only.
         all: bool,
-        /// Since when the leader is silent.
+        /// Since when the leader has been silent.
         since: Micros,
     },
-    /// It leads what this leader gives it.
+    /// It leads members that this leader gives it.
     IsGiven {
         /// Leader that gives.
         from: NodeId,
@@ -105,7 +105,8 @@ pub enum Note {
         /// Whether that one was the leader, and brings the shared prefixes.
         was_leader: bool,
     },
-    /// It leads on in a term of its own: this gateway, which Kilo's order names now, could not be given leadership.
+    /// It continues to lead in a term of its own: this gateway, which Kilo's order names now, could
+    /// not be given leadership.
     StaysLeader(NodeId),
     /// It has given leadership to this gateway.
     Gives {
@@ -114,17 +115,17 @@ pub enum Note {
         /// Why it gives; `None`: it cannot lead any more.
         cause: Option<Cause>,
     },
-    /// It sends its own packets by this gateway, to see whether others could.
+    /// It sends its own packets through this gateway, to see whether others' could go there.
     Tries(NodeId),
     /// It would give leadership to this gateway, which is not ready.
     NotReady(NodeId),
-    /// It leads again: this gateway did not take over.
+    /// It leads again, because this gateway did not take over.
     TakesBack(NodeId),
     /// A far leader remembers this term, which is later than the one this gateway leads in: it leads in the next one.
     Behind(Term),
-    /// Its signal was refused: its term is implausibly far ahead.
+    /// A signal of this node was refused: its term is implausibly far ahead.
     Leaps(NodeId),
-    /// Its signal was refused: it is replayed, from another boot, or answers another question.
+    /// A signal of this node was refused: it is replayed, from another boot, or answers another question.
     Replayed(NodeId),
     /// It would take over, but has done so too often.
     OverBudget,
@@ -138,21 +139,21 @@ pub enum Note {
 pub struct Turn<'a> {
     /// Time of this step.
     pub now: Micros,
-    /// Gives 64 random bits.
+    /// Returns 64 random bits.
     pub random: &'a mut dyn FnMut() -> u64,
-    /// What is to be done, in order.
+    /// Outputs to be acted on now, in order.
     pub out: &'a mut Vec<Output>,
-    /// What is to be done at a later time.
+    /// Outputs to be acted on at a later time.
     pub later: &'a mut Vec<(Micros, Output)>,
 }
 
 impl Turn<'_> {
-    /// Asks for something to be done now.
+    /// Adds an output for now.
     pub fn push(&mut self, output: Output) {
         self.out.push(output);
     }
 
-    /// Asks for something to be done after `pause`.
+    /// Adds an output for after `pause`.
     pub fn after(&mut self, pause: Micros, output: Output) {
         self.later.push((self.now + pause, output));
     }

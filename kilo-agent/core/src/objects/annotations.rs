@@ -13,7 +13,7 @@ use self::value::{Value, seen_endpoints_text};
 use super::{CheckedIn, Node, Published};
 use crate::settings::Granularity;
 
-/// What every annotation of ours starts with.
+/// Prefix of every annotation of ours.
 pub const PREFIX: &str = "kilo.squat.ai/";
 
 /// A row of [`ANNOTATIONS`]: one annotation of Node objects, how it is written and read, and its documentation.
@@ -28,11 +28,11 @@ pub struct Annotation {
     pub meaning: &'static str,
     /// What the operator should do about a value that cannot be read.
     remedy: &'static str,
-    /// Reads a value into the node; nothing of the node changes for one that cannot be read.
+    /// Reads a value into the node; one that cannot be read leaves the node unchanged.
     read: fn(&mut Value<'_>, &mut CheckedIn),
 }
 
-/// Who writes an annotation, and the value; no value = the annotation is not there.
+/// Who writes an annotation, and its value; `None`: the annotation is absent.
 #[derive(Clone, Copy)]
 pub enum Writer {
     /// The cluster's operator. The function returns what they would write for a node like this one.
@@ -41,35 +41,36 @@ pub enum Writer {
     Agent(Lifetime, fn(&Published) -> Option<String>),
 }
 
-/// How long a value that an agent wrote counts, which decides who removes it and whether slices have it.
+/// How long an agent's value counts, which decides who removes it and whether slices carry it.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum Lifetime {
     /// Until the node is uninstalled: Kilo's own agent renews it, or a stale one does no harm.
     Node,
-    /// As long as the agent that wrote it, which says with it that it takes part in failover: void once another
-    /// agent has renewed the heartbeat, and removed before Kilo's own agent comes.
+    /// As long as the agent that wrote it, which thereby declares that it takes part in failover: void once
+    /// another agent has renewed the heartbeat, and removed before Kilo's own agent comes.
     Agent,
-    /// Until the next heartbeat, also of Kilo's own agent. Slices say in their own way whether a node is alive.
+    /// Until the next heartbeat, even one of Kilo's own agent. Slices have their own field for
+    /// whether a node is alive.
     Heartbeat,
-    /// The same, of our agents alone: removed before Kilo's own agent comes.
+    /// As [`Self::Heartbeat`], but written by our agents alone: removed before Kilo's own agent comes.
     OurHeartbeat,
 }
 
-/// When the node's agent was heard last; 0: another agent has declared it dead.
+/// Unix seconds of the last heartbeat of the node's agent; 0: another agent has declared the node dead.
 pub const LAST_SEEN: &str = "kilo.squat.ai/last-seen";
 
 /// Where the node's WireGuard sees peers behind NAT.
 pub const DISCOVERED_ENDPOINTS: &str = "kilo.squat.ai/discovered-endpoints";
 
-/// This heartbeat, and when the next one comes.
+/// This `last-seen`, and after how many seconds it is renewed, as `1763866800/300`.
 const HEARTBEAT: &str = "kilo.squat.ai/heartbeat";
 
-/// Version of the signals.
+/// Version of the signals that this agent knows.
 const SIGNAL: &str = "1";
 
 const AGENT: &str = "the node's agent writes it; check that the agent is running";
 
-/// Every annotation. What overrides another one stands before it: the table is read in this order.
+/// Every annotation, in the order in which they are read: an override stands before what it overrides.
 pub const ANNOTATIONS: &[Annotation] = &[
     Annotation {
         name: "kilo.squat.ai/location",
@@ -274,7 +275,7 @@ pub const ANNOTATIONS: &[Annotation] = &[
         meaning: "version of the signals the node knows, with `--failover=auto`: it can be a stand-by of its \
                   leader, and as a leader follows other locations' changes",
         remedy: AGENT,
-        // Of a later version nothing is known.
+        // Nothing is known about later versions.
         read: |value, node| node.node.signal = value.text == SIGNAL,
     },
     Annotation {
@@ -307,11 +308,11 @@ pub const ANNOTATIONS: &[Annotation] = &[
     },
 ];
 
-/// Reads all annotations that are present into `node`; names what cannot be read in `problems`.
+/// Reads all annotations that are present into `node`; adds those that cannot be read to `problems`.
 pub(super) fn read(present: &BTreeMap<String, String>, node: &mut CheckedIn, problems: &mut Vec<String>) {
     for row in ANNOTATIONS {
         let Annotation { name, remedy, read, .. } = row;
-        // The heartbeat has been read by then.
+        // `last-seen` has been read by then: its row comes before those that can be void.
         if let Some(text) = present.get(*name).filter(|_| !row.is_void(present, node.last_seen)) {
             read(&mut Value { text, name, remedy, problems }, node);
         }
@@ -319,13 +320,13 @@ pub(super) fn read(present: &BTreeMap<String, String>, node: &mut CheckedIn, pro
 }
 
 impl Annotation {
-    /// Whether the value no longer counts: its agent has gone, and takes nothing back.
+    /// Whether the value no longer counts: its agent has gone without removing it.
     fn is_void(&self, present: &BTreeMap<String, String>, last_seen: i64) -> bool {
         matches!(self.writer, Writer::Agent(Lifetime::Agent, _)) && has_another_agent(present, last_seen)
     }
 
-    /// What slices say of the node in this annotation: nothing where it is of a moment, and nothing void, for those who
-    /// read a slice do not see why it is.
+    /// The value as slices carry it: `None` if it holds only until the next heartbeat, or is void, since
+    /// readers of a slice cannot tell that it is.
     pub(super) fn passed_on<'a>(
         &self,
         present: &'a BTreeMap<String, String>,
@@ -343,7 +344,7 @@ fn has_another_agent(present: &BTreeMap<String, String>, last_seen: i64) -> bool
     promise.is_some_and(|(seen, _)| !is_of_heartbeat(seen, last_seen))
 }
 
-/// A `last-seen`, and the seconds after which it is to be renewed; `None`: it is not written like that.
+/// The `last-seen`, and the seconds until it is renewed; `None`: malformed.
 fn promised(text: &str) -> Option<(i64, u16)> {
     let (seen, seconds) = text.split_once('/')?;
     Some((seen.parse().ok()?, seconds.parse().ok().filter(|seconds| *seconds > 0)?))
@@ -355,7 +356,7 @@ const fn is_of_heartbeat(seen: i64, last_seen: i64) -> bool {
     seen == last_seen || last_seen == 0
 }
 
-/// The annotations that an agent wants of its node, by full name; `None` = must not be there.
+/// The annotations that an agent wants on its node, by full name; `None`: must not be there.
 pub fn wanted(published: &Published) -> BTreeMap<String, Option<String>> {
     by_agents().map(|(name, print)| (name.to_owned(), print(published))).collect()
 }
@@ -376,7 +377,7 @@ pub(super) fn of_node(node: &Node, last_seen: i64) -> BTreeMap<String, String> {
         signal: node.signal,
         leading: node.leading,
         leaders: node.leaders,
-        // Of this moment: nobody reads it back.
+        // Momentary: nobody reads it back.
         state: None,
         heartbeat: node.heartbeat,
     };
@@ -390,7 +391,7 @@ pub(super) fn of_node(node: &Node, last_seen: i64) -> BTreeMap<String, String> {
     ANNOTATIONS.iter().filter_map(print).collect()
 }
 
-/// Those of the wanted annotations that are not there yet, or must go.
+/// The wanted annotations that differ from those present; `None` removes one.
 pub fn changes(
     present: &BTreeMap<String, String>,
     wanted: BTreeMap<String, Option<String>>,

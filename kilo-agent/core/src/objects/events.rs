@@ -28,10 +28,10 @@ macro_rules! reasons {
         }
 
         impl EventReason {
-            /// All of them, in the order of the documentation.
+            /// Every reason, in the order of the documentation.
             pub const ALL: &[Self] = &[$(Self::$name),+];
 
-            /// As it stands in the Event.
+            /// The text of `reason` in the Event.
             pub const fn as_str(self) -> &'static str {
                 match self { $(Self::$name => stringify!($name)),+ }
             }
@@ -57,7 +57,7 @@ macro_rules! reasons {
 reasons! {
     /// The node takes part.
     JoinedMesh Normal "Node" "The node takes part in the mesh. Written by its agent."
-    /// The node takes no part any more.
+    /// The node no longer takes part.
     LeftMesh Warning "Node" "The node no longer takes part; the message says why. Written by its agent while that runs, and by the leader of the first location."
     /// The node has not taken part yet.
     NotInMesh Warning "Node" "The agent has run for 30 s and its node is not in the mesh; the message says what is missing. Written by its agent."
@@ -69,9 +69,10 @@ reasons! {
     TunnelSilent Warning "Node" "The node sends into a WireGuard tunnel that has no valid handshake. Written by its agent, a leader's."
     /// A tunnel that was silent answers.
     TunnelAnswers Normal "Node" "A tunnel that was silent has a handshake. Written by its agent."
-    /// Another node claims its private address, too.
+    /// Another node claims the same private address.
     AddressConflict Warning "Node" "Another node claims the same private address. Written by the agent of each node that claims it."
-    /// It leads its location with an endpoint that other locations may not reach.
+    /// The node leads its location with an endpoint that other
+    /// locations may not reach.
     PrivateEndpoint Warning "Node" "The node leads its location with an endpoint that others may not reach. Written by its agent."
     /// The peer is in the mesh.
     PeerAccepted Normal "Peer" "Leaders accept the peer. Written by the leader of the first location."

@@ -1,13 +1,13 @@
-//! Which Node objects say that their node is about to go, or to rest: one table of taints, and
+//! Signs on a Node object that its node is about to go, or to rest: a table of taints, and
 //! cordons. Such a node leads its location only where no other can.
 
 use k8s_openapi::api::core::v1::{NodeSpec, Taint};
 
 use super::Leaving;
 
-/// Keys of taints, whatever their effect; one that ends in `/` stands for all that begin so.
+/// Keys of taints, whatever their effect; one that ends in `/` is a prefix.
 pub const TAINTS: &[(&str, Leaving)] = &[
-    // kube-controller-manager, for a Node that is cordoned.
+    // kube-controller-manager sets it on a cordoned Node.
     ("node.kubernetes.io/unschedulable", Leaving::Cordoned),
     ("ToBeDeletedByClusterAutoscaler", Leaving::Removed),
     // Karpenter 1.0, and before.
@@ -25,13 +25,13 @@ fn of_taint(taint: &Taint) -> Option<Leaving> {
     TAINTS.iter().find(|(key, _)| matches(key)).map(|(_, leaving)| *leaving)
 }
 
-/// What a Node's spec says; of several reasons the most pressing.
+/// The reason in a Node's spec; of several, the most pressing.
 pub fn read(spec: &NodeSpec) -> Option<Leaving> {
     let cordoned = spec.unschedulable.unwrap_or(false).then_some(Leaving::Cordoned);
     spec.taints.iter().flatten().filter_map(of_taint).chain(cordoned).max()
 }
 
-/// The fields from which [`read`] reads the same.
+/// Writes fields from which [`read`] returns the same.
 pub fn write(leaving: Option<Leaving>, spec: &mut NodeSpec) {
     let key = TAINTS.iter().find(|(_, known)| Some(*known) == leaving).map(|(key, _)| *key);
     spec.taints = key
@@ -58,7 +58,7 @@ mod tests {
             (&["aws-node-termination-handler/spot-itn"], Some(Leaving::ShutsDown)),
             // The more pressing reason counts.
             (&["node.kubernetes.io/unschedulable", "ToBeDeletedByClusterAutoscaler"], Some(Leaving::Removed)),
-            // Its kubelet is silent, a candidate may stay, and others mean something else.
+            // A silent kubelet, a candidate that may stay, and taints with other meanings.
             (&["node.kubernetes.io/unreachable", "node.kubernetes.io/not-ready"], None),
             (&["DeletionCandidateOfClusterAutoscaler", "karpenter.sh/disruptedly", "gpu"], None),
         ] {

@@ -1,4 +1,4 @@
-//! Node objects and their annotations, to and from what the topology needs.
+//! Converts Node objects and their annotations to and from what the topology needs.
 
 use std::{collections::BTreeMap, net::IpAddr};
 
@@ -12,8 +12,8 @@ use super::{
 };
 use crate::signal_id;
 
-/// Labels of nodes with the API server or etcd on them: those of kubeadm (since 1.20, and
-/// before), of k3s and RKE2 besides, of Typhoon, and of MicroK8s.
+/// Labels of nodes that run the API server or etcd: those of kubeadm (since 1.20, and before), of
+/// k3s and RKE2 besides, of Typhoon, and of MicroK8s.
 pub const CONTROL_PLANE: [&str; 5] = [
     "node-role.kubernetes.io/control-plane",
     "node-role.kubernetes.io/master",
@@ -22,8 +22,7 @@ pub const CONTROL_PLANE: [&str; 5] = [
     "node.kubernetes.io/microk8s-controlplane",
 ];
 
-/// Reads a Node object. What cannot be read counts as absent, and is named in
-/// the second value.
+/// Reads a Node object. Fields that cannot be read count as absent; the second value names them.
 pub fn from_object(object: &core::Node, topology_label: &str) -> (CheckedIn, Vec<String>) {
     let empty = BTreeMap::new();
     let labels = object.metadata.labels.as_ref().unwrap_or(&empty);
@@ -41,10 +40,11 @@ pub fn from_object(object: &core::Node, topology_label: &str) -> (CheckedIn, Vec
     (read, problems)
 }
 
-/// The type of a Node's address that is reached from outside the cluster's network.
+/// Type of a Node address that is reached from outside the cluster's network.
 pub const EXTERNAL_IP: &str = "ExternalIP";
 
-/// Addresses of type `ExternalIP`. Kubernetes checks that they are addresses; others do not count.
+/// Addresses of type `ExternalIP`. Kubernetes checks that they are addresses;
+/// anything else is skipped.
 fn external_ips(status: Option<&core::NodeStatus>) -> Vec<IpAddr> {
     let addresses = status.and_then(|status| status.addresses.as_deref()).unwrap_or_default();
     let external = addresses.iter().filter(|address| address.type_ == EXTERNAL_IP);
@@ -53,7 +53,7 @@ fn external_ips(status: Option<&core::NodeStatus>) -> Vec<IpAddr> {
     addresses
 }
 
-/// Each pod CIDR once, `spec.podCIDR` first.
+/// The pod CIDRs without duplicates, `spec.podCIDR` first.
 fn pod_cidrs(spec: Option<&core::NodeSpec>, problems: &mut Vec<String>) -> Vec<IpNet> {
     let mut cidrs: Vec<IpNet> = Vec::new();
     let Some(spec) = spec else { return cidrs };
@@ -72,7 +72,7 @@ fn pod_cidrs(spec: Option<&core::NodeSpec>, problems: &mut Vec<String>) -> Vec<I
             )),
         }
     }
-    // One push makes room for four, and most nodes have one.
+    // The first push makes room for four, and most nodes have one.
     cidrs.shrink_to_fit();
     cidrs
 }
@@ -82,7 +82,7 @@ pub fn to_object(node: &Node, last_seen: i64) -> core::Node {
     let mut object = core::Node::default();
     object.metadata.name = Some(node.name.clone());
     object.metadata.annotations = Some(annotations::of_node(node, last_seen));
-    // A start without API server must know to which hosts packets go as they are.
+    // An agent that starts without the API server must know to which hosts packets go in clear.
     let label = node.control_plane.then(|| BTreeMap::from([(CONTROL_PLANE[0].to_owned(), String::new())]));
     object.metadata.labels = label;
     let pod_cidrs = node.pod_cidrs.iter().map(ToString::to_string).collect();
@@ -262,7 +262,7 @@ mod tests {
         let (node, problems) = from_object(&object, "region");
         assert!(node.leader && problems.len() == 1, "{problems:?}");
         assert!(problems[0].ends_with("kubectl annotate node a kilo.squat.ai/leader-"), "{problems:?}");
-        // Words that any value is good for.
+        // Annotations that take any value.
         for name in ["leader", "location"] {
             let mut object = to_object(&good, 17);
             object

@@ -1,6 +1,6 @@
-//! All nodes by name, as a snapshot has them. Descriptions, and the list of
-//! them, are shared from one snapshot to the next: a heartbeat changes a
-//! number and nothing else, and what is the same is known by its place in memory.
+//! All nodes of a snapshot, by name. Consecutive snapshots share descriptions and
+//! the list of them: a heartbeat changes only a number, and pointer equality proves
+//! a description unchanged.
 
 use std::{
     ops::{Deref, Index},
@@ -12,9 +12,9 @@ use super::Node;
 /// A node and its last heartbeat.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct CheckedIn {
-    /// What its object says besides.
+    /// Everything else that its object says.
     pub node: Node,
-    /// Unix seconds of its last check-in; 0 = never.
+    /// Unix seconds of its last heartbeat; 0: never.
     pub last_seen: i64,
 }
 
@@ -25,12 +25,12 @@ impl Deref for CheckedIn {
     }
 }
 
-/// The same, of a node in [`Nodes`].
+/// A node in [`Nodes`] and its last heartbeat, borrowed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Known<'a> {
-    /// What its object says besides.
+    /// Everything else that its object says.
     pub node: &'a Arc<Node>,
-    /// Unix seconds of its last check-in; 0 = never.
+    /// Unix seconds of its last heartbeat; 0: never.
     pub last_seen: i64,
 }
 
@@ -41,12 +41,12 @@ impl Deref for Known<'_> {
     }
 }
 
-/// What was there before a node was taken.
+/// What [`Nodes::insert`] replaced.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Replaced {
-    /// Nothing but the heartbeat may differ.
+    /// The description is the same; at most the heartbeat differs.
     pub is_same: bool,
-    /// Unix seconds of the check-in before; 0 = never.
+    /// Unix seconds of the previous heartbeat; 0: never.
     pub last_seen: i64,
 }
 
@@ -54,7 +54,7 @@ pub struct Replaced {
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Nodes {
     list: Arc<Vec<Arc<Node>>>,
-    /// As long as the list.
+    /// Unix seconds, one per node of the list.
     last_seen: Vec<i64>,
 }
 
@@ -64,25 +64,25 @@ impl Nodes {
         self.list.len()
     }
 
-    /// True without nodes.
+    /// True when there are no nodes.
     pub fn is_empty(&self) -> bool {
         self.list.is_empty()
     }
 
-    /// All of them, by name.
+    /// Every node, sorted by name.
     pub fn iter(&self) -> impl ExactSizeIterator<Item = Known<'_>> + Clone {
         self.list.iter().zip(&self.last_seen).map(|(node, last_seen)| Known { node, last_seen: *last_seen })
     }
 
-    /// Their names, sorted.
+    /// The names of all nodes, sorted.
     pub fn names(&self) -> impl ExactSizeIterator<Item = &str> {
         self.list.iter().map(|node| node.name.as_str())
     }
 
-    /// The place of a node among all, or the one it would have.
+    /// Index of a node.
     ///
     /// # Errors
-    /// When there is no node of this name.
+    /// The index at which to insert it, when there is no node of this name.
     pub fn position(&self, name: &str) -> Result<usize, usize> {
         self.list.binary_search_by(|node| node.name.as_str().cmp(name))
     }
@@ -98,8 +98,8 @@ impl Nodes {
         self.position(name).is_ok()
     }
 
-    /// Takes a node, in the place of the one of its name, of which it returns what
-    /// there was; a description that is the same stays where it is in memory.
+    /// Inserts a node, or replaces the one of its name and returns what it
+    /// replaced. An unchanged description keeps its allocation.
     pub fn insert(&mut self, CheckedIn { node, last_seen }: CheckedIn) -> Option<Replaced> {
         match self.position(&node.name) {
             Ok(at) => {
@@ -128,9 +128,9 @@ impl Nodes {
         place.is_ok()
     }
 
-    /// True when nothing but heartbeats differ.
+    /// True when at most heartbeats differ.
     pub fn differs_only_in_heartbeats(&self, other: &Self) -> bool {
-        // Equal places in memory first: see `Arc::eq`.
+        // `Arc::eq` compares pointers first.
         self.list == other.list
     }
 }
@@ -144,7 +144,7 @@ impl Index<&str> for Nodes {
 }
 
 impl FromIterator<CheckedIn> for Nodes {
-    /// Of nodes of one name the last counts.
+    /// Of several nodes with one name, the last one wins.
     fn from_iter<I: IntoIterator<Item = CheckedIn>>(nodes: I) -> Self {
         let mut all = Self::default();
         for node in nodes {
@@ -154,7 +154,7 @@ impl FromIterator<CheckedIn> for Nodes {
     }
 }
 
-/// All nodes, with `own` in the place of the one of its name.
+/// All nodes, with `own` in place of the node of its name.
 pub fn with_own<'a>(
     nodes: &'a Nodes,
     own: Option<&'a Arc<Node>>,
@@ -166,7 +166,7 @@ pub fn with_own<'a>(
     })
 }
 
-/// Those of `nodes` that `ready` says take part.
+/// The nodes that take part, by the flag at the same index of `ready`.
 pub fn among<'a>(
     nodes: impl Iterator<Item = Known<'a>> + Clone,
     ready: &[bool],
@@ -174,7 +174,7 @@ pub fn among<'a>(
     nodes.zip(ready).filter_map(|(known, ready)| ready.then_some(known.node))
 }
 
-/// Those that do not.
+/// The nodes that do not take part.
 pub fn not_among<'a>(
     nodes: impl Iterator<Item = Known<'a>>,
     ready: &[bool],

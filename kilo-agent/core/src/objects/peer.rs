@@ -133,7 +133,7 @@ pub struct DnsOrIp {
 /// Why a Peer object cannot be used.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum InvalidPeer {
-    /// An allowed IP is no CIDR.
+    /// An allowed IP is not a CIDR.
     #[error("spec.allowedIPs: {0:?} is not a valid CIDR; write for example 10.5.0.1/32")]
     AllowedIp(String),
     /// An allowed IP is a gateway's own.
@@ -142,7 +142,7 @@ pub enum InvalidPeer {
     /// The key does not parse.
     #[error("spec.{0} is not a valid WireGuard key (base64 of 32 bytes)")]
     Key(&'static str),
-    /// Neither a usable name nor an address.
+    /// The host is neither a valid name nor an address.
     #[error("spec.endpoint.dnsOrIP: {0:?} is neither a DNS name nor an IP address")]
     Host(String),
     /// The port is out of range.
@@ -156,13 +156,13 @@ pub enum InvalidPeer {
 /// Reads a Peer object of any shape.
 ///
 /// # Errors
-/// Says what is not a Peer, or which field is wrong.
+/// Why it is not a Peer, or which field is wrong.
 pub fn parse(object: DynamicObject) -> Result<objects::Peer, String> {
     let object = object.try_parse::<Peer>().map_err(|error| error_chain(&error))?;
     from_object(&object).map_err(|error| error.to_string())
 }
 
-/// Checks a Peer object as the admission webhook and the agent both do.
+/// Checks and converts a Peer object, for both the admission webhook and the agent.
 ///
 /// # Errors
 /// The first field that is wrong.

@@ -31,15 +31,15 @@ use crate::{
 /// ```
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Snapshot {
-    /// Nodes by name, ready or not; shared with the snapshot before, as far as they are the same.
+    /// Nodes by name, ready or not; unchanged ones are shared with the previous snapshot.
     pub nodes: Nodes,
-    /// Valid peers by name; shared as well.
+    /// Valid peers by name; shared likewise.
     pub peers: Arc<BTreeMap<String, Peer>>,
     /// Why an object (or one of its fields) was not used.
     pub problems: BTreeMap<ObjectRef, String>,
 }
 
-/// What a problem is about.
+/// The object that a problem is about.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum ObjectRef {
     /// The directory of the file backend.
@@ -81,7 +81,7 @@ impl ObjectRef {
 }
 
 impl Snapshot {
-    /// True when nothing but nodes' heartbeats may differ.
+    /// True when at most nodes' heartbeats differ.
     pub fn differs_only_in_heartbeats(&self, other: &Self) -> bool {
         self.nodes.differs_only_in_heartbeats(&other.nodes)
             && self.peers == other.peers

@@ -12,8 +12,8 @@ use crate::{
     wireguard::{Endpoint, PublicKey, SecretKey},
 };
 
-/// One node as its object and annotations describe it, all but its heartbeat;
-/// overrides (`force-endpoint`, `force-internal-ip`, `location`) already applied.
+/// One node as its object and annotations describe it, except for its heartbeat; overrides
+/// (`force-endpoint`, `force-internal-ip`, `location`) are already applied.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Node {
     /// Name of the Node object.
@@ -24,7 +24,7 @@ pub struct Node {
     pub endpoint_forced: bool,
     /// Addresses of type `ExternalIP` in the Node's status, in its order.
     pub external_ips: Vec<IpAddr>,
-    /// Where its WireGuard device is reached besides by IPv6, as it published it (`ipv6-endpoint`).
+    /// Where its WireGuard device is also reached by IPv6, as it published (`ipv6-endpoint`).
     pub ipv6_endpoint: Option<SocketAddrV6>,
     /// Its WireGuard public key (`key`); `None`: it has published none, and takes no part.
     pub key: Option<PublicKey>,
@@ -32,19 +32,19 @@ pub struct Node {
     pub internal_ip: Option<IpNet>,
     /// True when `internal_ip` comes from `force-internal-ip`.
     pub internal_ip_forced: bool,
-    /// `force-internal-ip` says that the node has none.
+    /// True when `force-internal-ip` says that the node has none.
     pub no_internal_ip: bool,
     /// It asks to lead its location (`leader`).
     pub leader: bool,
     /// Name of its location; may be empty.
     pub location: String,
-    /// Seconds; 0 = off.
+    /// Seconds between keepalives; 0: off.
     pub persistent_keepalive: u32,
     /// Pod CIDRs, `spec.podCIDR` first.
     pub pod_cidrs: Vec<IpNet>,
     /// Its WireGuard address, as it published it.
     pub wireguard_ip: Option<IpNet>,
-    /// Endpoints its device sees others at.
+    /// Endpoints at which its device sees others.
     pub discovered_endpoints: BTreeMap<PublicKey, SocketAddr>,
     /// Prefixes reachable through its location.
     pub allowed_location_ips: Vec<IpNet>,
@@ -71,12 +71,12 @@ pub struct Node {
     /// Seconds between its heartbeats, as its agent promises (`heartbeat`); `None`: it promises nothing, as
     /// Kilo's own agent does, which renews it every 30 s.
     pub heartbeat: Option<u16>,
-    /// Whether it is alive, as another agent has declared by all its heartbeats (slices); `None`: its own
-    /// heartbeat decides.
+    /// Whether it is alive, as the writer of slices has judged from all its heartbeats; `None`: its
+    /// own heartbeat decides.
     pub declared_alive: Option<bool>,
 }
 
-/// Why a node does not lead if another can; a later reason is more pressing.
+/// Why a node leads only if no other can; later variants are more pressing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Leaving {
     /// It is cordoned.
@@ -94,9 +94,9 @@ pub struct Peer {
     pub name: String,
     /// Prefixes it may send from and is sent to.
     pub allowed_ips: Vec<IpNet>,
-    /// Where it is reached, if it has a fixed place.
+    /// Its endpoint, if it has a fixed one.
     pub endpoint: Option<Endpoint>,
-    /// Seconds; 0 = off.
+    /// Seconds between keepalives; 0: off.
     pub persistent_keepalive: u32,
     /// Pre-shared key of its tunnels; `None`: there is none.
     pub preshared_key: Option<SecretKey>,

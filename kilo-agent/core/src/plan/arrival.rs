@@ -1,5 +1,5 @@
-//! Interfaces by which another node's packets may come in. Its address alone
-//! says nothing on a network where anybody can write it as a source.
+//! Interfaces by which another node's packets may come in. Its address alone proves nothing on
+//! a network where anybody can send from it.
 
 use std::net::IpAddr;
 
@@ -8,10 +8,11 @@ use kilo_common::maps::NODE_INTERFACES;
 
 use crate::observed::HostLinks;
 
-/// The interfaces for a node with this address, the likeliest first: where the route to it
-/// leads, the private one (a router may have another way back), those of the route's other
-/// next hops, the overlay's, those whose network it is in, and those in one network with the
-/// first two (a router hands packets to whichever answered it). What does not fit is left out.
+/// The interfaces for a node with this address, the likeliest first: where the route to
+/// it leads, the private one (a router may take another path back), those of the route's
+/// other next hops, the overlay's, those in whose network it is, and those in one
+/// network with the first two (a router hands packets to whichever answered it). Those
+/// that do not fit are left out.
 pub(super) fn interfaces(links: &HostLinks, address: IpAddr) -> [u32; NODE_INTERFACES] {
     let networks = links.networks.iter().filter(|(_, net)| net.contains(&address)).map(|(index, _)| *index);
     let uplinks = links.uplinks.keys().copied().filter(|_| links.private_is_unbound);
@@ -32,7 +33,7 @@ pub(super) fn interfaces(links: &HostLinks, address: IpAddr) -> [u32; NODE_INTER
     found
 }
 
-/// Interfaces with an address in a network of this one; link-local networks say nothing.
+/// Interfaces with an address in a network of this one; link-local networks do not count.
 fn in_one_network(links: &HostLinks, index: u32) -> impl Iterator<Item = u32> {
     let is_link_local = |net: &IpNet| match net.addr() {
         IpAddr::V4(v4) => v4.is_link_local(),

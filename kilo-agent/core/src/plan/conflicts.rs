@@ -1,5 +1,5 @@
-//! Private addresses that several nodes claim: all of them may send from it, and
-//! what is sent there reaches the one that really has it.
+//! Private addresses that several nodes claim: each of them may send from the address, but
+//! packets to it reach the one that really has it.
 
 use std::net::IpAddr;
 
@@ -8,7 +8,7 @@ use ipnet::IpNet;
 use super::{Conflict, Own, Remote};
 use crate::topology::{Member, Mesh};
 
-/// Conflicts this node has to do with: those of its location, and one about its own address
+/// Conflicts that concern this node: those of its location, and one about its own address
 /// with a node elsewhere.
 pub(super) fn of(own: &Own<'_>, mesh: &Mesh, remote: &Remote) -> Vec<Conflict> {
     let mut claims: Vec<(IpAddr, &Member)> =

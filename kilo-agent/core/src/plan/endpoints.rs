@@ -10,9 +10,9 @@ use crate::{
     wireguard::{Endpoint, EndpointHost, key::PublicKey},
 };
 
-/// The endpoint at which this host's WireGuard reaches a gateway of a location. A stand-by's private
-/// address is taken if an annotation forces it, or a route leads there: else it lies behind its own
-/// location's leader, and the stand-by speaks first.
+/// The endpoint at which this host's WireGuard reaches a gateway of a location. A stand-by's private address
+/// is used if an annotation forces it, or a route leads there: otherwise it lies behind its own location's
+/// leader, and the stand-by speaks first.
 pub(super) fn gateway_endpoint(inputs: &Inputs<'_>, member: &Member, leads: bool) -> Option<SocketAddr> {
     let endpoint = member_endpoint(inputs, member)?;
     (leads || !is_out_of_reach(inputs, member, endpoint)).then_some(endpoint)
@@ -30,13 +30,13 @@ fn is_out_of_reach(inputs: &Inputs<'_>, member: &Member, endpoint: SocketAddr) -
     is_private && !member.node.endpoint_forced && !is_near()
 }
 
-/// Where a node of the mesh says that its WireGuard is.
+/// The endpoint of a node of the mesh: behind NAT where a device last saw it, else where it says.
 pub(super) fn member_endpoint(inputs: &Inputs<'_>, member: &Member) -> Option<SocketAddr> {
     let node = &member.node;
     endpoint(inputs, &node.key?, node.endpoint.as_ref(), node.persistent_keepalive > 0)
 }
 
-/// Where a peer is reached: behind NAT where a device last saw it, the own one first; else at `given`.
+/// The endpoint of a peer: behind NAT where a device last saw it, this host's own first; else `given`.
 pub(super) fn endpoint(
     inputs: &Inputs<'_>,
     key: &PublicKey,

@@ -1,5 +1,5 @@
-//! Hop ids of the nodes of the own location. An id stays with its node, so
-//! that nodes that come and go change no other entry.
+//! Hop ids of the nodes of this location. An id stays with its node, so that nodes that come and go
+//! change no other entry.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -13,7 +13,7 @@ use kilo_common::{
 
 use crate::topology::{LocalMesh, Member};
 
-/// Nodes of the own location, without this one, that have a hop.
+/// Maximum number of other nodes of this location that have a hop.
 pub const MOST_OTHERS: u32 = HOP.size - HOP_FIRST_NODE;
 
 /// Node name -> hop id.
@@ -42,7 +42,7 @@ pub const MOST_OTHERS: u32 = HOP.size - HOP_FIRST_NODE;
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct HopIds {
     of: BTreeMap<String, u32>,
-    /// What an earlier agent left, by private address, until the mesh says whose it is.
+    /// Ids that an earlier agent left, by private address, until the mesh says whose they are.
     adopted: BTreeMap<IpAddr, u32>,
 }
 
@@ -57,8 +57,8 @@ impl HopIds {
         Self { of: BTreeMap::new(), adopted: usable.collect() }
     }
 
-    /// Keeps the ids of nodes that are still in the location of this one, frees
-    /// the others, and gives the lowest free ids to new ones.
+    /// Keeps the ids of nodes that are still in this node's location, frees the others, and gives the
+    /// lowest free ids to new nodes.
     #[must_use]
     pub fn update(&self, mesh: &LocalMesh<'_>) -> Self {
         let Some((segment, _)) = mesh.own() else { return Self::default() };
@@ -79,7 +79,7 @@ impl HopIds {
                 ids.insert(name.to_owned(), id);
             }
         }
-        // The leader always gets one: everything else goes through it.
+        // The leader always gets an id: everything else goes through it.
         if let Some(leader) = mesh.segments[segment].leading().map(Member::name)
             && leader != mesh.node()
             && !ids.contains_key(leader)

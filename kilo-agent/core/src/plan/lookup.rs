@@ -23,7 +23,7 @@ pub struct Packet {
     pub dst: IpAddr,
 }
 
-/// What a program does: the action, and the node it sends to, if any.
+/// What a program does: the action, and the node it sends to, if any; or why it drops.
 pub type Verdict = Result<(Action, Option<Hop>), DropReason>;
 
 impl Tables {
@@ -41,7 +41,7 @@ impl Tables {
         forwarding::is_gateway(self.config.flags)
     }
 
-    /// The hop id that a prefix's hop id stands for: hops 2 and 3 are words of `lead`.
+    /// Resolves the hop id of a prefix: hops 2 and 3 are words of `lead`, which name another id.
     pub fn resolve(&self, id: u32) -> u32 {
         forwarding::hop_id(id, || false, |id| self.word(id))
     }
@@ -51,7 +51,7 @@ impl Tables {
         self.lead[(id & 1) as usize]
     }
 
-    /// How a prefix's hop is reached from here.
+    /// How a prefix's hop is reached from here; `None`: there is no such hop.
     pub fn way(&self, id: u32) -> Option<&Hop> {
         self.hop.get(&self.resolve(id))
     }
@@ -61,8 +61,8 @@ impl Tables {
         nat::is_masqueraded(longest(&self.masq_src, packet.src), longest(&self.masq_dst, packet.dst))
     }
 
-    /// The address a masqueraded packet gets that leaves by this interface; `None` where
-    /// packets are not masqueraded. Unspecified: it has none of the family.
+    /// The address that a masqueraded packet gets when it leaves by this interface; `None` where
+    /// packets are not masqueraded. Unspecified: the interface has none of the family.
     pub fn masquerade_address(&self, ifindex: u32, dst: IpAddr) -> Option<IpAddr> {
         let device = self.device.get(&ifindex).filter(|device| device.flags & DEVICE_MASQUERADE != 0)?;
         let holds = |to: &IpNet| to.contains(&dst);
@@ -82,7 +82,7 @@ impl Tables {
                 || self.masq_addr.values().any(|other| *other == addr))
     }
 
-    /// True for addresses that steered packets for this node are sent to.
+    /// True for this node's addresses to which steered packets are sent.
     pub fn is_private(&self, addr: IpAddr) -> bool {
         let config = &self.config;
         match addr {
@@ -102,23 +102,23 @@ impl Tables {
         forwarding::beside(hop, self.config.kilo_mtu)
     }
 
-    /// True for addresses of pods, of WireGuard and of VPN peers, which this host
-    /// itself does not send from; `is_decrypted`: of a packet that the WireGuard device brought.
+    /// True for addresses of pods, of WireGuard and of VPN peers, which this host itself does
+    /// not send from; `is_decrypted`: the packet came from the WireGuard device.
     pub fn is_of_mesh(&self, addr: IpAddr, is_decrypted: bool) -> bool {
         !self.is_private(addr) && forwarding::is_of_mesh(self.prefix(addr), is_decrypted)
     }
 
-    /// True when pods' packets to an address of another location are encrypted that
-    /// the host's routes lead to by an uplink.
+    /// True when pods' packets to some address of another location are encrypted although the
+    /// host's routes lead there by an uplink.
     pub fn steers_to_wireguard_by_source(&self) -> bool {
-        // On a stand-by, too: what its leader steers to it comes in by the same device.
+        // Also on a stand-by: what its leader steers to it comes in by the same device.
         let steered =
             |value: &PrefixValue| value.flags & PREFIX_PODS_STEERED != 0 && forwarding::is_remote(value.hop);
         self.is_gateway()
             && self.prefix.iter().any(|(prefix, value)| prefix.prefix_len() > 0 && steered(value))
     }
 
-    /// Where a packet from a node of the location goes on, as far as its destination says.
+    /// Where a packet from a node of the location goes on, as far as its destination decides.
     pub(super) fn disposition(&self, sender: Option<&NodeValue>, dst: IpAddr) -> Option<Disposition> {
         let is_mine = |id| self.resolve(id) == HOP_REMOTE;
         forwarding::disposition(self.config.flags, self.prefix(dst), sender, is_mine)

@@ -1,4 +1,4 @@
-//! Tables of masquerading: who is translated, and towards what never.
+//! Tables of masquerading: whose packets are translated, and which destinations are exempt.
 
 use std::{collections::BTreeSet, net::IpAddr};
 
@@ -21,7 +21,7 @@ pub(super) fn fill(
     tables: &mut Tables,
 ) {
     let peers = inputs.mesh.peers.iter().flat_map(|peer| &peer.allowed_ips).copied();
-    // An offered prefix does not count, but where it is something else, too.
+    // An offered prefix counts only where it is something else, too.
     let elsewhere = remote.claims().filter(|claim| !claim.offered).map(|claim| claim.prefix);
     let here = own.segment.allowed_ips.iter().chain(&inputs.settings.service_cidrs).copied();
     let lost = lost.iter().map(|(prefix, _)| *prefix);
@@ -31,19 +31,19 @@ pub(super) fn fill(
     let known: FlatMap<IpNet, u32> = known.into_iter().collect();
     let (mut forced, mut sources) = (Vec::new(), Vec::new());
     for prefix in own.segment.allowed_location_ips.iter().map(IpNet::trunc) {
-        // A known prefix always wins; the trie would prefer the longer one.
+        // A known prefix must win; the trie would prefer the longer one.
         if prefixes::holding(&known, prefix).next().is_none() {
             forced.push((prefix, MASQ_FORCE));
         }
-        // Between prefixes of the own location addresses stay as they are
-        // (squat/kilo#496), unless the prefix also holds what lies elsewhere.
+        // Between prefixes of this location addresses stay as they are (squat/kilo#496), unless
+        // the prefix also holds prefixes from elsewhere.
         if prefixes::covered_by(&known, prefix).next().is_none() {
             sources.push((prefix, MASQ_SRC_EXEMPT));
         }
     }
     tables.masq_dst = known;
     tables.masq_dst.extend(forced);
-    // Pods with addresses of before reach nobody, but must not be seen outside with them either.
+    // Pods with former addresses reach nobody, but must not be seen outside with them either.
     let pods = own.member.node.pod_cidrs.iter().chain(&inputs.links.former_pod_cidrs);
     let pods = pods.copied().filter(|_| inputs.settings.cni);
     sources.extend(pods.chain(peers).map(|prefix| (prefix.trunc(), MASQ_SRC_ALWAYS)));
@@ -71,7 +71,7 @@ pub(super) fn fill(
 /// True for the addresses of one family.
 type Family = fn(&IpAddr) -> bool;
 
-/// `CONFIG_*` bits: what the programs need not look up.
+/// `CONFIG_*` bits that spare the programs look-ups.
 pub(super) fn flags(links: &HostLinks, private: Option<IpAddr>, remote: &Remote) -> u32 {
     let offered = remote.claims().any(|claim| claim.offered);
     let families: [(Family, u32, u32); 2] = [
@@ -86,16 +86,17 @@ pub(super) fn flags(links: &HostLinks, private: Option<IpAddr>, remote: &Remote)
     flags
 }
 
-/// All that masqueraded packets of a family get at uplinks.
+/// All addresses of a family that masqueraded packets get at uplinks.
 fn addresses(links: &HostLinks, family: Family) -> BTreeSet<IpAddr> {
     let usual =
         links.uplinks.values().flat_map(|uplink| [uplink.v4.map(IpAddr::V4), uplink.v6.map(IpAddr::V6)]);
     usual.flatten().chain(links.masq_addrs.values().copied()).filter(family).collect()
 }
 
-/// True when this private address is of that family, and what masqueraded
-/// packets get at every uplink. Programs that look up no device then masquerade wherever
-/// they are attached: not beside an interface of an overlay, where nothing is masqueraded.
+/// True when this private address is of that family, and is what masqueraded packets get at
+/// every uplink. Programs then masquerade wherever they are attached, without looking up
+/// the device: so each such interface must be an uplink, and not an overlay's, where
+/// nothing is masqueraded.
 fn is_one_address(links: &HostLinks, private: Option<IpAddr>, family: Family) -> bool {
     let mut others = links.private.iter().chain(&links.overlay_device);
     let is_masqueraded = others.all(|ifindex| links.uplinks.contains_key(ifindex));
@@ -107,8 +108,8 @@ fn is_one_address(links: &HostLinks, private: Option<IpAddr>, family: Family) ->
     })
 }
 
-/// What masqueraded packets get that leave through the WireGuard device:
-/// addresses the other locations route back through it.
+/// What masqueraded packets get when they leave through the WireGuard device: addresses that the
+/// other locations route back through it.
 fn tunnel_addresses(own: &Own<'_>) -> Uplink {
     let private = own.member.private_ip();
     let addrs = if own.acts { [own.segment.wireguard_ip, private] } else { [private, None] };

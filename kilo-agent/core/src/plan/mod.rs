@@ -49,7 +49,7 @@ use crate::{
     wireguard::key::PublicKey,
 };
 
-/// Ports masquerading chooses from: Linux's default range for outgoing connections.
+/// Ports that masquerading chooses from: Linux's default range for outgoing connections.
 pub const NAT_PORTS: (u16, u16) = (32_768, 60_999);
 
 /// Everything the plan of one host depends on.
@@ -65,22 +65,22 @@ pub struct Inputs<'a> {
     pub hops: &'a HopIds,
     /// Addresses of endpoints that are DNS names.
     pub resolved: &'a BTreeMap<String, IpAddr>,
-    /// Endpoints this host's own WireGuard device sees its peers at.
+    /// Endpoints at which this host's own WireGuard device sees its peers.
     pub seen: &'a BTreeMap<PublicKey, SocketAddr>,
     /// Endpoints that relays decide, and whether the programs look for relay messages.
     pub relays: &'a RelayInputs,
-    /// Keys that signals of other nodes are checked with, by the nodes' addresses.
+    /// Keys that verify signals of other nodes, by the nodes' addresses.
     pub signal_keys: &'a BTreeMap<IpAddr, SignalKey>,
     /// Keepalive of this node in seconds, written for all its peers.
     pub persistent_keepalive: u32,
-    /// Masquerading is ours to do.
+    /// This agent does the masquerading.
     pub masquerade: bool,
     /// MTU of the WireGuard device in bytes.
     pub mtu: u32,
 }
 
 impl Inputs<'_> {
-    /// Whether what is for pods of the own location goes Kilo's way, and not another CNI's.
+    /// Whether Kilo, and not another CNI, carries packets to pods of this location.
     fn carries_pods(&self) -> bool {
         self.settings.local && !self.links.overlay.contains_key(self.mesh.node())
     }
@@ -92,19 +92,19 @@ struct Own<'a> {
     segment: &'a Segment,
     index: usize,
     member: &'a Member,
-    /// It is Kilo's leader.
+    /// It is the leader by Kilo's rule.
     leads: bool,
     /// It is the leader or a stand-by: both have all peers and tables.
     is_gateway: bool,
-    /// It carries the prefixes that belong to no single member, as the leader or in its place.
+    /// It carries the shared prefixes, as the leader or in its place.
     acts: bool,
     /// The acting leader.
     acting: Option<&'a Member>,
-    /// In which term; [`Term::NONE`]: as Kilo's rule says.
+    /// The term in which it acts; [`Term::NONE`]: by Kilo's rule.
     term: Term,
-    /// The acting leader leads although Kilo's rule names another by now, in no term so far.
+    /// The acting leader stays although Kilo's rule names another by now, in no term so far.
     stays: bool,
-    /// All gateways, as places among the members, Kilo's leader first.
+    /// All gateways, as indices of members, Kilo's leader first.
     gateways: Vec<usize>,
 }
 
@@ -120,7 +120,7 @@ impl<'a> Own<'a> {
             leads: segment.leader == position,
             is_gateway: gateways.order.contains(&position),
             acts: acting == Some(position),
-            // Of several active leaders each node has its own.
+            // With several active leaders, each node has its own home.
             term: if gateways.homes.is_none() || acting == Some(position) {
                 gateways.term
             } else {
@@ -132,10 +132,10 @@ impl<'a> Own<'a> {
         }
     }
 
-    /// Whether this host's own packets to the private address of a node of another location may go as
-    /// they are. They may to addresses anybody on the Internet may send to, and between any node and
-    /// those the API server and etcd run on: while a node has no key the others know, or another one
-    /// than they know, nothing but the API server can help it.
+    /// Whether this host's own packets to the private address of a node of another location may go in clear.
+    /// They may to addresses that anybody on the Internet may send to, and between any node and those that
+    /// run the API server and etcd: while the others know no key of a node, or a wrong one, nothing but the
+    /// API server can help it.
     fn host_speaks_freely(&self, to: &Member) -> bool {
         self.member.node.control_plane
             || to.node.control_plane
@@ -153,13 +153,14 @@ impl<'a> Own<'a> {
         self.segment.members.iter().filter(move |member| member.name() != own)
     }
 
-    /// The tunnel towards another node of the location.
+    /// The tunnel that carries packets to another node of the location.
     fn tunnel(&self, settings: &Settings, to: &Member) -> Tunnel {
         if self.encapsulates(settings, to) { settings.tunnel } else { Tunnel::None }
     }
 
-    /// Whether no node of the location sends to another without outer header, as far as the flags say, which all nodes
-    /// share: by subnet each node decides by the length of its own address. In a location of one node there is no other.
+    /// Whether no node of the location sends to another without an outer header, as far as the flags say,
+    /// which all nodes share: by subnet, each node decides by the length of its own prefix. In a location of
+    /// one node there is no other.
     fn all_encapsulate(&self, settings: &Settings) -> bool {
         let always = settings.tunnel != Tunnel::None && matches!(settings.encapsulate, Encapsulate::Always);
         always || self.others().next().is_none()
@@ -248,13 +249,14 @@ pub fn host_plan(inputs: &Inputs<'_>) -> Option<HostPlan> {
     })
 }
 
-/// Bits behind the first of the own pod CIDRs that is IPv4: all nodes of a cluster mostly have CIDRs of one length.
+/// Host bits of this node's first IPv4 pod CIDR, 0 without one: nodes of a cluster mostly
+/// have CIDRs of one length.
 fn direct_shift(pod_cidrs: &[ipnet::IpNet]) -> u16 {
     let is_v4 = |cidr: &&ipnet::IpNet| cidr.addr().is_ipv4();
     pod_cidrs.iter().find(is_v4).map_or(0, |cidr| direct::shift(cidr.prefix_len()))
 }
 
-/// This node's WireGuard address with the subnet's prefix length, if it leads, or acts as leader.
+/// This node's WireGuard address with the subnet's prefix length; `None` unless it acts as leader.
 pub fn wireguard_address(mesh: &Mesh, node: &str) -> Option<ipnet::IpNet> {
     Own::at(mesh, mesh.find(node)?).wireguard_address(mesh)
 }

@@ -14,12 +14,12 @@ pub use super::lookup::{Packet, Verdict};
 use super::{Hop, HostPlan, Tables, lookup::is_never_steered, sized_packet::SizedPacket};
 use crate::settings::Tunnel;
 
-/// Where a packet goes as seen from outside.
+/// Where a packet goes, as seen from outside.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Route {
     /// Encrypted by this node's WireGuard.
     Wireguard,
-    /// To another node of the own location.
+    /// To another node of this location.
     Gateway {
         /// Private address of that node.
         gateway: IpAddr,
@@ -38,17 +38,17 @@ impl Tables {
         self.leaving(&SizedPacket::small(packet))
     }
 
-    /// `uplink_egress` for a packet small enough of this host or its pods, which is neither WireGuard's nor
-    /// about neighbours: the hop it is handed to `kilo_egress` for; `None` when it
+    /// `uplink_egress` for a small packet of this host or its pods that is neither WireGuard's nor
+    /// neighbour discovery: the hop for which it is handed to `kilo_egress`; `None` when it
     /// leaves, perhaps masqueraded.
     ///
     /// # Errors
-    /// The packet would be in clear.
+    /// The packet would be sent in clear.
     pub fn uplink_egress(&self, packet: Packet) -> Result<Option<Hop>, DropReason> {
         self.guarded(packet, false)
     }
 
-    /// The same; `is_decrypted`: for a packet that the WireGuard device brought.
+    /// As [`Self::uplink_egress`]; `is_decrypted`: the packet came from the WireGuard device.
     fn guarded(&self, packet: Packet, is_decrypted: bool) -> Result<Option<Hop>, DropReason> {
         let Some(value) = self.prefix(packet.dst).filter(|value| forwarding::is_guarded(value.flags)) else {
             return Ok(None);
@@ -75,7 +75,7 @@ impl Tables {
 }
 
 impl HostPlan {
-    /// Where a packet goes that starts on this host or arrives at its stack.
+    /// Where a packet goes that is sent by this host or arrives at its stack.
     pub fn route(&self, packet: Packet) -> Route {
         self.routed(packet, false)
     }

@@ -14,9 +14,9 @@ use crate::{
     topology::{LocalMesh, Member},
 };
 
-/// Overlay address of each node of this one's location, itself included;
-/// empty unless another CNI manages the location. Whatever this node sends, a
-/// node with Kilo sends IPIP there.
+/// Overlay address of each node of this node's location, itself included; empty
+/// unless another CNI manages the location. Whatever this node sends, a node with
+/// Kilo sends IPIP packets there.
 ///
 /// Flannel's VXLAN device has the first address of the node's pod CIDR; with
 /// Cilium nodes publish that of `cilium_host`.

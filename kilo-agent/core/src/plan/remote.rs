@@ -1,5 +1,5 @@
-//! What lies behind WireGuard: the prefixes of other locations and of VPN
-//! peers, sorted once for all that is made of them.
+//! The prefixes behind WireGuard: those of other locations and of VPN peers, sorted once for everything that
+//! is computed from them.
 
 use ipnet::IpNet;
 
@@ -10,33 +10,33 @@ use crate::{
     topology::{LocationPrefix, Member},
 };
 
-/// One prefix and who has it.
+/// One prefix and its owner.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct PrefixClaim {
     /// The prefix, without host bits.
     pub prefix: IpNet,
-    /// Index of the segment; from the number of segments on, of a VPN peer.
+    /// Index of the segment, or the number of segments plus the index of a VPN peer.
     pub owner: usize,
-    /// Which of the segment's gateways carries it: index in their order.
+    /// The gateway of the segment that carries it: index in their order.
     pub gateway: usize,
     /// It is one of the location's allowed-location-ips.
     pub offered: bool,
-    /// It is the private address of a node, and WireGuard does not send there.
+    /// It is a private or WireGuard address that a gateway reaches through the tunnel: not an endpoint.
     pub via_wireguard: bool,
-    /// It is the address WireGuard sends to: the tunnel cannot carry what carries it.
+    /// WireGuard sends to this address: the tunnel cannot carry its own outer packets.
     pub endpoint: bool,
-    /// Of an endpoint: the host's own packets may go there in clear, too.
+    /// For an endpoint: the host's own packets may go there in clear, too.
     pub free: bool,
-    /// An operator has chosen the prefix: it is not of a node or its pods.
+    /// An operator has chosen the prefix: it does not belong to a node or its pods.
     pub chosen: bool,
 }
 
-/// Claims by prefix; those of one prefix in the order of the mesh.
+/// Claims sorted by prefix; those of one prefix are in the order of the mesh.
 #[derive(Clone, Debug)]
 pub(super) struct Remote(Vec<PrefixClaim>);
 
 impl Remote {
-    /// Everything that is not of the own location.
+    /// Everything outside this location.
     pub fn new(inputs: &Inputs<'_>, own: &Own<'_>) -> Self {
         let mesh = inputs.mesh;
         let others = mesh.segments.iter().enumerate().filter(|(index, _)| *index != own.index);
@@ -90,7 +90,7 @@ impl Remote {
             let prefixes = peer.allowed_ips.iter().map(IpNet::trunc);
             claims.extend(prefixes.map(|prefix| PrefixClaim { chosen: true, ..of_node(prefix, owner) }));
         }
-        // A gateway's own address is in no object's prefixes, whatever an object says.
+        // No object may claim a gateway's control address.
         claims.retain(|claim| !signal_id::is_control(&claim.prefix));
         sort_by_prefix(&mut claims, |claim| claim.prefix);
         Self(claims)

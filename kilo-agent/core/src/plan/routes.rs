@@ -31,8 +31,8 @@ pub(super) fn net(inputs: &Inputs<'_>, own: &Own<'_>, remote: &Remote, tables: &
     }
     destinations.sort_by_key(Key::rank);
     destinations.dedup();
-    // The subnet of WireGuard addresses is kept in by programs alone: an unreachable route would also refuse what
-    // others' shorter routes lead to, such as a node with a private address in it.
+    // Programs alone close the subnet of WireGuard addresses: an unreachable route would also refuse
+    // destinations of others' shorter routes, such as a node with a private address in it.
     let closed = tables.prefix.iter().filter(|(_, value)| {
         value.flags & (PREFIX_NEVER_CLEAR | PREFIX_ROUTE) == PREFIX_NEVER_CLEAR | PREFIX_ROUTE
             && matches!(value.hop, HOP_LOCAL | HOP_NONE)
@@ -54,13 +54,13 @@ pub(super) fn net(inputs: &Inputs<'_>, own: &Own<'_>, remote: &Remote, tables: &
         Route { destination, table: MAIN_TABLE, source, mtu, closed }
     };
     net.routes = destinations.into_iter().map(route).collect();
-    // Packets without an outer header name their next hop, and one that is not
-    // resolved yet would lose the first of them.
+    // Packets without an outer header name their next hop, and the first ones to an unresolved
+    // next hop would be lost.
     net.neighbours = tables
         .hop
         .values()
         .filter_map(|hop| match *hop {
-            // Without link-layer header there are no neighbours.
+            // Interfaces without a link-layer header have no neighbours.
             Hop::Node { tunnel: Tunnel::None, ifindex, remote, .. }
                 if ifindex != 0 && !inputs.links.layer3.contains(&ifindex) =>
             {
@@ -72,7 +72,7 @@ pub(super) fn net(inputs: &Inputs<'_>, own: &Own<'_>, remote: &Remote, tables: &
     net
 }
 
-/// Largest packet the hop of a prefix carries, the leader's for what goes through it; `None` for
+/// Largest packet in bytes that the hop of a prefix carries, the leader's for prefixes behind it; `None` for
 /// WireGuard, whose device has that MTU, and where it is not known.
 fn hop_mtu(tables: &Tables, value: PrefixValue) -> Option<u32> {
     match tables.way(value.hop)? {
@@ -81,10 +81,9 @@ fn hop_mtu(tables: &Tables, value: PrefixValue) -> Option<u32> {
     }
 }
 
-/// The address this host's own packets into the mesh get: its private one. A
-/// leader whose private address is where others' WireGuard sends takes its
-/// WireGuard address, because answers to that address would not come through
-/// the tunnel.
+/// Source address of this host's own packets into the mesh: its private one. A leader whose private
+/// address is an endpoint of WireGuard takes its WireGuard address, because answers to an endpoint would
+/// not come through the tunnel.
 fn source(inputs: &Inputs<'_>, own: &Own<'_>) -> Option<IpAddr> {
     let endpoint = super::endpoints::member_endpoint(inputs, own.member).map(|endpoint| endpoint.ip());
     let given = own.member.node.endpoint.as_ref().and_then(crate::wireguard::Endpoint::ip);

@@ -1,5 +1,5 @@
-//! One program and one packet with all that decides about it, its length and its time to live
-//! included: the programs' look-ups around the decisions of `kilo_common::forwarding`.
+//! One program's decision about one packet, with all that it depends on, including length and
+//! time to live: the programs' look-ups around the decisions of `kilo_common::forwarding`.
 
 use std::net::IpAddr;
 
@@ -75,7 +75,7 @@ impl Tables {
         Ok((disposition.action(), None))
     }
 
-    /// Whether `lan_ingress` lets a packet in that has no outer header.
+    /// Whether `lan_ingress` accepts a packet without an outer header.
     ///
     /// # Errors
     /// `ArrivedInClear`.
@@ -87,7 +87,7 @@ impl Tables {
         forwarding::arrives_in_clear(self.config.flags, || prefix(packet.dst), || prefix(packet.src))
     }
 
-    /// `lan_ingress` for a packet without outer header; `None`: left to the stack.
+    /// `lan_ingress` for a packet without an outer header; `None`: left to the stack.
     pub fn native(&self, sized: &SizedPacket) -> Option<Action> {
         let Packet { src, dst } = sized.packet;
         let source = forwarding::native_source(self.config.flags, || self.prefix(src))?;

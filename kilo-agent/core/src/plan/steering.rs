@@ -25,12 +25,12 @@ use crate::{
     topology::Member,
 };
 
-/// Bytes every link that carries IPv6 must take.
+/// Minimum MTU in bytes of a link that carries IPv6.
 const MIN_IPV6: u32 = 1280;
 
-/// Hop ids of the other nodes of the location. Nodes that claim one private address are one
-/// hop, that with their lowest id: steered there, all reach the one that has the address, and
-/// what comes from there may be from any of them.
+/// Hop ids of the other nodes of the location. Nodes that claim one private address share one hop, that with
+/// their lowest id: packets steered there all reach the node that has the address, and packets from there
+/// may be from any of them.
 struct Ids<'a> {
     hops: &'a HopIds,
     by_address: BTreeMap<IpAddr, u32>,
@@ -55,18 +55,17 @@ impl<'a> Ids<'a> {
 
 pub(super) fn tables(inputs: &Inputs<'_>, own: &Own<'_>, remote: &Remote, lost: &[(IpNet, u32)]) -> Tables {
     let ids = Ids::new(inputs.hops, own);
-    // A few of the own location's besides.
+    // Plus a few of this location.
     let mut prefixes = Vec::with_capacity(remote.claims().len() + own.segment.members.len() * 2);
     let mut add = |prefix: IpNet, hop: u32, flags: u32| {
         prefixes.push((prefix.trunc(), PrefixValue { hop, flags: PREFIX_SOURCE | flags }));
     };
     let routed = |yes: bool| if yes { PREFIX_ROUTE } else { 0 };
-    // Beside another CNI the routes lead into its overlay; but what a leader
-    // decrypts goes the way the answers come. In its stack the CNI's masquerading
-    // would meet half connections and translate them.
+    // Beside another CNI the routes lead into its overlay. But packets that a leader decrypts take the path
+    // of the answers: in its stack, the CNI's masquerading would see half connections and translate them.
     let beside_cni = inputs.links.overlay.contains_key(inputs.mesh.node());
     let ours = inputs.carries_pods();
-    // Before the first pod, and without the bridge, the stack would send them on by the default route.
+    // Before the first pod, and without the bridge, the stack would forward these by the default route.
     let never_clear = if ours { PREFIX_NEVER_CLEAR } else { 0 };
     for cidr in &own.member.node.pod_cidrs {
         add(*cidr, HOP_LOCAL, PREFIX_ROUTE | never_clear);
@@ -74,14 +73,14 @@ pub(super) fn tables(inputs: &Inputs<'_>, own: &Own<'_>, remote: &Remote, lost: 
     if let Some(ip) = own.member.private_ip() {
         add(ip.into(), HOP_LOCAL, PREFIX_ROUTE);
     }
-    // Without an outer header the network carries what goes to the node.
+    // Without an outer header, the network carries packets to the node.
     let by_tunnel = |member: &Member| {
         if own.tunnel(inputs.settings, member) == Tunnel::None { 0 } else { PREFIX_NEVER_CLEAR }
     };
     let own_wireguard_ip = own.segment.wireguard_ip.map(IpNet::from);
     if let (Some(prefix), Some(leader)) = (own_wireguard_ip, own.acting) {
         match ids.get(leader) {
-            // The device may have no address yet, or not any more.
+            // The device may not have the address yet, or no longer.
             _ if own.acts => add(prefix, HOP_LOCAL, PREFIX_ROUTE | PREFIX_NEVER_CLEAR),
             Some(hop) => add(prefix, hop, PREFIX_ROUTE | by_tunnel(leader)),
             None => {}
@@ -121,7 +120,7 @@ pub(super) fn tables(inputs: &Inputs<'_>, own: &Own<'_>, remote: &Remote, lost: 
             }
         }
     }
-    // The first to name a prefix keeps it: what is nearer was added first.
+    // The first claim of a prefix wins: nearer ones were added first.
     prefixes.sort_by_key(|(prefix, _)| prefix.rank());
     prefixes.dedup_by_key(|(prefix, _)| *prefix);
     let mut tables = Tables { prefix: prefixes.into_iter().collect(), ..Tables::default() };
@@ -132,8 +131,9 @@ pub(super) fn tables(inputs: &Inputs<'_>, own: &Own<'_>, remote: &Remote, lost: 
     tables
 }
 
-/// Drops what is for nodes that were declared dead. A node that takes part loses nothing by that: what it
-/// has, or what lies within, stays its own. A prefix that an operator has chosen only holds it besides.
+/// Drops packets to nodes that were declared dead. A node that takes part loses nothing by that: its
+/// prefixes, and all within them, stay its own. A prefix that an operator has chosen does not count: it
+/// merely covers the lost one.
 fn close_lost(lost: &[(IpNet, u32)], chosen: &BTreeSet<IpNet>, table: &mut FlatMap<IpNet, PrefixValue>) {
     let flags = PREFIX_ROUTE | PREFIX_SOURCE;
     let mut closed = Vec::new();
@@ -143,16 +143,18 @@ fn close_lost(lost: &[(IpNet, u32)], chosen: &BTreeSet<IpNet>, table: &mut FlatM
             closed.push((prefix, PrefixValue { hop: HOP_NONE, flags: flags | clear }));
         }
     }
-    // Of several that claim one prefix the strictest counts: the last stays.
+    // Of several that claim one prefix the strictest wins: `extend` keeps the last.
     closed.sort_by_key(|(_, value)| value.flags & PREFIX_NEVER_CLEAR);
     table.extend(closed);
 }
 
-/// Closes the subnet of WireGuard addresses, for those of locations that this node has not heard of yet, as after a
-/// boot; returns it if it is closed. No route of ours goes with it, so a host that reaches all of the subnet by a route of
-/// its own keeps that, and what is offered around the subnet goes through WireGuard as before.
+/// Closes the subnet of WireGuard addresses, for those of locations that this node has not heard of
+/// yet, as after a boot; returns it if it is closed. No route of ours goes with it: a host that reaches
+/// the whole subnet by a route of its own keeps that, and what is offered around the subnet goes
+/// through WireGuard as before.
 ///
-/// A host that is itself in the subnet shares the range with the mesh: there nothing can be closed before it is known.
+/// A host that is itself in the subnet shares the range with the mesh: there nothing can be
+/// closed before it is known.
 fn close_subnet(
     inputs: &Inputs<'_>,
     own: &Own<'_>,
@@ -166,33 +168,34 @@ fn close_subnet(
         return None;
     }
     let value = match held {
-        // What is offered around it may be open where the host has routes of its own: not the subnet in it.
+        // A prefix offered around it may be open where the host has routes of its own, but
+        // not the subnet within.
         Some((_, PrefixValue { hop, flags })) if !matches!(hop, HOP_NONE | HOP_LOCAL) => {
             PrefixValue { hop, flags: flags | PREFIX_NEVER_CLEAR }
         }
-        // Nobody may send from there: nothing is known of who has it.
+        // Nobody may send from there: the owners are not known.
         _ => PrefixValue { hop: HOP_NONE, flags: PREFIX_NEVER_CLEAR },
     };
     table.insert(subnet, value);
     Some(subnet)
 }
 
-/// What is special about packets to a prefix of another location or a VPN peer.
+/// Flags for packets to a prefix of another location or a VPN peer.
 fn of_claim(own: &Own<'_>, claim: &PrefixClaim) -> u32 {
     let via_wireguard = if own.is_gateway && claim.via_wireguard { PREFIX_VIA_WIREGUARD } else { 0 };
-    // A default route is one of several: the host has its own reasons to use another.
+    // A default route is one of several: the host may have its own reasons to use another.
     let by_host = claim.prefix.prefix_len() == 0 || (own.is_gateway && claim.endpoint);
     via_wireguard
         | match () {
             () if !by_host => PREFIX_NEVER_CLEAR,
             () if claim.prefix.prefix_len() == 0 || claim.free => PREFIX_PODS_STEERED,
-            // Of the host's own packets WireGuard's alone need to go there as they are.
+            // Of the host's own packets, only WireGuard's must go there in clear.
             () => PREFIX_PODS_STEERED | PREFIX_HOST_STEERED,
         }
 }
 
-/// The flags of a prefix that two claim: what the host must send in clear for
-/// one of them cannot be refused for the other.
+/// The flags of a prefix that two owners claim: what the host must send in clear for one of them cannot be
+/// refused for the other.
 const fn join(one: u32, other: u32) -> u32 {
     const fn is_hosts(flags: u32) -> bool {
         flags & (PREFIX_PODS_STEERED | PREFIX_HOST_STEERED) == PREFIX_PODS_STEERED
@@ -206,10 +209,10 @@ const fn join(one: u32, other: u32) -> u32 {
     both & !refused
 }
 
-/// Somebody may offer a prefix that also holds networks this host reaches by
-/// itself, and the kernel takes the longer prefix. Within prefixes that belong to a
-/// node or its pods only the links themselves are left out: a route by a gateway
-/// there is a mistake, or another CNI's, and would lead the mesh's packets away.
+/// A prefix that somebody offers may also hold networks that this host reaches by itself, and the
+/// kernel takes the longer prefix. Within prefixes that belong to a node or its pods only the links
+/// themselves are left out: a route by a gateway there is a mistake, or another CNI's, and would lead
+/// the mesh's packets away.
 fn leave_out_elsewhere(
     elsewhere: &BTreeMap<IpNet, Elsewhere>,
     chosen: &BTreeSet<IpNet>,
@@ -221,7 +224,7 @@ fn leave_out_elsewhere(
         let equal = held_by == *prefix;
         let closed = match (equal, value.flags & (PREFIX_NEVER_CLEAR | PREFIX_PODS_STEERED)) {
             (_, 0) => continue,
-            // The kernel refuses the route of ours, or never takes it.
+            // The kernel refuses our route, or never takes it.
             (true, flags) if way.wins => flags & !PREFIX_NEVER_CLEAR,
             (false, _) if way.on_link || chosen.contains(&held_by) => 0,
             _ => continue,
@@ -241,19 +244,19 @@ fn fill_hops(inputs: &Inputs<'_>, own: &Own<'_>, ids: &Ids<'_>, tables: &mut Tab
         |member: &Member| own.gateways.iter().any(|at| own.segment.members[*at].name() == member.name());
     for member in own.others() {
         let (Some(id), Some(remote)) = (ids.get(member), member.private_ip()) else { continue };
-        // Two nodes with one private address: what is sent there would come back here.
+        // Two nodes with one private address: packets sent there would come back here.
         if own.member.private_ip() == Some(remote) {
             continue;
         }
         let leads = Some(member.name()) == leader;
         let overlay = inputs.links.overlay.get(member.name()).copied().map(IpAddr::from);
-        // Only IPIP needs it, and not before the overlay is the way there: at boot
+        // Only IPIP needs the overlay, and only once a route leads through it: at boot
         // the CNI may come later.
         let ipip = (is_gateway(member) || own.is_gateway) && inputs.settings.tunnel == Tunnel::Ipip;
         let by_overlay = |address: &IpAddr| ipip && inputs.links.towards.contains_key(address);
         let sent_to = overlay.filter(by_overlay).filter(|_| remote.is_ipv4()).unwrap_or(remote);
         let Some(hop) = node_hop(inputs, own, member, sent_to) else { continue };
-        // The first of several to name an address: where it is sent is the same for all.
+        // The first of several nodes with one address: packets to any of them go there.
         tables.hop.entry(id).or_insert(hop);
         if leads {
             to_leader = id;
@@ -274,8 +277,8 @@ fn fill_hops(inputs: &Inputs<'_>, own: &Own<'_>, ids: &Ids<'_>, tables: &mut Tab
         tables.node.entry(remote).and_modify(claim).or_insert(sender);
         in_overlay.extend(overlay.map(|source| (source, sender)));
     }
-    // What Kilo sends through an overlay comes from the address there. Last, so
-    // that what a node publishes takes no private address from another.
+    // Packets that Kilo sends through an overlay come from the address there. Inserted last, so that an
+    // overlay address that a node publishes takes no private address from another.
     for (source, mut sender) in in_overlay {
         sender.interfaces = interfaces(inputs.links, source);
         tables.node.entry(source).or_insert(sender);
@@ -289,15 +292,15 @@ fn fill_hops(inputs: &Inputs<'_>, own: &Own<'_>, ids: &Ids<'_>, tables: &mut Tab
     if own.acts {
         to_acting = HOP_REMOTE;
     }
-    // Both until leadership moves without Kilo's rule: then the second is the kernel's own.
+    // Both words are equal until leadership moves without Kilo's rule: then the second is the kernel's own.
     let word = |term, to| lead::word(term, u16::try_from(to).unwrap_or(0));
     tables.lead = [to_leader, if own.stays { to_acting } else { to_leader }].map(|to| word(Term::NONE, to));
     let in_term = own.term.count() > 0 && to_acting != HOP_NONE;
     tables.lead_of_term = in_term.then(|| word(own.term, to_acting));
 }
 
-/// What is known of the node behind a hop as a sender, without its interfaces. The first of `cidrs` that
-/// is IPv4 and, with everything more specific in it, that node's goes along.
+/// The node behind a hop as a sender, without its interfaces. It gets the first IPv4 prefix of `cidrs` that
+/// is that node's with everything more specific in it.
 pub fn sender(table: &FlatMap<IpNet, PrefixValue>, hop: u32, flags: u32, cidrs: &[IpNet]) -> NodeValue {
     let is_whole = |cidr: &Ipv4Net| {
         let cidr = IpNet::V4(*cidr);
@@ -323,7 +326,7 @@ fn node_hop(inputs: &Inputs<'_>, own: &Own<'_>, member: &Member, remote: IpAddr)
     let ifindex = links.towards.get(&remote).copied().or(links.private).unwrap_or(0);
     let tunnel = own.tunnel(inputs.settings, member);
     let overhead = overhead(tunnel, remote, member);
-    // IPv6 needs that much of every path (RFC 8200, section 5).
+    // Every IPv6 path must carry that much (RFC 8200, section 5).
     let ipv6 = own.member.node.pod_cidrs.iter().any(|cidr| cidr.addr().is_ipv6());
     let least = if ipv6 { MIN_IPV6 + overhead } else { 0 };
     let path = links.path_mtus.get(&remote).map(|mtu| *mtu.max(&least));
@@ -332,8 +335,8 @@ fn node_hop(inputs: &Inputs<'_>, own: &Own<'_>, member: &Member, remote: IpAddr)
     Some(Hop::Node { tunnel, ifindex, mtu, local, remote })
 }
 
-/// Bytes packets to a node grow by. Without encapsulation those of the family
-/// its private address is not of are encapsulated all the same.
+/// Bytes by which packets to a node grow. Without encapsulation, packets of the family that its private
+/// address is not of are encapsulated all the same.
 fn overhead(tunnel: Tunnel, remote: IpAddr, member: &Member) -> u32 {
     let v6 = remote.is_ipv6();
     let mixed = member.node.pod_cidrs.iter().any(|cidr| cidr.addr().is_ipv6() != v6);
@@ -354,7 +357,7 @@ mod tests {
 
     const NODE: u32 = 7;
 
-    /// The prefix a sender with this one and others in the table is known by.
+    /// What `sender` finds for 10.42.1.0/24 with these other prefixes in the table.
     fn sources(others: &[(&str, u32, u32)]) -> ([u8; 4], [u8; 4]) {
         let cidr: IpNet = "10.42.1.0/24".parse().unwrap();
         let mut prefixes = FlatMap::from_iter([(cidr, PrefixValue { hop: NODE, flags: PREFIX_SOURCE })]);

@@ -1,5 +1,5 @@
-//! What would happen to a packet on this node, step by step, read from the
-//! tables: pure, the programs' own decisions.
+//! What would happen to a packet on this node, step by step, read from the tables.
+//! Pure: it uses the programs' own decisions.
 
 use std::{fmt, net::IpAddr};
 
@@ -37,7 +37,7 @@ pub enum Origin {
     Lan(Option<IpAddr>),
 }
 
-/// The packet asked for.
+/// The packet to be traced.
 #[derive(Clone, Copy, Debug)]
 pub struct Question {
     /// Addresses, TTL and length.
@@ -50,7 +50,8 @@ pub struct Question {
     pub origin: Origin,
 }
 
-/// What the kernel and the interfaces' names say, for the pure part to use.
+/// What the pure part needs to know from the kernel: a route,
+/// and names of interfaces.
 pub struct Host<'a> {
     /// Interface of the kernel's route to the destination, if there is one.
     pub route: Option<u32>,
@@ -58,23 +59,23 @@ pub struct Host<'a> {
     pub name: &'a dyn Fn(u32) -> String,
 }
 
-/// One thing that was found out.
+/// One finding.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Step {
     /// Program or table.
     pub at: &'static str,
-    /// What it says, and why.
+    /// What was found there, and why.
     pub finding: String,
 }
 
-/// All that happens to a packet here.
+/// The complete trace of a packet.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Trace {
-    /// In order.
+    /// Findings in order.
     pub steps: Vec<Step>,
     /// Label of an action, `drop`, or `stack` for what no program takes.
     pub outcome: &'static str,
-    /// Label of the drop reason.
+    /// Label of the drop reason, if there is one.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub reason: Option<&'static str>,
     /// The outcome in a sentence.
@@ -166,7 +167,7 @@ impl Tracer<'_> {
         }
     }
 
-    /// The route leads a packet of the mesh out of an uplink.
+    /// The route leads a packet of the mesh out of an uplink, which drops it.
     fn refused(mut self, out: u32, reason: DropReason) -> Trace {
         self.destination();
         let name = |ifindex| (self.host.name)(ifindex);
@@ -191,7 +192,8 @@ impl Tracer<'_> {
         let (kilo, Packet { src, dst }) = (self.tables.config.kilo_ifindex, self.packet());
         let mtu = self.tables.mtu_beside(Some(hop)).unwrap_or(0);
         match hop {
-            // What this host learned would hold for its WireGuard, too.
+            // The host itself is not notified: what it learned would hold
+            // for its WireGuard, too.
             _ if self.tables.is_of_mesh(src, false) && !self.question.sized.fits(mtu) => {
                 let text = format!("larger than the {mtu} bytes that the way to {dst} carries");
                 self.trace.at("uplink_egress", text);
@@ -220,7 +222,7 @@ impl Tracer<'_> {
         }
     }
 
-    /// Prefix and hop of the destination.
+    /// Adds prefix and hop of the destination.
     fn destination(&mut self) {
         let Packet { dst, .. } = self.packet();
         match longest_entry(&self.tables.prefix, dst) {
@@ -269,7 +271,7 @@ impl Tracer<'_> {
         }
         self.destination();
         if verdict == Err(DropReason::TooBig) {
-            // The routes bear the hop's MTU.
+            // The routes carry the hop's MTU.
             return self.trace.stack(
                 "Larger than the route's MTU: the stack fragments it, or notifies the sender (fragmentation \
                  needed, packet too big). What gets past it is dropped, too_big.",
@@ -333,7 +335,7 @@ impl Tracer<'_> {
         self.conclude("lan_ingress", verdict)
     }
 
-    /// A reply to a masqueraded flow.
+    /// Adds that the packet may be a reply to a masqueraded flow.
     fn reply(&mut self) {
         let Packet { dst, .. } = self.packet();
         if self.tables.is_masquerade_address(dst) {
@@ -346,7 +348,7 @@ impl Tracer<'_> {
         }
     }
 
-    /// Whether the source becomes another on the way out of this interface.
+    /// Adds whether the source is translated on the way out of this interface.
     fn masquerade(&mut self, out: u32) -> Result<(), DropReason> {
         let Packet { src, dst } = self.packet();
         let addr = self.tables.masquerade_address(out, dst);

@@ -17,19 +17,19 @@ pub struct HostPlan {
     pub net: NetPlan,
     /// Content of the BPF maps.
     pub tables: Tables,
-    /// Interfaces the TC programs sit on, besides the WireGuard device.
+    /// Interfaces that have the TC programs, besides the WireGuard device.
     pub uplinks: BTreeSet<u32>,
-    /// Of these: packets have no link-layer header there.
+    /// Interfaces on which packets have no link-layer header.
     pub layer3: BTreeSet<u32>,
-    /// The tunnel devices there are; what comes in by them passes a program, too.
+    /// The tunnel devices (VXLAN, IPIP); packets that come in by them pass a program, too.
     pub tunnels: BTreeSet<u32>,
     /// Private addresses that several nodes claim.
     pub conflicts: Vec<Conflict>,
 }
 
 impl HostPlan {
-    /// Addresses of nodes and peers that this host sends to with no router between: each takes a place in the kernel's
-    /// table of neighbours. Nodes of the own location are sent to at their private addresses, whatever the
+    /// Addresses of nodes and peers that this host reaches without a router: each takes an entry of the
+    /// kernel's neighbour table. Nodes of this location are reached at their private addresses, whatever the
     /// encapsulation, and WireGuard peers at their endpoints.
     pub fn neighbours<'a>(&'a self, links: &'a HostLinks) -> impl Iterator<Item = IpAddr> + 'a {
         let endpoints = self.wireguard.peers.values().filter_map(|peer| Some(peer.endpoint?.ip()));
@@ -41,7 +41,7 @@ impl HostPlan {
 /// A private address that several nodes claim.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Conflict {
-    /// Private address that all of them claim.
+    /// The private address.
     pub address: IpAddr,
     /// Names of the nodes, sorted.
     pub nodes: Vec<String>,

@@ -32,7 +32,7 @@ pub(super) fn peers(inputs: &Inputs<'_>, own: &Own<'_>, remote: &Remote) -> Wire
     let mesh = inputs.mesh;
     let own_key = own.member.node.key;
     let mut wanted: Vec<Wanted> = Vec::with_capacity(mesh.segments.len() + mesh.peers.len());
-    // Where the gateways of each segment begin, then where VPN peers do.
+    // Index in `wanted` of the first gateway of each segment, then of the first VPN peer.
     let mut first = Vec::with_capacity(mesh.segments.len() + 1);
     for (index, segment) in mesh.segments.iter().enumerate() {
         first.push(wanted.len());
@@ -43,12 +43,12 @@ pub(super) fn peers(inputs: &Inputs<'_>, own: &Own<'_>, remote: &Remote) -> Wire
             let node = &member.node;
             let key = node.key?;
             Some(Wanted {
-                // The kernel silently leaves out a peer with its own key, so asking
-                // for one would be a difference for ever. A node that does not know stand-bys would not answer one.
+                // The kernel silently leaves out a peer with its own key, so wanting one would differ for
+                // ever. A node that does not know stand-bys would not answer one.
                 refused: index == own.index || Some(key) == own_key || !(fails_over || own.leads),
                 key,
                 endpoint: gateway_endpoint(inputs, member, place == 0),
-                // A stand-by that has become the leader is where its tunnel works already.
+                // A stand-by that has become the leader keeps the endpoint at which its tunnel already works.
                 roams: node.persistent_keepalive > 0 || fails_over && speaks_first(inputs, member),
                 preshared_key: None,
                 control: fails_over.then(|| signal_id::control_address(&key)),
@@ -109,18 +109,18 @@ pub(super) fn peers(inputs: &Inputs<'_>, own: &Own<'_>, remote: &Remote) -> Wire
     plan
 }
 
-/// What a location or a VPN peer wants of the device, besides prefixes.
+/// The peer that a gateway of a location or a VPN peer becomes, without its prefixes.
 struct Wanted {
     /// It is not a peer of this device.
     refused: bool,
     key: PublicKey,
     endpoint: Option<SocketAddr>,
-    /// It is where it was heard last, as long as it goes on to be heard.
+    /// Its endpoint is where it was heard last, as long as it is heard.
     roams: bool,
     preshared_key: Option<SecretKey>,
-    /// Its address for signals, if it knows any.
+    /// Its address for signals, if it knows them.
     control: Option<Ipv6Addr>,
-    /// One of both ends is a stand-by: the tunnel is kept up although nothing uses it.
+    /// Either end is a stand-by: the tunnel is kept alive although nothing uses it.
     is_warm: bool,
 }
 

@@ -1,4 +1,4 @@
-//! A gateway's own ends: how each of its tunnels with other locations is connected.
+//! A gateway's end of each of its tunnels with other locations: how it is connected.
 
 use std::{
     collections::BTreeMap,
@@ -20,30 +20,30 @@ use super::{
     turn::{Turn, message_to},
 };
 
-/// Between two rounds where an end has been silent for long.
+/// Time between two rounds where an end has been silent for long.
 const PAUSE: Duration = Duration::from_secs(30);
-/// So many answers in one round show that a direct way is good enough to leave a relay for it, and, without a relay, to
-/// begin with it.
+/// So many answers in one round show that a direct path is good enough: to leave a relay for it, and, without
+/// a relay, to start with it.
 const ENOUGH: u32 = 3;
 const ENOUGH_TO_BEGIN: u32 = 2;
 /// New places of a silent end are tried as eagerly as the first ones when those have been tried for so long.
 const HURRIES_AFTER: Duration = Duration::from_secs(600);
-/// Between two rounds that the other end asks for.
+/// Minimum time between two rounds that the other end asks for.
 const ASKED_EVERY: Duration = Duration::from_secs(10);
-/// Relays are kept this long after they were left, or after one has invited to itself.
+/// How long relays are kept after they were left, or after one has sent an invitation.
 const LINGERS: Duration = Duration::from_secs(20);
-/// A relay in use that gives other ports is followed this often.
+/// Minimum time between two changes to another port of the relay in use.
 const FOLLOWS: Duration = Duration::from_secs(1);
-/// The device settles this long after an endpoint was moved.
+/// How long the device takes to settle after an endpoint was moved.
 const SETTLES: Duration = Duration::from_secs(5);
-/// Answers to tries, a second and pair.
+/// Answers to tries per second and pair.
 const ANSWERS: u32 = 40;
-/// An established session is given so much longer than one that shakes hands.
+/// How much longer an established session is given than one that shakes hands.
 const SESSION_LONGER: Duration = SILENT_SESSION.saturating_sub(SILENT);
-/// Bytes of three attempts to shake hands.
+/// Bytes of three handshake attempts.
 const ATTEMPTS: u64 = 3 * 148;
 
-/// All pairs of this gateway.
+/// All pairs of this gateway: one with each gateway of another location.
 #[derive(Clone, Debug)]
 pub struct Client {
     own: NodeId,
@@ -64,26 +64,26 @@ struct Pair {
     sent: u64,
     received: u64,
     age: Option<Duration>,
-    /// When the device was looked at.
+    /// When the device was last read.
     looked: Instant,
     leases: Leases,
     /// The relay in use.
     by: Option<NodeId>,
-    /// Its port that the endpoint was moved to.
+    /// Its port, to which the endpoint was moved.
     at: Option<SocketAddr>,
     /// The relay that was in use before, and its port.
     left: Option<(NodeId, SocketAddr)>,
     /// The endpoint that answered tries.
     punched: Option<SocketAddr>,
-    /// Where the other end says that it is.
+    /// The endpoint that the other end publishes.
     published: Option<SocketAddr>,
-    /// When its endpoint was changed last.
+    /// When its endpoint was last changed.
     moved: Option<Instant>,
-    /// Until then the endpoint is kept there: packets may still come from where it was before.
+    /// The endpoint is kept there until then: late packets may still arrive by the former path.
     insists: Option<Instant>,
-    /// It uses a direct way instead of a relay, and that is not known to work yet.
+    /// A direct path is used instead of a relay, and is not known to work yet.
     trial: Option<Trial>,
-    /// Leases are kept until then without being needed.
+    /// Leases are kept until then, needed or not.
     keeps: Option<Instant>,
     /// Endpoints its tries came from.
     places: Sources,
@@ -94,12 +94,12 @@ struct Pair {
     /// When the first round of this silence began.
     first_round: Option<Instant>,
     interval: Duration,
-    /// Answers given in the second that began then.
+    /// Start of a second, and the answers given in it.
     answers: (Instant, u32),
 }
 
 impl Client {
-    /// Of the node with this id.
+    /// The client of the node with this id.
     pub fn new(own: NodeId) -> Self {
         Self {
             own,
@@ -112,10 +112,10 @@ impl Client {
         }
     }
 
-    /// Takes what the device shows now: all gateways of other locations.
+    /// Takes what the device shows: all gateways of other locations.
     pub fn see(&mut self, seen: Vec<Seen>, uses_relays: bool, is_behind_nat: bool, now: Instant) {
         if uses_relays && !self.uses_relays {
-            // What was due before was not sent.
+            // Tries that were due before were not sent.
             self.pairs.values_mut().for_each(|pair| pair.first_round = None);
         }
         (self.uses_relays, self.is_behind_nat) = (uses_relays, is_behind_nat);
@@ -140,7 +140,7 @@ impl Client {
             let pair = self.pairs.get(&seen.id)?;
             let is_elsewhere =
                 seen.endpoint.is_some_and(|at| seen.published != Some(at) && !seen.says.contains(&at));
-            // Late packets move WireGuard to and fro while a direct way is on trial.
+            // While a direct path is on trial, late packets may move WireGuard back and forth.
             let on_trial = pair.left.filter(|_| pair.trial.is_some()).map(|(relay, _)| relay);
             Some(match pair.relay_at(seen.endpoint).or(on_trial) {
                 Some(relay) => Way::Relayed(relay),
@@ -151,10 +151,10 @@ impl Client {
         working.filter_map(|seen| Some((seen.id, way(seen)?))).collect()
     }
 
-    /// Where peers are to be sent to that are not where the mesh says; true: through a relay.
+    /// Endpoints of peers that are not where the mesh says; true: through a relay.
     pub fn endpoints(&self) -> BTreeMap<NodeId, (SocketAddr, bool)> {
         let endpoint = |pair: &Pair| match pair.by {
-            // A relay that has just refused may relay all the same, and what the mesh says does not work.
+            // A relay that has just refused may still relay, and the endpoint from the mesh does not work.
             Some(_) => Some((pair.at?, true)),
             None => Some((pair.punched?, false)),
         };
@@ -167,12 +167,12 @@ impl Client {
         seen.is_some_and(|(pair, seen)| pair.relay_at(seen.endpoint).is_some())
     }
 
-    /// Recorded messages that were refused so far.
+    /// Number of replayed messages that were refused so far.
     pub const fn refused(&self) -> u64 {
         self.latest.refused
     }
 
-    /// Whether anything is under way that does not wait for a second.
+    /// Whether anything is in progress that cannot wait for a second.
     pub fn is_busy(&self) -> bool {
         self.uses_relays && self.pairs.values().any(|pair| !pair.leases.is_empty() || pair.round.is_some())
     }
@@ -182,12 +182,12 @@ impl Client {
         self.uses_relays && self.pairs.values().any(|pair| pair.insists(now).is_some())
     }
 
-    /// Takes a message, whose tag was right.
+    /// Handles a message whose tag was right.
     pub fn hear(&mut self, message: &Message, source: SocketAddr, random: u64, now: Instant) -> Vec<Output> {
         let from = message.sender;
         let Some(sender) = self.seen.get(&from) else { return Vec::new() };
         let is_recent = match message.kind {
-            // Answers bear the numbers of what they answer.
+            // Answers carry the numbers of what they answer.
             Kind::Offer | Kind::Tried => {
                 let is_recent =
                     message.sequence <= self.sequence && fresh::is_recent(message.sequence, self.sequence);
@@ -230,7 +230,7 @@ impl Client {
         }
     }
 
-    /// Answers the other end of a pair by the way that it has tried.
+    /// Answers a try of the other end on the path by which it came.
     fn answer_try(&mut self, message: &Message, source: SocketAddr, now: Instant) -> Option<Output> {
         let own = self.own;
         let pair = self.pairs.get_mut(&message.sender)?;
@@ -249,7 +249,7 @@ impl Client {
         Some(Output::Send { node: message.sender, to: source, message: answer })
     }
 
-    /// The other end has answered a try: by a relay, which lives then, or directly.
+    /// The other end has answered a try: through a relay, which therefore works, or directly.
     fn answered(&mut self, message: &Message, source: SocketAddr, now: Instant) -> Option<Output> {
         let node = message.sender;
         let pair = self.pairs.get_mut(&node).filter(|pair| pair.nonce == message.nonce)?;
@@ -269,12 +269,12 @@ impl Client {
         Some(Output::Move { node, to: source })
     }
 
-    /// Does what is due; `wall` is the time of day in microseconds, which need not be right.
+    /// Does what is due; `wall` is the wall clock in microseconds, which need not be right.
     pub fn turn(&mut self, now: Instant, wall: u64, random: &mut impl FnMut() -> u64) -> Vec<Output> {
         let mut outputs = Vec::new();
         self.sequence = self.sequence.max(wall);
         let relayed: Vec<NodeId> = self.pairs.keys().copied().filter(|id| self.is_relayed(*id)).collect();
-        // A node that is itself reached through a relay cannot relay: else ways might go round.
+        // A node that is itself reached through a relay cannot relay: paths could loop.
         let relays = || {
             let offers = self.seen.values().filter(|seen| self.uses_relays && seen.relays && seen.is_fresh());
             let near = offers.filter(|seen| !relayed.contains(&seen.id));
@@ -354,10 +354,10 @@ impl Pair {
         // An answer has come directly where WireGuard did not follow it to a relay.
         let is_relayed = seen.endpoint.is_some_and(|at| self.is_leased(at));
         self.trial = self.trial.and_then(|trial| trial.goes_on(seen, is_relayed, now));
-        // What the other end says anew counts for more than where it once answered.
+        // A newly published endpoint counts for more than where the other end once answered.
         if seen.published != self.published {
             (self.published, self.punched) = (seen.published, None);
-            // How long earlier ways have lasted says nothing of this one.
+            // How long earlier paths have lasted says nothing about this one.
             self.interval = DIRECT_EVERY;
             self.next_round = self.next_round.map(|next| next.min(now + DIRECT_EVERY));
             self.hurry(now);
@@ -368,31 +368,32 @@ impl Pair {
         // The other end has moved, and WireGuard has followed it.
         match (self.leases.of(endpoint), self.by) {
             (Some(relay), by) if by != Some(relay) => self.use_relay(relay, endpoint, now),
-            // The port of a relay that was left: packets have moved it back for longer than was insisted.
+            // The port of a relay that was left: packets have moved the endpoint back for longer than it was kept.
             (None, _) if self.left.is_some_and(|(_, left)| left == endpoint) => {
                 (self.moved, self.insists) = (Some(now), Some(now + INSISTS));
             }
             (None, Some(_)) => self.use_directly(endpoint, now),
-            // So does what is planned.
+            // The plan follows WireGuard, too.
             (None, None) if self.punched.is_some() => self.punched = Some(endpoint),
             _ => {}
         }
     }
 
-    /// Where the other end may be has changed: it is tried as at the beginning of a silence, unless that has been lately.
+    /// The other end may be somewhere new: it is tried as at the beginning of a silence,
+    /// unless that was lately.
     fn hurry(&mut self, now: Instant) {
         self.first_round =
             self.first_round.filter(|first| now.saturating_duration_since(*first) < HURRIES_AFTER);
     }
 
-    /// For how long bytes have been sent without an answer, if that is significant.
+    /// For how long bytes have been sent without an answer; zero if that is not significant.
     fn silence(&self, seen: &Seen, now: Instant) -> Duration {
         let Some((since, before)) = self.unanswered else { return Duration::ZERO };
         let silence = now.saturating_duration_since(since);
         if !seen.is_fresh() {
             return silence;
         }
-        // What WireGuard has put right since then is not seen yet.
+        // Repairs by WireGuard since then are not seen yet.
         let silence = self.looked.saturating_duration_since(since);
         // Nobody answers a keepalive.
         let keepalives = ATTEMPTS + KEEPALIVE * (silence.as_secs() + 2);
@@ -400,8 +401,8 @@ impl Pair {
         if is_data { silence.saturating_sub(SESSION_LONGER) } else { Duration::ZERO }
     }
 
-    /// Where packets are to go since a moment ago: what the other end has sent by the relay before moves WireGuard's endpoint
-    /// back, and both ends would do so to each other for as long as there is traffic.
+    /// Where packets must go after a recent move: what the other end has sent through the relay before moves
+    /// WireGuard's endpoint back, and both ends would do so to each other for as long as there is traffic.
     fn insists(&self, now: Instant) -> Option<SocketAddr> {
         let to = if self.by.is_some() { self.at } else { self.punched.filter(|_| self.trial.is_some()) };
         to.filter(|_| self.insists.is_some_and(|until| now < until))
@@ -448,7 +449,7 @@ impl Pair {
 
     fn use_directly(&mut self, place: SocketAddr, now: Instant) {
         self.trial = self.by.map(|_| Trial::new(now));
-        // What was never relayed is answered by WireGuard alone: messages may pass where its datagrams do not.
+        // Without a relay, only an answer of WireGuard counts: messages may pass where its datagrams do not.
         if self.by.is_some() {
             self.unanswered = None;
         }
@@ -458,7 +459,7 @@ impl Pair {
         self.keeps = Some(now + LINGERS);
     }
 
-    /// Goes on with a relay that an earlier agent has left in use.
+    /// Takes over a relay that an earlier agent has left in use.
     fn adopt(&mut self, turn: &Turn<'_>, random: &mut impl FnMut() -> u64) {
         let is_free = self.by.is_none() && self.leases.is_empty() && turn.seen.is_fresh();
         let Some((relay, place, endpoint)) = turn.relay_of_endpoint().filter(|_| is_free) else { return };
@@ -466,10 +467,11 @@ impl Pair {
         self.use_relay(relay, endpoint, turn.now);
     }
 
-    /// Leaves all relays because the other end refuses them, also where WireGuard follows what still comes by one.
+    /// Leaves all relays because the other end refuses them, even where WireGuard follows what
+    /// still comes through one.
     fn leave_relays(&mut self, turn: &mut Turn<'_>) {
         let is_by_relay = self.by.is_some() || turn.relay_of_endpoint().is_some();
-        // Its agent answers no tries: nobody finds this place again once it is left.
+        // Its agent answers no tries: nobody finds this endpoint again once it is left.
         let lost = if turn.seen.is_fresh() { SILENT_FOR_GOOD.saturating_sub(SESSION_LONGER) } else { SILENT };
         let is_lost = self.punched.is_some() && self.silence(turn.seen, turn.now) >= lost;
         if (is_by_relay || is_lost)
@@ -482,7 +484,7 @@ impl Pair {
         self.leases.clear();
     }
 
-    /// Holds relays while they are needed, or may be soon.
+    /// Holds leases while relays are needed, or may be soon.
     fn lease(&mut self, turn: &mut Turn<'_>, random: &mut impl FnMut() -> u64) {
         let now = turn.now;
         let is_silent = !turn.seen.is_idle && self.silence(turn.seen, now) >= PREPARE;
@@ -506,7 +508,7 @@ impl Pair {
             {
                 *turn.sequence = sequence;
                 turn.outputs.push(Output::Send { node: relay, to, message });
-                // The whole way, too: the relay's agent may be dead while its kernel relays.
+                // The whole path is tried, too: the relay's agent may be dead while its kernel relays.
                 if let Some(to) = lease.address().filter(|_| in_use) {
                     let message = message_to(Kind::Try, turn.ends, self.nonce, sequence);
                     turn.outputs.push(Output::Send { node: other, to, message });
@@ -515,7 +517,8 @@ impl Pair {
         }
     }
 
-    /// Begins with a relay after silence, leaves one that is of no use, and follows one that gives another port.
+    /// Starts to use a relay after silence, leaves one that is useless, and follows one
+    /// that gives another port.
     fn choose(&mut self, turn: &mut Turn<'_>) {
         let now = turn.now;
         let lease = self.by.and_then(|relay| self.leases.get(relay)).filter(|lease| lease.works(true, now));
@@ -533,8 +536,8 @@ impl Pair {
             Some(relay) => self.leases.fails(relay, now),
             None => is_silent || self.trial.is_some_and(|trial| trial.fails(now)),
         };
-        // It still relays, but not for long: it has taken its offer back, or has stopped being a gateway. Or this end's own
-        // tunnel with it has not worked for three minutes: another one is better.
+        // It still relays, but not for long: it has withdrawn its offer, or is no longer a gateway. Or this
+        // end's own tunnel with it has not worked for three minutes: another relay is better.
         let is_withdrawn = self.by.is_some_and(|relay| !turn.relays.contains_key(&relay));
         if !needs && !is_withdrawn {
             return;
@@ -553,7 +556,7 @@ impl Pair {
         turn.outputs.push(Output::Move { node: turn.ends.1, to });
     }
 
-    /// Tries every place where the other end may be, now and then.
+    /// Tries every place where the other end may be, from time to time.
     fn try_directly(&mut self, turn: &mut Turn<'_>, random: &mut impl FnMut() -> u64) {
         let now = turn.now;
         if self.nonce == 0 {

@@ -1,38 +1,40 @@
-//! Which messages are not recorded ones.
+//! Tells replayed messages from fresh ones.
 
 use std::{collections::BTreeMap, time::Instant};
 
 use super::{NodeId, REORDERED};
 
-/// The latest number heard of each sender, about each node, and when.
+/// The latest number heard from each sender, about each node, and when.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Latest {
     heard: BTreeMap<(NodeId, NodeId), (u64, Instant)>,
-    /// Recorded messages so far.
+    /// Replayed messages so far.
     pub(super) refused: u64,
 }
 
-/// Whether a number is no more than the window behind the latest one.
+/// Whether a number is at most the window behind the latest one.
 pub(super) fn is_recent(sequence: u64, latest: u64) -> bool {
     u128::from(latest.saturating_sub(sequence)) <= REORDERED.as_micros()
 }
 
 impl Latest {
-    /// Takes a message's number; `None`: it is a recorded one. Else whether no later one was heard.
+    /// Takes a message's number; `None`: the message is a replay. Else whether
+    /// no later one was heard.
     pub(super) fn hear(&mut self, of: (NodeId, NodeId), sequence: u64, now: Instant) -> Option<bool> {
         let (latest, heard) = *self.heard.entry(of).or_insert((sequence, now));
         if sequence > latest {
             self.heard.insert(of, (sequence, now));
             return Some(true);
         }
-        // What is not later may only have gone another way, which takes no longer than the window.
+        // An earlier number may only have taken another path, which is slower
+        // by at most the window.
         let is_in_time = now.saturating_duration_since(heard) <= REORDERED;
         let is_taken = is_in_time && is_recent(sequence, latest);
         self.refused += u64::from(!is_taken);
         is_taken.then_some(sequence == latest)
     }
 
-    /// Forgets all other senders.
+    /// Forgets senders that are not known.
     pub(super) fn keep(&mut self, is_known: impl Fn(NodeId) -> bool) {
         self.heard.retain(|(sender, _), _| is_known(*sender));
     }
@@ -52,7 +54,7 @@ mod tests {
         assert_eq!(hear(9_000_000, 0), Some(true));
         assert_eq!((hear(8_000_000, 2), hear(9_000_000, 2)), (Some(false), Some(true)), "by another way");
         assert_eq!((hear(8_000_000, 3), hear(9_000_000, 3)), (None, None));
-        // That it was heard does not make it newer.
+        // Hearing it does not make it newer.
         assert_eq!((hear(9_000_000, 4), hear(9_000_001, 60)), (None, Some(true)));
         assert_eq!(latest.refused, 3);
     }

@@ -1,11 +1,11 @@
-//! What relays mean for the plan of a host.
+//! What relays mean for a host's plan.
 
 use std::{collections::BTreeMap, net::SocketAddr};
 
 use crate::wireguard::key::PublicKey;
 
-/// What the plan of a host depends on because tunnels may go through relays: an input of
-/// [`host_plan`](crate::plan::host_plan), so that nothing has to be changed in a plan afterwards.
+/// What a host's plan depends on because tunnels may go through relays: an input of
+/// [`host_plan`](crate::plan::host_plan), so that no plan has to be changed afterwards.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct RelayInputs {
     /// The programs look for relay messages among what arrives at WireGuard's port.
@@ -14,10 +14,10 @@ pub struct RelayInputs {
     pub endpoints: BTreeMap<PublicKey, EndpointOverride>,
 }
 
-/// What is planned for a peer in place of the endpoint and the roaming that follow from the mesh.
+/// What is planned for a peer instead of the endpoint and the roaming that follow from the mesh.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum EndpointOverride {
-    /// The peer is reached here, at a relay or at the place where its NAT lets packets in, and may roam from there.
+    /// The peer is reached here, at a relay or where its NAT lets packets in, and may roam from there.
     At(SocketAddr),
     /// The device still has a relay as its endpoint, and relays are off: it goes back to the endpoint that follows
     /// from the mesh, and does not roam.

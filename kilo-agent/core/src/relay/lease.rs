@@ -1,4 +1,4 @@
-//! What one end of a pair has of one relay.
+//! One end's lease with one relay.
 
 use std::{
     net::SocketAddr,
@@ -9,46 +9,46 @@ use kilo_common::relay::{BOTH, Kind, Message, is_port};
 
 use super::NodeId;
 
-/// Between two messages to the relay in use, and to one that is to become it.
+/// Interval of messages to the relay in use, and to one that is to become it.
 const OFTEN: Duration = Duration::from_millis(400);
-/// Between two messages to a stand-by relay: they keep the NAT's entry.
+/// Interval of messages to a stand-by relay: they keep the NAT entry alive.
 const SELDOM: Duration = Duration::from_secs(5);
-/// The relay in use is dead after this long without a sign of it.
+/// The relay in use is dead when nothing was heard from it for this long.
 const DEAD: Duration = Duration::from_millis(1300);
-/// A stand-by relay is dead after this long without a sign of it.
+/// A stand-by relay is dead when nothing was heard from it for this long.
 const GONE: Duration = Duration::from_secs(12);
-/// One through which packets do not pass after this long is of no use for now.
+/// A relay through which packets do not pass after this long is useless for now.
 const USELESS: Duration = Duration::from_secs(5);
-/// One that says that packets pass, while they do not, is believed again after this long.
+/// A relay that says that packets pass, while they do not, is believed again after this long.
 const BLACK: Duration = Duration::from_secs(60);
-/// A relay that refuses, or is of no use, is asked again after this.
+/// A relay that refuses, or is useless, is asked again after this long.
 pub(super) const SELDOM_USELESS: Duration = Duration::from_secs(10);
 
-/// A port of a relay that leads to the other end, or the wish for one.
+/// A port of a relay that leads to the other end, or a request for one.
 #[derive(Clone, Debug)]
 pub(super) struct Lease {
-    /// Where the relay's WireGuard is.
+    /// Address and port of the relay's WireGuard.
     place: SocketAddr,
     nonce: u64,
     token: u64,
     /// 0 = none yet.
     port: u16,
-    /// The one that it had given before.
+    /// The port that it gave before.
     before: u16,
     /// Both ends are bound.
     both: bool,
-    /// The last answer was no.
+    /// The last answer was a refusal.
     is_refused: bool,
-    /// When it was asked first, or packets were last known to pass.
+    /// When it was first asked, or packets were last known to pass.
     passed: Instant,
-    /// When the other end was heard through it last.
+    /// When the other end was last heard through it.
     came: Option<Instant>,
     /// When it was found to pass nothing, whatever it says.
     black: Option<Instant>,
     next: Instant,
-    /// Since when there is no sign of it.
+    /// When it was last heard from.
     unheard: Instant,
-    /// Messages since then.
+    /// Messages to it since then.
     asked: u32,
 }
 
@@ -71,23 +71,23 @@ impl Lease {
         }
     }
 
-    /// Of an endpoint that an earlier agent has left.
+    /// A lease for an endpoint that an earlier agent has left.
     pub(super) const fn at(place: SocketAddr, port: u16, nonce: u64, now: Instant) -> Self {
         Self { port, ..Self::new(place, nonce, now) }
     }
 
-    /// Sets where the relay's WireGuard is reached now.
+    /// Sets where the relay's WireGuard is reached.
     pub(super) const fn set_place(&mut self, place: SocketAddr) {
         self.place = place;
     }
 
-    /// Where datagrams for the other end are sent to.
+    /// Where datagrams for the other end are sent; `None`: it has no port yet.
     pub(super) fn address(&self) -> Option<SocketAddr> {
         (self.port != 0).then(|| SocketAddr::new(self.place.ip(), self.port))
     }
 
-    /// Whether this is the port that the relay has given, or the one before: others may be those of ends that are
-    /// behind its NAT, too.
+    /// Whether this is the port that the relay has given, or the one before: other ports may be those
+    /// of ends behind its NAT.
     pub(super) fn is_at(&self, place: SocketAddr) -> bool {
         place.ip() == self.place.ip()
             && is_port(place.port())
@@ -103,8 +103,8 @@ impl Lease {
         self.black.is_some_and(|at| now.saturating_duration_since(at) < BLACK)
     }
 
-    /// WireGuard hears nothing through it, the one in use: if the other end has not answered a try either, it passes
-    /// nothing, although it says that both ends are bound.
+    /// WireGuard hears nothing through it, the relay in use: if the other end has not answered a try either,
+    /// it passes nothing, although it says that both ends are bound.
     pub(super) fn found_unanswered(&mut self, now: Instant) {
         let is_silent = |at: Instant| now.saturating_duration_since(at) >= USELESS;
         if self.came.is_none_or(is_silent) && !self.is_black(now) {
@@ -123,26 +123,26 @@ impl Lease {
         self.asked >= 3 && now.saturating_duration_since(self.unheard) >= patience
     }
 
-    /// Whether it is of no use for now: it is dead, has refused, or packets do not pass although it was asked for
-    /// long enough.
+    /// Whether it is useless for now: it is dead, has refused, or packets do not pass although it was
+    /// asked for long enough.
     pub(super) fn fails(&self, in_use: bool, now: Instant) -> bool {
         let is_useless = self.is_refused || now.saturating_duration_since(self.passed) >= USELESS;
         self.is_dead(in_use, now) || self.is_black(now) || !self.both && is_useless
     }
 
-    /// Whether something was heard of it later than this.
+    /// Whether it was heard from after this time.
     pub(super) fn is_heard_since(&self, then: Instant) -> bool {
         self.unheard > then
     }
 
-    /// The other end asks for it, too: there is news as soon as it is asked again.
+    /// The other end asks for it, too: asking it again brings news.
     pub(super) fn invited(&mut self, now: Instant) {
         if !self.both {
             self.next = self.next.min(now);
         }
     }
 
-    /// The message that is due, and where to; `is_near`: it is in use, or about to be.
+    /// The message that is due, and its destination; `is_near`: the relay is in use, or about to be.
     pub(super) fn ask(
         &mut self,
         (own, other): (NodeId, NodeId),
@@ -170,7 +170,7 @@ impl Lease {
             token: self.token,
             port: self.port,
         };
-        // A relay that has forgotten the port hears nothing there.
+        // A relay that has forgotten the port does not listen there.
         let is_forgotten = self.asked.is_multiple_of(2);
         Some((self.address().filter(|_| !is_forgotten).unwrap_or(self.place), message))
     }
@@ -201,13 +201,13 @@ impl Lease {
         }
     }
 
-    /// Something came through it, from the other end.
+    /// Something came through it from the other end.
     pub(super) const fn passed(&mut self, now: Instant) {
         (self.passed, self.came, self.black) = (now, Some(now), None);
         self.heard(now);
     }
 
-    /// Something was heard of it.
+    /// Something was heard from it.
     const fn heard(&mut self, now: Instant) {
         (self.unheard, self.asked) = (now, 0);
     }

@@ -1,4 +1,4 @@
-//! The relays that one pair holds, and which of them are of no use for now.
+//! The relays that one pair holds, and which of them are useless for now.
 
 use std::{
     collections::BTreeMap,
@@ -12,18 +12,18 @@ use super::{
     rank,
 };
 
-/// Relays that a pair holds: one in use, one that stands by.
+/// Relays that a pair holds: one in use, one as a stand-by.
 const RELAYS: usize = 2;
-/// Most it holds when others invite to more, or some are of no use.
+/// Maximum that it holds when it is invited to more, or some are useless.
 const MOST_RELAYS: usize = 4;
-/// That a relay was of no use is forgotten after this long, where it is not asked any more.
+/// How long a relay that was useless is remembered as such while it is not asked.
 const FORGOTTEN: Duration = Duration::from_secs(300);
 
 /// Relays of one pair.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Leases {
     held: BTreeMap<NodeId, Lease>,
-    /// Since when these are of no use, or have made room: others are asked before them.
+    /// Since when these are useless, or were dropped to make room: others are asked before them.
     failed: BTreeMap<NodeId, Instant>,
 }
 
@@ -32,7 +32,7 @@ impl Leases {
         self.held.is_empty()
     }
 
-    /// None is needed any more.
+    /// Drops all leases: none is needed any more.
     pub(super) fn clear(&mut self) {
         self.held.clear();
     }
@@ -53,31 +53,31 @@ impl Leases {
         self.held.iter_mut().map(|(relay, lease)| (*relay, lease))
     }
 
-    /// The relay one of whose ports this is.
+    /// The relay that has this port.
     pub(super) fn of(&self, place: SocketAddr) -> Option<NodeId> {
         self.held.iter().find(|(_, lease)| lease.is_at(place)).map(|(relay, _)| *relay)
     }
 
-    /// Whether the relay in use is of no use, or not held at all.
+    /// Whether the relay in use is useless, or not held at all.
     pub(super) fn fails(&self, by: NodeId, now: Instant) -> bool {
         self.held.get(&by).is_none_or(|lease| lease.fails(true, now))
     }
 
-    /// The best one, other than the one in use, through which packets pass.
+    /// The best relay, other than the one in use, through which packets pass.
     pub(super) fn best(
         &self,
         (own, other): (NodeId, NodeId),
         by: Option<NodeId>,
         now: Instant,
     ) -> Option<(NodeId, SocketAddr)> {
-        // One that was left is none before something is heard of it, though it counted as a stand-by that works.
+        // A relay that was left counts only once it is heard from again, though it was a stand-by that works.
         let is_useful = |relay: &NodeId| by != Some(*relay) && !self.failed.contains_key(relay);
         let working = self.held.iter().filter(|(relay, lease)| is_useful(relay) && lease.works(false, now));
         let (relay, lease) = working.min_by_key(|(relay, _)| rank(own, other, **relay))?;
         Some((*relay, lease.address()?))
     }
 
-    /// A relay says that the other end asks for this one.
+    /// A relay says that the other end asks for it.
     pub(super) fn invited(&mut self, to: (NodeId, SocketAddr), by: Option<NodeId>, nonce: u64, now: Instant) {
         let (relay, place) = to;
         if let Some(lease) = self.held.get_mut(&relay) {
@@ -87,8 +87,8 @@ impl Leases {
         }
     }
 
-    /// Holds the best ones of those that there are. One that is of no use stays while there is room, because it may
-    /// be of use again, but does not count. Without room they take turns.
+    /// Holds the best of the relays that exist. A useless one stays while there is room, because it may
+    /// recover, but does not count. Without room they take turns.
     pub(super) fn hold(
         &mut self,
         (own, other): (NodeId, NodeId),
@@ -101,11 +101,11 @@ impl Leases {
         let mut best: Vec<NodeId> = relays.keys().copied().filter(|relay| *relay != other).collect();
         best.sort_unstable_by_key(|relay| {
             let failed = self.failed.get(relay).copied();
-            // Those that are held are asked anyway.
+            // Relays that are held are asked anyway.
             (failed.is_some() && self.held.contains_key(relay), failed, rank(own, other, *relay))
         });
         best.truncate(RELAYS);
-        // Of a relay that is gone, another takes the place.
+        // Another relay takes the place of one that is gone.
         let is_there = |relay: &NodeId| by == Some(*relay) || relays.contains_key(relay);
         self.held.retain(|relay, lease| is_there(relay) || !lease.is_dead(false, now));
         for relay in &best {
@@ -122,7 +122,7 @@ impl Leases {
         }
     }
 
-    /// Takes note of what is of no use, and of what is again.
+    /// Records which relays are useless, and which have recovered.
     fn notice(&mut self, by: Option<NodeId>, now: Instant) {
         let (held, failed) = (&self.held, &mut self.failed);
         failed.retain(|relay, since| match held.get(relay) {
@@ -136,8 +136,8 @@ impl Leases {
         }
     }
 
-    /// Makes room for one more, if need be in the place of the one that has been of no use for longest. Returns whether
-    /// there is any.
+    /// Makes room for one more, if need be by dropping the relay that has been useless for longest. Returns
+    /// whether there is room.
     fn make_room(&mut self, keep: &[NodeId], by: Option<NodeId>, now: Instant) -> bool {
         if self.held.len() < MOST_RELAYS {
             return true;
@@ -212,7 +212,7 @@ mod tests {
                 let longest = seconds.windows(2).map(|two| two[1] - two[0]).max();
                 let (last, often) = (seconds.last().copied().unwrap(), seconds.len());
                 assert!(longest <= Some(40) && last >= 560, "{relay} of {count}: {seconds:?}");
-                // Those that refuse are not bothered more often than that.
+                // Relays that refuse are not asked more often than that.
                 assert!(!refuses || works && relay == 1 || often <= 61, "{relay} of {count}: {seconds:?}");
             }
         }

@@ -1,4 +1,4 @@
-//! Who needs a relay, which one, and when a pair of locations is connected directly again; and
+//! Which pair of locations needs a relay, which one, and when the pair is connected directly again; and
 //! what a relay gives to which pair. Pure: time, randomness and addresses are arguments.
 //! docs/design/relay.md says why.
 
@@ -31,44 +31,45 @@ pub use server::{Heard, Server};
 /// A node: [`crate::signal_id::node`] of its key.
 pub type NodeId = u64;
 
-/// After this long without an answer a pair prepares to use a relay; it asks for one.
+/// After this long without an answer a pair prepares to use a relay: it asks for one.
 pub const PREPARE: Duration = Duration::from_secs(8);
-/// After this long it uses one: three attempts of WireGuard, the last one of which has had 3 s.
+/// After this long it uses one: WireGuard has made three attempts, the last of which has had 3 s.
 pub const SILENT: Duration = Duration::from_secs(13);
-/// The same for a session that was established. WireGuard answers data within 10 s, by a keepalive if by nothing else
-/// (`KEEPALIVE_TIMEOUT` of `drivers/net/wireguard/messages.h`), and shakes hands anew after 15 s without an answer.
+/// As [`SILENT`], for an established session. WireGuard answers data within 10 s, if only by a
+/// keepalive (`KEEPALIVE_TIMEOUT` of `drivers/net/wireguard/messages.h`), and shakes hands anew after
+/// 15 s without an answer.
 pub const SILENT_SESSION: Duration = Duration::from_secs(16);
-/// The same where the other end answers no tries, so that a place that is left too early is not found again: what WireGuard
-/// waits before it shakes hands anew, and three attempts.
+/// As [`SILENT_SESSION`], where the other end answers no tries, so that an endpoint that is left too early is
+/// not found again: the time until WireGuard shakes hands anew, and three attempts.
 pub const SILENT_FOR_GOOD: Duration = Duration::from_secs(28);
-/// After this long an end is tried at every place where it might be; that of an established session when a relay is asked
-/// for, because for 10 s it may only have had nothing to answer.
+/// After this long an end is tried at every place where it might be; in an established session that waits
+/// until a relay is asked for, because for 10 s the end may only have had nothing to answer.
 pub const TRY: Duration = Duration::from_secs(3);
-/// After this long of tries without an answer it is tried less often: nothing may answer there for days.
+/// After this long without an answer tries become rare: nothing may answer there for days.
 pub const TRY_SELDOM: Duration = Duration::from_secs(120);
-/// For how long an endpoint that was moved is moved there again: longer than packets of the way before are under way.
+/// For how long a moved endpoint is moved there again: longer than packets on the old path are in flight.
 const INSISTS: Duration = Duration::from_secs(2);
 /// How often a relayed pair is tried directly.
 pub const DIRECT_EVERY: Duration = Duration::from_secs(60);
-/// The longest time between two such tries, where direct ways do not last.
+/// The longest time between two such tries, where direct paths do not last.
 pub const DIRECT_SELDOM: Duration = Duration::from_secs(3600);
-/// A direct way that lasts less counts as one that does not last.
+/// A direct path must last this long to count as one that lasts.
 pub const LASTS: Duration = Duration::from_secs(600);
-/// What WireGuard does not send with any more; a handshake is due before.
+/// WireGuard no longer sends with a session of this age; a handshake is due before.
 pub const FRESH: Duration = Duration::from_secs(180);
 
 /// A replayed message is ignored once a message from the same sender that is this much newer has arrived;
 /// paths reorder less than that. Sequence numbers are microseconds of the sender's clock.
 pub const REORDERED: Duration = Duration::from_secs(2);
-/// A relay keeps its pairs for this long when it stops being a gateway, or its mesh is not known.
+/// How long a relay keeps its pairs when it stops being a gateway, or its mesh is not known.
 pub const RESTS: Duration = Duration::from_secs(30);
 
 /// How two locations are connected.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Way {
-    /// At an endpoint that one of both says it has.
+    /// At an endpoint that one of the two publishes.
     Direct,
-    /// Through the NATs of both, at a place that nobody has published.
+    /// Through the NATs of both, at an endpoint that nobody has published.
     Punched,
     /// Through a relay.
     Relayed(NodeId),
@@ -85,26 +86,27 @@ impl Way {
     }
 }
 
-/// A gateway of another location, as the own device and the mesh show it.
+/// A gateway of another location, as this host's device and the mesh show it.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Seen {
     /// Its id: first 8 bytes of SHA-256 of its public key.
     pub id: NodeId,
-    /// It stands by, and so does this node: nothing but keepalives goes through the tunnel, which is worth no relay.
+    /// It stands by, and so does this node: only keepalives go through the tunnel, which
+    /// are not worth a relay.
     pub is_idle: bool,
-    /// Time since the last handshake; `None` = there was none.
+    /// Time since the last handshake; `None`: there was none.
     pub handshake_age: Option<Duration>,
     /// Bytes sent to it so far, handshake attempts included.
     pub sent: u64,
     /// Bytes received from it so far.
     pub received: u64,
-    /// Where the device sends to.
+    /// The endpoint to which the device sends.
     pub endpoint: Option<SocketAddr>,
-    /// Where it says that it is.
+    /// The endpoint that it publishes.
     pub published: Option<SocketAddr>,
-    /// Where it says that it is besides.
+    /// Further places where it says that it is.
     pub says: Vec<SocketAddr>,
-    /// Everywhere else that it might be reached directly, as others see it.
+    /// Further places where it might be reached directly, as others see it.
     pub places: Vec<SocketAddr>,
     /// It offers to relay.
     pub relays: bool,
@@ -119,7 +121,7 @@ impl Seen {
     }
 }
 
-/// What the agent is to do.
+/// What the agent has to do.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Output {
     /// Send a message from WireGuard's port, with the key shared with this node.
@@ -131,14 +133,14 @@ pub enum Output {
         /// The message to send.
         message: Message,
     },
-    /// Let WireGuard go on sending what is for this node there, if a late packet has moved the endpoint.
+    /// Let WireGuard keep sending packets for this node there, if a late packet has moved the endpoint.
     Keep {
         /// The peer.
         node: NodeId,
         /// Its endpoint, as it was moved.
         to: SocketAddr,
     },
-    /// Let WireGuard send what is for this node there.
+    /// Let WireGuard send packets for this node there.
     Move {
         /// The peer.
         node: NodeId,
@@ -147,7 +149,7 @@ pub enum Output {
     },
 }
 
-/// Order of relays for a pair: the smallest is used. Both ends find the same.
+/// Order of relays for a pair: the smallest is used. Both ends compute the same.
 fn rank(one: NodeId, other: NodeId, relay: NodeId) -> u64 {
     // The finalizer of splitmix64: ids are hashes already, and only need to be mixed.
     let mut mixed = (one ^ other).wrapping_add(relay.rotate_left(17)).wrapping_add(0x9e37_79b9_7f4a_7c15);
@@ -156,7 +158,7 @@ fn rank(one: NodeId, other: NodeId, relay: NodeId) -> u64 {
     mixed ^ (mixed >> 31)
 }
 
-/// An address as map values have it: IPv4 as `::ffff:a.b.c.d`.
+/// An address as map values hold it: IPv4 as `::ffff:a.b.c.d`.
 pub fn mapped(address: IpAddr) -> [u8; 16] {
     match address {
         IpAddr::V4(address) => address.to_ipv6_mapped().octets(),

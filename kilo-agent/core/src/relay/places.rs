@@ -1,4 +1,4 @@
-//! Where relays are: nobody else is there.
+//! Where relays are: no other node is reached at an address and port of theirs.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -17,7 +17,8 @@ use crate::{
 pub struct RelayPlaces(BTreeSet<IpAddr>);
 
 impl RelayPlaces {
-    /// As nodes say, and see each other; `seen` is what the own device sees.
+    /// Addresses that nodes publish, and at which they see each other; `seen` is what
+    /// this host's device sees.
     pub fn of(nodes: &Nodes, seen: &BTreeMap<PublicKey, SocketAddr>) -> Self {
         let (mut found, mut keys) = (BTreeSet::new(), BTreeSet::new());
         for node in nodes.iter().filter(|node| node.relay) {
@@ -63,7 +64,8 @@ mod tests {
         };
         let seen_elsewhere = [(key(1), at("198.51.100.7:40000")), (key(2), at("203.0.113.1:51900"))];
         let other = Node { discovered_endpoints: seen_elsewhere.into(), ..node("y", 2, false) };
-        // Which sees the relay through another one, whose place is not the relay's, and a node that is none.
+        // It sees the relay through another one, whose address is not the relay's, and a
+        // node that is not a relay.
         let through = [(key(1), at("203.0.113.77:51900")), (key(2), at("203.0.113.88:40000"))];
         let third = Node { discovered_endpoints: through.into(), ..node("x", 3, false) };
         let relay = Node {

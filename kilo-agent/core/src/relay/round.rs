@@ -6,9 +6,9 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Places where an end is tried.
+/// Maximum number of places where an end is tried at a time.
 pub(super) const MOST_PLACES: usize = 8;
-/// How long a round lasts, and between two tries of it.
+/// Length of a round, and the interval of its tries.
 pub(super) const LENGTH: Duration = Duration::from_millis(1500);
 const STEP: Duration = Duration::from_millis(200);
 
@@ -16,7 +16,7 @@ const STEP: Duration = Duration::from_millis(200);
 pub(super) struct Round {
     ends: Instant,
     next: Instant,
-    /// Where each try that is not answered yet was sent to, by its number.
+    /// Destination of each unanswered try, by its number.
     sent: BTreeMap<u64, SocketAddr>,
     answers: BTreeMap<SocketAddr, u32>,
 }
@@ -30,7 +30,7 @@ impl Round {
         now >= self.ends
     }
 
-    /// True each 200 ms: then every place is tried once.
+    /// True every 200 ms, when every place is tried once.
     pub(super) fn is_due(&mut self, now: Instant) -> bool {
         let is_due = now >= self.next;
         if is_due {
@@ -39,13 +39,13 @@ impl Round {
         is_due
     }
 
-    /// Takes note of a try.
+    /// Records a try.
     pub(super) fn sent(&mut self, sequence: u64, to: SocketAddr) {
         self.sent.insert(sequence, to);
     }
 
-    /// How many tries this place has answered, with the one of this number; `None` where the answer was carried from elsewhere,
-    /// or carried twice: it says nothing of a way.
+    /// How many tries this place has answered, including the one of this number; `None` where the answer was
+    /// carried from elsewhere, or carried twice: it proves nothing about a path.
     pub(super) fn answered(&mut self, sequence: u64, source: SocketAddr) -> Option<u32> {
         if self.sent.get(&sequence) != Some(&source) {
             return None;
@@ -57,8 +57,9 @@ impl Round {
     }
 }
 
-/// In which order an end is tried at places: `first`, and then a place of each family by turns, from another one with each
-/// round, so that many places of one kind, or one node that names many, do not keep the others from being tried.
+/// The order in which places are tried: `first`, then one place of each family in turn, starting from
+/// another one in each round, so that many places of one kind, or one node that names many, do not keep the
+/// others from being tried.
 pub(super) fn candidates(
     first: impl Iterator<Item = SocketAddr>,
     others: &[SocketAddr],

@@ -11,33 +11,34 @@ use kilo_common::relay::{BOTH, BOUND, FIRST_PORT, Kind, LAST_PORT, Message, Port
 
 use super::{NodeId, Output, RESTS, RelayPlaces, fresh::Latest, mapped};
 
-/// Most pairs at a time: two ports each.
+/// Maximum number of pairs, with two ports each.
 pub const MOST_PAIRS: usize = 500;
-/// Most pairs of one node. For a pair with a stand-by at one end, half of both limits counts, so that places are left for
-/// pairs that carry packets.
+/// Maximum number of pairs per node. For a pair with a stand-by at one end, half of both limits counts, which
+/// leaves room for pairs that carry packets.
 const MOST_OF_A_NODE: usize = 64;
-/// A pair from which nothing was heard, and for which nothing was relayed, is forgotten after this.
+/// A pair from which nothing was heard, and for which nothing was relayed, is forgotten after this long.
 const IDLE: Duration = Duration::from_secs(180);
-/// An end that the own WireGuard does not reach, and from which nothing came for this long, is lost.
+/// An end that this host's WireGuard does not reach, and from which nothing came for this long, is lost.
 const LOST: Duration = Duration::from_secs(30);
-/// The pairs of a node that has left the mesh end after this.
+/// The pairs of a node that has left the mesh end after this long.
 const MISSING: Duration = Duration::from_secs(30);
-/// A pair that an end has not bound this long after it was made is dropped, and made again only for that end for so long.
+/// A pair that an end has not bound this long after it was made is dropped. For `ABSENT`, only that end
+/// can have it made again.
 const NEVER_BOUND: Duration = Duration::from_secs(60);
 const ABSENT: Duration = Duration::from_secs(120);
-/// Between two invitations of one end.
+/// Minimum time between two invitations of one end.
 const INVITES: Duration = Duration::from_millis(300);
-/// Answers to one node, a second.
+/// Answers to one node per second.
 const ANSWERS: u32 = 200;
 
-/// Where a message came from, and where to.
+/// Where a message came from, and where it was sent to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Heard {
     /// Address and port of the sender.
     pub source: SocketAddr,
-    /// Own address that it was sent to.
+    /// Local address that it was sent to.
     pub local: IpAddr,
-    /// Own port that it was sent to.
+    /// Local port that it was sent to.
     pub port: u16,
     /// Interface that it came by.
     pub ifindex: u32,
@@ -49,15 +50,15 @@ pub struct Server {
     pairs: BTreeMap<(NodeId, NodeId), PairState>,
     answers: BTreeMap<NodeId, (Instant, u32)>,
     latest: Latest,
-    /// The number of its last invitation.
+    /// The number of the last invitation.
     sequence: u64,
-    /// Changes of the table so far.
+    /// Number of changes of the table.
     changes: u64,
-    /// Since when it does not relay any more.
+    /// Since when it no longer relays.
     off: Option<Instant>,
     /// Gateways that carry no packets now.
     stand_bys: BTreeSet<NodeId>,
-    /// Pairs that were dropped because one of their ends did not bind its port.
+    /// Pairs that were dropped because an end did not bind its port.
     absent: BTreeMap<(NodeId, NodeId), Absent>,
     /// Where relays are.
     places: Arc<RelayPlaces>,
@@ -68,7 +69,7 @@ pub struct Server {
 struct PairState {
     ends: [End; 2],
     made: Instant,
-    /// When an end was given an answer other than no, or packets have passed.
+    /// When an end was last answered with more than a refusal, or packets last passed.
     used: Instant,
 }
 
@@ -77,19 +78,19 @@ struct End {
     id: NodeId,
     port: u16,
     token: u64,
-    /// The node that got the token.
+    /// Nonce of the node that got the token.
     nonce: u64,
     /// The last number heard with the token.
     sequence: u64,
     bound: Option<Heard>,
     invited: Option<Instant>,
-    /// When something came from it: it asked, or its port has sent something on.
+    /// When something last came from it: it asked, or its port forwarded something.
     came: Instant,
-    /// What its port has sent on by then.
+    /// Packets that its port had forwarded by then.
     packets: u64,
-    /// The last answer was no: what it sends all the same does not keep the pair.
+    /// The last answer was a refusal: what it still sends does not keep the pair.
     is_refused: bool,
-    /// Since when the mesh has no such gateway.
+    /// Since when it is not a gateway of the mesh.
     missing: Option<Instant>,
 }
 
@@ -101,13 +102,13 @@ struct Absent {
     invited: Option<Instant>,
 }
 
-/// Whether an end may be invited that was invited last at this time.
+/// Whether an end that was last invited at `last` may be invited now.
 fn may_invite(last: Option<Instant>, now: Instant) -> bool {
     last.is_none_or(|last| now.saturating_duration_since(last) >= INVITES)
 }
 
-/// Whether an end that WireGuard has at `place` is at this source. Its NAT may have given it another port;
-/// another address may be forged, and packets for this end would go to the host that has it.
+/// Whether this source is the host of an end that WireGuard has at `place`. Its NAT may have given it another
+/// port; another address may be forged, and packets for this end would go to the host that has it.
 fn is_same_host(source: SocketAddr, place: SocketAddr) -> bool {
     source.ip().to_canonical() == place.ip().to_canonical()
 }
@@ -117,7 +118,7 @@ const fn key(one: NodeId, other: NodeId) -> (NodeId, NodeId) {
 }
 
 impl Server {
-    /// Goes on with what an earlier agent has left in the table of ports.
+    /// Takes over the pairs that an earlier agent has left in the table of ports.
     pub fn adopted(ports: &BTreeMap<u16, Port>, now: Instant, random: &mut impl FnMut() -> u64) -> Self {
         let mut server = Self::default();
         let address = |bytes: [u8; 16]| IpAddr::from(bytes).to_canonical();
@@ -143,8 +144,8 @@ impl Server {
         server
     }
 
-    /// Sets whether this node relays now, and whether it may at all. One that may keeps its pairs for a while: it may be
-    /// a gateway or offer again, and who uses it goes over to another relay meanwhile.
+    /// Sets whether this node relays now, and whether it may at all. If it may, it keeps its pairs for a
+    /// while: it may become a gateway or offer again, and its users change to another relay meanwhile.
     pub fn set_relays(&mut self, relays: bool, may_relay: bool, now: Instant) {
         if relays {
             self.off = None;
@@ -156,12 +157,12 @@ impl Server {
         }
     }
 
-    /// Takes which gateways carry no packets now.
+    /// Sets which gateways carry no packets now.
     pub fn see_stand_bys(&mut self, stand_bys: BTreeSet<NodeId>) {
         self.stand_bys = stand_bys;
     }
 
-    /// Takes where relays are: nobody may bind there, because packets would go from relay to relay.
+    /// Sets where relays are: nobody may bind there, or packets would go from relay to relay.
     pub fn see_relays(&mut self, places: Arc<RelayPlaces>) {
         self.places = places;
     }
@@ -171,8 +172,8 @@ impl Server {
         self.pairs.retain(|_, pair| pair.ends.iter().all(|end| !refuses(end.id)));
     }
 
-    /// Ends the pairs one of whose ends the mesh has not had for a while, whatever they send. `is_there` says which
-    /// nodes it has as gateways of other locations.
+    /// Ends pairs with an end that has been missing from the mesh for a while, whatever it sends. `is_there`
+    /// says which nodes are gateways of other locations.
     pub fn end_pairs_without(&mut self, is_there: impl Fn(NodeId) -> bool, now: Instant) {
         for end in self.pairs.values_mut().flat_map(|pair| &mut pair.ends) {
             end.missing = if is_there(end.id) { None } else { end.missing.or(Some(now)) };
@@ -180,7 +181,7 @@ impl Server {
         let is_gone = |end: &End| end.missing.is_some_and(|at| now.saturating_duration_since(at) >= MISSING);
         self.pairs.retain(|_, pair| !pair.ends.iter().any(is_gone));
         let pairs = &self.pairs;
-        // A recorded ASK must not count as the latest of a pair that is kept for a while.
+        // A replayed ASK must not count as the latest of a pair that is kept for a while.
         self.latest.keep(|id| is_there(id) || pairs.keys().any(|(one, other)| [*one, *other].contains(&id)));
     }
 
@@ -194,7 +195,7 @@ impl Server {
         self.changes
     }
 
-    /// Recorded messages that were refused so far.
+    /// Number of replayed messages that were refused so far.
     pub const fn refused(&self) -> u64 {
         self.latest.refused
     }
@@ -204,13 +205,13 @@ impl Server {
         self.pairs.len()
     }
 
-    /// Every port that somebody has.
+    /// Every port that belongs to a pair.
     pub fn taken(&self) -> BTreeSet<u16> {
         self.pairs.values().flat_map(|pair| pair.ends.map(|end| end.port)).collect()
     }
 
-    /// Takes ASK, whose tag was right. `reachable` says where the own WireGuard reaches nodes now: only they
-    /// are answered, and only there; `free` whether a port can be had.
+    /// Handles an ASK whose tag was right. `reachable` says where this host's WireGuard reaches nodes: only
+    /// they are answered, and only there. `free` says whether a port is available.
     pub fn hear(
         &mut self,
         message: &Message,
@@ -224,9 +225,9 @@ impl Server {
         if message.kind != Kind::Ask || from == other || [from, other].contains(&own) {
             return Vec::new();
         }
-        // Recorded ones must not use up what the node itself may ask.
+        // Replays must not use up the number of times that the node itself may ask.
         let Some(is_latest) = self.latest.hear((from, own), message.sequence, now) else { return Vec::new() };
-        // Also one that cannot be answered shows that it has not gone away.
+        // Even one that cannot be answered shows that the end has not gone away.
         if let Some(pair) = self.pairs.get_mut(&key(from, other)) {
             pair.ends_mut(from).0.came = now;
         }
@@ -237,11 +238,11 @@ impl Server {
         let offer = Message { kind: Kind::Offer, flags: 0, sender: own, token: 0, port: 0, ..*message };
         let refuse = vec![Output::Send { node: from, to: place, message: offer }];
         let there = reachable.get(&other).copied();
-        // A pair that there is may carry packets although the relay itself has nothing to say to the other end.
+        // An existing pair may carry packets although the relay itself cannot reach the other end.
         if !self.pairs.contains_key(&key(from, other)) {
             let Some(there) = there else { return refuse };
             if let Some(invites) = self.check_absent(from, other, now) {
-                // It may be there again, and not know yet that somebody asks for it.
+                // It may be back, and not know yet that somebody asks for it.
                 let invite = invites.then(|| self.invite(from, (other, there), &offer));
                 return refuse.into_iter().chain(invite).collect();
             }
@@ -265,7 +266,7 @@ impl Server {
             return refuse;
         }
         if mine.nonce != message.nonce && is_latest {
-            // It has begun anew; what was bound stays until it binds again.
+            // The node has started anew; its binding stays until it binds again.
             (mine.nonce, mine.token) = (message.nonce, random().max(1));
         }
         let binds = heard.port == mine.port
@@ -292,21 +293,21 @@ impl Server {
         outputs
     }
 
-    /// Reports to an end, at the place where WireGuard has it, that `from` asks for it.
+    /// Reports to an end, at its WireGuard endpoint, that `from` asks for it.
     const fn invite(&mut self, from: NodeId, (end, there): (NodeId, SocketAddr), offer: &Message) -> Output {
         self.sequence += 1;
         let message = Message { kind: Kind::Invite, other: from, sequence: self.sequence, ..*offer };
         Output::Send { node: end, to: there, message }
     }
 
-    /// Forgets idle pairs; `ports` is what the table says that each has sent on, and `wall` the time of day in
-    /// microseconds, which need not be right.
+    /// Forgets idle pairs; `ports` says how many packets each port has forwarded, and `wall` is the wall
+    /// clock in microseconds, which need not be right.
     pub fn turn(&mut self, ports: &BTreeMap<u16, Port>, now: Instant, wall: u64) {
         self.sequence = self.sequence.max(wall);
         for pair in self.pairs.values_mut() {
             for end in &mut pair.ends {
                 let packets = ports.get(&end.port).map_or(0, |port| port.packets);
-                // Less of them: the port was written anew.
+                // A smaller count means that the port was written anew.
                 if packets > end.packets {
                     end.came = now;
                     if !end.is_refused {
@@ -321,8 +322,8 @@ impl Server {
         self.answers.retain(|_, (since, _)| now.saturating_duration_since(*since) < Duration::from_secs(2));
     }
 
-    /// Where agents have different `--stand-bys`, one end may ask for another that never asks for it. Such a pair takes two
-    /// ports and keeps the asker from another relay.
+    /// Where agents have different `--stand-bys`, one end may ask for another that never asks for it. Such a
+    /// pair takes two ports and keeps the asker from another relay.
     fn drop_those_never_bound(&mut self, now: Instant) {
         let absent = &mut self.absent;
         absent.retain(|_, absent| now.saturating_duration_since(absent.since) < ABSENT);
@@ -330,7 +331,7 @@ impl Server {
             if now.saturating_duration_since(pair.made) < NEVER_BOUND {
                 return true;
             }
-            // The one that has not even asked, where neither is bound.
+            // Where neither is bound, the one that has not even asked.
             let unbound = pair.ends.iter().filter(|end| end.bound.is_none());
             let Some(end) = unbound.min_by_key(|end| end.nonce != 0) else { return true };
             absent.insert(*ids, Absent { end: end.id, since: now, invited: None });
@@ -338,8 +339,8 @@ impl Server {
         });
     }
 
-    /// Returns `Some` where the pair was dropped because `other` was absent, with whether that one is to be invited now. That end
-    /// itself may have the pair again.
+    /// Returns `Some` where the pair was dropped because `other` was absent: whether to invite that end now.
+    /// The absent end itself may have the pair again.
     fn check_absent(&mut self, from: NodeId, other: NodeId, now: Instant) -> Option<bool> {
         let ids = key(from, other);
         let absent = self.absent.get_mut(&ids)?;
@@ -357,7 +358,7 @@ impl Server {
         Some(invites)
     }
 
-    /// The desired table of ports; each end may send `rate` megabits a second, where that is not zero.
+    /// The desired table of ports; each end may send `rate` megabits per second, unless that is zero.
     pub fn table(&self, rate: u16) -> BTreeMap<u16, Port> {
         let both = |pair: &PairState| {
             let [one, other] = pair.ends;
@@ -377,7 +378,7 @@ impl Server {
         *count <= ANSWERS
     }
 
-    /// Two ports that nobody has.
+    /// Two free ports; `None`: there are none.
     fn ports(
         &self,
         free: &mut impl FnMut(u16) -> bool,
@@ -408,7 +409,7 @@ impl PairState {
 }
 
 impl End {
-    /// That has not bound its port yet.
+    /// An end that has not bound its port yet.
     const fn new((id, port): (NodeId, u16), token: u64, now: Instant) -> Self {
         Self {
             id,

@@ -1,4 +1,4 @@
-//! Where tries of a pair's other end come from.
+//! Where tries from a pair's other end come from.
 
 use std::{
     collections::BTreeSet,
@@ -8,14 +8,14 @@ use std::{
 
 use super::fresh;
 
-/// Most places that are remembered.
+/// Maximum number of places that are remembered.
 const MOST: usize = 4;
-/// A place that no try has come from for this long is forgotten.
+/// A place from which no try has come for this long is forgotten.
 const FORGOTTEN: Duration = Duration::from_secs(180);
-/// Most numbers of tries that are remembered: more than come within the time in which one that is not later counts.
+/// Maximum number of tries whose numbers are remembered: more than come within the reordering window.
 const MOST_NUMBERS: usize = 128;
 
-/// The latest places, and numbers of the tries by which they were found.
+/// The latest places, and the numbers of the tries by which they were found.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Sources {
     places: Vec<(SocketAddr, Instant)>,
@@ -23,8 +23,8 @@ pub(super) struct Sources {
 }
 
 impl Sources {
-    /// A try came from there. One that was heard before, from wherever, says of no place that the other end is there:
-    /// an attacker may have carried it.
+    /// Records a try from this source. A try that was heard before, from wherever, does not prove that the
+    /// other end is there: an attacker may have carried it.
     pub(super) fn heard(&mut self, source: SocketAddr, number: u64, now: Instant) {
         let latest = self.numbers.last().copied().unwrap_or_default().max(number);
         self.numbers.retain(|known| fresh::is_recent(*known, latest));
@@ -44,12 +44,12 @@ impl Sources {
         }
     }
 
-    /// Forgets old ones.
+    /// Forgets places without recent tries.
     pub(super) fn keep(&mut self, now: Instant) {
         self.places.retain(|(_, last)| now.saturating_duration_since(*last) < FORGOTTEN);
     }
 
-    /// In the order in which they were found.
+    /// The places, in the order in which they were found.
     pub(super) fn iter(&self) -> impl Iterator<Item = SocketAddr> {
         self.places.iter().map(|(place, _)| *place)
     }

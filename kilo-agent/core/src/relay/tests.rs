@@ -1,4 +1,4 @@
-//! Pairs in a small world, and what a client and a relay make of single messages.
+//! Pairs in a small world, and how a client and a relay handle single messages.
 
 #![allow(clippy::unwrap_used, clippy::panic, clippy::indexing_slicing, reason = "tests")]
 
@@ -35,7 +35,8 @@ proptest! {
         prop_assert!(took > seconds(10), "WireGuard itself is given time");
         world.run(seconds(5));
         prop_assert!(world.forwarded > 0);
-        // While messages are lost each end may use another one, and packets pass; not for longer.
+        // While messages are lost, each end may use another relay, and
+        // packets pass; not for longer.
         world.drops = 0.0;
         world.run(seconds(20));
         prop_assert_eq!(world.relay(X), world.relay(Y), "both use one relay");
@@ -102,7 +103,7 @@ proptest! {
         world.connects(seconds(20));
         world.run(seconds(5));
         prop_assert_eq!((world.relay(X), world.relay(Y)), (good, good));
-        // One that is mended stands by at the latest after it was asked again.
+        // A mended relay stands by once it was asked again, at the latest.
         world.broken.remove(&two);
         world.run(seconds(12));
         world.broken.insert(good, Broken::Dead);
@@ -118,7 +119,7 @@ proptest! {
         world.connects(seconds(20));
         world.run(seconds(10));
         let first = world.relay(X);
-        // A firewall before it lets its agent answer and nothing else.
+        // A firewall in front of it lets its agent answer, and nothing else.
         world.broken.insert(first, Broken::Closed);
         world.run(SILENT_SESSION + seconds(10));
         world.begin_to_measure();
@@ -196,7 +197,7 @@ proptest! {
             world.servers.entry(relay).or_default();
         }
         world.broken.clear();
-        // The keys of a session that broke have to expire.
+        // The keys of the broken session have to expire.
         world.run(seconds(250));
         world.begin_to_measure();
         world.run(seconds(10));
@@ -332,7 +333,7 @@ fn a_place_that_an_end_without_relays_answered_from_is_left_only_after_wireguard
         }
     }
     assert_eq!(client.endpoints().get(&Y), Some(&(place(Y), false)));
-    // A flow one way, that keepalives alone answer each 10 s: one is lost, and all after 60 s.
+    // A flow one way, answered every 10 s by keepalives alone: one is lost, and all after 60 s.
     let mut left = None;
     for second in 0..120 {
         let answers = [0, 10, 30, 40, 50, 60].iter().filter(|at| second >= **at).count() as u64;
@@ -385,7 +386,7 @@ fn where_nothing_answers_tries_become_rare_and_begin_anew_where_there_is_somethi
     assert!(rounds(false, 77, seconds(3)) >= 1, "it is seen elsewhere");
     let again = rounds(false, 77, seconds(30));
     assert!((9..=11).contains(&again), "{again}");
-    // A node that names ever new places makes nobody send more.
+    // A node that keeps naming new places does not make anybody send more.
     rounds(false, 77, seconds(120));
     let flapping = (0..30).map(|second| rounds(false, 70 + second % 2, seconds(10))).sum::<usize>();
     assert!((9..=11).contains(&flapping), "{flapping}");
@@ -458,7 +459,7 @@ fn a_relay_goes_on_with_a_pair_one_end_of_which_it_has_not_seen_for_long() {
     assert!(world.gap <= seconds(1), "{:?}", world.gap);
     let at = |world: &World, end, other| world.clients[&end].endpoints().get(&other).copied();
     assert_eq!(at(&world, X, Y).map(|(at, relayed)| (at.ip(), relayed)), Some((ip(relay), true)));
-    // One that has forgotten the pair refuses: another is used.
+    // A relay that has forgotten the pair refuses: another one is used.
     world.servers.insert(relay, Server::default());
     world.apart = Vec::new();
     world.broken.insert(relay, Broken::Refuses);
@@ -539,7 +540,7 @@ fn a_new_endpoint_is_tried_within_two_minutes_however_seldom_the_old_one_was() {
     world.connects(seconds(20));
     world.run(seconds(7));
     (world.direct, world.deceives) = (true, true);
-    // Each way that does not last doubles the time to the next try.
+    // Each path that does not last doubles the time to the next try.
     world.run(DIRECT_EVERY * 40);
     world.begin_to_measure();
     (world.deceives, world.is_published) = (false, true);
@@ -580,7 +581,7 @@ fn recorded_messages_change_nothing() {
     assert_eq!(hears(&mut client, message(Kind::Try, Y, X, 9_000_000)), 1);
     assert_eq!(hears(&mut client, message(Kind::Try, Y, X, 7_000_001)), 1, "by another way");
     assert_eq!(hears(&mut client, message(Kind::Try, Y, X, 6_999_999)), 0, "recorded");
-    // Invitations bear the relay's numbers, also where nothing is made of them.
+    // Invitations carry the relay's numbers, even where they are ignored.
     client.see(vec![seen(Y, false), seen(Z[0], true)], false, true, now);
     hears(&mut client, message(Kind::Invite, Z[0], Y, 5_000_000));
     client.see(vec![seen(Y, false), seen(Z[0], true)], true, true, now);

@@ -1,4 +1,4 @@
-//! A direct way that is used instead of a relay, and is not known to work yet.
+//! A direct path that is used instead of a relay, and is not known to work yet.
 
 use std::time::{Duration, Instant};
 
@@ -6,13 +6,13 @@ use super::Seen;
 
 /// Bytes of a keepalive, of which WireGuard sends at most one a second.
 pub(super) const KEEPALIVE: u64 = 32;
-/// A direct way has to be answered this long after something was sent by it, or where nothing is sent at all after
-/// the second of these; what had been sent by the relay before is with the other end after the last.
+/// A direct path must be answered within `ANSWERED` of something sent on it, or within `ANSWERED_IDLE` if
+/// nothing is sent at all. After `IN_FLIGHT`, whatever was sent through the relay before has arrived.
 const ANSWERED: Duration = Duration::from_secs(5);
 const ANSWERED_IDLE: Duration = Duration::from_secs(45);
 const IN_FLIGHT: Duration = super::INSISTS;
 
-/// When it began, and what was sent by it.
+/// When a trial began, and what has been sent in it.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Trial {
     since: Instant,
@@ -27,7 +27,8 @@ impl Trial {
         Self { since: now, base: None, asked: None }
     }
 
-    /// With what the device shows now, and whether its endpoint is a relay's; `None`: the way was answered.
+    /// Goes on with what the device shows now; `is_relayed`: its endpoint is a relay's. `None`:
+    /// the path was answered.
     pub(super) fn goes_on(mut self, seen: &Seen, is_relayed: bool, now: Instant) -> Option<Self> {
         let Some((sent, received)) = self.base else {
             if now.saturating_duration_since(self.since) >= IN_FLIGHT {

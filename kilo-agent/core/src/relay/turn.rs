@@ -1,4 +1,4 @@
-//! What a pair has in its turn: what it sees, and what it wants done.
+//! What a pair works with in its turn: what it sees, and what it wants done.
 
 use std::{collections::BTreeMap, net::SocketAddr, time::Instant};
 
@@ -22,10 +22,12 @@ impl Turn<'_> {
         *self.sequence
     }
 
-    /// The relay one of whose ports the device sends to, where it is, and that port.
+    /// The relay to one of whose ports the device sends, where that
+    /// relay is, and the port.
     pub(super) fn relay_of_endpoint(&self) -> Option<(NodeId, SocketAddr, SocketAddr)> {
         let endpoint = self.seen.endpoint.filter(|at| is_port(at.port()))?;
-        // It may be behind the relay's NAT, and have one of these ports there.
+        // The other end may be behind the relay's NAT, and have
+        // one of these ports there.
         if self.seen.published == Some(endpoint) || self.seen.places.contains(&endpoint) {
             return None;
         }

@@ -1,5 +1,6 @@
-//! Who carries a location's packets, which may be another node than Kilo's rule chooses (`leader.rs`): by term, for
-//! the location and for each member. It follows from CLAIMs and annotations, and is the same for every node that plans.
+//! Who carries a location's packets, which may be another node than Kilo's rule chooses (`leader.rs`): by
+//! term, for the location and for each member. It follows from CLAIMs and annotations, and every node that
+//! plans computes the same.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -14,10 +15,10 @@ use crate::{signal_id, wireguard::key::PublicKey};
 /// First 8 bytes of SHA-256 of a node's public key.
 pub type NodeId = u64;
 
-/// One location, as far as anything was claimed or annotated.
+/// What was claimed or annotated for one location.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ActingLocation {
-    /// The acting leader: it carries prefixes that belong to no single member.
+    /// The acting leader: it carries the shared prefixes.
     pub leader: Option<(Term, NodeId)>,
     /// Term and gateway of each member that has reported which gateway it uses.
     pub members: BTreeMap<NodeId, (Term, NodeId)>,
@@ -28,7 +29,7 @@ pub struct ActingLocation {
 pub struct Acting {
     /// What is known of each location, by its id.
     pub locations: BTreeMap<u64, ActingLocation>,
-    /// Members of the own location that this node leads.
+    /// Members of this location that this node leads.
     pub led: BTreeSet<NodeId>,
 }
 
@@ -41,17 +42,18 @@ pub struct Gateways {
     pub ids: Vec<NodeId>,
     /// Index in `order` of the acting leader.
     pub acting: usize,
-    /// The term in which it does; [`Term::NONE`]: it is Kilo's choice.
+    /// The term in which it acts; [`Term::NONE`]: it is Kilo's choice.
     pub term: Term,
-    /// Several active leaders, and which of them each member is to use; `None`: one leads all.
+    /// Several active leaders, and which one each member is to use; `None`: one leads all.
     pub homes: Option<Homes>,
     /// The acting leader is outside the set that Kilo's order and `--stand-bys` predict.
     pub is_unforeseen: bool,
 }
 
 impl Segment {
-    /// The leader, and the next `stand_bys` capable nodes in Kilo's order. Where several active leaders are asked for,
-    /// as many as those, and annotated nodes: they may have members still, or be active again in a moment.
+    /// The leader, and the next `stand_bys` capable nodes in Kilo's order. Where several active
+    /// leaders are asked for, at least as many, and annotated nodes: they may still have members, or
+    /// be active again in a moment.
     pub fn gateways(&self, stand_bys: usize) -> Vec<usize> {
         let leaders = self.members.iter().filter_map(|member| member.node.leaders).max().unwrap_or(1);
         let stand_bys = stand_bys.max(leaders.min(MOST_LEADERS).saturating_sub(1));
@@ -71,8 +73,8 @@ impl Segment {
         std::iter::once(self.leader).chain(next.map(|(_, index)| *index)).collect()
     }
 
-    /// Members whose private address is marked as led by this node: what an agent before this one has left in
-    /// the data path.
+    /// Members whose private address is marked as led by this node: an earlier agent has left the
+    /// marks in the data path.
     pub fn led(&self, is_marked: impl Fn(IpAddr) -> bool) -> BTreeSet<NodeId> {
         let marked = self.members.iter().filter(|member| member.private_ip().is_some_and(&is_marked));
         marked.filter_map(|member| Some(signal_id::node(&member.node.key?))).collect()
@@ -98,8 +100,8 @@ impl Acting {
         self.gateways_with(segment, stand_bys, None)
     }
 
-    /// The same where a location may have several active leaders: those first, then who leads until it
-    /// has gone, then stand-bys.
+    /// As [`Self::gateways`], where a location may have several active leaders: those come first, then
+    /// leaders that are about to go, then stand-bys.
     pub fn gateways_with(&self, segment: &Segment, stand_bys: usize, homes: Option<Homes>) -> Gateways {
         let is_capable = segment.is_capable();
         let homes = homes.filter(|_| is_capable);
@@ -119,7 +121,7 @@ impl Acting {
             let term = Term::from_bits(member.node.leading?);
             Some((term, id(index)))
         });
-        // The acting leader stays, although others would come first by now.
+        // The acting leader stays, even if others would come first by now.
         let place = |(_, gateway): &(Term, NodeId)| {
             let capable = |index: &usize| is_capable && segment.members[*index].node.is_capable();
             let at = ids.iter().position(|id| id == gateway).map(|at| order[at]);
@@ -150,7 +152,7 @@ impl Acting {
         !self.led.is_empty() && self.led.contains(&signal_id::node(member))
     }
 
-    /// What was claimed of a location.
+    /// What was claimed for a location; `None`: nothing.
     pub fn of(&self, segment: &Segment) -> Option<&ActingLocation> {
         if self.locations.is_empty() {
             return None;
@@ -174,24 +176,25 @@ fn latest(heard: Option<(Term, NodeId)>, mut said: Vec<(Term, NodeId)>) -> Optio
     None
 }
 
-/// The term of a leader that Kilo's rule no longer names, and that has had no time yet to hand
-/// leadership over. Real ones are later, for they count from one above 16 bits.
+/// The term of a leader that Kilo's rule no longer names, and that has not had time yet to hand leadership
+/// over. Real terms are later, since they count from one above 16 bits.
 pub const REPLACED_LEADER_TERM: Term = Term::from_bits(3);
 
 impl Gateways {
-    /// Whether the acting leader acts in no term: it has led by Kilo's rule until now.
+    /// Whether the acting leader acts in no real term: it has led by Kilo's rule until now.
     pub fn stays(&self) -> bool {
         self.term > Term::NONE && self.term.count() == 0
     }
 
-    /// Index in `order` of the gateway a member uses, as far as it has reported that itself.
+    /// Index in `order` of the gateway that a member has reported to use; without a
+    /// report, of the acting leader.
     pub fn of_member(&self, location: Option<&ActingLocation>, member: NodeId) -> usize {
         let said = location.and_then(|location| location.members.get(&member));
         let said = said.filter(|(term, _)| *term > Term::NONE);
         said.and_then(|(_, id)| self.ids.iter().position(|gateway| gateway == id)).unwrap_or(self.acting)
     }
 
-    /// Index in `order` of the gateway that has a prefix: of this member, or of the location as a whole.
+    /// Index in `order` of the gateway that carries a prefix of this member, or of the location as a whole.
     pub(crate) fn of_prefix(
         &self,
         segment: &Segment,
@@ -283,7 +286,8 @@ mod tests {
         assert_eq!(gateways.acting, 0, "a later one was heard");
         let of = acting.of(&segment(&nodes));
         assert_eq!((gateways.of_member(of, id('a')), gateways.of_member(of, id('b'))), (0, 1));
-        // Somebody annotates a count near its end, while signals have said one, and when nobody has heard any.
+        // Somebody annotates a count near its maximum: after signals have announced one, and
+        // when nobody has heard any.
         nodes[0].leading = Some(u64::MAX);
         assert_eq!(acting.gateways(&segment(&nodes), 2).term, first.next(id('a')), "heard");
         let nobody = Acting::default().gateways(&segment(&nodes), 2);

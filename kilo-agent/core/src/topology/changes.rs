@@ -1,4 +1,4 @@
-//! What differs between two moments of the mesh that its operator should know.
+//! Differences between two moments of the mesh that its operator should know about.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -16,14 +16,14 @@ use super::{
 };
 use crate::objects::Snapshot;
 
-/// The mesh at one moment, and the objects it was made of.
+/// The mesh at one moment, and the objects it was computed from.
 #[derive(Clone, Copy, Debug)]
 pub struct Moment<'a> {
     /// Locations and peers.
     pub mesh: &'a Mesh,
     /// Nodes and peers, in the mesh or not.
     pub snapshot: &'a Snapshot,
-    /// This node as it is now, which its object may not say yet.
+    /// This node as it is now; its object may lag behind.
     pub own: Option<&'a Node>,
 }
 
@@ -202,12 +202,12 @@ impl Role {
     }
 }
 
-/// The node that speaks for those that cannot: the leader of the first location. All agents name the same.
+/// The node that reports for those that cannot: the leader of the first location. All agents choose the same.
 pub fn speaker(mesh: &Mesh) -> Option<&str> {
     Some(mesh.segments.first()?.leading()?.name())
 }
 
-/// What differs, as the node `own` sees it. Locations that are the same in memory are not read.
+/// The differences as the node `own` sees them. Locations that are the same in memory are not read.
 pub fn changes(before: Moment<'_>, now: Moment<'_>, own: &str) -> Vec<Change> {
     let mut changes = Vec::new();
     let mut left = BTreeMap::new();
@@ -247,7 +247,7 @@ pub fn changes(before: Moment<'_>, now: Moment<'_>, own: &str) -> Vec<Change> {
     changes
 }
 
-/// Segments of both, by location.
+/// The segments of both, paired by location.
 fn paired<'a>(
     before: &'a [Arc<Segment>],
     now: &'a [Arc<Segment>],
@@ -266,7 +266,7 @@ fn paired<'a>(
     })
 }
 
-/// A location that is a node on its own changes with that node, which is reported of the node.
+/// A location that is a single node changes with that node, and is reported as that node's change.
 fn of_location(old: Option<&Arc<Segment>>, new: Option<&Arc<Segment>>, now: Moment<'_>) -> Option<Change> {
     let location = old.or(new)?.location.clone();
     if location.starts_with("node:") {
@@ -313,13 +313,14 @@ fn absence(node: &str, location: &str, now: Moment<'_>) -> Absence {
     if moved { Absence::Moved } else { Absence::Silent }
 }
 
-/// Why a node that is known is not in the mesh; `None`: it is, or the node is unknown.
+/// Why a node that is known is not in the mesh; `None`: it is in the mesh, or unknown.
 pub fn why_out(node: &str, now: Moment<'_>) -> Option<Absence> {
     let known = now.own.is_some_and(|own| own.name == node) || now.snapshot.nodes.contains(node);
     (known && now.mesh.find(node).is_none()).then(|| absence(node, "", now))
 }
 
-/// What a node is in the mesh, or why it is not. It names nobody else: a new leader is not news of each member.
+/// A node's role in the mesh, or why it has none. Names nobody else: a new leader is not
+/// news about each member.
 pub fn state(node: &str, now: Moment<'_>) -> String {
     match (Role::of(now.mesh, node), why_out(node, now)) {
         (Role::Leader { location }, _) => format!("leader of {location}"),

@@ -1,5 +1,5 @@
-//! What nodes had a moment ago. Other nodes may still send there, because they learn of a
-//! change later, and this host's own connections are open: none of it may leave in clear now.
+//! What nodes had until a moment ago. Other nodes may still send there, because they learn of a change later,
+//! and this host may have open connections: none of these packets may leave in clear.
 
 use std::{
     collections::BTreeMap,
@@ -12,48 +12,50 @@ use ipnet::IpNet;
 
 use super::Node;
 
-/// Longer than any agent takes to learn of a change, and hosts' connections try again at once.
+/// Longer than any agent takes to learn of a change; hosts' connections try again at once.
 pub(super) const KEPT: Duration = Duration::from_secs(60);
-/// Connections of pods to pods of a node that is gone are tried for longer: TCP gives up after 15 minutes
-/// (`tcp_retries2`). Nobody but the next node has a reason to use such a pod CIDR.
+/// Pods try their connections to pods of a lost node for longer: TCP gives up after 15 minutes
+/// (`tcp_retries2`). Only the node that gets such a pod CIDR next has a reason to use it.
 const PODS_KEPT: Duration = Duration::from_secs(20 * 60);
 
 /// Nodes as they were.
 #[derive(Debug, Default)]
 pub(super) struct Former {
-    /// Those without an object, and since when: one that had other pod CIDRs each time it left is there each time.
+    /// Nodes without an object, and since when: one that had other pod CIDRs each time it left
+    /// is listed once for each.
     gone: BTreeMap<(String, Vec<IpNet>), (Arc<Node>, Instant)>,
-    /// Those that have lost their private address, and have no other: its interface is down.
+    /// Nodes that have lost their private address and have no other: its interface is down.
     without: BTreeMap<String, Arc<Node>>,
-    /// What an earlier agent of this host knew, until the first nodes are seen.
+    /// Nodes that an earlier agent of this host knew, until the first nodes are seen.
     remembered: BTreeMap<String, Arc<Node>>,
 }
 
 impl Former {
-    /// Nodes as an earlier agent of this host knew them: what they have lost since counts as lost.
+    /// Adds nodes as an earlier agent of this host knew them: what they have lost since counts as lost.
     pub fn remember(&mut self, nodes: impl IntoIterator<Item = Arc<Node>>) {
         self.remembered.extend(nodes.into_iter().map(|node| (node.name.clone(), node)));
     }
 
-    /// A node is seen for the first time.
+    /// Records that a node is seen for the first time.
     pub fn first_seen(&mut self, node: &Node, now: Instant) {
         if let Some(before) = self.remembered.remove(&node.name) {
             self.changed(&before, node, now);
         }
     }
 
-    /// All nodes there are have been seen: others that were remembered have gone.
+    /// Records that all existing nodes have been seen: other remembered ones have gone.
     pub fn all_seen(&mut self, now: Instant) {
         for (_, node) in std::mem::take(&mut self.remembered) {
             self.gone(node, now);
         }
     }
 
-    /// A node's object is not there any more.
+    /// Records that a node's object is gone.
     pub fn gone(&mut self, node: Arc<Node>, now: Instant) {
         let node = self.without.remove(&node.name).unwrap_or(node);
         let entry = self.gone.entry((node.name.clone(), node.pod_cidrs.clone()));
-        // One without a key had left the mesh before its object went: what it had there counts, and since then.
+        // A node without a key had left the mesh before its object went: what it had there
+        // counts, from that time on.
         if node.key.is_some() {
             entry.insert_entry((node, now));
         } else {
@@ -61,7 +63,8 @@ impl Former {
         }
     }
 
-    /// A node's description has changed. One that has no key any more has left the mesh, though its object stays.
+    /// Records that a node's description has changed. One that has lost its key has left the mesh,
+    /// though its object stays.
     pub fn changed(&mut self, before: &Arc<Node>, node: &Node, now: Instant) {
         if before.key.is_some() && node.key.is_none() {
             self.gone(Arc::clone(before), now);
@@ -79,13 +82,13 @@ impl Former {
         self.without.values()
     }
 
-    /// Those of a moment ago; forgets those that are gone for long.
+    /// Nodes that left a moment ago; forgets those that have been gone for long.
     pub fn nodes(&mut self, now: Instant) -> impl Iterator<Item = &Arc<Node>> {
         self.gone.retain(|_, (_, since)| now.saturating_duration_since(*since) < PODS_KEPT);
         self.gone_for(now, Duration::ZERO..KEPT).chain(self.without.values())
     }
 
-    /// Those that are gone for longer, whose pods others may still try to reach.
+    /// Nodes that have been gone for longer, whose pods others may still try to reach.
     pub fn gone_before(&self, now: Instant) -> impl Iterator<Item = &Arc<Node>> {
         self.gone_for(now, KEPT..PODS_KEPT)
     }
@@ -180,7 +183,7 @@ mod tests {
             start,
         );
         assert!(held(&mut former).is_empty());
-        // It leaves without: what it had counts.
+        // It leaves without an address: the one it had counts.
         former.changed(&with, &without, start);
         former.gone(without, long);
         assert_eq!(held(&mut former), ["10.1.0.1/24"]);

@@ -1,5 +1,5 @@
 //! WireGuard addresses that no location has any more. Other nodes may still send there until they
-//! learn of it, and this host would send on by its default route what comes for one of them.
+//! learn of it, and this host would forward such packets by its default route.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -10,14 +10,14 @@ use std::{
 
 use super::{Mesh, Segment, former::KEPT};
 
-/// Addresses that were freed a minute ago at most.
+/// Addresses that were freed at most a minute ago.
 #[derive(Debug, Default)]
 pub struct FreedAddresses {
     since: BTreeMap<IpAddr, Instant>,
 }
 
 impl FreedAddresses {
-    /// Takes what the mesh before had and this one does not, and returns all that is kept, sorted.
+    /// Adds what `before` had and `mesh` does not, and returns all that is kept, sorted.
     pub fn after(&mut self, before: &Mesh, mesh: &Mesh, now: Instant) -> Vec<IpAddr> {
         let same = |(one, other): (&Arc<Segment>, &Arc<Segment>)| Arc::ptr_eq(one, other);
         let is_same = before.segments.len() == mesh.segments.len()
@@ -45,7 +45,7 @@ mod tests {
     use super::*;
     use crate::{settings::Granularity, topology::Node, wireguard::key::PublicKey};
 
-    /// A mesh of so many locations with a node each.
+    /// A mesh of so many locations with one node each.
     fn mesh(locations: u8) -> Mesh {
         let nodes: Vec<_> = (1..=locations)
             .map(|n| Node {

@@ -5,7 +5,7 @@ use std::{collections::BTreeMap, fmt::Write as _, sync::Arc};
 use super::{Member, Mesh, Segment};
 
 /// How tunnels between leaders are connected, by the names of both nodes: `punched`, or `relayed by` a node.
-/// Those that are direct, or of which nothing is known, are not there.
+/// Tunnels that are direct, or of which nothing is known, are absent.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Ways(BTreeMap<[String; 2], String>);
 
@@ -25,19 +25,19 @@ impl FromIterator<([String; 2], String)> for Ways {
     }
 }
 
-/// What is said of a tunnel's way (`direct`, `punched`, `relayed`), and of the node that relays.
+/// The text for a tunnel's way (`direct`, `punched`, `relayed`) and the node that relays.
 pub fn way_text(way: &str, by: Option<&str>) -> String {
     by.map_or_else(|| way.to_owned(), |by| format!("{way} by {by}"))
 }
 
-/// The same for both directions.
+/// A key that is the same for both directions.
 fn pair(mut ends: [String; 2]) -> [String; 2] {
     ends.sort();
     ends
 }
 
-/// DOT: one dashed cluster a location, its leader joined to its members, the
-/// leaders to each other, peers to every leader. `ways` are written beside the lines between leaders.
+/// DOT: one dashed cluster per location; edges join its leader to its members, leaders to each other, and
+/// peers to every leader. `ways` label the edges between leaders.
 pub fn dot(mesh: &Mesh, ways: &Ways) -> String {
     let mut text = String::new();
     write(mesh, ways, &mut text).map_or_else(|_| String::new(), |()| text)
@@ -48,7 +48,7 @@ fn write(mesh: &Mesh, ways: &Ways, out: &mut String) -> std::fmt::Result {
     writeln!(out, "\tlabel={};", quote(&mesh.subnet.to_string()))?;
     writeln!(out, "\tlabelloc=t;\n\toutputorder=nodesfirst;\n\toverlap=false;")?;
     let leader = |segment: &Segment| quote(segment.leading().map_or("", Member::name));
-    // Of several active leaders each stands before the nodes that are to use it.
+    // Each of several active leaders is joined to the nodes that are to use it.
     let used = mesh.gateways_in_use();
     for segment in &mesh.segments {
         for (index, member) in segment.members.iter().enumerate() {
@@ -106,7 +106,8 @@ fn write_segment(segment: &Segment, used: &BTreeMap<&str, &str>, out: &mut Strin
     writeln!(out, "\t}}")
 }
 
-/// Name of the node whose tunnels are those of a location, by its index: the line is Kilo's leader's all the same.
+/// Name of the node that has the tunnels of a location, by its index: the line is drawn to
+/// Kilo's leader all the same.
 pub fn acting(mesh: &Mesh, location: usize) -> &str {
     let gateways = mesh.gateways_of(location);
     let acting = gateways.order.get(gateways.acting).copied();
@@ -114,7 +115,7 @@ pub fn acting(mesh: &Mesh, location: usize) -> &str {
     member.map_or("", Member::name)
 }
 
-/// What a line that is not direct has besides.
+/// Further attributes of an edge that is not direct.
 fn style(way: &str) -> String {
     let dotted = if way.starts_with("relayed") { ", style=dotted" } else { "" };
     format!(", label={}{dotted}", quote(way))

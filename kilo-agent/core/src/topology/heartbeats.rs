@@ -3,18 +3,19 @@
 use super::{Known, Mesh, Node};
 use crate::settings::Granularity;
 
-/// Seconds between two heartbeats where anybody may decide by them who is alive: Kilo's own.
+/// Seconds between two heartbeats where anybody may judge by them who is alive: Kilo's own interval.
 pub const OFTEN: u16 = 30;
-/// Seconds between two where probes and WireGuard show who is alive.
+/// Seconds between two heartbeats where probes and WireGuard show who is alive.
 pub const SELDOM: u16 = 300;
 
-/// Seconds until the own heartbeat is to be renewed. `may_rest`: this agent is configured to rely on something else than
-/// heartbeats (`--failover=auto`, `--slices=auto`) and writes no slices; without, it is [`OFTEN`] whatever others do.
+/// Seconds until this node's heartbeat is to be renewed. `may_rest`: this agent is configured to rely on
+/// something other than heartbeats (`--failover=auto`, `--slices=auto`) and writes no slices; without that,
+/// it is [`OFTEN`] whatever others do.
 ///
-/// Kilo's own agents take a node for dead after 60 s: one of them anywhere, and all are renewed every 30 s, as they
-/// are while any node lacks failover. Leaders that others could succeed renew theirs as often in any case, so that
-/// they are declared dead in a minute even when failover has failed. A node takes part in this by its object, whether it
-/// lives or not; one without heartbeat, or with `last-seen` 0, does not count.
+/// Kilo's own agents take a node for dead after 60 s: with one of them anywhere, all heartbeats are renewed
+/// every 30 s, as they are while any node lacks failover. Leaders that others could succeed always renew
+/// theirs that often, so that they are declared dead in a minute even when failover has failed. A node counts
+/// by its object, alive or not; one without a heartbeat, or with `last-seen` 0, does not.
 pub fn seconds<'a>(
     mut nodes: impl Iterator<Item = Known<'a>>,
     own: &str,
@@ -32,12 +33,13 @@ pub fn seconds<'a>(
     if !may_rest || nodes.any(is_needed) || leads_others() { OFTEN } else { SELDOM }
 }
 
-/// The node's agent knows failover, or there is nobody to fail over to.
+/// Whether the node's agent knows failover, or has nobody to fail over to.
 fn fails_over(node: &Node) -> bool {
     node.signal || node.internal_ip.is_none() || node.granularity == Some(Granularity::Full)
 }
 
-/// The node's agent is Kilo's own, or one of ours from before promises; one that has never run is neither.
+/// Whether the node's agent is Kilo's own, or one of ours from before promises; one that
+/// has never run is neither.
 pub fn is_foreign(known: Known<'_>) -> bool {
     known.last_seen != 0 && known.key.is_some() && known.heartbeat.is_none()
 }

@@ -1,5 +1,5 @@
-//! Several active leaders of one location: which nodes they are, and which of them each node uses. Pure:
-//! every agent that sees the same nodes says the same.
+//! Several active leaders of one location: which nodes they are, and which one each node uses. Pure: every
+//! agent that sees the same nodes computes the same.
 
 mod shares;
 
@@ -8,12 +8,12 @@ use std::collections::BTreeSet;
 use super::{Node, Segment, leader};
 use shares::Places;
 
-/// Active leaders of a location and who uses which; indexes are of [`Segment::members`].
+/// Active leaders of a location and who uses which, as indexes of [`Segment::members`].
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Homes {
-    /// Those that can lead, Kilo's leader first where it can.
+    /// Nodes that can lead, Kilo's leader first if it can.
     pub active: Vec<usize>,
-    /// Nodes that were chosen and are about to go: they lead until nobody uses them any more.
+    /// Chosen nodes that are about to go: they lead until nobody uses them any more.
     pub leaving: Vec<usize>,
     /// Nodes that can take over, each from the active leader it uses.
     pub stand_bys: Vec<usize>,
@@ -34,11 +34,12 @@ impl Candidate<'_> {
     }
 }
 
-/// Most active leaders of a location, however many nodes are annotated: each says HELLO to each.
+/// Maximum number of active leaders of a location, however many nodes are annotated:
+/// each sends HELLO to each.
 pub(super) const MOST_LEADERS: usize = 8;
 
 impl Segment {
-    /// How many active leaders its nodes are configured with: the least that any of them says.
+    /// How many active leaders its nodes ask for: the least that any of them says.
     fn leaders_asked(&self) -> usize {
         self.members.iter().map(|member| member.node.leaders.unwrap_or(1)).min().unwrap_or(1)
     }
@@ -63,17 +64,17 @@ impl Segment {
         (chosen, rest)
     }
 
-    /// Its active leaders; `None`: it has one. `lost`: nodes of it that are known and take no part, whose
-    /// places stay theirs. All nodes of the mesh have to know several ([`Node::leaders`]).
+    /// Its active leaders; `None`: it has one. `lost`: its nodes that are known but take no part, whose
+    /// places stay theirs. All nodes of the mesh must know several active leaders ([`Node::leaders`]).
     pub fn homes(&self, lost: &[&Node], stand_bys: usize) -> Option<Homes> {
         let wanted = self.leaders_asked();
-        // The first have their places, whether they are there or not.
+        // The chosen ones have their places, whether they are there or not.
         let (chosen, mut rest) = self.chosen(lost, wanted);
         rest.retain(|candidate| candidate.member.is_some());
         let mut active: Vec<_> = chosen.iter().filter(|it| it.can_lead()).collect();
         let leaving: Vec<usize> =
             chosen.iter().filter(|it| !it.can_lead()).filter_map(|it| it.member).collect();
-        // Of annotated nodes one is enough; when all are about to go, the next one leads.
+        // One annotated node is enough; when all are about to go, the next node leads.
         let is_annotated = chosen.iter().any(|it| it.node.gateway);
         let wanted = if is_annotated { 1 } else { wanted };
         let missing = wanted.saturating_sub(active.len());
@@ -84,15 +85,15 @@ impl Segment {
             return None;
         }
         let is_promoted = |it: &Candidate<'_>| promoted.iter().any(|one| one.node.name == it.node.name);
-        // By Kilo's rule for nodes, and not by who leads now: a place stays what it is.
+        // By Kilo's rule for nodes, not by who leads now, so that places do not change.
         let mut of_places: Vec<_> = chosen.iter().collect();
         of_places.sort_by_key(|it| (leader::rank(it.node), it.node.name.as_str()));
         let places = Places {
             chosen: of_places.into_iter().map(|it| (it.node.name.as_str(), it.can_lead())).collect(),
             promoted: promoted.iter().map(|it| it.node.name.as_str()).collect(),
         };
-        // Each place has a share of those that could lead, and of the others. Neither depends on who can lead now, nor
-        // on `stand_bys`, which agents may know differently.
+        // Each place has a share of those that could lead, and of the others. Neither depends on who can lead
+        // now, nor on `stand_bys`, which may differ between agents.
         let among = |candidates: &[Candidate<'_>]| {
             let mut among = vec![false; self.members.len()];
             candidates.iter().filter_map(|it| it.member).for_each(|at| among[at] = true);
@@ -108,7 +109,7 @@ impl Segment {
             let home = active.iter().find(|at| self.members[**at].name() == places.name(place));
             of[at] = home.copied().unwrap_or(self.leader);
         };
-        // A gateway was one of those that could lead before it was chosen.
+        // A gateway was among those that could lead before it was chosen.
         let gateways = places.gateways();
         for (group, beside) in [(capable, &gateways[..]), (others, &[][..])] {
             let members: Vec<&str> = group.iter().map(|at| self.members[*at].name()).collect();
@@ -119,7 +120,7 @@ impl Segment {
         for at in &leaving {
             uses(*at, places.least(self.members[*at].name(), &mut load));
         }
-        // Those that are not there count, too: others do not change their places for that.
+        // Absent ones count, too, so that others do not change their places because of them.
         let count = if stand_bys == 0 { 0 } else { stand_bys.max(chosen.len()) };
         let next: Vec<usize> =
             rest.iter().filter(|it| it.can_lead() && !is_promoted(it)).filter_map(|it| it.member).collect();
@@ -128,8 +129,8 @@ impl Segment {
     }
 }
 
-/// So many of `next` as stand-bys, in their order: of each active leader the first that uses it, which watches it, and
-/// then the next ones. `of`: the active leader each uses.
+/// `count` of `next` as stand-bys, in their order: for each active leader the first one that uses it, which
+/// watches it, and then the next ones. `of`: the active leader that each uses.
 fn watching(next: &[usize], of: &[usize], count: usize) -> Vec<usize> {
     let mut watched = BTreeSet::new();
     let (first, more): (Vec<usize>, Vec<usize>) = next.iter().partition(|at| watched.insert(of[**at]));
@@ -192,7 +193,7 @@ mod tests {
         before.iter().filter(differs).map(|(node, _)| node.clone()).collect()
     }
 
-    /// Of 60 nodes with other names in each of 40 runs, gateways included, which is what docs/gateways.md says of them.
+    /// 60 nodes, gateways included, with other names in each of 40 runs; docs/gateways.md quotes the results.
     #[test]
     fn what_is_no_failure_moves_nodes_of_other_gateways_too() {
         let with = |gateways: &[&str], leader: &str, run: usize| -> Vec<Node> {
@@ -233,7 +234,7 @@ mod tests {
     #[test]
     fn one_leader_is_none_of_several() {
         assert_eq!(used(&nodes(5, 1), &[], 2), None);
-        // The least that anybody says counts: agents restart one after the other.
+        // The least that any node says counts: agents restart one after the other.
         let mut some = nodes(5, 3);
         some[4].leaders = Some(1);
         assert_eq!(used(&some, &[], 2), None);
@@ -398,7 +399,7 @@ mod tests {
             for node in moved(&before, &after) {
                 assert_eq!(before[&node], gone.name, "{node} used another one");
             }
-            // One that is about to go is left by its members, and leads nobody new.
+            // One that is about to go is left by its members, and gets no new ones.
             let mut leaves = three.clone();
             leaves[lost].leaving = Some(Leaving::Cordoned);
             let after = used(&leaves, &[], 2).unwrap();
@@ -426,7 +427,7 @@ mod tests {
             // A fourth gateway may have been one of few, which then have two less ([`shares`]).
             let apart = if gateways < 4 { 1 } else { 2 };
             prop_assert!(loads.len() == gateways && most - least <= apart, "{loads:?}");
-            // The order of the nodes says nothing.
+            // The order of the nodes does not matter.
             let reversed: Vec<Node> = all.iter().rev().cloned().collect();
             prop_assert_eq!(&used(&reversed, &[], 0).unwrap(), &before);
             let mut rest = all.clone();

@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 use super::Node;
 use crate::{addresses::is_public, wireguard::Endpoint};
 
-/// Which rule made a node the leader of its location; the first that applies.
+/// The rule that made a node the leader of its location: the first that applies.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub enum LeaderReason {

@@ -1,11 +1,11 @@
-//! Since when each location's leader leads, and how often it has changed, as this agent has seen it: for `/status`
-//! and metrics. The leader is chosen in `leader.rs`.
+//! Since when each location's leader has led, and how often it has changed, as this agent has seen it: for
+//! `/status` and metrics. The leader is chosen in `leader.rs`.
 
 use std::{collections::BTreeMap, time::Instant};
 
 use super::Mesh;
 
-/// A location's current leader, and since when it leads.
+/// A location's current leader, and since when it has led.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LeaderSince {
     /// Name of the node that leads.
@@ -21,8 +21,7 @@ pub struct LeaderSince {
 pub struct LeadersSince(BTreeMap<String, LeaderSince>);
 
 impl LeadersSince {
-    /// Takes note of who leads now. A location that has gone and comes back
-    /// keeps its count while the agent runs.
+    /// Records who leads now. A location that has gone and comes back keeps its count while the agent runs.
     pub fn observe(&mut self, mesh: &Mesh, now: Instant) {
         for segment in &mesh.segments {
             let Some(leading) = segment.leading() else { continue };

@@ -1,4 +1,4 @@
-//! Which nodes are alive, without trusting any other machine's wall clock: a node lives while its
+//! Which nodes are alive, without trusting any other machine's wall clock: a node is alive while its
 //! `last-seen` keeps changing, by the monotonic clock of the agent that watches it.
 
 use std::{
@@ -10,25 +10,26 @@ use super::{
     Known, Node, former::Former, heartbeat_shares::HeartbeatShares, is_complete, is_recent, ready_seconds,
 };
 
-/// How long a node counts as alive after its heartbeat changed last.
+/// How long a node counts as alive after its heartbeat last changed.
 fn patience(node: &Node) -> Duration {
     Duration::from_secs(ready_seconds(node).unsigned_abs())
 }
 
-/// How long after a node's last heartbeat the own one must have come back before the node is declared dead:
-/// longer than the 33 s (and 5 s of collecting) that may lie between the last ones of two
-/// nodes when the API server goes away, or the 330 s (and 5) of nodes that renew it every 300 s.
+/// How long after a node's last heartbeat this agent's own must have come back before the node is declared
+/// dead: longer than the 33 s (and 5 s of collecting) that may lie between the last ones of two nodes when
+/// the API server goes away, or the 330 s (and 5) of nodes that renew it every 300 s.
 fn evidence(node: &Node) -> Duration {
     patience(node) * 3 / 4
 }
 
-/// How long no heartbeat of any node arrives before the API server counts as having been away: longer than the 33 s (and
-/// 5 s of collecting) that lie between two heartbeats of one node, or the 330 s (and 5) of one that renews it every 300 s.
+/// How long no heartbeat of any node arrives before the API server counts as having been away: longer than
+/// the 33 s (and 5 s of collecting) that lie between two heartbeats of one node, or the 330 s (and 5) of one
+/// that renews it every 300 s.
 fn pause(node: &Node) -> Duration {
     patience(node) * 13 / 20
 }
 
-/// What one agent has seen of the others.
+/// What one agent has observed of the others.
 /// ```
 /// use std::{sync::Arc, time::{Duration, Instant}};
 /// use kilo_core::{topology::{Known, Liveness, Node}, wireguard::PublicKey};
@@ -48,7 +49,7 @@ fn pause(node: &Node) -> Duration {
 ///     liveness.ready(nodes.into_iter(), "a1", start + Duration::from_secs(seconds), 1_000 + seconds as i64)
 /// };
 /// assert_eq!(ready(0, [1_000, 1_000]), [true, true]);
-/// // A minute later the own heartbeat comes back, the other one does not.
+/// // A minute later this agent's heartbeat comes back, the other one does not.
 /// assert_eq!(ready(50, [1_050, 1_000]), [true, true]);
 /// assert_eq!(ready(70, [1_070, 1_000]), [true, false]);
 /// ```
@@ -57,7 +58,8 @@ pub struct Liveness {
     /// Sorted by name.
     seen: Vec<Observation>,
     former: Former,
-    /// A node is silent for too long, and only the own heartbeat can prove that this is its own fault.
+    /// A node has been silent for too long, and only this agent's own heartbeat can prove that
+    /// this is the node's fault.
     suspects: bool,
     heard: Option<Heard>,
 }
@@ -93,23 +95,21 @@ impl Observation {
 }
 
 impl Liveness {
-    /// Knows these nodes from an earlier agent of this host. They do not take part until they are
-    /// seen, but what they had and have lost by then is remembered as if this agent had seen it.
+    /// Starts with nodes that an earlier agent of this host knew. They take no part until they are seen, but
+    /// what they had and have lost by then is remembered as if this agent had seen it.
     pub fn remembering(nodes: impl IntoIterator<Item = Arc<Node>>) -> Self {
         let mut former = Former::default();
         former.remember(nodes);
         Self { former, ..Self::default() }
     }
 
-    /// Decides about every node, and returns which take part, in the order given. They must
-    /// be sorted by name, and are best the same in memory from one time to the next: then nothing of
-    /// them is read but their heartbeats. `own` is this agent's
-    /// node, which checks in like all others: while its own heartbeat does
-    /// not come back, the view is stale, and no node is declared dead.
+    /// Decides about every node, and returns which take part, in the order given. They must be sorted by
+    /// name, and should be the same in memory from one call to the next: then only their heartbeats are read.
+    /// `own` is this agent's node, which checks in like all others: while its own heartbeat does not come
+    /// back, the view is stale, and no node is declared dead.
     ///
-    /// `unix_now` helps with nodes seen for the first time: one with an old
-    /// heartbeat must change it before it counts, unless most are old, which
-    /// says more about our clock, or an API server that was away.
+    /// `unix_now` helps with nodes seen for the first time: one with an old heartbeat must change it before
+    /// it counts, unless most are old, which points to a wrong clock here, or an API server that was away.
     pub fn ready<'a>(
         &mut self,
         nodes: impl ExactSizeIterator<Item = Known<'a>>,
@@ -120,10 +120,11 @@ impl Liveness {
         self.update(nodes, Some(own), now, unix_now)
     }
 
-    /// As [`Self::ready`], for a machine that is not a node: the node that was heard last takes the place of its own
-    /// one. When no heartbeat arrives any more, the API server is away, and no node is declared dead; nor is one
-    /// when they arrive again, until all have had the time to be heard. A clock that is ahead of every heartbeat is
-    /// wrong, or the API server was away: the newest heartbeat says who was heard until then.
+    /// As [`Self::ready`], for a machine that is not a node: the node that was heard last stands in for
+    /// its own. When no heartbeat arrives any more, the API server is away, and no node is declared
+    /// dead; nor is one when they arrive again, until all have had time to be heard. A clock that is
+    /// ahead of every heartbeat is wrong, or the API server was away: the newest heartbeat then says
+    /// who was heard until then.
     pub fn ready_as_heard<'a>(
         &mut self,
         nodes: impl ExactSizeIterator<Item = Known<'a>> + Clone,
@@ -142,7 +143,7 @@ impl Liveness {
         unix_now: i64,
     ) -> Vec<bool> {
         let is_first = !self.seen.iter().any(|seen| seen.ready);
-        // One walk over both; what is passed over has gone.
+        // One walk over both; nodes that are passed over have gone.
         let mut before = std::mem::take(&mut self.seen).into_iter().peekable();
         self.seen.reserve_exact(nodes.len());
         let (mut shares, mut new) = (HeartbeatShares::default(), Vec::new());
@@ -158,7 +159,7 @@ impl Liveness {
             });
             let seen = match known {
                 Some(known) if known.value == last_seen => known,
-                // Another node has marked it as dead, for those that would wait for its heartbeat.
+                // Another node has declared it dead, for those that would wait for its heartbeat.
                 Some(known) if last_seen == 0 => {
                     Observation { value: 0, changed: None, ready: false, ..known }
                 }
@@ -198,7 +199,7 @@ impl Liveness {
         self.decide(own, is_first, now)
     }
 
-    /// Which are ready of the nodes that have just been looked at; `is_first`: none was ready before.
+    /// Which of the nodes that have just been looked at are ready; `is_first`: none was ready before.
     fn decide(&mut self, own: Option<&str>, is_first: bool, now: Instant) -> Vec<bool> {
         let own = own.map(|own| self.seen.binary_search_by(|seen| seen.node.name.as_str().cmp(own)).ok());
         let own_seen = match own {
@@ -230,7 +231,7 @@ impl Liveness {
         self.seen.iter().map(|seen| seen.ready).collect()
     }
 
-    /// A heartbeat came at this time; since when they come without a pause as long as this.
+    /// Records a heartbeat at `last`; returns since when they have come without a pause as long as this.
     fn hear(&mut self, last: Instant, pause: Duration) -> Instant {
         let heard = self.heard.filter(|heard| last.saturating_duration_since(heard.last) < pause);
         let heard = match heard {
@@ -242,7 +243,7 @@ impl Liveness {
         heard.since
     }
 
-    /// The node that renewed its heartbeat last, of those whose heartbeats count.
+    /// The node that last renewed its heartbeat, of those whose heartbeats count.
     fn heard_last(&self) -> Option<&Observation> {
         let heard =
             self.seen.iter().filter(|seen| seen.node.declared_alive.is_none() && seen.changed.is_some());
@@ -255,19 +256,19 @@ impl Liveness {
         self.former.without_address()
     }
 
-    /// Whether a node is silent for too long as far as [`Self::ready`] saw last, and is spared until the own
+    /// Whether [`Self::ready`] last found a node silent for too long that is spared until this agent's own
     /// heartbeat has come back: it is worth one now, however long it would be until the next.
     pub const fn suspects(&self) -> bool {
         self.suspects
     }
 
-    /// Nodes as they were before they left or lost their key, a minute ago at most, or lost their private address
-    /// and got no other. A host that was seen once with an address may still be sent to there.
+    /// Nodes as they were before they left or lost their key, at most a minute ago, or lost their private
+    /// address and got no other. Others may still send to an address at which they once saw a host.
     pub fn former(&mut self, now: Instant) -> impl Iterator<Item = &Arc<Node>> {
         self.former.nodes(now)
     }
 
-    /// Nodes that left earlier, 20 minutes ago at most: pods elsewhere may still try to reach theirs.
+    /// Nodes that left earlier, at most 20 minutes ago: pods elsewhere may still try to reach theirs.
     pub fn gone(&self, now: Instant) -> impl Iterator<Item = &Arc<Node>> {
         self.former.gone_before(now)
     }
@@ -325,7 +326,7 @@ mod tests {
         for (after, last_seen, wanted) in [
             (3, 0, &["a"][..]),
             (9, 0, &["a"]),
-            // What it said last, which it says again when it lives.
+            // Its last value, which it writes again when it is alive.
             (10, 1000, &["a", "b"]),
         ] {
             let list = [("a", 1000), ("b", last_seen)];
@@ -409,7 +410,7 @@ mod tests {
         // The API server was away for two minutes.
         let all = [member("a", 9_880), member("b", 9_880), member("c", 9_880), resting("d", Some(30), 9_880)];
         assert_eq!(at_start(all), [true, true, true, true]);
-        // Others like it are heard, or another node has marked it as dead.
+        // Others like it are heard, or another node has declared it dead.
         let leader = |name, seen| resting(name, Some(30), seen);
         let all = [leader("a", 9_990), member("b", 9_880), member("c", 1_000), leader("d", 9_880)];
         assert_eq!(at_start(all), [true, true, false, false], "most like them are heard");

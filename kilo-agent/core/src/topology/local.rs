@@ -5,10 +5,10 @@ use std::{borrow::Cow, ops::Deref, sync::Arc};
 use super::{Member, Mesh};
 use crate::flat_map::sort_by_prefix;
 
-/// The mesh as seen from one node: what that node's plan and hop ids are made of. It is the
-/// mesh as it is, but where each node has its own WireGuard device in the mesh
-/// ([`Granularity::Cross`](crate::settings::Granularity::Cross)): there the nodes of this one's
-/// location are one segment with it, which it leads itself.
+/// The mesh as seen from one node, from which that node's plan and hop ids are computed. It is
+/// the mesh as it is, except where each node has its own WireGuard device in the mesh
+/// ([`Granularity::Cross`](crate::settings::Granularity::Cross)): there the nodes of its
+/// location are one segment, which it leads itself.
 #[derive(Clone, Debug)]
 pub struct LocalMesh<'a> {
     mesh: Cow<'a, Mesh>,
@@ -49,7 +49,7 @@ impl Mesh {
         LocalMesh { mesh, node, own }
     }
 
-    /// The mesh in which the location of a node is one segment; `None`: as it is.
+    /// The mesh with the location of a node as one segment; `None`: it stays as it is.
     fn joined_as_seen_from(&self, node: &str) -> Option<Self> {
         let (own, _) = self.find(node)?;
         let lan = self.segments[own].lan.as_ref()?;

@@ -42,30 +42,31 @@ const STAND_BYS: usize = 2;
 pub struct Mesh {
     /// CIDR from which WireGuard addresses are allocated.
     pub subnet: IpNet,
-    /// Locations, sorted by name; shared with the mesh before, as far as they are the same.
+    /// Locations, sorted by name; unchanged ones are shared with the previous mesh.
     pub segments: Vec<Arc<Segment>>,
     /// VPN peers, sorted by name; an allowed IP belongs to the first that claims it.
     pub peers: Vec<Peer>,
-    /// Endpoints nodes see each other at, the first in topology order counts.
+    /// Endpoints at which nodes see each other; the first in topology order counts.
     pub discovered: BTreeMap<PublicKey, SocketAddr>,
     /// Nodes that are known but do not take part, by name, as given to [`Self::with_lost`].
     pub lost: Vec<Lost>,
-    /// Nodes that are not known any more, as given to [`Self::with_gone`]: nothing is sent to their pods in clear.
+    /// Nodes that are no longer known, as given to [`Self::with_gone`]: nothing is sent
+    /// to their pods in clear.
     pub gone: Vec<Lost>,
     /// WireGuard addresses that no segment has any more, as given to [`Self::with_freed`].
     pub freed: Vec<IpAddr>,
     /// Gateways of each segment, as given to [`Self::with_acting`]; empty: there is no failover.
     pub gateways: Vec<Gateways>,
-    /// Who carries what, likewise.
+    /// Who carries what, as given to [`Self::with_acting`].
     pub acting: Arc<Acting>,
     /// Where each node is, by name.
     by_name: Vec<NodeIndex>,
-    /// What the segments were made with; `None`: the next mesh is made from nothing.
+    /// What the segments were made with; `None`: the next mesh is built from scratch.
     granularity: Option<Granularity>,
 }
 
-/// A node that takes no part although its object is there: its prefixes are nobody
-/// else's, and what is sent there must not leave in clear.
+/// A node that takes no part although its object is there: its prefixes are nobody else's, and packets to
+/// them must not leave in clear.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Lost {
     /// The node, without a WireGuard address.
@@ -91,7 +92,7 @@ struct NodeIndex {
 }
 
 impl Mesh {
-    /// Every place at which a node of the mesh sees another one; a key may be seen at several.
+    /// Every endpoint at which a node of the mesh sees another one; a key may be seen at several.
     pub fn sightings(&self) -> impl Iterator<Item = (PublicKey, SocketAddr)> {
         self.segments.iter().flat_map(|segment| segment.discovered.iter().copied())
     }
@@ -108,9 +109,8 @@ impl Mesh {
         Self::default().next(&nodes, peers, granularity, subnet)
     }
 
-    /// The same mesh as of [`Self::new`], made from this one: it shares the
-    /// locations in which nothing differs. The nodes come sorted by name; those that are
-    /// the same in memory as before are not read.
+    /// The same mesh as [`Self::new`] makes, built from this one: it shares unchanged locations. Nodes must
+    /// be sorted by name; those that are the same in memory as before are not read.
     #[must_use]
     pub fn next<'a>(
         &self,
@@ -168,15 +168,15 @@ impl Mesh {
         }
     }
 
-    /// The same mesh, which also knows those of `nodes` (all that take no part, by name) that
-    /// once did: they have a key and pods.
+    /// The same mesh with those of `nodes` (all that take no part, by name) that once took part:
+    /// they have a key and pods.
     #[must_use]
     pub fn with_lost<'a>(mut self, nodes: impl IntoIterator<Item = &'a Arc<Node>>) -> Self {
         self.lost = self.as_lost(nodes);
         self
     }
 
-    /// The same mesh, of whose past these nodes are: others may still have connections to their pods.
+    /// The same mesh with nodes of its past: others may still have connections to their pods.
     #[must_use]
     pub fn with_gone<'a>(mut self, nodes: impl IntoIterator<Item = &'a Arc<Node>>) -> Self {
         self.gone = self.as_lost(nodes);
@@ -194,15 +194,15 @@ impl Mesh {
         nodes.map(lost).collect()
     }
 
-    /// The same mesh, in which nothing may be sent in clear to these addresses of its past.
+    /// The same mesh with addresses of its past, to which nothing may be sent in clear.
     #[must_use]
     pub fn with_freed(mut self, freed: Vec<IpAddr>) -> Self {
         self.freed = freed;
         self
     }
 
-    /// The same mesh with failover: each capable location has so many stand-bys beside its
-    /// leader. Locations whose nodes all lead themselves have none.
+    /// The same mesh with failover: each capable location has so many stand-bys beside its leader. Locations
+    /// in which each node leads itself have none.
     #[must_use]
     pub fn with_acting(mut self, stand_bys: usize, acting: Arc<Acting>) -> Self {
         if self.granularity == Some(Granularity::Location) {
@@ -217,16 +217,16 @@ impl Mesh {
         self
     }
 
-    /// Nodes of a location that are known and take no part, each once: of one that was deleted and registered again a
-    /// moment ago there is also what it was before.
+    /// Nodes of a location that are known but take no part, each once: one that was deleted and registered
+    /// again a moment ago is also known as it was before.
     fn lost_of(&self, segment: &Segment) -> Vec<&Node> {
         let mut names = HashSet::new();
         let lost = self.lost.iter().filter(|lost| lost.is_in(segment)).map(|lost| &*lost.member.node);
         lost.filter(|node| self.find(&node.name).is_none() && names.insert(&node.name)).collect()
     }
 
-    /// Several active leaders of a segment by its index; `None`: it has one. Where nobody said how many
-    /// stand-bys there are, as many as by default.
+    /// Several active leaders of a segment, by its index; `None`: it has one. Without [`Self::with_acting`],
+    /// the default number of stand-bys counts.
     pub fn homes_of(&self, segment: usize) -> Option<Cow<'_, Homes>> {
         if let Some(gateways) = self.gateways.get(segment) {
             return gateways.homes.as_ref().map(Cow::Borrowed);
@@ -236,7 +236,7 @@ impl Mesh {
         may.then(|| segment.homes(&self.lost_of(segment), STAND_BYS)).flatten().map(Cow::Owned)
     }
 
-    /// Of nodes in locations with several active leaders the one each is to use, by name.
+    /// For nodes in locations with several active leaders: the one that each is to use, by name.
     pub fn gateways_in_use(&self) -> BTreeMap<&str, &str> {
         let mut used = BTreeMap::new();
         for (at, segment) in self.segments.iter().enumerate() {
@@ -248,7 +248,7 @@ impl Mesh {
         used
     }
 
-    /// The gateways of a segment by its index: its leader alone without failover.
+    /// The gateways of a segment, by its index; without failover its leader alone.
     pub fn gateways_of(&self, segment: usize) -> Cow<'_, Gateways> {
         match self.gateways.get(segment) {
             Some(gateways) => Cow::Borrowed(gateways),
@@ -264,8 +264,8 @@ impl Mesh {
         !self.gateways.is_empty() && self.segments.get(segment).is_some_and(|segment| segment.is_capable())
     }
 
-    /// Whether what an owner of prefixes has is reached through the acting gateway: a segment by its index, or from the
-    /// number of segments on a VPN peer.
+    /// Whether an owner's prefixes are reached through the acting gateway: `owner` is the index of a segment,
+    /// or the number of segments plus the index of a VPN peer.
     pub fn follows(&self, owner: usize) -> bool {
         match owner.checked_sub(self.segments.len()).and_then(|peer| self.peers.get(peer)) {
             Some(peer) => peer.follows,
@@ -273,7 +273,8 @@ impl Mesh {
         }
     }
 
-    /// The locations to be built, first those of this mesh in its order; and for each node the index of its own.
+    /// The locations to be built, those of this mesh first and in its order; and for each node the
+    /// index of its location.
     fn pending<'a>(
         &'a self,
         nodes: &[&'a Arc<Node>],
@@ -291,7 +292,7 @@ impl Mesh {
         };
         let mut pending: Vec<Pending<'_>> = segments.iter().map(of_segment).collect();
         let mut new: HashMap<Place<'_>, usize> = HashMap::new();
-        // One walk over both; what is passed over has gone.
+        // One walk over both; nodes that are passed over have gone.
         let mut by_name = by_name.iter().peekable();
         let mut before = |node: &Arc<Node>, pending: &mut Vec<Pending<'_>>| {
             while let Some(index) = by_name.peek() {
@@ -331,8 +332,7 @@ impl Mesh {
         (pending, location_index)
     }
 
-    /// The location a node is in: its index in `segments` and the node's index
-    /// among the members.
+    /// The location a node is in: its index in `segments`, and the node's index among the members.
     pub fn find(&self, node: &str) -> Option<(usize, usize)> {
         let name =
             |index: &NodeIndex| self.segments[index.segment as usize].members[index.member as usize].name();
@@ -341,13 +341,13 @@ impl Mesh {
         Some((index.segment as usize, index.member as usize))
     }
 
-    /// The same mesh of other segments than its nodes alone would make.
+    /// The same mesh with other segments than its nodes alone would make.
     pub(super) fn of_segments(&self, segments: Vec<Arc<Segment>>) -> Self {
         let by_name = by_name(&segments);
         Self { segments, by_name, granularity: None, ..self.clone() }
     }
 
-    /// The mesh as a node sees it: endpoints it has seen itself count first.
+    /// The mesh as a node sees it: endpoints that it has seen itself take precedence.
     #[must_use]
     pub fn seen_by(mut self, own: &BTreeMap<PublicKey, SocketAddr>) -> Self {
         self.discovered.extend(own);
@@ -359,7 +359,7 @@ impl Mesh {
         self.find(node).is_some_and(|(segment, member)| self.segments[segment].leader == member)
     }
 
-    /// Which nodes are meshed directly; `None` before there is a mesh, and of one as seen from a node.
+    /// Which nodes are meshed directly; `None` before there is a mesh, and for one as seen from a node.
     pub const fn granularity(&self) -> Option<Granularity> {
         self.granularity
     }
@@ -370,7 +370,7 @@ impl Mesh {
     }
 }
 
-/// Where each node is, by name.
+/// The index of each node, sorted by name.
 fn by_name(segments: &[Arc<Segment>]) -> Vec<NodeIndex> {
     let mut named = Vec::new();
     for (segment, at) in segments.iter().zip(0..) {
@@ -389,11 +389,11 @@ fn by_name(segments: &[Arc<Segment>]) -> Vec<NodeIndex> {
 /// A location that is being built.
 struct Pending<'a> {
     place: Place<'a>,
-    /// What it was before.
+    /// What it was before; `None`: it is new.
     before: Option<&'a Arc<Segment>>,
     /// It has other nodes than before.
     differs: bool,
-    /// Its nodes by name, if they differ.
+    /// Its nodes by name; empty if they do not differ.
     nodes: Vec<&'a Arc<Node>>,
 }
 
@@ -428,7 +428,7 @@ impl Pending<'_> {
     }
 }
 
-/// In a cross mesh, the location whose nodes reach this node directly.
+/// The location whose nodes reach this node directly; `None` unless the mesh is a cross mesh.
 fn lan_of(node: &Node, granularity: Granularity) -> Option<String> {
     let is_direct = granularity == Granularity::Cross && node.internal_ip.is_some();
     is_direct.then(|| format!("location:{}", node.location))
@@ -440,7 +440,7 @@ pub fn location_of(node: &Node, granularity: Granularity) -> String {
     Place::of(node, granularity).to_string()
 }
 
-/// A location before it has its text, and in the order of the texts.
+/// A location whose text is not made yet; sorts as the texts do.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 enum Place<'a> {
     Location(&'a str),
@@ -456,7 +456,7 @@ impl<'a> Place<'a> {
         }
     }
 
-    /// The inverse of its text.
+    /// Parses the text of a location.
     fn named(text: &'a str) -> Self {
         match text.strip_prefix("node:") {
             Some(name) => Self::Node(name),
@@ -486,9 +486,9 @@ fn without_duplicates(peers: &BTreeMap<String, Peer>) -> Vec<Peer> {
         .collect()
 }
 
-/// Drops allowed-location-ips that another location also offers, that start
-/// inside what is reached otherwise, or that meet a peer's. Locations are taken
-/// in order: one whose prefix was dropped no longer stands in the way of the next.
+/// Drops allowed-location-ips that another location also offers, that start inside a prefix reached
+/// otherwise, or that overlap a peer's. Locations are taken in order: one whose prefix was dropped no longer
+/// stands in the way of the next.
 fn filter_location_ips(segments: &mut [Arc<Segment>], peers: &[Peer]) {
     if segments.iter().all(|segment| segment.offered.is_empty()) {
         return;

@@ -7,16 +7,16 @@ use ipnet::IpNet;
 use super::{Mesh, Peer};
 use crate::objects::{ObjectRef, Snapshot};
 
-/// What the mesh makes of a Peer object.
+/// Whether the mesh uses a Peer object.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum PeerAcceptance {
     /// All of it is used.
     Accepted,
-    /// Some of its prefixes are another's; the sentence says which.
+    /// Some of its prefixes belong to another peer; the sentence says which.
     Partly(String),
     /// Nothing of it is used.
     Refused {
-        /// One word, as reasons of conditions are.
+        /// One word, for the `reason` of a condition.
         reason: &'static str,
         /// Why, in a sentence.
         why: String,
@@ -24,12 +24,12 @@ pub enum PeerAcceptance {
 }
 
 impl PeerAcceptance {
-    /// Whether leaders let it in.
+    /// Whether leaders accept the peer.
     pub const fn is_accepted(&self) -> bool {
         !matches!(self, Self::Refused { .. })
     }
 
-    /// One word, as reasons of conditions are.
+    /// One word, for the `reason` of a condition.
     pub const fn reason(&self) -> &'static str {
         match self {
             Self::Accepted => "Accepted",
@@ -38,7 +38,7 @@ impl PeerAcceptance {
         }
     }
 
-    /// A sentence for those who look.
+    /// A sentence for people.
     pub fn message(&self) -> String {
         match self {
             Self::Accepted => "all leaders of the mesh accept this peer".to_owned(),
@@ -48,7 +48,7 @@ impl PeerAcceptance {
     }
 }
 
-/// Standings by the names of the peers.
+/// Acceptances by the names of the peers.
 pub type PeerAcceptances = BTreeMap<String, PeerAcceptance>;
 
 /// All peers, as leaders treat them: a key or a prefix that two claim belongs to the first of them.
@@ -56,7 +56,8 @@ pub fn peer_acceptances(mesh: &Mesh, snapshot: &Snapshot) -> PeerAcceptances {
     in_order(mesh, snapshot).into_iter().map(|(name, acceptance)| (name.to_owned(), acceptance)).collect()
 }
 
-/// The same by name, without copies of the names: there may be many, and mostly one has changed.
+/// As [`peer_acceptances`], sorted by name and without copies of the names: there may be many, and
+/// mostly one has changed.
 pub(super) fn in_order<'a>(mesh: &'a Mesh, snapshot: &'a Snapshot) -> Vec<(&'a str, PeerAcceptance)> {
     let locations = mesh.segments.iter().map(|segment| (segment.key, ("", segment.location.as_str())));
     let mut keys: HashMap<_, _> = locations.collect();
@@ -64,7 +65,7 @@ pub(super) fn in_order<'a>(mesh: &'a Mesh, snapshot: &'a Snapshot) -> Vec<(&'a s
     let mut used = mesh.peers.iter().peekable();
     let mut acceptances = Vec::with_capacity(snapshot.peers.len());
     for (name, peer) in snapshot.peers.iter() {
-        // Both are in the order of names.
+        // Both are sorted by name.
         while used.next_if(|used| used.name < *name).is_some() {}
         let used = used.peek().filter(|used| used.name == *name);
         let acceptance = match keys.entry(peer.public_key) {
@@ -95,7 +96,7 @@ pub(super) fn in_order<'a>(mesh: &'a Mesh, snapshot: &'a Snapshot) -> Vec<(&'a s
     acceptances
 }
 
-/// `used`: those of its prefixes that are its own, in its order.
+/// `used`: those of its prefixes that belong to it, in its order.
 fn by_prefixes(peer: &Peer, used: &[IpNet]) -> PeerAcceptance {
     if peer.allowed_ips.iter().map(IpNet::trunc).eq(used.iter().copied()) {
         return PeerAcceptance::Accepted;

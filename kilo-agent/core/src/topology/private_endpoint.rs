@@ -10,13 +10,14 @@ pub const PRIVATE_ENDPOINT_REMEDY: &str = "give the Node an ExternalIP or the an
 
 impl Mesh {
     /// Locations whose leader has a private endpoint although there are nodes in other locations,
-    /// nobody has forced it, and no keepalive keeps a way open from inside.
+    /// nobody has forced that endpoint, and no keepalive keeps a path open from inside.
     pub fn private_endpoints(&self) -> impl Iterator<Item = (&Segment, &Endpoint)> {
         let segments = if self.spans_locations() { &*self.segments } else { &[] };
         segments.iter().filter_map(|segment| Some((&**segment, private_endpoint(segment)?)))
     }
 
-    /// The same of the location this node leads.
+    /// The private endpoint of the location this node leads, if it is one of
+    /// [`Self::private_endpoints`].
     pub fn private_endpoint_of(&self, node: &str) -> Option<&Endpoint> {
         let leads = |segment: &Segment| segment.leading().is_some_and(|leader| leader.name() == node);
         self.private_endpoints().find(|(segment, _)| leads(segment)).map(|(_, endpoint)| endpoint)

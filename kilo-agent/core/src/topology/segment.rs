@@ -15,7 +15,7 @@ use crate::{flat_map::sort_by_prefix, wireguard::key::PublicKey};
 /// A node of a location.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Member {
-    /// What is known of it.
+    /// The node, as its object describes it.
     pub node: Arc<Node>,
     /// Its own WireGuard address, where each node has one
     /// ([`Granularity::Cross`](super::Granularity::Cross)).
@@ -34,7 +34,7 @@ impl Member {
     }
 }
 
-/// One location: its nodes, and what its leader stands for.
+/// One location: its nodes, and the prefixes for which its leader is the WireGuard peer.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Segment {
     /// `location:<name>`, or `node:<name>` for a node on its own.
@@ -46,9 +46,9 @@ pub struct Segment {
     pub members: Vec<Member>,
     /// Index of the leader in `members`.
     pub leader: usize,
-    /// Why that one leads.
+    /// The rule by which it leads.
     pub leader_reason: LeaderReason,
-    /// Where the leader is reached.
+    /// The leader's endpoint.
     pub endpoint: Endpoint,
     /// The leader's public key.
     pub key: PublicKey,
@@ -58,27 +58,27 @@ pub struct Segment {
     pub wireguard_ip: Option<IpAddr>,
     /// Pod CIDRs, private addresses, the WireGuard address.
     pub allowed_ips: Vec<IpNet>,
-    /// The same, sorted by prefix.
+    /// `allowed_ips` with the members they belong to, sorted by prefix.
     pub(crate) reach: Vec<LocationPrefix>,
     /// Prefixes reachable through the location, checked against all others.
     pub allowed_location_ips: Vec<IpNet>,
-    /// The same before they were checked.
+    /// `allowed_location_ips` before they were checked.
     pub(super) offered: Vec<IpNet>,
     /// Where its nodes see others, by node and key.
     pub(super) discovered: Vec<(PublicKey, SocketAddr)>,
 }
 
-/// One of the prefixes a location stands for, without host bits.
+/// One of the prefixes of a location, without host bits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct LocationPrefix {
     pub prefix: IpNet,
     /// It is the private address of one of its nodes.
     pub private: bool,
-    /// Index of the member whose it is; `None`: the location's as a whole.
+    /// Index of the member it belongs to; `None`: it belongs to the location as a whole.
     pub member: Option<u32>,
 }
 
-/// Who leads a location, and what it takes from that node.
+/// The leader of a location, and what the location takes from it.
 pub(super) struct LeaderInfo<'a> {
     index: usize,
     reason: LeaderReason,
@@ -88,7 +88,7 @@ pub(super) struct LeaderInfo<'a> {
 }
 
 impl<'a> LeaderInfo<'a> {
-    /// Of these nodes (sorted by name, complete); `None` without any.
+    /// The leader of these nodes (sorted by name, complete); `None` without nodes.
     pub fn new(nodes: &[&'a Arc<Node>]) -> Option<Self> {
         let (index, reason) = super::leader::choose(nodes.iter().map(|node| &***node));
         let leader = nodes.get(index)?;
@@ -123,7 +123,7 @@ impl Segment {
         }
         allowed_ips.extend(wireguard_ip.map(IpNet::from));
         let reach = reach(nodes, wireguard_ip);
-        // The order has no meaning; Kilo's is the order of the texts.
+        // The order has no meaning; Kilo sorts them as text.
         offered.sort_by_cached_key(ToString::to_string);
         offered.dedup();
         Self {

@@ -3,8 +3,8 @@
 use super::{Member, Mesh, Segment};
 
 impl Mesh {
-    /// What an operator should know of the stand-bys of a segment by its index, as the agent that has planned this
-    /// mesh knows them; `None`: there is nothing to be said, or failover is off.
+    /// What an operator should know about the stand-bys of a segment, by its index, as the agent that has
+    /// planned this mesh knows them; `None`: there is nothing to report, or failover is off.
     pub fn stand_by_warning(&self, at: usize) -> Option<String> {
         let segment = self.segments.get(at).filter(|_| self.fails_over(at))?;
         match self.unforeseen(at) {
@@ -34,7 +34,7 @@ impl Mesh {
         }
     }
 
-    /// The gateway that acts for a location, and is not one of those that this agent would have taken for its gateways.
+    /// The acting leader of a location, if it is not one of the gateways that this agent would have chosen.
     pub fn unforeseen(&self, at: usize) -> Option<&Member> {
         let gateways = self.gateways.get(at).filter(|gateways| gateways.is_unforeseen)?;
         self.segments.get(at)?.members.get(*gateways.order.get(gateways.acting)?)

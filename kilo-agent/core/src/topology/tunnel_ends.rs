@@ -12,7 +12,7 @@ pub enum TunnelEnd {
     Location {
         /// Its name, as [`Segment::location`](super::Segment::location).
         location: String,
-        /// The gateway whose key this is.
+        /// The gateway that has this key.
         node: String,
     },
     /// A VPN peer.

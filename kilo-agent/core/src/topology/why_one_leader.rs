@@ -5,8 +5,8 @@ use super::{Member, Mesh};
 use crate::settings::Granularity;
 
 impl Mesh {
-    /// The first node that knows nothing of several active leaders, if there is one: it would send to one what another
-    /// has, so every location has one leader.
+    /// The first node that does not know several active leaders, if there is one: it would send to one leader
+    /// what another one has, so every location has one leader.
     pub(super) fn without_several(&self) -> Option<&Member> {
         let mut members = self.segments.iter().flat_map(|segment| &segment.members);
         members.find(|member| !member.node.is_capable() || member.node.leaders.is_none())
@@ -16,7 +16,7 @@ impl Mesh {
     /// `None`: it has several, or one is what was configured.
     pub fn one_leader_warning(&self, at: usize) -> Option<String> {
         let segment = self.segments.get(at)?;
-        // A node on its own shares with no other.
+        // A node on its own shares with nobody.
         if self.granularity() != Some(Granularity::Location) || segment.members.len() < 2 {
             return None;
         }
@@ -80,13 +80,13 @@ mod tests {
         assert_eq!(said[1], None, "nobody asks for several there");
         assert_eq!(said[2], None, "one node shares with no other");
         assert_eq!(warnings(&nodes, Granularity::Full), [const { None }; 5], "nothing is shared");
-        // An agent that knows failover, and not this.
+        // An agent that knows failover, but not several leaders.
         nodes[3].signal = true;
         let said = warnings(&nodes, Granularity::Location);
         assert!(said[0].as_deref().unwrap().contains("no annotation kilo.squat.ai/leaders:"), "{said:?}");
         nodes[3].leaders = Some(1);
         assert_eq!(warnings(&nodes, Granularity::Location), [None, None, None]);
-        // A node is named as a gateway where nobody knows failover.
+        // A node is annotated as a gateway where nobody knows failover.
         let mut off = [node("x1", "x", None), node("x2", "x", None)];
         off[1].gateway = true;
         let said = warnings(&off, Granularity::Location);

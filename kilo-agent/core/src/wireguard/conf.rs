@@ -54,12 +54,11 @@ impl Conf {
     }
 }
 
-/// A line that is not understood; nothing of such a text is used. Shows no
-/// values: they may be secret.
+/// A line that is not understood; then nothing of the text is used. Shows no values: they may be secret.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("line {line} of the WireGuard configuration: {what}")]
 pub struct InvalidConf {
-    /// Counted from 1; of a missing key, the section's.
+    /// Counted from 1; for a missing key, the line of its section.
     pub line: usize,
     /// What is wrong with the line, without its value.
     pub what: String,

@@ -20,7 +20,7 @@ use crate::flat_map::Key as _;
 /// for this long, the endpoint it was last seen at no longer works.
 pub const ROAMING_TRUST: Duration = Duration::from_secs(300);
 
-/// One step from the present to the planned state.
+/// One step from the current to the planned state.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Change {
     /// Another private key.
@@ -29,15 +29,16 @@ pub enum Change {
     ListenPort(u16),
     /// A new peer, or new values of one.
     SetPeer(PublicKey, PeerUpdate),
-    /// Prefixes that no peer is to have any more, taken from their peers
-    /// without touching what else those have.
+    /// Prefixes that no peer is to have any more, taken from their peers without
+    /// touching what else those have.
     Release(Vec<IpNet>),
     /// A peer that goes.
     RemovePeer(PublicKey),
 }
 
 impl DeviceState {
-    /// What the device has after the changes of one [`diff`], without looking.
+    /// Makes this the state after the changes of one [`diff`],
+    /// without reading the device.
     pub fn take(&mut self, changes: &[Change]) {
         let moved: BTreeSet<IpNet> = changes
             .iter()
@@ -75,10 +76,10 @@ impl DeviceState {
     }
 }
 
-/// What changes of one peer; `None` stays as it is.
+/// Changes to one peer; `None` leaves a setting as it is.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct PeerUpdate {
-    /// New endpoint: where the device sends to until the peer is seen elsewhere.
+    /// New endpoint: where the device sends until the peer is seen elsewhere.
     pub endpoint: Option<SocketAddr>,
     /// New keepalive, in seconds.
     pub persistent_keepalive: Option<u16>,
@@ -105,9 +106,10 @@ pub fn diff(current: &DeviceState, plan: &WireguardPlan, private_key: &SecretKey
     }
     // WireGuard silently refuses a peer with the device's own key.
     let wanted = || plan.peers.iter().filter(|(key, _)| **key != own);
-    // What a peer gets, and what it has and is to lose.
+    // Prefixes that peers get, and prefixes that they have and must lose.
     let (mut claimed, mut unclaimed) = (BTreeSet::new(), Vec::new());
-    // A host of the mesh: what is sent there would be encrypted again, for another peer.
+    // Hosts of the mesh: packets to such an endpoint would be encrypted
+    // again, for another peer.
     let hosts = LazyCell::new(|| {
         let prefixes = plan.peers.values().flat_map(|peer| &peer.allowed_ips);
         prefixes.filter(|prefix| prefix.prefix_len() == prefix.max_prefix_len()).collect::<BTreeSet<_>>()
@@ -129,7 +131,7 @@ pub fn diff(current: &DeviceState, plan: &WireguardPlan, private_key: &SecretKey
     changes
 }
 
-/// Adds to `claimed` what the peer gets, to `unclaimed` what it has to give.
+/// Adds to `claimed` what the peer gets, and to `unclaimed` what it has to give up.
 fn update(
     present: Option<&PeerState>,
     wanted: &WireguardPeer,
@@ -162,7 +164,7 @@ fn update(
     }
 }
 
-/// Flow label and scope are the kernel's business.
+/// Flow label and scope are left to the kernel.
 fn same_endpoint(one: SocketAddr, other: SocketAddr) -> bool {
     one.ip() == other.ip() && one.port() == other.port()
 }
@@ -186,7 +188,8 @@ fn entry_bytes(net: &IpNet) -> usize {
     }
 }
 
-/// A change of one peer as a request; a peer that has gone meanwhile is not made anew.
+/// A change of one peer as a request; a peer that has gone
+/// meanwhile is not created anew.
 pub fn request_for_known(peer: PublicKey, update: PeerUpdate) -> SetRequest {
     let mut request = request(&[Change::SetPeer(peer, update)]);
     request.peers.iter_mut().for_each(|peer| peer.update_only = true);
@@ -242,7 +245,7 @@ mod tests {
 
     use super::*;
 
-    /// What WireGuard does with a request.
+    /// Applies a request as WireGuard does.
     fn simulate(state: &mut DeviceState, request: &SetRequest) {
         if let Some(key) = request.private_key {
             state.private_key = Some(key);

@@ -34,7 +34,7 @@ pub struct Endpoint {
 }
 
 impl Endpoint {
-    /// The address, when the host is one.
+    /// The address; `None` when the host is a name.
     pub fn ip(&self) -> Option<IpAddr> {
         match self.host {
             EndpointHost::Ip(ip) => Some(ip),
@@ -59,7 +59,7 @@ impl fmt::Display for Endpoint {
     }
 }
 
-/// Text that is no `host:port`.
+/// Text that is not `host:port`.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error(
     "{0:?} is not a valid endpoint; write 192.0.2.1:51820, [2001:db8::1]:51820 or a DNS name with a port"

@@ -15,8 +15,8 @@ fn decode(text: &str) -> Result<[u8; 32], InvalidKey> {
     STANDARD.decode(text.trim()).ok().and_then(|bytes| bytes.try_into().ok()).ok_or(InvalidKey)
 }
 
-/// What a message may repeat of a name that was not understood: where the `=`
-/// is missing or comes late, the name holds the value, perhaps a key.
+/// What a message may repeat of a name that was not understood: where the `=` is
+/// missing or comes late, the name contains the value, perhaps a key.
 pub(super) fn repeatable(name: &str) -> &str {
     let is_name = name.len() < 32 && name.bytes().all(|byte| byte.is_ascii_alphabetic() || byte == b'_');
     if is_name { name } else { "(not shown)" }

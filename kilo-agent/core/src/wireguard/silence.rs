@@ -1,5 +1,5 @@
-//! Tunnels that packets are sent into and whose other end does not answer. WireGuard does not report that:
-//! without traffic it makes no handshakes, so an old handshake alone means nothing.
+//! Tunnels into which packets are sent, but whose other end does not answer. WireGuard does not report
+//! that: without traffic it makes no handshakes, so an old handshake alone means nothing.
 
 use std::{
     collections::BTreeMap,
@@ -8,11 +8,11 @@ use std::{
 
 use super::key::PublicKey;
 
-/// After this WireGuard sends nothing with the keys of a handshake.
+/// WireGuard sends nothing with the keys of a handshake that is older than this.
 pub const EXPIRES: Duration = Duration::from_secs(180);
-/// A handshake that is due takes no longer than this: three attempts of WireGuard.
+/// A handshake that is due takes at most this long: three attempts of WireGuard.
 pub const PATIENCE: Duration = Duration::from_secs(15);
-/// Nothing was sent for this long: nobody waits for an answer.
+/// When nothing was sent for this long, nobody waits for an answer.
 const QUIET: Duration = Duration::from_secs(180);
 
 /// One peer of the device at one moment.
@@ -37,7 +37,7 @@ pub enum Turn {
     Quiet,
 }
 
-/// The tunnels of a device, as they have been seen one time after the other.
+/// The tunnels of a device, as observed over time.
 #[derive(Clone, Debug, Default)]
 pub struct Tunnels(BTreeMap<PublicKey, Tunnel>);
 
@@ -45,14 +45,14 @@ pub struct Tunnels(BTreeMap<PublicKey, Tunnel>);
 struct Tunnel {
     sent_bytes: u64,
     has_shaken_hands: bool,
-    /// Since when bytes are sent for which there is no handshake, and when some were last.
+    /// When bytes were first and last sent for which there is no handshake.
     unanswered: Option<(Instant, Instant)>,
     is_silent: bool,
 }
 
 impl Tunnels {
-    /// Takes note of all peers of the device; returns what has changed. A tunnel that no longer exists is
-    /// forgotten: what it was says nothing of another.
+    /// Records all peers of the device; returns what has changed. A tunnel that no longer exists is
+    /// forgotten: its state says nothing about another one.
     pub fn observe(&mut self, peers: &BTreeMap<PublicKey, Sample>, now: Instant) -> Vec<(PublicKey, Turn)> {
         self.0.retain(|key, _| peers.contains_key(key));
         let mut turns = Vec::new();
@@ -84,7 +84,7 @@ impl Tunnel {
     }
 
     fn observe(&mut self, sample: Sample, now: Instant) -> Option<Turn> {
-        // Less than before: the peer was taken off the device and put back.
+        // A smaller count means that the peer was removed from the device and added again.
         let has_sent = sample.sent_bytes > self.sent_bytes;
         self.sent_bytes = sample.sent_bytes;
         if sample.handshake_age.is_some_and(|age| age < EXPIRES) {
@@ -102,7 +102,7 @@ impl Tunnel {
             self.unanswered = None;
             return std::mem::take(&mut self.is_silent).then_some(Turn::Quiet);
         }
-        // One burst of which nobody waits for an answer is none, unless WireGuard goes on trying.
+        // A single burst for which nobody waits does not count, unless WireGuard goes on trying.
         let tries = last.saturating_duration_since(since) >= PATIENCE;
         let is_news = tries && !self.is_silent;
         self.is_silent |= tries;
@@ -116,7 +116,7 @@ mod tests {
 
     const KEY: PublicKey = PublicKey([1; 32]);
 
-    /// Looks every 5 s; what it says at which second.
+    /// Observes every 5 s; returns each turn and its second.
     fn turns(samples: impl IntoIterator<Item = (Option<u64>, u64)>) -> Vec<(u64, Turn)> {
         let (start, mut tunnels) = (Instant::now(), Tunnels::default());
         let mut turns = Vec::new();

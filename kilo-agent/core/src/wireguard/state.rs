@@ -34,7 +34,7 @@ pub struct DeviceState {
 }
 
 impl DeviceState {
-    /// Endpoints of peers that have really shaken hands.
+    /// Endpoints of peers that have completed a handshake.
     pub fn seen_endpoints(&self) -> BTreeMap<PublicKey, SocketAddr> {
         let seen = self.peers.iter().filter(|(_, peer)| peer.handshake_age.is_some());
         seen.filter_map(|(key, peer)| Some((*key, peer.endpoint?))).collect()
@@ -48,7 +48,7 @@ pub struct PeerState {
     pub allowed_ips: BTreeSet<IpNet>,
     /// Where it was last seen, or what was set.
     pub endpoint: Option<SocketAddr>,
-    /// Seconds; 0 = off.
+    /// Seconds between keepalives; 0: off.
     pub persistent_keepalive: u16,
     /// Optional symmetric key.
     pub preshared_key: Option<SecretKey>,
@@ -69,7 +69,7 @@ pub struct WireguardPlan {
     pub peers: BTreeMap<PublicKey, WireguardPeer>,
 }
 
-/// What a peer of the device is to be; its key is the one it has in [`WireguardPlan::peers`].
+/// The desired state of a peer; its key is the one it has in [`WireguardPlan::peers`].
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct WireguardPeer {
     /// Prefixes routed to it, without host bits; a prefix is claimed by one peer only.
@@ -79,7 +79,7 @@ pub struct WireguardPeer {
     /// True when the peer may roam (it has a keepalive): an endpoint the
     /// device learnt by itself is not overwritten.
     pub roams: bool,
-    /// Seconds; 0 = off.
+    /// Seconds between keepalives; 0: off.
     pub persistent_keepalive: u16,
     /// Optional symmetric key.
     pub preshared_key: Option<SecretKey>,

@@ -23,11 +23,11 @@ pub struct SetRequest {
     pub fwmark: Option<u32>,
     /// Remove all peers first.
     pub replace_peers: bool,
-    /// Peers, in order; one key may come several times.
+    /// Peers, in order; a key may occur several times.
     pub peers: Vec<SetPeer>,
 }
 
-/// A peer's part of `set=1`; `None` stays as it is.
+/// A peer's part of `set=1`; `None` leaves a setting as it is.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SetPeer {
     /// Public key of the peer.
@@ -38,9 +38,9 @@ pub struct SetPeer {
     pub update_only: bool,
     /// Remove its allowed IPs first.
     pub replace_allowed_ips: bool,
-    /// `Some(None)` removes it.
+    /// New pre-shared key; `Some(None)` removes it.
     pub preshared_key: Option<Option<SecretKey>>,
-    /// New endpoint: where the device sends to until the peer is seen elsewhere.
+    /// New endpoint: where the device sends until the peer is seen elsewhere.
     pub endpoint: Option<SocketAddr>,
     /// New keepalive in seconds; 0 = off.
     pub persistent_keepalive: Option<u16>,
@@ -51,8 +51,8 @@ pub struct SetPeer {
 }
 
 impl SetRequest {
-    /// The same in requests of at most `most` peers each, in order: a process that
-    /// is busy with ten thousand forwards nothing meanwhile.
+    /// Splits this into requests of at most `most` peers each, in order: a process
+    /// that is busy with ten thousand forwards nothing meanwhile.
     pub fn parts(mut self, most: usize) -> Vec<Self> {
         let mut peers = std::mem::take(&mut self.peers).into_iter();
         self.peers.extend(peers.by_ref().take(most));
@@ -68,7 +68,7 @@ impl SetRequest {
 }
 
 impl SetPeer {
-    /// Changes nothing of that peer, but makes it when it is missing.
+    /// Changes nothing about that peer, but creates it when it is missing.
     pub fn new(public_key: PublicKey) -> Self {
         Self {
             public_key,
@@ -88,7 +88,7 @@ impl SetPeer {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("invalid line for key `{key}` in WireGuard's configuration protocol")]
 pub struct Malformed {
-    /// What stood before the `=`, when that is a name.
+    /// The text before the `=`, if it is a name.
     pub key: String,
 }
 

@@ -1,4 +1,4 @@
-//! Agents: when they start and run, their events, and what becomes of their requests.
+//! Agents: when they start and run, their events, and what becomes of their outputs.
 
 use std::{collections::BTreeSet, rc::Rc};
 
@@ -60,7 +60,7 @@ impl Sim {
         }
     }
 
-    /// The objects have changed: each agent learns it at a moment of its own.
+    /// The objects have changed: each agent learns it at its own moment.
     pub(super) fn objects_changed(&mut self) {
         for node in 0..self.hosts.len() {
             let at = self.now + self.rng.between(MS, 500 * MS);
@@ -79,7 +79,7 @@ impl Sim {
         self.run_agent(node);
     }
 
-    /// The gateway that a node's word names is none any more: as the agent's thread does.
+    /// The gateway that a node's word names is no longer one: does what the agent's thread does.
     pub(super) fn fall_to_kilos_leader(&mut self, node: usize, place: &Place) {
         let host = &mut self.hosts[node];
         let (term, gateway) = host.said();
@@ -108,7 +108,7 @@ impl Sim {
         }
     }
 
-    /// Lets an agent run, unless it stalls: then what came waits.
+    /// Lets an agent run, unless it stalls: then its inputs wait.
     pub(super) fn run_agent(&mut self, node: usize) {
         let host = &mut self.hosts[node];
         if !host.wires.runs(self.now) || host.stalled > self.now {
@@ -132,7 +132,7 @@ impl Sim {
         self.schedule(node);
     }
 
-    /// A node says something to another on the LAN, where somebody may record it and say it again.
+    /// A node sends something to another one on the LAN, where somebody may record and replay it.
     pub(super) fn lan_say(&mut self, node: usize, to: usize, bytes: &Rc<[u8]>) {
         let said = |sim: &Self| Event::Lan { to, bytes: bytes.clone(), said_at: sim.now };
         if self.noise.replays {
@@ -175,7 +175,7 @@ impl Sim {
         }
     }
 
-    /// After a kernel has looked at an ANNOUNCE.
+    /// Handles what an ANNOUNCE has changed in a kernel.
     pub(super) fn set_word(&mut self, node: usize, before: u64, said_at: Micros) {
         let after = self.hosts[node].word;
         if after != before {

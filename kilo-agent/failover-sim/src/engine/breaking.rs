@@ -1,4 +1,4 @@
-//! How each fault is made, and mended.
+//! How each fault is made and mended.
 
 use kilo_common::lead::{self, Term};
 use kilo_failover::{
@@ -83,7 +83,7 @@ impl Sim {
                 let _ = if on { self.cordoned.insert(node) } else { self.cordoned.remove(&node) };
                 self.objects_changed();
             }
-            // Until it boots nobody asks what time it is.
+            // Nobody reads the clock until the node boots.
             Fault::Clock(node) if on => self.hosts[node].clock = CLOCK - 1_000 * SEC,
             Fault::NoGateway(node) => {
                 let _ = if on { self.no_gateways.insert(node) } else { self.no_gateways.remove(&node) };
@@ -105,7 +105,7 @@ impl Sim {
         self.look_at_all();
     }
 
-    /// A gateway's HELLO as after 700 changes that concerned others.
+    /// Sends a gateway's HELLO as after 700 changes that concerned others.
     pub(super) fn send_ahead(&mut self, node: usize) {
         let me = host::id(node);
         self.changes += 700;
@@ -122,13 +122,14 @@ impl Sim {
         }
     }
 
-    /// How many of those changes the last node's kernel has not heard of.
+    /// How many of those changes the kernel that is furthest behind has not heard of.
     pub fn behind(&self) -> u32 {
         let counts = self.hosts.iter().map(|host| lead::term_of(host.word).count());
         self.changes.saturating_sub(counts.min().unwrap_or(0))
     }
 
-    /// A gateway's signals of the last of all terms: HELLO, ANNOUNCE to every kernel, CLAIM of everybody.
+    /// Sends a gateway's signals with the last of all terms: HELLO, ANNOUNCE to every
+    /// kernel, CLAIM of everybody.
     pub(super) fn send_leap(&mut self, node: usize) {
         let (me, term) = (host::id(node), Term::from_bits(u64::MAX));
         let say = |kind, body| Signal { kind, nonce: 7, term, sender: me, location: LOCATION, body };
@@ -169,7 +170,7 @@ impl Sim {
         }
     }
 
-    /// A node's maps are others: what is in them is what the plan knows.
+    /// A node's maps are replaced by others, which contain only what the plan knows.
     fn replace_layout(&mut self, node: usize) {
         let acting = self.acting();
         let host = &mut self.hosts[node];

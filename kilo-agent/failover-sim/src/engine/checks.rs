@@ -1,5 +1,5 @@
-//! What must hold at every moment of every run, and how long each member's way was
-//! broken although some gateway could have served it.
+//! What must hold at every moment of every run, and how long each member's path was broken although
+//! some gateway could have served it.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -11,28 +11,28 @@ use crate::{host, invariants::Invariant};
 
 /// Time to live of a packet that a member sends.
 const TTL: u8 = 64;
-/// Longer ways are cut: they are wrong already.
+/// Longer paths are cut: they are wrong already.
 const LONGEST: usize = 12;
 
-/// The way of a member's packet to WireGuard.
+/// The path of a member's packet to WireGuard.
 #[derive(Clone, Debug)]
 pub struct Walk {
-    /// Nodes, the member first.
+    /// The nodes on the path, the member first.
     pub nodes: Vec<usize>,
     /// Whether it reaches WireGuard at the last of them.
     pub leaves: bool,
-    /// What is left of its time to live there.
+    /// The time to live that is left there.
     pub ttl: u8,
 }
 
-/// What a run counts.
+/// Counters of a run.
 #[derive(Clone, Debug, Default)]
 pub struct Counts {
-    /// What did not hold.
+    /// Invariants that did not hold.
     pub broken: BTreeSet<Invariant>,
     /// The longest outage of any member.
     pub longest: Micros,
-    /// The longest of each member.
+    /// The longest outage of each member.
     pub of_member: BTreeMap<usize, Micros>,
     /// How often one of several leaders took its own members.
     pub took_home: u32,
@@ -40,11 +40,11 @@ pub struct Counts {
     pub taken: u32,
     /// Takeovers of a stand-by for itself alone.
     pub alone: u32,
-    /// Leadership given by its leader.
+    /// Changes in which a leader gave leadership away.
     pub given: u32,
-    /// Who was given any, in order.
+    /// Gateways that were given members, in order.
     pub took: Vec<usize>,
-    /// How often a leader said that it gave leadership.
+    /// How often a leader reported that it gave leadership.
     pub gave: u32,
     /// Planned changes that were taken back.
     pub taken_back: u32,
@@ -54,26 +54,26 @@ pub struct Counts {
     pub adopted: u32,
     /// How often a stand-by suspected its leader.
     pub suspicions: u32,
-    /// Changes of a word to another gateway.
+    /// Changes of a kernel's word to another gateway.
     pub flips: u32,
     /// Probes and signals that agents sent.
     pub sent: u64,
-    /// Who has changed leadership last, and when.
+    /// The gateway that was last given members, and when.
     last: Option<(usize, Micros)>,
 }
 
 impl Counts {
-    /// Changes of leader, of any cause.
+    /// Changes of leader, whatever the cause.
     pub fn switches(&self) -> u32 {
         self.taken + self.alone + self.given
     }
 
-    /// How often anybody was led because of a signal.
+    /// How often a signal made a gateway lead members.
     pub fn accepted(&self) -> u32 {
         self.adopted + self.given
     }
 
-    /// A gateway is given members; one change may come in several signals.
+    /// Counts that a gateway is given members; one change may come in several signals.
     pub fn count_given(&mut self, gateway: usize, now: Micros) {
         let again = self.last.is_some_and(|(last, at)| last == gateway && at + 50 * MS > now);
         self.last = Some((gateway, now));
@@ -89,7 +89,7 @@ impl Sim {
         }
     }
 
-    /// The way of a member's packets now.
+    /// The path that a member's packets take now.
     pub fn walk(&self, member: usize) -> Walk {
         let keeps = |rule| self.params.keeps(rule);
         let mut nodes = vec![member];
@@ -121,7 +121,8 @@ impl Sim {
         Walk { leaves: forwards && at < self.gateways, nodes, ttl }
     }
 
-    /// Two LAN hops at most, no node twice, one of the time to live for each hop.
+    /// Checks that a path has at most two LAN hops and no node twice, and costs one of
+    /// the time to live per hop.
     fn check_walk(&mut self, walk: &Walk) {
         let hops = walk.nodes.len() - 1;
         if hops > 2 {
@@ -157,7 +158,7 @@ impl Sim {
         })
     }
 
-    /// Looks at these members' ways, after something changed.
+    /// Evaluates these members' paths after something changed.
     pub fn look(&mut self, members: impl IntoIterator<Item = usize>) {
         for member in members {
             let runs = self.hosts[member].wires.runs(self.now);
@@ -180,12 +181,12 @@ impl Sim {
         }
     }
 
-    /// Looks at everybody's.
+    /// Evaluates every member's path.
     pub fn look_at_all(&mut self) {
         self.look(0..self.hosts.len());
     }
 
-    /// An outage has ended, or the run.
+    /// Counts an outage that has ended, or lasts to the end of the run.
     pub fn count_outage(&mut self, member: usize, since: Micros) {
         if since >= self.watched_from {
             let longest = self.counts.of_member.entry(member).or_default();
@@ -197,7 +198,7 @@ impl Sim {
         }
     }
 
-    /// A member's kernel has obeyed: a later term, of an ANNOUNCE that is not old.
+    /// A member's kernel has obeyed: the term must be later, and the ANNOUNCE not old.
     pub fn word_changed(&mut self, member: usize, before: u64, after: u64, said_at: Micros) {
         if lead::term_of(after) <= lead::term_of(before) {
             self.broken(Invariant::WordRises);
@@ -214,8 +215,9 @@ impl Sim {
         self.followed[member].insert((lead::term_of(after), host::id(usize::from(lead::hop_of(after)))));
     }
 
-    /// A far leader moves a member's prefixes: the member's kernel must have said so, or that of
-    /// the gateway they come from, and never to an earlier term, unless its agent has forgotten terms.
+    /// A far leader moves a member's prefixes: the member's kernel must have named the new
+    /// gateway, or that of the previous gateway must have, and the term must not fall, unless the
+    /// far agent has forgotten terms.
     pub fn moved(&mut self, far: usize, member: usize, from: usize, to: (Term, NodeId)) {
         if !self.followed[member].contains(&to) && !self.followed[from].contains(&to) {
             self.broken(Invariant::FarFollows);
@@ -239,8 +241,8 @@ impl Sim {
         running.filter(|(_, host)| host.said().0 > Term::NONE).all(is_claimed)
     }
 
-    /// Whether every member that can be served is, and every far leader that was
-    /// told agrees with the member about whose it is.
+    /// Whether every member that can be served is, and every far leader that runs agrees with the
+    /// member about its gateway.
     pub fn has_converged(&self) -> bool {
         (0..self.hosts.len())
             .filter(|member| self.hosts[*member].wires.runs(self.now) && self.counted[*member])

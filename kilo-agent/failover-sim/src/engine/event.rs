@@ -1,17 +1,17 @@
-//! What happens, and when: the queue has the earliest first.
+//! What happens, and when: the queue returns the earliest event first.
 
 use std::rc::Rc;
 
 use kilo_failover::Micros;
 
-/// Something that happens.
+/// Something that happens at a moment of simulated time.
 #[derive(Clone, Debug)]
 pub(crate) enum Event {
     Wake(usize),
     Resume(usize),
     Starts(usize),
     Ends(usize),
-    /// A signal on the LAN, and when it was sent first.
+    /// A signal on the LAN; `said_at`: when it was first sent.
     Lan {
         to: usize,
         bytes: Rc<[u8]>,
@@ -23,7 +23,7 @@ pub(crate) enum Event {
         nonce: u64,
         back: bool,
     },
-    /// A forwarded probe at a gateway, from the node before.
+    /// A forwarded probe arrives at a gateway, from the node before.
     AtGateway {
         member: usize,
         from: usize,
@@ -31,7 +31,7 @@ pub(crate) enum Event {
         far: usize,
         nonce: u64,
     },
-    /// At the far leader, and back at the gateway.
+    /// The probe arrives at the far leader.
     AtFar {
         member: usize,
         gateway: usize,
@@ -43,7 +43,7 @@ pub(crate) enum Event {
         gateway: usize,
         nonce: u64,
     },
-    /// An answer at the prober.
+    /// An answer arrives at the prober.
     Answer {
         node: usize,
         nonce: u64,
@@ -53,7 +53,7 @@ pub(crate) enum Event {
         far: usize,
         nonce: u64,
     },
-    /// A signal inside a tunnel.
+    /// A signal arrives through a tunnel.
     ToFar {
         gateway: usize,
         far: usize,
@@ -67,7 +67,7 @@ pub(crate) enum Event {
     FarApplies {
         far: usize,
     },
-    /// A node's agent learns what the objects say.
+    /// A node's agent reads the objects.
     Place(usize),
     /// So many of the first gateways lead from now on.
     Active(usize),

@@ -1,4 +1,4 @@
-//! A far leader: what its WireGuard has, and its agent.
+//! A far leader: the owners of prefixes in its WireGuard, and its agent.
 
 use std::{collections::VecDeque, rc::Rc};
 
@@ -17,15 +17,15 @@ use crate::host;
 pub struct FarHost {
     /// Power.
     pub on: bool,
-    /// Whose each member's prefixes are in its WireGuard, and since which term.
+    /// Owner of each member's prefixes in its WireGuard, and since which term.
     pub owner: Vec<(Term, usize)>,
-    /// Whose the shared ones are.
+    /// Owner of the shared prefixes.
     pub shared: usize,
     /// The latest term that it applied for each member, since its agent started.
     pub seen: Vec<Term>,
     /// Its agent's table, while it lives.
     acting: Option<Owners>,
-    /// Who leads the location as was written when its agent started.
+    /// Who led the location according to the annotations when its agent started.
     led_by: NodeId,
     /// When its agent forgets what the device had at its start.
     seeded_until: Micros,
@@ -37,7 +37,7 @@ pub struct FarHost {
 }
 
 impl FarHost {
-    /// One that has everything at gateway 0.
+    /// A far leader that has all prefixes at gateway 0.
     pub fn new(nodes: usize) -> Self {
         let owner = vec![(Term::NONE, 0); nodes];
         Self {
@@ -57,7 +57,7 @@ impl FarHost {
 }
 
 impl Sim {
-    /// A signal of a gateway is at a far leader.
+    /// A gateway's signal arrives at a far leader.
     pub(crate) fn far_hear(&mut self, gateway: usize, far: usize, bytes: &Rc<[u8]>) {
         let host = &mut self.fars[far];
         if !host.on || host.acting.is_none() {
@@ -81,7 +81,7 @@ impl Sim {
         let Ok(step) = step else { return };
         let stays_alone = has_first(acting) != had_first && !step.moves.contains(&first);
         if stays_alone {
-            // What is decided without a request is in the next plan.
+            // A decision without a request takes effect with the next plan.
             let at = self.now + self.rng.between(2 * MS, 8 * MS);
             self.at(at, Event::FarPlace(far));
         }
@@ -105,7 +105,7 @@ impl Sim {
         self.at(at, Event::FarApplies { far });
     }
 
-    /// WireGuard has taken a request.
+    /// WireGuard has applied a request.
     pub(crate) fn far_apply(&mut self, far: usize) {
         let host = &mut self.fars[far];
         let Some(step) = host.steps.pop_front() else { return };
@@ -127,7 +127,8 @@ impl Sim {
         self.uplink_send(gateway, far, false, Event::FromFar { gateway, far, bytes });
     }
 
-    /// A far leader plans anew: who is whose as far as it knows, and what no gateway has is the first one's.
+    /// A far leader plans anew: owners as far as it knows; prefixes that no gateway has go to the owner of
+    /// the shared ones, else to the first gateway.
     pub(crate) fn far_plan(&mut self, far: usize) {
         let gateways = self.gateways();
         let FarHost { acting: Some(acting), owner, .. } = &mut self.fars[far] else { return };
@@ -162,7 +163,7 @@ impl Sim {
         }
     }
 
-    /// What the device had when its agent started is forgotten, if nobody has claimed it since.
+    /// Forgets what the device had when its agent started, if nobody has claimed it since.
     pub(crate) fn far_forget(&mut self, far: usize) {
         let host = &mut self.fars[far];
         if host.seeded_until == self.now
@@ -204,8 +205,8 @@ impl Sim {
         }
     }
 
-    /// Whether each far leader sends shared prefixes to a gateway that can take them and pass them on, if there is
-    /// any: one that reaches no other node has nowhere to send them.
+    /// Whether each far leader sends shared prefixes to a gateway that can receive them and pass them on, if
+    /// there is one: a gateway that reaches no other node has nowhere to send them.
     pub(crate) fn shared_are_served(&self) -> bool {
         let works = |gateway, far| {
             self.uplink_works(gateway, far, true)

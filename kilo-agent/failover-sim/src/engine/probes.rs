@@ -1,4 +1,4 @@
-//! The ways of probes: the rules of the programs that carry them.
+//! The paths of probes, by the rules of the programs that carry them.
 
 use kilo_common::lead::{self, Exit, Sender};
 use kilo_failover::{ProbePath, Rule};

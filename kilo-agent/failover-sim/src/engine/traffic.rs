@@ -12,18 +12,18 @@ pub(crate) struct Traffic {
     member: usize,
     until: Micros,
     pub(crate) sent: u32,
-    /// Those without an answer.
+    /// Packets without an answer.
     pub(crate) out: BTreeSet<u64>,
 }
 
 impl Sim {
-    /// From `start` to `until` a member sends.
+    /// Makes a member send from `start` to `until`.
     pub(crate) fn start_traffic(&mut self, member: usize, start: Micros, until: Micros) {
         self.traffic = Some(Traffic { member, until, sent: 0, out: BTreeSet::new() });
         self.at(start, Event::Packet);
     }
 
-    /// Sends the next packet, as forwarded probes go.
+    /// Sends the next packet on the path of forwarded probes.
     pub(super) fn send_packet(&mut self) {
         let nonce = self.rng.bits();
         let Some(traffic) = &mut self.traffic else { return };

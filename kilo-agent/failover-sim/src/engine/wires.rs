@@ -1,4 +1,4 @@
-//! What gets from one place to another, and when.
+//! Which packets arrive, and when.
 
 use kilo_failover::MS;
 
@@ -9,11 +9,11 @@ use super::{Event, Sim};
 pub struct Noise {
     /// Share of packets lost on each link.
     pub loss: f64,
-    /// Share of packets between locations that are late by 50 to 270 ms.
+    /// Share of packets between locations that are delayed by another 50 to 270 ms.
     pub spike: f64,
-    /// Whether agents stall for 200 ms, each every 5 s.
+    /// Whether agents stall for 200 ms, each about every 5 s.
     pub stalls: bool,
-    /// Whether somebody records signals and sends them again later.
+    /// Whether somebody records signals and replays them later.
     pub replays: bool,
 }
 
@@ -43,7 +43,7 @@ impl Sim {
             && !self.far_cuts.contains(&(gateway, far))
     }
 
-    /// Whether the queues of a gateway that carries the flood have no room.
+    /// Whether a flood loses a packet in the tunnel of the gateway that carries it.
     fn lose_in_flood(&mut self, gateway: usize) -> bool {
         let carries = self.hosts.last().is_some_and(|flooder| flooder.uses() == gateway);
         self.flood > 0.0 && carries && self.rng.chance(self.flood)

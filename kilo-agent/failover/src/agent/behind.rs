@@ -1,5 +1,5 @@
-//! Far leaders remember terms that a location forgets when all its nodes boot, and take no claim of an earlier one.
-//! They answer such a claim with the latest term, and the gateway claims again in the next one.
+//! Far leaders remember terms that a location forgets when all its nodes boot, and take no claim of an
+//! earlier one. They answer such a claim with the latest term, and the gateway claims again in the next term.
 
 use kilo_common::lead::MOST_CHANGES;
 
@@ -12,22 +12,24 @@ pub(crate) struct Behind {
     asked: usize,
     last_asked: Micros,
     is_answered: bool,
-    /// When it last led in a later term because of an answer, and how long it waits until the next time.
+    /// When it last led in a later term because of an answer, and how long it then waits until the next time.
     caught_up: Option<(Micros, Micros)>,
 }
 
 impl Behind {
-    /// How long after its start it asks far leaders. By the first time a gateway that has booted alone has been led
-    /// by another one; it asks four times, since answers may be lost.
+    /// How long after its start it asks far leaders. By the first of these, a gateway that has booted alone
+    /// has been led by another one; it asks four times, since answers may be lost.
     const ASKS: [Micros; 4] = [700 * MS, 1_500 * MS, 3 * SEC, 6 * SEC];
-    /// And then, until one has answered: a site's router may boot later than its nodes.
+    /// Interval at which it asks after that, until one has answered: a site's router may
+    /// boot later than its nodes.
     const LATER: Micros = 10 * SEC;
-    /// After the first time, doubled with each: a far leader may not make terms run away.
+    /// Pause after the first time it catches up, doubled with each: a far leader must
+    /// not make terms run away.
     const PAUSE: Micros = SEC;
-    /// The longest such pause. A gateway that needed none for twice as long begins anew.
+    /// The longest such pause. A gateway that has not caught up for twice as long begins anew.
     const LONGEST: Micros = 3_600 * SEC;
 
-    /// A far leader has answered a claim.
+    /// Records that a far leader has answered a claim.
     pub(crate) const fn answered(&mut self) {
         self.is_answered = true;
     }
@@ -74,8 +76,8 @@ impl Agent {
         self.gateway.as_ref().map_or(Micros::MAX, |gateway| gateway.behind.next(gateway.since))
     }
 
-    /// Leads in a later term when a far leader knows a later one than this gateway leads in: it takes no claim of an
-    /// earlier one.
+    /// Leads in a later term when a far leader knows a later one than this gateway leads in: the far leader
+    /// takes no claim of an earlier term.
     pub(crate) fn catch_up_with(&mut self, term: Term, turn: &mut Turn<'_>) {
         let (me, now) = (self.place.me, turn.now);
         let leads_by_order = self.leads_by_order(now);
@@ -105,7 +107,7 @@ impl Agent {
         }
     }
 
-    /// Whether it leads although nobody has changed anything, and it is alone in that as far as it has heard.
+    /// Whether it leads by Kilo's order, in no term, and has heard of no other leader.
     fn leads_by_order(&self, now: Micros) -> bool {
         let Some(gateway) = &self.gateway else { return false };
         self.word == (Term::NONE, self.place.me)
@@ -114,7 +116,7 @@ impl Agent {
             && !gateway.others.is_led_since(&self.params, Term::NONE, now)
     }
 
-    /// Whether every other gateway has said a moment ago that it leads nobody.
+    /// Whether every other gateway has recently said that it leads nobody.
     fn nobody_else_leads(&self, now: Micros) -> bool {
         let Some(gateway) = &self.gateway else { return false };
         let mut others = self.place.gateways.iter().filter(|other| **other != self.place.me);

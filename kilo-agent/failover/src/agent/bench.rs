@@ -11,7 +11,7 @@ pub const LEADER: NodeId = 1;
 pub const ME: NodeId = 2;
 pub const MEMBER: NodeId = 3;
 pub const FAR: Far = 9;
-/// What kernels answer roll calls with.
+/// The cookie with which kernels answer roll calls.
 pub const BOOT: u64 = 9;
 
 /// A stand-by whose tunnel has answered for three seconds, as has its leader's kernel; the leader's term is 7.
@@ -45,14 +45,14 @@ impl Bench {
         bench
     }
 
-    /// A kernel answers the next roll call, out of this boot.
+    /// A kernel answers the next roll call with the cookie of this boot.
     pub fn answer_roll_call(&mut self, node: NodeId, boot: u64) -> Vec<Output> {
         let nonce = self.roll_call_of(node);
         let body = Body::Word { cookie: boot, gateway: LEADER };
         self.hear(node, Kind::Present, nonce, Term::from_bits(7 << 16), body)
     }
 
-    /// 10 ms later, with the answers to all probes of the turn before.
+    /// The next turn, 10 ms later, with the answers to all probes of the previous one.
     pub fn turn(&mut self, mut inputs: Vec<Input>) -> Vec<Output> {
         self.now += 10 * MS;
         let at = self.now;

@@ -3,11 +3,12 @@
 
 use crate::{Agent, Micros, NodeId, SEC, gateway::Lead, roll::Present, signal::Shared};
 
-/// For how long a gateway leads the location before it says so; the leader's kernel has not answered for 3 s then, either.
+/// How long a gateway must have led the location before it declares; the leader's kernel has not
+/// answered for 3 s then, either.
 const LEADS: Micros = 2 * SEC;
 
-/// Between two declarations of the same leader's death that no third node confirms, if it has not booted since: a LAN
-/// between two nodes that comes and goes looks the same.
+/// Minimum time between two declarations of the same leader's death that no third node confirms, unless it
+/// has booted since: a LAN between two nodes that comes and goes looks the same.
 const ALONE: Micros = 600 * SEC;
 
 /// The last declaration that no third node confirmed.
@@ -15,8 +16,8 @@ const ALONE: Micros = 600 * SEC;
 pub struct DeclaredAlone(Option<(NodeId, Option<u64>, Micros)>);
 
 impl DeclaredAlone {
-    /// Returns whether the leader, which has this cookie ([`Agent::cookie_of`]), may be declared dead now, and
-    /// remembers that it is.
+    /// Returns whether the leader, which has this cookie ([`Agent::cookie_of`]), may be declared dead now,
+    /// and if so remembers the declaration.
     pub fn admit(&mut self, leader: NodeId, cookie: Option<u64>, now: Micros) -> bool {
         let is_again = |(before, its, at)| (before, its) == (leader, cookie) && now < at + ALONE;
         let admits = !self.0.is_some_and(is_again);
@@ -28,18 +29,19 @@ impl DeclaredAlone {
 }
 
 impl Agent {
-    /// Kilo's leader, if this gateway is to say that it is dead. That takes a kernel that has answered roll calls and
-    /// does not any more, and one of two gateways:
+    /// Kilo's leader, if this gateway is to declare it dead. That takes a kernel that has answered roll calls
+    /// and no longer does, and one of two gateways:
     ///
     /// - the one that leads the location, and hears half of the others;
     /// - the next in Kilo's order, where nobody can find out who could lead (no far leader answers probes), if it hears
     ///   most of the others.
     ///
-    /// One whose own network is broken sees the same, which is why others have to be heard. Where there are none
-    /// ([`Agent::has_no_witness`]), a leader that lives and is declared dead writes its heartbeat anew.
+    /// A gateway whose own network is broken sees the same, which is why others have to be heard.
+    /// Where there are none ([`Agent::has_no_witness`]), a leader that is alive and was declared
+    /// dead renews its heartbeat.
     ///
-    /// A leader that never answered roll calls is declared dead by the gateway that has taken over from it: it knows
-    /// none, or has been dead since before this agent started.
+    /// A leader that never answered roll calls is declared dead by the gateway that has taken over from it:
+    /// it does not know them, or has been dead since before this agent started.
     pub fn declares_dead(&self, now: Micros) -> Option<NodeId> {
         let (me, gateway) = (self.place.me, self.gateway.as_ref()?);
         let leader = *self.place.gateways.first().filter(|leader| **leader != me)?;
@@ -64,13 +66,14 @@ impl Agent {
         (leads || is_next).then_some(leader)
     }
 
-    /// Whether no third node of the location knows signals: that this node hears others says nothing then.
+    /// Whether no third node of the location knows signals: nobody can then show that this
+    /// node's own network works.
     pub fn has_no_witness(&self) -> bool {
         let leader = self.place.gateways.first().copied().unwrap_or(self.place.me);
         self.others(leader).next().is_none()
     }
 
-    /// The cookie that a node's kernel has given last; it is new with each of its boots.
+    /// The cookie that a node's kernel gave last; it changes with each boot.
     pub fn cookie_of(&self, node: NodeId) -> Option<u64> {
         self.gateway.as_ref()?.roll.last(node).map(|last| last.cookie)
     }

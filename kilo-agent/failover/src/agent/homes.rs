@@ -1,6 +1,6 @@
-//! Several active leaders: each takes the nodes whose home it is, a minute or two after another one last did. Nothing
-//! is handed over: a node that is taken follows the later term, and the gateway that led it learns that by the roll
-//! call.
+//! Several active leaders: each takes the nodes whose home it is, a minute or two after another one last did.
+//! Nothing is handed over: a node that is taken follows the later term, and the gateway that led it learns
+//! that from the roll call.
 
 use std::collections::BTreeMap;
 
@@ -8,14 +8,14 @@ use kilo_common::lead::LEAP;
 
 use crate::{Agent, Micros, NodeId, Note, Output, SEC, Term, Turn, gateway::Lead, signal::Shared};
 
-/// What topology says of several active leaders.
+/// What the topology says about several active leaders.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Several {
     /// The active leaders.
     pub active: Vec<NodeId>,
     /// Which of them each node is to use; they use themselves.
     pub homes: BTreeMap<NodeId, NodeId>,
-    /// The gateway with the shared prefixes, as it was written down, and since which term.
+    /// The gateway with the shared prefixes according to the annotations, and since which term.
     pub acting: (Term, NodeId),
 }
 
@@ -25,27 +25,29 @@ impl Several {
         self.homes.get(&node).copied()
     }
 
-    /// Whether another active leader has taken this node from `before` in its turn: its home is there, or it was taken from
-    /// `me`. For a moment, and while agents of two builds run, two may each take a node for their own.
+    /// Whether another active leader has taken this node from `before` in its turn: its home is
+    /// there, or it was taken from `me`. For a moment, and while agents of two builds run, two may
+    /// each take a node for their own.
     fn is_taken(&self, me: NodeId, node: NodeId, before: NodeId, to: NodeId) -> bool {
         to != me && (self.home(node) == Some(to) || before == me && self.active.contains(&to))
     }
 }
 
-/// Between two gateways that take members from others.
+/// Minimum time between two gateways that take members from others.
 const APART: Micros = 60 * SEC;
-/// How much later than the one before it each place takes, at least.
+/// How much later than the place before it each place takes members, at least.
 const PLACES_APART: Micros = 3 * SEC;
 
-/// How much later than the first place this one takes members. All see the same change, or start at the same time: that the
-/// place before has taken some is mostly seen, in a roll call of the `whole` location, before it is the next one's turn.
+/// How much later than the first place this one takes members. All see the same change, or start at the
+/// same time: before its turn, a place has mostly seen in a roll call of the `whole` location that the one
+/// before has taken some.
 fn later(place: usize, whole: Micros) -> Micros {
     APART.min(place as u64 * PLACES_APART.max(2 * whole))
 }
 
-/// Whether a gateway that has been `healthy` for so long takes the members of one that has been about to go for so long. A far
-/// location that it does not reach would not be reached by them any more, so it waits for a way, or for others to come
-/// first; but not for one that is never there.
+/// Whether a gateway that has been `healthy` for so long takes the members of one that has been about to go
+/// for so long. Its members would no longer reach a far location that it does not reach, so it waits for a
+/// path, or for others to come first; but not for a location that is never there.
 fn takes_over(healthy: Micros, leaving: Micros, reaches_all: bool) -> bool {
     healthy >= SEC && (reaches_all || healthy.min(leaving) >= APART)
 }
@@ -57,22 +59,22 @@ pub(crate) struct Homing {
     fit_since: Option<Micros>,
     /// The gateway that each member used when it was last looked at, and since which term.
     used: BTreeMap<NodeId, (Term, NodeId)>,
-    /// When another gateway took members that had a leader.
+    /// When another gateway last took members that had a leader.
     others_took: Option<Micros>,
-    /// When this one took any.
+    /// When this gateway last took any.
     took: Option<Micros>,
 }
 
 impl Agent {
-    /// How long a new gateway works before it takes anybody.
+    /// How long a new gateway works before it takes members.
     const NEW: Micros = 10 * SEC;
-    /// Between two times this one takes anybody.
+    /// Minimum time between two times that this gateway takes members.
     const PAUSE: Micros = 5 * SEC;
-    /// CLAIMs are repeated more often than with one leader: a far leader that has lost them, as after a boot, knows
-    /// Kilo's leader alone.
+    /// CLAIMs are repeated more often than with one leader: a far leader that has lost them, as after a boot,
+    /// knows only Kilo's leader.
     const REFRESH: Micros = 2 * SEC;
-    /// By how many changes its term may lag behind the latest one: far fewer than [`LEAP`], from which on others refuse
-    /// its signals, and its members' kernels theirs.
+    /// By how many changes its term may lag behind the latest one: far fewer than [`LEAP`], from which on
+    /// others refuse its signals, and its members' kernels refuse theirs.
     const BEHIND: u32 = LEAP / 4;
 
     /// Takes the nodes whose home this gateway is.
@@ -88,7 +90,7 @@ impl Agent {
         let is_behind =
             led_in.is_some_and(|term| term.count().saturating_add(Self::BEHIND) < self.term.count());
         if is_behind && !rests(homing.took, Self::PAUSE) {
-            // The same members in the latest term: nobody's packets go another way.
+            // The same members in the latest term: no packets change their path.
             homing.took = Some(now);
             return self.lead_more([], Shared::Stay, turn);
         }
@@ -104,11 +106,11 @@ impl Agent {
         };
         let healthy = now - since;
         let losses = gateway.others.losses(&self.params, now, me);
-        // Those that start at once do not take at once.
+        // Gateways that start at the same time do not take members at the same time.
         let later = later(place, self.params.whole_roll(self.place.nodes.len()));
         let wait = if losses > 0 { self.params.hold_after(losses) } else { Self::NEW + later };
-        // A far location that this gateway does not reach would go on answering by the gateway before, so its members
-        // stay there. Behind NATs the acting leader alone may have a way.
+        // A far location that this gateway does not reach would go on answering through the previous gateway,
+        // so its members stay there. Behind NATs, only the acting leader may have a path.
         let reaches_all = gateway.tunnels.all_answer(&self.params, now);
         let is_turn = healthy >= wait && reaches_all && !rests(homing.others_took, APART + later);
         let leads = |node: NodeId| gateway.lead.as_ref().is_some_and(|lead| lead.has(node));
@@ -118,8 +120,8 @@ impl Agent {
             since.is_some_and(|since| takes_over(healthy, now - since, reaches_all))
         };
         let members = gateway.roll.heard_lately(now).filter(|(node, present)| {
-            // Also a node that uses this gateway and was never claimed: a kernel's word may fall to it when another
-            // gateway goes.
+            // This includes a node that uses this gateway and was never claimed: a kernel's word may fall to
+            // it when another gateway goes.
             several.home(*node) == Some(me) && *node != me && (leaves(present.word.1) || is_turn)
         });
         let mut members: Vec<NodeId> = members.map(|(node, _)| node).filter(|node| !leads(*node)).collect();
@@ -141,8 +143,8 @@ impl Agent {
         self.lead_more(members, shared, turn);
     }
 
-    /// An active leader that has booted: others have what was its own, and nobody has its packets by the word
-    /// its kernel started with, until it says that it is back.
+    /// Whether this is an active leader that has booted: others have what was its own, and nobody has its
+    /// packets by the word its kernel started with, until it says that it is back.
     pub(crate) fn is_back(&self) -> bool {
         let is_active = |several: &Several| several.active.contains(&self.place.me);
         self.word.0 == Term::NONE
@@ -150,7 +152,7 @@ impl Agent {
             && self.place.several.as_ref().is_some_and(is_active)
     }
 
-    /// How many nodes use this gateway, itself included, as their kernels have said lately.
+    /// How many nodes use this gateway, itself included, as their kernels have recently said.
     pub fn users(&self, now: Micros) -> usize {
         let itself = usize::from(self.gateway.is_some() && self.word.1 == self.place.me);
         self.users_of(self.place.me, now).len() + itself
@@ -166,8 +168,8 @@ impl Agent {
         }
     }
 
-    /// Counts a loss of leadership for the leader of a member that asks to be led because that one has been silent for
-    /// `age`.
+    /// Counts a loss of leadership for the leader of a member that asks to be led because that leader has
+    /// been silent for `age`.
     pub(crate) fn count_loss_by_adoption(&mut self, member: NodeId, age: Micros, now: Micros) {
         let Some(gateway) = &mut self.gateway else { return };
         let from = gateway.roll.last(member).map(|present| present.word.1);
@@ -178,9 +180,10 @@ impl Agent {
 }
 
 impl Homing {
-    /// Notes which gateway members use now, and whether another one has taken a member in its turn, which `is_taken` says of
-    /// a member, its gateway before and the one it uses now. One that has booted uses Kilo's leader until the next ANNOUNCE,
-    /// and a stand-by takes those of one that has failed: neither is a turn.
+    /// Records which gateway members use now, and whether another one has taken a member in its turn, as
+    /// `is_taken` decides from the member, its previous gateway and its current one. A member that has booted
+    /// uses Kilo's leader until the next ANNOUNCE, and a stand-by takes the members of a leader that has
+    /// failed: neither is a turn.
     fn observe(
         &mut self,
         words: impl Iterator<Item = (NodeId, (Term, NodeId))>,
@@ -199,7 +202,7 @@ impl Homing {
         }
     }
 
-    /// Forgets nodes that are not in the location any more.
+    /// Forgets nodes that are no longer in the location.
     pub(crate) fn set_nodes(&mut self, nodes: &[NodeId]) {
         self.used.retain(|node, _| nodes.contains(node));
     }
@@ -281,8 +284,8 @@ mod tests {
         }
     }
 
-    /// One of two active leaders, which has worked for two minutes when the other one is about to go, reaches the far
-    /// leaders that `answers` names. How long after that it takes the other's member, in seconds.
+    /// One of two active leaders, which has worked for two minutes when the other one is about to go, and
+    /// reaches the far leaders that `answers` names: how many seconds later it takes the other's member.
     fn takes_after(answers: fn(u64) -> bool) -> Option<u64> {
         const GOES: Micros = 120 * SEC;
         let (other, member) = (1, 3);

@@ -1,4 +1,4 @@
-//! What comes in, and which part of the agent it is for.
+//! What comes in, and which part of the agent handles it.
 
 use super::Agent;
 use crate::{
@@ -65,7 +65,7 @@ impl Agent {
         }
     }
 
-    /// What is known of the leader so far says nothing about the next one.
+    /// Discards what is known of the leader: it says nothing about the next one.
     pub(super) fn discard_leader(&mut self, turn: &mut Turn<'_>) {
         self.member.discard();
         turn.later.retain(|(_, output)| !matches!(output, Output::Lan(_, Signal { kind: Kind::Adopt, .. })));
@@ -76,7 +76,7 @@ impl Agent {
     }
 
     pub(crate) fn handle_signal(&mut self, from: NodeId, signal: Signal, turn: &mut Turn<'_>) {
-        // The last of all counts would be the last change of leader.
+        // The last of all counts would allow no later change of leader.
         if !signal.term.is_near(self.term) && self.params.keeps(Rule::NoLeap) {
             return turn.push(Output::Note(Note::Leaps(from)));
         }
@@ -111,7 +111,7 @@ impl Agent {
                 };
                 let gateways = &self.place.gateways;
                 if let Some(own) = self.gateway.as_mut().filter(|_| gateways.contains(&from)) {
-                    // Other nodes that it names fill no memory.
+                    // Losses of other nodes that it names must not fill memory.
                     let pairs = losses.as_chunks::<2>().0.iter().filter(|[lost, _]| gateways.contains(lost));
                     let losses: Vec<u64> = pairs.flatten().copied().collect();
                     own.others.heard(&self.params, turn.now, from, state, &losses);
@@ -166,7 +166,7 @@ impl Agent {
         self.take_shared_of_most(turn);
     }
 
-    /// Asks the gateway that leads in a later term to lead this one, too, after this one was away.
+    /// Asks the gateway that leads in a later term to lead this node, too, after this node was away.
     pub(super) fn ask_to_be_led(&mut self, from: NodeId, turn: &mut Turn<'_>) {
         let (me, now) = (self.place.me, turn.now);
         // Each of several active leaders leads itself, and takes the nodes whose home it is.
@@ -184,8 +184,8 @@ impl Agent {
         }
     }
 
-    /// Handles ADOPT: a member asks to be led because its leader has been silent for `age`, or it only asks (0) who
-    /// leads.
+    /// Handles ADOPT: a member asks to be led because its leader has been silent for `age`, or
+    /// only asks who leads (0).
     pub(super) fn handle_adopt(&mut self, member: NodeId, term: Term, age: Micros, turn: &mut Turn<'_>) {
         let (me, now) = (self.place.me, turn.now);
         let Some(gateway) = &self.gateway else { return };
@@ -196,8 +196,8 @@ impl Agent {
             let is_home = self.place.several.as_ref().is_none_or(|several| several.home(member) == Some(me));
             is_home && self.word.1 == me && lead.is_some_and(|lead| lead.term() > term)
         } else {
-            // Repeated to an agent that has restarted since, and remembers no numbers: its kernel has had a
-            // later word since, or nobody has heard it yet.
+            // A replay to an agent that has restarted since, and remembers no numbers: the member's kernel
+            // has had a later word since, or nobody has heard it yet.
             gateway.roll.last(member).is_some_and(|present| present.word.0 <= term)
                 && (!is_overload || age >= self.params.overload_member)
                 && tunnels.were_good(now.saturating_sub(age))
@@ -207,14 +207,14 @@ impl Agent {
             lead.has(member)
                 && gateway.roll.last(member).is_some_and(|present| present.word == (lead.term(), me))
         });
-        // Two gateways that lead each other would watch no leader any more, and take nothing over.
+        // Two gateways that lead each other would no longer watch a leader, and would take nothing over.
         let would_lead_each_other = self.word.1 == member
             && gateway.roll.last(member).is_some_and(|present| present.word.1 != member);
         if !may || has || would_lead_each_other || !tunnels.is_fit(&self.params, now) {
             return;
         }
-        // A leader that nobody uses any more brings the shared prefixes. Those of a leader that a member has lost may
-        // be left behind where nobody else takes over.
+        // A leader that nobody uses any more brings the shared prefixes. Those of a leader that a member has
+        // lost may stay behind if nobody else takes over.
         let led_itself = gateway.roll.last(member).is_some_and(|present| present.word.1 == member);
         let shared = match age {
             _ if self.place.several.is_some() => Shared::Stay,
@@ -233,8 +233,8 @@ impl Agent {
         self.lead_more([member], shared, turn);
     }
 
-    /// Returns whether a member may be adopted now, and remembers that it is. Each adoption may be a change of term for
-    /// everybody this gateway leads: one member causes two a second at most.
+    /// Returns whether a member may be adopted now, and if so records it. Each adoption may be a change of
+    /// term for everybody this gateway leads: one member causes at most two per second.
     pub(super) fn admit_adoption(&mut self, member: NodeId, now: Micros) -> bool {
         const PAUSE: Micros = SEC / 2;
         let Some(gateway) = &mut self.gateway else { return false };

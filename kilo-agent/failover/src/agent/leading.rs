@@ -4,14 +4,14 @@ use super::Agent;
 use crate::{Micros, NodeId, Output, Term, Turn, gateway::Lead, signal::Shared};
 
 impl Agent {
-    /// Goes on leading the location, shared prefixes included, as it was written down before a restart.
+    /// Continues to lead the location, shared prefixes included, as was annotated before a restart.
     pub fn lead_location(&mut self) {
         if let Some(lead) = self.gateway.as_mut().and_then(|gateway| gateway.lead.as_mut()) {
             lead.set_shared(Shared::Move);
         }
     }
 
-    /// Goes on after a restart with the members that its kernel has marked.
+    /// Continues after a restart with the members that its kernel has marked.
     pub(super) fn resume_leading(&mut self, led: Vec<NodeId>, now: Micros) {
         let sender = self.sender();
         if led.is_empty() {
@@ -32,9 +32,10 @@ impl Agent {
         }
     }
 
-    /// Goes on leading a member whose kernel uses this gateway by a word that an agent before this one has announced,
-    /// if its mark is left, or if this gateway uses itself: one that has given its members away does not. A word of a
-    /// later term takes the whole leadership there, once after the start, so that no member can spend terms.
+    /// Continues to lead a member whose kernel uses this gateway by a word that an earlier agent has
+    /// announced, if its mark is left, or if this gateway uses itself: a gateway that has given its members
+    /// away does not. A word of a later term moves the whole leadership to that term, once after the start,
+    /// so that members cannot spend terms.
     pub(super) fn resume_with(&mut self, member: NodeId, word: (Term, NodeId), turn: &mut Turn<'_>) {
         let (me, now, (term, uses)) = (self.place.me, turn.now, word);
         let Some(gateway) = &mut self.gateway else { return };
@@ -81,7 +82,7 @@ impl Agent {
         }
     }
 
-    /// Marks the members it leads in the kernel; leadership of nobody ends.
+    /// Marks the members it leads in the kernel; a leadership without members ends.
     pub(crate) fn mark_led(&mut self, turn: &mut Turn<'_>) {
         let Some(gateway) = &mut self.gateway else { return };
         let mut led: Vec<_> = gateway.lead.iter().flat_map(Lead::members).collect();
@@ -118,7 +119,7 @@ impl Agent {
         let mut shared = shared;
         let mut lead = match gateway.lead.take() {
             Some(lead) if lead.term() == term => {
-                // What it has in this term a member that it adopts does not put in question.
+                // A member that it adopts does not put in question what it has in this term.
                 shared = if lead.shared() == Shared::Move { Shared::Stay } else { shared };
                 lead
             }
@@ -156,8 +157,8 @@ mod tests {
         agent::bench::{LEADER, ME, MEMBER},
     };
 
-    /// A gateway that has started at 0, leads itself alone, and hears the member's kernel name this term at that time;
-    /// the term in which it leads the member then.
+    /// A gateway that has started at 0 and leads itself alone hears the member's kernel name this term at
+    /// `now`; returns the term in which it then leads the member.
     fn leads_in(agent: &mut Agent, count: u64, now: Micros) -> Option<Term> {
         let (mut out, mut later, mut random) = (Vec::new(), Vec::new(), || 1);
         let mut turn = Turn { now, random: &mut random, out: &mut out, later: &mut later };
@@ -199,7 +200,7 @@ mod tests {
         for (in_term, wanted) in [(8, Shared::Move), (9, Shared::MoveIfSilent)] {
             let mut agent = starts();
             agent.lead_location();
-            // In the term of another gateway's change that one may have them.
+            // In the term of another gateway's change, that gateway may have them.
             agent.term = term(in_term);
             agent.lead_more([MEMBER], Shared::MoveIfSilent, &mut turn);
             assert_eq!(agent.lead().map(Lead::shared), Some(wanted), "change {in_term}");

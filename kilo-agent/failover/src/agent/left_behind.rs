@@ -1,17 +1,19 @@
-//! Nodes that no gateway leads, although the location has a leader in a term: their agents started, or their kernels did
-//! not answer, while it changed. Their packets arrive at that leader all the same, passed on by the gateway that their
-//! kernels name. But far leaders have their prefixes where they were before, and not all at the same gateway, so some of
-//! what these nodes send is lost; and a node whose other probes are answered never asks for another leader.
+//! Nodes that no gateway leads, although the location has a leader in a term: their agents started, or their
+//! kernels did not answer, while it changed. Their packets still arrive at that leader, passed on by the
+//! gateway that their kernels name. But far leaders have their prefixes where they were before, and not all
+//! at the same gateway, so some of what these nodes send is lost; and a node whose other probes are answered
+//! never asks for another leader.
 
 use super::Agent;
 use crate::{Micros, NodeId, Rule, SEC, Term, Turn, signal::Shared};
 
-/// Between two times that one node is taken: one whose kernel does not obey is not announced to all the time.
+/// Minimum time between two times that a node is taken: a kernel that does not obey is not
+/// announced to all the time.
 const PAUSE: Micros = 10 * SEC;
 
 impl Agent {
-    /// Takes a node whose kernel has said which gateway it uses, if this one leads the location: where the node uses this
-    /// gateway already, or has followed none in any term and uses one that follows this gateway.
+    /// Takes a node whose kernel has said which gateway it uses, if this gateway leads the location and the
+    /// node already uses it, or has followed no gateway in any term and uses one that follows this gateway.
     pub(super) fn take_left_behind(&mut self, node: NodeId, word: (Term, NodeId), turn: &mut Turn<'_>) {
         let (me, now) = (self.place.me, turn.now);
         if self.place.several.is_some() || !self.params.keeps(Rule::TakesLeftBehind) {
@@ -78,7 +80,7 @@ mod tests {
             let lead = agent.gateway.as_mut().and_then(|gateway| gateway.lead.as_mut()).expect("it leads");
             lead.set_shared(shared);
             lead.followed(FIRST, 0);
-            // Long after the start, when nothing is said any more of what an agent before this one has announced.
+            // Long after the start, when words that an earlier agent has announced no longer count.
             Self { agent, now: 60 * SEC, drawn: 1 }
         }
 
@@ -92,7 +94,8 @@ mod tests {
             self.agent.turn(self.now, inputs, &mut random)
         }
 
-        /// The kernel of the member says this; the terms of what is announced to it then, and who is claimed at once.
+        /// The member's kernel reports this word; returns the terms then announced to it, and
+        /// who is claimed at once.
         fn hears(&mut self, term: Term, gateway: NodeId) -> (Vec<Term>, Vec<NodeId>) {
             let nonce = 77;
             self.agent.gateway.as_mut().expect("it is one").roll.asked(MEMBER, nonce);

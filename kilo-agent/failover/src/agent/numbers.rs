@@ -1,5 +1,5 @@
 //! Whether a signal that changes who leads is new. No clock decides that: each sender's number grows within
-//! one boot, and the boot is the one whose secret the sender's kernel reports when it is asked.
+//! one boot, which is identified by the secret that the sender's kernel reports when it is asked.
 
 use std::collections::BTreeMap;
 
@@ -13,7 +13,7 @@ use crate::{
 struct Heard {
     cookie: u64,
     highest: u64,
-    /// Numbers that were heard, of the newest burst.
+    /// Numbers of the newest burst that were heard.
     burst: Vec<u64>,
     at: Micros,
 }
@@ -28,30 +28,30 @@ struct Waiting {
 /// Numbers that were received, by sender.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Numbers {
-    /// HELLO has numbers of its own: it overtakes what is said several times.
+    /// HELLO has numbers of its own: it overtakes signals that are sent several times.
     heard: BTreeMap<(NodeId, bool), Heard>,
     waiting: BTreeMap<NodeId, Waiting>,
 }
 
-/// What a number shows of a signal.
+/// What its number shows about a signal.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Said {
     /// It was not heard before.
     New,
     /// It was received a moment ago: signals are sent twice, so that one is not lost.
     Twice,
-    /// Somebody has recorded it.
+    /// Somebody has recorded it and sent it again.
     Replayed,
 }
 
 impl Numbers {
     /// Parts of one HANDOVER have numbers this close, and may come in any order.
     const BURST: u64 = 64;
-    /// A sender repeats itself within this time.
+    /// A sender repeats a signal within this time.
     const REPEATS: Micros = SEC;
-    /// Most signals of one sender that wait.
+    /// Maximum number of signals of one sender that wait.
     const MOST: usize = 16;
-    /// Between two questions to a kernel whose boot is not known.
+    /// Minimum time between two questions to a kernel whose boot is not known.
     const PAUSE: Micros = 50 * MS;
 
     fn take(&mut self, from: (NodeId, bool), (cookie, number): (u64, u64), now: Micros) -> Said {
@@ -93,14 +93,14 @@ impl Numbers {
         asks
     }
 
-    /// Forgets nodes that are not in the location any more.
+    /// Forgets nodes that are no longer in the location.
     pub(crate) fn set_nodes(&mut self, nodes: &[NodeId]) {
         self.heard.retain(|(node, _), _| nodes.contains(node));
         self.waiting.retain(|node, _| nodes.contains(node));
     }
 }
 
-/// The boot that a numbered signal is of.
+/// The cookie of a numbered signal, which identifies its boot; `None`: the signal has no number.
 fn cookie(signal: &Signal) -> Option<u64> {
     match (signal.kind, &signal.body) {
         (Kind::Adopt | Kind::Handover, Body::Members { cookie, .. })
@@ -173,7 +173,7 @@ mod tests {
         assert_eq!(takes(&mut numbers, 1, 5_000_000, 2 * SEC), Said::Replayed);
         assert_eq!(takes(&mut numbers, 1, 6_000_000, 2 * SEC), Said::New);
         assert_eq!(takes(&mut numbers, 1, 5_000_000, 2 * SEC), Said::Replayed);
-        // The sender has booted, and counts from less.
+        // The sender has booted, and counts from a smaller number.
         assert_eq!(takes(&mut numbers, 2, 1_000, 3 * SEC), Said::New);
         assert_eq!(takes(&mut numbers, 2, 1_000, 5 * SEC), Said::Replayed);
     }
@@ -217,7 +217,7 @@ mod tests {
         let prepare = |cookie| Body::Change { cookie, gateway: ME };
         let term = Term::from_bits(7 << 16);
         bench.hear(LEADER, Kind::Prepare, 1 << 40, term, prepare(BOOT));
-        // It counts from less after a boot: its kernel is asked, and then it counts.
+        // It counts from a smaller number after a boot: its kernel is asked, and then it counts.
         let out = handover(&mut bench, NEXT, 1_000);
         let asked = out.iter().find_map(|output| match output {
             Output::Lan(LEADER, Signal { kind: Kind::Roll, nonce, .. }) => Some(*nonce),
@@ -248,7 +248,7 @@ mod tests {
         assert_eq!(hello(&mut bench, BOOT, 900), (false, 1), "it was said and not heard");
         assert!(!hello(&mut bench, BOOT - 1, 9_000).0, "in another boot");
         assert_eq!(hello(&mut bench, BOOT, 2_000), (true, 0));
-        // What is said several times is not overtaken by it.
+        // It does not make signals that are sent several times look old.
         assert_eq!(replayed(&handover(&mut bench, BOOT, 1_500)), 0);
     }
 

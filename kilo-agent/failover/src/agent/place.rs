@@ -1,11 +1,11 @@
-//! The location as topology has it, and what a change of it means to an agent.
+//! The location in the topology, and what a change of it means to an agent.
 
 use std::collections::BTreeMap;
 
 use super::{Agent, Gateway, Start};
 use crate::{Far, Micros, NodeId, Output, Several, Turn, planned::Cause};
 
-/// The location, as topology has it.
+/// The location, as the topology has it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Place {
     /// This node.
@@ -22,7 +22,8 @@ pub struct Place {
     pub leaving: BTreeMap<NodeId, Cause>,
     /// Several active leaders; `None`: one leads all.
     pub several: Option<Several>,
-    /// What this node's kernel answers the roll calls of each of the other gateways with: a secret of this boot.
+    /// The cookies with which this node's kernel answers the roll calls of the other
+    /// gateways: secrets of this boot.
     pub cookies: BTreeMap<NodeId, u64>,
 }
 
@@ -33,15 +34,15 @@ impl Place {
         self.gateways.iter().find(stays).or(self.gateways.first()).copied()
     }
 
-    /// The cookie of this node's numbered signals to another one.
+    /// The cookie for this node's numbered signals to another one.
     pub(crate) fn cookie(&self, to: NodeId) -> u64 {
         self.cookies.get(&to).copied().unwrap_or(0)
     }
 }
 
 impl Agent {
-    /// Takes over a location in which nodes, gateways or far leaders came or went. What is known of those that stay is
-    /// kept.
+    /// Takes over a location in which nodes, gateways or far leaders came or went. Keeps what is known
+    /// about those that stay.
     pub fn set_place(&mut self, place: Place, now: Micros, random: &mut dyn FnMut() -> u64) -> Vec<Output> {
         let mut out = Vec::new();
         if place == self.place {
@@ -99,8 +100,8 @@ impl Agent {
         led.then_some(Output::Led(Vec::new())).into_iter().collect()
     }
 
-    /// Notes a new order: a gateway that was there before and comes first now is to lead as soon as it can; one that
-    /// has come, or does not leave any more, after a time of health.
+    /// Records a new order: a gateway that was there before and now comes first is to lead as soon as it can;
+    /// one that has come, or is no longer about to go, only after a time of health.
     pub(super) fn note_order(&mut self, place: &Place, now: Micros) {
         self.left.retain(|node, _| place.nodes.contains(node));
         for node in self.place.leaving.keys().filter(|node| !place.leaving.contains_key(node)) {

@@ -1,4 +1,4 @@
-//! Planned changes as the two gateways make them: [`crate::planned`] says when, this does it.
+//! Planned changes as the two gateways make them: [`crate::planned`] decides when, this does it.
 
 use std::collections::BTreeMap;
 
@@ -15,17 +15,17 @@ use crate::{
 pub(crate) struct Planned {
     giver: Option<Giver>,
     taker: Option<Taker>,
-    /// When the next change may begin, and how many in a row did not end.
+    /// When the next change may begin, and how many in a row have failed.
     next: Micros,
     failures: u32,
-    /// In how many tries in a row far leaders have not answered.
+    /// In how many tries in a row each far leader has not answered.
     silent: BTreeMap<Far, u32>,
 }
 
 impl Planned {
-    /// Between two tries, doubled after each that did not end.
+    /// Pause between two tries, doubled after each that failed.
     const PAUSE: Micros = 2 * SEC;
-    /// The longest such time.
+    /// The longest such pause.
     const LONGEST: Micros = 60 * SEC;
 
     pub(crate) fn wake(&self) -> Micros {
@@ -33,7 +33,7 @@ impl Planned {
         self.taker.as_ref().map_or(Micros::MAX, Taker::end).min(giver)
     }
 
-    /// Whether leadership is given or taken just now.
+    /// Whether leadership is being given or taken.
     pub(crate) const fn is_busy(&self) -> bool {
         self.giver.is_some() || self.taker.is_some()
     }
@@ -43,7 +43,7 @@ impl Planned {
         self.giver.is_none() && self.taker.is_none() && now >= self.next
     }
 
-    /// The leader whose packets it takes although it does not lead that one's members yet.
+    /// The leader whose packets it takes although it does not lead that leader's members yet.
     pub(crate) fn takes_from(&self) -> Option<NodeId> {
         self.taker.as_ref().filter(|taker| taker.is_ready()).map(|taker| taker.from)
     }
@@ -62,7 +62,7 @@ impl Planned {
         }
     }
 
-    /// Far leaders that are waited for in a change of this cause.
+    /// Far leaders that a change of this cause waits for.
     fn waits_for(&self, cause: Cause, fars: &[Far]) -> Vec<Far> {
         let tries = |far: &Far| self.silent.get(far).copied().unwrap_or(0);
         fars.iter().copied().filter(|far| cause.tries().is_none_or(|most| tries(far) < most)).collect()
@@ -123,7 +123,7 @@ impl Agent {
         let (latest, own) = (self.term, self.place.cookie(from));
         let Some(gateway) = &mut self.gateway else { return };
         let Some(giver) = gateway.planned.giver.as_mut().filter(|giver| giver.to == from) else { return };
-        // Recorded in an earlier try of the same term, it says nothing of who is ready now.
+        // A READY recorded in an earlier try of the same term says nothing about who is ready now.
         if cookie != own || !giver.has_asked(signal.nonce) {
             return turn.push(Output::Note(Note::Replayed(from)));
         }
@@ -185,12 +185,12 @@ impl Agent {
         }
     }
 
-    /// Sends everything to the taker from now on, except what other gateways send: nobody passes on what comes from a
-    /// gateway, so they stay here until they follow the taker themselves.
+    /// Sends everything to the taker from now on, except what other gateways send: nobody passes on packets
+    /// of a gateway, so gateways stay here until they follow the taker themselves.
     fn divert(&mut self, to: NodeId, term: Term, turn: &mut Turn<'_>) {
         let (me, now) = (self.place.me, turn.now);
         let Some(gateway) = &self.gateway else { return };
-        // Members that were not heard lately may use this node, too; far leaders know which do not.
+        // Members that were not heard lately may use this node, too; far leaders know which ones do not.
         let may_use = |node: &NodeId| gateway.roll.last(*node).is_none_or(|present| present.word.1 == me);
         let mut users: Vec<NodeId> = self.place.nodes.iter().copied().filter(may_use).collect();
         users.extend(gateway.lead.iter().flat_map(Lead::members));
@@ -208,7 +208,7 @@ impl Agent {
             giver.members = go;
         }
         self.term = self.term.max(term);
-        // The marks first: the word is then the one moment in which everybody goes the other way.
+        // The marks come first: the word is then the one moment in which everybody changes path.
         self.mark_led(turn);
         turn.push(Output::Word(term, to));
     }
@@ -285,13 +285,13 @@ impl Agent {
             match act {
                 Act::Ask(far, term) => self.ask(far, term, turn),
                 Act::Ready(term) => {
-                    // What the giver passes on is given to WireGuard from now on.
+                    // Packets that the giver passes on go into WireGuard from now on.
                     self.mark_led(turn);
                     self.says_ready((from, asked), from, term, turn);
                 }
                 Act::Lead(term, members) => {
-                    // Somebody has led in a later term: far leaders hear of it, too. The giver is never told
-                    // that it has ended, so it takes back.
+                    // Somebody has led in a later term, and far leaders hear of it, too. The giver gets no
+                    // confirmation, so it takes back.
                     if self.term > term {
                         if let Some(gateway) = &mut self.gateway {
                             gateway.planned.forget_taker();
@@ -302,7 +302,7 @@ impl Agent {
                     let users = self.users_of(from, turn.now);
                     turn.push(Output::Note(Note::IsGiven { from, why: Given::Planned(cause) }));
                     self.term = term;
-                    // No other location decides who is in this one.
+                    // No other location decides which nodes are in this one.
                     let members: Vec<_> =
                         members.into_iter().filter(|member| self.place.nodes.contains(member)).collect();
                     self.lead_in(term, members.into_iter().chain(users).chain([me]), Shared::Move, turn);
@@ -313,7 +313,7 @@ impl Agent {
         }
     }
 
-    /// Asks with a CLAIM of nobody whether this far leader's agent is there.
+    /// Asks a far leader, by a CLAIM of nobody, whether its agent is there.
     pub(crate) fn ask(&self, far: Far, term: Term, turn: &mut Turn<'_>) {
         let (shared, part) = (Shared::Stay, (0, 1));
         let body = Body::Claim { gateway: self.place.me, shared, part, members: Vec::new() };
@@ -327,8 +327,8 @@ impl Agent {
         turn.push(Output::Lan(to, signal));
     }
 
-    /// Leads in a term of its own as a leader of term 0 that is not first in Kilo's order any more and could not hand
-    /// over, so that nobody goes to the other one before that is ready.
+    /// Leads in a term of its own if this is a leader of term 0 that is no longer first in Kilo's order and
+    /// could not hand over, so that nobody goes to the other gateway before that is ready.
     pub(crate) fn stay_leader(&mut self, turn: &mut Turn<'_>) {
         let (me, now) = (self.place.me, turn.now);
         let first = self.place.gateways.first();
@@ -363,7 +363,7 @@ mod tests {
         agent::bench::{BOOT, Bench, FAR, LEADER, ME, MEMBER},
     };
 
-    /// A stand-by that its leader has asked to be ready, and the term it asks a far leader about.
+    /// A stand-by that its leader has asked to be ready, and the term in which it asks a far leader.
     fn asks_a_far_leader() -> (Bench, Term) {
         let mut bench = Bench::new();
         let term = Term::from_bits(7 << 16);
@@ -462,14 +462,14 @@ mod tests {
         assert!(out.iter().any(is_answer), "{out:?}");
     }
 
-    /// PREPARE until it is forgotten, with the number of tries before; whether READY came although the far leader
-    /// says nothing.
+    /// Sends PREPARE until it is forgotten, with the number of tries before; returns whether READY came
+    /// although the far leader does not answer.
     fn is_ready_alone(bench: &mut Bench, cause: Cause, tries: u64) -> bool {
         let term = Term::from_bits(7 << 16);
         let number = cause.number((tries + 1) << 20);
         let mut out =
             bench.hear(LEADER, Kind::Prepare, number, term, Body::Change { cookie: BOOT, gateway: ME });
-        // Without a far leader that is waited for nobody's MOVED could tell it to lead.
+        // If no far leader is waited for, no MOVED can make it lead.
         let is_ready =
             |output: &Output| matches!(output, Output::Lan(LEADER, Signal { kind: Kind::Ready, .. }));
         assert_eq!(bench.agent.lead().is_some(), out.iter().any(is_ready), "{cause:?}, try {tries}");

@@ -9,24 +9,24 @@ use crate::{
     signal::{Body, Kind, MAX_MEMBERS, Shared},
 };
 
-/// What a gateway remembers of what it gave.
+/// What a gateway remembers about what it gave.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Returns {
-    /// When it gave anything last.
+    /// When it last gave anything.
     gave: Option<Micros>,
     /// How often it gave back within ten minutes, and when last.
     count: u32,
     last: Micros,
-    /// The same of changes that Kilo's order asked for.
+    /// The same for changes that Kilo's order asked for.
     ordered: (u32, Micros),
-    /// The gateway that this node uses by itself, to try the way before others take it.
+    /// The gateway that this node alone uses, to try the path before others follow.
     tries: Option<NodeId>,
     /// The gateway that everybody was handed over to, and when: leadership is given once that one leads this node.
     handed: Option<(NodeId, Micros)>,
 }
 
 impl Agent {
-    /// A leader whose own tunnels are all silent is its own witness. One that is overloaded loses probes, too,
+    /// A leader whose own tunnels are all silent needs no other witness. An overloaded one loses probes, too,
     /// and so would the next one: it waits longer, and the longer the more often leadership was lost.
     pub(crate) fn give_away_when_silent(&mut self, turn: &mut Turn<'_>) {
         let Some(gateway) = &self.gateway else { return };
@@ -36,7 +36,7 @@ impl Agent {
         let Some(since) = gateway.tunnels.silent_since(self.params.leader_misses) else { return };
         let losses = gateway.others.all_losses(&self.params, turn.now);
         let patience = gateway.patience(&self.params, turn.now).max(self.params.patience_with_faults(losses));
-        // Where somebody has taken over already, little more than this node itself goes.
+        // Where somebody has taken over already, little more than this node itself moves.
         let is_replaced = gateway.others.is_led_since(&self.params, self.word.0, turn.now);
         let patience = if is_replaced { patience.min(self.params.patience(0)) } else { patience };
         if gateway.tunnels.quiet_for(since, turn.now) >= patience {
@@ -44,14 +44,14 @@ impl Agent {
         }
     }
 
-    /// Whether the location goes by this node's tunnels: it uses itself, or tries another one alone.
+    /// Whether the location uses this node's tunnels: the node uses itself, or alone tries another gateway.
     fn has_members(&self) -> bool {
         let tries = |gateway: &Gateway| gateway.lead.is_some() && gateway.returns.tries == Some(self.word.1);
         self.word.1 == self.place.me || self.gateway.as_ref().is_some_and(tries)
     }
 
-    /// Gives everybody to the best stand-by. `age`: for how long it has known that
-    /// it cannot lead; 0: its link went this moment.
+    /// Gives everybody to the best stand-by. `age`: for how long this node has known that it cannot lead; 0:
+    /// its link has just gone.
     pub(crate) fn give_away(&mut self, age: Micros, turn: &mut Turn<'_>) {
         let now = turn.now;
         let has_members = self.has_members();
@@ -80,7 +80,7 @@ impl Agent {
         if let Some(gateway) = &mut self.gateway {
             gateway.returns.gave = Some(now);
             gateway.returns.handed = Some((to, now));
-            // During a trial the own word does not show whether the others have been given, too.
+            // During a trial this node's word does not show whether the others have been given, too.
             gateway.returns.tries = None;
         }
         let mut members = self.users_of(self.place.me, now);
@@ -98,8 +98,8 @@ impl Agent {
         }
     }
 
-    /// Ends a trial that no change of leader has followed: this node uses itself again. A far leader whose agent is
-    /// dead does not move its packets, and would cut it off for as long.
+    /// Ends a trial that no change of leader has followed: this node uses itself again. A far leader whose
+    /// agent is dead does not move this node's packets, and would cut it off for as long.
     pub(crate) fn end_trial(&mut self, turn: &mut Turn<'_>) {
         let uses = self.word.1;
         let Some(gateway) = &mut self.gateway else { return };
@@ -108,7 +108,7 @@ impl Agent {
         }
     }
 
-    /// Other nodes that use a gateway.
+    /// Other nodes that use the gateway `leader`.
     pub(crate) fn users_of(&self, leader: NodeId, now: Micros) -> Vec<NodeId> {
         let me = self.place.me;
         let roll = self.gateway.iter().flat_map(|gateway| gateway.roll.users(now));
@@ -145,11 +145,11 @@ impl Agent {
         let may = tunnels.is_fit(&self.params, now)
             && (age < proof || tunnels.proves(since + proof) && tunnels.were_good(since));
         let is_itself = members == [from];
-        // A node that has joined or left this moment is not known to both.
+        // A node that has just joined or left is not known to both.
         let members: Vec<_> =
             members.iter().copied().filter(|member| self.place.nodes.contains(member)).collect();
-        // Repeated to an agent that has restarted since, and remembers no numbers: the giver has been succeeded in a
-        // later term.
+        // A replay to an agent that has restarted since, and remembers no numbers: the giver has been
+        // succeeded in a later term.
         let is_outdated = signal.term < self.word.0;
         if !may || members.is_empty() || is_outdated || !self.place.gateways.contains(&from) {
             return;
@@ -223,8 +223,8 @@ impl Agent {
         }
     }
 
-    /// Gives leadership back after a time of health. The gateway that returns is tried first: this node goes alone, and
-    /// others follow only if its packets pass that one again.
+    /// Gives leadership back after a time of health. The gateway that returns is tried first: only this node
+    /// uses it, and others follow only if packets pass it again.
     fn give_back(&mut self, to: NodeId, turn: &mut Turn<'_>) {
         let (me, now) = (self.place.me, turn.now);
         let leads_itself = self.word.1 == me;
@@ -247,7 +247,7 @@ impl Agent {
             let lost = gateway.others.losses(&self.params, now, to);
             let healthy = gateway.others.healthy_for(&self.params, to, now).min(since_left);
             if is_ordered && lost == 0 {
-                // There and back is one change of each; an annotation that goes on moving has to wait.
+                // There and back is one change of each; an annotation that keeps moving has to wait.
                 let (count, last) = returns.ordered;
                 let count = if last + self.params.memory < now { 0 } else { count };
                 if healthy < SEC || count > 0 && now < last + self.params.hold_after(count) {

@@ -13,14 +13,14 @@ use crate::{
 pub(super) struct Suspect {
     /// The gateway.
     pub(super) leader: NodeId,
-    /// Since when it is silent.
+    /// Since when it has been silent.
     pub(super) since: Micros,
     /// Since when this node has used it: what nodes said before that does not show which gateway they use now.
     pub(super) followed_since: Micros,
 }
 
 impl Agent {
-    /// For how long of a silence this node asks who leads by now, before it takes over after all.
+    /// How long into a silence this node asks who leads by now, before it takes over after all.
     const ASKS: Micros = 3 * SEC;
 
     pub(crate) fn decide(&mut self, turn: &mut Turn<'_>) {
@@ -43,7 +43,7 @@ impl Agent {
         turn: &mut Turn<'_>,
         decide: impl Fn(&mut Sentinel, &Scene<'_>) -> Decision,
     ) {
-        // A question may be decided at once: nobody can be asked.
+        // A question is decided at once if nobody can be asked.
         for _ in 0..2 {
             let Some(gateway) = &mut self.gateway else { return };
             let better = better(&self.params, &self.place, suspect.leader, &gateway.others, turn.now);
@@ -96,7 +96,7 @@ impl Agent {
         let patience = patience.min(self.params.path_deadline.1);
         let id = turn.nonce() as u32;
         let answers = 2 * patience.min(120 * MS) + 40 * MS;
-        // Until then the LAN has missed its third probe, too.
+        // By then the LAN has missed its third probe, too.
         let answers = answers.max(self.params.silent + self.params.lan_deadline);
         gateway.sentinel.asked(id, asked.clone(), now + answers);
         let body = Body::Question { id, patience: (patience / MS) as u32 };
@@ -107,8 +107,9 @@ impl Agent {
         }
     }
 
-    /// Asks the gateway that leads by now, if this node alone has been left with a silent leader: to take the location
-    /// from that one would be to take it from the gateway that leads. The agent there may stall for a while.
+    /// Asks the gateway that leads by now, if only this node was left with a silent leader:
+    /// taking the location from that one would take it from the gateway that leads. The agent
+    /// there may stall for a while.
     fn ask_who_leads(&mut self, turn: &mut Turn<'_>) -> bool {
         let now = turn.now;
         let Some(leader) = self.leads_instead(now) else { return false };
@@ -119,8 +120,8 @@ impl Agent {
         true
     }
 
-    /// The gateway whose kernel says that it leads in a later term than the silent leader, which no other node uses
-    /// any more.
+    /// The gateway whose kernel says that it leads in a later term than the silent leader, which no
+    /// other node uses any more.
     fn leads_instead(&self, now: Micros) -> Option<NodeId> {
         let (me, (term, from), gateway) = (self.place.me, self.word, self.gateway.as_ref()?);
         let silent_since = gateway.detector.silent_since()?;
@@ -139,8 +140,8 @@ impl Agent {
             uses == *node && since > term && self.place.gateways.contains(node) && answers(present)
         };
         let (leader, _) = others().filter(leads).max_by_key(|(_, present)| present.word)?;
-        // It has taken over since the silence began, or the silent one was led by another one before. One that only
-        // took itself, and long ago, does not have the shared prefixes.
+        // It has taken over since the silence began, or the silent one was led by another one before. A
+        // gateway that only took itself, and long ago, does not have the shared prefixes.
         let is_led = gateway.roll.last(from).is_some_and(|last| last.word.1 != from);
         let takes = gateway.roll.has_changed_gateway(leader, silent_since.saturating_sub(self.params.heard));
         (is_led || takes).then_some(leader)
@@ -181,13 +182,13 @@ impl Agent {
     }
 }
 
-/// Whether a member that said this may use a leader: what it said before this node
-/// followed that leader says nothing.
+/// Whether a member that reported this may use `leader`: what it reported before this node followed that
+/// leader proves nothing.
 fn may_use(present: &Present, leader: NodeId, word_since: Micros) -> bool {
     present.word.1 == leader || present.at < word_since
 }
 
-/// How many gateways should take over before this one, and were heard lately.
+/// How many gateways that should take over before this one were heard lately.
 fn better(params: &Params, place: &Place, leader: NodeId, others: &Others, now: Micros) -> usize {
     let order = |node: NodeId| {
         let index = place.gateways.iter().position(|gateway| *gateway == node);

@@ -1,14 +1,14 @@
-//! Which nodes are believed about how many changes of leader there were. Kernels follow a later term alone, so a
-//! gateway takes the latest it hears of; a member that lies must not drive it out of everybody's reach.
+//! Which nodes are believed about how many changes of leader there were. Kernels follow only a later term, so
+//! a gateway takes the latest it hears of; a member that lies must not drive it out of everybody's reach.
 
 use super::Agent;
 use crate::{NodeId, Rule, Term};
 
-/// How many changes a single member may know more than everybody else.
+/// By how many changes a single member may be ahead of everybody else.
 const ALONE: u32 = 16;
 
 impl Agent {
-    /// Takes over a term that a gateway, the own kernel or a far leader knows.
+    /// Takes over a term that a gateway, this node's kernel or a far leader knows.
     pub(super) fn learn_term(&mut self, term: Term) {
         self.known = self.known.max(term);
         self.term = self.term.max(term);

@@ -1,5 +1,6 @@
-//! A gateway that uses itself while more of the location use another one, as during the trial of a return: nothing of
-//! its own goes by that one, so it probes that one's kernel on the LAN, and members say whether their way still works.
+//! A gateway that uses itself while more of the location use another one, as during the trial of a return.
+//! None of its own packets pass that one, so it probes that gateway's kernel on the LAN, and members say
+//! whether their path still works.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -21,24 +22,24 @@ impl Watch {
         if self.leader.is_some() { self.due.min(deadline) } else { Micros::MAX }
     }
 
-    /// Sets the gateway that others use now; `None`: nobody uses another one than this node.
+    /// Sets the gateway that others use now; `None`: nobody uses any other than this node.
     fn set_leader(&mut self, leader: Option<NodeId>, now: Micros) {
         if leader != self.leader {
             *self = Self { leader, lan: Row::default(), due: now };
         }
     }
 
-    /// A probe was answered.
+    /// Handles the answer to a probe.
     pub(crate) fn answered(&mut self, nonce: u64) {
         self.lan.answered(nonce);
     }
 
-    /// The agent slept: what is outstanding proves nothing.
+    /// Drops outstanding probes, which prove nothing: the agent slept.
     pub(crate) fn discard(&mut self) {
         self.lan.clear();
     }
 
-    /// Probes of the LAN that were missed in a row, and since when.
+    /// LAN probes that were missed in a row, and since when.
     fn missed(&self) -> Option<(usize, Micros)> {
         Some((self.lan.misses(), self.lan.since()?))
     }
@@ -58,7 +59,7 @@ impl Watch {
 }
 
 impl Agent {
-    /// Finds out whether others use another gateway; as often as HELLO is said.
+    /// Finds out whether others use another gateway, as often as HELLO is sent.
     pub(super) fn choose_leader_to_watch(&mut self, now: Micros) {
         let leader = self.leads_more(now);
         if let Some(gateway) = &mut self.gateway {
@@ -66,8 +67,8 @@ impl Agent {
         }
     }
 
-    /// The gateway that more nodes use than this one, while this one uses itself. Of several active leaders each has
-    /// stand-bys of its own; of two nodes neither has a witness.
+    /// The gateway that more nodes use than this one, while this one uses itself. Several active leaders have
+    /// stand-bys of their own, and of two nodes neither has a witness: `None`.
     fn leads_more(&self, now: Micros) -> Option<NodeId> {
         let (me, gateway) = (self.place.me, self.gateway.as_ref()?);
         let has_witnesses = self.place.nodes.len() > 2 && self.place.several.is_none();
@@ -82,7 +83,7 @@ impl Agent {
         }
         let own = users.remove(&me).unwrap_or_default();
         let (leader, most) = users.into_iter().max_by_key(|(gateway, of)| (of.len(), *gateway))?;
-        // One that tries this gateway uses it alone.
+        // That gateway may use this one to try it, and does not count.
         let own = own.into_iter().filter(|node| *node != leader).count();
         (most.len() > own).then_some(leader)
     }
@@ -92,7 +93,7 @@ impl Agent {
         let me = self.place.me;
         let Some(gateway) = &mut self.gateway else { return };
         if self.word.1 != me {
-            // What this node uses now is watched by its own packets.
+            // The gateway that this node uses is watched by the node's own packets.
             gateway.watch.set_leader(None, turn.now);
             return;
         }
@@ -100,7 +101,7 @@ impl Agent {
         let (Some(leader), Some((misses, since))) = (gateway.watch.leader, gateway.watch.missed()) else {
             return;
         };
-        // The proof of the own tunnel is not to come later than the last miss.
+        // The proof by this node's own tunnel must not come later than the last miss.
         if let Some(far) = gateway.tunnels.targets(&self.params, turn.now).first() {
             gateway.tunnels.probe_again(*far, self.params.silent, turn);
         }

@@ -1,4 +1,4 @@
-//! Whether an old leader still has what belongs to no member, asked by two probes before a claim moves it.
+//! Whether an old leader still has the shared prefixes: two probes ask it before a claim moves them.
 
 use super::Owners;
 use crate::{MS, Micros, NodeId, SEC, Term, probes::Row};
@@ -12,28 +12,28 @@ pub(super) struct Check {
     pub(super) since: Micros,
 }
 
-/// A claim of shared prefixes that was refused, since the old leader answered.
+/// A claim of shared prefixes that was refused because the old leader answered.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Answered {
     pub(super) claim: (Term, NodeId),
-    /// When it was asked: it is not asked again at once.
+    /// When the old leader was asked: it is not asked again at once.
     pub(super) at: Micros,
-    /// It has been asked for the same claim once more since then, and was silent.
+    /// The old leader was asked for the same claim once more since then, and was silent.
     was_silent: bool,
 }
 
-/// For how long an old leader that has answered is not asked because of the same claim.
+/// How long an old leader that has answered is not asked again because of the same claim.
 pub(super) const CHECKED: Micros = 10 * SEC;
 
 impl Owners {
-    /// A probe of the old leader was sent.
+    /// Records that a probe was sent to the old leader.
     pub fn probed(&mut self, nonce: u64, now: Micros, patience: Micros) {
         if let Some(check) = &mut self.check {
             check.row.sent(nonce, now, now + patience.max(30 * MS));
         }
     }
 
-    /// It answered: its shared prefixes stay.
+    /// Handles an answer of the old leader: its shared prefixes stay.
     pub fn answered(&mut self, nonce: u64) {
         if let Some(check) = self.check.take_if(|check| check.row.answered(nonce).is_some()) {
             self.answered = Some(Answered { claim: check.to, at: check.since, was_silent: false });
@@ -49,7 +49,8 @@ impl Owners {
     pub fn wake_up(&mut self, now: Micros) -> bool {
         let Some(check) = &mut self.check else { return false };
         if check.old != self.shared.1 || check.to.0 <= self.shared.0 {
-            // Another gateway has them by now, of which the answer says nothing, or in a later term.
+            // Another gateway has them by now, about which the answer says nothing, or
+            // has them in a later term.
             self.check = None;
             return false;
         }
@@ -59,8 +60,8 @@ impl Owners {
         }
         let to = check.to;
         self.check = None;
-        // Claims are repeated for as long as the gateway leads anybody: a check that loses two packets by chance would
-        // move them some time. After an answer two of them have to be silent, one after the other.
+        // Claims are repeated as long as the gateway leads anybody: a check that loses two packets by chance
+        // would move the prefixes some time. After an answer, two checks in a row have to be silent.
         if let Some(answered) = self.answered.as_mut().filter(|answered| answered.claim == to)
             && !std::mem::replace(&mut answered.was_silent, true)
         {
@@ -83,7 +84,7 @@ mod tests {
     fn a_claim_that_is_repeated_moves_nothing_by_chance() {
         let mut acting = acting();
         let signal = claim(Kind::Claim, B, B, Term::NONE.next(B), Shared::MoveIfSilent, &[B]);
-        // What the old leader does when it is asked, every ten seconds, and whose they are then.
+        // What the old leader does when it is asked, every ten seconds, and who has the prefixes then.
         for (round, (answers, owner)) in
             [(true, A), (false, A), (true, A), (true, A), (false, A), (false, B)].into_iter().enumerate()
         {
@@ -97,7 +98,7 @@ mod tests {
             acting.wake_up(now + 130 * MS);
             assert_eq!(acting.shared(), owner, "round {round}");
         }
-        // Meanwhile the old leader may have been written to lead in a later term.
+        // Meanwhile the old leader may be annotated as leading in a later term.
         let (mut acting, later) = (super::super::tests::acting(), Term::NONE.next(B).next(A));
         assert_eq!(hears(&mut acting, B, &signal).unwrap().asks, Some(A));
         acting.record_written_term(later, A);

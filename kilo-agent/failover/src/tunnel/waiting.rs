@@ -1,19 +1,20 @@
-//! The far leaders that are not probed all the time: a few of them are asked when some that are fall silent, so that the
-//! share of all that is silent decides, and not their number.
+//! The far leaders that are not probed all the time: a few of them are asked when probed ones fall silent, so
+//! that the share of all that is silent decides, and not their number.
 
 use super::{LOSSY, Tunnel, Tunnels};
 use crate::{Micros, Params, Turn};
 
 impl Tunnels {
-    /// Whether more of those that wait answer than are probed, since these are silent.
+    /// Whether more of the waiting ones have answered than are probed, since the probed ones fell silent.
     pub(super) fn others_answer(&self) -> bool {
         let since = self.probed.iter().filter_map(|tunnel| tunnel.row.since()).min().unwrap_or(0);
         let answers = |tunnel: &&Tunnel| tunnel.answered.is_some_and(|sent| sent >= since);
         self.waiting.iter().filter(answers).count() > self.probed.len()
     }
 
-    /// Asks some of those that wait when all probed ones have missed two in a row: these may be down, or the own tunnel.
-    /// Where there are few others they would not outweigh these, and nobody is asked.
+    /// Asks some of the waiting ones when all probed ones have missed two in a row: those may be
+    /// down, or this node's own tunnel. If there are few others, they would not outweigh the probed
+    /// ones, and nobody is asked.
     pub(super) fn probe_around(&mut self, params: &Params, turn: &mut Turn<'_>) {
         let count = self.probed.len();
         let is_whole = self.probed.iter().all(|tunnel| tunnel.row.misses() >= LOSSY);
@@ -23,15 +24,16 @@ impl Tunnels {
         self.next_around = turn.now + params.roll;
         for _ in 0..self.waiting.len().min(2 * count) {
             let Some(mut tunnel) = self.waiting.pop_front() else { return };
-            // A long silence of the own tunnel is none of theirs.
+            // A long silence of this node's own tunnel is not their fault.
             tunnel.row.clear();
             tunnel.probe(turn);
             self.waiting.push_back(tunnel);
         }
     }
 
-    /// Asks one of those that wait, while any is silent and another one answers: soon while those asked are too few to say
-    /// which share of all is silent, else in turn. One that does not answer is asked again until it is a silent one, too.
+    /// Asks one of the waiting ones while any is silent and another one answers: soon while those asked are
+    /// too few to tell which share of all is silent, else in turn. One that does not answer is asked again
+    /// until it is a silent one, too.
     pub(super) fn probe_waiting(&mut self, params: &Params, turn: &mut Turn<'_>) {
         let answers = self.probed.iter().any(|tunnel| Self::answers(params, tunnel, turn.now));
         if self.silent.is_empty() || !answers || turn.now < self.next_waiting {
@@ -49,8 +51,8 @@ impl Tunnels {
         self.next_waiting = turn.now + if is_known { params.roll } else { params.own };
     }
 
-    /// Whether most of the probed ones answer, and most of all that were asked since one is silent: a few that are down count
-    /// little where there are many.
+    /// Whether most of the probed ones answer, and most of all that were asked since one fell silent: a few
+    /// that are down count little among many.
     pub(super) fn most_of_asked_answer(&self, params: &Params, now: Micros) -> bool {
         let answer = self.probed.iter().filter(|tunnel| Self::answers(params, tunnel, now)).count();
         let answered = |tunnel: &&Tunnel| {

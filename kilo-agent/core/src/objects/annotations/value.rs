@@ -1,4 +1,4 @@
-//! The value of one annotation: how each kind is read, and what is said of one that cannot be.
+//! The value of one annotation: how each kind is read, and how a malformed one is reported.
 
 use std::{
     borrow::Cow,
@@ -14,7 +14,7 @@ use serde::{Deserialize, Serialize};
 use super::{is_of_heartbeat, promised};
 use crate::{addresses::is_global_v6, signal_id, wireguard::key::PublicKey};
 
-/// The longest pause between two heartbeats that is believed.
+/// Longest interval between two heartbeats that is believed, in seconds; longer ones are capped.
 const MOST_SECONDS: u16 = 600;
 
 /// One seen endpoint, as Kilo writes Go's `net.UDPAddr`.
@@ -34,7 +34,7 @@ pub(super) fn seen_endpoints_text(endpoints: &BTreeMap<PublicKey, SocketAddr>) -
     if seen.is_empty() { None } else { serde_json::to_string(&seen).ok() }
 }
 
-/// The value of one annotation, and where to say what is wrong with it.
+/// The value of one annotation, and where to report what is wrong with it.
 pub(super) struct Value<'a> {
     pub text: &'a str,
     pub name: &'static str,
@@ -57,7 +57,7 @@ impl Value<'_> {
         if self.text.is_empty() { None } else { self.parse() }
     }
 
-    /// Says of an annotation whose value does not matter that this one looks as if it did.
+    /// Reports a value that looks as if it mattered, for an annotation whose value does not.
     pub fn counts_all_the_same(&mut self, node: &str) {
         if matches!(self.text.trim().to_ascii_lowercase().as_str(), "false" | "f" | "0" | "no" | "n" | "off")
         {
@@ -69,8 +69,8 @@ impl Value<'_> {
         }
     }
 
-    /// The promise that came with this heartbeat; one that came with another is void: an agent that knows
-    /// nothing of it has renewed the heartbeat since.
+    /// The interval promised with this heartbeat. A promise that came with another one is void: an agent that
+    /// does not know it has renewed the heartbeat since.
     pub fn heartbeat(&mut self, last_seen: i64) -> Option<u16> {
         let Some((seen, seconds)) = promised(self.text) else {
             self.ignored(
@@ -82,7 +82,8 @@ impl Value<'_> {
         is_of_heartbeat(seen, last_seen).then_some(seconds.min(MOST_SECONDS))
     }
 
-    /// A term that a node may have led in: no later change would count after one near the end.
+    /// A term in which a node may have led; one near the maximum is refused, because no
+    /// later change would count.
     pub fn term(&mut self) -> Option<u64> {
         let term: u64 = self.parse()?;
         if term >> 16 > MOST_CHANGES.into() {
@@ -95,7 +96,7 @@ impl Value<'_> {
         Some(term)
     }
 
-    /// A prefix that a node may have.
+    /// A prefix that a node may have: not a control address.
     pub fn prefix(&mut self) -> Option<IpNet> {
         let prefix = self.parse()?;
         if signal_id::is_control(&prefix) {
@@ -105,7 +106,7 @@ impl Value<'_> {
         Some(prefix)
     }
 
-    /// An IPv6 endpoint that can be reached from anywhere: nobody aims what others try at a network of their own.
+    /// A public IPv6 endpoint: no value may aim other nodes' attempts at a private network.
     pub fn public_v6(&mut self) -> Option<SocketAddrV6> {
         let endpoint: SocketAddrV6 = self.parse()?;
         if !is_global_v6(*endpoint.ip()) || endpoint.scope_id() != 0 || endpoint.port() == 0 {
@@ -172,10 +173,10 @@ impl Value<'_> {
     }
 }
 
-/// Characters of a wrong value that are repeated in a message.
+/// Characters of a malformed value that a message repeats.
 const EXCERPT: usize = 200;
 
-/// The start of a text that may be long: problems are logged and kept.
+/// The start of a text that may be long: problems are logged and kept in memory.
 pub fn excerpt(text: &str) -> Cow<'_, str> {
     match text.char_indices().nth(EXCERPT) {
         Some((end, _)) => Cow::Owned(format!("{}…", &text[..end])),

@@ -1,4 +1,4 @@
-//! Who writes the slices: pure, time and random numbers are parameters.
+//! Which agent writes the slices. Pure: time and random numbers are parameters.
 
 use std::{
     cmp::Reverse,
@@ -7,8 +7,8 @@ use std::{
 
 use crate::objects::Nodes;
 
-/// The place of a node among those that could write, 0 first: nodes of the control plane before others, then by
-/// a number that depends on the name alone. Dead nodes do not count.
+/// Rank of a node among those that could write, 0 first; `usize::MAX`: the node is not known. Nodes of the
+/// control plane come before others; then a hash of the name decides. Dead nodes do not count.
 pub fn rank(nodes: &Nodes, own: &str) -> usize {
     let Some(own) = nodes.get(own) else { return usize::MAX };
     let place = |name: &str, control_plane: bool| (Reverse(control_plane), hash(name));
@@ -28,7 +28,8 @@ fn hash(name: &str) -> u64 {
         .fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3))
 }
 
-/// Seconds between two looks at the Lease: the first three look often, everybody else for the case that they are gone.
+/// Seconds between two reads of the Lease: the first three read it often, everybody else
+/// in case those are gone.
 pub const fn poll_seconds(rank: usize) -> u64 {
     match rank {
         0..3 => 5,
@@ -40,16 +41,18 @@ pub const fn poll_seconds(rank: usize) -> u64 {
 /// An index that has not changed for this long has no writer, since a writer renews it each minute.
 pub const NO_WRITER: Duration = Duration::from_secs(150);
 
-/// Whether somebody writes slices, by when the index changed, by the own clock.
+/// Whether somebody writes slices, by when the index changed on this host's clock.
 #[derive(Clone, Debug, Default)]
 pub struct Renewals {
-    /// The index as it was last (in any form), and when it was seen to change: `None` = it was old when first seen.
+    /// The last version of the index (in any form), and when it was seen to change; `None`: it
+    /// was old when first seen.
     seen: Option<(String, Option<Instant>)>,
 }
 
 impl Renewals {
-    /// Takes what the index says now: its version, and when it says that it was renewed. What is seen first counts
-    /// when that is not long ago by the wall clock (`unix_now`); should a clock be wrong, the next renewal shows it.
+    /// Records the version of the index, and when it says that it was renewed. At first sight it counts
+    /// as changed if that was not long ago by the wall clock (`unix_now`); should a clock be wrong, the
+    /// next renewal shows it.
     pub fn see(&mut self, version: &str, renewed: i64, now: Instant, unix_now: i64) {
         let since = match &self.seen {
             Some((known, since)) if known == version => *since,
@@ -59,22 +62,22 @@ impl Renewals {
         self.seen = Some((version.to_owned(), since));
     }
 
-    /// Somebody writes slices.
+    /// Whether somebody writes slices.
     pub fn go_on(&self, now: Instant) -> bool {
         let since = self.seen.as_ref().and_then(|(_, since)| *since);
         since.is_some_and(|since| now.saturating_duration_since(since) < NO_WRITER)
     }
 }
 
-/// A Lease as it was seen, by the own clock.
+/// The last state of a Lease that was observed, and since when on this host's clock.
 #[derive(Clone, Debug, Default)]
 pub struct Observed {
     seen: Option<(String, Instant)>,
 }
 
 impl Observed {
-    /// Takes what the Lease says now (holder and time of renewal, in any form); returns whether nobody has renewed it
-    /// for as long as it is valid.
+    /// Records what the Lease says (holder and time of renewal, in any form); returns true once nobody has
+    /// renewed it for `valid`.
     pub fn observe(&mut self, says: &str, valid: Duration, now: Instant) -> bool {
         match &self.seen {
             Some((known, since)) if known == says => now.saturating_duration_since(*since) >= valid,

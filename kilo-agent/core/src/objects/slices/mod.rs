@@ -124,7 +124,8 @@ const WORDS: [(Leaving, &str); 3] =
     [(Leaving::Cordoned, "cordoned"), (Leaving::Removed, "removed"), (Leaving::ShutsDown, "shutsDown")];
 
 impl Entry {
-    /// What the mesh needs of this object. `read`: what [`super::node::from_object`] makes of it, with that label.
+    /// The entry of a Node object. `read` is what [`super::node::from_object`] returns
+    /// for it with that label.
     pub fn new(object: &core::Node, read: &super::CheckedIn, topology_label: &str, alive: bool) -> Self {
         let (metadata, empty) = (&object.metadata, BTreeMap::new());
         let present = metadata.annotations.as_ref().unwrap_or(&empty);
@@ -161,7 +162,8 @@ impl Entry {
         }
     }
 
-    /// The Node, as far as the mesh needs it: [`super::node::from_object`] reads of it what it reads of the whole.
+    /// The Node, as far as the mesh needs it: [`super::node::from_object`] reads the same from
+    /// it as from the original.
     pub fn to_object(&self, topology_label: &str) -> core::Node {
         let mut object = core::Node::default();
         let with_prefix = |(name, text): (&str, &str)| (format!("{PREFIX}{name}"), text.to_owned());
@@ -187,19 +189,19 @@ impl Entry {
         object
     }
 
-    /// True when both say the same of the node, at whatever time.
+    /// True when both describe the node alike, whenever they were written.
     pub fn says_the_same(&self, other: &Self) -> bool {
         let said = |entry: &Self| Self { resource_version: String::new(), last_seen: 0, ..entry.clone() };
-        // Without heartbeats at all it is another kind of node.
+        // A node without any heartbeat is another kind of node.
         (self.last_seen == 0) == (other.last_seen == 0) && said(self) == said(other)
     }
 
-    /// `resourceVersion` as the number it is in practice; 0 if it is none.
+    /// `resourceVersion` as the number it is in practice; 0 if it is not one.
     pub fn version(&self) -> u64 {
         self.resource_version.parse().unwrap_or(0)
     }
 
-    /// About as many bytes as it has in an object.
+    /// Approximate size in an object, in bytes.
     pub fn bytes(&self) -> usize {
         const NAMES: usize = 160;
         let pairs = self.annotations.iter().map(|(name, text)| name.len() + text.len() + 6).sum::<usize>();

@@ -1,24 +1,24 @@
-//! Which node is in which slice: a node that changes touches its own alone.
+//! Assigns nodes to slices, so that a node that changes touches its own slice alone.
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::Entry;
 
-/// Nodes of a slice at most.
+/// Maximum number of nodes in a slice.
 pub const MOST_NODES: usize = 20;
-/// Bytes of a slice at most, unless one node alone has more.
+/// Maximum size of a slice in bytes, unless a single node exceeds it.
 pub const MOST_BYTES: usize = 32 << 10;
 
-/// What is to be written, in this order.
+/// What is to be written, in the order of the fields.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Plan {
     /// Slices that gain nodes, or are new.
     pub gain: BTreeMap<String, Vec<Entry>>,
-    /// All slices there are to be afterwards, if that is news; written after those that gain.
+    /// All slices that are to exist afterwards, if that changes; written after those that gain.
     pub names: Option<Vec<String>>,
-    /// Slices of which nodes change or go.
+    /// Slices in which nodes only change or go.
     pub others: BTreeMap<String, Vec<Entry>>,
-    /// Slices to be deleted at last.
+    /// Slices to be deleted last.
     pub gone: Vec<String>,
 }
 
@@ -29,10 +29,11 @@ impl Plan {
     }
 }
 
-/// From the slices that are there, and the names that the index has, to those that say of `nodes` what is true.
+/// Plans the writes that turn the existing slices, and the names in the index, into slices
+/// that describe `nodes`.
 ///
-/// A node stays in its slice; a new one goes where something is written anyway, or else into the fullest slice
-/// that has room. Of two half empty slices one is emptied into the other, one pair a time.
+/// A node stays in its slice; a new one goes where something is written anyway, or else into the fullest
+/// slice that has room. Of two half-empty slices one is emptied into the other, one pair at a time.
 pub fn plan(
     old: &BTreeMap<String, Vec<Entry>>,
     indexed: Option<&[String]>,
@@ -47,14 +48,14 @@ pub fn plan(
 
 struct Packing {
     slices: BTreeMap<String, Vec<Entry>>,
-    /// Slices of which something else than a heartbeat changes.
+    /// Slices in which something other than a heartbeat changes.
     touched: BTreeSet<String>,
     homeless: Vec<Entry>,
     placed: BTreeSet<String>,
 }
 
 impl Packing {
-    /// Nodes that are still there stay where they are; of two places the first counts.
+    /// Nodes that still exist stay where they are; of two places, the first counts.
     fn keep(old: &BTreeMap<String, Vec<Entry>>, nodes: &BTreeMap<String, Entry>) -> Self {
         let mut packing = Self {
             slices: BTreeMap::new(),
@@ -101,13 +102,14 @@ impl Packing {
         }
     }
 
-    /// The number of slices there is room for, and one more, is enough to find a name.
+    /// One more name than there are slices is enough to find an unused one.
     fn unused_name(&self) -> String {
         let names = (0..=self.slices.len()).map(|number| format!("nodes-{number:05}"));
         names.into_iter().find(|name| !self.slices.contains_key(name)).unwrap_or_default()
     }
 
-    /// The emptiest slice goes into the emptiest other, when that is at most three quarters full then: both were old.
+    /// Moves the emptiest slice into the next emptiest if that is then at most three quarters
+    /// full; both must be old.
     fn compact(&mut self, old: &BTreeMap<String, Vec<Entry>>) {
         let mut by_size: Vec<_> = self.slices.iter().filter(|(name, _)| old.contains_key(*name)).collect();
         by_size.retain(|(_, entries)| !entries.is_empty());
@@ -167,7 +169,7 @@ mod tests {
         numbers.into_iter().map(|number| (format!("n{number:04}"), entry(number, "k"))).collect()
     }
 
-    /// What is there after a plan, and the index.
+    /// The slices and the index after a plan.
     fn after(slices: &Slices, indexed: Option<Vec<String>>, plan: &Plan) -> (Slices, Option<Vec<String>>) {
         let mut slices = slices.clone();
         slices.extend(plan.gain.clone());
@@ -205,7 +207,7 @@ mod tests {
         beat.values_mut().for_each(|entry| (entry.last_seen, entry.resource_version) = (2, "9".to_owned()));
         let (slices, index) = after(&slices, index, &change);
         assert!(plan(&slices, index.as_deref(), &beat).is_empty());
-        // One that goes, and one that comes.
+        // A node goes, and another comes.
         beat.remove("n0001");
         let gone = plan(&slices, index.as_deref(), &beat);
         assert_eq!((gone.others.len(), gone.gain.len()), (1, 0));

@@ -1,4 +1,4 @@
-//! What a reader has of the slices: which nodes there are, whatever is wrong with some of them.
+//! A reader's view of the slices: which nodes exist, whatever is wrong with some slices.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -7,38 +7,39 @@ use std::{
 
 use super::{Entry, INDEX, Index, NodeSliceSpec};
 
-/// Slices that the index does not name are held up to this number: new ones are written before the index that names
-/// them, 20,000 nodes at once. Of more nothing is held, and should the index name one of these, it cannot be read.
+/// How many slices that the index does not name are held: new ones are written before the index
+/// names them, 20,000 nodes at once. Further ones are held without content, and cannot be read
+/// should the index name them.
 const MOST_UNNAMED: usize = 1000;
 
-/// Why slices do not say everything.
+/// Why the slices are incomplete.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Incomplete {
     /// Not listed yet.
     NotListed,
-    /// Nobody has written which there are.
+    /// There is no index.
     NoIndex,
-    /// One that the index names is missing.
+    /// A slice that the index names is missing.
     Missing,
-    /// One that the index names cannot be read.
+    /// A slice that the index names cannot be read.
     Malformed,
-    /// Written for another `--topology-label`.
+    /// The index is for another `--topology-label`.
     OtherLabel,
 }
 
 #[derive(Clone, Debug, Default)]
 struct Slice {
     entries: Vec<Arc<Entry>>,
-    /// Whether the object is there, and can be read.
+    /// State of the object; `entries` are the last that could be read.
     missing: bool,
     malformed: bool,
 }
 
 /// All slices as far as they are known.
 ///
-/// A slice that is gone although the index names it, or that cannot be read, says what it said last, until it is
-/// mended or the index no longer names it: a node goes only when a slice that can be read has it no longer. Slices
-/// that the index does not name do not count. Of a node in several the one with the highest resource version
+/// A slice that is gone although the index names it, or that cannot be read, keeps its last content until it
+/// is mended or no longer named: a node goes only when a readable slice no longer has it. Slices that the
+/// index does not name do not count. If several slices have a node, the one with the highest resource version
 /// counts, then the first slice by name.
 #[derive(Clone, Debug, Default)]
 pub struct SliceSet {
@@ -50,8 +51,8 @@ pub struct SliceSet {
 }
 
 impl SliceSet {
-    /// Another number than before when anything but the time of the index may have changed: with many nodes, who asks
-    /// for them all when nothing has changed is most of what an agent does at rest.
+    /// A number that changes whenever anything but the renewal time of the index may have changed: in a large
+    /// mesh, reading all nodes for nothing would be most of an idle agent's work.
     pub const fn changes(&self) -> u64 {
         self.changes
     }
@@ -75,7 +76,7 @@ impl SliceSet {
         slice.missing = false;
         slice.malformed = spec.is_none();
         if let Some(spec) = spec {
-            // What is the same stays where it is in memory.
+            // Unchanged entries keep their allocation.
             let before = std::mem::take(&mut slice.entries);
             let same = |entry: Entry| {
                 let known = before.iter().find(|known| ***known == entry);
@@ -86,14 +87,14 @@ impl SliceSet {
         }
     }
 
-    /// It is named, or is one of not too many that are not.
+    /// Whether the slice is named, held already, or one of not too many that are not named.
     fn has_room(&self, name: &str) -> bool {
         let named = self.index.as_ref().map_or(&[][..], |index| &index.slices);
         let is_held = self.slices.get(name).is_some_and(|slice| !slice.malformed);
         is_held || self.slices.len() < named.len() + MOST_UNNAMED || named.iter().any(|named| named == name)
     }
 
-    /// A slice was deleted.
+    /// Records that a slice was deleted.
     pub fn delete(&mut self, name: &str) {
         self.changes += 1;
         if name == INDEX {
@@ -104,7 +105,7 @@ impl SliceSet {
         self.forget();
     }
 
-    /// Takes a complete list.
+    /// Replaces everything by a complete list.
     pub fn replace(&mut self, mut list: Vec<(String, Option<NodeSliceSpec>)>) {
         self.listed = true;
         self.changes += 1;
@@ -120,32 +121,32 @@ impl SliceSet {
         }
     }
 
-    /// Slices that are missing and that nobody misses.
+    /// Forgets missing slices that the index does not name.
     fn forget(&mut self) {
         let named: BTreeSet<&String> = self.index.iter().flat_map(|index| &index.slices).collect();
         self.slices.retain(|name, slice| !slice.missing || named.contains(name));
     }
 
-    /// The index, as far as it is known.
+    /// The index; `None` when it is missing.
     pub fn index(&self) -> Option<&Index> {
         self.index.as_ref().filter(|_| !self.index_missing)
     }
 
-    /// Slices that are there and can be read, with what they say.
+    /// Slices that exist and can be read, with their nodes.
     pub fn readable(&self) -> impl Iterator<Item = (&str, &[Arc<Entry>])> {
         let readable = self.slices.iter().filter(|(_, slice)| !slice.missing && !slice.malformed);
         readable.map(|(name, slice)| (name.as_str(), &slice.entries[..]))
     }
 
-    /// Names of all slices that are there, whether they can be read or not.
+    /// Names of all slices that exist, readable or not.
     pub fn present(&self) -> impl Iterator<Item = &str> {
         self.slices.iter().filter(|(_, slice)| !slice.missing).map(|(name, _)| name.as_str())
     }
 
-    /// Checks the set; while it fails, what slices said before still counts.
+    /// Checks that the set is complete; while it is not, the last content of bad slices still counts.
     ///
     /// # Errors
-    /// When the slices do not say everything.
+    /// Why it is incomplete.
     pub fn complete(&self, topology_label: &str) -> Result<(), Incomplete> {
         let index = match &self.index {
             _ if !self.listed => return Err(Incomplete::NotListed),
@@ -165,7 +166,7 @@ impl SliceSet {
         Ok(())
     }
 
-    /// Nodes by name, and how many places say something of one that another says something of, too.
+    /// Nodes by name, and the number of entries for a node that another entry describes, too.
     pub fn nodes(&self) -> (BTreeMap<&str, &Arc<Entry>>, usize) {
         let (mut nodes, mut twice) = (BTreeMap::<&str, &Arc<Entry>>::new(), 0);
         let mut named: Vec<&String> = self.index.iter().flat_map(|index| &index.slices).collect();
@@ -187,7 +188,7 @@ impl SliceSet {
         (nodes, twice)
     }
 
-    /// Slices that cannot be read, or are missing.
+    /// Number of slices that are missing or cannot be read.
     pub fn bad(&self) -> usize {
         self.slices.values().filter(|slice| slice.missing || slice.malformed).count()
     }

@@ -1,4 +1,4 @@
-//! Whether an agent reads slices or Nodes: pure, time and random numbers are parameters.
+//! Whether an agent reads slices or Nodes. Pure: time and random numbers are parameters.
 
 use std::{
     fmt,
@@ -7,22 +7,22 @@ use std::{
 
 use super::Incomplete;
 
-/// How long agents wait for slices that are wrong or late: their writer repairs them in a second, and
-/// another takes its place within half a minute.
+/// How long agents tolerate slices that are wrong or late: their writer repairs them within a second, and
+/// another agent takes its place within half a minute.
 const PATIENCE: Duration = Duration::from_secs(45);
 /// How long slices must be right before they are read again instead of Nodes.
 const AGAIN: Duration = Duration::from_secs(60);
-/// All agents may switch at once, and each then lists all nodes, of this many bytes each; the API server is
+/// Bytes of a Node in a list. All agents may switch at once, and each then lists all nodes; the API server is
 /// to send no more than [`EGRESS`] bytes a second.
 pub const NODE_BYTES: f64 = 7e3;
-/// Bytes of a node for agents that switch to slices.
+/// Bytes of a node in a slice, for agents that switch to slices.
 pub const ENTRY_BYTES: f64 = 500.0;
 const EGRESS: f64 = 50e6;
 const MOST_SPREAD: Duration = Duration::from_mins(4);
-/// The same of agents that start: one that has not listed anything yet does not say that it lives.
+/// Longest spread of agents that start: one that has not listed anything yet renews no heartbeat.
 const MOST_SPREAD_OF_STARTS: Duration = Duration::from_mins(1);
 
-/// Where nodes are read.
+/// What an agent reads nodes from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Chosen {
     /// Node objects.
@@ -31,20 +31,20 @@ pub enum Chosen {
     Slices,
 }
 
-/// Why Nodes are read.
+/// Why an agent reads Nodes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Reason {
     /// `--slices=off`
     Off,
-    /// This account may not read them, or the API server does not know them.
+    /// This account may not read NodeSlices, or the API server does not know them.
     Denied,
-    /// They do not say everything.
+    /// The slices are incomplete.
     Incomplete(Incomplete),
-    /// Nobody has renewed their index for too long.
+    /// Nobody has renewed the index for too long.
     NoWriter,
-    /// A node's agent is not ours, or older.
+    /// A node runs Kilo's own agent, or an older one of ours.
     Foreign,
-    /// What they say of the own node is not what it says.
+    /// The slices disagree with what this node has published.
     Late,
 }
 
@@ -74,37 +74,37 @@ impl fmt::Display for Reason {
     }
 }
 
-/// What is known at a moment.
+/// What the choice depends on.
 #[derive(Clone, Copy, Debug)]
 pub struct Inputs {
-    /// Why slices are not to be read, if they are not.
+    /// Why slices must not be read; `None`: they may be.
     pub against: Option<Reason>,
     /// Nodes of the mesh.
     pub nodes: usize,
-    /// The time.
+    /// The current time.
     pub now: Instant,
     /// A random number from 0 to 1, so that many agents do not list at the same moment.
     pub random: f64,
 }
 
-/// What is read, and what will be.
+/// What is read now, and what is read next.
 #[derive(Debug, Default)]
 pub struct Source {
     chosen: Option<Chosen>,
-    /// When the other is read, unless it is not wanted any more by then.
+    /// When to switch, unless that is no longer wanted by then.
     due: Option<(Chosen, Instant)>,
     was_in_use: bool,
 }
 
 impl Source {
-    /// What to read, and when to ask again although nothing has happened.
+    /// Returns what to read, and when to ask again even if nothing has happened.
     pub fn next(&mut self, inputs: Inputs) -> (Chosen, Option<Instant>) {
         let wanted = if inputs.against.is_some() { Chosen::Nodes } else { Chosen::Slices };
         let chosen = *self.chosen.get_or_insert(wanted);
         if chosen == wanted {
             self.due = None;
         } else {
-            // A more pressing reason than the one before brings it forward.
+            // A more pressing reason than the previous one brings it forward.
             let pause = inputs.now + self.pause(inputs);
             let due = self.due.map_or(pause, |(_, due)| due.min(pause));
             self.due = Some((wanted, due));
@@ -129,18 +129,18 @@ impl Source {
     }
 }
 
-/// How long the API server sends when each of so many agents lists all nodes.
+/// How long the API server sends when each of `nodes` agents lists all nodes.
 fn time_to_list(nodes: usize, bytes: f64) -> Duration {
     time_to_send(nodes, f64::from(u32::try_from(nodes).unwrap_or(u32::MAX)) * bytes)
 }
 
-/// How long the API server sends when each of so many agents lists so many bytes.
+/// How long the API server sends when each of `agents` lists `bytes`.
 pub fn time_to_send(agents: usize, bytes: f64) -> Duration {
     let agents = f64::from(u32::try_from(agents).unwrap_or(u32::MAX));
     Duration::from_secs_f64(agents * bytes / EGRESS)
 }
 
-/// How long an agent waits before it lists slices when all others may start as well; `random` is from 0 to 1.
+/// How long an agent waits before it lists slices, in case all others start as well; `random` is from 0 to 1.
 pub fn start_spread(nodes: usize, random: f64) -> Duration {
     time_to_list(nodes, ENTRY_BYTES).min(MOST_SPREAD_OF_STARTS).mul_f64(random.clamp(0.0, 1.0))
 }
@@ -186,7 +186,7 @@ mod tests {
         assert_eq!(case.at(5, None), (Chosen::Slices, None));
         assert_eq!(case.at(20, MISSING), (Chosen::Slices, Some(70)));
         assert_eq!(case.at(70, MISSING), (Chosen::Nodes, None));
-        // And back, once that lasts.
+        // And back, once the slices stay right.
         assert_eq!(case.at(80, None), (Chosen::Nodes, Some(140)));
         assert_eq!(case.at(90, MISSING), (Chosen::Nodes, None));
         assert_eq!(case.at(100, None), (Chosen::Nodes, Some(160)));

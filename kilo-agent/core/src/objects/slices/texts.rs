@@ -1,5 +1,5 @@
-//! Annotations of an entry, in two pieces of memory however many there are: a tree of texts would be most of what an
-//! agent holds of a node.
+//! Annotations of an entry, in two allocations however many there are: a tree of texts would be most of what
+//! an agent holds per node.
 
 use std::{cmp::Ordering, collections::BTreeMap};
 
@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize, Serializer};
 #[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
 #[serde(from = "BTreeMap<String, String>")]
 pub struct Texts {
-    /// Each name, and its text behind it.
+    /// Each name, followed by its text.
     all: Box<str>,
     /// Where each name and its text end, in bytes.
     ends: Box<[(u32, u32)]>,
@@ -36,7 +36,7 @@ impl Texts {
         None
     }
 
-    /// All of them, by name.
+    /// All names and texts, by name.
     pub fn iter(&self) -> impl Iterator<Item = (&str, &str)> {
         (0..self.ends.len()).filter_map(|at| self.pair(at))
     }
@@ -50,7 +50,7 @@ impl Texts {
 }
 
 impl From<BTreeMap<String, String>> for Texts {
-    /// An object of the API server has room for some megabytes: what comes after 4 GiB is left out.
+    /// Leaves out what comes after 4 GiB; an object of the API server has room for some megabytes.
     fn from(texts: BTreeMap<String, String>) -> Self {
         let length = texts.iter().map(|(name, text)| name.len() + text.len()).sum();
         let (mut all, mut ends) = (String::with_capacity(length), Vec::with_capacity(texts.len()));
@@ -68,7 +68,7 @@ impl From<BTreeMap<String, String>> for Texts {
 }
 
 impl FromIterator<(String, String)> for Texts {
-    /// Of equal names the last counts.
+    /// Of equal names, the last one wins.
     fn from_iter<I: IntoIterator<Item = (String, String)>>(texts: I) -> Self {
         texts.into_iter().collect::<BTreeMap<_, _>>().into()
     }

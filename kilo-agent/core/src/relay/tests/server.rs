@@ -19,12 +19,12 @@ fn heard(from: NodeId, port: u16) -> Heard {
     Heard { source: SocketAddr::new(ip(from), 40_001), local: ip(Z[0]), port, ifindex: 2 }
 }
 
-/// What a relay answers to who.
+/// The messages that a relay sends in answer.
 fn said(server: &mut Server, message: &Message, heard: Heard, now: Instant) -> Vec<Message> {
     said_near(server, &[X, Y], message, heard, now)
 }
 
-/// The same where the relay's WireGuard reaches only these ends.
+/// As [`said`], where the relay's WireGuard reaches only these ends.
 fn said_near(
     server: &mut Server,
     near: &[NodeId],
@@ -46,7 +46,8 @@ fn said_near(
     sent.collect()
 }
 
-/// Asks for the other end, and binds what is offered where `end` is; the numbers are later than `number`.
+/// Asks for the other end, and binds what is offered from where `end` is; the numbers
+/// are later than `number`.
 fn binds(server: &mut Server, end: NodeId, number: u64, now: Instant) -> Option<Message> {
     let ask = Message { sequence: number + 1, ..ask(end, if end == X { Y } else { X }) };
     let offer = said(server, &ask, heard(end, WIREGUARD), now).first().copied()?;
@@ -118,7 +119,7 @@ fn a_pair_that_one_end_never_binds_is_dropped_and_refused_for_a_while() {
     server.turn(&server.table(0), at(179), 0);
     assert_eq!(port(binds(&mut server, X, 179_000_000, at(179))), Some(false));
     assert_eq!(port(binds(&mut server, X, 180_000_000, at(180))), Some(true), "it is tried again");
-    // What both ends have bound stays.
+    // A pair that both ends have bound stays.
     let mut both = bound(now);
     both.turn(&both.table(0), at(100), 0);
     assert_eq!(both.pairs(), 1);
@@ -220,7 +221,7 @@ fn an_end_binds_only_the_address_where_wireguard_has_it() {
     }
     assert_eq!(binds(place(X), &format!("{own}:40001")), format!("{own}:40001"));
     assert_eq!(binds(place(X), "198.51.100.9:51820"), format!("{own}:40001"), "what is bound stays");
-    // As a socket for both families says it.
+    // The form in which a dual-stack socket reports it.
     let mapped = SocketAddr::new(IpAddr::from(mapped(own)), WIREGUARD);
     assert_eq!(binds(mapped, &format!("{own}:40002")), format!("{own}:40002"));
     // WireGuard has followed the end to its other family.
@@ -320,7 +321,7 @@ fn an_end_that_is_gone_for_good_is_refused_to_the_other_one() {
     assert!(passes(asks(&mut server, X, &[X], None, 79)));
     assert!(!passes(asks(&mut server, X, &[X], None, 80)), "nothing came of it for 30 s");
     assert!(passes(asks(&mut server.clone(), X, &[X, Y], None, 81)), "it may be back");
-    // That one end sends and asks does not keep the pair.
+    // An end that sends and asks alone does not keep the pair.
     for after in (81..258).step_by(3) {
         count(&mut table, X);
         server.turn(&table, now + seconds(after), 0);

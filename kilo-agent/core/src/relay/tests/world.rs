@@ -24,7 +24,7 @@ pub(super) fn place(id: NodeId) -> SocketAddr {
     SocketAddr::new(ip(id), WIREGUARD)
 }
 
-/// What is wrong with a relay whose tunnels with both ends have worked a moment ago.
+/// What is wrong with a relay whose tunnels with both ends worked a moment ago.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Broken {
     /// Nothing reaches it, and nothing comes from it.
@@ -56,7 +56,7 @@ pub(super) struct Tunnel {
 
 pub(super) struct World {
     pub(super) now: Instant,
-    /// Microseconds.
+    /// Wall clock in microseconds.
     pub(super) wall: u64,
     pub(super) clients: BTreeMap<NodeId, Client>,
     pub(super) servers: BTreeMap<NodeId, Server>,
@@ -65,23 +65,23 @@ pub(super) struct World {
     pub(super) withdrawn: Vec<NodeId>,
     /// Ends that do not know yet that a relay has taken its offer back.
     pub(super) unaware: Vec<NodeId>,
-    /// Ends with which relays have no tunnel that works.
+    /// Ends with which relays have no working tunnel.
     pub(super) apart: Vec<NodeId>,
     pub(super) tunnels: BTreeMap<NodeId, Tunnel>,
     pub(super) queue: VecDeque<(NodeId, SocketAddr, Message)>,
     /// X and Y reach each other without a relay.
     pub(super) direct: bool,
-    /// Messages alone do: what else goes directly is lost.
+    /// Only messages pass: whatever else goes directly is lost.
     pub(super) deceives: bool,
-    /// Each is where it says, as with IPv6; else that is behind its NAT.
+    /// Each end publishes where it is, as with IPv6; else its address behind its NAT.
     pub(super) is_published: bool,
     /// Ends say where they are, but not as their endpoint.
     pub(super) says: bool,
-    /// Both have the relays on.
+    /// Both ends use relays.
     pub(super) uses: bool,
-    /// Y has its relays off, and the others know.
+    /// Y refuses relays, and the others know.
     pub(super) refuses: bool,
-    /// Ports of both NATs depend on the destination by this.
+    /// Changes the ports that both NATs give for a destination.
     pub(super) nat: u16,
     pub(super) seed: u64,
     /// Datagrams of data from X that Y did not get, and the longest time without one.
@@ -90,11 +90,11 @@ pub(super) struct World {
     pub(super) last: Instant,
     pub(super) forwarded: u64,
     pub(super) drops: f64,
-    /// Of them by each relay.
+    /// Forwarded datagrams by relay.
     by_relay: BTreeMap<NodeId, u64>,
     /// Data take a step to arrive, so that each end sends before it has heard the other.
     pub(super) is_long: bool,
-    /// Data under way: who gets it, from where, and since when.
+    /// Data in flight: since when, to whom, and from where.
     flight: Vec<(Instant, NodeId, SocketAddr)>,
 }
 
@@ -138,13 +138,13 @@ impl World {
         }
     }
 
-    /// What a NAT makes of the source.
+    /// The source after the NAT.
     pub(super) fn source(&self, from: NodeId, to: SocketAddr) -> SocketAddr {
         let by_destination = (to.port() ^ u16::try_from(from).unwrap()) % 5_000 + self.nat * 7;
         SocketAddr::new(ip(from), if is_port(to.port()) { 40_000 + by_destination } else { WIREGUARD })
     }
 
-    /// Who gets a datagram, and where it seems to come from.
+    /// Who gets a datagram, and its source as seen there.
     pub(super) fn arrives(&mut self, from: NodeId, to: SocketAddr) -> Option<(NodeId, SocketAddr)> {
         let source = self.source(from, to);
         self.delivered(source, to, 0)
@@ -304,7 +304,7 @@ impl World {
         theirs.endpoint = source;
         theirs.received += 148;
         if !fresh {
-            // Its answer comes back the same way.
+            // Its answer takes the same path back.
             theirs.handshake = Some(now);
             let back = self.arrives(to, source).filter(|(end, _)| *end == from);
             if back.is_some() {
@@ -317,7 +317,7 @@ impl World {
         }
     }
 
-    /// What was sent to this end before arrives.
+    /// Delivers what was sent to this end before.
     fn land(&mut self, end: NodeId) {
         let now = self.now;
         let (landed, under_way) =

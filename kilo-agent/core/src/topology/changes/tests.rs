@@ -1,4 +1,4 @@
-//! Nodes that come, go and fall silent, and what is said of each.
+//! Nodes that come, go and fall silent, and what is reported about each.
 #![allow(clippy::unwrap_used, clippy::panic, reason = "tests")]
 
 use super::*;
@@ -66,7 +66,8 @@ impl World {
     }
 }
 
-/// A location of three, and one of one; seen by `own`.
+/// Changes in a mesh with a location of three nodes and a location
+/// of one; seen by `own`.
 fn after(dead: &[&str], change: impl Fn(&mut Vec<Node>), own: &str) -> Vec<Change> {
     let mut nodes: Vec<_> = ["a1", "a2", "a3"].map(|name| node(name, "a")).into();
     nodes.push(node("b1", "b"));

@@ -1,12 +1,13 @@
-//! How members are shared among active leaders: by rendezvous hashing, so that a leader that comes or goes moves few.
+//! How members are shared among active leaders: by rendezvous hashing, so that a leader that comes or
+//! goes moves few members.
 
 use std::cmp::Reverse;
 
-/// Active leaders by name, as places that members are given to.
+/// Active leaders by name, as places to which members are assigned.
 pub(super) struct Places<'a> {
-    /// Those that were chosen, and whether each can lead.
+    /// The chosen ones, and whether each can lead.
     pub(super) chosen: Vec<(&'a str, bool)>,
-    /// Those that lead in the place of one that cannot.
+    /// Nodes that lead in place of a chosen one that cannot.
     pub(super) promoted: Vec<&'a str>,
 }
 
@@ -26,7 +27,7 @@ impl<'a> Places<'a> {
         self.chosen.get(place).is_none_or(|(_, can)| *can)
     }
 
-    /// Gives the member to the leader with the fewest members. `load`: how many each has; it is updated.
+    /// Assigns the member to the leader with the fewest members. `load`: how many each has; it is updated.
     pub(super) fn least(&self, member: &str, load: &mut [usize]) -> usize {
         let able = (0..self.len()).filter(|place| self.can_lead(*place));
         let least = able.min_by_key(|place| (load[*place], Reverse(weight(member, self.name(*place)))));
@@ -35,13 +36,14 @@ impl<'a> Places<'a> {
         place
     }
 
-    /// Names of those that were chosen.
+    /// Names of the chosen ones.
     pub(super) fn gateways(&self) -> Vec<&'a str> {
         self.chosen.iter().map(|(name, _)| *name).collect()
     }
 
-    /// A place for each of `members`, by [`shares`] of them and those `beside` them, who have their places. Only the
-    /// members of a chosen one that cannot lead go to those with the fewest; a node that leads in its place uses itself.
+    /// A place for each of `members`, by [`shares`] of them and those `beside` them, which have their places.
+    /// Only the members of a chosen one that cannot lead go to the places with the fewest; a node that leads
+    /// in its place uses itself.
     pub(super) fn assign(&self, members: &[&str], beside: &[&str], load: &mut [usize]) -> Vec<usize> {
         let count = self.chosen.len();
         let all = [members, beside].concat();
@@ -58,10 +60,11 @@ impl<'a> Places<'a> {
     }
 }
 
-/// Which of `gateways` each of `names` is given; a gateway that is one of them is given itself. The first has all; each
-/// next one takes itself, and then its share from those with most, the names with the highest weights first. So one that
-/// comes or goes at the end moves none but those that it takes or gives back, whether it was there before or not. Their
-/// numbers differ by one, or by two where a gateway was with one that had few.
+/// Which of `gateways` each of `names` is assigned to; a gateway among them is assigned to itself. The first
+/// gateway has all; each next one takes itself, and then its share from those that have most, the names with
+/// the highest weights first. A gateway that comes or goes at the end therefore moves only those that it
+/// takes or gives back, whether it was there before or not. Their numbers differ by one, or by two where a
+/// gateway was with one that had few.
 fn shares(names: &[&str], gateways: &[&str]) -> Vec<usize> {
     let mut has: Vec<Share> = Vec::new();
     for (before, gateway) in gateways.iter().enumerate() {
@@ -98,7 +101,7 @@ fn shares(names: &[&str], gateways: &[&str]) -> Vec<usize> {
     places
 }
 
-/// What a gateway is given, by index: itself, which nobody takes, and names that a later one may take.
+/// What a gateway has, by index: itself, which nobody takes, and names that a later gateway may take.
 struct Share {
     itself: Option<usize>,
     free: Vec<usize>,
