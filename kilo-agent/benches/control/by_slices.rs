@@ -1,5 +1,5 @@
-//! The same agent when it reads slices: what it holds and spends at rest. This benchmark writes them at once, as
-//! the agent that holds the Lease would over minutes, and renews their index.
+//! The same agent when it reads slices: what it holds and spends at rest. The benchmark writes the slices at
+//! once, which takes the agent that holds the Lease minutes, and renews their index.
 
 use std::{collections::BTreeMap, time::Duration};
 
@@ -18,13 +18,14 @@ use serde_json::json;
 use crate::check_ins::unix_now;
 
 const LABEL: &str = "topology.kubernetes.io/region";
-/// As the agent that writes slices renews it.
+/// How often the index is renewed, as the agent that writes slices does.
 const RENEWED: Duration = Duration::from_secs(60);
-/// How often the Node of the agent under test is looked at.
+/// How often the Node of the agent under test is read.
 const LOOK: Duration = Duration::from_secs(1);
 
-/// Slices of all Nodes as they are now. Until this is dropped their index is renewed, and what the agent under test
-/// writes about its own Node gets into its slice: an agent whose slice does not follow its Node reads Nodes.
+/// Slices of all Nodes as they are now. Until this is dropped, their index is renewed, and changes of the
+/// Node of the agent under test are copied to its slice: an agent whose slice does not follow its Node reads
+/// Nodes.
 pub struct Slices([tokio::task::JoinHandle<()>; 2]);
 
 impl Slices {
@@ -70,7 +71,7 @@ fn entry(node: &core::Node) -> Entry {
     Entry::new(node, &node::from_object(node, LABEL).0, LABEL, true)
 }
 
-/// Writes the slice with these nodes again when the entry of `own` is another.
+/// Writes the slice of these nodes again when the entry of `own` has changed.
 async fn follow(client: Client, own: String, slice: String, mut entries: Vec<Entry>) {
     let nodes = Api::<core::Node>::all(client.clone());
     let api: Api<DynamicObject> = Api::all_with(client, &ApiResource::erase::<NodeSlice>(&()));
@@ -97,7 +98,7 @@ impl Drop for Slices {
     }
 }
 
-/// Every heartbeat promises the next one, as our agents' do: else Nodes are read.
+/// Gives every Node a heartbeat that promises the next one, as our agents do: without it, agents read Nodes.
 async fn promise(client: &Client) {
     let api: Api<core::Node> = Api::all(client.clone());
     let names = api.list_metadata(&ListParams::default()).await.unwrap();

@@ -1,5 +1,4 @@
-//! The other nodes' agents, as far as the API server sees them: each writes its
-//! heartbeat every 30 s.
+//! The other nodes' agents, as the API server sees them: each writes its heartbeat every 30 s.
 
 use std::{
     sync::{
@@ -19,14 +18,14 @@ use serde_json::json;
 use crate::objects;
 
 const PERIOD: Duration = Duration::from_secs(30);
-/// Requests under way at a time.
+/// Requests in flight at a time.
 const WORKERS: usize = 8;
 
 pub fn unix_now() -> i64 {
     SystemTime::now().duration_since(UNIX_EPOCH).unwrap().as_secs() as i64
 }
 
-/// Goes on until dropped.
+/// Writes heartbeats until dropped.
 pub struct CheckIns {
     written: Arc<AtomicU64>,
     running: Arc<AtomicBool>,
@@ -34,7 +33,7 @@ pub struct CheckIns {
 }
 
 impl CheckIns {
-    /// Of all nodes but the own.
+    /// For all nodes but the agent's own, number 0.
     pub fn start(client: &Client, nodes: usize) -> Self {
         let written = Arc::new(AtomicU64::new(0));
         let running = Arc::new(AtomicBool::new(true));
@@ -64,12 +63,12 @@ impl CheckIns {
         Self { workers: workers.collect(), written, running }
     }
 
-    /// How many there were.
+    /// Number of heartbeats written.
     pub fn written(&self) -> u64 {
         self.written.load(Ordering::Relaxed)
     }
 
-    /// Pauses, or goes on.
+    /// Pauses (false) or continues (true).
     pub fn set(&self, running: bool) {
         self.running.store(running, Ordering::Relaxed);
     }

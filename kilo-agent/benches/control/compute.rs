@@ -12,7 +12,7 @@ use kilo_core::{
 
 use crate::{Figures, objects};
 
-/// VPN peers beside every number of nodes.
+/// VPN peers in every mesh, whatever its number of nodes.
 const PEERS: usize = 10_000;
 const ROUNDS: usize = 15;
 
@@ -20,7 +20,7 @@ pub fn measure(figures: &mut Figures, count: usize) {
     let mut nodes: Vec<Arc<Node>> = (0..count)
         .map(|number| {
             let mut node = kilo_core::objects::node::from_object(&objects::node(number, 1), "").0.node;
-            // What its own agent adds.
+            // The agent under test adds these itself.
             if number == objects::OWN {
                 node.endpoint = "192.0.2.11:51820".parse().ok();
                 node.internal_ip = format!("{}/16", objects::private(number)).parse().ok();
@@ -87,7 +87,7 @@ fn compute(nodes: &[Arc<Node>], peers: &BTreeMap<String, Peer>, own: &str) -> Du
     spent
 }
 
-/// Time this thread has run: others on the machine do not count.
+/// CPU time of this thread: others on the machine do not count.
 fn processor_time() -> Duration {
     let time = nix::time::clock_gettime(nix::time::ClockId::CLOCK_THREAD_CPUTIME_ID).unwrap();
     time.into()

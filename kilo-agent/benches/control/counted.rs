@@ -10,9 +10,9 @@ use tokio::{
     net::{TcpListener, TcpStream},
 };
 
-/// Ends with the runtime.
+/// The proxy ends with the runtime.
 pub struct Counted {
-    /// Where to connect to.
+    /// Loopback port to connect to.
     pub port: u16,
     received: Arc<AtomicU64>,
 }

@@ -1,5 +1,4 @@
-//! A VPN peer beside the node: from its object applied to the first packet
-//! that reaches it through WireGuard.
+//! Time from applying the object of a VPN peer to the first packet that reaches the peer through WireGuard.
 
 use std::{
     net::UdpSocket,
@@ -19,19 +18,19 @@ use serde_json::json;
 use crate::{netns, process::kg};
 
 const ADDRESS: &str = "10.250.200.77";
-/// Where the node is on the link, and the peer.
+/// Addresses of node and peer on the link between them.
 const NODE: &str = "192.0.2.11:51820";
 const PEER: &str = "192.0.2.77";
 const PORT: u16 = 51_821;
 
-/// The peer's end: a namespace with a WireGuard device, ready before the object is.
+/// The peer's end: a namespace with a WireGuard device, set up before the object exists.
 pub struct Device {
     process: Child,
     key: SecretKey,
 }
 
 impl Device {
-    /// `node_key`: what the node has published.
+    /// `node_key`: public key that the node has published.
     pub fn start(node_key: &str) -> Self {
         let key = SecretKey::from_bytes([0x48; 32]);
         let process = Command::new("ip")
@@ -53,7 +52,7 @@ impl Device {
         Self { process, key }
     }
 
-    /// Creates the object; returns how long it took until a packet came.
+    /// Creates the object; returns the time until the first packet arrived.
     pub async fn measure(&self, objects: &Api<DynamicObject>) -> Duration {
         let (sender, arrived) = mpsc::channel();
         let (ready, is_ready) = mpsc::channel();
@@ -78,7 +77,7 @@ impl Device {
         let started = Instant::now();
         objects.create(&PostParams::default(), &serde_json::from_value(object).unwrap()).await.unwrap();
         let packet = loop {
-            // A new socket each time: the route decides about the source.
+            // A new socket each time: the route determines the source address.
             let sent = UdpSocket::bind("0.0.0.0:0").and_then(|socket| socket.send_to(b"x", (ADDRESS, 9999)));
             drop(sent);
             match arrived.try_recv() {

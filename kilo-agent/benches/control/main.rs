@@ -38,7 +38,7 @@ struct Figure {
     value: f64,
 }
 
-/// What was measured so far, written after every step.
+/// All figures so far, written to the file after every step.
 struct Figures {
     path: PathBuf,
     all: Vec<Figure>,

@@ -27,7 +27,7 @@ pub fn pods(number: usize) -> Ipv4Addr {
     Ipv4Addr::new(10, 64 + (number / 256) as u8, (number % 256) as u8, 0)
 }
 
-/// The first address of its pods, which the bridge they are on has.
+/// The first address of a node's pod CIDR, which its bridge has.
 pub fn gateway(number: usize) -> Ipv4Addr {
     Ipv4Addr::from(u32::from(pods(number)) + 1)
 }

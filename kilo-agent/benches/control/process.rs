@@ -1,4 +1,4 @@
-//! The agent's process: its metrics, its memory, its time on a processor.
+//! The agent's process: its metrics, memory and CPU time.
 
 use std::{
     collections::BTreeMap,
@@ -14,24 +14,26 @@ use tokio::{
     net::TcpStream,
 };
 
-/// The binary that is measured: `$KILO_BENCH_KG`, to compare an older one.
+/// The measured binary; `$KILO_BENCH_KG` names another one, to compare with.
 pub fn kg() -> String {
     std::env::var("KILO_BENCH_KG").unwrap_or_else(|_| env!("CARGO_BIN_EXE_kg").to_owned())
 }
 
-/// `kgctl` beside it.
+/// `kgctl` in the same directory.
 pub fn kgctl() -> PathBuf {
     PathBuf::from(kg()).with_file_name("kgctl")
 }
 
-/// Names the program that gives the agent the rights of its DaemonSet: `cargo xtask`'s own.
+/// Environment variable that names the program of `cargo xtask`, which gives the agent the rights of its
+/// DaemonSet.
 const LAUNCHER: &str = "KILO_BENCH_LAUNCHER";
 const LISTEN: &str = "127.0.0.1:1107";
 
 /// The empty directory that becomes the container's root.
 const ROOT: &str = "/tmp/container";
 
-/// Words that start it with the rights of its DaemonSet, as `cargo xtask confine` does, up to its kubeconfig.
+/// Command that starts the agent with the rights of its DaemonSet, as `cargo xtask confine` does, up to its
+/// kubeconfig.
 pub fn confined(kubeconfig: &Path) -> Vec<OsString> {
     let launcher = std::env::var_os(LAUNCHER).expect("cargo xtask bench names the launcher");
     let program = PathBuf::from(kg());
@@ -47,7 +49,7 @@ pub fn confined(kubeconfig: &Path) -> Vec<OsString> {
 pub struct Agent {
     child: Child,
     started: Instant,
-    /// Time that the launcher had run before it became the agent.
+    /// CPU time of the launcher before it became the agent.
     before: Duration,
 }
 
@@ -57,7 +59,7 @@ impl Agent {
         Self::start_with(kubeconfig, hostname, &[])
     }
 
-    /// The same with more flags.
+    /// As [`Self::start`], with more flags.
     pub fn start_with(kubeconfig: &Path, hostname: &str, flags: &[&str]) -> Self {
         let log = fs::OpenOptions::new().create(true).append(true).open("/tmp/kg.log").unwrap();
         let program = kg();
@@ -101,7 +103,7 @@ impl Agent {
         self.started.elapsed()
     }
 
-    /// Its metrics, once it answers.
+    /// Its metrics, as soon as it answers.
     pub async fn metrics(&mut self) -> BTreeMap<String, f64> {
         let deadline = Instant::now() + Duration::from_secs(60);
         loop {
@@ -129,12 +131,12 @@ impl Agent {
         let deadline = Instant::now() + Duration::from_secs(180);
         while !self.metrics().await.get(metric).is_some_and(|value| wanted(*value)) {
             assert!(Instant::now() < deadline, "{metric} is not as wanted\n{}", log());
-            // Each look at the metrics has the agent read its WireGuard device.
+            // Each scrape makes the agent read its WireGuard device.
             tokio::time::sleep(Duration::from_millis(10)).await;
         }
     }
 
-    /// Megabytes (10^6 bytes) it holds now and held at most.
+    /// Resident memory now and at most, in megabytes (10^6 bytes).
     pub fn memory(&self) -> (f64, f64) {
         let text = fs::read_to_string(format!("/proc/{}/status", self.id())).unwrap();
         let field = |name: &str| -> f64 {
@@ -144,7 +146,7 @@ impl Agent {
         (field("VmRSS"), field("VmHWM"))
     }
 
-    /// Time all its threads have run, those that have ended too, without its launcher's.
+    /// CPU time of all its threads, including those that have ended, without the launcher's.
     pub fn ran(&self) -> Duration {
         let process = nix::unistd::Pid::from_raw(self.id().cast_signed());
         let clock = nix::time::clock_getcpuclockid(process).unwrap();
@@ -152,7 +154,7 @@ impl Agent {
         ran - self.before
     }
 
-    /// Ends it in order; returns how long that took.
+    /// Stops it with SIGTERM; returns how long that took.
     pub async fn stop(mut self) -> Duration {
         let started = Instant::now();
         nix::sys::signal::kill(

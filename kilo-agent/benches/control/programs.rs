@@ -1,6 +1,6 @@
-//! Time of single programs on this kernel (`BPF_PROG_TEST_RUN`), with few and
-//! many prefixes. None of these runs changes its packet, so that it can be
-//! repeated; and what the programs count says that each of them did what its row is about.
+//! Time of single programs on this kernel (`BPF_PROG_TEST_RUN`), with few and many prefixes. None of these
+//! runs changes its packet, so that it can be repeated; the counters show that each run did what its row is
+//! about.
 
 use std::collections::BTreeMap;
 
@@ -38,7 +38,8 @@ pub fn measure(figures: &mut Figures) {
             tables.prefix.insert(prefix, value(HOP_REMOTE));
             tables.masq_dst.insert(prefix, MASQ_EXCLUDE);
         }
-        // What goes to the mesh in clear is dropped, so this is a network that pods reach by their own addresses.
+        // Packets to the mesh in clear would be dropped, so this is a network that pods reach by their own
+        // addresses.
         tables.masq_dst.insert("203.0.113.0/24".parse().unwrap(), MASQ_EXCLUDE);
         dataplane.write(&tables).unwrap();
         let to_wireguard = udp(POD, REMOTE_POD, (1, 2), &[0; 64]);
@@ -65,7 +66,7 @@ pub fn measure(figures: &mut Figures) {
     }
 }
 
-/// How often each action was taken, and each reason to drop a packet was met.
+/// How often each action was taken, and how often packets were dropped for each reason.
 fn counters(dataplane: &Dataplane) -> BTreeMap<&'static str, u64> {
     let counters = dataplane.counters().unwrap().read().unwrap();
     let mut all = counters.actions;
@@ -73,7 +74,7 @@ fn counters(dataplane: &Dataplane) -> BTreeMap<&'static str, u64> {
     all
 }
 
-/// Nanoseconds of one run: the median of rounds.
+/// Nanoseconds per run: the median of all rounds.
 fn time(dataplane: &mut Dataplane, name: &str, packet: &[u8]) -> f64 {
     let classifier: &SchedClassifier = dataplane.program(name).unwrap();
     let mut times: Vec<u128> = (0..ROUNDS)

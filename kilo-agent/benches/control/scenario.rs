@@ -27,13 +27,13 @@ use crate::{
     trace::{Asked, Trace},
 };
 
-/// VPN peers beside every number of nodes, and afterwards beside many of them.
+/// VPN peers in every mesh; [`MANY_PEERS`] at the end of [`NODES_BESIDE_MANY_PEERS`].
 const PEERS: usize = 100;
 const MANY_PEERS: usize = 10_000;
 const NODES_BESIDE_MANY_PEERS: usize = 1000;
-/// Of so many nodes there are slices at last.
+/// Number of nodes of which there are slices at the end.
 const NODES_OF_SLICES: usize = 10_000;
-/// Long enough for all that a change causes, and no resync within it.
+/// Long enough for everything that a change causes, without a resync.
 const SETTLE: Duration = Duration::from_millis(2500);
 const CHANGES: usize = 3;
 
@@ -95,9 +95,9 @@ pub async fn measure(figures: &mut Figures, nodes: usize) {
     );
 }
 
-/// Private and public address, default route to no router, a link to the peer, and forwarding, which an agent that is
-/// confined cannot turn on, and would complain of with each reconcile. From
-/// the second size on `/sys` is this namespace's already.
+/// Sets up a private and a public address, a default route without a router, a link to the peer, and
+/// forwarding, which a confined agent cannot turn on and would complain about at each reconcile. From the
+/// second size on, `/sys` already belongs to this namespace.
 fn make_host() {
     netns::sh(
         "mount -t tmpfs lib /var/lib; mount -t tmpfs tmp /tmp; mount -t tmpfs run /run; mkdir -p /run/wireguard /run/netns; \
@@ -135,7 +135,7 @@ async fn create_peers(client: &Client, numbers: std::ops::Range<usize>) {
         .await;
 }
 
-/// One peer more or less, where there are many.
+/// Measures adding and removing one peer beside many.
 async fn beside_many_peers(
     figures: &mut Figures,
     agent: &mut Agent,
@@ -153,7 +153,7 @@ async fn beside_many_peers(
     figures.add(nodes, "10,000 Peers: memory", "MB", agent.memory().0);
 }
 
-/// Milliseconds until a packet reaches a new peer.
+/// Milliseconds until a packet reaches a new peer: the median.
 async fn first_packets(node_key: &str, peers: &Api<DynamicObject>) -> f64 {
     let device = first_packet::Device::start(node_key);
     let mut times = Vec::new();
@@ -169,7 +169,7 @@ async fn published_key(client: &Client, own: &str) -> String {
     node.metadata.annotations.unwrap()["kilo.squat.ai/key"].clone()
 }
 
-/// One node joins: what that asks of the kernel, and how long it takes.
+/// Measures one node that joins: what that asks of the kernel, and how long it takes.
 async fn join(
     figures: &mut Figures,
     client: &Client,
@@ -192,8 +192,8 @@ async fn join(
         let started = Instant::now();
         create().await;
         to_kernel.push(monitor.until(&objects::pods(number).to_string()).duration_since(started));
-        // What follows the route is not part of the change, such as the file of the last
-        // good topology: read at once.
+        // Read at once: what follows the route is not part of the change, such as writing the last good
+        // topology.
         spent.push(agent.ran() - ran);
         drop(monitor);
         let (count, writes) = ("kilo_reconcile_duration_seconds_count", "kilo_writes_total");
@@ -231,7 +231,7 @@ async fn join(
     add(format!("node joins {what}: WireGuard writes"), "requests", |asked| asked.wireguard_writes);
 }
 
-/// `ip monitor route`.
+/// Output of `ip monitor route`.
 struct Monitor {
     child: std::process::Child,
     lines: BufReader<std::process::ChildStdout>,
@@ -250,7 +250,7 @@ impl Monitor {
         Self { child, lines }
     }
 
-    /// When a line with this text came.
+    /// Waits for a line with this text; returns when it came.
     fn until(&mut self, text: &str) -> Instant {
         let mut line = String::new();
         while !line.contains(text) {
@@ -268,7 +268,7 @@ impl Drop for Monitor {
     }
 }
 
-/// An agent that reads slices, and nothing happens.
+/// Measures an agent that reads slices while nothing happens.
 async fn by_slices(
     figures: &mut Figures,
     client: &Client,
@@ -277,7 +277,7 @@ async fn by_slices(
     proxy: &Counted,
 ) -> Agent {
     let flags = ["--slices=auto"];
-    // It says of itself that it promises heartbeats.
+    // This run publishes that the agent promises heartbeats.
     let mut agent = Agent::start_with(kubeconfig, own, &flags);
     agent.until("kilo_reconcile_duration_seconds_count", |value| value >= 2.0).await;
     agent.stop().await;
@@ -287,7 +287,7 @@ async fn by_slices(
     agent.until("kilo_slices_in_use", |value| value == 1.0).await;
     agent.until("kilo_nodes", |value| value == nodes as f64).await;
     figures.add(nodes, "by slices: start: bytes received", "bytes", (proxy.received() - received) as f64);
-    // What the start needed goes after the first reconcile, and the next one of the clock.
+    // What the start needed is given back after the first reconcile, and after the next periodic one.
     tokio::time::sleep(Duration::from_secs(40)).await;
     let (ran, started, received) = (agent.ran(), Instant::now(), proxy.received());
     tokio::time::sleep(rest_time()).await;
@@ -305,8 +305,8 @@ fn rest_time() -> Duration {
     Duration::from_secs(std::env::var("KILO_BENCH_REST").map_or(60, |seconds| seconds.parse().unwrap()))
 }
 
-/// What its metrics say once it has nothing left to write: what nodes and Peers leave behind is closed for a minute
-/// and opened at the next reconcile by the clock, each 30 s.
+/// Its metrics once it has nothing left to write: what nodes and Peers leave behind is closed for a minute,
+/// and opened at the next periodic reconcile, every 30 s.
 async fn settled(agent: &mut Agent) -> BTreeMap<String, f64> {
     let writes = "kilo_writes_total";
     let mut before = agent.metrics().await;
@@ -322,7 +322,7 @@ async fn settled(agent: &mut Agent) -> BTreeMap<String, f64> {
     before
 }
 
-/// Nothing happens but heartbeats.
+/// Measures the agent while nothing happens but heartbeats.
 async fn rest(figures: &mut Figures, agent: &mut Agent, nodes: usize, check_ins: &CheckIns, proxy: &Counted) {
     let before = settled(agent).await;
     let (ran, written, received, started) =

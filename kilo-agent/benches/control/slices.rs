@@ -1,5 +1,5 @@
-//! What agents and the API server spend on knowing all nodes: many backends in this process, each as an agent has it,
-//! by Nodes and by slices.
+//! What it costs agents and the API server that all nodes are known: many backends in this process, each like
+//! an agent's, by Nodes and by slices.
 
 use std::{
     collections::BTreeMap,
@@ -42,10 +42,10 @@ struct Bench {
     server: ApiServer,
     client: Client,
     proxy: Counted,
-    /// The one that writes slices has its own, because it watches all Nodes.
+    /// The agent that writes slices has its own proxy, because it watches all Nodes.
     writers: Counted,
     nodes: usize,
-    /// Those whose backends run, the first to write first.
+    /// Nodes whose backends run, by rank: the first is the first to write slices.
     agents: Vec<String>,
 }
 
@@ -61,7 +61,7 @@ pub async fn measure(figures: &mut Figures) {
     let Some(server) = ApiServer::start().await else { return };
     let client = server.client(ADMIN).await;
     apply_crds(&client).await;
-    // The manifests bring it.
+    // The manifests bring this Lease.
     let mut lease = Lease::default();
     lease.metadata.name = Some(LEASE.to_owned());
     let leases: Api<Lease> = Api::namespaced(client.clone(), "kube-system");
@@ -83,7 +83,7 @@ pub async fn measure(figures: &mut Figures) {
 
     bench.agents = everybody;
     let from = NodesFrom::Slices { namespace: "kube-system".to_owned() };
-    // The first to write goes first: from then on there are slices.
+    // The agent that writes starts first: from then on there are slices.
     let first = bench.backend(&bench.agents[0], &from, &bench.writers).await;
     let started = Instant::now();
     while !first.slices().is_some_and(|slices| slices.reads) {
@@ -164,7 +164,7 @@ impl Bench {
         KubernetesBackend::start_from(client, Some(node), LABEL, from).await.unwrap()
     }
 
-    /// All at once, as when the power comes back.
+    /// Starts all at once, as after a power failure.
     async fn start_all(&self, figures: &mut Figures, what: &str, from: &NodesFrom) -> Vec<KubernetesBackend> {
         let (started, received, spent) = (Instant::now(), self.proxy.received(), self.server_time());
         let starts = self.agents.iter().map(|node| async {
@@ -199,7 +199,7 @@ impl Bench {
             let reader = read / (agents - 1.0);
             add("received by an agent that reads", "kB/s", reader);
             add("received by the one that writes", "kB/s", written);
-            // Each node has an agent, which are more than run here.
+            // Such a mesh has an agent on each node; fewer run here.
             let nodes = self.nodes as f64;
             let mean = (written + reader * (nodes - 1.0)) / nodes;
             add("received by an agent, in a mesh with one on each node", "kB/s", mean);
@@ -220,7 +220,7 @@ impl Bench {
         figures.add_to("slices", what, "a change: known by 99 %", "ms", at(&all, 0.99));
     }
 
-    /// Changes a node; how long it took each agent to know.
+    /// Changes a node; returns how long each agent took to learn that.
     async fn known(&self, backends: &[KubernetesBackend], number: usize) -> Vec<Duration> {
         let api: Api<core::Node> = Api::all(self.client.clone());
         let (name, location) = (objects::name(number), format!("moved-{}", unix_now()));
@@ -250,7 +250,7 @@ impl Bench {
         text.lines().filter(ours).filter_map(|line| line.rsplit_once(' ')?.1.parse::<f64>().ok()).sum()
     }
 
-    /// Time the API server's threads have run.
+    /// CPU time of the API server.
     fn server_time(&self) -> Duration {
         let port = format!("--secure-port={}", self.server.port());
         let is_server = |process: &fs::DirEntry| {
@@ -265,7 +265,7 @@ impl Bench {
     }
 }
 
-/// The time after which this share of all is done.
+/// Milliseconds after which this share of all is done.
 fn at(times: &[Duration], share: f64) -> f64 {
     let mut times = times.to_vec();
     times.sort_unstable();
@@ -289,7 +289,7 @@ impl Beats {
             tokio::spawn(async move {
                 let mine: Vec<usize> = (0..nodes).filter(|number| number % Self::WORKERS == worker).collect();
                 for number in mine.iter().cycle() {
-                    // What was promised stays: a promise that changes is news.
+                    // The promise stays the same, because a changed one counts as a change.
                     let pause = Duration::from_secs(every.load(Ordering::Relaxed)) / mine.len() as u32;
                     tokio::time::sleep(pause).await;
                     let now = unix_now();

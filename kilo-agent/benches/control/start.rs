@@ -1,5 +1,5 @@
-//! What the start of the programs costs: in the kernel for the first time, and when an agent of the same build
-//! has left them.
+//! What starting the programs costs: the first time, and when an agent of the same build has left them in the
+//! kernel.
 
 use std::time::{Duration, Instant};
 
@@ -48,7 +48,7 @@ pub fn measure(figures: &mut Figures) {
     }
 }
 
-/// Of all threads of this process, user and system.
+/// CPU time of all threads of this process, user and system.
 fn processor_time() -> Duration {
     clock_gettime(ClockId::CLOCK_PROCESS_CPUTIME_ID).unwrap().into()
 }

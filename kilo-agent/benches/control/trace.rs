@@ -8,7 +8,7 @@ use std::{
 
 const OUTPUT: &str = "/tmp/strace";
 
-/// What was asked of the kernel.
+/// What the agent requested from the kernel.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Asked {
     /// All system calls of all threads.
@@ -17,7 +17,7 @@ pub struct Asked {
     pub map_writes: usize,
     /// Netlink messages that change something.
     pub netlink_writes: usize,
-    /// Netlink messages that ask.
+    /// Netlink messages that only query.
     pub netlink_reads: usize,
     /// Configurations of the WireGuard device.
     pub wireguard_writes: usize,
@@ -44,12 +44,12 @@ impl Trace {
         Self(child)
     }
 
-    /// Where the output is now, to count from.
+    /// Present length of the output, to count from.
     pub fn here(&self) -> usize {
         fs::metadata(OUTPUT).map_or(0, |file| file.len() as usize)
     }
 
-    /// Ends it; counts what came after `from`.
+    /// Ends strace; counts the calls after `from`.
     pub fn stop(mut self, from: usize) -> Asked {
         let pid = nix::unistd::Pid::from_raw(self.0.id().cast_signed());
         let _ = nix::sys::signal::kill(pid, nix::sys::signal::Signal::SIGINT);

@@ -11,10 +11,10 @@ mod texts;
 pub use packets::{checksum, encapsulation, headers, nat, signal};
 pub use texts::{annotations, cni, conf, peer, uapi, yaml};
 
-/// Reads one input of the fuzzer, and panics where something does not hold.
+/// Runs one input, and panics when a property does not hold.
 pub type Target = fn(&[u8]);
 
-/// Every target by name: that of its program and of its directory of `corpus/`.
+/// Every target by name, which is also that of its program and of its directory in `corpus/`.
 pub const TARGETS: [(&str, Target); 11] = [
     ("headers", headers),
     ("signal", signal),

@@ -1,4 +1,4 @@
-//! Targets of the packet arithmetic in `kilo-common`.
+//! Targets for the packet arithmetic in `kilo-common`.
 
 use arbitrary::{Result, Unstructured};
 use kilo_common::{
@@ -17,10 +17,10 @@ use kilo_common::{
 };
 use kilo_host::dataplane::decode;
 
-/// Bytes of the longest packet that is made up.
+/// Bytes of the longest generated packet.
 const LONGEST: usize = 2_048;
 
-/// Headers are read within the packet, and the monitor shows any event.
+/// Headers are parsed within the packet, and the monitor shows any event.
 pub fn headers(data: &[u8]) {
     extensions(data);
     if let Some(bytes) = data.first_chunk::<IPV4_LEN>()
@@ -54,7 +54,8 @@ pub fn headers(data: &[u8]) {
     }
 }
 
-/// A signal that is read is written so again, and no more of it is believed.
+/// A signal that parses is written back as it was, except for its tag, and is authentic only if its kind has
+/// one.
 pub fn signal(data: &[u8]) {
     let Ok(signal) = signal::parse(data) else { return };
     assert!(data.len() <= signal::LONGEST && data.len().is_multiple_of(8));
@@ -71,8 +72,8 @@ pub fn signal(data: &[u8]) {
     answered(&out[..length], &header, key);
 }
 
-/// What a kernel makes of a signal of its length: the tag counts as the agent's parser counts it, and the answer
-/// is one that the parser reads.
+/// A signal of the length that BPF programs handle: they check its tag as the agent does, and the agent can
+/// parse their answer.
 fn answered(bytes: &[u8], header: &signal::Header, key: Key) {
     let Some(words) = bytes.first_chunk::<{ signal::KERNEL }>().filter(|_| bytes.len() == signal::KERNEL)
     else {
@@ -95,7 +96,7 @@ fn answered(bytes: &[u8], header: &signal::Header, key: Key) {
     assert!(signal::is_authentic(&bytes, key));
 }
 
-/// The outer header is valid, and behind it stands what was put in.
+/// The outer header is valid, and the packet behind it is unchanged.
 pub fn encapsulation(data: &[u8]) {
     // Too few bytes are not an input.
     let _ = encapsulated(&mut Unstructured::new(data));
@@ -191,7 +192,7 @@ fn full(bytes: &[u8]) -> u16 {
     !u16::try_from(sum).unwrap_or(0)
 }
 
-/// An incremental update is what a full computation gives; the TTL, too.
+/// An incremental update gives the same as a full computation, for the TTL, too.
 pub fn checksum(data: &[u8]) {
     let _ = updated(&mut Unstructured::new(data));
 }
@@ -224,13 +225,13 @@ fn updated(input: &mut Unstructured<'_>) -> Result<()> {
     Ok(())
 }
 
-/// A packet that was masqueraded, answered and translated back is the answer
-/// to the packet itself; checksums are right all the way.
+/// The reply to a masqueraded packet, translated back, is the reply to the packet itself; checksums are right
+/// all the way.
 pub fn nat(data: &[u8]) {
     let _ = masqueraded(&mut Unstructured::new(data));
 }
 
-/// One family's numbers.
+/// ICMP types of one family.
 struct Family {
     v6: bool,
     echo: u8,
@@ -296,7 +297,7 @@ fn masqueraded(input: &mut Unstructured<'_>) -> Result<()> {
     let mut wanted = mirrored(&before, number, &family);
     let zero = |(at, byte): (usize, &u8)| *byte == 0 || at == checksum || at == checksum + 1;
     if !layout.pseudo_header && wanted.iter().enumerate().all(zero) {
-        // Of nothing but zeroes the sum is 0xffff, and no difference leads there (RFC 1624, section 3).
+        // Zeroes alone have the sum 0xffff, which no incremental update reaches (RFC 1624, section 3).
         return Ok(());
     }
     assert_eq!(sum_of(&reply, &layout, number, &dst, &src), 0, "in");
@@ -305,7 +306,7 @@ fn masqueraded(input: &mut Unstructured<'_>) -> Result<()> {
     Ok(())
 }
 
-/// Extension headers lead somewhere within reach, or nowhere.
+/// Extension headers lead to an offset within reach, or nowhere.
 fn extensions(data: &[u8]) {
     let Some((&next, behind)) = data.split_first() else { return };
     let load = |at: usize| behind.get(at - IPV6_LEN..at - IPV6_LEN + 8)?.try_into().ok();
@@ -349,7 +350,7 @@ fn mirrored(payload: &[u8], number: u8, family: &Family) -> Vec<u8> {
     reply
 }
 
-/// The prefix of mapped addresses is in both ends of a sum: it does not matter here.
+/// Pseudo-header and payload. The prefix of mapped addresses adds 0xffff, which does not change a sum.
 fn pseudo(payload: &[u8], number: u8, src: &[u8; 16], dst: &[u8; 16]) -> Vec<u8> {
     let length = length(payload).to_be_bytes();
     [&src[..], dst, &[0, number], &length, payload].concat()

@@ -1,5 +1,4 @@
-//! Targets of the readers of text: annotations, Peer objects, WireGuard's
-//! formats, CNI configuration.
+//! Targets for the readers of text: annotations, Peer objects, WireGuard's formats, CNI configuration.
 
 use std::{
     collections::BTreeMap,
@@ -24,15 +23,15 @@ use kilo_core::{
 use kilo_host::cni as cni_config;
 use serde_json::{Value, json};
 
-/// Most characters a message may have, however long what it complains about
-/// (200 are repeated, and some become `\u{10ffff}`).
+/// Most characters of an error message, however long its input is (200 are repeated, and some become
+/// `\u{10ffff}`).
 const LONGEST_MESSAGE: usize = 5_000;
 
-/// No message repeats so many characters of a key: a quarter of one.
+/// No message may repeat this many consecutive characters of a key: a quarter of one in hexadecimal.
 const SECRET: usize = 16;
 
-/// A node's annotations, `name=value` a line (and `podCIDR=`, `label=`): what
-/// is written of the node that was read is read back, and messages are short.
+/// A node's annotations, one `name=value` per line (and `podCIDR=`, `label=`): the node survives writing and
+/// reading, and messages are short.
 pub fn annotations(data: &[u8]) {
     let Ok(text) = str::from_utf8(data) else { return };
     let mut object = core::Node::default();
@@ -58,8 +57,7 @@ pub fn annotations(data: &[u8]) {
     assert_eq!(node::from_object(&again, "region"), (seen, Vec::new()));
 }
 
-/// A Peer object in JSON: the same after writing and reading it, as an object
-/// and as what the mesh makes of it.
+/// A Peer object in JSON: it survives writing and reading, both as an object and as the mesh's peer.
 pub fn peer(data: &[u8]) {
     let Ok(object) = serde_json::from_slice::<Peer>(data) else { return };
     let text = serde_json::to_vec(&object).unwrap();
@@ -79,8 +77,7 @@ pub fn peer(data: &[u8]) {
     }
 }
 
-/// Files of a directory: any text is read to the same objects twice, each
-/// under a name that is one.
+/// Files of a directory: any text gives the same objects when it is parsed again, each under a valid name.
 pub fn yaml(data: &[u8]) {
     let Ok(text) = str::from_utf8(data) else { return };
     let objects = Objects::parse(text);
@@ -105,8 +102,7 @@ fn repeats(message: &str, text: &str) -> bool {
         .any(|part| str::from_utf8(part).is_ok_and(|part| message.contains(part)))
 }
 
-/// WireGuard's INI: what is written of what was read is read back, and no
-/// message holds a key.
+/// WireGuard's INI: a parsed configuration survives writing and reading, and no message holds a key.
 pub fn conf(data: &[u8]) {
     let Ok(text) = str::from_utf8(data) else { return };
     match text.parse::<Conf>() {
@@ -119,8 +115,8 @@ pub fn conf(data: &[u8]) {
     }
 }
 
-/// A CNI configuration list: the ranges become the node's prefixes, the rest
-/// stays, and a second time there is nothing to do.
+/// A CNI configuration list: the ranges become the node's prefixes, the rest stays, and a second call changes
+/// nothing.
 pub fn cni(data: &[u8]) {
     let Ok(text) = str::from_utf8(data) else { return };
     let cidrs = ["10.42.1.0/24", "fd00:42:1::/64"].map(|cidr| cidr.parse::<IpNet>().unwrap());

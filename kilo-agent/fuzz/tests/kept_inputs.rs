@@ -1,6 +1,6 @@
-//! The targets on their kept corpus, and on some thousand random changes of it.
+//! Runs the targets on their kept corpus, and on some thousand random changes of it.
 //!
-//! `KILO_SEED=n` repeats a run, `random` draws another, `KILO_INPUTS=n` changes the number a target.
+//! `KILO_SEED=n` repeats a run, `random` draws another, `KILO_INPUTS=n` sets the number of inputs per target.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
@@ -69,7 +69,7 @@ fn every_target_holds_on_random_changes_of_its_kept_inputs() {
     }
 }
 
-/// One of the corpus with up to eight changes.
+/// A random input of the corpus with one to eight changes.
 fn changed(corpus: &[Vec<u8>], random: &mut StdRng) -> Vec<u8> {
     let mut input = corpus[random.random_range(0..corpus.len())].clone();
     for _ in 0..random.random_range(1..=8) {
@@ -80,7 +80,7 @@ fn changed(corpus: &[Vec<u8>], random: &mut StdRng) -> Vec<u8> {
             1 => drop(input.drain(at..end)),
             2 => input.extend_from_within(at..end),
             3 => input.truncate(input.len() - (end - at)),
-            // A piece of another one.
+            // A piece of another input.
             4 => {
                 let other = &corpus[random.random_range(0..corpus.len())];
                 let from = random.random_range(0..=other.len());

@@ -15,9 +15,9 @@ pub struct Options {
     pub name: String,
     /// `--wireguard`.
     pub mode: WireguardMode,
-    /// `--create-interface`: the device is made where it is missing; else that is an error.
+    /// `--create-interface`: a missing device is created; when false, it is an error.
     pub create: bool,
-    /// This program, to run the userspace device.
+    /// Path of this program, which also runs the userspace device.
     pub executable: PathBuf,
 }
 
@@ -31,9 +31,8 @@ pub struct Interface {
 }
 
 impl Interface {
-    /// Finds the device or makes it; says whether it was made. One that had the
-    /// index `known` before and was renamed gets its name back: beside it no
-    /// other could have the port.
+    /// Finds the device or creates it; returns whether it was created. A renamed device that has the index
+    /// `known` gets its name back: a second one could not have the same port.
     ///
     /// # Errors
     /// Says what stands in the way, and what to do.
@@ -69,8 +68,8 @@ impl Interface {
         Ok((Self { index: device.index(), device }, made.created))
     }
 
-    /// Removes the device of the kernel or of a userspace process, which ends with it.
-    /// An interface of the name that is something else stays. True when it was there.
+    /// Removes the device of the kernel or of a userspace process, which ends with it. Leaves any other
+    /// interface of that name. True when the device was there.
     ///
     /// # Errors
     /// When the kernel refuses.

@@ -1,6 +1,6 @@
-//! One agent per interface and per data path. The locks are on files that only
-//! root can open: a process without rights can neither take them nor hold them.
-//! The kernel releases them when the process ends, however it ends.
+//! Locks that allow one agent per interface and per data path. They are on files that only root can open: an
+//! unprivileged process can neither take nor hold them. The kernel releases them when the process ends,
+//! however it ends.
 
 use std::{
     fs::{self, File, OpenOptions},
@@ -18,7 +18,7 @@ use nix::{
 /// Where agents keep their state, and their locks.
 pub const STATE: &str = "/var/lib/kilo";
 
-/// Why there is no lock.
+/// Why a lock could not be taken.
 #[derive(Debug, thiserror::Error)]
 pub enum LockError {
     /// Another process manages the interface.
@@ -52,22 +52,23 @@ pub enum LockError {
 /// A lock that ends when this is dropped, or with the process.
 #[derive(Debug)]
 pub struct Lock {
-    /// The file that goes with the lock, if it is one of ours.
+    /// File to remove with the lock; `None` when the lock is on a directory.
     file: Option<PathBuf>,
     _held: Flock<File>,
 }
 
 impl Drop for Lock {
     fn drop(&mut self) {
-        // While it is still held: a process that opened the file before checks whether it still exists.
+        // Removed while the lock is held: a process that opened the file before checks whether it still
+        // exists.
         if let Some(path) = &self.file {
             let _ = fs::remove_file(path);
         }
     }
 }
 
-/// Logs it when a process holds the socket that agents of an earlier version locked: such an agent cannot be
-/// distinguished from anybody else who holds it.
+/// Warns when a process holds the abstract socket that agents of earlier versions used as lock; it may be
+/// such an agent or anything else.
 pub fn warn_of_former(interface: &str) {
     let former = format!("@kilo-agent/{interface}");
     let sockets = fs::read_to_string("/proc/self/net/unix").unwrap_or_default();

@@ -1,11 +1,14 @@
-//! Memory that was needed for a moment: the kernel's types while programs are loaded, whole lists of objects.
+//! Returns memory to the kernel that was needed only briefly: the kernel's BTF while programs are loaded,
+//! whole lists of objects.
 
-/// What is at least this large has pages of its own, which go back to the kernel when it is freed.
+/// Allocations of at least this many bytes have pages of their own, which go back to the kernel when they are
+/// freed.
 #[cfg(target_env = "gnu")]
 const PAGES_OF_ITS_OWN: nix::libc::c_int = 128 << 10;
 
-/// To be called before anything large is needed. The allocator of glibc gives large pieces pages of their own only until the
-/// first of them was freed: from then on it takes smaller ones out of its heap, where what is kept comes to lie between them.
+/// Fixes that threshold; to be called before anything large is allocated. By default glibc raises it when the
+/// first such allocation is freed, and then takes smaller ones from its heap, where long-lived allocations
+/// end up between them.
 pub fn prepare() {
     #[cfg(target_env = "gnu")]
     // SAFETY: it takes no pointers, and locks what it changes.
@@ -14,7 +17,7 @@ pub fn prepare() {
     }
 }
 
-/// Gives what is free back to the kernel. The allocator of glibc keeps what threads have freed, for good.
+/// Returns free memory to the kernel; glibc would keep what threads have freed for good.
 pub fn give_back() {
     #[cfg(target_env = "gnu")]
     // SAFETY: it takes no pointers, and locks what it looks at.
@@ -27,7 +30,7 @@ pub fn give_back() {
 mod tests {
     use super::*;
 
-    /// Pieces with pages of their own, in the whole process.
+    /// Allocations with pages of their own, in the whole process.
     fn pieces() -> usize {
         // SAFETY: it takes no pointers.
         unsafe { nix::libc::mallinfo2() }.hblks

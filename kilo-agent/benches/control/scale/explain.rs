@@ -1,5 +1,6 @@
-//! Where a packet of a silent way is lost: the tables of each node on the way (`kgctl trace`), whose peer of WireGuard
-//! has its source and its destination, what programs drop meanwhile, and the next hops' neighbours.
+//! Explains where packets of a silent path are lost: the tables of each node on the path (`kgctl trace`),
+//! which WireGuard peer has their source and destination, what programs drop meanwhile, and the next hops'
+//! neighbours.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -17,11 +18,11 @@ use crate::{
     process,
 };
 
-/// A packet passes no more nodes than these: sender, gateway, another one of each location, receiver.
+/// Most nodes that a packet passes: sender, gateway, another one of each location, receiver.
 const MOST_NODES: usize = 8;
-/// How often a way is tried while drops are counted.
+/// How often a path is tried while drops are counted.
 const TRIES: usize = 20;
-/// What is known of the machine before the benchmark.
+/// State of the machine before the benchmark.
 pub struct Machine {
     overflows: u64,
 }
@@ -31,7 +32,7 @@ impl Machine {
         Self { overflows: Neighbours::read().overflows }
     }
 
-    /// How many neighbours the kernel's table has, and how often there was no room for more.
+    /// How many neighbours the kernel's table has, and how often it has overflowed.
     pub fn neighbours(&self) -> String {
         let Neighbours { entries, overflows } = Neighbours::read();
         let log = run(&mut Command::new("dmesg")).unwrap_or_default();
@@ -45,7 +46,7 @@ impl Machine {
     }
 }
 
-/// The kernel's table of neighbours, of which there is one for all namespaces; only the machine's own can see it.
+/// The kernel's neighbour table, one for all namespaces; only the machine's own namespace shows it.
 #[derive(Default)]
 struct Neighbours {
     entries: u64,
@@ -53,7 +54,7 @@ struct Neighbours {
 }
 
 impl Neighbours {
-    /// A line of names and one for each CPU, in hexadecimal.
+    /// Reads a line of names, and one of hexadecimal numbers per CPU.
     fn read() -> Self {
         let path = format!("/proc/{}/net/stat/arp_cache", std::os::unix::process::parent_id());
         let text = fs::read_to_string(path).unwrap_or_default();
@@ -74,7 +75,7 @@ impl Neighbours {
     }
 }
 
-/// The way as the tables have it, a line a node; and what was dropped while `send` tried it.
+/// The path according to the tables, one line per node, and what was dropped while `send` tried it.
 pub fn way(hosts: &[Host], (from, to): Pair, send: impl Fn()) -> String {
     let mut path = Path { hosts, src: objects::gateway(from), dst: objects::gateway(to), lines: Vec::new() };
     let mut nodes = BTreeSet::from([from, to]);
@@ -115,7 +116,7 @@ pub fn way(hosts: &[Host], (from, to): Pair, send: impl Fn()) -> String {
     text
 }
 
-/// What a node is to be asked.
+/// The node to ask next, and where it gets the packet from.
 struct Step {
     node: usize,
     origin: Origin,
@@ -193,7 +194,7 @@ impl Path<'_> {
         serde_json::from_str(&text).ok()
     }
 
-    /// The peer that this node sends to, and whether that one takes what comes from here.
+    /// The peer that this node sends to, and whether that peer accepts the source from this node.
     fn through_wireguard(&mut self, node: usize) -> Next {
         let peers = self.peers(node);
         let Some(peer) = holder(&peers, self.dst) else {

@@ -1,4 +1,5 @@
-//! Nodes of the mesh: namespaces of the lab on bridges, one a location, that this namespace routes between.
+//! Nodes of the mesh: namespaces of the lab on bridges, one per location, between which this namespace
+//! routes.
 
 use std::{
     collections::BTreeMap,
@@ -26,16 +27,16 @@ use crate::{
     process,
 };
 
-/// Where agents find the API server, on their own loopback.
+/// Port of the API server on the loopback of each node.
 pub const API_PORT: u16 = 6443;
-/// Name of these namespaces, before the node's.
+/// Name of the lab, which comes before the node's in the names of namespaces.
 const LAB: &str = "scale";
 const LOGS: &str = "/tmp/logs";
-/// Before an agent that has ended is started again.
+/// Pause before an agent that has ended is started again.
 const RESTART: Duration = Duration::from_secs(1);
 
-/// File systems of this namespace alone, and a bridge a location. (Room for neighbours, which the kernel has once for
-/// the whole machine, was made by `cargo xtask`.)
+/// Mounts file systems for this namespace alone, and creates a bridge per location. (`cargo xtask` has made
+/// room for neighbours, of which the kernel has one table for the whole machine.)
 pub fn prepare_machine() {
     netns::sh(&format!(
         "mount -t tmpfs tmp /tmp; mount -t tmpfs run /run; mkdir -p /run/netns {LOGS}; ip link set lo up; \
@@ -62,7 +63,7 @@ pub struct Host {
     ends: Arc<Ends>,
 }
 
-/// Ends of one agent.
+/// How often an agent has ended, and whether it is to end now.
 #[derive(Default)]
 struct Ends {
     count: AtomicUsize,
@@ -70,7 +71,8 @@ struct Ends {
 }
 
 impl Host {
-    /// Its namespaces, an uplink with a private and a public address, and the bridge that pods would be on.
+    /// Creates its namespaces, an uplink with a private and a public address, and the bridge that pods would
+    /// be on.
     pub fn create(number: usize) -> Self {
         let name = objects::name(number);
         let mut netns = Netns::create(LAB, &name).unwrap();
@@ -100,7 +102,7 @@ impl Host {
         objects::gateway(self.number)
     }
 
-    /// Hands connections to its loopback on to the API server.
+    /// Forwards connections to its loopback to the API server.
     pub fn offer_api(&self, to: u16) {
         let listen = || Listener::bind((Ipv4Addr::LOCALHOST, API_PORT)).unwrap();
         let listener = self.netns.spawn(listen).join().unwrap().unwrap();
@@ -116,7 +118,7 @@ impl Host {
         });
     }
 
-    /// Starts its agent, and again whenever it ends by itself, as a kubelet does.
+    /// Starts its agent, and restarts it whenever it ends by itself, as a kubelet does.
     pub fn start_agent(&self, kubeconfig: &Path, flags: &[&str]) {
         let name = objects::name(self.number);
         let log = fs::File::create(format!("{LOGS}/{name}.log")).unwrap();
@@ -160,7 +162,7 @@ impl Host {
         }
     }
 
-    /// Its link goes, and every process.
+    /// Takes its link down and kills all its processes.
     pub fn lose_power(&self) {
         self.ends.are_wanted.store(true, Ordering::Relaxed);
         netns::sh(&format!("ip link set n{} down", self.number));
@@ -168,16 +170,16 @@ impl Host {
     }
 }
 
-/// What some processes use.
+/// Resources that some processes use.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Used {
-    /// Time on a processor since they started.
+    /// CPU time since they started.
     pub ran: Duration,
-    /// Megabytes (10^6 bytes); what several share is counted in parts.
+    /// Megabytes (10^6 bytes); shared memory counts in proportion.
     pub memory: f64,
 }
 
-/// What agents and the processes with the WireGuard devices use.
+/// Resources that agents and the processes with the WireGuard devices use.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Usage {
     pub agents: Used,
@@ -220,7 +222,7 @@ fn memory(process: &Path) -> f64 {
     line.trim().trim_end_matches(" kB").parse::<f64>().unwrap_or(0.0) * 1024.0 / 1e6
 }
 
-/// Ends all of it.
+/// Ends all agents, and removes the namespaces.
 pub fn end(hosts: &[Host]) {
     hosts.iter().for_each(|host| host.ends.are_wanted.store(true, Ordering::Relaxed));
     lab_netns::remove(hosts.iter().map(|host| host.netns.clone())).unwrap();

@@ -25,12 +25,12 @@ use crate::{
     netns, objects,
 };
 
-/// How long a mesh of this size may take for anything, on two cores.
+/// Time limit for every step of a mesh of this size, on two cores.
 const PATIENCE: Duration = Duration::from_mins(15);
 /// The leader of this location dies.
 const DIES_IN: usize = 3;
 
-/// The number that a variable of the environment names.
+/// The number in an environment variable.
 fn number(name: &str, default: usize) -> usize {
     std::env::var(name).ok().and_then(|text| text.parse().ok()).unwrap_or(default)
 }
@@ -87,7 +87,7 @@ pub async fn measure(figures: &mut Figures) {
     add("at rest: memory, all WireGuard processes", "MB", after.wireguard.memory);
     println!("bench: {}", load());
 
-    // The API server goes and comes back; packets go on meanwhile.
+    // The API server goes away and comes back; packets must flow meanwhile.
     server.stop_api();
     let lost = probes.lost_during(outage).await;
     add(&format!("API server away for {} s: probes lost", outage.as_secs()), "of each thousand", lost * 1e3);
@@ -120,7 +120,7 @@ pub async fn measure(figures: &mut Figures) {
     netns::sh("umount -l /run /tmp 2>/dev/null || true");
 }
 
-/// Nodes without anything an agent publishes, and what the manifests bring.
+/// Creates Nodes without anything an agent publishes, and what the manifests would bring.
 async fn create(client: &Client, nodes: usize) {
     apply_crds(client).await;
     let mut lease = Lease::default();
@@ -133,7 +133,7 @@ async fn create(client: &Client, nodes: usize) {
     }
 }
 
-/// What else the machine does is in it, too.
+/// The load average of the machine, to which everything else that runs there contributes.
 fn load() -> String {
     format!("load of the machine {}", std::fs::read_to_string("/proc/loadavg").unwrap().trim())
 }

@@ -1,5 +1,5 @@
-//! Who reaches whom: one datagram from the bridge of each node to the bridges of all nodes of its location and of
-//! one node in each other, by turns, so that every node is asked from every location.
+//! Probes who reaches whom: one datagram from the bridge of each node to the bridges of all nodes of its
+//! location and of one node in each other location, so that every node is probed from every location.
 
 use std::{
     collections::BTreeSet,
@@ -20,12 +20,12 @@ use super::{
 use crate::objects::{self, LOCATIONS};
 
 const PORT: u16 = 7777;
-/// Between two looks at who has not been heard; what is lost is sent again.
+/// Pause between two checks for silent paths, on which datagrams are then sent again.
 const PACE: Duration = Duration::from_millis(250);
-/// After so long without a way that was heard for the first time, some of those that are silent are explained, and
-/// again after twice that long.
+/// After this time in which no silent path was heard, some of them are explained, and again after twice that
+/// time.
 const STUCK: Duration = Duration::from_secs(60);
-/// How many.
+/// How many silent paths are explained at a time.
 const EXPLAINED: usize = 3;
 /// A datagram that takes longer than this is lost.
 const SLOWEST: Duration = Duration::from_secs(3);
@@ -39,7 +39,7 @@ pub struct Probes {
     heard: Arc<Heard>,
 }
 
-/// When a way has carried a datagram last: microseconds since the start, 0 = never.
+/// When each path has last carried a datagram: microseconds since the start, 0 = never.
 struct Heard {
     start: Instant,
     nodes: usize,
@@ -56,7 +56,7 @@ impl Heard {
     }
 }
 
-/// The nodes that this one asks.
+/// The nodes that this one probes.
 fn asked_by(from: usize, nodes: usize) -> impl Iterator<Item = usize> {
     let places = nodes / LOCATIONS;
     (0..nodes).filter(move |to| {
@@ -101,7 +101,7 @@ impl Probes {
         let _ = self.sockets[from].try_send_to(&text, (objects::gateway(to), PORT).into());
     }
 
-    /// How long after `since` the last way carried its first datagram.
+    /// Waits until every path has carried a datagram; returns the time since `since`.
     pub async fn until_all_answer(
         &mut self,
         (hosts, machine): (&[Host], &Machine),
@@ -140,12 +140,12 @@ impl Probes {
                 panic!("{} ways are silent, such as {few:?}", silent.len());
             }
             silent.iter().for_each(|way| self.send(*way));
-            // Where most are silent, all of them each time would be most of the work.
+            // While many are silent, probing all of them each time would be most of the work.
             tokio::time::sleep(PACE * (1 + u32::try_from(silent.len() / 1000).unwrap())).await;
         }
     }
 
-    /// Says of some silent ways where they end: no two of them begin or end at one node.
+    /// Reports where some silent paths end; no two of them share a node.
     fn explain(&self, hosts: &[Host], machine: &Machine, silent: &[Pair]) {
         println!("bench: {}", machine.neighbours());
         let mut named = BTreeSet::new();
@@ -161,7 +161,7 @@ impl Probes {
         }
     }
 
-    /// The share of datagrams that did not arrive, on all ways every five seconds.
+    /// The share of datagrams that are lost, with one on every path every five seconds.
     pub async fn lost_during(&self, time: Duration) -> f64 {
         let until = Instant::now() + time;
         let (mut sent, mut lost) = (0, 0);

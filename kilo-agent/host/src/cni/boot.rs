@@ -1,6 +1,6 @@
-//! A CNI configuration that ends with the boot: the file is below /run, and the
-//! runtime's directory has a link to it. After a reboot the link leads nowhere, so
-//! that no pod starts until the agent has brought the data path up again.
+//! A CNI configuration that does not survive a reboot: the file is below /run, and the runtime's directory
+//! holds a symlink to it. After a reboot the link dangles, so no pod starts until the agent has brought the
+//! data path up again.
 
 use std::{
     fs,
@@ -13,32 +13,32 @@ use ipnet::IpNet;
 
 use super::{CniError, with_ranges};
 
-/// Where the configuration comes from, and where it goes.
+/// Where the configuration is read from, and where it is published.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct BootConfiguration {
-    /// What it is made of: `--cni-source`.
+    /// Configuration list to start from: `--cni-source`.
     pub source: PathBuf,
-    /// Where the container runtime looks: `--cni-path`.
+    /// File that the container runtime reads, a symlink to [`Self::file`]: `--cni-path`.
     pub path: PathBuf,
     /// A directory that is empty after a reboot: `--cni-run-dir`.
     pub directory: PathBuf,
 }
 
 impl BootConfiguration {
-    /// The file itself, whether it is there or not.
+    /// Path of the published file, whether or not it exists.
     pub fn file(&self) -> PathBuf {
         self.directory.join(self.path.file_name().unwrap_or_default())
     }
 
-    /// True when an agent has published it in this boot.
+    /// True when an agent has published the configuration since boot.
     pub fn is_published(&self) -> bool {
         self.file().exists()
     }
 
-    /// Publishes it with these pod CIDRs; returns whether something was written.
+    /// Publishes the configuration with these pod CIDRs, if any; returns whether anything was written.
     ///
     /// # Errors
-    /// When a file cannot be used; what the runtime sees then stays as it was.
+    /// When a file cannot be read, parsed or written; the runtime then notices no change.
     pub fn publish(&self, cidrs: &[IpNet]) -> Result<bool, CniError> {
         if cidrs.is_empty() {
             return Ok(false);
@@ -57,13 +57,13 @@ impl BootConfiguration {
         if is_same && is_linked {
             return Ok(false);
         }
-        // Runtimes follow the directory of the link only: a new link says that there is news.
+        // Runtimes watch only the link's directory: a new link makes them reload.
         link(&file, &self.path).map_err(|error| named(&self.path, error))?;
         Ok(true)
     }
 }
 
-/// Writes a file that no reader sees half of.
+/// Writes a file atomically, with mode 0644.
 pub(super) fn replace(path: &Path, text: &str) -> io::Result<()> {
     let mut file = tempfile::NamedTempFile::new_in(path.parent().unwrap_or(Path::new(".")))?;
     file.write_all(text.as_bytes())?;
@@ -72,10 +72,10 @@ pub(super) fn replace(path: &Path, text: &str) -> io::Result<()> {
     Ok(())
 }
 
-/// Puts a link in the place of whatever is there.
+/// Atomically replaces whatever is at `path` with a symlink to `target`.
 fn link(target: &Path, path: &Path) -> io::Result<()> {
     let mut name = path.file_name().unwrap_or_default().to_owned();
-    // No runtime reads a file that ends so.
+    // Runtimes ignore files with this suffix.
     name.push(".new");
     let new = path.with_file_name(name);
     let _ = fs::remove_file(&new);

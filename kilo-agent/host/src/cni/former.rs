@@ -1,5 +1,6 @@
-//! Pod CIDRs that this node had earlier in this boot, as when its Node was deleted and registers again: pods may
-//! still run with addresses of them, and the container runtime starts more until the configuration is replaced.
+//! Pod CIDRs that this node had earlier in this boot, such as before its Node was deleted and registered
+//! again: pods may still use their addresses, and the container runtime assigns more until the configuration
+//! is replaced.
 
 use std::{
     collections::BTreeSet,
@@ -12,23 +13,22 @@ use serde_json::Value;
 
 use super::{CniError, boot::replace, bridges_of, plugins, read};
 
-/// Beside the configuration of this boot, in `--cni-run-dir`.
+/// File name of the record, beside this boot's configuration in `--cni-run-dir`.
 pub const FILE: &str = "former-pod-cidrs.json";
 
-/// What pods had before the node's pod CIDRs changed.
+/// What the CNI configuration still has from before the node's pod CIDRs changed.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct FormerSubnets {
-    /// The bridges the configuration makes.
+    /// Bridges that the configuration creates.
     pub bridges: Vec<String>,
-    /// Subnets it has that are none of the node's pod CIDRs.
+    /// Subnets in the configuration that are not among the node's pod CIDRs.
     pub subnets: Vec<IpNet>,
 }
 
-/// What the configuration there has that these CIDRs replace; nothing where there is no
-/// file, and nothing without CIDRs.
+/// Subnets in the configuration at `path` that these CIDRs replace; empty without a file or without CIDRs.
 ///
 /// # Errors
-/// When the file cannot be used.
+/// When the file cannot be read or is not JSON.
 pub fn subnets(path: &Path, cidrs: &[IpNet]) -> Result<FormerSubnets, CniError> {
     let Some(config) = read(path)?.filter(|_| !cidrs.is_empty()) else { return Ok(FormerSubnets::default()) };
     let ranges = plugins(&config).iter().filter_map(|plugin| plugin.pointer("/ipam/ranges")?.as_array());
@@ -41,21 +41,22 @@ pub fn subnets(path: &Path, cidrs: &[IpNet]) -> Result<FormerSubnets, CniError> 
     Ok(FormerSubnets { bridges: bridges_of(&config), subnets })
 }
 
-/// All of this boot, also those that an earlier agent met: pods may have addresses of them until the host reboots.
+/// Every pod CIDR of this boot, including those recorded by earlier agents: pods may have addresses from them
+/// until the host reboots.
 #[derive(Debug, Default)]
 pub struct FormerPodCidrs {
-    /// Where the next agent of this boot reads them; `None`: they are known for as long as this agent runs.
+    /// Where the next agent of this boot reads them; `None` keeps them in memory only.
     file: Option<PathBuf>,
     known: BTreeSet<IpNet>,
-    /// The file lacks some of them.
+    /// The file lacks some of `known`.
     is_unsaved: bool,
 }
 
 impl FormerPodCidrs {
-    /// Those that agents of this boot have kept in a directory that is empty after a reboot.
+    /// Reads the pod CIDRs that agents of this boot have recorded in `directory`, which a reboot empties.
     ///
     /// # Errors
-    /// When the file is there and holds something else than a list of prefixes.
+    /// When the file exists but cannot be read, or is not a JSON list of prefixes.
     pub fn open(directory: &Path) -> Result<Self, CniError> {
         let mut former = Self::in_directory(directory);
         let path = directory.join(FILE);
@@ -71,15 +72,15 @@ impl FormerPodCidrs {
         Ok(former)
     }
 
-    /// None so far, to be kept in that directory.
+    /// An empty set that is to be recorded in `directory`, which is not read.
     pub fn in_directory(directory: &Path) -> Self {
         Self { file: Some(directory.join(FILE)), ..Self::default() }
     }
 
-    /// Adds prefixes, and keeps them for the next agent when one of them is new.
+    /// Adds prefixes, and writes the file when one of them is new or the last write failed.
     ///
     /// # Errors
-    /// When the file cannot be written; this agent knows them all the same, and the next call tries again.
+    /// When the file cannot be written; this agent knows the prefixes anyway, and the next call retries.
     pub fn add(&mut self, prefixes: &[IpNet]) -> Result<(), CniError> {
         let count = self.known.len();
         self.known.extend(prefixes.iter().map(IpNet::trunc));
@@ -93,7 +94,7 @@ impl FormerPodCidrs {
         Ok(())
     }
 
-    /// Those that are not among these pod CIDRs, which the node has now.
+    /// Known pod CIDRs that are not among `now`, the node's present ones.
     pub fn without<'a>(&'a self, now: &'a [IpNet]) -> impl Iterator<Item = IpNet> + 'a {
         self.known.iter().filter(|prefix| !now.iter().any(|cidr| cidr.trunc() == **prefix)).copied()
     }

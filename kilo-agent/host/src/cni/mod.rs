@@ -1,5 +1,5 @@
-//! The node's pod CIDRs in the CNI configuration list, as host-local reads them. [`update`] edits an existing file in
-//! place; with `--cni-source`, [`boot`] publishes the file.
+//! Writes the node's pod CIDRs into the CNI configuration list, as ranges of `host-local`. [`update`] edits
+//! an existing file in place; with `--cni-source`, [`boot`] publishes the file.
 
 pub mod boot;
 pub mod former;
@@ -29,9 +29,8 @@ pub enum CniError {
     Invalid(String, #[source] Cause),
 }
 
-/// The configuration with these CIDRs as the ranges of every plugin that has
-/// an `ipam` section. A range that is there for a CIDR already stays with what
-/// else it says (`rangeStart`, `gateway`). `None` when nothing changes.
+/// The configuration with these CIDRs as the ranges of every plugin with an `ipam` section; `None` when
+/// nothing changes. The range that a CIDR already has keeps its other fields (`rangeStart`, `gateway`).
 ///
 /// # Errors
 /// When the text is not a JSON object with a `plugins` list.
@@ -65,12 +64,11 @@ fn range(present: &[Value], cidr: IpNet) -> Value {
     present.iter().find(is_it).cloned().unwrap_or_else(|| json!([{ "subnet": cidr.to_string() }]))
 }
 
-/// Writes the CIDRs into the file, atomically; a file that is not there is
-/// none of our business, and without CIDRs it stays as it is. Returns whether
-/// it was written.
+/// Writes the CIDRs into the file atomically; returns whether it was written. Does nothing when the file does
+/// not exist, or without CIDRs.
 ///
 /// # Errors
-/// When the file cannot be used; it then stays as it was.
+/// When the file cannot be read, parsed or written; it then stays as it was.
 pub fn update(path: &Path, cidrs: &[IpNet]) -> Result<bool, CniError> {
     let name = || path.display().to_string();
     if cidrs.is_empty() {
@@ -88,7 +86,7 @@ pub fn update(path: &Path, cidrs: &[IpNet]) -> Result<bool, CniError> {
         let mut file = tempfile::NamedTempFile::new_in(path.parent().unwrap_or(Path::new(".")))?;
         file.write_all(text.as_bytes())?;
         file.as_file().set_permissions(fs::metadata(path)?.permissions())?;
-        // A name without a content is what a power failure would leave else.
+        // Without this, a power failure could leave an empty file under this name.
         file.as_file().sync_all()?;
         file.persist(path)?;
         Ok(())
@@ -97,10 +95,10 @@ pub fn update(path: &Path, cidrs: &[IpNet]) -> Result<bool, CniError> {
     Ok(true)
 }
 
-/// The bridges the configuration makes; none where there is no file.
+/// Bridges that the configuration creates; empty without a file.
 ///
 /// # Errors
-/// When the file cannot be used.
+/// When the file cannot be read or is not JSON.
 pub fn bridges(path: &Path) -> Result<Vec<String>, CniError> {
     Ok(read(path)?.as_ref().map(bridges_of).unwrap_or_default())
 }
@@ -127,14 +125,14 @@ fn bridges_of(config: &Value) -> Vec<String> {
     bridges.map(named).collect()
 }
 
-/// The file that the container runtime takes instead of this one: the first by name among the
-/// configurations of its directory. `None` when it is this one, or this one is not there.
+/// The file that the container runtime uses instead of this one: the first configuration by name in its
+/// directory. `None` when that is this one, or when this one does not exist.
 ///
 /// # Errors
 /// When the directory cannot be read.
 pub fn in_front(path: &Path) -> io::Result<Option<PathBuf>> {
     let (Some(directory), Some(own)) = (path.parent(), path.file_name()) else { return Ok(None) };
-    // A link counts wherever it leads: what it names may not be mounted here.
+    // A symlink counts even if it dangles: its target may not be mounted here.
     if path.symlink_metadata().is_err() {
         return Ok(None);
     }

@@ -27,16 +27,16 @@ use kilo_core::{
 const PRIORITY: u16 = 0x6b67;
 const HANDLE: TcHandle = TcHandle::new(0, 1);
 
-/// Interfaces programs sit on, by index.
+/// Interfaces that programs are attached to, by index.
 #[derive(Clone, Copy, Debug)]
 pub struct Interfaces<'a> {
     /// Index of the WireGuard device.
     pub kilo: u32,
     /// Interfaces that lead out of the host.
     pub uplinks: &'a BTreeSet<u32>,
-    /// Of these: packets have no link-layer header there.
+    /// Uplinks whose packets have no link-layer header.
     pub layer3: &'a BTreeSet<u32>,
-    /// The tunnel devices: of no use without their program.
+    /// The tunnel devices, useless without their program.
     pub tunnels: &'a BTreeSet<u32>,
 }
 
@@ -45,24 +45,24 @@ pub struct Interfaces<'a> {
 pub struct Applied {
     /// Programs attached, replaced or detached.
     pub changes: u64,
-    /// Of these: programs that somebody else had removed.
+    /// The part of `changes` that put back programs removed by something else.
     pub reattached: u64,
-    /// Uplinks and tunnel devices that refuse a program; all others have theirs.
+    /// Errors of uplinks and tunnel devices; all others have their programs.
     pub failed: Vec<DataplaneError>,
-    /// Of these: the tunnel devices.
+    /// Tunnel devices that lack their program.
     pub unguarded: BTreeSet<u32>,
-    /// Uplinks without the program of their egress: what pods send may leave by them in clear.
+    /// Uplinks that lack their egress program: pod traffic may leave through them unencrypted.
     pub open: BTreeSet<u32>,
-    /// Why the WireGuard device has no programs of ours, or nothing is known of them.
+    /// Why the WireGuard device lacks a program of ours, or its hooks could not be queried.
     pub refused: Option<DataplaneError>,
 }
 
-/// What is on hooks by traffic control.
+/// What traffic control (tc) has on the hooks.
 #[derive(Default)]
 pub struct Present {
-    /// Filters of [`Attachments::of_interest`].
+    /// Filters on the interfaces of [`Attachments::of_interest`].
     pub filters: Vec<BpfFilter>,
-    /// Interfaces that take no clsact, because a qdisc of the kind `ingress` is there.
+    /// Interfaces that cannot have clsact because they have an `ingress` qdisc.
     pub ingress_qdiscs: BTreeSet<u32>,
 }
 
@@ -87,7 +87,7 @@ impl Place {
         interface_name(self.ifindex)
     }
 
-    /// What is on this hook over TCX, attached by this agent or by others.
+    /// TCX programs on this hook, ours and others'.
     fn query(&self) -> Result<tcx::Hook, DataplaneError> {
         tcx::query(self.ifindex, self.egress).map_err(|source| DataplaneError::Query {
             interface: self.interface().unwrap_or_default(),
@@ -96,7 +96,7 @@ impl Place {
         })
     }
 
-    /// Whether this kernel has such hooks, whatever is on this one.
+    /// Whether this kernel has TCX hooks.
     fn has_tcx(&self) -> Result<bool, DataplaneError> {
         match self.query() {
             Ok(_) => Ok(true),
@@ -119,7 +119,7 @@ impl Place {
     }
 }
 
-/// Name of an interface; `None` when there is none of this index.
+/// Name of the interface with this index; `None` when there is none.
 pub fn interface_name(ifindex: u32) -> Option<String> {
     // nix returns an empty name for an index that does not exist.
     let name = if_indextoname(ifindex).ok()?.to_string_lossy().into_owned();
@@ -141,15 +141,15 @@ enum How {
 /// What this process has attached.
 pub struct Attachments {
     mode: AttachMode,
-    /// Where links are pinned: the same place for every map layout, so that
-    /// the next version replaces the program in the link.
+    /// Directory of pinned links, the same for every map layout, so that the next version replaces the
+    /// program in the link.
     links: PathBuf,
     attached: BTreeMap<Place, How>,
-    /// Filters that an earlier agent left anywhere have been looked for.
+    /// True once every interface has been searched for filters of an earlier agent.
     swept: bool,
 }
 
-/// Where the programs belong.
+/// Which program belongs on which hook.
 fn places(interfaces: Interfaces<'_>) -> BTreeSet<Place> {
     let mut places = BTreeSet::from([
         Place { ifindex: interfaces.kilo, program: "kilo_egress", egress: true },
@@ -174,8 +174,8 @@ impl Attachments {
         Self { mode, links, attached: BTreeMap::new(), swept: false }
     }
 
-    /// Interfaces whose filters [`Self::apply`] and [`Self::stand`] want to
-    /// know: all at first, later those that have filters of ours.
+    /// Interfaces whose filters [`Self::apply`] and [`Self::stand`] need: all at first, later those with
+    /// filters of ours.
     pub fn of_interest(&self) -> BTreeSet<u32> {
         if self.swept {
             let with_filters = self.attached.iter().filter(|(_, how)| **how == How::Clsact);
@@ -193,7 +193,7 @@ impl Attachments {
     /// True while every program attached is still on its hook. Reads only.
     ///
     /// # Errors
-    /// When a hook cannot be looked at: nothing is known of it then.
+    /// When a hook cannot be queried; its state is then unknown.
     pub fn stand(&self, programs: &Programs, filters: &[BpfFilter]) -> Result<bool, DataplaneError> {
         for (place, how) in &self.attached {
             if !stands(programs, place, *how, filters)? {
@@ -236,7 +236,7 @@ impl Attachments {
                     }
                 }
                 Err(error) => {
-                    // What could not be looked at counts as attached: it is looked at again.
+                    // A hook that could not be queried counts as attached: the next round queries it again.
                     if !matches!(error, DataplaneError::Query { .. }) {
                         self.attached.remove(place);
                     }
@@ -247,7 +247,7 @@ impl Attachments {
                     if interfaces.tunnels.contains(&place.ifindex) {
                         done.unguarded.insert(place.ifindex);
                     }
-                    // One that has just gone is followed by an event.
+                    // No failure when the interface has just gone: an event follows.
                     if place.interface().is_some() {
                         if place.egress {
                             done.open.insert(place.ifindex);
@@ -296,8 +296,7 @@ impl Attachments {
         if self.mode != AttachMode::Clsact {
             match attach_tcx(program, &pin, place, &interface) {
                 Ok(()) => {
-                    // Only now, so that there is no moment without: the filter
-                    // of an agent that had no TCX.
+                    // Removed only now, so that there is no gap: the filter of an agent that had no TCX.
                     if place.filter(&present.filters).is_some() {
                         detach_filter(&interface, place.attach_type());
                     }
@@ -322,12 +321,13 @@ impl Attachments {
             }
         }
         attach_clsact(program, place, &interface)?;
-        // The link of an agent that had TCX.
+        // Remove the link of an agent that had TCX.
         let _ = fs::remove_file(&pin);
         Ok(How::Clsact)
     }
 
-    /// Detaches our programs from places where they are no longer wanted, also those that an earlier agent attached.
+    /// Detaches our programs, including those of an earlier agent, from hooks where they are no longer
+    /// wanted.
     fn detach_others(&mut self, wanted: &BTreeSet<Place>, filters: &[BpfFilter]) -> u64 {
         let mut changes = 0;
         let pins: BTreeSet<String> = wanted.iter().map(Place::pin).collect();
@@ -372,7 +372,7 @@ fn attach_tcx(
     interface: &str,
 ) -> Result<(), Cause> {
     if pin.exists() {
-        // An error says nothing of the link, which carries packets: its pin stays.
+        // A failed query says nothing about the link, which may carry packets: its pin stays.
         let hook = place.query()?;
         match adopt(program, pin, &hook, interface) {
             Ok(()) => return Ok(()),
@@ -382,8 +382,8 @@ fn attach_tcx(
             }
         }
     }
-    // First: others may end the chain with TC_ACT_OK, ours go on to the next
-    // program with every packet they do not take.
+    // First in the chain: other programs may end it with TC_ACT_OK, whereas ours pass every packet that they
+    // do not take to the next program.
     let options = TcAttachOptions::TcxOrder(LinkOrder::first());
     let id = program.attach_with_options(interface, place.attach_type(), options)?;
     let link = FdLink::try_from(program.take_link(id)?)?;
@@ -395,7 +395,7 @@ fn attach_tcx(
 fn adopt(program: &mut SchedClassifier, pin: &Path, hook: &tcx::Hook, interface: &str) -> Result<(), Cause> {
     let link = FdLink::from(PinnedLink::from_pin(pin)?);
     let held = link.info()?.id();
-    // A link of an interface that is gone, one that was detached, or one of another hook.
+    // Its interface is gone, it was detached, or it belongs to another hook.
     if !hook.links.contains(&held) {
         return Err(format!("link {held} is not attached to this hook of {interface}").into());
     }
@@ -410,7 +410,7 @@ fn attach_clsact(
     place: &Place,
     interface: &str,
 ) -> Result<(), DataplaneError> {
-    // Fails when it is there already, which is fine.
+    // Fails if there is one already, which is fine.
     let _ = qdisc_add_clsact(interface);
     let present = SchedClassifierLink::attached(interface, place.attach_type(), PRIORITY, HANDLE, None)
         .map_err(|error| place.error(error))?;

@@ -1,4 +1,4 @@
-//! Reading whole maps in a few calls, which the library does not offer.
+//! Reads whole maps in a few calls, which aya does not offer.
 
 use std::{
     io,
@@ -10,10 +10,10 @@ use nix::libc;
 
 /// `bpf(2)` command `BPF_MAP_LOOKUP_BATCH` (include/uapi/linux/bpf.h).
 const LOOKUP_BATCH: libc::c_long = 24;
-/// Entries a call; a bucket of the kernel's hash must fit.
+/// Entries per call; one bucket of the kernel's hash must fit.
 const BATCH: usize = 4_096;
 
-/// `union bpf_attr`, the part of batch commands (include/uapi/linux/bpf.h).
+/// The part of `union bpf_attr` for batch commands (include/uapi/linux/bpf.h).
 #[repr(C)]
 struct Attributes {
     in_batch: u64,
@@ -25,10 +25,10 @@ struct Attributes {
     flags: [u64; 2],
 }
 
-/// All entries of a hash or an array; of a hash that is written meanwhile, some perhaps twice.
+/// Returns all entries of a hash or an array; a hash that is written meanwhile may yield some twice.
 ///
 /// # Safety
-/// The map's keys and values must have the sizes of `K` and `V`, and its places of values no more.
+/// The map's keys and values must have the sizes of `K` and `V`, and its value slots must not be larger.
 pub unsafe fn read<K: Pod + Default, V: Pod + Default>(map: BorrowedFd<'_>) -> io::Result<Vec<(K, V)>> {
     let mut all = Vec::new();
     let (mut keys, mut values) = (vec![K::default(); BATCH], vec![V::default(); BATCH]);

@@ -7,10 +7,10 @@ use kilo_common::packet::{
 };
 use serde::Serialize;
 
-/// More headers than any packet of ours has.
+/// Most headers read from one packet; packets of ours have fewer.
 const DEEPEST: usize = 4;
 
-/// One IP header, and the ports behind it where there are some.
+/// One IP header, with the ports or the ICMP type behind it if there are any.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Header {
     /// Source address.
@@ -21,7 +21,7 @@ pub struct Header {
     pub protocol: String,
     /// Time to live, or hop limit.
     pub ttl: u8,
-    /// Bytes of the packet from this header on, as the header says.
+    /// Bytes from the start of this header to the end of the packet, as the header claims.
     pub length: usize,
     /// Part of a fragmented packet.
     pub fragment: bool,
@@ -57,8 +57,8 @@ impl fmt::Display for Header {
     }
 }
 
-/// Reads the headers of a packet of `length` bytes from its first ones. What
-/// is cut off or makes no sense ends the list.
+/// Reads the headers of a packet of `length` bytes from its first `bytes`. A truncated or malformed header
+/// ends the list.
 pub fn headers(bytes: &[u8], length: usize, ethernet: bool) -> Vec<Header> {
     let (mut at, mut next) = if ethernet {
         let ethertype = bytes.get(12..14).map(|pair| u16::from_be_bytes([pair[0], pair[1]]));
@@ -82,7 +82,7 @@ pub fn headers(bytes: &[u8], length: usize, ethernet: bool) -> Vec<Header> {
     headers
 }
 
-/// One header, its size, and the protocol behind it.
+/// Parses one header; returns it, its size, and the protocol behind it.
 fn header(bytes: &[u8], available: usize, version: u8) -> Option<(Header, usize, u8)> {
     let (mut header, size, payload) = match version {
         protocol::IPIP => {
@@ -135,7 +135,7 @@ fn header(bytes: &[u8], available: usize, version: u8) -> Option<(Header, usize,
 
 const SCTP: u8 = 132;
 
-/// Name of an IP protocol as `tcpdump` says it, else its number.
+/// Name of an IP protocol as `tcpdump` prints it, else its number.
 pub fn protocol_name(number: u8) -> String {
     match number {
         protocol::ICMP => "icmp".to_owned(),

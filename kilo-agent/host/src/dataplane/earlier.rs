@@ -1,5 +1,6 @@
-//! Maps that an agent of an earlier layout has pinned and that hold the same today: they are pinned here, too, so that
-//! flows, tables and the word of who leads outlive a change of layout, as they outlive a restart.
+//! Takes over maps pinned by an agent of an earlier layout whose content still means the same: they are
+//! pinned here, too, so that flows, tables and the words of `lead` survive a change of layout as they survive
+//! a restart.
 
 use std::{io, path::Path};
 
@@ -11,11 +12,11 @@ use super::{
     load::{Layout, fits, other_layouts, pinned},
 };
 
-/// Pins in `directory` each map that it lacks and the newest earlier layout has, from [`MapSpec::since`] on. The old
-/// programs go on with the same maps until ours are on their hooks.
+/// Pins each map that `directory` lacks from the newest earlier layout that has it, down to
+/// [`MapSpec::since`]. The old programs keep using the same maps until ours are on their hooks.
 ///
 /// # Errors
-/// When a pin may not be looked at or made: to go on without its content would cut the flows in it.
+/// When a pin cannot be checked or made: continuing without its content would cut the flows in it.
 pub fn take_over(directory: &Path) -> Result<(), DataplaneError> {
     let mut earlier = other_layouts(directory);
     earlier.retain(|layout| layout.version < LAYOUT_VERSION);
@@ -31,7 +32,7 @@ pub fn take_over(directory: &Path) -> Result<(), DataplaneError> {
     Ok(())
 }
 
-/// False where that layout has no such map, or one of another shape.
+/// Pins one map of that layout; false when there is no such map, or one of another shape.
 fn pin(map: &MapSpec, layout: &Layout, directory: &Path) -> Result<bool, DataplaneError> {
     let path = layout.path.join(map.name);
     if !path.exists() || !fits(map, &path)? {

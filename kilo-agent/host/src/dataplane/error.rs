@@ -7,7 +7,7 @@ use aya::{EbpfError, maps::MapError, programs::ProgramError};
 use crate::net::NetError;
 use kilo_core::errors::{Cause, error_chain};
 
-/// What failed; the label is a metric label.
+/// What failed; [`DataplaneError::label`] is its metric label.
 #[derive(Debug, thiserror::Error)]
 pub enum DataplaneError {
     /// The BPF file system is not there and cannot be mounted.
@@ -19,7 +19,7 @@ pub enum DataplaneError {
         #[source]
         source: std::io::Error,
     },
-    /// A map that every data path has is not there (or may not be seen).
+    /// A map that every data path has does not exist, or is not visible.
     #[error(
         "{path} does not exist: kg does not run on this host, is of another version, or you are not root \
          (on a node: kubectl exec into the kilo pod)",
@@ -29,7 +29,7 @@ pub enum DataplaneError {
         /// Path of the pin.
         path: PathBuf,
     },
-    /// The ring of drop events has one reader.
+    /// The ring buffer of drop events has another reader; it allows only one.
     #[error(
         "another reader is listening to this node's drops; end that `kgctl monitor` first, or wait 3 s if it was killed"
     )]
@@ -63,7 +63,7 @@ pub enum DataplaneError {
         /// What the kernel said.
         source: Cause,
     },
-    /// Somebody's qdisc is in the place of clsact.
+    /// A qdisc of another kind is in the place of clsact.
     #[error(
         "interface {interface} has a qdisc of the kind ingress, which has no hook for what leaves, and programs are \
          attached as filters here (Linux 6.6 and later have TCX): remove it (`tc qdisc delete dev {interface} ingress`); \
@@ -73,7 +73,7 @@ pub enum DataplaneError {
         /// Interface name.
         interface: String,
     },
-    /// A hook cannot be looked at.
+    /// A hook cannot be queried.
     #[error(
         "interface {interface}: cannot determine whether {program} is still attached: {source}; kg needs \
          CAP_NET_ADMIN for that"
@@ -87,13 +87,13 @@ pub enum DataplaneError {
         #[source]
         source: std::io::Error,
     },
-    /// Filters that are attached cannot be listed.
+    /// Attached filters cannot be listed.
     #[error("programs on interfaces cannot be listed: {0}")]
     List(#[from] NetError),
     /// A map cannot be read or written.
     #[error("BPF map: {}", error_chain(.0))]
     Map(#[from] MapError),
-    /// A program that the agent runs itself was not run.
+    /// The kernel refused to run a program that is not on a hook but run by the agent.
     #[error("the kernel refused to run a BPF program for kg: {source}; kg needs CAP_BPF and CAP_NET_ADMIN")]
     Run {
         /// What the kernel said.
@@ -103,13 +103,14 @@ pub enum DataplaneError {
     /// A signal could not be sent.
     #[error("a signal could not be sent: {}", not_sent(*code))]
     Injected {
-        /// What the kernel said: negative, or positive when a program dropped it.
+        /// Return code of `bpf_clone_redirect`: a negative errno, or positive when a program dropped the
+        /// packet.
         code: i32,
     },
     /// The table of masqueraded flows cannot be swept.
     #[error("BPF map nat cannot be swept: {0}; flows that have ended keep their ports")]
     Sweep(#[source] std::io::Error),
-    /// Masquerading programs could mix up packets.
+    /// On this PREEMPT_RT kernel, masquerading programs could mix up packets.
     #[error(
         "Linux {release} is a PREEMPT_RT kernel on which programs on one processor may interrupt each other, and \
          masquerading by the programs could mix up packets: use --masquerade=nftables, or a kernel with \
@@ -119,7 +120,7 @@ pub enum DataplaneError {
         /// Release of the kernel.
         release: String,
     },
-    /// A map holds as many entries as fit.
+    /// The plan has more entries than a map can hold.
     #[error(
         "BPF map {map} has room for {capacity} entries, but {wanted} are needed. Nothing was changed: use \
          fewer prefixes (pod CIDRs, allowed IPs), nodes or interfaces, or merge prefixes"
@@ -127,7 +128,7 @@ pub enum DataplaneError {
     Full {
         /// Name of the map.
         map: &'static str,
-        /// Its size.
+        /// Maximum number of entries.
         capacity: u32,
         /// Number of entries in the plan.
         wanted: usize,
@@ -154,7 +155,7 @@ impl DataplaneError {
     }
 }
 
-/// What a code of `bpf_clone_redirect` means.
+/// Describes a return code of `bpf_clone_redirect`.
 fn not_sent(code: i32) -> String {
     if code < 0 {
         std::io::Error::from_raw_os_error(code.saturating_neg()).to_string()

@@ -1,5 +1,5 @@
-//! The largest map, made while aya's loader reads the kernel's types, which takes as long: the kernel clears 20 MB for
-//! it. The loader then finds it pinned.
+//! Creates the largest map while aya's loader reads the kernel's BTF: the kernel clears 20 MB for it, which
+//! takes as long. The loader then finds the map pinned.
 
 use std::{
     io,
@@ -13,10 +13,10 @@ use kilo_core::errors::Cause;
 
 use super::{DataplaneError, syscall};
 
-/// Command (include/uapi/linux/bpf.h).
+/// `bpf(2)` command (include/uapi/linux/bpf.h).
 const BPF_BTF_LOAD: nix::libc::c_long = 18;
 
-/// `union bpf_attr`, the part of `BPF_BTF_LOAD` that every kernel knows.
+/// The part of `union bpf_attr` for `BPF_BTF_LOAD` that every kernel knows.
 #[repr(C)]
 struct Attributes {
     types: u64,
@@ -24,14 +24,15 @@ struct Attributes {
     types_len: u32,
     log_len: u32,
     log_level: u32,
-    /// To be zero: kernels that know more have a field here.
+    /// Must be zero: newer kernels have a field here.
     rest: u32,
 }
 
-/// Makes and pins it unless it is there. Also asks what this kernel can, which the loader asks otherwise.
+/// Creates and pins the map unless it is pinned. Also detects the kernel's BPF features, which the loader
+/// would do otherwise.
 ///
 /// # Errors
-/// The loader meets the same again, and says what is to be done.
+/// The loader runs into the same failure again, and reports what to do.
 pub(super) fn make(object: &[u8], directory: &Path) -> Result<(), Cause> {
     let features = aya::features().btf();
     let path = directory.join(NAT.name);
@@ -50,7 +51,7 @@ pub(super) fn make(object: &[u8], directory: &Path) -> Result<(), Cause> {
     Ok(MapData::create(map, NAT.name, types)?.pin(path)?)
 }
 
-/// The object's types, in the kernel.
+/// Loads the object's BTF into the kernel.
 fn load(types: &[u8]) -> io::Result<OwnedFd> {
     let mut attributes = Attributes {
         types: types.as_ptr() as u64,

@@ -1,4 +1,4 @@
-//! The programs of [`ON_DEMAND`]: loaded beside the others, in a thread or when an interface needs them.
+//! Loads the programs of [`ON_DEMAND`] after the others, in a thread or when an interface needs them.
 
 use std::{
     error::Error,
@@ -16,9 +16,9 @@ use super::{
 use kilo_core::errors::error_chain;
 use nix::errno::Errno;
 
-/// Pause before programs are loaded again that the verifier has refused.
+/// Pause before retrying programs that the verifier has refused.
 const AGAIN: Duration = Duration::from_secs(600);
-/// The same after any other failure, such as lack of memory.
+/// Pause after any other failure, such as lack of memory.
 const SOON: Duration = Duration::from_secs(5);
 
 /// State of the programs of [`ON_DEMAND`] while they are not loaded.
@@ -27,7 +27,7 @@ pub(super) enum Late {
     /// No interface has needed them yet, and no thread loads them.
     #[default]
     Unasked,
-    /// A thread loads them; taken only while the value is dropped.
+    /// A thread loads them; `None` only while it is joined.
     Loading(Option<JoinHandle<Result<ByName, DataplaneError>>>),
     /// They were refused.
     Refused {
@@ -51,7 +51,7 @@ impl Late {
             let thread = thread::Builder::new().name("load-late".to_owned()).spawn(move || {
                 let loaded = load_late(&pins);
                 if let Err(error) = &loaded {
-                    // An interface may never need them.
+                    // Not an error: an interface may never need them.
                     tracing::info!(%error, "{NOT_LOADED}; retrying when such an uplink needs them");
                 }
                 loaded
@@ -79,7 +79,7 @@ impl Late {
             _ => load_late(pins),
         };
         *self = match &loaded {
-            // A fault of the pins may be gone at once; a program that was refused is refused again.
+            // A pin failure may be gone at once; a program that was refused is refused again.
             Err(DataplaneError::Load(error)) => {
                 let pause = if is_refusal(error.as_ref()) { AGAIN } else { SOON };
                 let (error, seconds) = (error_chain(error.as_ref()), pause.as_secs());
@@ -110,7 +110,7 @@ impl Drop for Late {
 const NOT_LOADED: &str =
     "failed to load the BPF programs for interfaces without link-layer header (such as tun and ppp)";
 
-/// Whether the kernel refuses these programs, now and later: its verifier, or a right that is missing.
+/// Whether the kernel would refuse these programs again: its verifier does, or a privilege is missing.
 fn is_refusal(error: &(dyn Error + 'static)) -> bool {
     let refusals = [Errno::EACCES, Errno::EINVAL, Errno::EPERM, Errno::E2BIG].map(|errno| errno as i32);
     std::iter::successors(Some(error), |error| (*error).source())
@@ -118,22 +118,23 @@ fn is_refusal(error: &(dyn Error + 'static)) -> bool {
         .any(|errno| refusals.contains(&errno))
 }
 
-/// Loads them, and gives back what that needed.
+/// Loads them, then returns the memory that this needed to the system.
 fn load_late(pins: &Path) -> Result<ByName, DataplaneError> {
     let loaded = load_from(pins);
     crate::memory::give_back();
     loaded
 }
 
-/// Loads them beside the programs that are pinned, with the same pinned maps, and opens their pins.
+/// Loads them with the pinned maps of the other programs, and pins them beside those.
 fn load_from(pins: &Path) -> Result<ByName, DataplaneError> {
     let failed = |source| DataplaneError::Pin { path: pins.to_owned(), source };
     let maps = pins.ancestors().nth(2).ok_or(DataplaneError::Object("directory of pins"))?;
-    // A map that is no longer there would be made anew, and nobody would fill it.
+    // A map that is no longer pinned would be created anew, and nobody would fill it.
     if pins::directory(maps)?.as_deref() != Some(pins) {
         return Err(failed(io::Error::other("pins were removed or replaced; restart kg")));
     }
-    // Pins of an attempt that failed half way: their programs do not share memory with those of the next.
+    // Remove what an attempt that failed half way has pinned: its programs do not share memory with those of
+    // the next.
     remove_late(pins).map_err(failed)?;
     let mut object = load::object(maps, false)?;
     load_programs(&mut object, |name| ON_DEMAND.contains(&name))?;

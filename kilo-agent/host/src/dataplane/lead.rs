@@ -1,6 +1,5 @@
-//! The words of `lead`, and signals: programs on no hook that this process runs
-//! (`BPF_PROG_TEST_RUN`), so that a word is never lowered and no right to open packet
-//! sockets is needed.
+//! Moves the words of `lead` and sends signals, by programs that are on no hook but run by this process
+//! (`BPF_PROG_TEST_RUN`): a word is never lowered, and no right to open packet sockets is needed.
 
 use std::{
     os::fd::{AsFd as _, AsRawFd as _, OwnedFd},
@@ -25,9 +24,9 @@ use super::{
     programs::Programs,
 };
 
-/// Bytes of an Ethernet header, which `BPF_PROG_TEST_RUN` takes off the front.
+/// Bytes of the Ethernet header, which `BPF_PROG_TEST_RUN` strips.
 const LINK: usize = 14;
-/// The least it takes behind that: an IPv6 header.
+/// Minimum number of bytes behind that: an IPv6 header.
 const LEAST: usize = 40;
 
 /// A compare-and-swap of a word of `lead`.
@@ -39,8 +38,8 @@ pub struct Swap {
     pub new: u64,
 }
 
-/// Moves the acting leader's word as the kernel's own rule does: never to an earlier term, and
-/// only from the word expected. Returns the word the map holds afterwards, perhaps somebody else's.
+/// Moves the acting leader's word by the same rule as the data path: never to an earlier term, and only from
+/// the word expected. Returns the word the map holds afterwards, perhaps another writer's.
 pub(super) fn swap(follow: &SchedClassifier, swap: Swap) -> Result<u64, DataplaneError> {
     run_follow(&descriptor(follow)?, swap)
 }
@@ -58,7 +57,7 @@ fn run_follow(program: &OwnedFd, swap: Swap) -> Result<u64, DataplaneError> {
 /// Where a signal goes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SendVia {
-    /// As this host's own packets go: to another location by whatever gateway the word names.
+    /// Through the host's stack like its own packets: to another location by the gateway that the word names.
     Stack,
     /// Into this node's own tunnel.
     Tunnel,
@@ -121,8 +120,8 @@ impl Signals {
         }
     }
 
-    /// Moves the acting leader's word from one to another of the same or a later term, as when a
-    /// gateway's hop id goes. Returns the word the map holds afterwards.
+    /// Moves the acting leader's word to another one of the same or a later term, as when a gateway loses its
+    /// hop id. Returns the word the map holds afterwards.
     ///
     /// # Errors
     /// When the program cannot be run.
@@ -130,10 +129,10 @@ impl Signals {
         run_follow(&self.follow, swap)
     }
 
-    /// Sends a packet, from its IP header on.
+    /// Sends a packet, which starts with its IP header.
     ///
     /// # Errors
-    /// When the program cannot be run, or the kernel does not take the packet.
+    /// When the program cannot be run, or the kernel does not accept the packet.
     pub fn send(&self, way: SendVia, packet: &[u8]) -> Result<(), DataplaneError> {
         let v6 = packet.first().is_some_and(|byte| byte >> 4 == 6);
         let mut frame = Vec::with_capacity(LINK + packet.len());
@@ -154,7 +153,8 @@ impl Signals {
     }
 }
 
-/// The ring of what was heard. It has one reader; its descriptor is readable when there is something.
+/// Opens the ring buffer of received signals. It allows one reader; its descriptor is readable while it has
+/// entries.
 ///
 /// # Errors
 /// When the pinned map cannot be opened.
@@ -168,7 +168,7 @@ fn descriptor(program: &SchedClassifier) -> Result<OwnedFd, DataplaneError> {
     program.fd()?.as_fd().try_clone_to_owned().map_err(failed)
 }
 
-/// `struct __sk_buff` as far as `BPF_PROG_TEST_RUN` lets it be given (include/uapi/linux/bpf.h).
+/// `struct __sk_buff` as passed to `BPF_PROG_TEST_RUN` (include/uapi/linux/bpf.h).
 #[repr(C)]
 #[derive(Clone, Copy, Default)]
 struct Context {

@@ -1,5 +1,5 @@
-//! Marks of members that this gateway leads (`NODE_LED`), written between two reconciles: a
-//! member that follows must not be passed on to another gateway.
+//! Marks members that this gateway leads (`NODE_LED`) between two reconciles: packets of a member that
+//! follows it must not be passed on to another gateway.
 
 use std::{collections::BTreeSet, net::IpAddr, path::Path};
 

@@ -1,4 +1,4 @@
-//! Loading the object: pins adopted where they fit, replaced where not.
+//! Loads the BPF object: adopts pinned maps that fit, and replaces those that do not.
 
 use std::{
     collections::{BTreeMap, btree_map::Entry},
@@ -23,7 +23,7 @@ use nix::{
 use super::{DataplaneError, first_map};
 use kilo_core::errors::error_chain;
 
-/// The programs as they are built.
+/// The BPF object, embedded at build time; empty in a debug build without one.
 pub static OBJECT: &[u8] = aya::include_bytes_aligned!(env!("KILO_EBPF_OBJECT"));
 
 /// Programs of the object; those that the kernel verifies longest come first.
@@ -38,14 +38,14 @@ pub const PROGRAMS: [&str; 9] = [
     FOLLOW,
     INJECT,
 ];
-/// Of these: what only hosts need whose uplinks have no link-layer header. They are a third of what the kernel
-/// verifies, and loaded when there is such an uplink.
+/// Programs that only uplinks without link-layer header need. They are a third of what the kernel verifies,
+/// so they are loaded after the others or on demand.
 pub const ON_DEMAND: [&str; 2] = ["l3_ingress", "l3_egress"];
 /// Programs that are on no hook: the agent runs them.
 pub const INJECT: &str = "inject";
 pub const FOLLOW: &str = "follow";
 
-/// The kernel verifies as many at once, on as many processors: with more the longest one alone decides how long it takes.
+/// Most programs verified in parallel: with more, the longest one alone determines how long it takes.
 const THREADS: usize = 4;
 
 /// Maps that outlive the agent.
@@ -58,10 +58,10 @@ fn is_bpffs(path: &Path) -> bool {
     statfs(path).is_ok_and(|stat| stat.filesystem_type() == BPF_FS_MAGIC)
 }
 
-/// True in a container without the host's BPF file system, as in Kilo's own DaemonSet: what is
-/// pinned goes when the container ends. To be asked before [`mount_bpffs`].
+/// True in a container without the host's BPF file system, as in Kilo's own DaemonSet: pins are lost when the
+/// container ends. To be called before [`mount_bpffs`].
 pub fn ends_with_the_container(path: &Path) -> bool {
-    // The container's first process; a host's is another.
+    // PID 1 of a container; on a host that is another program.
     std::process::id() == 1 && !is_bpffs(path)
 }
 
@@ -72,12 +72,12 @@ pub fn mount_bpffs(path: &Path) -> Result<(), DataplaneError> {
         return Ok(());
     }
     std::fs::create_dir_all(path).map_err(failed)?;
-    // Without a mode everybody may make directories in it.
+    // Without a mode, every user may create directories in it.
     mount(Some("bpf"), path, Some("bpf"), MsFlags::empty(), Some("mode=0700"))
         .map_err(|errno| failed(errno.into()))
 }
 
-/// The object with its maps, which are pinned in `directory`; its programs are not loaded yet.
+/// Opens the object with its maps, which are pinned in `directory`; its programs are not loaded yet.
 pub fn object(directory: &Path, debug: bool) -> Result<Ebpf, DataplaneError> {
     if OBJECT.is_empty() {
         return Err(DataplaneError::Object("programs"));
@@ -91,7 +91,7 @@ pub fn object(directory: &Path, debug: bool) -> Result<Ebpf, DataplaneError> {
     Ok(loader.load(OBJECT)?)
 }
 
-/// What goes wrong here goes wrong again where the loader does it.
+/// Only logs errors: the loader runs into them again.
 fn make_first(directory: &Path) {
     if let Err(error) = first_map::make(OBJECT, directory) {
         let error = error_chain(&*error);
@@ -103,7 +103,7 @@ fn make_first(directory: &Path) {
     }
 }
 
-/// Does both at once.
+/// Runs both in parallel; returns the result of `one`.
 fn beside<T>(one: impl FnOnce() -> T, other: impl FnOnce() + Send) -> T {
     thread::scope(|scope| {
         scope.spawn(other);
@@ -111,8 +111,8 @@ fn beside<T>(one: impl FnOnce() -> T, other: impl FnOnce() + Send) -> T {
     })
 }
 
-/// Hands what the programs log to `tracing`; debugging only. Their log is taken out of the object, so they must be
-/// loaded.
+/// Forwards the programs' log to `tracing`; debugging only. It is taken out of the object, so the programs
+/// must be loaded.
 pub fn forward_log(bpf: &mut Ebpf) {
     let logger = match EbpfLogger::init(bpf) {
         Ok(logger) => logger,
@@ -137,7 +137,7 @@ pub fn forward_log(bpf: &mut Ebpf) {
     });
 }
 
-/// Has the kernel verify the programs that are wanted, [`THREADS`] at once at most, and two at least.
+/// Has the kernel verify the wanted programs in parallel, in two to [`THREADS`] threads.
 pub fn load_programs(object: &mut Ebpf, is_wanted: impl Fn(&str) -> bool) -> Result<(), DataplaneError> {
     let place = |name: &str| PROGRAMS.iter().position(|program| *program == name && is_wanted(program));
     let mut programs: Vec<_> =
@@ -181,7 +181,7 @@ pub struct Layout {
     pub path: PathBuf,
 }
 
-/// What other versions have pinned beside this directory.
+/// Directories of other layouts beside this one.
 pub fn other_layouts(directory: &Path) -> Vec<Layout> {
     let Some(top) = directory.parent() else { return Vec::new() };
     let entries = std::fs::read_dir(top).into_iter().flatten().flatten();
@@ -215,12 +215,12 @@ pub fn remove_unfit(directory: &Path) -> Result<(), DataplaneError> {
     Ok(())
 }
 
-/// True before the first start: all maps will be made, empty.
+/// True before the first start, when no map is pinned: all will be created, empty.
 pub fn has_no_maps(directory: &Path) -> bool {
     pinned().all(|map| matches!(directory.join(map.name).try_exists(), Ok(false)))
 }
 
-/// The kernel's ids of the pinned maps, by name; `None` when one is not there.
+/// The kernel's ids of the pinned maps, by name; `None` when one is missing.
 pub fn pinned_ids(directory: &Path) -> Result<Option<Vec<(&'static str, u32)>>, DataplaneError> {
     let id = |map: &MapSpec| {
         let path = directory.join(map.name);
@@ -233,11 +233,12 @@ pub fn pinned_ids(directory: &Path) -> Result<Option<Vec<(&'static str, u32)>>, 
     pinned().map(id).collect()
 }
 
-/// Without the right to look, nobody knows: an error, so that no pin is removed for it.
+/// Whether a pinned map has the type and sizes of this layout. Lack of permission is an error, so that no pin
+/// is removed for it.
 pub fn fits(map: &MapSpec, path: &Path) -> Result<bool, DataplaneError> {
     let info = match MapData::from_pin(path).and_then(|data| data.info()) {
         Ok(info) => info,
-        // A directory in the place of a map answers EACCES, too.
+        // Opening a directory in the place of a map fails with EACCES, too.
         Err(error) if !path.is_dir() && says_nothing_of_the_map(&error) => {
             return Err(EbpfError::from(error).into());
         }
@@ -258,7 +259,7 @@ const fn map_type(kind: Kind) -> MapType {
     }
 }
 
-/// The kernel, or a security module, refuses this process, or has no room now.
+/// True for errors about this process (no permission, no resources), which say nothing about the map.
 fn says_nothing_of_the_map(error: &MapError) -> bool {
     const ERRNOS: [i32; 5] =
         [nix::libc::EPERM, nix::libc::EACCES, nix::libc::ENOMEM, nix::libc::ENFILE, nix::libc::EMFILE];
@@ -281,10 +282,10 @@ impl PinnedMaps {
         Self { directory, opened: BTreeMap::new() }
     }
 
-    /// The map of that name.
+    /// The map of that name, opened on first use.
     ///
     /// # Errors
-    /// When it is not there, or may not be opened.
+    /// When it does not exist or cannot be opened.
     pub fn get(&mut self, name: &'static str) -> Result<&mut Map, DataplaneError> {
         match self.opened.entry(name) {
             Entry::Occupied(entry) => Ok(entry.into_mut()),
@@ -321,7 +322,7 @@ mod tests {
         }
     }
 
-    /// A typo in its name would make the loader make it, and nobody would notice.
+    /// With a typo in its name, the loader would create it, and nobody would notice.
     #[test]
     fn the_object_has_the_map_that_is_made_first() {
         if !OBJECT.is_empty() {

@@ -52,7 +52,7 @@ use tokio::sync::Notify;
 use crate::net::{Net, NetError};
 use kilo_core::{observed::Attached, settings::AttachMode, tables::Tables};
 
-/// Where the BPF file system is, by convention.
+/// Conventional mount point of the BPF file system.
 pub const BPFFS: &str = "/sys/fs/bpf";
 
 /// Directory of everything we pin below a BPF file system, whatever the version.
@@ -85,18 +85,17 @@ pub fn link_directory(bpffs: &Path) -> PathBuf {
     top_directory(bpffs).join("links")
 }
 
-/// What the pinned maps of this host's data path hold, read only.
+/// Reads the tables from the pinned maps of this host's data path.
 ///
 /// # Errors
-/// When there is no data path here, or no right to look.
+/// When there is no data path here, or no right to read it.
 pub fn read_tables(bpffs: &Path) -> Result<Tables, DataplaneError> {
     let mut pinned = load::PinnedMaps::of(pin_directory(bpffs));
     Ok(Tables::from(&maps::read(&mut pinned)?))
 }
 
-/// Leaves the programs of this host to themselves: they steer for this long and then pass every
-/// packet on, unless another agent replaces them. They translate nothing from now on, and use no
-/// tunnel device.
+/// Leaves this host's programs without an agent: they steer for this long and then pass every packet on,
+/// unless another agent replaces them. At once they stop translating and using tunnel devices.
 ///
 /// # Errors
 /// When there is no data path here, or the map refuses the write.
@@ -118,7 +117,7 @@ pub async fn has_filters(net: &Net) -> Result<bool, NetError> {
     Ok(filters.iter().any(is_ours))
 }
 
-/// Opens a pinned map of a data path that is there.
+/// Opens a pinned map; [`DataplaneError::Absent`] when it does not exist.
 fn open_pin(directory: &Path, name: &str) -> Result<MapData, DataplaneError> {
     let path = directory.join(name);
     if !path.try_exists().unwrap_or(false) {
@@ -141,7 +140,7 @@ pub struct Dataplane {
     programs: programs::Programs,
     maps: load::PinnedMaps,
     directory: PathBuf,
-    /// What the maps hold: read once at start, kept by every write since.
+    /// Content of the maps, read once at start and updated by every write.
     present: maps::Content,
     attachments: attach::Attachments,
     /// Maps of another layout carried packets when this one was opened.
@@ -161,7 +160,7 @@ impl Dataplane {
         Self::open_with(bpffs, debug, AttachMode::Auto)
     }
 
-    /// [`Self::open`], with a say in how programs are attached.
+    /// [`Self::open`] with a choice of how programs are attached.
     ///
     /// # Errors
     /// As [`Self::open`].
@@ -174,13 +173,13 @@ impl Dataplane {
         let are_new = load::has_no_maps(&directory) && !replaces_layout;
         let programs = programs::Programs::open(&directory, debug).inspect_err(|_| {
             if !adopted {
-                // Nothing of ours stays half set up; what another version runs stays.
+                // Nothing of ours stays half set up; pins of another version stay.
                 let _ = std::fs::remove_dir_all(&directory);
                 let _ = std::fs::remove_dir(top_directory(bpffs));
             }
         })?;
         let mut maps = load::PinnedMaps::of(directory.clone());
-        // Maps that were just made are empty; reading 65,536 places that say so is a tenth of a first start.
+        // New maps are empty; reading 65,536 empty slots would take a tenth of a first start.
         let present = if are_new { maps::Content::default() } else { maps::read_all(&mut maps)? };
         let attachments = attach::Attachments::new(mode, link_directory(bpffs));
         Ok(Self { programs, maps, directory, present, attachments, replaces_layout, layer3: BTreeSet::new() })
@@ -191,13 +190,12 @@ impl Dataplane {
         self.present.held_senders()
     }
 
-    /// What signals are checked with, as the maps hold it.
+    /// Keys that signals are checked with, as the maps hold them.
     pub fn held_keys(&self) -> BTreeMap<IpAddr, SignalKey> {
         self.present.held_keys()
     }
 
-    /// Places taken in each map the agent fills, by name: what it has written,
-    /// no map is read.
+    /// Entries in each map the agent fills, by map name: counted from what was written, without reading maps.
     pub fn entries(&self) -> BTreeMap<&'static str, usize> {
         self.present.entries()
     }
@@ -222,8 +220,8 @@ impl Dataplane {
     /// detaches from all other interfaces. Without a difference nothing is written.
     ///
     /// # Errors
-    /// When filters cannot be listed. An interface that refuses a program is named in
-    /// [`Applied`], and keeps none of the others from getting theirs.
+    /// When filters cannot be listed. An interface that refuses a program is listed in [`Applied`]; all
+    /// others still get theirs.
     pub async fn attach(&mut self, net: &Net, interfaces: Interfaces<'_>) -> Result<Applied, DataplaneError> {
         if !interfaces.layer3.is_subset(&self.layer3) {
             self.programs.ask_again();
@@ -232,7 +230,7 @@ impl Dataplane {
         let mut filters = net.bpf_filters(self.attachments.of_interest()).await?;
         let ingress_qdiscs =
             if self.attachments.may_be_filters() { net.ingress_qdiscs().await? } else { BTreeSet::new() };
-        // Such a qdisc shows its filters on both hooks.
+        // An `ingress` qdisc lists its filters on both hooks.
         filters.retain(|filter| !filter.egress || !ingress_qdiscs.contains(&filter.ifindex));
         let present = attach::Present { filters, ingress_qdiscs };
         let applied = self.attachments.apply(&mut self.programs, interfaces, &present)?;
@@ -240,16 +238,17 @@ impl Dataplane {
         Ok(applied)
     }
 
-    /// Begins to load [`ON_DEMAND`] in a thread, unless they are there: an uplink that needs them then has them at once.
+    /// Starts loading [`ON_DEMAND`] in a thread unless they are loaded, so that an uplink that needs them has
+    /// them at once.
     pub fn load_late_beside(&mut self) {
         self.programs.load_late_beside();
     }
 
-    /// True while every attached program is still where it was put. Reads
-    /// only: TCX links go without an event.
+    /// True while every attached program is still on its hook. Only reads; there is no event when a TCX link
+    /// goes away.
     ///
     /// # Errors
-    /// When filters cannot be listed, or a hook cannot be looked at.
+    /// When filters cannot be listed, or a hook cannot be queried.
     pub async fn is_attached(&self, net: &Net) -> Result<bool, DataplaneError> {
         let filters = net.bpf_filters(self.attachments.of_interest()).await?;
         self.attachments.stand(&self.programs, &filters)
@@ -279,7 +278,7 @@ impl Dataplane {
         nat::NatGc::open(&self.directory)
     }
 
-    /// A reader of the counters that goes on independently of this handle.
+    /// A reader of the counters, independent of this handle.
     ///
     /// # Errors
     /// When the pinned map cannot be opened.
@@ -287,7 +286,7 @@ impl Dataplane {
         CounterReader::of(&self.directory)
     }
 
-    /// What reads and moves the words of `lead` and sends signals, independently of this handle.
+    /// Reads and moves the words of `lead` and sends signals, independently of this handle.
     ///
     /// # Errors
     /// When the pinned map cannot be opened.
@@ -295,7 +294,7 @@ impl Dataplane {
         lead::Signals::of(&self.programs, &self.directory)
     }
 
-    /// Programs that this process has had the kernel load; the others were there.
+    /// Number of programs that this process has loaded; it took the others over.
     pub fn loaded(&self) -> usize {
         self.programs.loaded()
     }
@@ -318,7 +317,7 @@ impl Dataplane {
     }
 }
 
-/// A handle on the counters, for as long as the process lives.
+/// A handle on the pinned map of counters.
 pub struct CounterReader(PerCpuArray<MapData, u64>);
 
 impl std::fmt::Debug for CounterReader {
@@ -328,10 +327,10 @@ impl std::fmt::Debug for CounterReader {
 }
 
 impl CounterReader {
-    /// The counters of this host's data path.
+    /// Opens the counters of this host's data path.
     ///
     /// # Errors
-    /// When there is no data path here, or no right to look.
+    /// When there is no data path here, or no right to read it.
     pub fn open(bpffs: &Path) -> Result<Self, DataplaneError> {
         Self::of(&pin_directory(bpffs))
     }
@@ -341,7 +340,7 @@ impl CounterReader {
         Ok(Self(PerCpuArray::try_from(Map::PerCpuArray(data))?))
     }
 
-    /// One of them now: packets dropped for this reason.
+    /// Packets dropped for this reason since the maps were made.
     ///
     /// # Errors
     /// When the map cannot be read.
@@ -349,7 +348,7 @@ impl CounterReader {
         Ok(self.0.get(&reason.index(), 0)?.iter().sum())
     }
 
-    /// Packets that have come out of WireGuard and were data, not signals.
+    /// Data packets, as opposed to signals, that have come out of WireGuard.
     ///
     /// # Errors
     /// When the map cannot be read.
@@ -359,7 +358,7 @@ impl CounterReader {
         Ok(sum(Action::Forward)? + sum(Action::Decrypt)?)
     }
 
-    /// The counters now.
+    /// Reads all counters.
     ///
     /// # Errors
     /// When the map cannot be read.
@@ -397,7 +396,7 @@ pub fn remove_pins(bpffs: &Path) -> Result<usize, DataplaneError> {
     }
 }
 
-/// Pins in a directory, and in those below it.
+/// Number of pins in a directory and below it.
 fn count_pins(directory: &Path) -> usize {
     let entries = std::fs::read_dir(directory).into_iter().flatten().flatten();
     let count = |entry: std::fs::DirEntry| match entry.file_type() {

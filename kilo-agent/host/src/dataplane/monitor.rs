@@ -1,4 +1,4 @@
-//! Listening to the drops of this node, through the pinned maps.
+//! Listens to the packet drops of this node, through the pinned maps.
 
 use std::{
     os::fd::{AsRawFd, RawFd},
@@ -16,13 +16,12 @@ use nix::time::{ClockId, clock_gettime};
 
 use super::{DataplaneError, pin_directory};
 
-/// How long the programs go on reporting when the listener is killed.
+/// How long the programs keep reporting after the listener was killed.
 const LEASE: Duration = Duration::from_secs(3);
 /// How often [`Monitor::renew`] must be called.
 pub const RENEW: Duration = Duration::from_secs(1);
 
-/// The one listener of a node. The programs report as long as it lives, and
-/// not when it has gone.
+/// The only listener of a node. The programs report drops only while there is one.
 pub struct Monitor {
     ring: RingBuf<MapData>,
     state: Array<MapData, State>,
@@ -31,8 +30,7 @@ pub struct Monitor {
 }
 
 impl Monitor {
-    /// Starts listening to these reasons (none: to all), to one event in
-    /// `one_in` (0 and 1: to every one).
+    /// Starts listening to these reasons (empty: all), to one event in `one_in` (0 and 1: every one).
     ///
     /// # Errors
     /// When there is no data path on this host, or somebody listens already.
@@ -55,13 +53,13 @@ impl Monitor {
             },
             one_in,
         };
-        // What an earlier listener left.
+        // Discard what an earlier listener left.
         while monitor.ring.next().is_some() {}
         monitor.renew()?;
         Ok(monitor)
     }
 
-    /// Goes on listening; to be called every [`RENEW`].
+    /// Extends the lease; to be called every [`RENEW`].
     ///
     /// # Errors
     /// When the map cannot be written.
@@ -71,8 +69,7 @@ impl Monitor {
         Ok(self.state.set(0, state, 0)?)
     }
 
-    /// The next event that is there already. The descriptor is readable when
-    /// there is one.
+    /// The next pending event; does not wait. The descriptor is readable when there is one.
     pub fn next_event(&mut self) -> Option<DropEvent> {
         while let Some(item) = self.ring.next() {
             if let Ok(bytes) = <&[u8; EVENT_BYTES]>::try_from(&*item) {
@@ -91,12 +88,12 @@ impl AsRawFd for Monitor {
 
 impl Drop for Monitor {
     fn drop(&mut self) {
-        // Else the lease runs out.
+        // If this fails, the lease runs out.
         let _ = self.state.set(0, State::default(), 0);
     }
 }
 
-/// The programs' clock, `bpf_ktime_get_ns`.
+/// The programs' clock, `bpf_ktime_get_ns`, in nanoseconds.
 pub fn ktime() -> u64 {
     let now = clock_gettime(ClockId::CLOCK_MONOTONIC).map_or(Duration::ZERO, Duration::from);
     u64::try_from(now.as_nanos()).unwrap_or(u64::MAX)

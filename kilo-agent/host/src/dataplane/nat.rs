@@ -1,7 +1,6 @@
-//! NAT GC: removes the entries of flows that have ended
-//! or gone silent. What the programs forget by themselves (the table is an LRU
-//! hash) is the oldest, not the dead; without it ports towards a busy
-//! destination stay taken.
+//! NAT GC: removes the entries of flows that have ended or gone silent. The table is an LRU hash, which
+//! evicts the oldest entries and not the dead ones: without the GC, ports towards a busy destination would
+//! stay taken.
 
 use std::{
     collections::BTreeSet,
@@ -23,9 +22,9 @@ use super::{DataplaneError, batch, open_pin};
 
 /// Time between two sweeps.
 pub const PERIOD: Duration = Duration::from_secs(30);
-/// Between two sweeps while the table is more than half full.
+/// Time between two sweeps while the table is more than half full.
 pub const BUSY_PERIOD: Duration = Duration::from_secs(5);
-/// How soon a flow that found no port, or no place in the table, starts a sweep.
+/// How soon a flow that found no port, or no room in the table, triggers a sweep.
 pub const PROMPT: Duration = Duration::from_secs(1);
 
 /// What one sweep of the map `nat` has left and removed.
@@ -54,15 +53,15 @@ pub fn now() -> u32 {
 #[derive(Debug)]
 pub struct NatGc {
     table: HashMap<MapData, NatKey, NatValue>,
-    /// The same table, for what the library does not offer.
+    /// The same table, for batch reads, which aya does not offer.
     fd: OwnedFd,
 }
 
 impl NatGc {
-    /// For the data path whose maps are pinned in `directory`.
+    /// Opens the table of the data path whose maps are pinned in `directory`.
     ///
     /// # Errors
-    /// When there is none, or no right to look.
+    /// When there is none, or no right to read it.
     pub fn open(directory: &Path) -> Result<Self, DataplaneError> {
         let data = open_pin(directory, name::NAT)?;
         let fd = data.fd().as_fd().try_clone_to_owned().map_err(DataplaneError::Sweep)?;
@@ -112,7 +111,7 @@ impl NatGc {
         Ok(removed)
     }
 
-    /// False when the kernel has evicted it meanwhile.
+    /// Removes an entry; false when the kernel has evicted it meanwhile.
     fn remove(&mut self, key: &NatKey) -> Result<bool, DataplaneError> {
         match self.table.remove(key) {
             Ok(()) => Ok(true),
@@ -124,14 +123,14 @@ impl NatGc {
         }
     }
 
-    /// All entries, some perhaps twice.
+    /// Reads all entries, some perhaps twice.
     fn read(&self) -> Result<Vec<(NatKey, NatValue)>, DataplaneError> {
         // SAFETY: the pin was checked for these layouts.
         unsafe { batch::read(self.fd.as_fd()) }.map_err(DataplaneError::Sweep)
     }
 }
 
-/// Pure: entries that go at `now`. `entries` are sorted by key.
+/// Pure: entries that have expired at `now`. `entries` are sorted by key.
 fn expired(entries: &[(NatKey, NatValue)], now: u32) -> impl Iterator<Item = (NatKey, NatValue)> {
     entries.iter().copied().filter(move |(key, value)| {
         let partner = || {
@@ -160,7 +159,7 @@ mod tests {
 
     const PUBLIC: [u8; 16] = mapped([192, 0, 2, 11]);
 
-    /// Both entries of a UDP flow of that pod, last used then.
+    /// Both entries of a UDP flow of that pod, last used at `out` and, when it was answered, `back`.
     fn flow(pod: u8, out: u32, back: Option<u32>) -> [(NatKey, NatValue); 2] {
         let key = NatKey {
             src: mapped([10, 42, 1, pod]),

@@ -1,5 +1,5 @@
-//! Path MTUs towards nodes. Programs report ICMP errors about steered packets; the path is
-//! then probed, and what the probe finds is kept for as long as it may hold true.
+//! Path MTUs towards nodes. Programs report ICMP errors about steered packets; the path is then probed, and
+//! the result is kept for as long as it may hold.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -22,13 +22,13 @@ use tokio::{
 use super::DataplaneError;
 use crate::net::path_probe;
 
-/// How long an answer holds (RFC 1191, section 6.3).
+/// How long a probed path MTU is kept (RFC 1191, section 6.3).
 const LIFETIME: Duration = Duration::from_secs(600);
-/// No link may carry less than these: a smaller value is an attempt to slow this host
-/// down (Linux's `min_pmtu`; RFC 8200, section 5).
+/// Smallest path MTUs accepted: a smaller value is an attempt to slow this host down (Linux's `min_pmtu`; RFC
+/// 8200, section 5).
 const MIN_V4: u32 = 552;
 const MIN_V6: u32 = 1280;
-/// Paths asked at a time. Reports beyond that are dropped: they repeat themselves.
+/// Paths probed at a time. Further reports are dropped; they recur.
 const ASKED_AT_A_TIME: usize = 16;
 
 /// The smallest MTU found towards each node, in bytes with the outer header.
@@ -77,7 +77,7 @@ impl PathMtus {
         self.known().asked.remove(&remote);
     }
 
-    /// Probes whether the path really does not carry what a report says.
+    /// Probes whether the path really does not carry packets as large as the report says.
     async fn verify(self, remote: IpAddr, size: u32, notify: Arc<Notify>) {
         let carried = path_probe::smaller_than(size, remote).await;
         self.answered(remote);

@@ -1,9 +1,9 @@
 //! Programs pinned in the BPF file system: where they are, whether they are ours, and opening them.
 //!
-//! It is all or none of them: programs that were loaded together share the maps that are not pinned,
-//! too. A pin is believed for what the kernel says of it, not for its name alone. The directory's name
-//! is a hash of the agent's version, of the object, and of the ids of the pinned maps; the name of a
-//! pin holds the program's tag and a hash of the ids of all its maps.
+//! Either all of them are used or none: programs that were loaded together also share the maps that are not
+//! pinned. A pin is trusted only when the kernel's data about the program match its name. The directory's
+//! name is a hash of the agent's version, of the object, and of the ids of the pinned maps; the name of a pin
+//! holds the program's tag and a hash of the ids of all its maps.
 
 use std::{
     collections::BTreeMap,
@@ -28,7 +28,7 @@ pub const PINS: &str = "programs";
 /// Opened programs by their name in the object, which is that of their pin.
 pub type ByName = BTreeMap<&'static str, SchedClassifier>;
 
-/// Directory for programs of this build with these maps; `None` before all maps are there.
+/// Directory for programs of this build with these maps; `None` before all maps are pinned.
 pub fn directory(maps: &Path) -> Result<Option<PathBuf>, DataplaneError> {
     let Some(ids) = load::pinned_ids(maps)? else { return Ok(None) };
     let mut build = Sha256::new();
@@ -41,23 +41,23 @@ pub fn directory(maps: &Path) -> Result<Option<PathBuf>, DataplaneError> {
     Ok(Some(maps.join(PINS).join(hex(&build.finalize()))))
 }
 
-/// The first eight bytes of a hash.
+/// The first eight bytes of a hash, in hexadecimal.
 fn hex(hash: &[u8]) -> String {
     hash.iter().take(8).map(|byte| format!("{byte:02x}")).collect()
 }
 
-/// Name of the pin of a program: what the kernel must say of it, too. (A bpffs allows no dots.)
+/// Name of a program's pin, with what the kernel must report of the program. (A bpffs allows no dots.)
 fn pin_name(program: &str, identity: &Identity) -> String {
     let maps = identity.maps.iter().flat_map(|id| id.to_be_bytes()).collect::<Vec<_>>();
     format!("{program}-{}-{}", hex(&identity.tag), hex(&Sha256::digest(maps)))
 }
 
-/// True when something is there, and no other user can have put it there: pins, their parent, the
-/// maps' and ours.
+/// True when the directory of pins exists, and no other user can write to it or to the three directories
+/// above.
 pub fn is_ours_alone(pins: &Path) -> bool {
     let user = nix::unistd::geteuid().as_raw();
     for path in pins.ancestors().take(4) {
-        // What is not there holds nothing.
+        // A missing directory holds no pins.
         let Ok(data) = fs::symlink_metadata(path) else { return false };
         if !data.is_dir() || data.uid() != user || data.mode() & 0o022 != 0 {
             tracing::warn!(
@@ -70,8 +70,8 @@ pub fn is_ours_alone(pins: &Path) -> bool {
     true
 }
 
-/// Opens the programs' pins, if the kernel says of each that it is what its name says. Of [`ON_DEMAND`] all are
-/// there or none.
+/// Opens the programs' pins; fails unless the kernel's data about each match its name. Either all of
+/// [`ON_DEMAND`] are there or none.
 pub fn open_all(pins: &Path) -> Result<ByName, Cause> {
     let mut there = BTreeMap::new();
     for entry in fs::read_dir(pins)? {
@@ -94,10 +94,10 @@ pub fn open_all(pins: &Path) -> Result<ByName, Cause> {
     PROGRAMS.into_iter().filter(|name| has_late || !ON_DEMAND.contains(name)).map(open).collect()
 }
 
-/// Pins the programs of an object in the place of all others, and opens the pins. Programs of
-/// others that are on hooks stay there: their links hold them.
+/// Pins the programs of an object in place of all pinned before, and opens the pins. Programs that are on
+/// hooks stay there: their links hold them.
 pub fn pin_anew(maps: &Path, object: &mut Ebpf) -> Result<(PathBuf, ByName), Cause> {
-    // Now that all maps are there.
+    // Possible only once all maps are pinned.
     let pins = directory(maps)?.ok_or("a map is not pinned")?;
     let all = maps.join(PINS);
     // Removed first: an agent that ends half way must not leave pins of two loads.
@@ -111,7 +111,7 @@ pub fn pin_anew(maps: &Path, object: &mut Ebpf) -> Result<(PathBuf, ByName), Cau
     Ok((pins, by_name))
 }
 
-/// Pins what the kernel has loaded of an object.
+/// Pins the programs of an object that are loaded.
 pub fn pin_loaded(pins: &Path, object: &mut Ebpf) -> Result<(), Cause> {
     for name in PROGRAMS {
         let program = load::program(object, name)?;

@@ -1,5 +1,5 @@
-//! What the kernel says of a program by its descriptor. (To ask for its maps, aya makes a
-//! descriptor of the program's id, which needs `CAP_SYS_ADMIN`; this needs no right.)
+//! What the kernel reports about a program by its descriptor. (To list its maps, aya turns the program's id
+//! into a descriptor, which needs `CAP_SYS_ADMIN`; this needs no privilege.)
 
 use std::{
     io,
@@ -12,7 +12,7 @@ const BPF_PROG_TYPE_SCHED_CLS: u32 = 3;
 /// A program uses at most 64 maps (`MAX_USED_MAPS`, `include/linux/bpf_verifier.h`).
 const MOST_MAPS: usize = 64;
 
-/// `struct bpf_prog_info`, its beginning: kernels fill what there is room for.
+/// The beginning of `struct bpf_prog_info`: the kernel fills as much as there is room for.
 #[repr(C)]
 #[derive(Default)]
 struct Info {
@@ -29,7 +29,7 @@ struct Info {
     map_ids: u64,
 }
 
-/// `union bpf_attr`, the part of `BPF_OBJ_GET_INFO_BY_FD`.
+/// The part of `union bpf_attr` for `BPF_OBJ_GET_INFO_BY_FD`.
 #[repr(C)]
 struct Attributes {
     fd: i32,
@@ -42,14 +42,14 @@ struct Attributes {
 pub struct Identity {
     /// Hash of its instructions, in which maps count as zero.
     pub tag: [u8; 8],
-    /// Ids of the maps it uses; until the next boot no two maps have the same.
+    /// Ids of the maps it uses, unique until the next boot.
     pub maps: Vec<u32>,
 }
 
-/// Of the program behind a descriptor; `None` when it is one of another type.
+/// Identity of the program behind a descriptor; `None` when that is not a TC program.
 ///
 /// # Errors
-/// What the kernel says, such as `EINVAL` for a descriptor of something else.
+/// The kernel's error, such as `EINVAL` for a descriptor of something else.
 pub fn identity(fd: BorrowedFd<'_>) -> io::Result<Option<Identity>> {
     let mut maps = vec![0u32; MOST_MAPS];
     let mut info = Info {

@@ -13,29 +13,29 @@ use super::{
 };
 use kilo_core::errors::error_chain;
 
-/// Programs that the kernel has loaded from the object, by their pins or by this process.
+/// The loaded programs, held by their pins or by this process.
 pub enum Programs {
     /// They are pinned, and opened from there.
     Pinned {
         /// Directory of the pins.
         pins: PathBuf,
-        /// Those of [`ON_DEMAND`] may be missing.
+        /// Opened programs; those of [`ON_DEMAND`] may be missing.
         by_name: ByName,
-        /// Those of them that this process has had the kernel load.
+        /// How many of them this process has loaded itself.
         loaded: usize,
-        /// What became of [`ON_DEMAND`] if they are missing.
+        /// State of [`ON_DEMAND`] while they are missing.
         late: Late,
     },
-    /// They end with this process and with their hooks.
+    /// They are not pinned: they go away with this process and their hooks.
     Loaded(Ebpf),
 }
 
 impl Programs {
-    /// Takes over those of an earlier agent, or loads them. With `debug`, they are loaded anew and not
-    /// pinned: what an earlier agent's programs log, nobody reads.
+    /// Takes over the programs of an earlier agent, or loads them. With `debug` they are always loaded, and
+    /// not pinned: nobody could read the log of an earlier agent's programs.
     ///
     /// # Errors
-    /// When the kernel refuses one, or a pinned map may not be opened.
+    /// When the kernel refuses one, or a pinned map cannot be opened.
     pub fn open(directory: &Path, debug: bool) -> Result<Self, DataplaneError> {
         load::remove_unfit(directory)?;
         earlier::take_over(directory)?;
@@ -52,7 +52,7 @@ impl Programs {
             }
         }
         let programs = Self::load(directory, debug);
-        // The types of the whole kernel were read for it, tens of megabytes.
+        // Loading reads the whole kernel's BTF, tens of megabytes.
         crate::memory::give_back();
         programs
     }
@@ -66,7 +66,7 @@ impl Programs {
         }
         load_programs(&mut object, |name| !ON_DEMAND.contains(&name))?;
         match pin_anew(directory, &mut object) {
-            // The object goes, and with it the instructions of all programs.
+            // Drops the object, and with it the instructions of all programs.
             Ok((pins, by_name)) => {
                 let loaded = by_name.len();
                 Ok(Self::Pinned { pins, by_name, loaded, late: Late::default() })
@@ -83,7 +83,7 @@ impl Programs {
         }
     }
 
-    /// Programs that this process has had the kernel load; the others were there.
+    /// Number of programs that this process has loaded; it took the others over.
     pub fn loaded(&self) -> usize {
         match self {
             Self::Pinned { loaded, .. } => *loaded,
@@ -104,10 +104,12 @@ impl Programs {
         }
     }
 
-    /// The program of that name, to be attached; one of [`ON_DEMAND`] is loaded first, with the others of it.
+    /// The program of that name, to be attached. One of [`ON_DEMAND`] is loaded first, together with the
+    /// others.
     ///
     /// # Errors
-    /// When the object has none, or the kernel refuses to load or to pin it; it is not asked again for a while.
+    /// When the object has none, or the kernel refuses to load or to pin it; a refusal is not retried for a
+    /// while.
     pub fn get_mut(&mut self, name: &'static str) -> Result<&mut SchedClassifier, DataplaneError> {
         let is_late = ON_DEMAND.contains(&name);
         match self {
@@ -128,7 +130,7 @@ impl Programs {
         }
     }
 
-    /// Takes what a thread has loaded meanwhile; what it was refused, `late` remembers.
+    /// Takes the programs that a thread has loaded meanwhile; `late` keeps a refusal.
     fn take_finished(&mut self) {
         if let Self::Pinned { late, .. } = self
             && late.is_finished()
@@ -139,7 +141,8 @@ impl Programs {
         }
     }
 
-    /// Begins to load [`ON_DEMAND`] in a thread, so that an interface that needs them finds them there.
+    /// Starts loading [`ON_DEMAND`] in a thread unless they are loaded, so that they are ready when an
+    /// interface needs them.
     pub fn load_late_beside(&mut self) {
         self.take_finished();
         if let Self::Pinned { pins, by_name, late, .. } = self
@@ -149,7 +152,7 @@ impl Programs {
         }
     }
 
-    /// Something has changed: what the kernel has refused it is asked again.
+    /// Forgets a refusal because something has changed: the programs are loaded again when they are needed.
     pub fn ask_again(&mut self) {
         self.take_finished();
         if let Self::Pinned { late: late @ Late::Refused { .. }, .. } = self {

@@ -1,22 +1,22 @@
-//! Kernels on which programs on one processor may interrupt each other: the masquerading
-//! programs keep what they know of a packet in memory of the processor (`nat_work`).
+//! Detects kernels on which programs on one processor may interrupt each other: the masquerading programs
+//! keep per-packet state in per-CPU memory (`nat_work`).
 
 use super::DataplaneError;
 
-/// Linux from this version on may do without the lock that keeps network code on one
-/// processor of a `PREEMPT_RT` kernel one after the other.
+/// First Linux version whose `PREEMPT_RT` kernels may lack the lock that serializes network code on one
+/// processor.
 const WITHOUT_LOCK: (u32, u32) = (6, 18);
 /// The setting that keeps the lock.
 const KEEPS_LOCK: &str = "CONFIG_PREEMPT_RT_NEEDS_BH_LOCK=y";
 
-/// There on kernels with the `PREEMPT_RT` patch set, also where somebody has built one with a
-/// version text of their own. Kernels of kernel.org say it in that text alone.
+/// File of kernels with the `PREEMPT_RT` patch set, even when built with a custom version text. Kernels of
+/// kernel.org show it in that text alone.
 const REALTIME: &str = "/sys/kernel/realtime";
 
 /// Refuses a kernel on which packets could get each other's addresses.
 ///
 /// # Errors
-/// On such a kernel.
+/// [`DataplaneError::Realtime`] on such a kernel.
 pub fn check() -> Result<(), DataplaneError> {
     let Ok(system) = nix::sys::utsname::uname() else { return Ok(()) };
     let (release, version) = (system.release().to_string_lossy(), system.version().to_string_lossy());
@@ -29,8 +29,9 @@ pub fn check() -> Result<(), DataplaneError> {
     Ok(())
 }
 
-/// Pure: from the kernel's version as `uname` says it, and what is in [`REALTIME`]. The word stands
-/// alone, or after that of another model that may be chosen at boot (`PREEMPT_{RT,LAZY}`).
+/// Pure: whether this is a `PREEMPT_RT` kernel, from the version that `uname` reports and the content of
+/// [`REALTIME`]. The word stands alone, or beside another model that may be chosen at boot
+/// (`PREEMPT_{RT,LAZY}`).
 fn is_realtime(version: &str, realtime: Option<&str>) -> bool {
     let is_word = |word: &str| {
         word.strip_prefix("PREEMPT_").is_some_and(|models| {
@@ -40,7 +41,7 @@ fn is_realtime(version: &str, realtime: Option<&str>) -> bool {
     realtime.is_some_and(|text| text.trim() == "1") || version.split_whitespace().any(is_word)
 }
 
-/// Pure: whether such a kernel does without the lock, as far as its version and configuration show.
+/// Pure: whether such a kernel may lack the lock, judging by its version and configuration.
 fn may_interleave(release: &str, config: Option<&str>) -> bool {
     let mut numbers =
         release.split(|c: char| !c.is_ascii_digit()).map(|text| text.parse::<u32>().unwrap_or(0));

@@ -1,4 +1,4 @@
-//! The maps of relays: ports of pairs, keys of messages, and the ring of messages heard.
+//! The maps of relays: ports of pairs, keys of messages, and the ring buffer of received messages.
 
 use std::{collections::BTreeMap, path::Path};
 
@@ -14,7 +14,7 @@ use tokio::io::{Interest, unix::AsyncFd};
 
 use super::{DataplaneError, open_pin, pin_directory};
 
-/// What the programs know of relays, as this process has read or written it.
+/// The maps of relays, with their content as this process has read or written it.
 pub struct RelayMaps {
     ports: HashMap<MapData, u32, Port>,
     keys: HashMap<MapData, u64, Sender>,
@@ -32,10 +32,10 @@ impl std::fmt::Debug for RelayMaps {
     }
 }
 
-/// Most messages that are taken from the ring at once.
+/// Maximum number of messages taken from the ring at once.
 pub const BATCH: usize = 256;
 
-/// The ring of messages heard; it has one reader.
+/// The ring buffer of received messages, which allows one reader.
 pub struct RelayRing(AsyncFd<RingBuf<MapData>>);
 
 impl std::fmt::Debug for RelayRing {
@@ -45,10 +45,10 @@ impl std::fmt::Debug for RelayRing {
 }
 
 impl RelayMaps {
-    /// Of this host's data path, with what an earlier agent has left.
+    /// Opens the maps of this host's data path, with the content that an earlier agent left.
     ///
     /// # Errors
-    /// When there is none, or no right to look.
+    /// When there is none, or no right to read it.
     pub fn open(bpffs: &Path) -> Result<Self, DataplaneError> {
         let directory = pin_directory(bpffs);
         let map = |name| Ok::<_, DataplaneError>(Map::HashMap(open_pin(&directory, name)?));
@@ -59,9 +59,9 @@ impl RelayMaps {
             keys,
             held_ports: BTreeMap::new(),
             held_keys: BTreeMap::new(),
-            // Not one that an earlier agent has written.
+            // Not the number of a write by an earlier agent.
             written: rand::random(),
-            // Nobody has said which routes changed since it ended.
+            // Routes may have changed unnoticed since that agent ended.
             is_anew: true,
         };
         maps.held_ports = maps.ports();
@@ -69,13 +69,13 @@ impl RelayMaps {
         Ok(maps)
     }
 
-    /// The ports as they stand now, with what each has sent on.
+    /// Reads the ports, with the number of packets each has forwarded.
     pub fn ports(&self) -> BTreeMap<u16, Port> {
         let port = |(number, port)| Some((u16::try_from(number).ok()?, port));
         self.ports.iter().flatten().filter_map(port).collect()
     }
 
-    /// Routes have changed: the next write of the ports makes programs ask for all ways anew.
+    /// Notes that routes have changed: after the next write of the ports, programs look up all routes again.
     pub const fn routes_changed(&mut self) {
         self.is_anew = true;
     }
@@ -86,15 +86,15 @@ impl RelayMaps {
         self.is_anew
     }
 
-    /// Brings the ports to the desired content; returns the number of writes. What a port has sent on
-    /// counts as no difference.
+    /// Brings the ports to the desired content; returns the number of writes. Packet counts do not make a
+    /// difference.
     ///
     /// # Errors
     /// When the map refuses a write.
     pub fn write_ports(&mut self, desired: &BTreeMap<u16, Port>) -> Result<usize, DataplaneError> {
         self.written = self.written.checked_add(1).unwrap_or(1);
         let (written, is_anew) = (self.written, self.is_anew);
-        // What is written although nothing differs goes on counting.
+        // A port that is written although nothing differs keeps its count.
         let counted = if is_anew { self.ports() } else { BTreeMap::new() };
         let packets = |number: &u16| counted.get(number).map_or(0, |port| port.packets);
         let row =
@@ -103,13 +103,14 @@ impl RelayMaps {
         let alike = |port: &Port| Port { packets: 0, written: 0, ..*port };
         let is_same = |held: &Port, port: &Port| !is_anew && alike(held) == alike(port);
         let writes = apply(&mut self.ports, &mut self.held_ports, &desired, is_same)?;
-        // A write that was refused leaves some ports as they were: the next one begins with all of them again.
+        // A refused write does not get here, as it leaves some ports unchanged: the next one writes all of
+        // them again.
         self.is_anew = false;
         Ok(writes)
     }
 
-    /// Brings the keys to the desired content; returns the number of writes. What was heard of a sender counts as
-    /// no difference.
+    /// Brings the keys to the desired content; returns the number of writes. What was received from a sender
+    /// does not make a difference.
     ///
     /// # Errors
     /// When the map refuses a write.
@@ -145,7 +146,7 @@ fn apply<K: Copy + Ord + Into<M>, M: Pod, V: Pod>(
 }
 
 impl RelayRing {
-    /// Of this host's data path. Must be called inside a tokio runtime.
+    /// Opens the ring of this host's data path. Must be called inside a tokio runtime.
     ///
     /// # Errors
     /// When the pinned map cannot be opened.
@@ -158,10 +159,10 @@ impl RelayRing {
         Ok(Self(ring.map_err(|error| DataplaneError::Pin { path, source: error.into() })?))
     }
 
-    /// Waits until there is something, and returns it, at most [`BATCH`] messages.
+    /// Waits for messages; returns at most [`BATCH`].
     ///
     /// # Errors
-    /// When the runtime does not watch it any more.
+    /// When the runtime no longer watches the ring's descriptor.
     pub async fn heard(&mut self) -> std::io::Result<Vec<Heard>> {
         let mut guard = self.0.readable_mut().await?;
         let mut all = Vec::new();

@@ -11,8 +11,8 @@ use nix::libc;
 /// The kernel's error.
 ///
 /// # Safety
-/// The attributes are those of the command, and every pointer in them is valid during the call for the size that
-/// stands beside it.
+/// The attributes must be those of the command, and every pointer in them must be valid during the call for
+/// the size given beside it.
 pub(super) unsafe fn bpf<T>(command: libc::c_long, attributes: &mut T) -> io::Result<i32> {
     // SAFETY: as the caller promises.
     let code =

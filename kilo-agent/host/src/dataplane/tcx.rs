@@ -1,6 +1,6 @@
-//! What is on a TCX hook, by a command that needs no more than the rights of the
-//! DaemonSet: ids of programs and links need `CAP_NET_ADMIN`, while turning an id
-//! into a descriptor (`BPF_PROG_GET_FD_BY_ID`) needs `CAP_SYS_ADMIN`.
+//! Queries TCX hooks with no more than the capabilities of the DaemonSet: listing ids of programs and links
+//! needs `CAP_NET_ADMIN`, while turning an id into a descriptor (`BPF_PROG_GET_FD_BY_ID`) needs
+//! `CAP_SYS_ADMIN`.
 
 use std::io;
 
@@ -11,7 +11,7 @@ const BPF_TCX_EGRESS: u32 = 47;
 /// A hook takes at most 64 programs (`BPF_MPROG_MAX`, `include/linux/bpf_mprog.h`).
 const MOST_PROGRAMS: usize = 64;
 
-/// `union bpf_attr`, the part of `BPF_PROG_QUERY`.
+/// The part of `union bpf_attr` for `BPF_PROG_QUERY`.
 #[repr(C)]
 struct QueryAttributes {
     ifindex: u32,
@@ -27,20 +27,19 @@ struct QueryAttributes {
     revision: u64,
 }
 
-/// The ids of what is on a hook, in the order in which it runs.
+/// The programs on a hook and their links, in the order in which they run.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Hook {
     /// Ids of the programs, as `bpftool prog` shows them.
     pub programs: Vec<u32>,
-    /// The link each program is attached by; 0 = attached without one.
+    /// Id of each program's link; 0 when it is attached without one.
     pub links: Vec<u32>,
 }
 
-/// What is on the ingress or egress hook of an interface; nothing when the
-/// interface does not exist.
+/// Queries the ingress or egress hook of an interface; empty when the interface does not exist.
 ///
 /// # Errors
-/// What the kernel says otherwise, such as `EINVAL` before Linux 6.6.
+/// The kernel's error otherwise, such as `EINVAL` before Linux 6.6.
 pub fn query(ifindex: u32, egress: bool) -> io::Result<Hook> {
     let (mut programs, mut links) = (vec![0u32; MOST_PROGRAMS], vec![0u32; MOST_PROGRAMS]);
     let mut attributes = QueryAttributes {

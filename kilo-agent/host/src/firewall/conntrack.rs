@@ -1,5 +1,5 @@
-//! Flows that netfilter follows: forgetting those that our programs have translated, and netfilter
-//! has not. As long as its entry is there, a flow gets no translation from rules that come later.
+//! Deletes conntrack entries of flows that our programs have translated and netfilter has not: as long as its
+//! entry exists, a flow is not translated by rules that come later.
 //!
 //! Messages are those of `nfnetlink_conntrack.h`: native byte order in headers, network byte
 //! order in values.
@@ -20,7 +20,7 @@ use nix::{
     sys::time::{TimeVal, TimeValLike as _},
 };
 
-/// Subsystem of conntrack, in the upper byte of message types, and its messages.
+/// Conntrack's subsystem, in the upper byte of message types, and its message types.
 const SUBSYSTEM: u16 = 1 << 8;
 const NEW: u16 = SUBSYSTEM;
 const GET: u16 = SUBSYSTEM | 1;
@@ -28,7 +28,7 @@ const DELETE: u16 = SUBSYSTEM | 2;
 /// Attributes of an entry.
 const ORIGINAL: u16 = 1;
 const STATUS: u16 = 3;
-/// Of a tuple, and of its addresses.
+/// Attributes of a tuple, and of its addresses.
 const ADDRESSES: u16 = 1;
 const V4: (u16, u16) = (1, 2);
 const V6: (u16, u16) = (3, 4);
@@ -36,13 +36,13 @@ const V6: (u16, u16) = (3, 4);
 const FLAGS: u16 = 0xc000;
 /// `IPS_SRC_NAT | IPS_DST_NAT`.
 const TRANSLATED: u32 = 0x30;
-/// Lengths of `nlmsghdr`, and of it with `nfgenmsg`.
+/// Lengths of `nlmsghdr` alone, and with `nfgenmsg`.
 const HEADER: usize = 16;
 const START: usize = HEADER + 4;
-/// Room for one part of a list, as the kernel sends it.
+/// Buffer size for one part of a dump.
 const PART: usize = 1 << 16;
 
-/// Flows that netfilter follows and does not translate, from and to certain addresses.
+/// Flows that netfilter tracks but does not translate, between certain addresses.
 #[derive(Debug)]
 pub struct Untranslated<F> {
     netlink: OwnedFd,
@@ -53,8 +53,8 @@ pub struct Untranslated<F> {
 }
 
 impl<F: FnMut(IpAddr, IpAddr) -> bool> Untranslated<F> {
-    /// Lists those from a source to a destination of which `is_concerned` says so. The kernel looks at all its entries
-    /// for that, which takes it some ten milliseconds.
+    /// Lists the flows whose source and destination `is_concerned` accepts. The kernel walks all its entries
+    /// for that, which takes some ten milliseconds.
     ///
     /// # Errors
     /// When the kernel has no conntrack over netlink, or forbids it (`CAP_NET_ADMIN`).
@@ -64,8 +64,8 @@ impl<F: FnMut(IpAddr, IpAddr) -> bool> Untranslated<F> {
         Ok(flows)
     }
 
-    /// Removes their entries, first those that are listed and then those that have come since, as many as it can until
-    /// then; returns how many.
+    /// Deletes their entries until `until`: first the listed ones, then those that were added since. Returns
+    /// how many.
     ///
     /// # Errors
     /// As [`Self::list`].
@@ -119,7 +119,7 @@ fn request(kind: u16, flags: i32, family: u8, attributes: &[u8]) -> Vec<u8> {
     message
 }
 
-/// The original tuples of the entries concerned, as attributes.
+/// The original tuples of a family's entries that are concerned, as attributes.
 fn list(
     netlink: &OwnedFd,
     buffer: &mut [u8],
@@ -142,7 +142,7 @@ fn list(
     }
 }
 
-/// False when it has ended by itself meanwhile.
+/// Deletes the entry with this original tuple; false when it has ended meanwhile.
 fn delete(netlink: &OwnedFd, buffer: &mut [u8], family: u8, tuple: &[u8]) -> io::Result<bool> {
     send(netlink.as_raw_fd(), &request(DELETE, libc::NLM_F_ACK, family, tuple), MsgFlags::empty())?;
     let length = recv(netlink.as_raw_fd(), buffer, MsgFlags::empty())?;
@@ -169,7 +169,7 @@ fn error(body: &[u8]) -> io::Result<()> {
     if number == 0 { Ok(()) } else { Err(io::Error::from_raw_os_error(-number)) }
 }
 
-/// The attributes with their types; a cut one ends them.
+/// Iterates over attributes: type, whole attribute, value. A truncated one ends the iteration.
 fn attributes(mut rest: &[u8]) -> impl Iterator<Item = (u16, &[u8], &[u8])> {
     std::iter::from_fn(move || {
         let length = usize::from(u16::from_ne_bytes(rest.get(..2)?.try_into().ok()?));
@@ -180,7 +180,7 @@ fn attributes(mut rest: &[u8]) -> impl Iterator<Item = (u16, &[u8], &[u8])> {
     })
 }
 
-/// The original tuple of an entry that is not translated and of such a flow.
+/// The original tuple of an entry, if it is not translated and its flow is concerned.
 fn concerned(entry: &[u8], is_concerned: &mut impl FnMut(IpAddr, IpAddr) -> bool) -> Option<Vec<u8>> {
     let of = |wanted| attributes(entry).find(move |(kind, ..)| *kind == wanted);
     let (_, _, status) = of(STATUS)?;

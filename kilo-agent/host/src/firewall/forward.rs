@@ -1,10 +1,9 @@
 //! Rules of `--iptables-forward-rules`: traffic of this node's pods is accepted
 //! in the FORWARD chain, whatever its policy.
 //!
-//! An accept in a table of our own would not do: a packet must be accepted by
-//! every base chain of the hook. So the rules go into the chain itself, by the
-//! programs that own it: nftables' `iptables`, and the legacy one where
-//! this network namespace has such a table, for then both are passed.
+//! An accept in a table of our own would not do: a packet must be accepted by every base chain of the hook.
+//! The rules therefore go into the chain itself, by the programs that own it: `iptables-nft`, and
+//! `iptables-legacy` where this network namespace has such a table, because packets then pass both.
 
 use std::{
     collections::BTreeSet,
@@ -18,9 +17,9 @@ use super::program::{self, ProgramError};
 
 /// Our chain in the filter table.
 pub const CHAIN: &str = "KILO-FORWARD";
-/// How often what others may have flushed is looked for.
+/// Interval between checks whether others have flushed the rules.
 const CHECK: Duration = Duration::from_secs(10);
-/// Another program may hold the lock of the tables.
+/// Options that wait up to 5 s for the lock of the tables, which another program may hold.
 const WAIT: [&str; 2] = ["-w", "5"];
 
 /// Why the rules are not as they should be.
@@ -34,7 +33,7 @@ pub enum ForwardError {
         /// The error underneath.
         source: io::Error,
     },
-    /// It refused.
+    /// The program failed.
     #[error("{program}: {said}")]
     Refused {
         /// Its name.
@@ -68,17 +67,16 @@ pub struct Forward {
 }
 
 impl Forward {
-    /// Accepts what comes from and goes to these pod CIDRs; none: removes our
-    /// rules. Looks only when they differ from the last time or that was
-    /// a while ago. Returns how many tables were written.
+    /// Accepts traffic from and to these pod CIDRs; without any, removes our rules. Reads the tables only
+    /// when the CIDRs have changed or the last check was a while ago. Returns how many tables were written.
     ///
     /// # Errors
-    /// The first refusal; the other tables are done all the same.
+    /// The first failure; the other tables are written anyway.
     pub async fn apply(&mut self, pod_cidrs: &[IpNet], now: Instant) -> Result<u64, ForwardError> {
         let wanted: BTreeSet<IpNet> = pod_cidrs.iter().map(IpNet::trunc).collect();
         let same = self.wanted.as_ref() == Some(&wanted);
         let recent = self.checked.is_some_and(|checked| now.saturating_duration_since(checked) < CHECK);
-        // What nobody wants is removed once, not looked for again and again.
+        // Rules that are no longer wanted are removed once, and not checked for again.
         if same && (recent || wanted.is_empty()) {
             return Ok(0);
         }
@@ -91,7 +89,7 @@ impl Forward {
 /// Removes our rules from every table; returns how many were written.
 ///
 /// # Errors
-/// The first refusal. A program that is missing has written nothing.
+/// The first failure. A missing program is not one: it has written nothing.
 pub async fn remove() -> Result<u64, ForwardError> {
     match apply_rules(&BTreeSet::new()).await {
         Err(ForwardError::Program { source, .. }) if source.kind() == io::ErrorKind::NotFound => Ok(0),
@@ -105,7 +103,7 @@ async fn apply_rules(wanted: &BTreeSet<IpNet>) -> Result<u64, ForwardError> {
     for (family, v6) in [("iptables", false), ("ip6tables", true)] {
         let of_family: BTreeSet<IpNet> =
             wanted.iter().filter(|prefix| prefix.addr().is_ipv6() == v6).copied().collect();
-        // Pods without the family: a host without its tables is not an error.
+        // Without pods of a family, a host without tables of that family is not an error.
         let needed = !of_family.is_empty();
         for table in tables(family, v6).await {
             match table.apply(&of_family).await {
@@ -154,7 +152,7 @@ impl Table {
         })
     }
 
-    /// Reads, and writes the difference in one transaction.
+    /// Reads the table and writes the difference in one transaction; returns whether it wrote.
     async fn apply(self, wanted: &BTreeSet<IpNet>) -> Result<bool, ForwardError> {
         let there = self.run("", &[WAIT[0], WAIT[1], "-S"], None).await?;
         let Some(input) = changes(&there, wanted) else { return Ok(false) };
@@ -168,8 +166,8 @@ fn jump() -> String {
     format!("-A FORWARD -j {CHAIN}")
 }
 
-/// Pure: the input of `iptables-restore --noflush` that makes of a filter table
-/// (`iptables -S`) what is wanted; `None` when all is right.
+/// Pure: the input of `iptables-restore --noflush` that turns a filter table (`iptables -S`) into the wanted
+/// one; `None` when nothing differs.
 fn changes(there: &str, wanted: &BTreeSet<IpNet>) -> Option<String> {
     let rules: Vec<String> = wanted
         .iter()
@@ -182,7 +180,7 @@ fn changes(there: &str, wanted: &BTreeSet<IpNet>) -> Option<String> {
     if ours.eq(&rules) && jumps == wanted_jumps && chain != wanted.is_empty() {
         return None;
     }
-    // Naming the chain makes or empties it.
+    // Declaring the chain creates or flushes it.
     let mut lines = vec!["*filter".to_owned(), format!(":{CHAIN} - [0:0]")];
     lines.extend(rules);
     if jumps < wanted_jumps {

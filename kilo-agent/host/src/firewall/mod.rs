@@ -1,4 +1,4 @@
-//! Rules of others' firewalls that Kilo needs: iptables' FORWARD chains and nftables' masquerading.
+//! Firewall rules that Kilo needs: accepting in iptables' FORWARD chains, and masquerading by nftables.
 
 pub mod conntrack;
 pub mod forward;

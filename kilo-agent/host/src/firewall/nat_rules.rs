@@ -1,7 +1,7 @@
 //! Masquerading by nftables, for `--masquerade nftables`.
 //!
-//! The decision is that of the tables `masq_src` and `masq_dst`, as sets of one
-//! table of our own, which is replaced as a whole.
+//! The decision is that of the maps `masq_src` and `masq_dst`, as sets of a table of our own, which is
+//! replaced as a whole.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -17,7 +17,7 @@ use super::program::{self, ProgramError};
 
 /// Our table, of family `inet`.
 pub const TABLE: &str = "kilo";
-/// How often what others may have flushed is looked for.
+/// Interval between checks whether others have flushed the rules.
 const CHECK: Duration = Duration::from_secs(10);
 
 /// Why the rules are not as they should be.
@@ -26,7 +26,7 @@ pub enum NatRulesError {
     /// The program is missing or cannot be run.
     #[error("nft cannot be run ({0}); install the package nftables, or use --masquerade off")]
     Program(#[source] io::Error),
-    /// It refused.
+    /// nft failed; this is its standard error.
     #[error("nft: {0}")]
     Refused(String),
 }
@@ -41,13 +41,15 @@ impl NatRulesError {
 /// Rules that bridge the time until another agent masquerades.
 #[derive(Clone, Debug)]
 pub struct Interim<'a> {
-    /// Names of the interfaces by which packets are masqueraded.
+    /// Names of the interfaces where leaving packets are masqueraded.
     pub uplinks: &'a BTreeSet<String>,
-    /// What only an outer header or WireGuard may carry: nothing else goes there by an uplink.
+    /// Destinations that packets may reach only in an outer header or through WireGuard, never in clear by an
+    /// uplink.
     pub never_clear: &'a BTreeSet<IpNet>,
-    /// What goes there and is put into an outer header by the uplink's program: dropped at the uplink when that has ended.
+    /// Destinations whose packets the uplink's program encapsulates: dropped at the uplink once that program
+    /// has ended.
     pub by_uplink: &'a BTreeSet<IpNet>,
-    /// False: another agent masquerades, and these rules only drop at the uplink what must not leave.
+    /// False: another agent masquerades, and these rules only drop packets that must not leave by an uplink.
     pub masquerades: bool,
     /// How long the orphaned programs keep steering.
     pub steered: Duration,
@@ -55,7 +57,7 @@ pub struct Interim<'a> {
     pub lasts: Duration,
 }
 
-/// How long resets for unknown flows are suppressed, until each flow's next packet has an entry.
+/// How long resets for unknown flows are suppressed, while each flow's next packet makes an entry.
 const QUIET: Duration = Duration::from_secs(5);
 
 /// A family as nft names it.
@@ -79,7 +81,7 @@ struct Rules {
 }
 
 impl Rules {
-    /// Adds those of a family.
+    /// Adds the rules of a family.
     fn add(&mut self, family: &Family, interim: Option<&Interim<'_>>) {
         let word = family.word;
         if interim.is_some() {
@@ -93,12 +95,12 @@ impl Rules {
              \t\t{word} daddr @forced_{word} {word} saddr != @exempt_{word} masquerade\n\
              \t\t{word} saddr @sources_{word} masquerade\n"
         );
-        // Empty when the programs have ended.
+        // That set is empty once the programs have ended.
         let gate = match interim.is_some_and(|interim| !interim.steered.is_zero()) {
             true => format!("{word} daddr != @steered_{word} "),
             false => String::new(),
         };
-        // A leader hands on what others' pods send, too.
+        // A leader also forwards packets of other nodes' pods.
         for from in ["sources", "never", "by_uplink"] {
             self.guard += &format!(
                 "\t\t{word} saddr @{from}_{word} {word} daddr @never_{word} drop\n\
@@ -119,7 +121,7 @@ impl Rules {
         );
     }
 
-    /// The chains with them.
+    /// The chains with these rules, in nft syntax.
     fn chains(self, interim: Option<&Interim<'_>>) -> String {
         let Self { mut masquerade, guard, mut quiet } = self;
         let Some(interim) = interim else {
@@ -163,29 +165,28 @@ impl Decision {
         Self { sources: part(&self.sources), destinations: part(&self.destinations) }
     }
 
-    /// True when nobody is masqueraded.
+    /// True when nothing is masqueraded.
     pub fn is_empty(&self) -> bool {
         self.sources.values().all(|value| *value != MASQ_SRC_ALWAYS)
             && self.destinations.values().all(|value| *value != MASQ_FORCE)
     }
 
-    /// A name for this content.
+    /// Name of an empty chain that identifies this content.
     fn mark(&self) -> String {
         let mut hasher = DefaultHasher::new();
         self.hash(&mut hasher);
         format!("content_{:016x}", hasher.finish())
     }
 
-    /// The script that puts the table in the place of what is there.
+    /// The nft script that replaces the whole table.
     pub fn script(&self) -> String {
         self.script_for(None)
     }
 
-    /// As [`Self::script`]; where the table is for an agent that comes next, by what it masquerades
-    /// and for how long.
+    /// As [`Self::script`]; with `interim`, the rules bridge the time until another agent masquerades.
     fn script_for(&self, interim: Option<&Interim<'_>>) -> String {
         let mut script = format!("table inet {TABLE}\ndelete table inet {TABLE}\n");
-        // Not the name of the content: an agent that comes back must not take these for its own.
+        // Not the name of the content: an agent that comes back must not take interim rules for its own.
         let mark = if interim.is_some() { "interim".to_owned() } else { self.mark() };
         script += &format!("table inet {TABLE} {{\n\tchain {mark} {{ }}\n");
         let mut rules = Rules::default();
@@ -199,7 +200,7 @@ impl Decision {
         script + &rules.chains(interim) + "}\n"
     }
 
-    /// The sets of a family, of which the rules speak.
+    /// Writes the sets of a family that the rules refer to.
     fn write_sets(&self, script: &mut String, family: &Family, interim: Option<&Interim<'_>>) {
         let Family { v6, word, kind } = *family;
         let mut set = |name: &str, prefixes: BTreeSet<IpNet>, lasts: Option<Duration>| {
@@ -232,13 +233,13 @@ impl Decision {
         if !interim.steered.is_zero() {
             set("steered", BTreeSet::from([everybody]), Some(interim.steered));
         }
-        // Empty when the time is over, and then no rule behind it is reached.
+        // Empty once the time is over; the rules behind its check are then not reached.
         set("live", BTreeSet::from([everybody]), Some(interim.lasts));
     }
 
-    /// Masquerades from now on by rules, for some time: after that they do nothing. Flows that
-    /// began without them have no translation until [`super::conntrack::Untranslated::forget`] is called, and
-    /// are dropped at the uplink.
+    /// Masquerades by rules for a limited time; after that they do nothing. Flows that began without them are
+    /// not translated until [`super::conntrack::Untranslated::forget`] is called, and are dropped at the
+    /// uplink.
     ///
     /// # Errors
     /// When nft is missing or refuses.

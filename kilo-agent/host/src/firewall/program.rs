@@ -4,7 +4,7 @@ use std::{io, process::Stdio};
 
 use tokio::{io::AsyncWriteExt as _, process::Command};
 
-/// Why a program gave nothing back.
+/// Why a program returned no output.
 #[derive(Debug)]
 pub(super) enum ProgramError {
     /// It is missing or cannot be run.
@@ -13,7 +13,7 @@ pub(super) enum ProgramError {
     Refused(String),
 }
 
-/// Runs it to its end; returns its standard output.
+/// Runs a program until it exits; returns its standard output.
 pub(super) async fn run(
     program: &str,
     arguments: &[&str],
@@ -29,7 +29,7 @@ pub(super) async fn run(
         .map_err(ProgramError::Run)?;
     if let (Some(mut stdin), Some(input)) = (child.stdin.take(), input) {
         match stdin.write_all(input.as_bytes()).await {
-            // It has refused before it read all: what it says counts.
+            // It failed before it had read everything: its standard error counts.
             Err(error) if error.kind() != io::ErrorKind::BrokenPipe => return Err(ProgramError::Run(error)),
             _ => {}
         }

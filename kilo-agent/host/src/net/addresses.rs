@@ -1,8 +1,8 @@
 //! Addresses of the WireGuard device.
 //!
-//! The device is ours, so every address on it that is not link-local is: one
-//! left by an earlier agent goes away. Of other interfaces only the bridges of our
-//! CNI configuration are touched, and only in subnets that the node no longer has.
+//! The device is ours, and so is every address on it that is not link-local: one left by an earlier agent is
+//! removed. Of other interfaces, only bridges of our CNI configuration are touched, and only in subnets that
+//! the node no longer has.
 
 use std::collections::BTreeSet;
 
@@ -17,7 +17,7 @@ use rtnetlink::{
 
 use super::{NetError, Refused, Rtnl, error, links};
 
-/// Difference between the addresses there are and those wanted.
+/// Difference between the present and the wanted addresses.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Changes {
     /// To add, before anything is removed.
@@ -27,8 +27,8 @@ pub struct Changes {
 }
 
 impl Changes {
-    /// Pure: what to add before anything is removed, with host prefixes for IPv4
-    /// addresses of a network that loses another one.
+    /// Pure: addresses to add before anything is removed; IPv4 addresses of a network that loses another one
+    /// are added as host prefixes.
     fn bridged(&self, wanted: &BTreeSet<IpNet>) -> BTreeSet<IpNet> {
         let shrinks =
             |net: &IpNet| net.addr().is_ipv4() && self.remove.iter().any(|gone| gone.trunc() == net.trunc());
@@ -55,7 +55,7 @@ pub async fn read(rtnl: &Rtnl, index: u32) -> Result<BTreeSet<IpNet>, NetError> 
         .collect())
 }
 
-/// Adds and removes; returns the number of writes.
+/// Brings the interface to the wanted addresses; returns the number of writes.
 pub async fn apply(
     rtnl: &Rtnl,
     index: u32,
@@ -63,9 +63,9 @@ pub async fn apply(
     refused: &mut Vec<Refused>,
 ) -> Result<usize, NetError> {
     let mut writes = 0;
-    // Removing a network's primary address takes its secondary ones along
-    // (promote_secondaries=0), and with the last address all routes through the
-    // device go: a host prefix bears the new one until the second round.
+    // Removing a network's primary address removes its secondary ones, too (promote_secondaries=0), and
+    // removing the last address removes all routes through the device: the new one is a host prefix until the
+    // second round.
     for _ in 0..2 {
         let changes = diff(&read(rtnl, index).await?, wanted);
         for net in changes.bridged(wanted) {
@@ -89,9 +89,9 @@ pub async fn apply(
     Ok(writes)
 }
 
-/// Removes the addresses of a bridge that lie in these subnets; returns the number of writes.
-/// The CNI plugin puts a second IPv6 gateway beside the first and leaves that: with it the
-/// kernel delivers packets for another node, which has the subnet now, to the own bridge.
+/// Removes the addresses of a bridge that lie in these subnets; returns the number of writes. The CNI plugin
+/// adds a second IPv6 gateway and leaves the first: with it, the kernel would deliver packets for the node
+/// that has the subnet now to this node's bridge.
 pub async fn leave(rtnl: &Rtnl, bridge: &str, subnets: &[IpNet]) -> Result<usize, NetError> {
     let Some(link) = links::by_name(rtnl, bridge).await?.filter(|link| link.kind == "bridge") else {
         return Ok(0);

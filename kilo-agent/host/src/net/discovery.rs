@@ -25,7 +25,7 @@ pub struct Discovered {
     pub public: IpNet,
 }
 
-/// What the choice depends on.
+/// Input of [`discover`].
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Facts<'a> {
     /// What the host name resolves to.
@@ -36,15 +36,15 @@ pub struct Facts<'a> {
     pub links: &'a [Link],
     /// The WireGuard device, 0 when there is none yet.
     pub kilo: u32,
-    /// Own pod CIDRs: an interface with such an address is the CNI's.
+    /// This node's pod CIDRs: an interface with such an address is the CNI's.
     pub pod_cidrs: &'a [IpNet],
     /// `--internal-cidr`: when given, only addresses inside are private ones.
     pub internal_cidrs: &'a [IpNet],
 }
 
-/// Pure: the addresses in Kilo's order (host name, default route's
-/// interface, any interface; inside each IPv4 before IPv6, then by text). A host whose
-/// uplinks have no addresses (unnumbered) has its own on loopback or a dummy.
+/// Pure: chooses the addresses in Kilo's order (host name, default route's interface, any interface; within
+/// each, IPv4 before IPv6, then by text). A host whose uplinks have no addresses (unnumbered) has its own on
+/// loopback or a dummy.
 pub fn discover(facts: &Facts<'_>) -> Option<Discovered> {
     let mut usable =
         addresses(facts, |link| link.up && !links::is_internal(link, facts.kilo, facts.pod_cidrs));
@@ -70,12 +70,12 @@ pub fn discover(facts: &Facts<'_>) -> Option<Discovered> {
     Some(Discovered { private, public })
 }
 
-/// Somewhere in the IPv6 internet, where nobody is: the source of what is sent there is that of packets to all places
-/// that have no route of their own.
+/// An unused address in the IPv6 internet: the source address towards it is the one used for all destinations
+/// without a more specific route.
 pub const ANYWHERE: Ipv6Addr = Ipv6Addr::new(0x2000, 0, 0, 0, 0, 0, 0, 1);
 
-/// Pure: the source address of what is sent into the IPv6 internet, if an interface has it, and it is public. A privacy
-/// address is, too: it is what others see, and is published anew when it changes.
+/// Pure: the source address of packets into the IPv6 internet, if it is public and an interface that is up
+/// has it. A privacy address counts, too: it is what others see, and it is published anew when it changes.
 pub fn public_ipv6(links: &[Link], source: IpAddr) -> Option<Ipv6Addr> {
     let has =
         |link: &&Link| link.addresses.iter().any(|address| address.global && address.net.addr() == source);
@@ -86,8 +86,8 @@ pub fn public_ipv6(links: &[Link], source: IpAddr) -> Option<Ipv6Addr> {
     }
 }
 
-/// Pure: the address others reach this node's WireGuard device at. `external`: the Node's
-/// addresses of type `ExternalIP`; clouds put there what their NAT translates to an interface.
+/// Pure: the address at which others reach this node's WireGuard device. `external`: the Node's addresses of
+/// type `ExternalIP`, which a cloud's NAT translates to those of an interface.
 pub fn endpoint(
     found: Option<Discovered>,
     external: &[IpAddr],
@@ -134,8 +134,7 @@ fn is_local(address: IpAddr) -> bool {
     }
 }
 
-/// Reads the facts and chooses. A host name that does not resolve (or not in
-/// time) only means that its step is skipped.
+/// Reads the facts and chooses. A host name that does not resolve in time is skipped.
 pub async fn run(
     net: &Net,
     hostname: &str,

@@ -15,7 +15,7 @@ pub struct Refused {
 /// Failure to read or change links, addresses, routes or rules.
 #[derive(Debug, thiserror::Error)]
 pub enum NetError {
-    /// No netlink socket.
+    /// A netlink socket cannot be opened.
     #[error("cannot open a netlink socket: {0}; does the security policy allow AF_NETLINK?")]
     Socket(#[source] io::Error),
     /// The kernel closed the socket or the runtime ended; open a new one.
@@ -32,7 +32,7 @@ pub enum NetError {
     /// Several items of one apply were refused; the others are in place.
     #[error("{} change(s) refused, {writes} made; first: {first}{}", 1 + others.len(), hint(&first.source))]
     Refused {
-        /// Changes made all the same.
+        /// Changes that were made nevertheless.
         writes: usize,
         /// What was refused first.
         #[source]
@@ -43,12 +43,12 @@ pub enum NetError {
     /// A kernel setting cannot be read or written.
     #[error("{path}: {source}; set it on the host (sysctl) or let the agent write /proc/sys")]
     Sysctl {
-        /// File.
+        /// File of the setting.
         path: &'static str,
         /// The error underneath.
         source: io::Error,
     },
-    /// Something that was there a moment ago.
+    /// Something does not exist, or no longer exists.
     #[error("{0} does not exist (any more); retrying at the next reconcile")]
     Missing(String),
     /// The agent found no usable address.
@@ -79,7 +79,7 @@ impl NetError {
     }
 }
 
-/// The changes made, unless some were refused.
+/// Returns the number of changes made; an error when some were refused.
 pub(super) fn unless(refused: Vec<Refused>, writes: usize) -> Result<usize, NetError> {
     let mut refused = refused.into_iter();
     match refused.next() {

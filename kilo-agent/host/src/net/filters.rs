@@ -14,7 +14,7 @@ use super::{Net, NetError};
 pub struct BpfFilter {
     /// Interface index.
     pub ifindex: u32,
-    /// On the way out; else on the way in.
+    /// On the egress hook; else on ingress.
     pub egress: bool,
     /// Priority of the filter: a smaller number runs earlier.
     pub priority: u16,
@@ -27,8 +27,8 @@ pub struct BpfFilter {
 }
 
 impl Net {
-    /// The BPF filters on both clsact hooks of these interfaces; one that has
-    /// gone meanwhile, or that has no clsact, has none.
+    /// The BPF filters on both clsact hooks of these interfaces; an interface that has gone meanwhile, or
+    /// that has no clsact, has none.
     pub async fn bpf_filters(
         &self,
         interfaces: impl IntoIterator<Item = u32>,
@@ -57,8 +57,8 @@ impl Net {
         Ok(filters)
     }
 
-    /// Interfaces with a qdisc of the kind `ingress`, as only `tc` makes it: it is in the place of clsact, and has
-    /// no hook for what leaves. The kernel would take a filter for that hook, and run it on the way in.
+    /// Interfaces with an `ingress` qdisc, which only `tc` makes: it takes the place of clsact and has no
+    /// egress hook. The kernel would accept a filter for that hook, but run it on ingress.
     pub async fn ingress_qdiscs(&self) -> Result<BTreeSet<u32>, NetError> {
         let request = RouteNetlinkMessage::GetQueueDiscipline(TcMessage::default());
         let answers = self.rtnl.dump("list qdiscs", request).await?;
@@ -66,7 +66,7 @@ impl Net {
     }
 }
 
-/// The interface of a qdisc of the kind `ingress`.
+/// Interface of a qdisc, if that is of the kind `ingress`.
 fn ingress_only(message: &RouteNetlinkMessage) -> Option<u32> {
     let RouteNetlinkMessage::NewQueueDiscipline(message) = message else { return None };
     let is_ingress =
@@ -75,7 +75,7 @@ fn ingress_only(message: &RouteNetlinkMessage) -> Option<u32> {
     message.attributes.iter().any(is_ingress).then_some(index)
 }
 
-/// `None` for a filter of another kind than BPF, and for the entry of a priority itself.
+/// `None` for a filter that is not BPF, and for the entry of a priority itself.
 fn parse(ifindex: u32, egress: bool, message: &TcMessage) -> Option<BpfFilter> {
     let options = message.attributes.iter().find_map(|attribute| match attribute {
         TcAttribute::Options(options) => Some(options),

@@ -1,5 +1,4 @@
-//! Forwarding of this network namespace: pods and leaders need it, and
-//! somebody may have turned it off.
+//! IP forwarding in this network namespace: pods and leaders need it, and something may have turned it off.
 
 use std::fs;
 
@@ -14,9 +13,8 @@ const IPV4: &str = "/proc/sys/net/ipv4/ip_forward";
 const IPV6: &str = "/proc/sys/net/ipv6/conf/all/forwarding";
 const IPV6_INTERFACES: &str = "/proc/sys/net/ipv6/conf";
 
-/// Turns forwarding on where it is off, for IPv6 only when the mesh has such
-/// prefixes; returns the number of writes. What cannot be turned on is logged,
-/// and stops nothing else.
+/// Turns forwarding on where it is off, for IPv6 only with `ipv6` (the mesh has such prefixes); returns the
+/// number of writes. Failures are only logged.
 pub fn enable(ipv6: bool) -> u64 {
     let mut writes = turn_on(IPV4, "IPv4", "net.ipv4.ip_forward=1");
     if ipv6 && is_off(IPV6) {
@@ -26,7 +24,7 @@ pub fn enable(ipv6: bool) -> u64 {
     writes
 }
 
-/// True when the host forwards IPv4. Nothing announces that to this program.
+/// True when the host forwards IPv4. This program gets no event when that changes.
 pub fn is_on() -> bool {
     !is_off(IPV4)
 }
@@ -51,10 +49,9 @@ fn turn_on(path: &str, family: &str, hint: &str) -> u64 {
     }
 }
 
-/// Lets answers come in by the WireGuard device from addresses that the host
-/// itself reaches by an uplink, where `rp_filter` is strict; returns the number of
-/// writes. Whose address a packet from there may bear WireGuard has checked.
-/// It is set by rtnetlink, because a container that is not privileged sees /proc/sys read-only.
+/// Loosens a strict `rp_filter` of the WireGuard device, so that replies may arrive there from addresses that
+/// the host itself reaches by an uplink; returns the number of writes. WireGuard has checked the source of
+/// what arrives there. Set by rtnetlink, because an unprivileged container sees /proc/sys read-only.
 pub async fn accept_by_tunnel(rtnl: &Rtnl, interface: &str, index: u32) -> u64 {
     let value = |interface: &str| {
         let path = format!("/proc/sys/net/ipv4/conf/{interface}/rp_filter");

@@ -1,5 +1,5 @@
-//! Reports at once that an interface, an address or a default route has gone, from a thread of its
-//! own without a runtime.
+//! Detects at once that an interface, an address or a default route has gone, for a thread of its own without
+//! a runtime.
 
 use std::{
     io::{self, BufRead, BufReader},
@@ -19,12 +19,13 @@ use nix::{
 pub struct Needed {
     /// Index of the interface.
     pub index: u32,
-    /// An address that it must have; `None`: none is asked for.
+    /// An address that it must have; `None` when no address is needed.
     pub address: Option<IpAddr>,
 }
 
 impl Needed {
-    /// Whether packets of this address family need it: those of the address that it must have.
+    /// Whether packets of this address family need the interface: the family of its address, or both without
+    /// one.
     fn takes(&self, family: i32) -> bool {
         self.address.is_none_or(|address| address.is_ipv4() == (family == libc::AF_INET))
     }
@@ -46,9 +47,10 @@ pub struct LinkEvents(OwnedFd);
 /// What one read of the netlink socket showed, reduced to what failover reacts to.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Events {
-    /// Something that is needed went.
+    /// A needed interface or address has gone.
     pub is_down: bool,
-    /// A default route went. Another one may be left, or come in its place: [`has_default_route`] says so a moment later.
+    /// A default route has gone. Another one may be left or take its place: [`has_default_route`] shows that
+    /// a moment later.
     pub is_route_gone: bool,
     /// Messages were lost: the host's state has to be read anew.
     pub is_lost: bool,
@@ -77,7 +79,7 @@ impl LinkEvents {
         Ok(Self(socket))
     }
 
-    /// Reads everything there is.
+    /// Reads all pending messages, without waiting.
     pub fn read(&self, needed: &[Needed]) -> Events {
         let mut events = Events::default();
         let mut buffer = [0; 16 << 10];
@@ -107,7 +109,7 @@ fn half(bytes: &[u8], at: usize) -> Option<u16> {
 }
 
 impl Events {
-    /// Adds what these messages say.
+    /// Adds the events in these netlink messages.
     fn add(&mut self, mut messages: &[u8], needed: &[Needed]) {
         while let (Some(length), Some(kind)) = (word(messages, 0), half(messages, 4)) {
             let length = length as usize;
@@ -119,16 +121,16 @@ impl Events {
     }
 }
 
-/// Whether a default route is left, by any interface, in the calling thread's network namespace, for each address that an
-/// interface must have; also when that cannot be read, as probes notice it, too. A host that has no such address never
-/// needed a default route.
+/// Whether the calling thread's network namespace has a default route, by any interface, for the family of
+/// each address in `needed`. True when routes cannot be read, as probes notice a loss, too. A host without
+/// such an address never needed a default route.
 pub fn has_default_route(needed: &[Needed]) -> bool {
     has_routes(needed, |file| {
         std::fs::File::open(format!("/proc/thread-self/net/{file}")).map(BufReader::new)
     })
 }
 
-/// The same where files of these names list the routes of IPv4 and of IPv6.
+/// [`has_default_route`], where `open` returns the content of `route` or `ipv6_route` of /proc/net.
 fn has_routes<R: BufRead>(needed: &[Needed], open: impl Fn(&str) -> io::Result<R>) -> bool {
     needed.iter().filter_map(|needed| needed.address).all(|address| {
         let (file, is_default): (_, fn(&str) -> bool) =
@@ -137,19 +139,20 @@ fn has_routes<R: BufRead>(needed: &[Needed], open: impl Fn(&str) -> io::Result<R
     })
 }
 
-/// Flags of a route that is up, and does not only refuse: `RTF_UP`, `RTF_REJECT`.
+/// Whether a route with these flags is up and not a reject route (`RTF_UP`, `RTF_REJECT`).
 const fn leads_on(flags: u32) -> bool {
     flags & 0x0201 == 1
 }
 
-/// Of `/proc/net/route`: interface, destination, gateway, flags, three numbers, mask.
+/// Fields of `/proc/net/route`: interface, destination, gateway, flags, three numbers, mask.
 fn is_default_v4(line: &str) -> bool {
     let fields: Vec<&str> = line.split_whitespace().collect();
     let flags = fields.get(3).and_then(|flags| u32::from_str_radix(flags, 16).ok());
     (fields.get(1), fields.get(7)) == (Some(&"00000000"), Some(&"00000000")) && flags.is_some_and(leads_on)
 }
 
-/// Of `/proc/net/ipv6_route`: destination, its length, source, its length, next hop, three numbers, flags, interface.
+/// Fields of `/proc/net/ipv6_route`: destination, its length, source, its length, next hop, three numbers,
+/// flags, interface.
 fn is_default_v6(line: &str) -> bool {
     let fields: Vec<&str> = line.split_whitespace().collect();
     let flags = fields.get(8).and_then(|flags| u32::from_str_radix(flags, 16).ok());
@@ -290,7 +293,7 @@ mod tests {
         assert!(!gone(route(libc::AF_INET, 24), &needed));
         assert!(!gone(route(libc::AF_INET6, 0), &needed), "an expired router advertisement");
         assert!(gone(route(libc::AF_INET6, 0), &[Needed { index: 3, address: None }]));
-        // Several in one read, and what is cut off.
+        // Several messages in one read, and truncated ones.
         let mut several = message(libc::RTM_NEWLINK, &link(3, up));
         several.extend(message(libc::RTM_DELLINK, &link(3, up)));
         assert!(events(&several, &needed).is_down);

@@ -55,7 +55,7 @@ async fn routes(net: &Net, names: &BTreeMap<u32, String>) -> Result<String, NetE
     Ok(lines.concat())
 }
 
-/// As `ip route` has it, where that is known; the rest in the library's words.
+/// A route as `ip route` prints it, as far as its attributes are known; others in debug format.
 fn route_line(route: &RouteMessage, names: &BTreeMap<u32, String>) -> String {
     let header = &route.header;
     let mut destination = format!("default ({:?})", header.address_family);

@@ -43,7 +43,7 @@ use kilo_core::{net::NetPlan, observed::HostLinks};
 /// port 1107, which does not fit in a byte.
 pub const PROTOCOL: u8 = 107;
 
-/// The ways to addresses, as route lookups answer.
+/// The paths to addresses, from route lookups.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Paths {
     /// Index of the outgoing interface, by address.
@@ -52,13 +52,13 @@ pub struct Paths {
     pub mtus: BTreeMap<IpAddr, u32>,
     /// Interfaces of all next hops, where the route has several.
     pub several: BTreeMap<IpAddr, Vec<u32>>,
-    /// No route leads there but a default one by another interface than the private one.
+    /// Addresses that only a default route by an interface other than the private one leads to.
     pub only_default: BTreeSet<IpAddr>,
-    /// All that was asked for, with or without an answer.
+    /// All addresses that were looked up, with or without a result.
     asked: BTreeSet<IpAddr>,
 }
 
-/// Our routes in all tables, as they were at a moment.
+/// A snapshot of our routes in all tables.
 #[derive(Debug)]
 pub struct OurRoutes(Vec<routes::Found>);
 
@@ -90,12 +90,13 @@ impl Net {
         Ok(routes::lookup(&self.rtnl, address).await?.and_then(|found| found.interface))
     }
 
-    /// Makes `paths` the ways to these addresses of the location's nodes: one route lookup for each that has not been
-    /// asked for, and another one for all next hops where `links` has several uplinks, or where the first one names
-    /// another interface than the private one. What has no way is left out.
+    /// Updates `paths` to these addresses of the location's nodes: one route lookup for each new one, and
+    /// another for all its next hops where `links` has several uplinks or the first lookup names an interface
+    /// other than the private one. Addresses without a path are left out.
     ///
-    /// A default route by another interface than the private one does not count: the kernel falls back to it when the
-    /// location's own interface is down, and it leads to the Internet, where pods' packets would be read.
+    /// A default route by an interface other than the private one does not count: the kernel falls back to it
+    /// when the location's interface is down, and it leads to the Internet, where pods' packets would be
+    /// read.
     pub async fn find_paths(&self, paths: &mut Paths, addresses: BTreeSet<IpAddr>, links: &HostLinks) {
         paths.interfaces.retain(|address, _| addresses.contains(address));
         paths.mtus.retain(|address, _| addresses.contains(address));
@@ -120,14 +121,14 @@ impl Net {
         paths.asked = addresses;
     }
 
-    /// Where routes lead out of the host; not by the devices in `own`. And our routes, for
-    /// [`Self::apply_to`]: all have been read for it.
+    /// Where routes lead out of the host, except by the devices in `own`. Also our routes, for
+    /// [`Self::apply_to`]: all are read for this.
     pub async fn ways_out(&self, own: &[u32]) -> Result<(WaysOut, OurRoutes), NetError> {
         let (ways_out, ours) = routes::ways_out(&self.rtnl, own).await?;
         Ok((ways_out, OurRoutes(ours)))
     }
 
-    /// Routes of the main table by each of these interfaces.
+    /// Routes of the main table through each of these interfaces.
     pub async fn ways(&self, interfaces: &[u32]) -> Result<Vec<MainRoute>, NetError> {
         let mut all = Vec::new();
         for interface in interfaces {
@@ -148,8 +149,8 @@ impl Net {
         self.apply_to(None, plan, kilo).await
     }
 
-    /// The same, with our routes as they were read: where nothing else has to be written before routes, they are not
-    /// read again.
+    /// [`Self::apply`] with our routes as read before: they are read again only if something has to be
+    /// written before routes.
     pub async fn apply_to(
         &self,
         known: Option<OurRoutes>,
@@ -176,7 +177,7 @@ impl Net {
         };
         let mut changes = routes::diff(&current, plan.routes.iter(), &plan.unreachable, kilo);
         if !is_up {
-            // The kernel takes no route to an interface that is down.
+            // The kernel accepts no route to an interface that is down.
             changes.add.retain(|entry| entry.unreachable);
             changes.replace.retain(|entry| entry.unreachable);
         }
@@ -187,8 +188,8 @@ impl Net {
         error::unless(refused, writes)
     }
 
-    /// Before a plan is applied: what it leads to is unreachable until then, and no other route gets it.
-    /// Nothing is removed.
+    /// Makes the destinations of a plan unreachable until it is applied, so that no other route gets their
+    /// packets. Removes nothing.
     ///
     /// # Errors
     /// When the kernel refuses; all are tried.
@@ -214,8 +215,8 @@ impl Net {
         Ok(writes)
     }
 
-    /// As [`Self::apply`], where all of the plan `before` is known to be there:
-    /// no route is read, and only what differs between the plans is written.
+    /// As [`Self::apply`], when the plan `before` is known to be in place: no route is read, and only what
+    /// differs between the plans is written.
     pub async fn change(&self, before: &NetPlan, plan: &NetPlan, kilo: u32) -> Result<usize, NetError> {
         let same_but_routes = (before.mtu, &before.addresses, &before.neighbours)
             == (plan.mtu, &plan.addresses, &plan.neighbours);

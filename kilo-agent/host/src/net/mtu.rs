@@ -6,13 +6,13 @@ use super::Link;
 
 /// WireGuard's overhead over an IPv6 underlay (40 IP + 8 UDP + 32 WireGuard).
 pub const OVERHEAD: u32 = 80;
-/// What every IPv4 host must take.
+/// Packet size that every IPv4 host must accept.
 pub const MIN: u32 = 576;
-/// What every IPv6 link must take: below it the kernel takes IPv6 off a device (RFC 8200, section 5).
+/// MTU that every IPv6 link must have: below it the kernel removes IPv6 from a device (RFC 8200, section 5).
 pub const MIN_IPV6: u32 = 1280;
-/// What a TUN device allows, less the overhead.
+/// Maximum MTU of a TUN device, less the overhead.
 pub const MAX: u32 = 65_535 - OVERHEAD;
-/// For a host without default route: Ethernet's 1500 less the overhead.
+/// MTU on a host without default route: Ethernet's 1500 less the overhead.
 const FALLBACK: u32 = 1500 - OVERHEAD;
 
 /// MTU of the WireGuard device, as `--mtu` asks for it.
@@ -21,11 +21,11 @@ pub enum Mtu {
     /// MTU of the default route's interface less [`OVERHEAD`], read at every reconcile.
     #[default]
     Auto,
-    /// That many bytes.
+    /// This many bytes.
     Fixed(u32),
 }
 
-/// Text that is no MTU.
+/// The text is not a valid MTU.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("`{0}` is not a valid MTU: possible values are auto and {MIN} to {MAX} (bytes)")]
 pub struct InvalidMtu(String);
@@ -54,10 +54,9 @@ impl fmt::Display for Mtu {
 }
 
 impl Mtu {
-    /// Bytes for the WireGuard device. `default_interface` is the index
-    /// [`super::Net::default_interface`] found. Where the mesh has IPv6
-    /// prefixes a small link rather fragments WireGuard's packets than to end
-    /// all of IPv6.
+    /// MTU in bytes for the WireGuard device. `default_interface` is an index found by
+    /// [`super::Net::ways_out`]. Where the mesh has IPv6 prefixes, WireGuard's packets are fragmented on a
+    /// small link, because IPv6 would otherwise stop altogether.
     pub fn resolve(self, links: &[Link], default_interface: Option<u32>, ipv6: bool) -> u32 {
         let min = if ipv6 { MIN_IPV6 } else { MIN };
         match self {

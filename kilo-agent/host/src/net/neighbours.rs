@@ -17,15 +17,15 @@ use super::{NetError, PROTOCOL, Refused, Rtnl, addresses::keep};
 /// Interface index and address.
 pub type Neighbour = (u32, IpAddr);
 
-/// Default of `gc_thresh1`: so few neighbours the kernel always keeps.
+/// Default of `gc_thresh1`: up to this many neighbours, the kernel keeps all.
 const ALWAYS: usize = 128;
 
-/// What an operator should do about a table of neighbours that is too small for these addresses, which this host sends
-/// to with no router between; `None` when it is large enough or its size cannot be read.
+/// A warning with a remedy when the neighbour table is too small for these addresses, all of them on-link;
+/// `None` when it is large enough or its size cannot be read.
 ///
-/// The kernel has one table a family for all network namespaces of the machine. From `gc_thresh2` on it forgets
-/// neighbours that were not used for seconds, and beyond `gc_thresh3` it takes no new ones and drops their packets
-/// (kernel Documentation/networking/ip-sysctl).
+/// The kernel has one table per family for all network namespaces of the machine. From `gc_thresh2` on it
+/// forgets neighbours that were not used for seconds; beyond `gc_thresh3` it accepts no new ones and drops
+/// their packets (kernel Documentation/networking/ip-sysctl).
 pub fn table_warning(neighbours: impl Iterator<Item = IpAddr>) -> Option<String> {
     let (v4, v6): (Vec<_>, Vec<_>) = neighbours.partition(IpAddr::is_ipv4);
     [("ipv4", v4.len()), ("ipv6", v6.len())].into_iter().find_map(|(family, count)| {
@@ -78,7 +78,7 @@ fn parse(message: &NeighbourMessage) -> Option<Neighbour> {
     address.filter(|_| ours).map(|address| (message.header.ifindex, address))
 }
 
-/// Adds and removes; returns the number of writes.
+/// Brings our neighbours to the wanted ones; returns the number of writes.
 pub(super) async fn apply(
     rtnl: &Rtnl,
     wanted: &BTreeSet<Neighbour>,

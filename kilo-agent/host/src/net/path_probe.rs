@@ -1,6 +1,5 @@
-//! Asks the path to a node what it carries: a datagram of our own that must not be
-//! fragmented is sent there, and the kernel says which router refused it. A raw
-//! socket is not needed, so neither is `CAP_NET_RAW`.
+//! Probes what size of packets the path to a node carries: sends a datagram that must not be fragmented, and
+//! learns from the kernel whether a router refused it. No raw socket is needed, so neither is `CAP_NET_RAW`.
 //!
 //! An ICMP error counts only for the socket whose ports it quotes; both ports are
 //! chosen anew for each datagram. A host that does not see our packets would have to guess
@@ -22,9 +21,9 @@ use tokio::{
     time::timeout,
 };
 
-/// How long a router has for its answer.
+/// How long to wait for a router's ICMP error.
 const ANSWERS_WITHIN: Duration = Duration::from_secs(1);
-/// Datagrams that must all be refused.
+/// Datagrams that must all be refused for a smaller MTU to count.
 const DATAGRAMS: usize = 2;
 /// Bytes of an IPv4 or IPv6 and a UDP header.
 const HEADERS: [u32; 2] = [20 + 8, 40 + 8];
@@ -32,8 +31,8 @@ const HEADERS: [u32; 2] = [20 + 8, 40 + 8];
 /// tunnel's default ports are among them and left out.
 const PORTS: std::ops::RangeInclusive<u16> = 52_000..=65_535;
 
-/// What routers say the path to `remote` carries, when that is less than `size`;
-/// in bytes with the IP header. `None` when nobody says so.
+/// The path MTU to `remote` that routers report when it is less than `size`; in bytes with the IP header.
+/// `None` when no router does.
 ///
 /// # Errors
 /// When the datagram cannot be sent: the interface itself carries less, or there
@@ -49,7 +48,7 @@ pub async fn smaller_than(size: u32, remote: IpAddr) -> io::Result<Option<u32>> 
     Ok(carries)
 }
 
-/// Sends one datagram; the MTU of the router that refuses it.
+/// Sends one datagram; returns the MTU that a router reports when it refuses it.
 async fn refused(size: u32, remote: IpAddr) -> io::Result<Option<u32>> {
     let socket = open(remote)?;
     let headers = HEADERS[usize::from(remote.is_ipv6())];
@@ -99,7 +98,7 @@ fn open(remote: IpAddr) -> io::Result<UdpSocket> {
     Ok(socket)
 }
 
-/// The next error the kernel holds for the socket; the MTU if a router refused a packet.
+/// Takes the next error the kernel holds for the socket; returns the MTU if a router refused a packet.
 fn read_error(socket: RawFd) -> io::Result<Option<u32>> {
     let mut space = cmsg_space!(libc::sock_extended_err, libc::sockaddr_in6);
     let mut quoted = [0; 64];

@@ -13,7 +13,7 @@ use tokio::task::JoinHandle;
 
 use super::NetError;
 
-/// A dump that changed under our hands is asked for again this often.
+/// How often a dump is attempted that is interrupted by a change.
 const DUMP_ATTEMPTS: usize = 5;
 
 /// An rtnetlink socket of the network namespace it was opened in.
@@ -24,7 +24,7 @@ pub struct Rtnl {
     _task: Arc<Task>,
 }
 
-/// Ends the socket's task with the last user.
+/// A task that ends with its last user.
 #[derive(Debug)]
 pub(super) struct Task(pub(super) JoinHandle<()>);
 
@@ -34,13 +34,13 @@ impl Drop for Task {
     }
 }
 
-/// What came in answer to one request.
+/// Replies to one request.
 #[derive(Default)]
 struct Answers {
     messages: Vec<RouteNetlinkMessage>,
-    /// The kernel's tables changed meanwhile.
+    /// The kernel's tables changed during the dump.
     is_interrupted: bool,
-    /// The last one has come.
+    /// The last reply has arrived.
     is_complete: bool,
     /// The kernel's error.
     refused: Option<io::Error>,
@@ -77,13 +77,13 @@ impl Rtnl {
         Ok(Self { handle, port, _task: Arc::new(Task(tokio::spawn(connection))) })
     }
 
-    /// What the kernel's announcements of changes through this socket carry.
+    /// Netlink port of this socket, which the kernel's notifications of changes made through it carry.
     pub fn port(&self) -> u32 {
         self.port
     }
 
-    /// As [`Self::dump`] in the calling thread's namespace, for what may have thousands of answers: the library keeps the
-    /// room that it needed for them as long as the socket, which is therefore one that is closed afterwards.
+    /// As [`Self::dump`] in the calling thread's namespace, for requests with perhaps thousands of replies:
+    /// the library keeps the buffers it needed as long as the socket, so this one is closed afterwards.
     pub async fn dump_much(
         &self,
         what: &str,
@@ -117,7 +117,7 @@ impl Rtnl {
         Ok(self.exchange(what, message, NLM_F_REQUEST | NLM_F_ACK).await?.0)
     }
 
-    /// A change, acknowledged by the kernel. `flags`: `NLM_F_CREATE` and so on.
+    /// Makes a change, which the kernel acknowledges. `flags`: `NLM_F_CREATE` and so on.
     pub async fn write(&self, what: &str, message: RouteNetlinkMessage, flags: u16) -> Result<(), NetError> {
         self.exchange(what, message, NLM_F_REQUEST | NLM_F_ACK | flags).await.map(|_| ())
     }
@@ -131,8 +131,8 @@ impl Rtnl {
         let mut request = NetlinkMessage::from(message);
         request.header.flags = flags;
         let stream = self.handle.clone().request(request).map_err(|_| NetError::Closed)?;
-        // On a task of its own: who asks may stop waiting, and the connection would warn of each answer that
-        // nobody reads any more.
+        // On a task of its own: the caller may stop waiting, and the connection would warn about each reply
+        // that is no longer read.
         let read = tokio::spawn(read(stream)).await.map_err(|_| NetError::Closed)?;
         let Answers { messages, is_interrupted, is_complete, refused } = read;
         if let Some(source) = refused {

@@ -1,6 +1,5 @@
-//! Policy rules that lead to Kilo's table of routes for pods. The data path
-//! needs none, and as long as there is any the kernel leaves the fast path of
-//! every route lookup: those that Kilo or an earlier version left are removed.
+//! Removes policy rules that lead to Kilo's table of routes for pods, left by Kilo or an earlier version. The
+//! data path needs none, and any rule takes every route lookup off the kernel's fast path.
 
 use rtnetlink::packet_route::{
     AddressFamily, RouteNetlinkMessage,
@@ -48,7 +47,7 @@ async fn read(rtnl: &Rtnl, family: AddressFamily) -> Result<Vec<RuleMessage>, Ne
     }
 }
 
-/// The header's field has a byte only.
+/// Table of a rule; the header's field has only one byte.
 fn table(rule: &RuleMessage) -> u32 {
     let wide = rule.attributes.iter().find_map(|attribute| match attribute {
         RuleAttribute::Table(number) => Some(*number),

@@ -1,6 +1,5 @@
-//! Which address packets get that leave by an uplink, by destination: as the kernel
-//! chooses the source of the host's own (route's preferred source, next hop's subnet;
-//! RFC 6724 for IPv6). Pure.
+//! Pure: which source address packets leaving by an uplink get, by destination. The choice is the kernel's
+//! for the host's own packets (route's preferred source, next hop's subnet; RFC 6724 for IPv6).
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -12,7 +11,7 @@ use ipnet::{IpNet, Ipv4Net, Ipv6Net};
 use super::links::{Address, Link};
 use kilo_core::{observed::Uplink, prefixes};
 
-/// A route of the main table, as far as it says what packets look like that use it.
+/// A route of the main table, reduced to what determines the source address of packets.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MainRoute {
     /// Index of the outgoing interface.
@@ -27,8 +26,8 @@ pub struct MainRoute {
     pub priority: u32,
 }
 
-/// Prefixes with labels of their own, as the kernel has them from the start: a source of
-/// the destination's label is preferred (RFC 6724, section 2.1 and rule 6).
+/// The kernel's default address labels (prefix, its length, label): a source with the destination's label is
+/// preferred (RFC 6724, section 2.1 and rule 6).
 const LABELS: [(Ipv6Addr, u8, u8); 8] = [
     (Ipv6Addr::UNSPECIFIED, 0, 1),
     (Ipv6Addr::new(0xfc00, 0, 0, 0, 0, 0, 0, 0), 7, 5),
@@ -40,9 +39,8 @@ const LABELS: [(Ipv6Addr, u8, u8); 8] = [
     (Ipv6Addr::LOCALHOST, 128, 0),
 ];
 
-/// The address of each family that packets usually get that leave by this link, and the
-/// destinations that want another. `own`: every address of this host, of which a
-/// route's preferred source is one.
+/// The usual source address of each family for packets that leave by this link, and the destinations that
+/// need another one. `own`: every address of this host; a route's preferred source counts only if it is one.
 pub fn choose(link: &Link, ways: &[MainRoute], own: &BTreeSet<IpAddr>) -> (Uplink, BTreeMap<IpNet, IpAddr>) {
     let ways = by_destination(link.index, ways, own);
     let (mut usual, mut others) = (Uplink::default(), BTreeMap::new());
@@ -60,7 +58,7 @@ pub fn choose(link: &Link, ways: &[MainRoute], own: &BTreeSet<IpAddr>) -> (Uplin
     if let Some(first) = choose_v6(IpNet::V6(Ipv6Net::default()), &ways, &v6) {
         usual.v6 = Some(first);
         let labels = LABELS.iter().filter_map(|(addr, length, _)| Ipv6Net::new(*addr, *length).ok());
-        // Where a destination ceases to be like this address and not like another.
+        // Prefixes of each address: where a destination may match it longer than another address.
         let near = v6.iter().flat_map(|(net, _)| {
             (1..=net.prefix_len()).filter_map(|length| Ipv6Net::new(net.addr(), length).ok())
         });
@@ -72,7 +70,7 @@ pub fn choose(link: &Link, ways: &[MainRoute], own: &BTreeSet<IpAddr>) -> (Uplin
     (usual, others)
 }
 
-/// The ways by this interface; of two to one destination the better.
+/// Routes through this interface; of several to one destination, the one with the smallest metric.
 fn by_destination(interface: u32, ways: &[MainRoute], own: &BTreeSet<IpAddr>) -> BTreeMap<IpNet, MainRoute> {
     let mut best = BTreeMap::<IpNet, MainRoute>::new();
     for way in ways.iter().filter(|way| way.interface == interface) {
@@ -93,7 +91,8 @@ fn usable_v4(address: &Address) -> Option<Ipv4Net> {
     }
 }
 
-/// With whether it is deprecated. Privacy addresses do not last as long as flows.
+/// The address and whether it is deprecated. Privacy addresses are not usable: they do not last as long as
+/// flows.
 fn usable_v6(address: &Address) -> Option<(Ipv6Net, bool)> {
     let usable = address.global && !address.secondary && (!address.unusable || address.deprecated);
     match address.net {
@@ -104,7 +103,7 @@ fn usable_v6(address: &Address) -> Option<(Ipv6Net, bool)> {
     }
 }
 
-/// For destinations in this prefix, but not in a longer one of those asked for.
+/// Source address for destinations in this prefix, but in no longer prefix that is asked for.
 fn choose_v4(place: IpNet, ways: &BTreeMap<IpNet, MainRoute>, addresses: &[Ipv4Net]) -> Option<Ipv4Addr> {
     let way = prefixes::holding(ways, place).next().map(|(_, way)| way);
     if let Some(IpAddr::V4(source)) = way.and_then(|way| way.source) {
@@ -117,8 +116,8 @@ fn choose_v4(place: IpNet, ways: &BTreeMap<IpNet, MainRoute>, addresses: &[Ipv4N
     addresses.iter().find(|net| IpNet::V4(**net).contains(&next)).map(Ipv4Net::addr)
 }
 
-/// As [`choose_v4`]: RFC 6724, rules 3 (deprecated), 6 (label) and 8 (longest match); all
-/// addresses are of one scope (2) and of the outgoing interface (5), and none is temporary (7).
+/// As [`choose_v4`], by RFC 6724: rules 3 (deprecated), 6 (label) and 8 (longest match). All addresses are of
+/// one scope (2) and on the outgoing interface (5), and none is temporary (7).
 fn choose_v6(
     place: IpNet,
     ways: &BTreeMap<IpNet, MainRoute>,
@@ -135,7 +134,7 @@ fn choose_v6(
         let most = net.prefix_len().min(candidate.prefix_len());
         (!deprecated, label(candidate.addr().into()) == wanted, same.min(most.into()))
     };
-    // Of equal ones the first counts.
+    // Of equal candidates the first wins.
     addresses.iter().rev().max_by_key(|candidate| score(candidate)).map(|(net, _)| net.addr())
 }
 
@@ -145,7 +144,7 @@ fn label(net: Ipv6Net) -> u8 {
     found.max_by_key(|(_, length, _)| *length).map_or(1, |(_, _, label)| *label)
 }
 
-/// Leaves out what the next shorter prefix says, too; the shortest says `usual`.
+/// Leaves out prefixes with the same address as the next shorter one, or as `usual` where there is none.
 fn compress(usual: IpAddr, all: BTreeMap<IpNet, IpAddr>) -> BTreeMap<IpNet, IpAddr> {
     let mut kept = BTreeMap::new();
     let mut by_length: Vec<_> = all.into_iter().collect();

@@ -1,7 +1,6 @@
-//! Tunnel devices for what the programs cannot encapsulate or decapsulate in
-//! place. Both are "external": the programs say where each packet goes. They
-//! decapsulate for anybody, too, so they are up only while a program of ours
-//! looks at what comes in by them.
+//! Tunnel devices for what the programs cannot encapsulate or decapsulate in place. Both are "external": the
+//! programs say where each packet goes. As they also decapsulate anybody's packets, they are up only while a
+//! program of ours checks what arrives on them.
 
 use std::collections::BTreeSet;
 
@@ -20,30 +19,30 @@ use super::{NetError, Rtnl, links};
 pub const VXLAN: &str = "kilo-vxlan";
 /// Name of the IPIP device.
 pub const IPIP: &str = "kilo-ipip";
-/// No limit of their own: routes and hops bear the MTUs. The kernel lowers it to what it allows.
+/// Not a limit: routes and hops have the MTUs. The kernel lowers it to what it allows.
 const MTU: u32 = 65_000;
 
-/// The devices there are now.
+/// The present tunnel devices.
 #[derive(Debug, Default)]
 pub struct Tunnels {
     /// Index of [`VXLAN`].
     pub vxlan: Option<u32>,
     /// Index of [`IPIP`].
     pub ipip: Option<u32>,
-    /// Those that are not up.
+    /// Indexes of the devices that are not up.
     pub down: BTreeSet<u32>,
-    /// How many were made.
+    /// How many were created.
     pub created: u64,
-    /// Why one cannot be had.
+    /// Why a device is not available.
     pub problems: Vec<NetError>,
 }
 
 impl Tunnels {
-    /// Sets each device up that a program guards, and each one down that none does: the kernel
-    /// would hand on whatever anybody sends to it. Returns the number of writes.
+    /// Sets each device up that a program guards, and all others down: the kernel would forward whatever
+    /// anybody sends to them. Returns the number of writes.
     ///
     /// # Errors
-    /// When the kernel refuses for one of them; the other is put right all the same.
+    /// When the kernel refuses for one of them; the other is set nevertheless.
     pub async fn guard(&mut self, rtnl: &Rtnl, unguarded: &BTreeSet<u32>) -> Result<u64, NetError> {
         let (mut writes, mut failed) = (0, None);
         for index in self.vxlan.into_iter().chain(self.ipip) {
@@ -81,8 +80,8 @@ struct Device {
     created: bool,
 }
 
-/// Finds the devices, or makes them, not up: see [`Tunnels::guard`]. A kernel without IPIP, or one whose only
-/// external IPIP device is another's (Cilium's), goes without: VXLAN serves.
+/// Finds the devices, or creates them down: see [`Tunnels::guard`]. A kernel without IPIP, or whose only
+/// external IPIP device belongs to something else (Cilium), does without: VXLAN suffices.
 pub async fn ensure(rtnl: &Rtnl) -> Tunnels {
     let mut tunnels = Tunnels::default();
     let vxlan = vec![
@@ -105,7 +104,7 @@ pub async fn ensure(rtnl: &Rtnl) -> Tunnels {
     tunnels
 }
 
-/// Removes both; returns the number of writes.
+/// Removes both devices; returns the number of writes.
 pub async fn remove(rtnl: &Rtnl) -> Result<usize, NetError> {
     let mut writes = 0;
     for (name, kind) in [(VXLAN, "vxlan"), (IPIP, "ipip")] {

@@ -24,7 +24,8 @@ const QUIET: Duration = Duration::from_millis(100);
 /// … but never longer than this.
 const LONGEST: Duration = Duration::from_secs(1);
 
-/// Bytes of announcements that wait to be read: what an agent writes in a mesh of thousands is announced to it, too.
+/// Receive buffer in bytes: in a mesh of thousands of nodes, the agent is also notified of everything it
+/// writes itself.
 const BUFFER: usize = 8 << 20;
 
 const LINKS: u8 = 1;
@@ -34,7 +35,7 @@ const RULES: u8 = 8;
 const FILTERS: u8 = 16;
 const CLOSED: u8 = 32;
 
-/// What changed since the last look.
+/// What has changed since the last call.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Changed {
     /// Links came, went, or changed their state or MTU.
@@ -49,8 +50,8 @@ pub struct Changed {
     pub filters: bool,
 }
 
-/// Subscription to the kernel's announcements. Those of routes, rules and
-/// addresses that we write ourselves are left out.
+/// Subscription to the kernel's notifications, without those of routes, rules and addresses that we write
+/// ourselves.
 #[derive(Debug)]
 pub struct Watcher {
     pending: Arc<Pending>,
@@ -61,7 +62,7 @@ pub struct Watcher {
 struct Pending {
     bits: AtomicU8,
     notify: Notify,
-    /// Notifies at once those who ask the kernel for ways.
+    /// Notified at once when packets may take another path.
     ways: Sender<()>,
 }
 
@@ -76,13 +77,13 @@ impl Pending {
 }
 
 impl Watcher {
-    /// Subscribes in the calling thread's network namespace. `own`: the socket
-    /// whose writes are not news ([`Rtnl::port`](super::Rtnl::port)).
+    /// Subscribes in the calling thread's network namespace. `own`: port of the socket whose writes are
+    /// ignored ([`Rtnl::port`](super::Rtnl::port)).
     pub fn new(own: Option<u32>) -> Result<Self, NetError> {
         Self::notifying(own, Sender::default())
     }
 
-    /// The same; `ways` is notified at once when packets may go another way.
+    /// As [`Self::new`]; `ways` is notified at once when packets may take another path.
     fn notifying(own: Option<u32>, ways: Sender<()>) -> Result<Self, NetError> {
         let groups = [
             MulticastGroup::Link,
@@ -98,7 +99,7 @@ impl Watcher {
             rtnetlink::new_multicast_connection(&groups).map_err(NetError::Socket)?;
         // SAFETY: the connection owns the socket, and lives until after the call.
         let socket = unsafe { BorrowedFd::borrow_raw(connection.socket_mut().as_raw_fd()) };
-        // With a smaller buffer everything is looked at when events were lost.
+        // If this fails, more events may be lost; everything is then read again.
         let _ = setsockopt(&socket, RcvBufForce, &BUFFER);
         let pending = Arc::new(Pending { bits: AtomicU8::new(0), notify: Notify::new(), ways });
         let connection = Task(tokio::spawn(connection));
@@ -156,9 +157,9 @@ impl Watcher {
     }
 }
 
-/// Notifies on every change of others (not through the socket `own`) for as long
-/// as the runtime lives. A subscription that ends is opened again, and counts as
-/// a change. `ways` is notified at once of those by which packets may go another way.
+/// Notifies on every change that was not made through the socket `own`, for as long as the runtime lives. A
+/// subscription that ends is opened again, and counts as a change. `ways` is notified at once when packets
+/// may take another path.
 pub fn watch(notify: Arc<Notify>, own: u32, ways: Sender<()>) -> Result<(), NetError> {
     let mut watcher = Watcher::notifying(Some(own), ways.clone())?;
     tokio::spawn(async move {

@@ -58,7 +58,7 @@ impl Backend {
 /// What status and metrics show of a peer.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct PeerStatus {
-    /// Where it was last seen, or what was set.
+    /// Address where it was last seen, or that was configured.
     pub endpoint: Option<SocketAddr>,
     /// Time since the last handshake; `None` = there was none, and then the
     /// endpoint is only what was set, not what was seen.
@@ -69,11 +69,11 @@ pub struct PeerStatus {
     pub tx_bytes: u64,
 }
 
-/// A userspace process that answers slower than this is stuck.
+/// Timeout of a request to a userspace process.
 const SOCKET_TIMEOUT: Duration = Duration::from_secs(5);
-/// The same for prefixes that move to another gateway.
+/// Timeout of a request that moves prefixes to another gateway.
 const CLAIM_TIMEOUT: Duration = Duration::from_millis(500);
-/// Peers in one request to a userspace process.
+/// Most peers in one request to a userspace process.
 const PEERS_AT_A_TIME: usize = 256;
 
 /// An existing WireGuard device.
@@ -83,12 +83,12 @@ pub struct Device {
     index: u32,
     backend: Backend,
     rtnl: Rtnl,
-    /// Shared by all copies of this handle.
+    /// The last reading, shared by all clones of this handle.
     last: Arc<Last>,
 }
 
 impl Device {
-    /// A device that exists, by name.
+    /// Opens an existing device by name.
     pub async fn open(rtnl: &Rtnl, name: &str, backend: Backend) -> Result<Self, WireguardError> {
         check_name(name)?;
         let link =
@@ -131,12 +131,12 @@ impl Device {
         }
     }
 
-    /// The present configuration and counters.
+    /// Reads the present configuration and counters.
     pub async fn read(&self) -> Result<DeviceState, WireguardError> {
         let started = Instant::now();
         let state = self.ask().await?;
         let peers = state.peers.iter().map(|(key, peer)| (*key, status(peer))).collect();
-        // It is as old as its answer's beginning.
+        // Its age counts from the start of the request.
         self.last.keep(Reading { at: started, took: started.elapsed(), peers });
         Ok(state)
     }
@@ -166,7 +166,7 @@ impl Device {
         }
     }
 
-    /// Writes changes; none = no system call. Returns their number.
+    /// Writes changes, without a system call if there are none. Returns their number.
     pub async fn apply(&self, changes: &[Change]) -> Result<usize, WireguardError> {
         if changes.is_empty() {
             return Ok(0);
@@ -175,7 +175,7 @@ impl Device {
         Ok(changes.len())
     }
 
-    /// Sends a request; `doing` says what for, in an error.
+    /// Sends a request; `doing` describes it in errors.
     async fn configure(&self, request: SetRequest, doing: &str) -> Result<(), WireguardError> {
         self.check().await?;
         let port = request.listen_port;
@@ -193,16 +193,16 @@ impl Device {
         })
     }
 
-    /// Gives prefixes to a peer that is there, whichever peer has them now, in one request and at once:
-    /// for a thread without a runtime.
+    /// Moves prefixes to an existing peer, whichever peer has them, in one request and at once. For a thread
+    /// without a runtime.
     ///
     /// # Errors
-    /// What the device says, and that it does not answer.
+    /// When the device refuses or does not answer.
     pub fn claim(&self, peer: PublicKey, prefixes: &[IpNet]) -> Result<(), WireguardError> {
         let update = diff::PeerUpdate { add_allowed_ips: prefixes.to_vec(), ..diff::PeerUpdate::default() };
         let request = diff::request_for_known(peer, update);
         let result = match self.backend {
-            // A device that has gone would be made anew.
+            // A device that has gone would be created again.
             Backend::Kernel if nix::net::if_::if_nametoindex(&*self.name) != Ok(self.index) => {
                 return Err(WireguardError::Vanished(self.name.clone()));
             }
@@ -216,10 +216,10 @@ impl Device {
         })
     }
 
-    /// Lets a peer that is there be sent to another place, at once; its session goes on.
+    /// Changes the endpoint of an existing peer at once; its session continues.
     ///
     /// # Errors
-    /// What the device says, and that it does not answer.
+    /// When the device refuses or does not answer.
     pub async fn move_endpoint(&self, peer: PublicKey, to: SocketAddr) -> Result<(), WireguardError> {
         let update = diff::PeerUpdate { endpoint: Some(to), ..diff::PeerUpdate::default() };
         self.configure(diff::request_for_known(peer, update), "move the endpoint of a peer of").await
@@ -240,7 +240,7 @@ impl Device {
         self.status_within(Duration::ZERO).await.map(|reading| reading.peers)
     }
 
-    /// The same, or what this handle or a copy of it has read for whatever purpose no longer ago than `age`.
+    /// As [`Self::read_status`], or what any clone of this handle has read no longer than `age` ago.
     ///
     /// # Errors
     /// When the device has to be read, and cannot be.
@@ -269,7 +269,7 @@ async fn blocking<T: Send + 'static>(call: impl FnOnce() -> io::Result<T> + Send
     spawn_blocking(call).await.map_err(io::Error::other)?
 }
 
-/// What the kernel says, with a peer that came in several parts put together.
+/// The device's state as the kernel reports it; parts of one peer are merged.
 fn state_of(device: control::Device, now: SystemTime) -> DeviceState {
     let mut state = DeviceState {
         private_key: device.private_key.as_ref().and_then(secret),
@@ -332,7 +332,7 @@ fn kernel_peer(peer: &SetPeer) -> control::PeerConfigBuilder {
     peer.allowed_ips.iter().fold(entry, |entry, net| entry.add_allowed_ip(net.addr(), net.prefix_len()))
 }
 
-/// All of a request, each part with the time of an answer of its own.
+/// Sends a request in parts, each with a timeout of its own.
 async fn set(name: &str, request: SetRequest) -> io::Result<()> {
     for part in request.parts(PEERS_AT_A_TIME) {
         let text = exchange(name, &part.encode()).await?;
@@ -345,8 +345,8 @@ async fn set(name: &str, request: SetRequest) -> io::Result<()> {
     Ok(())
 }
 
-/// A connection whose every write, and whose making, takes so long at most: one to a process that accepts nothing
-/// waits for room in its queue otherwise.
+/// Connects, with a timeout for connecting and for each write. Without one, connecting to a process that
+/// accepts nothing would wait for room in its queue.
 fn connect_within(path: &Path, timeout: Duration) -> io::Result<std::os::unix::net::UnixStream> {
     let flags = SockFlag::SOCK_CLOEXEC;
     let stream =
@@ -373,7 +373,7 @@ fn exchange_blocking(name: &str, request: &str) -> io::Result<()> {
         match stream.read(&mut part) {
             Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
             Ok(length) => answer.extend_from_slice(&part[..length]),
-            // How Linux says that the time of a socket is over.
+            // Linux reports a socket's timeout this way.
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
                 let waited = format!("its process has not answered for {} ms", CLAIM_TIMEOUT.as_millis());
                 return Err(io::Error::new(io::ErrorKind::TimedOut, waited));
@@ -389,9 +389,8 @@ fn exchange_blocking(name: &str, request: &str) -> io::Result<()> {
     }
 }
 
-/// One request over the socket. Ours and not wireguard-control's: that one
-/// turns every error into EINVAL, prints to stdout and starts `wireguard-go`
-/// on its own when nobody answers.
+/// Sends one request over the socket; returns the answer. Not done by wireguard-control, which turns every
+/// error into EINVAL, prints to stdout and starts `wireguard-go` on its own when nobody answers.
 async fn exchange(name: &str, request: &str) -> io::Result<String> {
     let talk = async {
         let mut stream = UnixStream::connect(socket_path(name)).await?;

@@ -24,19 +24,19 @@ use super::{
 use crate::net::{NetError, Rtnl, links};
 use kilo_core::{errors::Cause, settings::WireguardMode};
 
-/// The interface there is now.
+/// The interface that was found or created.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Ensured {
     /// Who does the encryption.
     pub backend: Backend,
     /// Interface index.
     pub index: u32,
-    /// True when it was not there before: without addresses, routes and programs.
+    /// True when it was created: it has no addresses, routes or programs yet.
     pub created: bool,
 }
 
-/// How long a userspace process may take to come up. One that ends is seen at once; one that lives may wait seconds for a
-/// processor where many start, and who gave it up would start over.
+/// How long a userspace process may take to start. One that ends is noticed at once; one that lives may wait
+/// seconds for a processor where many start, and giving up would mean starting over.
 const START_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Finds the interface, or creates it when `create`. A userspace process is
@@ -58,7 +58,7 @@ pub async fn ensure_device(
     if mode != WireguardMode::Userspace {
         match create_kernel(rtnl, name).await {
             Ok(()) => {}
-            // Somebody else was faster: see what it is.
+            // Something else was faster: see what it is.
             Err(error) if error.errno() == Some(nix::libc::EEXIST) => {}
             Err(NetError::Kernel { source, .. }) if source.raw_os_error() == Some(nix::libc::EOPNOTSUPP) => {
                 if mode == WireguardMode::Kernel {
@@ -107,8 +107,8 @@ async fn existing(rtnl: &Rtnl, name: &str, mode: WireguardMode) -> Result<Option
     }
 }
 
-/// Created inside its namespace, never moved: WireGuard's outer socket stays
-/// in the namespace of birth.
+/// Creates the interface inside its namespace; it is never moved, as WireGuard's outer socket stays in the
+/// namespace where it was created.
 async fn create_kernel(rtnl: &Rtnl, name: &str) -> Result<(), NetError> {
     let mut message = LinkMessage::default();
     message.attributes.push(LinkAttribute::IfName(name.to_owned()));

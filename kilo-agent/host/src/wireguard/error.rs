@@ -14,12 +14,12 @@ pub enum WireguardError {
     /// `--interface` is not an interface name.
     #[error("`{0}` is not a valid interface name: 1 to 15 characters, no slash, no white space")]
     InvalidName(String),
-    /// `--create-interface=false`, and no other program has made it.
+    /// The interface does not exist, and `--create-interface=false`.
     #[error(
         "interface {0} does not exist, and --create-interface=false; start the program that creates it, or drop the flag"
     )]
     Absent(String),
-    /// Somebody else's interface has the name.
+    /// Another kind of interface has the name.
     #[error(
         "interface {name} exists but is of kind `{kind}`, not WireGuard; rename or delete it, or choose another --interface"
     )]
@@ -29,7 +29,7 @@ pub enum WireguardError {
         /// Kind, as the kernel calls it.
         kind: String,
     },
-    /// A TUN device nobody answers for.
+    /// A TUN device without a userspace process that answers for it.
     #[error(
         "interface {name} is a TUN device, but no userspace WireGuard answers at {socket}: {source}; delete the \
          interface (ip link delete {name}) or start the process that belongs to it"
@@ -62,7 +62,7 @@ pub enum WireguardError {
          (--wireguard=userspace)"
     )]
     NoKernelSupport(#[source] io::Error),
-    /// No module, and no userspace process instead of it.
+    /// The kernel has no WireGuard, and a userspace process did not start either.
     #[error(
         "this kernel has no WireGuard ({kernel}); load its module on the host (modprobe wireguard), or apply the \
          manifest of your platform and CNI that ends in -userspace.yaml, or the Helm chart with wireguard=container: \
@@ -91,9 +91,9 @@ pub enum WireguardError {
     NotStarted {
         /// Interface name.
         name: String,
-        /// What was seen.
+        /// The error, or the last line of its log.
         source: Cause,
-        /// Where there is more to read.
+        /// Its log, if there is one.
         log: Option<PathBuf>,
     },
     /// Another userspace process serves this interface.
@@ -107,7 +107,7 @@ pub enum WireguardError {
     Tun {
         /// Interface name.
         name: String,
-        /// What the library says.
+        /// The library's error.
         source: Cause,
     },
     /// Reading or writing the device failed.
@@ -121,12 +121,12 @@ pub enum WireguardError {
     /// The key file cannot be read or written.
     #[error("private key {path}: {source}")]
     KeyFile {
-        /// File.
+        /// Path of the key file.
         path: PathBuf,
         /// The error underneath.
         source: io::Error,
     },
-    /// The key file holds something else; it is not overwritten.
+    /// The key file does not hold a key; it is not overwritten.
     #[error(
         "private key {0}: not a valid WireGuard key (base64 of 32 bytes); restore it from a backup, or remove it to get a new one"
     )]

@@ -1,14 +1,12 @@
-//! What is done about peers that are new, or have another endpoint, and silent.
+//! Triggers handshakes with peers that are new, or have a new endpoint, and stay silent.
 //!
-//! WireGuard shakes hands when there is something to send, and tries again
-//! after 5 s (`REKEY_TIMEOUT`) when the other end did not answer; a session that
-//! only one end still has is abandoned after 15 s. Both happen when a leader
-//! moves: the new one speaks before the others know its key. So a moment later
-//! those that are still silent are made to shake hands: by an empty datagram
-//! where this end has not tried yet, and where it has, as a peer that is removed
-//! and added once more, because nothing else makes WireGuard forget that it
-//! waits. Two that begin at the same moment refuse each other's answers and
-//! wait, too: therefore the end with the smaller key goes first.
+//! WireGuard starts a handshake when there is something to send, and tries again after 5 s (`REKEY_TIMEOUT`)
+//! when the other end did not answer; a session that only one end still has is abandoned after 15 s. Both
+//! happen when a leader moves: the new one sends before the others know its key. A moment later, peers that
+//! are still silent are therefore made to handshake: by an empty datagram where this end has not tried yet,
+//! otherwise by removing the peer and adding it again, because nothing else makes WireGuard forget that it
+//! waits. Two ends that start at the same moment refuse each other's responses and wait, too, so the end with
+//! the smaller key goes first.
 
 use std::{
     collections::BTreeMap,
@@ -72,7 +70,7 @@ impl HandshakeNudge {
         }
     }
 
-    /// When there may be something to do next.
+    /// When [`Self::nudge`] is to be called next; `None` when no peer is watched.
     pub fn due(&self) -> Option<Instant> {
         self.waiting.iter().map(|peer| peer.due).min()
     }
@@ -95,9 +93,8 @@ impl HandshakeNudge {
     }
 }
 
-/// Which peers to recreate, and which to send a datagram, so that they handshake:
-/// those with no handshake since they are watched; recreated is one that this end
-/// has tried in vain. Pure.
+/// Pure: which peers to recreate, and which to send a datagram, so that they handshake. These are the peers
+/// without a handshake since they are watched; those that this end has tried in vain are recreated.
 fn silent(pending: &[PendingPeer], state: &DeviceState, now: Instant) -> (Vec<Change>, Vec<IpAddr>) {
     let (mut renewed, mut addresses) = (Vec::new(), Vec::new());
     for PendingPeer { key, address, since, .. } in pending {
@@ -113,7 +110,7 @@ fn silent(pending: &[PendingPeer], state: &DeviceState, now: Instant) -> (Vec<Ch
     (renewed, addresses)
 }
 
-/// A peer as it is, for a device that does not have it.
+/// The whole configuration of a peer, for a device that does not have it.
 fn whole(peer: &PeerState) -> PeerUpdate {
     PeerUpdate {
         endpoint: peer.endpoint,

@@ -10,10 +10,10 @@ use std::{
 use super::WireguardError;
 use kilo_core::wireguard::key::SecretKey;
 
-/// Where Kilo keeps it, and so do we: a node keeps its key across the change.
+/// Kilo's path, too: a node keeps its key when it changes to this agent.
 pub const DEFAULT_PATH: &str = "/var/lib/kilo/key";
 
-/// No key file is longer; anything else is rubbish.
+/// Most bytes read from a key file, which is never that long.
 const LONGEST: u64 = 256;
 
 /// Reads the key, or makes one at first start.
@@ -31,10 +31,10 @@ pub fn load_or_create(path: &Path) -> Result<SecretKey, WireguardError> {
     load(path, File::open(path).map_err(failed)?)
 }
 
-/// Reads the key as [`load_or_create`] does; `None` where there is no file, and none is made.
+/// Reads the key as [`load_or_create`] does, without making one; `None` when there is no file.
 ///
 /// # Errors
-/// When there is a file that holds no key, or cannot be read.
+/// When there is a file that does not hold a key or cannot be read.
 pub fn load_existing(path: &Path) -> Result<Option<SecretKey>, WireguardError> {
     match File::open(path) {
         Ok(file) => load(path, file).map(Some),
@@ -47,7 +47,7 @@ fn load(path: &Path, file: File) -> Result<SecretKey, WireguardError> {
     let failed = |source| WireguardError::KeyFile { path: path.to_owned(), source };
     let metadata = file.metadata().map_err(failed)?;
     if !metadata.is_file() {
-        // Never the permissions of a device or directory.
+        // Never change the permissions of a device or directory.
         return Err(WireguardError::KeyContent(path.to_owned()));
     }
     let mode = metadata.permissions().mode() & 0o777;

@@ -1,7 +1,7 @@
-//! What a device said of its peers when it was read last, for those who need not know it newer.
+//! The last reading of a device's peers, for callers that do not need a newer one.
 //!
-//! A device with many prefixes takes a tenth of a second to read, and it is read for reconciles, for what is announced and for
-//! relays.
+//! A device with many prefixes takes a tenth of a second to read, and reconciles, announcements and relays
+//! all need it.
 
 use std::{
     collections::BTreeMap,
@@ -19,17 +19,17 @@ pub struct Reading {
     pub at: Instant,
     /// How long it took to read them.
     pub took: Duration,
-    /// The peers, with the ages that their handshakes have now.
+    /// The peers, with the ages of their handshakes when this was returned.
     pub peers: BTreeMap<PublicKey, PeerStatus>,
 }
 
 impl Reading {
-    /// Nothing: there is no device.
+    /// An empty reading, for when there is no device.
     pub fn nothing(at: Instant) -> Self {
         Self { at, took: Duration::ZERO, peers: BTreeMap::new() }
     }
 
-    /// The same reading for somebody who looks at it later: handshakes have become older since.
+    /// The same reading with the ages of handshakes at `now`.
     fn seen_at(&self, now: Instant) -> Self {
         let since = now.saturating_duration_since(self.at);
         let mut later = self.clone();
@@ -49,7 +49,7 @@ impl Last {
         *self.0.lock().unwrap_or_else(PoisonError::into_inner) = Some(reading);
     }
 
-    /// The reading, if it is not older than this.
+    /// The last reading, if it is younger than `age`, with the ages of handshakes at `now`.
     pub fn within(&self, age: Duration, now: Instant) -> Option<Reading> {
         let last = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let reading = last.as_ref().filter(|last| now.saturating_duration_since(last.at) < age)?;

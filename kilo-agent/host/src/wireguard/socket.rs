@@ -1,4 +1,4 @@
-//! Where the UAPI socket of a userspace WireGuard device is: agent, process and `wg` look in one place.
+//! Path of the UAPI socket of a userspace WireGuard device, on which agent, process and `wg` agree.
 
 use std::path::PathBuf;
 
@@ -6,9 +6,9 @@ use wireguard_control::InterfaceName;
 
 use super::WireguardError;
 
-/// Overrides where the sockets are; agent and process must agree.
+/// Environment variable that overrides the directory of the sockets; agent and process must agree.
 pub const DIRECTORY_VARIABLE: &str = "KILO_WIREGUARD_SOCKETS";
-/// Where `wg` and everybody else looks for them.
+/// Where `wg` and other programs look for the sockets.
 const DIRECTORY: &str = "/var/run/wireguard";
 
 /// Directory of the sockets.
@@ -16,15 +16,15 @@ pub fn socket_directory() -> PathBuf {
     std::env::var_os(DIRECTORY_VARIABLE).map_or_else(|| PathBuf::from(DIRECTORY), PathBuf::from)
 }
 
-/// Where a userspace device's socket is.
+/// Path of a userspace device's socket.
 pub fn socket_path(name: &str) -> PathBuf {
     socket_directory().join(format!("{name}.sock"))
 }
 
-/// The name of an interface.
+/// Parses the name of an interface.
 ///
 /// # Errors
-/// When the kernel takes no such name.
+/// When the kernel would not accept the name.
 pub(super) fn interface_name(name: &str) -> Result<InterfaceName, WireguardError> {
     name.parse().map_err(|_| WireguardError::InvalidName(name.to_owned()))
 }

@@ -1,11 +1,10 @@
 //! WireGuard in a process, for kernels without the module: gotatun between a
 //! TUN device and a UDP socket, driven over the standard UAPI socket.
 //!
-//! A process of its own (`kg userspace-wireguard <interface>`): traffic goes
-//! on when the agent is killed or replaced. It ends on SIGTERM, and when its
-//! interface is deleted. gotatun's own UAPI server is not used: it drops the
-//! session of a peer it changes, leaves an allowed IP that moved listed with
-//! its former holder, and hangs up instead of answering an error.
+//! It is a process of its own (`kg userspace-wireguard <interface>`), so that traffic continues when the
+//! agent is killed or replaced. It ends on SIGTERM, and when its interface is deleted. gotatun's own UAPI
+//! server is not used: it drops the session of a peer it changes, keeps an allowed IP that moved listed with
+//! its former peer, and hangs up instead of answering an error.
 
 mod engine;
 mod tun;
@@ -46,14 +45,14 @@ use tun::Tun;
 /// Subcommand of `kg` that calls [`run`].
 pub const SUBCOMMAND: &str = "userspace-wireguard";
 
-/// A request beyond this is not read to its end (1,000 peers need about 1 MB).
+/// Most bytes read from one client (a request of 1,000 peers needs about 1 MB).
 const LARGEST_REQUEST: u64 = 64 << 20;
-/// Clients at a time.
+/// Most clients at a time.
 const CLIENTS: usize = 16;
 /// How long a process whose interface is gone may take to end; less than the agent waits.
 const ENDS_WITHIN: Duration = Duration::from_secs(4);
 
-/// Where a process started by [`spawn_detached`] writes what it has to say.
+/// Log file of a process started by [`spawn_detached`].
 pub fn log_path(interface: &str) -> PathBuf {
     socket_directory().join(format!("{interface}.log"))
 }
@@ -70,7 +69,7 @@ pub struct Detached {
 }
 
 impl Detached {
-    /// True once the process is over.
+    /// True once the process has ended.
     pub fn has_ended(&self) -> bool {
         self.ended.load(Ordering::Acquire)
     }
@@ -141,8 +140,8 @@ async fn serve(interface: &str) -> Result<(), WireguardError> {
     let rtnl = Rtnl::new()?;
     wait_for_predecessor(&rtnl, interface, &path).await?;
     let tun_error = |source: Cause| WireguardError::Tun { name: interface.to_owned(), source };
-    // The kernel lets one process at a time have the name: from here on a
-    // socket that is still there belongs to a dead one.
+    // Only one process at a time can have the interface: a socket that still exists from here on belongs to a
+    // dead one.
     let tun = Tun::create(interface).map_err(|error| tun_error(error.into()))?;
     let mut engine = Engine::start(tun).await.map_err(|error| tun_error(error.into()))?;
     let mut terminate =
@@ -152,8 +151,8 @@ async fn serve(interface: &str) -> Result<(), WireguardError> {
     let listener = bind(&path).map_err(|source| device_error(&format!("open {}", path.display()), source))?;
     let (sender, mut requests) = mpsc::channel(CLIENTS);
     let acceptor = tokio::spawn(accept(listener, sender));
-    // The TUN device's end is not readable from its file (epoll only says
-    // EPOLLERR, which tokio does not pass on): ask netlink.
+    // The file of the TUN device does not show its deletion (epoll only says EPOLLERR, which tokio does not
+    // pass on): netlink does.
     let mut watcher = Watcher::new(None)?;
     let index = links::by_name(&rtnl, interface).await?.map_or(0, |link| link.index);
     let deleted = loop {
@@ -195,7 +194,7 @@ async fn wait_for_predecessor(rtnl: &Rtnl, interface: &str, path: &Path) -> Resu
             if links::by_name(rtnl, interface).await?.is_some() {
                 return Err(WireguardError::AlreadyRunning(interface.to_owned()));
             }
-            // It has nothing to say unasked: whatever is read is the end.
+            // It sends nothing unasked: a read returns only when it has ended.
             let _ = predecessor.read(&mut [0]).await;
         }
         Ok(())
@@ -230,7 +229,7 @@ async fn accept(listener: UnixListener, requests: mpsc::Sender<Request>) {
     }
 }
 
-/// Requests of one client, each ended by an empty line.
+/// Serves the requests of one client, each ended by an empty line.
 async fn converse(stream: UnixStream, requests: &mpsc::Sender<Request>) -> io::Result<()> {
     let (reader, mut writer) = stream.into_split();
     let mut reader = BufReader::new(reader.take(LARGEST_REQUEST));

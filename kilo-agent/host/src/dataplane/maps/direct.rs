@@ -1,4 +1,4 @@
-//! What `direct_v4` holds: the part of `prefix_v4` that an array answers (`kilo_common::direct`).
+//! Content of `direct_v4`: the part of `prefix_v4` that an array lookup answers (`kilo_common::direct`).
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -19,7 +19,7 @@ use kilo_core::tables::{Hop, Tables};
 
 use super::super::{DataplaneError, load::PinnedMaps};
 
-/// The words that the tables give the array, by index.
+/// The array's words for these tables, with their indexes, sorted by index.
 pub(super) fn words(tables: &Tables) -> Vec<(u32, u64)> {
     let is_wanted = |prefix: &Ipv4Net| {
         let wanted = tables.config.direct_shift;
@@ -30,7 +30,7 @@ pub(super) fn words(tables: &Tables) -> Vec<(u32, u64)> {
     let given = given(tables);
     let mut words = Vec::new();
     while let Some((prefix, value)) = prefixes.next() {
-        // Within come next, in this order.
+        // Prefixes within this one come next in this order.
         if !is_wanted(&prefix) || prefixes.peek().is_some_and(|(next, _)| prefix.contains(next)) {
             continue;
         }
@@ -47,7 +47,7 @@ pub(super) fn words(tables: &Tables) -> Vec<(u32, u64)> {
         let place = Place::of(prefix.network().octets(), tables.config.direct_shift);
         words.extend(place.word(PrefixValue { hop: value.hop, flags }).map(|word| (place.index, word)));
     }
-    // The first of several keeps the place.
+    // The first of several prefixes with the same index keeps it.
     words.sort_by_key(|(index, _)| *index);
     words.dedup_by_key(|(index, _)| *index);
     words
@@ -56,18 +56,18 @@ pub(super) fn words(tables: &Tables) -> Vec<(u32, u64)> {
 fn v4<'a, V: 'a>(entries: impl Iterator<Item = &'a (IpNet, V)>) -> impl Iterator<Item = (Ipv4Net, &'a V)> {
     entries.map_while(|(prefix, value)| match prefix {
         IpNet::V4(prefix) => Some((*prefix, value)),
-        // These come behind.
+        // IPv6 sorts behind IPv4.
         IpNet::V6(_) => None,
     })
 }
 
-/// Destinations that are never masqueraded, asked about in order.
+/// Entries of `masq_dst`; prefixes must be looked up in order.
 struct Excluded<I: Iterator> {
     entries: std::iter::Peekable<I>,
 }
 
 impl<'a, I: Iterator<Item = (Ipv4Net, &'a u32)>> Excluded<I> {
-    /// True when this very prefix is, with all that lies within.
+    /// True when exactly this prefix is excluded from masquerading, with every entry within it.
     fn holds(&mut self, prefix: Ipv4Net) -> bool {
         while self.entries.next_if(|(entry, _)| *entry < prefix).is_some() {}
         let mut holds = self.entries.peek().is_some_and(|(entry, _)| *entry == prefix);
@@ -78,7 +78,7 @@ impl<'a, I: Iterator<Item = (Ipv4Net, &'a u32)>> Excluded<I> {
     }
 }
 
-/// The IPv4 addresses that masqueraded packets get.
+/// IPv4 addresses that masqueraded packets get as source.
 fn given(tables: &Tables) -> BTreeSet<Ipv4Addr> {
     let usual = tables.device.values().map(|device| Ipv4Addr::from(device.masq_v4));
     let others = tables.masq_addr.values().filter_map(|addr| match addr {
@@ -88,13 +88,13 @@ fn given(tables: &Tables) -> BTreeSet<Ipv4Addr> {
     usual.chain(others).collect()
 }
 
-/// Whether one of them is in the prefix.
+/// Whether one of these addresses is in the prefix.
 fn is_translated_to(given: &BTreeSet<Ipv4Addr>, prefix: Ipv4Net) -> bool {
     given.range(prefix.network()..=prefix.broadcast()).next().is_some()
 }
 
-/// Whether the entry in `hop` says by itself that a packet is from this prefix's node: its address is a
-/// sender with that hop, which may come in by the interface that leads there.
+/// Whether the entry in `hop` alone proves that a packet is from this prefix's node: the node's address is a
+/// sender with that hop, and may arrive by the interface that leads there.
 fn is_known_sender(tables: &Tables, value: PrefixValue) -> bool {
     if value.hop < HOP_FIRST_NODE || value.flags & PREFIX_SOURCE == 0 {
         return false;
@@ -108,7 +108,7 @@ fn is_known_sender(tables: &Tables, value: PrefixValue) -> bool {
     *ifindex != 0 && sender.is_some_and(|sender| sender.hop == value.hop && sender.may_arrive_by(*ifindex))
 }
 
-/// Writes places; returns how many.
+/// Writes words by index, 0 to clear one; returns how many.
 pub(super) fn write(
     maps: &mut PinnedMaps,
     words: impl IntoIterator<Item = (u32, u64)>,
@@ -160,7 +160,7 @@ mod tests {
             prefixes in prop::collection::vec((0u32..4, 0u32..0x400, 8u8..=32, 0u32..9), 0..40),
             addr in (0u32..4, 0u32..0x400), shift in 0u16..32,
         ) {
-            // Few bits differ, so that prefixes hold others and share places.
+            // Few bits differ, so that prefixes contain each other and share indexes.
             let spread = |(high, low): (u32, u32)| high << 30 | low << 4;
             let mut tables = Tables::default();
             for (high, low, length, hop) in prefixes {

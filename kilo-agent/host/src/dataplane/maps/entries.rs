@@ -1,4 +1,4 @@
-//! Entries of one map: their keys, reading all of them, and writing those that differ.
+//! Entries of one map: converting keys, reading all entries, writing those that differ.
 
 use std::{
     collections::BTreeMap,
@@ -26,7 +26,7 @@ use super::{
     form::Towards,
 };
 
-/// A prefix of one family, as the key of its trie.
+/// A prefix that is the key of an LPM trie.
 pub(super) trait Prefix: Ord + Key {
     type Octets: Pod;
     fn key(&self) -> TrieKey<Self::Octets>;
@@ -82,7 +82,7 @@ pub(super) fn read_trie<P: Prefix, V: Pod>(
     Ok(content)
 }
 
-/// The places that are taken: those that are not all zeros.
+/// Reads the entries of an array that are not all zeros.
 pub(super) fn read_array<V: Pod + Default + PartialEq>(
     maps: &mut PinnedMaps,
     name: &'static str,
@@ -116,7 +116,7 @@ pub(super) struct Difference<K, V> {
     pub(super) remove: Vec<K>,
 }
 
-/// One walk over both: they are sorted.
+/// Compares both in one walk: they are sorted.
 pub(super) fn difference<K: Key, V: PartialEq + Copy>(
     present: &BTreeMap<K, V>,
     desired: impl Iterator<Item = (K, V)>,
@@ -182,7 +182,7 @@ pub(super) fn write_hash<K: Ord + Copy, P: Pod, V: Pod>(
     Ok(writes as u64)
 }
 
-/// An entry that somebody else has removed is removed.
+/// Accepts that an entry to be removed is already gone.
 fn gone(result: Result<(), MapError>) -> Result<(), MapError> {
     match result {
         Err(MapError::SyscallError(error)) if error.io_error.kind() == std::io::ErrorKind::NotFound => Ok(()),

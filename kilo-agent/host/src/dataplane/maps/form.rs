@@ -1,5 +1,5 @@
-//! Between the tables of a plan and what the maps hold: each family in maps of its own, or
-//! IPv4 as a part of IPv6.
+//! Converts between the tables of a plan and the content of the maps, where each family has its own map or
+//! IPv4 is mapped into IPv6.
 
 use std::{
     collections::BTreeMap,
@@ -19,7 +19,7 @@ use kilo_core::{
 
 use super::Content;
 
-/// The desired content, in order. What the tables have in the same form is not copied.
+/// The desired content, in key order. Tables that already have the form of the map are not copied.
 pub(super) struct Desired<'a> {
     pub(super) tables: &'a Tables,
     pub(super) masq_src: FlatMap<Ipv6Net, u32>,
@@ -76,15 +76,15 @@ impl<'a> Desired<'a> {
     }
 }
 
-/// An array has places up to the highest id.
+/// Number of array slots up to the highest id.
 pub(super) fn places(last: Option<u32>) -> usize {
     last.map_or(0, |id| id as usize + 1)
 }
 
-/// Where IPv4 stands in the tables of masquerading, which are one for both
-/// families: `::ffff:0:0/96` (RFC 4291, section 2.5.5.2).
+/// Where the masquerading maps, which are shared by both families, have IPv4: `::ffff:0:0/96` (RFC 4291,
+/// section 2.5.5.2).
 const MAPPED: Ipv6Net = Ipv6Net::new_assert(Ipv6Addr::new(0, 0, 0, 0, 0, 0xffff, 0, 0), 96);
-/// Value of a prefix that is there so that no shorter one counts.
+/// Value of an entry that only keeps shorter prefixes from matching.
 const MASQ_NOTHING: u32 = 0;
 
 fn mapped(table: &FlatMap<IpNet, u32>) -> FlatMap<Ipv6Net, u32> {
@@ -101,10 +101,10 @@ fn mapped(table: &FlatMap<IpNet, u32>) -> FlatMap<Ipv6Net, u32> {
             IpNet::V6(v6) => Some((*v6, *value)),
         })
     };
-    // IPv4 stands between what sorts before and behind it.
+    // IPv4 sorts between the IPv6 prefixes before and behind its range.
     let before = v6().filter(|(prefix, _)| *prefix < MAPPED);
     let behind = v6().filter(|(prefix, _)| *prefix >= MAPPED);
-    // `::/0` speaks of IPv6 only, whatever else is said of all IPv4.
+    // An IPv6 prefix that contains the range of IPv4, such as `::/0`, must not match IPv4.
     let is_held = v6().any(|(prefix, _)| prefix != MAPPED && prefix.contains(&MAPPED));
     let nothing = is_held.then_some((MAPPED, MASQ_NOTHING));
     before.chain(nothing).chain(v4).chain(behind).collect()
@@ -129,8 +129,8 @@ const fn in_v6(addr: IpAddr) -> Ipv6Addr {
     }
 }
 
-/// What `masq_addr` holds: the addresses by interface and destination, and each address
-/// that an uplink gives once more by itself.
+/// Content of `masq_addr`: the addresses by interface and destination, and under [`MASQ_ADDR_OWN`] each
+/// address that an uplink gives to packets.
 fn masq_addrs(tables: &Tables) -> BTreeMap<Towards, MasqAddr> {
     let map = in_v6;
     let mut all = BTreeMap::new();
@@ -151,11 +151,11 @@ fn masq_addrs(tables: &Tables) -> BTreeMap<Towards, MasqAddr> {
     for (&ifindex, device) in &tables.device {
         let [v4, v6] = [Ipv4Addr::from(device.masq_v4).to_ipv6_mapped(), Ipv6Addr::from(device.masq_v6)];
         if wide.contains(&ifindex) {
-            // A short prefix speaks of IPv6 only.
+            // A shorter prefix is meant for IPv6 only.
             let usual = MasqAddr { addr: v4.octets(), ifindex };
             all.entry(Towards(ifindex, MAPPED)).or_insert(usual);
         }
-        // What leaves by the WireGuard device has one address, which an uplink may have, too.
+        // Packets that leave by the WireGuard device get one address, which may be an uplink's, too.
         if ifindex != tables.config.kilo_ifindex {
             own.entry(v4).or_insert(ifindex);
             own.entry(v6).or_insert(ifindex);
@@ -169,7 +169,7 @@ fn masq_addrs(tables: &Tables) -> BTreeMap<Towards, MasqAddr> {
     all
 }
 
-/// The inverse, without what `device` says already.
+/// The inverse of [`masq_addrs`], without the addresses that are in `device`.
 fn unmapped_addrs(content: &Content) -> BTreeMap<(u32, IpNet), IpAddr> {
     let of_interfaces = content.masq_addr.iter().filter(|(Towards(ifindex, _), _)| *ifindex != MASQ_ADDR_OWN);
     let all = of_interfaces.filter_map(|(Towards(ifindex, net), value)| {
@@ -222,7 +222,7 @@ impl From<&Content> for Tables {
     }
 }
 
-/// The inverse of [`raw_hop`]; `None` for what drops.
+/// The inverse of [`raw_hop`]; `None` for a hop that drops.
 fn plan_hop(hop: &Hop) -> Option<tables::Hop> {
     let addr = |octets: [u8; 16]| match (hop.family, octets) {
         (FAMILY_V6, octets) => IpAddr::from(octets),
@@ -247,7 +247,8 @@ fn plan_hop(hop: &Hop) -> Option<tables::Hop> {
     }
 }
 
-/// Addresses of two families have no hop: it drops, counted.
+/// A hop in the form of the map; `None` when its addresses are of two families: packets to it are dropped and
+/// counted.
 fn raw_hop(hop: &tables::Hop) -> Option<Hop> {
     match *hop {
         tables::Hop::Local => Some(Hop { kind: HOP_KIND_LOCAL, ..Hop::default() }),

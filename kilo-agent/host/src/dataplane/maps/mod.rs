@@ -1,5 +1,5 @@
-//! Desired map content against what the maps hold: only differences are
-//! written, in an order in which no packet sees a prefix without its hop.
+//! Compares the desired map content with what the maps hold and writes only differences, in an order in which
+//! no packet sees a prefix without its hop.
 
 mod direct;
 mod entries;
@@ -45,12 +45,12 @@ pub struct Content {
     masq_addr: BTreeMap<Towards, MasqAddr>,
     device: BTreeMap<u32, Device>,
     signal_key: BTreeMap<Ipv6Addr, SignalKey>,
-    /// As read last: kernels write the second.
+    /// As last read: BPF programs write the second word.
     lead: [u64; 2],
     config: Config,
 }
 
-/// A map the agent fills: how many of its places are taken, and how many are to be.
+/// A map the agent fills, and how to count its present and desired entries.
 struct Filled {
     name: &'static str,
     present: fn(&Content) -> usize,
@@ -83,7 +83,7 @@ const FILLED: &[Filled] = &[
 ];
 
 impl Content {
-    /// Places taken in each map the agent fills.
+    /// Entries in each map the agent fills, by map name.
     pub(super) fn entries(&self) -> BTreeMap<&'static str, usize> {
         FILLED.iter().map(|map| (map.name, (map.present)(self))).collect()
     }
@@ -105,9 +105,9 @@ pub fn read_all(maps: &mut PinnedMaps) -> Result<Content, DataplaneError> {
     Ok(content)
 }
 
-/// Reads what the maps say of tables: `direct_v4` says nothing that `prefix_v4` does not.
+/// Reads all maps but `direct_v4`, which has nothing that `prefix_v4` does not.
 pub fn read(maps: &mut PinnedMaps) -> Result<Content, DataplaneError> {
-    // Every field by its name, so that a new one is read.
+    // Names every field, so that a new one is read, too.
     Ok(Content {
         prefix_v4: read_trie(maps, name::PREFIX_V4)?,
         prefix_v6: read_trie(maps, name::PREFIX_V6)?,
@@ -135,11 +135,12 @@ pub fn read_lead(maps: &mut PinnedMaps) -> Result<[u64; 2], DataplaneError> {
 pub struct Applied {
     /// Number of writes.
     pub writes: u64,
-    /// Destinations that are never masqueraded, which may have been before.
+    /// Destinations newly excluded from masquerading; flows to them may have entries in the NAT table.
     pub excluded: Vec<Ipv6Net>,
 }
 
-/// Writes what differs and keeps `present` true. `replaces_layout`: maps of another layout carried packets until now.
+/// Writes what differs and updates `present`. `replaces_layout`: maps of another layout carried packets until
+/// now.
 pub fn apply(
     maps: &mut PinnedMaps,
     programs: &Programs,
@@ -150,7 +151,7 @@ pub fn apply(
     let desired = Desired::new(tables);
     check_capacity(&desired)?;
     let mut writes = 0;
-    // First what others point to, then the pointers; on the way back the other way round.
+    // Entries that others refer to are written first and removed last.
     let hops = difference(&present.hop, desired.hop());
     let nodes_v4 = difference(&present.node_v4, desired.node_v4());
     let nodes_v6 = difference(&present.node_v6, desired.node_v6());
@@ -166,8 +167,9 @@ pub fn apply(
     let excluded = destinations.write.iter().filter(|(_, value)| *value == MASQ_EXCLUDE);
     let excluded = excluded.map(|(prefix, _)| *prefix).collect();
 
-    // The array is asked before every other table, and says what they say together: where it will say something else,
-    // or nothing, the trie answers until all of them are written, also when that fails or this process ends.
+    // The programs look up the array before every other table, and its words combine those. Words that change
+    // or go are cleared first, so that the trie answers until all tables are written, even if that fails or
+    // this process ends.
     let changed =
         direct_v4.write.iter().map(|(place, _)| *place).filter(|place| present.direct_v4.contains_key(place));
     let outdated: Vec<_> = direct_v4.remove.iter().copied().chain(changed).map(|place| (place, 0)).collect();
@@ -184,7 +186,8 @@ pub fn apply(
         present.lead[0] = tables.lead[0];
         writes += 1;
     }
-    // A host that boots asks who leads. One that goes on carrying packets must not steer to another leader meanwhile.
+    // A booting host asks who leads. One that keeps carrying packets must not steer to another leader
+    // meanwhile.
     let goes_on = replaces_layout && present.lead[1] == 0;
     let acting = tables.lead_of_term.filter(|_| goes_on).unwrap_or(tables.lead[1]);
     if present.lead[1] != acting && !kilo_common::lead::is_later(present.lead[1], acting) {
@@ -199,8 +202,8 @@ pub fn apply(
     writes += write_hash(maps, name::NODE_V6, nodes_v6, &mut present.node_v6, |addr| addr.octets())?;
     writes += write_trie(maps, name::PREFIX_V4, &prefixes_v4.write, &mut present.prefix_v4)?;
     writes += write_trie(maps, name::PREFIX_V6, &prefixes_v6.write, &mut present.prefix_v6)?;
-    // A prefix is guarded before it is left out of masquerading, else what goes there leaves in clear meanwhile; and
-    // what must not be masqueraded is known before anything is.
+    // Prefixes are written before masquerading excludes them, or packets to them would leave in clear
+    // meanwhile. Exclusions are written before any source is masqueraded.
     writes += write_trie(maps, name::MASQ_DST, &destinations.write, &mut present.masq_dst)?;
     writes += write_trie(maps, name::MASQ_SRC, &sources.write, &mut present.masq_src)?;
     if present.config != tables.config {
@@ -223,8 +226,8 @@ pub fn apply(
     Ok(Applied { writes, excluded })
 }
 
-/// Nothing is written of what does not fit as a whole: half of the exclusions
-/// would let mesh traffic be masqueraded.
+/// Fails, before anything is written, when a map cannot hold all entries: with half of the exclusions, mesh
+/// traffic would be masqueraded.
 fn check_capacity(desired: &Desired<'_>) -> Result<(), DataplaneError> {
     for map in FILLED {
         let wanted = (map.desired)(desired);

@@ -1,4 +1,4 @@
-//! Pure: which interfaces lead out of the host, and what the plan needs to know of them.
+//! Pure: which interfaces lead out of the host, and what the plan needs to know about them.
 
 use std::{
     collections::BTreeMap,
@@ -13,7 +13,7 @@ use super::{
 };
 use kilo_core::observed::{Elsewhere, HostLinks, Uplink};
 
-/// What [`host_links`] is to look for.
+/// What [`host_links`] needs besides links and paths.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct HostQuery<'a> {
     /// Index of the WireGuard device.
@@ -22,23 +22,21 @@ pub struct HostQuery<'a> {
     pub private: Option<IpAddr>,
     /// This node's own pod CIDRs: an interface with such an address is the CNI's.
     pub pod_cidrs: &'a [IpNet],
-    /// Interfaces with a route that has a next hop, or the default route: they lead out of the
-    /// host without an address of their own, too.
+    /// Interfaces with the default route or another route that has a next hop: they lead out of the host even
+    /// without an address of their own.
     pub next_hops: &'a [u32],
     /// Routes out of uplinks.
     pub ways: &'a [MainRoute],
 }
 
-/// Pure: uplinks, their MTUs and masquerade addresses, the private interface
-/// and the path to each node address in `paths` (what a route lookup said).
+/// Pure: uplinks, their MTUs and masquerade addresses, the private interface and the path to each node
+/// address in `paths` (from route lookups).
 ///
-/// An uplink is up, has a global address and is none of: loopback, the
-/// WireGuard device, an IPIP tunnel (Kilo's `tunl0`), a dummy, an interface
-/// whose address lies in the own pod CIDR (CNI bridge, flannel, pods' veths).
-/// One without an address is an uplink when a route with a next hop leads through
-/// it (unnumbered); packets get the host's own address then, as the kernel chooses it.
-/// The private interface is one of them, unless the private address is on
-/// loopback or a dummy.
+/// An uplink is up, has a global address and is none of: loopback, the WireGuard device, an IPIP tunnel
+/// (Kilo's `tunl0`), a dummy, an interface whose address lies in this node's pod CIDRs (CNI bridge, flannel,
+/// pods' veths). An interface without an address is an uplink when a route with a next hop leads through it
+/// (unnumbered); packets then get the host's own address, as the kernel chooses it. The private interface is
+/// an uplink, too, unless the private address is on loopback or a dummy.
 pub fn host_links(links: &[Link], query: &HostQuery<'_>, paths: &BTreeMap<IpAddr, u32>) -> HostLinks {
     let mut host = HostLinks { kilo: query.kilo, ..HostLinks::default() };
     let own = links.iter().flat_map(|link| &link.addresses).map(|address| address.net.addr()).collect();
@@ -98,7 +96,7 @@ pub fn host_links(links: &[Link], query: &HostQuery<'_>, paths: &BTreeMap<IpAddr
     host
 }
 
-/// Pure: adds the prefixes that others' routes lead out of this host.
+/// Pure: adds the prefixes that routes of others lead out of this host.
 pub fn add_elsewhere(host: &mut HostLinks, ways: &[(IpNet, u32, Elsewhere)]) {
     for (prefix, interface, way) in ways {
         if host.uplinks.contains_key(interface) || host.private == Some(*interface) {
@@ -108,8 +106,8 @@ pub fn add_elsewhere(host: &mut HostLinks, ways: &[(IpNet, u32, Elsewhere)]) {
     }
 }
 
-/// Pure: adds the nodes' addresses in another CNI's overlay, the device with
-/// that of node `own`, and the MTUs of the devices that lead there.
+/// Pure: adds the nodes' addresses in another CNI's overlay, the device that has the address of node `own`,
+/// and the MTUs of the devices that lead there.
 pub fn add_overlay(host: &mut HostLinks, links: &[Link], own: &str, addresses: BTreeMap<String, Ipv4Addr>) {
     let has =
         |link: &&Link, wanted: Ipv4Addr| link.addresses.iter().any(|a| a.net.addr() == IpAddr::V4(wanted));
@@ -125,13 +123,13 @@ pub fn add_overlay(host: &mut HostLinks, links: &[Link], own: &str, addresses: B
     host.overlay = addresses;
 }
 
-/// Its addresses are the host's own, and no packet leaves or arrives there.
+/// Whether its addresses are the host's own while no packet leaves or arrives there.
 fn is_host_only(link: &Link) -> bool {
     link.loopback || link.kind == "dummy"
 }
 
-/// What the kernel gives packets that leave by an interface without addresses: the
-/// private address, or the first global one, where it is on loopback or a dummy.
+/// Source addresses that the kernel gives packets leaving by an interface without addresses: the private
+/// address or the first global one, from loopback or a dummy.
 fn hosts_own(links: &[Link], query: &HostQuery<'_>) -> Uplink {
     let mut own = Uplink::default();
     let usable = |address: &&Address| address.global && !address.unusable;
@@ -152,7 +150,7 @@ fn hosts_own(links: &[Link], query: &HostQuery<'_>) -> Uplink {
     own
 }
 
-/// Loopback or a dummy, but none on which Kubernetes keeps service addresses (IPVS, DNS cache).
+/// Loopback or a dummy, except those on which Kubernetes keeps Service addresses (IPVS, DNS cache).
 pub fn has_hosts_addresses(link: &Link) -> bool {
     is_host_only(link) && link.up && !matches!(link.name.as_str(), "kube-ipvs0" | "nodelocaldns")
 }
@@ -167,7 +165,7 @@ fn is_within(link: &Link, kilo: u32, pod_cidrs: &[IpNet]) -> bool {
     is_host_only(link)
         || link.index == kilo
         || link.kind == "ipip"
-        // Cilium's need not lie in the pod CIDR of the Node object.
+        // Cilium's address need not lie in the pod CIDR of the Node object.
         || matches!(link.name.as_str(), "kube-bridge" | "cilium_host")
         || link
             .addresses
@@ -233,7 +231,7 @@ mod tests {
         let host = host_links(&links, &query, &paths);
         let eth0 = Uplink { v4: Some(address("10.0.0.5")), v6: None };
         let eth1 = Uplink { v4: Some(address("203.0.113.7")), v6: Some("2001:db8::7".parse().unwrap()) };
-        // What leaves by it when it is up again meets the programs at once.
+        // Its programs see packets as soon as it is up again.
         let eth9 = Uplink { v4: Some(address("192.0.2.9")), v6: None };
         assert_eq!(host.uplinks, BTreeMap::from([(2, eth0), (3, eth1), (8, eth9)]));
         assert_eq!(host.mtus, BTreeMap::from([(2, 1500), (3, 1500), (8, 1500)]));

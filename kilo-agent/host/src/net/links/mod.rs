@@ -1,4 +1,4 @@
-//! Links: what there is, and [`host`]: which of them lead out of the host.
+//! Lists and changes links; [`host`] finds those that lead out of the host.
 
 mod host;
 
@@ -24,9 +24,9 @@ pub struct Link {
     pub kind: String,
     /// MTU in bytes.
     pub mtu: u32,
-    /// How many packets wait for the device at most (`txqueuelen`).
+    /// Most packets that may wait for the device (`txqueuelen`).
     pub queue: u32,
-    /// Set up by the administrator (whatever the cable does).
+    /// Administratively up, whatever its carrier.
     pub up: bool,
     /// The loopback interface.
     pub loopback: bool,
@@ -53,7 +53,7 @@ pub enum LinkHeader {
 }
 
 impl LinkHeader {
-    /// Of an interface of this type (`include/uapi/linux/if_arp.h`).
+    /// The header on an interface of this link type (`include/uapi/linux/if_arp.h`).
     const fn of(link_type: u16, point_to_point: bool) -> Self {
         match link_type {
             // Ethernet, loopback.
@@ -76,7 +76,7 @@ pub struct Address {
     pub global: bool,
     /// A second IPv4 address of the same network, or an IPv6 privacy address.
     pub secondary: bool,
-    /// IPv6 address that is not (yet, or any more) good for new connections.
+    /// IPv6 address that is not to be used for new connections: tentative, a duplicate, or deprecated.
     pub unusable: bool,
     /// IPv6 address whose preferred lifetime has ended: used when there is no other.
     pub deprecated: bool,
@@ -128,7 +128,7 @@ fn single(answer: Result<Vec<RouteNetlinkMessage>, NetError>) -> Result<Option<L
     }
 }
 
-/// All addresses of the namespace by interface index.
+/// All addresses of the namespace, each with its interface index.
 pub(super) async fn addresses(rtnl: &Rtnl) -> Result<Vec<(u32, Address)>, NetError> {
     let request = RouteNetlinkMessage::GetAddress(AddressMessage::default());
     let answers = rtnl.dump("list addresses", request).await?;
@@ -198,9 +198,9 @@ fn parse_address(message: &AddressMessage) -> Option<(u32, Address)> {
     ))
 }
 
-/// Pure: names of the interfaces that lead to pods and other containers. Their other ends are in other network
-/// namespaces, and no network is behind them: what leads a host that is a container itself to one has an
-/// address with a network.
+/// Pure: names of the interfaces that lead to pods and other containers. Their other ends are in other
+/// network namespaces, and they have no address with a network: where the host is itself a container, its
+/// uplink has one.
 pub fn to_containers(links: &[Link]) -> Vec<&str> {
     let in_a_network = |link: &Link| {
         let mut addresses = link.addresses.iter().filter(|address| address.global);
@@ -210,12 +210,13 @@ pub fn to_containers(links: &[Link]) -> Vec<&str> {
     leads.map(|link| &*link.name).collect()
 }
 
-/// Packets that wait for a WireGuard process at most. The kernel gives a TUN device room for 500 (`TUN_READQ_SIZE`,
-/// drivers/net/tun.c), which is half a second of 1,000 packets a second: all that come while the process waits longer for a
-/// processor were lost.
+/// Most packets that may wait for a WireGuard process. By default a TUN device has room for 500
+/// (`TUN_READQ_SIZE`, drivers/net/tun.c), which is half a second at 1,000 packets a second: packets were lost
+/// whenever the process waited longer for a processor.
 const TUN_QUEUE: u32 = 2000;
 
-/// Sets MTU and up where they are not, and the queue of a TUN device that has less; returns the number of writes (0 or 1).
+/// Sets MTU (unless 0) and up flag where they differ, and enlarges the queue of a TUN device that has less;
+/// returns the number of writes (0 or 1).
 pub async fn bring_up(rtnl: &Rtnl, index: u32, mtu: u32) -> Result<usize, NetError> {
     let link = by_index(rtnl, index).await?.ok_or_else(|| NetError::Kernel {
         what: format!("interface with index {index} is gone; it is created again at the next reconcile"),
@@ -262,8 +263,8 @@ pub async fn delete(rtnl: &Rtnl, index: u32) -> Result<bool, NetError> {
     }
 }
 
-/// Gives an interface this name; it is down afterwards, because older kernels
-/// rename no interface that is up.
+/// Gives an interface this name; it is down afterwards, because older kernels do not rename an interface that
+/// is up.
 ///
 /// # Errors
 /// When the kernel refuses.

@@ -1,4 +1,4 @@
-//! Pure: the difference between the routes there are and those wanted.
+//! Pure: the difference between present and wanted routes.
 
 use std::collections::BTreeSet;
 
@@ -25,9 +25,9 @@ pub struct Found {
     pub priority: u32,
     /// Who made it: 2 = kernel, 3 = boot, 4 = static, [`PROTOCOL`] = us.
     pub protocol: u8,
-    /// It answers that the destination is unreachable.
+    /// It is an `unreachable` route.
     pub unreachable: bool,
-    /// There is no gateway: the destinations are on the link.
+    /// It has no gateway: the destinations are on-link.
     pub on_link: bool,
 }
 
@@ -37,32 +37,32 @@ pub struct Found {
 pub struct Entry {
     /// Destination, source and MTU.
     pub route: Route,
-    /// It answers that the destination is unreachable.
+    /// It is an `unreachable` route.
     pub unreachable: bool,
 }
 
 impl Entry {
-    /// The entries of a route that is wanted, in the form the kernel gives back.
+    /// Entries for a wanted route, in the form the kernel returns them.
     fn of(route: &Route) -> impl Iterator<Item = Self> {
         let behind = Route { source: None, mtu: None, ..normalise(*route) };
         let behind = route.closed.then_some(Self { route: behind, unreachable: true });
         [Self { route: normalise(*route), unreachable: false }].into_iter().chain(behind)
     }
 
-    /// The `unreachable` route to a prefix that has no other of ours.
+    /// The `unreachable` route to a prefix to which we have no other route.
     fn unreachable(destination: IpNet) -> Self {
         let route = Route { destination, table: MAIN_TABLE, source: None, mtu: None, closed: false };
         Self { route: normalise(route), unreachable: true }
     }
 
-    /// Its place among all: there is one of each.
+    /// Sort key, unique among wanted entries.
     fn rank(&self) -> Rank {
         (self.route.table, self.route.destination.rank(), self.unreachable)
     }
 }
 
 impl Found {
-    /// Its place among those that are wanted.
+    /// Sort key, comparable with that of an [`Entry`].
     fn rank(&self) -> Rank {
         (self.route.table, self.route.destination.rank(), self.unreachable)
     }
@@ -71,19 +71,19 @@ impl Found {
 /// Table, destination, and whether it is an `unreachable` one.
 type Rank = (u32, <IpNet as Key>::Rank, bool);
 
-/// Difference between the routes there are and those wanted.
+/// Difference between present and wanted routes.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Changes {
     /// New destinations.
     pub add: Vec<Entry>,
-    /// Ours with another source or interface: changed in place, never absent.
+    /// Routes of ours with another source or interface: replaced in place, never absent.
     pub replace: Vec<Entry>,
-    /// Ours that nobody wants, deleted last.
+    /// Routes of ours that are no longer wanted, deleted last.
     pub delete: Vec<Found>,
 }
 
-/// Pure: what has to change so that our routes are `wanted`, all through `kilo`, and those that
-/// answer that these destinations are `unreachable`.
+/// Pure: what has to change so that our routes are those `wanted`, all through `kilo`, and `unreachable`
+/// routes to these destinations.
 pub fn diff<'a>(
     current: &[Found],
     wanted: impl IntoIterator<Item = &'a Route>,
@@ -92,8 +92,8 @@ pub fn diff<'a>(
 ) -> Changes {
     let unreachable = unreachable.into_iter().copied().map(Entry::unreachable);
     let wanted = wanted.into_iter().flat_map(Entry::of).chain(unreachable);
-    // Sorted and merged: with tens of thousands of routes trees cost several times as much. Both are nearly sorted, and an
-    // entry that is wanted twice counts as it is named last.
+    // Sorted and merged: with tens of thousands of routes, trees cost several times as much, and both lists
+    // are nearly sorted. Of an entry that is wanted twice, the last counts.
     let mut wanted: Vec<Entry> = wanted.collect();
     wanted.reverse();
     wanted.sort_by_key(Entry::rank);
@@ -108,7 +108,7 @@ pub fn diff<'a>(
             changes.delete.push(*gone);
         }
         let (mut is_present, mut is_right) = (false, false);
-        // The kernel may have several, with different metrics.
+        // The kernel may have several routes, with different metrics.
         while let Some(found) = current.next_if(|found| found.rank() == rank) {
             let leads = found.unreachable || found.interface == Some(kilo);
             is_present = true;
@@ -127,13 +127,12 @@ pub fn diff<'a>(
 /// Routes of a plan, and the prefixes that are to be unreachable.
 pub type Wanted<'a> = (&'a FlatSet<Route>, &'a BTreeSet<IpNet>);
 
-/// Pure: what has to change where exactly what `before` wants is there, all
-/// through `kilo`.
+/// Pure: what has to change when the kernel has exactly what `before` wants, all through `kilo`.
 pub fn between((before, closed): Wanted<'_>, (wanted, unreachable): Wanted<'_>, kilo: u32) -> Changes {
     let found = |entry: Entry| Found {
         route: entry.route,
         interface: (!entry.unreachable).then_some(kilo),
-        // Whatever the kernel chose.
+        // 0: deleted with whatever metric the kernel chose.
         priority: if entry.unreachable { UNREACHABLE_METRIC } else { 0 },
         protocol: PROTOCOL,
         unreachable: entry.unreachable,
@@ -152,8 +151,8 @@ pub fn between((before, closed): Wanted<'_>, (wanted, unreachable): Wanted<'_>, 
     diff(&gone, new, unreachable.difference(closed), kilo)
 }
 
-/// The form the kernel gives back: no host bits; a source of the other family
-/// cannot be expressed and is left out.
+/// The form the kernel returns: no host bits; a source of the other family cannot be expressed and is left
+/// out.
 fn normalise(mut route: Route) -> Route {
     route.destination = route.destination.trunc();
     route.closed = false;
@@ -268,7 +267,8 @@ mod tests {
             prop_assert_eq!(diff(&after, &wanted, [], 5), Changes::default());
         }
 
-        /// Of each prefix: no route, a route by its source, closed or not, or none but it is unreachable.
+        /// Each prefix has no route, a route (with one of two sources, closed or not), or only an
+        /// `unreachable` one.
         #[test]
         fn what_differs_between_two_plans_is_what_differs_from_the_kernel(
             plans in proptest::collection::vec(proptest::collection::btree_map(0u8..20, 0u8..5, 0..20), 2),

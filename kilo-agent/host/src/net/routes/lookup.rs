@@ -14,18 +14,17 @@ use super::{
 };
 use kilo_core::{net::MAIN_TABLE, observed::Elsewhere};
 
-/// Metric the kernel gives IPv6 routes that bear none.
+/// Metric the kernel gives IPv6 routes that have none.
 const DEFAULT_METRIC_V6: u32 = 1024;
 
-/// Output interface the kernel would use towards an address from this host;
-/// `None` when there is no route.
+/// Route the kernel would use towards an address from this host; `None` when there is no unicast route.
 pub async fn lookup(rtnl: &Rtnl, address: IpAddr) -> Result<Option<Found>, NetError> {
     let request = question(address);
     match rtnl.get("look up a route", RouteNetlinkMessage::GetRoute(request)).await {
         Ok(answers) => Ok(answers.into_iter().find_map(|message| match message {
             RouteNetlinkMessage::NewRoute(route) if route.header.kind == RouteType::Unicast => {
                 let mut found = parse(&route)?;
-                // What the kernel learnt for a while is not a setting of the route.
+                // A learnt path MTU expires: it is not a setting of the route.
                 found.route.mtu = found.route.mtu.filter(|_| !is_temporary(&route));
                 Some(found)
             }
@@ -36,7 +35,7 @@ pub async fn lookup(rtnl: &Rtnl, address: IpAddr) -> Result<Option<Found>, NetEr
     }
 }
 
-/// Routes of the main table by this interface, both families.
+/// Unicast routes of the main table through this interface, both families.
 pub async fn by_interface(rtnl: &Rtnl, interface: u32) -> Result<Vec<MainRoute>, NetError> {
     let mut all = Vec::new();
     for family in [AddressFamily::Inet, AddressFamily::Inet6] {
@@ -83,7 +82,7 @@ fn way(message: &RouteMessage, interface: u32) -> Option<MainRoute> {
     })
 }
 
-/// The entry of a routing table that the kernel would take.
+/// The routing table entry that the kernel would use.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Matched {
     /// It is a default route, or a part of one: `0.0.0.0/1` of VPN clients, `2000::/3` of the Internet's addresses.
@@ -92,7 +91,7 @@ pub struct Matched {
     pub interfaces: Vec<u32>,
 }
 
-/// The route to an address as it stands in its table; `None` without one.
+/// The table entry that matches an address, as opposed to the lookup's result; `None` without a route.
 pub async fn matched(rtnl: &Rtnl, address: IpAddr) -> Result<Option<Matched>, NetError> {
     let mut request = question(address);
     request.header.flags |= RouteFlags::FibMatch;
@@ -130,8 +129,8 @@ fn question(address: IpAddr) -> RouteMessage {
     request
 }
 
-/// The interfaces that routes of the main table lead out of the host by, without those
-/// in `own`: these are the agent's, which follow the others. And what [`read`](super::read) would find.
+/// How routes lead out of the host, except by the interfaces in `own`: these are the agent's, whose routes
+/// follow the others. Also returns what [`read`](super::read) would find.
 pub async fn ways_out(rtnl: &Rtnl, own: &[u32]) -> Result<(WaysOut, Vec<Found>), NetError> {
     let messages = messages(rtnl, RouteProtocol::Unspec).await?;
     let routes: Vec<Found> = messages.iter().filter_map(parse).collect();
@@ -168,8 +167,8 @@ pub struct WaysOut {
     pub default: Option<u32>,
     /// Interfaces with a route that has a next hop, or with a default route.
     pub next_hops: Vec<u32>,
-    /// What others' routes lead to, without default routes: prefix, interface, and how
-    /// the kernel takes the route.
+    /// Destinations of routes that are not ours, without default routes: prefix, interface, and how the
+    /// kernel uses the route.
     pub elsewhere: Vec<(IpNet, u32, Elsewhere)>,
 }
 

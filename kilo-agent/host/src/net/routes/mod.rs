@@ -1,9 +1,8 @@
 //! Routes through the WireGuard device, marked with [`PROTOCOL`], and lookups.
 //!
-//! Behind a route that is [`closed`](Route::closed) stands an `unreachable` one of
-//! a high metric. The kernel removes routes together with their device, or when it
-//! goes down; these stay, and the default route does not get the packets. To pods of
-//! this node and of nodes that were declared dead there is only such a one.
+//! A [`closed`](Route::closed) route is backed by an `unreachable` one with a high metric. The kernel removes
+//! routes when their device goes down or away; the `unreachable` ones stay and keep the packets from the
+//! default route. Prefixes of this node's pods, and of nodes that were declared dead, have only such a route.
 
 mod diff;
 mod lookup;
@@ -128,7 +127,7 @@ fn ip(address: &RouteAddress) -> Option<IpAddr> {
     }
 }
 
-/// Adds and replaces; returns the number of writes.
+/// Adds and replaces routes; returns the number of writes.
 pub(super) async fn apply_sets(
     rtnl: &Rtnl,
     changes: &Changes,
@@ -154,9 +153,9 @@ pub(super) async fn apply_sets(
     Ok(writes)
 }
 
-/// Destinations somebody else already routes: what an earlier Kilo left (over
-/// the WireGuard or an IPIP device, or marked as its own) and what a CNI beside
-/// us leads through its overlay is replaced in place, the rest is refused.
+/// Handles destinations that already have a route: one that an earlier Kilo left (over the WireGuard or an
+/// IPIP device, or marked as its own) or that leads through another CNI's overlay is replaced in place; any
+/// other is refused.
 async fn take_over(
     rtnl: &Rtnl,
     taken: &[Entry],
@@ -201,19 +200,19 @@ async fn take_over(
     Ok(writes)
 }
 
-/// Device by which flannel or Cilium lead to the pods of every other node. Both
-/// know nothing of locations, so that theirs stand in the way of ours to others.
+/// Whether flannel or Cilium reach the pods of all other nodes through this device. Neither knows about
+/// locations, so their routes are in the way of ours to other locations.
 fn is_overlay(device: &str) -> bool {
     device.starts_with("flannel.") || device.starts_with("flannel-v6.") || device == "cilium_host"
 }
 
-/// Kilo's routes to nodes of the own location, where it does not encapsulate:
-/// static, and the next hop taken as a neighbour without proof.
+/// Whether this is Kilo's route to a node of its location, without encapsulation: static, with a next hop
+/// that is on-link by declaration.
 fn is_kilos(message: &RouteMessage) -> bool {
     message.header.protocol == RouteProtocol::Static && message.header.flags.contains(RouteFlags::Onlink)
 }
 
-/// Deletes; returns the number of writes.
+/// Deletes routes; returns the number of writes.
 pub(super) async fn apply_deletes(
     rtnl: &Rtnl,
     changes: &Changes,

@@ -1,5 +1,5 @@
-//! The WireGuard engine behind the socket: requests of the configuration
-//! protocol on gotatun's device, with the kernel's semantics.
+//! The WireGuard engine behind the socket: applies requests of the configuration protocol to gotatun's
+//! device, with the kernel's semantics.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -59,7 +59,7 @@ impl Engine {
     pub(super) async fn set(&mut self, request: SetRequest) -> i32 {
         let port_before = self.device.read(async |device| device.listen_port()).await;
         let port = request.listen_port;
-        // gotatun lets go of the old socket before it tries the new one: see first.
+        // gotatun closes the old socket before it opens the new one: check the port first.
         if let Some(port) = port.filter(|port| *port != 0 && *port != port_before)
             && let Err(error) = probe(port)
         {
@@ -69,7 +69,7 @@ impl Engine {
         match self.device.write(async move |device| apply(device, holdings, request).await).await {
             Ok(result) => result.err().unwrap_or(0),
             Err(error) => {
-                // Taken in between, then: go on with the one there was.
+                // The port was taken in between: go back to the old one.
                 if port.is_some_and(|port| port != port_before) {
                     let _ = self.device.set_listen_port(port_before).await;
                 }
@@ -145,8 +145,8 @@ async fn apply(
     Ok(())
 }
 
-/// Who has which allowed IPs: gotatun leaves a prefix that moved listed with its
-/// former holder, which would take it back at its own next change.
+/// Which peer has which allowed IPs: gotatun keeps a prefix that moved listed with its former peer, which
+/// would take it back at its own next change.
 #[derive(Default)]
 struct Holdings {
     prefixes: BTreeMap<PublicKey, BTreeSet<IpNet>>,
@@ -206,7 +206,7 @@ async fn apply_peer(device: &mut DeviceWrite<'_, Transports>, holdings: &mut Hol
     let preshared = set.preshared_key.map(|secret| secret.map(|secret| *secret.as_bytes()));
     let keepalive = set.persistent_keepalive.map(|seconds| (seconds != 0).then_some(seconds));
     let Some(held) = held else {
-        // At once: each change of a peer that exists goes through the allowed IPs of all.
+        // Added as a whole: each change of an existing peer walks the allowed IPs of all.
         let mut peer = with_allowed_ips(public, &nets);
         peer.endpoint = set.endpoint;
         peer.preshared_key = preshared.flatten();
@@ -232,15 +232,15 @@ async fn apply_peer(device: &mut DeviceWrite<'_, Transports>, holdings: &mut Hol
         .await;
 }
 
-/// gotatun does not export its type of prefixes: a peer carries them.
+/// A peer with these prefixes, because gotatun does not export its type of them.
 fn with_allowed_ips(key: x25519::PublicKey, nets: &BTreeSet<IpNet>) -> device::Peer {
     let mut peer = device::Peer::new(key);
     peer.allowed_ips = nets.iter().filter_map(|net| net.to_string().parse().ok()).collect();
     peer
 }
 
-/// Under the device's lock: no packet sees the list half made. The session
-/// of the peer stays.
+/// Replaces a peer's allowed IPs under the device's lock: no packet sees half of the list. The peer's session
+/// continues.
 fn replace_allowed_ips(peer: &mut device::configure::PeerMut, wanted: Option<device::Peer>) {
     peer.clear_allowed_ips();
     peer.add_allowed_ips(wanted.into_iter().flat_map(|wanted| wanted.allowed_ips));

@@ -1,7 +1,7 @@
 //! The TUN device as gotatun's transport for inner packets.
 //!
-//! Not gotatun's own: that one cuts packets beyond 4,096 bytes, and a packet
-//! that is no IP ends its reader.
+//! gotatun's own transport is not used: it truncates packets beyond 4,096 bytes, and its reader ends at a
+//! packet that is not IP.
 
 use std::{
     io,
@@ -18,7 +18,7 @@ use gotatun::{
 };
 use tokio::sync::watch;
 
-/// What a TUN device can hand over at most.
+/// Bytes of the largest packet that a TUN device delivers.
 const LARGEST_PACKET: usize = 65_535;
 /// How often the MTU is read again; it only limits padding.
 const MTU_INTERVAL: Duration = Duration::from_secs(3);
@@ -52,7 +52,7 @@ async fn follow_mtu(device: Weak<AsyncDevice>, mtu: watch::Sender<u16>) {
     }
 }
 
-/// The interface was deleted: nothing more will come or go.
+/// True when the interface was deleted: no packet will follow.
 fn is_gone(error: &io::Error) -> bool {
     matches!(error.raw_os_error(), Some(nix::libc::EBADFD | nix::libc::EBADF | nix::libc::ENODEV))
 }
@@ -78,7 +78,7 @@ impl IpRecv for Tun {
             let bytes = packet.buf_mut();
             bytes.clear();
             bytes.extend_from_slice(self.buffer.get(..length).unwrap_or_default());
-            // What is no IP packet has no peer either.
+            // A packet that is not IP has no peer.
             if let Ok(packet) = packet.try_into_ip() {
                 return Ok(std::iter::once(packet));
             }

@@ -1,8 +1,7 @@
-//! gotatun's UDP socket, which goes on after a failed receive.
+//! gotatun's UDP socket, which keeps receiving after an error.
 //!
-//! gotatun ends its reader at the first error, and reports that in a way that
-//! cannot be distinguished from a mere change of port; lack of memory, for example, is
-//! no reason to stop for good.
+//! gotatun's reader ends at the first error, and reports that in a way that cannot be distinguished from a
+//! mere change of port. Lack of memory, for example, is not a reason to stop for good.
 
 use std::{
     io,
@@ -21,8 +20,8 @@ use gotatun::{
 /// Pause after a failed receive, so that a lasting error does not take a CPU.
 const PAUSE: Duration = Duration::from_millis(10);
 
-/// gotatun opens a socket anew on each change of the key, and closes the former
-/// one some time after it let go of it. Without a socket the device would stay mute.
+/// How long a port in use is tried again: on each change of the key, gotatun opens a new socket and closes
+/// the old one some time later. Without a socket the device would stay mute.
 const CLOSED: Duration = Duration::from_secs(3);
 
 /// Room for bursts while the process is not scheduled, in bytes; the kernel's
@@ -59,7 +58,7 @@ impl UdpTransportFactory for Udp {
     }
 }
 
-/// Receives until somebody stops it.
+/// Keeps receiving after errors.
 pub(super) struct RetryingReceiver(UdpSocket);
 
 impl UdpRecv for RetryingReceiver {
