@@ -1,5 +1,4 @@
-//! Values of command line flags that are more than text: parsers with
-//! messages that name what is possible.
+//! Parsers for values of command line flags, with error messages that list what is possible.
 
 use std::{
     net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr},
@@ -48,8 +47,8 @@ pub enum LogLevel {
 }
 
 impl LogLevel {
-    /// The filter for `tracing-subscriber` of a program with that crate of its own. Libraries say only what is wrong, and
-    /// everything when all is asked for; those of the API are silent: their errors reach us, and we say what they mean.
+    /// The `tracing-subscriber` filter of a program with this crate name. Libraries log only warnings, or
+    /// everything at level `all`. Those for the API are silent: their errors are reported by our code.
     pub fn filter(self, program: &str) -> String {
         let level = self.directive();
         match self {
@@ -115,8 +114,7 @@ pub fn parse_duration(text: &str) -> Result<Duration, InvalidDuration> {
 #[error("{0:?} is neither true nor false")]
 pub struct InvalidBool(String);
 
-/// Parses a switch's value as Go's `strconv.ParseBool` does, so that what
-/// manifests say today is still understood.
+/// Parses a switch's value as Go's `strconv.ParseBool` does, so that existing manifests keep working.
 pub fn parse_bool(text: &str) -> Result<bool, InvalidBool> {
     match text {
         "1" | "t" | "T" | "true" | "TRUE" | "True" => Ok(true),
@@ -125,8 +123,8 @@ pub fn parse_bool(text: &str) -> Result<bool, InvalidBool> {
     }
 }
 
-/// One value of a flag that takes prefixes: a comma separated list, maybe
-/// empty. The flag may be given again; all its lists count.
+/// One value of a flag for prefixes: a comma-separated list, possibly empty. The flag may be repeated; the
+/// lists are joined.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct PrefixList(Vec<IpNet>);
 
@@ -156,8 +154,8 @@ impl PrefixList {
 #[error("{0:?} is not an address to listen on; write for example :1107, 127.0.0.1:1107 or [::1]:1107")]
 pub struct InvalidListen(String);
 
-/// Parses `:PORT` (all addresses, both families), `IP:PORT` or `localhost:PORT`. Brackets may
-/// stand around an address of either family: a manifest does not know which one it gets.
+/// Parses `:PORT` (all addresses, both families), `IP:PORT` or `localhost:PORT`. Brackets may enclose
+/// addresses of either family, because a manifest does not know which one it gets.
 pub fn parse_listen(text: &str) -> Result<SocketAddr, InvalidListen> {
     let invalid = || InvalidListen(text.to_owned());
     match text.strip_prefix(':') {
@@ -197,7 +195,7 @@ pub fn parse_port(text: &str) -> Result<u16, InvalidPort> {
     text.parse().ok().filter(|&port| port > 0).ok_or_else(|| InvalidPort(text.to_owned()))
 }
 
-/// Text that is not a number, or not one that is possible.
+/// Text that is not a number, or out of range.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{text:?} is not a number from {least} to {most}")]
 pub struct InvalidNumber {
@@ -212,17 +210,17 @@ pub fn parse_number<const LEAST: u8, const MOST: u8>(text: &str) -> Result<u8, I
     text.parse().ok().filter(|number| (LEAST..=MOST).contains(number)).ok_or_else(invalid)
 }
 
-/// Parses a rate in megabits a second; 0 means unlimited.
+/// Parses a rate in megabits per second; 0 means unlimited.
 pub fn parse_rate(text: &str) -> Result<u16, InvalidNumber> {
     text.parse().map_err(|_| InvalidNumber { text: text.to_owned(), least: 0, most: u16::MAX })
 }
 
-/// Text that is not the period of something that is done again and again.
+/// Text that is not a valid period.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error(transparent)]
 pub struct InvalidPeriod(#[from] InvalidDuration);
 
-/// Parses a duration that is not zero: work would never pause.
+/// Parses a duration other than zero, which would leave no pause.
 pub fn parse_period(text: &str) -> Result<Duration, InvalidPeriod> {
     match parse_duration(text)? {
         Duration::ZERO => Err(InvalidDuration(text.to_owned()).into()),
@@ -241,14 +239,13 @@ pub fn parse_failover_interval(text: &str) -> Result<kilo_failover::Params, Stri
     kilo_failover::Params::new(micros).map_err(|error| error.to_string())
 }
 
-/// Text that cannot be the key of a label.
+/// Text that is not a valid label key.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{0:?} is not a valid label; write for example topology.kubernetes.io/region")]
 pub struct InvalidLabel(String);
 
-/// Parses a label's key as Kubernetes accepts it: an optional DNS name and a
-/// slash, then 1 to 63 letters, digits, `-`, `_` and `.` that start and end
-/// with a letter or digit.
+/// Parses a label key by the rules of Kubernetes: an optional DNS name and a slash, then 1 to 63 letters,
+/// digits, `-`, `_` and `.` that start and end with a letter or digit.
 pub fn parse_label(text: &str) -> Result<String, InvalidLabel> {
     let (prefix, name) = text.split_once('/').map_or((None, text), |(prefix, name)| (Some(prefix), name));
     let good = name.len() <= 63
@@ -271,12 +268,12 @@ pub fn parse_secret(text: &str) -> Result<(String, String), InvalidSecret> {
     Ok((namespace.to_owned(), name.to_owned()))
 }
 
-/// Text that cannot be the name of a node.
+/// Text that is not a valid node name.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{0:?} is not a valid node name; names are DNS names in lower case, for example node-1.example.com")]
 pub struct InvalidNodeName(String);
 
-/// Parses the name of a node; empty = the host's.
+/// Parses a node name; empty = the host's name.
 pub fn parse_node_name(text: &str) -> Result<String, InvalidNodeName> {
     if text.is_empty() || is_dns_name(text) {
         Ok(text.to_owned())

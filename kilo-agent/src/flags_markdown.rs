@@ -1,4 +1,4 @@
-//! The flags of a program as Markdown tables, for docs/ (tests/unit/docs.rs).
+//! Generates Markdown tables of a program's flags, for docs/ (tests/unit/docs.rs).
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -7,11 +7,11 @@ use std::{
 
 use clap::{Arg, ArgAction, Command};
 
-/// First argument that asks a program for its tables instead of its work.
+/// First argument that makes a program print its tables and exit.
 pub const ARGUMENT: &str = "flags-as-markdown";
 
-/// The tables of all visible commands when the program was started with
-/// [`ARGUMENT`]; never in a release build. Blocks between `<!-- flags: COMMAND -->` and `<!-- /flags -->`.
+/// The tables of all visible commands if the program was started with [`ARGUMENT`]; never in a release build.
+/// Each is a block between `<!-- flags: COMMAND -->` and `<!-- /flags -->`.
 pub fn if_asked(command: impl FnOnce() -> Command) -> Option<String> {
     (std::env::args_os().nth(1)? == ARGUMENT).then(|| {
         let command = command();
@@ -29,13 +29,13 @@ fn blocks(command: &Command, path: &str, text: &mut String) {
     }
 }
 
-/// The blocks of a command and of those below; rows that several commands share go by their heading.
+/// Writes the blocks of a command and its subcommands; collects rows that several commands share by heading.
 fn of_commands(command: &Command, path: &str, text: &mut String, shared: &mut BTreeMap<String, String>) {
     if let Some(table) = table(command) {
         let _ = write!(text, "<!-- flags: {path} -->\n{table}<!-- /flags -->\n");
     }
     for heading in headings(command) {
-        // Not every command has all of them.
+        // Not every command has all flags of a heading: the longest list is kept.
         let rows: String = shown(command, Some(heading)).map(row).collect();
         let known = shared.entry(heading.to_owned()).or_default();
         if rows.len() > known.len() {
@@ -58,8 +58,8 @@ fn headings(command: &Command) -> BTreeSet<&str> {
 
 const HEAD: &str = "| flag | default | meaning |\n|---|---|---|\n";
 
-/// One row a flag or argument of this command, not those of its subcommands, and below it the
-/// headings of flags that it shares with others, and its examples; `None` when it has none.
+/// One row per flag or argument of this command, without its subcommands, followed by the headings of shared
+/// flags and the examples; `None` when there is nothing to show.
 pub fn table(command: &Command) -> Option<String> {
     let rows: String = shown(command, None).map(row).collect();
     let headings: Vec<_> = headings(command).into_iter().collect();

@@ -1,4 +1,4 @@
-//! Whether the agent does its work: `/health` says it.
+//! Whether the agent works, for `/health`.
 
 use std::{
     sync::{Arc, Mutex, PoisonError},
@@ -9,7 +9,7 @@ use std::{
 #[derive(Clone, Debug)]
 pub struct Health {
     inner: Arc<Mutex<State>>,
-    /// Longest time without a successful reconciliation that is still healthy.
+    /// Maximum time without a successful reconciliation that still counts as healthy.
     patience: Duration,
 }
 
@@ -17,15 +17,15 @@ pub struct Health {
 struct State {
     last_success: Instant,
     last_error: Option<String>,
-    /// What cannot become well again.
+    /// A fault that cannot be repaired in this process.
     broken: Option<String>,
-    /// What works less well than it should, through no fault of this agent.
+    /// Impairments that are not this agent's fault.
     degraded: Vec<String>,
 }
 
 /// How long `/health` reports a panic before the process ends.
 const LAST_WORDS: Duration = Duration::from_secs(2);
-/// Exit code after a panic, as the standard library's.
+/// Exit code after a panic, like that of the standard library.
 const PANICKED: i32 = 101;
 
 impl Health {
@@ -35,24 +35,24 @@ impl Health {
         Self { inner: Arc::new(Mutex::new(state)), patience }
     }
 
-    /// Begins to wait for a success now: until now there was nothing to do.
+    /// Starts the wait for a success now: before, there was nothing to do.
     pub fn begin(&self, now: Instant) {
         self.inner.lock().unwrap_or_else(PoisonError::into_inner).last_success = now;
     }
 
-    /// Records a reconciliation that did all it meant to.
+    /// Records a complete reconciliation.
     pub fn succeeded(&self, now: Instant) {
         let mut state = self.inner.lock().unwrap_or_else(PoisonError::into_inner);
         state.last_success = now;
         state.last_error = None;
     }
 
-    /// Records why the last reconciliation fell short.
+    /// Records why the last reconciliation failed or was incomplete.
     pub fn failed(&self, why: String) {
         self.inner.lock().unwrap_or_else(PoisonError::into_inner).last_error = Some(why);
     }
 
-    /// What is wrong now, however short: a fault, or why the last reconciliation fell short.
+    /// The current problem, however short: a fault, or why the last reconciliation failed.
     pub fn problem(&self) -> Option<String> {
         let state = self.inner.lock().unwrap_or_else(PoisonError::into_inner);
         state.broken.clone().or_else(|| state.last_error.clone())
@@ -63,19 +63,19 @@ impl Health {
         self.inner.lock().unwrap_or_else(PoisonError::into_inner).broken = Some(why);
     }
 
-    /// Replaces what works less well than it should. The agent still counts as healthy: restarting it
-    /// repairs no other location.
+    /// Replaces the list of impairments. The agent still counts as healthy: restarting it would not repair
+    /// another location.
     pub fn set_degraded(&self, degraded: Vec<String>) {
         self.inner.lock().unwrap_or_else(PoisonError::into_inner).degraded = degraded;
     }
 
-    /// What works less well than it should, a sentence each.
+    /// Current impairments, one sentence each.
     pub fn degraded(&self) -> Vec<String> {
         self.inner.lock().unwrap_or_else(PoisonError::into_inner).degraded.clone()
     }
 
-    /// Ends the process after a panic of any task or thread: one that is missing
-    /// is not noticed, and the data path needs no agent until the next one.
+    /// Exits the process after a panic of any task or thread: a missing one would go unnoticed, and the data
+    /// path works without an agent until the next one starts.
     pub fn end_on_panic(&self) {
         let health = self.clone();
         end_on_panic(LAST_WORDS, move |why| health.broken(why));
@@ -96,14 +96,14 @@ impl Health {
     }
 }
 
-/// After a panic anywhere in the process: its message as always, `report`, and the
-/// end with exit code 101 that much later.
+/// Installs a panic hook for the whole process: the usual message, then `report`, then exit with code 101
+/// after `later`.
 pub fn end_on_panic(later: Duration, report: impl Fn(String) + Send + Sync + 'static) {
     let usual = std::panic::take_hook();
     std::panic::set_hook(Box::new(move |panic| {
         usual(panic);
         report(panic.to_string());
-        // The thread that panicked may hold anything; this one holds nothing.
+        // The thread that panicked may hold locks; this one holds none.
         let ends = std::thread::Builder::new().spawn(move || {
             std::thread::sleep(later);
             std::process::exit(PANICKED);

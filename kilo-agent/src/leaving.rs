@@ -1,5 +1,5 @@
-//! Whether a stop leaves everything in place for an agent like this one, or leaves the host to
-//! another program's.
+//! Decides at a stop whether everything stays in place for an agent like this one, or the host is handed over
+//! to another program's agent.
 
 use std::{
     fmt::{self, Debug},
@@ -22,22 +22,22 @@ use kilo_host::{
     net::{Net, NetError, links},
 };
 
-/// A stop waits no longer than this for the API server to take its last writes.
+/// How long a stop waits for the API server to accept its last writes.
 const PATIENCE: Duration = Duration::from_secs(3);
 
-/// How long orphaned programs keep acting where it is not known which agent comes next: a pod is replaced
-/// in less time, and Kilo's own agent has found its nodes by then.
+/// How long orphaned programs keep acting when the next agent is unknown: replacing a pod takes less time,
+/// and Kilo's own agent has found its nodes by then.
 const ALONE: Duration = Duration::from_secs(60);
 
-/// How long pods have to end beside an agent whose node has left the cluster: less than the time that the
-/// manifests give the agent itself.
+/// How long pods may take to end beside an agent whose node has left the cluster: less than the grace period
+/// of the agent itself in the manifests.
 const PODS_END_WITHIN: Duration = Duration::from_secs(10);
 
-/// How often it is looked whether they have.
+/// How often that is checked.
 const LOOK: Duration = Duration::from_millis(200);
 
-/// Waits until pods and other containers of this host have ended; the interfaces of those that have not by then.
-/// Those without an interface on the host (its own network, macvlan) are not waited for.
+/// Waits until pods and other containers of this host have ended; returns the interfaces of those still
+/// running. Containers without an interface on the host (host network, macvlan) are not waited for.
 ///
 /// # Errors
 /// When the host's interfaces cannot be listed.
@@ -49,7 +49,7 @@ pub async fn containers_that_stay() -> Result<Vec<String>, NetError> {
         let links = net.links().await?;
         let containers = links::to_containers(&links);
         if !containers.is_empty() && !is_said {
-            // Where the agent is killed meanwhile, this is the last line of its log.
+            // If the agent is killed meanwhile, this is the last line of its log.
             tracing::info!(
                 interfaces = containers.join(", "),
                 seconds = PODS_END_WITHIN.as_secs(),
@@ -64,15 +64,15 @@ pub async fn containers_that_stay() -> Result<Vec<String>, NetError> {
     }
 }
 
-/// What a stop depends on.
+/// State that decides how to stop.
 pub struct Leaving {
-    /// Pins end with this container.
+    /// Whether pins disappear with this container.
     ends: bool,
     /// How programs are attached.
     attach: AttachMode,
     /// Finds out which image comes next.
     successor: Option<Successor>,
-    /// The way to the API server, if there is one.
+    /// Client of the API server, if there is one.
     client: Option<Client>,
 }
 
@@ -86,10 +86,10 @@ impl Debug for Leaving {
 }
 
 impl Leaving {
-    /// To be called before anything is pinned.
+    /// Inspects the bpffs; call it before anything is pinned.
     pub fn begin(bpffs: &Path, wanted: AttachMode) -> Self {
         let ends = dataplane::ends_with_the_container(bpffs);
-        // The link of a TCX program has no owner without its pin; a filter is the interface's.
+        // Without its pin a TCX link is freed; a filter belongs to the interface.
         let attach = if ends && wanted == AttachMode::Auto { AttachMode::Clsact } else { wanted };
         if ends && attach == AttachMode::Clsact {
             tracing::info!(
@@ -106,12 +106,12 @@ impl Leaving {
         Self { ends, attach, successor: None, client: None }
     }
 
-    /// True where what is pinned goes with this container: nobody else sees it meanwhile.
+    /// Whether pins disappear with this container, in whose mount nobody else sees them.
     pub const fn pins_end_here(&self) -> bool {
         self.ends
     }
 
-    /// The way to the API server, if there is one.
+    /// Client of the API server, if there is one.
     pub fn client(&self) -> Option<Client> {
         self.client.clone()
     }
@@ -121,7 +121,7 @@ impl Leaving {
         self.attach
     }
 
-    /// To be called with the way to the API server; whether it may be asked is logged at once.
+    /// Sets the API server's client; logs at once if the DaemonSet may not be read.
     pub fn ask(&mut self, client: Client) {
         self.client = Some(client.clone());
         if self.ends {
@@ -133,7 +133,7 @@ impl Leaving {
         }
     }
 
-    /// Why another program's agent must be expected after this one.
+    /// Why another program's agent is expected after this one; `None` if it is not.
     async fn reason(self) -> Option<String> {
         if self.ends {
             return Some("/sys/fs/bpf is not the host's, so Kilo's own agent may come next".to_owned());
@@ -144,7 +144,7 @@ impl Leaving {
                 tracing::error!(%error, "not handing this host over; everything stays in place, and traffic keeps flowing without an agent");
                 None
             }
-            // Gone, or nobody to ask: as with any stop.
+            // DaemonSet gone, or API server unreachable: treated like any other stop.
             Err(error) => {
                 tracing::info!(%error, "failed to find out which image comes next; leaving everything in place");
                 None
@@ -152,8 +152,8 @@ impl Leaving {
         }
     }
 
-    /// Called when the agent has stopped: leaves the host to who comes next if that is another
-    /// program; false when everything stays for an agent like this one.
+    /// To be called when the agent has stopped: hands the host over if the next agent is another program's;
+    /// false when everything stays for an agent like this one.
     pub async fn leave(self, node: &str, bpffs: &Path, interface: &str, masquerade: Masquerade) -> bool {
         let client = self.client.clone();
         let programs = match self.ends && self.attach == AttachMode::Clsact {
@@ -162,7 +162,7 @@ impl Leaving {
         };
         let Some(reason) = self.reason().await else { return false };
         tracing::info!(reason, "kg is stopping and handing this host over to another agent");
-        // First: nodes that do not know of it would go on sending to gateways that this node does not follow.
+        // First: otherwise nodes would keep sending to gateways that this node no longer follows.
         if let Some(client) = client {
             leave_failover(client, node).await;
         }
@@ -181,7 +181,7 @@ impl Leaving {
     }
 }
 
-/// Says that this node takes no part in failover any more.
+/// Removes this node's failover annotations.
 async fn leave_failover(client: Client, node: &str) {
     let retracted = tokio::time::timeout(PATIENCE, kubernetes::retract_failover(client, node)).await;
     let error = match retracted {

@@ -1,7 +1,7 @@
-//! Kilo's agent as a library: the loop that takes what a backend knows, has `kilo-core` compute the
-//! desired state of the host, and has `kilo-host` apply it.
+//! Kilo's agent as a library: a loop that takes the objects of a backend, has `kilo-core` compute the desired
+//! state of the host, and has `kilo-host` apply it.
 //!
-//! Without the feature `agent` it is what `kgctl` needs, and builds for any system that Rust knows.
+//! Without the feature `agent` it has only what `kgctl` needs, and builds for every target of Rust.
 
 #[cfg(feature = "agent")]
 pub mod agent;

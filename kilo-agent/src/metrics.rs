@@ -1,4 +1,4 @@
-//! Metrics of the agent: Kilo's names, and what the data path counts.
+//! Metrics of the agent: those with Kilo's names, and the data path's counters.
 
 use std::{
     collections::BTreeMap,
@@ -29,7 +29,7 @@ use kilo_host::{
     wireguard::PeerStatus,
 };
 
-/// What failed; the label of an error is its metric label.
+/// Label `event` of errors: the step that failed.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
 pub struct EventLabel {
     /// The failing step.
@@ -45,21 +45,21 @@ struct WayLabel {
 /// Label `map` of gauges about BPF maps.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
 pub struct MapLabel {
-    /// Name of the map, as it is pinned.
+    /// Name of the map, as in its pin.
     pub map: &'static str,
 }
 
-/// Reads the packet counters of the data path.
+/// Reads the data path's packet counters.
 type ReadCounters = Box<dyn Fn() -> Result<Counters, DataplaneError> + Send + Sync>;
 
-/// What is not counted by the agent itself.
+/// Values that are collected at each scrape.
 #[derive(Default)]
 struct Samples {
-    /// Packet counters, read at each scrape.
+    /// Reader of the packet counters.
     counters: Option<ReadCounters>,
-    /// WireGuard peers as of this scrape, and the moment they were read.
+    /// WireGuard peers, and when they were read.
     peers: (BTreeMap<PublicKey, PeerStatus>, Timestamp),
-    /// Who they are.
+    /// The far ends of the tunnels.
     ends: BTreeMap<PublicKey, TunnelEnd>,
 }
 
@@ -73,12 +73,12 @@ impl fmt::Debug for Samples {
 }
 
 impl Samples {
-    /// The data path's counters now; none before the data path is there.
+    /// The data path's current counters; empty before there is a data path.
     fn read_counters(&self) -> Result<Counters, DataplaneError> {
         self.counters.as_ref().map_or_else(|| Ok(Counters::default()), |read| read())
     }
 
-    /// Labels of a tunnel: its key, and who is there.
+    /// Labels of a tunnel: its key and its far end.
     fn labels(&self, key: &PublicKey) -> Vec<(&'static str, String)> {
         let mut labels = vec![("public_key", key.to_string())];
         match self.ends.get(key) {
@@ -163,11 +163,11 @@ fn by_label<M: EncodeMetric>(
     Ok(())
 }
 
-/// Metrics with a handle, one row each: field, value at the start, name and help as they are scraped. Counters are
-/// scraped with `_total` behind the name.
+/// Metrics with a handle, one row each: field, initial value, name and help text. Counters are exposed with
+/// the suffix `_total`.
 macro_rules! metrics {
     ($($(#[doc = $doc:literal])+ $vis:vis $field:ident: $type:ty = $start:expr, $name:literal, $help:literal;)*) => {
-        /// Handles of all metrics; cloning shares them.
+        /// Handles of all metrics; clones share them.
         #[derive(Clone, Debug)]
         pub struct Metrics {
             registry: Arc<Registry>,
@@ -180,7 +180,7 @@ macro_rules! metrics {
         }
 
         impl Metrics {
-            /// All of them as they start, registered by their names; the registry is still to be theirs.
+            /// Creates all metrics and registers them; the caller still has to store the registry.
             fn registered(registry: &mut Registry) -> Self {
                 let metrics = Self {
                     registry: Arc::default(),
@@ -199,7 +199,7 @@ macro_rules! metrics {
 metrics! {
     /// Errors, by the step that failed.
     pub errors: Family<EventLabel, Counter> = Family::default(), "kilo_errors", "Errors by the step that failed";
-    /// 1 when Kilo's rule chose this node as leader; `kilo_failover_role` has who carries packets.
+    /// 1 when Kilo's rule chose this node as leader; see `kilo_failover_role` for who carries packets.
     pub leader: Gauge = Gauge::default(),
         "kilo_leader", "Whether Kilo's rule chose this node as leader of its location";
     /// Nodes in the mesh.
@@ -219,7 +219,7 @@ metrics! {
     /// Pairs of other locations that this node relays for.
     relayed_pairs: Gauge = Gauge::default(),
         "kilo_relayed_pairs", "Pairs of other locations that this node relays for";
-    /// Messages of relays that were sent before.
+    /// Relay messages rejected as replayed or too old.
     pub relay_refused: Counter = Counter::default(),
         "kilo_relay_messages_refused", "Relay messages rejected by the agent because they are older than 2 s";
     /// Locations with no node in the mesh.
@@ -227,14 +227,14 @@ metrics! {
         "kilo_locations_without_leader", "Locations with no node in the mesh";
     /// Nodes with a key that are not in the mesh.
     left_out: Gauge = Gauge::default(), "kilo_nodes_left_out", "Nodes with a key that are not in the mesh";
-    /// Unix time of the own heartbeat as the backend gave it back.
+    /// Unix time of this node's heartbeat, as received from the backend.
     pub last_check_in: Gauge = Gauge::default(),
         "kilo_last_check_in_seconds",
         "Unix time of this node's last heartbeat that came back from the API server";
     /// Seconds between two heartbeats of this node.
     pub heartbeat_seconds: Gauge = Gauge::default(),
         "kilo_heartbeat_interval_seconds", "Seconds between two heartbeats of this node";
-    /// Reconciles, whatever came of them.
+    /// Reconciles, successful or not.
     pub reconciles: Counter = Counter::default(), "kilo_reconciles", "Reconciliation attempts";
     /// How long a reconcile took, from 1 ms to 8 s.
     pub reconcile_seconds: Histogram = Histogram::new(exponential_buckets(0.001, 2.0, 14)),
@@ -245,17 +245,17 @@ metrics! {
     /// Programs reattached to their hooks.
     pub reattached: Counter = Counter::default(),
         "kilo_reattached", "BPF programs reattached after something else had detached them";
-    /// Entries of masqueraded flows, two a flow, as of the last sweep.
+    /// Entries of masqueraded flows, two per flow, as of the last sweep.
     pub nat_entries: Gauge = Gauge::default(),
         "kilo_nat_entries", "NAT entries as of the last sweep, two per flow";
-    /// Entries of flows that had ended, removed by NAT GC.
+    /// Entries of ended flows that NAT GC removed.
     pub nat_collected: Counter = Counter::default(),
         "kilo_nat_collected", "NAT entries removed because their flows had ended";
-    /// Places taken in each BPF map.
+    /// Number of entries in each BPF map.
     map_entries: Family<MapLabel, Gauge> = Family::default(), "kilo_map_entries", "Entries in a BPF map";
 }
 
-/// What the backend does with slices.
+/// Metrics of the backend's slices.
 #[derive(Clone, Debug, Default)]
 pub struct SlicesMetrics {
     wanted: Gauge,
@@ -290,7 +290,7 @@ impl SlicesMetrics {
         metrics
     }
 
-    /// As the backend reports it; `None`: it has none.
+    /// Takes the backend's report; `None` when slices are not used.
     pub fn observe(&self, report: Option<&SlicesReport>) {
         let Some(report) = report else { return };
         self.wanted.set(1);
@@ -320,7 +320,7 @@ impl Default for Metrics {
     }
 }
 
-/// A count as gauges take it.
+/// Converts a count for a gauge, saturating.
 pub fn gauge(count: impl TryInto<i64>) -> i64 {
     count.try_into().unwrap_or(i64::MAX)
 }
@@ -331,18 +331,18 @@ impl Metrics {
         self.errors.get_or_create(&EventLabel { event: event.to_owned() }).inc();
     }
 
-    /// Says how many places of a map are taken.
+    /// Sets the number of entries in a map.
     pub fn set_map_entries(&self, map: &'static str, entries: usize) {
         self.map_entries.get_or_create(&MapLabel { map }).set(gauge(entries));
     }
 
-    /// How many locations have no leader, and how many nodes are left out.
+    /// Sets how many locations have no leader, and how many nodes are left out.
     pub fn set_missing(&self, leaderless: usize, left_out: usize) {
         self.leaderless.set(gauge(leaderless));
         self.left_out.set(gauge(left_out));
     }
 
-    /// Sets how tunnels that work are connected, and how many pairs this node relays for.
+    /// Sets the number of working tunnels by path, and of pairs that this node relays for.
     pub fn set_ways(&self, ways: impl Iterator<Item = &'static str>, relayed_pairs: usize) {
         let mut counts = BTreeMap::from([("direct", 0), ("punched", 0), ("relayed", 0)]);
         ways.for_each(|way| *counts.entry(way).or_insert(0) += 1);
@@ -352,12 +352,12 @@ impl Metrics {
         self.relayed_pairs.set(gauge(relayed_pairs));
     }
 
-    /// Shows the data path's counters from now on, by what reads them.
+    /// Sets the reader of the data path's counters.
     pub fn set_counters(&self, read: impl Fn() -> Result<Counters, DataplaneError> + Send + Sync + 'static) {
         self.samples.lock().unwrap_or_else(PoisonError::into_inner).counters = Some(Box::new(read));
     }
 
-    /// The data path's counters now; none before the data path is there.
+    /// The data path's current counters; empty before there is a data path.
     ///
     /// # Errors
     /// When the map cannot be read.
@@ -365,7 +365,7 @@ impl Metrics {
         self.samples.lock().unwrap_or_else(PoisonError::into_inner).read_counters()
     }
 
-    /// Replaces what is known of the WireGuard peers, who they are, and when it was read.
+    /// Replaces the WireGuard peers, the far ends of their tunnels, and the time of reading.
     pub fn set_peers(
         &self,
         peers: BTreeMap<PublicKey, PeerStatus>,
@@ -377,7 +377,7 @@ impl Metrics {
         samples.ends = ends;
     }
 
-    /// The text exposition format (OpenMetrics).
+    /// Encodes all metrics as OpenMetrics text.
     pub fn encode(&self) -> Result<String, fmt::Error> {
         let mut text = String::new();
         encode(&mut text, &self.registry)?;

@@ -1,6 +1,5 @@
-//! DNS names of endpoints and of this host, looked up beside the reconcile: a
-//! name server that is slow or silent holds nothing up. One name that fails does
-//! not stop the others, and keeps the address it had.
+//! Resolves DNS names of endpoints and of this host beside the reconciles: a slow or silent name server holds
+//! nothing up. A failed name does not affect the others, and keeps its last address.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -13,25 +12,23 @@ use tokio::{sync::mpsc, time::timeout_at};
 
 use kilo_core::{topology::Mesh, wireguard::EndpointHost};
 
-/// How long the answer to the own name counts. A host without its name in DNS
-/// is ordinary.
+/// How long an answer for this host's name counts. It is common for a host not to have its name in DNS.
 const OWN_NAME_COUNTS: Duration = Duration::from_secs(300);
-/// How long the answer to an endpoint's name counts.
+/// How long an answer for an endpoint's name counts.
 const ENDPOINT_COUNTS: Duration = Duration::from_secs(10);
-/// A name that is new is waited for this long: most answer at once, and then
-/// nothing is set up twice.
+/// How long a new name is waited for: most answers arrive at once, and then nothing is set up twice.
 const FIRST_ANSWER: Duration = Duration::from_millis(100);
-/// Longest wait for one name.
+/// Timeout for one name.
 const PATIENCE: Duration = Duration::from_secs(2);
 
 type Answer = (String, io::Result<Vec<IpAddr>>);
 
-/// Remembers the last good answer of each name.
+/// Caches the last good answer for each name.
 #[derive(Debug)]
 pub struct Resolver {
     names: BTreeMap<String, Name>,
     own: Option<String>,
-    /// How long a name that is new is waited for.
+    /// How long a new name is waited for.
     wait: Duration,
     answers: mpsc::UnboundedSender<Answer>,
     answered: mpsc::UnboundedReceiver<Answer>,
@@ -53,26 +50,25 @@ impl Default for Resolver {
 }
 
 impl Resolver {
-    /// One whose callers wait for names that are new until they are answered or
-    /// abandoned.
+    /// Creates a resolver whose callers wait for new names until they are answered or time out.
     pub fn waiting() -> Self {
         Self { wait: PATIENCE, ..Self::default() }
     }
 
-    /// Asks for this host's own name; [`Self::resolve_own`] has the answer later.
+    /// Starts to look up this host's own name, for a later [`Self::resolve_own`].
     pub fn ask_own(&mut self, hostname: &str) {
         self.own = Some(hostname.to_owned());
         self.start(hostname, OWN_NAME_COUNTS);
     }
 
-    /// Resolves this host's own name, as far as its addresses are known now.
+    /// The addresses of this host's own name, as far as known.
     pub async fn resolve_own(&mut self, hostname: &str) -> Vec<IpAddr> {
         self.own = Some(hostname.to_owned());
         self.ask(&BTreeSet::from([hostname]), OWN_NAME_COUNTS).await;
         self.names.get(hostname).map(|name| name.addresses.clone()).unwrap_or_default()
     }
 
-    /// Addresses of every name the mesh's endpoints use, as far as known now.
+    /// The address of each name in the mesh's endpoints, as far as known.
     pub async fn resolve(&mut self, mesh: &Mesh) -> BTreeMap<String, IpAddr> {
         let endpoints = mesh.segments.iter().map(|segment| &segment.endpoint);
         let gateways = mesh.segments.iter().zip(&mesh.gateways).flat_map(|(segment, gateways)| {
@@ -93,7 +89,7 @@ impl Resolver {
         names.into_iter().filter_map(first).collect()
     }
 
-    /// Waits for an answer that says something new.
+    /// Waits for an answer that changes something.
     pub async fn changed(&mut self) {
         loop {
             // Never closed: this end holds a sender.
@@ -104,7 +100,7 @@ impl Resolver {
         }
     }
 
-    /// Asks for what is not known or old, and waits a little for what is new.
+    /// Looks up names that are unknown or outdated, and waits briefly for new ones.
     async fn ask(&mut self, names: &BTreeSet<&str>, counts: Duration) {
         for name in names {
             self.start(name, counts);
@@ -121,7 +117,7 @@ impl Resolver {
         }
     }
 
-    /// Asks for a name unless that is under way or the last answer still counts.
+    /// Looks up a name unless a lookup is under way or the last answer still counts.
     fn start(&mut self, name: &str, counts: Duration) {
         let known = self.names.entry(name.to_owned()).or_default();
         if known.under_way || known.asked.is_some_and(|asked| asked.elapsed() < counts) {
@@ -131,18 +127,19 @@ impl Resolver {
         let (name, answers) = (name.to_owned(), self.answers.clone());
         tokio::spawn(async move {
             let answer = lookup(&name).await;
-            // Nobody waits any more when the agent ends.
+            // The receiver is gone when the agent ends.
             let _ = answers.send((name, answer));
         });
     }
 
-    /// Takes note of an answer; true when it says something new.
+    /// Records an answer; true when it changes something.
     fn take(&mut self, (name, answer): Answer) -> bool {
         let Some(known) = self.names.get_mut(&name) else { return false };
         (known.under_way, known.answered) = (false, true);
         match answer {
             Ok(mut addresses) => {
-                // An address that is still among the answers stays the first: round robin must not flap.
+                // The address in use stays first while it is still among the answers: round robin must not
+                // cause flapping.
                 if let Some(kept) = known.addresses.first()
                     && let Some(at) = addresses.iter().position(|address| address == kept)
                 {
@@ -167,10 +164,10 @@ impl Resolver {
     }
 }
 
-/// Every address of a host name.
+/// Looks up every address of a host name.
 ///
 /// # Errors
-/// What the resolver said, or that it did not answer in time.
+/// The resolver's error, or a timeout.
 pub async fn lookup(name: &str) -> io::Result<Vec<IpAddr>> {
     match tokio::time::timeout(PATIENCE, tokio::net::lookup_host((name, 0))).await {
         Ok(Ok(addresses)) => Ok(addresses.map(|address| address.ip()).collect()),
@@ -197,7 +194,7 @@ mod tests {
     #[tokio::test]
     async fn a_name_that_is_not_answered_holds_nothing_up() {
         let mut resolver = Resolver::default();
-        // As if it were under way with a silent name server.
+        // As if a lookup at a silent name server were under way.
         asked(&mut resolver, "slow");
         let started = Instant::now();
         assert_eq!(resolver.resolve_own("slow").await, addresses(&[]));

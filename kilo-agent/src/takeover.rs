@@ -1,10 +1,10 @@
-//! Starting beside an agent that still runs on this host: beside one of ours, until it has stopped;
-//! beside Kilo's own, to take the host over from it at the moment it stops.
+//! Starts while another agent still runs on this host: waits for one of ours to stop; takes the host over
+//! from Kilo's own at the moment it stops.
 //!
-//! The address of `--listen` says whether Kilo's agent runs: it is the first thing that this agent
-//! gives up when it is asked to stop, before it takes rules, routes and annotations away, and the
-//! kernel closes it when the agent is killed. The process that binds it is the agent of this host from then
-//! on, and Kilo's cannot come back beside it as long as that one lives.
+//! The address of `--listen` shows whether Kilo's agent runs: it is the first thing that Kilo's agent
+//! releases when asked to stop, before it removes rules, routes and annotations, and the kernel closes it
+//! when that agent is killed. The process that binds it next is the agent of this host, and while it lives
+//! Kilo's cannot come back.
 
 use std::{
     io::{self, ErrorKind},
@@ -22,20 +22,20 @@ use tokio::{
 use crate::{backend::kubernetes, http};
 use kilo_host::lock::{self, Lock, LockError};
 
-/// Between two tries to lock: the agent that leaves has left programs that go on.
+/// Pause between attempts to lock: the leaving agent's programs keep working meanwhile.
 const LOCK_PACE: Duration = Duration::from_millis(50);
-/// Between two tries to bind, each of them three system calls: what Kilo's agent takes away is missed at once.
+/// Pause between attempts to bind, each three system calls: whatever Kilo's agent removes is missed at once.
 const PORT_PACE: Duration = Duration::from_millis(5);
-/// The API server has this long to take the write that keeps annotations.
+/// How long the API server may take for the write that keeps annotations.
 const PATIENCE: Duration = Duration::from_secs(3);
 
-/// An agent that waits for another one says so again after this time.
+/// Interval for logging again that the agent is waiting for another one.
 const REMIND: Duration = Duration::from_mins(10);
-/// An agent that is not prepared after this time makes room for others.
+/// An agent that is not prepared within this time exits to make room for others.
 const PREPARED_WITHIN: Duration = Duration::from_secs(30);
 
-/// Until when an agent that takes over may prepare itself. It holds the interface's lock
-/// meanwhile, for which another agent may wait that could do more.
+/// Deadline for the preparation of an agent that takes over. Meanwhile it holds the interface's lock, for
+/// which another agent may be waiting that is able to work.
 #[derive(Clone, Copy, Debug)]
 pub struct Deadline(Option<Instant>);
 
@@ -48,15 +48,15 @@ pub struct Deadline(Option<Instant>);
 pub struct Late(&'static str);
 
 impl Deadline {
-    /// The time begins now, if this agent `takes_over`; else there is no end to it.
+    /// Starts the clock if this agent `takes_over`; otherwise there is no deadline.
     pub fn begin(takes_over: bool) -> Self {
         Self(takes_over.then(|| Instant::now() + PREPARED_WITHIN))
     }
 
-    /// What this work brings.
+    /// Runs `work`.
     ///
     /// # Errors
-    /// When the time is up before that.
+    /// When the deadline passes first.
     pub async fn before<T>(self, what: &'static str, work: impl Future<Output = T>) -> Result<T, Late> {
         match self.0 {
             Some(deadline) => timeout_at(deadline, work).await.map_err(|_| Late(what)),
@@ -65,12 +65,12 @@ impl Deadline {
     }
 }
 
-/// When an agent that waits last logged that it does.
+/// When a waiting agent last logged that it waits.
 #[derive(Debug, Default)]
 struct Reminder(Option<Instant>);
 
 impl Reminder {
-    /// Returns whether it is time to log it, for the first time or again, and remembers that it is.
+    /// Returns whether it is time to log, for the first time or again, and records it.
     fn remind(&mut self, now: Instant) -> bool {
         let due = self.0.is_none_or(|last| now.saturating_duration_since(last) >= REMIND);
         if due {
@@ -79,20 +79,20 @@ impl Reminder {
         due
     }
 
-    /// Whether it was logged.
+    /// Whether it was logged at all.
     fn waits(&self) -> bool {
         self.0.is_some()
     }
 }
 
-/// What comes after an attempt.
+/// What to do after an attempt.
 #[derive(Debug)]
 enum Next<T, E> {
     /// It is this agent's turn.
     Begin(T),
-    /// The other one still runs.
+    /// The other agent still runs.
     Wait,
-    /// No later attempt would do better.
+    /// Retrying would not help.
     Fail(E),
 }
 
@@ -115,7 +115,7 @@ fn after_bind<T>(attempt: io::Result<T>) -> Next<T, io::Error> {
 /// Locks the interface as soon as no other agent of ours holds it.
 ///
 /// # Errors
-/// When the lock cannot be had at all.
+/// When the lock cannot be obtained at all.
 pub async fn lock(state: &Path, interface: &str) -> Result<Lock, LockError> {
     let mut reminder = Reminder::default();
     loop {
@@ -141,11 +141,11 @@ pub async fn lock(state: &Path, interface: &str) -> Result<Lock, LockError> {
     }
 }
 
-/// Binds the address as soon as Kilo's agent has given it up. To be called with the interface's
-/// lock: no agent of ours has the address then.
+/// Binds the address as soon as Kilo's agent has released it. To be called with the interface's lock held, so
+/// that no agent of ours has the address.
 ///
 /// # Errors
-/// When the address cannot be had at all.
+/// When the address cannot be bound at all.
 pub async fn address(listen: SocketAddr) -> io::Result<TcpListener> {
     let mut reminder = Reminder::default();
     loop {
@@ -178,11 +178,11 @@ pub async fn address(listen: SocketAddr) -> io::Result<TcpListener> {
     }
 }
 
-/// Keeps Kilo's annotations on the node that its agent leaves. That one removes seven of them by a
-/// JSON patch when it has cleaned up its host, and an API server refuses the whole patch when one of
-/// them is not there (RFC 6902, section 4.2): without `discovered-endpoints`, which nobody needs at
-/// such a moment, the other nodes never lose sight of this one. Where this comes too late, the agent
-/// writes all of them again when it sees them go.
+/// Keeps Kilo's annotations on the node when its agent leaves. After cleaning up the host that agent removes
+/// seven of them with a JSON patch, and an API server rejects the whole patch when one of them is missing
+/// (RFC 6902, section 4.2): without `discovered-endpoints`, which nobody needs at that moment, the other
+/// nodes never lose this one. If this comes too late, this agent writes all of them again when it sees them
+/// removed.
 pub async fn keep_annotations(client: Client, node: String) {
     let written =
         tokio::time::timeout(PATIENCE, kubernetes::retract_discovered_endpoints(client, &node)).await;

@@ -1,4 +1,4 @@
-//! Points in time as status shows them.
+//! Points in time for the status.
 
 use std::{
     fmt,
@@ -19,13 +19,13 @@ impl Timestamp {
         SystemTime::now().into()
     }
 
-    /// This long ago, seen from this moment.
+    /// The time `age` before this one.
     #[must_use]
     pub fn before(self, age: Duration) -> Self {
         Self(self.0.saturating_sub(i64::try_from(age.as_secs()).unwrap_or(i64::MAX)))
     }
 
-    /// How long before this moment another was, in whole seconds.
+    /// The time since `earlier`, in whole seconds.
     pub fn since(self, earlier: Self) -> humantime::FormattedDuration {
         let seconds = u64::try_from(self.0.saturating_sub(earlier.0)).unwrap_or(0);
         humantime::format_duration(Duration::from_secs(seconds))
@@ -39,7 +39,7 @@ impl From<SystemTime> for Timestamp {
     }
 }
 
-/// Last second RFC 3339 can write (year 9999).
+/// The last second that RFC 3339 can represent (year 9999).
 const LATEST: u64 = 253_402_300_799;
 
 impl fmt::Display for Timestamp {

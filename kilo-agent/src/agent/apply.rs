@@ -1,4 +1,4 @@
-//! Applies a plan to this host: the steps, in their order.
+//! Applies a plan to this host, in a fixed order of steps.
 
 use std::time::Instant;
 
@@ -8,10 +8,9 @@ use kilo_core::{net::NetPlan, plan::HostPlan, topology::Mesh, wireguard::diff};
 use kilo_host::{dataplane::Interfaces, net::forwarding, wireguard::handshake_nudge::HandshakeNudge};
 
 impl<B: Backend> Agent<B> {
-    /// Programs and tables first, routes last: a packet that reaches the
-    /// device always meets a program that knows what to do with it. One part
-    /// that fails keeps none of the others from being put right: without its
-    /// programs, peers or port the device drops what routes lead there.
+    /// Programs and tables first, routes last: a packet that reaches the device always meets a program that
+    /// can handle it. A part that fails does not hold up the others: without its programs, peers or port the
+    /// device drops whatever the routes send there.
     pub(super) async fn apply(&mut self, plan: HostPlan, host: &mut HostState) -> Result<u64, AgentError> {
         let mut parts = Parts::default();
         let written = self.dataplane.write(&plan.tables);
@@ -79,7 +78,8 @@ impl<B: Backend> Agent<B> {
         Ok(writes)
     }
 
-    /// What the failover thread is to know; `None` without failover, and where the node takes no part in it.
+    /// What the failover thread needs to know; `None` without failover, or when this node takes no part in
+    /// it.
     pub(super) fn site(&self, mesh: &Mesh, plan: &HostPlan, host: &HostState) -> Option<failover::Site> {
         let failover = self.failover.as_ref()?;
         failover::Site::of(&failover::Facts {
@@ -103,7 +103,7 @@ impl<B: Backend> Agent<B> {
         }
     }
 
-    /// Makes new peers shake hands that have not by themselves.
+    /// Triggers a handshake with each new peer that has not completed one by itself.
     pub(super) async fn nudge(&mut self) {
         let Some(host) = &self.state.host else {
             // The next reconcile reads the host anew and tries again.
@@ -113,7 +113,7 @@ impl<B: Backend> Agent<B> {
         match self.handshake_nudge.nudge(&host.interface.device, Instant::now()).await {
             Ok(writes) => drop(self.metrics.writes.inc_by(writes as u64)),
             Err(error) => {
-                // It may have taken a peer off the device that it has not put back.
+                // The peer may be off the device, removed but not added again.
                 self.host_changed.notify_one();
                 self.metrics.error(error.label());
                 tracing::warn!(%error, "failed to trigger handshakes with new peers");

@@ -1,12 +1,13 @@
-//! A dead leader whose heartbeat nodes without failover would still wait for: its `last-seen` is set to 0.
+//! Sets a dead leader's `last-seen` to 0; otherwise nodes without failover would wait for its heartbeat to
+//! expire.
 
 use std::{sync::Arc, time::Duration};
 
 use super::Agent;
 use crate::backend::Backend;
 
-/// Pauses between attempts to mark a dead leader, in seconds: the API server may have run on that node, and a
-/// snapshot may lack the last heartbeat. A minute later the heartbeat is too old for everybody.
+/// Pauses between attempts to mark a dead leader, in seconds. The API server may have run on that node, and a
+/// snapshot may lack the last heartbeat. After a minute every node considers the heartbeat too old.
 const PAUSES: [u32; 16] = [1, 1, 2, 2, 3, 3, 5, 5, 5, 5, 5, 5, 5, 5, 5, 5];
 
 impl<B: Backend> Agent<B> {
@@ -21,9 +22,8 @@ impl<B: Backend> Agent<B> {
     }
 }
 
-/// Tries until the leader is marked, while it is still dead; returns whether this agent has marked it. Each
-/// try compares with the newest heartbeat that is known: one that is written meanwhile is not lost. `unit`:
-/// of the pauses.
+/// Retries until the leader is marked or no longer dead; returns whether this agent marked it. Each attempt
+/// compares with the newest known heartbeat, so one written meanwhile is not lost. The pauses are in `unit`s.
 async fn say(backend: &impl Backend, node: &str, is_dead: impl Fn() -> bool, unit: Duration) -> bool {
     let snapshots = backend.watch();
     for pause in PAUSES {
@@ -66,7 +66,7 @@ mod tests {
 
     const MS: Duration = Duration::from_millis(1);
 
-    /// An API server that has a heartbeat which the snapshots do not show before `shown` tries.
+    /// An API server whose latest heartbeat, `has`, shows up in snapshots only after `shown` tries.
     struct Lags {
         snapshots: watch::Sender<Arc<Snapshot>>,
         has: i64,

@@ -3,22 +3,22 @@
 use crate::{backend::BackendError, metrics::Metrics};
 use kilo_host::{dataplane::DataplaneError, lock::LockError, net::NetError, wireguard::WireguardError};
 
-/// Why a reconciliation fell short.
+/// Why a reconciliation failed, in whole or in part.
 #[derive(Debug, thiserror::Error)]
 pub enum AgentError {
-    /// Nodes and peers.
+    /// Reading or writing nodes and peers.
     #[error(transparent)]
     Backend(#[from] BackendError),
-    /// Links, addresses, routes.
+    /// Links, addresses or routes.
     #[error(transparent)]
     Net(#[from] NetError),
     /// The WireGuard device.
     #[error(transparent)]
     Wireguard(#[from] WireguardError),
-    /// Programs and maps.
+    /// BPF programs and maps.
     #[error(transparent)]
     Dataplane(#[from] DataplaneError),
-    /// Another agent has the pinned programs and maps.
+    /// Another agent holds the pinned programs and maps.
     #[error(transparent)]
     Lock(#[from] LockError),
     /// The node lacks something; the text says what.
@@ -29,10 +29,10 @@ pub enum AgentError {
         /// What is missing and where it comes from.
         missing: &'static str,
     },
-    /// More than one part of this host could not be put right.
+    /// More than one part of this host could not be reconciled.
     #[error("{first}; also: {}", texts(others))]
     Several {
-        /// The part that comes first.
+        /// The error of the first part that failed, whose label is counted.
         #[source]
         first: Box<Self>,
         /// The others, in order.
@@ -44,7 +44,7 @@ fn texts(errors: &[AgentError]) -> String {
     errors.iter().map(ToString::to_string).collect::<Vec<_>>().join("; ")
 }
 
-/// What became of the parts that are applied one after the other.
+/// Results of the parts that are applied one after the other.
 #[derive(Debug, Default)]
 pub(super) struct Parts {
     writes: u64,
@@ -64,7 +64,7 @@ impl Parts {
     pub fn end(self, metrics: &Metrics) -> Result<u64, AgentError> {
         let mut failed = self.failed.into_iter();
         let Some(first) = failed.next() else { return Ok(self.writes) };
-        // What was written has been written all the same.
+        // These writes happened although another part failed.
         metrics.writes.inc_by(self.writes);
         let others: Vec<AgentError> = failed.collect();
         if others.is_empty() {

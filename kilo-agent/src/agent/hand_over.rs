@@ -1,9 +1,9 @@
-//! Leaving this host to an agent that is not ours, while pods talk.
+//! Hands this host over to an agent that is not ours, without interrupting the pods' traffic.
 //!
-//! Whatever works without programs stays: the WireGuard device with its peers, addresses, routes
-//! and annotations, which Kilo's own agent takes over as it finds them. Programs go, because they
-//! would take packets that are the other's: at once, or after a while where an agent of ours may
-//! come as well. What they masqueraded is masqueraded by rules until the other does it.
+//! Whatever works without programs stays: the WireGuard device with its peers, addresses, routes and
+//! annotations, which Kilo's own agent takes over as it finds them. Programs are removed because they would
+//! intercept packets meant for the other agent: at once, or after a while where an agent of ours may return.
+//! Rules masquerade what the programs did until the other agent takes over.
 
 use std::{
     collections::BTreeSet,
@@ -33,18 +33,18 @@ use kilo_host::{
     net::{Net, tunnels},
 };
 
-/// The rules do nothing after this time; until then they also drop at the uplink what nothing has translated.
+/// After this time the rules do nothing; until then they also drop untranslated packets at the uplink.
 const BRIDGED: Duration = Duration::from_secs(600);
-/// Flows that are not forgotten by then stay untranslated, and are dropped at the uplink.
+/// Flows that are still in conntrack after this stay untranslated and are dropped at the uplink.
 const FORGETTING: Duration = Duration::from_secs(5);
 
 /// How long the programs still act after the rules begin to drop at the uplink what they steered.
 const OVERLAP: Duration = Duration::from_secs(2);
-/// Programs that are removed at once end by themselves only after this, which is longer than flows and tunnel devices
-/// take: without programs those devices hand on what anybody sends.
+/// Programs to be removed at once expire by themselves only after this, which is longer than it takes to
+/// forget flows and remove tunnel devices: without programs those devices forward whatever anybody sends.
 const REMOVED_BY: Duration = Duration::from_secs(60);
 
-/// What becomes of the programs.
+/// What happens to the programs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Programs {
     /// They go at once.
@@ -54,8 +54,8 @@ pub enum Programs {
     LeftFor(Duration),
 }
 
-/// Takes programs, pins and tunnel devices away, or leaves programs for a while; `interface` is
-/// the WireGuard device's name.
+/// Removes programs, pins and tunnel devices, or leaves the programs for a while; `interface` is the
+/// WireGuard device's name.
 pub async fn hand_over(bpffs: &Path, interface: &str, masquerade: Masquerade, programs: Programs) -> Outcome {
     let mut outcome = Outcome::default();
     let (steered, end) = match programs {
@@ -64,7 +64,7 @@ pub async fn hand_over(bpffs: &Path, interface: &str, masquerade: Masquerade, pr
     };
     let (ruled, untranslated): (Result<bool, Cause>, _) = match dataplane::read_tables(bpffs).map(Arc::new) {
         Ok(tables) => {
-            // Before the rules: from them on until a flow is forgotten, its packets are dropped at the uplink.
+            // Before the rules, which drop a flow's packets at the uplink until the flow is forgotten.
             let untranslated = match masquerade {
                 Masquerade::Off => None,
                 _ => Some(untranslated(Arc::clone(&tables)).await),
@@ -74,7 +74,7 @@ pub async fn hand_over(bpffs: &Path, interface: &str, masquerade: Masquerade, pr
         }
         Err(error) => (Err(error.into()), None),
     };
-    // As long as programs translate, a flow that is forgotten could come back without translation.
+    // While programs still translate, a forgotten flow could return to conntrack untranslated.
     let translates = match ruled.is_ok().then(|| dataplane::leave_for(bpffs, end)) {
         Some(Ok(())) => false,
         Some(Err(error)) if programs != Programs::Removed => {
@@ -91,7 +91,7 @@ pub async fn hand_over(bpffs: &Path, interface: &str, masquerade: Masquerade, pr
     if !translates && let Some(untranslated) = untranslated.take() {
         forget(untranslated, &mut outcome).await;
     }
-    // Before their programs: without them these devices hand on what anybody sends.
+    // Before their programs: without them these devices forward whatever anybody sends.
     let removed = match Net::new() {
         Ok(net) => tunnels::remove(net.rtnl()).await,
         Err(error) => Err(error),
@@ -113,7 +113,7 @@ pub async fn hand_over(bpffs: &Path, interface: &str, masquerade: Masquerade, pr
     outcome
 }
 
-/// The flows that programs have translated, and netfilter has not.
+/// Lists the flows that programs, but not netfilter, have translated.
 async fn untranslated(
     tables: Arc<Tables>,
 ) -> io::Result<Untranslated<impl FnMut(IpAddr, IpAddr) -> bool + Send>> {
@@ -121,7 +121,7 @@ async fn untranslated(
     spawn_blocking(move || Untranslated::list(is_masqueraded)).await.map_err(io::Error::other).flatten()
 }
 
-/// Lets the rules translate these flows from now on.
+/// Removes these flows from conntrack, so that the rules translate them from here on.
 async fn forget<F>(flows: io::Result<Untranslated<F>>, outcome: &mut Outcome)
 where
     F: FnMut(IpAddr, IpAddr) -> bool + Send + 'static,
@@ -137,7 +137,7 @@ where
     );
 }
 
-/// Prefixes of the mesh by what is known of them.
+/// Prefixes of the mesh whose values match `is_wanted`.
 fn prefixes(tables: &Tables, is_wanted: impl Fn(&IpNet, &PrefixValue) -> bool) -> BTreeSet<IpNet> {
     tables
         .prefix
@@ -147,8 +147,8 @@ fn prefixes(tables: &Tables, is_wanted: impl Fn(&IpNet, &PrefixValue) -> bool) -
         .collect()
 }
 
-/// True when rules masquerade now, or drop at the uplink what only a tunnel may carry; false where there is
-/// nothing to do for them.
+/// True when rules masquerade, or drop at the uplink what only a tunnel may carry; false when there is
+/// nothing for them to do.
 async fn replace_by_rules(
     tables: &Tables,
     interface: &str,
@@ -168,9 +168,9 @@ async fn replace_by_rules(
     if decision.is_empty() || uplinks.is_empty() {
         return Ok(false);
     }
-    // Kilo may have set only some of its routes when a program sees it steer and ends.
+    // When a program sees Kilo steer and ends, Kilo may have set only some of its routes.
     let never_clear = |_: &IpNet, value: &PrefixValue| value.flags & PREFIX_NEVER_CLEAR != 0;
-    // What pods send to a node's private address, too: this host's own packets the rules let by. A
+    // Includes what pods send to a node's private address: the rules let this host's own packets pass. A
     // default route through WireGuard is for pods that use the location's gateway.
     let by_uplink = |prefix: &IpNet, value: &PrefixValue| {
         value.flags & (PREFIX_NEVER_CLEAR | PREFIX_PODS_STEERED) == PREFIX_PODS_STEERED

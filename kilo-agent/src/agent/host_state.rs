@@ -1,5 +1,5 @@
-//! The state of this host: read as a whole, then kept true by adding our own
-//! writes until somebody else changes something or a resync is due.
+//! The state of this host: read as a whole, then kept current by adding our own writes until something else
+//! changes it or a resync is due.
 
 use std::{collections::BTreeMap, net::SocketAddr, sync::Arc};
 
@@ -19,11 +19,11 @@ use kilo_host::{
     },
 };
 
-/// Where peers and relays are, found once in a reconcile for all of its steps.
+/// Current endpoints of peers and relays, collected once per reconcile for all of its steps.
 pub(super) struct SeenEndpoints {
     /// Endpoints at which this host's WireGuard device sees its peers.
     peers: BTreeMap<PublicKey, SocketAddr>,
-    /// Where relays are: a peer that is seen there is elsewhere.
+    /// Addresses of relays: a peer seen at one of them is really somewhere else.
     pub relay_places: Arc<RelayPlaces>,
 }
 
@@ -34,7 +34,7 @@ impl SeenEndpoints {
         Self { peers, relay_places }
     }
 
-    /// Peers that are seen at places of their own, and not at those of relays.
+    /// Peers that are seen at their own address, not at a relay's.
     pub fn peers_at_own_places(&self) -> impl Iterator<Item = (PublicKey, SocketAddr)> {
         self.peers().filter(|(_, at)| !self.relay_places.contains(*at))
     }
@@ -49,7 +49,7 @@ impl SeenEndpoints {
     }
 }
 
-/// The state of this host as last read, and what was written since.
+/// The state of this host as last read, updated by each write since.
 pub(super) struct HostState {
     pub interface: Interface,
     pub tunnels: Tunnels,
@@ -57,20 +57,20 @@ pub(super) struct HostState {
     pub ways_out: WaysOut,
     /// Our routes, until a plan has been applied to them.
     pub routes: Option<OurRoutes>,
-    /// Routes by interfaces with addresses of the network the node is in.
+    /// Routes on interfaces with global addresses, in the main table.
     pub ways: Vec<MainRoute>,
-    /// What the WireGuard device has.
+    /// What the WireGuard device is configured with.
     pub state: DeviceState,
-    /// Paths to nodes, as far as looked up.
+    /// Paths to nodes, as far as they have been looked up.
     pub paths: Paths,
-    /// The addresses and routes there are, once a plan has been applied.
+    /// The addresses and routes in place; `None` until a plan has been applied.
     pub net: Option<NetPlan>,
-    /// Devices that were made, to be counted once.
+    /// Number of devices created, to be counted once as writes.
     pub made: u64,
 }
 
 impl<B: Backend> Agent<B> {
-    /// Reads everything; makes the devices that are missing.
+    /// Reads the whole host state and creates devices that are missing.
     pub(super) async fn read_host(&mut self) -> Result<HostState, AgentError> {
         let (interface, created) =
             Interface::ensure(&self.net, &self.options.interface, self.state.device).await?;

@@ -1,5 +1,5 @@
-//! Keeps the last good topology beside the reconciles: with thousands of nodes
-//! writing it takes longer than they do.
+//! Saves the last good topology beside the reconciles: with thousands of nodes writing takes longer than a
+//! reconcile.
 
 use std::{
     path::Path,
@@ -19,7 +19,7 @@ use crate::{
 };
 use kilo_core::topology::Node;
 
-/// The other nodes as an earlier agent of this host, `node`, knew them; none when it left no file.
+/// The other nodes as an earlier agent of this host, `node`, knew them; empty when it left no file.
 pub(super) fn nodes(path: &Path, node: &str) -> Vec<Node> {
     last_good::load_nodes(path, node).unwrap_or_else(|error| {
         let path = path.display();
@@ -28,7 +28,7 @@ pub(super) fn nodes(path: &Path, node: &str) -> Vec<Node> {
     })
 }
 
-/// The file, and who writes it.
+/// The file and the tasks that write it.
 pub(super) struct LastGoodWriter {
     file: Arc<Mutex<LastGood>>,
     /// Something besides heartbeats may differ from what was written.
@@ -45,13 +45,13 @@ impl LastGoodWriter {
         }
     }
 
-    /// Something besides heartbeats has changed.
+    /// Notes that something besides heartbeats has changed.
     pub fn note_change(&self) {
         self.stale.store(true, Ordering::Release);
     }
 
-    /// Starts to write what `state` has when something changed and the last write
-    /// is some seconds ago; else a later call does.
+    /// Starts writing `state` if something has changed and the last write was some seconds ago; otherwise a
+    /// later call does.
     pub fn keep(&mut self, state: &State, metrics: &Metrics, now: Instant) {
         while self.writers.try_join_next().is_some() {}
         let due = self.file.try_lock().is_ok_and(|file| file.is_due(now));

@@ -1,5 +1,5 @@
-//! Limits logging: a condition that persists is logged once, and a failure that lasts once a minute, not with every
-//! reconcile.
+//! Limits logging: a condition that persists is logged once, and a lasting failure once a minute instead of
+//! on every reconcile.
 
 use std::{
     collections::BTreeMap,
@@ -16,17 +16,17 @@ use kilo_core::{
     wireguard::Endpoint,
 };
 
-/// A reconcile that goes on failing for the same reason is spoken of again after this.
+/// A reconcile that keeps failing for the same reason is logged again after this.
 const AGAIN: Duration = Duration::from_secs(60);
 
-/// What changes with the leader, which may change to and fro, is logged again after this.
+/// Conditions that depend on the leader, which may flap, are logged again after this.
 const CHANGED_AGAIN: Duration = Duration::from_secs(600);
 
-/// Delay of the warning that several leaders are configured but cannot lead: agents that have just been
-/// configured so follow sooner.
+/// Delay of the warning that several leaders are configured but cannot lead: agents that were just configured
+/// follow sooner than this.
 const ONE_LEADER_AFTER: Duration = Duration::from_secs(60);
 
-/// What has been logged.
+/// What has been logged already.
 #[derive(Debug, Default)]
 pub struct LogLimiter {
     /// Objects that are ignored, and why.
@@ -35,21 +35,21 @@ pub struct LogLimiter {
     left_out: usize,
     /// Private addresses that several nodes claim.
     conflicts: Vec<Conflict>,
-    /// The private endpoint it led with, and when it did last.
+    /// The private endpoint that this node led with, and when it last did.
     private_endpoint: Option<(Endpoint, Instant)>,
-    /// When stand-bys of which location were last logged.
+    /// When the stand-bys of each location were last logged.
     stand_bys: BTreeMap<String, Instant>,
     /// Since when several leaders are configured but cannot lead, and whether that was logged.
     one_leader: Option<(Instant, bool)>,
-    /// The table of neighbours is too small.
+    /// Whether the neighbour table is too small.
     neighbours: bool,
-    /// Nodes of the location are reached by a default route alone.
+    /// Whether nodes of the location are reached by a default route alone.
     only_default: bool,
-    /// Interfaces without programs, and their link type.
+    /// Interfaces without programs, and their link types.
     unknown_headers: BTreeMap<String, u16>,
-    /// No interface leads out of the host.
+    /// Whether no interface leads out of the host.
     no_uplink: bool,
-    /// Failures by the step that failed.
+    /// The last failure of each step.
     failures: BTreeMap<&'static str, Failure>,
 }
 
@@ -57,11 +57,11 @@ pub struct LogLimiter {
 struct Failure {
     text: String,
     said: Instant,
-    /// Failures for this reason since then.
+    /// Failures for this reason since `said`.
     since: u32,
 }
 
-/// Another CNI's file comes before ours.
+/// The warning that another CNI's configuration sorts before ours.
 pub fn other_cni(other: &Path, own: &Path) -> String {
     format!(
         "the container runtime takes the CNI configuration {other}, which comes before {own} by name, so that \
@@ -73,7 +73,7 @@ pub fn other_cni(other: &Path, own: &Path) -> String {
 }
 
 impl LogLimiter {
-    /// Says once what is wrong with which object.
+    /// Logs once what is wrong with each object.
     pub fn log_invalid_objects(&mut self, problems: &BTreeMap<ObjectRef, String>, metrics: &Metrics) {
         for (object, problem) in problems {
             if self.objects.get(object) != Some(problem) {
@@ -88,7 +88,7 @@ impl LogLimiter {
         self.objects.clone_from(problems);
     }
 
-    /// Says once that the location has more nodes than the table of hops.
+    /// Logs once that the location has more nodes than the hop table can hold.
     pub fn log_left_out(&mut self, left_out: usize, metrics: &Metrics) {
         if left_out > self.left_out {
             metrics.error("location_full");
@@ -102,8 +102,8 @@ impl LogLimiter {
         self.left_out = left_out;
     }
 
-    /// Says once that this node leads its location with an endpoint that other locations may not
-    /// reach; returns the sentence when it is news, which it is not until ten minutes after the last time it was so.
+    /// Logs once that this node leads its location with an endpoint that other locations may not reach.
+    /// Returns the message when it was logged, at most once per ten minutes for the same endpoint.
     pub fn log_private_endpoint(&mut self, endpoint: Option<&Endpoint>, now: Instant) -> Option<String> {
         let endpoint = endpoint?;
         let last = self.private_endpoint.replace((endpoint.clone(), now));
@@ -119,8 +119,8 @@ impl LogLimiter {
         Some(text)
     }
 
-    /// Says of which locations the stand-bys are too few, of each at most once in ten minutes: who leads may change
-    /// to and fro. Returns of which it did.
+    /// Logs which locations have too few stand-bys, each at most once in ten minutes since leadership may
+    /// flap. Returns the locations it logged.
     pub fn log_stand_bys(&mut self, warnings: BTreeMap<String, String>, now: Instant) -> Vec<String> {
         self.stand_bys.retain(|_, said| now.saturating_duration_since(*said) < CHANGED_AGAIN);
         let mut said = Vec::new();
@@ -134,8 +134,8 @@ impl LogLimiter {
         said
     }
 
-    /// Says once that the own location has one leader although several are asked for, when that lasts. True when it is
-    /// said now.
+    /// Logs once that this location has one leader although several are configured, if that lasts. Returns
+    /// true when it logs.
     pub fn log_one_leader(&mut self, warning: Option<String>, now: Instant) -> bool {
         let Some(warning) = warning else {
             self.one_leader = None;
@@ -150,7 +150,7 @@ impl LogLimiter {
         is_due
     }
 
-    /// Says once that the kernel's table of neighbours is too small, until it is large enough.
+    /// Logs once that the kernel's neighbour table is too small, until it is large enough.
     pub fn log_neighbours(&mut self, warning: Option<String>) {
         let is_new = warning.is_some() && !self.neighbours;
         self.neighbours = warning.is_some();
@@ -159,8 +159,8 @@ impl LogLimiter {
         }
     }
 
-    /// Says once that a node of the location, the first of them, is not reached, because only a default route by another
-    /// interface than the private one leads there.
+    /// Logs once that `first`, a node of this location, is unreachable because only a default route on
+    /// another interface than the private one leads there.
     pub fn log_only_default(&mut self, first: Option<&IpAddr>) {
         let is_new = !self.only_default;
         self.only_default = first.is_some();
@@ -174,7 +174,7 @@ impl LogLimiter {
         }
     }
 
-    /// Says once which interfaces get no programs because of their link type.
+    /// Logs once which interfaces get no programs because of their link type.
     pub fn log_unknown_headers(&mut self, interfaces: &BTreeMap<String, u16>, metrics: &Metrics) {
         for (interface, link_type) in interfaces {
             if self.unknown_headers.get(interface) != Some(link_type) {
@@ -190,7 +190,7 @@ impl LogLimiter {
         self.unknown_headers.clone_from(interfaces);
     }
 
-    /// Says once that there is no interface for the programs of uplinks.
+    /// Logs once that there is no interface for the uplink programs.
     pub fn log_no_uplink(&mut self, no_uplink: bool, metrics: &Metrics) {
         if no_uplink && !self.no_uplink {
             metrics.error("no_uplink");
@@ -202,7 +202,7 @@ impl LogLimiter {
         self.no_uplink = no_uplink;
     }
 
-    /// Says once which nodes claim one private address. True when this is news.
+    /// Logs once which nodes claim the same private address. Returns true if the conflicts changed.
     pub fn log_conflicts(&mut self, conflicts: &[Conflict], metrics: &Metrics) -> bool {
         metrics.conflicts.set(gauge(conflicts.len()));
         let is_news = self.conflicts != conflicts;
@@ -222,7 +222,7 @@ impl LogLimiter {
         true
     }
 
-    /// Says what failed, unless it did for the same reason within the last minute.
+    /// Logs what failed, unless the same reason was logged within the last minute.
     pub fn log_failure(&mut self, what: &'static str, text: String, now: Instant) {
         let repeated = match self.failures.get_mut(what) {
             Some(failure) if failure.text == text => {
@@ -238,7 +238,7 @@ impl LogLimiter {
         self.failures.insert(what, Failure { text, said: now, since: 0 });
     }
 
-    /// All went well: the next failure is a new one.
+    /// Notes a success: the next failure is logged at once.
     pub fn clear_failures(&mut self) {
         self.failures.clear();
     }

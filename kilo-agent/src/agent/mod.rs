@@ -1,5 +1,5 @@
-//! The reconcile loop: whatever happened, compute the desired state and apply
-//! what differs. The same code serves first start, restart and repair.
+//! The reconcile loop: whatever the event, compute the desired state and apply what differs. The same code
+//! serves first start, restart and repair.
 
 mod apply;
 mod declare_dead;
@@ -67,14 +67,14 @@ pub use uninstall::{Outcome, Removal, uninstall};
 
 /// Pause before a failed step is repeated, unless something else causes it earlier.
 const RETRY: Duration = Duration::from_secs(2);
-/// Cilium's device that has the node's address in its overlay.
+/// Cilium's device, which has the node's overlay address.
 const CILIUM_HOST: &str = "cilium_host";
 
-/// Programs that were removed from their hooks are back after at most this long:
-/// the kernel does not announce that a TCX link has gone.
+/// Programs removed from their hooks are reattached after at most this long: the kernel does not announce
+/// that a TCX link is gone.
 const LOOK_AT_HOOKS: Duration = Duration::from_secs(3);
 
-/// Everything the flags say.
+/// All settings from the flags.
 #[derive(Clone, Debug)]
 pub struct Options {
     /// Name of this node.
@@ -87,7 +87,7 @@ pub struct Options {
     pub mtu: Mtu,
     /// CNI that owns routing inside a location (`--compatibility`).
     pub compatibility: Compatibility,
-    /// How often the host is read and put right although nothing has changed (`--resync-period`).
+    /// Interval between full resyncs (`--resync-period`).
     pub resync: Duration,
     /// Prefixes in which the node's private address is looked for (`--internal-cidr`).
     pub internal_cidrs: Vec<IpNet>,
@@ -95,44 +95,44 @@ pub struct Options {
     pub endpoint_from: EndpointFrom,
     /// Prefer a private address as endpoint (`--prioritise-private-addresses`).
     pub prefer_private: bool,
-    /// The CNI configuration list to write pod CIDRs into.
+    /// The CNI configuration list that pod CIDRs are written into; `None`: no file is written.
     pub cni: Option<PathBuf>,
-    /// A CNI configuration that does not outlive the boot, instead of that one.
+    /// A CNI configuration that does not outlive the boot, used instead of `cni`.
     pub cni_boot: Option<BootConfiguration>,
     /// Who translates the source of pods' packets (`--masquerade`).
     pub masquerade: Masquerade,
     /// Accept pods' traffic in the FORWARD chains of iptables.
     pub forward_rules: bool,
-    /// Where the last good topology is kept, if at all.
+    /// Where the last good topology is saved; `None`: nowhere.
     pub last_good: Option<PathBuf>,
     /// Mount point of the BPF file system.
     pub bpffs: PathBuf,
     /// How programs are attached.
     pub attach: AttachMode,
-    /// Load the programs with their log.
+    /// Load the programs with logging enabled.
     pub debug: bool,
-    /// Settings of failover; `None`: off.
+    /// Settings of failover; `None` when it is off.
     pub failover: Option<failover::Options>,
     /// Whether tunnels may go through relays (`--relay`).
     pub relay: Relay,
-    /// Megabits a second that a relay sends on for each end of a pair (`--relay-rate`); 0 = not limited.
+    /// Megabits per second that a relay forwards for each end of a pair (`--relay-rate`); 0 = unlimited.
     pub relay_rate: u16,
 }
 
-/// What is started before the nodes are known: see [`begin`].
+/// What starts before the nodes are known: see [`begin`].
 pub struct Startup {
     resolver: Resolver,
-    /// Programs that are being loaded.
+    /// The task that is loading the programs.
     loading: Option<JoinHandle<Result<(Dataplane, Lock), AgentError>>>,
-    /// Those that have been.
+    /// The loaded programs.
     loaded: Option<(Dataplane, Lock)>,
 }
 
 impl Startup {
-    /// Waits for the programs that are being loaded, and checks what else the kernel must have.
+    /// Waits for the programs that are being loaded and checks for other required kernel features.
     ///
     /// # Errors
-    /// When one of them does not load, or something is missing.
+    /// When a program fails to load or a feature is missing.
     pub async fn prepare(mut self, options: &Options) -> Result<Self, AgentError> {
         if options.masquerade == Masquerade::Ebpf {
             dataplane::realtime::check()?;
@@ -144,9 +144,9 @@ impl Startup {
     }
 }
 
-/// Begins what needs this host only, so that it is waited for together with the list of nodes:
-/// looks up the own name, and loads the programs where an earlier agent left some, or where it is
-/// to be `prepared` all the same. Else nothing is made before the backend has answered.
+/// Starts what depends on this host only, so that it overlaps with listing the nodes: resolves this node's
+/// name, and loads the programs where an earlier agent left some or where `prepared` asks for it. Otherwise
+/// nothing is created before the backend has answered.
 pub fn begin(options: &Options, prepared: bool) -> Startup {
     let mut resolver = Resolver::default();
     resolver.ask_own(&options.hostname);
@@ -156,7 +156,7 @@ pub fn begin(options: &Options, prepared: bool) -> Startup {
     Startup { resolver, loading: early.then(|| tokio::task::spawn_blocking(load)), loaded: None }
 }
 
-/// Opens the data path, once no other agent can be at its programs and maps.
+/// Opens the data path, holding the lock that keeps other agents from its programs and maps.
 fn open(bpffs: &Path, debug: bool, attach: AttachMode) -> Result<(Dataplane, Lock), AgentError> {
     dataplane::make_top_directory(bpffs)?;
     let pins = lock::pins(&dataplane::top_directory(bpffs))?;
@@ -166,7 +166,7 @@ fn open(bpffs: &Path, debug: bool, attach: AttachMode) -> Result<(Dataplane, Loc
 /// Why a reconciliation is due.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Cause {
-    /// The host may have changed, or it is time to read it.
+    /// The host may have changed, or a full read is due.
     Host,
     /// Nodes or peers differ.
     Snapshot,
@@ -198,19 +198,19 @@ pub struct Agent<B> {
     handshake_nudge: HandshakeNudge,
     failover: Option<Failover>,
     relays: Relays,
-    /// For the task that looks after relays.
+    /// Feeds the relay task.
     relay_view: tokio::sync::watch::Sender<MeshView>,
-    /// No other agent may change the pinned programs and maps meanwhile.
+    /// Keeps other agents from changing the pinned programs and maps.
     _pins: Lock,
 }
 
 impl<B: Backend> Agent<B> {
-    /// Opens what the agent needs: programs, pinned maps, the WireGuard device,
-    /// except what `startup` holds already.
+    /// Opens what the agent needs (programs, pinned maps, the WireGuard device), except what `startup`
+    /// already holds.
     ///
     /// # Errors
-    /// When a capability or kernel feature is missing; the text says which.
-    /// What was not there before is then not there afterwards.
+    /// When a capability or kernel feature is missing; the text says which. Whatever was not there before is
+    /// removed again.
     pub async fn new(
         options: Options,
         backend: B,
@@ -256,7 +256,7 @@ impl<B: Backend> Agent<B> {
             publisher,
             peer_reports: PeerReports::default(),
             key,
-            // Programs of an earlier agent still send by these.
+            // Programs of an earlier agent still send with these hop ids.
             state: State {
                 hops: HopIds::adopt(&dataplane.held_senders()),
                 liveness: Liveness::remembering(remembered.into_iter().flatten().map(Arc::new)),
@@ -286,7 +286,7 @@ impl<B: Backend> Agent<B> {
     /// Reconciles on every change and every resync period until asked to stop.
     ///
     /// # Errors
-    /// When the kernel's events cannot be followed.
+    /// When kernel events cannot be followed.
     pub async fn run(mut self, stop: CancellationToken) -> Result<(), AgentError> {
         let mut snapshots = self.backend.watch();
         let host_changed = Arc::clone(&self.host_changed);
@@ -309,11 +309,12 @@ impl<B: Backend> Agent<B> {
                 }
                 () = host_changed.notified() => Cause::Host,
                 _ = hooks.tick() => {
-                    // What a reconcile could not turn on waits for the next one, unless it has been on since.
+                    // A setting that a reconcile failed to turn on waits for the next one, unless it was on
+                    // in between.
                     let forwards = forwarding::is_on();
                     self.state.cannot_forward &= !forwards;
                     let may_stay = forwards || self.state.cannot_forward;
-                    // An error is the reconcile's to report.
+                    // Errors are left for the reconcile to report.
                     if self.dataplane.is_attached(&self.net).await.unwrap_or(false) && may_stay {
                         continue;
                     }
@@ -364,8 +365,8 @@ impl<B: Backend> Agent<B> {
         Ok(())
     }
 
-    /// Starts what works beside the reconciles: NAT GC, writes to the API server, what is announced, relays. `ways`
-    /// changes when packets of this host may go another way.
+    /// Starts the tasks that run beside the reconciles: NAT GC, writes to the API server, announcements,
+    /// relays. `ways` changes when packets of this host may take another path.
     fn spawn_tasks(
         &self,
         stop: &CancellationToken,
@@ -390,8 +391,8 @@ impl<B: Backend> Agent<B> {
         self.spawn_relays(stop, ways)
     }
 
-    /// Reconciles, counts it and says how it ended. After the first one, and after one `by_the_clock`, memory is given
-    /// back.
+    /// Reconciles, counts it and logs the result. After the first one, and after one `by_the_clock`, memory
+    /// is returned to the system.
     async fn reconcile_once(&mut self, snapshot: &Arc<Snapshot>, by_the_clock: bool) {
         let started = Instant::now();
         let mut gives_back = false;
@@ -401,7 +402,7 @@ impl<B: Backend> Agent<B> {
                 let is_first = !std::mem::replace(&mut self.state.applied, true);
                 gives_back = is_first || by_the_clock;
                 if is_first {
-                    // Now that pods are not kept waiting by it.
+                    // Deferred until here, when pods no longer wait for it.
                     self.dataplane.load_late_beside();
                 }
                 if self.publisher.is_settled() {
@@ -421,12 +422,12 @@ impl<B: Backend> Agent<B> {
         }
         self.metrics.reconcile_seconds.observe(started.elapsed().as_secs_f64());
         if gives_back {
-            // What was needed to list and to compute everything, and for changes since.
+            // Memory used to list and compute everything, and for changes since then.
             kilo_host::memory::give_back();
         }
     }
 
-    /// Begins to look after pairs of locations that do not reach each other.
+    /// Starts the task that looks after pairs of locations that cannot reach each other directly.
     fn spawn_relays(
         &self,
         stop: &CancellationToken,
@@ -434,7 +435,7 @@ impl<B: Backend> Agent<B> {
     ) -> Result<(), AgentError> {
         let mut tools = relay::tools(&self.dataplane, &self.options.bpffs)?;
         if self.options.relay == Relay::Off {
-            // Pairs that an earlier agent has relayed for are not this one's.
+            // Pairs that an earlier agent relayed for do not carry over.
             tools.maps.write_ports(&BTreeMap::new())?;
             tools.maps.write_keys(&BTreeMap::new())?;
             return Ok(());
@@ -455,7 +456,7 @@ impl<B: Backend> Agent<B> {
         Ok(())
     }
 
-    /// What the backend said to the last write. The host is as right as it was, whatever that is.
+    /// Handles the backend's answer to the last write. It does not affect whether the host is correct.
     fn heard(&mut self, answer: Result<(), BackendError>) {
         match answer {
             Ok(()) if self.state.applied => self.succeeded(),
@@ -466,7 +467,7 @@ impl<B: Backend> Agent<B> {
         }
     }
 
-    /// This host is right, and others know what they must.
+    /// Records that this host is in sync and others know what they need to.
     fn succeeded(&mut self) {
         self.log_limiter.clear_failures();
         self.health.succeeded(Instant::now());

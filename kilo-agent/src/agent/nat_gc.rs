@@ -1,5 +1,5 @@
-//! When the table of masqueraded flows is swept: every half a minute, more
-//! often when it fills, and at once when a flow found no port.
+//! Schedules sweeps of the NAT table: every half a minute, more often when it fills up, and at once when a
+//! flow found no port.
 
 use std::time::Instant;
 
@@ -28,7 +28,7 @@ pub async fn run(mut gc: NatGc, counters: CounterReader, metrics: Metrics, stop:
             continue;
         }
         refused = now;
-        // Reading a full table takes some milliseconds.
+        // Reading a full table takes some milliseconds, so it runs on a blocking thread.
         let swept = tokio::task::spawn_blocking(move || {
             let swept = gc.sweep(nat::now());
             (gc, swept)
@@ -39,7 +39,7 @@ pub async fn run(mut gc: NatGc, counters: CounterReader, metrics: Metrics, stop:
     }
 }
 
-/// Flows that found no port or no place.
+/// Number of flows that found no free port or table entry.
 fn refusals(counters: &CounterReader) -> u64 {
     let reasons = [DropReason::NatExhausted, DropReason::NatMapFull];
     reasons.iter().map(|reason| counters.drops(*reason).unwrap_or(0)).sum()

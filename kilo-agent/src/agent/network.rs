@@ -1,5 +1,5 @@
-//! The condition NetworkUnavailable of this node: true from the start of a boot until
-//! the data path is up. Agents that restart later do not touch it.
+//! This node's condition NetworkUnavailable: true from the start of a boot until the data path is up. Agents
+//! that restart later do not touch it.
 
 use std::{sync::Arc, time::Duration};
 
@@ -15,12 +15,12 @@ use kilo_host::cni::{
 
 use super::{Agent, log_limiter::other_cni};
 
-/// Between two attempts to write the condition.
+/// Pause between two attempts to write the condition.
 const AGAIN: Duration = Duration::from_secs(5);
-/// The same when the server refuses: the rights may come later.
+/// Pause after a refusal: the permission may be granted later.
 const REFUSED: Duration = Duration::from_secs(60);
 
-/// Whether pods have a network here; `None` as long as nothing is to be said.
+/// Whether pods have network here; `None` as long as there is nothing to report.
 pub(super) type Availability = watch::Sender<Option<bool>>;
 
 /// Writes the condition whenever it changes, beside the reconciles: the API server
@@ -46,14 +46,14 @@ pub(super) async fn write<B: Backend>(
             };
             tokio::select! {
                 () = tokio::time::sleep(pause) => {}
-                // Something else is to be said.
+                // The value changed.
                 changed = availability.changed() => if changed.is_err() { return } else { availability.mark_changed() },
             }
         }
     }
 }
 
-/// Pod CIDRs that earlier agents of this boot met; none where nothing is kept that ends with the boot.
+/// Pod CIDRs that earlier agents of this boot saw; empty without a configuration that ends with the boot.
 pub(super) fn kept_former_pod_cidrs(boot: Option<&BootConfiguration>) -> FormerPodCidrs {
     let Some(BootConfiguration { directory, .. }) = boot else { return FormerPodCidrs::default() };
     FormerPodCidrs::open(directory).unwrap_or_else(|error| {
@@ -63,16 +63,16 @@ pub(super) fn kept_former_pod_cidrs(boot: Option<&BootConfiguration>) -> FormerP
 }
 
 impl<B: Backend> Agent<B> {
-    /// Says that pods have no network yet, unless an agent of this boot has published the
-    /// CNI configuration already.
+    /// Reports that pods have no network yet, unless an agent of this boot has already published the CNI
+    /// configuration.
     pub(super) fn announce_network(&self) {
         if self.boot_configuration().is_some_and(|configuration| !configuration.is_published()) {
             self.availability.send_replace(Some(false));
         }
     }
 
-    /// Hands the CNI configuration out; to be called when the data path is up. No pod starts in a boot before every
-    /// uplink has had its programs.
+    /// Publishes the CNI configuration; to be called once the data path is up. In each boot, no pod starts
+    /// before every uplink has its programs.
     pub(super) async fn publish_cni(&self, own: &Node) {
         if self.state.is_open && self.boot_configuration().is_some_and(|boot| !boot.is_published()) {
             self.metrics.error("cni");
@@ -82,8 +82,8 @@ impl<B: Backend> Agent<B> {
             );
             return;
         }
-        // The configuration alone knows which they were: it stays until they are left, and the next reconcile
-        // tries again.
+        // Only the configuration knows the former subnets: it stays until they are gone, and the next
+        // reconcile tries again.
         if !self.leave_former_subnets(own).await {
             return;
         }
@@ -110,8 +110,8 @@ impl<B: Backend> Agent<B> {
         }
     }
 
-    /// Keeps the pod CIDRs of this boot, and returns those that the node no longer has. Where the configuration has some,
-    /// pods can be started with their addresses until it is replaced: they are kept first.
+    /// Saves the pod CIDRs of this boot, and returns those that the node no longer has. While the
+    /// configuration lists one, pods can be started with its addresses, so it is saved first.
     pub(super) fn keep_former_pod_cidrs(&mut self, own: &Node) -> Vec<IpNet> {
         let subnets = self.former_subnets(own).subnets;
         if let Err(error) = self.state.former_pod_cidrs.add(&subnets) {
@@ -125,19 +125,19 @@ impl<B: Backend> Agent<B> {
         self.state.former_pod_cidrs.without(&own.pod_cidrs).collect()
     }
 
-    /// What the configuration there has that the node's pod CIDRs replace.
+    /// Subnets in the existing configuration that the node's pod CIDRs replace.
     fn former_subnets(&self, own: &Node) -> FormerSubnets {
         let path = match (&self.options.cni_boot, &self.options.cni) {
             (Some(configuration), _) => configuration.file(),
             (None, Some(path)) => path.clone(),
             (None, None) => return FormerSubnets::default(),
         };
-        // The step that writes a file reports that it cannot be read.
+        // The step that writes the file reports read errors.
         former::subnets(&path, &own.pod_cidrs).unwrap_or_default()
     }
 
-    /// Takes the gateways of pod CIDRs that the node no longer has off its bridges; another
-    /// node may have them. True when none is left there, as far as anybody knows.
+    /// Removes the gateway addresses of former pod CIDRs from this node's bridges, since another node may
+    /// have those CIDRs. True when none is known to be left.
     async fn leave_former_subnets(&self, own: &Node) -> bool {
         let former = self.former_subnets(own);
         if former.subnets.is_empty() {
@@ -165,12 +165,12 @@ impl<B: Backend> Agent<B> {
         }
     }
 
-    /// Says once, and in the status, that the container runtime takes another configuration.
+    /// Warns once, in the log and in the status, that the container runtime uses another configuration.
     pub(super) fn warn_of_other_cni(&self) {
         let Some(path) = &self.options.cni else { return };
         let warnings = match kilo_host::cni::in_front(path) {
             Ok(other) => other.map(|other| other_cni(&other, path)).into_iter().collect(),
-            // Reading the own file says what is wrong.
+            // Reading our own file reports what is wrong.
             Err(_) => Vec::new(),
         };
         self.view.send_if_modified(|view| {

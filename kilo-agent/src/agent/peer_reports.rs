@@ -1,4 +1,4 @@
-//! Writes the status of Peer objects beside the reconciles: there may be many, or a server that does not answer.
+//! Writes the status of Peer objects beside the reconciles: there may be many, or the server may hang.
 
 use std::sync::Arc;
 
@@ -7,7 +7,7 @@ use tokio_util::task::AbortOnDropHandle;
 use crate::backend::{Backend, BackendError};
 use kilo_core::topology::PeerAcceptances;
 
-/// What the Peer objects say, and what is being written.
+/// What the Peer objects contain, and what is being written.
 #[derive(Default)]
 pub(super) struct PeerReports {
     written: Option<PeerAcceptances>,
@@ -20,7 +20,7 @@ impl PeerReports {
         *self = Self::default();
     }
 
-    /// Starts to write what differs, unless a write is under way: then a later call does.
+    /// Starts writing what differs, unless a write is under way; then a later call does.
     pub fn report<B: Backend>(&mut self, backend: &Arc<B>, wanted: PeerAcceptances) {
         if self.task.is_some() || self.written.as_ref() == Some(&wanted) {
             return;
@@ -30,7 +30,7 @@ impl PeerReports {
         self.task = Some((wanted, AbortOnDropHandle::new(report)));
     }
 
-    /// Waits for the end of the write that is under way, for ever when there is none. True when all was written.
+    /// Waits for the write that is under way, forever when there is none. True when everything was written.
     pub async fn finished(&mut self) -> bool {
         let Some((_, task)) = &mut self.task else { return std::future::pending().await };
         let answer = task.await;
@@ -47,7 +47,7 @@ impl PeerReports {
     }
 }
 
-/// What is not written yet: of thousands of peers mostly one.
+/// What is not written yet: usually one of thousands of peers.
 fn differing(wanted: &PeerAcceptances, written: Option<&PeerAcceptances>) -> PeerAcceptances {
     let is_written =
         |name: &str, acceptance| written.is_some_and(|written| written.get(name) == Some(acceptance));

@@ -1,4 +1,4 @@
-//! From the mesh and this host to a plan: looks up the planner's other inputs.
+//! Builds a plan from the mesh and this host, and looks up the planner's other inputs.
 
 use std::{collections::BTreeMap, net::IpAddr, time::Instant};
 
@@ -16,7 +16,7 @@ use kilo_core::{
 use kilo_host::net::{links, neighbours};
 
 impl<B: Backend> Agent<B> {
-    /// The complete desired state of this host; `None`: the node is not in the mesh.
+    /// The complete desired state of this host; `None` when the node is not in the mesh.
     pub(super) async fn plan(
         &mut self,
         whole: &Mesh,
@@ -52,7 +52,7 @@ impl<B: Backend> Agent<B> {
         }
         self.state.hops = self.state.hops.update(mesh);
         let private_is_up = host.links.iter().any(|link| link.up && Some(link.index) == found.private);
-        // Where that interface is down, other lines of the log say so.
+        // If that interface is down, other log lines say so.
         self.log_limiter.log_only_default(host.paths.only_default.first().filter(|_| private_is_up));
         self.log_limiter.log_no_uplink(found.uplinks.is_empty(), &self.metrics);
         self.log_limiter.log_unknown_headers(&found.unknown_headers, &self.metrics);
@@ -84,10 +84,10 @@ impl<B: Backend> Agent<B> {
         Some(plan)
     }
 
-    /// Derives what the programs check signals of other nodes with; nothing without failover.
+    /// Derives the keys that programs check other nodes' signals with; empty without failover.
     fn derive_signal_keys(&mut self, mesh: &Mesh) -> BTreeMap<IpAddr, SignalKey> {
         let Some(failover) = &mut self.failover else { return BTreeMap::new() };
-        // Cookies of an earlier agent go on.
+        // Cookies of an earlier agent stay in use.
         let held = self.dataplane.held_keys();
         failover.derive_signal_keys(mesh, &self.options.hostname, &self.key, &self.state.hops, &held)
     }

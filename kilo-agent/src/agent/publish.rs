@@ -23,8 +23,8 @@ use kilo_core::{
 use kilo_host::net::{discovery, links::Link};
 
 impl<B: Backend> Agent<B> {
-    /// One agent, the leader of the first location, says in each Peer object
-    /// whether it is part of the mesh.
+    /// One agent, that of the first location's leader, writes into each Peer object whether it is part of the
+    /// mesh.
     pub(super) fn report_peers(&mut self) {
         let (mesh, snapshot) = (&self.state.mesh, &self.state.snapshot);
         if speaker(mesh) == Some(&self.options.hostname) {
@@ -34,7 +34,7 @@ impl<B: Backend> Agent<B> {
         }
     }
 
-    /// Each node that claims an address reports it about itself, beside the reconciles.
+    /// Writes an Event about each address conflict of this node, beside the reconciles.
     pub(super) fn report_conflicts(&self, conflicts: &[plan::Conflict]) {
         let own = |conflict: &&plan::Conflict| conflict.nodes.contains(&self.options.hostname);
         for conflict in conflicts.iter().filter(own) {
@@ -42,7 +42,7 @@ impl<B: Backend> Agent<B> {
         }
     }
 
-    /// This node has come to lead its location although Kilo's rule may name another.
+    /// Writes an Event when this node has become its location's leader, possibly against Kilo's rule.
     pub(super) fn report_successions(&self, mesh: &Mesh) {
         let Some(failover) = &self.failover else { return };
         for why in failover.successions() {
@@ -52,12 +52,12 @@ impl<B: Backend> Agent<B> {
         }
     }
 
-    /// Writes an Event about the own node, beside the reconciles.
+    /// Writes an Event about this node, beside the reconciles.
     pub(super) fn report(&self, reason: EventReason, text: String) {
         announce::write_event(&self.backend, self.options.hostname.clone(), reason, text);
     }
 
-    /// Describes this node as all others should know it.
+    /// Describes this node as all others should see it.
     pub(super) async fn describe_own_node(
         &mut self,
         seen: &Node,
@@ -77,7 +77,7 @@ impl<B: Backend> Agent<B> {
         let mut own = seen.clone();
         own.key = Some(self.key.public());
         own.granularity = Some(self.options.settings.granularity);
-        // Behind a relay a peer is not seen at its own place.
+        // A relayed peer is not seen at its own address.
         let own_places = seen_endpoints.peers_at_own_places();
         own.discovered_endpoints = own_places.filter(|(key, _)| !self.relays.is_relayed(key)).collect();
         let cilium = links.iter().find(|link| link.name == CILIUM_HOST);
@@ -92,8 +92,9 @@ impl<B: Backend> Agent<B> {
         own
     }
 
-    /// Where others may try this node by IPv6 besides its endpoint: only where gateways may need other ways such places are
-    /// tried, and those of gateways alone. It is the source of what WireGuard sends, so that answers to that pass firewalls.
+    /// An IPv6 address where others may try this node besides its endpoint. Published only by gateways, where
+    /// gateways may need alternative paths. It is the source address of what WireGuard sends, so replies to
+    /// it pass firewalls.
     fn ipv6_endpoint(&self, own: &Node, mesh: &Mesh, links: &[Link]) -> Option<SocketAddrV6> {
         let is_ipv6 = own.endpoint.as_ref().and_then(Endpoint::ip).is_some_and(|ip| ip.is_ipv6());
         if self.options.relay == Relay::Off || is_ipv6 || !concerns_relays(own, mesh) {
@@ -103,7 +104,7 @@ impl<B: Backend> Agent<B> {
         Some(SocketAddrV6::new(address, self.options.settings.port, 0, 0))
     }
 
-    /// What others are to know of this node; its heartbeat as they know it.
+    /// The annotations of this node; its heartbeat stays as others know it.
     pub(super) fn published(
         &self,
         own: &Node,
@@ -111,7 +112,7 @@ impl<B: Backend> Agent<B> {
         (mesh, snapshot): (&Mesh, &Snapshot),
         links: &[Link],
     ) -> Published {
-        // Only endpoints of peers that roam are of use to others.
+        // Others need only the endpoints of roaming peers.
         let gateways = mesh.segments.iter().enumerate().flat_map(|(at, segment)| {
             let order = mesh.gateways_of(at).into_owned().order;
             order.into_iter().filter_map(|gateway| segment.members.get(gateway))
@@ -140,14 +141,14 @@ impl<B: Backend> Agent<B> {
             signal: own.signal,
             leading: own.leading,
             leaders: own.leaders,
-            // The publisher knows what was promised.
+            // Filled in by the publisher, which knows what was promised.
             heartbeat: None,
             state: Some(changes::state(&self.options.hostname, Moment { mesh, snapshot, own: Some(own) })),
         }
     }
 }
 
-/// Whether gateways may need other ways than their endpoints, and this node is one.
+/// Whether this node is a gateway in a mesh where gateways may need paths other than their endpoints.
 fn concerns_relays(own: &Node, mesh: &Mesh) -> bool {
     relay::is_wanted(mesh) && is_gateway(mesh, &own.name)
 }
@@ -160,15 +161,16 @@ fn is_gateway(mesh: &Mesh, name: &str) -> bool {
     })
 }
 
-/// Whether a node is seen where it says by itself that it is by IPv6: others choose between that and its endpoint
-/// by what they reach, and not by what this node has reached.
+/// Whether a node is seen at the IPv6 endpoint it publishes itself: others choose between that and its
+/// endpoint by what they can reach, not by what this node has reached.
 fn says_itself(snapshot: &Snapshot, key: &PublicKey, at: &SocketAddr) -> bool {
     let SocketAddr::V6(at) = at else { return false };
     snapshot.nodes.iter().any(|node| node.key == Some(*key) && node.ipv6_endpoint == Some(*at))
 }
 
-/// Sets the private address, which may be the one that was found, and what the node says of failover: a node without
-/// any hears no signals of its location and answers no CLAIM, so it must not say that it knows them.
+/// Sets the private address, which may be the discovered one, and the node's failover annotations. Without
+/// failover or a private address the node hears no signals of its location and answers no CLAIM, so it must
+/// not publish that it does.
 fn set_failover_part(own: &mut Node, found: Option<IpNet>, failover: Option<&Failover>) {
     if !own.internal_ip_forced {
         own.internal_ip = found.filter(|_| !own.no_internal_ip);
@@ -194,7 +196,7 @@ mod tests {
     fn a_node_without_private_address_or_failover_says_nothing_of_signals() {
         let options = Options { stand_bys: 2, leaders: 2, params: kilo_failover::Params::default() };
         let failover = Failover::new(options, Arc::new(Notify::new())).unwrap();
-        // As it is known: it took part before.
+        // As others know it: it took part before.
         let seen = Node {
             granularity: Some(Granularity::Location),
             internal_ip: "10.1.0.1/24".parse().ok(),

@@ -1,4 +1,4 @@
-//! Writes what this node says of itself beside the reconciles: an API server that hangs delays none of them.
+//! Publishes this node's annotations beside the reconciles, so that a hanging API server delays none of them.
 
 use std::{
     sync::Arc,
@@ -11,30 +11,30 @@ use super::RETRY;
 use crate::backend::{Backend, BackendError};
 use kilo_core::{errors::Explained, objects::Published, topology::heartbeats::OFTEN};
 
-/// Once somebody needs a heartbeat sooner than was promised, it is written within this time.
+/// A heartbeat that somebody needs sooner than promised is written within this time.
 const SOON: Duration = Duration::from_secs(20);
-/// An API server that is overloaded or away is asked again after 2, 4, 8, 16, 16, ... seconds.
+/// An overloaded or unreachable API server is asked again after 2, 4, 8, 16, 16, ... seconds.
 const MOST_DOUBLINGS: u32 = 3;
 /// A write without answer is reported after this time; the answer may come later.
 const PATIENCE: Duration = Duration::from_secs(2);
-/// The same while nobody knows this node's key.
+/// Patience while nobody knows this node's key.
 pub(super) const PATIENCE_UNKNOWN: Duration = Duration::from_secs(5);
 
-/// What was written last, what is being written, and when the next heartbeat is due.
+/// The last write, the one under way, and when the next heartbeat is due.
 pub(super) struct Publisher<B> {
     backend: Arc<B>,
     node: String,
     asked: Option<Asked>,
-    /// What to write once that is answered.
+    /// What to write once `asked` is answered.
     wanted: Option<Published>,
     next_check_in: Instant,
-    /// Seconds between two heartbeats; every agent adds its own jitter.
+    /// Seconds between two heartbeats; the publisher adds its own jitter.
     every: u16,
-    /// What the heartbeat promises that was written last, or is being written.
+    /// Interval that the last heartbeat promised, written or under way.
     promised: u16,
-    /// A heartbeat is due soon, for a node that needs it.
+    /// A heartbeat is due soon because another node needs it.
     hurries: bool,
-    /// Attempts in a row that the API server did not answer.
+    /// Consecutive attempts that the API server did not answer.
     unanswered: u32,
     /// The last write failed.
     failed: bool,
@@ -50,12 +50,12 @@ struct Asked {
     since: Instant,
     write: AbortOnDropHandle<Result<bool, BackendError>>,
     patience: Duration,
-    /// When the lack of an answer is to be reported; `None`: it has been.
+    /// When the lack of an answer is to be reported; `None` once it has been.
     overdue: Option<Instant>,
 }
 
 impl<B: Backend> Publisher<B> {
-    /// The first heartbeat is due at once.
+    /// Creates a publisher whose first heartbeat is due at once.
     pub fn new(backend: Arc<B>, node: String, now: Instant) -> Self {
         Self {
             backend,
@@ -73,7 +73,7 @@ impl<B: Backend> Publisher<B> {
         }
     }
 
-    /// When a heartbeat or another try is due.
+    /// When a heartbeat or a retry is due.
     pub const fn next_check_in(&self) -> Instant {
         self.next_check_in
     }
@@ -83,23 +83,23 @@ impl<B: Backend> Publisher<B> {
         self.every
     }
 
-    /// The API server answered when it was last asked, as far as is known.
+    /// Whether the API server answered the last request, as far as is known.
     pub const fn is_answered(&self) -> bool {
         self.unanswered == 0
     }
 
-    /// All that was to be written has been.
+    /// Whether everything that was to be written has been.
     pub const fn is_settled(&self) -> bool {
         self.asked.is_none() && !self.failed
     }
 
-    /// What failed is not tried again before this pause has passed.
+    /// Delays the next attempt by the retry pause after a failure.
     pub fn hold_back(&mut self, now: Instant) {
         self.next_check_in = self.next_check_in.max(now + jittered(RETRY));
     }
 
-    /// Sets how often the heartbeat is renewed from now on. A shorter pause than was promised, or a doubt that only
-    /// a new heartbeat of this node can settle, brings the next one forward, at a random time: all agents may do so.
+    /// Sets the heartbeat interval. If it is shorter than promised, or only a new heartbeat of this node can
+    /// settle a doubt, the next one is brought forward to a random time, because all agents may do so.
     pub fn pace(&mut self, every: u16, doubts: bool, now: Instant) {
         self.every = every;
         let hurries = every < self.promised || doubts;
@@ -109,8 +109,8 @@ impl<B: Backend> Publisher<B> {
         self.hurries = hurries;
     }
 
-    /// Takes the heartbeat of this node as the backend has it. A node that others have declared dead lives as long as
-    /// this runs: its heartbeat is due at once. Returns whether it has just been found to be declared dead.
+    /// Takes this node's heartbeat as the backend has it. While this runs, a node that others declared dead
+    /// is alive, so a heartbeat is due at once. Returns whether the declaration is new.
     pub fn note_seen(&mut self, last_seen: i64, now: Instant) -> bool {
         let before = self.is_declared_dead;
         self.is_declared_dead = last_seen == 0 && self.checked_in > 0;
@@ -121,15 +121,15 @@ impl<B: Backend> Publisher<B> {
         is_new
     }
 
-    /// Has the backend write this, with the heartbeat that is due, or `last_seen` as others know it.
-    /// Returns at once; [`Self::answered`] says what became of it. A write under way goes first.
+    /// Has the backend write this, with the heartbeat if one is due, otherwise `last_seen` as others know it.
+    /// Returns at once; [`Self::answered`] yields the result. A write under way goes first.
     pub fn publish(&mut self, mut published: Published, patience: Duration, now: Instant, unix_now: i64) {
         let due = now >= self.next_check_in;
         if !due && !self.is_answered() {
             return;
         }
-        // The backend's view may be older than what was written last, is being written or waits for it. The latest of
-        // them is not the greatest where the clock was set back meanwhile.
+        // The backend's view may be older than the last write, the one under way or the one waiting. The
+        // latest is not always the greatest, since the clock may have been set back.
         let asked = self.asked.as_ref().map(|asked| &asked.published);
         let known = self.wanted.as_ref().or(asked).map(|known| known.last_seen);
         let written = (self.checked_in != 0).then_some(self.checked_in);
@@ -151,7 +151,7 @@ impl<B: Backend> Publisher<B> {
         }
     }
 
-    /// As [`Self::publish`], with the usual patience.
+    /// [`Self::publish`] with the usual patience.
     pub fn publish_beside(&mut self, published: Published, now: Instant, unix_now: i64) {
         self.publish(published, PATIENCE, now, unix_now);
     }
@@ -170,15 +170,15 @@ impl<B: Backend> Publisher<B> {
         self.asked = Some(Asked { published, since: now, write, patience, overdue: Some(now + patience) });
     }
 
-    /// Waits for the answer to a write, or until it is overdue; for ever when nothing is under way.
+    /// Waits for the answer to a write, or until it is overdue; forever when nothing is under way.
     ///
     /// # Errors
-    /// When the write failed, or is overdue; it goes on then, and its answer may come later.
+    /// When the write failed, or is overdue; an overdue write goes on, and its answer may come later.
     pub async fn answered(&mut self) -> Result<(), BackendError> {
         let Some(asked) = &mut self.asked else { return std::future::pending().await };
         let overdue = asked.overdue;
         let answer = tokio::select! {
-            // An answer that is there counts, however late a busy thread comes to look for it.
+            // An answer that has arrived counts, however late a busy thread looks for it.
             biased;
             answer = &mut asked.write => answer,
             () = until(overdue) => {
@@ -196,7 +196,7 @@ impl<B: Backend> Publisher<B> {
         self.record(answer)?;
         if asked.published.last_seen != self.checked_in {
             self.checked_in = asked.published.last_seen;
-            // It may have been reported as overdue, and another try planned.
+            // It may have been reported as overdue, and a retry scheduled.
             self.next_check_in = self.next_check_in.max(next_after(asked.since, self.promised));
         }
         if let Some(wanted) = wanted.filter(|wanted| *wanted != asked.published) {
@@ -223,7 +223,7 @@ impl<B: Backend> Publisher<B> {
     }
 }
 
-/// When the heartbeat after the one of this time is due.
+/// When the heartbeat after `heartbeat` is due.
 fn next_after(heartbeat: Instant, seconds: u16) -> Instant {
     heartbeat + Duration::from_secs(seconds.into()).mul_f64(rand::random_range(0.9..1.1))
 }
@@ -232,7 +232,7 @@ fn jittered(pause: Duration) -> Duration {
     pause.mul_f64(rand::random_range(0.8..1.2))
 }
 
-/// Waits until that time, and then once for all tasks that can go on: one of them may be the write.
+/// Waits until that time, then yields once to all runnable tasks: the write may be one of them.
 async fn until(time: Option<Instant>) {
     match time {
         Some(time) => tokio::time::sleep_until(time.into()).await,
@@ -254,7 +254,7 @@ mod tests {
 
     const CHECK_IN: Duration = Duration::from_secs(OFTEN as u64);
 
-    /// Notes what is written, and answers when it may.
+    /// Records what is written, and answers only when allowed to.
     struct Held {
         written: Mutex<Vec<Published>>,
         answers: Semaphore,
@@ -292,7 +292,7 @@ mod tests {
         (Arc::clone(&held), Publisher::new(held, "n1".into(), now), now)
     }
 
-    /// As a reconcile finds it in a backend that has seen the heartbeat of that second.
+    /// What a reconcile publishes when the backend has seen a heartbeat of that second.
     fn seen(last_seen: i64) -> Published {
         Published { last_seen, ..Published::default() }
     }
@@ -346,7 +346,8 @@ mod tests {
     async fn a_clock_that_is_set_back_writes_no_more_than_heartbeats() {
         let (held, mut publisher, now) = begin();
         held.answers.add_permits(9);
-        // An hour back, and forth again; a reconcile after each heartbeat finds it in the backend, or the one before.
+        // An hour back, then forward again; a reconcile after each heartbeat finds it or the previous one in
+        // the backend.
         let heartbeats = [5_000, 1_430, 5_060];
         for (time, heartbeat) in (0..).zip(heartbeats) {
             let at = now + CHECK_IN * 2 * time;
@@ -373,7 +374,7 @@ mod tests {
 
     #[tokio::test]
     async fn an_answer_that_came_while_the_thread_was_busy_is_no_lack_of_one() {
-        // By chance the old rule saw the answer, too: hence so many tries.
+        // A random `select!` would also see the answer half the time, hence so many tries.
         for _ in 0..20 {
             let (held, mut publisher, now) = begin();
             held.answers.add_permits(1);
@@ -391,7 +392,7 @@ mod tests {
         publisher.publish_beside(seen(0), now, 1000);
         publisher.answered().await.unwrap();
         assert!(publisher.next_check_in() > now + CHECK_IN * 8);
-        // A node of Kilo's own: everybody is to write within a minute, and not at once.
+        // With a node running Kilo's own agent, every node must write within a minute, but not at once.
         publisher.pace(30, false, now + CHECK_IN);
         let due = publisher.next_check_in();
         assert!(due < now + CHECK_IN + SOON);
@@ -410,7 +411,7 @@ mod tests {
             "{promises:?}"
         );
         assert!(publisher.next_check_in() < due + CHECK_IN * 2);
-        // Somebody is silent.
+        // Another node is silent.
         publisher.pace(30, false, due);
         publisher.pace(30, true, due);
         assert!(publisher.next_check_in() < due + SOON);

@@ -22,8 +22,8 @@ use kilo_core::{
 use kilo_host::interface::Interface;
 
 impl<B: Backend> Agent<B> {
-    /// True when the snapshot differs from the one last applied in heartbeats
-    /// only, the same nodes are alive, and nobody has declared this one dead: then there is nothing to do.
+    /// True when there is nothing to do: the snapshot differs from the one last applied in heartbeats only,
+    /// the same nodes are alive, and nobody has declared this one dead.
     pub(super) fn only_heartbeats_changed(&mut self, snapshot: &Arc<Snapshot>) -> bool {
         let state = &mut self.state;
         if !state.applied || !snapshot.differs_only_in_heartbeats(&state.snapshot) {
@@ -44,9 +44,8 @@ impl<B: Backend> Agent<B> {
         true
     }
 
-    /// Computes the desired state once and applies what differs; returns the
-    /// number of writes to the kernel. What is known of this host is forgotten
-    /// when anything fails.
+    /// Computes the desired state once and applies what differs; returns the number of writes to the kernel.
+    /// If anything fails, the known host state is discarded.
     pub(super) async fn reconcile(&mut self, snapshot: &Arc<Snapshot>) -> Result<u64, AgentError> {
         let mut host = match self.state.host.take() {
             Some(host) => host,
@@ -68,21 +67,21 @@ impl<B: Backend> Agent<B> {
         }
         let seen_endpoints = SeenEndpoints::new(snapshot, host);
         let own = self.describe_own_node(&seen, host, &seen_endpoints).await;
-        // An unchanged node keeps its place in memory, by which others see at once that it is unchanged.
+        // An unchanged node keeps its allocation, so others recognise it by pointer equality.
         let same = self.state.own.clone().filter(|same| **same == own);
         let own = same.unwrap_or_else(|| own.into());
         let (mesh, ready) = self.compute_topology(snapshot, &own, host, now, unix_now);
         let published = self.published(&own, seen, (&mesh, snapshot), &host.links);
         let nodes = with_own(&snapshot.nodes, Some(&own));
-        // An agent that writes slices decides by its own heartbeat whether the API server is there.
+        // An agent that writes slices judges by its own heartbeat whether the API server is there.
         let slices = self.backend.slices();
         let writes = slices.as_ref().is_some_and(|slices| slices.writes);
         let may_rest = !writes && (self.failover.is_some() || slices.is_some());
         let every = heartbeats::seconds(nodes, &self.options.hostname, &mesh, may_rest);
         self.metrics.heartbeat_seconds.set(every.into());
         self.publisher.pace(every, self.state.liveness.suspects(), now);
-        // Packets that are routed into the mesh before others know this node's key are lost, and the API server may be
-        // reached through the mesh: the key is published first, and waited for once.
+        // Packets routed into the mesh before others know this node's key are lost, and the API server may be
+        // reachable only through the mesh: so the key is published first, and its answer is awaited once.
         let asks_first = seen.key != own.key && self.publisher.is_answered();
         if asks_first {
             self.publisher.publish(published.clone(), PATIENCE_UNKNOWN, now, unix_now);
@@ -112,7 +111,7 @@ impl<B: Backend> Agent<B> {
         Ok(writes + std::mem::take(&mut host.made))
     }
 
-    /// Computes the mesh with this node as it is now, and which of the snapshot's nodes take part.
+    /// Computes the mesh with this node's current state, and which of the snapshot's nodes take part.
     fn compute_topology(
         &mut self,
         snapshot: &Snapshot,
@@ -197,14 +196,15 @@ impl<B: Backend> Agent<B> {
         }
     }
 
-    /// Warns of the own location alone: agents of the others log their own.
+    /// Warns about this location only: agents of the others log their own.
     fn warn_of_one_leader(&mut self, mesh: &Mesh) {
         let own = mesh.find(&self.options.hostname);
         let warning = own.and_then(|(at, _)| mesh.one_leader_warning(at));
         self.log_limiter.log_one_leader(warning, Instant::now());
     }
 
-    /// Warns of the own location, and of others whose leader this agent does not know as one of their stand-bys.
+    /// Warns about this location, and about others whose leader this agent does not know as one of their
+    /// stand-bys.
     fn warn_of_stand_bys(&mut self, mesh: &Mesh) {
         let own = mesh.find(&self.options.hostname).map(|(at, _)| at);
         let concerns = |at: &usize| Some(*at) == own || mesh.unforeseen(*at).is_some();
@@ -220,7 +220,7 @@ impl<B: Backend> Agent<B> {
         self.metrics.peers.set(gauge(mesh.peers.len()));
     }
 
-    /// Keeps the state for the next reconcile, and publishes it to status, page and the relay task.
+    /// Keeps the state for the next reconcile, and publishes it to the status, the page and the relay task.
     fn show(
         &mut self,
         mesh: &Arc<Mesh>,

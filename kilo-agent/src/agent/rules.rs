@@ -1,5 +1,4 @@
-//! Rules of the kernel's firewall that flags ask for. One that cannot be
-//! written holds up nothing else.
+//! Firewall rules that flags ask for. A failure to write them does not block anything else.
 
 use std::{error::Error, time::Instant};
 
@@ -14,15 +13,15 @@ use kilo_host::firewall::{
 };
 
 impl<B: Backend> Agent<B> {
-    /// Once a resync period and when the pod CIDRs change: reading rules costs
-    /// processes.
+    /// Applies iptables FORWARD rules, once a resync period and when the pod CIDRs change: reading them
+    /// spawns processes.
     pub(super) async fn write_forward_rules(&mut self, own: &Node) -> u64 {
         let wanted: &[IpNet] = if self.options.forward_rules { &own.pod_cidrs } else { &[] };
         let written = self.forward.apply(wanted, Instant::now()).await;
         self.writes(written, ForwardError::label, "iptables FORWARD")
     }
 
-    /// What rules are to masquerade: nothing where the programs do.
+    /// What nftables rules are to masquerade: nothing where the programs do it.
     pub(super) fn nat_decision(&self, tables: &plan::Tables) -> nat_rules::Decision {
         match self.options.masquerade {
             Masquerade::Nftables => nat_rules::Decision {
@@ -38,7 +37,7 @@ impl<B: Backend> Agent<B> {
         self.writes(written, NatRulesError::label, "masquerading")
     }
 
-    /// How many there were; an error is counted and logged.
+    /// The number of writes; an error is counted and logged, and gives 0.
     fn writes<E: Error>(&self, written: Result<u64, E>, label: fn(&E) -> &'static str, what: &str) -> u64 {
         written.unwrap_or_else(|error| {
             self.metrics.error(label(&error));

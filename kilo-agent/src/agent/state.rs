@@ -12,14 +12,14 @@ use kilo_host::cni::former::FormerPodCidrs;
 
 use super::host_state::HostState;
 
-/// The agent's own state; what others may see of it is a [`View`](crate::status::View).
+/// The agent's internal state; its public part is a [`View`](crate::status::View).
 #[derive(Default)]
 pub(super) struct State {
     /// Nodes and peers as last seen.
     pub snapshot: Arc<Snapshot>,
-    /// The host has been brought to what they ask for, and nothing has failed since.
+    /// The host matches `snapshot`, and nothing has failed since.
     pub applied: bool,
-    /// The own node as last found on this host.
+    /// This node as last found on this host.
     pub own: Option<Arc<Node>>,
     /// Which of the snapshot's nodes take part, in their order.
     pub ready: Vec<bool>,
@@ -29,19 +29,19 @@ pub(super) struct State {
     pub leaders: LeadersSince,
     /// When each node's latest heartbeat arrived, by this agent's clock.
     pub liveness: Liveness,
-    /// Addresses that left the mesh a moment ago.
+    /// Addresses that left the mesh recently.
     pub freed: FreedAddresses,
     /// Hop ids of the nodes of this location.
     pub hops: HopIds,
     /// Pod CIDRs that this node had earlier in this boot.
     pub former_pod_cidrs: FormerPodCidrs,
-    /// This host as far as known; `None`: it must be read.
+    /// This host as far as known; `None` when it must be read.
     pub host: Option<HostState>,
     /// Forwarding was off, and a reconcile could not turn it on.
     pub cannot_forward: bool,
-    /// An uplink has no program on its egress: what pods send may leave by it in clear.
+    /// An uplink has no egress program, so pod traffic may leave it in clear.
     pub is_open: bool,
-    /// Index of the WireGuard device when it was last seen.
+    /// Interface index of the WireGuard device when it was last seen.
     pub device: Option<u32>,
 }
 
@@ -54,7 +54,7 @@ pub(super) struct Known {
 }
 
 impl State {
-    /// A copy of nodes and peers for tasks that outlast this reconcile.
+    /// A copy of nodes and peers for tasks that outlive this reconcile.
     pub fn known(&self) -> Known {
         Known {
             snapshot: Arc::clone(&self.snapshot),
@@ -66,12 +66,12 @@ impl State {
 }
 
 impl Known {
-    /// Nodes that take part, the own one as last found.
+    /// Nodes that take part, including this one as last found.
     pub fn ready_nodes(&self) -> impl Iterator<Item = &Node> + Clone {
         among(with_own(&self.snapshot.nodes, self.own.as_ref()), &self.ready).map(|node| &**node)
     }
 
-    /// Nodes that have lost their private address, as they were with it.
+    /// Nodes that have lost their private address, as they were while they had it.
     pub fn without_address(&self) -> impl Iterator<Item = &Node> + Clone {
         self.without_address.iter().map(|node| &**node)
     }

@@ -1,4 +1,4 @@
-//! Taking everything of ours away from a host.
+//! Removes everything of ours from a host.
 
 use std::{fs, io, path::Path, time::Duration};
 
@@ -11,7 +11,7 @@ use kilo_host::{
     net::{Net, NetError, links},
 };
 
-/// A container of WireGuard in user space whose device went makes it again within this time.
+/// A user-space WireGuard container recreates its deleted device within this time.
 const MADE_AGAIN: Duration = Duration::from_secs(3);
 
 /// Where agents keep the CNI configuration of this boot.
@@ -22,25 +22,25 @@ const RUN: &str = "/run/kilo";
 pub struct Removal<'a> {
     /// The WireGuard device.
     pub interface: &'a interface::Options,
-    /// It goes, too; else only its addresses do, and WireGuard's sessions stay.
+    /// Whether to delete the device; otherwise only its addresses go, and WireGuard's sessions stay.
     pub delete_interface: bool,
     /// Mount point of the BPF file system.
     pub bpffs: &'a Path,
-    /// The CNI configuration that goes with its bridge, if it is to go.
+    /// The CNI configuration to remove together with its bridges; `None`: it stays.
     pub cni: Option<&'a Path>,
 }
 
-/// What came of it, in words.
+/// The result, in words.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Outcome {
-    /// What was there and is gone.
+    /// What was there and has been removed.
     pub removed: Vec<String>,
     /// What could not be removed, and why.
     pub stays: Vec<String>,
 }
 
 impl Outcome {
-    /// Takes the answer of one step; `said` describes what a number of things were.
+    /// Records the result of one step; `said` describes the removed things, given their number.
     pub(super) fn take<E: std::fmt::Display>(
         &mut self,
         result: Result<usize, E>,
@@ -54,7 +54,7 @@ impl Outcome {
     }
 }
 
-/// Removes everything of ours from this host, and looks whether it is gone.
+/// Removes everything of ours from this host, and checks that it is gone.
 pub async fn uninstall(removal: Removal<'_>) -> Outcome {
     let mut outcome = Outcome::default();
     match Net::new() {
@@ -77,7 +77,7 @@ pub async fn uninstall(removal: Removal<'_>) -> Outcome {
         [(last_good::FILE, "last good topology"), (cni::COPY, "copy of the CNI configuration")]
     {
         let path = state.join(file);
-        // The copy says what a CNI configuration that stays was made of.
+        // The copy records what a CNI configuration that stays was made from.
         if file != cni::COPY || removal.cni.is_some() {
             outcome.take(remove_file(&path), |_| format!("{what} {}", path.display()));
         }
@@ -95,7 +95,7 @@ async fn remove_from_net(net: &Net, removal: Removal<'_>, outcome: &mut Outcome)
         let kept = kept.map_err(|error| error.to_string())?;
         let remove = async || net.remove(kept).await.map_err(|error| error.to_string());
         let removed = remove().await?;
-        // Nothing is left then, unless somebody puts it back.
+        // Nothing is left, unless somebody recreates it.
         match remove().await? {
             0 => Ok(removed),
             count => Err(format!(

@@ -1,4 +1,4 @@
-//! Which agent writes which Event: each about its own node, and one about nodes that have gone.
+//! Which agent writes which Event: each about its own node, and one agent about nodes that left.
 
 use kilo_common::lead::Term;
 use kilo_core::{
@@ -20,7 +20,7 @@ pub struct Notice {
     pub text: String,
 }
 
-/// The Events that the agent of `own` writes of these changes, by which `mesh` came to be.
+/// The Events that the agent of `own` writes about the changes that led to `mesh`.
 pub fn notices(changes: &[Change], mesh: &Mesh, own: &str) -> Vec<Notice> {
     let mut notices = Vec::new();
     for change in changes {
@@ -36,7 +36,7 @@ pub fn notices(changes: &[Change], mesh: &Mesh, own: &str) -> Vec<Notice> {
     notices
 }
 
-/// Whether a node leads the location in a term, whatever Kilo's rule says: failover reports that itself.
+/// Whether a term decides the location's leader, whatever Kilo's rule says: failover reports that itself.
 fn is_led_by_term(mesh: &Mesh, own: &str) -> bool {
     mesh.find(own).is_some_and(|(at, _)| mesh.gateways_of(at).term > Term::NONE)
 }
@@ -93,7 +93,7 @@ mod tests {
         wireguard::key::PublicKey,
     };
 
-    /// Nodes a1, a2, ... of one location; the first leads, and speaks.
+    /// Nodes a1, a2, ... of one location; the first leads and is the one to report.
     fn mesh(count: u8) -> Mesh {
         let nodes: Vec<_> = (1..=count)
             .map(|number| Node {

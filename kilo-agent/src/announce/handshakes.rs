@@ -1,6 +1,6 @@
-//! When VPN peers last shook hands, and from where, in their Peer objects. Each leader has a tunnel of its
-//! own with a peer; who has the newest handshake writes it. With many peers and leaders that would be many
-//! writes, each of which every agent hears of: so all leaders together write about once a second.
+//! Writes the time and endpoint of VPN peers' last handshakes into their Peer objects. Each leader has its
+//! own tunnel to a peer; the one with the newest handshake writes it. With many peers and leaders that would
+//! be many writes, each of which reaches every agent, so all leaders together write about once a second.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -18,22 +18,23 @@ use crate::{
     timestamp::Timestamp,
 };
 
-/// A peer is written about no sooner than this after the last time, and no handshake that is newer by less.
+/// Minimum time between two writes about a peer, and by which a handshake must be newer.
 const NEWS: Duration = Duration::from_secs(60);
-/// Between two writes of all leaders together.
+/// Pause between two writes, counted over all leaders.
 const PACE: Duration = Duration::from_secs(1);
-/// Writes of one leader that need not wait for each other.
+/// Writes that one leader may make without pausing.
 const BURST: u32 = 5;
-/// Leaders that look at the same moment do not write at the same moment.
+/// Spreads the writes of leaders that look at the same moment.
 const JITTER: Duration = Duration::from_secs(1);
-/// Pause after a write without an answer, and after a refusal: the right may come later.
+/// Pause after a write without an answer. After a refusal it is longer: permission may be granted later.
 const UNANSWERED: Duration = Duration::from_secs(30);
 const REFUSED: Duration = Duration::from_secs(600);
 
 /// The newest handshake of each peer with this node, by the peer's name.
 pub type Seen = BTreeMap<String, Handshake>;
 
-/// What the device says of the mesh's VPN peers. A key that two have belongs to a location, or to the first.
+/// What the device reports about the mesh's VPN peers. A key used twice belongs to a location, or to the
+/// first peer.
 pub fn seen(mesh: &Mesh, peers: &BTreeMap<PublicKey, PeerStatus>, now: Timestamp) -> Seen {
     if mesh.peers.is_empty() {
         return Seen::new();
@@ -53,7 +54,7 @@ pub fn seen(mesh: &Mesh, peers: &BTreeMap<PublicKey, PeerStatus>, now: Timestamp
 pub struct Handshakes {
     /// By the peer's name.
     own: BTreeMap<String, Own>,
-    /// When the writes so far would have been done at the pace.
+    /// When the writes made so far would be done at the allowed pace.
     done: Instant,
     not_before: Instant,
     task: Option<AbortOnDropHandle<Outcome>>,
@@ -61,44 +62,44 @@ pub struct Handshakes {
 
 #[derive(Clone, Copy, Debug)]
 struct Own {
-    /// None: nobody has answered, or somebody else had changed the object; neither says that there is nothing to write.
+    /// `None` when nobody answered or another agent had changed the object, so a write may still be due.
     tried: Option<Instant>,
-    /// What it wrote last.
+    /// What this agent wrote last.
     wrote: Option<Handshake>,
 }
 
-/// What became of some writes.
+/// The result of some writes.
 #[derive(Debug, Default)]
 struct Outcome {
     written: Seen,
-    /// Whose objects had changed meanwhile, and those that nobody was asked about: the next look decides anew.
+    /// Peers whose objects had changed meanwhile or were not asked about: the next look decides anew.
     again: Vec<String>,
     pause: Option<Duration>,
 }
 
-/// Clocks of nodes may differ by so many seconds.
+/// Seconds by which the clocks of nodes may differ.
 const AHEAD: i64 = 300;
 
-/// Whether an object that says `said` is to say this.
+/// Whether the handshake `seen` should replace `said` in the object; `wrote` is what this agent wrote last.
 fn is_news(seen: &Handshake, said: Option<&Handshake>, wrote: Option<&Handshake>) -> bool {
     let Some(said) = said else { return true };
-    // The clock of the agent that wrote it is ahead: no handshake would be newer for as long.
+    // The writer's clock is ahead: until ours catches up, no handshake would be newer.
     if said.time.0 > Timestamp::now().0.saturating_add(AHEAD) {
         return true;
     }
     let newer = seen.time.0.saturating_sub(said.time.0);
-    // Behind NAT each leader sees another endpoint: the one with the handshake that stands there counts.
+    // Behind NAT each leader sees another endpoint: the one of the recorded handshake counts.
     newer >= NEWS.as_secs() as i64 || wrote == Some(said) && seen.endpoint != said.endpoint
 }
 
 impl Handshakes {
-    /// Nothing is written yet.
+    /// Starts with nothing written.
     pub const fn new(now: Instant) -> Self {
         Self { own: BTreeMap::new(), done: now, not_before: now, task: None }
     }
 
-    /// Takes what is to be written now of what is seen, by an agent of so many leaders: what has been old for longest
-    /// first. `said`: what the objects say; `None`: there is no object to write into.
+    /// Takes the peers to write about, those with the oldest record first, at the pace for this number of
+    /// leaders. `said`: what the objects contain; `None`: there is no object to write into.
     fn take_due(
         &mut self,
         seen: &Seen,
@@ -141,7 +142,7 @@ impl Handshakes {
         due
     }
 
-    /// Writes what is due, beside everything else. While it does, nothing more is due.
+    /// Writes what is due, beside everything else. While a write is under way, nothing more is due.
     pub async fn observe<B: Backend>(&mut self, backend: &Arc<B>, seen: &Seen, leaders: usize, now: Instant) {
         if let Some(task) = &self.task {
             if !task.is_finished() {
@@ -182,7 +183,7 @@ impl Handshakes {
     }
 }
 
-/// Writes one after the other, unless another leader has written meanwhile.
+/// Writes one after the other, skipping those that another leader has written meanwhile.
 async fn write<B: Backend>(backend: Arc<B>, news: Vec<(Handshake, Option<Handshake>, String)>) -> Outcome {
     tokio::time::sleep(JITTER.mul_f64(rand::random())).await;
     let (mut outcome, mut refused) = (Outcome::default(), false);
@@ -202,7 +203,7 @@ async fn write<B: Backend>(backend: Arc<B>, news: Vec<(Handshake, Option<Handsha
                     outcome.pause = Some(UNANSWERED);
                     return outcome;
                 }
-                // One object may be refused for what it holds: the others are written all the same.
+                // An object may be refused for its content: the others are written all the same.
                 refused = true;
             }
         }
@@ -218,7 +219,7 @@ async fn write<B: Backend>(backend: Arc<B>, news: Vec<(Handshake, Option<Handsha
 mod tests {
     use super::*;
 
-    /// Objects, and leaders that look every five seconds, each a moment after the one before.
+    /// Objects, and leaders that look every five seconds, one shortly after the other.
     struct World {
         said: BTreeMap<String, Handshake>,
         leaders: Vec<Handshakes>,
@@ -234,7 +235,7 @@ mod tests {
             Self { said: BTreeMap::new(), leaders, start, second: 0, writes: 0 }
         }
 
-        /// One look of each leader; `seen` by leader and second.
+        /// Lets each leader look once; `seen` gives what it sees by leader and second.
         fn look(&mut self, seen: impl Fn(usize, u64) -> Seen) {
             let now = self.start + Duration::from_secs(self.second);
             let count = self.leaders.len();
@@ -266,7 +267,7 @@ mod tests {
     #[test]
     fn the_newest_handshake_of_any_leader_stands_there_with_its_endpoint() {
         let mut world = World::new(3);
-        // All at once each two minutes, but the third leader has heard nothing for an hour.
+        // All shake hands every two minutes, except the third leader, which hears nothing for an hour.
         for _ in 0..720 {
             world.look(|leader, second| {
                 let time = if leader == 2 { 10_000 } else { 10_000 + second / 120 * 120 };
@@ -275,7 +276,7 @@ mod tests {
         }
         assert_eq!(world.writes, 30, "one each two minutes");
         assert_eq!(world.said["laptop"], at(10_000 + 3480, 1000));
-        // The first leader falls silent: the next one that has news writes.
+        // The first leader falls silent: the next one with newer handshakes writes.
         for _ in 0..24 {
             world.look(|leader, second| {
                 laptop(at(
@@ -291,7 +292,7 @@ mod tests {
     fn nothing_is_written_when_nothing_changes_and_a_new_endpoint_is_after_a_minute() {
         let mut world = World::new(2);
         for _ in 0..100 {
-            // The age is rounded, so the time of a handshake is a second more or less.
+            // The age is rounded, so the time of a handshake varies by a second.
             world.look(|leader, second| laptop(at(10_000 + second % 2, 1000 + leader as u16)));
         }
         assert_eq!(world.writes, 1);

@@ -2,27 +2,27 @@
 
 use std::time::{Duration, Instant};
 
-/// This many at once.
+/// Number of tokens in a full burst.
 const BURST: u32 = 50;
-/// Then one in this time.
+/// After the burst, one token per this time.
 const EACH: Duration = Duration::from_secs(2);
 
 /// Tokens for lines or Events.
 #[derive(Debug)]
 pub struct Limiter {
     left: u32,
-    /// When the tokens were counted.
+    /// Time up to which tokens have been credited.
     counted: Instant,
     left_out: u64,
 }
 
 impl Limiter {
-    /// With the whole burst.
+    /// Starts with the whole burst.
     pub const fn new(now: Instant) -> Self {
         Self { left: BURST, counted: now, left_out: 0 }
     }
 
-    /// Takes a token; returns whether there was one. Without one the line or Event is counted as left out.
+    /// Takes a token; returns whether there was one. If not, the line or Event is counted as left out.
     pub fn admit(&mut self, now: Instant) -> bool {
         self.refill(now);
         let allowed = self.left > 0;
@@ -31,7 +31,7 @@ impl Limiter {
         allowed
     }
 
-    /// Takes the number of those left out, if it may be reported now; `None`: none, or not yet.
+    /// Takes the number left out, if it may be reported now; `None` when there are none, or not yet.
     pub fn take_left_out(&mut self, now: Instant) -> Option<u64> {
         self.refill(now);
         if self.left_out == 0 || self.left == 0 {
@@ -66,7 +66,7 @@ mod tests {
         let later = start + Duration::from_secs(2);
         assert_eq!(limiter.take_left_out(later), Some(950));
         assert_eq!(limiter.take_left_out(later), None);
-        // For a minute ten a second: one in two seconds.
+        // Ten a second for a minute: one in two seconds passes.
         let busy = (0..600).filter(|tenth| limiter.admit(later + Duration::from_millis(tenth * 100)));
         assert_eq!(busy.count(), 29);
         let rested = start + Duration::from_secs(3600);

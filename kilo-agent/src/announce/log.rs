@@ -1,8 +1,8 @@
-//! Changes as lines of the log.
+//! Writes changes as log lines.
 
 use kilo_core::topology::changes::Change;
 
-/// One line: what, and in fields old, new and why.
+/// Writes one line: the change, with fields for old, new and why.
 pub fn write(change: &Change) {
     match change {
         Change::LocationAppeared { location, leader, rule } => {

@@ -1,5 +1,5 @@
-//! Reports what changes in the mesh: lines in the log, Events, gauges, and whether `/health` is
-//! degraded. Beside the reconciles, from what they have shown.
+//! Reports what changes in the mesh: log lines, Events, gauges, and whether `/health` is degraded. Runs
+//! beside the reconciles, from the views that they publish.
 
 mod events;
 mod handshakes;
@@ -35,13 +35,13 @@ use crate::{
     timestamp::Timestamp,
 };
 
-/// How often tunnels are looked at.
+/// Interval between looks at the tunnels.
 const LOOK: Duration = Duration::from_secs(5);
-/// Reading a device with many prefixes takes at most this part of the time.
+/// Reading a device with many prefixes takes at most 1/`SHARE` of the time.
 const SHARE: u32 = 400;
-/// But it is read at least this often.
+/// The device is read at least this often.
 const LOOK_AT_LEAST: Duration = Duration::from_secs(60);
-/// A node that is starting is not in the mesh for this long at most.
+/// A starting node joins the mesh within this time; only afterwards its absence is reported.
 const STARTS: Duration = Duration::from_secs(30);
 
 /// What reporting needs.
@@ -54,7 +54,7 @@ pub struct Context<B> {
     pub metrics: Metrics,
     /// Where degraded tunnels are recorded.
     pub health: Health,
-    /// What the reconciles show.
+    /// The views that reconciles publish.
     pub view: watch::Receiver<Arc<View>>,
     /// Cancelled when the task is to end.
     pub stop: CancellationToken,
@@ -92,19 +92,19 @@ pub async fn run<B: Backend>(context: Context<B>) {
     }
 }
 
-/// Writes an Event, and waits for it beside everything else.
+/// Writes an Event in a task of its own.
 pub fn write_event<B: Backend>(backend: &Arc<B>, node: String, reason: EventReason, text: String) {
     let (backend, happened) = (Arc::clone(backend), Happened::now(node, reason, text));
     tokio::spawn(async move { write_until_done(&*backend, &happened, Duration::from_secs(1)).await });
 }
 
-/// Pauses between tries to write an Event, in seconds, ten minutes in all: the API server may have run on the very node
-/// that has failed.
+/// Pauses between attempts to write an Event, in seconds, ten minutes in all: the API server may have run on
+/// the node that failed.
 const PAUSES: [u32; 24] =
     [1, 2, 4, 8, 16, 30, 30, 30, 30, 30, 30, 30, 30, 30, 30, 30, 30, 30, 30, 30, 30, 30, 30, 30];
 
-/// Tries until the Event is written, while the API server is away; one that refuses is asked again only after that, because
-/// a server that starts may refuse for a moment. `unit`: of the pauses.
+/// Retries until the Event is written, while the API server is away. A refusal is retried only after an
+/// outage, because a starting server may refuse for a moment. The pauses are in `unit`s.
 async fn write_until_done(backend: &impl Backend, happened: &Happened, unit: Duration) {
     let mut was_away = false;
     let mut pauses = PAUSES.into_iter();
@@ -120,30 +120,30 @@ async fn write_until_done(backend: &impl Backend, happened: &Happened, unit: Dur
             "failed to write an Event"
         );
         let Some(pause) = pause else { return };
-        // All agents miss the server at once, and do not ask it at once.
+        // All agents lose the server at once, but must not ask it at once.
         tokio::time::sleep((unit * pause).mul_f64(rand::random_range(0.8..1.2))).await;
     }
 }
 
 struct Announcer<B> {
     context: Context<B>,
-    /// What was seen last.
+    /// The last view.
     before: Option<Arc<View>>,
     lines: Limiter,
     events: Limiter,
     tunnels: Watched,
     handshakes: Handshakes,
     look_again: Instant,
-    /// How long a reading of the device counts.
+    /// How long a reading of the device stays valid.
     counts: Duration,
-    /// Since when this node is not in the mesh, until that was logged.
+    /// Since when this node has not been in the mesh; `None` once that was logged.
     out_since: Option<Instant>,
 }
 
 impl<B: Backend> Announcer<B> {
-    /// Says what differs from what was seen before.
+    /// Reports the differences from the view before.
     fn see(&mut self, view: Arc<View>, now: Instant) {
-        // There is a mesh once a reconciliation has computed one.
+        // Before the first reconcile there is no mesh.
         if view.mesh.granularity().is_none() {
             return;
         }
@@ -180,11 +180,11 @@ impl<B: Backend> Announcer<B> {
         self.before = Some(view);
     }
 
-    /// An agent that starts says what it found, and what is news about its own node: the other agents have
-    /// given a node up whose heartbeat is old.
+    /// Reports the state found at startup. That this node joins is news if its heartbeat was too old for
+    /// the other agents.
     fn first(&self, view: &View) -> Vec<Change> {
         let role = Role::of(&view.mesh, &self.context.node);
-        // Why a node is not in the mesh is the last line of its log.
+        // Why a node is not in the mesh is logged later, by `report_why_out`.
         if role != Role::Out {
             tracing::info!(
                 locations = view.mesh.segments.len(),
@@ -200,7 +200,7 @@ impl<B: Backend> Announcer<B> {
         is_news.then_some(Change::Role { from: Role::Out, to: role }).into_iter().collect()
     }
 
-    /// Looks at the tunnels, and reports what has waited.
+    /// Reads the tunnels, and reports what was held back.
     async fn look(&mut self) {
         let now = Instant::now();
         if let Some(left_out) = self.lines.take_left_out(now) {
@@ -220,7 +220,7 @@ impl<B: Backend> Announcer<B> {
             return;
         }
         let Some(view) = self.before.clone() else { return };
-        // A reconcile may just have read it.
+        // A reconcile may just have read the device.
         let Reading { at, took, peers } = match view.reading(self.counts).await {
             Ok(reading) => reading,
             Err(error) => {
@@ -277,7 +277,7 @@ fn moment(view: &View) -> Moment<'_> {
     Moment { mesh: &view.mesh, snapshot: &view.snapshot, own: view.own.as_deref() }
 }
 
-/// True when nothing but heartbeats or the host may differ.
+/// True when the views differ at most in heartbeats or in the host.
 fn is_same(before: &Arc<View>, now: &Arc<View>) -> bool {
     Arc::ptr_eq(&before.mesh, &now.mesh) && before.snapshot.problems == now.snapshot.problems
 }
@@ -292,7 +292,7 @@ mod tests {
     use super::*;
     use crate::backend::BackendError;
 
-    /// Answers each try with the next of `errors`, and takes everything when there are none left.
+    /// Answers each attempt with the next of `errors`, then accepts everything.
     struct Answers {
         errors: Mutex<Vec<BackendError>>,
         tries: Mutex<Vec<Happened>>,
@@ -321,7 +321,7 @@ mod tests {
         }
     }
 
-    /// How often an Event is tried that is answered so, one after the other.
+    /// The number of attempts to write an Event that gets these answers in turn.
     async fn tries(mut errors: Vec<BackendError>) -> usize {
         errors.reverse();
         let backend = Answers { errors: Mutex::new(errors), tries: Mutex::default() };
@@ -344,7 +344,7 @@ mod tests {
     async fn an_event_is_written_once_the_api_server_is_back() {
         assert_eq!(tries(vec![]).await, 1);
         assert_eq!(tries(vec![away(), away(), away()]).await, 4);
-        // It starts, and does not know everybody's rights yet.
+        // The server is starting and does not know all permissions yet.
         assert_eq!(tries(vec![away(), refused()]).await, 3);
     }
 

@@ -1,4 +1,4 @@
-//! Tunnels of this node that come up, fall silent and answer again.
+//! Tunnels of this node that come up, fall silent or answer again.
 
 use std::{
     collections::BTreeMap,
@@ -19,11 +19,11 @@ use kilo_host::wireguard::PeerStatus;
 
 use crate::status::View;
 
-/// The tunnels, as far as they are the mesh's.
+/// The tunnels that belong to the mesh.
 #[derive(Debug, Default)]
 pub struct Watched {
     tunnels: Tunnels,
-    /// What is at their other end, as of the last look.
+    /// The far end of each tunnel, as of the last look.
     known: BTreeMap<PublicKey, Known>,
 }
 
@@ -34,7 +34,7 @@ struct Known {
     handshake_age: Option<Duration>,
 }
 
-/// What has become of a tunnel.
+/// A change of a tunnel's state.
 #[derive(Debug)]
 pub struct News {
     turn: Turn,
@@ -42,7 +42,7 @@ pub struct News {
 }
 
 impl Watched {
-    /// Takes note of what the device says. Only Kilo's leader looks: tunnels of other gateways are not watched.
+    /// Records what the device reports. Only Kilo's leader looks: tunnels of other gateways are not watched.
     pub fn observe(
         &mut self,
         view: &View,
@@ -72,7 +72,8 @@ impl Watched {
             .collect()
     }
 
-    /// What is wrong, a sentence for each tunnel. A VPN peer without a fixed place may be away.
+    /// The silent tunnels, one sentence each. VPN peers without a fixed endpoint may be away and do not
+    /// count.
     pub fn degraded(&self, now: Instant) -> Vec<String> {
         let silent = self.tunnels.silent(now).filter_map(|(key, age)| Some((self.known.get(&key)?, age)));
         silent
@@ -113,7 +114,7 @@ fn seconds(age: Duration) -> humantime::FormattedDuration {
 }
 
 impl News {
-    /// Writes it into the log.
+    /// Writes it to the log.
     pub fn log(&self) {
         let (tunnel, endpoint) = (self.known.end.name(), self.known.endpoint.map(|it| it.to_string()));
         let why = match self.turn {
@@ -148,7 +149,7 @@ impl News {
         }
     }
 
-    /// The Event about this node, where there is one.
+    /// The Event about this node; `None` for turns without one, or when the far end may be away.
     pub fn event(&self) -> Option<(EventReason, String)> {
         if !self.known.end.is_always_there() {
             return None;
@@ -202,7 +203,8 @@ mod tests {
         View { node: "n1".to_owned(), mesh: mesh.into(), ..View::default() }
     }
 
-    /// Bytes go to everybody for half a minute, and nobody answers; returns what is logged, and the Events.
+    /// Sends bytes to every peer for half a minute without an answer; returns the degraded tunnels and the
+    /// Events.
     fn degraded(view: &View, then: &View) -> (Vec<String>, Vec<EventReason>) {
         let (start, mut watched, mut events) = (Instant::now(), Watched::default(), Vec::new());
         let mut look = |view: &View, second: u64| {

@@ -1,12 +1,12 @@
-//! The topology the agent last worked with, on disk: a start while the API
-//! server is away has tables and routes all the same.
+//! The topology the agent last worked with, saved on disk, so that a start while the API server is away has
+//! tables and routes.
 //!
-//! The file holds Node and Peer objects, pre-shared keys with them, and only its
-//! owner may read it. Heartbeats are left out: they say nothing about a time
-//! long past, and the file changes only when the topology does.
+//! The file holds Node and Peer objects, including pre-shared keys, and only its owner may read it.
+//! Heartbeats are left out: they are outdated by the next start, and this way the file changes only when the
+//! topology does.
 //!
-//! It also hands to the next agent which private addresses nodes have lost (their interface is
-//! down): what is sent there must not leave in clear when the address comes back.
+//! It also records which private addresses nodes have lost (their interface is down), for the next agent:
+//! packets to them must not leave in clear when the address comes back.
 
 use std::{
     collections::BTreeMap,
@@ -26,15 +26,15 @@ use kilo_core::topology::{Node, Peer};
 
 /// Name of the file, beside the private key.
 pub const FILE: &str = "last-good.json";
-/// How the names of files begin that are to become it.
+/// Prefix of the names of temporary files, before they are renamed to [`FILE`].
 const UNFINISHED: &str = ".last-good-";
-/// What the file says it is.
+/// Value of the file's `format` field.
 const FORMAT: &str = "kilo-last-good/1";
-/// Two writes are at least this far apart.
+/// Minimum time between two writes.
 const PACE: Duration = Duration::from_secs(10);
-/// Bytes that are written with one call: 1,000 nodes are some 700 kB.
+/// Bytes per write call: 1,000 nodes take some 700 kB.
 const BUFFER: usize = 256 << 10;
-/// 10,000 nodes are some 10 MB; nothing longer is ours.
+/// Maximum bytes read of a file: 10,000 nodes take some 10 MB.
 const LONGEST: u64 = 256 << 20;
 
 /// Why a file is not used.
@@ -43,7 +43,7 @@ pub enum LastGoodError {
     /// It cannot be read.
     #[error("{0}")]
     Io(#[from] io::Error),
-    /// It is something else, or broken. The parser's own error is not kept: it may quote a key.
+    /// It has another format, or is broken. The parser's own error is not kept: it may quote a key.
     #[error("not written by this agent: {0}")]
     Foreign(String),
 }
@@ -51,16 +51,16 @@ pub enum LastGoodError {
 #[derive(Deserialize)]
 struct Content {
     format: String,
-    /// The node whose agent wrote it.
+    /// The node whose agent wrote the file.
     node: String,
     nodes: Vec<core::Node>,
-    /// Those of them that have lost their private address, as they were with it.
+    /// Nodes that have lost their private address, as they were while they had it.
     #[serde(default)]
     without_address: Vec<core::Node>,
     peers: Vec<peer::Peer>,
 }
 
-/// The same to be written, object by object: all of 10,000 nodes at once are 35 MB, for a moment.
+/// [`Content`] for writing, object by object: 10,000 nodes at once would take 35 MB for a moment.
 #[derive(Serialize)]
 struct Written<'a, N: Serialize, W: Serialize, P: Serialize> {
     format: &'a str,
@@ -71,7 +71,7 @@ struct Written<'a, N: Serialize, W: Serialize, P: Serialize> {
     peers: P,
 }
 
-/// A list whose members are made when they are written.
+/// A list whose items are created while they are serialized.
 struct Each<I>(I);
 
 impl<I: Iterator<Item: Serialize> + Clone> Serialize for Each<I> {
@@ -80,7 +80,7 @@ impl<I: Iterator<Item: Serialize> + Clone> Serialize for Each<I> {
     }
 }
 
-/// The hash of what is written to it.
+/// Hashes what is written to it.
 #[derive(Default)]
 struct Hash(Sha256);
 
@@ -101,7 +101,7 @@ impl io::Write for Hash {
     }
 }
 
-/// Writes something into `to`, with few calls.
+/// Serializes something into `to`, with few write calls.
 fn write_to<W: io::Write>(to: W, content: &impl Serialize) -> io::Result<W> {
     let mut buffer = io::BufWriter::with_capacity(BUFFER, to);
     serde_json::to_writer(&mut buffer, content)?;
@@ -113,26 +113,27 @@ fn write_to<W: io::Write>(to: W, content: &impl Serialize) -> io::Result<W> {
 pub struct LastGood {
     path: PathBuf,
     node: String,
-    /// Hash of what the file holds; of what an earlier agent left once it is asked for.
+    /// Hash of the file's content; `None` until the file of an earlier agent has been compared.
     written: Option<[u8; 32]>,
     looked: Option<Instant>,
 }
 
 impl LastGood {
-    /// For the agent of `node`. What an agent has left that was killed while it wrote is removed.
+    /// Creates the writer for the agent of `node`. Removes temporary files that an agent left when it was
+    /// killed.
     pub fn new(path: &Path, node: &str) -> Self {
         remove_unfinished(path);
         Self { path: path.to_owned(), node: node.to_owned(), written: None, looked: None }
     }
 
-    /// True when the last write is some seconds ago.
+    /// Whether the last write was long enough ago.
     pub fn is_due(&self, now: Instant) -> bool {
         self.looked.is_none_or(|looked| now.saturating_duration_since(looked) >= PACE)
     }
 
-    /// Keeps these nodes, those that have lost their private address as they were with it, and
-    /// peers, when they differ from what the file holds and the last call was some seconds ago; else
-    /// a later call does. Returns whether it wrote. Without a difference no file is opened for writing.
+    /// Saves nodes, those without their private address as they were with it, and peers, if they differ from
+    /// the file and the last call was some seconds ago; otherwise a later call does. Returns whether it
+    /// wrote. Without a difference no file is opened for writing.
     ///
     /// # Errors
     /// When the file cannot be written; the old one then stays.
@@ -160,7 +161,7 @@ impl LastGood {
             self.written = digest;
             return Ok(false);
         }
-        // Temporary files of this kind are made with mode 0600.
+        // These temporary files are created with mode 0600.
         let file = tempfile::Builder::new().prefix(UNFINISHED).tempfile_in(directory(&self.path))?;
         let file = write_to(file, &content)?;
         file.as_file().sync_all()?;
@@ -174,7 +175,7 @@ fn directory(path: &Path) -> &Path {
     path.parent().unwrap_or(Path::new("."))
 }
 
-/// Of a file that is there and can be read, by its owner alone: keys are in it.
+/// Hash of the file, if it can be read and only its owner may read it: it contains keys.
 fn digest_of(path: &Path) -> Option<[u8; 32]> {
     let file = fs::File::open(path).ok()?;
     let about = file.metadata().ok()?;
@@ -186,7 +187,7 @@ fn digest_of(path: &Path) -> Option<[u8; 32]> {
     Some(hash.digest())
 }
 
-/// Removes files that were to become this one. Nobody else writes here: an agent holds a lock.
+/// Removes leftover temporary files. No other process writes here: the agent holds a lock.
 fn remove_unfinished(path: &Path) {
     for entry in fs::read_dir(directory(path)).into_iter().flatten().flatten() {
         let is_ours = entry.file_name().to_str().is_some_and(|name| name.starts_with(UNFINISHED));
@@ -196,7 +197,8 @@ fn remove_unfinished(path: &Path) {
     }
 }
 
-/// Agents up to 0.1.0 left the library to name them: known by how they begin.
+/// Whether this is a temporary file of an agent up to 0.1.0, which the library named: recognised by its first
+/// bytes.
 fn is_unfinished_of_before(path: &Path) -> bool {
     let is_temporary = path.file_name().is_some_and(|name| name.as_encoded_bytes().starts_with(b".tmp"));
     let begin = format!("{{\"format\":\"{FORMAT}\"");
@@ -206,15 +208,15 @@ fn is_unfinished_of_before(path: &Path) -> bool {
         && found == begin.as_bytes()
 }
 
-/// The nodes of the file, without `node` itself, each with the private address that it had last;
-/// none when there is no file.
+/// The nodes of the file, without `node` itself, each with the last private address that it had; empty when
+/// there is no file.
 ///
 /// # Errors
-/// When it is broken, or of another node.
+/// When the file is broken, or belongs to another node.
 pub fn load_nodes(path: &Path, node: &str) -> Result<Vec<Node>, LastGoodError> {
     let Some(content) = read(path, node)? else { return Ok(Vec::new()) };
     let objects = content.nodes.iter().chain(&content.without_address);
-    // The location is always an annotation here; of two with one name the later one counts.
+    // The location is always an annotation here; of two nodes with the same name the later one counts.
     let nodes = objects.map(|object| node::from_object(object, "").0.node);
     let mut nodes: BTreeMap<_, _> = nodes.map(|node| (node.name.clone(), node)).collect();
     nodes.remove(node);
@@ -224,8 +226,8 @@ pub fn load_nodes(path: &Path, node: &str) -> Result<Vec<Node>, LastGoodError> {
 /// The snapshot of the file; `None` when there is no file.
 ///
 /// # Errors
-/// When it is broken, or of another node. Single objects that do not parse are
-/// left out and named in the snapshot.
+/// When the file is broken, or belongs to another node. Single objects that do not parse are left out and
+/// listed as problems of the snapshot.
 pub fn load(path: &Path, node: &str) -> Result<Option<Snapshot>, LastGoodError> {
     let Some(content) = read(path, node)? else { return Ok(None) };
     let mut snapshot = Snapshot::default();
@@ -270,7 +272,7 @@ fn read(path: &Path, node: &str) -> Result<Option<Content>, LastGoodError> {
     Ok(Some(content))
 }
 
-/// Where the mistake is; the error's own words may quote a key.
+/// Where the error is; its own text may quote a key.
 fn place(error: &serde_json::Error) -> String {
     format!("not what it should be at line {}, column {}", error.line(), error.column())
 }
@@ -341,7 +343,7 @@ mod tests {
         assert_eq!(load(&path, "a").unwrap().unwrap().nodes["a"].location, "there");
     }
 
-    /// Names and numbers of the files there, each of which every write makes anew.
+    /// Names and inode numbers of the files; every write creates a new inode.
     fn files(directory: &Path) -> Vec<(String, u64)> {
         let entries = fs::read_dir(directory).unwrap().map(Result::unwrap);
         entries
@@ -360,7 +362,7 @@ mod tests {
         let mut file = LastGood::new(&path, "a");
         assert!(keep(&mut file, &[node("a"), node("b")], start).unwrap());
         let written = files(directory.path());
-        // A directory that is not there takes no file, not even for a moment.
+        // In a missing directory no file can be created, not even for a moment.
         let aside = directory.path().with_extension("aside");
         fs::rename(directory.path(), &aside).unwrap();
         assert!(!keep(&mut file, &[node("a"), node("b")], start + PACE).unwrap(), "nothing changed");
@@ -385,7 +387,7 @@ mod tests {
         for left in [".last-good-Xy12zA", ".tmpAb3dEf"] {
             fs::write(directory.path().join(left), half).unwrap();
         }
-        // Of others, who may write here what they like.
+        // Files of others, who may write here what they like.
         for foreign in [".tmpOthers", "key", "last-good-notes"] {
             fs::write(directory.path().join(foreign), "x").unwrap();
         }

@@ -1,12 +1,12 @@
-//! A list that suddenly misses many objects may be a broken one: those objects
-//! are kept until the next list misses them too.
+//! A list that suddenly misses many objects may be broken, so those objects are kept until the next list
+//! misses them too.
 
 use std::collections::BTreeSet;
 
 /// Smallest loss that needs confirmation.
 const MANY: usize = 3;
 
-/// Names that are known to exist, and those doubted at the moment.
+/// Names that are known to exist, and those in doubt at the moment.
 #[derive(Debug, Default)]
 pub struct MassDeleteGuard {
     known: BTreeSet<String>,
@@ -14,10 +14,9 @@ pub struct MassDeleteGuard {
 }
 
 impl MassDeleteGuard {
-    /// Takes a complete list and returns which names to keep although they are
-    /// not in it; when there are any, ask for another list soon. A loss is
-    /// doubted when it is more than a third of what was known and at least
-    /// three; what was doubted and is still missing has really gone.
+    /// Takes a complete list and returns the names to keep although they are missing from it; if there are
+    /// any, request another list soon. A loss is doubted when it is more than a third of the known names and
+    /// at least three; names in doubt that are still missing are really gone.
     pub fn list(&mut self, listed: &BTreeSet<String>) -> &BTreeSet<String> {
         let lost: BTreeSet<_> =
             self.known.difference(listed).filter(|name| !self.doubted.contains(*name)).cloned().collect();
@@ -34,7 +33,7 @@ impl MassDeleteGuard {
         }
     }
 
-    /// An object was deleted, by an event of its own.
+    /// An object was deleted by an event.
     pub fn remove(&mut self, name: &str) {
         self.known.remove(name);
     }

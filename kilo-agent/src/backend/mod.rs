@@ -28,7 +28,7 @@ pub enum BackendError {
     Io {
         /// File or directory.
         path: String,
-        /// What the system said.
+        /// Error of the system.
         #[source]
         source: std::io::Error,
     },
@@ -55,7 +55,7 @@ impl BackendError {
         }
     }
 
-    /// True when the same may work later without anybody's doing.
+    /// Whether a retry may succeed without intervention.
     pub const fn is_temporary(&self) -> bool {
         matches!(self, Self::Unreachable(_))
     }
@@ -70,44 +70,44 @@ pub struct Handshake {
     pub endpoint: Option<SocketAddr>,
 }
 
-/// What the object of a peer says of its tunnels.
+/// What a Peer object says about the peer's tunnels.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Said {
-    /// The last handshake, once there was one.
+    /// The last handshake; `None` before the first.
     pub handshake: Option<Handshake>,
 }
 
-/// Something that has happened to a Node or a Peer, for its operator. Written again, it is the same Event.
+/// An incident about a Node or a Peer, for the operator. Writing it twice gives the same Event.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Happened {
-    /// Name of the object.
+    /// Name of the Node or Peer.
     pub object: String,
-    /// Its reason, which says what kind of object that is.
+    /// Reason of the Event, which also determines the object's kind.
     pub reason: EventReason,
-    /// Its message.
+    /// Message of the Event.
     pub text: String,
     /// When it happened, by this host's clock.
     pub at: SystemTime,
-    /// Drawn at random, so that no two have the same.
+    /// Random, so that names of Events are unique.
     pub id: u64,
 }
 
 impl Happened {
-    /// It happens now.
+    /// An incident that happens at this moment.
     pub fn now(object: String, reason: EventReason, text: String) -> Self {
         Self { object, reason, text, at: SystemTime::now(), id: rand::random() }
     }
 }
 
-/// Where an agent reads nodes, and what it writes.
+/// Source of an agent's nodes, and what it writes.
 #[cfg(feature = "agent")]
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct SlicesReport {
-    /// It reads slices and not Nodes.
+    /// It reads slices instead of Nodes.
     pub reads: bool,
-    /// Why it does not, or will not soon.
+    /// Why it does not read slices, or will not much longer.
     pub against: Option<String>,
-    /// It writes them for all.
+    /// It writes slices for all agents.
     pub writes: bool,
     /// Writes of slices so far.
     pub written: u64,
@@ -115,7 +115,7 @@ pub struct SlicesReport {
     pub failed: u64,
     /// Slices that are missing, or cannot be read.
     pub bad: usize,
-    /// Places that say something of a node that another says something of, too.
+    /// Duplicate entries: nodes that more than one slice lists.
     pub twice: usize,
 }
 
@@ -132,21 +132,20 @@ impl fmt::Display for SlicesReport {
 
 /// A source of nodes and peers.
 pub trait Backend: Send + Sync + 'static {
-    /// The latest snapshot; changes are signalled by the receiver. The first
-    /// value is there once every object has been read once.
+    /// The latest snapshot; the receiver signals changes. The first value is complete: every object has been
+    /// read once.
     fn watch(&self) -> tokio::sync::watch::Receiver<Arc<Snapshot>>;
 
-    /// Writes what differs from what the node object holds now; no difference,
-    /// no write. Returns whether something was written.
+    /// Writes annotations that differ from those of the node object; without a difference nothing is written.
+    /// Returns whether something was written.
     fn publish(
         &self,
         node: &str,
         published: &Published,
     ) -> impl Future<Output = Result<bool, BackendError>> + Send;
 
-    /// Writes into each Peer object whether it is part of the mesh, or why not. A backend
-    /// without such a place writes nothing. Returns the
-    /// number of writes.
+    /// Writes into each Peer object whether it is part of the mesh, or why not. Backends that cannot store
+    /// this write nothing. Returns the number of writes.
     fn report_peers(
         &self,
         _peers: &PeerAcceptances,
@@ -154,13 +153,13 @@ pub trait Backend: Send + Sync + 'static {
         async { Ok(0) }
     }
 
-    /// What the object of a peer says of its tunnels; `None`: there is no such object to write into.
+    /// What a Peer object says about the peer's tunnels; `None` when there is no object to write into.
     fn said(&self, _peer: &str) -> Option<Said> {
         None
     }
 
-    /// Writes a handshake into the object of a peer, unless that is another version by now
-    /// than [`Self::said`] knows. Returns whether it was written.
+    /// Writes a handshake into a Peer object, unless the object has changed since the version that
+    /// [`Self::said`] knows. Returns whether it was written.
     fn report_handshake(
         &self,
         _peer: &str,
@@ -169,8 +168,8 @@ pub trait Backend: Send + Sync + 'static {
         async { Ok(false) }
     }
 
-    /// Says in the node object whether pods have a network there. A backend without such a
-    /// place writes nothing.
+    /// Writes into the node object whether pods have network there. Backends that cannot store this write
+    /// nothing.
     fn report_network(
         &self,
         _node: &str,
@@ -179,22 +178,23 @@ pub trait Backend: Send + Sync + 'static {
         async { Ok(()) }
     }
 
-    /// Where nodes are read and who writes that, where there are slices of the list of nodes.
+    /// Whether this agent reads and writes slices; `None` when slices are not configured.
     #[cfg(feature = "agent")]
     fn slices(&self) -> Option<SlicesReport> {
         None
     }
 
-    /// Marks a node as dead, unless it has renewed its heartbeat since: its `last-seen` becomes 0 if it is
-    /// still this, by which nodes with Kilo take it for dead, too. Returns whether something was written.
+    /// Marks a node as dead by setting its `last-seen` to 0, unless it is no longer `last_seen`, i.e. the
+    /// node has renewed its heartbeat. Nodes with Kilo then consider it dead, too. Returns whether something
+    /// was written.
     fn declare_dead(
         &self,
         node: &str,
         last_seen: i64,
     ) -> impl Future<Output = Result<bool, BackendError>> + Send;
 
-    /// Writes an Event about a Node, unless it has been written before. A backend without such a place writes
-    /// nothing: it is in the log, too.
+    /// Writes an Event about a Node or a Peer, unless it has been written before. Backends that cannot store
+    /// it write nothing: the log has it, too.
     fn event(&self, _happened: &Happened) -> impl Future<Output = Result<(), BackendError>> + Send {
         async { Ok(()) }
     }

@@ -1,4 +1,4 @@
-//! Questions and announcements that wait to be sent to nodes of the own location, by turns: a thousand members are
+//! Questions and announcements waiting to be sent to nodes of this location, in turns: a thousand members are
 //! asked at once.
 
 use std::collections::BTreeMap;
@@ -7,7 +7,7 @@ use kilo_common::signal::Kind;
 use kilo_core::topology::NodeId;
 use kilo_failover::Signal;
 
-/// At most one signal for each node.
+/// At most one signal per node.
 #[derive(Default)]
 pub struct Asks {
     waiting: BTreeMap<NodeId, Signal>,
@@ -15,8 +15,8 @@ pub struct Asks {
 }
 
 impl Asks {
-    /// Replaces the signal that waits for that node. An announcement is not replaced by a question: it is answered as a
-    /// question is, and must not be lost.
+    /// Replaces the signal that waits for that node. A question does not replace an announcement, which is
+    /// answered like a question, and must not be lost.
     pub fn add(&mut self, node: NodeId, signal: Signal) {
         let announces = |waits: &Signal| waits.kind == Kind::Announce;
         if signal.kind != Kind::Roll || !self.waiting.get(&node).is_some_and(announces) {
@@ -24,7 +24,7 @@ impl Asks {
         }
     }
 
-    /// Takes the next one, of all nodes by turns.
+    /// Takes the next signal, in turns over all nodes.
     pub fn take_next(&mut self) -> Option<(NodeId, Signal)> {
         let next = self.waiting.range(self.next_from..).next().or_else(|| self.waiting.first_key_value());
         let node = *next?.0;

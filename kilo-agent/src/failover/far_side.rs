@@ -1,5 +1,5 @@
-//! The far side: gateways of other locations claim prefixes of their members, and this device
-//! moves them at once.
+//! Handles claims from gateways of other locations for prefixes of their members, which this device moves at
+//! once.
 
 use std::net::IpAddr;
 
@@ -26,7 +26,7 @@ impl Thread {
         self.is_dirty = true;
     }
 
-    /// Forgets what the device had when nobody claims it.
+    /// Forgets the owners read from the device unless they have been claimed.
     pub(super) fn forget_seeds(&mut self, now: Micros) {
         if self.seeded_until.is_some_and(|until| until <= now) {
             self.seeded_until = Some(Micros::MAX);
@@ -35,7 +35,7 @@ impl Thread {
         }
     }
 
-    /// CLAIM or END, through the tunnel of a gateway.
+    /// Handles CLAIM or END, received through the tunnel of a gateway.
     pub(super) fn claimed(&mut self, (far, from): (Far, NodeId), signal: &Signal, now: Micros) {
         let Some(site) = self.site.clone() else { return };
         let Some((location, acting)) = site.fars.get(&far).zip(self.fars.get_mut(&far)) else {
@@ -59,16 +59,18 @@ impl Thread {
         }
     }
 
-    /// Moves the prefixes first: until then every packet that comes by the new way is lost.
+    /// Moves the prefixes first: until then every packet that arrives by the new path is lost.
     fn apply_step(&mut self, far: Far, location: &FarLocation, step: &Step, now: Micros) {
         let is_move = !step.moves.is_empty() || step.moves_shared;
-        // A reconcile that begins meanwhile must not move anything back; one that is asked for takes the processor.
+        // A reconcile that starts meanwhile must not undo this; one that is requested first would compete for
+        // the CPU.
         self.is_dirty |= is_move;
         let is_news = is_move && self.publish();
         let wanted = Move { gateway: step.gateway, members: step.moves.clone(), shared: step.moves_shared };
         let moved = self.move_prefixes(far, location, wanted);
         if moved.is_some() {
-            // The giver that sent END learns it from the gateway that has them.
+            // Only the gateway that has the prefixes is answered; a giver that sent END learns it from that
+            // one.
             self.tunnel_to(location, step.gateway, &step.answer);
         }
         if is_news {
@@ -91,14 +93,14 @@ impl Thread {
         }
     }
 
-    /// One request to the device, with what it did not take before. What it has now; `None`: it took nothing, and is
-    /// asked again with the gateway's next CLAIM.
+    /// Moves prefixes with one request to the device, including those that failed before. Returns what moved;
+    /// `None` on failure, which is retried at the gateway's next CLAIM.
     fn move_prefixes(&mut self, far: Far, location: &FarLocation, wanted: Move) -> Option<Move> {
         let (site, acting) = self.site.as_ref().zip(self.fars.get(&far))?;
         self.unmoved.move_all(far, acting, wanted, |all| takes(site, location, all))
     }
 
-    /// Probes old leaders whose shared prefixes are claimed, and moves these when one is silent.
+    /// Probes old leaders whose shared prefixes are claimed, and moves the prefixes when one is silent.
     pub(super) fn check_old_leaders(&mut self, now: Micros) {
         let due: Vec<_> = self.later.extract_if(.., |(at, ..)| *at <= now).collect();
         let Some(site) = self.site.clone() else { return };
@@ -128,7 +130,7 @@ impl Thread {
         }
     }
 
-    /// Sends a signal to a gateway of another location, through the own tunnel.
+    /// Sends a signal to a gateway of another location, through this node's tunnel.
     pub(super) fn tunnel_to(&mut self, location: &FarLocation, gateway: NodeId, signal: &Signal) {
         let Some(control) = self.site.as_ref().map(|site| site.control) else { return };
         let to = location.gateways.iter().find(|known| known.id == gateway);
@@ -143,7 +145,7 @@ impl Thread {
     }
 }
 
-/// Whether the device has taken this.
+/// Whether the device accepts the move.
 fn takes(site: &Site, location: &FarLocation, all: &Move) -> bool {
     let prefixes = prefixes(location, &all.members, all.shared);
     if prefixes.is_empty() {

@@ -1,5 +1,5 @@
-//! VPN peers that follow gateways (`kgctl connect`): each gateway claims its members to them as it does to far
-//! leaders, and waits for none of them. To one that has not been heard for a while nothing is sent.
+//! VPN peers that follow gateways (`kgctl connect`): each gateway claims its members to them as it does to
+//! far leaders, but waits for none of them. Nothing is sent to a peer that has been silent for a while.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -14,51 +14,51 @@ use kilo_failover::{
 
 use crate::far::HELLO;
 
-/// One that has missed three HELLOs is away.
+/// A follower that has missed three HELLOs is away.
 const COUNTS: Micros = 3 * HELLO + 5 * SEC;
 /// How long claims wait for more members.
 const BATCH: Micros = 2 * MS;
-/// Least time between two times that everything is sent to one again.
+/// Minimum time between two requests for everything that are honoured.
 const ANEW: Micros = SEC;
 
-/// What one of them knows.
+/// State of one follower.
 #[derive(Debug, Default)]
 struct Follower {
-    /// When it was heard last, or was first known of.
+    /// When it was last heard, or first known.
     heard: Micros,
     term: Term,
     moved: BTreeSet<NodeId>,
     tries: u32,
-    /// When it is claimed to next, while it does not know everything.
+    /// When to claim next, while it does not know everything; `None` otherwise.
     next: Option<Micros>,
-    /// When it has asked for everything last.
+    /// When it last asked for everything.
     began: Option<Micros>,
-    /// It knows all of these members: their number, and all ids together.
+    /// Identifies the set of members that it knows completely: their number, and the XOR of their ids.
     knows: Option<(usize, NodeId)>,
 }
 
-/// All of them, by control address.
+/// All followers, by control address.
 #[derive(Debug, Default)]
 pub struct Followers(BTreeMap<Ipv6Addr, Follower>);
 
 impl Followers {
-    /// Takes over which VPN peers follow.
+    /// Takes over the set of VPN peers that follow.
     pub fn set_known(&mut self, known: &BTreeMap<Ipv6Addr, NodeId>, now: Micros) {
         self.0.retain(|control, _| known.contains_key(control));
         for control in known.keys() {
-            // An agent that has just started has heard nobody yet.
+            // A freshly started agent has heard nobody yet.
             self.0.entry(*control).or_insert_with(|| Follower { heard: now, ..Follower::default() });
         }
     }
 
-    /// MOVED of one of them: with members, what it has moved; without any, it is there and wants everything
-    /// announced again.
+    /// Handles MOVED of a follower: with members, those it has moved; without any, it is present and wants
+    /// everything announced again.
     pub fn heard(&mut self, control: Ipv6Addr, signal: &Signal, lead: Option<&Lead>, now: Micros) {
         let Some(follower) = self.0.get_mut(&control) else { return };
         follower.heard = now;
         let Body::Claim { members, .. } = &signal.body else { return };
         if members.is_empty() {
-            // However often it asks.
+            // At most once per `ANEW`, however often it asks.
             if follower.began.is_none_or(|began| now.saturating_sub(began) >= ANEW) {
                 let began = Some(now);
                 (follower.moved, follower.tries, follower.next) = (BTreeSet::new(), 0, None);
@@ -67,17 +67,17 @@ impl Followers {
         } else if let Some(lead) =
             lead.filter(|lead| lead.term() == follower.term && lead.term() == signal.term)
         {
-            // Nothing else is kept, whatever it says.
+            // Only members that this gateway leads are recorded, whatever it says.
             follower.moved.extend(members.iter().filter(|member| lead.has(**member)));
         }
     }
 
-    /// When it has to be woken.
+    /// When the next claim is due.
     pub fn wake(&self) -> Micros {
         self.0.values().filter_map(|follower| follower.next).min().unwrap_or(Micros::MAX)
     }
 
-    /// Takes the claims that are due, each with the control address that it goes to.
+    /// Takes the claims that are due, each with its destination control address.
     pub fn take_due(
         &mut self,
         sender: Sender,
@@ -91,7 +91,7 @@ impl Followers {
             .iter()
             .flat_map(|lead| lead.members().filter(|member| lead.is_followed_by(*member)))
             .collect();
-        // Identifies these members, so that a follower that knows all of them is looked up once.
+        // Identifies the set of members, so that a follower that knows all of them is checked only once.
         let stamp = (led.len(), led.iter().fold(0, |all, member| all ^ member));
         let (term, shared) = lead.map_or((Term::NONE, Shared::Stay), |lead| (lead.term(), lead.shared()));
         for (control, follower) in &mut self.0 {
@@ -137,7 +137,7 @@ mod tests {
         Signal { kind: Kind::Moved, nonce: 1, term, sender: 9, location: 7, body }
     }
 
-    /// A gateway that leads one member besides itself, and one VPN peer that follows.
+    /// A gateway that leads one member besides itself, and one follower.
     fn leads_a_member() -> (Sender, Term, Lead, Followers) {
         let (sender, term) = (Sender { me: ME, location: 7 }, Term::NONE.next(ME));
         let mut lead = Lead::new(sender, term, &[], 0);
@@ -179,14 +179,14 @@ mod tests {
             matches!(&claims[..], [Signal { body: Body::Claim { members, .. }, .. }] if *members == [MEMBER])
         );
         assert_eq!(followers.wake(), SEC + BATCH + 10 * MS, "it is repeated");
-        // What was asked in another term, or of nodes nobody led, says nothing.
+        // An answer for another term, or about nodes that are not led, is ignored.
         followers.heard(LAPTOP, &moved(term.next(ME), &[MEMBER]), Some(&lead), SEC);
         followers.heard(LAPTOP, &moved(term, &[77]), Some(&lead), SEC);
         assert_eq!(claims_due(&mut followers, &lead, 2 * SEC).len(), 1);
         followers.heard(LAPTOP, &moved(term, &[MEMBER]), Some(&lead), 2 * SEC);
         assert!(claims_due(&mut followers, &lead, 3 * SEC).is_empty());
         assert_eq!(followers.wake(), Micros::MAX);
-        // Another one follows; then the laptop goes.
+        // Another member follows; then the laptop goes away.
         lead.heard(ME, (term, ME), 3 * SEC);
         assert!(claims_due(&mut followers, &lead, 3 * SEC).is_empty());
         assert_eq!(claims_due(&mut followers, &lead, 3 * SEC + BATCH).len(), 1);

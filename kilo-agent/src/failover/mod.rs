@@ -1,6 +1,6 @@
-//! Failover of this node: the decisions of `kilo-failover` on a thread of their own, which sends
-//! and hears signals through the BPF programs, moves the kernel's word, and moves prefixes of
-//! other locations between their gateways. Nothing in it waits for the API server or a reconcile.
+//! Failover of this node: runs the decisions of `kilo-failover` on a dedicated thread, which sends and
+//! receives signals through the BPF programs, changes the kernel's word, and moves prefixes of other
+//! locations between their gateways. It never waits for the API server or a reconcile.
 //!
 //! ```text
 //! reconcile ── Site, keys ──> thread ── Acting, whether it leads ──> next reconcile
@@ -51,20 +51,20 @@ use tokio::sync::Notify;
 pub use report::{FailoverMetrics, Report, StandBy};
 pub use site::{Facts, Site};
 
-/// What the agent's flags say about failover.
+/// Failover settings from the agent's flags.
 #[derive(Clone, Debug)]
 pub struct Options {
     /// `--stand-bys`: how many nodes of a location can take over from its leader, 0 to 4.
     pub stand_bys: usize,
     /// `--leaders`: how many active leaders a location has, 1 to 8.
     pub leaders: usize,
-    /// Times, by `--failover-interval`.
+    /// Timing, from `--failover-interval`.
     pub params: Params,
 }
 
-/// What the thread and the agent share.
+/// State shared by the thread and the agent.
 struct Shared {
-    /// What the last reconcile found, until the thread takes it.
+    /// Result of the last reconcile, until the thread takes it.
     site: Mutex<Option<Arc<Site>>>,
     /// Wakes the thread.
     wake: EventFd,
@@ -74,18 +74,18 @@ struct Shared {
     changed: Arc<Notify>,
 }
 
-/// What the thread says.
+/// What the thread publishes.
 #[derive(Clone, Debug, Default)]
 struct Said {
     acting: Arc<Acting>,
     /// The thread has published something.
     is_published: bool,
-    /// The term in which this node leads its location.
+    /// The term in which this node leads its location, if it does.
     leading: Option<u64>,
-    /// A dead leader that nodes without failover would go on waiting for, while it is silent.
+    /// A dead leader that nodes without failover would still wait for; `None` once it is heard again.
     dead: Option<Dead>,
     report: Report,
-    /// How this node has come to lead its location, until it is reported.
+    /// How this node has come to lead its location; entries not reported yet.
     successions: Vec<String>,
 }
 
@@ -93,16 +93,16 @@ struct Said {
 #[derive(Clone, Debug)]
 struct Dead {
     node: String,
-    /// The agent has begun to mark it.
+    /// The agent has started to mark it.
     is_taken: bool,
 }
 
-/// Reports what the thread knows, at any time.
+/// Gives access to what the thread knows, at any time.
 #[derive(Clone)]
 pub struct Reporter(Arc<Shared>);
 
 impl Reporter {
-    /// What it knows now.
+    /// The current report.
     pub fn report(&self) -> Report {
         locked(&self.0.said).report.clone()
     }
@@ -123,25 +123,25 @@ fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// The agent's end of it.
+/// The agent's handle of the thread.
 pub struct Failover {
     options: Options,
     shared: Arc<Shared>,
-    /// Keys shared with nodes of the location: each costs a Diffie-Hellman.
+    /// Pairwise keys with nodes of the location, cached because each costs a Diffie-Hellman exchange.
     keys: BTreeMap<PublicKey, siphash::Key>,
-    /// What each of them has to know to change this node's word.
+    /// Secret that each node must present to change this node's word.
     cookies: BTreeMap<NodeId, u64>,
     orders: order::Orders,
-    /// Some node asks for several active leaders.
+    /// Whether any node asks for several active leaders.
     several_asked: bool,
     thread: Option<JoinHandle<()>>,
 }
 
 impl Failover {
-    /// Starts nothing yet. `changed` is notified when a reconcile is due.
+    /// Creates the handle without starting the thread. `changed` is notified when a reconcile is due.
     ///
     /// # Errors
-    /// When the kernel gives no event descriptor.
+    /// When no event descriptor can be created.
     pub fn new(options: Options, changed: Arc<Notify>) -> std::io::Result<Self> {
         let shared = Shared {
             site: Mutex::default(),
@@ -156,9 +156,9 @@ impl Failover {
         Ok(Self { options, shared: Arc::new(shared), keys, cookies, orders, several_asked, thread: None })
     }
 
-    /// The mesh with its gateways, and with the acting leaders that the thread knows now. To be called after the device
-    /// was read: what the thread moves later, it reports after it has moved it. `held`: senders of the data path that
-    /// an agent before this one has left, for `node`'s location.
+    /// The mesh with its gateways and the acting leaders that the thread knows. Call it after the device was
+    /// read: the thread reports its later moves only once they are done. `held`: senders in the data path
+    /// that an earlier agent has left, for `node`'s location.
     pub fn mesh(
         &mut self,
         mesh: Mesh,
@@ -188,12 +188,12 @@ impl Failover {
         }
     }
 
-    /// How this node has come to lead its location since this was asked last: each is reported once.
+    /// How this node has come to lead its location since the last call.
     pub fn successions(&self) -> Vec<String> {
         std::mem::take(&mut locked(&self.shared.said).successions)
     }
 
-    /// The term in which this node leads its location; `written` while nobody knows.
+    /// The term in which this node leads its location; `written` until the thread has published it.
     pub fn leading(&self, written: Option<u64>) -> Option<u64> {
         let said = locked(&self.shared.said);
         if said.is_published { said.leading } else { written }
@@ -206,13 +206,13 @@ impl Failover {
         self.several_asked = self.options.leaders > 1 || snapshot.nodes.iter().any(|node| asks(&node));
     }
 
-    /// How many active leaders a location has by this node's configuration, once anybody asks for several: until then
-    /// nobody needs to know.
+    /// How many active leaders a location has by this node's configuration; `None` until a node asks for
+    /// several, because nobody needs it before.
     pub fn leaders(&self) -> Option<usize> {
         self.several_asked.then_some(self.options.leaders)
     }
 
-    /// A leader that is to be declared dead; each is returned once.
+    /// A leader that is to be declared dead; returned only once each.
     pub fn declares_dead(&self) -> Option<String> {
         let mut said = locked(&self.shared.said);
         let dead = said.dead.as_mut().filter(|dead| !dead.is_taken)?;
@@ -220,13 +220,13 @@ impl Failover {
         Some(dead.node.clone())
     }
 
-    /// A handle for `/status` and other readers.
+    /// Returns a handle for `/status` and other readers.
     pub fn reporter(&self) -> Reporter {
         Reporter(Arc::clone(&self.shared))
     }
 
-    /// Derives what signals of the location's nodes are checked with, and on a gateway those of other locations'
-    /// gateways.
+    /// Derives the keys for checking signals of the location's nodes and, on a gateway, the entries of other
+    /// locations' gateways.
     pub fn derive_signal_keys(
         &mut self,
         mesh: &Mesh,
@@ -251,28 +251,28 @@ impl Failover {
             };
             self.keys.insert(public, key);
             let sender = signal_id::node(&public);
-            // A restarted agent goes on with what other nodes have heard.
+            // A restarted agent continues with the cookies that other nodes have received.
             let before = held.get(&address).filter(|held| held.sender == sender && held.cookie != 0);
             let draw = || before.map_or_else(|| rand::random::<u64>().max(1), |held| held.cookie);
             let cookie = *self.cookies.entry(sender).or_insert_with(draw);
             let flags = if gateways.order.contains(&at) { SIGNAL_GATEWAY } else { 0 };
             entries.insert(address, SignalKey { key: key.0, cookie, sender, hop, flags });
         }
-        // Nothing is kept of nodes that are gone.
+        // Cookies of nodes that are gone are dropped.
         self.cookies
             .retain(|node, _| entries.values().any(|known| known.sender == *node && known.cookie != 0));
         entries
     }
 
-    /// Keys shared with nodes, by their public keys.
+    /// Pairwise keys, by the nodes' public keys.
     pub const fn keys(&self) -> &BTreeMap<PublicKey, siphash::Key> {
         &self.keys
     }
 
-    /// Hands the mesh to the thread, and starts it when it does not run.
+    /// Hands the site to the thread, and starts the thread if it is not running.
     ///
     /// # Errors
-    /// When a map or a program is not there.
+    /// When a map or a program is missing.
     pub fn update(
         &mut self,
         site: Site,
@@ -299,8 +299,8 @@ impl Failover {
     }
 }
 
-/// Gateways of other locations, by the addresses that they have in tunnels, as a gateway knows them; nobody else has
-/// such tunnels. `own`: location and place of this node.
+/// Gateways of other locations by their addresses in tunnels; empty unless this node is a gateway and so has
+/// such tunnels. `own`: location and position of this node.
 fn far_gateways(mesh: &Mesh, own: (usize, usize)) -> BTreeMap<IpAddr, SignalKey> {
     let is_gateway = mesh.gateways_of(own.0).order.contains(&own.1);
     let is_far = |at: usize| is_gateway && at != own.0 && mesh.fails_over(at);
@@ -320,7 +320,7 @@ fn far_gateways(mesh: &Mesh, own: (usize, usize)) -> BTreeMap<IpAddr, SignalKey>
 
 impl Shared {
     fn wake(&self) {
-        // It is full only when nobody has read it: then the thread is woken anyway.
+        // A write fails only if nobody has read the counter: the thread is woken anyway.
         let _ = self.wake.write(1);
     }
 }
@@ -361,7 +361,7 @@ mod tests {
             node("far", "b3", true),
             node("far", "b4", true),
             node("far", "b5", true),
-            // Its leader knows no signals.
+            // Its leader does not know signals.
             node("kilo", "c6", false),
         ];
         let mesh = Mesh::new(&nodes, &BTreeMap::new(), Granularity::Location, "10.4.0.0/16".parse().unwrap());

@@ -1,5 +1,5 @@
-//! Answers of far leaders to CLAIMs. Of one leader its answer counts; of several all have to have moved a
-//! member's prefixes, for packets come to it from each of them.
+//! Collects far leaders' answers to CLAIMs. Of a single leader the answer counts as it is; with several, all
+//! must have moved a member's prefixes, because packets reach it from each of them.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -10,38 +10,38 @@ use kilo_failover::{
 
 use crate::far::FarLocation;
 
-/// Between two answers of a gateway that there is a way to: CLAIMs are repeated within 10 s.
+/// A gateway without an answer for this long counts as unreachable: CLAIMs are repeated within 10 s.
 const ANSWERS: Micros = 30 * SEC;
 
-/// Whose prefixes each of several far leaders has moved, by part of the CLAIM, in each term asked in.
+/// The members that each far leader has moved, by location, by term asked in and by part of the CLAIM.
 #[derive(Debug, Default)]
 pub struct Moved {
     locations: BTreeMap<Far, BTreeMap<Term, Parts>>,
-    /// When each gateway answered last: two that are both behind NAT never do.
+    /// When each gateway last answered: two that are both behind NAT never do.
     heard: BTreeMap<NodeId, Micros>,
 }
 
-/// By part of the CLAIM what each gateway has moved.
+/// Members that each gateway has moved, by part of the CLAIM.
 type Parts = BTreeMap<(u16, u16), BTreeMap<NodeId, BTreeSet<NodeId>>>;
 
-/// What this node has asked: nothing else is kept, whatever another location says.
+/// What this node has asked: nothing else is recorded, whatever another location sends.
 pub struct Asked<'a> {
-    /// Whether it has asked in a term.
+    /// Whether it has asked in this term.
     pub in_term: &'a dyn Fn(Term) -> bool,
-    /// Nodes that it could name.
+    /// Nodes that it could have named.
     pub nodes: &'a [NodeId],
 }
 
 impl Asked<'_> {
-    /// Whether a CLAIM or END could have this part: the asker may know some nodes more.
+    /// Whether a CLAIM or END could have this part: the sender may know some more nodes.
     fn has_part(&self, (part, parts): (u16, u16)) -> bool {
         part < parts && usize::from(parts) <= self.nodes.len() / MAX_MEMBERS + 2
     }
 }
 
 impl Moved {
-    /// Takes MOVED of a gateway; returns what all gateways of its location have moved that carry packets and can be
-    /// reached.
+    /// Records MOVED of a gateway; returns what all reachable gateways of its location that carry packets
+    /// have moved.
     pub fn by_all(
         &mut self,
         far: Far,
@@ -60,7 +60,7 @@ impl Moved {
             return None;
         }
         if far::is_latest(signal) {
-            // Any of them may know a later term.
+            // Any gateway may know a later term.
             return Some(signal.clone());
         }
         let terms = self.locations.entry(far).or_default();
@@ -130,7 +130,7 @@ mod tests {
         assert_eq!(hears(12, 5, &[3, 4]), None, "a stand-by's answer says nothing");
         assert_eq!(hears(10, 5, &[3, 4]), Some(vec![3]));
         assert_eq!(hears(11, 5, &[4]), Some(vec![3, 4]));
-        // In a later term all of them are asked again, and an earlier one is over.
+        // In a later term all are asked again, and answers for an earlier one are ignored.
         latest.set(6);
         assert_eq!(hears(10, 6, &[3]), None);
         assert_eq!(hears(11, 5, &[3, 4]), None);
@@ -139,7 +139,7 @@ mod tests {
         let later = now + ANSWERS;
         latest.set(7);
         assert_eq!(members(moved.by_all(FAR, &several, 10, &said(7, &[3]), &asked, later)), Some(vec![3]));
-        // One leader: its answer is passed on as it is.
+        // With one leader its answer is passed on unchanged.
         assert_eq!(moved.by_all(FAR, &one, 11, &said(8, &[3]), &asked, later), None);
         assert_eq!(members(moved.by_all(FAR, &one, 10, &said(8, &[3]), &asked, later)), Some(vec![3]));
     }
@@ -159,7 +159,7 @@ mod tests {
             }
             moved.by_all(FAR, &several, 11, &signal, &asked, SEC);
         }
-        // The last of all terms.
+        // The greatest possible term.
         moved.by_all(FAR, &several, 11, &said(u64::MAX, &[3]), &asked, SEC);
         let kept: usize = moved
             .locations

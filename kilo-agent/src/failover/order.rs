@@ -1,6 +1,6 @@
-//! Kilo's order of each location over time. When it names another leader among nodes that were
-//! there before, as when the annotation `leader` moves, who led goes on for a moment: it gives
-//! leadership away, make before break, or leads in a term of its own.
+//! Tracks Kilo's order of each location over time. When it names another leader among nodes that were there
+//! before, for example because the annotation `leader` moves, the old leader goes on briefly: it hands over,
+//! make before break, or leads in a term of its own.
 
 use std::{
     collections::BTreeMap,
@@ -12,9 +12,9 @@ use kilo_core::{
     topology::{Acting, Mesh, NodeId, REPLACED_LEADER_TERM},
 };
 
-/// How long who led has to give leadership away; then Kilo's order counts, as without failover.
+/// How long the old leader has to hand over; then Kilo's order counts, as without failover.
 const STAYS_FOR: Duration = Duration::from_secs(10);
-/// An order that has lasted this long is kept to: nodes that start come one after the other.
+/// An order is settled after this time: nodes that start join one after the other.
 const SETTLED: Duration = Duration::from_secs(5);
 
 /// Kilo's order of one location.
@@ -24,7 +24,7 @@ struct Order {
     since: Instant,
     /// Capable nodes, and since when.
     nodes: BTreeMap<NodeId, Instant>,
-    /// The node that led, and until when it goes on.
+    /// The node that led before, and until when it goes on.
     stays: Option<(NodeId, Instant)>,
 }
 
@@ -33,8 +33,8 @@ struct Order {
 pub struct Orders(BTreeMap<u64, Order>);
 
 impl Orders {
-    /// Looks at a mesh whose gateways are known, and puts leaders that go on into `acting`. Returns whether there are
-    /// any.
+    /// Observes a mesh with known gateways, and puts leaders that go on into `acting`. Returns whether there
+    /// are any.
     pub fn observe(&mut self, mesh: &Mesh, acting: &mut Acting, now: Instant) -> bool {
         let mut any = false;
         let mut seen = BTreeMap::new();
@@ -107,7 +107,7 @@ mod tests {
         assert!(order.stays.is_some());
         order.update(B, &[A, B], at(start, 30));
         assert_eq!(order.stays, None, "it had its time");
-        // And back before it was over: nothing has changed.
+        // A change back before that time counts as no change.
         let mut order = new();
         order.update(A, &[A, B], start);
         order.update(B, &[A, B], at(start, 20));
@@ -119,17 +119,17 @@ mod tests {
     fn kilos_order_counts_at_once_where_a_node_came_or_went() {
         let start = Instant::now();
         let new = || Order { first: A, since: start, nodes: BTreeMap::new(), stays: None };
-        // Nodes that start one after the other.
+        // Nodes start one after the other.
         let mut order = new();
         order.update(A, &[A], start);
         order.update(B, &[A, B], at(start, 2));
         assert_eq!(order.stays, None);
-        // One that comes later, and comes first.
+        // A node that joins later comes first.
         let mut order = new();
         order.update(A, &[A], start);
         order.update(B, &[A, B], at(start, 60));
         assert_eq!(order.stays, None);
-        // The leader is declared dead, also while it goes on.
+        // The leader is declared dead, including while it goes on.
         let mut order = new();
         order.update(A, &[A, B], start);
         order.update(B, &[B], at(start, 20));

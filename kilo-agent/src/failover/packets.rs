@@ -1,13 +1,13 @@
-//! Signals as packets: IP and UDP around them.
+//! Signals as packets, with their IP and UDP headers.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
 use kilo_common::packet::protocol::UDP;
 
 const UDP_LEN: usize = 8;
-/// What a packet of a host usually begins with; each steering hop takes one.
+/// Usual initial TTL or hop limit of a host; each steering hop decrements it.
 const HOPS: u8 = 64;
-/// Network control (RFC 4594): a queue that is full of pods' packets delays no signal.
+/// Network control (RFC 4594), so that queued pod packets do not delay signals.
 const CLASS: u8 = 0xc0;
 
 /// One's complement sum of RFC 1071.
@@ -29,7 +29,7 @@ fn fold(mut sum: u32) -> u16 {
     !(sum as u16)
 }
 
-/// A UDP packet from its IP header on; `None` for addresses of two families, or more than fits.
+/// A UDP packet from its IP header on; `None` for addresses of different families, or an oversized payload.
 pub fn udp(from: (IpAddr, u16), to: (IpAddr, u16), payload: &[u8]) -> Option<Vec<u8>> {
     let length = u16::try_from(UDP_LEN + payload.len()).ok()?;
     let mut packet = Vec::with_capacity(40 + usize::from(length));
@@ -50,7 +50,7 @@ pub fn udp(from: (IpAddr, u16), to: (IpAddr, u16), payload: &[u8]) -> Option<Vec
     }
     packet.extend(payload);
     let pseudo = sum(u32::from(UDP) + u32::from(length), &packet[addresses]);
-    // Zero stands for none.
+    // A checksum of zero would mean that there is none.
     let checksum = match fold(sum(pseudo, &packet[header..])) {
         0 => u16::MAX,
         checksum => checksum,

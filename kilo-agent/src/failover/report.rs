@@ -14,7 +14,7 @@ use prometheus_client::{
     registry::Registry,
 };
 
-/// What the thread knows, for `/status`.
+/// The thread's state for `/status`.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Report {
     /// `leader`, `stand-by` or `member`; empty before the thread runs.
@@ -23,9 +23,9 @@ pub struct Report {
     pub leader: String,
     /// Name of the node that leads by Kilo's rule.
     pub kilos_leader: String,
-    /// How many changes there were.
+    /// Number of changes of the acting leader.
     pub term: u32,
-    /// Since when this leader is used, whatever becomes of the wall clock; `None` = since before this agent.
+    /// Since when this leader is used, by the monotonic clock; `None` = since before this agent started.
     pub since: Option<Instant>,
     /// The other gateways, as far as this node knows.
     pub stand_bys: Vec<StandBy>,
@@ -38,9 +38,9 @@ pub struct Report {
 pub struct StandBy {
     /// Name of its Node object.
     pub node: String,
-    /// Whether it could lead now; `None`: this node does not hear it.
+    /// Whether it could lead now; `None` when this node does not hear it.
     pub fit: Option<bool>,
-    /// Round trip of its tunnels in milliseconds, of this node alone.
+    /// Round trip through its tunnels in milliseconds, as measured by this node.
     pub round_trip: Option<u64>,
 }
 
@@ -74,11 +74,11 @@ pub struct WhyLabel {
     why: &'static str,
 }
 
-/// Handles of its metrics; cloning shares them.
+/// Handles of the failover metrics; clones share them.
 #[derive(Clone, Debug)]
 pub struct FailoverMetrics {
     role: Family<RoleLabel, Gauge>,
-    /// `kilo_failover_term`: changes of leader of the own location so far.
+    /// `kilo_failover_term`: changes of the acting leader of this location so far.
     pub term: Gauge,
     failovers: Family<CauseLabel, Counter>,
     suspicions: Family<OutcomeLabel, Counter>,
@@ -86,7 +86,7 @@ pub struct FailoverMetrics {
     lost: Family<KindLabel, Counter>,
     /// `kilo_failover_seconds`.
     outages: Histogram,
-    /// `kilo_stand_by_fit`: 1 where this node is a gateway that could lead now, else 0.
+    /// `kilo_stand_by_fit`: 1 if this node is a gateway that could lead now, else 0.
     pub fit: Gauge,
     /// `kilo_gateway_nodes`.
     pub nodes: Gauge,
@@ -96,11 +96,11 @@ pub struct FailoverMetrics {
 /// Roles, as labels.
 pub const ROLES: [&str; 3] = ["leader", "stand-by", "member"];
 
-/// What leadership is taken for, as labels.
+/// Reasons for taking leadership, as labels.
 const CAUSES: [&str; 6] = ["lost", "alone", "handed_over", "planned", "adopted", "rebalanced"];
-/// What comes of suspicions, as labels.
+/// Outcomes of suspicions, as labels.
 const OUTCOMES: [&str; 4] = ["asked", "took_over", "took_itself", "over_budget"];
-/// Why signals are not taken, as labels.
+/// Reasons for rejecting signals, as labels.
 const REFUSALS: [&str; 10] = [
     "malformed",
     "unknown",
@@ -119,7 +119,7 @@ fn histogram() -> Histogram {
 }
 
 impl FailoverMetrics {
-    /// With their names in the registry.
+    /// Creates the metrics and registers them.
     pub fn register(registry: &mut Registry) -> Self {
         let metrics = Self {
             role: Family::default(),
@@ -133,7 +133,7 @@ impl FailoverMetrics {
             nodes: Gauge::default(),
             refused: Family::default(),
         };
-        // A counter that begins at 1 has not grown, as far as Prometheus can see.
+        // Created at 0: Prometheus sees no increase in a counter that appears with 1.
         for cause in CAUSES {
             drop(metrics.failovers.get_or_create(&CauseLabel { cause }));
         }
@@ -200,12 +200,12 @@ impl FailoverMetrics {
         self.failovers.get_or_create(&CauseLabel { cause }).inc();
     }
 
-    /// Records how long no answer came through a lost leader until it was replaced.
+    /// Records how long no answer came through a lost leader before it was replaced.
     pub fn outage(&self, outage: Micros) {
         self.outages.observe(outage as f64 / SEC as f64);
     }
 
-    /// The leader was suspected, and what came of it.
+    /// Counts a suspicion of the leader by its outcome.
     pub fn suspicion(&self, outcome: &'static str) {
         self.suspicions.get_or_create(&OutcomeLabel { outcome }).inc();
     }
@@ -234,7 +234,7 @@ const fn label(way: ProbePath) -> &'static str {
     }
 }
 
-/// Probes that are out, for the metrics alone.
+/// Outstanding probes, kept for metrics only.
 #[derive(Debug, Default)]
 pub struct Out(VecDeque<(u64, Micros, ProbePath, bool)>);
 
@@ -255,7 +255,7 @@ impl Out {
         }
     }
 
-    /// Counts probes without an answer for too long as lost.
+    /// Counts probes that have been without an answer for too long as lost.
     pub fn expire(&mut self, now: Micros, metrics: &FailoverMetrics) {
         while let Some((_, sent, way, answered)) = self.0.front() {
             if sent + SEC > now {

@@ -1,5 +1,5 @@
-//! The mesh as failover sees it: the own location, where each node is, and which gateway has what in other locations.
-//! Made by each reconcile, from the mesh and the plan.
+//! The mesh as failover sees it: this location, the address and hop id of each node, and which gateway has
+//! which prefixes of other locations. Each reconcile makes one, from the mesh and the plan.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -25,29 +25,29 @@ use crate::far::{FarLocation, far_location, held, id};
 /// Everything the thread needs to know.
 #[derive(Clone, Debug)]
 pub struct Site {
-    /// The own location.
+    /// This location.
     pub place: Place,
     /// Private address of this node.
     pub private: IpAddr,
-    /// Its address inside tunnels.
+    /// Address of this node inside tunnels.
     pub control: Ipv6Addr,
-    /// Other nodes of the location that know signals, and the leader in any case.
+    /// Other nodes of the location that support signals, and in any case the leader.
     pub nodes: BTreeMap<NodeId, Neighbour>,
-    /// Other locations whose leaders know signals.
+    /// Other locations whose leaders support signals.
     pub fars: BTreeMap<Far, FarLocation>,
-    /// VPN peers that follow claims: control addresses, and ids.
+    /// VPN peers that follow claims: ids by control address.
     pub followers: BTreeMap<Ipv6Addr, NodeId>,
     /// Names of all nodes, for logs and the status.
     pub names: BTreeMap<NodeId, String>,
-    /// Kilo's leader.
+    /// The leader by Kilo's rule.
     pub leader: NodeId,
-    /// Some nodes of the mesh have no failover: they follow Kilo's rule.
+    /// Whether some nodes of the mesh have no failover and follow Kilo's rule.
     pub is_mixed: bool,
-    /// The term this node has written down that it leads since, before it was restarted.
+    /// The term that this node published before a restart as the one it leads in.
     pub written: Option<Term>,
     /// The WireGuard device.
     pub device: Device,
-    /// Interfaces and addresses without which it cannot lead.
+    /// Interfaces and addresses that this node needs to lead.
     pub needed: Vec<Needed>,
 }
 
@@ -56,31 +56,31 @@ pub struct Site {
 pub struct Neighbour {
     /// Private address.
     pub address: IpAddr,
-    /// Its hop id in this host's tables.
+    /// The node's hop id in this host's tables.
     pub hop: u16,
-    /// What signals between it and this node are signed with.
+    /// Key that signals between it and this node are signed with.
     pub key: siphash::Key,
-    /// It may lead this node.
+    /// Whether it may lead this node.
     pub is_gateway: bool,
 }
 
-/// What a site is made of.
+/// Inputs of a site.
 pub struct Facts<'a> {
     /// The mesh, with its gateways.
     pub mesh: &'a Mesh,
     /// Name of this node.
     pub node: &'a str,
-    /// Hop ids.
+    /// Hop ids of the location's nodes.
     pub hops: &'a HopIds,
-    /// What is being applied.
+    /// The plan being applied.
     pub plan: &'a HostPlan,
-    /// What the device had.
+    /// The WireGuard device's state before the plan.
     pub state: &'a DeviceState,
-    /// The device.
+    /// The WireGuard device.
     pub device: &'a Device,
     /// The interface of the default route.
     pub uplink: Option<u32>,
-    /// Keys shared with nodes, by their public keys.
+    /// Pairwise keys, by the nodes' public keys.
     pub keys: &'a BTreeMap<PublicKey, siphash::Key>,
 }
 
@@ -93,7 +93,8 @@ const fn cause(leaving: Leaving) -> Cause {
 }
 
 impl Site {
-    /// `None`: the node is not in the mesh, has no private address, or is not capable.
+    /// `None` when the node is not in the mesh, or has no private address or key; or when the location has no
+    /// gateway.
     pub fn of(facts: &Facts<'_>) -> Option<Self> {
         let Facts { mesh, node, .. } = *facts;
         let (index, position) = mesh.find(node)?;
@@ -180,7 +181,7 @@ impl Site {
         gateway_of(self.place.me, &self.nodes, hop)
     }
 
-    /// Term and gateway of a word; Kilo's leader where it names nobody.
+    /// Term and gateway of a word; Kilo's leader if the hop id is unknown.
     pub fn said(&self, word: u64) -> (Term, NodeId) {
         said(self.place.me, &self.nodes, self.leader, word)
     }
@@ -193,7 +194,7 @@ impl Site {
         self.nodes.get(&gateway).map(|node| node.hop)
     }
 
-    /// The location and the gateway that have this control address.
+    /// The location and id of the gateway with this control address.
     pub fn far_gateway(&self, control: Ipv6Addr) -> Option<(Far, NodeId)> {
         self.fars.iter().find_map(|(far, location)| {
             let gateway = location.gateways.iter().find(|gateway| gateway.control == control)?;
@@ -212,13 +213,13 @@ impl Site {
     }
 }
 
-/// VPN peers of this host's device that follow claims.
+/// VPN peers on this host's device that follow claims.
 fn followers(mesh: &Mesh, plan: &HostPlan) -> BTreeMap<Ipv6Addr, NodeId> {
     if !mesh.peers.iter().any(|peer| peer.follows) {
         return BTreeMap::new();
     }
     let keys = mesh.peers.iter().filter(|peer| peer.follows).map(|peer| peer.public_key);
-    // A Peer object with a node's key is refused, and the node is what it was.
+    // A Peer object with a node's key is refused; the node is unaffected.
     let nodes =
         mesh.segments.iter().flat_map(|segment| &segment.members).filter_map(|member| member.node.key);
     let nodes: BTreeSet<_> = nodes.collect();
@@ -226,7 +227,7 @@ fn followers(mesh: &Mesh, plan: &HostPlan) -> BTreeMap<Ipv6Addr, NodeId> {
     keys.map(|key| (signal_id::control_address(&key), signal_id::node(&key))).collect()
 }
 
-/// Several active leaders as failover knows them: by id.
+/// The active leaders by id, if there are several.
 fn several(segment: &Segment, gateways: &Gateways) -> Option<Several> {
     let homes = gateways.homes.as_ref()?;
     let at = |index: usize| id(segment.members.get(index)?);
@@ -249,8 +250,8 @@ fn said(me: NodeId, nodes: &BTreeMap<NodeId, Neighbour>, leader: NodeId, word: u
     (lead::term_of(word), gateway_of(me, nodes, lead::hop_of(word)).unwrap_or(leader))
 }
 
-/// Whether the kernel's word is news for an agent that has heard `known` of the word `before`: the
-/// same word may name somebody else, a node that this one did not know.
+/// Whether the kernel's word is news for an agent that knows `known` from the word `before`: the same word
+/// may name another node, one that was unknown before.
 pub fn is_news(before: u64, known: Option<(Term, NodeId)>, word: u64, said: (Term, NodeId)) -> bool {
     word != before || known.is_some_and(|known| known != said)
 }
@@ -261,7 +262,7 @@ fn needed(facts: &Facts<'_>, endpoint: Option<IpAddr>) -> Vec<Needed> {
     [Some(kilo), uplink].into_iter().flatten().collect()
 }
 
-/// The acting leaders, as an agent before this one has set up the device: nothing moves because an agent was restarted.
+/// The acting leaders according to the device that an earlier agent set up, so that a restart moves nothing.
 pub fn acting_before(mesh: &Mesh, state: &DeviceState, term: Term) -> Acting {
     let mut acting = Acting::default();
     if state.peers.is_empty() {
@@ -287,12 +288,12 @@ mod tests {
     #[test]
     fn a_word_that_names_another_node_now_is_news() {
         let word = lead::word(Term::NONE, HOP);
-        // A node that was alone a moment ago takes the word for its own: it knows nobody else.
+        // A node that was alone until now takes the word for its own: it knows nobody else.
         let mut nodes = BTreeMap::new();
         let before = said(ME, &nodes, ME, word);
         assert_eq!(before, (Term::NONE, ME));
         assert!(!is_news(word, Some(before), word, before));
-        // The node it names comes, and leads: the word is the same, and means that one.
+        // The node that it names appears, and leads: the same word now means that node.
         let key = siphash::Key([1, 2]);
         let address = IpAddr::from([10, 0, 0, 2]);
         nodes.insert(OTHER, Neighbour { address, hop: HOP, key, is_gateway: true });
@@ -300,7 +301,7 @@ mod tests {
         assert_eq!(now, (Term::NONE, OTHER));
         assert!(is_news(word, Some(before), word, now), "a stand-by would stay its own leader");
         assert!(!is_news(word, Some(now), word, now));
-        // Before there is an agent the word alone counts.
+        // Without an agent only the word counts.
         assert!(!is_news(word, None, word, now));
         assert!(is_news(word, None, lead::word(Term::NONE, HOP + 1), now));
         assert_eq!(gateway_of(ME, &nodes, HOP_REMOTE as u16), Some(ME));

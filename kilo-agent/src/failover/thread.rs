@@ -1,5 +1,5 @@
-//! The thread: it waits for signals, announcements of the kernel, the agent and the next
-//! deadline at once, reads everything that has arrived, and then decides.
+//! The thread: waits for signals, kernel announcements, the agent and the next deadline at once, reads
+//! everything that has arrived, then decides.
 
 mod act;
 mod hear;
@@ -37,7 +37,7 @@ use super::{
     unmoved::Unmoved,
 };
 
-/// What it works with.
+/// The thread's access to programs and maps.
 pub struct Tools {
     pub signals: Signals,
     pub ring: RingBuf<MapData>,
@@ -45,47 +45,47 @@ pub struct Tools {
     pub counters: CounterReader,
 }
 
-/// Longest time between two looks at the ring: a record may come without a wake-up.
+/// Maximum time between two looks at the ring: a record may arrive without a wake-up.
 const LONGEST_WAIT: Micros = 1_000_000;
-/// Between two reports for the status, when nothing changes.
+/// Interval between status reports while nothing changes.
 const REPORT: Micros = 1_000_000;
-/// What is given by one leader within this time is one change.
+/// Changes from the same leader within this time count as one succession.
 const SUCCESSION: Micros = 1_000_000;
 
 pub struct Thread {
     pub(super) shared: Arc<Shared>,
     tools: Tools,
     links: Option<LinkEvents>,
-    /// When a default route that went has to be back.
+    /// When a default route that disappeared must be back.
     routes_due: Option<Micros>,
     pub(super) params: Params,
     pub(super) metrics: FailoverMetrics,
     pub(super) site: Option<Arc<Site>>,
     agent: Option<Agent>,
-    /// What has been read and not yet been delivered to the state machine.
+    /// Inputs that have been read but not delivered to the state machine yet.
     inbox: Vec<Input>,
     pub(super) fars: BTreeMap<Far, far::Owners>,
-    /// What the device did not take of what they say.
+    /// Claimed prefixes that the device has not accepted.
     pub(super) unmoved: Unmoved,
     asks: Asks,
-    /// Probes of old leaders that are due: when, whose, which gateway.
+    /// Due probes of old leaders: time, location and gateway.
     pub(super) later: Vec<(Micros, Far, NodeId)>,
     pub(super) seeded_until: Option<Micros>,
-    /// Which gateway of each far location was probed last.
+    /// The gateway of each far location that was probed last.
     probed: BTreeMap<Far, NodeId>,
-    /// The agent is to be notified.
+    /// Something has changed that the agent may have to be notified of.
     pub(super) is_dirty: bool,
     led: BTreeSet<NodeId>,
     word: u64,
-    /// The gateway with the own location's shared prefixes, as far as this node knows.
+    /// The gateway with this location's shared prefixes, as far as this node knows.
     leader: Option<(Term, NodeId)>,
     since: Option<Instant>,
     last_change: Option<String>,
     /// The leader that this node has succeeded, and when.
     succeeded: Option<(NodeId, Micros)>,
-    /// The leader that it has declared dead last, and in which term.
+    /// The leader that this node last declared dead, and the term.
     declared_dead: Option<(NodeId, Term)>,
-    /// What it has declared although nobody else was there to hear it.
+    /// Declarations made without a witness.
     declared_alone: DeclaredAlone,
     out: Out,
     moved: Moved,
@@ -101,7 +101,7 @@ fn random() -> u64 {
     rand::random()
 }
 
-/// The source port of a path probe: another one each time, so that probes are new flows to whatever knows flows.
+/// The source port of a path probe: varies, so that stateful devices on the path see a new flow each time.
 const fn source_port(nonce: u64) -> u16 {
     0xc000 | nonce as u16
 }
@@ -147,7 +147,7 @@ pub fn run(shared: Arc<Shared>, params: Params, tools: Tools, metrics: FailoverM
         followers: Followers::default(),
         next_report: 0,
     };
-    // Signals that came before this agent started.
+    // Discards signals from before the start of this agent.
     while thread.tools.ring.next().is_some() {}
     while !thread.shared.stop.load(Ordering::Acquire) {
         let micros = thread.wake().saturating_sub(micros()).min(LONGEST_WAIT);
@@ -187,7 +187,7 @@ impl Thread {
         self.hear(&site);
         self.look_at_fars(&site);
         self.read_word(&site);
-        // A counter that cannot be read is left out: a silent leader is only given up sooner.
+        // An unreadable counter is left out: then a silent leader is only given up sooner.
         let is_due = |agent: &Agent| !self.inbox.is_empty() || agent.wake() <= micros();
         if self.agent.as_ref().is_some_and(|agent| agent.counts_decrypted() && is_due(agent))
             && let Ok(count) = self.tools.counters.decrypted()
@@ -206,7 +206,7 @@ impl Thread {
         self.report(&site, now);
     }
 
-    /// Takes over a new site: the mesh has changed, or was looked at again.
+    /// Takes over a new site: the mesh has changed, or was read again.
     fn set_site(&mut self, site: &Arc<Site>) {
         let now = micros();
         self.set_fars(site, now);
@@ -242,14 +242,14 @@ impl Thread {
             self.led.iter().copied().chain(leads_itself.then_some(site.place.me)).collect();
         let start = Start {
             now,
-            // Of this boot, as the cookies of its kernel are.
+            // Counts from boot, like the kernel's cookies.
             clock: now,
             word: (term, gateway),
             led,
             is_boot: term == Term::NONE,
         };
         if !site.is_gateway() {
-            // It leads nobody, whatever it was before.
+            // This node leads nobody, whatever it did before.
             self.mark(site, &[]);
         }
         let mut agent = Agent::new(self.params.clone(), site.place.clone(), start, &mut random);

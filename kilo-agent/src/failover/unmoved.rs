@@ -1,18 +1,19 @@
-//! What the device did not take of what gateways of other locations claimed. [`Owners`] says already that they have it,
-//! so a repeated CLAIM moves nothing by itself: what is missing is moved with it, before it is answered.
+//! Claimed prefixes of other locations that the device has not accepted. [`Owners`] already assigns them to
+//! the claiming gateway, so a repeated CLAIM alone moves nothing: the missing ones are moved along with it,
+//! before it is answered.
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use kilo_failover::{Far, NodeId, far::Owners};
 
-/// What goes to a gateway's peer in one request.
+/// Prefixes moved to a gateway's peer in one request.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Move {
-    /// The gateway that has them from now on.
+    /// The gateway that receives them.
     pub gateway: NodeId,
-    /// The members whose prefixes move.
+    /// Members whose prefixes move.
     pub members: Vec<NodeId>,
-    /// Whether those of no single member, too.
+    /// Whether the shared prefixes move, too.
     pub shared: bool,
 }
 
@@ -23,26 +24,26 @@ impl Move {
     }
 }
 
-/// By location what the device did not take. What a reconcile has moved meanwhile is sent to the device once more, which
-/// changes nothing.
+/// Prefixes that the device has not accepted, by location. Those that a reconcile has moved meanwhile are
+/// sent once more, which changes nothing.
 #[derive(Debug, Default)]
 pub struct Unmoved(BTreeMap<Far, Missing>);
 
 #[derive(Debug, Default)]
 struct Missing {
-    /// By member the gateway that it was moved to.
+    /// The gateway that each member was to be moved to.
     members: BTreeMap<NodeId, NodeId>,
     shared: Option<NodeId>,
 }
 
 impl Unmoved {
-    /// Forgets locations that have gone.
+    /// Forgets locations that no longer exist.
     pub fn retain(&mut self, is_there: impl Fn(&Far) -> bool) {
         self.0.retain(|far, _| is_there(far));
     }
 
-    /// Has the device take this move, with what it did not take for this gateway before. Returns what it has taken;
-    /// `None`: nothing, and it will be asked again.
+    /// Moves these prefixes, together with those that failed for this gateway before. Returns what was moved;
+    /// `None` on failure, which is retried with a later move.
     pub fn move_all(
         &mut self,
         far: Far,
@@ -62,7 +63,7 @@ impl Unmoved {
 }
 
 impl Missing {
-    /// Adds what is missing at the same gateway, as far as that still has it.
+    /// Adds what is still missing for this gateway, as long as it owns it.
     fn added_to(&mut self, wanted: Move, acting: &Owners) -> Move {
         self.members.retain(|member, to| acting.owner(*member).is_some_and(|(_, owner)| owner == *to));
         self.shared = self.shared.filter(|to| acting.shared() == *to);
@@ -103,7 +104,7 @@ mod tests {
     struct World {
         acting: Owners,
         unmoved: Unmoved,
-        /// Whose the device has each member's prefixes, and the shared ones.
+        /// Which gateway the device has for each member's prefixes, and for the shared ones.
         device: BTreeMap<NodeId, NodeId>,
         shared: NodeId,
     }
@@ -115,7 +116,7 @@ mod tests {
             Self { acting, unmoved, device: owners.into(), shared: A }
         }
 
-        /// A CLAIM of this gateway; what is reported to it that it has.
+        /// A CLAIM by this gateway; returns the members that are confirmed to it.
         fn claims(
             &mut self,
             gateway: NodeId,
@@ -157,7 +158,7 @@ mod tests {
         let mut world = World::new();
         let term = Term::NONE.next(B);
         assert_eq!(world.claims(B, term, &MEMBERS, false), None);
-        // The old leader takes the location back, and one member stays with the other gateway.
+        // The old leader takes the location back, while one member stays with the other gateway.
         let term = term.next(A);
         assert_eq!(world.claims(A, term, &MEMBERS[..1], true), Some(MEMBERS[..1].to_vec()));
         let term = term.next(B);

@@ -1,5 +1,6 @@
-//! What a machine decides that holds all gateways as VPN peers (`kgctl connect`): it is a far side of each
-//! location, and moves prefixes when a gateway claims them through its tunnel. No I/O: [`Act`] says what is to be done.
+//! Decisions of a machine that has all gateways as VPN peers (`kgctl connect`): it is a far side of each
+//! location, and moves prefixes when a gateway claims them through its tunnel. No I/O: [`Act`] describes the
+//! actions.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -24,13 +25,13 @@ use kilo_failover::{
 pub use super::HELLO;
 use super::{APART, FarGateway, FarLocation, PATIENCE, far_location};
 
-/// What is to be done, one after the other.
+/// Actions, to be carried out in order.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Act {
-    /// This peer of the device gets these prefixes from the peer that has them. When it does not, nothing that
-    /// follows is done: the claim is repeated.
+    /// Move these prefixes from the peer that has them to this peer of the device. On failure the following
+    /// actions are skipped: the claim will be repeated.
     Move(PublicKey, Vec<IpNet>),
-    /// A datagram to a gateway's control address.
+    /// Send a datagram to a gateway's control address.
     Send(Ipv6Addr, Vec<u8>),
 }
 
@@ -42,12 +43,12 @@ pub struct Follow {
     fars: BTreeMap<Far, far::Owners>,
     locations: BTreeMap<Far, FarLocation>,
     names: BTreeMap<NodeId, String>,
-    /// Probes of old leaders that are due: when, whose, which gateway.
+    /// Due probes of old leaders: time, location and gateway.
     later: Vec<(Micros, Far, NodeId)>,
 }
 
 impl Follow {
-    /// Of the machine with this key. It knows nothing yet.
+    /// Creates the state of the machine with this key, which knows nothing yet.
     pub fn new(key: &PublicKey) -> Self {
         Self {
             me: signal_id::node(key),
@@ -59,18 +60,18 @@ impl Follow {
         }
     }
 
-    /// The acting leaders as far as they were claimed, for the next plan.
+    /// The acting leaders as claimed so far, for the next plan.
     pub fn acting(&self) -> Acting {
         Acting { locations: super::known(&self.fars), ..Acting::default() }
     }
 
-    /// Takes over the locations of a mesh with gateways, and what was planned of it. Returns whether the gateways have
+    /// Takes over the locations of a mesh with gateways, and their plan. Returns whether the gateways have
     /// changed.
     pub fn set_locations(&mut self, mesh: &Mesh, plan: &WireguardPlan) -> bool {
         let locations = mesh.segments.iter().enumerate().filter(|(at, _)| mesh.fails_over(*at));
         let of = |(at, segment): (usize, &std::sync::Arc<kilo_core::topology::Segment>)| {
             let mut location = far_location(mesh, plan, &DeviceState::default(), at, segment);
-            // What goes there because of a flag, services for example, belongs to no node either.
+            // Prefixes routed there because of a flag, for services for example, belong to no node either.
             let of_members: BTreeSet<IpNet> = location.members.values().flatten().copied().collect();
             let peers = location.gateways.iter().filter_map(|gateway| plan.peers.get(&gateway.key));
             let all = peers.flat_map(|peer| peer.allowed_ips.iter().copied());
@@ -102,7 +103,7 @@ impl Follow {
         self.names.get(&id).map_or("an unknown node", String::as_str)
     }
 
-    /// Says to every gateway that this machine is there: it answers with what it leads.
+    /// Announces this machine to every gateway, which answers with what it leads.
     pub fn hello(&self, nonce: u64) -> Vec<Act> {
         let of = |(far, location): (&Far, &FarLocation)| {
             let body =
@@ -117,10 +118,10 @@ impl Follow {
         Signal { kind, nonce, term: Term::NONE, sender: self.me, location, body }
     }
 
-    /// Takes a datagram that came out of the tunnel of the peer with this address.
+    /// Handles a datagram that came out of the tunnel of the peer with this address.
     ///
     /// # Errors
-    /// With the reason for which it is refused, in a word.
+    /// The reason for a refusal, in one word.
     pub fn hear(&mut self, from: IpAddr, bytes: &[u8], now: Micros) -> Result<Vec<Act>, &'static str> {
         let signal = signal::parse(bytes).map_err(|_| "malformed")?;
         let signal = signal.map_list(|words| words.iter().collect());
@@ -162,13 +163,13 @@ impl Follow {
         moves.map(|peer| Act::Move(peer.key, prefixes)).into_iter().collect()
     }
 
-    /// When it has to be woken.
+    /// When [`Self::wake_up`] is due.
     pub fn wake(&self) -> Micros {
         let later = self.later.iter().map(|(at, ..)| *at);
         later.chain(self.fars.values().map(far::Owners::wake)).min().unwrap_or(Micros::MAX)
     }
 
-    /// Probes old leaders whose shared prefixes are claimed, and moves these when one is silent.
+    /// Probes old leaders whose shared prefixes are claimed, and moves the prefixes when one is silent.
     pub fn wake_up(&mut self, now: Micros, mut nonce: impl FnMut() -> u64) -> Vec<Act> {
         let mut acts = Vec::new();
         let due: Vec<_> = self.later.extract_if(.., |(at, ..)| *at <= now).collect();
@@ -218,7 +219,7 @@ mod tests {
         signal_id::control_address(&key(name))
     }
 
-    /// Three nodes in one location, of which two are gateways; `follow` has heard what it has heard.
+    /// Three nodes in one location, two of them gateways; `follow` keeps what it has heard.
     fn plan(follow: &Follow, follows: bool) -> (Mesh, vpn_peer::ConnectPlan) {
         let node = |name: &str, n: u8| Node {
             name: name.to_owned(),
@@ -297,7 +298,7 @@ mod tests {
             let wanted = if signal_id::is_control(&destination) { mine.addr() } else { [10, 5, 0, 1].into() };
             assert_eq!(source, Some(wanted), "{destination}");
         }
-        // a2 takes over, but for a1 itself.
+        // a2 takes over, except for a1 itself.
         let far = signal_id::location("location:a");
         let term = Term::NONE.next(signal_id::node(&key("a2")));
         let acts = follow.hear(control("a2").into(), &claim("a2", term, &["a2", "a3"], far), 0).unwrap();
@@ -311,7 +312,7 @@ mod tests {
         assert_eq!(moved, planned, "the next plan moves nothing back");
         assert!(moved.contains(&"10.43.0.0/16".to_owned()) && moved.contains(&"10.42.3.0/24".to_owned()));
         assert_eq!(allowed(&after, "a1"), ["10.1.0.1/32", "10.42.1.0/24"]);
-        // Repeated: it is answered, and nothing moves.
+        // A repeated claim is answered, and moves nothing.
         let acts = follow.hear(control("a2").into(), &claim("a2", term, &["a2", "a3"], far), 0).unwrap();
         assert!(matches!(&acts[..], [Act::Send(..)]));
     }

@@ -1,5 +1,5 @@
-//! The far side of failover: who carries what of another location, as gateways claim it. Of agents, and of machines
-//! that hold all gateways as VPN peers ([`follow`]).
+//! The far side of failover: which gateway of another location carries what, as gateways claim it. For
+//! agents, and for machines that have all gateways as VPN peers ([`follow`]).
 
 pub mod follow;
 
@@ -21,15 +21,15 @@ use kilo_failover::{
     far::{Owners, Refused, Step},
 };
 
-/// Between the two probes of an old leader.
+/// Time between the two probes of an old leader.
 pub const APART: Micros = 20 * MS;
-/// How long one waits for an answer.
+/// How long a probe waits for an answer.
 pub const PATIENCE: Micros = 200 * MS;
 
-/// How often a VPN peer that follows reports that it is there.
+/// Interval at which a following VPN peer announces itself.
 pub const HELLO: Micros = 10 * SEC;
 
-/// Another location as its gateways are followed: who they are, and who has which prefixes.
+/// Another location: its gateways, and which of them has which prefixes.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct FarLocation {
     /// Address that path probes are sent to.
@@ -38,40 +38,40 @@ pub struct FarLocation {
     pub gateways: Vec<FarGateway>,
     /// Index of the acting leader.
     pub acting: usize,
-    /// Its active leaders, if it has several.
+    /// Active leaders, if there are several.
     pub active: Vec<NodeId>,
-    /// Prefixes of each member.
+    /// Prefixes by member.
     pub members: BTreeMap<NodeId, Vec<IpNet>>,
-    /// Prefixes of no single member.
+    /// Prefixes that belong to no single member.
     pub shared: Vec<IpNet>,
-    /// With which gateway the device has each member's prefixes.
+    /// The gateway that the device has for each member's prefixes.
     pub held: BTreeMap<NodeId, NodeId>,
-    /// What the acting leader has written down.
+    /// The acting leader and its term, if the mesh knows one.
     pub written: Option<(Term, NodeId)>,
 }
 
 /// A gateway of another location.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct FarGateway {
-    /// Its id.
+    /// Node id.
     pub id: NodeId,
-    /// Its key, the name of its peer.
+    /// Public key, which identifies its WireGuard peer.
     pub key: PublicKey,
-    /// Its address inside tunnels.
+    /// Address inside tunnels.
     pub control: Ipv6Addr,
 }
 
-/// Prefixes of one member.
+/// A member's pod CIDRs and private address.
 fn prefixes_of(member: &Member) -> impl Iterator<Item = IpNet> + '_ {
     member.node.pod_cidrs.iter().map(IpNet::trunc).chain(member.private_ip().map(IpNet::from))
 }
 
-/// A node's id.
+/// A node's id; `None` without a key.
 pub fn id(member: &Member) -> Option<NodeId> {
     Some(signal_id::node(&member.node.key?))
 }
 
-/// With which of a location's gateways the device has each member's prefixes.
+/// Which of a location's gateways the device has for each member's prefixes.
 pub fn held(segment: &Segment, gateways: &[usize], state: &DeviceState) -> BTreeMap<NodeId, NodeId> {
     let of_gateways = || gateways.iter().filter_map(|at| segment.members[*at].node.key);
     let held_by = |member: &Member| {
@@ -84,7 +84,7 @@ pub fn held(segment: &Segment, gateways: &[usize], state: &DeviceState) -> BTree
     members.filter_map(|member| Some((id(member)?, signal_id::node(&held_by(member)?)))).collect()
 }
 
-/// One location as this host's device is to have it, and has it.
+/// A location as planned for this host's device, with its current state.
 pub fn far_location(
     mesh: &Mesh,
     plan: &WireguardPlan,
@@ -99,10 +99,10 @@ pub fn far_location(
         .filter_map(|index| segment.members[*index].node.key)
         .map(|key| FarGateway { id: signal_id::node(&key), key, control: signal_id::control_address(&key) })
         .collect();
-    // What the plan gives to any of them: a prefix that two locations claim belongs to one of them.
+    // Only what the plan gives to one of them: a prefix that two locations claim belongs to one of them.
     let peers = of_gateways.iter().filter_map(|gateway| plan.peers.get(&gateway.key));
     let planned = peers.flat_map(|peer| peer.allowed_ips.iter().copied());
-    // A gateway's control address stays its own, whatever else moves.
+    // A gateway's control address always stays with its own peer.
     let planned: BTreeSet<IpNet> = planned.filter(|prefix| !signal_id::is_control(prefix)).collect();
     let is_planned = |prefix: &IpNet| planned.contains(prefix);
     let members = segment.members.iter();
@@ -125,7 +125,7 @@ pub fn far_location(
     }
 }
 
-/// Takes over which locations there are, and their nodes.
+/// Takes over the set of locations, and their nodes.
 pub fn set_locations(fars: &mut BTreeMap<Far, Owners>, locations: &BTreeMap<Far, FarLocation>) {
     fars.retain(|far, _| locations.contains_key(far));
     for (far, location) in locations {
@@ -150,16 +150,17 @@ pub fn set_locations(fars: &mut BTreeMap<Far, Owners>, locations: &BTreeMap<Far,
     }
 }
 
-/// What a CLAIM or END comes to.
+/// Result of a CLAIM or END.
 pub struct Claimed {
     /// How many nodes of another location it names.
     pub foreign: usize,
-    /// What follows; `None`: nothing, since it names nobody else. An error is the reason why it counts nothing.
+    /// The resulting step; `None` when it names nodes of another location, but none of this one. An error is
+    /// the reason for a refusal.
     pub step: Result<Option<Step>, &'static str>,
 }
 
-/// CLAIM or END of a gateway, which WireGuard has proved it to be of. `names`: all nodes that are known; `me`, `now`: this
-/// node, and the time.
+/// Evaluates a CLAIM or END of a gateway, which WireGuard has authenticated. `names`: all known nodes; `me`,
+/// `now`: this node, and the time.
 pub fn claimed(
     params: &Params,
     (location, acting): (&FarLocation, &mut Owners),
@@ -173,7 +174,7 @@ pub fn claimed(
     }
     let names_any =
         |signal: &Signal| !matches!(&signal.body, Body::Claim { members, .. } if members.is_empty());
-    // A node that joined a moment ago is claimed before its object is here.
+    // A node that has just joined may be claimed before its object is known here.
     let (known, foreign) = known_only(signal, location, names);
     if foreign > 0 && !names_any(&known) {
         return Claimed { foreign, step: Ok(None) };
@@ -191,13 +192,13 @@ pub fn claimed(
     Claimed { foreign, step }
 }
 
-/// Prefixes that move with these members, and with the shared ones if asked for.
+/// Prefixes of these members, and the shared ones if requested.
 pub fn prefixes(location: &FarLocation, members: &[NodeId], shared: bool) -> Vec<IpNet> {
     let of_members = members.iter().filter_map(|member| location.members.get(member)).flatten();
     of_members.chain(location.shared.iter().filter(|_| shared)).copied().collect()
 }
 
-/// What plans have to know of other locations.
+/// The acting leaders and members of other locations, for plans.
 pub fn known(fars: &BTreeMap<Far, Owners>) -> BTreeMap<u64, ActingLocation> {
     let of = |(far, known): (&Far, &Owners)| {
         let members =
@@ -208,8 +209,8 @@ pub fn known(fars: &BTreeMap<Far, Owners>) -> BTreeMap<u64, ActingLocation> {
     fars.iter().map(of).collect()
 }
 
-/// The same without members that are not known here: the rest of them need not wait. And how many of those are
-/// known as nodes of another location, which nobody here may claim.
+/// The signal without members that are unknown here, so that the others need not wait; and how many of the
+/// removed ones are nodes of another location, which this gateway must not claim.
 fn known_only(signal: &Signal, location: &FarLocation, names: &BTreeMap<NodeId, String>) -> (Signal, usize) {
     let mut signal = signal.clone();
     let mut foreign = 0;
@@ -228,7 +229,7 @@ mod tests {
 
     use super::*;
 
-    /// `A1` leads by Kilo's rule, and `A2` since `A1` was cut off from the LAN; this agent was started after that.
+    /// `A1` leads by Kilo's rule, but `A2` since `A1` was cut off from the LAN; this agent started later.
     const A1: NodeId = 1 << 48;
     const A2: NodeId = 2 << 48;
     const A3: NodeId = 3 << 48;
@@ -252,7 +253,7 @@ mod tests {
         Signal { kind: Kind::Claim, nonce: 1, term: Term::NONE.next(from), sender: from, location: FAR, body }
     }
 
-    /// What is known after that signal, and whether it counted.
+    /// The owners after that signal, and whether it was accepted.
     fn after(location: &FarLocation, signal: &Signal) -> (BTreeMap<Far, Owners>, bool) {
         let names = [A1, A2, A3].map(|id| (id, format!("n{id}"))).into();
         let mut fars = BTreeMap::new();
@@ -262,8 +263,8 @@ mod tests {
         (fars, step.is_ok_and(|step| step.is_some()))
     }
 
-    /// Who has `A1`'s prefixes after A2 has said these at these seconds, of a location whose other nodes are `A3` and
-    /// 200 members; the device had nothing.
+    /// The owner of `A1`'s prefixes after `A2` has sent these claims at these seconds, in a location that
+    /// also has `A3` and 200 members; the device had nothing.
     fn of_many(said: &[(Micros, (u16, u16), &[NodeId])]) -> NodeId {
         let mut location = led_by_a2([]);
         location.members.extend((0..200).map(|member| (member, Vec::new())));
@@ -282,7 +283,7 @@ mod tests {
         known(&fars)[&FAR].members[&A1].1
     }
 
-    /// Who joined first led until the others came, and one of them adopted a member meanwhile.
+    /// The first node led until the others joined, and one of them adopted a member meanwhile.
     #[test]
     fn what_nobody_has_claimed_follows_kilos_order_until_somebody_leads_in_a_term() {
         const MEMBER: NodeId = 4 << 48;
@@ -310,7 +311,7 @@ mod tests {
         }
     }
 
-    /// What this node has confirmed before its host has booted is not named in the next CLAIM.
+    /// Members that this node confirmed before its host rebooted are not named in the next CLAIM.
     #[test]
     fn who_is_not_named_in_what_is_left_of_a_claim_stays_with_the_acting_leader() {
         let left = |second| (second, (0, 1), [3].as_slice());
@@ -332,15 +333,15 @@ mod tests {
         for (seed, from, members, owner) in [
             (None, A2, [A2, A3].as_slice(), A1),
             (Some(A1), A2, &[A2, A3], A1),
-            // As the device had it, until that is forgotten: A2 claims everything anew before.
+            // As in the device, until that is forgotten: before then A2 claims everything again.
             (Some(A2), A2, &[A2, A3], A2),
             (None, A2, &[A1, A2, A3], A2),
             (Some(A1), A2, &[A1, A2, A3], A2),
-            // What another gateway claims says nothing of who is cut off.
+            // Claims of another gateway do not show who is cut off.
             (Some(A2), A3, &[A3], A2),
             (None, A3, &[A3], A2),
             (Some(A1), A3, &[A3], A1),
-            // And what A2 does not claim may be that one's.
+            // What A2 does not claim may belong to that one.
             (Some(A3), A2, &[A2], A3),
         ] {
             let location = led_by_a2(seed.map(|gateway| (A1, gateway)));
@@ -348,7 +349,7 @@ mod tests {
             assert!(counts);
             let seeded = known(&fars)[&FAR].members[&A1].1;
             assert_eq!(seeded, owner, "{seed:?} {from} {members:?}");
-            // Whether or not the device had it before: that is forgotten after a while.
+            // Independent of the device's former state, which is forgotten after a while.
             fars.values_mut().for_each(|acting| acting.forget(SEED));
             let members_known = &known(&fars)[&FAR].members;
             let is_sure = members.contains(&A1) || owner == A1 && from == A2 || seed.is_none();

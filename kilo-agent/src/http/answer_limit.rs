@@ -1,5 +1,5 @@
-//! Answers that cost something, bounded: so many are worked on at a time, and so
-//! many bytes may wait for clients that read slowly. `/health` needs neither.
+//! Limits expensive answers: how many are worked on at a time, and how many bytes may wait for clients that
+//! read slowly. `/health` is not limited.
 
 use std::{sync::Arc, time::Duration};
 
@@ -12,14 +12,14 @@ use tokio::{
 
 use super::{Answer, text};
 
-/// Answers worked on at a time.
+/// Number of answers worked on at a time.
 const WORKING: usize = 2;
-/// KiB of answers that clients have not read yet.
+/// Maximum KiB of answers that clients have not read yet.
 const UNREAD: usize = 64 << 10;
 /// How long a request waits for its turn.
 const PATIENCE: Duration = Duration::from_secs(5);
 
-/// Limit of one server, shared by its clones: answers under work, and KiB not read yet.
+/// Limits of one server, shared by its clones: answers being worked on, and unread KiB.
 #[derive(Clone, Debug)]
 pub struct AnswerLimit {
     working: Arc<Semaphore>,
@@ -32,7 +32,7 @@ impl Default for AnswerLimit {
     }
 }
 
-/// Bytes that are accounted for until the last of them is sent.
+/// Bytes that count as unread until the last of them is sent.
 struct Unread {
     bytes: Bytes,
     _share: OwnedSemaphorePermit,
@@ -45,8 +45,8 @@ impl AsRef<[u8]> for Unread {
 }
 
 impl AnswerLimit {
-    /// Does the work when it is its turn; says that the agent is busy when that
-    /// does not come, or too much is waiting to be read.
+    /// Runs `work` when it is its turn; answers that the agent is busy if the turn does not come in time, or
+    /// too much is unread.
     pub async fn answer(&self, work: impl Future<Output = Answer>) -> Answer {
         let busy = || text(StatusCode::SERVICE_UNAVAILABLE, "too many requests at a time; try again later\n");
         let Ok(Ok(turn)) = timeout(PATIENCE, self.working.acquire()).await else { return busy() };
@@ -59,7 +59,7 @@ impl AnswerLimit {
         }
     }
 
-    /// The bytes, accounted for as long as somebody has them to send; `None` when too much waits to be read.
+    /// The bytes, counted as unread while anybody holds them; `None` when too much is unread.
     pub fn account(&self, bytes: Bytes) -> Option<Bytes> {
         let share = u32::try_from(bytes.len().div_ceil(1 << 10)).unwrap_or(u32::MAX);
         let share = Arc::clone(&self.unread).try_acquire_many_owned(share).ok()?;

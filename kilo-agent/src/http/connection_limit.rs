@@ -1,7 +1,6 @@
-//! Connections that are open, bounded in number. When all places are taken a new
-//! connection gets the place of the oldest one of the client that has most: clients
-//! that hold on to theirs shut out nobody but themselves. The node itself, whose
-//! kubelet asks for `/health`, has places of its own.
+//! Limits open connections. When all places are taken, a new connection replaces the oldest one of the client
+//! that has most: clients that hold on to their connections shut out only themselves. The node itself, whose
+//! kubelet requests `/health`, has separate places.
 
 use std::{
     collections::BTreeMap,
@@ -11,14 +10,14 @@ use std::{
 
 use tokio_util::sync::CancellationToken;
 
-/// Places for clients elsewhere.
+/// Places for clients on other hosts.
 const ELSEWHERE: usize = 256;
 /// Places for clients on this node.
 const ON_NODE: usize = 32;
 
 type Open = Arc<Mutex<BTreeMap<u64, (IpAddr, CancellationToken)>>>;
 
-/// The places of one server.
+/// The connections of one server.
 #[derive(Debug, Default)]
 pub struct ConnectionLimit {
     elsewhere: Open,
@@ -26,12 +25,12 @@ pub struct ConnectionLimit {
     next: u64,
 }
 
-/// One of them, free again when this is dropped.
+/// A place for a connection, released on drop.
 #[derive(Debug)]
 pub struct Place {
     open: Open,
     number: u64,
-    /// Cancelled when somebody else gets the place.
+    /// Cancelled when another connection takes the place.
     pub lost: CancellationToken,
 }
 
@@ -42,10 +41,10 @@ impl Drop for Place {
 }
 
 impl ConnectionLimit {
-    /// A place for a connection from `client` to the address `own`.
+    /// Takes a place for a connection from `client` to the local address `own`.
     pub fn take(&mut self, client: SocketAddr, own: SocketAddr) -> Place {
         let [client, own] = [client.ip().to_canonical(), own.ip().to_canonical()];
-        // The kernel gives a connection to an own address that address as source, too.
+        // A connection to one of the host's addresses has the same source address.
         let (open, most) = match client == own || client.is_loopback() {
             true => (&self.on_node, ON_NODE),
             false => (&self.elsewhere, ELSEWHERE),

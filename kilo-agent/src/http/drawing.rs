@@ -1,6 +1,6 @@
-//! The mesh as SVG without Graphviz: locations on a circle, each leader in the
-//! middle of its nodes, leaders joined to each other and to the peers. Several active leaders of a location
-//! stand around its middle, each before the nodes that use it, and are joined to those of other locations.
+//! The mesh as SVG without Graphviz: locations on a circle, each leader in the middle of its nodes, and lines
+//! between leaders and to the peers. Several active leaders of a location stand around its middle, each in
+//! front of the nodes that use it, with lines to those of other locations.
 
 use std::{
     collections::BTreeMap,
@@ -10,18 +10,18 @@ use std::{
 
 use kilo_core::topology::{Member, Mesh, Segment, Ways, acting};
 
-/// Half the width and height of a node's ellipse.
+/// Half the width and half the height of a node's ellipse.
 const NODE: (f64, f64) = (66.0, 24.0);
-/// Room a node takes on its circle.
+/// Space that a node takes on its circle.
 const ROOM: f64 = 150.0;
-/// Space between locations, and around the picture.
+/// Space between locations, and margin of the picture.
 const GAP: f64 = 50.0;
-/// More lines than this only blacken the picture.
+/// Maximum number of lines: more would only blacken the picture.
 const MOST_LINES: usize = 10_000;
-/// Longest text in an ellipse; the whole is shown when pointed at.
+/// Maximum characters in an ellipse; the tooltip has the full text.
 const LONGEST: usize = 16;
 
-/// What the picture looks like, written into it.
+/// The style sheet, embedded in the picture.
 pub const STYLE: &str = "\
 text{font:12px sans-serif;text-anchor:middle}\
 .small{font-size:10px;fill:#555}\
@@ -37,7 +37,7 @@ line{stroke:#8899aa}\
 
 type Point = (f64, f64);
 
-/// A whole SVG document; tunnels whose way is known not to be direct are marked.
+/// Draws a complete SVG document; tunnels known not to be direct are marked.
 pub fn svg(mesh: &Mesh, ways: &Ways) -> String {
     let mut text = String::new();
     // Writing to a String does not fail.
@@ -45,15 +45,15 @@ pub fn svg(mesh: &Mesh, ways: &Ways) -> String {
     text
 }
 
-/// Where the nodes of a location stand.
+/// Layout of a location's nodes.
 struct Place {
     centre: Point,
     radius: f64,
-    /// Of each member, in their order.
+    /// Centre of each member, in their order.
     members: Vec<Point>,
     /// The index of the member that each member uses.
     uses: Vec<usize>,
-    /// The leaders through which other locations' nodes reach it.
+    /// Indices of the leaders through which other locations' nodes reach it.
     gateways: Vec<usize>,
 }
 
@@ -95,7 +95,7 @@ fn write(mesh: &Mesh, ways: &Ways, out: &mut String) -> fmt::Result {
                     tunnel(out, (at, to), (one, other), ways)?;
                 }
             }
-            // Peers know one key of a location.
+            // Peers know only one key per location.
             let leader = from.members.get(segment.leader).copied().unwrap_or(from.centre);
             for to in &peers {
                 line(out, leader, *to, " class=\"dashed\"")?;
@@ -115,7 +115,7 @@ fn write(mesh: &Mesh, ways: &Ways, out: &mut String) -> fmt::Result {
     writeln!(out, "</svg>")
 }
 
-/// Lines between gateways of different locations.
+/// Number of lines between gateways of different locations.
 fn tunnels(places: &[Place]) -> usize {
     let mut before = 0;
     let mut lines = 0;
@@ -127,7 +127,8 @@ fn tunnels(places: &[Place]) -> usize {
 }
 
 impl Place {
-    /// Around the origin. `used`: of nodes in locations with several active leaders the one each uses.
+    /// Lays out a location around the origin. `used`: in locations with several active leaders, the one that
+    /// each node uses.
     fn of(segment: &Segment, used: &BTreeMap<&str, &str>) -> Self {
         let members = segment.members.len();
         let by_name = |name: &str| segment.members.iter().position(|member| member.name() == name);
@@ -136,7 +137,7 @@ impl Place {
             segment.members.iter().map(|it| gateway(it.name()).unwrap_or(segment.leader)).collect();
         let gateways: Vec<usize> = (0..members).filter(|at| uses[*at] == *at).collect();
         let mut others: Vec<usize> = (0..members).filter(|at| uses[*at] != *at).collect();
-        // The nodes of one gateway side by side; shares are equal, so that it stands before its own.
+        // Groups the nodes of each gateway; shares are equal, so a gateway stands in front of its own.
         others.sort_by_key(|at| uses[*at]);
         let mut points = vec![(0.0, 0.0); members];
         let mut radius = NODE.0 + 20.0;
@@ -163,7 +164,7 @@ impl Place {
         }
     }
 
-    /// Where the lines to other locations end, and whose tunnels they are: of one leader, those of the acting one.
+    /// Ends of the lines to other locations, with the tunnels' gateways: with one leader, the acting leader.
     fn ends<'a>(&'a self, mesh: &'a Mesh, location: usize) -> impl Iterator<Item = (Point, &'a str)> + 'a {
         let is_shared = self.gateways.len() > 1;
         self.gateways.iter().map(move |at| {
@@ -176,20 +177,19 @@ impl Place {
     }
 }
 
-/// Puts some of the points on a circle, the first so many steps after the top.
+/// Puts the points `which` on a circle, the first one `first` steps after the top.
 fn stand(points: &mut [Point], which: &[usize], distance: f64, first: f64) {
     for (place, index) in which.iter().enumerate() {
         points[*index] = at(distance, (place as f64 + first) / which.len() as f64);
     }
 }
 
-/// Radius of the circle on which so many nodes stand.
+/// Radius of a circle for this many nodes.
 fn ring(nodes: usize) -> f64 {
     (nodes as f64 * ROOM / TAU).max(NODE.0 + 40.0)
 }
 
-/// Centres of circles of these radii around the origin, side by side, and how
-/// far the whole reaches.
+/// Centres of circles with these radii, side by side around the origin, and the extent of the whole.
 fn around(radii: &[f64]) -> (Vec<Point>, f64) {
     let largest = radii.iter().copied().fold(0.0, f64::max);
     if radii.len() < 2 {
@@ -207,14 +207,14 @@ fn around(radii: &[f64]) -> (Vec<Point>, f64) {
     (centres.collect(), distance + largest)
 }
 
-/// Places for so many peers outside of what reaches this far.
+/// Positions for this many peers outside of `extent`.
 fn outside(peers: usize, extent: f64) -> Vec<Point> {
     let distance = (extent + GAP + NODE.0).max(peers as f64 * ROOM / TAU);
     // Half a step aside, so that few peers do not hide behind the first location.
     (0..peers).map(|peer| at(distance, (peer as f64 + 0.5) / peers as f64)).collect()
 }
 
-/// Left, top, right and bottom of circles, with room for titles and a margin.
+/// Left, top, right and bottom of the circles, with space for titles and a margin.
 fn bounds(circles: impl Iterator<Item = (Point, f64)>) -> (f64, f64, f64, f64) {
     let mut found = (-NODE.0, -NODE.1, NODE.0, NODE.1);
     for ((x, y), radius) in circles {
@@ -226,7 +226,7 @@ fn bounds(circles: impl Iterator<Item = (Point, f64)>) -> (f64, f64, f64, f64) {
     (found.0 - GAP / 2.0, found.1 - GAP - 16.0, found.2 + GAP / 2.0, found.3 + GAP / 2.0)
 }
 
-/// A part of a turn (0 = top, clockwise) on a circle.
+/// The point at a fraction of a turn (0 = top, clockwise) on a circle.
 fn at(distance: f64, turn: f64) -> Point {
     let angle = TAU * turn;
     (distance * angle.sin(), -distance * angle.cos())
@@ -271,7 +271,7 @@ fn location(out: &mut String, segment: &Segment, place: &Place) -> fmt::Result {
     Ok(())
 }
 
-/// The line between two gateways, and how their tunnel is connected, if that is known not to be direct.
+/// Draws the line between two gateways, labelled with their tunnel's path if that is known not to be direct.
 fn tunnel(
     out: &mut String,
     (from, to): (Point, Point),
@@ -313,7 +313,7 @@ fn short(text: &str) -> String {
     text.chars().take(LONGEST).chain(['…']).collect()
 }
 
-/// For XML; characters XML cannot hold are replaced.
+/// Escapes text for XML; characters that XML cannot hold are replaced.
 fn escape(text: &str) -> String {
     let mut escaped = String::with_capacity(text.len());
     for character in text.chars() {
@@ -378,7 +378,7 @@ mod tests {
         }
     }
 
-    /// Two locations of so many nodes, which share so many active leaders.
+    /// Two locations with this many nodes and active leaders each.
     fn shared(nodes: usize, leaders: usize) -> Mesh {
         let node = |index: usize| Node {
             name: format!("n{index:02}"),

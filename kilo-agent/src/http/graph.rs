@@ -49,29 +49,28 @@ pub enum Layout {
     Fdp,
 }
 
-/// Only the picture's own style, known by its digest.
+/// Allows only the picture's own style, by its digest.
 static POLICY: LazyLock<HeaderValue> = LazyLock::new(|| {
     let digest = STANDARD.encode(Sha256::digest(drawing::STYLE));
     let policy = format!(
         "default-src 'none'; style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'; frame-ancestors 'self'; \
          sandbox"
     );
-    // It is ASCII; if it were not, nothing at all would be allowed.
+    // The policy is ASCII; if it were not, nothing at all would be allowed.
     HeaderValue::from_str(&policy).unwrap_or(HeaderValue::from_static("default-src 'none'"))
 });
 
-/// A mesh with more lines than this is not written as text, a line of which takes about
-/// 100 bytes: about 400 locations.
+/// Maximum number of lines written as text, at about 100 bytes each: reached with about 400 locations.
 const MOST_LINES: usize = 100_000;
 
-/// Draws meshes, one at a time, and keeps what it drew last.
+/// Draws meshes, one at a time, and caches the last results.
 #[derive(Clone, Debug)]
 pub struct Graph {
     limit: Duration,
     made: Arc<Mutex<Made>>,
 }
 
-/// What was made of a mesh, kept until the mesh is another one, or connected in another way.
+/// Cached results for a mesh, valid until the mesh or the paths of its tunnels change.
 #[derive(Debug, Default)]
 struct Made {
     of: Weak<Mesh>,
@@ -80,7 +79,7 @@ struct Made {
     svg: Option<Bytes>,
 }
 
-/// What is made of a mesh.
+/// Kind of result.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Text {
     Dot,
@@ -93,7 +92,7 @@ impl Default for Graph {
     }
 }
 
-/// Why there is no picture.
+/// Why there is no result.
 #[derive(Debug, thiserror::Error)]
 enum RenderError {
     #[error(
@@ -121,13 +120,13 @@ impl RenderError {
 }
 
 impl Graph {
-    /// A client waits at most `limit` for its turn.
+    /// Creates a graph where a client waits at most `limit` for its turn.
     pub fn new(limit: Duration) -> Self {
         Self { limit, made: Arc::default() }
     }
 
-    /// Answers `/graph?format=..&layout=..`; unknown parameters are ignored. `ways`: how this node's tunnels
-    /// are connected that are not direct, drawn beside their lines.
+    /// Answers `/graph?format=..&layout=..`; unknown parameters are ignored. `ways`: paths of this node's
+    /// tunnels that are not direct, drawn beside their lines.
     pub async fn answer(&self, query: &str, mesh: &Arc<Mesh>, ways: Ways) -> Answer {
         let format = match parameters(query) {
             Ok((format, _)) => format,
@@ -146,7 +145,7 @@ impl Graph {
         match made {
             Ok(picture) => {
                 let mut answer = respond(StatusCode::OK, media_type, picture);
-                // A picture opened by itself is a document: no script runs in it, and nothing is loaded.
+                // An SVG that is opened directly is a document: it must not run scripts or load anything.
                 answer.headers_mut().insert(CONTENT_SECURITY_POLICY, POLICY.clone());
                 answer
             }
@@ -154,8 +153,8 @@ impl Graph {
         }
     }
 
-    /// Makes the text away from the runtime's threads, one at a time; a request that has
-    /// waited for the same one finds it made.
+    /// Draws outside of the runtime's threads, one at a time; a request that has waited for the same result
+    /// finds it cached.
     async fn make(&self, what: Text, mesh: &Arc<Mesh>, ways: Ways) -> Result<Bytes, RenderError> {
         let lines = lines(mesh);
         if what == Text::Dot && lines > MOST_LINES {
@@ -164,7 +163,7 @@ impl Graph {
         let made = timeout(self.limit, Arc::clone(&self.made).lock_owned()).await;
         let Ok(mut made) = made else { return Err(RenderError::Busy) };
         let mesh = Arc::clone(mesh);
-        // Holds the lock until it is done, also when the client has gone.
+        // Holds the lock until it is done, even if the client has gone.
         let work = move || {
             if !std::ptr::eq(made.of.as_ptr(), &raw const *mesh) || made.ways != ways {
                 *made = Made { of: Arc::downgrade(&mesh), ways, ..Made::default() };
@@ -179,7 +178,7 @@ impl Graph {
     }
 }
 
-/// Lines between leaders, and from them to their nodes and the peers.
+/// Number of lines between leaders, and from them to their nodes and the peers.
 fn lines(mesh: &Mesh) -> usize {
     let locations = mesh.segments.len();
     locations * locations.saturating_sub(1) / 2 + locations * mesh.peers.len() + mesh.node_count()

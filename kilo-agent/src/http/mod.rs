@@ -1,4 +1,4 @@
-//! The HTTP server of the agent: the page, `/health`, `/metrics`, `/status`, `/events`, `/graph`.
+//! The agent's HTTP server: the page, `/health`, `/metrics`, `/status`, `/events`, `/graph`.
 
 pub mod access;
 mod answer_limit;
@@ -24,22 +24,22 @@ use access::Gate;
 use kilo_core::topology::tunnel_ends;
 use page::{Feed, Report};
 
-/// What the server answers from.
+/// Sources of the server's answers.
 #[derive(Clone)]
 pub struct Context {
-    /// How the last reconcile ended, and what is degraded: the answer of `/health`.
+    /// Result of the last reconcile, and what is degraded, for `/health`.
     pub health: Health,
-    /// All metrics of the agent: the answer of `/metrics`.
+    /// All metrics of the agent, for `/metrics`.
     pub metrics: Metrics,
     /// The mesh as this node sees it.
     pub view: tokio::sync::watch::Receiver<Arc<View>>,
-    /// Draws the mesh of `view` in DOT: the answer of `/graph`.
+    /// Draws the mesh of `view`, for `/graph`.
     pub graph: Graph,
     /// The page (`/`), its data as JSON (`/status`) and changes of it (`/events`).
     pub page: Page,
-    /// For all but `/health`, `/events` and the page's files.
+    /// Applies to all paths except `/health`, `/events` and the page's files.
     pub answer_limit: AnswerLimit,
-    /// Before all but `/health` and `/metrics`.
+    /// Guards all paths except `/health` and `/metrics`.
     pub gate: Gate,
 }
 
@@ -47,7 +47,7 @@ pub struct Context {
 pub const OPENMETRICS: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
 
 impl Context {
-    /// Answers from these.
+    /// Creates a context without access control.
     pub fn new(
         health: Health,
         metrics: Metrics,
@@ -65,7 +65,7 @@ impl Context {
         Self { health, metrics, view, graph, page: Page::new(feed), answer_limit, gate: Gate::Open }
     }
 
-    /// Shows more than health and metrics only to callers that `gate` admits.
+    /// Shows everything besides health and metrics only to callers that `gate` admits.
     pub fn behind(self, gate: Gate) -> Self {
         Self { gate, ..self }
     }
@@ -104,7 +104,7 @@ impl Context {
         }
     }
 
-    /// Answers what takes work and memory.
+    /// Answers requests that take work and memory.
     async fn costly(&self, path: &str, query: &str) -> Answer {
         let view = || Arc::clone(&self.view.borrow());
         match path {
@@ -130,7 +130,7 @@ impl Context {
     }
 }
 
-/// How it is now.
+/// Builds the current report.
 async fn report(health: &Health, metrics: &Metrics, view: &View) -> Report {
     let counters = metrics.counters().map_err(|error| error.to_string());
     let unhealthy = health.check(Instant::now()).err();
@@ -138,7 +138,7 @@ async fn report(health: &Health, metrics: &Metrics, view: &View) -> Report {
     Report::new(status, view.history.all())
 }
 
-/// The body of a good answer: a readiness probe looks at the code, people and scripts at the text.
+/// The body of a healthy answer: probes look at the status code, people and scripts at the text.
 fn well(degraded: &[String]) -> String {
     if degraded.is_empty() { "ok\n".to_owned() } else { format!("degraded: {}\n", degraded.join("; ")) }
 }

@@ -1,4 +1,4 @@
-//! Making answers.
+//! Helpers that build responses.
 
 use http_body_util::{BodyExt as _, Full};
 use hyper::{
@@ -12,12 +12,12 @@ use hyper::{
 
 use super::Answer;
 
-/// A plain text answer; `body` ends with a newline.
+/// A plain text response; `body` should end with a newline.
 pub fn text(status: StatusCode, body: impl Into<Bytes>) -> Answer {
     respond(status, "text/plain; charset=utf-8", body)
 }
 
-/// An answer of any media type.
+/// A response with any media type.
 pub fn respond(status: StatusCode, content_type: &'static str, body: impl Into<Bytes>) -> Answer {
     let mut response = Response::new(Full::new(body.into()).boxed_unsync());
     *response.status_mut() = status;
@@ -26,7 +26,7 @@ pub fn respond(status: StatusCode, content_type: &'static str, body: impl Into<B
     response
 }
 
-/// A page of HTML, which no cache keeps and no link names to others; `policy` is its Content-Security-Policy.
+/// An HTML response that is not cached and sends no referrer; `policy` is its Content-Security-Policy.
 pub fn html(status: StatusCode, policy: &'static str, body: impl Into<Bytes>) -> Answer {
     let mut response = respond(status, "text/html; charset=utf-8", body);
     let constant = |name, value| (name, HeaderValue::from_static(value));
@@ -38,7 +38,7 @@ pub fn html(status: StatusCode, policy: &'static str, body: impl Into<Bytes>) ->
     response
 }
 
-/// 405 with the methods that are possible.
+/// 405, with the allowed methods.
 pub fn method_not_allowed(allowed: &'static str) -> Answer {
     let mut response = text(StatusCode::METHOD_NOT_ALLOWED, format!("use one of: {allowed}\n"));
     response.headers_mut().insert(ALLOW, HeaderValue::from_static(allowed));

@@ -1,4 +1,4 @@
-//! Accepting connections: HTTP/1.1, plain or over TLS, bounded in number and time.
+//! Accepts connections: HTTP/1.1, in clear or over TLS, limited in number and duration.
 
 use std::{convert::Infallible, future::poll_fn, io, net::SocketAddr, time::Duration};
 
@@ -21,36 +21,35 @@ use tokio_util::{sync::CancellationToken, task::TaskTracker};
 
 use super::connection_limit::ConnectionLimit;
 
-/// A client that sends no request (or no TLS hello) for this long is hung up on.
+/// Timeout for a request's headers, or for the TLS handshake.
 const PATIENCE: Duration = Duration::from_secs(10);
-/// A connection accepts no further requests after this long.
+/// After this time a connection accepts no further requests.
 const LONGEST: Duration = Duration::from_secs(60);
-/// Requests under way then, or at a stop, get this long.
+/// Time for pending requests after that, or at a stop.
 const FAREWELL: Duration = Duration::from_secs(10);
-/// A client that takes nothing of an answer for this long is hung up on.
+/// Timeout for a client to accept more bytes of a response.
 const TAKES_WITHIN: Duration = Duration::from_secs(10);
-/// After the last answer a client may go on sending for this long ...
+/// After the last response a client may go on sending for this long ...
 const LINGER: Duration = Duration::from_secs(2);
-/// ... and so many bytes.
+/// ... and this many bytes.
 const LINGER_BYTES: u64 = 32 << 20;
-/// Request line and headers together, in bytes.
+/// Maximum size of request line and headers together, in bytes.
 const LARGEST_HEAD: usize = 16 << 10;
 
-/// Answer to a request; its body is whole, or a stream such as `/events`.
+/// Response to a request; its body is complete, or a stream such as `/events`.
 pub type Answer = Response<UnsyncBoxBody<Bytes, Infallible>>;
 
-/// In the extensions of a request: cancelled when the connection is about to be closed, so that
-/// an answer without an end of its own ends.
+/// Request extension: cancelled when the connection is about to be closed, so that an endless response ends.
 #[derive(Clone, Debug, Default)]
 pub struct Closing(pub CancellationToken);
 
-/// Binds the address. On all addresses of both families where it is `[::]`.
+/// Binds the address; `[::]` means all addresses of both families.
 ///
 /// # Errors
-/// When the address is in use or not of this host.
+/// When the address is in use or does not belong to this host.
 pub async fn bind(listen: SocketAddr) -> io::Result<TcpListener> {
     match TcpListener::bind(listen).await {
-        // A host without IPv6 has the other family only.
+        // Without IPv6 the host has IPv4 only.
         Err(error)
             if listen.ip().is_unspecified() && error.raw_os_error() == Some(nix::libc::EAFNOSUPPORT) =>
         {
@@ -60,7 +59,7 @@ pub async fn bind(listen: SocketAddr) -> io::Result<TcpListener> {
     }
 }
 
-/// Answers requests until `stop`; then those under way are finished.
+/// Serves requests until `stop`; pending ones are then completed.
 pub async fn serve<H, F>(listener: TcpListener, tls: Option<TlsAcceptor>, handle: H, stop: CancellationToken)
 where
     H: Fn(Request<Incoming>) -> F + Clone + Send + Unpin + 'static,
@@ -75,7 +74,7 @@ where
         };
         let accepted = accepted.and_then(|(stream, client)| Ok((stream.local_addr()?, stream, client)));
         let Ok((own, stream, client)) = accepted else {
-            // Out of file descriptors, for example: not a reason to spin.
+            // Out of file descriptors, for example: must not spin.
             sleep(Duration::from_millis(100)).await;
             continue;
         };
@@ -151,9 +150,9 @@ where
     }
 }
 
-/// Closes a connection as HTTP wants it (RFC 9112, section 9.6): first the own direction, then what the
-/// client still sends is read and thrown away. A socket closed with unread data resets the connection, and
-/// the client may lose the answer that says what was wrong.
+/// Closes a connection as in RFC 9112, section 9.6: first the sending direction, then the client's remaining
+/// data is read and discarded. Closing a socket with unread data would reset the connection, and the client
+/// might lose the response that explains the error.
 async fn hang_up(mut stream: impl AsyncRead + AsyncWrite + Unpin) {
     let rest = async {
         stream.shutdown().await?;

@@ -1,4 +1,4 @@
-//! What the mesh says of the gateways of other locations.
+//! Gateways of other locations, according to the mesh.
 
 use std::{
     collections::{BTreeMap, BTreeSet, HashMap},
@@ -18,23 +18,23 @@ use kilo_host::wireguard::{Device, PeerStatus};
 
 use super::Relays;
 
-/// What the task knows of the mesh: the state after a reconciliation.
+/// The relay task's view of the mesh: the state after a reconciliation.
 #[derive(Clone, Debug, Default)]
 pub struct MeshView {
     /// The mesh as this node sees it.
     pub mesh: Arc<Mesh>,
     /// All objects.
     pub snapshot: Arc<Snapshot>,
-    /// The own node as it is now.
+    /// This node as it is now.
     pub own: Option<Arc<Node>>,
-    /// The WireGuard device, once there is one.
+    /// The WireGuard device; `None` until it exists.
     pub device: Option<Device>,
-    /// Where relays are.
+    /// Addresses of relays.
     pub relay_places: Arc<RelayPlaces>,
 }
 
-/// The nodes of a location that have tunnels to other locations, and whether each carries packets now: with failover
-/// others stand by.
+/// The nodes of a location that have tunnels to other locations, and whether each carries packets at the
+/// moment: with failover others stand by.
 pub fn gateways(mesh: &Mesh, index: usize) -> Vec<(&Node, bool)> {
     let gateways = mesh.gateways_of(index);
     let acting = gateways.order.get(gateways.acting);
@@ -44,8 +44,8 @@ pub fn gateways(mesh: &Mesh, index: usize) -> Vec<(&Node, bool)> {
     gateways.order.iter().filter_map(node).collect()
 }
 
-/// What a mesh says of locations and their gateways: when it is the same, so are the [`FarGateways`], and the device
-/// need not be read for them. A mesh shares the locations in which nothing differs with the one before.
+/// Identifies a mesh's locations and gateways: if they are unchanged, so are the [`FarGateways`], and the
+/// device need not be read. Consecutive meshes share unchanged locations.
 #[derive(Clone, Debug, Default)]
 pub struct Locations {
     segments: Vec<Weak<Segment>>,
@@ -53,12 +53,12 @@ pub struct Locations {
 }
 
 impl Locations {
-    /// Of a mesh, which is not kept alive.
+    /// Identifies the locations of a mesh, without keeping it alive.
     pub fn of(mesh: &Mesh) -> Self {
         Self { segments: mesh.segments.iter().map(Arc::downgrade).collect(), gateways: mesh.gateways.clone() }
     }
 
-    /// True when they are those of this mesh, too.
+    /// Whether this mesh has the same locations.
     pub fn are_of(&self, mesh: &Mesh) -> bool {
         self.segments.len() == mesh.segments.len()
             && self.segments.iter().zip(&mesh.segments).all(|(a, b)| a.as_ptr() == Arc::as_ptr(b))
@@ -66,27 +66,27 @@ impl Locations {
     }
 }
 
-/// Gateways of other locations, and whether this node is one and relays.
+/// Gateways of other locations, and this node's role as a gateway and relay.
 #[derive(Clone, Debug, Default)]
 pub struct FarGateways {
-    /// By id: key and name.
+    /// Key and name of each, by id.
     pub nodes: BTreeMap<NodeId, (PublicKey, String)>,
-    /// The same gateways as the device shows them.
+    /// The same gateways with their state in the device.
     pub seen: Vec<Seen>,
-    /// Those of them that carry no packets.
+    /// Gateways that carry no packets at the moment.
     pub stand_bys: BTreeSet<NodeId>,
-    /// This node is a gateway of its location.
+    /// Whether this node is a gateway of its location.
     pub is_gateway: bool,
-    /// It offers to relay.
+    /// Whether this node offers to relay.
     pub offers: bool,
-    /// The mesh has gateways that may need other ways: [`super::is_wanted`].
+    /// Whether the mesh has gateways that may need other paths: [`super::is_wanted`].
     pub is_wanted: bool,
-    /// Other nodes see this one at another endpoint than it publishes.
+    /// Whether other nodes see this one at another endpoint than it publishes.
     pub is_behind_nat: bool,
 }
 
 impl FarGateways {
-    /// Of a view and the device's peers.
+    /// Evaluates a view and the device's peers.
     pub fn of(view: &MeshView, relays: &Relays, peers: &BTreeMap<PublicKey, PeerStatus>) -> Self {
         let mesh = &view.mesh;
         let mut found = Self::default();
@@ -98,7 +98,7 @@ impl FarGateways {
         (found.is_gateway, found.offers) = (me.is_some(), me.is_some_and(|(node, _)| node.relay));
         found.is_wanted = super::is_wanted(mesh);
         let is_idle = me.is_some_and(|(_, carries)| !carries);
-        // No tunnel leads to a gateway of the own location.
+        // No tunnel leads to a gateway of this location.
         let far = (0..mesh.segments.len()).filter(|at| Some(*at) != own_location);
         for (node, carries) in far.flat_map(|at| gateways(mesh, at)) {
             let Some(key) = node.key else { continue };
@@ -121,7 +121,7 @@ impl FarGateways {
                 refuses: node.relay_off,
             });
         }
-        // Where it is besides, by another of its external addresses, is no NAT's doing.
+        // Another one of its external addresses is not a sign of NAT.
         let own_places = places(own, None);
         let says = published(relays, own);
         let is_own = |place: &SocketAddr| Some(*place) == says || own_places.contains(place);
@@ -131,10 +131,11 @@ impl FarGateways {
     }
 }
 
-/// Whether a node may be out of reach at its endpoint: it has keepalives, which keep a NAT open, and either the address is
-/// private and no annotation asks for it, or another node sees it (`seen`) somewhere that it does not name. Where it is seen
-/// by IPv6 says nothing of an IPv4 endpoint, and is seen only because other ways are looked for. Nor does an endpoint
-/// with a name count: nodes need not resolve it alike.
+/// Whether a node may be unreachable at its endpoint. It must have a keepalive, which keeps a NAT mapping
+/// open, and either the address is private and not forced by an annotation, or another node sees it (`seen`)
+/// at an address that it does not name. An IPv6 address where it is seen says nothing about an IPv4 endpoint,
+/// and is seen only because other paths are searched for. Endpoints with a DNS name do not count, because
+/// nodes may resolve it differently.
 pub fn may_need_another_way(node: &Node, seen: &BTreeMap<PublicKey, Vec<SocketAddr>>) -> bool {
     if node.persistent_keepalive == 0 {
         return false;
@@ -152,7 +153,7 @@ fn published(relays: &Relays, node: &Node) -> Option<SocketAddr> {
     relays.address(node.endpoint.as_ref()?)
 }
 
-/// Endpoints at which nodes see each other, without those of relays: one walk over all nodes.
+/// Endpoints at which nodes see each other, without those of relays; collected in one pass over all nodes.
 fn seen_by_others(view: &MeshView) -> HashMap<PublicKey, BTreeSet<SocketAddr>> {
     let mut seen: HashMap<_, BTreeSet<_>> = HashMap::new();
     for (key, at) in view.snapshot.nodes.iter().flat_map(|node| &node.node.discovered_endpoints) {
@@ -163,7 +164,8 @@ fn seen_by_others(view: &MeshView) -> HashMap<PublicKey, BTreeSet<SocketAddr>> {
     seen
 }
 
-/// Endpoints where other nodes see it, its external addresses of both families, and where it says that it is by IPv6.
+/// All known addresses of a node: where others see it, its external addresses, and its published IPv6
+/// endpoint.
 fn places(node: &Node, seen: Option<&BTreeSet<SocketAddr>>) -> Vec<SocketAddr> {
     let port = node.endpoint.as_ref().map(|endpoint| endpoint.port);
     let external = node.external_ips.iter().filter_map(|address| Some(SocketAddr::new(*address, port?)));
@@ -303,12 +305,12 @@ mod tests {
         let home = |name| node(name, "192.168.1.2:51820", 25);
         assert!(is_wanted([home("a"), home("b"), cloud()]));
         assert!(!is_wanted([home("a"), node("b", "192.0.2.2:51820", 25), cloud()]), "one of them alone");
-        // Private networks that reach each other need no keepalives.
+        // Private networks that reach each other directly use no keepalives.
         let office = |name| node(name, "192.168.1.2:51820", 0);
         assert!(!is_wanted([office("a"), office("b"), office("c")]));
         let forced = |name| Node { endpoint_forced: true, ..home(name) };
         assert!(!is_wanted([forced("a"), forced("b"), cloud()]));
-        // Where it is seen counts for more than what it says.
+        // The observed endpoint outweighs the published one.
         let says_public = |name| node(name, "192.0.2.7:51820", 25);
         let sees = |at: &str| {
             let key = |name: u8| PublicKey([name; 32]);
@@ -317,13 +319,15 @@ mod tests {
         };
         assert!(is_wanted([says_public("a"), says_public("b"), sees("203.0.113.9:40001")]));
         assert!(!is_wanted([says_public("a"), says_public("b"), sees("192.0.2.7:51820")]));
-        // Also in the view of one that reaches the other by IPv6, which that publishes, and is therefore first to see it.
+        // Also in the view of the node that reaches the other by the IPv6 address it publishes, and therefore
+        // is the first to see it.
         let key = |name: u8| PublicKey([name; 32]);
         let v6: SocketAddrV6 = "[2001:db8::7]:51820".parse().unwrap();
         let both = |name| Node { ipv6_endpoint: Some(v6), ..says_public(name) };
         let reaches = Node { discovered_endpoints: [(key(b'b'), v6.into())].into(), ..both("a") };
         assert!(is_wanted([reaches.clone(), both("b"), sees("203.0.113.9:40001")]));
-        // What is seen of IPv6 alone says nothing of an IPv4 endpoint, also of nodes that publish no IPv6 address any more.
+        // IPv6 observations alone say nothing about an IPv4 endpoint, even of nodes that no longer publish an
+        // IPv6 address.
         let elsewhere = "[2001:db8::9]:51820";
         assert!(!is_wanted([reaches.clone(), both("b"), sees(elsewhere)]));
         assert!(!is_wanted([says_public("a"), says_public("b"), sees(elsewhere)]));

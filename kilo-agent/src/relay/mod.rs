@@ -1,5 +1,5 @@
-//! Relays: the decisions of `kilo_core::relay` beside the reconciles. Messages go from WireGuard's own
-//! port by the program `inject`, and are heard by `lan_ingress`; docs/design/relay.md says why.
+//! Relays: runs the decisions of `kilo_core::relay` beside the reconciles. Messages are sent from WireGuard's
+//! own port by the program `inject`, and received by `lan_ingress`; docs/design/relay.md says why.
 //!
 //! ```text
 //! view ── mesh, device ──> task ── endpoints ──> next reconcile; ways ──> status, metrics, graph
@@ -30,7 +30,7 @@ pub use mesh::MeshView;
 pub use paths::source_towards;
 pub use task::Context;
 
-/// What the task has found: read by reconciles, status, metrics and the graph.
+/// The task's findings: read by reconciles, status, metrics and the graph.
 #[derive(Clone, Default)]
 pub struct Relays(Arc<Mutex<Said>>);
 
@@ -40,31 +40,31 @@ impl std::fmt::Debug for Relays {
     }
 }
 
-/// How a tunnel with another location is connected.
+/// Path of a tunnel to another location.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Connected {
     /// Name of the other location's gateway.
     pub node: String,
     /// `direct`, `punched` or `relayed`.
     pub way: &'static str,
-    /// Name of the node that relays; `None` where nobody does.
+    /// Name of the relaying node; `None` unless relayed.
     pub by: Option<String>,
 }
 
 #[derive(Clone, Debug, Default)]
 struct Said {
-    /// Endpoints that differ from what the mesh says; true: through a relay.
+    /// Endpoints that override those of the mesh; true: through a relay.
     endpoints: BTreeMap<PublicKey, (SocketAddr, bool)>,
     ways: BTreeMap<PublicKey, Connected>,
-    /// Ports of relays that the device may still have as endpoints, though relays are not used any more.
+    /// Relay ports that may still be endpoints in the device, although relays are no longer used.
     left: BTreeMap<PublicKey, SocketAddr>,
-    /// Addresses of DNS names in endpoints, as the last plan knew them.
+    /// Addresses of DNS names in endpoints, from the last plan.
     resolved: BTreeMap<String, IpAddr>,
-    /// The task has read the device: what it says replaces what an earlier agent has left there.
+    /// The task has read the device: its findings replace what an earlier agent left.
     knows: bool,
     /// Pairs that this node relays for.
     serves: usize,
-    /// What its annotation has come to.
+    /// Effect of this node's annotation `relay`.
     offer: Option<&'static str>,
 }
 
@@ -85,17 +85,17 @@ impl Relays {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// How tunnels of this node that work are connected.
+    /// Paths of this node's working tunnels.
     pub fn ways(&self) -> BTreeMap<PublicKey, Connected> {
         self.said().ways.clone()
     }
 
-    /// Pairs of other locations that this node relays for.
+    /// Number of pairs of other locations that this node relays for.
     pub fn serves(&self) -> usize {
         self.said().serves
     }
 
-    /// What this node's annotation `relay` has come to; `None`: it has none.
+    /// Effect of this node's annotation `relay`; `None` without the annotation.
     pub fn offer(&self) -> Option<&'static str> {
         self.said().offer
     }
@@ -105,7 +105,7 @@ impl Relays {
         self.said().resolved.clone_from(resolved);
     }
 
-    /// Where an endpoint is, as the last plan knew it.
+    /// Address of an endpoint, as resolved for the last plan.
     fn address(&self, endpoint: &Endpoint) -> Option<SocketAddr> {
         let ip = match &endpoint.host {
             EndpointHost::Ip(ip) => *ip,
@@ -114,7 +114,7 @@ impl Relays {
         Some(SocketAddr::new(ip, endpoint.port))
     }
 
-    /// Whether a peer is reached through a relay: where it is seen then is of no use to others.
+    /// Whether a peer is reached through a relay: the address where it is seen is then useless to others.
     pub fn is_relayed(&self, key: &PublicKey) -> bool {
         self.said().endpoints.get(key).is_some_and(|(_, relayed)| *relayed)
     }
@@ -124,8 +124,8 @@ impl Relays {
         self.said().left.retain(|key, place| endpoint(key) == Some(*place));
     }
 
-    /// What the next plan depends on: endpoints that the task has found, and whether programs look for relay messages.
-    /// `held`: peers whose endpoint in the device is a relay.
+    /// Inputs for the next plan: endpoints that the task has found, and whether programs look for relay
+    /// messages. `held`: peers whose endpoint in the device is a relay.
     pub fn inputs(
         &self,
         listens: bool,
@@ -133,22 +133,22 @@ impl Relays {
     ) -> RelayInputs {
         let said = self.said();
         let held = held.into_iter().filter_map(|(key, place)| match (listens, said.knows) {
-            // A relay that an earlier agent has found stays in use until the task knows more.
+            // A relay that an earlier agent found stays in use until the task knows more.
             (true, false) => Some((key, EndpointOverride::At(place))),
             (true, true) => None,
-            // `--relay=off` leaves relays.
+            // With `--relay=off` relays are abandoned.
             (false, _) => Some((key, EndpointOverride::LeavesRelay)),
         });
-        // So does the end of the last offer, of which the mesh does not show any more where it was.
+        // They are abandoned, too, when the last offer ends: the mesh no longer shows which ports are relays'.
         let left = said.left.keys().filter(|_| !listens).map(|key| (*key, EndpointOverride::LeavesRelay));
         let found = said.endpoints.iter().map(|(key, (place, _))| (*key, EndpointOverride::At(*place)));
         RelayInputs { listens, endpoints: held.chain(left).chain(found).collect() }
     }
 }
 
-/// Whether gateways may need another way than the endpoints that they publish: one offers to relay for such, or those of two
-/// locations may be out of reach. All agents find the same, but for the moment in which one knows more than the others: it
-/// follows from what nodes publish alone.
+/// Whether gateways may need paths other than their published endpoints: one of them offers to relay, or
+/// those of two locations may be unreachable. All agents come to the same result, except for moments in which
+/// one knows more than another, because it depends only on what nodes publish.
 pub fn is_wanted(mesh: &Mesh) -> bool {
     let of_each = || (0..mesh.segments.len()).map(|index| mesh::gateways(mesh, index));
     if of_each().flatten().any(|(node, _)| node.relay) {
@@ -171,7 +171,7 @@ pub fn is_wanted(mesh: &Mesh) -> bool {
     of_each().filter(may_need).take(2).count() == 2
 }
 
-/// What a node's annotation `relay` has come to.
+/// Effect of a node's annotation `relay`.
 const fn offer(is_annotated: bool, is_off: bool, is_gateway: bool) -> Option<&'static str> {
     match (is_annotated, is_off, is_gateway) {
         (false, ..) => None,
@@ -183,7 +183,7 @@ const fn offer(is_annotated: bool, is_off: bool, is_gateway: bool) -> Option<&'s
     }
 }
 
-/// What the task works with.
+/// Opens the programs and maps for the task.
 ///
 /// # Errors
 /// When a program is not loaded, or a pinned map cannot be opened.

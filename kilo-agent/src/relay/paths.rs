@@ -1,4 +1,4 @@
-//! Where this host's packets leave for an address, and the ports it has for pairs.
+//! This host's source addresses and interfaces towards destinations, and its ports for relayed pairs.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -8,16 +8,16 @@ use std::{
 
 use nix::sys::socket::{setsockopt, sockopt::RcvBuf};
 
-/// How long the kernel's answer is used again.
+/// How long an answer of the kernel is reused.
 const HOLDS: Duration = Duration::from_secs(1);
 
-/// Source address and interface towards each address, as the kernel's routes say.
+/// Source address and interface towards each address, according to the kernel's routes.
 #[derive(Debug, Default)]
 pub struct Paths {
     /// Source address towards each address; `None` without a route.
     sources: Held<Option<IpAddr>>,
-    /// Interface that has each of these. All addresses of the host are read for one of them, and most destinations have the
-    /// same.
+    /// Interface that has each source address. A lookup reads all addresses of the host, and most
+    /// destinations share the same source.
     interfaces: Held<Option<u32>>,
 }
 
@@ -29,7 +29,7 @@ impl Paths {
     }
 }
 
-/// What the kernel has answered of addresses, for a while.
+/// The kernel's answers about addresses, cached for [`HOLDS`].
 #[derive(Debug)]
 struct Held<T>(BTreeMap<IpAddr, (Instant, T)>);
 
@@ -46,7 +46,7 @@ impl<T: Copy> Held<T> {
     }
 }
 
-/// The source address of what this host sends there: to connect a datagram socket sends nothing, and chooses it.
+/// The source address towards `to`: connecting a datagram socket sends nothing, but chooses it.
 pub fn source_towards(to: IpAddr) -> Option<IpAddr> {
     let any: IpAddr = if to.is_ipv4() { Ipv4Addr::UNSPECIFIED.into() } else { Ipv6Addr::UNSPECIFIED.into() };
     let socket = UdpSocket::bind((any, 0)).ok()?;
@@ -67,35 +67,35 @@ fn interface_of(source: IpAddr) -> Option<u32> {
     nix::net::if_::if_nametoindex(&*interface.interface_name).ok()
 }
 
-/// Whether the host has no IPv6 at all, and not only the port in use.
+/// Whether the host has no IPv6 at all, as opposed to a port that is in use.
 fn has_no_ipv6(error: &std::io::Error) -> bool {
     matches!(error.raw_os_error(), Some(nix::libc::EAFNOSUPPORT | nix::libc::EADDRNOTAVAIL))
 }
 
-/// Sockets that reserve the ports of pairs. Nobody reads from them: what the programs leave to the stack ends there,
-/// and no ICMP error answers it.
+/// Sockets that reserve the ports of pairs. Nobody reads from them: what the programs leave to the stack ends
+/// there, without causing an ICMP error.
 #[derive(Debug, Default)]
 pub struct Ports(BTreeMap<u16, UdpSocket>);
 
 impl Ports {
-    /// Reserves a port; false: another process has it.
+    /// Reserves a port; false when another process has it.
     pub fn take(&mut self, port: u16) -> bool {
         if self.0.contains_key(&port) {
             return true;
         }
-        // A host without IPv6 has only IPv4's port to reserve.
+        // Without IPv6 only IPv4's port can be reserved.
         let socket = match UdpSocket::bind((Ipv6Addr::UNSPECIFIED, port)) {
             Err(error) if has_no_ipv6(&error) => UdpSocket::bind((Ipv4Addr::UNSPECIFIED, port)),
             socket => socket,
         };
         let Ok(socket) = socket else { return false };
-        // The kernel rounds it up to its minimum.
+        // The kernel raises the size to its minimum.
         let _ = setsockopt(&socket, RcvBuf, &1);
         self.0.insert(port, socket);
         true
     }
 
-    /// Gives back all others.
+    /// Releases all other ports.
     pub fn keep(&mut self, taken: &BTreeSet<u16>) {
         self.0.retain(|port, _| taken.contains(port));
     }
@@ -110,7 +110,7 @@ mod tests {
         let (mut paths, start) = (Paths::default(), Instant::now());
         let to = |last| IpAddr::from([127, 0, 0, last]);
         let source = Some(to(1));
-        // What was known a moment ago is not asked for again, whatever the destination is.
+        // Recent answers are reused, whatever the destination.
         paths.interfaces.0.insert(to(1), (start, Some(4_711)));
         paths.sources.0.insert(to(7), (start, source));
         paths.sources.0.insert(to(8), (start, source));

@@ -34,25 +34,25 @@ use super::{
 };
 use crate::{failover::packets, metrics::Metrics};
 
-/// Places of the map `relay_key`.
+/// Capacity of the map `relay_key`.
 const MOST_KEYS: usize = RELAY_KEY.size as usize;
-/// Between two turns while something is under way, and else.
+/// Pause between two turns while something is under way; [`IDLE`] otherwise.
 const BUSY: Duration = Duration::from_millis(100);
-/// The same while endpoints are kept where they were moved: packets of a busy tunnel come back each millisecond.
+/// Pause while moved endpoints are defended: on a busy tunnel packets move them back every millisecond.
 const INSISTS: Duration = Duration::from_millis(10);
 const IDLE: Duration = Duration::from_secs(1);
-/// Between two looks at the device, and where no other ways are wanted.
+/// Interval between reads of the device, and interval where no other paths are needed.
 const LOOK: Duration = Duration::from_secs(1);
 const LOOK_OFF: Duration = Duration::from_secs(5);
-/// Looking at a device with many prefixes takes at most this part of the time, but where a machine is busy silence
-/// is noticed all the same.
+/// Reading a device with many prefixes takes at most 1/`SHARE` of the time, but it is read at least every
+/// [`LOOK_SELDOM`], so that silence is noticed on a busy machine, too.
 const SHARE: u32 = 20;
 const LOOK_SELDOM: Duration = Duration::from_secs(3);
-/// The same where no other ways are wanted: then only status, metrics and graph need the answer.
+/// Share where no other paths are needed: then only status, metrics and graph use the result.
 const SHARE_OFF: u32 = 1000;
 const LOOK_RARELY: Duration = Duration::from_secs(60);
 
-/// What the task works for, and the tasks with which it shares what it finds.
+/// Settings of the task, and what it shares with other tasks.
 pub struct Context {
     /// Private key of this node.
     pub key: SecretKey,
@@ -60,19 +60,20 @@ pub struct Context {
     pub port: u16,
     /// Whether tunnels may go through relays (`--relay`).
     pub relay: settings::Relay,
-    /// What each end of a pair may send through this node (`--relay-rate`), in megabits a second; 0 = not limited.
+    /// Rate limit for each end of a pair through this node (`--relay-rate`), in megabits per second; 0 =
+    /// unlimited.
     pub relay_rate: u16,
-    /// The mesh and the device, as reconciles publish them.
+    /// The mesh and the device, as published by reconciles.
     pub view: watch::Receiver<MeshView>,
-    /// Changes when packets of this host may go another way.
+    /// Changes when packets of this host may take another path.
     pub ways: watch::Receiver<()>,
-    /// What the task has found, for reconciles.
+    /// The task's findings, for reconciles.
     pub relays: Relays,
     /// Wakes the reconcile loop.
     pub changed: Arc<Notify>,
     /// Gauges of tunnels and relayed pairs.
     pub metrics: Metrics,
-    /// Cancelled when the task is to end.
+    /// Cancelled to stop the task.
     pub stop: CancellationToken,
 }
 
@@ -81,9 +82,9 @@ pub struct Context {
 pub struct Tools {
     /// Sends messages from WireGuard's port.
     pub signals: Signals,
-    /// Maps of relayed ports and of keys.
+    /// The maps of relayed ports and of keys.
     pub maps: RelayMaps,
-    /// Ring of messages that the programs report.
+    /// The ring with messages from the programs.
     pub ring: RelayRing,
 }
 
@@ -96,23 +97,23 @@ pub struct Task {
     client: Client,
     server: Server,
     far: FarGateways,
-    /// Keys shared with gateways: each costs a Diffie-Hellman.
+    /// Pairwise keys with gateways, cached because each costs a Diffie-Hellman exchange.
     keys: BTreeMap<PublicKey, siphash::Key>,
     reachable: BTreeMap<NodeId, SocketAddr>,
     paths: Paths,
     ports: Ports,
     look_again: Instant,
-    /// How old a reading may be that others have made.
+    /// Maximum age of a reading of the device by others.
     counts: Duration,
-    /// Locations when the device was read last.
+    /// The locations at the last reading of the device.
     locations: Locations,
-    /// Ways as they were reported last.
+    /// Paths as last reported.
     said: BTreeMap<NodeId, Way>,
-    /// The device was read once.
+    /// Whether the device has been read.
     has_looked: bool,
-    /// Between two turns while endpoints are kept.
+    /// Pause between two turns while endpoints are defended.
     keeps_each: Duration,
-    /// Recorded messages as they were counted last.
+    /// Replayed messages as last counted.
     refused: u64,
 }
 
@@ -158,7 +159,7 @@ impl Task {
         let stop = self.context.stop.clone();
         let Some(mut ring) = self.ring.take() else { return };
         let mut next = Instant::now();
-        // The kernel's events are followed as long as the agent runs.
+        // The kernel's events are followed while the agent runs.
         let mut ways = self.context.ways.clone();
         let mut last = next;
         loop {
@@ -185,7 +186,7 @@ impl Task {
                 },
                 Ok(()) = ways.changed(), if self.server.pairs() > 0 => {
                     self.maps.routes_changed();
-                    // Many routes may change one after the other.
+                    // Collects changes: many routes may change in a row.
                     next = next.min(last + BUSY);
                 }
                 () = tokio::time::sleep_until(next.into()) => {
@@ -202,7 +203,7 @@ impl Task {
         }
     }
 
-    /// Whether there is anything to do.
+    /// Whether relays may be used here at all.
     fn is_on(&self) -> bool {
         self.context.relay == settings::Relay::Auto && self.far.is_gateway && self.far.is_wanted
     }
@@ -211,15 +212,15 @@ impl Task {
         let now = Instant::now();
         let (mesh, is_another) = {
             let view = self.context.view.borrow();
-            // Before the first reconcile nothing is known, and what an earlier agent has left goes on.
+            // Before the first reconcile nothing is known, and the state of an earlier agent stays.
             if view.own.is_none() || view.device.is_none() {
                 return;
             }
             (Arc::clone(&view.mesh), !self.locations.are_of(&view.mesh))
         };
-        // One more VPN peer, for example, is not a reason to read the device: with thousands of peers that takes long, and
-        // the device is not changed meanwhile.
-        // Nor does an endpoint wait for that which late packets move.
+        // An additional VPN peer, for example, is not a reason to read the device: with thousands of peers
+        // that takes long, and meanwhile the device is not changed. An endpoint that late packets may move
+        // does not wait for it either.
         let look_again =
             if self.client.insists(now) { self.look_again + LOOK_SELDOM } else { self.look_again };
         if now >= look_again || is_another {
@@ -242,7 +243,7 @@ impl Task {
         self.say();
     }
 
-    /// Reads the device, and what the mesh says of those it shows.
+    /// Reads the device, and evaluates the mesh for the gateways in it.
     async fn look(&mut self) {
         let started = Instant::now();
         let view = self.context.view.borrow().clone();
@@ -261,7 +262,7 @@ impl Task {
         self.context.relays.device_shows(|key| peers.get(key)?.endpoint);
         self.has_looked = true;
         let uses = self.is_on();
-        // Pairs that a relay has left are to end in time.
+        // Pairs that a relay has abandoned must end in time.
         let is_pressing = uses || self.server.pairs() > 0;
         let counts = until_next_look(took, is_pressing);
         self.look_again = at + took + counts;
@@ -280,7 +281,7 @@ impl Task {
         let known: HashSet<_> = nodes.values().map(|(key, _)| *key).collect();
         self.keys.retain(|key, _| uses && known.contains(key));
         let mut desired = BTreeMap::new();
-        // Those that carry packets first, where there are more than places.
+        // Gateways that carry packets come first, in case the map is too small.
         let (waiting, carrying): (Vec<_>, Vec<_>) =
             nodes.iter().partition(|(id, _)| self.far.stand_bys.contains(id));
         for (id, (key, _)) in carrying.into_iter().chain(waiting).filter(|_| uses).take(MOST_KEYS) {
@@ -298,7 +299,7 @@ impl Task {
         }
     }
 
-    /// The relay's own work.
+    /// Does the work of a relay.
     fn serve(&mut self, now: Instant) {
         let may_relay = self.context.relay == settings::Relay::Auto;
         self.server.set_relays(self.is_on() && self.far.offers, may_relay, now);
@@ -345,7 +346,7 @@ impl Task {
             &mut rand::random,
             now,
         );
-        // An end that learns that it is bound sends at once, so the programs must know the port before.
+        // An end sends as soon as it learns that it is bound, so the programs must know the port before.
         if self.server.changes() != changes {
             self.write_ports();
         }
@@ -372,7 +373,7 @@ impl Task {
         let Some(key) = key.copied() else { return };
         let Some((source, ifindex)) = self.paths.look_up(to.ip(), Instant::now()) else { return };
         let kilo = self.context.view.borrow().device.as_ref().map(kilo_host::wireguard::Device::index);
-        // Inside the tunnel it would say nothing of the way outside.
+        // Inside the tunnel it would say nothing about the path outside.
         if kilo == Some(ifindex) {
             return;
         }
@@ -410,12 +411,12 @@ impl Task {
         self.context.changed.notify_one();
     }
 
-    /// Publishes ways and endpoints for reconciles, status and metrics, and logs what changed.
+    /// Publishes paths and endpoints for reconciles, status and metrics, and logs changes.
     fn say(&mut self) {
         let name = |id: &NodeId| self.far.nodes.get(id);
         let uses = self.is_on();
         let mut ways = self.client.ways();
-        // How the tunnels are connected that carry packets; those of stand-bys do not matter here.
+        // Only tunnels that carry packets count here, not those of stand-bys.
         ways.retain(|id, _| !self.far.stand_bys.contains(id));
         let endpoints = if uses { self.client.endpoints() } else { BTreeMap::new() };
         for (id, way) in &ways {
@@ -446,7 +447,7 @@ impl Task {
         let is_off = self.context.relay == settings::Relay::Off;
         let mut said = self.context.relays.said();
         said.offer = super::offer(is_annotated, is_off, self.far.is_gateway);
-        // The next plan is to say again where such a peer is.
+        // The next plan has to set these peers' endpoints again.
         let is_left = said.endpoints.keys().any(|key| !endpoints.contains_key(key));
         let before = std::mem::replace(&mut said.endpoints, endpoints);
         said.note_left(uses, before);
@@ -461,7 +462,7 @@ impl Task {
     }
 }
 
-/// How long a reading of the device counts, by how long it took.
+/// How long a reading of the device counts, given how long it took.
 fn until_next_look(took: Duration, uses: bool) -> Duration {
     if uses {
         LOOK.max((took * SHARE).min(LOOK_SELDOM))
@@ -470,7 +471,7 @@ fn until_next_look(took: Duration, uses: bool) -> Duration {
     }
 }
 
-/// The time of day: numbers of messages go on from those of earlier agents.
+/// The time of day, so that message numbers continue those of earlier agents.
 fn micros() -> u64 {
     let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
     u64::try_from(since.as_micros()).unwrap_or(u64::MAX)
@@ -486,7 +487,7 @@ mod tests {
         assert_eq!((of(2, true), of(2, false)), (1.0, 5.0));
         assert_eq!((of(40, true), of(40, false)), (1.0, 40.0));
         assert_eq!((of(100, true), of(100, false)), (2.0, 60.0));
-        // A relay that has fallen silent is noticed all the same.
+        // A relay that falls silent is still noticed.
         assert_eq!((of(800, true), of(800, false)), (3.0, 60.0));
     }
 }

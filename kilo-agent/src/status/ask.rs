@@ -1,4 +1,4 @@
-//! Asking an agent for its status: at its address, or through the API server.
+//! Asks an agent for its status: at its address, or through the API server.
 
 use std::time::Duration;
 
@@ -18,14 +18,14 @@ use tokio::{net::TcpStream, time::timeout};
 use super::{Status, pods};
 use kilo_core::errors::{Cause, error_chain};
 
-/// An agent answers within this time.
+/// Timeout for an agent's answer.
 const PATIENCE: Duration = Duration::from_secs(5);
-/// Largest answer in bytes: 10,000 nodes are 5 MB.
+/// Maximum size of an answer in bytes: 10,000 nodes take 5 MB.
 const LARGEST: usize = 64 << 20;
 /// Port of the agents in the manifests.
 const PORT: u16 = 1107;
 
-/// Where an agent that asks for tokens keeps one for root on its node, and for `kgctl` in its container.
+/// Where an agent that requires tokens keeps one for root on its node, and for `kgctl` in its container.
 pub const LOCAL_TOKEN: &str = "/var/lib/kilo/page-token";
 
 /// Why an agent did not report its status.
@@ -39,7 +39,7 @@ pub enum AskError {
         /// What is wrong.
         source: Cause,
     },
-    /// Nobody answers there.
+    /// Nothing answers at that address.
     #[error(
         "the agent at {url} does not answer: {}; does kg run there, with --listen on that port?",
         error_chain(source.as_ref())
@@ -50,23 +50,23 @@ pub enum AskError {
         /// The error underneath.
         source: Cause,
     },
-    /// Somebody answers, but no agent that knows `/status`.
+    /// A server answers, but not an agent that knows `/status`.
     #[error("the server at {url} is not an agent of this version: {source}")]
     Answer {
         /// URL that was asked.
         url: String,
-        /// What came.
+        /// What was received instead.
         source: Cause,
     },
-    /// The agent wants a token.
+    /// The agent requires a token.
     #[error("the agent at {url} requires a token to show its status: {said}")]
     Token {
         /// URL that was asked.
         url: String,
-        /// What it says.
+        /// The agent's message.
         said: String,
     },
-    /// No pod of the agent on that node.
+    /// There is no agent pod on that node.
     #[error(
         "no running pod with the label {label} on node {0}; use --agent with the address of its agent",
         label = pods::LABEL
@@ -80,10 +80,10 @@ pub enum AskError {
     Api(#[source] Cause),
 }
 
-/// The status from an agent's own address (`http://host:port`), which is shown this token, if any.
+/// Reads the status at an agent's own address (`http://host:port`), with this token if given.
 ///
 /// # Errors
-/// Says what stands in the way.
+/// Why the status cannot be read.
 pub async fn agent(url: &str, token: Option<&str>) -> Result<Status, AskError> {
     let wrong = |source: Cause| AskError::Url { url: url.to_owned(), source };
     let uri: Uri = url.trim_end_matches('/').parse().map_err(|error: InvalidUri| wrong(error.into()))?;
@@ -126,10 +126,10 @@ pub async fn agent(url: &str, token: Option<&str>) -> Result<Status, AskError> {
         .unwrap_or_else(|_| Err(unreachable(format!("no response within {} s", PATIENCE.as_secs()).into())))
 }
 
-/// The status of the agent on a node, through the API server's proxy to its pod.
+/// Reads the status of the agent on a node, through the API server's proxy to its pod.
 ///
 /// # Errors
-/// Says what stands in the way; the agent can then be asked directly.
+/// Why the status cannot be read; the agent may still be asked directly.
 pub async fn through_api(client: &Client, node: &str) -> Result<Status, AskError> {
     let asked = timeout(PATIENCE, proxied(client, node)).await;
     asked.unwrap_or_else(|_| Err(AskError::Api("the API server's proxy does not answer".into())))
@@ -142,10 +142,10 @@ async fn proxied(client: &Client, node: &str) -> Result<Status, AskError> {
     status_of(client, running).await
 }
 
-/// The status of the agent in this pod, through the API server's proxy.
+/// Reads the status of the agent in this pod, through the API server's proxy.
 ///
 /// # Errors
-/// Says what stands in the way.
+/// Why the status cannot be read.
 pub async fn pod(client: &Client, pod: &Pod) -> Result<Status, AskError> {
     let asked = timeout(PATIENCE, status_of(client, pod)).await;
     asked.unwrap_or_else(|_| Err(AskError::Api("the API server's proxy does not answer".into())))
@@ -153,7 +153,7 @@ pub async fn pod(client: &Client, pod: &Pod) -> Result<Status, AskError> {
 
 async fn status_of(client: &Client, pod: &Pod) -> Result<Status, AskError> {
     let text = page(client, pod, "status").await.map_err(|error| match error {
-        // The API server itself has just let this client list pods.
+        // Not from the API server itself, which has just let this client list pods.
         kube::Error::Api(status) if status.code == 401 => {
             let said = "the API server's proxy cannot show it one".to_owned();
             AskError::Token { url: proxy_url(pod, "status"), said }
@@ -167,25 +167,25 @@ async fn status_of(client: &Client, pod: &Pod) -> Result<Status, AskError> {
         .map_err(|error| AskError::Answer { url: proxy_url(pod, "status"), source: error.into() })
 }
 
-/// The text at this path of the agent in a pod, through the API server's proxy.
+/// Reads this path of the agent in a pod, through the API server's proxy.
 ///
 /// # Errors
-/// The API server's; [`TooLong`] within [`kube::Error::Service`].
+/// Errors of the API server; [`TooLong`] is inside of [`kube::Error::Service`].
 pub async fn page(client: &Client, pod: &Pod, path: &str) -> Result<String, kube::Error> {
     let request = Request::get(proxy_url(pod, path)).body(Vec::new()).map_err(kube::Error::HttpError)?;
     bounded(client, request, LARGEST).await
 }
 
-/// An answer that is longer than any true one: it was not read to its end.
+/// The answer exceeded the limit and was not read to its end.
 #[derive(Debug, thiserror::Error)]
 #[error("the answer is longer than {0} bytes")]
 pub struct TooLong(pub usize);
 
-/// The text that a node or pod returns through the API server, of at most so many bytes: an attacker who has
-/// taken the node over can send without end, also below an error code.
+/// Reads at most `most` bytes of text from a node or pod through the API server: an attacker who controls the
+/// node can send endlessly, even with an error code.
 ///
 /// # Errors
-/// The API server's; [`TooLong`] within [`kube::Error::Service`].
+/// Errors of the API server; [`TooLong`] is inside of [`kube::Error::Service`].
 pub async fn bounded(client: &Client, request: Request<Vec<u8>>, most: usize) -> Result<String, kube::Error> {
     let answer = client.send(request.map(Body::from)).await?;
     let code = answer.status();
@@ -200,7 +200,7 @@ pub async fn bounded(client: &Client, request: Request<Vec<u8>>, most: usize) ->
     if !code.is_client_error() && !code.is_server_error() {
         return Ok(text);
     }
-    // The API server's own refusals are objects, those of agents are text.
+    // The API server's own errors are JSON objects, those of agents are text.
     let refused = serde_json::from_str(&text)
         .unwrap_or_else(|_| Refusal::failure(text.trim(), "").with_code(code.as_u16()));
     Err(kube::Error::Api(Box::new(refused)))
@@ -226,7 +226,7 @@ mod tests {
         thread,
     };
 
-    /// A server that begins so and then sends until nobody reads; how many bytes that were.
+    /// A server that sends this head and then an endless body; also counts the bytes sent.
     fn endless(head: &'static str) -> (Client, Arc<AtomicUsize>) {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let uri = format!("http://{}", listener.local_addr().unwrap()).parse().unwrap();
@@ -248,19 +248,19 @@ mod tests {
     #[tokio::test]
     async fn an_answer_without_end_is_not_read_to_its_end() {
         const MOST: usize = 1 << 20;
-        // One without a length is over when the connection is.
+        // A body without a length ends with the connection.
         for head in ["200 OK", "500 Internal Server Error", "403 Forbidden"] {
             let (client, sent) = endless(head);
             let asked = bounded(&client, Request::get("/").body(Vec::new()).unwrap(), MOST);
             let error = timeout(Duration::from_secs(20), asked).await.unwrap().unwrap_err();
             let kube::Error::Service(cause) = &error else { panic!("{head}: {error:?}") };
             assert!(cause.is::<TooLong>(), "{head}: {cause}");
-            // What is on the way when the reader stops is in buffers of the kernel.
+            // Bytes in flight when the reader stops are in the kernel's buffers.
             assert!(sent.load(Ordering::Relaxed) < 16 * MOST, "{head}");
         }
         let (client, _) = endless("200 OK");
         let error = pod(&client, &Pod::default()).await.unwrap_err().to_string();
-        // On a slow machine time is over first.
+        // On a slow machine the timeout comes first.
         assert!(error.contains("longer than 67108864 bytes") || error.contains("does not answer"), "{error}");
     }
 }

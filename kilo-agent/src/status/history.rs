@@ -1,4 +1,4 @@
-//! Changes of leaders as one agent has seen them: bounded, in memory, for its page.
+//! Changes of leaders as seen by one agent: kept in memory in limited number, for its page.
 
 use std::{
     collections::VecDeque,
@@ -11,10 +11,10 @@ use serde::{Deserialize, Serialize};
 use super::acting;
 use crate::timestamp::Timestamp;
 
-/// Changes that are kept; older ones are in the log and in Events.
+/// Maximum number of changes; older ones are in the log and in Events.
 const KEPT: usize = 200;
 
-/// Another leader of a location, as one agent saw it: an element of `leaderChanges` in the page's JSON.
+/// A change of a location's leader, as seen by one agent: an element of `leaderChanges` in the page's JSON.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct LeaderChange {
@@ -22,23 +22,23 @@ pub struct LeaderChange {
     pub time: Timestamp,
     /// Name of the location, as in the status.
     pub location: String,
-    /// Who led; absent: nobody, or the location is new.
+    /// The former leader; absent when there was none, or the location is new.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub from: Option<String>,
-    /// Who leads; absent: nobody.
+    /// The new leader; absent when there is none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub to: Option<String>,
-    /// Why, a phrase.
+    /// The reason, as a phrase.
     pub why: String,
 }
 
-/// The last changes; cloning shares them.
+/// The latest changes; clones share them.
 #[derive(Clone, Debug, Default)]
 pub struct History(Arc<Mutex<VecDeque<LeaderChange>>>);
 
 impl History {
-    /// Takes note of what `changes` says about leaders, and of who acts in a leader's place in
-    /// `now` and did not in `before`.
+    /// Records the changes of leaders in `changes`, and acting leaders that differ between `before` and
+    /// `now`.
     pub fn observe(&self, changes: &[Change], before: Option<&Mesh>, now: &Mesh, time: Timestamp) {
         let chosen = changes.iter().filter_map(|change| of_change(change, time));
         let acted = before.into_iter().flat_map(|before| of_failover(before, now, time));
@@ -51,7 +51,7 @@ impl History {
         }
     }
 
-    /// All that are kept, the newest first.
+    /// All recorded changes, the latest first.
     pub fn all(&self) -> Vec<LeaderChange> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).iter().cloned().collect()
     }
@@ -71,7 +71,7 @@ fn of_change(change: &Change, time: Timestamp) -> Option<LeaderChange> {
     Some(LeaderChange { time, location: location.clone(), from: from.cloned(), to: to.cloned(), why })
 }
 
-/// Locations where another node acts as leader than before, or no other than Kilo's choice any more.
+/// Locations where the acting leader has changed, or where Kilo's choice leads again.
 fn of_failover(before: &Mesh, now: &Mesh, time: Timestamp) -> Vec<LeaderChange> {
     let pairs = now.segments.iter().filter_map(|new| {
         let old = before.segments.iter().find(|old| old.location == new.location)?;

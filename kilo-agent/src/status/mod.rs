@@ -1,5 +1,5 @@
-//! The state of the mesh as `/status` and `kgctl status` show it: leaders and why they lead, which nodes are ready and
-//! why others are not, tunnels and packet counters. Plain values.
+//! The state of the mesh as `/status` and `kgctl status` show it: leaders and why they lead, readiness of
+//! nodes and reasons, tunnels and packet counters. Plain values.
 
 pub mod ask;
 mod history;
@@ -35,46 +35,46 @@ use kilo_core::{
     wireguard::key::PublicKey,
 };
 
-/// The whole answer.
+/// The complete status.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Status {
-    /// When this was so, by the clock of the one who looked.
+    /// The time of this status, by the clock of the observer.
     pub time: Timestamp,
     /// `location`, `full` or `cross`.
     pub granularity: String,
     /// CIDR from which WireGuard addresses are allocated.
     pub subnet: IpNet,
-    /// Locations, sorted by name; those without a ready node, too.
+    /// Locations, sorted by name, including those without a ready node.
     pub locations: Vec<LocationStatus>,
     /// All nodes, sorted by name.
     pub nodes: Vec<NodeStatus>,
     /// All peers, sorted by name.
     pub peers: Vec<PeerStatus>,
-    /// Other objects, files and fields that are not used -> why.
+    /// Other objects, files and fields that are not used, with the reason.
     pub problems: BTreeMap<String, String>,
     /// Private addresses that several nodes claim.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub conflicts: Vec<ConflictStatus>,
-    /// Leaders whose agents were asked and did not answer: nothing is known of their tunnels.
+    /// Leaders whose agents did not answer, so nothing is known of their tunnels.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub unheard: Vec<String>,
-    /// What agents that were asked say of their nodes, by node.
+    /// Impairments that agents reported, by node.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub degraded: BTreeMap<String, Vec<String>>,
-    /// Agents that were asked and are not healthy, by node -> why.
+    /// Why agents are not healthy, by node, as far as they were asked.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub unhealthy: BTreeMap<String, String>,
-    /// Tunnels between locations that work and are direct, as far as leaders' agents were asked.
+    /// Number of working direct tunnels between locations, as reported by leaders' agents.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub direct_tunnels: usize,
-    /// How the others are connected, sorted by the names of their ends.
+    /// Tunnels that are not direct, sorted by the names of their ends.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub ways: Vec<WayStatus>,
-    /// How slices compare with Nodes; absent where nobody writes them, or nobody looked.
+    /// Comparison of slices with Nodes; absent when nobody writes slices, or they were not read.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub slices: Option<SlicesStatus>,
-    /// What only the agent of a node knows; absent when none was asked.
+    /// What only a node's agent knows; absent when none was asked.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub agent: Option<AgentStatus>,
 }
@@ -89,71 +89,71 @@ pub struct ConflictStatus {
     pub nodes: Vec<String>,
 }
 
-/// A location with at least one node on which an agent has run, whether anybody leads it or not.
+/// A location with at least one node on which an agent has run, with or without a leader.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct LocationStatus {
     /// `location:<name>` or `node:<name>`.
     pub name: String,
-    /// The node that leads; `None` = no node is ready, nothing reaches the location.
+    /// The leader by Kilo's rule; `None` = no node is ready, and nothing reaches the location.
     pub leader: Option<String>,
-    /// The node that acts as leader in its place, as that one has written down.
+    /// The acting leader if it is another node, according to its annotation.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub acting: Option<String>,
-    /// Its active leaders, if it has several; what is of no single node stays with `leader` or `acting`.
+    /// Active leaders, if there are several; shared prefixes stay with `leader` or `acting`.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub gateways: Vec<String>,
     /// The rule that chose the leader.
     pub reason: Option<LeaderReason>,
-    /// When the agent first saw it lead; only an agent remembers.
+    /// When the agent first saw the current leader lead; known to agents only.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub since: Option<Timestamp>,
-    /// Leader changes the agent has seen; 0 = it may lead for longer than `since`.
+    /// Leader changes that the agent has seen; 0 = the leader may have led since before `since`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub changes: Option<u64>,
-    /// Host and port at which WireGuard reaches its leader; `None` as with `leader`.
+    /// Host and port of the leader's WireGuard endpoint; `None` without a leader.
     pub endpoint: Option<String>,
-    /// Its WireGuard address; `None` also when the subnet is used up.
+    /// WireGuard address; `None` also when the subnet is exhausted.
     #[serde(rename = "wireguardIP")]
     pub wireguard_ip: Option<IpAddr>,
-    /// What may keep other locations from reaching it, and what to do.
+    /// What may keep other locations from reaching it, with a remedy.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub warning: Option<String>,
-    /// How many of its nodes take part in the mesh.
+    /// Number of its nodes that take part in the mesh.
     pub ready: usize,
-    /// How many Node objects belong to it, ready or not.
+    /// Number of its Node objects, ready or not.
     pub nodes: usize,
 }
 
-/// A Node object, as the mesh uses it or why it does not.
+/// A Node object and its part in the mesh, or why it has none.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct NodeStatus {
     /// Name of the Node object.
     pub name: String,
-    /// Where it belongs, ready or not.
+    /// The node's location, ready or not.
     pub location: String,
-    /// It leads its location by Kilo's rule, whoever acts in its place.
+    /// Whether it leads its location by Kilo's rule, even if another node acts.
     pub leads: bool,
-    /// Of several active leaders of its location the one it is to use.
+    /// With several active leaders, the one that this node is to use.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub gateway: Option<String>,
-    /// It takes part in the mesh.
+    /// Whether it takes part in the mesh.
     pub ready: bool,
-    /// Why it does not take part, a phrase each; empty when it does.
+    /// Why it does not take part, as phrases; empty when it does.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub not_ready: Vec<String>,
-    /// Host and port at which its WireGuard device is reached if it leads; `None`: it has none.
+    /// Host and port of its WireGuard endpoint, used if it leads; `None` when it has none.
     pub endpoint: Option<String>,
-    /// Private address, without prefix length; `None`: it has none, or has published none.
+    /// Private address, without prefix length; `None` when it has none, or has not published one.
     #[serde(rename = "internalIP")]
     pub internal_ip: Option<IpAddr>,
     /// Pod CIDRs of the Node's spec, `spec.podCIDR` first.
     #[serde(rename = "podCIDRs")]
     pub pod_cidrs: Vec<IpNet>,
-    /// Its last check-in by its own clock; `None` = never.
+    /// Last check-in by the node's own clock; `None` = never.
     pub last_seen: Option<Timestamp>,
-    /// WireGuard public key; `None`: its agent has published none.
+    /// WireGuard public key; `None` when its agent has not published one.
     pub key: Option<PublicKey>,
 }
 
@@ -165,23 +165,23 @@ pub struct PeerStatus {
     pub name: String,
     /// Whether the mesh uses it.
     pub valid: bool,
-    /// Why it, or a part of it, is not used.
+    /// Why it is not used, wholly or in part.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub reason: Option<String>,
-    /// Prefixes that it may send from and is sent to; empty when its object is invalid.
+    /// Prefixes that are routed to it and that it may send from; empty when its object is invalid.
     #[serde(rename = "allowedIPs")]
     pub allowed_ips: Vec<IpNet>,
-    /// Host and port at which it is reached; `None`: it has no fixed place.
+    /// Host and port of its endpoint; `None` when it has no fixed one.
     pub endpoint: Option<String>,
     /// Public key of a valid peer.
     pub key: Option<PublicKey>,
 }
 
-/// What only the agent of a node knows.
+/// What only a node's agent knows.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct AgentStatus {
-    /// The node it runs on.
+    /// The agent's node.
     pub node: String,
     /// Version of the agent's program (`kg version`).
     pub version: String,
@@ -190,33 +190,33 @@ pub struct AgentStatus {
     /// Why it is not healthy; absent = it is.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub unhealthy: Option<String>,
-    /// What works less well than it should although the agent is healthy.
+    /// Impairments despite which the agent is healthy.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub degraded: Vec<String>,
     /// Peers of its WireGuard device.
     pub tunnels: Vec<Tunnel>,
-    /// Packets by what the data path did with them.
+    /// Packets by the data path's action.
     pub packets: BTreeMap<String, u64>,
     /// Packets the data path dropped, by reason.
     pub drops: BTreeMap<String, u64>,
-    /// Programs and the interfaces on whose hooks they are, as the last reconcile left them.
+    /// Programs and the interfaces they are attached to, as of the last reconcile.
     pub programs: Vec<Attached>,
-    /// Where it learns of other nodes: `slices`, or `Nodes` and why; absent where there is no choice.
+    /// Source of other nodes: `slices`, or `Nodes` and why; absent when there is no choice.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub nodes_from: Option<String>,
-    /// How it stands by, or is stood by; absent where failover is off.
+    /// Failover state of this node; absent when failover is off.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub failover: Option<FailoverStatus>,
-    /// Pairs of other locations that it relays for.
+    /// Number of pairs of other locations that it relays for.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub relays: usize,
-    /// What its annotation `relay` has come to; absent where it has none.
+    /// Effect of its annotation `relay`; absent without the annotation.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub relay: Option<String>,
-    /// What is wrong on the host, and what to do about it.
+    /// Problems of the host, with remedies.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub warnings: Vec<String>,
-    /// What could not be read.
+    /// Errors of reading this status.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub errors: Vec<String>,
 }
@@ -226,24 +226,24 @@ const fn is_zero(count: &usize) -> bool {
     *count == 0
 }
 
-/// The leader of a node's location as its kernel has it.
+/// The leader that a node's kernel uses, and the other gateways.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct FailoverStatus {
-    /// Of this node: `leader`, `stand-by` or `member`.
+    /// Role of this node: `leader`, `stand-by` or `member`.
     pub role: String,
-    /// The node its packets use.
+    /// The gateway that its packets use.
     pub leader: String,
     /// The node that leads by Kilo's rule.
     pub kilos_leader: String,
-    /// Changes of leader so far.
+    /// Number of leader changes so far.
     pub term: u32,
-    /// Since when it uses this one; absent: since before its agent started.
+    /// Since when it uses this leader; absent when since before its agent started.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub since: Option<Timestamp>,
     /// The other gateways.
     pub stand_bys: Vec<StandByStatus>,
-    /// What this node did or saw last.
+    /// The last change that this node made or saw.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub last_change: Option<String>,
 }
@@ -254,10 +254,10 @@ pub struct FailoverStatus {
 pub struct StandByStatus {
     /// Name of its Node object.
     pub node: String,
-    /// Whether it could lead now; absent: this node does not hear it.
+    /// Whether it could lead now; absent when this node does not hear it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub fit: Option<bool>,
-    /// Round trip of its tunnels in milliseconds, of this node alone.
+    /// Round trip through its tunnels in milliseconds, as measured by this node.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub round_trip: Option<u64>,
 }
@@ -266,28 +266,27 @@ pub struct StandByStatus {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Tunnel {
-    /// The location or peer at the other end; `None` = nobody of the mesh.
+    /// The location or peer at the far end; `None` = unknown to the mesh.
     pub name: Option<String>,
-    /// Its public key.
+    /// Public key of the far end.
     pub key: PublicKey,
-    /// Where it was last seen, or what was set.
+    /// Endpoint where it was last seen, or that was configured.
     pub endpoint: Option<SocketAddr>,
     /// The last handshake; `None` = there was none.
     pub last_handshake: Option<Timestamp>,
-    /// Bytes received from it, as WireGuard counts them, since the device has the peer.
+    /// Bytes received, as counted by WireGuard since the peer was added to the device.
     pub received_bytes: u64,
-    /// Bytes sent to it, likewise.
+    /// Bytes sent, counted likewise.
     pub sent_bytes: u64,
-    /// How it is connected, if it works: `direct`, `punched` or `relayed`; unknown with
-    /// `--relay=off`.
+    /// Path of a working tunnel: `direct`, `punched` or `relayed`; unknown with `--relay=off`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub way: Option<String>,
-    /// Name of the node that relays; absent where nobody does.
+    /// Name of the relaying node; absent unless relayed.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub relay: Option<String>,
 }
 
-/// How a tunnel between two locations is connected that is not direct.
+/// A tunnel between two locations that is not direct.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct WayStatus {
@@ -295,13 +294,13 @@ pub struct WayStatus {
     pub nodes: [String; 2],
     /// `punched` or `relayed`.
     pub way: String,
-    /// Name of the node that relays; absent where nobody does.
+    /// Name of the relaying node; absent unless relayed.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub relay: Option<String>,
 }
 
-/// What the objects alone show. `ready`: names of the nodes that take part;
-/// the same that `mesh` was made of.
+/// Builds the status from the objects alone. `ready`: names of the nodes that take part, the same that `mesh`
+/// was made of.
 pub fn of_objects(
     mesh: &Mesh,
     snapshot: &Snapshot,
@@ -375,7 +374,7 @@ fn locations(mesh: &Mesh, snapshot: &Snapshot, granularity: Granularity) -> Vec<
             known.insert(name);
         }
     }
-    // Nodes no agent has ever run on make no location.
+    // Nodes on which no agent has ever run do not form a location.
     all.retain(|name, _| known.contains(name));
     for (at, segment) in mesh.segments.iter().enumerate() {
         let location = all.entry(segment.location.clone()).or_insert_with(|| empty(&segment.location));
@@ -399,7 +398,7 @@ fn locations(mesh: &Mesh, snapshot: &Snapshot, granularity: Granularity) -> Vec<
     all.into_values().collect()
 }
 
-/// Who acts in the place of Kilo's leader: the latest to write so, if it takes part.
+/// The acting leader if it is not Kilo's: the node with the latest published term, if it takes part.
 fn acting(segment: &topology::Segment) -> Option<String> {
     let written = segment.members.iter().filter(|member| member.node.is_capable());
     let latest = written.filter_map(|member| Some((member.node.leading?, member.name()))).max()?;
@@ -411,8 +410,8 @@ fn last_seen(node: Known<'_>) -> Option<Timestamp> {
     (node.last_seen != 0).then_some(Timestamp(node.last_seen))
 }
 
-/// Of a node whose agent has written nothing yet, and what to do about it as long as nobody has
-/// looked at its pod.
+/// Reason for a node whose agent has not written anything yet, and the remedy until somebody has looked at
+/// its pod.
 const NEVER_CHECKED_IN: &str = "its agent never checked in";
 const LOOK_AT_LOG: &str = ": the log of its pod says why";
 
@@ -426,7 +425,7 @@ fn why_not_ready(node: Known<'_>, time: Timestamp) -> Vec<String> {
         Some(seen) if !topology::is_recent(node, time.0) => {
             reasons.push(format!("its agent last checked in {} ago", time.since(seen)));
         }
-        // Recent by the clock, and still not alive to an agent that looks for changes.
+        // Recent by the clock, but considered dead by an agent that watches for changes.
         Some(_) if reasons.is_empty() => reasons.push("its last-seen no longer changes".to_owned()),
         Some(_) => {}
     }
@@ -449,7 +448,8 @@ fn peers(mesh: &Mesh, snapshot: &Snapshot) -> Vec<PeerStatus> {
 }
 
 impl Status {
-    /// Nodes that carry their location's packets, or may: leaders by Kilo's rule, acting ones and gateways.
+    /// Nodes that carry their location's packets, or may: leaders by Kilo's rule, acting leaders and
+    /// gateways.
     pub fn leading(&self) -> BTreeSet<String> {
         let of = |location: &LocationStatus| {
             let leaders = location.leader.iter().chain(&location.acting).chain(&location.gateways);
@@ -458,8 +458,8 @@ impl Status {
         self.locations.iter().flat_map(of).collect()
     }
 
-    /// Takes over since when leaders are in office from an agent's view, where both agree on the leader, and what
-    /// that agent warns of: how many stand-bys there are is a flag of agents.
+    /// Takes over from an agent's view since when leaders lead, where both agree on the leader, and its
+    /// warnings, because the number of stand-bys is a flag of agents.
     pub fn remember_leaders(&mut self, seen: &Self) {
         for location in &mut self.locations {
             let same =
@@ -474,9 +474,9 @@ impl Status {
         }
     }
 
-    /// Takes over how tunnels between locations are connected, as the agents of nodes say. An agent may say what it
-    /// likes: names are those of nodes that are known here, and other ways than these three are none. Of two ends that
-    /// differ, the one that knows of no direct way counts.
+    /// Takes over the paths of tunnels between locations from the agents of nodes. Agents are not trusted:
+    /// only names of known nodes and these three paths are accepted. If both ends disagree, the path that is
+    /// not direct counts.
     pub fn remember_ways(&mut self, seen: &[(String, Self)]) {
         let names: BTreeMap<_, _> =
             self.nodes.iter().filter_map(|node| Some((node.key?, node.name.as_str()))).collect();
@@ -504,7 +504,7 @@ impl Status {
         (self.direct_tunnels, self.ways) = (direct.len(), others.into_iter().map(way).collect());
     }
 
-    /// Takes over what is wrong, or works less well, at an agent's node.
+    /// Takes over the problems and impairments that an agent reports for its node.
     pub fn remember_ills(&mut self, seen: &Self) {
         let Some(agent) = &seen.agent else { return };
         if !agent.degraded.is_empty() {
@@ -515,7 +515,7 @@ impl Status {
         }
     }
 
-    /// Only what concerns one node: it, and its location. `false` when it does not exist.
+    /// Keeps only one node and its location; `false` when the node does not exist.
     pub fn retain_node(&mut self, name: &str) -> bool {
         let Some(location) =
             self.nodes.iter().find(|node| node.name == name).map(|node| node.location.clone())

@@ -1,4 +1,4 @@
-//! What the API server knows of the agents' pods: why one does not run.
+//! What the API server knows about the agents' pods, such as why one does not run.
 
 use std::collections::BTreeMap;
 
@@ -9,11 +9,11 @@ use super::{NEVER_CHECKED_IN, Status};
 
 /// Label of the agent's pods in the manifests.
 pub const LABEL: &str = "app.kubernetes.io/name=kilo";
-/// Their namespace in the manifests.
+/// Namespace of the agents' pods in the manifests.
 const NAMESPACE: &str = "kube-system";
-/// Of a node without one, where others have theirs.
+/// Reason for a node without an agent pod while others have one.
 const NO_POD: &str = "no pod of Kilo is on it: look at its taints and the DaemonSet's nodeSelector";
-/// Texts of runtimes and registries for an image of another architecture than the node.
+/// Error texts of runtimes and registries when the image has another architecture than the node.
 const OTHER_ARCHITECTURE: [&str; 4] = [
     "exec format error",
     "no match for platform",
@@ -21,11 +21,11 @@ const OTHER_ARCHITECTURE: [&str; 4] = [
     "does not match the specified platform",
 ];
 
-/// Reasons of the kubelet that every start passes through.
+/// Waiting reasons of the kubelet that are part of every start.
 const MAKING: [&str; 2] = ["ContainerCreating", "PodInitializing"];
 
-/// The agents' pods, of one node or of all: in all namespaces, or in that of the manifests for who
-/// may not look into others.
+/// Lists the agents' pods of one node or of all: in all namespaces, or only in the manifests' namespace if
+/// the account may not list others.
 pub async fn list(client: &Client, node: Option<&str>) -> Result<Vec<Pod>, kube::Error> {
     let mut wanted = ListParams::default().labels(LABEL);
     if let Some(node) = node {
@@ -40,24 +40,24 @@ pub async fn list(client: &Client, node: Option<&str>) -> Result<Vec<Pod>, kube:
     found.map(|list| list.items.into_iter().filter(is_agents).collect())
 }
 
-/// Whether a pod with the label can be an agent's: anybody who may make pods may give them the label, and
-/// would answer in the agent's place, or have their image run everywhere.
+/// Whether a pod with the label can be an agent: anybody who may create pods may set the label, and such a
+/// pod could answer in the agent's place, or have its image run everywhere.
 fn is_agents(pod: &Pod) -> bool {
     let is_on_host = pod.spec.as_ref().is_some_and(|spec| spec.host_network == Some(true));
     is_on_host || pod.metadata.namespace.as_deref() == Some(NAMESPACE)
 }
 
-/// The first of them that runs.
+/// The first running pod.
 pub fn running(pods: &[Pod]) -> Option<&Pod> {
     pods.iter().find(|pod| phase(pod).is_none_or(|phase| phase == "Running"))
 }
 
-/// As the kubelet says: `Pending`, `Running`, `Succeeded` or `Failed`.
+/// The pod's phase: `Pending`, `Running`, `Succeeded` or `Failed`.
 pub fn phase(pod: &Pod) -> Option<&str> {
     pod.status.as_ref()?.phase.as_deref()
 }
 
-/// Why a pod is not to be asked; `None` when it runs.
+/// Why a pod cannot be asked; `None` when it runs.
 pub fn not_running(pod: &Pod) -> Option<String> {
     if running(std::slice::from_ref(pod)).is_some() {
         return None;
@@ -69,12 +69,12 @@ pub fn not_running(pod: &Pod) -> Option<String> {
     Some(why_not_running(pod).unwrap_or_else(plain))
 }
 
-/// Adds to the nodes that do not take part what their pods say. An account that may not list pods sees the rest.
+/// Adds reasons from the pods to nodes that do not take part; does nothing if the account may not list pods.
 pub async fn explain(client: &Client, status: &mut Status) {
     if status.nodes.iter().all(|node| node.ready) {
         return;
     }
-    // Where no agent is a pod, they are not missing.
+    // Without any agent pod, agents run outside of pods and none is missing.
     let Ok(pods) = list(client, None).await else { return };
     if pods.is_empty() {
         return;
@@ -100,13 +100,13 @@ pub async fn explain(client: &Client, status: &mut Status) {
     }
 }
 
-/// The node a pod is on.
+/// Name of the pod's node.
 pub fn node_of(pod: &Pod) -> Option<&str> {
     pod.spec.as_ref()?.node_name.as_deref()
 }
 
-/// Why a pod's agent does not run, as far as its status says; `None` when its containers run, or one of its init
-/// containers does.
+/// Why a pod's agent does not run, according to its status; `None` when its containers run, or one of its
+/// init containers does.
 pub fn why_not_running(pod: &Pod) -> Option<String> {
     let status = pod.status.as_ref()?;
     let containers =
@@ -114,7 +114,7 @@ pub fn why_not_running(pod: &Pod) -> Option<String> {
     let name = pod.metadata.name.as_deref().unwrap_or_default();
     let Some(reason) = containers().find_map(why_stopped) else {
         let namespace = pod.metadata.namespace.as_deref().unwrap_or(NAMESPACE);
-        // What the kubelet waits for, a volume for example, is in its Events alone.
+        // What the kubelet waits for, a volume for example, is only in its Events.
         return containers().next().is_some_and(is_being_made).then(|| {
             format!(
                 "pod {name}: its containers are being created; if that lasts, `kubectl --namespace {namespace} describe \
@@ -130,7 +130,7 @@ pub fn why_not_running(pod: &Pod) -> Option<String> {
     Some(text)
 }
 
-/// Whether the kubelet has not come to starting it: it waits for volumes or the sandbox.
+/// Whether the kubelet has not started the container yet: it waits for volumes or the sandbox.
 fn is_being_made(container: &ContainerStatus) -> bool {
     let waiting = container.state.as_ref().and_then(|state| state.waiting.as_ref());
     waiting.and_then(|waiting| waiting.reason.as_deref()).is_some_and(|reason| MAKING.contains(&reason))
@@ -158,7 +158,7 @@ fn why_stopped(container: &ContainerStatus) -> Option<String> {
     Some(format!("container {}: {reason}", container.name))
 }
 
-/// The last line of what a container that failed left as its message.
+/// The last line of a failed container's termination message.
 fn last_words(state: &ContainerState) -> Option<String> {
     let ended = state.terminated.as_ref().filter(|ended| ended.exit_code != 0)?;
     ended

@@ -1,11 +1,11 @@
-//! Whether a mesh is healthy, and what is wrong first: plain values, without I/O. `kgctl status` and the
-//! agent's page say the same because both ask here; what differs is how many agents have been heard.
+//! Whether a mesh is healthy, and its problems: plain values, without I/O. `kgctl status` and the agent's
+//! page both use this; they differ only in the number of agents asked.
 
 use serde::{Deserialize, Serialize};
 
 use super::Status;
 
-/// Something that keeps packets from arriving.
+/// A condition that keeps packets from arriving.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Problem {
     /// `node/NAME`, `location/NAME` or `address/IP`.
@@ -14,7 +14,7 @@ pub struct Problem {
     pub what: String,
 }
 
-/// All that is wrong, locations without a leader first. Invalid peers are not: they stop nobody else.
+/// All problems, locations without a leader first. Invalid peers do not count: they affect nobody else.
 pub fn problems(status: &Status) -> Vec<Problem> {
     let problem = |kind: &str, name: &str, what: String| Problem { object: format!("{kind}/{name}"), what };
     let lost = status.locations.iter().filter(|location| location.leader.is_none());
@@ -42,12 +42,12 @@ pub fn problems(status: &Status) -> Vec<Problem> {
     found
 }
 
-/// One line that says how it is.
+/// Summarises the status in one line.
 pub fn verdict(status: &Status, problems: &[Problem]) -> String {
     let ready = status.nodes.iter().filter(|node| node.ready).count();
     let led = status.locations.iter().filter(|location| location.leader.is_some()).count();
     let (nodes, locations) = (status.nodes.len(), status.locations.len());
-    // One agent knows its own tunnels alone, so that two pages may differ: each says whose it is.
+    // An agent knows only its own tunnels, so pages may differ: each names its agent.
     let whose = status.agent.as_ref().map(|agent| format!(", as {} sees it", agent.node)).unwrap_or_default();
     let counts =
         format!("{ready} of {nodes} nodes ready, {led} of {locations} locations have a leader{whose}");

@@ -1,4 +1,4 @@
-//! How slices compare with the Nodes that they speak of.
+//! Comparison of slices with the Nodes that they describe.
 
 use std::collections::BTreeSet;
 
@@ -7,25 +7,25 @@ use serde::{Deserialize, Serialize};
 use crate::timestamp::Timestamp;
 use kilo_core::objects::{Nodes, node, slices::SliceSet};
 
-/// Names that are shown.
+/// Maximum number of names shown.
 const SHOWN: usize = 5;
 
-/// Slices beside Nodes, read at the same time.
+/// Slices compared with Nodes that were read at the same time.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct SlicesStatus {
     /// The node whose agent writes them.
     pub writer: String,
-    /// When it was last alive, by its clock; absent where that may not be read.
+    /// When the writer was last alive, by its clock; absent if the Lease may not be read.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub renewed: Option<Timestamp>,
-    /// How many there are.
+    /// Number of slices.
     pub slices: usize,
-    /// Slices that are missing or cannot be read.
+    /// Number of slices that are missing or cannot be read.
     pub bad: usize,
-    /// Nodes of which they say something.
+    /// Number of nodes in slices.
     pub nodes: usize,
-    /// Nodes of which they say something else than the Node, or nothing, and such that do not exist.
+    /// Nodes that differ between slice and Node object, or exist in only one of them.
     pub behind: Vec<String>,
 }
 

@@ -1,4 +1,4 @@
-//! Status as tables for people, in the manner of kubectl.
+//! Formats the status as tables for people, in the style of kubectl.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -6,7 +6,8 @@ use super::{AgentStatus, FailoverStatus, LocationStatus, NodeStatus, PeerStatus,
 use crate::timestamp::Timestamp;
 use kilo_core::topology::way_text;
 
-/// Tables: locations, nodes, peers, then what the agent knows. `wide`: with endpoints and keys of nodes.
+/// Tables of locations, nodes and peers, then of what the agent knows. `wide`: with endpoints and keys of
+/// nodes.
 pub fn table(status: &Status, wide: bool) -> String {
     let mut parts = Vec::new();
     let now = status.time;
@@ -103,7 +104,7 @@ fn agent_tables(agent: &AgentStatus, now: Timestamp) -> String {
         text += &format!("tunnels with other locations: {ways}\n");
     }
     let age = |time: Option<Timestamp>| time.map_or_else(|| "never".to_owned(), |time| ago(now, time));
-    // Where all are direct, nobody asks.
+    // The column is omitted when all tunnels are direct.
     let ways = agent.tunnels.iter().any(|tunnel| tunnel.way.as_ref().is_some_and(|way| way != "direct"));
     let tunnels = agent.tunnels.iter().map(|tunnel| {
         let mut row = vec![
@@ -144,7 +145,7 @@ fn agent_tables(agent: &AgentStatus, now: Timestamp) -> String {
     text
 }
 
-/// How many tunnels that work go which way; `None`: none does.
+/// Number of working tunnels by path; `None` when there are none.
 fn counted_ways<'a>(ways: impl Iterator<Item = &'a str>) -> Option<String> {
     let mut counts = BTreeMap::<&str, usize>::new();
     for way in ways {
@@ -185,7 +186,7 @@ fn failover_row(failover: &FailoverStatus, now: Timestamp) -> Vec<String> {
 
 fn location_row(location: &LocationStatus, now: Timestamp) -> Vec<String> {
     let since = location.since.map_or_else(unknown, |since| {
-        // The agent may not have been there when it began.
+        // The leader may have begun before the agent's start.
         let at_least = if location.changes == Some(0) { ">" } else { "" };
         format!("{at_least}{}", ago(now, since))
     });
@@ -266,9 +267,9 @@ pub fn bytes(count: u64) -> String {
     if unit == "B" { format!("{count} B") } else { format!("{value:.1} {unit}") }
 }
 
-/// Cells below their heads, in columns as wide as needed, three spaces apart; nothing at all without rows.
+/// Formats columns under their headings, as wide as needed, three spaces apart; empty without rows.
 pub fn columns(head: &[&str], rows: impl Iterator<Item = Vec<String>>) -> String {
-    // A location may be called anything: no cell ends its line, or says something to the terminal.
+    // Cells are untrusted text: they must not contain line breaks or terminal escapes.
     let shown = |c: char| if c.is_control() { char::REPLACEMENT_CHARACTER } else { c };
     let rows = rows.map(|row| row.iter().map(|cell| cell.chars().map(shown).collect()).collect());
     let rows: Vec<Vec<String>> = rows.collect();

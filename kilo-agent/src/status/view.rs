@@ -1,4 +1,4 @@
-//! What an agent knows, kept for those who ask it.
+//! The agent's state, kept for status, page and metrics.
 
 use std::{
     collections::BTreeMap,
@@ -37,32 +37,32 @@ pub struct View {
     pub mesh: Arc<Mesh>,
     /// All objects.
     pub snapshot: Arc<Snapshot>,
-    /// The own node as it is now.
+    /// This node as it is now.
     pub own: Option<Arc<Node>>,
     /// Which of the snapshot's nodes take part, in their order.
     pub ready: Vec<bool>,
     /// `--mesh-granularity`.
     pub granularity: Granularity,
-    /// Since when who leads.
+    /// Which node leads each location, and since when.
     pub leaders: LeadersSince,
-    /// Who has led before.
+    /// Former leaders.
     pub history: History,
-    /// Programs on interfaces.
+    /// Programs attached to interfaces.
     pub programs: Vec<Attached>,
-    /// What is wrong on the host, and what to do about it.
+    /// Problems of the host, with remedies.
     pub warnings: Vec<String>,
-    /// The WireGuard device, once there is one.
+    /// The WireGuard device; `None` until it exists.
     pub device: Option<Device>,
-    /// Where other nodes are read, where there is a choice.
+    /// Source of other nodes, if there is a choice.
     pub nodes_from: Option<String>,
-    /// What failover does, where it is on.
+    /// State of failover, if it is on.
     pub failover: Option<Reporter>,
-    /// How tunnels are connected.
+    /// Paths of tunnels.
     pub relays: Relays,
 }
 
 impl View {
-    /// All objects, the own node as it is now.
+    /// All objects, with this node as it is now.
     fn known(&self) -> Snapshot {
         let mut known = Snapshot::clone(&self.snapshot);
         if let Some(own) = self.own.as_deref() {
@@ -72,12 +72,12 @@ impl View {
         known
     }
 
-    /// Nodes that take part, the own one as it is now.
+    /// Nodes that take part, with this one as it is now.
     pub fn ready_nodes(&self) -> impl Iterator<Item = &Node> {
         among(with_own(&self.snapshot.nodes, self.own.as_ref()), &self.ready).map(|node| &**node)
     }
 
-    /// What the WireGuard device says of its peers now; none before there is a device.
+    /// The WireGuard device's peers as of now; empty before there is a device.
     ///
     /// # Errors
     /// When the device cannot be read.
@@ -85,10 +85,10 @@ impl View {
         Ok(self.reading(Duration::ZERO).await?.peers)
     }
 
-    /// The same, or what was read no longer ago than `age`, with the moment of that.
+    /// [`Self::peers`] with the time of reading; a reading no older than `age` may be reused.
     ///
     /// # Errors
-    /// When the device has to be read, and cannot be.
+    /// When the device has to be read, but cannot be.
     pub async fn reading(&self, age: Duration) -> Result<Reading, WireguardError> {
         match &self.device {
             Some(device) => device.status_within(age).await,
@@ -96,7 +96,7 @@ impl View {
         }
     }
 
-    /// How this node's tunnels are connected that are not direct, for the graph.
+    /// Paths of this node's tunnels that are not direct, for the graph.
     pub fn ways(&self) -> Ways {
         let ways = self.relays.ways();
         let others = ways.values().filter(|connected| connected.way != "direct");
@@ -106,7 +106,7 @@ impl View {
         others.map(way).collect()
     }
 
-    /// The status now: `counters`, `unhealthy` and `degraded` come from others. Reads the
+    /// Builds the current status; the caller provides `counters`, `unhealthy` and `degraded`. Reads the
     /// WireGuard device.
     pub async fn status(
         &self,
@@ -157,7 +157,7 @@ impl View {
     }
 }
 
-/// `now` and `time` are the same moment.
+/// Converts the report; `now` and `time` are the same moment.
 fn failover(report: Report, now: Instant, time: Timestamp) -> FailoverStatus {
     let stand_by = |stand_by: StandBy| StandByStatus {
         node: stand_by.node,

@@ -13,7 +13,7 @@ use rustls::{
     sign::CertifiedKey,
 };
 
-/// Why the files cannot be used. Never shows their content.
+/// Why the files cannot be used; never contains their content.
 #[derive(Debug, thiserror::Error)]
 pub enum CertificateError {
     /// A file cannot be read.
@@ -24,17 +24,17 @@ pub enum CertificateError {
         /// The error underneath.
         source: io::Error,
     },
-    /// A file has no PEM of the wanted kind.
+    /// A file has no PEM of the required kind.
     #[error("{path} holds no usable {what} in PEM: {source}")]
     Pem {
         /// The file.
         path: PathBuf,
         /// `certificate` or `private key`.
         what: &'static str,
-        /// What the parser said.
+        /// The parser's error.
         source: Cause,
     },
-    /// They do not belong together, or are of a kind TLS does not use.
+    /// The certificate and key do not match, or are of a kind that TLS does not use.
     #[error("the certificate of {certificate} and the key of {key} cannot be used together: {source}")]
     Pair {
         /// The certificate's file.
@@ -48,12 +48,12 @@ pub enum CertificateError {
 
 type Files = (Vec<u8>, Vec<u8>);
 
-/// Certificate and key in use.
+/// The certificate and key in use.
 #[derive(Debug)]
 pub struct Certificate {
     paths: (PathBuf, PathBuf),
     current: RwLock<Arc<CertifiedKey>>,
-    /// What the files held when they were last looked at.
+    /// Content of the files when they were last read.
     seen: Mutex<Files>,
 }
 
@@ -65,20 +65,19 @@ impl Certificate {
         Self::of(paths, files)
     }
 
-    /// From a Secret: `paths` are what errors name.
+    /// Uses the content of a Secret; `paths` are for errors.
     pub fn of(paths: (PathBuf, PathBuf), files: Files) -> Result<Self, CertificateError> {
         let current = RwLock::new(Arc::new(parse(&paths, &files)?));
         Ok(Self { paths, current, seen: Mutex::new(files) })
     }
 
-    /// Takes over changed files; says whether they had changed. Files that are
-    /// no pair (a replacement under way) leave the certificate as it was, and
-    /// are an error once.
+    /// Takes over changed files; returns whether they had changed. Files that do not match (while they are
+    /// being replaced) leave the certificate in use as it was, and are reported as an error once.
     pub fn reload(&self) -> Result<bool, CertificateError> {
         self.take(read(&self.paths)?)
     }
 
-    /// The same with what a Secret holds.
+    /// [`Self::reload`] with the content of a Secret.
     pub fn take(&self, files: Files) -> Result<bool, CertificateError> {
         let mut seen = self.seen.lock().unwrap_or_else(PoisonError::into_inner);
         if *seen == files {

@@ -1,5 +1,5 @@
-//! A certificate of our own, signed by an authority that is made for it alone: its key
-//! is forgotten, so that nobody can sign another one.
+//! Issues a certificate, signed by an authority that is created for it alone. The authority's key is
+//! discarded, so that nobody can sign another one.
 
 use std::time::{Duration, SystemTime};
 
@@ -10,7 +10,7 @@ use rcgen::{
 
 /// How long a certificate is valid.
 pub const LIFETIME: Duration = Duration::from_secs(365 * 24 * 60 * 60);
-/// Clocks of others may be behind ours by this much.
+/// Tolerance for other clocks that are behind ours.
 const EARLIER: Duration = Duration::from_secs(60 * 60);
 
 /// A certificate, its private key, and the authority that has signed it; all in PEM.
@@ -21,10 +21,10 @@ pub struct Issued {
     pub authority: String,
 }
 
-/// Makes a certificate for these DNS names, valid from now.
+/// Issues a certificate for these DNS names, valid from now.
 ///
 /// # Errors
-/// When a name cannot be in a certificate, or there is no randomness.
+/// When a name is not valid in a certificate, or there is no randomness.
 pub fn issue(names: &[String], now: SystemTime) -> Result<Issued, Error> {
     let params = |names: &[String], common_name: &str| -> Result<CertificateParams, Error> {
         let mut params = CertificateParams::new(names)?;

@@ -1,4 +1,4 @@
-//! Metrics of the webhook, under the names Kilo's have.
+//! Metrics of the webhook, under the same names as Kilo's.
 
 use std::{fmt, sync::Arc};
 
@@ -22,13 +22,13 @@ struct RequestLabels {
     method: &'static str,
 }
 
-/// Handles of all metrics; cloning shares them.
+/// Handles of all metrics; clones share them.
 #[derive(Clone, Debug)]
 pub struct Metrics {
     registry: Arc<Registry>,
     reviews: Family<ReviewLabels, Counter>,
     requests: Family<RequestLabels, Counter>,
-    /// `errors_total`: requests that were not reviews, certificates that cannot be used.
+    /// `errors_total`: invalid requests, and unusable certificates.
     pub errors: Counter,
 }
 
@@ -64,7 +64,7 @@ impl Metrics {
         self.reviews.get_or_create(&ReviewLabels { operation, response }).inc();
     }
 
-    /// Counts one request; what clients make up does not become a label.
+    /// Counts one request; unknown methods share a label, so that clients cannot create labels.
     pub fn request(&self, handler: &'static str, method: &Method) {
         let method = match *method {
             Method::GET => "GET",
@@ -77,7 +77,7 @@ impl Metrics {
         self.requests.get_or_create(&RequestLabels { handler, method }).inc();
     }
 
-    /// The text exposition format (OpenMetrics).
+    /// Encodes all metrics as OpenMetrics text.
     pub fn encode(&self) -> Result<String, fmt::Error> {
         let mut text = String::new();
         encode(&mut text, &self.registry)?;

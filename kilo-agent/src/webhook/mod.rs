@@ -1,5 +1,5 @@
-//! `kg webhook`: refuses invalid Peer objects when they are written, by the
-//! rules by which the agents would ignore them.
+//! `kg webhook`: rejects invalid Peer objects when they are written, by the same rules by which agents ignore
+//! them.
 
 mod certificate;
 mod issue;
@@ -28,49 +28,49 @@ use crate::{
     http::{self, Answer, OPENMETRICS, method_not_allowed, respond, text},
 };
 
-/// Where the certificate comes from.
+/// Source of the certificate.
 #[derive(Clone, Debug)]
 pub enum Source {
-    /// Files somebody else writes.
+    /// Files maintained by somebody else.
     Files {
         /// PEM certificate chain.
         certificate: PathBuf,
         /// PEM private key.
         key: PathBuf,
     },
-    /// A Secret, where it is made and renewed by ourselves.
+    /// A Secret, which the webhook creates and renews itself.
     Secret(Place),
 }
 
-/// Where it listens, and with which certificate.
+/// Options of the webhook.
 #[derive(Clone, Debug)]
 pub struct Options {
-    /// Where the certificate comes from.
+    /// Source of the certificate.
     pub source: Source,
-    /// Where the API server asks, over TLS.
+    /// Address for reviews by the API server, over TLS.
     pub listen: SocketAddr,
-    /// Where metrics and health are, in clear.
+    /// Address for metrics and health, in clear.
     pub listen_metrics: SocketAddr,
-    /// How often the files or the Secret are looked at.
+    /// How often the files or the Secret are read again.
     pub reload: Duration,
 }
 
 /// Why the webhook cannot serve.
 #[derive(Debug, thiserror::Error)]
 pub enum WebhookError {
-    /// The files given.
+    /// The certificate's files cannot be used.
     #[error(transparent)]
     Certificate(#[from] CertificateError),
-    /// The Secret.
+    /// The Secret cannot be used.
     #[error(transparent)]
     Secret(#[from] SecretError),
-    /// The way to the API server.
+    /// There is no connection to the API server.
     #[error(transparent)]
     Backend(#[from] BackendError),
-    /// The TLS library.
+    /// The TLS library failed.
     #[error("failed to set up TLS: {0}")]
     Tls(#[from] rustls::Error),
-    /// An address.
+    /// An address cannot be bound.
     #[error("failed to listen on {address}: {source}")]
     Listen {
         /// Address of the flag.
@@ -80,12 +80,12 @@ pub enum WebhookError {
     },
 }
 
-/// Largest review in bytes: two objects of the largest size etcd takes, and more.
+/// Maximum size of a review in bytes: more than two objects of the largest size that etcd accepts.
 const LARGEST: usize = 8 << 20;
-/// A body is complete within this time.
+/// Timeout for receiving a body.
 const PATIENCE: Duration = Duration::from_secs(10);
 
-/// Serves until `stop`, then finishes what is under way.
+/// Serves until `stop`, then completes pending requests.
 ///
 /// # Errors
 /// When the certificate cannot be used or an address is taken.
@@ -134,14 +134,14 @@ pub async fn run(options: Options, stop: CancellationToken) -> Result<(), Webhoo
     }
 }
 
-/// What the certificate is read from again.
+/// Where the certificate is reloaded from.
 enum Origin {
     Files,
     Secret(kube::Client, Place),
 }
 
 impl Origin {
-    /// The first certificate; `None` when asked to stop before there was one.
+    /// Obtains the first certificate; `None` when asked to stop before.
     async fn open(
         options: &Options,
         stop: &CancellationToken,
@@ -156,7 +156,7 @@ impl Origin {
         let files = loop {
             match secret::ensure(&client, place).await {
                 Ok(files) => break files,
-                // It may not be there yet: rights, or the webhook's configuration.
+                // Permissions or the webhook's configuration may not exist yet.
                 Err(error) => tracing::error!(%error, "failed to obtain a certificate; retrying"),
             }
             tokio::select! {
@@ -169,7 +169,7 @@ impl Origin {
         Ok(Some((Certificate::of(paths, files)?, Self::Secret(client, place.clone()))))
     }
 
-    /// Takes over what has changed; says whether anything had.
+    /// Reloads the certificate; returns whether it had changed.
     async fn renew(&self, certificate: &Certificate) -> Result<bool, WebhookError> {
         match self {
             Self::Files => Ok(certificate.reload()?),
@@ -178,7 +178,7 @@ impl Origin {
     }
 }
 
-/// Metrics and health.
+/// Answers requests for metrics and health.
 fn metrics_or_health(metrics: &Metrics, request: &Request<Incoming>) -> Answer {
     let path = request.uri().path();
     let handler = match path {
@@ -222,7 +222,7 @@ async fn review_or_refuse(metrics: Metrics, request: Request<Incoming>) -> Answe
     }
 }
 
-/// Reads one review and decides it; `Err` is the answer to a request that is none.
+/// Reads and decides one review; `Err` is the response to an invalid request.
 async fn read(known: bool, request: Request<Incoming>) -> Result<(AdmissionResponse, Operation), Answer> {
     let bad = |reason: String| text(StatusCode::BAD_REQUEST, reason + "\n");
     if !known {

@@ -1,9 +1,9 @@
-//! The webhook's certificate in a Secret, which all replicas share, and its authority in
-//! the webhook's configuration.
+//! Keeps the webhook's certificate in a Secret, shared by all replicas, and its authority in the webhook's
+//! configuration.
 //!
-//! It is renewed in two steps, so that the API server trusts a certificate before it sees
-//! it: first the next one is kept beside the one in use and both authorities are trusted,
-//! an hour later the next one is used. Replicas agree by the Secret's resource version.
+//! It is renewed in two steps, so that the API server trusts a certificate before it is presented: first the
+//! next one is stored beside the one in use and both authorities are trusted; an hour later the next one is
+//! used. The Secret's resource version keeps replicas consistent.
 
 use std::{
     collections::BTreeMap,
@@ -24,31 +24,31 @@ use super::issue::{Issued, LIFETIME, issue};
 use crate::timestamp::Timestamp;
 use kilo_core::errors::error_chain;
 
-/// When the next step is due. A Secret without it is somebody else's: its certificate is
-/// used, and never renewed.
+/// When the next step is due. A Secret without this annotation belongs to somebody else: its certificate is
+/// used, but never renewed.
 const DUE: &str = "kilo.squat.ai/renew-after";
 const CERTIFICATE: &str = "tls.crt";
 const KEY: &str = "tls.key";
-/// Authorities to be trusted. `ca` is where kube-webhook-certgen has it.
+/// Keys of the authorities to trust; `ca` is the one of kube-webhook-certgen.
 const AUTHORITIES: [&str; 2] = ["ca.crt", "ca"];
 const NEXT_CERTIFICATE: &str = "next.crt";
 const NEXT_KEY: &str = "next.key";
 
-/// The next certificate is used this long after its authority is known.
+/// How long an authority is trusted before its certificate is used.
 const TRUSTED_FIRST: Duration = Duration::from_secs(60 * 60);
-/// Before it ends, a certificate is renewed this early.
+/// How long before its end a certificate is renewed.
 const EARLY: Duration = Duration::from_secs(120 * 24 * 60 * 60);
-/// Replicas that write at the same time: all but one read again.
+/// Number of attempts: of replicas that write at the same time, all but one must read again.
 const TRIES: usize = 5;
 
-/// Where things are in the cluster.
+/// Names of the webhook's objects in the cluster.
 #[derive(Clone, Debug)]
 pub struct Place {
     /// Namespace of the Secret and the Service.
     pub namespace: String,
     /// Name of the Secret that holds certificate and key (`--secret`).
     pub secret: String,
-    /// Name of the Service by which the API server asks; the certificate is for its DNS names.
+    /// Name of the Service through which the API server connects; the certificate is for its DNS names.
     pub service: String,
     /// Name of the ValidatingWebhookConfiguration that gets the certificate's authority.
     pub configuration: String,
@@ -57,24 +57,24 @@ pub struct Place {
 /// Why there is no certificate.
 #[derive(Debug, thiserror::Error)]
 pub enum SecretError {
-    /// The API server refuses or is away.
+    /// The API server refuses or is unreachable.
     #[error(
         "{what}: {}; the service account needs the Role and ClusterRole of peer-validation.yaml",
         error_chain(source)
     )]
     Api {
-        /// What was asked.
+        /// The request that failed.
         what: String,
-        /// The answer.
+        /// The error underneath.
         source: kube::Error,
     },
-    /// It cannot be made.
+    /// The certificate cannot be issued.
     #[error("cannot create a certificate: {0}")]
     Issue(#[from] rcgen::Error),
-    /// Others write all the time.
+    /// The Secret changed on every attempt to write it.
     #[error("Secret {0} was changed by something else on every attempt to write it")]
     Contended(String),
-    /// It is not complete.
+    /// The Secret is incomplete.
     #[error("Secret {0} has no tls.crt or tls.key; delete it to have it created again")]
     Incomplete(String),
 }
@@ -84,10 +84,10 @@ pub type Files = (Vec<u8>, Vec<u8>);
 
 type Data = BTreeMap<String, ByteString>;
 
-/// Makes, renews or just reads the certificate, and has the API server trust its authority.
+/// Creates, renews or just reads the certificate, and has the API server trust its authority.
 ///
 /// # Errors
-/// When the API server does not let us. What is there then stays.
+/// When the API server refuses. Existing objects then stay unchanged.
 pub async fn ensure(client: &Client, place: &Place) -> Result<Files, SecretError> {
     let name = format!("{}/{}", place.namespace, place.secret);
     let failed = |what: String| move |source: kube::Error| SecretError::Api { what, source };
@@ -105,7 +105,7 @@ pub async fn ensure(client: &Client, place: &Place) -> Result<Files, SecretError
         secret.data = Some(data.clone());
         let written = match is_new {
             true => secrets.create(&PostParams::default(), &secret).await,
-            // With the version that was read: another replica's write is not overwritten.
+            // With the version that was read, so that another replica's write is not overwritten.
             false => secrets.replace(&place.secret, &PostParams::default(), &secret).await,
         };
         match written {
@@ -126,7 +126,7 @@ fn new_secret(name: &str) -> Secret {
     secret
 }
 
-/// Changes what is due by now; returns when the next step is, or `None` when nothing was due.
+/// Carries out what is due; returns when the next step is due, or `None` if nothing was due.
 fn step(
     data: &mut Data,
     due: Option<Timestamp>,
@@ -150,12 +150,12 @@ fn step(
         return Ok(Some(after(LIFETIME - EARLY)));
     }
     let Issued { certificate, key, authority } = issue(&names(place), at(now))?;
-    // The newest first; older ones than that in use have served.
+    // The newest authority first; those older than the one in use are dropped.
     let in_use = authorities(data).map(|all| first_block(&all.0)).unwrap_or_default();
     data.insert(AUTHORITIES[0].to_owned(), bytes(authority + &in_use));
     data.insert(NEXT_CERTIFICATE.to_owned(), bytes(certificate));
     data.insert(NEXT_KEY.to_owned(), bytes(key));
-    // One that has ended meanwhile is of no use to anybody.
+    // An expired certificate is of no use, so the next one is used at once.
     let has_ended = now.0 - due.0 >= i64::try_from(EARLY.as_secs()).unwrap_or(i64::MAX);
     Ok(Some(after(if has_ended { Duration::ZERO } else { TRUSTED_FIRST })))
 }
@@ -164,7 +164,7 @@ fn at(time: Timestamp) -> SystemTime {
     UNIX_EPOCH + Duration::from_secs(u64::try_from(time.0).unwrap_or(0))
 }
 
-/// Names the API server may ask for.
+/// DNS names under which the API server may connect.
 fn names(place: &Place) -> Vec<String> {
     let name = format!("{}.{}", place.service, place.namespace);
     vec![format!("{name}.svc"), format!("{name}.svc.cluster.local"), name]
@@ -181,7 +181,7 @@ fn first_block(pem: &[u8]) -> String {
     text.split_inclusive(END).next().map(|block| format!("{}\n", block.trim())).unwrap_or_default()
 }
 
-/// Has the API server trust the authorities; returns what to serve with.
+/// Has the API server trust the authorities; returns the certificate and key to serve with.
 async fn finish(client: &Client, place: &Place, data: &Data, name: &str) -> Result<Files, SecretError> {
     let (Some(certificate), Some(key)) = (data.get(CERTIFICATE), data.get(KEY)) else {
         return Err(SecretError::Incomplete(name.to_owned()));
@@ -192,13 +192,13 @@ async fn finish(client: &Client, place: &Place, data: &Data, name: &str) -> Resu
     Ok((certificate.0.clone(), key.0.clone()))
 }
 
-/// Puts the authorities into the webhook's configuration, where they differ.
+/// Writes the authorities into the webhook's configuration, if they differ.
 async fn trust(client: &Client, configuration: &str, bundle: &ByteString) -> Result<(), SecretError> {
     let failed = |verb: &str| {
         let what = format!("{verb} ValidatingWebhookConfiguration {configuration}");
         move |source: kube::Error| SecretError::Api { what, source }
     };
-    // Not as the type of one version of Kubernetes: what it does not know must stay.
+    // Untyped: fields that are unknown to one version's type must stay.
     let kind = ApiResource::erase::<ValidatingWebhookConfiguration>(&());
     let api: Api<DynamicObject> = Api::all_with(client.clone(), &kind);
     let mut found = api.get(configuration).await.map_err(failed("reading"))?;
@@ -215,7 +215,7 @@ async fn trust(client: &Client, configuration: &str, bundle: &ByteString) -> Res
         Ok(_) => {
             tracing::info!(configuration, "webhook configuration updated with the certificate's authority");
         }
-        // Another replica was faster; if it was somebody else, the next look finds it.
+        // Another replica was faster; any other change is found at the next look.
         Err(kube::Error::Api(status)) if status.code == 409 => {}
         Err(error) => return Err(failed("changing")(error)),
     }

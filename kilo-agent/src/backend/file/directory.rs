@@ -1,4 +1,4 @@
-//! A directory of YAML files: which are read, and what they say together.
+//! A directory of YAML files: which of them are read, and what they define together.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -19,18 +19,18 @@ use kilo_core::objects::{
 
 /// Larger files are not read.
 pub const MAX_FILE: u64 = 1 << 20;
-/// Files an agent writes about its node end so; people's files do not.
+/// Suffix of files that agents write about their own nodes; people's files must not have it.
 pub const OWN_SUFFIX: &str = ".kilo.yaml";
 /// A file changed this recently may change again without its time showing it.
 const FRESH: Duration = Duration::from_secs(2);
-/// Between two looks at a file that has lost an object.
+/// Pause between two looks at a file that has lost an object.
 const LOOK_AGAIN: Duration = Duration::from_millis(50);
-/// Most looks at it.
+/// Maximum number of looks.
 const LOOKS: u32 = 20;
 
 type Annotations = BTreeMap<String, String>;
 
-/// When and what a file was, when it was read.
+/// Identifies a file's state at the time it was read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Stamp {
     modified: SystemTime,
@@ -40,12 +40,12 @@ struct Stamp {
 
 #[derive(Debug)]
 struct Known {
-    /// `None`: read it again.
+    /// `None`: the file must be read again.
     stamp: Option<Stamp>,
     objects: Arc<Objects>,
 }
 
-/// The files and what they said when they were last readable.
+/// The files, and their content when they were last readable.
 #[derive(Debug)]
 pub struct Directory {
     path: PathBuf,
@@ -53,7 +53,7 @@ pub struct Directory {
 }
 
 impl Directory {
-    /// Nothing is read yet.
+    /// Creates it without reading anything.
     pub fn new(path: &Path) -> Self {
         Self { path: path.to_owned(), files: BTreeMap::new() }
     }
@@ -67,12 +67,12 @@ impl Directory {
         self.refresh_pausing(&mut || std::thread::sleep(LOOK_AGAIN))
     }
 
-    /// The same, and what is done between two looks at a file that changes.
+    /// [`Self::refresh`], with `pause` run between two looks at a changing file.
     fn refresh_pausing(&mut self, pause: &mut dyn FnMut()) -> io::Result<()> {
         let mut now = BTreeMap::new();
         for path in self.listed()? {
             let before = self.files.get(&path);
-            // Links are followed: mounted ConfigMaps are made of them.
+            // Follows links: mounted ConfigMaps consist of them.
             let (mut objects, stamp) = match fs::metadata(&path) {
                 Ok(metadata) if !metadata.is_file() => continue,
                 Ok(metadata) => {
@@ -107,8 +107,8 @@ impl Directory {
         Ok(())
     }
 
-    /// Files that may be read, and those known: the listing of a directory may
-    /// lack a file that is replaced meanwhile.
+    /// Files that may be read, including known ones: a directory listing may lack a file that is being
+    /// replaced.
     fn listed(&self) -> io::Result<BTreeSet<PathBuf>> {
         let mut paths: BTreeSet<PathBuf> = self.files.keys().cloned().collect();
         for entry in fs::read_dir(&self.path)? {
@@ -120,7 +120,7 @@ impl Directory {
         Ok(paths)
     }
 
-    /// Everything the files say.
+    /// Everything the files define.
     pub fn snapshot(&self, label: &str) -> Snapshot {
         let mut problems: BTreeMap<ObjectRef, Vec<String>> = BTreeMap::new();
         let (mut snapshot, mut peers) = (Snapshot::default(), BTreeMap::new());
@@ -174,7 +174,7 @@ impl Directory {
         snapshot
     }
 
-    /// The annotations of the file the node's agent writes, if there is one.
+    /// The annotations in the file of the node's agent, if there is one.
     fn own(&self, node: &str) -> Option<Annotations> {
         let known = self.files.get(&own_file(&self.path, node))?;
         let annotations = known.objects.nodes.get(node)?.metadata.annotations.clone().unwrap_or_default();
@@ -191,7 +191,7 @@ fn is_own(path: &Path) -> bool {
     path.as_os_str().as_encoded_bytes().ends_with(OWN_SUFFIX.as_bytes())
 }
 
-/// True for the annotations agents write.
+/// Whether agents write this annotation.
 fn is_written(annotation: &str) -> bool {
     ANNOTATIONS.iter().any(|row| row.name == annotation && matches!(row.writer, Writer::Agent(..)))
 }
@@ -205,7 +205,7 @@ fn stamp(metadata: &fs::Metadata) -> io::Result<Stamp> {
     Ok(Stamp { modified: metadata.modified()?, length: metadata.len(), identity: identity(metadata) })
 }
 
-/// What a file says; one that cannot be read says why, and one that has been removed meanwhile is none.
+/// The content of a file; an unreadable one gives a problem, and one removed meanwhile gives `None`.
 fn parse(path: &Path, before: Option<&Objects>, pause: &mut dyn FnMut()) -> Option<Objects> {
     match settled(path, before, pause) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => None,
@@ -213,8 +213,8 @@ fn parse(path: &Path, before: Option<&Objects>, pause: &mut dyn FnMut()) -> Opti
     }
 }
 
-/// One that has lost an object is read until it stays as it is, and an empty one never
-/// counts: many empty a file before they write it, and on a busy disk that takes a while.
+/// Reads a file that has lost an object until it stays the same; an empty one never counts. Many writers
+/// truncate a file before they write it, and on a busy disk that takes a while.
 fn settled(path: &Path, before: Option<&Objects>, pause: &mut dyn FnMut()) -> io::Result<Objects> {
     let mut text = read(path)?;
     for _ in 0..LOOKS {
@@ -280,7 +280,7 @@ mod tests {
         directory.refresh_pausing(&mut || fs::write(&file, rest.next().unwrap()).unwrap()).unwrap();
         assert_eq!((names(&directory), rest.next()), (vec!["a".to_owned(), "b".to_owned()], None));
 
-        // A change that never comes to an end keeps what there was, and is reported.
+        // A change that never ends keeps the former objects, and is reported.
         fs::write(&file, "# 0").unwrap();
         let mut count = 0;
         let mut busy = || {
@@ -296,7 +296,7 @@ mod tests {
             snapshot.problems
         );
 
-        // And one that stays without it has lost it.
+        // A file that stays without the object has lost it.
         fs::write(&file, "# gone").unwrap();
         directory.refresh_pausing(&mut || ()).unwrap();
         assert_eq!(names(&directory), ["b"]);

@@ -1,15 +1,15 @@
-//! Which file has a name, as far as the system knows.
+//! Identifies the file behind a name, as far as the system allows.
 
 use std::fs::Metadata;
 
-/// Device and inode: another file of the same name has others.
+/// Device and inode, which another file of the same name does not share.
 #[cfg(unix)]
 pub fn identity(metadata: &Metadata) -> (u64, u64) {
     use std::os::unix::fs::MetadataExt as _;
     (metadata.dev(), metadata.ino())
 }
 
-/// When the file was made, in 100 ns since 1601: Windows says no more of a file that is not open.
+/// Creation time in 100 ns since 1601: Windows offers no more about a file that is not open.
 #[cfg(windows)]
 pub fn identity(metadata: &Metadata) -> (u64, u64) {
     use std::os::windows::fs::MetadataExt as _;

@@ -1,6 +1,5 @@
-//! A directory of Node and Peer objects in YAML, in the shape Kubernetes has
-//! them. People write any files they like; each agent writes one file of its
-//! own, so that nobody overwrites anybody. See docs/file-backend.md.
+//! A directory of Node and Peer objects in YAML, in the format of Kubernetes. People may write any files;
+//! each agent writes only its own, so that nobody overwrites anybody. See docs/file-backend.md.
 
 mod directory;
 mod identity;
@@ -96,7 +95,7 @@ impl FileBackend {
     }
 }
 
-/// Says what is wrong with the directory and what to do.
+/// Reports what is wrong with the directory and what to do about it.
 fn unusable(path: &Path, error: io::Error) -> BackendError {
     let what = match error.kind() {
         io::ErrorKind::NotFound => "it does not exist; make it and put Node and Peer objects there",
@@ -107,8 +106,7 @@ fn unusable(path: &Path, error: io::Error) -> BackendError {
     BackendError::Config(Explained::of(format!("--backend-dir {}: {what}", path.display()), error))
 }
 
-/// The directory whose changes the kernel reports, which may not be the one that has
-/// this name later.
+/// The directory whose changes the kernel reports; another one may have its name later.
 struct Watched {
     identity: (u64, u64),
     _watcher: RecommendedWatcher,
@@ -119,7 +117,7 @@ impl Watched {
         let identity = identity(&fs::metadata(path).map_err(|error| unusable(path, error))?);
         let outbox = outbox.clone();
         let on_event = move |event: notify::Result<notify::Event>| {
-            // Our own reading is an event, too.
+            // Our own reads cause events, too.
             if event.is_ok_and(|event| !event.kind.is_access()) {
                 let _ = outbox.send(Message::Changed);
             }
@@ -173,7 +171,7 @@ impl Reader {
         }
     }
 
-    /// Watches the directory that has the name now: another may be mounted there.
+    /// Watches the directory that has the name now: another one may have been mounted there.
     fn watch_again(&mut self) {
         if fs::metadata(&self.path).is_ok_and(|now| identity(&now) != self.watched.identity)
             && let Ok(watched) = Watched::new(&self.path, &self.outbox)
@@ -209,7 +207,7 @@ impl Backend for FileBackend {
         let path = self.own_file(node)?;
         let text = text(node, annotations::wanted(published))
             .map_err(|error| BackendError::Config(Explained::of(error.to_string(), error)))?;
-        // Compared with the file itself: it is small, and somebody may have touched it.
+        // Compares with the file itself: it is small, and somebody may have edited it.
         if fs::read(&path).is_ok_and(|present| present == text.as_bytes()) {
             return Ok(false);
         }
@@ -246,7 +244,7 @@ impl Backend for FileBackend {
     }
 }
 
-/// What the agent's file says.
+/// The content of the agent's file.
 fn text(node: &str, annotations: BTreeMap<String, Option<String>>) -> Result<String, serde_yaml_ng::Error> {
     let annotations = annotations.into_iter().filter_map(|(name, value)| Some((name, value?)));
     let mut object = core::Node::default();
@@ -256,9 +254,9 @@ fn text(node: &str, annotations: BTreeMap<String, Option<String>>) -> Result<Str
     Ok(format!("# Written by kg about this node; changes made here are lost.\n{text}"))
 }
 
-/// Writes a file that appears complete under its name, or not at all.
+/// Writes a file atomically: it appears complete under its name, or not at all.
 fn write(path: &Path, text: &str) -> io::Result<()> {
-    // Hidden, so that nobody reads it; always the same, so that none pile up.
+    // Hidden, so that nobody reads it; a fixed name, so that leftovers do not pile up.
     let name = format!(".{}.new", path.file_name().unwrap_or_default().display());
     let unfinished = path.with_file_name(name);
     let _ = fs::remove_file(&unfinished);

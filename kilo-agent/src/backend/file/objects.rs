@@ -30,7 +30,7 @@ impl Objects {
                 Ok(value) => objects.take(value, &format!("document {}", number + 1)),
                 Err(error) => {
                     objects.problems.push(format!("document {}: {error}", number + 1));
-                    // After bad syntax nothing else in the file can be told apart.
+                    // After a syntax error the rest of the file cannot be split into documents.
                     break;
                 }
             }
@@ -63,7 +63,7 @@ impl Objects {
         }
     }
 
-    /// Of a file that cannot be read, and why.
+    /// Creates the objects of a file that cannot be read, with the reason.
     pub fn unreadable(problem: String) -> Self {
         Self { problems: vec![problem], ..Self::default() }
     }
@@ -74,7 +74,7 @@ impl Objects {
             || before.peers.keys().any(|name| !self.peers.contains_key(name))
     }
 
-    /// While a file has problems, objects it no longer shows stay as they were.
+    /// Keeps objects of `before` that are missing here while the file has problems.
     pub fn complete_from(&mut self, before: &Self) {
         if self.problems.is_empty() {
             return;

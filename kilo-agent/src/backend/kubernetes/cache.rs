@@ -15,12 +15,12 @@ use kilo_core::{
     topology::{CheckedIn, Node, Nodes, Peer, heartbeats::OFTEN},
 };
 
-/// A heartbeat after this many seconds is news; a regular one is not: one and a half of what the node promises.
+/// A heartbeat later than this many seconds, 1.5 times the promised interval, is news; a regular one is not.
 fn late_check_in(node: &Node) -> i64 {
     i64::from(node.heartbeat.unwrap_or(OFTEN).max(OFTEN)) * 3 / 2
 }
 
-/// How soon a change is to be handed on.
+/// How soon a change is to be forwarded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Urgency {
     /// Nothing changed.
@@ -31,30 +31,30 @@ pub enum Urgency {
     Now,
 }
 
-/// A value the cache holds.
+/// A kind of value that the cache holds.
 pub trait Kept: Sized {
-    /// What the log calls the kind.
+    /// Name of the kind in the log.
     const KIND: &'static str;
 
-    /// Bytes of an object in a list.
+    /// Approximate size of an object in a list, in bytes.
     const BYTES: f64;
 
-    /// All values of this kind by name; copies share what is the same.
+    /// All values of this kind by name; copies share unchanged ones.
     type All: Default;
 
     /// The object of this kind with that name.
     fn object(name: &str) -> ObjectRef;
 
-    /// Takes a value: how urgent that is.
+    /// Stores a value; returns how urgent the change is.
     fn put(self, name: &str, all: &mut Self::All) -> Urgency;
 
     /// Removes a value; false when there was none of this name.
     fn remove(name: &str, all: &mut Self::All) -> bool;
 
-    /// Whether there is a value of this name.
+    /// Whether there is a value with this name.
     fn contains(name: &str, all: &Self::All) -> bool;
 
-    /// Names of all objects.
+    /// Names of all values.
     fn names(all: &Self::All) -> impl Iterator<Item = &str>;
 }
 
@@ -137,12 +137,12 @@ pub struct Seen<T> {
     pub problem: Option<String>,
 }
 
-/// What agents have written into a Peer object: nothing that a snapshot has.
+/// What agents have written into a Peer object, apart from what a snapshot contains.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Note {
     /// `resourceVersion` of the object when this was read.
     pub version: String,
-    /// What it says of the peer's tunnels.
+    /// What the object says about the peer's tunnels.
     pub said: Said,
 }
 
@@ -151,7 +151,7 @@ pub struct Note {
 pub struct Store<T: Kept> {
     values: T::All,
     problems: BTreeMap<ObjectRef, String>,
-    /// By name, where there is anything.
+    /// Notes by object name.
     notes: BTreeMap<String, Note>,
     listed: bool,
 }
@@ -163,7 +163,7 @@ impl<T: Kept> Default for Store<T> {
 }
 
 impl<T: Kept> Store<T> {
-    /// Takes one object.
+    /// Stores one object.
     pub fn put(&mut self, seen: Seen<T>) -> Urgency {
         let object = T::object(&seen.name);
         let before = match seen.problem {
@@ -177,12 +177,12 @@ impl<T: Kept> Store<T> {
         changed(before).max(value)
     }
 
-    /// Takes note of what an object says besides its value.
+    /// Stores what an object says besides its value.
     pub fn note(&mut self, name: &str, note: Note) {
         self.notes.insert(name.to_owned(), note);
     }
 
-    /// What an object that is there and valid says besides its value.
+    /// What a present and valid object says besides its value.
     pub fn note_of(&self, name: &str) -> Option<&Note> {
         self.notes.get(name).filter(|_| self.contains(name))
     }
@@ -194,7 +194,7 @@ impl<T: Kept> Store<T> {
         changed(T::remove(name, &mut self.values) || problem)
     }
 
-    /// Takes a complete list; what is not in it goes, but for names in `keep`.
+    /// Takes a complete list; objects that are not in it are removed, except names in `keep`.
     pub fn replace(&mut self, list: Vec<Seen<T>>, keep: &BTreeSet<String>) -> Urgency {
         let listed: BTreeSet<String> = list.iter().map(|seen| seen.name.clone()).collect();
         let mut urgency = changed(!self.listed);
@@ -222,12 +222,12 @@ impl<T: Kept> Store<T> {
         &self.values
     }
 
-    /// Bytes of a list of all objects.
+    /// Estimated size of a list of all objects, in bytes.
     pub fn bytes(&self) -> f64 {
         T::names(&self.values).map(|_| T::BYTES).sum()
     }
 
-    /// True when this object is there and valid.
+    /// Whether this object is present and valid.
     pub fn contains(&self, name: &str) -> bool {
         T::contains(name, &self.values)
     }
@@ -237,17 +237,17 @@ fn changed(yes: bool) -> Urgency {
     if yes { Urgency::Now } else { Urgency::Never }
 }
 
-/// Our annotations of the own node, as the API server has them.
+/// Our annotations of this node, as the API server has them.
 #[derive(Debug)]
 pub struct Own {
-    /// Those of ours; other people's may be large.
+    /// Only ours; other annotations may be large.
     pub annotations: BTreeMap<String, String>,
     /// `resourceVersion`, when it is a number.
     pub version: Option<u64>,
 }
 
 impl Own {
-    /// What is kept of a node's metadata.
+    /// Extracts what is kept of a node's metadata.
     pub fn new(metadata: &ObjectMeta) -> Self {
         let annotations = metadata.annotations.iter().flatten();
         let ours = annotations.filter(|(name, _)| name.starts_with(PREFIX));
@@ -258,7 +258,7 @@ impl Own {
     }
 }
 
-/// All objects that the watches have reported, as snapshots are made of them.
+/// All objects that the watches have reported; snapshots are made from them.
 #[derive(Debug, Default)]
 pub struct Cache {
     /// Node objects, with the heartbeat of each.
@@ -269,8 +269,8 @@ pub struct Cache {
 }
 
 impl Cache {
-    /// Takes the own node's annotations, unless newer ones are known already:
-    /// the answer to a patch overtakes the watch.
+    /// Takes this node's annotations, unless newer ones are already known: the answer to a patch may overtake
+    /// the watch.
     pub fn put_own(&mut self, own: Own) {
         let older = match (&self.own, own.version) {
             (Some(known), Some(version)) => known.version.is_some_and(|known| version < known),
@@ -281,12 +281,12 @@ impl Cache {
         }
     }
 
-    /// The own node's annotations.
+    /// This node's annotations.
     pub fn own(&self) -> Option<&BTreeMap<String, String>> {
         self.own.as_ref().map(|own| &own.annotations)
     }
 
-    /// Everything, once each kind has been listed.
+    /// Everything, once each kind has been listed; `None` before.
     pub fn snapshot(&self) -> Option<Snapshot> {
         let problems = self.nodes.problems.iter().chain(&self.peers.problems);
         (self.nodes.listed && self.peers.listed).then(|| Snapshot {

@@ -1,4 +1,4 @@
-//! The way to the API server, and what its errors mean for the operator.
+//! Connects to the API server, and explains its errors to the operator.
 
 use std::{
     fmt,
@@ -14,28 +14,28 @@ use super::kubeconfig::{self, Access, Paths};
 use crate::backend::BackendError;
 use kilo_core::errors::{Explained, error_chain};
 
-/// No byte for this long: the connection is closed. It may be dead, or a watch of an API server without bookmarks
-/// (others send one every 60 to 75 s) where nothing changes.
+/// A connection without a byte for this long is closed. It may be dead, or an idle watch on an API server
+/// without bookmarks (others send one every 60 to 75 s).
 const SILENCE: Duration = Duration::from_secs(90);
-/// Connecting takes no longer than this.
+/// Timeout for connecting.
 const CONNECT: Duration = Duration::from_secs(10);
-/// A single request is answered within this time, unless a flag says otherwise.
+/// Timeout for a single request, unless a flag says otherwise.
 pub const ANSWER: Duration = Duration::from_secs(20);
 
-/// An API server as errors name it.
+/// An API server as named in errors.
 #[derive(Clone, Debug, Default)]
 pub struct Server {
     /// URL of the API server.
     pub url: String,
-    /// The context that leads to it; `None` in a pod.
+    /// The kubeconfig context; `None` in a pod.
     pub context: Option<String>,
-    /// The user of the kubeconfig, as which it is asked.
+    /// The kubeconfig user.
     pub user: Option<String>,
-    /// The user that is impersonated (`--as`, or the kubeconfig's `as`); `None`: nobody is.
+    /// The impersonated user (`--as`, or the kubeconfig's `as`), if any.
     pub impersonated: Option<String>,
-    /// The files read for it.
+    /// The kubeconfig files that were read.
     pub files: Vec<PathBuf>,
-    /// What stands between, without its password.
+    /// The proxy in between, without its password.
     pub proxy: Option<String>,
 }
 
@@ -60,20 +60,20 @@ impl fmt::Display for Server {
     }
 }
 
-/// Connects as flags say: `--kubeconfig`, `--master`, else the user's own configuration
-/// (`$KUBECONFIG`, `~/.kube/config`), else in-cluster.
+/// Connects as flags specify: `--kubeconfig`, `--master`, else the user's own configuration (`$KUBECONFIG`,
+/// `~/.kube/config`), else in-cluster.
 ///
 /// # Errors
-/// Names the file and what is wrong with it.
+/// When the configuration is unusable; the error names the file and what is wrong with it.
 pub async fn client(kubeconfig: Option<&Path>, master: Option<&str>) -> Result<Client, BackendError> {
     let access = Access { kubeconfig: kubeconfig.map(ToOwned::to_owned), ..Access::default() };
     connect(&access, master, CONNECT).await.map(|(client, _)| client)
 }
 
-/// As [`client`], with all that flags can choose; also returns what to call the server.
+/// [`client`] with all options that flags can set; also returns how to name the server.
 ///
 /// # Errors
-/// Names the file and what is wrong with it.
+/// When the configuration is unusable; the error names the file and what is wrong with it.
 pub async fn connect(
     access: &Access,
     master: Option<&str>,
@@ -117,7 +117,8 @@ pub async fn connect(
     config.connect_timeout = Some(patience.min(CONNECT));
     config.read_timeout = Some(SILENCE);
     config.reset_reader_on_write = true;
-    // Watches and the agent try again by themselves; tries below them would hide the reason, and pause for minutes.
+    // Watches and the agent retry by themselves; retries below them would hide the reason and pause for
+    // minutes.
     config.default_retry = false;
     config.cluster_url.to_string().trim_end_matches('/').clone_into(&mut server.url);
     server.impersonated.clone_from(&config.auth_info.impersonate);
@@ -131,7 +132,7 @@ pub async fn connect(
     Ok((client, server))
 }
 
-/// The same client, and how often it has had an answer of a server that is not too busy or broken to give one.
+/// Wraps a client; also returns a count of responses other than 429 and server errors.
 pub fn counted(client: Client) -> (Client, watch::Receiver<u64>) {
     let (answers, count) = watch::channel(0);
     let namespace = client.default_namespace().to_owned();
@@ -149,10 +150,10 @@ pub fn counted(client: Client) -> (Client, watch::Receiver<u64>) {
     (Client::new(service, namespace), count)
 }
 
-/// What files say, or else the service account of the pod.
+/// The configuration from files, or else the pod's service account.
 async fn configured(access: &Access) -> Result<(Config, Server), BackendError> {
     let chosen = access.context.is_some() || access.cluster.is_some() || access.user.is_some();
-    // A file that chooses nothing or cannot be read, in a pod: the pod's own account is meant.
+    // In a pod, when no file can be read or selects a context, the pod's own account is meant.
     let may_fall_back = !chosen && access.kubeconfig.is_none() && in_cluster();
     let found = match kubeconfig::find(access) {
         Err(_) if may_fall_back => None,
@@ -174,7 +175,7 @@ async fn configured(access: &Access) -> Result<(Config, Server), BackendError> {
     Ok((Config::incluster().map_err(failed)?, Server::default()))
 }
 
-/// A URL without what is secret in it.
+/// A URL reduced to scheme, host and port, without credentials.
 fn without_password(url: &http::Uri) -> String {
     let authority = url.authority().map(http::uri::Authority::as_str).unwrap_or_default();
     let host = authority.rsplit('@').next().unwrap_or_default();
@@ -186,7 +187,7 @@ fn in_cluster() -> bool {
     std::env::var_os("KUBERNETES_SERVICE_HOST").is_some()
 }
 
-/// A URL; without a scheme it is HTTP, as Kubernetes' own clients take it.
+/// Parses a URL; without a scheme it is HTTP, as in Kubernetes' own clients.
 fn parse_master(master: &str) -> Result<http::Uri, Explained> {
     let text = if master.contains("://") { master.to_owned() } else { format!("http://{master}") };
     let wrong =
@@ -203,17 +204,17 @@ fn parse_master(master: &str) -> Result<http::Uri, Explained> {
 /// What was asked of the API server.
 #[derive(Clone, Copy, Debug)]
 pub enum Asked<'a> {
-    /// To list or watch nodes.
+    /// List or watch nodes.
     Nodes,
-    /// To list or watch peers.
+    /// List or watch peers.
     Peers,
-    /// To patch this node.
+    /// Patch this node.
     Patch(&'a str),
-    /// To create an Event.
+    /// Create an Event.
     Event,
 }
 
-/// Says what an API error means for the operator.
+/// Explains to the operator what an API error means.
 pub fn explain(error: kube::Error, asked: Asked<'_>) -> BackendError {
     let kube::Error::Api(status) = &error else {
         let text = error_chain(&error);

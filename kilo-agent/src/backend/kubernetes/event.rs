@@ -10,13 +10,13 @@ use kube::{Api, Client, api::PostParams, core::ObjectMeta};
 use super::client::{Asked, in_time};
 use crate::backend::{BackendError, Happened};
 
-/// Events about objects without a namespace are there.
+/// Namespace of Events about cluster-scoped objects.
 const NAMESPACE: &str = "default";
-/// The API server's reason when there is an object of that name; conflicts of other kinds have the same code.
+/// The API server's reason when an object of that name exists; other conflicts have the same code.
 const ALREADY_EXISTS: &str = "AlreadyExists";
 
-/// Writes one, unless it is there: a try before this one may have been written and not answered. The `uid` of a Node is its
-/// name, as the kubelet writes it: so `kubectl describe node` finds it.
+/// Writes an Event unless it exists: an earlier attempt may have been written but not answered. A Node's
+/// `uid` is its name, as the kubelet writes it, so that `kubectl describe node` finds the Event.
 ///
 /// # Errors
 /// When the API server refuses (the right to create events is missing) or is out of reach.
@@ -59,18 +59,18 @@ fn event(uid: &str, Happened { object, reason, text, at, id }: &Happened) -> Eve
     }
 }
 
-/// As the kubelet names its own: the object, and a number that no other one has. What is too long is cut.
+/// Names an Event as the kubelet does: the object, and a number that is unique. Longer names are cut.
 fn name(object: &str, id: u64) -> String {
     let object: String = object.chars().take(LONGEST_NAME - ID).collect();
-    // No part of a name may be empty, or end with a hyphen.
+    // No part of a DNS name may be empty, or end with a hyphen.
     format!("{}.{id:016x}", object.trim_end_matches(['.', '-']))
 }
 
-/// Characters of a message that the API server takes.
+/// Maximum characters of a message that the API server accepts.
 const LONGEST: usize = 1024;
-/// The same of a name.
+/// Maximum characters of a name.
 const LONGEST_NAME: usize = 253;
-/// A point and 64 bits in hexadecimal.
+/// Characters of the suffix: a dot and 64 bits in hexadecimal.
 const ID: usize = 17;
 
 #[cfg(test)]

@@ -1,4 +1,4 @@
-//! An idle watch is not worth a warning; a server that does not answer is.
+//! An idle watch does not cause a warning; a server that does not answer does.
 #![allow(clippy::unwrap_used, reason = "tests")]
 
 use std::{

@@ -1,4 +1,4 @@
-//! The configuration files that say which API server is meant, and as which user it is asked.
+//! The configuration files that choose the API server, and the user to authenticate as.
 
 use std::{
     env, fmt,
@@ -14,7 +14,7 @@ use super::proxy;
 use crate::backend::BackendError;
 use kilo_core::errors::{Cause, Explained};
 
-/// What the flags choose; nothing chosen is what the files say.
+/// Choices made by flags; unset fields are taken from the files.
 #[derive(Clone, Debug, Default)]
 pub struct Access {
     /// `--kubeconfig`: a file that must be there; `None`: those of `$KUBECONFIG`, else `~/.kube/config`.
@@ -25,20 +25,20 @@ pub struct Access {
     pub cluster: Option<String>,
     /// `--user`; `None`: the user of the context.
     pub user: Option<String>,
-    /// `--as`: the user that kgctl acts as; `None`: what the files say.
+    /// `--as`: the user to impersonate; `None`: as in the files.
     pub impersonate: Option<String>,
-    /// `--as-group`: groups of that user; empty: what the files say.
+    /// `--as-group`: groups of that user; empty: as in the files.
     pub impersonate_groups: Vec<String>,
 }
 
-/// The files that were found, merged as kubectl merges them, and what to call them.
+/// The files found, merged as kubectl does, and the name of their source for errors.
 pub(super) struct Found {
     origin: String,
     pub(super) files: Vec<PathBuf>,
     config: Kubeconfig,
 }
 
-/// Where files are looked for.
+/// The source of files, for errors, and the paths to look at.
 fn places(access: &Access) -> (String, Vec<PathBuf>) {
     if let Some(path) = &access.kubeconfig {
         return (format!("--kubeconfig {}", path.display()), vec![path.clone()]);
@@ -52,7 +52,7 @@ fn places(access: &Access) -> (String, Vec<PathBuf>) {
     (Paths(own.as_slice()).to_string(), own.into_iter().collect())
 }
 
-/// Paths in a sentence.
+/// Displays paths separated by commas.
 pub(super) struct Paths<'a>(pub(super) &'a [PathBuf]);
 
 impl fmt::Display for Paths<'_> {
@@ -62,13 +62,13 @@ impl fmt::Display for Paths<'_> {
     }
 }
 
-/// Whether there is no file: one that cannot be read for another reason is there.
+/// Whether there is no file; one that cannot be read for another reason is not missing.
 pub(super) fn is_missing(path: &Path) -> bool {
     std::fs::metadata(path).is_err_and(|error| error.kind() == std::io::ErrorKind::NotFound)
 }
 
-/// The user's configuration; `None` when there is no file at any of the places but `--kubeconfig`,
-/// which must be there. Of several files those that are missing do not count, as with kubectl.
+/// The user's configuration; `None` when none of the paths exists, except that a `--kubeconfig` file must
+/// exist. Of several paths, missing ones are skipped, as kubectl does.
 pub(super) fn find(access: &Access) -> Result<Option<Found>, BackendError> {
     let (origin, places) = places(access);
     let failed = |cause: Cause| BackendError::Config(Explained::behind(&origin, cause));
@@ -94,7 +94,7 @@ pub(super) fn find(access: &Access) -> Result<Option<Found>, BackendError> {
     Ok((!files.is_empty()).then_some(Found { origin, files, config: merged }))
 }
 
-/// Says where was looked when there is no file, and what to do.
+/// The error when there is no file: lists the paths and says what to do.
 pub(super) fn not_found(access: &Access) -> BackendError {
     let (_, places) = places(access);
     let places = if places.is_empty() { "$HOME is not set".to_owned() } else { Paths(&places).to_string() };
@@ -110,7 +110,7 @@ impl Found {
         BackendError::Config(Explained::behind(&self.origin, cause))
     }
 
-    /// Name of the context that counts.
+    /// Name of the context in effect.
     pub(super) fn context_name<'a>(&'a self, access: &'a Access) -> &'a str {
         access.context.as_deref().or(self.config.current_context.as_deref()).unwrap_or_default()
     }
@@ -120,7 +120,7 @@ impl Found {
         self.config.contexts.iter().find(|context| context.name == name)?.context.as_ref()
     }
 
-    /// Name of the user that counts.
+    /// Name of the user in effect.
     pub(super) fn user_name<'a>(&'a self, access: &'a Access) -> Option<&'a str> {
         let of_context = || self.context(access)?.user.as_deref();
         access.user.as_deref().or_else(of_context).filter(|user| !user.is_empty())
@@ -131,8 +131,8 @@ impl Found {
         access.cluster.as_deref().or_else(of_context)
     }
 
-    /// The library says less of names that lead nowhere, and goes on without a user that does not
-    /// exist.
+    /// Checks that context, cluster and user exist: the library's errors say less, and it silently ignores a
+    /// missing user.
     fn check_references(&self, access: &Access) -> Result<(), String> {
         fn known<'a>(what: &str, name: &str, names: impl Iterator<Item = &'a String>) -> Result<(), String> {
             let names: Vec<_> = names.map(String::as_str).collect();
@@ -153,7 +153,7 @@ impl Found {
         }
     }
 
-    /// What the library makes of it.
+    /// Builds the client configuration.
     pub(super) async fn config(&self, access: &Access) -> Result<Config, BackendError> {
         self.check_references(access).map_err(|reason| self.failed(reason))?;
         let options = KubeConfigOptions {
@@ -182,7 +182,7 @@ impl Found {
     }
 }
 
-/// Files named in a configuration are relative to it.
+/// Makes file names relative to the directory of their configuration.
 fn anchor_paths(config: &mut Kubeconfig, directory: &Path) {
     let anchor = |path: &mut Option<String>| {
         if let Some(path) = path
@@ -198,7 +198,7 @@ fn anchor_paths(config: &mut Kubeconfig, directory: &Path) {
         anchor(&mut auth.client_certificate);
         anchor(&mut auth.client_key);
         anchor(&mut auth.token_file);
-        // A program is looked up in the path unless it is named with a directory.
+        // A program without a directory in its name is looked up in `PATH`.
         if let Some(exec) = &mut auth.exec
             && exec.command.as_deref().is_some_and(|command| command.contains('/'))
         {
@@ -207,10 +207,10 @@ fn anchor_paths(config: &mut Kubeconfig, directory: &Path) {
     }
 }
 
-/// Name of the cluster a configuration leads to. In a pod there is none.
+/// Name of the cluster that the configuration leads to. In a pod there is none.
 ///
 /// # Errors
-/// Names the file and what is wrong with it.
+/// When the configuration is unusable; the error names the file and what is wrong with it.
 pub fn cluster_name(access: &Access) -> Result<String, BackendError> {
     let found = find(access)?.ok_or_else(|| not_found(access))?;
     let name = found.cluster_name(access).map(ToOwned::to_owned);
@@ -219,7 +219,7 @@ pub fn cluster_name(access: &Access) -> Result<String, BackendError> {
     })
 }
 
-/// The names of a configuration: contexts, clusters, users.
+/// All names defined in a configuration.
 #[derive(Clone, Debug, Default)]
 pub struct Names {
     /// Contexts, which `--context` may name.
@@ -230,7 +230,7 @@ pub struct Names {
     pub users: Vec<String>,
 }
 
-/// What can be chosen among; nothing where no file can be read.
+/// The names to choose from; empty when no file can be read.
 pub fn names(access: &Access) -> Names {
     let Ok(Some(Found { config, .. })) = find(access) else { return Names::default() };
     Names {

@@ -65,24 +65,24 @@ use kilo_core::{
     topology::PeerAcceptances,
 };
 
-/// How long a list that lost many objects waits for its confirmation.
+/// How long to wait for a second list after one that lost many objects.
 const CONFIRM_AFTER: Duration = Duration::from_secs(5);
-/// Regular heartbeats are collected this long: each node sends one every 30 s.
+/// Regular heartbeats are collected for this long: each node sends one every 30 s.
 const COLLECT: Duration = Duration::from_secs(5);
-/// Two snapshots are at least this far apart.
+/// Minimum time between two snapshots.
 const PACE: Duration = Duration::from_millis(50);
-/// All lists are complete within this time, or the start fails.
+/// The start fails unless all lists are complete within this time.
 const LISTED: Duration = Duration::from_secs(60);
 
 struct Shared {
     hostname: Option<String>,
     cache: Mutex<Cache>,
-    /// Something is to be handed on at once, or a little later.
+    /// Signalled when a change is to be forwarded: `now` at once, `later` after a pause.
     now: Notify,
     later: Notify,
     /// Signalled when everything has been listed for the first time.
     listed: Notify,
-    /// How often the API server has answered: it is there.
+    /// How often the API server has answered.
     answers: watch::Receiver<u64>,
     /// Nodes that the API server had when this agent started.
     expected: usize,
@@ -101,15 +101,15 @@ pub struct KubernetesBackend {
     _watches: AbortOnDropHandle<()>,
 }
 
-/// Where nodes are read.
+/// Source of the list of nodes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum NodesFrom {
     /// Node objects.
     Nodes,
-    /// Slices, where that is possible; this agent may write them.
+    /// Slices, where possible; this agent may also write them.
     #[cfg(feature = "agent")]
     Slices {
-        /// The namespace of the Lease of who writes.
+        /// The namespace of the writer's Lease.
         namespace: String,
     },
 }
@@ -129,10 +129,10 @@ impl KubernetesBackend {
         Self::start_from(client, hostname, topology_label, &NodesFrom::Nodes).await
     }
 
-    /// As [`Self::start`], with slices maybe, which need a `hostname`.
+    /// [`Self::start`], optionally with slices, which need a `hostname`.
     ///
     /// # Errors
-    /// As of [`Self::start`].
+    /// Those of [`Self::start`].
     pub async fn start_from(
         client: Client,
         hostname: Option<&str>,
@@ -141,7 +141,7 @@ impl KubernetesBackend {
     ) -> Result<Self, BackendError> {
         let (client, answers) = counted(client);
         let nodes: Api<PartialNode> = Api::all_with(client.clone(), &ApiResource::erase::<core::Node>(&()));
-        // Untyped, so that one object that is no Peer at all hides no other.
+        // Untyped, so that one malformed object does not hide the others.
         let peers: Api<DynamicObject> = Api::all_with(client.clone(), &ApiResource::erase::<peer::Peer>(&()));
         let one = ListParams::default().limit(1);
         let first = in_time(nodes.list(&one), Asked::Nodes).await?;
@@ -179,7 +179,7 @@ impl KubernetesBackend {
         let peer = move |object| own.see_peer(object);
         tasks.spawn(follow(peers.clone(), Asked::Peers, Arc::clone(&shared), peer, |cache| &mut cache.peers));
         tasks.spawn(hand_on(Arc::clone(&shared), sender));
-        // None of them ends but by a panic; then all end, and with them the sender.
+        // A task ends only by a panic; then all of them end, and the sender is dropped.
         let watches = tokio::spawn(async move { drop(tasks.join_next().await) });
         let watches = AbortOnDropHandle::new(watches);
         let mut ended = snapshots.clone();
@@ -217,22 +217,22 @@ impl KubernetesBackend {
         let parameters = PatchParams { field_manager: Some("kilo".to_owned()), ..PatchParams::default() };
         let patched = self.nodes.patch_metadata(node, &parameters, &patch);
         let object = in_time(patched, Asked::Patch(node)).await?;
-        // Known at once, so that the next reconcile does not write the same again.
+        // Recorded at once, so that the next reconcile does not write the same again.
         self.shared.see_own(&object.metadata);
         Ok(())
     }
 }
 
-/// Removes from a node what an agent published: its annotations, and the condition NetworkUnavailable, which would
-/// keep pods away from the node for ever, or say for ever that Kilo is up. Needs the right to patch that node and its
-/// status and no other, as its kubelet has it.
+/// Removes from a node what an agent published: its annotations, and the condition NetworkUnavailable, which
+/// would otherwise keep pods off the node forever, or report forever that Kilo is up. Needs the right to
+/// patch that node and its status only, as its kubelet has it.
 ///
 /// # Errors
-/// When the API server refuses or is out of reach. A node that does not exist has nothing.
+/// When the API server refuses or is out of reach. A node that does not exist is not an error.
 pub async fn retract(client: Client, node: &str) -> Result<(), BackendError> {
     let nodes: Api<core::Node> = Api::all(client);
     let patch = Patch::Merge(serde_json::json!({ "metadata": { "annotations": annotations::retracted() } }));
-    // The answer is the whole object: the right to read it is not needed.
+    // The patch returns the whole object, so the right to get it is not needed.
     match in_time(nodes.patch(node, &PatchParams::default(), &patch), Asked::Patch(node)).await {
         Ok(object) => network::retract(&nodes, &object).await,
         Err(BackendError::NoSuchNode(_)) => Ok(()),
@@ -240,18 +240,18 @@ pub async fn retract(client: Client, node: &str) -> Result<(), BackendError> {
     }
 }
 
-/// Removes what a node's agent said of failover, and nothing else.
+/// Removes only a node's failover annotations.
 ///
 /// # Errors
-/// As [`retract`].
+/// Those of [`retract`].
 pub async fn retract_failover(client: Client, node: &str) -> Result<(), BackendError> {
     remove(client, node, &annotations::without_failover()).await
 }
 
-/// Removes from a node where its WireGuard has seen peers, and nothing else.
+/// Removes only the endpoints that a node's WireGuard has discovered.
 ///
 /// # Errors
-/// As [`retract`].
+/// Those of [`retract`].
 pub async fn retract_discovered_endpoints(client: Client, node: &str) -> Result<(), BackendError> {
     remove(client, node, &[(annotations::DISCOVERED_ENDPOINTS.to_owned(), None)].into()).await
 }
@@ -269,8 +269,8 @@ async fn remove(
     }
 }
 
-/// Follows one resource for ever. A list that suddenly misses many objects is
-/// believed only when a second one says the same.
+/// Follows one resource forever. A list that suddenly misses many objects is believed only when a second one
+/// confirms it.
 async fn follow<K, T: Kept>(
     api: Api<K>,
     asked: Asked<'static>,
@@ -282,7 +282,7 @@ async fn follow<K, T: Kept>(
 {
     let name = |object: &K| object.meta().name.clone().unwrap_or_default();
     let mut guard = MassDeleteGuard::default();
-    // What is known already, from slices for example, is not to go with one list either.
+    // Objects already known, for example from slices, must not vanish because of one list either.
     let known: BTreeSet<String> =
         T::names(store(&mut shared.cache()).values()).map(ToOwned::to_owned).collect();
     if !known.is_empty() {
@@ -292,7 +292,7 @@ async fn follow<K, T: Kept>(
         let bytes = move |cache: &mut Cache| store(cache).bytes();
         let stream = with_pauses(watcher(api.clone(), watcher::Config::default()), &shared, bytes);
         pin_mut!(stream);
-        // Translated at once: whole objects are held a page at a time.
+        // Translated at once, so that only one page of whole objects is held at a time.
         let mut listed: Vec<Seen<T>> = Vec::new();
         while let Some(event) = stream.next().await {
             match event {
@@ -327,15 +327,15 @@ async fn follow<K, T: Kept>(
     }
 }
 
-/// Logs why a watch broke; it is taken up again by itself.
+/// Logs why a watch broke; the watcher restarts by itself.
 fn report(error: watcher::Error, asked: Asked<'_>) {
     let reason = match error {
         watcher::Error::WatchError(status) if status.code == 410 => {
             tracing::debug!(?asked, "watch expired; listing again");
             return;
         }
-        // It begins anew at once, which fails, and is reported, when the server is really away. A server that
-        // sends no bookmarks says nothing for as long as nothing changes.
+        // The watch restarts at once; if the server is really away, that fails and is reported. Without
+        // bookmarks a server sends nothing while nothing changes.
         watcher::Error::WatchFailed(error) if !matches!(error, kube::Error::Api(_)) => {
             tracing::debug!(?asked, reason = error_chain(&error), "watch ended; restarting it");
             return;
@@ -349,8 +349,8 @@ fn report(error: watcher::Error, asked: Asked<'_>) {
     tracing::warn!(?asked, reason, "watch interrupted; retrying");
 }
 
-/// Hands on snapshots: at once when something happened, a little later when
-/// it is only a heartbeat, and never often enough to cost much.
+/// Forwards snapshots: at once after a change, a little later after a mere heartbeat, and never so often that
+/// it costs much.
 async fn hand_on(shared: Arc<Shared>, sender: watch::Sender<Arc<Snapshot>>) {
     let collected = async || {
         shared.later.notified().await;

@@ -1,4 +1,4 @@
-//! The condition NetworkUnavailable of a Node.
+//! The NetworkUnavailable condition of a Node.
 
 use std::time::SystemTime;
 
@@ -14,12 +14,12 @@ use crate::backend::BackendError;
 
 const TYPE: &str = "NetworkUnavailable";
 
-/// Writes the condition unless it is there.
+/// Writes the condition unless it already has this status.
 ///
 /// # Errors
 /// When the API server is away or refuses.
 pub async fn report(api: &Api<Node>, name: &str, available: bool) -> Result<(), BackendError> {
-    // The right to list is there already, and one node is read once a boot.
+    // A list instead of a get, because the account already has that right; once per boot.
     let one = ListParams::default().fields(&format!("metadata.name={name}"));
     let nodes = in_time(api.list(&one), Asked::Nodes).await?;
     let present = nodes.items.first().and_then(|node| {
@@ -35,7 +35,7 @@ pub async fn report(api: &Api<Node>, name: &str, available: bool) -> Result<(), 
     in_time(api.patch_status(name, &PatchParams::default(), &patch), Asked::Patch(name)).await.map(drop)
 }
 
-/// Removes the condition from a node if it is of an agent of ours.
+/// Removes the condition from a node if one of our agents wrote it.
 ///
 /// # Errors
 /// When the API server is away or refuses.
@@ -51,7 +51,7 @@ pub async fn retract(api: &Api<Node>, node: &Node) -> Result<(), BackendError> {
     in_time(api.patch_status(name, &PatchParams::default(), &patch), Asked::Patch(name)).await.map(drop)
 }
 
-/// Status and reason.
+/// The condition's status and reason.
 const fn words(available: bool) -> (&'static str, &'static str) {
     if available { ("False", "KiloIsUp") } else { ("True", "KiloIsStarting") }
 }

@@ -1,5 +1,5 @@
-//! A Node object without all that the topology does not need: images, conditions
-//! and who manages which field are most of it, and each heartbeat brings them.
+//! A Node object without the fields that the topology does not need: images, conditions and managed fields
+//! are most of it, and come with each heartbeat.
 
 use std::{borrow::Cow, collections::BTreeMap};
 
@@ -11,7 +11,7 @@ use kube::{
 };
 use serde::{Deserialize, Deserializer};
 
-/// What is read of a Node; the rest is passed over.
+/// The fields read of a Node; the rest is skipped.
 #[derive(Clone, Debug, Deserialize)]
 pub struct PartialNode {
     #[serde(deserialize_with = "metadata")]

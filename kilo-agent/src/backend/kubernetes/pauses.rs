@@ -1,7 +1,7 @@
-//! How long a watch that broke waits before it asks the API server again.
+//! How long a broken watch waits before it asks the API server again.
 //!
-//! All agents lose the API server at the same moment, and ask for it until it is back. What they ask for together does not
-//! grow with the mesh, because pauses do; and the first of an agent's requests that is answered ends the pauses of all its
+//! All agents lose the API server at the same moment, and retry until it is back. Pauses grow with the mesh,
+//! so the total request rate does not; and the first answered request of an agent ends the pauses of all its
 //! watches. [`Pauses`] is pure: time and random numbers are parameters.
 
 use std::{
@@ -17,38 +17,40 @@ use super::{Shared, cache::Cache};
 
 /// The pause after the first failure; each further one is twice as long.
 const FIRST: Duration = Duration::from_millis(800);
-/// The longest pause: this for each node, within these bounds.
+/// Limit for pauses: `FOR_EACH_NODE` times the number of nodes, within these bounds.
 const FOR_EACH_NODE: Duration = Duration::from_millis(10);
 const LEAST: Duration = Duration::from_secs(2);
 const MOST: Duration = Duration::from_secs(30);
-/// When the API server has answered another request, a watch follows within this time, and this more for each node.
+/// Upper bounds of the delay, constant and per node, after which a watch retries when another request has
+/// been answered.
 const FOLLOWS: Duration = Duration::from_secs(1);
 const FOLLOWS_FOR_EACH_NODE: Duration = Duration::from_millis(1);
-/// A request that takes longer before it fails has been a watch that worked: no connection, or no answer, is given up before.
+/// A request that fails later than this was a working watch: connecting or waiting for an answer times out
+/// sooner.
 const SLOWEST: Duration = Duration::from_secs(100);
-/// A history that the API server has lost is listed anew within this time.
+/// An expired history is listed again within this time.
 const LISTED_AGAIN: Duration = Duration::from_mins(1);
 
-/// What a pause depends on besides what happened before.
+/// Inputs of a pause besides the history of the watch.
 #[derive(Clone, Copy, Debug)]
 struct Circumstances {
     now: Instant,
-    /// Nodes of the mesh: as many agents may ask at the same time.
+    /// Nodes of the mesh: that many agents may ask at the same time.
     nodes: usize,
     /// A random number from 0 to 1, so that many agents do not ask at the same moment.
     random: f64,
 }
 
-/// How a watch has fared.
+/// History of a watch's failures.
 #[derive(Clone, Copy, Debug, Default)]
 struct Pauses {
-    /// Failures in a row.
+    /// Consecutive failures.
     failures: u32,
     /// When the last pause ends, or ended.
     until: Option<Instant>,
-    /// An error said that the history is gone, and no change has come since.
+    /// The history has expired, and no change has come since.
     is_expired: bool,
-    /// An answer to another request has ended a pause since this watch failed, in vain.
+    /// Another request's answer has already ended a pause since this watch failed, in vain.
     has_followed: bool,
 }
 
@@ -56,16 +58,16 @@ struct Pauses {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Pause {
     time: Duration,
-    /// It ends this long after an answer to another request, if that is sooner.
+    /// Ends the pause this long after an answer to another request, if that is sooner.
     follows: Option<Duration>,
 }
 
-/// `nodes` times as long, within the range of a duration.
+/// `time` multiplied by `nodes`, saturating.
 fn for_each(nodes: usize, time: Duration) -> Duration {
     time.saturating_mul(u32::try_from(nodes).unwrap_or(u32::MAX))
 }
 
-/// The longest pause in a mesh of so many nodes, before the random part makes it up to twice as long.
+/// The longest pause in a mesh of `nodes` nodes, before the random part up to doubles it.
 fn longest(nodes: usize) -> Duration {
     for_each(nodes, FOR_EACH_NODE).clamp(LEAST, MOST)
 }
@@ -76,7 +78,7 @@ impl Pauses {
         *self = Self { is_expired: self.is_expired, until: self.until, ..Self::default() };
     }
 
-    /// The watch has delivered a change: it had a history to go on from.
+    /// The watch has delivered a change, so its history was intact.
     fn changed(&mut self) {
         self.delivered();
         self.is_expired = false;
@@ -90,7 +92,7 @@ impl Pauses {
 
     fn fail(&mut self, Circumstances { now, nodes, random }: Circumstances) -> Pause {
         let most = longest(nodes);
-        // A watch that works may have nothing to say; a request may take long before it fails.
+        // A working watch may have nothing to report; a request may take long before it fails.
         let silent = (most * 2).max(SLOWEST);
         if self.until.is_some_and(|until| now.saturating_duration_since(until) > silent) {
             self.delivered();
@@ -103,8 +105,8 @@ impl Pauses {
         Pause { time, follows: Some(follows).filter(|_| !self.has_followed) }
     }
 
-    /// The API server has lost the history since the last event: everything is listed again, `bytes` by each agent. That is
-    /// no failure, unless it is all that the server says.
+    /// The API server has lost the history since the last event, so each agent lists `bytes` again. That is
+    /// not a failure, unless it happens again without a change in between.
     fn expired(&mut self, bytes: f64, at: Circumstances) -> Pause {
         let share = time_to_send(at.nodes, bytes).min(LISTED_AGAIN).mul_f64(at.random.clamp(0.0, 1.0));
         if std::mem::replace(&mut self.is_expired, true) {
@@ -115,14 +117,16 @@ impl Pauses {
         Pause { time: share, follows: None }
     }
 
-    /// A pause has ended because another request was answered: that may happen once until the watch delivers something,
-    /// because a server that is overloaded, or refuses this one request, answers others.
+    /// A pause has ended because another request was answered. That may happen only once until the watch
+    /// delivers something, because an overloaded server, or one that refuses this one request, answers
+    /// others.
     fn followed(&mut self) {
         self.has_followed = true;
     }
 }
 
-/// A watch that waits after each error, when its reader asks for what comes next. `bytes`: of all that it lists.
+/// A watch that pauses after each error, when its reader asks for the next event. `bytes`: size of a full
+/// list.
 pub(super) fn with_pauses<K: Send>(
     watch: impl Stream<Item = watcher::Result<watcher::Event<K>>> + Send,
     shared: &Arc<Shared>,
@@ -138,7 +142,7 @@ pub(super) fn with_pauses<K: Send>(
         }
         let event = watch.next().await?;
         let pause = match &event {
-            // Objects of a list's first page come before its second one is asked for.
+            // The objects of a page arrive before the next page is requested.
             Ok(watcher::Event::Init | watcher::Event::InitApply(_)) => None,
             Ok(watcher::Event::InitDone) => {
                 pauses.delivered();
@@ -149,11 +153,11 @@ pub(super) fn with_pauses<K: Send>(
                 None
             }
             Err(error) => {
-                // What was answered before is known.
+                // Only answers from here on count.
                 answers.mark_unchanged();
                 let (nodes, bytes) = {
                     let mut cache = shared.cache();
-                    // Before the first list is there, nothing is known.
+                    // Before the first list, the cache is empty.
                     (cache.nodes.values().len().max(shared.expected), bytes(&mut cache))
                 };
                 let at = Circumstances { now: Instant::now(), nodes, random: rand::random_range(0.0..1.0) };
@@ -165,7 +169,7 @@ pub(super) fn with_pauses<K: Send>(
     })
 }
 
-/// Waits; true: another request was answered before the pause was over.
+/// Waits for the pause to end; true when another request's answer ended it early.
 async fn wait(pause: Pause, answers: &mut tokio::sync::watch::Receiver<u64>) -> bool {
     let answered = async {
         match pause.follows {
@@ -179,7 +183,7 @@ async fn wait(pause: Pause, answers: &mut tokio::sync::watch::Receiver<u64>) -> 
     }
 }
 
-/// The API server no longer has what happened since the last event.
+/// Whether the API server no longer has the history since the last event.
 fn is_expired(error: &watcher::Error) -> bool {
     matches!(error, watcher::Error::WatchError(status) if status.code == 410)
 }
@@ -192,7 +196,7 @@ mod tests {
 
     const SECOND: Duration = Duration::from_secs(1);
 
-    /// A watch, and a clock that only pauses and requests move.
+    /// A watch, and a clock that only pauses advance.
     struct Case {
         pauses: Pauses,
         start: Instant,
@@ -211,7 +215,7 @@ mod tests {
             Circumstances { now: self.now, nodes: self.nodes, random: self.random }
         }
 
-        /// A failure, and the pause after it, in seconds.
+        /// A failure; returns the pause after it in seconds.
         fn fail(&mut self) -> f64 {
             let pause = self.pauses.failed(self.at());
             self.now += pause.time;
@@ -245,7 +249,7 @@ mod tests {
         while case.now < case.start + 40 * SECOND {
             case.fail();
         }
-        // The first answer says that the history is gone.
+        // The first answer reports that the history has expired.
         let bytes = 40.0 * NODE_BYTES;
         let listed = case.expire(bytes);
         assert!(listed < 0.5, "{listed}");
@@ -284,7 +288,7 @@ mod tests {
         assert_eq!(Case::new(1000, 0.5).expire(1000.0 * ENTRY_BYTES), 5.0);
         assert_eq!(Case::new(10_000, 1.0).expire(10_000.0 * NODE_BYTES), 60.0);
         assert_eq!(Case::new(10_000, 1.0).expire(0.0), 0.0);
-        // It counts as no failure.
+        // It does not count as a failure.
         let mut case = Case::new(40, 0.0);
         case.expire(0.0);
         assert_eq!(case.fail(), 0.8);

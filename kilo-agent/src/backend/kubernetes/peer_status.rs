@@ -24,9 +24,9 @@ use kilo_core::{
     topology::{PeerAcceptance, PeerAcceptances},
 };
 
-/// Writes the statuses that differ, and an Event about each that was accepted or refused; returns how many
-/// statuses. A cluster set up for Kilo has neither the right nor the sub-resource: that is logged once per
-/// change of the peers, at level debug, and is not an error.
+/// Writes the statuses that differ, and an Event about each acceptance or refusal; returns the number of
+/// statuses written. A cluster set up for Kilo has neither the right nor the subresource: that is logged once
+/// per change of the peers, at level debug, and is not an error.
 ///
 /// # Errors
 /// When the API server is out of reach.
@@ -45,7 +45,7 @@ pub async fn report(
         if present.as_ref() == Some(&wanted) {
             continue;
         }
-        // A reason that has gone must go, so it is named even when it is none.
+        // An absent reason is written as null, so that a former one is removed.
         let status = json!({
             "accepted": wanted.accepted, "reason": wanted.reason, "conditions": wanted.conditions,
         });
@@ -79,7 +79,8 @@ pub async fn report(
     Ok(writes)
 }
 
-/// Those of these objects that are there: a few one by one, by lists because agents may not `get` them; of many all there are.
+/// The existing objects of these peers: a few are fetched one by one, as lists because agents may not `get`;
+/// otherwise all are listed.
 async fn present_objects(
     api: &Api<DynamicObject>,
     peers: &PeerAcceptances,
@@ -105,7 +106,7 @@ pub fn note(object: &DynamicObject) -> Note {
     Note { version, said: Said { handshake: time.map(|time| Handshake { time, endpoint }) } }
 }
 
-/// Writes a handshake into the object of this version; false when that is another one by now.
+/// Writes a handshake into the object at this version; false when the object has changed since.
 ///
 /// # Errors
 /// When the API server is away or refuses.
@@ -123,7 +124,8 @@ pub async fn write_handshake(
     let write = async {
         match api.patch_status(peer, &parameters, &patch).await {
             Err(kube::Error::Api(status)) if status.code == 409 => Ok(false),
-            // A definition of before this field takes the write and drops it: as if there were no status.
+            // An older CRD without this field accepts the write and drops it: treated like a missing status
+            // subresource.
             Ok(object) if note(&object).said.handshake.is_none() => {
                 let text = "the API server does not keep status.lastHandshake";
                 Err(kube::Error::Api(kube::core::Status::failure(text, "NotFound").with_code(404).into()))
@@ -134,7 +136,7 @@ pub async fn write_handshake(
     in_time(write, Asked::Peers).await
 }
 
-/// What stands in an object. Any shape may stand there; one that does not fit is written anew.
+/// The status in an object; `None` if it has another shape, which is then overwritten.
 fn present(object: &DynamicObject) -> Option<PeerStatus> {
     let status: &Value = object.data.get("status")?;
     serde_json::from_value(status.clone()).ok()
@@ -158,7 +160,7 @@ fn status(acceptance: &PeerAcceptance, present: Option<&PeerStatus>, now: Timest
     PeerStatus { accepted, reason, conditions: vec![condition], ..present.cloned().unwrap_or_default() }
 }
 
-/// What is logged of a change.
+/// The Event to write about a change, if any.
 fn event_of(present: Option<&PeerStatus>, wanted: &PeerStatus) -> Option<EventReason> {
     let same =
         present.is_some_and(|before| before.accepted == wanted.accepted && before.reason == wanted.reason);
@@ -185,10 +187,10 @@ mod tests {
         assert_eq!((third.accepted, third.reason.as_deref()), (true, None));
         assert_eq!(event_of(Some(&second), &third), Some(EventReason::PeerAccepted));
         assert_eq!(status(&PeerAcceptance::Accepted, Some(&third), Timestamp(4000)), third);
-        // What leaders say of its tunnel does not count as a difference.
+        // The peer's handshake, which leaders write, does not count as a difference.
         let shaken = PeerStatus { last_handshake: Some(Timestamp(9).to_string()), ..third.clone() };
         assert_eq!(status(&PeerAcceptance::Accepted, Some(&shaken), Timestamp(4000)), shaken);
-        // As an agent before conditions left it: the status is completed, and nothing has happened.
+        // As left by an agent older than conditions: the status is completed, without an Event.
         let old = PeerStatus { conditions: Vec::new(), ..third.clone() };
         assert_eq!(event_of(Some(&old), &third), None);
     }

@@ -1,12 +1,12 @@
-//! The proxy between here and the API server, as kubectl finds it: the cluster's own `proxy-url`,
-//! else `HTTPS_PROXY` and `NO_PROXY` of the environment.
+//! The proxy for the API server, chosen as kubectl does: the cluster's own `proxy-url`, else `HTTPS_PROXY`
+//! and `NO_PROXY` of the environment.
 
 use hyper::http::{Uri, uri::InvalidUri};
 use hyper_util::client::proxy::matcher::Matcher;
 use kilo_core::errors::Explained;
 
-/// The proxy for requests to `server`, if there is one. `own`: what the cluster of the kubeconfig
-/// says; it counts whatever the environment says.
+/// The proxy for requests to `server`, if there is one. `own`: the `proxy-url` of the kubeconfig's cluster,
+/// which overrides the environment.
 pub(super) fn choose(
     own: Option<&str>,
     server: &Uri,
@@ -29,10 +29,10 @@ pub(super) fn choose(
     parse(&format!("${name}"), &proxy).map(Some)
 }
 
-/// A proxy's URL; without a scheme it is HTTP.
+/// Parses a proxy's URL; without a scheme it is HTTP.
 fn parse(from: &str, text: &str) -> Result<Uri, Explained> {
     let url = if text.contains("://") { text.to_owned() } else { format!("http://{text}") };
-    // One that resolves names is spoken alike.
+    // `socks5h`, where the proxy resolves names, uses the same protocol.
     let url = url.replacen("socks5h://", "socks5://", 1);
     let wrong = |reason: &str| {
         format!(
@@ -53,7 +53,8 @@ fn is_loopback(server: &Uri) -> bool {
     host == "localhost" || host.parse().is_ok_and(|ip: std::net::IpAddr| ip.is_loopback())
 }
 
-/// As Go reads it: `*`, names with those below them, addresses, prefixes; with a port it is that port alone.
+/// Reads `NO_PROXY` as Go does: `*`, domains with their subdomains, addresses, prefixes; a port limits an
+/// entry to it.
 fn is_exempt(server: &Uri, exempt: &str) -> bool {
     let default = if server.scheme_str() == Some("http") { 80 } else { 443 };
     let port = server.port_u16().unwrap_or(default).to_string();
@@ -67,7 +68,7 @@ fn is_exempt(server: &Uri, exempt: &str) -> bool {
     if entries.iter().any(|entry| entry == "*") {
         return true;
     }
-    // Which proxy is asked about does not matter: only whether one applies.
+    // The proxy's address does not matter here, only whether it applies.
     let matcher = Matcher::builder().all("http://192.0.2.1").no(entries.join(",")).build();
     matcher.intercept(server).is_none()
 }

@@ -1,4 +1,4 @@
-//! All objects as they are now, for who does not stay to watch: the right to list is enough.
+//! Lists all objects once, for callers that do not watch: the right to list is enough.
 
 use k8s_openapi::api::{coordination::v1::Lease, core::v1 as core};
 use kube::{
@@ -13,7 +13,7 @@ use kilo_core::objects::{
     slices::{self, SliceSet},
 };
 
-/// Objects of an answer: 10,000 nodes come in 20.
+/// Objects per page: 10,000 nodes take 20 pages.
 const PAGE: u32 = 500;
 
 /// Nodes as they were listed.
@@ -25,7 +25,7 @@ pub struct ListedPeers(Vec<DynamicObject>);
 /// Lists all nodes.
 ///
 /// # Errors
-/// The API server's.
+/// Errors of the API server.
 pub async fn nodes(client: &Client) -> kube::Result<ListedNodes> {
     let nodes = Api::all_with(client.clone(), &ApiResource::erase::<core::Node>(&()));
     pages(nodes).await.map(ListedNodes)
@@ -34,17 +34,17 @@ pub async fn nodes(client: &Client) -> kube::Result<ListedNodes> {
 /// Lists all peers.
 ///
 /// # Errors
-/// The API server's.
+/// Errors of the API server.
 pub async fn peers(client: &Client) -> kube::Result<ListedPeers> {
-    // Untyped, so that one object that is no Peer at all hides no other.
+    // Untyped, so that one malformed object does not hide the others.
     let peers = Api::all_with(client.clone(), &ApiResource::erase::<peer::Peer>(&()));
     pages(peers).await.map(ListedPeers)
 }
 
-/// All slices of the list of nodes, if they may be read.
+/// Lists all slices of the nodes.
 ///
 /// # Errors
-/// The API server's.
+/// Errors of the API server.
 pub async fn slices(client: &Client) -> kube::Result<SliceSet> {
     let slices: Api<DynamicObject> =
         Api::all_with(client.clone(), &ApiResource::erase::<slices::NodeSlice>(&()));
@@ -58,10 +58,11 @@ pub async fn slices(client: &Client) -> kube::Result<SliceSet> {
     Ok(set)
 }
 
-/// When the agent that writes slices was last alive, by its own clock, in Unix seconds.
+/// When the agent that writes slices was last alive, by its own clock, in Unix seconds; `None` without a
+/// Lease.
 ///
 /// # Errors
-/// The API server's.
+/// Errors of the API server.
 pub async fn slices_renewed(client: &Client, namespace: &str) -> kube::Result<Option<i64>> {
     let leases: Api<Lease> = Api::namespaced(client.clone(), namespace);
     let lease = leases.get_opt(slices::LEASE).await?;
@@ -84,7 +85,7 @@ where
     }
 }
 
-/// What the objects say. `topology_label`: the label of nodes that names their location.
+/// Builds a snapshot of the listed objects. `topology_label`: the node label that names the location.
 pub fn snapshot(nodes: ListedNodes, peers: ListedPeers, topology_label: &str) -> Snapshot {
     let mut cache = Cache::default();
     let none = std::collections::BTreeSet::new();

@@ -1,5 +1,5 @@
-//! A start while the API server is away: after a short wait the agent works
-//! with the last good topology, until the server answers.
+//! Starts while the API server is away: after a short wait the agent works with the last good topology, until
+//! the server answers.
 
 use std::{
     sync::{Arc, OnceLock},
@@ -18,12 +18,12 @@ use kilo_core::{
     topology::PeerAcceptances,
 };
 
-/// The server gets this long before the last good topology is used.
+/// How long to wait for the server before the last good topology is used.
 const WAIT: Duration = Duration::from_secs(5);
 /// Time between two attempts, give or take a fifth.
 const RETRY: Duration = Duration::from_secs(5);
 
-/// The Kubernetes backend, or what is remembered of it.
+/// The Kubernetes backend, or its saved topology while the server is away.
 pub struct StartupFallback {
     connected: Arc<OnceLock<KubernetesBackend>>,
     snapshots: watch::Receiver<Arc<Snapshot>>,
@@ -31,11 +31,11 @@ pub struct StartupFallback {
 }
 
 impl StartupFallback {
-    /// Waits until the server has listed everything; when it takes long and
-    /// something is remembered, that is the first snapshot. The server is asked after `spread`.
+    /// Waits until the server has listed everything; if that takes long and a topology was saved, that is the
+    /// first snapshot. The server is contacted after `spread`.
     ///
     /// # Errors
-    /// When the server refuses before anything remembered is in use.
+    /// When the server refuses before a saved topology is in use.
     pub async fn start(
         client: Client,
         hostname: &str,
@@ -93,7 +93,7 @@ impl StartupFallback {
     }
 }
 
-/// What the first answer of the server means; waits for the snapshot it brings.
+/// Interprets the server's first answer; waits for the snapshot it brings.
 async fn finish(
     answer: Result<Result<(), BackendError>, oneshot::error::RecvError>,
     sender: watch::Sender<Arc<Snapshot>>,
@@ -103,14 +103,14 @@ async fn finish(
     answer.unwrap_or_else(|gone| {
         Err(BackendError::Api(Explained::of("failed to connect; see the log", gone)))
     })?;
-    // Read here, so that the first reconcile sees it.
+    // Marked as unseen again for the first reconcile.
     let _ = snapshots.changed().await;
     snapshots.mark_changed();
     Ok(snapshots)
 }
 
-/// Tries until the server has listed everything. A refusal ends it while
-/// somebody waits for the answer; later it is tried again, for the agent is at work.
+/// Retries until the server has listed everything. A refusal ends it while the caller waits for the answer;
+/// afterwards it is retried, because the agent is already at work.
 async fn connect(
     client: Client,
     (hostname, label, from): (&str, &str, &NodesFrom),

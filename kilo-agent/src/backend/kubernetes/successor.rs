@@ -1,4 +1,4 @@
-//! Whether Kilo's own agent comes after this one: the image that the DaemonSet names now.
+//! Whether Kilo's own agent follows this one: the image that the DaemonSet now names.
 
 use std::{path::Path, time::Duration};
 
@@ -7,13 +7,13 @@ use kube::{Api, Client};
 
 use kilo_core::errors::{Cause, error_chain};
 
-/// The namespace of this pod, as the kubelet writes it.
+/// File with the namespace of this pod, written by the kubelet.
 const NAMESPACE: &str = "/var/run/secrets/kubernetes.io/serviceaccount/namespace";
-/// The DaemonSet and its container, in our manifests as in Kilo's.
+/// Name of the DaemonSet and its container, in our manifests as in Kilo's.
 const NAME: &str = "kilo";
-/// Kilo's own image, without its registry.
+/// Kilo's own image, without the registry.
 const KILO: &str = "squat/kilo";
-/// The flags of Kilo's agent (0.7.0): it ends at once with any other.
+/// The flags of Kilo's agent (0.7.0), which exits at once if given any other.
 const KILOS_FLAGS: [&str; 27] = [
     "backend",
     "clean-up",
@@ -43,16 +43,16 @@ const KILOS_FLAGS: [&str; 27] = [
     "topology-label",
     "version",
 ];
-/// A stop waits no longer than this for an answer.
+/// A stopping agent waits at most this long for an answer.
 const PATIENCE: Duration = Duration::from_secs(3);
 
-/// The namespace of this pod, or else of our manifests.
+/// The namespace of this pod; outside of a pod, that of our manifests.
 pub fn own_namespace() -> String {
     let namespace = std::fs::read_to_string(NAMESPACE).ok();
     namespace.map_or_else(|| "kube-system".to_owned(), |namespace| namespace.trim().to_owned())
 }
 
-/// What is asked when the agent is to stop.
+/// Finds out, when the agent stops, what follows it.
 #[derive(Clone)]
 pub struct Successor {
     daemon_sets: Api<DaemonSet>,
@@ -67,29 +67,29 @@ impl std::fmt::Debug for Successor {
 /// Why the next image is not known.
 #[derive(Debug, thiserror::Error)]
 pub enum SuccessorError {
-    /// This account has no right to read the DaemonSet: Kilo's own ClusterRole does not give it.
+    /// This account has no right to read the DaemonSet; Kilo's own ClusterRole does not grant it.
     #[error("{}", error_chain(.0.as_ref()))]
     Forbidden(#[source] Cause),
     /// The API server does not answer, or not with the DaemonSet.
     #[error("{}", error_chain(.0.as_ref()))]
     Api(#[source] Cause),
-    /// It is Kilo's own with a flag of ours: that agent will not run.
+    /// The DaemonSet runs Kilo's own image with a flag of ours, so that agent will not start.
     #[error(
         "the DaemonSet now runs {image}, which does not know {flag} and will not start: apply Kilo's own manifests"
     )]
     UnknownFlag {
         /// Kilo's image.
         image: String,
-        /// The first such flag, without its value.
+        /// The first unknown flag, without its value.
         flag: String,
     },
-    /// There is no such container.
+    /// The DaemonSet has no such container.
     #[error("DaemonSet {NAME} has no container {NAME}")]
     NoContainer,
 }
 
 impl Successor {
-    /// Asks nobody yet; `None` outside of a pod.
+    /// Sends no request yet; `None` outside of a pod.
     pub fn new(client: Client) -> Option<Self> {
         let namespace = std::fs::read_to_string(Path::new(NAMESPACE)).ok()?;
         Some(Self { daemon_sets: Api::namespaced(client, namespace.trim()) })
@@ -123,18 +123,18 @@ async fn container(daemon_sets: &Api<DaemonSet>) -> Result<Container, SuccessorE
     pod.containers.into_iter().find(|container| container.name == NAME).ok_or(SuccessorError::NoContainer)
 }
 
-/// The first of these arguments that is a flag, and none of Kilo's.
+/// The first argument that is a flag but not one of Kilo's.
 fn unknown_flag(arguments: &[String]) -> Option<String> {
     let flags = arguments.iter().filter(|argument| argument.starts_with("--"));
     let mut names = flags.map(|flag| flag.split('=').next().unwrap_or(flag));
     names.find(|flag| !KILOS_FLAGS.contains(&flag.trim_start_matches("--"))).map(ToOwned::to_owned)
 }
 
-/// By its name alone: neither a mistyped image nor a mirror of ours may leave a host without
+/// Decides by the name alone: neither a mistyped image nor a mirror of ours may leave a host without
 /// programs.
 fn is_kilos(image: &str) -> bool {
     let image = image.split('@').next().unwrap_or(image);
-    // A colon before a slash is that of a registry's port.
+    // A colon before a slash belongs to the registry's port.
     let name = match image.rsplit_once(':') {
         Some((name, tag)) if !tag.contains('/') => name,
         _ => image,

@@ -1,15 +1,15 @@
-//! The termination message of an agent that is asked to stop while something is wrong. It ends without an error, so
-//! that the kubelet has no reason to take the end of its log (`FallbackToLogsOnError`).
+//! The termination message of an agent that is asked to stop while something is wrong. The agent exits
+//! without an error, so the kubelet would not use the end of its log (`FallbackToLogsOnError`).
 
 use std::{fs, path::Path, sync::Arc};
 
 use kilo_agent::{health::Health, status::View};
 use tokio::sync::watch::Receiver;
 
-/// File of the container that the kubelet reads into the pod's status.
+/// File in the container that the kubelet copies into the pod's status.
 const TERMINATION_LOG: &str = "/dev/termination-log";
 
-/// Where it is known what is wrong.
+/// Sources of the current problems.
 pub struct LastWords {
     health: Health,
     view: Receiver<Arc<View>>,
@@ -20,14 +20,15 @@ impl LastWords {
         Self { health, view }
     }
 
-    /// What is wrong now, a sentence each.
+    /// The current problems, one sentence each.
     pub fn said(&self) -> Vec<String> {
         let warnings = self.view.borrow().warnings.clone();
         self.health.problem().into_iter().chain(warnings).collect()
     }
 }
 
-/// Writes it, unless there is nothing to say. Outside a container the file does not exist, and is not made.
+/// Writes the message, unless it is empty. Outside of a container the file does not exist, and is not
+/// created.
 pub fn write(said: &[String]) {
     let file = Path::new(TERMINATION_LOG);
     if said.is_empty() || !file.exists() {

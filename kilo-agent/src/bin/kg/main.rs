@@ -56,7 +56,7 @@ use last_words::LastWords;
 use stopping::Stopping;
 use uninstall::{uninstall, uninstall_alone};
 
-/// Where the private key is.
+/// Path of the private key.
 const KEY_PATH: &str = "/var/lib/kilo/key";
 /// A host that has been up for less may have booted together with all others.
 const BOOTS_WITHIN: Duration = Duration::from_mins(5);
@@ -88,7 +88,7 @@ fn run(cli: Cli) -> Result<()> {
             Ok(())
         }
         Some(Command::UserspaceWireguard { interface }) => {
-            // The device goes with the process, and the agent makes another one.
+            // The device disappears with the process, and the agent creates another one.
             kilo_agent::health::end_on_panic(Duration::ZERO, |_| {});
             to_end(PACKETS, async {
                 userspace::run(&interface).await.context("failed to run userspace WireGuard")
@@ -105,19 +105,19 @@ fn run(cli: Cli) -> Result<()> {
         None => {
             kilo_host::memory::prepare();
             log_to_stdout(cli.flags.log_level);
-            // The interface is named by the kernel's rules; ours stay below its length.
+            // Interface names have the kernel's limits; ours stay below them.
             to_end(EVENTS, serve(cli.flags))
         }
     }
 }
 
-/// Threads beside the main one. What waits for events needs one: a second would be
-/// woken for each event of a watch, and find nothing to do.
+/// Worker threads besides the main one. Waiting for events needs one: a second would be woken for each event
+/// of a watch, and find nothing to do.
 const EVENTS: usize = 1;
 const PACKETS: usize = 2;
 
-/// Runs to the end with so many threads beside this one, and does not wait for what
-/// goes on there: a name server that is silent would hold up the stop.
+/// Runs `work` to the end with this many worker threads, and does not wait for remaining tasks: a silent name
+/// server would hold up the stop.
 fn to_end(threads: usize, work: impl Future<Output = Result<()>>) -> Result<()> {
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(threads).enable_all().build()?;
     let result = runtime.block_on(work);
@@ -143,7 +143,7 @@ fn hostname(flags: &Flags) -> Result<String> {
     let name = name.into_string().map_err(|name| {
         anyhow::anyhow!("the host's name {} is not valid UTF-8; set --hostname", name.display())
     })?;
-    // Names of Node objects are lower case; the kubelet does the same.
+    // Names of Node objects are lower case; the kubelet lowers the host name, too.
     Ok(name.to_lowercase())
 }
 
@@ -221,11 +221,11 @@ async fn serve(flags: Flags) -> Result<()> {
     let _lock = lock?;
     let mut leaving = Leaving::begin(&options.bpffs, options.attach);
     options.attach = leaving.attach();
-    // Where pins would outlive this agent, nothing is pinned beside Kilo's.
+    // Where pins would outlive this agent, nothing is pinned while Kilo's agent runs.
     let mut startup = agent::begin(&options, flags.take_over_from_kilo && leaving.pins_end_here());
     let deadline = takeover::Deadline::begin(flags.take_over_from_kilo);
     if flags.take_over_from_kilo {
-        // What does not load must not be noticed only when Kilo has gone.
+        // Programs that do not load must be noticed before Kilo's agent is gone.
         let prepared = deadline.before("the programs to be loaded", startup.prepare(&options));
         let Some(prepared) = stopping.before(prepared).await else { return Ok(()) };
         startup = prepared??;
@@ -250,7 +250,7 @@ async fn serve(flags: Flags) -> Result<()> {
                 Slices::Auto => NodesFrom::Slices { namespace: kubernetes::own_namespace() },
                 Slices::Off => NodesFrom::Nodes,
             };
-            // After a power failure all agents start at once; what they work with meanwhile is the last good topology.
+            // After a power failure all agents start at once; they begin with the last good topology.
             let booted = flags.slices == Slices::Auto && since_boot() < BOOTS_WITHIN;
             let early = booted.then(|| last_good_topology(&hostname)).flatten();
             let spread = early.as_ref().map_or(Duration::ZERO, |known| {
@@ -266,7 +266,7 @@ async fn serve(flags: Flags) -> Result<()> {
     }
 }
 
-/// Who may see the page.
+/// Decides who may see the page.
 fn gate(access: PageAccess, client: &kube::Client) -> Result<Gate> {
     let path = Path::new(LOCAL_TOKEN);
     match access {
@@ -312,7 +312,7 @@ fn since_boot() -> Duration {
     clock_gettime(ClockId::CLOCK_BOOTTIME).map_or(Duration::MAX, Duration::from)
 }
 
-/// What an earlier agent has saved, for a start without API server.
+/// The topology that an earlier agent saved, for a start without API server.
 fn last_good_topology(hostname: &str) -> Option<Snapshot> {
     last_good::load(&last_good_path(), hostname).unwrap_or_else(|error| {
         tracing::warn!(path = %last_good_path().display(), %error, "ignoring the saved topology");
@@ -335,7 +335,7 @@ async fn work<B: Backend>(
 ) -> Result<()> {
     let key = private_key::load_or_create(Path::new(KEY_PATH))?;
     let metrics = Metrics::default();
-    // Three resync periods, and never less than a check-in takes.
+    // Three resync periods, but never less than a check-in takes.
     let patience = (flags.resync_period * 3).max(Duration::from_secs(90));
     let health = Health::new(Instant::now(), patience);
     health.end_on_panic();
@@ -348,7 +348,7 @@ async fn work<B: Backend>(
     let stop = CancellationToken::new();
     let snapshots = backend.watch();
     let hostname = options.hostname.clone();
-    // Before anything is set up: nothing half done stays behind an address that is taken.
+    // Before anything is set up: if the address is taken, nothing half done remains.
     let listen = flags.listen;
     let bound = match flags.take_over_from_kilo {
         true => stopping.before(takeover::address(listen)).await,
@@ -389,7 +389,7 @@ async fn work<B: Backend>(
             };
             return uninstall(&flags, &args).await;
         }
-        // Without programs and routes their packets would leave in clear.
+        // Without programs and routes the containers' packets would leave in clear.
         tracing::warn!(
             interfaces = containers.join(", "),
             "node object no longer exists, but pods or other containers still run here: everything stays, so that \
@@ -407,7 +407,7 @@ async fn work<B: Backend>(
     Ok(())
 }
 
-/// For tests, and in no release build: a task that panics on SIGUSR2.
+/// For tests, in debug builds only: a task that panics on SIGUSR2.
 #[cfg(debug_assertions)]
 fn panic_when_asked() -> Result<()> {
     let mut asked = signal(SignalKind::user_defined2())?;

@@ -3,8 +3,8 @@
 use anyhow::Result;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 
-/// SIGTERM and SIGINT, from the moment of [`Stopping::listen`] on. The first process of a container
-/// ignores them otherwise, and its pod is killed only after the grace period.
+/// Catches SIGTERM and SIGINT from [`Stopping::listen`] on. The first process of a container otherwise
+/// ignores them, and its pod is killed only after the grace period.
 pub struct Stopping {
     terminate: Signal,
     interrupt: Signal,
@@ -15,7 +15,7 @@ impl Stopping {
         Ok(Self { terminate: signal(SignalKind::terminate())?, interrupt: signal(SignalKind::interrupt())? })
     }
 
-    /// Waits for one of them.
+    /// Waits for either signal.
     pub async fn requested(&mut self) {
         tokio::select! {
             _ = self.terminate.recv() => {}
@@ -23,7 +23,7 @@ impl Stopping {
         }
     }
 
-    /// What this brings, while nothing is set up yet; `None` when this process is to stop before.
+    /// The result of `work`, before anything is set up; `None` when this process is asked to stop first.
     pub async fn before<T>(&mut self, work: impl Future<Output = T>) -> Option<T> {
         tokio::select! {
             () = self.requested() => {

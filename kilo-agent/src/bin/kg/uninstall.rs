@@ -1,4 +1,4 @@
-//! `kg uninstall`, and the end of an agent whose node is gone.
+//! `kg uninstall`, and the cleanup when an agent's node is gone.
 
 use std::{
     fs,
@@ -23,7 +23,7 @@ use super::{
     hostname, interface_options, text,
 };
 
-/// `kg uninstall`: only while no agent runs, which would put everything back.
+/// Runs `kg uninstall`: only while no agent runs, because that would restore everything.
 pub async fn uninstall_alone(flags: &Flags, args: &UninstallArgs) -> Result<()> {
     let refused = |error: LockError| {
         match error {
@@ -54,7 +54,7 @@ pub async fn uninstall(flags: &Flags, args: &UninstallArgs) -> Result<()> {
         bpffs: Path::new(BPFFS),
         cni: args.remove_cni.then_some(flags.cni_path.as_path()),
     };
-    // The host is cleaned although the API may be out of reach.
+    // The host is cleaned even when the API server is out of reach.
     let mut outcome = agent::uninstall(removal).await;
     match retracted {
         None => {}
@@ -78,7 +78,7 @@ pub async fn uninstall(flags: &Flags, args: &UninstallArgs) -> Result<()> {
     result
 }
 
-/// Removes what the agent published.
+/// Removes the annotations that the agent published.
 async fn retract(flags: &Flags, hostname: &str) -> Result<()> {
     match flags.backend {
         BackendKind::File => {

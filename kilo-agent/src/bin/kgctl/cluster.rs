@@ -1,4 +1,4 @@
-//! The API server that a command talks to, and what its refusals mean for who runs it.
+//! The API server that a command talks to, and explanations of its refusals.
 
 use std::{path::PathBuf, time::Duration};
 
@@ -21,7 +21,7 @@ use crate::{
     refusal::{self, Asked},
 };
 
-/// Above the flags that lead to an API server.
+/// Help heading of the flags that select an API server.
 pub const API_HEADING: &str = "API server";
 
 /// Flags of every command that talks to an API server, as kubectl has them.
@@ -51,13 +51,13 @@ pub struct ApiFlags {
     pub request_timeout: Duration,
 }
 
-/// As kubectl takes it: a number alone is seconds.
+/// Parses a duration like kubectl: a bare number is in seconds.
 fn parse_timeout(text: &str) -> Result<Duration, kilo_agent::cli::InvalidDuration> {
     text.parse().map(Duration::from_secs).or_else(|_| parse_duration(text))
 }
 
 impl ApiFlags {
-    /// What they choose.
+    /// The access that the flags choose.
     pub fn access(&self) -> Access {
         Access {
             kubeconfig: self.kubeconfig.clone(),
@@ -73,15 +73,15 @@ impl ApiFlags {
 /// A connection to an API server.
 #[derive(Clone)]
 pub struct Cluster {
-    /// For what is asked piece by piece; its errors belong through [`Cluster::ask`].
+    /// For requests made step by step; pass them through [`Cluster::ask`] for its errors.
     pub client: Client,
     server: Server,
-    /// Of a single request; `None` = for ever.
+    /// Limit for a single request; `None` = unlimited.
     timeout: Option<Duration>,
 }
 
 impl Cluster {
-    /// Reads the configuration; nothing is asked yet.
+    /// Reads the configuration; sends no request yet.
     pub async fn open(flags: &ApiFlags) -> Result<Self> {
         let timeout = (!flags.request_timeout.is_zero()).then_some(flags.request_timeout);
         let patience = timeout.unwrap_or(Duration::MAX);
@@ -89,7 +89,7 @@ impl Cluster {
         Ok(Self { client, server, timeout })
     }
 
-    /// The answer to one request, or what its refusal means and what to do about it.
+    /// The response to one request; an error explains the refusal and what to do about it.
     pub async fn ask<T>(&self, asked: Asked<'_>, answer: impl Future<Output = kube::Result<T>>) -> Result<T> {
         let progress = Progress::new(&format!("waiting for the API server: {}", asked.words()), 0);
         let answer = match self.timeout {
@@ -116,7 +116,7 @@ impl Cluster {
         Err(Explained::of(text, error).into())
     }
 
-    /// The text of a server that answers in an API server's place but is not one; `None`: it is one, or says nothing.
+    /// The text of a server that is not an API server; `None` when it is one, or does not respond.
     async fn page(&self) -> Option<String> {
         let request = Request::get("/version").body(Vec::new()).ok()?;
         let asked = tokio::time::timeout(Duration::from_secs(5), self.client.request_text(request)).await;

@@ -1,4 +1,4 @@
-//! What the shell offers for values that only the kubeconfig or the API server know.
+//! Shell completion of values that only the kubeconfig or the API server know.
 
 use std::{collections::BTreeSet, env, sync::mpsc, thread, time::Duration};
 
@@ -13,10 +13,10 @@ use kilo_core::{objects::Snapshot, settings::DEFAULT_TOPOLOGY_LABEL};
 
 /// A shell that waits longer feels broken.
 const PATIENCE: Duration = Duration::from_millis(1500);
-/// Set by the script that `kgctl completion` prints.
+/// Environment variable set by the script that `kgctl completion` prints.
 pub const VARIABLE: &str = "KGCTL_COMPLETE";
 
-/// The script that asks this program for what is possible.
+/// The completion script, which asks this program for candidates.
 pub fn script(shell: clap_complete::Shell) -> std::io::Result<String> {
     let mut text = Vec::new();
     if let Some(shell) = Shells::builtins().completer(&shell.to_string()) {
@@ -25,32 +25,32 @@ pub fn script(shell: clap_complete::Shell) -> std::io::Result<String> {
     Ok(String::from_utf8_lossy(&text).into_owned())
 }
 
-/// For `--context`.
+/// Candidates for `--context`.
 pub fn contexts() -> ArgValueCandidates {
     ArgValueCandidates::new(|| candidates(kubernetes::names(&typed()).contexts))
 }
 
-/// For `--cluster`.
+/// Candidates for `--cluster`.
 pub fn clusters() -> ArgValueCandidates {
     ArgValueCandidates::new(|| candidates(kubernetes::names(&typed()).clusters))
 }
 
-/// For `--user`.
+/// Candidates for `--user`.
 pub fn users() -> ArgValueCandidates {
     ArgValueCandidates::new(|| candidates(kubernetes::names(&typed()).users))
 }
 
-/// For names of nodes.
+/// Candidates for node names.
 pub fn nodes() -> ArgValueCandidates {
     of_objects(|snapshot| snapshot.nodes.names().map(ToOwned::to_owned).collect())
 }
 
-/// For names of peers.
+/// Candidates for peer names.
 pub fn peers() -> ArgValueCandidates {
     of_objects(|snapshot| snapshot.peers.keys().cloned().collect())
 }
 
-/// For names of locations.
+/// Candidates for locations.
 pub fn locations() -> ArgValueCandidates {
     of_objects(|snapshot| {
         let names = snapshot.nodes.iter().map(|known| known.node.location.clone());
@@ -58,7 +58,7 @@ pub fn locations() -> ArgValueCandidates {
     })
 }
 
-/// For reasons of drops, with what they mean.
+/// Candidates for drop reasons, with descriptions.
 pub fn reasons() -> ArgValueCandidates {
     ArgValueCandidates::new(|| {
         let reasons = DropReason::ALL.iter();
@@ -76,7 +76,7 @@ fn candidates(names: Vec<String>) -> Vec<CompletionCandidate> {
     names.into_iter().map(CompletionCandidate::new).collect()
 }
 
-/// The flags of the line so far that lead to an API server.
+/// The API server flags of the command line typed so far.
 fn typed() -> Access {
     access(&env::args().collect::<Vec<_>>())
 }
@@ -101,7 +101,7 @@ fn access(line: &[String]) -> Access {
     }
 }
 
-/// The objects, if they come soon enough.
+/// The objects; `None` if they do not arrive in time.
 fn snapshot() -> Option<Snapshot> {
     let line: Vec<_> = env::args().collect();
     let (sender, receiver) = mpsc::channel();

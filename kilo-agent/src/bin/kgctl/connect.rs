@@ -1,4 +1,4 @@
-//! `kgctl connect`: this machine as a peer, until it is interrupted.
+//! `kgctl connect`: makes this machine a peer until it is interrupted.
 
 mod closed;
 mod first_handshakes;
@@ -52,7 +52,7 @@ use crate::{
     source::{self, Flags},
 };
 
-/// After following gateways has failed, until it is tried again.
+/// Pause after a failure to follow gateways.
 const AGAIN: Duration = Duration::from_secs(300);
 
 #[derive(Args, Debug)]
@@ -112,7 +112,7 @@ pub struct ConnectArgs {
 pub async fn run(args: &ConnectArgs) -> Result<String> {
     let flags = &args.flags;
     log_to_stderr(args.log_level);
-    // Before anything else, so that no signal ends this half way.
+    // Before anything else, so that no signal ends this halfway.
     let (mut terminate, mut interrupt) = (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?);
     let mut hangup = signal(SignalKind::hangup())?;
     let name = match &args.peer {
@@ -137,7 +137,7 @@ pub async fn run(args: &ConnectArgs) -> Result<String> {
     let _lock = lock::interface(Path::new(lock::STATE), &args.interface).map_err(remedy::of_lock)?;
     let progress = Progress::new("connecting", 0);
     let origin = Origin::start(flags).await?;
-    // A new key only for a new peer: it would be of no use with another's.
+    // A key is generated only for a new Peer: it would not match an existing one.
     let key = match existing {
         Some(key) => key,
         None if origin.has_peer(&name).await? => bail!(
@@ -175,27 +175,27 @@ struct Connection {
     resolver: Resolver,
     following: Following,
     liveness: Liveness,
-    /// After following gateways has failed: not tried again before this.
+    /// Following gateways failed and is not retried before this time.
     not_before: Option<Instant>,
     stand_bys: usize,
     options: Options,
     interface: interface::Options,
     wanted: Peer,
     key: SecretKey,
-    /// The device's configuration as planned last.
+    /// The device's configuration as last planned.
     planned: WireguardPlan,
-    /// Prefixes to which nothing is sent in clear.
+    /// Prefixes whose traffic must not leave in clear.
     closed: Closed,
-    /// Prefixes without route, as warned of last.
+    /// Prefixes without a route that were last warned about.
     unrouted: Vec<IpNet>,
-    /// Locations whose leader this machine does not hold as a peer, as warned of last.
+    /// Locations whose leader is not a peer of this machine, as last warned about.
     warned: BTreeMap<String, String>,
-    /// Shown until the connection stands.
+    /// Shown until the connection is up.
     progress: Option<Progress>,
 }
 
 impl Connection {
-    /// Of the machine with this name and key.
+    /// Prepares the connection of a Peer with this name and key.
     fn new(
         args: &ConnectArgs,
         name: String,
@@ -263,25 +263,26 @@ impl Connection {
         Ok(())
     }
 
-    /// The interface, if it is there and a WireGuard device.
+    /// The interface, if it exists and is a WireGuard device.
     async fn existing(&self) -> Option<Interface> {
         let options = interface::Options { create: false, ..self.interface.clone() };
         Interface::ensure(&self.net, &options, None).await.ok().map(|(interface, _)| interface)
     }
 
-    /// The interface, made where it is missing; says whether it was.
+    /// The interface, created if missing; returns whether it was.
     async fn ensure_interface(&self) -> Result<(Interface, bool)> {
         Interface::ensure(&self.net, &self.interface, None).await.map_err(remedy::of_wireguard)
     }
 
-    /// Keeps everything as it should be; ends only when the first try fails.
+    /// Keeps everything in sync; returns only on an error before the first success, or when the watches end.
     async fn keep(&mut self, resync: Duration, flags: &Flags) -> Result<()> {
         let mut snapshots = self.origin.watch();
         let mut ticks = tokio::time::interval(resync.max(Duration::from_millis(100)));
         ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
         let first = Arc::clone(&snapshots.borrow_and_update());
         self.decide(&first, flags);
-        // Nodes' addresses only once there is the Peer: the API server may be one of the nodes.
+        // Traffic to nodes' own addresses is blocked only after the Peer exists, because the API server may
+        // run on a node.
         let pods = vpn_peer::pods(&self.build_mesh(&first, flags)?);
         closed::begin(&self.net, pods).await?;
         let mut peer = self.origin.ensure(&self.wanted).await?;
@@ -296,7 +297,7 @@ impl Connection {
                 self.decide(&snapshots.borrow_and_update(), flags);
                 match self.origin.ensure(&self.wanted).await {
                     Ok(found) => peer = found,
-                    // The tunnels go on without the API server.
+                    // The tunnels work without the API server.
                     Err(error) => tracing::warn!("{}", error_chain(error.as_ref())),
                 }
             }
@@ -322,7 +323,7 @@ impl Connection {
         }
     }
 
-    /// Waits until every gateway has answered, so that any of them may fail from then on.
+    /// Waits until every gateway has answered, so that any of them may fail afterwards.
     async fn await_gateways(&mut self, snapshot: &Snapshot, peer: &Peer, flags: &Flags) -> Result<()> {
         let mut handshakes = FirstHandshakes::new(Instant::now());
         loop {
@@ -353,7 +354,7 @@ impl Connection {
         }
     }
 
-    /// Builds the mesh of the nodes that are alive, also while the API server is away.
+    /// Builds the mesh of the nodes that are alive, even while the API server is away.
     fn build_mesh(&mut self, snapshot: &Snapshot, flags: &Flags) -> Result<Mesh> {
         let nodes = || snapshot.nodes.iter();
         let ready = self.liveness.ready_as_heard(nodes(), Instant::now(), Timestamp::now().0);
@@ -361,7 +362,7 @@ impl Connection {
         source::mesh_of(snapshot, &flags.mesh, &ready.map(|(known, _)| known.node.name.as_str()).collect())
     }
 
-    /// Whether this machine follows gateways: where some location has several, and this machine can.
+    /// Decides whether this machine follows gateways: if a location has several, and this machine is able to.
     fn decide(&mut self, snapshot: &Snapshot, flags: &Flags) {
         let has_several = self.build_mesh(snapshot, flags).is_ok_and(|mesh| {
             let mesh = mesh.with_acting(self.stand_bys, Arc::default());
@@ -379,10 +380,10 @@ impl Connection {
         }
     }
 
-    /// Reads, plans, writes what differs; returns the number of writes.
+    /// Reads, plans and writes what differs; returns the number of writes.
     async fn sync(&mut self, snapshot: &Snapshot, peer: &Peer, flags: &Flags) -> Result<usize> {
         let mut snapshot = snapshot.clone();
-        // A Peer that was just created may not have arrived by the watch yet.
+        // The watch may not have delivered a Peer that was just created.
         let own = Arc::make_mut(&mut snapshot.peers).entry(peer.name.clone()).or_insert_with(|| peer.clone());
         own.follows &= self.wanted.follows;
         let follows = own.follows;
@@ -397,8 +398,8 @@ impl Connection {
         let resolved: BTreeMap<String, IpAddr> = self.resolver.resolve(&mesh).await;
         let (interface, created) = self.ensure_interface().await?;
         let state = interface.device.read().await?;
-        // The claims again, now that the device was read: prefixes that are claimed from here on are not moved back,
-        // because the plan does not differ from what was read.
+        // Reads the claims again after the device: a prefix claimed later is not moved back, because the plan
+        // does not differ from what was read.
         let mesh = mesh.with_acting(self.stand_bys, Arc::new(self.following.acting()));
         let plan = vpn_peer::plan(&mesh, &self.options, &resolved).with_context(|| {
             format!("Peer {0:?} is not in the mesh: kubectl describe peer {0} says why", peer.name)
@@ -421,7 +422,7 @@ impl Connection {
             self.unrouted = unrouted;
         }
         let mut writes = usize::from(created);
-        // A refusal is reported at the end: the tunnel follows the mesh all the same.
+        // An error is returned only at the end: the tunnel is updated regardless.
         let closed = self.closed.before(&self.net, &mut net, &wireguard).await;
         writes += interface.device.apply(&diff(&state, &wireguard, &self.key)).await?;
         writes += self.net.apply(&net, interface.index).await?;
@@ -439,7 +440,7 @@ impl Connection {
         Ok(writes + closed?)
     }
 
-    /// Says once that agents are configured with more stand-bys than this machine.
+    /// Warns once that agents are configured with more stand-bys than this machine.
     fn warn_of_stand_bys(&mut self, mesh: &Mesh) {
         let is_led = |at: &usize| self.wanted.follows && mesh.unforeseen(*at).is_some();
         let warning = |at: usize| Some((mesh.segments[at].location.clone(), mesh.stand_by_warning(at)?));
@@ -453,16 +454,16 @@ impl Connection {
         self.warned = warnings;
     }
 
-    /// The interface stays, and nobody follows gateways any more: it gets what a static configuration has.
+    /// Leaves the interface with a static configuration, because gateways are no longer followed.
     async fn leave_as_is(&mut self, flags: &Flags) -> Result<()> {
         self.wanted.follows = false;
         let (snapshot, peer) = (Arc::clone(&self.origin.watch().borrow()), self.wanted.clone());
-        // Also while the API server is away.
+        // Works without the API server, too.
         self.sync(&snapshot, &peer, flags).await?;
         self.origin.annotate(&self.wanted.name, false).await
     }
 
-    /// Takes everything back; returns what could not be.
+    /// Undoes everything; returns descriptions of what failed.
     async fn clean_up(&self) -> Vec<String> {
         let mut problems = Vec::new();
         let index = self.existing().await.map(|interface| interface.index);

@@ -1,12 +1,12 @@
-//! Flags before the command, as kubectl takes them: `kgctl --context prod status` is
-//! `kgctl status --context prod`, without each command having flags that do nothing there.
+//! Accepts flags before the command, as kubectl does: `kgctl --context prod status` is `kgctl status
+//! --context prod`, without giving each command flags that it ignores.
 
 use std::ffi::OsString;
 
 use clap::{Arg, ArgAction, Command};
 
-/// The arguments with flags before the command moved behind the command. What is not understood stays where it
-/// is, so that clap says what is wrong with it.
+/// Moves flags from before the command to behind it. Unknown arguments stay where they are, so that clap
+/// reports them.
 pub fn behind_command(root: &Command, arguments: impl IntoIterator<Item = OsString>) -> Vec<OsString> {
     let mut arguments: Vec<_> = arguments.into_iter().collect();
     let mut at = 1;
@@ -17,7 +17,7 @@ pub fn behind_command(root: &Command, arguments: impl IntoIterator<Item = OsStri
         let takes_next = !inline && matches!(known.get_action(), ArgAction::Set | ArgAction::Append);
         at += if takes_next { 2 } else { 1 };
     }
-    // The name of the command, and of one of its own.
+    // The name of the command, and of its subcommand.
     let (mut end, mut command) = (at, root);
     while let Some(below) = arguments.get(end).and_then(|name| command.find_subcommand(name)) {
         (end, command) = (end + 1, below);
@@ -28,7 +28,7 @@ pub fn behind_command(root: &Command, arguments: impl IntoIterator<Item = OsStri
     arguments
 }
 
-/// A long flag of some command below.
+/// Finds a long flag of any subcommand.
 fn of_any_command<'a>(command: &'a Command, name: &str) -> Option<&'a Arg> {
     command.get_subcommands().find_map(|below| {
         let own = below.get_arguments().find(|arg| arg.get_long() == Some(name));
@@ -59,7 +59,7 @@ mod tests {
             ("k --context c status n1", "k status --context c n1"),
             ("k --quiet --context=c status --quiet", "k status --quiet --context=c --quiet"),
             ("k --context c show node n1", "k show node --context c n1"),
-            // A value that is called like a command.
+            // A value equal to the name of a command.
             ("k --context status status", "k status --context status"),
         ] {
             assert_eq!(moved(given), wanted, "{given}");

@@ -48,7 +48,7 @@ pub async fn run(args: &GraphArgs) -> Result<String> {
     Ok(topology::dot(&mesh, &ways))
 }
 
-/// As the leaders' agents know them; those that do not answer are named on stderr.
+/// The tunnels' paths as the leaders' agents know them; agents that do not answer are listed on stderr.
 async fn ways(cluster: &Cluster, mesh: &Mesh, snapshot: &Snapshot, flags: &Flags) -> Result<Ways> {
     let time = Timestamp::now();
     let granularity = source::granularity(snapshot, &flags.mesh.shape)?;
@@ -69,7 +69,7 @@ async fn ways(cluster: &Cluster, mesh: &Mesh, snapshot: &Snapshot, flags: &Flags
         }
     }
     status.remember_ways(&heard);
-    // The tunnel of a stand-by that leads stands beside the line of the location's leader.
+    // The tunnel of an acting stand-by is drawn beside the line of the location's leader.
     let drawn = |name: String| mesh.find(&name).map_or(name, |(at, _)| topology::acting(mesh, at).to_owned());
     let way = |WayStatus { nodes, way, relay }| (nodes.map(drawn), way_text(&way, relay.as_deref()));
     Ok(status.ways.into_iter().map(way).collect())

@@ -1,9 +1,10 @@
-//! What of a status is asked for: plain values, without I/O.
+//! Filters of a status: plain values, without I/O.
 
 use kilo_agent::status::Status;
 pub use kilo_agent::status::{Problem, problems, verdict};
 
-/// Keeps the nodes of one location: `east`, or as it is shown, `location:east`. False when there is none.
+/// Keeps the nodes of one location, given as `east` or, as displayed, `location:east`. False when there is
+/// none.
 pub fn retain_location(status: &mut Status, wanted: &str) -> bool {
     let is_wanted =
         |name: &str| name == wanted || name.split_once(':').is_some_and(|(_, name)| name == wanted);
@@ -18,7 +19,7 @@ pub fn retain_location(status: &mut Status, wanted: &str) -> bool {
     !status.nodes.is_empty() || !status.locations.is_empty()
 }
 
-/// Keeps the nodes with a problem.
+/// Keeps the nodes that are not ready, and the locations with a problem.
 pub fn retain_not_ready(status: &mut Status) {
     status.nodes.retain(|node| !node.ready);
     status.locations.retain(|location| location.ready < location.nodes || location.leader.is_none());
@@ -30,7 +31,7 @@ pub mod tests {
     use super::*;
     use serde_json::json;
 
-    /// Nodes of two locations; the others are ready.
+    /// Nodes of two locations; those not in `not_ready` are ready.
     pub fn status(nodes: usize, not_ready: &[usize]) -> Status {
         let node = |at: usize| {
             let ready = !not_ready.contains(&at);
@@ -68,7 +69,7 @@ pub mod tests {
         assert_eq!(objects, ["location/location:odd", "node/n000", "node/n001", "node/n003", "node/n002"]);
         assert_eq!(found[1].what, "not ready: asleep");
         assert!(verdict(&ill, &found).starts_with("Not healthy, 5 problems: 1 of 4 nodes ready, 1 of 2"));
-        // What the page of a leader says of its own agent, kgctl says of that leader.
+        // kgctl reports for that leader what the leader's own page reports for its agent.
         ill.unhealthy.insert("n002".to_owned(), "no route socket".to_owned());
         assert_eq!(problems(&ill)[1].what, "its agent is not healthy: no route socket");
         ill.unheard.push("n002".to_owned());

@@ -1,4 +1,4 @@
-//! `kgctl`: shows configurations of the mesh and draws it; looks into a node's data path.
+//! `kgctl`: shows configurations of the mesh and draws it; inspects a node's data path.
 
 mod cluster;
 mod complete;
@@ -139,7 +139,7 @@ fn main() -> ExitCode {
         print!("{tables}");
         return ExitCode::SUCCESS;
     }
-    // Ends the process when a shell asks.
+    // Exits if a shell asks for completions.
     CompleteEnv::with_factory(Cli::command).var(complete::VARIABLE).complete();
     let arguments = flags_before_command::behind_command(&Cli::command(), std::env::args_os());
     let matches = Cli::command().get_matches_from(arguments);
@@ -151,7 +151,7 @@ fn main() -> ExitCode {
             _ if success => ExitCode::SUCCESS,
             _ => ExitCode::FAILURE,
         },
-        // The reader has seen enough, as `| head` does.
+        // The reader has closed the pipe, as `| head` does.
         Err(error) if error.is::<terminal::OutputClosed>() => ExitCode::SUCCESS,
         Err(error) => failed(&error),
     }
@@ -162,7 +162,7 @@ fn failed(error: &anyhow::Error) -> ExitCode {
     ExitCode::FAILURE
 }
 
-/// What to print, and whether to exit with success.
+/// Returns what to print, and whether to exit with success.
 async fn run(command: &Command, matches: &ArgMatches) -> Result<(String, bool)> {
     let text = match command {
         Command::Status(args) => return status::run(args).await,
@@ -217,7 +217,7 @@ async fn run(command: &Command, matches: &ArgMatches) -> Result<(String, bool)> 
 mod tests {
     use super::*;
 
-    /// The commands below that do something themselves, with their path.
+    /// Collects the subcommands that have none of their own, with their paths.
     fn leaves(command: &clap::Command, path: &str, found: &mut Vec<(String, clap::Command)>) {
         for below in command.get_subcommands().filter(|below| !below.is_hide_set()) {
             let path = format!("{path} {}", below.get_name());
@@ -240,7 +240,7 @@ mod tests {
             assert!(lines.lines().all(|line| line.starts_with("  ") && line.len() <= 100), "{path}: {help}");
             let mut own = 0;
             for line in lines.lines().filter(|line| line.contains("kgctl ")) {
-                // Up to what the shell does with it, or the remark behind it.
+                // Ends at the shell's operators, or at the remark that follows.
                 let example = &line[line.find("kgctl ").unwrap()..];
                 let end = ["  ", " | ", " >", ")", " #"].iter().filter_map(|end| example.find(end)).min();
                 let example = &example[..end.unwrap_or(example.len())];

@@ -1,10 +1,10 @@
-//! Man pages, made of the same source as `--help`.
+//! Man pages, generated from the same source as `--help`.
 
 use std::path::Path;
 
 use anyhow::{Context as _, Result};
 
-/// Hidden command that writes them.
+/// Hidden command that writes the man pages.
 pub const NAME: &str = "man-pages";
 
 /// Writes a page for the program and one for each of its commands into a directory.

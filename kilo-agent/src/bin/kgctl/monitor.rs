@@ -1,4 +1,4 @@
-//! `kgctl monitor`: the drops of a node as they happen.
+//! `kgctl monitor`: shows a node's drops as they happen.
 
 #[cfg(target_os = "linux")]
 mod local;

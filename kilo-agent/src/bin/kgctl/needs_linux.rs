@@ -1,5 +1,5 @@
-//! What stands for the commands that look into or change the kernel of the machine they run on, on
-//! systems other than Linux: each says where it works and what to do here.
+//! Replaces commands that inspect or change the local kernel on systems other than Linux: each fails and says
+//! where it works and what to do instead.
 
 #![allow(clippy::unused_async, reason = "the commands they stand for are awaited")]
 

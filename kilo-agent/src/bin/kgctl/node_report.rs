@@ -1,5 +1,5 @@
-//! What only a node itself can say of its host, for `kgctl sysdump`, which runs this in the agent's
-//! pod: tables of the data path, links, routes, rules, firewall. Keys are in none of it.
+//! Collects what only a node itself knows about its host, for `kgctl sysdump`, which runs this in the agent's
+//! pod: tables of the data path, links, routes, rules, firewall. It contains no keys.
 
 use std::{
     collections::BTreeMap,
@@ -15,9 +15,9 @@ use kilo_host::{
     net::{Net, listing},
 };
 
-/// Bytes of a command's output that are kept.
+/// Maximum bytes kept of a command's output.
 const LARGEST: usize = 1 << 20;
-/// Both are in the image; neither is needed.
+/// These programs are in the image; none of them is required.
 const FIREWALLS: [(&str, &[&str]); 3] =
     [("nft", &["list", "ruleset"]), ("iptables-save", &[]), ("ip6tables-save", &[])];
 const FILES: [&str; 7] = [
@@ -30,7 +30,7 @@ const FILES: [&str; 7] = [
     "/proc/net/softnet_stat",
 ];
 
-/// Texts by the name of their file, as JSON; of what cannot be read, why.
+/// Texts by file name, as JSON; where something cannot be read, the reason.
 pub async fn run() -> Result<String> {
     let mut files = BTreeMap::new();
     let bpffs = Path::new(BPFFS);
@@ -75,7 +75,7 @@ fn output(program: &str, arguments: &[&str]) -> String {
     text + &said
 }
 
-/// The maps as the programs see them, an entry a line. The keys of signals do not show themselves.
+/// The maps as the programs see them, one entry per line. Signal keys hide their value.
 fn of_tables(tables: &Tables) -> String {
     fn part<K: Debug, V: Debug>(text: &mut String, name: &str, entries: impl Iterator<Item = (K, V)>) {
         let _ = writeln!(text, "[{name}]");
@@ -84,7 +84,8 @@ fn of_tables(tables: &Tables) -> String {
         }
         text.push('\n');
     }
-    // Every field by its name, so that a new one is shown. What only a plan has is not in the maps.
+    // Every field is listed by name, so that a new one is not forgotten. A plan's other data is not in the
+    // maps.
     let Tables {
         config,
         lead,

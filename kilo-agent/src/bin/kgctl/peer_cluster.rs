@@ -1,4 +1,4 @@
-//! `kgctl peer-cluster`: makes the nodes of two clusters one another's peers.
+//! `kgctl peer-cluster`: makes the nodes of two clusters peers of one another.
 
 use std::{fmt::Write as _, path::PathBuf};
 
@@ -25,7 +25,7 @@ use crate::{
 
 /// Owner of the fields written here, for server-side apply.
 const MANAGER: &str = "kgctl-peer-cluster";
-/// More conflicts than these are only counted.
+/// Maximum number of conflicts listed; the others are only counted.
 const SHOWN: usize = 10;
 
 #[derive(Args, Debug)]
@@ -65,7 +65,7 @@ pub struct PeerClusterArgs {
 }
 
 impl PeerClusterArgs {
-    /// The other cluster: of what chooses this one only the file and the timeout hold there, too.
+    /// Flags for the other cluster: only the file and the timeout of this cluster's flags also apply there.
     fn remote(&self) -> ApiFlags {
         ApiFlags {
             kubeconfig: self.remote_kubeconfig.clone().or_else(|| self.api.kubeconfig.clone()),
@@ -76,12 +76,12 @@ impl PeerClusterArgs {
     }
 }
 
-/// One of the two clusters, and how to write there.
+/// One of the two clusters, with access to it.
 struct Side {
     name: String,
     cluster: crate::cluster::Cluster,
     peers: Api<DynamicObject>,
-    /// Peer objects as they are: with their unique ids.
+    /// The existing Peer objects, with their uids.
     objects: Vec<DynamicObject>,
 }
 
@@ -91,7 +91,7 @@ impl Side {
             Some(name) => name.to_owned(),
             None => kubernetes::cluster_name(&api.access())?,
         };
-        // Part of object names and value of a label.
+        // The name becomes part of object names and a label value.
         if !is_dns_name(&name) || name.len() > 63 {
             bail!(
                 "{name:?} cannot be the name of a cluster; give another with {flag}: lower case letters, digits, \
@@ -130,7 +130,8 @@ impl Side {
         Ok(Cluster::new(&self.name, &snapshot, granularity, services, self.present(), Timestamp::now().0)?)
     }
 
-    /// Writes; one line a write. New peers come before old ones go: traffic has a way at any time.
+    /// Writes the changes; returns one line per write. New peers are created before old ones are deleted, so
+    /// traffic always has a path.
     async fn write(&self, changes: &Changes, other: &str) -> Result<String> {
         let mut said = String::new();
         let progress = Progress::new(&format!("writing peers of cluster {}", self.name), changes.writes());
@@ -155,7 +156,8 @@ impl Side {
 
     async fn delete(&self, name: &str) -> Result<()> {
         let object = self.objects.iter().find(|object| object.metadata.name.as_deref() == Some(name));
-        // Not one that somebody has made anew meanwhile. Its version says nothing: agents write its status at any time.
+        // Spares one that was recreated meanwhile. The version is not compared, because agents write the
+        // status at any time.
         let preconditions =
             object.map(|object| Preconditions { uid: object.metadata.uid.clone(), resource_version: None });
         let parameters = DeleteParams { preconditions, ..DeleteParams::default() };
@@ -169,7 +171,7 @@ impl Side {
         deleted.with_context(|| format!("failed to delete Peer {name} in cluster {}", self.name))
     }
 
-    /// What would be written, as documents that `kubectl apply` takes.
+    /// What would be written, as documents for `kubectl apply`.
     fn show(&self, changes: &Changes, other: &str) -> Result<String> {
         let mut text = String::new();
         let created = changes.create.iter().map(|peer| (peer, "create"));
@@ -184,7 +186,7 @@ impl Side {
     }
 }
 
-/// Joins the two clusters, or takes them apart; returns what was done.
+/// Joins the two clusters, or separates them; returns what was done.
 pub async fn run(args: &PeerClusterArgs) -> Result<String> {
     let mut here = Side::new(args.name.as_deref(), &args.api, "--name").await?;
     let mut there = Side::new(args.remote_name.as_deref(), &args.remote(), "--remote-name").await?;
@@ -216,7 +218,7 @@ pub async fn run(args: &PeerClusterArgs) -> Result<String> {
                 here.name, there.name
             ),
         };
-        // YAML for kubectl must stay YAML.
+        // Output for kubectl must remain valid YAML.
         return Ok(if args.dry_run { format!("# {said}") } else { said });
     }
     if args.dry_run {

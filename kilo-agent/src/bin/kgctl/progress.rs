@@ -1,4 +1,4 @@
-//! What is going on, on a terminal, for what takes longer than a second.
+//! Shows the progress of operations that take longer than a second, on a terminal.
 
 use std::{
     io::{IsTerminal as _, Write, stderr},
@@ -11,13 +11,13 @@ use std::{
 
 use tokio_util::task::AbortOnDropHandle;
 
-/// Nothing is shown earlier.
+/// Nothing is shown before this time.
 const QUIET: Duration = Duration::from_secs(1);
 const RENEW: Duration = Duration::from_millis(200);
-/// Back to the start of the line, and empty it.
+/// Returns to the start of the line and clears it.
 const CLEAR: &str = "\r\x1b[2K";
 
-/// The oldest that is under way has the line: what goes on within it shows nothing of its own.
+/// Only the oldest progress under way is shown: nested ones show nothing.
 static LINE: Mutex<Line> = Mutex::new(Line { next: 0, under_way: Vec::new(), is_shown: false });
 
 struct Line {
@@ -57,7 +57,7 @@ impl Line {
     }
 }
 
-/// One line on stderr, which goes when this does. Nothing where stderr is not a terminal.
+/// A progress line on stderr, removed on drop. Shows nothing if stderr is not a terminal.
 pub struct Progress {
     done: Arc<AtomicUsize>,
     total: Arc<AtomicUsize>,
@@ -73,7 +73,7 @@ impl Drop for Progress {
 }
 
 impl Progress {
-    /// `total`: steps; 0 = nobody knows.
+    /// `total`: number of steps; 0 = unknown.
     pub fn new(what: &str, total: usize) -> Self {
         let (done, total) = (Arc::new(AtomicUsize::new(0)), Arc::new(AtomicUsize::new(total)));
         let shows = stderr().is_terminal().then(|| {
@@ -93,19 +93,19 @@ impl Progress {
         Self { done, total, shows }
     }
 
-    /// So many steps of so many are done.
+    /// Sets the number of completed steps, and of all.
     pub fn of(&self, done: i32, total: i32) {
         self.done.store(usize::try_from(done).unwrap_or_default(), Ordering::Relaxed);
         self.total.store(usize::try_from(total).unwrap_or_default(), Ordering::Relaxed);
     }
 
-    /// One step is done.
+    /// Counts one completed step.
     pub fn step(&self) {
         self.done.fetch_add(1, Ordering::Relaxed);
     }
 }
 
-/// Standard error for logs of `kgctl connect`, which take the place of what is shown.
+/// Standard error for logs of `kgctl connect`, which replace the progress line.
 #[cfg(target_os = "linux")]
 pub struct Stderr;
 

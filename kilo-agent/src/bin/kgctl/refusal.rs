@@ -1,9 +1,9 @@
-//! What it means when an API server refuses, and what to do about it: plain text, without I/O.
+//! Explains an API server's refusal and what to do about it: plain text, without I/O.
 
 use kilo_agent::{backend::kubernetes::Server, status::ask::TooLong};
 use kilo_core::errors::error_chain;
 
-/// What was asked of an API server, in its own words.
+/// A request to an API server, in Kubernetes terms.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Asked<'a> {
     verb: &'a str,
@@ -12,7 +12,7 @@ pub struct Asked<'a> {
 }
 
 impl<'a> Asked<'a> {
-    /// In no namespace, or in all.
+    /// A request without a namespace, or for all of them.
     pub const fn new(verb: &'a str, resource: &'a str) -> Self {
         Self { verb, resource, namespace: None }
     }
@@ -22,13 +22,13 @@ impl<'a> Asked<'a> {
         format!("{} {}", self.verb, self.resource)
     }
 
-    /// In this namespace.
+    /// Limits the request to this namespace.
     pub const fn within(self, namespace: &'a str) -> Self {
         Self { namespace: Some(namespace), ..self }
     }
 }
 
-/// The role of the manifests that grants a request, and how it is given to a user.
+/// The role in the manifests that grants a request, and how to bind it to a user.
 fn remedy(asked: Asked<'_>, who: &str) -> String {
     match (asked.resource, asked.verb) {
         ("nodes" | "peers", "get" | "list" | "watch") => format!(
@@ -51,7 +51,7 @@ fn remedy(asked: Asked<'_>, who: &str) -> String {
     }
 }
 
-/// Says what an error means. `page`: what came instead of an answer of an API server.
+/// Explains an error. `page`: the response of a server that is not an API server.
 pub fn explain(error: &kube::Error, asked: Asked<'_>, server: &Server, page: Option<&str>) -> String {
     if let Some(page) = page {
         return no_api_server(page, server);
@@ -102,7 +102,7 @@ pub fn explain(error: &kube::Error, asked: Asked<'_>, server: &Server, page: Opt
     }
 }
 
-/// The user for which the API server takes the caller: `User "jane" cannot list ...`.
+/// The user that the API server authenticated: `User "jane" cannot list ...`.
 fn quoted_user(message: &str) -> Option<&str> {
     message.split_once("User \"")?.1.split('"').next().filter(|user| !user.is_empty())
 }
@@ -129,9 +129,9 @@ fn no_api_server(page: &str, server: &Server) -> String {
     format!("{server} is not an API server: {found}; {check}")
 }
 
-/// The title of a page.
+/// The title of an HTML page.
 fn title(page: &str) -> Option<String> {
-    // Bytes stay where they are: only ASCII letters change.
+    // Offsets stay valid: only ASCII letters change.
     let lower = page.to_ascii_lowercase();
     let start = lower.find("<title")?;
     let start = start + lower[start..].find('>')? + 1;

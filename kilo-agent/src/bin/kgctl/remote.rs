@@ -1,4 +1,4 @@
-//! A command of this program on a node, in its agent's pod, through the API server; and logs of pods.
+//! Runs a command of this program on a node, in its agent's pod, through the API server; also reads pod logs.
 
 use std::{
     io::{ErrorKind, Write},
@@ -29,33 +29,33 @@ use crate::{
     terminal::Plain,
 };
 
-/// Where the BPF file system is, by convention.
+/// Usual mount point of the BPF file system.
 pub const BPFFS: &str = "/sys/fs/bpf";
-/// Flag of a command that is to end with its standard input.
+/// Flag of a command that should exit when its standard input ends.
 pub const UNTIL_STDIN_ENDS: &str = "until-stdin-ends";
-/// What goes before the error on a machine without data path.
+/// Context of errors on a machine without a data path.
 #[cfg(target_os = "linux")]
 pub const NOT_HERE: &str =
     "inspecting this machine, because no node is named (`kgctl COMMAND NODE` goes there)";
-/// The container of the agent in the manifests.
+/// Name of the agent's container in the manifests.
 const CONTAINER: &str = "kilo";
-/// A program in a pod that only says something has ended after this long.
+/// Timeout of a program in a pod that runs only for its output.
 const PATIENCE: Duration = Duration::from_secs(30);
 /// Largest output of such a program, in bytes.
 const LARGEST: usize = 64 << 20;
-/// Largest log of a container, in bytes; the kubelet is asked to send no more.
+/// Largest log of a container, in bytes; the kubelet is asked to limit it.
 const LARGEST_LOG: usize = 64 << 20;
-/// Agents asked at the same time.
+/// Number of agents asked at the same time.
 const AT_A_TIME: usize = 16;
 /// Argument with the name of the node.
 const NODE: &str = "node";
-/// What a command that was interrupted has to say still comes within this time.
+/// How long an interrupted command may still write.
 const LAST_WORDS: Duration = Duration::from_secs(3);
 
-/// The flags of a command as they were given, but for the node and the way to it.
+/// The flags given to a command, except the node and the API server flags.
 ///
 /// # Errors
-/// Without a node the flags about the way to it would do nothing.
+/// When API server flags are given without a node, where they would do nothing.
 pub fn flags(command: &Command, matches: &ArgMatches) -> Result<Vec<String>> {
     let is_given = |arg: &&Arg| matches.value_source(arg.get_id().as_str()) == Some(ValueSource::CommandLine);
     let given: Vec<_> = command.get_arguments().filter(is_given).collect();
@@ -82,8 +82,8 @@ pub fn flags(command: &Command, matches: &ArgMatches) -> Result<Vec<String>> {
     Ok(words.chain(ends.then(|| format!("--{UNTIL_STDIN_ENDS}"))).collect())
 }
 
-/// Runs `kgctl COMMAND FLAGS` on a node with its output here; whether it succeeded. When this one is
-/// interrupted, the other learns it by the end of its standard input.
+/// Runs `kgctl COMMAND FLAGS` on a node with its output here; returns whether it succeeded. When this process
+/// is interrupted, the remote one notices by the end of its standard input.
 pub async fn run(api: &ApiFlags, node: &str, command: &str, flags: &[String]) -> Result<bool> {
     let progress = Progress::new(&format!("starting kgctl {command} on {node}"), 0);
     let cluster = Cluster::open(api).await?;
@@ -98,7 +98,7 @@ pub async fn run(api: &ApiFlags, node: &str, command: &str, flags: &[String]) ->
     follow(process, &mut out, &mut err).await
 }
 
-/// Ends the line of progress before the first word that is written.
+/// Ends the progress line before the first output.
 struct Ending<'a, W> {
     progress: &'a Mutex<Option<Progress>>,
     to: W,
@@ -115,7 +115,7 @@ impl<W: Write> Write for Ending<'_, W> {
     }
 }
 
-/// What the agents of these nodes say, in their order.
+/// The statuses of these nodes' agents, in their order.
 pub async fn statuses_on(
     cluster: &Cluster,
     nodes: impl IntoIterator<Item = String>,
@@ -129,7 +129,7 @@ pub async fn statuses_on(
     stream::iter(asked).buffered(AT_A_TIME).collect().await
 }
 
-/// What a node's agent says, through the API server.
+/// The status of a node's agent, through the API server.
 pub async fn status_on(cluster: &Cluster, node: &str) -> Result<Status> {
     match ask::through_api(&cluster.client, node).await {
         Err(AskError::Token { .. }) => status_by_exec(cluster, &pod_of(cluster, node).await?).await,
@@ -137,7 +137,7 @@ pub async fn status_on(cluster: &Cluster, node: &str) -> Result<Status> {
     }
 }
 
-/// What the agent in a pod says, through the API server.
+/// The status of the agent in a pod, through the API server.
 pub async fn status_of(cluster: &Cluster, pod: &Pod) -> Result<Status> {
     match ask::pod(&cluster.client, pod).await {
         Err(AskError::Token { .. }) => status_by_exec(cluster, pod).await,
@@ -145,14 +145,15 @@ pub async fn status_of(cluster: &Cluster, pod: &Pod) -> Result<Status> {
     }
 }
 
-/// Of an agent that asks for tokens, which the API server's proxy does not pass on: kgctl in its pod has one.
+/// For an agent that requires a token, which the API server's proxy does not forward: kgctl in its pod has
+/// one.
 async fn status_by_exec(cluster: &Cluster, pod: &Pod) -> Result<Status> {
     let text = output(cluster, pod, &["kgctl", "status", "--agent", "--output=json"]).await;
     let text = text.context("the agent requires a token (--page-access=token); kgctl in its pod has one")?;
     serde_json::from_slice(&text).context("the status was truncated")
 }
 
-/// What a program in the agent's container of a pod writes until it ends with success, soon.
+/// The output of a program in the agent's container, which must end with success in time.
 pub async fn output(cluster: &Cluster, pod: &Pod, words: &[&str]) -> Result<Vec<u8>> {
     let run = async {
         let process = exec(cluster, pod, words).await?;
@@ -167,7 +168,7 @@ pub async fn output(cluster: &Cluster, pod: &Pod, words: &[&str]) -> Result<Vec<
     answer.map_err(|_| anyhow!("the command did not finish within {} s", PATIENCE.as_secs()))?
 }
 
-/// The log of a container, as long as a log may be: a node that never ends fills no memory and takes no time.
+/// The log of a container, limited in size and time, so that a node cannot fill memory or stall this.
 pub async fn log(cluster: &Cluster, pod: &Pod, wanted: LogParams) -> Result<String> {
     let namespace = pod.namespace().unwrap_or_default();
     let wanted = LogParams { limit_bytes: i64::try_from(LARGEST_LOG).ok(), ..wanted };
@@ -178,7 +179,7 @@ pub async fn log(cluster: &Cluster, pod: &Pod, wanted: LogParams) -> Result<Stri
     answer.map_err(|_| anyhow!("the log was not complete within {} s", PATIENCE.as_secs()))?
 }
 
-/// A command line as errors name it.
+/// A command line as shown in errors.
 fn shortened(words: &[&str]) -> String {
     const MOST: usize = 120;
     let line = words.join(" ");
@@ -188,7 +189,7 @@ fn shortened(words: &[&str]) -> String {
     }
 }
 
-/// Takes so many bytes: a node that never ends fills no memory.
+/// Accepts a limited number of bytes, so that a node cannot fill memory.
 #[derive(Default)]
 struct Bounded(Vec<u8>);
 
@@ -236,7 +237,7 @@ pub async fn exec(cluster: &Cluster, pod: &Pod, words: &[&str]) -> Result<Attach
     let asked = Asked::new("get and create", "pods/exec").within(&namespace);
     let started = cluster.ask(asked, async {
         match pods.exec(&name, words.iter().copied(), &parameters).await {
-            // A refused change of protocol has no reason with it; the same question without one has.
+            // A refused protocol upgrade has no reason; the same request without the upgrade returns one.
             Err(refused @ kube::Error::UpgradeConnection(_)) => {
                 let plain =
                     format!("/api/v1/namespaces/{namespace}/pods/{name}/exec?command=kgctl&stdout=true");
@@ -254,7 +255,7 @@ pub async fn exec(cluster: &Cluster, pod: &Pod, words: &[&str]) -> Result<Attach
     started.await.with_context(|| format!("failed to start {} in pod {name}", shortened(words)))
 }
 
-/// Copies what a program writes until it ends, or until this one is interrupted; whether it succeeded.
+/// Copies a program's output until it ends, or this process is interrupted; returns whether it succeeded.
 pub async fn follow(
     mut process: AttachedProcess,
     out: &mut impl Write,
@@ -270,7 +271,7 @@ pub async fn follow(
             copied?;
         }
         () = interrupted() => {
-            // What it has to say in the end still comes.
+            // The command's last output is still copied.
             let _ = stdin.shutdown().await;
             drop(stdin);
             let _ = tokio::time::timeout(LAST_WORDS, copies).await;
@@ -286,7 +287,7 @@ pub async fn follow(
     }
 }
 
-/// Returns at SIGINT and SIGTERM.
+/// Returns on SIGINT or SIGTERM.
 pub async fn interrupted() {
     #[cfg(unix)]
     {
@@ -302,7 +303,7 @@ pub async fn interrupted() {
     let _ = tokio::signal::ctrl_c().await;
 }
 
-/// Until the end, or until nobody reads any more (`| head`).
+/// Copies until the end, or until the output is closed (`| head`).
 async fn copy(from: Option<impl AsyncRead + Unpin>, to: &mut impl Write) -> std::io::Result<()> {
     let Some(mut from) = from else { return Ok(()) };
     let mut buffer = vec![0; 1 << 14];
@@ -311,7 +312,7 @@ async fn copy(from: Option<impl AsyncRead + Unpin>, to: &mut impl Write) -> std:
             Ok(length) if length > 0 => length,
             _ => return Ok(()),
         };
-        // At once: a line may be all for a while.
+        // Flushed at once: no more may come for a while.
         match to.write_all(&buffer[..length]).and_then(|()| to.flush()) {
             Ok(()) => {}
             Err(error) if error.kind() == ErrorKind::FileTooLarge => return Err(error),
@@ -320,11 +321,11 @@ async fn copy(from: Option<impl AsyncRead + Unpin>, to: &mut impl Write) -> std:
     }
 }
 
-/// Done when standard input ends; never, where that is not wanted.
+/// Completes when standard input ends; never, if that is not wanted.
 #[cfg(target_os = "linux")]
 pub fn end_of_stdin(wanted: bool) -> tokio::sync::oneshot::Receiver<()> {
     let (sender, receiver) = tokio::sync::oneshot::channel();
-    // Its end is the process's: a read of standard input cannot be taken back.
+    // Ends only with the process: a read of standard input cannot be cancelled.
     std::thread::spawn(move || {
         if wanted {
             let _ = std::io::copy(&mut std::io::stdin(), &mut std::io::sink());

@@ -96,7 +96,7 @@ fn showconf_node(mesh: &Mesh, snapshot: &Snapshot, port: u16, args: &ShowconfArg
         );
     }
     only_wireguard(args)?;
-    // The private key never leaves the node; WireGuard's tools take the line as a reminder.
+    // The private key never leaves the node, so the [Interface] section has none.
     let mesh = mesh.as_seen_from(&args.name);
     let own = mesh.own().map_or(own, |(own, _)| own);
     let conf = showconf::of_node(

@@ -1,4 +1,4 @@
-//! Where the commands' objects come from.
+//! The source of the commands' objects.
 
 use std::{
     collections::BTreeSet,
@@ -69,7 +69,7 @@ pub fn directory(flags: &Flags) -> Result<&Path> {
     flags.backend_dir.as_deref().context("--backend=file needs --backend-dir")
 }
 
-/// Reads all objects once; with them comes the API server they were read from.
+/// Reads all objects once; also returns the API server they were read from, if any.
 pub async fn objects(flags: &Flags) -> Result<(Arc<Snapshot>, Option<Cluster>)> {
     match flags.backend {
         BackendKind::File => {
@@ -86,8 +86,7 @@ pub async fn objects(flags: &Flags) -> Result<(Arc<Snapshot>, Option<Cluster>)> 
     }
 }
 
-/// As [`objects`]; says on stderr which objects
-/// cannot be used.
+/// [`objects`], but reports unusable objects on stderr.
 pub async fn snapshot(flags: &Flags) -> Result<(Arc<Snapshot>, Option<Cluster>)> {
     let (snapshot, cluster) = objects(flags).await?;
     for (object, problem) in &snapshot.problems {
@@ -96,7 +95,7 @@ pub async fn snapshot(flags: &Flags) -> Result<(Arc<Snapshot>, Option<Cluster>)>
     Ok((snapshot, cluster))
 }
 
-/// What `--mesh-granularity` says, or else the nodes.
+/// The value of `--mesh-granularity`; with `auto`, that of the nodes.
 pub fn granularity(snapshot: &Snapshot, flags: &ShapeFlags) -> Result<Granularity> {
     match flags.mesh_granularity.as_str() {
         "auto" => Ok(snapshot.nodes.iter().find_map(|node| node.granularity).unwrap_or_default()),
@@ -110,12 +109,12 @@ pub fn ready(snapshot: &Snapshot, now: i64) -> BTreeSet<&str> {
     ready.map(|node| node.node.name.as_str()).collect()
 }
 
-/// The mesh as it is now.
+/// The current mesh.
 pub fn mesh(snapshot: &Snapshot, flags: &MeshFlags) -> Result<Mesh> {
     mesh_of(snapshot, flags, &ready(snapshot, Timestamp::now().0))
 }
 
-/// The mesh of these nodes; all others take no part.
+/// The mesh of these nodes; all others count as lost.
 pub fn mesh_of(snapshot: &Snapshot, flags: &MeshFlags, ready: &BTreeSet<&str>) -> Result<Mesh> {
     let (nodes, lost): (Vec<_>, Vec<_>) =
         snapshot.nodes.iter().map(|known| known.node).partition(|node| ready.contains(node.name.as_str()));

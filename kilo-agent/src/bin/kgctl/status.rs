@@ -1,4 +1,4 @@
-//! `kgctl status`: who leads and why, who is ready, tunnels and counters.
+//! `kgctl status`: leaders and why they lead, readiness, tunnels and counters.
 
 use std::{
     fmt::Write as _,
@@ -26,11 +26,11 @@ use crate::{
     terminal::{self, Terminal},
 };
 
-/// With more nodes than this a table shows those that lead or are not ready.
+/// With more nodes than this a table shows only those that lead or are not ready.
 const ALL_SHOWN: usize = 40;
-/// Where agents of the manifests run.
+/// Namespace of the agents in the manifests.
 const NAMESPACE: &str = "kube-system";
-/// Between two looks of --wait.
+/// Pause between two checks of --wait.
 const POLL: Duration = Duration::from_secs(2);
 
 #[derive(Args, Debug)]
@@ -98,7 +98,7 @@ pub async fn run(args: &StatusArgs) -> Result<(String, bool)> {
         let checked = check(args).await;
         let late = started.elapsed() + POLL > args.timeout;
         let Checked { status, problems, verdict } = match checked {
-            // An API server that is away may come back.
+            // An API server that is unreachable may come back.
             Err(_) if args.wait && !late => {
                 tokio::time::sleep(POLL).await;
                 continue;
@@ -115,13 +115,13 @@ pub async fn run(args: &StatusArgs) -> Result<(String, bool)> {
     }
 }
 
-/// A status as far as it was asked for.
+/// A status, filtered as requested.
 struct Checked {
-    /// What is shown.
+    /// What the tables show.
     status: Status,
-    /// What is wrong, also where the tables leave ready nodes out.
+    /// All problems, even if the tables leave ready nodes out.
     problems: Vec<Problem>,
-    /// How it is, of the same nodes.
+    /// A summary of the same nodes.
     verdict: String,
 }
 
@@ -136,7 +136,7 @@ impl Checked {
     }
 }
 
-/// The status now, as far as it was asked for.
+/// The current status, filtered as requested.
 async fn check(args: &StatusArgs) -> Result<Checked> {
     let mut status = match &args.agent {
         Some(url) if url.is_empty() => {
@@ -173,11 +173,11 @@ fn show(checked: Checked, output: Output) -> Result<String> {
     })
 }
 
-/// What is wrong first, then the tables: nodes that are not ready, leaders, others.
+/// Problems first, then the tables: nodes that are not ready, leaders, others.
 fn tables(Checked { mut status, problems, verdict }: Checked, most: usize) -> String {
     let mut text = verdict + "\n";
     if problems.is_empty() && status.nodes.is_empty() {
-        // Only those that are not ready were asked for.
+        // Only nodes that are not ready were requested, and there are none.
         return text;
     }
     text += "\n";
@@ -209,12 +209,12 @@ fn token(path: &Path) -> Result<String> {
     Ok(text.trim().to_owned())
 }
 
-/// The token of the agent on this machine, where it asks for one and who asks may read it.
+/// The token of the agent on this machine, if it requires one and this user may read it.
 fn local_token() -> Option<String> {
     fs::read_to_string(ask::LOCAL_TOKEN).ok().map(|text| text.trim().to_owned())
 }
 
-/// The agent on this machine. In its container `$HOST_IP` is the address it listens on.
+/// URL of the agent on this machine. In its container `$HOST_IP` is the address it listens on.
 fn own_agent(host_ip: Option<&str>) -> String {
     let ip = host_ip.and_then(|ip| ip.parse().ok()).unwrap_or(IpAddr::from(Ipv4Addr::LOCALHOST));
     format!("http://{}", SocketAddr::new(ip, 1107))
@@ -229,7 +229,7 @@ async fn from_objects(args: &StatusArgs) -> Result<Status> {
     let mesh = source::mesh(&snapshot, &flags.mesh)?;
     let mut status = status::of_objects(&mesh, &snapshot, &ready, granularity, time);
     let Some(cluster) = cluster else { return Ok(status) };
-    // Nobody has to be allowed to read them.
+    // The right to read slices is optional.
     if let Ok(set) = read_once::slices(&cluster.client).await {
         let renewed = read_once::slices_renewed(&cluster.client, NAMESPACE).await.ok().flatten();
         let label = &flags.mesh.shape.topology_label;
@@ -241,7 +241,7 @@ async fn from_objects(args: &StatusArgs) -> Result<Status> {
             let asked = remote::status_on(&cluster, name).await;
             drop(progress);
             match asked {
-                // The agent's view is the one by which its packets go.
+                // The agent's view decides how packets are forwarded.
                 Ok(seen) => return Ok(seen),
                 Err(error) => {
                     eprintln!(
@@ -252,7 +252,7 @@ async fn from_objects(args: &StatusArgs) -> Result<Status> {
             }
         }
         Some(_) => {}
-        // Since when somebody leads, and which tunnels do not answer, is not written in the objects.
+        // The objects do not record since when nodes lead, or which tunnels do not answer.
         None => {
             let leaders = status.leading();
             let progress = (!args.wait).then(|| Progress::new("asking the leaders' agents", leaders.len()));

@@ -1,4 +1,4 @@
-//! `kgctl takeover`: prints the DaemonSet whose agents take over from Kilo's, made of Kilo's own.
+//! `kgctl takeover`: prints a DaemonSet, derived from Kilo's own, whose agents take over from Kilo's.
 
 use anyhow::{Context as _, Result, bail};
 use clap::Args;
@@ -16,16 +16,16 @@ use crate::{
     refusal::Asked,
 };
 
-/// The image that the manifests name.
+/// The image in the manifests.
 const IMAGE: &str = concat!("kilo-ebpf/kilo:", env!("CARGO_PKG_VERSION"));
 /// Selects the pods of one DaemonSet.
 const LABEL: &str = "app.kubernetes.io/name";
-/// What is printed has this label, whatever its name is.
+/// Label of every printed DaemonSet, whatever its name.
 const COMMON_LABEL: [&str; 2] = ["app.kubernetes.io/part-of", "kilo-takeover"];
 const FLAG: &str = "--take-over-from-kilo";
-/// The container of the agent in Kilo's manifests.
+/// Name of the agent's container in Kilo's manifests.
 const CONTAINER: &str = "kilo";
-/// A pod counts as rolled out after this time: its agent is prepared by then.
+/// A pod counts as available after this time, when its agent is prepared.
 const PREPARED_AFTER_SECONDS: i32 = 5;
 
 #[derive(Args, Debug)]
@@ -77,7 +77,7 @@ fn only<'a>(found: &'a [DaemonSet], args: &TakeoverArgs) -> Result<&'a DaemonSet
     }
 }
 
-/// The same pods with another image and name, beside those of that DaemonSet.
+/// Copies a DaemonSet's pods with another image and name, to run beside them.
 fn made_of(kilos: &DaemonSet, image: &str) -> Result<DaemonSet> {
     let name = kilos.name_any();
     let spec = kilos.spec.as_ref().with_context(|| format!("DaemonSet {name} has no spec"))?;
@@ -88,7 +88,7 @@ fn made_of(kilos: &DaemonSet, image: &str) -> Result<DaemonSet> {
     })?;
     let present = agent.image.as_deref().unwrap_or_default();
     let gives_flag = |argument: &String| argument.starts_with(FLAG);
-    // A mirror may have Kilo's image and ours under one name, so that the tag counts too.
+    // A mirror may have Kilo's image and ours under one name, so the tag counts, too.
     if present == image || agent.args.iter().flatten().any(gives_flag) {
         bail!(
             "DaemonSet {name} already runs {present}: there is nothing to take over from. Print this before its \
@@ -114,7 +114,7 @@ fn made_of(kilos: &DaemonSet, image: &str) -> Result<DaemonSet> {
         init_containers: (!before.is_empty()).then_some(before),
         ..pod.clone()
     };
-    // Two DaemonSets of Kilo's (of gateways and of others, say) are taken over from side by side.
+    // Several DaemonSets of Kilo's (for gateways and for others, say) are taken over independently.
     let takeover = format!("{name}-takeover");
     let own = || [(LABEL.to_owned(), takeover.clone())];
     let all = || Some(own().into_iter().chain([COMMON_LABEL.map(ToOwned::to_owned).into()]).collect());
@@ -138,7 +138,7 @@ fn made_of(kilos: &DaemonSet, image: &str) -> Result<DaemonSet> {
     })
 }
 
-/// Selects what is printed here, of whichever DaemonSet of Kilo's it was made.
+/// Selects every DaemonSet printed here, whichever of Kilo's it was derived from.
 pub fn made_here() -> ListParams {
     ListParams::default().labels(&COMMON_LABEL.join("="))
 }
@@ -147,8 +147,8 @@ fn mounts(container: &Container, volume: &Volume) -> bool {
     container.volume_mounts.iter().flatten().any(|mount| mount.name == volume.name)
 }
 
-/// Whether the agent reads what this init container leaves in a volume that begins empty, as the
-/// kubeconfig of Kilo's manifests for k3s. One that goes on beside the agent prepares nothing.
+/// Whether this init container leaves files for the agent in an empty volume, like the kubeconfig in Kilo's
+/// manifests for k3s. A sidecar prepares nothing.
 fn prepares(container: &Container, agent: &Container, volumes: &[Volume]) -> bool {
     let shared = |volume: &Volume| mounts(container, volume) && mounts(agent, volume);
     container.restart_policy.is_none()
@@ -159,8 +159,8 @@ fn agent(containers: &[Container]) -> Option<&Container> {
     containers.iter().find(|container| container.name == CONTAINER)
 }
 
-/// The agent's container without what Kilo's answers: its ports, which the scheduler gives to one
-/// pod of a node, and probes.
+/// The agent's container without its host ports, which only one pod of a node can have, and without probes,
+/// which Kilo's agent would answer.
 fn beside(agent: &Container, image: &str) -> Container {
     let mut args = agent.args.clone().unwrap_or_default();
     args.push(FLAG.to_owned());

@@ -1,5 +1,5 @@
-//! Text as a terminal shows it: cut to its width, and with colours. A pipe gets it whole and plain. What nodes
-//! and pods say is text: an attacker who has taken one over must not move the reader's cursor.
+//! Fits text to a terminal: cut to its width, and with colours. A pipe gets all of it without colours. Text
+//! from nodes and pods is untrusted: an attacker who controls one must not move the reader's cursor.
 
 use std::io::{self, IsTerminal as _, Write, stdout};
 
@@ -18,7 +18,7 @@ pub struct OutputClosed;
 /// Writes to standard output.
 ///
 /// # Errors
-/// [`OutputClosed`] when nobody reads any more, and whatever else keeps it from being written.
+/// [`OutputClosed`] when the reader has closed the output, or any other write error.
 pub fn print(text: &str) -> Result<()> {
     let mut output = stdout().lock();
     match output.write_all(text.as_bytes()).and_then(|()| output.flush()) {
@@ -27,17 +27,17 @@ pub fn print(text: &str) -> Result<()> {
     }
 }
 
-/// What standard output can do.
+/// Capabilities of standard output.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Terminal {
-    /// Columns; `None` = any number.
+    /// Columns; `None` = unlimited.
     pub width: Option<usize>,
-    /// Colours are wanted.
+    /// Whether to use colours.
     pub colour: bool,
 }
 
 impl Terminal {
-    /// That of standard output.
+    /// Detects the capabilities of standard output.
     pub fn of_stdout() -> Self {
         if !stdout().is_terminal() {
             return Self::default();
@@ -48,7 +48,7 @@ impl Terminal {
         Self { width, colour: !dumb && !unwanted }
     }
 
-    /// Tables and sentences for this terminal. `wide`: nothing is cut.
+    /// Formats tables and sentences for this terminal. `wide`: nothing is cut.
     pub fn show(self, text: &str, wide: bool) -> String {
         let width = self.width.filter(|_| !wide);
         text.lines().map(|line| self.line(&cut(line, width)) + "\n").collect()
@@ -80,17 +80,17 @@ fn cut(line: &str, width: Option<usize>) -> String {
     }
 }
 
-/// Text of others without control characters, but for the end of lines and tabs.
+/// Replaces control characters in untrusted text, except newlines and tabs.
 pub fn plain(text: &str) -> String {
     let shown =
         |c: char| if c.is_control() && !matches!(c, '\n' | '\t') { char::REPLACEMENT_CHARACTER } else { c };
     text.chars().map(shown).collect()
 }
 
-/// Writes what others say, with `?` and `¿` in the place of control characters.
+/// Writes untrusted text, with `?` and `¿` instead of control characters.
 pub struct Plain<W> {
     to: W,
-    /// The byte before, of which a control character of two bytes starts with this one.
+    /// The previous byte: two-byte control characters start with `LEAD`.
     before: u8,
 }
 

@@ -1,4 +1,4 @@
-//! `kgctl trace`: what a node would do with a packet, and why.
+//! `kgctl trace`: shows what a node would do with a packet, and why.
 
 #[cfg(target_os = "linux")]
 mod local;

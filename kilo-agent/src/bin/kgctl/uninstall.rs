@@ -1,5 +1,5 @@
-//! `kgctl uninstall`: takes Kilo off every node by the manifest that does it by hand, waits, and
-//! shows what each node has removed.
+//! `kgctl uninstall`: removes Kilo from every node with the manifest for doing so by hand, waits, and shows
+//! what each node has removed.
 
 use std::{
     collections::BTreeMap,
@@ -32,22 +32,22 @@ use crate::{
 };
 
 const MANIFEST: &str = include_str!("../../../../manifests/uninstall.yaml");
-/// The image, the namespace and the directory of CNI configurations that the manifest names.
+/// The image, namespace and CNI directory in the manifest.
 const IMAGE: &str = concat!("kilo-ebpf/kilo:", env!("CARGO_PKG_VERSION"));
 const NAMESPACE: &str = "kube-system";
 const CNI_DIRECTORY: &str = "/etc/cni/net.d";
-/// The agent's default.
+/// Default interface of the agent.
 const INTERFACE: &str = "kilo0";
-/// The argument of the manifest beside which others are put.
+/// The argument in the manifest that others are added to.
 const ARGUMENT: &str = "            - --remove-cni\n";
-/// Name of every object of the manifest, and of the pods' label.
+/// Name of every object in the manifest, and label of its pods.
 const NAME: &str = "kilo-uninstall";
 /// The container that removes everything.
 const CONTAINER: &str = "uninstall";
-/// What must not run meanwhile, beside what `kgctl takeover` prints.
+/// DaemonSets that must not run meanwhile, besides those that `kgctl takeover` prints.
 const RUNNING: [&str; 2] = ["kilo", "kilo-wireguard"];
 const POLL: Duration = Duration::from_millis(300);
-/// The pods that are done end within this time, or nobody waits for them.
+/// How long to wait for the pods to end once they are done.
 const LEAVING: Duration = Duration::from_secs(30);
 
 #[derive(Args, Debug)]
@@ -99,11 +99,12 @@ pub async fn run(args: &UninstallArgs) -> Result<String> {
     let (mounted, on_host) =
         (format!("            path: {CNI_DIRECTORY}\n"), format!("            path: {}\n", args.cni_dir));
     let text = MANIFEST.replace(IMAGE, &args.image).replace(NAMESPACE, &args.namespace);
-    // The machine that runs this reaches the API server; a pod whose mesh is gone may not.
+    // This machine reaches the API server; a pod may not, once the mesh is gone.
     let arguments =
         format!("{ARGUMENT}            - --keep-annotations\n            - --interface={}\n", args.interface);
     let text = text.replace(&mounted, &on_host).replace(ARGUMENT, &arguments);
-    // The role to change Nodes is for who applies the manifest by hand: with --keep-annotations no pod asks for anything.
+    // The role to change Nodes is for applying the manifest by hand: with --keep-annotations the pods send no
+    // requests.
     let is_role = |document: &&str| document.contains("\nkind: ClusterRole");
     for document in text.split("\n---\n").skip(1).filter(|document| !is_role(document)) {
         let mut object: DynamicObject =
@@ -119,7 +120,7 @@ pub async fn run(args: &UninstallArgs) -> Result<String> {
     if missing > 0 {
         waits_for.push(format!("{missing} nodes without a running pod"));
     }
-    // The last one may be done meanwhile.
+    // The last one may have finished meanwhile.
     if done.is_err() && !waits_for.is_empty() {
         bail!(
             "not done after {}: {}; the pods of DaemonSet {NAME} keep retrying:\n{}",
@@ -132,7 +133,7 @@ pub async fn run(args: &UninstallArgs) -> Result<String> {
     lines(&said)
 }
 
-/// Names the Secrets with which the pods of a DaemonSet are pulled; also none, where an earlier call has named some.
+/// Sets the pull secrets of a DaemonSet's pods; an empty list removes those of an earlier call.
 fn pull_with(object: &mut DynamicObject, secrets: &[String]) {
     if let Some(pod) = object.data.pointer_mut("/spec/template/spec") {
         let secrets: Vec<_> = secrets.iter().map(|name| json!({ "name": name })).collect();
@@ -140,7 +141,7 @@ fn pull_with(object: &mut DynamicObject, secrets: &[String]) {
     }
 }
 
-/// A directory of a node, as a manifest may name it.
+/// Parses a directory of a node, limited to characters that are safe in a manifest.
 fn parse_directory(text: &str) -> Result<String, String> {
     let is_plain = |letter: char| letter.is_ascii_alphanumeric() || "/._-".contains(letter);
     if text.starts_with('/') && text.chars().all(is_plain) {
@@ -150,7 +151,7 @@ fn parse_directory(text: &str) -> Result<String, String> {
     }
 }
 
-/// A name that the kernel and a manifest take.
+/// Parses an interface name that is valid for the kernel and safe in a manifest.
 fn parse_interface(text: &str) -> Result<String, String> {
     let is_plain = |letter: char| letter.is_ascii_alphanumeric() || "._-".contains(letter);
     if (1..16).contains(&text.len()) && text.chars().all(is_plain) {
@@ -160,7 +161,7 @@ fn parse_interface(text: &str) -> Result<String, String> {
     }
 }
 
-/// Creates an object, or brings one that is there to this content.
+/// Creates an object, or updates an existing one.
 async fn write(cluster: &Cluster, object: &DynamicObject) -> Result<()> {
     let client = &cluster.client;
     let kind = object.types.as_ref().map(|types| types.kind.as_str()).unwrap_or_default();
@@ -189,7 +190,7 @@ async fn write(cluster: &Cluster, object: &DynamicObject) -> Result<()> {
     Ok(())
 }
 
-/// An inner error, the number of nodes that are wanted, when not every one is done in time.
+/// Waits for every node; the inner error is the number of nodes wanted, if time runs out.
 async fn wait(cluster: &Cluster, daemon_sets: &Api<DaemonSet>, limit: Duration) -> Result<Result<(), usize>> {
     let started = Instant::now();
     let progress = Progress::new("waiting for every node", 0);
@@ -210,7 +211,7 @@ async fn wait(cluster: &Cluster, daemon_sets: &Api<DaemonSet>, limit: Duration) 
     }
 }
 
-/// What the pods said, by node, and the nodes whose pods are not done.
+/// The pods' output by node, and the nodes whose pods are not done.
 async fn reports(
     cluster: &Cluster,
     pods: &Api<Pod>,
@@ -221,7 +222,7 @@ async fn reports(
     let progress = Progress::new("reading what the nodes removed", listed.items.len());
     let (mut nodes, mut waits_for) = (BTreeMap::new(), Vec::new());
     for pod in listed {
-        // One that waits for a place on its node is on none yet.
+        // A pod that is still to be scheduled has no node yet.
         let Some(node) = pod.spec.as_ref().and_then(|spec| spec.node_name.clone()) else { continue };
         let conditions = pod.status.as_ref().and_then(|status| status.conditions.as_deref());
         let is_ready = |condition: &PodCondition| condition.type_ == "Ready" && condition.status == "True";
@@ -243,8 +244,8 @@ async fn reports(
     Ok((nodes, waits_for))
 }
 
-/// What a pod's status says that its container has removed: the API server need not reach the node's kubelet for it,
-/// to which perhaps only the mesh led.
+/// What the container has removed, according to the pod's status. Unlike a log this does not need the node's
+/// kubelet, which may be reachable only through the mesh.
 fn report(pod: &Pod) -> Option<String> {
     let containers = pod.status.as_ref()?.init_container_statuses.as_deref()?;
     let container = containers.iter().find(|container| container.name == CONTAINER)?;
@@ -252,8 +253,8 @@ fn report(pod: &Pod) -> Option<String> {
     ended(container.state.as_ref()).or_else(|| ended(container.last_state.as_ref()))
 }
 
-/// Removes what the agents of the nodes that are done have published, and says so; an error names all for which that is
-/// refused.
+/// Removes the published annotations of nodes that are done, and adds that to their reports; the error lists
+/// all nodes for which it failed.
 async fn retract(cluster: &Cluster, said: &mut BTreeMap<String, String>, waits_for: &[String]) -> Result<()> {
     let mut refused = Vec::new();
     for (node, said) in said.iter_mut().filter(|(node, _)| !waits_for.contains(node)) {
@@ -268,7 +269,7 @@ async fn retract(cluster: &Cluster, said: &mut BTreeMap<String, String>, waits_f
     bail!("not done: annotations could not be removed; run this again:\n{}", refused.join("\n"))
 }
 
-/// Each line behind the name of its node.
+/// Prefixes each line with the name of its node.
 fn lines(nodes: &BTreeMap<String, String>) -> Result<String> {
     let mut text = String::new();
     for (node, said) in nodes {
@@ -283,7 +284,7 @@ async fn remove(cluster: &Cluster, daemon_sets: &Api<DaemonSet>, namespace: &str
     let client = &cluster.client;
     let foreground = DeleteParams::foreground();
     cluster.ask(Asked::new("delete", "daemonsets"), daemon_sets.delete(NAME, &foreground)).await?;
-    // It goes after its pods.
+    // The DaemonSet is deleted after its pods.
     let _progress = Progress::new("removing the uninstaller", 0);
     let started = Instant::now();
     while cluster.ask(Asked::new("get", "daemonsets"), daemon_sets.get_opt(NAME)).await?.is_some()

@@ -1,4 +1,4 @@
-//! `kgctl version`: of this program, and of the agent on each node.
+//! `kgctl version`: versions of this program, and of the agent on each node.
 
 use std::{collections::BTreeMap, fmt::Write as _};
 
@@ -16,7 +16,7 @@ use crate::{
     remote,
 };
 
-/// Agents asked at the same time.
+/// Number of agents asked at the same time.
 const AT_A_TIME: usize = 16;
 const OWN: &str = env!("CARGO_PKG_VERSION");
 
@@ -63,14 +63,14 @@ struct Agent {
     node: String,
     pod: String,
     image: String,
-    /// What it says itself.
+    /// The version that the agent reports; `None` if it does not answer.
     version: Option<String>,
-    /// Why it says nothing.
+    /// Why there is no version.
     #[serde(skip_serializing_if = "Option::is_none")]
     error: Option<String>,
 }
 
-/// The versions as text.
+/// Returns the versions as text.
 pub async fn run(args: &VersionArgs) -> Result<String> {
     let agents = if args.client { None } else { Some(agents(&Cluster::open(&args.api).await?).await?) };
     let versions = Versions { client: OWN.to_owned(), agents };

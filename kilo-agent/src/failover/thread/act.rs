@@ -1,4 +1,4 @@
-//! Carries out what the agent asks for: sends probes and signals, moves the word, marks members.
+//! Carries out the agent's outputs: sends probes and signals, moves the word, marks members.
 
 use std::{collections::BTreeSet, net::IpAddr};
 
@@ -13,7 +13,7 @@ use kilo_host::dataplane::lead::SendVia as Into;
 use super::{Thread, micros, source_port};
 use crate::failover::{packets, site::Site};
 
-/// Most questions and announcements between two looks at what has come.
+/// Maximum number of questions and announcements sent before incoming signals are read.
 const BURST: usize = 64;
 
 impl Thread {
@@ -26,7 +26,7 @@ impl Thread {
                 }
                 Output::Lan(node, signal) => self.send_lan(site, node, &signal),
                 Output::Tunnel(far, signal) => {
-                    // Stand-bys hold what their leader holds.
+                    // Stand-bys hold the same prefixes as their leader, so every gateway gets the signal.
                     if let Some(location) = site.fars.get(&far) {
                         for gateway in &location.gateways {
                             self.tunnel_to(location, gateway.id, &signal);
@@ -47,8 +47,8 @@ impl Thread {
         }
     }
 
-    /// Sends no more announcements to members at a time than lets this thread be in time for what comes
-    /// meanwhile: a late one discards what it knows, and the ring has room for some hundred answers.
+    /// Sends a limited batch of announcements and questions, so that this thread keeps up with what arrives
+    /// meanwhile: if it is late it discards its knowledge, and the ring has room for some hundred answers.
     pub(super) fn send_asks(&mut self, site: &Site) {
         for _ in 0..BURST {
             let Some((node, signal)) = self.asks.take_next() else { return };

@@ -1,4 +1,4 @@
-//! Reads what comes in: signals of the ring, the kernel's word, links that go down, far leaders that change.
+//! Reads inputs: signals from the ring, the kernel's word, links that go down, changes of far leaders.
 
 use std::{collections::BTreeMap, net::Ipv6Addr, time::Instant};
 
@@ -19,21 +19,21 @@ use crate::failover::{
 };
 use crate::far::{FarGateway, FarLocation};
 
-/// How long a default route that has gone may be replaced before leadership is given away.
+/// How long a default route may be missing before leadership is handed over.
 const ROUTE_RETURNS: Micros = 10_000;
-/// More records than the ring has room for.
+/// More records than the ring can hold.
 const MOST_HEARD: usize = 1_024;
 
 impl Thread {
-    /// The gateway of a far location that answers probes through the own tunnel: the one with the shared prefixes, as
-    /// it was claimed a moment ago or as the mesh has it.
+    /// The gateway of a far location that answers probes through this node's tunnel: the one with the shared
+    /// prefixes, according to recent claims or else to the mesh.
     pub(super) fn acting_of(&self, far: Far, location: &FarLocation) -> Option<FarGateway> {
         let claimed = self.fars.get(&far).map(far::Owners::shared);
         let known = location.gateways.iter().find(|gateway| Some(gateway.id) == claimed);
         known.or_else(|| location.gateways.get(location.acting)).copied()
     }
 
-    /// What one gateway of a far location has missed says nothing of the next one.
+    /// Reports a change of the probed gateway: lost probes of one say nothing about the next.
     pub(super) fn look_at_fars(&mut self, site: &Site) {
         for (far, location) in &site.fars {
             let Some(FarGateway { id, .. }) = self.acting_of(*far, location) else { continue };
@@ -46,25 +46,26 @@ impl Thread {
     pub(super) fn read_link_events(&mut self, site: &Site, now: Micros) -> bool {
         let Some(links) = &self.links else { return false };
         let events = links.read(&site.needed);
-        // Where messages were lost a route may have gone, too: probes notice that, and a host may never have had one.
+        // If messages were lost, a missed route event is noticed by probes: the host may never have had a
+        // default route.
         if events.is_route_gone {
             self.routes_due = self.routes_due.or(Some(now + ROUTE_RETURNS));
         }
         events.is_down || events.is_lost && site.needed.iter().any(|needed| !needed.is_up())
     }
 
-    /// Whether a default route has gone, and none has come in its place within [`ROUTE_RETURNS`].
+    /// Whether a default route has disappeared and was not replaced within [`ROUTE_RETURNS`].
     pub(super) fn check_route_gone(&mut self, site: &Site, now: Micros) -> bool {
         let is_due = self.routes_due.take_if(|due| *due <= now).is_some();
         is_due && !has_default_route(&site.needed)
     }
 
-    /// Reads the kernel's word, which may have changed: the kernel obeys ANNOUNCE by itself.
+    /// Reads the kernel's word, which may have changed: the data path obeys ANNOUNCE by itself.
     pub(super) fn read_word(&mut self, site: &Site) {
         let Ok(word) = self.tools.signals.word() else { return };
         let (hop, term) = (lead::hop_of(word), lead::term_of(word));
-        // The node it names has stopped being a gateway: Kilo's leader is left, and where there are several leaders
-        // each takes its own nodes later.
+        // The node that it names is no longer a gateway: falls back to Kilo's leader. With several active
+        // leaders each takes over its own nodes later.
         let is_gone = self.agent.is_some()
             && term > Term::NONE
             && site.gateway_of(hop).is_none_or(|gateway| !site.place.gateways.contains(&gateway));
@@ -93,7 +94,7 @@ impl Thread {
                 term = term.count(),
                 "this node switched to another leader"
             );
-            // The gateways that made the change say why.
+            // The gateways that made the change report the reason.
             if !site.is_gateway() {
                 self.last_change = Some(format!("{} leads after {}", self.name(gateway), self.name(before)));
             }
@@ -102,15 +103,15 @@ impl Thread {
         self.inbox.push(Input::Word(term, gateway));
     }
 
-    /// Reads all that the ring holds, and not for ever what comes meanwhile. Returns whether there was more than answers to probes: only then the kernel
-    /// may have moved its word since it was read.
+    /// Reads the ring, up to a limit if more keeps arriving. Returns whether there was more than answers to
+    /// probes: only then the kernel may have changed its word since it was read.
     pub(super) fn hear(&mut self, site: &Site) -> bool {
         let mut is_more = false;
         for _ in 0..MOST_HEARD {
             let Some(record) = self.tools.ring.next() else { break };
             let Some((heard, bytes)) = Heard::read(&record) else { continue };
             let signal = signal::parse(bytes).map(|signal| signal.map_list(|words| words.iter().collect()));
-            // Most are answers to probes, which have no tag to be checked.
+            // Most are answers to probes, which have no tag to verify.
             let is_answer = signal.as_ref().is_ok_and(|signal: &Signal| signal.kind == Kind::Reflected);
             let bytes = if is_answer { Vec::new() } else { bytes.to_vec() };
             drop(record);
@@ -169,8 +170,8 @@ impl Thread {
     }
 }
 
-/// Why a signal of the location's own nodes is refused, by its label in metrics. `came`: from which address, and
-/// whether through a tunnel.
+/// Why a signal from a node of this location is refused, as a metric label. `came`: the source address, and
+/// whether it came through a tunnel.
 fn refusal(
     nodes: &BTreeMap<NodeId, Neighbour>,
     location: u64,
@@ -209,7 +210,7 @@ mod tests {
     const FAR: Far = 7;
     const KEY: Key = Key([1, 2]);
 
-    /// What a signal of that node, signed with this key, comes to.
+    /// The refusal of a signal from that node, signed with this key.
     fn heard(
         sender: NodeId,
         location: u64,
@@ -226,8 +227,7 @@ mod tests {
         refusal(&BTreeMap::from([(NODE, known)]), FAR, (source, by_tunnel), &bytes[..length], &signal)
     }
 
-    /// What a CLAIM of another location's gateway comes to: of this one, for that location, naming this member, in this
-    /// term.
+    /// The refusal of a CLAIM by a gateway of another location: its gateway, location, member and term.
     fn claims(gateway: NodeId, location: u64, member: NodeId, term: Term) -> Option<&'static str> {
         let key = kilo_core::wireguard::key::PublicKey([0; 32]);
         let control = kilo_core::signal_id::control_address(&key);

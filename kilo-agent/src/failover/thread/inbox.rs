@@ -1,27 +1,27 @@
-//! What has been read is delivered before the thread waits again.
+//! Delivers what has been read before the thread waits again.
 
 use kilo_failover::Input;
 
-/// Most turns before the thread looks around again, and goes on at once.
+/// Maximum turns before the thread continues with its other work.
 const MOST: usize = 4;
 
-/// The receiver of what has been read.
+/// The receiver of inputs.
 pub trait Turns {
-    /// What has been read, and not been delivered.
+    /// Inputs that have been read but not delivered.
     fn inbox(&mut self) -> &mut Vec<Input>;
 
     /// Whether a turn is due, even if nothing has been read.
     fn is_due(&self) -> bool;
 
-    /// Reads what has come meanwhile.
+    /// Reads what has arrived meanwhile.
     fn look(&mut self);
 
-    /// Takes all of these inputs; more may be read thereby, such as a word that it has moved.
+    /// Processes all of these inputs; this may add more, such as a word that it has moved.
     fn turn(&mut self, inputs: Vec<Input>);
 }
 
-/// Takes turns until nothing is left to deliver and nothing is due. Two that answer each other for ever do
-/// not keep the thread from the rest of its work: what is left after some turns stays in the inbox, for the
+/// Takes turns until nothing is left to deliver and nothing is due. Inputs that cause each other forever must
+/// not keep the thread from the rest of its work, so what is left after some turns stays in the inbox for the
 /// next step.
 pub fn deliver(turns: &mut impl Turns) {
     for turn in 0..MOST {
@@ -29,7 +29,7 @@ pub fn deliver(turns: &mut impl Turns) {
             return;
         }
         if turn > 0 {
-            // What has arrived is read before anything is decided.
+            // Everything that has arrived is read before the next decision.
             turns.look();
         }
         let inputs = std::mem::take(turns.inbox());
@@ -41,7 +41,7 @@ pub fn deliver(turns: &mut impl Turns) {
 mod tests {
     use super::*;
 
-    /// Each input but the last one leads to the next.
+    /// Each input except the last one causes the next.
     #[derive(Default)]
     struct Chain {
         inbox: Vec<Input>,

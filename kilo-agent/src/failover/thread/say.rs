@@ -12,7 +12,7 @@ use crate::{
     far,
 };
 
-/// The label of a note that a signal was refused.
+/// The metric label of a note about a refused signal.
 pub(super) const fn refused_as(note: &Note) -> Option<&'static str> {
     match note {
         Note::Leaps(_) => Some("leap"),
@@ -145,8 +145,8 @@ impl Thread {
         self.is_dirty = true;
     }
 
-    /// Notes that this node leads the location from now on: an Event says so once, though a change may come in several
-    /// signals.
+    /// Notes that this node now leads the location. An Event reports it once, even if the change arrives in
+    /// several signals.
     pub(super) fn note_succession(&mut self, from: NodeId, why: &str) {
         let now = micros();
         let is_again = self.succeeded.is_some_and(|(before, at)| before == from && at + SUCCESSION > now);
@@ -157,9 +157,9 @@ impl Thread {
         }
     }
 
-    /// Declares a leader dead once while it is silent: if it lives and says so, it knows better. One that was heard
-    /// again and dies again is declared dead again; where no third node hears this one, as
-    /// [`kilo_failover::DeclaredAlone`] admits.
+    /// Declares a silent leader dead, once: a leader that is alive and renews its heartbeat overrides this.
+    /// One that was heard again and dies again is declared dead again. Without a third node as a witness,
+    /// [`kilo_failover::DeclaredAlone`] decides.
     pub(super) fn declare_dead(&mut self, site: &Site, now: Micros) {
         let agent = self.agent.as_ref().filter(|_| site.is_mixed);
         let declared_dead = agent.and_then(|agent| Some((agent.declares_dead(now)?, agent.word().0)));
@@ -182,14 +182,14 @@ impl Thread {
         }
     }
 
-    /// Notifies the agent of what it needs to plan, when that has changed.
+    /// Notifies the agent when something that it plans with has changed.
     pub(in crate::failover) fn notify_agent(&mut self) {
         if self.publish() {
             self.shared.changed.notify_one();
         }
     }
 
-    /// Lets the agent's next reconcile know what it needs to plan, without asking for one; true when that has changed.
+    /// Publishes what the agent plans with, without requesting a reconcile; true when it has changed.
     pub(in crate::failover) fn publish(&mut self) -> bool {
         if !std::mem::take(&mut self.is_dirty) {
             return false;
@@ -202,10 +202,10 @@ impl Thread {
         let is_one_of_several = site.place.several.is_some();
         self.leader = match () {
             () if self.agent.is_none() || term == Term::NONE => None,
-            // The gateway that this node uses need not be the one with the shared prefixes.
+            // The gateway that this node uses may not be the one with the shared prefixes.
             () if is_one_of_several && (gateway != me || shared == SharedPrefixes::Stay) => None,
             () if gateway != me || shared != SharedPrefixes::Stay => Some((term, gateway)),
-            // It leads itself alone: the location's leader is who it was.
+            // This node leads only itself: the location's leader stays the same.
             () => self.leader.filter(|(_, leader)| *leader != me),
         };
         let leads = shared == SharedPrefixes::Move && gateway == me && term > Term::NONE;

@@ -1,4 +1,4 @@
-//! Waiting: for records of the ring that wake, for the agent, for links, and for the next deadline.
+//! Waits for wake-ups by the ring, the agent, links, and the next deadline.
 
 use std::{
     os::fd::{AsFd, AsRawFd as _},
@@ -14,40 +14,41 @@ use nix::{
     sys::epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags, EpollTimeout},
 };
 
-/// What has something to be read, besides signals.
+/// Sources with something to read, besides signals.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Ready {
     pub agent: bool,
     pub links: bool,
 }
 
-/// What is waited for.
+/// Everything that is waited for.
 #[derive(Debug)]
 pub struct Wait {
     epoll: Epoll,
-    /// The wait in microseconds.
+    /// The wait with microsecond resolution.
     fine: fn(&Epoll, &mut [libc::epoll_event], Micros) -> nix::Result<usize>,
-    /// It was refused once, as by an older runtime's seccomp profile: waits are in whole milliseconds from then on.
+    /// It was refused, for example by an older runtime's seccomp profile: whole milliseconds are used
+    /// instead.
     is_refused: AtomicBool,
-    /// That the kernel refuses to wait has been logged.
+    /// Whether the failure to wait has been logged.
     is_said: AtomicBool,
 }
 
 const RING: u64 = 0;
 const AGENT: u64 = 1;
 const LINKS: u64 = 2;
-/// Each once.
+/// One event per source.
 const MOST: usize = 3;
-/// Longest sleep of a thread that cannot wait.
+/// Longest sleep when waiting is impossible.
 const BLIND: Micros = 5_000;
 
 impl Wait {
-    /// Of the ring only what wakes counts (edge-triggered): answers to probes that are in it unread let this thread
-    /// sleep, and are read when something is due; so is what lies behind a record that another CPU
-    /// still writes, though it be a signal: signals are repeated until they are answered.
+    /// The ring is edge-triggered: only records that request a wake-up end a wait. Unread answers to probes
+    /// do not, and are read when something is due. The same holds for a signal behind a record that another
+    /// CPU is still writing; signals are repeated until they are answered.
     ///
     /// # Errors
-    /// When the kernel gives no descriptor.
+    /// When the kernel cannot create a descriptor.
     pub fn for_any(ring: &impl AsFd, agent: &impl AsFd, links: Option<&LinkEvents>) -> nix::Result<Self> {
         let epoll = Epoll::new(EpollCreateFlags::EPOLL_CLOEXEC)?;
         epoll.add(ring, EpollEvent::new(EpollFlags::EPOLLIN | EpollFlags::EPOLLET, RING))?;
@@ -63,8 +64,8 @@ impl Wait {
         })
     }
 
-    /// Waits for so many microseconds at most; an interrupted wait is a short one. Where the kernel refuses to wait at
-    /// all this sleeps instead: the thread must not spin.
+    /// Waits for at most this many microseconds; an interrupted wait is a short one. If the kernel refuses to
+    /// wait at all, this sleeps instead: the thread must not spin.
     pub fn at_most(&self, micros: Micros) -> Ready {
         let mut events = [libc::epoll_event { events: 0, u64: 0 }; MOST];
         let count = match self.wait(&mut events, micros) {

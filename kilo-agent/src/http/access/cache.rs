@@ -1,5 +1,5 @@
-//! What the API server has answered about tokens, kept for a short time and for a bounded number. Tokens
-//! themselves are not kept, only their digests.
+//! Caches the API server's answers about tokens, for a short time and in limited number. Only digests of
+//! tokens are stored.
 
 use std::{
     collections::HashMap,
@@ -12,28 +12,28 @@ use sha2::{Digest as _, Sha256};
 
 use super::Finding;
 
-/// A right that is taken away, or a token that ends, is noticed after this long.
+/// How long an acceptance counts, until a revoked right or an expired token is noticed.
 const ALLOWED: Duration = Duration::from_secs(60);
-/// A right that is given is noticed after this long.
+/// How long a refusal counts, until a granted right is noticed.
 const REFUSED: Duration = Duration::from_secs(5);
-/// Answers that are kept.
+/// Maximum number of cached answers.
 const MOST: usize = 256;
-/// How many tokens are remembered as accepted. Asking about all of them and each path once a minute is
-/// within what a [`Reviewer`](super::Reviewer) asks about known tokens.
+/// Maximum number of tokens remembered as accepted. Reviewing all of them and each path once a minute stays
+/// within the budget of a [`Reviewer`](super::Reviewer) for known tokens.
 const MOST_GOOD: usize = 256;
 
 /// SHA-256 of a secret.
 pub type Secret = [u8; 32];
 
-/// Of a token, or of a session's name.
+/// Digest of a token, or of a session's name.
 pub fn digest(text: &str) -> Secret {
     Sha256::digest(text.as_bytes()).into()
 }
 
-/// An answer, and until when it counts.
+/// An answer, and when it expires.
 type Known = (Finding, Instant);
 
-/// Answers about tokens and paths.
+/// Cached answers about tokens and paths.
 #[derive(Debug, Default)]
 pub struct Cache {
     kept: Mutex<Kept>,
@@ -42,25 +42,25 @@ pub struct Cache {
 #[derive(Debug, Default)]
 struct Kept {
     answers: HashMap<(Secret, &'static str), Known>,
-    /// Tokens that were allowed something since they were last unknown, and when that was last.
+    /// Tokens that were allowed something and have not been rejected since, and when they were last allowed.
     good: HashMap<Secret, Instant>,
 }
 
 impl Cache {
-    /// What is known now.
+    /// The cached answer, unless it has expired.
     pub fn get(&self, token: &str, path: &'static str, now: Instant) -> Option<Finding> {
         let kept = self.kept.lock().unwrap_or_else(PoisonError::into_inner);
         let (finding, until) = kept.answers.get(&(digest(token), path))?;
         (now < *until).then(|| finding.clone())
     }
 
-    /// Whether the API server has allowed this token something, however long ago, and has not disowned it since.
+    /// Whether the API server has ever allowed this token something, and has not rejected it since.
     pub fn was_good(&self, token: &str) -> bool {
         let kept = self.kept.lock().unwrap_or_else(PoisonError::into_inner);
         kept.good.contains_key(&digest(token))
     }
 
-    /// Keeps an answer, but not a review that failed. What ends first makes room.
+    /// Caches an answer, but not a failed review. The entry that expires first makes room.
     pub fn put(&self, token: &str, path: &'static str, finding: &Finding, now: Instant) {
         let lasts = match finding {
             Finding::Allowed => ALLOWED,
@@ -75,7 +75,7 @@ impl Cache {
                 good.insert(token, now);
                 make_room(good, MOST_GOOD, |said| *said);
             }
-            // A token that has ended is good for no path any more.
+            // An expired token is no longer valid for any path.
             Finding::Unknown if good.remove(&token).is_some() => {
                 answers.retain(|(whose, _), _| *whose != token);
             }
@@ -87,7 +87,7 @@ impl Cache {
     }
 }
 
-/// Removes the earliest entry when there is one too many.
+/// Removes the earliest entry if there are too many.
 fn make_room<K: Copy + Eq + Hash, V>(map: &mut HashMap<K, V>, most: usize, time: impl Fn(&V) -> Instant) {
     if map.len() > most
         && let Some(first) = map.iter().min_by_key(|(_, value)| time(value)).map(|(key, _)| *key)

@@ -1,21 +1,21 @@
-//! The token for kgctl on the node: a file that root and the agent can read. A process that has it could read the
-//! node's private key beside it just as well.
+//! The token for kgctl on the node: a file that only root and the agent can read. A process that can read it
+//! could also read the node's private key.
 
 use std::{fs, io, io::Write as _, path::Path};
 
 use super::cache::{Secret, digest};
 
-/// A token that needs no API server.
+/// A token that is checked without the API server.
 #[derive(Debug)]
 pub struct LocalToken(Secret);
 
 impl LocalToken {
-    /// The token that this text is.
+    /// Creates the value from a token's text.
     pub fn of(text: &str) -> Self {
         Self(digest(text))
     }
 
-    /// Makes a new one and writes it with mode 0600: an old one is worth nothing any more.
+    /// Generates a new token and writes it with mode 0600; an old one becomes invalid.
     ///
     /// # Errors
     /// When the file cannot be written.
@@ -27,13 +27,13 @@ impl LocalToken {
         Ok(Self::of(&token))
     }
 
-    /// Removes what an agent that asked for tokens has left.
+    /// Removes the file of an earlier agent that required tokens.
     pub fn remove(path: &Path) {
-        // There is none, mostly.
+        // Usually there is none.
         let _ = fs::remove_file(path);
     }
 
-    /// Whether this is it. Digests are compared, whose bytes nobody can choose.
+    /// Whether this is the token. Comparing digests prevents timing attacks: nobody can choose their bytes.
     pub fn is(&self, token: &str) -> bool {
         digest(token) == self.0
     }

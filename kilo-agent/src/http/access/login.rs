@@ -1,4 +1,4 @@
-//! How a browser shows a token: a form, which needs no script.
+//! Login for browsers: a form that works without scripts.
 
 use std::time::Duration;
 
@@ -15,17 +15,17 @@ use super::{LONGEST_TOKEN, is_token};
 use crate::http::{Answer, html, text};
 
 const PAGE: &str = include_str!("login.html");
-/// Nothing but the form, and its answer goes to this agent alone.
+/// Allows only the form, which may be submitted to this agent only.
 const POLICY: &str = "default-src 'none'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'";
-/// A form is sent within this time.
+/// Timeout for receiving a form.
 const PATIENCE: Duration = Duration::from_secs(10);
 
-/// Whether somebody looks who can fill in a form.
+/// Whether the client is a browser, whose user can fill in a form.
 pub fn is_browser(headers: &HeaderMap) -> bool {
     headers.get(ACCEPT).and_then(|accept| accept.to_str().ok()).is_some_and(|it| it.contains("text/html"))
 }
 
-/// The form, with what was wrong with the last try, a paragraph for each line.
+/// The form, with what was wrong with the last attempt, one paragraph per line.
 pub fn form(status: StatusCode, wrong: &str) -> Answer {
     match page(wrong) {
         Ok(page) => html(status, POLICY, page),
@@ -33,7 +33,7 @@ pub fn form(status: StatusCode, wrong: &str) -> Answer {
     }
 }
 
-/// Everything that is put in is escaped.
+/// Renders the form; all inserted text is escaped.
 fn page(wrong: &str) -> Result<String, Error> {
     let mut environment = Environment::new();
     environment.set_auto_escape_callback(|_| AutoEscape::Html);
@@ -41,7 +41,7 @@ fn page(wrong: &str) -> Result<String, Error> {
     environment.template_from_str(PAGE)?.render(context! { wrong => lines })
 }
 
-/// The token that a form holds.
+/// Reads the token from a submitted form.
 pub async fn token(request: Request<Incoming>) -> Result<String, Answer> {
     let body = Limited::new(request.into_body(), 2 * LONGEST_TOKEN).collect();
     let Ok(Ok(body)) = timeout(PATIENCE, body).await else {
@@ -55,7 +55,7 @@ pub async fn token(request: Request<Incoming>) -> Result<String, Answer> {
     })
 }
 
-/// To the page, with the cookie of a session.
+/// Redirects to the page, and sets the session cookie.
 pub fn welcome(session: &str) -> Answer {
     let mut answer = text(StatusCode::SEE_OTHER, "go on to ./\n");
     answer.headers_mut().insert(LOCATION, HeaderValue::from_static("./"));

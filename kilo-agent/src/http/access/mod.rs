@@ -1,6 +1,6 @@
 //! Who may see more than `/health` and `/metrics`: everybody, or those whose token the API server accepts.
-//! The API server says who they are (`TokenReview`) and whether they may
-//! (`SubjectAccessReview` of the path).
+//! The API server identifies them (`TokenReview`) and decides whether they may (`SubjectAccessReview` of the
+//! path).
 
 mod cache;
 mod local_token;
@@ -23,24 +23,24 @@ use super::{Answer, text};
 use cache::Cache;
 use sessions::Sessions;
 
-/// The role of the manifests that allows it.
+/// The role in the manifests that grants access.
 const ROLE: &str = "kilo-page";
-/// The answer to a browser whose session outlives its token.
+/// Message for a browser whose session outlives its token.
 const ENDED: &str = "Your token expired or was revoked. Show a new one.";
-/// No token is longer, in bytes; those of service accounts have about 1,000.
+/// Maximum length of a token in bytes; those of service accounts have about 1,000.
 const LONGEST_TOKEN: usize = 8 << 10;
 
-/// Lets requests in, or answers them itself.
+/// Admits requests, or answers them itself.
 #[derive(Clone, Debug, Default)]
 pub enum Gate {
     /// Everybody may see everything.
     #[default]
     Open,
-    /// Those may who show a good token.
+    /// Only clients with a valid token are admitted.
     Token(Arc<TokenGate>),
 }
 
-/// Lets in every client that shows a token that the API server accepts, or this node's own [`LocalToken`].
+/// Admits clients with a token that the API server accepts, or with this node's own [`LocalToken`].
 #[derive(Debug)]
 pub struct TokenGate {
     reviewer: Reviewer,
@@ -49,7 +49,7 @@ pub struct TokenGate {
     sessions: Sessions,
 }
 
-/// What a request shows.
+/// The credentials in a request.
 enum Shown {
     Nothing,
     Token(String),
@@ -59,13 +59,13 @@ enum Shown {
 }
 
 impl Gate {
-    /// Asks `reviewer` about each token that is not the local one.
+    /// Creates a gate that asks `reviewer` about each token except the local one.
     pub fn token(reviewer: Reviewer, local: LocalToken) -> Self {
         let (cache, sessions) = (Cache::default(), Sessions::default());
         Self::Token(Arc::new(TokenGate { reviewer, local, cache, sessions }))
     }
 
-    /// `Err` with the answer when the request may not be answered as it wishes.
+    /// `Err` with the response if the request is not admitted.
     pub async fn admit(&self, request: &Request<Incoming>, path: &str) -> Result<(), Answer> {
         match self {
             Self::Open => Ok(()),
@@ -73,7 +73,7 @@ impl Gate {
         }
     }
 
-    /// What a browser's form has sent to `/`; `None` where nothing is to be sent.
+    /// Handles a browser's form sent to `/`; `None` if no login is needed.
     pub async fn log_in(&self, request: Request<Incoming>) -> Option<Answer> {
         match self {
             Self::Open => None,
@@ -85,7 +85,7 @@ impl Gate {
 impl TokenGate {
     async fn admit(&self, headers: &HeaderMap, path: &str, now: Instant) -> Result<(), Answer> {
         let path = reviewed(path);
-        // Where a browser is shown a page, it gets the form.
+        // A browser that requests the page gets the form.
         let forms = path == "/" && login::is_browser(headers);
         let (token, forms) = match self.shown(headers, now) {
             Shown::Token(token) => (token, false),
@@ -120,7 +120,7 @@ impl TokenGate {
         }
     }
 
-    /// What is known of a token and a path, or becomes known now.
+    /// The finding about a token and a path, cached or obtained now.
     async fn find(&self, token: &str, path: &'static str, now: Instant) -> Finding {
         if self.local.is(token) {
             return Finding::Allowed;
@@ -151,7 +151,7 @@ impl TokenGate {
     }
 }
 
-/// The path the API server is asked about: the files of the page belong to it.
+/// The path that the API server is asked about: the page's files count as the page.
 fn reviewed(path: &str) -> &'static str {
     match path {
         "/status" => "/status",
@@ -161,7 +161,7 @@ fn reviewed(path: &str) -> &'static str {
     }
 }
 
-/// As RFC 6750 writes them.
+/// Whether the text has the syntax of a bearer token (RFC 6750).
 fn is_token(text: &str) -> bool {
     let may = |byte: u8| byte.is_ascii_alphanumeric() || b"-._~+/=".contains(&byte);
     (1..=LONGEST_TOKEN).contains(&text.len()) && text.bytes().all(may)
@@ -212,7 +212,7 @@ mod tests {
 
     use super::*;
 
-    /// A gate whose API server knows `good` and `poor`, and how often it is asked.
+    /// A gate whose API server knows `good` and `poor`, and the number of its reviews.
     fn gate() -> (Arc<TokenGate>, Arc<AtomicUsize>) {
         let asked = Arc::new(AtomicUsize::new(0));
         let count = Arc::clone(&asked);
@@ -295,7 +295,8 @@ mod tests {
         assert_eq!(status(&gate, &with("Bearer good"), "/", later).await, 200);
     }
 
-    /// For ten minutes, with twice as many random tokens a second as are asked about, before each of its requests.
+    /// Ten minutes in which, before each request, twice as many random tokens are presented as are reviewed
+    /// per second.
     #[tokio::test]
     async fn a_flood_of_random_tokens_does_not_hold_up_who_is_known() {
         let (gate, asked) = gate();
@@ -320,7 +321,7 @@ mod tests {
     async fn who_is_known_is_asked_about_so_often_and_no_more_when_its_token_ends() {
         let asked = Arc::new(AtomicUsize::new(0));
         let count = Arc::clone(&asked);
-        // It is good for the first review, and away or gone after that.
+        // It is good for the first review, and afterwards expired or without an answer.
         let reviewer = Reviewer::new(move |token, _| {
             let before = count.fetch_add(1, Ordering::Relaxed);
             async move {
@@ -379,7 +380,7 @@ mod tests {
         assert_eq!(other.headers()["www-authenticate"], "Bearer realm=\"kilo\"");
     }
 
-    /// A session goes on when its token does not: a browser at `/` can show another one.
+    /// A session may outlive its token: a browser at `/` can then enter another one.
     #[tokio::test]
     async fn a_browser_whose_token_has_ended_gets_the_form_and_not_a_dead_end() {
         let (gate, _) = gate();

@@ -1,4 +1,4 @@
-//! Asking the API server about a token.
+//! Asks the API server about a token.
 
 use std::{
     collections::VecDeque,
@@ -16,29 +16,29 @@ use kilo_core::errors::error_chain;
 use kube::{Api, Client, api::PostParams};
 use tokio::time::timeout;
 
-/// The API server answers within this time.
+/// Timeout for an answer of the API server.
 const PATIENCE: Duration = Duration::from_secs(5);
-/// So many tokens of strangers are asked about in [`WHILE`], so that they cannot make an agent flood its API
-/// server, and as many known ones besides, which strangers' tokens do not hold up.
+/// Maximum number of reviews of strangers' tokens per [`WHILE`], so that they cannot make an agent flood its
+/// API server. Known tokens have a separate budget of the same size, so that strangers do not hold them up.
 const MOST: usize = 20;
 const WHILE: Duration = Duration::from_secs(1);
 
-/// What is known of a token and a path.
+/// The result for a token and a path.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Finding {
-    /// Its owner may see the path.
+    /// The token's owner may see the path.
     Allowed,
     /// The API server does not know the token.
     Unknown,
-    /// Its owner, of this name, may not see the path.
+    /// The token's owner, with this name, may not see the path.
     Forbidden(String),
-    /// The API server has not answered, for this reason.
+    /// The API server has not answered, with the reason.
     Unanswered(String),
 }
 
 type PendingReview = Pin<Box<dyn Future<Output = Finding> + Send>>;
 
-/// Whose token it is, as far as this agent knows.
+/// Whether this agent knows a token.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Whose {
     /// The API server has allowed it something before.
@@ -54,12 +54,12 @@ pub struct Reviewer {
     strangers: Budget,
 }
 
-/// When it was asked of late.
+/// Times of recent reviews.
 #[derive(Default)]
 struct Budget(Mutex<VecDeque<Instant>>);
 
 impl Budget {
-    /// Whether one may ask, and if so, that one does.
+    /// Takes one review from the budget; false if it is used up.
     fn spend(&self, now: Instant) -> bool {
         let mut asked = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         asked.retain(|then| now.saturating_duration_since(*then) < WHILE);
@@ -78,7 +78,7 @@ impl fmt::Debug for Reviewer {
 }
 
 impl Reviewer {
-    /// Asks this, with a token and a path.
+    /// Creates a reviewer that calls `ask` with a token and a path.
     pub fn new<F>(ask: impl Fn(String, &'static str) -> F + Send + Sync + 'static) -> Self
     where
         F: Future<Output = Finding> + Send + 'static,
@@ -88,7 +88,7 @@ impl Reviewer {
         Self { ask, known: Budget::default(), strangers: Budget::default() }
     }
 
-    /// The answer, or that there is none.
+    /// Reviews a token; [`Finding::Unanswered`] if the budget is used up or no answer comes in time.
     pub async fn review(&self, token: &str, path: &'static str, whose: Whose, now: Instant) -> Finding {
         let budget = match whose {
             Whose::Known => &self.known,
@@ -104,7 +104,7 @@ impl Reviewer {
     }
 }
 
-/// Asks the API server of this client, which needs the rights of the ClusterRole `system:auth-delegator`.
+/// Creates a reviewer with this client, which needs the rights of the ClusterRole `system:auth-delegator`.
 pub fn through_api(client: Client) -> Reviewer {
     Reviewer::new(move |token, path| {
         let client = client.clone();

@@ -1,5 +1,5 @@
-//! Browsers that have shown a token. What they keep is the name of a session, good at this agent alone: a
-//! cookie goes to every port of a host, and a token would be worth something there.
+//! Browsers that have presented a token. They keep only the name of a session, which is valid at this agent
+//! alone: a cookie goes to every port of a host, where a token might be useful to others.
 
 use std::{
     collections::HashMap,
@@ -11,21 +11,21 @@ use hyper::header::{COOKIE, HeaderMap};
 
 use super::cache::{Secret, digest};
 
-/// The cookie.
+/// Name of the cookie.
 const NAME: &str = "kilo-session";
-/// A browser shows its token again after this long.
+/// A browser must present its token again after this long.
 const LASTS: Duration = Duration::from_secs(12 * 3600);
-/// Browsers at a time; the oldest makes room.
+/// Maximum number of sessions; the oldest makes room.
 const MOST: usize = 64;
 
-/// Sessions, each with its token, which is reviewed again and again.
+/// Sessions with their tokens, which are reviewed repeatedly.
 #[derive(Debug, Default)]
 pub struct Sessions {
     open: Mutex<HashMap<Secret, (String, Instant)>>,
 }
 
 impl Sessions {
-    /// Begins one; what its cookie is to be.
+    /// Begins a session; returns the value for its cookie.
     pub fn begin(&self, token: String, now: Instant) -> String {
         let name: String = rand::random::<[u8; 16]>().iter().map(|byte| format!("{byte:02x}")).collect();
         let mut open = self.open.lock().unwrap_or_else(PoisonError::into_inner);
@@ -39,7 +39,7 @@ impl Sessions {
         format!("{NAME}={name}")
     }
 
-    /// The token of the session that a request names.
+    /// The token of the session in a request's cookies, unless it has expired.
     pub fn token(&self, headers: &HeaderMap, now: Instant) -> Option<String> {
         let cookies = headers.get_all(COOKIE).iter().filter_map(|value| value.to_str().ok());
         let pairs = cookies.flat_map(|line| line.split(';')).filter_map(|pair| pair.trim().split_once('='));

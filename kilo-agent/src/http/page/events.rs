@@ -1,4 +1,4 @@
-//! `/events`: the report as server-sent events, for as long as the connection may last.
+//! `/events`: the report as server-sent events, until the connection has to close.
 
 use std::{sync::Arc, time::Duration};
 
@@ -18,30 +18,30 @@ use tokio_util::sync::CancellationToken;
 use super::feed::Feed;
 use crate::http::{Answer, text};
 
-/// Listeners at a time, fewer than the connections that the node itself may have. The page of one
-/// that is too many asks for the status now and then.
+/// Maximum number of listeners, lower than the number of connections from the node itself. A page that is
+/// rejected polls the status instead.
 pub const MOST_LISTENERS: usize = 24;
-/// A look at what is so.
+/// Interval between checks for changes.
 const LOOK: Duration = Duration::from_secs(1);
-/// What changes all the time is sent this often, and is how a page knows that the agent lives.
+/// Interval of the frequently changing part, which also shows a page that the agent is alive.
 const BEAT: Duration = Duration::from_secs(3);
-/// The whole is sent again after this long: heartbeats of nodes are in it.
+/// Interval of the whole report, which includes nodes' heartbeats.
 const WHOLE: Duration = Duration::from_secs(30);
-/// Before anything else: a browser comes back after so many milliseconds.
+/// Sent first: a browser reconnects after this many milliseconds.
 const RETRY: &str = "retry: 1000\n\n";
 
-/// One who listens.
+/// A client of `/events`.
 struct Listener {
     feed: Feed,
-    /// Ends with the connection, or with the agent.
+    /// Cancelled when the connection or the agent ends.
     closing: CancellationToken,
     _place: OwnedSemaphorePermit,
-    /// What the listener knows: the shape, when the whole and when anything was sent.
+    /// What was sent: the shape, and when the whole report and the last event were sent.
     sent: Option<(u64, Instant, Instant)>,
     retry_sent: bool,
 }
 
-/// Answers with events until `closing`; 503 when too many listen.
+/// Responds with events until `closing`; 503 when there are too many listeners.
 pub fn answer(feed: Feed, listeners: &Arc<Semaphore>, closing: CancellationToken) -> Answer {
     let Ok(place) = Arc::clone(listeners).try_acquire_owned() else {
         let mut answer = text(StatusCode::SERVICE_UNAVAILABLE, "too many pages listen; ask for /status\n");
@@ -62,7 +62,7 @@ pub fn answer(feed: Feed, listeners: &Arc<Semaphore>, closing: CancellationToken
 }
 
 impl Listener {
-    /// The next event; `None` at the end.
+    /// The next event; `None` at the end of the stream.
     async fn next(&mut self) -> Option<Bytes> {
         if !self.retry_sent {
             self.retry_sent = true;

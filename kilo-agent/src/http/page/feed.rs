@@ -1,4 +1,4 @@
-//! Reports for many who ask: one is made for all of them, so that listeners cost reading, not work.
+//! Shares reports among clients: one is made for all of them, so that a listener costs only the transfer.
 
 use std::{
     fmt,
@@ -15,30 +15,30 @@ use tokio::sync::Mutex;
 use super::report::{DropHelp, Report, Verdict};
 use crate::{http::AnswerLimit, status::AgentStatus, timestamp::Timestamp};
 
-/// A report is used for this long before another is made.
+/// A report is reused for this long.
 const FRESH: Duration = Duration::from_secs(1);
-/// Making reports takes at most this part of the time.
+/// Making reports takes at most 1/`SHARE` of the time.
 const SHARE: u32 = 25;
 
 type Making = Pin<Box<dyn Future<Output = Report> + Send>>;
 
-/// Makes reports, one at a time; cloning shares it.
+/// Makes reports, one at a time; clones share it.
 #[derive(Clone)]
 pub struct Feed {
     source: Arc<dyn Fn() -> Making + Send + Sync>,
-    /// Accounts for reports that listeners have not read yet.
+    /// Counts reports that listeners have not read yet.
     answer_limit: AnswerLimit,
     last: Arc<Mutex<Option<(Instant, Shared)>>>,
 }
 
-/// One report for all listeners.
+/// A report shared by all listeners.
 #[derive(Clone, Debug)]
 pub struct Shared {
-    /// Changes when the mesh looks different, not when only times and counts do.
+    /// Changes when the mesh looks different, not when only times and counters change.
     pub shape: u64,
     /// The whole report, as an event.
     pub whole: Bytes,
-    /// What changes all the time, as an event.
+    /// The frequently changing part, as an event.
     pub now: Bytes,
 }
 
@@ -48,7 +48,7 @@ impl fmt::Debug for Feed {
     }
 }
 
-/// What of a report changes all the time.
+/// The frequently changing part of a report.
 #[derive(Serialize)]
 #[serde(rename_all = "camelCase")]
 struct Now<'a> {
@@ -59,7 +59,7 @@ struct Now<'a> {
 }
 
 impl Feed {
-    /// Asks `source` for reports; those that wait to be read count among the answers of `answer_limit`.
+    /// Creates a feed from `source`; unread reports count towards `answer_limit`.
     pub fn new<F>(answer_limit: AnswerLimit, source: impl Fn() -> F + Send + Sync + 'static) -> Self
     where
         F: Future<Output = Report> + Send + 'static,
@@ -67,16 +67,16 @@ impl Feed {
         Self { source: Arc::new(move || Box::pin(source())), answer_limit, last: Arc::default() }
     }
 
-    /// How it is at this moment.
+    /// The current report.
     pub async fn report(&self) -> Report {
         (self.source)().await
     }
 
-    /// How it was a moment ago: a second, or more where a report is much work. `None` when listeners that
-    /// do not read hold too many older ones.
+    /// A recent report: at most a second old, or more where making it is expensive. `None` when slow
+    /// listeners hold too many older ones.
     ///
     /// # Errors
-    /// When the report cannot be written as JSON.
+    /// When the report cannot be serialized.
     pub async fn shared(&self) -> Result<Option<Shared>, serde_json::Error> {
         let mut last = self.last.lock().await;
         if let Some((until, shared)) = &*last
@@ -84,7 +84,7 @@ impl Feed {
         {
             return Ok(Some(shared.clone()));
         }
-        // The one before counts for as long as a listener has not read it, and no longer.
+        // Releases the last report: it must only count while a listener still has to read it.
         *last = None;
         let started = Instant::now();
         let made = shared(self.report().await)?;
@@ -114,7 +114,7 @@ fn shared(report: Report) -> Result<Shared, serde_json::Error> {
     Ok(Shared { shape: hasher.finish(), whole, now })
 }
 
-/// A server-sent event. JSON has no line breaks of its own.
+/// Formats a server-sent event. JSON as serialized has no line breaks.
 fn event(name: &str, data: &str) -> Bytes {
     format!("event: {name}\ndata: {data}\n\n").into()
 }
@@ -131,7 +131,7 @@ mod tests {
             let problems = [("peer/x".to_owned(), "x".repeat(10 << 20))];
             Report::new(Status { problems: problems.into(), ..Status::default() }, Vec::new())
         });
-        // The time of reports is the real one: each is asked for as if the last were too old.
+        // Reports expire by the real clock: the cache is cleared instead of waiting.
         let next = async || {
             *feed.last.lock().await = None;
             feed.shared().await.unwrap()

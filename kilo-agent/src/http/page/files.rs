@@ -1,4 +1,4 @@
-//! The files of the page, which the agent holds in itself: nothing comes from elsewhere.
+//! The page's files, embedded in the agent: nothing is loaded from elsewhere.
 
 use hyper::{
     StatusCode,
@@ -38,19 +38,19 @@ const FILES: &[File] = files! {
     "icon.svg" is "image/svg+xml",
 };
 
-/// The page's template, with which the other files make up all that a browser loads.
+/// The page's template; together with the other files it is all that a browser loads.
 pub const TEMPLATE: &str = include_str!("files/page.html");
 
-/// Whether the path is one of a file.
+/// Whether the path is that of a file.
 pub fn is_file(path: &str) -> bool {
     FILES.iter().any(|file| file.path == path)
 }
 
-/// The file of that path.
+/// The response with the file at this path.
 pub fn answer(path: &str) -> Option<Answer> {
     let file = FILES.iter().find(|file| file.path == path)?;
     let mut answer = respond(StatusCode::OK, file.media_type, file.bytes);
-    // An agent that was updated has other files under the same names.
+    // An updated agent may have other content under the same names.
     answer.headers_mut().insert(CACHE_CONTROL, HeaderValue::from_static("no-cache"));
     Some(answer)
 }
@@ -59,7 +59,7 @@ pub fn answer(path: &str) -> Option<Answer> {
 mod tests {
     use super::*;
 
-    /// What a browser loads in all, in bytes.
+    /// Maximum total bytes that a browser loads.
     const MOST: usize = 150 << 10;
 
     #[test]

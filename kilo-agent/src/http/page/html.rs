@@ -1,4 +1,4 @@
-//! The page as the server writes it: the verdict and all tables, which need no script.
+//! The page as rendered by the server: the verdict and all tables, which work without scripts.
 
 use std::collections::BTreeMap;
 
@@ -10,10 +10,10 @@ use crate::{
     timestamp::Timestamp,
 };
 
-/// The whole document. Everything that is put in is escaped.
+/// Renders the whole document. All inserted text is escaped.
 ///
 /// # Errors
-/// When the template cannot be filled, which is an error in this program.
+/// When the template cannot be rendered, which is a bug.
 pub fn html(report: &Report) -> Result<String, Error> {
     let mut environment = Environment::new();
     environment.set_auto_escape_callback(|_| AutoEscape::Html);
@@ -30,7 +30,7 @@ pub fn html(report: &Report) -> Result<String, Error> {
     template.render(context! { report => report, owners => owners })
 }
 
-/// Of a time in RFC 3339.
+/// Age of a time in RFC 3339.
 fn age(now: Timestamp, time: Option<String>) -> String {
     match time.and_then(|time| time.parse().ok()) {
         Some(time) => ago(now, time) + " ago",
@@ -38,7 +38,7 @@ fn age(now: Timestamp, time: Option<String>) -> String {
     }
 }
 
-/// A location without its kind: `location:east` is `east`.
+/// The name of a location without its kind: `east` for `location:east`.
 fn plain(name: &str) -> &str {
     name.split_once(':').map_or(name, |(_, name)| if name.is_empty() { "(no name)" } else { name })
 }

@@ -1,5 +1,5 @@
-//! The page at `/`: what the mesh looks like to an operator, and whether it is well. `/status` has the
-//! same as JSON, `/events` as server-sent events.
+//! The page at `/`, which shows an operator the mesh and its health. `/status` has the same data as JSON,
+//! `/events` as server-sent events.
 
 mod events;
 mod feed;
@@ -20,7 +20,7 @@ pub use report::{DropHelp, Report, Verdict};
 
 use super::{Answer, respond, text};
 
-/// Scripts, styles and data come from this agent alone, and nothing may be written into the page.
+/// Scripts, styles and data come only from this agent, and nothing inline is allowed.
 const POLICY: &str = "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; \
                       base-uri 'none'; form-action 'none'; frame-ancestors 'none'";
 
@@ -32,12 +32,12 @@ pub struct Page {
 }
 
 impl Page {
-    /// Shows what `feed` reports.
+    /// Creates the page from the reports of `feed`.
     pub fn new(feed: Feed) -> Self {
         Self { feed, listeners: Arc::new(Semaphore::new(MOST_LISTENERS)) }
     }
 
-    /// `/`: the page with what it says without a script.
+    /// `/`: the page with its content rendered for use without scripts.
     pub async fn html(&self) -> Answer {
         match html::html(&self.feed.report().await) {
             Ok(page) => super::html(StatusCode::OK, POLICY, page),
@@ -45,7 +45,7 @@ impl Page {
         }
     }
 
-    /// `/status`.
+    /// `/status`: the report as JSON.
     pub async fn status(&self) -> Answer {
         match serde_json::to_vec_pretty(&self.feed.report().await) {
             Ok(body) => respond(StatusCode::OK, "application/json", body),
@@ -53,12 +53,12 @@ impl Page {
         }
     }
 
-    /// `/events`, until `closing`.
+    /// `/events`: a stream that ends with `closing`.
     pub fn events(&self, closing: CancellationToken) -> Answer {
         events::answer(self.feed.clone(), &self.listeners, closing)
     }
 
-    /// One of its files.
+    /// The page's file at this path.
     pub fn file(path: &str) -> Option<Answer> {
         files::answer(path)
     }

@@ -1,4 +1,4 @@
-//! What `/status` returns and the page shows: the status that `kgctl` reads, and what it means.
+//! Data of `/status` and of the page: the status that `kgctl` reads, and its interpretation.
 
 use std::collections::BTreeMap;
 
@@ -7,35 +7,35 @@ use serde::{Deserialize, Serialize};
 
 use crate::status::{LeaderChange, Problem, Status, problems, verdict};
 
-/// The status of the mesh as one agent sees it, with its meaning in words.
+/// The status of the mesh as seen by one agent, with explanations.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Report {
     /// The status, as `kgctl status -o json` prints it.
     #[serde(flatten)]
     pub status: Status,
-    /// Whether that is well; the same as `kgctl status` prints.
+    /// Whether the mesh is healthy, as `kgctl status` prints it.
     pub verdict: Verdict,
-    /// Who led before, the newest change first.
+    /// Former leaders, the latest change first.
     pub leader_changes: Vec<LeaderChange>,
-    /// The rules that chose leaders, by their name in the status.
+    /// Descriptions of the rules that chose leaders, by their name in the status.
     pub leader_rules: BTreeMap<String, String>,
-    /// Of each reason for which packets were dropped, what it means and what to do.
+    /// Meaning and remedy of each reason for which packets were dropped.
     pub drop_reasons: BTreeMap<String, DropHelp>,
 }
 
-/// Whether the mesh is healthy, and what is wrong first.
+/// Whether the mesh is healthy, and its problems.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Verdict {
     /// True when there are no problems.
     pub healthy: bool,
-    /// One line that says how it is.
+    /// Summary in one line.
     pub text: String,
-    /// What is wrong, the worst first.
+    /// Problems, the most serious first.
     pub problems: Vec<Problem>,
 }
 
-/// About a reason for which packets are dropped.
+/// Explanation of a drop reason.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DropHelp {
     /// What the drop reason means, from `DropReason::describe`.
@@ -45,7 +45,7 @@ pub struct DropHelp {
 }
 
 impl Report {
-    /// With the meaning of a status.
+    /// Adds the interpretation of a status.
     pub fn new(status: Status, leader_changes: Vec<LeaderChange>) -> Self {
         let found = problems(&status);
         let verdict = Verdict { healthy: found.is_empty(), text: verdict(&status, &found), problems: found };
@@ -69,11 +69,11 @@ impl Report {
         Self { status, verdict, leader_changes, leader_rules, drop_reasons }
     }
 
-    /// Without times and counts: two that are equal then show the same mesh.
+    /// Removes times and counters: two reports that are then equal show the same mesh.
     pub fn shape(mut self) -> Self {
         self.status.time = crate::timestamp::Timestamp::default();
         for node in &mut self.status.nodes {
-            // A node that has never checked in is another thing than one that has.
+            // A node that has never checked in still differs from one that has.
             node.last_seen = node.last_seen.map(|_| self.status.time);
         }
         for location in &mut self.status.locations {

@@ -10,17 +10,16 @@ use k8s_openapi::{
 use kilo_core::objects::slices::{LEASE, Observed};
 use kube::{Api, api::PostParams};
 
-/// How long others wait for the next renewal: a writer that dies is replaced within this time and a few
-/// seconds.
+/// Validity of the Lease: a dead writer is replaced within this time plus a few seconds.
 pub(super) const VALID: Duration = Duration::from_secs(20);
-/// How often the Lease is renewed: one write each time is all that the election costs.
+/// Interval between renewals: one write per interval is all that the election costs.
 pub(super) const RENEWED: Duration = Duration::from_secs(7);
-/// Nothing is written after this time without renewal: others may begin five seconds later.
+/// The holder writes nothing after this time without renewal, five seconds before others may begin.
 const TRUSTED: Duration = Duration::from_secs(15);
-/// Longest time that a request about it may take.
+/// Timeout of a request about the Lease.
 const ANSWER: Duration = Duration::from_secs(5);
 
-/// A Lease that this agent has, or looks at.
+/// The Lease, which this agent holds or observes.
 pub(super) struct Held {
     leases: Api<Lease>,
     own: String,
@@ -36,9 +35,9 @@ pub(super) enum Tried {
     Has,
     /// Another agent has it.
     Another,
-    /// This account may not have it.
+    /// This account may not take it.
     Refused(String),
-    /// It is not known who has it; another attempt may show that.
+    /// The holder is unknown; another attempt may succeed.
     Failed(String),
 }
 
@@ -53,7 +52,7 @@ impl Held {
         }
     }
 
-    /// Takes it if nobody has it, or its holder has not renewed it for long enough.
+    /// Takes the Lease if nobody holds it, or its holder has not renewed it for long enough.
     pub(super) async fn take(&mut self) -> Tried {
         let asked = Instant::now();
         let found = match in_time(self.leases.get_opt(LEASE)).await {
@@ -84,10 +83,10 @@ impl Held {
         self.write(found, spec, asked).await
     }
 
-    /// Renews it; an agent that has taken it meanwhile keeps it.
+    /// Renews the Lease; returns [`Tried::Another`] if another agent has taken it meanwhile.
     pub(super) async fn renew(&mut self) -> Tried {
         let asked = Instant::now();
-        // It has been taken before.
+        // Without a successful `take` there is nothing to renew.
         let Some(lease) = self.lease.clone() else { return Tried::Another };
         let mut spec = lease.spec.clone().unwrap_or_default();
         spec.renew_time = Some(MicroTime(Timestamp::now()));
@@ -96,7 +95,7 @@ impl Held {
 
     async fn write(&mut self, mut lease: Lease, spec: LeaseSpec, asked: Instant) -> Tried {
         lease.spec = Some(spec);
-        // Of the version that was read: of two that try, one succeeds.
+        // Replaces the version that was read: of two agents that try, one succeeds.
         let parameters = PostParams { field_manager: Some("kilo".to_owned()), ..PostParams::default() };
         match in_time(self.leases.replace(LEASE, &parameters, &lease)).await {
             Ok(lease) => {
@@ -112,7 +111,7 @@ impl Held {
         self.renewed + RENEWED
     }
 
-    /// Nobody else can have it yet.
+    /// Whether no other agent can hold it yet.
     pub(super) fn is_valid(&self) -> bool {
         self.renewed.elapsed() < TRUSTED
     }

@@ -1,4 +1,4 @@
-//! All Nodes as the writer sees them, and which of them live.
+//! All Nodes as the writer sees them, and which of them are alive.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -14,29 +14,29 @@ use kube::{Resource as _, runtime::watcher};
 use super::{PartialNode, entry_of};
 use crate::{backend::mass_delete_guard::MassDeleteGuard, timestamp::Timestamp};
 
-/// A writer whose own heartbeat has not come back for so many of its intervals does not see what happens.
+/// A writer whose own heartbeat has been missing for this many intervals does not see what happens.
 const MISSED: u16 = 3;
 
 #[derive(Default)]
 pub(super) struct Mirror {
     own: String,
-    /// The own heartbeat, and when it came, or this began.
+    /// This node's heartbeat, and when it arrived, or when this mirror was created.
     beat: (i64, Option<Instant>),
     pub entries: BTreeMap<String, Entry>,
     nodes: Nodes,
     liveness: Liveness,
     listing: Option<Vec<PartialNode>>,
     guard: MassDeleteGuard,
-    /// All have been listed once.
+    /// All Nodes have been listed once.
     pub listed: bool,
-    /// Something else than heartbeats has changed.
+    /// Something other than heartbeats has changed.
     pub dirty: bool,
-    /// Heartbeats have come, or may have ended, since liveness was applied.
+    /// Heartbeats have arrived, or may have ceased, since liveness was last applied.
     unchecked: bool,
 }
 
 impl Mirror {
-    /// Begins with what slices said of who lives: this agent may have seen no heartbeat yet.
+    /// Starts from the liveness that slices recorded: this agent may have seen no heartbeat yet.
     pub(super) fn begin<'a>(known: impl Iterator<Item = &'a Entry>, own: &str, label: &str) -> Self {
         let beat = (0, Some(Instant::now()));
         let mut mirror = Self { own: own.to_owned(), beat, ..Self::default() };
@@ -46,7 +46,7 @@ impl Mirror {
         mirror
     }
 
-    /// Takes an event; `true`: a list misses many nodes, and is to be confirmed.
+    /// Takes an event; returns true when a list misses many nodes and is to be confirmed.
     pub(super) fn take(&mut self, event: watcher::Event<PartialNode>, label: &str) -> bool {
         match event {
             watcher::Event::Init => self.listing = Some(Vec::new()),
@@ -98,7 +98,7 @@ impl Mirror {
         self.nodes.remove(name);
     }
 
-    /// Why this agent is not to decide about others, if so: silence proves nothing to one that does not hear
+    /// Why this agent must not judge others, if so: silence proves nothing to an agent that does not hear
     /// itself.
     pub(super) fn unfit(&self, now: Instant) -> Option<&'static str> {
         let Some(own) = self.nodes.get(&self.own) else {
@@ -110,7 +110,7 @@ impl Mirror {
         (!is_heard).then_some("this node's heartbeat does not appear in what it watches")
     }
 
-    /// Marks who is alive now by heartbeats; `often`: also when none has come since.
+    /// Updates which nodes are alive from their heartbeats; `often`: also when none has arrived since.
     pub(super) fn apply_liveness(&mut self, often: bool) {
         let now = Instant::now();
         let hears_itself = self.nodes.contains(&self.own) && self.unfit(now).is_none();

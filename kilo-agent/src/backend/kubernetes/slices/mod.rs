@@ -1,4 +1,4 @@
-//! Nodes by slices, where that is possible, and else by Node objects: carries out what
+//! Reads nodes from slices where possible, otherwise from Node objects: carries out what
 //! [`kilo_core::objects::slices`] decides.
 
 mod lease;
@@ -41,14 +41,14 @@ use super::{
     pauses::with_pauses,
 };
 
-/// How often a right that is missing is asked about again, give or take a fifth: it may be granted later.
+/// How often a missing right is tested again, give or take a fifth: it may be granted later.
 const AGAIN: Duration = Duration::from_mins(10);
-/// Slices are listed within this time, or Nodes are read meanwhile.
+/// Nodes are read if slices have not been listed within this time.
 const LISTED: Duration = Duration::from_secs(10);
-/// How often what no event announces is looked at.
+/// How often conditions without an event are checked.
 const LOOK: Duration = Duration::from_secs(5);
 
-/// What all parts of this share.
+/// State shared by reader, writer and source selection.
 pub(super) struct Context {
     pub client: Client,
     pub hostname: String,
@@ -58,7 +58,7 @@ pub(super) struct Context {
     pub shared: Arc<Shared>,
     pub report: Arc<Report>,
     seen: Mutex<Seen>,
-    /// Slices have changed: for who chooses, and for who writes.
+    /// Signalled when slices change: for the source selection and for the writer.
     chooses: Notify,
     writes: Notify,
 }
@@ -96,13 +96,13 @@ impl Context {
         Api::all_with(self.client.clone(), &ApiResource::erase::<core::Node>(&()))
     }
 
-    /// Takes note that slices are not what they were.
+    /// Signals that slices have changed.
     fn slices_changed(&self) {
         self.chooses.notify_one();
         self.writes.notify_one();
     }
 
-    /// Slices may not be read; `Err`: nobody knows.
+    /// Whether this account may not read slices; `Err`: unknown.
     async fn is_denied(&self) -> Result<bool, ()> {
         let one = ListParams::default().limit(1);
         match tokio::time::timeout(LISTED, self.slices().list(&one)).await {
@@ -115,7 +115,7 @@ impl Context {
         }
     }
 
-    /// Why slices are not to be read now.
+    /// Why slices must not be read at the moment, if so.
     fn against(&self) -> Option<Reason> {
         let cache = self.shared.cache();
         let mut seen = self.seen();
@@ -131,17 +131,17 @@ impl Context {
         if said.foreign || known.iter().any(|known| heartbeats::is_foreign(known) && counts(&known.name)) {
             return Some(Reason::Foreign);
         }
-        // Before the own Node is known, there is nothing to compare with.
+        // Before this node is known, there is nothing to compare with.
         let own = known.get(&self.hostname)?;
-        // An agent that reads that its own node is dead is alive: others leave it out because of a forgery, or of a writer
-        // that is wrong.
+        // An agent whose own slice entry says that it is dead is alive: others leave it out because of a
+        // forgery or a faulty writer.
         let entry = said.own.as_ref().filter(|entry| entry.alive);
         let says = entry.map(|entry| node::from_object(&entry.to_object(&self.label), &self.label).0.node);
         (says.as_ref() != Some(&**own.node)).then_some(Reason::Late)
     }
 }
 
-/// Chooses for ever where nodes are read, and reads them there.
+/// Chooses the source of nodes, forever, and reads them from there.
 pub(super) async fn run(context: Arc<Context>) {
     let mut is_logged = false;
     let mut source = Source::default();
@@ -163,7 +163,7 @@ pub(super) async fn run(context: Arc<Context>) {
                  them; apply manifests/crds.yaml and manifests/slices.yaml"
             );
         }
-        // Asked about seldom: nothing depends on it.
+        // Tested seldom: nothing depends on it.
         let pause = if denied.is_ok() { AGAIN.mul_f64(rand::random_range(0.8..1.2)) } else { LOOK };
         let until = Instant::now() + pause;
         while Instant::now() < until {
@@ -172,7 +172,7 @@ pub(super) async fn run(context: Arc<Context>) {
     }
 }
 
-/// What is being read; dropping it ends that.
+/// The current source; dropping it ends the reading.
 enum Reading {
     Nothing,
     Nodes { task: AbortOnDropHandle<()> },
@@ -180,7 +180,8 @@ enum Reading {
 }
 
 impl Reading {
-    /// Returns when it has ended: a task that is asked to ends where it waits next, and may write until then.
+    /// Returns once the task has ended: an aborted task ends at its next await point, and may write until
+    /// then.
     async fn end(&mut self) {
         let task = match std::mem::replace(self, Self::Nothing) {
             Self::Nothing => return,
@@ -193,7 +194,7 @@ impl Reading {
     }
 }
 
-/// Reads where that is best now, and returns when that may have changed, or at that time.
+/// Reads from the best source; returns when that may have changed, or at `until`.
 async fn step(
     context: &Arc<Context>,
     source: &mut Source,
@@ -218,7 +219,7 @@ async fn step(
     }
 }
 
-/// Reads there from now on.
+/// Switches to the chosen source.
 async fn turn(context: &Arc<Context>, reading: &mut Reading, chosen: Chosen, against: Option<Reason>) {
     match (chosen, &reading) {
         (Chosen::Nodes, Reading::Nodes { .. }) | (Chosen::Slices, Reading::Slices { .. }) => {}
@@ -226,7 +227,7 @@ async fn turn(context: &Arc<Context>, reading: &mut Reading, chosen: Chosen, aga
             if let (Reading::Slices { .. }, Some(reason)) = (&reading, against) {
                 tracing::info!(%reason, "reading Nodes instead of slices");
             }
-            // What slices said stays until Nodes have been listed.
+            // The nodes from slices stay until Nodes have been listed.
             reading.end().await;
             *reading = Reading::Nodes { task: spawn_nodes(context) };
         }
@@ -251,7 +252,7 @@ fn spawn_nodes(context: &Arc<Context>) -> AbortOnDropHandle<()> {
     AbortOnDropHandle::new(tokio::spawn(follow))
 }
 
-/// The own Node, at once and whole: its annotations say what this agent is to do.
+/// Follows this node's own object, at once and whole: its annotations configure this agent.
 async fn follow_own(context: Arc<Context>) {
     let one = watcher::Config::default().fields(&format!("metadata.name={}", context.hostname));
     let mut stream = pin!(with_pauses(watcher(context.nodes(), one), &context.shared, |_| 0.0));
@@ -275,7 +276,7 @@ async fn follow_own(context: Arc<Context>) {
     }
 }
 
-/// A node as a slice has it, alive or not as the writer sees it.
+/// A node as a slice describes it, alive or not as the writer sees it.
 fn see_entry(entry: &Entry, label: &str) -> SeenNode<CheckedIn> {
     let (mut seen, problems) = node::from_object(&entry.to_object(label), label);
     seen.node.declared_alive = Some(entry.alive);
@@ -283,7 +284,7 @@ fn see_entry(entry: &Entry, label: &str) -> SeenNode<CheckedIn> {
     SeenNode { name: entry.name.clone(), value: Some(seen), problem }
 }
 
-/// A whole Node as a slice is to have it, and what is read of it.
+/// A slice's entry for a whole Node, and what is read of it.
 fn entry_of(object: PartialNode, label: &str) -> (Entry, CheckedIn) {
     let object = core::Node::from(object);
     let (read, _) = node::from_object(&object, label);

@@ -1,4 +1,4 @@
-//! Follows slices: all of them once, and then what changes.
+//! Follows slices: lists all of them once, then watches for changes.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -14,39 +14,39 @@ use kube::{api::DynamicObject, runtime::watcher};
 use super::{Cache, Context, with_pauses};
 use crate::timestamp::Timestamp;
 
-/// Slices of an answer: a page is about a megabyte.
+/// Slices per page: a page is about a megabyte.
 const PAGE: u32 = 100;
 
-/// What is known of slices, and of their objects.
+/// The known slices and their objects.
 #[derive(Default)]
 pub(super) struct Seen {
     pub set: SliceSet,
-    /// `resourceVersion` of each object that is there.
+    /// `resourceVersion` of each existing object.
     pub versions: BTreeMap<String, String>,
-    /// At which version an object was deleted last.
+    /// The version at which an object was last deleted.
     pub deleted: BTreeMap<String, u64>,
     /// When the index changed.
     pub renewals: Renewals,
     /// Complete lists so far.
     pub lists: u64,
-    /// At which [`SliceSet::changes`], and what they said then.
+    /// Summary of all entries, and the [`SliceSet::changes`] it was made at.
     said: Option<(u64, Said)>,
 }
 
-/// What all entries together say.
+/// Summary of all entries.
 pub(super) struct Said {
-    /// A node that lives has a heartbeat without a promise.
+    /// Whether a live node has a heartbeat without a promise, as Kilo's own agent writes it.
     pub foreign: bool,
-    /// Names of those that do not live.
+    /// Names of dead nodes.
     pub dead: BTreeSet<String>,
-    /// The own entry.
+    /// This node's entry.
     pub own: Option<Arc<Entry>>,
 }
 
 impl Said {
     fn of(set: &SliceSet, hostname: &str) -> Self {
         let (nodes, _) = set.nodes();
-        // One that is dead waits for no heartbeat.
+        // A dead node does not wait for heartbeats.
         let foreign = nodes.values().any(|entry| {
             entry.alive
                 && entry.last_seen != 0
@@ -60,14 +60,14 @@ impl Said {
 }
 
 impl Seen {
-    /// What all entries together say now.
+    /// The current summary of all entries.
     pub(super) fn said(&mut self, hostname: &str) -> &Said {
         let changes = self.set.changes();
         self.said.take_if(|(at, _)| *at != changes);
         &self.said.get_or_insert_with(|| (changes, Said::of(&self.set, hostname))).1
     }
 
-    /// Takes note of an object, and of what it shows of who writes slices.
+    /// Records an object's version, and the index's renewal by the writer.
     fn note(&mut self, Translated { name, version, spec }: Translated) -> (String, Option<NodeSliceSpec>) {
         self.deleted.remove(&name);
         if let Some(index) = spec.as_ref().and_then(|spec| spec.index.as_ref()).filter(|_| name == INDEX) {
@@ -103,11 +103,11 @@ fn name(object: &DynamicObject) -> String {
     object.metadata.name.clone().unwrap_or_default()
 }
 
-/// A slice as an object has it. The object, a tree of texts, is several times as large.
+/// A parsed slice. The object, a tree of JSON values, is several times as large.
 struct Translated {
     name: String,
     version: String,
-    /// `None`: it cannot be read.
+    /// `None` when it cannot be parsed.
     spec: Option<NodeSliceSpec>,
 }
 
@@ -132,7 +132,7 @@ impl Context {
     }
 }
 
-/// Until the right to read them is gone.
+/// Runs until the right to read slices is gone.
 pub(super) async fn run(context: Arc<Context>) {
     let config = watcher::Config::default().page_size(PAGE);
     let bytes = |cache: &mut Cache| cache.nodes.values().names().map(|_| ENTRY_BYTES).sum();

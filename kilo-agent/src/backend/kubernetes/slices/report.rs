@@ -1,4 +1,4 @@
-//! Gathers what metrics and status show of slices: the parts of a [`SlicesReport`].
+//! Collects what metrics and status show about slices: the parts of a [`SlicesReport`].
 
 use std::sync::{
     Mutex, PoisonError,

@@ -1,4 +1,4 @@
-//! What slices say, in the cache that snapshots are made of.
+//! Copies nodes from slices into the cache that snapshots are made from.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -11,16 +11,16 @@ use kilo_core::{objects::CheckedIn, objects::slices::Entry};
 use super::{Context, SeenNode, see_entry};
 use crate::backend::kubernetes::cache::Urgency;
 
-/// A node that slices say nothing of any more goes after this time without one that is wrong: it may be on its way
-/// from one to another.
+/// A node missing from slices is removed after this time, during which all slices must be readable: it may be
+/// moving from one slice to another.
 const GONE: Duration = Duration::from_secs(1);
 
-/// A loss of this many nodes at once, and of more than a third, is doubted for as long as a writer may take
+/// A loss of this many nodes at once, and of more than a third, is doubted for as long as a writer may need
 /// to repair it.
 const MANY: usize = 3;
 const DOUBTED: Duration = Duration::from_secs(45);
 
-/// Entries in the order of their names, which no second copy is made of: of many nodes that would be a megabyte.
+/// Entries sorted by name. They are changed in place, because a copy of many nodes would take a megabyte.
 #[derive(Default)]
 struct Entries(Vec<Arc<Entry>>);
 
@@ -37,7 +37,7 @@ impl Entries {
         self.0.iter().map(|entry| entry.name.as_str())
     }
 
-    /// Takes these instead of those of the same names, and leaves out the nodes that are gone.
+    /// Inserts or replaces entries, and removes the nodes in `gone`.
     fn change(&mut self, news: Vec<Arc<Entry>>, gone: &BTreeSet<String>) {
         self.0.retain(|entry| !gone.contains(&entry.name));
         for entry in news {
@@ -49,18 +49,18 @@ impl Entries {
     }
 }
 
-/// What is in the cache because slices say so.
+/// The nodes that are in the cache because of slices.
 #[derive(Default)]
 pub(super) struct Shown {
     nodes: Entries,
-    /// Of which they say nothing any more, and since when.
+    /// Nodes that slices no longer contain, and since when.
     gone: BTreeMap<String, Instant>,
-    /// [`SliceSet::changes`](kilo_core::objects::slices::SliceSet::changes) when that was so.
+    /// The [`SliceSet::changes`](kilo_core::objects::slices::SliceSet::changes) shown last.
     changes: u64,
 }
 
 impl Shown {
-    /// Everything that slices say instead of what was known; the own node as its object says.
+    /// Replaces the known nodes with those of slices; this node comes from its own object.
     pub(super) fn replace(context: &Context, own: Option<SeenNode<CheckedIn>>) -> Self {
         let changes = context.seen().set.changes();
         let nodes = entries(context).0;
@@ -73,10 +73,10 @@ impl Shown {
         self.nodes.0.len()
     }
 
-    /// Shows what has changed since; returns when to look again although nothing has.
+    /// Shows what has changed since; returns when to look again even if nothing changes.
     pub(super) fn follow(&mut self, context: &Context) -> Option<Instant> {
         let changes = context.seen().set.changes();
-        // A node that is gone is waited for.
+        // A missing node still waits for its removal.
         if std::mem::replace(&mut self.changes, changes) == changes && self.gone.is_empty() {
             return None;
         }
@@ -103,13 +103,13 @@ impl Shown {
         self.gone.values().min().map(|since| *since + pause)
     }
 
-    /// How long slices must have said nothing of the nodes that go.
+    /// How long nodes must have been missing before they are removed.
     fn pause(&self) -> Duration {
         let many = self.gone.len() >= MANY && self.gone.len() * 3 > self.nodes.0.len();
         if many { DOUBTED } else { GONE }
     }
 
-    /// Notes which nodes are missing, and returns those that are to go now.
+    /// Notes which nodes are missing, and returns those to remove.
     fn note_gone(&mut self, now: &Entries, complete: bool, time: Instant) -> BTreeSet<String> {
         self.gone.retain(|name, _| now.get(name).is_none());
         for name in self.nodes.names().filter(|name| now.get(name).is_none()) {
@@ -127,7 +127,7 @@ impl Shown {
     }
 }
 
-/// All nodes of slices but the own one, and whether slices say everything: the own one is a node, too.
+/// All nodes of slices except this one, and whether the slices are complete, which includes this node.
 fn entries(context: &Context) -> (Entries, bool) {
     let seen = context.seen();
     let (nodes, twice) = seen.set.nodes();

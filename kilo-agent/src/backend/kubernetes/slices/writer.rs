@@ -1,4 +1,4 @@
-//! Writes slices for all: the agent that has the Lease.
+//! Writes slices for all agents, while this one holds the Lease.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -27,32 +27,32 @@ use crate::timestamp::Timestamp;
 
 /// How long changes are collected before they are written.
 const DEBOUNCE: Duration = Duration::from_millis(200);
-/// Slices written at once.
+/// Maximum number of slices written in a round.
 const BURST: usize = 8;
-/// Bytes a second that the API server may send to all agents together because of slices, except for the first
-/// of a burst.
+/// Bytes per second that the API server may send to all agents together because of slices, beyond the first
+/// burst.
 const EGRESS: f64 = 50e6;
 /// How often liveness is evaluated, also when no heartbeats come.
 const LIVENESS_CHECK: Duration = Duration::from_secs(5);
-/// A write that failed is tried again after this time, and after twice as long each time, up to a minute.
+/// Pause before a failed write is retried; it doubles each time, up to a minute.
 const RETRY: Duration = Duration::from_millis(500);
 const MOST_RETRY: Duration = Duration::from_mins(1);
-/// This many failures of a slice in a row are more than a race with another writer.
+/// This many consecutive failures of a slice are more than a race with another writer.
 const LASTING: u32 = 4;
-/// The index is written again after this time, so that others know that somebody writes.
+/// Interval for rewriting the index, so that others know that a writer is at work.
 const RENEWED: Duration = Duration::from_mins(1);
-/// How long an agent that may not write, or does not hear itself, leaves the Lease to another.
+/// How long an agent that may not write, or does not hear itself, leaves the Lease to others.
 const RESIGNED: Duration = Duration::from_mins(1);
-/// Longest time that a write may take: the Lease is to be renewed.
+/// Timeout of a write, short enough for the Lease to be renewed in time.
 const ANSWER: Duration = Duration::from_secs(4);
-/// How often a Lease that was refused is asked for again: the right may come back, and some agent must write.
+/// How often a refused Lease is tried again: the right may come back, and some agent must write.
 const REFUSED: Duration = Duration::from_mins(1);
-/// Pause while the own Node is not known, without which it is not known who writes.
+/// Pause while this node, and hence its rank as a writer, is unknown.
 const UNKNOWN: Duration = Duration::from_millis(500);
-/// A list of Nodes that misses many is confirmed after this time.
+/// A list of Nodes that misses many is repeated after this time.
 const CONFIRM: Duration = Duration::from_secs(5);
 
-/// Waits for the Lease, and writes while this agent has it; for ever.
+/// Waits for the Lease, and writes while this agent holds it; runs forever.
 pub(super) async fn run(context: Arc<Context>) {
     let leases = Api::namespaced(context.client.clone(), &context.namespace);
     let mut held = Held::new(leases, &context.hostname);
@@ -67,7 +67,7 @@ pub(super) async fn run(context: Arc<Context>) {
             continue;
         }
         if std::mem::take(&mut starts) {
-            // Not all that start at the same time ask at the same time.
+            // Agents that start together must not all ask at once.
             let most = Duration::from_secs(poll_seconds(place).min(poll_seconds(3)));
             tokio::time::sleep(most.mul_f64(rand::random_range(0.0..0.4))).await;
         }
@@ -106,13 +106,13 @@ impl Drop for Writing<'_> {
     }
 }
 
-/// What there is of slices.
+/// The existing slices.
 struct Present {
     slices: BTreeMap<String, Vec<Entry>>,
     index: Option<Index>,
     /// `resourceVersion` of each object.
     versions: BTreeMap<String, String>,
-    /// Objects that cannot be read.
+    /// Names of objects that cannot be parsed.
     spoiled: Vec<String>,
 }
 
@@ -120,29 +120,29 @@ struct Writer<'a> {
     context: &'a Context,
     held: &'a mut Held,
     mirror: Mirror,
-    /// What this agent has written and the watch has not shown yet, with the version; `None`: deleted.
+    /// Own writes that the watch has not shown yet, with their versions; `None`: a deletion.
     written: BTreeMap<String, (u64, Option<NodeSliceSpec>)>,
     lists: u64,
-    /// Slices of which the last writes failed.
+    /// Slices whose latest writes have failed.
     failing: BTreeMap<String, Failing>,
-    /// When this agent wrote the index last.
+    /// When this agent last wrote the index.
     renewed: Option<Instant>,
 }
 
-/// Why a writer stops, and how long it leaves it to others before it tries again.
+/// Why a writer stops, and how long it leaves the Lease to others.
 type Stopped = (&'static str, Duration);
 
-/// Writes of a slice that failed in a row.
+/// Consecutive failed writes of a slice.
 struct Failing {
     times: u32,
     until: Instant,
 }
 
-/// What became of a write.
+/// Why a write failed.
 enum Failed {
     /// This account may not write slices.
     Refused(String),
-    /// Another try may do it.
+    /// Another attempt may succeed.
     Again(String),
 }
 
@@ -167,11 +167,11 @@ impl<'a> Writer<'a> {
         }
     }
 
-    /// Until the Lease is lost; returns why.
+    /// Runs until the Lease is lost; returns why.
     async fn run(mut self) -> Stopped {
         loop {
             let watch = watcher(self.context.nodes(), watcher::Config::default());
-            // One agent lists, so nobody has to wait for others.
+            // Only one agent lists, so it need not wait for others.
             let stream = with_pauses(watch, &self.context.shared, |_| 0.0);
             let mut stream = pin!(stream);
             match self.follow(&mut stream).await {
@@ -181,7 +181,7 @@ impl<'a> Writer<'a> {
         }
     }
 
-    /// `None`: Nodes are to be listed again.
+    /// Runs until the writer stops; `None`: Nodes are to be listed again.
     async fn follow<S>(&mut self, stream: &mut S) -> Option<Stopped>
     where
         S: Stream<Item = watcher::Result<watcher::Event<PartialNode>>> + Unpin,
@@ -239,12 +239,12 @@ impl<'a> Writer<'a> {
         }
     }
 
-    /// Reads the slices that there are, with what was written and not shown yet.
+    /// Reads the existing slices, including own writes that the watch has not shown yet.
     fn read_present(&mut self) -> Present {
         let context = self.context;
         let seen = context.seen();
         if seen.lists != self.lists {
-            // Whatever was written before is in the list, or has been undone.
+            // Earlier writes are in the list, or have been undone.
             self.written.clear();
             self.lists = seen.lists;
         }
@@ -279,7 +279,7 @@ impl<'a> Writer<'a> {
         Present { slices, index, versions, spoiled }
     }
 
-    /// Others are to learn again that somebody writes.
+    /// Whether it is time to show others that a writer is at work.
     fn is_renewal_due(&self) -> bool {
         self.renewed.is_none_or(|renewed| renewed.elapsed() >= RENEWED)
     }
@@ -340,7 +340,7 @@ impl<'a> Writer<'a> {
         Ok(DEBOUNCE.max(Duration::from_secs_f64(pause)))
     }
 
-    /// Takes note of a write that failed, and says so once when it lasts.
+    /// Records a failed write, and logs a warning once when failures persist.
     fn failed(&mut self, name: &str, error: &str) {
         self.written.remove(name);
         self.context.report.failed();
@@ -360,7 +360,7 @@ impl<'a> Writer<'a> {
         }
     }
 
-    /// All writes in the order in which readers lose nothing.
+    /// All writes, in an order in which readers lose no node.
     fn ordered(
         &self,
         plan: Plan,
@@ -377,7 +377,7 @@ impl<'a> Writer<'a> {
             };
             writes.push((INDEX.to_owned(), Some(NodeSliceSpec { nodes: Vec::new(), index: Some(index) })));
         }
-        // Others wait for news of nodes that have died or come back.
+        // Others are waiting for news of nodes that have died or come back.
         let lives = |entries: &[Entry]| -> BTreeSet<String> {
             entries.iter().filter(|entry| entry.alive).map(|entry| entry.name.clone()).collect()
         };
@@ -400,7 +400,7 @@ impl<'a> Writer<'a> {
         let parameters = PostParams { field_manager: Some("kilo".to_owned()), ..PostParams::default() };
         let request = async {
             let Some(spec) = content.clone() else {
-                // Not what another has written meanwhile.
+                // Spares what another writer has written meanwhile.
                 let preconditions = Preconditions { resource_version: version.cloned(), uid: None };
                 let parameters =
                     DeleteParams { preconditions: Some(preconditions), ..DeleteParams::default() };
@@ -429,31 +429,32 @@ impl<'a> Writer<'a> {
     }
 }
 
-/// Objects that cannot be read and that no slice will have the name of.
+/// Unparsable objects whose names no slice will use.
 fn useless(spoiled: Vec<String>, plan: &Plan, indexed: Option<&[String]>) -> Vec<String> {
-    // Without news the index names what there is to be.
+    // If the plan does not change the index, the present one names the slices to keep.
     let names = plan.names.as_deref().or(indexed).unwrap_or_default();
     spoiled.into_iter().filter(|name| !names.contains(name)).collect()
 }
 
-/// What has not been written, for which what comes after it waits, so that readers lose no node.
+/// What has not been written, and what must wait for it so that readers lose no node.
 #[derive(Default)]
 struct Order {
     /// Nodes of slices that were not written.
     nodes: BTreeSet<String>,
-    /// The index was not written.
+    /// Whether the index was not written.
     index: bool,
 }
 
 impl Order {
-    /// Takes note that this was not written.
+    /// Notes that this was not written.
     fn hold(&mut self, name: &str, content: Option<&NodeSliceSpec>) {
         self.index |= name == INDEX;
         self.nodes
             .extend(content.into_iter().flat_map(|content| &content.nodes).map(|entry| entry.name.clone()));
     }
 
-    /// This takes a node from where it was before it is elsewhere, or names or removes a slice too early.
+    /// Whether this write would take a node out of a slice before it is elsewhere, or name or remove a slice
+    /// too early.
     fn is_held(
         &self,
         name: &str,
@@ -488,7 +489,7 @@ mod tests {
                 .into();
         let mut order = Order::default();
         assert!(!order.is_held("two", None, &old));
-        // b moves to a slice that is refused.
+        // b moves to a slice whose write fails.
         order.hold("new", Some(&slice(&["b"])));
         assert!(order.is_held(INDEX, Some(&slice(&[])), &old), "it would name a slice that is missing");
         assert!(order.is_held("one", Some(&slice(&["a"])), &old), "b would be nowhere");

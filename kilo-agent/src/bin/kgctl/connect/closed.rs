@@ -1,5 +1,5 @@
-//! Packets for the mesh go through its tunnel or nowhere, also before there is one: behind the routes into the tunnel
-//! stand `unreachable` routes to the same prefixes.
+//! Sends packets for the mesh through its tunnel or nowhere, even before the tunnel exists: behind the routes
+//! into the tunnel there are `unreachable` routes to the same prefixes.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -11,28 +11,31 @@ use ipnet::IpNet;
 use kilo_core::{net::NetPlan, wireguard::WireguardPlan};
 use kilo_host::net::{Net, NetError};
 
-/// How long a host's address that left the mesh stays unreachable: connections to it are open, and a node may come back.
+/// How long a former host address of the mesh stays unreachable: connections to it are open, and the node may
+/// come back.
 const KEPT: Duration = Duration::from_secs(60);
-/// The same of other prefixes, which pods had: nobody else has them, and TCP tries for 15 minutes (`tcp_retries2`).
+/// How long other former prefixes, those of pods, stay so: nobody else uses them, and TCP retries for 15
+/// minutes (`tcp_retries2`).
 const PODS_KEPT: Duration = Duration::from_secs(20 * 60);
 
-/// Prefixes to which nothing is sent in clear.
+/// Prefixes whose traffic must not leave in clear.
 #[derive(Debug, Default)]
 pub struct Closed {
-    /// When each was planned last.
+    /// When each prefix was last planned.
     planned: BTreeMap<IpNet, Instant>,
-    /// The plan that was closed last.
+    /// The plan whose routes were last added.
     last: Option<NetPlan>,
 }
 
-/// Makes these prefixes unreachable before anything else is done.
+/// Makes these prefixes unreachable, as the first step.
 pub async fn begin(net: &Net, mut prefixes: BTreeSet<IpNet>) -> Result<usize, NetError> {
     without_missing_family(&mut prefixes);
     net.close(&NetPlan { unreachable: prefixes, ..NetPlan::default() }).await
 }
 
 impl Closed {
-    /// Adds former prefixes to a plan of the whole mesh, and adds its `unreachable` routes before it is applied.
+    /// Adds former prefixes to a plan of the whole mesh, and installs its `unreachable` routes before it is
+    /// applied.
     pub async fn before(
         &mut self,
         net: &Net,
@@ -49,14 +52,14 @@ impl Closed {
         Ok(writes)
     }
 
-    /// Adds prefixes that were planned a moment ago and no longer are.
+    /// Adds prefixes that were planned recently but no longer are.
     fn complete(&mut self, plan: &mut NetPlan, wireguard: &WireguardPlan, now: Instant) {
         let routes: BTreeSet<IpNet> = plan.routes.iter().map(|route| route.destination).collect();
         let closed = plan.routes.iter().filter(|route| route.closed).map(|route| route.destination);
         self.planned.extend(closed.chain(plan.unreachable.iter().copied()).map(|prefix| (prefix, now)));
         self.planned.retain(|prefix, last| now.saturating_duration_since(*last) < kept(prefix));
         let endpoints = || wireguard.peers.values().filter_map(|peer| peer.endpoint);
-        // WireGuard's own packets must get there.
+        // WireGuard's own packets must reach their endpoints.
         let is_outer = |prefix: &IpNet| endpoints().any(|endpoint| prefix.contains(&endpoint.ip()));
         let former = self.planned.keys().filter(|prefix| !routes.contains(*prefix) && !is_outer(prefix));
         plan.unreachable.extend(former);
@@ -67,7 +70,7 @@ fn kept(prefix: &IpNet) -> Duration {
     if prefix.prefix_len() == prefix.max_prefix_len() { KEPT } else { PODS_KEPT }
 }
 
-/// A kernel without IPv6 sends nothing there, and knows no such routes.
+/// Without IPv6 the kernel sends nothing to such prefixes, and rejects routes to them.
 fn without_missing_family(prefixes: &mut BTreeSet<IpNet>) {
     if !Path::new("/proc/sys/net/ipv6").exists() {
         prefixes.retain(|prefix| prefix.addr().is_ipv4());

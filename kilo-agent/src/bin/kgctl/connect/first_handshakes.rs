@@ -1,5 +1,5 @@
-//! The first handshakes with all gateways. One that does not know this machine's key yet says nothing, and WireGuard
-//! asks again 5 s later: a gateway that fails until then has no stand-by here.
+//! The first handshakes with all gateways. A gateway that does not know this machine's key yet stays silent,
+//! and WireGuard retries after 5 s; if the leader fails before, this machine has no stand-by there.
 
 use std::{
     collections::BTreeSet,
@@ -8,51 +8,51 @@ use std::{
 
 use kilo_core::wireguard::{DeviceState, WireguardPlan, key::PublicKey};
 
-/// Between two looks at the device.
+/// Interval between looks at the device.
 pub const LOOK: Duration = Duration::from_millis(100);
-/// A handshake without answer is repeated sooner than after WireGuard's own 5 s: at first after this time, in which an
-/// answer arrives from anywhere on Earth, then after a quarter of the time since the first one, which leaves slow answers
-/// the time they need.
+/// A handshake without an answer is repeated sooner than after WireGuard's own 5 s: first after this time,
+/// long enough for an answer from anywhere on Earth, then after a quarter of the time since the first
+/// attempt, which leaves slow answers enough time.
 const AGAIN: Duration = Duration::from_millis(300);
-/// A gateway that has not answered by then may not be reachable from here at all.
+/// A gateway that has not answered after this time may be unreachable from here.
 const LIMIT: Duration = Duration::from_secs(8);
 
-/// What is to be done now.
+/// What to do next.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Next {
-    /// To look again after [`LOOK`].
+    /// Look again after [`LOOK`].
     Wait,
-    /// Remove these peers and add them again: that starts their handshakes at once.
+    /// Remove these peers and add them again, which starts their handshakes at once.
     Again(Vec<PublicKey>),
-    /// All but these have answered.
+    /// Stop waiting; only these peers have not answered.
     Done(Vec<PublicKey>),
 }
 
-/// How far the first handshakes are.
+/// Progress of the first handshakes.
 #[derive(Debug)]
 pub struct FirstHandshakes {
     began: Instant,
     asked: Instant,
-    /// Peers without answer at the last look; `None`: there was none yet.
+    /// Peers without an answer at the last look; `None` before the first look.
     silent: Option<BTreeSet<PublicKey>>,
 }
 
 impl FirstHandshakes {
-    /// The first handshakes begin now.
+    /// Starts the wait.
     pub const fn new(now: Instant) -> Self {
         Self { began: now, asked: now, silent: None }
     }
 
-    /// Takes the peers that are silent; returns whether any other has answered since the last look. A gateway that
-    /// answers only now did not know this machine before, may lead already, and says so when this machine announces
-    /// itself.
+    /// Records the silent peers; returns whether any other peer has answered since the last look. A gateway
+    /// that answers only now did not know this machine before. It may already lead, and reports that when
+    /// this machine announces itself.
     pub fn note_silent(&mut self, silent: &[PublicKey]) -> bool {
         let now: BTreeSet<PublicKey> = silent.iter().copied().collect();
         let before = self.silent.replace(now.clone());
         before.is_none_or(|before| !before.is_subset(&now))
     }
 
-    /// What to do about these peers, which have not answered.
+    /// Decides what to do about these peers, which have not answered.
     pub fn next(&mut self, silent: Vec<PublicKey>, now: Instant) -> Next {
         if silent.is_empty() || now.duration_since(self.began) >= LIMIT {
             return Next::Done(silent);
@@ -65,7 +65,7 @@ impl FirstHandshakes {
     }
 }
 
-/// Those gateways that have an endpoint and have never shaken hands.
+/// The gateways that have an endpoint but no handshake yet.
 pub fn silent(gateways: &BTreeSet<PublicKey>, plan: &WireguardPlan, state: &DeviceState) -> Vec<PublicKey> {
     let answered = |key| state.peers.get(key).is_some_and(|peer| peer.handshake_age.is_some());
     let peers = plan.peers.iter().filter(|(key, _)| gateways.contains(*key));
@@ -89,7 +89,7 @@ mod tests {
         let mut handshakes = FirstHandshakes::new(began);
         let is_asked = |ms: &u64| handshakes.next(silent(), at(*ms)) == Next::Again(silent());
         let asked: Vec<u64> = (0..80).map(|look| look * 100).filter(is_asked).collect();
-        // An answer that takes a second and a half comes in time.
+        // An answer that takes a second and a half arrives in time.
         assert_eq!(asked, [300, 600, 900, 1200, 1500, 1900, 2400, 3000, 3800, 4800, 6000, 7500]);
         assert_eq!(handshakes.next(Vec::new(), at(7900)), Next::Done(Vec::new()));
         assert_eq!(handshakes.next(silent(), at(8000)), Next::Done(silent()));
@@ -100,7 +100,7 @@ mod tests {
         let mut handshakes = FirstHandshakes::new(Instant::now());
         let silent = [&KEYS[..], &KEYS, &KEYS[..1], &KEYS[..2], &KEYS[..2], &KEYS[1..], &[]];
         let answered = silent.map(|silent| handshakes.note_silent(silent));
-        // In the last but one the first has answered, and the third has come anew.
+        // In the last but one, the first has answered, and the third is silent again.
         assert_eq!(answered, [true, false, true, false, false, true, true]);
     }
 

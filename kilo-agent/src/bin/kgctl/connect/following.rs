@@ -1,4 +1,4 @@
-//! Following gateways: a task that receives their claims, and never waits for the API server.
+//! Follows gateways: a task receives their claims, and never waits for the API server.
 
 use std::{
     collections::BTreeSet,
@@ -28,8 +28,8 @@ use tokio::{
     time::{Instant, sleep, sleep_until},
 };
 
-/// Why an interface with this MTU cannot carry IPv6 here, and what to do; `None`: it can. Signals inside tunnels are
-/// IPv6.
+/// Why an interface with this MTU cannot carry IPv6, which signals inside tunnels use, and what to do; `None`
+/// if it can.
 pub fn obstacle(mtu: u32) -> Option<String> {
     // RFC 8200, section 5.
     const LEAST: u32 = 1280;
@@ -44,11 +44,11 @@ pub fn obstacle(mtu: u32) -> Option<String> {
     })
 }
 
-/// A socket that receives only what WireGuard has decrypted: nothing else proves who sent it.
+/// A socket that receives only packets decrypted by WireGuard: nothing else proves who sent them.
 fn socket(control: Ipv6Addr, device: &str) -> Result<UdpSocket> {
     let flags = SockFlag::SOCK_NONBLOCK | SockFlag::SOCK_CLOEXEC;
     let socket = nix::sys::socket::socket(AddressFamily::Inet6, SockType::Datagram, flags, None)?;
-    // Before it has an address, so that nothing else is received meanwhile.
+    // Before the socket has an address, so that it receives nothing else in between.
     setsockopt(&socket, BindToDevice, &OsString::from(device))?;
     bind(socket.as_raw_fd(), &SockaddrIn6::from(SocketAddrV6::new(control, PORT, 0, 0)))?;
     Ok(UdpSocket::from_std(socket.into())?)
@@ -62,7 +62,7 @@ pub struct Following {
 
 struct Shared {
     follow: Mutex<Follow>,
-    /// The gateways are others than before: this machine announces itself to each.
+    /// The set of gateways has changed, or one has just answered: this machine announces itself to each.
     changed: Notify,
 }
 
@@ -73,18 +73,18 @@ impl Shared {
 }
 
 impl Following {
-    /// Of the machine with this key.
+    /// Creates the follower for the machine with this key; nothing is received yet.
     pub fn new(key: &PublicKey) -> Self {
         let shared = Shared { follow: Mutex::new(Follow::new(key)), changed: Notify::new() };
         Self { control: signal_id::control_address(key), shared: Arc::new(shared), task: None }
     }
 
-    /// Which gateway carries what, as claimed so far.
+    /// The acting gateways, as claimed so far.
     pub fn acting(&self) -> Acting {
         self.shared.follow().acting()
     }
 
-    /// Follows the gateways of a plan that was applied to this device; the device has the control address by then.
+    /// Follows the gateways of a plan that was applied to this device, which then has the control address.
     pub fn go_on(&mut self, mesh: &Mesh, plan: &WireguardPlan, device: &Device) -> Result<()> {
         if self.shared.follow().set_locations(mesh, plan) {
             self.shared.changed.notify_one();
@@ -111,12 +111,12 @@ impl Following {
         self.shared.changed.notify_one();
     }
 
-    /// Keys of the gateways that are followed.
+    /// Keys of the followed gateways.
     pub fn gateways(&self) -> BTreeSet<PublicKey> {
         self.shared.follow().keys()
     }
 
-    /// A gateway's name, for people.
+    /// A gateway's name, for messages.
     pub fn name(&self, key: &PublicKey) -> String {
         self.shared.follow().name(signal_id::node(key)).to_owned()
     }
@@ -179,7 +179,7 @@ async fn perform(acts: Vec<Act>, socket: &UdpSocket, device: &Device) {
                 }
             },
             Act::Send(to, bytes) => {
-                // A gateway that nobody has reached yet has no endpoint.
+                // A gateway that has not been reached yet has no endpoint.
                 if let Err(error) = socket.send_to(&bytes, (IpAddr::V6(to), PORT)).await {
                     tracing::debug!(%error, %to, "failed to send a signal to a gateway");
                 }

@@ -1,4 +1,4 @@
-//! Where nodes come from, and where the own Peer is kept.
+//! The source of nodes, and the store of this machine's Peer.
 
 use std::{collections::BTreeMap, sync::Arc};
 
@@ -24,7 +24,7 @@ use crate::{
     source::{self, Flags},
 };
 
-/// Label of Peer objects that go with the connection.
+/// Label of Peer objects that are deleted with the connection.
 const MANAGED: (&str, &str) = ("app.kubernetes.io/managed-by", "kgctl-connect");
 
 /// The API server, or a directory of files.
@@ -47,7 +47,7 @@ impl Origin {
             }
             BackendKind::Kubernetes => {
                 let cluster = Cluster::open(&flags.mesh.api).await?;
-                // First as it is now, since a refusal says more here than in a watch.
+                // First a plain list, whose refusal says more than that of a watch.
                 cluster.snapshot(&flags.mesh.shape.topology_label).await?;
                 let client = cluster.client.clone();
                 let label = &flags.mesh.shape.topology_label;
@@ -61,7 +61,7 @@ impl Origin {
         }
     }
 
-    /// The objects as they are, and each change.
+    /// The current objects, and each change.
     pub fn watch(&self) -> Receiver<Arc<Snapshot>> {
         match self {
             Self::Kubernetes { backend, .. } => backend.watch(),
@@ -79,7 +79,7 @@ impl Origin {
         })
     }
 
-    /// The Peer object as it is, or made from `wanted`.
+    /// The existing Peer object, or a new one made from `wanted`.
     pub async fn ensure(&self, wanted: &Peer) -> Result<Peer> {
         let found = match self {
             Self::File(backend) => {
@@ -117,7 +117,8 @@ impl Origin {
         if wanted.follows == found.follows {
             return Ok(found);
         }
-        // What another run has left says what nodes send to: both ways it has to be what this machine does.
+        // An annotation left by another run determines where nodes send: it must match what this machine
+        // does, either way.
         if let Err(error) = self.annotate(&wanted.name, wanted.follows).await {
             tracing::warn!(
                 "{}; until then this machine and nodes may use different gateways",
@@ -128,7 +129,7 @@ impl Origin {
         Ok(Peer { follows: wanted.follows && matches!(self, Self::Kubernetes { .. }), ..found })
     }
 
-    /// Says in the Peer object whether this machine follows gateways.
+    /// Records in the Peer object whether this machine follows gateways.
     pub async fn annotate(&self, name: &str, follows: bool) -> Result<()> {
         let Self::Kubernetes { cluster, peers, .. } = self else {
             let annotation = peer::FOLLOWS;
@@ -146,7 +147,7 @@ impl Origin {
         cluster.ask(Asked::new("patch", "peers"), patched).await.map(drop)
     }
 
-    /// Deletes the Peer object if it was made here; else nobody follows any more.
+    /// Deletes the Peer object if this command created it; otherwise removes the annotation for following.
     pub async fn release(&self, wanted: &Peer) -> Result<()> {
         let Self::Kubernetes { cluster, peers, .. } = self else { return Ok(()) };
         let read = cluster.ask(Asked::new("get", "peers"), peers.get_opt(&wanted.name)).await?;
@@ -155,7 +156,7 @@ impl Origin {
         let ours = label.is_some_and(|label| label == MANAGED.1)
             && object.spec.public_key.trim() == wanted.public_key.to_string();
         if ours {
-            // Not one that somebody has made anew meanwhile.
+            // Spares one that has been recreated meanwhile.
             let preconditions = Preconditions { uid: object.metadata.uid, resource_version: None };
             let parameters = DeleteParams { preconditions: Some(preconditions), ..DeleteParams::default() };
             cluster.ask(Asked::new("delete", "peers"), peers.delete(&wanted.name, &parameters)).await?;
@@ -166,7 +167,7 @@ impl Origin {
     }
 }
 
-/// Refuses an address that a Peer has already: whichever comes first by name would keep it, and cut the other one off.
+/// Refuses an address that another Peer has: only the first of them by name would work.
 fn check_free(wanted: &Peer, peers: &BTreeMap<String, Peer>) -> Result<()> {
     for peer in peers.values().filter(|peer| peer.name != wanted.name) {
         if let Some(taken) = wanted.allowed_ips.iter().find(|prefix| peer.allowed_ips.contains(prefix)) {

@@ -1,9 +1,9 @@
-//! What stands in the way, in words for a machine that is not a node: the errors of [`kilo_host`] speak of agents.
+//! Errors in words for a machine that is not a node: those of [`kilo_host`] are about agents.
 
 use anyhow::{Result, anyhow, bail};
 use kilo_host::{lock::LockError, wireguard::WireguardError};
 
-/// Refuses before anything is done where the network cannot be changed.
+/// Fails early if this process may not change the network.
 pub fn check_rights() -> Result<()> {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     if !may_change_network(&status) {
@@ -15,7 +15,7 @@ pub fn check_rights() -> Result<()> {
     Ok(())
 }
 
-/// Whether a process with this `/proc/self/status` has `CAP_NET_ADMIN`, as far as that says.
+/// Whether a process with this `/proc/self/status` has `CAP_NET_ADMIN`; true if the text does not say.
 fn may_change_network(status: &str) -> bool {
     const NET_ADMIN: u64 = 1 << 12;
     let effective = status.lines().find_map(|line| line.strip_prefix("CapEff:"));
@@ -23,7 +23,7 @@ fn may_change_network(status: &str) -> bool {
     bits.is_none_or(|bits| bits & NET_ADMIN != 0)
 }
 
-/// Why the interface's name is not ours to use.
+/// Explains why the interface's name is not available.
 pub fn of_lock(error: LockError) -> anyhow::Error {
     match error {
         LockError::Taken(interface) => anyhow!(
@@ -34,7 +34,7 @@ pub fn of_lock(error: LockError) -> anyhow::Error {
     }
 }
 
-/// Why there is no WireGuard device.
+/// Explains why there is no WireGuard device.
 pub fn of_wireguard(error: WireguardError) -> anyhow::Error {
     match error {
         WireguardError::NoKernelSupport(kernel) => anyhow!(

@@ -1,4 +1,4 @@
-//! The namespace, pods and Service of a test, and how they go.
+//! Creates and removes the namespace, pods and Service of a test.
 
 use std::{
     collections::BTreeMap,
@@ -21,29 +21,29 @@ use super::{
 };
 use crate::{cluster::Cluster, progress::Progress, refusal::Asked};
 
-/// Where everything of a test is.
+/// Namespace of all objects of a test.
 pub const NAMESPACE: &str = "kilo-connectivity-test";
-/// By this the namespace is known for one of a test.
+/// Label that marks the namespace as one of a test.
 const LABEL: (&str, &str) = ("app.kubernetes.io/managed-by", "kgctl-connectivity-test");
 const NAME: &str = "probe";
 const POLL: Duration = Duration::from_millis(500);
 /// Any user but root.
 const USER: i64 = 65_532;
 
-/// A pod that answers and asks.
+/// A pod that sends and answers probes.
 #[derive(Clone, Debug)]
 pub struct ProbePod {
     /// The node it is on.
     pub node: String,
     /// That node's location.
     pub location: String,
-    /// Its addresses, one of each family it has.
+    /// The pod's addresses, one per address family.
     pub addresses: Vec<IpAddr>,
-    /// The object.
+    /// The Pod object.
     pub object: Pod,
 }
 
-/// Makes what a test needs, and removes it: what it made itself, known by the namespace's uid.
+/// Creates what a test needs, and removes what it created, which the namespace's uid identifies.
 pub struct Bench {
     cluster: Cluster,
     image: String,
@@ -51,12 +51,12 @@ pub struct Bench {
 }
 
 impl Bench {
-    /// Nothing is made yet.
+    /// Creates nothing yet.
     pub fn new(cluster: Cluster, image: String) -> Self {
         Self { cluster, image, uid: None }
     }
 
-    /// The cluster it is in.
+    /// The cluster under test.
     pub fn cluster(&self) -> &Cluster {
         &self.cluster
     }
@@ -74,7 +74,7 @@ impl Bench {
         self.cluster.ask(asked, namespaces.get_opt(NAMESPACE)).await
     }
 
-    /// Waits until there is no namespace of another run, and deletes that of one whose heartbeat has stopped.
+    /// Waits until no namespace of another run exists; deletes one whose heartbeat has stopped.
     ///
     /// # Errors
     /// When another run is under way.
@@ -105,7 +105,7 @@ impl Bench {
                         heartbeat::made(&found)
                     ),
                     Holder::Unknown => {}
-                    // Not if its heartbeat goes on meanwhile.
+                    // The version makes this fail if the heartbeat continues.
                     Holder::Gone => self.delete(&found, found.resource_version()).await?,
                 }
             }
@@ -114,7 +114,7 @@ impl Bench {
         Ok(())
     }
 
-    /// Makes the namespace; false when another run was quicker.
+    /// Creates the namespace; returns false when another run was quicker.
     pub async fn claim(&mut self) -> Result<bool> {
         let namespace = serde_json::from_value(json!({"metadata": {
             "name": NAMESPACE,
@@ -133,7 +133,7 @@ impl Bench {
         Ok(self.uid.is_some())
     }
 
-    /// Renews the heartbeat for as long as the namespace is this run's; returns why it no longer is.
+    /// Renews the heartbeat while the namespace belongs to this run; returns why it no longer does.
     pub async fn keep(&self) -> anyhow::Error {
         let (namespaces, parameters) = (self.namespaces(), PatchParams::default());
         let mut beaten = Instant::now();
@@ -157,7 +157,7 @@ impl Bench {
                 Ok(false) => {
                     return anyhow!("namespace {NAMESPACE} of this run was deleted by somebody else");
                 }
-                // Before another run can take this one for dead.
+                // Ends before another run can consider this one dead.
                 Err(error) if beaten.elapsed() + 2 * heartbeat::PERIOD >= heartbeat::STALE => {
                     return error.context("failed to renew this run's heartbeat; another run may start");
                 }
@@ -183,7 +183,7 @@ impl Bench {
         }
     }
 
-    /// Deletes this namespace and no other of the same name. With a version: only as it was seen.
+    /// Deletes this namespace, but no other one of the same name; with a version, only if it is unchanged.
     async fn delete(&self, seen: &Namespace, resource_version: Option<String>) -> Result<()> {
         let preconditions = Preconditions { uid: seen.uid(), resource_version };
         let parameters = DeleteParams { preconditions: Some(preconditions), ..DeleteParams::default() };
@@ -197,7 +197,7 @@ impl Bench {
         self.cluster.ask(Asked::new("delete", "namespaces"), gone).await
     }
 
-    /// A pod on each node, running.
+    /// Starts a pod on each node, and waits until all are running.
     pub async fn start(&self, nodes: &BTreeMap<String, String>, patience: Duration) -> Result<Vec<ProbePod>> {
         let (cluster, create) = (&self.cluster, PostParams::default());
         let progress = Progress::new("starting pods", nodes.len());
@@ -208,7 +208,7 @@ impl Bench {
                 let asked = Asked::new("create", "pods").within(NAMESPACE);
                 match cluster.ask(asked, self.pods().create(&create, &pod)).await {
                     Ok(_) => break,
-                    // The account of a new namespace comes a moment later.
+                    // The service account of a new namespace appears a moment later.
                     Err(error)
                         if error.to_string().contains("serviceaccount") && started.elapsed() < patience =>
                     {
@@ -257,7 +257,7 @@ impl Bench {
         }
     }
 
-    /// The addresses of a Service of all pods, one of each family the cluster gives it.
+    /// Creates a Service of all pods; returns its addresses, one per address family that the cluster assigns.
     pub async fn service(&self) -> Result<Vec<IpAddr>> {
         let _progress = Progress::new("making the Service known to kube-proxy", 0);
         let services: Api<Service> = Api::namespaced(self.cluster.client.clone(), NAMESPACE);
@@ -272,7 +272,7 @@ impl Bench {
         let made = self.cluster.ask(asked, services.create(&PostParams::default(), &object)).await?;
         let spec = made.spec.unwrap_or_default();
         let addresses = spec.cluster_ips.unwrap_or_else(|| spec.cluster_ip.into_iter().collect());
-        // kube-proxy learns of it and of its endpoints by watches.
+        // kube-proxy watches the Service and its endpoints.
         tokio::time::sleep(Duration::from_secs(2)).await;
         Ok(addresses.iter().filter_map(|address| address.parse().ok()).collect())
     }
@@ -281,7 +281,7 @@ impl Bench {
         json!({
             "metadata": {"name": format!("{NAME}-{node}"), "labels": {"app": NAME, LABEL.0: LABEL.1}},
             "spec": {
-                // Past the scheduler: also where nothing else is to run.
+                // Bypasses the scheduler, to reach nodes where nothing else may run.
                 "nodeName": node,
                 "tolerations": [{"operator": "Exists"}],
                 "automountServiceAccountToken": false,

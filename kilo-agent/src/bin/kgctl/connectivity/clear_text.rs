@@ -1,4 +1,4 @@
-//! Whether packets between locations went through WireGuard, as far as the agents' counters show.
+//! Checks by the agents' counters whether packets between locations went through WireGuard.
 
 use std::collections::BTreeMap;
 
@@ -10,9 +10,9 @@ use super::{
 };
 use crate::{cluster::Cluster, progress::Progress, remote};
 
-/// The reason of drops that would have left in clear.
+/// Drop reason of packets that would have left in clear.
 const NOT_ENCRYPTED: &str = "not_encrypted";
-/// Older handshakes are of peers that are away, in seconds.
+/// Handshakes older than this many seconds are of peers that are away.
 const RECENT: i64 = 180;
 
 /// Counters of the leaders at one moment, by node.
@@ -21,14 +21,14 @@ pub struct Figures(BTreeMap<String, Figure>);
 
 #[derive(Clone, Copy, Debug, Default)]
 struct Figure {
-    /// Bytes that its tunnels have sent, keepalives and handshakes included.
+    /// Bytes that the node's tunnels have sent, keepalives and handshakes included.
     sent: u64,
     /// Packets dropped before they left in clear.
     dropped: u64,
 }
 
 impl Figures {
-    /// Asks the agents of all leaders; no figures when one of them does not answer.
+    /// Asks the agents of all leaders; empty when one of them does not answer.
     pub async fn read(cluster: &Cluster, seen: &Status) -> Self {
         let mut figures = BTreeMap::new();
         for (node, status) in leaders(cluster, seen).await {
@@ -43,7 +43,7 @@ impl Figures {
     }
 }
 
-/// What each leader's agent says, `None` where it does not answer.
+/// The status of each leader's agent; `None` where it does not answer.
 async fn leaders(cluster: &Cluster, seen: &Status) -> Vec<(String, Option<Status>)> {
     let leaders = seen.leading();
     let progress = Progress::new("asking the leaders' agents", leaders.len());
@@ -55,7 +55,7 @@ async fn leaders(cluster: &Cluster, seen: &Status) -> Vec<(String, Option<Status
     futures::future::join_all(asked).await
 }
 
-/// Peers that some leader has shaken hands with in the last minutes.
+/// Peers that had a handshake with some leader in the last minutes.
 pub async fn peers_with_handshake(cluster: &Cluster, seen: &Status) -> Vec<String> {
     let now = Timestamp::now().0;
     let statuses = leaders(cluster, seen).await;
@@ -65,7 +65,7 @@ pub async fn peers_with_handshake(cluster: &Cluster, seen: &Status) -> Vec<Strin
     recent.filter_map(|tunnel| Some(tunnel.name?.strip_prefix("peer:")?.to_owned())).collect()
 }
 
-/// What the counters say about the probes between `before` and `after`.
+/// What the counters show about the probes between `before` and `after`.
 pub fn findings(before: &Figures, after: &Figures, probes: &[Cell]) -> Vec<Finding> {
     let what = "clear text between locations".to_owned();
     let bulk = probes
@@ -86,7 +86,7 @@ pub fn findings(before: &Figures, after: &Figures, probes: &[Cell]) -> Vec<Findi
         after.0.iter().map(of).sum()
     };
     let (sent, dropped) = (grown(|figure| figure.sent), grown(|figure| figure.dropped));
-    // There and back.
+    // Bytes count in both directions.
     let least = 2 * (bulk * BULK) as u64;
     let good = sent >= least && dropped == 0;
     let mut text = format!(

@@ -1,4 +1,4 @@
-//! Whether the run that made the namespace of a test goes on: its heartbeat, an annotation.
+//! Whether the run that created a test's namespace goes on, by its heartbeat, an annotation.
 
 use std::time::{Duration, Instant};
 
@@ -6,11 +6,11 @@ use k8s_openapi::api::core::v1::Namespace;
 use kilo_agent::timestamp::Timestamp;
 use kube::ResourceExt as _;
 
-/// When the run that holds the namespace last was there, in seconds since 1970 by its own clock.
+/// Time of the last heartbeat of the run that holds the namespace, in seconds since 1970 by its own clock.
 pub const ANNOTATION: &str = "kilo.squat.ai/connectivity-test-heartbeat";
 /// Time between two heartbeats.
 pub const PERIOD: Duration = Duration::from_secs(5);
-/// A run without one for this long has ended.
+/// A run without a heartbeat for this long has ended.
 pub const STALE: Duration = Duration::from_secs(30);
 
 /// The value of the annotation now.
@@ -18,12 +18,12 @@ pub fn now() -> String {
     Timestamp::now().0.to_string()
 }
 
-/// When a namespace was made, as errors show it.
+/// When a namespace was created, as text for errors.
 pub fn made(namespace: &Namespace) -> String {
     namespace.creation_timestamp().map(|at| at.0.to_string()).unwrap_or_default()
 }
 
-/// The run that holds a namespace.
+/// State of the run that holds a namespace.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Holder {
     /// Its heartbeat has changed.
@@ -34,8 +34,8 @@ pub enum Holder {
     Gone,
 }
 
-/// What was seen of a namespace first. Only a change shows that its holder runs: another machine's clock
-/// may be wrong.
+/// The namespace as first seen. Only a change shows that its holder runs: another machine's clock may be
+/// wrong.
 #[derive(Debug)]
 pub struct Observed {
     uid: Option<String>,
@@ -44,13 +44,13 @@ pub struct Observed {
 }
 
 impl Observed {
-    /// Begins to look at this namespace.
+    /// Starts observing this namespace.
     pub fn new(namespace: &Namespace) -> Self {
         let beat = namespace.annotations().get(ANNOTATION).cloned();
         Self { uid: namespace.uid(), beat, since: Instant::now() }
     }
 
-    /// What the namespace as it is now says.
+    /// The holder's state, given the namespace as it is now.
     pub fn holder(&self, namespace: &Namespace) -> Holder {
         let is_same =
             namespace.uid() == self.uid && namespace.annotations().get(ANNOTATION) == self.beat.as_ref();
@@ -82,7 +82,7 @@ mod tests {
     #[test]
     fn a_run_is_there_when_its_heartbeat_moves_and_gone_when_it_rests() {
         let now = Timestamp::now().0;
-        // A clock that is ahead or behind makes nobody dead.
+        // A clock that is ahead or behind makes no run look dead.
         for beat in [now, now + 3600, now - 3600] {
             let observed = Observed::new(&namespace("one", beat));
             let late = after(&observed, STALE + PERIOD);

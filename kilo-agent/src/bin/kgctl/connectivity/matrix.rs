@@ -1,4 +1,4 @@
-//! What was tried and what came of it, as a table, and what to do about each red cell: plain values.
+//! The probes and their results, as a table, and a remedy for each failed cell: plain values.
 
 use std::fmt::Write as _;
 
@@ -7,7 +7,7 @@ use serde::Serialize;
 
 use super::probe::Kind;
 
-/// What a target is to a pod.
+/// The kind of a probe's destination.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Target {
@@ -17,7 +17,7 @@ pub enum Target {
     Service,
     /// A node's own address.
     Node,
-    /// What `--outside` names.
+    /// An address given by `--outside`.
     Outside,
     /// A VPN peer.
     Peer,
@@ -26,7 +26,7 @@ pub enum Target {
 /// One probe and its result.
 #[derive(Clone, Debug, Serialize)]
 pub struct Cell {
-    /// The node whose pod asked.
+    /// The node whose pod probed.
     pub from: String,
     /// The location of that node.
     #[serde(skip)]
@@ -35,19 +35,19 @@ pub struct Cell {
     pub target: Target,
     /// Name of the destination.
     pub to: String,
-    /// The location of a node or of a pod's node; empty for others.
+    /// The location of the destination's node; empty for other targets.
     #[serde(skip)]
     pub to_location: String,
     /// Protocol of the probe.
     pub kind: Kind,
     /// The address, with its port.
     pub address: std::net::SocketAddr,
-    /// Why it failed; `None` = it did not.
+    /// Why the probe failed; `None` on success.
     pub error: Option<String>,
 }
 
 impl Cell {
-    /// The packets pass through WireGuard.
+    /// Whether the packets pass through WireGuard.
     pub fn crosses(&self) -> bool {
         !self.to_location.is_empty() && self.from_location != self.to_location
     }
@@ -62,7 +62,7 @@ impl Cell {
         }
     }
 
-    /// What an operator does about it.
+    /// What an operator can do about the failure.
     fn remedy(&self) -> String {
         let family = if self.address.is_ipv4() { "IPv4" } else { "IPv6" };
         match (self.target, self.kind) {
@@ -106,23 +106,23 @@ impl Cell {
     }
 }
 
-/// Something of the whole mesh, apart from single paths.
+/// An observation about the whole mesh rather than a single path.
 #[derive(Clone, Debug, Serialize)]
 pub struct Finding {
-    /// What was looked at.
+    /// What was checked.
     pub what: String,
-    /// Whether it is as it should be; `None` = it could not be seen.
+    /// Whether the check passed; `None` = it could not be made.
     pub good: Option<bool>,
-    /// What was seen, and what to do when it is bad.
+    /// The observation, and a remedy when the check failed.
     pub text: String,
 }
 
-/// All that was tried.
+/// Everything that was tested.
 #[derive(Clone, Debug, Default, Serialize)]
 pub struct Report {
     /// All probes with their results.
     pub probes: Vec<Cell>,
-    /// What is known of the mesh besides.
+    /// Checks of the whole mesh.
     pub findings: Vec<Finding>,
 }
 
@@ -133,7 +133,7 @@ impl Report {
             && self.findings.iter().all(|finding| finding.good != Some(false))
     }
 
-    /// A row a source, a column a target, then what failed and what to do.
+    /// A table of sources (rows) and targets (columns), followed by failures and remedies.
     pub fn table(&self) -> String {
         let unique = |name: &dyn Fn(&Cell) -> String| {
             let mut names: Vec<String> = Vec::new();

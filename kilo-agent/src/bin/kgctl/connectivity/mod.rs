@@ -1,4 +1,4 @@
-//! `kgctl connectivity-test`: pods on some nodes ask each other and what else is to be reached.
+//! `kgctl connectivity-test`: pods on some nodes probe each other and other destinations.
 
 mod bench;
 mod clear_text;
@@ -39,16 +39,16 @@ use bench::{Bench, ProbePod};
 use matrix::{Cell, Report, Target};
 use probe::{Answer, Kind, Probe};
 
-/// Pods asked at the same time.
+/// Number of pods probing at the same time.
 const AT_A_TIME: usize = 16;
-/// Nodes of a location that are chosen when none are named, and of all.
+/// Nodes chosen per location when none are named, and the maximum in total.
 const OF_A_LOCATION: usize = 2;
 const OF_ALL: usize = 10;
-/// Characters of an error that are shown.
+/// Maximum characters shown of an error.
 const LONGEST: usize = 300;
-/// Of kubelets: whether somebody listens does not matter.
+/// Port of the kubelet; a refused connection also counts as reached.
 const NODE_PORT: u16 = 10250;
-/// What does not go away in this time is named.
+/// How long to wait for a namespace to be deleted.
 const LEAVING: Duration = Duration::from_secs(60);
 
 #[derive(Args, Debug)]
@@ -91,7 +91,7 @@ enum Output {
     Yaml,
 }
 
-/// The report as text, and whether nothing failed.
+/// Returns the report as text, and whether nothing failed.
 pub async fn run(args: &ConnectivityArgs) -> Result<(String, bool)> {
     let cluster = Cluster::open(&args.flags.api).await?;
     let snapshot = cluster.snapshot(&args.flags.shape.topology_label).await?;
@@ -112,7 +112,7 @@ pub async fn run(args: &ConnectivityArgs) -> Result<(String, bool)> {
             () = &mut interrupted => bail!("interrupted"),
             free = bench.wait_until_free(LEAVING) => free?,
         }
-        // Not interrupted half way: else nobody would know whose it is.
+        // Not interrupted halfway: nobody would know the owner of the namespace.
         if bench.claim().await? {
             break;
         }
@@ -140,7 +140,7 @@ pub async fn run(args: &ConnectivityArgs) -> Result<(String, bool)> {
     Ok((text, report.is_good()))
 }
 
-/// Nodes with their location: those named, or some of each location.
+/// Nodes with their locations: the named ones, or some of each location.
 fn chosen(seen: &Status, named: &[String]) -> Result<BTreeMap<String, String>> {
     if !named.is_empty() {
         return named
@@ -216,7 +216,7 @@ async fn test(
     Ok(Report { probes, findings })
 }
 
-/// Peers that are connected, with their addresses.
+/// Connected peers, with each of their addresses.
 fn peers(snapshot: &Snapshot, port: u16, connected: &[String]) -> Vec<(String, SocketAddr)> {
     let of = |name: &String| snapshot.peers.get(name).map(|peer| (name.clone(), peer.allowed_ips.clone()));
     connected
@@ -229,7 +229,7 @@ fn peers(snapshot: &Snapshot, port: u16, connected: &[String]) -> Vec<(String, S
         .collect()
 }
 
-/// What these nodes' objects have for their own addresses.
+/// The InternalIP addresses in the objects of these nodes.
 async fn internal_ips(
     cluster: &Cluster,
     nodes: &BTreeMap<String, String>,
@@ -246,7 +246,7 @@ async fn internal_ips(
     Ok(internal)
 }
 
-/// All that one pod is to try.
+/// All probes of one pod.
 fn cells(
     from: &ProbePod,
     pods: &[ProbePod],
@@ -257,7 +257,7 @@ fn cells(
 ) -> Vec<Cell> {
     let mut cells = Vec::new();
     let mut add = |target, to: &str, location: &str, kind, address: SocketAddr| {
-        // A pod of one family reaches nobody of the other.
+        // A pod without an address of this family cannot reach the target.
         if from.addresses.iter().any(|own| own.is_ipv4() == address.is_ipv4()) {
             cells.push(Cell {
                 from: from.node.clone(),
@@ -278,7 +278,8 @@ fn cells(
             }
         }
         let carried = seen.nodes.iter().find(|node| node.name == to.node).and_then(|node| node.internal_ip);
-        // The mesh carries one address of a node; that of the other family is its location's.
+        // The mesh carries one address of a node; the one of the other family is reachable only within the
+        // location.
         let other = internal.get(&to.node).into_iter().flatten().filter(|address| {
             from.location == to.location
                 && carried.is_none_or(|carried| carried.is_ipv4() != address.is_ipv4())
@@ -299,7 +300,7 @@ fn cells(
     cells
 }
 
-/// Has a pod try its cells.
+/// Runs the probes of `cells` in a pod.
 async fn ask(cluster: &Cluster, pod: &ProbePod, mut cells: Vec<Cell>) -> Result<Vec<Cell>> {
     let probes: Vec<_> =
         cells.iter().enumerate().map(|(id, cell)| Probe { id, kind: cell.kind, to: cell.address }).collect();
@@ -311,7 +312,7 @@ async fn ask(cluster: &Cluster, pod: &ProbePod, mut cells: Vec<Cell>) -> Result<
     Ok(cells)
 }
 
-/// Enters what a pod says; what it says nothing of has failed.
+/// Records a pod's answers; cells without an answer have failed.
 fn note(cells: &mut [Cell], answers: Vec<Answer>) {
     for cell in &mut *cells {
         cell.error = Some("the pod says nothing of it".to_owned());

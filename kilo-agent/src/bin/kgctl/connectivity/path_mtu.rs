@@ -1,4 +1,4 @@
-//! What a path takes in one packet, as the kernel knows it.
+//! The path MTU, as the kernel knows it.
 
 use std::io;
 
@@ -10,10 +10,10 @@ use nix::{
 };
 use tokio::net::UdpSocket;
 
-/// IP and UDP.
+/// Sizes of the IP and UDP headers.
 const HEADERS: usize = 20 + 8;
 const HEADERS_V6: usize = 40 + 8;
-/// The largest packet of IPv4, whatever an interface takes.
+/// The largest IPv4 packet, whatever the MTU of an interface.
 const LARGEST: usize = 65_535;
 
 #[derive(Clone, Copy)]
@@ -46,7 +46,7 @@ getsockopt_impl!(
     nix::sys::socket::sockopt::GetStruct<c_int>
 );
 
-/// Packets of this socket arrive whole or not at all.
+/// Sets "don't fragment": packets of this socket arrive whole or not at all.
 pub fn forbid_fragments(socket: &UdpSocket, is_ipv4: bool) -> io::Result<()> {
     match is_ipv4 {
         true => setsockopt(socket, Discover, &libc::IP_PMTUDISC_DO)?,
@@ -61,12 +61,12 @@ pub fn of(socket: &UdpSocket, is_ipv4: bool) -> io::Result<usize> {
     usize::try_from(mtu).map_err(io::Error::other)
 }
 
-/// What a datagram carries in such a packet.
+/// Payload of a datagram that fills such a packet.
 pub fn payload(mtu: usize, is_ipv4: bool) -> usize {
     mtu.min(LARGEST).saturating_sub(if is_ipv4 { HEADERS } else { HEADERS_V6 })
 }
 
-/// The packet was larger than the path takes: from now on the kernel knows better.
+/// Whether the packet exceeded the path MTU, which the kernel has just updated.
 pub fn is_too_large(error: &io::Error) -> bool {
     error.raw_os_error() == Some(libc::EMSGSIZE)
 }

@@ -1,4 +1,4 @@
-//! The two ends of a probe, which run in pods of the agent's own image: it has no shell.
+//! The two ends of a probe, which run in pods of the agent's own image, because it has no shell.
 
 use std::{
     io,
@@ -14,37 +14,37 @@ use tokio::{
     time::timeout,
 };
 
-/// Hidden commands of kgctl.
+/// Hidden command of kgctl that answers probes.
 pub const SERVER: &str = "probe-server";
 /// Hidden command of kgctl; its argument is the list of probes as JSON.
 pub const CLIENT: &str = "probe";
-/// Where servers listen.
+/// Port of the probe servers.
 pub const PORT: u16 = 8080;
-/// A probe takes no longer than this.
+/// Timeout of a probe.
 const PATIENCE: Duration = Duration::from_secs(4);
-/// The first packet to a new pod may meet a neighbour that nobody knows yet.
+/// The first packet to a new pod may be lost during neighbour resolution.
 const TRIES: u32 = 2;
 const LARGEST_DATAGRAM: usize = 1 << 16;
-/// Bytes there and back that show whether full packets pass: many of them.
+/// Bytes sent there and back to check full-sized packets: enough for many of them.
 pub const BULK: usize = 256 << 10;
 
-/// How a target is asked.
+/// How a target is probed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Kind {
-    /// A line there and back by TCP.
+    /// A line sent there and back by TCP.
     Tcp,
-    /// A datagram there and back.
+    /// A datagram sent there and back.
     Udp,
-    /// [`BULK`] bytes there and back by TCP, in packets as large as they can be.
+    /// [`BULK`] bytes sent there and back by TCP, in packets as large as possible.
     Bulk,
-    /// A datagram there and back that nobody may fragment, as large as the path takes.
+    /// A datagram of the path MTU sent there and back, which must not be fragmented.
     Full,
-    /// A TCP connection that is accepted or refused: somebody is there.
+    /// A TCP connection that is accepted or refused: either shows that the target is reachable.
     Reach,
 }
 
-/// One path to try.
+/// One path to probe.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Probe {
     /// Number that the answer repeats.
@@ -60,7 +60,7 @@ pub struct Probe {
 pub struct Answer {
     /// Number of the probe.
     pub id: usize,
-    /// Why it failed; `None` = it did not.
+    /// Why the probe failed; `None` on success.
     pub error: Option<String>,
 }
 
@@ -71,7 +71,7 @@ pub struct Server {
 }
 
 impl Server {
-    /// Listens on this port: probes that are sent from now on will be answered.
+    /// Listens on this port: probes sent from here on will be answered.
     ///
     /// # Errors
     /// When the port is taken.
@@ -93,7 +93,7 @@ impl Server {
         Ok(Self { tcp, udp })
     }
 
-    /// Answers for ever.
+    /// Answers forever.
     pub async fn run(self) {
         let Self { tcp, udp } = self;
         tokio::join!(echo(udp), accept(tcp));
@@ -103,7 +103,7 @@ impl Server {
 async fn echo(udp: UdpSocket) {
     let mut datagram = vec![0; LARGEST_DATAGRAM];
     loop {
-        // An error is about an earlier answer, to a sender that has gone.
+        // An error belongs to an earlier answer, whose receiver has gone.
         if let Ok((length, from)) = udp.recv_from(&mut datagram).await {
             let _ = udp.send_to(&datagram[..length], from).await;
         }
@@ -112,17 +112,17 @@ async fn echo(udp: UdpSocket) {
 
 async fn accept(tcp: TcpListener) {
     loop {
-        // Too many at once are taken later.
+        // Out of descriptors, for example: pending connections are accepted later.
         match tcp.accept().await {
             Ok((stream, _)) => drop(tokio::spawn(answer(stream))),
             Err(_) => tokio::time::sleep(Duration::from_millis(10)).await,
         }
     }
 }
-/// Longest such line, in bytes.
+/// Maximum length of the line with the number of bytes.
 const LINE: u64 = 32;
 
-/// Reads a line with a number of bytes, then so many bytes, and sends both back.
+/// Reads a line with a number of bytes, then that many bytes, and sends both back.
 async fn answer(stream: TcpStream) -> io::Result<()> {
     let mut stream = BufReader::new(stream);
     let mut line = String::new();
@@ -136,7 +136,7 @@ async fn answer(stream: TcpStream) -> io::Result<()> {
     stream.shutdown().await
 }
 
-/// Tries all at the same time; what came of each, as JSON.
+/// Runs all probes at the same time; returns the answers as JSON.
 ///
 /// # Errors
 /// When the argument is not a list of probes.
@@ -197,7 +197,8 @@ async fn connected(to: SocketAddr) -> io::Result<UdpSocket> {
     Ok(socket)
 }
 
-/// A path that takes less than its first interface says so, and is believed; one that is silent has failed.
+/// Sends a full-sized datagram. An ICMP error with a smaller path MTU is obeyed; a path that stays silent has
+/// failed.
 #[cfg(target_os = "linux")]
 async fn full(to: SocketAddr) -> io::Result<()> {
     use super::path_mtu;
@@ -219,7 +220,7 @@ async fn full(to: SocketAddr) -> io::Result<()> {
             Ok(Ok(length)) => {
                 return Err(io::Error::other(format!("{length} of {} bytes came back", sent.len())));
             }
-            // Larger than what the path is now known to take.
+            // Larger than the path MTU, which the kernel has just learned.
             Ok(Err(error)) if path_mtu::is_too_large(&error) => {}
             Ok(Err(error)) => return Err(error),
             Err(_) => {}
@@ -230,7 +231,7 @@ async fn full(to: SocketAddr) -> io::Result<()> {
     )))
 }
 
-/// Pods have Linux.
+/// Pods run on Linux.
 #[cfg(not(target_os = "linux"))]
 async fn full(to: SocketAddr) -> io::Result<()> {
     connected(to).await?;
@@ -244,7 +245,7 @@ mod tests {
 
     #[tokio::test]
     async fn both_ends_agree_and_a_port_where_nobody_is_counts_as_reached_only_by_reach() {
-        // The port that one protocol is given may be taken in the other.
+        // The port assigned for one protocol may be taken in the other.
         let server = loop {
             if let Ok(server) = Server::bind(0).await {
                 break server;

@@ -1,4 +1,4 @@
-//! On the node itself: its programs report what they drop.
+//! Monitors this node: its programs report what they drop.
 
 use std::{
     io::{self, IsTerminal as _},
@@ -22,7 +22,7 @@ use tokio::{
 use super::{DropReason, MonitorArgs, Output};
 use crate::remote;
 
-/// A drop as it is shown.
+/// A drop as displayed.
 #[derive(Debug, Serialize)]
 struct Shown {
     time: String,
@@ -40,7 +40,7 @@ impl Shown {
         let hook = event.hook();
         let ethernet = hook.is_none_or(Hook::has_ethernet);
         let length = usize::try_from(event.length).unwrap_or(usize::MAX);
-        // An interface that has gone meanwhile has its number only.
+        // An interface that is gone has only its index.
         let interface = interface_name(event.ifindex).unwrap_or_else(|| event.ifindex.to_string());
         let age = Duration::from_nanos(monitor::ktime().saturating_sub(event.ktime));
         let time = SystemTime::now().checked_sub(age).unwrap_or_else(SystemTime::now);
@@ -60,7 +60,7 @@ impl Shown {
             return Ok(serde_json::to_string(self)?);
         }
         let packet = if self.headers.is_empty() {
-            // Nothing to be made out: the bytes themselves.
+            // No header could be decoded: shows the bytes themselves.
             self.bytes.chars().take(80).collect()
         } else {
             let headers: Vec<_> = self.headers.iter().map(ToString::to_string).collect();
@@ -73,7 +73,7 @@ impl Shown {
     }
 }
 
-/// Listens until asked to stop, or until nobody reads any more (`| head`).
+/// Listens until asked to stop, or until the output is closed (`| head`).
 pub async fn run(args: &MonitorArgs) -> Result<()> {
     match listen(args).await {
         Err(error)
@@ -97,7 +97,7 @@ async fn listen(args: &MonitorArgs) -> Result<()> {
     let mut asker_left = remote::end_of_stdin(args.until_stdin_ends);
     let mut before = at_start.clone();
     let mut shown = 0;
-    // The kgctl that runs this one from afar learns that packets are seen from now on.
+    // A kgctl that runs this one remotely learns that monitoring has begun.
     if io::stderr().is_terminal() || args.until_stdin_ends {
         eprintln!("kgctl: listening to drops of this node; end with Ctrl-C");
     }
@@ -134,7 +134,7 @@ fn print_line(line: &str) -> Result<()> {
     crate::terminal::print(&format!("{line}\n"))
 }
 
-/// Counters that grew since the last look.
+/// Prints the counters that have grown since the last look.
 fn grown(before: &Counters, now: &Counters, output: Output) -> Result<()> {
     let difference = |kind, before: &Counters, now: &Counters| {
         let pick = |counters: &Counters| {
@@ -161,7 +161,7 @@ fn grown(before: &Counters, now: &Counters, output: Output) -> Result<()> {
     Ok(())
 }
 
-/// How many there were in all: sampling and a full ring hide some.
+/// Prints the total number of drops: sampling and a full ring hide some.
 fn summary(reader: &CounterReader, start: &Counters, args: &MonitorArgs, shown: u64) -> Result<()> {
     let now = reader.read()?;
     let wanted = |label: &&str| args.reason.is_empty() || args.reason.iter().any(|it| it.label() == *label);

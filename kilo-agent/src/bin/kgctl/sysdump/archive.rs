@@ -1,4 +1,4 @@
-//! The archive of a report: texts by their name, packed and compressed once all are there.
+//! The archive of a report: texts by file name, compressed once all are collected.
 
 use std::{
     collections::BTreeMap,
@@ -14,17 +14,17 @@ use tar::{Builder, Header};
 
 use super::redact::Redactor;
 
-/// What a report holds.
+/// Content of a report.
 #[derive(Debug, Default)]
 pub struct Archive {
     files: BTreeMap<String, String>,
     problems: Vec<String>,
-    /// Bytes that still fit; `None` = any number.
+    /// Remaining size in bytes; `None` = unlimited.
     room: Option<usize>,
 }
 
 impl Archive {
-    /// For a node, which may send what it likes.
+    /// Creates the part for a node, which may send anything.
     pub fn of_at_most(bytes: usize) -> Self {
         Self { room: Some(bytes), ..Self::default() }
     }
@@ -44,24 +44,24 @@ impl Archive {
         }
     }
 
-    /// Takes over all that another holds.
+    /// Takes over the content of another archive.
     pub fn extend(&mut self, other: Self) {
         self.files.extend(other.files);
         self.problems.extend(other.problems);
     }
 
-    /// What is missing, a sentence each.
+    /// What is missing, one sentence each.
     pub fn problems(&self) -> &[String] {
         &self.problems
     }
 
-    /// Texts that it holds.
+    /// Number of texts.
     pub fn len(&self) -> usize {
         self.files.len()
     }
 
-    /// Writes all below one directory, which is named like the archive; nothing secret is in it.
-    /// `time`: of the files, in seconds since 1970.
+    /// Writes all texts below one directory, named like the archive, with secrets removed. `time`:
+    /// modification time of the files, in seconds since 1970.
     ///
     /// # Errors
     /// When the file exists, or cannot be written.
@@ -86,7 +86,7 @@ impl Archive {
     }
 }
 
-/// Readable by its owner alone: it has the addresses of a cluster.
+/// Creates a file readable by its owner only: it contains addresses of a cluster.
 fn create(path: &Path) -> std::io::Result<File> {
     let mut options = OpenOptions::new();
     options.write(true).create_new(true);

@@ -1,4 +1,4 @@
-//! `kgctl sysdump`: what a report about a fault needs, in one archive.
+//! `kgctl sysdump`: collects what a bug report needs, in one archive.
 
 mod archive;
 mod redact;
@@ -37,12 +37,12 @@ use redact::Redactor;
 
 /// Hidden command that runs in the agents' pods.
 pub const NODE_REPORT: &str = "node-report";
-/// Nodes looked at at the same time.
+/// Number of nodes collected from at the same time.
 const AT_A_TIME: usize = 8;
-/// Bytes of all that a node sends, at most, and how long it may take.
+/// Maximum total bytes and time of the data from one node.
 const LARGEST: usize = 256 << 20;
 const PATIENCE: Duration = Duration::from_mins(5);
-/// What an agent serves, and the name of the file.
+/// Paths that an agent serves, and the names of their files.
 const PAGES: [(&str, &str); 3] =
     [("status", "status.json"), ("metrics", "metrics.txt"), ("health", "health.txt")];
 /// Events about these kinds of objects are collected.
@@ -67,7 +67,7 @@ pub struct SysdumpArgs {
     flags: MeshFlags,
 }
 
-/// Writes the archive; returns what it is called and what is missing.
+/// Writes the archive; returns its name and what is missing.
 pub async fn run(args: &SysdumpArgs) -> Result<String> {
     let now = Timestamp::now();
     let name = format!("kilo-sysdump-{}", now.to_string().replace([':', '-'], ""));
@@ -155,14 +155,14 @@ fn summary(archive: &Archive, path: &std::path::Path, nodes: usize) -> String {
     format!("{}: {} files of {nodes}, {missing}.\n", path.display(), archive.len())
 }
 
-/// As YAML, without secrets.
+/// Serializes objects as YAML, without secrets.
 fn cleaned<T: Serialize>(objects: &T) -> Result<String> {
     let mut value = serde_json::to_value(objects)?;
     redact::object(&mut value);
     Ok(serde_yaml_ng::to_string(&value)?)
 }
 
-/// Objects of the whole cluster that say how Kilo was set up.
+/// Adds objects of the whole cluster that show how Kilo was set up.
 async fn objects(cluster: &Cluster, archive: &mut Archive) {
     let client = &cluster.client;
     let all = ListParams::default();
@@ -173,7 +173,7 @@ async fn objects(cluster: &Cluster, archive: &mut Archive) {
         "nodes.yaml",
         listed.and_then(|listed| cleaned(&listed.items.into_iter().map(without_images).collect::<Vec<_>>())),
     );
-    // Untyped, so that an invalid one hides no other.
+    // Untyped, so that an invalid one does not hide the others.
     let peers = Api::<DynamicObject>::all_with(client.clone(), &ApiResource::erase::<Peer>(&()));
     let listed = cluster.ask(Asked::new("list", "peers"), peers.list(&all)).await;
     archive.add("peers.yaml", listed.and_then(|listed| cleaned(&listed.items)));
@@ -189,7 +189,7 @@ async fn objects(cluster: &Cluster, archive: &mut Archive) {
     }
 }
 
-/// A node lists every image it has ever pulled.
+/// Removes the list of images, which holds every image the node has ever pulled.
 fn without_images(mut node: Node) -> Node {
     if let Some(status) = &mut node.status {
         status.images = None;
@@ -197,7 +197,7 @@ fn without_images(mut node: Node) -> Node {
     node
 }
 
-/// Whatever a node sends, the others have their turn.
+/// Collects from one node, limited in size and time so that the others get their turn.
 async fn of_node(cluster: &Cluster, all: &[Pod], node: &str, log_lines: i64) -> Archive {
     let mut archive = Archive::of_at_most(LARGEST);
     if tokio::time::timeout(PATIENCE, fill(cluster, all, node, log_lines, &mut archive)).await.is_err() {
@@ -239,7 +239,7 @@ async fn page_of(cluster: &Cluster, pod: &Pod, path: &str) -> Result<String> {
     let asked = Asked::new("get", "pods/proxy").within(&namespace);
     let page = cluster.ask(asked, ask::page(&cluster.client, pod, path)).await;
     match page {
-        // An agent that wants a token shows it to kgctl in its pod.
+        // An agent that requires a token returns its status to kgctl in its own pod.
         Err(error) if path == "status" => {
             let words = ["kgctl", "status", "--agent", "--output=json"];
             let text = remote::output(cluster, pod, &words).await.map_err(|_| error)?;
@@ -249,13 +249,13 @@ async fn page_of(cluster: &Cluster, pod: &Pod, path: &str) -> Result<String> {
     }
 }
 
-/// Whether a node may call a file so: below its directory, and nowhere else.
+/// Whether a node may use this file name: it must not leave the node's directory.
 fn is_file_name(name: &str) -> bool {
     let may = |c: char| c.is_ascii_alphanumeric() || matches!(c, '-' | '_' | '.');
     !name.starts_with('.') && (1..=64).contains(&name.len()) && name.chars().all(may)
 }
 
-/// What kgctl in the pod says of the host, by the name of a file.
+/// The report about the host of kgctl in the pod: texts by file name.
 async fn report(cluster: &Cluster, pod: &Pod) -> Result<BTreeMap<String, String>> {
     let report = remote::output(cluster, pod, &["kgctl", NODE_REPORT]).await?;
     serde_json::from_slice(&report).context("the report was truncated")

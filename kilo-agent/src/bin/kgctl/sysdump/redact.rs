@@ -1,4 +1,4 @@
-//! What must not leave a cluster: private and pre-shared keys, tokens, passwords. Plain text and
+//! Removes what must not leave a cluster: private and pre-shared keys, tokens, passwords. Plain text and
 //! values, without I/O.
 
 use std::{collections::BTreeSet, sync::LazyLock};
@@ -6,13 +6,13 @@ use std::{collections::BTreeSet, sync::LazyLock};
 use regex::{Captures, Regex};
 use serde_json::Value;
 
-/// What stands in place of a secret.
+/// Replacement for a secret.
 pub const REMOVED: &str = "<removed>";
 
-/// Annotations of ours; others may hold anything, a whole Peer with its pre-shared key among them.
+/// Prefix of our annotations; others may hold anything, for example a whole Peer with its pre-shared key.
 const OUR_ANNOTATIONS: &str = "kilo.squat.ai/";
 
-/// Fields of objects that are secret, in lower case without punctuation.
+/// Names of secret fields of objects, in lower case without punctuation.
 const SECRET_FIELDS: [&str; 9] = [
     "presharedkey",
     "privatekey",
@@ -30,14 +30,14 @@ fn pattern(text: &str) -> Regex {
     Regex::new(text).expect("a valid pattern")
 }
 
-/// 32 bytes or more in base64: WireGuard's keys, of which private, pre-shared and public ones look alike.
+/// 32 bytes or more in base64, like WireGuard's keys: private, pre-shared and public ones look alike.
 static BASE64_KEY: LazyLock<Regex> = LazyLock::new(|| pattern(r"[A-Za-z0-9+/]{42,}={1,2}"));
-/// 32 bytes in hexadecimal digits, as the socket of a WireGuard process writes them.
+/// 32 bytes in hexadecimal, as in the configuration protocol of a userspace WireGuard process.
 static HEX_KEY: LazyLock<Regex> = LazyLock::new(|| pattern(r"(?P<before>\S*?)\b(?P<key>[0-9a-fA-F]{64})\b"));
-/// What something secret is called, with `=` or `:` behind it.
+/// Names of secrets; `=` or `:` follows.
 const NAME: &str = r"(?i)\b([a-z0-9_-]*(?:(?:preshared|private|pre-shared|secret|api|client)[_-]?key(?:-data)?|psk|password|passwd|token|secret))";
-/// Tokens of service accounts, of `kubeadm join` and k3s, and in headers; passwords in URLs; PEM; `name=value`,
-/// where the value ends with its quotes, also in JSON that is a string itself.
+/// Tokens of service accounts, of `kubeadm join` and k3s, and in headers; passwords in URLs; PEM;
+/// `name=value`, where the value ends with its quotes, even in JSON inside a string.
 static OTHERS: LazyLock<[(Regex, &str); 9]> = LazyLock::new(|| {
     let named = |rest: &str| (pattern(&format!("{NAME}{rest}")), "$1$2<removed>");
     [
@@ -53,7 +53,7 @@ static OTHERS: LazyLock<[(Regex, &str); 9]> = LazyLock::new(|| {
     ]
 });
 
-/// Removes secrets; knows the public keys of the mesh, which may stay.
+/// Removes secrets, but keeps the public keys of the mesh.
 #[derive(Debug, Default)]
 pub struct Redactor {
     public: BTreeSet<String>,
@@ -65,13 +65,13 @@ impl Redactor {
         Self { public: public.into_iter().collect() }
     }
 
-    /// A text without secrets.
+    /// Returns the text without secrets.
     pub fn text(&self, text: &str) -> String {
         let text = BASE64_KEY.replace_all(text, |found: &Captures<'_>| {
             if self.public.contains(&found[0]) { found[0].to_owned() } else { REMOVED.to_owned() }
         });
         let text = HEX_KEY.replace_all(&text, |found: &Captures<'_>| {
-            // Digests of images and names of containers are what a report is read for.
+            // Reports need the digests of images and the IDs of containers.
             let before = &found["before"];
             let known = before.ends_with("sha256:") || before.ends_with("://");
             format!("{before}{}", if known { &found["key"] } else { REMOVED })
@@ -82,7 +82,7 @@ impl Redactor {
     }
 }
 
-/// Takes secrets and what nobody reads out of an object of the API server.
+/// Removes secrets and useless fields from an object of the API server.
 pub fn object(value: &mut Value) {
     match value {
         Value::Object(fields) => {
@@ -90,7 +90,7 @@ pub fn object(value: &mut Value) {
             if let Some(annotations) = fields.get_mut("annotations").and_then(Value::as_object_mut) {
                 annotations.retain(|name, _| name.starts_with(OUR_ANNOTATIONS));
             }
-            // Environment of containers: names may stay, values are anybody's guess.
+            // Environment of containers: names may stay, values may be secret.
             if let Some(variables) = fields.get_mut("env").and_then(Value::as_array_mut) {
                 for variable in variables.iter_mut().filter_map(Value::as_object_mut) {
                     if let Some(text) = variable.get_mut("value") {

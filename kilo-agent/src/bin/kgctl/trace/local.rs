@@ -1,4 +1,4 @@
-//! On the node itself: its tables and routes answer.
+//! Traces on this node, with its tables and routes.
 
 use std::{fmt::Write as _, net::IpAddr};
 
@@ -39,7 +39,7 @@ impl TraceArgs {
     }
 }
 
-/// The trace as text.
+/// Returns the trace as text.
 pub async fn run(args: &TraceArgs) -> Result<String> {
     let tables = dataplane::read_tables(&args.bpffs).context(remote::NOT_HERE)?;
     let origin = match args.from.unwrap_or_else(|| origin_of(&tables, args.src)) {
@@ -78,7 +78,7 @@ pub async fn run(args: &TraceArgs) -> Result<String> {
     Ok(text)
 }
 
-/// Where a packet with this source comes from, as the tables know it.
+/// The likely origin of a packet with this source, according to the tables.
 fn origin_of(tables: &kilo_core::plan::Tables, src: IpAddr) -> From {
     use kilo_core::{plan::Hop, prefixes::longest_entry};
     match longest_entry(&tables.prefix, src) {
