@@ -26,7 +26,7 @@ use super::{
 };
 use crate::confine;
 
-/// What an agent may take to stop, also on an emulated machine.
+/// How long an agent may take to stop, even on an emulated machine.
 const STOPS_WITHIN: Duration = Duration::from_secs(120);
 
 /// The laptop's Peer object.
@@ -40,13 +40,13 @@ pub struct Agents {
     bin: PathBuf,
     directory: PathBuf,
     wireguard: String,
-    /// More flags of `kg`.
+    /// Extra flags of `kg` for every agent.
     flags: Vec<String>,
     /// The laptop's public key.
     laptop_key: String,
     /// Process ids by node.
     pids: std::collections::BTreeMap<String, u32>,
-    /// Nodes whose agents have flags of their own, `--flag=value`, instead of everybody's.
+    /// Per-node flags, `--flag=value`, which override those of the same name in `flags`.
     #[serde(skip)]
     own_flags: std::collections::BTreeMap<String, Vec<String>>,
 }
@@ -86,8 +86,7 @@ impl Agents {
         Ok(agents)
     }
 
-    /// Writes a Node object with these annotations (without their prefix), as
-    /// an operator does.
+    /// Writes a Node object with these annotations (names without their prefix), as an operator does.
     pub fn write_node(&self, node: &Node, annotations: &[(&str, &str)]) -> Result<()> {
         let cidrs = node.pod_cidrs();
         let list: Vec<_> = annotations
@@ -119,26 +118,26 @@ impl Agents {
         )
     }
 
-    /// Complete at once, so that no agent reads half of it.
+    /// Writes aside and renames, so that no agent reads half a file.
     fn write_object(&self, name: &str, yaml: &str) -> Result<()> {
         let (aside, path) = (self.directory.join(name), self.cluster().join(name));
         fs::write(&aside, yaml)?;
         fs::rename(&aside, &path).with_context(|| path.display().to_string())
     }
 
-    /// Agents of another network with the same programs, and its objects.
+    /// Prepares agents and objects for another network, with the same programs.
     pub fn for_another(&self, directory: &Path, network: &Network) -> Result<Self> {
         Self::prepare(&self.bin, directory, &self.wireguard, &[], network)
     }
 
-    /// Gives `--flag=value` to every agent started from now on, instead of what it had.
+    /// Sets `--flag=value` for every agent started from here on, replacing an earlier value.
     pub fn set_flag(&mut self, flag: &str, value: &str) {
         self.flags.retain(|given| !given.starts_with(&format!("{flag}=")));
         self.flags.push(format!("{flag}={value}"));
     }
 
-    /// Gives these flags, `--flag=value` each, to the agents of these nodes that are started from now on, instead
-    /// of what all have; `false`: they had them, and no other agent had any of its own.
+    /// Replaces all per-node flags: agents of these nodes that are started from here on get these,
+    /// `--flag=value` each. Returns `false` when they were already set.
     pub fn set_own_flags(&mut self, nodes: &[&str], flags: &[&str]) -> bool {
         let flags: Vec<_> = flags.iter().map(|flag| (*flag).to_owned()).collect();
         let wanted = nodes.iter().map(|node| ((*node).to_owned(), flags.clone())).collect();
@@ -155,7 +154,7 @@ impl Agents {
         self.bin.join(name)
     }
 
-    /// Process id of the node's agent.
+    /// Process id of the node's agent; `None` when none was started.
     pub fn pid(&self, node: &str) -> Option<u32> {
         self.pids.get(node).copied()
     }
@@ -165,7 +164,7 @@ impl Agents {
         self.flags.iter().any(|given| given == flag)
     }
 
-    /// Gives every agent started from now on another flag.
+    /// Adds a flag for every agent started from here on.
     pub fn add_flag(&mut self, flag: &str) {
         self.flags.push(flag.to_owned());
     }
@@ -185,7 +184,7 @@ impl Agents {
         self.start_reading(node, &self.cluster(), flags)
     }
 
-    /// Starts the node's agent with its wall clock off by so many seconds: "+3600".
+    /// Starts the node's agent with its wall clock offset by this many seconds, like "+3600".
     pub fn start_at(&mut self, node: &Node, clock: &str) -> Result<()> {
         self.start_faked(node, &[format!("FAKETIME={clock}")])
     }
@@ -194,11 +193,11 @@ impl Agents {
     pub fn start_with_clock(&mut self, node: &Node) -> Result<()> {
         self.set_clock(node.name(), "+0")?;
         let file = format!("FAKETIME_TIMESTAMP_FILE={}", self.clock(node.name()).display());
-        // Seconds between two looks at the file.
+        // Seconds between two reads of the file.
         self.start_faked(node, &[file, "FAKETIME_CACHE_DURATION=1".to_owned()])
     }
 
-    /// Moves the wall clock of an agent that runs: it is off by so many seconds within a second or two.
+    /// Offsets the wall clock of a running agent; it takes effect within a second or two.
     pub fn set_clock(&self, node: &str, clock: &str) -> Result<()> {
         let (path, aside) = (self.clock(node), self.clock(node).with_extension("aside"));
         fs::write(&aside, clock)?;
@@ -211,7 +210,7 @@ impl Agents {
 
     fn start_faked(&mut self, node: &Node, clock: &[String]) -> Result<()> {
         let mut command = node.netns.command("env");
-        // Debian's place of it; the agent alone, not what it measures time by.
+        // Debian's path of the library. The monotonic clock, by which the agent measures time, stays right.
         command
             .args(clock)
             .arg("FAKETIME_DONT_FAKE_MONOTONIC=1")
@@ -220,19 +219,19 @@ impl Agents {
         self.spawn(node, command, &self.cluster(), &[])
     }
 
-    /// Starts the node's agent with objects and flags of its own.
+    /// Starts the node's agent with its own directory of objects and extra flags.
     pub fn start_reading(&mut self, node: &Node, cluster: &Path, flags: &[&str]) -> Result<()> {
         let mut command = node.netns.command("env");
         command.args(self.confined()?);
         self.spawn(node, command, cluster, flags)
     }
 
-    /// Words that start the agent with the rights of its DaemonSet.
+    /// Command-line prefix that starts the agent with the rights of its DaemonSet.
     pub fn confined(&self) -> Result<Vec<PathBuf>> {
         confine::launcher(&self.program("kg"), &self.directory)
     }
 
-    /// `command` ends with the program.
+    /// `command` must end with the program; the flags are appended.
     fn spawn(&mut self, node: &Node, mut command: Command, cluster: &Path, flags: &[&str]) -> Result<()> {
         let log = OpenOptions::new().create(true).append(true).open(self.log(node.name()))?;
         let own = self.own_flags.get(node.name()).map_or(&[] as &[String], Vec::as_slice);
@@ -259,18 +258,18 @@ impl Agents {
         let pid = self.pids.remove(node).with_context(|| format!("no agent runs on {node}"))?;
         let pid = Pid::from_raw(pid.cast_signed());
         kill(pid, signal).with_context(|| format!("agent of {node}"))?;
-        // As supervisors do: one that stands still hears no other signal.
+        // As supervisors do: a stopped process handles no other signal.
         let _ = kill(pid, Signal::SIGCONT);
         let what = format!("the agent of {node} ends after {signal}; see {}", self.log(node).display());
         wait::until(&what, STOPS_WITHIN, || {
-            // The lab started it, so it is a child to be waited for; after `--keep` it is not.
+            // Reaps the agent, which is this process's child except after `--keep`.
             let _ = nix::sys::wait::waitpid(pid, Some(nix::sys::wait::WaitPidFlag::WNOHANG));
             Ok(kill(pid, None).is_err())
         })
         .map(drop)
     }
 
-    /// The node's agent has ended by itself.
+    /// Forgets the node's agent, which has ended by itself.
     pub fn forget(&mut self, node: &str) {
         self.pids.remove(node);
     }
@@ -306,7 +305,7 @@ impl Agents {
         network.nodes.iter().all(|node| self.is_ready(node, network.size()))
     }
 
-    /// Fails with what it said last when an agent that was started is gone.
+    /// Fails with the end of its log when an agent that was started is gone.
     pub fn all_run(&self) -> Result<()> {
         for (node, &pid) in &self.pids {
             let pid = Pid::from_raw(pid.cast_signed());
@@ -332,13 +331,12 @@ impl Agents {
             .args(arguments))
     }
 
-    /// Whether the agents of this lab use the kernel's WireGuard alone, and no program for it.
+    /// Whether all agents of this lab use the kernel's WireGuard, with no userspace implementation.
     pub fn have_kernel_wireguard(&self) -> bool {
         self.wireguard == "kernel"
     }
 
-    /// Makes a WireGuard device by `kg userspace-wireguard`; its process id is
-    /// in /run/DEVICE.pid.
+    /// Creates a WireGuard device with `kg userspace-wireguard`, whose process id is in /run/DEVICE.pid.
     pub fn userspace_wireguard(&self, netns: &Netns, device: &str) -> Result<()> {
         let mut command = netns.command("sh");
         command
@@ -356,7 +354,7 @@ impl Agents {
         start_and_wait(command, &log, "configured")
     }
 
-    /// Makes the laptop a peer with plain wireguard-tools from what kgctl says.
+    /// Makes the laptop a peer with plain wireguard-tools and the configuration that kgctl prints.
     pub fn join_laptop(&self, network: &Network) -> Result<()> {
         let laptop = &network.laptop;
         let kernel = self.wireguard != "userspace" && laptop.ip("link add kilo-vpn type wireguard").is_ok();
@@ -370,8 +368,8 @@ impl Agents {
         self.configure_laptop(network, |peers| peers)
     }
 
-    /// Makes the laptop a peer by `kgctl connect`, which follows gateways, instead of what it was; one that runs
-    /// goes on.
+    /// Replaces the laptop's static configuration by `kgctl connect`, which follows gateways. Does nothing
+    /// when that already runs.
     pub fn connect_laptop(&self, network: &Network, stand_bys: u8) -> Result<()> {
         let laptop = &network.laptop;
         if laptop.sh(&format!("kill -0 $(cat {CONNECT})")).is_ok() {
@@ -393,7 +391,7 @@ impl Agents {
         Ok(())
     }
 
-    /// Makes the laptop's Peer and starts `kgctl connect`, which waits for nothing.
+    /// Makes the laptop's Peer and starts `kgctl connect`, without waiting for it to connect.
     pub fn begin_to_connect(&self, network: &Network, stand_bys: u8) -> Result<()> {
         let follows = "  name: laptop\n  annotations: {kilo.squat.ai/follows-gateways: \"true\"}\n";
         let yaml = self.laptop(&own_addresses(), None).replace("  name: laptop\n", follows);
@@ -419,7 +417,7 @@ impl Agents {
 
     /// Ends `kgctl connect` on the laptop, and removes its Peer.
     pub fn disconnect_laptop(&self, network: &Network) -> Result<()> {
-        // It is this process's child, so its number stays for a while.
+        // As this process's child it stays a zombie, so wait for its device to go instead.
         network.laptop.sh(&format!(
             "kill $(cat {CONNECT}); for i in $(seq 100); do ip link show kilo-vpn 2>/dev/null || exit 0; sleep 0.1; \
              done; exit 1"
@@ -428,8 +426,8 @@ impl Agents {
         fs::remove_file(&path).with_context(|| path.display().to_string())
     }
 
-    /// `kgctl showconf peer laptop`, changed as the operator wants it, for `wg
-    /// setconf`; with a route to each allowed IP.
+    /// Configures the laptop from `kgctl showconf peer laptop`, edited by `change`, with `wg setconf`, and
+    /// adds a route to each allowed IP.
     pub fn configure_laptop(&self, network: &Network, change: impl FnOnce(String) -> String) -> Result<()> {
         let laptop = &network.laptop;
         let private = fs::read_to_string(self.directory.join("laptop.key"))?;
@@ -477,7 +475,7 @@ impl Agents {
         Ok(text)
     }
 
-    /// One line an agent.
+    /// Prints one line for each agent.
     pub fn print_status(&self, network: &Network) {
         for node in &network.nodes {
             let state = match self.pid(node.name()) {
@@ -502,7 +500,7 @@ fn start_and_wait(command: Command, log: &Path, word: &str) -> Result<()> {
     wait_for(log, word)
 }
 
-/// Starts a program that goes on.
+/// Starts a long-lived command without waiting, with its output in `log`.
 fn start_logged(mut command: Command, log: &Path) -> Result<()> {
     command
         .stdin(Stdio::null())
@@ -513,7 +511,7 @@ fn start_logged(mut command: Command, log: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Waits until a log says so.
+/// Waits up to 90 s until the log contains `word`.
 fn wait_for(log: &Path, word: &str) -> Result<()> {
     wait::until(&format!("{word:?} in {}", log.display()), Duration::from_secs(90), || {
         let there = fs::read_to_string(log)?.contains(word);
@@ -536,7 +534,7 @@ pub fn wait_healthy(netns: &Netns, limit: Duration) -> Result<()> {
 /// Waits until an agent that has just started has set its host up: its second reconciliation has begun.
 ///
 /// # Errors
-/// When it does not.
+/// When it does not within `limit`.
 pub fn wait_set_up(netns: &Netns, limit: Duration) -> Result<()> {
     wait_reconciles(netns, 2, limit)
 }

@@ -107,7 +107,7 @@ pub(crate) struct FaultOptions {
 }
 
 impl LabArgs {
-    /// True when a lab is put up, which takes Debian packages.
+    /// True when a lab is built, which needs Debian packages.
     pub fn stands_up(&self) -> bool {
         match &self.command {
             None

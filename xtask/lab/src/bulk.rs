@@ -1,4 +1,4 @@
-//! Many known bytes over one TCP connection, both ways at once.
+//! Bulk transfer of known bytes over one TCP connection, both ways at once.
 
 use std::{
     io::{Read as _, Write as _},
@@ -10,16 +10,16 @@ use anyhow::{Context as _, Result, bail, ensure};
 
 use super::{netns::Netns, probe};
 
-/// Longest time without a byte; a lost GSO packet costs its sender more and more.
+/// Longest accepted time without a byte: a sender that keeps losing GSO packets backs off ever longer.
 const STALL: Duration = Duration::from_secs(5);
-/// Longest time for all of it, also on an emulated machine.
+/// Longest accepted time for the whole transfer, even on an emulated machine.
 const LIMIT: Duration = Duration::from_secs(40);
 
-/// Sends `length` bytes from the namespace to the server of [`probe::serve`],
-/// which sends each back; every byte is compared. Returns the longest time without a byte.
+/// Sends `length` bytes from the namespace to the server of [`probe::serve`], which echoes them; every byte
+/// is compared. Returns the longest time without a byte.
 ///
 /// # Errors
-/// What differs or is late.
+/// When a byte differs or is late.
 pub fn run(from: &Netns, target: IpAddr, length: usize) -> Result<Duration> {
     let flow = from.spawn(move || transfer(target, length)).join();
     let flow = flow.map_err(|_| anyhow::anyhow!("TCP thread"))?;
@@ -62,7 +62,7 @@ fn transfer(target: IpAddr, length: usize) -> Result<Duration> {
     Ok(stall)
 }
 
-/// Bytes that name their own place: no part of them stands in for another.
+/// Bytes derived from their offset, so that no part can pass for another.
 fn pattern(length: usize) -> Vec<u8> {
     let words = (0..length.div_ceil(8) as u64)
         .flat_map(|i| (i.wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ i >> 3).to_le_bytes());

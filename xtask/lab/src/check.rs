@@ -7,7 +7,7 @@ use anyhow::Result;
 use super::Lab;
 use crate::report::TestOutcome;
 
-/// A check's name is a sentence; it gets the lab as the one before left it.
+/// Name (a sentence) and function of a check, which gets the lab as the previous check left it.
 pub type Check = (&'static str, fn(&mut Lab) -> Result<String>);
 
 /// Prints and records one outcome.
@@ -20,7 +20,7 @@ pub fn outcome(prefix: &str, name: &str, began: Instant, result: &Result<String>
         .because_of(result.as_ref().err())
 }
 
-/// Records what cannot be tried here.
+/// Prints and records a check that cannot run here.
 pub fn skipped(prefix: &str, name: &str, reason: &str) -> TestOutcome {
     println!("SKIPPED {prefix}{name}: {reason}");
     TestOutcome::new("lab", format!("{prefix}{name}"), "skipped", 0.0)

@@ -46,7 +46,7 @@ const CHECKS: &[Check] = &[
     ("a second agent on a node waits and sets nothing up", second_agent),
 ];
 
-/// Ways the mesh is used in which WireGuard itself has a part.
+/// Uses of the mesh in which WireGuard itself plays a part.
 const WIREGUARD: &[Check] = &[
     ("a VPN peer to which NAT gives another address and port in mid-flow loses no connection", vpn::roams),
     ("a VPN peer needs the pre-shared key of its Peer object", vpn::preshared_key),
@@ -134,11 +134,11 @@ pub fn run(
     for (name, check) in checks.into_iter().filter(|(name, _)| wanted(name)) {
         let began = Instant::now();
         let result = check(&mut lab);
-        // Both are worth reporting; what the agents log may explain the failure.
+        // Report both: what the agents log may explain the failure.
         let result = match (result, lab.all_well()) {
             (Ok(figure), well) => well.map(|()| figure),
             (Err(error), Ok(())) => Err(error),
-            // An error keeps its kind: packets in clear get no second try.
+            // An error keeps its kind: packets in clear are not retried.
             (Err(error), Err(well)) if well.is::<InClear>() => Err(well.context(format!("{error:#}"))),
             (Err(error), Err(well)) => Err(error.context(format!("{well:#}"))),
         };
@@ -157,13 +157,13 @@ pub fn run(
     outcomes
 }
 
-/// What every lab ends with, whatever else was done in it.
+/// The check that every lab ends with, whichever others ran.
 pub fn as_deployed(lab: &mut Lab, prefix: &str) -> TestOutcome {
     let began = Instant::now();
     outcome(prefix, AS_DEPLOYED_CHECK, began, &well::as_deployed(lab))
 }
 
-/// Until the mesh stands, and while everybody reaches everybody.
+/// No agent logs trouble while the mesh comes up, nor while everybody reaches everybody.
 fn quiet_logs(lab: &mut Lab) -> Result<String> {
     lab.all_well().map(|()| String::new())
 }
@@ -236,7 +236,7 @@ pub fn no_drops(lab: &mut Lab) -> Result<String> {
     Ok(String::new())
 }
 
-/// What the programs of each node have dropped of the mesh so far.
+/// Mesh packets that the programs of each node have dropped so far, by reason.
 fn mesh_drops(lab: &Lab) -> Result<BTreeMap<String, BTreeMap<String, u64>>> {
     let of = |node: &Node| {
         let mut drops = drops(&counters::scrape(&node.netns)?);
@@ -286,7 +286,7 @@ fn quiet(lab: &mut Lab) -> Result<String> {
             .collect()
     };
     let before = read(lab)?;
-    // Of two that have begun since, one has ended.
+    // Of two reconciles begun since, at least one has ended.
     let after = wait::until("every agent has reconciled twice", Duration::from_secs(60), || {
         let after = read(lab)?;
         let have = after.iter().zip(&before).all(|(after, before)| after.0 >= before.0 + 2);
@@ -336,7 +336,7 @@ impl Traffic {
         Ok(Self { ping, server, flow })
     }
 
-    /// Waits for the end; a sentence with the figures, or what was lost.
+    /// Waits for the end; returns a sentence with the figures, or fails with what was lost.
     fn finish(self) -> Result<String> {
         let Self { ping, mut server, flow } = self;
         let ping = ping.wait_with_output()?;
@@ -373,7 +373,7 @@ fn each_agent(lab: &mut Lab, signal: Signal, down_for: Duration) -> Result<Strin
     let names: Vec<_> = lab.network.nodes.iter().map(|node| node.name().to_owned()).collect();
     let before: Vec<_> =
         lab.network.nodes.iter().map(|node| counters::scrape(&node.netns)).collect::<Result<_>>()?;
-    // Checks of path MTUs made some that were too big.
+    // Path MTU checks have already caused drops of oversized packets.
     let dropped = mesh_drops(lab)?;
     let traffic = Traffic::start(lab, 25)?;
     for name in &names {
@@ -410,7 +410,7 @@ fn each_agent(lab: &mut Lab, signal: Signal, down_for: Duration) -> Result<Strin
     Ok(figures)
 }
 
-/// What each node counts of packets that did not get through.
+/// Counters of each node for packets that did not get through.
 fn where_lost(lab: &Lab) -> String {
     let places = lab.network.nodes.iter().map(|node| {
         let ours = counters::scrape(&node.netns).map(|metrics| drops(&metrics)).unwrap_or_default();
@@ -423,7 +423,7 @@ fn where_lost(lab: &Lab) -> String {
     places.collect::<Vec<_>>().join("\n")
 }
 
-/// Programs of ours on hooks of this node, over TCX links and clsact filters.
+/// How many of our programs are attached on this node, by TCX links or clsact filters.
 fn copies_attached(netns: &super::netns::Netns) -> Result<usize> {
     let text = netns.sh(
         "ls /sys/fs/bpf/kilo/links 2>/dev/null | wc -l; \
@@ -433,7 +433,7 @@ fn copies_attached(netns: &super::netns::Netns) -> Result<usize> {
     Ok(text.split_whitespace().filter_map(|word| word.parse::<usize>().ok()).sum())
 }
 
-/// What the others are measured against: the same traffic without a fault.
+/// Baseline for the checks with faults: the same traffic without one.
 fn undisturbed(lab: &mut Lab) -> Result<String> {
     Traffic::start(lab, 10)?.finish().with_context(|| where_lost(lab))
 }
@@ -446,7 +446,7 @@ fn restart_agents(lab: &mut Lab) -> Result<String> {
     each_agent(lab, Signal::SIGTERM, Duration::from_millis(500))
 }
 
-/// What `timeout` exits with when it has ended a program.
+/// Exit status of `timeout` when it had to end the program.
 const TIMED_OUT: i32 = 124;
 
 fn second_agent(lab: &mut Lab) -> Result<String> {
@@ -473,7 +473,7 @@ fn uninstall(lab: &mut Lab) -> Result<String> {
     uninstall_from(lab, &["a1", "a2"])
 }
 
-/// Ends these nodes' agents and takes away what they made.
+/// Ends these nodes' agents and removes what they made.
 pub fn uninstall_from(lab: &mut Lab, names: &[&str]) -> Result<String> {
     // Another node leads when the leader's annotations are gone.
     lab.caused(&[well::LEADS]);
@@ -500,7 +500,7 @@ pub fn uninstall_from(lab: &mut Lab, names: &[&str]) -> Result<String> {
     Ok(String::new())
 }
 
-/// Everything the cluster directory says about one node.
+/// Contents of all files in the cluster directory whose names contain the node's.
 fn read_all(directory: &Path, node: &str) -> Result<String> {
     let mut text = String::new();
     for entry in fs::read_dir(directory)?.flatten() {

@@ -1,5 +1,4 @@
-//! A cloud that drops IP protocol 4 between nodes, whose CNI has an overlay of
-//! VXLAN on Linux' old port.
+//! A cloud that drops IP protocol 4 between nodes, with a CNI whose overlay is VXLAN on Linux' old port.
 
 use std::{net::IpAddr, time::Duration};
 
@@ -14,8 +13,8 @@ use super::{
     network::{Network, Node},
 };
 
-/// Between nodes of a LAN (a bridge) and between LANs IPIP is dropped and
-/// counted; IPIP inside VXLAN is only counted.
+/// Drops and counts IPIP between nodes of a LAN (a bridge) and between LANs; IPIP inside VXLAN is only
+/// counted.
 pub fn forbid_ipip(network: &Network) -> Result<()> {
     // Behind UDP, VXLAN and Ethernet headers of 30 bytes: the protocol of the packet inside.
     let rules = |family: &str| {
@@ -30,7 +29,7 @@ pub fn forbid_ipip(network: &Network) -> Result<()> {
     Ok(())
 }
 
-/// What the cloud counted under that name, on LANs and between them.
+/// Packets that the cloud counted under that name: on LANs, and between them.
 fn counted(network: &Network, name: &str) -> Result<[u64; 2]> {
     Ok([
         counters::nft(&network.router, &format!("bridge cloud {name}"))?,
@@ -48,12 +47,12 @@ fn send_ipip(from: &Node, to: IpAddr) -> Result<()> {
     Ok(())
 }
 
-/// No IPIP came by so far, and the rule drops what does.
+/// No IPIP has passed so far, and the rule drops it when some does.
 pub fn nothing_dropped(lab: &mut Lab) -> Result<String> {
     let network = &lab.network;
     let before = counted(network, "ipip")?;
     ensure!(before == [0, 0], "the cloud dropped {before:?} IPIP packets");
-    // The rule does what it says: one packet on the LAN, one between LANs.
+    // The rule works: one packet on the LAN, one between LANs.
     let leader = network.node("a1")?.private;
     send_ipip(network.node("a2")?, leader)?;
     send_ipip(network.node("a3")?, leader)?;
@@ -62,7 +61,7 @@ pub fn nothing_dropped(lab: &mut Lab) -> Result<String> {
     Ok(String::new())
 }
 
-/// Leaders go on with their flags, members get IPIP.
+/// Leaders keep their flags; members restart with `--tunnel=ipip`.
 pub fn ipip_in_overlay(lab: &mut Lab) -> Result<String> {
     let dropped = counted(&lab.network, "ipip")?;
     ensure!(counted(&lab.network, "ipip-in-overlay")? == [0, 0], "there was IPIP before");

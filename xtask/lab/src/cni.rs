@@ -35,8 +35,8 @@ pub fn connect(node: &Node) -> Result<()> {
     Ok(())
 }
 
-/// Beside another CNI: members steer to their leader, and that CNI's `device` carries
-/// what stays in the location.
+/// Beside another CNI, members steer to their leader, and that CNI's `device` carries traffic within the
+/// location.
 pub fn ways_beside(lab: &Lab, device: &str) -> Result<String> {
     for node in &lab.network.nodes {
         let count = lab.counted(node)?;

@@ -1,4 +1,4 @@
-//! Running programs, with errors that show what they said.
+//! Runs programs; errors include the end of their output.
 
 use std::{
     env,

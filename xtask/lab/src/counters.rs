@@ -26,19 +26,19 @@ pub fn scrape(netns: &Netns) -> Result<Metrics> {
         .collect())
 }
 
-/// Seconds the agent in that namespace has been at work in reconciles.
+/// Seconds that the agent in that namespace has spent reconciling.
 pub fn at_work(netns: &Netns) -> Result<f64> {
     let text = netns.spawn(|| get("/metrics")).join().map_err(|_| anyhow::anyhow!("scrape thread"))???;
     let sum = text.lines().find_map(|line| line.strip_prefix("kilo_reconcile_duration_seconds_sum "));
     sum.context("no time of reconciles in /metrics")?.parse().context("time of reconciles")
 }
 
-/// What `/health` answers, with its status line.
+/// Response of `/health`, with its status line.
 pub fn health(netns: &Netns) -> Result<String> {
     netns.spawn(|| answer("/health")).join().map_err(|_| anyhow::anyhow!("health thread"))??
 }
 
-/// What the agent in that namespace says of the mesh (`/status`).
+/// The mesh as the agent in that namespace reports it (`/status`, JSON).
 pub fn status(netns: &Netns) -> Result<serde_json::Value> {
     let text = netns.spawn(|| get("/status")).join().map_err(|_| anyhow::anyhow!("status thread"))???;
     Ok(serde_json::from_str(&text)?)
@@ -63,7 +63,7 @@ fn answer(path: &str) -> Result<String> {
     Ok(text)
 }
 
-/// Packets of one action at one node.
+/// Packets that a node counted for one action.
 pub fn action(metrics: &Metrics, action: &str) -> u64 {
     metrics.get(&format!("kilo_packets_total{{action=\"{action}\"}}")).copied().unwrap_or(0)
 }
@@ -82,7 +82,7 @@ pub fn drops(metrics: &Metrics) -> BTreeMap<String, u64> {
 const SHOWN: [&str; 8] =
     ["steer", "encrypt", "transit", "forward", "deliver", "decrypt", "masquerade", "unmasquerade"];
 
-/// Prints a table: a row a node, a column an action.
+/// Prints a table with a row for each node and a column for each action.
 pub fn print(network: &Network) {
     let header: String = SHOWN.iter().map(|action| format!("{action:>13}")).collect();
     println!("{:6}{header}  dropped", "");
@@ -106,7 +106,7 @@ pub fn clear_pod_packets(network: &Network) -> Result<u64> {
     nft(&network.router, "inet lab clear-pod-traffic")
 }
 
-/// Packets of a named counter: family, table and name.
+/// Packets of an nftables counter, given as "family table name".
 pub fn nft(netns: &Netns, counter: &str) -> Result<u64> {
     let text = netns.sh(&format!("nft list counter {counter}"))?;
     text.split_whitespace()

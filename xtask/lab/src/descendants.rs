@@ -1,4 +1,4 @@
-//! The processes that one has started, and those that they have: a program that is ended takes them with it.
+//! Ends all descendants of a process: those that it has started, and those that they have.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -13,14 +13,14 @@ use nix::{
 
 use crate::wait;
 
-/// Asks all of them to end, and kills those that have not within the limit. What a process has started that
-/// ended before is not found.
+/// Sends SIGTERM to all descendants, and SIGKILL to those that are still there after the limit. Children of a
+/// process that ended before are not found.
 pub fn end(of: u32, limit: Duration) {
     let asked = stop(of);
     for signal in [Signal::SIGTERM, Signal::SIGCONT] {
         send(&asked, signal);
     }
-    // Those that have lost their parent meanwhile are waited for, too.
+    // Processes that were reparented meanwhile are waited for, too.
     let are_gone = || Ok(running().keys().all(|process| !asked.contains(process)));
     if wait::until("all processes have ended", limit, are_gone).is_err() {
         let rest: BTreeSet<_> = running().into_keys().filter(|process| asked.contains(process)).collect();
@@ -29,7 +29,7 @@ pub fn end(of: u32, limit: Duration) {
     }
 }
 
-/// Stops all of them, so that none starts another one meanwhile; which they are.
+/// Stops all descendants, so that none starts another one meanwhile, and returns them.
 fn stop(of: u32) -> BTreeSet<u32> {
     let mut stopped = BTreeSet::new();
     loop {
@@ -56,17 +56,17 @@ fn running() -> BTreeMap<u32, u32> {
     numbers.filter_map(|process| Some((process, parent(process)?))).collect()
 }
 
-/// `None`: it has ended.
+/// Parent of a process; `None` when it has ended.
 fn parent(process: u32) -> Option<u32> {
     let stat = fs::read_to_string(format!("/proc/{process}/stat")).ok()?;
-    // The name before may hold anything.
+    // The command name before it may contain anything.
     let mut words = stat.rsplit_once(')')?.1.split_whitespace();
     let state = words.next()?;
     let parent = words.next()?.parse().ok()?;
     (!matches!(state, "Z" | "X")).then_some(parent)
 }
 
-/// Pure: the processes that a process has started, directly or by others.
+/// Pure: the processes that a process has started, directly or indirectly.
 fn descendants(parents: &BTreeMap<u32, u32>, of: u32) -> BTreeSet<u32> {
     let mut found = BTreeSet::new();
     let mut asked = vec![of];
@@ -87,7 +87,7 @@ mod tests {
 
     use super::*;
 
-    /// A shell that has run this script so far that it has printed a line.
+    /// Starts a shell with this script and waits until it has printed its first line.
     fn shell(script: &str) -> Child {
         let mut child = Command::new("sh").args(["-c", script]).stdout(Stdio::piped()).spawn().unwrap();
         let mut line = String::new();

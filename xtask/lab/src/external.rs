@@ -21,13 +21,13 @@ const LIMIT: Duration = Duration::from_secs(60);
 /// Process id of wireguard-go, in the node's own /run.
 const PID: &str = "/run/wireguard-go.pid";
 
-/// The node that gets it; all others have the kernel's or ours.
+/// The node that runs it; all others use the kernel's WireGuard or ours.
 const NODE: &str = "b1";
 
 /// Its agent takes the device that is there, whatever program made it.
 const ADOPT: &[&str] = &["--create-interface=false", "--wireguard=auto"];
 
-/// Puts wireguard-go in the place of the device, and back.
+/// Replaces the device by one of wireguard-go, and restores it.
 pub fn run(lab: &mut Lab) -> Result<String> {
     let node = lab.network.node(NODE)?.clone();
     let key = public_key(&node)?;
@@ -47,7 +47,7 @@ fn public_key(node: &Node) -> Result<String> {
     Ok(node.netns.sh("wg pubkey < /var/lib/kilo/key")?.trim().to_owned())
 }
 
-/// Ends what encrypted so far, starts wireguard-go and then an agent that expects a device.
+/// Removes the current device, then starts wireguard-go and an agent that expects a device.
 fn replace_device(lab: &mut Lab, node: &Node) -> Result<()> {
     lab.agents.stop(NODE, Signal::SIGTERM)?;
     node.netns.sh(&format!(

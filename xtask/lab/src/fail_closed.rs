@@ -15,7 +15,7 @@ use super::{Lab, counters, network::Node, probe, wait};
 const NODES: [&str; 2] = ["a2", "a1"];
 /// A pod of the other location, not its leader's.
 const TARGET: &str = "b2";
-/// Echo requests of each attempt.
+/// Echo requests per attempt.
 const ECHOES: u64 = 20;
 const WIREGUARD_PORT: u16 = 51_820;
 
@@ -30,7 +30,7 @@ pub fn without_agent(lab: &mut Lab) -> Result<String> {
             lab.agents.stop(name, Signal::SIGTERM)?;
             node.netns.ip(gone)?;
             cut_off(lab, &node).context("with the unreachable routes")?;
-            // They are the second belt: without them packets get as far as the uplink.
+            // These routes are the second line of defence: without them packets get as far as the uplink.
             for family in ["-4", "-6"] {
                 node.netns
                     .sh(&format!("ip {family} route flush table main type unreachable proto 107 || true"))?;
@@ -50,7 +50,7 @@ pub fn without_agent(lab: &mut Lab) -> Result<String> {
 /// The device is deleted under a running agent, again and again: where the mesh stands, and
 /// while the agent still sets up the one it has just made.
 pub fn under_agent(lab: &mut Lab) -> Result<String> {
-    // Of what it, or the process that has just made the device, was about to do when it went away.
+    // Logged by the agent, or by the process that has just made the device, when the device goes away.
     lab.caused(&[
         "kilo0 is gone or was replaced",
         "failed to run userspace WireGuard: look up an interface",
@@ -81,7 +81,7 @@ pub fn under_agent(lab: &mut Lab) -> Result<String> {
 fn delete_device(node: &Node) -> Result<()> {
     let index = || node.netns.sh("cat /sys/class/net/kilo0/ifindex 2>/dev/null || true");
     let before = index()?;
-    // Without a second belt, so that the first one is seen to hold.
+    // Without the second line of defence, so that the first one is seen to hold.
     node.netns.sh("ip -4 route flush table main type unreachable proto 107 || true; ip link delete kilo0")?;
     let what = format!("kilo0 of {} is made again", node.name());
     wait::until(&what, Duration::from_secs(60), || {
@@ -111,7 +111,7 @@ pub fn port_taken(lab: &mut Lab) -> Result<String> {
     Ok(String::new())
 }
 
-/// Both families; the process of a device that was just deleted ends a moment later.
+/// Binds the port in both families; the process of a device that was just deleted ends a moment later.
 fn take_port(limit: Duration) -> Result<[UdpSocket; 2]> {
     wait::until(&format!("port {WIREGUARD_PORT} is free"), limit, || {
         Ok(UdpSocket::bind((Ipv4Addr::UNSPECIFIED, WIREGUARD_PORT)).and_then(|v4| {
@@ -123,7 +123,7 @@ fn take_port(limit: Duration) -> Result<[UdpSocket; 2]> {
     })
 }
 
-/// What does not need the port is there: routes that lead nowhere but to kilo0.
+/// Everything that does not need the port is set up: routes lead to kilo0 or are unreachable.
 fn put_right_but_wireguard(lab: &Lab, node: &Node) -> Result<()> {
     let target = lab.network.node(TARGET)?.pod_ip();
     wait::until("routes are made", Duration::from_secs(30), || {
@@ -145,14 +145,14 @@ fn ask(lab: &Lab, node: &Node) -> Result<String> {
     node.pod.sh(&format!("ping -q -n -c {ECHOES} -i 0.05 -W 1 {target} 2>&1 || true"))
 }
 
-/// No echo is answered.
+/// Fails when an echo is answered.
 fn cut_off(lab: &Lab, node: &Node) -> Result<()> {
     let said = ask(lab, node)?;
     ensure!(said.contains(" 0 received"), "{}: {said}", node.name());
     Ok(())
 }
 
-/// The node's pod reaches the other location again, and what an agent does is done.
+/// Waits until the agents have nothing left to do and the node's pod reaches the other location again.
 fn back(lab: &Lab, node: &Node) -> Result<()> {
     let target = lab.network.node(TARGET)?.pod_ip();
     lab.agents.wait_until_ready(&lab.network, Duration::from_secs(180))?;

@@ -14,7 +14,7 @@ use super::{
 /// Flags of the agents, as in the manifests beside flannel.
 pub const FLAGS: &[&str] = &["--compatibility=flannel", "--cni=false", "--local=false"];
 
-/// What is checked when the mesh stands.
+/// Checks that run once the mesh is up.
 pub const CHECKS: &[Check] = &[
     ("members steer to their leader, and flannel carries what stays in the location", ways),
     ("no packet of the mesh is seen in clear", nothing_in_clear),
@@ -24,7 +24,7 @@ pub const CHECKS: &[Check] = &[
     ("flannel's routes inside the location are left alone", routes_of_location),
 ];
 
-/// MTU of flannel's device and of pods: what VXLAN leaves of 1500.
+/// MTU of flannel's device and of pods: 1500 minus VXLAN's overhead.
 const MTU: u32 = 1450;
 
 /// Sets up every node, and the cloud's rule.
@@ -42,8 +42,7 @@ fn hardware_address(node: &Node) -> String {
     format!("02:f1:00:00:00:{:02x}", node.pod_prefix[2])
 }
 
-/// The device, and for each other node of the cluster a neighbour, a
-/// forwarding entry and a route.
+/// Creates the device, and for each other node of the cluster a neighbour, a forwarding entry and a route.
 fn overlay(network: &Network, node: &Node) -> Result<()> {
     let own = node.pod_address(0);
     let mut ip = format!(
@@ -66,8 +65,8 @@ fn overlay(network: &Network, node: &Node) -> Result<()> {
     Ok(())
 }
 
-/// Pods on a bridge with addresses of the node's pod CIDR; what leaves the
-/// pods' network is masqueraded.
+/// Writes a CNI configuration that puts pods on a bridge, with addresses of the node's pod CIDR; what leaves
+/// the pods' network is masqueraded.
 fn configure_pods(node: &Node) -> Result<()> {
     let cidr = node.pod_address(0);
     let conf = serde_json::json!({

@@ -14,11 +14,11 @@ use super::{
     probe::{self, Protocol},
 };
 
-/// Between two pods that do not lead, then between two that do.
+/// Nodes whose pods try to connect: two members, two leaders, and two members of one location.
 const PATHS: [(&str, &str); 3] = [("a2", "b2"), ("a1", "b1"), ("a2", "a3")];
 
-/// Sets the policy, sees pods cut off, restarts the agents with the flag, sees
-/// all of them reached. The agents keep the flag: `kg uninstall` has to remove the rules.
+/// Sets the policy, checks that pods are cut off, restarts the agents with the flag, and checks that all pods
+/// are reached. The agents keep the flag: `kg uninstall` has to remove the rules.
 pub fn run(lab: &mut Lab) -> Result<String> {
     policy(&lab.network, "DROP")?;
     let result = with_and_without(lab);
@@ -64,7 +64,7 @@ fn with_and_without(lab: &mut Lab) -> Result<u64> {
     Ok(accepted)
 }
 
-/// Each path with whether a TCP connection came about.
+/// Tries a TCP connection on each path in both families; whether it was established.
 fn reached(network: &Network, timeout: Duration) -> Result<Vec<(String, bool)>> {
     let mut threads = Vec::new();
     for (from, to) in PATHS {

@@ -1,5 +1,5 @@
-//! Granularities, switched while connections go on: all agents restart with
-//! another flag, or a node becomes a location of its own by annotation.
+//! Granularities, switched while connections are open: all agents restart with another flag, or a node
+//! becomes a location of its own by annotation.
 
 use std::{
     net::{IpAddr, TcpStream},
@@ -33,9 +33,9 @@ const RECONCILE: Duration = Duration::from_secs(5);
 /// Milliseconds between two echo requests.
 const INTERVAL: u64 = 20;
 
-/// Through all granularities and back to the first.
+/// Switches through all granularities and back to the first.
 pub fn run(lab: &mut Lab) -> Result<String> {
-    // Nodes on their own lead, whether they have a public address or not.
+    // A node that is its own location leads, with or without a public address.
     lab.caused(&[LEADS]);
     route_wireguard(&lab.network)?;
     let mut figures = Vec::new();
@@ -91,7 +91,7 @@ fn alone_and_back(lab: &Lab) -> Result<String> {
         let started = Instant::now();
         let has_address = || a3.netns.sh("ip -o address show dev kilo0").map(|text| text.contains("10.4."));
         wait::until(&format!("a3 leads: {leads}"), LIMIT, || Ok(has_address()? == leads))?;
-        // The others begin when the agent of a3 has, and on an emulated kernel are long at work.
+        // The others start once a3's agent has, and take long on an emulated kernel.
         let limit = started.elapsed() + RECONCILE;
         all_pods_meet(network)?;
         let longest = at_work()?.iter().zip(&before).map(|(now, before)| now - before).fold(0.0, f64::max);
@@ -110,8 +110,8 @@ fn alone_and_back(lab: &Lab) -> Result<String> {
     Ok(format!("(alone: {}; with the others: {})", figures[0], figures[1]))
 }
 
-/// The LANs are routed to one another, for WireGuard only: without that no node
-/// on its own behind the one NAT reaches another there.
+/// Routes only WireGuard between the LANs: without it, nodes that are their own location and share a NAT
+/// cannot reach each other.
 fn route_wireguard(network: &Network) -> Result<()> {
     let rules = "nft insert rule inet lab forward udp dport 51820 accept
                  nft insert rule inet lab forward udp sport 51820 accept";
@@ -174,7 +174,7 @@ impl Flow {
         Ok(Self { started, ping, stop, connection })
     }
 
-    /// What was lost, as long as it is less than `limit`.
+    /// Returns what was lost, or fails when that is more than `limit`.
     fn finish(self, limit: Duration) -> Result<String> {
         self.stop.store(true, Ordering::SeqCst);
         kill(Pid::from_raw(self.ping.id().cast_signed()), Signal::SIGINT)?;
@@ -188,7 +188,7 @@ impl Flow {
         let lost = sent.saturating_sub(received);
         let pause = self.connection.join().map_err(|_| anyhow::anyhow!("connection thread"))?;
         let pause = pause?.with_context(|| format!("the TCP connection; {line}"))?;
-        // On a busy machine they are further apart than asked for.
+        // On a busy machine pings are further apart than asked for.
         let apart = ran.as_secs_f64() / sent.max(1) as f64;
         ensure!(lost as f64 * apart <= limit.as_secs_f64(), "{line}");
         ensure!(pause <= limit, "the TCP connection stood still for {pause:?}; {line}");
@@ -196,7 +196,7 @@ impl Flow {
     }
 }
 
-/// Sends and awaits echoes on one connection until it is asked to stop.
+/// Sends and awaits echoes on one connection until stopped; returns the longest pause.
 fn converse(target: IpAddr, stop: &AtomicBool) -> std::io::Result<Duration> {
     use std::io::{BufRead as _, BufReader, Write as _};
     let mut stream = TcpStream::connect((target, probe::PORT))?;

@@ -1,5 +1,5 @@
-//! Nodes as Kilo sets them: routes over `tunl0`, rules, iptables chains, and on
-//! a leader WireGuard with what `kgctl showconf` says. No agent runs there.
+//! Nodes as Kilo sets them up: routes over `tunl0`, rules, iptables chains, and on a leader WireGuard as
+//! `kgctl showconf` configures it. No agent runs there.
 
 use std::{
     fs,
@@ -23,7 +23,7 @@ use super::{
 /// Flags of the agents: what Kilo's nodes understand.
 pub const FLAGS: &[&str] = &["--tunnel=ipip"];
 
-/// What is checked when the mesh stands.
+/// Checks that run once the mesh is up.
 pub const CHECKS: &[Check] = &[
     ("new leader with an old and a new member; old leader with a new member", |lab| {
         round(lab, &["a2", "b1"])
@@ -103,14 +103,14 @@ fn replace_by_old(lab: &mut Lab, node: &Node) -> Result<()> {
     Ok(())
 }
 
-/// Kilo takes away what it made when it is stopped; then an agent starts.
+/// Removes what Kilo made, as Kilo does when it is stopped; then starts an agent.
 fn replace_by_new(lab: &mut Lab, node: &Node) -> Result<()> {
     node.netns.sh("if test -e /run/kilo0.pid; then kill $(cat /run/kilo0.pid); rm /run/kilo0.pid; fi; \
          ip link delete tunl0; while ip rule delete table 1107 2>/dev/null; do :; done; \
          iptables-save | grep -v KILO | grep -v 'INPUT -p ipencap -j DROP' | iptables-restore")?;
     fs::remove_file(marker(lab, node))?;
     lab.agents.start(node)?;
-    // Without Kilo's routes, and before ours are there, what pods send leaves by the default route.
+    // Between the removal of Kilo's routes and ours, pods' packets leave by the default route.
     super::agents::wait_set_up(&node.netns, Duration::from_secs(30))
 }
 
@@ -119,7 +119,7 @@ fn marker(lab: &Lab, node: &Node) -> std::path::PathBuf {
     lab.directory.join(format!("old-{}", node.name()))
 }
 
-/// Kilo's agent would renew what it said; so this does until the marker goes.
+/// Renews what Kilo's agent would renew, until the marker is gone.
 fn stay_in_the_mesh(said: &Path, marker: &Path, annotations: String) -> Result<()> {
     fs::write(marker, "")?;
     let (said, marker, aside) = (said.to_owned(), marker.to_owned(), marker.with_extension("yaml"));
@@ -151,17 +151,17 @@ fn ipv4(node: &Node) -> Result<Ipv4Addr> {
     }
 }
 
-/// What is not in the location: allowed IPs of the leader's peers.
+/// Prefixes outside the location: allowed IPs of the leader's peers.
 fn remote_prefixes(peers: &str) -> Vec<Ipv4Net> {
     let lists = peers.lines().filter_map(|line| line.strip_prefix("AllowedIPs = "));
     lists.flat_map(|list| list.split(", ")).filter_map(|prefix| prefix.parse().ok()).collect()
 }
 
-/// Routes and rules, as `ip` takes them.
+/// Routes and rules, as a batch for `ip`.
 fn routes(network: &Network, node: &Node, leader: &Node, remote: &[Ipv4Net]) -> Result<String> {
     let source = ipv4(node)?;
     let mut batch = String::new();
-    // Encrypted on a leader; elsewhere to the leader, encapsulated.
+    // A leader encrypts; other nodes encapsulate to the leader.
     let (device, via) = match node.public {
         Some(_) => ("kilo0", None),
         None => ("tunl0", Some(ipv4(leader)?)),
@@ -193,7 +193,7 @@ fn routes(network: &Network, node: &Node, leader: &Node, remote: &[Ipv4Net]) -> 
     Ok(batch)
 }
 
-/// Who may send IPIP, and what is masqueraded.
+/// iptables commands: who may send IPIP, and what is masqueraded.
 fn chains(network: &Network, node: &Node, remote: &[Ipv4Net]) -> Result<String> {
     let mut script = String::from("iptables -N KILO-IPIP\niptables -A INPUT -p 4 -j KILO-IPIP\n");
     let mut known: Vec<String> = remote.iter().map(ToString::to_string).collect();

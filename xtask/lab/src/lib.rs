@@ -1,4 +1,4 @@
-//! `cargo xtask lab`: a mesh on this machine, with a real agent a node.
+//! `cargo xtask lab`: a mesh on this machine, with a real agent per node.
 
 #![deny(clippy::disallowed_methods)]
 
@@ -96,10 +96,10 @@ pub const PACKAGES: &[&str] = &[
     "faketime",
 ];
 
-/// Then every packet between nodes has an outer header.
+/// Gives every packet between nodes an outer header.
 const ALWAYS: &str = "--encapsulate=always";
 
-/// A lab that stands, as its state file describes it.
+/// A running lab, as its state file describes it.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Lab {
     name: String,
@@ -109,13 +109,13 @@ pub struct Lab {
     /// What differs from the lab's own network.
     #[serde(skip)]
     topology: Topology,
-    /// What is known of the agents' logs.
+    /// How far the agents' logs have been read.
     #[serde(skip)]
     watch: well::Watch,
     /// Members without a namespace of their own, in the process that built the lab.
     #[serde(skip)]
     members: Option<Members>,
-    /// Looks at all frames, in the process that built the lab.
+    /// Inspects all frames, in the process that built the lab.
     #[serde(skip)]
     clear: Option<clear::Watch>,
     /// Nodes whose objects the check that runs has removed.
@@ -124,7 +124,7 @@ pub struct Lab {
     /// Nodes whose interface in their LAN the check that runs has taken down.
     #[serde(skip)]
     without_lan: BTreeSet<String>,
-    /// Each node's metrics when the mesh stood: until then a node may lead that starts first.
+    /// Each node's metrics once the mesh was up: until then, whichever node starts first may lead.
     #[serde(skip)]
     stood: BTreeMap<String, counters::Metrics>,
 }
@@ -229,7 +229,7 @@ fn soak(args: &LabOptions, seed: Option<u64>, time: Duration, outcomes: Option<&
     if let Some(path) = outcomes {
         write_json(path, &[faults::soak::outcome(&result, seed, started)])?;
     }
-    // To look around.
+    // With `--keep` a failed lab stays for inspection.
     guard.keep = args.keep && result.is_err();
     result.map(|_| ())
 }
@@ -337,8 +337,8 @@ fn down(name: &str) -> Result<()> {
 }
 
 impl Lab {
-    /// Builds namespaces, writes the cluster's objects, starts the agents and
-    /// the laptop, and waits until the mesh stands.
+    /// Builds namespaces, writes the cluster's objects, starts the agents and the laptop, and waits until the
+    /// mesh is up.
     fn up(args: &LabOptions, scenario: Option<Scenario>) -> Result<Self> {
         let directory = directory(&args.name);
         let logs = directory.join("logs");
@@ -380,7 +380,7 @@ impl Lab {
             without_lan: BTreeSet::new(),
             stood: BTreeMap::new(),
         };
-        // Until all are there, the node that starts first leads.
+        // Until all agents run, the node that starts first leads.
         lab.caused(&[well::LEADS]);
         lab.save()?;
         step("waiting for the mesh");
@@ -404,7 +404,7 @@ impl Lab {
         Ok(lab)
     }
 
-    /// Packets of each action at a node since the mesh stood.
+    /// Packets of each action at a node since the mesh was up.
     fn counted(&self, node: &Node) -> Result<impl Fn(&str) -> u64 + use<>> {
         let before = self.stood.get(node.name()).cloned().unwrap_or_default();
         let now = counters::scrape(&node.netns)?;
@@ -425,7 +425,7 @@ impl Lab {
     }
 }
 
-/// Where this program is, and `kg` beside it.
+/// Directory of this program, which also contains `kg`.
 fn own_directory() -> Result<PathBuf> {
     std::env::current_exe()?.parent().map(Path::to_owned).context("no directory of this program")
 }

@@ -17,16 +17,16 @@ use super::{
 /// Longest wait for one answer; more than a WireGuard handshake takes.
 const TIMEOUT: Duration = Duration::from_secs(4);
 
-/// A place packets start from or go to.
+/// An endpoint of probes.
 #[derive(Clone, Debug)]
 pub struct Place {
     /// Name of its namespace.
     pub name: String,
     /// `pod`, `host`, `vpn` or `outside`.
     kind: &'static str,
-    /// Where it is.
+    /// Its network namespace.
     pub netns: Netns,
-    /// One address a family it is known by.
+    /// Its addresses, at most one per family.
     addresses: Vec<IpAddr>,
     /// Address the outside host sees its packets come from.
     outside_sees: IpAddr,
@@ -34,9 +34,10 @@ pub struct Place {
     foreign_cni: bool,
     /// Node it is on, for pods and hosts.
     node: Option<String>,
-    /// Where that is.
+    /// Location of that node.
     location: Option<String>,
-    /// Address this host sends from what WireGuard carries for it, where others' WireGuard sends to its own.
+    /// WireGuard address from which this host sends through the tunnel, where private addresses are WireGuard
+    /// endpoints.
     via_wireguard: Option<IpAddr>,
 }
 
@@ -50,19 +51,19 @@ impl Place {
 /// One probe's result.
 #[derive(Clone, Debug)]
 pub struct Cell {
-    /// Where it started.
+    /// Name of the place it started from.
     pub source: String,
     /// `pod`, `host` or `vpn`.
     pub source_kind: &'static str,
-    /// Where it went.
+    /// Name of the place it went to.
     pub target: String,
     /// `pod`, `host`, `vpn` or `outside`.
     pub target_kind: &'static str,
-    /// By IPv4, or by IPv6.
+    /// True for IPv4, false for IPv6.
     pub v4: bool,
-    /// What was sent.
+    /// Kind of probe.
     pub protocol: Protocol,
-    /// Why it failed.
+    /// Why it failed; `None` when it passed.
     pub error: Option<String>,
 }
 
@@ -76,12 +77,12 @@ impl Cell {
 /// All results.
 #[derive(Debug, Default)]
 pub struct Matrix {
-    /// One a probe.
+    /// One per probe.
     pub cells: Vec<Cell>,
     targets: Vec<String>,
 }
 
-/// Every place packets start from.
+/// All places that probes start from.
 pub fn places(network: &Network) -> Vec<Place> {
     let mut places = Vec::new();
     let router: IpAddr = match network.underlay {
@@ -133,7 +134,7 @@ pub fn expected_source(source: &Place, target: &Place, v4: bool) -> Option<IpAdd
     if target.kind == "outside" {
         return Some(source.outside_sees);
     }
-    // The rest of the location, and what WireGuard itself sends to, are reached by the network.
+    // The rest of the location, and WireGuard's endpoints, are reached without the tunnel.
     let by_network =
         target.kind == "host" && (target.via_wireguard.is_some() || target.location == source.location);
     if let Some(address) = source.via_wireguard.filter(|_| !by_network && source.node != target.node) {
@@ -146,7 +147,7 @@ pub fn expected_source(source: &Place, target: &Place, v4: bool) -> Option<IpAdd
     if same_node || masqueraded { None } else { source.address(v4) }
 }
 
-/// Every place packets go to: the sources, and the outside host.
+/// All places that probes go to: the sources, and the outside host.
 pub fn targets(network: &Network) -> Vec<Place> {
     let mut targets = places(network);
     let addresses = match network.underlay {
@@ -200,7 +201,7 @@ fn probe_all(source: &Place, targets: &[Place]) -> Vec<Cell> {
         for (v4, protocol) in
             [true, false].into_iter().flat_map(|v4| Protocol::ALL.map(|protocol| (v4, protocol)))
         {
-            // A host has one address in the mesh; its packets of the other family bear none.
+            // A host has a mesh address in one family only.
             let (Some(_), Some(address)) = (source.address(v4), target.address(v4)) else { continue };
             let error = match probe::probe(protocol, address, TIMEOUT) {
                 Ok(Some(seen)) => match expected_source(source, target, v4) {
@@ -226,8 +227,8 @@ fn probe_all(source: &Place, targets: &[Place]) -> Vec<Cell> {
     cells
 }
 
-/// Waits until pods of all nodes reach each other and the laptop once, so that
-/// tunnels stand before anything is counted.
+/// Waits until pods of all nodes reach each other and the laptop once, so that tunnels are up before anything
+/// is counted.
 pub fn settle(network: &Network, limit: Duration) -> Result<()> {
     let started = Instant::now();
     let mut shown = None;
@@ -249,7 +250,7 @@ pub fn settle(network: &Network, limit: Duration) -> Result<()> {
     }
 }
 
-/// One short ping between all pods, and from the laptop: (answered, sent).
+/// Sends one short ping between all pods, and from the laptop; returns (answered, sent).
 fn run_pings(network: &Network) -> Result<(usize, usize)> {
     let places: Vec<_> = places(network).into_iter().filter(|place| place.kind != "host").collect();
     let threads: Vec<_> = places
@@ -293,7 +294,7 @@ impl Matrix {
         self.cells.iter().filter(|cell| cell.error.is_none()).count()
     }
 
-    /// Fails with the probes that did.
+    /// Prints the matrix and fails when a probe failed.
     pub fn all_passed(&self) -> Result<()> {
         if self.passed() < self.total() {
             self.print();
@@ -302,7 +303,7 @@ impl Matrix {
         Ok(())
     }
 
-    /// A row a source, a column a target; `ok`, or the protocols that failed.
+    /// Prints a row per source and a column per target: `ok`, or the protocols that failed.
     pub fn print(&self) {
         let header: String = self.targets.iter().map(|target| format!("{target:>9}")).collect();
         println!("{:8}{header}", "");

@@ -1,6 +1,6 @@
 //! Many members of one location, in one namespace: their Node objects, their private addresses, and what a
-//! member's kernel answers whether or not its agent lives. What is answered and obeyed is decided by the code of
-//! the programs (`kilo_common::signal::kernel`, `kilo_common::lead`).
+//! member's kernel answers with or without its agent. The programs' own code decides what is answered and
+//! obeyed (`kilo_common::signal::kernel`, `kilo_common::lead`).
 
 use std::{
     collections::BTreeMap,
@@ -38,15 +38,15 @@ use nix::{
 
 use crate::network::{MEMBERS, MEMBERS_NET, Network, member_address};
 
-/// Members with an object in one file: the file backend reads no larger ones.
+/// Members per file of objects: the file backend reads no larger files.
 const IN_ONE_FILE: u16 = 250;
-/// What the members promise: after so many seconds their heartbeat is renewed, the longest that is believed.
+/// The members' promise in seconds, the longest that agents believe.
 const HEARTBEAT: u64 = 600;
-/// When it is.
+/// When their heartbeats are renewed.
 const RENEWED: Duration = Duration::from_secs(500);
-/// Longest wait for a signal before the heartbeat is looked at.
+/// Longest wait for a signal before the heartbeats' age is checked.
 const IDLE: Duration = Duration::from_millis(200);
-/// The kernel's limits of its neighbour tables, which all namespaces share: each gateway of the lab knows each
+/// Limits of the kernel's neighbour tables, which all namespaces share: each gateway of the lab knows each
 /// member, and Linux has room for 1,024 neighbours unless it is configured otherwise.
 const NEIGHBOURS: [(&str, u32); 2] = [("gc_thresh2", 8_192), ("gc_thresh3", 16_384)];
 
@@ -65,16 +65,16 @@ fn random<const N: usize>() -> Result<[u8; N]> {
     Ok(bytes)
 }
 
-/// What one member's kernel knows.
+/// State of one member's kernel.
 #[derive(Debug)]
 struct Member {
     secret: SecretKey,
     id: u64,
-    /// Of this boot.
+    /// Key of the cookies of this boot.
     boot: Key,
     /// `lead[1]`: the leader it uses.
     word: u64,
-    /// When that changed last.
+    /// When `word` last changed.
     since: Instant,
     keys: BTreeMap<Ipv4Addr, SignalKey>,
 }
@@ -87,7 +87,7 @@ impl Member {
         Ok(Self { secret, id, boot, word: 0, since: Instant::now(), keys: BTreeMap::new() })
     }
 
-    /// What signals of a neighbour are checked with.
+    /// Key that signals of a neighbour are checked with, computed once.
     fn key(&mut self, from: Ipv4Addr, neighbour: &Neighbour) -> Option<SignalKey> {
         if let Some(known) = self.keys.get(&from) {
             return Some(*known);
@@ -101,8 +101,8 @@ impl Member {
         Some(key)
     }
 
-    /// What the member's kernel makes of a signal in its place; `true`: it goes back. `gateway`: the id that a hop
-    /// stands for.
+    /// Handles a signal as the member's kernel does; `true`: `bytes` is the answer, to be sent back.
+    /// `gateway`: the node id of a hop.
     fn take(
         &mut self,
         bytes: &mut [u8],
@@ -116,7 +116,7 @@ impl Member {
             bytes[KIND_AT] = Kind::Reflected as u8;
             return Ok(true);
         }
-        // Its agent is away, and no other program wants the rest.
+        // The rest is for its agent, which is away.
         if taken != Taken::Answer {
             return Ok(false);
         }
@@ -159,13 +159,13 @@ impl Member {
     }
 }
 
-/// All of them.
+/// State of all members.
 #[derive(Debug)]
 struct State {
     cluster: PathBuf,
     /// Nodes with agents, and their private addresses.
     nodes: Vec<(String, Ipv4Addr)>,
-    /// Those that may lead.
+    /// Nodes that may lead, Kilo's leader first.
     gateways: Vec<String>,
     neighbours: BTreeMap<Ipv4Addr, Neighbour>,
     members: Vec<Member>,
@@ -174,13 +174,14 @@ struct State {
 }
 
 impl State {
-    /// The place of a node among all is its hop id.
+    /// Hop id of a node, which follows from its index in `nodes`.
     fn hop(&self, name: &str) -> Option<u32> {
         let at = self.nodes.iter().position(|(node, _)| node == name)?;
         Some(HOP_FIRST_NODE + at as u32)
     }
 
-    /// Reads who has that address, once; nothing of a node whose agent has not said its key yet.
+    /// The neighbour with this address, read once from what its agent has published; `None` while that has no
+    /// key.
     fn meet(&mut self, from: Ipv4Addr) -> Option<Neighbour> {
         if let Some(known) = self.neighbours.get(&from) {
             return Some(*known);
@@ -195,7 +196,7 @@ impl State {
         Some(neighbour)
     }
 
-    /// A signal for a member; whether it goes back, changed.
+    /// Handles a signal for a member; `true`: `bytes` is the answer, to be sent back.
     fn take(&mut self, from: Ipv4Addr, to: Ipv4Addr, bytes: &mut [u8]) -> bool {
         let neighbour = self.meet(from);
         let neighbours = &self.neighbours;
@@ -217,13 +218,13 @@ impl State {
     }
 }
 
-/// The members, and the thread that answers for them; it ends with this.
+/// The members, and the thread that answers for them until this is dropped.
 #[derive(Debug)]
 pub struct Members {
     state: Arc<Mutex<State>>,
     stop: Arc<AtomicBool>,
     thread: Option<JoinHandle<Result<Result<()>>>>,
-    /// The kernel's limits of before.
+    /// The kernel's earlier limits, restored on drop.
     limits: Vec<(PathBuf, String)>,
 }
 
@@ -242,7 +243,8 @@ impl Drop for Members {
 }
 
 impl Members {
-    /// Writes their objects and begins to answer. `gateways`: who may lead the location, Kilo's leader first.
+    /// Writes their objects and begins to answer. `gateways`: nodes that may lead the location, Kilo's leader
+    /// first.
     pub fn start(network: &Network, cluster: &Path, gateways: &[&str]) -> Result<Self> {
         let netns = network.members.as_ref().context("a network with members")?;
         let address = |node: &crate::network::Node| match node.private {
@@ -274,7 +276,7 @@ impl Members {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// All of them start anew: they use Kilo's leader, in no term.
+    /// Reboots all members: they use Kilo's leader, in no term.
     pub fn boot(&self) -> Result<()> {
         let mut state = self.locked();
         let leader = state.gateways.first().and_then(|leader| state.hop(leader)).context("a leader")?;
@@ -288,7 +290,7 @@ impl Members {
         Ok(())
     }
 
-    /// How many use this gateway, and when the last of them began to.
+    /// How many members use this gateway, and when the last of them began to.
     pub fn using(&self, gateway: &str) -> (usize, Option<Instant>) {
         let state = self.locked();
         let Some(hop) = state.hop(gateway) else { return (0, None) };
@@ -297,14 +299,14 @@ impl Members {
         (users.clone().count(), users.map(|member| member.since).max())
     }
 
-    /// Signals that were answered so far, and refused, by reason.
+    /// How many signals were answered so far, and how many refused, by reason.
     pub fn counts(&self) -> (u64, BTreeMap<&'static str, u64>) {
         let state = self.locked();
         (state.answered, state.refused.clone())
     }
 }
 
-/// Raises what is lower than the lab needs; what was there.
+/// Raises limits that are lower than the lab needs; returns the earlier values.
 fn raise_limits() -> Result<Vec<(PathBuf, String)>> {
     let mut before = Vec::new();
     for (name, least) in NEIGHBOURS {
@@ -318,7 +320,7 @@ fn raise_limits() -> Result<Vec<(PathBuf, String)>> {
     Ok(before)
 }
 
-/// Writes the Node objects, as of now.
+/// Writes the Node objects with a heartbeat of this moment.
 fn write_objects(state: &State) -> Result<()> {
     let now = UNIX_EPOCH.elapsed()?.as_secs();
     let mut files: BTreeMap<u16, String> = BTreeMap::new();
@@ -357,12 +359,12 @@ fn pod_cidr(number: u16) -> String {
     format!("10.43.{high}.{low}/26")
 }
 
-/// Answers in the place of the members' kernels.
+/// Answers in place of the members' kernels.
 fn answer(state: &Mutex<State>, stop: &AtomicBool) -> Result<()> {
     let socket = UdpSocket::bind((Ipv4Addr::UNSPECIFIED, PORT))?;
     socket.set_read_timeout(Some(IDLE))?;
     setsockopt(&socket, sockopt::Ipv4PacketInfo, &true)?;
-    // A kernel answers each at once, so none of those that come at once is to be lost.
+    // A kernel answers each signal at once, so none of a burst may be lost.
     setsockopt(&socket, sockopt::RcvBufForce, &(8 << 20))?;
     let (mut buffer, mut space) = ([0; LONGEST], nix::cmsg_space!(in_pktinfo));
     let mut renewed = Instant::now();
@@ -390,7 +392,7 @@ fn answer(state: &Mutex<State>, stop: &AtomicBool) -> Result<()> {
             let peer = SockaddrIn::from(SocketAddrV4::new(from, PORT));
             let control = [ControlMessage::Ipv4PacketInfo(&info)];
             let parts = [IoSlice::new(&buffer[..length])];
-            // One that does not get through is asked again.
+            // A lost answer is asked for again.
             let _ = sendmsg(socket.as_raw_fd(), &parts, &control, MsgFlags::empty(), Some(&peer));
         }
     }

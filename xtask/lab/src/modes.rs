@@ -27,7 +27,7 @@ const fn network(name: &'static str, topology: Topology) -> Mode {
     Mode { name, underlay: Underlay::V4, topology, flag: "--tunnel=ipip" }
 }
 
-/// All of them.
+/// All modes.
 pub const MODES: [Mode; 10] = [
     mode("vxlan", Underlay::V4, "--tunnel=vxlan"),
     mode("crosssubnet", Underlay::V4, "--encapsulate=crosssubnet"),

@@ -1,5 +1,5 @@
-//! A mesh of its own beside the lab's: two locations behind NATs of their own
-//! that let in only what answers, and a third with a public address.
+//! A mesh of its own beside the lab's: two locations behind NATs of their own that let in only replies, and a
+//! third with a public address.
 //!
 //! ```text
 //!   x 192.168.1.2 ── nat-x 203.0.113.1:45001 ──┐
@@ -30,7 +30,7 @@ use super::{
 };
 
 const LIMIT: Duration = Duration::from_secs(180);
-/// What agents log of such a mesh: ends behind NATs lead their locations with private addresses.
+/// Logged by agents of such a mesh: ends behind NATs lead their locations with private addresses.
 pub const CAUSED: &[&str] = &[well::LEADS];
 
 /// The namespaces, those of the mesh's nodes and pods included.
@@ -71,7 +71,7 @@ fn try_it(lab: &Lab) -> Result<String> {
     result
 }
 
-/// x and y get to know from z where the other is seen, and reach it there.
+/// x and y learn each other's public endpoint from z, and reach it there.
 fn meet(agents: &Agents, network: &Network) -> Result<String> {
     agents.wait_until_ready(network, LIMIT)?;
     for node in &network.nodes {
@@ -92,16 +92,16 @@ fn meet(agents: &Agents, network: &Network) -> Result<String> {
     Ok(format!("(all pods meet after {:.1} s)", took.as_secs_f32()))
 }
 
-/// Where x and y are.
+/// How x and y are connected.
 #[derive(Clone, Copy, Debug)]
 pub struct Shape {
-    /// What is in front of each.
+    /// Kind of NAT in front of each.
     pub kinds: [Kind; 2],
-    /// Both are behind the same, in networks that do not reach each other.
+    /// Both are behind the same NAT, in networks that do not reach each other.
     pub is_shared: bool,
     /// Family of the nodes' addresses.
     pub underlay: Underlay,
-    /// Beside IPv4 all have IPv6.
+    /// All have IPv6 beside IPv4.
     pub has_both: bool,
     /// The location of x has a second node, and those with public addresses are one location.
     pub has_second: bool,
@@ -120,18 +120,18 @@ impl Default for Shape {
 }
 
 impl Shape {
-    /// The same in each of its families, the nodes' own first.
+    /// This shape in each of its families, the nodes' own first.
     fn families(self) -> impl Iterator<Item = Self> {
         let other = self.has_both.then_some(Self { underlay: Underlay::V6, ..self });
         std::iter::once(self).chain(other)
     }
 
-    /// A place on the internet.
+    /// A public address.
     fn public(self, number: u8) -> IpAddr {
         self.underlay.address(Ipv4Addr::new(203, 0, 113, number))
     }
 
-    /// A place behind a NAT.
+    /// A private address behind a NAT.
     fn private(self, number: u8, host: u8) -> IpAddr {
         match self.underlay {
             Underlay::V4 => Ipv4Addr::new(192, 168, number, host).into(),
@@ -141,7 +141,7 @@ impl Shape {
         }
     }
 
-    /// Number of the NAT in front of x, which is the first, or of y.
+    /// Number of the NAT in front of an end; a shared NAT is the first.
     const fn nat(self, number: u8) -> u8 {
         if self.is_shared { 1 } else { number }
     }
@@ -151,7 +151,7 @@ const ENDS: [(&str, u8); 2] = [("x", 1), ("y", 2)];
 /// The second node of x's location: its name, and the number of its pods' network.
 const SECOND: (&str, u8) = ("x2", 9);
 
-/// x and y as they are meant to be, and leaders with public addresses.
+/// Builds x and y with this shape, and leaders with public addresses.
 pub fn build(lab: &str, directory: &Path, shape: Shape, public: &[&'static str]) -> Result<Network> {
     for netns in namespaces(lab) {
         Netns::create(lab, &netns.name)?;
@@ -225,7 +225,7 @@ fn address(netns: &Netns, device: &str, address: IpAddr) -> Result<()> {
     netns.ip(&format!("address add {address}/{length} dev {device}\n"))
 }
 
-/// Without translation everybody on the internet has to know the way.
+/// Without translation everybody on the internet needs a route to the ends.
 fn route_v6(lab: &str, shape: Shape, public: &[&str]) -> Result<()> {
     for (name, number) in ENDS {
         let gateway = shape.public(shape.nat(number));
@@ -249,25 +249,25 @@ fn finish(node: &mut Node, directory: &Path) -> Result<()> {
     Ok(())
 }
 
-/// What a NAT does with ports, and with what comes in.
+/// How a NAT maps ports, and what it lets in.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
-    /// One public port whatever the destination; everybody may come in by it.
+    /// One public port for all destinations, which lets in everybody.
     FullCone,
-    /// The same; in comes who was sent to, from whatever port.
+    /// One public port, which lets in addresses that were sent to, from any port.
     AddressRestricted,
-    /// The same; in comes what answers.
+    /// One public port, which lets in replies.
     PortRestricted,
-    /// A random port for each destination; in comes what answers.
+    /// A random port for each destination, which lets in replies.
     Symmetric,
 }
 
 impl Kind {
-    /// All of them.
+    /// All kinds.
     pub const ALL: [Self; 4] =
         [Self::FullCone, Self::AddressRestricted, Self::PortRestricted, Self::Symmetric];
 
-    /// For people.
+    /// Name for tables and messages.
     pub const fn name(self) -> &'static str {
         match self {
             Self::FullCone => "full cone",
@@ -278,7 +278,7 @@ impl Kind {
     }
 }
 
-/// A host on the internet outside the mesh: it counts what comes to it, refusals by ICMP apart.
+/// Makes a host on the internet outside the mesh that counts what it receives, ICMP errors separately.
 pub fn stranger(lab: &str, name: &str, at: Ipv4Addr) -> Result<Netns> {
     let stranger = planned(lab, name);
     port(&stranger, "eth0", &planned(lab, "internet"), (name, "inet"))?;
@@ -298,7 +298,7 @@ pub fn stranger(lab: &str, name: &str, at: Ipv4Addr) -> Result<Netns> {
     Ok(stranger)
 }
 
-/// Whether the network between both NATs loses all that one sends to the other.
+/// Makes the network between both NATs drop, or no longer drop, all that one sends to the other.
 pub fn block(lab: &str, underlay: Underlay, is_blocked: bool) -> Result<()> {
     let shape = Shape { underlay, ..Shape::default() };
     for ((name, _), (_, other)) in ENDS.into_iter().zip([ENDS[1], ENDS[0]]) {
@@ -317,8 +317,8 @@ pub fn block(lab: &str, underlay: Underlay, is_blocked: bool) -> Result<()> {
     Ok(())
 }
 
-/// Makes the router in front of an end a NAT, or with IPv6 a firewall. What nobody asked for is
-/// dropped before it is tracked, else it would block the mapping it wants to meet.
+/// Makes the router in front of an end a NAT, or with IPv6 a firewall. Unsolicited packets are dropped before
+/// they are tracked, or they would block the mapping that they are to meet.
 fn become_nat(lab: &str, shape: Shape, name: &str, number: u8) -> Result<()> {
     let nat = planned(lab, &format!("nat-{name}"));
     let behind = ENDS.into_iter().filter(|(_, end)| shape.nat(*end) == number);
@@ -380,7 +380,7 @@ fn become_nat(lab: &str, shape: Shape, name: &str, number: u8) -> Result<()> {
     Ok(())
 }
 
-/// A veth pair: a device, and a port of a bridge there.
+/// Makes a veth pair: a device, and a port of a bridge in `there`.
 fn port(netns: &Netns, device: &str, there: &Netns, (port, bridge): (&str, &str)) -> Result<()> {
     netns.ip(&format!(
         "link add {device} type veth peer name {port} netns {}\nlink set {device} up\n",

@@ -144,8 +144,7 @@ impl Netns {
     }
 }
 
-/// Runs a command to its end; its standard output, or an error with what it
-/// said on standard error.
+/// Runs a command to its end; returns its standard output, or an error with its standard error.
 pub fn run(command: &mut Command) -> Result<String> {
     let program = format!("{command:?}");
     let output = command.stdin(Stdio::null()).output().with_context(|| format!("cannot run {program}"))?;
@@ -155,7 +154,7 @@ pub fn run(command: &mut Command) -> Result<String> {
     Ok(String::from_utf8_lossy(&output.stdout).into_owned())
 }
 
-/// Removes these namespaces with all that lives in them; those that are not there do no harm.
+/// Removes these namespaces with all processes in them; missing ones are ignored.
 pub fn remove(namespaces: impl IntoIterator<Item = Netns>) -> Result<()> {
     let namespaces: Vec<_> = namespaces.into_iter().filter(|netns| netns.path().exists()).collect();
     kill_processes(&namespaces);
@@ -175,7 +174,7 @@ pub fn kill_processes(namespaces: &[Netns]) {
     }
 }
 
-/// Every process that lives in the network namespace, but this one.
+/// Ids of all processes in the network namespace, except this one.
 pub fn processes(netns: &Netns) -> Result<Vec<u32>> {
     use std::os::linux::fs::MetadataExt as _;
     let inode = std::fs::metadata(netns.path())?.st_ino();

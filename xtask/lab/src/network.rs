@@ -55,9 +55,9 @@ fn v6_of(v4: Ipv4Addr) -> Ipv6Addr {
 /// A node of the lab.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Node {
-    /// Where it runs.
+    /// Its namespaces.
     pub netns: Netns,
-    /// Where its pod runs.
+    /// Network namespace of its pod.
     pub pod: Netns,
     /// Value of the region label.
     pub location: String,
@@ -119,18 +119,18 @@ impl Node {
     }
 }
 
-/// Which nodes there are.
+/// Which nodes the lab has.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Shape {
-    /// Three and two, of which one each has a public address.
+    /// Three and two, one with a public address in each location.
     #[default]
     Plain,
-    /// The same, and all have public addresses.
+    /// The same nodes, all with public addresses.
     Public,
     /// Four with public addresses and twelve without in one location, and one in the other.
     Crowd,
-    /// Three in one location, one in the other, and [`MEMBERS`] more in the first that [`crate::members`] stands in
-    /// for.
+    /// Three in one location, one in the other, and [`MEMBERS`] more in the first that [`crate::members`]
+    /// emulates.
     Large,
 }
 
@@ -144,7 +144,7 @@ pub const CROWD: u8 = 12;
 pub const MEMBERS: u16 = 1_000;
 /// Their private addresses, on the LAN of a1.
 pub const MEMBERS_NET: (Ipv4Addr, u8) = (Ipv4Addr::new(10, 1, 4, 0), 22);
-/// Its bridge.
+/// Bridge of that LAN.
 const MEMBERS_LAN: &str = "lan-a";
 
 /// Private address of a member that has no namespace of its own, by its number.
@@ -156,8 +156,8 @@ impl Shape {
     /// Every shape.
     pub const ALL: [Self; 4] = [Self::Plain, Self::Public, Self::Crowd, Self::Large];
 
-    /// The nodes, sorted by name. But for a location of many, a router stands between a3 and the other nodes of its
-    /// location.
+    /// The nodes, sorted by name. Except in a location of many, a router stands between a3 and the other
+    /// nodes of its location.
     fn nodes(self) -> Vec<NodeSpec> {
         let public = |host: u8| Some(Ipv4Addr::new(192, 0, 2, host));
         let a = |host: u8| (format!("a{host}"), "site-a", "lan-a", Ipv4Addr::new(10, 1, 0, 10 + host));
@@ -201,7 +201,7 @@ pub const ROUTER_OUTSIDE: Ipv4Addr = Ipv4Addr::new(198, 51, 100, 1);
 pub const ROUTER_OUTSIDE6: Ipv6Addr = Ipv6Addr::new(0x2001, 0xdb8, 0x51, 0, 0, 0, 0, 1);
 /// VPN address of the laptop.
 pub const LAPTOP: Ipv4Addr = Ipv4Addr::new(10, 5, 0, 1);
-/// Its other VPN address.
+/// IPv6 VPN address of the laptop.
 pub const LAPTOP6: Ipv6Addr = Ipv6Addr::new(0xfd05, 0, 0, 0, 0, 0, 0, 1);
 /// Address of the printer.
 pub const PRINTER: Ipv4Addr = Ipv4Addr::new(10, 1, 0, 200);
@@ -215,7 +215,7 @@ pub const OUTSIDE6: Ipv6Addr = Ipv6Addr::new(0x2001, 0xdb8, 0x51, 0, 0, 0, 0, 2)
 pub struct Network {
     /// Family of the nodes' own addresses.
     pub underlay: Underlay,
-    /// Joins everything.
+    /// Connects all networks.
     pub router: Netns,
     /// A host that knows nothing of the mesh.
     pub outside: Netns,
@@ -227,13 +227,13 @@ pub struct Network {
     pub office: Netns,
     /// The nodes, sorted by name.
     pub nodes: Vec<Node>,
-    /// Another CNI has the pods' network, and masquerades what leaves it.
+    /// Another CNI provides the pods' network, and masquerades what leaves it.
     pub foreign_cni: bool,
-    /// Leaders' private addresses are where WireGuard sends.
+    /// Leaders' private addresses are WireGuard's endpoints.
     pub private_endpoints: bool,
-    /// Which nodes there are.
+    /// Which nodes the lab has.
     pub shape: Shape,
-    /// Where the members are that have no namespace of their own.
+    /// Namespace of the members that have none of their own.
     pub members: Option<Netns>,
 }
 
@@ -280,7 +280,8 @@ impl Network {
         }
     }
 
-    /// The address agents give a node in WireGuard's own network, which leaders have, by their location's name.
+    /// WireGuard address that agents give a node, numbered in the order of locations; `None` when it does not
+    /// lead.
     pub fn wireguard_address(&self, node: &Node) -> Option<IpAddr> {
         let mut locations = std::collections::BTreeSet::new();
         let leaders = self.nodes.iter().filter(|node| node.public.is_some());
@@ -295,7 +296,7 @@ impl Network {
         Self::shaped(lab, underlay, Shape::Plain)
     }
 
-    /// The same with other nodes.
+    /// As [`Self::plan`], with other nodes.
     pub fn shaped(lab: &str, underlay: Underlay, shape: Shape) -> Self {
         let netns = |name: &str| Netns { name: name.to_owned(), id: format!("{lab}-{name}"), holder: None };
         let nodes = shape
@@ -332,7 +333,7 @@ impl Network {
         }
     }
 
-    /// Pods get their network, of one family, from another CNI.
+    /// Lets another CNI provide the pods' network, in one family.
     pub fn give_pods_to_another_cni(&mut self) {
         self.foreign_cni = true;
         self.nodes.iter_mut().for_each(|node| node.dual_stack = false);
@@ -409,7 +410,7 @@ impl Network {
         self.router.ip(&format!("link set {router_device}{master} up\n"))
     }
 
-    /// Lines of `ip` that give a node its routes, by this verb.
+    /// Lines of `ip` for a node's routes, with this verb.
     fn routes(&self, node: &Node, verb: &str) -> String {
         let gateway = node.gateway;
         let (net, length) = MEMBERS_NET;
@@ -456,7 +457,7 @@ impl Network {
         batch += &self.routes(node, "add");
         node.netns.ip(&batch)?;
         cni_conf::install(&node.netns)?;
-        // As the manifests ask of nodes: the agent cannot write there.
+        // As the manifests require of nodes: the agent cannot write there.
         node.netns.sh(
             "echo 1 > /proc/sys/net/ipv4/ip_forward; echo 1 > /proc/sys/net/ipv6/conf/all/forwarding; \
              for d in /proc/sys/net/ipv4/conf/*/rp_filter; do echo 1 > $d; done",
@@ -465,9 +466,9 @@ impl Network {
     }
 }
 
-/// The router forwards, keeps the two LANs apart (as the Internet does),
-/// translates private addresses, and counts what should never be there: a packet
-/// with a pod's address in clear. (What ports of a LAN send each other, `clear` sees.)
+/// The router forwards, keeps the two LANs apart (as the Internet does), translates private addresses, and
+/// counts what should never be there: a packet with a pod's address in clear. (`clear` sees what ports of a
+/// LAN send each other.)
 const ROUTER_RULES: &str = r#"
 echo 1 > /proc/sys/net/ipv4/ip_forward
 echo 1 > /proc/sys/net/ipv6/conf/all/forwarding

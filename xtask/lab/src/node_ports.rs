@@ -27,12 +27,12 @@ use super::{
 };
 
 const TIMEOUT: Duration = Duration::from_secs(4);
-/// Of so many flows of pods' own, one may get no answer within [`TIMEOUT`]: a busy machine
-/// may lose a datagram, and nobody sends it again.
+/// Of so many flows of the pods themselves, one may get no answer within [`TIMEOUT`]: a busy machine may lose
+/// a datagram, and nobody resends it.
 const FLOWS_PER_UNANSWERED: usize = 1000;
 /// Port of each node that leads to its second pod.
 const HOST_PORT: u16 = 8080;
-/// Port of every node that leads to the pod of the first one; the next to the second's.
+/// Port of every node that leads to the first node's pod; the next port leads to the second's, and so on.
 const NODE_PORT: u16 = 30080;
 /// Address of a node's second pod in its pod CIDR.
 const SECOND: u8 = 3;
@@ -52,7 +52,7 @@ fn planned(lab: &str, node: &Node) -> Netns {
     Netns { id: format!("{lab}-{name}"), name, holder: None }
 }
 
-/// Makes pods and rules, asks while the pods ask the outside, removes them.
+/// Makes pods and rules, sends requests while the pods probe the outside, and removes them.
 pub fn run(lab: &mut Lab) -> Result<String> {
     let mut pods = Vec::new();
     let result = prepare(lab, &mut pods).and_then(|()| ask_all(lab));
@@ -61,13 +61,13 @@ pub fn run(lab: &mut Lab) -> Result<String> {
         pod.remove(node)?;
     }
     netns::remove(namespaces(&lab.name))?;
-    // A client that asks a public address of a node has the answer from there: it does not go through the mesh. Connections to the
-    // printer of the check before are tried for minutes.
+    // Requests to a node's public address, and their answers, do not go through the mesh. Connections to the
+    // printer from the check before are retried for minutes.
     lab.in_clear_but(|address| is_public(address) || address == PRINTER)?;
     result
 }
 
-/// On the public network, which nothing of the mesh leads to.
+/// Whether it is on the public network, to which nothing of the mesh leads.
 fn is_public(address: IpAddr) -> bool {
     match address {
         IpAddr::V4(v4) => v4.octets()[..3] == ROUTER_WAN.octets()[..3],
@@ -112,7 +112,7 @@ impl Second {
     }
 
     fn remove(&self, node: &Node) -> Result<()> {
-        // Rules of portmap are found by the container's name alone.
+        // portmap finds its rules by the container's name alone.
         let ports = [json!({"hostPort": HOST_PORT, "containerPort": probe::PORT, "protocol": "tcp"})];
         let pod = Pod { id: &self.id, netns: &self.path, port_mappings: &ports };
         plugins::delete(&self.list, pod, &self.result, |program: &Path| node.netns.command(program))
@@ -144,8 +144,8 @@ fn prepare(lab: &Lab, pods: &mut Vec<(Node, Second)>) -> Result<()> {
     Ok(())
 }
 
-/// kube-proxy's: every port on any address of the node, and who comes by it gets an
-/// address of the node, because the answer must pass here.
+/// kube-proxy's rules: every port on any address of the node. Clients are masqueraded to an address of the
+/// node, because the answer must pass here.
 fn rules(network: &Network) -> String {
     let family = if v4(network) { "ip" } else { "ip6" };
     let mut translate = String::new();
@@ -176,11 +176,11 @@ fn rules(network: &Network) -> String {
     )
 }
 
-/// What one client asks of one node's port, and what the pod behind it may see.
+/// A request to one node's port, and what the pod behind it may see.
 #[derive(Clone, Debug)]
 struct Question {
     target: SocketAddr,
-    /// Source the pod must see; `None`: not the client's own.
+    /// Source that the pod must see; `None`: any but the client's own.
     sees: Option<IpAddr>,
 }
 
@@ -230,7 +230,7 @@ fn print_counters(network: &Network) -> Result<()> {
     Ok(())
 }
 
-/// Who asks, by which address, for what.
+/// Clients, with the source address and the requests of each.
 fn clients(network: &Network) -> Vec<(Netns, IpAddr, Vec<Question>)> {
     let outside: IpAddr = if v4(network) { OUTSIDE.into() } else { OUTSIDE6.into() };
     let ports: Vec<u16> = (NODE_PORT..).take(network.nodes.len()).collect();
@@ -241,7 +241,7 @@ fn clients(network: &Network) -> Vec<(Netns, IpAddr, Vec<Question>)> {
     let host_port =
         |address: IpAddr, sees| Question { target: (address, HOST_PORT).into(), sees: Some(sees) };
     let mut clients = Vec::new();
-    // From outside only leaders are reached; their pods, those of their location and others are.
+    // From outside only leaders are reached, and through them the pods of all nodes.
     let public: Vec<IpAddr> = network.nodes.iter().filter_map(|node| node.public).collect();
     let mut questions: Vec<_> = public.iter().flat_map(|address| node_ports(*address)).collect();
     questions.extend(public.iter().map(|address| host_port(*address, outside)));
@@ -272,7 +272,7 @@ fn clients(network: &Network) -> Vec<(Netns, IpAddr, Vec<Question>)> {
     clients
 }
 
-/// Answered questions.
+/// Sends the requests by TCP and UDP; returns how many were answered.
 fn ask(questions: &[Question], own: IpAddr) -> Result<usize> {
     let mut asked = 0;
     for Question { target, sees } in questions {
@@ -291,10 +291,10 @@ fn ask(questions: &[Question], own: IpAddr) -> Result<usize> {
     Ok(asked)
 }
 
-/// Flows, and those of them without an answer.
+/// Number of flows, and of those without an answer.
 type Counted = Result<(usize, usize)>;
 
-/// Flows of the pods' own to the outside, one after the other until asked to stop.
+/// Flows of the pods themselves to the outside, one after the other until stopped.
 struct OwnFlows {
     stop: Arc<AtomicBool>,
     threads: Vec<JoinHandle<Result<Counted>>>,
@@ -334,7 +334,7 @@ impl OwnFlows {
         Self { stop: Arc::clone(&stop), threads: threads.collect() }
     }
 
-    /// How many there were, and how many of them got no answer.
+    /// How many flows there were, and how many of them got no answer.
     fn finish(self) -> Counted {
         self.stop.store(true, Ordering::Relaxed);
         let ended = self.threads.into_iter().map(|thread| {

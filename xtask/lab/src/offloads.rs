@@ -17,7 +17,7 @@ const BYTES: usize = 512 * 1024;
 /// More than any segment carries here.
 const SEGMENT: usize = 1420;
 
-/// What is switched, by a name of its own.
+/// Whose offloads are on, under a name.
 struct Setting {
     name: &'static str,
     pods: bool,
@@ -44,7 +44,7 @@ pub fn run(lab: &mut Lab) -> Result<String> {
         steered.push(packets);
         longest = longest.max(stall);
     }
-    // As they were: a veth device merges nothing unless asked to.
+    // Restore them: a veth device merges nothing unless asked to.
     each_link(network, |_| "tx on sg on tso on gso on gro off".to_owned())?;
     let [on, .., off] = steered.as_slice() else { return Ok(String::new()) };
     let segments = (BYTES / SEGMENT) as u64;
@@ -58,8 +58,8 @@ pub fn run(lab: &mut Lab) -> Result<String> {
     ))
 }
 
-/// One transfer a path and family. Returns how many packets a2
-/// steered for the first, and the longest time without a byte.
+/// Runs one transfer per path and family. Returns how many packets a2 steered for the first, and the longest
+/// time without a byte.
 fn transfers(network: &Network) -> Result<(u64, Duration)> {
     let (mut first, mut longest) = (None, Duration::ZERO);
     for (from, to) in PATHS {

@@ -19,7 +19,7 @@ use super::{
 
 /// Bytes in front of a ping's payload: IP and ICMP header.
 const PING_HEADERS: [u32; 2] = [28, 48];
-/// What TCP carries each way.
+/// Bytes that TCP carries each way.
 const BYTES: usize = 300_000;
 /// Sizes tried, in bytes with the IP header, largest first.
 const SIZES: [u32; 6] = [9000, 4000, 1500, 1421, 1400, 1280];
@@ -27,12 +27,12 @@ const SIZES: [u32; 6] = [9000, 4000, 1500, 1421, 1400, 1280];
 /// A link made small, and what then fits between two pods.
 struct Scenario {
     name: &'static str,
-    /// Set before, as (namespace, device, MTU).
+    /// Links set before, as (namespace, device, MTU).
     links: &'static [(&'static str, &'static str, u32)],
     from: &'static str,
     /// A pod, or a node by its private address.
     to: &'static str,
-    /// What fits, with the IP header, over an IPv4 underlay by IPIP.
+    /// Largest packet that fits, with the IP header, over an IPv4 underlay by IPIP.
     fits: u32,
 }
 
@@ -95,7 +95,7 @@ const SCENARIOS: [Scenario; 9] = [
 /// Runs every scenario in both families, from the pod and from its host.
 pub fn run(lab: &mut Lab) -> Result<String> {
     let network = &lab.network;
-    // A pod's /sys is the machine's: `ip` asks the pod.
+    // A pod's /sys is the machine's, so ask `ip` in the pod.
     let link = network.nodes[0].pod.sh("ip -o link show eth0")?;
     let mtu = link.split_whitespace().skip_while(|word| *word != "mtu").nth(1);
     let before: u32 = mtu.context("eth0 of a pod has no MTU")?.parse()?;
@@ -111,7 +111,7 @@ pub fn run(lab: &mut Lab) -> Result<String> {
             network.netns(netns)?.ip(&format!("link set {device} mtu {mtu}\n"))?;
         }
         forget(network)?;
-        // The agents follow the links, also back to those of the scenario before.
+        // The agents follow the links, also when the ones of the scenario before are restored.
         if !scenario.links.is_empty() || was_small {
             wait::time_passes(Duration::from_millis(1500), "agents follow links without a word");
         }
@@ -126,7 +126,7 @@ pub fn run(lab: &mut Lab) -> Result<String> {
     Ok(format!("({} scenarios, {probes} paths)", SCENARIOS.len()))
 }
 
-/// Gives pods' own links this MTU: with a large one, what is small is the way.
+/// Gives pods' own links this MTU: with a large one, only the path is small.
 fn pods_carry(network: &Network, mtu: u32) -> Result<()> {
     for node in &network.nodes {
         node.pod.ip(&format!("link set eth0 mtu {mtu}\n"))?;
@@ -138,9 +138,9 @@ fn pods_carry(network: &Network, mtu: u32) -> Result<()> {
     Ok(())
 }
 
-/// Answers from outside that are too big for a pod's network, of which the pod
-/// knows nothing: the node notifies the sender, which knows the node alone. Once
-/// where the node's address is public, once behind the router's translation.
+/// Answers from outside that are too big for a pod's network, which the pod does not know: the node notifies
+/// the sender, which knows only the node. Once where the node's address is public, once behind the router's
+/// translation.
 fn try_answers(network: &Network) -> Result<usize> {
     const CARRIED: u32 = 1300;
     let (outside, router): (IpAddr, IpAddr) = match network.underlay {
@@ -165,7 +165,7 @@ fn try_answers(network: &Network) -> Result<usize> {
     Ok(nodes.len())
 }
 
-/// What kernels have learnt of earlier scenarios.
+/// Flushes the path MTUs that kernels have learnt in earlier scenarios.
 fn forget(network: &Network) -> Result<()> {
     for netns in network.namespaces() {
         netns.sh("ip route flush cache; ip -6 route flush cache")?;
@@ -191,9 +191,8 @@ fn try_scenario(network: &Network, scenario: &Scenario) -> Result<usize> {
     Ok(paths + 1)
 }
 
-/// A pod and another node itself, directly and by a service's address: what the
-/// sender hears must bear the address it knows. Between the nodes themselves
-/// there is no outer header.
+/// From a pod to another node itself, directly and by a service's address: the errors that the sender gets
+/// must bear the address it knows. Between the nodes themselves there is no outer header.
 fn try_node(from: &Node, to: &Node, fits: u32) -> Result<usize> {
     let service: IpAddr = [10, 96, 0, 77].into();
     from.netns.sh(&format!(
@@ -245,7 +244,7 @@ fn ping(netns: &Netns, target: IpAddr, payload: u32) -> Result<(bool, String)> {
     for line in BufReader::new(ping.stdout.take().context("no output")?).lines() {
         said += &line?.replace(' ', "");
         said.push('\n');
-        // It waits for an answer also to what the kernel refused to send.
+        // ping waits for an answer even to what the kernel refused to send.
         if mtu_in(&said).is_some() {
             ping.kill()?;
             break;

@@ -28,7 +28,7 @@ pub struct Pod<'a> {
 /// command that runs where the node is.
 ///
 /// # Errors
-/// What the failing plugin says.
+/// When a plugin fails, with its output.
 pub fn add(list: &str, pod: Pod<'_>, command: impl Fn(&Path) -> Command) -> Result<Value> {
     let list: Value = serde_json::from_str(list).context("CNI configuration list")?;
     let mut result = Value::Null;
@@ -39,10 +39,10 @@ pub fn add(list: &str, pod: Pod<'_>, command: impl Fn(&Path) -> Command) -> Resu
     Ok(result)
 }
 
-/// Disconnects the pod, in reverse order. `result` is what [`add`] answered.
+/// Disconnects the pod, in reverse order. `result` is what [`add`] returned.
 ///
 /// # Errors
-/// What the failing plugin says.
+/// When a plugin fails, with its output.
 pub fn delete(list: &str, pod: Pod<'_>, result: &Value, command: impl Fn(&Path) -> Command) -> Result<()> {
     let list: Value = serde_json::from_str(list).context("CNI configuration list")?;
     for plugin in plugins(&list).iter().rev() {

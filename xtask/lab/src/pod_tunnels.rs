@@ -1,5 +1,5 @@
-//! Tunnels of pods' own. Their packets bear an outer header already, so the
-//! kernel refuses to write another in place: a device does it.
+//! Tunnels that pods make. Their packets bear an outer header already, so the kernel refuses to write another
+//! in place: a device does it.
 
 use std::net::{IpAddr, Ipv4Addr};
 
@@ -9,7 +9,7 @@ use super::{Lab, bulk, counters::drops, counters::scrape, network::Node, probe};
 
 /// Bytes of a transfer, each way.
 const BYTES: usize = 512 * 1024;
-/// Addresses inside a tunnel of that kind: servers stay on them.
+/// Addresses inside tunnels of that kind: servers stay on them.
 const fn ends(kind: u8) -> [Ipv4Addr; 2] {
     [Ipv4Addr::new(10, 99, kind, 1), Ipv4Addr::new(10, 99, kind, 2)]
 }
@@ -17,7 +17,7 @@ const fn ends(kind: u8) -> [Ipv4Addr; 2] {
 /// Kinds of tunnels: name, and arguments of `ip link add`.
 const KINDS: [(&str, &str); 3] = [("vxlan", "vxlan id 7 dstport 4789"), ("gre", "gretap"), ("ipip", "ipip")];
 
-/// Joins pods of both locations, then two of one location, by each kind.
+/// Joins a pod with one of the other location, then with one of its own, by each kind.
 pub fn run(lab: &mut Lab) -> Result<String> {
     let mut figures = Vec::new();
     for ((name, arguments), kind) in KINDS.into_iter().zip(0..) {
@@ -38,7 +38,7 @@ pub fn run(lab: &mut Lab) -> Result<String> {
     Ok(format!("({}; packets the devices sent)", figures.join(", ")))
 }
 
-/// False when the kernel has no such tunnels.
+/// Makes both ends of a tunnel; `false` when the kernel has no such tunnels.
 fn join(from: &Node, to: &Node, arguments: &str, ends: [Ipv4Addr; 2]) -> Result<bool> {
     for (node, other, address) in [(from, to, ends[0]), (to, from, ends[1])] {
         let link =
@@ -51,7 +51,7 @@ fn join(from: &Node, to: &Node, arguments: &str, ends: [Ipv4Addr; 2]) -> Result<
     Ok(true)
 }
 
-/// Returns how many packets the fallback devices of both nodes sent.
+/// Transfers bytes through the tunnel; returns how many packets the fallback devices of both nodes sent.
 fn carry(lab: &Lab, from: &Node, to: &Node, end: Ipv4Addr) -> Result<(u64, u64)> {
     probe::serve(&to.pod, IpAddr::V4(end))?;
     let nodes = [from, to];
@@ -60,7 +60,7 @@ fn carry(lab: &Lab, from: &Node, to: &Node, end: Ipv4Addr) -> Result<(u64, u64)>
     bulk::run(&from.pod, IpAddr::V4(end), BYTES)?;
     let after = read()?;
     let [sent, answered] = [after[0] - before[0], after[1] - before[1]];
-    // Without an outer header of ours the pod's own does not hinder.
+    // Without our outer header the pod's own is no obstacle.
     let is_native = lab.agents.has_flag("--encapsulate=crosssubnet") && from.location != to.location;
     ensure!(
         is_native == (sent == 0) && is_native == (answered == 0),

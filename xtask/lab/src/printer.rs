@@ -19,7 +19,7 @@ fn answers(netns: &Netns) -> bool {
 /// everything must come from a1 (or from a2, of a2's own pods).
 pub fn run(lab: &mut Lab) -> Result<String> {
     let result = reached_while_named(lab);
-    // It is no longer named after a failure, either.
+    // After a failure, too, it must no longer be named.
     let a2 = lab.network.node("a2")?;
     let written = lab.agents.write_node(a2, &[]);
     let configured = lab.agents.configure_laptop(&lab.network, |peers| peers);
@@ -35,7 +35,7 @@ fn reached_while_named(lab: &Lab) -> Result<()> {
     for netns in far.into_iter().chain([&network.laptop]) {
         ensure!(!answers(netns), "{} reaches the printer without allowed-location-ips", netns.name);
     }
-    // Any node of the location may say so; it goes through the leader.
+    // Any node of the location may name it; packets go through the leader.
     lab.agents.write_node(a2, &[("allowed-location-ips", &format!("{PRINTER}/32"))])?;
     for netns in far {
         probe::until_seen_as(netns, PRINTER, a1.private, LIMIT)?;

@@ -18,16 +18,16 @@ use crate::wait;
 
 /// Port both servers listen on.
 pub const PORT: u16 = 7007;
-/// What probes carry again and again, so that they are known wherever they are seen.
+/// Repeated in the payload of probes, so that they are recognized wherever they are seen.
 pub const MARKER: &[u8; 16] = b"kilo-probe-seen!";
-/// How often, in bytes.
+/// Distance between two markers, in bytes.
 const MARKER_EVERY: u64 = 128;
 /// Payload of a TCP probe in bytes: several segments.
 const TCP_PAYLOAD: usize = 8_000;
 /// Payload of a UDP or ICMP probe in bytes.
 const DATAGRAM_PAYLOAD: usize = 600;
-/// Receive buffer of sockets that datagrams are counted at, in bytes: 1,000 a second must not overflow it while a busy
-/// machine leaves its reader waiting. The kernel's default holds 256 small ones.
+/// Receive buffer, in bytes, of sockets at which datagrams are counted: 1,000 a second must not overflow it
+/// while a busy machine leaves its reader waiting. The kernel's default holds 256 small ones.
 const ROOM: usize = 8 << 20;
 
 /// What a probe sends.
@@ -42,7 +42,7 @@ pub enum Protocol {
 }
 
 impl Protocol {
-    /// All of them, in the order of the matrix.
+    /// All protocols, in the order of the matrix.
     pub const ALL: [Self; 3] = [Self::Tcp, Self::Udp, Self::Icmp];
 
     /// Name in the matrix.
@@ -84,14 +84,14 @@ pub fn serve(netns: &Netns, address: IpAddr) -> Result<()> {
     Ok(())
 }
 
-/// A connection outlives a fault, and the pause of TCP after it.
+/// Longer than a fault and the pause of TCP after it, both of which a connection outlives.
 const OUTLIVES: Duration = Duration::from_secs(300);
 
 fn echo_tcp(mut stream: TcpStream) -> Option<()> {
     let peer = stream.peer_addr().ok()?;
     stream.set_read_timeout(Some(OUTLIVES)).ok()?;
-    // What it has not got yet goes on when this side closes, too: a socket that nobody holds any more is given up by the
-    // kernel with the first try after 102 s (`tcp_orphan_retries`), and the other side would wait in vain.
+    // Unacknowledged bytes are still sent after this side closes: the kernel gives up a socket that nobody
+    // holds with the first try after 102 s (`tcp_orphan_retries`), and the other side would wait in vain.
     SockRef::from(&stream).set_linger(Some(OUTLIVES)).ok()?;
     stream.write_all(format!("{}\n", peer.ip()).as_bytes()).ok()?;
     let mut buffer = vec![0; 65536];
@@ -103,8 +103,8 @@ fn echo_tcp(mut stream: TcpStream) -> Option<()> {
     }
 }
 
-/// Sends one probe from this thread's namespace. Returns the source address
-/// the server saw (`None` for ICMP, where nobody says).
+/// Sends one probe from this thread's namespace. Returns the source address the server saw (`None` for ICMP,
+/// which does not report it).
 pub fn probe(protocol: Protocol, target: IpAddr, timeout: Duration) -> Result<Option<IpAddr>> {
     probe_port(protocol, (target, PORT).into(), timeout)
 }
@@ -126,7 +126,7 @@ pub fn from(netns: &Netns, target: impl Into<IpAddr>, timeout: Duration) -> Resu
     seen.context("the TCP server did not report the source")
 }
 
-/// Asks again and again until the server sees this address.
+/// Probes again and again until the server sees this address.
 pub fn until_seen_as(
     netns: &Netns,
     target: impl Into<IpAddr>,
@@ -147,7 +147,7 @@ fn pattern(length: usize) -> Vec<u8> {
     (0..length as u64).map(byte_at).collect()
 }
 
-/// Byte of a stream at this position: the marker, or what differs from its neighbours.
+/// Byte of a stream at this position: part of the marker, or different from its neighbours.
 pub fn byte_at(at: u64) -> u8 {
     let in_marker = MARKER.get((at % MARKER_EVERY) as usize).copied();
     in_marker.unwrap_or((at % 251) as u8)
@@ -212,7 +212,7 @@ fn icmp(target: IpAddr, timeout: Duration) -> Result<()> {
     };
     let socket = Socket::new(domain, Type::RAW, Some(protocol))?;
     socket.set_read_timeout(Some(timeout))?;
-    // The identifier, too: two of one may meet where they are translated to one address.
+    // As the identifier, too: equal ones may collide where sources are translated to one address.
     let [high, low] = sequence.to_be_bytes();
     let mut request = vec![kind, 0, 0, 0, high, low, high, low];
     request.extend(pattern(DATAGRAM_PAYLOAD));

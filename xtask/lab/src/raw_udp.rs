@@ -25,7 +25,7 @@ pub struct Datagram {
 }
 
 impl Datagram {
-    /// Of an Ethernet frame with IPv4 without options, and UDP.
+    /// Parses an Ethernet frame with UDP in IPv4 without options; `None` for any other.
     fn of(frame: &[u8]) -> Option<Self> {
         let is_udp = frame.get(12..14)? == [8, 0] && *frame.get(14)? == 0x45 && *frame.get(23)? == 17;
         let at = |address: usize, port: usize| {
@@ -38,7 +38,7 @@ impl Datagram {
         Some(Self { from: at(26, 34)?, to: at(30, 36)?, payload }).filter(|_| is_udp)
     }
 
-    /// The packet: IPv4 and UDP.
+    /// The packet, with its IPv4 and UDP headers.
     fn bytes(&self) -> Vec<u8> {
         let length = (28 + self.payload.len()) as u16;
         let mut bytes = vec![0x45, 0];
@@ -55,7 +55,7 @@ impl Datagram {
     }
 }
 
-/// Listens for so long, or until `is_enough`, on all devices of a namespace.
+/// Records for so long, or until `is_enough`, on all devices of a namespace.
 pub fn record(
     netns: &Netns,
     time: Duration,
@@ -77,7 +77,7 @@ pub fn record(
     })
 }
 
-/// Sends them from a namespace, that long apart.
+/// Sends the datagrams from a namespace, `every` apart.
 ///
 /// # Errors
 /// When the kernel refuses one.

@@ -34,7 +34,7 @@ impl fmt::Display for InClear {
 impl std::error::Error for InClear {}
 
 impl TestOutcome {
-    /// A test that has ended so; `outcome` is one of those above.
+    /// A test with this outcome, which is one of those listed above.
     pub fn new(part: &str, name: impl Into<String>, outcome: &str, seconds: f64) -> Self {
         Self {
             part: part.to_owned(),
@@ -45,12 +45,12 @@ impl TestOutcome {
         }
     }
 
-    /// The same; final when it failed by packets in clear.
+    /// Marks it as final when it failed by packets in clear.
     pub fn because_of(self, error: Option<&anyhow::Error>) -> Self {
         Self { is_final: error.is_some_and(anyhow::Error::is::<InClear>), ..self }
     }
 
-    /// One that passed or failed, and began then.
+    /// A test that passed or failed, and began then.
     pub fn ended(part: &str, name: impl Into<String>, is_passed: bool, began: Instant) -> Self {
         Self::new(part, name, if is_passed { "passed" } else { "failed" }, began.elapsed().as_secs_f64())
     }

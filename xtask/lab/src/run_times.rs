@@ -59,7 +59,7 @@ struct Defaults {
 /// Builds a lab with the binaries of `bin`, sends traffic, and takes it down.
 ///
 /// # Errors
-/// What cannot be built, sent or read.
+/// When something cannot be built, sent or read.
 pub fn measure(bin: &Path) -> Result<Vec<RunTimes>> {
     let name = "kilo-bench";
     let mut args = Defaults::try_parse_from(["bench", "--name", name])?.lab;
@@ -81,7 +81,7 @@ pub fn measure(bin: &Path) -> Result<Vec<RunTimes>> {
     Ok(vec![send("echo", echoes)?, send("TCP", transfers)?])
 }
 
-/// From a pod that does not lead: to a pod elsewhere, to one of its location, to the outside.
+/// Targets for a pod of a member: a pod of the other location, one of its own location, the outside.
 fn targets(network: &Network) -> Result<[IpAddr; 3]> {
     Ok([network.node("b2")?.pod_ip().into(), network.node("a3")?.pod_ip().into(), OUTSIDE.into()])
 }
@@ -119,7 +119,7 @@ fn programs() -> Result<Vec<Program>> {
     Ok(programs.into_iter().filter(|program| program.kind == "sched_cls").collect())
 }
 
-/// The kernel counts; afterwards the switch is as it was.
+/// Makes the kernel count until it is dropped, which restores the switch.
 struct Counting {
     before: String,
 }

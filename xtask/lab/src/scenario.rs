@@ -61,7 +61,7 @@ impl Scenario {
         Ok(())
     }
 
-    /// Adds what comes only when the agents run.
+    /// Adds what comes only once the agents run.
     pub fn complete(self, network: &Network) -> Result<()> {
         if self == Self::Cilium { cilium::complete(network) } else { Ok(()) }
     }
@@ -92,7 +92,7 @@ mod tests {
             let of_cni = |name: &str| name.starts_with("kilo-") && name.contains(scenario.label());
             let named = files.filter(|file| of_cni(&file.file_name().to_string_lossy()));
             let mut found = 0;
-            // One for nodes with userspace WireGuard has a flag more.
+            // The one for userspace WireGuard has one more flag.
             for file in named.filter(|file| !file.file_name().to_string_lossy().contains("userspace")) {
                 let text = std::fs::read_to_string(file.path()).unwrap();
                 let flags = text.lines().filter_map(|line| line.trim().strip_prefix("- --"));

@@ -1,5 +1,5 @@
-//! Datagrams a pod hands over many at once (`UDP_SEGMENT`, as QUIC servers do):
-//! each arrives whole, whether the kernel or a device cuts them apart.
+//! Datagrams that a pod sends many at a time (`UDP_SEGMENT`, as QUIC servers do): each arrives whole, whether
+//! the kernel or a device segments them.
 
 use std::{
     collections::BTreeSet,
@@ -30,16 +30,16 @@ const PORT: u16 = 7009;
 const DATAGRAM: u16 = 1200;
 /// Datagrams in one call.
 const BURST: u32 = 12;
-/// Calls.
+/// Number of calls.
 const CALLS: u32 = 40;
 /// Bytes the receiver's socket holds, with what the kernel adds to each datagram.
 const ROOM: usize = 4 * (CALLS * BURST) as usize * DATAGRAM as usize;
-/// Between calls, so that no queue on the way overflows.
+/// Pause between calls, so that no queue on the path overflows.
 const PAUSE: Duration = Duration::from_millis(10);
 /// Longest wait for the next datagram once all were sent.
 const PATIENCE: Duration = Duration::from_secs(5);
 
-/// From a pod to pods of the other and of its own location, in both families.
+/// Sends from a pod to pods of the other and of its own location, in both families.
 pub fn run(lab: &mut Lab) -> Result<String> {
     let network = &lab.network;
     let mut figures = Vec::new();
@@ -59,7 +59,7 @@ fn pass(from: &Node, to: &Node, target: IpAddr) -> Result<u64> {
     let address = SocketAddr::from((target, PORT));
     let receiver = to.pod.spawn(move || UdpSocket::bind(address)).join();
     let receiver = receiver.map_err(|_| anyhow::anyhow!("receiving thread"))???;
-    // All of them, should the receiving thread not run meanwhile.
+    // Room for all of them, in case the receiving thread does not run meanwhile.
     setsockopt(&receiver, RcvBufForce, &ROOM).context("receive buffer")?;
     let is_sent = Arc::new(AtomicBool::new(false));
     let ended = Arc::clone(&is_sent);

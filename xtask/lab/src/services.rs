@@ -17,7 +17,7 @@ use super::{
 
 const TIMEOUT: Duration = Duration::from_secs(4);
 
-/// Every pod and host asks the service of every other node's pod.
+/// Every pod and host sends requests to the service of every other node's pod.
 pub fn run(lab: &mut Lab) -> Result<String> {
     let network = &lab.network;
     let rules = rules(network);
@@ -91,7 +91,7 @@ fn rules(network: &Network) -> String {
     )
 }
 
-/// Requests that were answered.
+/// Returns the number of requests that were answered.
 fn ask_all(network: &Network) -> Result<usize> {
     let threads: Vec<_> = network
         .nodes

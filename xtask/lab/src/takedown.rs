@@ -1,4 +1,4 @@
-//! Networks and processes on this machine that go away however the program ends.
+//! Networks and processes on this machine that are removed however the program ends.
 
 use std::{
     sync::{
@@ -14,28 +14,28 @@ use crate::{descendants, wait};
 
 /// Set on Ctrl-C and SIGTERM: nothing more is to be made.
 static INTERRUPTED: AtomicBool = AtomicBool::new(false);
-/// Read by who makes something, until it can be found by who takes it down.
+/// Held for reading while something is made, until the takedown can find it.
 static MAKING: RwLock<()> = RwLock::new(());
-/// Longest wait for those; what takes longer is a command that is ended with the others.
+/// Longest wait for those that hold it; what takes longer is a command, which is ended with the others.
 const IN_THE_MAKING: Duration = Duration::from_secs(5);
-/// How long children have to end by themselves, which nobody waits for who is taken down with the rest.
+/// How long children have to end by themselves when a takedown follows.
 const CHILDREN_END: Duration = Duration::from_secs(10);
-/// The same where nothing else is to be taken down: one may be a lab or a cluster that cleans up itself.
+/// The same when none follows: a child may be a lab or a cluster that cleans up after itself.
 const LABS_END: Duration = Duration::from_secs(120);
 
 /// Takes something down when dropped, on Ctrl-C and on SIGTERM.
 #[must_use]
 pub struct Takedown<F: Fn() -> Result<()>> {
-    /// Who says so when it fails: `lab`, `cluster`.
+    /// Prefix of the message when it fails: `lab`, `cluster`.
     who: &'static str,
     down: F,
-    /// Leave it where it is when dropped; a signal takes it down all the same.
+    /// Leave everything in place when dropped; a signal takes it down all the same.
     pub keep: bool,
 }
 
 impl<F: Fn() -> Result<()> + Clone + Send + 'static> Takedown<F> {
-    /// Arranges it; once in a process. `down` also removes what is only half made. A signal ends this program's
-    /// children first, since they would go on making it.
+    /// Arranges the takedown, once per process. `down` must also remove what is only half made. A signal ends
+    /// this program's children first, since they would go on making it.
     ///
     /// # Errors
     /// When the signals have a handler already.
@@ -87,8 +87,8 @@ pub fn end_children_with_us(who: &'static str) -> Result<Takedown<impl Fn() -> R
     Takedown::arranged(who, LABS_END, || Ok(()))
 }
 
-/// Makes something that is to be found when everything is taken down: nothing once that has begun, which waits until
-/// `code` has ended. What `code` waits for must not be long.
+/// Runs `code`, which makes something that the takedown must find. A takedown waits until `code` has ended,
+/// and nothing is made once it has begun. What `code` waits for must not be long.
 ///
 /// # Errors
 /// Those of `code`, and after Ctrl-C and SIGTERM.
@@ -98,7 +98,7 @@ pub fn make<T>(code: impl FnOnce() -> Result<T>) -> Result<T> {
     code()
 }
 
-/// Fails once everything is to go away.
+/// Fails once a takedown has begun.
 ///
 /// # Errors
 /// After Ctrl-C and SIGTERM.

@@ -51,7 +51,7 @@ impl Topology {
     /// Flags of every agent.
     pub const fn flags(self) -> &'static [&'static str] {
         match self {
-            // Which of the addresses is the private one is for the operator to say.
+            // The operator has to say which of the addresses is the private one.
             Self::Vlan => &["--internal-cidr=10.1.0.0/16,10.2.0.0/16"],
             Self::PrivateEndpoints => &["--prioritise-private-addresses"],
             _ => &[],
@@ -70,7 +70,7 @@ impl Topology {
         }
     }
 
-    /// Checks of its own.
+    /// Additional checks of this topology.
     pub const fn checks(self) -> &'static [Check] {
         match self {
             Self::StaticRoute => &[(
@@ -88,9 +88,9 @@ impl Topology {
         }
     }
 
-    /// Why this kernel cannot have it.
+    /// Why this kernel cannot have it, if it cannot.
     pub fn missing(self) -> Option<&'static str> {
-        // The answer is that it exists, when only that is wrong.
+        // Any other error means that the kernel knows the type.
         let knows = |kind: &str| {
             let probe = format!("link add kilo-probe link lo type {kind} id 1");
             let output = Command::new("unshare").args(["--net", "ip"]).args(probe.split(' ')).output();
@@ -103,7 +103,7 @@ impl Topology {
     /// Changes a network that has just been built.
     ///
     /// # Errors
-    /// What cannot be set up.
+    /// When something cannot be set up.
     pub fn prepare(self, network: &mut Network) -> Result<()> {
         match self {
             Self::Plain => Ok(()),
@@ -112,8 +112,8 @@ impl Topology {
             Self::PointToPoint => point_to_point(network),
             Self::PrivateEndpoints => private_endpoints(network),
             Self::StaticRoute => {
-                // To pods of another node of the location by that node: a1 may not send it what
-                // another host has sent (`foreign_source`). The rest by the leader.
+                // Pods of another node of the location are reached through that node: a1 may not send it what
+                // another host has sent (`foreign_source`). All others are reached through the leader.
                 let a2 = network.node("a2")?;
                 let own = format!("route add {}/24 via {}\n", a2.pod_address(0), a2.private);
                 network.printer.ip(&format!("route add 10.42.0.0/16 via 10.1.0.11\n{own}"))
@@ -126,7 +126,7 @@ fn two_nics(network: &Network) -> Result<()> {
     let node = network.node("a2")?;
     network.attach(&node.netns, "eth2", "a2-second-lan", Some(&node.lan))?;
     node.netns.ip("address add 10.1.0.112/24 dev eth2\n")?;
-    // Strictly filtered it would take nothing by the NIC it does not answer by.
+    // A strict filter would accept nothing on the NIC by which it does not answer.
     node.netns.sh("for d in /proc/sys/net/ipv4/conf/*/rp_filter; do echo 2 > $d; done")?;
     let mac = node.netns.sh("cat /sys/class/net/eth2/address")?;
     let neighbour =
@@ -167,7 +167,7 @@ fn private_endpoints(network: &mut Network) -> Result<()> {
     ["a1", "b1"].iter().try_for_each(|name| network.restore_routes(network.node(name)?))
 }
 
-/// What is seen in clear meanwhile fails every check.
+/// Hosts and pods of leaders probe the other leader's endpoint; packets in clear meanwhile fail every check.
 fn by_endpoints(lab: &mut Lab) -> Result<String> {
     let ends = [("a1", "b1"), ("b1", "a1")];
     for (from, to) in ends {
@@ -188,8 +188,8 @@ fn by_endpoints(lab: &mut Lab) -> Result<String> {
     Ok(format!("({} ways)", ends.len() * 2 * Protocol::ALL.len()))
 }
 
-/// Detaches the programs of kilo0, and waits until the agent has put them back: how many links there were, and how long
-/// that took.
+/// Detaches the programs of kilo0, and waits until the agent has attached them again; returns how many links
+/// there were, and how long that took.
 ///
 /// # Errors
 /// When they do not come back.
@@ -203,7 +203,7 @@ pub fn detach_from_kilo(node: &Netns) -> Result<(usize, Duration)> {
     Ok((removed.lines().count(), took))
 }
 
-/// The host of a1 sends to that of b2 while b1, which passes it on, loses the programs of kilo0 again and again.
+/// The host of a1 sends to that of b2 while b1, which forwards it, loses kilo0's programs again and again.
 fn detached(lab: &mut Lab) -> Result<String> {
     const BETWEEN: Duration = Duration::from_millis(1);
     lab.caused(&["reattached it"]);
@@ -212,7 +212,7 @@ fn detached(lab: &mut Lab) -> Result<String> {
     let stop = Arc::new(AtomicBool::new(false));
     let ended = Arc::clone(&stop);
     let from = lab.network.node("a1")?;
-    // The address that WireGuard itself is reached at, as in the host's answers.
+    // WireGuard's endpoint address, as in the host's answers.
     let source = from.private;
     let sender = from.netns.spawn(move || -> std::io::Result<u64> {
         let socket = UdpSocket::bind((source, 0))?;
@@ -233,7 +233,7 @@ fn detached(lab: &mut Lab) -> Result<String> {
     Ok(format!("({sent} datagrams, detached 3 times)"))
 }
 
-/// From the LAN to pods of its location, then to one of another by `allowed-location-ips`.
+/// Probes from the LAN to pods of its location, then to one of another by `allowed-location-ips`.
 fn from_the_lan(lab: &mut Lab) -> Result<String> {
     for name in ["a1", "a2"] {
         let pod = lab.network.node(name)?.pod_ip().into();
@@ -249,7 +249,7 @@ fn from_the_lan(lab: &mut Lab) -> Result<String> {
     reached.map(|()| String::new())
 }
 
-/// A probe is sent from a socket that takes answers of the target only.
+/// Sends a probe from the printer, whose socket accepts answers of the target only.
 fn asks(lab: &Lab, protocol: Protocol, target: IpAddr) -> Result<()> {
     let timeout = Duration::from_secs(3);
     let seen = lab.network.printer.spawn(move || probe::probe(protocol, target, timeout)).join();

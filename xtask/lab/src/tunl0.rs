@@ -57,8 +57,8 @@ pub fn tap(name: &str, next_hops: &[Ipv4Addr]) -> String {
     batch
 }
 
-/// Carries packets of the TAP device in this thread's namespace until it is deleted: then the
-/// thread that is answered ends.
+/// Carries packets of the TAP device in this thread's namespace until it is deleted; then the returned thread
+/// ends.
 pub fn attach(name: &str) -> Result<JoinHandle<()>> {
     let (tap, socket) = open(name)?;
     let hardware = hardware_address(&socket, name)?;
@@ -106,7 +106,7 @@ fn request(name: &str) -> libc::ifreq {
 /// Attaches to the device and to packets of protocol 4 in this thread's namespace.
 fn open(name: &str) -> Result<(File, Socket)> {
     let tap = File::options().read(true).write(true).open("/dev/net/tun").context("/dev/net/tun")?;
-    // Opening would make a device that is not there.
+    // Opening would create a missing device.
     ensure!(nix::net::if_::if_nametoindex(name).is_ok(), "{name} is not there");
     let mut request = request(name);
     request.ifr_ifru.ifru_flags = i16::try_from(libc::IFF_TAP | libc::IFF_NO_PI)?;
@@ -116,11 +116,11 @@ fn open(name: &str) -> Result<(File, Socket)> {
     Ok((tap, Socket::new(Domain::IPV4, Type::RAW, Some(Protocol::from(4)))?))
 }
 
-/// What is inside the packets goes to the host's stack, as if from the device.
+/// Hands inner packets to the host's stack, as if received on the device.
 fn receive(mut tap: File, socket: &Socket, hardware: &[u8], gone: &AtomicBool) {
     let mut buffer = [MaybeUninit::<u8>::uninit(); 2048];
     while !gone.load(Ordering::Relaxed) {
-        // Now and then nothing comes.
+        // The read has timed out.
         let Ok((length, _)) = socket.recv_from(&mut buffer) else { continue };
         // SAFETY: recv_from initialised the first `length` bytes.
         let packet = unsafe { std::slice::from_raw_parts(buffer.as_ptr().cast::<u8>(), length) };

@@ -1,5 +1,5 @@
-//! A VPN peer with plain wireguard-tools: behind NAT that changes its mind,
-//! with a pre-shared key, as gateway, and with a node as its way to the Internet.
+//! A VPN peer with plain wireguard-tools: behind a NAT whose mapping changes, with a pre-shared key, as a
+//! gateway itself, and with a node as its gateway to the Internet.
 
 use std::{
     fs,
@@ -29,7 +29,7 @@ const TO_OFFICE: &str = "10.43.0.20";
 /// Echo requests of the flow, and the time between two of them in seconds.
 const PINGS: u32 = 100;
 const INTERVAL: &str = "0.05";
-/// Lost ones that roaming may cost: a quarter of a second.
+/// How many of them roaming may cost: a quarter of a second.
 const MAY_LOSE: u32 = 5;
 
 /// The laptop gets another address on its LAN, and its NAT another public
@@ -162,7 +162,7 @@ fn by_nodes(lab: &Lab) -> Result<()> {
     let _service = Service::add(&a1.netns, TO_POD, &b2.pod_ip().to_string())?;
     // It does not build on the check before, which may have failed.
     write_laptop(lab, Some(OFFICES))?;
-    // Before everything else goes into the tunnels, which their own packets must not do.
+    // WireGuard's own packets must not go into the tunnels, as everything else does from here on.
     network.laptop.ip("route replace 192.0.2.0/24 via 172.16.9.1\n")?;
     lab.agents.configure_laptop(network, |peers| {
         peers

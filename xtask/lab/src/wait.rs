@@ -9,8 +9,8 @@ use std::{
 
 use anyhow::{Result, anyhow, ensure};
 
-/// Bounds of the pause between two looks, which is a sixteenth of what has been waited: what comes soon is seen soon,
-/// and a long wait costs little.
+/// Bounds of the pause between two looks, which is a sixteenth of the time waited so far: short waits end
+/// promptly, and long ones cost little.
 const PAUSES: (Duration, Duration) = (Duration::from_millis(2), Duration::from_millis(50));
 
 /// What one look at something awaited returns.
@@ -20,11 +20,11 @@ pub trait Awaited {
     /// What is there instead; shown when the time is over, unless it is empty.
     type Instead: Display;
 
-    /// What has come after this time.
+    /// What has come after this time, or what is there instead.
     fn found(self, waited: Duration) -> Result<Self::Found, Self::Instead>;
 }
 
-/// Whether it is so; when it is, how long that took.
+/// A condition; returns how long it took to become true.
 impl Awaited for bool {
     type Found = Duration;
     type Instead = &'static str;
@@ -34,7 +34,7 @@ impl Awaited for bool {
     }
 }
 
-/// It, once there is one.
+/// A value, once there is one.
 impl<T> Awaited for Option<T> {
     type Found = T;
     type Instead = &'static str;
@@ -44,7 +44,7 @@ impl<T> Awaited for Option<T> {
     }
 }
 
-/// It, or what the message is to show of the last look.
+/// A value, or what the message is to show of the last look.
 impl<T, E: Display> Awaited for Result<T, E> {
     type Found = T;
     type Instead = E;
@@ -54,7 +54,7 @@ impl<T, E: Display> Awaited for Result<T, E> {
     }
 }
 
-/// Something awaited for a limited time, for those who sleep in their own way.
+/// A wait with a limit, for callers that sleep in their own way.
 pub struct Patience<'a> {
     what: &'a str,
     limit: Duration,
@@ -62,7 +62,7 @@ pub struct Patience<'a> {
 }
 
 impl<'a> Patience<'a> {
-    /// It begins now.
+    /// Starts the wait.
     pub fn new(what: &'a str, limit: Duration) -> Self {
         Self { what, limit, began: Instant::now() }
     }
@@ -70,7 +70,7 @@ impl<'a> Patience<'a> {
     /// What has come, or how long to sleep until the next look.
     ///
     /// # Errors
-    /// A sentence, when the time is over.
+    /// With a sentence, when the time is over.
     pub fn after<L: Awaited>(&self, look: L) -> Result<ControlFlow<L::Found, Duration>> {
         let waited = self.began.elapsed();
         match look.found(waited) {
@@ -126,10 +126,10 @@ pub fn settled<T: PartialEq>(
     Ok(last)
 }
 
-/// Looks for so long, and fails as soon as it is not so.
+/// Checks a condition for so long, and fails as soon as it does not hold.
 ///
 /// # Errors
-/// When it is not so, or a look fails.
+/// When it does not hold, or a check fails.
 pub fn stays(what: &str, time: Duration, mut is_so: impl FnMut() -> Result<bool>) -> Result<()> {
     let began = Instant::now();
     loop {
@@ -142,17 +142,17 @@ pub fn stays(what: &str, time: Duration, mut is_so: impl FnMut() -> Result<bool>
     }
 }
 
-/// A fault is there for so long before it is mended.
+/// Lets a fault last for so long before it is mended.
 pub fn fault_lasts(time: Duration) {
     sleep(time);
 }
 
-/// Time that is itself what is needed, because a clock is read, traffic is counted or others have no sign to give.
+/// Waits where time itself is needed, because a clock is read, traffic is counted or others give no sign.
 pub fn time_passes(time: Duration, _why: &str) {
     sleep(time);
 }
 
-/// The pause between two of what is done again and again, such as packets.
+/// Pauses between repeated actions, such as sending packets.
 pub fn pace(pause: Duration) {
     sleep(pause);
 }

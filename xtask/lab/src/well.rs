@@ -1,6 +1,6 @@
-//! How agents must be after every check: with the rights of their manifest and no
-//! others, on the hooks of this kernel, their programs never detached, and silent
-//! but for what the check caused.
+//! What must be true of agents after every check: they have the rights of their manifest and no others, their
+//! programs are on the hooks of this kernel and were never detached, and they warn of nothing but what the
+//! check caused.
 
 use std::{
     collections::BTreeMap,
@@ -38,26 +38,26 @@ pub const PODS_STAY: &str = "but pods or other containers still run here";
 pub const NO_KILO0: &str = "kilo0 is gone or was replaced";
 /// Counts the programs that an agent attached again.
 pub const REATTACHED: &str = "kilo_reattached_total";
-/// Programs of an interface that carries a node's packets out.
+/// Programs on an uplink.
 const UPLINK_PROGRAMS: [&str; 2] = ["lan_ingress", "uplink_egress"];
-/// The same where its packets have no Ethernet header.
+/// Programs on an uplink without Ethernet headers.
 const LAYER3_PROGRAMS: [&str; 2] = ["l3_ingress", "l3_egress"];
-/// Devices of ours that undo outer headers; which of them a node has is its kernel's and its agent's choice.
+/// Our devices that decapsulate; which of them a node has depends on its kernel and its agent.
 const TUNNELS: [&str; 2] = ["kilo-vxlan", "kilo-ipip"];
-/// Its program.
+/// Program on those devices.
 const TUNNEL_PROGRAM: &str = "tunnel_ingress";
-/// TCX came with this kernel.
+/// First kernel with TCX.
 const TCX_SINCE: (u32, u32) = (6, 6);
 
-/// What has been read of the agents' logs, and what may be there.
+/// How far the agents' logs have been read, and what they may contain.
 #[derive(Debug, Default)]
 pub struct Watch {
     /// Bytes read of each node's log.
     read: BTreeMap<String, u64>,
     /// Programs each agent has attached again.
     reattached: BTreeMap<String, u64>,
-    /// Parts of what the check that runs causes to be logged, and of what the one before did:
-    /// a line may come late.
+    /// Parts of the lines that the running check causes to be logged, and that the one before did: a line may
+    /// come late.
     caused: [Vec<String>; 2],
 }
 
@@ -89,11 +89,11 @@ impl Watch {
         let may = self.expects(DETACHED);
         let mut said = Vec::new();
         for (node, _) in running(network, agents) {
-            // One that has just been started does not answer yet.
+            // An agent that has just been started does not answer yet.
             let Ok(metrics) = counters::scrape(&node.netns) else { continue };
             let now = metrics.get(REATTACHED).copied().unwrap_or(0);
             let before = self.reattached.insert(node.name().to_owned(), now).unwrap_or(0);
-            // A new agent begins with none.
+            // A new agent begins at 0.
             if !may && now != before && now != 0 {
                 said.push(format!("{}: {REATTACHED} is {now}, and was {before}", node.name()));
             }
@@ -144,7 +144,8 @@ fn rest(log: &Path, from: u64) -> Result<String> {
     Ok(String::from_utf8_lossy(&bytes).into_owned())
 }
 
-/// Warnings and errors; and all text that is not a line of the log as one, because a panic prints many.
+/// Warnings and errors; all text that is not a line of the log counts as one, because a panic prints many
+/// lines.
 fn warnings(log: &str) -> Vec<String> {
     let (mut warnings, mut others) = (Vec::new(), Vec::new());
     for line in log.lines().filter(|line| !line.trim().is_empty()) {
@@ -167,21 +168,22 @@ fn running<'a>(network: &'a Network, agents: &'a Agents) -> impl Iterator<Item =
     network.nodes.iter().filter_map(|node| Some((node, agents.pid(node.name())?)))
 }
 
-/// What a lab ends with: nobody has anything more to warn about, and every agent that runs has its rights and hooks.
+/// The check that a lab ends with: nobody has anything more to warn about, and every agent that runs has its
+/// rights and hooks.
 ///
 /// # Errors
-/// What differs.
+/// When something differs.
 pub fn as_deployed(lab: &mut Lab) -> Result<String> {
     lab.all_well()?;
     let topology = lab.topology;
     rights_and_hooks(&lab.network, &lab.agents, |node| topology.uplinks(node))
 }
 
-/// The same of a mesh that stands beside a lab, from its beginning on: all that its agents have logged is looked at.
-/// `caused` are parts of what they may have, and each node's only uplink is eth0.
+/// As [`as_deployed`], for a mesh beside a lab: everything that its agents have logged is checked. `caused`
+/// are parts of what they may have logged, and each node's only uplink is eth0.
 ///
 /// # Errors
-/// What differs.
+/// When something differs.
 pub fn mesh_as_deployed(network: &Network, agents: &Agents, caused: &[&str]) -> Result<String> {
     let mut watch = Watch::default();
     watch.caused[0].extend(caused.iter().map(|&part| part.to_owned()));
@@ -218,8 +220,8 @@ pub fn hook() -> Result<&'static str> {
     }
 }
 
-/// Every program is on the right kind of hook, and each device that is to have one has it. Devices of others (of
-/// flannel, Cilium and pods' bridges) are left out: what is on them is for the checks of those scenarios to say.
+/// Checks that every program is on the right kind of hook, and each device that is to have one has it.
+/// Devices of others (flannel, Cilium and pods' bridges) are left to the checks of those scenarios.
 fn hooks(node: &Node, wanted: &str, uplinks: &[&str]) -> Result<()> {
     let status = counters::status(&node.netns)?;
     let programs = status["agent"]["programs"].as_array().context("no programs in /status")?;
@@ -227,10 +229,11 @@ fn hooks(node: &Node, wanted: &str, uplinks: &[&str]) -> Result<()> {
     on_hooks(programs, wanted, uplinks, &devices)
 }
 
-/// Pure: whether these are the programs that a node with these uplinks has; `devices` are all of its, a line each.
+/// Pure: whether these are the programs that a node with these uplinks has; `devices` are all its devices,
+/// one per line.
 ///
 /// # Errors
-/// Which program is on another kind of hook, or missing.
+/// Names the program that is on another kind of hook, or missing.
 pub fn on_hooks(programs: &[serde_json::Value], wanted: &str, uplinks: &[&str], devices: &str) -> Result<()> {
     for program in programs {
         ensure!(program["hook"] == wanted, "not on {wanted}: {program}");

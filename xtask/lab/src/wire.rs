@@ -23,7 +23,7 @@ use crate::wait;
 
 /// Longest wait for both devices.
 const PATIENCE: Duration = Duration::from_secs(20);
-/// More than any packet has.
+/// Larger than any packet.
 const LARGEST: usize = 65536;
 
 /// Both ends, each a network namespace and a name.
@@ -39,7 +39,7 @@ pub struct WireArgs {
     second_name: String,
 }
 
-/// Makes both devices. The process ends with the second namespace, and so do they.
+/// Makes both devices. Their process ends with the second namespace, and so do they.
 ///
 /// # Errors
 /// When they do not appear.
@@ -61,7 +61,7 @@ pub fn start(first: (&Netns, &str), second: (&Netns, &str)) -> Result<()> {
 /// When a device cannot be made.
 pub fn main(args: &WireArgs) -> Result<()> {
     let first = open(&args.first, &args.first_name)?;
-    // The process stays in this namespace, whose end ends it.
+    // The process stays in this namespace, and ends with it.
     let second = open(&args.second, &args.second_name)?;
     std::thread::scope(|scope| {
         scope.spawn(|| carry(&first, &second));
@@ -90,7 +90,7 @@ fn carry(mut from: &File, mut to: &File) {
     let mut packet = vec![0; LARGEST];
     loop {
         match from.read(&mut packet) {
-            // Not taken while the other end is down: such a packet is lost, as on any wire.
+            // The write fails while the other end is down: such a packet is lost, as on any wire.
             Ok(length) => drop(to.write(&packet[..length])),
             // The device is there but down.
             Err(error) if error.raw_os_error() == Some(libc::EIO) => {

@@ -1,5 +1,5 @@
-//! The kernel's state on nodes with Cilium: its devices, routes and rules, and
-//! programs of its names on them. They are stand-ins; Cilium itself is not run.
+//! Kernel state of nodes with Cilium: its devices, routes and rules, and stand-in programs with its names on
+//! them. Cilium itself is not run.
 //!
 //! On some nodes it is there before the agent, on others it comes after.
 
@@ -38,7 +38,7 @@ pub use programs::OBJECT;
 /// Flags of the agents, as in the manifests beside Cilium.
 pub const FLAGS: &[&str] = &["--compatibility=cilium", "--cni=false", "--local=false"];
 
-/// What is checked when the mesh stands.
+/// Checks that run once the mesh is up.
 pub const CHECKS: &[Check] = &[
     ("members steer to their leader, and Cilium carries what stays in the location", |lab| {
         cni::ways_beside(lab, "cilium_vxlan")
@@ -54,18 +54,18 @@ pub const CHECKS: &[Check] = &[
     ("after `kg uninstall` only the others' programs are left", uninstalled),
 ];
 
-/// Nodes to which Cilium comes only when the agent runs.
+/// Nodes on which Cilium starts after the agent.
 const AGENT_FIRST: [&str; 2] = ["a3", "b2"];
-/// What VXLAN leaves of WireGuard's 1420: Cilium's own packets go through it, too.
+/// WireGuard's 1420 minus VXLAN's overhead: Cilium's own packets go through the tunnel, too.
 const MTU: u32 = 1370;
-/// The agent's programs at ingress and egress of the devices the others sit on.
+/// Devices shared with Cilium, and the agent's programs at their ingress and egress.
 const SHARED: [(&str, [&str; 2]); 3] = [
     ("eth0", ["lan_ingress", "uplink_egress"]),
     ("eth1", ["lan_ingress", "uplink_egress"]),
     ("kilo0", ["kilo_ingress", "kilo_egress"]),
 ];
 const HOOKS: [TcAttachType; 2] = [TcAttachType::Ingress, TcAttachType::Egress];
-/// Names of the programs before ours, and of Cilium's behind it.
+/// Names of the programs attached before ours, and of Cilium's (`NETDEV`) after ours.
 const WATCH: [&str; 2] = ["watch_ingress", "watch_egress"];
 const NETDEV: [&str; 2] = ["cil_from_netdev", "cil_to_netdev"];
 
@@ -109,7 +109,7 @@ fn directory(node: &Node) -> Result<PathBuf> {
     Ok(format!("/proc/{holder}/root/sys/fs/bpf/cilium").into())
 }
 
-/// Devices, addresses, routes, rules, programs.
+/// Sets up Cilium's devices, addresses, routes, rules and programs.
 fn start(network: &Network, node: &Node) -> Result<()> {
     let own = overlay_address(node);
     let hardware = programs::HOST_ADDRESS.map(|byte| format!("{byte:02x}")).join(":");
@@ -154,7 +154,7 @@ fn start(network: &Network, node: &Node) -> Result<()> {
     tunl0::make(node, "cilium_tunl", &[])
 }
 
-/// Which node has which pods; Cilium knows nothing of locations.
+/// Maps each other node's pod CIDR to its private address: Cilium does not know locations.
 fn fill_ipcache(network: &Network, node: &Node) -> Result<()> {
     let script = network.nodes.iter().filter(|other| other.name() != node.name()).map(|other| {
         let IpAddr::V4(address) = other.private else { bail!("{} has no IPv4 address", other.name()) };
@@ -162,14 +162,14 @@ fn fill_ipcache(network: &Network, node: &Node) -> Result<()> {
         Ok(format!(
             "bpftool map update pinned /sys/fs/bpf/cilium/ipcache key {} value {}\n",
             bytes(other.pod_address(0).octets()),
-            // The helper takes it as a number.
+            // The helper that sets the tunnel key takes host byte order.
             bytes(u32::from(address).to_ne_bytes()),
         ))
     });
     node.netns.sh(&script.collect::<Result<String>>()?).map(drop)
 }
 
-/// What a node's programs counted, by number of the counter.
+/// Packets that a node's programs counted, indexed by counter.
 #[derive(Debug)]
 struct Counted([u64; programs::COUNTERS]);
 
@@ -181,7 +181,7 @@ impl std::ops::Index<u32> for Counted {
     }
 }
 
-/// What the node's programs counted.
+/// Reads the counters of the node's programs, summed over all CPUs.
 fn counted(node: &Node) -> Result<Counted> {
     let counters = MapData::from_pin(directory(node)?.join("metrics"))?;
     let array: PerCpuArray<_, [u64; programs::COUNTERS]> = Map::PerCpuArray(counters).try_into()?;
@@ -189,7 +189,7 @@ fn counted(node: &Node) -> Result<Counted> {
     Ok(Counted(std::array::from_fn(|counter| of_cpus.iter().map(|of_cpu| of_cpu[counter]).sum())))
 }
 
-/// Where in the chain of a hook a program is put.
+/// Where in a hook's chain a program is put.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Side {
     Before,
@@ -213,22 +213,23 @@ fn attach(node: &Node, device: &str, hook: TcAttachType, program: Program, side:
         .with_context(|| format!("{name} on {}", node.name()))
 }
 
-/// On each hook of the device: a foreign program that counts before all others,
-/// and Cilium's behind them.
+/// Attaches to each hook of the device a foreign program that counts before all others, and Cilium's after
+/// them.
 fn attach_beside(node: &Node, device: &str) -> Result<()> {
     let number = SHARED.iter().position(|(name, _)| *name == device).context("no shared device")?;
     for (side, hook) in HOOKS.into_iter().enumerate() {
         let counter = counter(number, side);
         attach(node, device, hook, Program::named(WATCH[side], counter), Side::Before)?;
         let netdev = Program::named(NETDEV[side], counter + 1);
-        // The firewall guards what has Ethernet headers: the ways into the host.
+        // The host firewall guards devices with Ethernet headers, by which packets enter the host.
         let netdev = if device == "kilo0" { netdev } else { netdev.guarding() };
         attach(node, device, hook, netdev, Side::After)?;
     }
     Ok(())
 }
 
-/// Counter of the program before ours on a hook of a shared device; that of the one behind it follows.
+/// Counter of the program before ours on a hook of a shared device; the next one is of the program after
+/// ours.
 fn counter(device: usize, hook: usize) -> u32 {
     (device * 4 + hook * 2) as u32
 }
@@ -238,7 +239,7 @@ fn ifindex(node: &Node, device: &str) -> Result<u32> {
     text.trim().parse().with_context(|| format!("{device}: {text}"))
 }
 
-/// Pods on links of their own, with a route each.
+/// Writes a CNI configuration that gives each pod a point-to-point link and a route.
 fn configure_pods(node: &Node) -> Result<()> {
     let conf = serde_json::json!({
         "cniVersion": "0.3.1",
@@ -256,7 +257,7 @@ fn configure_pods(node: &Node) -> Result<()> {
     node.netns.sh(&format!("cat > {} <<'CONF'\n{conf}\nCONF", cni_conf::CONF)).map(drop)
 }
 
-/// What the host firewall is to refuse if it gets to see it.
+/// Sends a packet that the host firewall must refuse, and waits until it has.
 fn try_the_firewall(network: &Network) -> Result<()> {
     let (from, to) = (network.node("a2")?, network.node("a1")?);
     let target = (to.private, programs::KILO_VXLAN_PORT);
@@ -268,10 +269,10 @@ fn try_the_firewall(network: &Network) -> Result<()> {
     Ok(())
 }
 
-/// Programs of a hook in the order they run: number and name.
+/// Programs on a hook in the order they run: id and name.
 type Chain = Vec<(u32, String)>;
 
-/// The chains of every hook the node's agent shares with others, of the devices there are.
+/// The chains of the shared hooks, by device and hook, for the devices that the node has.
 fn chains(node: &Node) -> Result<BTreeMap<String, Chain>> {
     let there = node.netns.sh("ls /sys/class/net")?;
     let devices = SHARED.iter().filter(|(device, _)| there.split_whitespace().any(|name| name == *device));
@@ -287,8 +288,8 @@ fn chains(node: &Node) -> Result<BTreeMap<String, Chain>> {
     devices.flat_map(|(device, _)| HOOKS.map(|hook| query(device, hook))).collect()
 }
 
-/// Whichever came first: a program put before all stays there, ours is before
-/// those that were there, and Cilium's come after.
+/// Whichever came first, a foreign program stays before all others, ours come before those that were there,
+/// and Cilium's come after ours.
 fn beside(lab: &mut Lab) -> Result<String> {
     let mut seen = 0;
     for node in &lab.network.nodes {
@@ -306,7 +307,7 @@ fn beside(lab: &mut Lab) -> Result<String> {
                 ensure!(names == wanted, "{} {device} {hook:?}: {names:?}, not {wanted:?}", node.name());
                 let at = counter(number, side);
                 let before_ours = counted[at];
-                // Ours take every packet there is on the kilo0 of a member.
+                // On a member's kilo0 our programs consume every packet.
                 let all_taken = *device == "kilo0" && node.public.is_none();
                 ensure!(
                     (before_ours > 0 || !came_later) && (counted[at + 1] > 0 || all_taken),
@@ -324,7 +325,7 @@ fn beside(lab: &mut Lab) -> Result<String> {
     Ok(format!("({seen} packets)"))
 }
 
-/// Once more who reaches whom; meanwhile nothing is refused.
+/// Runs the matrix again; meanwhile the host firewall refuses nothing.
 fn not_refused(lab: &mut Lab) -> Result<String> {
     let refused = |lab: &Lab| -> Result<Vec<u64>> {
         lab.network.nodes.iter().map(|node| Ok(counted(node)?[programs::REFUSED])).collect()
@@ -337,8 +338,8 @@ fn not_refused(lab: &mut Lab) -> Result<String> {
     Ok(format!("({} probes)", matrix.total()))
 }
 
-/// Cilium's program on pods' links asks no route: packets for pods anywhere are
-/// sent to the private addresses of their nodes.
+/// Cilium's program on pods' links does no route lookup: packets for any pod are sent to the private address
+/// of its node.
 fn tunnelled(lab: &mut Lab) -> Result<String> {
     let network = &lab.network;
     for node in &network.nodes {
@@ -363,10 +364,10 @@ fn tunnelled(lab: &mut Lab) -> Result<String> {
     Ok(format!("({} probes, {packets} packets of pods)", matrix.total()))
 }
 
-/// Agents end in both ways; meanwhile and afterwards the chains are as they were.
+/// Ends agents by SIGKILL and SIGTERM; meanwhile and afterwards the chains are unchanged.
 fn restarted(lab: &mut Lab) -> Result<String> {
     let all = |lab: &Lab| lab.network.nodes.iter().map(chains).collect::<Result<Vec<_>>>();
-    // The agent's own programs are other ones afterwards, in the same place.
+    // The agent's own programs have other ids afterwards, at the same position.
     let order = |chains: &[BTreeMap<String, Chain>]| -> Vec<_> {
         let of = |(number, name): &(u32, String)| {
             let ours = SHARED.iter().any(|(_, ours)| ours.contains(&name.as_str()));
@@ -403,7 +404,7 @@ fn restarted(lab: &mut Lab) -> Result<String> {
     Ok(format!("({} probes)", matrix.total()))
 }
 
-/// What nodes publish, and that members send IPIP there.
+/// Nodes publish the address of `cilium_host`, and members send IPIP to it.
 fn ipip(lab: &mut Lab) -> Result<String> {
     for node in &lab.network.nodes {
         let said = lab.agents.cluster().join(format!("{}.kilo.yaml", node.name()));
@@ -429,7 +430,7 @@ fn uninstalled(lab: &mut Lab) -> Result<String> {
     // Cilium came first to one, the agent to the other.
     let names = ["a1", AGENT_FIRST[0]];
     checks::uninstall_from(lab, &names)?;
-    // The kernel frees a link some time after its last name is gone.
+    // The kernel frees a link some time after its last pin is gone.
     wait::until("only Cilium's programs are left", Duration::from_secs(20), || {
         let left = names.iter().try_for_each(|name| only_theirs(lab.network.node(name)?));
         Ok(left.map_err(|others| format!("{others:#}")))

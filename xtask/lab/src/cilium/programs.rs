@@ -1,4 +1,4 @@
-//! The programs of a stand-in for Cilium, from the object that `kilo-ebpf/src/bin/cilium.rs` becomes.
+//! Stand-ins for Cilium's programs, from the object built from `kilo-ebpf/src/bin/cilium.rs`.
 
 use std::{net::Ipv4Addr, path::Path};
 
@@ -19,7 +19,7 @@ pub const REFUSED: u32 = 16;
 /// Number of counters.
 pub const COUNTERS: usize = 17;
 
-/// Kilo's VXLAN, of which no rule of a host firewall knows.
+/// Port of Kilo's VXLAN, for which the host firewall has no rule.
 pub const KILO_VXLAN_PORT: u16 = 51_821;
 /// Hardware address of `cilium_host`.
 pub const HOST_ADDRESS: [u8; 6] = [0x02, 0xc1, 0, 0, 0, 1];
@@ -35,7 +35,7 @@ pub struct Program {
 }
 
 impl Program {
-    /// One that counts and gives its verdict.
+    /// A program that counts packets and returns its verdict.
     pub const fn named(name: &'static str, counter: u32) -> Self {
         Self { name, counter, device: 0, own: 0, firewall: false }
     }
@@ -45,17 +45,17 @@ impl Program {
         Self { device, ..self }
     }
 
-    /// On the node with this address in the overlay.
+    /// Sets the node's address in the overlay.
     pub fn of(self, own: Ipv4Addr) -> Self {
         Self { own: u32::from_ne_bytes(own.octets()), ..self }
     }
 
-    /// With a host firewall.
+    /// Adds the host firewall.
     pub const fn guarding(self) -> Self {
         Self { firewall: true, ..self }
     }
 
-    /// As the object names it.
+    /// Name of the program in the object.
     pub const fn name(&self) -> &'static str {
         self.name
     }
@@ -63,7 +63,7 @@ impl Program {
     /// Loads it with the maps that are pinned in `directory`, and pins it there under `pin`.
     ///
     /// # Errors
-    /// When the object is not built, or what the verifier says.
+    /// When the object is not built, or the verifier rejects it.
     pub fn load(&self, directory: &Path, pin: &str) -> Result<SchedClassifier> {
         let path = crate::workspace_root().join(OBJECT);
         let mut loader = EbpfLoader::new();

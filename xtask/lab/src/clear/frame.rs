@@ -1,5 +1,5 @@
-//! Whether a frame on a wire of the lab shows what the mesh should have hidden:
-//! by its addresses, by the marker that probes carry, and by what it is: a signal has its place on a LAN.
+//! Whether a frame on a wire of the lab shows what the mesh should have hidden: by its addresses, by the
+//! marker that probes carry, and by its kind, as signals may be seen on a LAN.
 
 use std::{
     fmt,
@@ -31,15 +31,15 @@ enum What {
 }
 
 impl Leak {
-    /// Leaves as any packet to the outside does, for an address nobody in the mesh knows.
+    /// Whether it was masqueraded like any packet to the outside, for an address that the mesh does not know.
     pub fn is_masqueraded_to(&self, is_unknown: impl FnOnce(IpAddr) -> bool) -> bool {
         matches!(self.what, What::Address | What::Probe)
             && !is_of_the_mesh(self.source)
             && is_unknown(self.target)
     }
 
-    /// A host's own probe, by its public address, to a host of the location that `private` is in: where no
-    /// interface has a private address any more, the kernel sends it by the default route.
+    /// Whether it is a host's own probe, from its public address to a host of the location of `private`: once
+    /// no interface has a private address, the kernel sends it by the default route.
     pub fn is_from_host_to_location_of(&self, private: IpAddr) -> bool {
         let is_public = !is_of_the_mesh(self.source) && location(self.source).is_none();
         self.what == What::Probe && is_public && location(self.target) == location(private)
@@ -62,11 +62,11 @@ impl fmt::Display for Leak {
 /// Where a frame was seen.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Link {
-    /// Neither side's: between locations, or to a host outside.
+    /// A public network: between locations, or to a host outside.
     Public,
     /// A location's own LAN: an outer header is enough there.
     Lan,
-    /// A LAN where packets need no outer header, but towards the router.
+    /// A LAN where packets need no outer header, except towards the router.
     NativeLan,
 }
 
@@ -76,7 +76,7 @@ pub const ETHERNET: usize = 14;
 const VLAN: u16 = 0x8100;
 /// First bytes of the router's link-layer addresses.
 const ROUTER_MAC: [u8; 5] = [2, 0, 0, 0, 1];
-/// UDP ports of VXLAN: ours, which signals have, too, flannel's and Cilium's, the registered one.
+/// UDP ports of VXLAN: ours, which signals share; that of flannel and Cilium; the registered one.
 const VXLAN: [u16; 3] = [signal::PORT, 8472, 4789];
 const IPIP: u8 = 4;
 const IPV6: u8 = 41;
@@ -90,12 +90,12 @@ struct Packet<'a> {
     source: IpAddr,
     target: IpAddr,
     protocol: u8,
-    /// None in later fragments.
+    /// `None` in later fragments.
     target_port: Option<u16>,
     payload: &'a [u8],
 }
 
-/// What a frame shows that it should not.
+/// Returns what a frame shows that should be hidden on this link.
 pub fn leak(frame: &[u8], link: Link) -> Option<Leak> {
     let kind = |at: usize| Some(u16::from_be_bytes(frame.get(at..at + 2)?.try_into().ok()?));
     let header = if kind(12)? == VLAN { ETHERNET + 4 } else { ETHERNET };
@@ -152,8 +152,8 @@ fn parse(bytes: &[u8]) -> Option<Packet<'_>> {
     Some(Packet { source, target, protocol, target_port: first.then(port).flatten(), payload })
 }
 
-/// Signals between nodes of a location are for everybody on its LAN to read, and all but probes have a tag. Those about
-/// prefixes have none: WireGuard is to prove who sent them.
+/// Whether signals of this kind may be seen on a LAN. Those between nodes of a location may, and all but
+/// probes carry a tag. Those about prefixes carry none: WireGuard proves who sent them.
 fn is_of_the_lan(kind: u8) -> bool {
     Kind::from_u8(kind).is_some_and(|kind| kernel::on_lan(kind) != Taken::Refuse)
 }
@@ -164,14 +164,14 @@ impl Packet<'_> {
         is_vxlan || matches!(self.protocol, IPIP | IPV6 | GRE)
     }
 
-    /// Of a signal its kind, which this version need not have.
+    /// Kind of a signal, which may be unknown to this version; `None` for any other packet.
     fn signal(&self) -> Option<u8> {
         let datagram = self.payload.get(UDP_LEN..).filter(|_| self.protocol == UDP)?;
         let is_signal = self.target_port == Some(signal::PORT) && signal::begins(datagram.first_chunk()?);
         is_signal.then(|| datagram[KIND_AT])
     }
 
-    /// From one private address of a location to another: nobody else has these.
+    /// Whether both addresses are private ones of the same location, which nobody else has.
     fn is_within_location(&self) -> bool {
         matches!([self.source, self.target].map(location), [Some(one), Some(other)] if one == other)
     }
@@ -180,8 +180,8 @@ impl Packet<'_> {
         Leak { what, source: self.source, target: self.target, protocol: self.protocol }
     }
 
-    /// An outer header hides nothing where anybody may read it. An answer from outside may be for a client whose port
-    /// happens to be VXLAN's.
+    /// Whether a mesh packet can be read inside an outer header. An answer from outside may be for a client
+    /// whose port happens to be VXLAN's.
     fn shows_inner_packet(&self) -> bool {
         let inner = match self.protocol {
             IPIP | IPV6 => self.payload,
@@ -194,7 +194,7 @@ impl Packet<'_> {
         ours || contains_marker(self.payload) && !self.is_with_outside()
     }
 
-    /// Probes may be read where they are for the outside, or between hosts of one location.
+    /// Whether probes may be seen: to or from the outside, or between hosts of one location.
     fn may_be_read(&self) -> bool {
         self.is_with_outside() || self.is_within_location()
     }
@@ -204,7 +204,7 @@ impl Packet<'_> {
     }
 }
 
-/// Pods, WireGuard's own addresses, VPN peers and what is behind them.
+/// Whether the address is of a pod, WireGuard itself, a VPN peer or a network behind one.
 fn is_of_the_mesh(address: IpAddr) -> bool {
     match address {
         IpAddr::V4(address) => matches!(address.octets(), [10, 4 | 5 | 42 | 77, ..]),
@@ -285,12 +285,12 @@ mod tests {
         assert!(!is_leak(A2, A1, Link::Lan) && !is_leak(A2, A1, Link::NativeLan));
         assert!(is_leak(POD_A, POD_B, Link::Lan), "a tunnel of the pods' own");
         assert!(is_leak(A2, B2, Link::Lan), "another location");
-        // What is inside of a pod's own tunnel need not be the mesh's.
+        // A pod's own tunnel is a leak whatever it carries.
         let own = frame(&ipv4(GRE, POD_A, POD_B, &[0; 64]));
         assert!([Link::Lan, Link::Public].into_iter().all(|link| leak(&own, link).is_some()));
     }
 
-    /// From its IP header on.
+    /// A signal, from its IP header on.
     fn signal(kind: u8, source: [u8; 4], target: [u8; 4]) -> Vec<u8> {
         let udp = [signal::PORT.to_be_bytes(), signal::PORT.to_be_bytes(), [0; 2], [0; 2]];
         let start = [0, 1, kind, 8, b'k', b'g', b's', b'1'];
@@ -317,11 +317,11 @@ mod tests {
                 assert!(is_leak(kind, source, target, Link::Public), "{kind}: {source:?} to {target:?}");
             }
         }
-        // They have no tag, and a kind of another version nobody answers.
+        // These have no tag, and nobody answers a kind of another version.
         for kind in [Kind::Claim as u8, Kind::Moved as u8, Kind::End as u8, 99] {
             assert!(is_leak(kind, A2, A1, Link::Lan), "{kind}");
         }
-        // A probe of the way through the leader, on its way there.
+        // A probe of the path through the leader, on its way to the leader.
         let probe = signal(Kind::Probe as u8, A2, WIREGUARD_B);
         assert_eq!(leak(&frame(&ipv4(IPIP, A2, A1, &probe)), Link::Lan), None);
         let mut to_router = frame(&probe);

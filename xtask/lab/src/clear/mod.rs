@@ -36,23 +36,23 @@ use super::{
 };
 use frame::{Leak, Link};
 
-/// As much of a frame as is looked at.
+/// Bytes of each frame that are inspected.
 const LOOKED_AT: usize = 512;
-/// Room for frames nobody has looked at yet.
+/// Receive buffer of the packet socket, in bytes.
 const BUFFER: usize = 64 << 20;
-/// Kinds of leaks that are counted apart; those after them are counted as one.
+/// Kinds of leaks that are counted separately; all further kinds share one count.
 const KINDS: usize = 64;
-/// Longest wait until all frames have been looked at.
+/// Longest wait until all frames have been inspected.
 const PATIENCE: Duration = Duration::from_secs(20);
 
-/// As much of a packet as says what it was.
+/// Bytes of a leaked packet that are kept to show what it was.
 const SHOWN: usize = 64;
 
 /// How often a kind of leak was seen, and its first packet.
 #[derive(Debug)]
 pub struct Frames {
     count: u64,
-    /// Since the epoch.
+    /// Time of the first, since the epoch.
     at: Duration,
     start: Vec<u8>,
 }
@@ -73,14 +73,14 @@ impl Frames {
     }
 }
 
-/// What was seen since somebody asked.
+/// Frames seen since the last call of [`Watch::take`].
 #[derive(Debug, Default)]
 pub struct Seen {
-    /// Frames in clear by who sent what.
+    /// Frames in clear, by the router's interface and by leak.
     leaks: BTreeMap<(String, Leak), Frames>,
     /// Frames in clear of other kinds, when there are too many to tell apart.
     pub others: u64,
-    /// Frames that came too fast to be looked at.
+    /// Frames that came too fast to be inspected.
     pub missed: u64,
 }
 
@@ -106,7 +106,7 @@ impl Seen {
         self.missed += later.missed;
     }
 
-    /// A line each.
+    /// One line for each kind of leak.
     pub fn shown(&self) -> String {
         let others = (self.others > 0).then(|| format!("\n    {} others", self.others));
         let leaks = self.leaks.iter();
@@ -122,11 +122,11 @@ impl Seen {
 #[derive(Debug, Default)]
 struct State {
     seen: Seen,
-    /// When there was nothing left to look at, last.
+    /// When the socket was last found empty.
     idle: Option<Instant>,
 }
 
-/// The thread that looks.
+/// Handle of the thread that inspects frames.
 #[derive(Debug)]
 pub struct Watch {
     stop: Arc<AtomicBool>,
@@ -135,7 +135,7 @@ pub struct Watch {
 }
 
 impl Watch {
-    /// Starts to look at everything that reaches the router, or passes it between ports of a LAN.
+    /// Starts to inspect everything that reaches the router, or that it passes between ports of a LAN.
     /// `native`: nodes of a LAN send each other packets without an outer header.
     ///
     /// # Errors
@@ -149,7 +149,7 @@ impl Watch {
         Ok(Self { stop, state, thread: Some(thread) })
     }
 
-    /// What was seen since the last call, once all frames sent so far have been looked at.
+    /// What was seen since the last call, once all frames sent so far have been inspected.
     ///
     /// # Errors
     /// When the thread has ended, or does not keep up.
@@ -216,7 +216,7 @@ fn look(socket: &OwnedFd, native: bool, stop: &AtomicBool, state: &(Mutex<State>
     Ok(())
 }
 
-/// A device without Ethernet shows packets alone.
+/// Adds an Ethernet header to packets of a device that has none.
 fn with_header(bytes: &[u8], is_ethernet: bool) -> Cow<'_, [u8]> {
     if is_ethernet {
         return Cow::Borrowed(bytes);
@@ -225,7 +225,8 @@ fn with_header(bytes: &[u8], is_ethernet: bool) -> Cow<'_, [u8]> {
     Cow::Owned([&[0; 12][..], &kind, bytes].concat())
 }
 
-/// Name of an interface of the router, and where it leads; bridges show what their ports do.
+/// Name of the router's interface, and what it leads to; `None` for loopback, and for bridges, whose ports
+/// show the same frames.
 fn link(index: usize, native: bool) -> (String, Option<Link>) {
     let name = u32::try_from(index).ok().and_then(|index| if_indextoname(index).ok());
     let name = name.map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
@@ -259,32 +260,33 @@ fn dropped(socket: &OwnedFd) -> Result<u64> {
 }
 
 impl Lab {
-    /// Fails with who sent what when the mesh's packets were seen in clear since the last call.
+    /// Fails with senders and packets when the mesh's packets were seen in clear since the last call.
     pub fn nothing_in_clear(&self) -> Result<()> {
         self.in_clear_for_removed().map(drop)
     }
 
-    /// The same; returns how many were for nodes whose objects a check has removed.
+    /// As [`Self::nothing_in_clear`], but accepts packets for nodes whose objects a check has removed, and
+    /// returns their number.
     pub fn in_clear_for_removed(&self) -> Result<u64> {
         let nodes = self.network.nodes.iter();
         let removed: Vec<_> = nodes.filter(|node| self.removed.contains(node.name())).collect();
-        // The mesh knows the printer only while allowed-location-ips name it, and the check that
-        // does so looks by itself; connections that were open then are tried for minutes.
+        // The mesh knows the printer only while allowed-location-ips name it, and the check that sets them
+        // inspects frames itself; connections open at that time are retried for minutes.
         self.in_clear_but(|address| address == PRINTER || removed.iter().any(|node| node.has(address)))
     }
 
-    /// The same after a flood, of which not every frame could be looked at.
+    /// As [`Self::nothing_in_clear`], after a flood of which not every frame could be inspected.
     ///
     /// # Errors
-    /// When one that was is in clear.
+    /// When an inspected frame is in clear.
     pub fn nothing_in_clear_as_far_as_seen(&self) -> Result<()> {
         let Some(watch) = &self.clear else { return Ok(()) };
         let seen = watch.take()?;
         nothing_in(&seen)
     }
 
-    /// The same; returns how many were for addresses nobody in the mesh knows: what is for them
-    /// is masqueraded as for any address outside.
+    /// As [`Self::nothing_in_clear`], but accepts packets for addresses that the mesh does not know, which
+    /// are masqueraded like any to the outside; returns their number.
     pub fn in_clear_but(&self, is_unknown: impl Fn(IpAddr) -> bool) -> Result<u64> {
         let Some(watch) = &self.clear else { return Ok(0) };
         let mut seen = watch.take()?;
@@ -315,18 +317,18 @@ fn nothing_in(seen: &Seen) -> Result<()> {
 
 /// Packets of each kind that are sent on purpose.
 const ON_PURPOSE: u64 = 5;
-/// A pod's address the printer takes for its own.
+/// A pod's address that the printer assigns to itself.
 const POD: &str = "10.42.9.2";
 
-/// Sends packets in clear on purpose: pings with pods' addresses, and datagrams with the marker.
-/// Each must have been seen, by the router's rules those that were for it.
+/// Sends packets in clear on purpose: pings with pods' addresses, and datagrams with the marker. All must
+/// have been seen, and the pings by the router's rules, too.
 pub fn sees_leaks(lab: &mut Lab) -> Result<String> {
     lab.nothing_in_clear()?;
     let before = counters::clear_pod_packets(&lab.network)?;
     let printer = &lab.network.printer;
     let target = lab.network.node("b2")?.pod_ip();
     printer.ip(&format!("address add {POD}/32 dev lo\nroute add {target}/32 via 10.1.0.1 src {POD}\n"))?;
-    // No answer is what is wanted.
+    // No reply is expected.
     let pings = printer.sh(&format!("ping -n -q -c {ON_PURPOSE} -i 0.05 -W 1 -I {POD} {target} || true"));
     printer.ip(&format!("route del {target}/32 via 10.1.0.1\naddress del {POD}/32 dev lo\n"))?;
     pings?;
@@ -334,7 +336,7 @@ pub fn sees_leaks(lab: &mut Lab) -> Result<String> {
     let watch = lab.clear.as_ref().context("nobody looks")?;
     let began = Instant::now();
     let mut seen = watch.take()?;
-    // What has been handed over may wait for a neighbour's address before it is on the wire.
+    // A packet may wait for neighbour discovery before it is on the wire.
     while seen.total() < 2 * ON_PURPOSE && began.elapsed() < PATIENCE {
         seen.merge(watch.take()?);
     }
@@ -349,7 +351,7 @@ pub fn sees_leaks(lab: &mut Lab) -> Result<String> {
     Ok(format!("({leaks} of {leaks} packets in clear seen, {router} of {router} by the router)"))
 }
 
-/// To a public address that nobody has, so that nobody answers.
+/// Sends marked datagrams to an unused public address, so that nobody answers.
 fn send_marked(network: &Network) -> Result<()> {
     let target = network.underlay.address(Ipv4Addr::new(192, 0, 2, 98));
     let send = move || -> std::io::Result<()> {

@@ -18,7 +18,7 @@ use nix::{
 
 use super::manifest::{Mount, Rights, Source};
 
-/// Where an image has nothing, and the node or this machine has something of its own.
+/// Directories that are empty in an image, but not on the node or this machine.
 const EMPTY_IN_IMAGES: [&str; 3] = ["run", "tmp", "var/lib"];
 /// File systems of the kernel.
 const KERNEL: [&str; 3] = ["proc", "sys", "dev"];
@@ -28,19 +28,19 @@ const DEVICES: [&str; 6] = ["null", "zero", "full", "random", "urandom", "tty"];
 const PROC_READ_ONLY: [&str; 5] = ["bus", "fs", "irq", "sys", "sysrq-trigger"];
 const PROC_MASKED: [&str; 5] = ["kcore", "keys", "latency_stats", "timer_list", "sched_debug"];
 
-/// A path lent to the container beside its volumes.
+/// A path lent to the container in addition to its volumes.
 #[derive(Clone, Debug)]
 pub struct Lent {
-    /// The same on both sides.
+    /// Path, the same on the host and in the container.
     pub path: PathBuf,
-    /// For writing, too.
+    /// Whether the container may write to it.
     pub writable: bool,
 }
 
-/// Becomes `command` in a container with these rights. `root` is an empty directory.
+/// Replaces this process by `command` in a container with these rights. `root` is an empty directory.
 ///
 /// # Errors
-/// What cannot be mounted; otherwise this does not return.
+/// When a mount or the execution fails; on success this does not return.
 pub fn enter(
     rights: &Rights,
     root: &Path,
@@ -69,7 +69,7 @@ pub fn enter(
         volume(root, mount).with_context(|| format!("volume at {}", mount.target))?;
     }
     for Lent { path, writable } in lent {
-        // Without what is mounted below: the root may lie there.
+        // Not recursively: the root may lie below this path.
         let target = inside(root, path);
         attach(Some(path), &target, None, MsFlags::MS_BIND).with_context(|| path.display().to_string())?;
         if !writable {
@@ -80,7 +80,7 @@ pub fn enter(
     pivot_root(".", ".").context("pivot_root")?;
     umount2(".", MntFlags::MNT_DETACH).context("the machine's root")?;
     std::env::set_current_dir("/")?;
-    // What is left of the rights the execution itself decides, as it does for a container's root.
+    // The remaining capability sets follow from the execution, as they do for a container's root.
     let mut setpriv = Command::new("setpriv");
     setpriv.arg(format!("--bounding-set={}", only(&rights.capabilities)));
     setpriv.args(["--inh-caps=-all", "--ambient-caps=-all"]);
@@ -90,10 +90,10 @@ pub fn enter(
     bail!("setpriv (of util-linux): {}", setpriv.arg("--").args(command).exec())
 }
 
-/// Takes away what is mounted where a container has something of its own, or nothing.
+/// Unmounts everything where a container has its own file systems, or nothing.
 fn detach_below(root: &Path) -> Result<()> {
     let places = KERNEL.iter().chain(&EMPTY_IN_IMAGES).map(|name| root.join(name)).collect::<Vec<_>>();
-    // One mount point may hide another, so what is on top goes first, and then again.
+    // One mount may hide another, so unmount from the top and repeat.
     loop {
         let there = mount_points(root)?;
         let there = there.iter().rev().filter(|point| places.iter().any(|place| point.starts_with(place)));
@@ -103,7 +103,7 @@ fn detach_below(root: &Path) -> Result<()> {
     }
 }
 
-/// As setpriv takes a set.
+/// A capability set in the syntax of setpriv.
 fn only(capabilities: &BTreeSet<String>) -> String {
     let added = capabilities.iter().map(|name| format!(",+{}", name.to_lowercase()));
     std::iter::once("-all".to_owned()).chain(added).collect()
@@ -132,12 +132,12 @@ fn read_only(target: &Path) -> Result<()> {
 fn mount_points(root: &Path) -> Result<Vec<PathBuf>> {
     let text = fs::read_to_string("/proc/self/mountinfo").context("/proc/self/mountinfo")?;
     let points = text.lines().filter_map(|line| line.split(' ').nth(4));
-    // Blanks and the like are written as octal numbers.
+    // Spaces and backslashes are octal escapes.
     let points = points.map(|point| PathBuf::from(point.replace("\\040", " ").replace("\\134", "\\")));
     Ok(points.filter(|point| point.starts_with(root)).collect())
 }
 
-/// Makes the node's directory, and the place it will be seen at.
+/// Creates the volume's source on the node, and its mount point in the container.
 fn prepare(root: &Path, mount: &Mount) -> Result<()> {
     let target = inside(root, Path::new(&mount.target));
     let failed = || format!("volume at {}", mount.target);
@@ -153,7 +153,7 @@ fn prepare(root: &Path, mount: &Mount) -> Result<()> {
         Source::Host(path) => !fs::metadata(path).with_context(|| path.clone())?.is_dir(),
         Source::Empty | Source::Objects => false,
     };
-    // Those in file systems of the kernel get their place when these are there.
+    // Mount points in kernel file systems are made once those are mounted.
     if KERNEL.iter().any(|name| target.starts_with(root.join(name))) {
         return Ok(());
     }

@@ -1,4 +1,4 @@
-//! Whether a process has the rights it should have, from what /proc says of it.
+//! Checks in /proc that a process has the rights it should have.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -15,7 +15,7 @@ const ALWAYS_WRITABLE: [&str; 3] = ["/proc", "/dev", "/dev/shm"];
 /// Compares with /proc/PID/status and /proc/PID/mountinfo.
 ///
 /// # Errors
-/// What differs.
+/// When something differs.
 pub fn compare(wanted: &Rights, status: &str, mounts: &str) -> Result<()> {
     let fields: BTreeMap<_, _> = status.lines().filter_map(|line| line.split_once(":\t")).collect();
     let bits = bits(&wanted.capabilities)?;
@@ -50,7 +50,7 @@ fn bits(names: &BTreeSet<String>) -> Result<u64> {
     names.iter().map(bit).sum()
 }
 
-/// The mount point of a line of mountinfo, when it can be written to.
+/// Mount point of a line of mountinfo; `None` when it is read-only.
 fn writable(line: &str) -> Option<&str> {
     let mut words = line.split(' ').skip(4);
     let (point, options) = (words.next()?, words.next()?);

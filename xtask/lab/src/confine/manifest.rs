@@ -27,9 +27,9 @@ const RUNTIME_DEFAULT: [&str; 14] = [
 /// What the agent's container may do.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Rights {
-    /// Capabilities without their `CAP_`, of the bounding set.
+    /// The bounding set: capabilities without their `CAP_`.
     pub capabilities: BTreeSet<String>,
-    /// A program it executes can gain nothing.
+    /// Programs that it executes gain no privileges.
     pub no_new_privileges: bool,
     /// What is mounted into it, in the order of the manifest.
     pub mounts: Vec<Mount>,
@@ -38,13 +38,13 @@ pub struct Rights {
 /// One volume in the container.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Mount {
-    /// What is seen there.
+    /// Where the content comes from.
     pub source: Source,
     /// Path in the container.
     pub target: String,
-    /// Nothing can be written there.
+    /// Mounted read-only.
     pub read_only: bool,
-    /// Mounts the host makes there later are seen, too.
+    /// Later mounts of the host are propagated (`HostToContainer`).
     pub from_host: bool,
 }
 
@@ -75,7 +75,7 @@ struct PodSpec {
     _security_context: Option<PodSecurityContext>,
 }
 
-/// As [`SecurityContext`]: what is not applied would not be tested.
+/// Like [`SecurityContext`], it rejects unknown fields: what is not applied would not be tested.
 #[derive(Deserialize)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 struct PodSecurityContext {
@@ -102,7 +102,7 @@ struct SecurityContext {
     read_only_root_filesystem: bool,
     #[serde(default)]
     capabilities: Capabilities,
-    // No policy of these is loaded in a lab.
+    // The lab loads no such policy.
     #[serde(rename = "appArmorProfile")]
     _app_armor: Option<Value>,
     #[serde(rename = "seLinuxOptions")]
@@ -144,7 +144,7 @@ impl Rights {
     /// kustomize components.
     ///
     /// # Errors
-    /// What is missing, or is said there and cannot be applied.
+    /// When something is missing or cannot be applied.
     pub fn read(manifest: &str, components: &[String]) -> Result<Self> {
         let documents = Deserializer::from_str(manifest).map(Value::deserialize);
         let documents = documents.collect::<Result<Vec<_>, _>>()?;
@@ -169,7 +169,7 @@ impl Rights {
     }
 }
 
-/// What a kustomize component does to the DaemonSet: it adds elements to lists (RFC 6902).
+/// Applies a kustomize component's patches to the DaemonSet: they add elements to lists (RFC 6902).
 fn apply(daemon_set: &mut Value, component: &str) -> Result<()> {
     let component: Value = serde_yaml_ng::from_str(component)?;
     for patch in component["patches"].as_sequence().into_iter().flatten() {

@@ -38,8 +38,8 @@ pub struct ConfineArgs {
     command: Vec<String>,
 }
 
-/// Words that start `kg` confined, to be put before its arguments; for the mount and network
-/// namespace of its node. It sees its own program and, in the place of an API server, `state`.
+/// Command-line prefix that starts `kg` confined, for use in the mount and network namespace of its node. It
+/// sees its own program and, in place of an API server, `state`.
 ///
 /// # Errors
 /// When this program has no path, or the directory for the root cannot be made.
@@ -57,7 +57,7 @@ pub fn launcher(kg: &Path, state: &Path) -> Result<Vec<PathBuf>> {
 /// Runs the hidden subcommand: becomes the agent.
 ///
 /// # Errors
-/// What the manifest does not say, or the kernel refuses.
+/// When the manifest lacks something, or the kernel refuses it.
 pub fn main(args: &ConfineArgs) -> Result<()> {
     let rights = rights(&args.command)?;
     let lent = |paths: &[PathBuf], writable| {
@@ -94,10 +94,10 @@ fn rights(command: &[String]) -> Result<Rights> {
     Rights::read(&read(name)?, &components).with_context(|| format!("manifests/{name}"))
 }
 
-/// Whether a process that runs has the rights its command line asks for, and no others.
+/// Checks that a running process has the rights its command line asks for, and no others.
 ///
 /// # Errors
-/// What differs.
+/// When something differs.
 pub fn check(pid: u32) -> Result<()> {
     let words = fs::read(format!("/proc/{pid}/cmdline")).context("the agent has ended")?;
     let words: Vec<_> =

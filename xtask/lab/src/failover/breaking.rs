@@ -27,13 +27,13 @@ use crate::{
     well::{LEADS, NO_ENDPOINT},
 };
 
-/// Who leads when a case begins.
+/// The leader when a case begins.
 pub(super) const LEADER: &str = "a1";
 /// Its first stand-by.
 pub(super) const STAND_BY: &str = "a2";
 /// Leader of the other location.
 pub(super) const FAR: &str = "b1";
-/// A node of the location that is neither, and from whose pod traffic is watched.
+/// A node of the location that is neither; traffic is watched from its pod.
 pub(super) const MEMBER: &str = "a3";
 /// How long a returned leader may take until it leads again: a minute of health, doubled by a loss.
 const RETURN: Duration = Duration::from_secs(150);
@@ -44,34 +44,34 @@ const FOLLOW: Duration = Duration::from_secs(3);
 /// How long the mesh has to notice a planned change.
 const NOTICED: Duration = Duration::from_secs(20);
 
-/// How long an agent that has stood still has until the next one does.
+/// Time between resuming a stopped agent and stopping the next one.
 const AWAKE: Duration = Duration::from_secs(3);
 
-/// How names of files end that agents write beside the cluster's objects.
+/// Suffix of the files that agents write beside the cluster's objects.
 pub(super) const PUBLISHED: &str = ".kilo.yaml";
 
-/// How long what lasts goes on, s.
+/// Duration of lasting faults, in seconds.
 static LENGTH: AtomicU64 = AtomicU64::new(30);
 
-/// How long what lasts goes on.
+/// Duration of lasting faults.
 pub(super) fn length() -> Duration {
     Duration::from_secs(LENGTH.load(Ordering::Relaxed))
 }
 
-/// What lasts is to go on so long.
+/// Sets the duration of lasting faults.
 pub fn set_length(time: Duration) {
     LENGTH.store(time.as_secs(), Ordering::Relaxed);
 }
 
 type Mend = Box<dyn FnOnce(&mut Lab) -> Result<()>>;
 
-/// What was done to hosts.
+/// A fault that was made, and how to mend it.
 pub struct Broken {
-    /// What was seen of it.
+    /// What happened, for the report.
     pub said: String,
-    /// Whose failure it is.
+    /// The node that failed.
     pub of: &'static str,
-    /// New flows, begun all the time since it was done.
+    /// New flows, opened continuously since the fault.
     pub fresh: Option<Fresh>,
     /// What each gateway carried.
     pub shares: Vec<Share>,
@@ -90,22 +90,22 @@ impl Broken {
         Self { mend: Some(Box::new(mend)), ..Self::done(said) }
     }
 
-    /// The same with other words.
+    /// Replaces what is reported.
     pub(super) fn saying(self, said: String) -> Self {
         Self { said, ..self }
     }
 
-    /// Begins new flows all the time, and has their outage counted, too.
+    /// Adds new flows, whose outage is counted, too.
     pub(super) fn with(self, fresh: Fresh) -> Self {
         Self { fresh: Some(fresh), ..self }
     }
 
-    /// What each gateway carried meanwhile.
+    /// Adds what each gateway carried meanwhile.
     pub(super) fn with_shares(self, shares: Vec<Share>) -> Self {
         Self { shares, ..self }
     }
 
-    /// Takes it back.
+    /// Mends the fault, if that is still to be done.
     pub fn mend(&mut self, lab: &mut Lab) -> Result<()> {
         self.mend.take().map_or(Ok(()), |mend| mend(lab))
     }
@@ -115,7 +115,7 @@ pub(super) fn node(lab: &Lab, name: &str) -> Result<Node> {
     lab.network.node(name).cloned()
 }
 
-/// No process, no link; what is in the kernel is lost with the next [`boot`].
+/// Leaves the host without processes and links; what is in its kernel is lost with the next [`boot`].
 pub(super) fn cut_power(lab: &mut Lab, name: &str) -> Result<()> {
     lab.caused(&[LEADS, NO_ENDPOINT]);
     // Processes first: an agent that saw one link go before the other would log what no power cut lets it log.
@@ -126,7 +126,7 @@ pub(super) fn cut_power(lab: &mut Lab, name: &str) -> Result<()> {
         .map(drop)
 }
 
-/// Starts a host without power: nothing of ours is in its kernel.
+/// Boots a host whose power was cut: nothing of ours is in its kernel.
 pub(super) fn boot(lab: &mut Lab, name: &str) -> Result<()> {
     let node = node(lab, name)?;
     node.netns.sh(REBOOT)?;
@@ -141,7 +141,7 @@ pub(super) fn boot_all_without_power(lab: &mut Lab) -> Result<()> {
     names.collect::<Vec<_>>().iter().try_for_each(|name| boot(lab, name))
 }
 
-/// Every host begins anew, as after a power cut of all sites, and nobody remembers who led.
+/// Reboots every host, as after a power cut of all sites; nobody remembers who led.
 pub fn reboot_all(lab: &mut Lab) -> Result<()> {
     lab.caused(&[LEADS, NO_ENDPOINT]);
     let names = nodes::names(lab);
@@ -154,7 +154,7 @@ pub fn reboot_all(lab: &mut Lab) -> Result<()> {
         let node = node(lab, name)?;
         node.netns.sh(NO_PODS)?;
         node.netns.sh(REBOOT)?;
-        // That it led is written in what its agent has published, too.
+        // What its agent has published says who led, too.
         let _ = fs::remove_file(lab.agents.cluster().join(format!("{name}{PUBLISHED}")));
     }
     lab.members.as_ref().map_or(Ok(()), Members::boot)?;
@@ -173,13 +173,13 @@ pub(super) fn power_off(lab: &mut Lab) -> Result<Broken> {
     node_off(lab, LEADER)
 }
 
-/// Its first stand-by, or the second active leader.
+/// The first stand-by, or the second active leader, loses power.
 pub(super) fn stand_by_off(lab: &mut Lab) -> Result<Broken> {
     node_off(lab, STAND_BY)
 }
 
-/// A leader that is Kilo itself loses power. Nodes do not declare it dead in the same moment, and who is asked by the
-/// far leader's probes meanwhile may not lead yet.
+/// A leader that runs Kilo itself loses power. Nodes do not declare it dead at the same moment, so the far
+/// leader's probes may reach one that does not lead yet.
 pub(super) fn kilo_off(lab: &mut Lab) -> Result<Broken> {
     lab.caused(&[OVERLOADED]);
     power_off(lab)
@@ -226,7 +226,7 @@ pub(super) fn power_off_cluster_away(lab: &mut Lab) -> Result<Broken> {
     }))
 }
 
-/// The router carries nothing from this port and to it, while its carrier stays.
+/// The router drops everything from and to this port, while its carrier stays.
 pub(super) fn silence(router: &Netns, port: &str) -> Result<()> {
     router
         .sh(&format!(
@@ -254,7 +254,7 @@ pub(super) fn lan_dead(lab: &mut Lab) -> Result<Broken> {
     silent(lab, "a1-lan")
 }
 
-/// The kernel takes the routes of the LAN away, and the default route leads to its nodes.
+/// The kernel removes the LAN's routes, and the default route leads to its nodes.
 pub(super) fn lan_down(lab: &mut Lab) -> Result<Broken> {
     lab.caused(&[LEADS, NO_ENDPOINT, OVERLOADED]);
     node(lab, LEADER)?.netns.ip("link set eth0 down\n")?;
@@ -307,7 +307,7 @@ pub(super) fn leader_reboots(lab: &mut Lab) -> Result<Broken> {
 pub(super) fn leader_returns(lab: &mut Lab) -> Result<Broken> {
     let term = state::changes(lab);
     let took = state::leads_again(lab, RETURN)?;
-    // The stand-by goes first, then everybody else.
+    // The stand-by follows first, then everybody else.
     wait::time_passes(FOLLOW, "changes of the leader are counted");
     Ok(Broken::done(format!(
         "a1 leads again after {} s, {} changes in all",
@@ -393,7 +393,7 @@ pub(super) fn loss(lab: &mut Lab) -> Result<Broken> {
              numgen random mod 100 < 5 counter name lost drop
          }}; }}'"
     ))?;
-    // Probes are lost as everything is.
+    // Probes are lost like everything else.
     lab.caused(&[OVERLOADED]);
     let busy = Busy::all(&router);
     wait::fault_lasts(length());
@@ -403,7 +403,7 @@ pub(super) fn loss(lab: &mut Lab) -> Result<Broken> {
     Ok(Broken::done(format!("{} packets were dropped in {} s", lost?, length().as_secs())))
 }
 
-/// Processes that do nothing, all the time, until they are dropped.
+/// Processes that busy-loop until they are dropped.
 struct Busy(Vec<Child>);
 
 impl Busy {

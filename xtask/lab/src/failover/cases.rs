@@ -10,17 +10,18 @@ use super::{
 };
 use crate::{Lab, faults::control_plane, network::Shape};
 
-/// Instead of a line: several active leaders, and more packets than a leader carries, are not on that list.
+/// For cases that are not on the list of docs/reliability.md: several active leaders, and more packets than a
+/// leader carries.
 pub const UNLISTED: u8 = 0;
 
-/// What is accepted.
+/// What a case accepts.
 #[derive(Clone, Copy, Debug)]
 pub enum Limit {
-    /// Answers come again within so many milliseconds, from another leader.
+    /// Answers resume within so many milliseconds, from another leader.
     Outage(u64),
-    /// Answers come again within so many milliseconds, from any leader.
+    /// Answers resume within so many milliseconds, from any leader.
     Silence(u64),
-    /// The leader changes so often at most, whatever is lost.
+    /// The leader changes at most so often, whatever is lost.
     Switches(u64),
     /// At most so many datagrams are lost.
     Lost(u64),
@@ -28,7 +29,7 @@ pub enum Limit {
     Undisturbed,
     /// Whatever is lost, nobody else leads.
     NoSwitch,
-    /// Answers come again within so many milliseconds, and the second flow loses nothing.
+    /// Answers resume within so many milliseconds, and the second flow loses nothing.
     OnlyIts(u64),
     /// About a third of the members move and lose 10 of 1,000 datagrams a second at most, the others nothing.
     Third,
@@ -50,19 +51,19 @@ impl fmt::Display for Limit {
 
 /// A row of docs/failover.md: what is broken, where traffic is watched, and what it may lose.
 pub struct Case {
-    /// As it is chosen on the command line.
+    /// Its name on the command line.
     pub id: &'static str,
     /// Line of docs/reliability.md that it belongs to, or [`UNLISTED`].
     pub line: u8,
-    /// What happens.
+    /// What happens, in words.
     pub name: &'static str,
-    /// Namespaces between which traffic is watched.
+    /// Namespace from which the watched traffic comes.
     pub from: &'static str,
-    /// Where it goes.
+    /// Namespace to which it goes.
     pub to: &'static str,
     /// Ends of a second flow, which is not to suffer more than the first.
     pub also: Option<(&'static str, &'static str)>,
-    /// Nodes that know no failover: they are what nodes with Kilo itself are to the others.
+    /// Nodes without failover; to the others they look like nodes with Kilo itself.
     pub off: &'static [&'static str],
     /// Stand-bys of each location.
     pub stand_bys: u8,
@@ -70,7 +71,7 @@ pub struct Case {
     pub leaders: u8,
     /// What is accepted.
     pub limit: Limit,
-    /// Within how many milliseconds answers come again in 95 of 100 runs.
+    /// Within how many milliseconds answers resume in 95 of 100 runs.
     pub p95: Option<u64>,
     /// What happens before traffic is watched.
     pub prepare: Option<fn(&mut Lab) -> Result<()>>,
@@ -78,7 +79,7 @@ pub struct Case {
     pub is_always: bool,
     /// A debug build is too slow for what is accepted.
     pub needs_release: bool,
-    /// Which nodes there are.
+    /// Which nodes the lab has.
     pub shape: Shape,
     /// Makes the fault.
     pub inject: fn(&mut Lab) -> Result<Broken>,
@@ -122,7 +123,7 @@ impl Case {
         Self { is_always: true, ..self }
     }
 
-    /// Of several active leaders, or of a VPN peer; not a line of docs/reliability.md.
+    /// Whether it is about several active leaders or a VPN peer, and not on the list of docs/reliability.md.
     pub fn is_of_several(&self) -> bool {
         self.line == UNLISTED
             && (self.leaders > 1
@@ -131,7 +132,7 @@ impl Case {
                 || self.id == "gateway-joins")
     }
 
-    /// In 95 of 100 runs answers come again within so many milliseconds.
+    /// In 95 of 100 runs answers must resume within so many milliseconds.
     const fn p95(self, most: u64) -> Self {
         Self { p95: Some(most), ..self }
     }
@@ -146,12 +147,12 @@ impl Case {
         Self { stand_bys, ..self }
     }
 
-    /// One flow whose gateway fails, and one of a node that uses another.
+    /// Watches one flow whose gateway fails, and one of a node that uses another.
     const fn leaders(self, leaders: u8) -> Self {
         Self { leaders, from: "pod-a3", to: "pod-b1", also: Some(("pod-a2", "pod-b1")), ..self }
     }
 
-    /// Each of twelve members sends alike; so many active leaders, each watched by a stand-by.
+    /// Twelve members send at the same rate, with so many active leaders, each watched by a stand-by.
     const fn crowd(self, leaders: u8) -> Self {
         let stand_bys = if leaders > 3 { leaders } else { 3 };
         let this = self.in_release();
@@ -165,18 +166,18 @@ impl Case {
         Self { from, to, also, shape: Shape::Public, prepare: Some(laptop::connects), ..self }
     }
 
-    /// The laptop with the configuration that `kgctl showconf` has printed once talks to a node of the first leader.
+    /// The laptop, with what `kgctl showconf` has printed once, talks to a node of the first leader.
     const fn of_static_laptop(self) -> Self {
         let also = Some(("laptop", "pod-b1"));
         Self { from: "laptop", to: "pod-a3", also, prepare: Some(laptop::settle_static), ..self }
     }
 
-    /// A location of a thousand.
+    /// Watches a location of a thousand members.
     const fn large(self) -> Self {
         Self { to: "pod-b1", shape: Shape::Large, prepare: Some(many::at_rest), ..self }
     }
 
-    /// Such a machine has connected before; the flow that is watched is none of it.
+    /// A laptop with `kgctl connect` is connected, but the watched flow is not its own.
     const fn beside_laptop(self) -> Self {
         Self { shape: Shape::Public, prepare: Some(laptop::connects), ..self }
     }
@@ -199,15 +200,15 @@ impl Case {
     }
 }
 
-/// The maps of layout 2 are what the new agents find.
+/// The new agents find maps of layout 2.
 fn upgraded(lab: &mut Lab) -> Result<Broken> {
     control_plane::upgrade(lab).map(Broken::done)
 }
 
-/// Every id, for the command line.
+/// Parses a case's id from the command line.
 ///
 /// # Errors
-/// With all ids, when there is no case of that name.
+/// Lists all ids when there is no such case.
 pub fn named(text: &str) -> Result<String, String> {
     if CASES.iter().any(|case| case.id == text) {
         return Ok(text.to_owned());
@@ -216,7 +217,7 @@ pub fn named(text: &str) -> Result<String, String> {
     Err(format!("no such case; there are {}", ids.join(", ")))
 }
 
-/// All of them, by line.
+/// All cases, by line.
 #[rustfmt::skip]
 pub const CASES: &[Case] = &[
     case("clocks-jump", 16, "the clocks of the leader, its stand-by and the far leader jump by an hour, there and back (30 s each; `--for`), then the leader loses power", Limit::Outage(1000), clocks::jump).p95(500).prepared(clocks::restart_with_clocks),

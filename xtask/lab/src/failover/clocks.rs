@@ -1,4 +1,5 @@
-//! Wall clocks that jump while agents run, of some nodes forward and of others back: nobody decides by them.
+//! Wall clocks that jump while agents run, forward on some nodes and back on others: no decision may depend
+//! on them.
 
 use std::time::{Duration, UNIX_EPOCH};
 
@@ -12,11 +13,11 @@ use super::{
 };
 use crate::{Lab, agents, counters, wait};
 
-/// Whose clocks jump.
+/// Nodes whose clocks jump.
 const WHOSE: [&str; 3] = [LEADER, STAND_BY, FAR];
-/// Where they jump to, in seconds, one after the other.
+/// Offsets of their clocks, in seconds, one row after the other.
 const JUMPS: [[i64; 3]; 3] = [[3_600, -3_600, 3_600], [-3_600, 3_600, -3_600], [0, 3_600, 0]];
-/// Longest wait for an agent, and until it sees another time.
+/// Longest wait for an agent to start, and to see its new time.
 const PATIENCE: Duration = Duration::from_secs(60);
 const DAY: i64 = 86_400;
 
@@ -43,7 +44,7 @@ fn off_by(lab: &Lab, name: &str) -> Result<i64> {
     Ok((off + DAY / 2).rem_euclid(DAY) - DAY / 2)
 }
 
-/// Nothing changes while clocks jump, and a leader that dies then is replaced as ever.
+/// The leader must not change while clocks jump; one that dies then is replaced as usual.
 pub(super) fn jump(lab: &mut Lab) -> Result<Broken> {
     let before = state::changes(lab);
     for clocks in JUMPS {

@@ -49,7 +49,7 @@ impl Options {
     }
 }
 
-/// Runs it.
+/// Runs the cases, or reads earlier runs with `--from`.
 pub fn main(args: &LabOptions, options: &Options) -> Result<()> {
     if !options.needs_lab() {
         let mut runs = Vec::new();
@@ -80,7 +80,7 @@ pub fn main(args: &LabOptions, options: &Options) -> Result<()> {
             crate::down(&args.name)?;
         }
         args.shape = shape;
-        // So that the first case finds what it wants.
+        // The first case finds the flags that it needs.
         args.kg_flags.retain(|flag| !flag.starts_with("--stand-bys=") && !flag.starts_with("--leaders="));
         args.kg_flags.extend(choice.flags(shape));
         let before = runs.clone();
@@ -98,13 +98,13 @@ pub fn main(args: &LabOptions, options: &Options) -> Result<()> {
     if let Some(path) = &options.outcomes {
         crate::write_json(path, &[super::outcomes(&runs, ""), ends.clone()].concat())?;
     }
-    // To look around.
+    // With `--keep` a failed lab stays for inspection.
     guard.keep = args.keep && runs.iter().any(|run| run.problem.is_some());
     end(&runs, options)?;
     crate::report(&ends, None)
 }
 
-/// Writes the tables, and fails when something is not what is accepted.
+/// Writes the tables, and fails when a case misses what it accepts.
 fn end(runs: &[Run], options: &Options) -> Result<()> {
     if options.docs {
         let all = kept::replace(kept::read()?, runs);

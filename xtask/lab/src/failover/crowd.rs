@@ -1,4 +1,4 @@
-//! Twelve members and more of one location that all send alike, and their gateways.
+//! Twelve or more members of one location that all send at the same rate, and their gateways.
 
 use std::{
     collections::BTreeMap,
@@ -23,21 +23,21 @@ use crate::{
     well::LEADS,
 };
 
-/// Between two datagrams of each member: what is lost of a thousand a second is so many times as much.
+/// Time between two datagrams of each member; what is lost is scaled by it to a thousand datagrams a second.
 pub(super) const TICK: Duration = Duration::from_millis(10);
-/// How long bytes are counted.
+/// How long packets and bytes are counted.
 const COUNTED: Duration = Duration::from_secs(15);
-/// How long a new active leader works before it takes its own nodes, and one that comes a minute after another.
+/// Longest wait until a new active leader takes its own nodes; a second one follows a minute later.
 const TAKES: Duration = Duration::from_secs(150);
-/// How long four active leaders take until each has its own nodes, one a minute after the other.
+/// Longest wait until each of four active leaders has its own nodes; they take them a minute apart.
 const AT_HOME: Duration = Duration::from_secs(300);
-/// What a member may lose when it is moved, of a thousand datagrams a second.
+/// How many of a thousand datagrams a second a member may lose when it is moved.
 const MOVED: u64 = 10;
 /// The third active leader.
 const THIRD: &str = "a3";
 /// The fourth.
 const LAST: &str = "a4";
-/// Those that lose power in turn.
+/// Active leaders that lose power in turn.
 const ACTIVE: [&str; 3] = [LEADER, STAND_BY, THIRD];
 /// How often one of them has lost power.
 static TURNS: AtomicUsize = AtomicUsize::new(0);
@@ -54,7 +54,7 @@ pub(super) fn senders<'a>(lab: &'a Lab, limit: &Limit, leaders: usize) -> impl I
     members(lab).chain(others.skip(leaders).filter(move |_| counts))
 }
 
-/// Which gateway each member uses, as it says itself.
+/// Gateway in use by each member, as its agent reports, by member.
 pub(super) fn uses(lab: &Lab) -> Result<BTreeMap<String, String>> {
     uses_of(members(lab))
 }
@@ -69,7 +69,7 @@ fn uses_of<'a>(nodes: impl Iterator<Item = &'a Node>) -> Result<BTreeMap<String,
     nodes.map(of).collect()
 }
 
-/// Waits until each member uses the gateway that it is to use: where there are not several, who leads by Kilo's rule.
+/// Waits until each member uses its home; with a single active leader, that is the leader by Kilo's rule.
 pub(super) fn at_home(lab: &mut Lab) -> Result<()> {
     wait::until("all members use what they are to use", AT_HOME, || {
         let status = counters::status(&lab.network.node(LEADER)?.netns)?;
@@ -85,8 +85,8 @@ pub(super) fn at_home(lab: &mut Lab) -> Result<()> {
     })
 }
 
-/// One flow of each member, held against the gateway it used and the one it uses now. `lost`: the gateway that
-/// failed.
+/// Checks one flow per member against the gateways that it used before and after, and adds them up. `lost`:
+/// the gateway that failed.
 pub(super) fn sum_up(
     (limit, lost): (Limit, &str),
     flows: Vec<(String, Figures)>,
@@ -142,30 +142,30 @@ pub(super) fn sum_up(
     Ok(sum)
 }
 
-/// What the WireGuard device of a gateway was given and gave while all members sent alike.
+/// Traffic of a gateway's WireGuard device while all members send at the same rate.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Share {
     /// The gateway's name.
     pub gateway: String,
     /// How many members use it.
     pub members: u64,
-    /// Packets a second that it was given to encrypt.
+    /// Packets to encrypt, per second.
     pub encrypted: u64,
-    /// Packets a second that it had decrypted.
+    /// Decrypted packets, per second.
     pub decrypted: u64,
-    /// Bytes a second, both ways.
+    /// Bytes in both directions, per second.
     pub bytes: u64,
 }
 
 impl Share {
-    /// How many percent more or less than fair of the bytes each carried.
+    /// By how many percent the bytes of each differ from an equal share.
     pub fn deviations(shares: &[Self]) -> Vec<f64> {
         let fair = shares.iter().map(|share| share.bytes).sum::<u64>() as f64 / shares.len() as f64;
         shares.iter().map(|share| (share.bytes as f64 / fair - 1.0) * 100.0).collect()
     }
 }
 
-/// Packets that a node's WireGuard was given and gave, and the bytes of both.
+/// Packets sent and received by a node's kilo0, and the bytes of both.
 fn carried(node: &Node) -> Result<[u64; 3]> {
     let text =
         node.netns.sh("cd /sys/class/net/kilo0/statistics; cat tx_packets rx_packets tx_bytes rx_bytes")?;
@@ -174,7 +174,7 @@ fn carried(node: &Node) -> Result<[u64; 3]> {
     Ok([sent, received, out + back])
 }
 
-/// Counts what each of so many gateways carries while all members send alike.
+/// Counts what each of the first `gateways` nodes carries while all members send at the same rate.
 fn shares(lab: &mut Lab, gateways: usize) -> Result<Broken> {
     lab.caused(&[flood::OVERLOADED]);
     let used = uses_of(senders(lab, &Limit::NoSwitch, gateways))?;
@@ -205,7 +205,7 @@ fn shares(lab: &mut Lab, gateways: usize) -> Result<Broken> {
     Ok(Broken::done(said).with_shares(shares))
 }
 
-/// One of three active leaders loses power, another one with each run.
+/// One of three active leaders loses power, a different one in each run.
 pub(super) fn one_off(lab: &mut Lab) -> Result<Broken> {
     lab.caused(&[flood::OVERLOADED]);
     let name = ACTIVE[TURNS.fetch_add(1, Ordering::Relaxed) % ACTIVE.len()];
@@ -244,13 +244,13 @@ fn annotate(lab: &mut Lab, name: &str) -> Result<()> {
     state::acts(lab, name, TAKES)
 }
 
-/// Two of the annotated nodes lead.
+/// Annotates the stand-by, so that two nodes lead.
 pub(super) fn two_lead(lab: &mut Lab) -> Result<()> {
     annotate(lab, STAND_BY)?;
     at_home(lab)
 }
 
-/// A third one is annotated.
+/// Annotates a third node, which joins the active leaders.
 pub(super) fn third_joins(lab: &mut Lab) -> Result<Broken> {
     annotate(lab, THIRD)?;
     at_home(lab)?;

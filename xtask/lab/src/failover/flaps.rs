@@ -1,4 +1,4 @@
-//! Hosts and links that come and go: they must not take leadership with them each time.
+//! Hosts and links that flap: leadership must not move each time.
 
 use std::time::{Duration, Instant};
 
@@ -11,7 +11,7 @@ use super::{
 use crate::Lab;
 use crate::wait;
 
-/// How often, and how long each time takes, the second half of it whole.
+/// Number of flaps and length of each, the second half of which is without the fault.
 const TIMES: u32 = 20;
 const EACH: Duration = Duration::from_secs(3);
 

@@ -15,19 +15,19 @@ use anyhow::{Result, anyhow};
 use super::breaking::{self, Broken, MEMBER};
 use crate::{Lab, netns::Netns, wait};
 
-/// What an overloaded leader logs; also when the machine of the lab is.
+/// Logged by an overloaded leader, also when it is the lab's machine that is overloaded.
 pub(super) const OVERLOADED: &str = "overloaded, or its network loses packets";
 
-/// The other end.
+/// Node at the far end.
 const OTHER: &str = "b2";
 /// UDP port of both ends.
 const PORT: u16 = 7_010;
-/// Datagrams that leave at once, and the time between.
+/// Datagrams of a burst, and the time between bursts.
 const BURST: (u32, Duration) = (8, Duration::from_millis(1));
-/// Bytes of each.
+/// Bytes of each datagram.
 const BYTES: usize = 100;
 
-/// One end: it sends to the other one, and counts what comes.
+/// One end, which sends to the other and counts what it receives.
 struct End(JoinHandle<Result<std::io::Result<(u64, u64)>>>);
 
 impl End {
@@ -36,7 +36,7 @@ impl End {
         Self(from.spawn(move || flood(own, other, &stop)))
     }
 
-    /// How many it sent and got.
+    /// Datagrams sent and received.
     fn finish(self) -> Result<(u64, u64)> {
         Ok(self.0.join().map_err(|_| anyhow!("a thread of the flood"))???)
     }
@@ -64,7 +64,7 @@ fn flood(own: SocketAddr, other: SocketAddr, stop: &AtomicBool) -> std::io::Resu
 
 /// Floods the tunnel both ways for as long as cases last.
 pub(super) fn overload(lab: &mut Lab) -> Result<Broken> {
-    // It is what agents are to say.
+    // Agents are expected to log this.
     lab.caused(&[OVERLOADED]);
     let stop = Arc::new(AtomicBool::new(false));
     let address =
@@ -77,7 +77,7 @@ pub(super) fn overload(lab: &mut Lab) -> Result<Broken> {
     wait::fault_lasts(breaking::length());
     stop.store(true, Ordering::Relaxed);
     let counts = ends.into_iter().map(|end: Result<End>| end?.finish()).collect::<Result<Vec<_>>>()?;
-    // Frames came too fast for some of them to be looked at.
+    // Frames came too fast for all of them to be inspected.
     lab.nothing_in_clear_as_far_as_seen()?;
     let (sent, got) = counts.iter().fold((0, 0), |sum, count| (sum.0 + count.0, sum.1 + count.1));
     Ok(Broken::done(format!(

@@ -1,4 +1,4 @@
-//! Signals that no node of the location has sent: forged, repeated, or from a place they have no business in.
+//! Signals that no node of the location has sent: forged, replayed, or on a path where they do not belong.
 
 use std::{
     net::{Ipv4Addr, SocketAddrV4},
@@ -20,11 +20,11 @@ use crate::{
     wait,
 };
 
-/// UDP port of signals, which VXLAN has, too.
+/// UDP port of signals, shared with VXLAN.
 const PORT: u16 = 51_821;
-/// Where a signal has its kind.
+/// Offset of a signal's kind.
 const KIND: usize = 2;
-/// Kinds: a question that kernels answer, one that they obey, what gateways send each other.
+/// Kinds: a question that kernels answer, a command that they obey, and a message between gateways.
 const ROLL: u8 = 3;
 const ANNOUNCE: u8 = 7;
 const HELLO: u8 = 11;
@@ -33,7 +33,7 @@ const TIMES: u64 = 50;
 /// Longest wait for a signal to be seen.
 const PATIENCE: Duration = Duration::from_secs(10);
 
-/// Listens until the router has seen a signal of each kind from one host to another: the first ones.
+/// Records until the router has seen a signal of each kind from one host to another.
 fn record(
     router: &Netns,
     from: Ipv4Addr,
@@ -69,7 +69,7 @@ fn address(node: &Node) -> Result<Ipv4Addr> {
     }
 }
 
-/// What a node has refused: dropped by its kernel, or refused by its agent.
+/// How many signals the node's kernel or agent has refused for this reason.
 fn refused(node: &Node, why: &str) -> Result<u64> {
     let metrics = counters::scrape(&node.netns)?;
     let by_agent = format!("kilo_signals_refused_total{{why=\"{why}\"}}");
@@ -132,7 +132,8 @@ pub(super) fn send(lab: &mut Lab) -> Result<Broken> {
         attack("changed", &printer, a2, &leader, &changed(&roll, 47), "forged_signal")?,
         attack("ANNOUNCE made of another", &printer, a2, &leader, &announce(&roll), "forged_signal")?,
         attack("for somebody else", &router, a2, &member, &roll, "forged_signal")?,
-        // In its tag: with anything else changed it may be none at all. The agent refuses it, under a name of its own.
+        // Changed in its tag: with any other change it may not be a signal at all. The agent's reason has a
+        // name of its own.
         attack("HELLO changed", &printer, a2, &leader, &changed(&hello, hello.len() - 1), "forged")?,
         attack(
             "a member's into the tunnel",
@@ -147,7 +148,8 @@ pub(super) fn send(lab: &mut Lab) -> Result<Broken> {
     Ok(Broken::done(said.join(", ")))
 }
 
-/// Leadership goes to the other gateway and back, and what made members follow that one is sent again.
+/// Leadership moves to the other gateway and back; then the signal that made members follow that gateway is
+/// replayed.
 pub(super) fn repeat(lab: &mut Lab) -> Result<Broken> {
     ensure!(lab.network.underlay == Underlay::V4, "signals are forged on IPv4 only");
     let (stand_by, member) = (breaking::node(lab, STAND_BY)?, breaking::node(lab, MEMBER)?);
@@ -162,7 +164,7 @@ pub(super) fn repeat(lab: &mut Lab) -> Result<Broken> {
         "members must have changed leaders before it is written down which they follow",
     );
     let words = state::words(lab)?;
-    // It is in every LAN.
+    // The router is on every LAN.
     let by = &lab.network.router;
     let attack = Attack { what: "ANNOUNCE again", by, from: a2, to: &member, signal, why: "stale_signal" };
     let said = attack.run()?;

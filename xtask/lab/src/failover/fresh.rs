@@ -1,4 +1,4 @@
-//! Flows that begin: one every few milliseconds, each with one datagram from a port of its own.
+//! New flows: one every few milliseconds, each a single datagram from its own port.
 
 use std::{
     collections::VecDeque,
@@ -15,12 +15,12 @@ use anyhow::{Result, anyhow};
 
 use crate::{netns::Netns, probe, wait};
 
-/// Between two flows.
+/// Time between two flows.
 const EACH: Duration = Duration::from_millis(5);
 /// How long an answer is waited for.
 const PATIENCE: Duration = Duration::from_millis(500);
 
-/// New flows all the time.
+/// New flows, opened until [`Fresh::finish`].
 pub struct Fresh {
     stop: Arc<AtomicBool>,
     flows: JoinHandle<Result<Result<Duration>>>,
@@ -34,7 +34,7 @@ impl Fresh {
         Self { stop, flows: from.spawn(move || begin(target, &ended)) }
     }
 
-    /// Ends them; returns for how long flows began that got no answer, longest.
+    /// Stops opening flows; returns the longest time for which no new flow got an answer.
     pub fn finish(self) -> Result<Duration> {
         self.stop.store(true, Ordering::Relaxed);
         self.flows.join().map_err(|_| anyhow!("thread of new flows"))??
@@ -47,7 +47,7 @@ fn is_answered(flow: &UdpSocket) -> bool {
 
 fn begin(target: IpAddr, stop: &AtomicBool) -> Result<Duration> {
     let mut waiting: VecDeque<(Instant, UdpSocket)> = VecDeque::new();
-    // When the first of those began that have got no answer, one after the other.
+    // When the current series of unanswered flows began, and how long the longest such series was.
     let (mut silent, mut longest) = (None::<Instant>, Duration::ZERO);
     let mut newest = Instant::now();
     while !stop.load(Ordering::Relaxed) || !waiting.is_empty() {

@@ -1,4 +1,4 @@
-//! The runs of all labs that the pages' tables are made of: docs/failover.json.
+//! The kept runs, docs/failover.json, from which the pages' tables are made.
 
 use std::{fmt::Write as _, fs, path::PathBuf};
 
@@ -10,7 +10,7 @@ fn path() -> PathBuf {
     crate::workspace_root().join("docs/failover.json")
 }
 
-/// All that are kept; none where there is no file.
+/// Reads all kept runs; none when there is no file.
 pub fn read() -> Result<Vec<Run>> {
     let path = path();
     if !path.exists() {
@@ -20,8 +20,8 @@ pub fn read() -> Result<Vec<Run>> {
     serde_json::from_slice(&text).with_context(|| path.display().to_string())
 }
 
-/// Pure: `new` in the place of all kept runs of the same cases with the same WireGuard, in the order of the cases;
-/// runs of a case that has been removed go.
+/// Pure: replaces all kept runs of the same cases and the same WireGuard by `new`, in the order of the cases;
+/// runs of removed cases are dropped.
 pub fn replace(kept: Vec<Run>, new: &[Run]) -> Vec<Run> {
     let is_same =
         |one: &Run, other: &Run| one.id == other.id && one.kernel.is_empty() == other.kernel.is_empty();
@@ -33,7 +33,7 @@ pub fn replace(kept: Vec<Run>, new: &[Run]) -> Vec<Run> {
     all
 }
 
-/// One run on each line, so that a change is seen.
+/// Writes one run per line, so that a diff shows which ones changed.
 pub fn write(runs: &[Run]) -> Result<()> {
     let mut text = String::new();
     for (number, run) in runs.iter().enumerate() {

@@ -14,22 +14,22 @@ use super::{
 };
 use crate::{Lab, counters, network::LAPTOP, probe, wait};
 
-/// How old a connection is when a gateway loses power, ms, by turns. From 5 s on every gateway has answered it.
+/// Age of the connection when a gateway loses power, in ms, used in turn. By 5 s every gateway has answered.
 const AGES: [u64; 6] = [0, 200, 500, 1000, 2000, 4000];
-/// How often that has happened.
+/// How often a gateway has lost power.
 static TURNS: AtomicUsize = AtomicUsize::new(0);
 /// How long agents take to forget a Peer.
 const FORGOTTEN: Duration = Duration::from_secs(3);
-/// How long that takes at most.
+/// Longest wait for the laptop's sessions with all gateways.
 const SESSIONS: Duration = Duration::from_secs(60);
-/// How long a connection that begins is watched.
+/// How long a new connection is watched.
 const WATCHED: Duration = Duration::from_secs(8);
 
-/// The laptop is a peer by `kgctl connect`.
+/// Makes the laptop a peer with `kgctl connect`, and waits for its tunnels.
 pub(super) fn connects(lab: &mut Lab) -> Result<()> {
     lab.caused(&[flood::OVERLOADED]);
     lab.agents.connect_laptop(&lab.network, 1)?;
-    // Hosts that have just booted know no session of it, and WireGuard notices that after 15 s without an answer.
+    // Rebooted hosts have no session with it, and its WireGuard notices that after 15 s without an answer.
     let gateways = [LEADER, STAND_BY, breaking::FAR];
     wait::until("the laptop's tunnels to all gateways are up", SESSIONS, || {
         let out = gateways.iter().filter(|name| !hears_laptop(lab, name)).count();
@@ -38,8 +38,8 @@ pub(super) fn connects(lab: &mut Lab) -> Result<()> {
     .map(drop)
 }
 
-/// Leaves the laptop as the lab has made it, and waits until it has noticed that its leaders have booted. Its WireGuard
-/// takes processor time that leaders' probes then lack.
+/// Keeps the laptop's static configuration, and waits until it has noticed that its leaders have rebooted.
+/// Its WireGuard takes processor time from leaders' probes.
 pub(super) fn settle_static(lab: &mut Lab) -> Result<()> {
     lab.caused(&[flood::OVERLOADED]);
     for name in [MEMBER, breaking::FAR] {
@@ -63,8 +63,8 @@ fn hears_laptop(lab: &Lab, name: &str) -> bool {
     read().unwrap_or(false)
 }
 
-/// The laptop's Peer object is made, it begins to connect, and a moment later the leader loses power: for how long
-/// what it sends from then on gets no answer.
+/// Makes the laptop's Peer object, lets it begin to connect and cuts the leader's power a moment later. New
+/// flows show how long the laptop gets no answer.
 pub(super) fn begins(lab: &mut Lab) -> Result<Broken> {
     let age = AGES[TURNS.fetch_add(1, Ordering::Relaxed) % AGES.len()];
     lab.agents.disconnect_laptop(&lab.network)?;
@@ -73,7 +73,7 @@ pub(super) fn begins(lab: &mut Lab) -> Result<Broken> {
     wait::time_passes(Duration::from_millis(age), "the connection is to be so old");
     let broken = breaking::node_off(lab, LEADER)?;
     let target = lab.network.node(MEMBER)?.pod_ip();
-    // What is sent before that leaves in clear, as from any machine that is not connected. From then on nothing does.
+    // Until the routes exist, packets leave in clear, as from any machine that is not connected.
     lab.network.laptop.sh(&format!(
         "for i in $(seq 1000); do ip route get {target} 2>&1 | grep -q 'kilo-vpn\\|nreachable\\|No route' && exit 0
              sleep 0.01; done; exit 1"

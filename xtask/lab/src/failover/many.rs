@@ -1,5 +1,5 @@
-//! A location of a thousand members: what its agents cost at rest, and how long a leader without power is its
-//! leader for any of them.
+//! A location of a thousand members: what its agents cost at rest, and how long members keep following a
+//! leader that has lost power.
 
 use std::time::{Duration, Instant};
 
@@ -15,15 +15,15 @@ use crate::{
     wait,
 };
 
-/// Longest wait until every member follows, and its prefixes have moved.
+/// Longest wait until every member follows.
 const FOLLOWED: Duration = Duration::from_secs(1);
-/// What an agent's failover thread may take of one core, in percent; agents of a debug build take about three times
-/// as much, and are mostly built as this program is.
+/// Percentage of one core that an agent's failover thread may take. Debug builds take about three times as
+/// much, and agents are mostly built like this program.
 const MOST: f64 = if cfg!(debug_assertions) { 4.0 } else { 1.0 };
-/// How often allowed IPs are looked at.
+/// Longest wait until the prefixes have moved.
 const LOOK: Duration = Duration::from_secs(5);
 
-/// How many prefixes of members the far leader's device has with this gateway.
+/// How many of the members' prefixes the far leader's device routes to this gateway.
 fn prefixes(lab: &Lab, gateway: &str) -> Result<usize> {
     let key = lab.network.node(gateway)?.netns.sh("wg show kilo0 public-key")?;
     let listed = lab.network.node(FAR)?.netns.sh("wg show kilo0 allowed-ips")?;
@@ -38,7 +38,7 @@ fn prefixes(lab: &Lab, gateway: &str) -> Result<usize> {
     Ok(line.map_or(0, |line| line.split_whitespace().filter(is_members).count()))
 }
 
-/// Everybody uses Kilo's leader, and nothing is under way.
+/// Waits until the far leader's device routes all members' prefixes to Kilo's leader.
 pub(super) fn at_rest(lab: &mut Lab) -> Result<()> {
     wait::until("all members' prefixes are the leader's", Duration::from_secs(60), || {
         let count = prefixes(lab, LEADER)?;
@@ -46,7 +46,7 @@ pub(super) fn at_rest(lab: &mut Lab) -> Result<()> {
     })
 }
 
-/// Counts what agents cost, then cuts the leader off.
+/// Measures what agents cost, then cuts the leader's power.
 pub(super) fn power_off(lab: &mut Lab) -> Result<Broken> {
     let members = lab.members.as_ref().context("no members are there")?;
     let before = members.counts().0;

@@ -1,5 +1,5 @@
-//! `cargo xtask lab failover`: a leader fails under traffic, again and again, and how long its
-//! location was cut off each time.
+//! `cargo xtask lab failover`: makes a leader fail under traffic, again and again, and measures how long its
+//! location is cut off.
 
 mod breaking;
 mod cases;
@@ -39,8 +39,8 @@ pub use crowd::Share;
 
 /// Longest wait until traffic flows, before the fault and after it.
 const PATIENCE: Duration = Duration::from_secs(90);
-/// Longest wait until the leader of Kilo's rule leads, after a minute of health if need be, and each stand-by
-/// says that it could.
+/// Longest wait until the leader by Kilo's rule leads, if need be after a minute of health, and each stand-by
+/// reports that it could.
 const FIT: Duration = Duration::from_secs(150);
 /// How long traffic is watched after the fault, so that a second change is seen, too.
 const AFTER: Duration = Duration::from_secs(2);
@@ -50,14 +50,14 @@ const AFTER: Duration = Duration::from_secs(2);
 pub struct Run {
     /// Id of the case.
     pub id: String,
-    /// Release of the kernel whose WireGuard carried the packets; empty of WireGuard in user space.
+    /// Release of the kernel whose WireGuard carried the packets; empty for userspace WireGuard.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub kernel: String,
     /// What was done, and what was seen of it.
     pub injected: String,
-    /// Datagrams sent, one a millisecond.
+    /// Datagrams sent, one per millisecond.
     pub sent: u64,
-    /// Those without an answer.
+    /// Datagrams without an answer.
     pub lost: u64,
     /// Longest time without an answer, ms.
     pub gap_ms: u64,
@@ -65,7 +65,7 @@ pub struct Run {
     pub stall_ms: u64,
     /// How often the location's leader changed.
     pub switches: u64,
-    /// Why it is not what is accepted.
+    /// Why the run misses what its case accepts.
     pub problem: Option<String>,
     /// Packets were seen in clear.
     #[serde(skip)]
@@ -77,7 +77,7 @@ pub struct Run {
     pub shares: Vec<Share>,
 }
 
-/// Of the kept runs, what they showed of a line of docs/reliability.md.
+/// Returns what the kept runs have shown for a line of docs/reliability.md.
 pub fn kept_lines() -> Result<impl Fn(u8) -> Vec<String>> {
     let runs = kept::read()?;
     Ok(move |line| table::of_line(&runs, line))
@@ -110,11 +110,11 @@ impl Part {
 /// Which cases are run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Choice<'a> {
-    /// Those of a part.
+    /// The cases of a part.
     Part(Part),
-    /// All.
+    /// All cases.
     All,
-    /// Those with these ids.
+    /// The cases with these ids.
     Named(&'a [String]),
 }
 
@@ -127,21 +127,21 @@ impl Choice<'_> {
         }
     }
 
-    /// The agents' flags for the first of these that has this shape.
+    /// Flags of the agents for the first chosen case of this shape.
     fn flags(self, shape: Shape) -> Vec<String> {
         let first = CASES.iter().find(|case| case.shape == shape && self.has(case));
         let flags = first.map(|case| [("--stand-bys", case.stand_bys), ("--leaders", case.leaders)]);
         flags.into_iter().flatten().map(|(flag, value)| format!("{flag}={value}")).collect()
     }
 
-    /// Whether any of these has this shape.
+    /// Whether a chosen case has this shape.
     fn needs(self, shape: Shape) -> bool {
         CASES.iter().any(|case| case.shape == shape && self.has(case))
     }
 }
 
-/// Runs each chosen case so many times; `save` gets all runs after each. `keep`: ends with the first that fails,
-/// and mends nothing.
+/// Runs each chosen case so many times; `save` gets all runs after each one. `keep`: stops at the first
+/// failure, and mends nothing.
 fn run(
     lab: &mut Lab,
     choice: Choice<'_>,
@@ -207,12 +207,12 @@ fn kernel(lab: &Lab) -> String {
     std::fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default().trim().to_owned()
 }
 
-/// What was seen of a fault.
+/// What a fault did to traffic and leadership.
 struct Watched {
     broken: Broken,
     figures: Figures,
     switches: u64,
-    /// What else is wrong: packets in clear, warnings that the case does not cause.
+    /// Other trouble: packets in clear, or warnings that the case does not cause.
     trouble: Option<anyhow::Error>,
 }
 
@@ -267,7 +267,7 @@ fn watch(lab: &mut Lab, case: &Case, keep: bool) -> Result<Watched> {
     Ok(Watched { broken, figures: figures?, switches, trouble: well.err() })
 }
 
-/// The flows of a case, by where they begin.
+/// The flows of a case, by source namespace.
 struct Flows(Vec<(String, Traffic)>);
 
 impl Flows {
@@ -325,7 +325,7 @@ fn sum(limit: Limit, flows: Vec<(String, Figures)>) -> Result<Figures> {
     })
 }
 
-/// Why a run is not what is accepted.
+/// Why a run misses what its case accepts, if it does.
 fn missed(case: &Case, figures: &Figures, switches: u64) -> Option<String> {
     if let Some(broken) = &figures.broken {
         return Some(format!("the TCP connection: {broken}"));
@@ -350,7 +350,7 @@ fn missed(case: &Case, figures: &Figures, switches: u64) -> Option<String> {
     }
 }
 
-/// As a test run reports them.
+/// The runs as outcomes of a test run.
 fn outcomes(runs: &[Run], prefix: &str) -> Vec<TestOutcome> {
     let outcome = |run: &Run| {
         let result = if run.problem.is_none() { "passed" } else { "failed" };

@@ -8,19 +8,19 @@ use super::{
 };
 use crate::{Lab, netns::Netns, probe, well::LEADS};
 
-/// Where traffic that is watched goes.
+/// Node to which the watched traffic goes.
 const TO: &str = "b2";
 /// UDP port of signals.
 const SIGNAL_PORT: u16 = 51_821;
 
-/// WireGuard of the leader gets nothing that the leader only passes on: what the other nodes of the
-/// location and their pods send. Its own packets, its handshakes and its probes go on.
+/// The leader sends nothing into WireGuard for others: packets of the location's other nodes and their pods
+/// are dropped. Its own packets, handshakes and probes pass.
 pub(super) fn forwards_nothing(lab: &mut Lab) -> Result<Broken> {
     drops_of_others(lab, &[])
 }
 
-/// The same, but for flows that it has forwarded before: those of the traffic that is watched, and probes between
-/// the usual ports. New flows are watched, too.
+/// As [`forwards_nothing`], except for flows that it has forwarded before: the watched traffic, and probes
+/// between the usual ports. New flows are watched, too.
 pub(super) fn drops_new_flows(lab: &mut Lab) -> Result<Broken> {
     let (from, to) = (lab.network.netns(&format!("pod-{MEMBER}"))?, breaking::node(lab, TO)?.pod_ip());
     let old = old_flows(&from)?;
@@ -29,7 +29,7 @@ pub(super) fn drops_new_flows(lab: &mut Lab) -> Result<Broken> {
     Ok(drops_of_others(lab, &but)?.with(fresh))
 }
 
-/// Ports from which the traffic that is watched comes.
+/// Source ports of the watched traffic.
 fn old_flows(from: &Netns) -> Result<Vec<u16>> {
     let said = from.sh(&format!("ss -Htun state established '( dport = :{} )'", probe::PORT))?;
     let port = |line: &str| line.split_whitespace().nth(3)?.rsplit_once(':')?.1.parse().ok();
@@ -38,11 +38,11 @@ fn old_flows(from: &Netns) -> Result<Vec<u16>> {
     Ok(ports)
 }
 
-/// Drops in the leader what others send through it, but for these ports.
+/// Drops in the leader what others send through it, except on these ports (`sport` or `dport`).
 fn drops_of_others(lab: &mut Lab, but: &[(&str, u16)]) -> Result<Broken> {
     let leader = breaking::node(lab, LEADER)?;
     let others = [STAND_BY, MEMBER].map(|name| breaking::node(lab, name));
-    // Programs redirect past netfilter. The queue of the class takes one byte: no packet fits.
+    // BPF programs redirect past netfilter, so a queue of one byte drops: no packet fits.
     let mut script = "tc qdisc add dev kilo0 root handle 1: htb default 1
         tc class add dev kilo0 parent 1: classid 1:1 htb rate 10gbit
         tc class add dev kilo0 parent 1: classid 1:2 htb rate 10gbit
@@ -71,7 +71,7 @@ fn drops_of_others(lab: &mut Lab, but: &[(&str, u16)]) -> Result<Broken> {
     }))
 }
 
-/// Two parts of the LAN hear nothing of each other; uplinks stay.
+/// Cuts two parts of the LAN off from each other; uplinks stay.
 fn cut(lab: &mut Lab, one: &[&str], other: &[&str]) -> Result<Broken> {
     lab.caused(&[LEADS]);
     let addresses = |names: &[&str]| -> Result<String> {

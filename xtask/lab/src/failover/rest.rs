@@ -20,35 +20,36 @@ use nix::{
 use super::{FIT, breaking, state};
 use crate::{Lab, counters, faults::nodes, matrix, options::LabOptions, wait, well};
 
-/// So long agents have to write nothing before they are at rest; what a start costs is not counted.
+/// Agents are at rest once they have written nothing for so long; what a start costs is not counted.
 const QUIET: Duration = Duration::from_secs(30);
-/// How long that may take after a boot: the VPN peer comes back meanwhile, and is somebody new.
+/// How long that may take after a boot: meanwhile the VPN peer comes back, and is new to everybody.
 const AT_REST: Duration = Duration::from_secs(180);
-/// Threads of failover have this name.
+/// Name of failover's threads.
 const THREAD: &str = "failover";
-/// What an agent writes to the host in its reconciles.
+/// Metric of an agent's writes to its host in reconciles.
 const WRITES: &str = "kilo_writes_total";
-/// What an agent may take more with failover than without, in percent of a core.
+/// How much more an agent may take with failover than without, in percent of a core.
 const WANTED: f64 = 0.3;
-/// By so much figures of two agents differ that do the same, over [`SHORTEST`]: without failover they take 0.09 to 0.12 %.
+/// How much the figures of two agents that do the same differ over [`SHORTEST`]: without failover they take
+/// 0.09 to 0.12 %.
 const MARGIN: f64 = 0.03;
-/// The margin is of a minute.
+/// Shortest measurement, for which [`MARGIN`] holds.
 const SHORTEST: Duration = Duration::from_secs(60);
 /// Stand-bys of each location, as the command line gives them.
 const STAND_BYS: u8 = 1;
-/// The processor of all agents.
+/// The processor on which all agents run.
 const AGENTS: usize = 0;
 /// Mask of the processors that receive.
 const RECEIVES: u32 = 0b10;
 
-/// CPU time of an agent, and of the threads of it that failover has.
+/// CPU time of an agent, and of its failover threads.
 #[derive(Clone, Copy, Default)]
 struct Spent {
     whole: Duration,
     failover: Duration,
 }
 
-/// Reads what the scheduler says of each thread; one that ends meanwhile is left out.
+/// Reads the schedstat of each thread; threads that end meanwhile are left out.
 fn spent(pid: u32) -> Result<Spent> {
     let mut spent = Spent::default();
     for task in fs::read_dir(format!("/proc/{pid}/task"))? {
@@ -87,8 +88,8 @@ pub(super) fn failover(lab: &Lab, time: Duration) -> Result<Vec<(String, f64)>> 
     Ok(pairs.map(|(name, ((before, _), (after, _)))| (name, part(before, after))).collect())
 }
 
-/// Hosts have processors of their own: what others do with a packet is not charged to the agent that sent it. All
-/// agents run on one processor, and what has crossed a link is received on another one.
+/// Emulates hosts with their own processors, where what others do with a packet is not charged to the agent
+/// that sent it: all agents run on one processor, and what has crossed a link is received on another one.
 fn receive_on_another_processor(lab: &Lab) -> Result<()> {
     ensure!(std::thread::available_parallelism()?.get() > 1, "what others receive needs a second processor");
     // A sysfs shows the interfaces of the namespace that mounted it.
@@ -105,7 +106,7 @@ fn receive_on_another_processor(lab: &Lab) -> Result<()> {
         for task in fs::read_dir(format!("/proc/{pid}/task"))? {
             let id = task?.file_name().to_string_lossy().parse()?;
             match sched_setaffinity(Pid::from_raw(id), &agents) {
-                // Or it has ended.
+                // The thread may have ended.
                 Ok(()) | Err(Errno::ESRCH) => {}
                 Err(error) => return Err(error).context("cannot choose the agents' processor"),
             }
@@ -114,9 +115,9 @@ fn receive_on_another_processor(lab: &Lab) -> Result<()> {
     Ok(())
 }
 
-/// What agents write to besides the host's routes and rules, as it stands: their WireGuard device, the maps that they fill
-/// and that no packet changes, and what they have published, but for heartbeats. The failover thread writes to the first
-/// two beside the reconciles.
+/// Present content of what agents write besides the host's routes and rules: their WireGuard device, the maps
+/// that they fill and no packet changes, and what they publish, except for heartbeats. The failover thread
+/// writes the first two outside of reconciles.
 fn written(lab: &Lab) -> Result<BTreeMap<String, String>> {
     const WIREGUARD: &str = "for what in listen-port peers allowed-ips endpoints persistent-keepalive preshared-keys; do \
                              wg show kilo0 $what; done";
@@ -141,7 +142,7 @@ fn written(lab: &Lab) -> Result<BTreeMap<String, String>> {
     Ok(written)
 }
 
-/// Waits until everybody has the place that Kilo's rule gives it, and nobody has anything left to write.
+/// Waits until every node has the role that Kilo's rule gives it, and no agent has anything left to write.
 fn at_rest(lab: &Lab, is_on: bool) -> Result<()> {
     if is_on {
         // Of nodes that boot at once a stand-by may lead first, and gives leadership back after a minute.
@@ -155,8 +156,8 @@ fn at_rest(lab: &Lab, is_on: bool) -> Result<()> {
     .map(drop)
 }
 
-/// Prints what each node's agent takes while nothing happens; returns that in percent of a core, and what was
-/// written meanwhile.
+/// Prints and returns each agent's CPU time while nothing happens, in percent of a core, and what was written
+/// meanwhile.
 fn of_mode(lab: &mut Lab, mode: &str, time: Duration) -> Result<(Vec<f64>, Vec<String>)> {
     lab.agents.set_flag("--failover", mode);
     // Of nodes that boot at once a stand-by may lead first.
@@ -188,7 +189,7 @@ fn of_mode(lab: &mut Lab, mode: &str, time: Duration) -> Result<(Vec<f64>, Vec<S
     Ok((costs, wrote))
 }
 
-/// Pure: whose agent takes more with failover than it may, and by how much more than without.
+/// Pure: agents that take more with failover than they may, and by how much more than without.
 fn too_much(names: &[String], without: &[f64], with: &[f64]) -> Vec<String> {
     let more =
         names.iter().zip(without.iter().zip(with)).map(|(name, (without, with))| (name, with - without));
@@ -202,7 +203,7 @@ fn too_much(names: &[String], without: &[f64], with: &[f64]) -> Vec<String> {
         .collect()
 }
 
-/// Measures both, and prints them for each node.
+/// Measures agents without and with failover, and prints both for each node.
 ///
 /// # Errors
 /// When failover costs more than it may, anything was written although nothing happened, or agents are not well.

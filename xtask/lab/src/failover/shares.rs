@@ -19,15 +19,15 @@ use crate::{
     well::{LEADS, NO_ENDPOINT},
 };
 
-/// How long a new active leader works before it takes its own nodes, and a bit.
+/// Longest wait until a new active leader takes its own nodes.
 const TAKES: Duration = Duration::from_secs(120);
 
 /// While each node uses its own leader, everybody reaches everybody.
 pub(super) fn all_reach_all(lab: &mut Lab) -> Result<()> {
-    // Everybody asks everybody at once, of WireGuard in user space.
+    // Everybody probes everybody at once, through userspace WireGuard.
     lab.caused(&[flood::OVERLOADED]);
     let mut matrix = matrix::run(&lab.network)?;
-    // The VPN peer finds out that its leaders have booted when nobody has answered it for 15 s.
+    // The VPN peer notices that its leaders have rebooted after 15 s without an answer.
     for _ in 0..2 {
         if matrix.passed() < matrix.total() {
             matrix = matrix::run(&lab.network)?;
@@ -50,7 +50,7 @@ pub(super) fn joins(lab: &mut Lab) -> Result<Broken> {
     Ok(Broken::until("a3 leads itself because its annotation says so", move |_| nodes::put(&path, &before)))
 }
 
-/// The node that knows no failover, as Kilo itself does not.
+/// The node without failover, which looks like one with Kilo itself.
 const KILO: &str = "b2";
 
 /// Beside a node with Kilo itself every location has one leader, and everybody reaches everybody.

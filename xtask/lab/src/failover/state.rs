@@ -12,9 +12,9 @@ use crate::{Lab, counters, faults::nodes, network::Shape, wait};
 
 /// Nodes of the location whose leader fails.
 const LOCATION: &str = "site-a";
-/// Who leads by Kilo's rule.
+/// The leader by Kilo's rule.
 const LEADER: &str = "a1";
-/// How long everybody has to be in their place before a case begins.
+/// How long all roles must stay in place before a case begins.
 const SETTLED: Duration = Duration::from_secs(4);
 /// Flags of a node that knows no failover.
 pub const OFF: &[&str] = &["--failover=off", "--leaders=1"];
@@ -34,14 +34,14 @@ fn location(lab: &Lab) -> Vec<String> {
     nodes.map(|node| node.name().to_owned()).collect()
 }
 
-/// What the node says that it is.
+/// Role that the node's agent reports; "member" when it reports no other, or does not answer.
 pub fn role(lab: &Lab, node: &str) -> &'static str {
     let roles = [(ROLE_LEADER, "leader"), (ROLE_STAND_BY, "stand-by")];
     let found = roles.into_iter().find(|(name, _)| metric(lab, node, name) == Some(1));
     found.map_or("member", |(_, role)| role)
 }
 
-/// How many changes of leader agents know of, in all locations together.
+/// Changes of leader that agents know of, in all locations together.
 pub fn changes(lab: &Lab) -> u64 {
     let mut known: BTreeMap<&str, u64> = BTreeMap::new();
     for node in &lab.network.nodes {
@@ -52,7 +52,7 @@ pub fn changes(lab: &Lab) -> u64 {
     known.values().sum()
 }
 
-/// Role and term of each node of the location, as far as its agent runs.
+/// Role and term metrics of each node of the location; `None` where no agent answers.
 pub fn words(lab: &Lab) -> Result<Vec<(String, [Option<u64>; 3])>> {
     let word = |node: String| {
         let names = [ROLE_LEADER, ROLE_STAND_BY, TERM];
@@ -64,8 +64,8 @@ pub fn words(lab: &Lab) -> Result<Vec<(String, [Option<u64>; 3])>> {
     Ok(words)
 }
 
-/// Waits until Kilo's leader leads, and each stand-by could. Where a leader has changed, all nodes
-/// begin anew, as after a power cut of the whole site, as the case wants them.
+/// Waits until Kilo's leader leads, and each stand-by could. When a leader has changed, or the case needs
+/// other flags, all nodes are rebooted first, as after a power cut of the whole site.
 pub fn begin_anew(lab: &mut Lab, case: &Case, limit: Duration) -> Result<()> {
     let stand_bys = case.stand_bys;
     let flag = format!("--stand-bys={stand_bys}");
@@ -80,17 +80,18 @@ pub fn begin_anew(lab: &mut Lab, case: &Case, limit: Duration) -> Result<()> {
         breaking::reboot_all(lab)?;
     }
     if case.shape == Shape::Crowd {
-        // Several active leaders take their own in terms of their own: each case waits until they have.
+        // Active leaders take their own nodes in terms of their own: each case waits until they have.
         return Ok(());
     }
     in_place(lab, case.off, stand_bys, limit)
 }
 
-/// Waits until Kilo's leader leads, and each stand-by could. `off`: nodes that know no failover.
+/// Waits until Kilo's leader leads, and each stand-by could. `off`: nodes without failover.
 pub fn in_place(lab: &Lab, off: &[&str], stand_bys: u8, limit: Duration) -> Result<()> {
     // Where Kilo itself leads, nobody stands by.
     let stand_bys = if off.contains(&LEADER) { 0 } else { stand_bys };
-    // Nobody can be fit whose tunnels end where nobody answers signals, or knows of stand-bys.
+    // A stand-by is not fit while its tunnels end at nodes that answer no signals or do not know of
+    // stand-bys.
     let is_answered = ![breaking::FAR, LEADER].iter().any(|node| off.contains(node));
     let is_ready = |node: &String| {
         metric(lab, node, ROLE_STAND_BY) == Some(1) && (!is_answered || metric(lab, node, FIT) == Some(1))
@@ -106,13 +107,13 @@ pub fn in_place(lab: &Lab, off: &[&str], stand_bys: u8, limit: Duration) -> Resu
             settled_since = None;
             return Ok(Err(format!("they lead: {leads}; {ready} of {stand_bys} stand-bys could")));
         }
-        // Of nodes that boot at once another one may be ready first, and lead a moment later.
+        // Of nodes that boot at once another one may be ready first, and take the lead a moment later.
         let since: &mut Instant = settled_since.get_or_insert_with(Instant::now);
         Ok(if since.elapsed() > SETTLED { Ok(()) } else { Err("that is new".to_owned()) })
     })
 }
 
-/// Whether anybody knows of a change of leader, in any location.
+/// Whether any agent knows of a change of leader, in any location.
 fn has_changed(lab: &Lab) -> bool {
     nodes::names(lab).iter().any(|node| metric(lab, node, TERM).is_some_and(|term| term > 0))
 }

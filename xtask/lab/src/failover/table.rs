@@ -15,7 +15,7 @@ const MARKS: [&str; 2] = ["<!-- figures -->", "<!-- end of figures -->"];
 /// All runs of a case with the same WireGuard.
 pub struct Sum<'a> {
     pub case: &'a Case,
-    /// Release of the kernel whose WireGuard carried the packets; empty of WireGuard in user space.
+    /// Release of the kernel whose WireGuard carried the packets; empty for userspace WireGuard.
     kernel: &'a str,
     pub runs: usize,
     /// Longest times without an answer, ms.
@@ -29,7 +29,7 @@ pub struct Sum<'a> {
     failed: Vec<&'a str>,
 }
 
-/// Pure: of each case that was run, in the order of the cases; with WireGuard in the kernel apart.
+/// Pure: sums up each case that was run, in the order of the cases; separately for WireGuard in the kernel.
 pub fn sums(runs: &[Run]) -> impl Iterator<Item = Sum<'_>> {
     let both = |case| [false, true].map(|in_kernel| (case, in_kernel));
     CASES.iter().flat_map(both).filter_map(|(case, in_kernel)| sum(case, in_kernel, runs))
@@ -56,12 +56,12 @@ fn sum<'a>(case: &'a Case, in_kernel: bool, runs: &'a [Run]) -> Option<Sum<'a>> 
 }
 
 impl Sum<'_> {
-    /// Whether 95 of 100 runs took longer than they may; one alone says nothing of that.
+    /// Whether the 95th percentile exceeds the case's limit; a single run says nothing about that.
     fn is_late(&self) -> bool {
         self.runs > 1 && self.case.p95.is_some_and(|most| self.p95 > most)
     }
 
-    /// How many runs there are; of one alone also how long it took, since `--for` may have made it longer.
+    /// Number of runs; for a single long run also its length, which `--for` may have set.
     fn said_of_runs(&self) -> String {
         match self.runs {
             1 if self.seconds >= 300 => format!("1, of {} min", self.seconds / 60),
@@ -69,12 +69,12 @@ impl Sum<'_> {
         }
     }
 
-    /// What 95 of 100 runs do not exceed; of one run nothing can be said.
+    /// The 95th percentile in ms; a dash for a single run.
     fn said_of_p95(&self) -> String {
         if self.runs > 1 { self.p95.to_string() } else { "–".to_owned() }
     }
 
-    /// Why they are not what is accepted.
+    /// Why the runs miss what their case accepts.
     pub fn problem(&self) -> Option<String> {
         let failed =
             (!self.failed.is_empty()).then(|| format!("{} of {} fall short", self.failed.len(), self.runs));
@@ -83,7 +83,7 @@ impl Sum<'_> {
         (!all.is_empty()).then(|| format!("{}: {}", self.case.id, all.join(", ")))
     }
 
-    /// Behind the name of the case.
+    /// Suffix of the case's name: the kernel, or nothing for userspace WireGuard.
     fn wireguard(&self) -> String {
         if self.kernel.is_empty() { String::new() } else { format!(", WireGuard of Linux {}", self.kernel) }
     }
@@ -93,7 +93,7 @@ impl Sum<'_> {
         format!("**{}**", problem.trim_start_matches(self.case.id).trim_start_matches(": "))
     }
 
-    /// One line, at the end of the case.
+    /// A line of figures, printed at the end of a case.
     pub fn line(&self) -> String {
         format!(
             "{}{}: {} runs; without answer {} ms in the median, p95 {}, longest {}; accepted: {}; {}",
@@ -154,7 +154,7 @@ fn table(runs: &[Run]) -> String {
     text
 }
 
-/// The first line of what may be long.
+/// The first line of a problem, cut after 120 characters.
 fn brief(problem: &str) -> String {
     let line = problem.lines().next().unwrap_or_default().trim_end_matches(':');
     let end = line.char_indices().nth(120).map_or(line.len(), |(at, _)| at);
@@ -183,7 +183,7 @@ pub fn of_line(runs: &[Run], line: u8) -> Vec<String> {
     said.collect()
 }
 
-/// The value that so many percent of the sorted values do not exceed; 0 of none.
+/// A percentile of sorted values; 0 when there are none.
 pub fn part(sorted: &[u64], percent: usize) -> u64 {
     let place = (sorted.len() * percent).div_ceil(100).saturating_sub(1);
     sorted.get(place).copied().unwrap_or(0)

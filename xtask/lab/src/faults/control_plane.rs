@@ -1,5 +1,5 @@
-//! What goes on without those who control it: agents that are upgraded, whose
-//! cluster is away, whose clocks are wrong, who are dead; and nodes that are.
+//! The data path without its control plane: agents that are upgraded, dead or have wrong clocks, a cluster
+//! that is away, and dead nodes.
 
 use std::{
     fs,
@@ -25,7 +25,7 @@ static AWAY: AtomicU64 = AtomicU64::new(10);
 /// How long agents are dead and a node reboots, in seconds.
 static DEAD: AtomicU64 = AtomicU64::new(10);
 
-/// Both last that long.
+/// Sets both lengths.
 pub fn set_length(time: Duration) {
     AWAY.store(time.as_secs(), Ordering::Relaxed);
     DEAD.store(time.as_secs(), Ordering::Relaxed);
@@ -74,7 +74,7 @@ pub(crate) fn upgrade(lab: &mut Lab) -> Result<String> {
     Ok(format!("{} agents found v2, left only their own", all.len()))
 }
 
-/// The directory of the cluster has another name while this runs.
+/// Renames the cluster's directory while `run` runs.
 fn while_away<T>(lab: &mut Lab, run: impl FnOnce(&mut Lab) -> Result<T>) -> Result<T> {
     let cluster = lab.agents.cluster();
     let away = cluster.with_file_name("cluster-away");
@@ -120,7 +120,7 @@ pub(super) fn clock_is_wrong(lab: &mut Lab) -> Result<String> {
     Ok(format!("its log says {} and then {}; a1 leads all the time", said[0], said[1]))
 }
 
-/// Without the node's object, and then with it again.
+/// Removes the leader's Node object, and restores it.
 pub(super) fn leader_returns(lab: &mut Lab) -> Result<String> {
     lab.caused(&[NO_NODE, LEADS]);
     let file = lab.agents.cluster().join("node-a1.yaml");
@@ -147,7 +147,7 @@ pub(super) fn leader_returns(lab: &mut Lab) -> Result<String> {
     Ok(format!("a1 led again after {} ms, {changed} changes of the leader in all", took.as_millis()))
 }
 
-/// Power off: no process, no link. The objects stay.
+/// Cuts the power: no process, no link. The objects stay.
 pub(super) fn location_dies(lab: &mut Lab) -> Result<String> {
     let dead = ["b1", "b2"];
     for name in dead {
@@ -185,10 +185,10 @@ pub(crate) const NO_PODS: &str = "nft 'table inet no-pods { chain pods { type fi
                        iifname kube-bridge drop; }; chain own { type filter hook output priority -300; \
                        udp dport 7007 drop; }; }'";
 
-/// Pods have been started, as the kubelet does once the agent has published the CNI configuration.
+/// Lets pods start, as the kubelet does once the agent has published the CNI configuration.
 pub(crate) const PODS_AGAIN: &str = "nft delete table inet no-pods";
 
-/// A node as it is after a reboot, but for its links: nothing of ours in the kernel.
+/// Leaves a node as after a reboot, except for its links: nothing of ours is in the kernel.
 pub(crate) const REBOOT: &str = "
     rm -rf /sys/fs/bpf/kilo
     for d in eth0 kilo0; do tc qdisc del dev $d clsact 2>/dev/null || true; done
@@ -219,7 +219,7 @@ pub(super) fn on_their_own(lab: &mut Lab) -> Result<String> {
         while began.elapsed() < time {
             let mut round = reachability::round(&lab.network);
             if round.missing.iter().any(|missing| others(&missing)) {
-                // What a busy machine loses by itself, it hardly loses twice.
+                // A loss caused by a busy machine hardly repeats.
                 round = reachability::round(&lab.network);
             }
             let missing: Vec<_> = round.missing.iter().filter(|missing| others(missing)).collect();

@@ -1,4 +1,4 @@
-//! Hosts as they are, and packets nobody should send.
+//! Settings of real hosts, and packets that nobody should send.
 
 use std::{
     net::{IpAddr, Ipv4Addr},
@@ -70,7 +70,7 @@ fn send(
     Ok(dropped()? - before)
 }
 
-/// Nothing of it may reach the pod.
+/// Runs `send`, and fails when any of its packets reaches the pod.
 fn none_arrives(node: &Node, send: impl FnOnce() -> Result<u64>) -> Result<u64> {
     node.pod.sh(
         "nft -f - <<'RULES'\ntable inet watch {\n counter unwanted { }\n chain input { type filter hook input priority 0; \
@@ -98,8 +98,8 @@ pub(super) fn foreign_source(lab: &mut Lab) -> Result<String> {
     Ok(format!("{ABUSES} packets, {dropped} dropped as foreign_source"))
 }
 
-/// The leader's own check of sources is as loose as systemd sets it: it takes what any interface leads to. Its pod gets
-/// them, and another node's through it.
+/// With the leader's rp_filter loose (2), as systemd sets it, its kernel accepts any source that an interface
+/// leads to. The packets are for its own pod, and for other nodes' through it.
 pub(super) fn in_clear(lab: &mut Lab) -> Result<String> {
     let leader = lab.network.node("a1")?;
     let private = private_v4(leader)?;

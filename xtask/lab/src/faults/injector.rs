@@ -1,7 +1,6 @@
-//! Packets made to disappear, or to be late: rules with direction, family,
-//! protocol, port and length, which hit the first, every nth or just the nth
-//! packet. The kernel's nftables chooses and counts, so that a test can say the
-//! fault really happened; what is late waits in a queue of netfilter's.
+//! Drops or delays packets by rules with direction, family, protocol, port and length, which hit the first,
+//! every nth or just the nth packet. The kernel's nftables chooses and counts, so that a test can show that
+//! the fault really happened; delayed packets wait in a netfilter queue.
 
 use std::{
     collections::VecDeque,
@@ -22,9 +21,9 @@ use nix::libc;
 use crate::netns::Netns;
 use crate::wait;
 
-/// Marks what is to be late, and names the queue.
+/// Mark of delayed packets, and number of their queue.
 const LATE: u16 = 1107;
-/// Between two looks at the queue.
+/// Time between two polls of the queue.
 const TICK: Duration = Duration::from_millis(1);
 
 /// Which packets of the host.
@@ -48,11 +47,11 @@ pub enum Family {
 /// Which of the matching packets are dropped.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Drop {
-    /// The first so many.
+    /// The first N packets.
     First(u32),
-    /// Every so many, beginning with the first.
+    /// Every Nth packet, beginning with the first.
     Every(u32),
-    /// This one only, counted from 1.
+    /// Only the Nth packet, counted from 1.
     Nth(u32),
 }
 
@@ -100,7 +99,7 @@ pub struct Rule {
 }
 
 impl Rule {
-    /// Pure: the table nft reads.
+    /// Pure: the nftables table.
     fn table(&self) -> String {
         let hook = match self.direction {
             Direction::In => "prerouting",
@@ -115,7 +114,7 @@ impl Rule {
             matches += &format!("th dport {port} ");
         }
         matches += &format!("meta length {}-{} ", self.shortest, self.longest);
-        // A generator that starts anew after so many packets does not within a test.
+        // The modulus is so large that the generator does not wrap within a test.
         let which = match self.drop {
             Drop::First(count) => format!("numgen inc mod 1000000000 < {count}"),
             Drop::Every(count) => format!("numgen inc mod {count} 0"),
@@ -153,11 +152,11 @@ impl Rule {
 /// A rule in force.
 pub struct Injected {
     netns: Netns,
-    /// Ends after the table that marks packets.
+    /// Dropped after the table that marks packets.
     _late: Option<Late>,
 }
 
-/// A queue packets wait in.
+/// Queue in which delayed packets wait.
 struct Late {
     netns: Netns,
     rule: String,
@@ -212,7 +211,7 @@ impl std::ops::Drop for Late {
 
 fn open() -> std::io::Result<nfq::Queue> {
     let mut queue = nfq::Queue::open()?;
-    // Its socket would go on in an agent that is started meanwhile, and nobody could have a queue there again.
+    // An agent started meanwhile would inherit its socket, and nobody could open the queue again.
     // SAFETY: a plain system call, which marks descriptors and closes none.
     let marked = unsafe { libc::syscall(libc::SYS_close_range, 3u32, u32::MAX, libc::CLOSE_RANGE_CLOEXEC) };
     nix::errno::Errno::result(marked)?;
@@ -221,7 +220,7 @@ fn open() -> std::io::Result<nfq::Queue> {
     Ok(queue)
 }
 
-/// Lets each packet go when its time is over, in their order; all at the end.
+/// Releases each packet after its delay, in order; all of them at the end.
 fn hold(queue: &mut nfq::Queue, delay: Duration, stop: &AtomicBool) {
     let mut held = VecDeque::new();
     loop {

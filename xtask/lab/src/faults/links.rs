@@ -1,4 +1,4 @@
-//! Faults of WireGuard, of links and of what hangs on them.
+//! Faults of WireGuard, of links and of what depends on them.
 
 use std::time::Duration;
 
@@ -16,7 +16,7 @@ use crate::{
     well::{DETACHED, LEADS},
 };
 
-/// Waits until the interface is there again with other than the old index.
+/// Waits until the interface exists again, with a new index.
 fn back(lab: &Lab, node: &str, device: &str, old: u64) -> Result<String> {
     let netns = lab.network.node(node)?.netns.clone();
     let index = format!("cat /sys/class/net/{device}/ifindex 2>/dev/null || echo 0");
@@ -27,7 +27,7 @@ fn back(lab: &Lab, node: &str, device: &str, old: u64) -> Result<String> {
 }
 
 fn deleted(lab: &mut Lab, node: &str) -> Result<String> {
-    // It may go between the look at it and the attaching to it.
+    // The device may go between being found and being attached to.
     lab.caused(&["No such device"]);
     let netns = lab.network.node(node)?.netns.clone();
     let old = number(&netns, "cat /sys/class/net/kilo0/ifindex")?;
@@ -67,7 +67,7 @@ pub(super) fn renumbered(lab: &mut Lab) -> Result<String> {
     Ok(format!("addresses back after {} ms", took.as_millis()))
 }
 
-/// Another key, and then the first again, which peers outside the mesh know.
+/// Replaces the key, and then restores the first one, which peers outside the mesh know.
 pub(super) fn key_rotated(lab: &mut Lab) -> Result<String> {
     let first = rekey(lab, "mv /var/lib/kilo/key /var/lib/kilo/first")?;
     wait::fault_lasts(Duration::from_secs(1));
@@ -127,7 +127,7 @@ pub(super) fn key_and_late_handshakes(lab: &mut Lab) -> Result<String> {
         drop: Drop::Every(1),
         delay: Some(300),
     };
-    // First that it does what it says: an echo request of 84 bytes.
+    // First check that the delay works: an echo request of 84 bytes.
     let injected = late("icmp", None, 84).inject(&a1.netns)?;
     let ping =
         format!("ping -c 2 -W 3 {} | grep -o 'time=[0-9]*' | cut -d= -f2 | sort -n | head -1", a1.private);
@@ -186,7 +186,7 @@ pub(super) fn uplink_down(lab: &mut Lab) -> Result<String> {
     let node = lab.network.node("a1")?.netns.clone();
     node.ip("link set eth1 down\n")?;
     wait::fault_lasts(Duration::from_secs(2));
-    // The default route went with the link; what configures the host adds it again.
+    // The default route went with the link; the host's network configuration would add it again.
     node.ip("link set eth1 up\nroute replace default via 192.0.2.1\n")?;
     Ok("down for 2 s".to_owned())
 }

@@ -1,6 +1,6 @@
-//! The one table of faults: what is made under traffic (`cargo xtask lab faults`), and what
-//! is chosen from at random (`cargo xtask lab soak`). A new fault is a row here, which names its
-//! requirement of `requirements.rs`, and its function.
+//! The one table of faults: those made under traffic (`cargo xtask lab faults`), and those chosen at random
+//! (`cargo xtask lab soak`). A new fault is a row here, which names its requirement of `requirements.rs`, and
+//! its function.
 
 use anyhow::Result;
 
@@ -22,7 +22,7 @@ use crate::{
 pub enum Goal {
     /// Not one datagram.
     Nothing,
-    /// Answers come again within so many milliseconds.
+    /// Answers resume within so many milliseconds.
     Within(u64),
     /// The fault cuts the path; it must work again afterwards.
     Heals,
@@ -30,10 +30,10 @@ pub enum Goal {
     HealsAnew,
 }
 
-/// A fault, with how it is made in either command; `None`: not there.
+/// A fault, and how each of the two commands makes it; `None` where one does not.
 #[derive(Debug)]
 pub struct Fault {
-    /// As it is chosen on the command line and named in reports: words with hyphens.
+    /// Id on the command line and in reports: words with hyphens.
     pub id: &'static str,
     /// Number of the requirement (`requirements.rs`) that it belongs to.
     pub requirement: u8,
@@ -65,9 +65,9 @@ pub struct UnderTraffic {
 pub struct SoakFault {
     /// What happens.
     pub name: &'static str,
-    /// Parts of what agents warn about then.
+    /// Parts of the warnings that agents log then.
     pub causes: &'static [&'static str],
-    /// Makes it, somewhere; what it returns mends it.
+    /// Makes it at a random place; the returned value mends it.
     pub inject: fn(&mut Lab, &mut Rng) -> Result<Injected>,
 }
 
@@ -76,13 +76,13 @@ const fn fault(id: &'static str, requirement: u8) -> Fault {
 }
 
 impl Fault {
-    /// Watched from a pod of one location to a pod of another, in every test.
+    /// Makes it under traffic, watched from a pod of one location to a pod of another, in every test.
     const fn across(self, name: &'static str, goal: Goal, inject: fn(&mut Lab) -> Result<String>) -> Self {
         let traffic = UnderTraffic { name, goal, from: "pod-a2", to: "pod-b2", always: true, inject };
         Self { traffic: Some(traffic), ..self }
     }
 
-    /// Watched between these instead.
+    /// Watches between these ends instead.
     const fn between(mut self, from: &'static str, to: &'static str) -> Self {
         if let Some(traffic) = &mut self.traffic {
             (traffic.from, traffic.to) = (from, to);
@@ -90,7 +90,7 @@ impl Fault {
         self
     }
 
-    /// Not in every test: another fault or a check of `lab test` does much the same.
+    /// Leaves it out of every test: another fault or a check of `lab test` does much the same.
     const fn on_request(mut self) -> Self {
         if let Some(traffic) = &mut self.traffic {
             traffic.always = false;
@@ -98,7 +98,7 @@ impl Fault {
         self
     }
 
-    /// Also at random.
+    /// Makes it at random, too.
     const fn soak(
         self,
         name: &'static str,
@@ -109,10 +109,10 @@ impl Fault {
     }
 }
 
-/// The requirement of faults that are made at random alone: hours of random faults.
+/// The requirement of faults that are made only at random: hours of random faults.
 const ONLY_AT_RANDOM: u8 = 66;
 
-/// All of them, by requirement; those that are made at random alone come last.
+/// All faults, by requirement; those made only at random come last.
 #[rustfmt::skip]
 pub const FAULTS: &[Fault] = &[
     fault("agents-killed", 1)
@@ -181,7 +181,7 @@ pub const FAULTS: &[Fault] = &[
         .across("two peers with one key and overlapping allowed IPs", Goal::Nothing, nodes::same_key),
     fault("public-address-changes", 32)
         .across("the leader's public address changes", Goal::Within(15_000), links::address_changes)
-        // Between the two it has none.
+        // Between the two addresses it has none.
         .soak("a leader's public address changes", &[LEADS], random::address_changes),
     fault("uplink-down", 32)
         .across("the leader's uplink is down for 2 s", Goal::Within(12_000), links::uplink_down)
@@ -216,7 +216,7 @@ pub const FAULTS: &[Fault] = &[
     fault("static-stability", 67)
         .across("agents dead, the cluster away, a node reboots", Goal::Nothing, control_plane::on_their_own),
     fault("agent-stopped", ONLY_AT_RANDOM).soak("an agent stands still", &[], random::agent_stands_still),
-    // The device may go between the look at it and the attaching to it.
+    // The device may go between being found and being attached to.
     fault("wireguard-killed", ONLY_AT_RANDOM).soak(
         "WireGuard's process is killed",
         &["No such device", NO_KILO0],
@@ -227,10 +227,10 @@ pub const FAULTS: &[Fault] = &[
     fault("packets-lost", ONLY_AT_RANDOM).soak("packets are lost or late", &[], random::packets_lost),
 ];
 
-/// Faults of this table whose id is among these, or begins with one of them and a hyphen.
+/// Accepts a word of the command line that names a fault.
 ///
 /// # Errors
-/// Text for the command line when an id is none, with those that are.
+/// Lists all ids when the word names none.
 pub fn named(text: &str) -> Result<String, String> {
     if FAULTS.iter().any(|fault| is_named(fault.id, text)) {
         return Ok(text.to_owned());
@@ -239,7 +239,7 @@ pub fn named(text: &str) -> Result<String, String> {
     Err(format!("not the id of a fault; ids are {}", ids.join(", ")))
 }
 
-/// Whether a fault is meant by a word: its id, or its first words.
+/// Whether a word names a fault: its id, or its first words.
 pub fn is_named(id: &str, word: &str) -> bool {
     id.strip_prefix(word).is_some_and(|rest| rest.is_empty() || rest.starts_with('-'))
 }

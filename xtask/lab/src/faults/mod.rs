@@ -1,5 +1,5 @@
-//! `cargo xtask lab faults`: faults in a lab that stands, one after the other,
-//! while traffic flows, and what each of them cost. The table of all faults is `list.rs`.
+//! `cargo xtask lab faults`: makes faults in a running lab, one after the other, under traffic, and measures
+//! what each of them costs. The table of all faults is `list.rs`.
 
 pub mod control_plane;
 mod hosts;
@@ -41,7 +41,7 @@ pub struct Row {
     pub fault: String,
     /// What showed that it really happened.
     pub injected: String,
-    /// Datagrams sent, one a millisecond.
+    /// Datagrams sent, one per millisecond.
     pub sent: u64,
     /// Datagrams lost.
     pub lost: u64,
@@ -93,7 +93,7 @@ pub fn is_chosen(id: &str, words: &[String]) -> bool {
     words.iter().any(|word| is_named(id, word))
 }
 
-/// Place of a fault in the table, for rows of other runs.
+/// Index of a fault in the table, to sort rows of several runs; an unknown id comes last.
 pub fn place(id: &str) -> usize {
     FAULTS.iter().position(|fault| fault.id == id).unwrap_or(FAULTS.len())
 }
@@ -106,7 +106,7 @@ fn track_connections(lab: &Lab) -> Result<()> {
     Ok(())
 }
 
-/// As a test run reports them.
+/// The rows as outcomes of a test run.
 pub fn outcomes(rows: &[Row], prefix: &str) -> Vec<TestOutcome> {
     let outcome = |row: &Row| {
         let result = if row.problem.is_none() { "passed" } else { "failed" };
@@ -120,7 +120,7 @@ fn row(lab: &mut Lab, fault: &Fault, traffic: &UnderTraffic) -> Row {
     let began = Instant::now();
     let queued = dropped_by_queue(lab);
     let mut result = watch(lab, traffic);
-    // What a busy machine loses by itself, it hardly loses twice; packets in clear are none of that.
+    // A loss caused by a busy machine hardly repeats; packets in clear have no such excuse.
     let fails = |(_, figures): &(_, Figures)| missed(traffic.goal, figures).is_some();
     if result.as_ref().map_or_else(|error| !error.is::<InClear>(), fails) {
         let said = match &result {
@@ -172,7 +172,8 @@ fn row(lab: &mut Lab, fault: &Fault, traffic: &UnderTraffic) -> Row {
     row
 }
 
-/// Packets that all nodes' WireGuard devices had no room for: a process that gets no processor reads none.
+/// Packets dropped by the queues of all nodes' WireGuard devices: a process that gets no processor reads
+/// none.
 fn dropped_by_queue(lab: &Lab) -> u64 {
     let of = |netns: &Netns| -> Option<u64> {
         let shown = netns.sh("ip -s -j link show kilo0").ok()?;
@@ -224,7 +225,7 @@ fn missed(goal: Goal, figures: &Figures) -> Option<String> {
     }
 }
 
-/// A number in a namespace's answer.
+/// Runs a script in a namespace and parses its output as a number.
 fn number(netns: &Netns, script: &str) -> Result<u64> {
     let text = netns.sh(script)?;
     text.trim().parse().with_context(|| format!("{script}: {text}"))

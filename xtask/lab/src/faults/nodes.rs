@@ -14,7 +14,7 @@ use crate::{
     well::{LEADS, NO_NODE},
 };
 
-/// Every node.
+/// Names of all nodes.
 pub(crate) fn names(lab: &Lab) -> Vec<String> {
     lab.network.nodes.iter().map(|node| node.name().to_owned()).collect()
 }
@@ -65,14 +65,14 @@ pub(super) fn task_panics(lab: &mut Lab) -> Result<String> {
     Ok(format!("/health said 503 and why, the process ended {} ms later", took.as_millis()))
 }
 
-/// What the host has, by us or by others: rules, routes, nftables, links, filters.
+/// State of the host, made by us or by others: rules, routes, nftables, links, filters.
 const HOST: &str = "ip rule; ip -6 rule; ip route show table all | grep -v 'dev lo' | sort; nft list ruleset; \
                     ip -o link | sed 's/^[0-9]*: //; s/@.*//; s/:.*//' | sort; \
                     tc filter show dev eth0 ingress; tc filter show dev eth0 egress; ls /sys/fs/bpf";
 
 pub(super) fn uninstall(lab: &mut Lab) -> Result<String> {
     let node = lab.network.node("a3")?.clone();
-    // Things of others, some of them like ours.
+    // Foreign objects, some of them like ours.
     node.netns.sh(
         "nft add table inet other; nft add chain inet other c; ip rule add from 203.0.113.1 lookup 77; \
          ip route add 203.0.113.0/24 via 10.1.1.1; ip route add 203.0.114.0/24 via 10.1.1.1 table 77; \
@@ -103,7 +103,7 @@ pub(super) fn uninstall(lab: &mut Lab) -> Result<String> {
     Ok("nothing of ours left, everything of others still there".to_owned())
 }
 
-/// Writes a file as editors do: complete at once.
+/// Replaces a file atomically, as editors do.
 pub(crate) fn put(path: &Path, text: &str) -> Result<()> {
     let aside = path.with_extension("aside");
     fs::write(&aside, text)?;
@@ -242,7 +242,7 @@ pub(super) fn location_gone(lab: &mut Lab) -> Result<String> {
     Ok(format!("gone from kgctl status; {masqueraded} packets for its pods left masqueraded, in clear"))
 }
 
-/// A Peer object's file.
+/// YAML of a Peer object.
 pub(super) fn peer(name: &str, address: &str, key: &str, endpoint: &str) -> String {
     format!(
         "apiVersion: kilo.squat.ai/v1alpha1\nkind: Peer\nmetadata:\n  name: {name}\nspec:\n  \
@@ -250,7 +250,7 @@ pub(super) fn peer(name: &str, address: &str, key: &str, endpoint: &str) -> Stri
     )
 }
 
-/// A key nobody has the private part of.
+/// A public key whose private key nobody has.
 pub(super) fn key(number: u8) -> String {
     // 32 bytes in base64: 42 digits of 6 bits, one of 4, one of padding.
     let digits = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz";

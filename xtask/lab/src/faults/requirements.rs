@@ -6,7 +6,8 @@ pub struct Requirement {
     pub number: u8,
     /// What goes wrong.
     pub fault: &'static str,
-    /// Tests besides `cargo xtask lab faults`, as `program::test`, or `lab: NAME` and `cluster: NAME` for a check there.
+    /// Tests besides `cargo xtask lab faults`, as `program::test`, or `lab: NAME` and `cluster: NAME` for a
+    /// check there.
     pub tests: &'static [&'static str],
     /// What no test shows.
     pub missing: &'static str,
@@ -24,16 +25,16 @@ const fn requirement(
 }
 
 impl Requirement {
-    /// The same, with what was seen in runs that are not in the tables.
+    /// Adds what was seen in runs that are not in the tables.
     const fn seen(self, seen: &'static str) -> Self {
         Self { seen, ..self }
     }
 }
 
-/// The simulation runs fault schedules over the code that decides.
+/// The simulation, which runs fault schedules over the code that decides.
 const SIMULATED: &[&str] = &["schedules::every_fault_stays_within_its_limits"];
 
-/// All of them.
+/// All requirements, by number.
 pub const REQUIREMENTS: &[Requirement] = &[
     requirement(
         1,

@@ -1,4 +1,4 @@
-//! docs/reliability.md, from the list and the rows of a run.
+//! Writes docs/reliability.md from the requirements and the rows of a run.
 
 use std::{fmt::Write as _, fs, path::PathBuf};
 
@@ -37,26 +37,26 @@ the connection stood still, which after a loss includes TCP's own wait. Agents r
   the process ends, the next one goes on, and packets notice nothing (`task-panics`).
 ";
 
-/// Its rows stand below this.
+/// Heading above the rows of a run.
 const UNDER_TRAFFIC: &str = "\n## Faults under traffic\n\n";
-/// Then follows the list.
+/// Heading above the requirements.
 const EVERY_LINE: &str = "\n## Every line\n\n";
 
 fn path() -> PathBuf {
     crate::workspace_root().join("docs/reliability.md")
 }
 
-/// Writes the page. `failover`: what is known of it by a requirement's number.
+/// Writes the page. `failover`: what failover's runs have shown, by requirement.
 pub fn write(rows: &[Row], failover: impl Fn(u8) -> Vec<String>) -> Result<()> {
     write_text(&page(&under_traffic(rows), failover))
 }
 
-/// Writes the page with the faults under traffic that it has, because what is known of failover has changed.
+/// Writes the page with its present faults under traffic, because failover's results have changed.
 pub fn write_requirements(failover: impl Fn(u8) -> Vec<String>) -> Result<()> {
     write_text(&renewed(failover)?)
 }
 
-/// The page with the faults under traffic that it has, beside what is known of failover.
+/// The page with its present faults under traffic and `failover`'s results.
 pub fn renewed(failover: impl Fn(u8) -> Vec<String>) -> Result<String> {
     let there = fs::read_to_string(path()).with_context(|| path().display().to_string())?;
     Ok(page(rows_of(&there).context("the page has no faults under traffic")?, failover))
@@ -118,7 +118,7 @@ fn page(rows: &str, failover: impl Fn(u8) -> Vec<String>) -> String {
     text
 }
 
-/// Text that stays within its cell.
+/// Text that fits into a cell of a table.
 fn cell(text: &str) -> String {
     let whole = text.strip_prefix('(').and_then(|text| text.strip_suffix(')')).unwrap_or(text);
     whole.replace('|', "\\|").replace('\n', " ")

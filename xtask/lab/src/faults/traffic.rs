@@ -17,17 +17,17 @@ use anyhow::{Context as _, Result, bail};
 
 use crate::{netns::Netns, probe, wait};
 
-/// Between two datagrams.
+/// Time between two datagrams.
 const TICK: Duration = Duration::from_millis(1);
-/// Between two writes of the TCP connection, and their size in bytes.
+/// Time between two writes of the TCP connection, and their size in bytes.
 const WRITE: (Duration, usize) = (Duration::from_millis(10), 1000);
-/// What is under way when the stream ends has come when nothing has come for so long.
+/// When nothing has arrived for so long after the stream's end, nothing is under way any more.
 const STRAGGLERS: Duration = Duration::from_millis(700);
-/// Longest time TCP may need to send again what was lost: pauses double, so that after an outage of
-/// 83 s, which is Kilo's longest, it tries 102 s after the first loss, or half as late again.
+/// Longest time TCP may need to retransmit what was lost: pauses double, so that after an outage of 83 s,
+/// which is Kilo's longest, it tries 102 s after the first loss, or half as late again.
 const RESENT: Duration = Duration::from_secs(240);
 
-/// So many rows of lost datagrams are printed.
+/// How many ranges of lost datagrams are printed at most.
 const SAID: usize = 8;
 
 /// What was lost.
@@ -39,7 +39,7 @@ pub struct Figures {
     pub lost: u64,
     /// Longest time without an answer.
     pub gap: Duration,
-    /// Numbers of those that were lost, one after the other: the first, and how many.
+    /// Ranges of lost datagrams: the number of the first, and how many.
     pub holes: Vec<(u64, u64)>,
     /// Longest time the TCP connection stood still.
     pub stall: Duration,
@@ -48,8 +48,8 @@ pub struct Figures {
 }
 
 impl Figures {
-    /// How many datagrams were lost, of how many, and where in the stream; and for how long nothing came, which tells a
-    /// path that was away from a queue that was full.
+    /// How many datagrams were lost, of how many, and where in the stream; and for how long nothing came,
+    /// which tells a broken path from a full queue.
     pub fn said_of_lost(&self) -> String {
         let holes: Vec<_> = self
             .holes
@@ -106,7 +106,7 @@ impl Traffic {
         .map(drop)
     }
 
-    /// Ends both and says what was lost.
+    /// Ends both and returns what was lost.
     pub fn finish(self) -> Result<Figures> {
         self.stop.store(true, Ordering::Relaxed);
         let died = || anyhow::anyhow!("traffic thread");
@@ -127,7 +127,7 @@ struct Stream {
     holes: Vec<(u64, u64)>,
 }
 
-/// Pure: which of those that were sent were not seen.
+/// Pure: ranges of datagrams that were sent but not seen.
 fn holes(seen: &[bool], sent: u64) -> Vec<(u64, u64)> {
     let mut holes: Vec<(u64, u64)> = Vec::new();
     let all = seen.iter().copied().chain(std::iter::repeat(false)).zip(0..sent);
@@ -149,13 +149,13 @@ fn stream(target: IpAddr, tick: Duration, stop: &AtomicBool, count: &AtomicU64) 
         let sending = scope.spawn(move || {
             let (mut number, mut next) = (0u64, Instant::now());
             while !stop.load(Ordering::Relaxed) {
-                // Refused or unreachable is lost, and seen by the answer that does not come.
+                // Errors such as refused or unreachable count as lost: no answer comes.
                 let _ = sender.send(&[&number.to_be_bytes()[..], probe::MARKER].concat());
                 number += 1;
                 next += tick;
                 match next.checked_duration_since(Instant::now()) {
                     Some(pause) => wait::pace(pause),
-                    // A machine that was busy is not made busier.
+                    // Do not catch up, which would load a busy machine even more.
                     None => next = Instant::now(),
                 }
             }
@@ -247,7 +247,7 @@ fn connection(target: IpAddr, stop: Arc<AtomicBool>) -> Result<Duration> {
     Ok(stall)
 }
 
-/// What the kernel says of this namespace's connections to the servers, to find out why one stands still: which
+/// The kernel's view of this namespace's connections to the servers, to find out why one stands still: which
 /// side waits for the other, and since when.
 fn states() -> String {
     let ss = Command::new("ss").args(["-tinoH", &format!("( dport = :{} )", probe::PORT)]).output();

@@ -1,4 +1,4 @@
-//! A mesh of two leaders behind NATs and those that relay for them.
+//! A mesh of two leaders behind NATs and the nodes that relay for them.
 
 use std::{
     fs,
@@ -35,7 +35,7 @@ pub(super) struct Setup<'a> {
 }
 
 impl Setup<'_> {
-    /// One pair of kinds: the way, and the seconds it took.
+    /// Tries one pair of kinds; returns how its tunnel is connected, and the seconds that took.
     pub(super) fn pair(self, kinds: [Kind; 2]) -> Result<String> {
         let shape = Shape { kinds, ..Shape::default() };
         let (way, took) = self
@@ -52,7 +52,7 @@ impl Setup<'_> {
         self.with(shape, &["z", "w"], true, traffic::under_traffic)
     }
 
-    /// Builds a mesh, does something with it, and takes it down; what went wrong is reported with its logs.
+    /// Builds a mesh, runs `what` on it, and takes it down; a failure is reported with the agents' logs.
     pub(super) fn with<T>(
         self,
         shape: Shape,
@@ -77,9 +77,9 @@ pub(super) struct Mesh {
     pub(super) agents: Agents,
     /// How many relays are cut off from all others.
     pub(super) cut_off: usize,
-    /// What agents may warn about because of what is done.
+    /// Parts of warnings that agents may log because of what is done.
     pub(super) causes: &'static [&'static str],
-    /// When x sent something to y for the first time.
+    /// When x first sent something to y.
     attempt: JoinHandle<Result<Instant>>,
 }
 
@@ -103,7 +103,7 @@ impl Mesh {
             };
             agents.write_node(node, annotation.as_slice())?;
         }
-        // The public ones are there first: it is the pair's time that counts.
+        // Public nodes start first: only the pair's time counts.
         for node in network.nodes.iter().rev() {
             agents.start(node)?;
         }
@@ -125,7 +125,8 @@ impl Mesh {
         Ok(mesh)
     }
 
-    /// Waits until pods of both ends meet; the way, and the time since the first attempt to shake hands.
+    /// Waits until pods of both ends meet; returns how the tunnel is connected, and the time since the first
+    /// handshake attempt.
     pub(super) fn wait_connected(&mut self) -> Result<(String, Duration)> {
         let (x, y) = (self.network.node("x")?, self.network.node("y")?);
         probe::until_seen_as(&x.pod, y.pod_ip(), x.pod_ip(), LIMIT)?;
@@ -140,7 +141,7 @@ impl Mesh {
         Ok((way, took))
     }
 
-    /// Both ends' packets pass one relay, and none passes two.
+    /// Checks that both ends' packets pass one relay, and none passes two.
     pub(super) fn one_relay_a_packet(&self) -> Result<String> {
         let relays: Vec<&str> =
             self.network.nodes.iter().filter(|node| node.public.is_some()).map(Node::name).collect();
@@ -163,8 +164,8 @@ impl Mesh {
         Ok(format!("{used} packets by one relay, {idle} by the other"))
     }
 
-    /// How a node says that its tunnel to the other end is connected; those to leaders with public addresses
-    /// are direct.
+    /// How a node reports that its tunnel to the other end is connected; its tunnels to leaders with public
+    /// addresses are direct.
     fn way(&self, of: &str, limit: Duration) -> Result<String> {
         wait::until(&format!("{of} says how its tunnel is connected"), limit, || {
             let metrics = counters::scrape(&self.network.node(of)?.netns)?;
@@ -176,7 +177,7 @@ impl Mesh {
         })
     }
 
-    /// Waits until both ends say that their tunnel is connected this way; how long that took.
+    /// Waits until both ends report that their tunnel is connected this way; returns how long that took.
     pub(super) fn wait_for_way(&self, way: &str, limit: Duration) -> Result<Duration> {
         let began = Instant::now();
         wait::until(&format!("both tunnels are {way}"), limit, || {
@@ -187,19 +188,19 @@ impl Mesh {
         Ok(began.elapsed())
     }
 
-    /// The agent of x draws its tunnel with y as this.
+    /// Checks how the agent of x draws its tunnel with y.
     pub(super) fn check_drawn(&self, way: &str) -> Result<()> {
         let picture = counters::picture(&self.network.node("x")?.netns)?;
         ensure!(picture.contains(&format!("x and y: {way}")), "the tunnel is not drawn as {way}:\n{picture}");
         Ok(())
     }
 
-    /// Which of both relays sends on more, under traffic.
+    /// Which of the two relays forwards more, under traffic.
     pub(super) fn relay_in_use(&self) -> Result<&'static str> {
         self.busiest(&["z", "w"])
     }
 
-    /// Which of these relays sends on most.
+    /// Which of these relays forwards most.
     pub(super) fn busiest(&self, relays: &[&'static str]) -> Result<&'static str> {
         let count = || relays.iter().map(|name| self.relayed(name)).collect::<Result<Vec<_>>>();
         let before = count()?;
@@ -220,12 +221,13 @@ impl Mesh {
         .map(drop)
     }
 
-    /// What a node's programs have sent on.
+    /// Packets that a node's programs have relayed.
     pub(super) fn relayed(&self, of: &str) -> Result<u64> {
         Ok(counters::action(&counters::scrape(&self.network.node(of)?.netns)?, "relay"))
     }
 
-    /// What a mesh ends with, as labs do: every agent has its rights and hooks, and nothing to warn about that no part causes.
+    /// The check that a mesh ends with, as labs do: every agent has its rights and hooks, and warns only of
+    /// what a part causes.
     fn as_deployed(&self) -> Result<()> {
         // A node that is cut off has no link, and with failover it does not lead any more.
         let cut_off: &[&str] = if self.cut_off > 0 { &[well::NO_ENDPOINT, well::CHANGE] } else { &[] };
@@ -233,7 +235,7 @@ impl Mesh {
         well::mesh_as_deployed(&self.network, &self.agents, &caused).map(drop)
     }
 
-    /// What is needed to see why.
+    /// Prints what is needed to find the cause of a failure.
     fn print_logs(&self) {
         for name in self.network.nodes.iter().map(Node::name) {
             println!("== {name}\n{}", crate::agents::tail(&self.agents.log(name)));
@@ -248,7 +250,7 @@ impl Mesh {
     }
 }
 
-/// When the tunnel to the node with this pod is sent into for the first time.
+/// Waits until something is first sent into the tunnel to the node with this pod; returns when.
 fn first_attempt(from: Netns, pod: Ipv4Addr) -> JoinHandle<Result<Instant>> {
     let prefix = format!("{}/24", Ipv4Addr::from_bits(pod.to_bits() & 0xffff_ff00));
     std::thread::spawn(move || {

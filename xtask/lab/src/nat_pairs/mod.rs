@@ -1,5 +1,5 @@
-//! `cargo xtask lab nat`: two leaders behind NATs of every pair of kinds, with a third that relays: which way they
-//! find, and how long it takes; then a relay under traffic, its end, and the way back.
+//! `cargo xtask lab nat`: two leaders behind NATs of every pair of kinds, with a third that relays: how they
+//! connect, and how long that takes; then a relay under traffic, its end, and the return to the direct path.
 
 mod mesh;
 mod stranger;
@@ -26,12 +26,12 @@ use crate::report::{InClear, TestOutcome};
 use mesh::{Mesh, Setup};
 
 const LIMIT: Duration = Duration::from_secs(240);
-/// A pair has to have a way so long after its first attempt to shake hands.
+/// Longest time from a pair's first handshake attempt until it is connected.
 const CONNECTS: Duration = Duration::from_secs(20);
-/// A direct way is tried each minute, and then it has to be found.
+/// Longest wait for a direct path, which is tried each minute.
 const RETURNS: Duration = Duration::from_secs(100);
 
-/// What a node says that leads its location, and one that stands by.
+/// Metrics of a node that leads its location, and of one that stands by.
 const LEADS: &str = "kilo_failover_role{role=\"leader\"}";
 const STANDS_BY: &str = "kilo_failover_role{role=\"stand-by\"}";
 
@@ -73,7 +73,7 @@ enum Part {
     Stranger,
 }
 
-/// What runs when nothing is named: the table has two symmetric NATs, too.
+/// Parts that run by default: the table has two symmetric NATs, too.
 const ALL: [Part; 10] = [
     Part::Table,
     Part::Unrelayed,
@@ -112,7 +112,7 @@ impl Part {
     }
 }
 
-/// Runs these parts, each whatever became of the one before, and prints tables in Markdown.
+/// Runs these parts, each whatever the outcome of the one before, and prints tables in Markdown.
 pub fn main(options: &Options, lab: &str, bin: &Path, wireguard: &str) -> Result<()> {
     let setup = Setup { lab, bin, wireguard, relays: true, flags: &[] };
     let mut outcomes = Vec::new();
@@ -151,8 +151,8 @@ fn unrelayed(setup: Setup<'_>) -> Result<()> {
     Ok(())
 }
 
-/// Nothing passes between both by IPv4; by IPv6, which neither publishes as its endpoint, they meet, whether anybody
-/// relays or not.
+/// Nothing passes between both by IPv4; by IPv6, which neither publishes as its endpoint, they connect,
+/// whether anybody relays or not.
 fn dual_stack(setup: Setup<'_>) -> Result<()> {
     for relays in [true, false] {
         let offer = if relays { "offered" } else { "not offered" };
@@ -175,7 +175,7 @@ fn both_families(setup: Setup<'_>) -> Result<String> {
     })
 }
 
-/// Two kinds of ends behind one NAT, which sends nothing back that goes to its own address.
+/// Two kinds of ends behind one NAT that does no hairpinning.
 fn hairpin(setup: Setup<'_>) -> Result<()> {
     for kind in [Kind::PortRestricted, Kind::Symmetric] {
         let shape = Shape { kinds: [kind; 2], is_shared: true, ..Shape::default() };
@@ -258,7 +258,7 @@ fn failover(setup: Setup<'_>) -> Result<()> {
     })
 }
 
-/// What a flow between pods of both nodes loses while a node is cut off whole.
+/// What a flow between pods of both nodes loses while a node is cut off entirely.
 fn outage(mesh: &mut Mesh, (from, to): (&Node, &Node), what: &str, off: &Netns) -> Result<()> {
     let flow = Traffic::start(&from.pod, to.pod_ip().into());
     flow.settle(LIMIT)?;
@@ -272,7 +272,8 @@ fn outage(mesh: &mut Mesh, (from, to): (&Node, &Node), what: &str, off: &Netns) 
     Ok(())
 }
 
-/// Both of a location's active leaders are behind one symmetric NAT: packets of each one's pods go by its own relayed tunnel.
+/// Both active leaders of a location are behind one symmetric NAT: packets of each one's pods go by its own
+/// relayed tunnel.
 fn leaders(setup: Setup<'_>) -> Result<()> {
     let shape = Shape { kinds: [Kind::Symmetric; 2], has_second: true, ..Shape::default() };
     let setup = Setup { flags: &["--failover=auto", "--leaders=2"], ..setup };

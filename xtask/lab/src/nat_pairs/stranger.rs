@@ -1,4 +1,5 @@
-//! A stranger on the internet beside a relayed pair: it sends to the relay's ports, and repeats what it has recorded.
+//! A stranger on the internet beside a relayed pair: it sends to the relay's ports, and replays what it has
+//! recorded.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -22,12 +23,12 @@ use crate::{
     wait,
 };
 
-/// Its name among the namespaces, and its address.
+/// Name of its namespace, and its address.
 const STRANGER: &str = "w";
 const ADDRESS: Ipv4Addr = Ipv4Addr::new(203, 0, 113, 66);
-/// How many datagrams go to each port in use, and at least how many recorded messages are repeated.
+/// How many datagrams go to each port in use, and at least how many recorded messages are replayed.
 const TIMES: usize = 50;
-/// Between two datagrams of an attack.
+/// Time between two datagrams of an attack.
 const EVERY: Duration = Duration::from_millis(1);
 
 pub(super) fn run(setup: Setup<'_>) -> Result<()> {
@@ -61,7 +62,7 @@ pub(super) fn run(setup: Setup<'_>) -> Result<()> {
     })
 }
 
-/// What was seen on its way to the relay.
+/// Datagrams that were seen on their way to the relay.
 struct Seen {
     relay: Ipv4Addr,
     data: Vec<Datagram>,
@@ -69,7 +70,7 @@ struct Seen {
 }
 
 impl Seen {
-    /// Listens while the pair is busy.
+    /// Records while the pair is busy.
     fn record(mesh: &Mesh) -> Result<Self> {
         let Some(IpAddr::V4(relay)) = mesh.network.node("z")?.public else { bail!("z has no IPv4 address") };
         let is_wanted = move |datagram: &Datagram| *datagram.to.ip() == relay;
@@ -89,7 +90,7 @@ impl Seen {
         self.data.iter().map(|datagram| datagram.to.port()).collect()
     }
 
-    /// Data to each port in use, and every message.
+    /// Data to each port in use, and every message, all from the stranger's address.
     fn elsewhere(&self) -> Vec<Datagram> {
         let from = SocketAddrV4::new(ADDRESS, 51_820);
         let first = |port: &u16| self.data.iter().find(|datagram| datagram.to.port() == *port);
@@ -130,7 +131,7 @@ impl Seen {
         let counted: u64 = grown.values().sum();
         let came = received(stranger, "answers")?;
         ensure!(came == 0, "{what}: {came} packets came to the stranger");
-        // Ports of no pair are closed, and say so as those of any host: seldom, by the kernel's own limit.
+        // Ports of no pair are closed, and the kernel reports that as on any host, at its own low rate.
         let unreachable = received(stranger, "unreachable")?;
         ensure!(unreachable * 10 < count as u64, "{what}: {unreachable} ICMP packets for {count} datagrams");
         // The pair's own traffic is not even.
@@ -145,7 +146,7 @@ impl Seen {
     }
 }
 
-/// What a node has refused, by reason: its programs, and its agent.
+/// What a node's programs and its agent have refused, by reason.
 fn refused(netns: &Netns) -> Result<BTreeMap<String, u64>> {
     let metrics = counters::scrape(netns)?;
     let by_agent = metrics.get("kilo_relay_messages_refused_total").copied().unwrap_or(0);
@@ -154,7 +155,7 @@ fn refused(netns: &Netns) -> Result<BTreeMap<String, u64>> {
     Ok(refused)
 }
 
-/// Packets a second that a node sends while something is done and until that time is over.
+/// Packets per second that a node sends for so long, beginning with `act`.
 fn sends_meanwhile(netns: &Netns, time: Duration, act: impl FnOnce() -> Result<()>) -> Result<f64> {
     let sent = || -> Result<u64> {
         let count = netns.sh("cat /sys/class/net/eth0/statistics/tx_packets")?;
@@ -166,7 +167,7 @@ fn sends_meanwhile(netns: &Netns, time: Duration, act: impl FnOnce() -> Result<(
     Ok((sent()? - before) as f64 / began.elapsed().as_secs_f64())
 }
 
-/// Packets that the stranger has received until now and that were not read before.
+/// Packets that the stranger has received since the last call.
 fn received(stranger: &Netns, counter: &str) -> Result<u64> {
     let counter = stranger.sh(&format!("nft reset counter inet stranger {counter}"))?;
     let mut words = counter.split_whitespace().skip_while(|word| *word != "packets");

@@ -14,8 +14,8 @@ use crate::{
     wait,
 };
 
-/// Two NATs between which nothing passes, with two relays offered: the relay's agent restarts, the relay dies, and
-/// the direct way works again.
+/// Two NATs between which nothing passes, with two relays offered: the relay's agent restarts, the relay
+/// dies, and the direct path works again.
 pub(super) fn under_traffic(mesh: &mut Mesh) -> Result<()> {
     let (way, took) = mesh.wait_connected()?;
     ensure!(way == "relayed", "nothing passes between both, so the tunnel cannot be {way}");
@@ -30,7 +30,7 @@ pub(super) fn under_traffic(mesh: &mut Mesh) -> Result<()> {
     let sums = [after[0] - before[0], after[1] - before[1]];
     println!("packets of relays z and w: {sums:?}");
     let relay = ["z", "w"][used];
-    // Its agent restarts: kernels go on.
+    // Its agent restarts; the kernel goes on.
     mesh.agents.stop(relay, Signal::SIGKILL)?;
     wait::fault_lasts(Duration::from_secs(1));
     let node = mesh.network.node(relay)?.clone();
@@ -48,7 +48,7 @@ pub(super) fn under_traffic(mesh: &mut Mesh) -> Result<()> {
     ensure!(figures.lost == 0, "{} datagrams were lost while an agent restarted: {holes:?}", figures.lost);
     mesh.wait_for_way("relayed", Duration::from_secs(10))?;
     wait::time_passes(Duration::from_secs(6), "devices settle for 5 s after an endpoint was moved");
-    // Its offer is taken back: both ends go over to the other one, and it sends on meanwhile.
+    // Its offer is withdrawn: both ends move to the other relay, while it still forwards.
     let flow = Traffic::start(&x.pod, y.pod_ip().into());
     flow.settle(LIMIT)?;
     let relay = mesh.relay_in_use()?;
@@ -64,7 +64,7 @@ pub(super) fn under_traffic(mesh: &mut Mesh) -> Result<()> {
     ensure!(figures.lost == 0, "{} datagrams were lost: {:?}", figures.lost, figures.holes);
     mesh.agents.write_node(&node, &[("relay", "true")])?;
     wait::time_passes(Duration::from_secs(15), "pairs hold it again as the other relay");
-    // The one in use is cut off whole.
+    // The one in use is cut off entirely.
     let flow = Traffic::start(&x.pod, y.pod_ip().into());
     flow.settle(LIMIT)?;
     let relay = mesh.relay_in_use()?;
@@ -88,7 +88,7 @@ fn meets_again(mesh: &Mesh, (x, y): (&Node, &Node)) -> Result<()> {
     let flow = Traffic::start(&x.pod, y.pod_ip().into());
     flow.settle(LIMIT)?;
     nat::block(&mesh.lab, mesh.underlay, false)?;
-    // Without translation it is where it says.
+    // Without translation each end is at the address that it publishes.
     let way = if mesh.underlay == Underlay::V4 { "punched" } else { "direct" };
     let took = mesh.wait_for_way(way, RETURNS)?;
     wait::time_passes(Duration::from_secs(8), "a way that late packets undo is left after 5 s");
@@ -110,7 +110,7 @@ fn meets_again(mesh: &Mesh, (x, y): (&Node, &Node)) -> Result<()> {
     Ok(())
 }
 
-/// The direct way breaks while a session is there.
+/// The direct path breaks during a session.
 fn breaks_again(mesh: &Mesh, (x, y): (&Node, &Node)) -> Result<()> {
     let flow = Traffic::start(&x.pod, y.pod_ip().into());
     flow.settle(LIMIT)?;

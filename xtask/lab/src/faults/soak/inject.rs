@@ -1,4 +1,4 @@
-//! How the soak makes its faults: each lasts a while and is mended, and neither waits for the mesh to heal.
+//! How the soak makes its faults: each lasts a while and is mended; neither step waits for the mesh to heal.
 
 use std::fs;
 
@@ -34,7 +34,7 @@ fn any_leader(lab: &Lab, rng: &mut Rng) -> Node {
     (*rng.pick(&leaders)).clone()
 }
 
-/// Starts those agents that do not run.
+/// Starts the agents of these nodes that do not run.
 fn start_again(lab: &mut Lab, nodes: &[String]) -> Result<()> {
     for name in nodes {
         if lab.agents.pid(name).is_none() {
@@ -45,7 +45,7 @@ fn start_again(lab: &mut Lab, nodes: &[String]) -> Result<()> {
     Ok(())
 }
 
-/// Ends those agents that run.
+/// Ends the agents of these nodes that run.
 fn stop(lab: &mut Lab, nodes: &[String], signal: Signal) -> Result<()> {
     for name in nodes {
         if lab.agents.pid(name).is_some() {
@@ -119,7 +119,7 @@ pub fn detached(lab: &mut Lab, rng: &mut Rng) -> Result<Injected> {
 pub fn link_down(lab: &mut Lab, rng: &mut Rng) -> Result<Injected> {
     let node = any_node(lab, rng);
     let device = if node.public.is_some() && rng.below(2) == 0 { "eth1" } else { "eth0" };
-    // Routes go with the link; what configures the host adds them again.
+    // Routes go with the link; the host's network configuration would add them again.
     let routes = format!("ip route save dev {device} scope global > /run/routes-{device}");
     node.netns.sh(&format!("{routes}; ip link set {device} down"))?;
     if device == "eth0" {
@@ -172,7 +172,7 @@ pub fn key_rotated(lab: &mut Lab, rng: &mut Rng) -> Result<Injected> {
     Ok(Injected { said, mend: Box::new(mend) })
 }
 
-/// Other text in an object's file, and later what was there before.
+/// Writes other text into an object's file, or removes it; mending restores it.
 fn written(lab: &Lab, file: &str, text: Option<&str>, said: String) -> Result<Injected> {
     let path = lab.agents.cluster().join(file);
     let before = fs::read_to_string(&path).ok();
@@ -187,7 +187,7 @@ fn written(lab: &Lab, file: &str, text: Option<&str>, said: String) -> Result<In
     Ok(Injected { said, mend: Box::new(mend) })
 }
 
-/// Another fault took the node out of the cluster.
+/// Whether another fault has removed the node from the cluster.
 fn is_gone(lab: &Lab, node: &str) -> bool {
     !lab.agents.cluster().join(format!("node-{node}.yaml")).exists()
 }

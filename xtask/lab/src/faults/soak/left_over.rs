@@ -1,4 +1,4 @@
-//! What hosts and agents hold, before and after.
+//! What hosts and agents hold before and after a soak.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -14,8 +14,8 @@ use crate::{Lab, netns, wait};
 /// Idle threads and last connections take their time to go.
 const PATIENCE: Duration = Duration::from_secs(90);
 
-/// What a host has, a line each; numbers that change with each interface, filter
-/// or packet left out. Link-local addresses are random.
+/// State of a host, one item per line, without numbers that change with each interface, filter or packet, and
+/// without link-local addresses, which are random.
 const HOST: &str = "
     ip -o link | sed 's/^[0-9]*: //; s/@.*//; s/:.*//' | sed 's/^/link /'
     ip -o address | awk '{print \"address\", $2, $4}' | grep -v ' fe80:' || true
@@ -29,10 +29,10 @@ const HOST: &str = "
     bpftool net show | grep -o '^[a-z0-9]*([0-9]*) [a-z/]* [a-z_]*' | sed 's/([0-9]*)//; s/^/program /' || true
     find /sys/fs/bpf | sed 's/[0-9]*$//; s/^/pin /'";
 
-/// What is there now.
+/// What hosts and agents hold at one time.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Inventory {
-    /// Lines of each node, with how often each is there.
+    /// Lines of each node, and how often each occurs.
     hosts: BTreeMap<String, BTreeMap<String, usize>>,
     /// What each agent holds: open files of each kind, threads.
     agents: BTreeMap<String, BTreeMap<String, usize>>,
@@ -41,7 +41,7 @@ pub struct Inventory {
 }
 
 impl Inventory {
-    /// What stays the same for three seconds.
+    /// Waits until nothing has changed for three seconds, at most for `PATIENCE`.
     pub fn settled(lab: &Lab) -> Result<Self> {
         let deadline = Instant::now() + PATIENCE;
         let mut before = Self::taken(lab)?;
@@ -74,7 +74,7 @@ impl Inventory {
         Ok(inventory)
     }
 
-    /// What differs from `before` on the hosts, and what agents hold more.
+    /// What differs from `before` on the hosts, and what agents hold in addition.
     fn more_than(&self, before: &Self, memory: u64) -> Vec<String> {
         let mut said = Vec::new();
         for (name, lines) in &self.hosts {
@@ -105,7 +105,7 @@ impl Inventory {
 /// Waits until nothing is there that was not before, and nothing is gone.
 ///
 /// # Errors
-/// What is left over.
+/// Lists what is left over or gone.
 pub fn nothing(lab: &Lab, before: &Inventory, memory: u64) -> Result<()> {
     wait::until("nothing is left over, or gone", PATIENCE, || {
         let said = Inventory::taken(lab)?.more_than(before, memory);

@@ -1,6 +1,5 @@
-//! `cargo xtask lab soak`: random faults, one or two at a time, for as long
-//! as wanted, while everybody asks everybody each second. A seed gives the same
-//! faults in the same order again.
+//! `cargo xtask lab soak`: injects random faults, one or two at a time, for a given time, while everybody
+//! probes everybody once per second. A seed gives the same faults in the same order again.
 
 pub(super) mod inject;
 mod left_over;
@@ -29,10 +28,10 @@ use rng::Rng;
 pub const HEALS_WITHIN: Duration = Duration::from_secs(60);
 /// Longest time a fault lasts before it is mended.
 const LONGEST: Duration = Duration::from_secs(5);
-/// What one agent may grow to hold more of its own memory, in KiB.
+/// How much an agent's own memory may grow, in KiB.
 const MORE_MEMORY: u64 = 16 * 1024;
 
-/// What ends a fault.
+/// Closure that ends a fault.
 type Mend = Box<dyn FnOnce(&mut Lab) -> Result<()>>;
 
 /// A fault in force.
@@ -50,11 +49,11 @@ pub struct Report {
     rounds: usize,
     /// How often each fault was made, and the longest time until all was well after it.
     kinds: BTreeMap<&'static str, (usize, Duration)>,
-    /// Seconds with everybody asked, and those in which somebody got no answer.
+    /// Rounds of probes, one per second, and those in which somebody got no answer.
     seconds: (usize, usize),
-    /// Where agents were not well, or something was seen in clear.
+    /// Faults after which agents were not well, or something was seen in clear.
     problems: Vec<String>,
-    /// Questions asked, and those that got no answer.
+    /// Probes sent, and those without an answer.
     asked: (usize, usize),
 }
 
@@ -98,7 +97,7 @@ pub fn run(lab: &mut Lab, seed: u64, time: Duration, only: Option<&str>) -> Resu
     Ok(report)
 }
 
-/// One or two faults, some time with them, and what it takes until all is well.
+/// Makes one or two faults, waits, mends them, and waits until everybody reaches everybody.
 fn round(
     lab: &mut Lab,
     kinds: &[(&'static str, &SoakFault)],
@@ -169,7 +168,7 @@ impl Report {
     }
 }
 
-/// As a test run reports it.
+/// The soak as an outcome of a test run.
 pub fn outcome(result: &Result<Report>, seed: u64, started: Instant) -> TestOutcome {
     if let Err(error) = result {
         println!("FAILED with seed {seed}: {error:#}");

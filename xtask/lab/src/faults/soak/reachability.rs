@@ -1,4 +1,4 @@
-//! Everybody asks everybody each second, by a datagram of a new flow.
+//! Everybody probes everybody once per second, with a datagram of a new flow.
 
 use std::{
     collections::BTreeMap,
@@ -19,23 +19,23 @@ use crate::{
     probe, wait,
 };
 
-/// Between two rounds; an answer may take as long.
+/// Time between two rounds; an answer may take as long.
 const SECOND: Duration = Duration::from_secs(1);
 /// All is well when so many rounds in a row saw everybody.
 const IN_A_ROW: usize = 2;
 
-/// One round of questions.
+/// One round of probes.
 #[derive(Clone, Debug)]
 pub struct Round {
     /// When it began.
     pub began: Instant,
-    /// Questions.
+    /// Probes sent.
     pub asked: usize,
-    /// Who got no answer, or saw another source than it should.
+    /// `SOURCE -> TARGET` for each target that did not answer or saw a wrong source.
     pub missing: Vec<String>,
 }
 
-/// Asks each second until it is finished.
+/// Probes once per second until [`Watch::finish`].
 pub struct Watch {
     stop: Arc<AtomicBool>,
     rounds: Arc<Mutex<Vec<Round>>>,
@@ -43,7 +43,7 @@ pub struct Watch {
 }
 
 impl Watch {
-    /// Starts to ask.
+    /// Starts to probe.
     pub fn start(network: &Network) -> Self {
         let stop = Arc::new(AtomicBool::new(false));
         let rounds = Arc::new(Mutex::new(Vec::new()));
@@ -63,7 +63,7 @@ impl Watch {
     /// until the first of them.
     ///
     /// # Errors
-    /// Who is out of reach, when it takes longer than `limit`.
+    /// Lists who is out of reach when it takes longer than `limit`.
     pub fn whole(&self, since: Instant, limit: Duration) -> Result<Duration> {
         loop {
             let later = {
@@ -84,7 +84,7 @@ impl Watch {
         }
     }
 
-    /// Ends; returns (rounds, those that missed somebody), (asked, unanswered).
+    /// Stops; returns (rounds, incomplete rounds), (probes, unanswered).
     pub fn finish(self) -> ((usize, usize), (usize, usize)) {
         self.stop.store(true, Ordering::Relaxed);
         let _ = self.thread.join();
@@ -95,7 +95,7 @@ impl Watch {
     }
 }
 
-/// Asks once.
+/// Runs one round of probes.
 pub fn round(network: &Network) -> Round {
     let began = Instant::now();
     let targets = Arc::new(matrix::targets(network));
@@ -121,7 +121,7 @@ pub fn round(network: &Network) -> Round {
     round
 }
 
-/// Asks all targets at once; returns how many, and who did not answer well.
+/// Probes all targets at once; returns how many, and which did not answer or saw a wrong source.
 fn ask_all(source: &Place, targets: &[Place]) -> (usize, Vec<String>) {
     let others: Vec<_> = targets.iter().filter(|target| target.name != source.name).collect();
     let mut asked = 0;
@@ -142,12 +142,12 @@ fn ask_all(source: &Place, targets: &[Place]) -> (usize, Vec<String>) {
     (asked, missing)
 }
 
-/// Takes out of `waiting` who answered and saw the right source.
+/// Removes from `waiting` the targets that answered and saw the right source.
 fn ask(source: &Place, v4: bool, waiting: &mut BTreeMap<IpAddr, &Place>) -> Result<()> {
     let any: IpAddr = if v4 { Ipv4Addr::UNSPECIFIED.into() } else { Ipv6Addr::UNSPECIFIED.into() };
     let socket = probe::any_port(any)?;
     for address in waiting.keys() {
-        // Unreachable is unanswered.
+        // An unreachable target counts as unanswered.
         let _ = socket.send_to(probe::MARKER, (*address, probe::PORT));
     }
     let deadline = Instant::now() + SECOND;

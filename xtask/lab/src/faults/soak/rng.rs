@@ -1,4 +1,4 @@
-//! Choices that a seed decides.
+//! Random choices that are determined by a seed.
 
 use std::time::Duration;
 
@@ -24,12 +24,12 @@ impl Rng {
         (self.next() % bound as u64) as usize
     }
 
-    /// One of them; there is one at least.
+    /// One element of a slice that is not empty.
     pub fn pick<'a, T>(&mut self, of: &'a [T]) -> &'a T {
         &of[self.below(of.len())]
     }
 
-    /// Up to so long.
+    /// A duration below `longest`, in whole milliseconds.
     pub fn duration(&mut self, longest: Duration) -> Duration {
         Duration::from_millis(self.next() % (longest.as_millis() as u64).max(1))
     }
