@@ -1,5 +1,5 @@
-//! Debian packages: installing missing ones, and fetching single packages of
-//! other suites without touching the machine's own configuration.
+//! Debian packages: installs missing ones, and fetches single packages of other suites without touching the
+//! machine's own configuration.
 
 use std::{
     fs,
@@ -11,7 +11,7 @@ use anyhow::{Context as _, Result, bail};
 
 use crate::command::{output, run};
 
-/// Installs those of `packages` that are missing; says which.
+/// Installs and names those of `packages` that are missing.
 pub fn install(packages: &[&str]) -> Result<()> {
     let missing: Vec<&str> = packages.iter().copied().filter(|package| !is_installed(package)).collect();
     if missing.is_empty() {
@@ -42,14 +42,14 @@ fn is_installed(package: &str) -> bool {
         .is_ok_and(|status| status == "installed")
 }
 
-/// A private apt configuration over suites the machine itself does not use.
+/// A private apt configuration for suites that the machine itself does not use.
 pub struct Suites {
     directory: PathBuf,
 }
 
 impl Suites {
-    /// Prepares lists of `suites` under `cache`, from the mirror the machine
-    /// itself uses. `sources` adds source packages.
+    /// Prepares package lists of `suites` below `cache`, from the mirror that the machine itself uses.
+    /// `sources` adds source packages.
     pub fn open(cache: &Path, suites: &[&str], sources: bool) -> Result<Self> {
         let directory = cache.join(format!("apt-{}{}", suites.join("-"), if sources { "-src" } else { "" }));
         for sub in ["state/lists/partial", "cache/archives/partial"] {
@@ -109,7 +109,7 @@ impl Suites {
     }
 }
 
-/// Where a suite of Debian and its updates are, as a `debian.sources` file.
+/// A `debian.sources` file for a suite of Debian, its updates and its security updates.
 pub fn debian_sources(suite: &str) -> Result<String> {
     let mirror = mirror()?;
     let mirror = mirror.trim_end_matches('/');
@@ -121,12 +121,12 @@ pub fn debian_sources(suite: &str) -> Result<String> {
     ))
 }
 
-/// The Debian mirror this machine is set up with.
+/// The Debian mirror that this machine is configured with.
 fn mirror() -> Result<String> {
     configured("/debian").context("no Debian mirror in /etc/apt; this step needs a Debian machine")
 }
 
-/// The first address in apt's configuration that ends so.
+/// The first URL in apt's configuration that ends with `end`.
 fn configured(end: &str) -> Option<String> {
     let mut files = vec![PathBuf::from("/etc/apt/sources.list")];
     if let Ok(entries) = fs::read_dir("/etc/apt/sources.list.d") {
@@ -141,7 +141,7 @@ fn configured(end: &str) -> Option<String> {
         .map(ToOwned::to_owned)
 }
 
-/// Where downloads and builds are kept between runs.
+/// Directory where downloads and builds are kept between runs.
 pub fn cache_directory() -> Result<PathBuf> {
     let base = match std::env::var_os("XDG_CACHE_HOME") {
         Some(directory) if !directory.is_empty() => PathBuf::from(directory),

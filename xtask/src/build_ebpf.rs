@@ -23,7 +23,7 @@ const FOR_BPF: [&str; 4] = ["-Z", "build-std=core", "--target", TARGET];
 /// Cargo's own target directory for BPF, relative to the workspace.
 const BUILD_DIRECTORY: &str = "target/bpf-build";
 
-/// A program of the BPF crate, and where its object is written, relative to the workspace.
+/// A binary of the BPF crate, and the path of its object relative to the workspace.
 type Object = (&'static str, &'static str);
 /// Kilo's programs.
 const KILO: Object = ("kilo-ebpf", "target/bpf/kilo.o");
@@ -63,7 +63,7 @@ fn build_in(root: &Path, (program, object): Object, quiet: bool) -> Result<PathB
     Ok(path)
 }
 
-/// Clippy on the programs as they are built for BPF.
+/// Runs clippy on the programs as they are built for BPF.
 ///
 /// # Errors
 /// When clippy warns, or the toolchain for BPF is missing.
@@ -78,7 +78,7 @@ pub fn clippy() -> Result<()> {
     show(&mut command).context("clippy has warnings about the BPF programs")
 }
 
-/// What compiles for BPF: rustc's sources of `core`, and a linker.
+/// What compiling for BPF needs: rustc's sources of `core`, and a linker.
 struct Toolchain {
     sysroot: PathBuf,
     source: RustSource,
@@ -123,8 +123,8 @@ impl Toolchain {
     }
 }
 
-/// Removes DWARF; BTF stays. The file keeps its time when nothing changed, so
-/// that cargo does not build the agent again.
+/// Removes DWARF but keeps BTF. An unchanged file keeps its modification time, so that cargo does not
+/// rebuild the agent.
 fn strip(sysroot: &Path, from: &Path, to: &Path) -> Result<()> {
     let host = output(Command::new("rustc").arg("-vV"))?;
     let host = host.lines().find_map(|line| line.strip_prefix("host: ")).context("rustc names no host")?;
@@ -165,7 +165,7 @@ struct RustSource {
     in_sysroot: bool,
 }
 
-/// The sources of `core`: sysroot, cache, rustup, Debian.
+/// Finds the sources of `core` in the sysroot or the cache, or fetches them with rustup or from Debian.
 fn rust_source(sysroot: &Path, cache: &Path, say: &dyn Fn(String)) -> Result<RustSource> {
     let in_sysroot = sysroot.join("lib/rustlib/src/rust/library");
     if in_sysroot.join("core/src/lib.rs").exists() {
@@ -203,7 +203,7 @@ fn rust_source(sysroot: &Path, cache: &Path, say: &dyn Fn(String)) -> Result<Rus
     Ok(RustSource { library, in_sysroot: false })
 }
 
-/// bpf-linker, built against the LLVM that rustc itself brings.
+/// Path of bpf-linker, built against the LLVM that comes with rustc.
 fn bpf_linker(sysroot: &Path, cache: &Path, say: &dyn Fn(String)) -> Result<PathBuf> {
     let tools = cache.join(format!("bpf-linker-{BPF_LINKER}"));
     let linker = tools.join("bin/bpf-linker");

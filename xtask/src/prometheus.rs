@@ -6,7 +6,7 @@ use anyhow::Result;
 
 use crate::apt::{self, Suites};
 
-/// The directory of both, unpacked once.
+/// Directory of both programs, unpacked once.
 pub fn programs() -> Result<PathBuf> {
     let directory = apt::cache_directory()?.join("prometheus");
     if !directory.join("usr/bin/promtool").is_file() {
@@ -15,7 +15,7 @@ pub fn programs() -> Result<PathBuf> {
     Ok(directory.join("usr/bin"))
 }
 
-/// promtool of the cache, else that of the machine.
+/// Path of promtool in the cache, or else on this machine.
 #[cfg(test)]
 pub fn find_promtool() -> Option<PathBuf> {
     let cached = apt::cache_directory().ok()?.join("prometheus/usr/bin/promtool");

@@ -1,5 +1,5 @@
-//! The parts of the tests that take long take turns: every `cargo xtask test --rotate`
-//! runs one of them, chosen by the commit, so that all are run every few commits.
+//! Long parts of the tests take turns: every `cargo xtask test --rotate` runs one of them, chosen by the
+//! commit, so that all run every few commits.
 
 use std::process::Command;
 
@@ -21,7 +21,7 @@ pub enum Kernel {
 }
 
 impl Kernel {
-    /// As `cargo xtask vm --kernel` takes it.
+    /// Its value for `cargo xtask vm --kernel`.
     pub const fn label(self) -> &'static str {
         match self {
             Self::Oldest => "6.1",
@@ -90,14 +90,14 @@ pub enum Long {
     Soak,
     /// Labs.
     Lab(LongLab),
-    /// Every check of the cluster, where every run has the ordinary ones.
+    /// Every check of the cluster; ordinary runs have only some.
     Cluster,
-    /// What runs on one kernel.
+    /// Tests or labs on one kernel.
     Vm(Kernel, OnKernel),
 }
 
-/// In the order in which they take turns. The oldest kernel has most to do: each third of its tests and its
-/// lab have a turn.
+/// The order in which they take turns. The oldest kernel has most to run: each third of its tests has a
+/// turn, and so do its labs.
 const TURNS: [Long; 11] = [
     Long::Vm(Kernel::Tcx, OnKernel::All),
     Long::Soak,
@@ -113,7 +113,7 @@ const TURNS: [Long; 11] = [
 ];
 
 impl Long {
-    /// As `cargo xtask test` names it.
+    /// Its arguments for `cargo xtask test`.
     pub fn label(self) -> String {
         match self {
             Self::Soak => "soak".to_owned(),
@@ -124,8 +124,7 @@ impl Long {
         }
     }
 
-    /// The one whose turn it is with the commit that is checked out; the first
-    /// where there is no repository.
+    /// The one whose turn it is at the checked-out commit; the first one outside a repository.
     pub fn of_this_commit() -> Self {
         let head = output(Command::new("git").current_dir(workspace_root()).args(["rev-parse", "HEAD"]));
         of_commit(head.unwrap_or_default().trim())
@@ -137,7 +136,7 @@ impl Long {
     }
 }
 
-/// As the command line has it.
+/// Its name on the command line.
 fn name(value: &impl ValueEnum) -> String {
     value.to_possible_value().map(|value| value.get_name().to_owned()).unwrap_or_default()
 }

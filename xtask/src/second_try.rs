@@ -1,12 +1,12 @@
-//! A second try for tests with real processes, sockets and clocks: a machine
-//! that stands still for seconds fails one of a thousand. Each that needed it
-//! is named and counted; more than a few are not chance, and get none, and packets in clear never do.
+//! A second try for tests with real processes, sockets and clocks: a machine that stalls for seconds fails
+//! one in a thousand. Each retried test is named and counted. More than a few failures are not chance and
+//! get no second try; cleartext packets never do.
 
 use anyhow::Result;
 
 use crate::report::TestOutcome;
 
-/// Outcome of a test that passed at its second try.
+/// Outcome of a test that passed on its second try.
 pub const FLAKY: &str = "flaky";
 const FAILED: &str = "failed";
 
@@ -23,8 +23,8 @@ impl Default for SecondTries {
 }
 
 impl SecondTries {
-    /// Runs tests, and those again that failed. `run` gets the names of the
-    /// tests to run, none for all; it may run more, whose failures then count.
+    /// Runs tests, and the failed ones a second time. `run` gets the names of the tests to run, none for
+    /// all; it may run more, whose failures then count.
     ///
     /// # Errors
     /// Those of `run`.
@@ -46,7 +46,7 @@ impl SecondTries {
                 FLAKY.clone_into(&mut outcome.outcome);
             }
         }
-        // What failed at both tries is there already.
+        // Tests that failed both times are already in `outcomes`.
         let is_new = |other: &TestOutcome| {
             let same = |outcome: &TestOutcome| outcome.name == other.name && outcome.outcome == FAILED;
             other.outcome == FAILED && !outcomes.iter().any(same)
@@ -57,7 +57,8 @@ impl SecondTries {
     }
 }
 
-/// Those that may be tried again: a packet in clear that was not sent a second time was sent.
+/// Tests that may be retried. A final failure may not: a cleartext packet stays sent even when no second
+/// one is.
 fn failed(outcomes: &[TestOutcome]) -> Vec<String> {
     let failed = outcomes.iter().filter(|outcome| outcome.outcome == FAILED && !outcome.is_final);
     failed.map(|outcome| outcome.name.clone()).collect()
@@ -69,7 +70,8 @@ mod tests {
 
     use super::*;
 
-    /// Runs tests, named by number, of which those fail; returns what is said of the `n`-th.
+    /// Runs tests, named by number; the n-th run fails those of `failures[n]`. Returns what is reported of
+    /// each.
     fn outcomes(tries: &mut SecondTries, failures: &[&[usize]]) -> Vec<String> {
         let mut failures = failures.iter();
         let run = |names: &[String]| {

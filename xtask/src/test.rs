@@ -32,7 +32,7 @@ use beside::Beside;
 use cluster::Checks;
 use programs::TestBinary;
 
-/// Where the outcomes are written, relative to the workspace.
+/// File for the outcomes, relative to the workspace.
 const REPORT: &str = "target/test-report.json";
 
 /// What can be tested alone.
@@ -59,13 +59,13 @@ pub enum Part {
     Vm,
 }
 
-/// What every run does, one after the other.
+/// Parts of every run, one after the other.
 const QUICK: [Part; 3] = [Part::Unit, Part::Lab, Part::Cluster];
-/// What every run does in two more processes from the lab on: all of them wait most of the time.
+/// Parts that every run puts into two more processes from the lab on: all of them mostly wait.
 const BESIDE_LAB: [&[Part]; 2] = [&[Part::Bpf, Part::Net], &[Part::Api]];
 /// Debian packages of the part `api`, besides the lab's.
 const API_PACKAGES: &[&str] = &["openssl", "procps", "socat"];
-/// What takes long, in an order in which the soak's ten minutes pass beside another part.
+/// Long parts, in an order in which the soak's ten minutes pass beside another part.
 const LONG: [Part; 3] = [Part::Soak, Part::Vm, Part::LongLabs];
 
 impl Part {
@@ -116,18 +116,18 @@ pub struct TestArgs {
     fail_fast: bool,
 }
 
-/// What runs, and how much of it.
+/// What to run, and how much of it.
 #[derive(Debug)]
 struct Chosen {
     parts: Vec<Part>,
-    /// Kernels of `vm`, and what runs on them.
+    /// Kernels of `vm`, and what runs on each.
     on: (Vec<Kernel>, OnKernel),
     labs: Vec<LongLab>,
     cluster: Checks,
 }
 
 impl TestArgs {
-    /// What is chosen; says which long parts are left out.
+    /// Resolves the arguments; prints which long parts are left out.
     fn chosen(&self) -> Chosen {
         let chosen = Chosen {
             parts: self.parts.clone(),
@@ -161,7 +161,7 @@ impl TestArgs {
     }
 }
 
-/// These, or all where none is named.
+/// The named values, or all when none is named.
 fn or_all<T: ValueEnum>(named: &[T]) -> Vec<T> {
     if named.is_empty() { T::value_variants() } else { named }.to_vec()
 }
@@ -208,13 +208,13 @@ pub fn main(args: &TestArgs) -> Result<()> {
     Ok(())
 }
 
-/// Starts what runs beside the lab, once the packages are there that all of them need.
+/// Starts the parts that run beside the lab, once the packages that they need are installed.
 fn start_beside_lab(all: bool) -> Result<Vec<Beside>> {
     apt::install(&[lab::PACKAGES, API_PACKAGES].concat())?;
     BESIDE_LAB.iter().map(|parts| Beside::parts(parts, &seed(all))).collect()
 }
 
-/// Prints what did not pass, and the count; returns how many failed.
+/// Prints what did not pass, and the count; returns the number of failures.
 fn summarise(outcomes: &[TestOutcome]) -> usize {
     let count = |wanted: &str| outcomes.iter().filter(|outcome| outcome.outcome == wanted).count();
     println!();
@@ -245,7 +245,7 @@ fn outcome(part: Part, name: &str, outcome: &str, started: Instant) -> TestOutco
     TestOutcome::new(part.label(), name, outcome, started.elapsed().as_secs_f64())
 }
 
-/// Why a part is left out, unless somebody asked for it.
+/// Why a part is left out, unless it was asked for.
 fn left_out(part: Part, wanted: bool) -> Option<String> {
     if part != Part::Cluster || wanted {
         return None;
@@ -273,7 +273,7 @@ fn run_part(
 ) -> Result<Vec<TestOutcome>> {
     if binaries.is_none() {
         build_all()?;
-        // These run the programs, not what cargo tests.
+        // These run the programs, not cargo's test binaries.
         if !matches!(part, Part::Lab | Part::LongLabs | Part::Cluster | Part::Soak) {
             *binaries = Some(programs::build()?);
         }
@@ -327,15 +327,15 @@ fn run_part(
     }
 }
 
-/// What random tests draw from: always the same where everyone waits for the run, so that a commit
-/// that passed passes again; anything with `--all`.
+/// Seed of the random tests: fixed in ordinary runs, so that a commit which passed passes again; random
+/// with `--all`.
 fn seed(all: bool) -> BTreeMap<String, PathBuf> {
     let wanted = all && std::env::var_os("KILO_SEED").is_none();
     wanted.then(|| ("KILO_SEED".to_owned(), PathBuf::from("random"))).into_iter().collect()
 }
 
-/// Runs a process of ours that writes outcomes to this file: those, and a failure more where it failed and none of
-/// them says so. Its own name is not among the outcomes of a second try, so it has none.
+/// Runs one of our processes, which writes outcomes to `file`. Returns them, and one more failure when the
+/// process failed without reporting any.
 fn run_own(part: Part, what: &str, command: &mut Command, file: &Path) -> Result<Vec<TestOutcome>> {
     stop_if_interrupted()?;
     let started = Instant::now();
@@ -345,7 +345,7 @@ fn run_own(part: Part, what: &str, command: &mut Command, file: &Path) -> Result
     Ok(outcomes)
 }
 
-/// The failure of a process that no outcome of it shows.
+/// The failure of a process that none of its outcomes explains.
 fn unexplained(
     part: Part,
     what: &str,
@@ -357,18 +357,18 @@ fn unexplained(
         return None;
     }
     println!("FAILED {what}: {status}, and no outcome says why");
-    // A second run has no outcome of this name, so none of it could replace this one.
+    // A second run has no outcome of this name that could replace this one.
     let ends = outcome(part, &format!("{what} ends properly"), "failed", started);
     Some(TestOutcome { is_final: true, ..ends })
 }
 
-/// What a process of ours wrote; outcomes carry the part that they belong to.
+/// Outcomes that one of our processes wrote, each with its part.
 fn read_outcomes(path: &Path) -> Result<Vec<TestOutcome>> {
     let text = fs::read(path).with_context(|| format!("{}: no outcomes were written", path.display()))?;
     serde_json::from_slice(&text).with_context(|| path.display().to_string())
 }
 
-/// As [`read_outcomes`], of a process that does not know which part it runs for.
+/// Like [`read_outcomes`], for a process that does not know which part it runs for.
 fn read_outcomes_of(path: &Path, part: Part) -> Result<Vec<TestOutcome>> {
     let outcomes = read_outcomes(path)?.into_iter();
     Ok(outcomes.map(|outcome| TestOutcome { part: part.label().to_owned(), ..outcome }).collect())
@@ -379,7 +379,7 @@ fn read_outcomes_of(path: &Path, part: Part) -> Result<Vec<TestOutcome>> {
 mod tests {
     use super::*;
 
-    /// What is made of a process that runs this script, its outcomes' file being `$0`.
+    /// Outcomes of a process that runs this script, with the outcomes' file as `$0`.
     fn made_of(script: &str) -> Result<Vec<(String, String)>> {
         let file = tempfile::NamedTempFile::new().unwrap();
         let mut command = Command::new("sh");

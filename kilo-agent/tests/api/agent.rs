@@ -1,5 +1,5 @@
-//! A real `kg` on a real API server: what it writes about its node, what it
-//! does about peers, and what `kg uninstall` takes back.
+//! A real `kg` on a real API server: what it writes about its node, how it handles peers, and what
+//! `kg uninstall` removes.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
@@ -34,7 +34,7 @@ use proxy::{Mode, Proxy};
 
 const KG: &str = env!("CARGO_BIN_EXE_kg");
 
-/// Ends the agent with the test.
+/// Kills the agent when the test ends.
 pub(crate) struct Agent(pub Child);
 
 impl Drop for Agent {
@@ -78,7 +78,7 @@ pub(crate) fn make_host() {
     );
 }
 
-/// Waits until the command's output is as wanted.
+/// Waits until the command's output satisfies `wanted`.
 pub(crate) async fn until_said(command: &str, wanted: impl Fn(&str) -> bool) -> String {
     wait::until(command, Duration::from_secs(60), async || {
         let said = netns::sh(&format!("{command} 2>/dev/null || true"));
@@ -95,7 +95,7 @@ pub(crate) fn peer(key: u8, allowed_ip: &str) -> DynamicObject {
     serde_json::from_value(peer).unwrap()
 }
 
-/// What the agent says of a peer, once it does.
+/// Waits until the agent has written the status of a peer; returns it.
 async fn peer_status(peers: &Api<Peer>, name: &str) -> PeerStatus {
     let what = format!("peer {name} has a status");
     wait::until(&what, Duration::from_secs(15), async || peers.get(name).await.unwrap().status).await
@@ -110,12 +110,12 @@ pub(crate) fn name(name: &str) -> String {
     format!("kilo.squat.ai/{name}")
 }
 
-/// True of a node that says it is reached there.
+/// Whether a node's annotations name this endpoint.
 fn at_endpoint(endpoint: &'static str) -> impl Fn(&Annotations) -> bool {
     move |all| all.get(&name("endpoint")).is_some_and(|found| found == endpoint)
 }
 
-/// Peers are configured, replaced, refused, mended and removed on the agent's device.
+/// Peers are configured, replaced, refused, corrected and removed on the agent's device.
 async fn peers_come_and_go(client: &Client) {
     let (first, second) = (PublicKey([9; 32]).to_string(), PublicKey([10; 32]).to_string());
     let show = "wg show kilo0 allowed-ips";
@@ -147,7 +147,7 @@ async fn peers_come_and_go(client: &Client) {
     until_said("ip route show proto 107", |all| !all.contains("10.5.0.")).await;
 }
 
-/// A user who may patch this node and nothing else, as its kubelet.
+/// A user who may patch this node and nothing else, like its kubelet.
 async fn let_nobody_patch_its_node(client: &Client) {
     for object in [
         json!({
@@ -202,7 +202,7 @@ fn the_agents_annotations_come_and_go_on_a_real_api_server() {
 
         peers_come_and_go(&client).await;
 
-        // Others declare it dead; its heartbeat is not due for half a minute.
+        // Others declare it dead; its next heartbeat is not due for half a minute.
         let heartbeat =
             |all: &Annotations| all.get(&name("last-seen")).and_then(|seen| seen.parse::<i64>().ok());
         let before = heartbeat(&written).unwrap();
@@ -275,7 +275,7 @@ fn the_nodes_external_ip_is_the_endpoint_where_no_interface_is_public() {
         nodes.delete("n4", &DeleteParams::default()).await.unwrap();
         assert_eq!(events_about_node(&client, "PrivateEndpoint").await.len(), 1, "said once");
 
-        // What a cloud's controller writes, some time after the node has joined.
+        // A cloud controller writes this some time after the node has joined.
         let addresses = json!({"status": {"addresses": [
             {"type": "InternalIP", "address": "10.1.0.11"},
             {"type": "ExternalIP", "address": "203.0.113.9"},
@@ -292,7 +292,7 @@ fn the_nodes_external_ip_is_the_endpoint_where_no_interface_is_public() {
     });
 }
 
-/// Texts of the warnings of that reason about the node n1, as `kubectl describe node` finds them.
+/// Messages of the events with that reason about the node n1, as `kubectl describe node` finds them.
 async fn events_about_node(client: &Client, reason: &str) -> Vec<String> {
     let about = format!(
         "involvedObject.kind=Node,involvedObject.name=n1,involvedObject.uid=n1,reason={reason},type=Warning"
@@ -307,7 +307,7 @@ async fn event_about_node(client: &Client, reason: &str) -> String {
     wait::until(&what, Duration::from_secs(15), async || events_about_node(client, reason).await.pop()).await
 }
 
-/// Another node of the location `location`, alive now.
+/// Another node of the location `location`, with a current heartbeat.
 pub(crate) async fn create_member(client: &Client, number: u8, location: &str) {
     let unix = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap().as_secs();
     let mut node = core::Node::default();
@@ -367,13 +367,13 @@ fn what_users_annotate_is_obeyed_and_taken_back() {
         reads("internal-ip", "10.1.0.11/24").await;
         reads("endpoint", "192.0.2.11:51820").await;
 
-        // The other leads: this node has no WireGuard peers and no address any more.
+        // The other node leads: this one no longer has WireGuard peers or an address.
         annotate(&nodes, "n2", json!({name("leader"): ""})).await;
         reads("wireguard-ip", "").await;
         until_said(peers, |said| !said.contains(&elsewhere)).await;
         annotate(&nodes, "n2", json!({name("leader"): null})).await;
         reads("wireguard-ip", "10.4.0.1/16").await;
-        // A location of its own, by annotation over label; then the server restarts.
+        // It gets a location of its own by annotation, which overrides the label; then the server restarts.
         annotate(&nodes, "n1", json!({name("location"): "far"})).await;
         let both = |said: &str| said.contains(&PublicKey([2; 32]).to_string()) && said.contains(&elsewhere);
         until_said(peers, both).await;
@@ -411,9 +411,9 @@ fn an_agent_that_starts_while_the_api_server_is_away_works_with_the_last_good_to
         let tables = "bpftool map dump pinned $(ls -d /sys/fs/bpf/kilo/*/*prefix_v4 /sys/fs/bpf/kilo/*PREFIX_V4 /sys/fs/bpf/kilo/*/PREFIX_V4 2>/dev/null | head -1) | grep -c '\"key\"'";
         let before = netns::sh(tables);
 
-        // The host restarts, the API server is away.
+        // The host reboots while the API server is away.
         drop(first);
-        // Ending the userspace device's process, of this namespace alone, removes the device.
+        // Ending the userspace device's process, in this namespace only, removes the device.
         netns::sh(
             "rm -rf /sys/fs/bpf/kilo; kill $(pgrep --ns $$ --nslist net,mnt -f '[u]serspace-wireguard kilo0')",
         );
@@ -456,7 +456,7 @@ fn an_overloaded_api_server_is_asked_less_and_less_and_holds_up_nothing_on_the_h
         until(&nodes, "the first endpoint", at_endpoint("192.0.2.11:51820")).await;
         until_said("ip -o link show kilo0", |said| said.contains("UP")).await;
 
-        // Watches that run go on; whatever else is asked is refused.
+        // Open watches continue; any other request is refused.
         front.set(Manner::Busy);
         annotate(&nodes, "n1", json!({name("force-endpoint"): "192.0.2.99:9"})).await;
         apply(&client, &peer(9, "10.5.0.1/32"), false).await.unwrap();
@@ -488,7 +488,7 @@ fn an_api_server_that_takes_requests_and_never_answers_holds_up_nothing_on_the_h
         until(&nodes, "the first endpoint", at_endpoint("192.0.2.11:51820")).await;
         until_said("ip route show 10.42.3.0/24", |route| route.contains("dev kilo0")).await;
 
-        // Another address is to be written, and the answer does not come.
+        // The agent has to write another address, and gets no response.
         proxy.set(Mode::Silent);
         let holds = proxy.holds_a_request();
         netns::sh("ip address add 192.0.2.12/32 dev eth0; ip address del 192.0.2.11/32 dev eth0");

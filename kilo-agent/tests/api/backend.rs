@@ -52,7 +52,7 @@ fn published() -> Published {
     }
 }
 
-/// A Peer object as people have written them for Kilo.
+/// A Peer object as users have written them for Kilo.
 fn old_peer(name: &str, spec: &Value) -> DynamicObject {
     serde_json::from_value(json!({
         "apiVersion": "kilo.squat.ai/v1alpha1", "kind": "Peer", "metadata": { "name": name }, "spec": spec,
@@ -82,7 +82,7 @@ async fn nodes_and_peers_are_seen_and_changes_follow_soon() {
     assert_eq!(first.nodes["seen-a"].location, "here", "known when start returns");
     assert_eq!(first.nodes["seen-a"].pod_cidrs, ["10.42.1.0/24".parse().unwrap()]);
 
-    // Large annotations: somebody else's, and rubbish under a name of ours.
+    // Large annotations: a foreign one, and garbage under a name of ours.
     let large = "x".repeat(100_000);
     create_node(&client, "seen-b", &[("example.com/large", &large), ("kilo.squat.ai/key", &large)]).await;
     let took = until(&mut snapshots, SOON, |snapshot| snapshot.nodes.contains("seen-b")).await;
@@ -144,7 +144,7 @@ async fn publishing_writes_what_differs_and_retracting_removes_it_again() {
     let (written, _) = annotations(&nodes, "writer").await;
     assert!(!written.contains_key(&format!("{PREFIX}discovered-endpoints")));
 
-    // Somebody else removes one of ours: it is put back.
+    // A third party removes one of ours: it is restored.
     let patch = json!({ "metadata": { "annotations": { "kilo.squat.ai/key": null } } });
     nodes.patch("writer", &PatchParams::default(), &Patch::Merge(&patch)).await.unwrap();
     until(&mut snapshots, SOON, |snapshot| snapshot.nodes["writer"].key.is_none()).await;
@@ -221,7 +221,7 @@ async fn objects_of_the_old_kind_are_accepted_and_wrong_ones_refused_by_the_serv
 
 #[tokio::test]
 async fn an_invalid_peer_is_named_and_hides_no_other() {
-    // A server of its own: the old CRD had hardly any checks.
+    // A separate server, because the old CRD validated hardly anything.
     let Some(server) = ApiServer::start().await else { return };
     let client = server.client(ADMIN).await;
     let mut lax = manifest("crds.yaml").remove(0);
@@ -283,7 +283,7 @@ async fn a_handshake_is_written_beside_the_condition_and_not_over_a_later_one() 
     assert_eq!(first.said("nobody"), None);
     assert!(!first.report_handshake("nobody", &early).await.unwrap());
 
-    // Both know the same version of the object: one of them is too late.
+    // Both know the same version of the object, so one write comes too late.
     let (one, other) =
         tokio::join!(first.report_handshake("laptop", &late), second.report_handshake("laptop", &early));
     let wrote = [one.unwrap(), other.unwrap()];
@@ -294,7 +294,7 @@ async fn a_handshake_is_written_beside_the_condition_and_not_over_a_later_one() 
     })
     .await;
 
-    // The condition comes to it, and is not written again for its sake.
+    // The condition is added, and not written again because of the handshake.
     let acceptances = BTreeMap::from([("laptop".to_owned(), PeerAcceptance::Accepted)]);
     assert_eq!(first.report_peers(&acceptances).await.unwrap(), 1);
     assert_eq!(first.report_peers(&acceptances).await.unwrap(), 0);
@@ -305,7 +305,7 @@ async fn a_handshake_is_written_beside_the_condition_and_not_over_a_later_one() 
     assert!(status.accepted && status.conditions.len() == 1, "{status:?}");
 }
 
-/// Waits until Peer objects can be listed, untyped.
+/// Waits until Peer objects can be listed as dynamic objects.
 async fn apply_crds_served(client: &Client) {
     let peers: Api<DynamicObject> =
         Api::all_with(client.clone(), &kube::api::ApiResource::erase::<Peer>(&()));
@@ -354,7 +354,7 @@ async fn the_manifests_role_is_enough_and_a_missing_right_is_named() {
     assert!(refused.contains("cannot patch resource \"nodes\""), "{refused}");
 }
 
-/// What a log layer writes, as text.
+/// Output of a log layer, as text.
 #[derive(Clone, Default)]
 struct Log(Arc<Mutex<Vec<u8>>>);
 
@@ -395,7 +395,7 @@ async fn each_right_that_is_missing_is_named_by_verb_and_resource() {
     apply(&admin, &serde_json::from_value(binding).unwrap(), false).await.unwrap();
     let log = Log::default();
     let writer = log.clone();
-    // This thread runs the backend's tasks, too.
+    // This thread also runs the backend's tasks.
     let _logging = tracing::subscriber::set_default(
         tracing_subscriber::fmt().with_ansi(false).with_writer(move || writer.clone()).finish(),
     );
@@ -438,7 +438,7 @@ async fn large_annotations_of_others_pass_by() {
     let Some(server) = ApiServer::shared().await else { return };
     let client = server.client(ADMIN).await;
     apply_crds(&client).await;
-    // Of no other test's node: the server is shared.
+    // A node that no other test uses: the server is shared.
     let large = "pass-by;".repeat(100 << 7);
     let foreign = [("example.com/large", large.as_str()), ("kilo.squat.ai/of-tomorrow", "?")];
     create_node(&client, "large", &foreign).await;

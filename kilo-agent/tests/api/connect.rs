@@ -37,7 +37,7 @@ const LIMIT: Duration = Duration::from_secs(20);
 
 const NODE: SecretKey = SecretKey::from_bytes([0x48; 32]);
 
-/// Ends what a failed test leaves.
+/// Kills what a failed test leaves running.
 struct Running(Child);
 
 impl Running {
@@ -67,12 +67,12 @@ fn refused(kubeconfig: &Path, arguments: &[&str]) -> String {
     String::from_utf8_lossy(&output.stderr).into_owned()
 }
 
-/// What a Peer says of following gateways.
+/// Value of the Peer's annotation for following gateways.
 fn follows(object: &Peer) -> Option<&str> {
     object.metadata.annotations.as_ref()?.get("kilo.squat.ai/follows-gateways").map(String::as_str)
 }
 
-/// What a clean machine has: no interface, no route, no process of ours.
+/// Asserts a clean machine: no interface, no route, no process of ours.
 #[track_caller]
 fn nothing_left() {
     until("the interface goes", LIMIT, || !succeeds("ip link show kilo0"));
@@ -80,8 +80,7 @@ fn nothing_left() {
     until("the socket goes", LIMIT, || !Path::new("/run/wireguard/kilo0.sock").exists());
 }
 
-/// A namespace `b` with a WireGuard device that is the leader of a location:
-/// what an agent would set up there.
+/// Sets up a namespace `b` with a WireGuard device as an agent would on the leader of a location.
 fn network() -> Running {
     sh("mount -t tmpfs lib /var/lib; mkdir -p /run/wireguard /run/netns; ip link set lo up; ip netns add b
         ip -n b link set lo up; ip link add va type veth peer name vb netns b; ip link set va up
@@ -97,7 +96,7 @@ fn network() -> Running {
     running
 }
 
-/// The node's device knows the peer, as its agent would have configured it.
+/// Configures the peer on the node's device, as its agent would.
 fn node_knows(key: PublicKey) {
     use std::io::{Read as _, Write as _};
     let peer = WireguardPeer {
@@ -117,7 +116,7 @@ fn node_knows(key: PublicKey) {
     );
 }
 
-/// How a packet of this machine leaves now.
+/// How a packet from this machine leaves: nowhere, through the tunnel, or in cleartext.
 fn leaves(to: &str) -> &'static str {
     match sh(&format!("ip route get {to} 2>&1 || true")) {
         way if way.contains("unreachable") || way.contains("No route to host") => "nowhere",
@@ -126,16 +125,16 @@ fn leaves(to: &str) -> &'static str {
     }
 }
 
-/// What a machine that cannot set its device up leaves behind: the mesh's prefixes lead nowhere.
+/// A machine that cannot set up its device leaves the mesh's prefixes unreachable.
 fn closed_before_the_device_is_set_up(kubeconfig: &Path) {
-    // Somebody has the port: what stays is how far it has come.
+    // The port is taken, so the state at the failure stays.
     let port = std::net::UdpSocket::bind("[::]:51820").unwrap();
     refused(kubeconfig, &["laptop", "--clean-up=false"]);
     assert_eq!(["10.42.1.1", "10.1.0.2"].map(leaves), ["nowhere"; 2], "closed before the device is set up");
     drop(port);
     sh("ip link delete kilo0; ip route flush proto 107");
     until("its process ends", LIMIT, || !Path::new("/run/wireguard/kilo0.sock").exists());
-    // And without a device to begin with.
+    // The same without a device to begin with.
     refused(kubeconfig, &["laptop", "--clean-up=false", "--create-interface=false"]);
     assert_eq!(
         ["10.42.1.1", "10.1.0.2"].map(leaves),
@@ -173,7 +172,7 @@ fn a_machine_joins_reaches_pods_and_leaves_nothing_behind() {
         let kubeconfig = server.kubeconfig(ADMIN, server.port());
         let peers: Api<Peer> = Api::all(client.clone());
 
-        // There is a way for everything that the tunnel does not take.
+        // A default route exists for everything that the tunnel does not take.
         sh("ip route add default via 192.0.2.2");
         assert_eq!(["10.42.1.1", "10.1.0.2"].map(leaves), ["in clear"; 2]);
         closed_before_the_device_is_set_up(&kubeconfig);
@@ -197,11 +196,11 @@ fn a_machine_joins_reaches_pods_and_leaves_nothing_behind() {
         node_knows(object.spec.public_key.parse().unwrap());
         until("a pod answers", LIMIT, || succeeds("ping -c 1 -W 1 10.42.1.1"));
 
-        // Another one on the same machine would fight over routes.
+        // A second one on the same machine would fight over routes.
         a_second_one_is_refused(&kubeconfig);
         assert!(peers.get_opt("other").await.unwrap().is_none());
 
-        // A location more, and the own Peer deleted by somebody: both are followed.
+        // It follows a new location, and the deletion of its own Peer by a third party.
         let mut far = annotations.clone();
         far.insert("kilo.squat.ai/location", "far".to_owned());
         far.insert("kilo.squat.ai/key", PublicKey([5; 32]).to_string());
@@ -221,7 +220,7 @@ fn a_machine_joins_reaches_pods_and_leaves_nothing_behind() {
         })
         .await;
 
-        // Killed hard: all stays, traffic too; a new start takes it over.
+        // After SIGKILL everything stays, including traffic; a new process takes it over.
         connected.signal(Signal::SIGKILL);
         let index = sh("cat /sys/class/net/kilo0/ifindex 2>/dev/null || ip -o link show kilo0 | cut -d: -f1");
         assert!(succeeds("ping -c 1 -W 2 10.42.1.1"));
@@ -239,7 +238,7 @@ fn a_machine_joins_reaches_pods_and_leaves_nothing_behind() {
     });
 }
 
-/// A node that can lead its location, and its fellow.
+/// A node that can lead the location `one`.
 async fn create_gateway(client: &Client, number: u8) {
     let annotations = [
         ("location", "one".to_owned()),
@@ -281,7 +280,7 @@ fn a_peer_made_by_somebody_else_is_used_and_stays() {
                     succeeds("ip link show wg7") && sh("ip -o -4 address show wg7").contains("10.5.0.7/32")
                 });
                 assert_eq!(follows(&peers.get("mine").await.unwrap()), Some("true"));
-                // Gateways claim to an address of its own, which only the tunnel has.
+                // Gateways send claims to an address of its own that only the tunnel has.
                 let control = kilo_core::signal_id::control_address(&key.public());
                 until("its control address", LIMIT, || {
                     sh("ip -o -6 address show wg7").contains(&format!("{control}/128"))
@@ -293,7 +292,7 @@ fn a_peer_made_by_somebody_else_is_used_and_stays() {
                 until("the interface goes", LIMIT, || !succeeds("ip link show wg7"));
                 let left = peers.get_opt("mine").await.unwrap().expect("it is not ours to delete");
                 assert_eq!(follows(&left), None, "nobody follows any more");
-                // What stays in the kernel is what a static configuration has.
+                // What remains in the kernel matches a static configuration.
                 let mut running =
                     Running(kgctl(&kubeconfig, &arguments).arg("--clean-up=false").spawn().unwrap());
                 until("its control address", LIMIT, || {

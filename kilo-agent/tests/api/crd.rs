@@ -1,5 +1,5 @@
-//! The Peer resource on a real API server: what it takes, what it refuses
-//! without a webhook, and what kubectl shows.
+//! The Peer resource on a real API server: what it accepts, what it rejects without a webhook, and what
+//! kubectl shows.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
@@ -87,7 +87,7 @@ async fn kubectl_shows_allowed_ips_endpoint_and_age() {
     let Some(server) = ApiServer::shared().await else { return };
     let client = server.client(ADMIN).await;
     apply_crds(&client).await;
-    // What kubectl asks for when it prints a table.
+    // The request that kubectl makes to print a table.
     let request = hyper::http::Request::get("/apis/kilo.squat.ai/v1alpha1/peers")
         .header("Accept", "application/json;as=Table;v=v1;g=meta.k8s.io")
         .body(Vec::new())

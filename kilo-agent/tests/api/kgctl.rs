@@ -1,5 +1,5 @@
-//! `kgctl` on a real API server: recorded answers of Kilo for the same objects,
-//! and two clusters that take each other's nodes for peers.
+//! `kgctl` on a real API server: recorded output of Kilo for the same objects, and two clusters that have
+//! each other's nodes as peers.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
@@ -151,7 +151,7 @@ async fn kgctl_prints_what_kilo_prints_for_the_same_objects_on_a_server() {
     assert!(compared >= 10, "{compared}");
 }
 
-/// A cluster of one node, and how it is asked.
+/// A cluster with one node, and the means to query it.
 struct Cluster {
     _server: ApiServer,
     client: Client,
@@ -217,7 +217,7 @@ impl Cluster {
         apply(&other.client, &object, false).await.unwrap_or_else(|error| panic!("{yaml}: {error}"))
     }
 
-    /// What the agent of its node would set up.
+    /// The plan that its node's agent would make.
     async fn plan(&self) -> plan::HostPlan {
         let backend = KubernetesBackend::start(self.client.clone(), Some(self.node), LABEL).await.unwrap();
         let snapshot = backend.watch().borrow().clone();

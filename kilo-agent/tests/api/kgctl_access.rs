@@ -1,4 +1,4 @@
-//! How `kgctl` gets to an API server, and what it says when it does not.
+//! How `kgctl` reaches an API server, and what it reports when it cannot.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
@@ -23,7 +23,7 @@ use serde_json::json;
 
 use api::{ADMIN, ApiServer, NOBODY, apply, apply_crds, create_node, manifest};
 
-/// Runs kgctl without the environment's own ideas of proxies and files.
+/// Runs kgctl without proxies and files from the environment.
 fn kgctl(environment: &[(&str, &str)], arguments: &[&str]) -> (bool, String, String) {
     let mut command = Command::new(env!("CARGO_BIN_EXE_kgctl"));
     for name in
@@ -36,7 +36,7 @@ fn kgctl(environment: &[(&str, &str)], arguments: &[&str]) -> (bool, String, Str
     (output.status.success(), text(output.stdout), text(output.stderr))
 }
 
-/// Two contexts of one server: `good`, of its administrator, and `bad`, of who may do nothing.
+/// Two contexts for one server: `good` for its administrator, and `bad` for a user without rights.
 fn two_contexts(server: &ApiServer) -> PathBuf {
     let path = server.file("two.kubeconfig");
     let cluster = json!({
@@ -78,7 +78,7 @@ async fn contexts_users_and_impersonation_are_chosen_and_a_refusal_names_the_rol
     ] {
         assert!(!done && said.contains(words), "{words:?} is missing from {said}");
     }
-    // Before and behind the command, and by $KUBECONFIG with a file that is not there.
+    // Flags before and after the command, and `$KUBECONFIG` with a file that does not exist.
     let listed = format!("/nonexistent/config:{config}");
     for (environment, arguments) in [
         (&[][..], &["--kubeconfig", config, "--context", "good", "graph"][..]),
@@ -91,7 +91,7 @@ async fn contexts_users_and_impersonation_are_chosen_and_a_refusal_names_the_rol
     let (done, _, said) = kgctl(&[], &["graph", "--kubeconfig", config, "--context", "goof"]);
     assert!(!done && said.contains("context \"goof\" does not exist; choose one of: good, bad"), "{said}");
 
-    // As somebody else: first without, then with the role that was named.
+    // Impersonates a user, first without and then with a group that has the role.
     let as_eve = ["graph", "--kubeconfig", config, "--context=good", "--as=eve"];
     let (done, _, said) = kgctl(&[], &as_eve);
     assert!(!done && said.contains("as \"eve\"") && said.contains("--user=eve"), "{said}");
@@ -106,7 +106,7 @@ async fn contexts_users_and_impersonation_are_chosen_and_a_refusal_names_the_rol
         "subjects": [{"apiGroup": "rbac.authorization.k8s.io", "kind": "Group", "name": "readers"}],
     });
     apply(&client, &serde_json::from_value(binding).unwrap(), false).await.unwrap();
-    // Authorisation follows a moment later.
+    // Authorisation follows shortly after.
     until("the group has the right", Duration::from_secs(20), || {
         let (done, _, said) = kgctl(&[], &[&as_eve[..], &["--as-group=readers"]].concat());
         if done { Ok(()) } else { Err(said) }
@@ -115,7 +115,7 @@ async fn contexts_users_and_impersonation_are_chosen_and_a_refusal_names_the_rol
     assert!(!done, "the group alone has the right: {said}");
 }
 
-/// Answers each connection by `answer`; its port.
+/// Passes each connection to `answer`; returns the port.
 fn listen(answer: impl Fn(TcpStream) + Send + Sync + 'static) -> u16 {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let port = listener.local_addr().unwrap().port();
@@ -129,7 +129,7 @@ fn listen(answer: impl Fn(TcpStream) + Send + Sync + 'static) -> u16 {
     port
 }
 
-/// Reads a request up to the empty line; its first line.
+/// Reads a request up to the empty line; returns its first line.
 fn request(stream: &TcpStream) -> String {
     let mut lines = BufReader::new(stream.try_clone().unwrap()).lines().map_while(Result::ok);
     let first = lines.next().unwrap_or_default();
@@ -137,7 +137,7 @@ fn request(stream: &TcpStream) -> String {
     first
 }
 
-/// A configuration for a server without TLS.
+/// A kubeconfig for a server without TLS.
 fn plain(directory: &Path, port: u16) -> String {
     let path = directory.join(format!("{port}.kubeconfig"));
     let text = format!(
@@ -197,7 +197,7 @@ fn a_terminal_shows_what_is_waited_for_and_a_pipe_does_not() {
             format!("{} {command} --kubeconfig={config} --request-timeout=3s", env!("CARGO_BIN_EXE_kgctl"));
         let on_terminal = Command::new("script").args(["-qec", &line, "/dev/null"]).output().unwrap();
         let text = String::from_utf8_lossy(&on_terminal.stdout).into_owned();
-        // The line is emptied before the error takes its place.
+        // The line is cleared before the error replaces it.
         let at = text.find(shown).unwrap_or_else(|| panic!("{command}: {shown:?} is not in {text:?}"));
         let after = &text[at..];
         assert!(
@@ -230,7 +230,7 @@ async fn proxies_of_the_kubeconfig_and_of_the_environment_are_used() {
     apply_crds(&client).await;
     let (used, to) = (Arc::new(AtomicUsize::new(0)), server.port());
     let count = Arc::clone(&used);
-    // Whatever it is asked for leads to the API server.
+    // Every CONNECT leads to the API server.
     let proxy = listen(move |mut stream| {
         let asked = request(&stream);
         assert!(asked.starts_with("CONNECT 192.0.2.1:6443 "), "{asked}");
@@ -258,7 +258,7 @@ async fn proxies_of_the_kubeconfig_and_of_the_environment_are_used() {
     for (environment, config) in [
         (&[][..], &own),
         (&[("HTTPS_PROXY", url.as_str())], &none),
-        // Of servers, not of proxies.
+        // `NO_PROXY` applies to the server's address, not the proxy's.
         (&[("https_proxy", url.as_str()), ("NO_PROXY", "127.0.0.1")], &none),
     ] {
         let before = used.load(Ordering::SeqCst);
@@ -266,13 +266,13 @@ async fn proxies_of_the_kubeconfig_and_of_the_environment_are_used() {
         assert!(done && shown.contains("digraph"), "{environment:?}: {said}");
         assert!(used.load(Ordering::SeqCst) > before, "{environment:?}");
     }
-    // Not through it: nobody answers at 192.0.2.1, in this test or anywhere.
+    // Without the proxy: nobody responds at 192.0.2.1 anywhere.
     let before = used.load(Ordering::SeqCst);
     let exempt = [("HTTPS_PROXY", url.as_str()), ("NO_PROXY", "192.0.2.0/24")];
     let (done, _, said) = kgctl(&exempt, &["graph", "--kubeconfig", &none, "--request-timeout=1s"]);
     assert!(!done && !said.contains("through the proxy"), "{said}");
     assert_eq!(used.load(Ordering::SeqCst), before);
-    // A proxy that is not there is named, without its password.
+    // An unreachable proxy is named, without its password.
     let gone = format!("http://who:secret@127.0.0.1:{}", api::free_port());
     let (done, _, said) = kgctl(&[("HTTPS_PROXY", &gone)], &["graph", "--kubeconfig", &none]);
     assert!(

@@ -1,5 +1,5 @@
-//! `kgctl connectivity-test` when it is interrupted, and when two are run at once: with a real API server, and
-//! this test in the place of its controller of namespaces.
+//! `kgctl connectivity-test` when interrupted, and when two run at once: on a real API server, with this
+//! test in place of the namespace controller.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
@@ -30,7 +30,7 @@ const LIMIT: Duration = Duration::from_secs(60);
 const NAME: &str = "kilo-connectivity-test";
 const HEARTBEAT: &str = "kilo.squat.ai/connectivity-test-heartbeat";
 
-/// Removes the test's namespace once it is deleted, with what is in it.
+/// Removes the test's namespace and its content once it is deleted.
 fn control(client: &Client) {
     let namespaces: Api<core::Namespace> = Api::all(client.clone());
     let pods: Api<core::Pod> = Api::namespaced(client.clone(), NAME);
@@ -47,7 +47,7 @@ fn control(client: &Client) {
     });
 }
 
-/// A cluster with one node that takes part, whose pods never run.
+/// A cluster with one participating node, whose pods never run.
 async fn cluster(server: &ApiServer) -> Client {
     let client = server.client(ADMIN).await;
     apply_crds(&client).await;
@@ -63,7 +63,7 @@ async fn cluster(server: &ApiServer) -> Client {
     client
 }
 
-/// A run; what it says at last. It is killed with the test.
+/// A running kgctl, killed with the test.
 struct Run(Option<Child>);
 
 impl Run {
@@ -82,7 +82,7 @@ impl Run {
         self.0.as_mut().unwrap().try_wait().unwrap().is_some()
     }
 
-    /// What it says of its failure; on another thread, so that the namespace goes meanwhile.
+    /// Its error output; awaited on another thread, so that the namespace can be removed meanwhile.
     async fn failure(mut self) -> String {
         let child = self.0.take().unwrap();
         let output = tokio::task::spawn_blocking(|| child.wait_with_output().unwrap()).await.unwrap();
@@ -101,7 +101,7 @@ impl Drop for Run {
     }
 }
 
-/// The uid of the namespace, once it has the pod of a run.
+/// The namespace's uid, once the namespace has the pod of a run.
 async fn begun(client: &Client, other_than: Option<&str>) -> String {
     let namespaces: Api<core::Namespace> = Api::all(client.clone());
     let pods: Api<core::Pod> = Api::namespaced(client.clone(), NAME);
@@ -131,7 +131,7 @@ async fn a_test_that_is_interrupted_takes_its_namespace_with_it() {
     assert!(said.contains("interrupted"), "{said}");
     assert!(namespaces.get_opt(NAME).await.unwrap().is_none());
 
-    // What only has the name stays.
+    // A namespace that only shares the name stays.
     let foreign = serde_json::from_value(json!({"metadata": {"name": NAME}})).unwrap();
     namespaces.create(&PostParams::default(), &foreign).await.unwrap();
     let said = Run::start(&kubeconfig).failure().await;
@@ -158,7 +158,7 @@ async fn of_two_tests_at_once_one_says_so_and_neither_touches_the_others_namespa
     assert!(!first.has_ended());
     assert_eq!(begun(&client, None).await, uid, "it has kept its namespace and its pod");
 
-    // One that stands still is taken for dead, by its heartbeat, and finds that out.
+    // A stopped run looks dead by its heartbeat; when it continues, it finds that out.
     first.signal(Signal::SIGSTOP);
     let long_ago = (kilo_agent::timestamp::Timestamp::now().0 - 3600).to_string();
     let aged = json!({"metadata": {"annotations": {HEARTBEAT: long_ago}}});

@@ -1,4 +1,4 @@
-//! What `kgctl` does when a node that somebody has taken over sends without end. This test is the API server.
+//! `kgctl` when a compromised node sends without end. This test is the API server.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
@@ -13,7 +13,7 @@ use std::{
 
 use serde_json::{Value, json};
 
-/// An API server of one node, whose agent and kubelet never end.
+/// Serves an API with one node, whose agent and kubelet send without end.
 fn answer(mut stream: TcpStream) {
     let mut lines = BufReader::new(stream.try_clone().unwrap()).lines().map_while(Result::ok);
     let Some(first) = lines.next() else { return };

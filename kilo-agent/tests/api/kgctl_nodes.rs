@@ -1,4 +1,4 @@
-//! What `kgctl` does in a node's pod, and what a shell offers: with a real API server, without kubelets.
+//! What `kgctl` does in a node's pod, and its shell completion: on a real API server, without kubelets.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
@@ -31,7 +31,7 @@ fn kgctl(kubeconfig: &Path, arguments: &[&str]) -> (bool, String, String) {
     (output.status.success(), text(output.stdout), text(output.stderr))
 }
 
-/// A pod of the agent as its DaemonSet would make it, in this phase.
+/// The agent's pod as its DaemonSet would create it, in this phase.
 async fn agents_pod(client: &Client, node: &str, phase: &str) {
     let pods: Api<core::Pod> = Api::namespaced(client.clone(), "kube-system");
     let name = format!("kilo-{node}");
@@ -44,7 +44,7 @@ async fn agents_pod(client: &Client, node: &str, phase: &str) {
     pods.patch_status(&name, &PatchParams::default(), &Patch::Merge(&status)).await.unwrap();
 }
 
-/// Binds a role of the manifests to who has none.
+/// Binds a role of the manifests to the user without rights.
 async fn grant(client: &Client, role: &str) {
     let found = manifest("kilo-kubeadm.yaml")
         .into_iter()
@@ -61,7 +61,7 @@ async fn grant(client: &Client, role: &str) {
     apply(client, &serde_json::from_value(binding).unwrap(), false).await.unwrap();
 }
 
-/// Until it says these words: authorisation follows a moment later.
+/// Retries until the output contains these words: authorisation follows shortly after.
 fn until_said(kubeconfig: &Path, arguments: &[&str], words: &[&str]) -> String {
     until(&format!("{arguments:?} say {words:?}"), Duration::from_secs(20), || {
         let (_, _, said) = kgctl(kubeconfig, arguments);
@@ -88,7 +88,7 @@ async fn who_may_not_run_kgctl_on_a_node_learns_which_role_to_ask_for() {
     assert!(said.contains("`kgctl status`"), "{said}");
     let (done, _, said) = kgctl(&admin, &["monitor", "waits"]);
     assert!(!done && said.contains("on node waits is not running: pod kilo-waits is Pending"), "{said}");
-    // No kubelet is there: the API server says so, and the message says where kgctl was to be run.
+    // There is no kubelet: the API server says so, and the message says where kgctl was to run.
     let (done, _, said) = kgctl(&admin, &of("runs"));
     assert!(
         !done && said.contains("failed to start kgctl trace --src=10.42.1.2 --dst=10.42.4.2 in pod"),
@@ -115,7 +115,7 @@ async fn who_may_not_run_kgctl_on_a_node_learns_which_role_to_ask_for() {
     until_said(&nobody, &of("runs"), &["in pod kilo-runs: the API server", "no preferred addresses"]);
 }
 
-/// What bash gets for the last word of a line.
+/// What bash completes for the last word of a line.
 fn offered(line: &[&str]) -> Vec<String> {
     let index = (line.len() - 1).to_string();
     let output = Command::new(env!("CARGO_BIN_EXE_kgctl"))
@@ -155,7 +155,7 @@ async fn a_shell_is_offered_nodes_peers_and_contexts_and_nothing_by_a_server_tha
     assert_eq!(offered(&["kgctl", "monitor", "--reason", "too_"]), ["too_big"]);
     assert!(offered(&["kgctl", "status", "--outp"]).contains(&"--output".to_owned()));
 
-    // It takes connections, and never answers.
+    // Accepts connections but never responds.
     let silent = TcpListener::bind("127.0.0.1:0").unwrap();
     let path = server.kubeconfig(ADMIN, silent.local_addr().unwrap().port());
     let started = Instant::now();

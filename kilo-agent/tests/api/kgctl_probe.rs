@@ -1,4 +1,4 @@
-//! The probes of `kgctl connectivity-test` over a path that takes less than its first interface.
+//! Probes of `kgctl connectivity-test` over a path with a smaller MTU than its first interface.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
@@ -14,7 +14,7 @@ use serde_json::{Value, json};
 
 const KGCTL: &str = env!("CARGO_BIN_EXE_kgctl");
 
-/// It ends with the test.
+/// The server, killed when the test ends.
 struct Server(Child);
 
 impl Drop for Server {
@@ -24,7 +24,7 @@ impl Drop for Server {
     }
 }
 
-/// This namespace, a router `r`, and the server in `b` behind a link of 1300 bytes.
+/// This namespace, a router `r`, and the server in `b` behind a link with an MTU of 1300 bytes.
 fn network() -> Server {
     sh("ip link set lo up; ip netns add r; ip netns add b; ip -n b link set lo up
         ip link add va type veth peer name ra netns r; ip -n r link add rb mtu 1300 type veth peer name vb mtu 1300 netns b
@@ -40,7 +40,7 @@ fn network() -> Server {
     Server(command.spawn().unwrap())
 }
 
-/// What is wrong with each of these probes, of both families in turn.
+/// Error of each of these probes, over IPv4 and then IPv6.
 fn errors(kinds: &[&str]) -> Vec<Option<String>> {
     let both = kinds.iter().flat_map(|kind| [(kind, "10.0.2.1:8080"), (kind, "[fd02::1]:8080")]);
     let probes: Vec<_> =

@@ -1,4 +1,4 @@
-//! `kgctl status` as scripts use it: exit codes, waiting, and a part of the mesh.
+//! `kgctl status` in scripts: exit codes, waiting, and part of the mesh.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
@@ -43,7 +43,7 @@ async fn scripts_learn_from_status_whether_all_is_well_and_wait_until_it_is() {
     let kubeconfig = server.kubeconfig(ADMIN, server.port());
     let name = |name: &str| format!("kilo.squat.ai/{name}");
     let now = Timestamp::now().0;
-    // Nobody renews what is ready: far ahead.
+    // Far in the future, because nobody renews the heartbeat of the ready ones.
     for (at, location, seen) in [(1_u8, "east", now + 3600), (2, "east", now - 600), (3, "west", now + 3600)]
     {
         let annotations = [

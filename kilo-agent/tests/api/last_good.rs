@@ -33,10 +33,10 @@ use serde_json::json;
 use api::{ADMIN, ApiServer, apply, apply_crds};
 use proxy::{Mode, Proxy};
 
-/// The topology on disk.
+/// The stored topology.
 const ON_DISK: &str = "/var/lib/kilo/last-good.json";
 
-/// Ends the agent with the test.
+/// Kills the agent when the test ends.
 struct Agent(Child);
 
 impl Agent {
@@ -54,7 +54,7 @@ impl Drop for Agent {
     }
 }
 
-/// A node of a location, as its agent would have published it just now.
+/// A node of a location, as its agent would have just published it.
 async fn create(client: &Client, number: u8, location: &str) {
     let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap().as_secs();
     let node: core::Node = serde_json::from_value(json!({
@@ -76,7 +76,7 @@ fn routed(prefix: &str) -> bool {
     netns::sh(&format!("ip route show {prefix}")).contains("dev kilo0")
 }
 
-/// What of the tables does not depend on interface numbers.
+/// The parts of the tables that do not depend on interface indexes.
 fn numberless(tables: &Tables) -> impl PartialEq + std::fmt::Debug {
     let hops: Vec<u32> = tables.hop.keys().copied().collect();
     let (masq_src, masq_dst) = (tables.masq_src.clone(), tables.masq_dst.clone());
@@ -123,7 +123,7 @@ fn a_host_that_boots_while_the_api_server_is_away_has_everything_and_the_server_
         let (tables, peers) = (read_tables(Path::new(BPFFS)).unwrap(), allowed_ips());
         assert_eq!(peers.len(), 2, "{peers:?}");
 
-        // What a boot does; and meanwhile the cluster changes unseen.
+        // Simulates a reboot, while the cluster changes unnoticed.
         netns::sh("ip link delete kilo0; umount /sys/fs/bpf; mount -t bpf bpf /sys/fs/bpf");
         proxy.set(Mode::Cut);
         let nodes: Api<core::Node> = Api::all(client.clone());
@@ -160,7 +160,7 @@ fn a_host_that_boots_while_the_api_server_is_away_has_everything_and_the_server_
     });
 }
 
-/// As after a power failure: nobody need wait for its turn to ask the API server.
+/// Like after a power failure, when agents take turns to contact the API server.
 #[tokio::test]
 async fn an_agent_whose_turn_comes_later_works_with_the_last_good_topology_until_then() {
     let Some(server) = ApiServer::start().await else { return };

@@ -1,4 +1,4 @@
-//! A real `kg` that is asked to stop: who the DaemonSet says comes next decides what it leaves.
+//! A real `kg` is asked to stop: the image that the DaemonSet names next decides what it leaves.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
@@ -28,7 +28,7 @@ const KILO: &str = "squat/kilo:0.7.0";
 const PINS: &str = "find /sys/fs/bpf/kilo 2>/dev/null || true";
 const RULES: &str = "nft list table inet kilo 2>/dev/null || true";
 
-/// A node's namespace, and what a pod of that namespace finds in a file.
+/// A node's namespace, and the file in which a pod finds its own namespace.
 fn make_host() {
     netns::host(&["10.1.0.11/24", "192.0.2.11/32"], "10.1.0.1");
     sh("d=/run/secrets/kubernetes.io/serviceaccount; mkdir -p $d; printf kube-system > $d/namespace");
@@ -50,16 +50,16 @@ async fn create_daemon_set(client: &Client) -> Api<DaemonSet> {
     daemon_sets
 }
 
-/// An API server with this node and the DaemonSet, and the account of our manifests.
+/// An API server with this node, the DaemonSet, and the account of our manifests.
 struct Cluster {
     client: Client,
     daemon_sets: Api<DaemonSet>,
     kubeconfig: PathBuf,
-    /// Ends the server when it goes.
+    /// Stops the server when dropped.
     server: ApiServer,
 }
 
-/// `None` where there is no API server to run.
+/// `None` where no API server can run.
 async fn cluster() -> Option<Cluster> {
     make_host();
     let server = ApiServer::start().await?;
@@ -81,7 +81,7 @@ async fn set(daemon_sets: &Api<DaemonSet>, image: &str, arguments: &[&str]) {
     daemon_sets.patch("kilo", &PatchParams::default(), &patch).await.unwrap();
 }
 
-/// A running agent, which has set up everything.
+/// Starts an agent, and waits until it has set up everything.
 async fn start(kubeconfig: &Path) -> Child {
     let mut command = Command::new(KG);
     command.arg("--kubeconfig").arg(kubeconfig).args(["--hostname=n1", "--cni-path=/run/absent.conflist"]);
@@ -155,7 +155,7 @@ fn an_agent_that_may_not_read_its_daemon_set_leaves_everything_in_place() {
         let Some(Cluster { client, daemon_sets, kubeconfig, server: _server }) = cluster().await else {
             return;
         };
-        // As with Kilo's own roles.
+        // Kilo's own roles do not have this either.
         let bindings: Api<RoleBinding> = Api::namespaced(client.clone(), NAMESPACE);
         bindings.delete("kilo-agent", &DeleteParams::default()).await.unwrap();
         let user = format!("system:serviceaccount:{NAMESPACE}:kilo");

@@ -1,5 +1,5 @@
-//! Two clusters, each with its own API server, agent and pod: connected with
-//! `kgctl peer-cluster`, and a service of each mirrored in the other.
+//! Two clusters, each with an API server, an agent and a pod: connected by `kgctl peer-cluster`, with a
+//! service of each mirrored in the other.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
@@ -79,7 +79,7 @@ impl Cluster {
         Some(cluster)
     }
 
-    /// The node on the bridge, its pod behind it, its API server through the bridge.
+    /// The node on the bridge, its pod behind it, and its API server reachable through the bridge.
     fn network(&self) {
         let (n, port) = (self.number, self.server.port());
         sh(&format!(
@@ -102,7 +102,8 @@ impl Cluster {
         self.server.kubeconfig(ADMIN, self.server.port())
     }
 
-    /// The agent in the node's namespace, and a server in the pod that answers with its client's address.
+    /// Runs the agent in the node's namespace, and a server in the pod that replies with its client's
+    /// address.
     fn run(&mut self) {
         let n = self.number;
         let text = std::fs::read_to_string(self.kubeconfig()).unwrap();
@@ -146,7 +147,7 @@ impl Cluster {
         list.into_iter().map(|peer| (peer.name_any(), peer)).collect()
     }
 
-    /// The Peer objects without what agents write to their status at any time.
+    /// The Peer objects without the status, which agents may write at any time.
     async fn written(&self) -> Vec<Value> {
         let mut peers = self.peers().await.into_values().collect::<Vec<_>>();
         for peer in &mut peers {
@@ -158,14 +159,14 @@ impl Cluster {
         peers.into_iter().map(|peer| serde_json::to_value(peer).unwrap()).collect()
     }
 
-    /// Applies the object; what the API server made of it.
+    /// Applies the object; returns the API server's version of it.
     async fn apply(&self, object: Value) -> Value {
         let object = serde_json::from_value(object).unwrap();
         serde_json::to_value(apply(&self.client, &object, false).await.unwrap()).unwrap()
     }
 
-    /// A Service without selector and its Endpoints; with the rule of a
-    /// kube-proxy for them. Returns the ClusterIP.
+    /// Creates a Service without selector, its Endpoints, and a rule for them as kube-proxy would. Returns
+    /// the ClusterIP.
     async fn service(&self, name: &str, address: &str, port: u16) -> String {
         let metadata = json!({"name": name, "namespace": "default"});
         let ports = json!([{"port": 80, "protocol": "TCP"}]);
@@ -184,7 +185,7 @@ impl Cluster {
         cluster_ip
     }
 
-    /// What a server says to the pod.
+    /// Response of a server to the pod.
     fn asks(&self, address: &str, port: u16) -> String {
         let line =
             format!("ip netns exec p{} socat -T 3 - TCP:{address}:{port},connect-timeout=3", self.number);
@@ -192,7 +193,7 @@ impl Cluster {
     }
 }
 
-/// `kgctl peer-cluster` for both: whether it succeeded, and what it said.
+/// Runs `kgctl peer-cluster` for both; returns whether it succeeded, and its output.
 fn peer_cluster(one: &Cluster, two: &Cluster, more: &[&str]) -> (bool, String) {
     let output = Command::new(env!("CARGO_BIN_EXE_kgctl"))
         .args(["peer-cluster", "--name", "one", "--remote-name", "two", "--kubeconfig"])
@@ -207,7 +208,7 @@ fn peer_cluster(one: &Cluster, two: &Cluster, more: &[&str]) -> (bool, String) {
     (output.status.success(), String::from_utf8(said).unwrap())
 }
 
-/// A node with all an agent would have published.
+/// A node with everything that an agent would have published.
 fn silent_node(name: &str, key: u8, pod_cidr: &str) -> core::Node {
     let annotations = json!({
         "kilo.squat.ai/endpoint": "192.0.2.77:51820", "kilo.squat.ai/internal-ip": "10.77.0.1/24",
@@ -221,7 +222,7 @@ fn silent_node(name: &str, key: u8, pod_cidr: &str) -> core::Node {
     serde_json::from_value(node).unwrap()
 }
 
-/// Nothing is written before it is asked for; then what the pipes of `showconf` would write.
+/// A dry run writes nothing; a real one writes the same Peers as `showconf` piped to kubectl.
 async fn joins(one: &Cluster, two: &Cluster) {
     let (success, yaml) = peer_cluster(one, two, &["--dry-run"]);
     assert!(success && one.peers().await.is_empty() && two.peers().await.is_empty(), "{yaml}");
@@ -244,8 +245,7 @@ async fn joins(one: &Cluster, two: &Cluster) {
     }
 }
 
-/// A second run writes nothing; nodes that came and went are followed; a
-/// stranger's Peer stays.
+/// A second run writes nothing, later ones follow nodes that come and go, and a foreign Peer stays.
 async fn follows(one: &Cluster, two: &Cluster) {
     let laptop = Peer::new(
         "laptop",
@@ -273,7 +273,7 @@ async fn follows(one: &Cluster, two: &Cluster) {
     assert_eq!(two.peers().await.into_keys().collect::<Vec<_>>(), ["laptop", "one-n1"]);
 }
 
-/// Overlapping ranges and keys in two places: refused with both objects named, nothing written.
+/// Overlapping ranges and duplicate keys are refused: both objects are named and nothing is written.
 async fn refuses(one: &Cluster, two: &Cluster) {
     let before = (one.written().await, two.written().await);
     let nodes: Api<core::Node> = Api::all(two.client.clone());

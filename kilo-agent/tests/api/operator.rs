@@ -1,5 +1,5 @@
-//! What an operator sees: lines in the log, Events, conditions, `/health` and metrics of a real `kg`
-//! on a real API server.
+//! What an operator sees: log lines, Events, conditions, `/health` and metrics of a real `kg` on a real API
+//! server.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
@@ -59,7 +59,7 @@ impl Site {
         Some(Self { server, client, nodes, log, _agent: agent })
     }
 
-    /// Events about an object, as reason and message; those with its uid, as `kubectl describe` asks for them.
+    /// Reasons and messages of the Events about an object, found by its uid as `kubectl describe` does.
     async fn events(&self, object: &str, uid: &str) -> Vec<(String, String)> {
         let events: Api<core::Event> = Api::all(self.client.clone());
         let about = format!("involvedObject.name={object},involvedObject.uid={uid}");
@@ -80,7 +80,7 @@ impl Site {
         .await;
     }
 
-    /// Waits until the annotation `state` of a node is this.
+    /// Waits until the annotation `state` of a node satisfies `wanted`.
     async fn state(&self, node: &str, wanted: impl Fn(&str) -> bool) {
         task::until(&format!("the annotation of {node} is as wanted"), LIMIT, async || {
             let node = self.nodes.get(node).await.unwrap();
@@ -100,7 +100,7 @@ impl Site {
         .await
     }
 
-    /// Waits until a page of the agent is as wanted.
+    /// Waits until a page of the agent satisfies `wanted`; returns it.
     async fn page(&self, path: &str, wanted: impl Fn(&str) -> bool) -> String {
         task::until(&format!("{path} is as wanted"), Duration::from_secs(90), async || {
             let page = netns::sh(&format!("curl -s http://127.0.0.1:1107{path} || true"));
@@ -110,7 +110,7 @@ impl Site {
     }
 }
 
-/// A field of a line, wherever the format has it.
+/// A field of a log line, wherever the format puts it.
 fn field(line: &Value, name: &str) -> String {
     let value = line.get(name).or_else(|| line.get("fields")?.get(name));
     value.and_then(Value::as_str).unwrap_or_default().to_owned()
@@ -126,7 +126,7 @@ fn reasons(events: &[(String, String)]) -> Vec<&str> {
     events.iter().map(|(reason, _)| reason.as_str()).collect()
 }
 
-/// kubectl, where `cargo xtask kube-tools` has put it.
+/// Path of kubectl where `cargo xtask kube-tools` puts it.
 fn kubectl() -> Option<PathBuf> {
     let home = std::env::var_os("XDG_CACHE_HOME").map(PathBuf::from);
     let home = home.or_else(|| Some(PathBuf::from(std::env::var_os("HOME")?).join(".cache")))?;
@@ -146,7 +146,7 @@ fn leaders_and_members_that_come_and_go_are_announced() {
 
         site.state("n1", |state| state == "leader of location:").await;
 
-        // Another one that asks to lead.
+        // Another node asks to lead.
         create_member(&site.client, 2, "").await;
         annotate(&site.nodes, "n2", json!({name("leader"): ""})).await;
         site.event("n1", "FollowsLeader", "follows n2").await;
@@ -158,7 +158,7 @@ fn leaders_and_members_that_come_and_go_are_announced() {
         assert!(field(&line, "new").contains("which n2 leads"), "{line}");
         site.state("n1", |state| state == "member of location:").await;
 
-        // It is deleted: n1 says so about itself, and about the one that has gone.
+        // It is deleted: n1 reports its own leadership and the other's leaving.
         site.nodes.delete("n2", &DeleteParams::default()).await.unwrap();
         site.event("n1", "LeadsLocation", "after n2 (the previous leader left: its Node object was").await;
         site.event("n2", "LeftMesh", "its Node object was deleted").await;
@@ -190,7 +190,7 @@ fn a_tunnel_that_does_not_answer_is_reported_until_its_node_is_deleted() {
         let Some(site) = Site::start(true).await else { return };
         site.page("/health", |page| page == "ok\n").await;
         create_member(&site.client, 3, "away").await;
-        // Another thing may be wrong at first, on a busy machine.
+        // On a busy machine, something else may be wrong at first.
         let silent = "location:away (n3 at 192.0.2.3:51820) does not answer";
         let health = site.page("/health", |page| page.contains(silent)).await;
         assert!(health.starts_with("degraded: "), "{health}");
@@ -243,7 +243,7 @@ fn a_peer_has_a_condition_to_wait_for() {
                 .contains("[\"laptop\",\"[\\\"10.5.0.1/32\\\"]\",null,null,null,null,\"True\",\"Accepted\"")
         );
 
-        // The key of the node's own device.
+        // The key of this node's own device.
         let key = site.nodes.get("n1").await.unwrap().annotations()[&name("key")].clone();
         let stolen = json!({"spec": {"publicKey": key}});
         peers.patch("laptop", &PatchParams::default(), &Patch::Merge(&stolen)).await.unwrap();
@@ -253,7 +253,7 @@ fn a_peer_has_a_condition_to_wait_for() {
         assert_eq!(status.conditions[0].reason, "KeyOfAnother");
         assert!(status.conditions[0].message.contains("belongs to location:"), "{:?}", status.conditions);
         assert_ne!(status.conditions[0].last_transition_time, "");
-        // Their names are random, and so is the order of the list.
+        // Event names are random, and so is the order of the list.
         task::until("both Events", LIMIT, async || {
             let events = site.events("laptop", &uid).await;
             if sorted(&events) == ["PeerAccepted", "PeerRefused"] {
@@ -282,7 +282,7 @@ fn the_last_handshake_and_endpoint_of_a_peer_are_in_its_object() {
         let known = format!("wg show kilo0 peers | grep -q {}", secret.public());
         until_said(&format!("{known} && echo yes"), |said| said.contains("yes")).await;
         let peers: Api<Peer> = Api::all(site.client.clone());
-        // Longer than the agent takes from one look at handshakes to the next.
+        // Longer than the agent's interval between two checks of handshakes.
         task::stays(
             "a peer that is known, and away, has shaken no hands",
             Duration::from_secs(7),
@@ -337,7 +337,7 @@ fn the_last_handshake_and_endpoint_of_a_peer_are_in_its_object() {
 }
 
 impl Site {
-    /// Rows of what `kubectl get peers` prints.
+    /// Rows that `kubectl get peers` prints.
     async fn table(&self) -> String {
         let request = hyper::http::Request::get("/apis/kilo.squat.ai/v1alpha1/peers")
             .header("Accept", "application/json;as=Table;v=v1;g=meta.k8s.io")
@@ -348,7 +348,7 @@ impl Site {
     }
 }
 
-/// `kubectl wait`, or the same by hand.
+/// Runs `kubectl wait`, or polls where there is no kubectl.
 async fn until_ready(peers: &Api<Peer>, kubeconfig: &Path, status: &'static str) {
     let Some(kubectl) = kubectl() else {
         println!("kilo-skip: there is no kubectl; `cargo xtask kube-tools` gets it");

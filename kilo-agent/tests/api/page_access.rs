@@ -1,4 +1,4 @@
-//! `--page-access=token`: a real agent, a real API server's reviews, the rights of the manifests.
+//! `--page-access=token`: a real agent, reviews by a real API server, and the rights of the manifests.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
@@ -26,7 +26,7 @@ use api::{ADMIN, ApiServer, apply, apply_crds, create_node, manifest};
 
 const LIMIT: Duration = Duration::from_secs(20);
 
-/// Status code and the whole answer.
+/// Status code and whole response.
 fn get(path: &str, token: Option<&str>) -> (u16, String) {
     let Ok(mut stream) = TcpStream::connect("127.0.0.1:1107") else { return (0, String::new()) };
     let shown = token.map(|token| format!("Authorization: Bearer {token}\r\n")).unwrap_or_default();
@@ -71,7 +71,7 @@ fn the_page_wants_a_token_that_the_api_server_accepts() {
         let viewer_config = accounts::token_of(&server, "default", "viewer").await;
         let viewer = token_in(&viewer_config);
 
-        // The agent may not review: nothing is shown, and it says why.
+        // Without the right to review tokens the agent shows nothing, and says why.
         let (code, text) = get("/status", Some(&viewer));
         assert!(code == 503 && text.contains("tokenreviews") && !text.contains("\"locations\""), "{text}");
         assert_eq!(get("/metrics", None).0, 200);
@@ -99,7 +99,7 @@ fn the_page_wants_a_token_that_the_api_server_accepts() {
         assert_eq!(get("/events", None).0, 401);
         assert_eq!([get("/health", None).0, get("/metrics", None).0], [200, 200]);
 
-        // kgctl: with a token, as root on the node, and through the API server, which passes no token on.
+        // kgctl with a token, as root on the node, and through the API server, which forwards no token.
         let file = viewer_config.with_extension("token");
         fs::write(&file, format!("{viewer}\n")).unwrap();
         let shown = format!("--agent-token-file={}", file.display());
@@ -120,7 +120,7 @@ fn the_page_wants_a_token_that_the_api_server_accepts() {
             json!({"status": {"phase": "Running", "podIP": "10.1.0.11", "podIPs": [{"ip": "10.1.0.11"}]}});
         pods.patch_status("kilo-x", &PatchParams::default(), &Patch::Merge(&running)).await.unwrap();
         let kubeconfig = format!("--kubeconfig={}", server.kubeconfig(ADMIN, server.port()).display());
-        // No kubelet is there to run kgctl in the pod: it was asked to.
+        // No kubelet is there to run kgctl in the pod; the message shows the attempt.
         let (_, _, said) = kgctl(&[&kubeconfig, "n1"]);
         assert!(
             said.contains("requires a token")
@@ -133,7 +133,7 @@ fn the_page_wants_a_token_that_the_api_server_accepts() {
             "{text}{said}"
         );
 
-        // The API server is away: nobody new gets in, and root on the node does.
+        // Without the API server nobody new gets in, but root on the node does.
         server.stop_api();
         let (code, text) = get("/status", Some("another-token"));
         assert!(code == 503 && text.contains("kgctl status --agent"), "{text}");

@@ -1,4 +1,4 @@
-//! The Kubernetes backend while the API server fails, forgets and lies.
+//! The Kubernetes backend while the API server fails, loses data and lies.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
@@ -28,9 +28,9 @@ use proxy::{Mode, Proxy};
 
 const LABEL: &str = "topology.kubernetes.io/region";
 const SOON: Duration = Duration::from_secs(5);
-/// The longest pause between two attempts is four seconds in a mesh that small, and the machine may be busy.
+/// In a mesh this small, the longest pause between two attempts is four seconds; the machine may be busy.
 const RECOVERED: Duration = Duration::from_secs(30);
-/// The same after a real outage: the bound that is promised.
+/// The documented bound after a real outage.
 const BACK: Duration = Duration::from_secs(10);
 
 async fn backend_through(server: &ApiServer, proxy: &Proxy, node: &str) -> KubernetesBackend {
@@ -39,7 +39,7 @@ async fn backend_through(server: &ApiServer, proxy: &Proxy, node: &str) -> Kuber
     KubernetesBackend::start(client, Some(node), LABEL).await.unwrap()
 }
 
-/// Watches end, and are taken up again at once.
+/// Ends open watches, which can resume at once.
 async fn break_connections(proxy: &Proxy) {
     proxy.set(Mode::Cut);
     wait::fault_lasts(Duration::from_millis(100)).await;
@@ -99,7 +99,7 @@ async fn a_server_that_does_not_answer_holds_nobody_up() {
 
 #[tokio::test]
 async fn a_history_that_is_gone_and_half_of_the_nodes_with_it() {
-    // A server of its own: it is stopped.
+    // A separate server, because it is stopped.
     let Some(server) = ApiServer::start().await else { return };
     let client = server.client(ADMIN).await;
     apply_crds(&client).await;
@@ -127,7 +127,7 @@ async fn a_history_that_is_gone_and_half_of_the_nodes_with_it() {
     assert!(matches!(&answer, Some(Ok(WatchEvent::Error(status))) if status.code == 410), "{answer:?}");
     proxy.set(Mode::Open);
 
-    // The watch is answered with 410, the list that follows misses four of six.
+    // The watch gets a 410, and the following list lacks four of six nodes.
     let took = until(&mut snapshots, RECOVERED, |snapshot| snapshot.nodes.contains("g")).await;
     println!("listed again after {took:?}");
     let doubted = snapshots.borrow().clone();
@@ -138,7 +138,7 @@ async fn a_history_that_is_gone_and_half_of_the_nodes_with_it() {
     assert!(took > Duration::from_secs(3), "{took:?}");
 }
 
-/// A pause of half a minute may be under way, and the history may be gone.
+/// The backend may be in a pause of half a minute, and the watch history may be gone.
 #[tokio::test]
 async fn an_outage_of_forty_seconds_is_over_for_the_agent_soon_after_it_is_over() {
     let Some(server) = ApiServer::start().await else { return };
@@ -186,7 +186,7 @@ async fn a_list_that_fails_is_tried_with_pauses_that_grow_and_soon_when_the_serv
         .collect();
     let gaps: Vec<_> = lists.windows(2).map(|pair| pair[1].0 - pair[0].0).collect();
     println!("{} lists in 15 s, {gaps:?} apart", lists.len());
-    // Without growth there would be a dozen and more.
+    // With constant pauses there would be a dozen or more.
     assert!((3..=8).contains(&lists.len()), "{lists:?}");
     assert!(gaps.last() > Some(&Duration::from_millis(1900)), "no longer and longer pauses: {gaps:?}");
     front.set(Manner::Honest);
@@ -216,7 +216,7 @@ async fn a_restart_of_the_server_is_survived_and_writes_go_on() {
     create_node(&client, "b", &[]).await;
     let took = until(&mut snapshots, RECOVERED, |snapshot| snapshot.nodes.contains("b")).await;
     println!("a new node was seen {took:?} after the restart");
-    // A heartbeat alone would be handed on later.
+    // A heartbeat alone would be passed on later.
     let granularity = Some(Granularity::Location);
     let published = Published { last_seen: 5, granularity, ..Published::default() };
     assert!(backend.publish("a", &published).await.unwrap());
@@ -302,9 +302,9 @@ async fn one_list_without_half_of_the_nodes_removes_none_when_the_next_has_them(
     assert_eq!(least.await.unwrap(), 6, "no node was ever missing");
     let is_list = |what: &str| what.starts_with("GET /api/v1/nodes?") && !what.contains("watch");
     let lists = || front.asked().iter().filter(|(_, what)| is_list(what)).count();
-    // On a busy machine the wrong list has the change already.
+    // On a busy machine the wrong list already has the change.
     wait::until("the wrong list is confirmed", RECOVERED, async || lists() >= 2).await;
-    // There a connection may break once more meanwhile, too.
+    // In that case a connection may also break once more.
     assert!(lists() <= 3, "the wrong list and its confirmation: {:?}", front.asked());
 }
 

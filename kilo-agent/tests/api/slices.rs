@@ -1,5 +1,5 @@
-//! Slices of the list of nodes on a real API server: who writes them, who reads them, and what happens when
-//! something is wrong with them.
+//! Slices of the node list on a real API server: who writes them, who reads them, and how faults are
+//! handled.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
@@ -30,16 +30,16 @@ use crate::{
 };
 
 const LABEL: &str = "topology.kubernetes.io/region";
-/// A change is known everywhere within this time.
+/// Time within which a change is known everywhere.
 const SOON: Duration = Duration::from_secs(5);
-/// A writer is replaced within this time.
+/// Time within which a writer is replaced.
 const REPLACED: Duration = Duration::from_secs(40);
 
 fn now() -> i64 {
     kilo_agent::timestamp::Timestamp::now().0
 }
 
-/// An API server with nodes of agents of ours.
+/// An API server with nodes that run our agents.
 struct Cluster {
     server: ApiServer,
     admin: Client,
@@ -84,7 +84,7 @@ impl Cluster {
         KubernetesBackend::start_from(client, Some(node), LABEL, &from).await.unwrap()
     }
 
-    /// Those that are first to write, and the others.
+    /// Names of the `agents` nodes with the lowest ranks, which write first, and of the others.
     async fn by_rank(&self, agents: usize) -> (Vec<String>, Vec<String>) {
         let plain = KubernetesBackend::start(self.admin.clone(), None, LABEL).await.unwrap();
         let snapshot = plain.watch().borrow().clone();
@@ -100,7 +100,7 @@ impl Cluster {
         self.nodes.patch(node, &PatchParams::default(), &Patch::Merge(&patch)).await.unwrap();
     }
 
-    /// As its agent writes it: both at once.
+    /// Writes both annotations at once, as the node's agent does.
     async fn beat(&self, node: &str, seen: i64, every: u16) {
         let patch = json!({ "metadata": { "annotations": {
             "kilo.squat.ai/heartbeat": format!("{seen}/{every}"), "kilo.squat.ai/last-seen": seen.to_string() } } });
@@ -112,7 +112,7 @@ impl Cluster {
         leases.get_opt(LEASE).await.unwrap()?.spec?.holder_identity
     }
 
-    /// How many nodes all slices have together.
+    /// Number of nodes in all slices.
     async fn sliced(&self) -> usize {
         let slices = self.slices.list(&ListParams::default()).await.unwrap();
         slices.items.iter().map(|slice| slice.spec.nodes.len()).sum()
@@ -145,7 +145,7 @@ async fn one_agent_writes_what_the_others_read_and_a_dead_one_is_replaced() {
     assert_eq!(writer, index.writer);
     let reader = agents.iter().find(|name| **name != writer).unwrap();
 
-    // What slices say is what Nodes say.
+    // Slices give the same nodes as Nodes do.
     let plain = KubernetesBackend::start(cluster.admin.clone(), None, LABEL).await.unwrap();
     let by_nodes = plain.watch().borrow().clone();
     let mut snapshots = backends[reader].watch();
@@ -161,7 +161,7 @@ async fn one_agent_writes_what_the_others_read_and_a_dead_one_is_replaced() {
         assert_eq!((&**one.node, one.last_seen), (&other_node, other.last_seen));
     }
 
-    // A change touches one slice, and is known soon; a heartbeat touches none.
+    // A change touches one slice and is soon known; a heartbeat touches none.
     let before = report(&backends[&writer]).written;
     cluster.beat(&others[0], now() + 1, 300).await;
     wait::stays("a heartbeat writes no slice", Duration::from_secs(2), async || {
@@ -172,14 +172,14 @@ async fn one_agent_writes_what_the_others_read_and_a_dead_one_is_replaced() {
     let took = until(&mut snapshots, SOON, |snapshot| snapshot.nodes[&*others[1]].leader).await;
     println!("a change was known after {took:?}");
     assert!(took < Duration::from_secs(2), "{took:?}");
-    // The reader may see the slice before its writer has the answer to its write.
+    // The reader may see the slice before its writer gets the response.
     wait::until("the writer counts it", SOON, async || report(&backends[&writer]).written > before).await;
     wait::stays("one slice is written", Duration::from_secs(1), async || {
         report(&backends[&writer]).written == before + 1
     })
     .await;
 
-    // Nodes that come and go, and the own one at once.
+    // Nodes come and go; a change of the reader's own node is seen at once.
     cluster.create("n99", 99).await;
     until(&mut snapshots, SOON, |snapshot| snapshot.nodes.contains("n99")).await;
     cluster.nodes.delete(&others[2], &DeleteParams::default()).await.unwrap();
@@ -188,7 +188,7 @@ async fn one_agent_writes_what_the_others_read_and_a_dead_one_is_replaced() {
     let took = until(&mut snapshots, SOON, |snapshot| snapshot.nodes[&**reader].location == "moved").await;
     assert!(took < Duration::from_millis(500), "the own node: {took:?}");
 
-    // The writer dies: nothing changes, and another goes on.
+    // The writer dies: no node changes, and another agent continues.
     backends.remove(&writer);
     let known = snapshots.borrow_and_update().nodes.len();
     cluster.annotate(&others[3], "leader", "true").await;
@@ -226,7 +226,7 @@ async fn slices_that_are_deleted_spoiled_or_forged_are_mended_and_take_no_node_a
     cluster.slices.delete_collection(&DeleteParams::default(), &ListParams::default()).await.unwrap();
     whole().await;
 
-    // Somebody writes a lie: another key, a node twice, one that does not exist.
+    // A third party forges entries: another key, a duplicate node, and one that does not exist.
     let mut slice = cluster.slices.get(some).await.unwrap();
     let lie = [("key".to_owned(), PublicKey([99; 32]).to_string())];
     let annotations =
@@ -258,7 +258,7 @@ async fn a_node_of_kilos_own_sends_all_back_to_nodes_within_a_minute() {
     let Some(cluster) = Cluster::start(5).await else { return };
     let (first, second) = tokio::join!(cluster.backend("n00"), cluster.backend("n01"));
     read_slices(&[&first, &second]).await;
-    // It renews last-seen alone, as Kilo's own agent does.
+    // Its agent renews only last-seen, as Kilo's own does.
     cluster.annotate("n04", "last-seen", &(now() + 7).to_string()).await;
     let mut snapshots = second.watch();
     until(&mut snapshots, SOON, |snapshot| snapshot.nodes["n04"].heartbeat.is_none()).await;
@@ -268,7 +268,7 @@ async fn a_node_of_kilos_own_sends_all_back_to_nodes_within_a_minute() {
     .await;
     assert!(report(&second).against.unwrap().contains("Kilo's own agent"));
     until(&mut snapshots, SOON, |snapshot| snapshot.nodes["n03"].declared_alive.is_none()).await;
-    // Heartbeats are seen as they come.
+    // Heartbeats are seen as they arrive.
     let seen = now() + 100;
     cluster.annotate("n03", "last-seen", &seen.to_string()).await;
     until(&mut snapshots, Duration::from_secs(10), |snapshot| {
@@ -282,7 +282,7 @@ async fn without_rights_or_crd_agents_read_nodes_as_before() {
     let Some(server) = ApiServer::start().await else { return };
     let admin = server.client(ADMIN).await;
     apply_crds(&admin).await;
-    // The ClusterRole without manifests/slices.yaml, and the CRD.
+    // The account lacks the rights of manifests/slices.yaml; the CRD exists.
     let kubeconfig = account(&server, "kilo-kubeadm.yaml", "kube-system", "kilo").await;
     create_node(&admin, "old-a", &[]).await;
     create_node(&admin, "old-b", &[]).await;
@@ -298,7 +298,7 @@ async fn without_rights_or_crd_agents_read_nodes_as_before() {
     assert_eq!(backend.watch().borrow().nodes.len(), 2);
     let report = report(&backend);
     assert!(!report.reads && !report.writes && report.against.unwrap().contains("may not read"));
-    // And the API server of before.
+    // Then without the CRD, like an older API server.
     let crds: Api<kube::api::DynamicObject> = Api::all_with(
         admin.clone(),
         &kube::api::ApiResource::erase::<
@@ -320,12 +320,12 @@ async fn without_rights_or_crd_agents_read_nodes_as_before() {
 #[tokio::test]
 async fn a_dead_node_is_declared_dead_by_the_writer_for_all() {
     let Some(cluster) = Cluster::start(4).await else { return };
-    // Its agent has promised a heartbeat each 2 s, and is dead; the others are silent for minutes.
+    // Its agent has promised a heartbeat every 2 s and is dead; the others promised longer intervals.
     cluster.beat("n03", now(), 2).await;
     let (first, second) = tokio::join!(cluster.backend("n00"), cluster.backend("n01"));
     read_slices(&[&first, &second]).await;
     let mut snapshots = second.watch();
-    // What proves that it is dead, and not the API server: the writer's own heartbeat.
+    // The writer's own heartbeat proves that the node is dead, not the API server.
     let writer = cluster.holder().await.unwrap();
     let beat = async {
         loop {
@@ -347,7 +347,7 @@ async fn a_dead_node_is_declared_dead_by_the_writer_for_all() {
 #[tokio::test]
 async fn slices_that_nobody_writes_or_that_deny_the_own_node_are_not_believed() {
     let Some(cluster) = Cluster::start(5).await else { return };
-    // Without the Lease of the manifests nobody may write, and no agent has the right to create it.
+    // Without the Lease of the manifests no agent may write, nor has one the right to create it.
     let leases: Api<Lease> = Api::namespaced(cluster.admin.clone(), "kube-system");
     leases.delete(LEASE, &DeleteParams::default()).await.unwrap();
     let list = cluster.nodes.list(&ListParams::default()).await.unwrap();
@@ -371,7 +371,7 @@ async fn slices_that_nobody_writes_or_that_deny_the_own_node_are_not_believed() 
     let backend = cluster.backend("n00").await;
     let says = |text: &str| report(&backend).against.is_some_and(|against| against.contains(text));
     assert!(!report(&backend).reads && says("no agent has renewed"), "{:?}", report(&backend));
-    // Somebody writes.
+    // Now somebody writes.
     index.spec.index.as_mut().unwrap().renewed = now();
     write(&mut index).await;
     read_slices(&[&backend]).await;
@@ -382,7 +382,7 @@ async fn slices_that_nobody_writes_or_that_deny_the_own_node_are_not_believed() 
     slice.spec.nodes[0].alive = true;
     write(&mut slice).await;
     wait::until("it lives again", SOON, async || report(&backend).against.is_none()).await;
-    // An index that names nothing takes nobody along.
+    // An index without slices removes no node.
     index.spec.index.as_mut().unwrap().slices.clear();
     write(&mut index).await;
     wait::until("no slice has the own node", SOON, async || says("do not follow the own node")).await;

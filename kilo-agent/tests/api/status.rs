@@ -52,14 +52,15 @@ fn name(name: &str) -> String {
     format!("kilo.squat.ai/{name}")
 }
 
-/// A node that lives, one that does not in a location of its own, one without annotations, and two peers of one prefix.
+/// A live node, a dead one in a location of its own, one without annotations, and two peers with the same
+/// prefix.
 async fn create_objects(client: &Client, now: i64) {
     let member = |endpoint: &str, private: &str, key: u8, seen: i64| {
         [
             (name("endpoint"), endpoint.to_owned()),
             (name("internal-ip"), private.to_owned()),
             (name("key"), PublicKey([key; 32]).to_string()),
-            // Far ahead: nobody renews it here.
+            // The live one's is far in the future, because nobody renews it here.
             (name("last-seen"), seen.to_string()),
         ]
     };
@@ -85,7 +86,7 @@ async fn create_objects(client: &Client, now: i64) {
     }
 }
 
-/// No agent runs: the objects alone.
+/// Without an agent, only the objects are shown.
 fn shown_without_agents(kubeconfig: &Path) {
     let (success, table, stderr) = kgctl(kubeconfig, &[]);
     assert!(success, "{stderr}");
@@ -113,7 +114,7 @@ fn shown_without_agents(kubeconfig: &Path) {
     assert!(!success && stdout.is_empty() && stderr.contains("nowhere"), "{stderr}");
 }
 
-/// What the agent of n1 adds, and its figures for Prometheus.
+/// What the agent of n1 adds, and its Prometheus metrics.
 fn shown_by_the_agent(found: &Status, now: i64) {
     let agent = found.agent.as_ref().unwrap();
     assert_eq!((agent.node.as_str(), agent.interface.as_str()), ("n1", "kilo0"));
@@ -125,7 +126,7 @@ fn shown_by_the_agent(found: &Status, now: i64) {
     assert!(at("kilo_egress", "kilo0") && at("lan_ingress", "eth0"), "{:?}", agent.programs);
     assert!(found.locations[0].since.is_some_and(|since| since.0 >= now));
 
-    // The same figures for Prometheus, those of a data path without traffic too.
+    // The same figures are in the metrics, even zeros of an idle data path.
     let metrics = scrape();
     for label in agent.drops.keys() {
         let name = format!("kilo_dropped_packets_total{{reason=\"{label}\"}}");
@@ -139,7 +140,7 @@ fn shown_by_the_agent(found: &Status, now: i64) {
     }
 }
 
-/// Of the program, of the agent of n1, and why there is none of another.
+/// Versions of the program and of n1's agent, and the reason why another node's is missing.
 async fn versions_of_all_agents(client: &Client, pods: &Api<core::Pod>, kubeconfig: &Path) {
     create_node(client, "n9", &[]).await;
     let pod = json!({
@@ -191,7 +192,7 @@ fn who_leads_since_when_and_why_is_shown_with_and_without_agents() {
                     && location.reason == Some(LeaderReason::PublicEndpoint)
             })
         });
-        // The view is there a moment before the device has its peers.
+        // The status is available shortly before the device has its peers.
         until("the device's peers", LIMIT, || {
             let agent = status(&kubeconfig, &[url]).agent.unwrap();
             let names = agent.tunnels.iter().filter_map(|tunnel| tunnel.name.as_deref());
@@ -200,7 +201,7 @@ fn who_leads_since_when_and_why_is_shown_with_and_without_agents() {
         });
         shown_by_the_agent(&status(&kubeconfig, &[url]), now);
 
-        // The leader is moved: the agent has seen it happen.
+        // The leader changes, and the agent reports it.
         let nodes: Api<core::Node> = Api::all(client.clone());
         let ask = json!({"metadata": {"annotations": {name("leader"): ""}}});
         nodes.patch("n0", &PatchParams::default(), &Patch::Merge(&ask)).await.unwrap();
@@ -211,7 +212,7 @@ fn who_leads_since_when_and_why_is_shown_with_and_without_agents() {
                 && location.changes == Some(1)
         });
 
-        // Through the API server's proxy to the agent's pod, as from anywhere.
+        // Through the API server's proxy to the agent's pod, as from any machine.
         let pods: Api<core::Pod> = Api::namespaced(client.clone(), "default");
         let pod = json!({
             "metadata": {"name": "kilo-x", "labels": {"app.kubernetes.io/name": "kilo"}},
@@ -247,7 +248,7 @@ fn a_duplicate_address_is_an_event_of_the_node_with_the_rights_of_the_manifests(
             objects.retain(|object| {
                 object.types.as_ref().unwrap().api_version == "rbac.authorization.k8s.io/v1"
             });
-            // What the service account of the agent may do, this user may.
+            // Gives this user the rights of the agent's service account.
             for object in &mut objects {
                 if let Some(subjects) = object.data.get_mut("subjects") {
                     *subjects = json!([{"kind": "User", "name": AGENT}]);
@@ -289,7 +290,8 @@ fn a_duplicate_address_is_an_event_of_the_node_with_the_rights_of_the_manifests(
                 (Some("Warning"), Some("n1"))
             );
             assert!(scrape().contains("kilo_address_conflicts 1"), "{}", scrape());
-            // Some reconciles later it is still one; and it is over when the object says something else.
+            // The Event is still the only one several reconciles later, and the conflict ends when the
+            // object changes.
             let nodes: Api<core::Node> = Api::all(client.clone());
             let moved = json!({"metadata": {"annotations": {name("internal-ip"): "10.1.0.10/24"}}});
             nodes.patch("n0", &PatchParams::default(), &Patch::Merge(&moved)).await.unwrap();
@@ -299,7 +301,7 @@ fn a_duplicate_address_is_an_event_of_the_node_with_the_rights_of_the_manifests(
     );
 }
 
-/// With the roles of the manifests alone, as the documentation says to bind them.
+/// Uses only the roles of the manifests, bound as documented.
 #[tokio::test]
 async fn why_the_pod_of_a_node_does_not_run_is_shown_to_who_has_the_shipped_roles() {
     let Some(server) = ApiServer::start().await else { return };
@@ -334,7 +336,7 @@ async fn why_the_pod_of_a_node_does_not_run_is_shown_to_who_has_the_shipped_role
     assert!(success && !table.contains("no pod of Kilo"), "agents may not be pods at all: {table}{stderr}");
 
     let pods: Api<core::Pod> = Api::namespaced(client.clone(), "kube-system");
-    // What kubelet writes of an init container whose program the kernel does not run.
+    // Status that the kubelet writes for an init container whose program the kernel cannot run.
     let stopped = json!({"name": "install-cni", "image": "", "imageID": "", "ready": false, "restartCount": 2,
         "state": {"waiting": {"reason": "CrashLoopBackOff", "message": "back-off 20s restarting failed container"}},
         "lastState": {"terminated": {"exitCode": 255, "message": "exec /bin/sh: exec format error\n"}}});

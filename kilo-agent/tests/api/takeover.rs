@@ -1,4 +1,4 @@
-//! A real `kg` that waits beside Kilo's agent, here an address that is taken, and `kgctl takeover`.
+//! A real `kg` waits beside Kilo's agent, which here is only a taken port; and `kgctl takeover`.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
@@ -27,7 +27,7 @@ use netns::sh;
 const KG: &str = env!("CARGO_BIN_EXE_kg");
 const KGCTL: &str = env!("CARGO_BIN_EXE_kgctl");
 const LIMIT: Duration = Duration::from_secs(30);
-/// What Kilo's agent writes about its node, and removes when it stops.
+/// Annotations that Kilo's agent writes on its node, and removes when it stops.
 const KILOS: [(&str, &str); 7] = [
     ("kilo.squat.ai/endpoint", "192.0.2.11:51820"),
     ("kilo.squat.ai/internal-ip", "10.1.0.11/24"),
@@ -53,7 +53,7 @@ fn start(kubeconfig: &Path) -> Agent {
     Agent(command.arg("--take-over-from-kilo").spawn().unwrap())
 }
 
-/// As Kilo removes what it wrote.
+/// Removes the annotations with Kilo's patch.
 async fn clean_up(nodes: &Api<Node>) -> kube::Result<Node> {
     let remove = |(name, _): (&str, &str)| json!({"op": "remove", "path": format!("/metadata/annotations/{}", name.replace('/', "~1"))});
     let patch = serde_json::from_value(Value::Array(KILOS.map(remove).to_vec())).unwrap();
@@ -102,7 +102,7 @@ fn kilos_annotations_outlive_its_clean_up_and_are_written_again_where_it_was_qui
         };
         assert!(is_whole(&annotations().await));
         wait::until("the agent has put everything right", LIMIT, async || scrape::has_done(&[])).await;
-        // As if Kilo had been quicker.
+        // As if Kilo had been faster.
         let found = json!({"metadata": {"annotations": {"kilo.squat.ai/discovered-endpoints": "{}"}}});
         nodes.patch("n1", &PatchParams::default(), &Patch::Merge(found)).await.unwrap();
         match clean_up(&nodes).await {

@@ -1,4 +1,4 @@
-//! An API server that a location can reach through the mesh only.
+//! An API server that one location can reach only through the mesh.
 //!
 //! ```text
 //!   here, lan-a 10.1.0.0/24           router           there, lan-b 10.2.0.0/24
@@ -42,10 +42,10 @@ use serde_json::{Value, json};
 use api::{ADMIN, ApiServer, apply, apply_crds};
 use netns::{isolated, sh};
 
-/// Address of the API server's node, inside the mesh only.
+/// Address of the API server's node, reachable only inside the mesh.
 const SERVER: &str = "10.1.0.12";
 const ECHO: &str = "10.1.0.12:7000";
-/// What a pause of a busy machine may hide of a stream.
+/// How long a busy machine may delay datagrams.
 const STRAGGLERS: Duration = Duration::from_secs(1);
 
 const NETWORK: &str = "
@@ -64,29 +64,29 @@ const NETWORK: &str = "
     ip -n a1 route add default via 192.0.2.1; ip -n b1 route add default via 192.0.2.1
     ip -n a1 route add 10.2.0.0/24 via 10.1.0.1; ip -n b1 route add 10.1.0.0/24 via 10.2.0.1";
 
-/// From now on nothing passes from one LAN to the other.
+/// Blocks everything from one LAN to the other.
 const CUT: &str = "ip netns exec router nft 'table ip site {
     counter refused { }
     chain forward { type filter hook forward priority 0; counter name refused drop; }
 }'";
 
-/// What a reboot leaves of an agent: its files.
+/// Removes everything of an agent that a reboot removes; its files stay.
 const REBOOT: &str =
     "ip -n b1 link delete kilo0; rm -r /run/b1/bpf/kilo; umount /run/b1/bpf; mount -t bpf bpf /run/b1/bpf
     ip -n b1 rule flush protocol 107; ip -n b1 route flush table all proto 107";
 
-/// The message when something is missing.
+/// Diagnostics for a timeout's message.
 const LOGS: &str = "for n in a1 a2 b1; do echo \"-- $n\"; tail -n 12 /run/$n/log || true; done; ip -n b1 route
     for n in a1 b1; do ip netns exec $n sh -ec \"mount --bind /run/$n/wireguard /run/wireguard; wg show kilo0 || true\"; done";
 
-/// The agents, ended with the test.
+/// The agents, killed when the test ends.
 struct Agents {
     kubeconfig: PathBuf,
     running: BTreeMap<&'static str, Child>,
 }
 
 impl Agents {
-    /// `a2` is this namespace, others have their own.
+    /// `a2` runs in this namespace, the others in their own.
     fn start(&mut self, node: &'static str) {
         let inside = if node == "a2" {
             "exec unshare --mount".to_owned()
@@ -105,7 +105,7 @@ impl Agents {
         self.running.insert(node, Command::new("sh").args(["-ec", &line]).spawn().unwrap());
     }
 
-    /// SIGKILL.
+    /// Sends SIGKILL.
     fn kill(&mut self, node: &str) {
         let mut agent = self.running.remove(node).unwrap();
         agent.kill().unwrap();
@@ -124,10 +124,10 @@ impl Drop for Agents {
     }
 }
 
-/// A datagram each millisecond from b1 to the API server's node and back.
+/// One datagram per millisecond from b1 to the API server's node and back.
 struct Stream {
     stop: Arc<AtomicBool>,
-    /// When each was sent, and whether its answer came.
+    /// When each was sent, and whether its reply arrived.
     sent: Arc<Mutex<Vec<(Instant, bool)>>>,
     threads: Vec<JoinHandle<()>>,
 }
@@ -162,7 +162,7 @@ impl Stream {
                     seen.push((Instant::now(), false));
                     seen.len() - 1
                 };
-                // Without a way it is lost, too.
+                // Without a route it also counts as lost.
                 let _ = from.send_to(&(number as u64).to_be_bytes(), ECHO);
                 pace(Duration::from_millis(1));
             }
@@ -179,7 +179,7 @@ impl Stream {
         Self { stop, sent, threads: vec![echo, sender, receiver] }
     }
 
-    /// (sent, lost) since then; waits for what is under way.
+    /// Datagrams (sent, lost) since then; waits for those in flight.
     fn since(&self, since: Instant) -> (usize, usize) {
         let until = Instant::now();
         time_passes(STRAGGLERS, "answers may be under way");
@@ -189,7 +189,7 @@ impl Stream {
         (answers.len(), answers.iter().filter(|answered| !**answered).count())
     }
 
-    /// The first answered one sent after that moment.
+    /// Send time of the first answered datagram after that moment.
     fn first_after(&self, moment: Instant) -> Option<Instant> {
         let sent = self.sent.lock().unwrap();
         sent.iter().find(|(at, answered)| *answered && *at > moment).map(|(at, _)| *at)
@@ -218,14 +218,14 @@ async fn until(what: &str, limit: u64, mut reached: impl AsyncFnMut() -> bool) -
     began.elapsed()
 }
 
-/// What `wg` says in b1; empty while there is no device.
+/// Output of `wg` in b1; empty without a device.
 fn peers_of_b1() -> String {
     sh(
         "ip netns exec b1 sh -ec 'mount --bind /run/b1/wireguard /run/wireguard; wg show kilo0 allowed-ips 2>/dev/null || true'",
     )
 }
 
-/// Packets that wanted to go from one LAN to the other past the mesh.
+/// Packets from one LAN to the other that bypassed the mesh and were blocked.
 fn refused() -> u64 {
     let said = sh("ip netns exec router nft list counter ip site refused");
     said.split_whitespace().skip_while(|word| *word != "packets").nth(1).unwrap().parse().unwrap()
@@ -240,7 +240,7 @@ async fn create(client: &Client, name: &str, location: &str, pod_cidr: &str, ann
     nodes.create(&PostParams::default(), &serde_json::from_value(node).unwrap()).await.unwrap();
 }
 
-/// A peer; b1 has it when the change at the server has come through the mesh.
+/// Adds a peer, which b1 learns through the mesh; returns its key.
 async fn add_peer(client: &Client, number: u8) -> String {
     let key = PublicKey([number; 32]).to_string();
     let peer = json!({
@@ -295,7 +295,7 @@ fn a_location_that_reaches_the_api_server_through_the_mesh_only_follows_it_and_c
     });
 }
 
-/// The first join, over the site link; then that is cut.
+/// The first join uses the site link, which is then cut.
 async fn joins(client: &Client, stream: &Stream) {
     until("b1 has the way to the API server's node", 90, async || {
         sh(&format!("ip -n b1 route show {SERVER}")).contains("dev kilo0")
@@ -357,16 +357,16 @@ async fn follows(client: &Client, stream: &Stream) {
     assert_eq!(refused(), before, "nothing takes the site link");
 }
 
-/// Killed, without device and pins; the only way to the API server is what the agent makes.
+/// b1 is killed and loses device and pins: only its agent can restore the path to the API server.
 async fn reboots(client: &Client, agents: &mut Agents, stream: &Stream) {
     let written = annotation(client, "b1", "last-seen").await;
     agents.kill("b1");
     sh(REBOOT);
     let (down, before) = (Instant::now(), refused());
-    // Seen by nobody there but through the mesh.
+    // b1 can see this only through the mesh.
     let key = add_peer(client, 10).await;
     annotate(client, "b1", json!({"kilo.squat.ai/last-seen": "1"})).await;
-    // Nothing of b1 need speak by itself now.
+    // Nothing in b1 sends by itself now.
     assert!(!netns::succeeds("ip netns exec b1 ping -c 2 -W 1 10.1.0.12"), "b1 reaches the API server");
     assert!(refused() > before, "without the mesh there is no way");
     let (sent, lost) = stream.since(down);
@@ -388,7 +388,7 @@ async fn reboots(client: &Client, agents: &mut Agents, stream: &Stream) {
     assert!(sent > 100 && lost == 0, "{lost} of {sent} datagrams lost since the way is back");
 }
 
-/// The agent of the leader the way leads through is killed: the way stays.
+/// The agent of the leader on the path is killed: the path stays.
 async fn leader_restarts(client: &Client, agents: &mut Agents, stream: &Stream) {
     let (began, before) = (Instant::now(), refused());
     agents.kill("a1");

@@ -1,4 +1,4 @@
-//! `kg webhook` asked by a real API server, by rubbish, and while it changes.
+//! `kg webhook` with requests from a real API server, with garbage, and during changes.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
@@ -32,7 +32,7 @@ use api::{ADMIN, ApiServer, apply_crds, certificates, free_port};
 
 const LIMIT: Duration = Duration::from_secs(20);
 
-/// A running webhook with a certificate of its own.
+/// A running webhook with its own certificate.
 struct Webhook {
     process: Child,
     directory: tempfile::TempDir,
@@ -84,7 +84,7 @@ impl Webhook {
         self.directory.path().join("ca.crt")
     }
 
-    /// Sends raw bytes, returns status line, headers and body.
+    /// Sends raw bytes; returns status line, headers and body.
     fn say(&self, request: &[u8]) -> String {
         let mut stream = self.connect(&self.authority());
         // It may hang up before everything is written.
@@ -161,7 +161,7 @@ async fn the_webhook_says_whom_to_admit_and_whom_to_deny() {
         .unwrap()
     };
     let nowhere = json!({"dnsOrIP": {}, "port": 51820});
-    // The API server reads its webhooks' configuration every second or so.
+    // The API server rereads its webhook configuration about once a second.
     let denied = task::until("the webhook is asked", LIMIT, async || {
         match peers.create(&PostParams::default(), &peer("denied", nowhere.clone())).await {
             Err(error) => Some(error.to_string()),

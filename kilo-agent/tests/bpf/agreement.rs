@@ -1,9 +1,8 @@
-//! The programs and the plain-Rust model agree: on random packets and tables,
-//! and on packets that once told them apart.
+//! The programs and the plain-Rust model agree on random packets and tables, and on packets on which they
+//! once disagreed.
 //!
-//! `KILO_SEED=n` repeats a run, `random` draws another, `KILO_PACKETS=n` changes its length,
-//! `KILO_BLESS=1` writes tests/corpus/agreement.txt anew: one packet for each
-//! different outcome.
+//! `KILO_SEED=n` repeats a run, `random` draws a new seed, `KILO_PACKETS=n` changes the run's length, and
+//! `KILO_BLESS=1` rewrites tests/corpus/agreement.txt: one packet for each different outcome.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
@@ -57,12 +56,12 @@ const PROGRAMS: [&str; 7] = [
 ];
 const PACKETS: usize = 100_000;
 const LONGEST: Duration = Duration::from_mins(1);
-/// Packets between two looks at the counters.
+/// Packets between two comparisons of the counters.
 const BATCH: usize = 200;
-/// SCTP's flows are the first to be forgotten, after three seconds.
+/// SCTP flows expire first, after three seconds.
 const SOON: Duration = Duration::from_secs(1);
 
-/// Bytes of `struct __sk_buff`, and where its fields are (include/uapi/linux/bpf.h).
+/// Size of `struct __sk_buff`, and offsets of its fields (include/uapi/linux/bpf.h).
 const SK_BUFF: usize = 192;
 const BROUGHT_BY: usize = 36;
 const IFINDEX_AT: usize = 40;
@@ -74,12 +73,12 @@ struct Bench {
     dataplane: Dataplane,
     counters: CounterReader,
     out: Vec<u8>,
-    /// Emptied after each packet: what does not fit is not counted.
+    /// Drained after each packet: a full ring would make programs count other results.
     signals: aya::maps::RingBuf<aya::maps::MapData>,
 }
 
-/// Gives this thread a network namespace with more uplinks than loopback, and a WireGuard device's
-/// stand-in.
+/// Gives this thread a network namespace with further uplinks besides loopback, and a stand-in for the
+/// WireGuard device.
 fn add_uplinks() {
     unshare(CloneFlags::CLONE_NEWNET).unwrap();
     for ifindex in OTHER_UPLINKS.into_iter().chain([KILO]) {
@@ -133,7 +132,7 @@ impl Bench {
     }
 }
 
-/// What is wrong with an outcome, if anything. `link` is the length of the link-layer header.
+/// Difference of an outcome from the wanted one, if any. `link` is the length of the link-layer header.
 fn difference(wanted: &Wanted, frame: &[u8], verdict: i32, out: &[u8], link: usize) -> Option<String> {
     if verdict != wanted.verdict {
         return Some(format!("verdict {verdict} instead of {}", wanted.verdict));
@@ -145,7 +144,7 @@ fn difference(wanted: &Wanted, frame: &[u8], verdict: i32, out: &[u8], link: usi
         Bytes::Sent { frame, hidden, rest, hashed } => {
             let mut sent = out.to_vec();
             if *hashed && sent.len() >= frame.len() {
-                // Identification and header checksum; the flow's port.
+                // Fields that may differ: identification, header checksum, and the flow's source port.
                 let udp = if frame[12] == 8 { 34 } else { 54 };
                 let free = if frame[12] == 8 { vec![18, 24, udp] } else { vec![udp] };
                 for at in free {
@@ -161,14 +160,14 @@ fn difference(wanted: &Wanted, frame: &[u8], verdict: i32, out: &[u8], link: usi
     (!same).then(|| format!("bytes\n{}\ninstead of {:?}", hex(out), wanted.bytes))
 }
 
-/// What is wrong with what the packet's priority says, if anything. Its last bits stay.
+/// Difference of the packet's priority from the wanted one, if any. Its lowest bits are kept.
 fn priority_difference(wanted: &Wanted, input: &Input, priority: u32) -> Option<String> {
     let wanted = wanted.priority? | input.priority & 0xf;
     (priority != wanted).then(|| format!("priority {priority:#x} instead of {wanted:#x}"))
 }
 
-/// True when `after` is `before` with this end, and checksums are as right as they were: what
-/// they are over and they themselves have the same sum as before.
+/// True when `after` is `before` with this translated end and its checksums are still as right as before:
+/// checksum and covered fields together have the same sum.
 fn translated(before: &[u8], after: &[u8], translation: &Translation) -> bool {
     let mut expected = before.to_vec();
     let (at, found) = match translation.addr {
@@ -195,7 +194,7 @@ fn translated(before: &[u8], after: &[u8], translation: &Translation) -> bool {
         translation.addr.is_ipv6() || sum(before, &[at.clone(), 10..12]) == sum(after, &[at, 10..12]);
     if let Some(checksum) = layout.checksum {
         let checksum = found.offset + checksum..found.offset + checksum + 2;
-        // RFC 768: zero says that there is none.
+        // RFC 768: zero means no checksum.
         let is_none = found.protocol == protocol::UDP && before[checksum.clone()] == [0, 0];
         if !is_none {
             expected[checksum.clone()].copy_from_slice(&after[checksum.clone()]);
@@ -206,15 +205,15 @@ fn translated(before: &[u8], after: &[u8], translation: &Translation) -> bool {
     expected == after && is_kept
 }
 
-/// The ones' complement sum of these parts of a packet; zero has one form.
+/// Ones' complement sum of these parts of a packet, with 0xffff normalised to 0.
 fn sum(packet: &[u8], parts: &[Range<usize>]) -> u16 {
     let words = parts.iter().flat_map(|part| packet[part.clone()].chunks(2));
     let sum = checksum::fold(words.map(|pair| u32::from(pair[0]) << 8 | u32::from(pair[1])).sum());
     if sum == 0xffff { 0 } else { sum }
 }
 
-/// As a line of the corpus has it: bytes, `@` with the segments' size, `%` with the interface,
-/// `~` with the priority, and `<` with the interface that brought it.
+/// Text of a packet in the corpus: bytes, then `@` and segment size, `%` and interface, `~` and priority,
+/// `<` and ingress interface.
 fn written(input: &Input) -> String {
     let gso = if input.gso == 0 { String::new() } else { format!("@{}", input.gso) };
     let ifindex = if input.ifindex == IFINDEX { String::new() } else { format!("%{}", input.ifindex) };
@@ -244,8 +243,8 @@ fn unhex(text: &str) -> Vec<u8> {
     (0..text.len()).step_by(2).map(|at| u8::from_str_radix(&text[at..at + 2], 16).unwrap()).collect()
 }
 
-/// What goes from the WireGuard device to another node has an outer header,
-/// unless the network is said to carry it without; decided from the prefix alone.
+/// A packet from the WireGuard device to another node must have an outer header, unless the network carries
+/// it without one; decided from the prefix alone.
 fn in_clear(program: &str, tables: &Tables, input: &Input, verdict: i32, longer: usize) -> Option<String> {
     if program != "kilo_egress" || verdict != REDIRECT {
         return None;
@@ -261,7 +260,7 @@ fn in_clear(program: &str, tables: &Tables, input: &Input, verdict: i32, longer:
         return Some(format!("{dst} is sent where the tables name no node"));
     };
     if (tables.config.ipip_ifindex, tables.config.vxlan_ifindex) != (0, 0) {
-        // These devices add the header where the program may not.
+        // The device adds the header where the program cannot.
         return None;
     }
     let header = match (tunnel, remote.is_ipv6()) {
@@ -274,7 +273,7 @@ fn in_clear(program: &str, tables: &Tables, input: &Input, verdict: i32, longer:
     (longer < header).then(|| format!("{dst} is sent with {longer} bytes more, an outer header has {header}"))
 }
 
-/// What must hold whatever the model says.
+/// Checks what must hold whatever the model says.
 fn invariants(
     program: &str,
     tables: &Tables,
@@ -306,8 +305,8 @@ fn invariants(
 }
 
 impl Bench {
-    /// Runs one packet; says what is wrong with its outcome, but for the counters, and keeps what is
-    /// to be remembered.
+    /// Runs one packet. Returns what is wrong with its outcome, except for the counters, and keeps the flow
+    /// state for later packets.
     fn compare(
         &mut self,
         step: &Step,
@@ -326,7 +325,7 @@ impl Bench {
         (wanted, seen, problem)
     }
 
-    /// Runs one packet alone and says everything about a disagreement.
+    /// Runs one packet alone, and panics with every detail of a disagreement.
     #[track_caller]
     fn check(&mut self, step: &Step, tables: &Tables, flows: &mut Flows) {
         let before = self.counts();
@@ -359,7 +358,7 @@ fn programs_and_model_agree_on_random_packets_and_tables() {
     let mut outcomes: BTreeMap<(&str, String), usize> = BTreeMap::new();
     let mut occurs: BTreeMap<&str, usize> = BTreeMap::new();
     let mut done = 0;
-    // An emulated machine does not get through.
+    // An emulated machine does not finish.
     while done < packets && started.elapsed() < LONGEST {
         let tables = random.tables();
         bench.dataplane.write(&tables).unwrap();
@@ -368,7 +367,7 @@ fn programs_and_model_agree_on_random_packets_and_tables() {
         let mut batch = Vec::with_capacity(BATCH);
         let (mut flows, mut seen, begun) = (Flows::default(), Vec::new(), Instant::now());
         for _ in 0..BATCH {
-            // What is not answered is soon forgotten.
+            // A flow without replies soon expires.
             let sequel = if begun.elapsed() < SOON && random.chance(2) {
                 random.one_of(&seen).and_then(|seen| random.sequel(&tables, &seen))
             } else {
@@ -406,7 +405,7 @@ fn programs_and_model_agree_on_random_packets_and_tables() {
             done += 1;
         }
         if bench.counts() != expected {
-            // Once more, one by one, to say which.
+            // Run them again one by one to find the packet.
             let mut flows = Flows::default();
             for step in batch {
                 bench.check(&step, &tables, &mut flows);
@@ -426,7 +425,7 @@ fn programs_and_model_agree_on_random_packets_and_tables() {
     }
 }
 
-/// No class of packets, counter or sequel is missing.
+/// Asserts that no class of packets, counter or sequel is missing.
 fn everything_occurs(outcomes: &BTreeMap<(&str, String), usize>, occurs: &BTreeMap<&str, usize>) {
     let missing: Vec<_> = CLASSES.iter().filter(|class| !occurs.contains_key(*class)).collect();
     assert!(missing.is_empty(), "the generator never makes {missing:?}");
@@ -442,7 +441,7 @@ fn everything_occurs(outcomes: &BTreeMap<(&str, String), usize>, occurs: &BTreeM
     assert!(missing.is_empty(), "the generator never makes {missing:?}");
 }
 
-/// What must follow from packets before, on each kind of link.
+/// Outcomes that must follow from earlier packets, on each kind of link.
 const SEQUELS: [(&str, &str); 9] = [
     ("lan_ingress", FROM_OUTSIDE),
     ("l3_ingress", FROM_OUTSIDE),
@@ -455,12 +454,12 @@ const SEQUELS: [(&str, &str); 9] = [
     ("kilo_ingress", "unmasquerade"),
 ];
 
-/// The least recently used entry goes before a table is full; and tables say nothing of pairs, whose packets
-/// are those of `bpf::relay`. `bpf::signals` fills the ring.
+/// The least recently used entry is evicted before a table is full, random tables contain no relay pairs
+/// (`bpf::relay` tests them), and `bpf::signals` fills the ring.
 const RARE: [&str; 6] =
     ["nat_map_full", "relay", "relay_limit", "relay_stranger", "relay_unbound", "signal_ring_full"];
 
-/// In place of a name: the packet follows that of the line before.
+/// Replaces the name of tables: the packet follows the previous line's.
 const SEQUEL: &str = "+";
 
 /// Tables of the corpus, by the name in its lines.
@@ -517,7 +516,7 @@ fn gso_packets_that_wireguard_will_cut_get_room_in_front_at_once() {
     }
 }
 
-/// A packet for each outcome of each program, behind those it follows.
+/// Corpus lines with a packet for each outcome of each program, after the packets that it follows.
 fn one_of_each(bench: &mut Bench) -> String {
     let mut lines = BTreeMap::new();
     let mut random = Random::new(1);
@@ -556,7 +555,7 @@ fn one_of_each(bench: &mut Bench) -> String {
     )
 }
 
-/// A number that outer headers differ in.
+/// A number that distinguishes outer headers.
 fn header(program: &str, wanted: &Wanted, frame: &[u8]) -> usize {
     match &wanted.bytes {
         Bytes::Sent { frame: outer, .. } => outer.len(),

@@ -1,5 +1,5 @@
-//! Programs on real hooks, beside those of others: TCX and clsact, restarts,
-//! removals, and interfaces that come and go.
+//! Programs on real hooks beside foreign ones: TCX and clsact, restarts, removals, and interfaces that come
+//! and go.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
@@ -51,7 +51,7 @@ fn programs_of_others_before_and_after_ours_run_too_over_tcx() {
         }
         let runs = || (late.info().unwrap().run_count(), early.info().unwrap().run_count());
         settles((10, 10), runs).await;
-        // A reconcile and a restart leave their programs and the order as they are.
+        // A reconcile and a restart leave foreign programs and their order unchanged.
         world.attach(&mut ours).await;
         drop(ours);
         world.start(AttachMode::Tcx).await;
@@ -108,7 +108,7 @@ fn what_somebody_removed_is_noticed_put_back_and_counted() {
             let (mut dataplane, _) = world.start(mode).await;
             assert!(dataplane.is_attached(&world.net).await.unwrap());
             sh(&removal);
-            // The kernel frees a link some time after its last name is gone.
+            // The kernel frees a link some time after its last pin is gone.
             wait::until(&format!("{removal} is noticed"), Duration::from_secs(10), async || {
                 !dataplane.is_attached(&world.net).await.unwrap()
             })
@@ -215,7 +215,7 @@ fn with_the_rights_of_the_daemonset_programs_are_found_adopted_and_missed() {
     });
 }
 
-/// An answer that is an error says nothing of what is on a hook.
+/// A failed query says nothing about what is on a hook.
 #[test]
 fn an_agent_that_may_not_ask_what_is_on_a_hook_leaves_links_there_and_adds_no_filter() {
     let name = "an_agent_that_may_not_ask_what_is_on_a_hook_leaves_links_there_and_adds_no_filter";
@@ -226,7 +226,7 @@ fn an_agent_that_may_not_ask_what_is_on_a_hook_leaves_links_there_and_adds_no_fi
         for mode in [AttachMode::Auto, AttachMode::Tcx] {
             let mut next = Dataplane::open_with(world.fs.path(), false, mode).unwrap();
             let mut refused = Vec::new();
-            // The query needs CAP_NET_ADMIN; the runtime's other threads keep it.
+            // The query needs CAP_NET_ADMIN, which the runtime's other threads keep.
             without_effective_rights(|| {
                 refused = futures::executor::block_on(world.attach(&mut next)).failed;
             });
@@ -263,7 +263,7 @@ fn the_next_agent_takes_over_without_a_gap() {
             wait::time_passes(Duration::from_millis(100), "packets are sent in it").await;
             world.start(mode).await;
         }
-        // As after an upgrade to another map layout: the links stay, the maps are new.
+        // Simulates an upgrade to another map layout: the links stay, the maps are new.
         let pins = pin_directory(world.fs.path());
         fs::rename(&pins, pins.parent().unwrap().join("v0")).unwrap();
         let (upgraded, _) = world.start(AttachMode::Auto).await;
@@ -332,7 +332,7 @@ fn interfaces_that_go_come_back_or_change_their_name_are_followed() {
             world.assert_one_copy_each(mode).await;
             assert_eq!(links(world.fs.path()), if mode == AttachMode::Tcx { 4 } else { 0 });
 
-            // The same number for another interface.
+            // Another interface gets the same index.
             sh("ip link del eth0");
             world.add_uplink("index 77");
             assert_eq!(world.attach(&mut dataplane).await.changes, 2);
@@ -399,7 +399,7 @@ fn a_version_that_does_not_load_leaves_the_running_one_alone() {
         let pins = pin_directory(world.fs.path());
         let old = pins.parent().unwrap().join("v0");
         fs::rename(&pins, &old).unwrap();
-        // A map that can be neither adopted nor made.
+        // A map that can be neither adopted nor created.
         fs::create_dir_all(pins.join("hop")).unwrap();
         assert!(Dataplane::open(world.fs.path(), false).is_err());
         assert!(old.join("config").exists());
@@ -416,11 +416,11 @@ fn maps_of_another_version_go_when_our_programs_are_in_place() {
         let world = World::new();
         drop(world.start(AttachMode::Tcx).await);
         let top = pin_directory(world.fs.path()).parent().unwrap().to_owned();
-        // As another version would have left them: the links stay, the maps are elsewhere.
+        // Another version would leave it so: the links stay, the maps are elsewhere.
         fs::rename(pin_directory(world.fs.path()), top.join("v0")).unwrap();
         fs::create_dir(top.join("theirs")).unwrap();
         let mut dataplane = Dataplane::open(world.fs.path(), false).unwrap();
-        // Another leads in a later term, as annotations say: this node goes on with it, and does not ask who leads.
+        // Annotations name another leader in a later term: this node follows it without asking who leads.
         let word = lead::word(Term::from_bits(7 << 16), u16::try_from(MEMBER_HOP).unwrap());
         dataplane.write(&Tables { lead_of_term: Some(word), ..leader_tables() }).unwrap();
         assert_eq!(read_tables(world.fs.path()).unwrap().lead[1], word);

@@ -1,4 +1,4 @@
-//! `uplink_egress`: nothing of the mesh leaves in clear, whatever the routes say.
+//! `uplink_egress`: mesh traffic never leaves in cleartext, whatever the routes say.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
@@ -45,7 +45,7 @@ fn nothing_is_sent_in_clear_to_a_prefix_of_wireguard_or_a_tunnel() {
                 assert_eq!(outcome(&ran), (SHOT, vec!["not_encrypted"]), "{src:?} to {dst:?}");
             }
         }
-        // Elsewhere all goes on as before.
+        // Other destinations are unaffected.
         let ran =
             run(&mut dataplane, "uplink_egress", &ethernet(&udp(OWN_POD, OUTSIDE, (1000, 53), b"question")));
         assert_eq!(outcome(&ran), (PASS, vec!["masquerade"]));
@@ -55,7 +55,7 @@ fn nothing_is_sent_in_clear_to_a_prefix_of_wireguard_or_a_tunnel() {
     }
 }
 
-/// The map refuses what a process writes from now on (`BPF_MAP_FREEZE`, linux/bpf.h).
+/// Makes the map refuse further writes by processes (`BPF_MAP_FREEZE`, linux/bpf.h).
 fn freeze(map: &MapData) {
     const FREEZE: i64 = 22;
     let attributes = [u32::try_from(map.fd().as_fd().as_raw_fd()).unwrap(), 0];
@@ -79,7 +79,7 @@ fn a_new_prefix_is_guarded_before_it_is_left_out_of_masquerading() {
     let flags = PREFIX_ROUTE | PREFIX_SOURCE | PREFIX_NEVER_CLEAR;
     tables.prefix.insert(prefix, PrefixValue { hop: MEMBER_HOP, flags });
     tables.masq_dst.insert(prefix, MASQ_EXCLUDE);
-    // As if the process ended between the two.
+    // As if the process ended between the two writes.
     freeze(&MapData::from_pin(pin_directory(fs.path()).join("masq_dst")).unwrap());
     dataplane.write(&tables).unwrap_err();
     assert_eq!(outcome(&flow(&mut dataplane, 1001)), (SHOT, vec!["not_encrypted"]));
@@ -106,7 +106,7 @@ fn wireguards_own_packets_leave_and_a_pod_does_not_pass_for_it() {
 #[test]
 fn a_header_nobody_can_read_hides_no_destination() {
     let Some((_fs, mut dataplane)) = open(&leader_tables()) else { return };
-    // A total length of zero, as in packets above 64 KiB; a version that is none.
+    // A total length of zero, as in packets above 64 KiB, and an invalid version.
     for (at, byte) in [([2, 3], 0), ([0, 0], 0x95)] {
         for (dst, wanted) in [(REMOTE_POD, (SHOT, vec!["not_encrypted"])), (OUTSIDE, (PASS, vec![]))] {
             let mut packet = udp(OWN_POD, dst, (1000, 53), b"secret");
@@ -140,7 +140,7 @@ fn a_new_flow_is_not_masqueraded_to_where_packets_must_be_encrypted() {
         let mut tables = leader_tables();
         tables.config.private_v4 = PUBLIC;
         tables.config.flags |= one;
-        // Whatever masquerading itself leaves out.
+        // Independent of what masquerading itself excludes.
         let flags = PREFIX_ROUTE | PREFIX_SOURCE | PREFIX_NEVER_CLEAR;
         tables.prefix.insert("198.51.100.0/24".parse().unwrap(), PrefixValue { hop: HOP_REMOTE, flags });
         let Some((_fs, mut dataplane)) = open(&tables) else { return };
@@ -164,7 +164,7 @@ fn pods_packets_to_where_wireguard_itself_sends_are_encrypted_all_the_same() {
         assert_eq!(outcome(&ran), (REDIRECT, vec![]), "{src:?} is handed to kilo0");
         assert_eq!(ran.bytes, sent);
     }
-    // Where the API server may be the host's own leave as they are.
+    // The host's own packets pass unchanged: the API server may be there.
     for src in [SELF, PUBLIC] {
         let ran =
             run(&mut dataplane, "uplink_egress", &ethernet(&udp(src, REMOTE_NODE, (1000, 10_250), b"hello")));
@@ -176,8 +176,8 @@ fn pods_packets_to_where_wireguard_itself_sends_are_encrypted_all_the_same() {
     assert_eq!(&ran.bytes[14 + 26..14 + 28], &1420_u16.to_be_bytes());
 }
 
-/// Another leader's private address is the host's own to send to, and says nothing about who sends from it: what
-/// WireGuard has decrypted reaches the uplink when somebody detaches `kilo_ingress`.
+/// The private address of another leader is open to the host as a destination, but proves nothing about a
+/// sender: packets from WireGuard reach the uplink when somebody detaches `kilo_ingress`.
 #[test]
 fn what_wireguard_brought_from_another_leaders_host_is_not_sent_on_in_clear() {
     let mut tables = leader_tables();
@@ -189,7 +189,8 @@ fn what_wireguard_brought_from_another_leaders_host_is_not_sent_on_in_clear() {
         let packet = ethernet(&udp(REMOTE_NODE, MEMBER, (port, 53), b"secret"));
         let ran = run_brought_by(&mut dataplane, kilo, "uplink_egress", &packet);
         assert_eq!(outcome(&ran), (REDIRECT, vec![]), "port {port}: it is handed to kilo0");
-        // The stack has masqueraded what a pod or a VPN peer sent here for a Service to an address of this host.
+        // The stack has masqueraded, to an address of this host, what a pod or VPN peer sent here for a
+        // Service.
         for own in [SELF, PUBLIC] {
             let own = ethernet(&udp(own, MEMBER, (port, 53), b"question"));
             let ran = run_brought_by(&mut dataplane, kilo, "uplink_egress", &own);
@@ -210,7 +211,7 @@ fn of_the_hosts_packets_wireguards_alone_go_to_a_private_endpoint_as_they_are() 
         tables.prefix.insert("10.5.0.1/32".parse().unwrap(), PrefixValue { hop: HOP_REMOTE, flags });
         let Some((_fs, mut dataplane)) = open(&tables) else { return };
         for src in [SELF, PUBLIC, OWN_POD, MEMBER_POD, VPN_PEER, OUTSIDE] {
-            // Large ones, too: the size the stack would learn of the address is that of the tunnel's packets.
+            // Also large ones: the PMTU that the stack would learn for the address is the tunnel's.
             for payload in [&b"hello"[..], &[7; 1460 - 28]] {
                 if payload.len() > 1000 && [OWN_POD, MEMBER_POD, VPN_PEER].contains(&src) {
                     continue;
@@ -225,9 +226,9 @@ fn of_the_hosts_packets_wireguards_alone_go_to_a_private_endpoint_as_they_are() 
             let sealed = ethernet(&udp(src, REMOTE_NODE, (WIREGUARD, 51_820), b"sealed"));
             assert_eq!(outcome(&run(&mut dataplane, "uplink_egress", &sealed)), (wanted, vec![]), "{src:?}");
         }
-        // What the host sends in full makes WireGuard's own packet too large for the uplink. Its first
-        // fragment steered would be made larger, and come back here for ever; and all must take one way.
-        // Of another datagram a later one begins with anything.
+        // A full-size packet of the host makes WireGuard's own packet too large for the uplink. Steering
+        // its first fragment would enlarge it and return it here forever, and all fragments must take one
+        // path. A later fragment of another datagram may begin with any bytes.
         let other = u16::MAX.to_be_bytes();
         for (id, offset, wanted) in [
             ([1, u8::from(one != 0)], 8_u16, REDIRECT),
@@ -241,7 +242,7 @@ fn of_the_hosts_packets_wireguards_alone_go_to_a_private_endpoint_as_they_are() 
             fragment[6..8].copy_from_slice(&offset.to_be_bytes());
             let ran = run(&mut dataplane, "uplink_egress", &ethernet(&fragment));
             assert_eq!(outcome(&ran), (wanted, vec![]), "{id:?} {offset:x}");
-            // Nobody else's, whatever it begins with.
+            // Another protocol's fragment, whatever it begins with.
             fragment[9] = 1;
             if offset & 0x1fff != 0 {
                 let ran = run(&mut dataplane, "uplink_egress", &ethernet(&fragment));
@@ -323,17 +324,18 @@ fn what_is_for_pods_that_are_not_there_does_not_leave_in_clear() {
             let ran = run(&mut dataplane, "uplink_egress", &packet);
             (ran.verdict, ran.counted)
         };
-        // This node's own before the first of them, decrypted or from its neighbours; and a lost node's.
+        // Prefix of this node before its first pod, for decrypted packets and packets from neighbours; and
+        // prefix of a lost node.
         for dst in [OWN_POD, [10, 42, 7, 2]] {
             for src in [REMOTE_POD, MEMBER_POD, VPN_PEER, SELF] {
                 assert_eq!(ran(src, dst), (SHOT, vec!["not_encrypted"]), "{src:?} {dst:?}");
             }
         }
-        // Its address: pods' packets go nowhere, the host's own go their way.
+        // The lost node's address: pods' packets are dropped, the host's own pass.
         assert_eq!(ran(OWN_POD, [10, 7, 0, 1]), (SHOT, vec!["no_hop"]));
         assert_eq!(ran(SELF, [10, 7, 0, 1]), (PASS, vec![]));
-        // What a shorter route leads to kilo0 goes nowhere, either. The kernel takes bytes 12 and 13
-        // for the protocol, which begin the source.
+        // A packet that a shorter route leads to kilo0 is dropped, too. The kernel reads its protocol from
+        // bytes 12 and 13, where the source begins.
         let packet = udp([8, 0, 0, 2], [10, 42, 7, 2], (1000, 53), b"secret");
         assert_eq!(outcome(&run(&mut dataplane, "kilo_egress", &packet)), (SHOT, vec!["no_hop"]));
     }

@@ -1,5 +1,5 @@
-//! GSO packets of real sockets through the programs: TCP of both families, datagrams handed
-//! over many at once, and packets above 64 KiB (BIG TCP).
+//! GSO packets of real sockets through the programs: TCP of both families, UDP datagrams sent with
+//! segmentation offload, and packets above 64 KiB (BIG TCP).
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
@@ -22,7 +22,7 @@ use kilo_common::counters::Action;
 use kilo_core::plan::Hop;
 use nix::poll::{PollFd, PollFlags, poll};
 
-/// As many bytes as make GSO packets of the largest size, and more.
+/// More than enough bytes for GSO packets of the largest size.
 const BULK: usize = 8 << 20;
 /// Bytes of each datagram of a GSO packet.
 const DATAGRAM: u16 = 1200;
@@ -39,7 +39,7 @@ struct Largest {
     datagrams: AtomicUsize,
 }
 
-/// Tells a thread to end, also when what it watches fails.
+/// Stops a thread when dropped, also when the watched code fails.
 struct Stop<'a>(&'a AtomicBool);
 
 impl Drop for Stop<'_> {
@@ -48,8 +48,7 @@ impl Drop for Stop<'_> {
     }
 }
 
-/// A pod's TCP stream both ways, and datagrams it hands over many at once; everything must
-/// arrive as it was sent.
+/// A pod's TCP stream in both directions, and a batch of its datagrams; everything must arrive unchanged.
 fn bulk(outside: IpAddr, pod: IpAddr) -> Largest {
     let (largest, stop) = (Largest::default(), AtomicBool::new(false));
     let watched = in_lan(open);
@@ -75,7 +74,7 @@ fn stream(outside: IpAddr, pod: IpAddr) {
             stream.read_exact(&mut got).unwrap();
             stream.write_all(&got).unwrap();
         });
-        // The route names the pod's address as source.
+        // The route sets the pod's address as source.
         let mut stream = TcpStream::connect_timeout(&(outside, 80).into(), LIMIT).unwrap();
         assert_eq!(stream.local_addr().unwrap().ip(), pod);
         stream.set_read_timeout(Some(LIMIT)).unwrap();
@@ -95,7 +94,7 @@ fn datagrams(outside: IpAddr, pod: IpAddr) {
     let segment = i32::from(DATAGRAM);
     nix::sys::socket::setsockopt(&sender, nix::sys::socket::sockopt::UdpGsoSegment, &segment).unwrap();
     match sender.send_to(&pattern, (outside, 53)) {
-        // Before Linux 6.11 no socket cuts datagrams late for a device without checksums of its own.
+        // Before Linux 6.11, UDP GSO fails for a device without checksum offload.
         Err(error) if error.raw_os_error() == Some(nix::libc::EIO) => {
             println!("this kernel sends no UDP GSO packets to {outside}");
             return;
@@ -116,7 +115,7 @@ pub fn open() -> OwnedFd {
         assert!(fd >= 0, "{}", std::io::Error::last_os_error());
         OwnedFd::from_raw_fd(fd)
     };
-    // Frames of a stream wait until somebody looks at them.
+    // Frames of a stream wait in the socket until they are read.
     nix::sys::socket::setsockopt(&socket, nix::sys::socket::sockopt::RcvBufForce, &(256 << 20)).unwrap();
     socket
 }
@@ -134,7 +133,7 @@ pub fn next(socket: &OwnedFd) -> Vec<u8> {
     bytes
 }
 
-/// Keeps the largest frames until asked to stop, and there are no more.
+/// Records the largest frames until `stop` is set and no frame is left.
 fn look(socket: &OwnedFd, largest: &Largest, stop: &AtomicBool) {
     let mut start = [0_u8; 128];
     loop {
@@ -176,7 +175,7 @@ fn look(socket: &OwnedFd, largest: &Largest, stop: &AtomicBool) {
     }
 }
 
-/// A node whose pod has addresses of both families, and a host outside of the mesh that has.
+/// A node whose pod has addresses of both families, as has the outside host.
 async fn masquerading() -> World {
     let mut world = World::on_veth();
     sh("ip -6 address add fd42:1::2/128 dev lo nodad; ip -6 address add 2001:db8::b/64 dev eth0 nodad
@@ -190,7 +189,7 @@ async fn masquerading() -> World {
     world
 }
 
-/// Both families: the host outside, and the pod.
+/// Addresses of the outside host and the pod, for both families.
 fn ends() -> [(IpAddr, IpAddr); 2] {
     let v6 = |text: &str| IpAddr::V6(text.parse::<Ipv6Addr>().unwrap());
     [(Ipv4Addr::from(OUTSIDE).into(), Ipv4Addr::from(OWN_POD).into()), (v6(OUTSIDE_V6), v6(POD_V6))]
@@ -259,7 +258,7 @@ fn gso_packets_are_steered_to_another_node_and_taken_from_it() {
         assert_eq!(world.tables.config.private_v4, SELF);
         world.attach(&["eth0"], &[]).await;
         let largest = bulk(Ipv4Addr::from(MEMBER_POD).into(), Ipv4Addr::from(OWN_POD).into());
-        // The outer header hides what is inside: all are counted as one kind.
+        // The outer header hides the protocol, so all packets count as one kind.
         let [sent, answered] = [largest.sent, largest.answered].map(AtomicUsize::into_inner);
         println!("{sent} and {answered} bytes in one packet");
         assert!(sent > 3 * 1500 && answered > 3 * 1500, "{sent} {answered}");

@@ -1,4 +1,4 @@
-//! An agent that finds the maps of the layout before, in use by the programs on the hooks.
+//! An agent finds the maps of the previous layout, in use by the programs on the hooks.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
@@ -30,17 +30,17 @@ use kilo_host::dataplane::{Dataplane, pin_directory, read_tables};
 
 /// The layout that the tests emulate.
 const BEFORE: u32 = 5;
-/// What layout 5 had not, or in another shape: the configuration was four bytes shorter.
+/// Maps that layout 5 lacked or had in another shape: its configuration was four bytes shorter.
 const NOT_IN_BEFORE: [&str; 5] =
     [name::DIRECT_V4, name::RELAY, name::RELAY_KEY, name::RELAY_HEARD, name::CONFIG];
 const CONFIG_BEFORE: &str = "type array key 4 value 88 entries 1 name config";
 
-/// The pins of that layout.
+/// Directory of that layout's pins.
 fn layout(bpffs: &Path, version: u32) -> PathBuf {
     pin_directory(bpffs).with_file_name(format!("v{version}"))
 }
 
-/// What is pinned becomes what an agent of layout 5 would have left, while the programs on the hooks go on with it.
+/// Turns the pins into those of an agent of layout 5, while the programs on the hooks keep using the maps.
 fn as_layout_before(bpffs: &Path) -> PathBuf {
     let before = layout(bpffs, BEFORE);
     fs::rename(pin_directory(bpffs), &before).unwrap();
@@ -51,12 +51,12 @@ fn as_layout_before(bpffs: &Path) -> PathBuf {
     before
 }
 
-/// The kernel's number of a pinned map.
+/// The kernel's id of a pinned map.
 fn id(directory: &Path, name: &str) -> u32 {
     MapData::from_pin(directory.join(name)).unwrap().info().unwrap().id()
 }
 
-/// Numbered datagrams, one each millisecond, until `stop`; how many.
+/// Sends numbered datagrams, one per millisecond, until `stop`; returns how many.
 fn numbered(stop: &AtomicBool, mut send: impl FnMut([u8; 4])) -> u32 {
     let mut number = 0_u32;
     while !stop.load(Ordering::Relaxed) {
@@ -67,7 +67,7 @@ fn numbered(stop: &AtomicBool, mut send: impl FnMut([u8; 4])) -> u32 {
     number
 }
 
-/// The numbers of the datagrams that a socket gets from one address, until none comes for a second.
+/// Numbers of the datagrams that a socket receives from one address, until none arrives for a second.
 fn received(socket: &UdpSocket, from: SocketAddr) -> BTreeSet<u32> {
     socket.set_read_timeout(Some(Duration::from_secs(1))).unwrap();
     let (mut seen, mut bytes) = (BTreeSet::new(), [0; 4]);
@@ -78,14 +78,14 @@ fn received(socket: &UdpSocket, from: SocketAddr) -> BTreeSet<u32> {
     seen
 }
 
-/// The same of the datagrams for the other location that leave by WireGuard's device.
+/// Numbers of the datagrams to the other location that leave through the WireGuard device.
 fn sent_into(tunnel: &Tun) -> BTreeSet<u32> {
     let packets = std::iter::from_fn(|| tunnel.next(Duration::from_secs(1)));
     let numbers = packets.filter(|packet| packet[0] >> 4 == 4 && packet[16..20] == REMOTE_POD);
     numbers.map(|packet| u32::from_be_bytes(packet[28..32].try_into().unwrap())).collect()
 }
 
-/// What a flow has sent and what has come of it.
+/// What a flow has sent, and what has arrived.
 struct Flow<'scope> {
     what: &'static str,
     sent: ScopedJoinHandle<'scope, u32>,
@@ -106,14 +106,15 @@ impl Flow<'_> {
 fn maps_of_the_layout_before_are_taken_over_and_no_flow_loses_a_packet() {
     isolated("maps_of_the_layout_before_are_taken_over_and_no_flow_loses_a_packet", || async {
         let mut world = World::on_veth();
-        // What waits for its reader is not lost.
+        // The queue is long enough that no packet is lost before it is read.
         sh("ip link set kilo0 txqueuelen 10000; ip route add 198.51.100.0/24 via 10.1.0.12
             ip address add 10.42.1.3/32 dev lo");
         host::lan("ip route add 10.42.1.0/24 via 10.1.0.11");
         world.attach(&["eth0"], &[]).await;
         let tunnel = Tun::new("kilo0");
 
-        // Two pods with one port towards one server: the second flow has another port outside, which only its entry names.
+        // Two pods use one port towards one server: the second flow has another port outside, which only
+        // its entry knows.
         let server = udp_in_lan(OUTSIDE, 53);
         let server_address = SocketAddr::from((OUTSIDE, 53));
         let other_pod = UdpSocket::bind((Ipv4Addr::from([10, 42, 1, 3]), 2000)).unwrap();
@@ -124,7 +125,7 @@ fn maps_of_the_layout_before_are_taken_over_and_no_flow_loses_a_packet() {
         let (_, masqueraded) = server.recv_from(&mut [0; 16]).unwrap();
         assert!(masqueraded.ip() == Ipv4Addr::from(SELF) && masqueraded.port() != 2000, "{masqueraded}");
 
-        // A flow that was opened from outside, to which a pod answers from its own address.
+        // A flow opened from outside, to which a pod replies from its own address.
         let guest = udp_in_lan(OUTSIDE, 3000);
         let guest_address = SocketAddr::from((OUTSIDE, 3000));
         let service = UdpSocket::bind((Ipv4Addr::from(OWN_POD), 4000)).unwrap();
@@ -177,7 +178,7 @@ fn maps_of_the_layout_before_are_taken_over_and_no_flow_loses_a_packet() {
     });
 }
 
-/// Opens the data path over what is pinned, as a starting agent does.
+/// Opens the data path over the pins, as a starting agent does.
 fn open(fs: &support::BpfFs) -> Dataplane {
     Dataplane::open(fs.path(), false).unwrap()
 }
@@ -187,7 +188,7 @@ fn who_leads_and_is_led_is_known_after_a_change_of_layout() {
     let Some(fs) = support::bpffs() else { return };
     let mut tables = leader_tables();
     let mut dataplane = open(&fs);
-    // This node leads the other by its own word, in a term that no table knows.
+    // This node leads the other one by its own word, in a term that no table has.
     tables.node.insert(MEMBER.into(), support::node(NODE_GATEWAY | NODE_LED));
     tables.lead[1] = word(Term::from_bits(7 << 16), 2);
     dataplane.write(&tables).unwrap();
@@ -199,7 +200,7 @@ fn who_leads_and_is_led_is_known_after_a_change_of_layout() {
     let directory = layout(fs.path(), LAYOUT_VERSION);
     assert_eq!(kept.iter().map(|(name, _)| (*name, id(&directory, name))).collect::<Vec<_>>(), kept);
     assert!(dataplane.held_senders()[&MEMBER.into()].flags & NODE_LED != 0);
-    // Kilo's rule is an earlier term.
+    // Kilo's rule counts as an earlier term.
     dataplane.write(&leader_tables()).unwrap();
     assert_eq!(read_tables(fs.path()).unwrap().lead[1], tables.lead[1]);
     assert_eq!(
@@ -214,7 +215,7 @@ fn a_map_that_held_something_else_or_has_another_shape_is_made_anew() {
     let Some(fs) = support::bpffs() else { return };
     drop(open(&fs));
     let before = as_layout_before(fs.path());
-    // Before the layout since which it holds the same.
+    // From a layout in which the map held something else.
     let nat = MAPS.iter().find(|map| map.name == name::NAT).unwrap();
     let earlier = layout(fs.path(), nat.since - 1);
     fs::create_dir(&earlier).unwrap();
@@ -222,7 +223,7 @@ fn a_map_that_held_something_else_or_has_another_shape_is_made_anew() {
     fs::remove_file(before.join(name::HOP)).unwrap();
     let other = "type array key 4 value 40 entries 4096 name hop";
     sh(&format!("bpftool map create {} {other}", before.join(name::HOP).display()));
-    // A later layout's may mean anything.
+    // A later layout's map may hold anything.
     let later = layout(fs.path(), LAYOUT_VERSION + 1);
     fs::create_dir(&later).unwrap();
     fs::rename(before.join(name::INBOUND), later.join(name::INBOUND)).unwrap();

@@ -1,5 +1,5 @@
-//! Real packets through the programs on links that differ: VLANs above an
-//! interface that has an address itself, uplinks without link-layer header.
+//! Real packets through the programs on special links: VLANs above an interface with its own address, and
+//! uplinks without link-layer header.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
@@ -37,7 +37,7 @@ fn a_priority_tag_is_taken_off_and_a_vlan_without_device_is_nobodys() {
         sender.send(&tagged(None, 2000));
         assert_eq!(heard(&pod).as_deref(), Some(&b"steered"[..]), "without a tag");
         assert_eq!(world.counted(Action::Deliver), 1);
-        // Priority 0 and 5.
+        // VLAN id 0, with priority 0 and 5.
         for (tag, delivered) in [(0, 2), (5 << 13, 3)] {
             sender.send(&tagged(Some(tag), 2000));
             assert_eq!(heard(&pod).as_deref(), Some(&b"steered"[..]), "with tag {tag:#x}");
@@ -46,7 +46,7 @@ fn a_priority_tag_is_taken_off_and_a_vlan_without_device_is_nobodys() {
         for tag in [7, 5 << 13 | 7] {
             sender.send(&tagged(Some(tag), 2000));
         }
-        // What comes last has been handled last.
+        // Once the last frame is handled, so are the others.
         sender.send(&tagged(None, 2000));
         assert_eq!(heard(&pod).as_deref(), Some(&b"steered"[..]));
         assert_eq!(world.counted(Action::Deliver), 4, "no device has VLAN 7: its frames are for no device");
@@ -64,7 +64,7 @@ fn frames_with_random_tags_are_delivered_when_they_are_of_no_vlan() {
         let mut random = Random::new(seed());
         let (mut of_none, mut of_vlans) = (0, 0);
         for _ in 0..300 {
-            // Priority and identifier, as random bytes have them or of priority alone.
+            // Random priority and VLAN id, or priority alone.
             let tag = u16::from_be_bytes([random.byte(), random.byte()]);
             let tag = random.pick(&[None, Some(tag), Some(tag & 0xf000)]);
             sender.send(&tagged(tag, 2000));
@@ -122,7 +122,7 @@ fn what_leaves_by_a_vlan_is_masqueraded_once_and_the_answer_comes_back() {
              ip address del 10.1.0.12/24 dev eth0; ip address add 10.1.0.12/24 dev eth0.7
              ip address add 192.0.2.1/24 dev eth0");
         world.tables.device.get_mut(&index("eth0")).unwrap().masq_v4 = PUBLIC;
-        // Whatever the source is, what the first program has made of it too.
+        // Masquerades every source, including what the first program has translated.
         world.tables.masq_dst.insert("198.51.100.0/24".parse().unwrap(), MASQ_FORCE);
         world.attach(&["eth0", "eth0.7"], &[]).await;
         world.masquerade_as(index("eth0.7"), SELF);
@@ -141,7 +141,7 @@ fn what_leaves_by_a_vlan_is_masqueraded_once_and_the_answer_comes_back() {
     });
 }
 
-/// Source address and the first pair of ports of an IPv4 packet without options.
+/// Source address and source port of an IPv4 packet without options.
 fn source(packet: &[u8]) -> ([u8; 4], u16) {
     (packet[12..16].try_into().unwrap(), u16::from_be_bytes([packet[20], packet[21]]))
 }
@@ -167,7 +167,7 @@ fn pods_behind_an_uplink_without_link_layer_are_masqueraded_both_ways() {
         pod.send_to(b"question", (outside, 53)).unwrap();
         let mut packet = tun.sent(6, protocol::UDP);
         assert_eq!(packet[8..24], support::PUBLIC_V6, "IPv6, too");
-        // What comes back is what left, with its ends swapped: the checksum stays.
+        // The reply is the packet with its ends swapped, which keeps the checksum.
         let (src, dst) = (packet[8..24].to_vec(), packet[24..40].to_vec());
         packet[8..24].copy_from_slice(&dst);
         packet[24..40].copy_from_slice(&src);
@@ -214,7 +214,7 @@ fn nodes_steer_to_each_other_over_a_link_without_link_layer() {
         tun.send(&steered(MEMBER, SELF, &udp(MEMBER_POD, OWN_POD, (1000, 2000), b"steered"))[14..]);
         assert_eq!(heard(&pod).as_deref(), Some(&b"steered"[..]));
         assert_eq!(world.counted(Action::Deliver), 1);
-        // To a pod by the route, to the node itself by the program on the uplink.
+        // The route steers packets to a pod, the program on the uplink those to the node itself.
         for (round, to) in [(1, MEMBER_POD), (2, MEMBER)] {
             pod.send_to(b"answer", (Ipv4Addr::from(to), 1000)).unwrap();
             let packet = tun.sent(4, protocol::IPIP);
@@ -223,12 +223,12 @@ fn nodes_steer_to_each_other_over_a_link_without_link_layer() {
             assert!(checksums_hold(&packet[20..]));
             assert_eq!(world.counted(Action::Steer), round);
         }
-        // On a leader what is for another location goes on to WireGuard.
+        // On a leader, packets to another location go on into WireGuard.
         tun.send(&steered(MEMBER, SELF, &udp(MEMBER_POD, REMOTE_POD, (1000, 2000), b"transit"))[14..]);
         tun.send(&steered(MEMBER, SELF, &udp(MEMBER_POD, OWN_POD, (1000, 2000), b"steered"))[14..]);
         assert_eq!(heard(&pod).as_deref(), Some(&b"steered"[..]));
         assert_eq!((world.counted(Action::Transit), world.counted(Action::Encrypt)), (1, 1));
-        // A packet that is too large for the outer header is answered as if from the node.
+        // A packet too large for the outer header gets an ICMP error as if from the node.
         pod.connect((Ipv4Addr::from(MEMBER), 1000)).unwrap();
         pod.send(&[7; 1481 - 28]).unwrap();
         let refused = std::iter::from_fn(|| Some(pod.send(&[7; 1481 - 28]))).take(1000).find_map(Result::err);

@@ -1,4 +1,4 @@
-//! The object loads, pins what it should, and is adopted again.
+//! The object loads, pins the expected maps, and is adopted again.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
@@ -18,12 +18,12 @@ fn every_program_loads_with_room_to_spare() {
         let info = dataplane.program(name).unwrap().info().unwrap();
         let verified = info.verified_instruction_count().unwrap_or(0);
         println!("{name}: {verified} instructions verified");
-        // All of them are what a first start waits for. Linux 6.1 asks for some sixth more than later ones.
+        // A first start waits for all of them. Linux 6.1 needs about a sixth more than later kernels.
         assert!(verified < 80_000, "{name} has the verifier look at {verified} instructions");
     }
 }
 
-/// As with a kernel that was built without it: nothing is read from there.
+/// Simulates a kernel built without BTF: nothing is read from it.
 #[test]
 fn it_loads_where_the_kernel_shows_no_btf() {
     netns::isolated("it_loads_where_the_kernel_shows_no_btf", || async {
@@ -53,7 +53,7 @@ fn a_file_system_that_we_mount_is_roots_alone() {
         let user = "setpriv --reuid 65534 --regid 65534 --clear-groups";
         assert!(!netns::succeeds(&format!("{user} mkdir /run/bpf/mine")));
         assert!(!netns::succeeds(&format!("{user} ls /run/bpf")));
-        // One that is there already stays as it is; what we make in it is root's alone.
+        // An existing file system keeps its mode; our directory in it is only root's.
         netns::sh("mkdir /run/open; mount -t bpf bpf /run/open; chmod 1777 /run/open");
         drop(Dataplane::open(std::path::Path::new("/run/open"), false).unwrap());
         assert_eq!(netns::sh("stat -c %a /run/open /run/open/kilo"), "1777\n700\n");
@@ -70,11 +70,11 @@ fn one_changed_prefix_is_one_write_and_one_of_its_place_in_the_array() {
     tables.prefix.remove(&"10.42.9.0/24".parse().unwrap());
     assert_eq!(dataplane.write(&tables).unwrap(), 2);
     assert_eq!(dataplane.write(&tables).unwrap(), 0);
-    // The next agent finds both as they are.
+    // The next agent finds both unchanged.
     drop(dataplane);
     let mut dataplane = Dataplane::open(fs.path(), false).unwrap();
     assert_eq!(dataplane.write(&tables).unwrap(), 0);
-    // A data path of before, which has no such array: everything else is adopted.
+    // An earlier data path has no such array: everything else is adopted.
     drop(dataplane);
     std::fs::remove_file(pin_directory(fs.path()).join("direct_v4")).unwrap();
     let mut dataplane = Dataplane::open(fs.path(), false).unwrap();
@@ -82,13 +82,13 @@ fn one_changed_prefix_is_one_write_and_one_of_its_place_in_the_array() {
     assert_eq!(dataplane.write(&tables).unwrap(), places.count() as u64);
 }
 
-/// The array that is asked before the trie, as it is pinned.
+/// The pinned array that programs consult before the trie.
 fn array(fs: &support::BpfFs) -> Array<MapData, u64> {
     let data = MapData::from_pin(pin_directory(fs.path()).join("direct_v4")).unwrap();
     Array::try_from(Map::Array(data)).unwrap()
 }
 
-/// An agent of before that version changes the trie and leaves the array; one that was ended has written half of it.
+/// An older agent changes the trie but not the array, and a killed one may have written half of it.
 #[test]
 fn what_another_agent_has_left_in_the_array_is_mended_by_the_next() {
     let Some(fs) = support::bpffs() else { return };
@@ -127,11 +127,11 @@ fn rubbish_that_is_no_map_is_replaced() {
     std::fs::remove_file(&pin).unwrap();
     std::fs::create_dir(&pin).unwrap();
     let error = Dataplane::open(fs.path(), false).err().map(|error| error.to_string());
-    // A directory is nothing we ever made: it is named, not removed.
+    // We never create a directory there: it is named, not removed.
     assert!(error.is_some_and(|error| error.contains("hop")));
 }
 
-/// Denies `bpf()` to this thread for good, as a seccomp profile of a container does.
+/// Permanently denies `bpf()` to this thread, as a container's seccomp profile does.
 fn forbid_bpf() {
     use nix::libc;
     let statement = |code: u32, jump_false: u8, k: u32| libc::sock_filter {
@@ -142,7 +142,7 @@ fn forbid_bpf() {
     };
     let number = u32::try_from(libc::SYS_bpf).unwrap();
     let denied = libc::SECCOMP_RET_ERRNO | u32::try_from(libc::EPERM).unwrap();
-    // The number is the first word of struct seccomp_data (include/uapi/linux/seccomp.h).
+    // The system call number is the first word of struct seccomp_data (include/uapi/linux/seccomp.h).
     let mut filter = [
         statement(libc::BPF_LD | libc::BPF_W | libc::BPF_ABS, 0, 0),
         statement(libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K, 1, number),

@@ -1,5 +1,4 @@
-//! What happens when a map is full: the change is refused with a clear message,
-//! and nothing else is hurt.
+//! A full map: the change is refused with a clear message, and nothing else is affected.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
@@ -29,7 +28,7 @@ fn every_map_of_the_object_is_as_its_row_in_the_table_says() {
     for entry in std::fs::read_dir(pin_directory(fs.path())).unwrap() {
         let path = entry.unwrap().path();
         let name = path.file_name().unwrap().to_string_lossy().into_owned();
-        // Programs have a directory of their own.
+        // Programs are pinned in a directory of their own.
         if path.is_dir() {
             assert_eq!(name, "programs");
             continue;
@@ -47,11 +46,11 @@ fn every_map_of_the_object_is_as_its_row_in_the_table_says() {
     assert!(missing.is_empty(), "{missing:?}");
 }
 
-/// Its first bytes read as the EtherType of IPv4: the WireGuard device has no
-/// Ethernet header, `BPF_PROG_TEST_RUN` wants one.
+/// Begins with the EtherType of IPv4: the WireGuard device has no Ethernet header, but `BPF_PROG_TEST_RUN`
+/// reads one.
 const POD: [u8; 4] = [8, 0, 1, 2];
 
-/// The leader's tables with that map grown to so many entries.
+/// The leader's tables with this map grown to `entries` entries.
 fn grown(map: &str, entries: u32) -> Tables {
     let mut tables = support::leader_tables();
     let v4 = |number: u32| IpNet::new(Ipv4Addr::from(0x6400_0000 + number).into(), 32).unwrap();
@@ -79,7 +78,7 @@ fn grown(map: &str, entries: u32) -> Tables {
         }
         name::MASQ_ADDR => {
             let own = std::net::IpAddr::from(support::PUBLIC);
-            // The address itself stands there once, too.
+            // The address itself also has one entry.
             tables.masq_addr.extend((0..entries - 1).map(|number| ((support::IFINDEX, v4(number)), own)));
         }
         name::NODE_V4 => {
@@ -120,13 +119,13 @@ fn a_full_map_takes_what_fits_refuses_one_more_and_hurts_nothing_else() {
             assert!(text.contains(said), "{said:?} is not in: {text}");
         }
         assert!(read_tables(fs.path()).unwrap() == before, "{map}: something was changed");
-        // A packet still goes its way.
+        // A packet is still steered.
         let packet = support::packet::udp(POD, support::MEMBER_POD, (1000, 2000), b"payload");
         let ran = support::packet::run(&mut dataplane, "kilo_egress", &packet);
         assert_eq!(ran.counted, ["steer"], "{map}");
 
-        // A trie takes seconds to fill, and an emulated machine (one CPU) minutes: one must do,
-        // but for KILO_FILL=all.
+        // Filling a trie takes seconds, on an emulated machine (one CPU) minutes: one must suffice, except
+        // with KILO_FILL=all.
         let alone = std::thread::available_parallelism().is_ok_and(|count| count.get() == 1);
         let all = std::env::var("KILO_FILL").is_ok_and(|text| text == "all");
         if !all && most > map_table::NODE_V4.size && (map != name::PREFIX_V4 || alone) {

@@ -1,4 +1,4 @@
-//! `uplink_egress` and `lan_ingress`: translation out and back.
+//! `uplink_egress` and `lan_ingress`: translation of packets and of their replies.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
@@ -101,7 +101,7 @@ fn used_up_ports_are_a_counted_drop() {
 #[test]
 fn a_port_a_host_socket_listens_on_is_not_taken() {
     let Some((_fs, mut dataplane, mut tables)) = open() else { return };
-    // The programs look in the namespace of the loopback device, with its address.
+    // The programs look for sockets in the loopback device's namespace, by its address.
     tables.device.get_mut(&support::IFINDEX).unwrap().masq_v4 = [127, 0, 0, 1];
     dataplane.write(&tables).unwrap();
     let socket = std::net::UdpSocket::bind("127.0.0.1:0").unwrap();
@@ -115,7 +115,7 @@ fn a_port_a_host_socket_listens_on_is_not_taken() {
 fn known_destinations_and_foreign_sources_are_left_alone() {
     const SERVICE: [u8; 4] = [10, 96, 0, 10];
     let Some((_fs, mut dataplane, mut tables)) = open() else { return };
-    // The mesh's own prefixes are excluded, too, and leave by no uplink: tests/bpf/clear.rs.
+    // The mesh's own prefixes are excluded, too, but never leave through an uplink: tests/bpf/clear.rs.
     tables.masq_dst.insert("10.96.0.0/12".parse().unwrap(), MASQ_EXCLUDE);
     dataplane.write(&tables).unwrap();
     for (src, dst) in [(OWN_POD, SERVICE), ([172, 16, 0, 1], OUTSIDE), (PUBLIC, OUTSIDE)] {
@@ -148,18 +148,18 @@ fn the_hosts_own_ping_and_a_pods_with_one_identifier_both_get_their_answers() {
     assert!(checksums_hold(&back.bytes[14..]));
 }
 
-/// An Ethernet frame that holds a UDP packet from this IPv6 address.
+/// An Ethernet frame with a UDP packet from this IPv6 address.
 fn udp_v6(src: [u8; 16], port: u16) -> Vec<u8> {
     let mut outside = PUBLIC_V6;
     outside[15] = 99;
     let mut frame = [&[0; 12][..], &[0x86, 0xdd, 0x60, 0, 0, 0, 0, 8, 17, 64], &src, &outside].concat();
     frame.extend(port.to_be_bytes());
-    // A checksum of zero stays as it is.
+    // A checksum of zero is kept.
     frame.extend([0, 53, 0, 8, 0, 0]);
     frame
 }
 
-/// A segment with a right checksum.
+/// A segment with a valid checksum.
 fn tcp(src: [u8; 4], port: u16) -> Vec<u8> {
     let mut segment =
         [&port.to_be_bytes()[..], &[0, 80], &[0; 8], &[0x50, 2, 0xff, 0xff, 0, 0, 0, 0]].concat();
@@ -180,7 +180,7 @@ fn the_fast_path_of_the_tunnels_packets_changes_nothing_for_any_packet() {
     let port = tables.config.wireguard_port;
     let pod_v6 = [0xfd, 0x42, 0, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 2];
     let with_options = {
-        // Where a header without options ends stands WireGuard's port.
+        // WireGuard's port, where the header would end without options.
         let options =
             [&port.to_be_bytes()[..], &[1, 1], &7000_u16.to_be_bytes(), &[0, 53, 0, 8, 0, 0]].concat();
         let mut ip = ipv4(PUBLIC, OUTSIDE, 17, 64, &options);
@@ -219,7 +219,7 @@ fn the_fast_path_of_the_tunnels_packets_changes_nothing_for_any_packet() {
             changed.push(name);
         }
     }
-    // What takes the slow path is seen there: every pod's, and the host's where a pod has its port.
+    // The slow path sees every pod's packets, and the host's where a pod uses the same port.
     assert_eq!(changed.iter().filter(|name| name.starts_with("a pod's")).count(), 6, "{changed:?}");
     assert_eq!(changed.iter().filter(|name| name.starts_with("the host's")).count(), 5, "{changed:?}");
     assert_eq!(changed.len(), 11, "{changed:?}");

@@ -1,5 +1,5 @@
-//! What masquerading does alike for IPv4 and IPv6: flows of each protocol,
-//! fragments, ports of the host; ICMP errors are in masquerade/errors.rs.
+//! Masquerading that is the same for IPv4 and IPv6: flows of each protocol, fragments, and the host's
+//! ports; ICMP errors are in masquerade/errors.rs.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
@@ -54,7 +54,7 @@ fn the_answer_to_any_translated_packet_comes_back_as_the_answer_to_the_packet_it
     let mut changed = 0;
     for _ in 0..2_000 {
         let side = &sides()[random.random_range(0..2)];
-        // Few pods, servers and ports: many flows want the same one.
+        // Few pods, servers and ports, so that many flows compete for the same port.
         let pod = neighbour(side.pod, random.random_range(2..6));
         let outside = neighbour(side.outside, random.random_range(2..5));
         let (own, theirs) = (random.random_range(5_000..5_020), random.random_range(50..53));
@@ -79,7 +79,7 @@ fn the_answer_to_any_translated_packet_comes_back_as_the_answer_to_the_packet_it
     assert!(changed > 100, "ports were changed {changed} times only");
 }
 
-/// A datagram put together again.
+/// Reassembles a datagram.
 fn whole(parts: [&[u8]; 2]) -> Vec<u8> {
     let (src, dst) = addresses(parts[0]);
     let payload = parts.map(|part| part[transport(part).offset..].to_vec()).concat();
@@ -91,7 +91,7 @@ fn fragments_follow_their_first_one_both_ways() {
     let Some(mut world) = World::new() else { return };
     for side in sides() {
         let Side { pod, public, outside, .. } = side;
-        // Another pod's flow, so that the port is changed.
+        // Another pod's flow forces a port change.
         let other = if pod.is_ipv4() { [10, 42, 1, 77].into() } else { "fd42:1::77".parse().unwrap() };
         world.out(&udp(other, outside, (5000, 53), b"x"));
         let data = vec![7; 2000];
@@ -135,7 +135,7 @@ fn a_port_of_the_hosts_later_flow_is_changed_when_a_pod_has_it() {
         assert_eq!((seen.dst, seen.ports), (public, (443, 5000)), "and the host's are the host's");
         let back = world.back(&tcp(outside, public, (443, 5000), 18));
         assert_eq!(read(&back.bytes).dst, pod);
-        // Where nobody else has it, nothing is done and nothing kept.
+        // Without a competing flow, nothing is changed and nothing is stored.
         let free = tcp(public, outside, (5001, 443), 2);
         assert_eq!(world.out(&free).bytes, frame(&free));
     }
@@ -147,7 +147,7 @@ fn the_tunnels_own_packets_are_not_looked_at() {
     let wireguard = world.tables.config.wireguard_port;
     for side in sides() {
         let Side { pod, public, outside, .. } = side;
-        // Even when a pod has the port: it was not given to it.
+        // Even when a pod uses the port: it did not get it on translation.
         let out = world.out(&udp(pod, outside, (wireguard, wireguard), b""));
         assert_ne!(read(&out.bytes).ports.0, wireguard, "WireGuard's port is never given away");
         let own = udp(public, outside, (wireguard, wireguard), b"encrypted");
@@ -251,7 +251,7 @@ fn a_full_table_of_flows_forgets_the_least_used_and_serves_new_and_forgotten_one
     let most = kilo_common::map_table::NAT.size as usize;
     let first = udp(v4.pod, v4.outside, (1_000, 53), b"");
     let port = read(&world.out(&first).bytes).ports.0;
-    // Twice as many flows as have room, to several destinations: each has its port.
+    // Twice as many flows as fit, to several destinations: each gets its port.
     for number in 0..most {
         let outside = neighbour(v4.outside, u8::try_from(100 + number / 50_000).unwrap());
         let port = u16::try_from(10_000 + number % 50_000).unwrap();
@@ -273,7 +273,7 @@ fn a_full_table_of_flows_forgets_the_least_used_and_serves_new_and_forgotten_one
     println!("{there} of {most} places used by {most} flows of two entries");
 }
 
-/// Entries of the table of flows, and one of them removed if wanted.
+/// Number of entries in the flow table; with `remove`, one of this direction is removed.
 fn flows(world: &mut World, remove: Option<u8>) -> usize {
     let map = world.dataplane.map("nat").unwrap();
     let mut table = aya::maps::HashMap::<_, NatKey, NatValue>::try_from(map).unwrap();
@@ -293,7 +293,7 @@ fn a_flow_that_lost_one_half_gets_it_back_with_its_next_packet() {
         let there = udp(pod, outside, (5000, 53), b"");
         let port = read(&world.out(&there).bytes).ports.0;
         let here = udp(outside, public, (53, port), b"");
-        // The other half is looked after once a second.
+        // The other half is checked once a second.
         let next_second = || time_passes(Duration::from_millis(1100), "the programs' clock counts seconds");
         assert_eq!(flows(&mut world, Some(NAT_INGRESS)), 2);
         next_second();
@@ -311,7 +311,7 @@ fn a_flow_that_lost_one_half_gets_it_back_with_its_next_packet() {
 fn two_processors_that_see_a_flow_first_at_once_agree_on_its_port() {
     let Some(mut world) = World::new() else { return };
     let [v4, _] = sides();
-    // A pod that has the ports already, so that each flow must search.
+    // Another pod already has the ports, so each flow must search.
     let flows_of = |pod: IpAddr| -> Vec<_> {
         (0..500u16).map(|number| frame(&udp(pod, v4.outside, (20_000 + number, 53), b""))).collect()
     };
@@ -343,7 +343,7 @@ fn two_processors_that_see_a_flow_first_at_once_agree_on_its_port() {
     assert_eq!(flows(&mut world, None), 2 * 2 * 500, "two entries a flow, no port locked for nothing");
 }
 
-/// When each half of the one flow there is had its last packet, the way out first.
+/// When each half of the only flow was last seen, the outbound half first.
 fn last_seen(world: &mut World) -> [u32; 2] {
     let map = world.dataplane.map("nat").unwrap();
     let table = aya::maps::HashMap::<_, NatKey, NatValue>::try_from(map).unwrap();
@@ -372,7 +372,7 @@ fn nat_gc_sees_each_second_in_which_an_established_flow_has_packets() {
     }
 }
 
-/// Makes every flow one that had its last packet long ago.
+/// Makes every flow look long unused.
 fn age(world: &mut World) {
     let map = world.dataplane.map("nat").unwrap();
     let mut table = aya::maps::HashMap::<_, NatKey, NatValue>::try_from(map).unwrap();
@@ -400,7 +400,7 @@ fn the_fast_path_of_an_established_flow_changes_packets_as_the_slow_path_does() 
             let data = vec![7; random.random_range(0..30)];
             let length = random.random_range(0..8);
             let odd = random.random_range(0..12);
-            // Mostly whole; with options, a fragment, longer or shorter than it is, or padded.
+            // Mostly whole, otherwise with options, a fragment, of a wrong length, or padded.
             let packet = |src, dst, ports: (u16, u16)| {
                 let mut packet = match kind {
                     0 => tcp(src, dst, ports, flags),
@@ -449,7 +449,7 @@ fn the_fast_path_of_an_established_flow_changes_packets_as_the_slow_path_does() 
     }
 }
 
-/// What the programs know of flows, without the times.
+/// The programs' flow entries without times.
 fn entries(world: &mut World) -> Vec<(NatKey, NatValue)> {
     let map = world.dataplane.map("nat").unwrap();
     let table = aya::maps::HashMap::<_, NatKey, NatValue>::try_from(map).unwrap();
@@ -464,12 +464,12 @@ fn the_fast_path_of_a_new_flow_does_what_the_slow_path_does() {
     let mut random = StdRng::seed_from_u64(seed());
     let [Side { pod, outside, .. }, _] = sides();
     let (Some(mut short), Some(mut long)) = (World::new(), World::new()) else { return };
-    // Addresses of which there might be several are looked for.
+    // With several possible addresses, programs look the address up.
     long.tables.config.flags |= CONFIG_SEVERAL_V4;
     long.dataplane.write(&long.tables).unwrap();
     let mut counted = std::collections::BTreeMap::new();
     for _ in 0..600 {
-        // Few of each, so that flows want the same ports; some sources and destinations stay as they are.
+        // Few of each, so that flows compete for ports; some sources and destinations are not masqueraded.
         let (pod, outside) =
             (neighbour(pod, random.random_range(2..8)), neighbour(outside, random.random_range(2..5)));
         let outside = if random.random_range(0..9) == 0 { IpAddr::from([10, 42, 2, 7]) } else { outside };

@@ -1,4 +1,4 @@
-//! Drops as a listener sees them.
+//! Drops as a listener receives them.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
@@ -69,7 +69,7 @@ fn a_drop_is_reported_with_reason_program_interface_and_headers() {
     assert_eq!(texts, ["10.1.0.99 > 10.1.0.11 ipip ttl 64", "10.42.2.2:1000 > 10.42.1.2:2000 udp ttl 64"]);
 }
 
-/// On a slow machine many drops take longer than the lease.
+/// Renews the lease meanwhile: on a slow machine, many drops take longer.
 fn drop_many(dataplane: &mut Dataplane, monitor: &mut Monitor, count: usize) {
     for index in 0..count {
         if index % 100 == 0 {
@@ -122,7 +122,7 @@ fn there_is_one_listener_and_after_it_has_gone_another() {
     drop_one(&mut dataplane);
     assert_eq!(events(&mut first).len(), 1, "who was refused does not end the other");
     drop(first);
-    // Nobody listens: nothing is kept for the next reader, which would not know from when it is.
+    // Without a listener nothing is kept for the next one, which could not know when it happened.
     drop_one(&mut dataplane);
     let mut killed = Monitor::open(fs.path(), &[], 1).unwrap();
     assert!(events(&mut killed).is_empty());
@@ -139,7 +139,7 @@ fn an_agent_that_restarts_does_not_end_the_listening() {
     let mut monitor = Monitor::open(fs.path(), &[], 1).unwrap();
     drop(dataplane);
     let mut next = Dataplane::open(fs.path(), false).unwrap();
-    // Where a kernel is emulated it verifies the programs for longer than the lease.
+    // An emulated kernel verifies the programs for longer than the lease.
     monitor.renew().unwrap();
     drop_one(&mut next);
     assert_eq!(events(&mut monitor).len(), 1);
@@ -166,7 +166,7 @@ fn kgctl(bpffs: &Path, arguments: &[&str]) -> Command {
     command
 }
 
-/// Drops packets until the listener, whose start takes a while, has seen enough.
+/// Drops packets until the listener, which takes a while to start, has seen enough.
 fn listen(arguments: &[&str], lines: usize) -> Option<(Vec<String>, String)> {
     let (fs, mut dataplane) = open()?;
     let mut child = Kgctl(kgctl(fs.path(), arguments).spawn().unwrap());

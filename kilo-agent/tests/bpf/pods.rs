@@ -1,5 +1,5 @@
-//! `uplink_egress`: what pods send to other nodes of the location themselves;
-//! `lan_ingress`: what such nodes send to pods.
+//! `uplink_egress` for packets of pods to other nodes' own addresses; `lan_ingress` for packets from those
+//! nodes to pods.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
@@ -26,7 +26,7 @@ fn open(tables: &Tables) -> Option<(support::BpfFs, Dataplane)> {
     Some((fs, dataplane))
 }
 
-/// The packet in a frame with link-layer addresses that can be told apart.
+/// The packet in a frame with distinguishable link-layer addresses.
 fn frame(packet: &[u8]) -> Vec<u8> {
     let mut frame = ethernet(packet);
     frame[..6].copy_from_slice(&[2, 0, 0, 0, 0, 0xb]);

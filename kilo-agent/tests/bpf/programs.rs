@@ -1,4 +1,4 @@
-//! Programs that an earlier agent of the same build has pinned are taken over, and nothing else is.
+//! Programs pinned by an earlier agent of the same build are adopted, and no others.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
@@ -17,10 +17,10 @@ use kilo_host::{
 
 use crate::{netns, support, wait};
 
-/// Programs that are loaded whatever interfaces there are.
+/// Number of programs loaded whatever the interfaces.
 const ALWAYS: usize = PROGRAMS.len() - ON_DEMAND.len();
 
-/// Pins of programs by the name of the program.
+/// Pin of each program, by program name.
 fn pins(bpffs: &Path) -> BTreeMap<String, PathBuf> {
     let builds: Vec<_> =
         fs::read_dir(pin_directory(bpffs).join("programs")).unwrap().map(|it| it.unwrap().path()).collect();
@@ -36,7 +36,7 @@ fn pins(bpffs: &Path) -> BTreeMap<String, PathBuf> {
         .collect()
 }
 
-/// From a stranger. `BPF_PROG_TEST_RUN` reads its address as the EtherType of IPv4.
+/// A packet from a stranger. `BPF_PROG_TEST_RUN` reads its address as the EtherType of IPv4.
 fn without_link_layer() -> Vec<u8> {
     support::packet::steered([8, 0, 0, 99], support::SELF, &[0; 40]).split_off(14)
 }
@@ -63,7 +63,7 @@ fn the_next_agent_of_the_same_build_takes_all_programs_over() {
     assert!(ran.counted.contains(&"unknown_sender"), "{ran:?}");
 }
 
-/// A descriptor of a map's or program's id would need `CAP_SYS_ADMIN`.
+/// Opening a map or program by id would need `CAP_SYS_ADMIN`.
 #[test]
 fn the_rights_of_the_daemonset_suffice_to_take_programs_over() {
     let Some(fs) = support::bpffs() else { return };
@@ -86,18 +86,18 @@ fn programs_with_a_log_are_not_taken_over_and_do_not_take_over() {
         let loaded = Dataplane::open(fs.path(), true).unwrap().loaded();
         assert_eq!(loaded, PROGRAMS.len(), "nobody reads the log of an earlier agent's");
     }
-    // The maps are the same: the first agent's programs are as good as they were.
+    // The maps are the same, so the first agent's programs remain usable.
     assert_eq!(Dataplane::open(fs.path(), false).unwrap().loaded(), 0);
 }
 
-/// Its programs still write into the map that is gone.
+/// The pinned programs still write into the removed map.
 #[test]
 fn programs_with_another_map_than_the_pinned_one_are_loaded_anew() {
     let (Some(fs), Some(elsewhere)) = (support::bpffs(), support::bpffs()) else { return };
     for path in [fs.path(), elsewhere.path()] {
         drop(Dataplane::open(path, false).unwrap());
     }
-    // One of the same shape, and none that every program uses.
+    // A map of the same shape that not every program uses.
     let map = aya::maps::MapData::from_pin(pin_directory(elsewhere.path()).join("inbound")).unwrap();
     fs::remove_file(pin_directory(fs.path()).join("inbound")).unwrap();
     map.pin(pin_directory(fs.path()).join("inbound")).unwrap();
@@ -115,7 +115,7 @@ fn a_pin_that_is_not_what_its_name_says_is_not_put_on_a_hook() {
     let former = id(&mut first, "kilo_ingress");
     drop(first);
     let there = pins(fs.path());
-    // Another program of ours; one of somebody else; a map.
+    // Another program of ours, a foreign one, and a map.
     fs::remove_file(&there["kilo_egress"]).unwrap();
     fs::rename(&there["lan_ingress"], &there["kilo_egress"]).unwrap();
     let _foreign = support::foreign::program(&there["lan_ingress"]);
@@ -147,7 +147,7 @@ fn where_others_may_write_nothing_is_taken_over() {
     assert_eq!(Dataplane::open(fs.path(), false).unwrap().loaded(), ALWAYS, "somebody else's directory");
 }
 
-/// An agent that ends while it pins leaves some; those of one load alone share the maps that are not pinned.
+/// An agent that ends while pinning leaves some pins; only programs of one load share the unpinned maps.
 #[test]
 fn where_one_program_is_missing_all_are_loaded_anew() {
     let Some(fs) = support::bpffs() else { return };
@@ -157,7 +157,7 @@ fn where_one_program_is_missing_all_are_loaded_anew() {
     assert_eq!(Dataplane::open(fs.path(), false).unwrap().loaded(), 0);
 }
 
-/// Else they would use maps that nobody fills.
+/// Otherwise they would use maps that nobody fills.
 #[test]
 fn what_is_loaded_late_uses_the_maps_of_the_others_or_is_not_loaded() {
     let Some(fs) = support::bpffs() else { return };
@@ -179,7 +179,7 @@ fn what_is_loaded_late_uses_the_maps_of_the_others_or_is_not_loaded() {
     assert_eq!(pins(fs.path()).len(), ALWAYS);
 }
 
-/// Pins of two loads would be of programs that do not share their memory.
+/// Programs of two loads do not share their unpinned maps.
 #[test]
 fn what_is_left_of_a_late_load_goes_before_the_next() {
     let Some(fs) = support::bpffs() else { return };
@@ -194,7 +194,8 @@ fn what_is_left_of_a_late_load_goes_before_the_next() {
     assert_eq!(fs::read_dir(build).unwrap().count(), PROGRAMS.len(), "no program has two pins");
 }
 
-/// An uplink that needs them finds them there, and a data path that is closed meanwhile leaves no half.
+/// An uplink that needs the programs finds them loaded, and closing the data path meanwhile leaves no
+/// partial load.
 #[test]
 fn a_thread_loads_what_is_loaded_late_and_ends_with_the_data_path() {
     let Some(fs) = support::bpffs() else { return };
@@ -219,7 +220,7 @@ fn a_thread_loads_what_is_loaded_late_and_ends_with_the_data_path() {
     assert_eq!(dataplane.loaded(), PROGRAMS.len());
 }
 
-/// What the verifier refuses costs a tenth of a second, and it refuses it again.
+/// A load that the verifier refuses costs a tenth of a second, and would fail again.
 #[test]
 fn what_the_kernel_refuses_it_is_asked_again_when_something_changed() {
     netns::isolated("what_the_kernel_refuses_it_is_asked_again_when_something_changed", || async {
@@ -229,7 +230,7 @@ fn what_the_kernel_refuses_it_is_asked_again_when_something_changed() {
             let first = error(&mut dataplane).to_string();
             assert!(first.contains("not permitted"), "{first}");
         });
-        // Now it would not refuse them.
+        // A retry would succeed.
         let second = error(&mut dataplane).to_string();
         assert!(second.contains("not retried yet"), "{second}");
         dataplane.load_late_beside();
@@ -237,7 +238,7 @@ fn what_the_kernel_refuses_it_is_asked_again_when_something_changed() {
         assert!(third.contains("not retried yet"), "nor by a thread: {third}");
         let (net, none, tun) = (Net::new().unwrap(), BTreeSet::new(), BTreeSet::from([7]));
         for (layer3, is_asked) in [(&none, false), (&tun, true)] {
-            // Nothing is attached, but what has appeared is said.
+            // Nothing is attached, but the call reports new interfaces.
             let interfaces = Interfaces { kilo: u32::MAX, uplinks: &none, layer3, tunnels: &none };
             drop(dataplane.attach(&net, interfaces).await.unwrap());
             assert_eq!(dataplane.program("l3_ingress").is_ok(), is_asked, "{layer3:?}");
@@ -245,13 +246,13 @@ fn what_the_kernel_refuses_it_is_asked_again_when_something_changed() {
     });
 }
 
-/// Pins save the next agent's time. This one works without.
+/// Pins only save the next agent's time; this one works without.
 #[test]
 fn programs_that_cannot_be_pinned_work_all_the_same() {
     netns::isolated("programs_that_cannot_be_pinned_work_all_the_same", || async {
         let path = Path::new("/run/bpf");
         drop(Dataplane::open(path, false).unwrap());
-        // What is mounted can neither be removed nor hold a pin.
+        // A mounted directory can neither be removed nor hold a pin.
         let programs = pin_directory(path).join("programs");
         netns::sh(&format!("mount -t tmpfs tmpfs {}", programs.display()));
         for _ in 0..2 {
@@ -268,7 +269,7 @@ fn programs_that_cannot_be_pinned_work_all_the_same() {
     });
 }
 
-/// The types of the whole kernel are read for it, and each thread of the allocator's keeps what it has freed.
+/// Loading reads the types of the whole kernel, and each thread of the allocator keeps what it has freed.
 #[test]
 fn what_was_needed_to_load_the_programs_is_given_back() {
     netns::isolated("what_was_needed_to_load_the_programs_is_given_back", || async {

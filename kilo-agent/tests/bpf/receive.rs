@@ -1,4 +1,4 @@
-//! `lan_ingress`: which packets a node takes from its network, and from which senders.
+//! `lan_ingress`: which packets a node accepts from its network, and from which senders.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
@@ -30,7 +30,7 @@ use support::{
     },
 };
 
-/// Ethernet and IPv4 header: `BPF_PROG_TEST_RUN` takes no less (since Linux 6.17).
+/// Length of Ethernet and IPv4 header, the least that `BPF_PROG_TEST_RUN` accepts (since Linux 6.17).
 const SHORTEST: usize = 34;
 
 fn open(tables: &Tables) -> Option<(support::BpfFs, Dataplane)> {
@@ -55,7 +55,7 @@ fn a_steered_packet_for_a_local_pod_is_decapsulated_and_delivered() {
 
 #[test]
 fn wireguard_sends_nothing_through_itself() {
-    // The kernel takes bytes 12 and 13 for the protocol, which begin the source.
+    // The kernel reads the protocol from bytes 12 and 13, where the source begins.
     let (own, pod, wireguard) = ([8, 0, 0, 2], [8, 0, 0, 3], [8, 0, 0, 4]);
     let mut tables = leader_tables();
     (tables.config.private_v4, tables.config.wireguard_v4) = (own, wireguard);
@@ -96,7 +96,7 @@ fn wireguard_gets_nothing_from_an_address_that_is_reached_through_it() {
     );
 }
 
-/// What the array says of a sender goes with the sender: with its entry, and with the interface it may come by.
+/// The array's value for a sender goes when its entry goes, and when it may no longer use the interface.
 #[test]
 fn a_sender_that_is_revoked_sends_no_transit() {
     let Some((_fs, mut dataplane)) = open(&leader_tables()) else { return };
@@ -125,19 +125,19 @@ fn a_leader_sends_transit_on_with_a_lower_ttl_and_a_right_checksum() {
     assert!(checksums_hold(&ran.bytes[14..]));
 }
 
-/// `kilo_egress` of the tables, after `lan_ingress` of a leader had `inner`.
+/// Counters of `kilo_egress` with these tables, after a leader's `lan_ingress` had `inner`.
 fn then_egress(tables: &Tables, inner: &[u8]) -> Option<Vec<&'static str>> {
     let mut control_block = [0; 20];
     let (_fs, mut leader) = open(&leader_with_a_second())?;
     let ran = run_with(&mut leader, "lan_ingress", &steered(MEMBER, SELF, inner), &mut control_block);
     assert_eq!(ran.counted, ["transit"]);
-    // A packet for which they have another way shows whether the tables are asked.
+    // A packet that the tables would send elsewhere shows whether they are consulted.
     let (_fs, mut dataplane) = open(tables)?;
     let other = udp([8, 0, 1, 2], MEMBER_POD, (1, 2), b"payload");
     Some(run_with(&mut dataplane, "kilo_egress", &other, &mut control_block).counted)
 }
 
-/// The leader's tables where the member still counts as one, too.
+/// The leader's tables, in which the member still counts as a gateway, too.
 fn leader_with_a_second() -> Tables {
     let mut tables = leader_tables();
     let cidrs = ["10.42.2.0/24".parse().unwrap()];
@@ -158,13 +158,14 @@ fn what_lan_ingress_has_checked_goes_to_wireguard_without_another_look_and_only_
     assert_eq!(then_egress(&tables, &own).unwrap(), ["steer"], "nor where WireGuard is not the way out");
 }
 
-/// `kilo_ingress` of tables that would send each packet on, after `lan_ingress` of these tables had `inner`.
+/// Counters of `kilo_ingress`, after `lan_ingress` of these tables had `inner`; the packet is one that the
+/// tables would forward.
 fn then_ingress(tables: &Tables, inner: &[u8]) -> Option<Vec<&'static str>> {
     let mut control_block = [0; 20];
     let (_fs, mut dataplane) = open(tables)?;
     let ran = run_with(&mut dataplane, "lan_ingress", &steered(MEMBER, SELF, inner), &mut control_block);
     assert_eq!(ran.counted, ["deliver"]);
-    // The kernel takes bytes 12 and 13 for the protocol, which begin the source.
+    // The kernel reads the protocol from bytes 12 and 13, where the source begins.
     let other = udp([8, 0, 1, 2], MEMBER_POD, (1, 2), b"payload");
     Some(run_with(&mut dataplane, "kilo_ingress", &other, &mut control_block).counted)
 }
@@ -277,7 +278,7 @@ fn no_truncation_and_no_flipped_byte_gets_past_the_checks() {
             frame[at] = value;
             frame.truncate(length);
             let ran = run(&mut dataplane.borrow_mut(), "lan_ingress", &frame);
-            // Whatever it is: passed untouched, dropped for one reason, or redirected and counted.
+            // Every packet passes untouched, is dropped for one reason, or is redirected and counted.
             match ran.verdict {
                 PASS => prop_assert_eq!((ran.bytes, ran.counted.len()), (frame, 0)),
                 SHOT => prop_assert_eq!(ran.counted.len(), 1),
@@ -324,7 +325,7 @@ fn program_and_model_agree_on_random_steered_packets() {
 #[test]
 fn a_mark_of_congestion_outlives_the_outer_header() {
     let mut tables = leader_tables();
-    // The fast path wants to know the prefix of the sender's pods.
+    // The fast path needs the prefix of the sender's pods.
     let cidrs = ["10.42.2.0/24".parse().unwrap()];
     let interfaces = tables.node[&MEMBER.into()].interfaces;
     let value = NodeValue { interfaces, ..sender(&tables.prefix, MEMBER_HOP, 0, &cidrs) };
@@ -363,14 +364,14 @@ fn a_mark_of_congestion_outlives_the_outer_header() {
     }
 }
 
-/// VXLAN of a node, as its program writes it.
+/// A VXLAN frame as a node's program writes it.
 fn in_vxlan(from: [u8; 4], to: [u8; 4], inner: &[u8]) -> Vec<u8> {
     let mut frame = [0; ETHERNET_LEN + VXLAN_OVERHEAD];
     encap::vxlan_frame(&mut frame, &from, &to, &packet::carried(inner));
     [&frame[..], inner].concat()
 }
 
-/// Tables in which the member's packets come by another interface than that of the tests.
+/// Tables in which the member's packets arrive on another interface than the tests'.
 fn elsewhere(mut tables: Tables) -> Tables {
     tables.config.vxlan_ifindex = 7;
     tables.node.get_mut(&MEMBER.into()).unwrap().interfaces = [7, 8, 0, 0];
@@ -441,12 +442,13 @@ fn what_must_not_be_sent_in_clear_is_not_received_in_clear() {
                 "{src:?}: not for the mesh"
             );
         }
-        // A host of the network that has a route to the pods, and another node, which nobody has to hide.
+        // Packets of a host with a route to the pods, or of another node itself, need no encryption.
         for src in [[10, 1, 0, 77], MEMBER, OUTSIDE] {
             let frame = ethernet(&udp(src, OWN_POD, (1, 2), b"payload"));
             assert_eq!(run(&mut dataplane, "lan_ingress", &frame).verdict, PASS, "{src:?}");
         }
-        // Beside another CNI pods' packets come as it sends them, and so they may where nodes send without outer header.
+        // Beside another CNI, pods' packets arrive as that CNI sends them; so they may where nodes send
+        // without outer header.
         let mut beside = tables.clone();
         beside.prefix.insert(
             "10.42.1.0/24".parse().unwrap(),
@@ -481,7 +483,7 @@ fn the_vxlan_device_gets_what_a_node_sent_to_the_private_address_and_nothing_els
     drops_as(&run(&mut dataplane, "lan_ingress", &forged), "unknown_sender");
     dataplane.write(&elsewhere(leader_tables())).unwrap();
     drops_as(&run(&mut dataplane, "lan_ingress", &whole), "wrong_interface");
-    // To another address: the stack's, and at the device nobody has said that it was checked.
+    // Sent to another address, it is the stack's; at the VXLAN device nothing marks it as checked.
     let public = in_vxlan(MEMBER, support::PUBLIC, &inner);
     assert_eq!(run(&mut dataplane, "lan_ingress", &public).verdict, PASS);
     drops_as(&run(&mut dataplane, "tunnel_ingress", &ethernet(&inner)), "unchecked");
@@ -509,11 +511,11 @@ fn nobody_but_our_programs_and_devices_sends_to_a_nodes_vxlan_port() {
         let signal = [&[0, 1, 7, 8][..], b"kgs1", &[0; 56]].concat();
         let signal = ethernet(&udp(SELF, MEMBER, (VXLAN_PORT, VXLAN_PORT), &signal));
         drops_as(&run(&mut dataplane, "uplink_egress", &signal), "forged_vxlan");
-        // Too short to say what the whole datagram begins with.
+        // Too short to tell how the whole datagram begins.
         let mut first = ethernet(&udp(SELF, MEMBER, (53, VXLAN_PORT), b"a"));
         first[14 + 6] = 0x20;
         drops_as(&run(&mut dataplane, "uplink_egress", &first), "forged_vxlan");
-        // To somebody else, or another port: nothing to do with the mesh.
+        // To a foreign host or another port: unrelated to the mesh.
         let outside = in_vxlan(SELF, [192, 0, 2, 99], &inner);
         assert_eq!(run(&mut dataplane, "uplink_egress", &outside).verdict, PASS);
         let dns = ethernet(&udp(SELF, MEMBER, (1, 53), b"x"));
@@ -527,7 +529,7 @@ fn answers_to_a_flow_that_masquerading_gave_the_vxlan_port_pass() {
     for answer in [&b"x"[..], b"\x08\x00\x85\x80 as DNS", b"\x00\x01\x85\x80 as DNS"] {
         let sent = ethernet(&udp(SELF, MEMBER, (53, VXLAN_PORT), answer));
         assert_eq!(run(&mut dataplane, "uplink_egress", &sent).verdict, PASS);
-        // From another node, and from somebody outside: programs behind this one have to see it.
+        // From another node and from outside: programs after this one must see it.
         for from in [MEMBER, [192, 0, 2, 99]] {
             let received = ethernet(&udp(from, SELF, (53, VXLAN_PORT), answer));
             assert_eq!(run(&mut dataplane, "lan_ingress", &received).verdict, PASS);

@@ -1,4 +1,4 @@
-//! Relays: what passes between the two ends of a pair, what an agent hears, and what strangers get.
+//! Relays: what passes between the two ends of a pair, what the agent hears, and how strangers are refused.
 
 mod hops;
 
@@ -33,12 +33,12 @@ const ID: u64 = 0x2222_2222_2222_2222;
 const KEY: [u64; 2] = [7, 9];
 const WIREGUARD: u16 = 51_820;
 
-/// The same host's address in the other family.
+/// IPv6 address of the same host.
 fn v6([a, b, c, d]: [u8; 4]) -> [u8; 16] {
     [0x20, 1, 0x0d, 0xb8, 0, 0, 0, 0, 0, 0, 0, 0, a, b, c, d]
 }
 
-/// An address as tables have it.
+/// The address as relay maps store it.
 fn mapped(addr: [u8; 4], is_v6: bool) -> [u8; 16] {
     if is_v6 { v6(addr) } else { Ipv4Addr::from(addr).to_ipv6_mapped().octets() }
 }
@@ -62,7 +62,8 @@ fn pair() -> BTreeMap<u16, Port> {
     pair_by(false)
 }
 
-/// A host with the relay's address, which forwards what is for others. The programs run on its `lo`.
+/// Sets up a host with the relay's address, which forwards packets for others. The programs run on its
+/// `lo`.
 fn forwards() {
     sh("ip link set lo up; ip address add 10.1.0.11/32 dev lo
         ip address add 2001:db8::a01:b/128 dev lo nodad
@@ -94,7 +95,7 @@ impl Bench {
         run(&mut self.dataplane, "lan_ingress", &ethernet(&udp(from.0, SELF, (from.1, to), data)))
     }
 
-    /// The same over IPv6, between the same hosts.
+    /// IPv6 counterpart of `arrives`, between the same hosts.
     fn arrives_v6(&mut self, from: ([u8; 4], u16), to: u16, data: &[u8]) -> Ran {
         let packet = udp_v6(v6(from.0), v6(SELF), (from.1, to), data);
         run(&mut self.dataplane, "lan_ingress", &ethernet(&packet))
@@ -113,7 +114,7 @@ impl Bench {
     }
 }
 
-/// A datagram of WireGuard's transport.
+/// A WireGuard transport data message with `length` bytes.
 fn data(length: usize) -> Vec<u8> {
     [4, 0, 0, 0].into_iter().chain((0..length).map(|at| at as u8)).collect()
 }
@@ -147,7 +148,7 @@ fn each_end_reaches_the_other_and_both_see_the_relay_alone() {
     assert!(bench.ports().values().all(|port| port.packets == 3));
 }
 
-/// A bound pair on a host whose interface 77 has a neighbour for the other end.
+/// A bound pair on a host with a neighbour entry for the other end on interface 77.
 fn pair_on_a_link(is_v6: bool, rate: u16) -> BTreeMap<u16, Port> {
     forwards();
     sh("ip link add uplink index 77 type veth peer name other; ip link set uplink up; ip link set other up
@@ -159,12 +160,13 @@ fn pair_on_a_link(is_v6: bool, rate: u16) -> BTreeMap<u16, Port> {
     ports
 }
 
-/// Where an IP packet has its addresses, its hop limit and its UDP header.
+/// Offsets of addresses, hop limit and UDP header in an IP packet.
 fn offsets(is_v6: bool) -> (usize, usize, usize) {
     if is_v6 { (8, 7, 40) } else { (12, 8, 20) }
 }
 
-/// Whole datagrams whose next hop the kernel knows are sent by the fast path, with the bytes of the slow one.
+/// The fast path sends whole datagrams whose next hop the kernel knows, with the same bytes as the slow
+/// path.
 #[test]
 fn the_fast_path_sends_what_the_slow_one_sends() {
     isolated("the_fast_path_sends_what_the_slow_one_sends", || async { fast_as_slow(false) });
@@ -180,12 +182,12 @@ fn fast_as_slow(is_v6: bool) {
     let Some(mut bench) = Bench::of(&ports) else { return };
     let fast = relayed(&mut bench, is_v6);
     sh("ip neighbour del 203.0.113.2 dev uplink; ip neighbour del 2001:db8::cb00:7102 dev uplink");
-    // Which makes programs ask anew.
+    // This makes programs look the next hop up again.
     RelayMaps::open(bench.fs.path()).unwrap().write_ports(&ports).unwrap();
     let slow = relayed(&mut bench, is_v6);
     assert_eq!(fast, slow);
     assert_eq!(bench.ports().values().map(|port| port.packets).sum::<u64>(), 2 * fast.len() as u64);
-    // Strangers, and bytes that are not WireGuard's, are refused by it as well.
+    // The fast path also refuses strangers, and bytes that are not WireGuard's.
     let mut arrives = |from, bytes: &[u8]| match is_v6 {
         true => bench.arrives_v6(from, FOR_X, bytes),
         false => bench.arrives(from, FOR_X, bytes),
@@ -194,14 +196,14 @@ fn fast_as_slow(is_v6: bool) {
     drops(&arrives((X, X_PORT), b"GET / HTTP/1.1\r\n\r\n"), "relay_stranger");
 }
 
-/// What becomes of datagrams of many lengths and checksums.
+/// Frames that result from relaying datagrams of several lengths, with and without checksum.
 fn relayed(bench: &mut Bench, is_v6: bool) -> Vec<Vec<u8>> {
     let (addresses, hops, at) = offsets(is_v6);
     let ends: Vec<u8> = if is_v6 { [v6(SELF), v6(Y)].concat() } else { [SELF, Y].concat() };
     let mut all = Vec::new();
     for round in 0..50u32 {
         for (length, has_sum) in [(32, true), (93, true), (1300, true), (93, false)] {
-            // Other bytes each time: so are the checksums.
+            // Different bytes each time give different checksums.
             let number = (round * 4 + all.len() as u32).wrapping_mul(0x0103_0507);
             let bytes = [data(length), number.to_be_bytes().to_vec()].concat();
             let mut packet = match is_v6 {
@@ -237,7 +239,8 @@ fn so_it_is_over_ipv6() {
     isolated("so_it_is_over_ipv6", || async { each_end_has_its_rate(true) });
 }
 
-/// 1 Mbit/s: a burst of the largest packet, and 125 bytes a millisecond. One end's packets take the fast path, the
+/// At 1 Mbit/s: a burst of the largest packet, and 125 bytes per millisecond. One end's packets take the
+/// fast path, the other's the kernel's, which has no neighbour entry there.
 /// other's the kernel's, which knows no neighbour there.
 fn each_end_has_its_rate(is_v6: bool) {
     const LENGTH: usize = 1200;
@@ -255,11 +258,11 @@ fn each_end_has_its_rate(is_v6: bool) {
         let took = started.elapsed();
         let count = |reason| ran.iter().filter(|ran| ran.counted == [reason]).count();
         assert_eq!(count("relay") + count("relay_limit"), PACKETS);
-        // The clock ticks each 10 ms at least.
+        // The clock ticks at least every 10 ms.
         let most = BURST + 125 * (usize::try_from(took.as_millis()).unwrap() + 20);
         let passed = frame * count("relay");
         assert!((BURST - frame..=most).contains(&passed), "{passed} of {most} in {took:?}");
-        // An emulated machine may send so slowly that its rate suffices.
+        // An emulated machine may send so slowly that it stays within the rate.
         assert!(count("relay_limit") > 0 || frame * PACKETS <= most, "in {took:?}");
         crate::wait::pace(std::time::Duration::from_millis(60));
         assert_eq!(arrives(from, to).counted, ["relay"], "after a while the rate is there again");
@@ -290,7 +293,7 @@ fn over_ipv6_each_end_reaches_the_other_too() {
     let datagram = udp_v6(v6(X), v6(SELF), (X_PORT, FOR_X), &data(40));
     let last = ethernet(&ipv6(v6(X), v6(SELF), 17, 1, &datagram[40..]));
     assert_eq!(run(&mut bench.dataplane, "lan_ingress", &last).verdict, PASS, "its last hop");
-    // What is bound by one family is free by the other.
+    // A port bound over one family is free in the other.
     assert_eq!(bench.arrives((X, X_PORT), FOR_X, &data(100)).verdict, PASS);
     assert!(bench.ports().values().all(|port| port.packets == 3));
 }
@@ -310,15 +313,15 @@ fn strangers_get_nothing_and_are_counted() {
     for (from, to) in [
         ((STRANGER, X_PORT), FOR_X),
         ((X, X_PORT + 1), FOR_X),
-        // The pair's other end has a port of its own.
+        // The pair's other end must use its own port.
         ((Y, Y_PORT), FOR_X),
         ((X, X_PORT), FOR_Y),
     ] {
         drops(&bench.arrives(from, to, &data(100)), "relay_stranger");
     }
-    // An answer to a flow that the host's own NAT has given the port.
+    // A reply to a flow to which the host's own NAT has assigned the port.
     assert_eq!(bench.arrives((STRANGER, 443), FOR_X, &[0x40; 100]).verdict, PASS);
-    // The right end with something that is not WireGuard's.
+    // The right end, but with bytes that are not WireGuard's.
     drops(&bench.arrives((X, X_PORT), FOR_X, b"GET / HTTP/1.1\r\n\r\n"), "relay_stranger");
     let elsewhere = run(
         &mut bench.dataplane,
@@ -327,14 +330,14 @@ fn strangers_get_nothing_and_are_counted() {
     );
     assert_eq!((elsewhere.verdict, elsewhere.counted), (PASS, vec![]), "another address");
     assert!(bench.ports().values().all(|port| port.packets == 0));
-    // Nor is TCP a relay's.
+    // A relay does not handle TCP.
     let mut tcp = udp(X, SELF, (X_PORT, FOR_X), &data(100));
     tcp[9] = 6;
     tcp[10..12].fill(0);
     let sum = kilo_common::checksum::header(tcp[..20].try_into().unwrap());
     tcp[10..12].copy_from_slice(&sum.to_be_bytes());
     assert_eq!(run(&mut bench.dataplane, "lan_ingress", &ethernet(&tcp)).verdict, PASS);
-    // A port that no pair has is the stack's.
+    // A port without a pair belongs to the stack.
     assert_eq!(bench.arrives((STRANGER, 1), FIRST_PORT + 9, &data(100)).verdict, PASS);
 }
 
@@ -374,7 +377,7 @@ fn messages_with_the_right_tag_are_heard_and_others_are_counted() {
         forwards();
         let Some(mut bench) = Bench::of(&pair()) else { return };
         let ask = message(Kind::Ask).write(Key(KEY));
-        // From wherever: a NAT may have changed the port.
+        // From any source: a NAT may have changed the port.
         for (port, kind) in [(FOR_X, Kind::Ask), (WIREGUARD, Kind::Try), (WIREGUARD, Kind::Offer)] {
             let ran = bench.arrives((STRANGER, 7), port, &message(kind).write(Key(KEY)));
             assert_eq!((ran.verdict, &ran.counted[..]), (SHOT, &["hear"][..]), "{kind:?}");
@@ -396,7 +399,7 @@ fn messages_with_the_right_tag_are_heard_and_others_are_counted() {
         }
         drops(&bench.arrives((STRANGER, 7), WIREGUARD, &ask[..56]), "malformed");
         assert_eq!(bench.heard().await, []);
-        // What is sent on is not heard here: the other end answers it.
+        // A relayed message is not heard here: the other end responds to it.
         let ran = bench.arrives((X, X_PORT), FOR_X, &message(Kind::Try).write(Key(KEY)));
         assert_eq!(ran.counted, ["relay"]);
         assert_eq!(bench.arrives((X, 51_820), WIREGUARD, &data(100)).verdict, PASS, "WireGuard's own");
@@ -414,14 +417,14 @@ fn a_message_that_is_repeated_leaves_room_for_others() {
         let took = started.elapsed();
         let count = |reason| ran.iter().filter(|ran| ran.counted == [reason]).count();
         assert_eq!(count("hear") + count("stale_signal"), 400);
-        // An emulated machine may repeat it so seldom that most are let in.
+        // An emulated machine may repeat it so rarely that most are accepted.
         let is_slow = took > std::time::Duration::from_secs(2);
         assert!(count("stale_signal") > 100 || is_slow, "{} in {took:?}", count("stale_signal"));
         let later = Message { sequence: 3, ..message(Kind::Try) };
         let ran = bench.arrives((STRANGER, 7), WIREGUARD, &later.write(Key(KEY)));
         assert_eq!(ran.counted, ["hear"]);
         assert_eq!(bench.heard().await.last(), Some(&(later, 7, WIREGUARD)), "it had room");
-        // The agent writes keys again and again: that is not a new start.
+        // The agent rewrites the keys repeatedly, which must not reset the filter.
         RelayMaps::open(bench.fs.path()).unwrap().write_keys(&[(ID, KEY)].into()).unwrap();
         let ran: Vec<_> = (0..200).map(|_| bench.arrives((STRANGER, 7), WIREGUARD, &recorded)).collect();
         assert!(ran.iter().any(|ran| ran.counted == ["stale_signal"]));
@@ -478,7 +481,7 @@ fn without_a_relay_in_the_mesh_nothing_is_looked_at() {
     assert_eq!(bench.arrives((X, 7), WIREGUARD, &message(Kind::Ask).write(Key(KEY))).verdict, PASS);
 }
 
-/// Whatever the relay has, its flag changes nothing for packets of pods and of hosts behind it.
+/// Whatever pairs the relay has, its flag changes nothing for packets of pods and of hosts behind it.
 #[test]
 fn packets_for_others_go_as_without_a_relay() {
     isolated("packets_for_others_go_as_without_a_relay", || async {

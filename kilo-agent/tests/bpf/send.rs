@@ -1,9 +1,8 @@
-//! `kilo_egress` and `kilo_ingress`: which way a packet takes. (The bytes they
-//! send are checked on real links, by the lab.)
+//! Dispositions of `kilo_egress` and `kilo_ingress`. (The lab checks the bytes that they send, on real
+//! links.)
 //!
-//! `BPF_PROG_TEST_RUN` always reads an Ethernet header, and the WireGuard device
-//! has none: packets here come from 8.0.0.0/16, whose first bytes read as the
-//! EtherType of IPv4.
+//! `BPF_PROG_TEST_RUN` always reads an Ethernet header, which the WireGuard device lacks. The packets here
+//! come from 8.0.0.0/16, whose first bytes read as the EtherType of IPv4.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
@@ -24,7 +23,7 @@ use support::{
 };
 
 const POD: [u8; 4] = [8, 0, 1, 2];
-/// `BPF_PROG_TEST_RUN` takes no less than two headers (since Linux 6.17).
+/// The least that `BPF_PROG_TEST_RUN` accepts: two headers (since Linux 6.17).
 const SHORTEST: usize = 34;
 
 fn open(mut tables: Tables) -> Option<(support::BpfFs, Dataplane)> {
@@ -109,14 +108,15 @@ fn a_truncated_packet_is_dropped() {
     }
 }
 
-/// Where a packet that is steered to the leader is sent to by itself; `None`: the kernel is to find it.
+/// Link-layer destination that the program itself gives a packet to the leader; `None`: the kernel is to
+/// find it.
 fn sent_to(dataplane: &mut Dataplane) -> Option<[u8; 6]> {
     let ran = run(dataplane, "kilo_egress", &udp(POD, REMOTE_POD, (1, 2), b"payload"));
     assert_eq!(outcome(&ran), (REDIRECT, &["steer"][..]));
     ran.bytes[..6].try_into().ok().filter(|mac| *mac != [0; 6])
 }
 
-/// Sends until a packet goes there.
+/// Sends until a packet gets this link-layer destination.
 #[track_caller]
 fn sends_to(dataplane: &mut Dataplane, wanted: Option<[u8; 6]>) {
     until(&format!("a packet is sent to {wanted:?}"), Duration::from_secs(5), || {
@@ -155,7 +155,7 @@ fn link_addresses_follow_the_kernels_neighbours_and_each_second_a_packet_asks_th
             sends_to(&mut dataplane, Some([2, 0, 0, 0, 0, 1]));
             entry("02:00:00:00:00:02");
             sends_to(&mut dataplane, Some([2, 0, 0, 0, 0, 2]));
-            // The kernel proves an entry by what it sends itself.
+            // The kernel confirms a neighbour only by packets that it sends itself.
             for _ in 0..2 {
                 sends_to(&mut dataplane, None);
                 sends_to(&mut dataplane, Some([2, 0, 0, 0, 0, 2]));
@@ -167,7 +167,7 @@ fn link_addresses_follow_the_kernels_neighbours_and_each_second_a_packet_asks_th
             });
             entry("02:00:00:00:00:03");
             sends_to(&mut dataplane, Some([2, 0, 0, 0, 0, 3]));
-            // Another way there: the hop still names this interface.
+            // The route changes while the hop still names this interface.
             sh("ip link set uplink down");
             sends_to(&mut dataplane, None);
         },

@@ -1,4 +1,4 @@
-//! `kgctl trace` reads the pinned maps and says what the programs do.
+//! `kgctl trace` reads the pinned maps and predicts what the programs do.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
@@ -52,7 +52,7 @@ fn ask(tables: &Tables, src: [u8; 4], dst: [u8; 4], origin: Origin, route: Optio
 
 #[test]
 fn a_trace_ends_as_the_packet_does() {
-    // Sources that BPF_PROG_TEST_RUN takes for IPv4 where there is no Ethernet header.
+    // Sources that BPF_PROG_TEST_RUN reads as IPv4 where there is no Ethernet header.
     let pod = [8, 0, 1, 2];
     let addresses = [SELF, MEMBER, OWN_POD, MEMBER_POD, REMOTE_POD, OUTSIDE, [224, 0, 0, 1], [8, 0, 1, 9]];
     for mut tables in [leader_tables(), member_tables()] {
@@ -117,7 +117,7 @@ fn kgctl_trace_names_the_gateway_that_the_node_uses_now() {
     };
     tables.hop.insert(MEMBER_HOP + 1, Hop::Node { tunnel, ifindex, mtu, local, remote: other });
     tables.node.insert(other, NodeValue { hop: MEMBER_HOP + 1, ..node(NODE_GATEWAY) });
-    // What is for a location that follows claims; the other one goes by Kilo's leader.
+    // One location's prefix follows claims; the other one goes through Kilo's leader.
     let follows = tables.prefix[&"10.42.4.0/24".parse().unwrap()];
     tables.prefix.insert("10.42.4.0/24".parse().unwrap(), PrefixValue { hop: HOP_ACTING, ..follows });
     let follow = |hop: u32| word(Term::from_bits(1 << 16), u16::try_from(hop).unwrap());

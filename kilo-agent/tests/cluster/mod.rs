@@ -1,4 +1,4 @@
-//! One node of a cluster in files, for a real `kg` in a namespace of its own.
+//! One node of a file-based cluster, for a real `kg` in a network namespace.
 
 #![allow(dead_code, reason = "tests")]
 
@@ -19,7 +19,7 @@ use crate::{netns::sh, wait::until};
 const CLUSTER: &str = "/run/cluster";
 const BPFFS: &str = "/sys/fs/bpf";
 
-/// Links, mounts, and the node itself, n1 of location a.
+/// Sets up links, mounts, and the node itself, n1 of location a.
 pub fn prepare() {
     sh("mount -t tmpfs lib /var/lib; mkdir -p /run/wireguard /run/cluster; mount -t sysfs sys /sys; \
         mount -t bpf bpf /sys/fs/bpf; ip link set lo up; \
@@ -33,7 +33,7 @@ pub fn prepare() {
     );
 }
 
-/// The agent, not started yet; `before` stands in front of it.
+/// The command for an agent; `before` are words in front of it.
 pub fn kg(before: &[&str]) -> Command {
     let words: Vec<&str> = before
         .iter()
@@ -46,13 +46,13 @@ pub fn kg(before: &[&str]) -> Command {
     command
 }
 
-/// Waits until the kernel has made sure of its IPv6 addresses.
+/// Waits until duplicate address detection has finished for all IPv6 addresses.
 pub fn settle() {
     let tentative = || sh("ip -6 address show tentative");
     until("no IPv6 address is tentative", Duration::from_secs(10), || tentative().is_empty());
 }
 
-/// What is on the host, by what shows it.
+/// State of the host, keyed by what it shows.
 pub fn host() -> BTreeMap<String, String> {
     let commands = [
         ("links", "ip -o link"),
@@ -81,7 +81,7 @@ pub fn host() -> BTreeMap<String, String> {
     shown
 }
 
-/// Complete at once, so that the agent reads no half of it.
+/// Writes the file atomically, so that the agent never reads half of it.
 pub fn write(name: &str, yaml: &str) {
     fs::write("/run/aside", yaml).unwrap();
     fs::rename("/run/aside", format!("{CLUSTER}/{name}.yaml")).unwrap();
@@ -115,7 +115,7 @@ pub fn write_peer(allowed_ip: &str) {
     );
 }
 
-/// Sections that differ, each with both sides.
+/// Sections that differ, each with both versions.
 pub fn differences(before: &BTreeMap<String, String>, after: &BTreeMap<String, String>) -> String {
     let differing = before.iter().filter(|(what, shown)| after.get(*what) != Some(shown));
     differing

@@ -1,4 +1,4 @@
-//! Nodes and peers for properties: as healthy clusters have them, and rubbish.
+//! Nodes and peers for property tests: as in healthy clusters, and garbage.
 
 use std::{
     collections::BTreeMap,
@@ -28,7 +28,7 @@ pub fn settings(granularity: Granularity, encapsulate: Encapsulate) -> Settings 
     }
 }
 
-/// A node as a healthy cluster has it; `index` gives its name and addresses.
+/// A node of a healthy cluster; `index` determines its name and addresses.
 pub fn healthy(index: u8, location: u8, leader: bool, no_private: bool, net: u8) -> Node {
     Node {
         name: format!("node-{index:03}"),
@@ -42,16 +42,16 @@ pub fn healthy(index: u8, location: u8, leader: bool, no_private: bool, net: u8)
     }
 }
 
-/// Where WireGuard may really send what is for a node.
+/// Where WireGuard really reaches a node.
 #[derive(Clone, Copy, Debug)]
 pub enum Reached {
-    /// At the endpoint it publishes, an address outside of the mesh.
+    /// At its published endpoint, an address outside the mesh.
     Public,
-    /// At the endpoint it publishes, its private address.
+    /// At its published endpoint, which is its private address.
     Private,
-    /// It publishes its private address, and is behind NAT: others see another.
+    /// It publishes its private address behind NAT; others see another one.
     NatOfPrivate,
-    /// It publishes another address, and others see it at its private one.
+    /// It publishes another address; others see it at its private one.
     SeenInside,
 }
 
@@ -89,7 +89,7 @@ pub fn healthy_nodes() -> impl Strategy<Value = BTreeMap<String, Node>> {
             node
         });
         let mut nodes: BTreeMap<String, Node> = nodes.map(|node| (node.name.clone(), node)).collect();
-        // One of them has seen all.
+        // One of them has discovered all endpoints.
         if let Some(node) = nodes.values_mut().next() {
             node.discovered_endpoints = discovered;
         }
@@ -146,7 +146,7 @@ pub fn encapsulate() -> impl Strategy<Value = Encapsulate> {
     prop_oneof![Just(Encapsulate::Always), Just(Encapsulate::CrossSubnet), Just(Encapsulate::Never)]
 }
 
-/// What locations offer in tests; some lie in others, in pods or in services.
+/// Prefixes that locations offer in tests; some lie within others, within pod or service ranges.
 pub const OFFERED: [&str; 8] = [
     "0.0.0.0/0",
     "192.168.0.0/16",
@@ -158,7 +158,7 @@ pub const OFFERED: [&str; 8] = [
     "172.31.5.0/24",
 ];
 
-/// Texts that annotations hold, good and bad.
+/// Annotation values, valid and invalid.
 pub fn rubbish() -> impl Strategy<Value = String> {
     prop_oneof![
         Just(String::new()),
@@ -187,7 +187,7 @@ pub fn rubbish_node() -> impl Strategy<Value = core::Node> {
             annotations.into_iter().map(|(name, value)| (name.to_owned(), value)).collect();
         let mut object = core::Node::default();
         if complete {
-            // Enough to take part, so that the rubbish reaches the plan.
+            // Valid enough to take part, so that the garbage reaches the plan.
             let key = PublicKey([name.as_bytes()[0]; 32]).to_string();
             annotations.insert(format!("{PREFIX}endpoint"), "192.0.2.1:51820".to_owned());
             annotations.insert(format!("{PREFIX}key"), key);

@@ -1,4 +1,4 @@
-//! Addresses, routes and rules against a real kernel.
+//! Applies addresses, routes and rules to a real kernel.
 
 #![allow(clippy::unwrap_used, reason = "tests")]
 
@@ -21,9 +21,9 @@ use kilo_host::net::{
 };
 use netns::{isolated, sh};
 
-/// kilo0 is a TUN here: routes and addresses do not care what is behind it.
+/// kilo0 is a TUN device here: routes and addresses do not depend on what is behind it.
 fn setup() -> u32 {
-    // No link-local addresses: the kernel adds them some time after a link is up.
+    // No link-local addresses, which the kernel adds some time after a link is up.
     sh("echo 1 > /proc/sys/net/ipv6/conf/default/addr_gen_mode; ip link set lo up
         ip link add eth0 type veth peer name eth0p && ip link set eth0 up && ip link set eth0p up
         ip addr add 10.0.0.5/24 dev eth0 && ip addr add 10.0.0.6/24 dev eth0
@@ -62,14 +62,14 @@ fn plan() -> NetPlan {
     }
 }
 
-/// Everything but ours, to see that it stays.
+/// Routes, rules and addresses that are not ours, to show that they stay.
 fn foreign() -> String {
     sh(
         "ip route show table all | grep -v 'proto 107' | grep -v kilo0; ip -6 route show table all | grep -v 'proto 107' | grep -v kilo0; ip rule show; ip -6 rule show; ip -o addr show | grep -v kilo0",
     )
 }
 
-/// As [`plan`], and nothing may go there another way.
+/// [`plan`] with routes whose destinations may not be reached any other way.
 fn closed_plan() -> NetPlan {
     let mut plan = plan();
     plan.routes = plan.routes.into_iter().map(|route| Route { closed: true, ..route }).collect();
@@ -88,7 +88,7 @@ fn routes_that_were_read_are_not_read_again_unless_something_was_written_since()
         sh("ip route del 192.0.2.7/32");
         assert_eq!(net.apply_to(before, &plan(), kilo).await.unwrap(), 0, "they were not read again");
         assert_eq!(net.apply_to(known().await, &plan(), kilo).await.unwrap(), 1);
-        // The kernel removes IPv4 routes with the last IPv4 address.
+        // The kernel removes IPv4 routes together with the last IPv4 address.
         let before = known().await;
         sh("ip -4 addr flush dev kilo0");
         assert!(net.apply_to(before, &plan(), kilo).await.unwrap() > 2);
@@ -119,7 +119,7 @@ fn without_the_device_destinations_are_unreachable_and_not_the_default_routes() 
         ways("dev kilo0");
         assert_eq!(net.apply(&closed_plan(), kilo).await.unwrap(), 0);
 
-        // One that is open again, and one that goes.
+        // One route becomes open again, another goes.
         let mut fewer = closed_plan();
         fewer.routes = plan().routes.into_iter().skip(1).collect();
         let writes = net.change(&closed_plan(), &fewer, kilo).await.unwrap();
@@ -134,7 +134,7 @@ fn without_the_device_destinations_are_unreachable_and_not_the_default_routes() 
         net.change(&fewer, &closed_plan(), kilo).await.unwrap();
         assert_eq!(net.apply(&closed_plan(), kilo).await.unwrap(), 0);
 
-        // A device that cannot be set up: what can be made is made, and what was refused is said.
+        // The device cannot be set up: everything possible is created, and what was refused is reported.
         sh("ip link del kilo0");
         ways("unreachable");
         let mut more = closed_plan();
@@ -162,7 +162,7 @@ fn a_tun_device_has_room_for_what_waits_for_its_process() {
         assert_eq!(queue(), 500, "as the kernel makes it");
         net.apply(&plan(), kilo).await.unwrap();
         assert_eq!((queue(), net.apply(&plan(), kilo).await.unwrap()), (2000, 0));
-        // More was somebody's wish.
+        // A larger value was somebody's choice.
         sh("ip link set kilo0 txqueuelen 9000");
         assert_eq!((net.apply(&plan(), kilo).await.unwrap(), queue()), (0, 9000));
     });
@@ -191,7 +191,7 @@ fn pods_without_a_route_are_unreachable_until_a_bridge_has_them() {
         };
         ["10.42.1.7", "fd00:42:1::7", "10.42.1.1"].iter().copied().for_each(unreachable);
 
-        // The bridge of the first pod is the better way, as long as it is there.
+        // The first pod's bridge is the better route as long as it exists.
         sh("ip link add br0 type bridge && ip addr add 10.42.1.1/24 dev br0
             ip -6 addr add fd00:42:1::1/64 dev br0 nodad && ip link set br0 up");
         for address in ["10.42.1.7", "fd00:42:1::7"] {
@@ -201,7 +201,7 @@ fn pods_without_a_route_are_unreachable_until_a_bridge_has_them() {
         sh("ip link del br0");
         ["10.42.1.7", "fd00:42:1::7"].iter().copied().for_each(unreachable);
 
-        // A node that is declared dead: its routes go, the `unreachable` one stays; and back.
+        // When a node is declared dead, its routes go and the `unreachable` one stays; and back.
         let mut lost = with.clone();
         let gone = *lost.routes.iter().next().unwrap();
         lost.routes.remove(&gone);
@@ -236,7 +236,7 @@ fn the_plan_comes_about_and_nothing_else_changes() {
         assert!(shown.contains("10.2.1.0/24 dev kilo0 scope link src 10.0.0.5"), "{shown}");
         assert!(sh("ip -6 route show proto 107").contains("fd00:2::/64 dev kilo0"));
 
-        // Change of the source address, in place.
+        // The source address changes in place.
         let mut changed = plan();
         changed.routes = plan()
             .routes
@@ -252,20 +252,21 @@ fn the_plan_comes_about_and_nothing_else_changes() {
         assert_eq!(sh("ip route show table all proto 107 | grep -c 'src 10.0.0.6'").trim(), "2");
         assert_eq!(net.apply(&changed, kilo).await.unwrap(), 0);
 
-        // Other address of the same network, which deleting the first would take along; and all routes with both.
+        // Another address in the same network, which goes when the first one is deleted; all routes stay
+        // with both.
         changed.addresses = BTreeSet::from(["10.4.0.2/16".parse().unwrap()]);
         assert_eq!(net.apply(&changed, kilo).await.unwrap(), 2 + 1 + 2, "no route is written again");
         assert!(sh("ip -o addr show dev kilo0").contains("10.4.0.2/16"));
         assert!(!sh("ip -o addr show dev kilo0").contains("10.4.0.1/16"));
         assert_eq!(net.apply(&changed, kilo).await.unwrap(), 0);
 
-        // Without any address the kernel flushes routes: they are back in the same apply.
+        // Without any address the kernel flushes routes; the same apply restores them.
         changed.addresses.clear();
         net.apply(&changed, kilo).await.unwrap();
         assert_eq!(sh("ip route show table all proto 107 | grep -c dev.kilo0").trim(), "4");
         assert_eq!(net.apply(&changed, kilo).await.unwrap(), 0);
 
-        // Fewer routes.
+        // One route fewer.
         let first = *changed.routes.iter().next().unwrap();
         changed.routes.remove(&first);
         assert_eq!(net.apply(&changed, kilo).await.unwrap(), 1);
@@ -341,7 +342,7 @@ fn a_route_of_somebody_else_is_refused_by_name_and_kilos_is_taken_over() {
         let text = error.to_string();
         assert!(text.contains("10.2.1.0/24") && text.contains("eth0"), "{text}");
         assert_eq!(error.label(), "network");
-        // Everything else is in place all the same.
+        // Everything else is in place nevertheless.
         assert!(
             matches!(&error, NetError::Refused { writes: 9, others, .. } if others.is_empty()),
             "{error:?}"
@@ -378,7 +379,7 @@ fn a_default_route_by_another_interface_leads_to_no_node_of_the_location() {
         let all = found("10.0.0.5", &nodes).await;
         assert_eq!(all.get(&nodes[0]), Some(&index("eth0")));
         assert_eq!(all.get(&nodes[1]), None, "only the default route leads there");
-        // Its IPv6 address goes with the link, its IPv4 address stays.
+        // The link's IPv6 address goes when it is down, its IPv4 address stays.
         sh("ip link set eth0 down");
         assert_eq!(found("10.0.0.5", &nodes).await, BTreeMap::new());
         assert_eq!(found("2001:db8::5", &nodes).await, BTreeMap::new());
@@ -396,7 +397,7 @@ fn a_default_route_by_another_interface_leads_to_no_node_of_the_location() {
             "the private interface is one of its ways"
         );
         sh("ip route replace default via 203.0.113.1");
-        // What has its address on loopback sends by every uplink.
+        // A host with its address on loopback sends through every uplink.
         assert_eq!(found("10.7.0.1", &nodes).await.len(), 3);
         assert_eq!(
             found("203.0.113.9", &nodes).await.len(),
@@ -438,7 +439,7 @@ fn links_uplinks_paths_and_addresses_are_found() {
         assert_eq!(net.ways_out(&[]).await.unwrap().0.default, Some(eth0));
         let found = discovery::run(&net, "kilo-no-such-host.invalid", kilo, &pods, &[]).await.unwrap();
         assert_eq!(found.private.unwrap().to_string(), "10.0.0.5/24");
-        // The default route's interface comes first: its IPv6 address is public.
+        // The interface of the default route comes first: its IPv6 address is public.
         assert_eq!(found.public.to_string(), "2001:db8::5/64");
         assert_eq!(all.iter().find(|link| link.index == kilo).unwrap().kind, "tun");
         assert!(links::by_name(net.rtnl(), "absent0").await.unwrap().is_none());
@@ -457,7 +458,7 @@ fn changes_wake_the_watcher_once_per_burst() {
         net.apply(&plan(), kilo).await.unwrap();
         let seen = watcher.changed().await.unwrap();
         assert!(seen.links && seen.addresses && seen.routes && seen.rules, "{seen:?}");
-        // IPv6 has something to say a moment later.
+        // IPv6 causes further events a moment later.
         while tokio::time::timeout(Duration::from_secs(2), watcher.changed()).await.is_ok() {}
         net.apply(&plan(), kilo).await.unwrap();
         let idle = tokio::time::timeout(Duration::from_millis(500), watcher.changed()).await;
@@ -467,14 +468,14 @@ fn changes_wake_the_watcher_once_per_burst() {
     });
 }
 
-/// What an agent writes in a mesh of thousands is announced to itself, too.
+/// In a mesh of thousands, the agent is also notified of its own writes.
 #[test]
 fn thousands_of_announcements_are_kept_until_the_watcher_reads_them() {
     isolated("thousands_of_announcements_are_kept_until_the_watcher_reads_them", || async {
         setup();
         let mut watcher = Watcher::new(None).unwrap();
         while tokio::time::timeout(Duration::from_secs(1), watcher.changed()).await.is_ok() {}
-        // Both threads of the runtime are busy, so that nothing is read.
+        // Keeps both threads of the runtime busy, so that nothing is read.
         let busy = Arc::new(Barrier::new(3));
         for _ in 0..2 {
             let busy = Arc::clone(&busy);
@@ -542,7 +543,7 @@ fn a_plan_that_is_there_becomes_another_by_writing_only_what_differs() {
         let kilo = setup();
         let net = Net::new().unwrap();
         net.apply(&plan(), kilo).await.unwrap();
-        // One route goes, one gets another source, one comes, of both families.
+        // One route goes, one gets another source, one comes, in both families.
         let mut next = plan();
         for (gone, new) in [
             (route("10.2.1.0/24", "10.0.0.5"), None),
@@ -555,7 +556,7 @@ fn a_plan_that_is_there_becomes_another_by_writing_only_what_differs() {
         assert_eq!(net.change(&plan(), &next, kilo).await.unwrap(), 4);
         assert_eq!(net.change(&next, &next, kilo).await.unwrap(), 0);
         assert_eq!(net.apply(&next, kilo).await.unwrap(), 0, "a look at everything finds nothing to do");
-        // Another address is applied as a whole.
+        // A changed address is applied by a full pass.
         let mut moved = next.clone();
         moved.addresses = BTreeSet::from(["10.4.0.2/16".parse().unwrap()]);
         net.change(&next, &moved, kilo).await.unwrap();

@@ -1,5 +1,4 @@
-//! Hosts and Node objects that are wrong: the log of a real `kg` and `kgctl status`
-//! say what to do.
+//! Broken hosts and Node objects: the log of a real `kg` and `kgctl status` say what to do.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
@@ -18,7 +17,7 @@ const LIMIT: Duration = Duration::from_secs(20);
 
 const LOG: &str = "/run/kg.log";
 
-/// A host with one node and a private address, and a `kg` on it.
+/// Sets up a host with one node and a private address, and starts a `kg` on it.
 fn start(node: &str, arguments: &[&str]) -> Agent {
     sh(
         "mount -t tmpfs lib /var/lib; mkdir -p /run/wireguard /run/cluster /run/net.d; mount -t sysfs sys /sys; \
@@ -53,7 +52,7 @@ fn status(arguments: &str) -> String {
     sh(&format!("{kgctl} status --backend file --backend-dir /run/cluster {arguments} 2>&1 || true"))
 }
 
-/// Waits until a text holds all of these.
+/// Waits until a text contains all of these.
 #[track_caller]
 fn until_says(what: &str, text: impl Fn() -> String, wanted: &[&str]) {
     until(&format!("{what} says {wanted:?}"), LIMIT, || {
@@ -116,7 +115,7 @@ fn former_pod_cidrs_are_not_forgotten_before_the_bridge_has_left_them() {
             fs::rename(&new, path).unwrap();
         };
         let cni = || fs::read_to_string(path).unwrap();
-        // The kernel refuses to look for an interface of this name.
+        // The kernel rejects a lookup of an interface name this long.
         with("more-than-fifteen-characters");
         let _agent = start(PODS, &["--cni-path", path]);
         let failures = || log().matches("failed to remove the former pod CIDRs from the bridge").count();
@@ -179,7 +178,7 @@ fn a_part_that_fails_keeps_no_rules_of_the_firewall_from_being_written() {
         let ruleset = || sh("nft list ruleset; iptables-nft -S");
         until_says("the ruleset", ruleset, &["table inet kilo", "10.42.1.0/24", "KILO-FORWARD"]);
         until_says("the log", log, &["51820"]);
-        // Somebody takes them away, and the device still cannot be set up.
+        // The rules are deleted, and the device still cannot be set up.
         sh("nft delete table inet kilo");
         until_says("the ruleset", ruleset, &["table inet kilo"]);
         assert!(!cni().contains("10.42.1.0"), "no pod starts without the mesh: {}", cni());

@@ -1,5 +1,5 @@
-//! How long a far leader takes from a CLAIM to allowed IPs moved, on a host whose CPUs are busy. Needs the kernel's
-//! WireGuard: run it in the virtual machine where the machine's own kernel has none.
+//! Time from a CLAIM to moved allowed IPs on a far leader whose CPUs are busy. Needs kernel WireGuard: run
+//! it in the virtual machine where this machine's kernel has none.
 
 use std::{
     collections::BTreeMap,
@@ -32,7 +32,7 @@ use crate::netns::isolated;
 
 const FAR: u64 = 7;
 const ROUNDS: usize = 101;
-/// Each member has a pod CIDR and a private address.
+/// Prefixes per member: a pod CIDR and a private address.
 const EACH: usize = 2;
 
 fn member(number: usize) -> (u64, Vec<IpNet>) {
@@ -42,7 +42,7 @@ fn member(number: usize) -> (u64, Vec<IpNet>) {
     (1 + number as u64, [pods, private].map(|text| text.parse().unwrap()).into())
 }
 
-/// CLAIMs as they come out of the tunnel.
+/// CLAIM messages as received from the tunnel.
 fn claims(gateway: u64, term: Term, members: &[u64]) -> Vec<Vec<u8>> {
     let parts = members.chunks(MAX_MEMBERS);
     let count = parts.len() as u16;
@@ -95,7 +95,7 @@ fn claimed_prefixes_move_on_a_busy_host() {
             });
             let mut times = times.await.unwrap();
             times.sort_unstable();
-            // The second gateway has had the last word.
+            // The second gateway claimed last.
             let held = device.read().await.unwrap().peers[&keys[1]].allowed_ips.len();
             assert_eq!(held, prefixes);
             println!(

@@ -1,5 +1,5 @@
-//! Bad input to `kg` and `kgctl`: one clear message that says what to do, a
-//! failing exit code, and nothing half set up left behind.
+//! Bad input to `kg` and `kgctl` gives one clear message with the remedy and a failing exit code, and
+//! leaves nothing half set up.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
@@ -19,9 +19,9 @@ fn said(output: &Output) -> String {
     String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr)
 }
 
-/// Runs, expects failure, and returns what was said.
+/// Runs the program, expects failure, and returns its output.
 fn fails(program: &str, arguments: &[&str]) -> String {
-    // Two agents at once for one interface are another test's subject.
+    // Two agents at once on one interface are tested elsewhere.
     static ONE: Mutex<()> = Mutex::new(());
     let _one = ONE.lock().unwrap_or_else(PoisonError::into_inner);
     let output = Command::new(program).args(arguments).env_remove("KUBECONFIG").output().unwrap();
@@ -31,11 +31,11 @@ fn fails(program: &str, arguments: &[&str]) -> String {
     said
 }
 
-/// Flags that take any text, or a path: what is wrong with it shows later.
+/// Flags that accept any text or path, whose errors show only later.
 const ANY_TEXT: [&str; 8] =
     ["backend-dir", "cni-path", "cni-run-dir", "cni-source", "interface", "kubeconfig", "master", "version"];
 
-/// Rubbish for flags of `kg`, and what the answer must name.
+/// Invalid values for flags of `kg`, and what the message must name.
 const RUBBISH: &[(&str, &str, &str)] = &[
     ("attach", "maybe", "auto, tcx, clsact"),
     ("backend", "etcd", "kubernetes, file"),
@@ -105,7 +105,7 @@ fn each_flag_refuses_rubbish_and_names_what_is_possible() {
     assert!(said.contains("--master") && said.contains("https://192.0.2.1:6443"), "{said}");
 }
 
-/// What an answer has that says which values there are.
+/// Phrases of messages that say which values are possible.
 const HINTS: [&str; 4] = ["possible values", "for example", "neither true nor false", "not a number from"];
 
 #[test]
@@ -131,7 +131,7 @@ fn each_flag_of_kg_refuses_values_that_it_does_not_have() {
 
 #[test]
 fn flags_are_read_as_manifests_for_kilo_write_them() {
-    // The directory is missing: whatever comes before that was understood.
+    // The directory is missing, but the flags before that check were accepted.
     for arguments in [
         &["--cni=False", "--local=0", "--clean-up=t", "--create-interface=TRUE"][..],
         &["--cni", "--local", "--prioritise-private-addresses", "--iptables-forward-rules"],
@@ -168,7 +168,7 @@ fn help_version_and_completion_answer_on_stdout() {
 #[test]
 fn who_reads_kgctl_may_stop_early() {
     let (reader, writer) = std::io::pipe().unwrap();
-    // As `| head` does once it has its lines.
+    // `| head` does this once it has its lines.
     drop(reader);
     let output = Command::new(KGCTL).args(["completion", "bash"]).stdout(writer).output().unwrap();
     assert_eq!((output.status.code(), said(&output)), (Some(0), String::new()));
@@ -361,15 +361,14 @@ fn a_peer_or_node_that_does_not_exist_is_named() {
     assert!(with(&["showconf", "node", "n1"]).contains("not ready"));
 }
 
-/// For [`isolated`]: ends the agent so many seconds after it has said this, or after 15 s.
+/// For [`isolated`]: ends the agent `seconds` after its output contains `text`, or after 15 s.
 fn ends_after(text: &str, seconds: u32) -> String {
     format!(
         r#"sh -c 'text=$1; shift; "$@" > /run/said 2>&1 & i=0; until grep -q "$text" /run/said || [ $i = 150 ]; do sleep 0.1; i=$((i + 1)); done; sleep {seconds}; kill $!; wait $!; code=$?; cat /run/said; exit $code' after '{text}'"#
     )
 }
 
-/// Runs kg in mount and network namespaces of its own, and reports in the same
-/// output what it left there.
+/// Runs kg in its own mount and network namespaces, and reports in the same output what it left there.
 fn isolated(directory: &Path, prefix: &str, arguments: &str) -> Option<(bool, String)> {
     if !nix::unistd::geteuid().is_root() {
         println!("kilo-skip: making namespaces needs root");
@@ -397,7 +396,8 @@ fn without_capabilities_it_says_which_and_leaves_nothing() {
     assert!(!said.contains("LEFT"), "{said}");
 }
 
-/// What docs/security.md says of this right. When it loads without, the manifests need not give it.
+/// Documented for this capability in docs/security.md. If loading works without it, the manifests need not
+/// grant it.
 #[test]
 fn without_perfmon_the_verifier_refuses_the_programs() {
     let directory = tempfile::tempdir().unwrap();
@@ -422,7 +422,7 @@ fn a_kernel_without_wireguard_is_said_so_and_nothing_is_left() {
     assert!(!said.contains("LEFT"), "{said}");
 }
 
-/// The default manifest: WireGuard as the kernel has it, a root that cannot be written.
+/// The default manifest: kernel WireGuard and a read-only root.
 #[test]
 fn a_confined_agent_on_a_kernel_without_wireguard_says_what_to_do() {
     let directory = tempfile::tempdir().unwrap();

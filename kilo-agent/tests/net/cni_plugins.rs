@@ -1,5 +1,5 @@
-//! CNI mode with Debian's plugins: a real `kg` completes the configuration the
-//! manifest installs, and bridge, host-local and portmap make pods' interfaces.
+//! CNI mode with Debian's plugins: a real `kg` completes the configuration that the manifest installs, and
+//! bridge, host-local and portmap set up pods' interfaces.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
@@ -20,7 +20,7 @@ const KG: &str = env!("CARGO_BIN_EXE_kg");
 
 const LIMIT: Duration = Duration::from_secs(20);
 
-/// A document of a manifest.
+/// The document of that kind in a manifest.
 fn document(manifest: &str, kind: &str) -> Value {
     use serde::Deserialize as _;
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../manifests").join(manifest);
@@ -31,7 +31,7 @@ fn document(manifest: &str, kind: &str) -> Value {
         .unwrap()
 }
 
-/// Runs the script of an init container; paths of the container are below `root`.
+/// Runs an init container's script; the container's paths are below `root`.
 fn init_container(manifest: &str, name: &str, root: &Path) {
     let daemon_set = document(manifest, "DaemonSet");
     let containers = daemon_set["spec"]["template"]["spec"]["initContainers"].as_array().unwrap();
@@ -46,7 +46,8 @@ fn init_container(manifest: &str, name: &str, root: &Path) {
     netns::sh(&script);
 }
 
-/// The files a node has before and after the init container `install-cni`.
+/// Creates a node's files as they are before the init container `install-cni`; returns the path that it
+/// writes.
 fn node_directories(root: &Path) -> PathBuf {
     for directory in ["opt/cni/bin", "host/opt/cni/bin", "host/etc/cni/net.d", "config", "var/lib/kilo"] {
         fs::create_dir_all(root.join(directory)).unwrap();
@@ -57,7 +58,7 @@ fn node_directories(root: &Path) -> PathBuf {
     root.join("host/etc/cni/net.d/10-kilo.conflist")
 }
 
-/// A CNI plugin that does nothing but say which version it is.
+/// A CNI plugin that only reports its version.
 fn plugin_of(path: &Path, version: &str, mark: &str) {
     let script = format!("#!/bin/sh\n# {mark}\necho 'CNI bridge plugin {version}' >&2\n");
     fs::write(path, script).unwrap();
@@ -114,7 +115,7 @@ fn the_init_container_for_k3s_finds_the_api_server() {
     assert_eq!(config.current_context.as_deref(), Some("kilo"));
 }
 
-/// Ends the agent with the test.
+/// Kills the agent when the test ends.
 struct Agent(Child);
 
 impl Drop for Agent {
@@ -124,7 +125,7 @@ impl Drop for Agent {
     }
 }
 
-/// Addresses a plugin's result names, without their length.
+/// Addresses in a plugin's result, without prefix length.
 fn addresses(result: &Value) -> Vec<String> {
     let ips = result["ips"].as_array().unwrap();
     ips.iter().map(|ip| ip["address"].as_str().unwrap().split('/').next().unwrap().to_owned()).collect()
@@ -151,7 +152,7 @@ fn pods_of_both_families_are_made_from_the_configuration_kg_completes() {
                     spec: {podCIDR: 10.42.1.0/24, podCIDRs: [10.42.1.0/24, 'fd00:42:1::/64']}\n";
         fs::write(root.join("cluster/n1.yaml"), node).unwrap();
 
-        // First rubbish: it is named and left alone, and mending it is enough.
+        // First garbage: it is reported and left alone, and fixing it suffices.
         fs::write(&conf, "{\"plugins\": 3}").unwrap();
         let log = root.join("kg.log");
         let _agent = Agent(
@@ -209,7 +210,7 @@ fn pods_of_both_families_are_made_from_the_configuration_kg_completes() {
         assert!(!kept.contains("10.42.1.2\n") && kept.contains("10.42.1.3\n"), "{kept}");
         plugins::delete(&list, pod("one"), &one, here).expect("deleting again is not an error");
 
-        // host-local goes round its range before it gives an address again.
+        // host-local cycles through its range before it assigns an address again.
         let ports = [json!({ "hostPort": 8080, "containerPort": 80, "protocol": "tcp" })];
         let with_port = plugins::Pod { port_mappings: &ports, ..pod("one") };
         let one = plugins::add(&list, with_port, here).unwrap();

@@ -20,7 +20,7 @@ const POD: &str =
     "ip netns exec pod ping -c 1 -W 1 192.0.2.2 && ip netns exec pod ping -c 1 -W 1 2001:db8::2";
 const OTHER: &str = "ip netns exec outside ping -c 1 -W 1 10.99.0.2";
 
-/// A pod and an outside host, with this namespace between them.
+/// Sets up a pod and an outside host, with this namespace between them.
 fn build() {
     sh(
         "mkdir -p /run/netns; ip link set lo up; sysctl -qw net.ipv4.ip_forward=1 net.ipv6.conf.all.forwarding=1",
@@ -64,7 +64,7 @@ async fn forwards_as_configured(flavour: &str) {
     assert!(!succeeds(OTHER), "an address that no pod of this node has stays under the policy");
     assert_eq!(rules.apply(&pods, start + later(60)).await.unwrap(), 0, "nothing to do, nothing written");
 
-    // Somebody flushes the chain, and somebody adds a jump of ours again.
+    // The chain is flushed, and a jump to ours is added a second time.
     sh(&format!("iptables{flavour} -F FORWARD; ip6tables{flavour} -A FORWARD -j {}", forward::CHAIN));
     assert_eq!(rules.apply(&pods, start + later(61)).await.unwrap(), 0, "not looked at every time");
     assert_eq!(rules.apply(&pods, start + later(120)).await.unwrap(), 2);
@@ -122,8 +122,8 @@ fn strings(list: &Value) -> Vec<&str> {
     list.as_sequence().unwrap().iter().map(|item| item.as_str().unwrap()).collect()
 }
 
-/// What the DaemonSet of kubeadm's manifest and the component forward-rules give
-/// the agent: capabilities, and paths of the host.
+/// Arguments, capabilities and writable host paths that kubeadm's DaemonSet and the component forward-rules
+/// give the agent.
 fn granted() -> (Vec<String>, Vec<String>, Vec<String>) {
     let manifests = Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../manifests"));
     let read = |name: &str| std::fs::read_to_string(manifests.join(name)).unwrap();
@@ -153,8 +153,8 @@ fn granted() -> (Vec<String>, Vec<String>, Vec<String>) {
     (arguments, capabilities, paths)
 }
 
-/// Writes the rules in a process with these capabilities and a root that cannot be
-/// written but for these files; what it said.
+/// Writes the rules in a process with these capabilities and a read-only root except for these files;
+/// returns its result and output.
 fn confined(test: &str, capabilities: &[String], writable: &[String]) -> (bool, String) {
     let capabilities: String = capabilities.iter().map(|capability| format!(",+{capability}")).collect();
     let keep: String =
@@ -186,7 +186,7 @@ fn the_component_grants_what_legacy_tables_need_of_a_confined_agent() {
             println!("kilo-skip: this kernel has no legacy iptables");
             return;
         }
-        // As /run on a host, below which the container's own root is read-only.
+        // Like /run on a host, below which the container's own root is read-only.
         sh("mount -t tmpfs run /run; iptables-legacy -P FORWARD DROP; ip6tables-legacy -P FORWARD DROP");
         let (arguments, capabilities, paths) = granted();
         assert_eq!(arguments, ["--iptables-forward-rules"]);

@@ -1,5 +1,4 @@
-//! Leaving a host to Kilo's own agent: what takes the programs' place, and that programs stay
-//! where nothing can.
+//! Hands a host over to Kilo's own agent: rules replace the programs, which stay where nothing can.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
@@ -16,13 +15,13 @@ use kilo_core::settings::Masquerade;
 
 const LIMIT: Duration = Duration::from_secs(20);
 const PINS: &str = "find /sys/fs/bpf/kilo 2>/dev/null | sort || true";
-/// Stands in the way of the host's nft within the test's mounts, and takes no script.
+/// Replaces the host's nft within the test's mounts with one that refuses scripts.
 const REFUSE: &str = "n=$(readlink -f $(command -v nft)); cp $n /run/nft-itself; \
     printf '#!/bin/sh\\ncase $1 in -f) echo refused >&2; exit 1;; esac\\nexec /run/nft-itself \"$@\"\\n' > /run/nft; \
     chmod 755 /run/nft; mount --bind /run/nft $n";
 
-/// What an agent leaves that was asked to stop: a node of its location, and another location
-/// whose leader has a private address.
+/// State left by an agent that was asked to stop, with a node of its location and another location whose
+/// leader has a private address.
 fn left_by_an_agent() {
     let mut agent = agent_that_runs(&[]);
     sh(&format!("kill -TERM {}", agent.0.id()));
@@ -80,7 +79,7 @@ fn rules_keep_in_what_the_programs_kept_in() {
     });
 }
 
-/// Packets of a pod to one of another node, as the LAN sees them: steered, and in clear.
+/// Packets from a pod to one of another node as seen on the LAN: steered, and in cleartext.
 fn seen_on_the_lan() -> (u64, u64) {
     let text = sh("ip netns exec lan nft list counters");
     let mut counts = text
@@ -97,8 +96,8 @@ fn grew_by(span: Duration) -> (u64, u64) {
     (after.0 - before.0, after.1 - before.1)
 }
 
-/// An agent that stands still, so that its WireGuard device stays; and a pod of this host that
-/// sends to one of a node of the LAN, where packets are counted.
+/// A stopped agent, so that its WireGuard device stays, and a pod of this host that sends to one of a node
+/// on the LAN, where packets are counted.
 fn pod_that_talks() -> Agent {
     let agent = agent_that_runs(&["--attach=clsact"]);
     sh(&format!("kill -STOP {}", agent.0.id()));
@@ -127,7 +126,7 @@ async fn left_for(lasts: Duration) {
     let programs = agent::Programs::LeftFor(lasts);
     let left = agent::hand_over(Path::new("/sys/fs/bpf"), "kilo0", Masquerade::Ebpf, programs).await;
     assert!(left.stays.is_empty(), "{left:?}");
-    // What a container takes with it.
+    // A container's end removes these.
     sh("rm -r /sys/fs/bpf/kilo");
 }
 
@@ -141,7 +140,7 @@ fn programs_that_are_left_steer_for_a_while_and_then_let_everything_by() {
         left_for(Duration::from_secs(4)).await;
         let (steered, clear) = grew_by(Duration::from_secs(2));
         assert!(steered > 40 && clear == 0, "left alone: {steered} and {clear}");
-        // As another agent would send it, or a host without one.
+        // Another agent would send it this way, and so would a host without one.
         sh("ip route replace 10.42.2.0/24 via 10.1.0.2 dev eth0");
         let (_, clear) = grew_by(Duration::from_secs(6));
         assert_eq!(clear, 0, "neither programs nor rules kept it in");
@@ -153,7 +152,7 @@ fn programs_that_are_left_steer_for_a_while_and_then_let_everything_by() {
     });
 }
 
-/// Sends one IPIP packet to a node of the LAN; its content is a header alone.
+/// Sends an IPIP packet to a node of the LAN; the inner packet is only a header.
 fn ipip(prefix: &str, to: &str, inner: [&str; 2]) {
     let [src, dst] = inner;
     let code = format!(
@@ -169,13 +168,13 @@ fn programs_that_are_left_end_when_another_agent_steers() {
     isolated("programs_that_are_left_end_when_another_agent_steers", || async {
         let _agent = pod_that_talks();
         left_for(Duration::from_secs(600)).await;
-        // From a node, and routes are ours.
+        // From a node, while routes are ours.
         ipip("ip netns exec lan", "10.1.0.11", ["10.42.2.7", "10.42.1.2"]);
         assert!(grew_by(Duration::from_secs(1)).0 > 20, "the programs ended for a node's packet");
-        // No other node sends from this one's pods, whose routes do not lead through kilo0.
+        // Another node never sends from this node's pods, whose routes do not use kilo0.
         ipip("ip netns exec lan", "10.1.0.11", ["10.42.1.3", "10.42.1.2"]);
         assert!(grew_by(Duration::from_secs(1)).0 > 20, "the programs ended for a forged packet");
-        // Kilo takes kilo0 down where it leads nobody.
+        // Kilo takes kilo0 down on a node that leads nobody.
         sh("ip route replace 10.42.2.0/24 via 10.1.0.2 dev eth0");
         ipip("ip netns exec lan", "10.1.0.11", ["10.42.2.7", "10.42.1.2"]);
         sh("nft delete table inet kilo");

@@ -1,4 +1,4 @@
-//! A real `kg` watches over its programs on hooks.
+//! A real `kg` checks that its programs stay on their hooks.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
@@ -19,7 +19,7 @@ fn start(attach: &str) -> Agent {
     fs::write("/run/cluster/n1.yaml", node).unwrap();
     let agent = Command::new(env!("CARGO_BIN_EXE_kg"))
         .args(["--backend", "file", "--backend-dir", "/run/cluster", "--hostname", "n1", "--cni=false"])
-        // Only events and the look at the hooks may cause it.
+        // Only events and the check of the hooks may trigger a reconcile.
         .args(["--resync-period", "1h", "--attach", attach])
         .spawn()
         .unwrap();

@@ -1,4 +1,4 @@
-//! The agent's HTTP server: what it answers to good requests and to rubbish.
+//! Responses of the agent's HTTP server to valid requests and to garbage.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
@@ -49,7 +49,7 @@ fn view() -> View {
     View { mesh: Arc::new(mesh), node: "a1".to_owned(), ..View::default() }
 }
 
-/// A mesh of so many locations, all joined to each other.
+/// A mesh of so many locations, fully connected.
 fn large_view(locations: u16) -> View {
     let node = |number: u16| {
         let [high, low] = number.to_be_bytes();
@@ -70,7 +70,7 @@ fn large_view(locations: u16) -> View {
     View { mesh: Arc::new(mesh), node: "node-1".to_owned(), ..View::default() }
 }
 
-/// A server that answers until the test is over.
+/// A server that runs until the test is over.
 async fn server(graph: Graph) -> (SocketAddr, CancellationToken, Metrics) {
     server_of(view(), graph).await
 }
@@ -109,7 +109,7 @@ impl Answer {
 
 async fn say(address: SocketAddr, request: &[u8]) -> Answer {
     let mut stream = TcpStream::connect(address).await.unwrap();
-    // It may hang up before everything is written.
+    // The server may hang up before everything is written.
     let _ = stream.write_all(request).await;
     let mut bytes = Vec::new();
     let read = tokio::time::timeout(Duration::from_secs(30), stream.read_to_end(&mut bytes)).await;
@@ -176,7 +176,7 @@ async fn each_page_has_its_media_type_and_head_is_get_without_body() {
     }
 }
 
-/// A form's token makes a session, which the page, its files and its data take.
+/// A token from the form starts a session, which the page, its files and its data accept.
 #[tokio::test]
 async fn a_browser_shows_its_token_once_and_others_see_health_and_metrics_alone() {
     let reviewer =
@@ -257,7 +257,7 @@ async fn rubbish_is_answered_with_its_status_and_disturbs_nobody() {
     ] {
         let answer = say(address, &request).await;
         let shown = String::from_utf8_lossy(&request[..request.len().min(60)]).into_owned();
-        // Of an endless request line hyper says 414, of endless headers 431.
+        // hyper answers an endless request line with 414, endless headers with 431.
         let right = answer.status == status || (status == 431 && answer.status == 414);
         assert!(right, "{shown:?}: {} {}", answer.head, answer.text());
         assert!(answer.text().contains(words), "{shown:?}: {}", answer.text());
@@ -265,12 +265,12 @@ async fn rubbish_is_answered_with_its_status_and_disturbs_nobody() {
             assert!(answer.head.contains("allow: get, head"), "{}", answer.head);
         }
     }
-    // One that says nothing holds nobody up.
+    // A silent client delays nobody.
     let _silent = TcpStream::connect(address).await.unwrap();
     assert_eq!(ask(address, "GET", "/health").await.status, 200);
 }
 
-/// Many more than the server has places for ask for a lot, and read none of it.
+/// Many more clients than the server has slots request much data and read none of it.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn clients_that_never_read_do_not_starve_health() {
     let (address, _stop, _) = server_of(large_view(300), Graph::new(LIMIT)).await;
@@ -278,7 +278,7 @@ async fn clients_that_never_read_do_not_starve_health() {
     let mut clients = Vec::new();
     for _ in 0..300 {
         let mut client = TcpStream::connect(address).await.unwrap();
-        // The server may have given up the connection already.
+        // The server may have closed the connection already.
         let _ = client.write_all(request.as_bytes()).await;
         clients.push(client);
     }
@@ -286,7 +286,7 @@ async fn clients_that_never_read_do_not_starve_health() {
         let health = tokio::time::timeout(LIMIT, ask(address, "GET", "/health")).await;
         assert_eq!(health.expect("/health is starved").status, 200);
     }
-    // In the end the server gives up all of them.
+    // Eventually the server drops all of them.
     for client in &mut clients {
         wait::until("a client that reads nothing loses its connection", 2 * LIMIT, async || {
             client.write_all(b"x").await.is_err()
@@ -295,7 +295,7 @@ async fn clients_that_never_read_do_not_starve_health() {
     }
 }
 
-/// One thread for everything: what is made on it holds up all others.
+/// With one thread for everything, work done on it would delay all requests.
 #[tokio::test]
 async fn a_large_graph_holds_up_nobody() {
     let (address, _stop, _) = server_of(large_view(440), Graph::new(LIMIT)).await;

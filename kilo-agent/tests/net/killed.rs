@@ -1,7 +1,6 @@
-//! A real `kg` that is killed in the middle of applying a change: at a system
-//! call of the kernel's BPF, netlink or WireGuard interfaces, by `strace`'s
-//! fault injection. The next start finds everything half done, and finishes it.
-//! `KILO_KILLS=all` tries more calls.
+//! A real `kg` is killed in the middle of applying a change: at a system call of the kernel's BPF, netlink
+//! or WireGuard interfaces, by `strace`'s fault injection. The next start finds everything half done, and
+//! completes it. `KILO_KILLS=all` tries more calls.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
@@ -14,12 +13,12 @@ use std::{collections::BTreeMap, fs, process::Child, time::Duration};
 use cluster::{differences, host, kg, remove, write_node, write_peer};
 use netns::{isolated, sh};
 
-/// Most time for one step, on a slow machine.
+/// Time limit for one step on a slow machine.
 const LIMIT: Duration = Duration::from_secs(30);
 
-/// Two clusters as this node may find them, far apart.
+/// Switches between two very different clusters.
 fn change_to(second: bool) {
-    // Nodes that the last agent knew and that are gone now would be held for a minute.
+    // Otherwise removed nodes that the last agent knew would be kept for a minute.
     fs::remove_file("/var/lib/kilo/last-good.json").unwrap_or_default();
     if second {
         write_node(2, "a", "10.42.2.0/24", true);
@@ -34,7 +33,7 @@ fn change_to(second: bool) {
     }
 }
 
-/// Leads, nodes, peers.
+/// Expected gauges: leads, nodes, peers.
 const fn gauges(second: bool) -> [u64; 3] {
     if second { [0, 4, 0] } else { [1, 3, 1] }
 }
@@ -44,7 +43,7 @@ fn has_done(second: bool) -> bool {
     cluster::has_done(&[("kilo_leader", leads), ("kilo_nodes", nodes), ("kilo_peers", peers)])
 }
 
-/// Lets an agent run until it has done everything, and ends it.
+/// Runs an agent until it has done everything, then stops it; returns the host's state.
 fn complete(second: bool, expected: Option<&BTreeMap<String, String>>) -> BTreeMap<String, String> {
     let mut agent = kg(&[]).spawn().unwrap();
     until("the agent has done everything", LIMIT, || has_done(second));
@@ -60,7 +59,7 @@ fn complete(second: bool, expected: Option<&BTreeMap<String, String>>) -> BTreeM
     host()
 }
 
-/// What is on the host without the lock that an agent holds while it runs.
+/// The host's state without the lock that a running agent holds.
 fn without_lock(mut host: BTreeMap<String, String>) -> BTreeMap<String, String> {
     if let Some(files) = host.get_mut("files") {
         *files = files.split_inclusive('\n').filter(|file| !file.ends_with(".lock\n")).collect();
@@ -68,8 +67,8 @@ fn without_lock(mut host: BTreeMap<String, String>) -> BTreeMap<String, String> 
     host
 }
 
-/// Starts an agent that is killed at that call of a thread, or ended once it
-/// has nothing more to do; true when it was killed.
+/// Starts an agent that is killed at the `number`-th `call` of a thread, or stopped once it has nothing
+/// more to do; true when it was killed.
 fn killed_at(call: &str, number: usize, second: bool) -> bool {
     let inject = format!("inject={call}:signal=SIGKILL:when={number}");
     let trace = format!("trace={call}");
@@ -86,7 +85,7 @@ fn killed_at(call: &str, number: usize, second: bool) -> bool {
     killed
 }
 
-/// Ends what strace runs, and with it strace.
+/// Stops what strace runs, and strace with it.
 fn end(strace: &mut Child) {
     let id = strace.id();
     let children = fs::read_to_string(format!("/proc/{id}/task/{id}/children")).unwrap_or_default();

@@ -1,5 +1,5 @@
-//! A real `kg` through 200 reconfigurations: nothing is left over on the host
-//! or in the process. `KILO_ROUNDS=n` makes it longer.
+//! A real `kg` goes through 200 reconfigurations and leaves nothing behind, neither on the host nor in the
+//! process. `KILO_ROUNDS=n` makes it longer.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
@@ -19,7 +19,7 @@ use netns::{Agent, isolated};
 
 /// Rounds of ten reconfigurations.
 const ROUNDS: usize = 20;
-/// Most time for one change, on a slow machine.
+/// Time limit for one change on a slow machine.
 const LIMIT: Duration = Duration::from_secs(20);
 
 impl Agent {
@@ -28,14 +28,14 @@ impl Agent {
         Self(cluster::kg(&[]).spawn().unwrap())
     }
 
-    /// What the process holds: how many open files of each kind, and threads.
+    /// Resources of the process: number of open files of each kind, and of threads.
     fn held(&self) -> BTreeMap<String, usize> {
         let process = Path::new("/proc").join(self.0.id().to_string());
         let mut held =
             BTreeMap::from([("thread".to_owned(), fs::read_dir(process.join("task")).unwrap().count())]);
         for entry in fs::read_dir(process.join("fd")).unwrap().flatten() {
             let Ok(target) = fs::read_link(entry.path()) else { continue };
-            // Numbers of sockets and pipes differ.
+            // Sockets and pipes have different numbers.
             let name = target.to_string_lossy().into_owned();
             let kind = name.strip_prefix("anon_inode:").or(name.split_once(":[").map(|(kind, _)| kind));
             *held.entry(kind.unwrap_or(&name).to_owned()).or_default() += 1;
@@ -43,7 +43,7 @@ impl Agent {
         held
     }
 
-    /// Resident memory that is its own, in KiB.
+    /// Anonymous resident memory in KiB.
     fn memory(&self) -> u64 {
         let status = fs::read_to_string(format!("/proc/{}/status", self.0.id())).unwrap();
         let line = status.lines().find_map(|line| line.strip_prefix("RssAnon:")).unwrap();
@@ -51,8 +51,7 @@ impl Agent {
     }
 }
 
-/// Makes a change, and waits until the agent has written something for it and
-/// counts as many nodes and peers, and leads or not, as it should.
+/// Makes a change, and waits until the agent has written something for it and has the expected gauges.
 fn reconfigure(what: &str, [leads, nodes, peers]: [u64; 3], change: impl FnOnce()) {
     let before = metrics().get("kilo_writes_total").copied();
     change();
@@ -67,7 +66,7 @@ fn reconfigure(what: &str, [leads, nodes, peers]: [u64; 3], change: impl FnOnce(
     });
 }
 
-/// Ten reconfigurations that end where they began.
+/// Ten reconfigurations, of which the last restores the first state.
 fn round() {
     reconfigure("a node joins the location", [1, 2, 0], || write_node(2, "a", "10.42.2.0/24", false));
     reconfigure("it becomes the leader", [0, 2, 0], || write_node(2, "a", "10.42.2.0/24", true));
@@ -88,7 +87,7 @@ fn two_hundred_reconfigurations_leave_nothing_over() {
     isolated("two_hundred_reconfigurations_leave_nothing_over", || async {
         let agent = Agent::start();
         reconfigure("the agent starts", [1, 1, 0], || {});
-        // What is made once and kept (threads, connections, hooks) is there after one round.
+        // One round creates everything that is created once and kept (threads, connections, hooks).
         round();
         cluster::settle();
         let quiet = Duration::from_secs(1);
@@ -101,7 +100,7 @@ fn two_hundred_reconfigurations_leave_nothing_over() {
             round();
         }
         println!("{} reconfigurations in {:?}", 10 * rounds, started.elapsed());
-        // Idle threads and the last connection take their time to go.
+        // Idle threads and the last connection take a while to go.
         let more = || {
             let now = agent.held();
             now.into_iter()

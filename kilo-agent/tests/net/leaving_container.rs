@@ -1,5 +1,5 @@
-//! An agent in a container without the host's BPF file system, as in Kilo's own DaemonSet, that is
-//! asked to stop while a pod talks to an outside host.
+//! An agent in a container without the host's BPF file system, as in Kilo's own DaemonSet, is asked to stop
+//! while a pod talks to an outside host.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
@@ -13,12 +13,12 @@ use std::{collections::BTreeSet, fs, time::Duration};
 
 const LIMIT: Duration = Duration::from_secs(20);
 
-/// What the outside host wrote down: the sources it saw, datagram by datagram.
+/// File in which the outside host records the source of each datagram.
 const SEEN: &str = "/run/seen";
-/// What came back to the pod on its TCP connection, and why that ended.
+/// File with what came back on the pod's TCP connection, and why that ended.
 const ECHOED: &str = "/run/echoed";
 
-/// A pod behind this host, an outside host beyond its uplink, and flows between them.
+/// Sets up a pod behind this host, and an outside host beyond its uplink.
 fn build() {
     cluster::prepare();
     sh("mkdir -p /run/netns; sysctl -qw net.ipv4.ip_forward=1; umount /sys/fs/bpf; \
@@ -28,7 +28,7 @@ fn build() {
         ip netns add pod; ip link add pod type veth peer name eth0 netns pod; ip link set pod up; \
         ip address add 10.42.1.1/24 dev pod; ip -n pod link set lo up; ip -n pod link set eth0 up; \
         ip -n pod address add 10.42.1.2/24 dev eth0; ip -n pod route add default via 10.42.1.1");
-    // A rule of NAT makes the kernel follow flows, as kube-proxy's do.
+    // A NAT rule makes the kernel track flows, as kube-proxy's rules do.
     sh("nft add table ip other; nft 'add chain ip other nat { type nat hook postrouting priority 100; }'; \
         nft add rule ip other nat ip daddr 192.0.2.99 masquerade");
     let udp = "my $s = IO::Socket::IP->new(LocalHost => q(198.51.100.9), LocalPort => 9, Proto => q(udp)) or die; \
@@ -55,12 +55,12 @@ fn seen() -> Vec<String> {
     fs::read_to_string(SEEN).unwrap().lines().map(ToOwned::to_owned).collect()
 }
 
-/// Whether it is so; where it is not, the source that the outside host saw last.
+/// `Ok` when `so`; otherwise the source that the outside host saw last.
 fn is_so(so: bool) -> Result<(), String> {
     if so { Ok(()) } else { Err(format!("{:?}", seen().last())) }
 }
 
-/// An agent in a container of its own, and flows that it masquerades.
+/// An agent in its own container, and flows that it masquerades.
 fn agent_and_flows() -> Agent {
     build();
     let agent = start();
@@ -86,7 +86,8 @@ fn end(agent: &mut Agent, signal: &str) -> bool {
     agent.0.wait().unwrap().success()
 }
 
-/// Shows what connection tracking has while it has it: of a connection that was reset the kernel forgets it soon.
+/// Prints the connection tracking table on failure, because the kernel soon forgets a connection that was
+/// reset.
 fn assert_no_stream_has_ended() {
     let echoed = fs::read_to_string(ECHOED).unwrap();
     let tracked = || fs::read_to_string("/proc/net/nf_conntrack").unwrap_or_default();
@@ -131,7 +132,7 @@ fn programs_of_a_killed_agent_outlive_its_container() {
             is_so(seen().len() > before + 100 && fs::read_to_string(ECHOED).unwrap().len() > echoed + 50)
         });
         only_the_host_was_seen();
-        // Its maps are new: of the flow, too, which gets another port.
+        // The next agent has new maps without the flow, which gets another port.
         let _next = start();
         let before = seen().len();
         until("datagrams go on with the next agent", LIMIT, || is_so(seen().len() > before + 100));

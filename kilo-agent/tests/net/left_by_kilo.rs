@@ -1,4 +1,5 @@
-//! What Kilo in Go leaves on a node that lost power or was killed, and the commands on docs/migration.md that remove it.
+//! What Kilo in Go leaves on a node that lost power or was killed, and the commands of docs/migration.md
+//! that remove it.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
@@ -6,7 +7,7 @@ use std::{fs, path::Path};
 
 use crate::netns::{isolated, sh, succeeds};
 
-/// The commands below the table of what Kilo leaves.
+/// The commands below the table of Kilo's leftovers.
 fn commands() -> Vec<String> {
     let page = Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs/migration.md");
     let page = fs::read_to_string(page).unwrap();
@@ -20,13 +21,13 @@ fn the_pages_commands_remove_what_kilo_left_and_nothing_else() {
     isolated("the_pages_commands_remove_what_kilo_left_and_nothing_else", || async {
         sh("touch /run/xtables.lock; ip link set lo up; ip link add eth0 type veth peer name eth0p; ip link set eth0 up
             ip address add 10.1.0.1/24 dev eth0");
-        // Somebody else's, the distribution's for instance.
+        // Foreign rules, for instance the distribution's.
         sh("iptables -t nat -N OTHERS; iptables -t nat -A POSTROUTING -s 10.9.0.0/24 -j OTHERS
             iptables -t nat -A OTHERS -j MASQUERADE; iptables -A INPUT -s 192.0.2.9 -j DROP
             ip6tables -A INPUT -s 2001:db8::9 -j DROP; ip route add 10.8.0.0/24 via 10.1.0.8 table 8");
         let rules = || sh("iptables-save | grep '^-A'; ip6tables-save | grep '^-A'");
         let (others, others_routes) = (rules(), sh("ip -4 route show table all"));
-        // As Kilo sets them, but for the kind of device: not every kernel has IPIP.
+        // Like Kilo's, except for the kind of device: not every kernel has IPIP.
         sh("ip link add tunl0 type veth peer name tunl0p; ip link set tunl0 up
             ip route add 10.42.2.0/24 via 10.1.0.2 dev tunl0 onlink table 1107
             iptables -t nat -N KILO-NAT; iptables -N KILO-IPIP; ip6tables -t nat -N KILO-NAT

@@ -1,4 +1,4 @@
-//! A real `kg` on hosts whose uplinks are not one Ethernet interface with an address.
+//! A real `kg` on hosts with uplinks other than one Ethernet interface with an address.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
@@ -27,7 +27,7 @@ fn mtu(interface: &str) -> Option<u32> {
 fn a_default_route_through_kilo0_does_not_lower_its_mtu() {
     isolated("a_default_route_through_kilo0_does_not_lower_its_mtu", || async {
         cluster::prepare();
-        // As DHCP clients make it: one without metric wins.
+        // DHCP clients set a metric; a route without one wins.
         sh("ip route del default; ip route add default via 10.1.0.1 dev eth0 metric 100");
         let _agent = kg();
         until("kilo0 has the MTU of the uplink less the overhead", LIMIT, || mtu("kilo0") == Some(1420));
@@ -36,7 +36,7 @@ fn a_default_route_through_kilo0_does_not_lower_its_mtu() {
         until("the default route leads to the peer", LIMIT, leads);
         let reconciles = || metrics().get("kilo_reconciles_total").copied().unwrap_or(0);
         let before = reconciles();
-        // Each that sees the new route once made the MTU smaller by the overhead.
+        // If the new route counted as the uplink's, each reconcile would shrink the MTU by the overhead.
         until("it is reconciled several times", LIMIT, || reconciles() > before + 3);
         assert_eq!(mtu("kilo0"), Some(1420));
         // It still follows the uplink.
@@ -49,7 +49,7 @@ fn a_default_route_through_kilo0_does_not_lower_its_mtu() {
 fn a_node_whose_address_is_on_loopback_gets_its_programs_on_unnumbered_uplinks() {
     isolated("a_node_whose_address_is_on_loopback_gets_its_programs_on_unnumbered_uplinks", || async {
         cluster::prepare();
-        // As routing daemons do it without addresses on links (RFC 5549).
+        // Routing daemons do this without addresses on links (RFC 5549).
         sh("ip address flush dev eth0 scope global; ip address add 10.1.0.11/32 dev lo
             ip -4 route add default src 10.1.0.11 via inet6 fe80::1 dev eth0 onlink");
         let _agent = kg();

@@ -1,6 +1,6 @@
-//! One agent per node: the second of two waits or says why it does not, neither a process without
-//! rights nor an agent that was killed keeps the next one from starting, and beside Kilo's own agent
-//! one of ours waits without touching anything.
+//! One agent per node: the second one waits or says why it does not. Neither an unprivileged process nor a
+//! killed agent keeps the next one from starting, and beside Kilo's own agent ours waits without touching
+//! anything.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
@@ -41,7 +41,7 @@ fn refused(before: &[&str], flags: &[&str]) -> String {
 fn a_user_process_cannot_take_the_lock() {
     isolated("a_user_process_cannot_take_the_lock", || async {
         cluster::prepare();
-        // Every process may bind a name of the abstract namespace.
+        // Every process may bind a name in the abstract socket namespace.
         let name = SocketAddr::from_abstract_name("kilo-agent/kilo0").unwrap();
         let _held = UnixListener::bind_addr(&name).unwrap();
         let _agent = running();
@@ -55,7 +55,7 @@ fn a_user_process_cannot_take_the_lock() {
     });
 }
 
-/// An agent whose log goes to this file.
+/// An agent that logs to this file.
 fn logging(flags: &[&str], log: &str) -> Agent {
     let log = std::fs::File::create(log).unwrap();
     Agent(kg(&[]).args(["--log-level=info"]).args(flags).stdout(log).spawn().unwrap())
@@ -115,10 +115,10 @@ fn a_second_agent_is_refused_with_any_state_directory_and_any_interface() {
     isolated("a_second_agent_is_refused_with_any_state_directory_and_any_interface", || async {
         cluster::prepare();
         let _agent = running();
-        // The thread that loads the last programs would put back what goes meanwhile.
+        // The thread that loads the last programs would restore what is removed meanwhile.
         let all = "ls /sys/fs/bpf/kilo/v6/programs/*/l3_egress*";
         until("all programs are pinned", LIMIT, || succeeds(all));
-        // What is missing is not put back by an agent that may not run.
+        // An agent that may not run does not restore what is missing.
         sh("rm /sys/fs/bpf/kilo/v6/monitor; rm -r /sys/fs/bpf/kilo/v6/programs/*");
         let pins = sh("ls -iR /sys/fs/bpf/kilo/v6");
         let said = refused(&[], &["--interface=kilo1", "--listen=:1108"]);
@@ -144,7 +144,7 @@ fn after_a_kill_the_next_agent_starts_and_a_stop_leaves_no_file() {
         killed.kill().unwrap();
         killed.wait().unwrap();
         assert!(succeeds("ls /var/lib/kilo/*.lock"), "a killed agent leaves the file");
-        // The userspace WireGuard process, where there is one, lives on.
+        // The userspace WireGuard process, where there is one, keeps running.
         let mut agent = running();
         sh(&format!("kill -TERM {}", agent.0.id()));
         assert!(agent.0.wait().unwrap().success());

@@ -1,5 +1,5 @@
-//! Masquerading by the programs on real interfaces, with nftables as the reference: who
-//! opens a flow, which address it gets, and by which interface answers come.
+//! Masquerading by the programs on real interfaces, with nftables as the reference: who opens a flow, which
+//! address it gets, and through which interface replies arrive.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
@@ -38,8 +38,8 @@ use rand::{RngExt as _, SeedableRng as _, rngs::StdRng};
 const LIMIT: Duration = Duration::from_secs(5);
 const PODS: [&str; 2] = ["10.42.1.0/24", "fd42:1::/64"];
 
-/// This namespace is a node with a pod and two links to a network, in which a host has a
-/// static route to the pods, and returns what comes by one link through the other.
+/// Makes this namespace a node with a pod and two links to a network. A host there has a static route to
+/// the pods, and replies to packets from one link through the other.
 fn build() {
     sh("mkdir -p /run/netns; ip link set lo up
 sysctl -qw net.ipv4.ip_forward=1 net.ipv6.conf.all.forwarding=1 net.ipv4.conf.all.rp_filter=0 net.ipv4.conf.default.rp_filter=0
@@ -72,7 +72,7 @@ fn net(text: &str) -> IpNet {
     text.parse().unwrap()
 }
 
-/// What the agent would find here.
+/// The host's links as the agent would find them.
 async fn look(kilo: u32) -> (Net, HostLinks) {
     let kernel = Net::new().unwrap();
     let links = kernel.links().await.unwrap();
@@ -121,7 +121,7 @@ fn tables(host: &HostLinks, kilo: u32) -> Tables {
     }
 }
 
-/// Runs something in a namespace of that name.
+/// Runs `work` on a thread in a named network namespace.
 fn in_netns<T: Send + 'static>(netns: &str, work: impl FnOnce() -> T + Send + 'static) -> JoinHandle<T> {
     let netns = File::open(format!("/run/netns/{netns}")).unwrap();
     std::thread::spawn(move || {
@@ -130,8 +130,8 @@ fn in_netns<T: Send + 'static>(netns: &str, work: impl FnOnce() -> T + Send + 's
     })
 }
 
-/// Several questions and answers of a client in one namespace and a server in another;
-/// the source that the server saw, or what went wrong.
+/// Exchanges several messages between a client in one namespace and a server in another; returns the source
+/// that the server saw, or the error.
 fn talk(from: &str, to: (&str, IpAddr), tcp: bool) -> Result<IpAddr, String> {
     let address = to.1;
     let (ready, bound) = mpsc::channel();
@@ -174,7 +174,7 @@ fn talk(from: &str, to: (&str, IpAddr), tcp: bool) -> Result<IpAddr, String> {
             let any: IpAddr =
                 if address.is_ipv4() { [0; 4].into() } else { std::net::Ipv6Addr::UNSPECIFIED.into() };
             let socket = UdpSocket::bind((any, 0))?;
-            // An answer from another address than was asked is none.
+            // A reply from another address than the one asked does not count.
             socket.connect(server_address)?;
             socket.set_read_timeout(Some(LIMIT))?;
             for question in [b"one.", b"two.", b"last"] {
@@ -187,7 +187,7 @@ fn talk(from: &str, to: (&str, IpAddr), tcp: bool) -> Result<IpAddr, String> {
     });
     let outcome = client.join().unwrap();
     if outcome.is_err() && tcp {
-        // So that the server ends.
+        // Lets the server end.
         drop(in_netns(to.0, move || TcpStream::connect(server_address)).join().unwrap());
     }
     let seen = server.join().unwrap();
@@ -195,7 +195,7 @@ fn talk(from: &str, to: (&str, IpAddr), tcp: bool) -> Result<IpAddr, String> {
     seen.map_err(|error| format!("server: {error}"))
 }
 
-/// Everything that must hold whether programs or rules masquerade.
+/// Checks what must hold whether programs or rules masquerade.
 fn check(who: &str) {
     let addr = |text: &str| text.parse::<IpAddr>().unwrap();
     until("neighbours are found", LIMIT, || talk("lan", ("lan", addr("fd00:1::99")), true).is_ok());
@@ -213,7 +213,7 @@ fn check(who: &str) {
     {
         for tcp in [true, false] {
             let found = talk(from.1, (to.0, addr(to.1)), tcp);
-            // Masquerading by netfilter leaves a route's source out of account.
+            // Masquerading by netfilter ignores a route's source.
             let expected = if who == "nftables" && to.1 == "203.0.113.6" { "192.0.2.11" } else { seen };
             assert_eq!(found, Ok(addr(expected)), "{who}: {}, {}", from.0, if tcp { "TCP" } else { "UDP" });
         }
@@ -259,12 +259,12 @@ fn flows_of_either_direction_get_their_answers_and_the_right_address() {
     });
 }
 
-/// Prefixes of `up0`, each without its last number.
+/// Prefixes for addresses of `up0`, without the last group.
 const BASES_V6: [&str; 7] =
     ["2001:db8:1::", "2001:db8:2::", "2001:db9:8000::", "fd00:1::", "fd00:2::", "fc01::", "2002:c000:201::"];
 const BASES_V4: [&str; 4] = ["192.0.2.", "172.30.0.", "172.30.1.", "10.1.0."];
 
-/// Gives `up0` addresses of both families; returns those it has.
+/// Gives `up0` random addresses of both families; returns those it has.
 fn random_addresses(random: &mut StdRng) -> Vec<IpAddr> {
     for _ in 0..random.random_range(1..5) {
         let (base, last) = (BASES_V6[random.random_range(0..BASES_V6.len())], random.random_range(1..9u8));
@@ -280,7 +280,7 @@ fn random_addresses(random: &mut StdRng) -> Vec<IpAddr> {
     addresses.lines().map(|line| net(line).addr()).collect()
 }
 
-/// Routes by `up0`, half of them with one of its addresses as their source.
+/// Adds random routes through `up0`, half of them with one of its addresses as their source.
 fn random_routes(random: &mut StdRng, own: &[IpAddr]) {
     for (to, v6) in [
         ("default", false),
@@ -300,15 +300,15 @@ fn random_routes(random: &mut StdRng, own: &[IpAddr]) {
     }
 }
 
-/// The source that the kernel takes for a packet to this address by `up0`.
+/// The source that the kernel selects for a packet to this address through `up0`.
 fn kernels_source(to: &str) -> Option<IpAddr> {
     let answer = std::process::Command::new("ip").args(["route", "get", to, "oif", "up0"]).output().ok()?;
     let text = String::from_utf8_lossy(&answer.stdout).into_owned();
     text.split_whitespace().skip_while(|word| *word != "src").nth(1).map(|addr| addr.parse().unwrap())
 }
 
-/// Random addresses and routes: for each destination the address found is the one the
-/// kernel itself takes for a packet of the host by that interface.
+/// With random addresses and routes, the address found for each destination is the one that the kernel
+/// itself selects for a packet of the host through that interface.
 #[test]
 fn addresses_by_destination_are_those_the_kernel_chooses() {
     isolated("addresses_by_destination_are_those_the_kernel_chooses", || async {
@@ -351,7 +351,7 @@ fn addresses_by_destination_are_those_the_kernel_chooses() {
                 .extend(BASES_V6.iter().map(|base| format!("{base}{:x}", random.random_range(100..65_000))));
             for to in wanted {
                 let address: IpAddr = to.parse().unwrap();
-                // A route that is down, or of a host without addresses of the family.
+                // The route is down, or the host has no address of the family.
                 let Some(kernel) = kernels_source(&to).filter(|kernel| own.contains(kernel)) else {
                     continue;
                 };

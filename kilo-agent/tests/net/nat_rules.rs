@@ -1,5 +1,5 @@
-//! Masquerading by nftables: packets of a pod through a host to an outside
-//! host, which says what source it saw.
+//! Masquerading by nftables: packets of a pod pass through a host to an outside host, which reports the
+//! source that it saw.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
@@ -20,7 +20,7 @@ use kilo_host::firewall::{
 };
 use netns::{isolated, sh, succeeds};
 
-/// A pod, an outside host, a node of the mesh, and this namespace between them.
+/// Sets up a pod, an outside host and a mesh node, with this namespace between them.
 fn build() {
     sh(
         "mkdir -p /run/netns; ip link set lo up; sysctl -qw net.ipv4.ip_forward=1 net.ipv6.conf.all.forwarding=1",
@@ -36,10 +36,10 @@ fn build() {
     }
 }
 
-/// Source address `to` sees of a TCP connection from the pod, by family.
+/// Source address that `to` sees on a TCP connection from the pod.
 fn seen(to: &str, net: u8, v6: bool) -> String {
     let address = if v6 { format!("fd42:{net}::2") } else { format!("10.42.{net}.2") };
-    // Perl is on every Debian machine.
+    // Every Debian machine has Perl.
     let server = "use IO::Socket::IP; my $s = IO::Socket::IP->new(LocalHost => shift, LocalPort => 7, Listen => 1, \
                   ReuseAddr => 1) or die; print $s->accept->peerhost";
     sh(&format!(
@@ -100,7 +100,8 @@ fn forced_destinations_are_masqueraded_unless_the_source_is_exempt() {
     });
 }
 
-/// Datagrams of one socket of the pod, 50 a second; the outside host writes down the sources it sees.
+/// Sends 50 datagrams per second from one socket of the pod; the outside host records the sources that it
+/// sees.
 fn stream_begins() {
     let server = "use IO::Socket::IP; $| = 1; my $s = IO::Socket::IP->new(LocalHost => q(10.42.2.2), LocalPort => 9, \
                   Proto => q(udp)) or die; while ($s->recv(my $d, 9)) { print $s->peerhost, qq(\\n) }";
@@ -114,12 +115,12 @@ fn stream_begins() {
     until("the first datagram arrives", Duration::from_secs(10), arrived);
 }
 
-/// Addresses seen since the last time; that file is emptied.
+/// Sources seen since the last call; empties the file.
 fn seen_meanwhile() -> BTreeSet<String> {
     time_passes(Duration::from_millis(300), "15 datagrams are sent in it");
     let text = std::fs::read_to_string("/run/seen").unwrap();
     sh("truncate -s 0 /run/seen");
-    // The writer goes on where it was: what was cut off reads as zeros.
+    // The writer continues at its offset: the truncated part reads as zeros.
     text.lines().map(|line| line.trim_matches('\0').to_owned()).filter(|line| !line.is_empty()).collect()
 }
 
@@ -128,7 +129,7 @@ fn a_flow_without_translation_is_kept_in_until_it_is_forgotten_and_then_translat
     isolated("a_flow_without_translation_is_kept_in_until_it_is_forgotten_and_then_translated", || async {
         build();
         let pod = || BTreeSet::from(["10.42.1.2".to_owned()]);
-        // A rule of NAT makes the kernel follow flows, as kube-proxy's do.
+        // A NAT rule makes the kernel track flows, as kube-proxy's rules do.
         sh("nft add table ip other; \
                 nft 'add chain ip other nat { type nat hook postrouting priority 100; }'; \
                 nft add rule ip other nat ip daddr 192.0.2.1 masquerade");
@@ -161,7 +162,7 @@ fn a_flow_without_translation_is_kept_in_until_it_is_forgotten_and_then_translat
     });
 }
 
-/// How many flows to such a destination were forgotten.
+/// Number of conntrack entries of such flows that were deleted.
 fn forgotten(is_concerned: impl FnMut(IpAddr, IpAddr) -> bool) -> usize {
     Untranslated::list(is_concerned).unwrap().forget(Instant::now() + Duration::from_secs(9)).unwrap()
 }
@@ -175,7 +176,7 @@ fn rules_for_somebody_else_are_not_taken_for_ones_own_and_take_nested_prefixes()
     isolated("rules_for_somebody_else_are_not_taken_for_ones_own_and_take_nested_prefixes", || async {
         build();
         let mut wanted = decision();
-        // As a Peer makes them whose allowed IPs lie within the pod network, or around it.
+        // Peers cause these when their allowed IPs lie within the pod network or around it.
         for prefix in ["10.0.0.0/8", "10.42.1.64/26"] {
             wanted.sources.insert(prefix.parse().unwrap(), MASQ_SRC_ALWAYS);
         }
@@ -195,7 +196,8 @@ fn rules_for_somebody_else_are_not_taken_for_ones_own_and_take_nested_prefixes()
         assert_eq!(NatRules::default().apply(wanted.clone(), Instant::now()).await.unwrap(), 1);
         assert_eq!(NatRules::default().apply(wanted.clone(), Instant::now()).await.unwrap(), 0);
 
-        // Another agent masquerades: what must not leave is dropped at the uplink, and nothing is translated.
+        // Another agent masquerades: what must not leave is dropped at the uplink, and nothing is
+        // translated.
         let never_clear = BTreeSet::from(["10.42.2.0/24".parse().unwrap()]);
         stream_begins();
         it_flows();
@@ -206,7 +208,7 @@ fn rules_for_somebody_else_are_not_taken_for_ones_own_and_take_nested_prefixes()
         let rules = sh("nft list table inet kilo");
         assert!(!rules.contains("masquerade"), "{rules}");
 
-        // While programs go on, what their uplink's program takes has to come to it, and nothing else.
+        // While programs stay, packets that the uplink's program handles must reach it, and no others.
         let closed = Interim { steered: Duration::from_secs(600), ..interim.clone() };
         wanted.apply_interim(&closed).await.unwrap();
         seen_meanwhile();
@@ -219,7 +221,7 @@ fn rules_for_somebody_else_are_not_taken_for_ones_own_and_take_nested_prefixes()
         seen_meanwhile();
         assert_eq!(seen_meanwhile(), BTreeSet::new());
 
-        // A leader without programs would hand others' pods' packets on as they are.
+        // A leader without programs would forward other nodes' pod packets unchanged.
         let others = Decision { sources: table(&[("10.99.0.0/16", MASQ_SRC_ALWAYS)]), ..Decision::default() };
         others.apply_interim(&interim).await.unwrap();
         it_flows();

@@ -1,4 +1,4 @@
-//! An agent that is asked to stop after its Node object has gone.
+//! An agent is asked to stop after its Node object has been deleted.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
@@ -18,7 +18,7 @@ use netns::{Agent, isolated, sh};
 const LIMIT: Duration = Duration::from_secs(30);
 const LOG: &str = "/run/kg.log";
 
-/// A namespace with the other end of an interface of this host.
+/// A process in a namespace with the other end of an interface of this host.
 struct Pod(Child);
 
 impl Pod {
@@ -33,7 +33,7 @@ impl Pod {
         Self(child)
     }
 
-    /// Its namespace takes the interface along.
+    /// Ends it; its namespace takes the interface along.
     fn end(mut self) {
         self.0.kill().unwrap();
         self.0.wait().unwrap();
@@ -44,7 +44,7 @@ fn start() -> Agent {
     Agent(kg(&[]).stdout(fs::File::create(LOG).unwrap()).stderr(Stdio::inherit()).spawn().unwrap())
 }
 
-/// Asks the agent to stop; how long that took.
+/// Asks the agent to stop; returns how long that took.
 fn stop(agent: &mut Agent) -> Duration {
     let started = Instant::now();
     sh(&format!("kill -TERM {}", agent.0.id()));
@@ -52,7 +52,7 @@ fn stop(agent: &mut Agent) -> Duration {
     started.elapsed()
 }
 
-/// Programs, pins, routes, and what the CNI configuration would be.
+/// Links, programs on hooks, and routes.
 fn barrier() -> String {
     sh("ls /sys/fs/bpf/kilo/links 2>/dev/null || true; \
         for hook in ingress egress; do tc filter show dev eth0 $hook; done | grep -o 'kilo_[a-z_]*\\|uplink_[a-z]*' || true; \

@@ -21,7 +21,7 @@ use nix::libc;
 
 const LIMIT: Duration = Duration::from_secs(20);
 
-/// Ends the agent with the test.
+/// Kills the agent when the test ends.
 struct Agent(Child);
 
 impl Drop for Agent {
@@ -31,10 +31,10 @@ impl Drop for Agent {
     }
 }
 
-/// What the agent wrote about its node.
+/// File with what the agent wrote on its node.
 const WRITTEN: &str = "/run/cluster/n2.kilo.yaml";
 
-/// Node n2, whose leader n1 is known, and a node of another location.
+/// Sets up node n2, whose leader n1 is known, and a node of another location.
 fn prepare() {
     sh("mount -t tmpfs lib /var/lib; mkdir -p /run/wireguard /run/cluster; mount -t sysfs sys /sys; \
         mount -t bpf bpf /sys/fs/bpf; ip link set lo up; \
@@ -75,7 +75,7 @@ fn number(file: &str) -> u64 {
     fs::read_to_string(Path::new("/sys/class/net").join(file)).unwrap().trim().parse().unwrap()
 }
 
-/// A socket that sees every frame of an interface from now on.
+/// A socket that captures every frame of an interface from now on.
 fn capture(interface: &str) -> OwnedFd {
     let protocol = u16::try_from(libc::ETH_P_ALL).unwrap().to_be();
     let kind = libc::SOCK_RAW | libc::SOCK_NONBLOCK | libc::SOCK_CLOEXEC;
@@ -93,7 +93,7 @@ fn capture(interface: &str) -> OwnedFd {
     socket
 }
 
-/// The frames it has seen.
+/// The frames that it has captured.
 fn received(socket: &OwnedFd) -> Vec<Vec<u8>> {
     let mut buffer = [0; 2048];
     let next = || nix::unistd::read(socket, &mut buffer).ok().map(|length| buffer[..length].to_vec());
@@ -112,7 +112,7 @@ fn what_a_member_steers_to_its_leader_leaves_by_flannels_vxlan() {
             ip neigh add 10.1.0.1 lladdr 02:00:00:00:00:02 dev eth0 nud permanent",
         );
         let _agent = kg("flannel");
-        // The way to the leader's overlay address appears later, as at boot.
+        // The route to the leader's overlay address appears later, as at boot.
         let private = |hop: &Hop| matches!(hop, Hop::Node { remote, .. } if remote.to_string() == "10.1.0.1");
         until("the private address for the time being", LIMIT, || hop().as_ref().is_some_and(private));
         sh("ip route add 10.42.1.0/24 via 10.42.1.0 dev flannel.1 onlink");
@@ -128,8 +128,8 @@ fn what_a_member_steers_to_its_leader_leaves_by_flannels_vxlan() {
         let wire = capture("other");
         sh("ping -c 3 -i 0.2 -W 1 10.42.3.5 || true");
         let carried = |frame: &Vec<u8>| {
-            // Ethernet, IP and UDP to flannel's port, VXLAN and Ethernet: then IPIP between
-            // the nodes, then the ping.
+            // Ethernet, IP, UDP to flannel's port, VXLAN and Ethernet, then IPIP between the nodes, then
+            // the ping.
             frame.get(36..38) == Some(&8472_u16.to_be_bytes())
                 && frame.get(64 + 9) == Some(&4)
                 && frame.get(64 + 12..64 + 20) == Some(&[10, 1, 0, 2, 10, 42, 1, 0])

@@ -1,5 +1,5 @@
-//! What a path carries is asked of the path itself: real routers with small links,
-//! hosts that refuse, and ICMP errors that somebody made up.
+//! The MTU of a path is probed on the path itself: real routers with small links, hosts that refuse, and
+//! forged ICMP errors.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
@@ -24,7 +24,7 @@ use nix::{
     sys::socket::{AddressFamily, MsgFlags, SockFlag, SockProtocol, SockType, SockaddrIn, sendto, socket},
 };
 
-/// This host, a router, and a node behind it.
+/// Sets up this host, a router, and a node behind it.
 fn build() {
     sh("mkdir -p /run/netns; ip link set lo up; ip netns add router; ip netns add node; \
         ip link add eth0 type veth peer name lan netns router; \
@@ -56,7 +56,7 @@ fn a_router_with_a_small_link_says_what_it_carries() {
         sh("ip -n router link set far mtu 1360");
         for node in nodes() {
             assert_eq!(smaller_than(1500, node).await.unwrap(), Some(1360), "{node}");
-            // What the kernel has learnt meanwhile is not believed either.
+            // Nor is the kernel's learnt PMTU trusted.
             assert_eq!(smaller_than(1361, node).await.unwrap(), Some(1360), "{node}");
             assert_eq!(smaller_than(1360, node).await.unwrap(), None, "{node}");
         }
@@ -83,7 +83,7 @@ fn silence_is_no_answer() {
     });
 }
 
-/// "Fragmentation needed, 532 bytes at most" about a packet n1 may have steered to n2.
+/// Sends a forged "Fragmentation needed, MTU 532" about a packet that n1 may have steered to n2.
 fn forge() {
     let mut error = vec![3, 4, 0, 0, 0, 0, 2, 20];
     error.extend([0x45, 0, 5, 220, 0, 0, 0x40, 0, 63, 4, 0, 0]);
@@ -149,12 +149,12 @@ fn a_forged_error_lowers_nothing_and_a_true_one_what_the_router_says() {
                 if route.contains(mtu) { Ok(()) } else { Err(route) }
             });
         };
-        // Now it is right that the path carries less, but not how much.
+        // Now the path's MTU really is smaller, but not what the error says.
         sh("ip -n router link set far mtu 1360");
         forge();
         logged("path MTU to a node decreased");
         becomes("mtu 1340");
-        // Pods have IPv6, too, which needs 1280.
+        // Pods also have IPv6, which needs 1280.
         sh("ip -n router link set far mtu 1000");
         forge();
         logged("path MTU to a node decreased");

@@ -1,4 +1,4 @@
-//! An API server that takes every write and answers none: the host is put right all the same, at once.
+//! An API server accepts every write and never responds: the host is reconciled at once nevertheless.
 
 use std::{
     path::{Path, PathBuf},
@@ -35,12 +35,12 @@ use crate::{
 };
 
 const KEY: &str = "yAnz5TF+lXXJte14tji3zlMNq+hd2rYUIgJBgB3fBmk=";
-/// The median change takes less; one that waits for an answer takes nearly 2 s.
+/// The median change takes less; a change that waits for a response takes nearly 2 s.
 const AT_ONCE: Duration = Duration::from_millis(1200);
-/// A first start takes less, even on a busy machine; one that waits for others takes 5 s more.
+/// A first start takes less, even on a busy machine; one that waits for other nodes takes 5 s more.
 const STARTED: Duration = Duration::from_secs(4);
 
-/// Reads from a directory, and never finishes a write.
+/// A backend that reads from a directory and never finishes a write.
 struct Hangs {
     objects: FileBackend,
     writes: Arc<AtomicUsize>,
@@ -118,7 +118,7 @@ fn options() -> agent::Options {
     }
 }
 
-/// How long it takes until the device has this prefix of a peer.
+/// Time until the device has this prefix of a peer.
 async fn applied(prefix: &str) -> Duration {
     let what = format!("{prefix} is on the device");
     wait::until(&what, Duration::from_secs(20), async || kilo_has(prefix)).await
@@ -128,7 +128,7 @@ fn kilo_has(prefix: &str) -> bool {
     sh("wg show kilo0 allowed-ips 2>/dev/null || true").contains(prefix)
 }
 
-/// Changes a peer again and again for 6 s, in which writes become overdue and are tried again.
+/// Changes a peer repeatedly for 6 s, while writes become overdue and are retried.
 async fn changes_are_applied_at_once() {
     let mut times = Vec::new();
     for change in 1..=5 {
@@ -173,7 +173,7 @@ fn an_api_server_that_hangs_delays_nothing_on_the_host() {
                 .unwrap();
             let agent = tokio::spawn(agent.run(stop.clone()));
             let started = applied("10.5.0.100/32").await;
-            // A node that nobody knows waits for others to learn its key, once.
+            // A node without a published key waits once for others to learn it.
             assert!(known == (started < STARTED), "known: {known}, applied after {started:?}");
             changes_are_applied_at_once().await;
             assert!(writes.load(Ordering::Relaxed) > 0, "something was to be written");

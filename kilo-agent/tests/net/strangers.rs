@@ -1,4 +1,4 @@
-//! What strangers, and processes without rights, send to real tunnel devices.
+//! Packets of strangers and unprivileged processes to real tunnel devices.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
@@ -98,7 +98,7 @@ impl World {
         self.dataplane.attach(&self.net, interfaces).await.unwrap()
     }
 
-    /// What the agent does in this order.
+    /// Writes the tables, attaches the programs and guards the tunnel devices, in the agent's order.
     async fn apply(&mut self) -> Applied {
         self.dataplane.write(&self.tables()).unwrap();
         let applied = self.attach().await;
@@ -106,7 +106,7 @@ impl World {
         applied
     }
 
-    /// Counters that an action changes, once they are as wanted.
+    /// Waits until the counters have grown by `wanted` through an action.
     #[track_caller]
     fn counts(&self, wanted: &[(&'static str, u64)], action: impl FnOnce()) {
         let read = || {
@@ -116,7 +116,7 @@ impl World {
         let before = read();
         let changed = || -> Vec<(&'static str, u64)> {
             let now = read();
-            // The kernel's own discovery.
+            // Skips the kernel's own neighbour discovery.
             let ours = now.into_iter().filter(|(label, _)| !matches!(*label, "pass" | "not_unicast"));
             ours.map(|(label, count)| (label, count - before[label])).filter(|(_, more)| *more > 0).collect()
         };
@@ -128,19 +128,19 @@ impl World {
     }
 }
 
-/// What stands behind the UDP header of VXLAN.
+/// VXLAN header and inner packet, without the UDP header before them.
 fn vxlan_payload(inner: &[u8]) -> Vec<u8> {
     vxlan(MEMBER, SELF, inner).split_off(42)
 }
 
-/// A whole frame.
+/// A whole VXLAN frame.
 fn vxlan(from: [u8; 4], to: [u8; 4], inner: &[u8]) -> Vec<u8> {
     let mut frame = [0; 14 + VXLAN_OVERHEAD];
     encap::vxlan_frame(&mut frame, &from, &to, &carried(inner));
     [&frame[..], inner].concat()
 }
 
-/// Sends a datagram to the VXLAN port as a user without rights, in that namespace.
+/// Sends a datagram to the VXLAN port as an unprivileged user; `before` enters a namespace.
 fn send_as_nobody(before: &str, to: &str, payload: &[u8]) {
     let mut text = String::new();
     for byte in payload {
@@ -154,7 +154,8 @@ fn send_as_nobody(before: &str, to: &str, payload: &[u8]) {
     ));
 }
 
-/// Seen on 6.12 and 6.18, refused on 6.1: UDP GSO by a TUN device, which sums no checksums.
+/// Whether a TUN device without checksum offload sends UDP GSO packets: observed on 6.12 and 6.18, refused
+/// on 6.1.
 fn has_gso_without_checksums() -> bool {
     let release = std::fs::read_to_string("/proc/sys/kernel/osrelease").unwrap();
     let mut numbers = release.split(|c: char| !c.is_ascii_digit()).map_while(|text| text.parse::<u32>().ok());
@@ -185,7 +186,7 @@ fn a_process_without_rights_injects_nothing_by_the_vxlan_port() {
     isolated("a_process_without_rights_injects_nothing_by_the_vxlan_port", || async {
         let mut world = World::new().await;
         world.apply().await;
-        // As a pod of the member and as one behind the leader, to this node by any of its addresses.
+        // Pretends to be a pod of the member, to any address of this node.
         let payload = vxlan_payload(&udp(MEMBER_POD, OWN_POD, (1, 2), b"forged"));
         for own in ["10.1.0.11", "192.0.2.11", "127.0.0.1"] {
             world.counts(&[("unchecked", 1)], || send_as_nobody("", own, &payload));
@@ -197,7 +198,7 @@ fn a_process_without_rights_injects_nothing_by_the_vxlan_port() {
     });
 }
 
-/// A pod `pod` whose packets somebody else masquerades, with the ports they have.
+/// A pod `pod` whose packets others masquerade, keeping their ports.
 fn masquerade_a_pod() {
     sh("ip netns add pod; ip link add veth1 type veth peer name eth0 netns pod
         ip address add 172.31.0.1/24 dev veth1; ip link set veth1 up
@@ -220,7 +221,7 @@ fn socket_in(namespace: &'static str, address: &'static str) -> UdpSocket {
     std::thread::spawn(open).join().unwrap()
 }
 
-/// A pod's own port may be that of VXLAN, and a CNI's masquerading keeps it.
+/// A pod may use VXLAN's port as its own, and a CNI's masquerading keeps it.
 #[test]
 fn a_pod_that_asks_another_node_from_the_vxlan_port_is_answered() {
     isolated("a_pod_that_asks_another_node_from_the_vxlan_port_is_answered", || async {
@@ -236,7 +237,7 @@ fn a_pod_that_asks_another_node_from_the_vxlan_port_is_answered() {
             member.send_to(b"answered", from).unwrap();
             assert_eq!(pod.recv(&mut bytes).unwrap(), 8);
         });
-        // The other side: this node answers a pod that another node masquerades.
+        // The reverse: this node replies to a pod that another node masquerades.
         let (member, own) =
             (socket_in("member", "10.1.0.12:51821"), UdpSocket::bind("10.1.0.11:53").unwrap());
         world.counts(&[], || {
@@ -287,7 +288,7 @@ fn what_our_programs_give_the_vxlan_device_leaves_the_host() {
         world.apply().await;
         world.dataplane.write(&tables).unwrap();
         sh("ip address add 10.42.1.2/32 dev lo; ip route add 10.42.2.0/24 dev kilo0 src 10.42.1.2");
-        // A GSO packet: the device writes its outer header.
+        // For a GSO packet, the device writes the outer header.
         let socket = UdpSocket::bind("10.42.1.2:0").unwrap();
         let size: i32 = 1000;
         // SAFETY: the value is an integer of that length.
@@ -328,7 +329,7 @@ fn a_forged_source_on_the_public_interface_is_dropped_whatever_rp_filter_says() 
             let counted: &[_] = if rp_filter == 1 { &[] } else { &[("unchecked", 1)] };
             world.counts(counted, || send_frame("eth1p", &vxlan(MEMBER, PUBLIC, &inner)));
         }
-        // A packet of no node to no node: nothing of ours.
+        // A packet between hosts that are not nodes does not concern us.
         let ordinary = ethernet(&udp([192, 0, 2, 9], PUBLIC, (1, 53), b"x"));
         world.counts(&[], || send_frame("eth1p", &ordinary));
     });
@@ -346,7 +347,7 @@ fn what_a_stranger_sends_to_the_ipip_device_is_dropped_whatever_rp_filter_says()
         let ipip = steered([198, 51, 100, 66], PUBLIC, &udp(MEMBER_POD, OWN_POD, (1, 2), b"forged"));
         for rp_filter in [0, 1, 2] {
             set_rp_filter(rp_filter);
-            // There is no way back to the stranger: any other value than 0 drops it before the device.
+            // There is no route back to the stranger: any value but 0 drops it before the device.
             let counted: &[_] = if rp_filter == 0 { &[("unchecked", 1)] } else { &[] };
             world.counts(counted, || send_frame("eth1p", &ipip));
         }
@@ -370,7 +371,7 @@ fn tunnel_devices_are_up_only_while_a_program_guards_them() {
     });
 }
 
-/// What the kernel answers to a thread without the right to look at hooks.
+/// Runs `body` on a thread without the right to query hooks.
 async fn without_the_right_to_look<T>(body: impl Future<Output = T>) -> T {
     // struct __user_cap_header_struct and two of __user_cap_data_struct (include/uapi/linux/capability.h).
     let header: [u32; 2] = [0x2008_0522, 0];
@@ -383,7 +384,7 @@ async fn without_the_right_to_look<T>(body: impl Future<Output = T>) -> T {
         let code = unsafe { nix::libc::syscall(nix::libc::SYS_capset, header.as_ptr(), rights.as_ptr()) };
         assert_eq!(code, 0);
     };
-    // NET_ADMIN and SYS_ADMIN leave the effective rights, and stay permitted.
+    // NET_ADMIN and SYS_ADMIN leave the effective set, but stay permitted.
     let mut fewer = held;
     fewer[0] &= !(1 << 12 | 1 << 21);
     set(&fewer);
@@ -392,7 +393,7 @@ async fn without_the_right_to_look<T>(body: impl Future<Output = T>) -> T {
     result
 }
 
-/// Whether this kernel has TCX; says that the test is skipped where it has not.
+/// Whether this kernel has TCX; prints that the test is skipped where it has not.
 fn has_tcx(world: &World) -> bool {
     let mut probe = support::foreign::program(&world.fs.path().join("probe"));
     let attached =
@@ -427,7 +428,7 @@ fn a_hook_that_cannot_be_looked_at_guards_no_device() {
     });
 }
 
-/// Fills a hook with programs of others until it takes no more.
+/// Fills a hook with foreign programs up to its limit.
 fn filled(world: &World, interface: &str, hook: TcAttachType) -> Vec<(SchedClassifier, FdLink)> {
     let mut others = Vec::new();
     let started = Instant::now();
@@ -437,7 +438,7 @@ fn filled(world: &World, interface: &str, hook: TcAttachType) -> Vec<(SchedClass
         let mut other = support::foreign::program(&pin);
         match support::foreign::attach_tcx(&mut other, interface, hook, LinkOrder::last()) {
             Ok(link) => others.push((other, link)),
-            // The kernel frees a link some time after its last name is gone.
+            // The kernel frees a link some time after its last pin is gone.
             Err(_) => std::fs::remove_file(pin).unwrap(),
         }
     }
@@ -496,7 +497,7 @@ fn a_device_that_takes_no_program_stays_down_and_one_that_lost_it_goes_down() {
         world.dataplane = Dataplane::open_with(world.fs.path(), false, AttachMode::Tcx).unwrap();
         world.apply().await;
         assert!(is_up("kilo-vxlan"));
-        // Somebody removes it, and fills the hook, which holds 63 programs.
+        // The program is removed, and the hook filled up; it holds 63 programs.
         let index = index("kilo-vxlan");
         let links = kilo_host::dataplane::link_directory(world.fs.path());
         sh(&format!("rm {}/tunnel_ingress_{index}", links.display()));

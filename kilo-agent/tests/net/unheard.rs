@@ -1,5 +1,5 @@
-//! A real `kg` that has not heard of other locations yet: what this host sends to their WireGuard addresses, or forwards
-//! there, does not leave by the default route.
+//! A real `kg` that has not heard of other locations yet: packets to their WireGuard addresses, local or
+//! forwarded, do not leave through the default route.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
@@ -18,7 +18,7 @@ const LIMIT: Duration = Duration::from_secs(20);
 /// Echo requests to each address.
 const ECHOES: u64 = 3;
 
-/// A router beyond the default route, which counts what is for the subnet, and a pod.
+/// Sets up a router beyond the default route, which counts packets to the subnet, and a pod.
 fn build() {
     cluster::prepare();
     sh("mkdir -p /run/netns; sysctl -qw net.ipv4.ip_forward=1; \
@@ -31,8 +31,8 @@ fn build() {
         ip -n pod address add 10.42.1.2/24 dev eth0; ip -n pod route add default via 10.42.1.1");
 }
 
-/// Sends echo requests to an address from the host and from the pod; returns how many the router saw, and how many were
-/// counted as drops.
+/// Sends echo requests to an address from the host and from the pod; returns how many the router saw, and
+/// how many were counted as drops.
 fn sent_to(address: &str) -> (u64, u64) {
     let seen = || -> u64 {
         let said = sh("ip netns exec outside nft list counter ip seen subnet");
@@ -46,7 +46,7 @@ fn sent_to(address: &str) -> (u64, u64) {
     (seen() - before.0, dropped() - before.1)
 }
 
-/// None is seen by the router, and all are counted; `ping` sends some again that were refused.
+/// Asserts that the router sees none and all count as drops; `ping` repeats some that were refused.
 #[track_caller]
 fn is_closed(address: &str) {
     let (seen, dropped) = sent_to(address);
@@ -64,11 +64,12 @@ fn a_node_that_knows_only_itself_sends_nothing_for_others_in_clear() {
     isolated("a_node_that_knows_only_itself_sends_nothing_for_others_in_clear", || async {
         build();
         let mut agent = start();
-        // Without the device, whose address brings a route: as before it is made, and after it was deleted.
+        // Without the device, whose address brings a route: as before it is created or after it was
+        // deleted.
         agent.0.kill().unwrap();
         agent.0.wait().unwrap();
         sh("ip link delete kilo0");
-        // The first is its own while it is alone.
+        // The first address is the node's own while it is alone.
         ["10.4.0.1", "10.4.0.2", "10.4.200.7"].into_iter().for_each(is_closed);
     });
 }
@@ -80,7 +81,7 @@ fn a_member_keeps_in_what_is_for_locations_it_has_not_heard_of() {
         cluster::write_node(2, "a", "10.42.2.0/24", true);
         let _agent = start();
         is_closed("10.4.0.2");
-        // A network that this host reaches by a route of its own in the subnet is not the mesh's.
+        // A network in the subnet that this host reaches by its own route is not part of the mesh.
         sh("ip route add 10.4.128.0/17 via 10.1.0.1");
         until("the host's own route counts", LIMIT, || sent_to("10.4.128.9") == (2 * ECHOES, 0));
         is_closed("10.4.0.2");

@@ -1,5 +1,5 @@
-//! `kg uninstall` as manifests/uninstall.yaml runs it: it refuses while an agent
-//! runs, says what it removed, and fails when something stays.
+//! `kg uninstall` as manifests/uninstall.yaml runs it: it refuses while an agent runs, reports what it
+//! removed, and fails when something stays.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
@@ -28,7 +28,7 @@ fn installed() -> Agent {
     until("the agent has put everything right", LIMIT, || {
         cluster::has_done(&[("kilo_nodes", 2)]) && !sh("ip route show 10.42.2.0/24").is_empty()
     });
-    // The kernel has yet to make sure of IPv6 addresses.
+    // Duplicate address detection of IPv6 may not have finished.
     cluster::settle();
     agent
 }
@@ -38,7 +38,7 @@ fn stop(agent: &mut Agent) {
     assert!(agent.0.wait().unwrap().success());
 }
 
-/// Runs it with the rights and the writable paths of the manifest's container.
+/// Runs it with the capabilities and writable paths of the manifest's container.
 fn uninstall(flags: &[&str]) -> (bool, String) {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../manifests/uninstall.yaml");
     let text = fs::read_to_string(path).unwrap();
@@ -56,7 +56,7 @@ fn uninstall(flags: &[&str]) -> (bool, String) {
         .map(|capability| format!(",+{}", capability.to_lowercase()))
         .collect();
     let mut mounts = container["volumeMounts"].clone();
-    // A token for the API server.
+    // This is the API server's token.
     mounts.as_sequence_mut().unwrap().retain(|mount| mount["readOnly"] != true);
     let keep: String = list(&mounts, "mountPath")
         .iter()
@@ -79,7 +79,7 @@ fn uninstall(flags: &[&str]) -> (bool, String) {
     (output.status.success(), String::from_utf8_lossy(&[output.stdout, output.stderr].concat()).into_owned())
 }
 
-/// What is there of the agent's.
+/// The agent's state that is left.
 fn left() -> String {
     sh("ls -d /sys/fs/bpf/kilo 2>/dev/null || true; ip -o link | grep -E 'kilo|kube-bridge' || true; \
         ip route show table all proto 107; ip -6 route show table all proto 107; ip rule | grep 1107 || true; \

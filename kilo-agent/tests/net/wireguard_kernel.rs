@@ -1,5 +1,5 @@
-//! The kernel's WireGuard device. Needs the module: run it in the virtual
-//! machine where the machine's own kernel has none.
+//! The kernel's WireGuard device. Needs the module: run it in the virtual machine where this machine's
+//! kernel has none.
 
 #![allow(clippy::unwrap_used, clippy::panic, reason = "tests")]
 
@@ -87,7 +87,7 @@ fn large_peers_moves_and_releases() {
         );
         println!("kilo-figure: read and compared in {:?}", start.elapsed());
 
-        // 400 prefixes move, 100 go, the rest is not mentioned.
+        // 400 prefixes move, 100 go, the others are not part of the request.
         let all: Vec<IpNet> = nets(2000).collect();
         let moved = all[..400].iter().copied().collect();
         let peer = plan.peers.get_mut(&one).unwrap();
@@ -99,7 +99,7 @@ fn large_peers_moves_and_releases() {
         assert_eq!(device.reconcile(&plan, &key).await.unwrap(), 0);
         assert_eq!(device.read().await.unwrap().peers.len(), 152, "the tombstone is gone");
 
-        // Keys off and on again.
+        // Removes and restores keys.
         let peer = plan.peers.get_mut(&one).unwrap();
         (peer.preshared_key, peer.persistent_keepalive) = (None, 0);
         assert_eq!(device.reconcile(&plan, &secret(9)).await.unwrap(), 2);
@@ -151,7 +151,7 @@ fn a_change_of_allowed_ips_loses_no_packet_of_others() {
         println!("kilo-figure: {changes} changes of the peer meanwhile: {}", summary.lines().nth(3).unwrap());
         assert!(changes > 10 && summary.contains("1000 received"), "{summary}");
 
-        // Roaming: the other side changes its port, the plan still says the old one.
+        // Roaming: the other side changes its port, while the plan still has the old one.
         sh("ip netns exec b wg set wgb listen-port 51899; ip netns exec b ping -c 2 -i 0.2 -W 5 10.4.0.1");
         let seen = device.read_status().await.unwrap()[&b.public()].clone();
         assert_eq!(seen.endpoint, Some("192.0.2.2:51899".parse().unwrap()));
@@ -189,7 +189,7 @@ fn a_deleted_interface_is_not_made_again_behind_our_back() {
         let error = device.reconcile(&plan, &secret(1)).await.unwrap_err();
         assert!(matches!(error, WireguardError::Vanished(_)), "{error}");
         assert!(!succeeds("ip link show kilo0"));
-        // Renumbered by somebody else: not ours either.
+        // Re-created by a third party with another index, it is not ours either.
         sh("ip link add kilo0 type wireguard");
         let error = device.reconcile(&plan, &secret(1)).await.unwrap_err();
         assert!(matches!(error, WireguardError::Vanished(_)), "{error}");

@@ -35,7 +35,7 @@ fn program() -> &'static Path {
     Path::new(env!("CARGO_BIN_EXE_kg"))
 }
 
-/// Ends the processes of a test that failed, too: they go with their device.
+/// Also ends the processes of a failed test, which go with their device.
 struct Cleanup;
 
 impl Drop for Cleanup {
@@ -85,7 +85,7 @@ fn network() {
         ip addr add 2001:db8::1/64 dev va nodad; ip -n b addr add 2001:db8::2/64 dev vb nodad");
 }
 
-/// Makes a device where there is none; it is adopted where there is one, and not given to another backend.
+/// A missing device is created; an existing one is adopted, but not for another backend.
 async fn made_once_and_adopted(net: &Net, exe: &Path) -> Ensured {
     let absent = ensure_device(net.rtnl(), "wga", WireguardMode::Userspace, false, exe).await;
     assert!(matches!(absent, Err(WireguardError::Absent(_))), "{absent:?}");
@@ -102,7 +102,7 @@ async fn made_once_and_adopted(net: &Net, exe: &Path) -> Ensured {
     made
 }
 
-/// A prefix that moves is listed with its new peer only, and stays there.
+/// A moved prefix is listed with its new peer only, and stays there.
 async fn a_prefix_moves_between_peers(
     device: &Device,
     more: &mut WireguardPlan,
@@ -148,14 +148,14 @@ fn two_devices_talk_roam_and_end() {
             ip -n b addr add 10.4.0.2/24 dev wgb; ip -n b link set wgb up mtu 1420");
         sh("ping -c 3 -i 0.2 -W 3 10.4.0.2");
 
-        // wireguard-control, as other tools use it, sees the same.
+        // wireguard-control, which other tools use, sees the same.
         let name = "wga".parse().unwrap();
         let seen = wireguard_control::Device::get(&name, wireguard_control::Backend::Userspace).unwrap();
         assert_eq!(seen.listen_port, Some(51820));
         assert_eq!(seen.peers.len(), 1);
         assert!(seen.peers[0].stats.last_handshake_time.is_some());
 
-        // What one handle has read, its copies have for those who may have it that old.
+        // What one handle has read, its copies reuse when the caller accepts that age.
         device.read().await.unwrap();
         let (hour, nothing) = (Duration::from_hours(1), Duration::ZERO);
         let copy = device.clone();
@@ -164,7 +164,7 @@ fn two_devices_talk_roam_and_end() {
         assert!(copy.status_within(nothing).await.unwrap().at > shared.at);
         assert!(shared.peers[&b.public()].handshake_age.is_some());
 
-        // The session survives a change of allowed IPs: counters go on, no new handshake.
+        // The session survives a change of allowed IPs: counters continue without a new handshake.
         let before = device.read_status().await.unwrap()[&b.public()].clone();
         let mut more = to_b.clone();
         let peer = more.peers.get_mut(&b.public()).unwrap();
@@ -187,7 +187,7 @@ fn two_devices_talk_roam_and_end() {
         a_prefix_moves_between_peers(&device, &mut more, b.public(), &a).await;
         sh("ping -c 1 -W 3 10.4.0.2");
 
-        // B roams to another port; A keeps what it learnt although the plan says otherwise.
+        // B roams to another port; A keeps the learnt one although the plan has the other.
         configure("wgb", &plan(51899, a.public(), "192.0.2.1:51820", &["10.4.0.1/32"], false), &b);
         sh("ip netns exec b ping -c 2 -i 0.2 -W 3 10.4.0.1");
         let learnt = device.read_status().await.unwrap()[&b.public()].endpoint;
@@ -202,7 +202,7 @@ fn two_devices_talk_roam_and_end() {
         assert_eq!(learnt, Some("[2001:db8::2]:51899".parse().unwrap()));
         sh("ip link set wga mtu 8900; ip -n b link set wgb mtu 8900; ping -c 1 -W 3 -M do -s 8800 10.4.0.2");
 
-        // A taken port is said so, and the old one goes on.
+        // A taken port is reported, and the old one stays in use.
         let taken = UdpSocket::bind("0.0.0.0:51830").unwrap();
         more.listen_port = 51830;
         let error = device.reconcile(&more, &a).await.unwrap_err();
@@ -236,7 +236,7 @@ fn a_killed_process_leaves_nothing_in_the_way() {
         wait::until("the process", LIMIT, async || UnixStream::connect(socket_path("wga")).is_ok()).await;
         assert_eq!(fs::metadata(socket_path("wga")).unwrap().permissions().mode() & 0o777, 0o600);
         assert_eq!(sh(&format!("ps -o sid= -p {}", process.id())).trim(), process.id().to_string());
-        // A second one refuses and says why.
+        // A second process refuses and says why.
         assert!(matches!(userspace::run("wga").await, Err(WireguardError::AlreadyRunning(_))));
         sh(&format!("kill -KILL {}", process.id()));
         wait::until("its end", LIMIT, async || process.has_ended()).await;
@@ -262,7 +262,7 @@ fn a_deleted_interface_is_made_again_while_its_process_still_ends() {
         wait::until("the process", LIMIT, async || UnixStream::connect(socket_path("wga")).is_ok()).await;
         let mesh = plan(51820, secret(2).public(), "192.0.2.2:51820", &["10.9.0.2/32"], false);
         configure("wga", &mesh, &secret(1));
-        // As on a machine so slow that it has not learnt of the deletion.
+        // As on a machine so slow that the process has not noticed the deletion.
         sh(&format!("kill -STOP {}; ip link delete wga", process.id()));
         let goes_on = async {
             wait::fault_lasts(Duration::from_millis(500)).await;
@@ -272,7 +272,7 @@ fn a_deleted_interface_is_made_again_while_its_process_still_ends() {
         let (made, ()) = tokio::join!(made, goes_on);
         assert!(made.unwrap().created);
         wait::until("its end", LIMIT, async || process.has_ended()).await;
-        // Port and socket are the new one's.
+        // Port and socket belong to the new one.
         configure("wga", &mesh, &secret(1));
     });
 }
@@ -286,7 +286,7 @@ fn a_key_that_changes_again_and_again_under_traffic_keeps_the_port() {
         ensure_device(net.rtnl(), "wga", WireguardMode::Userspace, true, program()).await.unwrap();
         let mesh = plan(51820, secret(2).public(), "192.0.2.2:51820", &["10.9.0.2/32"], false);
         configure("wga", &mesh, &secret(1));
-        // Something to read at the port at all times.
+        // The port always has something to read.
         let done = std::sync::atomic::AtomicBool::new(false);
         std::thread::scope(|scope| {
             scope.spawn(|| {

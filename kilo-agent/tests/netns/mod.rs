@@ -1,5 +1,5 @@
-//! Runs a test's body in a process of its own with fresh network and mount
-//! namespaces, so that nothing it does reaches the machine.
+//! Runs a test's body in its own process with fresh network and mount namespaces, so that nothing in it
+//! reaches the machine.
 
 #![allow(dead_code, reason = "tests")]
 
@@ -19,14 +19,14 @@ use nix::{
 
 const INSIDE: &str = "KILO_TEST_INSIDE_NETNS";
 
-/// The running test's path in this binary: libtest names its thread so.
+/// The running test's path in this binary, which libtest uses as the thread's name.
 pub fn own_name(test: &str) -> String {
     let name = std::thread::current().name().unwrap_or_default().to_owned();
     assert!(name == test || name.ends_with(&format!("::{test}")), "{name:?} is not the test {test:?}");
     name
 }
 
-/// Runs `body` inside, or prints why it cannot. `test` is the name of the test's function.
+/// Runs `body` inside, or prints why it cannot. `test` is the name of the test function.
 pub fn isolated<F: Future<Output = ()>>(test: &str, body: impl FnOnce() -> F) {
     if std::env::var_os(INSIDE).is_some() {
         let runtime =
@@ -50,7 +50,7 @@ pub fn isolated<F: Future<Output = ()>>(test: &str, body: impl FnOnce() -> F) {
             println!("kilo-skip: cannot make namespaces: {error}");
             return;
         }
-        // Such as a test program that was built anew meanwhile: nothing that may pass for a skip.
+        // For example a test program that was rebuilt meanwhile; this must not look like a skip.
         Err(error) => panic!("{name} did not start in its namespace: {error}"),
     };
     let netns = netns_of(child.id());
@@ -68,8 +68,8 @@ fn netns_of(process: u32) -> PathBuf {
     fs::read_link(format!("/proc/{process}/ns/net")).unwrap()
 }
 
-/// Ends what is left of a test: a userspace WireGuard outlives its agent, and what was started in a namespace that the
-/// test has made itself is known by its environment.
+/// Ends what is left of a test. A userspace WireGuard outlives its agent; processes in namespaces that the
+/// test created are found by their environment.
 fn end_all(netns: &Path, mark: &str) {
     for process in fs::read_dir("/proc").unwrap().flatten() {
         let path = process.path();
@@ -90,7 +90,7 @@ fn enter() -> io::Result<()> {
     unshare(CloneFlags::CLONE_NEWNET | CloneFlags::CLONE_NEWNS)?;
     let none: Option<&str> = None;
     mount(none, "/", none, MsFlags::MS_REC | MsFlags::MS_PRIVATE, none)?;
-    // Sockets and `ip netns` names of the test end with its mount namespace.
+    // Sockets and `ip netns` names of the test go with its mount namespace.
     mount(Some("kilo-test"), "/run", Some("tmpfs"), MsFlags::empty(), none)?;
     Ok(())
 }
@@ -108,7 +108,8 @@ pub fn sh(line: &str) -> String {
     String::from_utf8(output.stdout).unwrap()
 }
 
-/// A host with state, sysfs and BPF file system of its own, whose `eth0` has these addresses and leads to `router`.
+/// Sets up a host with its own state, sysfs and BPF file system, whose `eth0` has these addresses and leads
+/// to `router`.
 pub fn host(addresses: &[&str], router: &str) {
     sh(
         "mount -t tmpfs lib /var/lib; mkdir -p /run/wireguard; mount -t sysfs sys /sys; mount -t bpf bpf /sys/fs/bpf; \
@@ -125,20 +126,20 @@ pub fn succeeds(line: &str) -> bool {
     Command::new("sh").args(["-c", line]).output().is_ok_and(|output| output.status.success())
 }
 
-/// A `kg` that ends with the test.
+/// A `kg`, killed when the test ends.
 pub struct Agent(pub Child);
 
 impl Drop for Agent {
     fn drop(&mut self) {
         let _ = self.0.kill();
         let _ = self.0.wait();
-        // The userspace WireGuard device is a process of its own, which goes with the link.
+        // Userspace WireGuard is a separate process, which ends with the link.
         succeeds("ip link delete kilo0");
     }
 }
 
-/// Leaves this thread the capabilities that the DaemonSet's manifest grants, and no others. Commands
-/// that it starts have all of root's again.
+/// Leaves this thread only the capabilities that the DaemonSet's manifest grants. Commands that it starts
+/// have all of root's again.
 #[allow(clippy::expect_used, reason = "a test's helper fails as the test does")]
 pub fn take_the_rights_of_the_daemonset() {
     let manifest = include_str!("../../../manifests/kilo-kubeadm.yaml");
@@ -151,7 +152,7 @@ pub fn take_the_rights_of_the_daemonset() {
     capabilities(nix::libc::SYS_capset, &mut [low, low, 0, high, high, 0]);
 }
 
-/// Runs something with no capability in force on this thread, which gets them back.
+/// Runs `run` without effective capabilities on this thread, then restores them.
 #[allow(dead_code, reason = "not every test takes them")]
 pub fn without_effective_rights(run: impl FnOnce()) {
     let mut rights = [0; 6];
@@ -162,7 +163,8 @@ pub fn without_effective_rights(run: impl FnOnce()) {
     capabilities(nix::libc::SYS_capset, &mut rights);
 }
 
-/// Reads or writes this thread's: effective, permitted and inheritable ones, low half and high half.
+/// Reads or writes this thread's capabilities: effective, permitted and inheritable sets, low half and high
+/// half.
 fn capabilities(call: nix::libc::c_long, data: &mut [u32; 6]) {
     // struct __user_cap_header_struct and two of __user_cap_data_struct (include/uapi/linux/capability.h).
     let header: [u32; 2] = [0x2008_0522, 0];
@@ -171,7 +173,7 @@ fn capabilities(call: nix::libc::c_long, data: &mut [u32; 6]) {
     assert_eq!(code, 0, "{}", io::Error::last_os_error());
 }
 
-/// Its bit (include/uapi/linux/capability.h).
+/// Bit number of a capability (include/uapi/linux/capability.h).
 #[allow(clippy::panic, reason = "tests")]
 fn number_of_capability(name: &str) -> u32 {
     match name {

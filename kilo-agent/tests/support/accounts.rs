@@ -1,4 +1,4 @@
-//! Accounts of the manifests, with the rights they have there.
+//! Accounts with the rights that the manifests give them.
 #![allow(dead_code, unreachable_pub, reason = "each test program uses a part of this")]
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
@@ -16,14 +16,14 @@ use kube::{
 
 use crate::api::{ADMIN, ApiServer, apply, manifest, until_may};
 
-/// Applies a role, its binding and its account, and returns a configuration
-/// with a token of that account, as a pod would have it.
+/// Applies a role, its binding and its account; returns a kubeconfig with a token of that account, as a pod
+/// would have it.
 pub async fn account(server: &ApiServer, file: &str, namespace: &str, account: &str) -> PathBuf {
     grant(server, file, namespace, account).await;
     token_of(server, namespace, account).await
 }
 
-/// Applies the roles and bindings of a manifest, and waits until the account has what they allow.
+/// Applies the roles and bindings of a manifest, and waits until the account has their rights.
 pub async fn grant(server: &ApiServer, file: &str, namespace: &str, account: &str) {
     let admin = server.client(ADMIN).await;
     for object in manifest(file) {
@@ -43,12 +43,12 @@ pub async fn grant(server: &ApiServer, file: &str, namespace: &str, account: &st
     until_bound(&admin, &format!("system:serviceaccount:{namespace}:{account}"), file).await;
 }
 
-/// A configuration with a token of this account.
+/// A kubeconfig with a token of this account.
 pub async fn token_of(server: &ApiServer, namespace: &str, account: &str) -> PathBuf {
     issued(server, namespace, account, None).await
 }
 
-/// The same for a pod of that account, as its kubelet asks for it: the token says on which node it runs.
+/// The same for a pod of that account, as its kubelet requests it: the token names the pod's node.
 pub async fn token_of_pod(server: &ApiServer, account: &str, pod: &Pod) -> PathBuf {
     let of = BoundObjectReference {
         api_version: Some("v1".to_owned()),
@@ -89,7 +89,7 @@ async fn issued(
     path
 }
 
-/// Waits until the user may do what the first rule of each of the file's roles allows it.
+/// Waits until the user may do what the first rule of each role in the file allows.
 async fn until_bound(admin: &Client, user: &str, file: &str) {
     let objects = manifest(file);
     let kind = |object: &DynamicObject| object.types.as_ref().unwrap().kind.clone();

@@ -1,5 +1,5 @@
-//! A real API server on loopback: etcd and kube-apiserver of
-//! `$KUBEBUILDER_ASSETS` (`cargo xtask kube-assets`), ended with the test.
+//! A real API server on loopback: etcd and kube-apiserver of `$KUBEBUILDER_ASSETS`
+//! (`cargo xtask kube-assets`), stopped with the test.
 #![allow(dead_code, unreachable_pub, reason = "each test program uses a part of this")]
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
@@ -34,11 +34,11 @@ use kube::{
     discovery::ApiResource,
 };
 
-/// Who may talk to the server.
+/// A user with all rights.
 pub const ADMIN: &str = "admin";
-/// Has the manifests' role once a test has applied it.
+/// A user with the manifests' role, once a test has applied it.
 pub const AGENT: &str = "agent";
-/// Has no rights.
+/// A user without rights.
 pub const NOBODY: &str = "nobody";
 
 /// etcd and one API server.
@@ -55,7 +55,7 @@ enum Order {
     Stop,
 }
 
-/// The directory of the binaries, or the notice that the test is skipped.
+/// The directory of the binaries; `None`, with a notice that the test is skipped, when there is none.
 pub fn assets() -> Option<PathBuf> {
     let assets = std::env::var_os("KUBEBUILDER_ASSETS").map(PathBuf::from);
     if assets.is_none() {
@@ -64,13 +64,13 @@ pub fn assets() -> Option<PathBuf> {
     assets
 }
 
-/// Where ClusterIPs come from unless a test says otherwise.
+/// Range of ClusterIPs unless a test chooses another.
 const SERVICES: &str = "10.96.0.0/16";
 
 static SHARED: Mutex<Weak<ApiServer>> = Mutex::new(Weak::new());
 
 impl ApiServer {
-    /// The server of all tests that run at the moment; ended with the last.
+    /// The server that all tests running at the moment share; stopped with the last.
     pub async fn shared() -> Option<Arc<Self>> {
         let assets = assets()?;
         let server = {
@@ -84,17 +84,17 @@ impl ApiServer {
         Some(server)
     }
 
-    /// A server of the test's own.
+    /// A server for this test alone.
     pub async fn start() -> Option<Self> {
         Self::start_with_services(SERVICES).await
     }
 
-    /// As [`Self::start`], with ClusterIPs of this prefix.
+    /// Like [`Self::start`], with ClusterIPs in this prefix.
     pub async fn start_with_services(prefix: &str) -> Option<Self> {
         Self::start_on("127.0.0.1", prefix).await
     }
 
-    /// As [`Self::start`], on every address: for a test in a network namespace of its own.
+    /// Like [`Self::start`], listening on every address: for a test in its own network namespace.
     pub async fn start_everywhere() -> Option<Self> {
         Self::start_on("0.0.0.0", SERVICES).await
     }
@@ -143,7 +143,7 @@ impl ApiServer {
         wait.recv().unwrap();
     }
 
-    /// Ends the API server; etcd stays.
+    /// Stops the API server, but not etcd.
     pub fn stop_api(&self) {
         self.order(Order::Stop);
     }
@@ -156,7 +156,7 @@ impl ApiServer {
 
     async fn wait_until_ready(&self) {
         let client = self.client(ADMIN).await;
-        // It is ready a moment before it has made the namespace that tests write to.
+        // It is ready shortly before it has created the namespace that tests write to.
         for path in ["/readyz", "/api/v1/namespaces/default"] {
             let logs =
                 || ["kube-apiserver.log", "etcd.log"].map(|log| self.last_lines(log)).join("\netcd:\n");
@@ -169,14 +169,14 @@ impl ApiServer {
         }
     }
 
-    /// What a log ends with: a whole one hides the error that follows it.
+    /// The end of a log: all of it would hide the error that follows.
     fn last_lines(&self, log: &str) -> String {
         let text = fs::read_to_string(self.file(log)).unwrap_or_default();
         let lines: Vec<_> = text.lines().collect();
         lines[lines.len().saturating_sub(15)..].join("\n")
     }
 
-    /// A file of its directory: `ca.crt`, `server.crt`, `server.key`, logs.
+    /// Path of a file in its directory: `ca.crt`, `server.crt`, `server.key`, logs.
     pub fn file(&self, name: &str) -> PathBuf {
         self.directory.path().join(name)
     }
@@ -186,7 +186,7 @@ impl ApiServer {
         self.port
     }
 
-    /// A configuration for this user, by this port (that of a proxy, maybe).
+    /// A kubeconfig for this user on this port, which may be a proxy's.
     pub fn kubeconfig(&self, user: &str, port: u16) -> PathBuf {
         let path = self.directory.path().join(format!("{user}-{port}.kubeconfig"));
         let text = format!(
@@ -196,7 +196,7 @@ impl ApiServer {
              users:\n- name: u\n  user:\n    token: {user}-token\n\
              contexts:\n- name: c\n  context:\n    cluster: c\n    user: u\n"
         );
-        // Another test may be reading it.
+        // Written atomically, because another test may be reading it.
         let mut file = tempfile::NamedTempFile::new_in(self.directory.path()).unwrap();
         file.write_all(text.as_bytes()).unwrap();
         file.persist(&path).unwrap();
@@ -208,7 +208,7 @@ impl ApiServer {
         kubernetes::client(Some(&self.kubeconfig(user, self.port)), None).await.unwrap()
     }
 
-    /// Forgets all of etcd's history.
+    /// Compacts etcd, which discards all history.
     pub fn compact(&self) {
         let etcdctl = assets().unwrap().join("etcdctl");
         let run = |args: &[&str]| {
@@ -237,7 +237,7 @@ impl Drop for ApiServer {
     }
 }
 
-/// Runs both processes on a thread of their own: they die with it.
+/// Runs both processes on a thread of their own, with which they end.
 fn keep(mut store: Command, mut server: Command, orders: &mpsc::Receiver<(Order, mpsc::Sender<()>)>) {
     let mut store = store.spawn().unwrap();
     let mut running = Some(server.spawn().unwrap());
@@ -260,7 +260,7 @@ fn end(child: Option<Child>) {
     }
 }
 
-/// A command that logs to a file, and dies with the thread that spawned it.
+/// A command that logs to a file, and ends with the thread that spawned it.
 fn command(program: &Path, directory: &Path) -> Command {
     let name = program.file_name().unwrap().to_str().unwrap();
     let log = File::create(directory.join(format!("{name}.log"))).unwrap();
@@ -275,12 +275,12 @@ fn command(program: &Path, directory: &Path) -> Command {
     command
 }
 
-/// Below the ports that the kernel gives to connections: an API server's own to its etcd would
-/// now and then take the port of a server that starts.
+/// Below the kernel's ephemeral ports: an API server's connection to its etcd would sometimes take the port
+/// of a starting server.
 const FIRST_PORT: u16 = 20_000;
 const PORTS: u32 = 12_000;
 
-/// A port nobody listens on, and none that this process was given before.
+/// A port that nobody listens on, and that this process has not been given before.
 pub fn free_port() -> u16 {
     static GIVEN: AtomicU32 = AtomicU32::new(0);
     let start = std::process::id().wrapping_mul(64);
@@ -293,7 +293,7 @@ pub fn free_port() -> u16 {
     }
 }
 
-/// A CA, and a certificate for 127.0.0.1.
+/// Creates a CA, and a certificate for 127.0.0.1.
 pub fn certificates(directory: &Path) {
     let config = "[req]\ndistinguished_name=dn\nprompt=no\n[dn]\nCN=kilo-test\n\
                   [ca]\nbasicConstraints=critical,CA:TRUE\nkeyUsage=keyCertSign\n\
@@ -353,7 +353,8 @@ pub async fn apply_crds(client: &Client) {
     .await;
 }
 
-/// Gives the user [`AGENT`] the rights of the shipped ClusterRole and of the Role for Events, and no others; returns the former.
+/// Gives the user [`AGENT`] exactly the rights of the shipped ClusterRole and of the Role for Events;
+/// returns the ClusterRole.
 pub async fn grant_agent(admin: &Client) -> DynamicObject {
     let find = |kind: &str, name: &str| {
         let is_wanted = |object: &DynamicObject| {
@@ -379,8 +380,8 @@ pub async fn grant_agent(admin: &Client) -> DynamicObject {
     role
 }
 
-/// Waits until the authorizer, which learns of bindings by a watch, answers this for a user. `what` is a verb, an API
-/// group and a resource; `of` a namespace and an object's name, or empty.
+/// Waits until the authorizer, which learns of bindings through a watch, gives this answer for a user.
+/// `what` is a verb, an API group and a resource; `of` a namespace and an object's name, or empty.
 pub async fn until_may(admin: &Client, user: &str, what: (&str, &str, &str), of: (&str, &str), may: bool) {
     let reviews: Api<SubjectAccessReview> = Api::all(admin.clone());
     let some = |text: &str| (!text.is_empty()).then(|| text.to_owned());
@@ -417,7 +418,7 @@ pub async fn create_node(client: &Client, name: &str, annotations: &[(&str, &str
     nodes.create(&PostParams::default(), &node).await.unwrap()
 }
 
-/// Waits until the snapshot is as wanted; returns how long it took.
+/// Waits until the snapshot satisfies a condition; returns how long that took.
 pub async fn until(
     snapshots: &mut tokio::sync::watch::Receiver<Arc<Snapshot>>,
     limit: Duration,

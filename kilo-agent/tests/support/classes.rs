@@ -1,4 +1,4 @@
-//! What kinds of packets and nodes the generator makes, by their bytes, to be counted.
+//! Classes of generated packets and nodes, recognised by their bytes, for counting.
 
 use std::collections::BTreeSet;
 
@@ -13,7 +13,7 @@ use super::{
     oracle::{Input, link_header_len},
 };
 
-/// All of them; each must occur.
+/// Every class; each must occur.
 pub const CLASSES: [&str; 22] = [
     "VLAN tag in the frame",
     "two VLAN tags in the frame",
@@ -39,7 +39,7 @@ pub const CLASSES: [&str; 22] = [
     "inner header congested",
 ];
 
-/// An IP header, and what is behind it and its extension headers.
+/// An IP header, and the payload after it and its extension headers.
 struct Header<'a> {
     tos: u8,
     protocol: u8,
@@ -85,7 +85,7 @@ fn header(packet: &[u8]) -> Option<Header<'_>> {
 }
 
 impl<'a> Header<'a> {
-    /// The packet in a tunnel's.
+    /// The packet inside a tunnel's packet.
     fn inner(&self) -> Option<Header<'a>> {
         match self.protocol {
             protocol::IPIP | protocol::IPV6 => header(self.payload),

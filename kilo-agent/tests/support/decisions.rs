@@ -1,4 +1,4 @@
-//! What the programs decide, written a second time: whole tables, no function of
+//! The programs' decisions, implemented a second time: from whole tables, without the functions of
 //! `kilo_common::forwarding`, which programs and model share.
 
 use std::net::IpAddr;
@@ -66,12 +66,12 @@ impl Decisions<'_> {
         }
     }
 
-    /// `uplink_egress` for a packet small enough, which is neither WireGuard's nor
-    /// about neighbours: the hop it is handed to `kilo_egress` for; `None` when it
-    /// leaves, perhaps masqueraded. `of_mesh`: [`Self::is_of_mesh`] of its source.
+    /// `uplink_egress` for a packet that fits, and is neither WireGuard's nor neighbour discovery: the hop
+    /// for which it is handed to `kilo_egress`; `None` when it leaves, perhaps masqueraded. `of_mesh`:
+    /// [`Self::is_of_mesh`] of its source.
     ///
     /// # Errors
-    /// The packet would be in clear.
+    /// When the packet would leave in cleartext.
     pub fn uplink_egress(&self, packet: Packet, of_mesh: bool) -> Result<Option<Hop>, DropReason> {
         let Some(value) = self.prefix(packet.dst) else { return Ok(None) };
         if value.flags & PREFIX_NEVER_CLEAR != 0 {
@@ -88,8 +88,8 @@ impl Decisions<'_> {
         }
     }
 
-    /// True for addresses of pods, of WireGuard and of VPN peers, which this host
-    /// itself does not send from. In what came out of WireGuard no source is this host's that the mesh knows.
+    /// True for addresses of pods, WireGuard and VPN peers, which this host itself does not send from.
+    /// After decryption, no source that the mesh knows is this host's.
     pub fn is_of_mesh(&self, addr: IpAddr, is_decrypted: bool) -> bool {
         let known = |owner: PrefixValue| {
             owner.flags & PREFIX_SOURCE != 0 && (is_decrypted || owner.flags & PREFIX_PODS_STEERED == 0)
@@ -97,7 +97,7 @@ impl Decisions<'_> {
         !self.0.is_private(addr) && self.prefix(addr).is_some_and(known)
     }
 
-    /// Largest packet in bytes that a hop carries; 0 = not known.
+    /// Largest packet in bytes that a hop carries; 0: unknown.
     pub const fn mtu_of(&self, hop: &Hop) -> u32 {
         match hop {
             Hop::Node { mtu, .. } => *mtu,
@@ -116,8 +116,8 @@ impl Decisions<'_> {
         Ok((action.ok_or(DropReason::NotForUs)?, None))
     }
 
-    /// Where a packet from a node of the location goes on: `Deliver`, `Transit` or
-    /// `PassOn`; `None` when it is not for this node. A packet from an unknown sender is not passed on.
+    /// Disposition of a packet from a node of the location: `Deliver`, `Transit` or `PassOn`; `None` when
+    /// it is not for this node. A packet from an unknown sender is not passed on.
     fn disposition(&self, sender: Option<&NodeValue>, dst: IpAddr) -> Option<Action> {
         let value = self.prefix(dst)?;
         match value.hop {
@@ -143,7 +143,7 @@ impl Decisions<'_> {
         }
     }
 
-    /// `kilo_ingress` for a packet that does not answer a masqueraded one.
+    /// `kilo_ingress` for a packet that is not a reply to a masqueraded one.
     pub fn decrypted(&self, sized: &SizedPacket) -> (Action, Option<Hop>) {
         let hop = self.routed(sized.packet.dst).and_then(|id| self.0.hop.get(&id));
         match hop {
@@ -155,7 +155,7 @@ impl Decisions<'_> {
         }
     }
 
-    /// Whether packets with this outer source may come in by this interface.
+    /// Checks that packets with this outer source may arrive on this interface.
     ///
     /// # Errors
     /// `UnknownSender` and `WrongInterface`.
@@ -164,7 +164,7 @@ impl Decisions<'_> {
         if sender.may_arrive_by(ifindex) { Ok(()) } else { Err(DropReason::WrongInterface) }
     }
 
-    /// The same of a packet without outer header that [`Self::native`] takes.
+    /// The same for a packet without outer header that [`Self::native`] accepts.
     ///
     /// # Errors
     /// `WrongInterface`.
@@ -178,7 +178,7 @@ impl Decisions<'_> {
         }
     }
 
-    /// `lan_ingress` for the inner packet of one that `outer_src` sent here.
+    /// `lan_ingress` for the inner packet that `outer_src` has steered here.
     pub fn steered(&self, outer_src: IpAddr, sized: &SizedPacket) -> Verdict {
         match self.lan_ingress(outer_src, sized.packet)? {
             (action @ (Action::Transit | Action::PassOn), _) => {
@@ -188,7 +188,8 @@ impl Decisions<'_> {
         }
     }
 
-    /// Whether `lan_ingress` drops a packet without outer header: neither of its addresses may be in clear.
+    /// Whether `lan_ingress` drops a packet without outer header, because neither of its addresses may be
+    /// in cleartext.
     pub fn arrived_in_clear(&self, Packet { src, dst }: Packet) -> bool {
         let is_closed = |address| {
             let owner = longest(&self.0.prefix, address);
@@ -200,7 +201,7 @@ impl Decisions<'_> {
             && is_closed(dst)
     }
 
-    /// `lan_ingress` for a packet without outer header; `None`: left to the stack.
+    /// `lan_ingress` for a packet without outer header; `None`: it is left to the stack.
     pub fn native(&self, sized: &SizedPacket) -> Option<Action> {
         let Packet { src, dst } = sized.packet;
         if self.0.config.flags & CONFIG_NATIVE == 0 || is_never_steered(dst) {
@@ -215,14 +216,14 @@ impl Decisions<'_> {
             action @ (Action::Transit | Action::PassOn) => forwarded(sized, action, self.0.config.kilo_mtu),
             action => action,
         };
-        // To the stack by way of kilo0 only if the answer leaves there, too.
+        // Through kilo0 to the stack only when the reply leaves there, too.
         (matches!(action, Action::Transit | Action::PassOn) || source.flags & PREFIX_ROUTE != 0)
             .then_some(action)
     }
 }
 
-/// Whether a node may send what belongs to the owner of this hop: its own; a gateway what
-/// comes from other locations, and what it passes on for another node.
+/// Whether a node may send packets from the owner of this hop: its own, and as a gateway those from other
+/// locations, and those it passes on for another node.
 const fn may_carry(sender: &NodeValue, owner: u32, action: Option<Action>) -> bool {
     let is_gateway = sender.flags & NODE_GATEWAY != 0;
     owner == sender.hop
@@ -238,7 +239,7 @@ fn is_never_steered(addr: IpAddr) -> bool {
     }
 }
 
-/// Whether it goes on by itself, or by the stack, which answers it.
+/// Whether the program forwards it, or leaves it to the stack, which sends an ICMP error.
 fn forwarded(sized: &SizedPacket, action: Action, mtu: u32) -> Action {
     if sized.ttl > 1 && sized.fits(mtu) { action } else { Action::Punt }
 }

@@ -1,4 +1,4 @@
-//! Graphviz files compared as graphs.
+//! Compares Graphviz files as graphs.
 #![allow(dead_code, unreachable_pub, reason = "each test program uses a part of this")]
 #![allow(clippy::unwrap_used, clippy::panic, reason = "tests")]
 

@@ -1,6 +1,6 @@
-//! What a node remembers of packets, in plain Rust: flows it masquerades, and flows that were opened
-//! from outside. What becomes of a packet follows from the tables and from these; only the port of a
-//! flow that cannot keep its own is taken from what the programs sent.
+//! A node's flow state, in plain Rust: flows that it masquerades, and flows opened from outside. The
+//! outcome for a packet follows from the tables and this state; only the port of a flow that cannot keep
+//! its own is taken from what the programs sent.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -23,11 +23,11 @@ use kilo_core::{plan::Tables, prefixes::longest};
 
 use super::oracle::{Input, Ip};
 
-/// Address, and port or identifier of an echo.
+/// Address, and port or ICMP echo identifier.
 pub type End = (IpAddr, u16);
 
-/// A flow as packets between a node and the network have it: the end on the node's side, and the
-/// other. An echo has an identifier at the near end, and nothing at the far one.
+/// A flow by its packets between a node and the network: the end on the node's side, and the other. For
+/// ICMP echo, the near end has the identifier and the far end nothing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Flow {
     pub protocol: u8,
@@ -35,13 +35,13 @@ pub struct Flow {
     pub far: End,
 }
 
-/// What a packet says of its flow.
+/// What a packet shows of its flow.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Sign {
     pub flow: Flow,
     /// Offset of the transport header in the IP packet.
     pub at: usize,
-    /// False for the answer to an echo request.
+    /// False for an echo reply.
     pub asks: bool,
     tcp_flags: u8,
     fragment: bool,
@@ -50,7 +50,7 @@ pub struct Sign {
 const SYN: u8 = 0x02;
 const RST: u8 = 0x04;
 const ACK: u8 = 0x10;
-/// A range of so many ports is tried to its end.
+/// Port ranges of up to this size are searched completely.
 const TRIED: u16 = 15;
 
 /// Reads the transport header of a packet; `leaves` says which end is near.
@@ -75,7 +75,7 @@ pub fn sign(packet: &[u8], ip: &Ip, leaves: bool) -> Result<Sign, DropReason> {
     let icmp = if ip.v6 { protocol::ICMPV6 } else { protocol::ICMP };
     let (src, dst) = match found.protocol {
         protocol::TCP | protocol::UDP | protocol::SCTP => (word(0), word(2)),
-        // Errors quote packets; random quotes are of no flow, and are refused like all else.
+        // Errors quote packets; random quotes belong to no flow and are refused like everything else.
         kind if kind == icmp && (start[0] == request || start[0] == reply) => {
             if leaves {
                 (word(4), 0)
@@ -98,51 +98,51 @@ pub fn sign(packet: &[u8], ip: &Ip, leaves: bool) -> Result<Sign, DropReason> {
 }
 
 impl Sign {
-    /// What is remembered of such a packet, the first of its flow.
+    /// State to keep for such a packet, the first of its flow.
     fn masqueraded(&self, packet: &[u8], addr: IpAddr) -> Remembered {
         let within = flow::layout(self.flow.protocol).unwrap().src_port;
         Remembered::Masqueraded { flow: self.flow, addr, port: packet.len() - self.at - within }
     }
 }
 
-/// An end of a packet after translation, with right checksums.
+/// A translated end of a packet, with updated checksums.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Translation {
     pub addr: IpAddr,
-    /// `None`: one that is free.
+    /// `None`: any free port.
     pub port: Option<u16>,
-    /// True for the end on the node's side of a packet that arrives.
+    /// True for the destination of an arriving packet.
     pub destination: bool,
-    /// How it is counted, if it is.
+    /// Counter of the translation, if any.
     pub action: Option<Action>,
 }
 
-/// What is to be remembered of a packet that was let through.
+/// State to keep after a packet has passed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Remembered {
-    /// Its flow is masqueraded as this address; so many bytes before the packet's end stands the port.
+    /// Its flow is masqueraded as this address; its port is this many bytes before the packet's end.
     Masqueraded { flow: Flow, addr: IpAddr, port: usize },
     /// Its flow was opened from outside.
     FromOutside(Flow),
-    /// It is of a flow that is remembered.
+    /// Its flow is known.
     Known,
 }
 
-/// What becomes of an end of a packet, and what is remembered then.
+/// Translation of one end of a packet, and the state to keep.
 pub type Outcome = (Option<Translation>, Option<Remembered>);
 
-/// What was seen since the tables were written.
+/// State since the tables were written.
 #[derive(Clone, Debug, Default)]
 pub struct Flows {
-    /// What the near end of a flow became.
+    /// Translated near end of each flow.
     became: BTreeMap<Flow, End>,
-    /// By the flow as the network sees it: whose it is.
+    /// Original near end, by the flow as the network sees it.
     owners: BTreeMap<Flow, End>,
     from_outside: BTreeSet<Flow>,
 }
 
 impl Flows {
-    /// A packet that leaves. `uplink` is the length of an uplink's link-layer header; `None` is the
+    /// An outgoing packet. `uplink` is the length of the uplink's link-layer header; `None` is the
     /// WireGuard device, which has one address.
     ///
     /// # Errors
@@ -177,7 +177,7 @@ impl Flows {
             };
             return Ok((Some(translation), Some(Remembered::Known)));
         }
-        // What opens a flow itself is not an answer.
+        // A packet that opens a flow is not a reply.
         let opens = match flow.protocol {
             protocol::TCP => sign.tcp_flags & (SYN | ACK) == SYN,
             protocol::ICMP | protocol::ICMPV6 => sign.asks,
@@ -190,7 +190,7 @@ impl Flows {
             return Err(DropReason::NatUnsupported);
         }
         let port = self.port(&tables.config, &flow, chosen)?;
-        // The checksum of a TCP header that is cut off.
+        // The TCP header is cut off before its checksum.
         let checksum = flow::layout(flow.protocol).and_then(|layout| layout.checksum);
         if checksum.is_some_and(|checksum| packet.len() < sign.at + checksum + 2) {
             return Err(DropReason::Rewrite);
@@ -200,10 +200,10 @@ impl Flows {
         Ok((Some(translation), Some(sign.masqueraded(packet, chosen))))
     }
 
-    /// A packet of the host itself: it gives way to a pod's flow that has its port, and its echoes
-    /// claim their identifiers as pods' do.
+    /// A packet of the host itself: its port changes when a pod's flow has it, and its echoes claim
+    /// identifiers as pods' do.
     fn hosts(&self, tables: &Tables, packet: &[u8], ip: &Ip) -> Result<Outcome, DropReason> {
-        // A host that has no address yet sends from none.
+        // A host without an address sends from the unspecified one.
         let excluded = longest(&tables.masq_dst, ip.dst) == Some(MASQ_EXCLUDE) || ip.src.is_unspecified();
         let Ok(sign) = sign(packet, ip, true) else { return Ok((None, None)) };
         let flow = sign.flow;
@@ -223,8 +223,8 @@ impl Flows {
         Ok((Some(Translation { addr, port, destination: false, action: None }), Some(remembered)))
     }
 
-    /// A packet that arrives, if it answers a flow that is masqueraded. `anywhere`: the flow may have
-    /// left by another uplink.
+    /// An arriving packet, if it is a reply to a masqueraded flow. `anywhere`: the flow may have left
+    /// through another uplink.
     pub fn answer(&self, tables: &Tables, input: &Input, offset: usize, ip: &Ip, anywhere: bool) -> Outcome {
         let Some(device) = translating(tables, input.ifindex) else { return (None, None) };
         let own = ip.dst == usual(device, ip.v6) || anywhere && is_some_uplinks(tables, ip.dst);
@@ -240,19 +240,19 @@ impl Flows {
         (Some(translation), Some(Remembered::Known))
     }
 
-    /// What is remembered of a packet from outside that nobody has taken: its flow, if answers to it
-    /// were else masqueraded.
+    /// State to keep for an untranslated packet from outside: its flow, if replies would otherwise be
+    /// masqueraded.
     pub fn arrived(&self, tables: &Tables, input: &Input, offset: usize, ip: &Ip) -> Option<Remembered> {
         let device = translating(tables, input.ifindex)?;
         let due = nat::is_masqueraded(longest(&tables.masq_src, ip.dst), longest(&tables.masq_dst, ip.src));
         let sign = sign(&input.frame[offset..], ip, false).ok()?;
-        // A reset opens nothing.
+        // A reset opens no flow.
         let opens = sign.asks && sign.tcp_flags & RST == 0;
         let from_outside = due && opens && ip.dst != usual(device, ip.v6);
         from_outside.then_some(Remembered::FromOutside(sign.flow))
     }
 
-    /// The port a new flow gets: its own if that is free. `None`: any that is.
+    /// Port of a new flow: its own if that is free. `None`: any free one.
     fn port(&self, config: &Config, flow: &Flow, addr: IpAddr) -> Result<Option<u16>, DropReason> {
         let own = flow.near.1;
         if self.is_free(config, flow, (addr, own)) {
@@ -270,10 +270,10 @@ impl Flows {
         !nat::is_reserved(flow.protocol, end.1, config) && owner.is_none_or(|owner| *owner == flow.near)
     }
 
-    /// Keeps what is to be remembered of a packet, now that it is this one.
+    /// Stores the state to keep, now that the sent packet shows the port.
     ///
     /// # Errors
-    /// What is wrong with the port it has got.
+    /// When the assigned port is wrong.
     pub fn remember(&mut self, config: &Config, what: Option<Remembered>, sent: &[u8]) -> Result<(), String> {
         match what {
             None | Some(Remembered::Known) => {}
@@ -303,7 +303,8 @@ fn usual(device: &Device, v6: bool) -> IpAddr {
     if v6 { device.masq_v6.into() } else { device.masq_v4.into() }
 }
 
-/// The address towards this destination: of the last of the prefixes by length that holds it.
+/// The address towards this destination: that of the longest prefix that contains it, the last one of equal
+/// length.
 fn chosen(tables: &Tables, ifindex: u32, device: &Device, usual: IpAddr, dst: IpAddr) -> IpAddr {
     let (mut addr, mut best) = (usual, 0);
     for ((of, prefix), other) in &tables.masq_addr {
@@ -315,7 +316,7 @@ fn chosen(tables: &Tables, ifindex: u32, device: &Device, usual: IpAddr, dst: Ip
     addr
 }
 
-/// True for what masqueraded packets get on any uplink, where there are several such addresses.
+/// True for addresses to which packets are masqueraded on any uplink, where there are several.
 fn is_some_uplinks(tables: &Tables, addr: IpAddr) -> bool {
     let several = if addr.is_ipv6() { CONFIG_SEVERAL_V6 } else { CONFIG_SEVERAL_V4 };
     let uplinks = tables.device.iter().filter(|(ifindex, _)| **ifindex != tables.config.kilo_ifindex);

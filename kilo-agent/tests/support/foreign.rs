@@ -1,4 +1,4 @@
-//! TC programs of somebody else: they pass every packet on.
+//! Foreign TC programs, which pass every packet on.
 
 use std::{
     ffi::CString,
@@ -13,8 +13,8 @@ use std::{
 use aya::programs::{LinkOrder, SchedClassifier, TcAttachType, links::FdLink, tc::TcAttachOptions};
 use nix::libc;
 
-/// `mov64 r0, -1; exit`: `TC_ACT_UNSPEC`, so the next program has its turn.
-// Encoded by hand: aya loads programs from ELF objects only, and two instructions need no compiler for BPF.
+/// `mov64 r0, -1; exit`: returns `TC_ACT_UNSPEC`, so that the next program runs.
+// Encoded by hand: aya loads only ELF objects, and two instructions need no BPF compiler.
 const PASS_ON: [u64; 2] = [0xffff_ffff_0000_00b7, 0x95];
 
 const BPF_PROG_LOAD: libc::c_long = 5;
@@ -44,13 +44,13 @@ struct PinAttributes {
 }
 
 fn bpf<T>(command: libc::c_long, attributes: &T) -> io::Result<libc::c_long> {
-    // SAFETY: the attributes are laid out as this command wants them and live through the call.
+    // SAFETY: the attributes have the layout of this command and live through the call.
     let answer =
         unsafe { libc::syscall(libc::SYS_bpf, command, std::ptr::from_ref(attributes), size_of::<T>()) };
     if answer < 0 { Err(io::Error::last_os_error()) } else { Ok(answer) }
 }
 
-/// Loads a program and pins it there.
+/// Loads a program and pins it at `pin`.
 pub fn program(pin: &Path) -> SchedClassifier {
     load("foreign", &PASS_ON, pin).unwrap()
 }
@@ -85,10 +85,10 @@ fn load(name: &str, instructions: &[u64], pin: &Path) -> io::Result<SchedClassif
     SchedClassifier::from_pin(pin).map_err(io::Error::other)
 }
 
-/// Attaches it over TCX; dropping the link detaches.
+/// Attaches it with TCX; dropping the link detaches.
 ///
 /// # Errors
-/// What the kernel says.
+/// Those of the kernel.
 pub fn attach_tcx(
     program: &mut SchedClassifier,
     interface: &str,

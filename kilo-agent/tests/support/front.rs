@@ -1,5 +1,5 @@
-//! A front of the API server that speaks HTTP on loopback, and can be
-//! overloaded, slow or wrong.
+//! A proxy in front of the API server that speaks plain HTTP on loopback, and can act overloaded, slow or
+//! wrong.
 #![allow(dead_code, unreachable_pub, reason = "each test program uses a part of this")]
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
@@ -28,14 +28,13 @@ pub enum Manner {
     Busy,
     /// Passes them on after this time.
     Slow(Duration),
-    /// Answers the next watch of nodes with 410, and then one list of nodes
-    /// with half of them.
+    /// Answers the next watch of nodes with 410, and then one list of nodes with half of them.
     Lying,
     /// Answers watches of nodes with 410, and lists of nodes with 500; passes everything else on.
     Listless,
 }
 
-/// The front; it ends with the test's runtime.
+/// The front, which ends with the test's runtime.
 pub struct Front {
     port: u16,
     state: Arc<Mutex<State>>,
@@ -44,12 +43,12 @@ pub struct Front {
 struct State {
     manner: Manner,
     watch_refused: bool,
-    /// When and what was asked.
+    /// Time and text of each request.
     asked: Vec<(Instant, String)>,
 }
 
 impl Front {
-    /// Listens on a port of its own and asks the server as this client.
+    /// Listens on its own port, and sends requests on with this client.
     pub async fn start(client: Client) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let port = listener.local_addr().unwrap().port();
@@ -67,31 +66,31 @@ impl Front {
         Self { port, state }
     }
 
-    /// Where it listens.
+    /// Port on which it listens.
     pub fn port(&self) -> u16 {
         self.port
     }
 
-    /// Changes what happens from now on.
+    /// Changes its manner from now on.
     pub fn set(&self, manner: Manner) {
         let mut state = self.state.lock().unwrap();
         (state.manner, state.watch_refused) = (manner, false);
         state.asked.clear();
     }
 
-    /// True once the list that misses half of the nodes has been given.
+    /// True once it has sent the list that lacks half of the nodes.
     pub fn has_lied(&self) -> bool {
         let state = self.state.lock().unwrap();
         state.watch_refused && state.manner == Manner::Honest
     }
 
-    /// Methods and paths with their time, since the last change.
+    /// Time, method and path of each request since the last change of manner.
     pub fn asked(&self) -> Vec<(Instant, String)> {
         self.state.lock().unwrap().asked.clone()
     }
 }
 
-/// A configuration for plain HTTP on this port.
+/// A kubeconfig for plain HTTP on this port.
 pub fn plain_kubeconfig(directory: &Path, port: u16) -> PathBuf {
     let path = directory.join(format!("plain-{port}.kubeconfig"));
     let text = format!(
@@ -149,7 +148,7 @@ async fn answer(
     }
     let (mut parts, body) = request.into_parts();
     let body = body.collect().await.map_err(kube::Error::HyperError)?.to_bytes();
-    // The client sets its own.
+    // The client sets its own headers.
     for header in ["authorization", "host", "accept-encoding"] {
         parts.headers.remove(header);
     }
@@ -165,7 +164,7 @@ async fn answer(
     Ok(answer.body(Body::from(list.to_string().into_bytes())).unwrap())
 }
 
-/// A Status; in a watch (HTTP 200) as the event it comes in.
+/// A Status; with HTTP 200, the event of a watch that carries it.
 fn status(http: u16, code: u16, reason: &str) -> Response<Body> {
     let status = json!({ "kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Failure",
                          "message": format!("the test says {reason}"), "reason": reason, "code": code });

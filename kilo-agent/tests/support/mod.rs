@@ -1,4 +1,4 @@
-//! What tests with real BPF programs share.
+//! Helpers of tests with real BPF programs.
 #![allow(dead_code, unused_imports, unreachable_pub, reason = "each test program uses a part of this")]
 
 use std::{
@@ -18,7 +18,7 @@ use kilo_core::{
 };
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
 
-/// A BPF file system of the test's own.
+/// A BPF file system for one test.
 pub struct BpfFs(PathBuf);
 
 impl BpfFs {
@@ -39,7 +39,7 @@ pub fn skip(reason: &str) {
     println!("kilo-skip: {reason}");
 }
 
-/// Mounts a BPF file system, or says that the test is skipped.
+/// Mounts a BPF file system; `None` when the test has to be skipped.
 pub fn bpffs() -> Option<BpfFs> {
     if !nix::unistd::geteuid().is_root() {
         skip("loading BPF programs needs root");
@@ -68,9 +68,9 @@ pub const MEMBER_POD: [u8; 4] = [10, 42, 2, 2];
 pub const REMOTE_POD: [u8; 4] = [10, 42, 4, 2];
 pub const OUTSIDE: [u8; 4] = [198, 51, 100, 2];
 pub const PUBLIC: [u8; 4] = [192, 0, 2, 11];
-/// The same interface's IPv6 address.
+/// IPv6 address of the same interface.
 pub const PUBLIC_V6: [u8; 16] = [0x20, 1, 0x0d, 0xb8, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 11];
-/// Loopback: the interface `BPF_PROG_TEST_RUN` gives to packets.
+/// Loopback, the interface that `BPF_PROG_TEST_RUN` sets for packets.
 pub const IFINDEX: u32 = 1;
 pub const MEMBER_HOP: u32 = HOP_FIRST_NODE;
 

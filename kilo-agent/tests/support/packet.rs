@@ -1,4 +1,4 @@
-//! Packets as bytes, and running a program on them (`BPF_PROG_TEST_RUN`).
+//! Packets as bytes, and runs of a program on them (`BPF_PROG_TEST_RUN`).
 
 use aya::programs::{SchedClassifier, TestRun as _, TestRunOptions};
 use kilo_common::{
@@ -7,19 +7,19 @@ use kilo_common::{
 };
 use kilo_host::dataplane::Dataplane;
 
-/// What a program answered.
+/// Outcome of a program.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Ran {
     /// `TC_ACT_*`.
     pub verdict: i32,
     /// The packet afterwards.
     pub bytes: Vec<u8>,
-    /// Labels of the counters that went up, once a packet.
+    /// Labels of the counters that increased, repeated for each packet.
     pub counted: Vec<&'static str>,
 }
 
 pub const PASS: i32 = -1;
-/// `TC_ACT_OK`: the stack has it, and no other program.
+/// `TC_ACT_OK`: the packet goes to the stack, and to no further program.
 pub const PASS_AT_ONCE: i32 = 0;
 pub const SHOT: i32 = 2;
 pub const REDIRECT: i32 = 7;
@@ -51,12 +51,12 @@ pub fn udp(src: [u8; 4], dst: [u8; 4], ports: (u16, u16), data: &[u8]) -> Vec<u8
     ipv4(src, dst, 17, 64, &datagram(&src, &dst, ports, data))
 }
 
-/// The same over IPv6.
+/// IPv6 counterpart of [`udp`].
 pub fn udp_v6(src: [u8; 16], dst: [u8; 16], ports: (u16, u16), data: &[u8]) -> Vec<u8> {
     ipv6(src, dst, 17, 64, &datagram(&src, &dst, ports, data))
 }
 
-/// A UDP header and its data; RFC 768: a sum of zero is sent as all ones.
+/// A UDP header and its data; a sum of zero is sent as all ones (RFC 768).
 fn datagram(src: &[u8], dst: &[u8], ports: (u16, u16), data: &[u8]) -> Vec<u8> {
     let mut datagram = Vec::new();
     datagram.extend(ports.0.to_be_bytes());
@@ -82,7 +82,7 @@ pub fn icmp(src: [u8; 4], dst: [u8; 4], kind: u8, id: u16) -> Vec<u8> {
     ipv4(src, dst, 1, 64, &payload)
 }
 
-/// Behind an Ethernet header; zero addresses are those of the loopback device.
+/// The packet after an Ethernet header; zero addresses are those of the loopback device.
 pub fn ethernet(ip: &[u8]) -> Vec<u8> {
     let mut frame = vec![0; 12];
     frame.extend(if ip[0] >> 4 == 6 { [0x86, 0xdd] } else { [8, 0] });
@@ -90,14 +90,14 @@ pub fn ethernet(ip: &[u8]) -> Vec<u8> {
     frame
 }
 
-/// Behind an outer header, on the wire.
+/// The packet after an outer header, as on the wire.
 pub fn steered(from: [u8; 4], to: [u8; 4], inner: &[u8]) -> Vec<u8> {
     let mut frame = [0; 34];
     encap::ipip_frame(&mut frame, &from, &to, &carried(inner));
     [&frame[..], inner].concat()
 }
 
-/// What the outer headers say of an inner packet.
+/// The properties of an inner packet that outer headers depend on.
 pub fn carried(inner: &[u8]) -> Inner {
     Inner { len: u32::try_from(inner.len()).unwrap(), tos: 0, v6: inner[0] >> 4 == 6, hash: 0 }
 }
@@ -117,7 +117,7 @@ pub fn transport_checksum(src: &[u8], dst: &[u8], protocol: u8, segment: &[u8]) 
     !fold(pseudo + sum(segment))
 }
 
-/// True when the checksums of an IPv4 header and of what it carries hold, and that of UDP over IPv6.
+/// True when the checksums of an IPv4 header and its payload are valid, or that of UDP over IPv6.
 pub fn checksums_hold(ip: &[u8]) -> bool {
     if ip[0] >> 4 == 6 {
         return ip[6] == 17 && transport_checksum(&ip[8..24], &ip[24..40], 17, &ip[40..]) == 0;
@@ -132,12 +132,12 @@ pub fn checksums_hold(ip: &[u8]) -> bool {
     checksum::header(&header) == 0 && transport
 }
 
-/// Bytes of `__sk_buff`, and where its control block stands (include/uapi/linux/bpf.h).
+/// Size of `__sk_buff`, and offsets of its fields (include/uapi/linux/bpf.h).
 const CONTEXT: usize = 192;
 const BROUGHT_BY: std::ops::Range<usize> = 36..40;
 const CONTROL_BLOCK: std::ops::Range<usize> = 48..68;
 
-/// Runs a program once; its verdict, and the packet afterwards.
+/// Runs a program once; returns its verdict and the packet afterwards.
 pub fn run_uncounted(dataplane: &mut Dataplane, program: &str, packet: &[u8]) -> (i32, Vec<u8>) {
     run_once(dataplane, program, packet, 0, &mut [0; 20])
 }
@@ -165,17 +165,17 @@ fn run_once(
     (result.return_value.cast_signed(), out)
 }
 
-/// Runs a program once and says what it did.
+/// Runs a program once; returns its outcome with the counters.
 pub fn run(dataplane: &mut Dataplane, program: &str, packet: &[u8]) -> Ran {
     run_with(dataplane, program, packet, &mut [0; 20])
 }
 
-/// The same for a packet that this interface brought to the host.
+/// The same for a packet that arrived on this interface.
 pub fn run_brought_by(dataplane: &mut Dataplane, ifindex: u32, program: &str, packet: &[u8]) -> Ran {
     count(dataplane, |dataplane| run_once(dataplane, program, packet, ifindex, &mut [0; 20]))
 }
 
-/// The same, with a control block, which is left as the program leaves it.
+/// The same with a control block, in which the program's changes stay.
 pub fn run_with(
     dataplane: &mut Dataplane,
     program: &str,

@@ -1,4 +1,4 @@
-//! Plans of nodes on hosts where nothing is special.
+//! Plans of nodes on ordinary hosts.
 
 use std::{
     collections::BTreeMap,
@@ -20,7 +20,7 @@ static SEEN: BTreeMap<PublicKey, SocketAddr> = BTreeMap::new();
 static RELAYS: RelayInputs = RelayInputs { listens: false, endpoints: BTreeMap::new() };
 static SIGNAL_KEYS: BTreeMap<IpAddr, SignalKey> = BTreeMap::new();
 
-/// One leader in each location, IPIP to all others there, and nothing else set.
+/// One leader in each location, IPIP to all others there, and defaults otherwise.
 pub fn settings() -> Settings {
     Settings {
         granularity: Granularity::Location,
@@ -45,7 +45,7 @@ pub fn links() -> HostLinks {
     HostLinks { kilo: 9, private: Some(2), ..HostLinks::default() }
 }
 
-/// What a plan is made of where no endpoint is a name, and nobody is seen elsewhere.
+/// Inputs of a plan, where no endpoint is a name and no peer is seen elsewhere.
 pub fn inputs<'a>(
     mesh: &'a LocalMesh<'a>,
     settings: &'a Settings,
@@ -67,7 +67,7 @@ pub fn inputs<'a>(
     }
 }
 
-/// The plan of a node in a mesh that was made with [`settings`], and the hop ids in it; `known` are those of before.
+/// The plan of a node in a mesh made with [`settings`], and its hop ids; `known` are the previous ones.
 pub fn plan(mesh: &Mesh, own: &str, known: &HopIds) -> (HostPlan, HopIds) {
     let mesh = mesh.as_seen_from(own);
     let hops = known.update(&mesh);

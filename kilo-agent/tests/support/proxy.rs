@@ -16,24 +16,24 @@ use tokio::{
 /// What the proxy does with connections.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Mode {
-    /// Carries bytes.
+    /// Forwards bytes.
     Open,
     /// Resets connections, old and new.
     Cut,
-    /// Accepts everything and passes on nothing.
+    /// Accepts everything and forwards nothing.
     Silent,
 }
 
-/// The proxy; it ends with the test's runtime.
+/// The proxy, which ends with the test's runtime.
 pub struct Proxy {
     port: u16,
     mode: watch::Sender<Mode>,
-    /// How often clients said something while it was silent.
+    /// Number of reads from clients while it was silent.
     held: watch::Sender<u64>,
 }
 
 impl Proxy {
-    /// Listens on a port of its own and connects to `target`.
+    /// Listens on its own port and connects to `target`.
     pub async fn start(target: u16) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let port = listener.local_addr().unwrap().port();
@@ -49,19 +49,19 @@ impl Proxy {
         Self { port, mode, held }
     }
 
-    /// Where to connect to.
+    /// Port to connect to.
     pub fn port(&self) -> u16 {
         self.port
     }
 
-    /// Changes what happens from now on.
+    /// Changes its mode from now on.
     pub fn set(&self, mode: Mode) {
         self.mode.send_replace(mode);
     }
 
-    /// Waits until a client says something that is held back.
+    /// Waits until a client sends something that is held back.
     pub fn holds_a_request(&self) -> impl Future<Output = ()> {
-        // From the call on, not from when it is awaited.
+        // Counts from the call, not from the first poll.
         let mut held = self.held.subscribe();
         async move {
             let says = tokio::time::timeout(Duration::from_secs(20), held.changed()).await;
@@ -95,7 +95,7 @@ async fn carry(
         if *modes.borrow() == Mode::Silent {
             on_silence();
         }
-        // Held back while silent; a connection that was silent once is of no use again.
+        // Held back while silent; such a connection is of no further use.
         if modes.wait_for(|mode| *mode != Mode::Silent).await.is_err() {
             return;
         }

@@ -1,4 +1,4 @@
-//! What the agent of this network namespace says of itself.
+//! Metrics of the agent in this network namespace.
 
 use std::{
     collections::BTreeMap,
@@ -6,7 +6,7 @@ use std::{
     net::TcpStream,
 };
 
-/// The metrics of the agent; empty while nobody answers.
+/// The agent's metrics; empty while it does not respond.
 pub fn metrics() -> BTreeMap<String, u64> {
     let mut text = String::new();
     let asked = TcpStream::connect("127.0.0.1:1107").and_then(|mut stream| {
@@ -20,8 +20,8 @@ pub fn metrics() -> BTreeMap<String, u64> {
         .collect()
 }
 
-/// Whether the agent has ended a reconcile after which these gauges are so, and has not begun another. Gauges alone are
-/// set before it applies anything.
+/// Whether the agent has finished a reconcile with these gauges, and has not begun another. The gauges
+/// alone are set before it applies anything.
 pub fn has_done(gauges: &[(&str, u64)]) -> bool {
     let now = metrics();
     let ended = now.get("kilo_reconcile_duration_seconds_count");

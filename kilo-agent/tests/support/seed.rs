@@ -1,9 +1,9 @@
-//! The number that random tests draw from.
+//! The seed of random tests.
 
-/// The seed when nobody names one: a run of a commit is then the same everywhere.
+/// Default seed: runs of one commit are the same everywhere.
 const USUAL: u64 = 1;
 
-/// `KILO_SEED`, which repeats a run; with `KILO_SEED=random` one is drawn. It is printed.
+/// Seed from `KILO_SEED`, which repeats a run; `KILO_SEED=random` draws one. It is printed.
 #[must_use]
 pub fn seed() -> u64 {
     let named = std::env::var("KILO_SEED").unwrap_or_default();

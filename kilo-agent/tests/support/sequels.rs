@@ -1,4 +1,4 @@
-//! Packets that follow others: answers, more of the same flow, and other pods' with the same ports.
+//! Packets that follow others: replies, more of the same flow, and other pods' packets with the same ports.
 
 use std::net::IpAddr;
 
@@ -11,24 +11,24 @@ use super::{
     random::{OTHER_UPLINKS, Random, ethernet},
 };
 
-/// A packet for a program.
+/// A program's run on one packet.
 #[derive(Clone, Debug)]
 pub struct Step {
     pub program: &'static str,
     pub input: Input,
-    /// The interface by which packets of its flow leave.
+    /// The interface through which packets of its flow leave.
     pub leaves_by: u32,
 }
 
 impl Step {
-    /// A packet that follows none.
+    /// A packet that follows no other.
     pub fn first(program: &'static str, input: Input) -> Self {
         let leaves_by = input.ifindex;
         Self { program, input, leaves_by }
     }
 }
 
-/// A packet that was let through.
+/// A packet that passed.
 #[derive(Clone, Debug)]
 pub struct Seen {
     pub step: Step,
@@ -36,7 +36,7 @@ pub struct Seen {
     pub out: Vec<u8>,
 }
 
-/// What packets of a flow have in front of a program on the way in, and on the way out.
+/// Programs on a flow's path, inbound and outbound.
 const WAYS: [[&str; 2]; 3] =
     [["lan_ingress", "uplink_egress"], ["l3_ingress", "l3_egress"], ["kilo_ingress", "kilo_egress"]];
 
@@ -48,7 +48,7 @@ fn read(packet: &[u8], leaves: bool) -> Option<(Ip, Sign)> {
 }
 
 impl Random {
-    /// A packet that has to do with one that was seen.
+    /// A packet related to one that was seen.
     pub fn sequel(&mut self, tables: &Tables, seen: &Seen) -> Option<Step> {
         let Step { program, ref input, leaves_by } = seen.step;
         let link = link_header_len(program);
@@ -58,13 +58,13 @@ impl Random {
         let (program, packet, ifindex) = match self.below(6) {
             // More of the flow.
             0 => (program, self.like(before, left, false, None)?, input.ifindex),
-            // Of another pod, which has the same ports.
+            // Another pod's packet with the same ports.
             1 if left => {
                 let src = self.pod(tables, before[0] >> 4 == 6)?;
                 (program, self.like(before, true, false, Some(src))?, input.ifindex)
             }
             _ => {
-                // By another uplink at times.
+                // Sometimes through another uplink.
                 let elsewhere = left && way[0] != "kilo_ingress" && self.chance(3);
                 let ifindex = if elsewhere { self.pick(&OTHER_UPLINKS) } else { leaves_by };
                 (way[usize::from(!left)], self.like(after, left, true, None)?, ifindex)
@@ -86,8 +86,7 @@ impl Random {
         })
     }
 
-    /// A packet of the same flow as this one, of the other direction if it `answers`, from `src` if
-    /// that is another one.
+    /// A packet of the same flow, in the other direction if it `answers`, from `src` if that is given.
     fn like(&mut self, packet: &[u8], left: bool, answers: bool, src: Option<IpAddr>) -> Option<Vec<u8>> {
         let (ip, sign) = read(packet, left)?;
         let (from, to) = if answers { (ip.dst, ip.src) } else { (src.unwrap_or(ip.src), ip.dst) };
@@ -106,7 +105,7 @@ impl Random {
                 }
                 payload[..4].copy_from_slice(&start);
                 if kind == protocol::TCP {
-                    // SYN and ACK, ACK, PSH too, FIN, RST, and SYN alone, which opens a connection.
+                    // SYN-ACK, ACK, ACK with PSH, FIN or RST, and SYN alone, which opens a connection.
                     payload[13] = self.pick(&[0x12, 0x10, 0x18, 0x11, 0x14, 0x02]);
                 }
             }

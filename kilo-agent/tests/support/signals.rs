@@ -1,4 +1,4 @@
-//! What a program must do with a signal, from the bytes and the tables alone; and random signals.
+//! Expected handling of signals, from the bytes and the tables alone; and random signals.
 
 use std::net::IpAddr;
 
@@ -28,12 +28,12 @@ use super::{
     random::Random,
 };
 
-/// Whether an address is a gateway's inside tunnels.
+/// Whether this is a control address, which gateways use inside tunnels.
 pub fn is_control(addr: IpAddr) -> bool {
     matches!(addr, IpAddr::V6(addr) if addr.octets().starts_with(&CONTROL_PREFIX))
 }
 
-/// Where the signal starts, if the packet at `link` is one, sent to anybody.
+/// Offset of the signal, if the packet at `link` is one, to whatever destination.
 fn start(input: &Input, link: usize, ip: &Ip) -> Option<usize> {
     let shortest = if ip.v6 { 40 } else { 20 };
     let udp = link + shortest;
@@ -55,7 +55,7 @@ fn hears() -> Wanted {
     Wanted { verdict: SHOT, counted: vec![Action::Hear.label()], ..drops(DropReason::NoHop) }
 }
 
-/// The packet turned round, with other bytes from `start` on.
+/// The packet with its ends swapped, and other bytes from `start` on.
 fn turned(input: &Input, link: usize, ip: &Ip, start: usize, said: &[u8]) -> Wanted {
     let mut bytes = input.frame.clone();
     let (at, length) = if ip.v6 { (link + 8, 16) } else { (link + 12, 4) };
@@ -200,12 +200,12 @@ pub fn in_tunnel(tables: &Tables, input: &Input, ip: &Ip) -> Option<Wanted> {
     })
 }
 
-/// A key of a node in random tables.
+/// A node's key for random tables.
 pub fn key(random: &mut Random, hop: u32) -> SignalKey {
     let id = u64::from(hop) << 48 | 7;
     SignalKey {
         key: [id, 1],
-        // Of no node, at times.
+        // Sometimes that of no node.
         cookie: if random.chance(8) { 0 } else { 5 },
         sender: id,
         hop: if random.chance(12) { HOP_REMOTE } else { hop },
@@ -213,8 +213,8 @@ pub fn key(random: &mut Random, hop: u32) -> SignalKey {
     }
 }
 
-/// A datagram with a signal of the node with this key. ANNOUNCE never names a later term: what
-/// follows is checked against the same word.
+/// A datagram with a signal from the node with this key. ANNOUNCE never names a later term, because later
+/// packets are checked against the same word.
 pub fn datagram(random: &mut Random, key: &SignalKey) -> Vec<u8> {
     let word = |random: &mut Random, gateway| {
         let cookie = if random.chance(6) { 6 } else { key.cookie };

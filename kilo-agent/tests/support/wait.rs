@@ -1,12 +1,12 @@
-//! Waiting in tests: as in the lab, but a test that waits in vain panics with the sentence that says so. What blocks
-//! its thread is here, what yields to other tasks in [`task`]. Nothing else in tests may sleep.
+//! Waiting in tests, as in the lab, except that a wait in vain panics with its description. Functions that
+//! block the thread are here, those that yield to other tasks in [`task`]. Nothing else in tests may sleep.
 #![allow(dead_code, unused_imports, reason = "each test program uses a part of this")]
 
 use std::time::Duration;
 
 pub use kilo_lab::wait::{Awaited, pace, time_passes};
 
-/// Waits until a look finds it; returns what it found: of a `bool`, how long that took.
+/// Waits until `look` finds something; returns it, or for a `bool` how long that took.
 #[track_caller]
 pub fn until<L: Awaited>(what: &str, limit: Duration, mut look: impl FnMut() -> L) -> L::Found {
     match kilo_lab::wait::until(what, limit, || Ok(look())) {
@@ -15,7 +15,7 @@ pub fn until<L: Awaited>(what: &str, limit: Duration, mut look: impl FnMut() -> 
     }
 }
 
-/// Waits until a value has been the same for some time; returns it.
+/// Waits until a value has been stable for `quiet`; returns it.
 #[track_caller]
 pub fn settled<T: PartialEq>(what: &str, limit: Duration, quiet: Duration, mut look: impl FnMut() -> T) -> T {
     match kilo_lab::wait::settled(what, limit, quiet, || Ok(look())) {
@@ -24,7 +24,7 @@ pub fn settled<T: PartialEq>(what: &str, limit: Duration, quiet: Duration, mut l
     }
 }
 
-/// Looks for so long, and fails as soon as it is not so: for what must not happen.
+/// Checks for that long that a condition holds, and fails as soon as it does not: for what must not happen.
 #[track_caller]
 pub fn stays(what: &str, time: Duration, mut is_so: impl FnMut() -> bool) {
     if let Err(error) = kilo_lab::wait::stays(what, time, || Ok(is_so())) {
@@ -32,7 +32,7 @@ pub fn stays(what: &str, time: Duration, mut is_so: impl FnMut() -> bool) {
     }
 }
 
-/// The same for tasks that share their thread with others.
+/// Counterparts for tasks that share their thread with others.
 pub mod task {
     use std::{
         ops::ControlFlow,
@@ -41,7 +41,7 @@ pub mod task {
 
     use kilo_lab::wait::{Awaited, Patience};
 
-    /// Waits until a look finds it; returns what it found: of a `bool`, how long that took.
+    /// Waits until `look` finds something; returns it, or for a `bool` how long that took.
     pub async fn until<L: Awaited>(
         what: &str,
         limit: Duration,
@@ -57,7 +57,8 @@ pub mod task {
         }
     }
 
-    /// Looks for so long, and fails as soon as it is not so: for what must not happen.
+    /// Checks for that long that a condition holds, and fails as soon as it does not: for what must not
+    /// happen.
     pub async fn stays(what: &str, time: Duration, mut is_so: impl AsyncFnMut() -> bool) {
         let began = Instant::now();
         loop {
@@ -70,17 +71,18 @@ pub mod task {
         }
     }
 
-    /// A fault is there for so long before it is mended.
+    /// Keeps a fault in place for that long before it is mended.
     pub async fn fault_lasts(time: Duration) {
         sleep(time).await;
     }
 
-    /// Time that is itself what is needed, because a clock is read, traffic is counted or others have no sign to give.
+    /// Lets time pass where time itself is needed: a clock is read, traffic is counted, or nothing signals
+    /// the end.
     pub async fn time_passes(time: Duration, _why: &str) {
         sleep(time).await;
     }
 
-    /// The pause between two of what is done again and again, such as heartbeats.
+    /// The pause between repeated actions, such as heartbeats.
     pub async fn pace(pause: Duration) {
         sleep(pause).await;
     }

@@ -1,5 +1,5 @@
-//! Follows one packet through the plans of all nodes, WireGuard's cryptokey
-//! routing included, until it arrives, leaves the mesh or is dropped.
+//! Follows one packet through the plans of all nodes, including WireGuard's cryptokey routing, until it
+//! arrives, leaves the mesh or is dropped.
 #![allow(dead_code, unreachable_pub, reason = "tests")]
 
 use std::{collections::BTreeMap, net::IpAddr};
@@ -16,12 +16,12 @@ use kilo_core::{
     wireguard::{WireguardPlan, key::PublicKey},
 };
 
-/// Where a packet ends.
+/// Where a packet ends up.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum End {
     /// In the stack of this node, which owns the destination.
     Node(String),
-    /// To a VPN peer.
+    /// At a VPN peer.
     Peer(PublicKey),
     /// In the stack of this node, which has no route of ours for it.
     Left(String),
@@ -67,7 +67,7 @@ impl<'a> World<'a> {
     /// Follows a packet that starts in the stack of `start`.
     pub fn trace(&self, start: &str, packet: model::Packet) -> End {
         let mut at = start.to_owned();
-        // Start, own leader, other leader, other node: the longest way there is.
+        // The longest path: start, its leader, the other leader, the other node.
         for _ in 0..4 {
             let Some(plan) = self.plans.get(&at) else { return End::Lost(format!("{at} has no plan")) };
             match self.step(&at, kernel_route(plan, packet), packet, 0) {
@@ -127,7 +127,7 @@ impl<'a> World<'a> {
             return Step::lost(&node, "WireGuard refuses the source");
         }
         match plan.route_from_kilo(packet) {
-            // Out by the device it came in by: to another peer.
+            // Out through the device that it came from: to another peer.
             model::Route::Other => Step::Stack(node),
             route => self.step(&node, route, packet, depth + 1),
         }
@@ -150,8 +150,8 @@ impl<'a> World<'a> {
     }
 }
 
-/// As [`HostPlan::route`], which knows our routes alone, with the route that
-/// an address of the WireGuard device brings along.
+/// [`HostPlan::route`], which knows only our routes, with the route that an address of the WireGuard device
+/// brings along.
 fn kernel_route(plan: &HostPlan, packet: model::Packet) -> model::Route {
     let connected = plan.net.addresses.iter().any(|net| net.contains(&packet.dst));
     match plan.route(packet) {

@@ -19,7 +19,7 @@ use kilo_core::{
 use tokio::sync::watch::Receiver;
 
 const LABEL: &str = "topology.kubernetes.io/region";
-/// An event is acted on within this time, or the slow reading came to help.
+/// Time limit for acting on an event, before the slow periodic read would.
 const SOON: Duration = Duration::from_secs(5);
 const LATE: Duration = Duration::from_secs(15);
 
@@ -136,7 +136,7 @@ async fn a_broken_file_keeps_what_it_said_and_hides_no_other() {
 #[tokio::test]
 async fn agents_and_people_do_not_overwrite_one_another() {
     let directory = tempfile::tempdir().unwrap();
-    // As exported from a cluster, with what some agent wrote long ago.
+    // Exported from a cluster, with annotations that an agent wrote long ago.
     let exported = "apiVersion: v1\nkind: Node\nmetadata:\n  name: a\n  annotations:\n    \
                     kilo.squat.ai/endpoint: 198.51.100.1:1\n    kilo.squat.ai/cni-compatibility-ip: 10.9.9.9/32\n    \
                     kilo.squat.ai/leader: \"\"\nspec: {podCIDR: 10.42.1.0/24}\n";
@@ -155,7 +155,7 @@ async fn agents_and_people_do_not_overwrite_one_another() {
     assert!(!first.publish("a", &published()).await.unwrap(), "nothing differs, nothing is written");
     assert_eq!(fs::read_to_string(directory.path().join("a.yaml")).unwrap(), exported);
 
-    // Somebody edits while the agents write.
+    // Files are edited while the agents write.
     for round in 0..20 {
         put(directory.path(), "a.yaml", &node("a", &format!("round{round}")));
         let now = Published { last_seen: 100 + round, ..published() };
@@ -222,14 +222,14 @@ async fn a_directory_that_goes_or_is_replaced_takes_nothing_with_it() {
     until(&mut snapshots, LATE, |snapshot| snapshot.problems.contains_key(&ObjectRef::Directory)).await;
     assert_eq!(names(&snapshots.borrow()), ["a"], "kept");
 
-    // As an unmounted file system looks.
+    // An unmounted file system looks like this.
     fs::create_dir(&directory).unwrap();
     until(&mut snapshots, LATE, |snapshot| {
         snapshot.problems.get(&ObjectRef::Directory).is_some_and(|problem| problem.contains("no Node object"))
     })
     .await;
     assert_eq!(names(&snapshots.borrow()), ["a"], "kept");
-    // The new directory is watched, not the one that went.
+    // The new directory is watched, not the removed one.
     put(&directory, "b.yaml", &node("b", "here"));
     let took = until(&mut snapshots, SOON, |snapshot| names(snapshot) == ["b"]).await;
     println!("a file of the new directory was seen after {took:?}");

@@ -1,5 +1,5 @@
-//! Rubbish in Node and Peer objects: each field is tried, the problem names
-//! it and what is possible, and everything beside it counts as before.
+//! Garbage in each field of Node and Peer objects: the problem names the field and valid values, and
+//! everything else counts as before.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
 use std::{
@@ -26,7 +26,7 @@ fn now() -> u64 {
     SystemTime::now().duration_since(UNIX_EPOCH).unwrap().as_secs()
 }
 
-/// A node that is ready, and says everything a node can say.
+/// A ready node with every annotation and field set.
 fn node(name: &str, number: u8) -> Value {
     let annotations = json!({
         "force-endpoint": format!("192.0.2.{number}:51820"), "force-internal-ip": format!("10.1.0.{number}/24"),
@@ -67,8 +67,7 @@ async fn read(objects: &[Value]) -> Arc<Snapshot> {
     Arc::clone(&backend.watch().borrow())
 }
 
-/// An annotation, its rubbish, what the problem says, and what the node is
-/// then like, starting from a sound one.
+/// An annotation, a bad value for it, parts of the problem's text, and the effect on a sound node.
 type Case = (&'static str, &'static str, &'static [&'static str], fn(&mut Node));
 
 const ANNOTATIONS: &[Case] = &[
@@ -136,7 +135,7 @@ async fn rubbish_in_any_annotation_is_named_and_nothing_else_about_the_node_is_l
         let name = format!("{PREFIX}{annotation}");
         bad["metadata"]["annotations"][&name] = json!(rubbish);
         if matches!(*annotation, "endpoint" | "internal-ip") {
-            // Looked at only where nothing is forced.
+            // Considered only where no value is forced.
             let forced = format!("{PREFIX}force-{annotation}");
             bad["metadata"]["annotations"].as_object_mut().unwrap().remove(&forced);
         }
@@ -203,7 +202,7 @@ async fn a_pod_cidr_that_is_none_is_named_and_the_other_counts() {
     assert_eq!(seen.nodes.len(), 2);
 }
 
-/// Where in the spec, the rubbish there, and what the problem says.
+/// A path in the spec, a bad value for it, and parts of the problem's text.
 fn peer_cases() -> Vec<(&'static str, Value, &'static [&'static str])> {
     let secret = "c2VjcmV0";
     let address: &[&str] = &["dnsOrIP"];
@@ -255,7 +254,7 @@ async fn rubbish_in_any_field_of_a_peer_is_named_and_hides_no_other_peer() {
         objects.push(bad);
     }
     objects.push(peer("last", 201));
-    // One file each: what cannot be an object at all is a problem of its file.
+    // One file each: whatever cannot be an object at all is a problem of its file.
     let directory = tempfile::tempdir().unwrap();
     for object in &objects {
         let name = object["metadata"]["name"].as_str().unwrap();

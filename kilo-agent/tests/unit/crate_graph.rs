@@ -1,5 +1,5 @@
-//! The crates depend on each other in one direction, the modules of each crate as well, and the pure ones on nothing
-//! that does I/O.
+//! Crates depend on each other in one direction, and so do the modules of each crate; the pure ones depend
+//! on nothing that does I/O.
 
 #![allow(clippy::unwrap_used, clippy::panic, reason = "tests")]
 
@@ -10,7 +10,7 @@ use std::{
     process::Command,
 };
 
-/// Names of all packages that a package of this workspace is built from, with its default features.
+/// Names of all packages that a workspace package is built from with its default features.
 fn built_from(package: &str) -> BTreeSet<String> {
     built_with(package, &[])
 }
@@ -46,7 +46,7 @@ fn the_pure_crates_are_built_from_nothing_that_does_io() {
     }
 }
 
-/// The simulation has a time and random numbers of its own.
+/// The simulation provides time and random numbers.
 #[test]
 fn failover_is_decided_without_a_clock_and_without_io() {
     let files = sources("failover/src");
@@ -83,7 +83,7 @@ fn kgctl_is_built_without_what_only_the_agent_needs() {
     }
 }
 
-/// Modules of each crate, each before those that may know it.
+/// Modules of each crate, each before those that may use it.
 const ORDERS: [(&str, &str); 10] = [
     (
         "../kilo-common/src",
@@ -132,7 +132,7 @@ const ORDERS: [(&str, &str); 10] = [
     ),
 ];
 
-/// Rust files in a directory of this package, and below it.
+/// Rust files in a directory of this package, including subdirectories.
 fn sources(directory: &str) -> Vec<PathBuf> {
     let (mut found, mut left) = (Vec::new(), vec![Path::new(env!("CARGO_MANIFEST_DIR")).join(directory)]);
     while let Some(directory) = left.pop() {
@@ -148,12 +148,12 @@ fn sources(directory: &str) -> Vec<PathBuf> {
     found
 }
 
-/// Code without what stands behind `//` in a line.
+/// Code without everything after `//` in a line.
 fn without_comments(code: &str) -> String {
     code.lines().flat_map(|line| [line.split("//").next().unwrap_or_default(), "\n"]).collect()
 }
 
-/// The names with which a path goes on after `up` more `super::`, one by one or in braces.
+/// Names that follow a path after `up` more `super::`, single or in braces.
 fn behind(path: &str, up: usize, names: &mut BTreeSet<String>) {
     let path = path.trim_start();
     if let Some(list) = path.strip_prefix('{') {
@@ -172,12 +172,12 @@ fn behind(path: &str, up: usize, names: &mut BTreeSet<String>) {
     } else {
         let name: String =
             path.chars().take_while(|c| c.is_ascii_alphanumeric() || "_*".contains(*c)).collect();
-        // Behind the last comma of a list there is none.
+        // Nothing follows the last comma of a list.
         names.extend(Some(name).filter(|name| !name.is_empty()));
     }
 }
 
-/// The modules that code names directly behind `root` (`crate::`).
+/// Modules that code names directly after `root` (`crate::`).
 fn named(code: &str, root: &str) -> BTreeSet<String> {
     let code = without_comments(code);
     let mut names = BTreeSet::new();
@@ -185,7 +185,7 @@ fn named(code: &str, root: &str) -> BTreeSet<String> {
     names
 }
 
-/// How many modules (`mod x {`) are open at the end of code that rustfmt has written.
+/// Number of modules (`mod x {`) open at the end of code formatted by rustfmt.
 fn open_modules(code: &str) -> usize {
     let mut open = Vec::new();
     for line in code.lines() {
@@ -200,7 +200,7 @@ fn open_modules(code: &str) -> usize {
     open.len()
 }
 
-/// The modules of its crate that the code of a module so deep in it names: behind `crate::`, and behind as many
+/// Modules of its crate that code in a module at this depth names: after `crate::`, and after as many
 /// `super::` as lead to the crate's root.
 fn modules_named(code: &str, depth: usize) -> BTreeSet<String> {
     let mut names = named(code, "crate::");
@@ -213,7 +213,7 @@ fn modules_named(code: &str, depth: usize) -> BTreeSet<String> {
     names
 }
 
-/// The names at the end of what a `use` brings in: of `{a::{B, C as D}, e}` these are `B`, `D` and `e`.
+/// Names that a `use` brings into scope: for `{a::{B, C as D}, e}` these are `B`, `D` and `e`.
 fn brought_in(tree: &str, names: &mut BTreeSet<String>) {
     let tree = tree.trim();
     if let Some((_, list)) = tree.split_once('{') {
@@ -232,13 +232,13 @@ fn brought_in(tree: &str, names: &mut BTreeSet<String>) {
     }
 }
 
-/// Which module of the crate each name comes from that the root takes from one of them, for others or for itself: all
-/// modules of the crate can name it at the root.
+/// Names that the root imports from its modules, each with its module: every module of the crate can use
+/// them through the root.
 fn taken_by_root(code: &str, modules: &[&str]) -> BTreeMap<String, String> {
     let code = without_comments(code);
     let mut taken = BTreeMap::new();
     for item in code.split_inclusive(';') {
-        // Attributes, and items that end without a semicolon, stand before.
+        // Attributes, and items without a semicolon, may come before.
         let begin = item.lines().position(|line| {
             line.starts_with("use ") || line.starts_with("pub use ") || line.starts_with("pub(crate) use ")
         });
@@ -256,13 +256,14 @@ fn taken_by_root(code: &str, modules: &[&str]) -> BTreeMap<String, String> {
     taken
 }
 
-/// What the root of a crate takes from its modules.
+/// Names that a crate's root imports from its modules.
 fn root_of(directory: &Path, modules: &[&str]) -> BTreeMap<String, String> {
     let root = ["lib.rs", "main.rs"].map(|name| directory.join(name)).into_iter().find(|path| path.exists());
     taken_by_root(&fs::read_to_string(root.unwrap()).unwrap(), modules)
 }
 
-/// The modules in a directory know only those before them, also by names that the root takes from them.
+/// Asserts that the modules in a directory use only those before them, including through names that the
+/// root imports.
 #[track_caller]
 fn assert_ordered(directory: &str, order: &str) {
     let order: Vec<_> = order.split_whitespace().collect();
@@ -274,7 +275,7 @@ fn assert_ordered(directory: &str, order: &str) {
         let mut modules: Vec<_> = within.iter().map(|part| part.to_str().unwrap()).collect();
         modules.pop_if(|module| *module == "mod");
         let of = modules[0];
-        // The crate's root has all of them, and programs are crates of their own.
+        // The crate's root uses all modules, and programs are crates of their own.
         if ["lib", "main", "bin"].contains(&of) {
             continue;
         }
@@ -323,7 +324,8 @@ fn modules_know_only_those_before_them() {
     }
 }
 
-/// A wall clock that jumps moves no leader: what decides has the monotonic clock, which programs have, too.
+/// A jump of the wall clock must not move leadership: decisions use the monotonic clock, as BPF programs
+/// do.
 #[test]
 fn failover_knows_no_wall_clock() {
     let paths: Vec<_> = ["failover/src", "src/failover", "src/far"].into_iter().flat_map(sources).collect();

@@ -1,5 +1,5 @@
-//! The documentation: flag tables are what the programs say (`KILO_BLESS=1` rewrites them), links lead
-//! somewhere, and commands are run by tests or marked.
+//! The documentation: flag tables match the programs (`KILO_BLESS=1` rewrites them), links have targets,
+//! and commands are run by tests or marked.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
@@ -34,7 +34,7 @@ fn pages() -> BTreeMap<PathBuf, String> {
         .collect()
 }
 
-/// The same, with the pages below docs/ and those of the repository's root.
+/// The same, plus the pages in subdirectories of docs/ and in the repository's root.
 fn every_page() -> BTreeMap<PathBuf, String> {
     let mut found = pages();
     let below = fs::read_dir(root().join("docs/design")).unwrap().map(|entry| entry.unwrap().path());
@@ -55,7 +55,7 @@ fn next_block(text: &str) -> Option<(&str, &str, &str, &str)> {
     Some((before, command, block, rest))
 }
 
-/// The table of each command, by its path.
+/// The flag table of each command, by the command's path.
 fn tables() -> BTreeMap<String, String> {
     let mut tables = BTreeMap::new();
     for program in PROGRAMS {
@@ -71,7 +71,7 @@ fn tables() -> BTreeMap<String, String> {
     tables
 }
 
-/// The page that shows every command.
+/// The page with every command.
 fn flags_page(tables: &BTreeMap<String, String>) -> String {
     let mut text =
         "# Flags of all commands\n\nFor operators and users of kgctl: every flag of every command.\n\nMade by `KILO_BLESS=1 cargo test -p kilo-agent --test unit docs::`; \
@@ -116,7 +116,7 @@ fn the_flag_tables_in_the_documentation_are_the_programs() {
 #[test]
 fn every_test_that_the_page_about_security_names_is_there() {
     let page = fs::read_to_string(root().join("docs/security.md")).unwrap();
-    // With four words or more it is not a reason, metric or option.
+    // A name of four or more words is not a reason, metric or option.
     let is_test = |word: &&str| word.matches('_').count() >= 3 && !word.contains(['{', '/', '-']);
     let named: BTreeSet<&str> = page.split('`').skip(1).step_by(2).filter(is_test).collect();
     assert!(named.len() > 20, "{named:?}");
@@ -130,7 +130,7 @@ fn every_test_that_the_page_about_security_names_is_there() {
     }
 }
 
-/// The text of every Rust file below, but not of what was built.
+/// Reads every Rust file below the directory except build output.
 fn read_sources(directory: &Path, into: &mut Vec<String>) {
     for path in fs::read_dir(directory).unwrap().map(|entry| entry.unwrap().path()) {
         if path.is_dir() && !path.ends_with("target") {

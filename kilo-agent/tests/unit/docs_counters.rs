@@ -1,4 +1,4 @@
-//! The documentation has every counter, every map with its size, every annotation, and every Event.
+//! The documentation lists every counter, every map with its size, every annotation, and every Event.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
@@ -22,7 +22,7 @@ fn actions() -> String {
     text
 }
 
-/// The table of docs/drop-reasons.md, of the reasons and remedies in `kilo-common/src/counters.rs`.
+/// The table of docs/drop-reasons.md, from the reasons and remedies in `kilo-common/src/counters.rs`.
 fn drop_reasons() -> String {
     let mut text = String::from("| reason | why it was dropped | what to do |\n|---|---|---|\n");
     for reason in DropReason::ALL {
@@ -85,7 +85,7 @@ fn the_table_of_events_is_that_of_the_code() {
     check("monitoring.md", "events", &text);
 }
 
-/// `KILO_BLESS=1` writes the table instead. One test at a time does.
+/// Compares a table of a page, or with `KILO_BLESS=1` writes it. One test at a time does so.
 pub fn check(page: &str, mark: &str, wanted: &str) {
     static PAGE: std::sync::Mutex<()> = std::sync::Mutex::new(());
     let _alone = PAGE.lock();

@@ -1,4 +1,4 @@
-//! Errors keep what caused them, and say it once.
+//! Errors keep their cause, and mention it once.
 
 use std::{collections::BTreeSet, error::Error, fs, io, iter, path::Path};
 
@@ -31,7 +31,7 @@ fn explained() -> Explained {
     Explained::behind("the API server is unreachable", api())
 }
 
-/// An error, by the name of its enum and variant.
+/// An error, with the name of its enum and variant.
 struct Row(String, Box<dyn Error>);
 
 fn row<E: Error + 'static>(error: E) -> Row {
@@ -113,7 +113,7 @@ fn table() -> Vec<Row> {
     ]
 }
 
-/// Nearest first.
+/// Causes of an error, nearest first.
 fn causes<'a>(error: &'a (dyn Error + 'static)) -> impl Iterator<Item = &'a (dyn Error + 'static)> {
     iter::successors(error.source(), |error| (*error).source())
 }
@@ -138,7 +138,7 @@ fn the_errno_behind_a_refusal_is_found() {
     assert_eq!(errnos.collect::<Vec<_>>(), [nix::libc::EEXIST]);
 }
 
-/// Every variant that is made of another error: all public enums of errors below the directory.
+/// Collects every variant that contains another error, from all public error enums below the directory.
 fn variants_with_a_cause(directory: &Path, found: &mut BTreeSet<String>) {
     for entry in fs::read_dir(directory).unwrap() {
         let path = entry.unwrap().path();

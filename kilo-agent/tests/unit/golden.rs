@@ -1,20 +1,20 @@
-//! Conformance to recorded answers of Kilo, scenario by scenario.
+//! Conformance to recorded output of Kilo, scenario by scenario.
 //!
 //! `KILO_GOLDEN=<file>` reads another file of the same format. Deviations, all
 //! deliberate:
 //!
-//! * an endpoint that is not known is left out of a configuration, where Kilo
-//!   writes `<nil>`, which no tool reads;
+//! * an unknown endpoint is left out of a configuration, where Kilo writes `<nil>`,
+//!   which no tool reads;
 //! * a packet to 0.0.0.0/8 is dropped and counted, where Kilo encrypts it when
 //!   somebody allows 0.0.0.0/0: that is not a destination (RFC 6890);
-//! * a packet to an address of this very node stays here. The recording knows
-//!   Kilo's routes alone and says `wireguard` when one of them is 0.0.0.0/0; the
-//!   host's own routes, which are longer, are not in it;
+//! * a packet to an address of this very node stays here. The recording has only
+//!   Kilo's routes and says `wireguard` when one of them is 0.0.0.0/0; the host's
+//!   own routes, which are longer, are not in it;
 //! * on a leader, packets of pods and VPN peers to the private address that is
-//!   another leader's endpoint go through WireGuard, where Kilo sends them in clear.
+//!   another leader's endpoint go through WireGuard, where Kilo sends them in cleartext.
 //!   Only the host's own packets cannot be told from those that carry the tunnel;
-//! * what a node forwards for others to the private address of a node of its
-//!   location gets an outer header, as what its own pods send has in Kilo, too.
+//! * packets that a node forwards for others to the private address of a node of
+//!   its location get an outer header, as those of its own pods do in Kilo, too.
 //!
 //! Deviations that no recorded packet shows:
 //!
@@ -23,21 +23,23 @@
 //! * of two nodes with one key the first in topology order is the peer, where
 //!   Kilo's device ends up with a mixture;
 //! * a leader whose private address is its endpoint speaks to the mesh from its
-//!   WireGuard address, or the answers would not come through the tunnel;
+//!   WireGuard address, or the replies would not come through the tunnel;
 //! * a node that does not lead has no WireGuard peers; Kilo's keeps unused ones;
 //! * a node without a public address on an interface takes the Node's `ExternalIP`
-//!   as its endpoint (`--endpoint-from=interface` is Kilo's way): what is recorded
-//!   here begins with the annotations, where both are the same.
-//! * with `--local=false` and another location that offers 0.0.0.0/0, a packet for
-//!   a pod of the own location that no CNI route takes is dropped (`no_prefix`),
+//!   as its endpoint (Kilo's behaviour is `--endpoint-from=interface`): the recordings
+//!   here begin with the annotations, where both are the same.
+//! * with `--local=false` and another location that offers 0.0.0.0/0, a packet to
+//!   a pod of this location that no CNI route takes is dropped (`no_prefix`),
 //!   where Kilo carries it to the leader by that route: those pods belong to the
-//!   CNI, and the way to them is never that to another location (`unit::plan_clear`);
-//! * what is for the pods of a node that was declared dead is dropped while its object is there, and pods'
-//!   packets to its private address in another location, too; Kilo leaves both to the default route,
-//!   in clear. So are packets for own pods that no local route takes. Only our tables and `unreachable`
-//!   routes say so: WireGuard's configuration and the routes recorded here do not differ (`unit::plan_clear`);
-//! * of two nodes with one private address the first by name is sent to, and
-//!   neither sends to itself what is for the other (`unit::plan_clear`).
+//!   CNI, and their path is never the one to another location (`unit::plan_clear`);
+//! * packets to the pods of a node that was declared dead are dropped while its object
+//!   exists, and so are pods' packets to its private address in another location; Kilo
+//!   leaves both to the default route, in cleartext. The same holds for packets to this
+//!   node's pods that no local route takes. Only our tables and `unreachable` routes do
+//!   this: WireGuard's configuration and the routes recorded here do not differ
+//!   (`unit::plan_clear`);
+//! * of two nodes with one private address the first by name receives the packets, and
+//!   neither sends to itself those for the other (`unit::plan_clear`).
 #![allow(clippy::unwrap_used, clippy::panic, reason = "a test's helpers fail as the test does")]
 
 use crate::dot;
@@ -62,7 +64,7 @@ use serde_json::Value;
 
 use dot::Graph;
 
-/// What every name resolves to here.
+/// Address to which every name resolves here.
 const RESOLVED: IpAddr = IpAddr::V4(Ipv4Addr::new(192, 0, 2, 53));
 
 #[derive(Deserialize)]
@@ -108,7 +110,7 @@ struct Probe {
     route_if_received_from_kilo0: Option<Value>,
 }
 
-/// Counts comparisons and collects what differs.
+/// Counts comparisons and collects differences.
 #[derive(Default)]
 struct Report {
     compared: BTreeMap<&'static str, usize>,
@@ -135,8 +137,8 @@ fn every_recorded_answer_of_kilo_is_ours() {
     results_are_kilos(|_| {});
 }
 
-/// Kilo knows none of these annotations, so its answers stay: beside one node with Kilo itself nobody may see
-/// another leader, however many active leaders are asked for.
+/// Kilo knows none of these annotations, so its results stay the same: beside a node with Kilo itself
+/// nobody may see another leader, however many active leaders are requested.
 #[test]
 fn beside_a_node_with_kilo_itself_gateways_change_no_answer() {
     results_are_kilos(|nodes| {
@@ -312,8 +314,8 @@ fn compare_probes(
     }
 }
 
-/// Where packets of the mesh go that the reference sends in clear: to the address a
-/// leader's WireGuard sends to, and what a node forwards to another node itself.
+/// Hop of mesh packets that the reference sends in cleartext: those to an address that a leader's WireGuard
+/// sends to, and those that a node forwards to another node itself.
 fn steered_by_source(plan: &plan::HostPlan, packet: model::Packet) -> Option<Value> {
     let wireguard = serde_json::json!({"via": "wireguard"});
     match plan.tables.uplink_egress(packet).ok()?? {
@@ -325,10 +327,10 @@ fn steered_by_source(plan: &plan::HostPlan, packet: model::Packet) -> Option<Val
     }
 }
 
-/// What the device is given, against the configuration the reference writes.
+/// Compares the device's configuration with the one that the reference writes.
 fn compare_wireguard(plan: &kilo_core::wireguard::WireguardPlan, view: &View, at: &str, report: &mut Report) {
     if !view.leader {
-        // The reference keeps unused peers there; our data path must find none.
+        // The reference keeps unused peers there; our data path must not have any.
         report.equal("peers of a node that does not lead", at, plan.peers.len(), 0);
         return;
     }
@@ -344,7 +346,7 @@ fn compare_wireguard(plan: &kilo_core::wireguard::WireguardPlan, view: &View, at
             endpoint: section
                 .endpoint
                 .map(|endpoint| std::net::SocketAddr::new(endpoint.ip().unwrap_or(RESOLVED), endpoint.port)),
-            // No configuration says this.
+            // No configuration contains this.
             roams: got.is_some_and(|peer| peer.roams),
             persistent_keepalive: section.persistent_keepalive.try_into().unwrap_or(u16::MAX),
             preshared_key: section.preshared_key,

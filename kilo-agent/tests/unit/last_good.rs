@@ -1,4 +1,4 @@
-//! A start from the topology on disk: what is logged, and who lives then.
+//! A start from the topology on disk: what is logged, and which nodes count as alive.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
 use std::{
@@ -39,7 +39,7 @@ fn why_a_file_is_ignored_quotes_no_key() {
     LastGood::new(&path, "a").keep([node("a")].iter(), [].iter(), [peer].iter(), Instant::now()).unwrap();
     let text = fs::read_to_string(&path).unwrap();
     assert!(text.contains(&secret.reveal()));
-    // As after an accident: the key where a number belongs.
+    // Corrupts the file: the key takes the place of a number.
     let damaged = text.replace("Keepalive\":25", &format!("Keepalive\":{:?}", secret.reveal()));
     assert_ne!(damaged, text);
     fs::write(&path, damaged).unwrap();

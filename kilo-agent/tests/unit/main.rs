@@ -1,4 +1,4 @@
-//! What needs nothing but cargo: topology, plans, files, documents.
+//! Tests that need only cargo: topology, plans, files, documents.
 #![allow(
     clippy::unwrap_used,
     clippy::expect_used,

@@ -1,4 +1,4 @@
-//! manifests/crds.yaml is what the Rust type says; `KILO_BLESS=1` rewrites it.
+//! manifests/crds.yaml matches the Rust types; `KILO_BLESS=1` rewrites it.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 

@@ -30,7 +30,7 @@ fn what_a_node_publishes_takes_no_private_address_from_another() {
     let mesh = plans::mesh(&[1, 2, 3].map(node));
     let mesh = mesh.as_seen_from("n1");
     let hops = HopIds::default().update(&mesh);
-    // n2 says that it has the private address of n3.
+    // n2 claims the private address of n3.
     let overlay = [("n1", [10, 50, 0, 1]), ("n2", [10, 1, 0, 3]), ("n3", [10, 50, 0, 3])];
     let links = HostLinks {
         overlay: overlay.map(|(name, ip)| (name.to_owned(), Ipv4Addr::from(ip))).into(),

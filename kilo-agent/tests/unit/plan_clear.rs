@@ -1,5 +1,5 @@
-//! What a host may send in clear, whatever its routes say; and where a route is
-//! left out because WireGuard itself sends there.
+//! What a host may send in cleartext, whatever its routes say; and where a route is omitted because
+//! WireGuard itself sends there.
 
 #![allow(clippy::unwrap_used, clippy::panic, reason = "tests")]
 
@@ -35,7 +35,7 @@ use kilo_core::{
 };
 use proptest::prelude::*;
 
-/// What is not the mesh's to say.
+/// Inputs that do not come from the mesh.
 #[derive(Default)]
 struct Facts {
     resolved: BTreeMap<String, IpAddr>,
@@ -47,7 +47,7 @@ fn plan_with(nodes: &[Node], own: &str, settings: &Settings, facts: Facts) -> Ho
     plan_without(nodes, &[], own, settings, facts)
 }
 
-/// As [`plan_with`], where some nodes are known and take no part.
+/// [`plan_with`], where some nodes are known but take no part.
 fn plan_without(nodes: &[Node], lost: &[Node], own: &str, settings: &Settings, facts: Facts) -> HostPlan {
     let lost: Vec<Arc<Node>> = lost.iter().cloned().map(Arc::new).collect();
     let mesh = Mesh::new(nodes, &BTreeMap::new(), settings.granularity, settings.subnet).with_lost(&lost);
@@ -70,10 +70,10 @@ fn net(text: &str) -> IpNet {
     text.parse().unwrap()
 }
 
-/// To WireGuard, but for its own packets.
+/// Flags of a prefix whose packets go into WireGuard, except WireGuard's own.
 const STEERED: u32 = PREFIX_PODS_STEERED | PREFIX_HOST_STEERED;
 
-/// What is said of a prefix about packets in clear.
+/// Flags of a prefix about cleartext packets.
 fn clear(plan: &HostPlan, prefix: &str) -> u32 {
     let bits = PREFIX_NEVER_CLEAR | STEERED | PREFIX_VIA_WIREGUARD;
     plan.tables.prefix[&net(prefix)].flags & bits
@@ -91,7 +91,7 @@ fn private(node: &Node) -> IpAddr {
     node.internal_ip.unwrap().addr()
 }
 
-/// Two locations of a leader each.
+/// Two locations with one leader each.
 fn two() -> [Node; 2] {
     [healthy(1, 1, true, false, 24), healthy(2, 2, true, false, 24)]
 }
@@ -127,13 +127,13 @@ proptest! {
                     let carried =
                         matches!(with, Route::Wireguard | Route::Gateway { encapsulated: true, .. });
                     let flags = prefixes::longest(&plan.tables.prefix, dst).unwrap().flags;
-                    // Of the host itself only what a default route would take.
+                    // For the host itself, only what a default route would take.
                     let hosts = plan.tables.is_private(src) && flags & PREFIX_PODS_STEERED != 0;
                     prop_assert!(
                         !carried || hosts || left != Route::Other,
                         "{} {:?}: {:?}, without routes {:?}", node.name, packet, with, left
                     );
-                    // A route exists exactly where others are refused, but for default routes.
+                    // A route exists exactly where cleartext is refused, except for default routes.
                     if let Some(route) = plan.net.routes.iter().find(|route| route.destination == dst.into()) {
                         prop_assert_eq!(route.closed, flags & PREFIX_NEVER_CLEAR != 0);
                     }
@@ -173,7 +173,7 @@ proptest! {
             }
             prop_assert!(before.net.unreachable.is_subset(&plan.net.unreachable));
             for node in &lost {
-                // Of those that went earlier pods alone, and as before.
+                // Of nodes that left earlier, only the pod CIDRs, with the same entries.
                 for cidr in node.pod_cidrs.iter().map(IpNet::trunc) {
                     prop_assert_eq!(earlier.tables.prefix.get(&cidr), plan.tables.prefix.get(&cidr));
                 }
@@ -218,7 +218,7 @@ fn the_endpoint_is_the_one_wireguard_really_uses() {
     let at = |text: &str| text.parse::<SocketAddr>().unwrap();
     let (own, address) = ("node-001", "10.1.2.2/32");
 
-    // It publishes its private address, and is seen at another behind a NAT.
+    // It publishes its private address, and is seen at another one behind a NAT.
     let mut nodes = two();
     nodes[1].endpoint = "10.1.2.2:51820".parse().ok();
     let plan = plan_of(&nodes, own, Facts::default());
@@ -230,7 +230,7 @@ fn the_endpoint_is_the_one_wireguard_really_uses() {
     nodes[0].discovered_endpoints = [(key, at("203.0.113.2:4500"))].into();
     let plan = plan_of(&nodes, own, Facts::default());
     assert_eq!((is_routed(&plan, address), clear(&plan, address)), (true, via_wireguard));
-    // What the own device sees counts more.
+    // What this node's own device sees takes precedence.
     let plan = plan_of(&nodes, own, Facts { seen: [(key, at("10.1.2.2:51820"))].into(), ..Facts::default() });
     assert_eq!((is_routed(&plan, address), clear(&plan, address)), (false, STEERED));
 
@@ -276,8 +276,8 @@ fn to_a_private_endpoint_wireguards_packets_alone_go_as_they_are() {
     assert!(plan.tables.steers_to_wireguard_by_source(), "what answers is taken from kilo0");
 }
 
-/// A node may have lost its key, or have another than others know: then only the API server can
-/// help it, and must be reached without WireGuard.
+/// A node may have lost its key, or have another one than others know. Then only the API server can help,
+/// and must be reachable without WireGuard.
 #[test]
 fn hosts_of_the_control_plane_and_others_speak_freely_also_while_one_is_given_up() {
     let mut nodes = two();
@@ -296,7 +296,7 @@ fn hosts_of_the_control_plane_and_others_speak_freely_also_while_one_is_given_up
             assert_ne!(plan.route(Packet { src: pod(&nodes[0]), dst }), Route::Other);
         }
     }
-    // Another node of the location has no part in it.
+    // Another node of the location does not matter.
     nodes[1].control_plane = false;
     nodes[0].control_plane = false;
     let mut more = nodes.to_vec();
@@ -368,7 +368,7 @@ fn networks_of_the_hosts_own_within_an_offered_prefix_stay_reachable() {
         ("10.65.0.0/16", gateway),
         ("192.168.0.0/16", link),
         ("192.168.7.0/24", link),
-        // Within a node's pods only the link itself counts.
+        // Within a node's pods only on-link prefixes count.
         ("10.42.2.64/26", gateway),
         ("10.42.2.128/26", link),
         ("172.16.0.0/12", gateway),
@@ -395,7 +395,7 @@ fn networks_of_the_hosts_own_within_an_offered_prefix_stay_reachable() {
     ] {
         assert_eq!(goes(dst), wanted, "{dst}");
     }
-    // What WireGuard delivers is as before.
+    // Packets from WireGuard are delivered as before.
     let value = plan.tables.prefix[&net("10.64.9.0/24")];
     assert_eq!(value.hop, HOP_REMOTE);
 }
@@ -443,7 +443,7 @@ fn what_comes_in_clear_is_forged_only_where_all_nodes_encapsulate() {
     let packet = Packet { src: address("10.42.1.7"), dst: address("10.42.3.7") };
     for (encapsulate, wanted) in [
         (Encapsulate::Always, Err(DropReason::ArrivedInClear)),
-        // The first node sends so by the length of its address, the second does not.
+        // By its prefix length, the first node sends without outer header, the second does not.
         (Encapsulate::CrossSubnet, Ok(())),
         (Encapsulate::Never, Ok(())),
     ] {
@@ -483,7 +483,7 @@ fn of_two_nodes_with_one_private_address_the_first_is_sent_to() {
     let plan = plan_of(&nodes, "node-001", Facts::default());
     let hops = HopIds::default().update(&plans::mesh(&nodes).as_seen_from("node-001"));
     assert_eq!(Some(plan.tables.prefix[&net("10.1.1.2/32")].hop), hops.get("node-002"));
-    // Neither sends what is the other's to itself.
+    // Neither node sends the other's packets to itself.
     for own in ["node-002", "node-003"] {
         let plan = plan_of(&nodes, own, Facts::default());
         let there = Packet { src: pod(&nodes[0]), dst: private(&nodes[1]) };
@@ -500,14 +500,14 @@ fn what_is_for_own_pods_does_not_leave_before_there_are_any() {
     let plan = plan_of(&nodes, "node-001", Facts::default());
     let own = net("10.42.1.0/24");
     assert_eq!(plan.tables.prefix[&own].hop, HOP_LOCAL);
-    // The stack has no route to its pods, and the default route takes it.
+    // The stack has no route to these pods, so the default route would take the packet.
     for src in [pod(&nodes[1]), pod(&nodes[2]), private(&nodes[1]), private(&nodes[0])] {
         let packet = Packet { src, dst: pod(&nodes[0]) };
         assert_eq!(plan.tables.uplink_egress(packet), Err(DropReason::NotEncrypted), "{src}");
     }
     assert!(plan.net.unreachable.iter().eq([&own]), "{:?}", plan.net.unreachable);
     assert_eq!(clear(&plan, "10.1.1.1/32"), 0, "the host's own address");
-    // Another CNI may carry its pods as it likes; and a link of the host's own wins.
+    // Another CNI may carry its pods in any way, and a link of the host's own wins.
     let beside = Settings { local: false, ..settings(Granularity::Location, Encapsulate::Always) };
     let plan = plan_with(&nodes, "node-001", &beside, Facts::default());
     assert_eq!((clear(&plan, "10.42.1.0/24"), plan.net.unreachable.len()), (0, 0));

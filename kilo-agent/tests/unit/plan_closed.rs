@@ -1,4 +1,4 @@
-//! Prefixes that were of the mesh and have no owner now: nothing is sent there in clear.
+//! Prefixes that belonged to the mesh and have no owner any more: nothing is sent there in cleartext.
 
 #![allow(clippy::unwrap_used, reason = "tests")]
 
@@ -55,12 +55,13 @@ fn an_address_that_no_location_has_any_more_is_closed_on_every_node() {
     }
 }
 
-/// A node that was deleted and has registered again: pods of before, and such as started before the agent.
+/// A node was deleted and registered again: it has pods from before, and pods that started before the
+/// agent.
 #[test]
 fn pods_with_a_former_pod_cidr_of_the_node_are_masqueraded_and_reached_by_nobody() {
     let nodes = three();
     let former: IpNet = "10.42.9.0/24".parse().unwrap();
-    // Another node has the second one now.
+    // The second former CIDR belongs to another node now.
     let former_pod_cidrs = vec![former, nodes[2].pod_cidrs[0]];
     let links = HostLinks { former_pod_cidrs, ..plans::links() };
     let (settings, mesh) = (plans::settings(), plans::mesh(&nodes));

@@ -1,4 +1,4 @@
-//! Nodes that claim one private address: nothing is taken from the one that has it.
+//! Nodes that claim one private address: the node that has it loses nothing.
 
 #![allow(clippy::unwrap_used, clippy::panic, reason = "tests")]
 
@@ -20,7 +20,7 @@ fn ip(text: &str) -> IpAddr {
     text.parse().unwrap()
 }
 
-/// Node a`number`, or b`number` elsewhere, with this last byte of the private address.
+/// Node a`number` or b`number`, with this last byte of its private address.
 fn node(location: &str, number: u8, address: u8) -> Node {
     let site = if location == "a" { 1 } else { 2 };
     Node {
@@ -39,7 +39,7 @@ fn plan(nodes: &[Node], own: &str, hops: &HopIds) -> (HostPlan, HopIds) {
     plans::plan(&plans::mesh(nodes), own, hops)
 }
 
-/// What `own` does with a packet that came from the private address .12.
+/// Verdict of `plan` on a packet that arrived from the private address .12.
 fn from_twelve(plan: &HostPlan, src: &str, dst: &str) -> Result<Action, DropReason> {
     let packet = Packet { src: ip(src), dst: ip(dst) };
     plan.tables.lan_ingress(ip("10.1.0.12"), packet).map(|(action, _)| action)
@@ -50,7 +50,7 @@ fn a_node_that_is_annotated_with_anothers_address_takes_nothing_from_it() {
     let honest = [node("a", 1, 11), node("a", 2, 12), node("a", 3, 13), node("b", 1, 21)];
     let (_, ids) = plan(&honest, "a1", &HopIds::default());
     let all: Vec<Node> = [node("a", 0, 12)].into_iter().chain(honest).collect();
-    // Hop ids of before, and those of an agent that starts now.
+    // With the previous hop ids, and with those of a newly started agent.
     for known in [ids, HopIds::default()] {
         let (leader, _) = plan(&all, "a1", &known);
         for src in ["10.1.2.7", "10.1.0.12", "10.1.0.7"] {
@@ -61,7 +61,7 @@ fn a_node_that_is_annotated_with_anothers_address_takes_nothing_from_it() {
         let sender = leader.tables.node[&ip("10.1.0.12")];
         assert!(sender.may_send_from([10, 1, 2, 7]) || sender.may_send_from([10, 1, 0, 7]));
         assert_eq!(sender.interfaces, [2, 0, 0, 0]);
-        // And back: to the host that has the address, whichever of them it is.
+        // The reverse: to the host that has the address, whichever node it is.
         for dst in ["10.1.2.7", "10.1.0.12", "10.1.0.7"] {
             let route = leader.route_from_kilo(Packet { src: ip("10.2.1.5"), dst: ip(dst) });
             let Route::Gateway { gateway, .. } = route else { panic!("{dst}: {route:?}") };

@@ -1,4 +1,4 @@
-//! Stand-bys hold what a leader holds, and far leaders know every gateway of a location.
+//! Stand-bys hold a leader's tables, and far leaders know every gateway of a location.
 
 #![allow(clippy::unwrap_used, reason = "tests")]
 
@@ -46,7 +46,7 @@ fn node(name: &str, endpoint: &str) -> Node {
     }
 }
 
-/// a1, a2 and a3, which has no way in from outside; b1; and c1, which knows no signals.
+/// a1, a2 and a3, which cannot be reached from outside; b1; and c1, which has no signals.
 fn nodes() -> Vec<Node> {
     vec![
         node("a1", "192.0.2.1"),
@@ -88,7 +88,7 @@ fn on(own: &str) -> HostPlan {
     plan_of(own, Some(Acting::default()))
 }
 
-/// Prefixes of a peer, but for its control address.
+/// Allowed IPs of a peer without its control address.
 fn allowed(plan: &HostPlan, name: &str) -> BTreeSet<String> {
     let control = IpNet::from(std::net::IpAddr::V6(signal_id::control_address(&key(name))));
     let all: BTreeSet<IpNet> = plan.wireguard.peers[&key(name)].allowed_ips.iter().copied().collect();
@@ -128,16 +128,17 @@ fn a_far_leader_has_every_gateway_as_a_peer_and_prefixes_at_one() {
     assert_eq!(plan.wireguard.peers[&key("a1")].persistent_keepalive, 0);
     assert!(plan.wireguard.peers[&key("a2")].endpoint.is_some());
     assert_eq!(plan.wireguard.peers[&key("a3")].endpoint, None, "private: it speaks first");
-    // What lies behind the leader alone is routed into the tunnel, although it is an endpoint somewhere.
+    // An address behind the leader is routed into the tunnel, although it is some node's endpoint.
     let routed = |plan: &HostPlan, net: &str| {
         plan.net.routes.iter().any(|route| route.destination == net.parse::<IpNet>().unwrap())
     };
     assert!(routed(&plan, "10.1.0.13/32"));
-    // The single node of b takes part: it is what others have to take over towards.
+    // The only node of b takes part: others need it to take over towards.
     assert_eq!(allowed(&on("a2"), "b1"), allowed(&on("a1"), "b1"));
 }
 
-/// The leader before it is in another location now, and its tunnels work: nobody elsewhere reaches what it names.
+/// The previous leader is in another location now, and the tunnels of this one work: nobody elsewhere
+/// reaches the endpoint that it publishes.
 #[test]
 fn a_stand_by_that_becomes_the_leader_behind_nat_stays_where_it_is_heard() {
     let all = nodes();
@@ -180,12 +181,12 @@ fn a_vpn_peer_that_follows_is_held_by_all_gateways_and_reached_through_who_acts(
         let plan = plan_with(name, Some(Acting::default()), &nodes(), &peers);
         let peer = &plan.wireguard.peers[&laptop];
         assert_eq!(peer.allowed_ips.iter().copied().collect::<Vec<_>>(), [own, control], "{name}");
-        // b has one node: there is nobody to follow.
+        // b has one node, so nobody follows there.
         let hop = if name == "b1" { HOP_REMOTE } else { HOP_ACTING };
         assert_eq!(plan.tables.prefix[&own].hop, hop, "{name}");
         assert!(!plan.tables.prefix.contains(&control), "{name}: nobody is routed to it");
     }
-    // Nobody takes over from a leader that knows no signals, and without failover there is one.
+    // Nobody takes over from a leader without signals, and without failover there is only one leader.
     let alone = plan_with("c1", Some(Acting::default()), &nodes(), &peers);
     assert_eq!(alone.wireguard.peers[&laptop].allowed_ips.iter().copied().collect::<Vec<_>>(), [own]);
     for name in ["a1", "a2", "b1"] {
@@ -201,7 +202,7 @@ fn a_reconcile_moves_nothing_back() {
         members: BTreeMap::from([
             (id("a2"), (first, id("a2"))),
             (id("a3"), (first, id("a2"))),
-            // It has not followed.
+            // a1 has not followed.
             (id("a1"), (Term::from_bits(2), id("a1"))),
         ]),
     };
@@ -211,21 +212,21 @@ fn a_reconcile_moves_nothing_back() {
     assert_eq!(allowed(&far, "a1"), texts(&["10.1.0.11/32", "10.42.11.0/24"]));
     let moved = ["10.1.0.12/32", "10.1.0.13/32", "10.4.0.1/32", "10.42.12.0/24", "10.42.13.0/24"];
     assert_eq!(allowed(&far, "a2"), texts(&moved));
-    // The acting leader has the location's address; the one before gives it up, and keeps its peers.
+    // The acting leader has the location's address; the previous one gives it up, and keeps its peers.
     let (taker, before) = (plan_of("a2", Some(acting.clone())), plan_of("a1", Some(acting)));
     assert_eq!(taker.net.addresses.iter().next().unwrap().to_string(), "10.4.0.1/16");
     assert!(before.net.addresses.is_empty());
     assert_eq!(before.wireguard.peers.len(), 3);
     assert_eq!(taker.tables.node.values().filter(|node| node.flags & NODE_LED != 0).count(), 1);
-    // The kernel's own word is of a later term than what a plan says.
+    // The kernel's own word has a later term than a plan's.
     assert!(taker.tables.lead[1] < word(first, 2));
-    // Where that is lost, because the maps are of another layout, it goes on from what is known of the term.
+    // When that is lost to another map layout, the node continues from the known term.
     assert_eq!(taker.tables.lead_of_term, Some(word(first, 2)));
     let hop_of = |address: [u8; 4]| before.tables.node[&std::net::IpAddr::from(address)].hop;
     assert_eq!(before.tables.lead_of_term, Some(word(first, hop_of([10, 1, 0, 12]).try_into().unwrap())));
 }
 
-/// Everything that objects may say of control addresses: those of two gateways, and all of them.
+/// Every way for objects to claim control addresses: those of two gateways, and whole prefixes of them.
 #[test]
 fn a_control_address_is_its_gateways_whatever_objects_claim() {
     let control = |name: &str| IpNet::from(std::net::IpAddr::V6(signal_id::control_address(&key(name))));
@@ -256,13 +257,13 @@ fn a_control_address_is_its_gateways_whatever_objects_claim() {
             for name in all {
                 assert!(plan.wireguard.peers[&key(name)].allowed_ips.iter().any(|net| *net == control(name)));
             }
-            // What else the objects say stays.
+            // Other claims of the objects stay.
             let laptop = &plan.wireguard.peers[&PublicKey([99; 32])].allowed_ips;
             assert!(laptop.iter().any(|net| net.to_string() == "10.5.0.1/32"));
             assert!(allowed(&plan, "a1").contains("10.42.11.0/24"));
         }
     }
-    // A prefix that holds the network takes nothing from the longer ones in it.
+    // A prefix that contains the control network takes nothing from longer ones in it.
     let (mut nodes, mut peers) = (nodes(), peers());
     nodes[4].allowed_location_ips.push("fd6b::/16".parse().unwrap());
     peers.get_mut("laptop").unwrap().allowed_ips.push("::/0".parse().unwrap());

@@ -1,4 +1,4 @@
-//! A location with more nodes than the table of hops holds.
+//! A location with more nodes than fit into the table of hops.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
@@ -12,7 +12,7 @@ use kilo_core::{
     wireguard::key::PublicKey,
 };
 
-/// A location of so many nodes; the one of that number asks to lead.
+/// A location with `count` nodes, of which number `leader` asks to lead.
 fn mesh(count: u32, leader: u32) -> Mesh {
     let nodes: Vec<_> = (0..count)
         .map(|number| {
@@ -45,7 +45,7 @@ fn nodes_that_have_no_hop_are_counted_and_the_leader_is_none_of_them() {
     let ids: BTreeSet<_> = (0..exact).filter_map(|number| hops.get(&format!("n{number:05}"))).collect();
     assert_eq!(ids, (HOP_FIRST_NODE..HOP.size).collect(), "every id has one node");
 
-    // Seven more: the last ones go without, unless one of them comes to lead.
+    // Seven more: the last ones get no hop, unless one of them becomes the leader.
     let more = mesh(exact + 7, 0);
     let hops = hops.update(&more.as_seen_from("n00001"));
     assert_eq!(hops.left_out(&more.as_seen_from("n00001")), 7);
@@ -57,7 +57,7 @@ fn nodes_that_have_no_hop_are_counted_and_the_leader_is_none_of_them() {
     assert_eq!(hops.left_out(&led.as_seen_from("n00001")), 7);
     let ids: Vec<_> = (0..exact + 7).filter_map(|number| hops.get(&format!("n{number:05}"))).collect();
     assert_eq!(ids.iter().collect::<BTreeSet<_>>().len(), ids.len(), "no id twice");
-    // Others leave: everybody has one again.
+    // Other nodes leave: everybody has a hop again.
     let fewer = mesh(exact - 1, 0);
     assert_eq!(hops.update(&fewer.as_seen_from("n00001")).left_out(&fewer.as_seen_from("n00001")), 0);
 }

@@ -1,5 +1,5 @@
-//! Several active leaders of a location: each node's packets go by one of them, both ways, and every far
-//! side agrees; where anybody does not know several, nothing differs from one.
+//! Several active leaders of a location: each node's packets use one of them in both directions, and every
+//! far side agrees. Where some node does not know several, nothing differs from one.
 
 #![allow(clippy::unwrap_used, clippy::panic, reason = "tests")]
 
@@ -65,7 +65,7 @@ fn planned(mesh: &Mesh, own: &str) -> (HostPlan, HopIds) {
     plans::plan(mesh, own, &HopIds::default())
 }
 
-/// All plans, when each node's gateway has announced and claimed it.
+/// All plans, after each node's gateway has announced and claimed it.
 struct World {
     nodes: BTreeMap<String, Node>,
     plans: BTreeMap<String, HostPlan>,
@@ -111,7 +111,7 @@ impl World {
         self.named(|node| node.internal_ip.unwrap().addr() == address)
     }
 
-    /// Follows a packet between pods, and says who has encrypted it.
+    /// Follows a packet between pods; returns the node that encrypted it.
     fn send(&self, from: &str, to: &str) -> String {
         let address = |name: &str| self.nodes[name].pod_cidrs[0].hosts().nth(4).unwrap();
         let private = |name: &str| self.nodes[name].internal_ip.unwrap().addr();
@@ -189,7 +189,7 @@ fn one_leader_and_a_node_that_knows_no_several_are_planned_as_before() {
     let plans = |nodes: &[Node]| plans_with(STAND_BYS, nodes);
     let wanted = plans(&before);
     assert_eq!(plans(&nodes(1, 5, 2)), wanted, "--leaders=1");
-    // Byte for byte what a host's tables, device and routes are made of, and what kgctl prints.
+    // Text of a host's tables, device and routes, of configurations, and of kgctl's graph.
     let texts = |nodes: &[Node]| {
         let mesh = mesh(nodes, Acting::default());
         let key = SecretKey::from_bytes([1; 32]);
@@ -200,7 +200,7 @@ fn one_leader_and_a_node_that_knows_no_several_are_planned_as_before() {
     assert_ne!(texts(&nodes(2, 5, 2)).2, texts(&before).2);
     let mut mixed = nodes(3, 5, 2);
     mixed[6].leaders = None;
-    // A node that would lead beside the leader is a stand-by.
+    // A node that would be an active leader beside the leader is a stand-by.
     assert_eq!(plans(&mixed), plans_with(2, &before), "one of the other location does not know them");
     mixed[6] = Node { signal: false, ..node(1, 2, Some(3)) };
     assert_eq!(plans(&mixed).len(), 7);

@@ -1,4 +1,4 @@
-//! How many places a node's plan takes in the kernel's table of neighbours.
+//! Number of entries that a node's plan takes in the kernel's neighbour table.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
@@ -26,7 +26,7 @@ fn node(name: &str, number: u8, private: &str, endpoint: &str) -> Node {
     }
 }
 
-/// Locations a and b on one LAN, but for a5 behind a router, and c far away.
+/// Locations a and b on one LAN, except for a5 behind a router, and c far away.
 fn nodes() -> Vec<Node> {
     let on_lan = |name: &str, number: u8| {
         node(name, number, &format!("10.1.0.{number}/16"), &format!("10.1.0.{number}"))

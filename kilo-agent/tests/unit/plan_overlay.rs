@@ -58,7 +58,7 @@ fn link(index: u32, name: &str, mtu: u32, addresses: &[&str]) -> Link {
     }
 }
 
-/// The plan of node `own` of three, of which n1 and n2 share a location that n1 leads.
+/// The plan of node `own` in a mesh of three, where n1 leads the location of n1 and n2.
 fn plan(own: &str, compatibility: Compatibility, tunnel: Tunnel) -> HostPlan {
     let nodes = [node(1, "a"), node(2, "a"), node(3, "b")];
     let settings = Settings { tunnel, local: false, cni: false, ..plans::settings() };
@@ -121,7 +121,7 @@ fn what_a_leader_decrypts_for_a_member_goes_the_way_answers_come_and_no_route_ch
     }
     let plain = plan("n1", Compatibility::None, Tunnel::Vxlan);
     assert_eq!(plain.tables.prefix[&pods].flags & PREFIX_ROUTE, 0, "without another CNI the stack routes");
-    // Clouds that drop IPIP drop it this way, too.
+    // Clouds that drop IPIP also drop it here.
     let ipip = plan("n1", Compatibility::Flannel, Tunnel::Ipip);
     let hop = ipip.tables.hop[&ipip.tables.prefix[&pods].hop];
     assert!(matches!(hop, Hop::Node { remote, ifindex: 5, .. } if remote == ip("10.244.2.0")), "{hop:?}");
@@ -165,7 +165,7 @@ fn a_leader_knows_the_private_addresses_where_no_wireguard_can_be() {
         let flagged = prefixes.into_iter().filter(|(_, value)| value.flags & PREFIX_VIA_WIREGUARD != 0);
         flagged.map(|(prefix, _)| prefix.to_string()).collect()
     };
-    // Not those of the own location, which are not reached through WireGuard, and no pod CIDR.
+    // Without those of its own location, which are not reached through WireGuard, and without pod CIDRs.
     assert_eq!(via_wireguard("n1"), ["10.1.0.3/32", "10.4.0.2/32"]);
     assert_eq!(via_wireguard("n3"), ["10.1.0.1/32", "10.1.0.2/32", "10.4.0.1/32"]);
     assert!(via_wireguard("n2").is_empty(), "WireGuard has no peers there");

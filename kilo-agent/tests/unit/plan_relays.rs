@@ -1,5 +1,5 @@
-//! What relays and signals of other nodes add to a plan: the planner gets both as inputs, and its plan is
-//! not edited.
+//! What relays and other nodes' signals add to a plan: the planner gets both as inputs, and its plan is not
+//! edited.
 
 #![allow(clippy::unwrap_used, clippy::panic, reason = "tests")]
 
@@ -33,7 +33,7 @@ fn node(name: &str, number: u8) -> Node {
     }
 }
 
-/// The plan of the leader of location `a`, whose tunnels lead to `b` and, which roams, to `c`; or that of its member.
+/// The plan of the leader of location `a`, with tunnels to `b` and the roaming `c`, or of its member.
 fn planned(own: &str, relays: &RelayInputs, signal_keys: &BTreeMap<IpAddr, SignalKey>) -> HostPlan {
     let nodes = [node("a1", 1), node("a2", 2), node("b", 3), node("c", 4)];
     let (mesh, settings, links) = (plans::mesh(&nodes), plans::settings(), plans::links());
@@ -56,7 +56,7 @@ fn a_relay_decides_the_endpoint_of_its_peer_and_nothing_else() {
     assert_eq!(place(&usual, c), (at("192.0.2.4:51820"), true));
 
     let relay = at("198.51.100.1:51900");
-    // A key that no longer is a peer's changes nothing.
+    // A key that is no longer a peer's changes nothing.
     let endpoints = [b, PublicKey([9; 32])].map(|key| (key, EndpointOverride::At(relay)));
     let relayed = planned("a1", &RelayInputs { listens: true, endpoints: endpoints.into() }, &none);
     assert_eq!(place(&relayed, b), (relay, true));
@@ -86,7 +86,7 @@ fn the_tables_have_the_keys_of_signals_that_were_given() {
     assert_eq!(planned("a2", &RelayInputs::default(), &keys).tables.signal_key, keys);
 }
 
-/// Words and single signs of code, without comments.
+/// Words and single characters of code, without comments.
 fn tokens(code: &str) -> Vec<&str> {
     let mut tokens = Vec::new();
     for line in code.lines() {
@@ -101,8 +101,8 @@ fn tokens(code: &str) -> Vec<&str> {
     tokens
 }
 
-/// Where code makes a `HostPlan` mutable, or takes it to pieces, which then may be: any edit needs one of these. A plan is
-/// a binding of this type, and what is called `plan`.
+/// Places where code makes a `HostPlan` mutable or destructures it into mutable parts, which any edit
+/// needs. A plan is a binding of this type, or anything called `plan`.
 fn edits(code: &str) -> Vec<String> {
     let tokens = tokens(code);
     let mut plans = vec!["plan"];
@@ -115,7 +115,7 @@ fn edits(code: &str) -> Vec<String> {
     }
     let is_edit = |at: usize| match &tokens[at..] {
         ["mut", name, ..] if *name == "HostPlan" || plans.contains(name) => true,
-        // A copy, or a part of one.
+        // Copies, or parts of a copy.
         ["let", "mut", _, "=", value @ ..] => {
             let mut value = value.iter().skip_while(|token| ["&", "*"].contains(token));
             value.next().is_some_and(|name| plans.contains(name)) && value.next() != Some(&"(")
@@ -149,7 +149,7 @@ fn an_edit_of_a_plan_is_seen_whatever_its_name_is() {
     }
 }
 
-/// What comes out of the planner is what is applied.
+/// The planner's output is applied unchanged.
 #[test]
 fn no_code_edits_a_plan() {
     let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("src");

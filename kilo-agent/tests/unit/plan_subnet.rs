@@ -1,4 +1,5 @@
-//! The subnet of WireGuard addresses is the mesh's alone, also for what this node has not heard of yet.
+//! The subnet of WireGuard addresses belongs to the mesh alone, including addresses that this node has not
+//! heard of yet.
 
 #![allow(clippy::unwrap_used, clippy::panic, reason = "tests")]
 
@@ -70,7 +71,7 @@ proptest! {
         let settings = Settings { local, ..settings(granularity, encapsulate) };
         let all: Vec<Node> = nodes.values().cloned().collect();
         let own = &all[own.index(all.len())];
-        // As nodes are heard of one after the other; this one knows itself first.
+        // Nodes are heard of one after the other; this one knows itself first.
         let others = all.iter().filter(|node| node.name != own.name).take(known);
         let heard: Vec<Node> = [own].into_iter().chain(others).cloned().collect();
         let peers = if known == 0 { BTreeMap::new() } else { peers };
@@ -78,7 +79,7 @@ proptest! {
         let plan = plan_with(&heard, &peers, &own.name, &settings, &[]);
         let given = mesh.segments.iter().filter_map(|segment| segment.wireguard_ip);
         let [high, low] = host.to_be_bytes();
-        // What nodes of the own location send each other without an outer header the network carries.
+        // Within the location, the network carries these packets without an outer header.
         let heard_mesh = Mesh::new(&heard, &BTreeMap::new(), granularity, settings.subnet);
         let near: BTreeSet<IpAddr> = [&mesh, &heard_mesh]
             .into_iter()
@@ -93,7 +94,7 @@ proptest! {
                 prop_assert_eq!(plan.tables.uplink_egress(Packet { src, dst }), CLOSED, "{} to {}", src, dst);
             }
         }
-        // There is no route for it.
+        // The subnet has no `unreachable` route.
         prop_assert!(!plan.net.unreachable.contains(&settings.subnet));
         prop_assert_ne!(plan.tables.prefix[&settings.subnet].flags & PREFIX_NEVER_CLEAR, 0);
     }
@@ -101,7 +102,7 @@ proptest! {
 
 #[test]
 fn a_node_that_knows_only_itself_keeps_in_what_is_for_its_own_address_too() {
-    // Alone it has the first address, which is another location's as soon as it hears of that.
+    // A lone node has the first address, which becomes another location's as soon as it hears of that one.
     let nodes = [healthy(1, 1, true, false, 24)];
     let plan = plan_of(&nodes, "node-001", &[]);
     for dst in ["10.4.0.1", "10.4.0.2", "10.4.255.254"] {
@@ -128,20 +129,20 @@ fn what_a_host_reaches_by_routes_of_its_own_in_the_subnet_stays_open() {
         (&[("10.4.128.0/17", gateway)][..], "10.4.128.1", Ok(false)),
         (&[("10.4.128.0/17", gateway)], "10.4.127.1", closed),
         (&[("10.4.7.0/24", link)], "10.4.7.1", Ok(false)),
-        // All of it: this host's network is there.
+        // The whole subnet: this host's network uses it.
         (&[("10.4.0.0/16", link)], "10.4.7.1", Ok(false)),
         (&[("10.4.0.0/16", gateway)], "10.4.7.1", Ok(false)),
-        // A wider one opens as little as a default route.
+        // A wider route opens no more than a default route does.
         (&[("10.0.0.0/8", gateway)], "10.4.7.1", closed),
         (&[("10.0.0.0/8", link)], "10.4.7.1", closed),
-        // Addresses of locations that are known go through WireGuard whatever the host's routes say.
+        // Addresses of known locations go through WireGuard whatever the host's routes say.
         (&[("10.4.0.0/24", gateway), ("10.4.0.0/16", link)], "10.4.0.2", closed),
     ] {
         assert_eq!(goes(elsewhere, dst), wanted, "{elsewhere:?} {dst}");
     }
 }
 
-/// As in a private network of a cloud with addresses of `--subnet`: a node without a key yet is in no table.
+/// Like a private cloud network with addresses in `--subnet`: a node without a key yet is in no table.
 #[test]
 fn a_host_that_is_in_the_subnet_itself_reaches_what_is_not_known_yet() {
     let mut nodes = [healthy(1, 1, true, false, 24), healthy(3, 1, false, false, 24)];
@@ -151,7 +152,7 @@ fn a_host_that_is_in_the_subnet_itself_reaches_what_is_not_known_yet() {
     for dst in ["10.4.77.1", "10.4.99.9"] {
         assert_eq!(sent(&plan, [10, 4, 78, 3].into(), dst), Ok(None), "{dst}");
     }
-    // So does one whose private address is elsewhere, and another of its networks is there.
+    // So does a host with its private address elsewhere but another of its networks in the subnet.
     let nodes = [healthy(1, 1, true, false, 24)];
     let mesh = plans::mesh(&nodes);
     let (mesh, settings) = (mesh.as_seen_from("node-001"), plans::settings());
@@ -168,7 +169,8 @@ fn what_is_offered_around_the_subnet_goes_through_wireguard_and_never_in_clear()
     let host = Elsewhere { on_link: true, wins: true };
     for offered in ["10.0.0.0/8", "10.4.0.0/16", "0.0.0.0/0"] {
         nodes[2].allowed_location_ips = vec![net(offered)];
-        // Routes of the host between what is offered and the subnet open what they hold, but for the subnet.
+        // The host's routes between the offered prefix and the subnet open their prefixes, except for the
+        // subnet.
         for elsewhere in [&[][..], &[("10.0.0.0/12", host)], &[("10.0.0.0/8", host)]] {
             for own in ["node-001", "node-003"] {
                 let plan = plan_of(&nodes, own, elsewhere);

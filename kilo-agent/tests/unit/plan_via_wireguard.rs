@@ -1,4 +1,4 @@
-//! Private addresses of other locations: packets to WireGuard from there are refused.
+//! Private addresses of other locations: WireGuard packets from there are refused.
 
 #![allow(clippy::unwrap_used, reason = "tests")]
 
@@ -20,7 +20,7 @@ fn node(number: u8, location: &str, endpoint: &str, pods: &str) -> Node {
     }
 }
 
-/// Hop of a prefix, and whether what comes from there is inside, as node `own` has it.
+/// Hop of a prefix, and whether it is via WireGuard, as seen from node `own`.
 fn known(nodes: &[Node], own: &str, prefix: &str) -> (u32, bool) {
     let (plan, _) = plans::plan(&plans::mesh(nodes), own, &HopIds::default());
     let value = plan.tables.prefix[&prefix.parse::<IpNet>().unwrap()];
@@ -33,7 +33,7 @@ fn a_leader_knows_what_is_via_wireguard_and_where_wireguard_sends() {
         node(1, "a", "192.0.2.1", "10.42.1.0/24"),
         node(2, "b", "192.0.2.2", "10.42.2.0/24"),
         node(3, "b", "192.0.2.3", "10.42.3.0/24"),
-        // WireGuard sends to this one's private address.
+        // WireGuard sends to the private address of this one.
         node(4, "c", "10.1.0.4", "10.42.4.0/24"),
     ];
     assert_eq!(known(&nodes, "n1", "10.1.0.2/32"), (HOP_REMOTE, true));
@@ -47,7 +47,7 @@ fn a_leader_knows_what_is_via_wireguard_and_where_wireguard_sends() {
 
 #[test]
 fn an_address_is_via_wireguard_also_when_others_claim_it() {
-    // As a pod CIDR of a location before, and of one behind; the own location counts first.
+    // Claimed as a pod CIDR of a location before or after it; a node's own location takes precedence.
     for (first, last) in [("10.1.0.3/32", "10.42.4.0/24"), ("10.42.2.0/24", "10.1.0.3/32")] {
         let nodes = [
             node(1, "a", "192.0.2.1", "10.42.1.0/24"),

@@ -1,4 +1,4 @@
-//! What holds for every mesh, whatever the nodes and peers.
+//! Properties of every mesh, whatever its nodes and peers.
 #![allow(clippy::unwrap_used, clippy::panic, reason = "a test's helpers fail as the test does")]
 
 use crate::generators;
@@ -183,7 +183,8 @@ proptest! {
             let known: Vec<IpNet> = mesh.segments.iter().flat_map(|segment| segment.allowed_ips.clone())
                 .chain(of_peers.clone()).chain(settings.service_cidrs.clone()).collect();
             let always: Vec<IpNet> = node.pod_cidrs.iter().copied().filter(|_| cni).chain(of_peers).collect();
-            // squat/kilo#496: inside what a location offers addresses stay, where that is all a prefix holds.
+            // squat/kilo#496: within a location's offered prefix addresses are kept, where the prefix holds
+            // nothing else.
             let exempt: Vec<IpNet> = own.allowed_location_ips.iter().copied()
                 .filter(|prefix| !known.iter().any(|known| prefix.contains(known))).collect();
             let holds = |list: &[IpNet], addr: &IpAddr| list.iter().any(|prefix| prefix.contains(addr));
@@ -235,7 +236,7 @@ proptest! {
             nodes.iter().enumerate().map(offer).collect()
         };
         let (before, mut after) = (named(&before), named(&after));
-        // Most nodes stay as they are.
+        // Most nodes stay the same.
         after.extend(before.iter().zip(kept).filter(|(_, kept)| *kept).map(|((name, node), _)| (name.clone(), node.clone())));
         let subnet: IpNet = "10.4.0.0/16".parse().unwrap();
         // The same nodes, elsewhere in memory.
@@ -273,7 +274,7 @@ proptest! {
         };
         let mut new = healthy(index, location, false, false, 24);
         if early {
-            // Sorts before all others: ids by order would all move.
+            // It sorts before all others, so ids by order would all move.
             new.name = format!("a-{}", new.name);
         }
         let mut more = nodes.clone();
@@ -315,7 +316,7 @@ proptest! {
             let plan = plan_of(&first, &settings, node, &ids).unwrap();
             let adopted = HopIds::adopt(&plan.tables.node).update(&second.as_seen_from(&node.name));
             prop_assert_eq!(adopted, ids.update(&second.as_seen_from(&node.name)));
-            // Whatever else is in the map does no harm.
+            // Any other content of the map does no harm.
             let mut senders = plan.tables.node.clone();
             senders.values_mut().for_each(|value| *value = NodeValue { hop: foreign, flags: 7, ..*value });
             let ids = HopIds::adopt(&senders).update(&second.as_seen_from(&node.name));
@@ -351,15 +352,14 @@ proptest! {
     }
 }
 
-/// Every node has an id of its own, and none of the fixed ones.
+/// Every node has its own id, and none of the fixed ones.
 fn ids_are_sound(ids: &HopIds, nodes: &BTreeMap<String, Node>) -> bool {
     let taken: Vec<u32> = nodes.keys().filter_map(|name| ids.get(name)).collect();
     let unique: BTreeSet<u32> = taken.iter().copied().collect();
     unique.len() == taken.len() && unique.first().is_none_or(|id| *id >= kilo_common::maps::HOP_FIRST_NODE)
 }
 
-/// Whether a packet was left to the routes of a node of the same location,
-/// which do the rest with native routing.
+/// Whether a packet was left to the routes of a node in the same location, which complete native routing.
 fn is_left_beside(mesh: &Mesh, end: &End, node: &Node) -> bool {
     let mesh = mesh.as_seen_from(&node.name);
     let segment = |name: &str| mesh.find(name).map(|(segment, _)| segment);
@@ -388,7 +388,7 @@ fn a_cross_mesh_joins_all_nodes_of_other_locations_and_none_of_the_own() {
     }
 }
 
-/// A node whose private address another node of its location has as well.
+/// Whether another node of its location has the same private address, or one of another family.
 fn shares_an_address(mesh: &Mesh, node: &str) -> bool {
     let mesh = mesh.as_seen_from(node);
     let (segment, own) = mesh.find(node).unwrap();
@@ -455,8 +455,8 @@ fn ten_thousand_nodes_are_planned_in_reasonable_time() {
             plan.net.routes.len()
         );
         assert_eq!(mesh.node_count(), 10_000);
-        // 100 ms is the goal of an optimised build on an idle machine; pairs of
-        // nodes, even so, would take minutes.
+        // The goal is 100 ms in an optimised build on an idle machine. Work on pairs of nodes would take
+        // minutes even so.
         assert!(started.elapsed().as_secs() < 10, "{:?}", started.elapsed());
     }
 }

@@ -1,5 +1,5 @@
-//! Our variant: the real agent sets the node up from Node objects, and is ended
-//! before anything is measured; the data path stays.
+//! Our variant: the real agent configures the node from Node objects and ends before anything is measured;
+//! the data path stays.
 
 use std::{
     fs::{self, OpenOptions},
@@ -26,15 +26,15 @@ use crate::{
     lab::{agents::tail, counters, wait},
 };
 
-/// `--relay-rate` as it is without the flag.
+/// Default of `--relay-rate`.
 const RELAY_RATE: u16 = 1000;
-/// Node objects a file holds at most.
+/// Most Node objects in one file.
 const NODES_PER_FILE: usize = 1000;
 
-/// What the agent is given.
+/// The cluster that the agent sees, and its flags.
 #[derive(Clone, Debug)]
 pub struct Setup {
-    /// Nodes of the own location.
+    /// Nodes of this location.
     pub nodes: usize,
     /// Other locations, each with `remote_nodes` nodes.
     pub remote_locations: usize,
@@ -44,7 +44,7 @@ pub struct Setup {
     pub leads: bool,
     /// Whether this node relays while it leads.
     pub relays: bool,
-    /// Active leaders of the location, each of which has its own members; `None`: without failover.
+    /// Active leaders of the location, each with its own members; `None`: no failover.
     pub leaders: Option<u8>,
     /// Value of `--tunnel`.
     pub wrap: Wrap,
@@ -53,7 +53,7 @@ pub struct Setup {
 }
 
 impl Setup {
-    /// The active leader beside the one of Kilo's rule: this node if it leads.
+    /// Number of the active leader that is not the one by Kilo's rule: this node if it leads.
     pub const fn second(&self) -> usize {
         if self.leads { 0 } else { 3 }
     }
@@ -62,10 +62,10 @@ impl Setup {
         self.nodes + self.remote_locations * self.remote_nodes
     }
 
-    /// Node objects as their agents leave them.
+    /// Node objects as agents would have annotated them.
     fn objects(&self, remote_key: &str, now: u64) -> Vec<String> {
         let has_several = self.leaders.is_some_and(|leaders| leaders > 1);
-        // Of several this node is not the one of Kilo's rule.
+        // With several leaders, Kilo's rule selects another node than this one.
         let leader = usize::from(!self.leads || has_several);
         let knows = self.leaders.map(|leaders| {
             format!("    kilo.squat.ai/signal: \"1\"\n    kilo.squat.ai/leaders: \"{leaders}\"\n")
@@ -116,12 +116,12 @@ fn checked_in(endpoint: &str, private: std::net::Ipv4Addr, key: &str, now: u64) 
     )
 }
 
-/// A public key nobody has the private half of.
+/// A public key whose private half nobody has.
 fn key(number: usize) -> String {
     format!("{number:042}A=")
 }
 
-/// Sets the node up and ends the agent.
+/// Sets the node up with the agent, then ends the agent.
 pub fn set_up(site: &Site, setup: &Setup, kg: &Path) -> Result<()> {
     let cluster = write_objects(site, setup)?;
     site.node.sh(&format!(
@@ -150,7 +150,7 @@ pub fn set_up(site: &Site, setup: &Setup, kg: &Path) -> Result<()> {
     let (mut last, mut quiet_since) = (None, started);
     let result = loop {
         match writes(site, setup.all()) {
-            // Large meshes pause between what they compute and what they write.
+            // In large meshes the agent pauses between computing and writing.
             Some(count) if Some(count) == last => {
                 if quiet_since.elapsed() > Duration::from_secs(3 + setup.all() as u64 / 500) {
                     break Ok(());
@@ -183,8 +183,7 @@ fn write_objects(site: &Site, setup: &Setup) -> Result<PathBuf> {
     Ok(cluster)
 }
 
-/// Changes the agent has made to the kernel, once it sees all nodes and has
-/// made any.
+/// Number of the agent's writes to the kernel; `None` until it sees all nodes and has written something.
 fn writes(site: &Site, nodes: usize) -> Option<u64> {
     let metrics = counters::scrape(&site.node).ok()?;
     let seen = metrics.get("kilo_nodes").is_some_and(|&seen| seen == nodes as u64);
@@ -193,8 +192,8 @@ fn writes(site: &Site, nodes: usize) -> Option<u64> {
     Some(writes.sum()).filter(|&count| seen && count > 0)
 }
 
-/// Gives the programs what the agents of several active leaders give them once each has its own: the second
-/// leader its own packets and those of one member, that member the word that names the second leader.
+/// Fills the maps as agents of several active leaders do once each has its members: the second leader
+/// carries its own packets and those of one member, and that member's `lead` word names the second leader.
 pub fn give_its_own(site: &Site, setup: &Setup) -> Result<()> {
     let maps = "/sys/fs/bpf/kilo/v*";
     let hex = |bytes: &[u8]| bytes.iter().map(|byte| format!(" {byte:02x}")).collect::<String>();
@@ -230,19 +229,20 @@ pub fn give_its_own(site: &Site, setup: &Setup) -> Result<()> {
     write("lead", &LEAD_ACTING.to_ne_bytes(), &lead::word(term, hop).to_ne_bytes())
 }
 
-/// Gives the relay's programs a pair, as its agent does once both ends are bound: the leader elsewhere,
-/// and one more.
+/// Binds a pair in the relay's map, as its agent does once both ends are known: the leader elsewhere and
+/// one more.
 pub fn bind_pair(site: &Site) -> Result<()> {
     bind(site, [public(0), private(0), public(1)].map(|addr| addr.to_ipv6_mapped().octets()), 1)
 }
 
-/// The same over IPv6, on a node that has had IPv4 alone.
+/// IPv6 counterpart of [`bind_pair`], on a node that had IPv4 only.
 pub fn bind_pair_v6(site: &Site) -> Result<()> {
     site.enable_ipv6()?;
     bind(site, [REMOTE_V6, OWN_V6, SECOND_REMOTE_V6].map(|addr| addr.octets()), 2)
 }
 
-/// Binds the port to a pair: one end, the relay itself, the other end. `written`: which write of the port it is.
+/// Binds the port to a pair: one end, the relay itself, the other end. `written` counts the writes of this
+/// port.
 fn bind(site: &Site, [from, own, to]: [[u8; 16]; 3], written: u32) -> Result<()> {
     let ifindex: u32 = site.node.sh("cat /sys/class/net/eth0/ifindex")?.trim().parse().context("ifindex")?;
     // `kilo_common::relay::Port`.
@@ -272,7 +272,7 @@ pub fn counts(site: &Site) -> String {
     format!("counters {}", counts.join(", "))
 }
 
-/// Refuses to go on without the binary.
+/// Fails when the binary is missing.
 pub fn check_binary(kg: &Path) -> Result<()> {
     if kg.exists() {
         return Ok(());

@@ -23,33 +23,33 @@ use crate::{
 /// Numbers of nodes that are measured.
 const SIZES: [&str; 3] = ["100", "1000", "10000"];
 
-/// Groups of figures, each a table: what the columns are, and their sizes.
+/// Groups of figures, a table each: name, unit of the columns, and the sizes.
 const GROUPS: [Group<'static>; 3] = [
     ("control", "nodes", &SIZES),
     ("programs", "prefixes", &["10", "100", "1000", "10000"]),
     ("traffic", "", &["echo", "TCP"]),
 ];
 
-/// The tables stand between these two lines.
+/// The tables are between these two lines.
 const MARKS: document::Marks = ("<!-- control: made by cargo xtask bench control -->", "<!-- /control -->");
 
-/// What the benchmark writes.
+/// One figure that the benchmark writes.
 #[derive(Serialize, Deserialize)]
 pub(super) struct Measured {
     /// Group, column and row of a table: `control/100/stop`.
     pub name: String,
-    /// What is counted.
+    /// Unit of the value.
     pub unit: String,
-    /// What was measured.
+    /// The measured value.
     pub value: f64,
 }
 
-/// True for the figures of this part.
+/// Whether this part measures the figure.
 pub fn is_control(figure: &Figure) -> bool {
     GROUPS.iter().any(|(group, ..)| figure.name.split('/').next() == Some(group))
 }
 
-/// Measures, and compares or keeps the figures.
+/// Measures, then compares or stores the figures.
 pub fn main(args: &BenchArgs) -> Result<()> {
     let results = workspace_root().join("target/bench-control.json");
     let sizes: Vec<&str> = SIZES
@@ -84,7 +84,7 @@ fn measure(results: &Path, sizes: &[&str]) -> Result<()> {
     fs::write(results, serde_json::to_vec_pretty(&figures)?).with_context(|| results.display().to_string())
 }
 
-/// How the image's programs are compiled, besides `--release`, as its Dockerfile says.
+/// Compiler settings of the image's programs besides `--release`, as in its Dockerfile.
 const SHIPPED: [(&str, &str); 2] =
     [("CARGO_PROFILE_RELEASE_LTO", "fat"), ("CARGO_PROFILE_RELEASE_CODEGEN_UNITS", "1")];
 
@@ -123,7 +123,7 @@ pub(super) fn run(results: &Path, variables: &[(&str, &str)]) -> Result<()> {
     )
 }
 
-/// Figures as the benchmark has written them, with three digits after the point.
+/// Figures that the benchmark has written, rounded to three decimals.
 pub(super) fn read(results: &Path) -> Result<Vec<Figure>> {
     let text = fs::read(results).with_context(|| results.display().to_string())?;
     let figure = |Measured { name, unit, value }| {
@@ -133,7 +133,7 @@ pub(super) fn read(results: &Path) -> Result<Vec<Figure>> {
     Ok(serde_json::from_slice::<Vec<Measured>>(&text)?.into_iter().map(figure).collect())
 }
 
-/// Each program's runs and their time while packets of a lab go through it.
+/// Runs of each BPF program, and their time, while packets of a lab pass through it.
 fn under_traffic() -> Result<Vec<Measured>> {
     build(&["--release", "--bin", "kg", "--bin", "kgctl"])?;
     let mut figures = Vec::new();
@@ -151,15 +151,15 @@ fn under_traffic() -> Result<Vec<Measured>> {
     Ok(figures)
 }
 
-/// A group of figures, which is a table: what the columns are, and their sizes.
+/// A group of figures, which is a table: name, unit of the columns, and the sizes.
 pub(super) type Group<'a> = (&'a str, &'a str, &'a [&'a str]);
 
-/// A table a group: one row a measure, one column a size.
+/// One table for each group.
 fn tables(figures: &[Figure]) -> String {
     GROUPS.iter().map(|group| table(figures, *group)).collect::<String>() + "\n"
 }
 
-/// One row a measure, one column a size.
+/// A table with a row for each measure and a column for each size.
 pub(super) fn table(figures: &[Figure], (group, what, sizes): Group<'_>) -> String {
     let heads: Vec<String> = sizes
         .iter()
@@ -184,7 +184,7 @@ pub(super) fn table(figures: &[Figure], (group, what, sizes): Group<'_>) -> Stri
     text
 }
 
-/// Three digits that count.
+/// Three significant digits, or more for whole numbers.
 fn rounded(value: f64) -> String {
     match value {
         _ if value.fract() == 0.0 || value >= 100.0 => document::grouped(value),
@@ -212,7 +212,7 @@ fn find<'a>(figures: &'a [Figure], group: &str, size: &str, what: &str) -> Optio
     figures.iter().find(|figure| figure.name == name)
 }
 
-/// Bars of what has a goal.
+/// A bar chart of the figures that have a goal.
 fn plot(figures: &[Figure]) -> String {
     let mut groups = Vec::new();
     for what in [

@@ -1,4 +1,4 @@
-//! The tables of docs/benchmark-figures.md and the plot, made from the figures.
+//! The tables and the plot of docs/benchmark-figures.md, made from the figures.
 
 use std::fmt::Write as _;
 
@@ -6,11 +6,11 @@ use anyhow::{Context as _, Result};
 
 use super::figures::Cost;
 
-/// The tables stand between these two lines.
+/// The tables are between these two lines.
 const BEGIN: &str = "<!-- figures: made by cargo xtask bench -->";
 const END: &str = "<!-- /figures -->";
 
-/// Stages in the order packets meet them, with what they are called.
+/// Stages in the order in which packets meet them, with their titles.
 const STAGES: [(&str, &str); 11] = [
     ("encapsulation", "Pod to the network, on a node that does not lead"),
     ("transit-out", "Leader, network to the WireGuard device, encryption not counted"),
@@ -27,7 +27,7 @@ const STAGES: [(&str, &str); 11] = [
 
 const LOADS: [&str; 5] = ["64", "1372", "tcp-kb", "tcp-super-kb", "new-flow"];
 
-/// Two lines of the document with generated text between.
+/// Two lines of the document that enclose generated text.
 pub type Marks = (&'static str, &'static str);
 
 /// Replaces the tables in `text`.
@@ -35,7 +35,7 @@ pub fn with_tables(text: &str, machine: &str, costs: &[Cost]) -> Result<String> 
     between(text, (BEGIN, END), &format!("{machine}\n{}", tables(costs)))
 }
 
-/// Replaces what stands between two marks.
+/// Replaces the text between two marks.
 pub fn between(text: &str, (begin, end): Marks, new: &str) -> Result<String> {
     let (before, rest) = text.split_once(begin).with_context(|| format!("no line {begin}"))?;
     let (_, after) = rest.split_once(end).with_context(|| format!("no line {end}"))?;
@@ -80,7 +80,7 @@ fn value(costs: &[Cost], variant: &str, stage: &str, load: &str) -> Option<f64> 
     found.map(|cost| cost.instructions)
 }
 
-/// 12345.6 as `12,346`.
+/// Groups digits: 12345.6 becomes `12,346`.
 pub fn grouped(value: f64) -> String {
     let digits = format!("{value:.0}");
     let mut text = String::new();
@@ -93,7 +93,7 @@ pub fn grouped(value: f64) -> String {
     text
 }
 
-/// Bars of three stages, 64 bytes, on a logarithmic scale.
+/// Bar chart of three stages at 64 bytes, on a logarithmic scale.
 pub fn plot(costs: &[Cost]) -> String {
     let plotted = STAGES
         .into_iter()
@@ -115,19 +115,19 @@ pub fn plot(costs: &[Cost]) -> String {
     bars("Guest instructions per packet, logarithmic from 1,000 to 1,000,000", (3.0, 6.0), &groups)
 }
 
-/// One bar of a plot.
+/// One bar of a chart.
 pub struct Bar {
-    /// What stands before it.
+    /// Label to its left.
     pub name: String,
     /// Its length.
     pub value: f64,
-    /// What stands behind it.
+    /// Label to its right.
     pub text: String,
     /// Its colour.
     pub colour: &'static str,
 }
 
-/// Groups of bars, each with a title, on a scale of decades `from` to `to`.
+/// Titled groups of bars, on a logarithmic scale from 10^`from` to 10^`to`.
 pub fn bars(title: &str, (from, to): (f64, f64), groups: &[(String, Vec<Bar>)]) -> String {
     const WIDTH: f64 = 860.0;
     const LEFT: f64 = 170.0;

@@ -1,15 +1,15 @@
-//! Figures: what was measured, beside what it is compared with.
+//! Figures: measured values, and what each is compared with.
 
 use serde::{Deserialize, Serialize};
 
-/// A count may grow by this factor before `--check` fails.
+/// Factor by which a count may grow before `--check` fails.
 const TOLERANCE: f64 = 1.10;
-/// The same for instructions of the data path, which repeat to a few of them.
+/// Factor for instructions of the data path, which repeat almost exactly.
 const OF_INSTRUCTIONS: f64 = 1.02;
 /// Its instructions differ by up to 4 % between runs (docs/design/performance.md, "How stable a figure is").
 const UNSTABLE: &str = "lan-to-encrypted/";
 
-/// Units of the control plane's figures that are counts and repeat.
+/// Units of control-plane figures that are repeatable counts.
 const COUNTS: [&str; 3] = ["writes", "messages", "requests"];
 
 /// One figure of `docs/benchmarks.json`.
@@ -17,11 +17,11 @@ const COUNTS: [&str; 3] = ["writes", "messages", "requests"];
 pub struct Figure {
     /// Stage, load and variant: `transit-out/64/ours-ipip-5`.
     pub name: String,
-    /// What is counted.
+    /// Unit of the value.
     pub unit: String,
-    /// What was measured.
+    /// The measured value.
     pub value: f64,
-    /// The same of the variant it is compared with, if there is one.
+    /// Value of the variant it is compared with, if there is one.
     pub baseline: Option<f64>,
     /// `value` / `baseline`.
     pub ratio: Option<f64>,
@@ -32,7 +32,7 @@ pub struct Figure {
 pub struct Cost {
     /// The variant: `plain`, `kilo-100-nft`, `ours-ipip-5`.
     pub variant: String,
-    /// The part of the way: `transit-out`.
+    /// Part of the path: `transit-out`.
     pub stage: String,
     /// Payload bytes, `tcp-kb`, `tcp-super-kb` (GSO packets), `new-flow`.
     pub load: String,
@@ -40,8 +40,8 @@ pub struct Cost {
     pub instructions: f64,
 }
 
-/// The figures of all costs. Ours are compared with Kilo's variant at the same
-/// number of nodes, Kilo's with plain routes.
+/// Turns costs into figures. Our variants are compared with Kilo's at the same number of nodes, Kilo's with
+/// plain routes.
 pub fn figures(costs: &[Cost]) -> Vec<Figure> {
     let of = |variant: &str, cost: &Cost| {
         costs
@@ -66,7 +66,7 @@ pub fn figures(costs: &[Cost]) -> Vec<Figure> {
         .collect()
 }
 
-/// Whole instructions, but where a thousand bytes cost few of them.
+/// Rounds to whole instructions; per kilobyte of GSO packets, which is few, to tenths.
 fn rounded(load: &str, instructions: f64) -> f64 {
     match load {
         "tcp-super-kb" => (instructions * 10.0).round() / 10.0,
@@ -84,8 +84,8 @@ fn unit(load: &str) -> &'static str {
     }
 }
 
-/// Figures of variants that were not measured now, as they are stored: what does not
-/// depend on our code need not be counted again.
+/// Costs of variants that were not measured in this run, from the stored figures: what does not depend on
+/// our code need not be counted again.
 pub fn kept(stored: &[Figure], measured: &[Cost]) -> Vec<Cost> {
     let costs = stored.iter().filter_map(|figure| {
         let mut parts = figure.name.splitn(3, '/').map(ToOwned::to_owned);
@@ -95,11 +95,11 @@ pub fn kept(stored: &[Figure], measured: &[Cost]) -> Vec<Cost> {
     costs.filter(|cost| measured.iter().all(|measured| measured.variant != cost.variant)).collect()
 }
 
-/// The variant another is compared with.
+/// The variant that this one is compared with.
 fn baseline(variant: &str) -> Option<String> {
     let nodes = variant.rsplit('-').next()?;
     match variant.split('-').next()? {
-        // The larger meshes are compared with what Kilo was measured at.
+        // Kilo was measured with at most 1,000 nodes.
         "ours" => {
             Some(format!("kilo-{}-nft", if nodes.parse::<u32>().ok()? > 1000 { "1000" } else { nodes }))
         }
@@ -108,7 +108,7 @@ fn baseline(variant: &str) -> Option<String> {
     }
 }
 
-/// Of a handful of calls one more or less may fall beside what is counted.
+/// Of a handful of calls, one or two may fall outside the counted interval.
 fn slack(figure: &Figure) -> f64 {
     if COUNTS.contains(&figure.unit.as_str()) { 2.0 } else { 0.0 }
 }
@@ -118,8 +118,8 @@ fn tolerance(figure: &Figure) -> f64 {
     if is_of_instructions && !figure.name.starts_with(UNSTABLE) { OF_INSTRUCTIONS } else { TOLERANCE }
 }
 
-/// Our figures that grew by more than their tolerance against the stored ones, or are
-/// gone, one line each.
+/// Our figures that grew by more than their tolerance against the stored ones, or are missing; one line
+/// each.
 pub fn regressions(stored: &[Figure], now: &[Figure]) -> Vec<String> {
     stored
         .iter()

@@ -1,4 +1,4 @@
-//! Packets the benchmark sends, as they stand on the wire.
+//! Wire format of the packets that the benchmark sends.
 
 use std::net::{Ipv4Addr, Ipv6Addr};
 
@@ -7,7 +7,7 @@ pub const ETHERNET: usize = 14;
 const IPV4: usize = 20;
 const UDP: usize = 8;
 const TCP: usize = 20;
-/// How much shorter the payload is where TCP takes the place of UDP in a packet of the same length.
+/// How much shorter the payload is when TCP replaces UDP in a packet of the same length.
 pub const TCP_OVER_UDP: usize = TCP - UDP;
 const PROTOCOL_IPIP: u8 = 4;
 const PROTOCOL_TCP: u8 = 6;
@@ -17,24 +17,23 @@ const ETHERTYPE_IPV4: [u8; 2] = [8, 0];
 pub const VXLAN_PORT: u16 = 51_821;
 pub const VXLAN_VNI: u32 = 0x6b67;
 
-/// Data of each segment of a GSO packet, and how many there are: the longest
-/// whose IPv4 packet still has a length with every outer header.
+/// Bytes in each segment of a GSO packet, and the number of segments: the most whose IPv4 length still fits
+/// with every outer header.
 const SEGMENT: usize = 1360;
 pub const SEGMENTS: usize = 48;
-/// `struct virtio_net_hdr`: what a packet socket receives about a frame
-/// (`<linux/virtio_net.h>`).
+/// Fields of `struct virtio_net_hdr`, which precedes a frame on a packet socket (`<linux/virtio_net.h>`).
 const NEEDS_CHECKSUM: u8 = 1;
 const GSO_TCPV4: u8 = 1;
-/// Where a TCP header has its checksum.
+/// Offset of the checksum in a TCP header.
 const TCP_CHECKSUM: usize = 16;
 
-/// How a datagram of WireGuard's that bears data begins.
+/// First bytes of a WireGuard transport data message.
 const TRANSPORT_DATA: [u8; 4] = [4, 0, 0, 0];
 
-/// How a packet between nodes of one location is wrapped.
+/// Encapsulation of packets between nodes of one location.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Wrap {
-    /// Not at all.
+    /// No outer header.
     None,
     /// IP in IP.
     Ipip,
@@ -56,14 +55,14 @@ impl Wrap {
 /// What a packet carries.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Load {
-    /// A datagram with so many bytes.
+    /// A UDP datagram with this many bytes.
     Udp(usize),
-    /// A datagram of WireGuard's that bears so many bytes of ciphertext.
+    /// A WireGuard datagram with this many bytes of ciphertext.
     Encrypted(usize),
-    /// A segment of an established TCP connection with so many bytes.
+    /// A segment of an established TCP connection with this many bytes.
     Tcp(usize),
-    /// Many segments in one packet, as TCP hands them to its device (GSO) and as
-    /// devices put together what they receive (GRO).
+    /// Many segments in one packet, as TCP hands them to a device (GSO) and as devices merge what they
+    /// receive (GRO).
     Gso,
 }
 
@@ -77,7 +76,7 @@ impl Load {
     }
 }
 
-/// One UDP or TCP packet, and how it is carried.
+/// One UDP or TCP packet and its encapsulation.
 #[derive(Clone, Copy, Debug)]
 pub struct Flow {
     /// Address and port of the sender.
@@ -86,21 +85,20 @@ pub struct Flow {
     pub to: (Ipv4Addr, u16),
     /// What it carries.
     pub load: Load,
-    /// Outer header, with the nodes it stands between.
+    /// Its outer header.
     pub wrap: Wrap,
-    /// Outer source and destination.
+    /// Outer source and destination, both nodes.
     pub nodes: (Ipv4Addr, Ipv4Addr),
 }
 
 impl Flow {
-    /// The Ethernet frame, to this link-layer address. A GSO packet stands behind
-    /// its `virtio_net_hdr`, and without the outer header, which a device of the
-    /// generator adds.
+    /// The Ethernet frame, addressed to `to`. A GSO packet follows its `virtio_net_hdr` and has no outer
+    /// header, which a device of the generator adds.
     pub fn frame(&self, to: [u8; 6]) -> Vec<u8> {
         let payload = vec![0x55; self.load.payload()];
         let inner = match self.load {
             Load::Udp(_) => udp_packet(self.from, self.to, &payload),
-            // WireGuard's datagrams have a checksum.
+            // WireGuard's UDP datagrams have a checksum.
             Load::Encrypted(_) => sealed_udp_packet(
                 self.from,
                 self.to,
@@ -128,7 +126,7 @@ impl Flow {
     fn gso(&self, to: [u8; 6], payload: &[u8]) -> Vec<u8> {
         let link = match self.wrap {
             Wrap::None => ethernet(to).to_vec(),
-            // Devices of this kind take packets without a link-layer header.
+            // IPIP devices take packets without a link-layer header.
             Wrap::Ipip => Vec::new(),
             Wrap::Vxlan => ethernet([2, 0, 0, 0, 0, 2]).to_vec(),
         };
@@ -151,7 +149,7 @@ fn ethernet(to: [u8; 6]) -> [u8; ETHERNET] {
     header
 }
 
-/// Without checksum, which IPv4 allows (RFC 768).
+/// A UDP packet without checksum, which IPv4 allows (RFC 768).
 fn udp_packet(from: (Ipv4Addr, u16), to: (Ipv4Addr, u16), payload: &[u8]) -> Vec<u8> {
     let mut datagram = Vec::with_capacity(UDP + payload.len());
     datagram.extend(from.1.to_be_bytes());
@@ -162,7 +160,7 @@ fn udp_packet(from: (Ipv4Addr, u16), to: (Ipv4Addr, u16), payload: &[u8]) -> Vec
     ipv4(from.0, to.0, PROTOCOL_UDP, &datagram)
 }
 
-/// As [`udp_packet`], with its checksum.
+/// Like [`udp_packet`], with a checksum.
 fn sealed_udp_packet(from: (Ipv4Addr, u16), to: (Ipv4Addr, u16), payload: &[u8]) -> Vec<u8> {
     let mut packet = udp_packet(from, to, payload);
     let (header, datagram) = packet.split_at_mut(IPV4);
@@ -172,7 +170,7 @@ fn sealed_udp_packet(from: (Ipv4Addr, u16), to: (Ipv4Addr, u16), payload: &[u8])
     packet
 }
 
-/// A frame to this link-layer address with a datagram of WireGuard's that bears so many bytes of ciphertext, over IPv6.
+/// A frame to `mac` with a WireGuard datagram over IPv6 that carries `payload` bytes of ciphertext.
 pub fn encrypted_v6(from: (Ipv6Addr, u16), to: (Ipv6Addr, u16), payload: usize, mac: [u8; 6]) -> Vec<u8> {
     let length = ((UDP + payload) as u16).to_be_bytes();
     let mut datagram = [from.1.to_be_bytes(), to.1.to_be_bytes(), length, [0, 0]].concat();
@@ -189,9 +187,8 @@ pub fn encrypted_v6(from: (Ipv6Addr, u16), to: (Ipv6Addr, u16), payload: usize, 
     frame
 }
 
-/// A segment with data and nothing but ACK and PSH set (RFC 9293). With
-/// `partial` its checksum is that of the addresses and the length, as the device that
-/// completes it wants to find it.
+/// A data segment with only ACK and PSH set (RFC 9293). With `partial`, its checksum covers addresses and
+/// length alone, as devices with checksum offload expect.
 fn tcp_packet(from: (Ipv4Addr, u16), to: (Ipv4Addr, u16), payload: &[u8], partial: bool) -> Vec<u8> {
     let mut segment = Vec::with_capacity(TCP + payload.len());
     segment.extend(from.1.to_be_bytes());
@@ -279,7 +276,7 @@ mod tests {
             assert_eq!((start, field(8)), (link + IPV4, TCP_CHECKSUM));
             assert_eq!(usize::from(u16::from_be_bytes([packet[2], packet[3]])), packet.len());
             assert!(u16::try_from(packet.len() + overhead).is_ok());
-            // What the sum over the segment, of that start, makes of it holds.
+            // A device completes the checksum by summing the segment from `start` on.
             let mut segment = frame[10 + start..].to_vec();
             let sum = checksum(&segment);
             segment[TCP_CHECKSUM..TCP_CHECKSUM + 2].copy_from_slice(&sum.to_be_bytes());

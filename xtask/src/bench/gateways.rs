@@ -1,7 +1,8 @@
-//! `cargo xtask bench gateways`: what each of one to four active leaders encrypts while twelve members send alike.
+//! `cargo xtask bench gateways`: how much each of one to four active leaders encrypts while twelve members
+//! send equally.
 //!
-//! It runs the lab's cases and takes the counters they have read. Two cores with WireGuard in user space say nothing
-//! of bits per second, so packets are counted, and how many gateways' worth they could be.
+//! It runs the lab's cases and takes the counters that they read. With two cores and WireGuard in user
+//! space, bits per second mean nothing: it counts packets, and how many gateways' worth they could be.
 
 use std::{fs, path::Path, process::Command};
 
@@ -18,10 +19,10 @@ use crate::{
     workspace_root,
 };
 
-/// Cases of the lab, by how many active leaders they have.
+/// Cases of the lab, ordered by their number of active leaders.
 const CASES: [&str; 4] = ["crowd-one", "crowd-two", "crowd-three", "crowd-four"];
 
-/// Runs the cases, and writes their figures to `results`.
+/// Runs the cases and writes their figures to `results`.
 pub fn measure(results: &Path, args: &BenchArgs) -> Result<()> {
     apt::install(PACKAGES)?;
     let bin = match &args.bin {
@@ -46,7 +47,7 @@ pub fn measure(results: &Path, args: &BenchArgs) -> Result<()> {
         .with_context(|| results.display().to_string())
 }
 
-/// Pure: the figures of the runs, one column for each number of active leaders.
+/// Figures of the runs, with one column for each number of active leaders. Pure.
 fn measured(runs: &[Run]) -> Result<Vec<Measured>> {
     let mut all = Vec::new();
     for (count, case) in (1..).zip(CASES) {

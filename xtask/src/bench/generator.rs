@@ -1,6 +1,5 @@
-//! Sending frames and counting what they cost: with one virtual CPU and
-//! `-icount shift=0` a nanosecond of the guest is an instruction, and whatever
-//! a frame causes is done before the sender goes on.
+//! Sends frames and counts their cost: with one virtual CPU and `-icount shift=0`, a nanosecond of the
+//! guest is an instruction, and everything that a frame causes is done before the sender continues.
 
 use std::{
     os::fd::AsRawFd as _,
@@ -18,24 +17,24 @@ use crate::{
     lab::{netns::Netns, wait},
 };
 
-/// Bursts before those that count.
+/// Bursts before the counted ones.
 const WARM_UP: usize = 4;
-/// Packets of others that may come along with those of a run, such as a
-/// handshake of WireGuard; a second, where there are pauses.
+/// Unrelated packets that may arrive during a run, such as WireGuard handshakes; with pauses, this many
+/// each second.
 const STRANGERS: u64 = 8;
 
-/// How frames are sent, and what must come of them.
+/// How frames are sent, and how many packets must arrive.
 #[derive(Clone, Copy, Debug)]
 pub struct Train {
-    /// Frames sent between two looks at the clock.
+    /// Frames between two readings of the clock.
     pub burst: usize,
-    /// Bursts that count.
+    /// Counted bursts.
     pub rounds: usize,
-    /// Each frame stands behind its `virtio_net_hdr`.
+    /// Each frame follows its `virtio_net_hdr`.
     pub offloaded: bool,
-    /// Packets a frame is at the end of the stage; a GSO packet is one.
+    /// Packets that arrive at the end of the stage for each frame; a GSO packet is one.
     pub arrive: u64,
-    /// Before each burst.
+    /// Pause before each burst.
     pub pause: Duration,
 }
 
@@ -57,8 +56,7 @@ impl Direction {
     }
 }
 
-/// The end of a stage: a filter that drops everything which comes so far,
-/// behind all programs of the mesh on that hook.
+/// The end of a stage: a filter that drops every packet, after all programs of the mesh on that hook.
 pub struct Sink<'a> {
     netns: &'a Netns,
     device: &'a str,
@@ -66,10 +64,10 @@ pub struct Sink<'a> {
 }
 
 impl<'a> Sink<'a> {
-    /// Puts the filter on the hook.
+    /// Attaches the filter to the hook.
     pub fn attach(netns: &'a Netns, device: &'a str, direction: Direction) -> Result<Self> {
         let sink = Self { netns, device, direction };
-        // There already when programs are attached without TCX.
+        // The qdisc exists when programs are attached without TCX.
         let _ = run(&mut sink.tc(&["qdisc", "add"], &["clsact"]));
         run(&mut sink.tc(
             &["filter", "add"],
@@ -78,8 +76,8 @@ impl<'a> Sink<'a> {
         Ok(sink)
     }
 
-    /// Packets it has dropped, a GSO packet being one. (The packets in the
-    /// action's statistics are segments, or none before they are counted.)
+    /// Number of packets it has dropped; a GSO packet is one. (The packets in the action's statistics are
+    /// segments, or none before they are counted.)
     pub fn count(&self) -> Result<u64> {
         let text =
             output(&mut self.tc(&["-s", "-j", "filter", "show"], &[self.direction.word(), "pref", "60000"]))?;
@@ -104,11 +102,9 @@ impl Drop for Sink<'_> {
     }
 }
 
-/// Sends the frames of `next` into `device` of `netns`, and returns the lower
-/// quartile of instructions per frame: what falls into a burst by chance, such as
-/// timers, only adds. After a pause it is the median, because some frames in four
-/// then cost 500 less, and whether they are a quarter is chance. Every frame must
-/// reach the sink.
+/// Sends the frames of `next` into `device` of `netns` and returns the lower quartile of instructions per
+/// frame, because chance events in a burst, such as timers, only add. After a pause it is the median: about
+/// one frame in four then costs 500 less, so the quartile would vary. Every frame must reach the sink.
 pub fn cost(
     netns: &Netns,
     device: &str,
@@ -140,18 +136,17 @@ pub fn cost(
     Ok(*spent as f64 / train.burst as f64)
 }
 
-/// Keeps the kernel's workers from preempting each other: whether the one that
-/// encrypts also sends, or another is woken first, is else left to what all of
-/// them did before, and makes 900 instructions a packet.
+/// Keeps the kernel's workers from preempting each other. Otherwise their history decides whether the
+/// worker that encrypts also sends or wakes another first, which is 900 instructions per packet.
 pub fn calm_workers() -> Result<()> {
     run(Command::new("sh")
         .args(["-c", "for p in $(pgrep '^kworker/'); do chrt --batch --pid 0 $p || true; done"]))
     .map(drop)
 }
 
-/// Nanoseconds of each burst.
+/// Sends the bursts; returns the nanoseconds of each.
 fn send_bursts(device: &str, bursts: &[Vec<Vec<u8>>], train: Train) -> Result<Vec<u64>> {
-    // Every other thread that a frame wakes, WireGuard's among them, goes first.
+    // Every other thread that a frame wakes, including WireGuard's, runs first.
     run(Command::new("chrt").args(["--idle", "--pid", "0", &nix::unistd::gettid().to_string()]))?;
     let socket = packet_socket(device)?;
     if train.offloaded {
@@ -165,7 +160,8 @@ fn send_bursts(device: &str, bursts: &[Vec<Vec<u8>>], train: Train) -> Result<Ve
         let started = Instant::now();
         for frame in burst {
             match socket.send(frame) {
-                // A sink at this very device says so of all it drops; whether all came there is counted.
+                // A sink on this very device reports its drops so; the sink's count shows whether all
+                // arrived.
                 Err(error) if error.raw_os_error() == Some(libc::ENOBUFS) => {}
                 sent => drop(sent.context("packet socket")?),
             }
@@ -178,7 +174,7 @@ fn send_bursts(device: &str, bursts: &[Vec<Vec<u8>>], train: Train) -> Result<Ve
     Ok(times)
 }
 
-/// From now on each frame stands behind its `virtio_net_hdr` (packet(7)).
+/// Makes the socket expect a `virtio_net_hdr` before each frame (packet(7)).
 fn expect_virtio_headers(socket: &Socket) -> Result<()> {
     let on: libc::c_int = 1;
     let size = size_of_val(&on) as libc::socklen_t;

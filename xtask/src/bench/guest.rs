@@ -1,4 +1,4 @@
-//! The part of the benchmark that runs in the guest: every variant in turn.
+//! The part of the benchmark that runs in the guest: every variant, one after the other.
 
 use std::{fs, path::Path};
 
@@ -19,7 +19,7 @@ const LEGACY: &str = "iptables-legacy-restore";
 /// A variant: what carries the packets.
 enum Variant {
     Plain,
-    /// From a socket of the node into WireGuard.
+    /// Packets from a local socket into WireGuard.
     Wireguard,
     Masquerade(&'static str),
     Kilo {
@@ -31,18 +31,18 @@ enum Variant {
         nodes: usize,
         remote: (usize, usize),
         masquerade: &'static str,
-        /// Active leaders, with failover.
+        /// Number of active leaders; `None`: no failover.
         leaders: Option<u8>,
     },
 }
 
-/// What the node is that is measured.
+/// Role of the measured node.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Role {
     Leader,
     /// A leader that relays for two others.
     Relay,
-    /// A node that does not lead.
+    /// A member of its location.
     Member,
 }
 
@@ -71,15 +71,15 @@ impl Variant {
         }
     }
 
-    /// The other node: of several active leaders a member.
+    /// Number of the other node: with several active leaders, a member.
     const fn member(&self) -> usize {
         if let Self::Ours { leaders: Some(_), .. } = self { 2 } else { 1 }
     }
 
-    /// What the node is in turn. Relays are the programs' alone, and cost the same with every tunnel.
+    /// Roles to measure. Relaying involves only the programs and costs the same with every tunnel.
     fn roles(&self) -> &'static [Role] {
         match self {
-            // There WireGuard is all there is.
+            // This variant is WireGuard alone.
             Self::Wireguard => &[Role::Leader],
             Self::Ours { wrap: Wrap::Ipip, masquerade: "ebpf", leaders: None, .. } => {
                 &[Role::Leader, Role::Relay, Role::Member]
@@ -121,7 +121,7 @@ impl Variant {
     }
 }
 
-/// Measures the variants whose name contains `only`; writes the costs to `json`.
+/// Measures the variants whose name contains `only`; writes their costs to `json`.
 pub fn main(directory: &Path, kg: &Path, json: &Path, only: &str, large: bool) -> Result<()> {
     agent::check_binary(kg)?;
     fs::write(json.with_extension("kernel"), fs::read("/proc/sys/kernel/osrelease")?)?;
@@ -144,7 +144,7 @@ pub fn main(directory: &Path, kg: &Path, json: &Path, only: &str, large: bool) -
     Ok(())
 }
 
-/// Puts costs into the order of the variants.
+/// Sorts costs in the order of the variants.
 pub fn sort(costs: &mut [Cost]) {
     let names: Vec<String> = variants(true).iter().map(Variant::name).collect();
     costs.sort_by_key(|cost| names.iter().position(|name| *name == cost.variant));

@@ -1,5 +1,5 @@
-//! What a user would have instead: plain routes, and the kernel's own IPIP
-//! device with the routes, policy rules and iptables chains Kilo sets up.
+//! The alternatives: plain routes, and the kernel's own IPIP device with the routes, policy rules and
+//! iptables chains that Kilo sets up.
 
 use std::fmt::Write as _;
 
@@ -7,11 +7,11 @@ use anyhow::Result;
 
 use super::site::{Site, pods, private, remote_pods, remote_private};
 
-/// Table of Kilo's policy rules.
+/// Routing table of Kilo's policy rules.
 const TABLE: u32 = 1107;
 
-/// Ordinary routes without any outer header: the least that forwarding costs.
-/// Node 1 leads unless this node does.
+/// Plain routes without any outer header: the minimum cost of forwarding. Node 1 leads unless this node
+/// does.
 pub fn plain(site: &Site, leads: bool) -> Result<()> {
     let to_remote = if leads {
         site.wireguard("0.0.0.0/0")?;
@@ -27,13 +27,13 @@ pub fn plain(site: &Site, leads: bool) -> Result<()> {
     ))
 }
 
-/// One MASQUERADE rule for the node's pods.
+/// A single MASQUERADE rule for the node's pods.
 pub fn masquerade(site: &Site, restore: &str) -> Result<()> {
     site.restore(restore, &format!("*nat\n-A POSTROUTING -s {}/24 -o eth0 -j MASQUERADE\nCOMMIT\n", pods(0)))
 }
 
-/// Kilo's state on a node of a location with `nodes` nodes, beside a location
-/// with one. Node 1 leads unless this node does.
+/// Kilo's state on a node of a location with `nodes` nodes, beside a location with one. Node 1 leads unless
+/// this node does.
 pub fn kilo(site: &Site, nodes: usize, leads: bool, restore: &str) -> Result<()> {
     let own = private(0);
     let remote = [format!("{}/24", remote_pods(0)), format!("{}/32", remote_private(0))];

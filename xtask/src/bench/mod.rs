@@ -1,6 +1,5 @@
-//! `cargo xtask bench`: what a packet costs, counted in instructions of a guest
-//! kernel, beside what it costs without us and with Kilo's kernel IPIP; and what
-//! the control plane costs on this machine (`cargo xtask bench control`).
+//! `cargo xtask bench`: what a packet costs in instructions of a guest kernel, beside plain routes and
+//! Kilo's kernel IPIP; and what the control plane costs on this machine (`cargo xtask bench control`).
 
 mod agent;
 mod control;
@@ -31,10 +30,10 @@ use crate::{
 };
 use figures::{Cost, Figure};
 
-/// Figures of the last run that was kept.
+/// Figures of the last stored run.
 const STORED: &str = "docs/benchmarks.json";
 
-/// The document with the tables; its plot stands beside it.
+/// The document with the tables; its plot is in the same directory.
 const DOCUMENT: &str = "docs/benchmark-figures.md";
 
 /// What is measured.
@@ -104,7 +103,7 @@ pub fn main(args: &BenchArgs) -> Result<()> {
     match args.part {
         Some(Part::Control) => control::main(args),
         Some(part @ (Part::Slices | Part::Scale | Part::Start | Part::Gateways)) => single::main(part, args),
-        // Errors of both parts are reported.
+        // Report the errors of both parts.
         None if args.only.is_empty() && !args.guest => match (data(args), control::main(args)) {
             (Err(data), Err(control)) => bail!("{data:#}\n{control:#}"),
             (data, control) => data.and(control),
@@ -113,7 +112,7 @@ pub fn main(args: &BenchArgs) -> Result<()> {
     }
 }
 
-/// True for figures that are not of the data path.
+/// Whether the figure is one of the control plane.
 fn is_of_control_plane(figure: &Figure) -> bool {
     control::is_control(figure) || single::is_single(figure)
 }
@@ -165,7 +164,7 @@ fn data(args: &BenchArgs) -> Result<()> {
     Ok(())
 }
 
-/// Runs the guest's part.
+/// Runs the guest's part in the virtual machine.
 fn measure(args: &BenchArgs, bin: &Path, results: &Path) -> Result<()> {
     apt::install(PACKAGES)?;
     let _ = fs::remove_file(results);
@@ -190,14 +189,14 @@ fn measure(args: &BenchArgs, bin: &Path, results: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Figures of the last run that was kept, those that are `wanted`.
+/// Stored figures for which `wanted` holds.
 fn stored(wanted: impl Fn(&Figure) -> bool) -> Result<Vec<Figure>> {
     let text = fs::read(workspace_root().join(STORED)).context(STORED)?;
     let figures: Vec<Figure> = serde_json::from_slice(&text).context(STORED)?;
     Ok(figures.into_iter().filter(wanted).collect())
 }
 
-/// Keeps new figures, and of the old ones those of the other part.
+/// Stores new figures, and keeps the old ones of other parts.
 fn store(now: Vec<Figure>, is_others: impl Fn(&Figure) -> bool) -> Result<()> {
     let others = stored(is_others)?;
     let (mut data, control): (Vec<_>, Vec<_>) =

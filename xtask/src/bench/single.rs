@@ -1,5 +1,5 @@
-//! Parts that are measured alone, each with tables of its own: `cargo xtask bench slices`, `scale` and `start` by
-//! kilo-agent/benches/control, `gateways` by the lab.
+//! Parts that are measured alone and have tables of their own: `cargo xtask bench slices`, `scale` and
+//! `start` by kilo-agent/benches/control, `gateways` by the lab.
 
 use std::fs;
 
@@ -8,15 +8,15 @@ use anyhow::{Context as _, Result, bail};
 use super::{BenchArgs, DOCUMENT, Part, control, document, figures::Figure, gateways, store};
 use crate::workspace_root;
 
-/// One of them.
+/// A part that is measured alone.
 #[derive(Clone, Copy)]
 struct Single {
     part: Part,
-    /// As the benchmark and its files call it.
+    /// Its name in the benchmark and its files.
     name: &'static str,
-    /// Groups of figures, each a table, and what is said behind a number that names a column.
+    /// Groups of figures, a table each: name, and the unit behind a column's number.
     groups: &'static [(&'static str, &'static str)],
-    /// The tables stand between these two lines.
+    /// The tables are between these two lines.
     marks: document::Marks,
 }
 
@@ -54,12 +54,12 @@ impl Single {
     }
 }
 
-/// True for the figures of these parts.
+/// Whether one of these parts measures the figure.
 pub fn is_single(figure: &Figure) -> bool {
     ALL.iter().any(|single| single.has(figure))
 }
 
-/// Measures, and keeps the figures.
+/// Measures and stores the figures.
 pub fn main(part: Part, args: &BenchArgs) -> Result<()> {
     let single = ALL.into_iter().find(|single| single.part == part).context("no part of that name")?;
     if args.check || !args.only.is_empty() {
@@ -90,8 +90,8 @@ pub fn main(part: Part, args: &BenchArgs) -> Result<()> {
     store(figures, |figure| !single.has(figure))
 }
 
-/// Namespaces share one table of neighbours, whose sizes only the machine's own namespace can set: from the first on the
-/// kernel forgets those that were not used for seconds, beyond the second it takes no more.
+/// All namespaces share one neighbour table, whose limits only the initial namespace can set: above
+/// `gc_thresh2` the kernel evicts entries unused for seconds, above `gc_thresh3` it accepts no more.
 fn make_room_for_neighbours() -> Result<()> {
     for (name, wanted) in [("gc_thresh3", 65_536), ("gc_thresh2", 32_768)] {
         let path = format!("/proc/sys/net/ipv4/neigh/default/{name}");
@@ -105,7 +105,7 @@ fn make_room_for_neighbours() -> Result<()> {
     Ok(())
 }
 
-/// Columns of a group's table, in the order in which they were measured.
+/// Columns of a group's table, in the order of measurement.
 fn columns<'a>(figures: &'a [Figure], group: &str) -> Vec<&'a str> {
     let mut columns: Vec<&str> = Vec::new();
     for figure in figures {

@@ -1,5 +1,5 @@
-//! The node under test: its network namespace, the network around it simulated by
-//! another one, and a WireGuard peer with a session.
+//! The node under test: its network namespace, a second namespace that simulates the network around it, and
+//! a WireGuard peer with a session.
 
 use std::{
     fs,
@@ -20,15 +20,15 @@ use crate::{
     },
 };
 
-/// Port of WireGuard on every node.
+/// WireGuard port of every node.
 pub const PORT: u16 = 51820;
-/// Ports of a relay: one that the leader elsewhere sends to, and the other end's.
+/// Ports of a relay: the one that the leader elsewhere sends to, and that of the other end.
 pub const RELAY_PORTS: (u16, u16) = (51_830, 51_831);
-/// An address outside of the mesh.
+/// An address outside the mesh.
 pub const OUTSIDE: Ipv4Addr = Ipv4Addr::new(198, 51, 100, 7);
-/// Public address of the first leader elsewhere; the others follow.
+/// Base of the public addresses of leaders elsewhere.
 const PUBLIC: Ipv4Addr = Ipv4Addr::new(192, 0, 2, 0);
-/// Addresses of the node, of two leaders elsewhere and of the router where IPv6 is measured.
+/// IPv6 addresses of the node, of two leaders elsewhere and of the router.
 pub const OWN_V6: Ipv6Addr = Ipv6Addr::new(0x2001, 0xdb8, 1, 0, 0, 0, 0, 0x11);
 pub const REMOTE_V6: Ipv6Addr = Ipv6Addr::new(0x2001, 0xdb8, 2, 0, 0, 0, 0, 0x21);
 pub const SECOND_REMOTE_V6: Ipv6Addr = Ipv6Addr::new(0x2001, 0xdb8, 2, 0, 0, 0, 0, 0x22);
@@ -36,7 +36,7 @@ const GATEWAY_V6: Ipv6Addr = Ipv6Addr::new(0x2001, 0xdb8, 1, 0, 0, 0, 0, 1);
 /// Router of the node's network.
 pub const GATEWAY: Ipv4Addr = Ipv4Addr::new(10, 1, 0, 1);
 
-/// Private address of a node of the own location; number 0 is the node under test.
+/// Private address of a node of this location; number 0 is the node under test.
 pub fn private(number: usize) -> Ipv4Addr {
     Ipv4Addr::new(10, 1, 0, 11).to_bits().wrapping_add(number as u32).into()
 }
@@ -46,7 +46,7 @@ pub fn remote_private(number: usize) -> Ipv4Addr {
     Ipv4Addr::new(10, 32, 0, 11).to_bits().wrapping_add(number as u32).into()
 }
 
-/// First address of the pod CIDR (/24) of a node of the own location.
+/// First address of the pod CIDR (/24) of a node of this location.
 pub fn pods(number: usize) -> Ipv4Addr {
     Ipv4Addr::new(10, 64, 0, 0).to_bits().wrapping_add((number as u32) << 8).into()
 }
@@ -66,14 +66,14 @@ pub fn host(prefix: Ipv4Addr, number: u32) -> Ipv4Addr {
     prefix.to_bits().wrapping_add(number).into()
 }
 
-/// Writes a private key of WireGuard to `file`; returns the public one.
+/// Writes a WireGuard private key to `file`; returns the public key.
 fn generate_key(file: &Path) -> Result<String> {
     fs::write(file, output(Command::new("wg").arg("genkey"))?)?;
     let public = output(Command::new("sh").args(["-c", "wg pubkey < \"$0\""]).arg(file))?;
     Ok(public.trim().to_owned())
 }
 
-/// The namespaces, and where files go.
+/// The namespaces and the directory of their files.
 pub struct Site {
     /// The node under test.
     pub node: Netns,
@@ -83,7 +83,7 @@ pub struct Site {
     pub directory: PathBuf,
     /// Public key of the leader of the first other location.
     pub remote_key: String,
-    /// The other node of the location whose packets come here, and to which they are sent.
+    /// Number of the location's other node that sends and receives packets.
     pub member: usize,
 }
 
@@ -109,7 +109,7 @@ impl Site {
             host(pods(0), 1),
             netns = around.id,
         ))?;
-        // Every host that is asked for is there: the namespace takes every address but the node's for its own.
+        // The namespace has every host's address: it takes all but the node's as local.
         around.ip(&format!(
             "link set lan up\nlink set pod up\nroute add local 192.0.2.0/24 dev lo\n\
              route add local 10.1.0.0/29 dev lo\nroute add local 10.1.0.12/30 dev lo\n\
@@ -138,8 +138,8 @@ impl Site {
         Ok(Self { node, around, directory: directory.to_owned(), remote_key, member })
     }
 
-    /// What every node has, with any program that routes: connection tracking, and a rule
-    /// for connections that stand.
+    /// Rules of any routing node, whatever routes: connection tracking, and a rule for established
+    /// connections.
     pub fn base_rules(&self, restore: &str) -> Result<()> {
         self.restore(
             restore,
@@ -154,7 +154,7 @@ impl Site {
         self.node.sh(&format!("{restore} --noflush < {}", file.display())).map(drop)
     }
 
-    /// Makes `kilo0` with the remote leader as its peer, as agents do.
+    /// Creates `kilo0` with the remote leader as its peer, as agents do.
     pub fn wireguard(&self, allowed: &str) -> Result<()> {
         self.node.ip(
             "link add kilo0 mtu 1420 type wireguard\nlink set kilo0 up\naddress add 10.4.0.1/16 dev kilo0\n",
@@ -182,7 +182,7 @@ impl Site {
         bail!("no handshake:\n{}", self.node.sh("wg show kilo0; ip route")?)
     }
 
-    /// Neighbours that never grow old: their checks would fall into a measurement.
+    /// Makes neighbours permanent: their revalidation would disturb a measurement.
     pub fn fix_neighbours(&self) -> Result<()> {
         let lan = self.lan_mac()?;
         let mut batch = String::new();
@@ -196,7 +196,7 @@ impl Site {
         self.node.ip(&batch)
     }
 
-    /// Gives `eth0` an IPv6 address and a router that is always known.
+    /// Gives `eth0` an IPv6 address and a router with a permanent neighbour entry.
     pub fn enable_ipv6(&self) -> Result<()> {
         let lan = self.lan_mac()?;
         self.node.sh("echo 0 > /proc/sys/net/ipv6/conf/all/disable_ipv6; echo 0 > /proc/sys/net/ipv6/conf/eth0/disable_ipv6; \
@@ -236,7 +236,7 @@ impl Site {
         .frame(NODE_MAC)
     }
 
-    /// A packet for a pod elsewhere as devices without link-layer header take it.
+    /// A packet to a pod elsewhere, for devices without a link-layer header.
     pub fn own_packet(&self, load: Load, port: u16) -> Vec<u8> {
         match load {
             Load::Gso => self.outward(Wrap::Ipip, load, port),
@@ -249,17 +249,17 @@ impl Site {
         self.plain((host(pods(0), 2), port), (to, 5000), load)
     }
 
-    /// The answer to a pod's packet whose source became the node's address.
+    /// The reply to a pod's masqueraded packet.
     pub fn answer(&self, load: Load, port: u16) -> Vec<u8> {
         self.plain((OUTSIDE, 5000), (private(0), port), load)
     }
 
-    /// What the leader elsewhere sends to a relay's port of a pair.
+    /// A packet from the leader elsewhere to a relay's port of a pair.
     pub fn to_relay(&self, load: Load) -> Vec<u8> {
         self.plain((public(0), PORT), (private(0), RELAY_PORTS.0), load)
     }
 
-    /// The same over IPv6.
+    /// IPv6 counterpart of [`Self::to_relay`].
     pub fn to_relay_v6(&self, load: Load) -> Vec<u8> {
         encrypted_v6((REMOTE_V6, PORT), (OWN_V6, RELAY_PORTS.0), load.payload(), NODE_MAC)
     }

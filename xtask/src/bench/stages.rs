@@ -1,5 +1,5 @@
-//! The stages a packet goes through, each from the point where its frame
-//! enters the node to the hook where a filter drops it.
+//! The stages of a packet's path, each from the point where its frame enters the node to the hook where a
+//! filter drops it.
 
 use std::{collections::BTreeMap, process::Command, time::Duration};
 
@@ -14,16 +14,16 @@ use super::{
 };
 use crate::{command::run, lab::netns::Netns};
 
-/// Flows that exist, GSO packets of such a flow, and new flows.
+/// Packets of established flows, GSO packets of such a flow, and first packets of new flows.
 const ESTABLISHED: Train =
     Train { burst: 32, rounds: 24, offloaded: false, arrive: 1, pause: Duration::ZERO };
 const GSO_PACKETS: Train = Train { burst: 8, rounds: 16, offloaded: true, ..ESTABLISHED };
-/// Packets that come one by one, after nothing counts any more of what the programs remember of the kernel's answers.
+/// Packets one by one, so far apart that what the programs cache of the kernel's answers has expired.
 const ALONE: Train = Train { burst: 1, rounds: 32, pause: Duration::from_millis(120), ..ESTABLISHED };
 const NEW_FLOWS: Train = Train { rounds: 8, ..ESTABLISHED };
-/// Payload bytes of the two sizes.
+/// Payload bytes of small and large packets.
 const SIZES: [usize; 2] = [64, 1372];
-/// Port of the established flow; ours keeps it when it masquerades.
+/// Source port of the established flow; our masquerading keeps it.
 const PORT: u16 = 40_000;
 
 /// Devices of a site.
@@ -31,28 +31,28 @@ const LAN: &str = "eth0";
 const POD: &str = "pod0";
 const MESH: &str = "kilo0";
 
-/// What it costs until a packet reaches the first hook of the node.
+/// Cost of a packet before it reaches the first hook of the node.
 #[derive(Clone, Debug, Default)]
 pub struct Floor(BTreeMap<(Entry, usize, usize), f64>);
 
 /// Where a packet enters the node.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Entry {
-    /// With this outer header.
+    /// On `eth0`, with this outer header.
     Lan(Wrap),
     Pod,
-    /// As if WireGuard had decrypted it: the frame comes by the pod's link and
-    /// a filter hands it to `kilo0`.
+    /// As if WireGuard had decrypted it: the frame arrives on the pod's link, and a filter redirects it to
+    /// `kilo0`.
     Decrypted,
     /// Sent into `kilo0` by a socket of the node itself.
     Mesh,
 }
 
 impl Entry {
-    /// Where the generator is, and its end of the link.
+    /// Namespace and device through which the generator sends.
     fn device(self, site: &Site, load: Load) -> (&Netns, &'static str) {
         match (self, load) {
-            // The outer header of a GSO packet is that of a device of the generator's.
+            // A device of the generator adds the outer header of a GSO packet.
             (Self::Lan(Wrap::Ipip), Load::Gso) => (&site.around, "lan-ipip"),
             (Self::Lan(Wrap::Vxlan), Load::Gso) => (&site.around, "lan-vxlan"),
             (Self::Lan(_), _) => (&site.around, "lan"),
@@ -61,7 +61,7 @@ impl Entry {
         }
     }
 
-    /// The hook where what it costs to send is counted.
+    /// The node's first hook, where the cost of sending alone is measured.
     fn hook(self) -> (&'static str, Direction) {
         match self {
             Self::Lan(_) => (LAN, Direction::Ingress),
@@ -71,8 +71,8 @@ impl Entry {
         }
     }
 
-    /// A packet of this load costs as much to send as which one: an outer header
-    /// makes a frame longer, which costs the generator alone, unless it must add it.
+    /// Key of the floor that applies to packets of this load. An outer header makes a frame longer, which
+    /// costs only the generator, unless the generator must add it.
     fn floor(self, load: Load, train: Train) -> (Self, usize, usize) {
         let (entry, size) = match (self, load) {
             (_, Load::Gso) => (self, load.payload()),
@@ -83,7 +83,7 @@ impl Entry {
     }
 }
 
-/// A part of the way.
+/// A part of the path.
 struct Stage {
     name: &'static str,
     entry: Entry,
@@ -92,9 +92,9 @@ struct Stage {
     tcp: bool,
     /// Whether new flows are measured, too.
     new_flows: bool,
-    /// Packets that come of a GSO packet.
+    /// Packets that result from a GSO packet.
     segments: u64,
-    /// How packets of flows that exist are sent.
+    /// How packets of established flows are sent.
     train: Train,
 }
 
@@ -106,27 +106,27 @@ impl Stage {
 
 /// Measures stages of one variant.
 pub struct Bench<'a> {
-    /// The node.
+    /// The node under test.
     pub site: &'a Site,
     /// Name of the variant.
     pub variant: String,
     /// Outer header inside the location.
     pub wrap: Wrap,
-    /// What to subtract.
+    /// Cost of sending, to subtract.
     pub floor: &'a Floor,
-    /// What was measured.
+    /// Measured costs.
     pub costs: Vec<Cost>,
     port: u16,
 }
 
 impl<'a> Bench<'a> {
-    /// Nothing measured yet.
+    /// Starts with nothing measured.
     pub fn new(site: &'a Site, variant: &str, wrap: Wrap, floor: &'a Floor) -> Self {
         Self { site, variant: variant.to_owned(), wrap, floor, costs: Vec::new(), port: 10_000 }
     }
 
-    /// On a leader: from the network into the WireGuard device, encrypted onto
-    /// the network, and what was decrypted on to another node.
+    /// On a leader: from the network into the WireGuard device, from the network to an encrypted packet,
+    /// and from decryption to another node.
     pub fn leader(&mut self) -> Result<()> {
         let (site, wrap) = (self.site, self.wrap);
         let outward = move |load, port| site.outward(wrap, load, port);
@@ -147,7 +147,7 @@ impl<'a> Bench<'a> {
         self.stage(&Stage::new("delivery", Entry::Lan(wrap), (POD, Direction::Egress)), to_pod)
     }
 
-    /// From a pod to an address outside of the mesh, and the answers.
+    /// From a pod to an address outside the mesh, and the replies.
     pub fn masquerade(&mut self) -> Result<()> {
         let site = self.site;
         let outside = move |load, port| site.pod_packet(OUTSIDE, load, port);
@@ -160,7 +160,7 @@ impl<'a> Bench<'a> {
         self.stage(&Stage { new_flows: false, ..back }, answer)
     }
 
-    /// On a relay: from one end of a pair on to the other.
+    /// On a relay: from one end of a pair to the other.
     pub fn relay(&mut self) -> Result<()> {
         let site = self.site;
         let stage = |name, train| {
@@ -176,7 +176,7 @@ impl<'a> Bench<'a> {
         self.stage(&stage("relay-v6-alone", ALONE), frame)
     }
 
-    /// From a socket of the node into its WireGuard device, and nothing else.
+    /// From a local socket into the WireGuard device, and nothing else.
     pub fn wireguard(&mut self) -> Result<()> {
         let site = self.site;
         calm_workers()?;
@@ -226,13 +226,13 @@ impl<'a> Bench<'a> {
     }
 }
 
-/// From there to an encrypted packet on the network.
+/// Stage from `entry` to an encrypted packet on the network.
 const fn encrypted(entry: Entry) -> Stage {
     let stage = Stage::new("lan-to-encrypted", entry, (LAN, Direction::Egress));
     Stage { new_flows: false, segments: SEGMENTS as u64, ..stage }
 }
 
-/// A filter that hands what comes from the pod to `kilo0`, while it lives.
+/// While it lives, a filter redirects packets from the pod to `kilo0`.
 struct Handed<'a>(&'a Site);
 
 impl<'a> Handed<'a> {
@@ -241,7 +241,7 @@ impl<'a> Handed<'a> {
         let _ = run(Command::new("tc").args(["-n", netns, "qdisc", "add", "dev", POD, "clsact"]));
         run(Command::new("tc")
             .args(["-n", netns, "filter", "add", "dev", POD, "ingress", "pref", "50000"])
-            // What WireGuard decrypts has no link-layer header.
+            // Packets that WireGuard has decrypted have no link-layer header.
             .args(["protocol", "all", "matchall", "action", "vlan", "pop_eth", "pipe"])
             .args(["action", "mirred", "ingress", "redirect", "dev", MESH]))?;
         Ok(Self(site))
@@ -257,7 +257,7 @@ impl Drop for Handed<'_> {
     }
 }
 
-/// Measures the floors on a node that has `kilo0` and nothing else.
+/// Measures the floors on a node with `kilo0` and nothing else.
 pub fn floor(site: &Site) -> Result<Floor> {
     let mut floor = Floor::default();
     let lan = [Wrap::None, Wrap::Ipip, Wrap::Vxlan].map(Entry::Lan);

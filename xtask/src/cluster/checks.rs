@@ -27,12 +27,12 @@ use super::{Cluster, matrix, network, until};
 use crate::report::{InClear, TestOutcome};
 use logs::{ANYTHING, AWAY, BOOTS, Causes, ENDED, LEADERS, Logs, RELAY};
 
-/// One check: its name, what it does, and whether it is left to `--all`.
+/// One check: its name, its function, and whether only `--all` runs it.
 pub struct Check {
     name: &'static str,
     run: fn(&Cluster) -> Result<String>,
     long: bool,
-    /// What it makes agents warn about.
+    /// Warnings of agents that it causes.
     causes: Causes,
 }
 
@@ -103,14 +103,14 @@ const CHECKS: &[Check] = &[
         .causing(&[AWAY, BOOTS]),
 ];
 
-/// What holds after all the others, whichever were chosen.
+/// Runs after all the others, whichever were chosen.
 const LAST: Check = check(
     "in the end every program is on this kernel's hooks, and none was attached again",
     agents::attached,
 );
 
-/// Runs the checks with these words in their name, and then the last; an outcome each. Each fails, too, when an agent is
-/// refused anything or warns about what the check does not cause.
+/// Runs the checks whose name contains `only`, and then the last one; one outcome each. A check also fails
+/// when an agent is refused something or logs a warning that the check does not cause.
 pub fn run(cluster: &Cluster, only: Option<&str>, all: bool) -> Vec<TestOutcome> {
     let wanted = |check: &&Check| match only {
         Some(words) => check.name.contains(words),
@@ -137,11 +137,11 @@ pub fn run(cluster: &Cluster, only: Option<&str>, all: bool) -> Vec<TestOutcome>
     outcomes
 }
 
-/// What must hold of a cluster that has just come up, whatever is done with it: nothing was in clear, every program is on
-/// its hook, and no agent had anything to warn about.
+/// What must hold on any cluster that has just come up: no cleartext packets, every program on its hook,
+/// and no warnings of agents.
 ///
 /// # Errors
-/// What does not hold.
+/// The first of these that does not hold.
 pub fn as_deployed(cluster: &Cluster) -> Result<String> {
     network::none_in_clear(network::clear_packets()?)?;
     let attached = agents::attached(cluster)?;
@@ -149,7 +149,7 @@ pub fn as_deployed(cluster: &Cluster) -> Result<String> {
     Ok(format!("{attached}; nothing in clear; nothing to warn about in {lines} lines of logs"))
 }
 
-/// Why a check could not be made here.
+/// Why a check cannot run here.
 #[derive(Debug)]
 pub struct Skipped(&'static str);
 
@@ -161,7 +161,7 @@ impl std::fmt::Display for Skipped {
 
 impl std::error::Error for Skipped {}
 
-/// The outcome of a check, which is printed.
+/// Prints and returns the outcome of a check.
 pub fn outcome(name: &str, started: Instant, error: Option<&anyhow::Error>) -> TestOutcome {
     let result = match error {
         None => "passed",
@@ -187,7 +187,7 @@ fn ready(cluster: &Cluster) -> Result<String> {
     }
 }
 
-/// The matrix, and no packet of a pod in clear.
+/// Runs the matrix; no packet of a pod may be in cleartext.
 pub fn everybody(cluster: &Cluster) -> Result<String> {
     let before = network::clear_packets()?;
     let matrix = matrix::run(cluster)?;
@@ -199,25 +199,25 @@ pub fn everybody(cluster: &Cluster) -> Result<String> {
     Ok(format!("{} probes", matrix.total()))
 }
 
-/// Waits until everybody reaches everybody: agents learn by their watches what has changed.
+/// Waits until everybody reaches everybody: agents learn of changes through their watches.
 pub fn settled(cluster: &Cluster) -> Result<()> {
     succeeds("everybody reaches everybody", || everybody(cluster)).map(drop)
 }
 
-/// As [`settled`], where Kilo in Go runs or has just stopped: it takes its routes away first, and what pods send then, it
-/// does not keep in.
+/// Like [`settled`], but tolerates cleartext packets, where Kilo in Go runs or has just stopped: it removes
+/// its routes first, and does not contain what pods send then.
 pub fn settled_beside_kilo(cluster: &Cluster) -> Result<()> {
     tried("everybody reaches everybody", || everybody(cluster), |_| false).map(drop)
 }
 
-/// Tries for a minute; the error of the last try, or the first that says that packets were in clear: they stay sent,
+/// Retries for a minute. Returns the last error, or the first one about cleartext packets, which stay sent
 /// whatever comes later.
 pub fn succeeds<T>(what: &str, code: impl Fn() -> Result<T>) -> Result<T> {
     tried(what, code, anyhow::Error::is::<InClear>)
 }
 
-/// What a check showed, when all was put back after it. Of two errors the first counts, but packets in clear before
-/// everything else: a check that saw some gets no second try.
+/// Result of a check after its clean-up. Of two errors the first counts, except that cleartext packets come
+/// before everything else: a check that saw some gets no second try.
 fn both<T>(shown: Result<T>, put_back: Result<()>) -> Result<T> {
     match put_back {
         Err(error) if error.is::<InClear>() => Err(error),
@@ -225,7 +225,7 @@ fn both<T>(shown: Result<T>, put_back: Result<()>) -> Result<T> {
     }
 }
 
-/// Tries for a minute, or until an error that no later try mends.
+/// Retries for a minute, or until an error that a retry cannot mend.
 fn tried<T>(
     what: &str,
     code: impl Fn() -> Result<T>,
@@ -251,7 +251,7 @@ mod tests {
 
     use super::*;
 
-    /// Fails first, and then no more.
+    /// Fails the first time only.
     fn after(tries: &Cell<u32>, failure: Result<()>) -> Result<()> {
         tries.set(tries.get() + 1);
         if tries.get() == 1 { failure } else { Ok(()) }

@@ -1,4 +1,4 @@
-//! Kilo by its manifests, and test pods.
+//! Deploys Kilo by its manifests, and test pods.
 
 use std::{
     fs,
@@ -42,7 +42,7 @@ fn has_links_of(kind: &str) -> bool {
     ip(&["link", "add", "kilo-try", "type", kind]).is_ok() && ip(&["link", "delete", "kilo-try"]).is_ok()
 }
 
-/// File of manifests/ for this kernel: with kernel WireGuard, or with a program for it.
+/// File of manifests/ for this kernel: with kernel WireGuard, or with userspace WireGuard.
 pub fn manifest_name() -> &'static str {
     if has_wireguard() { "kilo-kubeadm.yaml" } else { "kilo-kubeadm-userspace.yaml" }
 }
@@ -80,7 +80,7 @@ pub fn manifest(name: &str) -> Result<String> {
     fs::read_to_string(&path).with_context(|| path.display().to_string())
 }
 
-/// `kubectl apply -f` of a file of manifests/. Before 1.21 there is no `PodDisruptionBudget` of
+/// Runs `kubectl apply -f` with a file of manifests/. Before 1.21 there is no `PodDisruptionBudget` of
 /// policy/v1: it is left out, as docs/peer-validation.md says.
 pub fn apply_file(cluster: &Cluster, name: &str) -> Result<()> {
     let whole = manifest(name)?;
@@ -96,13 +96,13 @@ pub fn apply_file(cluster: &Cluster, name: &str) -> Result<()> {
     cluster.kubectl(&arguments).map(drop)
 }
 
-/// Waits until a DaemonSet of kube-system is rolled out.
+/// Waits until a DaemonSet of kube-system has rolled out.
 pub fn wait_rolled_out(cluster: &Cluster, daemon_set: &str, seconds: u32) -> Result<()> {
     let (object, timeout) = (format!("ds/{daemon_set}"), format!("--timeout={seconds}s"));
     cluster.kubectl(&["-n", "kube-system", "rollout", "status", &object, &timeout]).map(drop)
 }
 
-/// The lines of a Service that name its addresses.
+/// Lines of a Service spec that set its addresses.
 pub fn addresses(release: Release, [v4, v6]: [IpAddr; 2]) -> String {
     match release.has_two_families() {
         true => {
@@ -112,7 +112,7 @@ pub fn addresses(release: Release, [v4, v6]: [IpAddr; 2]) -> String {
     }
 }
 
-/// A Deployment with a pod on every node, behind a ClusterIP, a NodePort and a hostPort.
+/// Creates a Deployment with a pod on every node, behind a ClusterIP, a NodePort and a hostPort.
 pub fn test_pods(cluster: &Cluster) -> Result<()> {
     let objects = OBJECTS
         .replace("REPLICAS", &cluster.nodes.len().to_string())
@@ -129,7 +129,7 @@ pub fn test_pods(cluster: &Cluster) -> Result<()> {
     wait_service_answers(cluster, (SERVICE, 80).into())
 }
 
-/// The address of a Service of the probes' port that only the test pod of that node stands behind.
+/// Address of a Service on the probes' port, with that node's test pod as its only backend.
 pub fn service_of(cluster: &Cluster, node: &Node) -> Result<IpAddr> {
     let pods = start_test_servers(cluster)?;
     cluster.kubectl(&["label", "--overwrite", "pod", &pod_on(&pods, node)?.name, "alone=true"])?;
@@ -140,7 +140,7 @@ pub fn service_of(cluster: &Cluster, node: &Node) -> Result<IpAddr> {
     Ok(address)
 }
 
-/// Waits until a Service answers on every node.
+/// Waits until every node gets a reply from the Service.
 fn wait_service_answers(cluster: &Cluster, service: SocketAddr) -> Result<()> {
     for node in &cluster.nodes {
         until("kube-proxy knows the Service", Duration::from_secs(60), || {
@@ -151,14 +151,14 @@ fn wait_service_answers(cluster: &Cluster, service: SocketAddr) -> Result<()> {
     Ok(())
 }
 
-/// A pod that the kubelet made.
+/// A pod that a kubelet started.
 #[derive(Clone, Debug)]
 pub struct Pod {
     /// Name of its node.
     pub node: String,
     /// Its name.
     pub name: String,
-    /// Its first address, of IPv4.
+    /// Its first address, which is IPv4.
     pub address: IpAddr,
     /// Its IPv6 address, if it has one.
     pub second: Option<IpAddr>,
@@ -187,7 +187,7 @@ pub fn pods(cluster: &Cluster, label: &str) -> Result<Vec<Pod>> {
         let container =
             text("/status/containerStatuses/0/containerID").context("the pod has no container")?;
         let container = container.trim_start_matches("containerd://");
-        // After a power cut the API server still lists what ran before.
+        // After a power cut the API server still lists pods that ran before.
         let netns = cluster.node(node)?.container_netns(&format!("pod-{node}"), container);
         let Ok(netns) = netns else { continue };
         pods.push(Pod {
@@ -206,7 +206,7 @@ pub fn pods(cluster: &Cluster, label: &str) -> Result<Vec<Pod>> {
 pub fn start_test_servers(cluster: &Cluster) -> Result<Vec<Pod>> {
     let pods = pods(cluster, "app=echo")?;
     for pod in &pods {
-        // In pods where a server runs already this changes nothing.
+        // This changes nothing in pods where a server runs already.
         for address in pod.addresses() {
             let _ = probe::serve(&pod.netns, address);
         }
@@ -214,8 +214,8 @@ pub fn start_test_servers(cluster: &Cluster) -> Result<Vec<Pod>> {
     Ok(pods)
 }
 
-/// Waits until no node asks any more whether one of its IPv6 addresses is another host's (RFC 4862,
-/// section 5.4): until then it would send from an address that is not in the mesh.
+/// Waits until duplicate address detection (RFC 4862, section 5.4) has finished on every node: until then a
+/// node would send from an address that is not in the mesh.
 pub fn addresses_hold(cluster: &Cluster) -> Result<()> {
     for node in &cluster.nodes {
         let hold = || node.netns().sh("ip -6 -oneline address show tentative").ok()?.is_empty().then_some(());

@@ -1,5 +1,5 @@
-//! What nodes are made of: their root file system, and a directory of containerd that holds every
-//! image already. Both are made once; nodes get copies.
+//! Contents of nodes: their root file system, and a containerd directory that has every image already. Both
+//! are made once; nodes get copies.
 
 use std::{
     fs,
@@ -18,18 +18,18 @@ use crate::{
     image::{self, Architecture, base, buildah::Buildah},
 };
 
-/// Image with what a node and its pods run.
+/// Image with the programs of a node and its pods.
 pub const NODE: &str = "localhost/kilo-cluster/node:2";
-/// Image of test pods: anything with a shell that sleeps.
+/// Image of test pods, with a shell and `sleep`.
 pub const TEST: &str = "docker.io/kilo-cluster/test:1";
 /// Our image under another tag, for an update.
 pub const OTHER_TAG: &str = "docker.io/kilo-ebpf/kilo:other";
 const PACKAGES: &str = "busybox-static ca-certificates conntrack containerd dnsmasq-base ebtables ethtool iproute2 \
     iptables iputils-ping kmod mount nftables openssl procps runc socat tcpdump util-linux";
-/// Grows when [`PACKAGES`] changes, like the tag of [`NODE`].
+/// Incremented when [`PACKAGES`] changes, like the tag of [`NODE`].
 const REVISION: u32 = 2;
 
-/// A current kubeadm knows the flags of etcd 3.6 only, and Debian's is 3.5.
+/// A current kubeadm uses only flags of etcd 3.6, but Debian has 3.5.
 const ETCD: &str = r#"#!/bin/sh
 for argument; do
   shift
@@ -42,7 +42,7 @@ done
 exec etcd-itself "$@"
 "#;
 
-/// Directories the nodes of a release share.
+/// Directories shared by the nodes of a release.
 #[derive(Clone, Debug)]
 pub struct Images {
     /// Root file system.
@@ -51,7 +51,7 @@ pub struct Images {
     pub containerd: PathBuf,
 }
 
-/// Finds or makes them.
+/// Finds or creates them.
 pub fn prepare(release: Release, programs: &Path) -> Result<Images> {
     let directory = apt::cache_directory()?.join("cluster");
     fs::create_dir_all(&directory)?;
@@ -100,8 +100,8 @@ pub fn prepare(release: Release, programs: &Path) -> Result<Images> {
     fs::copy(programs.join("etcd"), bin.join("etcd-itself"))?;
     fs::write(bin.join("etcd"), ETCD)?;
     fs::set_permissions(bin.join("etcd"), fs::Permissions::from_mode(0o755))?;
-    // One image with many names: the command that runs it says which program, but for the one
-    // that holds a pod's namespaces.
+    // One image with many names: the command that runs it selects the program. Only the pause image is
+    // separate.
     let all = format!("localhost/kilo-cluster/kubernetes:{}", release.version);
     build(
         &format!(
@@ -138,7 +138,7 @@ pub fn pause(release: Release) -> String {
     format!("{}/pause:{}", release.registry, release.pause)
 }
 
-/// Copies a directory of containerd and adds our image to it.
+/// Copies a containerd directory and adds our image to it.
 pub fn add_kilo(from: &Path, to: &Path, archive: &Path) -> Result<()> {
     copy(from, to)?;
     let store = Store::open(to)?;
@@ -147,7 +147,8 @@ pub fn add_kilo(from: &Path, to: &Path, archive: &Path) -> Result<()> {
     store.close()
 }
 
-/// Copies a directory of containerd. Layers and blobs never change, and are links within a file system; databases do.
+/// Copies a containerd directory. Layers and blobs never change and are hard-linked within a file system;
+/// databases are copied.
 pub fn copy(from: &Path, to: &Path) -> Result<()> {
     let parent = to.parent().context("no directory to copy to")?;
     fs::create_dir_all(parent)?;
@@ -162,7 +163,7 @@ pub fn copy(from: &Path, to: &Path) -> Result<()> {
     Ok(())
 }
 
-/// containerd on this machine, for its directory's sake.
+/// containerd on this machine, which fills its directory.
 struct Store {
     process: Child,
     state: tempfile::TempDir,

@@ -12,17 +12,17 @@ use super::{
 
 const TOKEN: &str = "abcdef.0123456789abcdef";
 const SOCKET: &str = "unix:///run/containerd/containerd.sock";
-/// What the kubelet and the containers of the control plane said last.
+/// Last log lines of the kubelet and of the control plane's containers.
 const LAST_LINES: &str = "tail -n 15 /var/log/kubelet.log; tail -n 5 /var/log/pods/*/*/*.log";
-/// Checks of a machine that a node in namespaces cannot pass.
+/// Ignores preflight checks, which a node in namespaces cannot pass.
 const CHECKS: &str = "--ignore-preflight-errors=all";
 
-/// Makes the control plane on that node.
+/// Creates the control plane on that node.
 pub fn init(node: &Node, release: Release) -> Result<()> {
     node.write("/opt/kubeadm.yaml", &configuration(node, release))?;
     let socket = || node.path("/run/containerd/containerd.sock").ok().filter(|path| path.exists()).map(drop);
     super::until("containerd is up", Duration::from_secs(30), socket)?;
-    // No package of Debian holds CoreDNS.
+    // Debian has no package of CoreDNS.
     node.sh(&format!(
         "kubeadm init --config /opt/kubeadm.yaml {CHECKS} --skip-phases=preflight,addon/coredns > /var/log/kubeadm.log 2>&1 \
          || {{ (tail -n 30 /var/log/kubeadm.log; {LAST_LINES}) >&2; exit 1; }}"
@@ -53,8 +53,8 @@ pub fn join(node: &Node, first: &Node) -> Result<()> {
     Ok(())
 }
 
-/// Where nodes reach the API server: by the public network, so that one that boots in
-/// another location needs no mesh to get its pods.
+/// Address of the API server for nodes: on the public network, so that a node that boots in another
+/// location needs no mesh to get its pods.
 pub fn endpoint(first: &Node) -> Ipv4Addr {
     first.site.public.unwrap_or(first.site.address)
 }
@@ -71,7 +71,7 @@ fn configuration(node: &Node, release: Release) -> String {
         false => ("ignorePreflightErrors: []", ""),
     };
     let [call, health] = [60, 240].map(|seconds| super::extended(Duration::from_secs(seconds)).as_secs());
-    // Older ones have no such setting.
+    // Older releases have no such setting.
     let timeouts = match release.is_current {
         true => format!(
             "timeouts: {{kubernetesAPICall: {call}s, etcdAPICall: {health}s, kubeletHealthCheck: {health}s, \

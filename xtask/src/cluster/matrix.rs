@@ -1,4 +1,4 @@
-//! Who reaches whom: pods that the kubelet made, nodes, Services, the outside.
+//! Reachability between pods that a kubelet started, nodes, Services and the outside.
 
 use std::{
     net::{IpAddr, SocketAddr},
@@ -20,14 +20,14 @@ use crate::lab::{
 
 const TIMEOUT: Duration = Duration::from_secs(4);
 
-/// One path.
+/// One path to probe.
 #[derive(Clone, Debug)]
 struct Path {
     source: String,
     target: String,
     protocol: Protocol,
     address: SocketAddr,
-    /// Address the target must see, where one is certain.
+    /// Source address that the target must see, where it is certain.
     sees: Option<IpAddr>,
 }
 
@@ -41,13 +41,13 @@ pub struct Cell {
     error: Option<String>,
 }
 
-/// All results.
+/// Results of all probes.
 #[derive(Debug, Default)]
 pub struct Matrix {
     cells: Vec<Cell>,
 }
 
-/// Tries every path, each source on a thread of its own.
+/// Probes every path, with a thread for each source.
 pub fn run(cluster: &Cluster) -> Result<Matrix> {
     let pods = deploy::start_test_servers(cluster)?;
     deploy::addresses_hold(cluster)?;
@@ -126,17 +126,18 @@ pub fn run(cluster: &Cluster) -> Result<Matrix> {
     Ok(matrix)
 }
 
-/// The test pods' Service at each address that pods stand behind.
+/// The test pods' Service, in each address family that pods have.
 fn services(pods: &[Pod]) -> impl Iterator<Item = SocketAddr> + Clone + use<> {
     of_families(pods, SERVICE.into(), SERVICE_V6.into()).map(|address| SocketAddr::from((address, 80)))
 }
 
-/// The node's addresses at which it has ports of the test pods.
+/// The node's addresses on which the test pods have ports.
 fn addresses(node: &Node, pods: &[Pod]) -> impl Iterator<Item = IpAddr> + use<> {
     of_families(pods, node.site.address.into(), node.site.address_v6.into())
 }
 
-/// The second one only where every pod has an IPv6 address: Kilo itself gives them one address.
+/// Both addresses where every pod has IPv6; only the first otherwise, because Kilo's own CNI gives pods one
+/// address.
 fn of_families(pods: &[Pod], v4: IpAddr, v6: IpAddr) -> impl Iterator<Item = IpAddr> + Clone + use<> {
     [v4].into_iter().chain(pods.iter().all(|pod| pod.second.is_some()).then_some(v6))
 }
@@ -163,13 +164,13 @@ impl Matrix {
         self.cells.iter().filter(|cell| cell.error.is_none()).count()
     }
 
-    /// The same without probes of these targets.
+    /// The results without probes of these targets.
     pub fn without(mut self, targets: &[&str]) -> Self {
         self.cells.retain(|cell| !targets.contains(&&*cell.target));
         self
     }
 
-    /// What failed, one a line.
+    /// Failed probes, one per line.
     pub fn failures(&self) -> Vec<String> {
         let failed = self.cells.iter().filter_map(|cell| Some((cell, cell.error.as_ref()?)));
         failed
@@ -180,7 +181,7 @@ impl Matrix {
             .collect()
     }
 
-    /// A row a source, a column a target: passed of tried.
+    /// Prints a row per source and a column per target: passed of tried.
     pub fn print(&self) {
         let unique = |name: fn(&Cell) -> &str| {
             let mut names: Vec<&str> = Vec::new();

@@ -112,24 +112,24 @@ impl ClusterArgs {
     }
 }
 
-/// What of a cluster outlives a command.
+/// State of a cluster that outlives a command.
 #[derive(Debug, Serialize, Deserialize)]
 struct State {
     nodes: u8,
     version: String,
 }
 
-/// A cluster that stands.
+/// A running cluster.
 pub struct Cluster {
     /// The nodes, sorted by name; the control plane is the first.
     pub nodes: Vec<Node>,
-    /// What runs on them.
+    /// Its Kubernetes release.
     pub release: Release,
-    /// How long Kilo took from `kubectl apply` until every pod was ready, if just now.
+    /// Time from `kubectl apply` until every pod of Kilo was ready; `None` when the cluster was already up.
     pub ready_after: Option<Duration>,
 }
 
-/// How many times as long everything is waited for.
+/// Factor for all time limits.
 static PATIENCE: OnceLock<u32> = OnceLock::new();
 
 /// Runs `cargo xtask cluster`.
@@ -169,7 +169,7 @@ pub fn main(args: &ClusterArgs) -> Result<()> {
     }
 }
 
-/// Writes the outcomes; an error when a check failed.
+/// Writes the outcomes; fails when a check failed.
 fn report(outcomes: &[TestOutcome], json: Option<&Path>) -> Result<()> {
     if let Some(path) = json {
         fs::write(path, serde_json::to_vec_pretty(outcomes)?).with_context(|| path.display().to_string())?;
@@ -182,7 +182,7 @@ fn report(outcomes: &[TestOutcome], json: Option<&Path>) -> Result<()> {
 
 fn show(args: &ClusterArgs) -> Result<()> {
     let mut guard = take_over()?;
-    // A cluster that does not come up is kept, too: to see why.
+    // A cluster that does not come up is kept, too, for inspection.
     guard.keep = args.keep;
     let started = Instant::now();
     let cluster = Cluster::up(args)?;
@@ -237,14 +237,14 @@ fn exec(name: &str, command: &[String]) -> Result<()> {
     std::process::exit(inside.args(arguments).status()?.code().unwrap_or(1));
 }
 
-/// Removes what an earlier cluster left, and arranges that this one goes away on return,
-/// Ctrl-C and SIGTERM.
+/// Removes what an earlier cluster left, and arranges for this one to be removed on return, Ctrl-C and
+/// SIGTERM.
 fn take_over() -> Result<Takedown<impl Fn() -> Result<()>>> {
     down()?;
     Takedown::arrange("cluster", down)
 }
 
-/// Removes every trace of a cluster, also of one that was only half built.
+/// Removes every trace of a cluster, even of a half-built one.
 fn down() -> Result<()> {
     let run = run_directory::path()?;
     let parts = Parts {
@@ -265,12 +265,12 @@ fn down() -> Result<()> {
     run_directory::remove(&run)
 }
 
-/// This time, or longer where everything takes longer.
+/// This time limit, multiplied by the patience.
 fn extended(limit: Duration) -> Duration {
     limit * PATIENCE.get().copied().unwrap_or(1)
 }
 
-/// Asks again and again until there is an answer.
+/// Calls `ask` until it returns something.
 fn until<T>(what: &str, limit: Duration, mut ask: impl FnMut() -> Option<T>) -> Result<T> {
     wait::until(what, extended(limit), || {
         let answer = ask();
@@ -281,7 +281,7 @@ fn until<T>(what: &str, limit: Duration, mut ask: impl FnMut() -> Option<T>) -> 
     })
 }
 
-/// What a cluster is made of.
+/// What a cluster is built from.
 struct Prepared {
     release: Release,
     bin: PathBuf,
@@ -308,7 +308,7 @@ fn prepare(args: &ClusterArgs) -> Result<Prepared> {
 }
 
 impl Cluster {
-    /// Brings nodes, Kubernetes, Kilo and test pods up.
+    /// Brings up nodes, Kubernetes, Kilo and test pods.
     fn up(args: &ClusterArgs) -> Result<Self> {
         let started = Instant::now();
         let step = |what: &str| println!("cluster: {:5.1} s  {what} ...", started.elapsed().as_secs_f32());
@@ -380,7 +380,7 @@ impl Cluster {
         &self.nodes[0]
     }
 
-    /// The node of that name.
+    /// The node with that name.
     pub fn node(&self, name: &str) -> Result<&Node> {
         self.nodes.iter().find(|node| node.name() == name).with_context(|| {
             let names: Vec<_> = self.nodes.iter().map(Node::name).collect();
@@ -396,7 +396,7 @@ impl Cluster {
         &self.nodes[self.nodes.len() - 1]
     }
 
-    /// Does something on several nodes at once.
+    /// Runs `code` for several nodes in parallel.
     pub fn each(&self, nodes: &[Node], code: impl Fn(&Node) -> Result<()> + Sync) -> Result<()> {
         std::thread::scope(|scope| {
             let threads: Vec<_> = nodes.iter().map(|node| scope.spawn(|| code(node))).collect();
@@ -406,7 +406,8 @@ impl Cluster {
         })
     }
 
-    /// Runs kubectl; its standard output. A `--timeout` in seconds is multiplied by the patience.
+    /// Runs kubectl and returns its standard output. A `--timeout` in seconds is multiplied by the
+    /// patience.
     pub fn kubectl(&self, arguments: &[&str]) -> Result<String> {
         let seconds = |argument: &str| argument.strip_prefix("--timeout=")?.strip_suffix('s')?.parse().ok();
         let arguments = arguments.iter().map(|argument| match seconds(argument) {
@@ -416,7 +417,7 @@ impl Cluster {
         output(self.first().command("kubectl")?.args(arguments))
     }
 
-    /// Objects as kubectl lists them.
+    /// Objects as `kubectl get -o json` lists them.
     pub fn get(&self, arguments: &[&str]) -> Result<serde_json::Value> {
         let text = self.kubectl(&[&["get", "-o", "json"], arguments].concat())?;
         Ok(serde_json::from_str(&text)?)

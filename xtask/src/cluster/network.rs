@@ -1,5 +1,5 @@
-//! The cluster's network: two locations on LANs of their own, a router that translates addresses
-//! towards an outside host, and counts packets with a pod's address.
+//! The cluster's network: two locations with a LAN each, and a router that translates addresses towards an
+//! outside host and counts packets with a pod's address.
 //!
 //! ```text
 //!   site-a 10.11.0.0/24         router        site-b 10.12.0.0/24
@@ -9,7 +9,7 @@
 //!                       outside 203.0.113.10, beyond NAT
 //! ```
 //!
-//! The LANs are `fd00:11::/64` and `fd00:12::/64`, too, and the outside host is `2001:db8::10`.
+//! The LANs also have `fd00:11::/64` and `fd00:12::/64`, and the outside host `2001:db8::10`.
 
 use std::net::{Ipv4Addr, Ipv6Addr};
 
@@ -20,30 +20,30 @@ use crate::{
     report::InClear,
 };
 
-/// Every namespace's name begins so.
+/// Prefix of every namespace's name.
 pub const NAME: &str = "kilo-cluster";
-/// Pods' addresses.
+/// Prefix of pod addresses.
 pub const PODS: &str = "10.244.0.0/16";
-/// Services' addresses.
+/// Prefix of Service addresses.
 pub const SERVICES: &str = "10.96.0.0/16";
-/// The same of IPv6, where the API server has both families.
+/// IPv6 counterpart of [`PODS`], where the API server has both families.
 pub const PODS_V6: &str = "fd00:10:244::/56";
-/// The same of IPv6.
+/// IPv6 counterpart of [`SERVICES`].
 pub const SERVICES_V6: &str = "fd00:10:96::/112";
 /// Address of the outside host.
 pub const OUTSIDE: Ipv4Addr = Ipv4Addr::new(203, 0, 113, 10);
-/// Address the outside host sees for what the router translates.
+/// Source address of translated packets at the outside host.
 pub const ROUTER: Ipv4Addr = Ipv4Addr::new(203, 0, 113, 1);
 
-/// The outside host's IPv6 address, and what it sees of others.
+/// The outside host's IPv6 address.
 pub const OUTSIDE_V6: Ipv6Addr = Ipv6Addr::new(0x2001, 0xdb8, 0, 0, 0, 0, 0, 0x10);
-/// As [`ROUTER`], of IPv6.
+/// IPv6 counterpart of [`ROUTER`].
 pub const ROUTER_V6: Ipv6Addr = Ipv6Addr::new(0x2001, 0xdb8, 0, 0, 0, 0, 0, 1);
 
 /// The router's address on the public network.
 const WAN: Ipv4Addr = Ipv4Addr::new(192, 0, 2, 1);
 
-/// Where a node is.
+/// A node's location and addresses.
 #[derive(Clone, Debug)]
 pub struct Site {
     /// Name of the node: `a1`.
@@ -56,9 +56,9 @@ pub struct Site {
     pub address_v6: Ipv6Addr,
     /// The router's address on its LAN.
     pub gateway: Ipv4Addr,
-    /// The same of IPv6.
+    /// The router's IPv6 address on its LAN.
     pub gateway_v6: Ipv6Addr,
-    /// Address on the public network, which the first node of a location has.
+    /// Address on the public network; only the first node of a location has one.
     pub public: Option<Ipv4Addr>,
 }
 
@@ -69,7 +69,7 @@ impl Site {
     }
 }
 
-/// The nodes of a cluster, in both locations by turns; the first two are in one.
+/// The nodes of a cluster, alternating between the locations after the first two, which are in one.
 pub fn sites(nodes: u8) -> Vec<Site> {
     let mut sites: Vec<_> = (0..nodes)
         .map(|index| {
@@ -104,12 +104,12 @@ fn netns(name: &str) -> Netns {
     Netns { name: name.to_owned(), id: format!("{NAME}-{name}"), holder: None }
 }
 
-/// Joins everything.
+/// Network namespace of the router, which joins the networks.
 pub fn router() -> Netns {
     netns("router")
 }
 
-/// A host that knows nothing of the cluster.
+/// Network namespace of the outside host, which knows nothing of the cluster.
 pub fn outside() -> Netns {
     netns("outside")
 }
@@ -119,13 +119,13 @@ pub fn node(name: &str) -> Netns {
     netns(name)
 }
 
-/// Makes the router and the outside host.
+/// Creates the router and the outside host.
 pub fn build() -> Result<()> {
     for name in ["router", "outside"] {
         Netns::create(NAME, name)?;
     }
     let (router, outside) = (router(), outside());
-    // Else a bridge has the lowest address of its ports, another one when a node's cable goes.
+    // Otherwise a bridge takes the lowest address of its ports, and changes it when that node's cable goes.
     router.ip(&format!(
         "link add lan-a address 02:00:00:00:02:0a type bridge\nlink set lan-a up\n\
          link add lan-b address 02:00:00:00:02:0b type bridge\nlink set lan-b up\n\
@@ -150,7 +150,7 @@ pub fn build() -> Result<()> {
     Ok(())
 }
 
-/// Gives a node its namespace and joins it to its LAN.
+/// Creates a node's namespace and joins it to its LAN.
 pub fn connect(site: &Site) -> Result<()> {
     let name = &site.node;
     Netns::create(NAME, name)?;
@@ -169,8 +169,8 @@ pub fn connect(site: &Site) -> Result<()> {
     router().ip(&format!(
         "link add {name}-wan type veth peer name eth1 netns {NAME}-{name}\nlink set {name}-wan master wan up\n"
     ))?;
-    // Before the mesh stands, the other location is reached by a private line; connections
-    // made then go on through the mesh, since they have the node's private address.
+    // Until the mesh is up, a private line reaches the other location. Connections made then continue
+    // through the mesh, because they use the node's private address.
     node(name).ip(&format!(
         "address add {public}/24 dev eth1\nlink set eth1 up\nroute add default via {WAN}\n\
          route add 10.11.0.0/16 via {gateway}\nroute add 10.12.0.0/16 via {gateway}\n",
@@ -178,7 +178,7 @@ pub fn connect(site: &Site) -> Result<()> {
     ))
 }
 
-/// Takes a node's cable and namespace away.
+/// Removes a node's cable and namespace.
 pub fn disconnect(name: &str) -> Result<()> {
     // The cable goes at once, the namespace when its last process has ended.
     for cable in [name.to_owned(), format!("{name}-wan")] {
@@ -246,7 +246,7 @@ fn packets(listed: &str) -> Result<u64> {
     Ok(counts.iter().sum())
 }
 
-/// An error of its own kind, which gets no second try, when there were packets of pods in clear.
+/// Fails with [`InClear`], which gets no second try, when there were cleartext packets of pods.
 pub fn none_in_clear(count: u64) -> Result<()> {
     match count {
         0 => Ok(()),
@@ -256,8 +256,8 @@ pub fn none_in_clear(count: u64) -> Result<()> {
     }
 }
 
-/// Starts to count packets from one node's pods at the cables of all nodes, or at those of `sender` alone; `pods` are
-/// the node's prefixes with spaces between them.
+/// Starts to count packets from one node's pods at the cables of all nodes, or only at those of `sender`;
+/// `pods` are the node's prefixes, separated by spaces.
 pub fn count_from(pods: &str, sender: Option<&str>) -> Result<()> {
     let cables = sender.map(|name| format!("iifname {{ \"{name}\", \"{name}-wan\" }} ")).unwrap_or_default();
     let rule = |prefix: &str| {
@@ -270,15 +270,14 @@ pub fn count_from(pods: &str, sender: Option<&str>) -> Result<()> {
     router().sh(&format!("nft -f - <<'END'\n{table}{rules}}}\n}}\nEND")).map(drop)
 }
 
-/// How many there were.
+/// Ends the count and returns it.
 pub fn counted() -> Result<u64> {
     let text = router().sh("nft list counters table bridge one; nft delete table bridge one")?;
     let mut words = text.split_whitespace().skip_while(|word| *word != "packets");
     words.nth(1).and_then(|count| count.parse().ok()).context("the router has no counter")
 }
 
-/// Packets of pods in clear are counted where the router sees them: between its interfaces,
-/// and on its bridges.
+/// Counts cleartext packets of pods where the router sees them: between its interfaces and on its bridges.
 const RULES: &str = r#"
 echo 1 > /proc/sys/net/ipv4/ip_forward
 echo 1 > /proc/sys/net/ipv6/conf/all/forwarding

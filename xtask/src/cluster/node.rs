@@ -1,5 +1,5 @@
-//! A node: a network namespace and a tree of processes in namespaces of their own, on a disk
-//! (a directory) that outlives them.
+//! A node: a network namespace, and processes in namespaces of their own on a disk (a directory) that
+//! outlives them.
 
 use std::{
     fs,
@@ -24,10 +24,10 @@ use crate::{
 const INIT: &str = include_str!("init.sh");
 const CGROUPS: &str = "/sys/fs/cgroup";
 
-/// What every node of a cluster is made of.
+/// Files and programs that the nodes of a cluster share.
 #[derive(Clone, Debug)]
 pub struct Parts {
-    /// Disks, logs and process identifiers.
+    /// Directory of disks, logs and process identifiers.
     pub run: PathBuf,
     /// Root file system that nodes share, read-only.
     pub base: PathBuf,
@@ -48,7 +48,7 @@ pub struct Node {
 }
 
 impl Node {
-    /// Names a node; nothing is made.
+    /// A handle for a node; creates nothing.
     pub fn new(site: Site, parts: &Parts) -> Self {
         Self { site, parts: parts.clone() }
     }
@@ -80,7 +80,7 @@ impl Node {
         Ok(text.trim().parse()?)
     }
 
-    /// A file of the node, seen from outside.
+    /// Path of the node's file as seen from outside.
     pub fn path(&self, file: &str) -> Result<PathBuf> {
         Ok(PathBuf::from(format!("/proc/{}/root{file}", self.pid()?)))
     }
@@ -116,12 +116,12 @@ impl Node {
             .env("BIN", &self.parts.bin)
             .env("PAUSE", &self.parts.pause)
             .env("HIERARCHIES", hierarchies.join(" "))
-            // The terminal's Ctrl-C is for us, not for the node.
+            // The terminal's Ctrl-C is for this process, not for the node.
             .process_group(0)
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
             .stderr(fs::File::create(disk.join("boot.log"))?);
-        // A cut before the node has a first process ends this one, which takes that with it.
+        // A cut before the node's init has started ends this process, which takes init with it.
         let mut process = takedown::make(|| {
             let process = command.spawn().context("nsenter, unshare")?;
             fs::write(self.pid_file(), process.id().to_string())?;
@@ -141,17 +141,17 @@ impl Node {
         Ok(fs::write(self.pid_file(), first)?)
     }
 
-    /// Cuts the power: everything but the disk goes.
+    /// Cuts the power: only the disk survives.
     pub fn cut(&self) -> Result<()> {
         if let Ok(pid) = self.pid() {
-            // The number may be somebody else's by now.
+            // The PID may belong to another process by now.
             let is_ours = |all: Vec<u32>| all.contains(&pid.cast_unsigned());
             let is_ours = netns::processes(&self.netns()).is_ok_and(is_ours);
             let pid = nix::unistd::Pid::from_raw(pid);
             if is_ours {
                 let _ = nix::sys::signal::kill(pid, nix::sys::signal::Signal::SIGKILL);
                 let gone = || !Path::new(&format!("/proc/{pid}/ns/net")).exists();
-                // Not `until`, which ends when all is to be taken down.
+                // Not `until`, which ends when everything is to be taken down.
                 let _ = wait::until("the namespace is gone", Duration::from_secs(20), || Ok(gone()));
             }
             fs::remove_file(self.pid_file())?;
@@ -161,7 +161,7 @@ impl Node {
         Ok(())
     }
 
-    /// A command inside.
+    /// A command inside the node.
     pub fn command(&self, program: impl AsRef<std::ffi::OsStr>) -> Result<Command> {
         let mut command = Command::new("nsenter");
         command
@@ -173,18 +173,19 @@ impl Node {
         Ok(command)
     }
 
-    /// kubectl as the cluster's administrator, in the node's network: it reads and writes files of this machine.
+    /// kubectl as the cluster's administrator, in the node's network; it reads and writes files of this
+    /// machine.
     pub fn kubectl(&self) -> Result<Command> {
         let mut command = self.netns().command(self.parts.bin.join("kubectl"));
         command
             .env("KUBECONFIG", self.path("/etc/kubernetes/admin.conf")?)
-            // Clusters follow each other at the same address: what one has must not be kept for the next.
+            // Clusters follow each other at the same address, and one's cache must not serve the next.
             .env("KUBECACHEDIR", self.disk().join("kubectl-cache"))
             .env("NO_PROXY", "*");
         Ok(command)
     }
 
-    /// Runs a shell script inside; its standard output.
+    /// Runs a shell script inside; returns its standard output.
     pub fn sh(&self, script: &str) -> Result<String> {
         output(self.command("sh")?.args(["-euc", script])).with_context(|| format!("on {}", self.name()))
     }
@@ -198,7 +199,7 @@ impl Node {
         fs::write(&path, text).with_context(|| path.display().to_string())
     }
 
-    /// Kills a program of the node that its first process starts again, and waits for the new one.
+    /// Kills a program that the node's init restarts, and waits for the new process.
     pub fn kill(&self, program: &str) -> Result<()> {
         let before = self.sh(&format!("pidof {program}"))?;
         self.sh(&format!("kill -KILL {}", before.trim()))?;
@@ -213,13 +214,13 @@ impl Node {
         Ok(Netns { name: pod.to_owned(), id: id.display().to_string(), holder: None })
     }
 
-    /// What the kernel says of a container's first process.
+    /// /proc/PID/status of a container's first process.
     pub fn container_status(&self, container: &str) -> Result<String> {
         let path = self.of_process(container, "status")?;
         fs::read_to_string(&path).with_context(|| path.display().to_string())
     }
 
-    /// A file of the directory that the kernel has for a container's first process.
+    /// Path of a file in /proc/PID for a container's first process.
     fn of_process(&self, container: &str, file: &str) -> Result<PathBuf> {
         let task = format!("/run/containerd/io.containerd.runtime.v2.task/k8s.io/{container}/init.pid");
         let path = self.path(&task)?;
@@ -228,7 +229,7 @@ impl Node {
     }
 }
 
-/// The directories of cgroup hierarchies; the one of version 2 alone where there is no other.
+/// Directories of the cgroup v1 hierarchies, or the v2 one where there is no other.
 fn hierarchies() -> Vec<PathBuf> {
     if Path::new(CGROUPS).join("cgroup.controllers").exists() {
         return vec![PathBuf::from(CGROUPS)];
@@ -239,14 +240,14 @@ fn hierarchies() -> Vec<PathBuf> {
         .flatten()
         .map(|entry| entry.path())
         .filter(|path| path.join("cgroup.procs").exists() && !path.join("cgroup.controllers").exists())
-        // cpu,cpuacct are two names of one.
+        // cpu,cpuacct are two names of one hierarchy.
         .filter(|path| path.file_name().is_some_and(|name| !name.to_string_lossy().contains(',')))
         .collect();
     found.sort();
     found
 }
 
-/// Makes the node's group in each hierarchy.
+/// Creates the node's cgroup in each hierarchy.
 fn make_groups(name: &str) -> Result<Vec<PathBuf>> {
     let mut made = Vec::new();
     for hierarchy in hierarchies() {
@@ -259,7 +260,7 @@ fn make_groups(name: &str) -> Result<Vec<PathBuf>> {
                 }
             }
             fs::create_dir_all(group).with_context(|| group.display().to_string())?;
-            // A new group of this controller can hold nobody before it has CPUs and memory nodes.
+            // A new cpuset group cannot hold a process before it has CPUs and memory nodes.
             for file in ["cpuset.cpus", "cpuset.mems"] {
                 if hierarchy.ends_with("cpuset") {
                     fs::write(group.join(file), fs::read(above.join(file))?)?;
@@ -271,8 +272,8 @@ fn make_groups(name: &str) -> Result<Vec<PathBuf>> {
     Ok(made)
 }
 
-/// Takes the process that waits for a node's first one out of its group. A group of version 2 gives controllers to the
-/// groups below it only where it holds no process itself.
+/// Moves the process that waits for a node's init out of its cgroup. A v2 group delegates controllers to
+/// its children only while it has no processes of its own.
 fn leave_group(process: u32) -> Result<()> {
     let all = Path::new(CGROUPS).join(NAME);
     if !all.join("cgroup.controllers").exists() {
@@ -283,7 +284,7 @@ fn leave_group(process: u32) -> Result<()> {
     Ok(fs::write(outside.join("cgroup.procs"), process.to_string())?)
 }
 
-/// Removes a group and all below it, as soon as they are empty.
+/// Removes a cgroup and all below it as soon as they are empty.
 pub fn remove_groups(group: &Path) {
     for path in hierarchies().iter().map(|hierarchy| hierarchy.join(group)) {
         let removed = || Ok(!path.exists() || remove_tree(&path).is_ok());

@@ -1,5 +1,5 @@
-//! Kilo itself, the program in Go: built once from its source where that is at hand, in the shape
-//! of its own DaemonSet, for the way from it and back.
+//! The original Kilo in Go: built once where its source is at hand, and deployed by its own DaemonSet, for
+//! migrations from it and back.
 
 use std::{
     fs,
@@ -26,13 +26,14 @@ use crate::{
     workspace_root,
 };
 
-/// The image's name as container runtimes store it, and as Kilo's manifests write it.
+/// Image name as container runtimes store it, and as Kilo's manifests have it.
 pub const IMAGE: &str = "docker.io/squat/kilo:0.7.0";
-/// Names an archive of Kilo's source with its vendored modules, which has a directory `kilo`.
+/// Variable with the path of an archive of Kilo's source and vendored modules, which has a directory
+/// `kilo`.
 const SOURCE: &str = "KILO_GO_SOURCE";
-/// The manifest that is deployed, of Kilo's own.
+/// Kilo's own manifest that is deployed.
 const MANIFEST: &str = "kilo-kubeadm.yaml";
-/// Between two looks for the device.
+/// Interval between two checks for the device.
 const PAUSE: Duration = Duration::from_millis(5);
 
 /// Kilo's program and manifest.
@@ -72,7 +73,7 @@ impl Original {
         self.directory.join("kg")
     }
 
-    /// Puts its image on every node.
+    /// Loads its image on every node.
     pub fn load(&self, cluster: &Cluster) -> Result<()> {
         let buildah = Buildah::open()?;
         let context = tempfile::tempdir_in(&self.directory)?;
@@ -101,8 +102,8 @@ impl Original {
         })
     }
 
-    /// Kilo's manifest as it is; without WireGuard in the kernel with the flag and the socket's
-    /// directory that Kilo's own manifests for such nodes have.
+    /// Kilo's manifest unchanged; without kernel WireGuard, with the flag and the socket's directory that
+    /// Kilo's own manifests for such nodes have.
     pub fn manifest(&self) -> Result<String> {
         let text = fs::read_to_string(self.directory.join(MANIFEST))?;
         if deploy::has_wireguard() {
@@ -129,7 +130,7 @@ impl Original {
     }
 }
 
-/// The archive with Kilo's source.
+/// Path of the archive with Kilo's source.
 fn source() -> Option<PathBuf> {
     let named = std::env::var_os(SOURCE).map(PathBuf::from);
     named.or_else(|| {
@@ -138,8 +139,8 @@ fn source() -> Option<PathBuf> {
     })
 }
 
-/// `ip` as Kilo calls it: where the kernel has no IPIP, `tunl0` becomes a TAP device whose
-/// neighbours name the next hops, and [`Tunnels`] does the rest.
+/// `ip` for Kilo: without IPIP in the kernel, `tunl0` becomes a TAP device whose neighbours name the next
+/// hops, and [`Tunnels`] does the rest.
 fn ip() -> String {
     let hops: Vec<Ipv4Addr> = sites(20).iter().map(|site| site.address).collect();
     format!(
@@ -149,7 +150,7 @@ fn ip() -> String {
     )
 }
 
-/// Stands in for the kernel's IPIP on every node, however often `tunl0` comes and goes and the node boots.
+/// Substitute for the kernel's IPIP on every node, however often `tunl0` comes and goes and the node boots.
 pub struct Tunnels {
     ended: Arc<AtomicBool>,
     threads: Vec<JoinHandle<()>>,
@@ -178,15 +179,15 @@ impl Drop for Tunnels {
     }
 }
 
-/// A raw socket gets packets as they are on a wire only with checksums filled in.
+/// A raw socket gets packets in their wire format only when checksums are filled in.
 fn prepare(netns: &Netns) -> Result<()> {
     netns.sh("ethtool -K eth0 tx off").map(drop)
 }
 
-/// Attends to the node's network namespace of each boot.
+/// Serves the node's network namespace of each boot.
 fn follow(netns: &Netns, ended: &Arc<AtomicBool>) {
     while !ended.load(Ordering::Relaxed) {
-        // While a node is off it has no namespace, and while it boots none with an interface.
+        // A node that is off has no namespace, and one that boots has no interface in it.
         if let (Some(boot), Ok(())) = (inode(netns), prepare(netns)) {
             let (ended, of) = (Arc::clone(ended), netns.clone());
             let _ = netns.spawn(move || attend(&ended, || inode(&of) == Some(boot))).join();
@@ -195,12 +196,12 @@ fn follow(netns: &Netns, ended: &Arc<AtomicBool>) {
     }
 }
 
-/// Says which network namespace has this name now.
+/// Inode of the network namespace that has this name now.
 fn inode(netns: &Netns) -> Option<u64> {
     fs::metadata(netns.path()).ok().map(|of| of.ino())
 }
 
-/// Runs in the node's network namespace.
+/// Serves `tunl0`, in the node's network namespace.
 fn attend(ended: &AtomicBool, is_on: impl Fn() -> bool) {
     let lasts = || !ended.load(Ordering::Relaxed) && is_on();
     while lasts() {
@@ -209,7 +210,7 @@ fn attend(ended: &AtomicBool, is_on: impl Fn() -> bool) {
                 wait::pace(PAUSE);
             }
             if !is_on() {
-                // Its threads' sockets would keep the namespace of a node without power.
+                // Its threads' sockets would keep the namespace of a node without power alive.
                 let _ = run(Command::new("ip").args(["link", "delete", "tunl0"]));
             }
         }

@@ -1,4 +1,4 @@
-//! Programs of Kubernetes, built once: 1.36.2 where its source is at hand, else Debian's 1.20.2.
+//! Kubernetes programs, built once: 1.36.2 where its source is at hand, else Debian's 1.20.2.
 
 use std::{
     fs,
@@ -14,7 +14,7 @@ use crate::{
     kubernetes, workspace_root,
 };
 
-/// What a cluster consists of; the one that other tests use, too, is built first.
+/// Programs of a cluster; the one that other tests also use is built first.
 const PROGRAMS: [&str; 7] = [
     "kube-apiserver",
     "kubelet",
@@ -25,7 +25,7 @@ const PROGRAMS: [&str; 7] = [
     "kubectl",
 ];
 const ETCD: [&str; 2] = ["etcd", "etcdctl"];
-/// Names the archive with the newer source, which has a directory `kubernetes`.
+/// Variable with the path of the newer source's archive, which has a directory `kubernetes`.
 const SOURCE: &str = "KILO_KUBERNETES_SOURCE";
 
 /// A version of Kubernetes that can be built here.
@@ -35,17 +35,17 @@ pub struct Release {
     pub version: &'static str,
     /// Version of kubeadm's configuration.
     pub kubeadm_api: &'static str,
-    /// Where kubeadm expects images of its own.
+    /// Registry where kubeadm expects its own images.
     pub registry: &'static str,
     /// Tag of etcd's image.
     pub etcd: &'static str,
-    /// Tag of the image that kubeadm and containerd hold a pod's namespaces with.
+    /// Tag of the pause image.
     pub pause: &'static str,
-    /// Knows every field of our manifests.
+    /// Whether it knows every field of our manifests.
     pub is_current: bool,
 }
 
-/// With Go 1.26 of trixie-backports and etcd of trixie.
+/// Built with Go 1.26 of trixie-backports, and run with etcd of trixie.
 pub const CURRENT: Release = Release {
     version: kubernetes::CURRENT,
     kubeadm_api: "v1beta4",
@@ -54,7 +54,7 @@ pub const CURRENT: Release = Release {
     pause: "3.10.2",
     is_current: true,
 };
-/// The last one whose source Debian has as a whole.
+/// The last release whose source Debian has completely.
 pub const DEBIAN: Release = Release {
     version: "1.20.2",
     kubeadm_api: "v1beta2",
@@ -65,22 +65,22 @@ pub const DEBIAN: Release = Release {
 };
 
 impl Release {
-    /// True when pods and Services have IPv6 addresses, too: by default since 1.21.
+    /// Whether pods and Services also have IPv6 addresses: the default since 1.21.
     pub const fn has_two_families(self) -> bool {
         self.is_current
     }
 
-    /// The newest one that is built already, or can be.
+    /// The newest release that is built or can be.
     pub fn newest() -> Result<Self> {
         Ok(if CURRENT.is_built()? || source().is_some() { CURRENT } else { DEBIAN })
     }
 
-    /// Where its programs are kept.
+    /// Directory of its programs.
     fn directory(self) -> Result<PathBuf> {
         kubernetes::built(self.version)
     }
 
-    /// True when nothing must be compiled.
+    /// Whether nothing must be compiled.
     pub fn is_built(self) -> Result<bool> {
         let bin = self.directory()?.join("bin");
         Ok(PROGRAMS.iter().chain(&ETCD).all(|program| bin.join(program).is_file()))
@@ -108,7 +108,7 @@ impl Release {
     }
 }
 
-/// The archive with the newer source.
+/// Path of the archive with the newer source.
 fn source() -> Option<PathBuf> {
     let named = std::env::var_os(SOURCE).map(PathBuf::from);
     named.or_else(|| {
@@ -117,12 +117,12 @@ fn source() -> Option<PathBuf> {
     })
 }
 
-/// Debian's suites with Go and etcd.
+/// Debian suites with Go and etcd.
 fn suites() -> Result<Suites> {
     Suites::open(&apt::cache_directory()?, &["trixie", "trixie-backports"], false)
 }
 
-/// Where Go 1.26 is; unpacked once.
+/// Root of Go 1.26, unpacked once.
 pub fn go_root() -> Result<PathBuf> {
     let go = apt::cache_directory()?.join("go-1.26");
     let root = go.join("usr/lib/go-1.26");
@@ -135,7 +135,7 @@ pub fn go_root() -> Result<PathBuf> {
     Ok(root)
 }
 
-/// Go in a tree of sources, with nothing from the network; `scratch` is for what it keeps.
+/// Go in a source tree, without network access; `scratch` is for its caches.
 pub fn go(root: &Path, tree: &Path, scratch: &Path) -> Command {
     let mut command = Command::new(root.join("bin/go"));
     command

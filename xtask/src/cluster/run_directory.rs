@@ -1,6 +1,6 @@
-//! Where disks, logs and the state of a cluster are. A node's root is an overlay whose upper part lies here, and the
-//! kernel takes no directory of another overlay for that: where the machine's own root is one, as in a container or in
-//! `cargo xtask vm`, this is a file system in memory.
+//! Directory of a cluster's disks, logs and state. A node's root is an overlay with its upper directory
+//! here, and the kernel accepts no directory of another overlay for that. Where the machine's root is one,
+//! as in a container or in `cargo xtask vm`, this is a tmpfs.
 
 use std::{
     fs, io,
@@ -15,15 +15,15 @@ use nix::{
 
 use crate::apt;
 
-/// Names our mounts.
+/// Mount source that identifies our mounts.
 const SOURCE: &str = "kilo-cluster";
 
-/// Its path, whether or not it is there.
+/// Its path, whether or not it exists.
 pub fn path() -> Result<PathBuf> {
     Ok(apt::cache_directory()?.join("cluster/run"))
 }
 
-/// Makes it, in memory where the machine's root is an overlay.
+/// Creates it, in memory where the machine's root is an overlay.
 pub fn make(run: &Path) -> Result<()> {
     fs::create_dir_all(run)?;
     if statfs(run)?.filesystem_type() == OVERLAYFS_SUPER_MAGIC {
@@ -35,7 +35,7 @@ pub fn make(run: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Removes it with all that is in it.
+/// Removes it with everything in it.
 pub fn remove(run: &Path) -> Result<()> {
     let mounts = fs::read_to_string("/proc/self/mountinfo")?;
     let point = run.display().to_string();

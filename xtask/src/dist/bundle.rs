@@ -13,8 +13,8 @@ use crate::{
 
 use super::{VERSION, kgctl::Target};
 
-/// `kgctl`, and the name under which kubectl finds it: `kubectl kilo`; `man`: the directory of its
-/// man pages. Windows has no links that everybody may make, and no man pages.
+/// Packs `kgctl`, the link `kubectl-kilo` by which kubectl finds it, and the man pages from the directory
+/// `man`. The archive for Windows has neither the link, which would need privileges there, nor man pages.
 pub fn program(program: &Path, target: &Target, man: &Path, to: &Path) -> Result<()> {
     let work = tempfile::tempdir()?;
     fs::copy(program, work.path().join(target.program)).with_context(|| program.display().to_string())?;
@@ -31,7 +31,7 @@ pub fn program(program: &Path, target: &Target, man: &Path, to: &Path) -> Result
     pack(work.path(), to)
 }
 
-/// `manifests/` and the Helm chart, whose image is the one with that digest.
+/// Packs `manifests/` and the Helm chart, both with the image of that digest.
 pub fn manifests(digest: &str, output: &Path) -> Result<()> {
     let work = tempfile::tempdir()?;
     let (plain, chart) = (work.path().join("plain"), work.path().join("chart"));
@@ -52,7 +52,7 @@ fn with_digest(text: &str, digest: &str) -> String {
     let tagged = format!("{IMAGE}:{VERSION}");
     let with_digest = format!("{tagged}@{digest}");
     let text = text.replace(&tagged, &with_digest);
-    // kustomize's `images`.
+    // The field of kustomize's `images`.
     text.replace(
         &format!("    newTag: {VERSION}\n"),
         &format!("    newTag: {VERSION}\n    digest: {digest}\n"),
@@ -68,7 +68,8 @@ fn chart_with_digest(name: &str, text: String, digest: &str) -> Result<String> {
     Ok(text.replace(empty, &format!("  digest: {digest}\n")))
 }
 
-/// A compressed archive of a directory's content, whose names have no `./`: Helm looks for `kilo/Chart.yaml`.
+/// Packs a directory's content, compressed and without `./` before the names: Helm looks for
+/// `kilo/Chart.yaml`.
 fn pack(directory: &Path, to: &Path) -> Result<()> {
     let names: Result<BTreeSet<_>, _> =
         fs::read_dir(directory)?.map(|entry| entry.map(|entry| entry.file_name())).collect();

@@ -14,22 +14,22 @@ use crate::{
     workspace_root,
 };
 
-/// What `kgctl` is built for.
+/// A system and architecture that `kgctl` is built for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Target {
-    /// As Go and Kubernetes call it.
+    /// Name of the system in Go and Kubernetes.
     pub os: &'static str,
-    /// As Go and Kubernetes call it.
+    /// Name of the architecture in Go and Kubernetes.
     pub architecture: &'static str,
-    /// Name of the file with the program.
+    /// File name of the program.
     pub program: &'static str,
     triple: &'static str,
     linker: &'static str,
-    /// Debian's packages with linker and static C library, on another machine.
+    /// Debian packages with the cross linker and C library.
     packages: &'static [&'static str],
 }
 
-/// What releases have a program for.
+/// Targets that releases have a program for.
 pub const TARGETS: [Target; 3] = [
     Target {
         os: "linux",
@@ -57,22 +57,22 @@ pub const TARGETS: [Target; 3] = [
     },
 ];
 
-/// Systems that have no linker here: macOS wants Apple's own libraries.
+/// Targets without a linker here, because macOS needs Apple's own libraries.
 const CHECKED_ONLY: [&str; 2] = ["x86_64-apple-darwin", "aarch64-apple-darwin"];
 
 impl Target {
-    /// Name of the file with the program and what goes with it.
+    /// Name of the archive with the program and its companion files.
     pub fn archive(&self) -> String {
         format!("kgctl-{}-{}-{}.tar.gz", super::VERSION, self.os, self.architecture)
     }
 
-    /// Another machine than this one runs it.
+    /// Whether this machine cannot run the program.
     pub fn is_foreign(&self) -> bool {
         self.os != env::consts::OS || !self.triple.starts_with(env::consts::ARCH)
     }
 }
 
-/// Targets other than Linux, whose linker and C compiler need not be there to check them.
+/// Triples other than Linux: checking them needs neither their linker nor their C compiler.
 pub fn other_systems() -> impl Iterator<Item = &'static str> {
     TARGETS.iter().filter(|target| target.os != "linux").map(|target| target.triple).chain(CHECKED_ONLY)
 }
@@ -87,7 +87,7 @@ pub fn check(triple: &str) -> Result<bool> {
     show(
         Command::new("cargo")
             .current_dir(workspace_root())
-            // The C code of the cryptography is not asked for its types.
+            // Type-checking does not need the C code of the cryptography.
             .env(variable("CC"), "true")
             .env(variable("AR"), "true")
             .env("SDKROOT", "/")
@@ -112,13 +112,13 @@ pub fn build(target: &Target, directory: &Path) -> Result<PathBuf> {
         "-Ctarget-feature=+crt-static".to_owned(),
         format!("-Clinker={}", target.linker),
         remap(&root, "/kilo"),
-        // After the root, in which it may be: the last that fits counts.
+        // After the root, which may contain it: the last matching remap wins.
         remap(directory, "/build"),
         remap(&cargo_home()?, "/cargo"),
         remap(&sysroot, "/rust"),
     ];
     if target.os == "windows" {
-        // The header of its programs has a place for the time.
+        // The PE header has a field for the link time.
         flags.push("-Clink-arg=-Wl,--no-insert-timestamp".to_owned());
     }
     let mut cargo = Command::new("cargo");
@@ -135,7 +135,7 @@ pub fn build(target: &Target, directory: &Path) -> Result<PathBuf> {
         .arg(directory)
         .args(["--target", target.triple]);
     if !has_std(&sysroot, target.triple) {
-        // Of the toolchain's own sources, where no standard library can be had for the target.
+        // Built from the toolchain's own sources where the target has no prebuilt standard library.
         cargo.env("RUSTC_BOOTSTRAP", "1").args(["-Z", "build-std=std,panic_abort"]);
     }
     show(&mut cargo).with_context(|| format!("kgctl does not build for {}", target.triple))?;

@@ -4,7 +4,7 @@ use std::{collections::BTreeMap, fmt::Write as _};
 
 use super::kgctl::Target;
 
-/// For an index of krew, from the SHA-256 of each archive.
+/// Renders the manifest for a krew index, from the SHA-256 of each archive.
 pub fn manifest(version: &str, archives: &BTreeMap<Target, String>) -> String {
     let mut text = format!(
         "apiVersion: krew.googlecontainertools.github.com/v1alpha2\n\

@@ -70,7 +70,8 @@ pub fn main(args: &DistArgs) -> Result<()> {
     Ok(())
 }
 
-/// Prints whether the program was checked for another system; an error when it was not, and that was not allowed.
+/// Prints whether the program was checked for another system. An unchecked one is an error unless
+/// `unchecked` allows it.
 fn say_checked(triple: &str, is_checked: bool, unchecked: bool) -> Result<()> {
     ensure!(
         is_checked || unchecked,
@@ -89,7 +90,7 @@ fn is_digest(text: &str) -> bool {
     hex.len() == 64 && hex.bytes().all(|byte| byte.is_ascii_hexdigit())
 }
 
-/// Removes a release made before; nothing else that somebody may have named.
+/// Removes the files of an earlier release, and nothing else that may be in the directory.
 fn empty(output: &Path) -> Result<()> {
     let Ok(mut entries) = fs::read_dir(output) else { return Ok(()) };
     ensure!(
@@ -112,7 +113,7 @@ fn make(output: &Path, digest: Option<&str>, layers: image::Layers, build: &Path
     let programs: Result<Vec<_>> =
         kgctl::TARGETS.into_iter().map(|target| Ok((kgctl::build(&target, build)?, target))).collect();
     let programs = programs?;
-    // All print the same; the one for this machine can be run.
+    // All print the same man pages; the program for this machine can be run.
     let own = programs.iter().find(|(_, target)| !target.is_foreign());
     let man = tempfile::tempdir_in(output)?;
     kgctl::man_pages(&own.context("no kgctl for this machine")?.0, man.path())?;
@@ -131,7 +132,7 @@ fn make(output: &Path, digest: Option<&str>, layers: image::Layers, build: &Path
     sums(output)
 }
 
-/// The images of all architectures in one archive; returns the digest of their index.
+/// Writes the images of all architectures into one archive; returns the digest of their index.
 fn images(output: &Path, layers: image::Layers) -> Result<String> {
     let buildah = buildah::Buildah::open()?;
     let work = tempfile::tempdir_in(output)?;
@@ -150,7 +151,7 @@ fn images(output: &Path, layers: image::Layers) -> Result<String> {
     Ok(archive.digest)
 }
 
-/// The section of the version in the list of changes.
+/// The section of this version in the changelog.
 fn changes(all: &str, version: &str) -> Result<String> {
     let of_version = |line: &str| {
         line.strip_prefix("## ").is_some_and(|title| title.split_whitespace().next() == Some(version))

@@ -1,4 +1,4 @@
-//! What images are built for.
+//! Architectures that images are built for.
 
 use anyhow::Result;
 use clap::ValueEnum;
@@ -15,10 +15,10 @@ pub enum Architecture {
 }
 
 impl Architecture {
-    /// All of them.
+    /// Every architecture.
     pub const ALL: [Self; 2] = [Self::Amd64, Self::Arm64];
 
-    /// As Debian, Go and OCI call it.
+    /// Its name in Debian, Go and OCI.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Amd64 => "amd64",
@@ -26,7 +26,7 @@ impl Architecture {
         }
     }
 
-    /// Our image in the storage.
+    /// Name of our image in the storage.
     pub const fn image(self) -> &'static str {
         match self {
             Self::Amd64 => IMAGE,
@@ -34,7 +34,7 @@ impl Architecture {
         }
     }
 
-    /// The slim Debian image in the storage.
+    /// Name of the slim Debian image in the storage.
     pub const fn slim(self) -> &'static str {
         match self {
             Self::Amd64 => base::SLIM,
@@ -42,8 +42,8 @@ impl Architecture {
         }
     }
 
-    /// Lets the kernel run the architecture's programs until the value is dropped; nothing for
-    /// this machine's own.
+    /// Lets the kernel run the architecture's programs until the value is dropped; `None` for this
+    /// machine's own.
     pub fn emulation(self) -> Result<Option<Emulation>> {
         match self {
             Self::Amd64 => Ok(None),

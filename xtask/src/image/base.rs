@@ -1,4 +1,4 @@
-//! The images that the Dockerfile names as bases, without a registry.
+//! The base images that the Dockerfile names, made without a registry.
 
 use std::{fs, os::unix::fs::symlink, path::Path, process::Command};
 
@@ -22,33 +22,34 @@ pub const RUST: &str = "docker.io/library/rust:1.95-bookworm";
 
 const PATH: &str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
 
-/// Debian's packages that the official Rust image has and our build uses.
+/// Debian packages that the official Rust image has and our build uses.
 const COMPILERS: &str = "build-essential ca-certificates curl git pkg-config zlib1g-dev libssl-dev";
 
 /// Bases of the Dockerfile: its argument, and the image of the same tag that is made here.
 pub const BASES: [(&str, &str); 3] = [("RUST_IMAGE", RUST), ("PLUGINS_IMAGE", NEXT), ("DEBIAN_IMAGE", SLIM)];
 
-/// What `buildah` gets as bases: digests are those of a registry's images.
+/// Build arguments that name the base images by tag: the Dockerfile's digests are those of a registry's
+/// images.
 pub fn arguments(architecture: Architecture) -> Vec<String> {
     let arguments = BASES.map(|(argument, _)| argument);
     let images = all(architecture);
     arguments.iter().zip(images).map(|(argument, image)| format!("--build-arg={argument}={image}")).collect()
 }
 
-/// Images that a build for the architecture begins with, in the order of [`BASES`].
+/// Images that a build for the architecture starts from, in the order of [`BASES`].
 pub fn all(architecture: Architecture) -> [&'static str; 3] {
     BASES.map(|(_, image)| if image == SLIM { architecture.slim() } else { image })
 }
 
-/// What usrmerge brought, as apt's patterns; Debian's essential perl-base stays.
+/// Packages that usrmerge pulls in, as apt patterns; Debian's essential perl-base stays.
 const PERL: &str = "perl '^perl-modules' '^libperl5' '^lib.*-perl$'";
 
-/// Makes the slim image unless it is there; another architecture's while that is emulated.
+/// Makes the slim image unless it is there; another architecture's needs its emulation running.
 pub fn slim(buildah: &Buildah, architecture: Architecture) -> Result<()> {
     debian(buildah, "bookworm", architecture, architecture.slim())
 }
 
-/// Makes the image with current CNI plugins' sources unless it is there.
+/// Makes the image with the sources of current CNI plugins unless it is there.
 pub fn next(buildah: &Buildah) -> Result<()> {
     debian(buildah, "forky", Architecture::Amd64, NEXT)
 }
@@ -68,11 +69,11 @@ fn debian(buildah: &Buildah, suite: &str, architecture: Architecture, image: &st
     for left_out in ["/usr/share/man/*", "/usr/share/doc/*", "/usr/share/locale/*", "/usr/share/info/*"] {
         bootstrap.arg(format!("--dpkgopt=path-exclude={left_out}"));
     }
-    // A mirror that stands still is of use, too; what it holds is signed.
+    // Accept a mirror that is no longer updated: its lists are signed all the same.
     bootstrap.arg("--aptopt=Acquire::Check-Valid-Until \"false\"");
     run(bootstrap
         .arg("--dpkgopt=path-include=/usr/share/doc/*/copyright")
-        // Else Debian's first choice for the same, usrmerge, brings Perl.
+        // Otherwise Debian prefers usrmerge, which depends on Perl.
         .arg("--include=usr-is-merged")
         .arg(format!("--customize-hook=chroot \"$1\" apt-get --yes purge usrmerge {PERL}"))
         .arg(suite)
@@ -103,7 +104,7 @@ fn debian(buildah: &Buildah, suite: &str, architecture: Architecture, image: &st
     })
 }
 
-/// Empties directories.
+/// Removes what the directories contain.
 fn forget(root: &Path, directories: &[&str]) -> Result<()> {
     for directory in directories {
         let path = root.join(directory);
@@ -113,7 +114,7 @@ fn forget(root: &Path, directories: &[&str]) -> Result<()> {
     Ok(())
 }
 
-/// Makes the Rust image of this machine's toolchain unless it is there.
+/// Makes the Rust image from this machine's toolchain unless it is there.
 pub fn rust(buildah: &Buildah) -> Result<()> {
     if buildah.has(RUST) {
         return Ok(());
@@ -146,7 +147,7 @@ pub fn rust(buildah: &Buildah) -> Result<()> {
                  apt-get install -y -q --no-install-recommends {COMPILERS}; rm -rf /var/lib/apt/lists/*"
             ),
         )?;
-        // Behind a proxy, this machine has the certificate authority of the proxy.
+        // Behind a proxy, this machine trusts the proxy's certificate authority.
         let authorities = "etc/ssl/certs/ca-certificates.crt";
         let _ = fs::copy(Path::new("/").join(authorities), root.join(authorities));
         let name = format!("{number}-x86_64-unknown-linux-gnu");
@@ -175,7 +176,7 @@ fn copy(from: &Path, to: &Path) -> Result<()> {
     run(Command::new("cp").arg("-a").arg(from.join(".")).arg(to))
 }
 
-/// Runs a shell script with another root, which sees the network as this machine does.
+/// Runs a shell script in another root, which sees the network as this machine does.
 fn in_root(root: &Path, script: &str) -> Result<()> {
     let names = root.join("etc/resolv.conf");
     fs::copy("/etc/resolv.conf", &names).with_context(|| names.display().to_string())?;

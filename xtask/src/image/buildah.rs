@@ -1,4 +1,4 @@
-//! Debian's buildah, with a storage of its own in the cache directory.
+//! Debian's buildah, with its own storage in the cache directory.
 
 use std::{
     fs,
@@ -14,17 +14,17 @@ use crate::{
     command::{output, run, show},
 };
 
-/// Timestamp of files and images when the sources name none, and of all that is kept for
-/// other commits: seconds since 1970.
+/// Timestamp of files and images without a commit time, and of layers kept across commits: seconds since
+/// 1970.
 pub const EPOCH: u64 = 1_735_689_600;
 
-/// So many images and layers are kept.
+/// Images and layers in the storage beyond which it is pruned.
 const MOST_IMAGES: usize = 80;
 
 /// Builds images and keeps them.
 pub struct Buildah {
     configuration: PathBuf,
-    /// Locked as long as this is used.
+    /// Holds a shared lock while this value exists.
     in_use: fs::File,
 }
 
@@ -82,8 +82,8 @@ impl Buildah {
         })
     }
 
-    /// Removes the layers that earlier builds have left, and what holds them of builds that were interrupted, when there
-    /// are many: a build makes some ten of up to 5 GB. Nothing is removed while another xtask uses the storage.
+    /// When there are many images, removes the layers of earlier builds and the containers of interrupted
+    /// ones: a build makes about ten of up to 5 GB. Does nothing while another xtask uses the storage.
     pub fn prune(&self) -> Result<()> {
         let images = output(self.command().args(["images", "--all", "--quiet"]))?.lines().count();
         if images <= MOST_IMAGES {
@@ -98,7 +98,7 @@ impl Buildah {
         Ok(self.in_use.lock_shared()?)
     }
 
-    /// Removes images that are there.
+    /// Removes those of the images that are there.
     pub fn remove(&self, images: &[&str]) -> Result<()> {
         let present: Vec<_> = images.iter().filter(|image| self.has(image)).collect();
         match present.is_empty() {
@@ -107,7 +107,7 @@ impl Buildah {
         }
     }
 
-    /// Makes an image of a directory's content: `fill` gets the root of a container of `from`.
+    /// Makes an image from a directory: `fill` gets the root of a container based on `from`.
     pub fn make(
         &self,
         from: &str,
@@ -155,7 +155,7 @@ impl Buildah {
         )
     }
 
-    /// Writes an image as an OCI archive under that name: equal images make equal files.
+    /// Writes an image as an OCI archive under that name; equal images give equal files.
     pub fn archive(&self, image: &str, name: &str, file: &Path, compressed: bool) -> Result<Archive> {
         let directory = file.parent().context("the archive has no directory")?;
         fs::create_dir_all(directory)?;
@@ -195,7 +195,7 @@ fn timestamp(seconds: u64) -> String {
     format!("--timestamp={seconds}")
 }
 
-/// `$SOURCE_DATE_EPOCH`, else when the sources were committed.
+/// `$SOURCE_DATE_EPOCH`, or the time of the sources' commit, or [`EPOCH`].
 pub fn source_epoch(sources: &Path) -> u64 {
     let given = std::env::var("SOURCE_DATE_EPOCH").ok();
     let committed =

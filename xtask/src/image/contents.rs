@@ -1,10 +1,10 @@
-//! What the image must not hold, and what its init containers need.
+//! What the image must not contain, and what its init containers need.
 
 use std::{collections::BTreeSet, fs, path::Path};
 
 use anyhow::{Result, ensure};
 
-/// Directories of programs.
+/// Directories that programs may be in.
 const PATHS: [&str; 9] = [
     "bin",
     "sbin",
@@ -16,8 +16,8 @@ const PATHS: [&str; 9] = [
     "opt/bin",
     "opt/cni/bin",
 ];
-/// Compilers and what they call, languages, package managers, clients of the web: as the name is, or with a
-/// version behind or an architecture before it. Names that end in `sh` are shells.
+/// Compilers and their tools, languages, package managers, web clients: also with a version suffix or an
+/// architecture prefix. Names that end in `sh` are shells.
 const FORBIDDEN: [&str; 25] = [
     "apt",
     "apt-get",
@@ -45,16 +45,16 @@ const FORBIDDEN: [&str; 25] = [
     "toybox",
     "wget",
 ];
-/// The only shell, by both its names.
+/// The only shell, under both its names.
 const SHELLS: [&str; 2] = ["sh", "dash"];
-/// What the init containers of the manifests call.
+/// Programs that the init containers of the manifests run.
 const NEEDED: [&str; 12] =
     ["sh", "basename", "cat", "cp", "env", "head", "mv", "printf", "sed", "sleep", "sort", "tail"];
 
-/// Looks through the files of the image.
+/// Checks the programs in the image.
 ///
 /// # Errors
-/// What is there and must not be, or is missing.
+/// When a forbidden program is there, or a needed one is missing.
 pub fn check(root: &Path) -> Result<()> {
     let programs = programs(root);
     let bad: Vec<_> = programs.iter().filter(|name| is_forbidden(name)).collect();

@@ -1,4 +1,4 @@
-//! Running another architecture's programs, by QEMU, while an image of it is built.
+//! Runs another architecture's programs with QEMU while an image for it is built.
 
 use std::{fs, path::Path, process::Command};
 
@@ -10,12 +10,12 @@ const KERNEL: &str = "/proc/sys/fs/binfmt_misc";
 
 /// The kernel hands the architecture's programs to QEMU until this is dropped.
 pub struct Emulation {
-    /// What was registered here: nothing where somebody had it registered before.
+    /// The binfmt entry registered here; `None` when it existed before.
     name: Option<String>,
 }
 
 impl Emulation {
-    /// Begins it for a CPU as QEMU names it.
+    /// Starts emulation of a CPU, by QEMU's name for it.
     pub fn start(cpu: &str) -> Result<Self> {
         apt::install(&["arch-test", "qemu-user-static"])?;
         let kernel = Path::new(KERNEL);
@@ -27,8 +27,8 @@ impl Emulation {
         if kernel.join(&name).exists() {
             return Ok(Self { name: None });
         }
-        // What systemd would register at boot: the interpreter is opened now, so that it is found
-        // in every root.
+        // Registers what systemd would at boot: the interpreter is opened at registration, so that it is
+        // found in every root.
         let file = format!("/usr/lib/binfmt.d/{name}.conf");
         let line = fs::read_to_string(&file).with_context(|| file.clone())?;
         fs::write(kernel.join("register"), line.trim()).with_context(|| format!("{KERNEL}/register"))?;

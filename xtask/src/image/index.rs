@@ -1,4 +1,4 @@
-//! One archive for all architectures: nodes and registries take theirs from it by the same digest.
+//! One archive for all architectures: nodes and registries select their image from it by the same digest.
 
 use std::{fs, path::Path, process::Command};
 
@@ -13,8 +13,8 @@ use crate::command::output;
 
 const INDEX: &str = "application/vnd.oci.image.index.v1+json";
 
-/// Writes the images of the architectures, which are built already, and the index that names them.
-/// The digest is the index's.
+/// Writes the images of the architectures, which must be built, and an index of them. The digest is that of
+/// the index.
 pub fn archive(buildah: &Buildah, architectures: &[Architecture], file: &Path) -> Result<Archive> {
     let directory = file.parent().context("the archive has no directory")?;
     let layout = tempfile::tempdir_in(directory)?;
@@ -25,8 +25,8 @@ pub fn archive(buildah: &Buildah, architectures: &[Architecture], file: &Path) -
     Ok(Archive { digest, size: pack(layout.path(), file)? })
 }
 
-/// Makes of a layout whose images bear the architectures' names one with a single image; returns
-/// the digest of its index.
+/// Turns a layout whose images bear the architectures' names into one with a single image; returns the
+/// digest of its index.
 fn join(layout: &Path, architectures: &[Architecture]) -> Result<String> {
     let path = layout.join("index.json");
     let listed: Value = serde_json::from_slice(&fs::read(&path)?)?;
@@ -44,7 +44,7 @@ fn join(layout: &Path, architectures: &[Architecture]) -> Result<String> {
             "mediaType": INDEX,
             "digest": digest,
             "size": index.len(),
-            // containerd names the image by the first, others by the second.
+            // containerd reads the name from the first, others from the second.
             "annotations": { "io.containerd.image.name": IMAGE, "org.opencontainers.image.ref.name": IMAGE },
         }],
     });
@@ -52,8 +52,8 @@ fn join(layout: &Path, architectures: &[Architecture]) -> Result<String> {
     Ok(digest)
 }
 
-/// From the manifests of a layout, which bear the architectures' names, the index with what
-/// each is for.
+/// Builds the index, which names each manifest's platform, from a layout whose manifests bear the
+/// architectures' names.
 fn index(listed: &Value, architectures: &[Architecture]) -> Result<Value> {
     let of = |architecture: &Architecture| {
         let name = architecture.name();

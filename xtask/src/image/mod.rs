@@ -25,7 +25,7 @@ use crate::{
 pub use architecture::Architecture;
 use buildah::{Archive, Buildah};
 
-/// Name of the image in the manifests, as container runtimes store it.
+/// Name and tag of the image in the manifests, in the full form that container runtimes store.
 pub const IMAGE: &str = concat!("docker.io/kilo-ebpf/kilo:", env!("CARGO_PKG_VERSION"));
 /// CNI plugins that the image ships.
 pub const PLUGINS: [&str; 4] = ["bridge", "host-local", "loopback", "portmap"];
@@ -64,7 +64,8 @@ pub fn main(args: &ImageArgs) -> Result<()> {
         let all: Vec<_> = Architecture::ALL.into_iter().flat_map(base::all).collect();
         buildah.remove(&all)?;
     }
-    // A base without updates is the same as before, and would bring layers whose packages have some.
+    // A renewed base without updates is identical, so cached layers would be used although their packages
+    // have updates.
     let layers = if args.renew { Layers::New } else { Layers::Kept };
     let name = match (args.quick, args.architecture) {
         (true, _) => "kilo-quick.tar",
@@ -106,12 +107,12 @@ pub fn main(args: &ImageArgs) -> Result<()> {
     Ok(())
 }
 
-/// Whether layers of earlier builds are taken.
+/// Whether cached layers of earlier builds are used.
 #[derive(Clone, Copy, Debug)]
 pub enum Layers {
-    /// Where nothing changed.
+    /// Used where nothing changed.
     Kept,
-    /// Every line is run.
+    /// None is used: every line runs.
     New,
 }
 
@@ -124,15 +125,14 @@ pub fn full(buildah: &Buildah, architecture: Architecture, file: &Path, layers: 
     let root = workspace_root();
     let mut arguments = arguments(architecture, layers);
     arguments.push(format!("--build-arg=REVISION={}", revision(&root)));
-    // One time for all commits: a layer that an earlier build left bears that build's.
+    // One timestamp for all commits: a cached layer bears that of the build which made it.
     let image = architecture.image();
     buildah.build(&root.join("Dockerfile"), &root, image, architecture, &arguments)?;
     buildah.with(image, |_, root| contents::check(root))?;
     buildah.archive(image, IMAGE, file, true)
 }
 
-/// Builds the Dockerfile with binaries from `bin` in place of the stage that compiles them,
-/// uncompressed.
+/// Builds the Dockerfile, uncompressed, with binaries from `bin` instead of its compiling stage.
 pub fn quick(buildah: &Buildah, bin: &Path, file: &Path, layers: Layers) -> Result<Archive> {
     apt::install(&["binutils"])?;
     base::slim(buildah, Architecture::Amd64)?;
@@ -156,7 +156,7 @@ pub fn quick(buildah: &Buildah, bin: &Path, file: &Path, layers: Layers) -> Resu
 fn arguments(architecture: Architecture, layers: Layers) -> Vec<String> {
     let mut arguments = base::arguments(architecture);
     if architecture != Architecture::Amd64 {
-        // Buildah 1.28 says that it is what the image is for.
+        // Buildah 1.28 sets it to the target platform.
         arguments.push("--build-arg=BUILDPLATFORM=linux/amd64".to_owned());
     }
     if matches!(layers, Layers::New) {
@@ -165,7 +165,7 @@ fn arguments(architecture: Architecture, layers: Layers) -> Vec<String> {
     arguments
 }
 
-/// The Dockerfile without the stages that compile Rust, and a directory `kilo` in their place.
+/// The Dockerfile without the stages that compile Rust; a directory `kilo` replaces them.
 fn without_compiling(dockerfile: &str) -> Result<String> {
     let first = dockerfile.find("\nFROM ").context("the Dockerfile has no stage")?;
     let plugins = dockerfile.find("\nFROM --platform=$BUILDPLATFORM ${PLUGINS_IMAGE} ");
@@ -176,7 +176,7 @@ fn without_compiling(dockerfile: &str) -> Result<String> {
     Ok(format!("{}{}", &dockerfile[..first], rest.replace(from, to)))
 }
 
-/// The commit the sources are at, for the image's label; empty outside of a clone.
+/// Commit of the sources, for the image's label; empty outside a clone.
 fn revision(root: &Path) -> String {
     let mut git = Command::new("git");
     git.arg("-C").arg(root).args(["describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]);

@@ -1,5 +1,5 @@
-//! What an image is made of, as SPDX: Debian's packages, Go's modules and crates, read from the
-//! image itself by syft.
+//! What an image consists of, as SPDX: Debian packages, Go modules and crates, which syft reads from the
+//! image itself.
 
 use std::{fs, path::Path, process::Command};
 
@@ -9,10 +9,10 @@ use serde_json::{Value, json};
 use super::buildah::Archive;
 use crate::{command::run, wheels};
 
-/// Writes the list of an OCI archive, equal for equal images; returns how many packages it names.
+/// Writes the SBOM of an OCI archive, equal for equal images; returns the number of packages in it.
 ///
 /// # Errors
-/// When syft cannot be had or does not understand the archive.
+/// When syft is unavailable or cannot read the archive.
 pub fn write(file: &Path, archive: &Archive, version: &str, to: &Path) -> Result<usize> {
     let syft = wheels::SYFT.path()?;
     let work = tempfile::tempdir()?;
@@ -26,7 +26,7 @@ pub fn write(file: &Path, archive: &Archive, version: &str, to: &Path) -> Result
         .arg(format!("oci-dir:{}", layout.display()))
         .arg(format!("--output=spdx-json={}", raw.display())))?;
     let mut list: Value = serde_json::from_slice(&fs::read(&raw)?)?;
-    // Syft takes the time and a random number.
+    // Syft would put the time and a random number here.
     list["creationInfo"]["created"] = json!("1970-01-01T00:00:00Z");
     let hash = archive.digest.trim_start_matches("sha256:");
     list["documentNamespace"] = json!(format!("https://github.com/kilo-ebpf/kilo/image/{hash}"));

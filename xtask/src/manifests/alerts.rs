@@ -1,29 +1,29 @@
-//! The alerts: one table, which makes the `PrometheusRule`, its page in docs/ and promtool's tests of it.
+//! Alerts from one table, which generates the `PrometheusRule`, its page in docs/ and promtool's tests.
 
 use std::fmt::Write as _;
 
-/// Where the page stands.
+/// Address of the page.
 const RUNBOOKS: &str = "https://github.com/kilo-ebpf/kilo/blob/main/docs/alerts.md";
 
-/// A series of promtool: its name with labels, and its values minute by minute.
+/// A promtool input series: name with labels, and its values minute by minute.
 type Series = (&'static str, &'static str);
 
 /// A rule of manifests/prometheusrule.yaml, and a section of docs/alerts.md.
 struct Alert {
     name: &'static str,
     severity: &'static str,
-    /// What it means, for the one who is called.
+    /// What it means to the person on call.
     summary: &'static str,
     expr: &'static str,
-    /// It fires when this has held for so long.
+    /// How long the expression must hold before it fires.
     hold: &'static str,
-    /// What to look at, and what to do.
+    /// What to check, and what to do.
     remedy: &'static str,
-    /// It fires on these within an hour.
+    /// Series on which it fires within an hour.
     fires: &'static [Series],
-    /// With these labels besides its name and severity.
+    /// Labels of the fired alert besides name and severity.
     labels: &'static [(&'static str, &'static str)],
-    /// It does not fire on these.
+    /// Series on which it does not fire.
     quiet: &'static [Series],
 }
 
@@ -125,7 +125,7 @@ const ALERTS: &[Alert] = &[
         name: "KiloViewStale",
         severity: "warning",
         summary: "An agent's view of the cluster is stale: its own heartbeat does not come back.",
-        // Agents from before heartbeats had intervals do not have this metric.
+        // Agents without heartbeat intervals do not have this metric.
         expr: "time() - kilo_last_check_in_seconds > 60 + 2 * kilo_heartbeat_interval_seconds \
                or (time() - kilo_last_check_in_seconds > 120 unless on(instance) kilo_heartbeat_interval_seconds)",
         hold: "1m",
@@ -145,7 +145,7 @@ const ALERTS: &[Alert] = &[
         name: "KiloSlicesWithoutWriter",
         severity: "warning",
         summary: "Agents are configured for slices, but the number of agents that write them is not one.",
-        // Not those in use: without a writer none is, after some minutes.
+        // Not `kilo_slices_in_use`: without a writer, none is in use after some minutes.
         expr: "sum by (job) (kilo_slices_wanted) > 0 and sum by (job) (kilo_slices_writer) != 1",
         hold: "10m",
         remedy: "Without a writer agents go back to reading all Nodes within minutes, and nothing else is lost. The Lease \
@@ -374,7 +374,7 @@ impl Alert {
         format!("{RUNBOOKS}#{}", self.name.to_lowercase())
     }
 
-    /// As an item of a group's `rules`.
+    /// The alert as an item of a group's `rules`.
     fn rule(&self, indent: &str, expr: &str) -> String {
         let Self { name, severity, hold, .. } = self;
         let summary = quoted(self.summary);
@@ -393,7 +393,7 @@ impl Alert {
     }
 }
 
-/// A string of YAML.
+/// A single-quoted YAML string.
 fn quoted(text: &str) -> String {
     format!("'{}'", text.replace('\'', "''"))
 }
@@ -411,7 +411,7 @@ pub fn prometheus_rule() -> String {
     text
 }
 
-/// The same as a file of Prometheus itself.
+/// The same rules as a file for Prometheus itself.
 pub fn rule_file() -> String {
     file_of(ALERTS.iter().map(|alert| alert.rule("      ", alert.expr)))
 }
@@ -420,7 +420,7 @@ fn file_of(rules: impl Iterator<Item = String>) -> String {
     format!("groups:\n  - name: kilo\n    rules:\n{}", rules.collect::<String>())
 }
 
-/// How many there are.
+/// Number of alerts.
 pub const fn count() -> usize {
     ALERTS.len()
 }
@@ -446,7 +446,7 @@ pub fn page() -> String {
     text
 }
 
-/// Tests for promtool of the rules in `rules`: each alert fires, and stays quiet.
+/// promtool tests of the rule file `rules`: each alert fires when it should, and only then.
 pub fn promtool_tests(rules: &str) -> String {
     tests_of(rules, ALERTS)
 }
@@ -465,13 +465,13 @@ impl Alert {
             quoted(self.summary),
             self.runbook(),
         );
-        // A counter that grew once is news for a while, what goes on is so for the hour.
+        // A counter that grew once fires for a while, a lasting condition for the whole hour.
         let grew_once = self.fires.iter().any(|(_, values)| values.starts_with("0x10 "));
         let at = if grew_once { "13m" } else { "50m" };
         self.test(self.fires, &[at], &fired) + &self.test(self.quiet, &["5m", "15m", "25m", "35m", "50m"], "")
     }
 
-    /// A run of promtool at these times; each time it is to find what has `fired`.
+    /// One promtool test, evaluated at these times; `fired` is the expected alert, empty for none.
     fn test(&self, series: &[Series], at: &[&str], fired: &str) -> String {
         let series =
             series.iter().map(|(name, values)| format!("      - {{series: '{name}', values: '{values}'}}\n"));
@@ -513,7 +513,7 @@ mod tests {
             return;
         };
         passes(&promtool, &rule_file(), ALERTS).unwrap();
-        // And the tests see it when one never fires, or always does.
+        // The tests also notice an alert that never or always fires.
         for alert in ALERTS {
             for expr in ["vector(1) == 0", "vector(1)"] {
                 let rules = file_of(std::iter::once(alert.rule("      ", expr)));

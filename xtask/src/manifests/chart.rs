@@ -1,5 +1,5 @@
-//! The Helm chart: the template of the manifests, with its conditions written in Helm's
-//! language. What Helm alone has stands between `{# helm: NAME #}` and `{# helm: end #}`.
+//! The Helm chart: the template of the manifests, with its conditions translated to Helm. Helm-only parts
+//! replace the regions between `{# helm: NAME #}` and `{# helm: end #}`.
 
 use std::collections::BTreeMap;
 
@@ -11,15 +11,15 @@ const DIRECTORY: &str = "chart/kilo";
 const HEADER: &str =
     "{{- /* Made by `cargo xtask manifests` from the template of the manifests; do not edit. */}}\n";
 
-/// Of every pod that the chart makes.
+/// Part of every pod template in the chart.
 const PULL_SECRETS: &str = include_str!("chart/pull-secrets.tpl");
-/// In the webhook's pod: behind this line.
+/// The webhook's pull secrets are inserted after this line.
 const WEBHOOKS_ACCOUNT: &str = "      serviceAccountName: kilo-peer-validation\n";
 
-/// What an API server has to serve for own-node.yaml.
+/// API that own-node.yaml needs.
 const POLICY: &str = "admissionregistration.k8s.io/v1/ValidatingAdmissionPolicy";
 
-/// What the chart is made of: the template of the `DaemonSet`s, and files of manifests/.
+/// Sources of the chart: the template of the `DaemonSet`s, and files of manifests/.
 pub struct Sources<'a> {
     pub kilo: &'a str,
     pub crds: &'a str,
@@ -31,8 +31,8 @@ pub struct Sources<'a> {
     pub slices: &'a str,
 }
 
-/// Made files of the chart, by their path in manifests/. Values, their schema and helpers
-/// are written by hand.
+/// Generated files of the chart, by their path in manifests/. Values, their schema and helpers are written
+/// by hand.
 pub fn files(sources: &Sources<'_>) -> Result<BTreeMap<String, String>> {
     let &Sources { kilo, crds, validation, pod_monitor, rule, page_access, own_node, slices } = sources;
     let optional_if = |condition: &str, text: &str| {
@@ -40,7 +40,7 @@ pub fn files(sources: &Sources<'_>) -> Result<BTreeMap<String, String>> {
         format!("{HEADER}{{{{- if {condition} }}}}\n{text}{{{{- end }}}}\n")
     };
     let optional = |value: &str, text: &str| optional_if(&format!(".Values.{value}.enabled"), text);
-    // A cluster that does not know the kind gets everything else.
+    // A cluster that does not serve the kind gets everything else.
     let policy = format!("and .Values.ownNode.enabled (.Capabilities.APIVersions.Has \"{POLICY}\")");
     ensure!(!validation.contains("{{"), "peer-validation.yaml holds a Helm action");
     ensure!(validation.contains(WEBHOOKS_ACCOUNT), "peer-validation.yaml has another account");
@@ -70,7 +70,7 @@ pub fn files(sources: &Sources<'_>) -> Result<BTreeMap<String, String>> {
     Ok(files.into_iter().map(|(name, text)| (format!("{DIRECTORY}/{name}"), text)).collect())
 }
 
-/// What stands in the place of a marked region.
+/// Replacement for a marked region.
 fn fragment(name: &str) -> Result<&'static str> {
     Ok(match name {
         "header" => include_str!("chart/header.tpl"),
@@ -85,7 +85,7 @@ fn fragment(name: &str) -> Result<&'static str> {
     })
 }
 
-/// From minijinja to Helm.
+/// Translates the template from minijinja to Helm.
 fn translate(source: &str) -> Result<String> {
     let mut text = String::new();
     let mut lines = source.lines();
@@ -115,7 +115,7 @@ fn translate(source: &str) -> Result<String> {
     Ok(text)
 }
 
-/// The namespace is the release's.
+/// Uses the release's namespace.
 fn in_release(text: &str) -> String {
     text.replace("kube-system", "{{ .Release.Namespace }}")
 }
@@ -124,7 +124,7 @@ fn between<'a>(line: &'a str, start: &str, end: &str) -> Option<&'a str> {
     line.trim().strip_prefix(start)?.strip_suffix(end)
 }
 
-/// A condition of the template.
+/// Translates a condition of the template.
 fn condition(text: &str) -> Result<String> {
     if let Some((one, other)) = text.split_once(" or ") {
         return Ok(format!("or ({}) ({})", condition(one)?, condition(other)?));

@@ -3,11 +3,10 @@
 use anyhow::Result;
 use serde_json::{Value, json};
 
-/// One panel: what it is called, what it means, its unit, and its queries with
-/// their legends.
+/// One panel: its title, description, unit, and queries with their legends.
 struct Panel {
     kind: &'static str,
-    /// Of the dashboard's 24 columns.
+    /// Width out of the dashboard's 24 columns.
     width: u32,
     title: &'static str,
     about: &'static str,

@@ -1,11 +1,11 @@
-//! An overlay for each variant: what differs from the base, as a JSON patch (RFC 6902).
+//! An overlay for each variant: its difference from the base, as a JSON patch (RFC 6902).
 
 use std::collections::BTreeMap;
 
 use anyhow::{Context as _, Result};
 use serde_yaml_ng::{Mapping, Value};
 
-/// Files of `overlays/NAME`, which makes `text` of `base`.
+/// Files of `overlays/NAME`, which turns `base` into `text`.
 pub fn overlay(name: &str, about: &str, base: &str, text: &str) -> Result<BTreeMap<String, String>> {
     let common = documents(base)?;
     let mut patches = Vec::new();
@@ -49,7 +49,7 @@ pub fn overlay(name: &str, about: &str, base: &str, text: &str) -> Result<BTreeM
 /// Kind and name.
 type Key = (String, String);
 
-/// Objects with their text.
+/// Objects of a YAML stream, each with its text.
 fn documents(text: &str) -> Result<BTreeMap<Key, (String, Value)>> {
     let mut documents = BTreeMap::new();
     for document in text.split("\n---\n").skip(1) {
@@ -62,7 +62,7 @@ fn documents(text: &str) -> Result<BTreeMap<Key, (String, Value)>> {
     Ok(documents)
 }
 
-/// Operations that make `new` of `old`, to be applied in their order.
+/// Operations that turn `old` into `new`, in the order in which to apply them.
 fn difference(old: &Value, new: &Value, path: &str, operations: &mut Vec<Value>) {
     match (old, new) {
         _ if old == new => {}
@@ -103,7 +103,7 @@ fn keeps_order(old: &[Value], new: &[Value]) -> bool {
     old.iter().all(|before| items.any(|item| is_same_item(before, item)))
 }
 
-/// The same item of a list, changed or not.
+/// Whether both are the same list item, changed or not.
 fn is_same_item(one: &Value, other: &Value) -> bool {
     match (one.get("name"), other.get("name")) {
         (Some(one), Some(other)) => one == other,

@@ -15,14 +15,14 @@ use minijinja::{Environment, UndefinedBehavior, context};
 
 use crate::workspace_root;
 
-/// Who runs WireGuard.
+/// Where WireGuard runs.
 #[derive(Clone, Copy, Debug)]
 enum Wireguard {
-    /// The kernel.
+    /// In the kernel.
     Kernel,
-    /// A DaemonSet of its own.
+    /// In a DaemonSet of its own.
     Container,
-    /// The kernel, and on nodes without it a process in the agent's container.
+    /// In the kernel; on nodes without it, as a process in the agent's container.
     Auto,
 }
 
@@ -41,7 +41,7 @@ struct Variant {
     name: &'static str,
     about: &'static str,
     platform: &'static str,
-    /// The CNI that stays; `None` = Kilo is the CNI.
+    /// The CNI that Kilo is added to; `None`: Kilo is the CNI.
     addon: Option<&'static str>,
     wireguard: Wireguard,
 }
@@ -82,7 +82,7 @@ const VARIANTS: [Variant; 14] = [
     variant("typhoon-flannel", TYPHOON, "typhoon", Some("flannel"), Wireguard::Kernel),
 ];
 
-/// What all variants have in common; no platform's.
+/// What all variants have in common, for no particular platform.
 const BASE: Variant = variant("base", "Kilo's agent.", "other", None, Wireguard::Kernel);
 
 const TEMPLATE: &str = include_str!("kilo.yaml");

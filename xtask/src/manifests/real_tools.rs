@@ -1,4 +1,4 @@
-//! kustomize and Helm make of their files what the single-file manifests say.
+//! kustomize and Helm render what the single-file manifests contain.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
 use std::{collections::BTreeMap, fs, path::PathBuf, process::Command};
@@ -27,7 +27,7 @@ fn objects(text: &str) -> Objects {
     objects
 }
 
-/// 1.0 is written 1 by Go.
+/// Go writes 1.0 as 1.
 fn with_whole_numbers(value: Value) -> Value {
     match value {
         Value::Number(number) => match number.as_f64() {
@@ -71,26 +71,27 @@ fn assert_same(made: &Objects, wanted: &Objects, what: &str) {
     }
 }
 
-/// The specification of the agent's pods.
+/// Specification of the agent's pods.
 fn pod_spec(objects: &mut Objects) -> &mut Value {
     let key = ("DaemonSet".to_owned(), "kube-system".to_owned(), "kilo".to_owned());
     &mut objects.get_mut(&key).expect("the DaemonSet")["spec"]["template"]["spec"]
 }
 
-/// As components and the chart's values make the agent's arguments.
+/// Adds an agent argument, as components and the chart's values do.
 fn add_argument(objects: &mut Objects, argument: &str) {
     let args = &mut pod_spec(objects)["containers"][0]["args"];
     args.as_sequence_mut().unwrap().push(argument.into());
 }
 
-/// Gives the agent the runtime's default profile, as the component and the chart's value do.
+/// Gives the agent the container runtime's default seccomp profile, as the component and the chart's value
+/// do.
 fn confine(objects: &mut Objects) {
     let profile = &mut pod_spec(objects)["containers"][0]["securityContext"]["seccompProfile"]["type"];
     assert_eq!(*profile, "Unconfined");
     *profile = "RuntimeDefault".into();
 }
 
-/// What docs/install.md says of the component: the flag, a capability, and the host's lock.
+/// What docs/install.md documents for the component: the flag, a capability, and the host's xtables lock.
 fn forward_rules(objects: &mut Objects) {
     let spec = pod_spec(objects);
     let mut push = |path: &str, value: &str| {
@@ -124,7 +125,7 @@ fn every_overlay_makes_what_the_single_file_says() {
 fn components_add_what_they_are_named_after() {
     let Some(kubectl) = tool(Tool::Kubectl) else { return };
     let build = |component: &str| {
-        // Below manifests/, since kustomize follows no way out of a root it is given.
+        // Below manifests/, because kustomize follows no path that leaves its root.
         let work = tempfile::tempdir_in(directory()).unwrap();
         let text = format!("resources: [../overlays/k3s]\ncomponents: [../components/{component}]\n");
         fs::write(work.path().join("kustomization.yaml"), text).unwrap();
@@ -214,10 +215,10 @@ fn the_charts_policy_names_the_releases_account_where_the_api_server_knows_polic
     assert_same(&made, &plain, "by default");
     let made = chart(&helm, &values).unwrap();
     assert_same(&made, &plain, "an API server without policies");
-    // Only kube-system has the ConfigMap that kubeadm's clusters name their API server in.
+    // Only kube-system has the ConfigMap in which kubeadm clusters name their API server.
     let refused = chart_with(&helm, &values, &["--namespace=mesh", served]).unwrap_err();
     assert!(refused.contains("install this chart with --namespace kube-system"), "{refused}");
-    // The webhook's own namespace refuses pods of the host's network.
+    // The webhook's own namespace refuses pods with the host's network.
     let webhook = ["platform=k3s", "webhook.enabled=true"];
     let refused = chart_with(&helm, &webhook, &["--namespace=kilo"]).unwrap_err();
     assert!(refused.contains("install this chart in another namespace"), "{refused}");

@@ -1,4 +1,4 @@
-//! Parts in a process of their own, beside others: all of them wait most of the time.
+//! Parts that run in a process beside others: all of them mostly wait.
 
 use std::{
     collections::BTreeMap,
@@ -13,11 +13,11 @@ use anyhow::{Context as _, Result};
 use super::{Part, outcome, read_outcomes, unexplained};
 use crate::{command::own_program, report::TestOutcome, workspace_root};
 
-/// What runs, and where it writes.
+/// A running process, and its outcomes' file.
 pub struct Beside {
     /// Counted as failed when the process leaves no outcomes.
     part: Part,
-    /// For the reader: the parts, or what it is.
+    /// Label for the output: the parts, or what else runs.
     name: String,
     process: Child,
     outcomes: tempfile::NamedTempFile,
@@ -40,7 +40,7 @@ impl Beside {
         Self::start(Part::Soak, Part::Soak.label().to_owned(), command)
     }
 
-    /// These parts, one after the other, with those variables; what they build is built already.
+    /// Starts these parts, one after the other, with these variables; everything must be built already.
     ///
     /// # Errors
     /// When the process cannot be started.
@@ -51,7 +51,7 @@ impl Beside {
         Self::start(*parts.first().context("no parts")?, labels.join("-"), command)
     }
 
-    /// The command's last argument will be the file that it writes outcomes to.
+    /// Starts the command, with the outcomes' file as its last argument.
     fn start(part: Part, name: String, mut command: Command) -> Result<Self> {
         let outcomes = tempfile::NamedTempFile::new()?;
         let log = workspace_root().join(format!("target/{name}.log"));
@@ -88,7 +88,7 @@ impl Beside {
 mod tests {
     use super::*;
 
-    /// What a process beside the tests leaves that runs this script, its outcomes' file being `$0`.
+    /// Outcomes of a process beside the tests that runs this script, with the outcomes' file as `$0`.
     fn left_by(name: &str, script: &str) -> Vec<(String, String)> {
         let mut command = Command::new("sh");
         command.args(["-c", script]);
@@ -104,7 +104,7 @@ mod tests {
         let wrote =
             r#"echo '[{"part": "api", "name": "x", "outcome": "passed", "seconds": 1}]' > "$0"; exit 1"#;
         let pair = |part: &str, outcome: &str| (part.to_owned(), outcome.to_owned());
-        // One that failed without saying why has, too.
+        // So does one that failed without saying why.
         assert_eq!(left_by("wrote", wrote), [pair("api", "passed"), pair("bpf", "failed")]);
         assert_eq!(left_by("well", &wrote.replace("exit 1", "exit 0")), [pair("api", "passed")]);
         assert_eq!(left_by("silent", "exit 0"), [pair("bpf", "failed")]);

@@ -12,21 +12,21 @@ use crate::{
     second_try::SecondTries,
 };
 
-/// One cluster, in a process of its own because it takes over signals.
+/// One cluster, in a process of its own because it handles signals.
 #[derive(Debug, PartialEq, Eq)]
 struct Run {
     release: Release,
     flags: &'static [&'static str],
 }
 
-/// How much of it.
+/// Which checks run, and on which releases.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Checks {
-    /// What every run does, on the newest release.
+    /// The checks of every run, on the newest release.
     Ordinary,
     /// Every check, on the newest release.
     Every,
-    /// The same, and then the ordinary ones on the oldest release.
+    /// Every check on the newest release, then the ordinary ones on the oldest.
     EveryAndOldest,
 }
 
@@ -50,7 +50,7 @@ pub fn run(checks: Checks, tries: &mut SecondTries) -> Result<Vec<TestOutcome>> 
     Ok(outcomes)
 }
 
-/// What takes long is left to the newest: it asks the nodes more than the API server.
+/// Long checks run on the newest release only: they exercise the nodes more than the API server.
 fn runs(checks: Checks, newest: Release) -> Vec<Run> {
     let flags: &[&str] = if checks == Checks::Ordinary { &[] } else { &["--all"] };
     let mut runs = vec![Run { release: newest, flags }];
@@ -74,7 +74,7 @@ mod tests {
         assert_eq!(wanted(runs(Checks::Every, CURRENT)), [("1.36.2", "--all".to_owned())]);
         let both = [("1.36.2", "--all".to_owned()), ("1.20.2", "--old".to_owned())];
         assert_eq!(wanted(runs(Checks::EveryAndOldest, CURRENT)), both);
-        // Where the newer one's source is not at hand.
+        // The newer release's source is unavailable.
         assert_eq!(wanted(runs(Checks::EveryAndOldest, DEBIAN)), [("1.20.2", "--all".to_owned())]);
     }
 }

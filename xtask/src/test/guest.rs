@@ -22,18 +22,18 @@ use crate::{
     vm, workspace_root,
 };
 
-/// Outcome of a test that this machine's kernel cannot run, and that passed in a guest of this run.
+/// Outcome of a test that this machine's kernel cannot run and that passed in a guest of this run.
 pub const ELSEWHERE: &str = "elsewhere";
 
-/// A lab in a guest: what its tests' names begin with, and arguments of `lab test`.
+/// A lab in a guest: prefix of its tests' names, and arguments of `lab test`.
 type Lab = (&'static str, &'static [&'static str]);
 
 /// Many machines' kernels have no VLAN devices; the name is that of the lab's mode.
 const VLAN: Lab = ("private network in a VLAN: ", &["--checks=way", "--topology=vlan", "--kg=--tunnel=ipip"]);
 
-/// How much of the lab runs on a kernel: emulated kernels are slow. Only before 6.3 a packet of
-/// the other family is decapsulated another way, so the oldest has everything that asks something
-/// of the kernel, and the IPv6 underlay; what users do with kernel WireGuard is done on the newer.
+/// Labs that run on a kernel, few because emulated kernels are slow. Kernels before 6.3 decapsulate a
+/// packet of the other family another way, so the oldest has the checks that exercise the kernel, and the
+/// IPv6 underlay. Users' operations on kernel WireGuard are checked on the newer one.
 const fn labs_on(kernel: Kernel) -> &'static [Lab] {
     match kernel {
         Kernel::Oldest => &[("", &["--checks=transport", "--modes=IPv6 underlay"])],
@@ -42,17 +42,15 @@ const fn labs_on(kernel: Kernel) -> &'static [Lab] {
     }
 }
 
-/// What asks the kernel nothing that other tests do not ask: on this machine's
-/// kernel only.
+/// Modules that exercise nothing of the kernel that others do not: they run on this machine's kernel only.
 const NOT_ON_OLDEST: [&str; 3] = ["bpf::map_sizes", "bpf::monitor", "bpf::trace"];
-/// What runs on newer kernels than the oldest: their verifier, and the programs that
-/// ask most of it.
+/// Modules for kernels newer than the oldest: their verifier, and the programs that demand most of it.
 const ON_NEWER: [&str; 2] = ["bpf::load", "bpf::masquerade_both"];
-/// What runs on the newest besides: its hooks, and packets of all kinds, because it takes off
-/// more of a GSO packet's outer header than the older ones can.
+/// Further modules for the newest kernel: its hooks, and packets of all kinds, because it removes more of a
+/// GSO packet's outer header than older kernels can.
 const ON_NEWEST: [&str; 2] = ["bpf::agreement", "bpf::attach"];
-/// What uses devices that many machines' kernels do not have, VLAN and IPIP, or kernel WireGuard:
-/// on every kernel, so that each run of these tests has them somewhere.
+/// Modules that need what many machines' kernels lack: VLAN and IPIP devices, or kernel WireGuard. They run
+/// on every kernel, so that each run of the part has them somewhere.
 const ON_ALL: [&str; 3] = ["bpf::links", "net::strangers", KERNEL_WIREGUARD];
 
 fn is_wanted(kernel: Kernel, module: &str) -> bool {
@@ -64,7 +62,7 @@ fn is_wanted(kernel: Kernel, module: &str) -> bool {
         }
 }
 
-/// Runs these things on these kernels, each of which is booted once.
+/// Runs the tests and labs of `what` on these kernels, each of which is booted once.
 pub fn run(
     (kernels, what): (&[Kernel], OnKernel),
     binaries: &[TestBinary],
@@ -77,13 +75,13 @@ pub fn run(
     Ok(outcomes)
 }
 
-/// Whether guests run what this machine's kernel cannot.
+/// Whether guests run this test, which this machine's kernel cannot run.
 pub fn runs(skipped: &TestOutcome) -> bool {
     let module = skipped.name.rsplit_once("::").map_or("", |(module, _)| module);
     ON_ALL.contains(&module) || skipped.name.starts_with(VLAN.0)
 }
 
-/// Counts what was skipped and passed in a guest as run there, and says where.
+/// Marks skipped tests that passed in a guest as run elsewhere, and prints where.
 pub fn count_elsewhere(outcomes: &mut [TestOutcome]) {
     let in_guests: Vec<_> = outcomes
         .iter()
@@ -103,8 +101,8 @@ pub fn count_elsewhere(outcomes: &mut [TestOutcome]) {
     }
 }
 
-/// Boots the kernel, and runs in it the tests and then the labs of these names, all when there are none. What the
-/// guest did not come to has failed.
+/// Boots the kernel and runs the tests and then the labs of these names, or all when there are none.
+/// Whatever the guest does not reach has failed.
 fn boot(
     kernel: Kernel,
     what: OnKernel,
@@ -141,11 +139,11 @@ fn boot(
     Ok(outcomes)
 }
 
-/// A shell's function that writes the time since the boot before each line.
+/// A shell function that prefixes each line with the time since boot.
 const STAMP: &str = "stamp() { while IFS= read -r line; do read -r up idle < /proc/uptime; \
                      printf '%s %s\\n' \"$up\" \"$line\"; done; }\n";
 
-/// A module of tests, which runs in a process of its own.
+/// A test module, which runs in a process of its own.
 struct Module<'a> {
     binary: &'a TestBinary,
     name: String,
@@ -171,7 +169,8 @@ fn modules<'a>(
 }
 
 impl Module<'_> {
-    /// What it prints goes to the console, and with the time since the boot to a file that is read afterwards.
+    /// Shell line that runs it: the output goes to the console and, with the time since boot, to a file
+    /// that is read afterwards.
     fn line(&self, shared: &Path) -> String {
         format!(
             "echo '== {name}'; cd {}; {{ echo; {} --test-threads=1 --nocapture {} 2>&1; \
@@ -190,8 +189,8 @@ impl Module<'_> {
     }
 }
 
-/// Arguments that choose the module's tests among names with the prefix, all when there are no
-/// names; `None` when none is the module's.
+/// Arguments that select the module's tests from names with the prefix, or all when there are no names;
+/// `None` when none of the names is in the module.
 fn filter(target: &str, module: &str, prefix: &str, names: &[String]) -> Option<String> {
     let whole =
         || module.strip_prefix(target).and_then(|rest| rest.strip_prefix("::")).map(|it| format!("{it}::"));
@@ -200,7 +199,7 @@ fn filter(target: &str, module: &str, prefix: &str, names: &[String]) -> Option<
         .filter_map(|name| name.strip_prefix(prefix))
         .filter_map(|name| Some((name, name.strip_prefix(module)?)))
         .collect();
-    // One that did not end properly is run as a whole.
+    // A module that did not end properly runs as a whole.
     if names.is_empty() || own.iter().any(|(_, rest)| rest.starts_with(' ')) {
         return whole();
     }
@@ -209,7 +208,7 @@ fn filter(target: &str, module: &str, prefix: &str, names: &[String]) -> Option<
     (!tests.is_empty()).then(|| format!("--exact {}", tests.join(" ")))
 }
 
-/// Lines with seconds before them, the first of which is the start.
+/// Reads lines prefixed with seconds, of which the first marks the start.
 fn read_log(target: &str, module: &str, log: &str) -> Vec<TestOutcome> {
     let mut reader = Reader::new(Part::Vm.label(), target);
     let (mut start, mut code) = (None, None);
@@ -227,7 +226,8 @@ fn read_log(target: &str, module: &str, log: &str) -> Vec<TestOutcome> {
     reader.end(code.as_deref() == Some("0"), module, &how)
 }
 
-/// Whether one of these names is the lab's, or there are none. Names of tests begin with their program's.
+/// Whether one of these names belongs to the lab, or there are none. Names of tests begin with their
+/// program's.
 fn is_of(lab: &Lab, prefix: &str, names: &[String]) -> bool {
     let own = |name: &String| {
         let name = name.strip_prefix(prefix)?;
@@ -240,7 +240,7 @@ fn is_of(lab: &Lab, prefix: &str, names: &[String]) -> bool {
 /// A lab in the guest.
 struct LabRun {
     arguments: &'static [&'static str],
-    /// What its outcomes' names begin with.
+    /// Prefix of its outcomes' names.
     prefix: String,
     outcomes: PathBuf,
     code: PathBuf,

@@ -1,4 +1,4 @@
-//! The parts `lab` and `long-labs`: labs in processes of their own, because they take over signals.
+//! The parts `lab` and `long-labs`: labs in processes of their own, because they handle signals.
 
 use std::process::Command;
 
@@ -7,13 +7,13 @@ use anyhow::{Context as _, Result};
 use super::{Part, run_own};
 use crate::{command::own_program, report::TestOutcome, rotation::LongLab, second_try::SecondTries};
 
-/// One process: arguments of `cargo xtask lab`, and how it is told what to do again.
+/// One process: arguments of `cargo xtask lab`, and how to run parts of it again.
 struct Run {
     arguments: &'static [&'static str],
-    /// The option that its outcomes' file is named by.
+    /// The option for the outcomes' file.
     outcomes: &'static str,
-    /// The option that names one of what it does, and the word before that in the outcomes' names; `None`: it does
-    /// everything again.
+    /// The option that selects one part, and the prefix of that part in the outcomes' names; `None`:
+    /// everything runs again.
     single: Option<(&'static str, &'static str)>,
 }
 
@@ -26,7 +26,8 @@ impl Run {
         Self { arguments, outcomes: "--outcomes", single: Some((option, word)) }
     }
 
-    /// Arguments for all, or for what these outcomes are of. What is not about one of its parts is shown by doing all.
+    /// Arguments for everything, or for the parts of the outcomes `names`. A name that belongs to no part
+    /// means everything.
     fn arguments(&self, names: &[String]) -> Vec<String> {
         let all = || self.arguments.iter().map(|&argument| argument.to_owned());
         let single = self.single.filter(|_| !names.is_empty()).and_then(|(option, word)| {
@@ -61,12 +62,12 @@ const fn runs_of(lab: LongLab) -> &'static [Run] {
     }
 }
 
-/// What every run does.
+/// Runs the labs of every run.
 pub fn quick(tries: &mut SecondTries) -> Result<Vec<TestOutcome>> {
     run(Part::Lab, &QUICK, tries)
 }
 
-/// These of the others.
+/// Runs these long labs.
 pub fn long(labs: &[LongLab], tries: &mut SecondTries) -> Result<Vec<TestOutcome>> {
     let mut outcomes = Vec::new();
     for lab in labs {

@@ -1,4 +1,4 @@
-//! Test programs that cargo compiles: each belongs to a part, by its name.
+//! Test programs that cargo compiles; the name of each decides its part.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -18,9 +18,9 @@ use crate::{
     static_checks, workspace_root,
 };
 
-/// Tests that need WireGuard in the kernel, which only the virtual machines' kernels surely have.
+/// Tests that need WireGuard in the kernel, which only the virtual machines' kernels are certain to have.
 pub const KERNEL_WIREGUARD: &str = "net::wireguard_kernel";
-/// The program that takes longest of the part `unit`.
+/// The slowest program of the part `unit`.
 const LONGEST: &str = "schedules";
 
 /// One compiled test program.
@@ -31,7 +31,7 @@ pub struct TestBinary {
 }
 
 impl TestBinary {
-    /// Which part it belongs to, by its name.
+    /// The part it belongs to, by its name.
     pub fn part(&self) -> Part {
         match self.target.as_str() {
             "bpf" => Part::Bpf,
@@ -41,7 +41,7 @@ impl TestBinary {
         }
     }
 
-    /// Names of its modules with tests, with the target's before them.
+    /// Names of its modules that have tests, prefixed with the target's name.
     pub fn modules(&self) -> Result<BTreeSet<String>> {
         let listed = output(Command::new(&self.path).args(["--list", "--format=terse"]))?;
         let tests = listed.lines().filter_map(|line| line.split_once("::"));
@@ -49,7 +49,7 @@ impl TestBinary {
     }
 }
 
-/// Compiles them.
+/// Compiles the test programs.
 pub fn build() -> Result<Vec<TestBinary>> {
     println!("xtask: cargo test --no-run");
     let output = Command::new("cargo")
@@ -72,7 +72,7 @@ pub fn build() -> Result<Vec<TestBinary>> {
     Ok(binaries.collect())
 }
 
-/// Runs those of a part one after the other; with `tries` what failed is tried again.
+/// Runs the programs of a part one after the other; with `tries`, failed tests are tried again.
 pub fn run(
     part: Part,
     binaries: &[TestBinary],
@@ -103,21 +103,21 @@ pub fn run(
     Ok(outcomes)
 }
 
-/// Runs those of the part `unit`, and builds the BPF object twice, as many at once as there are processors: nearly all of
-/// them compute. What each says is printed when it has ended.
+/// Runs the programs of the part `unit` and builds the BPF object twice, one job per processor, since
+/// nearly all of them are CPU-bound. The output of each is printed when it has ended.
 pub fn run_unit(
     binaries: &[TestBinary],
     environment: &BTreeMap<String, PathBuf>,
 ) -> Result<Vec<TestOutcome>> {
     let part = Part::Unit;
-    // The simulation first, because it takes longest.
+    // The simulation starts first, because it takes longest.
     let of_part = || binaries.iter().filter(|binary| binary.part() == part);
     let first = of_part().filter(|binary| binary.target == LONGEST).map(Some);
     let others = of_part().filter(|binary| binary.target != LONGEST).map(Some);
     let jobs = Mutex::new(first.chain([None]).chain(others));
     let outcomes = Mutex::new(Vec::new());
     let work = || -> Result<()> {
-        // The lock is released before the job is done.
+        // The lock is released before the job runs.
         while let Some(job) = next(&jobs) {
             let Some(binary) = job else {
                 let built = static_checks::reproducible(part.label());
@@ -155,7 +155,7 @@ fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Tests run in the directory of their package, as under cargo.
+/// Directory of the package, in which its tests run as under cargo.
 pub fn package_of(binary: &TestBinary) -> &'static str {
     match binary.target.as_str() {
         "kilo_common" => "kilo-common",
@@ -170,22 +170,22 @@ pub fn package_of(binary: &TestBinary) -> &'static str {
     }
 }
 
-/// Runs one program test by test, so that each has its own time and a test
-/// that says why it is skipped is counted as such.
+/// Runs one program test by test, so that each test has its own time and one that says why it is skipped
+/// counts as skipped.
 fn run_binary(
     part: Part,
     target: &str,
     mut command: Command,
     say: &mut dyn FnMut(&str),
 ) -> Result<Vec<TestOutcome>> {
-    // One thread: lines of one test stay together, and times are its own.
+    // One thread keeps the lines and the time of one test together.
     command.args(["--test-threads=1", "--nocapture"]).stdin(Stdio::null());
     let (output, both) = std::io::pipe()?;
     command.stdout(both.try_clone()?).stderr(both);
     stop_if_interrupted()?;
     let started = Instant::now();
     let mut child = command.spawn().with_context(|| target.to_owned())?;
-    // It has the other end of the pipe, too.
+    // It also holds the pipe's write end.
     drop(command);
     let mut reader = Reader::new(part.label(), target);
     for line in BufReader::new(output).lines() {

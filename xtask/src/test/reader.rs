@@ -1,27 +1,27 @@
-//! Reads what a test program prints, test by test.
+//! Reads the output of a test program, test by test.
 
 use crate::report::TestOutcome;
 
-/// Outcomes of one program's tests, as its lines come.
+/// Collects the outcomes of one program's tests as its lines arrive.
 #[derive(Debug)]
 pub struct Reader {
     part: &'static str,
     target: String,
     running: Option<String>,
-    /// Why the test that runs says it is skipped.
+    /// Why the running test says it is skipped.
     skip: Option<String>,
-    /// Seconds at which the test before ended: a test that is silent prints one line, at its end.
+    /// When the previous test ended, in seconds: a silent test prints only one line, at its end.
     last: f64,
     outcomes: Vec<TestOutcome>,
 }
 
 impl Reader {
-    /// Nothing has been read of the program `target`.
+    /// A reader that has read nothing of the program `target` yet.
     pub fn new(part: &'static str, target: &str) -> Self {
         Self { part, target: target.to_owned(), running: None, skip: None, last: 0.0, outcomes: Vec::new() }
     }
 
-    /// Takes a line that came that many seconds after the start; returns what to print instead.
+    /// Takes a line that arrived `at` seconds after the start; returns what to print instead.
     pub fn line(&mut self, line: &str, at: f64) -> String {
         // "test NAME ... " and, perhaps lines later, "ok" or "FAILED".
         let mut rest = line;
@@ -52,8 +52,8 @@ impl Reader {
         said
     }
 
-    /// What was read, once `program` is over; a failure more when it ended badly (`how`) with
-    /// none of its tests to blame.
+    /// The outcomes once `program` has ended. When it ended badly (`how`) without a failed test, one more
+    /// failure says so.
     pub fn end(mut self, is_success: bool, program: &str, how: &str) -> Vec<TestOutcome> {
         if !is_success && !self.outcomes.iter().any(|outcome| outcome.outcome == "failed") {
             println!("test {program} ... failed ({how})");

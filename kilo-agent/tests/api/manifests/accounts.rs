@@ -6,7 +6,7 @@ async fn client_of(kubeconfig: &Path) -> Client {
     kubernetes::client(Some(kubeconfig), None).await.unwrap()
 }
 
-/// Fails unless the server refused for want of rights.
+/// Fails unless the server refused for lack of rights.
 #[track_caller]
 fn refused<T>(what: &str, answer: kube::Result<T>) {
     match answer {
@@ -35,7 +35,7 @@ async fn the_agents_account_may_do_what_the_agent_does_and_nothing_else() {
     let nodes: Api<Node> = Api::all(client.clone());
     refused("deleting a node", nodes.delete("other", &DeleteParams::default()).await);
     refused("creating a node", nodes.create(&PostParams::default(), &Node::default()).await);
-    // The condition NetworkUnavailable, which belongs to the program that makes the pods' network.
+    // The condition NetworkUnavailable belongs to the program that provides the pod network.
     nodes.patch_status("own", &PatchParams::default(), &Patch::Merge(json!({}))).await.unwrap();
     let event = |namespace: &str| -> (Api<Event>, Event) {
         let text = json!({
@@ -51,7 +51,7 @@ async fn the_agents_account_may_do_what_the_agent_does_and_nothing_else() {
     refused("Events elsewhere", elsewhere.create(&PostParams::default(), &about_node).await);
     let slices: Api<NodeSlice> = Api::all(client.clone());
     refused("reading slices, which slices.yaml allows", slices.list(&ListParams::default()).await);
-    // From here on the role is the other manifest's.
+    // From here on, the role is that of the other manifest.
     let addon = client_of(&account(&server, "kilo-kubeadm-flannel.yaml", "kube-system", "kilo").await).await;
     let beside_flannel: Api<Node> = Api::all(addon);
     refused(
@@ -83,8 +83,8 @@ async fn people_read_with_kgctls_role_and_peers_are_in_view_and_edit() {
     for object in manifest("kilo-kubeadm.yaml").iter().filter(|object| kind(object) == "ClusterRole") {
         apply(&admin, object, false).await.unwrap();
     }
-    // The roles view and edit are the API server's own; its controller manager, which is not
-    // here, fills them from those with the label.
+    // The roles view and edit are the API server's own. Its controller manager, which does not run here,
+    // aggregates the labelled roles into them.
     let labelled = |label: &str| {
         let roles = manifest("kilo-kubeadm.yaml").into_iter();
         let key = format!("rbac.authorization.k8s.io/aggregate-to-{label}");
@@ -140,8 +140,8 @@ async fn people_read_with_kgctls_role_and_peers_are_in_view_and_edit() {
     assert!(matches!(&gone, Err(kube::Error::Api(status)) if status.code == 404), "{:?}", gone.err());
 }
 
-/// Without rights the agent ends, and the last line, which becomes the message of the terminated
-/// container, says what to apply.
+/// Without rights the agent ends, and its last log line, which becomes the container's termination message,
+/// says what to apply.
 #[tokio::test]
 async fn without_the_cluster_role_the_last_line_of_the_log_says_what_to_apply() {
     let Some(server) = ApiServer::start().await else { return };

@@ -2,8 +2,8 @@
 
 use super::*;
 
-/// The container of a DaemonSet as a command: its arguments, its capabilities,
-/// a read-only root, and what the manifest mounts from the host as it is here.
+/// A DaemonSet's container as a command: its arguments, its capabilities, a read-only root, and the host
+/// paths that the manifest mounts.
 fn container(file: &str, daemon_set: &str, kubeconfig: &Path) -> Command {
     let object = find(file, ("DaemonSet", daemon_set));
     let container = &object.data["spec"]["template"]["spec"]["containers"][0];
@@ -37,7 +37,7 @@ fn container(file: &str, daemon_set: &str, kubeconfig: &Path) -> Command {
 /// The private address of the node in the tests.
 const HOST_IP: &str = "10.1.0.11";
 
-/// The body of `http://HOST:1107/path`, once it is answered with 200.
+/// Body of `http://HOST:1107/path`, once the status is 200.
 async fn http(host: &str, path: &str) -> String {
     http_at(host, 1107, path).await
 }
@@ -88,7 +88,8 @@ async fn runs_confined(file: &str) {
     let agent = Running(container(file, "kilo", &kubeconfig).spawn().unwrap());
     leads(&Api::all(admin)).await;
     let status = fs::read_to_string(format!("/proc/{}/status", agent.0.id())).unwrap();
-    // NET_ADMIN is bit 12, PERFMON 38, BPF 39; DAC_OVERRIDE, where it writes the CNI configuration, is 1.
+    // NET_ADMIN is bit 12, PERFMON 38, BPF 39; DAC_OVERRIDE, used where the agent writes the CNI
+    // configuration, is 1.
     let is_network = !["flannel", "cilium"].iter().any(|cni| file.contains(cni));
     let wanted = if is_network { "CapEff:\t000000c000001002" } else { "CapEff:\t000000c000001000" };
     assert!(status.contains(wanted), "{status}");
@@ -97,7 +98,7 @@ async fn runs_confined(file: &str) {
     assert!(elsewhere.is_err(), "the agent listens on the node's address only");
     is_configured().await;
     if wireguard.take().is_some() {
-        // The pod is replaced: the interface is another one, and everything comes back.
+        // The pod is replaced: the interface is a new one, and everything is set up again.
         wireguard = Some(start());
         is_configured().await;
     }
@@ -114,9 +115,9 @@ async fn is_configured() {
     wait::until(&format!("`{there}`"), Duration::from_secs(40), async || netns::succeeds(&there)).await;
 }
 
-/// Every metric the dashboard asks for is one the agent has.
+/// The agent has every metric that the dashboard queries.
 fn dashboard_shows_what_is_there(scraped: &str) {
-    // A handshake needs somebody at the other end.
+    // No peer completes a handshake here, so its metrics are set by hand.
     let metrics = Metrics::default();
     let peer = PeerStatus { handshake_age: Some(Duration::from_secs(1)), ..PeerStatus::default() };
     metrics.set_peers(BTreeMap::from([(PublicKey([1; 32]), peer)]), BTreeMap::new(), Timestamp::now());
@@ -164,7 +165,7 @@ fn without_kube_proxys_config_map_the_agent_asks_the_service_of_the_api_server()
         let volume = volumes.iter().find(|volume| volume["name"] == "kubeconfig").unwrap();
         assert_eq!(volume["configMap"]["optional"], true, "the pod starts without it");
 
-        // What the kubelet gives every pod; a service implementation stands behind the address.
+        // Files and variables that the kubelet gives every pod; kube-proxy would make the address work.
         mount_account(&server, &account(&server, file, "kube-system", "kilo").await);
         let mut command = container(file, "kilo", Path::new("/etc/kubernetes/kubeconfig"));
         command.env("KUBERNETES_SERVICE_HOST", "127.0.0.1");

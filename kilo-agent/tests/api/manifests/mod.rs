@@ -1,6 +1,5 @@
-//! manifests/ on a real API server: every object is accepted as it is written,
-//! the roles are enough and no more, and a real `kg` runs with the arguments
-//! and under the confinement of the DaemonSet.
+//! manifests/ on a real API server: every object is accepted as written, the roles suffice and grant no
+//! more, and a real `kg` runs with the arguments and under the confinement of the DaemonSet.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
@@ -64,7 +63,7 @@ mod webhook;
 
 const KG: &str = env!("CARGO_BIN_EXE_kg");
 
-/// What the Prometheus operator defines, as far as its own schema asks for anything.
+/// CRDs of the Prometheus operator, with the required fields of its schema.
 fn monitoring_crds() -> [DynamicObject; 2] {
     let open = json!({ "type": "object", "x-kubernetes-preserve-unknown-fields": true });
     let list = json!({ "type": "array", "items": open });
@@ -74,7 +73,7 @@ fn monitoring_crds() -> [DynamicObject; 2] {
     ]
 }
 
-/// A kind of its group whose `spec` must have these fields.
+/// A CRD of that group whose `spec` requires these fields.
 fn monitoring_crd(kind: &str, fields: &Value) -> DynamicObject {
     let singular = kind.to_lowercase();
     let plural = format!("{singular}s");
@@ -161,7 +160,7 @@ async fn every_object_of_every_manifest_is_accepted_as_it_is_written() {
             let parameters = PatchParams { dry_run: true, ..PatchParams::apply("kilo-test") };
             let answer = api.patch(name(&object), &parameters, &Patch::Apply(&object)).await;
             let answer = answer.unwrap_or_else(|error| panic!("{what}: {error}"));
-            // This server drops fields it does not know without a word.
+            // This server silently drops fields that it does not know.
             contains(&serde_json::to_value(&answer).unwrap(), &serde_json::to_value(&object).unwrap(), &what);
             kinds.insert(kind(&object).to_owned());
         }
@@ -173,9 +172,9 @@ async fn every_object_of_every_manifest_is_accepted_as_it_is_written() {
     }
 }
 
-/// What the server serves, once this resource is among it.
+/// What the server serves, once that includes this resource.
 async fn served(client: &Client, plural: &str) -> Discovery {
-    // A group is announced a moment before it is served.
+    // A group is announced shortly before it is served.
     wait::until(&format!("{plural} are served"), Duration::from_secs(20), async || {
         let there = |group: &ApiGroup| group.recommended_resources().iter().any(|(r, _)| r.plural == plural);
         match Discovery::new(client.clone()).run().await {
@@ -186,7 +185,7 @@ async fn served(client: &Client, plural: &str) -> Discovery {
     .await
 }
 
-/// Read as the type of Kubernetes 1.33 and written again: fields it does not know are gone.
+/// Reads the object as its type in Kubernetes 1.33 and writes it again, which drops unknown fields.
 fn of_newest_kubernetes(object: &Value) -> Value {
     fn through<T: DeserializeOwned + Serialize>(object: &Value) -> Value {
         let typed: T =
@@ -210,13 +209,13 @@ fn of_newest_kubernetes(object: &Value) -> Value {
         "ValidatingAdmissionPolicy" => through::<ValidatingAdmissionPolicy>(object),
         "ValidatingAdmissionPolicyBinding" => through::<ValidatingAdmissionPolicyBinding>(object),
         "ValidatingWebhookConfiguration" => through::<ValidatingWebhookConfiguration>(object),
-        // Not of Kubernetes itself.
+        // Not types of Kubernetes itself.
         "PodMonitor" | "PrometheusRule" => object.clone(),
         other => panic!("{other}: add its type here"),
     }
 }
 
-/// Removes what is younger than the server these tests run against (1.20).
+/// Removes fields younger than the server that these tests run against (1.20).
 fn without_young_fields(value: &mut Value) {
     match value {
         Value::Object(fields) => {
@@ -228,7 +227,7 @@ fn without_young_fields(value: &mut Value) {
     }
 }
 
-/// Everything `ours` says is in `theirs`.
+/// Asserts that `theirs` contains everything in `ours`.
 fn contains(theirs: &Value, ours: &Value, at: &str) {
     match (ours, theirs) {
         (Value::Object(ours), Value::Object(theirs)) => {
@@ -284,7 +283,7 @@ fn strings(value: &Value) -> Vec<String> {
     value.as_array().unwrap().iter().map(|item| item.as_str().unwrap().to_owned()).collect()
 }
 
-/// Ends the process with the test.
+/// Kills the process when the test ends.
 struct Running(Child);
 
 impl Drop for Running {
@@ -294,7 +293,7 @@ impl Drop for Running {
     }
 }
 
-/// The body of `http://HOST:PORT/path`, once it is answered with 200.
+/// Body of `http://HOST:PORT/path`, once the status is 200.
 async fn http_at(host: &str, port: u16, path: &str) -> String {
     let ask = || -> std::io::Result<String> {
         let mut stream = std::net::TcpStream::connect((host, port))?;
@@ -310,7 +309,7 @@ async fn http_at(host: &str, port: u16, path: &str) -> String {
     .await
 }
 
-/// What the kubelet gives a container of this account.
+/// Mounts the files that the kubelet gives a container of this account.
 fn mount_account(server: &ApiServer, kubeconfig: &Path) {
     let kubeconfig: Value = serde_yaml_ng::from_str(&fs::read_to_string(kubeconfig).unwrap()).unwrap();
     let token = kubeconfig["users"][0]["user"]["token"].as_str().unwrap();

@@ -5,7 +5,7 @@ use k8s_openapi::api::core::v1::Pod;
 use super::*;
 use crate::accounts::token_of_pod;
 
-/// Fails unless the policy refused.
+/// Fails unless the policy denied it.
 #[track_caller]
 fn denied<T>(what: &str, answer: kube::Result<T>) {
     match answer.map(drop) {
@@ -16,7 +16,7 @@ fn denied<T>(what: &str, answer: kube::Result<T>) {
     }
 }
 
-/// What the kubelet of a node would have made.
+/// A pod as a node's kubelet would have it.
 async fn pod_on(admin: &Client, node: &str) -> Pod {
     let pods: Api<Pod> = Api::namespaced(admin.clone(), "kube-system");
     let pod = json!({
@@ -57,7 +57,7 @@ async fn with_the_policy_an_agent_changes_its_own_node_alone() {
     let annotation = |name: &str, value: &str| json!({ "metadata": { "annotations": { name: value } } });
     let label = json!({ "metadata": { "labels": { "team": "a" } } });
     let dead = annotation("kilo.squat.ai/last-seen", "0");
-    // The role alone allows it.
+    // The role alone would allow it.
     patch("other", &annotation("kilo.squat.ai/leader", "true")).await.unwrap();
 
     for object in manifest("own-node.yaml") {
@@ -86,7 +86,7 @@ async fn with_the_policy_an_agent_changes_its_own_node_alone() {
         denied("a token of no pod", patched);
     }
 
-    // What an agent does goes on.
+    // The agent's usual writes still work.
     let backend = KubernetesBackend::start(client, Some("own"), "region").await.unwrap();
     let published = Published { last_seen: 1_700_000_001, ..Published::default() };
     assert!(backend.publish("own", &published).await.unwrap());
@@ -94,7 +94,7 @@ async fn with_the_policy_an_agent_changes_its_own_node_alone() {
     backend.report_network("own", true).await.unwrap();
     assert!(backend.declare_dead("other", 1_700_000_000).await.unwrap());
     backend.retract("own").await.unwrap();
-    // Others are not meant.
+    // The policy does not apply to others.
     let everybodys: Api<Node> = Api::all(admin);
     everybodys.patch("other", &PatchParams::default(), &Patch::Merge(&label)).await.unwrap();
 }

@@ -1,4 +1,4 @@
-//! The webhook of the manifest: its certificate, and what it refuses.
+//! The webhook of the manifest: its certificate, and what it rejects.
 
 use super::*;
 
@@ -10,7 +10,7 @@ fn the_webhook_of_the_manifest_makes_its_certificate_and_refuses_invalid_peers()
     );
 }
 
-/// A replica of the webhook's Deployment, confined as there; the second has ports of its own.
+/// A replica of the webhook's Deployment, confined as there; the second has other ports.
 fn replica(server: &ApiServer, number: u16) -> Running {
     let deployment = find("peer-validation.yaml", ("Deployment", "peer-validation-server"));
     let pod = &deployment.data["spec"]["template"]["spec"];
@@ -35,13 +35,13 @@ fn replica(server: &ApiServer, number: u16) -> Running {
     Running(child.unwrap())
 }
 
-/// The certificate a replica serves with, and what the API server trusts.
+/// The certificate that the replica on this port serves.
 fn served_certificate(port: u16) -> String {
     netns::sh(&format!("openssl s_client -connect 127.0.0.1:{port} </dev/null 2>/dev/null | openssl x509"))
 }
 
 async fn webhook_refuses() {
-    // No kube-proxy here: the Service's name leads to the containers' own ports.
+    // Without kube-proxy, the Service's name resolves to the containers' own ports.
     netns::sh(&format!(
         "ip link set lo up; touch /run/kg; mount --bind {KG} /run/kg; \
          echo '127.0.0.1 localhost peer-validation.kilo.svc' > /run/hosts; mount --bind /run/hosts /etc/hosts"
@@ -79,7 +79,7 @@ async fn webhook_refuses() {
     );
     assert!(names.contains("DNS:peer-validation.kilo.svc,"), "{names}");
 
-    // The schema lets this pass; and the server takes a moment to learn of the webhook.
+    // The schema accepts this, and the server takes a moment to learn of the webhook.
     let bad = validated("bad", &json!({}));
     let refusal =
         wait::until("the webhook is asked", LIMIT, async || match apply(&admin, &bad, true).await {
@@ -101,7 +101,7 @@ async fn webhook_refuses() {
         secrets.patch(name, &PatchParams::default(), &due).await.unwrap();
     };
     make_due().await;
-    // So late that no time is left to wait: the replicas take both steps one after the other.
+    // Renewal is so overdue that no time is left to wait: the replicas take both steps one after the other.
     wait::until("a new certificate is in use", LIMIT, async || kept("tls.crt").await != first).await;
     let second = kept("tls.crt").await;
     wait::until("both replicas serve with it", LIMIT, async || {
@@ -112,7 +112,7 @@ async fn webhook_refuses() {
     assert_eq!(trusted().await.matches("BEGIN CERTIFICATE").count(), 2, "the former one is trusted, too");
     assert_eq!(kept("next.crt").await, "");
     wait::until("peers can be written", LIMIT, async || apply(&admin, &good, false).await.is_ok()).await;
-    // Somebody takes the authority away (a manifest applied anew): it comes back.
+    // When the authority is removed, as by a manifest applied anew, it comes back.
     let mut object = hooks.get("peers.kilo.squat.ai").await.unwrap();
     object.webhooks.as_mut().unwrap()[0].client_config.ca_bundle = None;
     hooks.replace("peers.kilo.squat.ai", &PostParams::default(), &object).await.unwrap();

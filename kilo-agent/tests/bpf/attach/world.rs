@@ -1,4 +1,4 @@
-//! A node with its hooks: what a starting agent does there, and what hangs on them.
+//! A node with its hooks: what a starting agent attaches, and what is on them.
 
 use crate::{
     netns::{isolated, sh},
@@ -30,7 +30,7 @@ pub(super) fn isolated_tcx<F: Future<Output = ()>>(name: &str, body: impl FnOnce
     if has_tcx() { isolated(name, body) } else { support::skip("TCX needs Linux 6.6") }
 }
 
-/// The ways to attach of this kernel.
+/// Attach modes that this kernel supports.
 pub(super) fn modes() -> Vec<AttachMode> {
     if has_tcx() { vec![AttachMode::Tcx, AttachMode::Clsact] } else { vec![AttachMode::Clsact] }
 }
@@ -65,7 +65,7 @@ impl World {
         self.uplinks = BTreeSet::from([index("eth0")]);
     }
 
-    /// What a starting agent does.
+    /// Starts the data path as an agent does.
     pub(super) async fn start(&self, mode: AttachMode) -> (Dataplane, Applied) {
         let mut dataplane = Dataplane::open_with(self.fs.path(), false, mode).unwrap();
         dataplane.write(&leader_tables()).unwrap();
@@ -81,7 +81,7 @@ impl World {
         dataplane.attach(&self.net, interfaces).await.unwrap()
     }
 
-    /// Programs of that name on one hook: over TCX, and as filters.
+    /// Number of programs of that name on one hook: by TCX, and as filters.
     pub(super) async fn copies(&self, program: &str, interface: &str, hook: TcAttachType) -> (usize, usize) {
         let filters = self.net.bpf_filters([index(interface)]).await.unwrap();
         let egress = hook == TcAttachType::Egress;
@@ -89,7 +89,7 @@ impl World {
         (tcx(interface, hook).iter().filter(|it| it.name_as_str() == Some(program)).count(), filters)
     }
 
-    /// Exactly one copy of each program, where it belongs.
+    /// Asserts exactly one copy of each program, on its hook.
     pub(super) async fn assert_one_copy_each(&self, mode: AttachMode) {
         let wanted = if mode == AttachMode::Clsact { (0, 1) } else { (1, 0) };
         for (program, interface, hook) in [
@@ -102,7 +102,7 @@ impl World {
         }
     }
 
-    /// The kernel frees a link some time after its last name is gone.
+    /// Waits, because the kernel frees a link some time after its last pin is gone.
     pub(super) async fn assert_copies(
         &self,
         program: &str,
@@ -167,13 +167,13 @@ impl Sender {
     }
 }
 
-/// An encapsulated packet of a host that is not a node: our program drops and counts it.
+/// An encapsulated packet from a host that is not a node: our program drops and counts it.
 pub(super) fn from_a_stranger() -> Vec<u8> {
     let inner = packet::udp([10, 42, 2, 2], [10, 42, 1, 2], (1, 2), b"x");
     packet::steered(STRANGER, SELF, &inner)[14..].to_vec()
 }
 
-/// The same counter, of a version whose maps are pinned there.
+/// The counter of such drops, for a version whose maps are pinned in `pins`.
 pub(super) fn dropped_in(pins: &Path) -> u64 {
     let index = DropReason::UnknownSender.index().to_ne_bytes().map(|byte| byte.to_string()).join(" ");
     let text = sh(&format!("bpftool -j map lookup pinned {} key {index}", pins.join("count").display()));
@@ -185,7 +185,7 @@ pub(super) fn dropped(dataplane: &Dataplane) -> u64 {
     dataplane.counters().unwrap().read().unwrap().drops["unknown_sender"]
 }
 
-/// Waits until `value` returns what is wanted, at most ten seconds.
+/// Waits up to ten seconds until `value` returns `wanted`.
 pub(super) async fn settles<T: PartialEq + std::fmt::Debug>(wanted: T, value: impl Fn() -> T) {
     wait::until(&format!("the value is {wanted:?}"), Duration::from_secs(10), async || {
         let value = value();

@@ -33,10 +33,10 @@ use crate::{
 pub const NODE_MAC: [u8; 6] = [2, 0, 0, 0, 0, 1];
 pub const LAN_MAC: [u8; 6] = [2, 0, 0, 0, 0, 2];
 
-/// Longest wait for a packet that will come.
+/// Longest wait for an expected packet.
 const LIMIT: Duration = Duration::from_secs(10);
 
-/// A node whose programs are attached.
+/// A node with its programs attached.
 pub struct World {
     fs: support::BpfFs,
     net: Net,
@@ -45,7 +45,7 @@ pub struct World {
 }
 
 impl World {
-    /// `kilo0` and a pod's address; no uplink yet.
+    /// A node with `kilo0` and a pod's address, but no uplink.
     pub fn new() -> Self {
         sh("for it in all default; do echo 0 > /proc/sys/net/ipv4/conf/$it/rp_filter; done
             ip link set lo up; ip address add 10.42.1.2/32 dev lo
@@ -57,7 +57,7 @@ impl World {
         Self { fs, net, dataplane: None, tables: leader_tables() }
     }
 
-    /// With the uplink `eth0`, which has the private address.
+    /// The same with the uplink `eth0`, which has the private address.
     pub fn on_veth() -> Self {
         let mut world = Self::new();
         sh("ip link add eth0 address 02:00:00:00:00:01 type veth peer name eth0 address 02:00:00:00:00:02 netns lan
@@ -68,8 +68,8 @@ impl World {
         world
     }
 
-    /// With the uplink `tun0`, whose packets have no link-layer header and go to the test. It
-    /// has the private address.
+    /// The same with the uplink `tun0`, which has the private address and no link-layer header; its packets
+    /// go to the test.
     pub fn on_tun() -> (Self, Tun) {
         let mut world = Self::new();
         let tun = Tun::new("tun0");
@@ -82,7 +82,7 @@ impl World {
         (world, tun)
     }
 
-    /// What is masqueraded at this interface gets this address.
+    /// Sets the address to which this interface masquerades.
     pub fn masquerade_as(&mut self, ifindex: u32, masq_v4: [u8; 4]) {
         let device = Device { masq_v4, masq_v6: [0; 16], flags: DEVICE_MASQUERADE };
         self.tables.device.insert(ifindex, device);
@@ -95,7 +95,7 @@ impl World {
         }
     }
 
-    /// Attaches to these uplinks, and to those without link-layer header.
+    /// Attaches the programs to these uplinks; `layer3` are those without link-layer header.
     pub async fn attach(&mut self, uplinks: &[&str], layer3: &[&str]) {
         self.tables.config.kilo_ifindex = index("kilo0");
         let mut dataplane = Dataplane::open(self.fs.path(), false).unwrap();
@@ -118,17 +118,17 @@ impl World {
         self.dataplane = Some(dataplane);
     }
 
-    /// Where everything of this node is pinned.
+    /// The BPF file system with this node's pins.
     pub fn bpffs(&self) -> &Path {
         self.fs.path()
     }
 
-    /// What reads the words of `lead` and sends signals.
+    /// Handle that reads the words of `lead` and sends signals.
     pub fn signals(&self) -> Signals {
         self.dataplane.as_ref().unwrap().signals().unwrap()
     }
 
-    /// The ring of what was heard.
+    /// Ring buffer of received signals.
     pub fn ring(&self) -> RingBuf<MapData> {
         kilo_host::dataplane::lead::heard(self.fs.path()).unwrap()
     }
@@ -146,7 +146,7 @@ impl World {
         self.counters().read().unwrap().actions[action.label()]
     }
 
-    /// Packets dropped, by reason.
+    /// Non-zero drop counts, by reason.
     pub fn drops(&self) -> BTreeMap<&'static str, u64> {
         self.counters().read().unwrap().drops.into_iter().filter(|(_, count)| *count > 0).collect()
     }
@@ -170,12 +170,12 @@ impl Tun {
         Self(file)
     }
 
-    /// A packet arrives at the device.
+    /// Makes a packet arrive at the device.
     pub fn send(&self, packet: &[u8]) {
         (&self.0).write_all(packet).unwrap();
     }
 
-    /// The next packet that leaves by the device within that time.
+    /// The next packet that leaves through the device within `limit`.
     pub fn next(&self, limit: Duration) -> Option<Vec<u8>> {
         let mut ready = [PollFd::new(self.0.as_fd(), PollFlags::POLLIN)];
         if poll(&mut ready, u16::try_from(limit.as_millis()).unwrap()).unwrap() == 0 {
@@ -187,12 +187,12 @@ impl Tun {
         Some(bytes)
     }
 
-    /// The next packet of this version and protocol that left by the device.
+    /// The next packet of this IP version and protocol that leaves through the device.
     pub fn sent(&self, version: u8, protocol: u8) -> Vec<u8> {
         let deadline = Instant::now() + LIMIT;
         while Instant::now() < deadline {
             let Some(bytes) = self.next(Duration::from_secs(1)) else { continue };
-            // The kernel's own router solicitations are others.
+            // Skips others, such as the kernel's own router solicitations.
             let found = if bytes[0] >> 4 == 6 { bytes[6] } else { bytes[9] };
             if (bytes[0] >> 4, found) == (version, protocol) {
                 return bytes;
@@ -221,7 +221,7 @@ pub fn has_vlans() -> bool {
     )
 }
 
-/// Runs `body` on a thread in the network behind the uplinks: sockets it makes stay there.
+/// Runs `body` on a thread in the network behind the uplinks; sockets that it creates stay there.
 pub fn in_lan<T: Send>(body: impl FnOnce() -> T + Send) -> T {
     std::thread::scope(|scope| {
         let inside = scope.spawn(|| {
@@ -239,7 +239,7 @@ pub fn udp_in_lan(address: [u8; 4], port: u16) -> UdpSocket {
     socket
 }
 
-/// The next datagram; `None` when none comes.
+/// The next datagram; `None` when none arrives in time.
 pub fn heard(socket: &UdpSocket) -> Option<Vec<u8>> {
     socket.set_read_timeout(Some(LIMIT)).unwrap();
     let mut bytes = [0; 2048];

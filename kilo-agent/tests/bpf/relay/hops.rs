@@ -1,4 +1,4 @@
-//! Where relayed packets go on a real link: to which next hop, and by which link-layer address of it.
+//! Next hops of relayed packets on a real link, and their link-layer addresses.
 
 use std::{collections::BTreeMap, os::fd::OwnedFd, time::Instant};
 
@@ -17,15 +17,15 @@ use crate::{
     wait::pace,
 };
 
-/// Another place of the end Y.
+/// The address to which the end Y moves.
 const MOVED: [u8; 4] = [203, 0, 114, 2];
 
-/// Link-layer address of a router of the network behind `eth0`.
+/// Link-layer address of a router in the network behind `eth0`.
 const fn router(number: u8) -> [u8; 6] {
     [2, 0, 0, 0, 0, number]
 }
 
-/// A relay with one pair, whose ends are behind routers of `eth0`'s network.
+/// A relay with one pair, whose ends are behind routers in `eth0`'s network.
 struct Relay {
     world: World,
     maps: RelayMaps,
@@ -61,7 +61,7 @@ impl Relay {
         self.maps.write_ports(&self.ports).unwrap();
     }
 
-    /// Router of the way to both places of Y.
+    /// Routes both addresses of Y through this router.
     fn goes_by(&self, router: u8) {
         sh(&format!(
             "ip route replace 203.0.112.0/22 via 10.1.0.{router} dev eth0
@@ -69,7 +69,7 @@ impl Relay {
         ));
     }
 
-    /// Sends a datagram from X through the relay; the link-layer address that it goes to.
+    /// Sends a datagram from X through the relay; returns the link-layer destination of the relayed frame.
     fn passes(&mut self) -> [u8; 6] {
         self.sent += 1;
         let bytes = [data(60), self.sent.to_be_bytes().to_vec()].concat();
@@ -117,7 +117,7 @@ async fn kept(is_v6: bool) {
     let asked = Instant::now();
     relay.goes_by(13);
     let hop = relay.passes();
-    // Nobody has said that the route is another, so the kernel is asked after 2.5 s at the earliest.
+    // Nothing has announced the route change, so the kernel is asked after 2.5 s at the earliest.
     if asked.elapsed().as_millis() < 2_000 {
         assert_eq!(hop, router(0x12));
     }
@@ -129,13 +129,13 @@ async fn kept(is_v6: bool) {
         u64::from(relay.sent),
         "what was written anew goes on counting"
     );
-    // The neighbour's address is the kernel's to know.
+    // The kernel knows the neighbour's new address.
     let address = if is_v6 { "2001:db8::a01:13" } else { "10.1.0.13" };
     sh(&format!("ip neighbour replace {address} lladdr 02:00:00:00:00:77 dev eth0 nud permanent"));
     assert_eq!(relay.passes(), router(0x77));
 }
 
-/// What there is when no agent runs: 2.5 to 25 s, by the kernel's clock.
+/// Without an agent a changed route takes effect after 2.5 to 25 s, by the kernel's clock.
 #[test]
 fn a_route_that_changes_without_an_agent_counts_25_s_later_at_most() {
     isolated("a_route_that_changes_without_an_agent_counts_25_s_later_at_most", || async {
@@ -163,7 +163,7 @@ fn so_it_is_bound_anew_over_ipv6() {
     isolated("so_it_is_bound_anew_over_ipv6", || async { bound_anew(true).await });
 }
 
-/// An end moves between two places behind two routers: no packet for the one is sent to the other's.
+/// An end moves between two addresses behind two routers: no packet for one goes to the other's router.
 async fn bound_anew(is_v6: bool) {
     let mut relay = Relay::new(is_v6).await;
     relay.goes_by(12);

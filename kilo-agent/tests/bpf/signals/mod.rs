@@ -1,4 +1,4 @@
-//! Signals: what programs answer, obey and hand to the agent, and what they refuse.
+//! Signals: what programs answer, obey and pass to the agent, and what they refuse.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
@@ -36,14 +36,14 @@ use crate::support::{
 };
 use crate::wait::until;
 
-/// Ids: this node's, the other's.
+/// Ids of this node and of the other one.
 const OWN: u64 = 0x1111_1111_1111_1111;
 const OTHER: u64 = 0x2222_2222_2222_2222;
 const COOKIE: u64 = 0xc00c_1e00;
 const KEY: [u64; 2] = [0x0706_0504_0302_0100, 0x0f0e_0d0c_0b0a_0908];
 const LOCATION: u64 = 0x6c6f_6361;
 const NONCE: u64 = 0x6e6f_6e63_6521;
-/// Reads as the EtherType of IPv4 where `BPF_PROG_TEST_RUN` wants an Ethernet header.
+/// Reads as the EtherType of IPv4 where `BPF_PROG_TEST_RUN` expects an Ethernet header.
 const FAR: [u8; 4] = [8, 0, 3, 1];
 
 fn control(id: u64) -> [u8; 16] {
@@ -84,7 +84,7 @@ impl Bench {
         self.signals().words().unwrap()[1]
     }
 
-    /// What the ring holds.
+    /// Content of the ring buffer.
     fn heard(&self) -> Vec<(Heard, Vec<u8>)> {
         let mut ring = heard(self.fs.path()).unwrap();
         let mut all = Vec::new();
@@ -122,7 +122,7 @@ fn roll() -> Vec<u8> {
     written(&signal(Kind::Roll, 0, Body::Word { cookie: 0, gateway: 0 }))
 }
 
-/// One of every kind.
+/// One signal of every kind.
 fn all() -> Vec<Signal<Vec<u64>>> {
     let members = || vec![1, 2, 3];
     let claim = || Body::Claim { gateway: OTHER, shared: Shared::Move, part: (0, 1), members: members() };
@@ -162,7 +162,8 @@ fn refused(ran: &Ran, reason: &str) {
     assert_eq!((ran.verdict, &ran.counted[..]), (SHOT, &[reason][..]));
 }
 
-/// The signal in an answer, which is the question turned round and valid in every checksum.
+/// The signal in an answer. The answer must be the question with its ends swapped, and all its checksums
+/// valid.
 #[track_caller]
 fn answered(ran: &Ran, question: &[u8]) -> Vec<u8> {
     assert_eq!((ran.verdict, &ran.counted[..]), (REDIRECT, &["reflect"][..]));
@@ -212,7 +213,7 @@ fn a_later_announce_is_obeyed_and_no_other_ever() {
         (4, false, 5),
         (6, true, 6),
         (5, false, 6),
-        // At most 1,024 changes may have been missed; a count near its end would be the last.
+        // A member may have missed at most 1,024 changes; a count near the maximum would be the last.
         (1_024 << 16, true, 1_024 << 16),
         (2_049 << 16, false, 1_024 << 16),
         ((1 << 48) - 1, false, 1_024 << 16),
@@ -235,7 +236,7 @@ fn a_later_announce_is_obeyed_and_no_other_ever() {
         }
         assert_eq!(bench.word(), word(Term::from_bits(stands), u16::try_from(MEMBER_HOP).unwrap()));
     }
-    // An agent that reconciles writes what it knows, which is earlier.
+    // A reconciling agent writes the word that it knows, which is of an earlier term.
     let before = bench.word();
     bench.dataplane.write(&tables).unwrap();
     assert_eq!(bench.word(), before);
@@ -247,7 +248,7 @@ fn what_is_forged_stale_or_foreign_changes_nothing() {
     let Some(mut bench) = Bench::of(&base) else { return };
     let before = bench.word();
     let good = announce(5, COOKIE, OTHER);
-    // Every byte counts, the tag's too.
+    // Every byte is authenticated, and so is the tag.
     for at in 0..good.len() {
         let mut bytes = good.clone();
         bytes[at] ^= 0x10;
@@ -370,7 +371,7 @@ fn answers_wait_in_the_ring_until_it_fills_up() {
         poll(&mut fds, PollTimeout::from(10_000u16)).unwrap();
         woken.send(()).unwrap();
     });
-    // The other thread waits by then: a reader sees what is there, woken or not.
+    // The other thread must be waiting by now: a reader sees what is there, woken or not.
     let stat = format!("/proc/self/task/{}/stat", name.recv().unwrap());
     let sleeps = || std::fs::read_to_string(&stat).unwrap().contains(") S ");
     until("the other thread sleeps", Duration::from_secs(10), sleeps);
@@ -432,7 +433,7 @@ fn a_gateway_reflects_probes_of_other_locations_and_of_nobody_else() {
     );
     assert!(checksums_hold(&ran.bytes));
     assert_eq!(signal::parse(&ran.bytes[28..]).unwrap().kind, Kind::Reflected);
-    // Its own private address is not to be probed, and others' packets go on.
+    // A node's own private address must not be probed, and packets to others are forwarded.
     refused(&tunnel(&mut bench, FAR, SELF, &probe), "unknown_signal");
     let on = tunnel(&mut bench, FAR, MEMBER_POD, &probe);
     assert_eq!((on.verdict, &on.counted[..]), (REDIRECT, &["forward"][..]));
@@ -452,7 +453,7 @@ fn a_gateway_reflects_probes_of_other_locations_and_of_nobody_else() {
     assert_eq!(tunnel(&mut bench, FAR, SELF, &answer).counted, ["hear"], "a member's own probe");
 }
 
-/// The tables of a gateway, whose own word names the other one.
+/// Tables of a gateway whose own word names the other gateway.
 fn relieved(flags: u32) -> Tables {
     let mut tables = with_keys(leader_tables());
     tables.lead[1] = word(Term::NONE, u16::try_from(MEMBER_HOP).unwrap());
@@ -484,7 +485,7 @@ fn a_relieved_leader_passes_on_what_it_does_not_lead_and_never_what_a_gateway_se
         assert_eq!(ran.counted, then, "{flags}");
         assert_eq!(ran.verdict, if flags == 0 { REDIRECT } else { PASS });
     }
-    // By hop 2 Kilo's leader is asked, which no other node relieves.
+    // A prefix with the remote hop uses Kilo's leader, which no other node relieves.
     let mut tables = relieved(NODE_LED);
     tables.lead = [tables.lead[1]; 2];
     let remote = PrefixValue { hop: HOP_REMOTE, flags: PREFIX_ROUTE | PREFIX_SOURCE };

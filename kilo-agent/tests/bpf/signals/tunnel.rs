@@ -1,4 +1,4 @@
-//! Signals through WireGuard, and those the agent sends.
+//! Signals through WireGuard, and signals that the agent sends.
 
 use std::time::Duration;
 
@@ -22,22 +22,22 @@ use crate::{
     wait::until,
 };
 
-/// What a device gets is handled and counted a little later.
+/// Packets to a device are handled and counted with a delay.
 const LIMIT: Duration = Duration::from_secs(10);
 
-/// The address of a gateway elsewhere.
+/// Id of a gateway elsewhere.
 const ELSEWHERE: u64 = 0x3333_3333_3333_3333;
-/// Those of a gateway whose id is another, of a node that is not a gateway, and of a VPN peer.
+/// Ids of a gateway with another sender id, of a node that is not a gateway, and of a VPN peer.
 const IMPOSTOR: u64 = 0x4444_4444_4444_4444;
 const MEMBERS: u64 = 0x5555_5555_5555_5555;
 const FOLLOWER: u64 = 0x6666_6666_6666_6666;
 
-/// An IPv6 datagram between two control addresses, or from another address.
+/// An IPv6 datagram with a signal, between two control addresses or from another address.
 fn signal_v6(src: [u8; 16], dst: [u8; 16], data: &[u8]) -> Vec<u8> {
     udp_v6(src, dst, (VXLAN_PORT, VXLAN_PORT), data)
 }
 
-/// The WireGuard device's other end. A device sends nothing before the kernel has taken note of its carrier.
+/// The other end of the WireGuard device. A device sends nothing until the kernel has noticed its carrier.
 fn opened() -> Tun {
     let tun = Tun::new("kilo0");
     until("the carrier", LIMIT, || {
@@ -76,12 +76,12 @@ fn a_claim_counts_from_a_gateways_own_address_in_the_tunnel_alone() {
             assert_eq!((head.hook, head.source), (Hook::KiloIngress as u32, control(ELSEWHERE)));
             assert_eq!(said, bytes);
             drop(item);
-            // Of a pod elsewhere, which WireGuard lets through as that.
+            // From a pod elsewhere, whose address WireGuard accepts.
             tunnel.send(&signal_v6(pod, control(OWN), &bytes));
             until("its refusal", LIMIT, || world.drops().get("unknown_signal") == Some(&number));
         }
-        // Of who follows claims, of one that is not a gateway, and of a gateway that speaks for another. A VPN peer
-        // says MOVED alone.
+        // From a VPN peer that follows claims, a node that is not a gateway, and a gateway that speaks for
+        // another. A VPN peer sends only MOVED.
         let (mut heard, mut unknown, mut forged) = (3, 3, 0);
         for claim in all().iter().filter(|it| matches!(it.kind, Kind::Claim | Kind::Moved | Kind::End)) {
             for from in [FOLLOWER, MEMBERS, IMPOSTOR] {
@@ -99,7 +99,7 @@ fn a_claim_counts_from_a_gateways_own_address_in_the_tunnel_alone() {
             }
         }
         while ring.next().is_some() {}
-        // As if it came from the network between the nodes: as it is, and steered by another node.
+        // From the network between the nodes: directly, and steered by another node.
         let lan = LanSender::new();
         let mut frame = [NODE_MAC, LAN_MAC].concat();
         frame.extend([0x86, 0xdd]);
@@ -153,16 +153,16 @@ fn the_agent_sends_into_the_tunnel_to_the_lan_and_as_the_host_does() {
         signals.send(SendVia::Tunnel, &signal_v6(control(OWN), control(ELSEWHERE), &bytes)).unwrap();
         let sent = tunnel.sent(6, 17);
         assert_eq!(sent[48..], bytes);
-        // Nobody else speaks as this gateway, and without the mark no gateway has said it.
+        // Only the agent may speak as this gateway: without its mark, the signal is forged.
         assert!(signals.send(SendVia::Stack, &signal_v6(control(OWN), control(ELSEWHERE), &bytes)).is_err());
         assert_eq!(world.drops().get("forged_signal"), Some(&1));
-        // As a forwarded packet: this node leads, so by its own tunnel.
+        // Sent like a forwarded packet: this node leads, so through its own tunnel.
         signals.send(SendVia::Stack, &udp(SELF, FAR, (40_000, VXLAN_PORT), &bytes)).unwrap();
         assert_eq!(tunnel.sent(4, 17)[16..20], FAR);
         let socket = udp_in_lan(MEMBER, VXLAN_PORT);
         signals.send(SendVia::Lan, &udp(SELF, MEMBER, (VXLAN_PORT, VXLAN_PORT), &bytes)).unwrap();
         assert_eq!(host::heard(&socket), Some(bytes.clone()));
-        // Led elsewhere, the same goes to that gateway, in the outer header that forwarded ones have.
+        // When led by another gateway, it goes there with the outer header of forwarded packets.
         let elsewhere = word(Term::from_bits(1), u16::try_from(MEMBER_HOP).unwrap());
         assert_eq!(signals.follow(elsewhere).unwrap(), elsewhere);
         let before = world.counted(Action::Steer);

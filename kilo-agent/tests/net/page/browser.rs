@@ -1,5 +1,5 @@
-//! Drives a headless Chromium through its debugging protocol: JSON messages, each ended by a zero
-//! byte, on its file descriptors 3 and 4. The program that is tested knows nothing of it.
+//! Drives a headless Chromium through its debugging protocol: JSON messages, each terminated by a zero
+//! byte, on its file descriptors 3 and 4. The tested program knows nothing of it.
 
 use std::{
     fs,
@@ -15,7 +15,7 @@ use serde_json::{Value, json};
 
 use crate::wait::pace;
 
-/// The slowest answer on a machine that others use, too.
+/// Time limit for a response on a busy machine.
 const LIMIT: Duration = Duration::from_secs(60);
 
 /// A browser with one tab.
@@ -25,7 +25,7 @@ pub struct Browser {
     messages: Receiver<Value>,
     next: u64,
     session: String,
-    /// What a reader of the console would see: errors, and what the policy of the page forbade.
+    /// Errors of the console, including violations of the page's security policy.
     pub page_errors: Vec<String>,
     _profile: tempfile::TempDir,
 }
@@ -37,7 +37,7 @@ impl Drop for Browser {
     }
 }
 
-/// How the tab looks.
+/// Size and colour scheme of the tab.
 #[derive(Clone, Copy, Debug)]
 pub struct Look {
     pub width: u32,
@@ -46,7 +46,7 @@ pub struct Look {
 }
 
 impl Browser {
-    /// Starts one; says why when there is none.
+    /// Starts a browser; says why when there is none.
     pub fn start() -> Option<Self> {
         let program = std::env::var_os("KILO_CHROMIUM").map(PathBuf::from).or_else(|| find("chromium"));
         let Some(program) = program else {
@@ -54,7 +54,7 @@ impl Browser {
             return None;
         };
         let profile = tempfile::tempdir().unwrap();
-        // Processes of its sandbox are not for root; the pages it shows are our own.
+        // Its sandbox does not work as root; the pages it shows are our own.
         let mut child = Command::new("sh")
             .args(["-c", "exec \"$@\" 3<&0 4>&1 </dev/null >/dev/null 2>&1", "sh"])
             .arg(program)
@@ -105,12 +105,12 @@ impl Browser {
         Some(browser)
     }
 
-    /// Calls a method and waits for its result.
+    /// Calls a method and returns its result; panics on an error.
     pub fn call(&mut self, method: &str, parameters: impl Into<Value>) -> Value {
         self.try_call(method, parameters).unwrap_or_else(|error| panic!("{method}: {error}"))
     }
 
-    /// The same where it may fail.
+    /// Calls a method that may fail.
     fn try_call(&mut self, method: &str, parameters: impl Into<Value>) -> Result<Value, Value> {
         self.next += 1;
         let id = self.next;
@@ -152,7 +152,7 @@ impl Browser {
         }
     }
 
-    /// Sizes the tab and chooses its colours.
+    /// Sets the tab's size and colour scheme.
     pub fn look(&mut self, look: Look) {
         let Look { width, height, dark } = look;
         let size = json!({"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600});
@@ -162,13 +162,13 @@ impl Browser {
         self.call("Emulation.setEmulatedMedia", media);
     }
 
-    /// Goes to a page.
+    /// Navigates to a page.
     pub fn open(&mut self, url: &str) {
         let gone = self.call("Page.navigate", json!({"url": url}));
         assert!(gone["errorText"].is_null(), "{url}: {}", gone["errorText"]);
     }
 
-    /// The value of an expression, of a promise when it is one.
+    /// Value of an expression, awaited when it is a promise.
     pub fn value(&mut self, expression: &str) -> Value {
         let value = self.try_value(expression);
         value.unwrap_or_else(|error| panic!("{expression}: {error}"))
@@ -184,7 +184,7 @@ impl Browser {
     /// Waits until an expression is true; returns how long that took.
     pub fn until(&mut self, expression: &str, limit: Duration) -> Duration {
         let started = Instant::now();
-        // Between two pages there is none to ask.
+        // Between two pages there is none to evaluate it.
         while self.try_value(expression) != Ok(json!(true)) {
             let waited = started.elapsed();
             if waited >= limit {
@@ -196,8 +196,8 @@ impl Browser {
         started.elapsed()
     }
 
-    /// From now on the page itself notes when an expression is true for the first time, by the system's clock:
-    /// the tester may be slow.
+    /// Makes the page itself record when an expression is first true, by the system's clock: the test may
+    /// be slow.
     pub fn note_when(&mut self, name: &str, expression: &str) {
         self.value(&format!(
             "(() => {{ window.noted ??= {{}}; const look = () => {{ if (!('{name}' in noted) && ({expression})) noted['{name}'] = Date.now(); }}; \
@@ -205,7 +205,7 @@ impl Browser {
         ));
     }
 
-    /// How long after `since` the page has noted it.
+    /// Time from `since` until the page has recorded it.
     pub fn noted(&mut self, name: &str, since: SystemTime, limit: Duration) -> Duration {
         self.until(&format!("'{name}' in noted"), limit);
         let noted = self.value(&format!("noted['{name}']")).as_f64().unwrap();
@@ -213,7 +213,7 @@ impl Browser {
         noted.duration_since(since).unwrap_or_default()
     }
 
-    /// Presses and lets go a key.
+    /// Presses and releases a key.
     pub fn press(&mut self, key: &str) {
         let character = if key.chars().count() == 1 {
             key
@@ -239,7 +239,7 @@ impl Browser {
         }
     }
 
-    /// Writes what is seen, or the whole page, into a file; its name says PNG or `WebP`.
+    /// Saves a screenshot of the viewport or the whole page; the file name selects PNG or `WebP`.
     pub fn picture(&mut self, file: &Path, whole: bool) {
         let webp = file.extension().is_some_and(|extension| extension == "webp");
         let mut how = json!({"format": if webp { "webp" } else { "png" }, "captureBeyondViewport": whole});

@@ -1,4 +1,4 @@
-//! Meshes to look at: of so many nodes, with all that can be wrong.
+//! Meshes to display, of any size and with everything that can be wrong.
 
 use kilo_agent::http::page::Report;
 use kilo_agent::{
@@ -37,12 +37,12 @@ fn key(number: usize) -> String {
     BASE64_STANDARD.encode(bytes)
 }
 
-/// A mesh as the leader of the first location sees it; `out` of its nodes are not in it, the last ones.
+/// A mesh as seen by the leader of the first location; the last `out` nodes are not part of it.
 pub fn report(nodes: usize, locations: usize, out: usize) -> Report {
     report_at(nodes, locations, out, Timestamp(1_790_000_000))
 }
 
-/// The same at another time.
+/// [`report`] at another time.
 #[expect(clippy::too_many_lines, reason = "one report as `/status` has it, whose parts name each other")]
 pub fn report_at(nodes: usize, locations: usize, out: usize, now: Timestamp) -> Report {
     let time = |ago: i64| Timestamp(now.0 - ago).to_string();

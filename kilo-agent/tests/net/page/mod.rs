@@ -1,4 +1,4 @@
-//! The page in a headless Chromium: what it says, that nothing breaks it, that everybody can use it.
+//! The page in a headless Chromium: its content, its robustness, and its accessibility.
 //! Pictures are written to `target/page` (or `$KILO_PAGE_PICTURES`).
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
@@ -32,11 +32,11 @@ use tokio_util::sync::CancellationToken;
 
 use crate::{cluster, netns::isolated, wait::until};
 
-/// What happens is on the page within this time.
+/// Time within which an event must be on the page.
 const PROMISED: Duration = Duration::from_secs(5);
-/// A reader of the page waits no longer than this on a machine that others use, too.
+/// Longest time that a reader waits on a busy machine.
 const SOON: Duration = Duration::from_secs(30);
-/// A page is drawn within this time on a machine that others use, too.
+/// Time within which a page is drawn on a busy machine.
 const DRAWN: Duration = Duration::from_secs(30);
 const WIDE: Look = Look { width: 1280, height: 900, dark: false };
 const PHONE: Look = Look { width: 390, height: 844, dark: false };
@@ -54,7 +54,7 @@ impl Server {
         Self::behind(first, Gate::Open, "127.0.0.1:0")
     }
 
-    /// The server of an agent that asks for tokens, at this address.
+    /// An agent's server that requires tokens, at this address.
     fn behind(first: Report, gate: Gate, address: &str) -> Self {
         let runtime = Runtime::new().unwrap();
         let report = Arc::new(Mutex::new(first));
@@ -69,7 +69,7 @@ impl Server {
         let stop = CancellationToken::new();
         let stopped = stop.clone();
         let address = address.parse().unwrap();
-        // The server before has yet to let go of it.
+        // The previous server may not have released it yet.
         let listener = until("the address is free", SOON, || runtime.block_on(http::bind(address)));
         let url = format!("http://{}/", listener.local_addr().unwrap());
         runtime.spawn(async move {
@@ -99,7 +99,7 @@ fn pictures() -> PathBuf {
 }
 
 const IS_DRAWN: &str = "document.querySelector('#live')?.textContent === 'live' && document.querySelectorAll('#map .head').length > 0";
-/// The page says that its agent is gone, in words.
+/// The page says in words that its agent is gone.
 const IS_GONE: &str = "document.querySelector('#live').textContent === 'no answer' && document.querySelector('#verdict-text').textContent.includes(' does not answer. What is shown is as of')";
 const CARDS: &str = "document.querySelectorAll('#cards article').length";
 
@@ -141,7 +141,7 @@ fn the_page_shows_five_sixty_and_five_hundred_nodes() {
                 browser.picture(&pictures().join(format!("{nodes}-{name}-whole.png")), true);
             }
         }
-        // A server that ends below an open page is an error of its own.
+        // A server that ends under an open page would be an error of its own.
         browser.open("about:blank");
         assert_eq!(browser.page_errors, Vec::<String>::new(), "{nodes} nodes");
     }
@@ -175,15 +175,15 @@ fn a_node_is_found_and_the_map_is_walked_by_keys() {
     browser.press("ArrowDown");
     let next = text(&browser.value(focused));
     assert!(next != label && next != "null", "{next}");
-    // Only one thing of the map is in the tab order.
+    // Only one element of the map is in the tab order.
     assert_eq!(browser.value("document.querySelectorAll('#map [tabindex=\"0\"]').length"), json!(1));
-    // A location is opened and closed.
+    // Expands and collapses a location.
     browser.value("document.querySelector('#map .head').focus()");
     let opened = "document.activeElement.getAttribute('aria-expanded')";
     let before = text(&browser.value(opened));
     browser.press("Enter");
     assert_ne!(text(&browser.value(opened)), before);
-    // What is not well is left by the filter.
+    // The filter leaves what is unhealthy.
     browser.value(
         "document.querySelector('#search').value = ''; document.querySelector('#only-problems').click()",
     );
@@ -238,7 +238,7 @@ fn what_peers_and_nodes_are_called_is_text_and_nothing_else() {
         ),
         json!(true)
     );
-    // The policy is there, and forbids what would be written into the page.
+    // The security policy is in force, and blocks injected scripts.
     browser.value("(() => { const script = document.createElement('script'); script.textContent = 'window.owned = 2'; document.body.append(script); })()");
     assert_eq!(browser.value("window.owned ?? 0"), json!(0));
     assert!(
@@ -330,7 +330,7 @@ fn what_changes_is_on_the_page_within_five_seconds() {
     browser.picture(&pictures().join("no-answer.png"), false);
 }
 
-/// A real agent whose objects say that a node is lost, and that is then killed.
+/// A real agent whose objects declare a node dead, and which is then killed.
 #[test]
 fn a_real_agent_that_is_killed_is_on_its_page_within_five_seconds() {
     isolated("a_real_agent_that_is_killed_is_on_its_page_within_five_seconds", || async {
@@ -416,7 +416,7 @@ fn without_scripts_the_verdict_and_the_tables_are_there() {
     browser.picture(&pictures().join("no-script.png"), false);
 }
 
-/// `cargo xtask test` gets axe-core; it looks for what people with disabilities stumble over.
+/// `cargo xtask test` installs axe-core, which checks accessibility.
 #[test]
 fn axe_finds_nothing_serious() {
     let cache = std::env::var_os("XDG_CACHE_HOME").filter(|path| !path.is_empty()).map(PathBuf::from);
@@ -445,7 +445,8 @@ fn axe_finds_nothing_serious() {
     }
 }
 
-/// The picture of the documentation: `KILO_PAGE_DOCS=1 cargo test -p kilo-agent --test net page::the_picture`.
+/// Makes the documentation's picture:
+/// `KILO_PAGE_DOCS=1 cargo test -p kilo-agent --test net page::the_picture`.
 #[test]
 fn the_picture_of_the_documentation_is_small() {
     let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs/page.webp");

@@ -1,4 +1,4 @@
-//! A page whose token is not accepted any more: it says so, and how to go on.
+//! A page whose token is no longer accepted says so, and how to continue.
 
 use std::sync::{
     Arc,
@@ -10,7 +10,7 @@ use serde_json::json;
 
 use super::{Browser, DRAWN, IS_DRAWN, SOON, Server, WIDE, data::report, pictures, text};
 
-/// Lets in who has the token `second`, and who has `first` until it has ended.
+/// Accepts the token `second`, and `first` until it has expired.
 fn gate(has_ended: &Arc<AtomicBool>) -> Gate {
     let has_ended = Arc::clone(has_ended);
     let reviewer = Reviewer::new(move |token, _| {
@@ -28,7 +28,7 @@ fn sign_in(browser: &mut Browser, token: &str) {
     browser.until(IS_DRAWN, DRAWN);
 }
 
-/// The connection of `/events` ends, as it does each minute, or as the agent is restarted.
+/// Restarts the server, which ends the connection of `/events`, as happens every minute.
 fn restart(server: Server, gate: Gate) -> Server {
     let address = server.url.trim_start_matches("http://").trim_end_matches('/').to_owned();
     drop(server);
@@ -49,7 +49,7 @@ fn a_page_whose_token_has_ended_says_so_and_leads_to_the_form() {
     let is_link_shown = "document.querySelector('#sign-in').checkVisibility()";
     assert_eq!(browser.value(is_link_shown), json!(false));
 
-    // Its next review finds that the token has ended.
+    // Its next review finds the token expired.
     has_ended.store(true, Ordering::Relaxed);
     assert_eq!(browser.value("fetch('graph').then((answer) => answer.status)"), json!(401));
     let server = restart(server, one);
@@ -64,7 +64,7 @@ fn a_page_whose_token_has_ended_says_so_and_leads_to_the_form() {
     browser.picture(&pictures().join("sign-in.png"), false);
     sign_in(&mut browser, "second");
 
-    // An agent that was restarted knows no sessions; somebody signs in in another tab.
+    // A restarted agent knows no sessions; the user signs in in another tab.
     let server = restart(server, gate(&has_ended));
     browser.until(IS_SIGNED_OUT, SOON);
     let other_tab = "fetch('./', {method: 'POST', body: new URLSearchParams({token: 'second'})}).then((answer) => answer.status)";

@@ -31,7 +31,7 @@ impl Ip {
     }
 
     /// # Errors
-    /// Why there is none.
+    /// Why it cannot be read.
     pub fn read(frame: &[u8], offset: usize, v6: bool) -> Result<Self, DropReason> {
         let bytes = frame.get(offset..).unwrap_or_default();
         if v6 {
@@ -79,7 +79,7 @@ impl Ip {
     }
 }
 
-/// The family the kernel takes a frame for; `None` for everything else.
+/// Address family by the frame's EtherType, true for IPv6; `None` for everything else.
 pub(super) fn family(frame: &[u8]) -> Option<bool> {
     match u16::from_be_bytes([frame[12], frame[13]]) {
         ETHERTYPE_IPV4 => Some(false),
@@ -88,8 +88,8 @@ pub(super) fn family(frame: &[u8]) -> Option<bool> {
     }
 }
 
-/// A datagram to the VXLAN device, or its first fragment, whatever options it has; not what comes
-/// to its port by chance.
+/// Whether this is a datagram to the VXLAN device, or its first fragment, with or without options. Traffic
+/// that only happens to have the port is not.
 pub(super) fn to_vxlan(input: &Input, link: usize, ip: &Ip) -> bool {
     let Some(udp) = udp_header(&input.frame, link, ip) else { return false };
     let ours = match udp.get(8..16) {
@@ -99,7 +99,7 @@ pub(super) fn to_vxlan(input: &Input, link: usize, ip: &Ip) -> bool {
     udp.get(2..4) == Some(&VXLAN_PORT.to_be_bytes()) && (ours || input.gso != 0)
 }
 
-/// From the header of a datagram, or of its first fragment, on.
+/// The datagram, or its first fragment, from its UDP header on.
 pub(super) fn udp_header<'a>(frame: &'a [u8], link: usize, ip: &Ip) -> Option<&'a [u8]> {
     let behind = &frame[link + ip.header_len.min(frame.len() - link)..];
     let udp = match (ip.protocol, ip.v6) {
@@ -121,7 +121,7 @@ pub(super) fn destination_port(frame: &[u8], link: usize, outer: &Ip) -> Option<
     (outer.header_len == Ip::shortest(outer.v6)).then(|| u16::from_be_bytes([bytes[0], bytes[1]]))
 }
 
-/// The family of the packet in a VXLAN packet of ours.
+/// Address family of the packet inside one of our VXLAN packets.
 pub(super) fn vxlan(frame: &[u8], link: usize, outer: &Ip) -> Option<bool> {
     if outer.fragment || outer.header_len != Ip::shortest(outer.v6) {
         return None;
@@ -132,7 +132,7 @@ pub(super) fn vxlan(frame: &[u8], link: usize, outer: &Ip) -> Option<bool> {
     ours.then(|| family(&bytes[UDP_LEN + VXLAN_LEN..]))?
 }
 
-/// The destination of a packet whose header contradicts itself.
+/// Destination of a packet whose header is inconsistent.
 pub(super) fn destination(frame: &[u8], link: usize, v6: bool) -> Option<IpAddr> {
     let header = &frame[link..];
     Some(if v6 {

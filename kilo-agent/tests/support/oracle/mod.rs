@@ -1,5 +1,5 @@
-//! What a program must do with the bytes of one packet: headers read in plain
-//! Rust, [`super::decisions`], outer headers of `kilo_common::encap`.
+//! Expected effect of a program on one packet's bytes: from headers read in plain Rust,
+//! [`super::decisions`], and outer headers of `kilo_common::encap`.
 
 mod headers;
 
@@ -39,65 +39,65 @@ use super::{
 pub use headers::Ip;
 use headers::{destination, destination_port, family, to_vxlan, udp_header, vxlan};
 
-/// What a program is run on.
+/// Input of a program.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Input {
     /// The packet; on the WireGuard device it has no Ethernet header.
     pub frame: Vec<u8>,
-    /// Payload bytes per segment of a GSO packet; else 0.
+    /// Payload bytes per segment of a GSO packet; 0 for others.
     pub gso: u32,
     /// The interface it is on.
     pub ifindex: u32,
-    /// The interface that brought it to the host; 0 when the host made it.
+    /// The ingress interface; 0 when the host made the packet.
     pub brought_by: u32,
-    /// `skb->priority`, where programs pass on what outlives the stack.
+    /// `skb->priority`, in which programs pass on what survives the stack.
     pub priority: u32,
 }
 
-/// What `lan_ingress` says to `tunnel_ingress`, and the devices' sender to `uplink_egress`.
+/// Marks in `skb->priority`: of `lan_ingress` for `tunnel_ingress`, and of the tunnel devices' sender for
+/// `uplink_egress`.
 pub const CHECKED: u32 = 0x6b67_0000;
 pub const BY_DEVICE: u32 = 0x6b68_0000;
 const OWN_PRIORITY: u32 = 0xf;
 
-/// What the bytes must be afterwards.
+/// Expected bytes after the program.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Bytes {
-    /// Of no interest: the packet is dropped.
+    /// Irrelevant, because the packet is dropped.
     Any,
-    /// As they were.
+    /// Unchanged.
     Same,
-    /// These.
+    /// Exactly these.
     Exactly(Vec<u8>),
-    /// This frame, then `hidden` bytes, then these. `BPF_PROG_TEST_RUN` takes
-    /// the first bytes of a packet without link layer for an Ethernet header,
-    /// and the kernel makes room behind it.
+    /// This frame, then `hidden` bytes, then these. `BPF_PROG_TEST_RUN` reads the first bytes of a packet
+    /// without link-layer header as an Ethernet header, and the kernel makes room after it.
     Sent {
         frame: Vec<u8>,
         hidden: usize,
         rest: Vec<u8>,
-        /// The flow's hash is the kernel's: UDP source port and identification may be any.
+        /// The kernel computes the flow's hash: any UDP source port and identification is right.
         hashed: bool,
     },
-    /// With one end translated.
+    /// Unchanged except for one translated end.
     Translated(Translation),
 }
 
-/// What a program must answer.
+/// Expected outcome of a program.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Wanted {
     pub verdict: i32,
     pub counted: Vec<&'static str>,
     pub bytes: Bytes,
-    /// The largest packet the hop carries, where it is sent to one.
+    /// Largest packet that the hop carries; 0 when there is no hop.
     pub mtu: u32,
-    /// What the priority says afterwards, where it is of interest.
+    /// Expected priority, where it is relevant.
     pub priority: Option<u32>,
-    /// What is remembered for packets that follow.
+    /// State to keep for later packets.
     pub remembered: Option<Remembered>,
 }
 
-/// A flow opened from outside is remembered; its answer stays as it is; an end of a flow of the
-/// host's own is translated, or stays.
+/// Kinds of flow state: a flow opened from outside is stored; its reply is not translated; an end of the
+/// host's own flow is translated, or kept.
 pub const FROM_OUTSIDE: &str = "from_outside";
 pub const ANSWER_STAYS: &str = "answer_stays";
 pub const OF_HOST: &str = "of_host";
@@ -129,12 +129,12 @@ fn redirects(action: Action, bytes: Bytes) -> Wanted {
     }
 }
 
-/// Bytes of the link-layer header of what a program gets.
+/// Length of the link-layer header of a program's packets.
 pub fn link_header_len(program: &str) -> usize {
     if program.starts_with("kilo_") || program.starts_with("l3_") { 0 } else { ETHERNET_LEN }
 }
 
-/// The link-layer address of an interface; that of loopback is zero.
+/// Link-layer address of an interface; zero for loopback.
 pub const fn mac(ifindex: u32) -> [u8; 6] {
     match ifindex {
         IFINDEX => [0; 6],
@@ -142,7 +142,7 @@ pub const fn mac(ifindex: u32) -> [u8; 6] {
     }
 }
 
-/// What one program is expected to do.
+/// The expected outcome of one program.
 pub fn expected_outcome(program: &str, tables: &Tables, flows: &Flows, input: &Input) -> Wanted {
     match program {
         "lan_ingress" => lan_ingress(tables, flows, input, ETHERNET_LEN),
@@ -151,14 +151,15 @@ pub fn expected_outcome(program: &str, tables: &Tables, flows: &Flows, input: &I
         "kilo_ingress" => kilo_ingress(tables, flows, input).unwrap_or_else(drops),
         "uplink_egress" => uplink_egress(tables, flows, input, ETHERNET_LEN),
         "l3_egress" => uplink_egress(tables, flows, input, 0),
-        // What no program has checked; and without a tunnel device there is no sender.
+        // No program has checked the packet. A checked one is malformed, because without a tunnel device
+        // there is no sender.
         "tunnel_ingress" if input.priority & !OWN_PRIORITY != CHECKED => drops(DropReason::Unchecked),
         "tunnel_ingress" => drops(DropReason::Malformed),
         other => panic!("no program {other}"),
     }
 }
 
-/// `link` is the length of the link-layer header; so below.
+/// `link` is the length of the link-layer header, here and below.
 fn lan_ingress(tables: &Tables, flows: &Flows, input: &Input, link: usize) -> Wanted {
     let frame = &input.frame[..];
     if link != 0 && frame[..6] != mac(input.ifindex) {
@@ -182,7 +183,7 @@ fn lan_ingress(tables: &Tables, flows: &Flows, input: &Input, link: usize) -> Wa
             }
             _ => None,
         };
-        // A GSO packet, a fragment: the device's, and no other program's.
+        // A GSO packet or a fragment goes to the device, and to no other program.
         if inner.is_none() && tables.config.vxlan_ifindex != 0 && to_vxlan(input, link, &outer) {
             return match Decisions(tables).arrives(outer.src, input.ifindex) {
                 Ok(()) => Wanted { verdict: PASS_AT_ONCE, priority: Some(CHECKED), ..passes(None) },
@@ -219,12 +220,12 @@ fn lan_ingress(tables: &Tables, flows: &Flows, input: &Input, link: usize) -> Wa
     }
 }
 
-/// Whether a packet leaves this host again, by the WireGuard device's program.
+/// Whether a packet leaves this host again, through the WireGuard device's program.
 const fn leaves_host(action: Action) -> bool {
     matches!(action, Action::Transit | Action::PassOn)
 }
 
-/// What is made for WireGuard in front of a GSO packet.
+/// Room made for WireGuard in front of a GSO packet.
 fn room(tables: &Tables, input: &Input) -> Vec<u8> {
     let long = input.frame.len() > tables.config.kilo_mtu as usize;
     let bytes = if long && input.gso != 0 { segments_room(input.gso, false) } else { 0 };
@@ -239,7 +240,7 @@ fn source_is_via_wireguard(tables: &Tables, frame: &[u8], link: usize, outer: &I
         && owner.is_some_and(|value| value.flags & PREFIX_VIA_WIREGUARD != 0)
 }
 
-/// The location's WireGuard address.
+/// Whether this is the location's WireGuard address.
 fn is_wireguard(tables: &Tables, address: IpAddr) -> bool {
     match address {
         IpAddr::V4(address) => address.octets() == tables.config.wireguard_v4,
@@ -247,7 +248,7 @@ fn is_wireguard(tables: &Tables, address: IpAddr) -> bool {
     }
 }
 
-/// The own WireGuard sends to an address that is reached through it.
+/// Whether this node's WireGuard sends to an address that is reached through it.
 fn destination_is_via_wireguard(tables: &Tables, frame: &[u8], ip: &Ip) -> bool {
     let owner = longest(&tables.prefix, ip.dst);
     let port = frame.get(ip.header_len..).and_then(|udp| udp.first_chunk::<2>());
@@ -286,8 +287,8 @@ fn steered(
     if leaves_host(action) {
         lower_ttl(&mut bytes, offset, v6);
     }
-    // The kernel cuts behind what it takes for the Ethernet header; see `Bytes::Sent`. Of what it
-    // takes for the packet, a header must be left.
+    // The kernel removes bytes after what it reads as the Ethernet header (see `Bytes::Sent`), and a header
+    // of what it reads as the packet must be left.
     if bytes.len() < ETHERNET_LEN + overhead + Ip::shortest(v6) {
         return Err(DropReason::Encapsulation);
     }
@@ -296,12 +297,12 @@ fn steered(
         return Ok(redirects(action, Bytes::Exactly(bytes)));
     }
     let pods = |src: IpAddr| matches!(src, IpAddr::V4(src) if sender.may_send_from(src.octets()));
-    // What the sending host itself sent stays on the interface that leads there.
+    // Packets of the sending host itself stay on the interface that leads there.
     let verdict = if inner.src == outer.src && !pods(inner.src) { PASS } else { REDIRECT };
     Ok(Wanted { verdict, ..redirects(action, Bytes::Exactly(bytes)) })
 }
 
-/// The inner packet with what the outer header says of congestion: the table of RFC 6040, section 4.2.
+/// The inner packet with the congestion mark of the outer header, by the table of RFC 6040, section 4.2.
 fn marked(packet: &[u8], outer: u8, inner: u8, v6: bool) -> Result<Vec<u8>, DropReason> {
     let mut packet = packet.to_vec();
     let ecn = match (outer & 3, inner & 3) {
@@ -337,8 +338,8 @@ fn lower_ttl(frame: &mut [u8], offset: usize, v6: bool) {
     frame[offset + 10..offset + 12].copy_from_slice(&checksum.to_be_bytes());
 }
 
-/// A GSO packet here is one of a kind the kernel does not know, and takes no
-/// outer header from or off.
+/// The kernel does not know the kind of the tests' GSO packets, and neither adds nor removes their outer
+/// headers.
 const fn refused(input: &Input) -> Result<(), DropReason> {
     if input.gso == 0 { Ok(()) } else { Err(DropReason::Encapsulation) }
 }
@@ -357,13 +358,13 @@ fn kilo_egress(tables: &Tables, flows: &Flows, input: &Input) -> Result<Wanted, 
     let (translation, remembered) = flows.leaving(tables, input, None, &ip)?;
     let refused = translation.is_none() && destination_is_via_wireguard(tables, frame, &ip);
     let verdict = if refused { Err(DropReason::InsideTunnel) } else { verdict };
-    // Counted as translated, too, when it is dropped then.
+    // A packet that is dropped afterwards still counts as translated.
     let wanted = sent(tables, input, &ip, verdict).unwrap_or_else(drops);
     Ok(Wanted { remembered, ..translation.map_or(wanted.clone(), |translation| wanted.with(translation)) })
 }
 
 impl Wanted {
-    /// What it is counted as, and what of flows decides.
+    /// Its counters, and how flow state decided.
     pub fn kind(&self) -> String {
         let mut kind = self.counted.clone();
         match (self.remembered, &self.bytes) {
@@ -375,13 +376,13 @@ impl Wanted {
         kind.join("+")
     }
 
-    /// The same of a packet that is translated first.
+    /// The outcome for a packet that is translated first.
     fn with(mut self, translation: Translation) -> Self {
         self.counted.extend(translation.action.map(Action::label));
         self.counted.sort_unstable();
         self.bytes = match self.bytes {
             Bytes::Same => Bytes::Translated(translation),
-            // Which port it got decides about every byte behind it.
+            // Every following byte depends on the port that it got.
             _ => Bytes::Any,
         };
         self
@@ -426,7 +427,7 @@ fn sent(tables: &Tables, input: &Input, ip: &Ip, verdict: Verdict) -> Result<Wan
     }
 }
 
-/// A packet whose outer header a device will write.
+/// A packet whose outer header a device writes.
 fn by_device(
     tables: &Tables,
     packet: &[u8],
@@ -491,7 +492,7 @@ fn uplink_egress(tables: &Tables, flows: &Flows, input: &Input, link: usize) -> 
         if bears_wireguards_ports(&tables.config, frame, link, v6) {
             return passes(None);
         }
-        // Whatever it is: nothing may go there in clear.
+        // Whatever the packet is, it may not go there in cleartext.
         let closed = destination(frame, link, v6).and_then(|dst| longest(&tables.prefix, dst));
         return match closed {
             Some(value) if value.flags & PREFIX_NEVER_CLEAR != 0 => drops(DropReason::NotEncrypted),
@@ -508,9 +509,9 @@ fn uplink_egress(tables: &Tables, flows: &Flows, input: &Input, link: usize) -> 
             if !of_mesh && is_of_host(frame, link, &ip, &tables.config) => {}
         Ok(Some(hop)) => {
             let mtu = Decisions(tables).mtu_of(&hop);
-            // What `kilo_egress` does then is decided for another packet.
+            // The decision of `kilo_egress` is then tested with another packet.
             let steered = Wanted { verdict: REDIRECT, ..passes(None) };
-            // What the host learnt would hold for its WireGuard, too.
+            // A PMTU that the host learnt would also apply to its WireGuard.
             let fits = ip.sized(input, link).fits(mtu) || !of_mesh;
             return if fits { steered } else { packet_too_big(frame, link, v6, mtu) };
         }
@@ -524,8 +525,8 @@ fn uplink_egress(tables: &Tables, flows: &Flows, input: &Input, link: usize) -> 
     }
 }
 
-/// True for what comes from WireGuard's own address and port, whatever lengths it bears: on a node
-/// with one private address that is all the programs look at, and no packet of a pod has both.
+/// True for packets from WireGuard's own address and port, whatever their length fields: on a node with one
+/// private address the programs check nothing else, and no pod's packet has both.
 fn bears_wireguards_ports(config: &Config, frame: &[u8], link: usize, v6: bool) -> bool {
     let header = &frame[link..];
     let port = config.wireguard_port.to_be_bytes();
@@ -543,8 +544,8 @@ fn bears_wireguards_ports(config: &Config, frame: &[u8], link: usize, v6: bool) 
         }
 }
 
-/// True for what a host must send by its uplinks: WireGuard's packets as far as they bear its port, and
-/// neighbour discovery. The port of a pod's packet says nothing.
+/// True for packets that a host must send through its uplinks: WireGuard's, as far as their port shows, and
+/// neighbour discovery. In a pod's packet the port proves nothing.
 fn is_of_host(frame: &[u8], link: usize, ip: &Ip, config: &Config) -> bool {
     if let Some(udp) = udp_header(frame, link, ip) {
         return udp.starts_with(&config.wireguard_port.to_be_bytes());
@@ -558,7 +559,7 @@ fn is_of_host(frame: &[u8], link: usize, ip: &Ip, config: &Config) -> bool {
     }
 }
 
-/// The answer to the sender of a packet that the hop does not carry.
+/// The ICMP error to the sender of a packet that the hop does not carry.
 fn packet_too_big(frame: &[u8], link: usize, v6: bool, mtu: u32) -> Wanted {
     let Some(quoted) = frame.get(link..link + QUOTED) else {
         return drops(DropReason::TooBig);
@@ -566,7 +567,7 @@ fn packet_too_big(frame: &[u8], link: usize, v6: bool, mtu: u32) -> Wanted {
     let mut packet = vec![0; if v6 { LEN_V6 } else { LEN_V4 } - QUOTED];
     packet.extend(quoted);
     if link == 0 {
-        // The room is made behind what the kernel takes for the Ethernet header.
+        // The room is made after what the kernel reads as the Ethernet header.
         let room = packet.len() - QUOTED;
         packet[room..room + ETHERNET_LEN].fill(0);
     }

@@ -1,4 +1,4 @@
-//! Random tables, and packets that have to do with them.
+//! Random tables, and packets related to them.
 
 mod packets;
 mod tables;
@@ -13,9 +13,8 @@ pub use packets::ethernet;
 /// A generator that always returns the same values for one seed.
 pub struct Random(StdRng);
 
-/// Prefixes of the mesh. On the WireGuard device packets have no Ethernet
-/// header, but `BPF_PROG_TEST_RUN` reads one: bytes 12 and 13 of these sources
-/// are the EtherType of their family.
+/// Prefixes of the mesh. The WireGuard device has no Ethernet header, but `BPF_PROG_TEST_RUN` reads one:
+/// bytes 12 and 13 of packets from these sources are their family's EtherType.
 const V4: [&str; 6] =
     ["8.0.1.0/24", "8.0.2.0/24", "8.0.0.0/16", "8.0.7.64/26", "10.42.4.0/24", "10.5.0.1/32"];
 const V6: [&str; 5] = [
@@ -26,11 +25,11 @@ const V6: [&str; 5] = [
     "2001:db8::7/128",
 ];
 const WIREGUARD_PORT: u16 = 51_820;
-/// Outer sources on a link without link-layer header are read like these, too.
+/// Private addresses: outer sources on a link without link-layer header are read the same way.
 const PRIVATE_V4: [[u8; 4]; 4] = [[8, 0, 9, 11], [8, 0, 9, 12], [8, 0, 9, 13], [8, 0, 9, 14]];
-/// Other uplinks, which the test makes.
+/// Other uplinks, which the test creates.
 pub const OTHER_UPLINKS: [u32; 2] = [77, 78];
-/// The WireGuard device's stand-in, which the test makes, too.
+/// Stand-in for the WireGuard device, which the test creates, too.
 pub const KILO: u32 = 79;
 fn private(index: usize, v6: bool) -> IpAddr {
     if v6 {
@@ -66,7 +65,7 @@ impl Random {
         self.0.fill(bytes);
     }
 
-    /// Bytes a segment, of a GSO packet at times; else 0.
+    /// Sometimes the segment size of a GSO packet; otherwise 0.
     pub fn gso(&mut self) -> u32 {
         if self.chance(12) { self.0.random_range(8..1400) } else { 0 }
     }

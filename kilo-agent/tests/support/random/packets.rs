@@ -1,4 +1,4 @@
-//! Random packets that have to do with tables.
+//! Random packets related to tables.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
@@ -53,13 +53,13 @@ impl Random {
                 let v6 = self.chance(3);
                 let (mut src, mut dst) = (self.address(tables, v6), self.address(tables, v6));
                 if program == "uplink_egress" && self.chance(3) {
-                    // From a pod of this node to another node itself.
+                    // From a pod of this node to another node's own address.
                     let own = self.within(tables, v6, |_, value| value.hop == HOP_LOCAL);
                     src = own.unwrap_or(src);
                     dst = private(1 + self.below(3), v6);
                 }
                 let packet = if program == "uplink_egress" && self.chance(6) {
-                    // What only a device may send there.
+                    // Packets that only a device may send there.
                     dst = private(1 + self.below(3), v6);
                     let payload = self.vxlan(VXLAN_PORT, &[0; 40], v6);
                     self.ip(src, dst, protocol::UDP, &payload)
@@ -70,7 +70,7 @@ impl Random {
             }
             _ => {
                 let v6 = self.chance(2);
-                // Sources the kernel takes for what they are; see `V4`.
+                // Sources that the kernel reads correctly; see `V4`.
                 let read =
                     |prefix: &IpNet| prefix.addr().to_string().starts_with(if v6 { "fd00" } else { "8." });
                 let known = !self.chance(8);
@@ -123,7 +123,7 @@ impl Random {
         })
     }
 
-    /// An address in one of the prefixes that are wanted.
+    /// An address in one of the selected prefixes.
     fn within(
         &mut self,
         tables: &Tables,
@@ -136,7 +136,7 @@ impl Random {
         Some(self.host(chosen))
     }
 
-    /// Classes of service, and ECN: not capable, ECT(1), ECT(0), congested.
+    /// Differentiated services, and ECN: not capable, ECT(1), ECT(0), congested.
     fn tos(&mut self) -> u8 {
         self.pick(&[0, 0, 0, 0x10, 0xb8]) | self.pick(&[0, 0, 0, 1, 2, 3])
     }
@@ -145,8 +145,7 @@ impl Random {
         self.pick(&[64, 64, 64, 255, 2, 1, 0])
     }
 
-    /// An IP packet: TCP, UDP, ICMP or another protocol, with options or
-    /// extension headers at times.
+    /// An IP packet: TCP, UDP, ICMP or another protocol, sometimes with options or extension headers.
     fn packet(&mut self, src: IpAddr, dst: IpAddr) -> Vec<u8> {
         let v6 = src.is_ipv6();
         let icmp = if v6 { protocol::ICMPV6 } else { protocol::ICMP };
@@ -172,7 +171,7 @@ impl Random {
         self.ip(src, dst, kind, &payload)
     }
 
-    /// A packet that is a tunnel's itself: IP in IP, or VXLAN to our port.
+    /// A packet that is itself a tunnel's: IP in IP, or VXLAN to our port.
     fn nested(&mut self, src: IpAddr, dst: IpAddr) -> Vec<u8> {
         let within: [IpAddr; 2] = if self.chance(2) {
             [Ipv4Addr::new(8, 0, 1, 7).into(), Ipv4Addr::new(10, 42, 4, 7).into()]
@@ -199,7 +198,7 @@ impl Random {
                 header[2..4].copy_from_slice(&total.to_be_bytes());
                 let fragment: u16 =
                     self.pick(&[0x4000, 0x4000, 0x4000, 0x4000, 0x4000, 0, 0, 0x2000, 0x00b9]);
-                // Of one datagram once only: which fragments came before is not the model's to know.
+                // A random id, because the model does not know which fragments came before.
                 header[4..6].copy_from_slice(&self.0.random::<[u8; 2]>());
                 header[6..8].copy_from_slice(&fragment.to_be_bytes());
                 header[8] = self.ttl();
@@ -213,7 +212,7 @@ impl Random {
                 [&header[..], payload].concat()
             }
             (IpAddr::V6(src), IpAddr::V6(dst)) => {
-                // Extension headers in front of the payload, at times more than are followed.
+                // Extension headers before the payload, sometimes more than programs follow.
                 let mut count = usize::from(self.chance(3));
                 if count > 0 && self.chance(3) {
                     count += self.below(6);
@@ -250,7 +249,7 @@ impl Random {
         }
     }
 
-    /// A signal from another node, mostly, for this one.
+    /// A signal from another node, mostly for this one.
     fn signal_on_lan(&mut self, tables: &Tables) -> Vec<u8> {
         let v6 = tables.config.private_v6 != [0; 16];
         let key = tables.signal_key.iter().filter(|(addr, _)| addr.is_ipv6() == v6).choose(&mut self.0);
@@ -263,7 +262,7 @@ impl Random {
         ethernet(&packet, v6)
     }
 
-    /// A signal out of a tunnel, for this node mostly.
+    /// A signal out of a tunnel, mostly for this node.
     fn signal_in_tunnel(&mut self, tables: &Tables) -> Vec<u8> {
         let v6 = self.chance(2);
         let own = [
@@ -281,7 +280,7 @@ impl Random {
         self.ip(src, dst, protocol::UDP, &payload)
     }
 
-    /// A packet of either family in an outer header of either, for this node mostly.
+    /// A packet of either family with an outer header of either, mostly for this node.
     fn steered(&mut self, tables: &Tables) -> Vec<u8> {
         let inner_v6 = self.chance(3);
         let (mut src, mut dst) = (self.address(tables, inner_v6), self.address(tables, inner_v6));
@@ -295,7 +294,7 @@ impl Random {
         if let Some((addr, node)) = sender
             && !self.chance(4)
         {
-            // As an honest node sends it.
+            // As an honest node would send it.
             from = *addr;
             let carries = |value: &PrefixValue| {
                 value.hop == node.hop
@@ -324,14 +323,14 @@ impl Random {
 
     /// A UDP datagram with VXLAN.
     fn vxlan(&mut self, port: u16, inner: &[u8], v6: bool) -> Vec<u8> {
-        // Of one flow once only, as with ports above.
+        // A random source port, so that no flow occurs twice.
         let mut vxlan = self.0.random::<u16>().to_be_bytes().to_vec();
         vxlan.extend(port.to_be_bytes());
         vxlan.extend(u16::try_from(30 + inner.len()).unwrap().to_be_bytes());
         vxlan.extend([0, 0]);
         vxlan.extend(vxlan_header());
         if self.chance(12) {
-            // Another network's, or what comes to the port by chance.
+            // Of another network, or unrelated traffic with this port.
             let at = self.pick(&[8, 12]);
             vxlan[at] ^= 1;
         }
@@ -339,7 +338,7 @@ impl Random {
         vxlan
     }
 
-    /// Damages some frames.
+    /// Corrupts some frames.
     fn spoil(&mut self, frame: &mut Vec<u8>) {
         if self.chance(6) {
             let at = self.below(frame.len().min(120));
@@ -353,7 +352,7 @@ impl Random {
             frame.extend([0; 6]);
         }
         if self.chance(40) && frame.len() > 14 {
-            // VLAN tags the device did not take off: one, or an outer one as well.
+            // VLAN tags that the device did not remove: one, or an outer one as well.
             frame.splice(12..12, [0x81, 0, 0, 7]);
             if self.chance(3) {
                 frame.splice(12..12, [0x88, 0xa8, 0, 9]);
@@ -365,7 +364,7 @@ impl Random {
     }
 }
 
-/// `BPF_PROG_TEST_RUN` takes no less than two headers (since Linux 6.17).
+/// The least that `BPF_PROG_TEST_RUN` accepts: two headers (since Linux 6.17).
 fn shortest(frame: &[u8]) -> usize {
     if frame.get(12..14) == Some(&ETHERTYPE_IPV6.to_be_bytes()) { 54 } else { 34 }
 }

@@ -25,7 +25,7 @@ use super::{
 };
 
 impl Random {
-    /// What may be sent to a prefix in clear.
+    /// Flags for what may be sent to a prefix in cleartext.
     fn clear(&mut self) -> u32 {
         let steered = PREFIX_PODS_STEERED | PREFIX_HOST_STEERED;
         self.pick(&[
@@ -39,8 +39,8 @@ impl Random {
         ])
     }
 
-    /// A word of `lead`: this node's own WireGuard on the leader and the first other node elsewhere,
-    /// mostly.
+    /// A word of `lead`: mostly this node's own WireGuard on the leader, and the first other node
+    /// elsewhere.
     fn word(&mut self, leader: bool) -> u64 {
         let hop = match self.below(12) {
             0 => self.pick(&[HOP_NONE, HOP_LOCAL, HOP_REMOTE, HOP_ACTING, kilo_common::map_table::HOP.size]),
@@ -48,7 +48,7 @@ impl Random {
             _ if leader => HOP_REMOTE,
             _ => HOP_FIRST_NODE,
         };
-        // The map keeps a later term.
+        // The map would keep a later term.
         word(Term::NONE, u16::try_from(hop).unwrap())
     }
 
@@ -60,7 +60,7 @@ impl Random {
         self.prefixes(&mut tables);
         self.hops(&mut tables, v6_underlay);
         self.senders(&mut tables, leader, v6_underlay);
-        // Also on a node that does not lead: it must not encrypt all the same.
+        // Sometimes on a member, too, which must not encrypt nevertheless.
         if leader || self.chance(10) {
             tables.hop.insert(HOP_REMOTE, Hop::Wireguard);
         }
@@ -83,7 +83,7 @@ impl Random {
                 | flag(several, CONFIG_SEVERAL_V4 | CONFIG_SEVERAL_V6)
                 | flag(offered, CONFIG_OFFERED),
             nat_port_min: 32_768,
-            // At times there is one port, or two.
+            // Sometimes there is only one port, or two.
             nat_port_max: if self.chance(4) { 32_768 + u16::from(self.chance(2)) } else { 60_999 },
             wireguard_port: WIREGUARD_PORT,
             wireguard_v4: [10, 5, 0, 1],
@@ -100,7 +100,7 @@ impl Random {
             },
             ..Config::default()
         };
-        // Neither draws by itself, so that the tables of the corpus stay.
+        // Derived instead of drawn, so that the tables of the corpus stay the same.
         if !tables.config.kilo_mtu.is_multiple_of(3) {
             tables.config.flags |= CONFIG_ENCAPSULATED;
         }
@@ -116,7 +116,7 @@ impl Random {
         tables
     }
 
-    /// Where prefixes lead, and who may send from them.
+    /// Prefixes: where they lead, and who may send from them.
     fn prefixes(&mut self, tables: &mut Tables) {
         let [first, second, third] = [0, 1, 2].map(|index| HOP_FIRST_NODE + index);
         let ids = [HOP_NONE, HOP_LOCAL, HOP_REMOTE, HOP_ACTING, first, second, third];
@@ -142,7 +142,7 @@ impl Random {
         }
     }
 
-    /// This node and the other ones, and what the host itself sends them.
+    /// Hops of this node and the others, and flags for the host's own packets to them.
     fn hops(&mut self, tables: &mut Tables, v6_underlay: bool) {
         tables.hop.insert(HOP_LOCAL, Hop::Local);
         for index in 1..=3 {
@@ -159,16 +159,16 @@ impl Random {
                 tables.hop.insert(id, hop);
             }
             if !self.chance(3) {
-                // The host itself sends there by its uplinks.
+                // The host itself sends there through its uplinks.
                 let value = PrefixValue { hop: id, flags: PREFIX_SOURCE | self.clear() };
                 tables.prefix.insert(IpNet::from(private(index, v6_underlay)), value);
             }
         }
     }
 
-    /// Who may send steered packets, and what their signals are checked with.
+    /// Nodes that may send steered packets, and the keys of their signals.
     fn senders(&mut self, tables: &mut Tables, leader: bool, v6_underlay: bool) {
-        // When every prefix is there: one in another's takes that from its sources.
+        // After all prefixes exist: a prefix within another reduces that one's sources.
         let cidrs: Vec<IpNet> = tables.prefix.keys().copied().collect();
         for index in 1..=3 {
             if !self.chance(8) {
@@ -178,7 +178,7 @@ impl Random {
                     flags |= NODE_LED;
                 }
                 let mut sender = sender(&tables.prefix, id, flags, &cidrs);
-                // At times another interface is the node's, or the second.
+                // Sometimes the node uses another interface, or this one is its second.
                 sender.interfaces =
                     self.pick(&[[IFINDEX, 0, 0, 0], [IFINDEX, 0, 0, 0], [7, IFINDEX, 0, 0], [7, 8, 9, 10]]);
                 tables.node.insert(private(index, v6_underlay), sender);
@@ -187,14 +187,14 @@ impl Random {
                     tables.signal_key.insert(private(index, v6_underlay), key);
                 }
                 if self.chance(8) {
-                    // Another node claims the address of the next, too.
+                    // Another node also claims the address of the next one.
                     tables.node.insert(private(1 + index % 3, v6_underlay), sender);
                 }
             }
         }
     }
 
-    /// What is masqueraded, and each interface's addresses for that.
+    /// Masqueraded sources and destinations, and each interface's addresses.
     fn masquerading(&mut self, tables: &mut Tables) {
         for prefix in ["8.0.1.0/24", "8.0.7.64/26", "fd00:0:86dd:1::/64", "fd00:0:86dd:2:8000::/65"] {
             tables.masq_src.insert(prefix.parse().unwrap(), self.pick(&[MASQ_SRC_ALWAYS, MASQ_SRC_EXEMPT]));
@@ -219,7 +219,7 @@ impl Random {
         tables.device.insert(KILO, Device { masq_v4, masq_v6: [0xfd; 16], flags: DEVICE_MASQUERADE });
     }
 
-    /// Another uplink's address, and other addresses of this one towards some places.
+    /// An address of another uplink, and further addresses of this one towards some destinations.
     fn several_addresses(&mut self, tables: &mut Tables) {
         for (prefix, addr) in [
             ("8.0.0.0/16", "192.0.2.12"),
@@ -243,7 +243,7 @@ impl Random {
     }
 }
 
-/// Where no location offers prefixes, nothing that must not leave in clear is masqueraded.
+/// Where no location offers prefixes, nothing that must not leave in cleartext is masqueraded.
 fn exclude_the_mesh(tables: &mut Tables) {
     let guarded = |value: &PrefixValue| value.flags & (PREFIX_NEVER_CLEAR | PREFIX_PODS_STEERED) != 0;
     let guarded = tables.prefix.iter().filter(|(_, value)| guarded(value)).map(|(net, _)| *net);

@@ -1,21 +1,21 @@
-//! Each command that the pages show is run by a test that docs/commands.md names, or is marked on its page.
+//! Each command on the pages is run by a test that docs/commands.md names, or is marked on its page.
 
 use std::{collections::BTreeSet, fs};
 
 use super::{pages, root};
 
-/// Begins the paragraph below a block of commands of which some are run by no test.
+/// Start of the paragraph below a block with commands that no test runs.
 const MARK: &str = "*Not run by a test";
 
 /// A row of docs/commands.md.
 struct Row {
-    /// Words; `*` stands for any text in one, `...` at the end for any words.
+    /// Words; `*` matches any text within a word, `...` at the end any further words.
     pattern: String,
     function: String,
     file: String,
 }
 
-/// What stands between backquotes in the cells of a row.
+/// Text between backquotes in the cells of a row.
 fn cells(line: &str) -> Vec<String> {
     // A bar within a cell is written `\|`.
     let cells = line.replace("\\|", "\u{0}");
@@ -42,7 +42,7 @@ impl Row {
             }
             let Some(word) = words.next() else { return false };
             let fits = match wanted.split_once('*') {
-                // A flag is not the name of something.
+                // A flag is not a name.
                 Some(("", "")) => !word.starts_with('-'),
                 Some((before, after)) => word.starts_with(before) && word.ends_with(after),
                 None => word == wanted,
@@ -70,12 +70,12 @@ fn behind_prompt(line: &str) -> Option<&str> {
     line[at + 1..].strip_prefix(' ').filter(|_| is_name)
 }
 
-/// Up to a remark at the end of the line.
+/// The command without a remark at its end.
 fn without_remark(command: &str) -> &str {
     command.split_once(" # ").map_or(command, |(command, _)| command).trim()
 }
 
-/// All blocks of a page but those between `flags` marks, whose examples `kgctl` parses itself.
+/// All blocks of a page except those between `flags` marks, whose examples `kgctl` parses itself.
 fn blocks(page: &str) -> Vec<Block> {
     let mut found = Vec::new();
     let mut lines = page.lines().enumerate().peekable();

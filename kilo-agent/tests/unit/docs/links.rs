@@ -1,13 +1,14 @@
-//! Links and pictures of all pages lead to a file that is there, and to a heading that it has.
+//! Links and pictures of all pages lead to an existing file, and to an existing heading in it.
 
 use std::{collections::BTreeSet, fs, path::Path};
 
 use super::{every_page, root};
 
-/// The anchor that GitHub and mdBook give a heading: lower case, hyphens for spaces, other marks left out.
+/// The anchor that GitHub and mdBook derive from a heading: lower case, hyphens for spaces, other
+/// punctuation removed.
 fn anchor(heading: &str) -> String {
     let text = heading.replace("](", "\u{0}");
-    // Of a link only its words are shown.
+    // Only the text of a link is shown.
     let text: String = text
         .split('\u{0}')
         .enumerate()
@@ -39,7 +40,7 @@ fn anchors(text: &str) -> BTreeSet<String> {
     found
 }
 
-/// Lines that are text, with their numbers; what is between fences is code.
+/// Lines outside code fences, with their numbers.
 fn outside_fences(text: &str) -> Vec<(usize, &str)> {
     let mut inside = false;
     let lines = text.lines().enumerate().filter(|(_, line)| {
@@ -50,7 +51,7 @@ fn outside_fences(text: &str) -> Vec<(usize, &str)> {
     lines.map(|(at, line)| (at + 1, line)).collect()
 }
 
-/// Targets of links and pictures of a line, and of a definition `[name]: target`.
+/// Targets of links and pictures in a line, and of a definition `[name]: target`.
 fn targets(line: &str) -> Vec<&str> {
     let code_less: Vec<_> = line.split('`').step_by(2).collect();
     let mut found: Vec<&str> =

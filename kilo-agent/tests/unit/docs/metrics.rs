@@ -1,4 +1,4 @@
-//! The tables of metrics are what the registries say, and what is said besides is about metrics that exist.
+//! The tables of metrics match the registries, and other text mentions only metrics that exist.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -16,10 +16,10 @@ use kube::core::admission::Operation;
 use super::root;
 use crate::docs_counters::check;
 
-/// What a registry says of one metric.
+/// A registry's data about one metric.
 #[derive(Debug, PartialEq, Eq)]
 struct Metric {
-    /// As it is scraped.
+    /// Name as scraped.
     name: String,
     kind: String,
     help: String,
@@ -27,11 +27,11 @@ struct Metric {
     has_sample: bool,
 }
 
-/// The names of a sample's labels, without those of every histogram.
+/// Names of a sample's labels, except the one that every histogram has.
 fn labels(sample: &str) -> Vec<&str> {
     let Some((_, rest)) = sample.split_once('{') else { return Vec::new() };
     let (inside, _) = rest.rsplit_once('}').unwrap();
-    // No value of an example has a comma.
+    // No example value contains a comma.
     let names = inside.split(',').filter_map(|label| Some(label.split_once('=')?.0));
     names.filter(|name| *name != "le").collect()
 }
@@ -65,7 +65,7 @@ fn metrics(scrape: &str) -> Vec<Metric> {
     found
 }
 
-/// One sample at least of every metric of an agent.
+/// All metrics of an agent, each with at least one sample.
 fn of_agents() -> Vec<Metric> {
     let metrics = Metrics::default();
     metrics.error("api");
@@ -109,7 +109,8 @@ fn the_tables_of_metrics_are_those_of_the_registries() {
     check("metrics.md", "metrics of the webhook", &table(&of_webhook()));
 }
 
-/// A metric with labels and no sample is not in a scrape, so that the scrape alone does not show that one is left out.
+/// A metric with labels but no sample is missing from a scrape, so the scrape alone cannot show an
+/// omission.
 #[test]
 fn every_name_in_the_sources_of_agents_metrics_is_in_the_table() {
     let known: BTreeSet<String> = of_agents().into_iter().map(|metric| metric.name).collect();

@@ -1,4 +1,4 @@
-//! The pictures of docs/concepts.md are what an agent draws (`/graph`) of the meshes that the page speaks of.
+//! The pictures of docs/concepts.md match what an agent draws (`/graph`) for the meshes on that page.
 
 use std::{collections::BTreeMap, fs};
 
@@ -11,7 +11,7 @@ use kilo_core::{
 
 use super::root;
 
-/// The five nodes of the page, and the laptop where it is wanted.
+/// The page's five nodes, and optionally the laptop.
 fn mesh(granularity: Granularity, with_laptop: bool) -> Mesh {
     let places =
         [("a1", "east", 1_u8), ("a2", "east", 2), ("a3", "east", 3), ("b1", "west", 4), ("b2", "west", 5)];
@@ -46,7 +46,7 @@ fn the_pictures_of_the_concepts_are_drawn_by_the_agent() {
     ];
     for (name, mesh) in wanted {
         let path = root().join("docs/pictures").join(name).with_extension("svg");
-        // The site has dark pages, too.
+        // The site also has a dark theme.
         let text =
             drawing::svg(&mesh, &Ways::default()).replacen("<style>", "<style>svg{background:#fff}", 1);
         if std::env::var_os("KILO_BLESS").is_some() {

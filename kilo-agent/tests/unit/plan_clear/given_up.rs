@@ -1,4 +1,4 @@
-//! Addresses and pods of nodes that are known and take no part.
+//! Addresses and pods of nodes that are known but take no part.
 
 use super::*;
 
@@ -25,7 +25,7 @@ fn what_is_for_a_node_that_was_given_up_does_not_leave_in_clear() {
             assert_eq!(plan.tables.masq_dst.get(&cidr), Some(&MASQ_EXCLUDE));
             assert!(plan.net.unreachable.contains(&cidr) && !is_routed(&plan, &cidr.to_string()));
         }
-        // So is the address of a node elsewhere, to the host itself, too.
+        // The address of a node elsewhere is closed, too, even for the host itself.
         for node in &lost[1..] {
             let dst = private(node);
             for src in [pod(&ready[own]), private(&ready[own])] {
@@ -33,17 +33,17 @@ fn what_is_for_a_node_that_was_given_up_does_not_leave_in_clear() {
                 assert!(!plan.tables.masquerades(Packet { src, dst }));
             }
         }
-        // In the location it is reached as any host of the network, by the host.
+        // Within the location, the host reaches it like any host of the network.
         let dst = private(&lost[0]);
         assert_eq!(plan.route(Packet { src: private(&ready[own]), dst }), Route::Other);
         for src in [pod(&ready[own]), pod(&ready[1])] {
             assert_eq!(plan.route(Packet { src, dst }), Route::Dropped(DropReason::NoHop));
         }
-        // Nothing else differs from a plan that knows nothing of them.
+        // Everything else matches a plan that does not know these nodes.
         let without = plan_with(&ready, &ready[own].name, &settings, Facts::default());
         assert_eq!((&plan.wireguard, &plan.net.routes), (&without.wireguard, &without.net.routes));
     }
-    // Nobody knows where a node without a key would be, nor what is sent to one without pods.
+    // Without a key, its whereabouts are unknown; without pods, nothing is sent to it.
     let strangers = [Node { key: None, ..lost[1].clone() }, Node { pod_cidrs: vec![], ..lost[2].clone() }];
     let plan = plan_without(&ready, &strangers, "node-001", &settings, Facts::default());
     assert_eq!(plan, plan_of(&ready, "node-001", Facts::default()));
@@ -63,7 +63,7 @@ fn pods_of_a_lost_node_that_others_carry_in_the_location_stay_open() {
         assert!(plan.net.unreachable.contains(&net("10.42.4.0/24")));
         assert!(!plan.net.unreachable.contains(&net("10.42.3.0/24")));
     }
-    // Where every node is on its own in the mesh, what is near goes without WireGuard as before.
+    // With full granularity, nearby packets still go without WireGuard.
     for (granularity, closed) in [(Granularity::Full, true), (Granularity::Cross, true)] {
         let settings = settings(granularity, Encapsulate::Always);
         let plan = plan_without(&ready, &lost, "node-001", &settings, Facts::default());
@@ -87,7 +87,7 @@ fn a_node_that_takes_part_loses_nothing_to_a_stale_object() {
         vec![net("10.42.2.0/24"), net("10.42.2.128/25"), net("10.42.1.0/26"), net("10.64.0.0/10")];
     let plan = plan_without(&ready, &[stale.clone()], "node-001", &settings, Facts::default());
     assert_eq!((&plan.tables.prefix, &plan.net), (&without.tables.prefix, &without.net));
-    // What somebody offers besides does not open it.
+    // A prefix that another node offers around it does not open it.
     stale.pod_cidrs = vec![net("10.64.7.0/24")];
     let plan = plan_without(&ready, &[stale], "node-001", &settings, Facts::default());
     assert_eq!(plan.tables.prefix[&net("10.64.7.0/24")].hop, HOP_NONE);

@@ -1,4 +1,4 @@
-//! What the agents say of themselves, each asked at its node's address as the kubelet does.
+//! What agents report about themselves, requested at their node's address as the kubelet does.
 
 use std::{
     io::{Read as _, Write as _},
@@ -10,7 +10,7 @@ use anyhow::{Context as _, Result, bail};
 
 use crate::{cluster::Cluster, cluster::node::Node, lab::well};
 
-/// The programs of every agent are where this kernel has hooks for them, and stayed there.
+/// Every agent's programs are on the hooks that this kernel has for them, and stayed there.
 pub fn attached(cluster: &Cluster) -> Result<String> {
     let wanted = well::hook()?;
     let mut count = 0;
@@ -23,7 +23,7 @@ pub fn attached(cluster: &Cluster) -> Result<String> {
 fn programs(node: &Node, wanted: &str) -> Result<usize> {
     let status: serde_json::Value = serde_json::from_str(&ask(node, "/status")?)?;
     let programs = status["agent"]["programs"].as_array().context("no programs in /status")?;
-    // The first node of a location is on the public network, too.
+    // The first node of a location is also on the public network.
     let uplinks = if node.site.public.is_some() { &["eth0", "eth1"][..] } else { &["eth0"] };
     well::on_hooks(programs, wanted, uplinks, &node.sh("ls /sys/class/net")?)?;
     match metric(node, well::REATTACHED)? {
@@ -34,7 +34,7 @@ fn programs(node: &Node, wanted: &str) -> Result<usize> {
     }
 }
 
-/// A metric of the node's agent.
+/// Value of a metric of the node's agent.
 pub fn metric(node: &Node, name: &str) -> Result<u64> {
     let text = ask(node, "/metrics")?;
     let value = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' '));

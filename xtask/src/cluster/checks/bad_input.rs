@@ -1,5 +1,5 @@
-//! What is wrong with a cluster or a node, and what to do, is said where people look: in the last
-//! line of the pod's log, in `kgctl status`, and in the termination message.
+//! Faults of a cluster or a node, and their remedies, are reported where people look: in the last line of
+//! the pod's log, in `kgctl status`, and in the termination message.
 
 use std::{fs, time::Duration};
 
@@ -13,7 +13,7 @@ use crate::{
 
 const LIMIT: Duration = Duration::from_secs(60);
 
-/// All cases, one after the other, on the last node.
+/// Runs all cases on the last node, one after the other.
 pub fn everything(cluster: &Cluster) -> Result<String> {
     let node = cluster.remote();
     let cases: [(&str, Case); 5] = [
@@ -36,7 +36,7 @@ pub fn everything(cluster: &Cluster) -> Result<String> {
     Ok(said.join("\n    "))
 }
 
-/// As it was, and everybody reaches everybody.
+/// Restores the manifests and waits until everybody reaches everybody.
 fn settle(cluster: &Cluster) -> Result<()> {
     deploy::apply(cluster)?;
     settled(cluster)
@@ -55,13 +55,13 @@ fn pod(cluster: &Cluster, node: &Node) -> Result<serde_json::Value> {
 }
 
 fn restart(cluster: &Cluster, node: &Node) -> Result<()> {
-    // While another manifest is rolled out the node is without a pod for a moment.
+    // While another manifest rolls out, the node briefly has no pod.
     let pod = until("the node has a pod of Kilo", LIMIT, || pod(cluster, node).ok())?;
     let name = pod.pointer("/metadata/name").and_then(|name| name.as_str()).context("no name")?;
     cluster.kubectl(&["-n", "kube-system", "delete", "pod", name, "--ignore-not-found"]).map(drop)
 }
 
-/// Waits for the message of the terminated container.
+/// Waits for a termination message with these words.
 fn message(cluster: &Cluster, node: &Node, words: &str) -> Result<String> {
     let mut last = String::new();
     let found = until(&format!("a termination message with {words:?}"), LIMIT, || {
@@ -72,7 +72,7 @@ fn message(cluster: &Cluster, node: &Node, words: &str) -> Result<String> {
     found.with_context(|| last)
 }
 
-/// The message of the container's last end, if it has these words.
+/// Termination message of the container's last run, if it contains these words.
 fn terminated(pod: &serde_json::Value, words: &str) -> Option<String> {
     ["state", "lastState"]
         .iter()
@@ -83,7 +83,7 @@ fn terminated(pod: &serde_json::Value, words: &str) -> Option<String> {
         .find(|message| message.contains(words))
 }
 
-/// Waits for the last line of the log.
+/// Waits until the last line of the log contains these words.
 fn last_line(cluster: &Cluster, node: &Node, words: &str) -> Result<String> {
     let mut last = String::new();
     let found = until(&format!("a last line with {words:?}"), LIMIT, || {
@@ -102,7 +102,7 @@ fn last_line(cluster: &Cluster, node: &Node, words: &str) -> Result<String> {
     found.with_context(|| last)
 }
 
-/// Waits for words of `kgctl status`.
+/// Waits until `kgctl status` prints these words.
 fn status(cluster: &Cluster, words: &str, arguments: &[&str]) -> Result<()> {
     removal::install_kgctl(cluster)?;
     let mut last = String::new();
@@ -117,7 +117,7 @@ fn status(cluster: &Cluster, words: &str, arguments: &[&str]) -> Result<()> {
     found.with_context(|| last)
 }
 
-/// What is worth showing of a message: its last line.
+/// The part of a message worth showing: its last line.
 fn end(text: &str) -> String {
     text.trim().lines().last().unwrap_or_default().chars().take(300).collect()
 }
@@ -132,14 +132,14 @@ fn no_role(cluster: &Cluster, node: &Node) -> Result<String> {
     Ok(end(&said))
 }
 
-/// The manifest for kernels that have it; where this one has it, there is nothing to see. On the
-/// API server's node: without the mesh no log of another location's can be had.
+/// Deploys the manifest for kernels with WireGuard; on such a kernel there is nothing to see. It runs on
+/// the API server's node, because without the mesh the logs of another location are out of reach.
 fn no_wireguard(cluster: &Cluster, _: &Node) -> Result<String> {
     if deploy::has_wireguard() {
         return Ok("this kernel has it".to_owned());
     }
     let node = cluster.first();
-    // The device of the other manifest would do.
+    // The other manifest's device would do.
     cluster.kubectl(&["-n", "kube-system", "delete", "ds", "kilo-wireguard", "--cascade=foreground"])?;
     deploy::apply_file(cluster, "kilo-kubeadm.yaml")?;
     restart(cluster, node)?;
@@ -150,11 +150,11 @@ fn no_wireguard(cluster: &Cluster, _: &Node) -> Result<String> {
     Ok(end(&said))
 }
 
-/// A program with the number of a machine in its header that nobody emulates. The runtime writes the message and the
-/// log, which can name the error only: what to do is in `kgctl status`, and in docs/troubleshooting.md.
+/// Installs a program whose header names a machine that nobody emulates. The runtime writes message and
+/// log, which can only name the error; the remedy is in `kgctl status` and docs/troubleshooting.md.
 fn other_architecture(cluster: &Cluster, _: &Node) -> Result<String> {
     let mut program = fs::read(std::env::current_exe()?.with_file_name("kgctl"))?;
-    // e_machine of the ELF header. Emulators are registered by it, and `cargo xtask dist` registers one for arm64.
+    // e_machine of the ELF header selects the emulator, and `cargo xtask dist` registers one for arm64.
     program[18..20].fill(0xff);
     for node in &cluster.nodes {
         fs::write(node.path("/opt/kg-other")?, &program)?;
@@ -171,7 +171,7 @@ fn other_architecture(cluster: &Cluster, _: &Node) -> Result<String> {
 
 fn said_of_other_architecture(cluster: &Cluster) -> Result<String> {
     let words = "exec format error";
-    // The first node whose pod is replaced; the others wait for it.
+    // The rollout replaces one node's pod first; the others wait for it.
     let (node, said) = until(words, LIMIT, || {
         let said = |node| Some((node, terminated(&pod(cluster, node).ok()?, words)?));
         cluster.nodes.iter().find_map(said)
@@ -196,13 +196,13 @@ fn other_cni(cluster: &Cluster, node: &Node) -> Result<String> {
     Ok(end(&said))
 }
 
-/// Ends an agent that goes on although something is wrong: its termination message says what.
+/// Ends an agent that keeps running despite a fault: its termination message names the fault.
 fn ended(cluster: &Cluster, node: &Node, words: &str) -> Result<()> {
     node.sh("pkill -TERM -x kg")?;
     message(cluster, node, words).map(drop)
 }
 
-/// Nobody gives out pod CIDRs while the controller manager is away.
+/// Without the controller manager nobody assigns pod CIDRs.
 fn no_pod_cidr(cluster: &Cluster, node: &Node) -> Result<String> {
     let (manifest, aside) = ("/etc/kubernetes/manifests/kube-controller-manager.yaml", "/opt/aside.yaml");
     let first = cluster.first();
@@ -218,7 +218,7 @@ fn no_pod_cidr(cluster: &Cluster, node: &Node) -> Result<String> {
         })?;
         status(cluster, "no pod CIDR: kube-controller-manager needs --allocate-node-cidrs", &[])?;
         ended(cluster, node, "--allocate-node-cidrs")?;
-        // The next container's log may be there, and empty yet.
+        // The next container's log may exist and still be empty.
         let newest = "tail -n 1 $(ls -t $(find /var/log/pods/kube-system_kilo-*/kilo -name '*.log' -size +0) | head -n 1)";
         until("the last line of the log says what to do", LIMIT, || {
             node.sh(newest).ok().filter(|line| line.contains("--allocate-node-cidrs"))
@@ -226,7 +226,7 @@ fn no_pod_cidr(cluster: &Cluster, node: &Node) -> Result<String> {
     })();
     first.sh(&format!("mv {aside} {manifest}"))?;
     let said = said?;
-    // The node may get another pod CIDR than the one its pods have their addresses from.
+    // The node may get a different pod CIDR from the one that its pods' addresses are in.
     deploy::apply(cluster)?;
     removal::renew_pods(cluster)?;
     Ok(end(&said))

@@ -1,4 +1,4 @@
-//! What an operator sees of a change of leader: metrics, `kgctl status`, a line in the log and an Event.
+//! What an operator sees of a leader change: metrics, `kgctl status`, a log line and an Event.
 
 use std::{collections::BTreeSet, time::Duration};
 
@@ -10,16 +10,17 @@ use crate::{
     command::output,
 };
 
-/// How long the new leader's agent may take to show it.
+/// Time limit for the new leader's agent to show the change.
 const SHOWN: Duration = Duration::from_secs(20);
-/// How long an Event may take once the API server is there: agents try again each 30 s, and wait 20 s for an answer.
+/// Time limit for the Event once the API server is back: agents retry every 30 s and wait 20 s for a
+/// response.
 const WRITTEN: Duration = Duration::from_secs(90);
-/// What agents log.
+/// Message that agents log.
 const LINE: &str = "\"leadership changed\"";
-/// Which change of this location it was.
+/// Metric that counts the leader changes of this location.
 const TERM: &str = "kilo_failover_term";
 
-/// Why leadership goes.
+/// Why leadership changes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Why {
     /// The leader has lost power, and the API server may be away with it.
@@ -29,7 +30,7 @@ pub enum Why {
 }
 
 impl Why {
-    /// Metrics of the new leader that count it.
+    /// Metrics of the new leader that count such a change.
     const fn counters(self) -> &'static [&'static str] {
         match self {
             Self::Lost => &[
@@ -41,7 +42,7 @@ impl Why {
         }
     }
 
-    /// What log and `kgctl status` say behind the name of the leader before.
+    /// Text of log and `kgctl status` after the previous leader's name.
     const fn change(self) -> &'static str {
         match self {
             Self::Lost => " lost: no packet passed through it for ",
@@ -49,7 +50,7 @@ impl Why {
         }
     }
 
-    /// What the Event says behind that name.
+    /// Text of the Event after that name.
     const fn reason(self) -> &'static str {
         match self {
             Self::Lost => " (lost: no packet passed through it for ",
@@ -58,7 +59,7 @@ impl Why {
     }
 }
 
-/// A change of leader that is to come, and what is there of it before: an earlier one has left the same traces.
+/// An expected leader change, and the state before it: earlier changes have left the same traces.
 pub struct Expected<'a> {
     cluster: &'a Cluster,
     from: &'a Node,
@@ -71,7 +72,7 @@ pub struct Expected<'a> {
 }
 
 impl<'a> Expected<'a> {
-    /// Notes what is there.
+    /// Records the present state.
     pub fn new(cluster: &'a Cluster, from: &'a Node, to: &'a Node, why: Why) -> Result<Self> {
         let (term, counted) = (metric(to, TERM)?, counted(to, why)?);
         let (lines, events) = (0, BTreeSet::new());
@@ -81,8 +82,8 @@ impl<'a> Expected<'a> {
         Ok(Self { lines, events, ..expected })
     }
 
-    /// Waits for what is there at once, with the API server or without: the new leader's metrics, and `kgctl status`,
-    /// which asks its agent; as text.
+    /// Waits for what appears at once, with or without the API server: the new leader's metrics, and
+    /// `kgctl status`, which asks its agent. Returns it as text.
     pub fn await_shown(&self) -> Result<String> {
         let to = self.to.name();
         let term = until(&format!("{to} counts the change in its metrics"), SHOWN, || {
@@ -98,8 +99,8 @@ impl<'a> Expected<'a> {
         row.with_context(|| format!("kgctl status says:\n{last}"))
     }
 
-    /// Waits for what an operator finds afterwards: the line in the new leader's log, and one Event about its Node; as
-    /// text.
+    /// Waits for what an operator finds afterwards: the line in the new leader's log, and one Event about
+    /// its Node. Returns it as text.
     pub fn await_reported(&self) -> Result<String> {
         let to = self.to.name();
         let line = until(&format!("{to} logs the change of leader"), SHOWN, || {
@@ -120,7 +121,7 @@ impl<'a> Expected<'a> {
         Ok(format!("Event: {text}"))
     }
 
-    /// Without an API server the agent itself is asked.
+    /// Output of `kgctl status`; without an API server it asks the agent itself.
     fn status(&self) -> Result<String> {
         let to = self.to.name();
         if self.why == Why::Cordoned {
@@ -131,11 +132,12 @@ impl<'a> Expected<'a> {
         output(self.to.netns().command(program).args(["status", to, &agent]))
     }
 
-    /// Role, leader, term, since when, stand-bys and their fitness, and the last change and why.
+    /// Checks role, leader, term, since when, stand-bys and their fitness, and the last change with its
+    /// cause.
     fn is_right(&self, row: &[String; 6], term: u64) -> bool {
         let [role, leader, shown, since, stand_bys, change] = row;
         let (from, to) = (self.from.name(), self.to.name());
-        // Kilo's order is what it was.
+        // Kilo's rule still selects the previous leader.
         let leads = *leader == format!("{to} (Kilo: {from})") && role == "leader";
         let mut others = stand_bys.split(", ").map(|stand_by| stand_by.split(' ').collect::<Vec<_>>());
         let before = others.find(|words| words[0] == from);
@@ -147,7 +149,7 @@ impl<'a> Expected<'a> {
             && change.starts_with(&format!("{from}{}", self.why.change()))
     }
 
-    /// Lines of the new leader's log about such a change.
+    /// Lines about such a change in the new leader's log.
     fn lines(&self) -> Result<Vec<String>> {
         let pods = deploy::pods(self.cluster, "app.kubernetes.io/name=kilo")?;
         let pod = deploy::pod_on(&pods, self.to)?;

@@ -1,5 +1,5 @@
-//! Which system calls Kilo's containers may make: each has the seccomp profile that its manifest names, and agents
-//! run with the runtime's default one, too.
+//! System calls that Kilo's containers may make: each container has the seccomp profile that its manifest
+//! names, and agents also run under the runtime's default profile.
 
 use anyhow::{Context as _, Result, ensure};
 use serde_json::Value;
@@ -7,11 +7,11 @@ use serde_json::Value;
 use super::{agents, flows::Flows, settled};
 use crate::cluster::{Cluster, deploy, node::Node};
 
-/// Gives the agents the runtime's default profile, as docs/install.md says that they can have it.
+/// Gives the agents the runtime's default profile, as documented in docs/install.md.
 const DEFAULT: &str = r#"[{"op":"replace","path":"/spec/template/spec/containers/0/securityContext/seccompProfile",
     "value":{"type":"RuntimeDefault"}}]"#;
 
-/// Every container has a seccomp filter of its own, or none, as the object says.
+/// Every container has a seccomp filter or none, as its object says.
 pub fn as_named(cluster: &Cluster) -> Result<String> {
     let label = "app.kubernetes.io/part-of=kilo";
     let list =
@@ -28,7 +28,7 @@ pub fn as_named(cluster: &Cluster) -> Result<String> {
     Ok(format!("{} pods: {}", pods.len(), said.join(", ")))
 }
 
-/// What was found of each container of a pod.
+/// What was found for each container of a pod.
 fn of_pod(cluster: &Cluster, pod: &Value) -> Result<Vec<String>> {
     let node = cluster.node(pod["spec"]["nodeName"].as_str().context("it has no node")?)?;
     let mut said = Vec::new();
@@ -61,7 +61,8 @@ fn of_pod(cluster: &Cluster, pod: &Value) -> Result<Vec<String>> {
     Ok(said)
 }
 
-/// Whether a container that has ended, and left no process to look at, was made with a seccomp filter.
+/// Whether a container that has ended, and has no process left to inspect, was created with a seccomp
+/// filter.
 fn was_filtered(node: &Node, container: &str) -> Result<bool> {
     let text = node.sh(&format!("ctr --namespace k8s.io containers info {container}"))?;
     let made: Value = serde_json::from_str(&text)?;
@@ -69,7 +70,8 @@ fn was_filtered(node: &Node, container: &str) -> Result<bool> {
     Ok(made["Spec"]["linux"]["seccomp"].is_object())
 }
 
-/// How many seccomp filters a container's process has that its node has not: this machine may be in a container itself.
+/// Number of seccomp filters that a container's process has in addition to its node's: this machine may
+/// itself be in a container.
 fn added_filters(node: &Node, container: &str) -> Result<u32> {
     let status = node.container_status(container)?;
     ensure!(status.starts_with("Name:\tkg\n"), "its process is not kg: {status}");
@@ -77,13 +79,13 @@ fn added_filters(node: &Node, container: &str) -> Result<u32> {
     own.checked_sub(nodes).with_context(|| format!("{own} filters, and its node has {nodes}"))
 }
 
-/// From /proc/PID/status.
+/// Number of seccomp filters, from the text of /proc/PID/status.
 fn filters(status: &str) -> Result<u32> {
     let line = status.lines().find_map(|line| line.strip_prefix("Seccomp_filters:"));
     Ok(line.context("this kernel counts no seccomp filters")?.trim().parse()?)
 }
 
-/// Agents under the runtime's default profile come up without a warning, and their start loses no packet.
+/// Agents under the runtime's default profile start without a warning and without packet loss.
 pub fn by_default(cluster: &Cluster) -> Result<String> {
     let shown = with_default(cluster);
     deploy::apply_file(cluster, deploy::manifest_name())?;

@@ -1,4 +1,4 @@
-//! Flows between pods of a real cluster while something is done to it, and what became of them.
+//! Flows between pods of a real cluster during an operation, and their losses.
 
 use std::{fmt, net::IpAddr, time::Duration};
 
@@ -18,23 +18,24 @@ use crate::{
     report::InClear,
 };
 
-/// Between two datagrams of a flow.
+/// Interval between two datagrams of a flow.
 const TICK: Duration = Duration::from_millis(5);
 
-/// Flows of a test pod of the first node: to the other location, to a node beside it, and outside.
+/// Flows from a node's test pod to those of other nodes, and one to the outside host.
 pub struct Flows {
     flows: Vec<(String, Traffic)>,
     clear: u64,
 }
 
 impl Flows {
-    /// Starts them from the first node; none to that other node.
+    /// Starts them from the first node, with none to the node `but`.
     pub fn start(cluster: &Cluster, but: Option<&str>) -> Result<Self> {
         let outside = if but.is_some() { cluster.first() } else { cluster.remote() };
         Self::between(cluster, cluster.first(), but, outside)
     }
 
-    /// Starts them from a node; none to that other node, and to the outside from a third.
+    /// Starts them from a node, with none to the node `but`; the one to the outside host starts from
+    /// `outside`.
     pub fn between(cluster: &Cluster, from: &Node, but: Option<&str>, outside: &Node) -> Result<Self> {
         let pods = deploy::start_test_servers(cluster)?;
         let _ = probe::serve(&network::outside(), OUTSIDE.into());
@@ -57,7 +58,7 @@ impl Flows {
         Ok(Self { flows, clear: network::clear_packets()? })
     }
 
-    /// Adds one from the pod of a node to an address.
+    /// Adds a flow from a node's pod to an address.
     pub fn also(&mut self, cluster: &Cluster, from: &Node, target: IpAddr, name: &str) -> Result<()> {
         let pods = deploy::start_test_servers(cluster)?;
         let traffic = Traffic::start_every(&deploy::pod_on(&pods, from)?.netns, target, TICK);
@@ -75,28 +76,29 @@ impl Flows {
         Ok(Measured { flows, clear: network::clear_packets()? - self.clear })
     }
 
-    /// Ends them; an error when something was lost.
+    /// Ends them; fails when anything was lost.
     pub fn finish(self) -> Result<String> {
         let measured = self.measure()?;
         measured.all(|_, figures| figures.lost == 0)
     }
 }
 
-/// What became of flows.
+/// Results of flows.
 pub struct Measured {
-    /// Each with its name.
+    /// Name and figures of each flow.
     pub flows: Vec<(String, Figures)>,
-    /// Packets with pods' addresses on the router.
+    /// Packets with pods' addresses that the router saw.
     pub clear: u64,
 }
 
 impl Measured {
-    /// Datagrams that were lost.
+    /// Number of lost datagrams.
     pub fn lost(&self) -> u64 {
         self.flows.iter().map(|(_, figures)| figures.lost).sum()
     }
 
-    /// All as text; an error when a flow is not what it should be, its connection ended, or packets were in clear.
+    /// All figures as text; fails when a flow is not as expected, its connection broke, or packets were in
+    /// cleartext.
     pub fn all(&self, is_right: impl Fn(&str, &Figures) -> bool) -> Result<String> {
         let is_wrong =
             |(name, figures): &&(String, Figures)| figures.broken.is_some() || !is_right(name, figures);

@@ -1,4 +1,5 @@
-//! `kgctl` from an administrator's machine: into each node through the API server, a report, a test.
+//! `kgctl` from an administrator's machine: it reaches each node through the API server, collects a report,
+//! and runs a test.
 
 use std::{
     collections::BTreeSet,
@@ -18,20 +19,21 @@ use crate::{
     command::output,
 };
 
-/// A pre-shared key, and a token in an annotation, which must be in no report.
+/// A pre-shared key and a token in an annotation, neither of which may be in a report.
 const CANARY: &str = "Q0FOQVJZQ0FOQVJZQ0FOQVJZQ0FOQVJZQ0FOQVJZQ0E=";
 const CANARY_TOKEN: &str = "abcdef.canarycanarycana";
 const PEER: &str = "kgctl-canary";
-/// The outside host as a VPN peer.
+/// Name of the outside host as a VPN peer.
 const VPN_PEER: &str = "kgctl-vpn";
 
-/// Runs it on the first node, by its administrator's kubeconfig; its standard output.
+/// Runs kgctl on the first node with the administrator's kubeconfig; returns its standard output.
 pub fn kgctl(cluster: &Cluster, arguments: &[&str]) -> Result<String> {
     install_kgctl(cluster)?;
     output(cluster.first().command(KGCTL)?.args(arguments))
 }
 
-/// Versions of all agents; what a node would do with a packet, and what it drops, by its name.
+/// Shows the versions of all agents, and for a node by name what it would do with a packet and what it
+/// drops.
 pub fn into_nodes(cluster: &Cluster) -> Result<String> {
     let shown = kgctl(cluster, &["version"])?;
     println!("$ kgctl version\n{shown}");
@@ -49,7 +51,7 @@ pub fn into_nodes(cluster: &Cluster) -> Result<String> {
     let json = kgctl(cluster, &["trace", &near.node, &src, &dst, "-o", "json"])?;
     ensure!(serde_json::from_str::<serde_json::Value>(&json).is_ok(), "{json}");
 
-    // A group address in the mesh: dropped where it enters.
+    // A multicast address in the mesh: dropped on entry.
     let remote = cluster.remote().name();
     let listening = cluster
         .first()
@@ -72,7 +74,7 @@ pub fn into_nodes(cluster: &Cluster) -> Result<String> {
     println!("$ kgctl monitor {remote} --reason=not_unicast --count=1\n{}{}", shown.1, shown.2);
     ensure!(shown.0 && shown.1.contains("not_unicast") && shown.2.contains("drops shown"), "{shown:?}");
 
-    // One that is interrupted ends its other end, whose last words come from there.
+    // When interrupted, it ends its remote end, which prints the last words.
     let script = format!(
         "{KGCTL} monitor {remote} > /tmp/monitor.log 2>&1 & monitor=$!
          for _ in $(seq 600); do
@@ -93,7 +95,7 @@ pub fn into_nodes(cluster: &Cluster) -> Result<String> {
     Ok(format!("{} agents of {}", cluster.nodes.len(), env!("CARGO_PKG_VERSION")))
 }
 
-/// The archive has something of every node, and no key or token.
+/// The archive covers every node and contains no key or token.
 pub fn sysdump(cluster: &Cluster) -> Result<String> {
     cluster.apply(&format!(
         "apiVersion: kilo.squat.ai/v1alpha1\nkind: Peer\nmetadata: {{name: {PEER}, annotations: {{note: 'token {CANARY_TOKEN}'}}}}\n\
@@ -128,7 +130,7 @@ pub fn sysdump(cluster: &Cluster) -> Result<String> {
         ensure!(tables.contains("[prefix]") && tables.lines().count() > 20, "{tables}");
     }
     ensure!(first.sh("cat /tmp/dump/peers.yaml")?.contains(PEER), "the peer is in it");
-    // The keys of the nodes themselves, the canaries, and tokens of accounts.
+    // The nodes' own keys, the canaries, and service account tokens.
     let mut secrets = BTreeSet::from([CANARY.to_owned(), CANARY_TOKEN.to_owned(), "eyJhbGciOi".to_owned()]);
     for node in &cluster.nodes {
         secrets.insert(node.sh("cat /var/lib/kilo/key")?.trim().to_owned());
@@ -141,10 +143,10 @@ pub fn sysdump(cluster: &Cluster) -> Result<String> {
     Ok(said.trim().to_owned())
 }
 
-/// The test passes, is red where something is cut, and leaves nothing behind.
+/// The test passes, fails when a path is cut, and leaves nothing behind.
 pub fn connectivity(cluster: &Cluster) -> Result<String> {
     let peer = VpnPeer::connect(cluster)?;
-    // Whether somebody listens there does not matter.
+    // It does not matter whether anything listens there.
     let outside = [format!("--outside={OUTSIDE}:8080"), format!("--outside=[{OUTSIDE_V6}]:8080")];
     let families = if cluster.release.has_two_families() { 2 } else { 1 };
     let arguments = outside.iter().take(families).map(String::as_str);
@@ -177,13 +179,13 @@ pub fn connectivity(cluster: &Cluster) -> Result<String> {
     Ok(shown.lines().last().unwrap_or_default().to_owned())
 }
 
-/// A connectivity test that somebody ends takes what it has made with it, and one that was killed leaves it to the next.
+/// An interrupted connectivity test removes what it created; a killed one leaves that to the next.
 pub fn ended(cluster: &Cluster) -> Result<String> {
     let far = cluster.remote();
     let said = end_by(cluster, "INT")?;
     ensure!(said.contains("interrupted"), "{said}");
     nothing_is_left(cluster)?;
-    // One that was killed is cleaned up after by the next.
+    // The next test cleans up after a killed one.
     end_by(cluster, "KILL")?;
     let again = kgctl(cluster, &["connectivity-test", far.name()]).context("after one that was killed")?;
     ensure!(again.contains("All "), "{again}");
@@ -191,11 +193,11 @@ pub fn ended(cluster: &Cluster) -> Result<String> {
     Ok(String::new())
 }
 
-/// The outside host as a VPN peer, until this is dropped.
+/// The outside host as a VPN peer until dropped.
 struct VpnPeer(Child);
 
 impl VpnPeer {
-    /// Waits until the leaders of both locations have shaken hands with it.
+    /// Waits until the leaders of both locations have completed a handshake with it.
     fn connect(cluster: &Cluster) -> Result<Self> {
         let (outside, first) = (network::outside(), cluster.first());
         outside.ip(&format!("route replace 192.0.2.0/24 via {}\n", network::ROUTER))?;
@@ -229,13 +231,13 @@ impl VpnPeer {
 
 impl Drop for VpnPeer {
     fn drop(&mut self) {
-        // So it removes its Peer and its interface.
+        // SIGTERM makes it remove its Peer and its interface.
         let _ = Command::new("kill").arg(self.0.id().to_string()).status();
         let _ = self.0.wait();
     }
 }
 
-/// Ends a connectivity test by this signal as soon as its namespace is there; what it printed.
+/// Ends a connectivity test with this signal as soon as its namespace exists; returns its output.
 fn end_by(cluster: &Cluster, signal: &str) -> Result<String> {
     let script = format!(
         "{KGCTL} connectivity-test > /tmp/connectivity.log 2>&1 & test=$!

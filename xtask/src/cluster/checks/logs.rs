@@ -1,5 +1,6 @@
-//! What agents log while checks run, also those whose pods a check deletes or replaces. A kubelet removes a container's
-//! log with it, so each is opened on its node's disk while it is there, and read when the check has ended.
+//! Agents' logs during checks, including those of pods that a check deletes or replaces. A kubelet removes
+//! a container's log with the container, so each is opened on its node's disk while it exists, and read
+//! when the check has ended.
 
 use std::{
     collections::BTreeMap,
@@ -19,7 +20,7 @@ use anyhow::{Context as _, Result, bail};
 
 use crate::{cluster::Cluster, lab::wait};
 
-/// How agents name an API server that is away, slow or starts anew.
+/// Messages about an API server that is away, slow or restarting.
 pub const AWAY: &[&str] = &[
     "API server unreachable",
     "the API server is unreachable",
@@ -29,16 +30,16 @@ pub const AWAY: &[&str] = &[
     "agents contact the API server one after another",
     "watch interrupted",
 ];
-/// What boots cause, and nodes that are made anew.
+/// Messages caused by boots and by re-created nodes.
 pub const BOOTS: &[&str] = &[
-    // The agent that starts first leads for a moment.
+    // The agent that starts first leads briefly.
     "leads its location with the private endpoint",
-    // Its object may be deleted before its agent ends, or come after it has started.
+    // The Node may be deleted before its agent ends, or appear after the agent has started.
     "check --hostname",
 ];
-/// What the end of all pods of a node causes, in whatever order the kubelet ends them.
+/// Messages caused when all pods of a node end, in whatever order the kubelet ends them.
 pub const ENDED: &[&str] = &["interface kilo0 does not exist and --create-interface=false"];
-/// What a leader causes that goes.
+/// Messages caused by a leader that goes away.
 pub const LEADERS: &[&str] = &[
     "leadership changed",
     "leadership changed too often lately",
@@ -50,15 +51,15 @@ pub const RELAY: &[&str] = &["leads its location with the private endpoint"];
 /// Everything that an agent can say, where a check provokes it and looks at it itself, or Kilo's own program runs.
 pub const ANYTHING: &[&str] = &[""];
 
-/// Parts of what a check makes agents log, by kind.
+/// Substrings of the messages that a check causes, by kind.
 pub type Causes = &'static [&'static [&'static str]];
 
-/// Between two looks for new logs: a container that ends at once is there for longer.
+/// Interval between two scans for new logs; even a container that ends at once exists for longer.
 const LOOKS: Duration = Duration::from_millis(200);
 /// Directory of the logs on a node's disk.
 const PODS: &str = "upper/var/log/pods";
 
-/// A log and what of its last line has been read.
+/// An open log, and the incomplete line at its end.
 struct Log {
     node: String,
     pod: String,
@@ -66,27 +67,27 @@ struct Log {
     begun: Vec<u8>,
 }
 
-/// Every log that has been there, by device and inode.
+/// Every log seen so far, by device and inode.
 type Opened = BTreeMap<(u64, u64), Log>;
 
-/// Logs of all agents, and what they may say.
+/// Logs of all agents, and the messages expected in them.
 pub struct Logs {
     directories: Vec<(String, PathBuf)>,
     opened: Arc<Mutex<Opened>>,
     stop: Arc<AtomicBool>,
     thread: Option<JoinHandle<()>>,
-    /// What the check before causes: a line may come late.
+    /// Messages that the previous check causes: a line may arrive late.
     caused: Causes,
 }
 
 impl Logs {
-    /// Begins with what agents have said since the cluster came up; with nothing of a cluster that stood already, where
-    /// nobody knows what was done.
+    /// Starts with the lines since the cluster came up. On a cluster that was already up, whose history is
+    /// unknown, earlier lines do not count.
     pub fn start(cluster: &Cluster) -> Self {
         let of = |node: &crate::cluster::node::Node| (node.name().to_owned(), node.disk().join(PODS));
         let mut logs = Self::of(cluster.nodes.iter().map(of).collect());
         if cluster.ready_after.is_none() {
-            // What cannot be read now is read with the first check.
+            // Lines that cannot be read now are read with the first check.
             let _ = logs.take();
         }
         logs
@@ -104,7 +105,8 @@ impl Logs {
         Self { directories, opened, stop, thread: Some(thread), caused: &[AWAY, BOOTS] }
     }
 
-    /// Ends a check that causes such lines; how many lines there were, or those that neither it nor the one before causes.
+    /// Ends a check that causes such lines. Returns the number of lines; fails on warnings that neither
+    /// this check nor the previous one causes.
     pub fn ended(&mut self, causes: Causes) -> Result<usize> {
         let before = std::mem::replace(&mut self.caused, causes);
         let lines = self.take()?;
@@ -122,7 +124,7 @@ impl Logs {
         Ok(lines.len())
     }
 
-    /// What agents have logged since the last time, each line with its node and pod.
+    /// Lines logged since the last call, each with its node and pod.
     fn take(&mut self) -> Result<Vec<(String, String)>> {
         open(&self.directories, &self.opened);
         let mut opened = self.opened.lock().unwrap_or_else(PoisonError::into_inner);
@@ -130,7 +132,7 @@ impl Logs {
         for log in opened.values_mut() {
             let from = format!("{} on {}", log.pod, log.node);
             log.file.read_to_end(&mut log.begun).with_context(|| from.clone())?;
-            // A line that is not complete is read when it is.
+            // An incomplete line stays for the next call.
             let end = log.begun.iter().rposition(|byte| *byte == b'\n').map_or(0, |end| end + 1);
             let text: Vec<u8> = log.begun.drain(..end).collect();
             let text = String::from_utf8_lossy(&text);
@@ -149,7 +151,7 @@ impl Drop for Logs {
     }
 }
 
-/// Opens the logs that are new. What cannot be read at this moment is there the next time, or gone.
+/// Opens new logs. One that cannot be read now is there the next time, or gone.
 fn open(directories: &[(String, PathBuf)], opened: &Mutex<Opened>) {
     for (node, directory) in directories {
         for (pod, path) in logs_in(directory) {
@@ -162,7 +164,8 @@ fn open(directories: &[(String, PathBuf)], opened: &Mutex<Opened>) {
     }
 }
 
-/// Logs of agents below a directory of pods' logs, each with the pod's name: `NAMESPACE_POD_UID/CONTAINER/NUMBER.log`.
+/// Logs of agents below a node's pod log directory, each with the pod's name:
+/// `NAMESPACE_POD_UID/CONTAINER/NUMBER.log`.
 fn logs_in(pods: &Path) -> Vec<(String, PathBuf)> {
     let entries = |path: &Path| fs::read_dir(path).into_iter().flatten().flatten();
     let mut found = Vec::new();
@@ -177,12 +180,12 @@ fn logs_in(pods: &Path) -> Vec<(String, PathBuf)> {
     found
 }
 
-/// A line without the runtime's time, stream and mark.
+/// A line without the runtime's timestamp, stream and tag.
 fn said(line: &str) -> &str {
     line.splitn(4, ' ').nth(3).unwrap_or(line)
 }
 
-/// A warning, an error, or something that the API server refuses.
+/// Whether the line is a warning, an error, a panic, or a refusal by the API server.
 fn is_bad(line: &str) -> bool {
     ["\"WARN\"", "\"ERROR\"", "forbidden", "panicked at"].iter().any(|word| line.contains(word))
 }
@@ -196,7 +199,7 @@ mod tests {
 
     const TIME: &str = "2026-01-01T00:00:00.000000000Z stderr F";
 
-    /// A log of a pod below this directory, with these lines.
+    /// Writes a pod's log with these lines below the directory; returns its path.
     fn write(pods: &Path, pod: &str, number: u8, lines: &[&str]) -> PathBuf {
         let directory = pods.join(format!("kube-system_{pod}_0-1-2/kilo"));
         fs::create_dir_all(&directory).unwrap();
@@ -217,7 +220,7 @@ mod tests {
         let error = logs.ended(&[AWAY]).unwrap_err().to_string();
         assert!(error.contains("kilo-x on a1: {\"level\":\"WARN\",\"message\":\"it leaves\"}"), "{error}");
         assert_eq!(logs.ended(&[]).unwrap(), 0, "it is said once");
-        // Without a look of ours in between the thread has to find it.
+        // Nothing else scans meanwhile, so the thread has to find it.
         let log = write(pods.path(), "kilo-y", 1, &[r#"{"level":"ERROR"}"#]);
         let is_open = || Ok(logs.opened.lock().unwrap().len() == 2);
         wait::until("the new log is open", Duration::from_secs(10), is_open).unwrap();

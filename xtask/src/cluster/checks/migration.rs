@@ -1,4 +1,4 @@
-//! From Kilo in Go to ours and back, in the shape of Kilo's own DaemonSet: only the image changes.
+//! From Kilo in Go to ours and back within Kilo's own DaemonSet: only the image changes.
 
 use std::time::Duration;
 
@@ -15,27 +15,29 @@ use crate::{
     image,
 };
 
-/// As docs/migration.md says to remove what Kilo leaves.
+/// Removes what Kilo leaves, as in docs/migration.md.
 const LEFT_BY_KILO: &str = "
     iptables-save | grep -v KILO | iptables-restore; ip6tables-save | grep -v KILO | ip6tables-restore
     ip route flush table 1107 2> /dev/null || true; ip link delete tunl0 2> /dev/null || true";
 
-/// What a flow within the location may lose while programs are left to themselves: a second.
+/// Datagrams that a flow within the location may lose while programs run without an agent: one second's
+/// worth.
 const MOST_LOST: u64 = 200;
 
-/// What a masqueraded flow may lose when a node goes back: 0.1 s, since rules translate it anew.
+/// Datagrams that a masqueraded flow may lose when a node goes back to Kilo: 0.1 s, because rules translate
+/// it anew.
 const MOST_OUTSIDE: u64 = 20;
 
-/// As within the location for each node that is taken over from Kilo: 0.7 s.
+/// Datagrams that a flow within the location may lose for each node taken over from Kilo: 0.7 s.
 const MOST_TAKEN: u64 = 140;
 
-/// Longest time without an answer, in any flow, while nodes are taken over from Kilo.
+/// Longest time without a reply, in any flow, while nodes are taken over from Kilo.
 const LONGEST_TAKEN: Duration = Duration::from_millis(700);
 
 /// The DaemonSet that `kgctl takeover` prints.
 const TAKEOVER: &str = "kilo-takeover";
 
-/// The whole way, each step while pods talk.
+/// Runs all steps, each while pods talk.
 pub fn there_and_back(cluster: &Cluster) -> Result<String> {
     let Some(original) = Original::find()? else {
         return Err(Skipped("neither Kilo's program nor its source is here ($KILO_GO_SOURCE)").into());
@@ -55,7 +57,7 @@ pub fn there_and_back(cluster: &Cluster) -> Result<String> {
         deploy::wait_rolled_out(cluster, "kilo", 180)
     })?;
     step("Go to ours, by the image alone", &|| set_image(cluster, image::IMAGE))?;
-    // Kilo takes its routes away when it stops: what its pods send then, nobody keeps in.
+    // Kilo removes its routes when it stops, and then nothing contains what its pods send.
     let back = step("ours to Go", &|| set_image(cluster, original::IMAGE))?;
     let beside = step("ours comes up beside Go", &|| {
         cluster.apply(&takeover(cluster)?)?;
@@ -86,7 +88,8 @@ pub fn there_and_back(cluster: &Cluster) -> Result<String> {
     if let Some(step) = dearer {
         bail!("a step back lost {} packets, one from Kilo to Kilo {}", step.lost, original.lost);
     }
-    // Nothing steers from the end of our agent to the start of Kilo's, as between two of Kilo's, and either varies.
+    // Nothing steers between the end of our agent and the start of Kilo's, nor between two of Kilo's; both
+    // gaps vary.
     if home.lost_within > 2 * original.lost_within {
         bail!(
             "Kilo's manifest over ours lost {} packets within the location, Kilo to Kilo {}",
@@ -102,7 +105,8 @@ pub fn there_and_back(cluster: &Cluster) -> Result<String> {
     if lost > MOST_LOST {
         bail!("{lost} packets within the location were lost from our agents to our agents");
     }
-    // All agents start at once on one machine here, and userspace WireGuard to the other location waits for them.
+    // On this one machine all agents start at once, and userspace WireGuard to the other location has to
+    // wait.
     if beside.lost_within + beside.clear > 0 {
         bail!("agents that wait beside Kilo disturb it: {}", beside.text);
     }
@@ -119,7 +123,8 @@ pub fn there_and_back(cluster: &Cluster) -> Result<String> {
     Ok(said.join("\n    "))
 }
 
-/// Puts Kilo's own program on every node in place of ours; what stands in for the kernel's IPIP goes with the value.
+/// Replaces our program on every node by Kilo's own. Dropping the value ends the substitute for the
+/// kernel's IPIP.
 pub fn install(cluster: &Cluster, original: &Original) -> Result<Option<Tunnels>> {
     original.load(cluster)?;
     let tunnels = if deploy::has_ipip() { None } else { Some(Tunnels::keep(cluster)?) };
@@ -133,7 +138,7 @@ pub fn install(cluster: &Cluster, original: &Original) -> Result<Option<Tunnels>
     Ok(tunnels)
 }
 
-/// Takes Kilo's own DaemonSet away again and puts ours back.
+/// Removes Kilo's own DaemonSet and puts ours back.
 pub fn remove(cluster: &Cluster) -> Result<()> {
     cluster.kubectl(&["-n", "kube-system", "delete", "ds", "kilo", "--cascade=foreground"])?;
     for node in &cluster.nodes {
@@ -142,8 +147,8 @@ pub fn remove(cluster: &Cluster) -> Result<()> {
     removal::put_back(cluster)
 }
 
-/// The process that holds the WireGuard device, where the kernel has none: as a device of the
-/// kernel it is there whichever agent runs.
+/// Keeps the process that owns the WireGuard device where the kernel has none: a kernel device would stay,
+/// whichever agent runs.
 fn keep_wireguard(cluster: &Cluster) -> Result<()> {
     if deploy::has_wireguard() {
         return Ok(());
@@ -162,13 +167,13 @@ fn set_image(cluster: &Cluster, image: &str) -> Result<()> {
     deploy::wait_rolled_out(cluster, "kilo", 180)
 }
 
-/// What `kgctl takeover` prints on the first node.
+/// Output of `kgctl takeover` on the first node.
 fn takeover(cluster: &Cluster) -> Result<String> {
     let image = format!("--image={}", image::IMAGE.trim_start_matches("docker.io/"));
     output(cluster.first().command(removal::KGCTL)?.args(["takeover", &image])).context("kgctl takeover")
 }
 
-/// Waits until an agent has the address of every node: those of a DaemonSet that is gone have given it up.
+/// Waits until an agent listens on every node: those of a deleted DaemonSet have released the port.
 fn agents_listen(cluster: &Cluster) -> Result<()> {
     for node in &cluster.nodes {
         let listens =
@@ -178,25 +183,26 @@ fn agents_listen(cluster: &Cluster) -> Result<()> {
     Ok(())
 }
 
-/// What was measured while something was done, until all was reached again.
+/// Measurements of one step, until everybody was reachable again.
 struct Step {
     text: String,
-    /// Packets in clear.
+    /// Cleartext packets.
     clear: u64,
-    /// Lost of all flows.
+    /// Lost datagrams of all flows.
     lost: u64,
-    /// Lost from the leader to a member of its location, all families.
+    /// Those lost from the leader to a member of its location, all families.
     lost_within: u64,
-    /// Lost to the host outside.
+    /// Those lost to the outside host.
     lost_outside: u64,
-    /// Longest time without an answer of any flow.
+    /// Longest time without a reply in any flow.
     gap: Duration,
 }
 
 fn measured(cluster: &Cluster, code: impl FnOnce() -> Result<()>) -> Result<Step> {
     let flows = Flows::start(cluster, None)?;
     let result = code();
-    // What is in clear meanwhile the flows count, and a step of ours fails by it whatever a later try shows.
+    // The flows count cleartext packets meanwhile; one of our steps fails by that count, whatever a later
+    // try shows.
     let settled = super::settled_beside_kilo(cluster);
     let measured = flows.measure()?;
     let of = |is_wanted: &dyn Fn(&str) -> bool| -> u64 {

@@ -1,4 +1,4 @@
-//! Leaders without power where some nodes still have Kilo in Go: a migration that stands half-way.
+//! Leaders lose power while some nodes still run Kilo in Go: a migration half-way.
 
 use std::time::Duration;
 
@@ -25,26 +25,28 @@ use crate::{
     },
 };
 
-/// Longest time without an answer where somebody else is Kilo, and has to learn of the change by the API server.
+/// Longest accepted time without a reply where a node other than the leader runs Kilo, which learns of the
+/// change through the API server.
 const ACCEPTED: Duration = Duration::from_secs(5);
-/// The same where the leader is: as long as Kilo's nodes wait before they give one up, and see that they have.
+/// The same where the leader runs Kilo: as long as Kilo's nodes wait before they give one up, and notice
+/// that they have.
 const AS_KILO: Duration = Duration::from_secs(90);
-/// Lets each node keep its program until its pod is deleted, and the next pod has ours, with failover.
+/// Each node keeps its program until its pod is deleted; the next pod has ours, with failover.
 const OURS: &str = r#"[
     {"op":"replace","path":"/spec/updateStrategy","value":{"type":"OnDelete"}},
     {"op":"replace","path":"/spec/template/spec/containers/0/image","value":"IMAGE"},
     {"op":"replace","path":"/spec/template/spec/initContainers/0/image","value":"IMAGE"},
     {"op":"add","path":"/spec/template/spec/containers/0/args/-","value":"--failover=auto"}]"#;
-/// Says which node leads its location.
+/// Annotation that names the leader of a location.
 const LEADER: &str = "kilo.squat.ai/leader";
-/// How often a node sends something through its tunnels, in seconds.
+/// Annotation for the interval in which a node sends keepalives through its tunnels, in seconds.
 const KEEPALIVE: &str = "kilo.squat.ai/persistent-keepalive";
 
 /// Waits until a node can take over.
 type Ready = fn(&Node) -> Result<()>;
 
-/// Of the first location the second node leads, so that the API server stays; it loses power while it is Kilo, while
-/// the other location is, and, where there is a third node, while only that one is.
+/// In the first location the second node leads, so that the API server stays up. It loses power while it
+/// runs Kilo, while the other location does, and, where there is a third node, while only that one does.
 pub fn leader_dies(cluster: &Cluster) -> Result<String> {
     let Some(original) = Original::find()? else {
         return Err(Skipped("neither Kilo's program nor its source is here ($KILO_GO_SOURCE)").into());
@@ -52,11 +54,11 @@ pub fn leader_dies(cluster: &Cluster) -> Result<String> {
     let _tunnels = migration::install(cluster, &original)?;
     reached(cluster).context("Kilo itself")?;
     let (stays, leader) = (cluster.first(), cluster.node("a2")?);
-    // As Kilo asks of nodes behind NAT.
+    // Kilo requires it of nodes behind NAT.
     cluster.kubectl(&["annotate", "nodes", "--all", &format!("{KEEPALIVE}=5")])?;
     cluster.kubectl(&["annotate", "node", leader.name(), &format!("{LEADER}=true")])?;
     let result = one_after_the_other(cluster, stays, leader);
-    // Whatever fails, Kilo's DaemonSet goes, and what failed first is what is reported.
+    // Kilo's DaemonSet is removed whatever fails; the first failure is reported.
     let annotations = [(leader.name(), LEADER), ("--all", KEEPALIVE)];
     let taken =
         annotations.map(|(node, name)| cluster.kubectl(&["annotate", "node", node, &format!("{name}-")]));
@@ -79,7 +81,7 @@ fn one_after_the_other(cluster: &Cluster, stays: &Node, leader: &Node) -> Result
         Ok(())
     };
     part("the leader is Kilo", stays, stays, None)?;
-    // Nobody is fit whose tunnels end where nobody answers signals.
+    // A node whose tunnels end where nobody answers signals is not fit.
     part("the other location is Kilo", leader, stays, Some(stand_by::stands_by))?;
     match cluster.node("a3") {
         Ok(member) => part("a member is Kilo", cluster.node("b1")?, member, Some(stand_by::await_fit))?,
@@ -88,7 +90,7 @@ fn one_after_the_other(cluster: &Cluster, stays: &Node, leader: &Node) -> Result
     Ok(said.join("\n    "))
 }
 
-/// Deletes Kilo's pod of a node, and waits until pods reach each other by ours.
+/// Deletes Kilo's pod on a node, and waits until pods reach each other through ours.
 fn become_ours(cluster: &Cluster, node: &Node) -> Result<()> {
     let on = format!("spec.nodeName={}", node.name());
     let label = ["-l", "app.kubernetes.io/name=kilo", "--field-selector", &on];
@@ -96,8 +98,8 @@ fn become_ours(cluster: &Cluster, node: &Node) -> Result<()> {
     reached(cluster)
 }
 
-/// Waits until every agent is ready, and pods reach each other. Nodes' own addresses say nothing: Kilo does not answer
-/// at those of the other location when their leader is behind NAT.
+/// Waits until every agent is ready and pods reach each other. Nodes' own addresses prove nothing: Kilo
+/// does not respond at those of the other location when their leader is behind NAT.
 fn reached(cluster: &Cluster) -> Result<()> {
     let ready =
         ["wait", "--for=condition=Ready", "pod", "-l", "app.kubernetes.io/name=kilo", "--timeout=60s"];
@@ -118,8 +120,8 @@ fn reaches(pod: &Pod, pods: &[Pod]) -> bool {
     matches!(pod.netns.spawn(probe).join(), Ok(Ok(true)))
 }
 
-/// Cuts the leader's power while a pod of a node talks. `is_ready` waits until the node that stays can take over; where
-/// there is nothing to wait for it does not, and Kilo's nodes give the leader up.
+/// Cuts the leader's power while a pod of a node talks. `is_ready` waits until the remaining node can take
+/// over; without it nobody takes over, and Kilo's nodes give the leader up.
 fn cut(
     cluster: &Cluster,
     leader: &Node,
@@ -129,8 +131,9 @@ fn cut(
 ) -> Result<String> {
     is_ready.map_or(Ok(()), |is_ready| is_ready(stays))?;
     let flows = Flows::between(cluster, from, Some(leader.name()), cluster.remote())?;
-    // Kilo's own pods send in clear while it boots, and as a leader it passes on in clear what this node has steered to
-    // it, for the milliseconds in which its WireGuard process has ended and its namespace has not.
+    // While Kilo boots, its own pods send in cleartext. As a leader it forwards in cleartext what this node
+    // steers to it, for the milliseconds between the end of its WireGuard process and that of its
+    // namespace.
     network::count_from(&nodes::pod_cidrs(cluster, stays)?, Some(stays.name()))?;
     let measured = stand_by::cut_power(cluster, leader, flows, || {
         if is_ready.is_some() {

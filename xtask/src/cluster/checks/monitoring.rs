@@ -1,5 +1,5 @@
-//! Prometheus on the first node: it finds the agents by the PodMonitor's rules, answers every
-//! query of the dashboard, and evaluates every alert, whose tests pass.
+//! Prometheus on the first node: it finds the agents by the PodMonitor's rules, has data for every query of
+//! the dashboard, and evaluates every alert, whose tests pass.
 
 use std::{
     collections::BTreeSet,
@@ -21,10 +21,10 @@ use crate::{
 };
 
 const PORT: u16 = 9090;
-/// Time ranges of the dashboard that Grafana chooses.
+/// Value of the dashboard's `$__rate_interval`, which Grafana would choose.
 const RATE_INTERVAL: &str = "20s";
 
-/// The whole of it.
+/// Runs all of these checks.
 pub fn prometheus(cluster: &Cluster) -> Result<String> {
     let node = cluster.first();
     let root = node.path("/opt/prometheus")?;
@@ -53,7 +53,7 @@ pub fn prometheus(cluster: &Cluster) -> Result<String> {
     let queries = dashboard()?;
     for query in &queries {
         let answer = result(&netns, "query", query)?;
-        // What is filtered by a comparison may have nothing to show.
+        // A query that filters by a comparison may have no result.
         ensure!(query.ends_with("> 0") || !answer.is_empty(), "no data for {query}");
     }
     let evaluated = until("every alert is evaluated", Duration::from_secs(30), || {
@@ -92,13 +92,13 @@ fn words(value: &Value) -> Vec<String> {
     value.as_array().into_iter().flatten().filter_map(|word| Some(word.as_str()?.to_owned())).collect()
 }
 
-/// A name of Kubernetes as Prometheus writes it in a label's name.
+/// A Kubernetes name in the form that Prometheus uses in label names.
 fn label(name: &str) -> String {
     name.replace(['.', '/', '-'], "_")
 }
 
-/// What Prometheus' own discovery says of every port of every pod in the PodMonitor's namespaces:
-/// Debian's is built without it.
+/// What Prometheus' own discovery would report for every port of every pod in the PodMonitor's namespaces:
+/// Debian's build lacks it.
 fn targets(cluster: &Cluster) -> Result<Value> {
     let mut targets = Vec::new();
     for namespace in words(&pod_monitor()?["spec"]["namespaceSelector"]["matchNames"]) {
@@ -129,7 +129,8 @@ fn targets(cluster: &Cluster) -> Result<Value> {
     Ok(Value::Array(targets))
 }
 
-/// What the operator makes of the PodMonitor, but for the interval and the discovery.
+/// Scrape configuration as the operator generates it from the PodMonitor, except for interval and
+/// discovery.
 fn configuration() -> Result<String> {
     let monitor = pod_monitor()?;
     let spec = &monitor["spec"];
@@ -166,7 +167,7 @@ fn configuration() -> Result<String> {
     ))
 }
 
-/// Prometheus on the first node, until dropped.
+/// Prometheus on the first node until dropped.
 struct Running<'a>(Child, &'a Node);
 
 impl<'a> Running<'a> {
@@ -183,14 +184,14 @@ impl<'a> Running<'a> {
 
 impl Drop for Running<'_> {
     fn drop(&mut self) {
-        // It is a grandchild, in the node's namespace of processes.
+        // It is a grandchild, in the node's PID namespace.
         let _ = self.1.sh("kill -KILL $(pidof prometheus)");
         let _ = self.0.kill();
         let _ = self.0.wait();
     }
 }
 
-/// What Prometheus answers to a query.
+/// Result of a Prometheus query.
 fn result(netns: &Netns, kind: &str, query: &str) -> Result<Vec<Value>> {
     let encoded: String = query.bytes().map(|byte| format!("%{byte:02x}")).collect();
     let answer = get(netns, &format!("/api/v1/{kind}?query={encoded}"))?;
@@ -198,13 +199,13 @@ fn result(netns: &Netns, kind: &str, query: &str) -> Result<Vec<Value>> {
     Ok(answer.pointer("/data/result").and_then(Value::as_array).cloned().unwrap_or_default())
 }
 
-/// A page of Prometheus, which is JSON.
+/// Fetches a page of Prometheus, which is JSON.
 fn get(netns: &Netns, path: &str) -> Result<Value> {
     let path = path.to_owned();
     let ask = move || -> Result<Value> {
         let mut stream = TcpStream::connect(("127.0.0.1", PORT))?;
         stream.set_read_timeout(Some(Duration::from_secs(10)))?;
-        // Version 1.0 has no chunks.
+        // HTTP 1.0 has no chunked encoding.
         write!(stream, "GET {path} HTTP/1.0\r\n\r\n")?;
         let mut text = String::new();
         stream.read_to_string(&mut text)?;

@@ -1,5 +1,5 @@
-//! Names of Services: the path to a name server behind a ClusterIP. `CoreDNS` is in no package of
-//! Debian; dnsmasq answers from what the API server lists.
+//! Service names: the path to a DNS server behind a ClusterIP. Debian has no package of `CoreDNS`; dnsmasq
+//! answers from what the API server lists.
 
 use std::{net::IpAddr, time::Duration};
 
@@ -11,12 +11,12 @@ use crate::cluster::{
     images, until,
 };
 
-/// Where kubeadm has kubelets send pods' questions.
+/// DNS server that kubeadm configures for pods.
 const SERVER: &str = "10.96.0.10";
-/// How glibc asks: its own way, and with a connection for each question.
+/// Resolver options of glibc: its default, and one TCP connection per query.
 const WAYS: [(&str, &str); 2] = [("UDP", "attempts:1"), ("TCP", "attempts:1 use-vc")];
 
-/// From a pod on every node, the name server being in the second location.
+/// Resolves names from a pod on every node, with the DNS server in the second location.
 pub fn resolve(cluster: &Cluster) -> Result<String> {
     let objects = OBJECTS
         .replace("IMAGE", images::TEST)
@@ -33,7 +33,7 @@ pub fn resolve(cluster: &Cluster) -> Result<String> {
     result
 }
 
-/// The lines of a hosts file with every Service there is.
+/// Lines of a hosts file with every Service.
 fn hosts(cluster: &Cluster) -> Result<String> {
     let list = cluster.get(&["services", "--all-namespaces"])?;
     let mut lines = String::new();
@@ -59,7 +59,7 @@ fn from_every_node(cluster: &Cluster) -> Result<String> {
             let options = format!("RES_OPTIONS={options}");
             let ask = ["exec", &pod.name, "--", "env", &options, "getent", "ahosts", "echo"];
             let mut last = String::new();
-            // kube-proxy learns of the server a moment after it is ready.
+            // kube-proxy learns of the server shortly after it is ready.
             let found = until("the name is resolved", Duration::from_secs(20), || {
                 last = cluster.kubectl(&ask).unwrap_or_else(|error| format!("{error:#}"));
                 wanted.iter().all(|address| last.contains(&format!("{address} "))).then_some(())

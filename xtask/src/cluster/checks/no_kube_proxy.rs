@@ -1,4 +1,4 @@
-//! A cluster without kube-proxy, Cilium's usual set-up, as docs/install.md says.
+//! A cluster without kube-proxy, which is Cilium's usual set-up, as in docs/install.md.
 
 use std::time::{Duration, Instant};
 
@@ -8,11 +8,11 @@ use super::{both, settled, succeeds};
 use crate::cluster::{Cluster, deploy, kubeadm, matrix, network, until};
 
 const LIMIT: Duration = Duration::from_secs(60);
-/// Where pods find the API server: the first address of the Services.
+/// Address at which pods find the API server: the first of the Services.
 const KUBERNETES: &str = "10.96.0.1";
 
-/// Agents start where somebody else provides the Service `kubernetes`, and where nobody does but a flag names
-/// the server; without either the log says what to do.
+/// Agents start where something else provides the Service `kubernetes`, and where nothing does but a flag
+/// names the server. Without either, the log says what to do.
 pub fn agents_start(cluster: &Cluster) -> Result<String> {
     let shown = without_kube_proxy(cluster);
     let back = put_back(cluster);
@@ -47,7 +47,7 @@ fn without_kube_proxy(cluster: &Cluster) -> Result<String> {
     Ok(format!("{said}\n    {by_service}\n    {by_flag}"))
 }
 
-/// With nobody to ask, what an agent's log says of it.
+/// The agent's log line when no API server can be found.
 fn says_what_to_do(cluster: &Cluster) -> Result<String> {
     cluster.kubectl(&[
         "-n",
@@ -71,7 +71,8 @@ fn says_what_to_do(cluster: &Cluster) -> Result<String> {
     })
 }
 
-/// Starts every agent anew; how long it took until all were ready, and pods and nodes reached each other.
+/// Restarts every agent; returns how long it took until all were ready and pods and nodes reached each
+/// other.
 fn restarted(cluster: &Cluster, how: &str) -> Result<String> {
     let started = Instant::now();
     cluster.kubectl(&["-n", "kube-system", "rollout", "restart", "ds/kilo"])?;
@@ -84,7 +85,7 @@ fn restarted(cluster: &Cluster, how: &str) -> Result<String> {
     Ok(format!("{how}: rolled out after {:.1} s, {probes} probes passed", took.as_secs_f32()))
 }
 
-/// The matrix without what kube-proxy does.
+/// Runs the matrix without the paths that need kube-proxy.
 fn pods_and_nodes(cluster: &Cluster) -> Result<usize> {
     let matrix = matrix::run(cluster)?.without(&["ClusterIP", "NodePort"]);
     let failures = matrix.failures();

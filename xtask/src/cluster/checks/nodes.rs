@@ -15,15 +15,15 @@ use crate::{
     lab::probe::{self, Protocol},
 };
 
-/// The link that ends with the boot.
+/// The CNI configuration, a symbolic link that does not survive a reboot.
 const CONFIGURATION: &str = "/etc/cni/net.d/10-kilo.conflist";
 
-/// A power cut and a boot: nothing of a pod is in clear at any time.
+/// After a power cut and a boot: no packet of a pod is in cleartext at any time.
 pub fn boot(cluster: &Cluster) -> Result<String> {
     boots(cluster, 1)
 }
 
-/// As [`boot`], twenty times.
+/// Like [`boot`], twenty times.
 pub fn many_boots(cluster: &Cluster) -> Result<String> {
     boots(cluster, 20)
 }
@@ -32,14 +32,14 @@ fn boots(cluster: &Cluster, count: u32) -> Result<String> {
     let talking = Talkers::start(cluster)?;
     let mut slowest = Duration::ZERO;
     for number in 1..=count {
-        // Those of both kinds: a leader, and one behind a leader. The control plane stays.
+        // Alternates between a leader and a member; the control plane stays up.
         let node = &cluster.nodes[1..][number as usize % (cluster.nodes.len() - 1)];
         let before = network::clear_packets()?;
         network::count_from(&pod_cidrs(cluster, node)?, None)?;
         let took = power_cycle(cluster, node).with_context(|| format!("boot {number} of {}", node.name()));
         let clear = network::counted()?;
         let others = network::clear_packets()? - before;
-        // What the router counts came from or went to any node, what its cables count from this one alone.
+        // The router counts packets to and from any node, the cable counters those from this node alone.
         let which = || format!("boot {number}, of {}", node.name());
         network::none_in_clear(others).with_context(which)?;
         network::none_in_clear(clear).with_context(which)?;
@@ -58,13 +58,13 @@ pub fn pod_cidrs(cluster: &Cluster, node: &Node) -> Result<String> {
     cluster.kubectl(&["get", "node", node.name(), "-o", "jsonpath={.spec.podCIDRs[*]}"])
 }
 
-/// That the measure above sees what it looks for: with a configuration that is a file, as it
-/// was before, pods start before the mesh.
+/// Shows that [`boot`] detects cleartext packets: with a configuration that is a regular file, pods start
+/// before the mesh.
 pub fn boot_with_a_file(cluster: &Cluster) -> Result<String> {
     let talking = Talkers::start(cluster)?;
     let node = cluster.remote();
     let mut seen = 0;
-    // Which comes first is chance.
+    // Chance decides which comes first.
     let cidrs = pod_cidrs(cluster, node)?;
     for _ in 0..4 {
         node.sh(&format!("cp -L {CONFIGURATION} /tmp/c && cp --remove-destination /tmp/c {CONFIGURATION}"))?;
@@ -82,7 +82,7 @@ pub fn boot_with_a_file(cluster: &Cluster) -> Result<String> {
     Ok(format!("{seen} packets in clear"))
 }
 
-/// Cuts the power, boots, waits until a pod of the node reaches others; how long that took.
+/// Cuts the power, boots, and waits until a pod of the node reaches others; returns how long that took.
 fn power_cycle(cluster: &Cluster, node: &Node) -> Result<Duration> {
     let before = network_condition(cluster, node.name())?;
     node.cut()?;
@@ -101,7 +101,8 @@ fn power_cycle(cluster: &Cluster, node: &Node) -> Result<Duration> {
         |node: &str| cluster.kubectl(&["wait", "--for=condition=Ready", "node", node, "--timeout=60s"]);
     ready(node.name())?;
     deploy::wait_rolled_out(cluster, "kilo", 60)?;
-    // True since the agent started, and false again: at another time than before.
+    // The condition became true when the agent started, and false again: its time differs from the one
+    // before.
     let condition = || network_condition(cluster, node.name());
     let is_up = |text: &String| text.starts_with("False KiloIsUp") && *text != before;
     until("the condition NetworkUnavailable is false again", Duration::from_secs(20), || {
@@ -118,7 +119,8 @@ fn network_condition(cluster: &Cluster, node: &str) -> Result<String> {
     cluster.kubectl(&["get", "node", node, "-o", path])
 }
 
-/// Pods that send from the moment they start, on every node: to each test pod and to the outside host, in all families.
+/// Pods on every node that send from the moment they start: to each test pod and to the outside host, in
+/// all families.
 struct Talkers;
 
 impl Talkers {
@@ -171,8 +173,8 @@ pub fn drain(cluster: &Cluster) -> Result<String> {
     lost
 }
 
-/// Deletes a node that goes on running: its pods and the agent are ended by Kubernetes, in whatever order, and none
-/// sends in clear. Then its kubelet registers it anew.
+/// Deletes a node that keeps running: Kubernetes ends its pods and the agent in any order, and none sends
+/// in cleartext. Then its kubelet registers it again.
 pub fn deleted_while_it_runs(cluster: &Cluster) -> Result<String> {
     let node = cluster.remote();
     let name = node.name();
@@ -197,7 +199,7 @@ pub fn deleted_while_it_runs(cluster: &Cluster) -> Result<String> {
     until("every pod has ended", Duration::from_secs(120), || sends.is_finished().then_some(()))?;
     node.kill("kubelet")?;
     annotated_and_ready(cluster, node)?;
-    // Pods that started before the agent have addresses that the next one must know from it.
+    // The next agent must learn the addresses of pods that started before it.
     let agent =
         ["-n", "kube-system", "delete", "pod", "-l", "app.kubernetes.io/name=kilo", "--field-selector"];
     cluster.kubectl(&[&agent[..], &[&*format!("spec.nodeName={name}")]].concat())?;
@@ -208,7 +210,7 @@ pub fn deleted_while_it_runs(cluster: &Cluster) -> Result<String> {
         .count();
     talking.end(cluster)?;
     let clear = network::counted()? + network::clear_packets()? - before;
-    // As docs/install.md says: without a boot some may have addresses of the former pod CIDR.
+    // Documented in docs/install.md: without a reboot, some pods may have addresses of the former pod CIDR.
     removal::renew_pods(cluster)?;
     network::none_in_clear(clear)?;
     Ok(format!(
@@ -236,7 +238,7 @@ pub fn join_again(cluster: &Cluster) -> Result<String> {
     let before = (cidr()?, network::clear_packets()?);
     let flows = Flows::start(cluster, Some(name))?;
     cluster.kubectl(&["delete", "node", name])?;
-    // The machine is taken out and set up anew; what Kilo and its plugins keep stays on the disk.
+    // The machine is removed and set up anew; what Kilo and its plugins keep stays on the disk.
     node.cut()?;
     for file in
         ["kubelet/config.yaml", "upper/etc/kubernetes/kubelet.conf", "upper/etc/kubernetes/pki/ca.crt"]

@@ -1,4 +1,4 @@
-//! Taking Kilo off a cluster, as docs/install.md says.
+//! Removes Kilo from a cluster, as in docs/install.md.
 
 use std::{fs, time::Duration};
 
@@ -9,7 +9,7 @@ use crate::{
     command::output,
 };
 
-/// The steps of docs/install.md, on nodes with everything of ours; then Kilo comes back.
+/// The steps of docs/install.md, on nodes with every piece of our state; then Kilo comes back.
 pub fn manifest(cluster: &Cluster) -> Result<String> {
     let before = network::clear_packets()?;
     let refused = refuses_beside_an_agent(cluster)?;
@@ -21,7 +21,7 @@ pub fn manifest(cluster: &Cluster) -> Result<String> {
     Ok(format!("{refused}; {said}"))
 }
 
-/// With the agents there the pods of the manifest fail and say why.
+/// While agents run, the manifest's pods fail and say why.
 fn refuses_beside_an_agent(cluster: &Cluster) -> Result<String> {
     deploy::apply_file(cluster, "uninstall.yaml")?;
     let refused = until("a pod of kilo-uninstall says that it refuses", Duration::from_secs(30), || {
@@ -41,7 +41,8 @@ fn delete_daemon_sets(cluster: &Cluster) -> Result<()> {
     Ok(())
 }
 
-/// Deletes what runs Kilo, takes it off one node by hand and off the others by the manifest; what each node said.
+/// Deletes what runs Kilo, and removes it from one node by hand and from the others by the manifest;
+/// returns each node's output.
 fn remove(cluster: &Cluster) -> Result<String> {
     delete_daemon_sets(cluster)?;
     let by_hand = by_hand(cluster.remote())?;
@@ -57,7 +58,7 @@ fn remove(cluster: &Cluster) -> Result<String> {
     ))
 }
 
-/// The command of docs/install.md on a node itself, with the kubelet's identity.
+/// Runs the command of docs/install.md on a node itself, with the kubelet's identity.
 fn by_hand(node: &Node) -> Result<String> {
     install("kg", node, KG)?;
     let identity = ["--kubeconfig", "/etc/kubernetes/kubelet.conf", "--hostname", node.name()];
@@ -78,26 +79,26 @@ fn every_node_said(cluster: &Cluster, log: &str) -> Result<String> {
     Ok(format!("{} lines of what was removed", log.lines().filter(|line| line.contains("removed:")).count()))
 }
 
-/// Where [`install_kgctl`] puts it.
+/// Path at which [`install_kgctl`] installs it.
 pub const KGCTL: &str = "/opt/kgctl";
-/// Where the agent's program is for a run by hand.
+/// Path of the agent's program for a run by hand.
 const KG: &str = "/opt/kg";
 
-/// Puts `kgctl` on the first node, whose administrator uses it.
+/// Installs `kgctl` on the first node, for its administrator.
 pub fn install_kgctl(cluster: &Cluster) -> Result<()> {
     install("kgctl", cluster.first(), KGCTL)
 }
 
-/// Puts a program that was built here on a node.
+/// Copies a program that was built here to a node.
 fn install(program: &str, node: &Node, place: &str) -> Result<()> {
     let (program, place) = (std::env::current_exe()?.with_file_name(program), node.path(place)?);
-    // One of an earlier run may still be there, of another build.
+    // An earlier run may have left another build there.
     let _ = fs::remove_file(&place);
     fs::copy(&program, &place).with_context(|| program.display().to_string())?;
     Ok(())
 }
 
-/// The same by `kgctl uninstall`, which refuses before.
+/// The same with `kgctl uninstall`, which refuses while agents run.
 pub fn by_kgctl(cluster: &Cluster) -> Result<String> {
     install_kgctl(cluster)?;
     let run = || output(cluster.first().command(KGCTL)?.arg("uninstall"));
@@ -116,7 +117,7 @@ pub fn by_kgctl(cluster: &Cluster) -> Result<String> {
     Ok(said)
 }
 
-/// Nothing of ours is on any node.
+/// Checks that nothing of ours is left on any node.
 fn nothing_is_left(cluster: &Cluster) -> Result<()> {
     cluster.nodes.iter().try_for_each(nothing_is_left_on)?;
     let annotated = cluster.kubectl(&["get", "nodes", "-o", "jsonpath={.items[*].metadata.annotations}"])?;
@@ -150,20 +151,20 @@ fn forget(cluster: &Cluster) -> Result<()> {
     cluster.kubectl(&["delete", "-f", "/opt/manifests/uninstall.yaml", "--cascade=foreground"]).map(drop)
 }
 
-/// Installs Kilo again, and makes the test pods anew: their bridge went away.
+/// Installs Kilo again, and re-creates the test pods, whose bridge was removed.
 pub fn put_back(cluster: &Cluster) -> Result<()> {
     deploy::apply(cluster)?;
     renew_pods(cluster)?;
     deploy::ensure_families(cluster)
 }
 
-/// Makes the test pods anew, and waits until everybody reaches everybody.
+/// Re-creates the test pods, and waits until everybody reaches everybody.
 pub fn renew_pods(cluster: &Cluster) -> Result<()> {
     new_pods(cluster)?;
     super::settled(cluster)
 }
 
-/// Makes the test pods anew.
+/// Re-creates the test pods.
 pub fn new_pods(cluster: &Cluster) -> Result<()> {
     cluster.kubectl(&["delete", "pods", "-l", "app=echo", "--grace-period=0"])?;
     cluster.kubectl(&["rollout", "status", "deployment/echo", "--timeout=120s"])?;

@@ -1,4 +1,4 @@
-//! What is shipped besides the agent, as the real API server sees it.
+//! What is shipped besides the agent, against the real API server.
 
 use std::time::Duration;
 
@@ -7,8 +7,8 @@ use anyhow::{Context as _, Result, bail};
 use super::{Skipped, agents, settled};
 use crate::cluster::{Cluster, deploy, until};
 
-/// The webhook by its manifest, with the certificate that it makes itself: it refuses what is
-/// wrong, and lets the rest pass.
+/// Deploys the webhook by its manifest, with the certificate that it generates: it rejects invalid Peers
+/// and accepts valid ones.
 pub fn webhook(cluster: &Cluster) -> Result<String> {
     deploy::apply_file(cluster, "peer-validation.yaml")?;
     let deployment = "deployment/peer-validation-server";
@@ -26,8 +26,8 @@ pub fn webhook(cluster: &Cluster) -> Result<String> {
     }
 }
 
-/// With the policy of manifests/own-node.yaml agents write their nodes by the tokens that kubelets gave them; the same
-/// account without a node writes none.
+/// With the policy of manifests/own-node.yaml, agents write their own Node with tokens from the kubelet;
+/// the same account without a node may write none.
 pub fn own_node(cluster: &Cluster) -> Result<String> {
     if !cluster.release.is_current {
         return Err(Skipped("Kubernetes before 1.30 has no ValidatingAdmissionPolicy").into());
@@ -42,7 +42,7 @@ fn with_the_policy(cluster: &Cluster) -> Result<String> {
     let node = cluster.remote().name();
     let label =
         format!("apiVersion: v1\nkind: Node\nmetadata: {{name: {node}, labels: {{kilo-test: 'true'}}}}\n");
-    // The account may not read a Node first, as other commands of kubectl do.
+    // The account may not read a Node first, as other kubectl commands do.
     let apply = ["apply", "--server-side", "--dry-run=server", "--validate=false", "-f", "-"];
     let account = "--as=system:serviceaccount:kube-system:kilo";
     let mut said = String::new();
@@ -71,7 +71,7 @@ fn last_seen(cluster: &Cluster) -> Result<Vec<String>> {
     Ok(text.split_terminator(';').map(ToOwned::to_owned).collect())
 }
 
-/// The schema takes any text for an address; the webhook does not.
+/// The schema accepts any text as an address; the webhook does not.
 fn peer(host: &str) -> String {
     format!(
         "apiVersion: kilo.squat.ai/v1alpha1\nkind: Peer\nmetadata: {{name: laptop}}\n\

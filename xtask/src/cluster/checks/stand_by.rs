@@ -14,20 +14,19 @@ use crate::{
     lab::wait,
 };
 
-/// Longest time without an answer that is accepted when the power is cut.
+/// Longest accepted time without a reply after a power cut.
 const ACCEPTED: Duration = Duration::from_secs(1);
-/// What a flow may lose in a planned change: two datagrams are 10 ms.
+/// Datagrams that a flow may lose in a planned change: two are 10 ms.
 const PLANNED: u64 = 2;
-/// What makes agents fail over, as a JSON patch of the DaemonSet.
+/// Enables failover in the agents, as a JSON patch of the DaemonSet.
 const AUTO: &str =
     r#"[{"op":"add","path":"/spec/template/spec/containers/0/args/-","value":"--failover=auto"}]"#;
 
-/// Of the node that carries its location's packets this is 1.
+/// This metric is 1 on the node that carries its location's packets.
 const LEADS: &str = "kilo_failover_role{role=\"leader\"}";
 
-/// The first node of the first location, which leads it, loses power: the node beside it goes on
-/// talking to the other location. The API server is on that machine, too. The change is reported to people: metrics, status, log and
-/// Event.
+/// The first location's leader, which also runs the API server, loses power: the node beside it keeps
+/// talking to the other location. Metrics, status, log and Event report the change.
 pub fn leader_dies(cluster: &Cluster) -> Result<String> {
     with_failover(cluster, |leader, stand_by| {
         let change = Expected::new(cluster, leader, stand_by, Why::Lost)?;
@@ -35,7 +34,7 @@ pub fn leader_dies(cluster: &Cluster) -> Result<String> {
         let mut shown = Ok(String::new());
         let measured = cut_power(cluster, leader, flows, || {
             leads(stand_by)?;
-            // What it costs counts all the same.
+            // Failing to show it must not keep its cost from being measured.
             shown = change.await_shown();
             Ok(())
         })?;
@@ -45,7 +44,7 @@ pub fn leader_dies(cluster: &Cluster) -> Result<String> {
     })
 }
 
-/// The same node is drained, as before it is serviced. The change is reported to people, as above.
+/// The same node is drained, as before maintenance. Metrics, status, log and Event report the change.
 pub fn leader_is_drained(cluster: &Cluster) -> Result<String> {
     with_failover(cluster, |leader, stand_by| {
         let change = Expected::new(cluster, leader, stand_by, Why::Cordoned)?;
@@ -54,7 +53,7 @@ pub fn leader_is_drained(cluster: &Cluster) -> Result<String> {
         let drained = cluster.kubectl(&drain).and_then(|_| leads(stand_by));
         wait::time_passes(Duration::from_secs(2), "what follows the change is counted, too");
         let measured = flows.measure();
-        // A minute after it is uncordoned the node leads again.
+        // The node leads again a minute after it is uncordoned.
         let seen = drained.and_then(|()| Ok((change.await_shown()?, change.await_reported()?)));
         cluster.kubectl(&["uncordon", leader.name()])?;
         cluster.kubectl(&["rollout", "status", "deployment/echo", "--timeout=60s"])?;
@@ -64,14 +63,14 @@ pub fn leader_is_drained(cluster: &Cluster) -> Result<String> {
     })
 }
 
-/// Does something with the leader of the first location and the node beside it while agents fail over.
+/// Runs `code` with the first location's leader and the node beside it, while agents have failover.
 fn with_failover(cluster: &Cluster, code: impl FnOnce(&Node, &Node) -> Result<String>) -> Result<String> {
     let leader = cluster.first();
     let is_beside = |node: &&Node| node.site.letter == leader.site.letter && node.name() != leader.name();
     let stand_by = cluster.nodes.iter().find(is_beside).context("no other node there")?;
     cluster.kubectl(&["-n", "kube-system", "patch", "ds/kilo", "--type=json", "-p", AUTO])?;
     deploy::wait_rolled_out(cluster, "kilo", 180)?;
-    // The node that led before agents were without failover goes on, and gives leadership back after a minute.
+    // The node that led without failover continues, and gives leadership back after a minute.
     let leads_again = becomes(leader, LEADS, 150);
     let result = leads_again
         .and_then(|()| await_fit(stand_by))
@@ -82,10 +81,10 @@ fn with_failover(cluster: &Cluster, code: impl FnOnce(&Node, &Node) -> Result<St
     result
 }
 
-/// Waits until what a rollout has started is over, or for a minute at most: all nodes share the processors of this
-/// machine, and packets wait in a WireGuard process that gets none. A planned change loses those that wait.
+/// Waits, for at most a minute, until the work of a rollout is over: all nodes share this machine's
+/// processors, and packets wait in a WireGuard process that gets none. A planned change loses those.
 fn await_idle() -> Result<()> {
-    /// Ticks that the processors were idle, and all ticks, since the boot (`man 5 proc_stat`).
+    /// Idle and total ticks of the processors since boot (`man 5 proc_stat`).
     fn ticks() -> Result<(u64, u64)> {
         let stat = std::fs::read_to_string("/proc/stat")?;
         let first = stat.lines().next().context("/proc/stat is empty")?;
@@ -110,7 +109,7 @@ fn await_idle() -> Result<()> {
     Ok(())
 }
 
-/// Flows of the node beside the leader: to pods, and to a Service of the pod in the other location.
+/// Flows from the node beside the leader: to pods, and to a Service of the pod in the other location.
 fn flows(cluster: &Cluster, leader: &Node, stand_by: &Node) -> Result<Flows> {
     let mut flows = Flows::between(cluster, stand_by, Some(leader.name()), cluster.remote())?;
     let service = deploy::service_of(cluster, cluster.remote())?;
@@ -118,7 +117,7 @@ fn flows(cluster: &Cluster, leader: &Node, stand_by: &Node) -> Result<Flows> {
     Ok(flows)
 }
 
-/// Waits until this node could lead its location.
+/// Waits until this node is fit to lead its location.
 pub fn await_fit(node: &Node) -> Result<()> {
     becomes(node, "kilo_stand_by_fit", 90)
 }
@@ -139,7 +138,7 @@ fn becomes(node: &Node, name: &str, seconds: u64) -> Result<()> {
     })
 }
 
-/// Cuts a node's power, waits for what has to happen and 5 s more, and boots it.
+/// Cuts a node's power, waits for `happens` and 5 s more, and boots it.
 pub fn cut_power(
     cluster: &Cluster,
     node: &Node,
@@ -161,7 +160,8 @@ pub fn cut_power(
     Ok(measured)
 }
 
-/// All as text; an error when answers came later again, or what does not pass the leader has noticed.
+/// All figures as text; fails when replies were missing for longer, or when a flow that does not pass the
+/// leader lost something.
 pub fn lasted(measured: &Measured, accepted: Duration) -> Result<String> {
     measured
         .all(|name, figures| figures.gap <= accepted && (!name.ends_with(" to outside") || figures.lost == 0))

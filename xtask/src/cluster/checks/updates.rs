@@ -1,4 +1,4 @@
-//! What happens to a node's programs while pods talk: nothing may be lost.
+//! Restarts and updates of a node's programs while pods talk: nothing may be lost.
 
 use std::time::Duration;
 
@@ -11,10 +11,10 @@ use crate::{
     lab::wait,
 };
 
-/// Kubelets look after each pod within this time.
+/// Kubelets sync each pod within this time.
 const SYNCED: Duration = Duration::from_secs(5);
 
-/// Lets pods talk while something is done.
+/// Runs `code` while pods talk.
 fn while_talking(cluster: &Cluster, code: impl FnOnce() -> Result<()>) -> Result<String> {
     let flows = Flows::start(cluster, None)?;
     let result = code();
@@ -39,7 +39,7 @@ pub fn delete_pods(cluster: &Cluster) -> Result<String> {
 pub fn set_image(cluster: &Cluster) -> Result<String> {
     while_talking(cluster, || {
         for image in [OTHER_TAG, IMAGE] {
-            // Init containers, too.
+            // Includes init containers.
             let containers = format!("*={}", image.trim_start_matches("docker.io/"));
             cluster.kubectl(&["-n", "kube-system", "set", "image", "ds/kilo", &containers])?;
             deploy::wait_rolled_out(cluster, "kilo", 180)?;
@@ -56,7 +56,7 @@ pub fn containerd(cluster: &Cluster) -> Result<String> {
     while_talking(cluster, || restart(cluster, "containerd"))
 }
 
-/// Kills a program of every node and waits until kubelets have looked after their pods again.
+/// Kills a program on every node, and waits until kubelets have synced their pods again.
 fn restart(cluster: &Cluster, program: &str) -> Result<()> {
     cluster.each(&cluster.nodes, |node| node.kill(program))?;
     for node in &cluster.nodes {
@@ -64,7 +64,7 @@ fn restart(cluster: &Cluster, program: &str) -> Result<()> {
     }
     let before = renewed(cluster)?;
     ensure!(before.len() == cluster.nodes.len(), "not every node has a Lease: {before:?}");
-    // A node stays Ready for 40 s without a kubelet; one that works renews its Lease each 10 s.
+    // A node stays Ready for 40 s without a kubelet; a working one renews its Lease every 10 s.
     until("every kubelet has renewed its node's Lease", Duration::from_secs(60), || {
         let now = renewed(cluster).ok()?;
         before.iter().all(|lease| !now.contains(lease)).then_some(())

@@ -10,7 +10,7 @@ use super::{Side, World, echo, frame, neighbour, ports, read, sides, tcp, udp};
 use crate::support::{IFINDEX, PUBLIC, PUBLIC_V6, packet::PASS};
 use crate::wait::time_passes;
 
-/// Another address of the uplink for each family, and the destination that wants it.
+/// Another address of the uplink in the side's family, and a destination that selects it.
 fn other(side: &Side) -> (IpAddr, IpAddr) {
     if side.pod.is_ipv4() {
         ([10, 1, 0, 11].into(), [10, 1, 0, 99].into())
@@ -19,14 +19,14 @@ fn other(side: &Side) -> (IpAddr, IpAddr) {
     }
 }
 
-/// A world whose uplink has two addresses of each family.
+/// A world with two addresses of each family on the uplink.
 fn several() -> Option<World> {
     let mut world = World::new()?;
     for (prefix, addr) in [("10.1.0.0/24", "10.1.0.11"), ("fc00::/7", "fd00:1::11")] {
         world.tables.masq_addr.insert((IFINDEX, prefix.parse().unwrap()), addr.parse().unwrap());
     }
     world.tables.config.flags |= CONFIG_SEVERAL_V4 | CONFIG_SEVERAL_V6;
-    // The device with the programs is no WireGuard device here.
+    // The device with the programs is not the WireGuard device here.
     world.tables.config.kilo_ifindex = IFINDEX + 1;
     world.tables.device.get_mut(&IFINDEX).unwrap().flags |= DEVICE_BY_DESTINATION;
     world.dataplane.write(&world.tables).unwrap();
@@ -86,7 +86,7 @@ fn a_flow_keeps_its_address_while_the_uplink_has_it_and_no_longer() {
         let (addr, near) = other(&side);
         let packet = udp(side.pod, near, (5000, 53), b"");
         assert_eq!(read(&world.out(&packet).bytes).src, addr);
-        // Another address is better now, and this one is still there for another place.
+        // Another address is selected now, but this one stays for another destination.
         let kept = world.tables.masq_addr.clone();
         let elsewhere = ipnet::IpNet::from(neighbour(near, 7));
         world.tables.masq_addr.retain(|(_, to), _| to.addr().is_ipv4() != near.is_ipv4());
@@ -108,7 +108,7 @@ fn a_flow_keeps_its_address_while_the_uplink_has_it_and_no_longer() {
 fn an_answer_by_another_interface_comes_back() {
     let Some(mut world) = World::new() else { return };
     world.tables.config.flags |= CONFIG_SEVERAL_V4 | CONFIG_SEVERAL_V6;
-    // The device with the programs is no WireGuard device here.
+    // The device with the programs is not the WireGuard device here.
     world.tables.config.kilo_ifindex = IFINDEX + 1;
     let here = Device { masq_v4: PUBLIC, masq_v6: PUBLIC_V6, flags: DEVICE_MASQUERADE };
     let (mut v4, mut v6) = (PUBLIC, PUBLIC_V6);
@@ -134,7 +134,7 @@ fn an_answer_by_another_interface_comes_back() {
                 ),
             };
             assert_eq!(read(&world.out(&out).bytes).src, side.public);
-            // The interface packets are on in a test is the one with the other address now.
+            // The test's packets are now on the interface with the other address.
             world.tables.device = [(IFINDEX, there), (other, here)].into();
             world.dataplane.write(&world.tables).unwrap();
             for _ in 0..2 {

@@ -1,4 +1,4 @@
-//! ICMP errors, with the packet inside.
+//! ICMP errors, with the packets that they quote.
 
 use std::net::IpAddr;
 
@@ -9,7 +9,7 @@ use super::{
 };
 use crate::support::packet::{PASS, SHOT};
 
-/// An ICMP error of this type and code about the first bytes of a packet.
+/// An ICMP error of this type and code that quotes the start of a packet.
 fn error_of(kind: (u8, u8), src: IpAddr, dst: IpAddr, side: &Side, about: &[u8]) -> Vec<u8> {
     let bytes = [&[kind.0, kind.1, 0, 0, 0, 0, 5, 20][..], about].concat();
     ip(src, dst, side.icmp, &segment(src, dst, side.icmp, bytes))
@@ -19,7 +19,7 @@ pub fn error(src: IpAddr, dst: IpAddr, side: &Side, about: &[u8]) -> Vec<u8> {
     error_of((side.unreachable, 4), src, dst, side, about)
 }
 
-/// What is sent to the outside: UDP, TCP, an echo.
+/// A packet to the outside: UDP, TCP or an echo request.
 fn request(kind: usize, src: IpAddr, side: &Side) -> Vec<u8> {
     match kind {
         0 => udp(src, side.outside, (5000, 53), b"question"),
@@ -38,7 +38,7 @@ fn quotes(frame: &[u8], from_to: (IpAddr, IpAddr), side: &Side, expected: &[u8])
     let inner = &icmp[8..];
     let found = transport(expected);
     if found.protocol == protocol::TCP && expected.len() > found.offset + 8 {
-        // TCP's checksum inside is of no use to anybody.
+        // Nobody uses the TCP checksum of a quoted packet.
         assert_eq!((addresses(inner), ports(inner)), (addresses(expected), ports(expected)));
     } else {
         assert_eq!(inner, expected, "byte for byte");
@@ -52,7 +52,7 @@ fn an_error_from_outside_reaches_the_pod_with_its_own_packet_quoted() {
         let Side { pod, public, .. } = side;
         let router: IpAddr =
             if pod.is_ipv4() { [203, 0, 113, 9].into() } else { "2001:db8:5::1".parse().unwrap() };
-        // The first takes the port, so that the second's is changed.
+        // The first one takes the port, so that the second's is changed.
         let other = neighbour(pod, 77);
         for kind in 0..3 {
             let sent_by_pod = request(kind, pod, &side);
@@ -61,7 +61,7 @@ fn an_error_from_outside_reaches_the_pod_with_its_own_packet_quoted() {
             let translated = read(&sent.bytes);
             assert_eq!(translated.src, public);
             assert_ne!(translated.ports.0, ports(&sent_by_pod).0);
-            // Eight bytes of transport header must do.
+            // Eight bytes of the transport header must suffice.
             for quoted in [transport(&sent_by_pod).offset + 8, sent_by_pod.len()] {
                 let back = world.back(&error(router, public, &side, &sent.bytes[14..14 + quoted]));
                 assert_eq!((back.verdict, back.counted.as_slice()), (PASS, &["unmasquerade"][..]));
@@ -91,12 +91,12 @@ fn the_nodes_own_error_about_an_answer_to_a_pod_quotes_what_the_other_end_sent()
     for side in sides() {
         let Side { pod, public, outside, .. } = side;
         let other = neighbour(pod, 77);
-        // Another address of the node's, which no table names.
+        // Another address of the node, which is in no table.
         let elsewhere: IpAddr =
             if pod.is_ipv4() { [192, 0, 2, 200].into() } else { "2001:db8:f::200".parse().unwrap() };
         let errors = if pod.is_ipv4() { [(3, 4), (11, 0), (3, 3)] } else { [(2, 0), (3, 0), (1, 4)] };
         for kind in 0..3 {
-            // The first takes the port, so that the second's is changed.
+            // The first one takes the port, so that the second's is changed.
             world.out(&request(kind, other, &side));
             let sent = request(kind, pod, &side);
             let port = read(&world.out(&sent).bytes).ports.0;

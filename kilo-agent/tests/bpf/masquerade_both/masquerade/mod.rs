@@ -67,7 +67,7 @@ pub fn octets(addr: IpAddr) -> Vec<u8> {
     }
 }
 
-/// Sum over a pseudo header and a transport segment; 0xffff when it holds.
+/// Checksum over pseudo header and transport segment; 0xffff when it is valid.
 pub fn sum(src: IpAddr, dst: IpAddr, kind: u8, segment: &[u8]) -> u16 {
     let pseudo = if kind == protocol::ICMP {
         Vec::new()
@@ -84,7 +84,7 @@ pub fn sum(src: IpAddr, dst: IpAddr, kind: u8, segment: &[u8]) -> u16 {
     checksum::fold(words(&pseudo) + words(segment))
 }
 
-/// An IP header and what is behind it.
+/// A packet with an IP header before `behind`.
 pub fn ip(src: IpAddr, dst: IpAddr, kind: u8, behind: &[u8]) -> Vec<u8> {
     match (src, dst) {
         (IpAddr::V4(src), IpAddr::V4(dst)) => {
@@ -102,7 +102,8 @@ pub fn ip(src: IpAddr, dst: IpAddr, kind: u8, behind: &[u8]) -> Vec<u8> {
     }
 }
 
-/// A transport segment with its checksum; RFC 768: a sum of zero is sent as all ones, for zero says that there is none.
+/// A transport segment with its checksum; a sum of zero is sent as all ones, because zero means none (RFC
+/// 768).
 pub fn segment(src: IpAddr, dst: IpAddr, kind: u8, mut bytes: Vec<u8>) -> Vec<u8> {
     let Some(at) = layout(kind).unwrap().checksum else { return bytes };
     bytes[at..at + 2].fill(0);
@@ -134,7 +135,7 @@ pub fn frame(ip: &[u8]) -> Vec<u8> {
     [&[0; 12][..], &ethertype, ip].concat()
 }
 
-/// What a packet says.
+/// Fields of a packet.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Seen {
     pub src: IpAddr,
@@ -156,7 +157,7 @@ pub fn addresses(ip: &[u8]) -> (IpAddr, IpAddr) {
     if ip[0] >> 4 == 6 { (v6(8), v6(24)) } else { (v4(12), v4(16)) }
 }
 
-/// Reads a packet, whose checksums must hold.
+/// Reads a packet and asserts its checksums.
 pub fn read(frame: &[u8]) -> Seen {
     let ip = &frame[14..];
     let (src, dst) = addresses(ip);
@@ -176,7 +177,7 @@ pub fn ports(ip: &[u8]) -> (u16, u16) {
     (at(layout.src_port), at(layout.dst_port))
 }
 
-/// The parts of a packet: the first with `cut` bytes of payload.
+/// The packet as two fragments, the first with `cut` bytes of payload.
 pub fn fragments(whole: &[u8], id: u16, cut: usize) -> [Vec<u8>; 2] {
     let found = transport(whole);
     let (src, dst) = addresses(whole);

@@ -1,4 +1,4 @@
-//! Flows that others open towards pods: their answers stay as they are.
+//! Flows that others open towards pods: their replies are not translated.
 
 use std::{collections::BTreeMap, net::IpAddr};
 
@@ -20,21 +20,21 @@ const SYN: u8 = 2;
 const SYN_ACK: u8 = 18;
 const ACK: u8 = 16;
 
-/// The packet comes in, and nothing is done to it.
+/// Asserts that the incoming packet passes unchanged.
 #[track_caller]
 fn comes(world: &mut World, packet: &[u8]) {
     let ran = world.back(packet);
     assert_eq!((ran.verdict, &ran.bytes, ran.counted.len()), (PASS, &frame(packet), 0));
 }
 
-/// The packet leaves as it is.
+/// Asserts that the packet leaves unchanged.
 #[track_caller]
 fn stays(world: &mut World, packet: &[u8]) {
     let ran = world.out(packet);
     assert_eq!((ran.verdict, &ran.bytes, ran.counted.as_slice()), (PASS, &frame(packet), &[][..]));
 }
 
-/// The packet's source is translated.
+/// Asserts that the packet's source is translated.
 #[track_caller]
 fn is_translated(world: &mut World, packet: &[u8], side: &Side) {
     let ran = world.out(packet);
@@ -46,7 +46,7 @@ fn table(world: &mut World) -> aya::maps::HashMap<&mut aya::maps::MapData, NatKe
     world.dataplane.map("inbound").unwrap().try_into().unwrap()
 }
 
-/// Makes every flow from outside one that had its last packet so many seconds earlier, at the boot at most.
+/// Makes every flow from outside look unused for so many seconds more, back to boot at most.
 fn age(world: &mut World, by: u32) {
     let mut table = table(world);
     let entries: Vec<_> = table.iter().map(Result::unwrap).collect();
@@ -68,7 +68,7 @@ fn answers_to_connections_opened_towards_pods_stay_as_they_are() {
             (udp(outside, pod, (5000, 53), b"question"), udp(pod, outside, (53, 5000), b"answer")),
             (echo(outside, pod, &side, side.echo, 7), echo(pod, outside, &side, side.echo_reply, 7)),
             (tcp(outside, pod, (5002, 81), SYN), tcp(pod, outside, (81, 5002), 20)),
-            // From WireGuard's port, as another program's flow may be.
+            // From WireGuard's port, which another program's flow may use.
             (udp(outside, pod, (51_820, 51_820), b"x"), udp(pod, outside, (51_820, 51_820), b"y")),
         ] {
             for _ in 0..3 {
@@ -77,7 +77,7 @@ fn answers_to_connections_opened_towards_pods_stay_as_they_are() {
                 stays(&mut world, &here);
             }
         }
-        // What a pod opens itself is masqueraded, also between the same two hosts.
+        // Flows that a pod opens are masqueraded, even between the same two hosts.
         is_translated(&mut world, &udp(pod, outside, (5000, 53), b""), &side);
         is_translated(&mut world, &tcp(pod, outside, (5003, 80), SYN), &side);
         is_translated(&mut world, &tcp(pod, outside, (80, 5001), SYN), &side);
@@ -92,7 +92,7 @@ fn an_established_connection_is_noted_by_any_packet_from_outside() {
         let Side { pod, outside, .. } = side;
         comes(&mut world, &tcp(outside, pod, (5001, 80), ACK));
         stays(&mut world, &tcp(pod, outside, (80, 5001), ACK));
-        // A reset alone opens nothing, and what nobody opened is refused.
+        // A reset alone opens no flow, and an unsolicited echo reply is refused.
         comes(&mut world, &tcp(outside, pod, (5009, 80), 4));
         is_translated(&mut world, &tcp(pod, outside, (80, 5009), ACK), &side);
         let reply = echo(pod, outside, &side, side.echo_reply, 9);
@@ -169,7 +169,7 @@ fn only_flows_whose_answers_would_be_masqueraded_are_noted() {
     let Some(mut world) = World::new() else { return };
     for side in sides() {
         let Side { pod, public, outside, .. } = side;
-        // To the node itself, to an address that no pod has, from a node of the mesh, not for this host.
+        // To the node itself, to an address of no pod, from a mesh node, and of a protocol without ports.
         comes(&mut world, &tcp(outside, public, (5001, 80), SYN));
         let elsewhere: IpAddr =
             if pod.is_ipv4() { [172, 16, 0, 9].into() } else { "2001:db8:77::9".parse().unwrap() };
@@ -192,7 +192,7 @@ fn hosts_of_the_own_location_that_open_towards_the_mesh_get_their_answers() {
     let Some(mut world) = World::new() else { return };
     let [side, _] = sides();
     let host: IpAddr = [198, 51, 100, 77].into();
-    // allowed-location-ips: masqueraded from every sender.
+    // allowed-location-ips: masqueraded for every sender.
     world.tables.masq_dst.insert(host.into(), MASQ_FORCE);
     world.dataplane.write(&world.tables).unwrap();
     let remote: IpAddr = support::REMOTE_POD.into();
@@ -201,8 +201,8 @@ fn hosts_of_the_own_location_that_open_towards_the_mesh_get_their_answers() {
     stays(&mut world, &tcp(remote, host, (80, 5001), SYN_ACK));
 }
 
-/// On the WireGuard device packets have no Ethernet header, but `BPF_PROG_TEST_RUN` reads one:
-/// bytes 12 and 13 of these sources are the EtherType of their family.
+/// The WireGuard device has no Ethernet header, but `BPF_PROG_TEST_RUN` reads one: bytes 12 and 13 of these
+/// packets, in the source address, are their family's EtherType.
 #[test]
 fn flows_from_behind_another_location_are_noted_where_some_offers_prefixes() {
     for offered in [true, false] {
@@ -273,15 +273,14 @@ fn strangers_fill_their_own_table_and_take_no_port_from_pods() {
     assert_eq!(read(&back.bytes).dst, pod, "the pod's own flow is untouched");
 }
 
-/// Connections in both directions between few hosts and ports, some with the same ports:
-/// an answer goes as its flow began, whatever else there is. The model is a table of who
-/// spoke first.
+/// Connections in both directions between few hosts and ports, some with the same ports: a reply is treated
+/// as its flow began, whatever else exists. The model is a table of who spoke first.
 #[test]
 fn every_answer_goes_as_its_flow_began() {
     let Some(mut world) = World::new() else { return };
     let seed = seed();
     let mut random = StdRng::seed_from_u64(seed);
-    // Who opened: true = outside.
+    // Who opened the flow: true = outside.
     let mut flows: BTreeMap<(IpAddr, u16, IpAddr, u16, u8), bool> = BTreeMap::new();
     let (mut outward, mut inward) = (0, 0);
     for _ in 0..3_000 {
