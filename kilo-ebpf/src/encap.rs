@@ -27,7 +27,7 @@ use crate::{
     link, packet,
     ret::{Act, Verdict, from_code, to_code},
     subprogram::{Skb, subprogram},
-    words::Words,
+    word_memory::Words,
 };
 
 /// `bpf_skb_adjust_room` flags (include/uapi/linux/bpf.h).

@@ -12,7 +12,7 @@ use kilo_common::{
 use crate::{
     maps::{DIRECT_V4, NODE_V4, NODE_V6, PREFIX_V4, PREFIX_V6},
     packet,
-    words::WholeAddress,
+    word_memory::WholeAddress,
 };
 
 /// Offsets of type of service and checksum in an IPv4 header.

@@ -51,8 +51,6 @@ mod lan_ingress;
 #[cfg(target_arch = "bpf")]
 mod leader_word;
 #[cfg(target_arch = "bpf")]
-mod left;
-#[cfg(target_arch = "bpf")]
 mod link;
 #[cfg(target_arch = "bpf")]
 mod maps;
@@ -62,6 +60,8 @@ mod masquerade;
 mod monitor;
 #[cfg(target_arch = "bpf")]
 mod mtu;
+#[cfg(target_arch = "bpf")]
+mod orphaned;
 #[cfg(target_arch = "bpf")]
 mod packet;
 #[cfg(target_arch = "bpf")]
@@ -81,9 +81,9 @@ mod tunnel_ingress;
 #[cfg(target_arch = "bpf")]
 mod uplink_egress;
 #[cfg(target_arch = "bpf")]
-mod wireguards;
+mod wireguard_port;
 #[cfg(target_arch = "bpf")]
-mod words;
+mod word_memory;
 
 #[cfg(target_arch = "bpf")]
 mod programs {

@@ -4,7 +4,7 @@ use core::ptr::read_volatile;
 
 use crate::{
     subprogram::{Skb, subprogram},
-    words::Words,
+    word_memory::Words,
 };
 use aya_ebpf::{EbpfContext as _, bindings::__sk_buff, helpers::bpf_skb_vlan_pop, programs::TcContext};
 use kilo_common::packet::{ETHERNET_LEN, ETHERTYPE_IPV4, ETHERTYPE_IPV6, IPV4_LEN, Ipv4Header};

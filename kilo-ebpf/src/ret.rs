@@ -9,7 +9,7 @@ use aya_ebpf::{
 };
 use kilo_common::{counters::DropReason, event::Hook, maps::Config};
 
-use crate::{left, maps, monitor, packet};
+use crate::{maps, monitor, orphaned, packet};
 
 /// What becomes of a packet: an action of the kernel, or a drop that is counted and reported.
 pub type Verdict = Result<Act, DropReason>;
@@ -84,7 +84,7 @@ impl Act {
 pub fn run(ctx: TcContext, hook: Hook, program: impl FnOnce(&TcContext, &'static Config) -> Verdict) -> i32 {
     // The array has its one entry from the start; zeroed it means: nothing is ours.
     let Some(config) = maps::CONFIG.get(0) else { return Act::NEXT.code() };
-    if left::is_over(&ctx, config, hook) {
+    if orphaned::is_over(&ctx, config, hook) {
         return Act::NEXT.code();
     }
     match program(&ctx, config) {

@@ -27,7 +27,7 @@ use crate::{
     reflect,
     ret::{Act, Verdict, from_code, to_code},
     subprogram::{Skb, subprogram},
-    wireguards,
+    wireguard_port,
 };
 
 /// "More fragments" and the offset (RFC 791), as they lie in memory.
@@ -219,8 +219,8 @@ fn decide<I: Ip, const LINK: usize>(
     let is_decrypted = packet::brought_by(ctx) == config.kilo_ifindex;
     let of_mesh =
         !I::is_private(config, ip.src()) && forwarding::is_of_mesh(I::prefix(config, ip.src()), is_decrypted);
-    let own =
-        !of_mesh && (wireguards::is_own(ctx, config, ip, LINK) || is_neighbour_discovery::<I, LINK>(ctx, ip));
+    let own = !of_mesh
+        && (wireguard_port::is_own(ctx, config, ip, LINK) || is_neighbour_discovery::<I, LINK>(ctx, ip));
     let on_link = || I::never_steered(ip.dst()) || I::never_steered(ip.src());
     if !forwarding::guard(flags, of_mesh, own, on_link)? {
         return Ok(GO_ON);

@@ -78,7 +78,7 @@ enum Task {
     Confine(confine::ConfineArgs),
     /// Carry packets between two TUN devices.
     #[command(hide = true)]
-    Wire(lab::wire::WireArgs),
+    Wire(lab::point_to_point_link::WireArgs),
 }
 
 fn main() -> ExitCode {
@@ -138,7 +138,7 @@ fn run() -> Result<()> {
             lab::main(args)
         }
         Task::Confine(args) => confine::main(&args),
-        Task::Wire(args) => lab::wire::main(&args),
+        Task::Wire(args) => lab::point_to_point_link::main(&args),
     }
 }
 

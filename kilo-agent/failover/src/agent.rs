@@ -1,41 +1,41 @@
 //! One node's agent: its parts, and what is due when.
 
-pub(crate) mod behind;
-#[cfg(test)]
-mod bench;
 mod declared_dead;
+pub(crate) mod forgotten_terms;
 mod homes;
 mod inputs;
 mod leading;
 mod left_behind;
-mod numbers;
+mod other_leader;
 mod overload;
-mod place;
+mod own_location;
 mod planned_change;
 mod restore;
+mod sequence_numbers;
 mod stand_by;
 mod terms;
-mod watch;
+#[cfg(test)]
+mod test_bench;
 
 use std::collections::BTreeMap;
 
-use behind::Behind;
 pub use declared_dead::DeclaredAlone;
+use forgotten_terms::Behind;
 use homes::Homing;
 pub use homes::Several;
-use numbers::Numbers;
-pub use place::Place;
+use other_leader::Watch;
+pub use own_location::Place;
 use planned_change::Planned;
 use restore::Returns;
-use watch::Watch;
+use sequence_numbers::Numbers;
 
 use crate::{
     Far, Input, MS, Micros, NodeId, Note, Output, Params, Rule, SEC, Term, Turn,
     detector::Detector,
     gateway::{self, Lead, Sender},
     member::{Member, MemberView, adopt},
-    others::Others,
-    roll::Roll,
+    other_gateways::Others,
+    roll_call::Roll,
     sentinel::Sentinel,
     signal::{Body, Kind},
     tunnel::Tunnels,

@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use crate::{
     Far, MS, Micros, NodeId, Output, Params, Rule, SEC, Signal, Term, Turn,
-    roll::{Present, Roll},
+    roll_call::{Present, Roll},
     signal::{Body, Kind, MAX_MEMBERS, Shared},
 };
 

@@ -4,10 +4,10 @@
 //! The simulation (`cargo xtask sim`) drives [`Agent`], and so does a thread of kg.
 //!
 //! ```text
-//! probes ──> detector ─┐                    ┌─> gateway   ANNOUNCE, CLAIM
-//!            tunnel ───┼─> sentinel ────────┤
-//! HELLO ───> others ───┘   (decision)       └─> planned: make before break
-//! every node: member (ADOPT, witness)       far leaders: far (CLAIM, MOVED, END)
+//! probes ──> detector ───────┐                    ┌─> gateway   ANNOUNCE, CLAIM
+//!            tunnel ─────────┼─> sentinel ────────┤
+//! HELLO ───> other_gateways ─┘   (decision)       └─> planned: make before break
+//! every node: member (ADOPT, witness)             far leaders: far (CLAIM, MOVED, END)
 //! ```
 
 mod agent;
@@ -15,11 +15,11 @@ pub mod detector;
 pub mod far;
 pub mod gateway;
 pub mod member;
-pub mod others;
+pub mod other_gateways;
 pub mod params;
 pub mod planned;
 pub mod probes;
-pub mod roll;
+pub mod roll_call;
 pub mod sentinel;
 pub mod tunnel;
 pub mod turn;

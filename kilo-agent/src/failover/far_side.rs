@@ -9,7 +9,7 @@ use kilo_failover::{
     far::{Owners, Step},
 };
 
-use super::{site::Site, thread::Thread, unmoved::Move};
+use super::{site::Site, thread::Thread, unaccepted_claims::Move};
 use crate::far::{APART, FarGateway, FarLocation, PATIENCE, SEED, SEEDED, claimed, prefixes, set_locations};
 
 impl Thread {

@@ -6,16 +6,16 @@
 //! reconcile ── Site, keys ──> thread ── Acting, whether it leads ──> next reconcile
 //! ```
 
-mod asks;
+mod claim_answers;
 mod far_side;
 mod followers;
-mod moved;
-mod order;
+mod leader_order;
+mod outbox;
 pub mod packets;
 mod report;
 mod site;
 mod thread;
-mod unmoved;
+mod unaccepted_claims;
 
 use std::{
     collections::BTreeMap,
@@ -131,7 +131,7 @@ pub struct Failover {
     keys: BTreeMap<PublicKey, siphash::Key>,
     /// Secret that each node must present to change this node's word.
     cookies: BTreeMap<NodeId, u64>,
-    orders: order::Orders,
+    orders: leader_order::Orders,
     /// Whether any node asks for several active leaders.
     several_asked: bool,
     thread: Option<JoinHandle<()>>,
@@ -151,7 +151,7 @@ impl Failover {
             changed,
         };
         let (keys, cookies) = (BTreeMap::new(), BTreeMap::new());
-        let orders = order::Orders::default();
+        let orders = leader_order::Orders::default();
         let several_asked = options.leaders > 1;
         Ok(Self { options, shared: Arc::new(shared), keys, cookies, orders, several_asked, thread: None })
     }
@@ -285,7 +285,7 @@ impl Failover {
             let tools = thread::Tools {
                 signals: dataplane.signals()?,
                 ring: dataplane::lead::heard(bpffs)?,
-                led: dataplane::led::Led::open(bpffs)?,
+                led: dataplane::led_members::Led::open(bpffs)?,
                 counters: CounterReader::open(bpffs)?,
             };
             let (shared, params) = (Arc::clone(&self.shared), self.options.params.clone());

@@ -18,7 +18,7 @@ use kilo_common::lead::Term;
 use kilo_core::topology::NodeId;
 use kilo_failover::{Agent, DeclaredAlone, Far, Input, Micros, Params, Start, far};
 use kilo_host::{
-    dataplane::{CounterReader, lead::Signals, led::Led, monitor::ktime},
+    dataplane::{CounterReader, lead::Signals, led_members::Led, monitor::ktime},
     net::link_down::LinkEvents,
 };
 
@@ -28,13 +28,13 @@ use self::{
 };
 use super::{
     Shared,
-    asks::Asks,
+    claim_answers::Moved,
     followers::Followers,
     locked,
-    moved::Moved,
+    outbox::Asks,
     report::{FailoverMetrics, Out},
     site::Site,
-    unmoved::Unmoved,
+    unaccepted_claims::Unmoved,
 };
 
 /// The thread's access to programs and maps.

@@ -38,11 +38,11 @@ use support::{
     IFINDEX, MEMBER_POD, REMOTE_POD,
     classes::{CLASSES, classes},
     flows::{Flows, Translation},
+    follow_up_packets::{Seen, Step},
     oracle::{ANSWER_STAYS, Bytes, FROM_OUTSIDE, Input, Wanted, expected_outcome, link_header_len, mac},
     packet::{PASS, REDIRECT, SHOT, ethernet, udp},
     random::{KILO, OTHER_UPLINKS, Random},
     seed::seed,
-    sequels::{Seen, Step},
 };
 
 const PROGRAMS: [&str; 7] = [

@@ -44,7 +44,7 @@ mod path_probe;
 mod publish_hangs;
 mod quiet;
 mod strangers;
-mod unheard;
 mod uninstall;
+mod unknown_locations;
 mod wireguard_kernel;
 mod wireguard_userspace;

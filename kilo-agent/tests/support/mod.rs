@@ -53,12 +53,12 @@ pub fn bpffs() -> Option<BpfFs> {
 pub mod classes;
 pub mod decisions;
 pub mod flows;
+pub mod follow_up_packets;
 pub mod foreign;
 pub mod oracle;
 pub mod packet;
 pub mod random;
 pub mod seed;
-pub mod sequels;
 pub mod signals;
 
 pub const SELF: [u8; 4] = [10, 1, 0, 11];

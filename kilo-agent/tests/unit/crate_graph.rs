@@ -92,9 +92,9 @@ const ORDERS: [(&str, &str); 10] = [
     ),
     (
         "../kilo-ebpf/src",
-        "maps cb inject leader_word follow subprogram words packet gso ip masquerade left link monitor mtu ret encap \
-         reflect relay sender signal decap fast_path kilo_egress kilo_ingress lan_ingress tunnel_ingress wireguards \
-         uplink_egress",
+        "maps cb inject leader_word follow subprogram word_memory packet gso ip masquerade orphaned link monitor mtu \
+         ret encap reflect relay sender signal decap fast_path kilo_egress kilo_ingress lan_ingress tunnel_ingress \
+         wireguard_port uplink_egress",
     ),
     (
         "core/src",
@@ -115,14 +115,14 @@ const ORDERS: [(&str, &str); 10] = [
     ("host/src", "memory lock cni net firewall wireguard dataplane interface"),
     (
         "failover/src",
-        "planned turn params probes detector tunnel sentinel roll gateway far member others agent",
+        "planned turn params probes detector tunnel sentinel roll_call gateway far member other_gateways agent",
     ),
     ("failover-sim/src", "rng faults host invariants engine planned scenarios several restarts report"),
     (
         "../xtask/lab/src",
         "report wait descendants takedown times command netns raw_udp cni_conf network plugins confine counters cni agents \
-         members probe wire tunl0 bulk matrix clear vpn check topology options well services fail_closed \
-         forward_policy granularity nat node_ports offloads path_mtu pod_tunnels printer segments external \
+         members probe point_to_point_link tunl0 bulk matrix clear vpn check topology options deployed_state services \
+         fail_closed forward_policy granularity nat node_ports offloads path_mtu pod_tunnels printer segments external \
          checks cloud cilium flannel kernel_ipip scenario faults failover nat_pairs modes run_times args",
     ),
     (

@@ -28,7 +28,7 @@ use super::opening;
 use crate::{
     ip::Ip as _,
     maps::{INBOUND, NAT, count_action},
-    masquerade::{DONE, NOTHING, clock, translating_device, work::halves},
+    masquerade::{DONE, NOTHING, clock, scratch::halves, translating_device},
     packet,
 };
 

@@ -18,7 +18,7 @@ use crate::{
         DONE,
         clock::now,
         port::host_uses,
-        work::{copy, this_cpu},
+        scratch::{copy, this_cpu},
     },
     subprogram::{Skb, subprogram},
 };

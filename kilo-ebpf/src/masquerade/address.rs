@@ -4,13 +4,13 @@
 use aya_ebpf::programs::TcContext;
 use kilo_common::maps::{Config, MASQ_ADDR_OWN, MasqAddr};
 
-use super::work::{Work, halves};
+use super::scratch::{Work, halves};
 use crate::{
     ip::{self, Ip, octets},
     maps::MASQ_ADDR,
     packet,
     subprogram::{Skb, subprogram},
-    words::OnInterface,
+    word_memory::OnInterface,
 };
 
 #[inline(always)]

@@ -10,8 +10,9 @@ use kilo_common::{
 use super::{
     IPV6,
     clock::now,
-    parse, translating_device,
-    work::{Found, Work, put, this_cpu},
+    parse,
+    scratch::{Found, Work, put, this_cpu},
+    translating_device,
 };
 use crate::{
     ip::{Ip, octets},

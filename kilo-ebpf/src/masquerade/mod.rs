@@ -2,7 +2,7 @@
 //! `kilo_common::nat`; this module has what needs the kernel: entries, sockets, checksums of packets that may
 //! be offloaded.
 //!
-//! The parts pass data to each other in [`work::this_cpu`]: a program and all the functions it calls share
+//! The parts pass data to each other in [`scratch::this_cpu`]: a program and all the functions it calls share
 //! 512 bytes of stack.
 
 mod address;
@@ -11,7 +11,7 @@ mod inbound;
 mod parse;
 pub mod port;
 mod rewrite;
-pub mod work;
+pub mod scratch;
 
 use aya_ebpf::{EbpfContext as _, programs::TcContext};
 use kilo_common::{
@@ -29,7 +29,7 @@ use kilo_common::{
 };
 
 pub use self::inbound::arrived;
-use self::work::{Found, Work, halves, put, put_value, this_cpu};
+use self::scratch::{Found, Work, halves, put, put_value, this_cpu};
 use crate::{
     ip::{Ip, octets},
     maps::{NAT, count_action, device},

@@ -1,4 +1,4 @@
-//! Reading what identifies a packet's flow, into [`Work`](super::work::Work).
+//! Reading what identifies a packet's flow, into [`Work`](super::scratch::Work).
 
 use aya_ebpf::{helpers::bpf_skb_load_bytes, programs::TcContext};
 use kilo_common::{
@@ -10,7 +10,7 @@ use kilo_common::{
     packet::{IPV4_LEN, Ipv4, protocol},
 };
 
-use super::work::{Found, this_cpu};
+use super::scratch::{Found, this_cpu};
 use crate::{
     ip::{Ip as _, V6, octets},
     subprogram::{Skb, subprogram},

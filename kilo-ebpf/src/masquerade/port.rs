@@ -24,7 +24,7 @@ use super::{
     CHOOSE, DONE, NEW, NOTHING, OWN, address,
     clock::now,
     inbound,
-    work::{Work, halves, put, put_value, this_cpu},
+    scratch::{Work, halves, put, put_value, this_cpu},
 };
 use crate::{
     maps::NAT,

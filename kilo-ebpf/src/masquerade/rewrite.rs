@@ -10,7 +10,7 @@ use aya_ebpf::{
 use kilo_common::counters::DropReason;
 use kilo_common::{nat::flow::layout, packet::protocol};
 
-use super::{DONE, IPV6, work::this_cpu};
+use super::{DONE, IPV6, scratch::this_cpu};
 
 /// The destination is rewritten, not the source.
 pub const DESTINATION: u32 = 4;

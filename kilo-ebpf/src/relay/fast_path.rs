@@ -34,7 +34,7 @@ use crate::{
     maps::{RELAY, count_action},
     ret::{Act, Verdict, from_code},
     subprogram::{Skb, subprogram},
-    words::Words,
+    word_memory::Words,
 };
 
 /// Ticks for which a cached next hop is valid: 2.5 to 25 s, by the kernel's clock. Changes of routes while no

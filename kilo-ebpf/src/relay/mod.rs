@@ -32,7 +32,7 @@ use crate::{
     packet,
     ret::{Act, Verdict, from_code, to_code},
     subprogram::{Skb, subprogram},
-    words::Words,
+    word_memory::Words,
 };
 
 /// Offsets of length and checksum in a UDP header.

@@ -16,11 +16,11 @@ use super::{
     check::{Check, outcome},
     clear,
     counters::{self, action, drops},
-    external, fail_closed, forward_policy, granularity, matrix, nat,
+    deployed_state, external, fail_closed, forward_policy, granularity, matrix, nat,
     network::Node,
     node_ports, offloads,
     options::{Choice, LabOptions},
-    path_mtu, pod_tunnels, printer, segments, services, vpn, wait, well,
+    path_mtu, pod_tunnels, printer, segments, services, vpn, wait,
 };
 use crate::report::{InClear, TestOutcome};
 
@@ -160,7 +160,7 @@ pub fn run(
 /// The check that every lab ends with, whichever others ran.
 pub fn as_deployed(lab: &mut Lab, prefix: &str) -> TestOutcome {
     let began = Instant::now();
-    outcome(prefix, AS_DEPLOYED_CHECK, began, &well::as_deployed(lab))
+    outcome(prefix, AS_DEPLOYED_CHECK, began, &deployed_state::as_deployed(lab))
 }
 
 /// No agent logs trouble while the mesh comes up, nor while everybody reaches everybody.
@@ -476,7 +476,7 @@ fn uninstall(lab: &mut Lab) -> Result<String> {
 /// Ends these nodes' agents and removes what they made.
 pub fn uninstall_from(lab: &mut Lab, names: &[&str]) -> Result<String> {
     // Another node leads when the leader's annotations are gone.
-    lab.caused(&[well::LEADS]);
+    lab.caused(&[deployed_state::LEADS]);
     for name in names {
         lab.agents.stop(name, Signal::SIGKILL)?;
         let node = lab.network.node(name)?;

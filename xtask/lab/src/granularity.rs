@@ -21,9 +21,9 @@ use nix::{
 use super::{
     Lab,
     counters::{self, action},
+    deployed_state::LEADS,
     network::Network,
     probe, wait,
-    well::LEADS,
 };
 
 /// Longest wait until all pods reach each other.

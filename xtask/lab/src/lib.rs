@@ -15,6 +15,7 @@ mod cni_conf;
 pub mod command;
 pub mod confine;
 pub mod counters;
+pub mod deployed_state;
 mod descendants;
 mod external;
 mod fail_closed;
@@ -37,6 +38,7 @@ mod options;
 mod path_mtu;
 pub mod plugins;
 mod pod_tunnels;
+pub mod point_to_point_link;
 mod printer;
 pub mod probe;
 mod raw_udp;
@@ -51,8 +53,6 @@ mod topology;
 pub mod tunl0;
 mod vpn;
 pub mod wait;
-pub mod well;
-pub mod wire;
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -111,7 +111,7 @@ pub struct Lab {
     topology: Topology,
     /// How far the agents' logs have been read.
     #[serde(skip)]
-    watch: well::Watch,
+    watch: deployed_state::Watch,
     /// Members without a namespace of their own, in the process that built the lab.
     #[serde(skip)]
     members: Option<Members>,
@@ -275,7 +275,7 @@ fn show(args: &LabOptions) -> Result<()> {
         Ok(()) => println!("no packet of the mesh was seen in clear on any LAN"),
         Err(error) => println!("{error:#}"),
     }
-    let deployed = well::as_deployed(&mut lab);
+    let deployed = deployed_state::as_deployed(&mut lab);
     match &deployed {
         Ok(figure) => println!("agents have their manifest's rights, and nothing to warn about {figure}"),
         Err(error) => println!("agents are not as they are deployed: {error:#}"),
@@ -366,7 +366,7 @@ impl Lab {
         for node in &network.nodes {
             agents.start(node)?;
         }
-        let watch = well::Watch::default();
+        let watch = deployed_state::Watch::default();
         let mut lab = Self {
             topology: args.topology,
             name: args.name.clone(),
@@ -381,7 +381,7 @@ impl Lab {
             stood: BTreeMap::new(),
         };
         // Until all agents run, the node that starts first leads.
-        lab.caused(&[well::LEADS]);
+        lab.caused(&[deployed_state::LEADS]);
         lab.save()?;
         step("waiting for the mesh");
         lab.agents.wait_until_ready(&lab.network, Duration::from_secs(240))?;

@@ -23,15 +23,15 @@ use anyhow::{Result, ensure};
 use super::{
     Lab,
     agents::Agents,
-    cni, cni_conf,
+    cni, cni_conf, deployed_state,
     netns::{self, Netns},
     network::{Network, Node, Underlay},
-    probe, well,
+    probe,
 };
 
 const LIMIT: Duration = Duration::from_secs(180);
 /// Logged by agents of such a mesh: ends behind NATs lead their locations with private addresses.
-pub const CAUSED: &[&str] = &[well::LEADS];
+pub const CAUSED: &[&str] = &[deployed_state::LEADS];
 
 /// The namespaces, those of the mesh's nodes and pods included.
 pub fn namespaces(lab: &str) -> Vec<Netns> {
@@ -63,8 +63,9 @@ fn try_it(lab: &Lab) -> Result<String> {
         agents.write_node(node, annotations)?;
         agents.start(node)?;
     }
-    let result = meet(&agents, &network)
-        .and_then(|met| Ok(format!("{met} {}", well::mesh_as_deployed(&network, &agents, CAUSED)?)));
+    let result = meet(&agents, &network).and_then(|met| {
+        Ok(format!("{met} {}", deployed_state::mesh_as_deployed(&network, &agents, CAUSED)?))
+    });
     for node in &network.nodes {
         agents.stop(node.name(), nix::sys::signal::Signal::SIGKILL)?;
     }

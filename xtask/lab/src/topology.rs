@@ -18,9 +18,9 @@ use super::{
     check::Check,
     netns::Netns,
     network::{Network, Node, PRINTER},
+    point_to_point_link,
     probe::{self, Protocol},
     wait::{self, until},
-    wire,
 };
 
 /// Longest wait until something configured works.
@@ -153,7 +153,7 @@ fn point_to_point(network: &Network) -> Result<()> {
     let node = network.node("b1")?;
     let public = node.public.context("b1 has a public address")?;
     node.netns.ip("link delete eth1\n")?;
-    wire::start((&node.netns, PPP), (&network.router, "b1-ppp"))?;
+    point_to_point_link::start((&node.netns, PPP), (&network.router, "b1-ppp"))?;
     node.netns.ip(&format!(
         "address add {public} peer 192.0.2.1 dev {PPP}\nlink set {PPP} up\nroute add default dev {PPP}\n"
     ))?;

@@ -1,7 +1,7 @@
 //! Declaring a leader dead. Nodes without failover follow Kilo's rule, which waits until the leader's heartbeat is too
 //! old: a gateway declares it dead sooner.
 
-use crate::{Agent, Micros, NodeId, SEC, gateway::Lead, roll::Present, signal::Shared};
+use crate::{Agent, Micros, NodeId, SEC, gateway::Lead, roll_call::Present, signal::Shared};
 
 /// How long a gateway must have led the location before it declares; the leader's kernel has not
 /// answered for 3 s then, either.

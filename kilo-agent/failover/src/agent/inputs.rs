@@ -4,8 +4,8 @@ use super::Agent;
 use crate::{
     Input, MS, Micros, NodeId, Note, Output, Rule, SEC, Signal, Term, Turn,
     member::{Member, adopt},
-    others::State,
-    roll::Present,
+    other_gateways::State,
+    roll_call::Present,
     signal::{Body, Kind, Shared, Verdict},
 };
 

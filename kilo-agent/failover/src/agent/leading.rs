@@ -154,7 +154,7 @@ mod tests {
     use super::*;
     use crate::{
         Params, Place, SEC, Start,
-        agent::bench::{LEADER, ME, MEMBER},
+        agent::test_bench::{LEADER, ME, MEMBER},
     };
 
     /// A gateway that has started at 0 and leads itself alone hears the member's kernel name this term at

@@ -360,7 +360,7 @@ mod tests {
     use super::*;
     use crate::{
         Input,
-        agent::bench::{BOOT, Bench, FAR, LEADER, ME, MEMBER},
+        agent::test_bench::{BOOT, Bench, FAR, LEADER, ME, MEMBER},
     };
 
     /// A stand-by that its leader has asked to be ready, and the term in which it asks a far leader.

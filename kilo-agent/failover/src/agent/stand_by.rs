@@ -3,8 +3,8 @@
 use crate::{
     Agent, MS, Micros, NodeId, Note, Output, Params, Place, Rule, SEC, Turn, gateway,
     member::adopt,
-    others::Others,
-    roll::Present,
+    other_gateways::Others,
+    roll_call::Present,
     sentinel::{Decision, Scene, Sentinel},
     signal::{Body, Kind, Shared},
 };

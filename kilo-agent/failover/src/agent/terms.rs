@@ -38,7 +38,7 @@ mod tests {
     use super::*;
     use crate::{
         Output, SEC,
-        agent::bench::{Bench, LEADER, ME, MEMBER},
+        agent::test_bench::{Bench, LEADER, ME, MEMBER},
         signal::{Body, Kind},
     };
 

@@ -6,9 +6,9 @@ use std::path::{Path, PathBuf};
 use aya::{Ebpf, programs::SchedClassifier};
 
 use super::{
-    DataplaneError, earlier,
-    late::Late,
+    DataplaneError, earlier_layouts,
     load::{self, ON_DEMAND, load_programs},
+    on_demand::Late,
     pins::{self, ByName, is_ours_alone, open_all, pin_anew},
 };
 use kilo_core::errors::error_chain;
@@ -38,7 +38,7 @@ impl Programs {
     /// When the kernel refuses one, or a pinned map cannot be opened.
     pub fn open(directory: &Path, debug: bool) -> Result<Self, DataplaneError> {
         load::remove_unfit(directory)?;
-        earlier::take_over(directory)?;
+        earlier_layouts::take_over(directory)?;
         if !debug
             && let Some(pins) = pins::directory(directory)?
             && is_ours_alone(&pins)

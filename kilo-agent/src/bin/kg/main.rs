@@ -1,8 +1,8 @@
 //! `kg`: the agent of a node.
 
 mod flags;
-mod last_words;
 mod stopping;
+mod termination_message;
 mod uninstall;
 
 use std::{
@@ -52,8 +52,8 @@ use tokio::signal::unix::{SignalKind, signal};
 use tokio_util::sync::CancellationToken;
 
 use flags::{Cli, Command, Flags, UninstallArgs, WebhookArgs};
-use last_words::LastWords;
 use stopping::Stopping;
+use termination_message::LastWords;
 use uninstall::{uninstall, uninstall_alone};
 
 /// Path of the private key.
@@ -396,10 +396,10 @@ async fn work<B: Backend>(
              they send nothing in clear; reboot the host, or run `kg uninstall --keep-annotations --remove-cni` there \
              when they have ended"
         );
-        last_words::write(&said);
+        termination_message::write(&said);
         return Ok(());
     }
-    last_words::write(&said);
+    termination_message::write(&said);
     if leaving.leave(&hostname, Path::new(BPFFS), &flags.interface, flags.masquerade).await {
         return Ok(());
     }

@@ -1,9 +1,9 @@
 //! `kgctl connect`: makes this machine a peer until it is interrupted.
 
-mod closed;
+mod fail_closed;
 mod first_handshakes;
 mod following;
-mod origin;
+mod node_source;
 mod remedy;
 
 use std::{
@@ -41,10 +41,10 @@ use kilo_host::{
 use tokio::signal::unix::{SignalKind, signal};
 
 use self::{
-    closed::Closed,
+    fail_closed::Closed,
     first_handshakes::{FirstHandshakes, Next},
     following::Following,
-    origin::Origin,
+    node_source::Origin,
 };
 use crate::{
     complete,
@@ -284,7 +284,7 @@ impl Connection {
         // Traffic to nodes' own addresses is blocked only after the Peer exists, because the API server may
         // run on a node.
         let pods = vpn_peer::pods(&self.build_mesh(&first, flags)?);
-        closed::begin(&self.net, pods).await?;
+        fail_closed::begin(&self.net, pods).await?;
         let mut peer = self.origin.ensure(&self.wanted).await?;
         let mut connected = false;
         loop {

@@ -14,7 +14,7 @@ use kilo_host::{dataplane::lead::Swap, net::link_down::has_default_route};
 
 use super::{Thread, micros};
 use crate::failover::{
-    moved::Asked,
+    claim_answers::Asked,
     site::{Neighbour, Site, is_news},
 };
 use crate::far::{FarGateway, FarLocation};

@@ -13,9 +13,10 @@ use nix::{
     unistd::Pid,
 };
 
-use super::{crowd::Share, flood::OVERLOADED, fresh::Fresh, state};
+use super::{crowd::Share, flood::OVERLOADED, new_flows::Fresh, state};
 use crate::{
     Lab,
+    deployed_state::{LEADS, NO_ENDPOINT},
     faults::{
         control_plane::{NO_PODS, PODS_AGAIN, REBOOT},
         nodes,
@@ -24,7 +25,6 @@ use crate::{
     netns::Netns,
     network::Node,
     wait,
-    well::{LEADS, NO_ENDPOINT},
 };
 
 /// The leader when a case begins.

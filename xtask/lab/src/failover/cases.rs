@@ -6,7 +6,7 @@ use anyhow::Result;
 
 use super::{
     breaking::{self, Broken},
-    clocks, crowd, flaps, flood, forged, laptop, many, parts, shares,
+    clocks, crowd, flaps, flood, forged, laptop, many_members, partial_failures, shares,
 };
 use crate::{Lab, faults::control_plane, network::Shape};
 
@@ -174,7 +174,7 @@ impl Case {
 
     /// Watches a location of a thousand members.
     const fn large(self) -> Self {
-        Self { to: "pod-b1", shape: Shape::Large, prepare: Some(many::at_rest), ..self }
+        Self { to: "pod-b1", shape: Shape::Large, prepare: Some(many_members::at_rest), ..self }
     }
 
     /// A laptop with `kgctl connect` is connected, but the watched flow is not its own.
@@ -227,8 +227,8 @@ pub const CASES: &[Case] = &[
     case("kilo0-down", 18, "kilo0 of the leader is down", Limit::Outage(1000), breaking::kilo0_down),
     case("lan-dead", 18, "the leader's LAN interface carries nothing", Limit::Outage(1000), breaking::lan_dead),
     case("lan-down", 18, "the leader's LAN interface is down, its uplink is not", Limit::Silence(1000), breaking::lan_down),
-    case("leader-forwards-nothing", 19, "the leader forwards nothing, and answers everything", Limit::Outage(1000), parts::forwards_nothing).always(),
-    case("leader-drops-new-flows", 19, "the leader forwards no new flows, and goes on with those it has", Limit::Outage(1000), parts::drops_new_flows),
+    case("leader-forwards-nothing", 19, "the leader forwards nothing, and answers everything", Limit::Outage(1000), partial_failures::forwards_nothing).always(),
+    case("leader-drops-new-flows", 19, "the leader forwards no new flows, and goes on with those it has", Limit::Outage(1000), partial_failures::drops_new_flows),
     case("leader-returns", 20, "the old leader comes back and leads again", Limit::Lost(10), breaking::leader_returns).prepared(breaking::leader_was_away),
     case("leader-moves", 21, "the leader annotation moves", Limit::Lost(10), breaking::leader_moves),
     case("leader-cordoned", 21, "the leader's Node is cordoned", Limit::Lost(10), breaking::leader_cordoned),
@@ -244,15 +244,15 @@ pub const CASES: &[Case] = &[
     case("agents-stalled", 68, "agents stand still for 200 ms every 5 s, for 30 s", Limit::Undisturbed, breaking::agents_stalled),
     case("power-off-member-agent-dead", 69, "the leader loses power while a member's agent is dead", Limit::Outage(1000), breaking::power_off_with_dead_agent).p95(500).always(),
     case("power-off-cluster-away", 69, "the leader loses power when the cluster has been away for a while (30 s; `--for`)", Limit::Outage(1000), breaking::power_off_cluster_away).p95(500),
-    case("halves", 70, "the leader and the others do not hear each other on the LAN", Limit::Outage(1000), parts::leader_cut_off).also("pod-a1", "pod-b2"),
-    case("stand-by-apart", 70, "the stand-by and the others do not hear each other on the LAN", Limit::Outage(1000), parts::stand_by_cut_off).also("pod-a2", "pod-b2"),
+    case("halves", 70, "the leader and the others do not hear each other on the LAN", Limit::Outage(1000), partial_failures::leader_cut_off).also("pod-a1", "pod-b2"),
+    case("stand-by-apart", 70, "the stand-by and the others do not hear each other on the LAN", Limit::Outage(1000), partial_failures::stand_by_cut_off).also("pod-a2", "pod-b2"),
     case("loss", 71, "5 % of all packets between hosts are lost, and all CPUs are busy (30 s; `--for`)", Limit::NoSwitch, breaking::loss),
     case("member-is-kilo", 72, "the leader loses power, a member knows no failover", Limit::Silence(5000), breaking::power_off).off(&["a3"]),
     case("far-side-is-kilo", 72, "the leader loses power, the other location knows no failover", Limit::Silence(5000), breaking::power_off).off(&["b1", "b2"]),
     case("leader-is-kilo", 72, "the leader loses power, and knew no failover: as with Kilo", Limit::Silence(90_000), breaking::kilo_off).off(&["a1"]),
     case("forged", 73, "somebody on the LAN forges and repeats signals, a member sends some through the tunnel", Limit::Undisturbed, forged::send),
     case("repeated", 73, "leadership moves and comes back, and what made members follow the other node is sent to them again", Limit::Outage(1000), forged::repeat),
-    case("many-members", 74, "of 1,003 nodes of its location the leader loses power, after 30 s (`--for`) in which agents' `failover` threads take 1 % of a core each at most", Limit::Outage(1000), many::power_off).p95(500).large(),
+    case("many-members", 74, "of 1,003 nodes of its location the leader loses power, after 30 s (`--for`) in which agents' `failover` threads take 1 % of a core each at most", Limit::Outage(1000), many_members::power_off).p95(500).large(),
     case("two-lose-power", 75, "the leader and a stand-by lose power at once", Limit::Outage(1500), breaking::two_lose_power).stand_bys(2),
     case("flood", UNLISTED, "nothing fails, and more small datagrams than leaders carry are sent between two locations (30 s; `--for`)", Limit::Switches(1), flood::overload),
     case("gateway-off", UNLISTED, "of two active leaders one loses power", Limit::OnlyIts(1000), breaking::power_off).p95(500).leaders(2).prepared(shares::all_reach_all),

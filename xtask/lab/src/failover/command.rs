@@ -5,7 +5,7 @@ use std::{fs, path::PathBuf, time::Duration};
 use anyhow::{Context as _, Result, bail};
 use clap::Args;
 
-use super::{Choice, Part, Run, breaking, cases, kept, rest, table};
+use super::{Choice, Part, Run, breaking, cases, cost_at_rest, kept_runs, table};
 use crate::{Lab, checks, network::Shape, options::LabOptions};
 
 /// Its options.
@@ -67,7 +67,7 @@ pub fn main(args: &LabOptions, options: &Options) -> Result<()> {
         breaking::set_length(length);
     }
     if let Some(time) = options.rest {
-        return rest::measure(&args, time);
+        return cost_at_rest::measure(&args, time);
     }
     let choice = match (options.part, options.cases.as_slice()) {
         (Some(part), _) => Choice::Part(part),
@@ -107,8 +107,8 @@ pub fn main(args: &LabOptions, options: &Options) -> Result<()> {
 /// Writes the tables, and fails when a case misses what it accepts.
 fn end(runs: &[Run], options: &Options) -> Result<()> {
     if options.docs {
-        let all = kept::replace(kept::read()?, runs);
-        kept::write(&all)?;
+        let all = kept_runs::replace(kept_runs::read()?, runs);
+        kept_runs::write(&all)?;
         table::write(&all)?;
         crate::faults::write_requirements(|line| table::of_line(&all, line))?;
     }

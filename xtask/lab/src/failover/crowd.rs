@@ -17,10 +17,10 @@ use super::{
 };
 use crate::{
     Lab, counters,
+    deployed_state::LEADS,
     faults::{nodes, traffic::Figures},
     network::{CROWD, Node},
     wait,
-    well::LEADS,
 };
 
 /// Time between two datagrams of each member; what is lost is scaled by it to a thousand datagrams a second.

@@ -10,7 +10,7 @@ use anyhow::Result;
 use super::{
     breaking::{self, Broken, LEADER, MEMBER, STAND_BY},
     flood,
-    fresh::Fresh,
+    new_flows::Fresh,
 };
 use crate::{Lab, counters, network::LAPTOP, probe, wait};
 

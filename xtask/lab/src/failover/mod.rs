@@ -5,16 +5,16 @@ mod breaking;
 mod cases;
 mod clocks;
 mod command;
+mod cost_at_rest;
 mod crowd;
 mod flaps;
 mod flood;
 mod forged;
-mod fresh;
-mod kept;
+mod kept_runs;
 mod laptop;
-mod many;
-mod parts;
-mod rest;
+mod many_members;
+mod new_flows;
+mod partial_failures;
 mod shares;
 mod state;
 mod table;
@@ -31,7 +31,7 @@ use super::{
     network::{Node, Shape},
 };
 use crate::report::{InClear, TestOutcome};
-use crate::{wait, well};
+use crate::{deployed_state, wait};
 use breaking::{Broken, LEADER};
 use cases::{CASES, Case, Limit};
 pub use command::{Options, main};
@@ -79,7 +79,7 @@ pub struct Run {
 
 /// Returns what the kept runs have shown for a line of docs/reliability.md.
 pub fn kept_lines() -> Result<impl Fn(u8) -> Vec<String>> {
-    let runs = kept::read()?;
+    let runs = kept_runs::read()?;
     Ok(move |line| table::of_line(&runs, line))
 }
 
@@ -217,7 +217,7 @@ struct Watched {
 }
 
 fn watch(lab: &mut Lab, case: &Case, keep: bool) -> Result<Watched> {
-    lab.caused(&[well::CHANGE]);
+    lab.caused(&[deployed_state::CHANGE]);
     lab.agents.wait_until_ready(&lab.network, PATIENCE)?;
     state::begin_anew(lab, case, FIT)?;
     case.prepare.map_or(Ok(()), |prepare| prepare(lab))?;

@@ -14,9 +14,9 @@ use super::{
 };
 use crate::{
     Lab,
+    deployed_state::{LEADS, NO_ENDPOINT},
     faults::nodes,
     matrix, wait,
-    well::{LEADS, NO_ENDPOINT},
 };
 
 /// Longest wait until a new active leader takes its own nodes.

@@ -16,8 +16,8 @@ use super::{
 };
 use crate::{
     Lab, agents, counters,
+    deployed_state::{LEADS, NO_NODE},
     wait::{self, until},
-    well::{LEADS, NO_NODE},
 };
 
 /// How long the cluster is away, in seconds.

@@ -11,9 +11,9 @@ use super::{
 };
 use crate::{
     Lab, agents,
+    deployed_state::{DETACHED, LEADS},
     topology::detach_from_kilo,
     wait::{self, until},
-    well::{DETACHED, LEADS},
 };
 
 /// Waits until the interface exists again, with a new index.

@@ -14,7 +14,7 @@ use super::{
 };
 use crate::{
     Lab,
-    well::{DETACHED, LEADS, NO_ENDPOINT, NO_KILO0, NO_NODE, ONLY_DEFAULT, PODS_STAY},
+    deployed_state::{DETACHED, LEADS, NO_ENDPOINT, NO_KILO0, NO_NODE, ONLY_DEFAULT, PODS_STAY},
 };
 
 /// What traffic may lose.

@@ -10,8 +10,8 @@ use nix::{
 
 use crate::{
     Lab, agents, counters,
+    deployed_state::{LEADS, NO_NODE},
     wait::{self, until},
-    well::{LEADS, NO_NODE},
 };
 
 /// Names of all nodes.

@@ -14,12 +14,12 @@ use nix::sys::signal::Signal;
 use super::{CONNECTS, LIMIT, traffic};
 use crate::{
     agents::Agents,
-    cni, counters,
+    cni, counters, deployed_state,
     faults::traffic::Traffic,
     nat::{self, Kind, Shape},
     netns::Netns,
     network::{Network, Node, Underlay},
-    probe, takedown, wait, well,
+    probe, takedown, wait,
 };
 
 /// What the meshes of this command are built with.
@@ -230,9 +230,10 @@ impl Mesh {
     /// what a part causes.
     fn as_deployed(&self) -> Result<()> {
         // A node that is cut off has no link, and with failover it does not lead any more.
-        let cut_off: &[&str] = if self.cut_off > 0 { &[well::NO_ENDPOINT, well::CHANGE] } else { &[] };
+        let cut_off: &[&str] =
+            if self.cut_off > 0 { &[deployed_state::NO_ENDPOINT, deployed_state::CHANGE] } else { &[] };
         let caused = [nat::CAUSED, cut_off, self.causes].concat();
-        well::mesh_as_deployed(&self.network, &self.agents, &caused).map(drop)
+        deployed_state::mesh_as_deployed(&self.network, &self.agents, &caused).map(drop)
     }
 
     /// Prints what is needed to find the cause of a failure.

@@ -15,12 +15,12 @@ use clap::{Args, ValueEnum};
 use nix::sys::signal::Signal;
 
 use super::{
-    counters,
+    counters, deployed_state,
     faults::traffic::Traffic,
     nat::{Kind, Shape},
     netns::Netns,
     network::{Node, Underlay},
-    probe, report, wait, well,
+    probe, report, wait,
 };
 use crate::report::{InClear, TestOutcome};
 use mesh::{Mesh, Setup};
@@ -280,7 +280,7 @@ fn leaders(setup: Setup<'_>) -> Result<()> {
     setup.with(shape, &["z", "z2"], false, |mesh| {
         let (way, took) = mesh.wait_connected()?;
         ensure!(way == "relayed", "no two symmetric NATs meet, so the tunnel cannot be {way}");
-        mesh.causes = &[well::CHANGE];
+        mesh.causes = &[deployed_state::CHANGE];
         let y = mesh.network.node("y")?.clone();
         let mut said = Vec::new();
         for name in ["x", "x2"] {

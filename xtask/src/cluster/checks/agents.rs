@@ -8,11 +8,11 @@ use std::{
 
 use anyhow::{Context as _, Result, bail};
 
-use crate::{cluster::Cluster, cluster::node::Node, lab::well};
+use crate::{cluster::Cluster, cluster::node::Node, lab::deployed_state};
 
 /// Every agent's programs are on the hooks that this kernel has for them, and stayed there.
 pub fn attached(cluster: &Cluster) -> Result<String> {
-    let wanted = well::hook()?;
+    let wanted = deployed_state::hook()?;
     let mut count = 0;
     for node in &cluster.nodes {
         count += programs(node, wanted).with_context(|| node.name().to_owned())?;
@@ -25,11 +25,14 @@ fn programs(node: &Node, wanted: &str) -> Result<usize> {
     let programs = status["agent"]["programs"].as_array().context("no programs in /status")?;
     // The first node of a location is also on the public network.
     let uplinks = if node.site.public.is_some() { &["eth0", "eth1"][..] } else { &["eth0"] };
-    well::on_hooks(programs, wanted, uplinks, &node.sh("ls /sys/class/net")?)?;
-    match metric(node, well::REATTACHED)? {
+    deployed_state::on_hooks(programs, wanted, uplinks, &node.sh("ls /sys/class/net")?)?;
+    match metric(node, deployed_state::REATTACHED)? {
         0 => Ok(programs.len()),
         count => {
-            bail!("{} is {count}: somebody detached a program, or the agent thinks so", well::REATTACHED)
+            bail!(
+                "{} is {count}: somebody detached a program, or the agent thinks so",
+                deployed_state::REATTACHED
+            )
         }
     }
 }

@@ -23,7 +23,7 @@ use kilo_core::flat_map::Key;
 
 use super::{
     super::{DataplaneError, batch, load::PinnedMaps},
-    form::Towards,
+    encoding::Towards,
 };
 
 /// A prefix that is the key of an LPM trie.

@@ -2,8 +2,8 @@
 //! no packet sees a prefix without its hop.
 
 mod direct;
+mod encoding;
 mod entries;
-mod form;
 
 use std::{
     collections::BTreeMap,
@@ -22,8 +22,8 @@ use kilo_common::{
 use kilo_core::tables::Tables;
 
 use self::{
+    encoding::{Desired, Towards, places},
     entries::{difference, read_array, read_hash, read_trie, remove_trie, write_hash, write_trie},
-    form::{Desired, Towards, places},
 };
 use super::{
     DataplaneError, lead,

@@ -15,11 +15,10 @@ use anyhow::{Result, bail, ensure};
 
 use super::list::{FAULTS, Fault, SoakFault, is_named};
 use crate::{
-    Lab, agents, matrix,
+    Lab, agents, deployed_state, matrix,
     report::TestOutcome,
     stop_if_interrupted,
     wait::{self, until},
-    well,
 };
 use reachability::Watch;
 use rng::Rng;
@@ -92,7 +91,7 @@ pub fn run(lab: &mut Lab, seed: u64, time: Duration, only: Option<&str>) -> Resu
         bail!("{} probes failed in the end", matrix.total() - matrix.passed());
     }
     left_over::nothing(lab, &before, MORE_MEMORY)?;
-    well::as_deployed(lab)?;
+    deployed_state::as_deployed(lab)?;
     println!("soak: nothing left over after {} rounds", report.rounds);
     Ok(report)
 }

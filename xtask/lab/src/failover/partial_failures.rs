@@ -4,9 +4,9 @@ use anyhow::{Context as _, Result, ensure};
 
 use super::{
     breaking::{self, Broken, LEADER, MEMBER, STAND_BY},
-    fresh::Fresh,
+    new_flows::Fresh,
 };
-use crate::{Lab, netns::Netns, probe, well::LEADS};
+use crate::{Lab, deployed_state::LEADS, netns::Netns, probe};
 
 /// Node to which the watched traffic goes.
 const TO: &str = "b2";

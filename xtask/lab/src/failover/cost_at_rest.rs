@@ -18,7 +18,7 @@ use nix::{
 };
 
 use super::{FIT, breaking, state};
-use crate::{Lab, counters, faults::nodes, matrix, options::LabOptions, wait, well};
+use crate::{Lab, counters, deployed_state, faults::nodes, matrix, options::LabOptions, wait};
 
 /// Agents are at rest once they have written nothing for so long; what a start costs is not counted.
 const QUIET: Duration = Duration::from_secs(30);
@@ -161,7 +161,7 @@ fn at_rest(lab: &Lab, is_on: bool) -> Result<()> {
 fn of_mode(lab: &mut Lab, mode: &str, time: Duration) -> Result<(Vec<f64>, Vec<String>)> {
     lab.agents.set_flag("--failover", mode);
     // Of nodes that boot at once a stand-by may lead first.
-    lab.caused(&[well::CHANGE]);
+    lab.caused(&[deployed_state::CHANGE]);
     breaking::reboot_all(lab)?;
     receive_on_another_processor(lab)?;
     at_rest(lab, mode != "off")?;
@@ -222,7 +222,7 @@ pub fn measure(args: &LabOptions, time: Duration) -> Result<()> {
         println!("{name}: {:+.3} % of a core with failover", with - without);
     }
     let mut problems = [wrote, wrote_too, too_much(&names, &without, &with)].concat();
-    problems.extend(well::as_deployed(&mut lab).err().map(|error| format!("{error:#}")));
+    problems.extend(deployed_state::as_deployed(&mut lab).err().map(|error| format!("{error:#}")));
     ensure!(
         problems.is_empty(),
         "agents are not at rest as they should be:\n    {}",

@@ -18,7 +18,7 @@ use crate::{
     masquerade::clock,
     packet::{self, Family},
     subprogram::{Skb, subprogram},
-    words::Words,
+    word_memory::Words,
 };
 
 /// A time in the past.

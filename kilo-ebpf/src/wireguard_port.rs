@@ -13,7 +13,7 @@ use kilo_common::{
 use crate::{
     ip::{Ip, octets},
     maps::INBOUND,
-    masquerade::{clock::now, work},
+    masquerade::{clock::now, scratch},
 };
 
 /// Seconds within which the other fragments follow: this host makes them all at once.
@@ -52,7 +52,7 @@ fn follows<I: Ip>(ip: &I, id: [u8; 4]) -> bool {
 /// The key of a datagram's fragments, in this CPU's memory because there is little stack.
 #[inline(always)]
 fn key<I: Ip>(ip: &I, id: [u8; 4]) -> Option<&'static kilo_common::maps::NatKey> {
-    let work = work::this_cpu()?;
+    let work = scratch::this_cpu()?;
     let key = &mut work.partner;
     key.src = octets(I::mapped(ip.src()));
     key.dst = octets(I::mapped(ip.dst()));

@@ -156,7 +156,7 @@ mod tests {
     use super::*;
     use crate::{
         Term,
-        agent::bench::{BOOT, Bench, LEADER, ME, MEMBER},
+        agent::test_bench::{BOOT, Bench, LEADER, ME, MEMBER},
     };
 
     const FROM: NodeId = 9;

@@ -7,7 +7,7 @@ use anyhow::{Context as _, Result, ensure};
 
 use super::{
     breaking::{self, Broken, FAR, LEADER, STAND_BY},
-    rest,
+    cost_at_rest,
 };
 use crate::{
     Lab,
@@ -50,7 +50,7 @@ pub(super) fn at_rest(lab: &mut Lab) -> Result<()> {
 pub(super) fn power_off(lab: &mut Lab) -> Result<Broken> {
     let members = lab.members.as_ref().context("no members are there")?;
     let before = members.counts().0;
-    let costs = rest::failover(lab, breaking::length())?;
+    let costs = cost_at_rest::failover(lab, breaking::length())?;
     let members = lab.members.as_ref().context("no members are there")?;
     let answered = (members.counts().0 - before) as f64 / breaking::length().as_secs_f64();
     let costs_said: Vec<_> = costs.iter().map(|(node, part)| format!("{node} {part:.2} %")).collect();

@@ -11,7 +11,7 @@ use kilo_common::{
 use crate::{
     ip::octets,
     maps::{MASQ_DST, MASQ_SRC},
-    words::WholeAddress,
+    word_memory::WholeAddress,
 };
 
 /// What a packet turned out to be.
