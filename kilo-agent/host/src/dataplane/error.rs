@@ -110,7 +110,7 @@ pub enum DataplaneError {
     /// The table of masqueraded flows cannot be swept.
     #[error("BPF map nat cannot be swept: {0}; flows that have ended keep their ports")]
     Sweep(#[source] std::io::Error),
-    /// On this PREEMPT_RT kernel, masquerading programs could mix up packets.
+    /// On this `PREEMPT_RT` kernel, masquerading programs could mix up packets.
     #[error(
         "Linux {release} is a PREEMPT_RT kernel on which programs on one processor may interrupt each other, and \
          masquerading by the programs could mix up packets: use --masquerade=nftables, or a kernel with \

@@ -44,7 +44,7 @@ const ARGUMENT: &str = "            - --remove-cni\n";
 const NAME: &str = "kilo-uninstall";
 /// The container that removes everything.
 const CONTAINER: &str = "uninstall";
-/// DaemonSets that must not run meanwhile, besides those that `kgctl takeover` prints.
+/// `DaemonSets` that must not run meanwhile, besides those that `kgctl takeover` prints.
 const RUNNING: [&str; 2] = ["kilo", "kilo-wireguard"];
 const POLL: Duration = Duration::from_millis(300);
 /// How long to wait for the pods to end once they are done.

@@ -98,7 +98,7 @@ pub(super) fn foreign_source(lab: &mut Lab) -> Result<String> {
     Ok(format!("{ABUSES} packets, {dropped} dropped as foreign_source"))
 }
 
-/// With the leader's rp_filter loose (2), as systemd sets it, its kernel accepts any source that an interface
+/// With the leader's `rp_filter` loose (2), as systemd sets it, its kernel accepts any source that an interface
 /// leads to. The packets are for its own pod, and for other nodes' through it.
 pub(super) fn in_clear(lab: &mut Lab) -> Result<String> {
     let leader = lab.network.node("a1")?;

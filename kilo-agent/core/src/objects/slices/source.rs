@@ -36,7 +36,7 @@ pub enum Chosen {
 pub enum Reason {
     /// `--slices=off`
     Off,
-    /// This account may not read NodeSlices, or the API server does not know them.
+    /// This account may not read `NodeSlices`, or the API server does not know them.
     Denied,
     /// The slices are incomplete.
     Incomplete(Incomplete),

@@ -229,7 +229,7 @@ fn peers(snapshot: &Snapshot, port: u16, connected: &[String]) -> Vec<(String, S
         .collect()
 }
 
-/// The InternalIP addresses in the objects of these nodes.
+/// The `InternalIP` addresses in the objects of these nodes.
 async fn internal_ips(
     cluster: &Cluster,
     nodes: &BTreeMap<String, String>,
