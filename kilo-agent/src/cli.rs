@@ -47,8 +47,9 @@ pub enum LogLevel {
 }
 
 impl LogLevel {
-    /// The `tracing-subscriber` filter of a program with this crate name. Libraries log only warnings, or
-    /// everything at level `all`. Those for the API are silent: their errors are reported by our code.
+    /// The `tracing-subscriber` filter of a program with this crate name. Libraries log only warnings and
+    /// errors, and those for the API nothing, because our code reports their errors; `all` and `none` apply
+    /// to libraries, too.
     pub fn filter(self, program: &str) -> String {
         let level = self.directive();
         match self {

@@ -127,7 +127,8 @@ counted! {
         NatExhausted = 43 => "nat_exhausted",
             "Pods hold too many connections to one destination: give the node more addresses or let them \
              reuse connections.",
-        /// Packet that needs masquerading but cannot be translated: its protocol, or no address of its family.
+        /// Packet that needs masquerading but cannot be translated: its protocol, or no address of its
+        /// family.
         NatUnsupported = 44 => "nat_unsupported",
             "Pods send a protocol outside the mesh that cannot be translated (let them use TCP, UDP, SCTP or \
              echo, or route it unmasqueraded: --service-cidr, allowed-location-ips), or the interface has no \
@@ -166,7 +167,8 @@ counted! {
         ForgedVxlan = 55 => "forged_vxlan",
             "A process or a pod forges mesh traffic, or has a VXLAN of its own on UDP port 51821: find it by \
              `ss -upn dport = :51821`, and give it another port.",
-        /// A signal about a change of leader that is outdated: an earlier term, or recorded before this node's start.
+        /// A signal about a change of leader that is outdated: an earlier term, or recorded before this
+        /// node's start.
         /// Or one of too many messages about relays that are not the latest ones of their sender.
         StaleSignal = 59 => "stale_signal",
             "Harmless after a change of leader: signals are repeated until they are answered. If there are \
@@ -177,8 +179,8 @@ counted! {
             "A node that has changed its key within the last seconds; else a host on the network of the \
              nodes forges signals, or on kilo0 a gateway of another location speaks for another: `kgctl monitor \
              --reason forged_signal` shows the source and interface.",
-        /// Signal or relay's message that the agent has no room for: it does not read, or is sent more answers to probes than it
-        /// asked for.
+        /// Signal or relay's message that the agent has no room for: it does not read, or is sent more
+        /// answers to probes than it asked for.
         SignalRingFull = 51 => "signal_ring_full",
             "Signals and relays' messages are repeated, and answers to probes leave half of the room to signals. If it \
              grows: the agent of this node hangs or lacks CPU (`kgctl status`), or somebody sends answers to \
@@ -208,7 +210,8 @@ counted! {
             "Harmless: a router between the nodes is congested and marks packets instead of dropping them, \
              but the sender did not negotiate ECN and learns of it by loss (RFC 6040). If there are many: \
              the network between the nodes of this location is too slow for their traffic.",
-        /// About to leave unencrypted by an uplink, although its destination is reached through WireGuard or a tunnel.
+        /// About to leave unencrypted by an uplink, although its destination is reached through WireGuard or
+        /// a tunnel.
         NotEncrypted = 56 => "not_encrypted",
             "The route that leads this packet into kilo0 is missing or overruled: check that kilo0 exists and \
              is up (`ip link show kilo0`), that the agent reconciles (`kgctl status`), and that no policy \
@@ -217,7 +220,8 @@ counted! {
              (`kgctl status`); or a node of the location to which only a default route leads, because the \
              interface with this node's private address is down; or an address in `--subnet` that no location \
              has, as far as this node knows: a machine outside the mesh needs a longer route.",
-        /// Arrived unencrypted on an uplink, although the mesh encrypts or encapsulates what goes from and to its addresses.
+        /// Arrived unencrypted on an uplink, although the mesh encrypts or encapsulates what goes from and to
+        /// its addresses.
         ArrivedInClear = 52 => "arrived_in_clear",
             "A host in the network of this node sends from an address of the mesh: of a pod, of a node of another \
              location, in `--subnet`, or in what another location or a VPN peer offers. Capture with `tcpdump -eni \

@@ -1,5 +1,5 @@
-//! What the programs report to a listener about a packet they drop. The drop reasons, with their descriptions and
-//! remedies, are the table in `kilo-common/src/counters.rs`.
+//! What the programs report to a listener about a packet they drop. The drop reasons, with their descriptions
+//! and remedies, are the table in `kilo-common/src/counters.rs`.
 
 use crate::counters::DropReason;
 

@@ -1,4 +1,5 @@
-//! Keys and values of the BPF maps (`repr(C)`, no implicit padding); the maps themselves are [`crate::map_table`].
+//! Keys and values of the BPF maps (`repr(C)`, no implicit padding); the maps themselves are in
+//! [`crate::map_table`].
 //!
 //! IPv4 addresses are `[u8; 4]` and IPv6 addresses `[u8; 16]`, in network byte
 //! order; interface indexes, lengths and flags are in host byte order.

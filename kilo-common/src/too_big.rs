@@ -1,6 +1,5 @@
-//! Writes the answer to a sender whose packet the next hop cannot carry: ICMP
-//! "fragmentation needed" (RFC 792, RFC 1191) and ICMPv6 "packet too big" (RFC 4443). `icmp_too_big` reads those of
-//! routers.
+//! Writes the answer to a sender whose packet the next hop cannot carry: ICMP "fragmentation needed" (RFC
+//! 792, RFC 1191) and ICMPv6 "packet too big" (RFC 4443). `icmp_too_big` reads those of routers.
 
 use crate::{
     checksum::{self, fold},

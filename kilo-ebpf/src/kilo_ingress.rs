@@ -60,7 +60,8 @@ fn ingress<I: Ip>(ctx: &TcContext, config: &Config) -> Verdict {
         Ingress::Punt => return Ok(next(Action::Punt)),
         Ingress::Decrypt => {}
     }
-    // On most nodes packets here come only from the mesh, and answers only to this device's own address.
+    // On most nodes packets here come only from the mesh, and answers only to this device's masquerade
+    // address, which was tried above.
     if translated.is_none()
         && config.flags & (I::SEVERAL | CONFIG_OFFERED) != 0
         && masquerade::ingress(ctx, config, 0, &ip, true)?.is_none()

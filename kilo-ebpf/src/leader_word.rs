@@ -1,5 +1,5 @@
-//! The words of the map `lead`, which name the node that leads this one: what hops 2 and 3 lead to, and the one rule
-//! by which a word moves (`kilo_common::lead`).
+//! The words of the map `lead`, which name the node that leads this one: what hops 2 and 3 lead to, and the
+//! one rule by which a word moves (`kilo_common::lead`).
 
 use core::ptr::read_volatile;
 

@@ -49,7 +49,7 @@ const _: () = assert!(size_of::<bpf_fib_lookup>() == size_of::<[u64; 8]>());
 static LINK: PerCpuArray<Link, { map_table::LINK.size as usize }> = PerCpuArray::new();
 
 /// The last packet that took the kernel's path, by the last bits of its destination: the second, with the
-/// address above it. Two addresses that share an entry take it more often, and never less.
+/// address above it. Packets to two addresses that share an entry take that path more often, never less.
 static ASKED: [AtomicU64; map_table::LINK.size as usize] =
     [const { AtomicU64::new(0) }; map_table::LINK.size as usize];
 
@@ -95,7 +95,8 @@ fn ask_kernel(skb: Skb, link: &mut Link, ifindex: u32, ends: u64, tos: u32) -> u
     let (src, dst) = (ends as u32, (ends >> 32) as u32);
     link.key = 0;
     let now = u64::from(dst) << 32 | u64::from(clock::glance());
-    // SAFETY: a word of this program's, read and written at once; the linker knows no atomic loads and stores.
+    // SAFETY: a word of this program's, read and written at once; the linker knows no atomic loads and
+    // stores.
     unsafe {
         let asked = ASKED[(u32::from_be(dst) & (map_table::LINK.size - 1)) as usize].as_ptr();
         if asked.read_volatile() != now {
@@ -120,7 +121,8 @@ fn ask_kernel(skb: Skb, link: &mut Link, ifindex: u32, ends: u64, tos: u32) -> u
 #[inline(always)]
 fn ends_of(skb: Skb, route: &mut bpf_fib_lookup, ifindex: u32, ends: &mut Ends) -> u32 {
     let size = size_of::<bpf_fib_lookup>() as i32;
-    // SAFETY: callers pass the context, which is valid for the whole program, and the structure has that size.
+    // SAFETY: callers pass the context, which is valid for the whole program, and the structure has that
+    // size.
     let found = unsafe { look_up(skb.cast(), route, size, BPF_FIB_LOOKUP_OUTPUT) };
     if found != 0 || route.ifindex != ifindex {
         return 0;

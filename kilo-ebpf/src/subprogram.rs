@@ -1,9 +1,9 @@
 //! Subprograms that the verifier checks once, each by itself, however often they are called: the kernel calls
-//! such functions global. It follows all others again from every state of every caller, which would make up
-//! most of the cost of a first start. Of a global function's arguments it knows only the types, and of the
-//! result nothing; a pointer may be null to it. Each must use all its numbers, and the packet: the compiler
-//! passes garbage for unused ones, which the verifier refuses. The linker keeps them under their names, which
-//! no other function may have.
+//! such functions global. The verifier follows all others again from every state of every caller, which would
+//! make up most of the cost of a first start. Of a global function's arguments it knows only the types, and
+//! of the result nothing; a pointer may be null to it. Each must use all its numbers, and the packet: the
+//! compiler passes garbage for unused ones, which the verifier refuses. The linker keeps them under their
+//! names, which no other function may have.
 
 use aya_ebpf::bindings::__sk_buff;
 use kilo_common::counters::DropReason;

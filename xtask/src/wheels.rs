@@ -74,7 +74,7 @@ pub fn unpack(package: &str, into: &Path) -> Result<()> {
 /// Unpacks a zip archive.
 ///
 /// # Errors
-/// When it is not one.
+/// When the file is no zip archive or cannot be unpacked.
 pub fn unzip(archive: &Path, into: &Path) -> Result<()> {
     run(Command::new("unzip").arg("-qo").arg(archive).arg("-d").arg(into))
 }

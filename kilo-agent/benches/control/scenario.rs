@@ -27,11 +27,11 @@ use crate::{
     trace::{Asked, Trace},
 };
 
-/// VPN peers in every mesh; [`MANY_PEERS`] at the end of [`NODES_BESIDE_MANY_PEERS`].
+/// VPN peers in every mesh; the one of [`NODES_BESIDE_MANY_PEERS`] nodes has [`MANY_PEERS`] at the end.
 const PEERS: usize = 100;
 const MANY_PEERS: usize = 10_000;
 const NODES_BESIDE_MANY_PEERS: usize = 1000;
-/// Number of nodes of which there are slices at the end.
+/// In a mesh of this many nodes, slices are measured at the end.
 const NODES_OF_SLICES: usize = 10_000;
 /// Long enough for everything that a change causes, without a resync.
 const SETTLE: Duration = Duration::from_millis(2500);

@@ -222,7 +222,8 @@ pub const SCENARIOS: &[Scenario] = &[
         let moves = |i: u64| (t + i * 6 * SEC, t + i * 6 * SEC + 3 * SEC, Fault::First(first));
         Schedule::new((0..10).map(moves).collect(), t + 62 * SEC)
     }),
-    // It has given leadership once, by PREPARE, and got it back after it had booted: then it gives it in a hurry.
+    // It has given leadership once, by PREPARE, and got it back after it had booted: then it gives it in
+    // a hurry.
     scenario("a leader's clock is earlier after a boot, then its carrier goes", ANY, 150, 6, |_, _, t| {
         Schedule::new(
             vec![

@@ -238,7 +238,8 @@ mod tests {
         for until in (0..20).map(|i| 3 * SEC + i * 7 * MS) {
             for trip in [MS, 12 * MS, 90 * MS] {
                 let (before, [path, lan]) = silent_after(until, trip);
-                // The first ones, before any answer can be there, and the last, when the answer is on its way.
+                // The first ones, before any answer can be there, and the last, when the answer is on
+                // its way.
                 assert!(before <= 4, "{before} probes of the LAN while all answer after {trip} µs");
                 assert!(lan <= path + MS, "{until}, {trip}: the path is known at {path}, the LAN at {lan}");
                 assert!(path < until + 300 * MS, "{until}, {trip}: {path}");

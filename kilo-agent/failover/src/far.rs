@@ -61,8 +61,8 @@ const NAMED_ALL: Micros = 15 * SEC;
 /// the term of the CLAIM.
 const LATEST: Shared = Shared::Move;
 
-/// Whether the term of MOVED is the latest that the far leader knows: no member that the CLAIM named counts in an
-/// earlier one.
+/// Whether the term of MOVED is the latest that the far leader knows: no member that the CLAIM named
+/// counts in an earlier one.
 pub fn is_latest(signal: &Signal) -> bool {
     signal.kind == Kind::Moved && matches!(&signal.body, Body::Claim { shared, .. } if *shared == LATEST)
 }
@@ -298,7 +298,8 @@ impl Owners {
         Ok(step)
     }
 
-    /// Takes one change from the budget for a move to that gateway in that term; `None` only checks that one is left.
+    /// Takes one change from the budget for a move to that gateway in that term; `None` only checks that
+    /// one is left.
     fn spend(&mut self, params: &Params, to: Option<(Term, NodeId)>, now: Micros) -> Result<(), Refused> {
         let (burst, refill) = params.far_budget;
         let spent = self.spent_until.max(now) + refill;

@@ -31,8 +31,8 @@ pub enum Rule {
     Proof,
     /// Witnesses are asked.
     Witnesses,
-    /// A stand-by that hears no third node takes the shared prefixes only if the gateway that has them does not answer
-    /// far leaders.
+    /// A stand-by that hears no third node takes the shared prefixes only if the gateway that has them
+    /// does not answer far leaders.
     SharedNeedsLan,
     /// A gateway that uses itself watches the one that others use.
     Watch,
@@ -44,8 +44,8 @@ pub enum Rule {
     Budget,
     /// The budget holds back nobody who has not lost leadership lately.
     BudgetSparesOthers,
-    /// A stand-by that alone is left with a silent leader asks the gateway that leads by now, and takes nothing from
-    /// it.
+    /// A stand-by that alone is left with a silent leader asks the gateway that leads by now, and takes
+    /// nothing from it.
     AsksWhoLeads,
     /// A returned leader waits until it is given anything back.
     Hold,
@@ -63,8 +63,8 @@ pub enum Rule {
     KernelCookie,
     /// A number that grows counts within one boot of its sender.
     Boots,
-    /// An overloaded leader loses leadership only after a longer silence, and the longer the more often leadership was
-    /// lost.
+    /// An overloaded leader loses leadership only after a longer silence, and the longer the more often
+    /// leadership was lost.
     Patience,
     /// A gateway passes on nothing that another gateway sent.
     TwoHops,
@@ -75,8 +75,8 @@ pub enum Rule {
 /// Times in microseconds, and counts.
 #[derive(Clone, Debug)]
 pub struct Params {
-    /// The interval that all times follow: the maximum between two probes of a stand-by
-    /// that its leader misses.
+    /// The interval that all times follow: the longest time between two probes of a stand-by
+    /// whose leader does not answer.
     pub interval: Micros,
     /// Time between two path probes of a stand-by whose leader answers.
     pub calm: Micros,

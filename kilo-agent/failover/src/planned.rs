@@ -247,7 +247,7 @@ pub struct Taker {
 }
 
 impl Taker {
-    /// Starts when PREPARE came. `term`: the next one of this gateway.
+    /// Starts the change that a PREPARE asks for. `term`: the next one of this gateway.
     pub fn new(from: NodeId, cause: Cause, term: Term, fars: &[Far]) -> Self {
         Self {
             from,

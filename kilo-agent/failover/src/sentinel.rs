@@ -235,8 +235,8 @@ impl Sentinel {
         self.asked_twice.is_none_or(|asked| asked + Self::TWICE < now)
     }
 
-    /// Charges the budget for new changes of leader, whichever gateway made them; `changes` is the count of the latest
-    /// term known.
+    /// Charges the budget for new changes of leader, whichever gateway made them; `changes` is the count
+    /// of the latest term known.
     pub fn count_changes(&mut self, params: &Params, now: Micros, changes: u32) {
         let (burst, refill) = params.budget;
         if self.changes.is_some_and(|known| known < changes) {

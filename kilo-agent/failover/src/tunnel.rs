@@ -290,7 +290,7 @@ impl Tunnels {
 
     /// Misses in a row after which another far leader is probed in place of this one, while others answer.
     const SILENT: usize = 6;
-    /// Until round trips are known, after this long, deadlines are guesses.
+    /// How long it takes until round trips are known: before, deadlines are guesses.
     const LEARNT: Micros = 2 * SEC;
 
     fn has_missed(&self, misses: usize) -> bool {

@@ -121,11 +121,13 @@ pub enum Note {
     NotReady(NodeId),
     /// It leads again, because this gateway did not take over.
     TakesBack(NodeId),
-    /// A far leader remembers this term, which is later than the one this gateway leads in: it leads in the next one.
+    /// A far leader remembers this term, which is later than the one this gateway leads in: it leads in
+    /// the next one.
     Behind(Term),
-    /// A signal of this node was refused: its term is implausibly far ahead.
+    /// A signal of the node named was refused: its term is implausibly far ahead.
     Leaps(NodeId),
-    /// A signal of this node was refused: it is replayed, from another boot, or answers another question.
+    /// A signal of the node named was refused: it is replayed, from another boot, or answers another
+    /// question.
     Replayed(NodeId),
     /// It would take over, but has done so too often.
     OverBudget,

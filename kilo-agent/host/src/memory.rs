@@ -6,9 +6,9 @@
 #[cfg(target_env = "gnu")]
 const PAGES_OF_ITS_OWN: nix::libc::c_int = 128 << 10;
 
-/// Fixes that threshold; to be called before anything large is allocated. By default glibc raises it when the
-/// first such allocation is freed, and then takes smaller ones from its heap, where long-lived allocations
-/// end up between them.
+/// Fixes glibc's threshold for allocations with pages of their own; to be called before anything large is
+/// allocated. By default glibc raises it when the first such allocation is freed, and then takes smaller ones
+/// from its heap, where long-lived allocations end up between them.
 pub fn prepare() {
     #[cfg(target_env = "gnu")]
     // SAFETY: it takes no pointers, and locks what it changes.

@@ -103,7 +103,8 @@ impl LogLimiter {
     }
 
     /// Logs once that this node leads its location with an endpoint that other locations may not reach.
-    /// Returns the message when it was logged, at most once per ten minutes for the same endpoint.
+    /// Returns the message when it is logged: for the same endpoint not again before that has not been so for
+    /// ten minutes.
     pub fn log_private_endpoint(&mut self, endpoint: Option<&Endpoint>, now: Instant) -> Option<String> {
         let endpoint = endpoint?;
         let last = self.private_endpoint.replace((endpoint.clone(), now));

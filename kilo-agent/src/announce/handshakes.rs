@@ -18,7 +18,8 @@ use crate::{
     timestamp::Timestamp,
 };
 
-/// Minimum time between two writes about a peer, and by which a handshake must be newer.
+/// A peer is written about again only after this time, and only a handshake that is newer by this much
+/// counts.
 const NEWS: Duration = Duration::from_secs(60);
 /// Pause between two writes, counted over all leaders.
 const PACE: Duration = Duration::from_secs(1);

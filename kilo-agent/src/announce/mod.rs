@@ -136,7 +136,7 @@ struct Announcer<B> {
     look_again: Instant,
     /// How long a reading of the device stays valid.
     counts: Duration,
-    /// Since when this node has not been in the mesh; `None` once that was logged.
+    /// Since when this node has not been in the mesh; `None` while it is, and once that was logged.
     out_since: Option<Instant>,
 }
 

@@ -77,7 +77,7 @@ pub struct Said {
     pub handshake: Option<Handshake>,
 }
 
-/// An incident about a Node or a Peer, for the operator. Writing it twice gives the same Event.
+/// Something that has happened to a Node or a Peer, for the operator. Written twice, it is the same Event.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Happened {
     /// Name of the Node or Peer.
@@ -93,7 +93,7 @@ pub struct Happened {
 }
 
 impl Happened {
-    /// An incident that happens at this moment.
+    /// Something that happens at this moment.
     pub fn now(object: String, reason: EventReason, text: String) -> Self {
         Self { object, reason, text, at: SystemTime::now(), id: rand::random() }
     }
@@ -115,7 +115,7 @@ pub struct SlicesReport {
     pub failed: u64,
     /// Slices that are missing, or cannot be read.
     pub bad: usize,
-    /// Duplicate entries: nodes that more than one slice lists.
+    /// Number of entries for a node that another entry describes, too.
     pub twice: usize,
 }
 

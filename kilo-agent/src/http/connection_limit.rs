@@ -44,7 +44,7 @@ impl ConnectionLimit {
     /// Takes a place for a connection from `client` to the local address `own`.
     pub fn take(&mut self, client: SocketAddr, own: SocketAddr) -> Place {
         let [client, own] = [client.ip().to_canonical(), own.ip().to_canonical()];
-        // A connection to one of the host's addresses has the same source address.
+        // A connection from this host to one of its addresses has that address as its source, too.
         let (open, most) = match client == own || client.is_loopback() {
             true => (&self.on_node, ON_NODE),
             false => (&self.elsewhere, ELSEWHERE),

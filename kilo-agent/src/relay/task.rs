@@ -219,8 +219,8 @@ impl Task {
             (Arc::clone(&view.mesh), !self.locations.are_of(&view.mesh))
         };
         // An additional VPN peer, for example, is not a reason to read the device: with thousands of peers
-        // that takes long, and meanwhile the device is not changed. An endpoint that late packets may move
-        // does not wait for it either.
+        // that takes long, and meanwhile the device is not changed. While endpoints are defended against late
+        // packets, the next reading is put off: the defence must not wait for it.
         let look_again =
             if self.client.insists(now) { self.look_again + LOOK_SELDOM } else { self.look_again };
         if now >= look_again || is_another {

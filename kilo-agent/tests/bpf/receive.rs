@@ -96,7 +96,8 @@ fn wireguard_gets_nothing_from_an_address_that_is_reached_through_it() {
     );
 }
 
-/// The array's value for a sender goes when its entry goes, and when it may no longer use the interface.
+/// The array's value for a sender goes with the sender's entry, and when the sender may no longer use the
+/// interface.
 #[test]
 fn a_sender_that_is_revoked_sends_no_transit() {
     let Some((_fs, mut dataplane)) = open(&leader_tables()) else { return };

@@ -1,4 +1,4 @@
-//! Dispositions of `kilo_egress` and `kilo_ingress`. (The lab checks the bytes that they send, on real
+//! Where `kilo_egress` and `kilo_ingress` send packets. (The lab checks the bytes that they send, on real
 //! links.)
 //!
 //! `BPF_PROG_TEST_RUN` always reads an Ethernet header, which the WireGuard device lacks. The packets here

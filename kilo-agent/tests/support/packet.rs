@@ -14,7 +14,7 @@ pub struct Ran {
     pub verdict: i32,
     /// The packet afterwards.
     pub bytes: Vec<u8>,
-    /// Labels of the counters that increased, repeated for each packet.
+    /// Labels of the counters that the packet increased, each by one.
     pub counted: Vec<&'static str>,
 }
 

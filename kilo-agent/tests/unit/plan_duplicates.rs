@@ -20,7 +20,7 @@ fn ip(text: &str) -> IpAddr {
     text.parse().unwrap()
 }
 
-/// Node a`number` or b`number`, with this last byte of its private address.
+/// Node a`number`, or b`number` in another location, with this last byte of its private address.
 fn node(location: &str, number: u8, address: u8) -> Node {
     let site = if location == "a" { 1 } else { 2 };
     Node {

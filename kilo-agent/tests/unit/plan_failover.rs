@@ -128,7 +128,8 @@ fn a_far_leader_has_every_gateway_as_a_peer_and_prefixes_at_one() {
     assert_eq!(plan.wireguard.peers[&key("a1")].persistent_keepalive, 0);
     assert!(plan.wireguard.peers[&key("a2")].endpoint.is_some());
     assert_eq!(plan.wireguard.peers[&key("a3")].endpoint, None, "private: it speaks first");
-    // An address behind the leader is routed into the tunnel, although it is some node's endpoint.
+    // An address that only the leader leads to is routed into the tunnel, although it is some node's
+    // endpoint.
     let routed = |plan: &HostPlan, net: &str| {
         plan.net.routes.iter().any(|route| route.destination == net.parse::<IpNet>().unwrap())
     };

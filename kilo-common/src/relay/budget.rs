@@ -16,9 +16,9 @@ const OF_A_BYTE: u64 = 8_000;
 const _: () = assert!(LONG / OF_A_BYTE >= LARGEST);
 
 /// What a port may still send: a token bucket that is refilled only when it does not suffice, at most once
-/// per tick of the kernel's clock. So after a pause, what is left and a refill may pass together, at most
-/// twice the burst: [`BURST`], or [`LARGEST`] where that is more. If two CPUs update it at once, one update
-/// may be lost, which lets one more packet pass.
+/// per tick of the kernel's clock. It holds one burst: [`BURST`], or [`LARGEST`] where that is more. After a
+/// pause, what is left and a refill may pass together, so at most two bursts. If two CPUs update it at once,
+/// one update may be lost, which lets one more packet pass.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Budget {
@@ -118,7 +118,8 @@ mod tests {
     fn time_is_asked_for_once_in_a_tick_and_only_where_nothing_is_left() {
         let mut budget = Budget::default();
         let mut asked = 0;
-        // Ten packets in each of 100 ticks; of the larger ones 5,000 bytes a tick are allowed, and two bursts at first.
+        // Ten packets in each of 100 ticks; of the larger ones 5,000 bytes a tick are allowed, and two bursts
+        // at first.
         for (bytes, times) in [(100, 1..=1), (2_000, 80..=100)] {
             for number in 0..1_000 {
                 let tick = START / TICK + u64::from(bytes) + number / 10;

@@ -1,6 +1,6 @@
-//! Established-flow fast path: whole IPv4 packets of TCP and UDP whose flow has had a packet in this second,
-//! be it masqueraded or opened from outside. It writes nothing but the packet, and looks up neither sockets
-//! nor prefixes. New flows go to [`opening`], all other packets take the slow path.
+//! Established-flow fast path: whole IPv4 packets of TCP and UDP whose entry has had a packet in this second,
+//! be it that of a masqueraded flow or of one opened from outside. It writes nothing but the packet, and
+//! looks up neither sockets nor prefixes. New flows go to [`opening`], all other packets take the slow path.
 
 use core::mem::offset_of;
 

@@ -59,7 +59,7 @@ fn note_flow(skb: Skb, offset: u32, flags: u32) -> u32 {
     keep(work, entry, next)
 }
 
-/// Writes the entry if it has changed; always 1.
+/// Writes the entry if it is new or has changed; always 1.
 #[inline(always)]
 fn keep(work: &Work, entry: Option<*mut InboundValue>, next: InboundValue) -> u32 {
     match entry {

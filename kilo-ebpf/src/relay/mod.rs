@@ -71,8 +71,8 @@ fn is_ours(config: &Config, port: u16) -> bool {
 }
 
 subprogram! {
-    /// Not zero for a message or a datagram of a pair that is for this host itself: ports of pods, and of hosts
-    /// behind this one, are their own.
+    /// Not zero for a message or a datagram of a pair that is for this host itself: ports of pods, and of
+    /// hosts behind this one, are their own.
     fn is_for_relay[O: Ip, const LINK: usize](config: &Config) -> u32 = find_relay;
     by (LINK, O::V6) => {
         (0, false) => relay_concerns_l3_v4[Ipv4, 0],

@@ -17,7 +17,7 @@ const BYTES: usize = 512 * 1024;
 /// More than any segment carries here.
 const SEGMENT: usize = 1420;
 
-/// Whose offloads are on, under a name.
+/// Whether pods' and nodes' devices have their offloads on, and a name for that.
 struct Setting {
     name: &'static str,
     pods: bool,

@@ -1,5 +1,5 @@
-//! A VPN peer with plain wireguard-tools: behind a NAT whose mapping changes, with a pre-shared key, as a
-//! gateway itself, and with a node as its gateway to the Internet.
+//! A VPN peer with plain wireguard-tools: behind a NAT whose mapping changes, with a pre-shared key, as the
+//! way to a network behind it, and with a node as its way to the Internet.
 
 use std::{
     fs,

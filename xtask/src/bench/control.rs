@@ -184,7 +184,7 @@ pub(super) fn table(figures: &[Figure], (group, what, sizes): Group<'_>) -> Stri
     text
 }
 
-/// Three significant digits, or more for whole numbers.
+/// Three significant digits; whole numbers, and values from 100 on, without decimals.
 fn rounded(value: f64) -> String {
     match value {
         _ if value.fract() == 0.0 || value >= 100.0 => document::grouped(value),

@@ -100,8 +100,8 @@ pub fn prepare(release: Release, programs: &Path) -> Result<Images> {
     fs::copy(programs.join("etcd"), bin.join("etcd-itself"))?;
     fs::write(bin.join("etcd"), ETCD)?;
     fs::set_permissions(bin.join("etcd"), fs::Permissions::from_mode(0o755))?;
-    // One image with many names: the command that runs it selects the program. Only the pause image is
-    // separate.
+    // One image with many names: the command that runs it selects the program. Only as the pause image it
+    // runs without a command, and sleeps.
     let all = format!("localhost/kilo-cluster/kubernetes:{}", release.version);
     build(
         &format!(

@@ -16,7 +16,8 @@ use crate::settings::Granularity;
 /// Prefix of every annotation of ours.
 pub const PREFIX: &str = "kilo.squat.ai/";
 
-/// A row of [`ANNOTATIONS`]: one annotation of Node objects, how it is written and read, and its documentation.
+/// A row of [`ANNOTATIONS`]: one annotation of Node objects, how it is written and read, and its
+/// documentation.
 pub struct Annotation {
     /// Name with its prefix.
     pub name: &'static str,

@@ -1,5 +1,5 @@
-//! The endpoint at which this host's WireGuard reaches a node or a VPN peer: from a location (`topology/segment.rs`) to
-//! a WireGuard peer (`plan/wireguard.rs`).
+//! The endpoint at which this host's WireGuard reaches a node or a VPN peer: from a location
+//! (`topology/segment.rs`) to a WireGuard peer (`plan/wireguard.rs`).
 
 use std::net::SocketAddr;
 

@@ -95,8 +95,8 @@ fn addresses(links: &HostLinks, family: Family) -> BTreeSet<IpAddr> {
 
 /// True when this private address is of that family, and is what masqueraded packets get at
 /// every uplink. Programs then masquerade wherever they are attached, without looking up
-/// the device: so each such interface must be an uplink, and not an overlay's, where
-/// nothing is masqueraded.
+/// the device: so each such interface, an overlay's too, must be an uplink, because
+/// nothing is masqueraded on others.
 fn is_one_address(links: &HostLinks, private: Option<IpAddr>, family: Family) -> bool {
     let mut others = links.private.iter().chain(&links.overlay_device);
     let is_masqueraded = others.all(|ifindex| links.uplinks.contains_key(ifindex));

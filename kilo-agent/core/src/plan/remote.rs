@@ -70,8 +70,8 @@ impl Remote {
                 let endpoint = endpoints.contains(&prefix);
                 // Addresses of WireGuard and of pods are the mesh's alone.
                 let free = endpoint && (!private || free());
-                // A gateway in user space sends from the WireGuard address towards private ones: it must not become an
-                // endpoint either.
+                // A gateway in user space sends from the WireGuard address towards private ones: it must
+                // not become an endpoint either.
                 let (via_wireguard, gateway) = ((private || member.is_none()) && !endpoint, gateway(member));
                 PrefixClaim { gateway, via_wireguard, endpoint, free, ..of_node(prefix, owner) }
             }));

@@ -132,8 +132,8 @@ pub(super) fn tables(inputs: &Inputs<'_>, own: &Own<'_>, remote: &Remote, lost: 
 }
 
 /// Drops packets to nodes that were declared dead. A node that takes part loses nothing by that: its
-/// prefixes, and all within them, stay its own. A prefix that an operator has chosen does not count: it
-/// merely covers the lost one.
+/// prefixes, and all within them, stay its own. A wider prefix that an operator has chosen does not count:
+/// it merely holds the lost one.
 fn close_lost(lost: &[(IpNet, u32)], chosen: &BTreeSet<IpNet>, table: &mut FlatMap<IpNet, PrefixValue>) {
     let flags = PREFIX_ROUTE | PREFIX_SOURCE;
     let mut closed = Vec::new();
@@ -256,7 +256,7 @@ fn fill_hops(inputs: &Inputs<'_>, own: &Own<'_>, ids: &Ids<'_>, tables: &mut Tab
         let by_overlay = |address: &IpAddr| ipip && inputs.links.towards.contains_key(address);
         let sent_to = overlay.filter(by_overlay).filter(|_| remote.is_ipv4()).unwrap_or(remote);
         let Some(hop) = node_hop(inputs, own, member, sent_to) else { continue };
-        // The first of several nodes with one address: packets to any of them go there.
+        // The first of several nodes with one address: where packets are sent is the same for all of them.
         tables.hop.entry(id).or_insert(hop);
         if leads {
             to_leader = id;

@@ -19,7 +19,7 @@ pub struct HostPlan {
     pub tables: Tables,
     /// Interfaces that have the TC programs, besides the WireGuard device.
     pub uplinks: BTreeSet<u32>,
-    /// Interfaces on which packets have no link-layer header.
+    /// Those of `uplinks` on which packets have no link-layer header.
     pub layer3: BTreeSet<u32>,
     /// The tunnel devices (VXLAN, IPIP); packets that come in by them pass a program, too.
     pub tunnels: BTreeSet<u32>,

@@ -1,6 +1,7 @@
-//! Peers of this host's WireGuard device. A Node's annotations become a peer in four steps: `objects/annotations.rs`
-//! reads them into a `Node`, `topology/segment.rs` groups nodes into locations with allowed IPs, `plan/endpoints.rs`
-//! chooses the endpoint, and this file makes the peer, which `wireguard/diff.rs` compares with the device.
+//! Peers of this host's WireGuard device. A Node's annotations become a peer in four steps:
+//! `objects/annotations.rs` reads them into a `Node`, `topology/segment.rs` groups nodes into locations
+//! with allowed IPs, `plan/endpoints.rs` chooses the endpoint, and this file makes the peer, which
+//! `wireguard/diff.rs` compares with the device.
 
 use std::{
     collections::BTreeSet,

@@ -36,7 +36,7 @@ const LINGERS: Duration = Duration::from_secs(20);
 const FOLLOWS: Duration = Duration::from_secs(1);
 /// How long the device takes to settle after an endpoint was moved.
 const SETTLES: Duration = Duration::from_secs(5);
-/// Answers to tries per second and pair.
+/// Maximum number of answers to tries, per second and pair.
 const ANSWERS: u32 = 40;
 /// How much longer an established session is given than one that shakes hands.
 const SESSION_LONGER: Duration = SILENT_SESSION.saturating_sub(SILENT);
@@ -368,7 +368,7 @@ impl Pair {
         // The other end has moved, and WireGuard has followed it.
         match (self.leases.of(endpoint), self.by) {
             (Some(relay), by) if by != Some(relay) => self.use_relay(relay, endpoint, now),
-            // The port of a relay that was left: packets have moved the endpoint back for longer than it was kept.
+            // The port of a relay that was left: late packets have moved the endpoint back after `insists`.
             (None, _) if self.left.is_some_and(|(_, left)| left == endpoint) => {
                 (self.moved, self.insists) = (Some(now), Some(now + INSISTS));
             }

@@ -19,7 +19,7 @@ pub struct RelayInputs {
 pub enum EndpointOverride {
     /// The peer is reached here, at a relay or where its NAT lets packets in, and may roam from there.
     At(SocketAddr),
-    /// The device still has a relay as its endpoint, and relays are off: it goes back to the endpoint that follows
-    /// from the mesh, and does not roam.
+    /// The device still has a relay as its endpoint, and relays are off: it goes back to the endpoint
+    /// that follows from the mesh, and does not roam.
     LeavesRelay,
 }

@@ -46,7 +46,7 @@ pub(super) struct Lease {
     /// When it was found to pass nothing, whatever it says.
     black: Option<Instant>,
     next: Instant,
-    /// When it was last heard from.
+    /// Since when nothing was heard from it: its last sign, or when it was first held.
     unheard: Instant,
     /// Messages to it since then.
     asked: u32,

@@ -45,7 +45,7 @@ pub const SILENT_FOR_GOOD: Duration = Duration::from_secs(28);
 /// After this long an end is tried at every place where it might be; in an established session that waits
 /// until a relay is asked for, because for 10 s the end may only have had nothing to answer.
 pub const TRY: Duration = Duration::from_secs(3);
-/// After this long without an answer tries become rare: nothing may answer there for days.
+/// After this long of tries without an answer they become rare: nothing may answer there for days.
 pub const TRY_SELDOM: Duration = Duration::from_secs(120);
 /// For how long a moved endpoint is moved there again: longer than packets on the old path are in flight.
 const INSISTS: Duration = Duration::from_secs(2);

@@ -1,4 +1,5 @@
-//! Where relays are: no other node is reached at an address and port of theirs.
+//! Where relays are: an endpoint at one of their ports for pairs is the relay, not the node that is seen
+//! there.
 
 use std::{
     collections::{BTreeMap, BTreeSet},

@@ -28,7 +28,7 @@ const NEVER_BOUND: Duration = Duration::from_secs(60);
 const ABSENT: Duration = Duration::from_secs(120);
 /// Minimum time between two invitations of one end.
 const INVITES: Duration = Duration::from_millis(300);
-/// Answers to one node per second.
+/// Maximum number of answers to one node per second.
 const ANSWERS: u32 = 200;
 
 /// Where a message came from, and where it was sent to.

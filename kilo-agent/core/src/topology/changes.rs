@@ -266,7 +266,7 @@ fn paired<'a>(
     })
 }
 
-/// A location that is a single node changes with that node, and is reported as that node's change.
+/// A node on its own is its location: that changes with the node, and is reported as the node's change.
 fn of_location(old: Option<&Arc<Segment>>, new: Option<&Arc<Segment>>, now: Moment<'_>) -> Option<Change> {
     let location = old.or(new)?.location.clone();
     if location.starts_with("node:") {

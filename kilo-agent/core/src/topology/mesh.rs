@@ -428,7 +428,8 @@ impl Pending<'_> {
     }
 }
 
-/// The location whose nodes reach this node directly; `None` unless the mesh is a cross mesh.
+/// The location whose nodes reach this node directly; `None` unless the mesh is a cross mesh and the node
+/// has a private address.
 fn lan_of(node: &Node, granularity: Granularity) -> Option<String> {
     let is_direct = granularity == Granularity::Cross && node.internal_ip.is_some();
     is_direct.then(|| format!("location:{}", node.location))

@@ -1,5 +1,5 @@
-//! When a node is ready to take part in the mesh: it has all it needs, and its heartbeat is recent. Whether a node that
-//! was ready has died is decided in `liveness.rs`.
+//! When a node is ready to take part in the mesh: it has all it needs, and its heartbeat is recent.
+//! Whether a node that was ready has died is decided in `liveness.rs`.
 
 use super::{Known, Node};
 

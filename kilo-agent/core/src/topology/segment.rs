@@ -1,5 +1,5 @@
-//! One location of the mesh: from the annotations of its Nodes (`objects/annotations.rs`) to what becomes a WireGuard
-//! peer in `plan/wireguard.rs`.
+//! One location of the mesh: from the annotations of its Nodes (`objects/annotations.rs`) to what
+//! becomes a WireGuard peer in `plan/wireguard.rs`.
 
 use std::{
     net::{IpAddr, SocketAddr},

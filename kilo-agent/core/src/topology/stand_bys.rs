@@ -40,8 +40,8 @@ impl Mesh {
         self.segments.get(at)?.members.get(*gateways.order.get(gateways.acting)?)
     }
 
-    /// Whether stand-bys can probe no other location, because WireGuard addresses are of another IP version than the
-    /// private address that a probe comes from.
+    /// Whether stand-bys can probe no other location, because WireGuard addresses are of another IP
+    /// version than the private address that a probe comes from.
     fn is_of_another_family(&self, at: usize, segment: &Segment) -> bool {
         let Some(private) = segment.leading().and_then(Member::private_ip) else { return false };
         let others = self.segments.iter().enumerate();

@@ -1,5 +1,5 @@
-//! Why every location has only one leader although several active leaders are configured: some node of the mesh does
-//! not support them. Which ones are active is decided in `homes.rs`.
+//! Why every location has only one leader although several active leaders are configured: some node of
+//! the mesh does not support them. Which ones are active is decided in `homes.rs`.
 
 use super::{Member, Mesh};
 use crate::settings::Granularity;
@@ -12,8 +12,8 @@ impl Mesh {
         members.find(|member| !member.node.is_capable() || member.node.leaders.is_none())
     }
 
-    /// Why a segment, by its index, has one leader although several are configured, in words for the operator;
-    /// `None`: it has several, or one is what was configured.
+    /// Why a segment, by its index, has one leader although several are configured, in words for the
+    /// operator; `None`: it has several, or one is what was configured.
     pub fn one_leader_warning(&self, at: usize) -> Option<String> {
         let segment = self.segments.get(at)?;
         // A node on its own shares with nobody.

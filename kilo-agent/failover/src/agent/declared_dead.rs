@@ -1,5 +1,5 @@
-//! Declaring a leader dead. Nodes without failover follow Kilo's rule, which waits until the leader's heartbeat is too
-//! old: a gateway declares it dead sooner.
+//! Declaring a leader dead. Nodes without failover follow Kilo's rule, which waits until the leader's
+//! heartbeat is too old: a gateway declares it dead sooner.
 
 use crate::{Agent, Micros, NodeId, SEC, gateway::Lead, roll_call::Present, signal::Shared};
 
@@ -33,8 +33,8 @@ impl Agent {
     /// and no longer does, and one of two gateways:
     ///
     /// - the one that leads the location, and hears half of the others;
-    /// - the next in Kilo's order, where nobody can find out who could lead (no far leader answers probes), if it hears
-    ///   most of the others.
+    /// - the next in Kilo's order, where nobody can find out who could lead (no far leader answers
+    ///   probes), if it hears most of the others.
     ///
     /// A gateway whose own network is broken sees the same, which is why others have to be heard.
     /// Where there are none ([`Agent::has_no_witness`]), a leader that is alive and was declared

@@ -158,7 +158,8 @@ impl Agent {
         self.users_of(self.place.me, now).len() + itself
     }
 
-    /// Leaves the shared prefixes to the acting leader, if that has them in a later term than this gateway leads in.
+    /// Leaves the shared prefixes to the acting leader, if that has them in a later term than this
+    /// gateway leads in.
     pub(crate) fn leave_shared_to_acting(&mut self) {
         let (Some(several), Some(gateway)) = (&self.place.several, &mut self.gateway) else { return };
         let (term, acting) = several.acting;

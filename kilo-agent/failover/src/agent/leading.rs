@@ -64,8 +64,8 @@ impl Agent {
         self.mark_led(turn);
     }
 
-    /// Takes the shared prefixes, whatever the old leader answers, once most other nodes follow this gateway, which
-    /// heard none of them when it took over.
+    /// Takes the shared prefixes, whatever the old leader answers, once most other nodes follow this
+    /// gateway, which heard none of them when it took over.
     pub(super) fn take_shared_of_most(&mut self, turn: &mut Turn<'_>) {
         let me = self.place.me;
         let Some(lead) = self.gateway.as_mut().and_then(|gateway| gateway.lead.as_mut()) else { return };
@@ -91,8 +91,8 @@ impl Agent {
         turn.push(Output::Led(led));
     }
 
-    /// Leads these members, too: in the term it leads in when that is the latest known, else in a new one, which takes
-    /// over everything it leads.
+    /// Leads these members, too: in the term it leads in when that is the latest known, else in a new
+    /// one, which takes over everything it leads.
     pub(crate) fn lead_more(
         &mut self,
         members: impl IntoIterator<Item = NodeId>,

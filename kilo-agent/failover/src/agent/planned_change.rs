@@ -48,8 +48,8 @@ impl Planned {
         self.taker.as_ref().filter(|taker| taker.is_ready()).map(|taker| taker.from)
     }
 
-    /// Whether nodes that use this gateway in this term do so by a change that has not ended: far leaders have not
-    /// moved them yet, or they are about to use another one.
+    /// Whether nodes that use this gateway in this term do so by a change that has not ended: far
+    /// leaders have not moved them yet, or they are about to use another one.
     pub(crate) fn is_changing(&self, term: Term) -> bool {
         let takes = |taker: &Taker| !taker.is_done() && taker.term() == term;
         self.giver.as_ref().is_some_and(Giver::has_diverted) || self.taker.as_ref().is_some_and(takes)

@@ -1,5 +1,5 @@
-//! Leadership that is given, not taken: by a leader that cannot lead any more or is about to go, to the gateway that
-//! Kilo's order names, and back after a time of health.
+//! Leadership that is given, not taken: by a leader that cannot lead any more or is about to go, to the
+//! gateway that Kilo's order names, and back after a time of health.
 
 use super::Gateway;
 use crate::{
@@ -21,7 +21,8 @@ pub(crate) struct Returns {
     ordered: (u32, Micros),
     /// The gateway that this node alone uses, to try the path before others follow.
     tries: Option<NodeId>,
-    /// The gateway that everybody was handed over to, and when: leadership is given once that one leads this node.
+    /// The gateway that everybody was handed over to, and when: leadership is given once that one leads
+    /// this node.
     handed: Option<(NodeId, Micros)>,
 }
 
@@ -88,8 +89,8 @@ impl Agent {
         self.give(to, age, &members, turn);
     }
 
-    /// Reports that leadership was given, if the gateway that leads this node now is the one that everybody was handed
-    /// over to a moment ago.
+    /// Reports that leadership was given, if the gateway that leads this node now is the one that
+    /// everybody was handed over to a moment ago.
     pub(crate) fn note_handover(&mut self, leader: NodeId, turn: &mut Turn<'_>) {
         let Some(gateway) = &mut self.gateway else { return };
         let handed = gateway.returns.handed.take();
@@ -183,8 +184,8 @@ impl Agent {
         self.lead_more(members.into_iter().chain(itself), shared, turn);
     }
 
-    /// Gives leadership to the gateway that is to have it, and members that were adopted singly to the leader this node
-    /// uses.
+    /// Gives leadership to the gateway that is to have it, and members that were adopted singly to the
+    /// leader this node uses.
     pub(crate) fn give_as_planned(&mut self, turn: &mut Turn<'_>) {
         let (me, now) = (self.place.me, turn.now);
         let uses = self.word.1;

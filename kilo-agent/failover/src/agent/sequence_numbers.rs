@@ -111,9 +111,9 @@ fn cookie(signal: &Signal) -> Option<u64> {
 }
 
 impl Agent {
-    /// Returns whether a signal may count, and records its number: it has none, or one that is new in the sender's
-    /// boot. If the boot is not the one that the sender's kernel reported, the signal waits until that is asked again:
-    /// the sender may have booted.
+    /// Returns whether a signal may count, and records its number: it has none, or one that is new in
+    /// the sender's boot. If the boot is not the one that the sender's kernel reported, the signal waits
+    /// until that is asked again: the sender may have booted.
     pub(crate) fn admit_numbered(&mut self, from: NodeId, signal: &Signal, turn: &mut Turn<'_>) -> bool {
         let Some(cookie) = cookie(signal) else { return true };
         let (sender, now) = (self.sender(), turn.now);
@@ -135,8 +135,8 @@ impl Agent {
         said == Said::New
     }
 
-    /// Handles the signals that waited until the sender's kernel reported its boot; those of an earlier boot are
-    /// reported as replayed.
+    /// Handles the signals that waited until the sender's kernel reported its boot; those of an earlier
+    /// boot are reported as replayed.
     pub(crate) fn deliver_waiting(&mut self, from: NodeId, boot: u64, turn: &mut Turn<'_>) {
         let waiting = self.gateway.as_mut().and_then(|own| own.numbers.waiting.remove(&from));
         let signals = waiting.map(|waiting| waiting.signals).unwrap_or_default();

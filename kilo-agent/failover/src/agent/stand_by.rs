@@ -15,7 +15,8 @@ pub(super) struct Suspect {
     pub(super) leader: NodeId,
     /// Since when it has been silent.
     pub(super) since: Micros,
-    /// Since when this node has used it: what nodes said before that does not show which gateway they use now.
+    /// Since when this node has used it: what nodes said before that does not show which gateway they
+    /// use now.
     pub(super) followed_since: Micros,
 }
 
@@ -168,8 +169,8 @@ impl Agent {
             .copied()
             .filter(|node| *node == me || all && *node != from && !but.contains(node) && used(node))
             .collect();
-        // A node that has lost its own LAN hears nobody, either: then far leaders ask the gateway that has the shared
-        // prefixes.
+        // A node that has lost its own LAN hears nobody, either: then far leaders ask the gateway that
+        // has the shared prefixes.
         let hears = |node: &NodeId| ![me, from].contains(node) && roll.reachable(*node, now).is_some();
         let is_heard = !self.params.keeps(Rule::SharedNeedsLan) || self.place.nodes.iter().any(hears);
         let shared = match (all, is_heard) {

@@ -46,8 +46,8 @@ mod tests {
         Term::from_bits(count << 16)
     }
 
-    /// The member's kernel answers a roll call with this count, and then its agent asks to be led in it; the term
-    /// in which it is led.
+    /// The member's kernel answers a roll call with this count, and then its agent asks to be led in it;
+    /// the term in which it is led.
     fn led_after(bench: &mut Bench, said: u64) -> Option<u32> {
         let nonce = bench.roll_call_of(MEMBER);
         let body = Body::Word { cookie: 5, gateway: LEADER };

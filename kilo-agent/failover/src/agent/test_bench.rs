@@ -14,7 +14,8 @@ pub const FAR: Far = 9;
 /// The cookie with which kernels answer roll calls.
 pub const BOOT: u64 = 9;
 
-/// A stand-by whose tunnel has answered for three seconds, as has its leader's kernel; the leader's term is 7.
+/// A stand-by whose tunnel has answered for three seconds, as has its leader's kernel; the leader's term
+/// is 7.
 pub struct Bench {
     pub agent: Agent,
     pub now: Micros,

@@ -93,7 +93,7 @@ pub enum DataplaneError {
     /// A map cannot be read or written.
     #[error("BPF map: {}", error_chain(.0))]
     Map(#[from] MapError),
-    /// The kernel refused to run a program that is not on a hook but run by the agent.
+    /// The kernel refused to run a program that the agent runs itself.
     #[error("the kernel refused to run a BPF program for kg: {source}; kg needs CAP_BPF and CAP_NET_ADMIN")]
     Run {
         /// What the kernel said.

@@ -39,7 +39,8 @@ impl Monitor {
         let ring = super::open_pin(&directory, name::EVENTS)?;
         let state = super::open_pin(&directory, name::MONITOR)?;
         let state = Array::<_, State>::try_from(Map::Array(state))?;
-        // A ring has one reader. Checked before there is a listener of ours: dropping that would end the other's lease.
+        // A ring has one reader. Checked before there is a listener of ours: dropping that would end the
+        // other's lease.
         if state.get(&0, 0)?.deadline > ktime() {
             return Err(DataplaneError::Monitored);
         }

@@ -110,7 +110,8 @@ impl Drop for Late {
 const NOT_LOADED: &str =
     "failed to load the BPF programs for interfaces without link-layer header (such as tun and ppp)";
 
-/// Whether the kernel would refuse these programs again: its verifier does, or a privilege is missing.
+/// Whether the kernel would refuse these programs again: the verifier rejects them, or a privilege is
+/// missing.
 fn is_refusal(error: &(dyn Error + 'static)) -> bool {
     let refusals = [Errno::EACCES, Errno::EINVAL, Errno::EPERM, Errno::E2BIG].map(|errno| errno as i32);
     std::iter::successors(Some(error), |error| (*error).source())
@@ -125,7 +126,7 @@ fn load_late(pins: &Path) -> Result<ByName, DataplaneError> {
     loaded
 }
 
-/// Loads them with the pinned maps of the other programs, and pins them beside those.
+/// Loads them with the pinned maps of the other programs, pins them beside those, and opens their pins.
 fn load_from(pins: &Path) -> Result<ByName, DataplaneError> {
     let failed = |source| DataplaneError::Pin { path: pins.to_owned(), source };
     let maps = pins.ancestors().nth(2).ok_or(DataplaneError::Object("directory of pins"))?;

@@ -161,7 +161,8 @@ fn is_default_v6(line: &str) -> bool {
 }
 
 fn says_route_gone(kind: u16, message: &[u8], needed: &[Needed]) -> Option<bool> {
-    // struct rtmsg: family at 0, length of the destination at 1, table at 4, attributes from 12 on (4: interface).
+    // struct rtmsg: family at 0, length of the destination at 1, table at 4, attributes from 12 on
+    // (4: interface).
     if kind != libc::RTM_DELROUTE || (*message.get(1)?, *message.get(4)?) != (0, libc::RT_TABLE_MAIN) {
         return None;
     }

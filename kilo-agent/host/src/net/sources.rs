@@ -103,7 +103,7 @@ fn usable_v6(address: &Address) -> Option<(Ipv6Net, bool)> {
     }
 }
 
-/// Source address for destinations in this prefix, but in no longer prefix that is asked for.
+/// Source address for destinations in this prefix that are not in a longer one that is asked for, too.
 fn choose_v4(place: IpNet, ways: &BTreeMap<IpNet, MainRoute>, addresses: &[Ipv4Net]) -> Option<Ipv4Addr> {
     let way = prefixes::holding(ways, place).next().map(|(_, way)| way);
     if let Some(IpAddr::V4(source)) = way.and_then(|way| way.source) {

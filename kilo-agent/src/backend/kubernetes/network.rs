@@ -19,7 +19,7 @@ const TYPE: &str = "NetworkUnavailable";
 /// # Errors
 /// When the API server is away or refuses.
 pub async fn report(api: &Api<Node>, name: &str, available: bool) -> Result<(), BackendError> {
-    // A list instead of a get, because the account already has that right; once per boot.
+    // A list instead of a get, because the account already has the right to list; this happens once per boot.
     let one = ListParams::default().fields(&format!("metadata.name={name}"));
     let nodes = in_time(api.list(&one), Asked::Nodes).await?;
     let present = nodes.items.first().and_then(|node| {

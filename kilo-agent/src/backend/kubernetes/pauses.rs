@@ -21,8 +21,8 @@ const FIRST: Duration = Duration::from_millis(800);
 const FOR_EACH_NODE: Duration = Duration::from_millis(10);
 const LEAST: Duration = Duration::from_secs(2);
 const MOST: Duration = Duration::from_secs(30);
-/// Upper bounds of the delay, constant and per node, after which a watch retries when another request has
-/// been answered.
+/// When another request has been answered, a watch retries after a random delay of at most this, plus
+/// `FOLLOWS_FOR_EACH_NODE` times the number of nodes.
 const FOLLOWS: Duration = Duration::from_secs(1);
 const FOLLOWS_FOR_EACH_NODE: Duration = Duration::from_millis(1);
 /// A request that fails later than this was a working watch: connecting or waiting for an answer times out
@@ -196,7 +196,7 @@ mod tests {
 
     const SECOND: Duration = Duration::from_secs(1);
 
-    /// A watch, and a clock that only pauses advance.
+    /// A watch, and a clock that only pauses and requests advance.
     struct Case {
         pauses: Pauses,
         start: Instant,

@@ -105,7 +105,6 @@ fn run(cli: Cli) -> Result<()> {
         None => {
             kilo_host::memory::prepare();
             log_to_stdout(cli.flags.log_level);
-            // Interface names have the kernel's limits; ours stay below them.
             to_end(EVENTS, serve(cli.flags))
         }
     }

@@ -78,7 +78,7 @@ pub async fn uninstall(flags: &Flags, args: &UninstallArgs) -> Result<()> {
     result
 }
 
-/// Removes the annotations that the agent published.
+/// Removes what the agent published: its annotations, and from a Node the condition NetworkUnavailable, too.
 async fn retract(flags: &Flags, hostname: &str) -> Result<()> {
     match flags.backend {
         BackendKind::File => {

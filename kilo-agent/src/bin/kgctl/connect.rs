@@ -274,7 +274,8 @@ impl Connection {
         Interface::ensure(&self.net, &self.interface, None).await.map_err(remedy::of_wireguard)
     }
 
-    /// Keeps everything in sync; returns only on an error before the first success, or when the watches end.
+    /// Keeps everything in sync; returns only on an error before this machine is connected, or when the
+    /// watches end.
     async fn keep(&mut self, resync: Duration, flags: &Flags) -> Result<()> {
         let mut snapshots = self.origin.watch();
         let mut ticks = tokio::time::interval(resync.max(Duration::from_millis(100)));

@@ -147,8 +147,8 @@ fn mounts(container: &Container, volume: &Volume) -> bool {
     container.volume_mounts.iter().flatten().any(|mount| mount.name == volume.name)
 }
 
-/// Whether this init container leaves files for the agent in an empty volume, like the kubeconfig in Kilo's
-/// manifests for k3s. A sidecar prepares nothing.
+/// Whether this init container leaves files for the agent in a volume that begins empty, like the kubeconfig
+/// in Kilo's manifests for k3s. One that runs on beside the agent (a sidecar) prepares nothing.
 fn prepares(container: &Container, agent: &Container, volumes: &[Volume]) -> bool {
     let shared = |volume: &Volume| mounts(container, volume) && mounts(agent, volume);
     container.restart_policy.is_none()

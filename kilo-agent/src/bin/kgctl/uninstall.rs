@@ -253,8 +253,8 @@ fn report(pod: &Pod) -> Option<String> {
     ended(container.state.as_ref()).or_else(|| ended(container.last_state.as_ref()))
 }
 
-/// Removes the published annotations of nodes that are done, and adds that to their reports; the error lists
-/// all nodes for which it failed.
+/// Removes what the agents of nodes that are done have published (annotations, the condition
+/// NetworkUnavailable), and adds that to their reports; the error lists all nodes for which it failed.
 async fn retract(cluster: &Cluster, said: &mut BTreeMap<String, String>, waits_for: &[String]) -> Result<()> {
     let mut refused = Vec::new();
     for (node, said) in said.iter_mut().filter(|(node, _)| !waits_for.contains(node)) {

@@ -42,7 +42,7 @@ pub struct Cache {
 #[derive(Debug, Default)]
 struct Kept {
     answers: HashMap<(Secret, &'static str), Known>,
-    /// Tokens that were allowed something and have not been rejected since, and when they were last allowed.
+    /// Tokens that were allowed something and have not been unknown since, and when they were last allowed.
     good: HashMap<Secret, Instant>,
 }
 
@@ -54,7 +54,8 @@ impl Cache {
         (now < *until).then(|| finding.clone())
     }
 
-    /// Whether the API server has ever allowed this token something, and has not rejected it since.
+    /// Whether the API server has ever allowed this token something, and has not called it unknown since. A
+    /// forbidden path does not matter.
     pub fn was_good(&self, token: &str) -> bool {
         let kept = self.kept.lock().unwrap_or_else(PoisonError::into_inner);
         kept.good.contains_key(&digest(token))

@@ -18,8 +18,8 @@ use tokio_util::sync::CancellationToken;
 use super::feed::Feed;
 use crate::http::{Answer, text};
 
-/// Maximum number of listeners, lower than the number of connections from the node itself. A page that is
-/// rejected polls the status instead.
+/// Maximum number of listeners, lower than the limit for connections from the node itself. A page that is
+/// rejected asks for the status now and then instead.
 pub const MOST_LISTENERS: usize = 24;
 /// Interval between checks for changes.
 const LOOK: Duration = Duration::from_secs(1);

@@ -88,7 +88,7 @@ pub struct Wanted {
     pub verdict: i32,
     pub counted: Vec<&'static str>,
     pub bytes: Bytes,
-    /// Largest packet that the hop carries; 0 when there is no hop.
+    /// Largest packet that the hop carries, when the packet is sent to a node; otherwise 0.
     pub mtu: u32,
     /// Expected priority, where it is relevant.
     pub priority: Option<u32>,

@@ -63,7 +63,8 @@ fn pods_of_a_lost_node_that_others_carry_in_the_location_stay_open() {
         assert!(plan.net.unreachable.contains(&net("10.42.4.0/24")));
         assert!(!plan.net.unreachable.contains(&net("10.42.3.0/24")));
     }
-    // With full granularity, nearby packets still go without WireGuard.
+    // With cross granularity the host still reaches the nearby node's address without WireGuard, with full
+    // granularity it does not. Its pods are closed in both.
     for (granularity, closed) in [(Granularity::Full, true), (Granularity::Cross, true)] {
         let settings = settings(granularity, Encapsulate::Always);
         let plan = plan_without(&ready, &lost, "node-001", &settings, Facts::default());

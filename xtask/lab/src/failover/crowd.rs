@@ -27,7 +27,8 @@ use crate::{
 pub(super) const TICK: Duration = Duration::from_millis(10);
 /// How long packets and bytes are counted.
 const COUNTED: Duration = Duration::from_secs(15);
-/// Longest wait until a new active leader takes its own nodes; a second one follows a minute later.
+/// Longest wait until a new active leader takes its own nodes, even when it has to wait a minute for another
+/// one.
 const TAKES: Duration = Duration::from_secs(150);
 /// Longest wait until each of four active leaders has its own nodes; they take them a minute apart.
 const AT_HOME: Duration = Duration::from_secs(300);

@@ -15,7 +15,7 @@ use crate::{
     lab::probe::{self, Protocol},
 };
 
-/// The CNI configuration, a symbolic link that does not survive a reboot.
+/// The CNI configuration: a symbolic link, whose target does not survive a reboot.
 const CONFIGURATION: &str = "/etc/cni/net.d/10-kilo.conflist";
 
 /// After a power cut and a boot: no packet of a pod is in cleartext at any time.
@@ -32,7 +32,7 @@ fn boots(cluster: &Cluster, count: u32) -> Result<String> {
     let talking = Talkers::start(cluster)?;
     let mut slowest = Duration::ZERO;
     for number in 1..=count {
-        // Alternates between a leader and a member; the control plane stays up.
+        // All other nodes in turn, so that a leader and a member are among them; the control plane stays up.
         let node = &cluster.nodes[1..][number as usize % (cluster.nodes.len() - 1)];
         let before = network::clear_packets()?;
         network::count_from(&pod_cidrs(cluster, node)?, None)?;

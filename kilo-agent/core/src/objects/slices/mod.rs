@@ -1,5 +1,5 @@
-//! Slices of the list of nodes, `nodeslices.kilo.squat.ai/v1alpha1`: one agent writes into them what the mesh needs of
-//! each Node, and the others watch them instead of Nodes.
+//! Slices of the list of nodes, `nodeslices.kilo.squat.ai/v1alpha1`: one agent writes into them what the
+//! mesh needs of each Node, and the others watch them instead of Nodes.
 
 mod election;
 mod pack;

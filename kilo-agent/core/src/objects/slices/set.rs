@@ -30,7 +30,7 @@ pub enum Incomplete {
 #[derive(Clone, Debug, Default)]
 struct Slice {
     entries: Vec<Arc<Entry>>,
-    /// State of the object; `entries` are the last that could be read.
+    /// The object is gone, or cannot be read; `entries` are then the last that could be read.
     missing: bool,
     malformed: bool,
 }
@@ -166,7 +166,7 @@ impl SliceSet {
         Ok(())
     }
 
-    /// Nodes by name, and the number of entries for a node that another entry describes, too.
+    /// Nodes by name, and how many entries describe a node that an earlier entry describes already.
     pub fn nodes(&self) -> (BTreeMap<&str, &Arc<Entry>>, usize) {
         let (mut nodes, mut twice) = (BTreeMap::<&str, &Arc<Entry>>::new(), 0);
         let mut named: Vec<&String> = self.index.iter().flat_map(|index| &index.slices).collect();

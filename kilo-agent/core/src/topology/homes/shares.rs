@@ -113,8 +113,8 @@ impl Share {
     }
 }
 
-/// Rendezvous (highest-random-weight) hash of a member and a gateway (FNV-1a, then mixed so that names that differ in a
-/// letter are far apart).
+/// Rendezvous (highest-random-weight) hash of a member and a gateway (FNV-1a, then mixed so that names
+/// that differ in a letter are far apart).
 fn weight(member: &str, gateway: &str) -> u64 {
     let bytes = member.bytes().chain([0xff]).chain(gateway.bytes());
     let hash = bytes.fold(0xcbf2_9ce4_8422_2325_u64, |hash, byte| {

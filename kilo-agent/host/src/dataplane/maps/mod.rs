@@ -105,7 +105,7 @@ pub fn read_all(maps: &mut PinnedMaps) -> Result<Content, DataplaneError> {
     Ok(content)
 }
 
-/// Reads all maps but `direct_v4`, which has nothing that `prefix_v4` does not.
+/// Reads the maps of the plan, except `direct_v4`, which has nothing that `prefix_v4` does not.
 pub fn read(maps: &mut PinnedMaps) -> Result<Content, DataplaneError> {
     // Names every field, so that a new one is read, too.
     Ok(Content {

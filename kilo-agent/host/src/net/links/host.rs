@@ -22,7 +22,7 @@ pub struct HostQuery<'a> {
     pub private: Option<IpAddr>,
     /// This node's own pod CIDRs: an interface with such an address is the CNI's.
     pub pod_cidrs: &'a [IpNet],
-    /// Interfaces with the default route or another route that has a next hop: they lead out of the host even
+    /// Interfaces with a route that has a next hop, or with a default route: they lead out of the host even
     /// without an address of their own.
     pub next_hops: &'a [u32],
     /// Routes out of uplinks.

@@ -55,7 +55,7 @@ impl Entry {
         Self { route: normalise(route), unreachable: true }
     }
 
-    /// Sort key, unique among wanted entries.
+    /// Sort key; [`diff`] keeps one wanted entry of each.
     fn rank(&self) -> Rank {
         (self.route.table, self.route.destination.rank(), self.unreachable)
     }

@@ -85,7 +85,8 @@ fn way(message: &RouteMessage, interface: u32) -> Option<MainRoute> {
 /// The routing table entry that the kernel would use.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Matched {
-    /// It is a default route, or a part of one: `0.0.0.0/1` of VPN clients, `2000::/3` of the Internet's addresses.
+    /// It is a default route, or a part of one: `0.0.0.0/1` of VPN clients, `2000::/3` of the Internet's
+    /// addresses.
     pub is_default: bool,
     /// Interfaces of all its next hops.
     pub interfaces: Vec<u32>,

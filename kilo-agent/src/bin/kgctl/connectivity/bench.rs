@@ -272,7 +272,7 @@ impl Bench {
         let made = self.cluster.ask(asked, services.create(&PostParams::default(), &object)).await?;
         let spec = made.spec.unwrap_or_default();
         let addresses = spec.cluster_ips.unwrap_or_else(|| spec.cluster_ip.into_iter().collect());
-        // kube-proxy watches the Service and its endpoints.
+        // kube-proxy learns of the Service and its endpoints by watches, a moment later.
         tokio::time::sleep(Duration::from_secs(2)).await;
         Ok(addresses.iter().filter_map(|address| address.parse().ok()).collect())
     }

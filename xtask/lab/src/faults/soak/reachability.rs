@@ -31,7 +31,7 @@ pub struct Round {
     pub began: Instant,
     /// Probes sent.
     pub asked: usize,
-    /// `SOURCE -> TARGET` for each target that did not answer or saw a wrong source.
+    /// `SOURCE -> TARGET` for each target that did not answer or saw a wrong source, and sources that failed.
     pub missing: Vec<String>,
 }
 
