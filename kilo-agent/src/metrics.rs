@@ -221,7 +221,7 @@ metrics! {
         "kilo_relayed_pairs", "Pairs of other locations that this node relays for";
     /// Relay messages rejected as replayed or too old.
     pub relay_refused: Counter = Counter::default(),
-        "kilo_relay_messages_refused", "Relay messages rejected by the agent because they are older than 2 s";
+        "kilo_relay_messages_refused", "Relay messages rejected by the agent because they are older than 2 s, or numbered ahead of what they answer";
     /// Locations with no node in the mesh.
     leaderless: Gauge = Gauge::default(),
         "kilo_locations_without_leader", "Locations with no node in the mesh";

@@ -59,7 +59,9 @@ impl<B: Backend> Agent<B> {
         self.log_limiter.log_left_out(self.state.hops.left_out(mesh), &self.metrics);
         let resolved = self.resolver.resolve(mesh).await;
         self.relays.resolves(&resolved);
-        let seen = seen_endpoints.peers_at_own_places().collect();
+        // A relay that was left may be none of the mesh's by now.
+        let at_own_places = seen_endpoints.peers_at_own_places();
+        let seen = at_own_places.filter(|(key, _)| !self.relays.is_relayed(key)).collect();
         let listens = self.options.relay == Relay::Auto && relay::is_wanted(whole);
         let relays = self.relays.inputs(listens, seen_endpoints.peers_at_relays());
         let signal_keys = self.derive_signal_keys(whole);

@@ -14,10 +14,11 @@ use std::{
     net::{IpAddr, SocketAddr},
     path::Path,
     sync::{Arc, Mutex, MutexGuard, PoisonError},
+    time::Instant,
 };
 
 use kilo_core::{
-    relay::{EndpointOverride, RelayInputs},
+    relay::{EndpointOverride, RESTS, RelayInputs},
     topology::{Mesh, Node},
     wireguard::{Endpoint, EndpointHost, key::PublicKey},
 };
@@ -56,8 +57,8 @@ struct Said {
     /// Endpoints that override those of the mesh; true: through a relay.
     endpoints: BTreeMap<PublicKey, (SocketAddr, bool)>,
     ways: BTreeMap<PublicKey, Connected>,
-    /// Relay ports that may still be endpoints in the device, although relays are no longer used.
-    left: BTreeMap<PublicKey, SocketAddr>,
+    /// Peers that were relayed when relays stopped being used, and when that was.
+    left: BTreeMap<PublicKey, Instant>,
     /// Addresses of DNS names in endpoints, from the last plan.
     resolved: BTreeMap<String, IpAddr>,
     /// The task has read the device: its findings replace what an earlier agent left.
@@ -70,13 +71,19 @@ struct Said {
 
 impl Said {
     /// Takes note of relays that were in use until now, when none is used any more.
-    fn note_left(&mut self, uses: bool, before: BTreeMap<PublicKey, (SocketAddr, bool)>) {
+    fn note_left(&mut self, uses: bool, before: BTreeMap<PublicKey, (SocketAddr, bool)>, now: Instant) {
         if uses {
             self.left.clear();
         } else {
             let relayed = before.into_iter().filter(|(_, (_, is_relayed))| *is_relayed);
-            self.left.extend(relayed.map(|(key, (place, _))| (key, place)));
+            self.left.extend(relayed.map(|(key, _)| (key, now)));
         }
+    }
+
+    /// Whether the peer's packets may still come by a relay that this node has stopped using: the other end may not
+    /// know yet.
+    fn is_left(&self, key: &PublicKey, now: Instant) -> bool {
+        self.left.get(key).is_some_and(|since| now.saturating_duration_since(*since) < RESTS)
     }
 }
 
@@ -116,12 +123,8 @@ impl Relays {
 
     /// Whether a peer is reached through a relay: the address where it is seen is then useless to others.
     pub fn is_relayed(&self, key: &PublicKey) -> bool {
-        self.said().endpoints.get(key).is_some_and(|(_, relayed)| *relayed)
-    }
-
-    /// Takes what the device shows: a peer that has left its relay may roam again.
-    fn device_shows(&self, endpoint: impl Fn(&PublicKey) -> Option<SocketAddr>) {
-        self.said().left.retain(|key, place| endpoint(key) == Some(*place));
+        let said = self.said();
+        said.endpoints.get(key).is_some_and(|(_, relayed)| *relayed) || said.is_left(key, Instant::now())
     }
 
     /// Inputs for the next plan: endpoints that the task has found, and whether programs look for relay
@@ -140,7 +143,9 @@ impl Relays {
             (false, _) => Some((key, EndpointOverride::LeavesRelay)),
         });
         // They are abandoned, too, when the last offer ends: the mesh no longer shows which ports are relays'.
-        let left = said.left.keys().filter(|_| !listens).map(|key| (*key, EndpointOverride::LeavesRelay));
+        let now = Instant::now();
+        let left = said.left.keys().filter(|key| !listens && said.is_left(key, now));
+        let left = left.map(|key| (*key, EndpointOverride::LeavesRelay));
         let found = said.endpoints.iter().map(|(key, (place, _))| (*key, EndpointOverride::At(*place)));
         RelayInputs { listens, endpoints: held.chain(left).chain(found).collect() }
     }
@@ -233,5 +238,24 @@ mod tests {
         assert_eq!(planned(true, true, None), None, "the published endpoint");
         assert_eq!(planned(true, true, Some(found)), is_at(found), "what the task has found");
         assert_eq!(planned(false, false, None), Some(EndpointOverride::LeavesRelay), "--relay=off");
+    }
+
+    #[test]
+    fn where_the_last_offer_ends_a_relay_is_left_and_nobody_is_told_of_its_port() {
+        let (key, relays) = (PublicKey([1; 32]), Relays::default());
+        let relay = "198.51.100.1:51900".parse::<SocketAddr>().unwrap();
+        let planned = |listens| relays.inputs(listens, []).endpoints.get(&key).copied();
+        let before = || [(key, (relay, true))].into();
+        relays.said().note_left(false, before(), Instant::now());
+        assert_eq!(planned(false), Some(EndpointOverride::LeavesRelay));
+        assert!(relays.is_relayed(&key));
+        // Until the other end knows, too.
+        relays.said().note_left(false, before(), Instant::now().checked_sub(RESTS).unwrap());
+        assert_eq!(planned(false), None);
+        assert!(!relays.is_relayed(&key));
+        relays.said().note_left(false, before(), Instant::now());
+        assert_eq!(planned(true), None, "another offer");
+        relays.said().note_left(true, before(), Instant::now());
+        assert!(!relays.is_relayed(&key));
     }
 }

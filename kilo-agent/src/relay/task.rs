@@ -259,7 +259,6 @@ impl Task {
         };
         let now = Instant::now();
         self.far = FarGateways::of(&view, &self.context.relays, &peers);
-        self.context.relays.device_shows(|key| peers.get(key)?.endpoint);
         self.has_looked = true;
         let uses = self.is_on();
         // Pairs that a relay has abandoned must end in time.
@@ -450,7 +449,7 @@ impl Task {
         // The next plan has to set these peers' endpoints again.
         let is_left = said.endpoints.keys().any(|key| !endpoints.contains_key(key));
         let before = std::mem::replace(&mut said.endpoints, endpoints);
-        said.note_left(uses, before);
+        said.note_left(uses, before, Instant::now());
         said.ways = connected;
         said.knows = self.has_looked;
         said.serves = self.server.pairs();

@@ -118,6 +118,9 @@ impl Client {
             // Tries that were due before were not sent.
             self.pairs.values_mut().for_each(|pair| pair.first_round = None);
         }
+        if !uses_relays {
+            self.pairs.values_mut().for_each(Pair::forget_relays);
+        }
         (self.uses_relays, self.is_behind_nat) = (uses_relays, is_behind_nat);
         let others =
             seen.into_iter().filter(|seen| seen.id != self.own).map(|seen| (seen.id, seen)).collect();
@@ -237,7 +240,7 @@ impl Client {
         if !pair.admit_answer(now) {
             return None;
         }
-        if !pair.is_leased(source) {
+        if !pair.is_relays(source) {
             pair.places.heard(source, message.sequence, now);
         }
         let may = pair.last_round.is_none_or(|last| now.saturating_duration_since(last) >= ASKED_EVERY);
@@ -257,6 +260,9 @@ impl Client {
             if let Some(lease) = pair.leases.get_mut(relay).filter(|lease| lease.address() == Some(source)) {
                 lease.passed(now);
             }
+            return None;
+        }
+        if pair.is_relays(source) {
             return None;
         }
         let is_relayed = pair.by.is_some();
@@ -345,14 +351,16 @@ impl Pair {
         let is_answered =
             seen.is_fresh() && (is_new || seen.received != self.received) || seen.sent < self.sent;
         if is_answered {
-            (self.unanswered, self.first_round) = (None, None);
+            self.unanswered = None;
+            // What a relay carries says nothing about direct paths.
+            self.first_round = self.first_round.filter(|_| self.by.is_some());
         } else if seen.sent > self.sent && self.unanswered.is_none() {
             self.unanswered = Some((now, self.sent));
         }
         (self.sent, self.received, self.age) = (seen.sent, seen.received, seen.handshake_age);
         self.looked = now;
         // An answer has come directly where WireGuard did not follow it to a relay.
-        let is_relayed = seen.endpoint.is_some_and(|at| self.is_leased(at));
+        let is_relayed = seen.endpoint.is_some_and(|at| self.is_relays(at));
         self.trial = self.trial.and_then(|trial| trial.goes_on(seen, is_relayed, now));
         // A newly published endpoint counts for more than where the other end once answered.
         if seen.published != self.published {
@@ -362,12 +370,18 @@ impl Pair {
             self.next_round = self.next_round.map(|next| next.min(now + DIRECT_EVERY));
             self.hurry(now);
         }
+        if seen.endpoint.is_some_and(|at| self.comes_one_way(at, now)) {
+            self.insists = Some(now + INSISTS);
+        }
         let settled =
             self.moved.is_none_or(|moved| now.saturating_duration_since(moved) >= SETTLES) && seen.is_fresh();
         let Some(endpoint) = seen.endpoint.filter(|_| settled) else { return };
         // The other end has moved, and WireGuard has followed it.
         match (self.leases.of(endpoint), self.by) {
+            _ if self.comes_one_way(endpoint, now) => self.moved = Some(now),
             (Some(relay), by) if by != Some(relay) => self.use_relay(relay, endpoint, now),
+            // The port in use, although the relay has given others since.
+            (None, Some(_)) if self.at == Some(endpoint) => {}
             // The port of a relay that was left: late packets have moved the endpoint back after `insists`.
             (None, _) if self.left.is_some_and(|(_, left)| left == endpoint) => {
                 (self.moved, self.insists) = (Some(now), Some(now + INSISTS));
@@ -421,8 +435,25 @@ impl Pair {
         self.insists = None;
     }
 
-    fn is_leased(&self, place: SocketAddr) -> bool {
+    /// Whether this is a port of a relay that is held, in use, or was in use before.
+    fn is_relays(&self, place: SocketAddr) -> bool {
         self.leases.of(place).is_some()
+            || self.at == Some(place)
+            || self.left.is_some_and(|(_, left)| left == place)
+    }
+
+    /// Whether datagrams come from a relay that was left because this end does not reach it.
+    fn comes_one_way(&self, place: SocketAddr, now: Instant) -> bool {
+        let works = |by: NodeId| !self.leases.fails(by, now);
+        let other = self.leases.of(place).filter(|relay| self.by.is_some_and(|by| by != *relay && works(by)));
+        other.is_some_and(|relay| self.leases.fails(relay, now))
+    }
+
+    /// Holds no relay any more, as where none is used.
+    fn forget_relays(&mut self) {
+        (self.by, self.at, self.left, self.trial, self.keeps) = (None, None, None, None, None);
+        self.insists = None;
+        self.leases.clear();
     }
 
     fn admit_answer(&mut self, now: Instant) -> bool {
@@ -440,11 +471,11 @@ impl Pair {
                 Some(_) if is_short => (self.interval * 2).min(DIRECT_SELDOM),
                 _ => DIRECT_EVERY,
             };
-            self.next_round = Some(now + self.interval);
+            (self.next_round, self.first_round) = (Some(now + self.interval), None);
         }
         self.leave(at);
         (self.by, self.at, self.moved, self.unanswered) = (Some(relay), Some(at), Some(now), None);
-        (self.trial, self.first_round) = (None, None);
+        self.trial = None;
     }
 
     fn use_directly(&mut self, place: SocketAddr, now: Instant) {
@@ -480,8 +511,7 @@ impl Pair {
             turn.outputs.push(Output::Move { node: turn.ends.1, to });
             (self.punched, self.moved) = (None, Some(turn.now));
         }
-        (self.by, self.at, self.left, self.trial, self.keeps) = (None, None, None, None, None);
-        self.leases.clear();
+        self.forget_relays();
     }
 
     /// Holds leases while relays are needed, or may be soon.
@@ -522,6 +552,9 @@ impl Pair {
     fn choose(&mut self, turn: &mut Turn<'_>) {
         let now = turn.now;
         let lease = self.by.and_then(|relay| self.leases.get(relay)).filter(|lease| lease.works(true, now));
+        if lease.zip(self.moved).is_some_and(|(lease, moved)| lease.is_answered_since(moved)) {
+            self.first_round = None;
+        }
         let may_follow = self.moved.is_none_or(|moved| now.saturating_duration_since(moved) >= FOLLOWS);
         let other = lease.and_then(Lease::address).filter(|to| may_follow && Some(*to) != self.at);
         if let Some(to) = other {
@@ -564,8 +597,11 @@ impl Pair {
         }
         let (_, other) = turn.ends;
         let is_silent = match self.by {
-            // Where another relay works, it is in use by now.
-            Some(relay) => self.leases.fails(relay, now),
+            // Where another relay works, it is in use by now. A direct path that did not last has to be better than none.
+            Some(relay) => {
+                let may_last = self.interval == DIRECT_EVERY || self.silence(turn.seen, now) >= PREPARE;
+                self.leases.fails(relay, now) && may_last
+            }
             None => self.silence(turn.seen, now) >= if turn.seen.is_fresh() { PREPARE } else { TRY },
         };
         let is_paused = || {
@@ -590,22 +626,24 @@ impl Pair {
                 turn.send(other, to, Message { flags: START, ..message });
             }
         }
-        let Some(round) = self.round.as_mut() else { return };
-        if round.is_over(now) {
+        if self.round.as_ref().is_some_and(|round| round.is_over(now)) {
             self.round = None;
-            return;
         }
-        if !round.is_due(now) {
+        if !self.round.as_mut().is_some_and(|round| round.is_due(now)) {
             return;
         }
         self.places.keep(now);
         let first = turn.seen.published.into_iter().chain(self.places.iter());
         let mut places = round::candidates(first, &turn.seen.places, self.nonce);
-        places.retain(|place| self.leases.of(*place).is_none());
+        places.retain(|place| !self.is_relays(*place));
+        // A relay that fails does not carry it either.
+        let flags = if is_silent && self.by.is_some() { START } else { 0 };
+        let Some(round) = self.round.as_mut() else { return };
         for to in places.into_iter().take(round::MOST_PLACES) {
             let sequence = turn.sequence();
             round.sent(sequence, to);
-            turn.send(other, to, message_to(Kind::Try, turn.ends, self.nonce, sequence));
+            let message = message_to(Kind::Try, turn.ends, self.nonce, sequence);
+            turn.send(other, to, Message { flags, ..message });
         }
     }
 }

@@ -112,6 +112,11 @@ impl Lease {
         }
     }
 
+    /// Whether the other end has been heard through it since then.
+    pub(super) fn is_answered_since(&self, then: Instant) -> bool {
+        self.came.is_some_and(|at| at >= then)
+    }
+
     /// Whether packets may still come through it, the one in use: it lives, and is not known to pass nothing.
     pub(super) fn may_pass(&self, now: Instant) -> bool {
         !self.is_dead(true, now) && !self.is_black(now)

@@ -67,6 +67,8 @@ pub(super) struct World {
     pub(super) unaware: Vec<NodeId>,
     /// Ends with which relays have no working tunnel.
     pub(super) apart: Vec<NodeId>,
+    /// Relays that nothing from this end reaches, while the end hears them.
+    pub(super) deaf: Vec<(NodeId, NodeId)>,
     pub(super) tunnels: BTreeMap<NodeId, Tunnel>,
     pub(super) queue: VecDeque<(NodeId, SocketAddr, Message)>,
     /// X and Y reach each other without a relay.
@@ -117,6 +119,7 @@ impl World {
             withdrawn: Vec::new(),
             unaware: Vec::new(),
             apart: Vec::new(),
+            deaf: Vec::new(),
             tunnels: [(X, tunnel(Y)), (Y, tunnel(X))].into(),
             queue: VecDeque::new(),
             direct: false,
@@ -147,7 +150,8 @@ impl World {
     /// Who gets a datagram, and its source as seen there.
     pub(super) fn arrives(&mut self, from: NodeId, to: SocketAddr) -> Option<(NodeId, SocketAddr)> {
         let source = self.source(from, to);
-        self.delivered(source, to, 0)
+        let is_deaf = self.deaf.iter().any(|(relay, end)| *end == from && ip(*relay) == to.ip());
+        if is_deaf { None } else { self.delivered(source, to, 0) }
     }
 
     pub(super) fn delivered(
@@ -237,7 +241,7 @@ impl World {
             let heard = Heard { source, local: ip(relay), port: to.port(), ifindex: 2 };
             let broken = self.broken.get(&relay).copied();
             let hears = broken != Some(Broken::Off) && !self.withdrawn.contains(&relay);
-            let lets = self.lets(relay, to.port()) && hears;
+            let lets = self.lets(relay, to.port()) && hears && !self.deaf.contains(&(relay, from));
             let Some(server) = self.servers.get_mut(&relay).filter(|_| lets) else { return };
             if to.port() != WIREGUARD && !server.table(0).contains_key(&to.port()) {
                 // The program leaves it to the stack.
@@ -345,7 +349,7 @@ impl World {
                 }
             }
             // One end sends before it hears the other, or the other way round.
-            let is_first = next(&mut self.seed).is_multiple_of(2);
+            let is_first = next(&mut self.seed) & 2 == 0;
             for end in [X, Y] {
                 if is_first == (end == X) {
                     self.land(end);
