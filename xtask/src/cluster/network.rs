@@ -166,14 +166,30 @@ pub fn connect(site: &Site) -> Result<()> {
     let Some(public) = site.public else {
         return node(name).ip(&format!("route add default via {}\n", site.gateway));
     };
+    join_public(site, public)
+}
+
+/// Gives a node this address on the public network, and a private line to the LANs.
+pub fn join_public(site: &Site, public: Ipv4Addr) -> Result<()> {
+    let name = &site.node;
     router().ip(&format!(
         "link add {name}-wan type veth peer name eth1 netns {NAME}-{name}\nlink set {name}-wan master wan up\n"
     ))?;
     // Until the mesh is up, a private line reaches the other location. Connections made then continue
     // through the mesh, because they use the node's private address.
     node(name).ip(&format!(
-        "address add {public}/24 dev eth1\nlink set eth1 up\nroute add default via {WAN}\n\
+        "address add {public}/24 dev eth1\nlink set eth1 up\nroute replace default via {WAN}\n\
          route add 10.11.0.0/16 via {gateway}\nroute add 10.12.0.0/16 via {gateway}\n",
+        gateway = site.gateway
+    ))
+}
+
+/// Takes back what [`join_public`] has done for a node without a public address of its own.
+pub fn leave_public(site: &Site) -> Result<()> {
+    router().ip(&format!("link delete {}-wan\n", site.node))?;
+    node(&site.node).ip(&format!(
+        "route replace default via {gateway}\nroute delete 10.11.0.0/16 via {gateway}\n\
+         route delete 10.12.0.0/16 via {gateway}\n",
         gateway = site.gateway
     ))
 }
