@@ -13,7 +13,7 @@ use kilo_common::{
     siphash,
 };
 use kilo_core::{
-    relay::{self, Client, NodeId, Output, Server, Way},
+    relay::{self, Client, NodeId, Output, OwnEnd, Server, Way},
     settings, signal_id,
     wireguard::key::{PublicKey, SecretKey},
 };
@@ -266,7 +266,8 @@ impl Task {
         let counts = until_next_look(took, is_pressing);
         self.look_again = at + took + counts;
         self.counts = if is_pressing { Duration::ZERO } else { counts };
-        self.client.see(self.far.seen.clone(), uses, self.far.is_behind_nat, now);
+        let own = OwnEnd { uses_relays: uses, is_behind_nat: self.far.is_behind_nat };
+        self.client.see(self.far.seen.clone(), own, now);
         let fresh = self.far.seen.iter().filter(|seen| seen.is_fresh() && uses && !seen.refuses);
         self.reachable = fresh
             .filter(|seen| !self.client.is_relayed(seen.id))

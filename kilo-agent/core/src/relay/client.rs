@@ -9,10 +9,10 @@ use std::{
 use kilo_common::relay::{Kind, Message, START};
 
 use super::{
-    DIRECT_EVERY, DIRECT_SELDOM, INSISTS, LASTS, NodeId, Output, PREPARE, SILENT, SILENT_FOR_GOOD,
+    DIRECT_EVERY, DIRECT_SELDOM, INSISTS, LASTS, NodeId, Output, OwnEnd, PREPARE, SILENT, SILENT_FOR_GOOD,
     SILENT_SESSION, Seen, TRY, TRY_SELDOM, Way,
     fresh::{self, Latest},
-    lease::Lease,
+    lease::{Lease, Use},
     leases::Leases,
     round::{self, Round},
     sources::Sources,
@@ -113,7 +113,8 @@ impl Client {
     }
 
     /// Takes what the device shows: all gateways of other locations.
-    pub fn see(&mut self, seen: Vec<Seen>, uses_relays: bool, is_behind_nat: bool, now: Instant) {
+    pub fn see(&mut self, seen: Vec<Seen>, own: OwnEnd, now: Instant) {
+        let OwnEnd { uses_relays, is_behind_nat } = own;
         if uses_relays && !self.uses_relays {
             // Tries that were due before were not sent.
             self.pairs.values_mut().for_each(|pair| pair.first_round = None);
@@ -533,13 +534,12 @@ impl Pair {
                 lease.set_place(*place);
             }
             let sequence = *turn.sequence + 1;
-            let in_use = by == Some(relay);
-            if let Some((to, message)) = lease.ask(turn.ends, sequence, (in_use, in_use || by.is_none()), now)
-            {
+            let used = Use::of(relay, by);
+            if let Some((to, message)) = lease.ask(turn.ends, sequence, used, now) {
                 *turn.sequence = sequence;
                 turn.outputs.push(Output::Send { node: relay, to, message });
                 // The whole path is tried, too: the relay's agent may be dead while its kernel relays.
-                if let Some(to) = lease.address().filter(|_| in_use) {
+                if let Some(to) = lease.address().filter(|_| used == Use::InUse) {
                     let message = message_to(Kind::Try, turn.ends, self.nonce, sequence);
                     turn.outputs.push(Output::Send { node: other, to, message });
                 }

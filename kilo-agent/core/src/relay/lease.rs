@@ -24,6 +24,28 @@ const BLACK: Duration = Duration::from_secs(60);
 /// A relay that refuses, or is useless, is asked again after this long.
 pub(super) const SELDOM_USELESS: Duration = Duration::from_secs(10);
 
+/// What a pair has a relay for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Use {
+    /// The pair's packets go through it.
+    InUse,
+    /// None is in use, and it is about to be.
+    Next,
+    /// Another one is in use.
+    StandBy,
+}
+
+impl Use {
+    /// Of this relay, where that one is in use.
+    pub(super) fn of(relay: NodeId, in_use: Option<NodeId>) -> Self {
+        match in_use {
+            Some(in_use) if in_use == relay => Self::InUse,
+            Some(_) => Self::StandBy,
+            None => Self::Next,
+        }
+    }
+}
+
 /// A port of a relay that leads to the other end, or a request for one.
 #[derive(Clone, Debug)]
 pub(super) struct Lease {
@@ -147,21 +169,22 @@ impl Lease {
         }
     }
 
-    /// The message that is due, and its destination; `is_near`: the relay is in use, or about to be.
+    /// The message that is due, and its destination.
     pub(super) fn ask(
         &mut self,
         (own, other): (NodeId, NodeId),
         sequence: u64,
-        (in_use, is_near): (bool, bool),
+        used: Use,
         now: Instant,
     ) -> Option<(SocketAddr, Message)> {
         if now < self.next {
             return None;
         }
+        let in_use = used == Use::InUse;
         self.next = now
             + match self.fails(in_use, now) {
                 true if !in_use => SELDOM_USELESS,
-                _ if is_near || !self.both => OFTEN,
+                _ if used != Use::StandBy || !self.both => OFTEN,
                 _ => SELDOM,
             };
         self.asked = self.asked.saturating_add(1);

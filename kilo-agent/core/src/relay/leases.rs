@@ -160,7 +160,7 @@ mod tests {
 
     use kilo_common::relay::{BOTH, FIRST_PORT, Kind, Message};
 
-    use super::*;
+    use super::{super::lease::Use, *};
 
     const ENDS: (NodeId, NodeId) = (11, 22);
 
@@ -190,10 +190,7 @@ mod tests {
                     leases.insert(1, Lease::new(relays(1)[&1], 1, now));
                 }
                 for (relay, lease) in leases.iter_mut() {
-                    let in_use = by == Some(relay);
-                    let Some((_, message)) = lease.ask(ENDS, 1, (in_use, in_use || by.is_none()), now) else {
-                        continue;
-                    };
+                    let Some((_, message)) = lease.ask(ENDS, 1, Use::of(relay, by), now) else { continue };
                     asked.entry(relay).or_insert_with(Vec::new).push(step / 10);
                     let offer = Message { kind: Kind::Offer, ..message };
                     if works && relay == 1 {
@@ -223,7 +220,7 @@ mod tests {
         let (mut leases, start) = (Leases::default(), Instant::now());
         leases.hold(ENDS, &relays(1), None, &mut || 1, start);
         let lease = leases.get_mut(1).unwrap();
-        let (_, message) = lease.ask(ENDS, 1, (false, true), start).unwrap();
+        let (_, message) = lease.ask(ENDS, 1, Use::Next, start).unwrap();
         let offer = |port| Message { kind: Kind::Offer, flags: BOTH, port, token: 1, ..message };
         lease.offered(&offer(443), start);
         assert_eq!((lease.works(true, start), lease.address()), (false, None));
@@ -237,7 +234,7 @@ mod tests {
         leases.hold(ENDS, &relays(1), None, &mut || 1, start);
         let asks = |leases: &mut Leases, now| {
             let lease = leases.get_mut(1).unwrap();
-            lease.ask(ENDS, 1, (false, true), now).map(|(_, message)| message)
+            lease.ask(ENDS, 1, Use::Next, now).map(|(_, message)| message)
         };
         let refused = Message { kind: Kind::Offer, ..asks(&mut leases, start).unwrap() };
         leases.get_mut(1).unwrap().offered(&refused, start);

@@ -114,6 +114,15 @@ pub struct Seen {
     pub refuses: bool,
 }
 
+/// This node, as far as its pairs depend on it.
+#[derive(Clone, Copy, Debug)]
+pub struct OwnEnd {
+    /// It may use relays.
+    pub uses_relays: bool,
+    /// Other nodes see it at another endpoint than it publishes.
+    pub is_behind_nat: bool,
+}
+
 impl Seen {
     /// Whether a tunnel with it works, as far as WireGuard knows.
     pub fn is_fresh(&self) -> bool {

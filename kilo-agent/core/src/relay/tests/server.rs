@@ -33,7 +33,7 @@ fn said_near(
     now: Instant,
 ) -> Vec<Message> {
     let reachable = near.iter().map(|end| (*end, place(*end))).collect();
-    let mut seed = 3;
+    let mut seed = message.sequence;
     let outputs =
         server.hear(message, heard, (Z[0], &reachable), &mut |_| true, &mut || next(&mut seed), now);
     let sent = outputs.into_iter().map(|output| match output {

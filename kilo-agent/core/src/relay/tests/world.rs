@@ -16,6 +16,10 @@ pub(super) const Z: [NodeId; 3] = [33, 44, 55];
 pub(super) const WIREGUARD: u16 = 51_820;
 pub(super) const STEP: Duration = Duration::from_millis(100);
 
+pub(super) const fn own(uses_relays: bool, is_behind_nat: bool) -> OwnEnd {
+    OwnEnd { uses_relays, is_behind_nat }
+}
+
 pub(super) fn ip(id: NodeId) -> IpAddr {
     Ipv4Addr::new(203, 0, 113, u8::try_from(id).unwrap()).into()
 }
@@ -51,7 +55,16 @@ pub(super) struct Tunnel {
     handshake: Option<Instant>,
     sent: u64,
     received: u64,
+    /// When something was last received.
+    heard: Instant,
     attempt: Option<Instant>,
+}
+
+impl Tunnel {
+    fn receives(&mut self, bytes: u64, now: Instant) {
+        self.received += bytes;
+        self.heard = now;
+    }
 }
 
 pub(super) struct World {
@@ -102,14 +115,20 @@ pub(super) struct World {
 
 pub(super) fn next(seed: &mut u64) -> u64 {
     *seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-    *seed >> 16 | 1
+    *seed >> 16
 }
 
 impl World {
     pub(super) fn new(seed: u64) -> Self {
         let start = Instant::now();
-        let tunnel =
-            |to| Tunnel { endpoint: place(to), handshake: None, sent: 0, received: 0, attempt: None };
+        let tunnel = |to| Tunnel {
+            endpoint: place(to),
+            handshake: None,
+            sent: 0,
+            received: 0,
+            heard: start,
+            attempt: None,
+        };
         Self {
             now: start,
             wall: 0,
@@ -306,14 +325,15 @@ impl World {
         }
         let theirs = self.tunnels.get_mut(&to).unwrap();
         theirs.endpoint = source;
-        theirs.received += 148;
+        theirs.receives(148, now);
         if !fresh {
             // Its answer takes the same path back.
             theirs.handshake = Some(now);
             let back = self.arrives(to, source).filter(|(end, _)| *end == from);
             if back.is_some() {
                 let own = self.tunnels.get_mut(&from).unwrap();
-                (own.handshake, own.received) = (Some(now), own.received + 92);
+                own.handshake = Some(now);
+                own.receives(92, now);
             }
         } else if from == X {
             self.gap = self.gap.max(self.now - self.last);
@@ -330,7 +350,8 @@ impl World {
         let landed: Vec<_> = landed;
         for (_, to, source) in landed {
             let theirs = self.tunnels.get_mut(&to).unwrap();
-            (theirs.endpoint, theirs.received) = (source, theirs.received + 148);
+            theirs.endpoint = source;
+            theirs.receives(148, now);
             if to == Y {
                 (self.gap, self.last) = (self.gap.max(now - self.last), now);
             }
@@ -342,14 +363,15 @@ impl World {
         while self.now < end {
             self.now += STEP;
             self.wall += 100_000;
-            for (id, tunnel) in &mut self.tunnels {
-                // WireGuard renews its keys.
+            // WireGuard renews its keys where both ends hear each other.
+            let works = self.tunnels.values().all(|end| self.now - end.heard < Duration::from_secs(15));
+            for tunnel in self.tunnels.values_mut().filter(|_| works) {
                 if tunnel.handshake.is_some_and(|at| self.now - at > Duration::from_secs(120)) {
-                    tunnel.handshake = tunnel.handshake.filter(|_| *id > 0).map(|_| self.now);
+                    tunnel.handshake = Some(self.now);
                 }
             }
             // One end sends before it hears the other, or the other way round.
-            let is_first = next(&mut self.seed) & 2 == 0;
+            let is_first = next(&mut self.seed).is_multiple_of(2);
             for end in [X, Y] {
                 if is_first == (end == X) {
                     self.land(end);
@@ -363,7 +385,7 @@ impl World {
                 // Clocks are not equal.
                 let wall = self.wall + end * 86_400_000_000;
                 let client = self.clients.get_mut(&end).unwrap();
-                client.see(seen, uses, true, now);
+                client.see(seen, own(uses, true), now);
                 let mut seed = self.seed;
                 let outputs = client.turn(now, wall, &mut || next(&mut seed));
                 self.seed = seed;
@@ -382,6 +404,7 @@ impl World {
                 }
             }
         }
+        self.gap = self.gap.max(self.now - self.last);
     }
 
     pub(super) fn connects(&mut self, most: Duration) -> Duration {
