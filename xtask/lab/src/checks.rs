@@ -9,6 +9,7 @@ use std::{
 };
 
 use anyhow::{Context as _, Result, bail, ensure};
+use kilo_common::maps::LAYOUT_VERSION;
 use nix::sys::signal::Signal;
 
 use super::{
@@ -257,13 +258,14 @@ fn bpftool(lab: &mut Lab) -> Result<String> {
                 node.name()
             );
         }
-        let dump = node.netns.sh("bpftool map dump pinned /sys/fs/bpf/kilo/v6/prefix_v4")?;
+        let maps = format!("bpftool map dump pinned /sys/fs/bpf/kilo/v{LAYOUT_VERSION}");
+        let dump = node.netns.sh(&format!("{maps}/prefix_v4"))?;
         ensure!(
             dump.contains("\"hop\"") && dump.contains("\"flags\""),
             "{}: no field names:\n{dump}",
             node.name()
         );
-        let dump = node.netns.sh("bpftool map dump pinned /sys/fs/bpf/kilo/v6/hop | head -40")?;
+        let dump = node.netns.sh(&format!("{maps}/hop | head -40"))?;
         ensure!(
             dump.contains("\"kind\"") && dump.contains("\"tunnel\""),
             "{}: no field names:\n{dump}",
@@ -280,8 +282,10 @@ fn quiet(lab: &mut Lab) -> Result<String> {
             .iter()
             .map(|node| {
                 let metrics = counters::scrape(&node.netns)?;
-                let value = |name: &str| metrics.get(name).copied().unwrap_or(0);
-                Ok((value("kilo_reconciles_total"), value("kilo_writes_total")))
+                let value = |name: &str| {
+                    metrics.get(name).copied().with_context(|| format!("{} has no {name}", node.name()))
+                };
+                Ok((value("kilo_reconciles_total")?, value("kilo_writes_total")?))
             })
             .collect()
     };

@@ -136,7 +136,8 @@ impl Lab {
     }
 }
 
-fn rest(log: &Path, from: u64) -> Result<String> {
+/// What has been logged after so many bytes.
+pub(crate) fn rest(log: &Path, from: u64) -> Result<String> {
     let mut file = fs::File::open(log).with_context(|| log.display().to_string())?;
     file.seek(SeekFrom::Start(from))?;
     let mut bytes = Vec::new();

@@ -63,6 +63,7 @@ use std::{
 
 use anyhow::{Context as _, Result, bail};
 use clap::ValueEnum as _;
+use kilo_common::maps::LAYOUT_VERSION;
 use serde::{Deserialize, Serialize};
 
 pub use args::LabArgs;
@@ -214,7 +215,7 @@ fn under_traffic(args: &LabOptions, options: &FaultOptions) -> Result<()> {
         write_json(path, &ended)?;
     }
     if options.docs {
-        faults::write_table(&all, failover::kept_lines()?)?;
+        faults::write_page(&all, failover::kept_lines()?)?;
     }
     report(&ended, None)
 }
@@ -294,12 +295,13 @@ fn show(args: &LabOptions) -> Result<()> {
             "`cargo xtask lab --keep` leaves it up to look around:"
         }
     );
+    let dump = format!("lab exec a2 -- bpftool map dump pinned /sys/fs/bpf/kilo/v{LAYOUT_VERSION}/prefix_v4");
     for line in [
         "lab status",
         "lab exec a2 -- ip route",
         "lab exec a1 -- wg",
         "lab exec a2 -- bpftool prog",
-        "lab exec a2 -- bpftool map dump pinned /sys/fs/bpf/kilo/v6/prefix_v4",
+        dump.as_str(),
         "lab exec pod-a2 -- ping -c 3 10.42.5.2",
         "lab down",
     ] {

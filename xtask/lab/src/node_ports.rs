@@ -204,6 +204,7 @@ fn ask_all(lab: &Lab) -> Result<String> {
         print_counters(network)?;
     }
     ensure!(failed.is_empty(), "{}", failed.join("; "));
+    ensure!(own > 0, "no pod had a flow of its own meanwhile");
     ensure!(
         unanswered * FLOWS_PER_UNANSWERED <= own,
         "{unanswered} of {own} flows of pods' own got no answer"

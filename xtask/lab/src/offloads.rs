@@ -37,15 +37,11 @@ const PATHS: [(&str, &str); 3] = [("a2", "b2"), ("a1", "b1"), ("a2", "a3")];
 /// Sends known bytes through every path with every setting.
 pub fn run(lab: &mut Lab) -> Result<String> {
     let network = &lab.network;
-    let (mut steered, mut longest) = (Vec::new(), Duration::ZERO);
-    for setting in &SETTINGS {
-        switch(network, setting).with_context(|| setting.name.to_owned())?;
-        let (packets, stall) = transfers(network).with_context(|| format!("offloads: {}", setting.name))?;
-        steered.push(packets);
-        longest = longest.max(stall);
-    }
+    let result = with_each_setting(network);
     // Restore them: a veth device merges nothing unless asked to.
-    each_link(network, |_| "tx on sg on tso on gso on gro off".to_owned())?;
+    let restored = each_link(network, |_| "tx on sg on tso on gso on gro off".to_owned());
+    let (steered, longest) = result?;
+    restored?;
     let [on, .., off] = steered.as_slice() else { return Ok(String::new()) };
     let segments = (BYTES / SEGMENT) as u64;
     ensure!(*off >= segments, "without offloads {off} packets carried what takes {segments} segments");
@@ -56,6 +52,19 @@ pub fn run(lab: &mut Lab) -> Result<String> {
         BYTES / 1024,
         longest.as_millis()
     ))
+}
+
+/// Runs all transfers with each setting. Returns how many packets a2 steered for the first one with each, and
+/// the longest time without a byte.
+fn with_each_setting(network: &Network) -> Result<(Vec<u64>, Duration)> {
+    let (mut steered, mut longest) = (Vec::new(), Duration::ZERO);
+    for setting in &SETTINGS {
+        switch(network, setting).with_context(|| setting.name.to_owned())?;
+        let (packets, stall) = transfers(network).with_context(|| format!("offloads: {}", setting.name))?;
+        steered.push(packets);
+        longest = longest.max(stall);
+    }
+    Ok((steered, longest))
 }
 
 /// Runs one transfer per path and family. Returns how many packets a2 steered for the first, and the longest

@@ -99,31 +99,42 @@ pub fn run(lab: &mut Lab) -> Result<String> {
     let link = network.nodes[0].pod.sh("ip -o link show eth0")?;
     let mtu = link.split_whitespace().skip_while(|word| *word != "mtu").nth(1);
     let before: u32 = mtu.context("eth0 of a pod has no MTU")?.parse()?;
-    pods_carry(network, 9100)?;
+    let result = pods_carry(network, 9100).and_then(|()| try_all(network));
+    let restored = pods_carry(network, before).and_then(|()| forget(network));
+    let figure = result?;
+    restored?;
+    Ok(figure)
+}
+
+fn try_all(network: &Network) -> Result<String> {
     let mut probes = try_answers(network)?;
     if network.underlay != Underlay::V4 {
-        pods_carry(network, before)?;
         return Ok(format!("({probes} paths of answers; scenarios are for IPv4 underlays)"));
     }
     let mut was_small = false;
     for scenario in &SCENARIOS {
-        for (netns, device, mtu) in scenario.links {
-            network.netns(netns)?.ip(&format!("link set {device} mtu {mtu}\n"))?;
-        }
-        forget(network)?;
-        // The agents follow the links, also when the ones of the scenario before are restored.
-        if !scenario.links.is_empty() || was_small {
-            wait::time_passes(Duration::from_millis(1500), "agents follow links without a word");
-        }
+        let result = set_links(network, scenario, |small| small).and_then(|()| {
+            forget(network)?;
+            // The agents follow the links, also when the ones of the scenario before are restored.
+            if !scenario.links.is_empty() || was_small {
+                wait::time_passes(Duration::from_millis(1500), "agents follow links without a word");
+            }
+            try_scenario(network, scenario).with_context(|| scenario.name.to_owned())
+        });
+        let restored = set_links(network, scenario, |_| 1500);
+        probes += result?;
+        restored?;
         was_small = !scenario.links.is_empty();
-        probes += try_scenario(network, scenario).with_context(|| scenario.name.to_owned())?;
-        for (netns, device, _) in scenario.links {
-            network.netns(netns)?.ip(&format!("link set {device} mtu 1500\n"))?;
-        }
     }
-    pods_carry(network, before)?;
-    forget(network)?;
     Ok(format!("({} scenarios, {probes} paths)", SCENARIOS.len()))
+}
+
+/// Sets the MTU of each link of the scenario, derived from its small one.
+fn set_links(network: &Network, scenario: &Scenario, mtu: impl Fn(u32) -> u32) -> Result<()> {
+    for (netns, device, small) in scenario.links {
+        network.netns(netns)?.ip(&format!("link set {device} mtu {}\n", mtu(*small)))?;
+    }
+    Ok(())
 }
 
 /// Gives pods' own links this MTU: with a large one, only the path is small.
@@ -200,12 +211,15 @@ fn try_node(from: &Node, to: &Node, fits: u32) -> Result<usize> {
          add rule ip lab-mtu pre ip daddr {service} dnat to {}'",
         to.private
     ))?;
-    for target in [to.private, service] {
+    let targets = [to.private, service];
+    let result = targets.into_iter().try_for_each(|target| {
         learns(&from.pod, target, PING_HEADERS[0], fits)?;
-        bulk::run(&from.pod, target, BYTES)?;
-    }
-    from.netns.sh("nft delete table ip lab-mtu")?;
-    Ok(2)
+        bulk::run(&from.pod, target, BYTES).map(drop)
+    });
+    let removed = from.netns.sh("nft delete table ip lab-mtu");
+    result?;
+    removed?;
+    Ok(targets.len())
 }
 
 /// Whatever size a sender begins with, it learns what fits, from hop to hop,

@@ -7,7 +7,7 @@ use std::{
     time::Duration,
 };
 
-use anyhow::{Context as _, Result};
+use anyhow::{Context as _, Result, ensure};
 use nix::{
     sys::signal::{Signal, kill},
     unistd::Pid,
@@ -395,12 +395,16 @@ pub(super) fn loss(lab: &mut Lab) -> Result<Broken> {
     ))?;
     // Probes are lost like everything else.
     lab.caused(&[OVERLOADED]);
-    let busy = Busy::all(&router);
-    wait::fault_lasts(length());
-    drop(busy);
+    let busy = Busy::all(&router).map(|busy| {
+        wait::fault_lasts(length());
+        drop(busy);
+    });
     let lost = crate::counters::nft(&router, "netdev silent lost");
     router.sh("nft delete table netdev silent")?;
-    Ok(Broken::done(format!("{} packets were dropped in {} s", lost?, length().as_secs())))
+    busy?;
+    let lost = lost?;
+    ensure!(lost > 0, "no packet was dropped in {} s", length().as_secs());
+    Ok(Broken::done(format!("{lost} packets were dropped in {} s", length().as_secs())))
 }
 
 /// Processes that busy-loop until they are dropped.
@@ -408,10 +412,15 @@ struct Busy(Vec<Child>);
 
 impl Busy {
     /// One for each CPU, in a namespace of the lab: they end with it when the lab is interrupted.
-    fn all(netns: &Netns) -> Self {
+    fn all(netns: &Netns) -> Result<Self> {
         let count = std::thread::available_parallelism().map_or(1, usize::from);
-        let one = || netns.command("sh").args(["-c", "while :; do :; done"]).spawn().ok();
-        Self((0..count).filter_map(|_| one()).collect())
+        // Those that run end when another one cannot be started.
+        let mut all = Self(Vec::new());
+        for _ in 0..count {
+            let one = netns.command("sh").args(["-c", "while :; do :; done"]).spawn();
+            all.0.push(one.context("a process that keeps a CPU busy")?);
+        }
+        Ok(all)
     }
 }
 

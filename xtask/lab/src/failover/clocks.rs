@@ -1,9 +1,9 @@
 //! Wall clocks that jump while agents run, forward on some nodes and back on others: no decision may depend
 //! on them.
 
-use std::time::{Duration, UNIX_EPOCH};
+use std::time::Duration;
 
-use anyhow::{Context as _, Result, ensure};
+use anyhow::{Result, ensure};
 use nix::sys::signal::Signal;
 
 use super::{
@@ -11,7 +11,7 @@ use super::{
     breaking::{self, Broken, FAR, LEADER, STAND_BY},
     state,
 };
-use crate::{Lab, agents, counters, wait};
+use crate::{Lab, agents, faults::nodes::off_by, wait};
 
 /// Nodes whose clocks jump.
 const WHOSE: [&str; 3] = [LEADER, STAND_BY, FAR];
@@ -19,7 +19,6 @@ const WHOSE: [&str; 3] = [LEADER, STAND_BY, FAR];
 const JUMPS: [[i64; 3]; 3] = [[3_600, -3_600, 3_600], [-3_600, 3_600, -3_600], [0, 3_600, 0]];
 /// Longest wait for an agent to start, and to see its new time.
 const PATIENCE: Duration = Duration::from_secs(60);
-const DAY: i64 = 86_400;
 
 /// Restarts those agents with clocks that can be moved.
 pub(super) fn restart_with_clocks(lab: &mut Lab) -> Result<()> {
@@ -31,17 +30,6 @@ pub(super) fn restart_with_clocks(lab: &mut Lab) -> Result<()> {
     }
     lab.agents.wait_until_ready(&lab.network, PATIENCE)?;
     state::in_place(lab, &[], 1, FIT)
-}
-
-/// How far an agent's wall clock is from the right time, in seconds, within a day.
-fn off_by(lab: &Lab, name: &str) -> Result<i64> {
-    let status = counters::status(&lab.network.node(name)?.netns)?;
-    let time = status["time"].as_str().context("no time in /status")?;
-    // 2026-05-28T20:26:40Z
-    let part = |at: usize| -> Result<i64> { Ok(time.get(at..at + 2).context("time of day")?.parse()?) };
-    let said = part(11)? * 3_600 + part(14)? * 60 + part(17)?;
-    let off = said - UNIX_EPOCH.elapsed()?.as_secs().cast_signed();
-    Ok((off + DAY / 2).rem_euclid(DAY) - DAY / 2)
 }
 
 /// The leader must not change while clocks jump; one that dies then is replaced as usual.

@@ -69,7 +69,8 @@ fn spent(pid: u32) -> Result<Spent> {
 fn all(lab: &Lab) -> Result<Vec<(Spent, u64)>> {
     let one = |name: &String| {
         let pid = lab.agents.pid(name).with_context(|| format!("no agent runs on {name}"))?;
-        let writes = counters::scrape(&lab.network.node(name)?.netns)?.get(WRITES).copied().unwrap_or(0);
+        let metrics = counters::scrape(&lab.network.node(name)?.netns)?;
+        let writes = metrics.get(WRITES).copied().with_context(|| format!("{name} has no {WRITES}"))?;
         Ok((spent(pid)?, writes))
     };
     nodes::names(lab).iter().map(one).collect()

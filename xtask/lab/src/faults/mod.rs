@@ -7,9 +7,9 @@ pub mod injector;
 mod links;
 pub mod list;
 pub(crate) mod nodes;
+mod reliability_page;
 mod requirements;
 pub mod soak;
-mod table;
 pub mod traffic;
 
 use std::{
@@ -24,7 +24,7 @@ use serde::{Deserialize, Serialize};
 use super::{Lab, netns::Netns, network::Network, network::OUTSIDE};
 use crate::report::{InClear, TestOutcome};
 use list::{FAULTS, Fault, Goal, UnderTraffic, is_named};
-pub use table::{renewed as renewed_page, write as write_table, write_requirements};
+pub use reliability_page::{renewed as renewed_page, write as write_page, write_requirements};
 use traffic::{Figures, Traffic};
 
 /// Longest wait until traffic flows again.

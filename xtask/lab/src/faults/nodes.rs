@@ -1,6 +1,10 @@
 //! Faults of agents and of what they read.
 
-use std::{fs, path::Path, time::Duration};
+use std::{
+    fs,
+    path::Path,
+    time::{Duration, UNIX_EPOCH},
+};
 
 use anyhow::{Context as _, Result, ensure};
 use nix::{
@@ -10,9 +14,11 @@ use nix::{
 
 use crate::{
     Lab, agents, counters,
-    deployed_state::{LEADS, NO_NODE},
+    deployed_state::{self, LEADS, NO_NODE},
     wait::{self, until},
 };
+
+const DAY: i64 = 86_400;
 
 /// Names of all nodes.
 pub(crate) fn names(lab: &Lab) -> Vec<String> {
@@ -142,25 +148,42 @@ pub(super) fn metric(lab: &Lab, node: &str, name: &str) -> Result<u64> {
     Ok(counters::scrape(&lab.network.node(node)?.netns)?.get(name).copied().unwrap_or(0))
 }
 
+/// How far an agent's wall clock is from the right time, in seconds, within a day.
+pub(crate) fn off_by(lab: &Lab, name: &str) -> Result<i64> {
+    let status = counters::status(&lab.network.node(name)?.netns)?;
+    let time = status["time"].as_str().context("no time in /status")?;
+    // 2026-05-28T20:26:40Z
+    let part = |at: usize| -> Result<i64> { Ok(time.get(at..at + 2).context("time of day")?.parse()?) };
+    let said = part(11)? * 3_600 + part(14)? * 60 + part(17)?;
+    let off = said - UNIX_EPOCH.elapsed()?.as_secs().cast_signed();
+    Ok((off + DAY / 2).rem_euclid(DAY) - DAY / 2)
+}
+
 pub(super) fn rubbish(lab: &mut Lab) -> Result<String> {
     const ERRORS: &str = "kilo_errors_total{event=\"invalid_object\"}";
-    lab.caused(&["annotation kilo.squat.ai/"]);
-    let text = annotated(
-        lab,
-        "a3",
-        &[
-            ("persistent-keepalive", "soon"),
-            ("allowed-location-ips", "10.0.0.0/99"),
-            ("force-endpoint", ":::"),
-        ],
-    )?;
-    let before = metric(lab, "a2", ERRORS)?;
+    const REFUSED: &str = "annotation kilo.squat.ai/";
+    lab.caused(&[REFUSED]);
+    let annotations = [
+        ("persistent-keepalive", "soon"),
+        ("allowed-location-ips", "10.0.0.0/99"),
+        ("force-endpoint", ":::"),
+    ];
+    let text = annotated(lab, "a3", &annotations)?;
+    let log = lab.agents.log("a2");
+    let (before, read) = (metric(lab, "a2", ERRORS)?, fs::metadata(&log)?.len());
     with_file(lab, "node-a3.yaml", &text, |lab| {
         until("the rubbish is noticed", Duration::from_secs(10), || Ok(metric(lab, "a2", ERRORS)? > before))?;
+        // It is logged after it is counted.
+        until("a2 logs each annotation that it refuses", Duration::from_secs(10), || {
+            let said = deployed_state::rest(&log, read)?;
+            let is_missing = |name: &&str| !said.contains(&format!("{REFUSED}{name}"));
+            let missing: Vec<_> = annotations.iter().map(|(name, _)| *name).filter(is_missing).collect();
+            Ok(if missing.is_empty() { Ok(()) } else { Err(format!("nothing of {}", missing.join(", "))) })
+        })?;
         wait::fault_lasts(Duration::from_secs(1));
         Ok(())
     })?;
-    Ok("3 annotations refused by name".to_owned())
+    Ok(format!("{} annotations refused by name", annotations.len()))
 }
 
 /// True when the agent of `node` leads.

@@ -56,7 +56,7 @@ pub const REQUIREMENTS: &[Requirement] = &[
         4,
         "killed between two steps of an apply",
         &["net::killed::an_agent_killed_anywhere_in_an_apply_leaves_what_the_next_completes"],
-        "each single step: 8 of the system calls of an apply are chosen, 23 with KILO_KILLS=all",
+        "each single step: 9 of the system calls of an apply are chosen, 23 with KILO_KILLS=all",
     ),
     requirement(
         5,

@@ -20,7 +20,7 @@ use crate::{
     stop_if_interrupted,
     wait::{self, until},
 };
-use reachability::Watch;
+use reachability::{Totals, Watch};
 use rng::Rng;
 
 /// After the last fault of a round is mended, everybody reaches everybody within this.
@@ -48,12 +48,10 @@ pub struct Report {
     rounds: usize,
     /// How often each fault was made, and the longest time until all was well after it.
     kinds: BTreeMap<&'static str, (usize, Duration)>,
-    /// Rounds of probes, one per second, and those in which somebody got no answer.
-    seconds: (usize, usize),
+    /// What everybody's probes have shown.
+    probes: Totals,
     /// Faults after which agents were not well, or something was seen in clear.
     problems: Vec<String>,
-    /// Probes sent, and those without an answer.
-    asked: (usize, usize),
 }
 
 /// Makes faults for that long; only those with one of these ids, or first words of an id
@@ -81,7 +79,7 @@ pub fn run(lab: &mut Lab, seed: u64, time: Duration, only: Option<&str>) -> Resu
         result =
             stop_if_interrupted().and_then(|()| round(lab, &kinds, &mut rng, &watch, &mut report, began));
     }
-    (report.seconds, report.asked) = watch.finish();
+    report.probes = watch.finish();
     report.print();
     result?;
     ensure!(report.problems.is_empty(), "{}", report.problems.join("\n"));
@@ -156,10 +154,11 @@ fn round(
 impl Report {
     fn print(&self) {
         let faults: usize = self.kinds.values().map(|(times, _)| times).sum();
+        let Totals { rounds: seconds, incomplete, asked, unanswered } = self.probes;
         println!(
-            "soak: {faults} faults in {} rounds; {} s looked at, {} of them with an endpoint out of reach; \
-             {} of {} questions unanswered",
-            self.rounds, self.seconds.0, self.seconds.1, self.asked.1, self.asked.0
+            "soak: {faults} faults in {} rounds; {seconds} s looked at, {incomplete} of them with an \
+             endpoint out of reach; {unanswered} of {asked} questions unanswered",
+            self.rounds
         );
         for (name, (times, longest)) in &self.kinds {
             println!("soak: {times:3} times {name}: well within {:.1} s", longest.as_secs_f32());

@@ -35,6 +35,19 @@ pub struct Round {
     pub missing: Vec<String>,
 }
 
+/// What all rounds together have shown.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Totals {
+    /// Rounds of probes, one per second.
+    pub rounds: usize,
+    /// Rounds in which somebody got no answer.
+    pub incomplete: usize,
+    /// Probes sent.
+    pub asked: usize,
+    /// Probes without an answer.
+    pub unanswered: usize,
+}
+
 /// Probes once per second until [`Watch::finish`].
 pub struct Watch {
     stop: Arc<AtomicBool>,
@@ -84,14 +97,17 @@ impl Watch {
         }
     }
 
-    /// Stops; returns (rounds, incomplete rounds), (probes, unanswered).
-    pub fn finish(self) -> ((usize, usize), (usize, usize)) {
+    /// Stops; returns what all rounds have shown.
+    pub fn finish(self) -> Totals {
         self.stop.store(true, Ordering::Relaxed);
         let _ = self.thread.join();
         let rounds = self.rounds.lock().unwrap_or_else(PoisonError::into_inner);
-        let missed = rounds.iter().filter(|round| !round.missing.is_empty()).count();
-        let asked = rounds.iter().map(|round| round.asked).sum();
-        ((rounds.len(), missed), (asked, rounds.iter().map(|round| round.missing.len()).sum()))
+        Totals {
+            rounds: rounds.len(),
+            incomplete: rounds.iter().filter(|round| !round.missing.is_empty()).count(),
+            asked: rounds.iter().map(|round| round.asked).sum(),
+            unanswered: rounds.iter().map(|round| round.missing.len()).sum(),
+        }
     }
 }
 
