@@ -19,5 +19,4 @@ pub mod packet;
 pub mod relay;
 pub mod signal;
 pub mod siphash;
-pub mod too_big;
 mod wire_enum;

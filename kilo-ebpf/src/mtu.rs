@@ -35,7 +35,7 @@ subprogram! {
 fn read_error_v4(skb: Skb, config: &Config, offset: usize) -> u32 {
     let ctx = TcContext::new(skb);
     let Ok(error) = ctx.load::<[u8; ERROR_V4]>(offset) else { return 0 };
-    let Some(quoted) = icmp_too_big::v4(&error) else { return 0 };
+    let Some(quoted) = icmp_too_big::read::v4(&error) else { return 0 };
     if quoted.local == config.private_v4 && Ipv4::sender(quoted.remote).is_some() {
         let mut remote = [0; 16];
         remote[..4].copy_from_slice(&quoted.remote);
@@ -50,7 +50,7 @@ fn read_error_v6<const LINK: usize>(skb: Skb, config: &Config) -> u32 {
     // In the packet, not on the stack: together with the callers' it would be too large before Linux 6.3.
     let Some(error) = packet::bytes::<ERROR_V6>(&ctx, LINK + IPV6_LEN) else { return 0 };
     // SAFETY: `bytes` checked the bounds, and nothing moves the packet meanwhile.
-    let Some(quoted) = icmp_too_big::v6(unsafe { &*error }) else { return 0 };
+    let Some(quoted) = icmp_too_big::read::v6(unsafe { &*error }) else { return 0 };
     let [local, remote] = [quoted.local, quoted.remote].map(halves);
     if V6::is_private(config, local) && V6::sender(remote).is_some() {
         report(&PathMtu { remote: quoted.remote, family: FAMILY_V6, size: quoted.size });

@@ -7,8 +7,8 @@ use aya_ebpf::{
 use kilo_common::{
     counters::DropReason,
     event::Hook,
+    icmp_too_big::{self, QUOTED},
     packet::ETHERNET_LEN,
-    too_big::{self, QUOTED},
 };
 
 use crate::{
@@ -28,12 +28,12 @@ subprogram! {
 
 #[inline(always)]
 fn answer_v4<const LINK: usize>(skb: Skb, mtu: u32) -> i32 {
-    answer::<_, LINK>(skb, |packet| too_big::v4(packet, mtu as u16))
+    answer::<_, LINK>(skb, |packet| icmp_too_big::write::v4(packet, mtu as u16))
 }
 
 #[inline(always)]
 fn answer_v6<const LINK: usize>(skb: Skb, mtu: u32) -> i32 {
-    answer::<_, LINK>(skb, |packet| too_big::v6(packet, mtu))
+    answer::<_, LINK>(skb, |packet| icmp_too_big::write::v6(packet, mtu))
 }
 
 /// Notifies the sender, which knows from the stack only what this interface carries; counts the packet as

@@ -47,5 +47,9 @@ impl Key for Route {
     }
 }
 
+/// MTU in bytes that every link and path must have that carries IPv6: below it the kernel removes IPv6 from a
+/// device (RFC 8200, section 5).
+pub const MIN_IPV6_MTU: u32 = 1280;
+
 /// The main routing table.
 pub const MAIN_TABLE: u32 = 254;

@@ -40,6 +40,13 @@ const NEEDED: &[(Rule, &str, Invariant)] = &[
 const RUNS: u64 = 400;
 
 #[test]
+fn each_rule_has_a_fault_that_needs_it() {
+    let is_needed = |rule: &&Rule| NEEDED.iter().any(|(needed, ..)| needed == *rule);
+    let missing: Vec<_> = Rule::ALL.iter().filter(|rule| !is_needed(rule)).collect();
+    assert!(missing.is_empty(), "no fault is named that needs these: {missing:?}");
+}
+
+#[test]
 fn each_rule_left_out_is_noticed() {
     let mut unnoticed = Vec::new();
     for (rule, fault, broken) in NEEDED {

@@ -76,7 +76,7 @@ pub struct Lead {
 impl Lead {
     /// How long CLAIMs wait for more members while some do not follow yet: what members send through this
     /// gateway is lost until far leaders have moved them.
-    const BATCH: Micros = 2 * MS;
+    pub const BATCH: Micros = 2 * MS;
     /// Interval at which everything is claimed again, so that a far leader whose agent forgot terms, or whose
     /// WireGuard was set up anew, learns them.
     const REFRESH: Micros = 10 * SEC;

@@ -19,10 +19,23 @@ impl std::fmt::Display for OutOfRange {
 
 impl std::error::Error for OutOfRange {}
 
-/// A rule of the design. With the feature `leave-out` one of them can be left out, by which the simulation's
-/// tests show that each is needed.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub enum Rule {
+macro_rules! rules {
+    ($($(#[$about:meta])+ $name:ident,)+) => {
+        /// A rule of the design. With the feature `leave-out` one of them can be left out, by which the
+        /// simulation's tests show that each is needed.
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+        pub enum Rule {
+            $($(#[$about])+ $name,)+
+        }
+
+        impl Rule {
+            /// Every rule.
+            pub const ALL: &[Self] = &[$(Self::$name),+];
+        }
+    };
+}
+
+rules! {
     /// What has arrived is read before anything is decided.
     ReadFirst,
     /// After a late wake-up everything outstanding is discarded.

@@ -7,7 +7,7 @@ use std::{
 };
 
 use kilo_failover::{
-    MS, Micros, NodeId, SEC, Signal, Term,
+    Micros, NodeId, SEC, Signal, Term,
     gateway::{Lead, Sender, pause},
     signal::{Body, Kind, Shared},
 };
@@ -16,8 +16,6 @@ use crate::far::HELLO;
 
 /// A follower that has missed three HELLOs is away.
 const COUNTS: Micros = 3 * HELLO + 5 * SEC;
-/// How long claims wait for more members.
-const BATCH: Micros = 2 * MS;
 /// Minimum time between two requests for everything that are honoured.
 const ANEW: Micros = SEC;
 
@@ -112,7 +110,7 @@ impl Followers {
                 (follower.tries, follower.next, follower.knows) = (0, None, Some(stamp));
                 continue;
             }
-            if *follower.next.get_or_insert(now + BATCH) > now {
+            if *follower.next.get_or_insert(now + Lead::BATCH) > now {
                 continue;
             }
             follower.tries += 1;
@@ -126,6 +124,8 @@ impl Followers {
 
 #[cfg(test)]
 mod tests {
+    use kilo_failover::MS;
+
     use super::*;
 
     const ME: NodeId = 1 << 48;
@@ -174,11 +174,11 @@ mod tests {
         assert_eq!(followers.wake(), Micros::MAX, "it was never heard");
         followers.heard(LAPTOP, &moved(Term::NONE, &[]), Some(&lead), SEC);
         assert!(claims_due(&mut followers, &lead, SEC).is_empty());
-        let claims = claims_due(&mut followers, &lead, SEC + BATCH);
+        let claims = claims_due(&mut followers, &lead, SEC + Lead::BATCH);
         assert!(
             matches!(&claims[..], [Signal { body: Body::Claim { members, .. }, .. }] if *members == [MEMBER])
         );
-        assert_eq!(followers.wake(), SEC + BATCH + 10 * MS, "it is repeated");
+        assert_eq!(followers.wake(), SEC + Lead::BATCH + 10 * MS, "it is repeated");
         // An answer for another term, or about nodes that are not led, is ignored.
         followers.heard(LAPTOP, &moved(term.next(ME), &[MEMBER]), Some(&lead), SEC);
         followers.heard(LAPTOP, &moved(term, &[77]), Some(&lead), SEC);
@@ -189,7 +189,7 @@ mod tests {
         // Another member follows; then the laptop goes away.
         lead.heard(ME, (term, ME), 3 * SEC);
         assert!(claims_due(&mut followers, &lead, 3 * SEC).is_empty());
-        assert_eq!(claims_due(&mut followers, &lead, 3 * SEC + BATCH).len(), 1);
+        assert_eq!(claims_due(&mut followers, &lead, 3 * SEC + Lead::BATCH).len(), 1);
         assert!(claims_due(&mut followers, &lead, 60 * SEC).is_empty());
         assert_eq!(followers.wake(), Micros::MAX, "nobody is woken for who is away");
         let next = term.next(ME);
@@ -198,6 +198,6 @@ mod tests {
         lead.heard(MEMBER, (next, ME), 0);
         followers.heard(LAPTOP, &moved(Term::NONE, &[]), Some(&lead), 61 * SEC);
         assert!(claims_due(&mut followers, &lead, 61 * SEC).is_empty());
-        assert_eq!(claims_due(&mut followers, &lead, 61 * SEC + BATCH)[0].term, next);
+        assert_eq!(claims_due(&mut followers, &lead, 61 * SEC + Lead::BATCH)[0].term, next);
     }
 }

@@ -6,8 +6,8 @@
 use crate::support;
 
 use kilo_common::{
+    icmp_too_big::{LEN_V4, LEN_V6, QUOTED},
     maps::{HOP_LOCAL, PREFIX_PODS_STEERED, PREFIX_ROUTE, PREFIX_SOURCE, PrefixValue},
-    too_big::{LEN_V4, LEN_V6, QUOTED},
 };
 use kilo_core::{
     plan::{Hop, Tables},

@@ -13,11 +13,13 @@ use std::{
         linux::net::SocketAddrExt as _,
         unix::net::{SocketAddr, UnixListener},
     },
+    path::Path,
     process::Output,
     time::Duration,
 };
 
 use cluster::{kg, metrics};
+use kilo_host::dataplane::{BPFFS, pin_directory};
 use netns::{Agent, isolated, sh, succeeds};
 
 const LIMIT: Duration = Duration::from_secs(30);
@@ -116,13 +118,15 @@ fn a_second_agent_is_refused_with_any_state_directory_and_any_interface() {
         cluster::prepare();
         let _agent = running();
         // The thread that loads the last programs would restore what is removed meanwhile.
-        let all = "ls /sys/fs/bpf/kilo/v6/programs/*/l3_egress*";
-        until("all programs are pinned", LIMIT, || succeeds(all));
+        let directory = pin_directory(Path::new(BPFFS)).display().to_string();
+        let all = format!("ls {directory}/programs/*/l3_egress*");
+        until("all programs are pinned", LIMIT, || succeeds(&all));
         // An agent that may not run does not restore what is missing.
-        sh("rm /sys/fs/bpf/kilo/v6/monitor; rm -r /sys/fs/bpf/kilo/v6/programs/*");
-        let pins = sh("ls -iR /sys/fs/bpf/kilo/v6");
+        sh(&format!("rm {directory}/monitor; rm -r {directory}/programs/*"));
+        let list = format!("ls -iR {directory}");
+        let pins = sh(&list);
         let said = refused(&[], &["--interface=kilo1", "--listen=:1108"]);
-        assert_eq!(sh("ls -iR /sys/fs/bpf/kilo/v6"), pins);
+        assert_eq!(sh(&list), pins);
         assert!(said.contains("/sys/fs/bpf/kilo: another agent already runs"), "{said}");
         let elsewhere = "mount -t tmpfs state /var/lib/kilo && exec \"$@\"";
         let said = refused(&["unshare", "--mount", "sh", "-c", elsewhere, "sh"], &["--listen=:1108"]);

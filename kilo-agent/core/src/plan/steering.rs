@@ -20,13 +20,11 @@ use super::{Hop, HopIds, Inputs, Own, Remote, Tables, arrival::interfaces, remot
 use crate::observed::Elsewhere;
 use crate::{
     flat_map::{FlatMap, Key},
+    net::MIN_IPV6_MTU,
     prefixes,
     settings::Tunnel,
     topology::Member,
 };
-
-/// Minimum MTU in bytes of a link that carries IPv6.
-const MIN_IPV6: u32 = 1280;
 
 /// Hop ids of the other nodes of the location. Nodes that claim one private address share one hop, that with
 /// their lowest id: packets steered there all reach the node that has the address, and packets from there
@@ -328,7 +326,7 @@ fn node_hop(inputs: &Inputs<'_>, own: &Own<'_>, member: &Member, remote: IpAddr)
     let overhead = overhead(tunnel, remote, member);
     // Every IPv6 path must carry that much (RFC 8200, section 5).
     let ipv6 = own.member.node.pod_cidrs.iter().any(|cidr| cidr.addr().is_ipv6());
-    let least = if ipv6 { MIN_IPV6 + overhead } else { 0 };
+    let least = if ipv6 { MIN_IPV6_MTU + overhead } else { 0 };
     let path = links.path_mtus.get(&remote).map(|mtu| *mtu.max(&least));
     let mtu = links.mtus.get(&ifindex).copied().into_iter().chain(path).min();
     let mtu = mtu.map_or(0, |mtu| mtu.saturating_sub(overhead));

@@ -13,10 +13,10 @@ use ipnet::IpNet;
 use super::Node;
 
 /// Longer than any agent takes to learn of a change; hosts' connections try again at once.
-pub(super) const KEPT: Duration = Duration::from_secs(60);
+pub const KEPT: Duration = Duration::from_secs(60);
 /// Pods try their connections to pods of a lost node for longer: TCP gives up after 15 minutes
 /// (`tcp_retries2`). Only the node that gets such a pod CIDR next has a reason to use it.
-const PODS_KEPT: Duration = Duration::from_secs(20 * 60);
+pub const PODS_KEPT: Duration = Duration::from_secs(20 * 60);
 
 /// Nodes as they were.
 #[derive(Debug, Default)]

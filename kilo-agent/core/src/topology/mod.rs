@@ -4,7 +4,7 @@
 mod acting;
 mod allocate;
 pub mod changes;
-mod former;
+pub mod former;
 mod freed;
 mod graph;
 mod heartbeat_shares;

@@ -14,6 +14,7 @@ use kilo_common::{
     map_table::name,
     maps::{FAMILY_V6, PathMtu},
 };
+use kilo_core::net::MIN_IPV6_MTU;
 use tokio::{
     io::{Interest, unix::AsyncFd},
     sync::Notify,
@@ -27,7 +28,7 @@ const LIFETIME: Duration = Duration::from_secs(600);
 /// Smallest path MTUs accepted: a smaller value is an attempt to slow this host down (Linux's `min_pmtu`; RFC
 /// 8200, section 5).
 const MIN_V4: u32 = 552;
-const MIN_V6: u32 = 1280;
+const MIN_V6: u32 = MIN_IPV6_MTU;
 /// Paths probed at a time. Further reports are dropped; they recur.
 const ASKED_AT_A_TIME: usize = 16;
 

@@ -2,14 +2,14 @@
 
 use std::{fmt, str::FromStr};
 
+use kilo_core::net::MIN_IPV6_MTU;
+
 use super::Link;
 
 /// WireGuard's overhead over an IPv6 underlay (40 IP + 8 UDP + 32 WireGuard).
 pub const OVERHEAD: u32 = 80;
 /// Packet size that every IPv4 host must accept.
 pub const MIN: u32 = 576;
-/// MTU that every IPv6 link must have: below it the kernel removes IPv6 from a device (RFC 8200, section 5).
-pub const MIN_IPV6: u32 = 1280;
 /// Maximum MTU of a TUN device, less the overhead.
 pub const MAX: u32 = 65_535 - OVERHEAD;
 /// MTU on a host without default route: Ethernet's 1500 less the overhead.
@@ -58,7 +58,7 @@ impl Mtu {
     /// [`super::Net::ways_out`]. Where the mesh has IPv6 prefixes, WireGuard's packets are fragmented on a
     /// small link, because IPv6 would otherwise stop altogether.
     pub fn resolve(self, links: &[Link], default_interface: Option<u32>, ipv6: bool) -> u32 {
-        let min = if ipv6 { MIN_IPV6 } else { MIN };
+        let min = if ipv6 { MIN_IPV6_MTU } else { MIN };
         match self {
             Self::Fixed(bytes) => bytes,
             Self::Auto => links
@@ -91,7 +91,7 @@ mod tests {
         assert_eq!(Mtu::Auto.resolve(&links, Some(2), true), 1420);
         assert_eq!(Mtu::Auto.resolve(&links, Some(3), false), 8920);
         assert_eq!(Mtu::Auto.resolve(&links, Some(4), false), MIN);
-        assert_eq!(Mtu::Auto.resolve(&links, Some(4), true), MIN_IPV6);
+        assert_eq!(Mtu::Auto.resolve(&links, Some(4), true), MIN_IPV6_MTU);
         assert_eq!(Mtu::Auto.resolve(&links, None, false), 1420);
         assert_eq!(Mtu::Fixed(1300).resolve(&links, Some(3), true), 1300);
     }

@@ -236,7 +236,7 @@ async fn serve(flags: Flags) -> Result<()> {
             }
             let backend = FileBackend::start(directory(&flags)?, &flags.topology_label).await?;
             LocalToken::remove(Path::new(LOCAL_TOKEN));
-            work(flags, options, backend, startup, leaving, Gate::Open, stopping).await
+            run_until_stopped(flags, options, backend, startup, leaving, Gate::Open, stopping).await
         }
         BackendKind::Kubernetes => {
             let path = text(&flags.kubeconfig).map(PathBuf::from);
@@ -260,7 +260,7 @@ async fn serve(flags: Flags) -> Result<()> {
                 kubernetes::StartupFallback::start(client, &hostname, label, from, spread, remembered);
             let started = deadline.before("the API server's list of nodes and peers", started);
             let Some(backend) = stopping.before(started).await else { return Ok(()) };
-            work(flags, options, backend??, startup, leaving, gate, stopping).await
+            run_until_stopped(flags, options, backend??, startup, leaving, gate, stopping).await
         }
     }
 }
@@ -323,7 +323,8 @@ fn last_good_path() -> PathBuf {
     Path::new(KEY_PATH).with_file_name(last_good::FILE)
 }
 
-async fn work<B: Backend>(
+/// Runs the agent and its pages until this process is asked to stop, and leaves the host then.
+async fn run_until_stopped<B: Backend>(
     flags: Flags,
     options: agent::Options,
     backend: B,
@@ -372,9 +373,14 @@ async fn work<B: Backend>(
     stop.cancel();
     let said = last_words.said();
     agent.await.context("the reconcile loop panicked")??;
-    // A restart or an upgrade must not interrupt traffic: programs, routes and
-    // annotations stay for the next agent, unless the node has left the cluster.
     let gone = !snapshots.borrow().nodes.contains(&hostname);
+    leave(&flags, &hostname, gone, leaving, &said).await
+}
+
+/// Leaves the host once the agent has stopped. A restart or an upgrade must not interrupt traffic: programs,
+/// routes and annotations stay for the next agent, unless the node has left the cluster (`gone`). `said`: the
+/// last words of the agent.
+async fn leave(flags: &Flags, hostname: &str, gone: bool, leaving: Leaving, said: &[String]) -> Result<()> {
     if flags.clean_up && gone {
         let containers = leaving::containers_that_stay().await?;
         if containers.is_empty() {
@@ -386,7 +392,7 @@ async fn work<B: Backend>(
                 remove_cni: !flags.cni_source.is_empty(),
                 ..UninstallArgs::default()
             };
-            return uninstall(&flags, &args).await;
+            return uninstall(flags, &args).await;
         }
         // Without programs and routes the containers' packets would leave in clear.
         tracing::warn!(
@@ -395,11 +401,11 @@ async fn work<B: Backend>(
              they send nothing in clear; reboot the host, or run `kg uninstall --keep-annotations --remove-cni` there \
              when they have ended"
         );
-        termination_message::write(&said);
+        termination_message::write(said);
         return Ok(());
     }
-    termination_message::write(&said);
-    if leaving.leave(&hostname, Path::new(BPFFS), &flags.interface, flags.masquerade).await {
+    termination_message::write(said);
+    if leaving.leave(hostname, Path::new(BPFFS), &flags.interface, flags.masquerade).await {
         return Ok(());
     }
     tracing::info!("kg stopped; traffic keeps flowing, `kg uninstall` removes everything");

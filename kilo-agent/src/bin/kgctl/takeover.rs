@@ -17,7 +17,7 @@ use crate::{
 };
 
 /// The image in the manifests.
-const IMAGE: &str = concat!("kilo-ebpf/kilo:", env!("CARGO_PKG_VERSION"));
+pub const IMAGE: &str = concat!("kilo-ebpf/kilo:", env!("CARGO_PKG_VERSION"));
 /// Selects the pods of one DaemonSet.
 const LABEL: &str = "app.kubernetes.io/name";
 /// Label of every printed DaemonSet, whatever its name.

@@ -28,12 +28,13 @@ use crate::{
     cluster::{ApiFlags, Cluster},
     progress::Progress,
     refusal::Asked,
-    remote, takeover, terminal,
+    remote,
+    takeover::{self, IMAGE},
+    terminal,
 };
 
 const MANIFEST: &str = include_str!("../../../../manifests/uninstall.yaml");
-/// The image, namespace and CNI directory in the manifest.
-const IMAGE: &str = concat!("kilo-ebpf/kilo:", env!("CARGO_PKG_VERSION"));
+/// The namespace and CNI directory in the manifest.
 const NAMESPACE: &str = "kube-system";
 const CNI_DIRECTORY: &str = "/etc/cni/net.d";
 /// Default interface of the agent.

@@ -12,12 +12,12 @@ use kilo_common::{
         Inner, VXLAN_INNER, ipip_frame, ipip_frame_v6, segments_room, vxlan_ethernet, vxlan_frame,
         vxlan_frame_v6,
     },
+    icmp_too_big::{self, LEN_V4, LEN_V6, QUOTED},
     maps::{
         CONFIG_GATEWAY, CONFIG_OFFERED, CONFIG_ONE_V4, CONFIG_ONE_V6, CONFIG_SEVERAL_V4, CONFIG_SEVERAL_V6,
         Config, PREFIX_NEVER_CLEAR, PREFIX_ROUTE, PREFIX_VIA_WIREGUARD,
     },
     packet::{ETHERNET_LEN, ETHERTYPE_IPV4, ETHERTYPE_IPV6, next_ttl, protocol},
-    too_big::{self, LEN_V4, LEN_V6, QUOTED},
 };
 use kilo_core::{
     plan::{
@@ -572,9 +572,9 @@ fn packet_too_big(frame: &[u8], link: usize, v6: bool, mtu: u32) -> Wanted {
         packet[room..room + ETHERNET_LEN].fill(0);
     }
     if v6 {
-        too_big::v6((&mut packet[..]).try_into().unwrap(), mtu);
+        icmp_too_big::write::v6((&mut packet[..]).try_into().unwrap(), mtu);
     } else {
-        too_big::v4((&mut packet[..]).try_into().unwrap(), u16::try_from(mtu).unwrap());
+        icmp_too_big::write::v4((&mut packet[..]).try_into().unwrap(), u16::try_from(mtu).unwrap());
     }
     let link: &[&[u8]] = if link == 0 { &[] } else { &[&frame[6..12], &frame[..6], &frame[12..14]] };
     let bytes = [&link.concat()[..], &packet].concat();

@@ -24,7 +24,9 @@ use super::{
 pub use election::{NO_WRITER, Observed, Renewals, poll_seconds, rank};
 pub use pack::{MOST_BYTES, MOST_NODES, Plan, plan};
 pub use set::{Incomplete, SliceSet};
-pub use source::{Chosen, ENTRY_BYTES, Inputs, NODE_BYTES, Reason, Source, start_spread, time_to_send};
+pub use source::{
+    Chosen, EGRESS, ENTRY_BYTES, Inputs, NODE_BYTES, Reason, Source, start_spread, time_to_send,
+};
 pub use texts::Texts;
 
 /// The Lease of the agent that writes slices.

@@ -12,12 +12,12 @@ use super::Incomplete;
 const PATIENCE: Duration = Duration::from_secs(45);
 /// How long slices must be right before they are read again instead of Nodes.
 const AGAIN: Duration = Duration::from_secs(60);
-/// Bytes of a Node in a list. All agents may switch at once, and each then lists all nodes; the API server is
-/// to send no more than [`EGRESS`] bytes a second.
+/// Bytes of a Node in a list. All agents may switch at once, and each then lists all nodes.
 pub const NODE_BYTES: f64 = 7e3;
 /// Bytes of a node in a slice, for agents that switch to slices.
 pub const ENTRY_BYTES: f64 = 500.0;
-const EGRESS: f64 = 50e6;
+/// Bytes per second that the API server may send to all agents together because of lists and slices.
+pub const EGRESS: f64 = 50e6;
 const MOST_SPREAD: Duration = Duration::from_mins(4);
 /// Longest spread of agents that start: one that has not listed anything yet renews no heartbeat.
 const MOST_SPREAD_OF_STARTS: Duration = Duration::from_mins(1);

@@ -9,7 +9,7 @@ use std::{
 
 use futures::{Stream, StreamExt as _};
 use kilo_core::objects::slices::{
-    Entry, INDEX, Index, NodeSlice, NodeSliceSpec, Plan, plan, poll_seconds, rank,
+    EGRESS, Entry, INDEX, Index, NodeSlice, NodeSliceSpec, Plan, plan, poll_seconds, rank,
 };
 use kube::{
     Api, Resource as _, ResourceExt as _,
@@ -29,9 +29,6 @@ use crate::timestamp::Timestamp;
 const DEBOUNCE: Duration = Duration::from_millis(200);
 /// Maximum number of slices written in a round.
 const BURST: usize = 8;
-/// Bytes per second that the API server may send to all agents together because of slices, beyond the first
-/// burst.
-const EGRESS: f64 = 50e6;
 /// How often liveness is evaluated, also when no heartbeats come.
 const LIVENESS_CHECK: Duration = Duration::from_secs(5);
 /// Pause before a failed write is retried; it doubles each time, up to a minute.
@@ -335,6 +332,7 @@ impl<'a> Writer<'a> {
         let retry = self.failing.values().map(|failing| failing.until).min();
         let retry = retry.map(|until| until.saturating_duration_since(Instant::now()));
         self.mirror.dirty |= retry.is_some_and(|retry| retry < LIVENESS_CHECK);
+        // The first burst goes out at once, and what follows waits until all agents have received it.
         #[allow(clippy::cast_precision_loss, reason = "far below 2^52")]
         let pause = bytes as f64 * self.mirror.entries.len() as f64 / EGRESS;
         Ok(DEBOUNCE.max(Duration::from_secs_f64(pause)))

@@ -8,15 +8,12 @@ use std::{
 };
 
 use ipnet::IpNet;
-use kilo_core::{net::NetPlan, wireguard::WireguardPlan};
+use kilo_core::{
+    net::NetPlan,
+    topology::former::{KEPT, PODS_KEPT},
+    wireguard::WireguardPlan,
+};
 use kilo_host::net::{Net, NetError};
-
-/// How long a former host address of the mesh stays unreachable: connections to it are open, and the node may
-/// come back.
-const KEPT: Duration = Duration::from_secs(60);
-/// How long other former prefixes, those of pods, stay so: nobody else uses them, and TCP retries for 15
-/// minutes (`tcp_retries2`).
-const PODS_KEPT: Duration = Duration::from_secs(20 * 60);
 
 /// Prefixes whose traffic must not leave in clear.
 #[derive(Debug, Default)]
@@ -66,6 +63,8 @@ impl Closed {
     }
 }
 
+/// How long a former prefix stays unreachable: the address of a host because connections to it are open and
+/// the node may come back, prefixes of pods for longer because nobody else uses them.
 fn kept(prefix: &IpNet) -> Duration {
     if prefix.prefix_len() == prefix.max_prefix_len() { KEPT } else { PODS_KEPT }
 }

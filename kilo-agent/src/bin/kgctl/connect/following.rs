@@ -13,6 +13,7 @@ use anyhow::{Context as _, Result};
 use kilo_agent::far::follow::{Act, Follow, HELLO};
 use kilo_common::signal::{LONGEST, PORT};
 use kilo_core::{
+    net::MIN_IPV6_MTU,
     signal_id,
     topology::{Acting, Mesh},
     wireguard::{WireguardPlan, key::PublicKey},
@@ -31,10 +32,8 @@ use tokio::{
 /// Why an interface with this MTU cannot carry IPv6, which signals inside tunnels use, and what to do; `None`
 /// if it can.
 pub fn obstacle(mtu: u32) -> Option<String> {
-    // RFC 8200, section 5.
-    const LEAST: u32 = 1280;
-    if mtu < LEAST {
-        return Some(format!("--mtu must be at least {LEAST}"));
+    if mtu < MIN_IPV6_MTU {
+        return Some(format!("--mtu must be at least {MIN_IPV6_MTU}"));
     }
     let off = |of| std::fs::read_to_string(format!("/proc/sys/net/ipv6/conf/{of}/disable_ipv6"));
     ["all", "default"].into_iter().find_map(|of| match off(of) {

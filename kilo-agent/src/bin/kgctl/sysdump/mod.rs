@@ -242,7 +242,10 @@ async fn page_of(cluster: &Cluster, pod: &Pod, path: &str) -> Result<String> {
         // An agent that requires a token returns its status to kgctl in its own pod.
         Err(error) if path == "status" => {
             let words = ["kgctl", "status", "--agent", "--output=json"];
-            let text = remote::output(cluster, pod, &words).await.map_err(|_| error)?;
+            let text = remote::output(cluster, pod, &words).await.map_err(|inside| {
+                let [page, inside] = [error, inside].map(|error| error_chain(error.as_ref()));
+                anyhow!("{page}; kgctl in its pod fails, too: {inside}")
+            })?;
             Ok(String::from_utf8(text)?)
         }
         page => page,

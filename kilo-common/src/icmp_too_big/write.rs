@@ -1,6 +1,6 @@
-//! Writes the answer to a sender whose packet the next hop cannot carry: ICMP "fragmentation needed" (RFC
-//! 792, RFC 1191) and ICMPv6 "packet too big" (RFC 4443). `icmp_too_big` reads those of routers.
+//! Writes the answer to a sender whose packet the next hop cannot carry.
 
+use super::{FRAGMENTATION_NEEDED, ICMP_LEN, PACKET_TOO_BIG, UNREACHABLE};
 use crate::{
     checksum::{self, fold},
     packet::{IPV4_LEN, IPV6_LEN, protocol},
@@ -10,8 +10,6 @@ use crate::{
 /// longest IPv4 header and what the kernel asks to be kept of a TCP header
 /// whose checksum is left to the device.
 pub const QUOTED: usize = 80;
-/// Bytes of an ICMP header, of either version.
-pub const ICMP_LEN: usize = 8;
 /// Bytes of the answer to an IPv4 packet.
 pub const LEN_V4: usize = IPV4_LEN + ICMP_LEN + QUOTED;
 /// Bytes of the answer to an IPv6 packet.
@@ -20,9 +18,6 @@ pub const LEN_V6: usize = IPV6_LEN + ICMP_LEN + QUOTED;
 /// Internetwork control (RFC 791), as the kernel's own ICMP errors.
 const TOS: u8 = 0xc0;
 const TTL: u8 = 64;
-const UNREACHABLE: u8 = 3;
-const FRAGMENTATION_NEEDED: u8 = 4;
-const PACKET_TOO_BIG: u8 = 2;
 
 /// Writes the headers of the answer in front of the IPv4 packet whose first [`QUOTED`] bytes are the last of
 /// `answer`. Its source is that packet's destination; `mtu` is in bytes.

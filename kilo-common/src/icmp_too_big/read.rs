@@ -1,11 +1,10 @@
-//! Reads ICMP errors that routers send about a steered packet that they could not carry: "fragmentation
-//! needed" (RFC 1191) and "packet too big" (RFC 8201). They are only a hint, since any host can send one: the
-//! agent probes the path itself. `too_big` writes such errors.
+//! Reads ICMP errors that routers send about a steered packet that they could not carry. They are only a
+//! hint, since any host can send one: the agent probes the path itself.
 
+use super::{FRAGMENTATION_NEEDED, ICMP_LEN, PACKET_TOO_BIG, UNREACHABLE};
 use crate::{
     maps::VXLAN_PORT,
     packet::{IPV4_LEN, IPV6_LEN, protocol},
-    too_big::ICMP_LEN,
 };
 
 /// Bytes read behind the quoted header: the ports, if it is UDP.
@@ -15,9 +14,6 @@ pub const ERROR_V4: usize = ICMP_LEN + IPV4_LEN + PORTS;
 /// Bytes read of an ICMPv6 error.
 pub const ERROR_V6: usize = ICMP_LEN + IPV6_LEN + PORTS;
 
-const UNREACHABLE: u8 = 3;
-const FRAGMENTATION_NEEDED: u8 = 4;
-const PACKET_TOO_BIG: u8 = 2;
 /// Bit in the first of the two bytes with flags and fragment offset.
 const DONT_FRAGMENT: u8 = 0x40;
 
