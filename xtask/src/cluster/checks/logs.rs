@@ -38,7 +38,7 @@ pub const BOOTS: &[&str] = &[
     "check --hostname",
 ];
 /// Messages caused when all pods of a node end, in whatever order the kubelet ends them.
-pub const ENDED: &[&str] = &["interface kilo0 does not exist and --create-interface=false"];
+pub const ENDED: &[&str] = &["does not exist, and --create-interface=false", "is gone or was replaced"];
 /// Messages caused by a leader that goes away.
 pub const LEADERS: &[&str] = &[
     "leadership changed",
@@ -46,7 +46,7 @@ pub const LEADERS: &[&str] = &[
     "failed to mark the dead leader's Node",
     "failed to mark a node that this one leads",
 ];
-/// What a location causes whose leader relays, and has an address of its LAN only.
+/// Messages caused by a node that becomes a location of its own, to relay.
 pub const RELAY: &[&str] = &["leads its location with the private endpoint"];
 /// Everything that an agent can say, where a check provokes it and looks at it itself, or Kilo's own program runs.
 pub const ANYTHING: &[&str] = &[""];
@@ -198,6 +198,37 @@ mod tests {
     use super::*;
 
     const TIME: &str = "2026-01-01T00:00:00.000000000Z stderr F";
+
+    /// All Rust sources below a directory, with continued string literals on one line.
+    fn sources(directory: &Path, all: &mut String) {
+        for entry in fs::read_dir(directory).unwrap() {
+            let path = entry.unwrap().path();
+            if path.is_dir() {
+                sources(&path, all);
+            } else if path.extension().is_some_and(|extension| extension == "rs") {
+                for line in fs::read_to_string(&path).unwrap().lines() {
+                    *all += line.trim();
+                    match all.strip_suffix('\\') {
+                        Some(text) => *all = text.to_owned(),
+                        None => all.push('\n'),
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn what_a_check_may_cause_is_what_agents_log() {
+        let mut all = String::new();
+        for crate_ in ["src", "core/src", "host/src"] {
+            sources(&crate::lab::workspace_root().join("kilo-agent").join(crate_), &mut all);
+        }
+        for message in [AWAY, BOOTS, ENDED, LEADERS, RELAY].into_iter().flatten() {
+            // The first digit of a status code is no part of the literal.
+            let literal = message.trim_end_matches(|last: char| last.is_ascii_digit());
+            assert!(all.contains(literal), "no agent logs {message:?} any more");
+        }
+    }
 
     /// Writes a pod's log with these lines below the directory; returns its path.
     fn write(pods: &Path, pod: &str, number: u8, lines: &[&str]) -> PathBuf {
