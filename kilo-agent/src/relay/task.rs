@@ -446,7 +446,7 @@ impl Task {
         let is_annotated = self.context.view.borrow().own.as_ref().is_some_and(|own| own.relay);
         let is_off = self.context.relay == settings::Relay::Off;
         let mut said = self.context.relays.said();
-        said.offer = super::offer(is_annotated, is_off, self.far.is_gateway, self.far.is_behind_nat);
+        said.offer = is_annotated.then(|| super::offer(is_off, self.far.is_gateway, self.far.is_behind_nat));
         // The next plan has to set these peers' endpoints again.
         let is_left = said.endpoints.keys().any(|key| !endpoints.contains_key(key));
         let before = std::mem::replace(&mut said.endpoints, endpoints);

@@ -539,7 +539,7 @@ impl Pair {
                 *turn.sequence = sequence;
                 turn.outputs.push(Output::Send { node: relay, to, message });
                 // The whole path is tried, too: the relay's agent may be dead while its kernel relays.
-                if let Some(to) = lease.address().filter(|_| used == Use::InUse) {
+                if let Some(to) = lease.address().filter(|_| used == Use::Active) {
                     let message = message_to(Kind::Try, turn.ends, self.nonce, sequence);
                     turn.outputs.push(Output::Send { node: other, to, message });
                 }

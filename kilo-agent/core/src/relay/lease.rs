@@ -28,7 +28,7 @@ pub(super) const SELDOM_USELESS: Duration = Duration::from_secs(10);
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Use {
     /// The pair's packets go through it.
-    InUse,
+    Active,
     /// None is in use, and it is about to be.
     Next,
     /// Another one is in use.
@@ -39,7 +39,7 @@ impl Use {
     /// Of this relay, where that one is in use.
     pub(super) fn of(relay: NodeId, in_use: Option<NodeId>) -> Self {
         match in_use {
-            Some(in_use) if in_use == relay => Self::InUse,
+            Some(in_use) if in_use == relay => Self::Active,
             Some(_) => Self::StandBy,
             None => Self::Next,
         }
@@ -180,7 +180,7 @@ impl Lease {
         if now < self.next {
             return None;
         }
-        let in_use = used == Use::InUse;
+        let in_use = used == Use::Active;
         self.next = now
             + match self.fails(in_use, now) {
                 true if !in_use => SELDOM_USELESS,

@@ -85,7 +85,7 @@ proptest! {
             world.run(seconds(2));
         }
         world.unaware.clear();
-        world.run(seconds(3));
+        world.run(seconds(5));
         let before = world.forwarded_by(first);
         world.run(seconds(5));
         prop_assert_eq!(world.forwarded_by(first), before, "both have left it");
