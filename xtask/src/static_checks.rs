@@ -30,6 +30,24 @@ pub fn sources(part: &str) -> Vec<TestOutcome> {
         checked(part, "examples in the documentation run", || {
             cargo(&["test", "--doc", "--locked", "--quiet"])
         }),
+        checked(part, "links in the documentation of items lead somewhere", || {
+            command::show(
+                Command::new("cargo")
+                    .current_dir(workspace_root())
+                    .env(
+                        "RUSTDOCFLAGS",
+                        "-D rustdoc::broken_intra_doc_links -A rustdoc::private_intra_doc_links",
+                    )
+                    .args([
+                        "doc",
+                        "--workspace",
+                        "--no-deps",
+                        "--document-private-items",
+                        "--locked",
+                        "--quiet",
+                    ]),
+            )
+        }),
         // A build fetches only this system's crates; the two tools below read all that the lock file names.
         checked(part, "every crate of the lock file can be had", || cargo(&["fetch", "--locked", "--quiet"])),
         with_tool(

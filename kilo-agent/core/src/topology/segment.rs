@@ -18,7 +18,7 @@ pub struct Member {
     /// The node, as its object describes it.
     pub node: Arc<Node>,
     /// Its own WireGuard address, where each node has one
-    /// ([`Granularity::Cross`](super::Granularity::Cross)).
+    /// ([`Granularity::Cross`](crate::settings::Granularity::Cross)).
     pub wireguard_ip: Option<IpAddr>,
 }
 
@@ -39,7 +39,7 @@ impl Member {
 pub struct Segment {
     /// `location:<name>`, or `node:<name>` for a node on its own.
     pub location: String,
-    /// With [`Granularity::Cross`](super::Granularity::Cross): the location
+    /// With [`Granularity::Cross`](crate::settings::Granularity::Cross): the location
     /// the node is in, whose nodes reach it directly.
     pub lan: Option<String>,
     /// Nodes, sorted by name.
