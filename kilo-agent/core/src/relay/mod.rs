@@ -7,6 +7,7 @@ mod fresh;
 mod inputs;
 mod lease;
 mod leases;
+mod pair;
 mod places;
 mod round;
 mod server;
