@@ -24,10 +24,12 @@ pub enum Hook {
     L3Ingress = 5,
     /// `l3_egress`: what leaves by such an uplink.
     L3Egress = 6,
+    /// `pod_ingress`: what leaves a pod.
+    PodIngress = 7,
 }
 
 impl Hook {
-    const ALL: [Self; 7] = [
+    const ALL: [Self; 8] = [
         Self::KiloEgress,
         Self::KiloIngress,
         Self::LanIngress,
@@ -35,6 +37,7 @@ impl Hook {
         Self::TunnelIngress,
         Self::L3Ingress,
         Self::L3Egress,
+        Self::PodIngress,
     ];
 
     /// Name of the program, as `bpftool prog` shows it.
@@ -47,6 +50,7 @@ impl Hook {
             Self::TunnelIngress => "tunnel_ingress",
             Self::L3Ingress => "l3_ingress",
             Self::L3Egress => "l3_egress",
+            Self::PodIngress => "pod_ingress",
         }
     }
 

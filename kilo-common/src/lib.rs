@@ -16,6 +16,7 @@ pub mod map_table;
 pub mod maps;
 pub mod nat;
 pub mod packet;
+pub mod pod_flow;
 pub mod relay;
 pub mod signal;
 pub mod siphash;

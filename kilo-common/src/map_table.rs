@@ -8,6 +8,7 @@ use crate::{
         Config, Device, Heard, Hop, InboundValue, MasqAddr, NatKey, NatValue, NodeValue, PathMtu,
         PrefixValue, SignalKey,
     },
+    pod_flow::{PodFlow, PodFlowKey},
     relay,
 };
 
@@ -181,6 +182,9 @@ maps! {
     SIGNAL = "signal", RingBuf<(), Heard>, size 65_536, by Packets, since 5, pinned true, gauge false,
         holds "ring: signals for the agent",
         reason "bytes: 630 short signals or 56 of the longest; what does not fit is lost, signals are repeated";
+    POD_FLOW = "pod_flow", LruHash<PodFlowKey, PodFlow>, size 16_384, by Packets, since 6, pinned true, gauge false,
+        holds "LRU flow of a pod → second in which the stack left it as it is (`--host-routing=auto`)",
+        reason "1.5 MiB from the start. One more: the least recently used passes the stack, and is written anew";
     RELAY = "relay", Hash<u32, relay::Port>, size 1_024, by Relay, since 6, pinned true, gauge false,
         holds "on a relay: port of a pair → who may send to it, and the end to which it is sent on",
         reason "two ports a pair, of 1,000. One more pair is refused";

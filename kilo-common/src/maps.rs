@@ -336,6 +336,10 @@ pub const CONFIG_RELAY: u32 = 512;
 /// (`--encapsulate=always`): a packet without one, from and to addresses of the mesh, is forged.
 pub const CONFIG_ENCAPSULATED: u32 = 1024;
 
+/// `Config::flags`: TCP segments may bypass the stack (`--host-routing=auto`): connection tracking does not
+/// compare sequence numbers (`nf_conntrack_tcp_be_liberal`), or is not loaded.
+pub const CONFIG_TCP_BYPASSES: u32 = 2048;
+
 /// `SignalKey::flags`: that node may lead this one, so its ANNOUNCE is obeyed. For another location's
 /// gateway: its CLAIM and END are accepted.
 pub const SIGNAL_GATEWAY: u32 = 1;

@@ -3,7 +3,8 @@
 //! leave a note here. Where a kernel does not preserve the control block, the tables are looked up again.
 //!
 //! A note that must survive the stack is written to `skb->priority`: a process needs `CAP_NET_ADMIN` to set
-//! more than 6 there, and the kernel clears it when a packet comes from another network namespace.
+//! more than 6 there, and the kernel clears it when a packet comes from another network namespace. Forwarding
+//! overwrites the priority; what must outlive that is written to `skb->tc_index`.
 
 use aya_ebpf::{EbpfContext as _, bindings::__sk_buff, programs::TcContext};
 use kilo_common::maps::{HOP_KIND_WIREGUARD, HOP_REMOTE};
@@ -193,4 +194,25 @@ pub fn sent(ctx: &TcContext) {
 #[inline(always)]
 pub fn is_sent(ctx: &TcContext) -> bool {
     is(ctx, SENT)
+}
+
+/// Notes in `skb->tc_index` that this packet, which passes the stack, may vouch for its flow. Programs of
+/// others that end the chain on the way overwrite it; nobody vouches for the flow then.
+#[inline(always)]
+pub fn asks(ctx: &TcContext, note: u16) {
+    let skb: *mut __sk_buff = ctx.as_ptr().cast();
+    // SAFETY: the context is valid for the whole program, and the field is a program's to write.
+    unsafe { (*skb).tc_index = u32::from(note) };
+}
+
+/// The note of [`asks`], which is removed; zero: there is none.
+#[inline(always)]
+pub fn take_asked(ctx: &TcContext) -> u16 {
+    let skb: *mut __sk_buff = ctx.as_ptr().cast();
+    // SAFETY: as above.
+    let note = unsafe { (*skb).tc_index } as u16;
+    if note != 0 {
+        asks(ctx, 0);
+    }
+    note
 }

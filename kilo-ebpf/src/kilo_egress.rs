@@ -17,6 +17,7 @@ use crate::{
     masquerade::{self, Known},
     mtu::fits,
     packet::{self, Family},
+    pod_flow,
     ret::{Act, Verdict, from_code},
     signal,
     subprogram::{Skb, subprogram},
@@ -35,6 +36,8 @@ pub fn kilo_egress(ctx: &TcContext, config: &Config) -> Verdict {
 #[inline(always)]
 fn egress<I: Ip>(ctx: &TcContext, config: &Config) -> Verdict {
     let mut ip = I::read(ctx, 0)?;
+    // Taken from every packet: whoever is behind this program must not find it.
+    let note = cb::take_asked(ctx);
     if cb::is_to_lan(ctx) {
         return from_code(signal::to_lan::<I>(ctx.as_ptr().cast()));
     }
@@ -63,7 +66,13 @@ fn egress<I: Ip>(ctx: &TcContext, config: &Config) -> Verdict {
     }
     let hop = hop(hop_id(id, || cb::is_led(ctx), word));
     let fits = || hop.is_some_and(|hop| fits::<I>(ctx, 0, &ip, hop.mtu));
-    match (forwarding::egress(config.flags, hop.map(|hop| hop.kind), fits)?, hop) {
+    let action = forwarding::egress(config.flags, hop.map(|hop| hop.kind), fits)?;
+    if note != 0
+        && let Some(hop) = hop
+    {
+        pod_flow::vouch(ctx, config, note, hop);
+    }
+    match (action, hop) {
         (action @ Action::Steer, Some(hop)) => {
             let act = send::<I>(ctx, config, hop, ip.tos())?;
             count_action(action);

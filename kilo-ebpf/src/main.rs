@@ -10,6 +10,7 @@
 //! | `uplink_egress` | egress of uplinks | steer pod traffic addressed to other nodes' own addresses; masquerade traffic that leaves the mesh |
 //! | `l3_ingress` | ingress of uplinks without link-layer header | as `lan_ingress` |
 //! | `l3_egress` | egress of uplinks without link-layer header | as `uplink_egress` |
+//! | `pod_ingress` | ingress of pods' interfaces (`--host-routing=auto`) | send flows that the stack leaves as they are straight to the WireGuard device |
 //! | `inject` | none: the agent runs it | send a signal |
 //! | `follow` | none: the agent runs it | move this node's word in `lead` |
 #![cfg_attr(target_arch = "bpf", no_std, no_main, feature(asm_experimental_arch))]
@@ -65,6 +66,10 @@ mod orphaned;
 #[cfg(target_arch = "bpf")]
 mod packet;
 #[cfg(target_arch = "bpf")]
+mod pod_flow;
+#[cfg(target_arch = "bpf")]
+mod pod_ingress;
+#[cfg(target_arch = "bpf")]
 mod reflect;
 #[cfg(target_arch = "bpf")]
 mod relay;
@@ -92,7 +97,7 @@ mod programs {
 
     use crate::{
         cb, follow as moving, inject, kilo_egress as egress, kilo_ingress as ingress, lan_ingress as lan,
-        maps,
+        maps, pod_ingress as pod,
         ret::{Act, run},
         tunnel_ingress as tunnel, uplink_egress as uplink,
     };
@@ -139,6 +144,12 @@ mod programs {
     #[classifier]
     pub fn l3_ingress(ctx: TcContext) -> i32 {
         run(ctx, Hook::L3Ingress, lan::l3_ingress)
+    }
+
+    /// Packets from one of this node's pods.
+    #[classifier]
+    pub fn pod_ingress(ctx: TcContext) -> i32 {
+        run(ctx, Hook::PodIngress, pod::pod_ingress)
     }
 
     /// Moves the acting leader's word for the agent.

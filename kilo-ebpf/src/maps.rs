@@ -11,6 +11,7 @@ use kilo_common::{
         Config, Device, Heard, Hop, InboundValue, MasqAddr, NatKey, NatValue, NodeValue, PathMtu,
         PrefixValue, SignalKey,
     },
+    pod_flow::{PodFlow, PodFlowKey},
     relay,
 };
 
@@ -46,6 +47,9 @@ pub static MASQ_DST: LpmTrie<[u8; 16], u32, { map_table::MASQ_DST.size as usize 
 pub static NAT: LruHashMap<NatKey, NatValue, { map_table::NAT.size as usize }> = LruHashMap::new();
 #[btf_map(name = "inbound")]
 pub static INBOUND: LruHashMap<NatKey, InboundValue, { map_table::INBOUND.size as usize }> =
+    LruHashMap::new();
+#[btf_map(name = "pod_flow")]
+pub static POD_FLOW: LruHashMap<PodFlowKey, PodFlow, { map_table::POD_FLOW.size as usize }> =
     LruHashMap::new();
 #[btf_map(name = "masq_addr")]
 pub static MASQ_ADDR: LpmTrie<[u8; 20], MasqAddr, { map_table::MASQ_ADDR.size as usize }> = LpmTrie::new();

@@ -44,6 +44,12 @@ pub struct HostLinks {
     pub uplinks: BTreeMap<u32, Uplink>,
     /// Those of the uplinks on which packets have no link-layer header.
     pub layer3: BTreeSet<u32>,
+    /// Interfaces of this node's pods: veths into other network namespaces, on the CNI's bridge or with an
+    /// address of its own from the pod CIDRs.
+    pub pods: BTreeSet<u32>,
+    /// Whether connection tracking takes TCP segments whose sequence numbers it did not expect, because it is
+    /// told to (`nf_conntrack_tcp_be_liberal`), or is not loaded.
+    pub tracks_liberally: bool,
     /// Names and link types of interfaces that would be uplinks, but whose link-layer header is not known.
     pub unknown_headers: BTreeMap<String, u16>,
     /// Destinations towards which masqueraded packets get another address than the

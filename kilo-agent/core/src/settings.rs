@@ -201,6 +201,15 @@ pub enum Relay {
     Off,
 }
 
+/// Whether packets from pods may bypass the host's stack (`--host-routing`).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum HostRouting {
+    /// Where the stack left a packet of the same flow unchanged within the same second.
+    Auto,
+    /// Every packet passes the stack, as with Kilo.
+    Off,
+}
+
 /// Slices of the list of nodes (`--slices`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum Slices {

@@ -31,6 +31,7 @@ impl<B: Backend> Agent<B> {
             uplinks: &plan.uplinks,
             layer3: &plan.layer3,
             tunnels: &plan.tunnels,
+            pods: &plan.pods,
         };
         let attached = self.dataplane.attach(&self.net, interfaces).await?;
         self.metrics.reattached.inc_by(attached.reattached);

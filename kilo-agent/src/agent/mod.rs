@@ -47,7 +47,7 @@ use crate::{
 use kilo_core::{
     objects::Snapshot,
     plan::HopIds,
-    settings::{AttachMode, Compatibility, EndpointFrom, Masquerade, Relay, Settings},
+    settings::{AttachMode, Compatibility, EndpointFrom, HostRouting, Masquerade, Relay, Settings},
     topology::Liveness,
     wireguard::key::SecretKey,
 };
@@ -113,6 +113,8 @@ pub struct Options {
     pub debug: bool,
     /// Settings of failover; `None` when it is off.
     pub failover: Option<failover::Options>,
+    /// Whether packets from pods may bypass the stack (`--host-routing`).
+    pub host_routing: HostRouting,
     /// Whether tunnels may go through relays (`--relay`).
     pub relay: Relay,
     /// Megabits per second that a relay forwards for each end of a pair (`--relay-rate`); 0 = unlimited.

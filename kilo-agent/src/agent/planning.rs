@@ -10,10 +10,10 @@ use crate::{backend::Backend, relay};
 use kilo_common::maps::SignalKey;
 use kilo_core::{
     plan::{self, HostPlan, Inputs},
-    settings::{Masquerade, Relay},
+    settings::{HostRouting, Masquerade, Relay},
     topology::{self, Mesh, Node},
 };
-use kilo_host::net::{links, neighbours};
+use kilo_host::net::{forwarding, links, neighbours};
 
 impl<B: Backend> Agent<B> {
     /// The complete desired state of this host; `None` when the node is not in the mesh.
@@ -45,6 +45,11 @@ impl<B: Backend> Agent<B> {
         (found.vxlan, found.ipip) = (host.tunnels.vxlan, host.tunnels.ipip);
         links::add_overlay(&mut found, &host.links, &own.name, overlay);
         links::add_elsewhere(&mut found, &host.ways_out.elsewhere);
+        if self.options.host_routing == HostRouting::Auto {
+            found.tracks_liberally = forwarding::is_tracked_liberally();
+        } else {
+            found.pods.clear();
+        }
         found.former_pod_cidrs = self.keep_former_pod_cidrs(own);
         found.path_mtus = self.path_mtus.current(Instant::now());
         for (address, mtu) in &host.paths.mtus {

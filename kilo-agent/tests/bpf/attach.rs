@@ -26,8 +26,9 @@ use kilo_common::lead::{self, Term};
 use kilo_core::{settings::AttachMode, tables::Tables};
 use kilo_host::dataplane::{CounterReader, Dataplane, link_directory, pin_directory, read_tables};
 use world::{
-    Sender, World, dropped, dropped_in, from_a_stranger, index, isolated_tcx, links, modes, settles, tcx,
+    Sender, World, dropped, dropped_in, from_a_stranger, index, isolated_tcx, links, modes, settles,
 };
+pub use world::{has_tcx, tcx};
 
 #[test]
 fn programs_of_others_before_and_after_ours_run_too_over_tcx() {

@@ -31,8 +31,8 @@ use kilo_host::dataplane::{Dataplane, pin_directory, read_tables};
 /// The layout that the tests emulate.
 const BEFORE: u32 = 5;
 /// Maps that layout 5 lacked or had in another shape: its configuration was four bytes shorter.
-const NOT_IN_BEFORE: [&str; 5] =
-    [name::DIRECT_V4, name::RELAY, name::RELAY_KEY, name::RELAY_HEARD, name::CONFIG];
+const NOT_IN_BEFORE: [&str; 6] =
+    [name::DIRECT_V4, name::POD_FLOW, name::RELAY, name::RELAY_KEY, name::RELAY_HEARD, name::CONFIG];
 const CONFIG_BEFORE: &str = "type array key 4 value 88 entries 1 name config";
 
 /// Directory of that layout's pins.

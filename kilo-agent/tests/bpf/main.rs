@@ -20,6 +20,7 @@ mod agreement;
 mod attach;
 mod clear;
 mod gso;
+mod host_routing;
 mod layouts;
 mod links;
 mod load;

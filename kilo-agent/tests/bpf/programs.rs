@@ -239,7 +239,8 @@ fn what_the_kernel_refuses_it_is_asked_again_when_something_changed() {
         let (net, none, tun) = (Net::new().unwrap(), BTreeSet::new(), BTreeSet::from([7]));
         for (layer3, is_asked) in [(&none, false), (&tun, true)] {
             // Nothing is attached, but the call reports new interfaces.
-            let interfaces = Interfaces { kilo: u32::MAX, uplinks: &none, layer3, tunnels: &none };
+            let interfaces =
+                Interfaces { kilo: u32::MAX, uplinks: &none, layer3, tunnels: &none, pods: &none };
             drop(dataplane.attach(&net, interfaces).await.unwrap());
             assert_eq!(dataplane.program("l3_ingress").is_ok(), is_asked, "{layer3:?}");
         }

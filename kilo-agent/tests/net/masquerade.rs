@@ -250,7 +250,13 @@ fn flows_of_either_direction_get_their_answers_and_the_right_address() {
         let attached = dataplane
             .attach(
                 &kernel,
-                Interfaces { kilo, uplinks: &uplinks, layer3: &BTreeSet::new(), tunnels: &BTreeSet::new() },
+                Interfaces {
+                    kilo,
+                    uplinks: &uplinks,
+                    layer3: &BTreeSet::new(),
+                    tunnels: &BTreeSet::new(),
+                    pods: &BTreeSet::new(),
+                },
             )
             .await
             .unwrap();

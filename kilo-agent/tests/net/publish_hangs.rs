@@ -18,8 +18,8 @@ use kilo_agent::{
 use kilo_core::{
     objects::{Published, Snapshot},
     settings::{
-        AttachMode, Compatibility, Encapsulate, EndpointFrom, Granularity, Masquerade, Settings, Tunnel,
-        WireguardMode,
+        AttachMode, Compatibility, Encapsulate, EndpointFrom, Granularity, HostRouting, Masquerade, Settings,
+        Tunnel, WireguardMode,
     },
     topology::PeerAcceptances,
     wireguard::key::SecretKey,
@@ -114,6 +114,7 @@ fn options() -> agent::Options {
         debug: false,
         failover: None,
         relay: kilo_core::settings::Relay::Auto,
+        host_routing: HostRouting::Off,
         relay_rate: 0,
     }
 }

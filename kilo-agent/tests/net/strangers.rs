@@ -93,8 +93,13 @@ impl World {
     async fn attach(&mut self) -> Applied {
         let tunnels = self.tunnels.vxlan.into_iter().chain(self.tunnels.ipip).collect();
         let layer3 = &BTreeSet::new();
-        let interfaces =
-            Interfaces { kilo: index("kilo0"), uplinks: &self.uplinks, layer3, tunnels: &tunnels };
+        let interfaces = Interfaces {
+            kilo: index("kilo0"),
+            uplinks: &self.uplinks,
+            layer3,
+            tunnels: &tunnels,
+            pods: &BTreeSet::new(),
+        };
         self.dataplane.attach(&self.net, interfaces).await.unwrap()
     }
 

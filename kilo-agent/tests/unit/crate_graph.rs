@@ -87,13 +87,13 @@ fn kgctl_is_built_without_what_only_the_agent_needs() {
 const ORDERS: [(&str, &str); 10] = [
     (
         "../kilo-common/src",
-        "checksum counters ecn event lead packet siphash wire_enum inject relay maps encap forwarding map_table \
+        "checksum counters ecn event lead packet pod_flow siphash wire_enum inject relay maps encap forwarding map_table \
          direct nat icmp_too_big signal",
     ),
     (
         "../kilo-ebpf/src",
         "maps cb inject leader_word follow subprogram word_memory packet gso ip masquerade orphaned link monitor mtu \
-         ret encap reflect relay sender signal decap fast_path kilo_egress kilo_ingress lan_ingress tunnel_ingress \
+         ret encap reflect relay sender signal decap fast_path pod_flow pod_ingress kilo_egress kilo_ingress lan_ingress tunnel_ingress \
          wireguard_port uplink_egress",
     ),
     (

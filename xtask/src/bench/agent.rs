@@ -50,6 +50,8 @@ pub struct Setup {
     pub wrap: Wrap,
     /// Value of `--masquerade`.
     pub masquerade: &'static str,
+    /// Whether packets of pods may bypass the stack.
+    pub host_routing: bool,
 }
 
 impl Setup {
@@ -142,6 +144,7 @@ pub fn set_up(site: &Site, setup: &Setup, kg: &Path) -> Result<()> {
         .args(["--wireguard", "kernel"])
         .args(["--tunnel", setup.wrap.flag(), "--masquerade", setup.masquerade])
         .args(failover.into_iter().flatten())
+        .args(setup.host_routing.then_some("--host-routing=auto"))
         .stdin(Stdio::null())
         .stdout(file.try_clone()?)
         .stderr(file)

@@ -34,6 +34,8 @@ enum Variant {
         /// Number of active leaders; `None`: no failover.
         leaders: Option<u8>,
     },
+    /// Ours with IPIP and five nodes, where packets of pods may bypass the stack.
+    HostRouting,
 }
 
 /// Role of the measured node.
@@ -60,13 +62,14 @@ impl Variant {
                 let leaders = leaders.map(|leaders| format!("-leaders-{leaders}")).unwrap_or_default();
                 format!("ours-{method}-{all}{leaders}")
             }
+            Self::HostRouting => "ours-ipip-5-host-routing".to_owned(),
         }
     }
 
     fn wrap(&self) -> Wrap {
         match self {
             Self::Plain | Self::Wireguard | Self::Masquerade(_) => Wrap::None,
-            Self::Kilo { .. } => Wrap::Ipip,
+            Self::Kilo { .. } | Self::HostRouting => Wrap::Ipip,
             Self::Ours { wrap, .. } => *wrap,
         }
     }
@@ -81,6 +84,8 @@ impl Variant {
         match self {
             // This variant is WireGuard alone.
             Self::Wireguard => &[Role::Leader],
+            // Of this one, only the pods' side differs.
+            Self::HostRouting => &[Role::Member],
             Self::Ours { wrap: Wrap::Ipip, masquerade: "ebpf", leaders: None, .. } => {
                 &[Role::Leader, Role::Relay, Role::Member]
             }
@@ -108,14 +113,39 @@ impl Variant {
             Self::Ours { wrap, nodes, remote: (remote_locations, remote_nodes), masquerade, leaders } => {
                 site.base_rules(NFT)?;
                 let relays = role == Role::Relay;
-                let setup =
-                    Setup { nodes, remote_locations, remote_nodes, leads, relays, leaders, wrap, masquerade };
+                let setup = Setup {
+                    nodes,
+                    remote_locations,
+                    remote_nodes,
+                    leads,
+                    relays,
+                    leaders,
+                    wrap,
+                    masquerade,
+                    host_routing: false,
+                };
                 agent::set_up(site, &setup, kg)?;
                 match leaders {
                     Some(2..) => agent::give_its_own(site, &setup),
                     _ if relays => agent::bind_pair(site),
                     _ => Ok(()),
                 }
+            }
+            Self::HostRouting => {
+                site.base_rules(NFT)?;
+                site.node.sh("echo 1 > /proc/sys/net/netfilter/nf_conntrack_tcp_be_liberal")?;
+                let setup = Setup {
+                    nodes: 5,
+                    remote_locations: 1,
+                    remote_nodes: 1,
+                    leads,
+                    relays: false,
+                    leaders: None,
+                    wrap: Wrap::Ipip,
+                    masquerade: "ebpf",
+                    host_routing: true,
+                };
+                agent::set_up(site, &setup, kg)
             }
         }
     }
@@ -161,6 +191,7 @@ fn variants(large: bool) -> Vec<Variant> {
     };
     let mut variants = vec![
         ours(Wrap::Ipip, 5, (1, 1)),
+        Variant::HostRouting,
         led_by(1),
         led_by(2),
         Variant::Plain,

@@ -1,5 +1,6 @@
 //! What must hold on a real cluster.
 
+mod accounts;
 mod agents;
 mod bad_input;
 mod change;

@@ -34,7 +34,7 @@ use kilo_common::{
     lead::Term,
     maps::{
         CONFIG_ENCAPSULATED, CONFIG_GATEWAY, CONFIG_LEADER, CONFIG_MASQUERADE, CONFIG_NATIVE, CONFIG_RELAY,
-        Config, SignalKey,
+        CONFIG_TCP_BYPASSES, Config, SignalKey,
     },
 };
 
@@ -203,6 +203,7 @@ pub fn host_plan(inputs: &Inputs<'_>) -> Option<HostPlan> {
             | flag(native, CONFIG_NATIVE)
             | flag(own.all_encapsulate(inputs.settings), CONFIG_ENCAPSULATED)
             | flag(inputs.relays.listens && !wireguard.peers.is_empty(), CONFIG_RELAY)
+            | flag(!inputs.links.pods.is_empty() && inputs.links.tracks_liberally, CONFIG_TCP_BYPASSES)
             | masquerade::flags(inputs.links, private, &remote),
         nat_port_min: NAT_PORTS.0,
         nat_port_max: NAT_PORTS.1,
@@ -240,6 +241,7 @@ pub fn host_plan(inputs: &Inputs<'_>) -> Option<HostPlan> {
         net: routes::net(inputs, &own, &remote, &tables),
         tables,
         layer3: inputs.links.layer3.clone(),
+        pods: inputs.links.pods.clone(),
         tunnels: inputs.links.vxlan.into_iter().chain(inputs.links.ipip).collect(),
         conflicts: conflicts::of(&own, inputs.mesh, &remote),
         uplinks: {

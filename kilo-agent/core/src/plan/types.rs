@@ -21,6 +21,8 @@ pub struct HostPlan {
     pub uplinks: BTreeSet<u32>,
     /// Those of `uplinks` on which packets have no link-layer header.
     pub layer3: BTreeSet<u32>,
+    /// Interfaces of pods whose packets may bypass the stack (`--host-routing`).
+    pub pods: BTreeSet<u32>,
     /// The tunnel devices (VXLAN, IPIP); packets that come in by them pass a program, too.
     pub tunnels: BTreeSet<u32>,
     /// Private addresses that several nodes claim.

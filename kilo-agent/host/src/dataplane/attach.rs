@@ -38,6 +38,9 @@ pub struct Interfaces<'a> {
     pub layer3: &'a BTreeSet<u32>,
     /// The tunnel devices, useless without their program.
     pub tunnels: &'a BTreeSet<u32>,
+    /// Interfaces of pods whose packets may bypass the stack. They get their program only as a TCX link, and
+    /// only where no qdisc of somebody else's looks at the same packets, as the bandwidth plugin's does.
+    pub pods: &'a BTreeSet<u32>,
 }
 
 /// What one round of attaching did.
@@ -64,6 +67,15 @@ pub struct Present {
     pub filters: Vec<BpfFilter>,
     /// Interfaces that cannot have clsact because they have an `ingress` qdisc.
     pub ingress_qdiscs: BTreeSet<u32>,
+    /// Interfaces with a clsact qdisc.
+    pub clsact_qdiscs: BTreeSet<u32>,
+}
+
+impl Present {
+    /// Whether somebody may look at what arrives on this interface by a filter.
+    fn has_hook(&self, ifindex: u32) -> bool {
+        self.ingress_qdiscs.contains(&ifindex) || self.clsact_qdiscs.contains(&ifindex)
+    }
 }
 
 /// One program on one interface.
@@ -149,14 +161,19 @@ pub struct Attachments {
     swept: bool,
 }
 
+/// The program that lets packets from pods bypass the stack.
+const POD_INGRESS: &str = "pod_ingress";
+
 /// Which program belongs on which hook.
-fn places(interfaces: Interfaces<'_>) -> BTreeSet<Place> {
+fn places(interfaces: Interfaces<'_>, present: &Present) -> BTreeSet<Place> {
     let mut places = BTreeSet::from([
         Place { ifindex: interfaces.kilo, program: "kilo_egress", egress: true },
         Place { ifindex: interfaces.kilo, program: "kilo_ingress", egress: false },
     ]);
     let tunnel = |ifindex: &u32| Place { ifindex: *ifindex, program: "tunnel_ingress", egress: false };
     places.extend(interfaces.tunnels.iter().map(tunnel));
+    let free = interfaces.pods.iter().filter(|pod| !present.has_hook(**pod));
+    places.extend(free.map(|&ifindex| Place { ifindex, program: POD_INGRESS, egress: false }));
     for &ifindex in interfaces.uplinks {
         let (ingress, egress) = match interfaces.layer3.contains(&ifindex) {
             true => ("l3_ingress", "l3_egress"),
@@ -190,6 +207,13 @@ impl Attachments {
         self.mode != AttachMode::Tcx
     }
 
+    /// Whether pods' interfaces can have their program, which is never a clsact filter: such a qdisc would be
+    /// in the way of others, who make their own while a pod is set up.
+    pub fn serves_pods(&self, interfaces: Interfaces<'_>) -> bool {
+        let hook = Place { ifindex: interfaces.kilo, program: POD_INGRESS, egress: false };
+        self.mode != AttachMode::Clsact && hook.has_tcx().unwrap_or(false)
+    }
+
     /// True while every program attached is still on its hook. Reads only.
     ///
     /// # Errors
@@ -214,7 +238,7 @@ impl Attachments {
         let filters = &present.filters[..];
         fs::create_dir_all(&self.links)
             .map_err(|source| DataplaneError::Pin { path: self.links.clone(), source })?;
-        let wanted = places(interfaces);
+        let wanted = places(interfaces, present);
         let mut done = Applied::default();
         for place in &wanted {
             let before = self.attached.get(place).copied();
@@ -303,7 +327,11 @@ impl Attachments {
                     return Ok(How::Tcx);
                 }
                 // An interface that has just gone takes no filter either.
-                Err(error) if self.mode == AttachMode::Tcx || place.interface().is_none() => {
+                Err(error)
+                    if self.mode == AttachMode::Tcx
+                        || place.program == POD_INGRESS
+                        || place.interface().is_none() =>
+                {
                     return Err(place.error(error));
                 }
                 Err(_) if has_no_hook => return Err(DataplaneError::NoEgressHook { interface }),

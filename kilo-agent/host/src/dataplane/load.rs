@@ -27,7 +27,7 @@ use kilo_core::errors::error_chain;
 pub static OBJECT: &[u8] = aya::include_bytes_aligned!(env!("KILO_EBPF_OBJECT"));
 
 /// Programs of the object; those that the kernel verifies longest come first.
-pub const PROGRAMS: [&str; 9] = [
+pub const PROGRAMS: [&str; 10] = [
     "lan_ingress",
     "l3_ingress",
     "uplink_egress",
@@ -35,12 +35,13 @@ pub const PROGRAMS: [&str; 9] = [
     "l3_egress",
     "kilo_ingress",
     "tunnel_ingress",
+    "pod_ingress",
     FOLLOW,
     INJECT,
 ];
-/// Programs that only uplinks without link-layer header need. They are a third of what the kernel verifies,
-/// so they are loaded after the others or on demand.
-pub const ON_DEMAND: [&str; 2] = ["l3_ingress", "l3_egress"];
+/// Programs that only uplinks without link-layer header need, a third of what the kernel verifies, and the one
+/// of `--host-routing`. They are loaded after the others or on demand.
+pub const ON_DEMAND: [&str; 3] = ["l3_ingress", "l3_egress", "pod_ingress"];
 /// Programs that are on no hook: the agent runs them.
 pub const INJECT: &str = "inject";
 pub const FOLLOW: &str = "follow";

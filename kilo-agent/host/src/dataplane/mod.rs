@@ -222,17 +222,28 @@ impl Dataplane {
     /// # Errors
     /// When filters cannot be listed. An interface that refuses a program is listed in [`Applied`]; all
     /// others still get theirs.
-    pub async fn attach(&mut self, net: &Net, interfaces: Interfaces<'_>) -> Result<Applied, DataplaneError> {
+    pub async fn attach(
+        &mut self,
+        net: &Net,
+        mut interfaces: Interfaces<'_>,
+    ) -> Result<Applied, DataplaneError> {
         if !interfaces.layer3.is_subset(&self.layer3) {
             self.programs.ask_again();
         }
         self.layer3.clone_from(interfaces.layer3);
         let mut filters = net.bpf_filters(self.attachments.of_interest()).await?;
-        let ingress_qdiscs =
-            if self.attachments.may_be_filters() { net.ingress_qdiscs().await? } else { BTreeSet::new() };
+        let none = BTreeSet::new();
+        if !interfaces.pods.is_empty() && !self.attachments.serves_pods(interfaces) {
+            interfaces.pods = &none;
+        }
+        let asks_for_qdiscs = self.attachments.may_be_filters() || !interfaces.pods.is_empty();
+        let qdiscs = if asks_for_qdiscs { net.ingress_qdiscs().await? } else { Vec::new() };
+        let with =
+            |clsact| qdiscs.iter().filter(move |hook| hook.is_clsact == clsact).map(|hook| hook.ifindex);
+        let (ingress_qdiscs, clsact_qdiscs) = (with(false).collect::<BTreeSet<_>>(), with(true).collect());
         // An `ingress` qdisc lists its filters on both hooks.
         filters.retain(|filter| !filter.egress || !ingress_qdiscs.contains(&filter.ifindex));
-        let present = attach::Present { filters, ingress_qdiscs };
+        let present = attach::Present { filters, ingress_qdiscs, clsact_qdiscs };
         let applied = self.attachments.apply(&mut self.programs, interfaces, &present)?;
         load::remove_other_layouts(&self.directory)?;
         Ok(applied)

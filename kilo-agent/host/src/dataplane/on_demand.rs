@@ -107,8 +107,7 @@ impl Drop for Late {
     }
 }
 
-const NOT_LOADED: &str =
-    "failed to load the BPF programs for interfaces without link-layer header (such as tun and ppp)";
+const NOT_LOADED: &str = "failed to load the BPF programs for interfaces without link-layer header (such as tun and ppp) and for --host-routing";
 
 /// Whether the kernel would refuse these programs again: the verifier rejects them, or a privilege is
 /// missing.

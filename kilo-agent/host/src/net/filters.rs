@@ -1,7 +1,5 @@
 //! BPF filters on the clsact hooks of interfaces, as the kernel lists them.
 
-use std::collections::BTreeSet;
-
 use rtnetlink::packet_route::{
     RouteNetlinkMessage,
     tc::{TcAttribute, TcFilterBpfOption, TcHandle, TcMessage, TcOption},
@@ -57,22 +55,36 @@ impl Net {
         Ok(filters)
     }
 
-    /// Interfaces with an `ingress` qdisc, which only `tc` makes: it takes the place of clsact and has no
-    /// egress hook. The kernel would accept a filter for that hook, but run it on ingress.
-    pub async fn ingress_qdiscs(&self) -> Result<BTreeSet<u32>, NetError> {
+    /// The qdiscs on which filters look at what arrives. One of the kind `ingress`, which only `tc` makes,
+    /// takes the place of clsact and has no egress hook. The kernel would accept a filter for that hook, but
+    /// run it on ingress.
+    pub async fn ingress_qdiscs(&self) -> Result<Vec<IngressQdisc>, NetError> {
         let request = RouteNetlinkMessage::GetQueueDiscipline(TcMessage::default());
         let answers = self.rtnl.dump("list qdiscs", request).await?;
-        Ok(answers.into_iter().filter_map(|message| ingress_only(&message)).collect())
+        Ok(answers.iter().filter_map(IngressQdisc::of).collect())
     }
 }
 
-/// Interface of a qdisc, if that is of the kind `ingress`.
-fn ingress_only(message: &RouteNetlinkMessage) -> Option<u32> {
-    let RouteNetlinkMessage::NewQueueDiscipline(message) = message else { return None };
-    let is_ingress =
-        |attribute: &TcAttribute| matches!(attribute, TcAttribute::Kind(kind) if kind == "ingress");
-    let index = u32::try_from(message.header.index).ok()?;
-    message.attributes.iter().any(is_ingress).then_some(index)
+/// A qdisc with an ingress hook.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct IngressQdisc {
+    /// Interface index.
+    pub ifindex: u32,
+    /// Of the kind `clsact`; else `ingress`.
+    pub is_clsact: bool,
+}
+
+impl IngressQdisc {
+    fn of(message: &RouteNetlinkMessage) -> Option<Self> {
+        let RouteNetlinkMessage::NewQueueDiscipline(message) = message else { return None };
+        let ifindex = u32::try_from(message.header.index).ok()?;
+        let is_clsact = message.attributes.iter().find_map(|attribute| match attribute {
+            TcAttribute::Kind(kind) if kind == "clsact" => Some(true),
+            TcAttribute::Kind(kind) if kind == "ingress" => Some(false),
+            _ => None,
+        })?;
+        Some(Self { ifindex, is_clsact })
+    }
 }
 
 /// `None` for a filter that is not BPF, and for the entry of a priority itself.

@@ -11,7 +11,7 @@ use kilo_agent::cli::{
 };
 use kilo_core::settings::{
     AttachMode, Compatibility, DEFAULT_SUBNET, DEFAULT_TOPOLOGY_LABEL, Encapsulate, EndpointFrom, Failover,
-    Granularity, Masquerade, Relay, Slices, TunnelMode, WireguardMode,
+    Granularity, HostRouting, Masquerade, Relay, Slices, TunnelMode, WireguardMode,
 };
 use kilo_failover::Params;
 use kilo_host::{net::mtu::Mtu, wireguard::userspace};
@@ -144,6 +144,10 @@ pub struct Flags {
     /// Should be the same on every node.
     #[arg(long, value_name = "DURATION", default_value = "40ms", value_parser = parse_failover_interval)]
     pub failover_interval: Params,
+    /// Whether packets from pods bypass the host's stack on the way to other nodes, when a packet of the same flow passed
+    /// it unchanged within the same second: auto (from Linux 6.6; TCP only where nf_conntrack_tcp_be_liberal is 1) or off.
+    #[arg(long, default_value = "off")]
+    pub host_routing: HostRouting,
     /// Name of this node; defaults to the host name.
     #[arg(long, default_value = "", hide_default_value = true, value_parser = parse_node_name, global = true)]
     pub hostname: String,

@@ -198,6 +198,7 @@ fn options(flags: &Flags) -> Result<agent::Options> {
             leaders: usize::from(flags.leaders),
             params: flags.failover_interval.clone(),
         }),
+        host_routing: flags.host_routing,
         relay: flags.relay,
         relay_rate: flags.relay_rate,
     })

@@ -19,7 +19,7 @@ use kilo_host::{
 pub(super) const STRANGER: [u8; 4] = [10, 1, 0, 99];
 
 /// Linux 6.6 and later.
-pub(super) fn has_tcx() -> bool {
+pub fn has_tcx() -> bool {
     let release = fs::read_to_string("/proc/sys/kernel/osrelease").unwrap();
     let mut numbers = release.split(|c: char| !c.is_ascii_digit()).map_while(|text| text.parse::<u32>().ok());
     (numbers.next(), numbers.next()) >= (Some(6), Some(6))
@@ -41,6 +41,7 @@ pub(super) struct World {
     pub(super) net: Net,
     pub(super) uplinks: BTreeSet<u32>,
     pub(super) tunnels: BTreeSet<u32>,
+    pub(super) pods: BTreeSet<u32>,
 }
 
 impl World {
@@ -52,6 +53,7 @@ impl World {
             net: Net::new().unwrap(),
             uplinks: BTreeSet::new(),
             tunnels: BTreeSet::new(),
+            pods: BTreeSet::new(),
         };
         world.add_uplink("");
         world
@@ -76,8 +78,13 @@ impl World {
 
     pub(super) async fn attach(&self, dataplane: &mut Dataplane) -> Applied {
         let layer3 = &BTreeSet::new();
-        let interfaces =
-            Interfaces { kilo: index("kilo0"), uplinks: &self.uplinks, layer3, tunnels: &self.tunnels };
+        let interfaces = Interfaces {
+            kilo: index("kilo0"),
+            uplinks: &self.uplinks,
+            layer3,
+            tunnels: &self.tunnels,
+            pods: &self.pods,
+        };
         dataplane.attach(&self.net, interfaces).await.unwrap()
     }
 
@@ -123,7 +130,7 @@ pub(super) fn index(interface: &str) -> u32 {
     nix::net::if_::if_nametoindex(interface).unwrap()
 }
 
-pub(super) fn tcx(interface: &str, hook: TcAttachType) -> Vec<ProgramInfo> {
+pub fn tcx(interface: &str, hook: TcAttachType) -> Vec<ProgramInfo> {
     SchedClassifier::query_tcx(interface, hook).map(|(_, programs)| programs).unwrap_or_default()
 }
 

@@ -112,6 +112,7 @@ impl World {
             uplinks: &uplinks,
             layer3: &layer3,
             tunnels: &BTreeSet::new(),
+            pods: &BTreeSet::new(),
         };
         let applied = dataplane.attach(&self.net, interfaces).await.unwrap();
         assert!(applied.failed.is_empty() && applied.refused.is_none(), "{applied:?}");
@@ -223,9 +224,14 @@ pub fn has_vlans() -> bool {
 
 /// Runs `body` on a thread in the network behind the uplinks; sockets that it creates stay there.
 pub fn in_lan<T: Send>(body: impl FnOnce() -> T + Send) -> T {
+    in_namespace("lan", body)
+}
+
+/// The same in the network namespace of this name.
+pub fn in_namespace<T: Send>(name: &str, body: impl FnOnce() -> T + Send) -> T {
     std::thread::scope(|scope| {
         let inside = scope.spawn(|| {
-            setns(File::open("/run/netns/lan").unwrap(), CloneFlags::CLONE_NEWNET).unwrap();
+            setns(File::open(format!("/run/netns/{name}")).unwrap(), CloneFlags::CLONE_NEWNET).unwrap();
             body()
         });
         inside.join().unwrap()
@@ -247,12 +253,17 @@ pub fn heard(socket: &UdpSocket) -> Option<Vec<u8>> {
     Some(bytes[..length].to_vec())
 }
 
-/// Sends frames from the other end of `eth0`.
+/// Sends frames from the other end of `eth0`, or from a pod's.
 pub struct LanSender(OwnedFd, i32);
 
 impl LanSender {
     pub fn new() -> Self {
-        in_lan(|| {
+        Self::within("lan")
+    }
+
+    /// The same from `eth0` of the network namespace of this name.
+    pub fn within(namespace: &str) -> Self {
+        in_namespace(namespace, || {
             // SAFETY: a plain system call; the descriptor is ours alone.
             let socket = unsafe {
                 let fd = nix::libc::socket(nix::libc::AF_PACKET, nix::libc::SOCK_RAW, 0);

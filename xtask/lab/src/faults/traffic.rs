@@ -23,6 +23,9 @@ const TICK: Duration = Duration::from_millis(1);
 const WRITE: (Duration, usize) = (Duration::from_millis(10), 1000);
 /// When nothing has arrived for so long after the stream's end, nothing is under way any more.
 const STRAGGLERS: Duration = Duration::from_millis(700);
+/// The same when the last datagram itself has no answer: the one who answers may only be late. On two busy
+/// cores a thread has stood still for about as long as [`STRAGGLERS`].
+const LATE: Duration = Duration::from_secs(5);
 /// Longest time TCP may need to retransmit what was lost: pauses double, so that after an outage of 83 s,
 /// which is Kilo's longest, it tries 102 s after the first loss, or half as late again.
 const RESENT: Duration = Duration::from_secs(240);
@@ -51,21 +54,21 @@ impl Figures {
     /// How many datagrams were lost, of how many, and where in the stream; and for how long nothing came,
     /// which tells a broken path from a full queue.
     pub fn said_of_lost(&self) -> String {
-        let holes: Vec<_> = self
-            .holes
-            .iter()
-            .take(SAID)
-            .map(|(first, length)| format!("{length} from number {first}"))
-            .collect();
-        let more = if self.holes.len() > SAID { " and more" } else { "" };
         format!(
-            "{} datagrams of {} were lost ({}{more}), {} ms without answer, TCP {} ms",
+            "{} datagrams of {} were lost ({}), {} ms without answer, TCP {} ms",
             self.lost,
             self.sent,
-            holes.join(", "),
+            self.said_of_holes(),
             self.gap.as_millis(),
             self.stall.as_millis()
         )
+    }
+
+    /// Where in the stream datagrams were lost.
+    pub fn said_of_holes(&self) -> String {
+        let said = |(first, length): &(u64, u64)| format!("{length} from number {first}");
+        let holes: Vec<_> = self.holes.iter().take(SAID).map(said).collect();
+        holes.join(", ") + if self.holes.len() > SAID { " and more" } else { "" }
     }
 }
 
@@ -145,6 +148,7 @@ fn stream(target: IpAddr, tick: Duration, stop: &AtomicBool, count: &AtomicU64) 
     socket.connect((target, probe::PORT))?;
     socket.set_read_timeout(Some(Duration::from_millis(50)))?;
     let sender = socket.try_clone()?;
+    let last_sent = &AtomicU64::new(0);
     std::thread::scope(|scope| {
         let sending = scope.spawn(move || {
             let (mut number, mut next) = (0u64, Instant::now());
@@ -152,6 +156,7 @@ fn stream(target: IpAddr, tick: Duration, stop: &AtomicBool, count: &AtomicU64) 
                 // Errors such as refused or unreachable count as lost: no answer comes.
                 let _ = sender.send(&[&number.to_be_bytes()[..], probe::MARKER].concat());
                 number += 1;
+                last_sent.store(number, Ordering::Relaxed);
                 next += tick;
                 match next.checked_duration_since(Instant::now()) {
                     Some(pause) => wait::pace(pause),
@@ -171,7 +176,9 @@ fn stream(target: IpAddr, tick: Duration, stop: &AtomicBool, count: &AtomicU64) 
             }
             let Ok(length) = answer else {
                 // Late is not lost: a busy machine may not have answered all yet.
-                if ended.is_some_and(|ended: Instant| ended.max(last).elapsed() > STRAGGLERS) {
+                let is_answered_to_the_end = seen.len() as u64 == last_sent.load(Ordering::Relaxed);
+                let patience = if is_answered_to_the_end { STRAGGLERS } else { LATE };
+                if ended.is_some_and(|ended: Instant| ended.max(last).elapsed() > patience) {
                     break;
                 }
                 continue;

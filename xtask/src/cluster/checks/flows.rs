@@ -4,6 +4,7 @@ use std::{fmt, net::IpAddr, time::Duration};
 
 use anyhow::{Context as _, Result, bail};
 
+use super::accounts::Accounts;
 use crate::{
     cluster::{
         Cluster, deploy,
@@ -23,8 +24,9 @@ const TICK: Duration = Duration::from_millis(5);
 
 /// Flows from a node's test pod to those of other nodes, and one to the outside host.
 pub struct Flows {
-    flows: Vec<(String, Traffic)>,
+    running: Vec<(String, Traffic)>,
     clear: u64,
+    accounts: Accounts,
 }
 
 impl Flows {
@@ -55,7 +57,11 @@ impl Flows {
         for (_, traffic) in &flows {
             traffic.settle(Duration::from_secs(20))?;
         }
-        Ok(Self { flows, clear: network::clear_packets()? })
+        Ok(Self {
+            running: flows,
+            clear: network::clear_packets()?,
+            accounts: Accounts::take(cluster, &pods),
+        })
     }
 
     /// Adds a flow from a node's pod to an address.
@@ -63,17 +69,18 @@ impl Flows {
         let pods = deploy::start_test_servers(cluster)?;
         let traffic = Traffic::start_every(&deploy::pod_on(&pods, from)?.netns, target, TICK);
         traffic.settle(Duration::from_secs(20)).with_context(|| name.to_owned())?;
-        self.flows.push((name.to_owned(), traffic));
+        self.running.push((name.to_owned(), traffic));
         Ok(())
     }
 
     /// Ends them.
     pub fn measure(self) -> Result<Measured> {
         let mut flows = Vec::new();
-        for (name, traffic) in self.flows {
+        for (name, traffic) in self.running {
             flows.push((name, traffic.finish()?));
         }
-        Ok(Measured { flows, clear: network::clear_packets()? - self.clear })
+        let since = self.accounts.since();
+        Ok(Measured { flows, clear: network::clear_packets()? - self.clear, since })
     }
 
     /// Ends them; fails when anything was lost.
@@ -89,6 +96,8 @@ pub struct Measured {
     pub flows: Vec<(String, Figures)>,
     /// Packets with pods' addresses that the router saw.
     pub clear: u64,
+    /// What nodes and pods counted meanwhile.
+    pub since: String,
 }
 
 impl Measured {
@@ -103,6 +112,11 @@ impl Measured {
         let is_wrong =
             |(name, figures): &&(String, Figures)| figures.broken.is_some() || !is_right(name, figures);
         let mut wrong: Vec<_> = self.flows.iter().filter(is_wrong).map(Self::text).collect();
+        if !wrong.is_empty() {
+            // What others did at the same time shows where to look.
+            wrong.push(format!("all flows: {self}"));
+            wrong.push(self.since.clone());
+        }
         if self.clear > 0 {
             wrong.push(format!("{} packets with a pod's address were on the router", self.clear));
         }
@@ -114,10 +128,11 @@ impl Measured {
     }
 
     fn text((name, figures): &(String, Figures)) -> String {
-        let Figures { sent, lost, gap, stall, broken, .. } = figures;
+        let Figures { sent, lost, gap, stall, broken, holes } = figures;
         let (gap, stall) = (gap.as_millis(), stall.as_millis());
         let broken = broken.as_ref().map(|why| format!(" and broke: {why}")).unwrap_or_default();
-        format!("{name}: {lost} of {sent} lost, gap {gap} ms, TCP stood {stall} ms{broken}")
+        let holes = if holes.is_empty() { String::new() } else { format!(" ({})", figures.said_of_holes()) };
+        format!("{name}: {lost} of {sent} lost{holes}, gap {gap} ms, TCP stood {stall} ms{broken}")
     }
 }
 

@@ -43,6 +43,9 @@ pub fn host_links(links: &[Link], query: &HostQuery<'_>, paths: &BTreeMap<IpAddr
     let borrowed = hosts_own(links, query);
     for link in links {
         let (mut uplink, others) = sources::choose(link, query.ways, &own);
+        if is_pods(link, links, query.pod_cidrs) {
+            host.pods.insert(link.index);
+        }
         if is_within(link, query.kilo, query.pod_cidrs) {
             continue;
         }
@@ -171,6 +174,16 @@ fn is_within(link: &Link, kilo: u32, pod_cidrs: &[IpNet]) -> bool {
             .addresses
             .iter()
             .any(|address| pod_cidrs.iter().any(|cidr| cidr.contains(&address.net.addr())))
+}
+
+/// Whether the other end of this interface is a pod's: see [`HostLinks::pods`].
+fn is_pods(link: &Link, links: &[Link], pod_cidrs: &[IpNet]) -> bool {
+    let has_own_address = |link: &Link| {
+        let mut addresses = link.addresses.iter().map(|address| address.net.addr());
+        addresses.any(|address| pod_cidrs.iter().any(|cidr| cidr.contains(&address)))
+    };
+    let controller = links.iter().find(|other| Some(other.index) == link.controller);
+    link.kind == "veth" && link.other_namespace && has_own_address(controller.unwrap_or(link))
 }
 
 #[cfg(test)]
