@@ -77,8 +77,8 @@ counted! {
         Hear = 12 => "hear",
         /// On a relay: WireGuard's ciphertext, sent on to the pair's other end.
         Relay = 13 => "relay",
-        /// Sent from a pod's interface straight to kilo0, past the stack.
-        HostRoute = 14 => "host_route",
+        /// Sent from a pod's interface straight to kilo0, past the stack; counted there again.
+        Bypass = 14 => "bypass",
     }
 }
 

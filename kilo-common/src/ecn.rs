@@ -1,7 +1,7 @@
 //! Explicit congestion notification on decapsulation (RFC 6040, section 4.2).
 
 /// The ECN bits of a type of service or traffic class.
-const MASK: u8 = 3;
+pub const MASK: u8 = 3;
 /// Not ECN-capable: the sender learns of congestion only from packet loss.
 const NOT_ECT: u8 = 0;
 const ECT_1: u8 = 1;

@@ -172,7 +172,7 @@ maps! {
         reason "no state; of several addresses sharing a slot each is asked for again";
     DEVICE = "device", Hash<u32, Device>, size 256, by Plan, since 5, pinned true, gauge true,
         holds "interface → masquerade addresses",
-        reason "interfaces with programs: uplinks, not pods'. One more: the change is refused as a whole";
+        reason "uplinks and kilo0; pods' interfaces need no entry. One more: the change is refused as a whole";
     PATH_MTU = "path_mtu", RingBuf<(), PathMtu>, size 4_096, by Packets, since 5, pinned true, gauge false,
         holds "ring: what routers say they carry towards nodes",
         reason "bytes: a page; what does not fit is lost, reports repeat themselves";

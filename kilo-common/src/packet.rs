@@ -95,6 +95,11 @@ pub struct Ipv4Header {
     pub dst: u32,
 }
 
+/// Version 4, and a header of five words of four bytes.
+const PLAIN: u8 = 0x45;
+/// "More fragments" and the offset, as they lie in memory.
+const FRAGMENT: u16 = 0x3fff_u16.to_be();
+
 /// TTL and checksum (host byte order) of an IPv4 header after one hop. `None` when the
 /// packet must not be forwarded (RFC 1812, 5.3.1).
 #[inline(always)]
@@ -107,7 +112,25 @@ pub const fn next_ttl(ttl: u8, checksum: u16) -> Option<(u8, u16)> {
     Some((ttl - 1, (sum + (sum >= 0xffff) as u32) as u16))
 }
 
+/// Flags of TCP (RFC 9293).
+pub mod tcp_flags {
+    /// No more data from the sender.
+    pub const FIN: u8 = 0x01;
+    /// Synchronises sequence numbers: opens a connection.
+    pub const SYN: u8 = 0x02;
+    /// Resets the connection.
+    pub const RST: u8 = 0x04;
+    /// The acknowledgement number counts.
+    pub const ACK: u8 = 0x10;
+}
+
 impl Ipv4Header {
+    /// Whether the header has no options and the packet is not a fragment (RFC 791).
+    #[inline(always)]
+    pub const fn is_plain(&self) -> bool {
+        self.version_len == PLAIN && self.fragment & FRAGMENT == 0
+    }
+
     /// Lowers the TTL for one hop. `None`, with nothing changed, when the TTL is used up (1 or 0).
     #[inline(always)]
     pub const fn lower_ttl(&mut self) -> Option<()> {

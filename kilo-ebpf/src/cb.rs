@@ -178,7 +178,7 @@ pub fn is_to_lan(ctx: &TcContext) -> bool {
     is(ctx, TO_LAN)
 }
 
-/// Removes whatever note is in `skb->cb`; `skb->priority` stays.
+/// Removes whatever note is in `skb->cb`; `skb->priority` and `skb->tc_index` stay.
 #[inline(always)]
 pub fn forget(ctx: &TcContext) {
     set(ctx, 0);
@@ -196,23 +196,23 @@ pub fn is_sent(ctx: &TcContext) -> bool {
     is(ctx, SENT)
 }
 
-/// Notes in `skb->tc_index` that this packet, which passes the stack, may vouch for its flow. Programs of
-/// others that end the chain on the way overwrite it; nobody vouches for the flow then.
+/// Writes the tag of a packet's flow to `skb->tc_index`. Programs of others that end the chain on the way
+/// overwrite it; nobody vouches for the flow then.
 #[inline(always)]
-pub fn asks(ctx: &TcContext, note: u16) {
+pub fn set_flow_tag(ctx: &TcContext, tag: u16) {
     let skb: *mut __sk_buff = ctx.as_ptr().cast();
     // SAFETY: the context is valid for the whole program, and the field is a program's to write.
-    unsafe { (*skb).tc_index = u32::from(note) };
+    unsafe { (*skb).tc_index = u32::from(tag) };
 }
 
-/// The note of [`asks`], which is removed; zero: there is none.
+/// The tag of [`set_flow_tag`], which is removed; zero: there is none.
 #[inline(always)]
-pub fn take_asked(ctx: &TcContext) -> u16 {
+pub fn take_flow_tag(ctx: &TcContext) -> u16 {
     let skb: *mut __sk_buff = ctx.as_ptr().cast();
     // SAFETY: as above.
-    let note = unsafe { (*skb).tc_index } as u16;
-    if note != 0 {
-        asks(ctx, 0);
+    let tag = unsafe { (*skb).tc_index } as u16;
+    if tag != 0 {
+        set_flow_tag(ctx, 0);
     }
-    note
+    tag
 }

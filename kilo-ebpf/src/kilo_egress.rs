@@ -37,7 +37,7 @@ pub fn kilo_egress(ctx: &TcContext, config: &Config) -> Verdict {
 fn egress<I: Ip>(ctx: &TcContext, config: &Config) -> Verdict {
     let mut ip = I::read(ctx, 0)?;
     // Taken from every packet: whoever is behind this program must not find it.
-    let note = cb::take_asked(ctx);
+    let tag = cb::take_flow_tag(ctx);
     if cb::is_to_lan(ctx) {
         return from_code(signal::to_lan::<I>(ctx.as_ptr().cast()));
     }
@@ -67,10 +67,10 @@ fn egress<I: Ip>(ctx: &TcContext, config: &Config) -> Verdict {
     let hop = hop(hop_id(id, || cb::is_led(ctx), word));
     let fits = || hop.is_some_and(|hop| fits::<I>(ctx, 0, &ip, hop.mtu));
     let action = forwarding::egress(config.flags, hop.map(|hop| hop.kind), fits)?;
-    if note != 0
+    if tag != 0
         && let Some(hop) = hop
     {
-        pod_flow::vouch(ctx, config, note, hop);
+        pod_flow::vouch(ctx, config, tag, hop);
     }
     match (action, hop) {
         (action @ Action::Steer, Some(hop)) => {

@@ -23,6 +23,7 @@ use kilo_common::{
 
 use crate::{
     masquerade::clock,
+    packet,
     subprogram::{Skb, subprogram},
 };
 
@@ -64,8 +65,7 @@ pub fn addresses(
     tos: u8,
 ) -> Option<&'static Ends> {
     // Before Linux 6.10 the helper does not follow routes by mark.
-    // SAFETY: the context is valid for the whole program.
-    if config.flags & CONFIG_MASQUERADE == 0 || unsafe { (*ctx.skb.skb).mark } != 0 {
+    if config.flags & CONFIG_MASQUERADE == 0 || packet::mark(ctx) != 0 {
         return None;
     }
     let place = u32::from_be(dst) & (map_table::LINK.size - 1);

@@ -1,6 +1,6 @@
 //! Access to packet bytes in ways that the verifier accepts.
 
-use core::ptr::read_volatile;
+use core::{mem::offset_of, ptr::read_volatile};
 
 use crate::{
     subprogram::{Skb, subprogram},
@@ -8,7 +8,14 @@ use crate::{
 };
 use aya_ebpf::{EbpfContext as _, bindings::__sk_buff, helpers::bpf_skb_vlan_pop, programs::TcContext};
 use kilo_common::packet::{ETHERNET_LEN, ETHERTYPE_IPV4, ETHERTYPE_IPV6, IPV4_LEN, Ipv4Header};
+use network_types::{tcp::TcpHdr, udp::UdpHdr};
 
+/// Offset of the transport header in a frame with an IPv4 packet without options.
+pub const TRANSPORT: usize = ETHERNET_LEN + IPV4_LEN;
+/// Bytes of such a frame up to the end of the UDP header.
+pub const UDP_END: usize = TRANSPORT + UdpHdr::LEN;
+/// Offset of the TCP flags in such a frame.
+pub const TCP_FLAGS: usize = TRANSPORT + offset_of!(TcpHdr, _bitfield_1) + 1;
 /// `skb->pkt_type` of packets addressed to this host.
 const PACKET_HOST: u32 = 0;
 
@@ -79,6 +86,27 @@ fn look_at_vlan(skb: Skb) -> u32 {
 pub fn ifindex(ctx: &TcContext) -> u32 {
     // SAFETY: the context is valid for the whole program.
     unsafe { (*skb(ctx)).ifindex }
+}
+
+/// The packet's mark.
+#[inline(always)]
+pub fn mark(ctx: &TcContext) -> u32 {
+    // SAFETY: the context is valid for the whole program.
+    unsafe { (*skb(ctx)).mark }
+}
+
+/// The packet's priority.
+#[inline(always)]
+pub fn priority(ctx: &TcContext) -> u32 {
+    // SAFETY: the context is valid for the whole program.
+    unsafe { (*skb(ctx)).priority }
+}
+
+/// Sets the packet's priority.
+#[inline(always)]
+pub fn set_priority(ctx: &TcContext, priority: u32) {
+    // SAFETY: the context is valid for the whole program, and the field is a program's to write.
+    unsafe { (*ctx.skb.skb).priority = priority };
 }
 
 /// Index of the interface on which the packet arrived at this host; 0 for packets that the host made, as

@@ -1,107 +1,102 @@
 //! Ingress of pods' interfaces: whole IPv4 packets of TCP and UDP that `kilo_egress` has vouched for in this
-//! second go straight to the WireGuard device; of other flows towards other nodes, each packet is noted, so
-//! that it may vouch for its flow. Everything else is the stack's.
+//! second go straight to the WireGuard device. Of other flows towards other nodes each packet gets a tag, by
+//! which `kilo_egress` recognises it. Everything else is the stack's.
 
-use core::mem::offset_of;
-
-use aya_ebpf::{EbpfContext as _, programs::TcContext};
+use aya_ebpf::{EbpfContext as _, helpers::bpf_get_prandom_u32, programs::TcContext};
 use kilo_common::{
     counters::Action,
     forwarding::routed,
     maps::{CONFIG_TCP_BYPASSES, Config, HOP_LOCAL, PREFIX_PODS_STEERED},
     packet::{ETHERNET_LEN, IPV4_LEN, Ipv4, Ipv4Header, never_steered, protocol},
-    pod_flow::{PodFlow, PodFlowKey, TCP_STATE},
+    pod_flow::{PodFlow, PodFlowKey},
 };
-use network_types::{tcp::TcpHdr, udp::UdpHdr};
 
 use crate::{
     cb,
     ip::Ip as _,
     maps::{POD_FLOW, count_action},
     masquerade::clock,
-    packet::{self, Family},
+    packet::{self, Family, UDP_END},
+    pod_flow::Transport,
     ret::{Act, Verdict},
     subprogram::{Skb, subprogram},
 };
-
-/// Offset of the transport header, the end of UDP's, and the offset of TCP's flags.
-const TRANSPORT: usize = ETHERNET_LEN + IPV4_LEN;
-const UDP: usize = TRANSPORT + UdpHdr::LEN;
-const TCP_FLAGS: usize = TRANSPORT + offset_of!(TcpHdr, _bitfield_1) + 1;
-/// "More fragments" and the offset (RFC 791), as they lie in memory.
-const FRAGMENT: u16 = 0x3fff_u16.to_be();
 
 /// Ingress of a pod's interface; packets start with an Ethernet header.
 #[inline(always)]
 #[expect(clippy::unnecessary_wraps, reason = "as every program")]
 pub fn pod_ingress(ctx: &TcContext, config: &Config) -> Verdict {
-    Ok(straight_on(ctx, config).unwrap_or(Act::NEXT))
+    // The kernel keeps what a pod has written there.
+    cb::set_flow_tag(ctx, 0);
+    Ok(bypass(ctx, config).unwrap_or(Act::NEXT))
 }
 
 /// `None`: the packet is the stack's.
 #[inline(always)]
-fn straight_on(ctx: &TcContext, config: &Config) -> Option<Act> {
-    let start = ctx.data();
-    if !matches!(packet::family(ctx), Family::V4) || packet::is_tagged(ctx) || start + UDP > ctx.data_end() {
+fn bypass(ctx: &TcContext, config: &Config) -> Option<Act> {
+    if !matches!(packet::family(ctx), Family::V4) || packet::is_tagged(ctx) {
         return None;
     }
-    // SAFETY: the bounds are checked, and programs may read packets at any address; the kernel makes them
-    // writable before the program runs.
-    let (gateway, header, ports) = unsafe {
-        (
-            *(start as *const [u16; 3]),
-            &mut *((start + ETHERNET_LEN) as *mut Ipv4Header),
-            *((start + TRANSPORT) as *const u32),
-        )
-    };
-    let len = u32::from(u16::from_be(header.total_len)).wrapping_add(ETHERNET_LEN as u32);
-    if header.version_len != 0x45 || header.fragment & FRAGMENT != 0 || len < UDP as u32 || len > ctx.len() {
+    let Frame { gateway, header, transport } = Frame::read(ctx)?;
+    let is_left_to_the_stack = header.protocol == protocol::TCP && config.flags & CONFIG_TCP_BYPASSES == 0;
+    // The stack would cut off what is behind the packet.
+    let is_whole = u32::from(u16::from_be(header.total_len)) + ETHERNET_LEN as u32 == ctx.len();
+    if is_left_to_the_stack || !is_whole || !is_for_another_node(config, header) {
         return None;
     }
-    let transport_len = match header.protocol {
-        protocol::UDP => UdpHdr::LEN as u32,
-        protocol::TCP if config.flags & CONFIG_TCP_BYPASSES != 0 && start + TCP_FLAGS < ctx.data_end() => {
-            // SAFETY: the bounds are checked, and programs may read packets at any address.
-            let [offset, flags] = unsafe { *((start + TCP_FLAGS - 1) as *const [u8; 2]) };
-            if flags & TCP_STATE != 0 {
-                return None;
-            }
-            // In words of four bytes, in the upper half.
-            u32::from(offset >> 4) * 4
-        }
-        _ => return None,
-    };
-    if !leads_elsewhere(config, header) {
-        return None;
-    }
-    let key = PodFlowKey::of(header, ports);
+    let key = PodFlowKey::of(header, transport.ports);
     let ifindex = packet::ifindex(ctx);
     // SAFETY: entries are not freed while the program runs.
     let known = unsafe { POD_FLOW.get(&key) };
     if let Some(flow) = known
-        && flow.is_vouched(ifindex, gateway, clock::glance())
-        && flow.carries(
-            ctx.len() - ETHERNET_LEN as u32,
-            packet::gso_size(ctx),
-            IPV4_LEN as u32 + transport_len,
-        )
+        && flow.is_vouched(ifindex, gateway, header.ttl, clock::glance())
+        && flow.fits(ctx.len() - ETHERNET_LEN as u32, packet::gso_size(ctx), IPV4_LEN as u32 + transport.len)
     {
         header.lower_ttl()?;
+        packet::set_priority(ctx, flow.priority);
         // A pod with programs of its own could have left a note of ours.
         cb::forget(ctx);
-        count_action(Action::HostRoute);
+        count_action(Action::Bypass);
         return Some(Act::transmit(config.kilo_ifindex));
     }
-    cb::asks(ctx, key.note());
-    if !known.is_some_and(|flow| flow.is_from(ifindex, gateway) && flow.ttl == header.ttl) {
-        note(ctx.as_ptr().cast(), u32::from(header.ttl));
+    match known.filter(|flow| flow.is_of(ifindex, gateway, header.ttl)) {
+        Some(flow) => cb::set_flow_tag(ctx, flow.tag(header, transport.sample)),
+        None => cb::set_flow_tag(ctx, enter(ctx.as_ptr().cast(), ifindex) as u16),
     }
     None
 }
 
-/// Whether the destination is another node's, or behind one.
+/// What is read of a frame.
+struct Frame<'a> {
+    /// Link-layer destination.
+    gateway: [u16; 3],
+    /// A header without options, of a packet that is not a fragment.
+    header: &'a mut Ipv4Header,
+    transport: Transport,
+}
+
+impl Frame<'_> {
+    #[inline(always)]
+    fn read(ctx: &TcContext) -> Option<Self> {
+        let start = ctx.data();
+        if start + UDP_END > ctx.data_end() {
+            return None;
+        }
+        // SAFETY: the bounds are checked, and programs may read packets at any address; the kernel makes them
+        // writable before the program runs.
+        let (gateway, header) =
+            unsafe { (*(start as *const [u16; 3]), &mut *((start + ETHERNET_LEN) as *mut Ipv4Header)) };
+        if !header.is_plain() {
+            return None;
+        }
+        let transport = Transport::read(ctx, start + ETHERNET_LEN, header)?;
+        Some(Self { gateway, header, transport })
+    }
+}
+
+/// Whether the destination is another node, or behind one.
 #[inline(always)]
-fn leads_elsewhere(config: &Config, header: &Ipv4Header) -> bool {
+fn is_for_another_node(config: &Config, header: &Ipv4Header) -> bool {
     let (src, dst) = (header.src.to_ne_bytes(), header.dst.to_ne_bytes());
     !never_steered(src)
         && !never_steered(dst)
@@ -112,28 +107,21 @@ fn leads_elsewhere(config: &Config, header: &Ipv4Header) -> bool {
 }
 
 subprogram! {
-    /// Writes a flow's entry anew, without anybody who vouches for it. The result means nothing.
-    fn note(ttl: u32) -> u32 = write_note as pod_ingress_note
+    /// Writes a flow's entry anew, without anybody who vouches for it; returns the packet's tag, or zero.
+    fn enter(ifindex: u32) -> u32 = write_entry as pod_ingress_enter
 }
 
 #[inline(always)]
-fn write_note(skb: Skb, ttl: u32) -> u32 {
+fn write_entry(skb: Skb, ifindex: u32) -> u32 {
     let ctx = TcContext::new(skb);
-    let start = ctx.data();
-    if start + UDP > ctx.data_end() {
-        return 0;
-    }
-    // SAFETY: the bounds are checked, and programs may read packets at any address.
-    let (gateway, header, ports) = unsafe {
-        (
-            *(start as *const [u16; 3]),
-            &*((start + ETHERNET_LEN) as *const Ipv4Header),
-            *((start + TRANSPORT) as *const u32),
-        )
-    };
-    let (ifindex, ttl) = (packet::ifindex(&ctx), ttl as u8);
-    let flow = PodFlow { vouched: 0, ifindex, mtu: 0, gateway, ttl, pad: 0 };
+    let Some(Frame { gateway, header, transport }) = Frame::read(&ctx) else { return 0 };
+    // SAFETY: a helper without arguments.
+    let secret = unsafe { bpf_get_prandom_u32() } as u16;
+    let ttl = header.ttl;
+    let flow = PodFlow { vouched: 0, ifindex, mtu: 0, priority: 0, gateway, secret, ttl, pad: [0; 3] };
     // A full map evicts another flow; without an entry this one stays with the stack.
-    let _ = POD_FLOW.insert(&PodFlowKey::of(header, ports), &flow, 0);
-    0
+    match POD_FLOW.insert(&PodFlowKey::of(header, transport.ports), &flow, 0) {
+        Ok(()) => u32::from(flow.tag(header, transport.sample)),
+        Err(_) => 0,
+    }
 }

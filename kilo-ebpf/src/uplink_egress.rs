@@ -30,8 +30,6 @@ use crate::{
     wireguard_port,
 };
 
-/// "More fragments" and the offset (RFC 791), as they lie in memory.
-const FRAGMENT: u16 = 0x3fff_u16.to_be();
 /// Offsets of the destination in IP headers.
 const DESTINATION_V4: usize = offset_of!(Ipv4Hdr, dst_addr);
 const DESTINATION_V6: usize = offset_of!(Ipv6Hdr, dst_addr);
@@ -128,9 +126,8 @@ fn is_wireguards_v4(ctx: &TcContext, config: &Config) -> bool {
     let (ip, port) = unsafe { (&*(start as *const Ipv4Header), &*((start + IPV4_LEN) as *const u16)) };
     ip.src == packet::word(&config.private_v4)
         && ip.protocol == protocol::UDP
-        // Without options, and whole: a later fragment may begin with anything.
-        && ip.version_len == 0x45
-        && ip.fragment & FRAGMENT == 0
+        // A later fragment may begin with anything.
+        && ip.is_plain()
         && *port == config.wireguard_port.to_be()
 }
 

@@ -47,9 +47,8 @@ pub struct HostLinks {
     /// Interfaces of this node's pods: veths into other network namespaces, on the CNI's bridge or with an
     /// address of its own from the pod CIDRs.
     pub pods: BTreeSet<u32>,
-    /// Whether connection tracking takes TCP segments whose sequence numbers it did not expect, because it is
-    /// told to (`nf_conntrack_tcp_be_liberal`), or is not loaded.
-    pub tracks_liberally: bool,
+    /// Whether TCP connections last although connection tracking sees some of their segments only.
+    pub tolerates_gaps_in_tcp: bool,
     /// Names and link types of interfaces that would be uplinks, but whose link-layer header is not known.
     pub unknown_headers: BTreeMap<String, u16>,
     /// Destinations towards which masqueraded packets get another address than the

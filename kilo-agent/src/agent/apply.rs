@@ -36,6 +36,7 @@ impl<B: Backend> Agent<B> {
         let attached = self.dataplane.attach(&self.net, interfaces).await?;
         self.metrics.reattached.inc_by(attached.reattached);
         self.state.is_open = !attached.open.is_empty();
+        self.log_limiter.log_pods_need_tcx(attached.pods_need_tcx);
         for error in attached.failed {
             self.metrics.error(error.label());
             tracing::error!(%error, "failed to attach BPF program to interface; other interfaces are unaffected");

@@ -49,6 +49,10 @@ pub struct LogLimiter {
     unknown_headers: BTreeMap<String, u16>,
     /// Whether no interface leads out of the host.
     no_uplink: bool,
+    /// Whether `--host-routing` is without TCX.
+    pods_need_tcx: bool,
+    /// Whether `--host-routing` leaves TCP to the stack.
+    tcp_passes_the_stack: bool,
     /// The last failure of each step.
     failures: BTreeMap<&'static str, Failure>,
 }
@@ -86,6 +90,29 @@ impl LogLimiter {
             }
         }
         self.objects.clone_from(problems);
+    }
+
+    /// Logs once that pods' interfaces get no program.
+    pub fn log_pods_need_tcx(&mut self, need: bool) {
+        if need && !self.pods_need_tcx {
+            tracing::warn!(
+                "--host-routing=auto needs TCX (Linux 6.6 or later, and --attach=auto or tcx): all packets of pods pass \
+                 the host's stack"
+            );
+        }
+        self.pods_need_tcx = need;
+    }
+
+    /// Logs once that TCP from pods does not bypass the stack.
+    pub fn log_tcp_passes_the_stack(&mut self, passes: bool) {
+        if passes && !self.tcp_passes_the_stack {
+            tracing::info!(
+                "TCP from pods passes the host's stack; for --host-routing=auto set nf_conntrack_tcp_be_liberal=1, and \
+                 nf_conntrack_tcp_timeout_unacknowledged and nf_conntrack_tcp_timeout_max_retrans as large as \
+                 nf_conntrack_tcp_timeout_established"
+            );
+        }
+        self.tcp_passes_the_stack = passes;
     }
 
     /// Logs once that the location has more nodes than the hop table can hold.

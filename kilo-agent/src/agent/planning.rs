@@ -13,7 +13,7 @@ use kilo_core::{
     settings::{HostRouting, Masquerade, Relay},
     topology::{self, Mesh, Node},
 };
-use kilo_host::net::{forwarding, links, neighbours};
+use kilo_host::net::{conntrack, links, neighbours};
 
 impl<B: Backend> Agent<B> {
     /// The complete desired state of this host; `None` when the node is not in the mesh.
@@ -46,7 +46,8 @@ impl<B: Backend> Agent<B> {
         links::add_overlay(&mut found, &host.links, &own.name, overlay);
         links::add_elsewhere(&mut found, &host.ways_out.elsewhere);
         if self.options.host_routing == HostRouting::Auto {
-            found.tracks_liberally = forwarding::is_tracked_liberally();
+            found.tolerates_gaps_in_tcp = conntrack::tolerates_gaps_in_tcp();
+            self.log_limiter.log_tcp_passes_the_stack(!found.tolerates_gaps_in_tcp);
         } else {
             found.pods.clear();
         }

@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use super::{AgentStatus, FailoverStatus, LocationStatus, NodeStatus, PeerStatus, Status, Tunnel, WayStatus};
 use crate::timestamp::Timestamp;
-use kilo_core::topology::way_text;
+use kilo_core::{observed::Attached, topology::way_text};
 
 /// Tables of locations, nodes and peers, then of what the agent knows. `wide`: with endpoints and keys of
 /// nodes.
@@ -124,10 +124,7 @@ fn agent_tables(agent: &AgentStatus, now: Timestamp) -> String {
         names.insert(2, "WAY");
     }
     let tunnels = columns(&names, tunnels);
-    let programs = agent.programs.iter().map(|at| {
-        vec![at.program.clone(), at.interface.clone(), at.direction.clone(), at.hook.to_uppercase()]
-    });
-    let programs = columns(&["PROGRAM", "INTERFACE", "DIRECTION", "HOOK"], programs);
+    let programs = columns(&["PROGRAM", "INTERFACE", "DIRECTION", "HOOK"], program_rows(&agent.programs));
     let counted = |name: &'static str, counters: &BTreeMap<String, u64>| {
         let some = counters.iter().filter(|(_, count)| **count > 0);
         columns(&[name, "PACKETS"], some.map(|(label, count)| vec![label.clone(), count.to_string()]))
@@ -143,6 +140,30 @@ fn agent_tables(agent: &AgentStatus, now: Timestamp) -> String {
         }
     }
     text
+}
+
+/// Most interfaces of one program that get a row each: a node may have a hundred pods.
+const MOST_ROWS: usize = 8;
+
+/// A row for each interface, or one for all of them where a program has many.
+fn program_rows(programs: &[Attached]) -> impl Iterator<Item = Vec<String>> {
+    let hook = |at: &Attached| (at.program.clone(), at.direction.clone(), at.hook.clone());
+    let mut counts = BTreeMap::new();
+    for at in programs {
+        *counts.entry(hook(at)).or_insert(0) += 1;
+    }
+    programs.iter().filter_map(move |at| {
+        let count = counts.get_mut(&hook(at))?;
+        let interface = match *count {
+            0 => return None,
+            many if many > MOST_ROWS => {
+                *count = 0;
+                format!("{many} interfaces")
+            }
+            _ => at.interface.clone(),
+        };
+        Some(vec![at.program.clone(), interface, at.direction.clone(), at.hook.to_uppercase()])
+    })
 }
 
 /// Number of working tunnels by path; `None` when there are none.
@@ -305,6 +326,27 @@ mod tests {
 
     use super::*;
     use crate::status::of_objects;
+
+    #[test]
+    fn a_program_on_many_interfaces_has_one_row() {
+        let on = |program: &str, count| {
+            let at = move |number| Attached {
+                program: program.to_owned(),
+                interface: format!("veth{number}"),
+                direction: "ingress".to_owned(),
+                hook: "tcx".to_owned(),
+            };
+            (0..count).map(at).collect::<Vec<_>>()
+        };
+        let programs = [on("lan_ingress", 2), on("pod_ingress", 9)].concat();
+        let rows: Vec<_> = program_rows(&programs).map(|row| row.join(" ")).collect();
+        let wanted = [
+            "lan_ingress veth0 ingress TCX",
+            "lan_ingress veth1 ingress TCX",
+            "pod_ingress 9 interfaces ingress TCX",
+        ];
+        assert_eq!(rows, wanted);
+    }
 
     #[test]
     fn ways_are_counted_where_any_tunnel_is_known_to_work() {

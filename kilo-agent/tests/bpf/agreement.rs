@@ -456,15 +456,8 @@ const SEQUELS: [(&str, &str); 9] = [
 
 /// The least recently used entry is evicted before a table is full, random tables contain no relay pairs
 /// (`bpf::relay` tests them), `bpf::signals` fills the ring, and `bpf::host_routing` needs the stack.
-const RARE: [&str; 7] = [
-    "host_route",
-    "nat_map_full",
-    "relay",
-    "relay_limit",
-    "relay_stranger",
-    "relay_unbound",
-    "signal_ring_full",
-];
+const RARE: [&str; 7] =
+    ["bypass", "nat_map_full", "relay", "relay_limit", "relay_stranger", "relay_unbound", "signal_ring_full"];
 
 /// Replaces the name of tables: the packet follows the previous line's.
 const SEQUEL: &str = "+";

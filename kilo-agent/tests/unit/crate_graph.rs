@@ -87,7 +87,7 @@ fn kgctl_is_built_without_what_only_the_agent_needs() {
 const ORDERS: [(&str, &str); 10] = [
     (
         "../kilo-common/src",
-        "checksum counters ecn event lead packet pod_flow siphash wire_enum inject relay maps encap forwarding map_table \
+        "checksum counters ecn event lead packet siphash wire_enum inject relay maps encap forwarding pod_flow map_table \
          direct nat icmp_too_big signal",
     ),
     (

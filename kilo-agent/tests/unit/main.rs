@@ -34,6 +34,7 @@ mod plan_duplicates;
 mod plan_failover;
 mod plan_full_location;
 mod plan_gateways;
+mod plan_host_routing;
 mod plan_neighbours;
 mod plan_overlay;
 mod plan_relays;

@@ -61,11 +61,7 @@ pub const fn answered(protocol: u8, flow: &InboundValue, tcp_flags: u8, now: u32
 mod tests {
     use super::*;
     use crate::nat::timeout::seconds;
-
-    const FIN: u8 = 0x01;
-    const SYN: u8 = 0x02;
-    const RST: u8 = 0x04;
-    const ACK: u8 = 0x10;
+    use crate::packet::tcp_flags::{ACK, FIN, RST, SYN};
 
     #[test]
     fn an_answer_to_a_connection_from_outside_is_one_and_a_connection_of_the_pods_own_is_none() {

@@ -3,13 +3,11 @@
 
 use crate::{
     maps::{NAT_SEEN, NatValue},
-    packet::protocol,
+    packet::{
+        protocol,
+        tcp_flags::{ACK, FIN, RST, SYN},
+    },
 };
-
-const FIN: u8 = 0x01;
-const SYN: u8 = 0x02;
-const RST: u8 = 0x04;
-const ACK: u8 = 0x10;
 
 /// Seconds without a packet after which an entry expires.
 pub mod seconds {

@@ -29,20 +29,15 @@ use crate::{
     ip::Ip as _,
     maps::{INBOUND, NAT, count_action},
     masquerade::{DONE, NOTHING, clock, scratch::halves, translating_device},
-    packet,
+    packet::{self, TCP_FLAGS, TRANSPORT, UDP_END},
 };
 
-/// Offset of the transport header in a frame.
-pub const TRANSPORT: usize = ETHERNET_LEN + IPV4_LEN;
-/// Bytes of a frame up to the end of the UDP header, and of the TCP checksum.
-const UDP: usize = TRANSPORT + UdpHdr::LEN;
+/// Bytes of a frame up to the end of the TCP checksum.
 const TCP: usize = TCP_CHECKSUM + 2;
 /// Offset of the UDP checksum.
 const UDP_CHECKSUM: usize = TRANSPORT + offset_of!(UdpHdr, check);
 /// Offset of the TCP checksum.
 const TCP_CHECKSUM: usize = TRANSPORT + offset_of!(TcpHdr, check);
-/// Offset of the TCP flags.
-const TCP_FLAGS: usize = TRANSPORT + offset_of!(TcpHdr, _bitfield_1) + 1;
 /// Result of [`translate`]: the packet's flow has no entry.
 pub const NO_ENTRY: u32 = 2;
 /// As [`NO_ENTRY`], and the tables say that it is not masqueraded.
@@ -116,7 +111,7 @@ fn translate<const EGRESS: bool>(skb: *mut __sk_buff, config: &Config, addr: u32
     const PORT: [usize; 2] = [TRANSPORT + offset_of!(UdpHdr, dst), TRANSPORT];
     let ctx = TcContext::new(skb);
     let start = ctx.data();
-    if start + UDP > ctx.data_end() {
+    if start + UDP_END > ctx.data_end() {
         return NOTHING;
     }
     // SAFETY: the bounds are checked, and programs may read packets at any address.
@@ -125,10 +120,7 @@ fn translate<const EGRESS: bool>(skb: *mut __sk_buff, config: &Config, addr: u32
     // The host's own on the way out. On the way in: for no address of this interface, and
     // perhaps from a node that sends without an outer header.
     let usual = old == addr;
-    if (if EGRESS { usual } else { !usual && config.flags & CONFIG_NATIVE != 0 })
-        || ip.version_len != 0x45
-        || ip.fragment & 0x3fff_u16.to_be() != 0
-    {
+    if (if EGRESS { usual } else { !usual && config.flags & CONFIG_NATIVE != 0 }) || !ip.is_plain() {
         return NOTHING;
     }
     let total_len = u32::from(u16::from_be(ip.total_len));
@@ -186,7 +178,7 @@ fn translate<const EGRESS: bool>(skb: *mut __sk_buff, config: &Config, addr: u32
         }
     };
     let start = ctx.data();
-    if start + if is_tcp { TCP } else { UDP } > ctx.data_end() {
+    if start + if is_tcp { TCP } else { UDP_END } > ctx.data_end() {
         return NOTHING;
     }
     let (checksum, mangled, sealed) = if is_tcp {
@@ -210,7 +202,7 @@ fn translate<const EGRESS: bool>(skb: *mut __sk_buff, config: &Config, addr: u32
             return DropReason::Rewrite.index();
         }
         let start = ctx.data();
-        if start + UDP > ctx.data_end() {
+        if start + UDP_END > ctx.data_end() {
             return DropReason::Rewrite.index();
         }
         start

@@ -10,7 +10,7 @@ use kilo_common::{
     packet::{ETHERNET_LEN, Ipv4, Ipv4Header},
 };
 
-use super::established::{NO_ENTRY, NOT_DUE, TRANSPORT, key};
+use super::established::{NO_ENTRY, NOT_DUE, key};
 use crate::{
     ip::{Ip as _, octets},
     maps::NAT,
@@ -20,6 +20,7 @@ use crate::{
         port::host_uses,
         scratch::{copy, this_cpu},
     },
+    packet::TRANSPORT,
     subprogram::{Skb, subprogram},
 };
 

@@ -152,7 +152,7 @@ impl Whole for Ipv4 {
 
     #[inline(always)]
     fn plain(ip: &Ipv4Header) -> Option<(u8, u32)> {
-        let is_plain = ip.version_len == 0x45 && ip.fragment & 0x3fff_u16.to_be() == 0 && ip.ttl > 1;
+        let is_plain = ip.is_plain() && ip.ttl > 1;
         is_plain.then_some((ip.tos, u32::from(u16::from_be(ip.total_len))))
     }
     #[inline(always)]

@@ -17,13 +17,16 @@ pub type Metrics = BTreeMap<String, u64>;
 /// Reads the metrics of the agent in that namespace.
 pub fn scrape(netns: &Netns) -> Result<Metrics> {
     let text = netns.spawn(|| get("/metrics")).join().map_err(|_| anyhow::anyhow!("scrape thread"))???;
-    Ok(text
-        .lines()
-        .filter_map(|line| {
-            let (name, value) = line.rsplit_once(' ')?;
-            Some((name.to_owned(), value.parse().ok()?))
-        })
-        .collect())
+    Ok(parse(&text))
+}
+
+/// Pure: the whole numbers in the text of `/metrics`.
+pub fn parse(text: &str) -> Metrics {
+    let metric = |line: &str| {
+        let (name, value) = line.rsplit_once(' ')?;
+        Some((name.to_owned(), value.parse().ok()?))
+    };
+    text.lines().filter_map(metric).collect()
 }
 
 /// Seconds that the agent in that namespace has spent reconciling.

@@ -93,11 +93,11 @@ pub fn grouped(value: f64) -> String {
     text
 }
 
-/// Bar chart of three stages at 64 bytes, on a logarithmic scale.
+/// Bar chart of four stages at 64 bytes, on a logarithmic scale.
 pub fn plot(costs: &[Cost]) -> String {
-    let plotted = STAGES
-        .into_iter()
-        .filter(|(stage, _)| ["transit-out", "lan-to-encrypted", "masquerade"].contains(stage));
+    let plotted = STAGES.into_iter().filter(|(stage, _)| {
+        ["encapsulation", "transit-out", "lan-to-encrypted", "masquerade"].contains(stage)
+    });
     let groups: Vec<_> = plotted
         .map(|(stage, title)| {
             let bars = variants(costs, stage).into_iter().filter_map(|variant| {

@@ -6,6 +6,7 @@ mod bad_input;
 mod change;
 mod confined;
 mod flows;
+mod host_routing;
 mod kgctl;
 mod logs;
 mod migration;
@@ -95,6 +96,7 @@ const CHECKS: &[Check] = &[
     .causing(&[AWAY, BOOTS, LEADERS]),
     long("in a mesh where nodes are Kilo in Go, the leader's machine loses power", mixed::leader_dies)
         .causing(&[ANYTHING]),
+    long("packets of pods bypass the host's stack, and nothing is lost", host_routing::bypasses),
     long("a relay joins two locations that cannot reach each other, until they can again", relay::takes_over)
         .causing(&[LEADERS, RELAY]),
     long("a node that is deleted while it runs sends nothing in clear", nodes::deleted_while_it_runs)

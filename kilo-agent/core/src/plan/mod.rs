@@ -203,7 +203,7 @@ pub fn host_plan(inputs: &Inputs<'_>) -> Option<HostPlan> {
             | flag(native, CONFIG_NATIVE)
             | flag(own.all_encapsulate(inputs.settings), CONFIG_ENCAPSULATED)
             | flag(inputs.relays.listens && !wireguard.peers.is_empty(), CONFIG_RELAY)
-            | flag(!inputs.links.pods.is_empty() && inputs.links.tracks_liberally, CONFIG_TCP_BYPASSES)
+            | flag(!inputs.links.pods.is_empty() && inputs.links.tolerates_gaps_in_tcp, CONFIG_TCP_BYPASSES)
             | masquerade::flags(inputs.links, private, &remote),
         nat_port_min: NAT_PORTS.0,
         nat_port_max: NAT_PORTS.1,

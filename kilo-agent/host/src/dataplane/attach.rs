@@ -16,7 +16,10 @@ use aya::programs::{
 use nix::net::if_::{if_indextoname, if_nameindex};
 
 use super::{DataplaneError, programs::Programs, tcx};
-use crate::net::{NetError, filters::BpfFilter};
+use crate::net::{
+    NetError,
+    filters::{BpfFilter, HookQdisc},
+};
 use kilo_core::{
     errors::{Cause, error_chain},
     observed::Attached,
@@ -39,7 +42,8 @@ pub struct Interfaces<'a> {
     /// The tunnel devices, useless without their program.
     pub tunnels: &'a BTreeSet<u32>,
     /// Interfaces of pods whose packets may bypass the stack. They get their program only as a TCX link, and
-    /// only where no qdisc of somebody else's looks at the same packets, as the bandwidth plugin's does.
+    /// only where no program or qdisc of somebody else's looks at the same packets, as the bandwidth plugin's
+    /// does.
     pub pods: &'a BTreeSet<u32>,
 }
 
@@ -50,8 +54,11 @@ pub struct Applied {
     pub changes: u64,
     /// The part of `changes` that put back programs removed by something else.
     pub reattached: u64,
-    /// Errors of uplinks and tunnel devices; all others have their programs.
+    /// Errors of uplinks and tunnel devices, and the first of pods' interfaces; all others have their
+    /// programs.
     pub failed: Vec<DataplaneError>,
+    /// Pods' interfaces are left without a program, because it is never a clsact filter.
+    pub pods_need_tcx: bool,
     /// Tunnel devices that lack their program.
     pub unguarded: BTreeSet<u32>,
     /// Uplinks that lack their egress program: pod traffic may leave through them unencrypted.
@@ -65,16 +72,14 @@ pub struct Applied {
 pub struct Present {
     /// Filters on the interfaces of [`Attachments::of_interest`].
     pub filters: Vec<BpfFilter>,
-    /// Interfaces that cannot have clsact because they have an `ingress` qdisc.
-    pub ingress_qdiscs: BTreeSet<u32>,
-    /// Interfaces with a clsact qdisc.
-    pub clsact_qdiscs: BTreeSet<u32>,
+    /// Qdiscs with an ingress hook, by interface.
+    pub qdiscs: BTreeMap<u32, HookQdisc>,
 }
 
 impl Present {
-    /// Whether somebody may look at what arrives on this interface by a filter.
-    fn has_hook(&self, ifindex: u32) -> bool {
-        self.ingress_qdiscs.contains(&ifindex) || self.clsact_qdiscs.contains(&ifindex)
+    /// Whether this interface cannot have clsact, because it has an `ingress` qdisc.
+    fn lacks_egress_hook(&self, ifindex: u32) -> bool {
+        self.qdiscs.get(&ifindex) == Some(&HookQdisc::Ingress)
     }
 }
 
@@ -172,7 +177,7 @@ fn places(interfaces: Interfaces<'_>, present: &Present) -> BTreeSet<Place> {
     ]);
     let tunnel = |ifindex: &u32| Place { ifindex: *ifindex, program: "tunnel_ingress", egress: false };
     places.extend(interfaces.tunnels.iter().map(tunnel));
-    let free = interfaces.pods.iter().filter(|pod| !present.has_hook(**pod));
+    let free = interfaces.pods.iter().filter(|pod| !present.qdiscs.contains_key(pod));
     places.extend(free.map(|&ifindex| Place { ifindex, program: POD_INGRESS, egress: false }));
     for &ifindex in interfaces.uplinks {
         let (ingress, egress) = match interfaces.layer3.contains(&ifindex) {
@@ -238,9 +243,12 @@ impl Attachments {
         let filters = &present.filters[..];
         fs::create_dir_all(&self.links)
             .map_err(|source| DataplaneError::Pin { path: self.links.clone(), source })?;
-        let wanted = places(interfaces, present);
-        let mut done = Applied::default();
-        for place in &wanted {
+        let mut wanted = places(interfaces, present);
+        wanted.retain(|place| place.program != POD_INGRESS || !self.is_shared(programs, place));
+        let (mut done, mut pod_failed) = (Applied::default(), false);
+        // Pods' interfaces last: all other hooks matter more.
+        let (pods, others): (Vec<_>, Vec<_>) = wanted.iter().partition(|place| place.program == POD_INGRESS);
+        for place in others.into_iter().chain(pods) {
             let before = self.attached.get(place).copied();
             let stands = before.map_or(Ok(false), |how| stands(programs, place, how, filters));
             match stands.and_then(|stands| {
@@ -276,7 +284,9 @@ impl Attachments {
                         if place.egress {
                             done.open.insert(place.ifindex);
                         }
-                        done.failed.push(error);
+                        let is_first =
+                            place.program != POD_INGRESS || !std::mem::replace(&mut pod_failed, true);
+                        done.failed.extend(is_first.then_some(error));
                     }
                 }
             }
@@ -313,7 +323,7 @@ impl Attachments {
         let interface =
             place.interface().ok_or_else(|| place.error(io::Error::from_raw_os_error(nix::libc::ENODEV)))?;
         let pin = self.links.join(place.pin());
-        let has_no_hook = place.egress && present.ingress_qdiscs.contains(&place.ifindex);
+        let has_no_hook = place.egress && present.lacks_egress_hook(place.ifindex);
         if has_no_hook && self.mode == AttachMode::Clsact {
             return Err(DataplaneError::NoEgressHook { interface });
         }
@@ -352,6 +362,19 @@ impl Attachments {
         // Remove the link of an agent that had TCX.
         let _ = fs::remove_file(&pin);
         Ok(How::Clsact)
+    }
+
+    /// Whether somebody else has a TCX program on this hook. A hook that cannot be queried counts as ours
+    /// alone: attaching reports the error.
+    fn is_shared(&self, programs: &Programs, place: &Place) -> bool {
+        let Ok(hook) = place.query() else { return false };
+        let own = programs.get(place.program).ok().and_then(|program| Some(program.info().ok()?.id()));
+        // That of an earlier agent.
+        let pinned = || PinnedLink::from_pin(self.links.join(place.pin())).ok();
+        let pinned = (!hook.programs.is_empty()).then(pinned).flatten();
+        let pinned = pinned.and_then(|link| Some(FdLink::from(link).info().ok()?.id()));
+        let mut both = hook.programs.iter().zip(&hook.links);
+        both.any(|(program, link)| Some(*program) != own && Some(*link) != pinned)
     }
 
     /// Detaches our programs, including those of an earlier agent, from hooks where they are no longer

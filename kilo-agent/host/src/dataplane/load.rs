@@ -39,9 +39,9 @@ pub const PROGRAMS: [&str; 10] = [
     FOLLOW,
     INJECT,
 ];
-/// Programs that only uplinks without link-layer header need, a third of what the kernel verifies, and the one
-/// of `--host-routing`. They are loaded after the others or on demand.
-pub const ON_DEMAND: [&str; 3] = ["l3_ingress", "l3_egress", "pod_ingress"];
+/// Programs that only uplinks without link-layer header need. They are a third of what the kernel verifies,
+/// so they are loaded after the others or on demand.
+pub const ON_DEMAND: [&str; 2] = ["l3_ingress", "l3_egress"];
 /// Programs that are on no hook: the agent runs them.
 pub const INJECT: &str = "inject";
 pub const FOLLOW: &str = "follow";

@@ -49,7 +49,7 @@ pub use path_mtu::PathMtus;
 
 use tokio::sync::Notify;
 
-use crate::net::{Net, NetError};
+use crate::net::{Net, NetError, filters::HookQdisc};
 use kilo_core::{observed::Attached, settings::AttachMode, tables::Tables};
 
 /// Conventional mount point of the BPF file system.
@@ -215,9 +215,9 @@ impl Dataplane {
         Ok(writes)
     }
 
-    /// Attaches the programs to the WireGuard device and the uplinks, replaces
-    /// what an earlier agent attached, puts back what somebody removed, and
-    /// detaches from all other interfaces. Without a difference nothing is written.
+    /// Attaches the programs to the WireGuard device, the uplinks, the tunnel devices and pods' interfaces,
+    /// replaces what an earlier agent attached, puts back what somebody removed, and detaches from all other
+    /// interfaces. Without a difference nothing is written.
     ///
     /// # Errors
     /// When filters cannot be listed. An interface that refuses a program is listed in [`Applied`]; all
@@ -233,24 +233,23 @@ impl Dataplane {
         self.layer3.clone_from(interfaces.layer3);
         let mut filters = net.bpf_filters(self.attachments.of_interest()).await?;
         let none = BTreeSet::new();
-        if !interfaces.pods.is_empty() && !self.attachments.serves_pods(interfaces) {
+        let pods_need_tcx = !interfaces.pods.is_empty() && !self.attachments.serves_pods(interfaces);
+        if pods_need_tcx {
             interfaces.pods = &none;
         }
         let asks_for_qdiscs = self.attachments.may_be_filters() || !interfaces.pods.is_empty();
-        let qdiscs = if asks_for_qdiscs { net.ingress_qdiscs().await? } else { Vec::new() };
-        let with =
-            |clsact| qdiscs.iter().filter(move |hook| hook.is_clsact == clsact).map(|hook| hook.ifindex);
-        let (ingress_qdiscs, clsact_qdiscs) = (with(false).collect::<BTreeSet<_>>(), with(true).collect());
+        let qdiscs = if asks_for_qdiscs { net.hook_qdiscs().await? } else { BTreeMap::new() };
         // An `ingress` qdisc lists its filters on both hooks.
-        filters.retain(|filter| !filter.egress || !ingress_qdiscs.contains(&filter.ifindex));
-        let present = attach::Present { filters, ingress_qdiscs, clsact_qdiscs };
-        let applied = self.attachments.apply(&mut self.programs, interfaces, &present)?;
+        filters.retain(|filter| !filter.egress || qdiscs.get(&filter.ifindex) != Some(&HookQdisc::Ingress));
+        let present = attach::Present { filters, qdiscs };
+        let mut applied = self.attachments.apply(&mut self.programs, interfaces, &present)?;
+        applied.pods_need_tcx = pods_need_tcx;
         load::remove_other_layouts(&self.directory)?;
         Ok(applied)
     }
 
-    /// Starts loading [`ON_DEMAND`] in a thread unless they are loaded, so that an uplink that needs them has
-    /// them at once.
+    /// Starts loading [`ON_DEMAND`] in a thread unless they are loaded, so that an interface that needs them
+    /// has them at once.
     pub fn load_late_beside(&mut self) {
         self.programs.load_late_beside();
     }

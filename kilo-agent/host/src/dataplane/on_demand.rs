@@ -107,7 +107,8 @@ impl Drop for Late {
     }
 }
 
-const NOT_LOADED: &str = "failed to load the BPF programs for interfaces without link-layer header (such as tun and ppp) and for --host-routing";
+const NOT_LOADED: &str =
+    "failed to load the BPF programs for interfaces without link-layer header (such as tun and ppp)";
 
 /// Whether the kernel would refuse these programs again: the verifier rejects them, or a privilege is
 /// missing.

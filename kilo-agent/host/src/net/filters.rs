@@ -1,5 +1,7 @@
 //! BPF filters on the clsact hooks of interfaces, as the kernel lists them.
 
+use std::collections::BTreeMap;
+
 use rtnetlink::packet_route::{
     RouteNetlinkMessage,
     tc::{TcAttribute, TcFilterBpfOption, TcHandle, TcMessage, TcOption},
@@ -55,35 +57,34 @@ impl Net {
         Ok(filters)
     }
 
-    /// The qdiscs on which filters look at what arrives. One of the kind `ingress`, which only `tc` makes,
-    /// takes the place of clsact and has no egress hook. The kernel would accept a filter for that hook, but
-    /// run it on ingress.
-    pub async fn ingress_qdiscs(&self) -> Result<Vec<IngressQdisc>, NetError> {
+    /// The qdiscs with an ingress hook, by interface.
+    pub async fn hook_qdiscs(&self) -> Result<BTreeMap<u32, HookQdisc>, NetError> {
         let request = RouteNetlinkMessage::GetQueueDiscipline(TcMessage::default());
         let answers = self.rtnl.dump("list qdiscs", request).await?;
-        Ok(answers.iter().filter_map(IngressQdisc::of).collect())
+        Ok(answers.iter().filter_map(HookQdisc::of).collect())
     }
 }
 
 /// A qdisc with an ingress hook.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct IngressQdisc {
-    /// Interface index.
-    pub ifindex: u32,
-    /// Of the kind `clsact`; else `ingress`.
-    pub is_clsact: bool,
+pub enum HookQdisc {
+    /// It has hooks for both directions.
+    Clsact,
+    /// Only `tc` makes it. It takes the place of clsact and has no egress hook: the kernel would accept a
+    /// filter for that hook, but run it on ingress.
+    Ingress,
 }
 
-impl IngressQdisc {
-    fn of(message: &RouteNetlinkMessage) -> Option<Self> {
+impl HookQdisc {
+    fn of(message: &RouteNetlinkMessage) -> Option<(u32, Self)> {
         let RouteNetlinkMessage::NewQueueDiscipline(message) = message else { return None };
         let ifindex = u32::try_from(message.header.index).ok()?;
-        let is_clsact = message.attributes.iter().find_map(|attribute| match attribute {
-            TcAttribute::Kind(kind) if kind == "clsact" => Some(true),
-            TcAttribute::Kind(kind) if kind == "ingress" => Some(false),
+        let kind = message.attributes.iter().find_map(|attribute| match attribute {
+            TcAttribute::Kind(kind) if kind == "clsact" => Some(Self::Clsact),
+            TcAttribute::Kind(kind) if kind == "ingress" => Some(Self::Ingress),
             _ => None,
         })?;
-        Some(Self { ifindex, is_clsact })
+        Some((ifindex, kind))
     }
 }
 

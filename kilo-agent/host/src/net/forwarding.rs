@@ -10,7 +10,6 @@ use rtnetlink::packet_route::{
 use super::Rtnl;
 
 const IPV4: &str = "/proc/sys/net/ipv4/ip_forward";
-const TCP_BE_LIBERAL: &str = "/proc/sys/net/netfilter/nf_conntrack_tcp_be_liberal";
 const IPV6: &str = "/proc/sys/net/ipv6/conf/all/forwarding";
 const IPV6_INTERFACES: &str = "/proc/sys/net/ipv6/conf";
 
@@ -28,13 +27,6 @@ pub fn enable(ipv6: bool) -> u64 {
 /// True when the host forwards IPv4. This program gets no event when that changes.
 pub fn is_on() -> bool {
     !is_off(IPV4)
-}
-
-/// True where connection tracking takes TCP segments that it did not expect, or is not loaded. This program
-/// gets no event when that changes.
-pub fn is_tracked_liberally() -> bool {
-    fs::read_to_string(TCP_BE_LIBERAL)
-        .map_or_else(|error| error.kind() == std::io::ErrorKind::NotFound, |text| text.trim() != "0")
 }
 
 fn is_off(path: &str) -> bool {

@@ -5,6 +5,7 @@
 //! [`PROTOCOL`], so nobody else's are touched.
 
 pub mod addresses;
+pub mod conntrack;
 pub mod discovery;
 mod error;
 pub mod filters;

@@ -144,8 +144,9 @@ pub struct Flags {
     /// Should be the same on every node.
     #[arg(long, value_name = "DURATION", default_value = "40ms", value_parser = parse_failover_interval)]
     pub failover_interval: Params,
-    /// Whether packets from pods bypass the host's stack on the way to other nodes, when a packet of the same flow passed
-    /// it unchanged within the same second: auto (from Linux 6.6; TCP only where nf_conntrack_tcp_be_liberal is 1) or off.
+    /// Whether packets of a pod's flow to other nodes bypass the host's network stack for the rest of each second in which
+    /// one of them passed it unchanged: auto (IPv4, from Linux 6.6 on; TCP only where connection tracking tolerates gaps)
+    /// or off. Rules that must see every packet (rate limits, accounting) need off.
     #[arg(long, default_value = "off")]
     pub host_routing: HostRouting,
     /// Name of this node; defaults to the host name.

@@ -20,11 +20,12 @@ const LARGEST: usize = 1 << 20;
 /// These programs are in the image; none of them is required.
 const FIREWALLS: [(&str, &[&str]); 3] =
     [("nft", &["list", "ruleset"]), ("iptables-save", &[]), ("ip6tables-save", &[])];
-const FILES: [&str; 7] = [
+const FILES: [&str; 8] = [
     "/proc/version",
     "/proc/sys/net/ipv4/ip_forward",
     "/proc/sys/net/ipv6/conf/all/forwarding",
     "/proc/sys/net/ipv4/conf/all/rp_filter",
+    "/proc/sys/net/netfilter/nf_conntrack_tcp_be_liberal",
     "/proc/sys/net/ipv4/neigh/default/gc_thresh3",
     "/proc/sys/net/ipv6/neigh/default/gc_thresh3",
     "/proc/net/softnet_stat",

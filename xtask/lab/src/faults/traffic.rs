@@ -23,8 +23,8 @@ const TICK: Duration = Duration::from_millis(1);
 const WRITE: (Duration, usize) = (Duration::from_millis(10), 1000);
 /// When nothing has arrived for so long after the stream's end, nothing is under way any more.
 const STRAGGLERS: Duration = Duration::from_millis(700);
-/// The same when the last datagram itself has no answer: the one who answers may only be late. On two busy
-/// cores a thread has stood still for about as long as [`STRAGGLERS`].
+/// The same when the last datagram has no answer: whoever answers may be late. On two busy cores a thread has
+/// stood still for about as long as [`STRAGGLERS`].
 const LATE: Duration = Duration::from_secs(5);
 /// Longest time TCP may need to retransmit what was lost: pauses double, so that after an outage of 83 s,
 /// which is Kilo's longest, it tries 102 s after the first loss, or half as late again.
@@ -109,9 +109,14 @@ impl Traffic {
         .map(drop)
     }
 
+    /// Sends nothing more; answers still count.
+    pub fn stop(&self) {
+        self.stop.store(true, Ordering::Relaxed);
+    }
+
     /// Ends both and returns what was lost.
     pub fn finish(self) -> Result<Figures> {
-        self.stop.store(true, Ordering::Relaxed);
+        self.stop();
         let died = || anyhow::anyhow!("traffic thread");
         let Stream { sent, answered, gap, holes } = self.datagrams.join().map_err(|_| died())???;
         let (stall, broken) = match self.connection.join().map_err(|_| died())?? {
@@ -148,7 +153,7 @@ fn stream(target: IpAddr, tick: Duration, stop: &AtomicBool, count: &AtomicU64) 
     socket.connect((target, probe::PORT))?;
     socket.set_read_timeout(Some(Duration::from_millis(50)))?;
     let sender = socket.try_clone()?;
-    let last_sent = &AtomicU64::new(0);
+    let sent = &AtomicU64::new(0);
     std::thread::scope(|scope| {
         let sending = scope.spawn(move || {
             let (mut number, mut next) = (0u64, Instant::now());
@@ -156,7 +161,7 @@ fn stream(target: IpAddr, tick: Duration, stop: &AtomicBool, count: &AtomicU64) 
                 // Errors such as refused or unreachable count as lost: no answer comes.
                 let _ = sender.send(&[&number.to_be_bytes()[..], probe::MARKER].concat());
                 number += 1;
-                last_sent.store(number, Ordering::Relaxed);
+                sent.store(number, Ordering::Relaxed);
                 next += tick;
                 match next.checked_duration_since(Instant::now()) {
                     Some(pause) => wait::pace(pause),
@@ -176,8 +181,8 @@ fn stream(target: IpAddr, tick: Duration, stop: &AtomicBool, count: &AtomicU64) 
             }
             let Ok(length) = answer else {
                 // Late is not lost: a busy machine may not have answered all yet.
-                let is_answered_to_the_end = seen.len() as u64 == last_sent.load(Ordering::Relaxed);
-                let patience = if is_answered_to_the_end { STRAGGLERS } else { LATE };
+                let last_is_answered = seen.len() as u64 == sent.load(Ordering::Relaxed);
+                let patience = if last_is_answered { STRAGGLERS } else { LATE };
                 if ended.is_some_and(|ended: Instant| ended.max(last).elapsed() > patience) {
                     break;
                 }
@@ -198,8 +203,8 @@ fn stream(target: IpAddr, tick: Duration, stop: &AtomicBool, count: &AtomicU64) 
         }
         let end = ended.map_or(last, |ended| ended.max(last));
         gap = gap.max(end - last);
-        let sent = sending.join().map_err(|_| anyhow::anyhow!("sending thread"))?;
-        Ok(Stream { sent, answered: count.load(Ordering::Relaxed), gap, holes: holes(&seen, sent) })
+        let all = sending.join().map_err(|_| anyhow::anyhow!("sending thread"))?;
+        Ok(Stream { sent: all, answered: count.load(Ordering::Relaxed), gap, holes: holes(&seen, all) })
     })
 }
 

@@ -20,7 +20,7 @@ use crate::{
 };
 
 /// Interval between two datagrams of a flow.
-const TICK: Duration = Duration::from_millis(5);
+pub const TICK: Duration = Duration::from_millis(5);
 
 /// Flows from a node's test pod to those of other nodes, and one to the outside host.
 pub struct Flows {
@@ -75,12 +75,14 @@ impl Flows {
 
     /// Ends them.
     pub fn measure(self) -> Result<Measured> {
+        // All at once: waiting for late answers of one must not let the others go on.
+        self.running.iter().for_each(|(_, traffic)| traffic.stop());
         let mut flows = Vec::new();
         for (name, traffic) in self.running {
             flows.push((name, traffic.finish()?));
         }
-        let since = self.accounts.since();
-        Ok(Measured { flows, clear: network::clear_packets()? - self.clear, since })
+        let counted = self.accounts.since();
+        Ok(Measured { flows, clear: network::clear_packets()? - self.clear, counted })
     }
 
     /// Ends them; fails when anything was lost.
@@ -97,7 +99,7 @@ pub struct Measured {
     /// Packets with pods' addresses that the router saw.
     pub clear: u64,
     /// What nodes and pods counted meanwhile.
-    pub since: String,
+    pub counted: String,
 }
 
 impl Measured {
@@ -114,8 +116,9 @@ impl Measured {
         let mut wrong: Vec<_> = self.flows.iter().filter(is_wrong).map(Self::text).collect();
         if !wrong.is_empty() {
             // What others did at the same time shows where to look.
-            wrong.push(format!("all flows: {self}"));
-            wrong.push(self.since.clone());
+            let right = self.flows.iter().filter(|flow| !is_wrong(flow)).map(Self::text);
+            wrong.push(format!("the other flows: {}", right.collect::<Vec<_>>().join("; ")));
+            wrong.push(self.counted.clone());
         }
         if self.clear > 0 {
             wrong.push(format!("{} packets with a pod's address were on the router", self.clear));

@@ -170,20 +170,18 @@ fn is_within(link: &Link, kilo: u32, pod_cidrs: &[IpNet]) -> bool {
         || link.kind == "ipip"
         // Cilium's address need not lie in the pod CIDR of the Node object.
         || matches!(link.name.as_str(), "kube-bridge" | "cilium_host")
-        || link
-            .addresses
-            .iter()
-            .any(|address| pod_cidrs.iter().any(|cidr| cidr.contains(&address.net.addr())))
+        || has_pods_address(link, pod_cidrs)
 }
 
 /// Whether the other end of this interface is a pod's: see [`HostLinks::pods`].
 fn is_pods(link: &Link, links: &[Link], pod_cidrs: &[IpNet]) -> bool {
-    let has_own_address = |link: &Link| {
-        let mut addresses = link.addresses.iter().map(|address| address.net.addr());
-        addresses.any(|address| pod_cidrs.iter().any(|cidr| cidr.contains(&address)))
-    };
     let controller = links.iter().find(|other| Some(other.index) == link.controller);
-    link.kind == "veth" && link.other_namespace && has_own_address(controller.unwrap_or(link))
+    link.kind == "veth" && link.other_namespace && has_pods_address(controller.unwrap_or(link), pod_cidrs)
+}
+
+fn has_pods_address(link: &Link, pod_cidrs: &[IpNet]) -> bool {
+    let mut addresses = link.addresses.iter().map(|address| address.net.addr());
+    addresses.any(|address| pod_cidrs.iter().any(|cidr| cidr.contains(&address)))
 }
 
 #[cfg(test)]
@@ -250,6 +248,29 @@ mod tests {
         assert_eq!(host.mtus, BTreeMap::from([(2, 1500), (3, 1500), (8, 1500)]));
         assert_eq!(host.private, Some(2));
         assert_eq!(host.towards, BTreeMap::from([(node("203.0.113.2"), 3)]));
+    }
+
+    #[test]
+    fn a_pods_interface_leads_into_its_namespace_by_the_cnis_bridge_or_with_an_address_of_its_own() {
+        let pod = |index, controller, addresses: &[&str]| Link {
+            controller,
+            other_namespace: true,
+            ..link(index, &format!("veth{index}"), "veth", addresses)
+        };
+        let links = [
+            link(6, "cni0", "bridge", &["10.244.1.1/24"]),
+            link(7, "docker0", "bridge", &["172.17.0.1/16"]),
+            pod(10, Some(6), &[]),
+            pod(11, None, &["10.244.1.1/32"]),
+            // Containers of others, a bridge's own end, a VLAN in another namespace.
+            pod(12, Some(7), &[]),
+            pod(13, None, &["192.0.2.1/24"]),
+            Link { controller: Some(6), ..link(14, "veth14", "veth", &[]) },
+            Link { kind: "macvlan".into(), ..pod(15, Some(6), &[]) },
+        ];
+        let pods = ["10.244.1.0/24".parse().unwrap()];
+        let query = HostQuery { pod_cidrs: &pods, ..HostQuery::default() };
+        assert_eq!(host_links(&links, &query, &BTreeMap::new()).pods, [10, 11].into());
     }
 
     #[test]
