@@ -427,10 +427,11 @@ fn where_lost(lab: &Lab) -> String {
     places.collect::<Vec<_>>().join("\n")
 }
 
-/// How many of our programs are attached on this node, by TCX links or clsact filters.
+/// How many of our programs are attached on this node, by TCX links or clsact filters; without those of pods'
+/// interfaces (`--host-routing`).
 fn copies_attached(netns: &super::netns::Netns) -> Result<usize> {
     let text = netns.sh(
-        "ls /sys/fs/bpf/kilo/links 2>/dev/null | wc -l; \
+        "ls /sys/fs/bpf/kilo/links 2>/dev/null | sed /^pod_ingress_/d | wc -l; \
          for d in kilo0 kilo-vxlan eth0 eth1; do for h in ingress egress; do tc filter show dev $d $h 2>/dev/null; done; done \
          | grep -cE 'kilo_|lan_ingress|uplink_egress|tunnel_ingress' || true",
     )?;
