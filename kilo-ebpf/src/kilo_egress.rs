@@ -36,7 +36,7 @@ pub fn kilo_egress(ctx: &TcContext, config: &Config) -> Verdict {
 #[inline(always)]
 fn egress<I: Ip>(ctx: &TcContext, config: &Config) -> Verdict {
     let mut ip = I::read(ctx, 0)?;
-    // Taken from every packet: whoever is behind this program must not find it.
+    // Taken from every packet, so that no program behind this one finds it.
     let tag = cb::take_flow_tag(ctx);
     if cb::is_to_lan(ctx) {
         return from_code(signal::to_lan::<I>(ctx.as_ptr().cast()));

@@ -31,7 +31,7 @@ impl Transport {
     #[inline(always)]
     pub fn read(ctx: &TcContext, start: usize, header: &Ipv4Header) -> Option<Self> {
         let at = start + IPV4_LEN;
-        // SAFETY: callers check the bounds, and programs may read packets at any address.
+        // SAFETY: the bounds are checked before each use, and programs may read packets at any address.
         let word = |offset: usize| unsafe { *((at + offset) as *const u32) };
         match header.protocol {
             protocol::UDP if at + UdpHdr::LEN <= ctx.data_end() => {

@@ -112,6 +112,18 @@ impl Netns {
         run(self.command("sh").args(["-euc", script])).with_context(|| format!("in {}", self.name))
     }
 
+    /// Makes TCP connections last although connection tracking sees some of their segments only, as
+    /// `--host-routing` needs it; or sets what the kernel sets at boot.
+    pub fn tolerate_gaps_in_tcp(&self, tolerate: bool) -> Result<()> {
+        let (liberal, timeout) =
+            if tolerate { ("1", "$(cat nf_conntrack_tcp_timeout_established)") } else { ("0", "300") };
+        let set = format!(
+            "cd /proc/sys/net/netfilter; echo {liberal} > nf_conntrack_tcp_be_liberal
+             for name in unacknowledged max_retrans; do echo {timeout} > nf_conntrack_tcp_timeout_$name; done"
+        );
+        self.sh(&set).map(drop)
+    }
+
     /// Runs lines of `ip` commands inside in one go.
     pub fn ip(&self, batch: &str) -> Result<()> {
         let mut child = Command::new("ip")

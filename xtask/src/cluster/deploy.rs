@@ -96,6 +96,14 @@ pub fn apply_file(cluster: &Cluster, name: &str) -> Result<()> {
     cluster.kubectl(&arguments).map(drop)
 }
 
+/// Gives the agents one more argument, and waits until all have started with it.
+pub fn add_argument(cluster: &Cluster, argument: &str) -> Result<()> {
+    let path = "/spec/template/spec/containers/0/args/-";
+    let patch = serde_json::json!([{ "op": "add", "path": path, "value": argument }]).to_string();
+    cluster.kubectl(&["-n", "kube-system", "patch", "ds/kilo", "--type=json", "-p", &patch])?;
+    wait_rolled_out(cluster, "kilo", 180)
+}
+
 /// Waits until a DaemonSet of kube-system has rolled out.
 pub fn wait_rolled_out(cluster: &Cluster, daemon_set: &str, seconds: u32) -> Result<()> {
     let (object, timeout) = (format!("ds/{daemon_set}"), format!("--timeout={seconds}s"));

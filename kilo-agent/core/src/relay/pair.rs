@@ -415,7 +415,7 @@ impl Pair {
             Some(relay) => self.leases.fails(relay, now),
             None => is_silent || self.trial.is_some_and(|trial| trial.fails(now)),
         };
-        // It still relays, but not for long: it has withdrawn its offer, or is no longer a gateway. Or this
+        // It still relays, but not for long: it has withdrawn its offer, or has ceased to be a gateway. Or this
         // end's own tunnel with it has not worked for three minutes: another relay is better.
         let is_withdrawn = self.by.is_some_and(|relay| !turn.relays.contains_key(&relay));
         if !needs && !is_withdrawn {

@@ -7,9 +7,9 @@ const DIRECTORY: &str = "/proc/sys/net/netfilter";
 /// True where connections last although connection tracking sees some of their segments only. The kernel does
 /// not announce a change: it has to be read anew at each reconcile.
 ///
-/// Segments outside of the window must be accepted (`nf_conntrack_tcp_be_liberal`). The kernel then no longer
-/// learns that data was acknowledged, so idle connections last as long as those with data under way
-/// (`net/netfilter/nf_conntrack_proto_tcp.c)`: both timeouts for these must be that of established ones.
+/// Segments outside of the window must be accepted (`nf_conntrack_tcp_be_liberal`). The kernel does not learn
+/// from these that data was acknowledged, so an idle connection lasts only as long as one with data under way
+/// (`net/netfilter/nf_conntrack_proto_tcp.c`): both timeouts for those must be that of established ones.
 pub fn tolerates_gaps_in_tcp() -> bool {
     are_tolerant(|name| fs::read_to_string(format!("{DIRECTORY}/{name}")).ok()?.trim().parse().ok())
 }

@@ -23,8 +23,8 @@ const TICK: Duration = Duration::from_millis(1);
 const WRITE: (Duration, usize) = (Duration::from_millis(10), 1000);
 /// When nothing has arrived for so long after the stream's end, nothing is under way any more.
 const STRAGGLERS: Duration = Duration::from_millis(700);
-/// The same when the last datagram has no answer: whoever answers may be late. On two busy cores a thread has
-/// stood still for about as long as [`STRAGGLERS`].
+/// The same when the last datagram has no answer: the server's thread may be late. On two busy cores a thread
+/// has stood still for about as long as [`STRAGGLERS`].
 const LATE: Duration = Duration::from_secs(5);
 /// Longest time TCP may need to retransmit what was lost: pauses double, so that after an outage of 83 s,
 /// which is Kilo's longest, it tries 102 s after the first loss, or half as late again.

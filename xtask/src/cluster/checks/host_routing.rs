@@ -14,9 +14,7 @@ use crate::{
     lab::wait,
 };
 
-/// Turns it on in the agents, as a JSON patch of the DaemonSet.
-const AUTO: &str =
-    r#"[{"op":"add","path":"/spec/template/spec/containers/0/args/-","value":"--host-routing=auto"}]"#;
+/// Counts packets that bypassed.
 const BYPASSED: &str = "kilo_packets_total{action=\"bypass\"}";
 /// How long flows run.
 const MEASURED: Duration = Duration::from_secs(5);
@@ -24,9 +22,8 @@ const MEASURED: Duration = Duration::from_secs(5);
 /// Pods, a Service and the outside are reached without a loss, while agents restart, too; UDP bypasses, and
 /// TCP does once connection tracking tolerates gaps.
 pub fn bypasses(cluster: &Cluster) -> Result<String> {
-    cluster.kubectl(&["-n", "kube-system", "patch", "ds/kilo", "--type=json", "-p", AUTO])?;
-    let shown = deploy::wait_rolled_out(cluster, "kilo", 180).and_then(|()| both_protocols(cluster));
-    let put_back = tolerant(cluster, false)
+    let shown = deploy::add_argument(cluster, "--host-routing=auto").and_then(|()| both_protocols(cluster));
+    let put_back = tolerate_gaps(cluster, false)
         .and_then(|()| deploy::apply_file(cluster, deploy::manifest_name()))
         .and_then(|()| deploy::wait_rolled_out(cluster, "kilo", 180))
         .map(drop);
@@ -42,7 +39,7 @@ fn both_protocols(cluster: &Cluster) -> Result<String> {
         bypassed <= datagrams + datagrams / 10,
         "{bypassed} packets bypassed the stack: TCP, too, of {datagrams} datagrams"
     );
-    tolerant(cluster, true)?;
+    tolerate_gaps(cluster, true)?;
     let restart = || {
         cluster.kubectl(&["-n", "kube-system", "rollout", "restart", "ds/kilo"])?;
         deploy::wait_rolled_out(cluster, "kilo", 180).map(drop)
@@ -81,13 +78,7 @@ fn measure(
     Ok((sent, bypassed, measured.all(|_, figures| figures.lost == 0)?))
 }
 
-/// Whether TCP connections last although connection tracking sees some of their segments only; else as after
-/// a boot.
-fn tolerant(cluster: &Cluster, on: bool) -> Result<()> {
-    let (liberal, timeout) = if on { (1, "$(cat nf_conntrack_tcp_timeout_established)") } else { (0, "300") };
-    let set = format!(
-        "cd /proc/sys/net/netfilter; echo {liberal} > nf_conntrack_tcp_be_liberal; for name in unacknowledged max_retrans; \
-         do echo {timeout} > nf_conntrack_tcp_timeout_$name; done"
-    );
-    cluster.nodes.iter().try_for_each(|node| node.sh(&set).map(drop))
+/// Sets on every node whether connection tracking tolerates gaps in TCP.
+fn tolerate_gaps(cluster: &Cluster, tolerate: bool) -> Result<()> {
+    cluster.nodes.iter().try_for_each(|node| node.netns().tolerate_gaps_in_tcp(tolerate))
 }

@@ -18,9 +18,6 @@ use crate::{
 const ACCEPTED: Duration = Duration::from_secs(1);
 /// Datagrams that a flow may lose in a planned change: two are 10 ms.
 const PLANNED: u64 = 2;
-/// Enables failover in the agents, as a JSON patch of the DaemonSet.
-const AUTO: &str =
-    r#"[{"op":"add","path":"/spec/template/spec/containers/0/args/-","value":"--failover=auto"}]"#;
 
 /// This metric is 1 on the node that carries its location's packets.
 const LEADS: &str = "kilo_failover_role{role=\"leader\"}";
@@ -68,8 +65,7 @@ fn with_failover(cluster: &Cluster, code: impl FnOnce(&Node, &Node) -> Result<St
     let leader = cluster.first();
     let is_beside = |node: &&Node| node.site.letter == leader.site.letter && node.name() != leader.name();
     let stand_by = cluster.nodes.iter().find(is_beside).context("no other node there")?;
-    cluster.kubectl(&["-n", "kube-system", "patch", "ds/kilo", "--type=json", "-p", AUTO])?;
-    deploy::wait_rolled_out(cluster, "kilo", 180)?;
+    deploy::add_argument(cluster, "--failover=auto")?;
     // The node that led without failover continues, and gives leadership back after a minute.
     let leads_again = becomes(leader, LEADS, 150);
     let result = leads_again

@@ -262,7 +262,7 @@ mod tests {
             link(7, "docker0", "bridge", &["172.17.0.1/16"]),
             pod(10, Some(6), &[]),
             pod(11, None, &["10.244.1.1/32"]),
-            // Containers of others, a bridge's own end, a VLAN in another namespace.
+            // Containers of others, an interface whose other end is here, and one of another kind.
             pod(12, Some(7), &[]),
             pod(13, None, &["192.0.2.1/24"]),
             Link { controller: Some(6), ..link(14, "veth14", "veth", &[]) },
