@@ -99,7 +99,8 @@ counted! {
             "A host outside the location sends encapsulated packets here: look for its address in `kgctl \
              status`. A node of the location that has just joined is known within a second. Otherwise: \
              spoofing, or two clusters in one network.",
-        /// Inner source does not belong to the node that sent it.
+        /// Inner source does not belong to the node that sent it; or, on a gateway, a pod sends from an address
+        /// of another node, location or VPN peer.
         ForeignSource = 35 => "foreign_source",
             "A node forwards packets whose source is not in its pod CIDRs: a pod with a spoofed address, a \
              second pod network, or spec.podCIDRs that differ from what the CNI gives out.",
@@ -165,10 +166,12 @@ counted! {
             "IPIP or VXLAN for another address of this host than its private one, from a pod, a process or an \
              interface without programs: spoofing, or another tunnel on UDP port 51821 or without a device of \
              its own for IPIP.",
-        /// VXLAN packet, or apparent signal, to a node's VXLAN port that was not sent by Kilo.
+        /// VXLAN packet, or apparent signal, to a node's VXLAN port that was not sent by Kilo; or IPIP of a
+        /// pod to a node.
         ForgedVxlan = 55 => "forged_vxlan",
             "A process or a pod forges mesh traffic, or has a VXLAN of its own on UDP port 51821: find it by \
-             `ss -upn dport = :51821`, and give it another port.",
+             `ss -upn dport = :51821`, and give it another port. Or a pod sends IPIP to a node: `kgctl monitor` \
+             names its address.",
         /// A signal about a change of leader that is outdated: an earlier term, or recorded before this
         /// node's start.
         /// Or one of too many messages about relays that are not the latest ones of their sender.

@@ -18,15 +18,15 @@ const _: () = assert!(DIRECT_V4.size == 1 << 16 && size_of::<u64>() as u32 == DI
 
 /// The slot of an address's prefix, and the key that proves that the word there is for it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Place {
+pub struct Slot {
     /// Index into the array.
     pub index: u32,
     /// Upper half of the word.
     key: u32,
 }
 
-impl Place {
-    /// The place of the IPv4 prefix that leaves `shift` bits of this address behind it, 1 to 31.
+impl Slot {
+    /// The slot of the IPv4 prefix that leaves `shift` bits of this address behind it, 1 to 31.
     #[inline(always)]
     pub const fn of(addr: [u8; 4], shift: u16) -> Self {
         let net = u32::from_be_bytes(addr) >> (shift as u32 & 31);
@@ -68,26 +68,26 @@ mod tests {
             addr: [u8; 4], other: [u8; 4], length in 1u8..32, of in 0u8..=32, hop: u16, flags: u16,
         ) {
             let value = PrefixValue { hop: hop.into(), flags: flags.into() };
-            let place = Place::of(addr, shift(length));
-            let word = place.word(value).expect("it has room");
+            let slot = Slot::of(addr, shift(length));
+            let word = slot.word(value).expect("it has room");
             let bits = |addr: [u8; 4]| u32::from_be_bytes(addr) >> (32 - length);
             for near in [other, (u32::from_be_bytes(addr) ^ u32::from_be_bytes(other) >> length).to_be_bytes()] {
-                let found = Place::of(near, shift(length));
+                let found = Slot::of(near, shift(length));
                 let same = bits(near) == bits(addr);
-                prop_assert_eq!(found.index == place.index && found.read(word).is_some(), same);
+                prop_assert_eq!(found.index == slot.index && found.read(word).is_some(), same);
                 prop_assert!(!same || found.read(word) == Some(value));
             }
             // Words of another length are not found, nor is anything where no length is given.
-            let found = Place::of(addr, shift(of)).read(word);
+            let found = Slot::of(addr, shift(of)).read(word);
             prop_assert_eq!(found.is_some(), of == length);
-            prop_assert_eq!(place.read(0), None);
+            prop_assert_eq!(slot.read(0), None);
         }
     }
 
     #[test]
     fn what_does_not_fit_into_a_word_has_none() {
-        let place = Place::of([10, 0, 0, 0], shift(24));
-        assert_eq!(place.word(PrefixValue { hop: 0x1_0000, flags: 0 }), None);
-        assert_eq!(place.word(PrefixValue { hop: 0, flags: 0x1_0000 }), None);
+        let slot = Slot::of([10, 0, 0, 0], shift(24));
+        assert_eq!(slot.word(PrefixValue { hop: 0x1_0000, flags: 0 }), None);
+        assert_eq!(slot.word(PrefixValue { hop: 0, flags: 0x1_0000 }), None);
     }
 }

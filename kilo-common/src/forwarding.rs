@@ -9,10 +9,10 @@ use crate::{
     counters::{Action, DropReason},
     lead::{Exit, Sender, exit, hop_of},
     maps::{
-        CONFIG_ENCAPSULATED, CONFIG_GATEWAY, CONFIG_NATIVE, HOP_ACTING, HOP_FIRST_NODE, HOP_KIND_LOCAL,
-        HOP_KIND_NODE, HOP_KIND_WIREGUARD, HOP_LOCAL, HOP_REMOTE, Hop, NODE_GATEWAY, NODE_LED, NodeValue,
-        PREFIX_HOST_STEERED, PREFIX_NEVER_CLEAR, PREFIX_PODS_STEERED, PREFIX_ROUTE, PREFIX_SOURCE,
-        PrefixValue,
+        CONFIG_ENCAPSULATED, CONFIG_GATEWAY, CONFIG_NATIVE, CONFIG_OFFERED, HOP_ACTING, HOP_FIRST_NODE,
+        HOP_KIND_LOCAL, HOP_KIND_NODE, HOP_KIND_WIREGUARD, HOP_LOCAL, HOP_REMOTE, Hop, NODE_GATEWAY,
+        NODE_LED, NodeValue, PREFIX_HOST_STEERED, PREFIX_NEVER_CLEAR, PREFIX_PODS_STEERED, PREFIX_ROUTE,
+        PREFIX_SOURCE, PrefixValue,
     },
 };
 
@@ -288,7 +288,7 @@ pub fn native_source(config: u32, source: impl FnOnce() -> Option<PrefixValue>) 
 }
 
 /// Checks that a packet without an outer header may arrive on an uplink. From and to prefixes where [`guard`]
-/// lets nobody send in clear, nothing is accepted in clear either. Replies to it would go through the mesh to
+/// lets nobody send in cleartext, nothing is accepted in cleartext either. Replies to it would go through the mesh to
 /// the forged source, which a host with loose `rp_filter`, or with IPv6, does not check; and the host would
 /// forward a packet to another node's pods.
 ///
@@ -326,6 +326,19 @@ pub fn is_of_mesh(source: Option<PrefixValue>, is_decrypted: bool) -> bool {
     source.is_some_and(|owner| owner.flags & (PREFIX_SOURCE | steered) == PREFIX_SOURCE)
 }
 
+/// True for the source of a packet that a pod of this host sends in another's name: the prefix is of another
+/// node, of another location or of a VPN peer. Where a location offers prefixes, containers here may have
+/// addresses within them; and with native routing, packets of nodes may come by interfaces without programs.
+#[inline(always)]
+pub fn is_anothers(config: u32, source: Option<PrefixValue>) -> bool {
+    let Some(owner) = source.filter(|owner| owner.flags & PREFIX_SOURCE != 0) else { return false };
+    if is_remote(owner.hop) {
+        owner.flags & PREFIX_NEVER_CLEAR != 0 && config & CONFIG_OFFERED == 0
+    } else {
+        owner.hop >= HOP_FIRST_NODE && config & CONFIG_NATIVE == 0
+    }
+}
+
 /// True for `PrefixValue::flags` of destinations that [`guard`] must check.
 #[inline(always)]
 pub const fn is_guarded(flags: u32) -> bool {
@@ -337,7 +350,7 @@ pub const fn is_guarded(flags: u32) -> bool {
 /// `own`: it is WireGuard's or neighbour discovery; `on_link`: one of its addresses stays on a link.
 ///
 /// # Errors
-/// `NotEncrypted`: it would leave in clear.
+/// `NotEncrypted`: it would leave in cleartext.
 #[inline(always)]
 pub fn guard(
     flags: u32,

@@ -15,6 +15,9 @@ pub const LEAP: u32 = 1_024;
 /// Highest count of leader changes that is believed, whatever its source: one per minute for 30 years.
 pub const MOST_CHANGES: u32 = 1 << 24;
 
+/// A node in signals and relay messages: first 8 bytes of SHA-256 of its public key.
+pub type NodeId = u64;
+
 /// Number of a change of leader. No two gateways use the same one: the low 16 bits are the gateway's own, so
 /// every node and every far leader agrees which of two simultaneous changes is later.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -62,6 +65,13 @@ impl Term {
     pub const fn next(self, gateway: u64) -> Self {
         let count = self.count().saturating_add(1) as u64;
         Self(count << TIE_BITS | (gateway >> (64 - TIE_BITS)))
+    }
+
+    /// Whether `gateway` made this term: who follows a gateway does so in a term of that gateway. Of 65,536
+    /// others one looks the same.
+    #[must_use]
+    pub const fn is_by(self, gateway: u64) -> bool {
+        self.count() > 0 && self.0 & ((1 << TIE_BITS) - 1) == gateway >> (64 - TIE_BITS)
     }
 }
 

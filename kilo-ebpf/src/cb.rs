@@ -22,6 +22,10 @@ const DELIVERED: u32 = u32::from_be_bytes(*b"dlvr");
 const LED: u32 = u32::from_be_bytes(*b"led ");
 /// `lan_ingress` to `kilo_egress`: for the gateway that leads the sender, as it is.
 const PASS_ON: u32 = u32::from_be_bytes(*b"pass");
+/// `lan_ingress` to `kilo_egress`: from a source that belongs to its sender.
+const CHECKED_SOURCE: u32 = u32::from_be_bytes(*b"chkd");
+/// `tunnel_ingress` to `lan_ingress`: a checked packet of the sending host itself.
+const OF_SENDER: u32 = u32::from_be_bytes(*b"sndr");
 /// `inject` to `kilo_egress`: for a node of the location, without outer header.
 const TO_LAN: u32 = u32::from_be_bytes(*b"lan ");
 /// Any program that steers, to `uplink_egress`: on its way to another node.
@@ -95,6 +99,32 @@ fn is(ctx: &TcContext, what: u32) -> bool {
     let skb: *mut __sk_buff = ctx.as_ptr().cast();
     // SAFETY: the context is valid for the whole program.
     unsafe { (*skb).cb[0] == OURS && (*skb).cb[1] == what }
+}
+
+/// Notes that the packet's source was checked, and nothing else: `kilo_egress` looks up the rest.
+#[inline(always)]
+pub fn checked_source(ctx: &TcContext) {
+    set(ctx, CHECKED_SOURCE);
+}
+
+/// Notes that the packet is the sending host's own, for the interface that leads there.
+#[inline(always)]
+pub fn of_sender(ctx: &TcContext) {
+    set(ctx, OF_SENDER);
+}
+
+/// True if [`of_sender`] has left its note.
+#[inline(always)]
+pub fn is_of_sender(ctx: &TcContext) -> bool {
+    is(ctx, OF_SENDER)
+}
+
+/// True if `lan_ingress`, `tunnel_ingress` or `inject` has left a note, whatever it says: the packet was checked.
+#[inline(always)]
+pub fn is_noted(ctx: &TcContext) -> bool {
+    let skb: *mut __sk_buff = ctx.as_ptr().cast();
+    // SAFETY: the context is valid for the whole program.
+    unsafe { (*skb).cb[0] == OURS }
 }
 
 /// Notes that the packet is for WireGuard: another node of the location sent it

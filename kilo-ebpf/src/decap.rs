@@ -179,6 +179,8 @@ pub fn validate<I: Ip>(
                 cb::transit(ctx);
             } else if sender.flags & NODE_LED != 0 {
                 cb::led(ctx);
+            } else {
+                cb::checked_source(ctx);
             }
         }
     }

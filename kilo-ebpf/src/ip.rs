@@ -4,7 +4,7 @@
 use aya_ebpf::{btf_maps::lpm_trie::Key, programs::TcContext};
 use kilo_common::{
     counters::DropReason,
-    direct::Place,
+    direct::Slot,
     maps::{CONFIG_SEVERAL_V4, CONFIG_SEVERAL_V6, Config, Device, NodeValue, PrefixValue},
     packet::{IPV4_LEN, IPV6_LEN, Ipv4, Ipv4Header, Ipv6, never_steered, never_steered_v6, protocol},
 };
@@ -204,9 +204,9 @@ impl Ip for Ipv4 {
 /// The value that `direct_v4` holds for an address; `None` leaves it to the trie.
 #[inline(always)]
 pub fn direct(config: &Config, addr: [u8; 4]) -> Option<PrefixValue> {
-    let place = Place::of(addr, config.direct_shift);
+    let slot = Slot::of(addr, config.direct_shift);
     // SAFETY: the entry is aligned to 8 bytes, and written at once.
-    place.read(unsafe { DIRECT_V4.get_ptr(place.index)?.read_volatile() })
+    slot.read(unsafe { DIRECT_V4.get_ptr(slot.index)?.read_volatile() })
 }
 
 /// An IPv6 header, its addresses as halves: sixteen bytes one by one would

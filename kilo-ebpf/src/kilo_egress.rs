@@ -14,11 +14,12 @@ use crate::{
     ip::{Ip, V6},
     leader_word::word,
     maps::{count_action, hop},
-    masquerade::{self, Known},
+    masquerade::{self, FlowHint},
     mtu::fits,
     packet::{self, Family},
     pod_flow,
     ret::{Act, Verdict, from_code},
+    sender::is_foreign,
     signal,
     subprogram::{Skb, subprogram},
 };
@@ -49,12 +50,19 @@ fn egress<I: Ip>(ctx: &TcContext, config: &Config) -> Verdict {
     if I::never_steered(ip.dst()) || I::never_steered(ip.src()) {
         return Err(DropReason::NotUnicast);
     }
+    if is_gateway(config.flags)
+        && !cb::is_noted(ctx)
+        && packet::brought_by(ctx) != 0
+        && is_foreign::<I>(ctx.as_ptr().cast(), config) != 0
+    {
+        return Err(DropReason::ForeignSource);
+    }
     // Without an entry no node has it: it is routed nowhere, like hop 0 without flags.
     let to = I::prefix(config, ip.dst()).unwrap_or_default();
     // A packet that is passed on is translated by the gateway that gets it.
     if to.flags & PREFIX_NOT_MASQUERADED == 0
         && !cb::is_passed_on(ctx)
-        && let Some(addr) = masquerade::egress(ctx, config, 0, &ip, Known::Rare)?
+        && let Some(addr) = masquerade::egress(ctx, config, 0, &ip, FlowHint::Rare)?
     {
         ip.set_src(addr);
     }

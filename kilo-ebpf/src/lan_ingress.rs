@@ -30,12 +30,17 @@ use crate::{
     sender::{DESTINATION_PORT, sender_of},
     signal,
     subprogram::{Skb, subprogram},
+    vxlan_order,
 };
 
 /// Ingress of an uplink; packets start with an Ethernet header.
 #[inline(always)]
 pub fn lan_ingress(ctx: &TcContext, config: &Config) -> Verdict {
     if !packet::is_for_host(ctx) {
+        // `tunnel_ingress` has handed it here; it bears the link-layer address of the tunnel's device.
+        if cb::is_of_sender(ctx) {
+            packet::make_for_host(ctx);
+        }
         return Ok(Act::NEXT);
     }
     // The program of the VLAN's own device gets it next, without the tag.
@@ -144,7 +149,7 @@ fn received<O: Ip, const LINK: usize>(ctx: &TcContext, config: &Config) -> Verdi
             {
                 return Ok(Act::of(SIGNAL));
             }
-            protocol::UDP | protocol::FRAGMENT => match vxlan::<O, LINK>(ctx, &outer) {
+            protocol::UDP | protocol::FRAGMENT => match vxlan::<O, LINK>(ctx, config, &outer) {
                 Family::V4 => {
                     return from_code(steered_subprogram::<O, Ipv4, LINK>(
                         skb,
@@ -162,6 +167,9 @@ fn received<O: Ip, const LINK: usize>(ctx: &TcContext, config: &Config) -> Verdi
                 Family::Other if config.vxlan_ifindex != 0 && is_to_vxlan::<O, LINK>(ctx, &outer) => {
                     sender_of::<O>(ctx, &outer)?;
                     cb::checked(ctx);
+                    if is_for_the_device(ctx, &outer) {
+                        vxlan_order::given_to_device();
+                    }
                     // As for packets taken here, other programs behind this one (a host firewall) must not
                     // see what the device decapsulates.
                     return Ok(Act::STACK);
@@ -210,12 +218,20 @@ fn destination_port<O: Ip, const LINK: usize>(ctx: &TcContext) -> Option<u16> {
     ctx.load::<[u8; 2]>(LINK + O::HEADER_LEN + DESTINATION_PORT).ok().map(u16::from_be_bytes)
 }
 
-/// The family of the packet in a VXLAN packet of ours. `Other` leaves it to the stack: other ports and VNIs,
-/// options, and GSO packets and fragments (for the device).
+/// True for VXLAN packets that only the device decapsulates: GSO packets and fragments.
 #[inline(always)]
-fn vxlan<O: Ip, const LINK: usize>(ctx: &TcContext, outer: &O) -> Family {
-    let whole = outer.protocol() == protocol::UDP && !outer.is_fragment();
-    if !whole || outer.header_len() != O::HEADER_LEN || packet::gso_size(ctx) != 0 {
+fn is_for_the_device<O: Ip>(ctx: &TcContext, outer: &O) -> bool {
+    outer.protocol() != protocol::UDP || outer.is_fragment() || packet::gso_size(ctx) != 0
+}
+
+/// The family of the packet in a VXLAN packet of ours. `Other` leaves it to the stack: other ports and VNIs,
+/// options, and what is for the device, with all that would overtake it.
+#[inline(always)]
+fn vxlan<O: Ip, const LINK: usize>(ctx: &TcContext, config: &Config, outer: &O) -> Family {
+    if outer.header_len() != O::HEADER_LEN
+        || is_for_the_device(ctx, outer)
+        || (config.vxlan_ifindex != 0 && vxlan_order::device_may_hold_packets())
+    {
         return Family::Other;
     }
     let Ok(bytes) = ctx.load::<[u8; VXLAN_INNER]>(LINK + O::HEADER_LEN) else {
@@ -270,7 +286,7 @@ fn native<I: Ip, const LINK: usize>(ctx: &TcContext, config: &Config, ip: &I) ->
             match disposition {
                 Disposition::PassOn => cb::pass_on(ctx),
                 _ if sender_at(node).is_some_and(|sender| sender.flags & NODE_LED != 0) => cb::led(ctx),
-                _ => {}
+                _ => cb::checked_source(ctx),
             }
             if gso::is(ctx, config) {
                 gso::make_room(ctx, Cut::ByDevice);

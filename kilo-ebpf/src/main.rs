@@ -86,6 +86,8 @@ mod tunnel_ingress;
 #[cfg(target_arch = "bpf")]
 mod uplink_egress;
 #[cfg(target_arch = "bpf")]
+mod vxlan_order;
+#[cfg(target_arch = "bpf")]
 mod wireguard_port;
 #[cfg(target_arch = "bpf")]
 mod word_memory;

@@ -6,7 +6,12 @@ use crate::{
     subprogram::{Skb, subprogram},
     word_memory::Words,
 };
-use aya_ebpf::{EbpfContext as _, bindings::__sk_buff, helpers::bpf_skb_vlan_pop, programs::TcContext};
+use aya_ebpf::{
+    EbpfContext as _,
+    bindings::__sk_buff,
+    helpers::{bpf_skb_change_type, bpf_skb_vlan_pop},
+    programs::TcContext,
+};
 use kilo_common::packet::{ETHERNET_LEN, ETHERTYPE_IPV4, ETHERTYPE_IPV6, IPV4_LEN, Ipv4Header};
 use network_types::{tcp::TcpHdr, udp::UdpHdr};
 
@@ -100,6 +105,13 @@ pub fn mark(ctx: &TcContext) -> u32 {
 pub fn priority(ctx: &TcContext) -> u32 {
     // SAFETY: the context is valid for the whole program.
     unsafe { (*skb(ctx)).priority }
+}
+
+/// Makes the stack accept a packet whose link-layer address is not this interface's.
+#[inline(always)]
+pub fn make_for_host(ctx: &TcContext) {
+    // SAFETY: the context is valid for the whole program. Where it fails, the stack drops the packet.
+    unsafe { bpf_skb_change_type(ctx.as_ptr().cast(), PACKET_HOST) };
 }
 
 /// Sets the packet's priority.

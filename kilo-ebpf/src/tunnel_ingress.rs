@@ -41,6 +41,8 @@ pub fn tunnel_ingress(ctx: &TcContext, config: &Config) -> Verdict {
     match hop(sender.hop).filter(|_| own) {
         Some(hop) => {
             count_action(disposition.action());
+            // The kernel takes it for somebody else's there, by its link-layer address.
+            cb::of_sender(ctx);
             Ok(Act::receive(hop.ifindex))
         }
         None => {

@@ -1,4 +1,4 @@
-//! Egress of uplinks. Nothing of the mesh leaves there in clear: a packet to a prefix that WireGuard or a
+//! Egress of uplinks. Nothing of the mesh leaves there in cleartext: a packet to a prefix that WireGuard or a
 //! tunnel owns is dropped unless our programs sent it, whatever the routes say. Packets to an address to
 //! which the host's WireGuard sends by an uplink, and pods' packets to one to which the host itself does, are
 //! steered here and not by a route: a route by source or port needs a policy rule, and with the first rule
@@ -10,7 +10,7 @@ use aya_ebpf::{EbpfContext as _, programs::TcContext};
 use kilo_common::{
     counters::DropReason,
     forwarding,
-    maps::{CONFIG_OFFERED, CONFIG_ONE_V4, CONFIG_ONE_V6, Config, NodeValue, PREFIX_NEVER_CLEAR},
+    maps::{CONFIG_OFFERED, CONFIG_ONE_V4, CONFIG_ONE_V6, Config, PREFIX_NEVER_CLEAR},
     packet::{ETHERNET_LEN, IPV4_LEN, IPV6_LEN, Ipv4, Ipv4Header, protocol},
 };
 use network_types::ip::{Ipv4Hdr, Ipv6Hdr};
@@ -21,11 +21,12 @@ use crate::{
     fast_path::established::{self, Established},
     ip::{Ip, V6},
     leader_word::resolve_hop,
-    masquerade::{self, Known},
+    masquerade::{self, FlowHint},
     mtu::fits,
     packet::{self, Family},
     reflect,
     ret::{Act, Verdict, from_code, to_code},
+    sender,
     subprogram::{Skb, subprogram},
     wireguard_port,
 };
@@ -41,8 +42,8 @@ pub fn uplink_egress(ctx: &TcContext, config: &Config) -> Verdict {
     if cb::is_sent(ctx) || packet::is_tagged(ctx) {
         return Ok(Act::NEXT);
     }
-    if let Some(node) = sent_by_device::<ETHERNET_LEN>(ctx) {
-        return forwarding::leaves_by_device(node, packet::ifindex(ctx)).map(|()| Act::NEXT);
+    if cb::take_by_device(ctx) {
+        return sent_by_device::<ETHERNET_LEN>(ctx);
     }
     match packet::family(ctx) {
         Family::V4 if is_wireguards_v4(ctx, config) => Ok(Act::NEXT),
@@ -51,7 +52,7 @@ pub fn uplink_egress(ctx: &TcContext, config: &Config) -> Verdict {
             if config.flags & CONFIG_OFFERED != 0 {
                 let verdict = match Ipv4::read(ctx, ETHERNET_LEN) {
                     // `transmit` first checks whether these are forged.
-                    Ok(ip) if !is_to_nodes_vxlan::<_, ETHERNET_LEN>(ctx, &ip) => {
+                    Ok(ip) if !is_forged::<_, ETHERNET_LEN>(ctx, &ip) => {
                         guard::<_, ETHERNET_LEN>(ctx, config, &ip)?
                     }
                     _ => GO_ON,
@@ -60,15 +61,15 @@ pub fn uplink_egress(ctx: &TcContext, config: &Config) -> Verdict {
                     return Ok(verdict);
                 }
             }
-            let known = match established::leaving(ctx, config)? {
+            let hint = match established::leaving(ctx, config)? {
                 Established::Done => return Ok(Act::NEXT),
-                Established::NoEntry => Known::New,
-                Established::NotDue => Known::NotDue,
-                Established::Unknown => Known::Nothing,
+                Established::NoEntry => FlowHint::New,
+                Established::NotDue => FlowHint::NotDue,
+                Established::Unknown => FlowHint::Nothing,
             };
-            read_and_transmit::<Ipv4, ETHERNET_LEN>(ctx, config, known)
+            read_and_transmit::<Ipv4, ETHERNET_LEN>(ctx, config, hint)
         }
-        Family::V6 => read_and_transmit::<V6, ETHERNET_LEN>(ctx, config, Known::Nothing),
+        Family::V6 => read_and_transmit::<V6, ETHERNET_LEN>(ctx, config, FlowHint::Nothing),
         Family::Other => Ok(Act::NEXT),
     }
 }
@@ -79,34 +80,34 @@ pub fn l3_egress(ctx: &TcContext, config: &Config) -> Verdict {
     if cb::is_sent(ctx) {
         return Ok(Act::NEXT);
     }
-    if let Some(node) = sent_by_device::<0>(ctx) {
-        return forwarding::leaves_by_device(node, packet::ifindex(ctx)).map(|()| Act::NEXT);
+    if cb::take_by_device(ctx) {
+        return sent_by_device::<0>(ctx);
     }
     match packet::family(ctx) {
-        Family::V4 => read_and_transmit::<Ipv4, 0>(ctx, config, Known::Nothing),
-        Family::V6 => read_and_transmit::<V6, 0>(ctx, config, Known::Nothing),
+        Family::V4 => read_and_transmit::<Ipv4, 0>(ctx, config, FlowHint::Nothing),
+        Family::V6 => read_and_transmit::<V6, 0>(ctx, config, FlowHint::Nothing),
         Family::Other => Ok(Act::NEXT),
     }
 }
 
-/// The node of the location that gets this packet in the outer header of one of our devices; `None` for all
-/// other packets. `LINK` is the length of the link-layer header, here and below.
+/// Decides about a packet in the outer header of one of our devices: it leaves by an interface that leads to
+/// its node. `LINK` is the length of the link-layer header, here and below.
 #[inline(always)]
-fn sent_by_device<const LINK: usize>(ctx: &TcContext) -> Option<&'static NodeValue> {
-    if !cb::take_by_device(ctx) {
-        return None;
-    }
-    match packet::family(ctx) {
-        Family::V4 => Ipv4::sender(Ipv4::read(ctx, LINK).ok()?.dst()),
-        Family::V6 => V6::sender(V6::read(ctx, LINK).ok()?.dst()),
-        Family::Other => None,
-    }
+fn sent_by_device<const LINK: usize>(ctx: &TcContext) -> Verdict {
+    let node = match packet::family(ctx) {
+        Family::V4 => Ipv4::sender(Ipv4::read(ctx, LINK)?.dst()),
+        Family::V6 => V6::sender(V6::read(ctx, LINK)?.dst()),
+        Family::Other => return Ok(Act::NEXT),
+    };
+    // A node that has just left the location has no interface.
+    let node = node.ok_or(DropReason::NotEncrypted)?;
+    forwarding::leaves_by_device(node, packet::ifindex(ctx)).map(|()| Act::NEXT)
 }
 
 #[inline(always)]
-fn read_and_transmit<I: Ip, const LINK: usize>(ctx: &TcContext, config: &Config, known: Known) -> Verdict {
+fn read_and_transmit<I: Ip, const LINK: usize>(ctx: &TcContext, config: &Config, hint: FlowHint) -> Verdict {
     match I::read(ctx, LINK) {
-        Ok(ip) => transmit::<I, LINK>(ctx, config, &ip, known),
+        Ok(ip) => transmit::<I, LINK>(ctx, config, &ip, hint),
         Err(_) => {
             unreadable::<I>(config, ctx.load(LINK + if I::V6 { DESTINATION_V6 } else { DESTINATION_V4 }).ok())
         }
@@ -118,7 +119,11 @@ fn read_and_transmit<I: Ip, const LINK: usize>(ctx: &TcContext, config: &Config,
 /// possible is read.
 #[inline(always)]
 fn is_wireguards_v4(ctx: &TcContext, config: &Config) -> bool {
-    if config.flags & CONFIG_ONE_V4 == 0 || ctx.data() + ETHERNET_LEN + IPV4_LEN + 2 > ctx.data_end() {
+    // A pod's packet may have got that port and address by somebody's masquerading.
+    if config.flags & CONFIG_ONE_V4 == 0
+        || packet::brought_by(ctx) != 0
+        || ctx.data() + ETHERNET_LEN + IPV4_LEN + 2 > ctx.data_end()
+    {
         return false;
     }
     let start = ctx.data() + ETHERNET_LEN;
@@ -139,6 +144,7 @@ fn is_wireguards_v6(ctx: &TcContext, config: &Config) -> bool {
     // SAFETY: the field is aligned to 4 bytes.
     let private: &[u16; 8] = unsafe { &*config.private_v6.as_ptr().cast() };
     config.flags & CONFIG_ONE_V6 != 0
+        && packet::brought_by(ctx) == 0
         && packet::pairs::<{ PORT + 1 }>(ctx).is_some_and(|pairs| {
             let mut same = true;
             let mut i = 0;
@@ -153,31 +159,35 @@ fn is_wireguards_v6(ctx: &TcContext, config: &Config) -> bool {
 }
 
 #[inline(always)]
-fn transmit<I: Ip, const LINK: usize>(ctx: &TcContext, config: &Config, ip: &I, known: Known) -> Verdict {
-    if is_to_nodes_vxlan::<I, LINK>(ctx, ip) {
-        // Only our devices may send what other nodes take for a packet from this node.
+fn transmit<I: Ip, const LINK: usize>(ctx: &TcContext, config: &Config, ip: &I, hint: FlowHint) -> Verdict {
+    if is_forged::<I, LINK>(ctx, ip) {
         return Err(DropReason::ForgedVxlan);
     }
     let verdict = guard::<I, LINK>(ctx, config, ip)?;
     if verdict != GO_ON {
         return Ok(verdict);
     }
-    if known != Known::NotDue {
-        masquerade::egress(ctx, config, LINK, ip, known)?;
+    if hint != FlowHint::NotDue {
+        masquerade::egress(ctx, config, LINK, ip, hint)?;
     }
     Ok(Act::NEXT)
 }
 
-/// True for what a node of the location would take for a steered packet.
+/// True for what a node of the location would take for a packet that this node or another one has steered, and
+/// what none of our programs sent: VXLAN of anybody, and forged IPIP. IPIP of this host is Kilo's own agent's.
 #[inline(always)]
-fn is_to_nodes_vxlan<I: Ip, const LINK: usize>(ctx: &TcContext, ip: &I) -> bool {
-    is_to_vxlan::<I, LINK>(ctx, ip) && I::sender(ip.dst()).is_some()
+fn is_forged<I: Ip, const LINK: usize>(ctx: &TcContext, ip: &I) -> bool {
+    let is_encapsulated = match ip.protocol() {
+        protocol::IPIP | protocol::IPV6 => sender::is_forged(ctx, ip),
+        _ => is_to_vxlan::<I, LINK>(ctx, ip),
+    };
+    is_encapsulated && I::sender(ip.dst()).is_some()
 }
 
 /// Result of [`guard`]: the packet may leave as it is.
 const GO_ON: Act = Act::NEXT;
 
-/// Keeps packets of the mesh from leaving in clear: drops them, or steers them.
+/// Keeps packets of the mesh from leaving in cleartext: drops them, or steers them.
 #[inline(always)]
 fn guard<I: Ip, const LINK: usize>(ctx: &TcContext, config: &Config, ip: &I) -> Verdict {
     match I::prefix(config, ip.dst()) {
@@ -217,7 +227,8 @@ fn decide<I: Ip, const LINK: usize>(
     let of_mesh =
         !I::is_private(config, ip.src()) && forwarding::is_of_mesh(I::prefix(config, ip.src()), is_decrypted);
     let own = !of_mesh
-        && (wireguard_port::is_own(ctx, config, ip, LINK) || is_neighbour_discovery::<I, LINK>(ctx, ip));
+        && (packet::brought_by(ctx) == 0 && wireguard_port::is_own(ctx, config, ip, LINK)
+            || is_neighbour_discovery::<I, LINK>(ctx, ip));
     let on_link = || I::never_steered(ip.dst()) || I::never_steered(ip.src());
     if !forwarding::guard(flags, of_mesh, own, on_link)? {
         return Ok(GO_ON);

@@ -19,7 +19,7 @@ use crate::{
 /// Seconds within which the other fragments follow: this host makes them all at once.
 const FOLLOWS_WITHIN: u32 = 1;
 
-/// True for a packet of WireGuard, wherever its peer is. The source must be the host's own.
+/// True for a packet of WireGuard, wherever its peer is. The host itself must have made it.
 #[inline(always)]
 pub fn is_own<I: Ip>(ctx: &TcContext, config: &Config, ip: &I, link: usize) -> bool {
     let Some(udp) = ip.udp(ctx, link) else {

@@ -52,7 +52,7 @@ const CHOOSE: u32 = 8;
 
 /// What is known of a packet that leaves before its flow's entry is looked up.
 #[derive(Clone, Copy, PartialEq, Eq)]
-pub enum Known {
+pub enum FlowHint {
     /// Nothing.
     Nothing,
     /// Few packets here are masqueraded: look up the tables before the entry.
@@ -71,14 +71,14 @@ pub fn egress<I: Ip>(
     config: &Config,
     offset: usize,
     ip: &I,
-    known: Known,
+    hint: FlowHint,
 ) -> Result<Option<I::Addr>, DropReason> {
     let Some(device) = translating_device(ctx, config) else { return Ok(None) };
     let mut addr = I::masq_addr(device);
     // Already has a masquerade address: the host's own packets, and what netfilter has translated.
     let mut own = ip.src() == addr;
     // On the WireGuard device there is one address.
-    if !own && known != Known::Rare && address::is_own::<I>(config, ip.src()) {
+    if !own && hint != FlowHint::Rare && address::is_own::<I>(config, ip.src()) {
         own = true;
         addr = ip.src();
     }
@@ -91,11 +91,11 @@ pub fn egress<I: Ip>(
     work.key.dst = dst;
     // No socket shows which echo identifiers the host uses: its own echoes claim theirs as those of pods do,
     // where both may go.
-    if own && work.destination() == MASQ_EXCLUDE || known == Known::Rare && !own && !work.is_due() {
+    if own && work.destination() == MASQ_EXCLUDE || hint == FlowHint::Rare && !own && !work.is_due() {
         return Ok(None);
     }
     work.addr = octets(I::mapped(addr));
-    let new = if known == Known::New { NEW } else { 0 };
+    let new = if hint == FlowHint::New { NEW } else { 0 };
     let choose = !own && device.flags & DEVICE_BY_DESTINATION != 0;
     let flags =
         new | if I::V6 { IPV6 } else { 0 } | if own { OWN } else { 0 } | if choose { CHOOSE } else { 0 };
