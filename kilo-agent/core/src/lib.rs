@@ -8,6 +8,7 @@
 pub mod addresses;
 pub mod errors;
 pub mod flat_map;
+mod label_values;
 pub mod multicluster;
 pub mod net;
 pub mod objects;
@@ -20,5 +21,6 @@ pub mod showconf;
 pub mod signal_id;
 pub mod tables;
 pub mod topology;
+pub mod tunnel_path;
 pub mod vpn_peer;
 pub mod wireguard;

@@ -1,7 +1,7 @@
 //! Two clusters that peer with each other: the Peer objects each gets for the other, and what
 //! prevents joining them. Pure.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 
 use ipnet::IpNet;
 use kube::core::DynamicObject;
@@ -11,7 +11,7 @@ use crate::{
     prefixes::Prefixes,
     settings::Granularity,
     showconf,
-    topology::{Mesh, Node, Nodes, Peer, ready_at},
+    topology::{Mesh, Node, Nodes, Peer, SubnetsDiffer, published_subnet, ready_at},
 };
 
 /// Label of Peer objects that stand for a location of another cluster; its
@@ -71,16 +71,14 @@ pub enum Unfit {
     /// No leader has published a WireGuard address.
     #[error("no leader of cluster {0} has published its WireGuard address yet; try again in a minute")]
     NoSubnet(String),
-    /// Leaders have published addresses of different subnets.
-    #[error(
-        "leaders of cluster {0} have WireGuard addresses of different subnets: {1} and {2}; give all agents the same --subnet"
-    )]
-    Subnets(String, IpNet, IpNet),
+    /// Nodes have published addresses of different subnets.
+    #[error("in cluster {0} {1}; give all agents the same --subnet")]
+    Subnets(String, #[source] SubnetsDiffer),
 }
 
 impl Cluster {
     /// A cluster from its objects at this time (Unix seconds). The WireGuard
-    /// subnet is the one its leaders publish addresses of.
+    /// subnet is the one its nodes publish addresses of.
     ///
     /// # Errors
     /// When no node is ready, or the subnet is not clear.
@@ -94,22 +92,14 @@ impl Cluster {
     ) -> Result<Self, Unfit> {
         let ready: Vec<&Node> =
             snapshot.nodes.iter().filter(|node| ready_at(*node, now)).map(|known| &**known.node).collect();
-        let mesh = |subnet| Mesh::new(ready.iter().copied(), &snapshot.peers, granularity, subnet);
-        // The choice of leaders does not depend on the subnet.
-        let leaders = mesh(IpNet::default());
-        if leaders.segments.is_empty() {
+        if ready.is_empty() {
             return Err(Unfit::NobodyReady(name.to_owned()));
         }
-        let published = ready.iter().filter(|node| leaders.leads(&node.name));
-        let subnets: BTreeSet<IpNet> =
-            published.filter_map(|node| node.wireguard_ip).map(|address| address.trunc()).collect();
-        let mut subnets = subnets.into_iter();
-        let subnet = match (subnets.next(), subnets.next()) {
-            (None, _) => return Err(Unfit::NoSubnet(name.to_owned())),
-            (Some(one), Some(two)) => return Err(Unfit::Subnets(name.to_owned(), one, two)),
-            (Some(subnet), None) => subnet,
-        };
-        Ok(Self { name: name.to_owned(), nodes: snapshot.nodes.clone(), mesh: mesh(subnet), services, peers })
+        let subnet = published_subnet(ready.iter().copied())
+            .map_err(|differ| Unfit::Subnets(name.to_owned(), differ))?
+            .ok_or_else(|| Unfit::NoSubnet(name.to_owned()))?;
+        let mesh = Mesh::new(ready, &snapshot.peers, granularity, subnet);
+        Ok(Self { name: name.to_owned(), nodes: snapshot.nodes.clone(), mesh, services, peers })
     }
 
     /// Peer objects here that stand for the other cluster.

@@ -13,6 +13,8 @@ use x25519_dalek::{PublicKey as DalekPublic, StaticSecret};
 
 use crate::wireguard::key::{PublicKey, SecretKey};
 
+pub use kilo_common::lead::NodeId;
+
 /// Length in bits of the network of control addresses, [`CONTROL_PREFIX`].
 pub const CONTROL_LENGTH: u8 = 48;
 
@@ -23,8 +25,8 @@ fn first_eight(hash: &[u8]) -> u64 {
     hash.first_chunk().map_or(0, |bytes| u64::from_be_bytes(*bytes))
 }
 
-/// A node's id: the first 8 bytes of SHA-256 of its public key.
-pub fn node(key: &PublicKey) -> u64 {
+/// A node's id.
+pub fn node(key: &PublicKey) -> NodeId {
     first_eight(&Sha256::digest(key.0))
 }
 

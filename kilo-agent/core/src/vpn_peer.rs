@@ -148,7 +148,7 @@ fn open(mesh: &Mesh) -> BTreeSet<IpNet> {
     open.map(IpNet::from).collect()
 }
 
-/// Prefixes of all pods, to which nothing may be sent in clear before there is a [`plan`] of the whole mesh.
+/// Prefixes of all pods, to which nothing may be sent in cleartext before there is a [`plan`] of the whole mesh.
 pub fn pods(mesh: &Mesh) -> BTreeSet<IpNet> {
     let members = || mesh.segments.iter().flat_map(|segment| &segment.members);
     let outer: Vec<_> =
@@ -259,7 +259,7 @@ mod tests {
         }
         assert!(!routes.iter().any(|route| route.contains(':')), "the peer has no IPv6 address: {routes:?}");
         assert_eq!(plan.net.unreachable, BTreeSet::from(["fd00:42::/64".parse().unwrap()]));
-        assert!(plan.net.routes.iter().all(|route| route.closed), "nothing goes another way in clear");
+        assert!(plan.net.routes.iter().all(|route| route.closed), "nothing goes another way in cleartext");
         assert_eq!(plan.unrouted, vec!["10.2.0.1/32".parse::<IpNet>().unwrap()]);
         let source = Some("10.5.0.1".parse().unwrap());
         assert!(plan.net.routes.iter().all(|route| route.source == source));

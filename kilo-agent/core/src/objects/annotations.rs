@@ -2,6 +2,7 @@
 //! read and written, and what the documentation says of it. A new row's value also needs a field of [`Node`]
 //! (`types.rs`), and of [`Published`] (`snapshot.rs`) when agents write it.
 
+mod unknown;
 mod value;
 
 use std::collections::BTreeMap;
@@ -10,7 +11,7 @@ use ipnet::IpNet;
 
 pub(super) use self::value::excerpt;
 use self::value::{Value, seen_endpoints_text};
-use super::{CheckedIn, Node, Published};
+use super::{CheckedIn, InternalIpBy, Node, Published};
 use crate::settings::Granularity;
 
 /// Prefix of every annotation of ours.
@@ -126,18 +127,21 @@ pub const ANNOTATIONS: &[Annotation] = &[
     },
     Annotation {
         name: "kilo.squat.ai/force-internal-ip",
-        writer: Writer::Operator(|node| {
-            let forced = node.internal_ip.filter(|_| node.internal_ip_forced).map(|net| net.to_string());
-            forced.or_else(|| node.no_internal_ip.then(|| "-".to_owned()))
+        writer: Writer::Operator(|node| match node.internal_ip_by {
+            InternalIpBy::Agent => None,
+            InternalIpBy::Forced => node.internal_ip.map(|net| net.to_string()),
+            InternalIpBy::ForcedNone => Some("-".to_owned()),
         }),
         example: "`10.1.0.11/24`",
         meaning: "the private address; `\"\"` or `-`: the node has none and is a location of its own",
         remedy: "write for example 10.1.0.2/24, or - for a node without private address",
         read: |value, node| match value.text {
-            "" | "-" => node.node.no_internal_ip = true,
+            "" | "-" => node.node.internal_ip_by = InternalIpBy::ForcedNone,
             _ => {
                 node.node.internal_ip = value.prefix();
-                node.node.internal_ip_forced = node.internal_ip.is_some();
+                if node.internal_ip.is_some() {
+                    node.node.internal_ip_by = InternalIpBy::Forced;
+                }
             }
         },
     },
@@ -200,7 +204,7 @@ pub const ANNOTATIONS: &[Annotation] = &[
         meaning: "the private address; empty if the node has none",
         remedy: AGENT,
         read: |value, node| {
-            if !node.no_internal_ip && !node.internal_ip_forced {
+            if node.internal_ip_by == InternalIpBy::Agent {
                 node.node.internal_ip = if value.text.is_empty() { None } else { value.prefix() };
             }
         },
@@ -309,15 +313,20 @@ pub const ANNOTATIONS: &[Annotation] = &[
     },
 ];
 
-/// Reads all annotations that are present into `node`; adds those that cannot be read to `problems`.
+/// Reads all annotations that are present into `node`; adds those that cannot be read, or
+/// are not known, to `problems`.
 pub(super) fn read(present: &BTreeMap<String, String>, node: &mut CheckedIn, problems: &mut Vec<String>) {
+    let mut known = 0;
     for row in ANNOTATIONS {
         let Annotation { name, remedy, read, .. } = row;
+        let Some(text) = present.get(*name) else { continue };
+        known += 1;
         // `last-seen` has been read by then: its row comes before those that can be void.
-        if let Some(text) = present.get(*name).filter(|_| !row.is_void(present, node.last_seen)) {
+        if !row.is_void(present, node.last_seen) {
             read(&mut Value { text, name, remedy, problems }, node);
         }
     }
+    unknown::report(present, known, problems);
 }
 
 impl Annotation {

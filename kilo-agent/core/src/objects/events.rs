@@ -71,6 +71,10 @@ reasons! {
     TunnelAnswers Normal "Node" "A tunnel that was silent has a handshake. Written by its agent."
     /// Another node claims the same private address.
     AddressConflict Warning "Node" "Another node claims the same private address. Written by the agent of each node that claims it."
+    /// Another node claims the same WireGuard key.
+    KeyConflict Warning "Node" "Another node has the same WireGuard key, so one of them is out of the mesh. Written by the agent of each node that has it."
+    /// The node leads a location that has no WireGuard address.
+    NoWireguardAddress Warning "Node" "The node leads a location for which `--subnet` has no WireGuard address left. Written by its agent."
     /// The node leads its location with an endpoint that other
     /// locations may not reach.
     PrivateEndpoint Warning "Node" "The node leads its location with an endpoint that others may not reach. Written by its agent."

@@ -1,7 +1,7 @@
-//! Signs on a Node object that its node is about to go, or to rest: a table of taints, and
-//! cordons. Such a node leads its location only where no other can.
+//! Signs on a Node object that its node is about to go, or to rest: a table of taints, cordons, and what a
+//! kubelet says when its machine shuts down. Such a node leads its location only where no other can.
 
-use k8s_openapi::api::core::v1::{NodeSpec, Taint};
+use k8s_openapi::api::core::v1::{Node, NodeCondition, NodeSpec, Taint};
 
 use super::Leaving;
 
@@ -25,10 +25,26 @@ fn of_taint(taint: &Taint) -> Option<Leaving> {
     TAINTS.iter().find(|(key, _)| matches(key)).map(|(_, leaving)| *leaving)
 }
 
-/// The reason in a Node's spec; of several, the most pressing.
-pub fn read(spec: &NodeSpec) -> Option<Leaving> {
+/// The reason in a Node; of several, the most pressing.
+pub fn read(node: &Node) -> Option<Leaving> {
+    let of_spec = node.spec.as_ref().and_then(of_spec);
+    let mut conditions = node.status.iter().flat_map(|status| status.conditions.iter().flatten());
+    let shuts_down = conditions.any(shuts_down).then_some(Leaving::ShutsDown);
+    of_spec.into_iter().chain(shuts_down).max()
+}
+
+fn of_spec(spec: &NodeSpec) -> Option<Leaving> {
     let cordoned = spec.unschedulable.unwrap_or(false).then_some(Leaving::Cordoned);
     spec.taints.iter().flatten().filter_map(of_taint).chain(cordoned).max()
+}
+
+/// True for what a kubelet writes as soon as logind announces a shutdown, before it ends pods, where graceful
+/// node shutdown is configured (pkg/kubelet/nodeshutdown): the node is not ready, among other messages because
+/// it shuts down. Once it is off, the node's controller writes another message.
+pub fn shuts_down(condition: &NodeCondition) -> bool {
+    condition.type_ == "Ready"
+        && condition.status == "False"
+        && condition.message.as_ref().is_some_and(|message| message.contains("node is shutting down"))
 }
 
 /// Writes fields from which [`read`] returns the same.
@@ -40,11 +56,17 @@ pub fn write(leaving: Option<Leaving>, spec: &mut NodeSpec) {
 
 #[cfg(test)]
 mod tests {
+    use k8s_openapi::api::core::v1::NodeStatus;
+
     use super::*;
 
-    fn tainted(keys: &[&str]) -> NodeSpec {
+    fn with(spec: NodeSpec) -> Node {
+        Node { spec: Some(spec), ..Node::default() }
+    }
+
+    fn tainted(keys: &[&str]) -> Node {
         let taint = |key: &&str| Taint { key: (*key).to_owned(), ..Taint::default() };
-        NodeSpec { taints: Some(keys.iter().map(taint).collect()), ..NodeSpec::default() }
+        with(NodeSpec { taints: Some(keys.iter().map(taint).collect()), ..NodeSpec::default() })
     }
 
     #[test]
@@ -65,8 +87,32 @@ mod tests {
             assert_eq!(read(&tainted(keys)), leaving, "{keys:?}");
         }
         let cordoned = NodeSpec { unschedulable: Some(true), ..NodeSpec::default() };
-        assert_eq!(read(&cordoned), Some(Leaving::Cordoned));
-        assert_eq!(read(&NodeSpec { unschedulable: Some(false), ..NodeSpec::default() }), None);
+        assert_eq!(read(&with(cordoned)), Some(Leaving::Cordoned));
+        assert_eq!(read(&with(NodeSpec { unschedulable: Some(false), ..NodeSpec::default() })), None);
+    }
+
+    #[test]
+    fn a_kubelet_says_that_its_machine_shuts_down() {
+        let told = |type_: &str, status: &str, message: &str| {
+            let condition = NodeCondition {
+                type_: type_.to_owned(),
+                status: status.to_owned(),
+                message: Some(message.to_owned()),
+                ..NodeCondition::default()
+            };
+            let status = NodeStatus { conditions: Some(vec![condition]), ..NodeStatus::default() };
+            let spec = NodeSpec { unschedulable: Some(true), ..NodeSpec::default() };
+            read(&Node { status: Some(status), ..with(spec) })
+        };
+        let several = "[container runtime is down, node is shutting down]";
+        for message in ["node is shutting down", several] {
+            assert_eq!(told("Ready", "False", message), Some(Leaving::ShutsDown), "{message}");
+        }
+        let cordoned = Some(Leaving::Cordoned);
+        assert_eq!(told("Ready", "False", "container runtime is down"), cordoned);
+        assert_eq!(told("Ready", "Unknown", "Kubelet stopped posting node status."), cordoned);
+        assert_eq!(told("Ready", "True", "kubelet is posting ready status"), cordoned);
+        assert_eq!(told("MemoryPressure", "False", "node is shutting down"), cordoned);
     }
 
     #[test]
@@ -74,7 +120,7 @@ mod tests {
         for leaving in [None, Some(Leaving::Cordoned), Some(Leaving::Removed), Some(Leaving::ShutsDown)] {
             let mut spec = NodeSpec::default();
             write(leaving, &mut spec);
-            assert_eq!(read(&spec), leaving);
+            assert_eq!(read(&with(spec)), leaving);
         }
     }
 }

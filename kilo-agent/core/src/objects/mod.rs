@@ -11,6 +11,6 @@ pub mod slices;
 mod snapshot;
 mod types;
 
-pub use nodes::{CheckedIn, Known, Nodes, Replaced, among, not_among, with_own};
+pub use nodes::{CheckedIn, CheckedInRef, Nodes, Replaced, among, not_among, with_own};
 pub use snapshot::{ObjectRef, Published, Snapshot};
-pub use types::{Leaving, Node, Peer};
+pub use types::{InternalIpBy, Leaving, Node, Peer};

@@ -33,7 +33,7 @@ pub fn from_object(object: &core::Node, topology_label: &str) -> (CheckedIn, Vec
     node.control_plane = CONTROL_PLANE.iter().any(|label| labels.contains_key(*label));
     node.pod_cidrs = pod_cidrs(object.spec.as_ref(), &mut problems);
     node.external_ips = external_ips(object.status.as_ref());
-    node.leaving = object.spec.as_ref().and_then(leaving::read);
+    node.leaving = leaving::read(object);
     let mut read = CheckedIn { node, last_seen: 0 };
     let present = object.metadata.annotations.as_ref().unwrap_or(&empty);
     annotations::read(present, &mut read, &mut problems);
@@ -43,12 +43,16 @@ pub fn from_object(object: &core::Node, topology_label: &str) -> (CheckedIn, Vec
 /// Type of a Node address that is reached from outside the cluster's network.
 pub const EXTERNAL_IP: &str = "ExternalIP";
 
+/// Addresses of type `ExternalIP` that count: a slice, too, must have room for them.
+pub(super) const MOST_EXTERNAL_IPS: usize = 100;
+
 /// Addresses of type `ExternalIP`. Kubernetes checks that they are addresses;
 /// anything else is skipped.
 fn external_ips(status: Option<&core::NodeStatus>) -> Vec<IpAddr> {
     let addresses = status.and_then(|status| status.addresses.as_deref()).unwrap_or_default();
     let external = addresses.iter().filter(|address| address.type_ == EXTERNAL_IP);
-    let mut addresses: Vec<IpAddr> = external.filter_map(|address| address.address.parse().ok()).collect();
+    let external = external.filter_map(|address| address.address.parse().ok());
+    let mut addresses: Vec<IpAddr> = external.take(MOST_EXTERNAL_IPS).collect();
     addresses.shrink_to_fit();
     addresses
 }
@@ -82,7 +86,7 @@ pub fn to_object(node: &Node, last_seen: i64) -> core::Node {
     let mut object = core::Node::default();
     object.metadata.name = Some(node.name.clone());
     object.metadata.annotations = Some(annotations::of_node(node, last_seen));
-    // An agent that starts without the API server must know to which hosts packets go in clear.
+    // An agent that starts without the API server must know to which hosts packets go in cleartext.
     let label = node.control_plane.then(|| BTreeMap::from([(CONTROL_PLANE[0].to_owned(), String::new())]));
     object.metadata.labels = label;
     let pod_cidrs = node.pod_cidrs.iter().map(ToString::to_string).collect();
@@ -103,7 +107,7 @@ mod tests {
     use super::*;
     use crate::{
         objects::{
-            Leaving, Published,
+            InternalIpBy, Leaving, Published,
             annotations::{PREFIX, changes, wanted, without_failover},
         },
         settings::Granularity,
@@ -323,7 +327,7 @@ mod tests {
         let full = Node {
             endpoint: "vpn.example.com:5".parse().ok(),
             endpoint_forced: true,
-            internal_ip_forced: true,
+            internal_ip_by: InternalIpBy::Forced,
             leader: true,
             gateway: true,
             relay: true,
@@ -343,7 +347,7 @@ mod tests {
             heartbeat: Some(300),
             ..plain.clone()
         };
-        let without = Node { internal_ip: None, no_internal_ip: true, ..plain.clone() };
+        let without = Node { internal_ip: None, internal_ip_by: InternalIpBy::ForcedNone, ..plain.clone() };
         let new = Node { name: "new".to_owned(), ..Node::default() };
         for node in [plain, full, without, new] {
             let read = from_object(&to_object(&node, 17), "region");

@@ -27,14 +27,14 @@ impl Deref for CheckedIn {
 
 /// A node in [`Nodes`] and its last heartbeat, borrowed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Known<'a> {
+pub struct CheckedInRef<'a> {
     /// Everything else that its object says.
     pub node: &'a Arc<Node>,
     /// Unix seconds of its last heartbeat; 0: never.
     pub last_seen: i64,
 }
 
-impl Deref for Known<'_> {
+impl Deref for CheckedInRef<'_> {
     type Target = Node;
     fn deref(&self) -> &Node {
         self.node
@@ -70,8 +70,11 @@ impl Nodes {
     }
 
     /// Every node, sorted by name.
-    pub fn iter(&self) -> impl ExactSizeIterator<Item = Known<'_>> + Clone {
-        self.list.iter().zip(&self.last_seen).map(|(node, last_seen)| Known { node, last_seen: *last_seen })
+    pub fn iter(&self) -> impl ExactSizeIterator<Item = CheckedInRef<'_>> + Clone {
+        self.list
+            .iter()
+            .zip(&self.last_seen)
+            .map(|(node, last_seen)| CheckedInRef { node, last_seen: *last_seen })
     }
 
     /// The names of all nodes, sorted.
@@ -88,9 +91,9 @@ impl Nodes {
     }
 
     /// The node of this name.
-    pub fn get(&self, name: &str) -> Option<Known<'_>> {
+    pub fn get(&self, name: &str) -> Option<CheckedInRef<'_>> {
         let at = self.position(name).ok()?;
-        Some(Known { node: self.list.get(at)?, last_seen: *self.last_seen.get(at)? })
+        Some(CheckedInRef { node: self.list.get(at)?, last_seen: *self.last_seen.get(at)? })
     }
 
     /// Whether there is a node of this name.
@@ -158,17 +161,17 @@ impl FromIterator<CheckedIn> for Nodes {
 pub fn with_own<'a>(
     nodes: &'a Nodes,
     own: Option<&'a Arc<Node>>,
-) -> impl ExactSizeIterator<Item = Known<'a>> + Clone {
+) -> impl ExactSizeIterator<Item = CheckedInRef<'a>> + Clone {
     let own = own.and_then(|own| Some((nodes.position(&own.name).ok()?, own)));
     nodes.iter().enumerate().map(move |(at, known)| match own {
-        Some((place, node)) if place == at => Known { node, ..known },
+        Some((place, node)) if place == at => CheckedInRef { node, ..known },
         _ => known,
     })
 }
 
 /// The nodes that take part, by the flag at the same index of `ready`.
 pub fn among<'a>(
-    nodes: impl Iterator<Item = Known<'a>> + Clone,
+    nodes: impl Iterator<Item = CheckedInRef<'a>> + Clone,
     ready: &[bool],
 ) -> impl Iterator<Item = &'a Arc<Node>> + Clone {
     nodes.zip(ready).filter_map(|(known, ready)| ready.then_some(known.node))
@@ -176,7 +179,7 @@ pub fn among<'a>(
 
 /// The nodes that do not take part.
 pub fn not_among<'a>(
-    nodes: impl Iterator<Item = Known<'a>>,
+    nodes: impl Iterator<Item = CheckedInRef<'a>>,
     ready: &[bool],
 ) -> impl Iterator<Item = &'a Arc<Node>> {
     nodes.zip(ready).filter_map(|(known, ready)| (!ready).then_some(known.node))

@@ -1,5 +1,7 @@
 //! The Peer custom resource, `peers.kilo.squat.ai/v1alpha1`.
 
+use std::net::IpAddr;
+
 use ipnet::IpNet;
 use kube::{CustomResource, ResourceExt as _, core::DynamicObject};
 use schemars::JsonSchema;
@@ -8,7 +10,7 @@ use serde::{Deserialize, Serialize};
 use crate::errors::error_chain;
 use crate::{
     objects, signal_id,
-    wireguard::{Endpoint, EndpointHost, is_dns_name},
+    wireguard::{Endpoint, EndpointHost, PublicKey, is_dns_name},
 };
 
 /// What a VPN peer is and may reach.
@@ -139,12 +141,25 @@ pub enum InvalidPeer {
     /// An allowed IP is a gateway's own.
     #[error("spec.allowedIPs: {0} is refused: {reason}", reason = signal_id::CONTROL_REFUSED)]
     Control(IpNet),
+    /// An allowed IP that never leaves a host or its link.
+    #[error("spec.allowedIPs: {0} is refused: {1} addresses are not sent through WireGuard")]
+    NeverRouted(IpNet, &'static str),
     /// The key does not parse.
     #[error("spec.{0} is not a valid WireGuard key (base64 of 32 bytes)")]
     Key(&'static str),
+    /// The public key that no private key has.
+    #[error(
+        "spec.publicKey: 32 bytes of zero are no machine's key; write what `wg pubkey` prints on the peer's machine"
+    )]
+    ZeroKey,
     /// The host is neither a valid name nor an address.
     #[error("spec.endpoint.dnsOrIP: {0:?} is neither a DNS name nor an IP address")]
     Host(String),
+    /// The host is an address at which nothing is reached.
+    #[error(
+        "spec.endpoint.dnsOrIP: {0} is not the address of a machine; omit the endpoint of a peer that connects by itself"
+    )]
+    Unspecified(IpAddr),
     /// The port is out of range.
     #[error("spec.endpoint.port: {0} is not between 1 and 65535")]
     Port(i64),
@@ -174,9 +189,11 @@ pub fn from_object(object: &Peer) -> Result<objects::Peer, InvalidPeer> {
         .map(|text| {
             let prefix: IpNet = text.parse().map_err(|_| InvalidPeer::AllowedIp(text.clone()))?;
             if signal_id::is_control(&prefix) {
-                Err(InvalidPeer::Control(prefix))
-            } else {
-                Ok(prefix.trunc())
+                return Err(InvalidPeer::Control(prefix));
+            }
+            match never_routed(&prefix) {
+                Some(kind) => Err(InvalidPeer::NeverRouted(prefix, kind)),
+                None => Ok(prefix.trunc()),
             }
         })
         .collect::<Result<_, _>>()?;
@@ -187,15 +204,31 @@ pub fn from_object(object: &Peer) -> Result<objects::Peer, InvalidPeer> {
         None | Some("") => None,
         Some(text) => Some(text.parse().map_err(|_| InvalidPeer::Key("presharedKey"))?),
     };
+    let public_key = spec.public_key.parse().map_err(|_| InvalidPeer::Key("publicKey"))?;
+    if public_key == PublicKey([0; 32]) {
+        return Err(InvalidPeer::ZeroKey);
+    }
     Ok(objects::Peer {
         name: object.metadata.name.clone().unwrap_or_default(),
         allowed_ips,
         endpoint: spec.endpoint.as_ref().map(endpoint).transpose()?,
         persistent_keepalive,
         preshared_key,
-        public_key: spec.public_key.parse().map_err(|_| InvalidPeer::Key("publicKey"))?,
+        public_key,
         follows: object.annotations().get(FOLLOWS).is_some_and(|value| value == "true"),
     })
+}
+
+/// What the addresses of a prefix are that lies wholly among those which never leave a host or its link.
+fn never_routed(prefix: &IpNet) -> Option<&'static str> {
+    let (loopback, link_local, multicast) = match prefix.addr() {
+        IpAddr::V4(ip) => ((ip.is_loopback(), 8), (ip.is_link_local(), 16), (ip.is_multicast(), 4)),
+        IpAddr::V6(ip) => ((ip.is_loopback(), 128), (ip.is_unicast_link_local(), 10), (ip.is_multicast(), 8)),
+    };
+    [(loopback, "loopback"), (link_local, "link-local"), (multicast, "multicast")]
+        .into_iter()
+        .find(|&((is_of, shortest), _)| is_of && prefix.prefix_len() >= shortest)
+        .map(|(_, kind)| kind)
 }
 
 fn endpoint(endpoint: &PeerEndpoint) -> Result<Endpoint, InvalidPeer> {
@@ -206,6 +239,7 @@ fn endpoint(endpoint: &PeerEndpoint) -> Result<Endpoint, InvalidPeer> {
     let host = match (dns, ip) {
         (Some(dns), _) if is_dns_name(dns) => EndpointHost::Dns(dns.to_owned()),
         (None, Some(text)) => match text.parse() {
+            Ok(ip) if IpAddr::is_unspecified(&ip) => return Err(InvalidPeer::Unspecified(ip)),
             Ok(ip) => EndpointHost::Ip(ip),
             Err(_) => return Err(InvalidPeer::Host(text.to_owned())),
         },
@@ -242,7 +276,6 @@ pub fn to_object(peer: &objects::Peer) -> Peer {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::wireguard::key::PublicKey;
 
     fn valid() -> Peer {
         Peer::new(
@@ -290,6 +323,45 @@ mod tests {
         assert!(endpoint("", "", 1).is_err());
         let both = endpoint("vpn.example.com", "1.2.3.4", 1).unwrap();
         assert_eq!(both.endpoint.map(|endpoint| endpoint.to_string()), Some("vpn.example.com:1".to_owned()));
+    }
+
+    #[test]
+    fn what_no_machine_can_have_is_refused() {
+        let with_prefix = |prefix: &str| {
+            let mut peer = valid();
+            peer.spec.allowed_ips.push(prefix.to_owned());
+            from_object(&peer).map_err(|problem| problem.to_string())
+        };
+        for (prefix, kind) in [
+            ("127.0.0.0/8", "loopback"),
+            ("127.0.0.53/32", "loopback"),
+            ("::1/128", "loopback"),
+            ("169.254.0.0/16", "link-local"),
+            ("169.254.169.254/32", "link-local"),
+            ("fe80::/10", "link-local"),
+            ("fe80::1/64", "link-local"),
+            ("224.0.0.0/4", "multicast"),
+            ("239.1.0.0/16", "multicast"),
+            ("ff00::/8", "multicast"),
+            ("ff02::1/128", "multicast"),
+        ] {
+            let problem = with_prefix(prefix).unwrap_err();
+            assert!(problem.contains(prefix) && problem.contains(kind), "{problem}");
+        }
+        for prefix in
+            ["0.0.0.0/0", "::/0", "128.0.0.0/1", "224.0.0.0/3", "126.0.0.0/7", "fe00::/9", "::/1", "::2/128"]
+        {
+            assert!(with_prefix(prefix).is_ok(), "{prefix}");
+        }
+        let mut peer = valid();
+        peer.spec.public_key = PublicKey([0; 32]).to_string();
+        assert_eq!(from_object(&peer), Err(InvalidPeer::ZeroKey));
+        for ip in ["0.0.0.0", "::"] {
+            let mut peer = valid();
+            let dns_or_ip = DnsOrIp { dns: None, ip: Some(ip.to_owned()) };
+            peer.spec.endpoint = Some(PeerEndpoint { dns_or_ip, port: 51820 });
+            assert_eq!(from_object(&peer), Err(InvalidPeer::Unspecified(ip.parse().unwrap())));
+        }
     }
 
     #[test]

@@ -30,10 +30,8 @@ pub struct Node {
     pub key: Option<PublicKey>,
     /// Private address with the prefix length of its network.
     pub internal_ip: Option<IpNet>,
-    /// True when `internal_ip` comes from `force-internal-ip`.
-    pub internal_ip_forced: bool,
-    /// True when `force-internal-ip` says that the node has none.
-    pub no_internal_ip: bool,
+    /// Who says that it has this private address, or none.
+    pub internal_ip_by: InternalIpBy,
     /// It asks to lead its location (`leader`).
     pub leader: bool,
     /// Name of its location; may be empty.
@@ -74,6 +72,18 @@ pub struct Node {
     /// Whether it is alive, as the writer of slices has judged from all its heartbeats; `None`: its
     /// own heartbeat decides.
     pub declared_alive: Option<bool>,
+}
+
+/// Who decides about a node's private address.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum InternalIpBy {
+    /// Its agent has found the address, or none (`internal-ip`).
+    #[default]
+    Agent,
+    /// `force-internal-ip` names the address.
+    Forced,
+    /// `force-internal-ip` says that the node has none.
+    ForcedNone,
 }
 
 /// Why a node leads only if no other can; later variants are more pressing.

@@ -9,7 +9,7 @@ use kilo_common::maps::{PREFIX_NEVER_CLEAR, PREFIX_PODS_STEERED};
 use super::{Inputs, Own};
 use crate::{settings::Tunnel, topology::Lost};
 
-/// Each prefix, without host bits, with flags for what must not be sent there in clear; nothing is
+/// Each prefix, without host bits, with flags for what must not be sent there in cleartext; nothing is
 /// masqueraded towards any of them.
 pub(super) fn prefixes(inputs: &Inputs<'_>, own: &Own<'_>) -> Vec<(IpNet, u32)> {
     let mut all = Vec::new();
@@ -32,7 +32,7 @@ pub(super) fn prefixes(inputs: &Inputs<'_>, own: &Own<'_>) -> Vec<(IpNet, u32)> 
         };
         all.extend(lost.member.private_ip().filter(|_| !near || ours).map(|ip| (ip.into(), address)));
     }
-    // No route leads back to such a pod, and by the default route the answer would leave in clear.
+    // No route leads back to such a pod, and by the default route the answer would leave in cleartext.
     all.extend(inputs.links.former_pod_cidrs.iter().map(|cidr| (cidr.trunc(), PREFIX_NEVER_CLEAR)));
     // Packets may still be in flight to the address of a node that led a moment ago.
     all.extend(inputs.mesh.freed.iter().map(|address| ((*address).into(), PREFIX_NEVER_CLEAR)));

@@ -62,8 +62,11 @@ pub(super) fn fill(
                     0
                 },
         };
+        // Without an address nothing is masqueraded, but the programs tell an uplink from a pod's interface.
         if uplink != Uplink::default() {
             tables.device.insert(ifindex, device);
+        } else if ifindex != links.kilo {
+            tables.device.insert(ifindex, Device::default());
         }
     }
 }

@@ -18,7 +18,7 @@ pub mod trace;
 mod types;
 mod wireguard;
 
-pub use conflicts::all as conflicts;
+pub use conflicts::{all as conflicts, all_keys as key_conflicts};
 pub use hops::{HopIds, MOST_OTHERS};
 pub use overlay::{overlay_addresses, published as published_overlay};
 pub use steering::sender;
@@ -132,7 +132,7 @@ impl<'a> Own<'a> {
         }
     }
 
-    /// Whether this host's own packets to the private address of a node of another location may go in clear.
+    /// Whether this host's own packets to the private address of a node of another location may go in cleartext.
     /// They may to addresses that anybody on the Internet may send to, and between any node and those that
     /// run the API server and etcd: while the others know no key of a node, or a wrong one, nothing but the
     /// API server can help it.
@@ -244,6 +244,7 @@ pub fn host_plan(inputs: &Inputs<'_>) -> Option<HostPlan> {
         pods: inputs.links.pods.clone(),
         tunnels: inputs.links.vxlan.into_iter().chain(inputs.links.ipip).collect(),
         conflicts: conflicts::of(&own, inputs.mesh, &remote),
+        key_conflicts: conflicts::keys_of(&own, inputs.mesh),
         uplinks: {
             let links = inputs.links;
             links.uplinks.keys().chain(&links.private).chain(&links.overlay_device).copied().collect()

@@ -43,7 +43,7 @@ impl Tables {
     /// leaves, perhaps masqueraded.
     ///
     /// # Errors
-    /// The packet would be sent in clear.
+    /// The packet would be sent in cleartext.
     pub fn uplink_egress(&self, packet: Packet) -> Result<Option<Hop>, DropReason> {
         self.guarded(packet, false)
     }

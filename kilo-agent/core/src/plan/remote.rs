@@ -25,7 +25,7 @@ pub(super) struct PrefixClaim {
     pub via_wireguard: bool,
     /// WireGuard sends to this address: the tunnel cannot carry its own outer packets.
     pub endpoint: bool,
-    /// For an endpoint: the host's own packets may go there in clear, too.
+    /// For an endpoint: the host's own packets may go there in cleartext, too.
     pub free: bool,
     /// An operator has chosen the prefix: it does not belong to a node or its pods.
     pub chosen: bool,

@@ -187,12 +187,12 @@ fn of_claim(own: &Own<'_>, claim: &PrefixClaim) -> u32 {
         | match () {
             () if !by_host => PREFIX_NEVER_CLEAR,
             () if claim.prefix.prefix_len() == 0 || claim.free => PREFIX_PODS_STEERED,
-            // Of the host's own packets, only WireGuard's must go there in clear.
+            // Of the host's own packets, only WireGuard's must go there in cleartext.
             () => PREFIX_PODS_STEERED | PREFIX_HOST_STEERED,
         }
 }
 
-/// The flags of a prefix that two owners claim: what the host must send in clear for one of them cannot be
+/// The flags of a prefix that two owners claim: what the host must send in cleartext for one of them cannot be
 /// refused for the other.
 const fn join(one: u32, other: u32) -> u32 {
     const fn is_hosts(flags: u32) -> bool {

@@ -314,7 +314,7 @@ impl Tracer<'_> {
             self.reply();
             if let Err(reason) = self.tables.arrives_in_clear(self.packet()) {
                 self.trace
-                    .at("lan_ingress", "no node of the location would send it, and in clear nobody may");
+                    .at("lan_ingress", "no node of the location would send it, and in cleartext nobody may");
                 return self.conclude("lan_ingress", Err(reason));
             }
             self.trace.at(

@@ -6,7 +6,10 @@ pub use crate::{
     net::{MAIN_TABLE, NetPlan, Route},
     tables::{Hop, Tables},
 };
-use crate::{observed::HostLinks, wireguard::WireguardPlan};
+use crate::{
+    observed::HostLinks,
+    wireguard::{WireguardPlan, key::PublicKey},
+};
 
 /// Everything the actuators apply.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -27,6 +30,8 @@ pub struct HostPlan {
     pub tunnels: BTreeSet<u32>,
     /// Private addresses that several nodes claim.
     pub conflicts: Vec<Conflict>,
+    /// WireGuard keys that several nodes claim.
+    pub key_conflicts: Vec<KeyConflict>,
 }
 
 impl HostPlan {
@@ -52,5 +57,24 @@ pub struct Conflict {
 impl fmt::Display for Conflict {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} claim the private address {}", self.nodes.join(", "), self.address)
+    }
+}
+
+/// What an operator does about several nodes with one WireGuard key.
+pub const KEY_REMEDY: &str = "remove /var/lib/kilo/key on all but one of them and delete the pods of their agents, or \
+     delete the Node objects that are stale";
+
+/// A WireGuard key that several nodes claim: others have one of them as a peer, so the rest are out of the mesh.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct KeyConflict {
+    /// The public key.
+    pub key: PublicKey,
+    /// Names of the nodes, sorted.
+    pub nodes: Vec<String>,
+}
+
+impl fmt::Display for KeyConflict {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} claim the WireGuard key {}: {KEY_REMEDY}", self.nodes.join(", "), self.key)
     }
 }

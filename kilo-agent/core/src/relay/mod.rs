@@ -24,13 +24,12 @@ use std::{
 
 use kilo_common::relay::Message;
 
+use crate::{signal_id::NodeId, tunnel_path::TunnelPath};
+
 pub use client::Client;
 pub use inputs::{EndpointOverride, RelayInputs};
 pub use places::RelayPlaces;
 pub use server::{Heard, Server};
-
-/// A node: [`crate::signal_id::node`] of its key.
-pub type NodeId = u64;
 
 /// After this long without an answer a pair prepares to use a relay: it asks for one.
 pub const PREPARE: Duration = Duration::from_secs(8);
@@ -65,7 +64,7 @@ pub const REORDERED: Duration = Duration::from_secs(2);
 /// How long a relay keeps its pairs when it stops being a gateway, or its mesh is not known.
 pub const RESTS: Duration = Duration::from_secs(30);
 
-/// How two locations are connected.
+/// How two locations are connected: a [`TunnelPath`], with the relay.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Way {
     /// At an endpoint that one of the two publishes.
@@ -77,12 +76,12 @@ pub enum Way {
 }
 
 impl Way {
-    /// Label `way` of `kilo_tunnels`, and the word that `kgctl status` shows.
-    pub const fn as_str(self) -> &'static str {
+    /// The path, without the relay.
+    pub const fn path(self) -> TunnelPath {
         match self {
-            Self::Direct => "direct",
-            Self::Punched => "punched",
-            Self::Relayed(_) => "relayed",
+            Self::Direct => TunnelPath::Direct,
+            Self::Punched => TunnelPath::Punched,
+            Self::Relayed(_) => TunnelPath::Relayed,
         }
     }
 }
@@ -90,7 +89,7 @@ impl Way {
 /// A gateway of another location, as this host's device and the mesh show it.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Seen {
-    /// Its id: first 8 bytes of SHA-256 of its public key.
+    /// Its id.
     pub id: NodeId,
     /// It stands by, and so does this node: only keepalives go through the tunnel, which
     /// are not worth a relay.

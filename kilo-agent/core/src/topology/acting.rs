@@ -10,10 +10,10 @@ use std::{
 use kilo_common::lead::Term;
 
 use super::{Homes, Member, Node, Segment, homes::MOST_LEADERS, leader};
-use crate::{signal_id, wireguard::key::PublicKey};
-
-/// First 8 bytes of SHA-256 of a node's public key.
-pub type NodeId = u64;
+use crate::{
+    signal_id::{self, NodeId},
+    wireguard::key::PublicKey,
+};
 
 /// What was claimed or annotated for one location.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]

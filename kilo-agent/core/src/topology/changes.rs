@@ -12,22 +12,11 @@ use itertools::{
 };
 
 use super::{
-    LeaderReason, Mesh, Node, PeerAcceptance, Segment, location_of, missing, peer_acceptance, with_remedy,
+    LeaderReason, Mesh, ObservedMesh, PeerAcceptance, Segment, location_of, missing, peer_acceptance,
+    with_remedy,
 };
-use crate::objects::Snapshot;
 
-/// The mesh at one moment, and the objects it was computed from.
-#[derive(Clone, Copy, Debug)]
-pub struct Moment<'a> {
-    /// Locations and peers.
-    pub mesh: &'a Mesh,
-    /// Nodes and peers, in the mesh or not.
-    pub snapshot: &'a Snapshot,
-    /// This node as it is now; its object may lag behind.
-    pub own: Option<&'a Node>,
-}
-
-/// One difference between two [`Moment`]s: a line of the log, or an Event.
+/// One difference between two [`ObservedMesh`]es: a line of the log, or an Event.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Change {
     /// A location has its first node.
@@ -208,7 +197,7 @@ pub fn speaker(mesh: &Mesh) -> Option<&str> {
 }
 
 /// The differences as the node `own` sees them. Locations that are the same in memory are not read.
-pub fn changes(before: Moment<'_>, now: Moment<'_>, own: &str) -> Vec<Change> {
+pub fn changes(before: &ObservedMesh, now: &ObservedMesh, own: &str) -> Vec<Change> {
     let mut changes = Vec::new();
     let mut left = BTreeMap::new();
     let mut joined = BTreeMap::new();
@@ -237,7 +226,7 @@ pub fn changes(before: Moment<'_>, now: Moment<'_>, own: &str) -> Vec<Change> {
         let why = absence(&node, &location, now);
         changes.push(Change::NodeLeft { node, location, why });
     }
-    let (from, to) = (Role::of(before.mesh, own), Role::of(now.mesh, own));
+    let (from, to) = (Role::of(&before.mesh, own), Role::of(&now.mesh, own));
     // Why this node is out comes last, since people look at the last line of its log.
     let at = if to == Role::Out { 0 } else { changes.len() };
     if from != to {
@@ -267,7 +256,7 @@ fn paired<'a>(
 }
 
 /// A node on its own is its location: that changes with the node, and is reported as the node's change.
-fn of_location(old: Option<&Arc<Segment>>, new: Option<&Arc<Segment>>, now: Moment<'_>) -> Option<Change> {
+fn of_location(old: Option<&Arc<Segment>>, new: Option<&Arc<Segment>>, now: &ObservedMesh) -> Option<Change> {
     let location = old.or(new)?.location.clone();
     if location.starts_with("node:") {
         return None;
@@ -299,8 +288,8 @@ fn of_location(old: Option<&Arc<Segment>>, new: Option<&Arc<Segment>>, now: Mome
 }
 
 /// Why a node is not in a location.
-fn absence(node: &str, location: &str, now: Moment<'_>) -> Absence {
-    let own = now.own.filter(|own| own.name == node);
+fn absence(node: &str, location: &str, now: &ObservedMesh) -> Absence {
+    let own = now.own.as_deref().filter(|own| own.name == node);
     let known = now.snapshot.nodes.get(node);
     let Some(known) = own.or_else(|| known.map(|known| &**known.node)) else {
         return Absence::Deleted;
@@ -314,15 +303,15 @@ fn absence(node: &str, location: &str, now: Moment<'_>) -> Absence {
 }
 
 /// Why a node that is known is not in the mesh; `None`: it is in the mesh, or unknown.
-pub fn why_out(node: &str, now: Moment<'_>) -> Option<Absence> {
-    let known = now.own.is_some_and(|own| own.name == node) || now.snapshot.nodes.contains(node);
+pub fn why_out(node: &str, now: &ObservedMesh) -> Option<Absence> {
+    let known = now.own.as_ref().is_some_and(|own| own.name == node) || now.snapshot.nodes.contains(node);
     (known && now.mesh.find(node).is_none()).then(|| absence(node, "", now))
 }
 
 /// A node's role in the mesh, or why it has none. Names nobody else: a new leader is not
 /// news about each member.
-pub fn state(node: &str, now: Moment<'_>) -> String {
-    match (Role::of(now.mesh, node), why_out(node, now)) {
+pub fn state(node: &str, now: &ObservedMesh) -> String {
+    match (Role::of(&now.mesh, node), why_out(node, now)) {
         (Role::Leader { location }, _) => format!("leader of {location}"),
         (Role::Member { location, .. }, _) => format!("member of {location}"),
         (Role::Out, Some(why)) => format!("not in the mesh: {why}"),
@@ -330,15 +319,15 @@ pub fn state(node: &str, now: Moment<'_>) -> String {
     }
 }
 
-fn of_peers(before: Moment<'_>, now: Moment<'_>) -> Vec<Change> {
+fn of_peers(before: &ObservedMesh, now: &ObservedMesh) -> Vec<Change> {
     let same = Arc::ptr_eq(&before.snapshot.peers, &now.snapshot.peers)
         && before.snapshot.problems == now.snapshot.problems
-        && (now.snapshot.peers.is_empty() || keys(before.mesh).eq(keys(now.mesh)));
+        && (now.snapshot.peers.is_empty() || keys(&before.mesh).eq(keys(&now.mesh)));
     if same {
         return Vec::new();
     }
-    let old = peer_acceptance::in_order(before.mesh, before.snapshot);
-    let new = peer_acceptance::in_order(now.mesh, now.snapshot);
+    let old = peer_acceptance::in_order(&before.mesh, &before.snapshot);
+    let new = peer_acceptance::in_order(&now.mesh, &now.snapshot);
     let (mut gone, mut present) = (Vec::new(), Vec::new());
     for pair in old.into_iter().merge_join_by(new, |(old, _), (new, _)| old.cmp(new)) {
         let (peer, acceptance) = match pair {
@@ -365,7 +354,7 @@ fn keys(mesh: &Mesh) -> impl Iterator<Item = &crate::wireguard::key::PublicKey> 
 }
 
 /// Locations with no node in the mesh: nothing can reach them.
-pub fn locations_without_leader(now: Moment<'_>) -> BTreeSet<String> {
+pub fn locations_without_leader(now: &ObservedMesh) -> BTreeSet<String> {
     let Some(granularity) = now.mesh.granularity() else { return BTreeSet::new() };
     let led: BTreeSet<&str> = now.mesh.segments.iter().map(|segment| segment.location.as_str()).collect();
     let out = now.mesh.lost.iter().filter(|lost| now.snapshot.nodes.contains(lost.member.name()));

@@ -1,5 +1,5 @@
 //! What nodes had until a moment ago. Other nodes may still send there, because they learn of a change later,
-//! and this host may have open connections: none of these packets may leave in clear.
+//! and this host may have open connections: none of these packets may leave in cleartext.
 
 use std::{
     collections::BTreeMap,
@@ -10,7 +10,7 @@ use std::{
 
 use ipnet::IpNet;
 
-use super::Node;
+use super::{InternalIpBy, Node};
 
 /// Longer than any agent takes to learn of a change; hosts' connections try again at once.
 pub const KEPT: Duration = Duration::from_secs(60);
@@ -70,7 +70,7 @@ impl Former {
             self.gone(Arc::clone(before), now);
             return;
         }
-        if node.internal_ip.is_some() || node.no_internal_ip {
+        if node.internal_ip.is_some() || node.internal_ip_by == InternalIpBy::ForcedNone {
             self.without.remove(&node.name);
         } else if before.internal_ip.is_some() {
             self.without.insert(node.name.clone(), Arc::clone(before));
@@ -179,7 +179,7 @@ mod tests {
         former.changed(&with, &without, start);
         former.changed(
             &without,
-            &Node { no_internal_ip: true, name: "a".to_owned(), ..Node::default() },
+            &Node { internal_ip_by: InternalIpBy::ForcedNone, name: "a".to_owned(), ..Node::default() },
             start,
         );
         assert!(held(&mut former).is_empty());

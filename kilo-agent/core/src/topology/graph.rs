@@ -3,31 +3,27 @@
 use std::{collections::BTreeMap, fmt::Write as _, sync::Arc};
 
 use super::{Member, Mesh, Segment};
+use crate::tunnel_path::{PathWithRelay, TunnelPath};
 
-/// How tunnels between leaders are connected, by the names of both nodes: `punched`, or `relayed by` a node.
-/// Tunnels that are direct, or of which nothing is known, are absent.
+/// How tunnels between leaders are connected, by the names of both nodes. Tunnels that are direct, or of which
+/// nothing is known, are absent.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Ways(BTreeMap<[String; 2], String>);
+pub struct Ways(BTreeMap<[String; 2], PathWithRelay>);
 
 impl Ways {
     /// How the tunnel between two nodes is connected.
-    pub fn between(&self, one: &str, other: &str) -> Option<&str> {
+    pub fn between(&self, one: &str, other: &str) -> Option<&PathWithRelay> {
         if self.0.is_empty() {
             return None;
         }
-        self.0.get(&pair([one, other].map(str::to_owned))).map(String::as_str)
+        self.0.get(&pair([one, other].map(str::to_owned)))
     }
 }
 
-impl FromIterator<([String; 2], String)> for Ways {
-    fn from_iter<I: IntoIterator<Item = ([String; 2], String)>>(ways: I) -> Self {
+impl FromIterator<([String; 2], PathWithRelay)> for Ways {
+    fn from_iter<I: IntoIterator<Item = ([String; 2], PathWithRelay)>>(ways: I) -> Self {
         Self(ways.into_iter().map(|(ends, way)| (pair(ends), way)).collect())
     }
-}
-
-/// The text for a tunnel's way (`direct`, `punched`, `relayed`) and the node that relays.
-pub fn way_text(way: &str, by: Option<&str>) -> String {
-    by.map_or_else(|| way.to_owned(), |by| format!("{way} by {by}"))
 }
 
 /// A key that is the same for both directions.
@@ -116,9 +112,9 @@ pub fn acting(mesh: &Mesh, location: usize) -> &str {
 }
 
 /// Further attributes of an edge that is not direct.
-fn style(way: &str) -> String {
-    let dotted = if way.starts_with("relayed") { ", style=dotted" } else { "" };
-    format!(", label={}{dotted}", quote(way))
+fn style(way: &PathWithRelay) -> String {
+    let dotted = if way.path == TunnelPath::Relayed { ", style=dotted" } else { "" };
+    format!(", label={}{dotted}", quote(&way.to_string()))
 }
 
 fn quote(text: &str) -> String {
@@ -154,8 +150,8 @@ mod tests {
         let mesh = Mesh::new(&nodes, &BTreeMap::new(), Granularity::Location, subnet);
         let ends = |ends: [&str; 2]| ends.map(str::to_owned);
         let ways = [
-            (ends(["b", "a"]), way_text("relayed", Some("z"))),
-            (ends(["a", "c"]), way_text("punched", None)),
+            (ends(["b", "a"]), PathWithRelay { path: TunnelPath::Relayed, relay: Some("z".to_owned()) }),
+            (ends(["a", "c"]), PathWithRelay { path: TunnelPath::Punched, relay: None }),
         ];
         let drawn = dot(&mesh, &ways.into_iter().collect());
         for line in [

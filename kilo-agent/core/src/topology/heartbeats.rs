@@ -1,6 +1,6 @@
 //! How often an agent renews its heartbeat: as often as somebody needs it.
 
-use super::{Known, Mesh, Node};
+use super::{CheckedInRef, Mesh, Node};
 use crate::settings::Granularity;
 
 /// Seconds between two heartbeats where anybody may judge by them who is alive: Kilo's own interval.
@@ -17,15 +17,15 @@ pub const SELDOM: u16 = 300;
 /// theirs that often, so that they are declared dead in a minute even when failover has failed. A node counts
 /// by its object, alive or not; one without a heartbeat, or with `last-seen` 0, does not.
 pub fn seconds<'a>(
-    mut nodes: impl Iterator<Item = Known<'a>>,
+    mut nodes: impl Iterator<Item = CheckedInRef<'a>>,
     own: &str,
     mesh: &Mesh,
     may_rest: bool,
 ) -> u16 {
     let leads_others =
         || mesh.find(own).is_some_and(|(at, _)| mesh.segments[at].members.len() > 1 && mesh.leads(own));
-    let counts = |known: &Known<'_>| known.last_seen != 0 && known.key.is_some();
-    let is_needed = |known: Known<'_>| {
+    let counts = |known: &CheckedInRef<'_>| known.last_seen != 0 && known.key.is_some();
+    let is_needed = |known: CheckedInRef<'_>| {
         // The agent's own promise takes effect with its next heartbeat.
         let promises = known.heartbeat.is_some() || known.name == own;
         counts(&known) && !(promises && fails_over(known.node))
@@ -40,7 +40,7 @@ fn fails_over(node: &Node) -> bool {
 
 /// Whether the node's agent is Kilo's own, or one of ours from before promises; one that
 /// has never run is neither.
-pub fn is_foreign(known: Known<'_>) -> bool {
+pub fn is_foreign(known: CheckedInRef<'_>) -> bool {
     known.last_seen != 0 && known.key.is_some() && known.heartbeat.is_none()
 }
 
@@ -105,7 +105,7 @@ mod tests {
         let mut all = [node("a", 1), node("b", 2), node("c", 3)];
         all[2].node.heartbeat = None;
         assert_eq!(wanted("b", &all), OFTEN);
-        assert!(is_foreign(Known { node: &all[2].node.clone().into(), last_seen: 1 }));
+        assert!(is_foreign(CheckedInRef { node: &all[2].node.clone().into(), last_seen: 1 }));
         all[2].last_seen = 0;
         assert_eq!(wanted("b", &all), SELDOM, "it has been declared dead");
         all[2] = node("c", 3);

@@ -3,7 +3,7 @@
 use std::{
     borrow::Cow,
     cmp::Ordering,
-    collections::{BTreeMap, BTreeSet, HashMap, HashSet},
+    collections::{BTreeMap, HashMap, HashSet},
     fmt,
     net::{IpAddr, SocketAddr},
     sync::Arc,
@@ -11,8 +11,12 @@ use std::{
 
 use ipnet::IpNet;
 
-use super::{Acting, Gateways, Homes, Member, Node, Peer, Segment, allocate, segment::LeaderInfo};
-use crate::{prefixes::Prefixes, settings::Granularity, wireguard::key::PublicKey};
+use super::{
+    Acting, Gateways, Homes, Member, Node, Peer, Segment, allocate,
+    location_ips::{self, UnusedPrefix},
+    segment::LeaderInfo,
+};
+use crate::{settings::Granularity, wireguard::key::PublicKey};
 
 /// Default of `--stand-bys`.
 const STAND_BYS: usize = 2;
@@ -46,12 +50,14 @@ pub struct Mesh {
     pub segments: Vec<Arc<Segment>>,
     /// VPN peers, sorted by name; an allowed IP belongs to the first that claims it.
     pub peers: Vec<Peer>,
+    /// Offered prefixes that are not used.
+    pub(super) unused: Vec<UnusedPrefix>,
     /// Endpoints at which nodes see each other; the first in topology order counts.
     pub discovered: BTreeMap<PublicKey, SocketAddr>,
     /// Nodes that are known but do not take part, by name, as given to [`Self::with_lost`].
     pub lost: Vec<Lost>,
     /// Nodes that are no longer known, as given to [`Self::with_gone`]: nothing is sent
-    /// to their pods in clear.
+    /// to their pods in cleartext.
     pub gone: Vec<Lost>,
     /// WireGuard addresses that no segment has any more, as given to [`Self::with_freed`].
     pub freed: Vec<IpAddr>,
@@ -66,7 +72,7 @@ pub struct Mesh {
 }
 
 /// A node that takes no part although its object is there: its prefixes are nobody else's, and packets to
-/// them must not leave in clear.
+/// them must not leave in cleartext.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Lost {
     /// The node, without a WireGuard address.
@@ -127,7 +133,7 @@ impl Mesh {
             }
         }
         let mut order: Vec<usize> = (0..pending.len()).collect();
-        order.sort_by_key(|at| pending[*at].place);
+        order.sort_by_key(|at| pending[*at].name);
         let mut addresses = allocate::addresses(subnet);
         let mut segments = Vec::with_capacity(pending.len());
         let mut segment_of: Vec<Option<usize>> = vec![None; pending.len()];
@@ -149,7 +155,7 @@ impl Mesh {
             discovered.entry(*key).or_insert(*addr);
         }
         let peers = without_duplicates(peers);
-        filter_location_ips(&mut segments, &peers);
+        let unused = location_ips::filter(&mut segments, &peers);
         let (lost, gone, freed) = (Vec::new(), Vec::new(), Vec::new());
         let (gateways, acting) = (Vec::new(), Arc::default());
         let granularity = Some(granularity);
@@ -157,6 +163,7 @@ impl Mesh {
             subnet,
             segments,
             peers,
+            unused,
             discovered,
             lost,
             gone,
@@ -194,7 +201,7 @@ impl Mesh {
         nodes.map(lost).collect()
     }
 
-    /// The same mesh with addresses of its past, to which nothing may be sent in clear.
+    /// The same mesh with addresses of its past, to which nothing may be sent in cleartext.
     #[must_use]
     pub fn with_freed(mut self, freed: Vec<IpAddr>) -> Self {
         self.freed = freed;
@@ -285,13 +292,13 @@ impl Mesh {
             _ => (&[][..], &[][..]),
         };
         let of_segment = |segment: &'a Arc<Segment>| Pending {
-            place: Place::named(&segment.location),
+            name: LocationName::named(&segment.location),
             before: Some(segment),
             differs: false,
             nodes: Vec::new(),
         };
         let mut pending: Vec<Pending<'_>> = segments.iter().map(of_segment).collect();
-        let mut new: HashMap<Place<'_>, usize> = HashMap::new();
+        let mut new: HashMap<LocationName<'_>, usize> = HashMap::new();
         // One walk over both; nodes that are passed over have gone.
         let mut by_name = by_name.iter().peekable();
         let mut before = |node: &Arc<Node>, pending: &mut Vec<Pending<'_>>| {
@@ -313,11 +320,11 @@ impl Mesh {
         };
         let location_index = nodes.iter().map(|&node| {
             before(node, &mut pending).unwrap_or_else(|| {
-                let place = Place::of(node, granularity);
-                let known = pending[..segments.len()].binary_search_by_key(&place, |location| location.place);
+                let name = LocationName::of(node, granularity);
+                let known = pending[..segments.len()].binary_search_by_key(&name, |location| location.name);
                 let at = known.unwrap_or_else(|_| {
-                    *new.entry(place).or_insert_with(|| {
-                        pending.push(Pending { place, before: None, differs: true, nodes: Vec::new() });
+                    *new.entry(name).or_insert_with(|| {
+                        pending.push(Pending { name, before: None, differs: true, nodes: Vec::new() });
                         pending.len() - 1
                     })
                 });
@@ -388,7 +395,7 @@ fn by_name(segments: &[Arc<Segment>]) -> Vec<NodeIndex> {
 
 /// A location that is being built.
 struct Pending<'a> {
-    place: Place<'a>,
+    name: LocationName<'a>,
     /// What it was before; `None`: it is new.
     before: Option<&'a Arc<Segment>>,
     /// It has other nodes than before.
@@ -424,7 +431,7 @@ impl Pending<'_> {
         granularity: Granularity,
     ) -> Arc<Segment> {
         let lan = nodes.first().and_then(|node| lan_of(node, granularity));
-        Arc::new(Segment::new(self.place.to_string(), lan, wireguard_ip, nodes, leader))
+        Arc::new(Segment::new(self.name.to_string(), lan, wireguard_ip, nodes, leader))
     }
 }
 
@@ -438,17 +445,17 @@ fn lan_of(node: &Node, granularity: Granularity) -> Option<String> {
 /// The location a node belongs to: `location:<name>`; a node without private
 /// address, or any node of a full or cross mesh, is on its own in `node:<name>`.
 pub fn location_of(node: &Node, granularity: Granularity) -> String {
-    Place::of(node, granularity).to_string()
+    LocationName::of(node, granularity).to_string()
 }
 
 /// A location whose text is not made yet; sorts as the texts do.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-enum Place<'a> {
+enum LocationName<'a> {
     Location(&'a str),
     Node(&'a str),
 }
 
-impl<'a> Place<'a> {
+impl<'a> LocationName<'a> {
     fn of(node: &'a Node, granularity: Granularity) -> Self {
         if granularity != Granularity::Location || node.internal_ip.is_none() {
             Self::Node(&node.name)
@@ -466,7 +473,7 @@ impl<'a> Place<'a> {
     }
 }
 
-impl fmt::Display for Place<'_> {
+impl fmt::Display for LocationName<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Location(name) => write!(f, "location:{name}"),
@@ -485,36 +492,4 @@ fn without_duplicates(peers: &BTreeMap<String, Peer>) -> Vec<Peer> {
             Peer { allowed_ips: allowed_ips.collect(), ..peer.clone() }
         })
         .collect()
-}
-
-/// Drops allowed-location-ips that another location also offers, that start inside a prefix reached
-/// otherwise, or that overlap a peer's. Locations are taken in order: one whose prefix was dropped no longer
-/// stands in the way of the next.
-fn filter_location_ips(segments: &mut [Arc<Segment>], peers: &[Peer]) {
-    if segments.iter().all(|segment| segment.offered.is_empty()) {
-        return;
-    }
-    let allowed: Prefixes<()> = segments.iter().flat_map(|segment| &segment.allowed_ips).copied().collect();
-    let of_peers: Prefixes<()> = peers.iter().flat_map(|peer| &peer.allowed_ips).copied().collect();
-    let mut offered: Prefixes<BTreeSet<usize>> = Prefixes::default();
-    for (index, segment) in segments.iter().enumerate() {
-        for prefix in &segment.offered {
-            offered.entry(*prefix).insert(index);
-        }
-    }
-    for (own, segment) in segments.iter_mut().enumerate() {
-        let (kept, dropped) = segment.offered.iter().partition(|&&prefix| {
-            let mut meeting = offered.holding(prefix).chain(offered.covered_by(prefix));
-            let elsewhere = meeting.any(|(_, offering)| offering.iter().any(|index| *index != own));
-            let reached = allowed.holding(prefix.network().into()).next().is_some();
-            !elsewhere && !reached && !of_peers.intersect(prefix)
-        });
-        let (kept, dropped): (Vec<IpNet>, Vec<IpNet>) = (kept, dropped);
-        if segment.allowed_location_ips != kept {
-            Arc::make_mut(segment).allowed_location_ips = kept;
-        }
-        for prefix in dropped {
-            offered.entry(prefix).remove(&own);
-        }
-    }
 }

@@ -2,6 +2,7 @@
 //! and allowed IPs. Pure: no I/O, no clock.
 
 mod acting;
+mod address_shortage;
 mod allocate;
 pub mod changes;
 pub mod former;
@@ -14,9 +15,12 @@ mod leader;
 mod leader_since;
 mod liveness;
 mod local;
+mod location_ips;
 mod mesh;
+mod observed_mesh;
 mod peer_acceptance;
 mod private_endpoint;
+mod published_subnet;
 mod readiness;
 mod segment;
 mod stand_bys;
@@ -25,19 +29,21 @@ mod why_one_leader;
 
 /// What a mesh is made of.
 pub use crate::objects::{
-    CheckedIn, Known, Leaving, Node, Nodes, Peer, Replaced, among, not_among, with_own,
+    CheckedIn, CheckedInRef, InternalIpBy, Leaving, Node, Nodes, Peer, Replaced, among, not_among, with_own,
 };
-pub use acting::{Acting, ActingLocation, Gateways, NodeId, REPLACED_LEADER_TERM};
+pub use acting::{Acting, ActingLocation, Gateways, REPLACED_LEADER_TERM};
 pub use freed::FreedAddresses;
-pub use graph::{Ways, acting, dot, way_text};
+pub use graph::{Ways, acting, dot};
 pub use homes::Homes;
 pub use leader::LeaderReason;
 pub use leader_since::{LeaderSince, LeadersSince};
 pub use liveness::Liveness;
 pub use local::LocalMesh;
 pub use mesh::{Lost, Mesh, location_of};
+pub use observed_mesh::ObservedMesh;
 pub use peer_acceptance::{PeerAcceptance, PeerAcceptances, peer_acceptances};
 pub use private_endpoint::PRIVATE_ENDPOINT_REMEDY;
+pub use published_subnet::{SubnetsDiffer, published_subnet};
 pub use readiness::{
     NO_POD_CIDR, READY_SECONDS, is_complete, is_recent, missing, ready_at, ready_seconds, with_remedy,
 };

@@ -1,7 +1,7 @@
 //! When a node is ready to take part in the mesh: it has all it needs, and its heartbeat is recent.
 //! Whether a node that was ready has died is decided in `liveness.rs`.
 
-use super::{Known, Node};
+use super::{CheckedInRef, Node};
 
 /// A node that has not checked in for this long is not ready (Kilo's figure).
 pub const READY_SECONDS: i64 = 60;
@@ -38,7 +38,7 @@ pub fn missing(node: &Node) -> impl Iterator<Item = &'static str> {
 
 /// Whether a node is ready by one snapshot, as Kilo decides it: complete, and checked in within the last
 /// [`ready_seconds`] of `now` (Unix seconds).
-pub fn ready_at(node: Known<'_>, now: i64) -> bool {
+pub fn ready_at(node: CheckedInRef<'_>, now: i64) -> bool {
     is_complete(&node) && is_recent(node, now)
 }
 
@@ -49,6 +49,6 @@ pub fn ready_seconds(node: &Node) -> i64 {
 
 /// Whether a node has checked in within the last [`ready_seconds`] of `now` (Unix seconds),
 /// or was declared alive.
-pub fn is_recent(node: Known<'_>, now: i64) -> bool {
+pub fn is_recent(node: CheckedInRef<'_>, now: i64) -> bool {
     node.declared_alive.unwrap_or_else(|| now.saturating_sub(node.last_seen) < ready_seconds(node.node))
 }

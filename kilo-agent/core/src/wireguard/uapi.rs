@@ -96,23 +96,9 @@ fn malformed(key: &str) -> Malformed {
     Malformed { key: repeatable(key).to_owned() }
 }
 
-fn hex(bytes: &[u8; 32]) -> String {
-    bytes.iter().fold(String::with_capacity(64), |mut text, byte| {
-        let _ = write!(text, "{byte:02x}");
-        text
-    })
-}
-
 fn unhex(key: &str, text: &str) -> Result<[u8; 32], Malformed> {
-    let digits = text.as_bytes();
-    if digits.len() != 64 {
-        return Err(malformed(key));
-    }
     let mut bytes = [0; 32];
-    for (byte, pair) in bytes.iter_mut().zip(digits.chunks_exact(2)) {
-        let value = |digit: u8| char::from(digit).to_digit(16).ok_or_else(|| malformed(key));
-        *byte = u8::try_from(value(pair[0])? * 16 + value(pair[1])?).map_err(|_| malformed(key))?;
-    }
+    hex::decode_to_slice(text, &mut bytes).map_err(|_| malformed(key))?;
     Ok(bytes)
 }
 
@@ -137,7 +123,7 @@ impl SetRequest {
             let _ = writeln!(text, "{key}={value}");
         };
         if let Some(key) = &self.private_key {
-            line("private_key", &hex(key.as_bytes()));
+            line("private_key", &hex::encode(key.as_bytes()));
         }
         if let Some(port) = self.listen_port {
             line("listen_port", &port);
@@ -149,7 +135,7 @@ impl SetRequest {
             line("replace_peers", &true);
         }
         for peer in &self.peers {
-            line("public_key", &hex(&peer.public_key.0));
+            line("public_key", &hex::encode(peer.public_key.0));
             if peer.remove {
                 line("remove", &true);
             }
@@ -157,7 +143,7 @@ impl SetRequest {
                 line("update_only", &true);
             }
             if let Some(key) = &peer.preshared_key {
-                line("preshared_key", &hex(key.as_ref().map_or(&[0; 32], SecretKey::as_bytes)));
+                line("preshared_key", &hex::encode(key.as_ref().map_or(&[0; 32], SecretKey::as_bytes)));
             }
             if let Some(endpoint) = peer.endpoint {
                 line("endpoint", &endpoint);
@@ -221,15 +207,18 @@ pub fn encode_state(state: &DeviceState, fwmark: u32, now: SystemTime) -> String
         let _ = writeln!(text, "{key}={value}");
     };
     if let Some(key) = &state.private_key {
-        line("private_key", &hex(key.as_bytes()));
+        line("private_key", &hex::encode(key.as_bytes()));
     }
     line("listen_port", &state.listen_port);
     if fwmark != 0 {
         line("fwmark", &fwmark);
     }
     for (key, peer) in &state.peers {
-        line("public_key", &hex(&key.0));
-        line("preshared_key", &hex(peer.preshared_key.as_ref().map_or(&[0; 32], SecretKey::as_bytes)));
+        line("public_key", &hex::encode(key.0));
+        line(
+            "preshared_key",
+            &hex::encode(peer.preshared_key.as_ref().map_or(&[0; 32], SecretKey::as_bytes)),
+        );
         line("protocol_version", &1);
         if let Some(endpoint) = peer.endpoint {
             line("endpoint", &endpoint);

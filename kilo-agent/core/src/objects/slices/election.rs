@@ -28,12 +28,15 @@ fn hash(name: &str) -> u64 {
         .fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3))
 }
 
+/// Agents with a lower rank look for a writer often enough to replace one within half a minute.
+pub const CANDIDATES: usize = 10;
+
 /// Seconds between two reads of the Lease: the first three read it often, everybody else
 /// in case those are gone.
 pub const fn poll_seconds(rank: usize) -> u64 {
     match rank {
         0..3 => 5,
-        3..10 => 30,
+        3..CANDIDATES => 30,
         _ => 300,
     }
 }
@@ -47,6 +50,8 @@ pub struct Renewals {
     /// The last version of the index (in any form), and when it was seen to change; `None`: it
     /// was old when first seen.
     seen: Option<(String, Option<Instant>)>,
+    /// The API server does not answer; whether somebody wrote slices when it ceased to.
+    lost: Option<bool>,
 }
 
 impl Renewals {
@@ -62,8 +67,25 @@ impl Renewals {
         self.seen = Some((version.to_owned(), since));
     }
 
-    /// Whether somebody writes slices.
+    /// The API server does not answer, so nobody can renew the index.
+    pub fn lose(&mut self, now: Instant) {
+        self.lost = Some(self.go_on(now));
+    }
+
+    /// The API server answers again. A writer that was at work before gets the whole time to renew the index.
+    pub fn find(&mut self, now: Instant) {
+        if self.lost.take() == Some(true)
+            && let Some((_, since)) = &mut self.seen
+        {
+            *since = Some(now);
+        }
+    }
+
+    /// Whether somebody writes slices; while the API server does not answer, whether somebody did before.
     pub fn go_on(&self, now: Instant) -> bool {
+        if let Some(went_on) = self.lost {
+            return went_on;
+        }
         let since = self.seen.as_ref().and_then(|(_, since)| *since);
         since.is_some_and(|since| now.saturating_duration_since(since) < NO_WRITER)
     }
@@ -136,6 +158,28 @@ mod tests {
         let mut renewals = Renewals::default();
         renewals.see("8", 2_999_900, start, 3_000_000);
         assert!(renewals.go_on(start) && !renewals.go_on(at(150)));
+    }
+
+    #[test]
+    fn the_time_in_which_the_server_does_not_answer_is_not_held_against_the_writer() {
+        let start = Instant::now();
+        let at = |seconds| start + Duration::from_secs(seconds);
+        let mut renewals = Renewals::default();
+        renewals.see("1", 3_000_000, start, 3_000_000);
+        renewals.lose(at(100));
+        renewals.lose(at(1000));
+        assert!(renewals.go_on(at(3600)), "nobody could renew it");
+        renewals.find(at(3600));
+        assert!(renewals.go_on(at(3749)) && !renewals.go_on(at(3750)), "from the first answer");
+        renewals.find(at(3750));
+        assert!(!renewals.go_on(at(3750)), "it was not away");
+        // Without a writer before the outage there is none after it.
+        renewals.lose(at(4000));
+        assert!(!renewals.go_on(at(4000)));
+        renewals.find(at(4100));
+        assert!(!renewals.go_on(at(4100)));
+        renewals.see("2", 3_000_000, at(4101), 3_004_101);
+        assert!(renewals.go_on(at(4101)));
     }
 
     #[test]

@@ -18,14 +18,15 @@ use super::{
     Leaving,
     annotations::{ANNOTATIONS, LAST_SEEN, PREFIX},
     leaving,
-    node::{CONTROL_PLANE, EXTERNAL_IP},
+    node::{CONTROL_PLANE, EXTERNAL_IP, MOST_EXTERNAL_IPS},
 };
 
-pub use election::{NO_WRITER, Observed, Renewals, poll_seconds, rank};
+pub use election::{CANDIDATES, NO_WRITER, Observed, Renewals, poll_seconds, rank};
 pub use pack::{MOST_BYTES, MOST_NODES, Plan, plan};
 pub use set::{Incomplete, SliceSet};
 pub use source::{
-    Chosen, EGRESS, ENTRY_BYTES, Inputs, NODE_BYTES, Reason, Source, start_spread, time_to_send,
+    Chosen, EGRESS, ENTRY_BYTES, Inputs, NODE_BYTES, Reason, Source, longest_start, start_spread,
+    time_to_send,
 };
 pub use texts::Texts;
 
@@ -122,6 +123,10 @@ pub struct Entry {
     pub alive: bool,
 }
 
+/// Maximum length of an entry's lists. The API server refuses a slice with a longer one, and with it what the
+/// slice says of other nodes; the addresses of a Node, which its kubelet writes, have no limit.
+const MOST_LISTED: usize = MOST_EXTERNAL_IPS;
+
 const WORDS: [(Leaving, &str); 3] =
     [(Leaving::Cordoned, "cordoned"), (Leaving::Removed, "removed"), (Leaving::ShutsDown, "shutsDown")];
 
@@ -144,8 +149,7 @@ impl Entry {
                 pod_cidrs.push(cidr.clone());
             }
         }
-        let addresses = object.status.as_ref().and_then(|status| status.addresses.as_deref());
-        let external = addresses.unwrap_or_default().iter().filter(|address| address.type_ == EXTERNAL_IP);
+        pod_cidrs.truncate(MOST_LISTED);
         let word =
             |leaving| WORDS.iter().find(|(known, _)| *known == leaving).map(|(_, word)| (*word).to_owned());
         Self {
@@ -156,7 +160,7 @@ impl Entry {
             location: metadata.labels.as_ref().and_then(|labels| labels.get(topology_label)).cloned(),
             control_plane: read.control_plane,
             pod_cidrs,
-            external_ips: external.map(|address| address.address.clone()).collect(),
+            external_ips: read.external_ips.iter().map(ToString::to_string).collect(),
             leaving: read.leaving.and_then(word),
             last_seen: read.last_seen,
             heartbeat: read.heartbeat,
@@ -261,6 +265,29 @@ mod tests {
                 "{annotations:?}"
             );
         }
+    }
+
+    #[test]
+    fn lists_are_as_long_as_the_crd_allows_and_read_as_those_of_the_node() {
+        let crd = serde_json::to_value(<NodeSlice as kube::CustomResourceExt>::crd()).unwrap();
+        let entry =
+            "/spec/versions/0/schema/openAPIV3Schema/properties/spec/properties/nodes/items/properties";
+        for list in ["podCIDRs", "externalIPs"] {
+            let most = crd.pointer(&format!("{entry}/{list}/maxItems")).unwrap();
+            assert_eq!(most.as_u64(), Some(MOST_LISTED as u64), "{list}");
+        }
+        let mut object = object(&[]);
+        let address = |address: String| core::NodeAddress { type_: EXTERNAL_IP.to_owned(), address };
+        let rubbish = std::iter::once("rubbish".to_owned());
+        let addresses = rubbish.chain((0..150).map(|number| format!("192.0.2.{number}"))).map(address);
+        object.status = Some(core::NodeStatus { addresses: Some(addresses.collect()), ..Default::default() });
+        object.spec.as_mut().unwrap().pod_cidrs =
+            Some((0..150).map(|number| format!("10.42.{number}.0/24")).collect());
+        let read = node::from_object(&object, LABEL).0;
+        let entry = Entry::new(&object, &read, LABEL, true);
+        assert_eq!((entry.external_ips.len(), entry.pod_cidrs.len()), (MOST_LISTED, MOST_LISTED));
+        let again = node::from_object(&entry.to_object(LABEL), LABEL).0;
+        assert_eq!(again.external_ips, read.external_ips);
     }
 
     #[test]

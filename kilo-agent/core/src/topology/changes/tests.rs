@@ -3,9 +3,9 @@
 
 use super::*;
 use crate::{
-    objects::ObjectRef,
+    objects::{ObjectRef, Snapshot},
     settings::Granularity,
-    topology::{CheckedIn, NO_POD_CIDR, Peer},
+    topology::{CheckedIn, NO_POD_CIDR, Node, Peer},
     wireguard::key::PublicKey,
 };
 
@@ -34,36 +34,24 @@ fn peer(name: &str, key: u8, allowed_ip: &str) -> Peer {
     }
 }
 
-/// Objects, and the mesh of the nodes that are alive.
-#[derive(Default)]
-struct World {
-    mesh: Mesh,
-    snapshot: Snapshot,
-}
-
-impl World {
-    fn new(before: &Self, nodes: &[Node], dead: &[&str], peers: &[Peer]) -> Self {
-        let checked_in = |node: &Node| CheckedIn { node: node.clone(), last_seen: 1 };
-        let snapshot = Snapshot {
-            nodes: nodes.iter().map(checked_in).collect(),
-            peers: Arc::new(peers.iter().map(|peer| (peer.name.clone(), peer.clone())).collect()),
-            ..Snapshot::default()
-        };
-        let alive = |known: &super::super::Known<'_>| {
-            missing(known).next().is_none() && !dead.contains(&known.name.as_str())
-        };
-        let of = |alive: Vec<&Arc<Node>>| {
-            before.mesh.next(alive, &snapshot.peers, Granularity::Location, "10.4.0.0/16".parse().unwrap())
-        };
-        let (all, out): (Vec<_>, Vec<_>) = snapshot.nodes.iter().partition(alive);
-        let mesh = of(all.into_iter().map(|known| known.node).collect());
-        let mesh = mesh.with_lost(out.into_iter().map(|known| known.node));
-        Self { mesh, snapshot }
-    }
-
-    fn at(&self) -> Moment<'_> {
-        Moment { mesh: &self.mesh, snapshot: &self.snapshot, own: None }
-    }
+/// These objects, and the mesh of the nodes that are alive, after the mesh `before`.
+fn observed(before: &ObservedMesh, nodes: &[Node], dead: &[&str], peers: &[Peer]) -> ObservedMesh {
+    let checked_in = |node: &Node| CheckedIn { node: node.clone(), last_seen: 1 };
+    let snapshot = Snapshot {
+        nodes: nodes.iter().map(checked_in).collect(),
+        peers: Arc::new(peers.iter().map(|peer| (peer.name.clone(), peer.clone())).collect()),
+        ..Snapshot::default()
+    };
+    let alive = |known: &super::super::CheckedInRef<'_>| {
+        missing(known).next().is_none() && !dead.contains(&known.name.as_str())
+    };
+    let of = |alive: Vec<&Arc<Node>>| {
+        before.mesh.next(alive, &snapshot.peers, Granularity::Location, "10.4.0.0/16".parse().unwrap())
+    };
+    let (all, out): (Vec<_>, Vec<_>) = snapshot.nodes.iter().partition(alive);
+    let mesh = of(all.into_iter().map(|known| known.node).collect());
+    let mesh = mesh.with_lost(out.into_iter().map(|known| known.node));
+    ObservedMesh { mesh: mesh.into(), snapshot: snapshot.into(), ..ObservedMesh::default() }
 }
 
 /// Changes in a mesh with a location of three nodes and a location
@@ -71,10 +59,10 @@ impl World {
 fn after(dead: &[&str], change: impl Fn(&mut Vec<Node>), own: &str) -> Vec<Change> {
     let mut nodes: Vec<_> = ["a1", "a2", "a3"].map(|name| node(name, "a")).into();
     nodes.push(node("b1", "b"));
-    let before = World::new(&World::default(), &nodes, &[], &[]);
+    let before = observed(&ObservedMesh::default(), &nodes, &[], &[]);
     change(&mut nodes);
-    let now = World::new(&before, &nodes, dead, &[]);
-    changes(before.at(), now.at(), own)
+    let now = observed(&before, &nodes, dead, &[]);
+    changes(&before, &now, own)
 }
 
 fn text(text: &str) -> String {
@@ -167,39 +155,39 @@ fn a_location_vanishes_with_its_last_node_and_appears_with_its_first() {
 #[test]
 fn a_location_without_a_leader_is_one_whose_nodes_are_all_known_and_out() {
     let nodes = [node("a1", "a"), node("b1", "b")];
-    let before = World::new(&World::default(), &nodes, &[], &[]);
+    let before = observed(&ObservedMesh::default(), &nodes, &[], &[]);
     let of = |dead: &[&str], nodes: &[Node]| {
-        locations_without_leader(World::new(&before, nodes, dead, &[]).at()).into_iter().collect::<Vec<_>>()
+        locations_without_leader(&observed(&before, nodes, dead, &[])).into_iter().collect::<Vec<_>>()
     };
     assert_eq!(of(&[], &nodes), [""; 0]);
     assert_eq!(of(&["b1"], &nodes), ["location:b"]);
-    // Remembered for a minute, so that nothing leaves in clear, and yet gone.
-    let mut deleted = World::new(&before, &nodes, &["b1"], &[]);
-    deleted.snapshot.nodes.remove("b1");
+    // Remembered for a minute, so that nothing leaves in cleartext, and yet gone.
+    let mut deleted = observed(&before, &nodes, &["b1"], &[]);
+    Arc::make_mut(&mut deleted.snapshot).nodes.remove("b1");
     assert_eq!(deleted.mesh.lost.len(), 1);
-    assert_eq!(locations_without_leader(deleted.at()).len(), 0, "a node that was deleted makes no location");
+    assert_eq!(locations_without_leader(&deleted).len(), 0, "a node that was deleted makes no location");
 }
 
 #[test]
 fn peers_are_accepted_refused_and_leave() {
     let nodes = [node("a1", "a")];
-    let alone = World::new(&World::default(), &nodes, &[], &[]);
-    let with = World::new(&alone, &nodes, &[], &[peer("laptop", 9, "10.5.0.1/32")]);
+    let alone = observed(&ObservedMesh::default(), &nodes, &[], &[]);
+    let with = observed(&alone, &nodes, &[], &[peer("laptop", 9, "10.5.0.1/32")]);
     let accepted = Change::PeerAccepted { peer: text("laptop"), without: None };
-    assert_eq!(changes(alone.at(), with.at(), "a1"), std::slice::from_ref(&accepted));
+    assert_eq!(changes(&alone, &with, "a1"), std::slice::from_ref(&accepted));
     let left = Change::PeerLeft { peer: text("laptop") };
-    assert_eq!(changes(with.at(), alone.at(), "a1"), [left]);
-    let mut invalid = World::new(&alone, &nodes, &[], &[]);
-    invalid.snapshot.problems.insert(ObjectRef::peer("laptop"), text("no key"));
+    assert_eq!(changes(&with, &alone, "a1"), [left]);
+    let mut invalid = observed(&alone, &nodes, &[], &[]);
+    Arc::make_mut(&mut invalid.snapshot).problems.insert(ObjectRef::peer("laptop"), text("no key"));
     let refused = Change::PeerRefused { peer: text("laptop"), why: text("no key") };
-    assert_eq!(changes(with.at(), invalid.at(), "a1"), [refused]);
-    assert_eq!(changes(invalid.at(), with.at(), "a1"), [accepted]);
+    assert_eq!(changes(&with, &invalid, "a1"), [refused]);
+    assert_eq!(changes(&invalid, &with, "a1"), [accepted]);
 }
 
 #[test]
 fn the_leader_of_the_first_location_speaks_for_the_others() {
     let nodes = [node("b1", "b"), node("a2", "a"), node("a1", "a")];
-    let world = World::new(&World::default(), &nodes, &[], &[]);
+    let world = observed(&ObservedMesh::default(), &nodes, &[], &[]);
     assert_eq!(speaker(&world.mesh), Some("a1"));
     assert_eq!(speaker(&Mesh::default()), None);
 }
@@ -208,20 +196,20 @@ fn the_leader_of_the_first_location_speaks_for_the_others() {
 fn a_node_that_is_out_says_why() {
     let mut nodes = [node("a1", "a"), node("a2", "a")];
     nodes[1].pod_cidrs.clear();
-    let world = World::new(&World::default(), &nodes, &[], &[]);
-    let why = why_out("a2", world.at()).unwrap().to_string();
+    let world = observed(&ObservedMesh::default(), &nodes, &[], &[]);
+    let why = why_out("a2", &world).unwrap().to_string();
     assert_eq!(why, format!("it has {}", with_remedy(NO_POD_CIDR)));
-    assert_eq!(why_out("a1", world.at()), None);
-    assert_eq!(why_out("a3", world.at()), None);
+    assert_eq!(why_out("a1", &world), None);
+    assert_eq!(why_out("a3", &world), None);
 }
 
 #[test]
 fn the_state_of_a_node_names_no_other() {
     let mut nodes: Vec<_> = ["a1", "a2", "a3"].map(|name| node(name, "a")).into();
     nodes[2].pod_cidrs.clear();
-    let world = World::new(&World::default(), &nodes, &[], &[]);
-    assert_eq!(state("a1", world.at()), "leader of location:a");
-    assert_eq!(state("a2", world.at()), "member of location:a");
-    assert_eq!(state("a3", world.at()), format!("not in the mesh: it has {}", with_remedy(NO_POD_CIDR)));
-    assert_eq!(state("a4", world.at()), "not in the mesh");
+    let world = observed(&ObservedMesh::default(), &nodes, &[], &[]);
+    assert_eq!(state("a1", &world), "leader of location:a");
+    assert_eq!(state("a2", &world), "member of location:a");
+    assert_eq!(state("a3", &world), format!("not in the mesh: it has {}", with_remedy(NO_POD_CIDR)));
+    assert_eq!(state("a4", &world), "not in the mesh");
 }

@@ -1,15 +1,12 @@
-//! Settings that come from flags: the values a flag may have, and the settings of the mesh
+//! Settings that come from flags: the values a flag may have, their defaults, and the settings of the mesh
 //! that plans depend on.
+
+pub mod defaults;
 
 use std::str::FromStr;
 
 use clap::ValueEnum;
 use ipnet::IpNet;
-
-/// CIDR from which WireGuard addresses are allocated, unless `--subnet` says another one: Kilo's own.
-pub const DEFAULT_SUBNET: &str = "10.4.0.0/16";
-/// Node label that names the location, unless `--topology-label` says another one: Kilo's own.
-pub const DEFAULT_TOPOLOGY_LABEL: &str = "topology.kubernetes.io/region";
 
 /// Which nodes are meshed directly (`--mesh-granularity`).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, ValueEnum)]
@@ -152,7 +149,7 @@ pub enum WireguardMode {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum Compatibility {
     /// No other CNI.
-    #[value(name = "")]
+    #[value(name = "", hide = true)]
     None,
     /// Flannel manages routes inside a location.
     Flannel,
@@ -226,4 +223,39 @@ pub enum Failover {
     Auto,
     /// Not at all: leaders are replaced when they are declared dead, as with Kilo.
     Off,
+}
+
+/// Where Node and Peer objects are read and annotations are written (`--backend`).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum BackendKind {
+    /// Node and Peer objects of a Kubernetes API server.
+    Kubernetes,
+    /// A directory of Node and Peer YAML.
+    File,
+}
+
+/// Who sees more of an agent than health and metrics (`--page-access`).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum PageAccess {
+    /// Everybody who reaches the port.
+    Open,
+    /// Those whose bearer token the API server accepts.
+    Token,
+}
+
+/// The least severe lines of the log that are written (`--log-level`).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum LogLevel {
+    /// Everything.
+    All,
+    /// Also each reconcile, and each packet that is dropped.
+    Debug,
+    /// What an operator wants to know.
+    Info,
+    /// What may need attention.
+    Warn,
+    /// What failed.
+    Error,
+    /// Nothing.
+    None,
 }
