@@ -77,6 +77,8 @@ pub struct Sim {
     active: usize,
     /// How many led from the start.
     led_by_first: usize,
+    /// Who leads according to the annotations while nobody can change them.
+    annotated: Option<(Term, NodeId)>,
     /// Announced changes that concerned nobody.
     changes: u32,
     pub(crate) traffic: Option<Traffic>,
@@ -126,6 +128,7 @@ impl Sim {
             no_gateways: BTreeSet::new(),
             active: 0,
             led_by_first: 1,
+            annotated: None,
             changes: 0,
             traffic: None,
             counted: vec![true; nodes],
@@ -191,6 +194,9 @@ impl Sim {
 
     /// Who leads the location according to the annotations, and since which term.
     pub(crate) fn acting(&self) -> (Term, NodeId) {
+        if let Some(annotated) = self.annotated {
+            return annotated;
+        }
         let leads = |node: usize| self.hosts[node].written().map(|term| (term, host::id(node)));
         (0..self.gateways).filter_map(leads).max().unwrap_or((Term::NONE, host::id(self.first)))
     }

@@ -46,6 +46,8 @@ pub enum Fault {
     FarStall(usize),
     /// A far leader is off.
     Far(usize),
+    /// No agent reads or writes an annotation.
+    Api,
     /// No gateway has an uplink.
     Site,
     /// The LAN is split in two halves: the marked nodes, and the others.

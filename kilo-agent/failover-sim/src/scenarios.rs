@@ -1,6 +1,9 @@
 //! The faults of the design's table, and what each may cost.
 
+mod make;
+
 use kilo_failover::{MS, Micros, SEC};
+use make::{and_power, boots_whole, dies_in_trial, flaps, flood, halves, three_dead};
 
 use crate::{
     engine::{Noise, Shape},
@@ -32,6 +35,8 @@ pub struct Scenario {
     pub suspects_nobody: bool,
     /// Number of runs for each hundred that are asked for.
     pub share: u64,
+    /// When it starts, at the earliest.
+    pub starts: Micros,
     /// Makes the faults of one run.
     pub make: fn(&mut Rng, usize, Micros) -> Schedule,
 }
@@ -43,7 +48,7 @@ impl Scenario {
         let nodes = self.nodes[rng.index(self.nodes.len())];
         let some = 1 + rng.index(3);
         let fars = self.fars.unwrap_or(some);
-        let start = 4 * SEC + rng.between(0, SEC);
+        let start = self.starts + rng.between(0, SEC);
         let shape = Shape { nodes, gateways: self.gateways, fars, delay: self.delay, go: self.go };
         let schedule = (self.make)(&mut rng, nodes, start);
         (shape, start, schedule)
@@ -79,55 +84,9 @@ const fn scenario(
         fars: None,
         suspects_nobody: false,
         share: 100,
+        starts: 4 * SEC,
         make,
     }
-}
-
-fn flaps(rng: &mut Rng, start: Micros, lasts: (Micros, Micros), fault: impl Fn(u64) -> Fault) -> Schedule {
-    let flap = |i| {
-        let at = start + i * 3 * SEC;
-        (at, at + rng.between(lasts.0, lasts.1), fault(i))
-    };
-    Schedule::new((0..20).map(flap).collect(), start + 65 * SEC)
-}
-
-fn flood(percent: u8, seconds: u64, start: Micros) -> Schedule {
-    let end = start + seconds * SEC;
-    Schedule::new(vec![(start, end, Fault::Flood(percent))], end + 8 * SEC)
-}
-
-fn halves(rng: &mut Rng, nodes: usize, start: Micros) -> Schedule {
-    let half = |node| match node {
-        0 => false,
-        2 => true,
-        _ => rng.chance(0.5),
-    };
-    Schedule::new(
-        vec![(start, start + 20 * SEC, Fault::Halves((0..nodes).map(half).collect()))],
-        start + 25 * SEC,
-    )
-}
-
-/// Every node is off, and each comes back within a second of the others.
-fn boots_whole(nodes: usize, at: Micros, rng: &mut Rng) -> Schedule {
-    let boots = |node| (at, at + 3 * SEC + rng.between(0, SEC), Fault::Power(node));
-    Schedule::new((0..nodes).map(boots).collect(), at + 35 * SEC)
-}
-
-fn dies_in_trial(rng: &mut Rng, t: Micros, fault: Fault) -> Schedule {
-    let at = t + 65 * SEC + rng.between(0, 3 * SEC);
-    Schedule::new(vec![(t, t + 5 * SEC, Fault::Power(0)), (at, NEVER, fault)], t + 85 * SEC).without(&[0])
-}
-
-fn three_dead(rng: &mut Rng, at: Micros) -> [faults::Scheduled; 3] {
-    let first = rng.index(3);
-    [0, 1, 2].map(|more| (at, NEVER, Fault::Far(first + more)))
-}
-
-fn and_power(more: Vec<faults::Scheduled>, start: Micros) -> Schedule {
-    let mut faults = more;
-    faults.push((start, NEVER, Fault::Power(0)));
-    Schedule::new(faults, start + 15 * SEC)
 }
 
 /// The scenario with this name.
@@ -156,6 +115,40 @@ pub const SCENARIOS: &[Scenario] = &[
             let first = rng.index(6);
             let dead = [first, (first + 1 + rng.index(5)) % 6];
             and_power(dead.map(|far| (t - 2 * SEC, NEVER, Fault::Far(far))).into(), t)
+        })
+    },
+    // Nobody declares it dead while the API server is away.
+    Scenario {
+        fars: Some(2),
+        starts: 20 * SEC,
+        ..scenario("power off; one of two far leaders has been dead for 15 s", MANY, 600, 2, |_, _, t| {
+            and_power(vec![(t - 15 * SEC, NEVER, Fault::Far(1))], t)
+        })
+    },
+    // It is taken to be down after ten seconds.
+    Scenario {
+        fars: Some(2),
+        starts: 20 * SEC,
+        ..scenario("power off of the leader and of one of two far leaders", MANY, 12_000, 2, |_, _, t| {
+            and_power(vec![(t, NEVER, Fault::Far(1))], t)
+        })
+    },
+    // The stand-by that comes first does not reach that one, and the next one does.
+    Scenario {
+        fars: Some(2),
+        starts: 20 * SEC,
+        ..scenario(
+            "power off; the stand-by does not reach one of two far leaders",
+            MANY,
+            1_000,
+            2,
+            |_, _, t| and_power(vec![(t - 15 * SEC, NEVER, Fault::Way(1, 1))], t),
+        )
+    },
+    Scenario {
+        fars: Some(2),
+        ..scenario("the leader does not reach one of two far leaders", MANY, 25_000, 2, |_, _, t| {
+            Schedule::new(vec![(t, NEVER, Fault::Way(0, 1))], t + 90 * SEC)
         })
     },
     // All that are probed, or some of them.
@@ -187,6 +180,11 @@ pub const SCENARIOS: &[Scenario] = &[
     scenario("receives and does not forward", MANY, 1_000, 3, |_, _, t| Schedule::one(Fault::Forward(0), t)),
     scenario("nothing leaves by the uplink", MANY, 1_000, 3, |_, _, t| Schedule::one(Fault::UplinkOut(0), t)),
     scenario("nothing comes by the uplink", MANY, 1_000, 3, |_, _, t| Schedule::one(Fault::UplinkIn(0), t)),
+    // Far leaders tell it that there is a later term by now.
+    scenario("a leader in a term loses the LAN", MANY, 1_000, 3, |_, _, t| {
+        let cordoned = (t, NEVER, Fault::Cordon(0));
+        Schedule::new(vec![cordoned, (t + 5 * SEC, NEVER, Fault::Lan(1))], t + 30 * SEC)
+    }),
     scenario("nothing leaves to the LAN", MANY, 1_000, 3, |_, _, t| Schedule::one(Fault::LanOut(0), t)),
     scenario("nothing comes from the LAN", MANY, 1_000, 3, |_, _, t| Schedule::one(Fault::LanIn(0), t)),
     // The limits are for what leadership costs, not the flood: a path counts as working whatever
@@ -308,6 +306,12 @@ pub const SCENARIOS: &[Scenario] = &[
         let dead = (t + 50 * SEC, t + 80 * SEC, Fault::FarAgent(0));
         Schedule::new(vec![away, dead], t + 150 * SEC).without(&[0])
     }),
+    // It leads since the annotation moved there. What was ordered then does not spare it the trial after a fault.
+    scenario("annotation moved, its node boots, a far agent is dead", MANY, 5_000, 16, |_, _, t| {
+        let away = (t + 10 * SEC, t + 15 * SEC, Fault::Power(1));
+        let dead = (t + 50 * SEC, t + 350 * SEC, Fault::FarAgent(0));
+        Schedule::new(vec![(t, NEVER, Fault::First(1)), away, dead], t + 600 * SEC).without(&[1])
+    }),
     scenario("leader and stand-by do not hear each other", MANY, 1_000, 2, |_, _, t| {
         Schedule::one(Fault::Link(0, 1), t)
     }),
@@ -394,7 +398,7 @@ pub const SCENARIOS: &[Scenario] = &[
         schedule.faults.push((t + 105 * SEC, NEVER, Fault::Power(0)));
         schedule
     }),
-    scenario("a whole location boots while its stand-by leads", MANY, 2_500, 6, |rng, nodes, t| {
+    scenario("a whole location boots while its stand-by leads", MANY, 2_500, 7, |rng, nodes, t| {
         let mut schedule = boots_whole(nodes, t + 10 * SEC, rng);
         schedule.faults.push((t, t + 5 * SEC, Fault::Power(0)));
         // Leadership that was split is whole by then.
@@ -498,6 +502,13 @@ pub const SCENARIOS: &[Scenario] = &[
         share: 10,
         ..scenario("a leader that never forwards again, 20 min", &[5, 8], 1_000, 16, |_, _, t| {
             Schedule::new(vec![(t, NEVER, Fault::Forward(0))], t + 1_200 * SEC)
+        })
+    },
+    // Its trials are 1, 2, 4, 8, 16 and 32 minutes apart.
+    Scenario {
+        share: 2,
+        ..scenario("a leader that never forwards again, 2 h", &[5], 1_000, 14, |_, _, t| {
+            Schedule::new(vec![(t, NEVER, Fault::Forward(0))], t + 7_200 * SEC)
         })
     },
     Scenario {

@@ -7,7 +7,7 @@ use kilo_failover::{Micros, Params, SEC};
 use crate::{
     Noise,
     engine::{Shape, Sim},
-    faults::{Fault, NEVER, Schedule},
+    faults::{Fault, NEVER, Schedule, Scheduled},
     invariants::Invariant,
 };
 
@@ -63,7 +63,26 @@ pub enum What {
 }
 
 /// By then each gateway has taken its own members.
-const START: Micros = 300 * SEC;
+pub const START: Micros = 300 * SEC;
+
+/// Active leaders, nodes that could lead (these and their stand-bys, by turns), and all nodes.
+pub type Size = (usize, usize, usize);
+
+/// These faults, which begin at [`START`] or a little before; the run ends so long after it.
+pub fn after(
+    seed: u64,
+    (active, gateways, nodes): Size,
+    faults: &[Scheduled],
+    lasts: Micros,
+    log: bool,
+) -> Sim {
+    let shape = Shape { nodes, gateways, fars: 2, delay: None, go: None };
+    let mut sim = Sim::new(seed, shape, Noise::default(), Params::default());
+    sim.log = log;
+    sim.set_active(active, START + lasts);
+    sim.run(Schedule::new(faults.to_vec(), START + lasts), START);
+    sim
+}
 
 /// `active` gateways with a stand-by each, and twelve other nodes.
 pub fn shares(seed: u64, active: usize, what: What, log: bool) -> Shares {

@@ -23,8 +23,9 @@ pub use declared_dead::DeclaredAlone;
 use forgotten_terms::Behind;
 use homes::Homing;
 pub use homes::Several;
+use left_behind::Orphans;
 use other_leader::Watch;
-pub use own_location::Place;
+pub use own_location::OwnLocation;
 use planned_change::Planned;
 use restore::Returns;
 use sequence_numbers::Numbers;
@@ -85,6 +86,7 @@ pub(crate) struct Gateway {
     adopted: BTreeMap<NodeId, Micros>,
     /// When each node that nobody led was last taken.
     left_behind: BTreeMap<NodeId, Micros>,
+    pub(crate) orphans: Orphans,
     /// Terms that far leaders remember and nobody here does.
     pub(crate) behind: Behind,
 }
@@ -93,7 +95,7 @@ pub(crate) struct Gateway {
 #[derive(Clone, Debug)]
 pub struct Agent {
     pub(crate) params: Params,
-    pub(crate) place: Place,
+    pub(crate) place: OwnLocation,
     pub(crate) word: (Term, NodeId),
     pub(crate) word_since: Micros,
     /// The latest term heard of.
@@ -140,6 +142,7 @@ impl Gateway {
             has_resumed: false,
             adopted: BTreeMap::new(),
             left_behind: BTreeMap::new(),
+            orphans: Orphans::default(),
             behind: Behind::default(),
         }
     }
@@ -147,7 +150,7 @@ impl Gateway {
 
 impl Agent {
     /// Starts an agent, as a gateway if `place` says so. `random`: 64 random bits.
-    pub fn new(params: Params, place: Place, start: Start, random: &mut dyn FnMut() -> u64) -> Self {
+    pub fn new(params: Params, place: OwnLocation, start: Start, random: &mut dyn FnMut() -> u64) -> Self {
         let Start { now, clock, word, led, is_boot } = start;
         let first = now + random() % params.member_interval(place.nodes.len()).max(1);
         let mut agent = Self {
@@ -192,8 +195,9 @@ impl Agent {
     fn ask_after_boot(&mut self, now: Micros) {
         let others = self.place.gateways.iter().copied().filter(|gateway| *gateway != self.place.me);
         for gateway in others.collect::<Vec<_>>() {
-            for (i, pause) in [200 * MS, 500 * MS, SEC].into_iter().enumerate() {
-                let stamp = self.stamp(now) + i as u64;
+            for pause in [200 * MS, 500 * MS, SEC] {
+                // As of the moment in which it is sent: what is sent before that has a smaller number.
+                let stamp = self.stamp(now + pause);
                 let signal = adopt(&MemberView { stamp, ..self.member_view(now) }, gateway, 0);
                 self.later.push((now + pause, Output::Lan(gateway, signal)));
             }
@@ -363,6 +367,7 @@ impl Agent {
         if says_hello {
             self.send_hello(turn);
             self.give_as_planned(turn);
+            self.give_away_when_unfit(turn);
             self.stay_leader(turn);
             self.choose_leader_to_watch(turn.now);
         }
@@ -398,6 +403,23 @@ impl Agent {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn numbers_grow_in_the_order_of_sending_after_a_boot() {
+        use test_bench::{LEADER, ME, MEMBER};
+        let place = test_bench::Bench::new().agent.place;
+        let start = Start { now: SEC, clock: SEC, word: (Term::NONE, LEADER), led: vec![], is_boot: true };
+        let mut agent = Agent::new(Params::default(), OwnLocation { me: MEMBER, ..place }, start, &mut || 1);
+        let mut sent = Vec::new();
+        for now in (SEC..3 * SEC).step_by(10_000) {
+            for output in agent.turn(now, Vec::new(), &mut || 1) {
+                if let Output::Lan(ME, signal) = output {
+                    sent.push((now, signal.nonce));
+                }
+            }
+        }
+        assert!(sent.len() >= 3 && sent.iter().all(|(now, number)| number == now), "{sent:?}");
+    }
 
     #[test]
     fn what_was_heard_counts_although_the_next_is_lost() {

@@ -24,16 +24,17 @@ pub mod sentinel;
 pub mod tunnel;
 pub mod turn;
 
-pub use agent::{Agent, DeclaredAlone, Place, Several, Start};
-pub use kilo_common::{lead::Term, signal};
+pub use agent::{Agent, DeclaredAlone, OwnLocation, Several, Start};
+pub use kilo_common::{
+    lead::{NodeId, Term},
+    signal,
+};
 pub use params::{Params, Rule};
 pub use planned::Cause;
 pub use turn::{Given, Input, Note, Output, ProbePath, Turn};
 
 /// Microseconds since any start, of a clock that never goes back.
 pub type Micros = u64;
-/// First 8 bytes of SHA-256 of a node's public key.
-pub type NodeId = u64;
 /// First 8 bytes of SHA-256 of a location's name, for the leader of that location.
 pub type Far = u64;
 /// A signal that owns its list of members.

@@ -46,13 +46,13 @@ pub struct MemberView<'a> {
     pub word: (crate::Term, NodeId),
     /// All gateways in Kilo's order.
     pub gateways: &'a [NodeId],
-    /// Far leaders that can answer probes, as in [`crate::Place`].
+    /// Far leaders that can answer probes, as in [`crate::OwnLocation`].
     pub fars: &'a [Far],
     /// How many nodes the location has, this one included.
     pub nodes: usize,
     /// A number that grows, even across restarts of the agent.
     pub stamp: u64,
-    /// As in [`crate::Place`].
+    /// As in [`crate::OwnLocation`].
     pub cookies: &'a BTreeMap<NodeId, u64>,
 }
 
@@ -186,7 +186,8 @@ impl Member {
             let gateway = others[(self.tries + i) % others.len()];
             let pause = i as u64 * Self::NEXT_GATEWAY;
             let age = ((turn.now + pause - since) / MS).clamp(1, u64::from(u32::MAX)) as u32;
-            let signal = adopt(view, gateway, age);
+            // Numbered as of the moment in which it is sent.
+            let signal = adopt(&MemberView { stamp: view.stamp + pause, ..*view }, gateway, age);
             turn.after(pause, Output::Lan(gateway, signal));
         }
         self.tries += 1;

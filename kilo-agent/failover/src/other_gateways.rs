@@ -22,7 +22,7 @@ pub struct State {
 
 /// The last HELLO of a gateway, and since when it has been fit.
 #[derive(Clone, Copy, Debug)]
-struct Said {
+struct LastHello {
     at: Micros,
     fit_since: Micros,
     state: State,
@@ -34,38 +34,54 @@ struct Losses {
     last: Micros,
 }
 
+impl Losses {
+    /// How much later than it was a loss may seem to have been, after some gateways have passed it on in
+    /// whole seconds.
+    const BLURRED: Micros = 10 * SEC;
+
+    /// Whether another gateway knows of more. What this one has forgotten does not come back, or gateways
+    /// would remind each other for ever.
+    fn is_less_than(&self, said: &Self, params: &Params, now: Micros) -> bool {
+        if self.counts(params, now) { said.count > self.count } else { said.last > self.last + Self::BLURRED }
+    }
+
+    fn counts(&self, params: &Params, now: Micros) -> bool {
+        self.last + params.remembers(self.count) > now
+    }
+}
+
 /// What the other gateways of the location last said, and how often each has lost leadership.
 #[derive(Clone, Debug, Default)]
 pub struct Others {
-    said: BTreeMap<NodeId, Said>,
+    hellos: BTreeMap<NodeId, LastHello>,
     losses: BTreeMap<NodeId, Losses>,
 }
 
 impl Others {
     /// Forgets what former gateways said. Their losses are remembered while they are away.
     pub fn set_gateways(&mut self, params: &Params, gateways: &[NodeId], now: Micros) {
-        self.said.retain(|gateway, _| gateways.contains(gateway));
-        self.losses.retain(|gateway, losses| gateways.contains(gateway) || losses.last + params.memory > now);
+        self.hellos.retain(|gateway, _| gateways.contains(gateway));
+        self.losses.retain(|gateway, losses| gateways.contains(gateway) || losses.counts(params, now));
     }
 
     /// Handles a HELLO; `losses` are pairs as in the signal.
     pub fn heard(&mut self, params: &Params, now: Micros, from: NodeId, state: State, losses: &[u64]) {
         let before =
-            self.said.get(&from).filter(|said| said.state.is_fit && said.at + 2 * params.heard >= now);
-        let fit_since = before.map_or(now, |said| said.fit_since);
-        self.said.insert(from, Said { at: now, fit_since, state });
+            self.hellos.get(&from).filter(|hello| hello.state.is_fit && hello.at + 2 * params.heard >= now);
+        let fit_since = before.map_or(now, |hello| hello.fit_since);
+        self.hellos.insert(from, LastHello { at: now, fit_since, state });
         for [gateway, value] in losses.as_chunks::<2>().0 {
             let last = now.saturating_sub((value & 0xffff_ffff) * SEC);
-            let count = (value >> 32).min(64) as u32;
-            if count > self.losses(params, now, *gateway) {
-                self.losses.insert(*gateway, Losses { count, last });
+            let said = Losses { count: (value >> 32).min(64) as u32, last };
+            if self.losses.get(gateway).is_none_or(|known| known.is_less_than(&said, params, now)) {
+                self.losses.insert(*gateway, said);
             }
         }
     }
 
     /// Losses of leadership as HELLO lists them.
     pub fn recent_losses(&self, params: &Params, now: Micros) -> Vec<u64> {
-        let recent = self.losses.iter().filter(|(_, losses)| losses.last + params.memory > now);
+        let recent = self.losses.iter().filter(|(_, losses)| losses.counts(params, now));
         let pairs = recent.flat_map(|(gateway, losses)| {
             [*gateway, u64::from(losses.count) << 32 | ((now - losses.last) / SEC).min(0xffff_ffff)]
         });
@@ -83,52 +99,62 @@ impl Others {
         self.losses.insert(gateway, Losses { count: count + u32::from(!is_same), last: now });
     }
 
-    /// How often a gateway has lost leadership within ten minutes.
+    /// How often a gateway has lost leadership lately ([`Params::remembers`]).
     pub fn losses(&self, params: &Params, now: Micros, gateway: NodeId) -> u32 {
-        self.losses
-            .get(&gateway)
-            .filter(|losses| losses.last + params.memory > now)
-            .map_or(0, |losses| losses.count)
+        let losses = self.losses.get(&gateway).filter(|losses| losses.counts(params, now));
+        losses.map_or(0, |losses| losses.count)
     }
 
-    /// How often all gateways have lost leadership within ten minutes.
+    /// How often all gateways have lost leadership lately.
     pub fn all_losses(&self, params: &Params, now: Micros) -> u32 {
         self.losses.keys().map(|gateway| self.losses(params, now, *gateway)).sum()
     }
 
     /// Whether a gateway was heard within `within` and could lead.
     pub fn is_fit(&self, gateway: NodeId, now: Micros, within: Micros) -> bool {
-        self.said.get(&gateway).is_some_and(|said| said.state.is_fit && said.at + within > now)
+        self.hellos.get(&gateway).is_some_and(|hello| hello.state.is_fit && hello.at + within > now)
+    }
+
+    /// Whether a gateway was heard lately, fit or not.
+    pub fn is_heard(&self, params: &Params, gateway: NodeId, now: Micros) -> bool {
+        self.hellos.get(&gateway).is_some_and(|hello| hello.at + params.heard > now)
+    }
+
+    /// Whether any of them but this one has said lately that it could lead.
+    pub fn is_any_fit_but(&self, params: &Params, gateway: NodeId, now: Micros) -> bool {
+        self.hellos.keys().any(|other| *other != gateway && self.is_fit(*other, now, params.heard))
     }
 
     /// Whether one of them has reported lately that its tunnels are overloaded.
     pub fn is_any_busy(&self, params: &Params, now: Micros) -> bool {
-        self.said.values().any(|said| said.state.is_busy && said.at + params.heard > now)
+        self.hellos.values().any(|hello| hello.state.is_busy && hello.at + params.heard > now)
     }
 
     /// Whether one of them has reported lately that it leads in a later term.
     pub fn is_led_since(&self, params: &Params, term: Term, now: Micros) -> bool {
-        let leads = |said: &Said| said.state.leads && said.state.term > term && said.at + params.heard > now;
-        self.said.values().any(leads)
+        let leads =
+            |hello: &LastHello| hello.state.leads && hello.state.term > term && hello.at + params.heard > now;
+        self.hellos.values().any(leads)
     }
 
     /// Whether a gateway has said lately that it leads nobody.
     pub fn leads_nobody(&self, params: &Params, gateway: NodeId, now: Micros) -> bool {
-        let said = self.said.get(&gateway).filter(|said| said.at + params.heard > now);
-        said.is_some_and(|said| !said.state.leads)
+        let hello = self.hellos.get(&gateway).filter(|hello| hello.at + params.heard > now);
+        hello.is_some_and(|hello| !hello.state.leads)
     }
 
     /// The term in which a gateway leads itself, and perhaps others.
     pub fn leads(&self, gateway: NodeId) -> Option<Term> {
-        let state = self.said.get(&gateway).map(|said| said.state);
+        let state = self.hellos.get(&gateway).map(|hello| hello.state);
         state.filter(|state| state.leads && state.gateway == gateway).map(|state| state.term)
     }
 
     /// For how long a gateway has been fit and has not lost leadership.
     pub fn healthy_for(&self, params: &Params, gateway: NodeId, now: Micros) -> Micros {
-        let said = self.said.get(&gateway).filter(|said| said.state.is_fit && said.at + params.heard > now);
+        let hello =
+            self.hellos.get(&gateway).filter(|hello| hello.state.is_fit && hello.at + params.heard > now);
         let lost = self.losses.get(&gateway).map_or(0, |losses| losses.last);
-        said.map_or(0, |said| now.saturating_sub(said.fit_since.max(lost)))
+        hello.map_or(0, |hello| now.saturating_sub(hello.fit_since.max(lost)))
     }
 
     /// Those of `gateways`, in Kilo's order, that could lead, the best first.
@@ -162,6 +188,38 @@ mod tests {
         // Reported again it counts once.
         b.heard(&params, now + 6 * SEC, 1, LEADS, &a.recent_losses(&params, now + 6 * SEC));
         assert_eq!(b.losses(&params, now + 6 * SEC, 7), 2);
+    }
+
+    #[test]
+    fn a_count_lives_until_its_hold_has_passed() {
+        let params = Params::default();
+        for (count, remembered) in [(1, 600), (3, 600), (4, 960), (5, 1_920), (6, 3_840), (9, 7_200)] {
+            let mut others = Others::default();
+            let last =
+                (1..=count).map(|loss| loss * 2 * SEC).inspect(|at| others.lost(&params, *at, 7)).max();
+            let last = last.unwrap_or(0);
+            let known = [1, 0].map(|before| others.losses(&params, last + (remembered - before) * SEC, 7));
+            assert_eq!(known.map(u64::from), [count, 0], "{count} losses");
+            assert!(remembered * SEC > params.hold_after(count as u32), "it would never wait for so long");
+        }
+    }
+
+    #[test]
+    fn gateways_do_not_remind_each_other_for_ever() {
+        let params = Params::default();
+        let mut gateways = [Others::default(), Others::default(), Others::default()];
+        gateways[0].lost(&params, SEC, 7);
+        let at = |tick: u64| SEC + 50 * MS + tick * 11 * MS;
+        let mut latest = 0;
+        for tick in 0..80_000 {
+            let from = tick as usize % 3;
+            let losses = gateways[from].recent_losses(&params, at(tick));
+            for (_, of) in gateways.iter_mut().enumerate().filter(|(other, _)| *other != from) {
+                of.heard(&params, at(tick), from as u64, LEADS, &losses);
+                latest = if of.losses(&params, at(tick), 7) > 0 { at(tick) } else { latest };
+            }
+        }
+        assert!((590 * SEC..602 * SEC).contains(&latest), "remembered until {} s", latest / SEC);
     }
 
     #[test]

@@ -144,7 +144,7 @@ pub struct Params {
     pub hold: Micros,
     /// The longest such time.
     pub longest_hold: Micros,
-    /// How long losses are remembered.
+    /// How long losses are remembered, at least.
     pub memory: Micros,
     /// Takeovers of the location that may come at once, and the time after which one more is allowed.
     pub budget: (u64, Micros),
@@ -227,6 +227,12 @@ impl Params {
     pub fn hold_after(&self, losses: u32) -> Micros {
         let doubled = self.hold.saturating_mul(1 << losses.saturating_sub(1).min(12));
         if self.keeps(Rule::Hold) { doubled.min(self.longest_hold) } else { 0 }
+    }
+
+    /// How long so many losses, or returns, are remembered after the last one: twice as long as a leader then
+    /// waits, or it would never wait for longer.
+    pub fn remembers(&self, count: u32) -> Micros {
+        self.memory.max(2 * self.hold_after(count))
     }
 
     /// How long nothing must have come back through an overloaded leader, in a location that has lost leaders

@@ -52,6 +52,8 @@ pub struct Scene<'a> {
     pub detector: &'a Detector,
     /// Probes of this node's own tunnels.
     pub tunnels: &'a Tunnels,
+    /// Whether this node could lead now.
+    pub is_able: bool,
     /// Whether the location has no third node: nobody can be a witness.
     pub alone: bool,
     /// How many better stand-bys were heard lately.
@@ -120,7 +122,7 @@ impl Sentinel {
 
     /// Decides what to do now. Has to be called again after [`Decision::Ask`] and [`Self::asked`].
     pub fn decide(&mut self, scene: &Scene<'_>) -> Decision {
-        let Scene { params, now, detector, tunnels, .. } = *scene;
+        let Scene { params, now, detector, .. } = *scene;
         if self.blocked_until > now {
             return Decision::Wait;
         }
@@ -144,7 +146,7 @@ impl Sentinel {
         // LAN probes begin with the first path probe that is not answered.
         let nearly = lan + 2 >= hard && path + 1 >= hard || path + 2 >= soft;
         let Some(round) = &mut self.round else {
-            return if nearly && tunnels.is_fit(params, now) { Decision::Ask } else { Decision::Wait };
+            return if nearly && scene.is_able { Decision::Ask } else { Decision::Wait };
         };
         let is_hard = lan >= hard && path >= hard;
         let is_over = now >= round.deadline;
@@ -185,7 +187,7 @@ impl Sentinel {
         }
         let is_silent = misses >= params.hard;
         let Some(round) = &mut self.round else {
-            let is_asked = misses + 1 >= params.hard && tunnels.is_fit(params, now);
+            let is_asked = misses + 1 >= params.hard && scene.is_able;
             return if is_asked { Decision::Ask } else { Decision::Wait };
         };
         let decision = Decision::Take { all: true, but: round.works.clone() };
@@ -196,9 +198,8 @@ impl Sentinel {
             self.round = None;
             return if is_silent { self.spend(scene, decision) } else { Decision::Wait };
         }
-        let proved = tunnels.were_good(since)
-            && tunnels.is_fit(params, now)
-            && tunnels.proves(since + params.interval * 3 / 2);
+        let proved =
+            tunnels.were_good(since) && scene.is_able && tunnels.proves(since + params.interval * 3 / 2);
         if round.has_majority() && is_silent && proved {
             if scene.better > 0 && params.keeps(Rule::Rank) {
                 round.waits = Some((now + params.rank * scene.better as u64, true));
@@ -219,7 +220,7 @@ impl Sentinel {
     fn has_proof(scene: &Scene<'_>) -> bool {
         let Scene { params, now, detector, tunnels, .. } = *scene;
         if !params.keeps(Rule::Proof) {
-            return tunnels.is_fit(params, now);
+            return scene.is_able;
         }
         let (Some(silent), Some(good)) = (detector.silent_since(), tunnels.good_since()) else {
             return false;
@@ -228,7 +229,7 @@ impl Sentinel {
         // of its probes have to be missed since then.
         let several = detector.timeout(params) + params.interval * (params.hard as u64 + 1);
         let proved = good <= silent || good + several <= now;
-        proved && tunnels.is_fit(params, now) && tunnels.proves(silent.max(good) + params.interval * 3 / 2)
+        proved && scene.is_able && tunnels.proves(silent.max(good) + params.interval * 3 / 2)
     }
 
     fn may_ask_twice(&self, now: Micros) -> bool {

@@ -17,11 +17,13 @@ struct Tunnel {
     trip: RoundTrip,
     /// When the newest answered probe was sent.
     answered: Option<Micros>,
+    /// It has been silent for long while another one answered, and no other could be probed in its place.
+    is_dark: bool,
 }
 
 impl Tunnel {
     fn new(far: Far) -> Self {
-        Self { far, row: Row::default(), trip: RoundTrip::default(), answered: None }
+        Self { far, row: Row::default(), trip: RoundTrip::default(), answered: None, is_dark: false }
     }
 
     /// Sends a probe, which is missed after one and a half round trips and 30 ms.
@@ -36,6 +38,7 @@ impl Tunnel {
         let Some(sent) = self.row.answered(nonce) else { return false };
         self.trip.measured(at.saturating_sub(sent));
         self.answered = self.answered.max(Some(sent));
+        self.is_dark = false;
         true
     }
 }
@@ -99,6 +102,8 @@ pub struct Tunnels {
     up_since: Micros,
     /// Since when most probed ones have answered without three misses in a row.
     good_since: Option<Micros>,
+    /// Since when it could not lead ([`Self::is_fit`]).
+    unfit_since: Option<Micros>,
     /// When the last answer came.
     heard: Option<Micros>,
     load: Load,
@@ -119,6 +124,7 @@ impl Tunnels {
             next_around: now,
             up_since: now,
             good_since: None,
+            unfit_since: None,
             heard: None,
             load: Load::default(),
             next: now,
@@ -196,9 +202,11 @@ impl Tunnels {
         for tunnel in &mut self.probed {
             tunnel.row.expire(turn.now);
         }
+        self.set_dark(params, turn.now);
         if !self.most(|tunnel| tunnel.row.misses() < 3) {
             self.good_since = None;
         }
+        self.note_fitness(params, turn.now);
         let has_missed = self.has_missed(LOSSY) && turn.now >= self.up_since + Self::LEARNT;
         let moves = self.load.moved.is_some_and(|moved| moved + params.own * 13 / 10 > turn.now);
         if has_missed && moves {
@@ -297,8 +305,10 @@ impl Tunnels {
         !self.probed.is_empty() && self.most(|tunnel| tunnel.row.misses() >= misses)
     }
 
+    /// Whether that holds for most of the probed ones, dark ones left out.
     fn most(&self, is_good: impl Fn(&Tunnel) -> bool) -> bool {
-        self.probed.iter().filter(|tunnel| is_good(tunnel)).count() * 2 > self.probed.len()
+        let lit = || self.probed.iter().filter(|tunnel| !tunnel.is_dark);
+        lit().filter(|tunnel| is_good(tunnel)).count() * 2 > lit().count()
     }
 
     fn answers(params: &Params, tunnel: &Tunnel, now: Micros) -> bool {

@@ -104,7 +104,11 @@ pub enum Note {
         member: NodeId,
         /// Whether that one was the leader, and brings the shared prefixes.
         was_leader: bool,
+        /// For how long the member's leader has been silent; 0: it has booted, and asked who leads.
+        age: Micros,
     },
+    /// As one of several leaders, it claims the shared prefixes of this acting leader, which is silent.
+    ClaimsShared(NodeId),
     /// It continues to lead in a term of its own: this gateway, which Kilo's order names now, could
     /// not be given leadership.
     StaysLeader(NodeId),

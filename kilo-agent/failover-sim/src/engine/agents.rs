@@ -3,7 +3,7 @@
 use std::{collections::BTreeSet, rc::Rc};
 
 use kilo_common::lead::{self, Term};
-use kilo_failover::{Agent, Cause, Input, MS, Micros, NodeId, Note, Output, Place, SEC};
+use kilo_failover::{Agent, Cause, Input, MS, Micros, NodeId, Note, Output, OwnLocation, SEC};
 
 use super::{Event, LOCATION, Sim};
 use crate::host;
@@ -44,9 +44,9 @@ impl Sim {
         order.filter(|node| !self.no_gateways.contains(node)).map(host::id).collect()
     }
 
-    pub(super) fn place(&self, node: usize) -> Place {
+    pub(super) fn place(&self, node: usize) -> OwnLocation {
         let is_ours = |gateway: &NodeId| !self.hosts[host::index(*gateway)].is_go;
-        Place {
+        OwnLocation {
             me: host::id(node),
             location: LOCATION,
             gateways: self.gateways().into_iter().filter(is_ours).collect(),
@@ -80,7 +80,7 @@ impl Sim {
     }
 
     /// The gateway that a node's word names is no longer one: does what the agent's thread does.
-    pub(super) fn fall_to_kilos_leader(&mut self, node: usize, place: &Place) {
+    pub(super) fn fall_to_kilos_leader(&mut self, node: usize, place: &OwnLocation) {
         let host = &mut self.hosts[node];
         let (term, gateway) = host.said();
         let Some(first) = place.gateways.first().copied() else { return };
@@ -204,6 +204,7 @@ impl Sim {
             Note::TakesHome(_) => self.counts.took_home += 1,
             Note::Replayed(_) => self.counts.replayed += 1,
             Note::Tries(_)
+            | Note::ClaimsShared(_)
             | Note::StaysLeader(_)
             | Note::NotReady(_)
             | Note::Leaps(_)

@@ -73,6 +73,7 @@ impl Sim {
                 }
             }
             Fault::Far(far) => self.fars[far].on = !on,
+            Fault::Api => self.annotated = on.then(|| self.acting()),
             Fault::Site => (0..self.gateways).for_each(|node| self.hosts[node].wires.uplink[0] = !on),
             Fault::Halves(halves) => {
                 for (host, half) in self.hosts.iter_mut().zip(halves) {
@@ -181,6 +182,9 @@ impl Sim {
 
     pub(super) fn set_power(&mut self, node: usize, on: bool) {
         let boot = self.rng.bits();
+        if !on {
+            self.hosts[node].was_written = self.hosts[node].written();
+        }
         let host = &mut self.hosts[node];
         host.wires.on = on;
         host.agent = None;

@@ -216,10 +216,11 @@ impl Sim {
     }
 
     /// A far leader moves a member's prefixes: the member's kernel must have named the new
-    /// gateway, or that of the previous gateway must have, and the term must not fall, unless the
-    /// far agent has forgotten terms.
+    /// gateway, or that of the previous gateway must have in that term or still do, and the term must not
+    /// fall, unless the far agent has forgotten terms.
     pub fn moved(&mut self, far: usize, member: usize, from: usize, to: (Term, NodeId)) {
-        if !self.followed[member].contains(&to) && !self.followed[from].contains(&to) {
+        let passes_on = self.followed[from].contains(&to) || self.hosts[from].said().1 == to.1;
+        if !self.followed[member].contains(&to) && !passes_on {
             self.broken(Invariant::FarFollows);
         }
         let seen = &mut self.fars[far].seen[member];

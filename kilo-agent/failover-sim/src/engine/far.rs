@@ -205,9 +205,14 @@ impl Sim {
         }
     }
 
+    /// The gateway that each far leader sends shared prefixes to.
+    pub fn shared(&self) -> Vec<usize> {
+        self.fars.iter().map(|far| far.shared).collect()
+    }
+
     /// Whether each far leader sends shared prefixes to a gateway that can receive them and pass them on, if
     /// there is one: a gateway that reaches no other node has nowhere to send them.
-    pub(crate) fn shared_are_served(&self) -> bool {
+    pub fn shared_are_served(&self) -> bool {
         let works = |gateway, far| {
             self.uplink_works(gateway, far, true)
                 && self.uplink_works(gateway, far, false)

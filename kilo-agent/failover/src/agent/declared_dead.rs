@@ -88,7 +88,7 @@ impl Agent {
 mod tests {
     use super::*;
     use crate::{
-        Input, MS, Params, Place, Signal, Start, Term,
+        Input, MS, OwnLocation, Params, Signal, Start, Term,
         signal::{Body, Kind},
         turn::Output,
     };
@@ -115,7 +115,7 @@ mod tests {
         answer: &[NodeId],
         start: Start,
     ) -> Option<NodeId> {
-        let place = Place {
+        let place = OwnLocation {
             me: ME,
             location: 7,
             gateways: nodes.iter().copied().filter(|node| *node < 4).collect(),

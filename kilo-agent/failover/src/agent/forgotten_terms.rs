@@ -103,7 +103,10 @@ impl Agent {
             let members: Vec<NodeId> = self.users_of(me, now).into_iter().chain([me]).collect();
             self.lead_more(members, shared, turn);
         } else {
-            self.lead_more([], Shared::Stay, turn);
+            // In the later term another gateway may have got them.
+            let has_shared = self.lead().is_some_and(|lead| lead.shared() == Shared::Move);
+            let shared = if has_shared { Shared::MoveIfSilent } else { Shared::Stay };
+            self.lead_more([], shared, turn);
         }
     }
 
@@ -129,7 +132,7 @@ mod tests {
     use std::collections::BTreeMap;
 
     use super::*;
-    use crate::{Params, Place, Start};
+    use crate::{OwnLocation, Params, Start};
 
     #[test]
     fn a_far_leader_does_not_make_terms_run_away() {
@@ -147,7 +150,7 @@ mod tests {
         let term = Term::NONE.next(next);
         for (word, is_behind) in [((Term::NONE, me), true), ((Term::NONE, next), true), ((term, next), false)]
         {
-            let place = Place {
+            let place = OwnLocation {
                 me,
                 location: 7,
                 gateways: vec![me, next],

@@ -80,6 +80,7 @@ impl Agent {
     /// Takes the nodes whose home this gateway is.
     pub(crate) fn take_home(&mut self, turn: &mut Turn<'_>) {
         let (me, now, is_back) = (self.place.me, turn.now, self.is_back());
+        let hears_others = self.hears_others(now);
         let (Some(several), Some(gateway)) = (&self.place.several, &mut self.gateway) else { return };
         if let Some(lead) = &mut gateway.lead {
             lead.claim_again_within(Self::REFRESH, now);
@@ -128,7 +129,8 @@ impl Agent {
         members.extend(takes_itself.then_some(me));
         let first = self.place.first() == Some(me);
         let has_shared = gateway.lead.as_ref().is_some_and(|lead| lead.shared() == Shared::Move);
-        let takes_shared = first && !has_shared && (is_turn || leaves(several.acting.1));
+        // Without its LAN it could not pass on what comes for them.
+        let takes_shared = first && !has_shared && hears_others && (is_turn || leaves(several.acting.1));
         if members.is_empty() && !takes_shared || rests(homing.took, Self::PAUSE) {
             return;
         }
@@ -182,9 +184,9 @@ impl Agent {
 
 impl Homing {
     /// Records which gateway members use now, and whether another one has taken a member in its turn, as
-    /// `is_taken` decides from the member, its previous gateway and its current one. A member that has booted
-    /// uses Kilo's leader until the next ANNOUNCE, and a stand-by takes the members of a leader that has
-    /// failed: neither is a turn.
+    /// `is_taken` decides from the member, its previous gateway and its current one. A member that has booted or
+    /// joined uses Kilo's leader in no term until the next ANNOUNCE, and a stand-by takes the members of a
+    /// leader that has failed: neither is a turn.
     fn observe(
         &mut self,
         words: impl Iterator<Item = (NodeId, (Term, NodeId))>,
@@ -197,7 +199,8 @@ impl Homing {
                 continue;
             }
             self.used.insert(node, word);
-            if before.is_some_and(|before| before.1 != word.1 && is_taken(node, before.1, word.1)) {
+            let before = before.filter(|(term, gateway)| *term > Term::NONE && *gateway != word.1);
+            if before.is_some_and(|(_, gateway)| is_taken(node, gateway, word.1)) {
                 self.others_took = Some(now);
             }
         }
@@ -213,14 +216,14 @@ impl Homing {
 mod tests {
     use super::*;
     use crate::{
-        Input, MS, Output, Params, Place, ProbePath, Signal, Start,
+        Input, MS, Output, OwnLocation, Params, ProbePath, Signal, Start,
         signal::{Body, Kind},
     };
 
     const ME: NodeId = 2;
 
-    fn place(location: u64) -> Place {
-        Place {
+    fn place(location: u64) -> OwnLocation {
+        OwnLocation {
             me: ME,
             location,
             gateways: vec![1, ME],
@@ -272,6 +275,24 @@ mod tests {
     }
 
     #[test]
+    fn nodes_that_join_take_nobodys_turn() {
+        let several = Several { active: vec![ME, 1, 7], ..Several::default() };
+        let mut homing = Homing::default();
+        let mut sees = |node: NodeId, word, now| {
+            let several = Several { homes: BTreeMap::from([(node, 7)]), ..several.clone() };
+            let is_taken = |node, before, to| several.is_taken(ME, node, before, to);
+            homing.observe([(node, word)].into_iter(), is_taken, now);
+            homing.others_took
+        };
+        for node in 10..20 {
+            assert_eq!(sees(node, (Term::NONE, 1), node * SEC), None);
+            assert_eq!(sees(node, (Term::NONE.next(7), 7), (node + 1) * SEC), None, "node {node}");
+        }
+        sees(30, (Term::NONE.next(1), 1), 40 * SEC);
+        assert_eq!(sees(30, (Term::NONE.next(1).next(7), 7), 41 * SEC), Some(41 * SEC));
+    }
+
+    #[test]
     fn one_without_a_way_takes_those_of_a_gateway_that_goes_after_a_minute() {
         for (healthy, leaving, reaches_all, takes) in [
             (SEC - 1, 0, true, false),
@@ -295,7 +316,7 @@ mod tests {
             homes: BTreeMap::from([(other, other), (ME, ME), (member, other), (4, ME)]),
             acting: (Term::NONE, other),
         };
-        let before = Place { fars: vec![7, 8, 9], several: Some(several), ..place(7) };
+        let before = OwnLocation { fars: vec![7, 8, 9], several: Some(several), ..place(7) };
         let mut after = before.clone();
         after.leaving.insert(other, crate::planned::Cause::Cordoned);
         after.several.as_mut()?.homes.insert(member, ME);
@@ -316,6 +337,9 @@ mod tests {
                 match output {
                     Output::Probe { nonce, way: ProbePath::Own(far) } if answers(far) => {
                         inputs.push(Input::Answer { nonce, at: now + 2 * MS });
+                    }
+                    Output::Probe { nonce, way: ProbePath::Lan(_) } => {
+                        inputs.push(Input::Answer { nonce, at: now + MS });
                     }
                     Output::Lan(from, Signal { kind: Kind::Roll, nonce, .. }) => {
                         let uses = if from == 4 { ME } else { other };

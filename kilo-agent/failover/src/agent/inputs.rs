@@ -52,6 +52,7 @@ impl Agent {
         self.word = (term, to);
         let me = self.place.me;
         if changed {
+            self.end_giving_to_another(to, turn);
             self.word_since = turn.now;
             self.discard_leader(turn);
             if let Some(gateway) = self.gateway.as_mut().filter(|_| to != me) {
@@ -59,6 +60,7 @@ impl Agent {
             }
             self.note_handover(to, turn);
         }
+        self.forget_obeyed_order();
         let lead = self.gateway.as_mut().and_then(|gateway| gateway.lead.as_mut());
         if lead.is_some_and(|lead| lead.heard(me, (term, to), turn.now)) {
             self.mark_led(turn);
@@ -162,6 +164,7 @@ impl Agent {
         if is_believed {
             self.resume_with(from, word, turn);
             self.take_left_behind(from, word, turn);
+            self.take_orphan(from, word, turn);
         }
         self.take_shared_of_most(turn);
     }
@@ -210,18 +213,11 @@ impl Agent {
         // Two gateways that lead each other would no longer watch a leader, and would take nothing over.
         let would_lead_each_other = self.word.1 == member
             && gateway.roll.last(member).is_some_and(|present| present.word.1 != member);
-        if !may || has || would_lead_each_other || !tunnels.is_fit(&self.params, now) {
+        let uses = gateway.roll.last(member).map_or(member, |present| present.word.1);
+        if !may || has || would_lead_each_other || !gateway.is_able(&self.params, uses, now) {
             return;
         }
-        // A leader that nobody uses any more brings the shared prefixes. Those of a leader that a member has
-        // lost may stay behind if nobody else takes over.
-        let led_itself = gateway.roll.last(member).is_some_and(|present| present.word.1 == member);
-        let shared = match age {
-            _ if self.place.several.is_some() => Shared::Stay,
-            0 if led_itself => Shared::Move,
-            0 => Shared::Stay,
-            _ => Shared::MoveIfSilent,
-        };
+        let shared = self.shared_of_adopted(member, age, now);
         if !self.admit_adoption(member, now) {
             return;
         }
@@ -229,8 +225,27 @@ impl Agent {
             return turn.push(Output::Note(Note::Leaps(member)));
         }
         self.count_loss_by_adoption(member, age, turn.now);
-        turn.push(Output::Note(Note::Adopts { member, was_leader: shared == Shared::Move }));
+        turn.push(Output::Note(Note::Adopts { member, was_leader: shared == Shared::Move, age }));
         self.lead_more([member], shared, turn);
+    }
+
+    /// What becomes of the shared prefixes when this gateway adopts a member whose leader has been silent for
+    /// `age`, or that asks who leads (0).
+    fn shared_of_adopted(&self, member: NodeId, age: Micros, now: Micros) -> Shared {
+        let Some(gateway) = &self.gateway else { return Shared::Stay };
+        let led_itself = gateway.roll.last(member).is_some_and(|present| present.word.1 == member);
+        if age == 0 && (!led_itself || self.place.several.is_some()) {
+            return Shared::Stay;
+        }
+        // Those of a leader that a member has lost may stay behind if nobody else takes over. Of several
+        // leaders, this may be the acting one, whatever the annotations say.
+        if age > 0 {
+            return Shared::MoveIfSilent;
+        }
+        // A leader that nobody uses any more brings them, unless another gateway has them by now.
+        let has_them = gateway.lead.as_ref().is_some_and(|lead| lead.shared() == Shared::Move);
+        let is_another = |(_, uses): (NodeId, NodeId)| ![self.place.me, member].contains(&uses);
+        if has_them || !gateway.roll.users(now).any(is_another) { Shared::Move } else { Shared::MoveIfSilent }
     }
 
     /// Returns whether a member may be adopted now, and if so records it. Each adoption may be a change of
@@ -242,5 +257,39 @@ impl Agent {
         let is_new = !gateway.adopted.contains_key(&member);
         gateway.adopted.entry(member).or_insert(now);
         is_new
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::agent::test_bench::{BOOT, Bench, LEADER, ME, MEMBER};
+
+    /// What this gateway, which leads itself and has `shared`, claims when Kilo's leader has booted and asks
+    /// who leads; the member uses `uses`.
+    fn claims(shared: Shared, uses: NodeId) -> Shared {
+        const THIRD: NodeId = 4;
+        let mut bench = Bench::new();
+        let mut place = bench.agent.place.clone();
+        place.gateways.push(THIRD);
+        place.nodes.push(THIRD);
+        bench.agent.set_place(place, bench.now, &mut || 1);
+        bench.lead(&[ME], shared);
+        let term = Term::from_bits(7 << 16);
+        bench.present(THIRD, term, uses);
+        bench.present(MEMBER, term, uses);
+        bench.present(LEADER, Term::NONE, LEADER);
+        let asks = Body::Members { cookie: BOOT, age: 0, members: vec![LEADER] };
+        bench.hear(LEADER, Kind::Adopt, bench.now, Term::NONE, asks);
+        let lead = bench.agent.lead().expect("it leads");
+        assert!(lead.has(LEADER));
+        lead.shared()
+    }
+
+    #[test]
+    fn who_leads_only_itself_takes_the_shared_prefixes_from_no_third_gateway() {
+        assert_eq!(claims(Shared::Stay, 4), Shared::MoveIfSilent);
+        assert_eq!(claims(Shared::Move, 4), Shared::Move, "it has them");
+        assert_eq!(claims(Shared::Stay, LEADER), Shared::Move, "the one that asks had them");
     }
 }

@@ -48,7 +48,7 @@ impl Agent {
             self.word.1 == me && term >= lead.term() && self.place.nodes.contains(&member)
         };
         // When a node stops being a gateway, its members' words name Kilo's leader in the term that it had.
-        let is_own = uses == me && Term::from_bits(term.bits() - term.bits().min(1 << 16)).next(me) == term;
+        let is_own = uses == me && term.is_by(me);
         if !is_own || !goes_on || gateway.planned.is_changing(term) {
             return;
         }
@@ -64,22 +64,50 @@ impl Agent {
         self.mark_led(turn);
     }
 
-    /// Takes the shared prefixes, whatever the old leader answers, once most other nodes follow this
-    /// gateway, which heard none of them when it took over.
+    /// Takes the shared prefixes, whatever the old leader answers, once nobody uses that one any more
+    /// ([`Self::is_left_by_most`]): this gateway may have heard no other node when it took over.
     pub(super) fn take_shared_of_most(&mut self, turn: &mut Turn<'_>) {
         let me = self.place.me;
-        let Some(lead) = self.gateway.as_mut().and_then(|gateway| gateway.lead.as_mut()) else { return };
-        if lead.shared() != Shared::MoveIfSilent || self.word != (lead.term(), me) {
+        let may = |lead: &Lead| lead.shared() == Shared::MoveIfSilent && self.word == (lead.term(), me);
+        if !self.lead().is_some_and(may) || !self.is_left_by_most(turn.now) {
             return;
         }
-        let others = self.place.nodes.iter().filter(|node| **node != me);
-        let (all, follow) = others
-            .fold((0, 0), |(all, follow), node| (all + 1, follow + usize::from(lead.is_followed_by(*node))));
-        if follow * 2 > all {
+        if let Some(lead) = self.gateway.as_mut().and_then(|gateway| gateway.lead.as_mut()) {
             lead.set_shared(Shared::Move);
             lead.claim_again_within(0, turn.now);
             self.mark_led(turn);
         }
+    }
+
+    /// Whether most other nodes follow this gateway. Of several active leaders, whether it is the acting one
+    /// and hears others; or that one is silent, and none of those that are heard uses it or a stand-by in its
+    /// place.
+    fn is_left_by_most(&self, now: Micros) -> bool {
+        let me = self.place.me;
+        let Some(gateway) = &self.gateway else { return false };
+        if let Some(several) = &self.place.several {
+            let acting = several.acting.1;
+            let is_left = || {
+                self.acting_to_watch(several, now).is_some()
+                    && gateway.roll.fresh(acting, now).is_none()
+                    && !gateway.roll.users(now).any(|(_, uses)| uses == acting)
+                    && !self.is_replaced(acting, now)
+            };
+            return self.hears_others(now) && (acting == me || is_left());
+        }
+        let Some(lead) = &gateway.lead else { return false };
+        let others = self.place.nodes.iter().filter(|node| **node != me);
+        let (all, follow) = others
+            .fold((0, 0), |(all, follow), node| (all + 1, follow + usize::from(lead.is_followed_by(*node))));
+        follow * 2 > all
+    }
+
+    /// Whether any other node has answered the latest roll calls: gateways are called once in that time.
+    pub(super) fn hears_others(&self, now: Micros) -> bool {
+        let Some(gateway) = &self.gateway else { return false };
+        let lately = now.saturating_sub(self.params.roll * 3 / 2);
+        let is_there = |node: &NodeId| gateway.roll.last(*node).is_some_and(|last| last.at >= lately);
+        self.place.nodes.iter().any(|node| *node != self.place.me && is_there(node))
     }
 
     /// Marks the members it leads in the kernel; a leadership without members ends.
@@ -153,7 +181,7 @@ impl Agent {
 mod tests {
     use super::*;
     use crate::{
-        Params, Place, SEC, Start,
+        OwnLocation, Params, SEC, Start,
         agent::test_bench::{LEADER, ME, MEMBER},
     };
 
@@ -172,7 +200,7 @@ mod tests {
     }
 
     fn starts() -> Agent {
-        let place = Place {
+        let place = OwnLocation {
             me: ME,
             location: 7,
             gateways: vec![LEADER, ME],

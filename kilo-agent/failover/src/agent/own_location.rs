@@ -7,7 +7,7 @@ use crate::{Far, Micros, NodeId, Output, Several, Turn, planned::Cause};
 
 /// The location, as the topology has it.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Place {
+pub struct OwnLocation {
     /// This node.
     pub me: NodeId,
     /// First 8 bytes of SHA-256 of the location's name.
@@ -27,7 +27,7 @@ pub struct Place {
     pub cookies: BTreeMap<NodeId, u64>,
 }
 
-impl Place {
+impl OwnLocation {
     /// The gateway that is to lead: the first in Kilo's order that stays, else the first.
     pub fn first(&self) -> Option<NodeId> {
         let stays = |gateway: &&NodeId| !self.leaving.contains_key(gateway);
@@ -43,7 +43,12 @@ impl Place {
 impl Agent {
     /// Takes over a location in which nodes, gateways or far leaders came or went. Keeps what is known
     /// about those that stay.
-    pub fn set_place(&mut self, place: Place, now: Micros, random: &mut dyn FnMut() -> u64) -> Vec<Output> {
+    pub fn set_place(
+        &mut self,
+        place: OwnLocation,
+        now: Micros,
+        random: &mut dyn FnMut() -> u64,
+    ) -> Vec<Output> {
         let mut out = Vec::new();
         if place == self.place {
             return out;
@@ -57,6 +62,7 @@ impl Agent {
                 gateway.roll.set_nodes(&place.nodes);
                 gateway.numbers.set_nodes(&place.nodes);
                 gateway.homing.set_nodes(&place.nodes);
+                gateway.orphans.set_nodes(&place.nodes);
                 gateway.others.set_gateways(&self.params, &place.gateways, now);
                 gateway.lead.as_mut().is_some_and(|lead| lead.set_place(&place.nodes, &place.fars, now))
             }
@@ -89,7 +95,7 @@ impl Agent {
     /// Starts anew in another location: the node led its members and heard its signals in the former one.
     pub(super) fn start_anew(
         &mut self,
-        place: Place,
+        place: OwnLocation,
         now: Micros,
         random: &mut dyn FnMut() -> u64,
     ) -> Vec<Output> {
@@ -102,7 +108,7 @@ impl Agent {
 
     /// Records a new order: a gateway that was there before and now comes first is to lead as soon as it can;
     /// one that has come, or is no longer about to go, only after a time of health.
-    pub(super) fn note_order(&mut self, place: &Place, now: Micros) {
+    pub(super) fn note_order(&mut self, place: &OwnLocation, now: Micros) {
         self.left.retain(|node, _| place.nodes.contains(node));
         for node in self.place.leaving.keys().filter(|node| !place.leaving.contains_key(node)) {
             self.left.insert(*node, now);
@@ -111,11 +117,58 @@ impl Agent {
         for node in place.leaving.keys() {
             self.leaving_since.entry(*node).or_insert(now);
         }
-        let first = place.first();
-        if first != self.place.first() {
+        let (before, first) = (self.place.first(), place.first());
+        if first != before {
             let was_there =
                 |node: &NodeId| self.place.nodes.contains(node) && !self.place.leaving.contains_key(node);
-            self.ordered = first.filter(was_there).map(|first| (first, now));
+            // Where the former first one is gone, nobody has asked for another order.
+            let is_order = before.is_some_and(|before| place.nodes.contains(&before));
+            self.ordered = first.filter(|first| is_order && was_there(first)).map(|first| (first, now));
+            self.forget_obeyed_order();
         }
+    }
+
+    /// Forgets Kilo's order once the gateway that it names leads this node, and no change to it is under way
+    /// that may be taken back: what follows, as that gateway's failure and return, nobody has ordered.
+    pub(crate) fn forget_obeyed_order(&mut self) {
+        let gives = self.gateway.as_ref().is_some_and(|gateway| gateway.planned.is_giving());
+        if !gives && self.ordered.is_some_and(|(first, _)| first == self.word.1) {
+            self.ordered = None;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{
+        Input, SEC, Term,
+        agent::test_bench::{Bench, LEADER, ME, MEMBER},
+    };
+
+    /// The bench with gateways in this order, where these nodes are there; returns the gateway that is
+    /// ordered to lead.
+    fn ordered(bench: &mut Bench, gateways: &[NodeId], nodes: &[NodeId]) -> Option<NodeId> {
+        let place =
+            OwnLocation { gateways: gateways.to_vec(), nodes: nodes.to_vec(), ..bench.agent.place.clone() };
+        bench.agent.set_place(place, bench.now, &mut || 1);
+        bench.agent.ordered.map(|(first, _)| first)
+    }
+
+    #[test]
+    fn an_order_counts_until_its_gateway_leads_and_none_is_made_by_a_death() {
+        const ALL: [NodeId; 3] = [LEADER, ME, MEMBER];
+        let mut bench = Bench::new();
+        assert_eq!(ordered(&mut bench, &[MEMBER, LEADER, ME], &ALL), Some(MEMBER), "the annotation moves");
+        bench.turn(vec![Input::Word(Term::from_bits(8 << 16), MEMBER)]);
+        assert_eq!(bench.agent.ordered, None, "it leads");
+        assert_eq!(ordered(&mut bench, &[LEADER, ME], &[LEADER, ME]), None, "the first one is declared dead");
+        assert_eq!(ordered(&mut bench, &[MEMBER, LEADER, ME], &ALL), None, "it is back");
+        bench.turn(vec![Input::Word(Term::from_bits(9 << 16), ME)]);
+        assert_eq!(ordered(&mut bench, &[ME, LEADER], &ALL), None, "who leads already is first");
+        assert_eq!(ordered(&mut bench, &[LEADER, ME], &ALL), Some(LEADER), "and back");
+        bench.now += SEC;
+        bench.turn(vec![]);
+        assert_eq!(bench.agent.ordered.map(|(first, _)| first), Some(LEADER), "it does not lead yet");
     }
 }

@@ -1,5 +1,8 @@
 //! Planned changes as the two gateways make them: [`crate::planned`] decides when, this does it.
 
+#[cfg(test)]
+mod tests;
+
 use std::collections::BTreeMap;
 
 use crate::{
@@ -15,9 +18,13 @@ use crate::{
 pub(crate) struct Planned {
     giver: Option<Giver>,
     taker: Option<Taker>,
-    /// When the next change may begin, and how many in a row have failed.
+    /// When the next change may begin, how many in a row have failed, and why the last of these was tried.
     next: Micros,
     failures: u32,
+    failed_for: Option<Cause>,
+    /// What else than members is taken back if the change does not end: the shared prefixes, and this node
+    /// itself where it led the location.
+    gave: (Shared, bool),
     /// In how many tries in a row each far leader has not answered.
     silent: BTreeMap<Far, u32>,
 }
@@ -31,6 +38,11 @@ impl Planned {
     pub(crate) fn wake(&self) -> Micros {
         let giver = self.giver.as_ref().map_or(Micros::MAX, Giver::wake);
         self.taker.as_ref().map_or(Micros::MAX, Taker::end).min(giver)
+    }
+
+    /// Whether this node is giving leadership.
+    pub(crate) const fn is_giving(&self) -> bool {
+        self.giver.is_some()
     }
 
     /// Whether leadership is being given or taken.
@@ -68,7 +80,19 @@ impl Planned {
         fars.iter().copied().filter(|far| cause.tries().is_none_or(|most| tries(far) < most)).collect()
     }
 
-    fn failed(&mut self, now: Micros) {
+    /// Forgets failures that say nothing about a change of this cause (`None`: of any that does not hurry): a
+    /// node that is about to go does not wait for what others have failed for, and nobody for what is long
+    /// over.
+    pub(crate) fn begin(&mut self, leaves: Option<Cause>, now: Micros) {
+        if leaves.is_some() && self.failed_for != leaves {
+            (self.next, self.failures, self.failed_for) = (0, 0, leaves);
+        } else if self.next + Self::LONGEST <= now {
+            self.failures = 0;
+        }
+    }
+
+    fn failed(&mut self, cause: Cause, now: Micros) {
+        self.failed_for = Some(cause);
         self.next = now + (Self::PAUSE << self.failures.min(5)).min(Self::LONGEST);
         self.failures += 1;
     }
@@ -80,7 +104,7 @@ impl Agent {
         let fars = self.place.fars.clone();
         let Some(gateway) = &mut self.gateway else { return };
         if fars.is_empty() {
-            gateway.planned.failed(turn.now);
+            gateway.planned.failed(cause, turn.now);
             return self.give_away_to(to, 0, turn);
         }
         let trip = gateway.tunnels.longest();
@@ -160,9 +184,13 @@ impl Agent {
                     // Gateways stayed, and may have followed the other one meanwhile.
                     let mut members = giver.members.clone();
                     members.extend(self.lead().iter().flat_map(|lead| lead.members()));
+                    let (shared, itself) =
+                        self.gateway.as_ref().map_or_else(Default::default, |gateway| gateway.planned.gave);
+                    let me = self.place.me;
                     self.term = self.term.max(term);
                     self.finish_giving(turn.now, false);
-                    self.lead_more(members, Shared::Move, turn);
+                    let members = members.into_iter().filter(|member| itself || *member != me);
+                    self.lead_more(members, shared, turn);
                 }
                 Act::GiveUp => {
                     turn.push(Output::Note(Note::NotReady(to)));
@@ -174,33 +202,59 @@ impl Agent {
         }
     }
 
+    /// Ends a change in which nothing was diverted yet, because this node uses another gateway by now: the
+    /// taker's ANNOUNCE may come before its READY.
+    pub(crate) fn end_giving_to_another(&mut self, uses: NodeId, turn: &mut Turn<'_>) {
+        let giver = self.gateway.as_ref().and_then(|gateway| gateway.planned.giver.as_ref());
+        let Some(giver) = giver.filter(|giver| !giver.has_diverted() && uses != self.place.me) else {
+            return;
+        };
+        let (to, cause) = (giver.to, giver.cause);
+        if uses == to {
+            turn.push(Output::Note(Note::Gives { to, cause: Some(cause) }));
+        }
+        self.finish_giving(turn.now, uses == to);
+    }
+
     fn finish_giving(&mut self, now: Micros, ended: bool) {
         let Some(gateway) = &mut self.gateway else { return };
-        gateway.planned.giver = None;
+        let Some(giver) = gateway.planned.giver.take() else { return };
         if ended {
             gateway.planned.failures = 0;
             gateway.planned.next = now + Planned::PAUSE;
+            self.forget_obeyed_order();
         } else {
-            gateway.planned.failed(now);
+            gateway.planned.failed(giver.cause, now);
         }
     }
 
     /// Sends everything to the taker from now on, except what other gateways send: nobody passes on packets
     /// of a gateway, so gateways stay here until they follow the taker themselves.
     fn divert(&mut self, to: NodeId, term: Term, turn: &mut Turn<'_>) {
-        let (me, now) = (self.place.me, turn.now);
+        let (me, now, leads_location) = (self.place.me, turn.now, self.has_members());
         let Some(gateway) = &self.gateway else { return };
-        // Members that were not heard lately may use this node, too; far leaders know which ones do not.
-        let may_use = |node: &NodeId| gateway.roll.last(*node).is_none_or(|present| present.word.1 == me);
-        let mut users: Vec<NodeId> = self.place.nodes.iter().copied().filter(may_use).collect();
-        users.extend(gateway.lead.iter().flat_map(Lead::members));
-        users.push(me);
+        let mut users: Vec<NodeId> = gateway.lead.iter().flat_map(Lead::members).collect();
+        if leads_location {
+            // Members that were not heard lately may use this node, too; far leaders know which ones do not.
+            let may_use = |node: &NodeId| gateway.roll.last(*node).is_none_or(|present| present.word.1 == me);
+            users.extend(self.place.nodes.iter().copied().filter(may_use));
+            users.push(me);
+        }
         users.sort_unstable();
         users.dedup();
         let stays = |node: &NodeId| *node != me && self.place.gateways.contains(node);
-        let (stay, go): (Vec<NodeId>, Vec<NodeId>) = users.into_iter().partition(stays);
+        let (stay, mut go): (Vec<NodeId>, Vec<NodeId>) = users.into_iter().partition(stays);
+        // END has to name somebody, or no far leader would answer it.
+        go.extend(go.is_empty().then_some(me));
         let sender = self.sender();
         let Some(gateway) = &mut self.gateway else { return };
+        // In no term it leads by Kilo's order, and has them all.
+        let shared = match &gateway.lead {
+            Some(lead) => lead.shared(),
+            None if self.word == (Term::NONE, me) => Shared::Move,
+            None => Shared::Stay,
+        };
+        gateway.planned.gave = (shared, leads_location);
         let lead = gateway.lead.take();
         let lead = lead.unwrap_or_else(|| Lead::new(sender, self.word.0, &self.place.fars, now));
         gateway.lead = Some(lead.with_only(&stay));
@@ -210,7 +264,10 @@ impl Agent {
         self.term = self.term.max(term);
         // The marks come first: the word is then the one moment in which everybody changes path.
         self.mark_led(turn);
-        turn.push(Output::Word(term, to));
+        // Who leads single members follows the taker already, and passes on what it no longer leads.
+        if leads_location {
+            turn.push(Output::Word(term, to));
+        }
     }
 
     fn end(&self, far: Far, term: Term, turn: &mut Turn<'_>) {
@@ -305,7 +362,8 @@ impl Agent {
                     // No other location decides which nodes are in this one.
                     let members: Vec<_> =
                         members.into_iter().filter(|member| self.place.nodes.contains(member)).collect();
-                    self.lead_in(term, members.into_iter().chain(users).chain([me]), Shared::Move, turn);
+                    let shared = self.shared_of_giver(from);
+                    self.lead_in(term, members.into_iter().chain(users).chain([me]), shared, turn);
                 }
                 Act::Done(term) => self.says_ready((from, asked), me, term, turn),
                 _ => {}
@@ -347,212 +405,10 @@ impl Agent {
     }
 
     fn gives_nothing(&self) -> bool {
-        self.gateway.as_ref().is_some_and(|gateway| gateway.planned.giver.is_none())
+        self.gateway.as_ref().is_some_and(|gateway| !gateway.planned.is_giving())
     }
 
     /// How long nothing is given after Kilo's order has changed: every node of the mesh learns of it and
     /// plans anew, and a far leader that does so obeys END late, which costs packets.
     pub(crate) const SETTLES: Micros = 2 * SEC;
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::{
-        Input,
-        agent::test_bench::{BOOT, Bench, FAR, LEADER, ME, MEMBER},
-    };
-
-    /// A stand-by that its leader has asked to be ready, and the term in which it asks a far leader.
-    fn asks_a_far_leader() -> (Bench, Term) {
-        let mut bench = Bench::new();
-        let term = Term::from_bits(7 << 16);
-        let out =
-            bench.hear(LEADER, Kind::Prepare, 1 << 20, term, Body::Change { cookie: BOOT, gateway: ME });
-        let asked = out.iter().find_map(|output| match output {
-            Output::Tunnel(FAR, Signal { kind: Kind::Claim, term, .. }) => Some(*term),
-            _ => None,
-        });
-        let Some(term) = asked else { panic!("no far leader is asked: {out:?}") };
-        (bench, term)
-    }
-
-    #[test]
-    fn another_location_names_nobody_who_is_not_in_this_one() {
-        let (mut bench, term) = asks_a_far_leader();
-        for members in [vec![], vec![LEADER, MEMBER, 77]] {
-            let body = Body::Claim { gateway: ME, shared: Shared::Stay, part: (0, 1), members };
-            bench.hear(FAR, Kind::Moved, 5, term, body);
-        }
-        let Some(lead) = bench.agent.lead() else { panic!("nobody leads") };
-        assert_eq!((lead.term(), lead.members().collect::<Vec<_>>()), (term, vec![LEADER, ME, MEMBER]));
-    }
-
-    #[test]
-    fn who_refuses_to_lead_never_says_that_it_does() {
-        let (mut bench, term) = asks_a_far_leader();
-        let moved = |members| Body::Claim { gateway: ME, shared: Shared::Stay, part: (0, 1), members };
-        bench.hear(FAR, Kind::Moved, 5, term, moved(vec![]));
-        // Somebody leads in a later term meanwhile.
-        bench.agent.term = term.next(ME);
-        for nonce in 6..8 {
-            let out = bench.hear(FAR, Kind::Moved, nonce, term, moved(vec![LEADER, MEMBER]));
-            let is_done = |output: &Output| {
-                matches!(
-                    output,
-                    Output::Lan(
-                        LEADER,
-                        Signal { kind: Kind::Ready, body: Body::Change { gateway: ME, .. }, .. }
-                    )
-                )
-            };
-            assert!(!out.iter().any(is_done), "MOVED {nonce}: {out:?}");
-        }
-        assert!(bench.agent.lead().is_none());
-    }
-
-    /// The numbers of the PREPAREs among what is sent.
-    fn prepares(out: &[Output]) -> Vec<u64> {
-        let number = |output: &Output| match output {
-            Output::Lan(LEADER, Signal { kind: Kind::Prepare, nonce, .. }) => Some(*nonce),
-            _ => None,
-        };
-        out.iter().filter_map(number).collect()
-    }
-
-    #[test]
-    fn a_ready_of_an_earlier_try_in_the_same_term_counts_nothing() {
-        let mut bench = Bench::new();
-        let (lead, term) = (Term::from_bits(8 << 16), Term::from_bits(9 << 16));
-        let ready = |cookie| Body::Change { cookie, gateway: ME };
-        bench.agent.place.cookies.insert(LEADER, BOOT);
-        bench.turn(vec![Input::Word(lead, ME)]);
-        let mut tries = Vec::new();
-        for _ in 0..2 {
-            // The first try ends without an answer: somebody holds it back.
-            let mut out = (0..60).flat_map(|_| bench.turn(vec![])).collect::<Vec<_>>();
-            assert!(!out.iter().any(|output| matches!(output, Output::Word(..))), "{out:?}");
-            out.clear();
-            let (now, mut later, mut random) = (bench.now, Vec::new(), || 1);
-            let mut turn = Turn { now, random: &mut random, out: &mut out, later: &mut later };
-            bench.agent.plan_change(LEADER, Cause::Cordoned, &mut turn);
-            tries.extend(prepares(&out));
-        }
-        let [first, second] = tries[..] else { panic!("{tries:?}") };
-        let mut diverts = |number, cookie| {
-            let out = bench.hear(LEADER, Kind::Ready, number, term, ready(cookie));
-            (out.contains(&Output::Word(term, LEADER)), out.contains(&Output::Note(Note::Replayed(LEADER))))
-        };
-        assert_eq!(diverts(first, BOOT), (false, true), "of an earlier try");
-        assert_eq!(diverts(second, BOOT - 1), (false, true), "with the cookie of another boot");
-        assert_eq!(diverts(second, BOOT), (true, false));
-    }
-
-    #[test]
-    fn ready_repeats_the_number_and_the_cookie_of_its_prepare() {
-        let (mut bench, term) = asks_a_far_leader();
-        let body = Body::Claim { gateway: ME, shared: Shared::Stay, part: (0, 1), members: vec![] };
-        let out = bench.hear(FAR, Kind::Moved, 5, term, body);
-        let is_answer = |output: &Output| match output {
-            Output::Lan(LEADER, Signal { kind: Kind::Ready, nonce, body, .. }) => {
-                (*nonce, body) == (1 << 20, &Body::Change { cookie: BOOT, gateway: LEADER })
-            }
-            _ => false,
-        };
-        assert!(out.iter().any(is_answer), "{out:?}");
-    }
-
-    /// Sends PREPARE until it is forgotten, with the number of tries before; returns whether READY came
-    /// although the far leader does not answer.
-    fn is_ready_alone(bench: &mut Bench, cause: Cause, tries: u64) -> bool {
-        let term = Term::from_bits(7 << 16);
-        let number = cause.number((tries + 1) << 20);
-        let mut out =
-            bench.hear(LEADER, Kind::Prepare, number, term, Body::Change { cookie: BOOT, gateway: ME });
-        // If no far leader is waited for, no MOVED can make it lead.
-        let is_ready =
-            |output: &Output| matches!(output, Output::Lan(LEADER, Signal { kind: Kind::Ready, .. }));
-        assert_eq!(bench.agent.lead().is_some(), out.iter().any(is_ready), "{cause:?}, try {tries}");
-        for _ in 0..100 {
-            out.extend(bench.turn(vec![]));
-        }
-        out.iter().any(is_ready)
-    }
-
-    #[test]
-    fn a_far_leader_that_never_answers_is_waited_for_three_times_by_who_goes() {
-        for (cause, wanted) in [(Cause::Cordoned, Some(3)), (Cause::Order, Some(6)), (Cause::Returns, None)] {
-            let mut bench = Bench::new();
-            let ready = (0..8).find(|tries| is_ready_alone(&mut bench, cause, *tries));
-            assert_eq!(ready, wanted, "{cause:?}");
-        }
-        // It answers the third time: it is waited for again.
-        let mut bench = Bench::new();
-        for tries in 0..3 {
-            assert!(!is_ready_alone(&mut bench, Cause::Cordoned, tries));
-        }
-        let body = Body::Claim { gateway: LEADER, shared: Shared::Stay, part: (0, 1), members: vec![] };
-        bench.hear(FAR, Kind::Moved, 5, Term::from_bits(7 << 16), body);
-        assert!(!is_ready_alone(&mut bench, Cause::Cordoned, 3));
-    }
-
-    #[test]
-    fn what_leaps_is_refused_and_changes_no_term() {
-        let end = Term::from_bits(u64::MAX);
-        let hello = Body::Hello {
-            is_fit: true,
-            is_busy: false,
-            leads: true,
-            gateway: LEADER,
-            cookie: BOOT,
-            losses: vec![],
-        };
-        let word = Body::Word { cookie: 9, gateway: LEADER };
-        let members = || Body::Members { cookie: BOOT, age: 0, members: vec![LEADER] };
-        let change = Body::Change { cookie: BOOT, gateway: ME };
-        for (kind, body) in [
-            (Kind::Hello, hello),
-            (Kind::Present, word.clone()),
-            (Kind::Follows, word),
-            (Kind::Adopt, members()),
-            (Kind::Handover, members()),
-            (Kind::Prepare, change.clone()),
-            (Kind::Ready, change),
-        ] {
-            for (term, leaps) in
-                [(end, true), (Term::from_bits(1_032 << 16), true), (Term::from_bits(8 << 16), false)]
-            {
-                let mut bench = Bench::new();
-                let out = bench.hear(LEADER, kind, 1 << 20, term, body.clone());
-                let said = out.contains(&Output::Note(Note::Leaps(LEADER)));
-                assert_eq!(said, leaps, "{kind:?} {term:?}");
-                assert!(bench.agent.term.count() < 10, "{kind:?}");
-            }
-        }
-    }
-
-    #[test]
-    fn who_asks_to_be_led_has_been_heard_and_has_no_later_word() {
-        let heard = Body::Word { cookie: BOOT, gateway: LEADER };
-        for (present, wanted) in [(None, false), (Some(7), true), (Some(8), false)] {
-            let mut bench = Bench::new();
-            if let Some(present) = present {
-                let nonce = bench.roll_call_of(MEMBER);
-                bench.hear(MEMBER, Kind::Present, nonce, Term::from_bits(present << 16), heard.clone());
-            }
-            let body = Body::Members { cookie: BOOT, age: 500, members: vec![MEMBER] };
-            bench.hear(MEMBER, Kind::Adopt, 1 << 20, Term::from_bits(7 << 16), body);
-            assert_eq!(bench.agent.lead().is_some(), wanted, "{present:?}");
-        }
-    }
-
-    #[test]
-    fn a_handover_of_an_earlier_term_is_no_news_after_a_restart() {
-        for (term, wanted) in [(6, false), (7, true)] {
-            let mut bench = Bench::new();
-            let body = Body::Members { cookie: BOOT, age: 0, members: vec![LEADER, MEMBER] };
-            bench.hear(LEADER, Kind::Handover, 1 << 20, Term::from_bits(term << 16), body);
-            assert_eq!(bench.agent.lead().is_some(), wanted, "term {term}");
-        }
-    }
 }

@@ -14,7 +14,7 @@ use crate::{
 pub(crate) struct Returns {
     /// When it last gave anything.
     gave: Option<Micros>,
-    /// How often it gave back within ten minutes, and when last.
+    /// How often it gave back lately ([`crate::Params::remembers`]), and when last.
     count: u32,
     last: Micros,
     /// The same for changes that Kilo's order asked for.
@@ -45,8 +45,37 @@ impl Agent {
         }
     }
 
+    /// How long a leader has not reached most far locations, and another gateway has, when it gives leadership
+    /// away; doubled for each loss of leadership lately.
+    const UNFIT: Micros = 10 * SEC;
+
+    /// A leader that reaches some far locations, but not most, gives leadership to a gateway that does. Where the
+    /// leaders of two locations do not reach each other, one of them goes first.
+    pub(crate) fn give_away_when_unfit(&mut self, turn: &mut Turn<'_>) {
+        let (now, has_members) = (turn.now, self.has_members());
+        let Some(gateway) = &self.gateway else { return };
+        if !has_members || self.place.several.is_some() || gateway.planned.is_busy() {
+            return;
+        }
+        let Some((since, dark)) = gateway.tunnels.lacks() else { return };
+        let is_second = dark.iter().all(|far| self.place.location > *far);
+        let losses = gateway.others.all_losses(&self.params, now).min(6);
+        let patience = (Self::UNFIT * if is_second { 2 } else { 1 }) << losses;
+        if dark.is_empty() || since + patience > now {
+            return;
+        }
+        let is_there = |to: &NodeId| {
+            let healthy = gateway.others.healthy_for(&self.params, *to, now);
+            *to != self.place.me && !self.place.leaving.contains_key(to) && healthy > Self::UNFIT
+        };
+        let best = gateway.others.best(&self.params, &self.place.gateways, now, self.params.heard);
+        if let Some(to) = best.into_iter().find(is_there) {
+            self.give_away_to(to, Self::UNFIT, turn);
+        }
+    }
+
     /// Whether the location uses this node's tunnels: the node uses itself, or alone tries another gateway.
-    fn has_members(&self) -> bool {
+    pub(crate) fn has_members(&self) -> bool {
         let tries = |gateway: &Gateway| gateway.lead.is_some() && gateway.returns.tries == Some(self.word.1);
         self.word.1 == self.place.me || self.gateway.as_ref().is_some_and(tries)
     }
@@ -173,8 +202,7 @@ impl Agent {
         // One node alone is a trial, unless there are no others.
         let several = self.place.several.as_ref();
         let is_trial = is_itself && self.place.nodes.len() > 2 && several.is_none();
-        let stays = is_trial || several.is_some_and(|several| several.acting.1 != from);
-        let shared = if stays { Shared::Stay } else { Shared::Move };
+        let shared = if is_trial { Shared::Stay } else { self.shared_of_giver(from) };
         let why = match age {
             _ if is_trial => Given::Trial,
             0 => Given::LinkDown,
@@ -182,6 +210,17 @@ impl Agent {
         };
         turn.push(Output::Note(Note::IsGiven { from, why }));
         self.lead_more(members.into_iter().chain(itself), shared, turn);
+    }
+
+    /// What becomes of the shared prefixes when that gateway gives its members to this one: another one may
+    /// have them.
+    pub(crate) fn shared_of_giver(&self, from: NodeId) -> Shared {
+        let is_another = match &self.place.several {
+            // According to the annotations, which may be old.
+            Some(several) => several.acting.1 != from,
+            None => ![self.place.me, from].contains(&self.word.1),
+        };
+        if is_another { Shared::MoveIfSilent } else { Shared::Move }
     }
 
     /// Gives leadership to the gateway that is to have it, and members that were adopted singly to the
@@ -192,16 +231,23 @@ impl Agent {
         if self.place.several.is_some() {
             return self.take_home(turn);
         }
-        let Some(gateway) = &self.gateway else { return };
+        let leaves = self.place.leaving.get(&me).copied();
+        let Some(gateway) = &mut self.gateway else { return };
+        gateway.planned.begin(leaves, now);
         let gave_lately = gateway.returns.gave.is_some_and(|gave| gave + 2 * SEC > now);
         if gave_lately || !gateway.planned.is_free(now) {
             return;
         }
         if uses != me {
-            if gateway.lead.is_some() {
-                self.give_back(uses, turn);
+            // It may lead only nodes that have died since.
+            let leads_any =
+                gateway.lead.is_some() && (self.has_members() || !self.users_of(me, now).is_empty());
+            match leaves.filter(|_| leads_any) {
+                Some(cause) => self.leave_to(uses, cause, turn),
+                None if leads_any => self.give_back(uses, turn),
+                None => {}
             }
-        } else if let Some(cause) = self.place.leaving.get(&me).copied() {
+        } else if let Some(cause) = leaves {
             self.leave(cause, turn);
         } else if let Some(to) = self.place.first().filter(|to| *to != me) {
             self.give_back(to, turn);
@@ -224,13 +270,22 @@ impl Agent {
         }
     }
 
+    /// Gives the members that it leads to the gateway that it uses itself, because this node is about to go.
+    fn leave_to(&mut self, to: NodeId, cause: Cause, turn: &mut Turn<'_>) {
+        let now = turn.now;
+        let Some(gateway) = &mut self.gateway else { return };
+        if gateway.others.healthy_for(&self.params, to, now) >= SEC {
+            gateway.returns.gave = Some(now);
+            self.plan_change(to, cause, turn);
+        }
+    }
+
     /// Gives leadership back after a time of health. The gateway that returns is tried first: only this node
     /// uses it, and others follow only if packets pass it again.
     fn give_back(&mut self, to: NodeId, turn: &mut Turn<'_>) {
         let (me, now) = (self.place.me, turn.now);
         let leads_itself = self.word.1 == me;
         let ordered = self.ordered.filter(|(first, _)| leads_itself && *first == to);
-        let is_ordered = ordered.is_some();
         if ordered.is_some_and(|(_, since)| since + Self::SETTLES > now) {
             return;
         }
@@ -243,20 +298,22 @@ impl Agent {
         if leads_itself {
             returns.tries = None;
         }
+        let lost = gateway.others.losses(&self.params, now, to);
+        // One that has failed lately returns as after any fault, whatever the order says.
+        let is_ordered = ordered.is_some() && lost == 0;
         let tried = returns.tries == Some(to) && now >= self.word_since + SEC;
         if !tried || !gateway.detector.works_since(now.saturating_sub(self.params.heard)) {
-            let lost = gateway.others.losses(&self.params, now, to);
             let healthy = gateway.others.healthy_for(&self.params, to, now).min(since_left);
-            if is_ordered && lost == 0 {
+            if is_ordered {
                 // There and back is one change of each; an annotation that keeps moving has to wait.
                 let (count, last) = returns.ordered;
-                let count = if last + self.params.memory < now { 0 } else { count };
+                let count = if last + self.params.remembers(count) < now { 0 } else { count };
                 if healthy < SEC || count > 0 && now < last + self.params.hold_after(count) {
                     return;
                 }
                 returns.ordered = (count + 1, now);
             } else {
-                if returns.count > 0 && returns.last + self.params.memory < now {
+                if returns.last + self.params.remembers(returns.count) < now {
                     returns.count = 0;
                 }
                 let led_since = gateway.lead.as_ref().map_or(self.word_since, Lead::since);
@@ -276,5 +333,43 @@ impl Agent {
             return self.give(to, 0, &[me], turn);
         }
         self.plan_change(to, if is_ordered { Cause::Order } else { Cause::Returns }, turn);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{
+        Term,
+        agent::test_bench::{Bench, LEADER, ME, MEMBER},
+    };
+
+    /// What this gateway does about the one that Kilo's order names, which is fit from now on, and after how many
+    /// seconds; it has `lost` leadership a moment ago.
+    fn gives_to_ordered(lost: bool) -> (&'static str, u64) {
+        let mut bench = Bench::new();
+        bench.lead(&[ME, MEMBER], Shared::Move);
+        let begins = bench.now;
+        bench.agent.ordered = Some((LEADER, begins));
+        if lost {
+            let gateway = bench.agent.gateway.as_mut().expect("it is one");
+            gateway.others.lost(&bench.agent.params, begins, LEADER);
+        }
+        loop {
+            for output in bench.hear_hello(LEADER, Term::from_bits(7 << 16), ME) {
+                let seconds = (bench.now - begins) / SEC;
+                match output {
+                    Output::Note(Note::Tries(LEADER)) => return ("tries it", seconds),
+                    Output::Lan(LEADER, Signal { kind: Kind::Prepare, .. }) => return ("gives", seconds),
+                    _ => assert!(seconds < 90, "it gives nothing"),
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn an_order_spares_nobody_the_trial_who_has_just_failed() {
+        assert_eq!(gives_to_ordered(false), ("gives", 2));
+        assert_eq!(gives_to_ordered(true), ("tries it", 60));
     }
 }

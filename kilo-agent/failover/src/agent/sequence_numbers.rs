@@ -35,7 +35,7 @@ pub(crate) struct Numbers {
 
 /// What its number shows about a signal.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Said {
+enum Freshness {
     /// It was not heard before.
     New,
     /// It was received a moment ago: signals are sent twice, so that one is not lost.
@@ -54,23 +54,23 @@ impl Numbers {
     /// Minimum time between two questions to a kernel whose boot is not known.
     const PAUSE: Micros = 50 * MS;
 
-    fn take(&mut self, from: (NodeId, bool), (cookie, number): (u64, u64), now: Micros) -> Said {
+    fn take(&mut self, from: (NodeId, bool), (cookie, number): (u64, u64), now: Micros) -> Freshness {
         let heard = self.heard.entry(from).or_default();
         if heard.cookie != cookie {
             *heard = Heard { cookie, ..Heard::default() };
         }
         if heard.burst.contains(&number) {
-            return if heard.at + Self::REPEATS > now { Said::Twice } else { Said::Replayed };
+            return if heard.at + Self::REPEATS > now { Freshness::Twice } else { Freshness::Replayed };
         }
         if number.saturating_add(Self::BURST) <= heard.highest {
-            return Said::Replayed;
+            return Freshness::Replayed;
         }
         heard.highest = heard.highest.max(number);
         heard.at = now;
         let highest = heard.highest;
         heard.burst.retain(|number| number.saturating_add(Self::BURST) > highest);
         heard.burst.push(number);
-        Said::New
+        Freshness::New
     }
 
     /// Keeps a signal waiting; returns whether its sender's kernel is to be asked.
@@ -128,11 +128,11 @@ impl Agent {
             return false;
         }
         let boot = if by_boot { cookie } else { 0 };
-        let said = own.numbers.take((from, is_hello), (boot, signal.nonce), now);
-        if said == Said::Replayed {
+        let freshness = own.numbers.take((from, is_hello), (boot, signal.nonce), now);
+        if freshness == Freshness::Replayed {
             turn.push(Output::Note(Note::Replayed(from)));
         }
-        said == Said::New
+        freshness == Freshness::New
     }
 
     /// Handles the signals that waited until the sender's kernel reported its boot; those of an earlier
@@ -161,33 +161,37 @@ mod tests {
 
     const FROM: NodeId = 9;
 
-    fn takes(numbers: &mut Numbers, boot: u64, said: u64, now: Micros) -> Said {
+    fn takes(numbers: &mut Numbers, boot: u64, said: u64, now: Micros) -> Freshness {
         numbers.take((FROM, false), (boot, said), now)
     }
 
     #[test]
     fn a_number_counts_once_in_its_boot() {
         let mut numbers = Numbers::default();
-        assert_eq!(takes(&mut numbers, 1, 5_000_000, 0), Said::New);
-        assert_eq!(takes(&mut numbers, 1, 5_000_000, 30 * MS), Said::Twice);
-        assert_eq!(takes(&mut numbers, 1, 5_000_000, 2 * SEC), Said::Replayed);
-        assert_eq!(takes(&mut numbers, 1, 6_000_000, 2 * SEC), Said::New);
-        assert_eq!(takes(&mut numbers, 1, 5_000_000, 2 * SEC), Said::Replayed);
+        assert_eq!(takes(&mut numbers, 1, 5_000_000, 0), Freshness::New);
+        assert_eq!(takes(&mut numbers, 1, 5_000_000, 30 * MS), Freshness::Twice);
+        assert_eq!(takes(&mut numbers, 1, 5_000_000, 2 * SEC), Freshness::Replayed);
+        assert_eq!(takes(&mut numbers, 1, 6_000_000, 2 * SEC), Freshness::New);
+        assert_eq!(takes(&mut numbers, 1, 5_000_000, 2 * SEC), Freshness::Replayed);
         // The sender has booted, and counts from a smaller number.
-        assert_eq!(takes(&mut numbers, 2, 1_000, 3 * SEC), Said::New);
-        assert_eq!(takes(&mut numbers, 2, 1_000, 5 * SEC), Said::Replayed);
+        assert_eq!(takes(&mut numbers, 2, 1_000, 3 * SEC), Freshness::New);
+        assert_eq!(takes(&mut numbers, 2, 1_000, 5 * SEC), Freshness::Replayed);
     }
 
     #[test]
     fn parts_of_one_handover_come_in_any_order() {
         let mut numbers = Numbers::default();
         for part in [3, 7, 0, 5] {
-            assert_eq!(takes(&mut numbers, 1, 1_000 + part, 0), Said::New, "part {part}");
+            assert_eq!(takes(&mut numbers, 1, 1_000 + part, 0), Freshness::New, "part {part}");
         }
-        assert_eq!(takes(&mut numbers, 1, 1_003, 10 * MS), Said::Twice);
-        assert_eq!(takes(&mut numbers, 1, 1_003, 10 * SEC), Said::Replayed);
-        assert_eq!(takes(&mut numbers, 1, 2_000, 10 * SEC), Said::New);
-        assert_eq!(takes(&mut numbers, 1, 1_001, 10 * SEC), Said::Replayed, "it was never heard, and is old");
+        assert_eq!(takes(&mut numbers, 1, 1_003, 10 * MS), Freshness::Twice);
+        assert_eq!(takes(&mut numbers, 1, 1_003, 10 * SEC), Freshness::Replayed);
+        assert_eq!(takes(&mut numbers, 1, 2_000, 10 * SEC), Freshness::New);
+        assert_eq!(
+            takes(&mut numbers, 1, 1_001, 10 * SEC),
+            Freshness::Replayed,
+            "it was never heard, and is old"
+        );
     }
 
     #[test]

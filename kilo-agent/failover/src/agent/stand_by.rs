@@ -1,7 +1,8 @@
 //! A stand-by that suspects its leader: it asks witnesses, and takes over.
 
+use super::Gateway;
 use crate::{
-    Agent, MS, Micros, NodeId, Note, Output, Params, Place, Rule, SEC, Turn, gateway,
+    Agent, MS, Micros, NodeId, Note, Output, OwnLocation, Params, Rule, SEC, Turn, gateway,
     member::adopt,
     other_gateways::Others,
     roll_call::Present,
@@ -47,12 +48,15 @@ impl Agent {
         // A question is decided at once if nobody can be asked.
         for _ in 0..2 {
             let Some(gateway) = &mut self.gateway else { return };
-            let better = better(&self.params, &self.place, suspect.leader, &gateway.others, turn.now);
+            let is_fit = gateway.tunnels.is_fit(&self.params, turn.now);
+            let better =
+                better(&self.params, &self.place, suspect.leader, (&gateway.others, is_fit), turn.now);
             let scene = Scene {
                 params: &self.params,
                 now: turn.now,
                 detector: &gateway.detector,
                 tunnels: &gateway.tunnels,
+                is_able: gateway.is_able(&self.params, suspect.leader, turn.now),
                 alone: self.place.nodes.len() <= 2,
                 better,
                 has_lost: !self.params.keeps(Rule::BudgetSparesOthers)
@@ -173,13 +177,24 @@ impl Agent {
         // has the shared prefixes.
         let hears = |node: &NodeId| ![me, from].contains(node) && roll.reachable(*node, now).is_some();
         let is_heard = !self.params.keeps(Rule::SharedNeedsLan) || self.place.nodes.iter().any(hears);
+        // Another one of several leaders acts according to the annotations, which may be old.
+        let is_unsure = several.is_some_and(|several| several.acting.1 != from);
         let shared = match (all, is_heard) {
-            _ if several.is_some_and(|several| several.acting.1 != from) => Shared::Stay,
-            (true, true) if self.place.nodes.len() > 2 => Shared::Move,
+            (true, true) if self.place.nodes.len() > 2 && !is_unsure => Shared::Move,
             (true, _) => Shared::MoveIfSilent,
             (false, _) => Shared::Stay,
         };
         self.lead_more(members, shared, turn);
+    }
+}
+
+impl Gateway {
+    /// Whether this gateway could lead in the place of that one. A few far locations that are dark to it count
+    /// against it only while another gateway could lead, which may reach them.
+    pub(super) fn is_able(&self, params: &Params, leader: NodeId, now: Micros) -> bool {
+        self.tunnels.is_fit(params, now)
+            || self.tunnels.is_fit_but_for_dark(params, now)
+                && !self.others.is_any_fit_but(params, leader, now)
     }
 }
 
@@ -189,19 +204,27 @@ fn may_use(present: &Present, leader: NodeId, word_since: Micros) -> bool {
     present.word.1 == leader || present.at < word_since
 }
 
-/// How many gateways that should take over before this one were heard lately.
-fn better(params: &Params, place: &Place, leader: NodeId, others: &Others, now: Micros) -> usize {
+/// How many gateways that should take over before this one were heard lately. One that is not fit but could
+/// lead all the same ([`Gateway::is_able`]) takes others that are not fit for like itself.
+fn better(
+    params: &Params,
+    place: &OwnLocation,
+    leader: NodeId,
+    (others, is_fit): (&Others, bool),
+    now: Micros,
+) -> usize {
     let order = |node: NodeId| {
         let index = place.gateways.iter().position(|gateway| *gateway == node);
         (place.leaving.contains_key(&node), others.losses(params, now, node), index)
     };
     let own = order(place.me);
+    let may_take = |node: NodeId| {
+        if is_fit { others.is_fit(node, now, params.heard) } else { others.is_heard(params, node, now) }
+    };
     place
         .gateways
         .iter()
-        .filter(|gateway| {
-            ![leader, place.me].contains(gateway) && others.is_fit(**gateway, now, params.heard)
-        })
+        .filter(|gateway| ![leader, place.me].contains(gateway) && may_take(**gateway))
         .filter(|gateway| order(**gateway) < own)
         // Each of several leaders has stand-bys of its own.
         .filter(|gateway| {

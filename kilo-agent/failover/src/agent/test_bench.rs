@@ -3,8 +3,8 @@
 use std::collections::BTreeMap;
 
 use crate::{
-    Agent, Far, Input, MS, Micros, NodeId, Output, Params, Place, SEC, Signal, Start, Term,
-    signal::{Body, Kind},
+    Agent, Far, Input, MS, Micros, NodeId, Output, OwnLocation, Params, SEC, Signal, Start, Term, Turn,
+    signal::{Body, Kind, Shared},
 };
 
 pub const LEADER: NodeId = 1;
@@ -25,7 +25,7 @@ pub struct Bench {
 
 impl Bench {
     pub fn new() -> Self {
-        let place = Place {
+        let place = OwnLocation {
             me: ME,
             location: 7,
             gateways: vec![LEADER, ME],
@@ -83,6 +83,33 @@ impl Bench {
                 }
             }
         }
+    }
+
+    /// A gateway says that it could lead; it uses `uses`.
+    pub fn hear_hello(&mut self, from: NodeId, term: Term, uses: NodeId) -> Vec<Output> {
+        let leads = uses == from;
+        let body =
+            Body::Hello { is_fit: true, is_busy: false, leads, gateway: uses, cookie: BOOT, losses: vec![] };
+        self.hear(from, Kind::Hello, self.now, term, body)
+    }
+
+    /// This gateway leads these nodes, too, and its own kernel does what it is told.
+    pub fn lead(&mut self, members: &[NodeId], shared: Shared) {
+        let (now, mut out, mut later, mut random) = (self.now, Vec::new(), Vec::new(), || 1);
+        let mut turn = Turn { now, random: &mut random, out: &mut out, later: &mut later };
+        self.agent.lead_more(members.iter().copied(), shared, &mut turn);
+        let words = out.iter().filter_map(|output| match output {
+            Output::Word(term, gateway) => Some(Input::Word(*term, *gateway)),
+            _ => None,
+        });
+        let words = words.collect();
+        self.turn(words);
+    }
+
+    /// A kernel answers the next roll call with this word.
+    pub fn present(&mut self, node: NodeId, term: Term, uses: NodeId) -> Vec<Output> {
+        let nonce = self.roll_call_of(node);
+        self.hear(node, Kind::Present, nonce, term, Body::Word { cookie: BOOT, gateway: uses })
     }
 
     pub fn hear(

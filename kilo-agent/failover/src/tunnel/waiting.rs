@@ -2,9 +2,43 @@
 //! that the share of all that is silent decides, and not their number.
 
 use super::{LOSSY, Tunnel, Tunnels};
-use crate::{Micros, Params, Turn};
+use crate::{Far, Micros, Params, SEC, Turn};
 
 impl Tunnels {
+    /// After so long a silence one of a few far locations is dark: most likely it is down, and not this node's
+    /// tunnel to it.
+    const DARK: Micros = 10 * SEC;
+
+    /// Finds out which of the probed ones are dark. Where there are more locations, others are probed in
+    /// their place.
+    pub(super) fn set_dark(&mut self, params: &Params, now: Micros) {
+        let any_answers = self.probed.iter().any(|tunnel| Self::answers(params, tunnel, now));
+        let are_few = self.waiting.is_empty() && self.silent.is_empty();
+        for tunnel in &mut self.probed {
+            let silent_since = tunnel.row.since().filter(|_| !Self::answers(params, tunnel, now));
+            let is_over = silent_since.is_some_and(|since| since + Self::DARK <= now);
+            // While all are silent, what was dark stays so.
+            tunnel.is_dark = are_few && is_over && (any_answers || tunnel.is_dark);
+        }
+    }
+
+    /// As [`Self::is_fit`], with dark ones left out.
+    pub fn is_fit_but_for_dark(&self, params: &Params, now: Micros) -> bool {
+        now >= self.up_since + SEC && self.most(|tunnel| Self::answers(params, tunnel, now))
+    }
+
+    /// Records since when it could not lead.
+    pub(super) fn note_fitness(&mut self, params: &Params, now: Micros) {
+        let is_fit = self.is_fit(params, now);
+        self.unfit_since = self.unfit_since.or(Some(now)).filter(|_| !is_fit);
+    }
+
+    /// Since when it could not lead, and the far leaders that are dark.
+    pub fn lacks(&self) -> Option<(Micros, Vec<Far>)> {
+        let dark = self.probed.iter().filter(|tunnel| tunnel.is_dark);
+        Some((self.unfit_since?, dark.map(|tunnel| tunnel.far).collect()))
+    }
+
     /// Whether more of the waiting ones have answered than are probed, since the probed ones fell silent.
     pub(super) fn others_answer(&self) -> bool {
         let since = self.probed.iter().filter_map(|tunnel| tunnel.row.since()).min().unwrap_or(0);
@@ -66,7 +100,7 @@ impl Tunnels {
 #[cfg(test)]
 mod tests {
     use super::{super::tests::of_fars, *};
-    use crate::{Far, MS, SEC};
+    use crate::MS;
 
     #[test]
     fn a_few_silent_far_locations_of_many_are_no_fault_of_this_gateway() {
@@ -98,5 +132,28 @@ mod tests {
         let three = |far: Far, now| far > 2 || now < 3 * SEC;
         assert!(of_fars(10, three, &times, silent).iter().all(|silent| !silent));
         assert!(of_fars(6, three, &times, silent).contains(&true), "of few it does");
+    }
+
+    #[test]
+    fn one_of_few_that_is_silent_for_long_is_left_out_and_counts_again_at_once() {
+        let fit = |tunnels: &Tunnels, params: &Params, now| {
+            (tunnels.is_fit(params, now), tunnels.is_fit_but_for_dark(params, now))
+        };
+        let times = [2 * SEC, 12 * SEC, 14 * SEC, 41 * SEC, 43 * SEC];
+        let (neither, able, both) = ((false, false), (false, true), (true, true));
+        let one = |far: Far, now| far == 0 || !(3 * SEC..40 * SEC).contains(&now);
+        assert_eq!(of_fars(2, one, &times, fit), [both, neither, able, both, both], "of two");
+        assert_eq!(of_fars(3, one, &times, fit), [both, neither, able, both, both], "two of three");
+        let one_of_three = |far: Far, now| far != 0 || !(3 * SEC..40 * SEC).contains(&now);
+        assert_eq!(of_fars(3, one_of_three, &times, fit), [both; 5], "one of three");
+        let all = |_, now| !(3 * SEC..40 * SEC).contains(&now);
+        assert_eq!(of_fars(2, all, &times, fit), [both, neither, neither, both, both], "all at once");
+        // Then the other one, too.
+        let then = |far: Far, now| now < 3 * SEC || far == 0 && now < 20 * SEC || now > 40 * SEC;
+        assert_eq!(of_fars(2, then, &[14 * SEC, 21 * SEC, 43 * SEC], fit), [able, neither, both]);
+        let lacks = |tunnels: &Tunnels, _: &Params, _| tunnels.lacks();
+        let seen = of_fars(2, one, &[2 * SEC, 14 * SEC, 43 * SEC], lacks);
+        assert!(matches!(&seen[1], Some((since, dark)) if *since < 4 * SEC && dark[..] == [1]), "{seen:?}");
+        assert_eq!((&seen[0], &seen[2]), (&None, &None));
     }
 }
