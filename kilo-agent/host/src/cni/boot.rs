@@ -13,6 +13,9 @@ use ipnet::IpNet;
 
 use super::{CniError, with_ranges};
 
+/// Where the configuration is published, unless `--cni-run-dir` says another directory.
+pub const DIRECTORY: &str = "/run/kilo";
+
 /// Where the configuration is read from, and where it is published.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct BootConfiguration {
@@ -30,9 +33,13 @@ impl BootConfiguration {
         self.directory.join(self.path.file_name().unwrap_or_default())
     }
 
-    /// True when an agent has published the configuration since boot.
+    fn linked(&self) -> PathBuf {
+        linked(&self.file())
+    }
+
+    /// True when an agent has published the configuration since boot, and the runtime could notice.
     pub fn is_published(&self) -> bool {
-        self.file().exists()
+        self.file().exists() && self.linked().exists()
     }
 
     /// Publishes the configuration with these pod CIDRs, if any; returns whether anything was written.
@@ -50,16 +57,36 @@ impl BootConfiguration {
             .unwrap_or(source);
         let file = self.file();
         let is_same = fs::read_to_string(&file).is_ok_and(|present| present == text);
-        if !is_same {
-            replace(&file, &text).map_err(|error| named(&file, error))?;
-        }
-        let is_linked = fs::read_link(&self.path).is_ok_and(|target| target == file);
+        // The link of an earlier boot says nothing: this one's may have failed, or an agent may have ended before it.
+        let linked = self.linked();
+        let is_linked = linked.exists() && fs::read_link(&self.path).is_ok_and(|target| target == file);
         if is_same && is_linked {
             return Ok(false);
         }
+        remove(&linked).map_err(|error| named(&linked, error))?;
+        if !is_same {
+            replace(&file, &text).map_err(|error| named(&file, error))?;
+        }
         // Runtimes watch only the link's directory: a new link makes them reload.
         link(&file, &self.path).map_err(|error| named(&self.path, error))?;
+        fs::write(&linked, "").map_err(|error| named(&linked, error))?;
         Ok(true)
+    }
+}
+
+/// Path of the empty file beside a published configuration that says that the runtime's directory has got its
+/// link since the configuration was written.
+pub fn linked(file: &Path) -> PathBuf {
+    let mut name = file.file_name().unwrap_or_default().to_owned();
+    name.push(".linked");
+    file.with_file_name(name)
+}
+
+/// Removes a file, if it exists.
+fn remove(path: &Path) -> io::Result<()> {
+    match fs::remove_file(path) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
+        _ => Ok(()),
     }
 }
 
@@ -129,14 +156,50 @@ mod tests {
         let cidrs = ["10.42.1.0/24".parse().unwrap()];
         assert!(configuration.publish(&cidrs).unwrap());
         assert!(fs::symlink_metadata(&configuration.path).unwrap().is_symlink());
-        let inode =
-            || std::os::unix::fs::MetadataExt::ino(&fs::symlink_metadata(&configuration.path).unwrap());
-        let before = inode();
+        let before = inode(&configuration.path);
         let other = SOURCE.replace("bridge", "ptp");
         fs::write(&configuration.source, other).unwrap();
         assert!(configuration.publish(&cidrs).unwrap());
-        assert_ne!(inode(), before, "what follows the directory must notice");
+        assert_ne!(inode(&configuration.path), before, "what follows the directory must notice");
         assert!(fs::read_to_string(&configuration.path).unwrap().contains("ptp"));
+    }
+
+    fn inode(path: &Path) -> u64 {
+        std::os::unix::fs::MetadataExt::ino(&fs::symlink_metadata(path).unwrap())
+    }
+
+    #[test]
+    fn what_failed_before_the_link_is_not_taken_for_published() {
+        let root = tempfile::tempdir().unwrap();
+        let configuration = configuration(root.path());
+        let cidrs = ["10.42.1.0/24".parse().unwrap()];
+        assert!(configuration.publish(&cidrs).unwrap());
+        // The next boot, with the dangling link of this one; and the runtime's directory takes no link.
+        fs::remove_dir_all(&configuration.directory).unwrap();
+        fs::create_dir(&configuration.directory).unwrap();
+        let before = inode(&configuration.path);
+        let in_the_way = root.path().join("net.d/10-kilo.conflist.new");
+        fs::create_dir(&in_the_way).unwrap();
+        configuration.publish(&cidrs).unwrap_err();
+        assert!(!configuration.is_published(), "the runtime has not been told");
+        configuration.publish(&cidrs).unwrap_err();
+        fs::remove_dir(&in_the_way).unwrap();
+        assert!(configuration.publish(&cidrs).unwrap());
+        assert!(configuration.is_published());
+        assert_ne!(inode(&configuration.path), before, "what follows the directory must notice");
+    }
+
+    #[test]
+    fn an_agent_that_ended_between_file_and_link_is_completed_by_the_next() {
+        let root = tempfile::tempdir().unwrap();
+        let configuration = configuration(root.path());
+        let cidrs = ["10.42.1.0/24".parse().unwrap()];
+        assert!(configuration.publish(&cidrs).unwrap());
+        let before = inode(&configuration.path);
+        fs::remove_file(configuration.linked()).unwrap();
+        assert!(!configuration.is_published());
+        assert!(configuration.publish(&cidrs).unwrap());
+        assert_ne!(inode(&configuration.path), before);
     }
 
     #[test]

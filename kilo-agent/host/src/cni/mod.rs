@@ -14,6 +14,8 @@ use ipnet::IpNet;
 use kilo_core::errors::Cause;
 use serde_json::{Value, json};
 
+use boot::BootConfiguration;
+
 /// The configuration as the manifest has it, beside the private key: how the init
 /// container knows whether the manifest has changed.
 pub const COPY: &str = "cni-conf.json";
@@ -27,6 +29,57 @@ pub enum CniError {
     /// The file is not a configuration list.
     #[error("CNI configuration {0}: {1}; nothing was changed")]
     Invalid(String, #[source] Cause),
+}
+
+/// The CNI configuration list that pod CIDRs are written into.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum CniConfiguration {
+    /// `--cni=false`: none.
+    Off,
+    /// The file that the container runtime reads, edited in place: `--cni-path`.
+    InPlace(PathBuf),
+    /// A file that does not outlive the boot: `--cni-source`.
+    OfBoot(BootConfiguration),
+}
+
+impl CniConfiguration {
+    /// Where the container runtime reads it.
+    pub fn path(&self) -> Option<&Path> {
+        match self {
+            Self::Off => None,
+            Self::InPlace(path) => Some(path),
+            Self::OfBoot(configuration) => Some(&configuration.path),
+        }
+    }
+
+    /// The file that is written, whether or not it exists.
+    pub fn file(&self) -> Option<PathBuf> {
+        match self {
+            Self::Off => None,
+            Self::InPlace(path) => Some(path.clone()),
+            Self::OfBoot(configuration) => Some(configuration.file()),
+        }
+    }
+
+    /// The configuration that ends with the boot, if it is one.
+    pub const fn of_boot(&self) -> Option<&BootConfiguration> {
+        match self {
+            Self::OfBoot(configuration) => Some(configuration),
+            Self::Off | Self::InPlace(_) => None,
+        }
+    }
+
+    /// Writes the pod CIDRs into it; returns whether anything was written.
+    ///
+    /// # Errors
+    /// When a file cannot be read, parsed or written.
+    pub fn write(&self, cidrs: &[IpNet]) -> Result<bool, CniError> {
+        match self {
+            Self::Off => Ok(false),
+            Self::InPlace(path) => update(path, cidrs),
+            Self::OfBoot(configuration) => configuration.publish(cidrs),
+        }
+    }
 }
 
 /// The configuration with these CIDRs as the ranges of every plugin with an `ipam` section; `None` when

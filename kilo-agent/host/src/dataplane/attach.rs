@@ -13,7 +13,7 @@ use aya::programs::{
     links::{FdLink, PinnedLink},
     tc::{NlOptions, SchedClassifierLink, TcAttachOptions, TcHandle, qdisc_add_clsact},
 };
-use nix::net::if_::{if_indextoname, if_nameindex};
+use nix::net::if_::{self, if_indextoname, if_nameindex};
 
 use super::{DataplaneError, programs::Programs, tcx};
 use crate::net::{
@@ -85,13 +85,13 @@ impl Present {
 
 /// One program on one interface.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-struct Place {
+struct AttachPoint {
     ifindex: u32,
     program: &'static str,
     egress: bool,
 }
 
-impl Place {
+impl AttachPoint {
     const fn attach_type(&self) -> TcAttachType {
         if self.egress { TcAttachType::Egress } else { TcAttachType::Ingress }
     }
@@ -161,7 +161,7 @@ pub struct Attachments {
     /// Directory of pinned links, the same for every map layout, so that the next version replaces the
     /// program in the link.
     links: PathBuf,
-    attached: BTreeMap<Place, How>,
+    attached: BTreeMap<AttachPoint, How>,
     /// True once every interface has been searched for filters of an earlier agent.
     swept: bool,
 }
@@ -170,24 +170,24 @@ pub struct Attachments {
 const POD_INGRESS: &str = "pod_ingress";
 
 /// Which program belongs on which hook.
-fn places(interfaces: Interfaces<'_>, present: &Present) -> BTreeSet<Place> {
-    let mut places = BTreeSet::from([
-        Place { ifindex: interfaces.kilo, program: "kilo_egress", egress: true },
-        Place { ifindex: interfaces.kilo, program: "kilo_ingress", egress: false },
+fn attach_points(interfaces: Interfaces<'_>, present: &Present) -> BTreeSet<AttachPoint> {
+    let mut points = BTreeSet::from([
+        AttachPoint { ifindex: interfaces.kilo, program: "kilo_egress", egress: true },
+        AttachPoint { ifindex: interfaces.kilo, program: "kilo_ingress", egress: false },
     ]);
-    let tunnel = |ifindex: &u32| Place { ifindex: *ifindex, program: "tunnel_ingress", egress: false };
-    places.extend(interfaces.tunnels.iter().map(tunnel));
+    let tunnel = |ifindex: &u32| AttachPoint { ifindex: *ifindex, program: "tunnel_ingress", egress: false };
+    points.extend(interfaces.tunnels.iter().map(tunnel));
     let free = interfaces.pods.iter().filter(|pod| !present.qdiscs.contains_key(pod));
-    places.extend(free.map(|&ifindex| Place { ifindex, program: POD_INGRESS, egress: false }));
+    points.extend(free.map(|&ifindex| AttachPoint { ifindex, program: POD_INGRESS, egress: false }));
     for &ifindex in interfaces.uplinks {
         let (ingress, egress) = match interfaces.layer3.contains(&ifindex) {
             true => ("l3_ingress", "l3_egress"),
             false => ("lan_ingress", "uplink_egress"),
         };
-        places.insert(Place { ifindex, program: ingress, egress: false });
-        places.insert(Place { ifindex, program: egress, egress: true });
+        points.insert(AttachPoint { ifindex, program: ingress, egress: false });
+        points.insert(AttachPoint { ifindex, program: egress, egress: true });
     }
-    places
+    points
 }
 
 impl Attachments {
@@ -198,13 +198,15 @@ impl Attachments {
 
     /// Interfaces whose filters [`Self::apply`] and [`Self::stand`] need: all at first, later those with
     /// filters of ours.
-    pub fn of_interest(&self) -> BTreeSet<u32> {
+    ///
+    /// # Errors
+    /// When the interfaces cannot be listed.
+    pub fn of_interest(&self) -> Result<BTreeSet<u32>, DataplaneError> {
         if self.swept {
             let with_filters = self.attached.iter().filter(|(_, how)| **how == How::Clsact);
-            return with_filters.map(|(place, _)| place.ifindex).collect();
+            return Ok(with_filters.map(|(point, _)| point.ifindex).collect());
         }
-        let all = if_nameindex().map(|list| list.iter().map(nix::net::if_::Interface::index).collect());
-        all.unwrap_or_default()
+        Ok(host_interfaces()?.iter().map(if_::Interface::index).collect())
     }
 
     /// Whether [`Self::apply`] may have to attach clsact filters.
@@ -213,10 +215,11 @@ impl Attachments {
     }
 
     /// Whether pods' interfaces can have their program, which is never a clsact filter: such a qdisc would be
-    /// in the way of others, who make their own while a pod is set up.
+    /// in the way of others, who make their own while a pod is set up. A query that fails says nothing, so they
+    /// keep what they have.
     pub fn serves_pods(&self, interfaces: Interfaces<'_>) -> bool {
-        let hook = Place { ifindex: interfaces.kilo, program: POD_INGRESS, egress: false };
-        self.mode != AttachMode::Clsact && hook.has_tcx().unwrap_or(false)
+        let hook = AttachPoint { ifindex: interfaces.kilo, program: POD_INGRESS, egress: false };
+        self.mode != AttachMode::Clsact && hook.has_tcx().unwrap_or(true)
     }
 
     /// True while every program attached is still on its hook. Reads only.
@@ -224,8 +227,8 @@ impl Attachments {
     /// # Errors
     /// When a hook cannot be queried; its state is then unknown.
     pub fn stand(&self, programs: &Programs, filters: &[BpfFilter]) -> Result<bool, DataplaneError> {
-        for (place, how) in &self.attached {
-            if !stands(programs, place, *how, filters)? {
+        for (point, how) in &self.attached {
+            if !stands(programs, point, *how, filters)? {
                 return Ok(false);
             }
         }
@@ -243,25 +246,25 @@ impl Attachments {
         let filters = &present.filters[..];
         fs::create_dir_all(&self.links)
             .map_err(|source| DataplaneError::Pin { path: self.links.clone(), source })?;
-        let mut wanted = places(interfaces, present);
-        wanted.retain(|place| place.program != POD_INGRESS || !self.is_shared(programs, place));
+        let mut wanted = attach_points(interfaces, present);
+        wanted.retain(|point| point.program != POD_INGRESS || !self.is_shared(programs, point));
         let (mut done, mut pod_failed) = (Applied::default(), false);
         // Pods' interfaces last: all other hooks matter more.
-        let (pods, others): (Vec<_>, Vec<_>) = wanted.iter().partition(|place| place.program == POD_INGRESS);
-        for place in others.into_iter().chain(pods) {
-            let before = self.attached.get(place).copied();
-            let stands = before.map_or(Ok(false), |how| stands(programs, place, how, filters));
+        let (pods, others): (Vec<_>, Vec<_>) = wanted.iter().partition(|point| point.program == POD_INGRESS);
+        for point in others.into_iter().chain(pods) {
+            let before = self.attached.get(point).copied();
+            let stands = before.map_or(Ok(false), |how| stands(programs, point, how, filters));
             match stands.and_then(|stands| {
-                if stands { Ok(None) } else { self.attach(programs, place, present).map(Some) }
+                if stands { Ok(None) } else { self.attach(programs, point, present).map(Some) }
             }) {
                 Ok(None) => {}
                 Ok(Some(how)) => {
-                    self.attached.insert(*place, how);
+                    self.attached.insert(*point, how);
                     done.changes += 1;
                     if before.is_some() {
                         tracing::warn!(
-                            interface = place.interface(),
-                            program = place.program,
+                            interface = point.interface(),
+                            program = point.program,
                             "eBPF program was detached by something else; reattached it"
                         );
                         done.reattached += 1;
@@ -270,22 +273,22 @@ impl Attachments {
                 Err(error) => {
                     // A hook that could not be queried counts as attached: the next round queries it again.
                     if !matches!(error, DataplaneError::Query { .. }) {
-                        self.attached.remove(place);
+                        self.attached.remove(point);
                     }
-                    if place.ifindex == interfaces.kilo {
+                    if point.ifindex == interfaces.kilo {
                         done.refused.get_or_insert(error);
                         continue;
                     }
-                    if interfaces.tunnels.contains(&place.ifindex) {
-                        done.unguarded.insert(place.ifindex);
+                    if interfaces.tunnels.contains(&point.ifindex) {
+                        done.unguarded.insert(point.ifindex);
                     }
                     // No failure when the interface has just gone: an event follows.
-                    if place.interface().is_some() {
-                        if place.egress {
-                            done.open.insert(place.ifindex);
+                    if point.interface().is_some() {
+                        if point.egress {
+                            done.open.insert(point.ifindex);
                         }
                         let is_first =
-                            place.program != POD_INGRESS || !std::mem::replace(&mut pod_failed, true);
+                            point.program != POD_INGRESS || !std::mem::replace(&mut pod_failed, true);
                         done.failed.extend(is_first.then_some(error));
                     }
                 }
@@ -298,11 +301,11 @@ impl Attachments {
 
     /// Programs this process has attached, with interface, direction and hook type.
     pub fn list(&self) -> Vec<Attached> {
-        let attached = |(place, how): (&Place, &How)| {
+        let attached = |(point, how): (&AttachPoint, &How)| {
             Some(Attached {
-                interface: place.interface()?,
-                program: place.program.to_owned(),
-                direction: if place.egress { "egress" } else { "ingress" }.to_owned(),
+                interface: point.interface()?,
+                program: point.program.to_owned(),
+                direction: if point.egress { "egress" } else { "ingress" }.to_owned(),
                 hook: match how {
                     How::Tcx => "tcx",
                     How::Clsact => "clsact",
@@ -316,49 +319,49 @@ impl Attachments {
     fn attach(
         &self,
         programs: &mut Programs,
-        place: &Place,
+        point: &AttachPoint,
         present: &Present,
     ) -> Result<How, DataplaneError> {
-        let program = programs.get_mut(place.program)?;
+        let program = programs.get_mut(point.program)?;
         let interface =
-            place.interface().ok_or_else(|| place.error(io::Error::from_raw_os_error(nix::libc::ENODEV)))?;
-        let pin = self.links.join(place.pin());
-        let has_no_hook = place.egress && present.lacks_egress_hook(place.ifindex);
+            point.interface().ok_or_else(|| point.error(io::Error::from_raw_os_error(nix::libc::ENODEV)))?;
+        let pin = self.links.join(point.pin());
+        let has_no_hook = point.egress && present.lacks_egress_hook(point.ifindex);
         if has_no_hook && self.mode == AttachMode::Clsact {
             return Err(DataplaneError::NoEgressHook { interface });
         }
         if self.mode != AttachMode::Clsact {
-            match attach_tcx(program, &pin, place, &interface) {
+            match attach_tcx(program, &pin, point, &interface) {
                 Ok(()) => {
                     // Removed only now, so that there is no gap: the filter of an agent that had no TCX.
-                    if place.filter(&present.filters).is_some() {
-                        detach_filter(&interface, place.attach_type());
+                    if point.filter(&present.filters).is_some() {
+                        detach_filter(&interface, point.attach_type());
                     }
                     return Ok(How::Tcx);
                 }
                 // An interface that has just gone takes no filter either.
                 Err(error)
                     if self.mode == AttachMode::Tcx
-                        || place.program == POD_INGRESS
-                        || place.interface().is_none() =>
+                        || point.program == POD_INGRESS
+                        || point.interface().is_none() =>
                 {
-                    return Err(place.error(error));
+                    return Err(point.error(error));
                 }
                 Err(_) if has_no_hook => return Err(DataplaneError::NoEgressHook { interface }),
-                Err(error) if place.has_tcx()? => tracing::warn!(
+                Err(error) if point.has_tcx()? => tracing::warn!(
                     interface,
-                    program = place.program,
+                    program = point.program,
                     error = %error_chain(&*error),
                     "failed to attach this program by TCX, which this kernel has; attaching it as a clsact filter"
                 ),
                 Err(_) => tracing::info!(
                     interface,
-                    program = place.program,
+                    program = point.program,
                     "this kernel has no TCX (Linux 6.6 and later have); attaching this program as a clsact filter"
                 ),
             }
         }
-        attach_clsact(program, place, &interface)?;
+        attach_clsact(program, point, &interface)?;
         // Remove the link of an agent that had TCX.
         let _ = fs::remove_file(&pin);
         Ok(How::Clsact)
@@ -366,11 +369,11 @@ impl Attachments {
 
     /// Whether somebody else has a TCX program on this hook. A hook that cannot be queried counts as ours
     /// alone: attaching reports the error.
-    fn is_shared(&self, programs: &Programs, place: &Place) -> bool {
-        let Ok(hook) = place.query() else { return false };
-        let own = programs.get(place.program).ok().and_then(|program| Some(program.info().ok()?.id()));
+    fn is_shared(&self, programs: &Programs, point: &AttachPoint) -> bool {
+        let Ok(hook) = point.query() else { return false };
+        let own = programs.get(point.program).ok().and_then(|program| Some(program.info().ok()?.id()));
         // That of an earlier agent.
-        let pinned = || PinnedLink::from_pin(self.links.join(place.pin())).ok();
+        let pinned = || PinnedLink::from_pin(self.links.join(point.pin())).ok();
         let pinned = (!hook.programs.is_empty()).then(pinned).flatten();
         let pinned = pinned.and_then(|link| Some(FdLink::from(link).info().ok()?.id()));
         let mut both = hook.programs.iter().zip(&hook.links);
@@ -379,9 +382,9 @@ impl Attachments {
 
     /// Detaches our programs, including those of an earlier agent, from hooks where they are no longer
     /// wanted.
-    fn detach_others(&mut self, wanted: &BTreeSet<Place>, filters: &[BpfFilter]) -> u64 {
+    fn detach_others(&mut self, wanted: &BTreeSet<AttachPoint>, filters: &[BpfFilter]) -> u64 {
         let mut changes = 0;
-        let pins: BTreeSet<String> = wanted.iter().map(Place::pin).collect();
+        let pins: BTreeSet<String> = wanted.iter().map(AttachPoint::pin).collect();
         for entry in fs::read_dir(&self.links).into_iter().flatten().flatten() {
             if !pins.contains(entry.file_name().to_string_lossy().as_ref())
                 && fs::remove_file(entry.path()).is_ok()
@@ -391,13 +394,13 @@ impl Attachments {
         }
         for filter in filters.iter().filter(|filter| is_ours(filter)) {
             let is_wanted =
-                wanted.iter().any(|place| (place.ifindex, place.egress) == (filter.ifindex, filter.egress));
+                wanted.iter().any(|point| (point.ifindex, point.egress) == (filter.ifindex, filter.egress));
             if !is_wanted && let Some(interface) = interface_name(filter.ifindex) {
                 let hook = if filter.egress { TcAttachType::Egress } else { TcAttachType::Ingress };
                 changes += u64::from(detach_filter(&interface, hook));
             }
         }
-        self.attached.retain(|place, _| wanted.contains(place));
+        self.attached.retain(|point, _| wanted.contains(point));
         changes
     }
 }
@@ -405,26 +408,26 @@ impl Attachments {
 /// True while our program is really on the hook.
 fn stands(
     programs: &Programs,
-    place: &Place,
+    point: &AttachPoint,
     how: How,
     filters: &[BpfFilter],
 ) -> Result<bool, DataplaneError> {
-    let own = programs.get(place.program)?.info()?.id();
+    let own = programs.get(point.program)?.info()?.id();
     Ok(match how {
-        How::Clsact => place.filter(filters).is_some_and(|filter| filter.program == own),
-        How::Tcx => place.query()?.programs.contains(&own),
+        How::Clsact => point.filter(filters).is_some_and(|filter| filter.program == own),
+        How::Tcx => point.query()?.programs.contains(&own),
     })
 }
 
 fn attach_tcx(
     program: &mut SchedClassifier,
     pin: &Path,
-    place: &Place,
+    point: &AttachPoint,
     interface: &str,
 ) -> Result<(), Cause> {
     if pin.exists() {
         // A failed query says nothing about the link, which may carry packets: its pin stays.
-        let hook = place.query()?;
+        let hook = point.query()?;
         match adopt(program, pin, &hook, interface) {
             Ok(()) => return Ok(()),
             Err(error) => {
@@ -436,7 +439,7 @@ fn attach_tcx(
     // First in the chain: other programs may end it with TC_ACT_OK, whereas ours pass every packet that they
     // do not take to the next program.
     let options = TcAttachOptions::TcxOrder(LinkOrder::first());
-    let id = program.attach_with_options(interface, place.attach_type(), options)?;
+    let id = program.attach_with_options(interface, point.attach_type(), options)?;
     let link = FdLink::try_from(program.take_link(id)?)?;
     link.pin(pin)?;
     Ok(())
@@ -458,24 +461,24 @@ fn adopt(program: &mut SchedClassifier, pin: &Path, hook: &tcx::Hook, interface:
 
 fn attach_clsact(
     program: &mut SchedClassifier,
-    place: &Place,
+    point: &AttachPoint,
     interface: &str,
 ) -> Result<(), DataplaneError> {
     // Fails if there is one already, which is fine.
     let _ = qdisc_add_clsact(interface);
-    let present = SchedClassifierLink::attached(interface, place.attach_type(), PRIORITY, HANDLE, None)
-        .map_err(|error| place.error(error))?;
+    let present = SchedClassifierLink::attached(interface, point.attach_type(), PRIORITY, HANDLE, None)
+        .map_err(|error| point.error(error))?;
     let id = match program.attach_to_link(present) {
         Ok(id) => id,
         Err(_) => {
             let options =
                 TcAttachOptions::Netlink(NlOptions { priority: PRIORITY, handle: HANDLE, classid: None });
             program
-                .attach_with_options(interface, place.attach_type(), options)
-                .map_err(|error| place.error(error))?
+                .attach_with_options(interface, point.attach_type(), options)
+                .map_err(|error| point.error(error))?
         }
     };
-    let link = program.take_link(id).map_err(|error| place.error(error))?;
+    let link = program.take_link(id).map_err(|error| point.error(error))?;
     // Dropping it would detach; the filter outlives the agent.
     std::mem::forget(link);
     Ok(())
@@ -487,15 +490,19 @@ fn detach_filter(interface: &str, hook: TcAttachType) -> bool {
         .is_ok_and(|link| link.detach().is_ok())
 }
 
+fn host_interfaces() -> Result<if_::Interfaces, DataplaneError> {
+    let failed =
+        |source: nix::Error| NetError::Kernel { what: "list interfaces".to_owned(), source: source.into() };
+    Ok(if_nameindex().map_err(failed)?)
+}
+
 /// Removes clsact filters of ours from every interface; returns how many. (TCX
 /// links go with their pins.)
 ///
 /// # Errors
 /// When interfaces cannot be listed.
 pub fn detach_filters() -> Result<usize, DataplaneError> {
-    let failed =
-        |source: nix::Error| NetError::Kernel { what: "list interfaces".to_owned(), source: source.into() };
-    let interfaces = if_nameindex().map_err(failed)?;
+    let interfaces = host_interfaces()?;
     let mut detached = 0;
     for interface in &interfaces {
         let interface = interface.name().to_string_lossy();

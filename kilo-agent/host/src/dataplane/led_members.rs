@@ -9,7 +9,11 @@ use kilo_common::{
     maps::{NODE_LED, NodeValue},
 };
 
-use super::{DataplaneError, open_pin, pin_directory};
+use super::{DataplaneError, maps::entries::gone, open_pin, pin_directory};
+
+/// `BPF_EXIST` (include/uapi/linux/bpf.h): a node that a reconcile has removed meanwhile must not come back as an
+/// accepted sender.
+const EXIST: u64 = 2;
 
 /// The sender maps `node_v4` and `node_v6`, to mark members this gateway leads.
 pub struct Led {
@@ -49,13 +53,13 @@ impl Led {
             IpAddr::V4(address) => {
                 let key = address.octets();
                 if let Some(value) = self.v4.get(&key, 0).ok().and_then(marked) {
-                    self.v4.insert(key, value, 0)?;
+                    gone(self.v4.insert(key, value, EXIST))?;
                 }
             }
             IpAddr::V6(address) => {
                 let key = address.octets();
                 if let Some(value) = self.v6.get(&key, 0).ok().and_then(marked) {
-                    self.v6.insert(key, value, 0)?;
+                    gone(self.v6.insert(key, value, EXIST))?;
                 }
             }
         }

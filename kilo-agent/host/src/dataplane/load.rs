@@ -4,7 +4,6 @@ use std::{
     collections::{BTreeMap, btree_map::Entry},
     io,
     path::{Path, PathBuf},
-    sync::{Mutex, PoisonError},
     thread,
 };
 
@@ -19,6 +18,7 @@ use nix::{
     mount::{MsFlags, mount},
     sys::statfs::{BPF_FS_MAGIC, statfs},
 };
+use parking_lot::Mutex;
 
 use super::{DataplaneError, first_map};
 use kilo_core::errors::error_chain;
@@ -39,9 +39,9 @@ pub const PROGRAMS: [&str; 10] = [
     FOLLOW,
     INJECT,
 ];
-/// Programs that only uplinks without link-layer header need. They are a third of what the kernel verifies,
-/// so they are loaded after the others or on demand.
-pub const ON_DEMAND: [&str; 2] = ["l3_ingress", "l3_egress"];
+/// Programs that only uplinks without link-layer header need, and pods' interfaces with host routing. They are
+/// more than a third of what the kernel verifies, so they are loaded after the others or on demand.
+pub const ON_DEMAND: [&str; 3] = ["l3_ingress", "l3_egress", "pod_ingress"];
 /// Programs that are on no hook: the agent runs them.
 pub const INJECT: &str = "inject";
 pub const FOLLOW: &str = "follow";
@@ -146,7 +146,7 @@ pub fn load_programs(object: &mut Ebpf, is_wanted: impl Fn(&str) -> bool) -> Res
     programs.sort_by_key(|(place, _)| *place);
     let programs = Mutex::new(programs.into_iter());
     let load = || -> Result<(), ProgramError> {
-        let next = || programs.lock().unwrap_or_else(PoisonError::into_inner).next();
+        let next = || programs.lock().next();
         while let Some((_, program)) = next() {
             let program: &mut Program = program;
             <&mut SchedClassifier>::try_from(program)?.load()?;

@@ -231,7 +231,7 @@ impl Dataplane {
             self.programs.ask_again();
         }
         self.layer3.clone_from(interfaces.layer3);
-        let mut filters = net.bpf_filters(self.attachments.of_interest()).await?;
+        let mut filters = net.bpf_filters(self.attachments.of_interest()?).await?;
         let none = BTreeSet::new();
         let pods_need_tcx = !interfaces.pods.is_empty() && !self.attachments.serves_pods(interfaces);
         if pods_need_tcx {
@@ -244,7 +244,10 @@ impl Dataplane {
         let present = attach::Present { filters, qdiscs };
         let mut applied = self.attachments.apply(&mut self.programs, interfaces, &present)?;
         applied.pods_need_tcx = pods_need_tcx;
-        load::remove_other_layouts(&self.directory)?;
+        // A hook that could not be given this program may still have the one of another layout.
+        if applied.failed.is_empty() && applied.refused.is_none() {
+            load::remove_other_layouts(&self.directory)?;
+        }
         Ok(applied)
     }
 
@@ -260,7 +263,7 @@ impl Dataplane {
     /// # Errors
     /// When filters cannot be listed, or a hook cannot be queried.
     pub async fn is_attached(&self, net: &Net) -> Result<bool, DataplaneError> {
-        let filters = net.bpf_filters(self.attachments.of_interest()).await?;
+        let filters = net.bpf_filters(self.attachments.of_interest()?).await?;
         self.attachments.stand(&self.programs, &filters)
     }
 

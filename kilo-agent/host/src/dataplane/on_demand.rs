@@ -51,8 +51,8 @@ impl Late {
             let thread = thread::Builder::new().name("load-late".to_owned()).spawn(move || {
                 let loaded = load_late(&pins);
                 if let Err(error) = &loaded {
-                    // Not an error: an interface may never need them.
-                    tracing::info!(%error, "{NOT_LOADED}; retrying when such an uplink needs them");
+                    // Not an error: perhaps no interface will ever need them.
+                    tracing::info!(%error, "{NOT_LOADED}; retrying when such an interface needs them");
                 }
                 loaded
             });
@@ -85,7 +85,7 @@ impl Late {
                 let (error, seconds) = (error_chain(error.as_ref()), pause.as_secs());
                 tracing::error!(
                     error,
-                    "{NOT_LOADED}; retrying in {seconds} s, or when another such uplink appears"
+                    "{NOT_LOADED}; retrying in {seconds} s, or when another uplink without link-layer header appears"
                 );
                 Self::Refused { error, until: Instant::now() + pause }
             }
@@ -107,8 +107,8 @@ impl Drop for Late {
     }
 }
 
-const NOT_LOADED: &str =
-    "failed to load the BPF programs for interfaces without link-layer header (such as tun and ppp)";
+const NOT_LOADED: &str = "failed to load the BPF programs for interfaces without link-layer header (such as tun \
+                          and ppp), and for those of pods with host routing";
 
 /// Whether the kernel would refuse these programs again: the verifier rejects them, or a privilege is
 /// missing.

@@ -5,7 +5,7 @@ use std::{
     collections::{BTreeMap, BTreeSet},
     net::{IpAddr, Ipv4Addr, Ipv6Addr},
     path::Path,
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    sync::Arc,
     time::{Duration, Instant},
 };
 
@@ -15,6 +15,7 @@ use kilo_common::{
     maps::{FAMILY_V6, PathMtu},
 };
 use kilo_core::net::MIN_IPV6_MTU;
+use parking_lot::{Mutex, MutexGuard};
 use tokio::{
     io::{Interest, unix::AsyncFd},
     sync::Notify,
@@ -34,35 +35,35 @@ const ASKED_AT_A_TIME: usize = 16;
 
 /// The smallest MTU found towards each node, in bytes with the outer header.
 #[derive(Clone, Debug, Default)]
-pub struct PathMtus(Arc<Mutex<Known>>);
+pub struct PathMtus(Arc<Mutex<Findings>>);
 
 #[derive(Debug, Default)]
-struct Known {
+struct Findings {
     found: BTreeMap<IpAddr, (u32, Instant)>,
     /// Nodes whose path is being probed.
     asked: BTreeSet<IpAddr>,
 }
 
 impl PathMtus {
-    fn known(&self) -> MutexGuard<'_, Known> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    fn findings(&self) -> MutexGuard<'_, Findings> {
+        self.0.lock()
     }
 
     /// MTUs that still hold; older ones are dropped.
     pub fn current(&self, now: Instant) -> BTreeMap<IpAddr, u32> {
-        let mut known = self.known();
-        known.found.retain(|_, (_, since)| now - *since < LIFETIME);
-        known.found.iter().map(|(remote, (mtu, _))| (*remote, *mtu)).collect()
+        let mut findings = self.findings();
+        findings.found.retain(|_, (_, since)| now - *since < LIFETIME);
+        findings.found.iter().map(|(remote, (mtu, _))| (*remote, *mtu)).collect()
     }
 
     /// Records what a probe has found; true when that is less than what was known.
     fn learn(&self, remote: IpAddr, mtu: u32, now: Instant) -> bool {
         let mtu = mtu.max(if remote.is_ipv6() { MIN_V6 } else { MIN_V4 });
-        let mut known = self.known();
-        match known.found.get_mut(&remote) {
+        let mut findings = self.findings();
+        match findings.found.get_mut(&remote) {
             Some((held, since)) if mtu >= *held && now - *since < LIFETIME => false,
             _ => {
-                known.found.insert(remote, (mtu, now));
+                findings.found.insert(remote, (mtu, now));
                 true
             }
         }
@@ -70,12 +71,12 @@ impl PathMtus {
 
     /// True when the path is to be probed now; [`Self::answered`] must be called afterwards.
     fn ask(&self, remote: IpAddr) -> bool {
-        let mut known = self.known();
-        known.asked.len() < ASKED_AT_A_TIME && known.asked.insert(remote)
+        let mut findings = self.findings();
+        findings.asked.len() < ASKED_AT_A_TIME && findings.asked.insert(remote)
     }
 
     fn answered(&self, remote: IpAddr) {
-        self.known().asked.remove(&remote);
+        self.findings().asked.remove(&remote);
     }
 
     /// Probes whether the path really does not carry packets as large as the report says.

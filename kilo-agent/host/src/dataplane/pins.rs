@@ -38,18 +38,18 @@ pub fn directory(maps: &Path) -> Result<Option<PathBuf>, DataplaneError> {
         build.update(name);
         build.update(id.to_be_bytes());
     }
-    Ok(Some(maps.join(PINS).join(hex(&build.finalize()))))
+    Ok(Some(maps.join(PINS).join(short_hex(&build.finalize()))))
 }
 
 /// The first eight bytes of a hash, in hexadecimal.
-fn hex(hash: &[u8]) -> String {
-    hash.iter().take(8).map(|byte| format!("{byte:02x}")).collect()
+fn short_hex(hash: &[u8]) -> String {
+    hex::encode(hash.get(..8).unwrap_or(hash))
 }
 
 /// Name of a program's pin, with what the kernel must report of the program. (A bpffs allows no dots.)
 fn pin_name(program: &str, identity: &Identity) -> String {
     let maps = identity.maps.iter().flat_map(|id| id.to_be_bytes()).collect::<Vec<_>>();
-    format!("{program}-{}-{}", hex(&identity.tag), hex(&Sha256::digest(maps)))
+    format!("{program}-{}-{}", short_hex(&identity.tag), short_hex(&Sha256::digest(maps)))
 }
 
 /// True when the directory of pins exists, and no other user can write to it or to the three directories

@@ -82,7 +82,15 @@ impl Forward {
         }
         self.wanted = Some(wanted.clone());
         self.checked = Some(now);
-        if wanted.is_empty() { remove().await } else { apply_rules(&wanted).await }
+        if !wanted.is_empty() {
+            return apply_rules(&wanted).await;
+        }
+        let removed = remove().await;
+        if removed.is_err() {
+            // Tried again: nothing checks later for rules that are not wanted.
+            self.wanted = None;
+        }
+        removed
     }
 }
 

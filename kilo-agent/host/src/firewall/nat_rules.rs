@@ -43,7 +43,7 @@ impl NatRulesError {
 pub struct Interim<'a> {
     /// Names of the interfaces where leaving packets are masqueraded.
     pub uplinks: &'a BTreeSet<String>,
-    /// Destinations that packets may reach only in an outer header or through WireGuard, never in clear by an
+    /// Destinations that packets may reach only in an outer header or through WireGuard, never in cleartext by an
     /// uplink.
     pub never_clear: &'a BTreeSet<IpNet>,
     /// Destinations whose packets the uplink's program encapsulates: dropped at the uplink once that program

@@ -1,6 +1,6 @@
 //! One rtnetlink socket: dumps, lookups and acknowledged writes.
 
-use std::{io, sync::Arc};
+use std::{io, sync::Arc, time::Duration};
 
 use futures::{Stream, StreamExt};
 use rtnetlink::{
@@ -14,7 +14,9 @@ use tokio::task::JoinHandle;
 use super::NetError;
 
 /// How often a dump is attempted that is interrupted by a change.
-const DUMP_ATTEMPTS: usize = 5;
+const DUMP_ATTEMPTS: u32 = 10;
+/// By how much the pause between two attempts grows with each; the second one comes at once.
+const AGAIN: Duration = Duration::from_millis(5);
 
 /// An rtnetlink socket of the network namespace it was opened in.
 #[derive(Clone, Debug)]
@@ -98,14 +100,18 @@ impl Rtnl {
         what: &str,
         message: RouteNetlinkMessage,
     ) -> Result<Vec<RouteNetlinkMessage>, NetError> {
-        for attempt in 1.. {
+        for attempt in 0..DUMP_ATTEMPTS {
             let (answers, interrupted) =
                 self.exchange(what, message.clone(), NLM_F_REQUEST | NLM_F_DUMP).await?;
-            if !interrupted || attempt == DUMP_ATTEMPTS {
+            if !interrupted {
                 return Ok(answers);
             }
+            // Many pods that start at once change it all the time.
+            tokio::time::sleep(AGAIN * attempt).await;
         }
-        Ok(Vec::new())
+        // What is missing in an interrupted list would count as gone.
+        let what = format!("{what}: the list changed {DUMP_ATTEMPTS} times while it was read");
+        Err(NetError::Kernel { what, source: io::Error::from_raw_os_error(nix::libc::EINTR) })
     }
 
     /// The answers to a single lookup.

@@ -12,7 +12,7 @@ use kilo_core::errors::{Cause, error_chain};
 #[derive(Debug, thiserror::Error)]
 pub enum WireguardError {
     /// `--interface` is not an interface name.
-    #[error("`{0}` is not a valid interface name: 1 to 15 characters, no slash, no white space")]
+    #[error("`{0}` is not a valid interface name: 1 to 15 bytes without slash, colon and white space")]
     InvalidName(String),
     /// The interface does not exist, and `--create-interface=false`.
     #[error(

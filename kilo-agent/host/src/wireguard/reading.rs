@@ -5,12 +5,12 @@
 
 use std::{
     collections::BTreeMap,
-    sync::{Mutex, PoisonError},
     time::{Duration, Instant},
 };
 
 use super::PeerStatus;
 use kilo_core::wireguard::key::PublicKey;
+use parking_lot::Mutex;
 
 /// Peers of a device at a moment.
 #[derive(Clone, Debug)]
@@ -46,12 +46,12 @@ pub(super) struct Last(Mutex<Option<Reading>>);
 
 impl Last {
     pub fn keep(&self, reading: Reading) {
-        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = Some(reading);
+        *self.0.lock() = Some(reading);
     }
 
     /// The last reading, if it is younger than `age`, with the ages of handshakes at `now`.
     pub fn within(&self, age: Duration, now: Instant) -> Option<Reading> {
-        let last = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let last = self.0.lock();
         let reading = last.as_ref().filter(|last| now.saturating_duration_since(last.at) < age)?;
         Some(reading.seen_at(now))
     }

@@ -2,6 +2,7 @@
 
 use std::path::PathBuf;
 
+use kilo_core::wireguard::is_interface_name;
 use wireguard_control::InterfaceName;
 
 use super::WireguardError;
@@ -29,15 +30,12 @@ pub(super) fn interface_name(name: &str) -> Result<InterfaceName, WireguardError
     name.parse().map_err(|_| WireguardError::InvalidName(name.to_owned()))
 }
 
-/// Refuses names that no interface can have, and those that would lead the socket elsewhere.
+/// Refuses names that no interface can have; some of them would lead the socket elsewhere.
 ///
 /// # Errors
 /// For such a name.
 pub(super) fn check_name(name: &str) -> Result<(), WireguardError> {
-    if matches!(name, "." | "..") || name.contains(':') {
-        return Err(WireguardError::InvalidName(name.to_owned()));
-    }
-    interface_name(name).map(|_| ())
+    if is_interface_name(name) { Ok(()) } else { Err(WireguardError::InvalidName(name.to_owned())) }
 }
 
 #[cfg(test)]

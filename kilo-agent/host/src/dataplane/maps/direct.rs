@@ -8,7 +8,7 @@ use std::{
 use aya::maps::Array;
 use ipnet::{IpNet, Ipv4Net};
 use kilo_common::{
-    direct::{Place, shift},
+    direct::{Slot, shift},
     map_table::name,
     maps::{
         HOP_FIRST_NODE, MASQ_EXCLUDE, PREFIX_KNOWN_SENDER, PREFIX_NOT_MASQUERADED, PREFIX_NOT_TRANSLATED,
@@ -44,8 +44,8 @@ pub(super) fn words(tables: &Tables) -> Vec<(u32, u64)> {
         if excluded.holds(prefix) {
             flags |= PREFIX_NOT_MASQUERADED;
         }
-        let place = Place::of(prefix.network().octets(), tables.config.direct_shift);
-        words.extend(place.word(PrefixValue { hop: value.hop, flags }).map(|word| (place.index, word)));
+        let slot = Slot::of(prefix.network().octets(), tables.config.direct_shift);
+        words.extend(slot.word(PrefixValue { hop: value.hop, flags }).map(|word| (slot.index, word)));
     }
     // The first of several prefixes with the same index keeps it.
     words.sort_by_key(|(index, _)| *index);
@@ -144,10 +144,10 @@ mod tests {
     const WITHOUT_EXCLUDED: u32 = MARKS & !PREFIX_NOT_MASQUERADED;
 
     fn found(tables: &Tables, addr: [u8; 4]) -> Option<PrefixValue> {
-        let place = Place::of(addr, tables.config.direct_shift);
+        let slot = Slot::of(addr, tables.config.direct_shift);
         let words = words(tables);
-        let at = words.binary_search_by_key(&place.index, |(index, _)| *index).ok()?;
-        place.read(words[at].1)
+        let at = words.binary_search_by_key(&slot.index, |(index, _)| *index).ok()?;
+        slot.read(words[at].1)
     }
 
     fn net(text: &str) -> IpNet {

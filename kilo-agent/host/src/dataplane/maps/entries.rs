@@ -182,8 +182,8 @@ pub(super) fn write_hash<K: Ord + Copy, P: Pod, V: Pod>(
     Ok(writes as u64)
 }
 
-/// Accepts that an entry to be removed is already gone.
-fn gone(result: Result<(), MapError>) -> Result<(), MapError> {
+/// Accepts that an entry to be removed or changed is already gone.
+pub fn gone(result: Result<(), MapError>) -> Result<(), MapError> {
     match result {
         Err(MapError::SyscallError(error)) if error.io_error.kind() == std::io::ErrorKind::NotFound => Ok(()),
         Err(MapError::KeyNotFound) => Ok(()),

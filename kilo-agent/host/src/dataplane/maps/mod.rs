@@ -3,7 +3,7 @@
 
 mod direct;
 mod encoding;
-mod entries;
+pub mod entries;
 
 use std::{
     collections::BTreeMap,
@@ -202,7 +202,7 @@ pub fn apply(
     writes += write_hash(maps, name::NODE_V6, nodes_v6, &mut present.node_v6, |addr| addr.octets())?;
     writes += write_trie(maps, name::PREFIX_V4, &prefixes_v4.write, &mut present.prefix_v4)?;
     writes += write_trie(maps, name::PREFIX_V6, &prefixes_v6.write, &mut present.prefix_v6)?;
-    // Prefixes are written before masquerading excludes them, or packets to them would leave in clear
+    // Prefixes are written before masquerading excludes them, or packets to them would leave in cleartext
     // meanwhile. Exclusions are written before any source is masqueraded.
     writes += write_trie(maps, name::MASQ_DST, &destinations.write, &mut present.masq_dst)?;
     writes += write_trie(maps, name::MASQ_SRC, &sources.write, &mut present.masq_src)?;

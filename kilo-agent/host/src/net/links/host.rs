@@ -27,6 +27,8 @@ pub struct HostQuery<'a> {
     pub next_hops: &'a [u32],
     /// Routes out of uplinks.
     pub ways: &'a [MainRoute],
+    /// Uplinks so far, with their addresses.
+    pub uplinks: Option<&'a BTreeMap<u32, Uplink>>,
 }
 
 /// Pure: uplinks, their MTUs and masquerade addresses, the private interface and the path to each node
@@ -36,7 +38,9 @@ pub struct HostQuery<'a> {
 /// (Kilo's `tunl0`), a dummy, an interface whose address lies in this node's pod CIDRs (CNI bridge, flannel,
 /// pods' veths). An interface without an address is an uplink when a route with a next hop leads through it
 /// (unnumbered); packets then get the host's own address, as the kernel chooses it. The private interface is
-/// an uplink, too, unless the private address is on loopback or a dummy.
+/// an uplink, too, unless the private address is on loopback or a dummy. An uplink that has lost its address, as
+/// a DHCP client takes it away when the carrier goes, remains one: pods' packets would leave it untranslated
+/// between the address's return and the next reconcile.
 pub fn host_links(links: &[Link], query: &HostQuery<'_>, paths: &BTreeMap<IpAddr, u32>) -> HostLinks {
     let mut host = HostLinks { kilo: query.kilo, ..HostLinks::default() };
     let own = links.iter().flat_map(|link| &link.addresses).map(|address| address.net.addr()).collect();
@@ -50,14 +54,18 @@ pub fn host_links(links: &[Link], query: &HostQuery<'_>, paths: &BTreeMap<IpAddr
             continue;
         }
         // One that is down keeps its programs: it may be up before an agent can attach them.
-        if !link.up && uplink == Uplink::default() {
-            continue;
-        }
         if uplink == Uplink::default() {
-            if !query.next_hops.contains(&link.index) || link.controller.is_some() {
-                continue;
-            }
-            uplink = borrowed;
+            let borrows = link.up && query.next_hops.contains(&link.index);
+            let before = query.uplinks.and_then(|uplinks| uplinks.get(&link.index));
+            uplink = match before {
+                _ if link.controller.is_some() => continue,
+                // Without an address to borrow, the last one of its own still counts.
+                _ if borrows && borrowed != Uplink::default() => borrowed,
+                // What it borrowed goes with the route that needed it.
+                Some(before) if *before != borrowed => *before,
+                _ if borrows => borrowed,
+                _ => continue,
+            };
         }
         match link.header {
             LinkHeader::Ethernet => {}
@@ -251,6 +259,30 @@ mod tests {
     }
 
     #[test]
+    fn an_uplink_that_loses_its_address_remains_one_unless_it_becomes_part_of_another() {
+        let before = Uplink { v4: Some("203.0.113.7".parse().unwrap()), v6: None };
+        let borrowed = Uplink { v4: Some("10.9.9.9".parse().unwrap()), v6: None };
+        let uplinks = BTreeMap::from([(3, before), (4, borrowed), (5, before), (6, before)]);
+        let query = HostQuery { kilo: 9, uplinks: Some(&uplinks), ..HostQuery::default() };
+        for up in [true, false] {
+            let mut links = [
+                link(2, "eth0", "", &["10.0.0.5/24"]),
+                link(3, "eth1", "", &[]),
+                // A route with a next hop led through it, without an address of its own.
+                link(4, "eth2", "", &[]),
+                link(5, "eth3", "", &["203.0.113.9/24"]),
+                Link { controller: Some(7), ..link(6, "eth4", "", &[]) },
+                link(8, "lo", "", &["127.0.0.1/8", "10.9.9.9/32"]),
+            ];
+            links[1].up = up;
+            let host = host_links(&links, &query, &BTreeMap::new());
+            assert_eq!(host.uplinks.keys().copied().collect::<Vec<_>>(), [2, 3, 5]);
+            assert_eq!(host.uplinks[&3], before);
+            assert_eq!(host.uplinks[&5].v4, Some("203.0.113.9".parse().unwrap()), "the present address");
+        }
+    }
+
+    #[test]
     fn a_pods_interface_leads_into_its_namespace_by_the_cnis_bridge_or_with_an_address_of_its_own() {
         let pod = |index, controller, addresses: &[&str]| Link {
             controller,
@@ -356,7 +388,7 @@ mod tests {
         ) {
             let pods = ["10.244.1.0/24".parse().unwrap()];
             let private = private.parse().ok();
-            let query = HostQuery { kilo, private, pod_cidrs: &pods, next_hops: &next_hops, ways: &[] };
+            let query = HostQuery { kilo, private, pod_cidrs: &pods, next_hops: &next_hops, ways: &[], uplinks: None };
             let host = host_links(&links, &query, &BTreeMap::new());
             let of = |index: u32| links.iter().find(|link| link.index == index).unwrap();
             for (index, uplink) in &host.uplinks {
