@@ -2,19 +2,18 @@
 
 use std::{net::SocketAddr, path::PathBuf, time::Duration};
 
-use clap::{Args, Parser, Subcommand};
+use clap::{Arg, Args, CommandFactory as _, Parser, Subcommand};
 use ipnet::IpNet;
 use kilo_agent::cli::{
-    BackendKind, LogLevel, PageAccess, PrefixList, parse_bool, parse_cidr, parse_failover_interval,
-    parse_label, parse_listen, parse_node_name, parse_number, parse_period, parse_port, parse_rate,
-    parse_secret,
+    PrefixList, parse_bool, parse_cidr, parse_failover_interval, parse_interface, parse_label, parse_listen,
+    parse_node_name, parse_number, parse_period, parse_port, parse_rate, parse_secret,
 };
 use kilo_core::settings::{
-    AttachMode, Compatibility, DEFAULT_SUBNET, DEFAULT_TOPOLOGY_LABEL, Encapsulate, EndpointFrom, Failover,
-    Granularity, HostRouting, Masquerade, Relay, Slices, TunnelMode, WireguardMode,
+    AttachMode, BackendKind, Compatibility, Encapsulate, EndpointFrom, Failover, Granularity, HostRouting,
+    LogLevel, Masquerade, PageAccess, Relay, Slices, TunnelMode, WireguardMode, defaults,
 };
 use kilo_failover::Params;
-use kilo_host::{net::mtu::Mtu, wireguard::userspace};
+use kilo_host::{cni::boot, net::mtu::Mtu, wireguard::userspace};
 
 /// Run the Kilo agent: joins this node to the mesh, with WireGuard between locations and TC
 /// programs inside them.
@@ -28,6 +27,39 @@ pub struct Cli {
     pub command: Option<Command>,
     #[command(flatten)]
     pub flags: Flags,
+}
+
+/// Flags of the agent that `kg uninstall` uses, too: where the agent is, and what it is called.
+const OF_UNINSTALL: [&str; 9] = [
+    "backend",
+    "backend_dir",
+    "cni_path",
+    "cni_run_dir",
+    "hostname",
+    "interface",
+    "kubeconfig",
+    "log_level",
+    "master",
+];
+const OF_WEBHOOK: [&str; 1] = ["log_level"];
+
+/// The command line. Every command accepts the agent's flags that some command uses, before its name and behind
+/// it, so that it can be given the agent's own arguments; its help shows those that it uses itself.
+pub fn command() -> clap::Command {
+    let command = Cli::command();
+    let shared: Vec<Arg> = command.get_arguments().filter(|arg| arg.is_global_set()).cloned().collect();
+    command.mut_subcommands(|below| {
+        let used: &[&str] = match below.get_name() {
+            "uninstall" => &OF_UNINSTALL,
+            "webhook" => &OF_WEBHOOK,
+            _ => &[],
+        };
+        let own: Vec<_> = below.get_arguments().map(Arg::get_id).cloned().collect();
+        let unused =
+            shared.iter().filter(|arg| !used.contains(&arg.get_id().as_str()) && !own.contains(arg.get_id()));
+        // clap gives a command no global flag that it has already.
+        below.args(unused.map(|arg| arg.clone().hide(true)))
+    })
 }
 
 #[derive(Subcommand, Debug)]
@@ -88,7 +120,7 @@ pub struct WebhookArgs {
     #[arg(long, default_value = ":8443", value_parser = parse_listen)]
     pub listen: SocketAddr,
     /// Address on which metrics and health are served.
-    #[arg(long, default_value = ":1107", value_parser = parse_listen)]
+    #[arg(long, default_value = format!(":{}", defaults::AGENT_PORT), value_parser = parse_listen)]
     pub listen_metrics: SocketAddr,
 }
 
@@ -117,13 +149,13 @@ pub struct Flags {
     #[arg(long, default_value = "true", action = clap::ArgAction::Set, num_args = 0..=1, require_equals = true, default_missing_value = "true", value_parser = parse_bool)]
     pub cni: bool,
     /// Path of the CNI configuration list.
-    #[arg(long, value_name = "FILE", default_value = "/etc/cni/net.d/10-kilo.conflist", global = true)]
+    #[arg(long, value_name = "FILE", default_value = format!("{}/10-kilo.conflist", defaults::CNI_DIRECTORY), global = true)]
     pub cni_path: PathBuf,
     /// Template of the CNI configuration; published at --cni-path once the data path is up, and withdrawn by a reboot.
     #[arg(long, value_name = "FILE", default_value = "", hide_default_value = true)]
     pub cni_source: String,
     /// Directory of the host on a tmpfs, mounted at the same path, that holds what --cni-source publishes.
-    #[arg(long, value_name = "DIR", default_value = "/run/kilo")]
+    #[arg(long, value_name = "DIR", default_value = boot::DIRECTORY, global = true)]
     pub cni_run_dir: PathBuf,
     /// CNI that manages routes inside a location: flannel or cilium.
     #[arg(long, default_value = "", hide_default_value = true)]
@@ -153,7 +185,7 @@ pub struct Flags {
     #[arg(long, default_value = "", hide_default_value = true, value_parser = parse_node_name, global = true)]
     pub hostname: String,
     /// Name of the WireGuard interface.
-    #[arg(long, default_value = "kilo0", global = true)]
+    #[arg(long, default_value = defaults::INTERFACE, value_parser = parse_interface, global = true)]
     pub interface: String,
     /// CIDRs in which the node's private address is looked for (comma separated, repeatable).
     #[arg(long, value_name = "CIDR")]
@@ -172,7 +204,7 @@ pub struct Flags {
     #[arg(long, default_value = "1", value_parser = parse_number::<1, 8>)]
     pub leaders: u8,
     /// Address on which health, metrics and graph are served.
-    #[arg(long, default_value = ":1107", value_parser = parse_listen)]
+    #[arg(long, default_value = format!(":{}", defaults::AGENT_PORT), value_parser = parse_listen)]
     pub listen: SocketAddr,
     /// Manage routes inside the location.
     #[arg(long, default_value = "true", action = clap::ArgAction::Set, num_args = 0..=1, require_equals = true, default_missing_value = "true", value_parser = parse_bool)]
@@ -198,7 +230,7 @@ pub struct Flags {
     #[arg(long, default_value = "open")]
     pub page_access: PageAccess,
     /// UDP port of WireGuard.
-    #[arg(long, default_value = "51820", value_parser = parse_port)]
+    #[arg(long, default_value_t = defaults::WIREGUARD_PORT, value_parser = parse_port)]
     pub port: u16,
     /// Use the private address as the WireGuard endpoint.
     #[arg(long, default_value = "false", action = clap::ArgAction::Set, num_args = 0..=1, require_equals = true, default_missing_value = "true", value_parser = parse_bool)]
@@ -212,7 +244,7 @@ pub struct Flags {
     #[arg(long, default_value = "1000", value_name = "MBITS", value_parser = parse_rate)]
     pub relay_rate: u16,
     /// Interval between full resyncs.
-    #[arg(long, default_value = "30s", value_parser = parse_period)]
+    #[arg(long, default_value = defaults::RESYNC_PERIOD, value_parser = parse_period)]
     pub resync_period: Duration,
     /// CIDRs of services, to which traffic is never masqueraded (comma separated, repeatable).
     #[arg(long, value_name = "CIDR")]
@@ -222,17 +254,17 @@ pub struct Flags {
     #[arg(long, default_value = "off")]
     pub slices: Slices,
     /// CIDR from which WireGuard addresses are allocated.
-    #[arg(long, default_value = DEFAULT_SUBNET, value_parser = parse_cidr)]
+    #[arg(long, default_value_t = defaults::SUBNET, value_parser = parse_cidr)]
     pub subnet: IpNet,
     /// Number of nodes of a location that can take over from its leader, 0 to 4. Must be the same on every node.
-    #[arg(long, default_value = "2", value_parser = parse_number::<0, 4>)]
+    #[arg(long, default_value_t = defaults::STAND_BYS, value_parser = parse_number::<0, 4>)]
     pub stand_bys: u8,
     /// Prepare everything beside Kilo's own agent without touching this host, and take the host over when that agent
     /// stops. For the DaemonSet that `kgctl takeover` prints.
     #[arg(long, default_value = "false", action = clap::ArgAction::Set, num_args = 0..=1, require_equals = true, default_missing_value = "true", value_parser = parse_bool)]
     pub take_over_from_kilo: bool,
     /// Node label that names the location.
-    #[arg(long, default_value = DEFAULT_TOPOLOGY_LABEL, value_parser = parse_label, global = true)]
+    #[arg(long, default_value = defaults::TOPOLOGY_LABEL, value_parser = parse_label, global = true)]
     pub topology_label: String,
     /// WireGuard implementation: auto, kernel or userspace.
     #[arg(long, default_value = "auto", global = true)]

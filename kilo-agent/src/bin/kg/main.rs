@@ -10,11 +10,11 @@ use std::{
     path::{Path, PathBuf},
     process::ExitCode,
     sync::Arc,
-    time::{Duration, Instant},
+    time::Duration,
 };
 
 use anyhow::{Context as _, Result, bail};
-use clap::{CommandFactory as _, Parser as _};
+use clap::FromArgMatches as _;
 use kilo_agent::{
     agent::{self, Agent},
     backend::{
@@ -23,7 +23,7 @@ use kilo_agent::{
         kubernetes::{self, NodesFrom},
         last_good,
     },
-    cli::{BackendKind, LogLevel, PageAccess, PrefixList},
+    cli::{BackendMismatch, PrefixList, log_filter, objects_directory},
     failover,
     health::Health,
     http::{
@@ -38,10 +38,10 @@ use kilo_agent::{
 use kilo_core::{
     errors::error_chain,
     objects::{Snapshot, slices},
-    settings::{Failover, Settings, Slices},
+    settings::{Failover, LogLevel, PageAccess, Settings, Slices},
 };
 use kilo_host::{
-    cni::boot::BootConfiguration,
+    cni::{CniConfiguration, boot::BootConfiguration},
     dataplane::BPFFS,
     interface, lock,
     wireguard::{private_key, userspace},
@@ -51,7 +51,7 @@ use nix::time::{ClockId, clock_gettime};
 use tokio::signal::unix::{SignalKind, signal};
 use tokio_util::sync::CancellationToken;
 
-use flags::{Cli, Command, Flags, UninstallArgs, WebhookArgs};
+use flags::{Cli, Command, Flags, UninstallArgs, WebhookArgs, command};
 use stopping::Stopping;
 use termination_message::LastWords;
 use uninstall::{uninstall, uninstall_alone};
@@ -63,11 +63,11 @@ const BOOTS_WITHIN: Duration = Duration::from_mins(5);
 
 fn main() -> ExitCode {
     #[cfg(debug_assertions)]
-    if let Some(tables) = kilo_agent::flags_markdown::if_asked(Cli::command) {
+    if let Some(tables) = kilo_agent::flags_markdown::if_asked(command) {
         print!("{tables}");
         return ExitCode::SUCCESS;
     }
-    let cli = Cli::parse();
+    let cli = Cli::from_arg_matches(&command().get_matches()).unwrap_or_else(|error| error.exit());
     match run(cli) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
@@ -84,7 +84,7 @@ fn run(cli: Cli) -> Result<()> {
             Ok(())
         }
         Some(Command::Completion { shell }) => {
-            clap_complete::generate(shell, &mut Cli::command(), "kg", &mut std::io::stdout());
+            clap_complete::generate(shell, &mut command(), "kg", &mut std::io::stdout());
             Ok(())
         }
         Some(Command::UserspaceWireguard { interface }) => {
@@ -126,7 +126,7 @@ fn to_end(threads: usize, work: impl Future<Output = Result<()>>) -> Result<()> 
 
 fn log_to_stdout(level: LogLevel) {
     use tracing_subscriber::{EnvFilter, fmt, prelude::*};
-    let registry = tracing_subscriber::registry().with(EnvFilter::new(level.filter("kg")));
+    let registry = tracing_subscriber::registry().with(EnvFilter::new(log_filter(level, "kg")));
     if std::io::stdout().is_terminal() {
         registry.with(fmt::layer()).init();
     } else {
@@ -147,9 +147,6 @@ fn hostname(flags: &Flags) -> Result<String> {
 }
 
 fn interface_options(flags: &Flags) -> Result<interface::Options> {
-    if flags.interface.is_empty() || flags.interface.len() > 15 || flags.interface.contains('/') {
-        bail!("--interface {:?}: use 1 to 15 characters without a slash", flags.interface);
-    }
     Ok(interface::Options {
         name: flags.interface.clone(),
         mode: flags.wireguard,
@@ -181,12 +178,7 @@ fn options(flags: &Flags) -> Result<agent::Options> {
         internal_cidrs: PrefixList::join(&flags.internal_cidr),
         endpoint_from: flags.endpoint_from,
         prefer_private: flags.prioritise_private_addresses,
-        cni: flags.cni.then(|| flags.cni_path.clone()),
-        cni_boot: text(&flags.cni_source).filter(|_| flags.cni).map(|source| BootConfiguration {
-            source: PathBuf::from(source),
-            path: flags.cni_path.clone(),
-            directory: flags.cni_run_dir.clone(),
-        }),
+        cni: cni_configuration(flags),
         masquerade: flags.masquerade,
         bpffs: PathBuf::from(BPFFS),
         attach: flags.attach,
@@ -204,8 +196,22 @@ fn options(flags: &Flags) -> Result<agent::Options> {
     })
 }
 
-fn directory(flags: &Flags) -> Result<&Path> {
-    flags.backend_dir.as_deref().context("--backend=file needs --backend-dir")
+fn cni_configuration(flags: &Flags) -> CniConfiguration {
+    let path = flags.cni_path.clone();
+    match text(&flags.cni_source) {
+        _ if !flags.cni => CniConfiguration::Off,
+        None => CniConfiguration::InPlace(path),
+        Some(source) => CniConfiguration::OfBoot(BootConfiguration {
+            source: PathBuf::from(source),
+            path,
+            directory: flags.cni_run_dir.clone(),
+        }),
+    }
+}
+
+/// The directory of the objects; `None`: they are read from an API server.
+fn directory(flags: &Flags) -> Result<Option<&Path>, BackendMismatch> {
+    objects_directory(flags.backend, flags.backend_dir.as_deref())
 }
 
 fn text(flag: &str) -> Option<&str> {
@@ -214,6 +220,7 @@ fn text(flag: &str) -> Option<&str> {
 
 async fn serve(flags: Flags) -> Result<()> {
     let mut options = options(&flags)?;
+    let directory = directory(&flags)?.map(Path::to_owned);
     let mut stopping = Stopping::listen()?;
     lock::warn_of_former(&flags.interface);
     let lock = stopping.before(takeover::lock(Path::new(lock::STATE), &flags.interface));
@@ -230,16 +237,16 @@ async fn serve(flags: Flags) -> Result<()> {
         let Some(prepared) = stopping.before(prepared).await else { return Ok(()) };
         startup = prepared??;
     }
-    match flags.backend {
-        BackendKind::File => {
+    match directory {
+        Some(directory) => {
             if flags.page_access == PageAccess::Token {
                 bail!("--page-access=token asks an API server about tokens, and --backend=file has none");
             }
-            let backend = FileBackend::start(directory(&flags)?, &flags.topology_label).await?;
+            let backend = FileBackend::start(&directory, &flags.topology_label).await?;
             LocalToken::remove(Path::new(LOCAL_TOKEN));
             run_until_stopped(flags, options, backend, startup, leaving, Gate::Open, stopping).await
         }
-        BackendKind::Kubernetes => {
+        None => {
             let path = text(&flags.kubeconfig).map(PathBuf::from);
             let client = kubernetes::client(path.as_deref(), text(&flags.master)).await?;
             leaving.ask(client.clone());
@@ -283,7 +290,7 @@ fn gate(access: PageAccess, client: &kube::Client) -> Result<Gate> {
 
 async fn serve_webhook(args: WebhookArgs) -> Result<()> {
     let source = match (args.secret, args.cert_file, args.key_file) {
-        (Some((namespace, secret)), _, _) => webhook::Source::Secret(webhook::Place {
+        (Some((namespace, secret)), _, _) => webhook::Source::Secret(webhook::ObjectNames {
             namespace,
             secret,
             service: args.service,
@@ -338,7 +345,7 @@ async fn run_until_stopped<B: Backend>(
     let metrics = Metrics::default();
     // Three resync periods, but never less than a check-in takes.
     let patience = (flags.resync_period * 3).max(Duration::from_secs(90));
-    let health = Health::new(Instant::now(), patience);
+    let health = Health::new(patience);
     health.end_on_panic();
     #[cfg(debug_assertions)]
     panic_when_asked()?;
@@ -357,7 +364,6 @@ async fn run_until_stopped<B: Backend>(
     };
     let Some(bound) = bound else { return Ok(()) };
     let listener = bound.with_context(|| format!("failed to bind --listen {listen}"))?;
-    health.begin(Instant::now());
     if let Some(client) = leaving.client().filter(|_| flags.take_over_from_kilo) {
         tokio::spawn(takeover::keep_annotations(client, hostname.clone()));
     }
@@ -395,11 +401,11 @@ async fn leave(flags: &Flags, hostname: &str, gone: bool, leaving: Leaving, said
             };
             return uninstall(flags, &args).await;
         }
-        // Without programs and routes the containers' packets would leave in clear.
+        // Without programs and routes the containers' packets would leave in cleartext.
         tracing::warn!(
             interfaces = containers.join(", "),
             "node object no longer exists, but pods or other containers still run here: everything stays, so that \
-             they send nothing in clear; reboot the host, or run `kg uninstall --keep-annotations --remove-cni` there \
+             they send nothing in cleartext; reboot the host, or run `kg uninstall --keep-annotations --remove-cni` there \
              when they have ended"
         );
         termination_message::write(said);

@@ -9,7 +9,6 @@ use anyhow::{Context as _, Result, anyhow};
 use kilo_agent::{
     agent,
     backend::{Backend as _, file::FileBackend, kubernetes},
-    cli::BackendKind,
 };
 use kilo_core::errors::error_chain;
 use kilo_host::{
@@ -25,6 +24,7 @@ use super::{
 
 /// Runs `kg uninstall`: only while no agent runs, because that would restore everything.
 pub async fn uninstall_alone(flags: &Flags, args: &UninstallArgs) -> Result<()> {
+    directory(flags)?;
     let refused = |error: LockError| {
         match error {
         LockError::Taken(_) | LockError::PinsTaken(_) => anyhow::Error::new(error).context(
@@ -53,6 +53,7 @@ pub async fn uninstall(flags: &Flags, args: &UninstallArgs) -> Result<()> {
         delete_interface: !args.keep_interface,
         bpffs: Path::new(BPFFS),
         cni: args.remove_cni.then_some(flags.cni_path.as_path()),
+        cni_run_dir: &flags.cni_run_dir,
     };
     // The host is cleaned even when the API server is out of reach.
     let mut outcome = agent::uninstall(removal).await;
@@ -80,15 +81,11 @@ pub async fn uninstall(flags: &Flags, args: &UninstallArgs) -> Result<()> {
 
 /// Removes what the agent published: its annotations, and from a Node the condition NetworkUnavailable, too.
 async fn retract(flags: &Flags, hostname: &str) -> Result<()> {
-    match flags.backend {
-        BackendKind::File => {
-            let backend = FileBackend::start(directory(flags)?, &flags.topology_label).await?;
-            Ok(backend.retract(hostname).await?)
-        }
-        BackendKind::Kubernetes => {
-            let path = text(&flags.kubeconfig).map(PathBuf::from);
-            let client = kubernetes::client(path.as_deref(), text(&flags.master)).await?;
-            Ok(kubernetes::retract(client, hostname).await?)
-        }
+    if let Some(directory) = directory(flags)? {
+        let backend = FileBackend::start(directory, &flags.topology_label).await?;
+        return Ok(backend.retract(hostname).await?);
     }
+    let path = text(&flags.kubeconfig).map(PathBuf::from);
+    let client = kubernetes::client(path.as_deref(), text(&flags.master)).await?;
+    Ok(kubernetes::retract(client, hostname).await?)
 }

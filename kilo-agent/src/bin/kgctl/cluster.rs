@@ -2,12 +2,15 @@
 
 use std::{path::PathBuf, time::Duration};
 
-use anyhow::{Result, anyhow};
+use anyhow::Result;
 use clap::Args;
 use hyper::Request;
+use k8s_openapi::api::core::v1::Pod;
 use kilo_agent::{
+    AGENTS_NAMESPACE,
     backend::kubernetes::{self, Access, Server, read_once},
     cli::parse_duration,
+    status::pods::{self, Listed},
 };
 use kilo_core::{
     errors::{Explained, error_chain},
@@ -51,6 +54,15 @@ pub struct ApiFlags {
     pub request_timeout: Duration,
 }
 
+/// Flags of every command that looks for the agents' pods.
+#[derive(Args, Clone, Debug, Default)]
+pub struct AgentsFlags {
+    /// Namespace of the agents. Default: all namespaces, or only kube-system if your account may not list the
+    /// pods of all.
+    #[arg(long, short, value_name = "NAME")]
+    pub namespace: Option<String>,
+}
+
 /// Parses a duration like kubectl: a bare number is in seconds.
 fn parse_timeout(text: &str) -> Result<Duration, kilo_agent::cli::InvalidDuration> {
     text.parse().map(Duration::from_secs).or_else(|_| parse_duration(text))
@@ -78,7 +90,14 @@ pub struct Cluster {
     server: Server,
     /// Limit for a single request; `None` = unlimited.
     timeout: Option<Duration>,
+    /// Namespace of the agents, if it was given.
+    agents: Option<String>,
 }
+
+/// The API server did not answer in time.
+#[derive(Debug, thiserror::Error)]
+#[error("{0}")]
+pub struct NoAnswer(String);
 
 impl Cluster {
     /// Reads the configuration; sends no request yet.
@@ -86,7 +105,29 @@ impl Cluster {
         let timeout = (!flags.request_timeout.is_zero()).then_some(flags.request_timeout);
         let patience = timeout.unwrap_or(Duration::MAX);
         let (client, server) = kubernetes::connect(&flags.access(), None, patience).await?;
-        Ok(Self { client, server, timeout })
+        Ok(Self { client, server, timeout, agents: None })
+    }
+
+    /// The same connection, for a command that looks for agents.
+    pub fn with_agents(self, flags: &AgentsFlags) -> Self {
+        Self { agents: flags.namespace.clone(), ..self }
+    }
+
+    /// Namespace of the agents, as given or that of the manifests.
+    pub fn agents_namespace(&self) -> &str {
+        self.agents.as_deref().unwrap_or(AGENTS_NAMESPACE)
+    }
+
+    /// Namespace of these pods of agents; without any, [`Self::agents_namespace`].
+    pub fn namespace_of<'a>(&'a self, pods: &'a [Pod]) -> &'a str {
+        let found = pods.first().and_then(|pod| pod.metadata.namespace.as_deref());
+        found.filter(|_| self.agents.is_none()).unwrap_or_else(|| self.agents_namespace())
+    }
+
+    /// The agents' pods of one node or of all.
+    pub async fn agents_pods(&self, node: Option<&str>) -> Result<Listed> {
+        let asked = Asked::new("list", "pods").within(self.agents_namespace());
+        self.ask(asked, pods::list(&self.client, node, self.agents.as_deref())).await
     }
 
     /// The response to one request; an error explains the refusal and what to do about it.
@@ -101,11 +142,12 @@ impl Cluster {
             Ok(Ok(answer)) => return Ok(answer),
             Ok(Err(error)) => error,
             Err(limit) => {
-                return Err(anyhow!(
-                    "no answer within {} (--request-timeout) from the API server {}",
-                    humantime::format_duration(limit),
+                let limit = humantime::format_duration(limit);
+                let text = format!(
+                    "no answer within {limit} (--request-timeout) from the API server {}",
                     self.server
-                ));
+                );
+                return Err(NoAnswer(text).into());
             }
         };
         let page = match &error {
@@ -114,6 +156,11 @@ impl Cluster {
         };
         let text = refusal::explain(&error, asked, &self.server, page.as_deref());
         Err(Explained::of(text, error).into())
+    }
+
+    /// Explains a refusal of a request that was not made by [`Self::ask`].
+    pub fn explain(&self, refused: &kube::Error, asked: Asked<'_>) -> String {
+        refusal::explain(refused, asked, &self.server, None)
     }
 
     /// The text of a server that is not an API server; `None` when it is one, or does not respond.

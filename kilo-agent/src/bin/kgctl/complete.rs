@@ -9,7 +9,7 @@ use kilo_agent::backend::{
     kubernetes::{self, Access, read_once},
 };
 use kilo_common::counters::DropReason;
-use kilo_core::{objects::Snapshot, settings::DEFAULT_TOPOLOGY_LABEL};
+use kilo_core::{objects::Snapshot, settings::defaults};
 
 /// A shell that waits longer feels broken.
 const PATIENCE: Duration = Duration::from_millis(1500);
@@ -114,13 +114,13 @@ fn snapshot() -> Option<Snapshot> {
 
 async fn read(line: &[String]) -> Option<Snapshot> {
     if let Some(directory) = value(line, "--backend-dir") {
-        let backend = FileBackend::start(directory.as_ref(), DEFAULT_TOPOLOGY_LABEL).await.ok()?;
+        let backend = FileBackend::start(directory.as_ref(), defaults::TOPOLOGY_LABEL).await.ok()?;
         let snapshot = (**backend.watch().borrow()).clone();
         return Some(snapshot);
     }
     let (client, _) = kubernetes::connect(&access(line), None, PATIENCE).await.ok()?;
     let (nodes, peers) = tokio::try_join!(read_once::nodes(&client), read_once::peers(&client)).ok()?;
-    Some(read_once::snapshot(nodes, peers, DEFAULT_TOPOLOGY_LABEL))
+    Some(read_once::snapshot(nodes, peers, defaults::TOPOLOGY_LABEL))
 }
 
 #[cfg(test)]

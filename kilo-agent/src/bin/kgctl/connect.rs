@@ -19,14 +19,14 @@ use anyhow::{Context as _, Result, bail};
 use clap::Args;
 use ipnet::IpNet;
 use kilo_agent::{
-    cli::{LogLevel, parse_bool, parse_duration, parse_number, parse_port},
+    cli::{log_filter, parse_bool, parse_interface, parse_number, parse_period, parse_port},
     resolve::Resolver,
     timestamp::Timestamp,
 };
 use kilo_core::{
     errors::error_chain,
     objects::{Snapshot, peer},
-    settings::WireguardMode,
+    settings::{LogLevel, WireguardMode, defaults},
     signal_id,
     topology::{Liveness, Mesh, Peer},
     vpn_peer::{self, ConnectPlan, Options},
@@ -69,7 +69,7 @@ pub struct ConnectArgs {
     allowed_ip: IpNet,
     /// Number of stand-bys per location to keep as WireGuard peers, 0 to 4; must match the agents'
     /// --stand-bys.
-    #[arg(long, default_value = "2", value_parser = parse_number::<0, 4>)]
+    #[arg(long, default_value_t = defaults::STAND_BYS, value_parser = parse_number::<0, 4>)]
     stand_bys: u8,
     /// More prefixes to reach through the cluster, services for example (repeatable).
     #[arg(long, value_name = "CIDR", value_delimiter = ',')]
@@ -81,7 +81,7 @@ pub struct ConnectArgs {
     #[arg(long, default_value = "true", action = clap::ArgAction::Set, num_args = 0..=1, require_equals = true, default_missing_value = "true", value_parser = parse_bool)]
     create_interface: bool,
     /// Name of the WireGuard interface.
-    #[arg(long, short, default_value = "kilo0")]
+    #[arg(long, short, default_value = defaults::INTERFACE, value_parser = parse_interface)]
     interface: String,
     /// Log level: all, debug, info, warn, error or none.
     #[arg(long, default_value = "info")]
@@ -96,13 +96,13 @@ pub struct ConnectArgs {
     #[arg(long, value_name = "FILE")]
     private_key: Option<PathBuf>,
     /// Interval between full resyncs.
-    #[arg(long, default_value = "30s", value_parser = parse_duration)]
+    #[arg(long, default_value = defaults::RESYNC_PERIOD, value_parser = parse_period)]
     resync_period: Duration,
     /// WireGuard implementation: auto, kernel or userspace.
     #[arg(long, default_value = "auto")]
     wireguard: WireguardMode,
     /// WireGuard port of this machine.
-    #[arg(long, default_value = "51820", value_parser = parse_port)]
+    #[arg(long, default_value_t = defaults::WIREGUARD_PORT, value_parser = parse_port)]
     port: u16,
     #[command(flatten)]
     flags: Flags,
@@ -184,7 +184,7 @@ struct Connection {
     key: SecretKey,
     /// The device's configuration as last planned.
     planned: WireguardPlan,
-    /// Prefixes whose traffic must not leave in clear.
+    /// Prefixes whose traffic must not leave in cleartext.
     closed: Closed,
     /// Prefixes without a route that were last warned about.
     unrouted: Vec<IpNet>,
@@ -496,5 +496,5 @@ fn log_to_stderr(level: LogLevel) {
         .with_ansi(std::io::stderr().is_terminal())
         .without_time()
         .with_target(false);
-    tracing_subscriber::registry().with(EnvFilter::new(level.filter("kgctl"))).with(layer).init();
+    tracing_subscriber::registry().with(EnvFilter::new(log_filter(level, "kgctl"))).with(layer).init();
 }

@@ -8,14 +8,15 @@ use kilo_agent::{
 };
 use kilo_core::{
     objects::Snapshot,
-    topology::{self, Mesh, Ways, way_text},
+    topology::{self, Mesh, Ways},
+    tunnel_path::PathWithRelay,
 };
 
 use crate::{
-    cluster::Cluster,
+    cluster::{AgentsFlags, Cluster},
     progress::Progress,
     remote,
-    source::{self, Flags},
+    source::{self, Flags, UnusedPort},
     terminal,
 };
 
@@ -31,6 +32,10 @@ pub struct GraphArgs {
     #[arg(long)]
     ways: bool,
     #[command(flatten)]
+    agents: AgentsFlags,
+    #[command(flatten)]
+    _port: UnusedPort,
+    #[command(flatten)]
     flags: Flags,
 }
 
@@ -41,6 +46,7 @@ pub async fn run(args: &GraphArgs) -> Result<String> {
     let ways = if args.ways {
         let cluster =
             cluster.context("--ways asks agents through the API server: --backend=file has none")?;
+        let cluster = cluster.with_agents(&args.agents);
         ways(&cluster, &mesh, &snapshot, &args.flags).await?
     } else {
         Ways::default()
@@ -51,7 +57,7 @@ pub async fn run(args: &GraphArgs) -> Result<String> {
 /// The tunnels' paths as the leaders' agents know them; agents that do not answer are listed on stderr.
 async fn ways(cluster: &Cluster, mesh: &Mesh, snapshot: &Snapshot, flags: &Flags) -> Result<Ways> {
     let time = Timestamp::now();
-    let granularity = source::granularity(snapshot, &flags.mesh.shape)?;
+    let granularity = source::granularity(snapshot, &flags.mesh.shape);
     let ready = source::ready(snapshot, time.0);
     let mut status = status::of_objects(mesh, snapshot, &ready, granularity, time);
     let leaders = status.leading();
@@ -71,6 +77,6 @@ async fn ways(cluster: &Cluster, mesh: &Mesh, snapshot: &Snapshot, flags: &Flags
     status.remember_ways(&heard);
     // The tunnel of an acting stand-by is drawn beside the line of the location's leader.
     let drawn = |name: String| mesh.find(&name).map_or(name, |(at, _)| topology::acting(mesh, at).to_owned());
-    let way = |WayStatus { nodes, way, relay }| (nodes.map(drawn), way_text(&way, relay.as_deref()));
+    let way = |WayStatus { nodes, way: path, relay }| (nodes.map(drawn), PathWithRelay { path, relay });
     Ok(status.ways.into_iter().map(way).collect())
 }

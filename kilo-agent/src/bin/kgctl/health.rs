@@ -14,8 +14,10 @@ pub fn retain_location(status: &mut Status, wanted: &str) -> bool {
     let names: Vec<_> = status.nodes.iter().map(|node| node.name.clone()).collect();
     status.degraded.retain(|node, _| names.contains(node));
     status.unhealthy.retain(|node, _| names.contains(node));
+    status.pods.retain(|node, _| names.contains(node));
     status.unheard.retain(|node| names.contains(node));
     status.conflicts.retain(|conflict| conflict.nodes.iter().any(|node| names.contains(node)));
+    status.key_conflicts.retain(|conflict| conflict.nodes.iter().any(|node| names.contains(node)));
     !status.nodes.is_empty() || !status.locations.is_empty()
 }
 
@@ -79,6 +81,30 @@ pub mod tests {
         );
         let none = Status { nodes: vec![], locations: vec![], ..healthy };
         assert_eq!(problems(&none)[0].what, "there are no nodes");
+    }
+
+    #[test]
+    fn a_location_without_address_is_a_problem() {
+        let mut status = status(4, &[]);
+        let what = "it has no WireGuard address: --subnet 10.4.0.0/32 has 1 address for 2 locations";
+        status.locations[1].problem = Some(what.to_owned());
+        let wanted = Problem { object: "location/location:odd".to_owned(), what: what.to_owned() };
+        assert_eq!(problems(&status), [wanted]);
+        assert!(verdict(&status, &problems(&status)).starts_with("Not healthy, 1 problem"));
+    }
+
+    #[test]
+    fn a_key_of_two_nodes_is_a_problem_of_both() {
+        let mut status = status(4, &[]);
+        let key = kilo_core::wireguard::key::PublicKey([7; 32]);
+        let nodes = vec!["n000".to_owned(), "n001".to_owned()];
+        status.key_conflicts.push(kilo_agent::status::KeyConflictStatus { key, nodes });
+        let found = problems(&status);
+        assert_eq!(found[0].object, format!("key/{key}"));
+        assert!(found[0].what.starts_with("claimed by n000, n001: remove /var/lib/kilo/key on"), "{found:?}");
+        assert!(retain_location(&mut status.clone(), "odd") && status.retain_node("n001"));
+        assert_eq!(problems(&status), found);
+        assert!(status.key_conflicts.len() == 1 && status.nodes.len() == 1);
     }
 
     #[test]

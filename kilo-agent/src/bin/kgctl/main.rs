@@ -8,12 +8,14 @@ mod connectivity;
 mod flags_before_command;
 mod graph;
 mod health;
+mod image_name;
 mod manual;
 mod monitor;
 #[cfg(any(test, not(target_os = "linux")))]
 mod needs_linux;
 #[cfg(target_os = "linux")]
 mod node_report;
+mod outcome;
 mod peer_cluster;
 mod progress;
 mod refusal;
@@ -45,6 +47,7 @@ use crate::{
     connectivity::{ConnectivityArgs, probe},
     graph::GraphArgs,
     monitor::MonitorArgs,
+    outcome::Outcome,
     peer_cluster::PeerClusterArgs,
     showconf::Showconf,
     status::StatusArgs,
@@ -61,7 +64,10 @@ use crate::{
     name = "kgctl",
     version,
     after_help = "Each command has its own flags: `kgctl COMMAND --help`. They may also stand before it: \
-                  `kgctl --context prod status`."
+                  `kgctl --context prod status`.
+
+Exit codes: 0 = all is well, 1 = an error, 2 = the command line is wrong, 3 = something is wrong or missing in the \
+                  cluster (status --check, status --wait, connectivity-test, version, sysdump)."
 )]
 struct Cli {
     #[command(subcommand)]
@@ -146,10 +152,9 @@ fn main() -> ExitCode {
     let cli = Cli::from_arg_matches(&matches).unwrap_or_else(|error| error.exit());
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build();
     match runtime.map_err(Into::into).and_then(|runtime| runtime.block_on(run(&cli.command, &matches))) {
-        Ok((text, success)) => match terminal::print(&text) {
+        Ok(Outcome { text, end }) => match terminal::print(&text) {
             Err(error) if !error.is::<terminal::OutputClosed>() => failed(&error),
-            _ if success => ExitCode::SUCCESS,
-            _ => ExitCode::FAILURE,
+            _ => end.into(),
         },
         // The reader has closed the pipe, as `| head` does.
         Err(error) if error.is::<terminal::OutputClosed>() => ExitCode::SUCCESS,
@@ -162,12 +167,15 @@ fn failed(error: &anyhow::Error) -> ExitCode {
     ExitCode::FAILURE
 }
 
-/// Returns what to print, and whether to exit with success.
-async fn run(command: &Command, matches: &ArgMatches) -> Result<(String, bool)> {
+/// Returns what to print, and how the command ended.
+async fn run(command: &Command, matches: &ArgMatches) -> Result<Outcome> {
     let text = match command {
         Command::Status(args) => return status::run(args).await,
         Command::ConnectivityTest(args) => return Box::pin(connectivity::run(args)).await,
-        Command::Monitor(MonitorArgs { node, api, .. }) | Command::Trace(TraceArgs { node, api, .. }) => {
+        Command::Sysdump(args) => return sysdump::run(args).await,
+        Command::Version(args) => return version::run(args).await,
+        Command::Monitor(MonitorArgs { node, agents, api, .. })
+        | Command::Trace(TraceArgs { node, agents, api, .. }) => {
             let root = Cli::command();
             let given =
                 matches.subcommand().and_then(|(name, given)| Some((root.find_subcommand(name)?, given)));
@@ -175,8 +183,8 @@ async fn run(command: &Command, matches: &ArgMatches) -> Result<(String, bool)> 
             let flags = remote::flags(below, given)?;
             match (node, command) {
                 (Some(node), _) => {
-                    let success = remote::run(api, node, below.get_name(), &flags).await?;
-                    return Ok((String::new(), success));
+                    let done = remote::run((api, agents), node, below.get_name(), &flags).await?;
+                    return Ok(Outcome::of(done));
                 }
                 (None, Command::Trace(args)) => trace::run(args).await?,
                 (None, Command::Monitor(args)) => monitor::run(args).await.map(|()| String::new())?,
@@ -197,11 +205,9 @@ async fn run(command: &Command, matches: &ArgMatches) -> Result<(String, bool)> 
             manual::write(Cli::command(), directory)?;
             String::new()
         }
-        Command::Sysdump(args) => sysdump::run(args).await?,
         Command::Takeover(args) => takeover::run(args).await?,
         #[cfg(target_os = "linux")]
         Command::NodeReport => node_report::run().await?,
-        Command::Version(args) => version::run(args).await?,
         #[cfg(target_os = "linux")]
         Command::UserspaceWireguard { interface } => {
             userspace::run(interface).await.context("failed to run userspace WireGuard")?;
@@ -209,7 +215,7 @@ async fn run(command: &Command, matches: &ArgMatches) -> Result<(String, bool)> 
         }
         Command::Completion { shell } => complete::script(*shell)?,
     };
-    Ok((text, true))
+    Ok(text.into())
 }
 
 #[cfg(test)]

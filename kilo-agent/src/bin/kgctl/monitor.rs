@@ -11,7 +11,7 @@ use kilo_common::counters::DropReason;
 #[cfg(not(target_os = "linux"))]
 pub use crate::needs_linux::monitor as run;
 use crate::{
-    cluster::ApiFlags,
+    cluster::{AgentsFlags, ApiFlags},
     complete,
     remote::{self, BPFFS},
 };
@@ -52,6 +52,8 @@ pub struct MonitorArgs {
     /// End with standard input, for who started it from afar.
     #[arg(long = remote::UNTIL_STDIN_ENDS, hide = true)]
     until_stdin_ends: bool,
+    #[command(flatten)]
+    pub agents: AgentsFlags,
     #[command(flatten)]
     pub api: ApiFlags,
 }

@@ -124,7 +124,7 @@ impl Side {
         for (object, problem) in &snapshot.problems {
             eprintln!("kgctl: cluster {}: {object}: {problem}", self.name);
         }
-        let granularity = source::granularity(&snapshot, shape)?;
+        let granularity = source::granularity(&snapshot, shape);
         self.list().await?;
         let services = PrefixList::join(services);
         Ok(Cluster::new(&self.name, &snapshot, granularity, services, self.present(), Timestamp::now().0)?)

@@ -3,12 +3,13 @@
 use std::{
     io::{IsTerminal as _, Write, stderr},
     sync::{
-        Arc, Mutex, MutexGuard, PoisonError,
+        Arc,
         atomic::{AtomicUsize, Ordering},
     },
     time::{Duration, Instant},
 };
 
+use parking_lot::{Mutex, MutexGuard};
 use tokio_util::task::AbortOnDropHandle;
 
 /// Nothing is shown before this time.
@@ -28,7 +29,7 @@ struct Line {
 
 impl Line {
     fn lock() -> MutexGuard<'static, Self> {
-        LINE.lock().unwrap_or_else(PoisonError::into_inner)
+        LINE.lock()
     }
 
     fn begin(&mut self) -> u64 {
@@ -103,6 +104,13 @@ impl Progress {
     pub fn step(&self) {
         self.done.fetch_add(1, Ordering::Relaxed);
     }
+}
+
+/// Writes a line to stderr, in place of the progress line until that is renewed.
+pub fn say(line: &str) {
+    let mut progress = Line::lock();
+    progress.clear();
+    eprintln!("{line}");
 }
 
 /// Standard error for logs of `kgctl connect`, which replace the progress line.

@@ -1,6 +1,6 @@
 //! Explains an API server's refusal and what to do about it: plain text, without I/O.
 
-use kilo_agent::{backend::kubernetes::Server, status::ask::TooLong};
+use kilo_agent::{AGENTS_NAMESPACE, backend::kubernetes::Server, status::ask::TooLong};
 use kilo_core::errors::error_chain;
 
 /// A request to an API server, in Kubernetes terms.
@@ -30,6 +30,15 @@ impl<'a> Asked<'a> {
 
 /// The role in the manifests that grants a request, and how to bind it to a user.
 fn remedy(asked: Asked<'_>, who: &str) -> String {
+    let bound = |kind: &str, role: &str| {
+        let namespace = asked.namespace.unwrap_or(AGENTS_NAMESPACE);
+        let binding = role.trim_start_matches("kilo-");
+        format!(
+            "ask for the {kind} {role}: kubectl --namespace {namespace} create rolebinding {binding} \
+             --{}={role} --user={who}",
+            kind.to_lowercase()
+        )
+    };
     match (asked.resource, asked.verb) {
         ("nodes" | "peers", "get" | "list" | "watch") => format!(
             "ask for the ClusterRole kilo-kgctl: kubectl create clusterrolebinding kgctl-reader \
@@ -39,14 +48,12 @@ fn remedy(asked: Asked<'_>, who: &str) -> String {
             "ask for the ClusterRole kilo-peers-edit: kubectl create clusterrolebinding kgctl-editor \
              --clusterrole=kilo-peers-edit --user={who}"
         ),
-        ("pods", "list") | ("pods/proxy", _) => format!(
-            "ask for the Role kilo-kgctl-agents: kubectl --namespace kube-system create rolebinding kgctl-agents \
-             --role=kilo-kgctl-agents --user={who}"
-        ),
-        ("pods/exec" | "pods/log", _) => format!(
-            "ask for the Role kilo-kgctl-nodes: kubectl --namespace kube-system create rolebinding kgctl-nodes \
-             --role=kilo-kgctl-nodes --user={who}"
-        ),
+        ("pods", "list") | ("pods/proxy", _) => bound("Role", "kilo-kgctl-agents"),
+        ("pods/exec" | "pods/log", _) => bound("Role", "kilo-kgctl-nodes"),
+        // Without a namespace they are those of the whole cluster.
+        ("daemonsets" | "events", "get" | "list") if asked.namespace.is_some() => {
+            bound("ClusterRole", "kilo-kgctl-sysdump")
+        }
         _ => "ask for the ClusterRole cluster-admin, or have an administrator run this".to_owned(),
     }
 }
@@ -190,8 +197,22 @@ mod tests {
         let text = said(&forbidden("no"), Asked::new("get and create", "pods/exec").within("kube-system"));
         assert!(text.contains("not allowed to get and create pods/exec in"), "{text}");
         assert!(text.contains("--role=kilo-kgctl-nodes"), "{text}");
-        let text = said(&forbidden("no"), Asked::new("create", "daemonsets"));
-        assert!(text.contains("create daemonsets") && text.contains("cluster-admin"), "{text}");
+        for asked in [Asked::new("create", "daemonsets"), Asked::new("list", "daemonsets")] {
+            let text = said(&forbidden("no"), asked);
+            assert!(text.contains(" daemonsets at") && text.contains("cluster-admin"), "{text}");
+        }
+        for (resource, kind, role) in [
+            ("daemonsets", "ClusterRole", "kilo-kgctl-sysdump"),
+            ("events", "ClusterRole", "kilo-kgctl-sysdump"),
+            ("pods", "Role", "kilo-kgctl-agents"),
+            ("pods/log", "Role", "kilo-kgctl-nodes"),
+        ] {
+            let text = said(&forbidden("no"), Asked::new("list", resource).within("net"));
+            let binding = role.trim_start_matches("kilo-");
+            let command = format!("kubectl --namespace net create rolebinding {binding} --");
+            assert!(text.contains(&format!("ask for the {kind} {role}: {command}")), "{text}");
+            assert!(text.contains(&format!(" --{}={role} --user=", kind.to_lowercase())), "{text}");
+        }
     }
 
     #[test]

@@ -2,7 +2,6 @@
 
 use std::{
     io::{ErrorKind, Write},
-    sync::{Mutex, PoisonError},
     time::Duration,
 };
 
@@ -13,17 +12,19 @@ use k8s_openapi::api::core::v1::Pod;
 use kilo_agent::status::{
     Status,
     ask::{self, AskError},
-    pods,
+    pods::{self, Listed},
 };
+use kilo_core::errors::{Cause, Explained};
 use kube::{
     Api, Resource as _, ResourceExt as _,
     api::{AttachParams, AttachedProcess, LogParams},
     core::Request,
 };
+use parking_lot::Mutex;
 use tokio::io::{self, AsyncRead, AsyncWriteExt as _};
 
 use crate::{
-    cluster::{API_HEADING, ApiFlags, Cluster},
+    cluster::{API_HEADING, AgentsFlags, ApiFlags, Cluster},
     progress::Progress,
     refusal::Asked,
     terminal::Plain,
@@ -49,18 +50,20 @@ const LARGEST_LOG: usize = 64 << 20;
 const AT_A_TIME: usize = 16;
 /// Argument with the name of the node.
 const NODE: &str = "node";
+/// Argument with the namespace of the agents.
+const NAMESPACE: &str = "namespace";
 /// How long an interrupted command may still write.
 const LAST_WORDS: Duration = Duration::from_secs(3);
 
-/// The flags given to a command, except the node and the API server flags.
+/// The flags given to a command, except the node and those that lead to its agent's pod.
 ///
 /// # Errors
-/// When API server flags are given without a node, where they would do nothing.
+/// When flags that lead to a pod are given without a node, where they would do nothing.
 pub fn flags(command: &Command, matches: &ArgMatches) -> Result<Vec<String>> {
     let is_given = |arg: &&Arg| matches.value_source(arg.get_id().as_str()) == Some(ValueSource::CommandLine);
     let given: Vec<_> = command.get_arguments().filter(is_given).collect();
-    let (api, own): (Vec<_>, Vec<_>) =
-        given.into_iter().partition(|arg| arg.get_help_heading() == Some(API_HEADING));
+    let leads_there = |arg: &&Arg| arg.get_help_heading() == Some(API_HEADING) || arg.get_id() == NAMESPACE;
+    let (api, own): (Vec<_>, Vec<_>) = given.into_iter().partition(leads_there);
     if let Some(flag) = api.first().and_then(|arg| arg.get_long())
         && matches.value_source(NODE).is_none()
     {
@@ -84,9 +87,14 @@ pub fn flags(command: &Command, matches: &ArgMatches) -> Result<Vec<String>> {
 
 /// Runs `kgctl COMMAND FLAGS` on a node with its output here; returns whether it succeeded. When this process
 /// is interrupted, the remote one notices by the end of its standard input.
-pub async fn run(api: &ApiFlags, node: &str, command: &str, flags: &[String]) -> Result<bool> {
+pub async fn run(
+    (api, agents): (&ApiFlags, &AgentsFlags),
+    node: &str,
+    command: &str,
+    flags: &[String],
+) -> Result<bool> {
     let progress = Progress::new(&format!("starting kgctl {command} on {node}"), 0);
-    let cluster = Cluster::open(api).await?;
+    let cluster = Cluster::open(api).await?.with_agents(agents);
     let pod = pod_of(&cluster, node).await?;
     let words: Vec<_> = ["kgctl", command].into_iter().chain(flags.iter().map(String::as_str)).collect();
     let process = exec(&cluster, &pod, &words).await?;
@@ -106,7 +114,7 @@ struct Ending<'a, W> {
 
 impl<W: Write> Write for Ending<'_, W> {
     fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
-        drop(self.progress.lock().unwrap_or_else(PoisonError::into_inner).take());
+        drop(self.progress.lock().take());
         self.to.write(bytes)
     }
 
@@ -131,17 +139,29 @@ pub async fn statuses_on(
 
 /// The status of a node's agent, through the API server.
 pub async fn status_on(cluster: &Cluster, node: &str) -> Result<Status> {
-    match ask::through_api(&cluster.client, node).await {
-        Err(AskError::Token { .. }) => status_by_exec(cluster, &pod_of(cluster, node).await?).await,
-        answer => Ok(answer?),
-    }
+    let found = cluster.agents_pods(Some(node)).await?.pods;
+    let running = pods::running(&found).ok_or_else(|| AskError::NoPod(node.to_owned()))?;
+    status_of(cluster, running).await
 }
 
 /// The status of the agent in a pod, through the API server.
 pub async fn status_of(cluster: &Cluster, pod: &Pod) -> Result<Status> {
     match ask::pod(&cluster.client, pod).await {
         Err(AskError::Token { .. }) => status_by_exec(cluster, pod).await,
+        Err(AskError::Api(cause)) => Err(refused(cluster, pod, cause)),
         answer => Ok(answer?),
+    }
+}
+
+/// Explains what the API server's proxy says in place of an agent.
+fn refused(cluster: &Cluster, pod: &Pod, cause: Cause) -> anyhow::Error {
+    let namespace = pod.namespace().unwrap_or_default();
+    match cause.downcast::<kube::Error>() {
+        Ok(error) => {
+            let text = cluster.explain(&error, Asked::new("get", "pods/proxy").within(&namespace));
+            Explained::of(text, *error).into()
+        }
+        Err(cause) => AskError::Api(cause).into(),
     }
 }
 
@@ -210,8 +230,7 @@ impl Write for Bounded {
 
 /// The running agent's pod of a node.
 pub async fn pod_of(cluster: &Cluster, node: &str) -> Result<Pod> {
-    let asked = Asked::new("list", "pods").within("kube-system");
-    let found = cluster.ask(asked, pods::list(&cluster.client, Some(node))).await?;
+    let Listed { pods: found, within } = cluster.agents_pods(Some(node)).await?;
     match (pods::running(&found), found.first()) {
         (Some(pod), _) => Ok(pod.clone()),
         (None, Some(pod)) => bail!(
@@ -219,8 +238,9 @@ pub async fn pod_of(cluster: &Cluster, node: &str) -> Result<Pod> {
             pods::not_running(pod).unwrap_or_default()
         ),
         (None, None) => bail!(
-            "no agent pod (label {}) runs on node {node}: `kgctl status` lists the nodes, and says why a node has none",
-            pods::LABEL
+            "no agent pod (label {}{}) runs on node {node}: `kgctl status` lists the nodes, and says why a node has none",
+            pods::LABEL,
+            within.map(|namespace| format!(", namespace {namespace}: see --namespace")).unwrap_or_default()
         ),
     }
 }
@@ -379,8 +399,12 @@ mod tests {
         );
         let line = "kgctl trace a1 --src fd00::1 --dst=fd00::2 -o json --kubeconfig=/a";
         assert_eq!(given(line).unwrap(), ["--src=fd00::1", "--dst=fd00::2", "--output=json"]);
-        let text = given("kgctl monitor --context=prod").unwrap_err().to_string();
-        assert!(text.starts_with("--context needs the name of a node"), "{text}");
+        let line = "kgctl monitor a1 -n networking --counters";
+        assert_eq!(given(line).unwrap(), ["--counters", "--until-stdin-ends"]);
+        for flag in ["--context", "--namespace"] {
+            let text = given(&format!("kgctl monitor {flag}=prod")).unwrap_err().to_string();
+            assert!(text.starts_with(&format!("{flag} needs the name of a node")), "{text}");
+        }
         assert!(given("kgctl monitor --counters").is_ok());
     }
 }

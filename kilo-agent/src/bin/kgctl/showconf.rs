@@ -6,13 +6,16 @@ use ipnet::IpNet;
 use kilo_agent::cli::{parse_cidr, parse_port};
 use kilo_core::{
     objects::{Snapshot, peer},
+    settings::defaults,
     showconf,
     topology::{Member, Mesh, Peer, Segment},
     wireguard::conf::{Conf, PeerSection},
 };
 
-use crate::complete;
-use crate::source::{self, Flags};
+use crate::{
+    complete,
+    source::{self, Flags, UnusedPort},
+};
 
 #[derive(Subcommand, Debug)]
 pub enum Showconf {
@@ -23,7 +26,7 @@ pub enum Showconf {
   kgctl showconf node a1 --as-peer --allowed-ips=10.43.0.0/16")]
     Node {
         /// WireGuard port of the configuration.
-        #[arg(long, default_value = "51820", value_parser = parse_port)]
+        #[arg(long, default_value_t = defaults::WIREGUARD_PORT, value_parser = parse_port)]
         port: u16,
         #[command(flatten)]
         args: ShowconfArgs,
@@ -32,7 +35,12 @@ pub enum Showconf {
     #[command(mut_arg("name", |name| name.add(complete::peers())), after_help = "Examples:
   kgctl showconf peer laptop                  for that machine; add its private key
   kgctl showconf peer laptop --as-peer -o yaml")]
-    Peer(ShowconfArgs),
+    Peer {
+        #[command(flatten)]
+        _port: UnusedPort,
+        #[command(flatten)]
+        args: ShowconfArgs,
+    },
 }
 
 #[derive(Args, Debug)]
@@ -64,12 +72,12 @@ pub enum Output {
 
 /// The configuration as text.
 pub async fn run(of: &Showconf) -> Result<String> {
-    let (Showconf::Node { args, .. } | Showconf::Peer(args)) = of;
+    let (Showconf::Node { args, .. } | Showconf::Peer { args, .. }) = of;
     let (snapshot, _) = source::snapshot(&args.flags).await?;
     let mesh = source::mesh(&snapshot, &args.flags.mesh)?;
     match of {
         Showconf::Node { port, .. } => showconf_node(&mesh, &snapshot, *port, args),
-        Showconf::Peer(args) => showconf_peer(&mesh, args),
+        Showconf::Peer { .. } => showconf_peer(&mesh, args),
     }
 }
 
@@ -113,7 +121,11 @@ fn showconf_peer(mesh: &Mesh, args: &ShowconfArgs) -> Result<String> {
     let peer = mesh.peers.iter().find(|peer| peer.name == args.name);
     let peer = peer.with_context(|| {
         let names: Vec<_> = mesh.peers.iter().map(|peer| peer.name.as_str()).collect();
-        format!("peer {:?} does not exist or is invalid; choose one of: {}", args.name, names.join(", "))
+        let instead = match names.is_empty() {
+            true => "there are no valid peers: `kgctl status` lists all, and why each is invalid".to_owned(),
+            false => format!("choose one of: {}", names.join(", ")),
+        };
+        format!("peer {:?} does not exist or is invalid; {instead}", args.name)
     })?;
     if args.as_peer {
         let mut allowed_ips = peer.allowed_ips.clone();

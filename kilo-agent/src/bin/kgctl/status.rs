@@ -1,49 +1,48 @@
 //! `kgctl status`: leaders and why they lead, readiness, tunnels and counters.
 
+mod read;
+mod wait;
+
 use std::{
     fmt::Write as _,
     fs,
     net::{IpAddr, Ipv4Addr, SocketAddr},
     path::{Path, PathBuf},
-    time::{Duration, Instant},
+    time::Duration,
 };
 
 use anyhow::{Context as _, Result, bail};
 use clap::{Args, ValueEnum};
 use kilo_agent::{
-    backend::kubernetes::read_once,
-    cli::parse_period,
-    status::{self, SlicesStatus, Status, ask, pods},
-    timestamp::Timestamp,
+    cli::{parse_node_not_url, parse_period},
+    status::{self, Status, ask},
 };
+use kilo_core::settings::defaults::AGENT_PORT;
 
 use crate::{
+    cluster::AgentsFlags,
     complete,
     health::{self, Problem},
-    progress::Progress,
-    remote,
-    source::{self, Flags},
+    outcome::Outcome,
+    source::{Flags, UnusedPort},
     terminal::{self, Terminal},
 };
+use read::{Read, WHOLE};
 
 /// With more nodes than this a table shows only those that lead or are not ready.
 const ALL_SHOWN: usize = 40;
-/// Namespace of the agents in the manifests.
-const NAMESPACE: &str = "kube-system";
-/// Pause between two checks of --wait.
-const POLL: Duration = Duration::from_secs(2);
 
 #[derive(Args, Debug)]
 #[command(after_help = "Examples:
   kgctl status                        what is wrong first, then locations, nodes and peers
   kgctl status NODE                   one node, with its tunnels and packet counters
   kgctl status --wait --timeout=2m    until all is well, after an installation for example
-  kgctl status --check >/dev/null     for scripts: exit code 1 when something is wrong
+  kgctl status --check >/dev/null     for scripts: exit code 3 when something is wrong
   kgctl status --location=east --not-ready -o name")]
 pub struct StatusArgs {
     /// Show this node only, with its tunnels and packet counters: its agent is
     /// asked through the API server (needs get on pods/proxy).
-    #[arg(add = complete::nodes())]
+    #[arg(add = complete::nodes(), value_parser = parse_node_not_url)]
     node: Option<String>,
     /// Ask the agent at this address instead of the API server; without a
     /// value the one on this machine, at port 1107 of `$HOST_IP` or 127.0.0.1.
@@ -59,11 +58,13 @@ pub struct StatusArgs {
     /// Only nodes that are not ready, and their locations.
     #[arg(long, conflicts_with = "node")]
     not_ready: bool,
-    /// Exit with 1 when something is wrong: a node that is not ready, a location without a leader, tunnels that do
-    /// not answer, an address that two nodes claim.
+    /// Exit with 3 when something is wrong: a node that is not ready, an agent whose pod is not Ready or that does not
+    /// answer, a location without a leader, tunnels that do not answer, an address or a key that two nodes claim. What could
+    /// not be checked, for want of a right for example, counts as well. Exit with 1 when the state cannot be read.
     #[arg(long)]
     check: bool,
-    /// Wait until nothing is wrong; exit with 1 when that takes longer than --timeout.
+    /// Wait until --check finds nothing wrong; exit with 3 when that takes longer than --timeout. Errors that no
+    /// waiting mends, such as the name of an unknown node or missing rights, end it at once with 1.
     #[arg(long)]
     wait: bool,
     /// Longest time to wait.
@@ -72,6 +73,10 @@ pub struct StatusArgs {
     /// Format; name is one node a line, as kubectl takes it.
     #[arg(long, short, default_value = "table")]
     output: Output,
+    #[command(flatten)]
+    agents: AgentsFlags,
+    #[command(flatten)]
+    _port: UnusedPort,
     #[command(flatten)]
     flags: Flags,
 }
@@ -90,29 +95,18 @@ enum Output {
     Name,
 }
 
-/// The status as text, and whether to exit with success.
-pub async fn run(args: &StatusArgs) -> Result<(String, bool)> {
-    let started = Instant::now();
-    let waiting = args.wait.then(|| Progress::new("waiting until the mesh is healthy", 0));
-    loop {
-        let checked = check(args).await;
-        let late = started.elapsed() + POLL > args.timeout;
-        let Checked { status, problems, verdict } = match checked {
-            // An API server that is unreachable may come back.
-            Err(_) if args.wait && !late => {
-                tokio::time::sleep(POLL).await;
-                continue;
-            }
-            checked => checked?,
-        };
-        let healthy = problems.is_empty();
-        if healthy || !args.wait || late {
-            drop(waiting);
-            let text = show(Checked { status, problems, verdict }, args.output)?;
-            return Ok((text, healthy || !(args.check || args.wait)));
-        }
-        tokio::time::sleep(POLL).await;
+/// Returns the status as text, and whether all is well if that was asked.
+pub async fn run(args: &StatusArgs) -> Result<Outcome> {
+    let checked = if args.wait { wait::until_healthy(args).await? } else { check(args).await? };
+    let is_strict = args.check || args.wait;
+    let is_said = |gap: &&Problem| is_strict || args.node.is_some() || gap.object == WHOLE;
+    // Standard output may be thrown away.
+    for Problem { object, what } in checked.gaps.iter().filter(is_said) {
+        let whose = if object == WHOLE { String::new() } else { format!("{object}: ") };
+        eprintln!("kgctl: {}", terminal::plain(&format!("{whose}{what}")));
     }
+    let is_good = !is_strict || checked.problems.is_empty();
+    Ok(Outcome::found(show(checked, args.output)?, is_good))
 }
 
 /// A status, filtered as requested.
@@ -121,46 +115,53 @@ struct Checked {
     status: Status,
     /// All problems, even if the tables leave ready nodes out.
     problems: Vec<Problem>,
+    /// What could not be checked; with --check and --wait these are among the problems.
+    gaps: Vec<Problem>,
     /// A summary of the same nodes.
     verdict: String,
 }
 
 impl Checked {
-    fn at(mut status: Status, not_ready: bool) -> Self {
-        let problems = health::problems(&status);
+    fn at(Read { mut status, gaps }: Read, args: &StatusArgs) -> Self {
+        let mut problems = health::problems(&status);
+        if args.check || args.wait {
+            problems.extend(gaps.iter().cloned());
+        }
         let verdict = health::verdict(&status, &problems);
-        if not_ready {
+        if args.not_ready {
             health::retain_not_ready(&mut status);
         }
-        Self { status, problems, verdict }
+        Self { status, problems, gaps, verdict }
     }
 }
 
 /// The current status, filtered as requested.
 async fn check(args: &StatusArgs) -> Result<Checked> {
-    let mut status = match &args.agent {
+    let mut read = match &args.agent {
         Some(url) if url.is_empty() => {
             let token = args.agent_token_file.as_deref().map(token).transpose()?.or_else(local_token);
-            ask::agent(&own_agent(std::env::var("HOST_IP").ok().as_deref()), token.as_deref()).await?
+            let url = own_agent(std::env::var("HOST_IP").ok().as_deref());
+            Read::from(ask::agent(&url, token.as_deref()).await?)
         }
         Some(url) => {
             let token = args.agent_token_file.as_deref().map(token).transpose()?;
-            ask::agent(url, token.as_deref()).await?
+            Read::from(ask::agent(url, token.as_deref()).await?)
         }
-        None => from_objects(args).await?,
+        None => read::objects(args).await?,
     };
     if let Some(name) = &args.node
-        && !status.retain_node(name)
+        && !read.status.retain_node(name)
     {
-        bail!("node {name:?} does not exist");
+        return Err(read::no_node(name));
     }
     if let Some(location) = &args.location {
-        let names: Vec<_> = status.locations.iter().map(|location| location.name.clone()).collect();
-        if !health::retain_location(&mut status, location) {
+        let names: Vec<_> = read.status.locations.iter().map(|location| location.name.clone()).collect();
+        if !health::retain_location(&mut read.status, location) {
             bail!("location {location:?} does not exist; choose one of: {}", names.join(", "));
         }
+        read.retain_nodes();
     }
-    Ok(Checked::at(status, args.not_ready))
+    Ok(Checked::at(read, args))
 }
 
 fn show(checked: Checked, output: Output) -> Result<String> {
@@ -174,7 +175,7 @@ fn show(checked: Checked, output: Output) -> Result<String> {
 }
 
 /// Problems first, then the tables: nodes that are not ready, leaders, others.
-fn tables(Checked { mut status, problems, verdict }: Checked, most: usize) -> String {
+fn tables(Checked { mut status, problems, verdict, .. }: Checked, most: usize) -> String {
     let mut text = verdict + "\n";
     if problems.is_empty() && status.nodes.is_empty() {
         // Only nodes that are not ready were requested, and there are none.
@@ -217,90 +218,58 @@ fn local_token() -> Option<String> {
 /// URL of the agent on this machine. In its container `$HOST_IP` is the address it listens on.
 fn own_agent(host_ip: Option<&str>) -> String {
     let ip = host_ip.and_then(|ip| ip.parse().ok()).unwrap_or(IpAddr::from(Ipv4Addr::LOCALHOST));
-    format!("http://{}", SocketAddr::new(ip, 1107))
-}
-
-async fn from_objects(args: &StatusArgs) -> Result<Status> {
-    let flags = &args.flags;
-    let (snapshot, cluster) = source::objects(flags).await?;
-    let time = Timestamp::now();
-    let granularity = source::granularity(&snapshot, &flags.mesh.shape)?;
-    let ready = source::ready(&snapshot, time.0);
-    let mesh = source::mesh(&snapshot, &flags.mesh)?;
-    let mut status = status::of_objects(&mesh, &snapshot, &ready, granularity, time);
-    let Some(cluster) = cluster else { return Ok(status) };
-    // The right to read slices is optional.
-    if let Ok(set) = read_once::slices(&cluster.client).await {
-        let renewed = read_once::slices_renewed(&cluster.client, NAMESPACE).await.ok().flatten();
-        let label = &flags.mesh.shape.topology_label;
-        status.slices = SlicesStatus::new(&set, &snapshot.nodes, label, renewed.map(Timestamp));
-    }
-    match &args.node {
-        Some(name) if snapshot.nodes.contains(name) => {
-            let progress = Progress::new(&format!("asking the agent of {name}"), 0);
-            let asked = remote::status_on(&cluster, name).await;
-            drop(progress);
-            match asked {
-                // The agent's view decides how packets are forwarded.
-                Ok(seen) => return Ok(seen),
-                Err(error) => {
-                    eprintln!(
-                        "kgctl: tunnels and counters are not available: {}",
-                        terminal::plain(&format!("{error:#}"))
-                    );
-                }
-            }
-        }
-        Some(_) => {}
-        // The objects do not record since when nodes lead, or which tunnels do not answer.
-        None => {
-            let leaders = status.leading();
-            let progress = (!args.wait).then(|| Progress::new("asking the leaders' agents", leaders.len()));
-            let seen = remote::statuses_on(&cluster, leaders, progress.as_ref()).await;
-            if let Some(first) = seen.iter().find_map(|(_, seen)| seen.as_ref().ok()) {
-                status.remember_leaders(first);
-            }
-            let mut heard = Vec::new();
-            for (leader, seen) in seen {
-                match seen {
-                    Ok(seen) => heard.push((leader, seen)),
-                    Err(_) => status.unheard.push(leader),
-                }
-            }
-            heard.iter().for_each(|(_, seen)| status.remember_ills(seen));
-            status.remember_ways(&heard);
-        }
-    }
-    let _progress = Progress::new("looking at the agents' pods", 0);
-    pods::explain(&cluster.client, &mut status).await;
-    Ok(status)
+    format!("http://{}", SocketAddr::new(ip, AGENT_PORT))
 }
 
 #[cfg(test)]
-#[allow(clippy::panic, reason = "tests")]
+#[allow(clippy::unwrap_used, clippy::panic, reason = "tests")]
 mod tests {
     use super::*;
+    use clap::Parser as _;
+
+    /// What `kgctl status FLAGS` makes of a status and of what could not be checked.
+    fn checked(status: Status, gaps: Vec<Problem>, flags: &[&str]) -> Checked {
+        #[derive(clap::Parser)]
+        struct Cli {
+            #[command(flatten)]
+            args: StatusArgs,
+        }
+        let cli = Cli::try_parse_from([&["kgctl"], flags].concat()).unwrap();
+        Checked::at(Read { status, gaps }, &cli.args)
+    }
 
     #[test]
     fn of_two_hundred_nodes_the_ill_and_the_leaders_are_shown_first() {
         let status = health::tests::status(200, &[7, 150]);
-        let text = tables(Checked::at(status.clone(), false), ALL_SHOWN);
+        let text = tables(checked(status.clone(), vec![], &[]), ALL_SHOWN);
         assert!(text.starts_with("Not healthy, 2 problems: 198 of 200 nodes ready"), "{text}");
         assert!(text.lines().count() < 30, "{text}");
         let at = |words: &str| text.find(words).unwrap_or_else(|| panic!("{words} is missing from {text}"));
         assert!(at("node/n007") < at("LOCATION") && at("\nn007") < at("\nn000"), "{text}");
         assert!(text.ends_with("\n196 more nodes are ready; -o wide shows all.\n"), "{text}");
-        let wide = tables(Checked::at(status, false), usize::MAX);
+        let wide = tables(checked(status, vec![], &[]), usize::MAX);
         assert!(wide.contains("\nn199") && wide.contains("KEY") && !wide.contains("more nodes"), "{wide}");
     }
 
     #[test]
     fn the_verdict_counts_ready_nodes_that_are_left_out() {
-        let text = tables(Checked::at(health::tests::status(6, &[3]), true), ALL_SHOWN);
+        let text = tables(checked(health::tests::status(6, &[3]), vec![], &["--not-ready"]), ALL_SHOWN);
         assert!(text.starts_with("Not healthy, 1 problem: 5 of 6 nodes ready, 2 of 2"), "{text}");
         assert!(text.contains("\nn003") && !text.contains("\nn002"), "{text}");
-        let text = tables(Checked::at(health::tests::status(6, &[]), true), ALL_SHOWN);
+        let text = tables(checked(health::tests::status(6, &[]), vec![], &["--not-ready"]), ALL_SHOWN);
         assert_eq!(text, "Healthy: 6 of 6 nodes ready, 2 of 2 locations have a leader.\n");
+    }
+
+    #[test]
+    fn what_could_not_be_checked_is_a_problem_when_all_is_to_be_well() {
+        let gap = Problem { object: "node/n001".to_owned(), what: "its agent did not answer".to_owned() };
+        let of = |flags: &[&str]| checked(health::tests::status(6, &[]), vec![gap.clone()], flags);
+        assert!(of(&[]).problems.is_empty() && of(&[]).verdict.starts_with("Healthy"));
+        for flag in ["--check", "--wait"] {
+            let found = of(&[flag]);
+            assert_eq!(found.problems, std::slice::from_ref(&gap));
+            assert!(found.verdict.starts_with("Not healthy, 1 problem"), "{}", found.verdict);
+        }
     }
 
     #[test]

@@ -5,7 +5,7 @@ use clap::Args;
 use k8s_openapi::{
     api::{
         apps::v1::{DaemonSet, DaemonSetSpec},
-        core::v1::{Container, PodSpec, PodTemplateSpec, Volume},
+        core::v1::{Container, LocalObjectReference, PodSpec, PodTemplateSpec, Volume},
     },
     apimachinery::pkg::apis::meta::v1::{LabelSelector, ObjectMeta},
 };
@@ -13,11 +13,10 @@ use kube::{Api, ResourceExt as _, api::ListParams};
 
 use crate::{
     cluster::{ApiFlags, Cluster},
+    image_name,
     refusal::Asked,
 };
 
-/// The image in the manifests.
-pub const IMAGE: &str = concat!("kilo-ebpf/kilo:", env!("CARGO_PKG_VERSION"));
 /// Selects the pods of one DaemonSet.
 const LABEL: &str = "app.kubernetes.io/name";
 /// Label of every printed DaemonSet, whatever its name.
@@ -30,15 +29,17 @@ const PREPARED_AFTER_SECONDS: i32 = 5;
 
 #[derive(Args, Debug)]
 #[command(after_help = "Examples:
-  kgctl takeover | kubectl apply -f -
   kgctl takeover --image=registry.example/kilo:0.1.0 | kubectl apply -f -
-  kgctl takeover --namespace=kilo --daemonset=kilo-gateway > kilo-takeover.yaml")]
+  kgctl takeover -n kilo --daemonset=kilo-gateway --image=registry.example/kilo:0.1.0 > new.yaml")]
 pub struct TakeoverArgs {
-    /// Image of the agents that take over.
-    #[arg(long, default_value = IMAGE)]
+    /// Image of the agents that take over: the name that this program's image has in your registry.
+    #[arg(long, value_parser = image_name::parse)]
     image: String,
+    /// Secret in the namespace of Kilo's DaemonSet with which kubelets pull the image (repeatable).
+    #[arg(long = "image-pull-secret", value_name = "NAME")]
+    image_pull_secrets: Vec<String>,
     /// Namespace of Kilo's DaemonSet; default: the one namespace that has such a DaemonSet.
-    #[arg(long, value_name = "NAME")]
+    #[arg(long, short, value_name = "NAME")]
     namespace: Option<String>,
     /// Name of Kilo's DaemonSet.
     #[arg(long, value_name = "NAME", default_value = "kilo")]
@@ -57,7 +58,7 @@ pub async fn run(args: &TakeoverArgs) -> Result<String> {
     let named = ListParams::default().fields(&format!("metadata.name={}", args.daemonset));
     let found = cluster.ask(Asked::new("list", "daemonsets"), daemon_sets.list(&named)).await?.items;
     let kilos = only(&found, args)?;
-    let takeover = made_of(kilos, &args.image)?;
+    let takeover = made_of(kilos, &args.image, &args.image_pull_secrets)?;
     Ok(serde_yaml_ng::to_string(&takeover)?)
 }
 
@@ -78,7 +79,7 @@ fn only<'a>(found: &'a [DaemonSet], args: &TakeoverArgs) -> Result<&'a DaemonSet
 }
 
 /// Copies a DaemonSet's pods with another image and name, to run beside them.
-fn made_of(kilos: &DaemonSet, image: &str) -> Result<DaemonSet> {
+fn made_of(kilos: &DaemonSet, image: &str, pull_secrets: &[String]) -> Result<DaemonSet> {
     let name = kilos.name_any();
     let spec = kilos.spec.as_ref().with_context(|| format!("DaemonSet {name} has no spec"))?;
     let pod = spec.template.spec.as_ref().with_context(|| format!("DaemonSet {name} has no pods"))?;
@@ -108,10 +109,13 @@ fn made_of(kilos: &DaemonSet, image: &str) -> Result<DaemonSet> {
     let agent = beside(agent, image);
     let mounted = |volume: &&Volume| before.iter().chain([&agent]).any(|container| mounts(container, volume));
     let volumes = pod.volumes.iter().flatten().filter(mounted).cloned().collect();
+    let more_secrets = pull_secrets.iter().map(|name| LocalObjectReference { name: name.clone() });
+    let pull_secrets: Vec<_> = pod.image_pull_secrets.iter().flatten().cloned().chain(more_secrets).collect();
     let pod = PodSpec {
         volumes: Some(volumes),
         containers: vec![agent],
         init_containers: (!before.is_empty()).then_some(before),
+        image_pull_secrets: (!pull_secrets.is_empty()).then_some(pull_secrets),
         ..pod.clone()
     };
     // Several DaemonSets of Kilo's (for gateways and for others, say) are taken over independently.
@@ -183,6 +187,8 @@ mod tests {
 
     use super::*;
 
+    const IMAGE: &str = "registry.example/kilo:0.1.0";
+
     fn kilos() -> Value {
         json!({
             "metadata": {"name": "kilo", "namespace": "kube-system", "uid": "1", "labels": {LABEL: "kilo"}},
@@ -222,7 +228,7 @@ mod tests {
 
     fn made(from: Value) -> Result<Value> {
         let kilos: DaemonSet = serde_json::from_value(from).unwrap();
-        Ok(serde_json::to_value(made_of(&kilos, IMAGE)?).unwrap())
+        Ok(serde_json::to_value(made_of(&kilos, IMAGE, &[])?).unwrap())
     }
 
     #[test]
@@ -289,7 +295,7 @@ mod tests {
     #[test]
     fn one_name_may_have_kilos_image_and_ours() {
         let mut mirrored = kilos();
-        let image = IMAGE.replace(env!("CARGO_PKG_VERSION"), "kilo-0.7.0");
+        let image = IMAGE.replace("0.1.0", "kilo-0.7.0");
         mirrored["spec"]["template"]["spec"]["containers"][0]["image"] = image.into();
         let made = made(mirrored).unwrap();
         assert_eq!(made["spec"]["template"]["spec"]["containers"][0]["image"], IMAGE);
@@ -313,9 +319,20 @@ mod tests {
     }
 
     #[test]
+    fn secrets_for_our_image_are_added_to_those_of_kilos() {
+        let mut kilos = kilos();
+        kilos["spec"]["template"]["spec"]["imagePullSecrets"] = json!([{"name": "mirror"}]);
+        let kilos: DaemonSet = serde_json::from_value(kilos).unwrap();
+        let made = made_of(&kilos, IMAGE, &["ours".to_owned()]).unwrap();
+        let pod = &serde_json::to_value(made).unwrap()["spec"]["template"]["spec"];
+        assert_eq!(pod["imagePullSecrets"], json!([{"name": "mirror"}, {"name": "ours"}]));
+    }
+
+    #[test]
     fn one_daemon_set_is_chosen_or_the_choice_is_named() {
         let args = |namespace: Option<&str>| TakeoverArgs {
             image: IMAGE.to_owned(),
+            image_pull_secrets: Vec::new(),
             namespace: namespace.map(ToOwned::to_owned),
             daemonset: "kilo".to_owned(),
             api: ApiFlags::default(),

@@ -9,7 +9,11 @@ use clap::{Args, ValueEnum};
 
 #[cfg(not(target_os = "linux"))]
 pub use crate::needs_linux::trace as run;
-use crate::{cluster::ApiFlags, complete, remote::BPFFS};
+use crate::{
+    cluster::{AgentsFlags, ApiFlags},
+    complete,
+    remote::BPFFS,
+};
 #[cfg(target_os = "linux")]
 pub use local::run;
 
@@ -62,6 +66,8 @@ pub struct TraceArgs {
     /// Mount point of the BPF file system.
     #[arg(long, value_name = "DIR", default_value = BPFFS)]
     bpffs: PathBuf,
+    #[command(flatten)]
+    pub agents: AgentsFlags,
     #[command(flatten)]
     pub api: ApiFlags,
 }

@@ -1,6 +1,8 @@
 //! `kgctl uninstall`: removes Kilo from every node with the manifest for doing so by hand, waits, and shows
 //! what each node has removed.
 
+mod image;
+
 use std::{
     collections::BTreeMap,
     fmt::Write as _,
@@ -13,11 +15,14 @@ use k8s_openapi::{
     NamespaceResourceScope,
     api::{
         apps::v1::DaemonSet,
-        core::v1::{ContainerState, Pod, PodCondition, ServiceAccount},
+        core::v1::{ContainerState, Pod, ServiceAccount},
     },
 };
-use kilo_agent::{backend::kubernetes, cli::parse_period};
-use kilo_core::errors::error_chain;
+use kilo_agent::{AGENTS_NAMESPACE, backend::kubernetes, cli::parse_period, status::pods};
+use kilo_core::{
+    errors::error_chain,
+    settings::defaults::{self, CNI_DIRECTORY},
+};
 use kube::{
     Api, Client, Resource, ResourceExt as _,
     api::{ApiResource, DeleteParams, DynamicObject, ListParams, LogParams, Patch, PatchParams, PostParams},
@@ -26,19 +31,15 @@ use serde_json::json;
 
 use crate::{
     cluster::{ApiFlags, Cluster},
+    image_name,
     progress::Progress,
     refusal::Asked,
-    remote,
-    takeover::{self, IMAGE},
-    terminal,
+    remote, takeover, terminal,
 };
 
 const MANIFEST: &str = include_str!("../../../../manifests/uninstall.yaml");
-/// The namespace and CNI directory in the manifest.
-const NAMESPACE: &str = "kube-system";
-const CNI_DIRECTORY: &str = "/etc/cni/net.d";
-/// Default interface of the agent.
-const INTERFACE: &str = "kilo0";
+/// The image in the manifest, which stands for the one that the agents have.
+const IMAGE: &str = concat!("kilo-ebpf/kilo:", env!("CARGO_PKG_VERSION"));
 /// The argument in the manifest that others are added to.
 const ARGUMENT: &str = "            - --remove-cni\n";
 /// Name of every object in the manifest, and label of its pods.
@@ -54,24 +55,25 @@ const LEAVING: Duration = Duration::from_secs(30);
 #[derive(Args, Debug)]
 #[command(after_help = "Examples:
   kubectl --namespace kube-system delete daemonset kilo
-  kgctl uninstall
-  kgctl uninstall --image=registry.example/kilo:0.1.0 --timeout=10m")]
+  kgctl uninstall --image=registry.example/kilo:0.1.0
+  kgctl uninstall --timeout=10m               with the image that is found on the nodes")]
 pub struct UninstallArgs {
-    /// Image of the pods that remove everything.
-    #[arg(long, default_value = IMAGE)]
-    image: String,
+    /// Image of the pods that remove everything: the agents' own. Default: what the deleted DaemonSet kilo has left,
+    /// else the one image on the nodes whose name without tag ends in /kilo.
+    #[arg(long, value_parser = image_name::parse)]
+    image: Option<String>,
     /// Secret in the namespace of --namespace with which kubelets pull the image (repeatable).
     #[arg(long = "image-pull-secret", value_name = "NAME")]
     image_pull_secrets: Vec<String>,
     /// Namespace Kilo was installed in.
-    #[arg(long, default_value = NAMESPACE)]
+    #[arg(long, short, value_name = "NAME", default_value = AGENTS_NAMESPACE)]
     namespace: String,
     /// Directory on the nodes that holds the CNI configuration: /etc/kubernetes/cni/net.d on bootkube and
     /// Typhoon.
     #[arg(long, default_value = CNI_DIRECTORY, value_parser = parse_directory)]
     cni_dir: String,
     /// WireGuard interface of the agents, if they had --interface.
-    #[arg(long, default_value = INTERFACE, value_parser = parse_interface)]
+    #[arg(long, default_value = defaults::INTERFACE, value_parser = parse_interface)]
     interface: String,
     /// Longest time to wait; nodes not done by then are listed, and the uninstaller is left in place.
     #[arg(long, default_value = "3m", value_parser = parse_period)]
@@ -85,21 +87,15 @@ pub async fn run(args: &UninstallArgs) -> Result<String> {
     let cluster = Cluster::open(&args.api).await?;
     let client = cluster.client.clone();
     let daemon_sets: Api<DaemonSet> = Api::namespaced(client.clone(), &args.namespace);
-    let everywhere: Api<DaemonSet> = Api::all(client.clone());
-    let named = RUNNING.map(|name| ListParams::default().fields(&format!("metadata.name={name}")));
-    for agents in named.into_iter().chain([takeover::made_here()]) {
-        let found = cluster.ask(Asked::new("list", "daemonsets"), everywhere.list(&agents)).await?;
-        if let Some(first) = found.items.first() {
-            let (name, namespace) = (first.name_any(), first.namespace().unwrap_or_default());
-            bail!(
-                "nothing was removed: DaemonSet {name} of {namespace} is there, and its pods would put everything \
-                 back; delete it first: kubectl --namespace {namespace} delete daemonset {name}"
-            );
-        }
-    }
+    refuse_beside_agents(&cluster).await?;
+    let image = match &args.image {
+        Some(image) => image.clone(),
+        None => image::of_agents(&cluster, &args.namespace).await?,
+    };
     let (mounted, on_host) =
         (format!("            path: {CNI_DIRECTORY}\n"), format!("            path: {}\n", args.cni_dir));
-    let text = MANIFEST.replace(IMAGE, &args.image).replace(NAMESPACE, &args.namespace);
+    // The namespace first: an image's name may have the text of it, too.
+    let text = MANIFEST.replace(AGENTS_NAMESPACE, &args.namespace).replace(IMAGE, &image);
     // This machine reaches the API server; a pod may not, once the mesh is gone.
     let arguments =
         format!("{ARGUMENT}            - --keep-annotations\n            - --interface={}\n", args.interface);
@@ -113,25 +109,48 @@ pub async fn run(args: &UninstallArgs) -> Result<String> {
         pull_with(&mut object, &args.image_pull_secrets);
         write(&cluster, &object).await?;
     }
-    let done = wait(&cluster, &daemon_sets, args.timeout).await?;
     let pods: Api<Pod> = Api::namespaced(client.clone(), &args.namespace);
+    let waited = wait(&cluster, &daemon_sets, &pods, args).await?;
     let (mut said, mut waits_for) = reports(&cluster, &pods, &args.namespace).await?;
     retract(&cluster, &mut said, &waits_for).await?;
-    let missing = done.err().map_or(0, |wanted| wanted.saturating_sub(said.len()));
+    let missing = waited.wanted.saturating_sub(said.len());
     if missing > 0 {
         waits_for.push(format!("{missing} nodes without a running pod"));
     }
     // The last one may have finished meanwhile.
-    if done.is_err() && !waits_for.is_empty() {
+    if let Some(why) = waited.why_not.filter(|_| !waits_for.is_empty()) {
         bail!(
-            "not done after {}: {}; the pods of DaemonSet {NAME} keep retrying:\n{}",
-            humantime::format_duration(args.timeout),
+            "not done {why}: {}; DaemonSet {NAME} stays, and its pods keep retrying. Run this again{}, or remove it: \
+             kubectl --namespace {} delete daemonset,serviceaccount {NAME}\n{}",
             waits_for.join(", "),
+            waited.again,
+            args.namespace,
             lines(&said)?
         );
     }
     remove(&cluster, &daemon_sets, &args.namespace).await?;
     lines(&said)
+}
+
+/// Refuses while a DaemonSet runs agents, which would put everything back.
+async fn refuse_beside_agents(cluster: &Cluster) -> Result<()> {
+    let everywhere: Api<DaemonSet> = Api::all(cluster.client.clone());
+    let named = RUNNING.map(|name| ListParams::default().fields(&format!("metadata.name={name}")));
+    for agents in named.into_iter().chain([takeover::made_here()]) {
+        let found = cluster.ask(Asked::new("list", "daemonsets"), everywhere.list(&agents)).await?;
+        if let Some(first) = found.items.first() {
+            let (name, namespace) = (first.name_any(), first.namespace().unwrap_or_default());
+            let template = first.spec.as_ref().and_then(|spec| spec.template.spec.as_ref());
+            let image = template.and_then(image::of_template).filter(|image| !image::is_kilos(image));
+            let image = image.map(|image| format!(" --image={image}")).unwrap_or_default();
+            bail!(
+                "nothing was removed: DaemonSet {name} of {namespace} is there, and its pods would put everything \
+                 back. Delete it first: kubectl --namespace {namespace} delete daemonset {name}; then run: kgctl \
+                 uninstall --namespace={namespace}{image}"
+            );
+        }
+    }
+    Ok(())
 }
 
 /// Sets the pull secrets of a DaemonSet's pods; an empty list removes those of an earlier call.
@@ -191,10 +210,26 @@ async fn write(cluster: &Cluster, object: &DynamicObject) -> Result<()> {
     Ok(())
 }
 
-/// Waits for every node; the inner error is the number of nodes wanted, if time runs out.
-async fn wait(cluster: &Cluster, daemon_sets: &Api<DaemonSet>, limit: Duration) -> Result<Result<(), usize>> {
+/// How the wait for all nodes ended.
+struct Waited {
+    /// Number of nodes that are to be done.
+    wanted: usize,
+    /// Why the wait ended before they were; `None` = they are.
+    why_not: Option<String>,
+    /// With what to run the command again.
+    again: &'static str,
+}
+
+/// Waits for every node, until time runs out or the pods' image cannot be had.
+async fn wait(
+    cluster: &Cluster,
+    daemon_sets: &Api<DaemonSet>,
+    pods: &Api<Pod>,
+    args: &UninstallArgs,
+) -> Result<Waited> {
     let started = Instant::now();
     let progress = Progress::new("waiting for every node", 0);
+    let mut pulls = image::Pulls::default();
     loop {
         let daemon_set = cluster.ask(Asked::new("get", "daemonsets"), daemon_sets.get(NAME)).await?;
         let seen = daemon_set.status.clone().unwrap_or_default();
@@ -202,14 +237,29 @@ async fn wait(cluster: &Cluster, daemon_sets: &Api<DaemonSet>, limit: Duration) 
         let updated = seen.updated_number_scheduled.unwrap_or_default();
         let wanted = seen.desired_number_scheduled;
         progress.of(seen.number_ready, wanted);
+        let ended = |why_not, again| Waited { wanted: usize::try_from(wanted).unwrap_or(0), why_not, again };
         if current && wanted > 0 && updated == wanted && seen.number_ready == wanted {
-            return Ok(Ok(()));
+            return Ok(ended(None, ""));
         }
-        if started.elapsed() > limit {
-            return Ok(Err(usize::try_from(wanted).unwrap_or(0)));
+        // Pods of an earlier call may have had another image.
+        if current && wanted > 0 && updated == wanted && pulls.is_due() {
+            let listed = list(cluster, pods, &args.namespace).await?;
+            if let Some(why) = pulls.failed(&listed) {
+                return Ok(ended(Some(why), " with the agents' --image (and --image-pull-secret)"));
+            }
+        }
+        if started.elapsed() > args.timeout {
+            let why = format!("after {}", humantime::format_duration(args.timeout));
+            return Ok(ended(Some(why), ""));
         }
         tokio::time::sleep(POLL).await;
     }
+}
+
+/// The uninstaller's pods.
+async fn list(cluster: &Cluster, pods: &Api<Pod>, namespace: &str) -> Result<Vec<Pod>> {
+    let labelled = ListParams::default().labels(&format!("app.kubernetes.io/name={NAME}"));
+    Ok(cluster.ask(Asked::new("list", "pods").within(namespace), pods.list(&labelled)).await?.items)
 }
 
 /// The pods' output by node, and the nodes whose pods are not done.
@@ -218,19 +268,16 @@ async fn reports(
     pods: &Api<Pod>,
     namespace: &str,
 ) -> Result<(BTreeMap<String, String>, Vec<String>)> {
-    let labelled = ListParams::default().labels(&format!("app.kubernetes.io/name={NAME}"));
-    let listed = cluster.ask(Asked::new("list", "pods").within(namespace), pods.list(&labelled)).await?;
-    let progress = Progress::new("reading what the nodes removed", listed.items.len());
+    let listed = list(cluster, pods, namespace).await?;
+    let progress = Progress::new("reading what the nodes removed", listed.len());
     let (mut nodes, mut waits_for) = (BTreeMap::new(), Vec::new());
     for pod in listed {
         // A pod that is still to be scheduled has no node yet.
         let Some(node) = pod.spec.as_ref().and_then(|spec| spec.node_name.clone()) else { continue };
-        let conditions = pod.status.as_ref().and_then(|status| status.conditions.as_deref());
-        let is_ready = |condition: &PodCondition| condition.type_ == "Ready" && condition.status == "True";
-        if !conditions.unwrap_or_default().iter().any(is_ready) {
+        if !pods::is_ready(&pod) {
             waits_for.push(node.clone());
         }
-        let said = match report(&pod) {
+        let said = match report(&pod).or_else(|| image::not_pulled(&pod)) {
             Some(report) => report,
             None => {
                 let container = LogParams { container: Some(CONTAINER.to_owned()), ..LogParams::default() };
@@ -348,7 +395,7 @@ mod tests {
 
     #[test]
     fn the_manifest_has_what_is_replaced_in_it() {
-        for text in [IMAGE, NAMESPACE, ARGUMENT, &format!("            path: {CNI_DIRECTORY}\n")] {
+        for text in [IMAGE, AGENTS_NAMESPACE, ARGUMENT, &format!("            path: {CNI_DIRECTORY}\n")] {
             assert!(MANIFEST.contains(text), "{text}");
         }
     }

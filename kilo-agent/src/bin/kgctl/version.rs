@@ -10,9 +10,9 @@ use kilo_agent::status::pods;
 use serde::Serialize;
 
 use crate::{
-    cluster::{ApiFlags, Cluster},
+    cluster::{AgentsFlags, ApiFlags, Cluster},
+    outcome::Outcome,
     progress::Progress,
-    refusal::Asked,
     remote,
 };
 
@@ -24,6 +24,7 @@ const OWN: &str = env!("CARGO_PKG_VERSION");
 #[command(after_help = "Examples:
   kgctl version                 this program and every agent
   kgctl version --client        this program only: no API server is asked
+  kgctl version >/dev/null      for scripts: exit code 3 when an agent does not answer
   kgctl version -o json | jq -r '.agents[] | select(.version != \"0.1.0\") | .node'")]
 pub struct VersionArgs {
     /// Print the version of this program only.
@@ -32,6 +33,8 @@ pub struct VersionArgs {
     /// Format.
     #[arg(long, short, default_value = "table")]
     output: Output,
+    #[command(flatten)]
+    agents: AgentsFlags,
     #[command(flatten)]
     api: ApiFlags,
 }
@@ -70,11 +73,20 @@ struct Agent {
     error: Option<String>,
 }
 
-/// Returns the versions as text.
-pub async fn run(args: &VersionArgs) -> Result<String> {
-    let agents = if args.client { None } else { Some(agents(&Cluster::open(&args.api).await?).await?) };
+/// Returns the versions as text, and whether every agent has one.
+pub async fn run(args: &VersionArgs) -> Result<Outcome> {
+    let agents = if args.client {
+        None
+    } else {
+        let cluster = Cluster::open(&args.api).await?.with_agents(&args.agents);
+        let found = agents(&cluster).await?;
+        if let Err(none) = &found {
+            eprintln!("kgctl: {none}");
+        }
+        Some(found.unwrap_or_default())
+    };
     let versions = Versions { client: OWN.to_owned(), agents };
-    Ok(match args.output {
+    let text = match args.output {
         Output::Json => serde_json::to_string_pretty(&versions)? + "\n",
         Output::Yaml => serde_yaml_ng::to_string(&versions)?,
         Output::Table => table(&versions, false),
@@ -83,18 +95,33 @@ pub async fn run(args: &VersionArgs) -> Result<String> {
             let agents = versions.agents.iter().flatten();
             agents.map(|agent| format!("node/{}\n", agent.node)).collect()
         }
-    })
+    };
+    Ok(Outcome::found(text, versions.are_complete()))
+}
+
+impl Versions {
+    /// Whether there are agents, and each says its version; or no agent was to be asked.
+    fn are_complete(&self) -> bool {
+        self.agents
+            .as_ref()
+            .is_none_or(|agents| !agents.is_empty() && agents.iter().all(|agent| agent.version.is_some()))
+    }
 }
 
 /// The versions as JSON.
 pub async fn as_json(cluster: &Cluster) -> Result<String> {
-    let versions = Versions { client: OWN.to_owned(), agents: Some(agents(cluster).await?) };
+    let agents = agents(cluster).await?.unwrap_or_default();
+    let versions = Versions { client: OWN.to_owned(), agents: Some(agents) };
     Ok(serde_json::to_string_pretty(&versions)? + "\n")
 }
 
-async fn agents(cluster: &Cluster) -> Result<Vec<Agent>> {
-    let found = cluster.ask(Asked::new("list", "pods"), pods::list(&cluster.client, None)).await?;
-    let progress = Progress::new("asking agents", found.len());
+/// The agents of all nodes; the inner error says that there are none.
+async fn agents(cluster: &Cluster) -> Result<Result<Vec<Agent>, String>> {
+    let listed = cluster.agents_pods(None).await?;
+    if listed.pods.is_empty() {
+        return Ok(Err(listed.none_found()));
+    }
+    let progress = Progress::new("asking agents", listed.pods.len());
     let one = async |pod: &Pod| {
         let (version, error) = match pods::not_running(pod) {
             Some(reason) => (None, Some(reason)),
@@ -114,9 +141,9 @@ async fn agents(cluster: &Cluster) -> Result<Vec<Agent>> {
         }
     };
     let mut agents: Vec<Agent> =
-        stream::iter(found.iter().map(one)).buffer_unordered(AT_A_TIME).collect().await;
+        stream::iter(listed.pods.iter().map(one)).buffer_unordered(AT_A_TIME).collect().await;
     agents.sort_by(|a, b| (&a.node, &a.pod).cmp(&(&b.node, &b.pod)));
-    Ok(agents)
+    Ok(Ok(agents))
 }
 
 fn agents_image(spec: &k8s_openapi::api::core::v1::PodSpec) -> Option<String> {
@@ -128,7 +155,7 @@ fn table(versions: &Versions, wide: bool) -> String {
     let mut text = format!("kgctl {}\n", versions.client);
     let Some(agents) = &versions.agents else { return text };
     if agents.is_empty() {
-        return text + &format!("no pods with the label {}: no agents\n", pods::LABEL);
+        return text;
     }
     let rows = agents.iter().map(|agent| {
         let version = agent.version.clone().unwrap_or_else(|| "<unknown>".to_owned());
@@ -178,7 +205,11 @@ mod tests {
         assert!(text.starts_with("kgctl 0.2.0\n\nNODE "), "{text}");
         assert!(text.contains("c      <unknown>   kilo-ebpf/kilo:0.1.0   it does not answer\n"), "{text}");
         assert!(text.ends_with("\nAgents differ: 1 of 0.1.0, 1 of 0.2.0.\n"), "{text}");
-        let alone = Versions { client: "0.2.0".to_owned(), agents: None };
+        assert!(!versions.are_complete());
+        let of = |agents| Versions { client: "0.2.0".to_owned(), agents };
+        assert!(of(Some(vec![agent("a", Some("0.1.0")), agent("b", Some("0.2.0"))])).are_complete());
+        let (none, alone) = (of(Some(Vec::new())), of(None));
+        assert!(!none.are_complete() && alone.are_complete());
         assert_eq!(table(&alone, false), "kgctl 0.2.0\n");
     }
 }

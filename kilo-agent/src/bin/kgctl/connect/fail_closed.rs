@@ -15,7 +15,7 @@ use kilo_core::{
 };
 use kilo_host::net::{Net, NetError};
 
-/// Prefixes whose traffic must not leave in clear.
+/// Prefixes whose traffic must not leave in cleartext.
 #[derive(Debug, Default)]
 pub struct Closed {
     /// When each prefix was last planned.

@@ -5,7 +5,7 @@ use std::{
     ffi::OsString,
     net::{IpAddr, Ipv6Addr, SocketAddrV6},
     os::fd::AsRawFd as _,
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    sync::Arc,
     time::Duration,
 };
 
@@ -22,6 +22,7 @@ use kilo_host::wireguard::Device;
 use nix::sys::socket::{
     AddressFamily, SockFlag, SockType, SockaddrIn6, bind, setsockopt, sockopt::BindToDevice,
 };
+use parking_lot::{Mutex, MutexGuard};
 use tokio::{
     net::UdpSocket,
     sync::Notify,
@@ -67,7 +68,7 @@ struct Shared {
 
 impl Shared {
     fn follow(&self) -> MutexGuard<'_, Follow> {
-        self.follow.lock().unwrap_or_else(PoisonError::into_inner)
+        self.follow.lock()
     }
 }
 
@@ -144,7 +145,7 @@ async fn run(shared: Arc<Shared>, socket: UdpSocket, device: Device) {
                 Ok((length, from)) => {
                     let heard = shared.follow().hear(from.ip(), &bytes[..length], micros());
                     heard.unwrap_or_else(|why| {
-                        tracing::debug!(%from, why, "ignoring a signal of a gateway");
+                        tracing::debug!(%from, why = why.label(), "ignoring a signal of a gateway");
                         Vec::new()
                     })
                 }

@@ -3,10 +3,7 @@
 use std::{collections::BTreeMap, sync::Arc};
 
 use anyhow::{Context as _, Result, bail};
-use kilo_agent::{
-    backend::{Backend as _, file::FileBackend, kubernetes},
-    cli::BackendKind,
-};
+use kilo_agent::backend::{Backend as _, file::FileBackend, kubernetes};
 use kilo_core::{
     errors::error_chain,
     objects::{Snapshot, peer},
@@ -40,25 +37,20 @@ pub enum Origin {
 impl Origin {
     /// Reads everything once, so that a refusal is reported here and not by a watch.
     pub async fn start(flags: &Flags) -> Result<Self> {
-        match flags.backend {
-            BackendKind::File => {
-                let directory = source::directory(flags)?;
-                Ok(Self::File(FileBackend::start(directory, &flags.mesh.shape.topology_label).await?))
-            }
-            BackendKind::Kubernetes => {
-                let cluster = Cluster::open(&flags.mesh.api).await?;
-                // First a plain list, whose refusal says more than that of a watch.
-                cluster.snapshot(&flags.mesh.shape.topology_label).await?;
-                let client = cluster.client.clone();
-                let label = &flags.mesh.shape.topology_label;
-                let backend = kubernetes::KubernetesBackend::start(client.clone(), None, label).await?;
-                Ok(Self::Kubernetes {
-                    cluster: Box::new(cluster),
-                    backend: Box::new(backend),
-                    peers: Box::new(Api::all(client)),
-                })
-            }
+        let label = &flags.mesh.shape.topology_label;
+        if let Some(directory) = source::directory(flags)? {
+            return Ok(Self::File(FileBackend::start(directory, label).await?));
         }
+        let cluster = Cluster::open(&flags.mesh.api).await?;
+        // First a plain list, whose refusal says more than that of a watch.
+        cluster.snapshot(label).await?;
+        let client = cluster.client.clone();
+        let backend = kubernetes::KubernetesBackend::start(client.clone(), None, label).await?;
+        Ok(Self::Kubernetes {
+            cluster: Box::new(cluster),
+            backend: Box::new(backend),
+            peers: Box::new(Api::all(client)),
+        })
     }
 
     /// The current objects, and each change.

@@ -10,7 +10,7 @@ use super::{
 };
 use crate::{cluster::Cluster, progress::Progress, remote};
 
-/// Drop reason of packets that would have left in clear.
+/// Drop reason of packets that would have left in cleartext.
 const NOT_ENCRYPTED: &str = "not_encrypted";
 /// Handshakes older than this many seconds are of peers that are away.
 const RECENT: i64 = 180;
@@ -23,7 +23,7 @@ pub struct Figures(BTreeMap<String, Figure>);
 struct Figure {
     /// Bytes that the node's tunnels have sent, keepalives and handshakes included.
     sent: u64,
-    /// Packets dropped before they left in clear.
+    /// Packets dropped before they left in cleartext.
     dropped: u64,
 }
 
@@ -67,7 +67,7 @@ pub async fn peers_with_handshake(cluster: &Cluster, seen: &Status) -> Vec<Strin
 
 /// What the counters show about the probes between `before` and `after`.
 pub fn findings(before: &Figures, after: &Figures, probes: &[Cell]) -> Vec<Finding> {
-    let what = "clear text between locations".to_owned();
+    let what = "cleartext between locations".to_owned();
     let bulk = probes
         .iter()
         .filter(|cell| cell.crosses() && cell.kind == Kind::Bulk && cell.error.is_none())

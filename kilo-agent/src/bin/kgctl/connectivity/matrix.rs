@@ -224,7 +224,7 @@ mod tests {
                 cell("b1", "a1", Target::Pod, Kind::Tcp, None),
             ],
             findings: vec![Finding {
-                what: "clear text".to_owned(),
+                what: "cleartext".to_owned(),
                 good: Some(true),
                 text: "none".to_owned(),
             }],
@@ -233,7 +233,7 @@ mod tests {
         let text = report.table();
         assert!(text.contains("a1     ok 2/2   ok 1/1    -"), "{text}");
         assert!(
-            text.contains("ok       clear text: none\n") && text.ends_with("\nAll 4 probes passed.\n"),
+            text.contains("ok       cleartext: none\n") && text.ends_with("\nAll 4 probes passed.\n"),
             "{text}"
         );
         assert!(!text.contains("kgctl"), "{text}");
@@ -256,6 +256,6 @@ mod tests {
             assert!(text.ends_with("\n1 of 1 probes failed.\n"), "{text}");
         }
         report.findings[0].good = Some(false);
-        assert!(!report.is_good() && report.table().contains("FAIL     clear text"), "{}", report.table());
+        assert!(!report.is_good() && report.table().contains("FAIL     cleartext"), "{}", report.table());
     }
 }

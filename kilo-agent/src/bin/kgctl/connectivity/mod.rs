@@ -19,16 +19,17 @@ use clap::{Args, ValueEnum};
 use futures::{StreamExt as _, stream};
 use k8s_openapi::api::core::v1::Node;
 use kilo_agent::{
-    cli::parse_period,
-    status::{self, Status, pods},
+    cli::{parse_address, parse_period},
+    status::{self, Status},
     timestamp::Timestamp,
 };
 use kilo_core::{errors::error_chain, objects::Snapshot};
 use kube::{Api, api::ListParams};
 
 use crate::{
-    cluster::Cluster,
+    cluster::{AgentsFlags, Cluster},
     complete,
+    outcome::Outcome,
     progress::Progress,
     refusal::Asked,
     remote,
@@ -66,7 +67,7 @@ pub struct ConnectivityArgs {
     #[arg(long)]
     image: Option<String>,
     /// An address outside of the cluster with its port, which pods must reach (repeatable).
-    #[arg(long, value_name = "IP:PORT")]
+    #[arg(long, value_name = "IP:PORT", value_parser = parse_address)]
     outside: Vec<SocketAddr>,
     /// TCP port probed on VPN peers; a refused connection counts as reached.
     #[arg(long, value_name = "PORT", default_value = "22")]
@@ -77,6 +78,8 @@ pub struct ConnectivityArgs {
     /// Format.
     #[arg(long, short, default_value = "table")]
     output: Output,
+    #[command(flatten)]
+    agents: AgentsFlags,
     #[command(flatten)]
     flags: MeshFlags,
 }
@@ -92,12 +95,12 @@ enum Output {
 }
 
 /// Returns the report as text, and whether nothing failed.
-pub async fn run(args: &ConnectivityArgs) -> Result<(String, bool)> {
-    let cluster = Cluster::open(&args.flags.api).await?;
+pub async fn run(args: &ConnectivityArgs) -> Result<Outcome> {
+    let cluster = Cluster::open(&args.flags.api).await?.with_agents(&args.agents);
     let snapshot = cluster.snapshot(&args.flags.shape.topology_label).await?;
     let ready = source::ready(&snapshot, Timestamp::now().0);
     let mesh = source::mesh(&snapshot, &args.flags)?;
-    let granularity = source::granularity(&snapshot, &args.flags.shape)?;
+    let granularity = source::granularity(&snapshot, &args.flags.shape);
     let seen = status::of_objects(&mesh, &snapshot, &ready, granularity, Timestamp::now());
     let nodes = chosen(&seen, &args.nodes)?;
     let image = match &args.image {
@@ -137,7 +140,7 @@ pub async fn run(args: &ConnectivityArgs) -> Result<(String, bool)> {
         Output::Yaml => serde_yaml_ng::to_string(&report)?,
         Output::Table => report.table(),
     };
-    Ok((text, report.is_good()))
+    Ok(Outcome::found(text, report.is_good()))
 }
 
 /// Nodes with their locations: the named ones, or some of each location.
@@ -167,12 +170,12 @@ fn chosen(seen: &Status, named: &[String]) -> Result<BTreeMap<String, String>> {
 }
 
 async fn agents_image(cluster: &Cluster) -> Result<String> {
-    let asked = Asked::new("list", "pods").within("kube-system");
-    let found = cluster.ask(asked, pods::list(&cluster.client, None)).await?;
-    let specs = found.iter().filter_map(|pod| pod.spec.as_ref());
+    let found = cluster.agents_pods(None).await?;
+    let specs = found.pods.iter().filter_map(|pod| pod.spec.as_ref());
     let image = specs.flat_map(|spec| &spec.containers).find(|container| container.name == "kilo");
-    image.and_then(|container| container.image.clone()).with_context(|| {
-        format!("no pod of the agent (label {}) says which image to use; name one with --image", pods::LABEL)
+    image.and_then(|container| container.image.clone()).with_context(|| match found.pods.is_empty() {
+        true => format!("the agents' image is not known, name one with --image: {}", found.none_found()),
+        false => "the agents' pods do not say which image to use; name one with --image".to_owned(),
     })
 }
 

@@ -18,14 +18,15 @@ use kilo_agent::{
 };
 use kilo_core::{errors::error_chain, objects::peer::Peer};
 use kube::{
-    Api, Resource, ResourceExt as _,
+    Api, ResourceExt as _,
     api::{ApiResource, DynamicObject, ListParams, LogParams},
 };
 use serde::Serialize;
 
 use crate::{
-    cluster::Cluster,
+    cluster::{AgentsFlags, Cluster},
     complete,
+    outcome::Outcome,
     progress::Progress,
     refusal::Asked,
     remote,
@@ -45,14 +46,15 @@ const PATIENCE: Duration = Duration::from_mins(5);
 /// Paths that an agent serves, and the names of their files.
 const PAGES: [(&str, &str); 3] =
     [("status", "status.json"), ("metrics", "metrics.txt"), ("health", "health.txt")];
-/// Events about these kinds of objects are collected.
-const EVENTS: [&str; 3] = ["Node", "Peer", "DaemonSet"];
+/// Events about objects without a namespace are in this one.
+const DEFAULT: &str = "default";
 
 #[derive(Args, Debug)]
 #[command(after_help = "Examples:
   kgctl sysdump                                of all nodes, into kilo-sysdump-TIME.tar.gz
   kgctl sysdump a1 b1 --output=dump.tar.gz     of two nodes
-  kgctl sysdump --log-lines=50000")]
+  kgctl sysdump --log-lines=50000
+  kgctl sysdump --namespace=networking         where the agents are not in kube-system")]
 pub struct SysdumpArgs {
     /// Only these nodes; objects and the status of the mesh are collected in any case.
     #[arg(add = complete::nodes())]
@@ -64,18 +66,20 @@ pub struct SysdumpArgs {
     #[arg(long, value_name = "N", default_value = "5000", value_parser = clap::value_parser!(i64).range(1..))]
     log_lines: i64,
     #[command(flatten)]
+    agents: AgentsFlags,
+    #[command(flatten)]
     flags: MeshFlags,
 }
 
-/// Writes the archive; returns its name and what is missing.
-pub async fn run(args: &SysdumpArgs) -> Result<String> {
+/// Writes the archive; returns its name, and whether nothing is missing.
+pub async fn run(args: &SysdumpArgs) -> Result<Outcome> {
     let now = Timestamp::now();
     let name = format!("kilo-sysdump-{}", now.to_string().replace([':', '-'], ""));
     let path = args.output.clone().unwrap_or_else(|| PathBuf::from(format!("{name}.tar.gz")));
     if path.exists() {
         bail!("{} exists; name another file with --output", path.display());
     }
-    let cluster = Cluster::open(&args.flags.api).await?;
+    let cluster = Cluster::open(&args.flags.api).await?.with_agents(&args.agents);
     let snapshot = cluster.snapshot(&args.flags.shape.topology_label).await?;
     let mut names: Vec<String> = snapshot.nodes.names().map(ToOwned::to_owned).collect();
     if let Some(unknown) = args.nodes.iter().find(|wanted| !names.contains(wanted)) {
@@ -87,22 +91,19 @@ pub async fn run(args: &SysdumpArgs) -> Result<String> {
 
     let mut archive = Archive::default();
     archive.add("README.txt", Ok(readme(now)));
-    let asked = Asked::new("list", "pods").within("kube-system");
-    let found = cluster.ask(asked, pods::list(&cluster.client, None)).await;
-    archive.add("pods.yaml", found.as_ref().map_err(copy).and_then(cleaned));
-    let found = found.unwrap_or_default();
+    let found = cluster.agents_pods(None).await;
+    archive.add("pods.yaml", found.as_ref().map_err(copy).and_then(|listed| cleaned(&listed.pods)));
+    let found = found.unwrap_or_default().pods;
 
     let ready = source::ready(&snapshot, now.0);
-    let mesh = source::mesh(&snapshot, &args.flags)?;
-    let granularity = source::granularity(&snapshot, &args.flags.shape)?;
+    let mesh = source::mesh_anyway(&snapshot, &args.flags);
+    let granularity = source::granularity(&snapshot, &args.flags.shape);
     let mut seen = status::of_objects(&mesh, &snapshot, &ready, granularity, now);
-    let progress = Progress::new("looking at the agents' pods", 0);
-    pods::explain(&cluster.client, &mut seen).await;
-    drop(progress);
+    pods::explain(&found, &mut seen);
     archive.add("status.txt", Ok(status::table(&seen, true)));
     archive.add("status.json", serde_json::to_string_pretty(&seen).map_err(Into::into));
     archive.add("versions.json", version::as_json(&cluster).await);
-    objects(&cluster, &mut archive).await;
+    objects(&cluster, cluster.namespace_of(&found), &mut archive).await;
 
     let progress = Progress::new("collecting from nodes", names.len());
     let of_nodes = names.iter().map(async |node| {
@@ -120,7 +121,8 @@ pub async fn run(args: &SysdumpArgs) -> Result<String> {
     let time = u64::try_from(now.0).unwrap_or_default();
     archive.write(&path, &name, time, &Redactor::new(keys))?;
     drop(progress);
-    Ok(summary(&archive, &path, names.len()))
+    let is_complete = archive.problems().is_empty();
+    Ok(Outcome::found(summary(&archive, &path, names.len()), is_complete))
 }
 
 fn copy(error: &anyhow::Error) -> anyhow::Error {
@@ -162,8 +164,8 @@ fn cleaned<T: Serialize>(objects: &T) -> Result<String> {
     Ok(serde_yaml_ng::to_string(&value)?)
 }
 
-/// Adds objects of the whole cluster that show how Kilo was set up.
-async fn objects(cluster: &Cluster, archive: &mut Archive) {
+/// Adds objects that show how Kilo was set up, with its agents in this namespace.
+async fn objects(cluster: &Cluster, namespace: &str, archive: &mut Archive) {
     let client = &cluster.client;
     let all = ListParams::default();
     let ours = ListParams::default().labels(pods::LABEL);
@@ -177,13 +179,15 @@ async fn objects(cluster: &Cluster, archive: &mut Archive) {
     let peers = Api::<DynamicObject>::all_with(client.clone(), &ApiResource::erase::<Peer>(&()));
     let listed = cluster.ask(Asked::new("list", "peers"), peers.list(&all)).await;
     archive.add("peers.yaml", listed.and_then(|listed| cleaned(&listed.items)));
-    let daemon_sets = Api::<DaemonSet>::all(client.clone());
-    let listed = cluster.ask(Asked::new("list", "daemonsets"), daemon_sets.list(&ours)).await;
+    let daemon_sets = Api::<DaemonSet>::namespaced(client.clone(), namespace);
+    let asked = Asked::new("list", "daemonsets").within(namespace);
+    let listed = cluster.ask(asked, daemon_sets.list(&ours)).await;
     archive.add("daemonsets.yaml", listed.and_then(|listed| cleaned(&listed.items)));
-    let events = Api::<Event>::all(client.clone());
-    for kind in EVENTS {
+    for (kind, place) in [("Node", DEFAULT), ("Peer", DEFAULT), ("DaemonSet", namespace)] {
+        let events = Api::<Event>::namespaced(client.clone(), place);
         let about = ListParams::default().fields(&format!("involvedObject.kind={kind}"));
-        let listed = cluster.ask(Asked::new("list", Event::plural(&()).as_ref()), events.list(&about)).await;
+        let asked = Asked::new("list", "events").within(place);
+        let listed = cluster.ask(asked, events.list(&about)).await;
         let name = format!("events-{}.yaml", kind.to_lowercase());
         archive.add(&name, listed.and_then(|listed| cleaned(&listed.items)));
     }
