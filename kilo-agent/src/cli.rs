@@ -2,74 +2,82 @@
 
 use std::{
     net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr},
+    path::Path,
     str::FromStr,
     time::Duration,
 };
 
-use clap::ValueEnum;
+use clap::{ValueEnum, builder::PossibleValue};
 use ipnet::IpNet;
 
-use kilo_core::wireguard::is_dns_name;
+use kilo_core::{
+    settings::{BackendKind, Granularity, LogLevel},
+    wireguard::{is_dns_name, is_interface_name},
+};
 
-/// Where Node and Peer objects are read and annotations are written (`--backend`).
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum BackendKind {
-    /// Node and Peer objects of a Kubernetes API server.
-    Kubernetes,
-    /// A directory of Node and Peer YAML.
-    File,
+/// `--backend` and `--backend-dir` do not go together.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+pub enum BackendMismatch {
+    /// A directory without a name.
+    #[error("--backend=file needs --backend-dir")]
+    NoDirectory,
+    /// A directory that would not be read.
+    #[error("--backend-dir goes with --backend=file only: write --backend=file, or leave --backend-dir out")]
+    NotFile,
 }
 
-/// Who sees more of an agent than health and metrics (`--page-access`).
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum PageAccess {
-    /// Everybody who reaches the port.
-    Open,
-    /// Those whose bearer token the API server accepts.
-    Token,
+/// The directory of the objects; `None`: they are read from an API server.
+///
+/// # Errors
+/// When one of the two flags (`--backend`, `--backend-dir`) lacks the other.
+pub const fn objects_directory(
+    backend: BackendKind,
+    directory: Option<&Path>,
+) -> Result<Option<&Path>, BackendMismatch> {
+    match (backend, directory) {
+        (BackendKind::File, None) => Err(BackendMismatch::NoDirectory),
+        (BackendKind::Kubernetes, Some(_)) => Err(BackendMismatch::NotFile),
+        (_, directory) => Ok(directory),
+    }
 }
 
-/// The least severe lines of the log that are written (`--log-level`).
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum LogLevel {
-    /// Everything.
-    All,
-    /// Also each reconcile, and each packet that is dropped.
-    Debug,
-    /// What an operator wants to know.
-    Info,
-    /// What may need attention.
-    Warn,
-    /// What failed.
-    Error,
-    /// Nothing.
-    None,
+/// A flag of `kgctl` whose value agents have, too, and publish.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum OrAuto<T> {
+    /// `auto`: the value that nodes publish.
+    Auto,
+    /// The value of the command line.
+    Given(T),
 }
 
-impl LogLevel {
-    /// The `tracing-subscriber` filter of a program with this crate name. Libraries log only warnings and
-    /// errors, and those for the API nothing, because our code reports their errors; `all` and `none` apply
-    /// to libraries, too.
-    pub fn filter(self, program: &str) -> String {
-        let level = self.directive();
-        match self {
-            Self::All | Self::None => level.to_owned(),
-            _ => format!(
-                "warn,kube_client=off,kube_runtime=off,{program}={level},kilo_agent={level},kilo_core={level},\
-                 kilo_host={level},kilo_ebpf={level}"
-            ),
-        }
+impl ValueEnum for OrAuto<Granularity> {
+    fn value_variants<'a>() -> &'a [Self] {
+        &[
+            Self::Given(Granularity::Location),
+            Self::Given(Granularity::Full),
+            Self::Given(Granularity::Cross),
+            Self::Auto,
+        ]
     }
 
-    const fn directive(self) -> &'static str {
+    fn to_possible_value(&self) -> Option<PossibleValue> {
         match self {
-            Self::All => "trace",
-            Self::Debug => "debug",
-            Self::Info => "info",
-            Self::Warn => "warn",
-            Self::Error => "error",
-            Self::None => "off",
+            Self::Auto => Some(PossibleValue::new("auto").help("What the nodes say")),
+            Self::Given(granularity) => granularity.to_possible_value(),
         }
+    }
+}
+
+/// Text that is neither `auto` nor a prefix.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("{0:?} is neither auto nor a valid prefix; write for example 10.4.0.0/16 or fd00:10::/64")]
+pub struct InvalidSubnet(String);
+
+/// Parses `auto` or `ADDRESS/LENGTH`.
+pub fn parse_subnet(text: &str) -> Result<OrAuto<IpNet>, InvalidSubnet> {
+    match text {
+        "auto" => Ok(OrAuto::Auto),
+        _ => text.parse().map(OrAuto::Given).map_err(|_| InvalidSubnet(text.to_owned())),
     }
 }
 
@@ -129,17 +137,21 @@ pub fn parse_bool(text: &str) -> Result<bool, InvalidBool> {
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct PrefixList(Vec<IpNet>);
 
-/// Text in a list that is not a prefix.
+/// Text that is not a prefix.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("{0:?} is not a valid prefix; write for example 10.96.0.0/12 or 10.96.0.0/12,fd00:96::/112")]
+#[error("{0:?} is not a valid prefix; write for example 10.4.0.0/16 or fd00:10::/64")]
 pub struct InvalidPrefix(String);
+
+/// Parses `ADDRESS/LENGTH`.
+pub fn parse_cidr(text: &str) -> Result<IpNet, InvalidPrefix> {
+    text.parse().map_err(|_| InvalidPrefix(text.to_owned()))
+}
 
 impl FromStr for PrefixList {
     type Err = InvalidPrefix;
     fn from_str(text: &str) -> Result<Self, InvalidPrefix> {
         let items = text.split(',').map(str::trim).filter(|_| !text.is_empty());
-        let parse = |item: &str| item.parse::<IpNet>().map_err(|_| InvalidPrefix(item.to_owned()));
-        items.map(|item| parse(item).map(|prefix| prefix.trunc())).collect::<Result<_, _>>().map(Self)
+        items.map(|item| parse_cidr(item).map(|prefix| prefix.trunc())).collect::<Result<_, _>>().map(Self)
     }
 }
 
@@ -176,14 +188,16 @@ pub fn parse_listen(text: &str) -> Result<SocketAddr, InvalidListen> {
     }
 }
 
-/// Text that is not a prefix.
+/// Text that is not an address with a port.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("{0:?} is not a valid prefix; write for example 10.4.0.0/16 or fd00:10::/64")]
-pub struct InvalidCidr(String);
+#[error(
+    "{0:?} is not an address with a port; write for example 192.0.2.80:443 or [2001:db8::80]:443, not a name"
+)]
+pub struct InvalidAddress(String);
 
-/// Parses `ADDRESS/LENGTH`.
-pub fn parse_cidr(text: &str) -> Result<IpNet, InvalidCidr> {
-    text.parse().map_err(|_| InvalidCidr(text.to_owned()))
+/// Parses `IP:PORT`.
+pub fn parse_address(text: &str) -> Result<SocketAddr, InvalidAddress> {
+    text.parse().map_err(|_| InvalidAddress(text.to_owned()))
 }
 
 /// Text that is not a port.
@@ -218,13 +232,19 @@ pub fn parse_rate(text: &str) -> Result<u16, InvalidNumber> {
 
 /// Text that is not a valid period.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error(transparent)]
-pub struct InvalidPeriod(#[from] InvalidDuration);
+pub enum InvalidPeriod {
+    /// Not a duration at all.
+    #[error(transparent)]
+    NotADuration(#[from] InvalidDuration),
+    /// A duration, but none that takes time.
+    #[error("{0:?} is not longer than zero; write for example 30s, 1m30s or 500ms")]
+    Zero(String),
+}
 
 /// Parses a duration other than zero, which would leave no pause.
 pub fn parse_period(text: &str) -> Result<Duration, InvalidPeriod> {
     match parse_duration(text)? {
-        Duration::ZERO => Err(InvalidDuration(text.to_owned()).into()),
+        Duration::ZERO => Err(InvalidPeriod::Zero(text.to_owned())),
         period => Ok(period),
     }
 }
@@ -283,9 +303,84 @@ pub fn parse_node_name(text: &str) -> Result<String, InvalidNodeName> {
     }
 }
 
+/// Text that cannot be the name of a network interface.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error(
+    "{0:?} cannot be the name of an interface; write 1 to 15 bytes without slash, colon and white space, for example \
+     kilo0"
+)]
+pub struct InvalidInterface(String);
+
+/// Parses the name of a network interface.
+pub fn parse_interface(text: &str) -> Result<String, InvalidInterface> {
+    if is_interface_name(text) { Ok(text.to_owned()) } else { Err(InvalidInterface(text.to_owned())) }
+}
+
+/// A URL in place of a node's name.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("this is an address, not the name of a node; to ask the agent there, write --agent={0}")]
+pub struct UrlForNode(String);
+
+/// Takes the name of a node as it is, and refuses a URL, which belongs to `--agent`.
+pub fn parse_node_not_url(text: &str) -> Result<String, UrlForNode> {
+    if text.contains("://") { Err(UrlForNode(text.to_owned())) } else { Ok(text.to_owned()) }
+}
+
+/// The `tracing-subscriber` filter of a program with this crate name. Libraries log only warnings and errors,
+/// and those for the API nothing, because our code reports their errors; `all` and `none` apply to libraries,
+/// too.
+pub fn log_filter(level: LogLevel, program: &str) -> String {
+    let directive = match level {
+        LogLevel::All => return "trace".to_owned(),
+        LogLevel::None => return "off".to_owned(),
+        LogLevel::Debug => "debug",
+        LogLevel::Info => "info",
+        LogLevel::Warn => "warn",
+        LogLevel::Error => "error",
+    };
+    let ours = [program, "kilo_agent", "kilo_core", "kilo_host", "kilo_ebpf"];
+    let ours: Vec<_> = ours.iter().map(|name| format!("{name}={directive}")).collect();
+    format!("warn,kube_client=off,kube_runtime=off,{}", ours.join(","))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_directory_and_the_backend_that_reads_it_are_given_together() {
+        let directory = Some(Path::new("/cluster"));
+        assert_eq!(objects_directory(BackendKind::File, directory), Ok(directory));
+        assert_eq!(objects_directory(BackendKind::Kubernetes, None), Ok(None));
+        assert_eq!(objects_directory(BackendKind::File, None), Err(BackendMismatch::NoDirectory));
+        assert_eq!(objects_directory(BackendKind::Kubernetes, directory), Err(BackendMismatch::NotFile));
+    }
+
+    #[test]
+    fn kgctl_takes_every_granularity_and_auto() {
+        let all = Granularity::value_variants().iter().map(|granularity| OrAuto::Given(*granularity));
+        let all: Vec<_> = all.chain([OrAuto::Auto]).collect();
+        assert_eq!(OrAuto::<Granularity>::value_variants(), all);
+    }
+
+    #[test]
+    fn a_subnet_is_a_prefix_or_left_to_the_nodes() {
+        assert_eq!(parse_subnet("auto"), Ok(OrAuto::Auto));
+        assert_eq!(parse_subnet("10.5.0.0/16"), Ok(OrAuto::Given("10.5.0.0/16".parse().unwrap())));
+        for text in ["", "Auto", "10.5.0.0"] {
+            assert!(parse_subnet(text).is_err(), "{text}");
+        }
+    }
+
+    #[test]
+    fn a_period_is_longer_than_zero() {
+        assert_eq!(parse_period("1ms"), Ok(Duration::from_millis(1)));
+        for text in ["0", "0s", "0h0m"] {
+            let said = parse_period(text).unwrap_err().to_string();
+            assert!(said.contains("not longer than zero"), "{said}");
+        }
+        assert!(parse_period("soon").unwrap_err().to_string().contains("not a duration"));
+    }
 
     #[test]
     fn labels_are_those_that_kubernetes_accepts() {

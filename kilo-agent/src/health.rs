@@ -1,21 +1,24 @@
 //! Whether the agent works, for `/health`.
 
 use std::{
-    sync::{Arc, Mutex, PoisonError},
+    sync::Arc,
     time::{Duration, Instant},
 };
+
+use parking_lot::Mutex;
 
 /// Shared record of the last reconciliation.
 #[derive(Clone, Debug)]
 pub struct Health {
     inner: Arc<Mutex<State>>,
-    /// Maximum time without a successful reconciliation that still counts as healthy.
+    /// Maximum time since the last successful reconciliation that still counts as healthy.
     patience: Duration,
 }
 
 #[derive(Debug)]
 struct State {
-    last_success: Instant,
+    /// `None` until the first: a rollout waits for it, and stops at an agent that never has one.
+    last_success: Option<Instant>,
     last_error: Option<String>,
     /// A fault that cannot be repaired in this process.
     broken: Option<String>,
@@ -29,49 +32,44 @@ const LAST_WORDS: Duration = Duration::from_secs(2);
 const PANICKED: i32 = 101;
 
 impl Health {
-    /// Starts healthy; turns unhealthy after `patience` without a success.
-    pub fn new(now: Instant, patience: Duration) -> Self {
-        let state = State { last_success: now, last_error: None, broken: None, degraded: Vec::new() };
+    /// Healthy from the first success on, and unhealthy again after `patience` without another.
+    pub fn new(patience: Duration) -> Self {
+        let state = State { last_success: None, last_error: None, broken: None, degraded: Vec::new() };
         Self { inner: Arc::new(Mutex::new(state)), patience }
-    }
-
-    /// Starts the wait for a success now: before, there was nothing to do.
-    pub fn begin(&self, now: Instant) {
-        self.inner.lock().unwrap_or_else(PoisonError::into_inner).last_success = now;
     }
 
     /// Records a complete reconciliation.
     pub fn succeeded(&self, now: Instant) {
-        let mut state = self.inner.lock().unwrap_or_else(PoisonError::into_inner);
-        state.last_success = now;
+        let mut state = self.inner.lock();
+        state.last_success = Some(now);
         state.last_error = None;
     }
 
     /// Records why the last reconciliation failed or was incomplete.
     pub fn failed(&self, why: String) {
-        self.inner.lock().unwrap_or_else(PoisonError::into_inner).last_error = Some(why);
+        self.inner.lock().last_error = Some(why);
     }
 
     /// The current problem, however short: a fault, or why the last reconciliation failed.
     pub fn problem(&self) -> Option<String> {
-        let state = self.inner.lock().unwrap_or_else(PoisonError::into_inner);
+        let state = self.inner.lock();
         state.broken.clone().or_else(|| state.last_error.clone())
     }
 
     /// Records a fault that only a new process can repair.
     pub fn broken(&self, why: String) {
-        self.inner.lock().unwrap_or_else(PoisonError::into_inner).broken = Some(why);
+        self.inner.lock().broken = Some(why);
     }
 
     /// Replaces the list of impairments. The agent still counts as healthy: restarting it would not repair
     /// another location.
     pub fn set_degraded(&self, degraded: Vec<String>) {
-        self.inner.lock().unwrap_or_else(PoisonError::into_inner).degraded = degraded;
+        self.inner.lock().degraded = degraded;
     }
 
     /// Current impairments, one sentence each.
     pub fn degraded(&self) -> Vec<String> {
-        self.inner.lock().unwrap_or_else(PoisonError::into_inner).degraded.clone()
+        self.inner.lock().degraded.clone()
     }
 
     /// Exits the process after a panic of any task or thread: a missing one would go unnoticed, and the data
@@ -81,13 +79,17 @@ impl Health {
         end_on_panic(LAST_WORDS, move |why| health.broken(why));
     }
 
-    /// `Err` with a reason once the agent has made no progress for too long.
+    /// `Err` with a reason before the first success, and once there has been none for too long.
     pub fn check(&self, now: Instant) -> Result<(), String> {
-        let state = self.inner.lock().unwrap_or_else(PoisonError::into_inner);
+        let state = self.inner.lock();
         if let Some(why) = &state.broken {
             return Err(why.clone());
         }
-        let idle = now.saturating_duration_since(state.last_success);
+        let Some(last_success) = state.last_success else {
+            let why = state.last_error.as_deref().unwrap_or("the first one is under way");
+            return Err(format!("no reconciliation has succeeded yet: {why}"));
+        };
+        let idle = now.saturating_duration_since(last_success);
         if idle <= self.patience {
             return Ok(());
         }
@@ -118,12 +120,26 @@ pub fn end_on_panic(later: Duration, report: impl Fn(String) + Send + Sync + 'st
 mod tests {
     use super::*;
 
+    const PATIENCE: Duration = Duration::from_secs(90);
+
     #[test]
-    fn health_fails_with_the_reason_only_after_patience_is_over() {
-        let start = Instant::now();
-        let health = Health::new(start, Duration::from_secs(90));
+    fn nobody_is_healthy_before_the_first_success() {
+        let (start, health) = (Instant::now(), Health::new(PATIENCE));
+        let reason = health.check(start).unwrap_err();
+        assert!(reason.contains("is under way"), "{reason}");
+        health.failed("port 51820 is in use".to_owned());
+        let reason = health.check(start).unwrap_err();
+        assert!(reason.contains("port 51820 is in use"), "{reason}");
+        health.succeeded(start);
+        assert_eq!(health.check(start), Ok(()));
+    }
+
+    #[test]
+    fn later_failures_count_only_after_patience_is_over() {
+        let (start, health) = (Instant::now(), Health::new(PATIENCE));
+        health.succeeded(start);
         health.failed("no route socket".to_owned());
-        assert_eq!(health.check(start + Duration::from_secs(90)), Ok(()));
+        assert_eq!(health.check(start + PATIENCE), Ok(()));
         let reason = health.check(start + Duration::from_secs(91)).unwrap_err();
         assert!(reason.contains("no route socket"), "{reason}");
         health.succeeded(start + Duration::from_secs(92));
@@ -131,20 +147,8 @@ mod tests {
     }
 
     #[test]
-    fn who_begins_late_has_the_whole_patience_from_then_on() {
-        let (start, patience) = (Instant::now(), Duration::from_secs(90));
-        let health = Health::new(start, patience);
-        let later = start + patience * 10;
-        assert!(health.check(later).is_err());
-        health.begin(later);
-        assert_eq!(health.check(later + patience), Ok(()));
-        assert!(health.check(later + patience * 2).is_err());
-    }
-
-    #[test]
     fn what_is_broken_stays_broken() {
-        let start = Instant::now();
-        let health = Health::new(start, Duration::from_secs(90));
+        let (start, health) = (Instant::now(), Health::new(PATIENCE));
         health.broken("a task panicked".to_owned());
         health.succeeded(start);
         assert_eq!(health.check(start), Err("a task panicked".to_owned()));

@@ -100,7 +100,7 @@ impl Leaving {
         } else if ends {
             tracing::warn!(
                 "the host's /sys/fs/bpf is not mounted here, and --attach=tcx: traffic within a location stops with \
-                 this container, and pods' packets leave in clear if it is killed; use --attach=auto"
+                 this container, and pods' packets leave in cleartext if it is killed; use --attach=auto"
             );
         }
         Self { ends, attach, successor: None, client: None }

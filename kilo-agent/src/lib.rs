@@ -31,3 +31,6 @@ pub mod takeover;
 pub mod timestamp;
 #[cfg(feature = "agent")]
 pub mod webhook;
+
+/// Namespace of the agents in the manifests.
+pub const AGENTS_NAMESPACE: &str = "kube-system";

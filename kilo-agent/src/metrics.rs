@@ -3,10 +3,11 @@
 use std::{
     collections::BTreeMap,
     fmt,
-    sync::{Arc, Mutex, PoisonError, atomic::Ordering},
+    sync::{Arc, atomic::Ordering},
 };
 
 use kilo_common::map_table::MAPS;
+use parking_lot::Mutex;
 use prometheus_client::{
     collector::Collector,
     encoding::{DescriptorEncoder, EncodeLabelSet, EncodeMetric, text::encode},
@@ -23,7 +24,7 @@ use prometheus_client::{
 use crate::backend::SlicesReport;
 use crate::failover::FailoverMetrics;
 use crate::timestamp::Timestamp;
-use kilo_core::{topology::TunnelEnd, wireguard::key::PublicKey};
+use kilo_core::{topology::TunnelEnd, tunnel_path::TunnelPath, wireguard::key::PublicKey};
 use kilo_host::{
     dataplane::{Counters, DataplaneError},
     wireguard::PeerStatus,
@@ -38,8 +39,8 @@ pub struct EventLabel {
 
 /// How a tunnel is connected.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
-struct WayLabel {
-    way: &'static str,
+struct TunnelPathLabel {
+    path: &'static str,
 }
 
 /// Label `map` of gauges about BPF maps.
@@ -97,7 +98,7 @@ struct SampleCollector(Arc<Mutex<Samples>>);
 
 impl Collector for SampleCollector {
     fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> Result<(), fmt::Error> {
-        let samples = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let samples = self.0.lock();
         let counted = samples.read_counters().unwrap_or_else(|error| {
             tracing::error!(%error, "failed to read packet counters");
             Counters::default()
@@ -208,13 +209,17 @@ metrics! {
     pub conflicts: Gauge = Gauge::default(),
         "kilo_address_conflicts",
         "Private addresses claimed by several nodes, in this location or including this node";
+    /// WireGuard keys that several nodes claim.
+    pub key_conflicts: Gauge = Gauge::default(),
+        "kilo_key_conflicts",
+        "WireGuard keys claimed by several nodes, in this location or including this node";
     /// VPN peers.
     pub peers: Gauge = Gauge::default(), "kilo_peers", "VPN peers in the mesh";
     /// Tunnels that do not answer although bytes are sent.
     pub silent_tunnels: Gauge = Gauge::default(),
         "kilo_silent_tunnels", "WireGuard tunnels with outgoing traffic and no valid handshake";
     /// Working tunnels to other locations, by path.
-    ways: Family<WayLabel, Gauge> = Family::default(),
+    tunnel_paths: Family<TunnelPathLabel, Gauge> = Family::default(),
         "kilo_tunnels", "Working tunnels to other locations, by path: direct, punched or relayed";
     /// Pairs of other locations that this node relays for.
     relayed_pairs: Gauge = Gauge::default(),
@@ -343,18 +348,18 @@ impl Metrics {
     }
 
     /// Sets the number of working tunnels by path, and of pairs that this node relays for.
-    pub fn set_ways(&self, ways: impl Iterator<Item = &'static str>, relayed_pairs: usize) {
-        let mut counts = BTreeMap::from([("direct", 0), ("punched", 0), ("relayed", 0)]);
-        ways.for_each(|way| *counts.entry(way).or_insert(0) += 1);
-        for (way, count) in counts {
-            self.ways.get_or_create(&WayLabel { way }).set(count);
+    pub fn set_tunnel_paths(&self, paths: impl Iterator<Item = TunnelPath>, relayed_pairs: usize) {
+        let mut counts: BTreeMap<_, _> = TunnelPath::ALL.iter().map(|path| (*path, 0)).collect();
+        paths.for_each(|path| *counts.entry(path).or_insert(0) += 1);
+        for (path, count) in counts {
+            self.tunnel_paths.get_or_create(&TunnelPathLabel { path: path.label() }).set(count);
         }
         self.relayed_pairs.set(gauge(relayed_pairs));
     }
 
     /// Sets the reader of the data path's counters.
     pub fn set_counters(&self, read: impl Fn() -> Result<Counters, DataplaneError> + Send + Sync + 'static) {
-        self.samples.lock().unwrap_or_else(PoisonError::into_inner).counters = Some(Box::new(read));
+        self.samples.lock().counters = Some(Box::new(read));
     }
 
     /// The data path's current counters; empty before there is a data path.
@@ -362,7 +367,7 @@ impl Metrics {
     /// # Errors
     /// When the map cannot be read.
     pub fn counters(&self) -> Result<Counters, DataplaneError> {
-        self.samples.lock().unwrap_or_else(PoisonError::into_inner).read_counters()
+        self.samples.lock().read_counters()
     }
 
     /// Replaces the WireGuard peers, the far ends of their tunnels, and the time of reading.
@@ -372,7 +377,7 @@ impl Metrics {
         ends: BTreeMap<PublicKey, TunnelEnd>,
         read_at: Timestamp,
     ) {
-        let mut samples = self.samples.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut samples = self.samples.lock();
         samples.peers = (peers, read_at);
         samples.ends = ends;
     }

@@ -38,7 +38,7 @@ pub fn measure(figures: &mut Figures) {
             tables.prefix.insert(prefix, value(HOP_REMOTE));
             tables.masq_dst.insert(prefix, MASQ_EXCLUDE);
         }
-        // Packets to the mesh in clear would be dropped, so this is a network that pods reach by their own
+        // Packets to the mesh in cleartext would be dropped, so this is a network that pods reach by their own
         // addresses.
         tables.masq_dst.insert("203.0.113.0/24".parse().unwrap(), MASQ_EXCLUDE);
         dataplane.write(&tables).unwrap();

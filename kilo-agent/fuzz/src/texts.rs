@@ -69,7 +69,13 @@ pub fn peer(data: &[u8]) {
             assert_eq!(peers::from_object(&peers::to_object(&peer)), Ok(peer));
         }
         // These repeat fields that are not keys.
-        Err(InvalidPeer::AllowedIp(_) | InvalidPeer::Control(_) | InvalidPeer::Host(_)) => {}
+        Err(
+            InvalidPeer::AllowedIp(_)
+            | InvalidPeer::Control(_)
+            | InvalidPeer::NeverRouted(..)
+            | InvalidPeer::Host(_)
+            | InvalidPeer::Unspecified(_),
+        ) => {}
         Err(error) => {
             let secret = object.spec.preshared_key.as_deref().unwrap_or_default();
             assert!(!repeats(&error.to_string(), secret), "{error}");

@@ -13,7 +13,7 @@ const PAUSES: [u32; 16] = [1, 1, 2, 2, 3, 3, 5, 5, 5, 5, 5, 5, 5, 5, 5, 5];
 impl<B: Backend> Agent<B> {
     /// Marks a dead leader as dead for nodes without failover, beside the reconciles.
     pub(super) fn declare_dead(&self) {
-        let Some(failover) = &self.failover else { return };
+        let Some(failover) = &self.sources.failover else { return };
         let Some(node) = failover.declares_dead() else { return };
         let (backend, reporter) = (Arc::clone(&self.backend), failover.reporter());
         tokio::spawn(async move {
@@ -53,12 +53,11 @@ async fn say(backend: &impl Backend, node: &str, is_dead: impl Fn() -> bool, uni
 mod tests {
     #![allow(clippy::unwrap_used, reason = "tests")]
 
-    use std::sync::Mutex;
-
     use kilo_core::{
         objects::{Published, Snapshot},
         topology::{CheckedIn, Node},
     };
+    use parking_lot::Mutex;
     use tokio::sync::watch;
 
     use super::*;
@@ -91,7 +90,7 @@ mod tests {
         }
 
         async fn declare_dead(&self, _: &str, last_seen: i64) -> Result<bool, BackendError> {
-            let mut tries = self.tries.lock().unwrap();
+            let mut tries = self.tries.lock();
             tries.push(last_seen);
             if tries.len() == self.shown {
                 self.snapshots.send_replace(snapshot(self.has));
@@ -112,7 +111,7 @@ mod tests {
     async fn a_heartbeat_that_is_not_known_yet_costs_a_second_and_not_the_minute() {
         let backend = lags(970, 1_000, 3);
         assert!(say(&backend, "a1", || true, MS).await);
-        assert_eq!(*backend.tries.lock().unwrap(), [970, 970, 970, 1_000]);
+        assert_eq!(*backend.tries.lock(), [970, 970, 970, 1_000]);
         assert!(PAUSES[..3].iter().sum::<u32>() < 5);
     }
 
@@ -121,15 +120,15 @@ mod tests {
         let backend = lags(970, 1_000, 99);
         let heard = Mutex::new(3);
         let is_dead = || {
-            let mut left = heard.lock().unwrap();
+            let mut left = heard.lock();
             *left -= 1;
             *left > 0
         };
         assert!(!say(&backend, "a1", is_dead, MS).await);
-        assert_eq!(backend.tries.lock().unwrap().len(), 2, "it is heard again");
+        assert_eq!(backend.tries.lock().len(), 2, "it is heard again");
         for known in [lags(0, 0, 99), lags(970, 0, 1)] {
             assert!(!say(&known, "a1", || true, MS).await);
-            assert!(known.tries.lock().unwrap().len() <= 1, "somebody else has said it");
+            assert!(known.tries.lock().len() <= 1, "somebody else has said it");
         }
         assert!(!say(&backend, "gone", || true, MS).await);
     }
@@ -139,6 +138,6 @@ mod tests {
         let backend = lags(970, 1_000, 99);
         assert!(!say(&backend, "a1", || true, MS).await);
         assert!((60..90).contains(&PAUSES.iter().sum::<u32>()));
-        assert_eq!(backend.tries.lock().unwrap().len(), PAUSES.len());
+        assert_eq!(backend.tries.lock().len(), PAUSES.len());
     }
 }

@@ -9,6 +9,11 @@ pub enum AgentError {
     /// Reading or writing nodes and peers.
     #[error(transparent)]
     Backend(#[from] BackendError),
+    /// The task that follows nodes and peers has ended, which it never does by itself.
+    #[error(
+        "the watches of nodes and peers have ended; start kg again, and report this as a bug with its log"
+    )]
+    BackendEnded,
     /// Links, addresses or routes.
     #[error(transparent)]
     Net(#[from] NetError),
@@ -80,6 +85,7 @@ impl AgentError {
     pub const fn label(&self) -> &'static str {
         match self {
             Self::Backend(error) => error.label(),
+            Self::BackendEnded => "backend_ended",
             Self::Net(error) => error.label(),
             Self::Wireguard(error) => error.label(),
             Self::Dataplane(error) => error.label(),

@@ -73,26 +73,26 @@ impl<B: Backend> Agent<B> {
     /// Reads the whole host state and creates devices that are missing.
     pub(super) async fn read_host(&mut self) -> Result<HostState, AgentError> {
         let (interface, created) =
-            Interface::ensure(&self.net, &self.options.interface, self.state.device).await?;
-        self.state.device = Some(interface.index);
-        let tunnels = tunnels::ensure(self.net.rtnl()).await;
+            Interface::ensure(&self.actuators.net, &self.options.interface, self.actuators.device).await?;
+        self.actuators.device = Some(interface.index);
+        let tunnels = tunnels::ensure(self.actuators.net.rtnl()).await;
         for problem in &tunnels.problems {
             self.metrics.error("tunnel_device");
             tracing::warn!(error = %problem, "failed to create tunnel device; packets that need it are dropped");
         }
-        let links = self.net.links().await?;
+        let links = self.actuators.net.links().await?;
         if !links.iter().any(|link| link.index == interface.index) {
             return Err(NetError::Missing(format!("link {}", self.options.interface.name)).into());
         }
         let own: Vec<u32> = [interface.index].into_iter().chain(tunnels.vxlan).chain(tunnels.ipip).collect();
-        let (ways_out, routes) = self.net.ways_out(&own).await?;
+        let (ways_out, routes) = self.actuators.net.ways_out(&own).await?;
         let leads_out: Vec<u32> = links
             .iter()
             .filter(|link| link.index != interface.index && !link.loopback)
             .filter(|link| link.addresses.iter().any(|address| address.global))
             .map(|link| link.index)
             .collect();
-        let ways = self.net.ways(&leads_out).await?;
+        let ways = self.actuators.net.ways(&leads_out).await?;
         let state = interface.device.read().await?;
         let made = u64::from(created) + tunnels.created;
         let (paths, net, routes) = (Paths::default(), None, Some(routes));

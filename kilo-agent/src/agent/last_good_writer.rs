@@ -4,12 +4,13 @@
 use std::{
     path::Path,
     sync::{
-        Arc, Mutex, PoisonError,
+        Arc,
         atomic::{AtomicBool, Ordering},
     },
     time::Instant,
 };
 
+use parking_lot::Mutex;
 use tokio::task::JoinSet;
 
 use super::state::State;
@@ -54,16 +55,18 @@ impl LastGoodWriter {
     /// later call does.
     pub fn keep(&mut self, state: &State, metrics: &Metrics, now: Instant) {
         while self.writers.try_join_next().is_some() {}
-        let due = self.file.try_lock().is_ok_and(|file| file.is_due(now));
+        let due = self.file.try_lock().is_some_and(|file| file.is_due(now));
         if !due || !self.stale.swap(false, Ordering::AcqRel) {
             return;
         }
         let (file, stale) = (Arc::clone(&self.file), Arc::clone(&self.stale));
-        let (known, metrics) = (state.known(), metrics.clone());
+        let (observed, metrics) = (Arc::clone(&state.observed), metrics.clone());
+        let without_address: Vec<_> = state.liveness.without_address().cloned().collect();
         self.writers.spawn_blocking(move || {
-            let mut file = file.lock().unwrap_or_else(PoisonError::into_inner);
-            let peers = known.snapshot.peers.values();
-            if let Err(error) = file.keep(known.ready_nodes(), known.without_address(), peers, now) {
+            let mut file = file.lock();
+            let without_address = without_address.iter().map(|node| &**node);
+            let peers = observed.snapshot.peers.values();
+            if let Err(error) = file.keep(observed.ready_nodes(), without_address, peers, now) {
                 stale.store(true, Ordering::Release);
                 metrics.error("last_good");
                 tracing::warn!(%error, "failed to save the last good topology; a start without API server would have none");

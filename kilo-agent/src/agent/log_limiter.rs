@@ -11,7 +11,7 @@ use std::{
 use crate::metrics::{Metrics, gauge};
 use kilo_core::{
     objects::ObjectRef,
-    plan::{self, Conflict},
+    plan::{self, Conflict, KEY_REMEDY, KeyConflict},
     topology::PRIVATE_ENDPOINT_REMEDY,
     wireguard::Endpoint,
 };
@@ -31,12 +31,18 @@ const ONE_LEADER_AFTER: Duration = Duration::from_secs(60);
 pub struct LogLimiter {
     /// Objects that are ignored, and why.
     objects: BTreeMap<ObjectRef, String>,
+    /// Nodes with prefixes in `allowed-location-ips` that are not used, and why.
+    unused: BTreeMap<ObjectRef, String>,
     /// Nodes of the location that have no hop.
     left_out: usize,
     /// Private addresses that several nodes claim.
     conflicts: Vec<Conflict>,
+    /// WireGuard keys that several nodes claim.
+    key_conflicts: Vec<KeyConflict>,
     /// The private endpoint that this node led with, and when it last did.
     private_endpoint: Option<(Endpoint, Instant)>,
+    /// Whether this location has no WireGuard address.
+    without_address: bool,
     /// When the stand-bys of each location were last logged.
     stand_bys: BTreeMap<String, Instant>,
     /// Since when several leaders are configured but cannot lead, and whether that was logged.
@@ -68,8 +74,8 @@ struct Failure {
 /// The warning that another CNI's configuration sorts before ours.
 pub fn other_cni(other: &Path, own: &Path) -> String {
     format!(
-        "the container runtime takes the CNI configuration {other}, which comes before {own} by name, so that \
-         new pods are not in Kilo's network: remove it from this host, or run kg beside that CNI (--cni=false \
+        "the CNI configuration {other} comes before {own} by name, and a container runtime that can use it takes \
+         it, so that new pods are not in Kilo's network: remove it from this host, or run kg beside that CNI (--cni=false \
          and --compatibility, see the manifests for flannel and Cilium)",
         other = other.display(),
         own = own.display()
@@ -90,6 +96,19 @@ impl LogLimiter {
             }
         }
         self.objects.clone_from(problems);
+    }
+
+    /// Logs once which prefixes of each node's `allowed-location-ips` are not used. Returns the nodes it logged.
+    pub fn log_unused_location_ips(&mut self, unused: BTreeMap<ObjectRef, String>) -> Vec<String> {
+        let news = unused.iter().filter(|(node, why)| self.unused.get(*node) != Some(*why));
+        let said = news.map(|(node, why)| {
+            let object = node.to_string();
+            tracing::warn!(object, problem = why, "prefixes that a node offers are ignored");
+            object
+        });
+        let said = said.collect();
+        self.unused = unused;
+        said
     }
 
     /// Logs once that pods' interfaces get no program.
@@ -144,6 +163,15 @@ impl LogLimiter {
              reach: {PRIVATE_ENDPOINT_REMEDY}"
         );
         tracing::warn!("{text}");
+        Some(text)
+    }
+
+    /// Logs once that this node's location has no WireGuard address, and why. Returns the message when it is logged.
+    pub fn log_address_shortage(&mut self, shortage: Option<String>, metrics: &Metrics) -> Option<String> {
+        let is_known = std::mem::replace(&mut self.without_address, shortage.is_some());
+        let text = format!("this node's location has {}", shortage.filter(|_| !is_known)?);
+        metrics.error("no_wireguard_address");
+        tracing::error!("{text}");
         Some(text)
     }
 
@@ -250,6 +278,24 @@ impl LogLimiter {
         true
     }
 
+    /// Logs once which nodes claim the same WireGuard key. Returns true if the conflicts changed.
+    pub fn log_key_conflicts(&mut self, conflicts: &[KeyConflict], metrics: &Metrics) -> bool {
+        metrics.key_conflicts.set(gauge(conflicts.len()));
+        if self.key_conflicts == conflicts {
+            return false;
+        }
+        for conflict in conflicts.iter().filter(|it| !self.key_conflicts.contains(it)) {
+            metrics.error("key_conflict");
+            tracing::error!(
+                key = %conflict.key,
+                nodes = conflict.nodes.join(", "),
+                "several nodes claim one WireGuard key, so all but one of them are out of the mesh: {KEY_REMEDY}"
+            );
+        }
+        self.key_conflicts = conflicts.to_vec();
+        true
+    }
+
     /// Logs what failed, unless the same reason was logged within the last minute.
     pub fn log_failure(&mut self, what: &'static str, text: String, now: Instant) {
         let repeated = match self.failures.get_mut(what) {
@@ -292,6 +338,46 @@ mod tests {
         assert!(log_limiter.log_conflicts(&[], &metrics));
         assert_eq!(metrics.conflicts.get(), 0);
         assert!(log_limiter.log_conflicts(&two, &metrics));
+    }
+
+    #[test]
+    fn two_nodes_with_one_key_are_said_once_and_again_when_it_comes_back() {
+        let metrics = Metrics::default();
+        let mut log_limiter = LogLimiter::default();
+        let key = kilo_core::wireguard::key::PublicKey([7; 32]);
+        let both = [KeyConflict { key, nodes: vec!["a1".to_owned(), "b1".to_owned()] }];
+        assert!(log_limiter.log_key_conflicts(&both, &metrics));
+        assert!(!log_limiter.log_key_conflicts(&both, &metrics));
+        assert_eq!(metrics.key_conflicts.get(), 1);
+        assert!(log_limiter.log_key_conflicts(&[], &metrics));
+        assert_eq!(metrics.key_conflicts.get(), 0);
+        assert!(log_limiter.log_key_conflicts(&both, &metrics));
+    }
+
+    #[test]
+    fn an_unused_prefix_is_said_once_and_again_for_another_reason() {
+        let mut log_limiter = LogLimiter::default();
+        let mut said = |why: &[&str]| {
+            let unused = why.iter().map(|why| (ObjectRef::node("a1"), (*why).to_owned()));
+            log_limiter.log_unused_location_ips(unused.collect())
+        };
+        assert_eq!(said(&["10.0.0.0/8 is not used"]), ["node a1"]);
+        assert!(said(&["10.0.0.0/8 is not used"]).is_empty());
+        assert_eq!(said(&["10.7.0.0/16 is not used"]), ["node a1"]);
+        assert!(said(&[]).is_empty());
+        assert_eq!(said(&["10.7.0.0/16 is not used"]), ["node a1"]);
+    }
+
+    #[test]
+    fn a_location_without_address_is_said_once_however_many_there_are() {
+        let metrics = Metrics::default();
+        let mut log_limiter = LogLimiter::default();
+        let mut said = |shortage: Option<&str>| {
+            log_limiter.log_address_shortage(shortage.map(str::to_owned), &metrics).is_some()
+        };
+        assert!(said(Some("2 addresses for 5 locations")));
+        assert!(!said(Some("2 addresses for 6 locations")) && !said(None));
+        assert!(said(Some("2 addresses for 5 locations")));
     }
 
     #[test]

@@ -1,17 +1,32 @@
 //! Writes the status of Peer objects beside the reconciles: there may be many, or the server may hang.
 
-use std::sync::Arc;
+use std::{
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
 use tokio_util::task::AbortOnDropHandle;
 
-use crate::backend::{Backend, BackendError};
-use kilo_core::topology::PeerAcceptances;
+use crate::backend::{Backend, BackendError, PeersReported};
+use kilo_core::topology::{PeerAcceptance, PeerAcceptances};
+
+/// Peers whose status was refused are tried again after this time: it may be refused for good.
+const AGAIN: Duration = Duration::from_mins(1);
 
 /// What the Peer objects contain, and what is being written.
 #[derive(Default)]
 pub(super) struct PeerReports {
     written: Option<PeerAcceptances>,
-    task: Option<(PeerAcceptances, AbortOnDropHandle<Result<u64, BackendError>>)>,
+    task: Option<Task>,
+    /// What was refused; until `again` only other things are written.
+    refused: PeerAcceptances,
+    again: Option<Instant>,
+}
+
+/// A write that is under way.
+struct Task {
+    wanted: PeerAcceptances,
+    write: AbortOnDropHandle<Result<PeersReported, BackendError>>,
 }
 
 impl PeerReports {
@@ -25,20 +40,38 @@ impl PeerReports {
         if self.task.is_some() || self.written.as_ref() == Some(&wanted) {
             return;
         }
-        let (backend, said) = (Arc::clone(backend), differing(&wanted, self.written.as_ref()));
-        let report = tokio::spawn(async move { backend.report_peers(&said).await });
-        self.task = Some((wanted, AbortOnDropHandle::new(report)));
+        if self.again.is_none_or(|again| Instant::now() >= again) {
+            self.refused.clear();
+        }
+        let mut said = differing(&wanted, self.written.as_ref());
+        said.retain(|name, acceptance| self.refused.get(name) != Some(acceptance));
+        if said.is_empty() && !self.refused.is_empty() {
+            return;
+        }
+        let backend = Arc::clone(backend);
+        let write = tokio::spawn(async move { backend.report_peers(&said).await });
+        self.task = Some(Task { wanted, write: AbortOnDropHandle::new(write) });
     }
 
-    /// Waits for the write that is under way, forever when there is none. True when everything was written.
+    /// Waits for the write that is under way, forever when there is none. True when it has written everything
+    /// that it was to write.
     pub async fn finished(&mut self) -> bool {
-        let Some((_, task)) = &mut self.task else { return std::future::pending().await };
-        let answer = task.await;
-        let Some((said, _)) = self.task.take() else { return false };
+        let Some(task) = &mut self.task else { return std::future::pending().await };
+        let answer = (&mut task.write).await;
+        let Some(Task { wanted, .. }) = self.task.take() else { return false };
         match answer {
-            Ok(Ok(_)) => {
-                self.written = Some(said);
-                return true;
+            Ok(Ok(PeersReported { failed, .. })) => {
+                let is_complete = failed.is_empty();
+                if !is_complete {
+                    self.again = Some(Instant::now() + AGAIN);
+                }
+                let refused = failed.into_iter().filter_map(|name| wanted.get_key_value(&name));
+                self.refused.extend(refused.map(|(name, acceptance)| (name.clone(), acceptance.clone())));
+                let is_written = |(name, acceptance): &(String, PeerAcceptance)| {
+                    self.refused.get(name) != Some(acceptance)
+                };
+                self.written = Some(wanted.into_iter().filter(is_written).collect());
+                return is_complete;
             }
             Ok(Err(error)) => tracing::debug!(%error, "the status of peers is not written yet"),
             Err(error) => tracing::error!(%error, "failed to write the status of peers"),
@@ -56,9 +89,59 @@ fn differing(wanted: &PeerAcceptances, written: Option<&PeerAcceptances>) -> Pee
 }
 
 #[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "tests")]
 mod tests {
+    use kilo_core::objects::{Published, Snapshot};
+    use parking_lot::Mutex;
+    use tokio::sync::watch;
+
     use super::*;
-    use kilo_core::topology::PeerAcceptance;
+
+    /// An API server that refuses the status of the peer b, and all it was asked to write.
+    #[derive(Default)]
+    struct Refuses(Mutex<Vec<Vec<String>>>);
+
+    impl Backend for Refuses {
+        fn watch(&self) -> watch::Receiver<Arc<Snapshot>> {
+            watch::channel(Arc::default()).1
+        }
+
+        async fn publish(&self, _: &str, _: &Published) -> Result<bool, BackendError> {
+            Ok(true)
+        }
+
+        async fn report_peers(&self, peers: &PeerAcceptances) -> Result<PeersReported, BackendError> {
+            self.0.lock().push(peers.keys().cloned().collect());
+            let failed = peers.keys().filter(|name| *name == "b").cloned().collect();
+            Ok(PeersReported { writes: 1, failed })
+        }
+
+        async fn declare_dead(&self, _: &str, _: i64) -> Result<bool, BackendError> {
+            Ok(false)
+        }
+
+        async fn retract(&self, _: &str) -> Result<(), BackendError> {
+            Ok(())
+        }
+    }
+
+    #[tokio::test]
+    async fn a_peer_that_was_refused_is_tried_again_in_a_minute_and_others_are_written_meanwhile() {
+        let (backend, mut reports) = (Arc::new(Refuses::default()), PeerReports::default());
+        let wanted = |names: &[&str]| -> PeerAcceptances {
+            names.iter().map(|name| ((*name).to_owned(), PeerAcceptance::Accepted)).collect()
+        };
+        reports.report(&backend, wanted(&["a", "b"]));
+        assert!(!reports.finished().await, "or it would be tried again at once");
+        reports.report(&backend, wanted(&["a", "b"]));
+        assert!(reports.task.is_none(), "not so soon");
+        reports.report(&backend, wanted(&["a", "b", "c"]));
+        assert!(reports.finished().await);
+        reports.again = Some(Instant::now());
+        reports.report(&backend, wanted(&["a", "b", "c"]));
+        assert!(!reports.finished().await);
+        assert_eq!(*backend.0.lock(), [vec!["a", "b"], vec!["c"], vec!["b"]]);
+    }
 
     #[test]
     fn only_what_is_new_or_other_than_written_is_reported() {

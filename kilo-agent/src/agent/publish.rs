@@ -5,32 +5,63 @@ use std::{
     net::{SocketAddr, SocketAddrV6},
 };
 
-use super::host_state::{HostState, SeenEndpoints};
-use super::{Agent, CILIUM_HOST};
+use super::{
+    Agent,
+    host_state::{HostState, SeenEndpoints},
+    last_good_writer::LastGoodWriter,
+    network_condition::Availability,
+    peer_reports::PeerReports,
+    publisher::Publisher,
+};
 use crate::{announce, backend::Backend, failover::Failover, relay};
 use ipnet::IpNet;
 use kilo_core::{
-    objects::{Published, Snapshot, events::EventReason},
+    objects::{InternalIpBy, Published, Snapshot, events::EventReason},
     plan,
     settings::{Granularity, Relay},
     topology::{
-        Known, Mesh, Node,
-        changes::{self, Moment, speaker},
+        CheckedInRef, Mesh, Node, ObservedMesh,
+        changes::{self, speaker},
         peer_acceptances,
     },
     wireguard::{Endpoint, PublicKey},
 };
 use kilo_host::net::{discovery, links::Link};
 
+/// Cilium's device, which has the node's overlay address.
+const CILIUM_HOST: &str = "cilium_host";
+
+/// What writes beside the reconciles, because an API server or a disk may hang.
+pub(super) struct Writers<B> {
+    /// This node's annotations.
+    pub publisher: Publisher<B>,
+    /// The status of Peer objects.
+    pub peer_reports: PeerReports,
+    /// The condition NetworkUnavailable.
+    pub availability: Availability,
+    /// What an agent that starts without API server begins with; `None`: it is not saved.
+    pub last_good: Option<LastGoodWriter>,
+}
+
+impl<B: Backend> Writers<B> {
+    /// Waits for the writes that must not be lost.
+    pub async fn finish(mut self) {
+        self.publisher.finish().await;
+        if let Some(last_good) = self.last_good {
+            last_good.finish().await;
+        }
+    }
+}
+
 impl<B: Backend> Agent<B> {
     /// One agent, that of the first location's leader, writes into each Peer object whether it is part of the
     /// mesh.
     pub(super) fn report_peers(&mut self) {
-        let (mesh, snapshot) = (&self.state.mesh, &self.state.snapshot);
+        let ObservedMesh { mesh, snapshot, .. } = &*self.state.observed;
         if speaker(mesh) == Some(&self.options.hostname) {
-            self.peer_reports.report(&self.backend, peer_acceptances(mesh, snapshot));
+            self.writers.peer_reports.report(&self.backend, peer_acceptances(mesh, snapshot));
         } else {
-            self.peer_reports.forget();
+            self.writers.peer_reports.forget();
         }
     }
 
@@ -42,9 +73,17 @@ impl<B: Backend> Agent<B> {
         }
     }
 
+    /// Writes an Event about each other node that has this node's key, beside the reconciles.
+    pub(super) fn report_key_conflicts(&self, conflicts: &[plan::KeyConflict]) {
+        let own = |conflict: &&plan::KeyConflict| conflict.nodes.contains(&self.options.hostname);
+        for conflict in conflicts.iter().filter(own) {
+            self.report(EventReason::KeyConflict, conflict.to_string());
+        }
+    }
+
     /// Writes an Event when this node has become its location's leader, possibly against Kilo's rule.
     pub(super) fn report_successions(&self, mesh: &Mesh) {
-        let Some(failover) = &self.failover else { return };
+        let Some(failover) = &self.sources.failover else { return };
         for why in failover.successions() {
             let location = mesh.find(&self.options.hostname);
             let location = location.map_or("its location", |(at, _)| mesh.segments[at].location.as_str());
@@ -65,7 +104,7 @@ impl<B: Backend> Agent<B> {
         seen_endpoints: &SeenEndpoints,
     ) -> Node {
         let links = &host.links;
-        let hostname = self.resolver.resolve_own(&self.options.hostname).await;
+        let hostname = self.sources.resolver.resolve_own(&self.options.hostname).await;
         let found = discovery::discover(&discovery::Facts {
             resolved: &hostname,
             default_interface: host.ways_out.default,
@@ -79,11 +118,12 @@ impl<B: Backend> Agent<B> {
         own.granularity = Some(self.options.settings.granularity);
         // A relayed peer is not seen at its own address.
         let own_places = seen_endpoints.peers_at_own_places();
-        own.discovered_endpoints = own_places.filter(|(key, _)| !self.relays.is_relayed(key)).collect();
+        own.discovered_endpoints =
+            own_places.filter(|(key, _)| !self.sources.relays.is_relayed(key)).collect();
         let cilium = links.iter().find(|link| link.name == CILIUM_HOST);
         let addresses: Vec<_> = cilium.iter().flat_map(|link| &link.addresses).map(|a| a.net).collect();
         own.cni_compatibility_ip = plan::published_overlay(self.options.compatibility, &addresses);
-        set_failover_part(&mut own, found.and_then(|found| found.private), self.failover.as_ref());
+        set_failover_part(&mut own, found.and_then(|found| found.private), self.sources.failover.as_ref());
         if !own.endpoint_forced {
             let (from, prefer_private) = (self.options.endpoint_from, self.options.prefer_private);
             let address = discovery::endpoint(found, &seen.external_ips, from, prefer_private);
@@ -108,10 +148,11 @@ impl<B: Backend> Agent<B> {
     pub(super) fn published(
         &self,
         own: &Node,
-        seen: Known<'_>,
-        (mesh, snapshot): (&Mesh, &Snapshot),
+        seen: CheckedInRef<'_>,
+        observed: &ObservedMesh,
         links: &[Link],
     ) -> Published {
+        let ObservedMesh { mesh, snapshot, .. } = observed;
         // Others need only the endpoints of roaming peers.
         let gateways = mesh.segments.iter().enumerate().flat_map(|(at, segment)| {
             let order = mesh.gateways_of(at).into_owned().order;
@@ -143,7 +184,7 @@ impl<B: Backend> Agent<B> {
             leaders: own.leaders,
             // Filled in by the publisher, which knows what was promised.
             heartbeat: None,
-            state: Some(changes::state(&self.options.hostname, Moment { mesh, snapshot, own: Some(own) })),
+            state: Some(changes::state(&self.options.hostname, observed)),
         }
     }
 }
@@ -172,8 +213,10 @@ fn says_itself(snapshot: &Snapshot, key: &PublicKey, at: &SocketAddr) -> bool {
 /// failover or a private address the node hears no signals of its location and answers no CLAIM, so it must
 /// not publish that it does.
 fn set_failover_part(own: &mut Node, found: Option<IpNet>, failover: Option<&Failover>) {
-    if !own.internal_ip_forced {
-        own.internal_ip = found.filter(|_| !own.no_internal_ip);
+    match own.internal_ip_by {
+        InternalIpBy::Agent => own.internal_ip = found,
+        InternalIpBy::Forced => {}
+        InternalIpBy::ForcedNone => own.internal_ip = None,
     }
     let is_in_a_location = own.granularity == Some(Granularity::Location) && own.internal_ip.is_some();
     let failover = failover.filter(|_| is_in_a_location);
@@ -214,9 +257,9 @@ mod tests {
         assert_eq!(says(&seen, Some("10.1.0.1/24"), Some(&failover)), all);
         assert_eq!(says(&seen, None, Some(&failover)), nothing, "public addresses alone");
         assert_eq!(says(&seen, Some("10.1.0.1/24"), None), nothing, "--failover=off");
-        let forced = Node { internal_ip_forced: true, ..seen.clone() };
+        let forced = Node { internal_ip_by: InternalIpBy::Forced, ..seen.clone() };
         assert_eq!(says(&forced, None, Some(&failover)), all, "force-internal-ip");
-        let without = Node { no_internal_ip: true, internal_ip: None, ..seen.clone() };
+        let without = Node { internal_ip_by: InternalIpBy::ForcedNone, internal_ip: None, ..seen.clone() };
         assert_eq!(says(&without, Some("10.1.0.1/24"), Some(&failover)), nothing, "it is to have none");
         let full = Node { granularity: Some(Granularity::Full), ..seen };
         assert_eq!(says(&full, Some("10.1.0.1/24"), Some(&failover)), nothing, "each node leads itself");

@@ -7,10 +7,11 @@ use std::{
 
 use tokio_util::task::AbortOnDropHandle;
 
-use super::RETRY;
 use crate::backend::{Backend, BackendError};
 use kilo_core::{errors::Explained, objects::Published, topology::heartbeats::OFTEN};
 
+/// Pause before a failed write is repeated, unless something else causes it earlier.
+const RETRY: Duration = Duration::from_secs(2);
 /// A heartbeat that somebody needs sooner than promised is written within this time.
 const SOON: Duration = Duration::from_secs(20);
 /// An overloaded or unreachable API server is asked again after 2, 4, 8, 16, 16, ... seconds.
@@ -34,6 +35,8 @@ pub(super) struct Publisher<B> {
     promised: u16,
     /// A heartbeat is due soon because another node needs it.
     hurries: bool,
+    /// Only this node's heartbeats can settle a doubt, so they are renewed often, whatever was promised.
+    doubts: bool,
     /// Consecutive attempts that the API server did not answer.
     unanswered: u32,
     /// The last write failed.
@@ -66,6 +69,7 @@ impl<B: Backend> Publisher<B> {
             every: OFTEN,
             promised: OFTEN,
             hurries: false,
+            doubts: false,
             unanswered: 0,
             failed: false,
             checked_in: 0,
@@ -98,10 +102,11 @@ impl<B: Backend> Publisher<B> {
         self.next_check_in = self.next_check_in.max(now + jittered(RETRY));
     }
 
-    /// Sets the heartbeat interval. If it is shorter than promised, or only a new heartbeat of this node can
-    /// settle a doubt, the next one is brought forward to a random time, because all agents may do so.
+    /// Sets the heartbeat interval. If it is shorter than promised, or only new heartbeats of this node can
+    /// settle a doubt, the next one is brought forward to a random time, because all agents may do so. While
+    /// the doubt lasts, others follow as often as Kilo's.
     pub fn pace(&mut self, every: u16, doubts: bool, now: Instant) {
-        self.every = every;
+        (self.every, self.doubts) = (every, doubts);
         let hurries = every < self.promised || doubts;
         if hurries && !self.hurries && self.is_answered() {
             self.next_check_in = self.next_check_in.min(now + SOON.mul_f64(rand::random_range(0.0..1.0)));
@@ -137,7 +142,7 @@ impl<B: Backend> Publisher<B> {
         if due {
             published.last_seen = unix_now;
             self.promised = self.every;
-            self.next_check_in = next_after(now, self.every);
+            self.next_check_in = next_after(now, self.interval());
         }
         published.heartbeat = Some(self.promised);
         match &mut self.asked {
@@ -161,6 +166,11 @@ impl<B: Backend> Publisher<B> {
         while self.asked.as_ref().is_some_and(|asked| asked.overdue.is_some()) {
             let _ = self.answered().await;
         }
+    }
+
+    /// Seconds until the heartbeat after the one that is being written.
+    fn interval(&self) -> u16 {
+        if self.doubts { self.promised.min(OFTEN) } else { self.promised }
     }
 
     fn ask(&mut self, published: Published, patience: Duration, now: Instant) {
@@ -197,7 +207,7 @@ impl<B: Backend> Publisher<B> {
         if asked.published.last_seen != self.checked_in {
             self.checked_in = asked.published.last_seen;
             // It may have been reported as overdue, and a retry scheduled.
-            self.next_check_in = self.next_check_in.max(next_after(asked.since, self.promised));
+            self.next_check_in = self.next_check_in.max(next_after(asked.since, self.interval()));
         }
         if let Some(wanted) = wanted.filter(|wanted| *wanted != asked.published) {
             self.ask(wanted, PATIENCE, Instant::now());
@@ -245,9 +255,8 @@ async fn until(time: Option<Instant>) {
 mod tests {
     #![allow(clippy::unwrap_used, reason = "tests")]
 
-    use std::sync::Mutex;
-
     use kilo_core::{objects::Snapshot, wireguard::key::SecretKey};
+    use parking_lot::Mutex;
     use tokio::sync::{Semaphore, watch};
 
     use super::*;
@@ -267,7 +276,7 @@ mod tests {
 
         async fn publish(&self, _: &str, published: &Published) -> Result<bool, BackendError> {
             self.answers.acquire().await.unwrap().forget();
-            self.written.lock().unwrap().push(published.clone());
+            self.written.lock().push(published.clone());
             Ok(true)
         }
 
@@ -282,7 +291,7 @@ mod tests {
 
     impl Held {
         fn heartbeats(&self) -> Vec<i64> {
-            self.written.lock().unwrap().iter().map(|published| published.last_seen).collect()
+            self.written.lock().iter().map(|published| published.last_seen).collect()
         }
     }
 
@@ -309,7 +318,7 @@ mod tests {
             publisher.answered().await.unwrap();
         }
         assert_eq!(held.heartbeats(), [1000, 1000]);
-        assert_eq!(held.written.lock().unwrap()[1].key, key, "the other change is not lost");
+        assert_eq!(held.written.lock()[1].key, key, "the other change is not lost");
     }
 
     #[tokio::test]
@@ -403,7 +412,7 @@ mod tests {
         while publisher.asked.is_some() {
             publisher.answered().await.unwrap();
         }
-        let written = held.written.lock().unwrap().clone();
+        let written = held.written.lock().clone();
         let promises: Vec<_> = written.iter().map(|written| (written.last_seen, written.heartbeat)).collect();
         assert_eq!(promises.last(), Some(&(1050, Some(30))));
         assert!(
@@ -415,6 +424,28 @@ mod tests {
         publisher.pace(30, false, due);
         publisher.pace(30, true, due);
         assert!(publisher.next_check_in() < due + SOON);
+    }
+
+    #[tokio::test]
+    async fn while_another_node_is_suspected_heartbeats_come_often_and_promise_what_they_did() {
+        let (held, mut publisher, now) = begin();
+        held.answers.add_permits(9);
+        let mut at = now;
+        for (time, doubts) in [(0, false), (1, true), (2, true), (3, false)] {
+            publisher.pace(300, doubts, at);
+            if doubts {
+                at = publisher.next_check_in();
+                assert!(at < now + CHECK_IN * 2 * time, "heartbeat {time}");
+            }
+            publisher.publish_beside(seen(1000), at, 1000 + i64::from(time));
+            while publisher.asked.is_some() {
+                publisher.answered().await.unwrap();
+            }
+        }
+        let written = held.written.lock().clone();
+        let said: Vec<_> =
+            written.iter().take(3).map(|written| (written.last_seen, written.heartbeat)).collect();
+        assert_eq!(said, [1000, 1001, 1002].map(|last_seen| (last_seen, Some(300))));
     }
 
     #[tokio::test]

@@ -9,38 +9,38 @@ use super::{
 };
 use crate::{
     backend::{Backend, BackendError},
-    failover::Failover,
     metrics::gauge,
-    relay::MeshView,
     timestamp::Timestamp,
 };
 use kilo_core::{
     objects::{Snapshot, events::EventReason},
     settings::Masquerade,
-    topology::{Mesh, Node, among, heartbeats, not_among, with_own},
+    topology::{CheckedInRef, Mesh, Node, ObservedMesh, among, heartbeats, not_among, with_own},
 };
-use kilo_host::interface::Interface;
 
 impl<B: Backend> Agent<B> {
     /// True when there is nothing to do: the snapshot differs from the one last applied in heartbeats only,
     /// the same nodes are alive, and nobody has declared this one dead.
     pub(super) fn only_heartbeats_changed(&mut self, snapshot: &Arc<Snapshot>) -> bool {
         let state = &mut self.state;
-        if !state.applied || !snapshot.differs_only_in_heartbeats(&state.snapshot) {
+        if !state.applied || !snapshot.differs_only_in_heartbeats(&state.observed.snapshot) {
             return false;
         }
-        let nodes = with_own(&snapshot.nodes, state.own.as_ref());
+        let nodes = with_own(&snapshot.nodes, state.observed.own.as_ref());
         let ready = state.liveness.ready(nodes, &self.options.hostname, Instant::now(), Timestamp::now().0);
         let own = snapshot.nodes.get(&self.options.hostname).map(|own| own.last_seen);
-        let is_declared_dead = own.is_some_and(|own| self.publisher.note_seen(own, Instant::now()));
-        if ready != state.ready || is_declared_dead {
+        let is_declared_dead = own.is_some_and(|own| self.writers.publisher.note_seen(own, Instant::now()));
+        if ready != state.observed.ready || is_declared_dead {
             return false;
         }
-        state.snapshot = Arc::clone(snapshot);
-        self.view.send_modify(|view| Arc::make_mut(view).snapshot = Arc::clone(snapshot));
-        self.relay_view.send_modify(|view| view.snapshot = Arc::clone(snapshot));
+        state.observed = state.observed.with_heartbeats(Arc::clone(snapshot)).into();
+        self.views.show_heartbeats(&state.observed);
         // The objects decide how often this node must renew its heartbeat, and they are unchanged.
-        self.publisher.pace(self.publisher.every(), state.liveness.suspects(), Instant::now());
+        self.writers.publisher.pace(
+            self.writers.publisher.every(),
+            state.liveness.suspects(),
+            Instant::now(),
+        );
         true
     }
 
@@ -61,85 +61,85 @@ impl<B: Backend> Agent<B> {
         let (now, unix_now) = (Instant::now(), Timestamp::now().0);
         let name = &self.options.hostname;
         let seen = snapshot.nodes.get(name).ok_or_else(|| BackendError::NoSuchNode(name.clone()))?;
-        self.publisher.note_seen(seen.last_seen, now);
-        if let Some(failover) = &mut self.failover {
+        self.writers.publisher.note_seen(seen.last_seen, now);
+        if let Some(failover) = &mut self.sources.failover {
             failover.note_several_asked(snapshot);
         }
         let seen_endpoints = SeenEndpoints::new(snapshot, host);
         let own = self.describe_own_node(&seen, host, &seen_endpoints).await;
         // An unchanged node keeps its allocation, so others recognise it by pointer equality.
-        let same = self.state.own.clone().filter(|same| **same == own);
+        let same = self.state.observed.own.clone().filter(|same| **same == own);
         let own = same.unwrap_or_else(|| own.into());
-        let (mesh, ready) = self.compute_topology(snapshot, &own, host, now, unix_now);
-        let published = self.published(&own, seen, (&mesh, snapshot), &host.links);
-        let nodes = with_own(&snapshot.nodes, Some(&own));
-        // An agent that writes slices judges by its own heartbeat whether the API server is there.
-        let slices = self.backend.slices();
-        let writes = slices.as_ref().is_some_and(|slices| slices.writes);
-        let may_rest = !writes && (self.failover.is_some() || slices.is_some());
-        let every = heartbeats::seconds(nodes, &self.options.hostname, &mesh, may_rest);
-        self.metrics.heartbeat_seconds.set(every.into());
-        self.publisher.pace(every, self.state.liveness.suspects(), now);
+        let observed = self.compute_topology(snapshot, &own, host, now, unix_now);
+        let mesh = &observed.mesh;
+        let published = self.published(&own, seen, &observed, &host.links);
+        self.pace_heartbeats(with_own(&snapshot.nodes, Some(&own)), mesh, now);
         // Packets routed into the mesh before others know this node's key are lost, and the API server may be
         // reachable only through the mesh: so the key is published first, and its answer is awaited once.
-        let asks_first = seen.key != own.key && self.publisher.is_answered();
+        let asks_first = seen.key != own.key && self.writers.publisher.is_answered();
         if asks_first {
-            self.publisher.publish(published.clone(), PATIENCE_UNKNOWN, now, unix_now);
-            let answer = self.publisher.answered().await;
-            self.heard(answer);
+            self.writers.publisher.publish(published.clone(), PATIENCE_UNKNOWN, now, unix_now);
+            let answer = self.writers.publisher.answered().await;
+            self.handle_publish_result(answer);
         }
-        self.state.leaders.observe(&mesh, now);
-        self.report_successions(&mesh);
-        self.observe(&mesh);
-        self.warn_of_private_endpoint(&mesh);
-        self.warn_of_stand_bys(&mesh);
-        self.warn_of_one_leader(&mesh);
-        self.show(&mesh, snapshot, &own, ready, (&host.interface, &seen_endpoints));
-        let applied = self.put_right(&mesh, &own, host, &seen_endpoints).await;
+        self.report_successions(mesh);
+        self.set_gauges(mesh);
+        self.warn_of_private_endpoint(mesh);
+        self.warn_of_address_shortage(mesh);
+        self.warn_of_stand_bys(mesh);
+        self.warn_of_one_leader(mesh);
+        self.log_limiter.log_unused_location_ips(mesh.unused_location_ips());
+        self.remember(&observed);
+        self.publish_views(&host.interface, &seen_endpoints);
+        let applied = self.plan_and_apply(mesh, &own, host, &seen_endpoints).await;
         if !asks_first {
-            self.publisher.publish_beside(published, now, unix_now);
+            self.writers.publisher.publish_beside(published, now, unix_now);
         }
         self.declare_dead();
         let writes = applied?;
         // Saves what has just been applied: ready nodes, this one, peers.
-        if let Some(last_good_writer) = &mut self.last_good_writer {
+        if let Some(last_good_writer) = &mut self.writers.last_good {
             last_good_writer.keep(&self.state, &self.metrics, now);
         }
-        if self.publisher.is_answered() {
+        if self.writers.publisher.is_answered() {
             self.report_peers();
         }
         Ok(writes + std::mem::take(&mut host.made))
     }
 
-    /// Computes the mesh with this node's current state, and which of the snapshot's nodes take part.
+    /// Computes the mesh with this node's current state.
     fn compute_topology(
         &mut self,
-        snapshot: &Snapshot,
+        snapshot: &Arc<Snapshot>,
         own: &Arc<Node>,
         host: &HostState,
         now: Instant,
         unix_now: i64,
-    ) -> (Arc<Mesh>, Vec<bool>) {
+    ) -> Arc<ObservedMesh> {
         let (state, settings) = (&mut self.state, &self.options.settings);
         let nodes = with_own(&snapshot.nodes, Some(own));
         let ready = state.liveness.ready(nodes.clone(), &self.options.hostname, now, unix_now);
         let members = among(nodes.clone(), &ready);
-        let mesh = state.mesh.next(members, &snapshot.peers, settings.granularity, settings.subnet);
-        let freed = state.freed.after(&state.mesh, &mesh, now);
+        let before = &state.observed;
+        let mesh = before.mesh.next(members, &snapshot.peers, settings.granularity, settings.subnet);
+        let freed = state.freed.after(&before.mesh, &mesh, now);
         let lost = not_among(nodes, &ready).chain(state.liveness.former(now));
         let mesh = mesh.with_lost(lost).with_gone(state.liveness.gone(now)).with_freed(freed);
-        let mesh = match &mut self.failover {
+        let mesh = match &mut self.sources.failover {
             Some(failover) => {
-                let held = || self.dataplane.held_senders();
+                let held = || self.actuators.dataplane.held_senders();
                 failover.mesh(mesh, &host.state, (&self.options.hostname, &held), now)
             }
             None => mesh,
         };
-        (mesh.into(), ready)
+        let mut leaders = before.leaders.clone();
+        leaders.observe(&mesh, now);
+        let (snapshot, own) = (Arc::clone(snapshot), Some(Arc::clone(own)));
+        Arc::new(ObservedMesh { snapshot, own, ready, mesh: mesh.into(), leaders })
     }
 
     /// Plans and applies, and then lets pods start.
-    async fn put_right(
+    async fn plan_and_apply(
         &mut self,
         mesh: &Mesh,
         own: &Node,
@@ -163,17 +163,13 @@ impl<B: Backend> Agent<B> {
         if self.log_limiter.log_conflicts(&plan.conflicts, &self.metrics) {
             self.report_conflicts(&plan.conflicts);
         }
+        if self.log_limiter.log_key_conflicts(&plan.key_conflicts, &self.metrics) {
+            self.report_key_conflicts(&plan.key_conflicts);
+        }
         let decision = self.nat_decision(&plan.tables);
         let applied = self.apply(plan, host).await;
         self.update_failover(site);
-        let programs = self.dataplane.attached();
-        self.view.send_if_modified(|view| {
-            let differs = view.programs != programs;
-            if differs {
-                Arc::make_mut(view).programs = programs;
-            }
-            differs
-        });
+        self.views.show_programs(self.actuators.dataplane.attached());
         // Pods' packets need these rules even when another part has failed.
         let mut ruled = self.write_forward_rules(own).await;
         // Rules of an earlier agent are removed once the programs masquerade in their place.
@@ -196,6 +192,14 @@ impl<B: Backend> Agent<B> {
         }
     }
 
+    fn warn_of_address_shortage(&mut self, mesh: &Mesh) {
+        let shortage = mesh.address_shortage_of(&self.options.hostname);
+        let said = self.log_limiter.log_address_shortage(shortage, &self.metrics);
+        if let Some(text) = said.filter(|_| mesh.leads(&self.options.hostname)) {
+            self.report(EventReason::NoWireguardAddress, text);
+        }
+    }
+
     /// Warns about this location only: agents of the others log their own.
     fn warn_of_one_leader(&mut self, mesh: &Mesh) {
         let own = mesh.find(&self.options.hostname);
@@ -214,55 +218,36 @@ impl<B: Backend> Agent<B> {
     }
 
     /// Sets the gauges that describe the mesh.
-    fn observe(&self, mesh: &Mesh) {
+    fn set_gauges(&self, mesh: &Mesh) {
         self.metrics.leader.set(i64::from(mesh.leads(&self.options.hostname)));
         self.metrics.nodes.set(gauge(mesh.node_count()));
         self.metrics.peers.set(gauge(mesh.peers.len()));
     }
 
-    /// Keeps the state for the next reconcile, and publishes it to the status, the page and the relay task.
-    fn show(
+    /// Sets how often this node's heartbeat is due.
+    fn pace_heartbeats<'a>(
         &mut self,
-        mesh: &Arc<Mesh>,
-        snapshot: &Arc<Snapshot>,
-        own: &Arc<Node>,
-        ready: Vec<bool>,
-        (interface, seen_endpoints): (&Interface, &SeenEndpoints),
+        nodes: impl Iterator<Item = CheckedInRef<'a>>,
+        mesh: &Mesh,
+        now: Instant,
     ) {
-        let state = &mut self.state;
-        let differs = state.own.as_ref() != Some(own)
-            || ready != state.ready
-            || !snapshot.differs_only_in_heartbeats(&state.snapshot);
-        if let Some(last_good_writer) = self.last_good_writer.as_ref().filter(|_| differs) {
+        // An agent that writes slices judges by its own heartbeat whether the API server is there.
+        let slices = self.backend.slices();
+        let writes = slices.as_ref().is_some_and(|slices| slices.writes);
+        let may_rest = !writes && (self.sources.failover.is_some() || slices.is_some());
+        let every = heartbeats::seconds(nodes, &self.options.hostname, mesh, may_rest);
+        self.metrics.heartbeat_seconds.set(every.into());
+        self.writers.publisher.pace(every, self.state.liveness.suspects(), now);
+    }
+
+    /// Keeps what this reconcile found for the next one.
+    fn remember(&mut self, observed: &Arc<ObservedMesh>) {
+        let before = std::mem::replace(&mut self.state.observed, Arc::clone(observed));
+        let differs = before.own != observed.own
+            || before.ready != observed.ready
+            || !observed.snapshot.differs_only_in_heartbeats(&before.snapshot);
+        if let Some(last_good_writer) = self.writers.last_good.as_ref().filter(|_| differs) {
             last_good_writer.note_change();
         }
-        state.mesh = Arc::clone(mesh);
-        state.snapshot = Arc::clone(snapshot);
-        state.own = Some(Arc::clone(own));
-        state.ready = ready;
-        let slices = self.backend.slices();
-        self.metrics.slices.observe(slices.as_ref());
-        self.view.send_modify(|view| {
-            let view = Arc::make_mut(view);
-            view.node.clone_from(&self.options.hostname);
-            view.interface.clone_from(&self.options.interface.name);
-            view.mesh = Arc::clone(mesh);
-            view.snapshot = Arc::clone(snapshot);
-            view.own.clone_from(&state.own);
-            view.ready.clone_from(&state.ready);
-            view.granularity = self.options.settings.granularity;
-            view.leaders.clone_from(&state.leaders);
-            view.device = Some(interface.device.clone());
-            view.nodes_from = slices.as_ref().map(ToString::to_string);
-            view.failover = self.failover.as_ref().map(Failover::reporter);
-            view.relays = self.relays.clone();
-        });
-        self.relay_view.send_replace(MeshView {
-            mesh: Arc::clone(mesh),
-            snapshot: Arc::clone(snapshot),
-            own: state.own.clone(),
-            device: Some(interface.device.clone()),
-            relay_places: Arc::clone(&seen_endpoints.relay_places),
-        });
     }
 }

@@ -17,7 +17,7 @@ impl<B: Backend> Agent<B> {
     /// spawns processes.
     pub(super) async fn write_forward_rules(&mut self, own: &Node) -> u64 {
         let wanted: &[IpNet] = if self.options.forward_rules { &own.pod_cidrs } else { &[] };
-        let written = self.forward.apply(wanted, Instant::now()).await;
+        let written = self.actuators.forward.apply(wanted, Instant::now()).await;
         self.writes(written, ForwardError::label, "iptables FORWARD")
     }
 
@@ -33,7 +33,7 @@ impl<B: Backend> Agent<B> {
     }
 
     pub(super) async fn write_nat_rules(&mut self, wanted: nat_rules::Decision) -> u64 {
-        let written = self.nat_rules.apply(wanted, Instant::now()).await;
+        let written = self.actuators.nat_rules.apply(wanted, Instant::now()).await;
         self.writes(written, NatRulesError::label, "masquerading")
     }
 

@@ -1,13 +1,12 @@
 //! What one reconcile leaves for the next.
 
-use std::sync::Arc;
+use std::{collections::BTreeMap, sync::Arc};
 
 use kilo_core::{
-    objects::Snapshot,
+    observed::Uplink,
     plan::HopIds,
-    topology::{FreedAddresses, LeadersSince, Liveness, Mesh, Node, among, with_own},
+    topology::{FreedAddresses, Liveness, ObservedMesh},
 };
-
 use kilo_host::cni::former::FormerPodCidrs;
 
 use super::host_state::HostState;
@@ -15,18 +14,10 @@ use super::host_state::HostState;
 /// The agent's internal state; its public part is a [`View`](crate::status::View).
 #[derive(Default)]
 pub(super) struct State {
-    /// Nodes and peers as last seen.
-    pub snapshot: Arc<Snapshot>,
-    /// The host matches `snapshot`, and nothing has failed since.
+    /// The mesh of the last reconcile.
+    pub observed: Arc<ObservedMesh>,
+    /// The host matches `observed`, and nothing has failed since.
     pub applied: bool,
-    /// This node as last found on this host.
-    pub own: Option<Arc<Node>>,
-    /// Which of the snapshot's nodes take part, in their order.
-    pub ready: Vec<bool>,
-    /// The mesh as this node sees it.
-    pub mesh: Arc<Mesh>,
-    /// Which node leads each location, and since when.
-    pub leaders: LeadersSince,
     /// When each node's latest heartbeat arrived, by this agent's clock.
     pub liveness: Liveness,
     /// Addresses that left the mesh recently.
@@ -37,42 +28,6 @@ pub(super) struct State {
     pub former_pod_cidrs: FormerPodCidrs,
     /// This host as far as known; `None` when it must be read.
     pub host: Option<HostState>,
-    /// Forwarding was off, and a reconcile could not turn it on.
-    pub cannot_forward: bool,
-    /// An uplink has no egress program, so pod traffic may leave it in clear.
-    pub is_open: bool,
-    /// Interface index of the WireGuard device when it was last seen.
-    pub device: Option<u32>,
-}
-
-/// The nodes and peers that the next agent of this host starts with.
-pub(super) struct Known {
-    pub snapshot: Arc<Snapshot>,
-    own: Option<Arc<Node>>,
-    ready: Vec<bool>,
-    without_address: Vec<Arc<Node>>,
-}
-
-impl State {
-    /// A copy of nodes and peers for tasks that outlive this reconcile.
-    pub fn known(&self) -> Known {
-        Known {
-            snapshot: Arc::clone(&self.snapshot),
-            own: self.own.clone(),
-            ready: self.ready.clone(),
-            without_address: self.liveness.without_address().cloned().collect(),
-        }
-    }
-}
-
-impl Known {
-    /// Nodes that take part, including this one as last found.
-    pub fn ready_nodes(&self) -> impl Iterator<Item = &Node> + Clone {
-        among(with_own(&self.snapshot.nodes, self.own.as_ref()), &self.ready).map(|node| &**node)
-    }
-
-    /// Nodes that have lost their private address, as they were while they had it.
-    pub fn without_address(&self) -> impl Iterator<Item = &Node> + Clone {
-        self.without_address.iter().map(|node| &**node)
-    }
+    /// Interfaces that lead out of the host, with the addresses that masqueraded packets get.
+    pub uplinks: BTreeMap<u32, Uplink>,
 }

@@ -14,9 +14,6 @@ use kilo_host::{
 /// A user-space WireGuard container recreates its deleted device within this time.
 const MADE_AGAIN: Duration = Duration::from_secs(3);
 
-/// Where agents keep the CNI configuration of this boot.
-const RUN: &str = "/run/kilo";
-
 /// What [`uninstall`] removes.
 #[derive(Clone, Copy, Debug)]
 pub struct Removal<'a> {
@@ -28,6 +25,8 @@ pub struct Removal<'a> {
     pub bpffs: &'a Path,
     /// The CNI configuration to remove together with its bridges; `None`: it stays.
     pub cni: Option<&'a Path>,
+    /// Where the agent publishes the CNI configuration of this boot.
+    pub cni_run_dir: &'a Path,
 }
 
 /// The result, in words.
@@ -62,7 +61,7 @@ pub async fn uninstall(removal: Removal<'_>) -> Outcome {
             remove_from_net(&net, removal, &mut outcome).await;
             remove_programs(&net, removal.bpffs, &mut outcome).await;
             if let Some(path) = removal.cni {
-                remove_cni(&net, path, &mut outcome).await;
+                remove_cni(&net, path, removal.cni_run_dir, &mut outcome).await;
             }
         }
         Err(error) => outcome.stays.push(error.to_string()),
@@ -148,16 +147,19 @@ async fn remove_programs(net: &Net, bpffs: &Path, outcome: &mut Outcome) {
     }
 }
 
-async fn remove_cni(net: &Net, path: &Path, outcome: &mut Outcome) {
+async fn remove_cni(net: &Net, path: &Path, run_dir: &Path, outcome: &mut Outcome) {
     let bridges = match cni::bridges(path) {
         Ok(bridges) => bridges,
         Err(error) => return outcome.stays.push(error.to_string()),
     };
     // A link to the configuration of this boot, or the configuration itself.
     if let Ok(file) = fs::read_link(path)
-        && file.starts_with(RUN)
+        && file.starts_with(run_dir)
     {
         outcome.take(remove_file(&file), |_| format!("CNI configuration {}", file.display()));
+        if let Err(error) = remove_file(&cni::boot::linked(&file)) {
+            outcome.stays.push(error);
+        }
         let former = file.with_file_name(cni::former::FILE);
         outcome.take(remove_file(&former), |_| format!("former pod CIDRs {}", former.display()));
     }

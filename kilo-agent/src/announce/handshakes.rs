@@ -14,7 +14,7 @@ use kilo_host::wireguard::PeerStatus;
 use tokio_util::task::AbortOnDropHandle;
 
 use crate::{
-    backend::{Backend, Handshake, Said},
+    backend::{Backend, Handshake, TunnelStatus},
     timestamp::Timestamp,
 };
 
@@ -104,7 +104,7 @@ impl Handshakes {
     fn take_due(
         &mut self,
         seen: &Seen,
-        said: impl Fn(&str) -> Option<Said>,
+        said: impl Fn(&str) -> Option<TunnelStatus>,
         leaders: usize,
         now: Instant,
     ) -> Vec<String> {
@@ -155,7 +155,7 @@ impl Handshakes {
             };
             self.take(outcome, now);
         }
-        let due = self.take_due(seen, |peer| backend.said(peer), leaders, now);
+        let due = self.take_due(seen, |peer| backend.tunnel_status(peer), leaders, now);
         if due.is_empty() {
             return;
         }
@@ -190,7 +190,7 @@ async fn write<B: Backend>(backend: Arc<B>, news: Vec<(Handshake, Option<Handsha
     let (mut outcome, mut refused) = (Outcome::default(), false);
     let mut news = news.into_iter();
     while let Some((seen, wrote, peer)) = news.next() {
-        let Some(Said { handshake: said }) = backend.said(&peer) else { continue };
+        let Some(TunnelStatus { handshake: said }) = backend.tunnel_status(&peer) else { continue };
         if !is_news(&seen, said.as_ref(), wrote.as_ref()) {
             continue;
         }
@@ -244,7 +244,7 @@ mod tests {
                 let seen = seen(number, self.second);
                 let due = leader.take_due(
                     &seen,
-                    |peer| Some(Said { handshake: self.said.get(peer).copied() }),
+                    |peer| Some(TunnelStatus { handshake: self.said.get(peer).copied() }),
                     count,
                     now,
                 );
@@ -323,7 +323,7 @@ mod tests {
         let mut writes = 0;
         for second in (0..600).step_by(5) {
             let now = world.start + Duration::from_secs(second);
-            writes += one.take_due(&many, |_| Some(Said::default()), 1, now).len();
+            writes += one.take_due(&many, |_| Some(TunnelStatus::default()), 1, now).len();
         }
         assert!((595..=600).contains(&writes), "{writes} in 600 s");
     }
@@ -338,9 +338,9 @@ mod tests {
             (Outcome::default(), &[]),
         ] {
             let mut handshakes = Handshakes::new(now);
-            assert_eq!(handshakes.take_due(&seen, |_| Some(Said::default()), 1, now), ["laptop"]);
+            assert_eq!(handshakes.take_due(&seen, |_| Some(TunnelStatus::default()), 1, now), ["laptop"]);
             handshakes.take(outcome, later);
-            assert_eq!(handshakes.take_due(&seen, |_| Some(Said::default()), 1, later), wanted);
+            assert_eq!(handshakes.take_due(&seen, |_| Some(TunnelStatus::default()), 1, later), wanted);
         }
     }
 
@@ -351,7 +351,12 @@ mod tests {
         handshakes.take(Outcome { pause: Some(REFUSED), ..Outcome::default() }, now);
         let seen = laptop(at(10_000, 1));
         let mut due = |seconds| {
-            handshakes.take_due(&seen, |_| Some(Said::default()), 1, now + Duration::from_secs(seconds))
+            handshakes.take_due(
+                &seen,
+                |_| Some(TunnelStatus::default()),
+                1,
+                now + Duration::from_secs(seconds),
+            )
         };
         assert!(due(400).is_empty());
         assert_eq!(due(800), ["laptop"]);

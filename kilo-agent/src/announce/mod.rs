@@ -15,7 +15,8 @@ use std::{
 use kilo_core::{
     objects::events::EventReason,
     topology::{
-        changes::{self, Change, Moment, Role},
+        ObservedMesh,
+        changes::{self, Change, Role},
         is_recent,
     },
 };
@@ -144,34 +145,34 @@ impl<B: Backend> Announcer<B> {
     /// Reports the differences from the view before.
     fn see(&mut self, view: Arc<View>, now: Instant) {
         // Before the first reconcile there is no mesh.
-        if view.mesh.granularity().is_none() {
+        let ObservedMesh { mesh, snapshot, .. } = &*view.observed;
+        if mesh.granularity().is_none() {
             return;
         }
         let own = self.context.node.clone();
-        if let Some(own) = view.snapshot.nodes.get(&own) {
+        if let Some(own) = snapshot.nodes.get(&own) {
             self.context.metrics.last_check_in.set(own.last_seen);
         }
-        let moment = moment(&view);
         let found = match &self.before {
-            Some(before) if is_same(before, &view) => {
+            Some(before) if is_same(&before.observed, &view.observed) => {
                 self.before = Some(view);
                 return;
             }
-            Some(before) => changes::changes(self::moment(before), moment, &own),
-            None => self.first(&view),
+            Some(before) => changes::changes(&before.observed, &view.observed, &own),
+            None => self.first(&view.observed),
         };
-        let leaderless = changes::locations_without_leader(moment).len();
-        let out = view.mesh.lost.iter().filter(|lost| view.snapshot.nodes.contains(lost.member.name()));
+        let leaderless = changes::locations_without_leader(&view.observed).len();
+        let out = mesh.lost.iter().filter(|lost| snapshot.nodes.contains(lost.member.name()));
         self.context.metrics.set_missing(leaderless, out.count());
-        let mesh_before = self.before.as_ref().map(|before| &*before.mesh);
-        view.history.observe(&found, mesh_before, &view.mesh, Timestamp::now());
+        let mesh_before = self.before.as_ref().map(|before| &*before.observed.mesh);
+        view.history.observe(&found, mesh_before, mesh, Timestamp::now());
         for change in &found {
             self.say(now, || log::write(change));
         }
-        for notice in events::notices(&found, &view.mesh, &own) {
+        for notice in events::notices(&found, mesh, &own) {
             self.announce(notice, now);
         }
-        let is_out = view.mesh.find(&own).is_none();
+        let is_out = mesh.find(&own).is_none();
         if !is_out {
             self.out_since = None;
         } else if self.before.is_none() {
@@ -182,19 +183,20 @@ impl<B: Backend> Announcer<B> {
 
     /// Reports the state found at startup. That this node joins is news if its heartbeat was too old for
     /// the other agents.
-    fn first(&self, view: &View) -> Vec<Change> {
-        let role = Role::of(&view.mesh, &self.context.node);
+    fn first(&self, observed: &ObservedMesh) -> Vec<Change> {
+        let mesh = &observed.mesh;
+        let role = Role::of(mesh, &self.context.node);
         // Why a node is not in the mesh is logged later, by `report_why_out`.
         if role != Role::Out {
             tracing::info!(
-                locations = view.mesh.segments.len(),
-                nodes = view.mesh.node_count(),
-                peers = view.mesh.peers.len(),
+                locations = mesh.segments.len(),
+                nodes = mesh.node_count(),
+                peers = mesh.peers.len(),
                 role = %role,
                 "this node takes part in the mesh"
             );
         }
-        let known = view.snapshot.nodes.get(&self.context.node);
+        let known = observed.snapshot.nodes.get(&self.context.node);
         let was_in = known.is_some_and(|own| own.key.is_some() && is_recent(own, Timestamp::now().0));
         let is_news = !was_in && role != Role::Out;
         is_news.then_some(Change::Role { from: Role::Out, to: role }).into_iter().collect()
@@ -228,8 +230,9 @@ impl<B: Backend> Announcer<B> {
                 return;
             }
         };
-        let (now, seen) = (Instant::now(), handshakes::seen(&view.mesh, &peers, Timestamp::now()));
-        let leaders = view.mesh.segments.len();
+        let mesh = &view.observed.mesh;
+        let (now, seen) = (Instant::now(), handshakes::seen(mesh, &peers, Timestamp::now()));
+        let leaders = mesh.segments.len();
         self.handshakes.observe(&self.context.backend, &seen, leaders, now).await;
         for news in self.tunnels.observe(&view, &peers, at) {
             self.say(now, || news.log());
@@ -251,7 +254,7 @@ impl<B: Backend> Announcer<B> {
         }
         let view = self.before.clone();
         let node = self.context.node.clone();
-        let why = view.and_then(|view| changes::why_out(&node, moment(&view)));
+        let why = view.and_then(|view| changes::why_out(&node, &view.observed));
         if let Some(why) = why {
             self.out_since = None;
             self.say(now, || tracing::info!(%why, "this node is not in the mesh"));
@@ -273,21 +276,16 @@ impl<B: Backend> Announcer<B> {
     }
 }
 
-fn moment(view: &View) -> Moment<'_> {
-    Moment { mesh: &view.mesh, snapshot: &view.snapshot, own: view.own.as_deref() }
-}
-
-/// True when the views differ at most in heartbeats or in the host.
-fn is_same(before: &Arc<View>, now: &Arc<View>) -> bool {
+/// True when nothing but heartbeats may differ.
+fn is_same(before: &ObservedMesh, now: &ObservedMesh) -> bool {
     Arc::ptr_eq(&before.mesh, &now.mesh) && before.snapshot.problems == now.snapshot.problems
 }
 
 #[cfg(test)]
 #[allow(clippy::unwrap_used, reason = "tests")]
 mod tests {
-    use std::sync::Mutex;
-
     use kilo_core::objects::{Published, Snapshot};
+    use parking_lot::Mutex;
 
     use super::*;
     use crate::backend::BackendError;
@@ -312,8 +310,8 @@ mod tests {
         }
 
         async fn event(&self, happened: &Happened) -> Result<(), BackendError> {
-            self.tries.lock().unwrap().push(happened.clone());
-            self.errors.lock().unwrap().pop().map_or(Ok(()), Err)
+            self.tries.lock().push(happened.clone());
+            self.errors.lock().pop().map_or(Ok(()), Err)
         }
 
         async fn retract(&self, _: &str) -> Result<(), BackendError> {
@@ -327,7 +325,7 @@ mod tests {
         let backend = Answers { errors: Mutex::new(errors), tries: Mutex::default() };
         let happened = Happened::now("a2".to_owned(), EventReason::LeadsLocation, "leads".to_owned());
         write_until_done(&backend, &happened, Duration::from_micros(1)).await;
-        let tries = backend.tries.lock().unwrap();
+        let tries = backend.tries.lock();
         assert!(tries.iter().all(|tried| *tried == happened), "it is one Event: {tries:?}");
         tries.len()
     }

@@ -24,11 +24,11 @@ use crate::status::View;
 pub struct Watched {
     tunnels: Tunnels,
     /// The far end of each tunnel, as of the last look.
-    known: BTreeMap<PublicKey, Known>,
+    far_ends: BTreeMap<PublicKey, FarEnd>,
 }
 
 #[derive(Clone, Debug)]
-struct Known {
+struct FarEnd {
     end: TunnelEnd,
     endpoint: Option<SocketAddr>,
     handshake_age: Option<Duration>,
@@ -38,7 +38,7 @@ struct Known {
 #[derive(Debug)]
 pub struct News {
     turn: Turn,
-    known: Known,
+    far_end: FarEnd,
 }
 
 impl Watched {
@@ -49,41 +49,42 @@ impl Watched {
         peers: &BTreeMap<PublicKey, PeerStatus>,
         now: Instant,
     ) -> Vec<News> {
-        let mut ends = if view.mesh.leads(&view.node) { tunnel_ends(&view.mesh) } else { BTreeMap::new() };
-        self.known = peers
+        let mesh = &view.observed.mesh;
+        let mut ends = if mesh.leads(&view.node) { tunnel_ends(mesh) } else { BTreeMap::new() };
+        self.far_ends = peers
             .iter()
             .filter_map(|(key, peer)| {
-                let known = Known {
+                let far_end = FarEnd {
                     end: ends.remove(key)?,
                     endpoint: peer.endpoint,
                     handshake_age: peer.handshake_age,
                 };
-                Some((*key, known))
+                Some((*key, far_end))
             })
             .collect();
-        let samples = self.known.keys().filter_map(|key| {
+        let samples = self.far_ends.keys().filter_map(|key| {
             let peer = peers.get(key)?;
             Some((*key, Sample { handshake_age: peer.handshake_age, sent_bytes: peer.tx_bytes }))
         });
         let turns = self.tunnels.observe(&samples.collect(), now);
         turns
             .into_iter()
-            .filter_map(|(key, turn)| Some(News { turn, known: self.known.get(&key)?.clone() }))
+            .filter_map(|(key, turn)| Some(News { turn, far_end: self.far_ends.get(&key)?.clone() }))
             .collect()
     }
 
     /// The silent tunnels, one sentence each. VPN peers without a fixed endpoint may be away and do not
     /// count.
     pub fn degraded(&self, now: Instant) -> Vec<String> {
-        let silent = self.tunnels.silent(now).filter_map(|(key, age)| Some((self.known.get(&key)?, age)));
+        let silent = self.tunnels.silent(now).filter_map(|(key, age)| Some((self.far_ends.get(&key)?, age)));
         silent
-            .filter(|(known, _)| known.end.is_always_there())
-            .map(|(known, age)| format!("{} for {}", known.silence(), seconds(age)))
+            .filter(|(far_end, _)| far_end.end.is_always_there())
+            .map(|(far_end, age)| format!("{} for {}", far_end.silence(), seconds(age)))
             .collect()
     }
 }
 
-impl Known {
+impl FarEnd {
     fn silence(&self) -> String {
         format!("{self} does not answer: {}; packets sent to it are lost", self.handshake())
     }
@@ -96,7 +97,7 @@ impl Known {
     }
 }
 
-impl fmt::Display for Known {
+impl fmt::Display for FarEnd {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&self.end.name())?;
         let node = match &self.end {
@@ -116,9 +117,9 @@ fn seconds(age: Duration) -> humantime::FormattedDuration {
 impl News {
     /// Writes it to the log.
     pub fn log(&self) {
-        let (tunnel, endpoint) = (self.known.end.name(), self.known.endpoint.map(|it| it.to_string()));
+        let (tunnel, endpoint) = (self.far_end.end.name(), self.far_end.endpoint.map(|it| it.to_string()));
         let why = match self.turn {
-            Turn::Silent => self.known.handshake(),
+            Turn::Silent => self.far_end.handshake(),
             Turn::Quiet => "nothing has been sent for 3 minutes".to_owned(),
             Turn::Up | Turn::Answers => String::new(),
         };
@@ -151,12 +152,12 @@ impl News {
 
     /// The Event about this node; `None` for turns without one, or when the far end may be away.
     pub fn event(&self) -> Option<(EventReason, String)> {
-        if !self.known.end.is_always_there() {
+        if !self.far_end.end.is_always_there() {
             return None;
         }
         match self.turn {
-            Turn::Silent => Some((EventReason::TunnelSilent, self.known.silence())),
-            Turn::Answers => Some((EventReason::TunnelAnswers, format!("{} answers again", self.known))),
+            Turn::Silent => Some((EventReason::TunnelSilent, self.far_end.silence())),
+            Turn::Answers => Some((EventReason::TunnelAnswers, format!("{} answers again", self.far_end))),
             Turn::Up | Turn::Quiet => None,
         }
     }
@@ -168,7 +169,7 @@ mod tests {
     use super::*;
     use kilo_core::{
         settings::Granularity,
-        topology::{Mesh, Node, Peer},
+        topology::{Mesh, Node, ObservedMesh, Peer},
     };
 
     fn node(number: u8, location: &str) -> Node {
@@ -200,7 +201,8 @@ mod tests {
     fn view(nodes: &[Node]) -> View {
         let peers = BTreeMap::from([peer("laptop", 8, None), peer("office", 9, Some("192.0.2.9:51820"))]);
         let mesh = Mesh::new(nodes, &peers, Granularity::Location, "10.4.0.0/16".parse().unwrap());
-        View { node: "n1".to_owned(), mesh: mesh.into(), ..View::default() }
+        let observed = ObservedMesh { mesh: mesh.into(), ..ObservedMesh::default() };
+        View { node: "n1".to_owned(), observed: observed.into(), ..View::default() }
     }
 
     /// Sends bytes to every peer for half a minute without an answer; returns the degraded tunnels and the

@@ -6,7 +6,7 @@
 //! topology does.
 //!
 //! It also records which private addresses nodes have lost (their interface is down), for the next agent:
-//! packets to them must not leave in clear when the address comes back.
+//! packets to them must not leave in cleartext when the address comes back.
 
 use std::{
     collections::BTreeMap,

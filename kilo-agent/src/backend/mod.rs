@@ -8,7 +8,7 @@ pub mod mass_delete_guard;
 
 #[cfg(feature = "agent")]
 use std::fmt;
-use std::{net::SocketAddr, sync::Arc, time::SystemTime};
+use std::{collections::BTreeSet, net::SocketAddr, sync::Arc, time::SystemTime};
 
 use crate::timestamp::Timestamp;
 use kilo_core::{
@@ -72,7 +72,7 @@ pub struct Handshake {
 
 /// What a Peer object says about the peer's tunnels.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Said {
+pub struct TunnelStatus {
     /// The last handshake; `None` before the first.
     pub handshake: Option<Handshake>,
 }
@@ -97,6 +97,15 @@ impl Happened {
     pub fn now(object: String, reason: EventReason, text: String) -> Self {
         Self { object, reason, text, at: SystemTime::now(), id: rand::random() }
     }
+}
+
+/// Result of writing the status of Peer objects.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct PeersReported {
+    /// Number of statuses written.
+    pub writes: u64,
+    /// Peers whose status could not be written, while that of others could.
+    pub failed: BTreeSet<String>,
 }
 
 /// Source of an agent's nodes, and what it writes.
@@ -145,21 +154,21 @@ pub trait Backend: Send + Sync + 'static {
     ) -> impl Future<Output = Result<bool, BackendError>> + Send;
 
     /// Writes into each Peer object whether it is part of the mesh, or why not. Backends that cannot store
-    /// this write nothing. Returns the number of writes.
+    /// this write nothing.
     fn report_peers(
         &self,
         _peers: &PeerAcceptances,
-    ) -> impl Future<Output = Result<u64, BackendError>> + Send {
-        async { Ok(0) }
+    ) -> impl Future<Output = Result<PeersReported, BackendError>> + Send {
+        async { Ok(PeersReported::default()) }
     }
 
     /// What a Peer object says about the peer's tunnels; `None` when there is no object to write into.
-    fn said(&self, _peer: &str) -> Option<Said> {
+    fn tunnel_status(&self, _peer: &str) -> Option<TunnelStatus> {
         None
     }
 
     /// Writes a handshake into a Peer object, unless the object has changed since the version that
-    /// [`Self::said`] knows. Returns whether it was written.
+    /// [`Self::tunnel_status`] knows. Returns whether it was written.
     fn report_handshake(
         &self,
         _peer: &str,

@@ -4,21 +4,19 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use kilo_failover::{
-    Far, Micros, NodeId, SEC, Signal, Term, far,
+    Far, NodeId, Signal, Term, far,
     signal::{Body, MAX_MEMBERS},
 };
 
 use crate::far::FarLocation;
 
-/// A gateway without an answer for this long counts as unreachable: CLAIMs are repeated within 10 s.
-const ANSWERS: Micros = 30 * SEC;
-
 /// The members that each far leader has moved, by location, by term asked in and by part of the CLAIM.
 #[derive(Debug, Default)]
 pub struct Moved {
     locations: BTreeMap<Far, BTreeMap<Term, Parts>>,
-    /// When each gateway last answered: two that are both behind NAT never do.
-    heard: BTreeMap<NodeId, Micros>,
+    /// Gateways of each location that have ever answered this agent. Two that are both behind NAT never do, and
+    /// are not waited for; one that did and is silent now has an agent that is dead.
+    heard: BTreeMap<Far, BTreeSet<NodeId>>,
 }
 
 /// Members that each gateway has moved, by part of the CLAIM.
@@ -40,8 +38,8 @@ impl Asked<'_> {
 }
 
 impl Moved {
-    /// Records MOVED of a gateway; returns what all reachable gateways of its location that carry packets
-    /// have moved.
+    /// Records MOVED of a gateway; returns what all gateways of its location that carry packets and have ever
+    /// answered have moved.
     pub fn by_all(
         &mut self,
         far: Far,
@@ -49,7 +47,6 @@ impl Moved {
         from: NodeId,
         signal: &Signal,
         asked: &Asked<'_>,
-        now: Micros,
     ) -> Option<Signal> {
         let acting = location.gateways.get(location.acting)?.id;
         if location.active.is_empty() {
@@ -68,12 +65,13 @@ impl Moved {
         if !(asked.in_term)(signal.term) {
             return None;
         }
-        self.heard.insert(from, now);
-        self.heard.retain(|_, at| *at + ANSWERS > now);
+        let heard = self.heard.entry(far).or_default();
+        heard.insert(from);
+        heard.retain(|id| location.active.contains(id));
         let answers = terms.entry(signal.term).or_default().entry(*part).or_default();
         let named = members.iter().filter(|member| asked.nodes.contains(member));
         answers.entry(from).or_default().extend(named);
-        let others = location.active.iter().filter(|id| **id != acting && self.heard.contains_key(id));
+        let others = location.active.iter().filter(|id| **id != acting && heard.contains(id));
         let first = answers.get(&acting)?;
         let rest: Option<Vec<_>> = others.map(|id| answers.get(id)).collect();
         let rest = rest?;
@@ -118,13 +116,11 @@ mod tests {
         let one = FarLocation { gateways, ..FarLocation::default() };
         let several = FarLocation { active: vec![10, 11], ..one.clone() };
         let mut moved = Moved::default();
-        let mut now = 0;
         let latest = std::cell::Cell::new(5);
         let in_term = |term: Term| term.bits() == latest.get();
         let asked = Asked { in_term: &in_term, nodes: &[3, 4] };
         let mut hears = |from, term, list: &[NodeId]| {
-            now += SEC;
-            members(moved.by_all(FAR, &several, from, &said(term, list), &asked, now))
+            members(moved.by_all(FAR, &several, from, &said(term, list), &asked))
         };
         assert_eq!(hears(11, 5, &[3]), None);
         assert_eq!(hears(12, 5, &[3, 4]), None, "a stand-by's answer says nothing");
@@ -135,13 +131,21 @@ mod tests {
         assert_eq!(hears(10, 6, &[3]), None);
         assert_eq!(hears(11, 5, &[3, 4]), None);
         assert_eq!(hears(11, 6, &[3]), Some(vec![3]));
-        // A gateway that cannot be reached is not waited for.
-        let later = now + ANSWERS;
+        // One that was there and is silent is waited for, as the agent of a single leader is, for as long as it
+        // is a gateway; one that never answered is not.
         latest.set(7);
-        assert_eq!(members(moved.by_all(FAR, &several, 10, &said(7, &[3]), &asked, later)), Some(vec![3]));
+        assert_eq!(hears(10, 7, &[3]), None);
+        assert_eq!(hears(11, 7, &[3]), Some(vec![3]));
+        let without = FarLocation { active: vec![10], ..several.clone() };
+        let with_unreachable = FarLocation { active: vec![10, 12], ..several.clone() };
+        for (term, location) in [(8, &without), (9, &with_unreachable)] {
+            latest.set(term);
+            let answer = moved.by_all(FAR, location, 10, &said(term, &[3]), &asked);
+            assert_eq!(members(answer), Some(vec![3]), "{term}");
+        }
         // With one leader its answer is passed on unchanged.
-        assert_eq!(moved.by_all(FAR, &one, 11, &said(8, &[3]), &asked, later), None);
-        assert_eq!(members(moved.by_all(FAR, &one, 10, &said(8, &[3]), &asked, later)), Some(vec![3]));
+        assert_eq!(moved.by_all(FAR, &one, 11, &said(8, &[3]), &asked), None);
+        assert_eq!(members(moved.by_all(FAR, &one, 10, &said(8, &[3]), &asked)), Some(vec![3]));
     }
 
     #[test]
@@ -157,10 +161,10 @@ mod tests {
             if let Body::Claim { part, .. } = &mut signal.body {
                 *part = [(0, 1), (number, number.saturating_add(1)), (number, 0)][usize::from(number % 3)];
             }
-            moved.by_all(FAR, &several, 11, &signal, &asked, SEC);
+            moved.by_all(FAR, &several, 11, &signal, &asked);
         }
         // The greatest possible term.
-        moved.by_all(FAR, &several, 11, &said(u64::MAX, &[3]), &asked, SEC);
+        moved.by_all(FAR, &several, 11, &said(u64::MAX, &[3]), &asked);
         let kept: usize = moved
             .locations
             .values()
@@ -169,8 +173,8 @@ mod tests {
             .map(|answers| answers.values().map(|named| 1 + named.len()).sum::<usize>())
             .sum();
         assert!(kept <= 10, "{kept} are kept");
-        assert_eq!(members(moved.by_all(FAR, &several, 11, &said(5, &[3, 4]), &asked, SEC)), None);
-        let by_all = moved.by_all(FAR, &several, 10, &said(5, &[3, 4, 99]), &asked, SEC);
+        assert_eq!(members(moved.by_all(FAR, &several, 11, &said(5, &[3, 4]), &asked)), None);
+        let by_all = moved.by_all(FAR, &several, 10, &said(5, &[3, 4, 99]), &asked);
         assert_eq!(members(by_all), Some(vec![3, 4]));
     }
 }

@@ -10,7 +10,9 @@ use kilo_failover::{
 };
 
 use super::{site::Site, thread::Thread, unaccepted_claims::Move};
-use crate::far::{APART, FarGateway, FarLocation, PATIENCE, SEED, SEEDED, claimed, prefixes, set_locations};
+use crate::far::{
+    APART, FarGateway, FarLocation, PATIENCE, Refusal, SEED, SEEDED, claimed, prefixes, set_locations,
+};
 
 impl Thread {
     /// Takes over the other locations of a new site.
@@ -20,16 +22,17 @@ impl Thread {
             self.unmoved.retain(|_| false);
             return;
         }
-        set_locations(&mut self.fars, &site.fars);
+        // A location that has come, also one that was here before, starts with what the device has.
+        if set_locations(&mut self.fars, &site.fars) {
+            self.seeded_until = Some(now + SEEDED);
+        }
         self.unmoved.retain(|far| site.fars.contains_key(far));
-        self.seeded_until.get_or_insert(now + SEEDED);
         self.is_dirty = true;
     }
 
     /// Forgets the owners read from the device unless they have been claimed.
     pub(super) fn forget_seeds(&mut self, now: Micros) {
-        if self.seeded_until.is_some_and(|until| until <= now) {
-            self.seeded_until = Some(Micros::MAX);
+        if self.seeded_until.take_if(|until| *until <= now).is_some() {
             self.fars.values_mut().for_each(|acting| acting.forget(SEED));
             self.is_dirty = true;
         }
@@ -39,12 +42,12 @@ impl Thread {
     pub(super) fn claimed(&mut self, (far, from): (Far, NodeId), signal: &Signal, now: Micros) {
         let Some(site) = self.site.clone() else { return };
         let Some((location, acting)) = site.fars.get(&far).zip(self.fars.get_mut(&far)) else {
-            return self.metrics.refused("gateway");
+            return self.metrics.refused(Refusal::Gateway);
         };
         let me = site.place.me;
         let claimed = claimed(&self.params, (location, acting), (far, from), signal, &site.names, (me, now));
         if claimed.foreign > 0 {
-            self.metrics.refused("member");
+            self.metrics.refused(Refusal::Member);
             let foreign = claimed.foreign;
             tracing::debug!(
                 from = self.name(from),

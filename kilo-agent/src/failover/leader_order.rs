@@ -8,8 +8,8 @@ use std::{
 };
 
 use kilo_core::{
-    signal_id,
-    topology::{Acting, Mesh, NodeId, REPLACED_LEADER_TERM},
+    signal_id::{self, NodeId},
+    topology::{Acting, Mesh, REPLACED_LEADER_TERM},
 };
 
 /// How long the old leader has to hand over; then Kilo's order counts, as without failover.

@@ -22,7 +22,7 @@ use std::{
     net::IpAddr,
     path::Path,
     sync::{
-        Arc, Mutex, MutexGuard, PoisonError,
+        Arc,
         atomic::{AtomicBool, Ordering},
     },
     thread::JoinHandle,
@@ -36,8 +36,8 @@ use kilo_common::{
 use kilo_core::{
     objects::Snapshot,
     plan::HopIds,
-    signal_id,
-    topology::{Acting, Mesh, Node, NodeId},
+    signal_id::{self, NodeId},
+    topology::{Acting, Mesh, Node},
     wireguard::{
         DeviceState,
         key::{PublicKey, SecretKey},
@@ -46,6 +46,7 @@ use kilo_core::{
 use kilo_failover::Params;
 use kilo_host::dataplane::{self, CounterReader, Dataplane, DataplaneError};
 use nix::sys::eventfd::{EfdFlags, EventFd};
+use parking_lot::Mutex;
 use tokio::sync::Notify;
 
 pub use report::{FailoverMetrics, Report, StandBy};
@@ -69,14 +70,14 @@ struct Shared {
     /// Wakes the thread.
     wake: EventFd,
     stop: AtomicBool,
-    said: Mutex<Said>,
+    output: Mutex<ThreadOutput>,
     /// Wakes the agent.
     changed: Arc<Notify>,
 }
 
 /// What the thread publishes.
 #[derive(Clone, Debug, Default)]
-struct Said {
+struct ThreadOutput {
     acting: Arc<Acting>,
     /// The thread has published something.
     is_published: bool,
@@ -104,12 +105,12 @@ pub struct Reporter(Arc<Shared>);
 impl Reporter {
     /// The current report.
     pub fn report(&self) -> Report {
-        locked(&self.0.said).report.clone()
+        self.0.output.lock().report.clone()
     }
 
     /// Whether this leader is still to be declared dead.
     pub fn declares_dead(&self, node: &str) -> bool {
-        locked(&self.0.said).dead.as_ref().is_some_and(|dead| dead.node == node)
+        self.0.output.lock().dead.as_ref().is_some_and(|dead| dead.node == node)
     }
 }
 
@@ -117,10 +118,6 @@ impl std::fmt::Debug for Reporter {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str("Reporter")
     }
-}
-
-fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// The agent's handle of the thread.
@@ -147,7 +144,7 @@ impl Failover {
             site: Mutex::default(),
             wake: EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)?,
             stop: AtomicBool::new(false),
-            said: Mutex::default(),
+            output: Mutex::default(),
             changed,
         };
         let (keys, cookies) = (BTreeMap::new(), BTreeMap::new());
@@ -166,9 +163,9 @@ impl Failover {
         (node, held): (&str, &dyn Fn() -> BTreeMap<IpAddr, NodeValue>),
         now: Instant,
     ) -> Mesh {
-        let said = locked(&self.shared.said);
-        let (is_published, acting) = (said.is_published, Arc::clone(&said.acting));
-        drop(said);
+        let output = self.shared.output.lock();
+        let (is_published, acting) = (output.is_published, Arc::clone(&output.acting));
+        drop(output);
         let stand_bys = self.options.stand_bys;
         let mut mesh = mesh.with_acting(stand_bys, acting);
         if !is_published {
@@ -190,13 +187,13 @@ impl Failover {
 
     /// How this node has come to lead its location since the last call.
     pub fn successions(&self) -> Vec<String> {
-        std::mem::take(&mut locked(&self.shared.said).successions)
+        std::mem::take(&mut self.shared.output.lock().successions)
     }
 
     /// The term in which this node leads its location; `written` until the thread has published it.
     pub fn leading(&self, written: Option<u64>) -> Option<u64> {
-        let said = locked(&self.shared.said);
-        if said.is_published { said.leading } else { written }
+        let output = self.shared.output.lock();
+        if output.is_published { output.leading } else { written }
     }
 
     /// Checks whether any node asks for several active leaders, before this node publishes what it
@@ -214,8 +211,8 @@ impl Failover {
 
     /// A leader that is to be declared dead; returned only once each.
     pub fn declares_dead(&self) -> Option<String> {
-        let mut said = locked(&self.shared.said);
-        let dead = said.dead.as_mut().filter(|dead| !dead.is_taken)?;
+        let mut output = self.shared.output.lock();
+        let dead = output.dead.as_mut().filter(|dead| !dead.is_taken)?;
         dead.is_taken = true;
         Some(dead.node.clone())
     }
@@ -280,7 +277,7 @@ impl Failover {
         bpffs: &Path,
         metrics: &FailoverMetrics,
     ) -> Result<(), DataplaneError> {
-        *locked(&self.shared.site) = Some(Arc::new(site));
+        *self.shared.site.lock() = Some(Arc::new(site));
         if self.thread.as_ref().is_none_or(JoinHandle::is_finished) {
             let tools = thread::Tools {
                 signals: dataplane.signals()?,

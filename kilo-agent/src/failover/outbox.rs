@@ -4,7 +4,7 @@
 use std::collections::BTreeMap;
 
 use kilo_common::signal::Kind;
-use kilo_core::topology::NodeId;
+use kilo_core::signal_id::NodeId;
 use kilo_failover::Signal;
 
 /// At most one signal per node.

@@ -17,7 +17,7 @@ use kilo_core::{
     topology::{Acting, ActingLocation, Gateways, Leaving, Member, Mesh, Segment},
     wireguard::{DeviceState, key::PublicKey},
 };
-use kilo_failover::{Cause, Far, NodeId, Place, Several};
+use kilo_failover::{Cause, Far, NodeId, OwnLocation, Several};
 use kilo_host::{net::link_down::Needed, wireguard::Device};
 
 use crate::far::{FarLocation, far_location, held, id};
@@ -26,7 +26,7 @@ use crate::far::{FarLocation, far_location, held, id};
 #[derive(Clone, Debug)]
 pub struct Site {
     /// This location.
-    pub place: Place,
+    pub place: OwnLocation,
     /// Private address of this node.
     pub private: IpAddr,
     /// Address of this node inside tunnels.
@@ -153,7 +153,7 @@ impl Site {
         let is_mixed = members.any(|member| !member.node.is_capable());
         Some(Self {
             is_mixed,
-            place: Place {
+            place: OwnLocation {
                 me,
                 location: signal_id::location(&segment.location),
                 gateways: ids,

@@ -15,7 +15,7 @@ use std::{
 
 use aya::maps::{MapData, RingBuf};
 use kilo_common::lead::Term;
-use kilo_core::topology::NodeId;
+use kilo_core::signal_id::NodeId;
 use kilo_failover::{Agent, DeclaredAlone, Far, Input, Micros, Params, Start, far};
 use kilo_host::{
     dataplane::{CounterReader, lead::Signals, led_members::Led, monitor::ktime},
@@ -30,7 +30,6 @@ use super::{
     Shared,
     claim_answers::Moved,
     followers::Followers,
-    locked,
     outbox::Asks,
     report::{FailoverMetrics, Out},
     site::Site,
@@ -172,7 +171,7 @@ impl Thread {
         if ready.agent {
             let _ = self.shared.wake.read();
         }
-        let site = locked(&self.shared.site).take();
+        let site = self.shared.site.lock().take();
         if let Some(site) = site {
             self.set_site(&site);
         }

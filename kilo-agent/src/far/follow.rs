@@ -13,8 +13,8 @@ use kilo_common::{
     signal::{self, Body, Kind, LONGEST, Shared},
 };
 use kilo_core::{
-    signal_id,
-    topology::{Acting, Mesh, NodeId},
+    signal_id::{self, NodeId},
+    topology::{Acting, Mesh},
     wireguard::{DeviceState, WireguardPlan, key::PublicKey},
 };
 use kilo_failover::{
@@ -23,7 +23,7 @@ use kilo_failover::{
 };
 
 pub use super::HELLO;
-use super::{APART, FarGateway, FarLocation, PATIENCE, far_location};
+use super::{APART, FarGateway, FarLocation, PATIENCE, Refusal, far_location};
 
 /// Actions, to be carried out in order.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -81,6 +81,7 @@ impl Follow {
         };
         let before: Vec<Ipv6Addr> = self.gateways().map(|gateway| gateway.control).collect();
         self.locations = locations.map(of).collect();
+        // They have no owners that are to be forgotten: nothing is read from the device.
         super::set_locations(&mut self.fars, &self.locations);
         let named = mesh.segments.iter().flat_map(|segment| &segment.members);
         let named =
@@ -121,27 +122,27 @@ impl Follow {
     /// Handles a datagram that came out of the tunnel of the peer with this address.
     ///
     /// # Errors
-    /// The reason for a refusal, in one word.
-    pub fn hear(&mut self, from: IpAddr, bytes: &[u8], now: Micros) -> Result<Vec<Act>, &'static str> {
-        let signal = signal::parse(bytes).map_err(|_| "malformed")?;
+    /// Why it is refused.
+    pub fn hear(&mut self, from: IpAddr, bytes: &[u8], now: Micros) -> Result<Vec<Act>, Refusal> {
+        let signal = signal::parse(bytes).map_err(|_| Refusal::Malformed)?;
         let signal = signal.map_list(|words| words.iter().collect());
         let of = |(far, location): (&Far, &FarLocation)| {
             let found = location.gateways.iter().find(|gateway| from == gateway.control);
             found.map(|gateway| (*far, gateway.id))
         };
-        let (far, sender) = self.locations.iter().find_map(of).ok_or("gateway")?;
+        let (far, sender) = self.locations.iter().find_map(of).ok_or(Refusal::Gateway)?;
         match signal.kind {
             Kind::Reflected => {
                 self.fars.values_mut().for_each(|acting| acting.answered(signal.nonce));
                 Ok(Vec::new())
             }
             Kind::Claim | Kind::End if signal.sender == sender => {
-                let pair = self.locations.get(&far).zip(self.fars.get_mut(&far)).ok_or("gateway")?;
+                let pair = self.locations.get(&far).zip(self.fars.get_mut(&far)).ok_or(Refusal::Gateway)?;
                 let (params, names) = (&self.params, &self.names);
                 let claimed = super::claimed(params, pair, (far, sender), &signal, names, (self.me, now));
                 Ok(claimed.step?.map_or_else(Vec::new, |step| self.apply_step(far, &step, now)))
             }
-            _ => Err("gateway"),
+            _ => Err(Refusal::Gateway),
         }
     }
 
@@ -325,15 +326,18 @@ mod tests {
         let far = signal_id::location("location:a");
         let term = Term::NONE.next(signal_id::node(&key("a2")));
         let good = claim("a2", term, &["a3"], far);
-        assert_eq!(follow.hear(control("a1").into(), &good, 0), Err("gateway"), "another's tunnel");
-        assert_eq!(follow.hear(control("a3").into(), &claim("a3", term, &["a3"], far), 0), Err("gateway"));
+        assert_eq!(follow.hear(control("a1").into(), &good, 0), Err(Refusal::Gateway), "another's tunnel");
+        assert_eq!(
+            follow.hear(control("a3").into(), &claim("a3", term, &["a3"], far), 0),
+            Err(Refusal::Gateway)
+        );
         assert_eq!(
             follow.hear(control("a2").into(), &claim("a2", term, &["a3"], far + 1), 0),
-            Err("location")
+            Err(Refusal::Location)
         );
         let leap = claim("a2", Term::from_bits(u64::MAX), &["a3"], far);
-        assert_eq!(follow.hear(control("a2").into(), &leap, 0), Err("leap"));
-        assert_eq!(follow.hear(control("a2").into(), &good[..40], 0), Err("malformed"));
+        assert_eq!(follow.hear(control("a2").into(), &leap, 0), Err(Refusal::Leap));
+        assert_eq!(follow.hear(control("a2").into(), &good[..40], 0), Err(Refusal::Malformed));
         assert_eq!(plan(&follow, true).1, before);
     }
 

@@ -2,6 +2,7 @@
 //! agents, and for machines that have all gateways as VPN peers ([`follow`]).
 
 pub mod follow;
+mod refusal;
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -20,6 +21,7 @@ use kilo_failover::{
     Far, MS, Micros, NodeId, Params, SEC, Signal, Term,
     far::{Owners, Refused, Step},
 };
+pub use refusal::Refusal;
 
 /// Time between the two probes of an old leader.
 pub const APART: Micros = 20 * MS;
@@ -125,14 +127,17 @@ pub fn far_location(
     }
 }
 
-/// Takes over the set of locations, and their nodes.
-pub fn set_locations(fars: &mut BTreeMap<Far, Owners>, locations: &BTreeMap<Far, FarLocation>) {
+/// Takes over the set of locations, and their nodes. Returns whether any is new: it has then the owners that
+/// the device has, until they are to be forgotten ([`SEEDED`]).
+pub fn set_locations(fars: &mut BTreeMap<Far, Owners>, locations: &BTreeMap<Far, FarLocation>) -> bool {
     fars.retain(|far, _| locations.contains_key(far));
+    let mut is_any_new = false;
     for (far, location) in locations {
         let Some(leader) = location.gateways.get(location.acting).map(|gateway| gateway.id) else {
             continue;
         };
         let acting = fars.entry(*far).or_insert_with(|| {
+            is_any_new = true;
             let mut acting = Owners::new([], leader);
             for (member, gateway) in &location.held {
                 acting.seed(*member, (SEED, *gateway));
@@ -148,15 +153,15 @@ pub fn set_locations(fars: &mut BTreeMap<Far, Owners>, locations: &BTreeMap<Far,
             acting.record_written_term(term, gateway);
         }
     }
+    is_any_new
 }
 
 /// Result of a CLAIM or END.
 pub struct Claimed {
     /// How many nodes of another location it names.
     pub foreign: usize,
-    /// The resulting step; `None` when it names nodes of another location, but none of this one. An error is
-    /// the reason for a refusal.
-    pub step: Result<Option<Step>, &'static str>,
+    /// The resulting step; `None` when it names nodes of another location, but none of this one.
+    pub step: Result<Option<Step>, Refusal>,
 }
 
 /// Evaluates a CLAIM or END of a gateway, which WireGuard has authenticated. `names`: all known nodes; `me`,
@@ -170,7 +175,7 @@ pub fn claimed(
     (me, now): (NodeId, Micros),
 ) -> Claimed {
     if signal.location != far {
-        return Claimed { foreign: 0, step: Err("location") };
+        return Claimed { foreign: 0, step: Err(Refusal::Location) };
     }
     let names_any =
         |signal: &Signal| !matches!(&signal.body, Body::Claim { members, .. } if members.is_empty());
@@ -184,10 +189,10 @@ pub fn claimed(
     let led_by = (&gateways[..], leader);
     let step =
         acting.claimed_of_led(params, from, &known, led_by, (me, now)).map(Some).map_err(|why| match why {
-            Refused::Kind | Refused::Gateway => "gateway",
-            Refused::Member => "member",
-            Refused::Leap => "leap",
-            Refused::Rate => "rate",
+            Refused::Kind | Refused::Gateway => Refusal::Gateway,
+            Refused::Member => Refusal::Member,
+            Refused::Leap => Refusal::Leap,
+            Refused::Rate => Refusal::Rate,
         });
     Claimed { foreign, step }
 }
@@ -309,6 +314,20 @@ mod tests {
             set_locations(&mut fars, &BTreeMap::from([(FAR, by_order(&[A1, A2, A3]))]));
             assert_eq!((has(&fars, MEMBER), has(&fars, A3)), (owner, A3), "{shared:?}");
         }
+    }
+
+    #[test]
+    fn a_location_that_reappears_has_owners_to_be_forgotten_again() {
+        let there = BTreeMap::from([(FAR, led_by_a2([(A1, A2)]))]);
+        let mut fars = BTreeMap::new();
+        for (locations, is_new) in
+            [(&there, true), (&there, false), (&BTreeMap::new(), false), (&there, true)]
+        {
+            assert_eq!(set_locations(&mut fars, locations), is_new);
+        }
+        assert_eq!(known(&fars)[&FAR].members[&A1].1, A2);
+        fars.values_mut().for_each(|acting| acting.forget(SEED));
+        assert!(!known(&fars)[&FAR].members.contains_key(&A1));
     }
 
     /// Members that this node confirmed before its host rebooted are not named in the next CLAIM.

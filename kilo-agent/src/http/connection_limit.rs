@@ -1,18 +1,19 @@
-//! Limits open connections. When all places are taken, a new connection replaces the oldest one of the client
+//! Limits open connections. When all slots are taken, a new connection replaces the oldest one of the client
 //! that has most: clients that hold on to their connections shut out only themselves. The node itself, whose
-//! kubelet requests `/health`, has separate places.
+//! kubelet requests `/health`, has separate slots.
 
 use std::{
     collections::BTreeMap,
     net::{IpAddr, SocketAddr},
-    sync::{Arc, Mutex, PoisonError},
+    sync::Arc,
 };
 
+use parking_lot::Mutex;
 use tokio_util::sync::CancellationToken;
 
-/// Places for clients on other hosts.
+/// Slots for clients on other hosts.
 const ELSEWHERE: usize = 256;
-/// Places for clients on this node.
+/// Slots for clients on this node.
 const ON_NODE: usize = 32;
 
 type Open = Arc<Mutex<BTreeMap<u64, (IpAddr, CancellationToken)>>>;
@@ -25,24 +26,24 @@ pub struct ConnectionLimit {
     next: u64,
 }
 
-/// A place for a connection, released on drop.
+/// A slot for a connection, released on drop.
 #[derive(Debug)]
-pub struct Place {
+pub struct ConnectionSlot {
     open: Open,
     number: u64,
-    /// Cancelled when another connection takes the place.
+    /// Cancelled when another connection takes the slot.
     pub lost: CancellationToken,
 }
 
-impl Drop for Place {
+impl Drop for ConnectionSlot {
     fn drop(&mut self) {
-        self.open.lock().unwrap_or_else(PoisonError::into_inner).remove(&self.number);
+        self.open.lock().remove(&self.number);
     }
 }
 
 impl ConnectionLimit {
-    /// Takes a place for a connection from `client` to the local address `own`.
-    pub fn take(&mut self, client: SocketAddr, own: SocketAddr) -> Place {
+    /// Takes a slot for a connection from `client` to the local address `own`.
+    pub fn take(&mut self, client: SocketAddr, own: SocketAddr) -> ConnectionSlot {
         let [client, own] = [client.ip().to_canonical(), own.ip().to_canonical()];
         // A connection from this host to one of its addresses has that address as its source, too.
         let (open, most) = match client == own || client.is_loopback() {
@@ -51,16 +52,16 @@ impl ConnectionLimit {
         };
         let (number, lost) = (self.next, CancellationToken::new());
         self.next += 1;
-        let mut held = open.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut held = open.lock();
         if held.len() >= most
             && let Some(oldest) = oldest_of_the_largest(&held)
-            && let Some((_, place)) = held.remove(&oldest)
+            && let Some((_, replaced)) = held.remove(&oldest)
         {
-            place.cancel();
+            replaced.cancel();
         }
         held.insert(number, (client, lost.clone()));
         drop(held);
-        Place { open: Arc::clone(open), number, lost }
+        ConnectionSlot { open: Arc::clone(open), number, lost }
     }
 }
 
@@ -82,19 +83,19 @@ mod tests {
     }
 
     #[test]
-    fn who_holds_most_makes_room_and_the_node_keeps_its_own_places() {
-        let (mut places, node) = (ConnectionLimit::default(), address("10.0.0.1:1107"));
-        let scraper = places.take(address("10.0.0.9:1"), node);
-        let greedy: Vec<Place> = (0..400).map(|_| places.take(address("10.0.0.8:1"), node)).collect();
-        let lost = greedy.iter().filter(|place| place.lost.is_cancelled()).count();
+    fn who_holds_most_makes_room_and_the_node_keeps_its_own_slots() {
+        let (mut limit, node) = (ConnectionLimit::default(), address("10.0.0.1:1107"));
+        let scraper = limit.take(address("10.0.0.9:1"), node);
+        let greedy: Vec<ConnectionSlot> = (0..400).map(|_| limit.take(address("10.0.0.8:1"), node)).collect();
+        let lost = greedy.iter().filter(|slot| slot.lost.is_cancelled()).count();
         assert_eq!(lost, 400 - (ELSEWHERE - 1));
-        assert!(greedy[..lost].iter().all(|place| place.lost.is_cancelled()), "the oldest ones");
+        assert!(greedy[..lost].iter().all(|slot| slot.lost.is_cancelled()), "the oldest ones");
         assert!(!scraper.lost.is_cancelled());
-        let kubelet = places.take(node, node);
-        let mapped = places.take(address("[::ffff:10.0.0.1]:5"), node);
-        assert_eq!(places.on_node.lock().unwrap().len(), 2);
+        let kubelet = limit.take(node, node);
+        let mapped = limit.take(address("[::ffff:10.0.0.1]:5"), node);
+        assert_eq!(limit.on_node.lock().len(), 2);
         drop((greedy, kubelet, mapped));
-        assert_eq!(places.elsewhere.lock().unwrap().len(), 1);
-        assert!(places.on_node.lock().unwrap().is_empty());
+        assert_eq!(limit.elsewhere.lock().len(), 1);
+        assert!(limit.on_node.lock().is_empty());
     }
 }

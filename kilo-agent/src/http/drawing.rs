@@ -46,7 +46,7 @@ pub fn svg(mesh: &Mesh, ways: &Ways) -> String {
 }
 
 /// Layout of a location's nodes.
-struct Place {
+struct LocationLayout {
     centre: Point,
     radius: f64,
     /// Centre of each member, in their order.
@@ -59,11 +59,12 @@ struct Place {
 
 fn write(mesh: &Mesh, ways: &Ways, out: &mut String) -> fmt::Result {
     let used = mesh.gateways_in_use();
-    let mut places: Vec<Place> = mesh.segments.iter().map(|segment| Place::of(segment, &used)).collect();
-    let radii: Vec<f64> = places.iter().map(|place| place.radius).collect();
+    let mut layouts: Vec<LocationLayout> =
+        mesh.segments.iter().map(|segment| LocationLayout::of(segment, &used)).collect();
+    let radii: Vec<f64> = layouts.iter().map(|layout| layout.radius).collect();
     let (centres, extent) = around(&radii);
-    for (place, centre) in places.iter_mut().zip(&centres) {
-        place.move_to(*centre);
+    for (layout, centre) in layouts.iter_mut().zip(&centres) {
+        layout.move_to(*centre);
     }
     let peers = outside(mesh.peers.len(), extent);
     let things = centres.iter().copied().zip(radii.iter().copied());
@@ -78,7 +79,7 @@ fn write(mesh: &Mesh, ways: &Ways, out: &mut String) -> fmt::Result {
     writeln!(out, "<style>{STYLE}</style>")?;
     let subnet = escape(&mesh.subnet.to_string());
     writeln!(out, "<text x=\"{middle:.0}\" y=\"{:.0}\">{subnet}</text>", top + 18.0)?;
-    let lines = tunnels(&places) + places.len() * peers.len();
+    let lines = tunnels(&layouts) + layouts.len() * peers.len();
     if lines > MOST_LINES {
         let y = top + 34.0;
         writeln!(
@@ -87,8 +88,8 @@ fn write(mesh: &Mesh, ways: &Ways, out: &mut String) -> fmt::Result {
              {lines} lines are left out</text>"
         )?;
     } else {
-        for ((index, from), segment) in places.iter().enumerate().zip(&mesh.segments) {
-            for (other, to) in places.iter().enumerate().skip(index + 1) {
+        for ((index, from), segment) in layouts.iter().enumerate().zip(&mesh.segments) {
+            for (other, to) in layouts.iter().enumerate().skip(index + 1) {
                 for ((at, one), (to, other)) in
                     from.ends(mesh, index).flat_map(|from| to.ends(mesh, other).map(move |to| (from, to)))
                 {
@@ -102,8 +103,8 @@ fn write(mesh: &Mesh, ways: &Ways, out: &mut String) -> fmt::Result {
             }
         }
     }
-    for (segment, place) in mesh.segments.iter().zip(&places) {
-        location(out, segment, place)?;
+    for (segment, layout) in mesh.segments.iter().zip(&layouts) {
+        location(out, segment, layout)?;
     }
     for (peer, at) in mesh.peers.iter().zip(&peers) {
         let prefixes: Vec<_> = peer.allowed_ips.iter().map(ToString::to_string).collect();
@@ -116,17 +117,17 @@ fn write(mesh: &Mesh, ways: &Ways, out: &mut String) -> fmt::Result {
 }
 
 /// Number of lines between gateways of different locations.
-fn tunnels(places: &[Place]) -> usize {
+fn tunnels(layouts: &[LocationLayout]) -> usize {
     let mut before = 0;
     let mut lines = 0;
-    for place in places {
-        lines += before * place.gateways.len();
-        before += place.gateways.len();
+    for layout in layouts {
+        lines += before * layout.gateways.len();
+        before += layout.gateways.len();
     }
     lines
 }
 
-impl Place {
+impl LocationLayout {
     /// Lays out a location around the origin. `used`: in locations with several active leaders, the one that
     /// each node uses.
     fn of(segment: &Segment, used: &BTreeMap<&str, &str>) -> Self {
@@ -232,18 +233,18 @@ fn at(distance: f64, turn: f64) -> Point {
     (distance * angle.sin(), -distance * angle.cos())
 }
 
-fn location(out: &mut String, segment: &Segment, place: &Place) -> fmt::Result {
-    let ((x, y), radius) = (place.centre, place.radius);
+fn location(out: &mut String, segment: &Segment, layout: &LocationLayout) -> fmt::Result {
+    let ((x, y), radius) = (layout.centre, layout.radius);
     writeln!(out, "<circle class=\"location\" cx=\"{x:.1}\" cy=\"{y:.1}\" r=\"{radius:.1}\"/>")?;
     let top = y - radius - 6.0;
     writeln!(out, "<text x=\"{x:.1}\" y=\"{top:.1}\">{}</text>", escape(&segment.location))?;
-    for (index, gateway) in place.uses.iter().enumerate().filter(|(index, gateway)| index != *gateway) {
-        line(out, place.members[*gateway], place.members[index], "")?;
+    for (index, gateway) in layout.uses.iter().enumerate().filter(|(index, gateway)| index != *gateway) {
+        line(out, layout.members[*gateway], layout.members[index], "")?;
     }
-    let is_shared = place.gateways.len() > 1;
+    let is_shared = layout.gateways.len() > 1;
     for (index, member) in segment.members.iter().enumerate() {
         let leads = index == segment.leader;
-        let is_gateway = is_shared && place.uses[index] == index;
+        let is_gateway = is_shared && layout.uses[index] == index;
         let cidrs: Vec<_> = member.node.pod_cidrs.iter().map(ToString::to_string).collect();
         let address = member.private_ip().map(|ip| ip.to_string()).unwrap_or_default();
         let mut about = format!("{}\npods {}\nprivate address {address}", member.name(), cidrs.join(", "));
@@ -253,10 +254,10 @@ fn location(out: &mut String, segment: &Segment, place: &Place) -> fmt::Result {
                 &format!("\nleads: {}\nWireGuard {wireguard} at {}", segment.leader_reason, segment.endpoint);
         }
         if is_gateway {
-            let nodes = place.uses.iter().filter(|gateway| **gateway == index).count();
+            let nodes = layout.uses.iter().filter(|gateway| **gateway == index).count();
             about += &format!("\ngateway of {nodes} nodes, itself among them");
         } else if is_shared {
-            about += &format!("\nuses gateway {}", segment.members[place.uses[index]].name());
+            about += &format!("\nuses gateway {}", segment.members[layout.uses[index]].name());
         }
         let class = if leads {
             "leader"
@@ -266,7 +267,7 @@ fn location(out: &mut String, segment: &Segment, place: &Place) -> fmt::Result {
             "node"
         };
         let first = cidrs.first().map_or("", String::as_str);
-        ellipse(out, place.members[index], class, member.name(), first, &about)?;
+        ellipse(out, layout.members[index], class, member.name(), first, &about)?;
     }
     Ok(())
 }
@@ -279,12 +280,12 @@ fn tunnel(
     ways: &Ways,
 ) -> fmt::Result {
     let Some(way) = ways.between(one, other) else { return line(out, from, to, "") };
-    let class = if way.starts_with("relayed") { "relayed" } else { "punched" };
+    let class = way.path;
     let about = escape(&format!("{one} and {other}: {way}"));
     write!(out, "<g><title>{about}</title>")?;
     line(out, from, to, &format!(" class=\"{class}\""))?;
     let (x, y) = (f64::midpoint(from.0, to.0), f64::midpoint(from.1, to.1) - 4.0);
-    writeln!(out, "<text class=\"small\" x=\"{x:.1}\" y=\"{y:.1}\">{}</text></g>", escape(way))
+    writeln!(out, "<text class=\"small\" x=\"{x:.1}\" y=\"{y:.1}\">{}</text></g>", escape(&way.to_string()))
 }
 
 fn line(out: &mut String, from: Point, to: Point, more: &str) -> fmt::Result {
@@ -339,6 +340,7 @@ mod tests {
     use kilo_core::{
         settings::Granularity,
         topology::{Node, Peer},
+        tunnel_path::{PathWithRelay, TunnelPath},
         wireguard::key::PublicKey,
     };
 
@@ -406,12 +408,12 @@ mod tests {
             assert_eq!(text.matches("<line").count(), 2 * (nodes - leaders) + leaders * leaders, "{text}");
             let used = mesh.gateways_in_use();
             for segment in &mesh.segments {
-                let place = Place::of(segment, &used);
-                for (index, (x, y)) in place.members.iter().enumerate() {
-                    let gateway = segment.members[place.uses[index]].name();
+                let layout = LocationLayout::of(segment, &used);
+                for (index, (x, y)) in layout.members.iter().enumerate() {
+                    let gateway = segment.members[layout.uses[index]].name();
                     assert_eq!(used[segment.members[index].name()], gateway);
-                    assert!(x.hypot(*y) + NODE.0 < place.radius, "node {index} of {nodes}");
-                    for (other, (ox, oy)) in place.members.iter().enumerate().skip(index + 1) {
+                    assert!(x.hypot(*y) + NODE.0 < layout.radius, "node {index} of {nodes}");
+                    for (other, (ox, oy)) in layout.members.iter().enumerate().skip(index + 1) {
                         let is_apart = (x - ox).abs() > 2.0 * NODE.0 || (y - oy).abs() > 2.0 * NODE.1;
                         assert!(is_apart, "{nodes} nodes, {leaders} leaders: {index} and {other}");
                     }
@@ -423,8 +425,13 @@ mod tests {
     #[test]
     fn tunnels_that_are_not_direct_are_marked_and_named() {
         let mesh = mesh(3, 3, 0);
-        let way = |one: &str, other: &str, way: &str| ([one, other].map(str::to_owned), way.to_owned());
-        let ways = [way("n1<&>", "n0<&>", "relayed by <z>"), way("n1<&>", "n2<&>", "punched")];
+        let way = |ends: [&str; 2], path, relay: Option<&str>| {
+            (ends.map(str::to_owned), PathWithRelay { path, relay: relay.map(str::to_owned) })
+        };
+        let ways = [
+            way(["n1<&>", "n0<&>"], TunnelPath::Relayed, Some("<z>")),
+            way(["n1<&>", "n2<&>"], TunnelPath::Punched, None),
+        ];
         let text = svg(&mesh, &ways.into_iter().collect());
         assert_eq!(text.matches("<line x1").count(), 1, "{text}");
         assert_eq!(text.matches("<line class=\"relayed\"").count(), 1, "{text}");

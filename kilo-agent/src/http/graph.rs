@@ -195,6 +195,8 @@ fn parameters(query: &str) -> Result<(Format, Option<Layout>), UnknownValue> {
 
 #[cfg(test)]
 mod tests {
+    use kilo_core::tunnel_path::{PathWithRelay, TunnelPath};
+
     use super::*;
 
     #[test]
@@ -216,7 +218,8 @@ mod tests {
         let first = make(Text::Svg, &one, &none).await;
         assert_eq!(make(Text::Svg, &one, &none).await.as_ptr(), first.as_ptr());
         assert_ne!(make(Text::Dot, &one, &none).await, first);
-        let punched: Ways = [(["a", "b"].map(str::to_owned), "punched".to_owned())].into_iter().collect();
+        let way = PathWithRelay { path: TunnelPath::Punched, relay: None };
+        let punched: Ways = [(["a", "b"].map(str::to_owned), way)].into_iter().collect();
         assert_ne!(make(Text::Svg, &one, &punched).await.as_ptr(), first.as_ptr());
         assert_ne!(make(Text::Svg, &other, &none).await.as_ptr(), first.as_ptr());
     }

@@ -111,7 +111,9 @@ impl Context {
             "/" => self.page.html().await,
             "/metrics" => {
                 match view().peers().await {
-                    Ok(peers) => self.metrics.set_peers(peers, tunnel_ends(&view().mesh), Timestamp::now()),
+                    Ok(peers) => {
+                        self.metrics.set_peers(peers, tunnel_ends(&view().observed.mesh), Timestamp::now());
+                    }
                     Err(error) => {
                         tracing::warn!(%error, "failed to read WireGuard peers; their metrics are from the last scrape");
                     }
@@ -124,7 +126,7 @@ impl Context {
             "/status" => self.page.status().await,
             _ => {
                 let view = view();
-                self.graph.answer(query, &view.mesh, view.ways()).await
+                self.graph.answer(query, &view.observed.mesh, view.ways()).await
             }
         }
     }

@@ -1,4 +1,4 @@
-//! Accepts connections: HTTP/1.1, in clear or over TLS, limited in number and duration.
+//! Accepts connections: HTTP/1.1, in cleartext or over TLS, limited in number and duration.
 
 use std::{convert::Infallible, future::poll_fn, io, net::SocketAddr, time::Duration};
 
@@ -78,11 +78,11 @@ where
             sleep(Duration::from_millis(100)).await;
             continue;
         };
-        let place = limit.take(client, own);
+        let slot = limit.take(client, own);
         let (tls, handle, stop) = (tls.clone(), handle.clone(), stop.clone());
         connections.spawn(async move {
             tokio::select! {
-                () = place.lost.cancelled() => tracing::debug!(%client, "HTTP connection closed to make room for other clients"),
+                () = slot.lost.cancelled() => tracing::debug!(%client, "HTTP connection closed to make room for other clients"),
                 () = welcome(stream, tls, handle, stop) => {}
             }
         });

@@ -8,25 +8,20 @@ use std::{
 
 use kilo_core::{
     addresses::is_reached_from_anywhere,
-    objects::Snapshot,
-    relay::{NodeId, RelayPlaces, Seen},
-    signal_id,
-    topology::{Gateways, Mesh, Node, Segment},
+    relay::{RelayPlaces, Seen},
+    signal_id::{self, NodeId},
+    topology::{Gateways, Mesh, Node, ObservedMesh, Segment},
     wireguard::key::PublicKey,
 };
 use kilo_host::wireguard::{Device, PeerStatus};
 
 use super::Relays;
 
-/// The relay task's view of the mesh: the state after a reconciliation.
+/// What the relay task needs to know of the last reconcile.
 #[derive(Clone, Debug, Default)]
-pub struct MeshView {
-    /// The mesh as this node sees it.
-    pub mesh: Arc<Mesh>,
-    /// All objects.
-    pub snapshot: Arc<Snapshot>,
-    /// This node as it is now.
-    pub own: Option<Arc<Node>>,
+pub struct RelayView {
+    /// The mesh as this node sees it, and all objects.
+    pub observed: Arc<ObservedMesh>,
     /// The WireGuard device; `None` until it exists.
     pub device: Option<Device>,
     /// Addresses of relays.
@@ -87,10 +82,10 @@ pub struct FarGateways {
 
 impl FarGateways {
     /// Evaluates a view and the device's peers.
-    pub fn of(view: &MeshView, relays: &Relays, peers: &BTreeMap<PublicKey, PeerStatus>) -> Self {
-        let mesh = &view.mesh;
+    pub fn of(view: &RelayView, relays: &Relays, peers: &BTreeMap<PublicKey, PeerStatus>) -> Self {
+        let mesh = &view.observed.mesh;
         let mut found = Self::default();
-        let Some(own) = view.own.as_deref() else { return found };
+        let Some(own) = view.observed.own.as_deref() else { return found };
         let seen = seen_by_others(view);
         let own_location = mesh.find(&own.name).map(|(at, _)| at);
         let near = own_location.map(|at| gateways(mesh, at)).unwrap_or_default();
@@ -154,9 +149,9 @@ fn published(relays: &Relays, node: &Node) -> Option<SocketAddr> {
 }
 
 /// Endpoints at which nodes see each other, without those of relays; collected in one pass over all nodes.
-fn seen_by_others(view: &MeshView) -> HashMap<PublicKey, BTreeSet<SocketAddr>> {
+fn seen_by_others(view: &RelayView) -> HashMap<PublicKey, BTreeSet<SocketAddr>> {
     let mut seen: HashMap<_, BTreeSet<_>> = HashMap::new();
-    for (key, at) in view.snapshot.nodes.iter().flat_map(|node| &node.node.discovered_endpoints) {
+    for (key, at) in view.observed.snapshot.nodes.iter().flat_map(|node| &node.node.discovered_endpoints) {
         if !view.relay_places.contains(*at) {
             seen.entry(*key).or_default().insert(*at);
         }
@@ -179,7 +174,7 @@ mod tests {
     use std::net::SocketAddrV6;
 
     use kilo_core::{
-        objects::CheckedIn,
+        objects::{CheckedIn, Snapshot},
         settings::Granularity,
         topology::{Acting, Peer},
     };
@@ -250,7 +245,9 @@ mod tests {
         let mut mesh = Mesh::default().next(&nodes, &BTreeMap::new(), Granularity::Location, subnet);
         let of = |mesh: &Mesh, own: usize| {
             let own = Some(Arc::clone(&nodes[own]));
-            let view = MeshView { mesh: Arc::new(mesh.clone()), own, ..MeshView::default() };
+            let observed =
+                ObservedMesh { mesh: Arc::new(mesh.clone()), own, ..ObservedMesh::default() }.into();
+            let view = RelayView { observed, ..RelayView::default() };
             let far = FarGateways::of(&view, &Relays::default(), &BTreeMap::new());
             let name = |seen: &Seen| {
                 let name = far.nodes[&seen.id].1.clone();
@@ -355,7 +352,9 @@ mod tests {
         let subnet = "10.4.0.0/16".parse().unwrap();
         let mesh = Mesh::default().next(&nodes, &BTreeMap::new(), Granularity::Location, subnet);
         let relays = Relays::default();
-        let view = MeshView { mesh: Arc::new(mesh), own: Some(Arc::clone(&nodes[0])), ..MeshView::default() };
+        let own = Some(Arc::clone(&nodes[0]));
+        let observed = ObservedMesh { mesh: Arc::new(mesh), own, ..ObservedMesh::default() }.into();
+        let view = RelayView { observed, ..RelayView::default() };
         let published = || FarGateways::of(&view, &relays, &BTreeMap::new()).seen[0].published;
         assert_eq!(published(), None, "nobody has answered yet");
         relays.resolves(&[("home.example".to_owned(), "198.51.100.7".parse().unwrap())].into());
@@ -390,12 +389,13 @@ mod tests {
                 nodes: nodes.iter().map(|node| CheckedIn { node: Node::clone(node), last_seen: 0 }).collect(),
                 ..Snapshot::default()
             };
-            let view = MeshView {
+            let observed = ObservedMesh {
                 mesh: Arc::new(mesh),
                 snapshot: Arc::new(snapshot),
                 own: Some(Arc::clone(&nodes[0])),
-                ..MeshView::default()
+                ..ObservedMesh::default()
             };
+            let view = RelayView { observed: observed.into(), ..RelayView::default() };
             FarGateways::of(&view, &Relays::default(), &BTreeMap::new()).is_behind_nat
         };
         assert!(!is_behind_nat("192.0.2.1:51820"));

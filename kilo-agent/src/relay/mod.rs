@@ -13,27 +13,29 @@ use std::{
     collections::{BTreeMap, BTreeSet},
     net::{IpAddr, SocketAddr},
     path::Path,
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    sync::Arc,
     time::Instant,
 };
 
 use kilo_core::{
     relay::{EndpointOverride, RESTS, RelayInputs},
     topology::{Mesh, Node},
+    tunnel_path::PathWithRelay,
     wireguard::{Endpoint, EndpointHost, key::PublicKey},
 };
 use kilo_host::dataplane::{
     Dataplane, DataplaneError,
     relay::{RelayMaps, RelayRing},
 };
+use parking_lot::{Mutex, MutexGuard};
 
-pub use mesh::MeshView;
+pub use mesh::RelayView;
 pub use paths::source_towards;
 pub use task::Context;
 
 /// The task's findings: read by reconciles, status, metrics and the graph.
 #[derive(Clone, Default)]
-pub struct Relays(Arc<Mutex<Said>>);
+pub struct Relays(Arc<Mutex<RelayFindings>>);
 
 impl std::fmt::Debug for Relays {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
@@ -46,14 +48,12 @@ impl std::fmt::Debug for Relays {
 pub struct Connected {
     /// Name of the other location's gateway.
     pub node: String,
-    /// `direct`, `punched` or `relayed`.
-    pub way: &'static str,
-    /// Name of the relaying node; `None` unless relayed.
-    pub by: Option<String>,
+    /// How it is connected.
+    pub way: PathWithRelay,
 }
 
 #[derive(Clone, Debug, Default)]
-struct Said {
+struct RelayFindings {
     /// Endpoints that override those of the mesh; true: through a relay.
     endpoints: BTreeMap<PublicKey, (SocketAddr, bool)>,
     ways: BTreeMap<PublicKey, Connected>,
@@ -69,7 +69,7 @@ struct Said {
     offer: Option<&'static str>,
 }
 
-impl Said {
+impl RelayFindings {
     /// Takes note of relays that were in use until now, when none is used any more.
     fn note_left(&mut self, uses: bool, before: BTreeMap<PublicKey, (SocketAddr, bool)>, now: Instant) {
         if uses {
@@ -88,43 +88,43 @@ impl Said {
 }
 
 impl Relays {
-    fn said(&self) -> MutexGuard<'_, Said> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    fn shared(&self) -> MutexGuard<'_, RelayFindings> {
+        self.0.lock()
     }
 
     /// Paths of this node's working tunnels.
     pub fn ways(&self) -> BTreeMap<PublicKey, Connected> {
-        self.said().ways.clone()
+        self.shared().ways.clone()
     }
 
     /// Number of pairs of other locations that this node relays for.
     pub fn serves(&self) -> usize {
-        self.said().serves
+        self.shared().serves
     }
 
     /// Effect of this node's annotation `relay`; `None` without the annotation.
     pub fn offer(&self) -> Option<&'static str> {
-        self.said().offer
+        self.shared().offer
     }
 
     /// Takes the addresses of DNS names in endpoints.
     pub fn resolves(&self, resolved: &BTreeMap<String, IpAddr>) {
-        self.said().resolved.clone_from(resolved);
+        self.shared().resolved.clone_from(resolved);
     }
 
     /// Address of an endpoint, as resolved for the last plan.
     fn address(&self, endpoint: &Endpoint) -> Option<SocketAddr> {
         let ip = match &endpoint.host {
             EndpointHost::Ip(ip) => *ip,
-            EndpointHost::Dns(name) => *self.said().resolved.get(name)?,
+            EndpointHost::Dns(name) => *self.shared().resolved.get(name)?,
         };
         Some(SocketAddr::new(ip, endpoint.port))
     }
 
     /// Whether a peer is reached through a relay: the address where it is seen is then useless to others.
     pub fn is_relayed(&self, key: &PublicKey) -> bool {
-        let said = self.said();
-        said.endpoints.get(key).is_some_and(|(_, relayed)| *relayed) || said.is_left(key, Instant::now())
+        let shared = self.shared();
+        shared.endpoints.get(key).is_some_and(|(_, relayed)| *relayed) || shared.is_left(key, Instant::now())
     }
 
     /// Inputs for the next plan: endpoints that the task has found, and whether programs look for relay
@@ -134,8 +134,8 @@ impl Relays {
         listens: bool,
         held: impl IntoIterator<Item = (PublicKey, SocketAddr)>,
     ) -> RelayInputs {
-        let said = self.said();
-        let held = held.into_iter().filter_map(|(key, place)| match (listens, said.knows) {
+        let shared = self.shared();
+        let held = held.into_iter().filter_map(|(key, place)| match (listens, shared.knows) {
             // A relay that an earlier agent found stays in use until the task knows more.
             (true, false) => Some((key, EndpointOverride::At(place))),
             (true, true) => None,
@@ -144,9 +144,9 @@ impl Relays {
         });
         // They are abandoned, too, when the last offer ends: the mesh no longer shows which ports are relays'.
         let now = Instant::now();
-        let left = said.left.keys().filter(|key| !listens && said.is_left(key, now));
+        let left = shared.left.keys().filter(|key| !listens && shared.is_left(key, now));
         let left = left.map(|key| (*key, EndpointOverride::LeavesRelay));
-        let found = said.endpoints.iter().map(|(key, (place, _))| (*key, EndpointOverride::At(*place)));
+        let found = shared.endpoints.iter().map(|(key, (place, _))| (*key, EndpointOverride::At(*place)));
         RelayInputs { listens, endpoints: held.chain(left).chain(found).collect() }
     }
 }
@@ -226,8 +226,8 @@ mod tests {
         let (relay, found) = (at("198.51.100.1:51900"), at("192.0.2.7:40000"));
         let planned = |knows, listens, endpoint: Option<SocketAddr>| {
             let relays = Relays::default();
-            relays.said().knows = knows;
-            relays.said().endpoints.extend(endpoint.map(|endpoint| (key, (endpoint, false))));
+            relays.shared().knows = knows;
+            relays.shared().endpoints.extend(endpoint.map(|endpoint| (key, (endpoint, false))));
             let inputs = relays.inputs(listens, [(key, relay)]);
             assert_eq!(inputs.listens, listens);
             inputs.endpoints.get(&key).copied()
@@ -245,16 +245,16 @@ mod tests {
         let relay = "198.51.100.1:51900".parse::<SocketAddr>().unwrap();
         let planned = |listens| relays.inputs(listens, []).endpoints.get(&key).copied();
         let before = || [(key, (relay, true))].into();
-        relays.said().note_left(false, before(), Instant::now());
+        relays.shared().note_left(false, before(), Instant::now());
         assert_eq!(planned(false), Some(EndpointOverride::LeavesRelay));
         assert!(relays.is_relayed(&key));
         // Until the other end knows, too.
-        relays.said().note_left(false, before(), Instant::now().checked_sub(RESTS).unwrap());
+        relays.shared().note_left(false, before(), Instant::now().checked_sub(RESTS).unwrap());
         assert_eq!(planned(false), None);
         assert!(!relays.is_relayed(&key));
-        relays.said().note_left(false, before(), Instant::now());
+        relays.shared().note_left(false, before(), Instant::now());
         assert_eq!(planned(true), None, "another offer");
-        relays.said().note_left(true, before(), Instant::now());
+        relays.shared().note_left(true, before(), Instant::now());
         assert!(!relays.is_relayed(&key));
     }
 }

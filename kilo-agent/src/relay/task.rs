@@ -13,8 +13,10 @@ use kilo_common::{
     siphash,
 };
 use kilo_core::{
-    relay::{self, Client, NodeId, Output, OwnEnd, Server, Way},
-    settings, signal_id,
+    relay::{self, Client, Output, OwnEnd, Server, Way},
+    settings,
+    signal_id::{self, NodeId},
+    tunnel_path::PathWithRelay,
     wireguard::key::{PublicKey, SecretKey},
 };
 use kilo_host::{
@@ -29,7 +31,7 @@ use tokio_util::sync::CancellationToken;
 
 use super::{
     Connected, Relays,
-    mesh::{FarGateways, Locations, MeshView},
+    mesh::{FarGateways, Locations, RelayView},
     paths::{Paths, Ports},
 };
 use crate::{failover::packets, metrics::Metrics};
@@ -64,7 +66,7 @@ pub struct Context {
     /// unlimited.
     pub relay_rate: u16,
     /// The mesh and the device, as published by reconciles.
-    pub view: watch::Receiver<MeshView>,
+    pub view: watch::Receiver<RelayView>,
     /// Changes when packets of this host may take another path.
     pub ways: watch::Receiver<()>,
     /// The task's findings, for reconciles.
@@ -213,10 +215,10 @@ impl Task {
         let (mesh, is_another) = {
             let view = self.context.view.borrow();
             // Before the first reconcile nothing is known, and the state of an earlier agent stays.
-            if view.own.is_none() || view.device.is_none() {
+            if view.observed.own.is_none() || view.device.is_none() {
                 return;
             }
-            (Arc::clone(&view.mesh), !self.locations.are_of(&view.mesh))
+            (Arc::clone(&view.observed.mesh), !self.locations.are_of(&view.observed.mesh))
         };
         // An additional VPN peer, for example, is not a reason to read the device: with thousands of peers
         // that takes long, and meanwhile the device is not changed. While endpoints are defended against late
@@ -428,33 +430,37 @@ impl Task {
                     Way::Relayed(relay) => name(relay).map(|(_, name)| name.as_str()),
                     _ => None,
                 };
-                tracing::info!(node, way = way.as_str(), by, "tunnel changed its path");
+                tracing::info!(node, path = way.path().label(), by, "tunnel changed its path");
             }
         }
         let connected = |(id, way): (&NodeId, &Way)| {
-            let by = match way {
+            let relay = match way {
                 Way::Relayed(relay) => name(relay).map(|(_, name)| name.clone()),
                 _ => None,
             };
             let (key, node) = name(id)?;
-            Some((*key, Connected { node: node.clone(), way: way.as_str(), by }))
+            let way = PathWithRelay { path: way.path(), relay };
+            Some((*key, Connected { node: node.clone(), way }))
         };
         let connected: BTreeMap<_, _> = ways.iter().filter_map(connected).collect();
-        self.context.metrics.set_ways(connected.values().map(|one| one.way), self.server.pairs());
+        self.context
+            .metrics
+            .set_tunnel_paths(connected.values().map(|one| one.way.path), self.server.pairs());
         let endpoints: BTreeMap<_, _> =
             endpoints.iter().filter_map(|(id, at)| Some((name(id)?.0, *at))).collect();
-        let is_annotated = self.context.view.borrow().own.as_ref().is_some_and(|own| own.relay);
+        let is_annotated = self.context.view.borrow().observed.own.as_ref().is_some_and(|own| own.relay);
         let is_off = self.context.relay == settings::Relay::Off;
-        let mut said = self.context.relays.said();
-        said.offer = is_annotated.then(|| super::offer(is_off, self.far.is_gateway, self.far.is_behind_nat));
+        let mut shared = self.context.relays.shared();
+        shared.offer =
+            is_annotated.then(|| super::offer(is_off, self.far.is_gateway, self.far.is_behind_nat));
         // The next plan has to set these peers' endpoints again.
-        let is_left = said.endpoints.keys().any(|key| !endpoints.contains_key(key));
-        let before = std::mem::replace(&mut said.endpoints, endpoints);
-        said.note_left(uses, before, Instant::now());
-        said.ways = connected;
-        said.knows = self.has_looked;
-        said.serves = self.server.pairs();
-        drop(said);
+        let is_left = shared.endpoints.keys().any(|key| !endpoints.contains_key(key));
+        let before = std::mem::replace(&mut shared.endpoints, endpoints);
+        shared.note_left(uses, before, Instant::now());
+        shared.ways = connected;
+        shared.knows = self.has_looked;
+        shared.serves = self.server.pairs();
+        drop(shared);
         if is_left {
             self.context.changed.notify_one();
         }

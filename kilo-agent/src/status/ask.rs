@@ -1,4 +1,4 @@
-//! Asks an agent for its status: at its address, or through the API server.
+//! Asks an agent for its status: at its address, or in its pod through the API server.
 
 use std::time::Duration;
 
@@ -16,14 +16,15 @@ use kube::{Client, client::Body, core::Status as Refusal};
 use tokio::{net::TcpStream, time::timeout};
 
 use super::{Status, pods};
-use kilo_core::errors::{Cause, error_chain};
+use kilo_core::{
+    errors::{Cause, error_chain},
+    settings::defaults::AGENT_PORT,
+};
 
 /// Timeout for an agent's answer.
 const PATIENCE: Duration = Duration::from_secs(5);
 /// Maximum size of an answer in bytes: 10,000 nodes take 5 MB.
 const LARGEST: usize = 64 << 20;
-/// Port of the agents in the manifests.
-const PORT: u16 = 1107;
 
 /// Where an agent that requires tokens keeps one for root on its node, and for `kgctl` in its container.
 pub const LOCAL_TOKEN: &str = "/var/lib/kilo/page-token";
@@ -58,6 +59,16 @@ pub enum AskError {
         /// What was received instead.
         source: Cause,
     },
+    /// The agent cannot show it at the moment, for example because it asks an API server that is away.
+    #[error("the agent at {url} cannot show its status now ({code}): {said}")]
+    Busy {
+        /// URL that was asked.
+        url: String,
+        /// The status code.
+        code: StatusCode,
+        /// The agent's message.
+        said: String,
+    },
     /// The agent requires a token.
     #[error("the agent at {url} requires a token to show its status: {said}")]
     Token {
@@ -80,6 +91,13 @@ pub enum AskError {
     Api(#[source] Cause),
 }
 
+impl AskError {
+    /// Whether a later attempt may succeed without intervention.
+    pub const fn is_temporary(&self) -> bool {
+        matches!(self, Self::Unreachable { .. } | Self::Busy { .. })
+    }
+}
+
 /// Reads the status at an agent's own address (`http://host:port`), with this token if given.
 ///
 /// # Errors
@@ -94,7 +112,7 @@ pub async fn agent(url: &str, token: Option<&str>) -> Result<Status, AskError> {
     let path = uri.path().trim_end_matches('/');
     let path = if path.ends_with("/status") { path.to_owned() } else { format!("{path}/status") };
     let host = authority.host().trim_start_matches('[').trim_end_matches(']').to_owned();
-    let address = (host, authority.port_u16().unwrap_or(PORT));
+    let address = (host, authority.port_u16().unwrap_or(AGENT_PORT));
     let unreachable = |source: Cause| AskError::Unreachable { url: url.to_owned(), source };
     let exchange = async {
         let stream = TcpStream::connect(address).await.map_err(|error| unreachable(error.into()))?;
@@ -115,6 +133,11 @@ pub async fn agent(url: &str, token: Option<&str>) -> Result<Status, AskError> {
             let said = String::from_utf8_lossy(&body).trim().to_owned();
             return Err(AskError::Token { url: url.to_owned(), said });
         }
+        if status.is_server_error() {
+            // Another server may send a whole page.
+            let said = String::from_utf8_lossy(&body).lines().next().unwrap_or_default().to_owned();
+            return Err(AskError::Busy { url: url.to_owned(), code: status, said });
+        }
         if status != StatusCode::OK {
             return Err(AskError::Answer { url: url.to_owned(), source: status.to_string().into() });
         }
@@ -124,22 +147,6 @@ pub async fn agent(url: &str, token: Option<&str>) -> Result<Status, AskError> {
     timeout(PATIENCE, exchange)
         .await
         .unwrap_or_else(|_| Err(unreachable(format!("no response within {} s", PATIENCE.as_secs()).into())))
-}
-
-/// Reads the status of the agent on a node, through the API server's proxy to its pod.
-///
-/// # Errors
-/// Why the status cannot be read; the agent may still be asked directly.
-pub async fn through_api(client: &Client, node: &str) -> Result<Status, AskError> {
-    let asked = timeout(PATIENCE, proxied(client, node)).await;
-    asked.unwrap_or_else(|_| Err(AskError::Api("the API server's proxy does not answer".into())))
-}
-
-async fn proxied(client: &Client, node: &str) -> Result<Status, AskError> {
-    let refused = |error: kube::Error| AskError::Api(error.into());
-    let found = pods::list(client, Some(node)).await.map_err(refused)?;
-    let running = pods::running(&found).ok_or_else(|| AskError::NoPod(node.to_owned()))?;
-    status_of(client, running).await
 }
 
 /// Reads the status of the agent in this pod, through the API server's proxy.
@@ -209,7 +216,7 @@ pub async fn bounded(client: &Client, request: Request<Vec<u8>>, most: usize) ->
 fn proxy_url(pod: &Pod, path: &str) -> String {
     let namespace = pod.metadata.namespace.as_deref().unwrap_or("default");
     let name = pod.metadata.name.as_deref().unwrap_or_default();
-    format!("/api/v1/namespaces/{namespace}/pods/{name}:{PORT}/proxy/{path}")
+    format!("/api/v1/namespaces/{namespace}/pods/{name}:{AGENT_PORT}/proxy/{path}")
 }
 
 #[cfg(test)]

@@ -1,11 +1,9 @@
 //! Changes of leaders as seen by one agent: kept in memory in limited number, for its page.
 
-use std::{
-    collections::VecDeque,
-    sync::{Arc, Mutex, PoisonError},
-};
+use std::{collections::VecDeque, sync::Arc};
 
 use kilo_core::topology::{Mesh, changes::Change};
+use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
 
 use super::acting;
@@ -42,7 +40,7 @@ impl History {
     pub fn observe(&self, changes: &[Change], before: Option<&Mesh>, now: &Mesh, time: Timestamp) {
         let chosen = changes.iter().filter_map(|change| of_change(change, time));
         let acted = before.into_iter().flat_map(|before| of_failover(before, now, time));
-        let mut kept = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut kept = self.0.lock();
         for change in chosen.chain(acted) {
             if kept.len() == KEPT {
                 kept.pop_back();
@@ -53,7 +51,7 @@ impl History {
 
     /// All recorded changes, the latest first.
     pub fn all(&self) -> Vec<LeaderChange> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).iter().cloned().collect()
+        self.0.lock().iter().cloned().collect()
     }
 }
 
@@ -78,7 +76,8 @@ fn of_failover(before: &Mesh, now: &Mesh, time: Timestamp) -> Vec<LeaderChange> 
         (!Arc::ptr_eq(old, new)).then_some((old, new))
     });
     let change = pairs.filter_map(|(old, new)| {
-        let (from, to) = (acting(old), acting(new));
+        let acts = |segment| acting(segment).map(|acting| acting.name().to_owned());
+        let (from, to) = (acts(old), acts(new));
         let chosen = new.leading()?.name().to_owned();
         let why = match (&from, &to) {
             (from, to) if from == to => return None,

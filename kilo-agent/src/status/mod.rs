@@ -31,7 +31,8 @@ use kilo_core::{
     observed::Attached,
     plan,
     settings::Granularity,
-    topology::{self, Known, LeaderReason, Mesh, PRIVATE_ENDPOINT_REMEDY, PeerAcceptance},
+    topology::{self, CheckedInRef, LeaderReason, Mesh, PRIVATE_ENDPOINT_REMEDY, PeerAcceptance},
+    tunnel_path::{PathWithRelay, TunnelPath},
     wireguard::key::PublicKey,
 };
 
@@ -56,6 +57,9 @@ pub struct Status {
     /// Private addresses that several nodes claim.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub conflicts: Vec<ConflictStatus>,
+    /// WireGuard keys that several nodes claim.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub key_conflicts: Vec<KeyConflictStatus>,
     /// Leaders whose agents did not answer, so nothing is known of their tunnels.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub unheard: Vec<String>,
@@ -65,11 +69,14 @@ pub struct Status {
     /// Why agents are not healthy, by node, as far as they were asked.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub unhealthy: BTreeMap<String, String>,
+    /// Why no pod of the agent on a node that takes part is Ready, by node, as far as pods were listed.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub pods: BTreeMap<String, String>,
     /// Number of working direct tunnels between locations, as reported by leaders' agents.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub direct_tunnels: usize,
     /// Tunnels that are not direct, sorted by the names of their ends.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[serde(skip_deserializing, skip_serializing_if = "Vec::is_empty")]
     pub ways: Vec<WayStatus>,
     /// Comparison of slices with Nodes; absent when nobody writes slices, or they were not read.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -85,6 +92,16 @@ pub struct Status {
 pub struct ConflictStatus {
     /// The private address, without prefix length.
     pub address: IpAddr,
+    /// Names of the nodes, sorted.
+    pub nodes: Vec<String>,
+}
+
+/// A WireGuard key that several nodes claim: one of them is in the mesh.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct KeyConflictStatus {
+    /// The public key.
+    pub key: PublicKey,
     /// Names of the nodes, sorted.
     pub nodes: Vec<String>,
 }
@@ -111,11 +128,14 @@ pub struct LocationStatus {
     /// Leader changes that the agent has seen; 0 = the leader may have led since before `since`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub changes: Option<u64>,
-    /// Host and port of the leader's WireGuard endpoint; `None` without a leader.
+    /// Host and port of the WireGuard endpoint of the node that leads now; `None` without a leader.
     pub endpoint: Option<String>,
     /// WireGuard address; `None` also when the subnet is exhausted.
     #[serde(rename = "wireguardIP")]
     pub wireguard_ip: Option<IpAddr>,
+    /// What keeps other locations from reaching it, with a remedy.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub problem: Option<String>,
     /// What may keep other locations from reaching it, with a remedy.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub warning: Option<String>,
@@ -278,9 +298,9 @@ pub struct Tunnel {
     pub received_bytes: u64,
     /// Bytes sent, counted likewise.
     pub sent_bytes: u64,
-    /// Path of a working tunnel: `direct`, `punched` or `relayed`; unknown with `--relay=off`.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub way: Option<String>,
+    /// Path of a working tunnel; unknown with `--relay=off`.
+    #[serde(default, deserialize_with = "TunnelPath::known", skip_serializing_if = "Option::is_none")]
+    pub way: Option<TunnelPath>,
     /// Name of the relaying node; absent unless relayed.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub relay: Option<String>,
@@ -292,11 +312,25 @@ pub struct Tunnel {
 pub struct WayStatus {
     /// The nodes at both ends, sorted by name.
     pub nodes: [String; 2],
-    /// `punched` or `relayed`.
-    pub way: String,
+    /// Punched or relayed.
+    pub way: TunnelPath,
     /// Name of the relaying node; absent unless relayed.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub relay: Option<String>,
+}
+
+impl Tunnel {
+    /// How a working tunnel is connected, where that is known.
+    pub fn connection(&self) -> Option<PathWithRelay> {
+        self.way.map(|path| PathWithRelay { path, relay: self.relay.clone() })
+    }
+}
+
+impl WayStatus {
+    /// How the tunnel is connected.
+    pub fn connection(&self) -> PathWithRelay {
+        PathWithRelay { path: self.way, relay: self.relay.clone() }
+    }
 }
 
 /// Builds the status from the objects alone. `ready`: names of the nodes that take part, the same that `mesh`
@@ -311,7 +345,7 @@ pub fn of_objects(
     let leaders: BTreeSet<&str> =
         mesh.segments.iter().filter_map(|segment| Some(segment.leading()?.name())).collect();
     let gateways = mesh.gateways_in_use();
-    let node = |node: Known<'_>| {
+    let node = |node: CheckedInRef<'_>| {
         let ready = ready.contains(node.name.as_str());
         NodeStatus {
             name: node.name.clone(),
@@ -327,7 +361,6 @@ pub fn of_objects(
             key: node.key,
         }
     };
-    let problems = snapshot.problems.iter().filter(|(object, _)| !matches!(object, ObjectRef::Peer(_)));
     Status {
         time,
         granularity: granularity.as_str().to_owned(),
@@ -335,19 +368,38 @@ pub fn of_objects(
         locations: locations(mesh, snapshot, granularity),
         nodes: snapshot.nodes.iter().map(node).collect(),
         peers: peers(mesh, snapshot),
-        problems: problems.map(|(object, problem)| (object.to_string(), problem.clone())).collect(),
+        problems: ignored(mesh, snapshot),
         conflicts: plan::conflicts(mesh)
             .into_iter()
             .map(|plan::Conflict { address, nodes }| ConflictStatus { address, nodes })
             .collect(),
+        key_conflicts: plan::key_conflicts(mesh)
+            .into_iter()
+            .map(|plan::KeyConflict { key, nodes }| KeyConflictStatus { key, nodes })
+            .collect(),
         unheard: Vec::new(),
         degraded: BTreeMap::new(),
         unhealthy: BTreeMap::new(),
+        pods: BTreeMap::new(),
         direct_tunnels: 0,
         ways: Vec::new(),
         slices: None,
         agent: None,
     }
+}
+
+/// What is ignored by object, and why: fields that cannot be read, and prefixes that the mesh does not use. Peers
+/// have a reason of their own.
+fn ignored(mesh: &Mesh, snapshot: &Snapshot) -> BTreeMap<String, String> {
+    let invalid = snapshot.problems.iter().map(|(object, why)| (object, why.clone()));
+    let unused = mesh.unused_location_ips();
+    let unused = unused.iter().map(|(object, why)| (object, why.clone()));
+    let mut ignored: BTreeMap<String, String> = BTreeMap::new();
+    for (object, why) in invalid.chain(unused).filter(|(object, _)| !matches!(object, ObjectRef::Peer(_))) {
+        let text = ignored.entry(object.to_string()).or_default();
+        *text = if text.is_empty() { why } else { format!("{text}; {why}") };
+    }
+    ignored
 }
 
 fn locations(mesh: &Mesh, snapshot: &Snapshot, granularity: Granularity) -> Vec<LocationStatus> {
@@ -362,6 +414,7 @@ fn locations(mesh: &Mesh, snapshot: &Snapshot, granularity: Granularity) -> Vec<
         changes: None,
         endpoint: None,
         wireguard_ip: None,
+        problem: None,
         warning: None,
         ready: 0,
         nodes: 0,
@@ -376,15 +429,21 @@ fn locations(mesh: &Mesh, snapshot: &Snapshot, granularity: Granularity) -> Vec<
     }
     // Nodes on which no agent has ever run do not form a location.
     all.retain(|name, _| known.contains(name));
+    let shortage = mesh.address_shortage();
     for (at, segment) in mesh.segments.iter().enumerate() {
         let location = all.entry(segment.location.clone()).or_insert_with(|| empty(&segment.location));
         location.leader = segment.leading().map(|leader| leader.name().to_owned());
-        location.acting = acting(segment);
+        let acting = acting(segment);
+        location.acting = acting.map(|acting| acting.name().to_owned());
         let active = mesh.homes_of(at).map_or_else(Vec::new, |homes| homes.active.clone());
         location.gateways = active.iter().map(|at| segment.members[*at].name().to_owned()).collect();
         location.reason = Some(segment.leader_reason);
-        location.endpoint = Some(segment.endpoint.to_string());
+        let endpoint = acting.and_then(|acting| acting.node.endpoint.as_ref());
+        location.endpoint = Some(endpoint.unwrap_or(&segment.endpoint).to_string());
         location.wireguard_ip = segment.wireguard_ip;
+        if segment.wireguard_ip.is_none() {
+            location.problem = shortage.as_ref().map(|shortage| format!("it has {shortage}"));
+        }
         location.ready = segment.members.len();
         location.warning = mesh.stand_by_warning(at).or_else(|| mesh.one_leader_warning(at));
     }
@@ -399,14 +458,14 @@ fn locations(mesh: &Mesh, snapshot: &Snapshot, granularity: Granularity) -> Vec<
 }
 
 /// The acting leader if it is not Kilo's: the node with the latest published term, if it takes part.
-fn acting(segment: &topology::Segment) -> Option<String> {
-    let written = segment.members.iter().filter(|member| member.node.is_capable());
-    let latest = written.filter_map(|member| Some((member.node.leading?, member.name()))).max()?;
-    let leader = segment.leading().map(topology::Member::name);
-    (Some(latest.1) != leader).then(|| latest.1.to_owned())
+fn acting(segment: &topology::Segment) -> Option<&topology::Member> {
+    let written = segment.members.iter().filter(|member| member.node.leading.is_some());
+    let capable = written.filter(|member| member.node.is_capable());
+    let latest = capable.max_by_key(|member| (member.node.leading, member.name()))?;
+    (Some(latest.name()) != segment.leading().map(topology::Member::name)).then_some(latest)
 }
 
-fn last_seen(node: Known<'_>) -> Option<Timestamp> {
+fn last_seen(node: CheckedInRef<'_>) -> Option<Timestamp> {
     (node.last_seen != 0).then_some(Timestamp(node.last_seen))
 }
 
@@ -415,7 +474,7 @@ fn last_seen(node: Known<'_>) -> Option<Timestamp> {
 const NEVER_CHECKED_IN: &str = "its agent never checked in";
 const LOOK_AT_LOG: &str = ": the log of its pod says why";
 
-fn why_not_ready(node: Known<'_>, time: Timestamp) -> Vec<String> {
+fn why_not_ready(node: CheckedInRef<'_>, time: Timestamp) -> Vec<String> {
     let has_run = last_seen(node).is_some();
     // An agent that never ran has written nothing: that is one reason, not several.
     let missing = topology::missing(&node).filter(|missing| has_run || *missing == topology::NO_POD_CIDR);
@@ -475,30 +534,29 @@ impl Status {
     }
 
     /// Takes over the paths of tunnels between locations from the agents of nodes. Agents are not trusted:
-    /// only names of known nodes and these three paths are accepted. If both ends disagree, the path that is
-    /// not direct counts.
+    /// only names of known nodes are accepted, and paths that [`TunnelPath`] has. If both ends disagree, the path
+    /// that is not direct counts.
     pub fn remember_ways(&mut self, seen: &[(String, Self)]) {
         let names: BTreeMap<_, _> =
             self.nodes.iter().filter_map(|node| Some((node.key?, node.name.as_str()))).collect();
         let nodes: BTreeSet<_> = self.nodes.iter().map(|node| node.name.as_str()).collect();
-        let mut found = BTreeMap::<[&str; 2], (&str, Option<&str>)>::new();
+        let mut found = BTreeMap::<[&str; 2], (TunnelPath, Option<&str>)>::new();
         for (asked, Self { agent, .. }) in seen {
             for tunnel in agent.iter().flat_map(|agent| &agent.tunnels) {
-                let way = tunnel.way.as_deref().filter(|way| ["direct", "punched", "relayed"].contains(way));
-                let (Some(way), Some(other)) = (way, names.get(&tunnel.key)) else { continue };
+                let (Some(way), Some(other)) = (tunnel.way, names.get(&tunnel.key)) else { continue };
                 let mut ends = [asked, *other];
                 ends.sort_unstable();
                 let known = found.entry(ends).or_insert((way, None));
-                if known.0 == "direct" || way == "relayed" {
+                if known.0 == TunnelPath::Direct || way == TunnelPath::Relayed {
                     *known = (way, tunnel.relay.as_deref().filter(|relay| nodes.contains(relay)));
                 }
             }
         }
-        let is_direct = |(_, (way, _)): &(_, (&str, _))| *way == "direct";
+        let is_direct = |(_, (way, _)): &(_, (TunnelPath, _))| *way == TunnelPath::Direct;
         let (direct, others): (Vec<_>, Vec<_>) = found.into_iter().partition(is_direct);
-        let way = |(nodes, (way, relay)): ([&str; 2], (&str, Option<&str>))| WayStatus {
+        let way = |(nodes, (way, relay)): ([&str; 2], (TunnelPath, Option<&str>))| WayStatus {
             nodes: nodes.map(str::to_owned),
-            way: way.to_owned(),
+            way,
             relay: relay.map(str::to_owned),
         };
         (self.direct_tunnels, self.ways) = (direct.len(), others.into_iter().map(way).collect());
@@ -527,8 +585,10 @@ impl Status {
         self.peers.clear();
         self.degraded.retain(|node, _| node == name);
         self.unhealthy.retain(|node, _| node == name);
+        self.pods.retain(|node, _| node == name);
         self.unheard.retain(|node| node == name);
         self.conflicts.retain(|conflict| conflict.nodes.iter().any(|node| node == name));
+        self.key_conflicts.retain(|conflict| conflict.nodes.iter().any(|node| node == name));
         let own = ObjectRef::node(name).to_string();
         self.problems.retain(|object, _| *object == own);
         true

@@ -4,11 +4,12 @@
 use serde::{Deserialize, Serialize};
 
 use super::Status;
+use kilo_core::plan::KEY_REMEDY;
 
 /// A condition that keeps packets from arriving.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Problem {
-    /// `node/NAME`, `location/NAME` or `address/IP`.
+    /// `node/NAME`, `location/NAME`, `address/IP` or `key/KEY`.
     pub object: String,
     /// What is wrong with it.
     pub what: String,
@@ -22,10 +23,15 @@ pub fn problems(status: &Status) -> Vec<Problem> {
         let what = format!("nobody leads it: none of its {} nodes is ready", location.nodes);
         problem("location", &location.name, what)
     });
+    let shut = status.locations.iter().filter_map(|location| Some((location, location.problem.as_ref()?)));
+    let shut = shut.map(|(location, what)| problem("location", &location.name, what.clone()));
     let own = status.agent.iter().filter_map(|agent| Some((&agent.node, agent.unhealthy.as_ref()?)));
     let ill = own
         .chain(&status.unhealthy)
         .map(|(node, why)| problem("node", node, format!("its agent is not healthy: {why}")));
+    // What the agent itself says is better than that its pod is not Ready.
+    let silent = status.pods.iter().filter(|(node, _)| !status.unhealthy.contains_key(*node));
+    let silent = silent.map(|(node, why)| problem("node", node, why.clone()));
     let out = status.nodes.iter().filter(|node| !node.ready);
     let out =
         out.map(|node| problem("node", &node.name, format!("not ready: {}", node.not_ready.join(", "))));
@@ -35,7 +41,12 @@ pub fn problems(status: &Status) -> Vec<Problem> {
     let claimed = status.conflicts.iter().map(|conflict| {
         problem("address", &conflict.address.to_string(), format!("claimed by {}", conflict.nodes.join(", ")))
     });
-    let mut found: Vec<Problem> = lost.chain(ill).chain(out).chain(degraded).chain(claimed).collect();
+    let keys = status.key_conflicts.iter().map(|conflict| {
+        let nodes = conflict.nodes.join(", ");
+        problem("key", &conflict.key.to_string(), format!("claimed by {nodes}: {KEY_REMEDY}"))
+    });
+    let of_nodes = ill.chain(silent).chain(out).chain(degraded);
+    let mut found: Vec<Problem> = lost.chain(shut).chain(of_nodes).chain(claimed).chain(keys).collect();
     if status.nodes.is_empty() {
         found.push(problem("node", "*", "there are no nodes".to_owned()));
     }

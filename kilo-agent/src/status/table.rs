@@ -2,9 +2,9 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use super::{AgentStatus, FailoverStatus, LocationStatus, NodeStatus, PeerStatus, Status, Tunnel, WayStatus};
+use super::{AgentStatus, FailoverStatus, LocationStatus, NodeStatus, PeerStatus, Status, Tunnel};
 use crate::timestamp::Timestamp;
-use kilo_core::{observed::Attached, topology::way_text};
+use kilo_core::{observed::Attached, tunnel_path::TunnelPath};
 
 /// Tables of locations, nodes and peers, then of what the agent knows. `wide`: with endpoints and keys of
 /// nodes.
@@ -49,12 +49,13 @@ pub fn table(status: &Status, wide: bool) -> String {
             nodes.map(node_row),
         )
     });
-    let direct = std::iter::repeat_n("direct", status.direct_tunnels);
-    if let Some(ways) = counted_ways(direct.chain(status.ways.iter().map(|tunnel| tunnel.way.as_str()))) {
+    let direct = std::iter::repeat_n(TunnelPath::Direct, status.direct_tunnels);
+    if let Some(ways) = counted_ways(direct.chain(status.ways.iter().map(|tunnel| tunnel.way))) {
         parts.push(format!("tunnels between locations: {ways}\n"));
     }
-    let others = status.ways.iter().map(|WayStatus { nodes: [one, other], way, relay }| {
-        vec![one.clone(), other.clone(), way_text(way, relay.as_deref())]
+    let others = status.ways.iter().map(|tunnel| {
+        let [one, other] = &tunnel.nodes;
+        vec![one.clone(), other.clone(), tunnel.connection().to_string()]
     });
     parts.push(columns(&["LEADER", "LEADER", "WAY"], others));
     parts.push(columns(
@@ -68,6 +69,10 @@ pub fn table(status: &Status, wide: bool) -> String {
     parts.push(columns(
         &["PRIVATE-IP", "CLAIMED-BY"],
         status.conflicts.iter().map(|it| vec![it.address.to_string(), it.nodes.join(", ")]),
+    ));
+    parts.push(columns(
+        &["KEY", "CLAIMED-BY"],
+        status.key_conflicts.iter().map(|it| vec![it.key.to_string(), it.nodes.join(", ")]),
     ));
     let degraded = status.degraded.iter();
     let degraded =
@@ -100,12 +105,12 @@ fn agent_tables(agent: &AgentStatus, now: Timestamp) -> String {
     for error in &agent.errors {
         text += &format!("error: {error}\n");
     }
-    if let Some(ways) = counted_ways(agent.tunnels.iter().filter_map(|tunnel| tunnel.way.as_deref())) {
+    if let Some(ways) = counted_ways(agent.tunnels.iter().filter_map(|tunnel| tunnel.way)) {
         text += &format!("tunnels with other locations: {ways}\n");
     }
     let age = |time: Option<Timestamp>| time.map_or_else(|| "never".to_owned(), |time| ago(now, time));
     // The column is omitted when all tunnels are direct.
-    let ways = agent.tunnels.iter().any(|tunnel| tunnel.way.as_ref().is_some_and(|way| way != "direct"));
+    let ways = agent.tunnels.iter().any(|tunnel| tunnel.way.is_some_and(|way| way != TunnelPath::Direct));
     let tunnels = agent.tunnels.iter().map(|tunnel| {
         let mut row = vec![
             tunnel.name.clone().unwrap_or_else(|| tunnel.key.to_string()),
@@ -167,8 +172,8 @@ fn program_rows(programs: &[Attached]) -> impl Iterator<Item = Vec<String>> {
 }
 
 /// Number of working tunnels by path; `None` when there are none.
-fn counted_ways<'a>(ways: impl Iterator<Item = &'a str>) -> Option<String> {
-    let mut counts = BTreeMap::<&str, usize>::new();
+fn counted_ways(ways: impl Iterator<Item = TunnelPath>) -> Option<String> {
+    let mut counts = BTreeMap::<TunnelPath, usize>::new();
     for way in ways {
         *counts.entry(way).or_default() += 1;
     }
@@ -177,7 +182,7 @@ fn counted_ways<'a>(ways: impl Iterator<Item = &'a str>) -> Option<String> {
 }
 
 fn way(tunnel: &Tunnel) -> String {
-    tunnel.way.as_ref().map_or_else(none, |way| way_text(way, tunnel.relay.as_deref()))
+    tunnel.connection().map_or_else(none, |way| way.to_string())
 }
 
 fn failover_row(failover: &FailoverStatus, now: Timestamp) -> Vec<String> {
@@ -325,7 +330,7 @@ mod tests {
     };
 
     use super::*;
-    use crate::status::of_objects;
+    use crate::status::{WayStatus, of_objects};
 
     #[test]
     fn a_program_on_many_interfaces_has_one_row() {
@@ -350,25 +355,26 @@ mod tests {
 
     #[test]
     fn ways_are_counted_where_any_tunnel_is_known_to_work() {
-        let tunnel = |way: Option<&str>| Tunnel {
+        let tunnel = |way: Option<TunnelPath>| Tunnel {
             name: None,
             key: PublicKey([1; 32]),
             endpoint: None,
             last_handshake: None,
             received_bytes: 0,
             sent_bytes: 0,
-            way: way.map(str::to_owned),
+            way,
             relay: None,
         };
-        let counted =
-            |tunnels: &[Tunnel]| counted_ways(tunnels.iter().filter_map(|tunnel| tunnel.way.as_deref()));
+        let counted = |tunnels: &[Tunnel]| counted_ways(tunnels.iter().filter_map(|tunnel| tunnel.way));
         assert_eq!(counted(&[tunnel(None)]), None);
-        let tunnels = ["relayed", "direct", "direct"].map(|way| tunnel(Some(way)));
+        let tunnels =
+            [TunnelPath::Relayed, TunnelPath::Direct, TunnelPath::Direct].map(|way| tunnel(Some(way)));
         assert_eq!(counted(&tunnels).as_deref(), Some("2 direct, 1 relayed"));
     }
 
     #[test]
     fn ways_between_leaders_have_names_that_are_known_and_are_counted_once() {
+        use TunnelPath::{Direct, Punched, Relayed};
         let node = |n: u8| CheckedIn {
             node: Node { name: format!("n{n}"), key: Some(PublicKey([n; 32])), ..Node::default() },
             last_seen: 1_000,
@@ -377,28 +383,27 @@ mod tests {
         let mesh = Mesh::default();
         let mut status =
             of_objects(&mesh, &snapshot, &BTreeSet::new(), Granularity::Location, Timestamp(1_000));
-        let tunnel = |n: u8, way: &str, relay: Option<&str>| Tunnel {
+        let tunnel = |n: u8, way: TunnelPath, relay: Option<&str>| Tunnel {
             name: None,
             key: PublicKey([n; 32]),
             endpoint: None,
             last_handshake: None,
             received_bytes: 0,
             sent_bytes: 0,
-            way: Some(way.to_owned()),
+            way: Some(way),
             relay: relay.map(str::to_owned),
         };
         let says = |asked: &str, tunnels: Vec<Tunnel>| {
             let agent = Some(AgentStatus { node: "n3".to_owned(), tunnels, ..AgentStatus::default() });
             (asked.to_owned(), Status { agent, ..Status::default() })
         };
-        let all =
-            vec![tunnel(2, "relayed", Some("n3")), tunnel(3, "direct", None), tunnel(9, "punched", None)];
-        let lies = vec![tunnel(3, "\u{1b}[2J", None), tunnel(1, "direct", Some("\u{1b}[2J"))];
+        let all = vec![tunnel(2, Relayed, Some("n3")), tunnel(3, Direct, None), tunnel(9, Punched, None)];
+        let lies =
+            vec![Tunnel { way: None, ..tunnel(3, Direct, None) }, tunnel(1, Direct, Some("\u{1b}[2J"))];
         let mut seen = vec![says("n1", all), says("n2", lies)];
         let mut ways = |seen: &[(String, Status)]| {
             status.remember_ways(seen);
-            let text =
-                |it: &WayStatus| format!("{} {}", it.nodes.join(" "), way_text(&it.way, it.relay.as_deref()));
+            let text = |it: &WayStatus| format!("{} {}", it.nodes.join(" "), it.connection());
             (status.direct_tunnels, status.ways.iter().map(text).collect::<Vec<_>>())
         };
         assert_eq!(
@@ -406,12 +411,29 @@ mod tests {
             (1, vec!["n1 n2 relayed by n3".to_owned()]),
             "the name it gives itself does not count"
         );
-        seen.push(says("n3", vec![tunnel(1, "punched", None), tunnel(2, "relayed", Some("\u{1b}[2J"))]));
+        seen.push(says("n3", vec![tunnel(1, Punched, None), tunnel(2, Relayed, Some("\u{1b}[2J"))]));
         let all = ["n1 n2 relayed by n3", "n1 n3 punched", "n2 n3 relayed"].map(str::to_owned).to_vec();
         assert_eq!(ways(&seen), (0, all));
         let text = table(&status, false);
         assert!(text.contains("tunnels between locations: 1 punched, 2 relayed\n"), "{text}");
         assert!(text.contains("n1       n2       relayed by n3"), "{text}");
+    }
+
+    #[test]
+    fn a_path_that_an_agent_invents_is_unknown_and_spoils_nothing() {
+        let tunnel = |way: &str| {
+            let json = serde_json::json!({
+                "name": null, "key": PublicKey([1; 32]), "endpoint": null, "lastHandshake": null,
+                "receivedBytes": 0, "sentBytes": 0, "way": way,
+            });
+            serde_json::from_value::<Tunnel>(json).unwrap()
+        };
+        for path in TunnelPath::ALL {
+            let known = tunnel(path.label());
+            assert_eq!(known.way, Some(*path));
+            assert_eq!(serde_json::to_value(known).unwrap()["way"], path.label());
+        }
+        assert_eq!(tunnel("\u{1b}[2J").way, None);
     }
 
     #[test]

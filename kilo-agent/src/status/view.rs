@@ -16,9 +16,8 @@ use kilo_core::{
     objects::Snapshot,
     observed::Attached,
     settings::Granularity,
-    topology::{
-        CheckedIn, LeadersSince, Mesh, Node, TunnelEnd, Ways, among, tunnel_ends, way_text, with_own,
-    },
+    topology::{CheckedIn, Mesh, ObservedMesh, TunnelEnd, Ways, tunnel_ends},
+    tunnel_path::TunnelPath,
     wireguard::key::PublicKey,
 };
 use kilo_host::{
@@ -33,18 +32,10 @@ pub struct View {
     pub node: String,
     /// Its WireGuard interface.
     pub interface: String,
-    /// The mesh as this node sees it.
-    pub mesh: Arc<Mesh>,
-    /// All objects.
-    pub snapshot: Arc<Snapshot>,
-    /// This node as it is now.
-    pub own: Option<Arc<Node>>,
-    /// Which of the snapshot's nodes take part, in their order.
-    pub ready: Vec<bool>,
+    /// The mesh as this node sees it, and all objects.
+    pub observed: Arc<ObservedMesh>,
     /// `--mesh-granularity`.
     pub granularity: Granularity,
-    /// Which node leads each location, and since when.
-    pub leaders: LeadersSince,
     /// Former leaders.
     pub history: History,
     /// Programs attached to interfaces.
@@ -63,18 +54,14 @@ pub struct View {
 
 impl View {
     /// All objects, with this node as it is now.
-    fn known(&self) -> Snapshot {
-        let mut known = Snapshot::clone(&self.snapshot);
-        if let Some(own) = self.own.as_deref() {
-            let last_seen = self.snapshot.nodes.get(&own.name).map_or(0, |own| own.last_seen);
-            known.nodes.insert(CheckedIn { node: own.clone(), last_seen });
+    fn objects(&self) -> Snapshot {
+        let ObservedMesh { snapshot, own, .. } = &*self.observed;
+        let mut objects = Snapshot::clone(snapshot);
+        if let Some(own) = own.as_deref() {
+            let last_seen = snapshot.nodes.get(&own.name).map_or(0, |own| own.last_seen);
+            objects.nodes.insert(CheckedIn { node: own.clone(), last_seen });
         }
-        known
-    }
-
-    /// Nodes that take part, with this one as it is now.
-    pub fn ready_nodes(&self) -> impl Iterator<Item = &Node> {
-        among(with_own(&self.snapshot.nodes, self.own.as_ref()), &self.ready).map(|node| &**node)
+        objects
     }
 
     /// The WireGuard device's peers as of now; empty before there is a device.
@@ -99,10 +86,8 @@ impl View {
     /// Paths of this node's tunnels that are not direct, for the graph.
     pub fn ways(&self) -> Ways {
         let ways = self.relays.ways();
-        let others = ways.values().filter(|connected| connected.way != "direct");
-        let way = |Connected { node, way, by }: &Connected| {
-            ([self.node.clone(), node.clone()], way_text(way, by.as_deref()))
-        };
+        let others = ways.values().filter(|connected| connected.way.path != TunnelPath::Direct);
+        let way = |Connected { node, way }: &Connected| ([self.node.clone(), node.clone()], way.clone());
         others.map(way).collect()
     }
 
@@ -115,11 +100,12 @@ impl View {
         degraded: Vec<String>,
     ) -> Status {
         let time = Timestamp::now();
-        let ready = self.ready_nodes().map(|node| node.name.as_str()).collect();
-        let mut status = of_objects(&self.mesh, &self.known(), &ready, self.granularity, time);
+        let ObservedMesh { mesh, leaders, .. } = &*self.observed;
+        let ready = self.observed.ready_nodes().map(|node| node.name.as_str()).collect();
+        let mut status = of_objects(mesh, &self.objects(), &ready, self.granularity, time);
         let now = Instant::now();
         for location in &mut status.locations {
-            if let Some(lead) = self.leaders.get(&location.name) {
+            if let Some(lead) = leaders.get(&location.name) {
                 location.since = Some(time.before(now.saturating_duration_since(lead.since)));
                 location.changes = Some(lead.changes);
             }
@@ -142,7 +128,7 @@ impl View {
             interface: self.interface.clone(),
             unhealthy,
             degraded,
-            tunnels: tunnels(&self.mesh, peers, &self.relays.ways(), time),
+            tunnels: tunnels(mesh, peers, &self.relays.ways(), time),
             relays: self.relays.serves(),
             relay: self.relays.offer().map(str::to_owned),
             packets: counted(counters.actions),
@@ -189,8 +175,8 @@ fn tunnels(
         last_handshake: peer.handshake_age.map(|age| time.before(age)),
         received_bytes: peer.rx_bytes,
         sent_bytes: peer.tx_bytes,
-        way: ways.get(&key).map(|connected| connected.way.to_owned()),
-        relay: ways.get(&key).and_then(|connected| connected.by.clone()),
+        way: ways.get(&key).map(|connected| connected.way.path),
+        relay: ways.get(&key).and_then(|connected| connected.way.relay.clone()),
     };
     let mut tunnels: Vec<_> = peers.into_iter().map(tunnel).collect();
     tunnels.sort_by(|a, b| (&a.name, &a.key).cmp(&(&b.name, &b.key)));

@@ -3,10 +3,11 @@
 use std::{
     fs, io,
     path::{Path, PathBuf},
-    sync::{Arc, Mutex, PoisonError, RwLock},
+    sync::Arc,
 };
 
 use kilo_core::errors::Cause;
+use parking_lot::{Mutex, RwLock};
 use rustls::{
     pki_types::{CertificateDer, PrivateKeyDer, pem::PemObject as _},
     server::{ClientHello, ResolvesServerCert},
@@ -79,20 +80,20 @@ impl Certificate {
 
     /// [`Self::reload`] with the content of a Secret.
     pub fn take(&self, files: Files) -> Result<bool, CertificateError> {
-        let mut seen = self.seen.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut seen = self.seen.lock();
         if *seen == files {
             return Ok(false);
         }
         let parsed = parse(&self.paths, &files);
         *seen = files;
-        *self.current.write().unwrap_or_else(PoisonError::into_inner) = Arc::new(parsed?);
+        *self.current.write() = Arc::new(parsed?);
         Ok(true)
     }
 }
 
 impl ResolvesServerCert for Certificate {
     fn resolve(&self, _: ClientHello<'_>) -> Option<Arc<CertifiedKey>> {
-        Some(Arc::clone(&self.current.read().unwrap_or_else(PoisonError::into_inner)))
+        Some(Arc::clone(&self.current.read()))
     }
 }
 

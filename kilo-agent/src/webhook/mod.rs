@@ -20,7 +20,7 @@ use tokio_rustls::TlsAcceptor;
 use tokio_util::sync::CancellationToken;
 
 pub use certificate::CertificateError;
-pub use secret::{Place, SecretError};
+pub use secret::{ObjectNames, SecretError};
 
 use self::{certificate::Certificate, metrics::Metrics};
 use crate::{
@@ -39,7 +39,7 @@ pub enum Source {
         key: PathBuf,
     },
     /// A Secret, which the webhook creates and renews itself.
-    Secret(Place),
+    Secret(ObjectNames),
 }
 
 /// Options of the webhook.
@@ -49,7 +49,7 @@ pub struct Options {
     pub source: Source,
     /// Address for reviews by the API server, over TLS.
     pub listen: SocketAddr,
-    /// Address for metrics and health, in clear.
+    /// Address for metrics and health, in cleartext.
     pub listen_metrics: SocketAddr,
     /// How often the files or the Secret are read again.
     pub reload: Duration,
@@ -137,7 +137,7 @@ pub async fn run(options: Options, stop: CancellationToken) -> Result<(), Webhoo
 /// Where the certificate is reloaded from.
 enum Origin {
     Files,
-    Secret(kube::Client, Place),
+    Secret(kube::Client, ObjectNames),
 }
 
 impl Origin {
@@ -146,15 +146,15 @@ impl Origin {
         options: &Options,
         stop: &CancellationToken,
     ) -> Result<Option<(Certificate, Self)>, WebhookError> {
-        let place = match &options.source {
+        let objects = match &options.source {
             Source::Files { certificate, key } => {
                 return Ok(Some((Certificate::load(certificate, key)?, Self::Files)));
             }
-            Source::Secret(place) => place,
+            Source::Secret(objects) => objects,
         };
         let client = kubernetes::client(None, None).await?;
         let files = loop {
-            match secret::ensure(&client, place).await {
+            match secret::ensure(&client, objects).await {
                 Ok(files) => break files,
                 // Permissions or the webhook's configuration may not exist yet.
                 Err(error) => tracing::error!(%error, "failed to obtain a certificate; retrying"),
@@ -164,16 +164,16 @@ impl Origin {
                 () = tokio::time::sleep(options.reload) => {}
             }
         };
-        let secret = PathBuf::from(format!("secret {}/{}", place.namespace, place.secret));
+        let secret = PathBuf::from(format!("secret {}/{}", objects.namespace, objects.secret));
         let paths = (secret.join("tls.crt"), secret.join("tls.key"));
-        Ok(Some((Certificate::of(paths, files)?, Self::Secret(client, place.clone()))))
+        Ok(Some((Certificate::of(paths, files)?, Self::Secret(client, objects.clone()))))
     }
 
     /// Reloads the certificate; returns whether it had changed.
     async fn renew(&self, certificate: &Certificate) -> Result<bool, WebhookError> {
         match self {
             Self::Files => Ok(certificate.reload()?),
-            Self::Secret(client, place) => Ok(certificate.take(secret::ensure(client, place).await?)?),
+            Self::Secret(client, objects) => Ok(certificate.take(secret::ensure(client, objects).await?)?),
         }
     }
 }

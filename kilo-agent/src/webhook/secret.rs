@@ -43,7 +43,7 @@ const TRIES: usize = 5;
 
 /// Names of the webhook's objects in the cluster.
 #[derive(Clone, Debug)]
-pub struct Place {
+pub struct ObjectNames {
     /// Namespace of the Secret and the Service.
     pub namespace: String,
     /// Name of the Secret that holds certificate and key (`--secret`).
@@ -88,30 +88,31 @@ type Data = BTreeMap<String, ByteString>;
 ///
 /// # Errors
 /// When the API server refuses. Existing objects then stay unchanged.
-pub async fn ensure(client: &Client, place: &Place) -> Result<Files, SecretError> {
-    let name = format!("{}/{}", place.namespace, place.secret);
+pub async fn ensure(client: &Client, objects: &ObjectNames) -> Result<Files, SecretError> {
+    let name = format!("{}/{}", objects.namespace, objects.secret);
     let failed = |what: String| move |source: kube::Error| SecretError::Api { what, source };
-    let secrets: Api<Secret> = Api::namespaced(client.clone(), &place.namespace);
+    let secrets: Api<Secret> = Api::namespaced(client.clone(), &objects.namespace);
     for _ in 0..TRIES {
-        let found = secrets.get_opt(&place.secret).await.map_err(failed(format!("reading secret {name}")))?;
+        let found =
+            secrets.get_opt(&objects.secret).await.map_err(failed(format!("reading secret {name}")))?;
         let is_new = found.is_none();
-        let mut secret = found.unwrap_or_else(|| new_secret(&place.secret));
+        let mut secret = found.unwrap_or_else(|| new_secret(&objects.secret));
         let mut data = secret.data.take().unwrap_or_default();
         let due = secret.metadata.annotations.as_ref().and_then(|all| all.get(DUE)?.parse().ok());
-        let Some(due) = step(&mut data, due, is_new, place, Timestamp::now())? else {
-            return finish(client, place, &data, &name).await;
+        let Some(due) = step(&mut data, due, is_new, objects, Timestamp::now())? else {
+            return finish(client, objects, &data, &name).await;
         };
         secret.metadata.annotations.get_or_insert_default().insert(DUE.to_owned(), due.to_string());
         secret.data = Some(data.clone());
         let written = match is_new {
             true => secrets.create(&PostParams::default(), &secret).await,
             // With the version that was read, so that another replica's write is not overwritten.
-            false => secrets.replace(&place.secret, &PostParams::default(), &secret).await,
+            false => secrets.replace(&objects.secret, &PostParams::default(), &secret).await,
         };
         match written {
             Ok(_) => {
                 tracing::info!(secret = name, next_step = %due, "webhook certificate written");
-                return finish(client, place, &data, &name).await;
+                return finish(client, objects, &data, &name).await;
             }
             Err(kube::Error::Api(status)) if status.code == 409 => {}
             Err(error) => return Err(failed(format!("writing secret {name}"))(error)),
@@ -131,13 +132,13 @@ fn step(
     data: &mut Data,
     due: Option<Timestamp>,
     is_new: bool,
-    place: &Place,
+    objects: &ObjectNames,
     now: Timestamp,
 ) -> Result<Option<Timestamp>, rcgen::Error> {
     let after = |time: Duration| Timestamp(now.0 + i64::try_from(time.as_secs()).unwrap_or(i64::MAX));
     let bytes = |text: String| ByteString(text.into_bytes());
     if is_new {
-        let Issued { certificate, key, authority } = issue(&names(place), at(now))?;
+        let Issued { certificate, key, authority } = issue(&names(objects), at(now))?;
         for (name, text) in [(CERTIFICATE, certificate), (KEY, key), (AUTHORITIES[0], authority)] {
             data.insert(name.to_owned(), bytes(text));
         }
@@ -149,7 +150,7 @@ fn step(
         data.insert(KEY.to_owned(), key);
         return Ok(Some(after(LIFETIME - EARLY)));
     }
-    let Issued { certificate, key, authority } = issue(&names(place), at(now))?;
+    let Issued { certificate, key, authority } = issue(&names(objects), at(now))?;
     // The newest authority first; those older than the one in use are dropped.
     let in_use = authorities(data).map(|all| first_block(&all.0)).unwrap_or_default();
     data.insert(AUTHORITIES[0].to_owned(), bytes(authority + &in_use));
@@ -165,8 +166,8 @@ fn at(time: Timestamp) -> SystemTime {
 }
 
 /// DNS names under which the API server may connect.
-fn names(place: &Place) -> Vec<String> {
-    let name = format!("{}.{}", place.service, place.namespace);
+fn names(objects: &ObjectNames) -> Vec<String> {
+    let name = format!("{}.{}", objects.service, objects.namespace);
     vec![format!("{name}.svc"), format!("{name}.svc.cluster.local"), name]
 }
 
@@ -182,12 +183,17 @@ fn first_block(pem: &[u8]) -> String {
 }
 
 /// Has the API server trust the authorities; returns the certificate and key to serve with.
-async fn finish(client: &Client, place: &Place, data: &Data, name: &str) -> Result<Files, SecretError> {
+async fn finish(
+    client: &Client,
+    objects: &ObjectNames,
+    data: &Data,
+    name: &str,
+) -> Result<Files, SecretError> {
     let (Some(certificate), Some(key)) = (data.get(CERTIFICATE), data.get(KEY)) else {
         return Err(SecretError::Incomplete(name.to_owned()));
     };
     if let Some(bundle) = authorities(data) {
-        trust(client, &place.configuration, bundle).await?;
+        trust(client, &objects.configuration, bundle).await?;
     }
     Ok((certificate.0.clone(), key.0.clone()))
 }
@@ -229,8 +235,8 @@ mod tests {
 
     use super::*;
 
-    fn place() -> Place {
-        Place {
+    fn objects() -> ObjectNames {
+        ObjectNames {
             namespace: "kilo".to_owned(),
             secret: "tls".to_owned(),
             service: "peer-validation".to_owned(),
@@ -246,38 +252,38 @@ mod tests {
     fn a_certificate_is_trusted_before_it_is_used_and_never_missing() {
         let day = 24 * 60 * 60;
         let (mut data, start) = (Data::new(), Timestamp(1_800_000_000));
-        let due = step(&mut data, None, true, &place(), start).unwrap().unwrap();
+        let due = step(&mut data, None, true, &objects(), start).unwrap().unwrap();
         assert_eq!(due.0 - start.0, 245 * day);
         let first = data.clone();
         assert_eq!(count(&data[AUTHORITIES[0]]), 1);
         let mut early = data.clone();
-        assert_eq!(step(&mut early, Some(due), false, &place(), Timestamp(due.0 - 1)).unwrap(), None);
+        assert_eq!(step(&mut early, Some(due), false, &objects(), Timestamp(due.0 - 1)).unwrap(), None);
         assert_eq!(early, first, "nothing is due");
 
-        let used = step(&mut data, Some(due), false, &place(), due).unwrap().unwrap();
+        let used = step(&mut data, Some(due), false, &objects(), due).unwrap().unwrap();
         assert_eq!(used.0 - due.0, 60 * 60);
         assert_eq!(data[CERTIFICATE], first[CERTIFICATE], "still in use");
         assert_eq!(count(&data[AUTHORITIES[0]]), 2);
         assert!(data[AUTHORITIES[0]].0.ends_with(&first[AUTHORITIES[0]].0), "both are trusted");
         let next = data[NEXT_CERTIFICATE].clone();
 
-        let again = step(&mut data, Some(used), false, &place(), used).unwrap().unwrap();
+        let again = step(&mut data, Some(used), false, &objects(), used).unwrap().unwrap();
         assert_eq!(again.0 - used.0, 245 * day);
         assert_eq!(data[CERTIFICATE], next);
         assert!(!data.contains_key(NEXT_CERTIFICATE) && !data.contains_key(NEXT_KEY));
-        step(&mut data, Some(again), false, &place(), again).unwrap();
+        step(&mut data, Some(again), false, &objects(), again).unwrap();
         assert_eq!(count(&data[AUTHORITIES[0]]), 2, "the oldest authority is gone");
     }
 
     #[test]
     fn one_that_has_ended_is_replaced_at_once_and_one_of_somebody_else_never() {
         let (mut data, start) = (Data::new(), Timestamp(1_800_000_000));
-        let due = step(&mut data, None, true, &place(), start).unwrap().unwrap();
+        let due = step(&mut data, None, true, &objects(), start).unwrap().unwrap();
         let late = Timestamp(start.0 + 366 * 24 * 60 * 60);
-        assert_eq!(step(&mut data, Some(due), false, &place(), late).unwrap(), Some(late));
-        step(&mut data, Some(late), false, &place(), late).unwrap();
+        assert_eq!(step(&mut data, Some(due), false, &objects(), late).unwrap(), Some(late));
+        step(&mut data, Some(late), false, &objects(), late).unwrap();
         let kept = data.clone();
-        assert_eq!(step(&mut data, None, false, &place(), late).unwrap(), None);
+        assert_eq!(step(&mut data, None, false, &objects(), late).unwrap(), None);
         assert_eq!(data, kept);
     }
 }

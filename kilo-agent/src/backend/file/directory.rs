@@ -38,8 +38,9 @@ struct Stamp {
     identity: (u64, u64),
 }
 
+/// A file as it was when it was last readable.
 #[derive(Debug)]
-struct Known {
+struct ReadFile {
     /// `None`: the file must be read again.
     stamp: Option<Stamp>,
     objects: Arc<Objects>,
@@ -49,7 +50,7 @@ struct Known {
 #[derive(Debug)]
 pub struct Directory {
     path: PathBuf,
-    files: BTreeMap<PathBuf, Known>,
+    files: BTreeMap<PathBuf, ReadFile>,
 }
 
 impl Directory {
@@ -79,7 +80,7 @@ impl Directory {
                     let stamp = stamp(&metadata)?;
                     if let Some(known) = before.filter(|known| known.stamp == Some(stamp)) {
                         let objects = Arc::clone(&known.objects);
-                        now.insert(path, Known { stamp: Some(stamp), objects });
+                        now.insert(path, ReadFile { stamp: Some(stamp), objects });
                         continue;
                     }
                     let settled = stamp.modified.elapsed().is_ok_and(|age| age > FRESH);
@@ -95,9 +96,9 @@ impl Directory {
             if let Some(before) = before {
                 objects.complete_from(&before.objects);
             }
-            now.insert(path, Known { stamp, objects: Arc::new(objects) });
+            now.insert(path, ReadFile { stamp, objects: Arc::new(objects) });
         }
-        let nodes = |files: &BTreeMap<PathBuf, Known>| {
+        let nodes = |files: &BTreeMap<PathBuf, ReadFile>| {
             files.iter().any(|(path, known)| !is_own(path) && !known.objects.nodes.is_empty())
         };
         if nodes(&self.files) && !nodes(&now) {

@@ -8,7 +8,7 @@ use std::{
 
 use kube::core::ObjectMeta;
 
-use crate::backend::Said;
+use crate::backend::TunnelStatus;
 
 use kilo_core::{
     objects::{ObjectRef, Snapshot, annotations::PREFIX, slices::NODE_BYTES},
@@ -143,7 +143,7 @@ pub struct Note {
     /// `resourceVersion` of the object when this was read.
     pub version: String,
     /// What the object says about the peer's tunnels.
-    pub said: Said,
+    pub tunnels: TunnelStatus,
 }
 
 /// All objects of one kind.
@@ -237,6 +237,15 @@ fn changed(yes: bool) -> Urgency {
     if yes { Urgency::Now } else { Urgency::Never }
 }
 
+/// How an object arrived.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Arrived {
+    /// In a list, which is the state of the server.
+    Listed,
+    /// As an event of a watch, or as the answer to a patch, which may overtake each other.
+    Reported,
+}
+
 /// Our annotations of this node, as the API server has them.
 #[derive(Debug)]
 pub struct Own {
@@ -270,13 +279,13 @@ pub struct Cache {
 
 impl Cache {
     /// Takes this node's annotations, unless newer ones are already known: the answer to a patch may overtake
-    /// the watch.
-    pub fn put_own(&mut self, own: Own) {
+    /// the watch. A list always counts, because versions start again lower after a restore of etcd.
+    pub fn put_own(&mut self, own: Own, arrived: Arrived) {
         let older = match (&self.own, own.version) {
             (Some(known), Some(version)) => known.version.is_some_and(|known| version < known),
             _ => false,
         };
-        if !older {
+        if !older || arrived == Arrived::Listed {
             self.own = Some(own);
         }
     }
@@ -375,11 +384,16 @@ mod tests {
             version: Some(version),
         };
         let mut cache = Cache::default();
-        cache.put_own(own(10, "patched"));
-        cache.put_own(own(9, "late event"));
+        cache.put_own(own(10, "patched"), Arrived::Reported);
+        cache.put_own(own(9, "late event"), Arrived::Reported);
         assert_eq!(cache.own().unwrap()["k"], "patched");
-        cache.put_own(own(11, "newer"));
+        cache.put_own(own(11, "newer"), Arrived::Reported);
         assert_eq!(cache.own().unwrap()["k"], "newer");
+        // etcd was restored from a backup.
+        cache.put_own(own(5, "listed"), Arrived::Listed);
+        assert_eq!(cache.own().unwrap()["k"], "listed");
+        cache.put_own(own(6, "since"), Arrived::Reported);
+        assert_eq!(cache.own().unwrap()["k"], "since");
     }
 
     #[test]

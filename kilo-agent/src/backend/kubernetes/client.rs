@@ -1,13 +1,16 @@
 //! Connects to the API server, and explains its errors to the operator.
 
 use std::{
+    collections::BTreeMap,
     fmt,
     path::{Path, PathBuf},
-    time::Duration,
+    sync::Arc,
+    time::{Duration, Instant},
 };
 
 use hyper::http;
-use kube::{Client, Config};
+use kube::{Client, Config, client::Body};
+use parking_lot::Mutex;
 use tokio::sync::watch;
 
 use super::kubeconfig::{self, Access, Paths};
@@ -21,6 +24,10 @@ const SILENCE: Duration = Duration::from_secs(90);
 const CONNECT: Duration = Duration::from_secs(10);
 /// Timeout for a single request, unless a flag says otherwise.
 pub const ANSWER: Duration = Duration::from_secs(20);
+
+/// Watches of the same objects begin at least this long after one another, and at random up to twice as long:
+/// the client library repeats one that the server ends without an error at once, and reports nothing.
+const BETWEEN_WATCHES: Duration = Duration::from_secs(1);
 
 /// An API server as named in errors.
 #[derive(Clone, Debug, Default)]
@@ -132,13 +139,40 @@ pub async fn connect(
     Ok((client, server))
 }
 
+/// When watches began, or will begin, by what they watch.
+#[derive(Default)]
+struct Watches(Mutex<BTreeMap<String, Instant>>);
+
+impl Watches {
+    /// How long this request is to wait; `random` is from 0 to 1.
+    fn pause(&self, uri: &http::Uri, now: Instant, random: f64) -> Duration {
+        let parameters = || uri.query().unwrap_or_default().split('&');
+        if !parameters().any(|parameter| parameter == "watch=true") {
+            return Duration::ZERO;
+        }
+        // It says where in the history of the same objects the watch begins.
+        let what = parameters().filter(|parameter| !parameter.starts_with("resourceVersion="));
+        let what = what.fold(uri.path().to_owned(), |what, parameter| what + "&" + parameter);
+        let mut began = self.0.lock();
+        let after = began.get(&what).map(|began| *began + BETWEEN_WATCHES.mul_f64(1.0 + random));
+        let begins = after.map_or(now, |after| after.max(now));
+        began.insert(what, begins);
+        begins.saturating_duration_since(now)
+    }
+}
+
 /// Wraps a client; also returns a count of responses other than 429 and server errors.
 pub fn counted(client: Client) -> (Client, watch::Receiver<u64>) {
     let (answers, count) = watch::channel(0);
     let namespace = client.default_namespace().to_owned();
-    let service = tower::service_fn(move |request| {
+    let watches = Arc::new(Watches::default());
+    let service = tower::service_fn(move |request: http::Request<Body>| {
         let (client, answers) = (client.clone(), answers.clone());
+        let pause = watches.pause(request.uri(), Instant::now(), rand::random_range(0.0..1.0));
         async move {
+            if !pause.is_zero() {
+                tokio::time::sleep(pause).await;
+            }
             let response = client.send(request).await?;
             let status = response.status();
             if !status.is_server_error() && status != http::StatusCode::TOO_MANY_REQUESTS {
@@ -212,6 +246,17 @@ pub enum Asked<'a> {
     Patch(&'a str),
     /// Create an Event.
     Event,
+}
+
+impl Asked<'_> {
+    /// The kind of objects.
+    pub const fn kind(self) -> &'static str {
+        match self {
+            Self::Nodes | Self::Patch(_) => "Nodes",
+            Self::Peers => "Peers",
+            Self::Event => "Events",
+        }
+    }
 }
 
 /// Explains to the operator what an API error means.
@@ -297,6 +342,24 @@ mod tests {
         for code in [429, 500, 503] {
             assert!(explain(status(code, "busy"), Asked::Peers).is_temporary(), "{code}");
         }
+    }
+
+    #[test]
+    fn watches_of_the_same_objects_do_not_follow_each_other_at_once() {
+        let (watches, start) = (Watches::default(), Instant::now());
+        let pause = |uri: &str, milliseconds| {
+            let now = start + Duration::from_millis(milliseconds);
+            watches.pause(&uri.parse().unwrap(), now, 0.5).as_millis()
+        };
+        let watch =
+            |version: u32| format!("/api/v1/nodes?&watch=true&timeoutSeconds=290&resourceVersion={version}");
+        assert_eq!(pause(&watch(1), 0), 0);
+        assert_eq!(pause("/api/v1/nodes?&limit=500", 1), 0, "a list");
+        assert_eq!(pause("/api/v1/nodes?&watch=true&fieldSelector=metadata.name%3Da", 2), 0);
+        assert_eq!(pause("/apis/kilo.squat.ai/v1alpha1/peers?&watch=true&resourceVersion=1", 3), 0);
+        assert_eq!(pause(&watch(2), 100), 1400);
+        assert_eq!(pause(&watch(2), 1500), 1500, "it has just begun");
+        assert_eq!(pause(&watch(3), 290_000), 0);
     }
 
     #[tokio::test]

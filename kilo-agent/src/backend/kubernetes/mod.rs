@@ -20,11 +20,14 @@ mod slices;
 mod startup_fallback;
 #[cfg(feature = "agent")]
 mod successor;
+#[cfg(test)]
+mod test_server;
+mod watch_errors;
 
 use std::{
     collections::{BTreeMap, BTreeSet},
     fmt::Debug,
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    sync::Arc,
     time::{Duration, Instant},
 };
 
@@ -36,6 +39,7 @@ use kube::{
     core::ObjectMeta,
     runtime::watcher,
 };
+use parking_lot::{Mutex, MutexGuard};
 use serde::de::DeserializeOwned;
 use tokio::{
     sync::{Notify, watch},
@@ -51,17 +55,21 @@ pub use startup_fallback::StartupFallback;
 pub use successor::{Successor, SuccessorError, own_namespace};
 
 use self::{
-    cache::{Cache, Kept, Own, Seen, Store, Urgency},
-    client::{Asked, counted, explain, in_time},
+    cache::{Arrived, Cache, Kept, Own, Seen, Store, Urgency},
+    client::{Asked, counted, in_time},
     partial_node::PartialNode,
     pauses::with_pauses,
+    watch_errors::WatchErrors,
 };
 #[cfg(feature = "agent")]
 use super::SlicesReport;
-use super::{Backend, BackendError, Handshake, Happened, Said, mass_delete_guard::MassDeleteGuard};
+use super::{
+    Backend, BackendError, Handshake, Happened, PeersReported, TunnelStatus,
+    mass_delete_guard::MassDeleteGuard,
+};
 use kilo_core::{
-    errors::{Explained, error_chain},
-    objects::{Published, Snapshot, annotations, node, peer},
+    errors::Explained,
+    objects::{Published, Snapshot, annotations, node, peer, slices::longest_start},
     topology::PeerAcceptances,
 };
 
@@ -71,7 +79,7 @@ const CONFIRM_AFTER: Duration = Duration::from_secs(5);
 const COLLECT: Duration = Duration::from_secs(5);
 /// Minimum time between two snapshots.
 const PACE: Duration = Duration::from_millis(50);
-/// The start fails unless all lists are complete within this time.
+/// The start fails unless all lists are complete within this time, and [`longest_start`] of the mesh.
 const LISTED: Duration = Duration::from_secs(60);
 
 struct Shared {
@@ -86,6 +94,7 @@ struct Shared {
     answers: watch::Receiver<u64>,
     /// Nodes that the API server had when this agent started.
     expected: usize,
+    errors: WatchErrors,
 }
 
 /// The Kubernetes backend. Dropping it ends its watches; should one of them
@@ -155,6 +164,7 @@ impl KubernetesBackend {
             listed: Notify::new(),
             answers,
             expected: first.items.len() + usize::try_from(more).unwrap_or(0),
+            errors: WatchErrors::default(),
         });
         let (sender, snapshots) = watch::channel(Arc::default());
         let mut tasks = JoinSet::new();
@@ -171,19 +181,20 @@ impl KubernetesBackend {
             }
             _ => {
                 let (label, own) = (topology_label.to_owned(), Arc::clone(&shared));
-                let node = move |object| own.see_node(object, &label);
+                let node = move |object, arrived| own.see_node(object, &label, arrived);
                 tasks.spawn(follow(nodes, Asked::Nodes, Arc::clone(&shared), node, |cache| &mut cache.nodes));
             }
         }
         let own = Arc::clone(&shared);
-        let peer = move |object| own.see_peer(object);
+        let peer = move |object, _| own.see_peer(object);
         tasks.spawn(follow(peers.clone(), Asked::Peers, Arc::clone(&shared), peer, |cache| &mut cache.peers));
         tasks.spawn(hand_on(Arc::clone(&shared), sender));
         // A task ends only by a panic; then all of them end, and the sender is dropped.
         let watches = tokio::spawn(async move { drop(tasks.join_next().await) });
         let watches = AbortOnDropHandle::new(watches);
         let mut ended = snapshots.clone();
-        let listed = tokio::time::timeout(LISTED, async {
+        let limit = LISTED + longest_start(shared.expected);
+        let listed = tokio::time::timeout(limit, async {
             tokio::select! {
                 () = shared.listed.notified() => true,
                 () = async { while ended.changed().await.is_ok() {} } => false,
@@ -202,7 +213,7 @@ impl KubernetesBackend {
             }),
             Ok(false) => Err(BackendError::Api("a watch has failed for good; see the log".into())),
             Err(elapsed) => {
-                let text = format!("nodes and peers were not listed within {} s", LISTED.as_secs());
+                let text = format!("nodes and peers were not listed within {} s", limit.as_secs());
                 Err(BackendError::Unreachable(Explained::of(text, elapsed)))
             }
         }
@@ -218,7 +229,7 @@ impl KubernetesBackend {
         let patched = self.nodes.patch_metadata(node, &parameters, &patch);
         let object = in_time(patched, Asked::Patch(node)).await?;
         // Recorded at once, so that the next reconcile does not write the same again.
-        self.shared.see_own(&object.metadata);
+        self.shared.see_own(&object.metadata, Arrived::Reported);
         Ok(())
     }
 }
@@ -275,7 +286,7 @@ async fn follow<K, T: Kept>(
     api: Api<K>,
     asked: Asked<'static>,
     shared: Arc<Shared>,
-    see: impl Fn(K) -> Seen<T>,
+    see: impl Fn(K, Arrived) -> Seen<T>,
     store: fn(&mut Cache) -> &mut Store<T>,
 ) where
     K: Resource + Clone + Debug + DeserializeOwned + Send + 'static,
@@ -297,7 +308,7 @@ async fn follow<K, T: Kept>(
         while let Some(event) = stream.next().await {
             match event {
                 Ok(watcher::Event::Init) => listed.clear(),
-                Ok(watcher::Event::InitApply(object)) => listed.push(see(object)),
+                Ok(watcher::Event::InitApply(object)) => listed.push(see(object, Arrived::Listed)),
                 Ok(watcher::Event::InitDone) => {
                     let names = listed.iter().map(|seen| seen.name.clone()).collect();
                     let keep = guard.list(&names);
@@ -312,7 +323,7 @@ async fn follow<K, T: Kept>(
                     }
                 }
                 Ok(watcher::Event::Apply(object)) => {
-                    let seen = see(object);
+                    let seen = see(object, Arrived::Reported);
                     guard.add(&seen.name);
                     shared.change(|cache| store(cache).put(seen));
                 }
@@ -320,33 +331,11 @@ async fn follow<K, T: Kept>(
                     guard.remove(&name(&object));
                     shared.change(|cache| store(cache).remove(&name(&object)));
                 }
-                Err(error) => report(error, asked),
+                Err(error) => shared.errors.report(error, asked),
             }
         }
         tokio::time::sleep(CONFIRM_AFTER).await;
     }
-}
-
-/// Logs why a watch broke; the watcher restarts by itself.
-fn report(error: watcher::Error, asked: Asked<'_>) {
-    let reason = match error {
-        watcher::Error::WatchError(status) if status.code == 410 => {
-            tracing::debug!(?asked, "watch expired; listing again");
-            return;
-        }
-        // The watch restarts at once; if the server is really away, that fails and is reported. Without
-        // bookmarks a server sends nothing while nothing changes.
-        watcher::Error::WatchFailed(error) if !matches!(error, kube::Error::Api(_)) => {
-            tracing::debug!(?asked, reason = error_chain(&error), "watch ended; restarting it");
-            return;
-        }
-        watcher::Error::WatchError(status) => explain(kube::Error::Api(status), asked).to_string(),
-        watcher::Error::InitialListFailed(error)
-        | watcher::Error::WatchStartFailed(error)
-        | watcher::Error::WatchFailed(error) => explain(error, asked).to_string(),
-        other => error_chain(&other),
-    };
-    tracing::warn!(?asked, reason, "watch interrupted; retrying");
 }
 
 /// Forwards snapshots: at once after a change, a little later after a mere heartbeat, and never so often that
@@ -394,7 +383,12 @@ fn see_peer(object: DynamicObject) -> Seen<kilo_core::topology::Peer> {
 
 impl Shared {
     fn cache(&self) -> MutexGuard<'_, Cache> {
-        self.cache.lock().unwrap_or_else(PoisonError::into_inner)
+        self.cache.lock()
+    }
+
+    /// Nodes of the mesh, also before they have been listed.
+    fn size(&self) -> usize {
+        self.cache().nodes.values().len().max(self.expected)
     }
 
     fn change(&self, change: impl FnOnce(&mut Cache) -> Urgency) {
@@ -406,8 +400,13 @@ impl Shared {
         }
     }
 
-    fn see_node(&self, object: PartialNode, label: &str) -> Seen<kilo_core::topology::CheckedIn> {
-        self.see_own(object.meta());
+    fn see_node(
+        &self,
+        object: PartialNode,
+        label: &str,
+        arrived: Arrived,
+    ) -> Seen<kilo_core::topology::CheckedIn> {
+        self.see_own(object.meta(), arrived);
         see_node(object, label)
     }
 
@@ -418,9 +417,9 @@ impl Shared {
         see_peer(object)
     }
 
-    fn see_own(&self, metadata: &ObjectMeta) {
+    fn see_own(&self, metadata: &ObjectMeta, arrived: Arrived) {
         if self.hostname.is_some() && self.hostname == metadata.name {
-            self.cache().put_own(Own::new(metadata));
+            self.cache().put_own(Own::new(metadata), arrived);
         }
     }
 }
@@ -445,12 +444,12 @@ impl Backend for KubernetesBackend {
         Ok(true)
     }
 
-    async fn report_peers(&self, peers: &PeerAcceptances) -> Result<u64, BackendError> {
+    async fn report_peers(&self, peers: &PeerAcceptances) -> Result<PeersReported, BackendError> {
         peer_status::report(&self.client, &self.peers, peers).await
     }
 
-    fn said(&self, peer: &str) -> Option<Said> {
-        self.shared.cache().peers.note_of(peer).map(|note| note.said)
+    fn tunnel_status(&self, peer: &str) -> Option<TunnelStatus> {
+        self.shared.cache().peers.note_of(peer).map(|note| note.tunnels)
     }
 
     async fn report_handshake(&self, peer: &str, handshake: &Handshake) -> Result<bool, BackendError> {
@@ -480,5 +479,40 @@ impl Backend for KubernetesBackend {
 
     async fn retract(&self, node: &str) -> Result<(), BackendError> {
         self.patch(node, &annotations::retracted()).await
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{test_server::Answer, *};
+
+    /// etcd was restored from a backup, and versions are lower than before.
+    #[tokio::test]
+    async fn a_list_of_nodes_brings_the_own_annotations_whatever_their_version() {
+        let client = test_server::client(|asked| {
+            if asked.watches() {
+                return Answer::Silence;
+            }
+            let annotations = serde_json::json!({ "kilo.squat.ai/location": "restored" });
+            let node = serde_json::json!({
+                "metadata": { "name": "a", "resourceVersion": "5", "annotations": annotations },
+            });
+            let list = serde_json::json!({ "metadata": { "resourceVersion": "6" }, "items": [node] });
+            Answer::Object(200, list)
+        });
+        let (shared, _answered) = test_server::shared("a");
+        let known = ObjectMeta {
+            name: Some("a".to_owned()),
+            resource_version: Some("1000".to_owned()),
+            ..ObjectMeta::default()
+        };
+        shared.see_own(&known, Arrived::Reported);
+        let nodes: Api<PartialNode> = Api::all_with(client, &ApiResource::erase::<core::Node>(&()));
+        let own = Arc::clone(&shared);
+        let see = move |object, arrived| own.see_node(object, "l", arrived);
+        let follow = follow(nodes, Asked::Nodes, Arc::clone(&shared), see, |cache| &mut cache.nodes);
+        let _following = AbortOnDropHandle::new(tokio::spawn(follow));
+        tokio::time::timeout(Duration::from_secs(10), shared.now.notified()).await.unwrap();
+        assert_eq!(shared.cache().own().unwrap()["kilo.squat.ai/location"], "restored");
     }
 }

@@ -1,4 +1,4 @@
-//! A Node object without the fields that the topology does not need: images, conditions and managed fields
+//! A Node object without the fields that the topology does not need: images, most conditions and managed fields
 //! are most of it, and come with each heartbeat.
 
 use std::{borrow::Cow, collections::BTreeMap};
@@ -10,6 +10,8 @@ use kube::{
     core::{DynamicResourceScope, ObjectMeta},
 };
 use serde::{Deserialize, Deserializer};
+
+use kilo_core::objects::leaving;
 
 /// The fields read of a Node; the rest is skipped.
 #[derive(Clone, Debug, Deserialize)]
@@ -35,6 +37,19 @@ struct Spec {
 #[derive(Clone, Debug, Default, Deserialize)]
 struct Status {
     addresses: Option<Vec<core::NodeAddress>>,
+    #[serde(default, deserialize_with = "of_shutdown")]
+    conditions: Option<Vec<core::NodeCondition>>,
+}
+
+/// Keeps the condition that says that the machine shuts down: the others change with each of the kubelet's
+/// heartbeats.
+fn of_shutdown<'de, D: Deserializer<'de>>(
+    deserializer: D,
+) -> Result<Option<Vec<core::NodeCondition>>, D::Error> {
+    let mut conditions = Option::<Vec<core::NodeCondition>>::deserialize(deserializer)?.unwrap_or_default();
+    conditions.retain(leaving::shuts_down);
+    conditions.shrink_to_fit();
+    Ok((!conditions.is_empty()).then_some(conditions))
 }
 
 fn metadata<'de, D: Deserializer<'de>>(deserializer: D) -> Result<ObjectMeta, D::Error> {
@@ -55,7 +70,8 @@ impl From<PartialNode> for core::Node {
     fn from(PartialNode { metadata, spec, status }: PartialNode) -> Self {
         let Spec { pod_cidr, pod_cidrs, unschedulable, taints } = spec;
         let spec = core::NodeSpec { pod_cidr, pod_cidrs, unschedulable, taints, ..Default::default() };
-        let status = core::NodeStatus { addresses: status.addresses, ..Default::default() };
+        let Status { addresses, conditions } = status;
+        let status = core::NodeStatus { addresses, conditions, ..Default::default() };
         Self { metadata, spec: Some(spec), status: Some(status) }
     }
 }
@@ -106,6 +122,9 @@ mod tests {
                 "unschedulable": true, "taints": [{"key": "k", "effect": "NoSchedule", "timeAdded": "2026-01-02T03:04:05Z"}]},
             "status": {
                 "images": [{"names": ["i"]}],
+                "conditions": [{"type": "DiskPressure", "status": "False"},
+                    {"type": "Ready", "status": "False", "message": "node is shutting down",
+                     "lastHeartbeatTime": "2026-01-02T03:04:05Z"}],
                 "addresses": [{"type": "Hostname", "address": "a"}, {"type": "ExternalIP", "address": "192.0.2.7"}]
             }
         }"#;
@@ -120,7 +139,10 @@ mod tests {
         assert_eq!(spec.pod_cidr.as_deref(), Some("10.42.0.0/24"));
         assert_eq!(spec.pod_cidrs.unwrap(), ["10.42.0.0/24"]);
         assert_eq!((spec.unschedulable, spec.taints.unwrap()[0].key.as_str()), (Some(true), "k"));
-        let addresses = node.status.unwrap().addresses.unwrap();
+        let status = node.status.unwrap();
+        let conditions = status.conditions.unwrap();
+        assert_eq!((conditions.len(), conditions[0].type_.as_str()), (1, "Ready"));
+        let addresses = status.addresses.unwrap();
         assert_eq!((addresses[1].type_.as_str(), addresses[1].address.as_str()), ("ExternalIP", "192.0.2.7"));
         assert!(serde_json::from_str::<PartialNode>(r#"{"metadata": {}}"#).is_ok(), "without spec");
     }

@@ -72,6 +72,12 @@ fn longest(nodes: usize) -> Duration {
     for_each(nodes, FOR_EACH_NODE).clamp(LEAST, MOST)
 }
 
+/// The pause after a failure that followed this many others, in a mesh of `nodes` nodes; `random` is from 0
+/// to 1.
+pub(super) fn pause_after(failures: u32, nodes: usize, random: f64) -> Duration {
+    FIRST.saturating_mul(1 << failures.min(16)).min(longest(nodes)).mul_f64(1.0 + random)
+}
+
 impl Pauses {
     /// The watch has delivered something: a whole list, or a change.
     fn delivered(&mut self) {
@@ -98,7 +104,7 @@ impl Pauses {
             self.delivered();
         }
         let random = random.clamp(0.0, 1.0);
-        let time = FIRST.saturating_mul(1 << self.failures.min(16)).min(most).mul_f64(1.0 + random);
+        let time = pause_after(self.failures, nodes, random);
         self.failures = self.failures.saturating_add(1);
         self.until = Some(now + time);
         let follows = (FOLLOWS + for_each(nodes, FOLLOWS_FOR_EACH_NODE)).mul_f64(random);
@@ -155,11 +161,7 @@ pub(super) fn with_pauses<K: Send>(
             Err(error) => {
                 // Only answers from here on count.
                 answers.mark_unchanged();
-                let (nodes, bytes) = {
-                    let mut cache = shared.cache();
-                    // Before the first list, the cache is empty.
-                    (cache.nodes.values().len().max(shared.expected), bytes(&mut cache))
-                };
+                let (nodes, bytes) = (shared.size(), bytes(&mut shared.cache()));
                 let at = Circumstances { now: Instant::now(), nodes, random: rand::random_range(0.0..1.0) };
                 let pause = if is_expired(error) { pauses.expired(bytes, at) } else { pauses.failed(at) };
                 Some(pause)

@@ -3,20 +3,20 @@
 use kube::{
     Api, Client,
     api::{DynamicObject, ListParams, Patch, PatchParams},
+    core::Status,
 };
 use serde_json::{Value, json};
 
 use super::{
     cache::Note,
-    client::{Asked, in_time},
+    client::{Asked, explain, in_time},
     event,
 };
 use crate::{
-    backend::{BackendError, Handshake, Happened, Said},
+    backend::{BackendError, Handshake, Happened, PeersReported, TunnelStatus},
     timestamp::Timestamp,
 };
 use kilo_core::{
-    errors::{Explained, error_chain},
     objects::{
         events::EventReason,
         peer::{PeerCondition, PeerStatus, READY},
@@ -24,19 +24,19 @@ use kilo_core::{
     topology::{PeerAcceptance, PeerAcceptances},
 };
 
-/// Writes the statuses that differ, and an Event about each acceptance or refusal; returns the number of
-/// statuses written. A cluster set up for Kilo has neither the right nor the subresource: that is logged once
-/// per change of the peers, at level debug, and is not an error.
+/// Writes the statuses that differ, and an Event about each acceptance or refusal. A cluster set up for Kilo
+/// has neither the right nor the subresource: that is logged once per change of the peers, at level debug, and
+/// is not an error.
 ///
 /// # Errors
-/// When the API server is out of reach.
+/// When the API server is out of reach or overloaded; what is not written yet differs the next time, too.
 pub async fn report(
     client: &Client,
     api: &Api<DynamicObject>,
     peers: &PeerAcceptances,
-) -> Result<u64, BackendError> {
+) -> Result<PeersReported, BackendError> {
     let objects = present_objects(api, peers).await?;
-    let mut writes = 0;
+    let mut reported = PeersReported::default();
     for object in objects {
         let name = object.metadata.name.clone().unwrap_or_default();
         let Some(acceptance) = peers.get(&name) else { continue };
@@ -51,22 +51,22 @@ pub async fn report(
         });
         let patch = Patch::Merge(json!({ "status": status }));
         match api.patch_status(&name, &PatchParams::default(), &patch).await {
-            Ok(_) => writes += 1,
-            Err(kube::Error::Api(status)) if matches!(status.code, 403 | 404) => {
+            Ok(_) => reported.writes += 1,
+            Err(kube::Error::Api(status)) if is_object_gone(&status, &name) => continue,
+            Err(kube::Error::Api(status)) if is_unsupported(&status) => {
                 tracing::debug!(reason = status.message, "the status of peers is not written");
                 break;
             }
-            Err(kube::Error::Api(status)) => {
+            Err(kube::Error::Api(status)) if !matches!(status.code, 429 | 500..) => {
                 tracing::warn!(
                     peer = name,
                     reason = status.message,
-                    "failed to write the status of this peer"
+                    "failed to write the status of this peer; retrying in a minute"
                 );
+                reported.failed.insert(name);
                 continue;
             }
-            Err(error) => {
-                return Err(BackendError::Unreachable(Explained::of(error_chain(&error), error)));
-            }
+            Err(error) => return Err(explain(error, Asked::Peers)),
         }
         if let Some(reason) = event_of(present.as_ref(), &wanted) {
             let uid = object.metadata.uid.as_deref().unwrap_or_default();
@@ -76,7 +76,18 @@ pub async fn report(
             }
         }
     }
-    Ok(writes)
+    Ok(reported)
+}
+
+/// Whether the object has been deleted since it was listed.
+fn is_object_gone(status: &Status, name: &str) -> bool {
+    status.code == 404 && status.details.as_ref().is_some_and(|details| details.name == name)
+}
+
+/// Whether this account may write no status at all, or Peer objects have none. Admission, too, answers with
+/// 403, but about one object.
+fn is_unsupported(status: &Status) -> bool {
+    status.code == 404 || status.code == 403 && status.message.contains("cannot patch resource")
 }
 
 /// The existing objects of these peers: a few are fetched one by one, as lists because agents may not `get`;
@@ -103,7 +114,7 @@ pub fn note(object: &DynamicObject) -> Note {
     let time = field("lastHandshake").and_then(|text| text.parse().ok());
     let endpoint = field("endpoint").and_then(|text| text.parse().ok());
     let version = object.metadata.resource_version.clone().unwrap_or_default();
-    Note { version, said: Said { handshake: time.map(|time| Handshake { time, endpoint }) } }
+    Note { version, tunnels: TunnelStatus { handshake: time.map(|time| Handshake { time, endpoint }) } }
 }
 
 /// Writes a handshake into the object at this version; false when the object has changed since.
@@ -126,9 +137,9 @@ pub async fn write_handshake(
             Err(kube::Error::Api(status)) if status.code == 409 => Ok(false),
             // An older CRD without this field accepts the write and drops it: treated like a missing status
             // subresource.
-            Ok(object) if note(&object).said.handshake.is_none() => {
+            Ok(object) if note(&object).tunnels.handshake.is_none() => {
                 let text = "the API server does not keep status.lastHandshake";
-                Err(kube::Error::Api(kube::core::Status::failure(text, "NotFound").with_code(404).into()))
+                Err(kube::Error::Api(Status::failure(text, "NotFound").with_code(404).into()))
             }
             other => other.map(|_| true),
         }
@@ -169,8 +180,82 @@ fn event_of(present: Option<&PeerStatus>, wanted: &PeerStatus) -> Option<EventRe
 }
 
 #[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "tests")]
 mod tests {
+    use std::sync::Arc;
+
+    use kilo_core::objects::peer::Peer;
+    use kube::api::ApiResource;
+    use parking_lot::Mutex;
+
     use super::*;
+    use crate::backend::kubernetes::test_server::{self, refusal};
+
+    /// What comes of the peers a to d when the API server answers a patch of b's status with this: the
+    /// result, and the peers whose status it was asked to write.
+    async fn reported(answer: (u16, Value)) -> (Result<PeersReported, BackendError>, String) {
+        let (asked, patched) = (Arc::new(Mutex::new(String::new())), |path: &str| {
+            path.strip_suffix("/status").and_then(|path| path.rsplit('/').next()).map(ToOwned::to_owned)
+        });
+        let seen = Arc::clone(&asked);
+        let object = |name: &str| json!({ "apiVersion": "kilo.squat.ai/v1alpha1", "kind": "Peer", "metadata": { "name": name } });
+        let client = test_server::client(move |request| match patched(&request.path) {
+            Some(name) => {
+                seen.lock().push_str(&name);
+                if name == "b" { answer.clone() } else { (200, object(&name)) }
+            }
+            None if request.method == "GET" => {
+                let items = ["a", "b", "c", "d"].map(object);
+                (200, json!({ "metadata": {}, "items": items }))
+            }
+            None => (201, request.body),
+        });
+        let api: Api<DynamicObject> = Api::all_with(client.clone(), &ApiResource::erase::<Peer>(&()));
+        // More than a few, so that all are listed at once.
+        let names = ('a'..='z').map(|name| (name.to_string(), PeerAcceptance::Accepted));
+        let result = report(&client, &api, &names.collect()).await;
+        let asked = asked.lock().clone();
+        (result, asked)
+    }
+
+    #[tokio::test]
+    async fn a_peer_whose_status_cannot_be_written_is_named_and_the_others_are_written() {
+        for (code, reason, message) in [
+            (409, "Conflict", "the object has been modified"),
+            (422, "Invalid", "is invalid"),
+            (403, "Forbidden", "admission webhook \"x\" denied the request"),
+        ] {
+            let (result, asked) = reported(refusal(code, reason, message, "b")).await;
+            let wanted = PeersReported { writes: 3, failed: ["b".to_owned()].into() };
+            assert_eq!((result.unwrap(), asked.as_str()), (wanted, "abcd"), "{code} {message}");
+        }
+        let gone = "peers.kilo.squat.ai \"b\" not found";
+        let (result, asked) = reported(refusal(404, "NotFound", gone, "b")).await;
+        let wanted = PeersReported { writes: 3, ..PeersReported::default() };
+        assert_eq!((result.unwrap(), asked.as_str()), (wanted, "abcd"), "it was deleted");
+    }
+
+    #[tokio::test]
+    async fn a_server_that_is_overloaded_is_not_asked_for_the_other_peers_and_all_are_tried_again() {
+        for code in [429, 500, 503] {
+            let (result, asked) = reported(refusal(code, "", "busy", "")).await;
+            assert!(result.unwrap_err().is_temporary(), "{code}");
+            assert_eq!(asked, "ab");
+        }
+    }
+
+    #[tokio::test]
+    async fn a_cluster_for_kilo_is_asked_once_and_that_is_no_error() {
+        let forbidden = "peers \"b\" is forbidden: User \"kilo\" cannot patch resource \"peers/status\"";
+        for answer in [
+            refusal(403, "Forbidden", forbidden, "b"),
+            refusal(404, "NotFound", "the server could not find the requested resource", ""),
+        ] {
+            let (result, asked) = reported(answer).await;
+            let wanted = PeersReported { writes: 1, ..PeersReported::default() };
+            assert_eq!((result.unwrap(), asked.as_str()), (wanted, "ab"));
+        }
+    }
 
     #[test]
     fn a_condition_keeps_its_time_until_it_turns() {

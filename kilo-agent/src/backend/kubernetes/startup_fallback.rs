@@ -11,7 +11,7 @@ use tokio::sync::{oneshot, watch};
 use tokio_util::task::AbortOnDropHandle;
 
 use super::{KubernetesBackend, NodesFrom};
-use crate::backend::{Backend, BackendError, Handshake, Happened, Said, SlicesReport};
+use crate::backend::{Backend, BackendError, Handshake, Happened, PeersReported, SlicesReport, TunnelStatus};
 use kilo_core::{
     errors::Explained,
     objects::{Published, Snapshot},
@@ -145,12 +145,12 @@ impl Backend for StartupFallback {
         self.connected.get().ok_or_else(away)?.publish(node, published).await
     }
 
-    async fn report_peers(&self, peers: &PeerAcceptances) -> Result<u64, BackendError> {
+    async fn report_peers(&self, peers: &PeerAcceptances) -> Result<PeersReported, BackendError> {
         self.connected.get().ok_or_else(away)?.report_peers(peers).await
     }
 
-    fn said(&self, peer: &str) -> Option<Said> {
-        self.connected.get()?.said(peer)
+    fn tunnel_status(&self, peer: &str) -> Option<TunnelStatus> {
+        self.connected.get()?.tunnel_status(peer)
     }
 
     async fn report_handshake(&self, peer: &str, handshake: &Handshake) -> Result<bool, BackendError> {

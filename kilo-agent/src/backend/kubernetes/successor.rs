@@ -5,6 +5,7 @@ use std::{path::Path, time::Duration};
 use k8s_openapi::api::{apps::v1::DaemonSet, core::v1::Container};
 use kube::{Api, Client};
 
+use crate::AGENTS_NAMESPACE;
 use kilo_core::errors::{Cause, error_chain};
 
 /// File with the namespace of this pod, written by the kubelet.
@@ -49,7 +50,7 @@ const PATIENCE: Duration = Duration::from_secs(3);
 /// The namespace of this pod; outside of a pod, that of our manifests.
 pub fn own_namespace() -> String {
     let namespace = std::fs::read_to_string(NAMESPACE).ok();
-    namespace.map_or_else(|| "kube-system".to_owned(), |namespace| namespace.trim().to_owned())
+    namespace.map_or_else(|| AGENTS_NAMESPACE.to_owned(), |namespace| namespace.trim().to_owned())
 }
 
 /// Finds out, when the agent stops, what follows it.

@@ -6,7 +6,7 @@ use kilo_common::{
     lead::{self, Term},
     signal::{self, Body, Kind, LONGEST, PORT},
 };
-use kilo_core::topology::NodeId;
+use kilo_core::signal_id::NodeId;
 use kilo_failover::{Agent, Micros, Output, ProbePath, Signal, gateway::Sender};
 use kilo_host::dataplane::lead::SendVia as Into;
 

@@ -8,7 +8,7 @@ use kilo_common::{
     maps::Heard,
     signal::{self, Kind},
 };
-use kilo_core::topology::NodeId;
+use kilo_core::signal_id::NodeId;
 use kilo_failover::{Agent, Far, Input, Micros, Signal, far};
 use kilo_host::{dataplane::lead::Swap, net::link_down::has_default_route};
 
@@ -17,7 +17,7 @@ use crate::failover::{
     claim_answers::Asked,
     site::{Neighbour, Site, is_news},
 };
-use crate::far::{FarGateway, FarLocation};
+use crate::far::{FarGateway, FarLocation, Refusal};
 
 /// How long a default route may be missing before leadership is handed over.
 const ROUTE_RETURNS: Micros = 10_000;
@@ -120,7 +120,7 @@ impl Thread {
                     is_more |= !is_answer;
                     self.take(site, &heard, &bytes, &signal);
                 }
-                Err(_) => self.metrics.refused("malformed"),
+                Err(_) => self.metrics.refused(Refusal::Malformed),
             }
         }
         is_more
@@ -145,14 +145,14 @@ impl Thread {
                 let Some((far, from)) =
                     gateway.filter(|(_, from)| signal.kind == Kind::Moved || *from == signal.sender)
                 else {
-                    return self.metrics.refused("gateway");
+                    return self.metrics.refused(Refusal::Gateway);
                 };
                 if signal.kind == Kind::Moved {
                     let Some(location) = site.fars.get(&far) else { return };
                     let in_term =
                         |term| self.agent.as_ref().is_some_and(|agent: &Agent| agent.has_asked(term));
                     let asked = Asked { in_term: &in_term, nodes: &site.place.nodes };
-                    let by_all = self.moved.by_all(far, location, from, signal, &asked, micros());
+                    let by_all = self.moved.by_all(far, location, from, signal, &asked);
                     self.inbox.extend(by_all.map(|signal| Input::Signal { from: far, signal }));
                 } else {
                     self.claimed((far, from), signal, micros());
@@ -170,7 +170,7 @@ impl Thread {
     }
 }
 
-/// Why a signal from a node of this location is refused, as a metric label. `came`: the source address, and
+/// Why a signal from a node of this location is refused. `came`: the source address, and
 /// whether it came through a tunnel.
 fn refusal(
     nodes: &BTreeMap<NodeId, Neighbour>,
@@ -178,12 +178,12 @@ fn refusal(
     (source, by_tunnel): (Ipv6Addr, bool),
     bytes: &[u8],
     signal: &Signal,
-) -> Option<&'static str> {
+) -> Option<Refusal> {
     match nodes.get(&signal.sender) {
-        None => Some("unknown"),
-        Some(node) if node.address != source.to_canonical() || by_tunnel => Some("foreign"),
-        Some(node) if !signal::is_authentic(bytes, node.key) => Some("forged"),
-        Some(_) if signal.location != location => Some("location"),
+        None => Some(Refusal::Unknown),
+        Some(node) if node.address != source.to_canonical() || by_tunnel => Some(Refusal::Foreign),
+        Some(node) if !signal::is_authentic(bytes, node.key) => Some(Refusal::Forged),
+        Some(_) if signal.location != location => Some(Refusal::Location),
         Some(_) => None,
     }
 }
@@ -211,13 +211,7 @@ mod tests {
     const KEY: Key = Key([1, 2]);
 
     /// The refusal of a signal from that node, signed with this key.
-    fn heard(
-        sender: NodeId,
-        location: u64,
-        key: Key,
-        address: [u8; 4],
-        by_tunnel: bool,
-    ) -> Option<&'static str> {
+    fn heard(sender: NodeId, location: u64, key: Key, address: [u8; 4], by_tunnel: bool) -> Option<Refusal> {
         let known = Neighbour { address: [10, 0, 0, 1].into(), hop: 7, key: KEY, is_gateway: true };
         let body = Body::Members { cookie: 1, age: 0, members: vec![NODE] };
         let signal = Signal { kind: Kind::Adopt, nonce: 1, term: Term::NONE, sender, location, body };
@@ -228,7 +222,7 @@ mod tests {
     }
 
     /// The refusal of a CLAIM by a gateway of another location: its gateway, location, member and term.
-    fn claims(gateway: NodeId, location: u64, member: NodeId, term: Term) -> Option<&'static str> {
+    fn claims(gateway: NodeId, location: u64, member: NodeId, term: Term) -> Option<Refusal> {
         let key = kilo_core::wireguard::key::PublicKey([0; 32]);
         let control = kilo_core::signal_id::control_address(&key);
         let far = FarLocation {
@@ -242,7 +236,7 @@ mod tests {
         let mut owners = Owners::new([(NODE, NODE)], NODE);
         let pair = (&far, &mut owners);
         let claimed = claimed(&Params::default(), pair, (FAR, NODE), &signal, &names, (99, 0));
-        if claimed.foreign > 0 { Some("member") } else { claimed.step.err() }
+        if claimed.foreign > 0 { Some(Refusal::Member) } else { claimed.step.err() }
     }
 
     #[test]
@@ -252,18 +246,18 @@ mod tests {
         let metrics = FailoverMetrics::register(&mut registry);
         for (refused, why) in [
             (heard(NODE, FAR, KEY, [10, 0, 0, 1], false), None),
-            (heard(8, FAR, KEY, [10, 0, 0, 1], false), Some("unknown")),
-            (heard(NODE, FAR, KEY, [10, 0, 0, 2], false), Some("foreign")),
-            (heard(NODE, FAR, KEY, [10, 0, 0, 1], true), Some("foreign")),
-            (heard(NODE, FAR, Key([3, 4]), [10, 0, 0, 1], false), Some("forged")),
-            (heard(NODE, FAR + 1, KEY, [10, 0, 0, 1], false), Some("location")),
+            (heard(8, FAR, KEY, [10, 0, 0, 1], false), Some(Refusal::Unknown)),
+            (heard(NODE, FAR, KEY, [10, 0, 0, 2], false), Some(Refusal::Foreign)),
+            (heard(NODE, FAR, KEY, [10, 0, 0, 1], true), Some(Refusal::Foreign)),
+            (heard(NODE, FAR, Key([3, 4]), [10, 0, 0, 1], false), Some(Refusal::Forged)),
+            (heard(NODE, FAR + 1, KEY, [10, 0, 0, 1], false), Some(Refusal::Location)),
             (claims(NODE, FAR, NODE, next), None),
-            (claims(NODE, FAR + 1, NODE, next), Some("location")),
-            (claims(8, FAR, NODE, next), Some("gateway")),
-            (claims(NODE, FAR, 9, next), Some("member")),
-            (claims(NODE, FAR, NODE, Term::from_bits(u64::MAX)), Some("leap")),
-            (refused_as(&Note::Replayed(NODE)), Some("replayed")),
-            (refused_as(&Note::Leaps(NODE)), Some("leap")),
+            (claims(NODE, FAR + 1, NODE, next), Some(Refusal::Location)),
+            (claims(8, FAR, NODE, next), Some(Refusal::Gateway)),
+            (claims(NODE, FAR, 9, next), Some(Refusal::Member)),
+            (claims(NODE, FAR, NODE, Term::from_bits(u64::MAX)), Some(Refusal::Leap)),
+            (refused_as(&Note::Replayed(NODE)), Some(Refusal::Replayed)),
+            (refused_as(&Note::Leaps(NODE)), Some(Refusal::Leap)),
             (refused_as(&Note::OverBudget), None),
         ] {
             assert_eq!(refused, why);

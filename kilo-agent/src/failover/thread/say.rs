@@ -3,22 +3,35 @@
 use std::{collections::BTreeMap, sync::Arc};
 
 use kilo_common::lead::Term;
-use kilo_core::topology::{Acting, ActingLocation, NodeId};
+use kilo_core::{
+    signal_id::NodeId,
+    topology::{Acting, ActingLocation},
+};
 use kilo_failover::{Agent, Given, Micros, Note, signal::Shared as SharedPrefixes};
 
 use super::{REPORT, SUCCESSION, Thread, micros};
 use crate::{
-    failover::{Dead, Report, StandBy, locked, site::Site},
-    far,
+    failover::{
+        Dead, Report, StandBy,
+        report::{SuspicionOutcome, TakeoverCause},
+        site::Site,
+    },
+    far::{self, Refusal},
 };
 
-/// The metric label of a note about a refused signal.
-pub(super) const fn refused_as(note: &Note) -> Option<&'static str> {
+/// Why the signal that a note is about was refused.
+pub(super) const fn refused_as(note: &Note) -> Option<Refusal> {
     match note {
-        Note::Leaps(_) => Some("leap"),
-        Note::Replayed(_) => Some("replayed"),
+        Note::Leaps(_) => Some(Refusal::Leap),
+        Note::Replayed(_) => Some(Refusal::Replayed),
         _ => None,
     }
+}
+
+/// Whether a note says only that a node has booted and found out which gateway leads it: nobody has lost a
+/// leader, and the location's stays.
+const fn is_only_a_boot(note: &Note) -> bool {
+    matches!(note, Note::Adopts { age: 0, was_leader: false, .. })
 }
 
 impl Thread {
@@ -30,12 +43,12 @@ impl Thread {
         refused_as(note).into_iter().for_each(|why| self.metrics.refused(why));
         let text = match *note {
             Note::Suspects(leader) => {
-                self.metrics.suspicion("asked");
+                self.metrics.suspicion(SuspicionOutcome::Asked);
                 tracing::info!(leader = self.name(leader), "the leader does not answer; asking other nodes");
                 return;
             }
             Note::OverBudget => {
-                self.metrics.suspicion("over_budget");
+                self.metrics.suspicion(SuspicionOutcome::OverBudget);
                 tracing::warn!("leadership changed too often lately; this node waits before it takes over");
                 return;
             }
@@ -70,8 +83,12 @@ impl Thread {
                 return;
             }
             Note::TakesOver { from, all, since } => {
-                let (cause, whose) = if all { ("lost", "the location") } else { ("alone", "itself only") };
-                self.metrics.suspicion(if all { "took_over" } else { "took_itself" });
+                let (outcome, cause, whose) = if all {
+                    (SuspicionOutcome::TookOver, TakeoverCause::Lost, "the location")
+                } else {
+                    (SuspicionOutcome::TookItself, TakeoverCause::Alone, "itself only")
+                };
+                self.metrics.suspicion(outcome);
                 self.metrics.failover(cause);
                 let silent = micros().saturating_sub(since);
                 self.metrics.outage(silent);
@@ -89,23 +106,34 @@ impl Thread {
                 return;
             }
             Note::IsGiven { from, why } => {
-                let (cause, why) = match why {
-                    Given::Planned(cause) => ("planned", cause.text()),
-                    Given::LinkDown => ("handed_over", "its link, address or route is gone"),
-                    Given::Silent | Given::Trial => ("handed_over", "its tunnels failed"),
+                let handed_over = (TakeoverCause::HandedOver, "handed over");
+                let ((cause, how), why) = match why {
+                    Given::Planned(cause) => ((TakeoverCause::Planned, "planned"), cause.text()),
+                    Given::LinkDown => (handed_over, "its link, address or route is gone"),
+                    Given::Silent | Given::Trial => (handed_over, "its tunnels failed"),
                 };
                 self.metrics.failover(cause);
-                let how = if cause == "planned" { "planned" } else { "handed over" };
                 self.note_succession(from, &format!("{how}: {why}"));
                 format!("{} handed leadership over ({how}): {why}", self.name(from))
             }
-            Note::Adopts { member, was_leader } => {
-                self.metrics.failover("adopted");
+            Note::Adopts { member, .. } if is_only_a_boot(note) => {
+                tracing::info!(
+                    node = self.name(member),
+                    "a node that has started asked which gateway leads it; leading it"
+                );
+                return;
+            }
+            Note::Adopts { member, was_leader, .. } => {
+                self.metrics.failover(TakeoverCause::Adopted);
                 if was_leader {
                     self.note_succession(member, "adopted: nobody uses it any more, and it asked to be led");
                 }
                 format!("{} asked to be led", self.name(member))
             }
+            Note::ClaimsShared(acting) => format!(
+                "{} does not answer: claimed the prefixes that belong to no single node",
+                self.name(acting)
+            ),
             Note::Gives { to, cause } => {
                 let why = cause.map_or("this node cannot lead now", kilo_failover::Cause::own_text);
                 format!("gave leadership to {}: {why}", self.name(to))
@@ -127,7 +155,7 @@ impl Thread {
                 return;
             }
             Note::TakesHome(nodes) => {
-                self.metrics.failover("rebalanced");
+                self.metrics.failover(TakeoverCause::Rebalanced);
                 format!("took over {nodes} nodes that are assigned to this active leader")
             }
             Note::NotReady(to) => {
@@ -152,7 +180,7 @@ impl Thread {
         let is_again = self.succeeded.is_some_and(|(before, at)| before == from && at + SUCCESSION > now);
         self.succeeded = Some((from, now));
         if !is_again {
-            locked(&self.shared.said).successions.push(format!("{} ({why})", self.name(from)));
+            self.shared.output.lock().successions.push(format!("{} ({why})", self.name(from)));
             self.shared.changed.notify_one();
         }
     }
@@ -176,7 +204,7 @@ impl Thread {
         let dead =
             declared_dead.map(|(leader, _)| Dead { node: self.name(leader).to_owned(), is_taken: false });
         let is_dead = dead.is_some();
-        locked(&self.shared.said).dead = dead;
+        self.shared.output.lock().dead = dead;
         if is_dead {
             self.shared.changed.notify_one();
         }
@@ -203,7 +231,7 @@ impl Thread {
         self.leader = match () {
             () if self.agent.is_none() || term == Term::NONE => None,
             // The gateway that this node uses may not be the one with the shared prefixes.
-            () if is_one_of_several && (gateway != me || shared == SharedPrefixes::Stay) => None,
+            () if is_one_of_several && (gateway != me || shared != SharedPrefixes::Move) => None,
             () if gateway != me || shared != SharedPrefixes::Stay => Some((term, gateway)),
             // This node leads only itself: the location's leader stays the same.
             () => self.leader.filter(|(_, leader)| *leader != me),
@@ -214,12 +242,12 @@ impl Thread {
         acting.locations.insert(site.place.location, own);
         acting.locations.extend(far::known(&self.fars));
         let leading = self.agent.as_ref().and(leads.then_some(term.bits()));
-        let mut said = locked(&self.shared.said);
-        let is_news = *said.acting != acting || said.leading != leading || !said.is_published;
+        let mut output = self.shared.output.lock();
+        let is_news = *output.acting != acting || output.leading != leading || !output.is_published;
         if is_news {
-            said.acting = Arc::new(acting);
-            said.leading = leading;
-            said.is_published = true;
+            output.acting = Arc::new(acting);
+            output.leading = leading;
+            output.is_published = true;
         }
         is_news
     }
@@ -265,6 +293,20 @@ impl Thread {
             stand_bys: site.place.gateways.iter().filter(|id| **id != gateway).map(stand_by).collect(),
             last_change: self.last_change.clone(),
         };
-        locked(&self.shared.said).report = report;
+        self.shared.output.lock().report = report;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_node_that_has_booted_changes_no_leadership() {
+        let adopts = |age, was_leader| Note::Adopts { member: 1, was_leader, age };
+        assert!(is_only_a_boot(&adopts(0, false)));
+        for note in [adopts(0, true), adopts(500_000, false), Note::Tries(1)] {
+            assert!(!is_only_a_boot(&note), "{note:?}");
+        }
     }
 }

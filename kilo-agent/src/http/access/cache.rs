@@ -4,10 +4,10 @@
 use std::{
     collections::HashMap,
     hash::Hash,
-    sync::{Mutex, PoisonError},
     time::{Duration, Instant},
 };
 
+use parking_lot::Mutex;
 use sha2::{Digest as _, Sha256};
 
 use super::Finding;
@@ -31,7 +31,7 @@ pub fn digest(text: &str) -> Secret {
 }
 
 /// An answer, and when it expires.
-type Known = (Finding, Instant);
+type CachedAnswer = (Finding, Instant);
 
 /// Cached answers about tokens and paths.
 #[derive(Debug, Default)]
@@ -41,7 +41,7 @@ pub struct Cache {
 
 #[derive(Debug, Default)]
 struct Kept {
-    answers: HashMap<(Secret, &'static str), Known>,
+    answers: HashMap<(Secret, &'static str), CachedAnswer>,
     /// Tokens that were allowed something and have not been unknown since, and when they were last allowed.
     good: HashMap<Secret, Instant>,
 }
@@ -49,7 +49,7 @@ struct Kept {
 impl Cache {
     /// The cached answer, unless it has expired.
     pub fn get(&self, token: &str, path: &'static str, now: Instant) -> Option<Finding> {
-        let kept = self.kept.lock().unwrap_or_else(PoisonError::into_inner);
+        let kept = self.kept.lock();
         let (finding, until) = kept.answers.get(&(digest(token), path))?;
         (now < *until).then(|| finding.clone())
     }
@@ -57,7 +57,7 @@ impl Cache {
     /// Whether the API server has ever allowed this token something, and has not called it unknown since. A
     /// forbidden path does not matter.
     pub fn was_good(&self, token: &str) -> bool {
-        let kept = self.kept.lock().unwrap_or_else(PoisonError::into_inner);
+        let kept = self.kept.lock();
         kept.good.contains_key(&digest(token))
     }
 
@@ -69,7 +69,7 @@ impl Cache {
             Finding::Unanswered(_) => return,
         };
         let token = digest(token);
-        let mut kept = self.kept.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut kept = self.kept.lock();
         let Kept { answers, good } = &mut *kept;
         match finding {
             Finding::Allowed => {
@@ -108,7 +108,7 @@ mod tests {
         for guess in 0..2 * MOST {
             cache.put(&guess.to_string(), "/", &Finding::Unknown, now);
         }
-        assert_eq!(cache.kept.lock().map(|kept| kept.answers.len()).ok(), Some(MOST));
+        assert_eq!(cache.kept.lock().answers.len(), MOST);
         assert_eq!(cache.get("good", "/", now + ALLOWED / 2), Some(Finding::Allowed));
         assert_eq!(cache.get("good", "/status", now), None);
         assert_eq!(cache.get("good", "/", now + ALLOWED), None);
@@ -130,6 +130,6 @@ mod tests {
             cache.put(&number.to_string(), "/", &Finding::Allowed, now + Duration::from_millis(number));
         }
         assert!(!cache.was_good("0") && cache.was_good(&(2 * MOST_GOOD - 1).to_string()));
-        assert_eq!(cache.kept.lock().map(|kept| kept.good.len()).ok(), Some(MOST_GOOD));
+        assert_eq!(cache.kept.lock().good.len(), MOST_GOOD);
     }
 }

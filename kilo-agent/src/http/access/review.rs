@@ -4,7 +4,7 @@ use std::{
     collections::VecDeque,
     fmt,
     pin::Pin,
-    sync::{Arc, Mutex, PoisonError},
+    sync::Arc,
     time::{Duration, Instant},
 };
 
@@ -14,6 +14,7 @@ use k8s_openapi::api::{
 };
 use kilo_core::errors::error_chain;
 use kube::{Api, Client, api::PostParams};
+use parking_lot::Mutex;
 use tokio::time::timeout;
 
 /// Timeout for an answer of the API server.
@@ -61,7 +62,7 @@ struct Budget(Mutex<VecDeque<Instant>>);
 impl Budget {
     /// Takes one review from the budget; false if it is used up.
     fn spend(&self, now: Instant) -> bool {
-        let mut asked = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut asked = self.0.lock();
         asked.retain(|then| now.saturating_duration_since(*then) < WHILE);
         let may = asked.len() < MOST;
         if may {

@@ -88,6 +88,18 @@ impl Held {
         let asked = Instant::now();
         // Without a successful `take` there is nothing to renew.
         let Some(lease) = self.lease.clone() else { return Tried::Another };
+        match self.renew_at(lease.clone(), asked).await {
+            // The version is another one, perhaps because of an earlier renewal that was not answered in time.
+            Tried::Another => match in_time(self.leases.get_opt(LEASE)).await {
+                Ok(Some(found)) if is_tenure(&found, &lease) => self.renew_at(found, asked).await,
+                Ok(_) => Tried::Another,
+                Err(tried) => tried,
+            },
+            tried => tried,
+        }
+    }
+
+    async fn renew_at(&mut self, lease: Lease, asked: Instant) -> Tried {
         let mut spec = lease.spec.clone().unwrap_or_default();
         spec.renew_time = Some(MicroTime(Timestamp::now()));
         self.write(lease, spec, asked).await
@@ -117,6 +129,15 @@ impl Held {
     }
 }
 
+/// Whether both say that the same agent has held the Lease since the same time: a second agent of the same
+/// node, which runs for a moment while a pod is replaced, has taken it at another time.
+fn is_tenure(found: &Lease, known: &Lease) -> bool {
+    let tenure = |lease: &Lease| {
+        lease.spec.as_ref().map(|spec| (spec.holder_identity.clone(), spec.acquire_time.clone()))
+    };
+    tenure(found) == tenure(known)
+}
+
 async fn in_time<T>(answer: impl Future<Output = kube::Result<T>>) -> Result<T, Tried> {
     match tokio::time::timeout(ANSWER, answer).await {
         Ok(Ok(value)) => Ok(value),
@@ -127,5 +148,67 @@ async fn in_time<T>(answer: impl Future<Output = kube::Result<T>>) -> Result<T, 
         }),
         Ok(Err(error)) => Err(Tried::Failed(kilo_core::errors::error_chain(&error))),
         Err(_) => Err(Tried::Failed(format!("no answer within {} s", ANSWER.as_secs()))),
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "tests")]
+mod tests {
+    use std::sync::Arc;
+
+    use parking_lot::Mutex;
+    use serde_json::{Value, json};
+
+    use super::*;
+    use crate::backend::kubernetes::test_server::{self, refusal};
+
+    /// What the API server has, and whether it applies the next write without a proper answer.
+    struct Server {
+        lease: Value,
+        version: u64,
+        answers_late: bool,
+    }
+
+    fn held(server: &Arc<Mutex<Server>>, own: &str) -> Held {
+        let server = Arc::clone(server);
+        let client = test_server::client(move |request| {
+            let mut server = server.lock();
+            if request.method == "GET" {
+                return (200, server.lease.clone());
+            }
+            if request.body["metadata"]["resourceVersion"] != server.lease["metadata"]["resourceVersion"] {
+                return refusal(409, "Conflict", "the object has been modified", LEASE);
+            }
+            server.lease = request.body;
+            server.version += 1;
+            server.lease["metadata"]["resourceVersion"] = server.version.to_string().into();
+            if std::mem::take(&mut server.answers_late) {
+                return refusal(504, "Timeout", "the request timed out", LEASE);
+            }
+            (200, server.lease.clone())
+        });
+        Held::new(Api::namespaced(client, "kube-system"), own)
+    }
+
+    #[tokio::test]
+    async fn a_renewal_that_was_answered_too_late_is_the_holders_own() {
+        let lease = json!({ "metadata": { "name": LEASE, "resourceVersion": "1" }, "spec": {} });
+        let server = Arc::new(Mutex::new(Server { lease, version: 1, answers_late: false }));
+        let (mut own, mut again, mut other) = (held(&server, "a"), held(&server, "a"), held(&server, "b"));
+        assert_eq!(own.take().await, Tried::Has);
+        server.lock().answers_late = true;
+        assert!(matches!(own.renew().await, Tried::Failed(_)));
+        assert_eq!(own.renew().await, Tried::Has, "nobody else has written it");
+        assert_eq!(own.renew().await, Tried::Has);
+        assert_eq!(other.take().await, Tried::Another);
+
+        // Another agent of the same node begins while this one ends.
+        assert_eq!(again.take().await, Tried::Has);
+        assert_eq!(own.renew().await, Tried::Another);
+        assert_eq!(again.renew().await, Tried::Has);
+        // Another node takes it.
+        server.lock().lease["spec"]["holderIdentity"] = "".into();
+        assert_eq!(other.take().await, Tried::Has);
+        assert_eq!(again.renew().await, Tried::Another);
     }
 }

@@ -1,16 +1,19 @@
 //! Reads nodes from slices where possible, otherwise from Node objects: carries out what
 //! [`kilo_core::objects::slices`] decides.
 
+mod deleted;
 mod lease;
 mod mirror;
+mod order;
 mod reader;
 mod report;
 mod store;
+mod write;
 mod writer;
 
 use std::{
     pin::pin,
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    sync::Arc,
     time::{Duration, Instant},
 };
 
@@ -18,33 +21,33 @@ use futures::StreamExt as _;
 use k8s_openapi::api::core::v1 as core;
 use kilo_core::{
     objects::{
-        CheckedIn, node,
-        slices::{Chosen, Entry, Inputs, NodeSlice, Reason, Source},
+        CheckedIn, CheckedInRef, Node, Nodes, node,
+        slices::{CANDIDATES, Chosen, Entry, Inputs, NodeSlice, Reason, Source, rank},
     },
-    topology::heartbeats,
+    topology::{heartbeats, is_complete},
 };
 use kube::{
     Api, Client,
     api::{ApiResource, DynamicObject, ListParams},
     runtime::watcher,
 };
+use parking_lot::{Mutex, MutexGuard};
 use tokio::sync::Notify;
 use tokio_util::task::AbortOnDropHandle;
 
 pub(super) use self::report::Report;
-use self::{reader::Seen, store::Shown};
+use self::{
+    reader::{Access, Seen},
+    store::Shown,
+};
 use super::{
     Asked, PartialNode, Shared,
-    cache::{Cache, Seen as SeenNode},
-    client::in_time,
+    cache::{Arrived, Cache, Seen as SeenNode},
+    client::{self, in_time},
     follow,
-    pauses::with_pauses,
+    pauses::{self, with_pauses},
 };
 
-/// How often a missing right is tested again, give or take a fifth: it may be granted later.
-const AGAIN: Duration = Duration::from_mins(10);
-/// Nodes are read if slices have not been listed within this time.
-const LISTED: Duration = Duration::from_secs(10);
 /// How often conditions without an event are checked.
 const LOOK: Duration = Duration::from_secs(5);
 
@@ -85,7 +88,7 @@ impl Context {
     }
 
     fn seen(&self) -> MutexGuard<'_, Seen> {
-        self.seen.lock().unwrap_or_else(PoisonError::into_inner)
+        self.seen.lock()
     }
 
     fn slices(&self) -> Api<DynamicObject> {
@@ -102,84 +105,127 @@ impl Context {
         self.writes.notify_one();
     }
 
-    /// Whether this account may not read slices; `Err`: unknown.
-    async fn is_denied(&self) -> Result<bool, ()> {
-        let one = ListParams::default().limit(1);
-        match tokio::time::timeout(LISTED, self.slices().list(&one)).await {
-            Ok(Ok(_)) => Ok(false),
-            Ok(Err(kube::Error::Api(status))) if matches!(status.code, 401 | 403 | 404) => {
-                tracing::debug!(reason = status.message, "slices cannot be read");
-                Ok(true)
-            }
-            Ok(Err(_)) | Err(_) => Err(()),
+    /// Notes that the API server does not answer.
+    fn lose(&self) {
+        let answers = *self.shared.answers.borrow();
+        self.seen().lose(answers, Instant::now());
+        self.chooses.notify_one();
+    }
+
+    /// Whether the API server has not answered since that was noted.
+    fn is_away(&self) -> bool {
+        let answers = *self.shared.answers.borrow();
+        self.seen().is_away(answers, Instant::now())
+    }
+
+    /// Returns when the API server answers after that was noted; never if it was not.
+    async fn answered(&self) {
+        let lost = self.seen().lost;
+        let mut answers = self.shared.answers.clone();
+        if let Some(lost) = lost
+            && answers.wait_for(|answers| *answers != lost).await.is_ok()
+        {
+            return;
         }
+        std::future::pending::<()>().await;
+    }
+
+    /// Whether this agent is one of the first to write slices, by what they say.
+    fn is_candidate(&self) -> bool {
+        let seen = self.seen();
+        let entries = seen.set.nodes().0.into_values();
+        let nodes: Nodes = entries.filter_map(|entry| see_entry(entry, &self.label).value).collect();
+        rank(&nodes, &self.hostname) < CANDIDATES
+    }
+
+    /// Reads this node's object from the API server; `Err`: the API server does not return it.
+    async fn own_node(&self) -> Result<Option<SeenNode<CheckedIn>>, ()> {
+        let one = ListParams::default().fields(&format!("metadata.name={}", self.hostname));
+        let own = in_time(self.nodes().list(&one), Asked::Nodes).await.map_err(drop)?;
+        Ok(own.items.into_iter().next().map(|own| self.see(own, Arrived::Listed)))
+    }
+
+    fn see(&self, object: PartialNode, arrived: Arrived) -> SeenNode<CheckedIn> {
+        self.shared.see_node(object, &self.label, arrived)
     }
 
     /// Why slices must not be read at the moment, if so.
     fn against(&self) -> Option<Reason> {
         let cache = self.shared.cache();
         let mut seen = self.seen();
+        if seen.access == Access::Denied {
+            return Some(Reason::Denied);
+        }
         if let Err(incomplete) = seen.set.complete(&self.label) {
             return Some(Reason::Incomplete(incomplete));
         }
         if !seen.renewals.go_on(Instant::now()) {
             return Some(Reason::NoWriter);
         }
-        let said = seen.said(&self.hostname);
+        let summary = seen.summary(&self.hostname);
         let known = cache.nodes.values();
-        let counts = |name: &str| name != self.hostname && !said.dead.contains(name);
-        if said.foreign || known.iter().any(|known| heartbeats::is_foreign(known) && counts(&known.name)) {
+        let counts = |name: &str| name != self.hostname && !summary.dead.contains(name);
+        if summary.foreign || known.iter().any(|known| heartbeats::is_foreign(known) && counts(&known.name)) {
             return Some(Reason::Foreign);
         }
         // Before this node is known, there is nothing to compare with.
         let own = known.get(&self.hostname)?;
         // An agent whose own slice entry says that it is dead is alive: others leave it out because of a
         // forgery or a faulty writer.
-        let entry = said.own.as_ref().filter(|entry| entry.alive);
-        let says = entry.map(|entry| node::from_object(&entry.to_object(&self.label), &self.label).0.node);
+        let entry = summary.own.as_ref().filter(|entry| entry.alive);
+        let says = entry.map(|entry| read_entry(entry, &self.label).0.node);
         (says.as_ref() != Some(&**own.node)).then_some(Reason::Late)
+    }
+
+    /// A node that takes part by its Node object, and not, or elsewhere, by the slices: their writer has not got
+    /// to it yet, and an agent that read them now would forget what it knows.
+    fn behind(&self) -> Option<String> {
+        let cache = self.shared.cache();
+        let seen = self.seen();
+        let (entries, _) = seen.set.nodes();
+        let is_behind = |known: &CheckedInRef<'_>| {
+            let says = entries.get(&*known.name).map(|entry| read_entry(entry, &self.label).0.node);
+            let reached_by = |node: &Node| (node.key, node.endpoint.clone(), node.internal_ip);
+            is_complete(known.node) && says.as_ref().map(reached_by) != Some(reached_by(known.node))
+        };
+        cache.nodes.values().iter().find(is_behind).map(|known| known.name.clone())
     }
 }
 
 /// Chooses the source of nodes, forever, and reads them from there.
 pub(super) async fn run(context: Arc<Context>) {
-    let mut is_logged = false;
+    let reader = AbortOnDropHandle::new(tokio::spawn(reader::run(Arc::clone(&context))));
+    let mut writer: Option<AbortOnDropHandle<()>> = None;
     let mut source = Source::default();
     let mut reading = Reading::Nothing;
-    loop {
-        let denied = context.is_denied().await;
-        if denied == Ok(false) {
-            is_logged = false;
-            let reader = AbortOnDropHandle::new(tokio::spawn(reader::run(Arc::clone(&context))));
-            let _writer = AbortOnDropHandle::new(tokio::spawn(writer::run(Arc::clone(&context))));
-            let _ = tokio::time::timeout(LISTED, context.listed()).await;
-            while !reader.is_finished() {
-                step(&context, &mut source, &mut reading, None, Instant::now() + LOOK).await;
-            }
+    // Only a panic ends it, and then the backend is to end as well.
+    while !reader.is_finished() {
+        if context.seen().access == Access::Granted {
+            let writes = || AbortOnDropHandle::new(tokio::spawn(writer::run(Arc::clone(&context))));
+            writer.get_or_insert_with(writes);
+        } else {
+            writer = None;
         }
-        if denied.is_ok() && !std::mem::replace(&mut is_logged, true) {
-            tracing::info!(
-                "slices are not in use: this account may not read NodeSlices, or the API server does not know \
-                 them; apply manifests/crds.yaml and manifests/slices.yaml"
-            );
-        }
-        // Tested seldom: nothing depends on it.
-        let pause = if denied.is_ok() { AGAIN.mul_f64(rand::random_range(0.8..1.2)) } else { LOOK };
-        let until = Instant::now() + pause;
-        while Instant::now() < until {
-            step(&context, &mut source, &mut reading, Some(Reason::Denied), until).await;
-        }
+        step(&context, &mut source, &mut reading).await;
     }
 }
 
-/// The current source; dropping it ends the reading.
+/// The current source; dropping it ends the reading. `asks` asks the API server until it answers.
 enum Reading {
     Nothing,
     Nodes { task: AbortOnDropHandle<()> },
-    Slices { own: AbortOnDropHandle<()>, shown: Shown },
+    Slices { own: AbortOnDropHandle<()>, shown: Shown, asks: Option<AbortOnDropHandle<()>> },
 }
 
 impl Reading {
+    fn is_from(&self, chosen: Chosen) -> bool {
+        match self {
+            Self::Nothing => false,
+            Self::Nodes { .. } => chosen == Chosen::Nodes,
+            Self::Slices { .. } => chosen == Chosen::Slices,
+        }
+    }
+
     /// Returns once the task has ended: an aborted task ends at its next await point, and may write until
     /// then.
     async fn end(&mut self) {
@@ -194,19 +240,33 @@ impl Reading {
     }
 }
 
-/// Reads from the best source; returns when that may have changed, or at `until`.
-async fn step(
-    context: &Arc<Context>,
-    source: &mut Source,
-    reading: &mut Reading,
-    denied: Option<Reason>,
-    until: Instant,
-) {
-    let against = denied.or_else(|| context.against());
-    let nodes = context.shared.cache().nodes.values().len();
-    let inputs = Inputs { against, nodes, now: Instant::now(), random: rand::random_range(0.0..1.0) };
+/// Reads from the best source; returns when that may have changed, or to look again.
+async fn step(context: &Arc<Context>, source: &mut Source, reading: &mut Reading) {
+    let until = Instant::now() + LOOK;
+    let is_away = context.is_away();
+    let against = context.against();
+    {
+        let mut seen = context.seen();
+        let summary = seen.summary(&context.hostname);
+        context.report.wrong(summary.bad, summary.twice);
+    }
+    let starts = matches!(reading, Reading::Nothing);
+    let inputs = Inputs {
+        against,
+        nodes: context.shared.size(),
+        is_away,
+        is_candidate: starts && against == Some(Reason::NoWriter) && context.is_candidate(),
+        now: Instant::now(),
+        random: rand::random_range(0.0..1.0),
+    };
     let (chosen, due) = source.next(inputs);
-    turn(context, reading, chosen, against).await;
+    if let Some(chosen) = chosen.filter(|chosen| !reading.is_from(*chosen)) {
+        if turn(context, reading, chosen).await {
+            source.reads(chosen);
+        } else {
+            source.failed(Instant::now());
+        }
+    }
     context.report.choose(matches!(reading, Reading::Slices { .. }), against);
     let look = match reading {
         Reading::Slices { shown, .. } => shown.follow(context),
@@ -215,38 +275,66 @@ async fn step(
     let wake = [due, look].into_iter().flatten().fold(until, Instant::min);
     tokio::select! {
         () = context.chooses.notified() => {}
+        () = context.answered() => {}
         () = tokio::time::sleep_until(wake.into()) => {}
     }
 }
 
-/// Switches to the chosen source.
-async fn turn(context: &Arc<Context>, reading: &mut Reading, chosen: Chosen, against: Option<Reason>) {
-    match (chosen, &reading) {
-        (Chosen::Nodes, Reading::Nodes { .. }) | (Chosen::Slices, Reading::Slices { .. }) => {}
-        (Chosen::Nodes, _) => {
-            if let (Reading::Slices { .. }, Some(reason)) = (&reading, against) {
+/// Switches to the chosen source; false when that is not possible, or no longer right.
+async fn turn(context: &Arc<Context>, reading: &mut Reading, chosen: Chosen) -> bool {
+    match chosen {
+        Chosen::Nodes => {
+            if let Reading::Slices { asks, .. } = reading {
+                // A server that is away would get the lists of all agents as soon as it is back.
+                if context.own_node().await.is_err() {
+                    context.lose();
+                    *asks = Some(AbortOnDropHandle::new(tokio::spawn(ask(Arc::clone(context)))));
+                    return false;
+                }
+                let Some(reason) = context.against() else { return false };
                 tracing::info!(%reason, "reading Nodes instead of slices");
             }
             // The nodes from slices stay until Nodes have been listed.
             reading.end().await;
             *reading = Reading::Nodes { task: spawn_nodes(context) };
         }
-        (Chosen::Slices, _) => {
-            let one = ListParams::default().fields(&format!("metadata.name={}", context.hostname));
-            let Ok(own) = in_time(context.nodes().list(&one), Asked::Nodes).await else { return };
-            let own = own.items.into_iter().next().map(|own| context.shared.see_node(own, &context.label));
+        Chosen::Slices => {
+            if matches!(reading, Reading::Nodes { .. })
+                && let Some(node) = context.behind()
+            {
+                tracing::debug!(node, "slices lag behind Nodes; reading Nodes for now");
+                return false;
+            }
+            let Ok(own) = context.own_node().await else { return false };
+            // Slices may have been emptied meanwhile.
+            if context.against().is_some() {
+                return false;
+            }
             reading.end().await;
             let shown = Shown::replace(context, own);
             tracing::info!(nodes = shown.len(), "reading slices instead of Nodes");
             let own = tokio::spawn(follow_own(Arc::clone(context)));
-            *reading = Reading::Slices { own: AbortOnDropHandle::new(own), shown };
+            *reading = Reading::Slices { own: AbortOnDropHandle::new(own), shown, asks: None };
         }
+    }
+    true
+}
+
+/// Asks the API server until it answers.
+async fn ask(context: Arc<Context>) {
+    let mut failures = 0;
+    loop {
+        tokio::time::sleep(context.pause(failures)).await;
+        if context.own_node().await.is_ok() {
+            return;
+        }
+        failures += 1;
     }
 }
 
 fn spawn_nodes(context: &Arc<Context>) -> AbortOnDropHandle<()> {
     let own = Arc::clone(context);
-    let see = move |object| own.shared.see_node(object, &own.label);
+    let see = move |object, arrived| own.see(object, arrived);
     let shared = Arc::clone(&context.shared);
     let follow = follow(context.nodes(), Asked::Nodes, shared, see, |cache: &mut Cache| &mut cache.nodes);
     AbortOnDropHandle::new(tokio::spawn(follow))
@@ -266,19 +354,24 @@ async fn follow_own(context: Arc<Context>) {
         match event {
             Ok(watcher::Event::Init) => listed = None,
             Ok(watcher::Event::InitApply(own)) => {
-                listed = Some(context.shared.see_node(own, &context.label));
+                listed = Some(context.see(own, Arrived::Listed));
             }
             Ok(watcher::Event::InitDone) => listed.take().map_or_else(remove, put),
-            Ok(watcher::Event::Apply(own)) => put(context.shared.see_node(own, &context.label)),
+            Ok(watcher::Event::Apply(own)) => put(context.see(own, Arrived::Reported)),
             Ok(watcher::Event::Delete(_)) => remove(),
-            Err(error) => super::report(error, Asked::Nodes),
+            Err(error) => context.shared.errors.report(error, Asked::Nodes),
         }
     }
 }
 
+/// What an entry says about its node, read as from a Node, and what is wrong with it.
+fn read_entry(entry: &Entry, label: &str) -> (CheckedIn, Vec<String>) {
+    node::from_object(&entry.to_object(label), label)
+}
+
 /// A node as a slice describes it, alive or not as the writer sees it.
 fn see_entry(entry: &Entry, label: &str) -> SeenNode<CheckedIn> {
-    let (mut seen, problems) = node::from_object(&entry.to_object(label), label);
+    let (mut seen, problems) = read_entry(entry, label);
     seen.node.declared_alive = Some(entry.alive);
     let problem = (!problems.is_empty()).then(|| problems.join("; "));
     SeenNode { name: entry.name.clone(), value: Some(seen), problem }

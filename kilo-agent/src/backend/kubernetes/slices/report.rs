@@ -1,11 +1,9 @@
 //! Collects what metrics and status show about slices: the parts of a [`SlicesReport`].
 
-use std::sync::{
-    Mutex, PoisonError,
-    atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering},
-};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 
 use kilo_core::objects::slices::Reason;
+use parking_lot::Mutex;
 
 use crate::backend::SlicesReport;
 
@@ -21,7 +19,7 @@ pub(in crate::backend::kubernetes) struct Report {
 
 impl Report {
     pub(super) fn choose(&self, reads: bool, against: Option<Reason>) {
-        let mut known = self.chosen.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut known = self.chosen.lock();
         *known = (reads, against);
     }
 
@@ -43,7 +41,7 @@ impl Report {
     }
 
     pub(in crate::backend::kubernetes) fn read(&self) -> SlicesReport {
-        let (reads, against) = *self.chosen.lock().unwrap_or_else(PoisonError::into_inner);
+        let (reads, against) = *self.chosen.lock();
         SlicesReport {
             reads,
             against: against.map(|reason| reason.to_string()),

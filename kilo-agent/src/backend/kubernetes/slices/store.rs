@@ -60,13 +60,29 @@ pub(super) struct Shown {
 }
 
 impl Shown {
-    /// Replaces the known nodes with those of slices; this node comes from its own object.
+    /// Replaces the known nodes with those of slices; this node comes from its own object. A node that slices
+    /// do not have is removed as late as if they had had it.
     pub(super) fn replace(context: &Context, own: Option<SeenNode<CheckedIn>>) -> Self {
         let changes = context.seen().set.changes();
         let nodes = entries(context).0;
         let list = nodes.0.iter().map(|entry| see_entry(entry, &context.label)).chain(own).collect();
-        context.shared.change(|cache| cache.nodes.replace(list, &BTreeSet::new()));
-        Self { nodes, gone: BTreeMap::new(), changes }
+        let mut shown = Self { nodes, gone: BTreeMap::new(), changes };
+        context.shared.change(|cache| {
+            let others = cache.nodes.values().names().filter(|name| *name != context.hostname);
+            let missing = shown.miss(others, Instant::now());
+            cache.nodes.replace(list, &missing)
+        });
+        shown
+    }
+
+    /// Adds the known nodes that slices do not have, and returns them.
+    fn miss<'a>(&mut self, known: impl Iterator<Item = &'a str>, time: Instant) -> BTreeSet<String> {
+        let missing: BTreeSet<String> =
+            known.filter(|name| self.nodes.get(name).is_none()).map(ToOwned::to_owned).collect();
+        let entry = |name: &String| Arc::new(Entry { name: name.clone(), ..Entry::default() });
+        self.nodes.change(missing.iter().map(entry).collect(), &BTreeSet::new());
+        self.gone = missing.iter().map(|name| (name.clone(), time)).collect();
+        missing
     }
 
     pub(super) fn len(&self) -> usize {
@@ -130,8 +146,7 @@ impl Shown {
 /// All nodes of slices except this one, and whether the slices are complete, which includes this node.
 fn entries(context: &Context) -> (Entries, bool) {
     let seen = context.seen();
-    let (nodes, twice) = seen.set.nodes();
-    context.report.wrong(seen.set.bad(), twice);
+    let nodes = seen.set.nodes().0;
     let complete = nodes.contains_key(&*context.hostname) && seen.set.complete(&context.label).is_ok();
     let others = nodes.into_values().filter(|entry| *entry.name != *context.hostname);
     (Entries(others.map(Arc::clone).collect()), complete)
@@ -170,6 +185,28 @@ mod tests {
         assert_eq!(at(1900, &["a"], false), 0, "a slice is missing");
         assert_eq!(at(2800, &["a"], true), 0);
         assert_eq!(at(2900, &["a"], true), 1);
+    }
+
+    #[test]
+    fn slices_that_an_agent_turns_to_remove_nodes_as_late_as_those_that_it_reads() {
+        let all = |names: &[&str]| Entries(names.iter().map(|name| entry(name, 1)).collect());
+        let start = Instant::now();
+        let turned = |known: &[&str]| {
+            let mut shown = Shown { nodes: all(&["a", "b"]), ..Shown::default() };
+            assert_eq!(shown.miss(known.iter().copied(), start).len(), known.len() - 2);
+            assert_eq!(shown.len(), known.len());
+            shown
+        };
+        let due = |shown: &mut Shown, milliseconds| {
+            shown.note_gone(&all(&["a", "b"]), true, start + Duration::from_millis(milliseconds)).len()
+        };
+        let mut shown = turned(&["a", "b", "c"]);
+        assert_eq!((due(&mut shown, 0), due(&mut shown, 900), due(&mut shown, 1000)), (0, 0, 1));
+        let mut shown = turned(&["a", "b", "c", "d", "e"]);
+        assert_eq!((due(&mut shown, 44_000), due(&mut shown, 45_000)), (0, 3), "many");
+        let mut shown = turned(&["a", "b", "c"]);
+        assert_eq!(shown.note_gone(&all(&["a", "b", "c"]), true, start).len(), 0);
+        assert!(shown.gone.is_empty(), "it is there again");
     }
 
     #[test]

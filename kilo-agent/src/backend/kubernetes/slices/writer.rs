@@ -1,7 +1,7 @@
 //! Writes slices for all agents, while this one holds the Lease.
 
 use std::{
-    collections::{BTreeMap, BTreeSet},
+    collections::BTreeMap,
     pin::pin,
     sync::Arc,
     time::{Duration, Instant},
@@ -9,19 +9,17 @@ use std::{
 
 use futures::{Stream, StreamExt as _};
 use kilo_core::objects::slices::{
-    EGRESS, Entry, INDEX, Index, NodeSlice, NodeSliceSpec, Plan, plan, poll_seconds, rank,
+    EGRESS, Entry, INDEX, Index, NodeSliceSpec, Plan, plan, poll_seconds, rank,
 };
-use kube::{
-    Api, Resource as _, ResourceExt as _,
-    api::{DeleteParams, PostParams, Preconditions},
-    runtime::watcher,
-};
+use kube::{Api, runtime::watcher};
 
 use super::{
     Context, PartialNode,
     lease::{Held, Tried},
     mirror::Mirror,
+    order::{Order, ordered},
     with_pauses,
+    write::{self, Failed, Written},
 };
 use crate::timestamp::Timestamp;
 
@@ -38,10 +36,11 @@ const MOST_RETRY: Duration = Duration::from_mins(1);
 const LASTING: u32 = 4;
 /// Interval for rewriting the index, so that others know that a writer is at work.
 const RENEWED: Duration = Duration::from_mins(1);
-/// How long an agent that may not write, or does not hear itself, leaves the Lease to others.
+/// A writer that has not written the index for this long does not work, whatever the reason. Others take its
+/// place before agents read Nodes (after 150 s).
+const UNWRITTEN: Duration = Duration::from_secs(100);
+/// How long an agent that cannot or may not write, or does not hear itself, leaves the Lease to others.
 const RESIGNED: Duration = Duration::from_mins(1);
-/// Timeout of a write, short enough for the Lease to be renewed in time.
-const ANSWER: Duration = Duration::from_secs(4);
 /// How often a refused Lease is tried again: the right may come back, and some agent must write.
 const REFUSED: Duration = Duration::from_mins(1);
 /// Pause while this node, and hence its rank as a writer, is unknown.
@@ -122,8 +121,14 @@ struct Writer<'a> {
     lists: u64,
     /// Slices whose latest writes have failed.
     failing: BTreeMap<String, Failing>,
+    /// Slices that the API server has not kept as they were sent.
+    pruned: BTreeMap<String, Pruned>,
+    /// Slices that are to be written, and since when.
+    waiting: BTreeMap<String, Instant>,
     /// When this agent last wrote the index.
     renewed: Option<Instant>,
+    /// When this agent last showed that it can write: see [`UNWRITTEN`].
+    worked: Instant,
 }
 
 /// Why a writer stops, and how long it leaves the Lease to others.
@@ -133,25 +138,32 @@ type Stopped = (&'static str, Duration);
 struct Failing {
     times: u32,
     until: Instant,
+    /// The API server did not answer the last one.
+    unanswered: bool,
 }
 
-/// Why a write failed.
-enum Failed {
-    /// This account may not write slices.
-    Refused(String),
-    /// Another attempt may succeed.
-    Again(String),
+/// A slice of which the API server has dropped something, as one with an older CRD does.
+struct Pruned {
+    sent: Vec<Entry>,
+    kept: Vec<Entry>,
+}
+
+impl Pruned {
+    /// Whether the slice would be written as before although it is still as the API server keeps it.
+    fn is_vain(&self, present: Option<&Vec<Entry>>, content: &NodeSliceSpec) -> bool {
+        let is_same = self.sent.len() == content.nodes.len()
+            && self.sent.iter().zip(&content.nodes).all(|(sent, wanted)| sent.says_the_same(wanted));
+        is_same && present == Some(&self.kept)
+    }
 }
 
 impl<'a> Writer<'a> {
     fn new(context: &'a Context, held: &'a mut Held) -> Self {
         let mirror = {
             let seen = context.seen();
-            Mirror::begin(
-                seen.set.nodes().0.into_values().map(|entry| &**entry),
-                &context.hostname,
-                &context.label,
-            )
+            let known = seen.set.nodes().0.into_values().map(|entry| &**entry);
+            let renewed = seen.set.index().map_or(0, |index| index.renewed);
+            Mirror::begin(known, renewed, &context.hostname, &context.label)
         };
         Self {
             context,
@@ -160,7 +172,10 @@ impl<'a> Writer<'a> {
             written: BTreeMap::new(),
             lists: 0,
             failing: BTreeMap::new(),
+            pruned: BTreeMap::new(),
+            waiting: BTreeMap::new(),
             renewed: None,
+            worked: Instant::now(),
         }
     }
 
@@ -210,28 +225,28 @@ impl<'a> Writer<'a> {
                         Err(stopped) => return Some(stopped),
                     }
                 }
+                // Before the events, which may come without end.
+                _ = check.tick() => {
+                    if let Some(why) = self.mirror.unfit(Instant::now()).or_else(|| self.stuck()) {
+                        return Some((why, RESIGNED));
+                    }
+                    self.mirror.apply_liveness(true);
+                    self.mirror.dirty |= !self.failing.is_empty() || self.is_renewal_due();
+                }
                 event = stream.next() => match event {
                     Some(Ok(event)) => {
                         let was_dirty = self.mirror.dirty;
                         if self.mirror.take(event, &self.context.label) {
                             return None;
                         }
-                        self.mirror.apply_liveness(false);
                         if self.mirror.dirty && !was_dirty {
                             round = round.max(Instant::now() + DEBOUNCE);
                         }
                     }
-                    Some(Err(error)) => super::super::report(error, super::Asked::Nodes),
+                    Some(Err(error)) => self.context.shared.errors.report(error, super::Asked::Nodes),
                     None => return None,
                 },
                 () = context.writes.notified() => self.mirror.dirty = true,
-                _ = check.tick() => {
-                    if let Some(why) = self.mirror.unfit(Instant::now()) {
-                        return Some((why, RESIGNED));
-                    }
-                    self.mirror.apply_liveness(true);
-                    self.mirror.dirty |= !self.failing.is_empty() || self.is_renewal_due();
-                }
             }
         }
     }
@@ -248,7 +263,7 @@ impl<'a> Writer<'a> {
         let version = |text: &String| text.parse::<u64>().unwrap_or(0);
         self.written.retain(|name, (written, content)| {
             let shown = seen.versions.get(name).map_or(0, version);
-            let gone = seen.deleted.get(name).is_some_and(|deleted| deleted > written);
+            let gone = seen.deleted.get(name).is_some_and(|deleted| deleted > *written);
             let is_shown =
                 if content.is_some() { shown >= *written || gone } else { shown > *written || shown == 0 };
             !is_shown
@@ -281,23 +296,57 @@ impl<'a> Writer<'a> {
         self.renewed.is_none_or(|renewed| renewed.elapsed() >= RENEWED)
     }
 
+    /// Why this agent is to leave the Lease to others, if it has held it for long without using it.
+    fn stuck(&self) -> Option<&'static str> {
+        let why = if !self.mirror.listed {
+            "Nodes could not be listed"
+        } else if self.context.seen().lists == 0 {
+            "slices could not be listed"
+        } else {
+            "slices could not be written; the API server may be overloaded, or large requests of this node do not \
+             arrive"
+        };
+        (self.worked.elapsed() >= UNWRITTEN).then_some(why)
+    }
+
+    /// The index that names these slices.
+    fn index(&self, slices: Vec<String>) -> NodeSliceSpec {
+        let index = Index {
+            slices,
+            topology_label: self.context.label.clone(),
+            writer: self.context.hostname.clone(),
+            renewed: Timestamp::now().0,
+        };
+        NodeSliceSpec { nodes: Vec::new(), index: Some(index) }
+    }
+
     /// Writes some of what differs; returns the pause until the next round.
     async fn run_round(&mut self) -> Result<Duration, Stopped> {
-        let Present { slices, index, versions, spoiled } = self.read_present();
-        let ours = index.filter(|index| {
-            index.topology_label == self.context.label && index.writer == self.context.hostname
-        });
-        let names = ours.as_ref().map(|index| &index.slices[..]).filter(|_| !self.is_renewal_due());
-        let plan = plan(&slices, names, &self.mirror.entries);
-        let useless = useless(spoiled, &plan, names);
-        let mut writes = self.ordered(plan, &slices);
+        let Present { slices, index, mut versions, spoiled } = self.read_present();
+        let index = index.filter(|index| index.topology_label == self.context.label);
+        let named = index.as_ref().map(|index| &index.slices[..]);
+        let is_foreign = index.as_ref().is_some_and(|index| index.writer != self.context.hostname);
+        let plan = plan(&slices, named, &self.mirror.entries);
+        let useless = useless(spoiled, &plan, named);
+        self.note_waiting(&plan);
+        let mut writes = Vec::new();
+        // Others read Nodes when it is not renewed, so it waits for nothing, unless this agent cannot write.
+        let may_renew = !self.failing.iter().any(|(name, failing)| failing.unanswered && name != INDEX);
+        if let Some(named) = named.filter(|_| may_renew && (is_foreign || self.is_renewal_due())) {
+            writes.push((INDEX.to_owned(), Some(self.index(named.to_vec()))));
+        }
+        writes.extend(ordered(plan, &slices, &self.waiting, |names| self.index(names)));
         writes.extend(useless.into_iter().map(|name| (name, None)));
+        writes.retain(|(name, content)| {
+            let pruned = self.pruned.get(name).zip(content.as_ref());
+            !pruned.is_some_and(|(pruned, content)| pruned.is_vain(slices.get(name), content))
+        });
         self.failing.retain(|name, _| writes.iter().any(|(wanted, _)| wanted == name));
         self.mirror.dirty = false;
         let (mut bytes, mut tried, mut order) = (0, 0, Order::default());
         for (name, content) in writes {
             let waits = self.failing.get(&name).is_some_and(|failing| failing.until > Instant::now());
-            if waits || order.is_held(&name, content.as_ref(), &slices) {
+            if waits || order.is_held((&name, content.as_ref()), &slices, named) {
                 order.hold(&name, content.as_ref());
                 continue;
             }
@@ -307,26 +356,12 @@ impl<'a> Writer<'a> {
             }
             tried += 1;
             let size = content.as_ref().map_or(0, |content| content.nodes.iter().map(Entry::bytes).sum());
-            match self.write(&name, versions.get(&name), content.clone()).await {
-                Ok(()) => {
+            match self.write(&name, versions.get(&name), content.clone()).await? {
+                Some(version) => {
                     bytes += size;
-                    self.failing.remove(&name);
-                    if name == INDEX {
-                        self.renewed = Some(Instant::now());
-                    }
+                    versions.insert(name, version);
                 }
-                Err(Failed::Again(error)) => {
-                    order.hold(&name, content.as_ref());
-                    self.failed(&name, &error);
-                }
-                Err(Failed::Refused(reason)) => {
-                    self.context.report.failed();
-                    tracing::warn!(
-                        reason,
-                        "this account may not write NodeSlices; apply manifests/slices.yaml"
-                    );
-                    return Err(("the right to write slices is missing", RESIGNED));
-                }
+                None => order.hold(&name, content.as_ref()),
             }
         }
         let retry = self.failing.values().map(|failing| failing.until).min();
@@ -338,13 +373,82 @@ impl<'a> Writer<'a> {
         Ok(DEBOUNCE.max(Duration::from_secs_f64(pause)))
     }
 
+    /// Notes since when slices have been waiting to be written.
+    fn note_waiting(&mut self, plan: &Plan) {
+        let now = Instant::now();
+        let mut before = std::mem::take(&mut self.waiting);
+        let wanted = plan.gain.keys().chain(plan.others.keys());
+        self.waiting =
+            wanted.map(|name| before.remove_entry(name).unwrap_or_else(|| (name.clone(), now))).collect();
+    }
+
+    /// Writes one slice; returns its version, or `None` when it is to be tried again.
+    async fn write(
+        &mut self,
+        name: &str,
+        version: Option<&String>,
+        content: Option<NodeSliceSpec>,
+    ) -> Result<Option<String>, Stopped> {
+        match write::write(&self.context.client, name, version, content.clone()).await {
+            Ok(Written { version, kept }) => {
+                self.context.report.wrote();
+                self.failing.remove(name);
+                // The next wish of this name is another one.
+                self.waiting.remove(name);
+                if name == INDEX {
+                    self.renewed = Some(Instant::now());
+                }
+                // Before there is an index, slices alone show that this agent can write.
+                if name == INDEX || self.renewed.is_none() {
+                    self.worked = Instant::now();
+                }
+                self.note_pruned(name, content.as_ref(), kept);
+                self.written.insert(name.to_owned(), (version, content));
+                Ok(Some(version.to_string()))
+            }
+            Err(Failed::Again { error, unanswered }) => {
+                self.failed(name, &error, unanswered);
+                Ok(None)
+            }
+            Err(Failed::Refused(reason)) => {
+                self.context.report.failed();
+                tracing::warn!(reason, "this account may not write NodeSlices; apply manifests/slices.yaml");
+                Err(("the right to write slices is missing", RESIGNED))
+            }
+        }
+    }
+
+    /// Notes whether the API server has kept a slice as it was sent: otherwise writing it again would change
+    /// nothing.
+    fn note_pruned(&mut self, name: &str, content: Option<&NodeSliceSpec>, kept: Option<NodeSliceSpec>) {
+        let (Some(content), Some(kept)) = (content, kept) else {
+            self.pruned.remove(name);
+            return;
+        };
+        if kept.nodes == content.nodes {
+            self.pruned.remove(name);
+            return;
+        }
+        if self.pruned.is_empty() {
+            tracing::warn!(
+                slice = name,
+                "the API server has dropped a part of this slice, and perhaps of others, which stay as they are; its \
+                 NodeSlice definition is older than this agent: apply manifests/crds.yaml"
+            );
+        }
+        let pruned = Pruned { sent: content.nodes.clone(), kept: kept.nodes };
+        self.pruned.insert(name.to_owned(), pruned);
+    }
+
     /// Records a failed write, and logs a warning once when failures persist.
-    fn failed(&mut self, name: &str, error: &str) {
+    fn failed(&mut self, name: &str, error: &str, unanswered: bool) {
         self.written.remove(name);
         self.context.report.failed();
+        let now = Instant::now();
         let failing =
-            self.failing.entry(name.to_owned()).or_insert(Failing { times: 0, until: Instant::now() });
-        failing.until = Instant::now() + RETRY.saturating_mul(1 << failing.times.min(7)).min(MOST_RETRY);
+            self.failing.entry(name.to_owned()).or_insert(Failing { times: 0, until: now, unanswered });
+        failing.unanswered = unanswered;
+        failing.until = now + RETRY.saturating_mul(1 << failing.times.min(7)).min(MOST_RETRY);
         failing.times = failing.times.saturating_add(1);
         if failing.times == LASTING {
             tracing::warn!(
@@ -357,74 +461,6 @@ impl<'a> Writer<'a> {
             tracing::debug!(slice = name, error, "failed to write a slice; retrying");
         }
     }
-
-    /// All writes, in an order in which readers lose no node.
-    fn ordered(
-        &self,
-        plan: Plan,
-        old: &BTreeMap<String, Vec<Entry>>,
-    ) -> Vec<(String, Option<NodeSliceSpec>)> {
-        let slice = |(name, nodes)| (name, Some(NodeSliceSpec { nodes, index: None }));
-        let mut writes: Vec<_> = plan.gain.into_iter().map(slice).collect();
-        if let Some(slices) = plan.names {
-            let index = Index {
-                slices,
-                topology_label: self.context.label.clone(),
-                writer: self.context.hostname.clone(),
-                renewed: Timestamp::now().0,
-            };
-            writes.push((INDEX.to_owned(), Some(NodeSliceSpec { nodes: Vec::new(), index: Some(index) })));
-        }
-        // Others are waiting for news of nodes that have died or come back.
-        let lives = |entries: &[Entry]| -> BTreeSet<String> {
-            entries.iter().filter(|entry| entry.alive).map(|entry| entry.name.clone()).collect()
-        };
-        let (urgent, others): (Vec<_>, Vec<_>) = plan
-            .others
-            .into_iter()
-            .partition(|(name, nodes)| old.get(name).is_some_and(|old| lives(old) != lives(nodes)));
-        writes.extend(urgent.into_iter().chain(others).map(slice));
-        writes.extend(plan.gone.into_iter().map(|name| (name, None)));
-        writes
-    }
-
-    async fn write(
-        &mut self,
-        name: &str,
-        version: Option<&String>,
-        content: Option<NodeSliceSpec>,
-    ) -> Result<(), Failed> {
-        let slices: Api<NodeSlice> = Api::all(self.context.client.clone());
-        let parameters = PostParams { field_manager: Some("kilo".to_owned()), ..PostParams::default() };
-        let request = async {
-            let Some(spec) = content.clone() else {
-                // Spares what another writer has written meanwhile.
-                let preconditions = Preconditions { resource_version: version.cloned(), uid: None };
-                let parameters =
-                    DeleteParams { preconditions: Some(preconditions), ..DeleteParams::default() };
-                return slices.delete(name, &parameters).await.map(|_| None);
-            };
-            let mut slice = NodeSlice::new(name, spec);
-            slice.meta_mut().resource_version = version.cloned();
-            match version {
-                Some(_) => slices.replace(name, &parameters, &slice).await.map(Some),
-                None => slices.create(&parameters, &slice).await.map(Some),
-            }
-        };
-        let answer = tokio::time::timeout(ANSWER, request).await;
-        let object = match answer.map_err(|_| Failed::Again("no answer".to_owned()))? {
-            Ok(object) => object,
-            Err(kube::Error::Api(status)) if status.code == 403 => {
-                return Err(Failed::Refused(status.message));
-            }
-            Err(error) => return Err(Failed::Again(kilo_core::errors::error_chain(&error))),
-        };
-        let written = object.and_then(|object| object.resource_version()?.parse().ok());
-        let known = version.and_then(|version| version.parse().ok()).unwrap_or(0);
-        self.written.insert(name.to_owned(), (written.unwrap_or(known), content));
-        self.context.report.wrote();
-        Ok(())
-    }
 }
 
 /// Unparsable objects whose names no slice will use.
@@ -434,69 +470,9 @@ fn useless(spoiled: Vec<String>, plan: &Plan, indexed: Option<&[String]>) -> Vec
     spoiled.into_iter().filter(|name| !names.contains(name)).collect()
 }
 
-/// What has not been written, and what must wait for it so that readers lose no node.
-#[derive(Default)]
-struct Order {
-    /// Nodes of slices that were not written.
-    nodes: BTreeSet<String>,
-    /// Whether the index was not written.
-    index: bool,
-}
-
-impl Order {
-    /// Notes that this was not written.
-    fn hold(&mut self, name: &str, content: Option<&NodeSliceSpec>) {
-        self.index |= name == INDEX;
-        self.nodes
-            .extend(content.into_iter().flat_map(|content| &content.nodes).map(|entry| entry.name.clone()));
-    }
-
-    /// Whether this write would take a node out of a slice before it is elsewhere, or name or remove a slice
-    /// too early.
-    fn is_held(
-        &self,
-        name: &str,
-        content: Option<&NodeSliceSpec>,
-        old: &BTreeMap<String, Vec<Entry>>,
-    ) -> bool {
-        if name == INDEX {
-            return !self.nodes.is_empty();
-        }
-        let new = content.map_or(&[][..], |content| &content.nodes[..]);
-        let loses = |entry: &Entry| {
-            self.nodes.contains(&entry.name) && !new.iter().any(|kept| kept.name == entry.name)
-        };
-        content.is_none() && self.index || old.get(name).is_some_and(|old| old.iter().any(loses))
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    fn slice(names: &[&str]) -> NodeSliceSpec {
-        let entry = |name: &&str| Entry { name: (*name).to_owned(), ..Entry::default() };
-        NodeSliceSpec { nodes: names.iter().map(entry).collect(), index: None }
-    }
-
-    #[test]
-    fn a_slice_that_cannot_be_written_holds_up_what_would_lose_its_nodes_and_nothing_else() {
-        let old: BTreeMap<_, _> =
-            [("one", slice(&["a", "b"])), ("two", slice(&["c"])), ("three", slice(&["d"]))]
-                .map(|(name, slice)| (name.to_owned(), slice.nodes))
-                .into();
-        let mut order = Order::default();
-        assert!(!order.is_held("two", None, &old));
-        // b moves to a slice whose write fails.
-        order.hold("new", Some(&slice(&["b"])));
-        assert!(order.is_held(INDEX, Some(&slice(&[])), &old), "it would name a slice that is missing");
-        assert!(order.is_held("one", Some(&slice(&["a"])), &old), "b would be nowhere");
-        assert!(!order.is_held("one", Some(&slice(&["a", "b"])), &old));
-        assert!(!order.is_held("two", Some(&slice(&[])), &old), "c has gone");
-        assert!(!order.is_held("two", None, &old));
-        order.hold(INDEX, Some(&slice(&[])));
-        assert!(order.is_held("two", None, &old), "the index still names it");
-    }
 
     #[test]
     fn a_slice_that_is_written_again_under_its_name_is_not_deleted_in_the_same_round() {
@@ -506,5 +482,25 @@ mod tests {
         assert_eq!(useless(spoiled(), &plan, Some(&named)), ["forged"], "the index stays as it is");
         plan.names = Some(named.to_vec());
         assert_eq!(useless(spoiled(), &plan, None), ["forged"]);
+    }
+
+    #[test]
+    fn a_slice_of_which_a_part_was_dropped_is_left_until_it_or_the_nodes_change() {
+        let entry = |heartbeat: Option<u16>, last_seen: i64| Entry {
+            name: "a".to_owned(),
+            heartbeat,
+            last_seen,
+            ..Entry::default()
+        };
+        let wanted = |heartbeat, last_seen| NodeSliceSpec {
+            nodes: vec![entry(heartbeat, last_seen)],
+            ..NodeSliceSpec::default()
+        };
+        let pruned = Pruned { sent: vec![entry(Some(300), 7)], kept: vec![entry(None, 7)] };
+        let kept = vec![entry(None, 7)];
+        assert!(pruned.is_vain(Some(&kept), &wanted(Some(300), 9)));
+        assert!(!pruned.is_vain(Some(&kept), &wanted(Some(30), 9)), "the node has changed");
+        assert!(!pruned.is_vain(Some(&vec![entry(Some(7), 7)]), &wanted(Some(300), 9)), "somebody wrote it");
+        assert!(!pruned.is_vain(None, &wanted(Some(300), 9)), "it was deleted");
     }
 }

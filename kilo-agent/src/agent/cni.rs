@@ -1,57 +1,15 @@
-//! This node's condition NetworkUnavailable: true from the start of a boot until the data path is up. Agents
-//! that restart later do not touch it.
+//! The CNI configuration: this node's pod CIDRs in it, and those that it had before. Publishing it lets pods
+//! start.
 
-use std::{sync::Arc, time::Duration};
-
-use tokio::sync::watch;
-
-use crate::backend::Backend;
 use ipnet::IpNet;
+
+use super::{Agent, log_limiter::other_cni};
+use crate::backend::Backend;
 use kilo_core::topology::Node;
 use kilo_host::cni::{
     boot::BootConfiguration,
     former::{self, FormerPodCidrs, FormerSubnets},
 };
-
-use super::{Agent, log_limiter::other_cni};
-
-/// Pause between two attempts to write the condition.
-const AGAIN: Duration = Duration::from_secs(5);
-/// Pause after a refusal: the permission may be granted later.
-const REFUSED: Duration = Duration::from_secs(60);
-
-/// Whether pods have network here; `None` as long as there is nothing to report.
-pub(super) type Availability = watch::Sender<Option<bool>>;
-
-/// Writes the condition whenever it changes, beside the reconciles: the API server
-/// may be away, or be reached through the mesh only.
-pub(super) async fn write<B: Backend>(
-    backend: Arc<B>,
-    node: String,
-    mut availability: watch::Receiver<Option<bool>>,
-) {
-    while availability.changed().await.is_ok() {
-        loop {
-            let Some(available) = *availability.borrow_and_update() else { break };
-            let pause = match backend.report_network(&node, available).await {
-                Ok(()) => break,
-                Err(error) if error.is_temporary() => {
-                    tracing::debug!(%error, "node condition NetworkUnavailable is not written yet");
-                    AGAIN
-                }
-                Err(error) => {
-                    tracing::warn!(%error, "failed to write node condition NetworkUnavailable");
-                    REFUSED
-                }
-            };
-            tokio::select! {
-                () = tokio::time::sleep(pause) => {}
-                // The value changed.
-                changed = availability.changed() => if changed.is_err() { return } else { availability.mark_changed() },
-            }
-        }
-    }
-}
 
 /// Pod CIDRs that earlier agents of this boot saw; empty without a configuration that ends with the boot.
 pub(super) fn kept_former_pod_cidrs(boot: Option<&BootConfiguration>) -> FormerPodCidrs {
@@ -63,22 +21,14 @@ pub(super) fn kept_former_pod_cidrs(boot: Option<&BootConfiguration>) -> FormerP
 }
 
 impl<B: Backend> Agent<B> {
-    /// Reports that pods have no network yet, unless an agent of this boot has already published the CNI
-    /// configuration.
-    pub(super) fn announce_network(&self) {
-        if self.boot_configuration().is_some_and(|configuration| !configuration.is_published()) {
-            self.availability.send_replace(Some(false));
-        }
-    }
-
     /// Publishes the CNI configuration; to be called once the data path is up. In each boot, no pod starts
     /// before every uplink has its programs.
     pub(super) async fn publish_cni(&self, own: &Node) {
-        if self.state.is_open && self.boot_configuration().is_some_and(|boot| !boot.is_published()) {
+        if self.actuators.is_open && self.boot_configuration().is_some_and(|boot| !boot.is_published()) {
             self.metrics.error("cni");
             tracing::error!(
                 "no pod starts on this node until every uplink takes its egress program (the errors above say which \
-                 does not): what pods send would leave by it in clear"
+                 does not): what pods send would leave by it in cleartext"
             );
             return;
         }
@@ -87,12 +37,7 @@ impl<B: Backend> Agent<B> {
         if !self.leave_former_subnets(own).await {
             return;
         }
-        let written = match (&self.options.cni_boot, &self.options.cni) {
-            (Some(configuration), _) => configuration.publish(&own.pod_cidrs),
-            (None, Some(path)) => kilo_host::cni::update(path, &own.pod_cidrs),
-            (None, None) => return,
-        };
-        match written {
+        match self.options.cni.write(&own.pod_cidrs) {
             Ok(true) => tracing::info!("CNI configuration updated with the pod CIDRs of this node"),
             Ok(false) => {}
             Err(error) => {
@@ -101,13 +46,7 @@ impl<B: Backend> Agent<B> {
                 return;
             }
         }
-        if self.boot_configuration().is_some_and(BootConfiguration::is_published) {
-            self.availability.send_if_modified(|said| {
-                let differs = *said != Some(true);
-                *said = Some(true);
-                differs
-            });
-        }
+        self.announce_network();
     }
 
     /// Saves the pod CIDRs of this boot, and returns those that the node no longer has. While the
@@ -127,11 +66,7 @@ impl<B: Backend> Agent<B> {
 
     /// Subnets in the existing configuration that the node's pod CIDRs replace.
     fn former_subnets(&self, own: &Node) -> FormerSubnets {
-        let path = match (&self.options.cni_boot, &self.options.cni) {
-            (Some(configuration), _) => configuration.file(),
-            (None, Some(path)) => path.clone(),
-            (None, None) => return FormerSubnets::default(),
-        };
+        let Some(path) = self.options.cni.file() else { return FormerSubnets::default() };
         // The step that writes the file reports read errors.
         former::subnets(&path, &own.pod_cidrs).unwrap_or_default()
     }
@@ -143,7 +78,7 @@ impl<B: Backend> Agent<B> {
         if former.subnets.is_empty() {
             return true;
         }
-        match self.net.leave_subnets(&former.bridges, &former.subnets).await {
+        match self.actuators.net.leave_subnets(&former.bridges, &former.subnets).await {
             Ok(writes) => {
                 self.metrics.writes.inc_by(writes as u64);
                 tracing::info!(
@@ -167,26 +102,21 @@ impl<B: Backend> Agent<B> {
 
     /// Warns once, in the log and in the status, that the container runtime uses another configuration.
     pub(super) fn warn_of_other_cni(&self) {
-        let Some(path) = &self.options.cni else { return };
-        let warnings = match kilo_host::cni::in_front(path) {
+        let Some(path) = self.options.cni.path() else { return };
+        let warnings: Vec<_> = match kilo_host::cni::in_front(path) {
             Ok(other) => other.map(|other| other_cni(&other, path)).into_iter().collect(),
             // Reading our own file reports what is wrong.
             Err(_) => Vec::new(),
         };
-        self.view.send_if_modified(|view| {
-            let differs = view.warnings != warnings;
-            if differs {
-                for warning in &warnings {
-                    self.metrics.error("cni");
-                    tracing::warn!("{warning}");
-                }
-                Arc::make_mut(view).warnings = warnings;
+        if self.views.show_warnings(&warnings) {
+            for warning in &warnings {
+                self.metrics.error("cni");
+                tracing::warn!("{warning}");
             }
-            differs
-        });
+        }
     }
 
-    const fn boot_configuration(&self) -> Option<&BootConfiguration> {
-        self.options.cni_boot.as_ref()
+    pub(super) const fn boot_configuration(&self) -> Option<&BootConfiguration> {
+        self.options.cni.of_boot()
     }
 }
