@@ -5,15 +5,13 @@
 use crate::api;
 use crate::wait::task as wait;
 
-use std::{
-    collections::BTreeMap,
-    sync::{Arc, Mutex},
-    time::Duration,
-};
+use std::{collections::BTreeMap, sync::Arc, time::Duration};
 
 use k8s_openapi::api::core::v1 as core;
 use kilo_agent::{
-    backend::{Backend as _, BackendError, Handshake, Said, kubernetes::KubernetesBackend},
+    backend::{
+        Backend as _, BackendError, Handshake, PeersReported, TunnelStatus, kubernetes::KubernetesBackend,
+    },
     timestamp::Timestamp,
 };
 use kilo_core::{
@@ -30,6 +28,7 @@ use kube::{
     Api, Client,
     api::{DeleteParams, DynamicObject, Patch, PatchParams},
 };
+use parking_lot::Mutex;
 use serde_json::{Value, json};
 
 use api::{ADMIN, AGENT, ApiServer, NOBODY, apply, apply_crds, create_node, manifest, until, until_may};
@@ -279,8 +278,8 @@ async fn a_handshake_is_written_beside_the_condition_and_not_over_a_later_one() 
         endpoint: endpoint.parse().ok(),
     };
     let (early, late) = (handshake(0, "192.0.2.7:4000"), handshake(100, "[2001:db8::7]:4000"));
-    assert_eq!(first.said("laptop"), Some(Said::default()));
-    assert_eq!(first.said("nobody"), None);
+    assert_eq!(first.tunnel_status("laptop"), Some(TunnelStatus::default()));
+    assert_eq!(first.tunnel_status("nobody"), None);
     assert!(!first.report_handshake("nobody", &early).await.unwrap());
 
     // Both know the same version of the object, so one write comes too late.
@@ -290,14 +289,17 @@ async fn a_handshake_is_written_beside_the_condition_and_not_over_a_later_one() 
     assert_eq!(wrote.iter().filter(|wrote| **wrote).count(), 1, "{wrote:?}");
     let written = if wrote[0] { late } else { early };
     wait::until("both backends know what is written", SOON, async || {
-        backends.iter().all(|backend| backend.said("laptop") == Some(Said { handshake: Some(written) }))
+        backends
+            .iter()
+            .all(|backend| backend.tunnel_status("laptop") == Some(TunnelStatus { handshake: Some(written) }))
     })
     .await;
 
     // The condition is added, and not written again because of the handshake.
     let acceptances = BTreeMap::from([("laptop".to_owned(), PeerAcceptance::Accepted)]);
-    assert_eq!(first.report_peers(&acceptances).await.unwrap(), 1);
-    assert_eq!(first.report_peers(&acceptances).await.unwrap(), 0);
+    let reported = |writes| PeersReported { writes, ..PeersReported::default() };
+    assert_eq!(first.report_peers(&acceptances).await.unwrap(), reported(1));
+    assert_eq!(first.report_peers(&acceptances).await.unwrap(), reported(0));
     let peers: Api<Peer> = Api::all(admin);
     let status = peers.get("laptop").await.unwrap().status.unwrap();
     assert_eq!(status.last_handshake, Some(written.time.to_string()));
@@ -360,13 +362,13 @@ struct Log(Arc<Mutex<Vec<u8>>>);
 
 impl Log {
     fn text(&self) -> String {
-        String::from_utf8_lossy(&self.0.lock().unwrap()).into_owned()
+        String::from_utf8_lossy(&self.0.lock()).into_owned()
     }
 }
 
 impl std::io::Write for Log {
     fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
-        self.0.lock().unwrap().extend_from_slice(bytes);
+        self.0.lock().extend_from_slice(bytes);
         Ok(bytes.len())
     }
 

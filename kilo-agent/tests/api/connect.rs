@@ -23,7 +23,10 @@ use kilo_core::{
         key::{PublicKey, SecretKey},
     },
 };
-use kube::{Api, Client, api::DeleteParams};
+use kube::{
+    Api, Client,
+    api::{DeleteParams, Patch, PatchParams},
+};
 use netns::{isolated, sh, succeeds};
 use nix::{
     sys::signal::{Signal, kill},
@@ -121,7 +124,7 @@ fn leaves(to: &str) -> &'static str {
     match sh(&format!("ip route get {to} 2>&1 || true")) {
         way if way.contains("unreachable") || way.contains("No route to host") => "nowhere",
         way if way.contains("dev kilo0") => "tunnel",
-        _ => "in clear",
+        _ => "in cleartext",
     }
 }
 
@@ -138,7 +141,7 @@ fn closed_before_the_device_is_set_up(kubeconfig: &Path) {
     refused(kubeconfig, &["laptop", "--clean-up=false", "--create-interface=false"]);
     assert_eq!(
         ["10.42.1.1", "10.1.0.2"].map(leaves),
-        ["nowhere", "in clear"],
+        ["nowhere", "in cleartext"],
         "pods are closed first of all"
     );
 }
@@ -174,7 +177,7 @@ fn a_machine_joins_reaches_pods_and_leaves_nothing_behind() {
 
         // A default route exists for everything that the tunnel does not take.
         sh("ip route add default via 192.0.2.2");
-        assert_eq!(["10.42.1.1", "10.1.0.2"].map(leaves), ["in clear"; 2]);
+        assert_eq!(["10.42.1.1", "10.1.0.2"].map(leaves), ["in cleartext"; 2]);
         closed_before_the_device_is_set_up(&kubeconfig);
         let mut connected =
             Running(kgctl(&kubeconfig, &["laptop", "--allowed-ips", "10.43.0.0/16"]).spawn().unwrap());
@@ -200,7 +203,12 @@ fn a_machine_joins_reaches_pods_and_leaves_nothing_behind() {
         a_second_one_is_refused(&kubeconfig);
         assert!(peers.get_opt("other").await.unwrap().is_none());
 
-        // It follows a new location, and the deletion of its own Peer by a third party.
+        // It follows the agents to another subnet, a new location, and the deletion of its own Peer by a third party.
+        let nodes: Api<Node> = Api::all(client.clone());
+        let moved = json!({"metadata": {"annotations": {"kilo.squat.ai/wireguard-ip": "10.6.0.1/16"}}});
+        nodes.patch("n1", &PatchParams::default(), &Patch::Merge(&moved)).await.unwrap();
+        until("the leader's new address", LIMIT, || sh("ip route show 10.6.0.1").contains("dev kilo0"));
+        until("its former one is left", LIMIT, || leaves("10.4.0.1") == "nowhere");
         let mut far = annotations.clone();
         far.insert("kilo.squat.ai/location", "far".to_owned());
         far.insert("kilo.squat.ai/key", PublicKey([5; 32]).to_string());
@@ -210,10 +218,9 @@ fn a_machine_joins_reaches_pods_and_leaves_nothing_behind() {
         create_node(&client, "n9", &pairs).await;
         until("the other location", LIMIT, || sh("ip route show 10.9.0.9").contains("kilo0"));
         assert_eq!(["10.42.1.1", "10.1.0.2", "10.9.0.9"].map(leaves), ["tunnel"; 3]);
-        let nodes: Api<Node> = Api::all(client.clone());
         nodes.delete("n9", &DeleteParams::default()).await.unwrap();
         until("it has left", LIMIT, || leaves("10.9.0.9") != "tunnel");
-        assert_eq!(leaves("10.9.0.9"), "nowhere", "what had begun does not go on in clear");
+        assert_eq!(leaves("10.9.0.9"), "nowhere", "what had begun does not go on in cleartext");
         peers.delete("laptop", &DeleteParams::default()).await.unwrap();
         task::until("the Peer is made again", LIMIT, async || {
             peers.get_opt("laptop").await.unwrap().is_some()

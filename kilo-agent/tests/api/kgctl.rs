@@ -5,12 +5,13 @@
 
 use crate::api;
 use crate::dot;
+use crate::wait::task as wait;
 
 use std::{
     collections::BTreeMap,
     path::{Path, PathBuf},
     process::Command,
-    time::{SystemTime, UNIX_EPOCH},
+    time::{Duration, Instant, SystemTime, UNIX_EPOCH},
 };
 
 use k8s_openapi::api::{apps::v1::DaemonSet, core::v1 as core};
@@ -29,11 +30,11 @@ use kilo_core::{
 };
 use kube::{
     Api, Client, ResourceExt as _,
-    api::{DeleteParams, DynamicObject, ListParams, PostParams},
+    api::{DeleteParams, DynamicObject, ListParams, Patch, PatchParams, PostParams},
 };
 use serde_json::{Value, json};
 
-use api::{ADMIN, ApiServer, apply, apply_crds};
+use api::{ADMIN, ApiServer, apply, apply_crds, create_node};
 use dot::Graph;
 
 const KGCTL: &str = env!("CARGO_BIN_EXE_kgctl");
@@ -318,6 +319,8 @@ async fn uninstall_refuses_beside_a_daemon_set_of_any_namespace() {
             !done && said.contains(&format!("nothing was removed: DaemonSet {name} of default")),
             "{said}"
         );
+        // Afterwards nothing says which image it had.
+        assert!(said.contains("kgctl uninstall --namespace=default --image=kilo-ebpf/kilo:0.1.0"), "{said}");
         assert!(said.contains(&format!("kubectl --namespace default delete daemonset {name}")), "{said}");
         daemon_sets.delete(name, &DeleteParams::default()).await.unwrap();
     }
@@ -325,4 +328,71 @@ async fn uninstall_refuses_beside_a_daemon_set_of_any_namespace() {
     let left: Vec<_> =
         all.list(&ListParams::default()).await.unwrap().iter().map(kube::ResourceExt::name_any).collect();
     assert_eq!(left, Vec::<String>::new(), "nothing was started");
+}
+
+/// As the kubelet reports it of a pod whose image cannot be had.
+fn waiting_pod(image: &str, reason: &str) -> (Value, Value) {
+    let labels = json!({"app.kubernetes.io/name": "kilo-uninstall"});
+    let containers = json!([{"name": "done", "image": image}]);
+    let pod = json!({
+        "metadata": {"name": "kilo-uninstall-x", "labels": labels},
+        "spec": {"nodeName": "n1", "containers": containers},
+    });
+    let state = json!({"waiting": {"reason": reason, "message": "couldn't parse image name"}});
+    let container = json!({"name": "uninstall", "image": image, "imageID": "", "ready": false, "restartCount": 0,
+        "state": state});
+    (pod, json!({"status": {"phase": "Pending", "initContainerStatuses": [container]}}))
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn uninstall_finds_the_agents_image_and_says_at_once_that_no_node_can_pull_it() {
+    const IMAGE: &str = "registry.example/kilo:9";
+    let Some(server) = ApiServer::start().await else { return };
+    let client = server.client(ADMIN).await;
+    let kubeconfig = server.kubeconfig(ADMIN, server.port());
+    let images = json!({"status": {"images": [
+        {"names": ["docker.io/squat/kilo:0.7.0"]}, {"names": ["registry.example/kilo@sha256:1", IMAGE]},
+    ]}});
+    create_node(&client, "n1", &[]).await;
+    let (done, _, said) = kgctl(&kubeconfig, &["uninstall", "--timeout=1s"]);
+    assert!(
+        !done && said.contains("nothing was removed: which image the agents had is not certain"),
+        "{said}"
+    );
+    assert!(said.contains("name it with --image"), "{said}");
+    let nodes: Api<core::Node> = Api::all(client.clone());
+    nodes.patch_status("n1", &PatchParams::default(), &Patch::Merge(&images)).await.unwrap();
+
+    let daemon_sets: Api<DaemonSet> = Api::namespaced(client.clone(), "kube-system");
+    let started = Instant::now();
+    let running = {
+        let kubeconfig = kubeconfig.clone();
+        std::thread::spawn(move || kgctl(&kubeconfig, &["uninstall", "--timeout=5m"]))
+    };
+    let made = wait::until("the uninstaller is created", Duration::from_secs(30), async || {
+        daemon_sets.get_opt("kilo-uninstall").await.unwrap()
+    })
+    .await;
+    let template = made.spec.unwrap().template.spec.unwrap();
+    let initial = template.init_containers.unwrap();
+    assert_eq!([&initial[0].image, &template.containers[0].image], [&Some(IMAGE.to_owned()); 2]);
+    // There is no kubelet, and no controller.
+    let (pod, waits) = waiting_pod(IMAGE, "InvalidImageName");
+    let pods: Api<core::Pod> = Api::namespaced(client, "kube-system");
+    pods.create(&PostParams::default(), &serde_json::from_value(pod).unwrap()).await.unwrap();
+    pods.patch_status("kilo-uninstall-x", &PatchParams::default(), &Patch::Merge(&waits)).await.unwrap();
+    let seen = json!({"status": {"observedGeneration": 1, "desiredNumberScheduled": 1, "updatedNumberScheduled": 1,
+        "currentNumberScheduled": 1, "numberMisscheduled": 0, "numberReady": 0}});
+    daemon_sets.patch_status("kilo-uninstall", &PatchParams::default(), &Patch::Merge(&seen)).await.unwrap();
+    let (done, _, said) = running.join().unwrap();
+    println!("{said}");
+    assert!(!done && started.elapsed() < Duration::from_secs(90), "{:?}: {said}", started.elapsed());
+    for words in [
+        "not done because nodes cannot pull the image (InvalidImageName): n1",
+        "DaemonSet kilo-uninstall stays",
+        "kubectl --namespace kube-system delete daemonset,serviceaccount kilo-uninstall",
+        "n1: pod kilo-uninstall-x: container uninstall: InvalidImageName: couldn't parse image name",
+    ] {
+        assert!(said.contains(words), "{words:?} is missing in {said}");
+    }
 }

@@ -22,13 +22,19 @@ use kube::{
 };
 use serde_json::json;
 
-use api::{ADMIN, ApiServer, NOBODY, apply, apply_crds, create_node, manifest};
+use api::{ADMIN, ApiServer, NOBODY, apply, apply_crds, bind_nobody, create_node, manifest};
 
-fn kgctl(kubeconfig: &Path, arguments: &[&str]) -> (bool, String, String) {
+/// Exit code, standard output and standard error.
+fn run(kubeconfig: &Path, arguments: &[&str]) -> (Option<i32>, String, String) {
     let mut command = Command::new(env!("CARGO_BIN_EXE_kgctl"));
     let output = command.arg("--kubeconfig").arg(kubeconfig).args(arguments).output().unwrap();
     let text = |bytes: Vec<u8>| String::from_utf8(bytes).unwrap();
-    (output.status.success(), text(output.stdout), text(output.stderr))
+    (output.status.code(), text(output.stdout), text(output.stderr))
+}
+
+fn kgctl(kubeconfig: &Path, arguments: &[&str]) -> (bool, String, String) {
+    let (code, shown, said) = run(kubeconfig, arguments);
+    (code == Some(0), shown, said)
 }
 
 /// The agent's pod as its DaemonSet would create it, in this phase.
@@ -201,9 +207,11 @@ async fn a_report_goes_on_without_nodes_that_fail_and_holds_no_secret() {
     let path = directory.path().join("dump.tar.gz");
     let output = format!("--output={}", path.display());
     let kubeconfig = server.kubeconfig(ADMIN, server.port());
-    let (done, shown, said) = kgctl(&kubeconfig, &["sysdump", &output]);
+    let (code, shown, said) = run(&kubeconfig, &["sysdump", &output]);
     println!("{shown}{said}");
-    assert!(done && shown.contains("parts are missing (problems.txt)"), "{shown}{said}");
+    assert_eq!(code, Some(3), "{shown}{said}");
+    assert!(shown.contains("parts are missing (problems.txt)"), "{shown}{said}");
+    assert!(!said.contains("daemonsets.yaml is missing") && !said.contains("events-"), "{said}");
     assert!(said.contains("nodes/bare/* is missing: no agent pod"), "{said}");
     assert!(said.contains("nodes/runs/status.json is missing"), "{said}");
     assert_eq!(std::fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o600);
@@ -237,4 +245,49 @@ async fn a_report_goes_on_without_nodes_that_fail_and_holds_no_secret() {
     assert!(!done && said.contains("exists"), "{said}");
     let (done, _, said) = kgctl(&kubeconfig, &["sysdump", "nowhere", "--output=/nowhere/x"]);
     assert!(!done && said.contains("\"nowhere\" does not exist; choose one of: bare, runs"), "{said}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_report_needs_daemon_sets_and_events_of_two_namespaces_and_not_of_all() {
+    let Some(server) = ApiServer::start().await else { return };
+    let client = server.client(ADMIN).await;
+    apply_crds(&client).await;
+    create_node(&client, "runs", &[]).await;
+    agents_pod(&client, "runs", "Running").await;
+    for role in ["kilo-kgctl", "kilo-kgctl-nodes"] {
+        grant(&client, role).await;
+    }
+    let nobody = server.kubeconfig(NOBODY, server.port());
+    let directory = tempfile::tempdir().unwrap();
+    let output = |name: &str| format!("--output={}/{name}.tar.gz", directory.path().display());
+    for what in [("list", "", "nodes"), ("list", "kilo.squat.ai", "peers")] {
+        api::until_may(&client, NOBODY, what, ("", ""), true).await;
+    }
+    let (_, _, said) = run(&nobody, &["sysdump", &output("without")]);
+    for (file, resource, namespace) in [
+        ("daemonsets.yaml", "daemonsets", "kube-system"),
+        ("events-node.yaml", "events", "default"),
+        ("events-daemonset.yaml", "events", "kube-system"),
+    ] {
+        let refused = format!("{file} is missing: not allowed to list {resource} in namespace {namespace}");
+        assert!(said.contains(&refused), "{refused} is missing in {said}");
+        let remedy = format!(
+            "kubectl --namespace {namespace} create rolebinding kgctl-sysdump --clusterrole=kilo-kgctl-sysdump --user=nobody"
+        );
+        assert!(said.contains(&remedy), "{remedy} is missing in {said}");
+    }
+    let rule = |group: &str, resource: &str| json!({"apiGroups": [group], "resources": [resource], "verbs": ["get", "list"]});
+    let role = json!({
+        "apiVersion": "rbac.authorization.k8s.io/v1", "kind": "ClusterRole",
+        "metadata": {"name": "kilo-kgctl-sysdump"},
+        "rules": [rule("apps", "daemonsets"), rule("", "events")],
+    });
+    apply(&client, &serde_json::from_value(role).unwrap(), false).await.unwrap();
+    for namespace in ["kube-system", "default"] {
+        bind_nobody(&client, ("ClusterRole", "kilo-kgctl-sysdump"), Some(namespace)).await;
+        api::until_may(&client, NOBODY, ("list", "", "events"), (namespace, ""), true).await;
+    }
+    let (code, _, said) = run(&nobody, &["sysdump", &output("with")]);
+    assert!(!said.contains("not allowed to"), "{said}");
+    assert_eq!(code, Some(3), "there is no kubelet: {said}");
 }

@@ -45,6 +45,7 @@ mod operator;
 mod page_access;
 mod server_failures;
 mod slices;
+mod slices_failures;
 mod status;
 mod takeover;
 mod through_mesh;

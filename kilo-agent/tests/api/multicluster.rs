@@ -134,7 +134,6 @@ impl Cluster {
         let output = Command::new(env!("CARGO_BIN_EXE_kgctl"))
             .arg("--kubeconfig")
             .arg(self.kubeconfig())
-            .args(["--subnet", &format!("10.20{}.0.0/16", self.number)])
             .args(arguments)
             .output()
             .unwrap();

@@ -199,6 +199,31 @@ async fn a_list_that_fails_is_tried_with_pauses_that_grow_and_soon_when_the_serv
 }
 
 #[tokio::test]
+async fn a_watch_that_the_server_ends_at_once_is_repeated_with_pauses() {
+    let Some(server) = ApiServer::shared().await else { return };
+    let client = server.client(ADMIN).await;
+    apply_crds(&client).await;
+    create_node(&client, "ended", &[]).await;
+    let front = Front::start(client.clone()).await;
+    let proxy = Proxy::start(front.port()).await;
+    let kubeconfig = front::plain_kubeconfig(server.file("").as_path(), proxy.port());
+    let through = kubernetes::client(Some(&kubeconfig), None).await.unwrap();
+    let backend = KubernetesBackend::start(through, Some("ended"), LABEL).await.unwrap();
+    front.set(Manner::Ending);
+    break_connections(&proxy).await;
+    wait::time_passes(Duration::from_secs(8), "requests are counted").await;
+    let watches = |what: &str| what.starts_with("GET /api/v1/nodes?") && what.contains("watch=true");
+    let asked = front.asked().iter().filter(|(_, what)| watches(what)).count();
+    println!("{asked} watches in 8 s");
+    assert!((3..=9).contains(&asked), "{asked}");
+    front.set(Manner::Honest);
+    touch(&client, "ended", "meanwhile").await;
+    let mut snapshots = backend.watch();
+    until(&mut snapshots, RECOVERED, |snapshot| snapshot.nodes["ended"].location == "meanwhile").await;
+    delete(&client, "ended").await;
+}
+
+#[tokio::test]
 async fn a_restart_of_the_server_is_survived_and_writes_go_on() {
     let Some(server) = ApiServer::start().await else { return };
     let client = server.client(ADMIN).await;

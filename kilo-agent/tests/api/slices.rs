@@ -5,7 +5,10 @@
 
 use std::{collections::BTreeMap, path::PathBuf, time::Duration};
 
-use k8s_openapi::api::{coordination::v1::Lease, core::v1 as core};
+use k8s_openapi::{
+    api::{coordination::v1::Lease, core::v1 as core},
+    apiextensions_apiserver::pkg::apis::apiextensions::v1::CustomResourceDefinition,
+};
 use kilo_agent::backend::{
     Backend as _, SlicesReport,
     kubernetes::{self, KubernetesBackend, NodesFrom},
@@ -26,30 +29,31 @@ use serde_json::json;
 use crate::{
     accounts::{account, grant},
     api::{ADMIN, ApiServer, apply_crds, create_node, until, until_may},
+    front::{Front, Manner, plain_kubeconfig},
     wait::task as wait,
 };
 
-const LABEL: &str = "topology.kubernetes.io/region";
+pub(crate) const LABEL: &str = "topology.kubernetes.io/region";
 /// Time within which a change is known everywhere.
 const SOON: Duration = Duration::from_secs(5);
 /// Time within which a writer is replaced.
 const REPLACED: Duration = Duration::from_secs(40);
 
-fn now() -> i64 {
+pub(crate) fn now() -> i64 {
     kilo_agent::timestamp::Timestamp::now().0
 }
 
 /// An API server with nodes that run our agents.
-struct Cluster {
-    server: ApiServer,
-    admin: Client,
-    nodes: Api<core::Node>,
-    slices: Api<NodeSlice>,
-    kubeconfig: PathBuf,
+pub(crate) struct Cluster {
+    pub(crate) server: ApiServer,
+    pub(crate) admin: Client,
+    pub(crate) nodes: Api<core::Node>,
+    pub(crate) slices: Api<NodeSlice>,
+    pub(crate) kubeconfig: PathBuf,
 }
 
 impl Cluster {
-    async fn start(nodes: usize) -> Option<Self> {
+    pub(crate) async fn start(nodes: usize) -> Option<Self> {
         let server = ApiServer::start().await?;
         let admin = server.client(ADMIN).await;
         apply_crds(&admin).await;
@@ -63,7 +67,7 @@ impl Cluster {
         Some(cluster)
     }
 
-    async fn create(&self, name: &str, number: usize) {
+    pub(crate) async fn create(&self, name: &str, number: usize) {
         let seen = now();
         let key = PublicKey([u8::try_from(number + 1).unwrap(); 32]).to_string();
         let pairs = [
@@ -78,14 +82,14 @@ impl Cluster {
         create_node(&self.admin, name, &pairs).await;
     }
 
-    async fn backend(&self, node: &str) -> KubernetesBackend {
+    pub(crate) async fn backend(&self, node: &str) -> KubernetesBackend {
         let client = kubernetes::client(Some(&self.kubeconfig), None).await.unwrap();
         let from = NodesFrom::Slices { namespace: "kube-system".to_owned() };
         KubernetesBackend::start_from(client, Some(node), LABEL, &from).await.unwrap()
     }
 
     /// Names of the `agents` nodes with the lowest ranks, which write first, and of the others.
-    async fn by_rank(&self, agents: usize) -> (Vec<String>, Vec<String>) {
+    pub(crate) async fn by_rank(&self, agents: usize) -> (Vec<String>, Vec<String>) {
         let plain = KubernetesBackend::start(self.admin.clone(), None, LABEL).await.unwrap();
         let snapshot = plain.watch().borrow().clone();
         let mut names: Vec<String> = snapshot.nodes.names().map(ToOwned::to_owned).collect();
@@ -95,35 +99,55 @@ impl Cluster {
         (names, others)
     }
 
-    async fn annotate(&self, node: &str, name: &str, value: &str) {
+    pub(crate) async fn annotate(&self, node: &str, name: &str, value: &str) {
         let patch = json!({ "metadata": { "annotations": { (format!("kilo.squat.ai/{name}")): value } } });
         self.nodes.patch(node, &PatchParams::default(), &Patch::Merge(&patch)).await.unwrap();
     }
 
     /// Writes both annotations at once, as the node's agent does.
-    async fn beat(&self, node: &str, seen: i64, every: u16) {
+    pub(crate) async fn beat(&self, node: &str, seen: i64, every: u16) {
         let patch = json!({ "metadata": { "annotations": {
             "kilo.squat.ai/heartbeat": format!("{seen}/{every}"), "kilo.squat.ai/last-seen": seen.to_string() } } });
         self.nodes.patch(node, &PatchParams::default(), &Patch::Merge(&patch)).await.unwrap();
     }
 
-    async fn holder(&self) -> Option<String> {
+    pub(crate) async fn holder(&self) -> Option<String> {
         let leases: Api<Lease> = Api::namespaced(self.admin.clone(), "kube-system");
         leases.get_opt(LEASE).await.unwrap()?.spec?.holder_identity
     }
 
+    /// Creates slices of all nodes, whose index was renewed at this time; returns them and the index.
+    pub(crate) async fn slices_by_hand(&self, renewed: i64) -> (NodeSlice, NodeSlice) {
+        let list = self.nodes.list(&ListParams::default()).await.unwrap();
+        let entry =
+            |object: &core::Node| Entry::new(object, &node::from_object(object, LABEL).0, LABEL, true);
+        let nodes = list.items.iter().map(entry).collect();
+        let slices = vec!["nodes-00000".to_owned()];
+        let index = Index { slices, topology_label: LABEL.to_owned(), writer: "n04".to_owned(), renewed };
+        let slice = NodeSlice::new("nodes-00000", NodeSliceSpec { nodes, index: None });
+        let index = NodeSlice::new(INDEX, NodeSliceSpec { nodes: Vec::new(), index: Some(index) });
+        let create = async |slice| self.slices.create(&PostParams::default(), &slice).await.unwrap();
+        (create(slice).await, create(index).await)
+    }
+
+    /// Replaces a slice.
+    pub(crate) async fn write(&self, slice: &mut NodeSlice) {
+        let name = slice.metadata.name.clone().unwrap();
+        *slice = self.slices.replace(&name, &PostParams::default(), slice).await.unwrap();
+    }
+
     /// Number of nodes in all slices.
-    async fn sliced(&self) -> usize {
+    pub(crate) async fn sliced(&self) -> usize {
         let slices = self.slices.list(&ListParams::default()).await.unwrap();
         slices.items.iter().map(|slice| slice.spec.nodes.len()).sum()
     }
 }
 
-fn report(backend: &KubernetesBackend) -> SlicesReport {
+pub(crate) fn report(backend: &KubernetesBackend) -> SlicesReport {
     backend.slices().unwrap()
 }
 
-async fn read_slices(backends: &[&KubernetesBackend]) {
+pub(crate) async fn read_slices(backends: &[&KubernetesBackend]) {
     wait::until("all read slices", Duration::from_secs(30), async || {
         backends.iter().all(|backend| report(backend).reads)
     })
@@ -299,12 +323,7 @@ async fn without_rights_or_crd_agents_read_nodes_as_before() {
     let report = report(&backend);
     assert!(!report.reads && !report.writes && report.against.unwrap().contains("may not read"));
     // Then without the CRD, like an older API server.
-    let crds: Api<kube::api::DynamicObject> = Api::all_with(
-        admin.clone(),
-        &kube::api::ApiResource::erase::<
-            k8s_openapi::apiextensions_apiserver::pkg::apis::apiextensions::v1::CustomResourceDefinition,
-        >(&()),
-    );
+    let crds: Api<CustomResourceDefinition> = Api::all(admin.clone());
     crds.delete("nodeslices.kilo.squat.ai", &DeleteParams::default()).await.unwrap();
     let slices: Api<NodeSlice> = Api::all(admin.clone());
     wait::until("slices are no longer served", Duration::from_secs(20), async || {
@@ -350,27 +369,20 @@ async fn slices_that_nobody_writes_or_that_deny_the_own_node_are_not_believed() 
     // Without the Lease of the manifests no agent may write, nor has one the right to create it.
     let leases: Api<Lease> = Api::namespaced(cluster.admin.clone(), "kube-system");
     leases.delete(LEASE, &DeleteParams::default()).await.unwrap();
-    let list = cluster.nodes.list(&ListParams::default()).await.unwrap();
-    let entry = |object: &core::Node| Entry::new(object, &node::from_object(object, LABEL).0, LABEL, true);
-    let nodes: Vec<Entry> = list.items.iter().map(entry).collect();
-    let mut slice = NodeSlice::new("nodes-00000", NodeSliceSpec { nodes, index: None });
-    let index = Index {
-        slices: vec!["nodes-00000".to_owned()],
-        topology_label: LABEL.to_owned(),
-        writer: "n04".to_owned(),
-        renewed: now() - 1_000_000,
-    };
-    let mut index = NodeSlice::new(INDEX, NodeSliceSpec { nodes: Vec::new(), index: Some(index) });
-    for made in [&mut slice, &mut index] {
-        *made = cluster.slices.create(&PostParams::default(), made).await.unwrap();
-    }
-    let write = async |slice: &mut NodeSlice| {
-        let name = slice.metadata.name.clone().unwrap();
-        *slice = cluster.slices.replace(&name, &PostParams::default(), slice).await.unwrap();
-    };
+    let (mut slice, mut index) = cluster.slices_by_hand(now() - 1_000_000).await;
+    let write = async |slice: &mut NodeSlice| cluster.write(slice).await;
     let backend = cluster.backend("n00").await;
     let says = |text: &str| report(&backend).against.is_some_and(|against| against.contains(text));
     assert!(!report(&backend).reads && says("no agent has renewed"), "{:?}", report(&backend));
+    // Wrong slices are reported also where nobody uses them.
+    let again = slice.spec.nodes[1].clone();
+    slice.spec.nodes.push(again);
+    write(&mut slice).await;
+    wait::until("a node that is there twice is counted", SOON, async || report(&backend).twice == 1).await;
+    slice.spec.nodes.pop();
+    write(&mut slice).await;
+    wait::until("it is there once", SOON, async || report(&backend).twice == 0).await;
+    assert!(!report(&backend).reads);
     // Now somebody writes.
     index.spec.index.as_mut().unwrap().renewed = now();
     write(&mut index).await;
@@ -391,4 +403,110 @@ async fn slices_that_nobody_writes_or_that_deny_the_own_node_are_not_believed() 
         nodes == 5 && report.reads && !report.writes && leases.get_opt(LEASE).await.unwrap().is_none()
     })
     .await;
+}
+
+#[tokio::test]
+async fn slices_that_lag_behind_nodes_are_not_turned_to() {
+    let Some(cluster) = Cluster::start(5).await else { return };
+    // Without the Lease of the manifests no agent writes.
+    let leases: Api<Lease> = Api::namespaced(cluster.admin.clone(), "kube-system");
+    leases.delete(LEASE, &DeleteParams::default()).await.unwrap();
+    let (mut slice, mut index) = cluster.slices_by_hand(now() - 1_000_000).await;
+    let backend = cluster.backend("n00").await;
+    assert!(!report(&backend).reads, "{:?}", report(&backend));
+    // Another node's agent has started, and the writer has not got to it.
+    let right = slice.spec.nodes[3].annotations.clone();
+    slice.spec.nodes[3].annotations = right
+        .iter()
+        .filter(|(name, _)| *name != "key")
+        .map(|(name, text)| (name.to_owned(), text.to_owned()))
+        .collect();
+    cluster.write(&mut slice).await;
+    index.spec.index.as_mut().unwrap().renewed = now();
+    cluster.write(&mut index).await;
+    wait::until("nothing else is against slices", SOON, async || report(&backend).against.is_none()).await;
+    wait::stays("the node is known by its object", Duration::from_secs(4), async || {
+        !report(&backend).reads && backend.watch().borrow().nodes["n03"].key.is_some()
+    })
+    .await;
+    slice.spec.nodes[3].annotations = right;
+    cluster.write(&mut slice).await;
+    read_slices(&[&backend]).await;
+}
+
+#[tokio::test]
+async fn a_writer_whose_writes_are_not_answered_leaves_the_lease_to_another() {
+    let Some(cluster) = Cluster::start(5).await else { return };
+    let own = kubernetes::client(Some(&cluster.kubeconfig), None).await.unwrap();
+    let front = Front::start(own).await;
+    front.set(Manner::Mute);
+    let kubeconfig = plain_kubeconfig(&cluster.server.file(""), front.port());
+    let through = kubernetes::client(Some(&kubeconfig), None).await.unwrap();
+    let from = NodesFrom::Slices { namespace: "kube-system".to_owned() };
+    let mute = KubernetesBackend::start_from(through, Some("n00"), LABEL, &from).await.unwrap();
+    wait::until("it has the Lease", REPLACED, async || report(&mute).writes).await;
+    let other = cluster.backend("n01").await;
+    wait::stays("one writer is enough", Duration::from_secs(20), async || report(&mute).writes).await;
+    // It renews the Lease all the time.
+    let took = wait::until("another agent writes", Duration::from_secs(150), async || {
+        let index = cluster.slices.get_opt(INDEX).await.unwrap();
+        index.and_then(|index| index.spec.index).is_some_and(|index| index.writer == "n01")
+    })
+    .await;
+    println!("another agent wrote slices {took:?} later");
+    assert!(!report(&mute).writes && report(&mute).failed > 0);
+    assert_eq!(cluster.holder().await.as_deref(), Some("n01"));
+    read_slices(&[&other]).await;
+}
+
+/// Changes the schema of a node in slices, and waits until the API server goes by it.
+async fn change_entries(cluster: &Cluster, change: impl Fn(&mut serde_json::Value)) {
+    let crds: Api<CustomResourceDefinition> = Api::all(cluster.admin.clone());
+    let crd = crds.get("nodeslices.kilo.squat.ai").await.unwrap();
+    let mut crd = serde_json::to_value(crd).unwrap();
+    let entry = "/spec/versions/0/schema/openAPIV3Schema/properties/spec/properties/nodes/items/properties";
+    change(crd.pointer_mut(entry).unwrap());
+    let crd = serde_json::from_value(crd).unwrap();
+    crds.replace("nodeslices.kilo.squat.ai", &PostParams::default(), &crd).await.unwrap();
+    let entry = Entry { name: "a".to_owned(), heartbeat: Some(300), ..Entry::default() };
+    let probe = NodeSlice::new("probe", NodeSliceSpec { nodes: vec![entry], index: None });
+    let dry = PostParams { dry_run: true, ..PostParams::default() };
+    wait::until("the schema is in use", Duration::from_secs(30), async || {
+        cluster.slices.create(&dry, &probe).await.unwrap().spec.nodes[0].heartbeat.is_none()
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn what_an_older_crd_drops_is_not_written_again_and_a_refused_slice_does_not_stop_the_index() {
+    let Some(cluster) = Cluster::start(4).await else { return };
+    change_entries(&cluster, |entry| {
+        entry.as_object_mut().unwrap().remove("heartbeat");
+        entry["externalIPs"]["maxItems"] = 1.into();
+    })
+    .await;
+    let backend = cluster.backend("n00").await;
+    wait::until("slices are written", SOON * 3, async || cluster.sliced().await == 4).await;
+    wait::time_passes(Duration::from_secs(2), "the index is the last of them").await;
+    let before = report(&backend).written;
+    wait::stays("nothing is written again", SOON, async || report(&backend).written == before).await;
+
+    // A change is still written, once.
+    cluster.annotate("n01", "leader", "true").await;
+    let leads = async || {
+        let slice = cluster.slices.get("nodes-00000").await.unwrap();
+        slice.spec.nodes.iter().any(|entry| entry.annotations.get("leader").is_some())
+    };
+    wait::until("the change is written", SOON, leads).await;
+
+    // The only slice is refused from now on, and others still see that a writer works.
+    let addresses =
+        ["192.0.2.1", "192.0.2.2"].map(|address| json!({"type": "ExternalIP", "address": address}));
+    let patch = Patch::Merge(json!({ "status": { "addresses": addresses } }));
+    let renewed = async || cluster.slices.get(INDEX).await.unwrap().spec.index.unwrap().renewed;
+    let before = renewed().await;
+    cluster.nodes.patch_status("n03", &PatchParams::default(), &patch).await.unwrap();
+    wait::until("the slice is refused", SOON, async || report(&backend).failed > 0).await;
+    wait::until("the index is renewed", Duration::from_secs(75), async || renewed().await > before).await;
+    assert!(report(&backend).writes && report(&backend).failed > 1, "it is tried again");
 }

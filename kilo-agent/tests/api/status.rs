@@ -140,6 +140,21 @@ fn shown_by_the_agent(found: &Status, now: i64) {
     }
 }
 
+/// The pod of n1's agent is in the namespace `default`, and those of other nodes are missing.
+fn the_agent_is_found_in_its_namespace(kubeconfig: &Path) {
+    let (success, _, stderr) = kgctl(kubeconfig, &["n1", "--check", "--namespace=default"]);
+    assert!(success, "{stderr}");
+    let (success, table, stderr) = kgctl(kubeconfig, &["n1", "--check", "-n", "kube-system"]);
+    assert!(!success && stderr.contains("no running pod"), "{table}{stderr}");
+    assert!(table.contains("node/n1   tunnels and counters are not available"), "{table}");
+    let (success, table, stderr) = kgctl(kubeconfig, &["--check"]);
+    let row = |node: &str| {
+        table.lines().find(|line| line.starts_with(&format!("node/{node} "))).unwrap_or_default()
+    };
+    assert!(!success && row("n0").contains("no pod of Kilo is on it"), "{table}{stderr}");
+    assert!(row("n1").contains("pod kilo-x is not Ready: `kgctl status n1` shows why"), "{table}");
+}
+
 /// Versions of the program and of n1's agent, and the reason why another node's is missing.
 async fn versions_of_all_agents(client: &Client, pods: &Api<core::Pod>, kubeconfig: &Path) {
     create_node(client, "n9", &[]).await;
@@ -152,18 +167,29 @@ async fn versions_of_all_agents(client: &Client, pods: &Api<core::Pod>, kubeconf
     let version = |arguments: &[&str]| {
         let mut command = Command::new(env!("CARGO_BIN_EXE_kgctl"));
         let output = command.arg("version").args(arguments).output().unwrap();
-        String::from_utf8(output.stdout).unwrap() + &String::from_utf8(output.stderr).unwrap()
+        let text = String::from_utf8(output.stdout).unwrap() + &String::from_utf8(output.stderr).unwrap();
+        (output.status.code(), text)
     };
-    let table = version(&[&kubeconfig_flag]);
+    let (code, table) = version(&[&kubeconfig_flag]);
+    assert_eq!(code, Some(3), "one agent does not answer: {table}");
     println!("{table}");
     let own = env!("CARGO_PKG_VERSION");
     let row = |node: &str| table.lines().find(|line| line.starts_with(node)).unwrap().to_owned();
     assert!(table.starts_with(&format!("kgctl {own}\n")), "{table}");
     assert_eq!(row("n1").split_whitespace().collect::<Vec<_>>(), ["n1", own, "kilo"]);
     assert!(row("n9").contains("<unknown>") && row("n9").contains("pod kilo-y is Pending"), "{table}");
-    let said: serde_json::Value = serde_json::from_str(&version(&[&kubeconfig_flag, "-o", "json"])).unwrap();
+    let said: serde_json::Value =
+        serde_json::from_str(&version(&[&kubeconfig_flag, "-o", "json"]).1).unwrap();
     assert_eq!((&said["client"], &said["agents"][0]["version"]), (&json!(own), &json!(own)));
-    let said: serde_json::Value = serde_yaml_ng::from_str(&version(&["--client", "-o", "yaml"])).unwrap();
+    let (code, none) = version(&[&kubeconfig_flag, "--namespace=elsewhere"]);
+    assert_eq!(code, Some(3), "{none}");
+    assert!(
+        none.contains("no pod in namespace elsewhere has the label app.kubernetes.io/name=kilo"),
+        "{none}"
+    );
+    let (code, said) = version(&["--client", "-o", "yaml"]);
+    let said: serde_json::Value = serde_yaml_ng::from_str(&said).unwrap();
+    assert_eq!(code, Some(0));
     assert_eq!(said, json!({"client": own}));
 }
 
@@ -228,6 +254,7 @@ fn who_leads_since_when_and_why_is_shown_with_and_without_agents() {
         let (_, table, _) = kgctl(&kubeconfig, &["n1"]);
         assert!(table.contains("Agent of n1") && table.contains("kilo_egress"), "{table}");
         println!("{table}");
+        the_agent_is_found_in_its_namespace(&kubeconfig);
 
         versions_of_all_agents(&client, &pods, &kubeconfig).await;
         let (_, _, refused) = kgctl(&server.kubeconfig(AGENT, server.port()), &["n1"]);
@@ -310,7 +337,7 @@ async fn why_the_pod_of_a_node_does_not_run_is_shown_to_who_has_the_shipped_role
     let mut objects = manifest("kilo-kubeadm.yaml");
     objects
         .retain(|object| object.metadata.name.as_deref().is_some_and(|name| name.starts_with("kilo-kgctl")));
-    assert_eq!(objects.len(), 3);
+    assert_eq!(objects.len(), 4);
     let binding = |kind: &str, role: &str, namespace: Option<&str>| {
         json!({
             "apiVersion": "rbac.authorization.k8s.io/v1", "kind": format!("{kind}Binding"),

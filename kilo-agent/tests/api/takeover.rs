@@ -133,6 +133,8 @@ async fn the_daemon_set_that_takes_over_is_accepted_beside_kilos() {
     let client = server.client(ADMIN).await;
     let kubeconfig = server.kubeconfig(ADMIN, server.port());
     let (success, said) = takeover(&kubeconfig, &[]);
+    assert!(!success && said.contains("--image"), "nothing in the cluster says which: {said}");
+    let (success, said) = takeover(&kubeconfig, &["--image=registry.example/kilo:9"]);
     assert!(!success && said.contains("there is no DaemonSet kilo"), "{said}");
     let daemon_sets: Api<DaemonSet> = Api::namespaced(client, "kube-system");
     let kilos = json!({

@@ -23,7 +23,7 @@ use std::{
     path::PathBuf,
     process::{Child, Command},
     sync::{
-        Arc, Mutex,
+        Arc,
         atomic::{AtomicBool, Ordering},
     },
     thread::JoinHandle,
@@ -37,6 +37,7 @@ use kube::{
     api::{Patch, PatchParams, PostParams},
 };
 use nix::sched::{CloneFlags, setns};
+use parking_lot::Mutex;
 use serde_json::{Value, json};
 
 use api::{ADMIN, ApiServer, apply, apply_crds};
@@ -158,7 +159,7 @@ impl Stream {
         let sender = std::thread::spawn(move || {
             while !ended.load(Ordering::Relaxed) {
                 let number = {
-                    let mut seen = seen.lock().unwrap();
+                    let mut seen = seen.lock();
                     seen.push((Instant::now(), false));
                     seen.len() - 1
                 };
@@ -172,7 +173,7 @@ impl Stream {
             let mut buffer = [0; 8];
             while !ended.load(Ordering::Relaxed) {
                 if socket.recv(&mut buffer).is_ok() {
-                    seen.lock().unwrap()[u64::from_be_bytes(buffer) as usize].1 = true;
+                    seen.lock()[u64::from_be_bytes(buffer) as usize].1 = true;
                 }
             }
         });
@@ -183,7 +184,7 @@ impl Stream {
     fn since(&self, since: Instant) -> (usize, usize) {
         let until = Instant::now();
         time_passes(STRAGGLERS, "answers may be under way");
-        let sent = self.sent.lock().unwrap();
+        let sent = self.sent.lock();
         let window = sent.iter().filter(|(at, _)| (since..until).contains(at));
         let answers: Vec<bool> = window.map(|(_, answered)| *answered).collect();
         (answers.len(), answers.iter().filter(|answered| !**answered).count())
@@ -191,7 +192,7 @@ impl Stream {
 
     /// Send time of the first answered datagram after that moment.
     fn first_after(&self, moment: Instant) -> Option<Instant> {
-        let sent = self.sent.lock().unwrap();
+        let sent = self.sent.lock();
         sent.iter().find(|(at, answered)| *answered && *at > moment).map(|(at, _)| *at)
     }
 }

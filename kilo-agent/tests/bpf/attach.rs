@@ -221,7 +221,9 @@ fn with_the_rights_of_the_daemonset_programs_are_found_adopted_and_missed() {
 fn an_agent_that_may_not_ask_what_is_on_a_hook_leaves_links_there_and_adds_no_filter() {
     let name = "an_agent_that_may_not_ask_what_is_on_a_hook_leaves_links_there_and_adds_no_filter";
     isolated_tcx(name, || async {
-        let world = World::new();
+        let mut world = World::new();
+        sh("ip link add veth1 type veth peer name pod1; ip link set veth1 up");
+        world.pods.insert(index("veth1"));
         drop(world.start(AttachMode::Auto).await);
         let there = links(world.fs.path());
         for mode in [AttachMode::Auto, AttachMode::Tcx] {
@@ -231,7 +233,11 @@ fn an_agent_that_may_not_ask_what_is_on_a_hook_leaves_links_there_and_adds_no_fi
             without_effective_rights(|| {
                 refused = futures::executor::block_on(world.attach(&mut next)).failed;
             });
-            assert_eq!(refused.len(), 2, "the uplink's two; kilo0's are told apart: {refused:?}");
+            assert_eq!(
+                refused.len(),
+                3,
+                "the uplink's two and the pod's; kilo0's are told apart: {refused:?}"
+            );
             assert_eq!(links(world.fs.path()), there, "{mode:?}: {refused:?}");
             drop(next);
             world.assert_one_copy_each(AttachMode::Tcx).await;

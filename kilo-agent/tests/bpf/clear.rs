@@ -9,14 +9,14 @@ use std::os::fd::{AsFd as _, AsRawFd as _};
 use aya::maps::MapData;
 use ipnet::IpNet;
 use kilo_common::maps::{
-    CONFIG_OFFERED, CONFIG_ONE_V4, HOP_LOCAL, HOP_NONE, HOP_REMOTE, MASQ_EXCLUDE, MASQ_FORCE,
+    CONFIG_GATEWAY, CONFIG_OFFERED, CONFIG_ONE_V4, HOP_LOCAL, HOP_NONE, HOP_REMOTE, MASQ_EXCLUDE, MASQ_FORCE,
     PREFIX_HOST_STEERED, PREFIX_NEVER_CLEAR, PREFIX_PODS_STEERED, PREFIX_ROUTE, PREFIX_SOURCE, PrefixValue,
 };
 use kilo_core::plan::{Hop, Tables};
 use kilo_host::dataplane::{Dataplane, pin_directory};
 use support::{
     MEMBER, MEMBER_HOP, MEMBER_POD, OUTSIDE, OWN_POD, PUBLIC, REMOTE_POD, SELF, leader_tables, member_tables,
-    packet::{PASS, REDIRECT, Ran, SHOT, ethernet, run, run_brought_by, udp},
+    packet::{PASS, REDIRECT, Ran, SHOT, ethernet, run, run_brought_by, steered, udp},
 };
 
 const REMOTE_NODE: [u8; 4] = [10, 5, 0, 1];
@@ -338,5 +338,63 @@ fn what_is_for_pods_that_are_not_there_does_not_leave_in_clear() {
         // bytes 12 and 13, where the source begins.
         let packet = udp([8, 0, 0, 2], [10, 42, 7, 2], (1000, 53), b"secret");
         assert_eq!(outcome(&run(&mut dataplane, "kilo_egress", &packet)), (SHOT, vec!["no_hop"]));
+    }
+}
+
+/// What a pod sends in an outer header, another node would take for a packet that this node or another one has
+/// steered. The pod may have forged the source, or somebody masquerades it to this host's address.
+#[test]
+fn a_pods_own_ipip_reaches_no_node() {
+    const BRIDGE: u32 = 99;
+    for tables in [leader_tables(), member_tables()] {
+        let Some((_fs, mut dataplane)) = open(&tables) else { return };
+        let inner = udp(REMOTE_POD, MEMBER_POD, (1, 2), b"forged");
+        for from in [SELF, OWN_POD, [10, 1, 0, 13]] {
+            let packet = steered(from, MEMBER, &inner);
+            let ran = run_brought_by(&mut dataplane, BRIDGE, "uplink_egress", &packet);
+            assert_eq!(outcome(&ran), (SHOT, vec!["forged_vxlan"]), "{from:?}");
+        }
+        // IPIP of the host itself is another agent's, what came from a node by its interface is that node's,
+        // and what goes to no node is anybody's.
+        let of_host = steered(SELF, MEMBER, &inner);
+        assert_eq!(outcome(&run(&mut dataplane, "uplink_egress", &of_host)), (PASS, vec![]));
+        let of_node = steered(MEMBER, MEMBER, &inner);
+        let ran = run_brought_by(&mut dataplane, support::IFINDEX, "uplink_egress", &of_node);
+        assert_eq!(outcome(&ran).1, Vec::<&str>::new());
+        let outside = steered(SELF, OUTSIDE, &inner);
+        let ran = run_brought_by(&mut dataplane, BRIDGE, "uplink_egress", &outside);
+        assert_eq!(outcome(&ran), (PASS, vec![]));
+    }
+}
+
+/// On a gateway nobody behind it would notice.
+#[test]
+fn a_pod_of_a_gateway_sends_from_no_address_of_another() {
+    const BRIDGE: u32 = 99;
+    // The kernel reads the test's packet as IPv4 with such a source.
+    const POD: [u8; 4] = [8, 0, 1, 2];
+    let packet = udp(POD, REMOTE_POD, (1, 2), b"forged");
+    for (owner, flags, is_foreign) in [
+        (MEMBER_HOP, 0, true),
+        (HOP_REMOTE, PREFIX_NEVER_CLEAR, true),
+        // Somebody offers a default route, or another leader's endpoint is in it.
+        (HOP_REMOTE, PREFIX_PODS_STEERED, false),
+        (HOP_NONE, PREFIX_NEVER_CLEAR, false),
+        (HOP_LOCAL, PREFIX_NEVER_CLEAR, false),
+    ] {
+        for mut tables in [leader_tables(), member_tables()] {
+            let leads = tables.config.flags & CONFIG_GATEWAY != 0;
+            let value = PrefixValue { hop: owner, flags: PREFIX_ROUTE | PREFIX_SOURCE | flags };
+            tables.prefix.insert("8.0.1.0/24".parse().unwrap(), value);
+            let Some((_fs, mut dataplane)) = open(&tables) else { return };
+            let ran = run_brought_by(&mut dataplane, BRIDGE, "kilo_egress", &packet);
+            let is_dropped = outcome(&ran) == (SHOT, vec!["foreign_source"]);
+            assert_eq!(is_dropped, leads && is_foreign, "{owner}: {:?}", outcome(&ran));
+            // What WireGuard, an uplink or the host itself hands to the stack is checked elsewhere.
+            for other in [0, support::IFINDEX, tables.config.kilo_ifindex] {
+                let ran = run_brought_by(&mut dataplane, other, "kilo_egress", &packet);
+                assert!(!outcome(&ran).1.contains(&"foreign_source"), "{owner} from {other}");
+            }
+        }
     }
 }

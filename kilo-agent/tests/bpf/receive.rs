@@ -490,6 +490,35 @@ fn the_vxlan_device_gets_what_a_node_sent_to_the_private_address_and_nothing_els
     drops_as(&run(&mut dataplane, "tunnel_ingress", &ethernet(&inner)), "unchecked");
 }
 
+/// What the device decapsulates waits in a queue, and a packet that does not would overtake it.
+#[test]
+fn packets_in_vxlan_do_not_overtake_those_that_the_device_decapsulates() {
+    let mut tables = leader_tables();
+    tables.config.vxlan_ifindex = 7;
+    let Some((_fs, mut dataplane)) = open(&tables) else { return };
+    let inner = udp(MEMBER_POD, OWN_POD, (1, 2), b"payload");
+    let single = in_vxlan(MEMBER, SELF, &inner);
+    let fragment = |from| {
+        let mut frame = in_vxlan(from, SELF, &inner);
+        frame[14 + 6] = 0x20;
+        frame
+    };
+    assert_eq!(run(&mut dataplane, "lan_ingress", &single).counted, ["deliver"]);
+    drops_as(&run(&mut dataplane, "lan_ingress", &fragment([10, 1, 0, 99])), "unknown_sender");
+    assert_eq!(
+        run(&mut dataplane, "lan_ingress", &single).counted,
+        ["deliver"],
+        "a stranger changes nothing"
+    );
+    assert_eq!(run(&mut dataplane, "lan_ingress", &fragment(MEMBER)).verdict, PASS_AT_ONCE);
+    let behind = run(&mut dataplane, "lan_ingress", &single);
+    assert_eq!((behind.verdict, behind.bytes), (PASS_AT_ONCE, single.clone()), "by the device, too");
+    let again = std::time::Instant::now();
+    while run(&mut dataplane, "lan_ingress", &single).counted != ["deliver"] {
+        assert!(again.elapsed() < std::time::Duration::from_secs(1), "the device is slower, and idle by now");
+    }
+}
+
 #[test]
 fn nobody_but_our_programs_and_devices_sends_to_a_nodes_vxlan_port() {
     for one_address in [0, CONFIG_ONE_V4] {

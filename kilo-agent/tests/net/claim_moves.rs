@@ -22,7 +22,7 @@ use kilo_core::{
     signal_id,
     wireguard::{WireguardPeer, WireguardPlan, key::SecretKey},
 };
-use kilo_failover::Params;
+use kilo_failover::{Params, SEC};
 use kilo_host::{
     net::Net,
     wireguard::{Backend, Device, WireguardError, ensure_device},
@@ -130,7 +130,10 @@ fn rounds(device: &Device, location: &FarLocation) -> Vec<Duration> {
         for bytes in &signals {
             let signal = signal::parse(bytes).unwrap().map_list(|words| words.iter().collect::<Vec<u64>>());
             let pair = (location, &mut *acting);
-            let claimed = far::claimed(&Params::default(), pair, (FAR, gateway.id), &signal, &names, (99, 0));
+            // A second later than the last one: more changes of one location are refused.
+            let now = round as u64 * SEC;
+            let claimed =
+                far::claimed(&Params::default(), pair, (FAR, gateway.id), &signal, &names, (99, now));
             let step = claimed.step.unwrap().unwrap();
             device.claim(gateway.key, &far::prefixes(location, &step.moves, step.moves_shared)).unwrap();
         }

@@ -22,7 +22,7 @@ use kilo_agent::{
 };
 use kilo_core::{
     settings::Granularity,
-    topology::{Mesh, Node},
+    topology::{Mesh, Node, ObservedMesh},
     wireguard::key::PublicKey,
 };
 use tokio::{
@@ -46,7 +46,12 @@ fn view() -> View {
     };
     let nodes = [node("a1", "east", 1), node("a2", "east", 2), node("b<1>", "west", 3)];
     let mesh = Mesh::new(&nodes, &BTreeMap::new(), Granularity::Location, "10.4.0.0/16".parse().unwrap());
-    View { mesh: Arc::new(mesh), node: "a1".to_owned(), ..View::default() }
+    view_of(mesh, "a1")
+}
+
+fn view_of(mesh: Mesh, node: &str) -> View {
+    let observed = ObservedMesh { mesh: mesh.into(), ..ObservedMesh::default() };
+    View { observed: observed.into(), node: node.to_owned(), ..View::default() }
 }
 
 /// A mesh of so many locations, fully connected.
@@ -67,7 +72,7 @@ fn large_view(locations: u16) -> View {
     };
     let nodes: Vec<Node> = (1..=locations).map(node).collect();
     let mesh = Mesh::new(&nodes, &BTreeMap::new(), Granularity::Location, "10.4.0.0/16".parse().unwrap());
-    View { mesh: Arc::new(mesh), node: "node-1".to_owned(), ..View::default() }
+    view_of(mesh, "node-1")
 }
 
 /// A server that runs until the test is over.
@@ -82,7 +87,8 @@ async fn server_of(view: View, graph: Graph) -> (SocketAddr, CancellationToken, 
 async fn server_behind(view: View, graph: Graph, gate: Gate) -> (SocketAddr, CancellationToken, Metrics) {
     let (sender, view) = watch::channel(Arc::new(view));
     let metrics = Metrics::default();
-    let health = Health::new(Instant::now(), Duration::from_secs(60));
+    let health = Health::new(Duration::from_secs(60));
+    health.succeeded(Instant::now());
     let context = http::Context::new(health, metrics.clone(), view, graph).behind(gate);
     let listener = http::bind("127.0.0.1:0".parse().unwrap()).await.unwrap();
     let address = listener.local_addr().unwrap();
@@ -299,7 +305,7 @@ async fn clients_that_never_read_do_not_starve_health() {
 #[tokio::test]
 async fn a_large_graph_holds_up_nobody() {
     let (address, _stop, _) = server_of(large_view(440), Graph::new(LIMIT)).await;
-    let order = std::sync::Mutex::new(Vec::new());
+    let order = parking_lot::Mutex::new(Vec::new());
     let (asked, is_asked) = tokio::sync::oneshot::channel();
     let graph = async {
         let mut stream = TcpStream::connect(address).await.unwrap();
@@ -308,15 +314,15 @@ async fn a_large_graph_holds_up_nobody() {
         let mut head = [0; 12];
         stream.read_exact(&mut head).await.unwrap();
         assert_eq!(&head, b"HTTP/1.1 200");
-        order.lock().unwrap().push("graph");
+        order.lock().push("graph");
     };
     let health = async {
         is_asked.await.unwrap();
         assert_eq!(ask(address, "GET", "/health").await.status, 200);
-        order.lock().unwrap().push("health");
+        order.lock().push("health");
     };
     tokio::join!(graph, health);
-    assert_eq!(*order.lock().unwrap(), ["health", "graph"]);
+    assert_eq!(*order.lock(), ["health", "graph"]);
 }
 
 #[tokio::test]

@@ -11,7 +11,7 @@ use std::{
 
 use kilo_agent::{
     agent::{self, Agent},
-    backend::{Backend, BackendError, file::FileBackend},
+    backend::{Backend, BackendError, PeersReported, file::FileBackend},
     health::Health,
     metrics::Metrics,
 };
@@ -24,7 +24,7 @@ use kilo_core::{
     topology::PeerAcceptances,
     wireguard::key::SecretKey,
 };
-use kilo_host::{interface, net::mtu::Mtu};
+use kilo_host::{cni::CniConfiguration, interface, net::mtu::Mtu};
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 
@@ -62,7 +62,7 @@ impl Backend for Hangs {
         self.hang().await
     }
 
-    async fn report_peers(&self, _: &PeerAcceptances) -> Result<u64, BackendError> {
+    async fn report_peers(&self, _: &PeerAcceptances) -> Result<PeersReported, BackendError> {
         self.hang().await
     }
 
@@ -104,8 +104,7 @@ fn options() -> agent::Options {
         internal_cidrs: Vec::new(),
         endpoint_from: EndpointFrom::Auto,
         prefer_private: false,
-        cni: None,
-        cni_boot: None,
+        cni: CniConfiguration::Off,
         masquerade: Masquerade::Ebpf,
         forward_rules: false,
         last_good: None,
@@ -167,7 +166,7 @@ fn an_api_server_that_hangs_delays_nothing_on_the_host() {
             let backend = Hangs { objects, writes: Arc::clone(&writes) };
             let (options, stop) = (options(), CancellationToken::new());
             let startup = agent::begin(&options, false);
-            let health = Health::new(Instant::now(), Duration::ZERO);
+            let health = Health::new(Duration::ZERO);
             let (view, _reader) = watch::channel(Arc::default());
             let agent = Agent::new(options, backend, startup, key, Metrics::default(), health.clone(), view)
                 .await

@@ -292,6 +292,22 @@ fn what_a_node_sends_in_fragments_reaches_the_device_and_passes() {
     });
 }
 
+/// It is handed to the interface that leads to that host, with the link-layer address of the VXLAN device.
+#[test]
+fn what_a_node_itself_sends_in_fragments_reaches_a_pod() {
+    isolated("what_a_node_itself_sends_in_fragments_reaches_a_pod", || async {
+        let mut world = World::new().await;
+        world.apply().await;
+        sh("ip address add 10.42.1.2/32 dev lo");
+        let pod = UdpSocket::bind("10.42.1.2:9000").unwrap();
+        pod.set_read_timeout(Some(Duration::from_secs(5))).unwrap();
+        let long = vxlan_payload(&udp([10, 1, 0, 12], [10, 42, 1, 2], (1, 9000), &[7; 2000]));
+        let exec = "ip netns exec member";
+        world.counts(&[("deliver", 1)], || send_as_nobody(exec, "10.1.0.11", &long));
+        assert_eq!(pod.recv(&mut [0; 3000]).unwrap(), 2000);
+    });
+}
+
 #[test]
 fn what_our_programs_give_the_vxlan_device_leaves_the_host() {
     isolated("what_our_programs_give_the_vxlan_device_leaves_the_host", || async {

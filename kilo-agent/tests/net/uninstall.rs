@@ -139,6 +139,31 @@ fn the_interface_is_kept_on_request_with_its_peers() {
 }
 
 #[test]
+fn the_configuration_of_this_boot_is_removed_from_the_directory_that_the_agent_had() {
+    isolated("the_configuration_of_this_boot_is_removed_from_the_directory_that_the_agent_had", || async {
+        cluster::prepare();
+        sh("mkdir /run/cni /run/elsewhere");
+        let file = "/run/elsewhere/10-kilo.conflist";
+        fs::write(file, r#"{"name":"kilo","plugins":[{"type":"bridge","bridge":"kube-bridge"}]}"#).unwrap();
+        std::os::unix::fs::symlink(file, CONF).unwrap();
+        let run = |flags: &[&str]| {
+            let arguments =
+                ["uninstall", "--remove-cni", "--keep-annotations", "--hostname=n1", "--cni-path", CONF];
+            let output = Command::new(env!("CARGO_BIN_EXE_kg")).args(arguments).args(flags).output().unwrap();
+            (
+                output.status.success(),
+                String::from_utf8_lossy(&[output.stdout, output.stderr].concat()).into_owned(),
+            )
+        };
+        let (done, said) = run(&["--backend-dir=/run/cluster"]);
+        assert!(!done && said.contains("write --backend=file") && Path::new(CONF).exists(), "{said}");
+        let (done, said) = run(&["--cni-run-dir=/run/elsewhere"]);
+        assert!(done && said.contains(&format!("CNI configuration {file}")), "{said}");
+        assert_eq!(sh("ls /run/cni /run/elsewhere | grep conflist || true"), "", "{said}");
+    });
+}
+
+#[test]
 fn what_cannot_be_removed_is_named_and_it_fails() {
     isolated("what_cannot_be_removed_is_named_and_it_fails", || async {
         let mut agent = installed();

@@ -13,7 +13,7 @@ use std::{
     path::{Path, PathBuf},
     process::{Child, Command, Stdio},
     sync::{
-        Arc, Mutex, PoisonError, Weak,
+        Arc, Weak,
         atomic::{AtomicU32, Ordering},
         mpsc,
     },
@@ -33,6 +33,7 @@ use kube::{
     core::GroupVersionKind,
     discovery::ApiResource,
 };
+use parking_lot::Mutex;
 
 /// A user with all rights.
 pub const ADMIN: &str = "admin";
@@ -74,7 +75,7 @@ impl ApiServer {
     pub async fn shared() -> Option<Arc<Self>> {
         let assets = assets()?;
         let server = {
-            let mut shared = SHARED.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut shared = SHARED.lock();
             let server =
                 shared.upgrade().unwrap_or_else(|| Arc::new(Self::launch(&assets, "127.0.0.1", SERVICES)));
             *shared = Arc::downgrade(&server);
@@ -339,6 +340,18 @@ pub async fn apply(client: &Client, object: &DynamicObject, dry_run: bool) -> ku
     };
     let parameters = PatchParams { dry_run, ..PatchParams::apply("kilo-test").force() };
     api.patch(object.metadata.name.as_deref().unwrap(), &parameters, &Patch::Apply(object)).await
+}
+
+/// Binds a role to [`NOBODY`]: a Role in its namespace, or a ClusterRole in one namespace or in all.
+pub async fn bind_nobody(client: &Client, (kind, name): (&str, &str), namespace: Option<&str>) {
+    let binding = if namespace.is_some() { "RoleBinding" } else { "ClusterRoleBinding" };
+    let binding = serde_json::json!({
+        "apiVersion": "rbac.authorization.k8s.io/v1", "kind": binding,
+        "metadata": {"name": name, "namespace": namespace},
+        "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": kind, "name": name},
+        "subjects": [{"kind": "User", "name": NOBODY}],
+    });
+    apply(client, &serde_json::from_value(binding).unwrap(), false).await.unwrap();
 }
 
 /// Applies manifests/crds.yaml and waits until Peer objects are served.

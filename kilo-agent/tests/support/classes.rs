@@ -11,14 +11,16 @@ use kilo_core::plan::{Hop, Tables};
 use super::{
     IFINDEX,
     oracle::{Input, link_header_len},
+    random::CONTAINER,
 };
 
 /// Every class; each must occur.
-pub const CLASSES: [&str; 22] = [
+pub const CLASSES: [&str; 23] = [
     "VLAN tag in the frame",
     "two VLAN tags in the frame",
     "another uplink",
     "brought by WireGuard",
+    "brought by a container",
     "several IPv4 addresses",
     "several IPv6 addresses",
     "link-local destination",
@@ -116,6 +118,7 @@ pub fn classes(program: &str, tables: &Tables, input: &Input) -> BTreeSet<&'stat
     is("two nodes with one address", distinct.len() < addresses.len());
     is("another uplink", input.ifindex != IFINDEX);
     is("brought by WireGuard", input.brought_by == tables.config.kilo_ifindex);
+    is("brought by a container", input.brought_by == CONTAINER);
     is("several IPv4 addresses", tables.config.flags & CONFIG_SEVERAL_V4 != 0);
     is("several IPv6 addresses", tables.config.flags & CONFIG_SEVERAL_V6 != 0);
     is("link without header", program.starts_with("l3_"));

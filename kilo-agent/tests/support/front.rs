@@ -8,7 +8,7 @@ use crate::wait::task as wait;
 use std::{
     io::Write as _,
     path::{Path, PathBuf},
-    sync::{Arc, Mutex},
+    sync::Arc,
     time::{Duration, Instant},
 };
 
@@ -16,6 +16,7 @@ use http_body_util::BodyExt as _;
 use hyper::{Request, Response, body::Incoming, service::service_fn};
 use hyper_util::rt::TokioIo;
 use kube::{Client, client::Body};
+use parking_lot::Mutex;
 use serde_json::{Value, json};
 use tokio::net::TcpListener;
 
@@ -32,6 +33,14 @@ pub enum Manner {
     Lying,
     /// Answers watches of nodes with 410, and lists of nodes with 500; passes everything else on.
     Listless,
+    /// Ends watches of nodes at once, without an error.
+    Ending,
+    /// Passes lists of nodes on after this time.
+    SlowLists(Duration),
+    /// Answers requests for slices with this status.
+    NoSlices(u16),
+    /// Never answers a write of a slice; passes everything else on.
+    Mute,
 }
 
 /// The front, which ends with the test's runtime.
@@ -73,20 +82,20 @@ impl Front {
 
     /// Changes its manner from now on.
     pub fn set(&self, manner: Manner) {
-        let mut state = self.state.lock().unwrap();
+        let mut state = self.state.lock();
         (state.manner, state.watch_refused) = (manner, false);
         state.asked.clear();
     }
 
     /// True once it has sent the list that lacks half of the nodes.
     pub fn has_lied(&self) -> bool {
-        let state = self.state.lock().unwrap();
+        let state = self.state.lock();
         state.watch_refused && state.manner == Manner::Honest
     }
 
     /// Time, method and path of each request since the last change of manner.
     pub fn asked(&self) -> Vec<(Instant, String)> {
-        self.state.lock().unwrap().asked.clone()
+        self.state.lock().asked.clone()
     }
 }
 
@@ -105,15 +114,17 @@ enum Step {
     Pass,
     Wait(Duration),
     Refuse(u16),
+    End,
     Gone,
     Halve,
 }
 
 fn next(state: &Mutex<State>, request: &Request<Incoming>) -> Step {
-    let mut state = state.lock().unwrap();
+    let mut state = state.lock();
     let path = request.uri().path_and_query().map(ToString::to_string).unwrap_or_default();
     let of_nodes = request.uri().path() == "/api/v1/nodes";
     let watches = path.contains("watch=true");
+    let writes_slice = path.contains("/nodeslices") && request.method() != "GET";
     state.asked.push((Instant::now(), format!("{} {path}", request.method())));
     match state.manner {
         Manner::Honest => Step::Pass,
@@ -129,7 +140,11 @@ fn next(state: &Mutex<State>, request: &Request<Incoming>) -> Step {
         }
         Manner::Listless if of_nodes && watches => Step::Gone,
         Manner::Listless if of_nodes => Step::Refuse(500),
-        Manner::Lying | Manner::Listless => Step::Pass,
+        Manner::Ending if of_nodes && watches => Step::End,
+        Manner::SlowLists(time) if of_nodes && !watches => Step::Wait(time),
+        Manner::NoSlices(code) if path.contains("/nodeslices") => Step::Refuse(code),
+        Manner::Mute if writes_slice => Step::Wait(Duration::from_mins(60)),
+        _ => Step::Pass,
     }
 }
 
@@ -141,7 +156,9 @@ async fn answer(
     let step = next(&state, &request);
     match step {
         Step::Refuse(500) => return Ok(status(500, 500, "InternalError")),
+        Step::Refuse(403) => return Ok(status(403, 403, "Forbidden")),
         Step::Refuse(code) => return Ok(status(code, code, "TooManyRequests")),
+        Step::End => return Ok(Response::new(Body::empty())),
         Step::Gone => return Ok(status(200, 410, "Expired")),
         Step::Wait(time) => wait::pace(time).await,
         Step::Pass | Step::Halve => {}

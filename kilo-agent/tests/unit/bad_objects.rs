@@ -13,7 +13,7 @@ use std::{
 
 use kilo_agent::backend::{Backend as _, file::FileBackend};
 use kilo_core::{
-    objects::{ObjectRef, Snapshot, annotations::PREFIX},
+    objects::{InternalIpBy, ObjectRef, Snapshot, annotations::PREFIX},
     topology::Node,
     wireguard::key::PublicKey,
 };
@@ -106,7 +106,7 @@ fn own_endpoint(node: &mut Node) {
 
 fn own_internal_ip(node: &mut Node) {
     node.internal_ip = "10.9.0.1/24".parse().ok();
-    node.internal_ip_forced = false;
+    node.internal_ip_by = InternalIpBy::Agent;
 }
 
 fn no_keepalive(node: &mut Node) {
@@ -146,7 +146,7 @@ async fn rubbish_in_any_annotation_is_named_and_nothing_else_about_the_node_is_l
             .unwrap_or_default();
         match *annotation {
             "endpoint" => (expected.endpoint, expected.endpoint_forced) = (None, false),
-            "internal-ip" => (expected.internal_ip, expected.internal_ip_forced) = (None, false),
+            "internal-ip" => (expected.internal_ip, expected.internal_ip_by) = (None, InternalIpBy::Agent),
             _ => change(&mut expected),
         }
         let seen = read(&[bad, node("b", 2), peer("p", 1)]).await;
@@ -177,7 +177,6 @@ async fn annotations_whose_text_means_what_it_says_are_never_rubbish() {
         ("allowed-location-ips", ""),
         ("allowed-location-ips", " 192.168.7.0/24 , "),
         ("discovered-endpoints", "{}"),
-        ("of-tomorrow", "?"),
     ] {
         let mut odd = node("a", 1);
         odd["metadata"]["annotations"][format!("{PREFIX}{annotation}")] = json!(text);
@@ -186,7 +185,9 @@ async fn annotations_whose_text_means_what_it_says_are_never_rubbish() {
         match annotation {
             "leader" => assert!(seen.nodes["a"].leader, "present is enough"),
             "location" => assert_eq!(seen.nodes["a"].location, text),
-            "force-internal-ip" => assert!(seen.nodes["a"].no_internal_ip, "{text:?}"),
+            "force-internal-ip" => {
+                assert_eq!(seen.nodes["a"].internal_ip_by, InternalIpBy::ForcedNone, "{text:?}");
+            }
             _ => {}
         }
     }

@@ -92,13 +92,13 @@ const ORDERS: [(&str, &str); 10] = [
     ),
     (
         "../kilo-ebpf/src",
-        "maps cb inject leader_word follow subprogram word_memory packet gso ip masquerade orphaned link monitor mtu \
+        "maps cb inject leader_word follow subprogram word_memory packet gso ip masquerade orphaned link monitor mtu vxlan_order \
          ret encap reflect relay sender signal decap fast_path pod_flow pod_ingress kilo_egress kilo_ingress lan_ingress tunnel_ingress \
          wireguard_port uplink_egress",
     ),
     (
         "core/src",
-        "errors flat_map addresses prefixes settings observed wireguard signal_id objects topology relay \
+        "label_values errors flat_map addresses prefixes settings tunnel_path observed wireguard signal_id objects topology relay \
          net tables plan showconf multicluster vpn_peer",
     ),
     (
@@ -108,7 +108,7 @@ const ORDERS: [(&str, &str); 10] = [
     ),
     (
         "src/bin/kgctl",
-        "complete flags_before_command health manual needs_linux node_report progress refusal terminal cluster remote \
+        "complete flags_before_command health image_name manual needs_linux node_report outcome progress refusal terminal cluster remote \
          source status takeover uninstall version connect connectivity graph monitor peer_cluster showconf sysdump \
          trace",
     ),

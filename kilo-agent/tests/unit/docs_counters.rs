@@ -87,7 +87,7 @@ fn the_table_of_events_is_that_of_the_code() {
 
 /// Compares a table of a page, or with `KILO_BLESS=1` writes it. One test at a time does so.
 pub fn check(page: &str, mark: &str, wanted: &str) {
-    static PAGE: std::sync::Mutex<()> = std::sync::Mutex::new(());
+    static PAGE: parking_lot::Mutex<()> = parking_lot::Mutex::new(());
     let _alone = PAGE.lock();
     let path = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../docs").join(page);
     let text = std::fs::read_to_string(&path).unwrap();

@@ -25,6 +25,7 @@ mod docs;
 mod docs_counters;
 mod errors;
 mod golden;
+mod kgctl_files;
 mod last_good;
 mod manifest_crd;
 mod overlay_senders;

@@ -7,7 +7,7 @@ use std::net::IpAddr;
 use kilo_common::counters::{Action, DropReason};
 use kilo_core::{
     plan::{
-        Conflict, Hop, HopIds, HostPlan,
+        Conflict, Hop, HopIds, HostPlan, KeyConflict,
         model::{Packet, Route},
     },
     topology::Node,
@@ -85,6 +85,27 @@ fn all_claimants_are_named_and_only_while_they_claim() {
     assert!(plan(&elsewhere, "a1", &HopIds::default()).0.conflicts.is_empty());
     let none = [node("a", 1, 11), node("a", 2, 12)];
     assert!(plan(&none, "a1", &HopIds::default()).0.conflicts.is_empty());
+}
+
+#[test]
+fn nodes_with_one_key_are_named_in_one_location_and_in_two() {
+    let keys = |nodes: &[Node], own: &str| plan(nodes, own, &HopIds::default()).0.key_conflicts;
+    let [a1, a2, b1, b2] = [node("a", 1, 11), node("a", 2, 12), node("b", 1, 21), node("b", 2, 22)];
+    let b1_with = |of: &Node| Node { key: of.key, ..b1.clone() };
+    let conflict = |nodes: [&str; 2], of: &Node| KeyConflict {
+        key: of.key.unwrap(),
+        nodes: nodes.map(str::to_owned).to_vec(),
+    };
+    let elsewhere = [a1.clone(), a2.clone(), b1_with(&a2), b2.clone()];
+    let both = [conflict(["a2", "b1"], &a2)];
+    for (own, wanted) in [("a1", &[][..]), ("a2", &both), ("b1", &both), ("b2", &[])] {
+        assert_eq!(keys(&elsewhere, own), wanted, "{own}");
+    }
+    assert_eq!(kilo_core::plan::key_conflicts(&plans::mesh(&elsewhere)), both);
+    let beside = [a1.clone(), Node { key: a1.key, ..a2.clone() }, b1.clone(), b2.clone()];
+    let both = [conflict(["a1", "a2"], &a1)];
+    assert_eq!((keys(&beside, "a1"), keys(&beside, "a2")), (both.to_vec(), both.to_vec()));
+    assert!(keys(&beside, "b1").is_empty() && keys(&[a1, a2, b1, b2], "a1").is_empty());
 }
 
 #[test]

@@ -14,8 +14,8 @@ use kilo_common::{
 };
 use kilo_core::{
     plan::{HopIds, HostPlan},
-    signal_id,
-    topology::{Acting, ActingLocation, Mesh, Node, NodeId, Peer},
+    signal_id::{self, NodeId},
+    topology::{Acting, ActingLocation, Mesh, Node, Peer},
     wireguard::key::PublicKey,
 };
 

@@ -20,8 +20,9 @@ use kilo_core::{
     objects::{CheckedIn, Snapshot},
     plan::{Hop, HopIds, HostPlan, model::Packet},
     settings::Granularity,
-    showconf, signal_id,
-    topology::{Acting, ActingLocation, Mesh, Node, NodeId, Ways, dot},
+    showconf,
+    signal_id::{self, NodeId},
+    topology::{Acting, ActingLocation, Mesh, Node, Ways, dot},
     wireguard::key::{PublicKey, SecretKey},
 };
 

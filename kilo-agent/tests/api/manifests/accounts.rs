@@ -140,6 +140,39 @@ async fn people_read_with_kgctls_role_and_peers_are_in_view_and_edit() {
     assert!(matches!(&gone, Err(kube::Error::Api(status)) if status.code == 404), "{:?}", gone.err());
 }
 
+/// Bound as docs/install.md says: in the agents' namespace, and in the one with the Events about Nodes and Peers.
+#[tokio::test]
+async fn who_collects_a_sysdump_reads_daemon_sets_and_events_of_two_namespaces() {
+    let Some(server) = ApiServer::start().await else { return };
+    let admin = server.client(ADMIN).await;
+    let role = find("kilo-kubeadm.yaml", ("ClusterRole", "kilo-kgctl-sysdump"));
+    apply(&admin, &role, false).await.unwrap();
+    for namespace in ["kube-system", "default"] {
+        let binding = json!({
+            "apiVersion": "rbac.authorization.k8s.io/v1", "kind": "RoleBinding",
+            "metadata": { "name": "sysdump", "namespace": namespace },
+            "roleRef": { "apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": name(&role) },
+            "subjects": [{ "kind": "User", "name": api::NOBODY }],
+        });
+        apply(&admin, &serde_json::from_value(binding).unwrap(), false).await.unwrap();
+        api::until_may(&admin, api::NOBODY, ("list", "", "events"), (namespace, ""), true).await;
+    }
+    let reader = server.client(api::NOBODY).await;
+    for namespace in ["kube-system", "default"] {
+        let events: Api<Event> = Api::namespaced(reader.clone(), namespace);
+        events.list(&ListParams::default()).await.unwrap();
+        assert!(events.get_opt("none").await.unwrap().is_none(), "{namespace}");
+    }
+    let daemon_sets: Api<DaemonSet> = Api::namespaced(reader.clone(), "kube-system");
+    daemon_sets.list(&ListParams::default()).await.unwrap();
+    assert!(daemon_sets.get_opt("kilo").await.unwrap().is_none(), "it is not there");
+    refused("changing a DaemonSet", daemon_sets.delete("kilo", &DeleteParams::default()).await);
+    let everywhere: Api<Event> = Api::all(reader.clone());
+    refused("Events of every namespace", everywhere.list(&ListParams::default()).await);
+    let secrets: Api<Secret> = Api::namespaced(reader, "kube-system");
+    refused("reading secrets", secrets.list(&ListParams::default()).await);
+}
+
 /// Without rights the agent ends, and its last log line, which becomes the container's termination message,
 /// says what to apply.
 #[tokio::test]

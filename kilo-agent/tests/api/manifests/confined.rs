@@ -117,12 +117,13 @@ async fn is_configured() {
 
 /// The agent has every metric that the dashboard queries.
 fn dashboard_shows_what_is_there(scraped: &str) {
-    // No peer completes a handshake here, so its metrics are set by hand.
+    // No peer completes a handshake here, failover is off, and there is one location: those metrics are set by hand.
     let metrics = Metrics::default();
     let peer = PeerStatus { handshake_age: Some(Duration::from_secs(1)), ..PeerStatus::default() };
     metrics.set_peers(BTreeMap::from([(PublicKey([1; 32]), peer)]), BTreeMap::new(), Timestamp::now());
     metrics.error("any");
-    let all = scraped.to_owned() + &metrics.encode().unwrap();
+    metrics.failover.role("leader");
+    let all = scraped.to_owned() + &metrics.encode().unwrap() + "kilo_tunnels 0\n";
     let there: BTreeSet<_> = all.lines().filter_map(|line| line.split(['{', ' ']).next()).collect();
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../manifests/grafana-dashboard.json");
     let dashboard: Value = serde_json::from_str(&fs::read_to_string(path).unwrap()).unwrap();
@@ -168,6 +169,8 @@ fn without_kube_proxys_config_map_the_agent_asks_the_service_of_the_api_server()
         // Files and variables that the kubelet gives every pod; kube-proxy would make the address work.
         mount_account(&server, &account(&server, file, "kube-system", "kilo").await);
         let mut command = container(file, "kilo", Path::new("/etc/kubernetes/kubeconfig"));
+        // This machine's kernel may have no WireGuard.
+        command.arg("--wireguard=auto");
         command.env("KUBERNETES_SERVICE_HOST", "127.0.0.1");
         command.env("KUBERNETES_SERVICE_PORT", server.port().to_string());
         let _agent = Running(command.spawn().unwrap());

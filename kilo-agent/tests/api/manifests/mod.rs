@@ -58,6 +58,7 @@ const LIMIT: Duration = Duration::from_secs(30);
 
 mod accounts;
 mod confined;
+mod helm;
 mod own_node;
 mod webhook;
 

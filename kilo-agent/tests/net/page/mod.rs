@@ -9,7 +9,7 @@ mod signed_out;
 
 use std::{
     path::{Path, PathBuf},
-    sync::{Arc, Mutex},
+    sync::Arc,
     time::{Duration, Instant, SystemTime},
 };
 
@@ -26,6 +26,7 @@ use kilo_agent::{
     status::{Status, View},
     timestamp::Timestamp,
 };
+use parking_lot::Mutex;
 use serde_json::json;
 use tokio::{runtime::Runtime, sync::watch};
 use tokio_util::sync::CancellationToken;
@@ -60,10 +61,10 @@ impl Server {
         let report = Arc::new(Mutex::new(first));
         let shown = Arc::clone(&report);
         let (sender, view) = watch::channel(Arc::new(View::default()));
-        let health = Health::new(Instant::now(), Duration::from_secs(600));
+        let health = Health::new(Duration::from_secs(600));
         let mut context = http::Context::new(health, Metrics::default(), view, Graph::default()).behind(gate);
         context.page = Page::new(Feed::new(context.answer_limit.clone(), move || {
-            let report = shown.lock().unwrap().clone();
+            let report = shown.lock().clone();
             async move { report }
         }));
         let stop = CancellationToken::new();
@@ -80,7 +81,7 @@ impl Server {
     }
 
     fn show(&self, report: Report) {
-        *self.report.lock().unwrap() = report;
+        *self.report.lock() = report;
     }
 }
 

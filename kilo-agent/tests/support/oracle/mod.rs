@@ -2,6 +2,7 @@
 //! [`super::decisions`], and outer headers of `kilo_common::encap`.
 
 mod headers;
+mod uplink_egress;
 
 use std::net::IpAddr;
 
@@ -12,18 +13,15 @@ use kilo_common::{
         Inner, VXLAN_INNER, ipip_frame, ipip_frame_v6, segments_room, vxlan_ethernet, vxlan_frame,
         vxlan_frame_v6,
     },
-    icmp_too_big::{self, LEN_V4, LEN_V6, QUOTED},
     maps::{
-        CONFIG_GATEWAY, CONFIG_OFFERED, CONFIG_ONE_V4, CONFIG_ONE_V6, CONFIG_SEVERAL_V4, CONFIG_SEVERAL_V6,
-        Config, PREFIX_NEVER_CLEAR, PREFIX_ROUTE, PREFIX_VIA_WIREGUARD,
+        CONFIG_GATEWAY, CONFIG_NATIVE, CONFIG_OFFERED, CONFIG_SEVERAL_V4, CONFIG_SEVERAL_V6, HOP_ACTING,
+        HOP_LOCAL, HOP_NONE, HOP_REMOTE, PREFIX_NEVER_CLEAR, PREFIX_ROUTE, PREFIX_SOURCE,
+        PREFIX_VIA_WIREGUARD, PrefixValue,
     },
     packet::{ETHERNET_LEN, ETHERTYPE_IPV4, ETHERTYPE_IPV6, next_ttl, protocol},
 };
 use kilo_core::{
-    plan::{
-        Hop, Tables,
-        model::{Packet, Verdict},
-    },
+    plan::{Hop, Tables, model::Verdict},
     prefixes::longest,
     settings::Tunnel,
 };
@@ -37,7 +35,8 @@ use super::{
 };
 
 pub use headers::Ip;
-use headers::{destination, destination_port, family, to_vxlan, udp_header, vxlan};
+use headers::{destination_port, family, to_vxlan, vxlan};
+use uplink_egress::uplink_egress;
 
 /// Input of a program.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -184,11 +183,10 @@ fn lan_ingress(tables: &Tables, flows: &Flows, input: &Input, link: usize) -> Wa
             _ => None,
         };
         // A GSO packet or a fragment goes to the device, and to no other program.
-        if inner.is_none() && tables.config.vxlan_ifindex != 0 && to_vxlan(input, link, &outer) {
-            return match Decisions(tables).arrives(outer.src, input.ifindex) {
-                Ok(()) => Wanted { verdict: PASS_AT_ONCE, priority: Some(CHECKED), ..passes(None) },
-                Err(reason) => drops(reason),
-            };
+        if inner.is_none()
+            && let Some(wanted) = by_vxlan_device(tables, input, link, &outer)
+        {
+            return wanted;
         }
         if let Some((overhead, v6)) = inner {
             return steered(tables, input, link, &outer, overhead, v6).unwrap_or_else(drops);
@@ -218,6 +216,23 @@ fn lan_ingress(tables: &Tables, flows: &Flows, input: &Input, link: usize) -> Wa
             redirects(action, Bytes::Exactly(bytes))
         }
     }
+}
+
+fn by_vxlan_device(tables: &Tables, input: &Input, link: usize, outer: &Ip) -> Option<Wanted> {
+    let is_for_it = tables.config.vxlan_ifindex != 0 && to_vxlan(input, link, outer);
+    is_for_it.then(|| match Decisions(tables).arrives(outer.src, input.ifindex) {
+        Ok(()) => Wanted { verdict: PASS_AT_ONCE, priority: Some(CHECKED), ..passes(None) },
+        Err(reason) => drops(reason),
+    })
+}
+
+/// The outcome of a packet that follows one which the VXLAN device decapsulates; `None` where order does not
+/// matter.
+pub fn left_to_device(program: &str, tables: &Tables, input: &Input) -> Option<Wanted> {
+    let link = link_header_len(program);
+    let outer = Ip::read(&input.frame, link, family(&input.frame)?).ok()?;
+    let arrives = matches!(program, "lan_ingress" | "l3_ingress") && tables.is_private(outer.dst);
+    arrives.then(|| by_vxlan_device(tables, input, link, &outer)).flatten()
 }
 
 /// Whether a packet leaves this host again, through the WireGuard device's program.
@@ -355,6 +370,20 @@ fn kilo_egress(tables: &Tables, flows: &Flows, input: &Input) -> Result<Wanted, 
     if verdict == Err(DropReason::NotUnicast) {
         return Err(DropReason::NotUnicast);
     }
+    let owner = longest(&tables.prefix, ip.src);
+    let offers = tables.config.flags & CONFIG_OFFERED != 0;
+    let is_anothers = |value: PrefixValue| {
+        let closed = value.flags & PREFIX_NEVER_CLEAR != 0 && !offers;
+        value.flags & PREFIX_SOURCE != 0
+            && match value.hop {
+                HOP_NONE | HOP_LOCAL => false,
+                HOP_REMOTE | HOP_ACTING => closed,
+                _ => tables.config.flags & CONFIG_NATIVE == 0,
+            }
+    };
+    if leads && is_of_pod(tables, input) && owner.is_some_and(is_anothers) {
+        return Err(DropReason::ForeignSource);
+    }
     let (translation, remembered) = flows.leaving(tables, input, None, &ip)?;
     let refused = translation.is_none() && destination_is_via_wireguard(tables, frame, &ip);
     let verdict = if refused { Err(DropReason::InsideTunnel) } else { verdict };
@@ -476,115 +505,9 @@ fn built<const N: usize>(build: impl Fn(&mut [u8; N])) -> Vec<u8> {
     frame.to_vec()
 }
 
-fn uplink_egress(tables: &Tables, flows: &Flows, input: &Input, link: usize) -> Wanted {
-    let frame = &input.frame[..];
-    let Some(v6) = family(frame) else { return passes(None) };
-    let read = Ip::read(frame, link, v6);
-    if input.priority & !OWN_PRIORITY == BY_DEVICE {
-        let node = read.as_ref().ok().and_then(|ip| tables.node.get(&ip.dst));
-        match node.map(|node| node.interfaces.contains(&input.ifindex)) {
-            Some(true) => return Wanted { priority: Some(0), ..passes(None) },
-            Some(false) => return drops(DropReason::NotEncrypted),
-            None => {}
-        }
-    }
-    let Ok(ip) = read else {
-        if bears_wireguards_ports(&tables.config, frame, link, v6) {
-            return passes(None);
-        }
-        // Whatever the packet is, it may not go there in cleartext.
-        let closed = destination(frame, link, v6).and_then(|dst| longest(&tables.prefix, dst));
-        return match closed {
-            Some(value) if value.flags & PREFIX_NEVER_CLEAR != 0 => drops(DropReason::NotEncrypted),
-            _ => passes(None),
-        };
-    };
-    if to_vxlan(input, link, &ip) && tables.node.contains_key(&ip.dst) {
-        return drops(DropReason::ForgedVxlan);
-    }
-    let is_decrypted = input.brought_by == tables.config.kilo_ifindex;
-    let of_mesh = Decisions(tables).is_of_mesh(ip.src, is_decrypted);
-    match Decisions(tables).uplink_egress(Packet { src: ip.src, dst: ip.dst }, of_mesh) {
-        Ok(Some(_)) | Err(DropReason::NotEncrypted | DropReason::NoHop)
-            if !of_mesh && is_of_host(frame, link, &ip, &tables.config) => {}
-        Ok(Some(hop)) => {
-            let mtu = Decisions(tables).mtu_of(&hop);
-            // The decision of `kilo_egress` is then tested with another packet.
-            let steered = Wanted { verdict: REDIRECT, ..passes(None) };
-            // A PMTU that the host learnt would also apply to its WireGuard.
-            let fits = ip.sized(input, link).fits(mtu) || !of_mesh;
-            return if fits { steered } else { packet_too_big(frame, link, v6, mtu) };
-        }
-        Err(reason) => return drops(reason),
-        Ok(None) => {}
-    }
-    match flows.leaving(tables, input, Some(link), &ip) {
-        Err(reason) => drops(reason),
-        Ok((None, remembered)) => Wanted { remembered, ..passes(None) },
-        Ok((Some(translation), remembered)) => Wanted { remembered, ..passes(None).with(translation) },
-    }
-}
-
-/// True for packets from WireGuard's own address and port, whatever their length fields: on a node with one
-/// private address the programs check nothing else, and no pod's packet has both.
-fn bears_wireguards_ports(config: &Config, frame: &[u8], link: usize, v6: bool) -> bool {
-    let header = &frame[link..];
-    let port = config.wireguard_port.to_be_bytes();
-    let field = |range: std::ops::Range<usize>| header.get(range).unwrap_or_default();
-    link > 0
-        && if v6 {
-            config.flags & CONFIG_ONE_V6 != 0
-                && (field(6..7), field(8..24), field(40..42)) == (&[protocol::UDP], &config.private_v6, &port)
-        } else {
-            config.flags & CONFIG_ONE_V4 != 0
-                && (field(0..1), field(9..10)) == (&[0x45], &[protocol::UDP])
-                && (field(12..16), field(20..22)) == (&config.private_v4, &port)
-                && matches!(field(6..8), [high, low] if (high & 0x3f, *low) == (0, 0))
-                && header.len() >= 24
-        }
-}
-
-/// True for packets that a host must send through its uplinks: WireGuard's, as far as their port shows, and
-/// neighbour discovery. In a pod's packet the port proves nothing.
-fn is_of_host(frame: &[u8], link: usize, ip: &Ip, config: &Config) -> bool {
-    if let Some(udp) = udp_header(frame, link, ip) {
-        return udp.starts_with(&config.wireguard_port.to_be_bytes());
-    }
-    let behind = frame.get(link + ip.header_len..).unwrap_or_default();
-    match ip.protocol {
-        protocol::ICMPV6 if ip.v6 && ip.ttl == 255 => {
-            behind.first().is_some_and(|kind| (133..=137).contains(kind))
-        }
-        _ => false,
-    }
-}
-
-/// The ICMP error to the sender of a packet that the hop does not carry.
-fn packet_too_big(frame: &[u8], link: usize, v6: bool, mtu: u32) -> Wanted {
-    let Some(quoted) = frame.get(link..link + QUOTED) else {
-        return drops(DropReason::TooBig);
-    };
-    let mut packet = vec![0; if v6 { LEN_V6 } else { LEN_V4 } - QUOTED];
-    packet.extend(quoted);
-    if link == 0 {
-        // The room is made after what the kernel reads as the Ethernet header.
-        let room = packet.len() - QUOTED;
-        packet[room..room + ETHERNET_LEN].fill(0);
-    }
-    if v6 {
-        icmp_too_big::write::v6((&mut packet[..]).try_into().unwrap(), mtu);
-    } else {
-        icmp_too_big::write::v4((&mut packet[..]).try_into().unwrap(), u16::try_from(mtu).unwrap());
-    }
-    let link: &[&[u8]] = if link == 0 { &[] } else { &[&frame[6..12], &frame[..6], &frame[12..14]] };
-    let bytes = [&link.concat()[..], &packet].concat();
-    let counted = vec![DropReason::TooBig.label()];
-    Wanted {
-        verdict: REDIRECT,
-        counted,
-        bytes: Bytes::Exactly(bytes),
-        mtu: 0,
-        priority: None,
-        remembered: None,
-    }
+/// True for packets that come from an interface of a pod.
+fn is_of_pod(tables: &Tables, input: &Input) -> bool {
+    let config = &tables.config;
+    let ours = [0, config.kilo_ifindex, config.vxlan_ifindex, config.ipip_ifindex];
+    !ours.contains(&input.brought_by) && !tables.device.contains_key(&input.brought_by)
 }

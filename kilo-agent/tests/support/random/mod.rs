@@ -29,6 +29,8 @@ const WIREGUARD_PORT: u16 = 51_820;
 const PRIVATE_V4: [[u8; 4]; 4] = [[8, 0, 9, 11], [8, 0, 9, 12], [8, 0, 9, 13], [8, 0, 9, 14]];
 /// Other uplinks, which the test creates.
 pub const OTHER_UPLINKS: [u32; 2] = [77, 78];
+/// An interface of a container.
+pub const CONTAINER: u32 = 99;
 /// Stand-in for the WireGuard device, which the test creates, too.
 pub const KILO: u32 = 79;
 fn private(index: usize, v6: bool) -> IpAddr {

@@ -21,7 +21,7 @@ use super::{
         oracle::{BY_DEVICE, CHECKED, Input, mac},
         signals,
     },
-    OTHER_UPLINKS, Random, V4, V6, WIREGUARD_PORT, private,
+    CONTAINER, OTHER_UPLINKS, Random, V4, V6, WIREGUARD_PORT, private,
 };
 
 const SPECIAL: [&str; 13] = [
@@ -94,8 +94,13 @@ impl Random {
         }
         let priority = self.pick(&[0, 0, 0, 6, CHECKED, CHECKED | 5, BY_DEVICE, BY_DEVICE | 3]);
         let is_read = matches!(program, "uplink_egress" | "l3_egress" | "tunnel_ingress");
-        let brought_by =
-            if program.ends_with("_egress") && self.chance(3) { tables.config.kilo_ifindex } else { 0 };
+        let brought_by = match self.below(6) {
+            _ if !program.ends_with("_egress") => 0,
+            0 | 1 => tables.config.kilo_ifindex,
+            2 => CONTAINER,
+            3 => IFINDEX,
+            _ => 0,
+        };
         Input { frame, gso, ifindex, brought_by, priority: if is_read { priority } else { 0 } }
     }
 

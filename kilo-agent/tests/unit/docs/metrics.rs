@@ -69,7 +69,7 @@ fn metrics(scrape: &str) -> Vec<Metric> {
 fn of_agents() -> Vec<Metric> {
     let metrics = Metrics::default();
     metrics.error("api");
-    metrics.set_ways(std::iter::empty(), 0);
+    metrics.set_tunnel_paths(std::iter::empty(), 0);
     let counted = Counters { actions: [("local", 1)].into(), drops: [("malformed", 1)].into() };
     metrics.set_counters(move || Ok(counted.clone()));
     metrics.failover.role("leader");
