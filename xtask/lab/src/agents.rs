@@ -274,7 +274,8 @@ impl Agents {
         self.pids.remove(node);
     }
 
-    /// Waits until every agent sees every node and has nothing left to do.
+    /// Waits until every agent sees every node and has brought its data path up, as a kubelet's readiness probe
+    /// does.
     pub fn wait_until_ready(&self, network: &Network, limit: Duration) -> Result<()> {
         let started = Instant::now();
         let mut shown = usize::MAX;
@@ -319,7 +320,11 @@ impl Agents {
 
     fn is_ready(&self, node: &Node, nodes: usize) -> bool {
         let Ok(metrics) = counters::scrape(&node.netns) else { return false };
-        metrics.get("kilo_nodes").is_some_and(|&seen| seen == nodes as u64)
+        // Nodes are counted before the first reconcile has attached the programs.
+        let is_healthy =
+            || counters::health(&node.netns).is_ok_and(|answer| answer.starts_with("HTTP/1.1 200"));
+        is_healthy()
+            && metrics.get("kilo_nodes").is_some_and(|&seen| seen == nodes as u64)
             && metrics.get("kilo_peers").is_some_and(|&seen| seen == 1)
     }
 

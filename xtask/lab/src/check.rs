@@ -5,7 +5,7 @@ use std::time::Instant;
 use anyhow::Result;
 
 use super::Lab;
-use crate::report::TestOutcome;
+use crate::report::{Outcome, TestOutcome};
 
 /// Name (a sentence) and function of a check, which gets the lab as the previous check left it.
 pub type Check = (&'static str, fn(&mut Lab) -> Result<String>);
@@ -23,5 +23,5 @@ pub fn outcome(prefix: &str, name: &str, began: Instant, result: &Result<String>
 /// Prints and records a check that cannot run here.
 pub fn skipped(prefix: &str, name: &str, reason: &str) -> TestOutcome {
     println!("SKIPPED {prefix}{name}: {reason}");
-    TestOutcome::new("lab", format!("{prefix}{name}"), "skipped", 0.0)
+    TestOutcome::new("lab", format!("{prefix}{name}"), Outcome::Skipped, 0.0)
 }

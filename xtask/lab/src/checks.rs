@@ -32,8 +32,8 @@ const CHECKS: &[Check] = &[
         "tunnels of pods' own carry known bytes, by the device where no outer header can be written",
         pod_tunnels::run,
     ),
-    ("no packet of the mesh is seen in clear", nothing_in_clear),
-    ("packets in clear are seen when they are sent on purpose", clear::sees_leaks),
+    ("no packet of the mesh is seen in cleartext", nothing_in_clear),
+    ("packets in cleartext are seen when they are sent on purpose", clear::sees_leaks),
     ("no mesh packet was dropped on the way", no_drops),
     ("pod traffic to the outside is masqueraded", masquerade),
     ("offloads on or off, pods receive the bytes that were sent", offloads::run),
@@ -70,7 +70,7 @@ const DEVICE_AND_ACCESS: &[Check] = &[
     ),
     ("kilo0 deleted again and again under traffic leaks nothing", fail_closed::under_agent),
     (
-        "without WireGuard's port everything else is put right, and nothing leaves in clear",
+        "without WireGuard's port everything else is put right, and nothing leaves in cleartext",
         fail_closed::port_taken,
     ),
     (
@@ -139,14 +139,14 @@ pub fn run(
         let result = match (result, lab.all_well()) {
             (Ok(figure), well) => well.map(|()| figure),
             (Err(error), Ok(())) => Err(error),
-            // An error keeps its kind: packets in clear are not retried.
+            // An error keeps its kind: packets in cleartext are not retried.
             (Err(error), Err(well)) if well.is::<InClear>() => Err(well.context(format!("{error:#}"))),
             (Err(error), Err(well)) => Err(error.context(format!("{well:#}"))),
         };
         outcomes.push(outcome(prefix, name, began, &result));
     }
     outcomes.push(as_deployed(&mut lab, prefix));
-    if outcomes.iter().any(|outcome| outcome.outcome == "failed") {
+    if outcomes.iter().any(TestOutcome::is_failed) {
         for node in &lab.network.nodes {
             println!(
                 "-- last lines of the agent of {}\n{}",

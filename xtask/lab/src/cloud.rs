@@ -76,7 +76,7 @@ pub fn ipip_in_overlay(lab: &mut Lab) -> Result<String> {
     matrix.all_passed()?;
     let wrapped = counted(&lab.network, "ipip-in-overlay")?;
     ensure!(wrapped[0] > 100 && wrapped[1] > 100, "IPIP in the overlay's packets: {wrapped:?}");
-    ensure!(counted(&lab.network, "ipip")? == dropped, "IPIP was sent in clear");
+    ensure!(counted(&lab.network, "ipip")? == dropped, "IPIP was sent in cleartext");
     no_drops(lab)?;
     Ok(format!("({} probes; {} packets)", matrix.total(), wrapped[0] + wrapped[1]))
 }

@@ -104,7 +104,7 @@ pub fn print(network: &Network) {
     }
 }
 
-/// Packets with a pod's address that the router saw in clear.
+/// Packets with a pod's address that the router saw in cleartext.
 pub fn clear_pod_packets(network: &Network) -> Result<u64> {
     nft(&network.router, "inet lab clear-pod-traffic")
 }

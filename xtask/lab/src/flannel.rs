@@ -17,7 +17,7 @@ pub const FLAGS: &[&str] = &["--compatibility=flannel", "--cni=false", "--local=
 /// Checks that run once the mesh is up.
 pub const CHECKS: &[Check] = &[
     ("members steer to their leader, and flannel carries what stays in the location", ways),
-    ("no packet of the mesh is seen in clear", nothing_in_clear),
+    ("no packet of the mesh is seen in cleartext", nothing_in_clear),
     ("no mesh packet was dropped on the way", no_drops),
     ("the cloud dropped no IPIP, though it drops what there is", cloud::nothing_dropped),
     ("IPIP to a leader that itself sends VXLAN travels inside flannel's packets", cloud::ipip_in_overlay),

@@ -244,7 +244,7 @@ fn report(outcomes: &[TestOutcome], json: Option<&Path>) -> Result<()> {
     if let Some(path) = json {
         write_json(path, outcomes)?;
     }
-    let failed = outcomes.iter().filter(|outcome| outcome.outcome == "failed").count();
+    let failed = outcomes.iter().filter(|outcome| outcome.is_failed()).count();
     if failed > 0 {
         bail!("{failed} of {} checks failed", outcomes.len());
     }
@@ -273,7 +273,7 @@ fn show(args: &LabOptions) -> Result<()> {
     counters::print(&lab.network);
     let clear = lab.nothing_in_clear();
     match &clear {
-        Ok(()) => println!("no packet of the mesh was seen in clear on any LAN"),
+        Ok(()) => println!("no packet of the mesh was seen in cleartext on any LAN"),
         Err(error) => println!("{error:#}"),
     }
     let deployed = deployed_state::as_deployed(&mut lab);

@@ -19,7 +19,7 @@ const TIMEOUT: Duration = Duration::from_secs(4);
 
 /// An endpoint of probes.
 #[derive(Clone, Debug)]
-pub struct Place {
+pub struct ProbeEndpoint {
     /// Name of its namespace.
     pub name: String,
     /// `pod`, `host`, `vpn` or `outside`.
@@ -41,7 +41,7 @@ pub struct Place {
     via_wireguard: Option<IpAddr>,
 }
 
-impl Place {
+impl ProbeEndpoint {
     /// The address of that family.
     pub fn address(&self, v4: bool) -> Option<IpAddr> {
         self.addresses.iter().copied().find(|address| address.is_ipv4() == v4)
@@ -51,11 +51,11 @@ impl Place {
 /// One probe's result.
 #[derive(Clone, Debug)]
 pub struct Cell {
-    /// Name of the place it started from.
+    /// Name of the endpoint it started from.
     pub source: String,
     /// `pod`, `host` or `vpn`.
     pub source_kind: &'static str,
-    /// Name of the place it went to.
+    /// Name of the endpoint it went to.
     pub target: String,
     /// `pod`, `host`, `vpn` or `outside`.
     pub target_kind: &'static str,
@@ -82,15 +82,15 @@ pub struct Matrix {
     targets: Vec<String>,
 }
 
-/// All places that probes start from.
-pub fn places(network: &Network) -> Vec<Place> {
-    let mut places = Vec::new();
+/// All endpoints that probes start from.
+pub fn sources(network: &Network) -> Vec<ProbeEndpoint> {
+    let mut endpoints = Vec::new();
     let router: IpAddr = match network.underlay {
         Underlay::V4 => ROUTER_OUTSIDE.into(),
         Underlay::V6 => ROUTER_OUTSIDE6.into(),
     };
     for node in &network.nodes {
-        places.push(Place {
+        endpoints.push(ProbeEndpoint {
             name: format!("pod-{}", node.name()),
             kind: "pod",
             netns: node.pod.clone(),
@@ -103,7 +103,7 @@ pub fn places(network: &Network) -> Vec<Place> {
         });
     }
     for node in &network.nodes {
-        places.push(Place {
+        endpoints.push(ProbeEndpoint {
             name: node.name().to_owned(),
             kind: "host",
             netns: node.netns.clone(),
@@ -115,7 +115,7 @@ pub fn places(network: &Network) -> Vec<Place> {
             via_wireguard: network.private_endpoints.then(|| network.wireguard_address(node)).flatten(),
         });
     }
-    places.push(Place {
+    endpoints.push(ProbeEndpoint {
         name: "laptop".to_owned(),
         kind: "vpn",
         netns: network.laptop.clone(),
@@ -126,11 +126,11 @@ pub fn places(network: &Network) -> Vec<Place> {
         location: None,
         via_wireguard: None,
     });
-    places
+    endpoints
 }
 
 /// Source address the target must see; `None` where any will do.
-pub fn expected_source(source: &Place, target: &Place, v4: bool) -> Option<IpAddr> {
+pub fn expected_source(source: &ProbeEndpoint, target: &ProbeEndpoint, v4: bool) -> Option<IpAddr> {
     if target.kind == "outside" {
         return Some(source.outside_sees);
     }
@@ -147,14 +147,14 @@ pub fn expected_source(source: &Place, target: &Place, v4: bool) -> Option<IpAdd
     if same_node || masqueraded { None } else { source.address(v4) }
 }
 
-/// All places that probes go to: the sources, and the outside host.
-pub fn targets(network: &Network) -> Vec<Place> {
-    let mut targets = places(network);
+/// All endpoints that probes go to: the sources, and the outside host.
+pub fn targets(network: &Network) -> Vec<ProbeEndpoint> {
+    let mut targets = sources(network);
     let addresses = match network.underlay {
         Underlay::V4 => vec![OUTSIDE.into()],
         Underlay::V6 => vec![OUTSIDE6.into()],
     };
-    targets.push(Place {
+    targets.push(ProbeEndpoint {
         name: "outside".to_owned(),
         kind: "outside",
         netns: network.outside.clone(),
@@ -178,7 +178,7 @@ pub fn serve(network: &Network) -> Result<()> {
 
 /// Sends every probe, each source on a thread of its own.
 pub fn run(network: &Network) -> Result<Matrix> {
-    let sources = places(network);
+    let sources = sources(network);
     let targets = targets(network);
     let names = targets.iter().map(|target| target.name.clone()).collect();
     let threads: Vec<_> = sources
@@ -195,7 +195,7 @@ pub fn run(network: &Network) -> Result<Matrix> {
     Ok(matrix)
 }
 
-fn probe_all(source: &Place, targets: &[Place]) -> Vec<Cell> {
+fn probe_all(source: &ProbeEndpoint, targets: &[ProbeEndpoint]) -> Vec<Cell> {
     let mut cells = Vec::new();
     for target in targets.iter().filter(|target| target.name != source.name) {
         for (v4, protocol) in
@@ -252,12 +252,12 @@ pub fn settle(network: &Network, limit: Duration) -> Result<()> {
 
 /// Sends one short ping between all pods, and from the laptop; returns (answered, sent).
 fn run_pings(network: &Network) -> Result<(usize, usize)> {
-    let places: Vec<_> = places(network).into_iter().filter(|place| place.kind != "host").collect();
-    let threads: Vec<_> = places
+    let endpoints: Vec<_> = sources(network).into_iter().filter(|endpoint| endpoint.kind != "host").collect();
+    let threads: Vec<_> = endpoints
         .iter()
         .map(|source| {
             let source = source.clone();
-            let targets: Vec<_> = places
+            let targets: Vec<_> = endpoints
                 .iter()
                 .filter(|target| target.name != source.name)
                 .flat_map(|target| target.addresses.clone())

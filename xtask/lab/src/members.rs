@@ -10,7 +10,7 @@ use std::{
     os::fd::AsRawFd as _,
     path::{Path, PathBuf},
     sync::{
-        Arc, Mutex, MutexGuard, PoisonError,
+        Arc,
         atomic::{AtomicBool, Ordering},
     },
     thread::JoinHandle,
@@ -35,6 +35,7 @@ use nix::{
         ControlMessage, ControlMessageOwned, MsgFlags, SockaddrIn, recvmsg, sendmsg, setsockopt, sockopt,
     },
 };
+use parking_lot::{Mutex, MutexGuard};
 
 use crate::network::{MEMBERS, MEMBERS_NET, Network, member_address};
 
@@ -273,7 +274,7 @@ impl Members {
     }
 
     fn locked(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock()
     }
 
     /// Reboots all members: they use Kilo's leader, in no term.
@@ -371,7 +372,7 @@ fn answer(state: &Mutex<State>, stop: &AtomicBool) -> Result<()> {
     while !stop.load(Ordering::Relaxed) {
         if renewed.elapsed() > RENEWED {
             renewed = Instant::now();
-            write_objects(&state.lock().unwrap_or_else(PoisonError::into_inner))?;
+            write_objects(&state.lock())?;
         }
         let mut parts = [IoSliceMut::new(&mut buffer)];
         let received =
@@ -384,8 +385,7 @@ fn answer(state: &Mutex<State>, stop: &AtomicBool) -> Result<()> {
         let (Some(from), Some(mut info)) = (received.address, info) else { continue };
         let (from, length) = (from.ip(), received.bytes);
         let to = Ipv4Addr::from(info.ipi_addr.s_addr.to_ne_bytes());
-        let goes_back =
-            state.lock().unwrap_or_else(PoisonError::into_inner).take(from, to, &mut buffer[..length]);
+        let goes_back = state.lock().take(from, to, &mut buffer[..length]);
         if goes_back {
             // Addresses are exchanged, ports stay.
             (info.ipi_spec_dst, info.ipi_ifindex) = (info.ipi_addr, 0);

@@ -467,7 +467,7 @@ impl Network {
 }
 
 /// The router forwards, keeps the two LANs apart (as the Internet does), translates private addresses, and
-/// counts what should never be there: a packet with a pod's address in clear. (`clear` sees what ports of a
+/// counts what should never be there: a packet with a pod's address in cleartext. (`clear` sees what ports of a
 /// LAN send each other.)
 const ROUTER_RULES: &str = r#"
 echo 1 > /proc/sys/net/ipv4/ip_forward

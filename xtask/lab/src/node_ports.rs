@@ -304,15 +304,15 @@ struct OwnFlows {
 impl OwnFlows {
     fn start(network: &Network) -> Self {
         let stop = Arc::new(AtomicBool::new(false));
-        let places = matrix::places(network);
+        let endpoints = matrix::sources(network);
         let outside = matrix::targets(network).pop();
         let threads = network.nodes.iter().filter_map(|node| {
-            let place = places.iter().find(|place| place.netns.name == node.pod.name)?.clone();
+            let source = endpoints.iter().find(|endpoint| endpoint.netns.name == node.pod.name)?.clone();
             let target = outside.as_ref()?.clone();
             let (ended, v4, name) = (Arc::clone(&stop), v4(network), node.pod.name.clone());
-            Some(place.netns.clone().spawn(move || {
+            Some(source.netns.clone().spawn(move || {
                 let address = target.address(v4).context("no address outside")?;
-                let wanted = matrix::expected_source(&place, &target, v4);
+                let wanted = matrix::expected_source(&source, &target, v4);
                 let (mut flows, mut unanswered) = (0, 0);
                 while !ended.load(Ordering::Relaxed) {
                     for protocol in Protocol::ALL {

@@ -44,7 +44,7 @@ fn reached_while_named(lab: &Lab) -> Result<()> {
     lab.agents.configure_laptop(network, |peers| peers)?;
     probe::until_seen_as(&network.laptop, PRINTER, a1.private, LIMIT)?;
 
-    // While it was not known everywhere, it was an address outside; now nothing may be in clear.
+    // While it was not known everywhere, it was an address outside; now nothing may be in cleartext.
     lab.in_clear_but(|address| address == PRINTER)?;
     for netns in far {
         probe::until_seen_as(netns, PRINTER, a1.private, LIMIT)?;

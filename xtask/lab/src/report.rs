@@ -11,17 +11,45 @@ pub struct TestOutcome {
     pub part: String,
     /// What it shows.
     pub name: String,
-    /// `passed`, `flaky` (at the second try), `failed`, `skipped`, or `elsewhere` (skipped on this
-    /// kernel, passed in a virtual machine of the same run).
-    pub outcome: String,
+    /// How it ended.
+    pub outcome: Outcome,
     /// Wall time.
     pub seconds: f64,
-    /// It failed by packets in clear ([`InClear`]): whatever a second try shows, they were sent.
+    /// It failed by packets in cleartext ([`InClear`]): whatever a second try shows, they were sent.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub is_final: bool,
 }
 
-/// Packets of the mesh were seen in clear; says how many, and who sent what where that is known.
+/// How a test ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Outcome {
+    /// It passed at once.
+    Passed,
+    /// It passed at the second try.
+    Flaky,
+    /// It failed.
+    Failed,
+    /// It did not run.
+    Skipped,
+    /// It was skipped on this kernel, and passed in a virtual machine of the same run.
+    Elsewhere,
+}
+
+impl From<bool> for Outcome {
+    fn from(is_passed: bool) -> Self {
+        if is_passed { Self::Passed } else { Self::Failed }
+    }
+}
+
+impl fmt::Display for Outcome {
+    /// The text that the report has.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.serialize(f)
+    }
+}
+
+/// Packets of the mesh were seen in cleartext; says how many, and who sent what where that is known.
 #[derive(Debug)]
 pub struct InClear(pub String);
 
@@ -34,25 +62,24 @@ impl fmt::Display for InClear {
 impl std::error::Error for InClear {}
 
 impl TestOutcome {
-    /// A test with this outcome, which is one of those listed above.
-    pub fn new(part: &str, name: impl Into<String>, outcome: &str, seconds: f64) -> Self {
-        Self {
-            part: part.to_owned(),
-            name: name.into(),
-            outcome: outcome.to_owned(),
-            seconds,
-            is_final: false,
-        }
+    /// A test with this outcome.
+    pub fn new(part: &str, name: impl Into<String>, outcome: Outcome, seconds: f64) -> Self {
+        Self { part: part.to_owned(), name: name.into(), outcome, seconds, is_final: false }
     }
 
-    /// Marks it as final when it failed by packets in clear.
+    /// Whether it failed.
+    pub fn is_failed(&self) -> bool {
+        self.outcome == Outcome::Failed
+    }
+
+    /// Marks it as final when it failed by packets in cleartext.
     pub fn because_of(self, error: Option<&anyhow::Error>) -> Self {
         Self { is_final: error.is_some_and(anyhow::Error::is::<InClear>), ..self }
     }
 
     /// A test that passed or failed, and began then.
     pub fn ended(part: &str, name: impl Into<String>, is_passed: bool, began: Instant) -> Self {
-        Self::new(part, name, if is_passed { "passed" } else { "failed" }, began.elapsed().as_secs_f64())
+        Self::new(part, name, is_passed.into(), began.elapsed().as_secs_f64())
     }
 }
 
@@ -64,11 +91,23 @@ mod tests {
     use super::*;
 
     #[test]
+    fn an_outcome_is_shown_as_the_report_has_it() {
+        for (outcome, text) in [(Outcome::Passed, "passed"), (Outcome::Elsewhere, "elsewhere")] {
+            assert_eq!(
+                (outcome.to_string(), serde_json::to_value(outcome).unwrap()),
+                (text.to_owned(), text.into())
+            );
+        }
+    }
+
+    #[test]
     fn packets_in_clear_are_final_whatever_is_said_around_them() {
-        let clear =
-            anyhow::Error::new(InClear("3 packets in clear".to_owned())).context("a node").context("boot");
-        let outcome =
-            |error: &anyhow::Error| TestOutcome::new("lab", "x", "failed", 0.0).because_of(Some(error));
+        let clear = anyhow::Error::new(InClear("3 packets in cleartext".to_owned()))
+            .context("a node")
+            .context("boot");
+        let outcome = |error: &anyhow::Error| {
+            TestOutcome::new("lab", "x", Outcome::Failed, 0.0).because_of(Some(error))
+        };
         assert!(outcome(&clear).is_final && !outcome(&anyhow!("3 packets were lost")).is_final);
         let text = serde_json::to_string(&outcome(&clear)).unwrap();
         assert!(serde_json::from_str::<TestOutcome>(&text).unwrap().is_final);

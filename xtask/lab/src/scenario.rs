@@ -92,11 +92,11 @@ mod tests {
             let of_cni = |name: &str| name.starts_with("kilo-") && name.contains(scenario.label());
             let named = files.filter(|file| of_cni(&file.file_name().to_string_lossy()));
             let mut found = 0;
-            // The one for userspace WireGuard has one more flag.
+            // The one for userspace WireGuard has a container more.
             for file in named.filter(|file| !file.file_name().to_string_lossy().contains("userspace")) {
                 let text = std::fs::read_to_string(file.path()).unwrap();
                 let flags = text.lines().filter_map(|line| line.trim().strip_prefix("- --"));
-                let places = ["kubeconfig=", "hostname=", "listen="];
+                let places = ["kubeconfig=", "hostname=", "listen=", "wireguard="];
                 let of_place = |flag: &&str| places.iter().any(|place| flag.starts_with(place));
                 let flags: std::collections::BTreeSet<_> =
                     flags.filter(|flag| !of_place(flag)).map(|flag| format!("--{flag}")).collect();

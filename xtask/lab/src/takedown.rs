@@ -1,14 +1,12 @@
 //! Networks and processes on this machine that are removed however the program ends.
 
 use std::{
-    sync::{
-        PoisonError, RwLock,
-        atomic::{AtomicBool, Ordering},
-    },
+    sync::atomic::{AtomicBool, Ordering},
     time::Duration,
 };
 
 use anyhow::{Context as _, Result, ensure};
+use parking_lot::RwLock;
 
 use crate::{descendants, wait};
 
@@ -48,7 +46,7 @@ impl<F: Fn() -> Result<()> + Clone + Send + 'static> Takedown<F> {
         ctrlc::set_handler(move || {
             eprintln!("\n{who}: interrupted, cleaning up");
             INTERRUPTED.store(true, Ordering::SeqCst);
-            let is_made = || Ok(MAKING.try_write().is_ok());
+            let is_made = || Ok(MAKING.try_write().is_some());
             let _ = wait::until("what is being made is there", IN_THE_MAKING, is_made);
             descendants::end(std::process::id(), patience);
             if let Err(error) = on_signal() {
@@ -93,7 +91,7 @@ pub fn end_children_with_us(who: &'static str) -> Result<Takedown<impl Fn() -> R
 /// # Errors
 /// Those of `code`, and after Ctrl-C and SIGTERM.
 pub fn make<T>(code: impl FnOnce() -> Result<T>) -> Result<T> {
-    let _making = MAKING.read().unwrap_or_else(PoisonError::into_inner);
+    let _making = MAKING.read();
     stop_if_interrupted()?;
     code()
 }

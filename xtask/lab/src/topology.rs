@@ -167,7 +167,7 @@ fn private_endpoints(network: &mut Network) -> Result<()> {
     ["a1", "b1"].iter().try_for_each(|name| network.restore_routes(network.node(name)?))
 }
 
-/// Hosts and pods of leaders probe the other leader's endpoint; packets in clear meanwhile fail every check.
+/// Hosts and pods of leaders probe the other leader's endpoint; packets in cleartext meanwhile fail every check.
 fn by_endpoints(lab: &mut Lab) -> Result<String> {
     let ends = [("a1", "b1"), ("b1", "a1")];
     for (from, to) in ends {

@@ -135,7 +135,7 @@ fn leads_to_office(lab: &mut Lab) -> Result<String> {
     let _service = Service::add(&a2.netns, TO_OFFICE, &OFFICE.to_string())?;
     let target: std::net::IpAddr = TO_OFFICE.parse()?;
     probe::until_seen_as(&a2.pod, target, a2.pod_ip(), LIMIT)?;
-    Ok(format!("({early} packets in clear before the mesh knew the network)"))
+    Ok(format!("({early} packets in cleartext before the mesh knew the network)"))
 }
 
 /// The laptop's Peer object with its own addresses and what lies behind it; its key is as an earlier check

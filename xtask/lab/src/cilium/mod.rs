@@ -43,7 +43,7 @@ pub const CHECKS: &[Check] = &[
     ("members steer to their leader, and Cilium carries what stays in the location", |lab| {
         cni::ways_beside(lab, "cilium_vxlan")
     }),
-    ("no packet of the mesh is seen in clear", nothing_in_clear),
+    ("no packet of the mesh is seen in cleartext", nothing_in_clear),
     ("no mesh packet was dropped on the way", no_drops),
     ("programs of others are attached in their order whichever came first, and all count packets", beside),
     ("a host firewall that knows nothing of Kilo refuses none of its packets", not_refused),

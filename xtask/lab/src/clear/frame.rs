@@ -13,7 +13,7 @@ use kilo_common::signal::{
 
 use crate::{network::PRINTER, probe::MARKER};
 
-/// What is seen in clear that should not be.
+/// What is seen in cleartext that should not be.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Leak {
     what: What,

@@ -1,4 +1,4 @@
-//! Looks for the mesh's packets in clear: a packet socket sees each frame a host of the
+//! Looks for the mesh's packets in cleartext: a packet socket sees each frame a host of the
 //! lab puts on a wire, from before the first agent starts until the lab is taken down.
 
 mod frame;
@@ -9,7 +9,7 @@ use std::{
     net::{IpAddr, Ipv4Addr},
     os::fd::{AsRawFd as _, OwnedFd},
     sync::{
-        Arc, Condvar, Mutex, PoisonError,
+        Arc,
         atomic::{AtomicBool, Ordering},
     },
     thread::JoinHandle,
@@ -26,6 +26,7 @@ use nix::{
         sockopt::RcvBufForce,
     },
 };
+use parking_lot::{Condvar, Mutex};
 
 use super::{
     Lab, counters,
@@ -76,16 +77,16 @@ impl Frames {
 /// Frames seen since the last call of [`Watch::take`].
 #[derive(Debug, Default)]
 pub struct Seen {
-    /// Frames in clear, by the router's interface and by leak.
+    /// Frames in cleartext, by the router's interface and by leak.
     leaks: BTreeMap<(String, Leak), Frames>,
-    /// Frames in clear of other kinds, when there are too many to tell apart.
+    /// Frames in cleartext of other kinds, when there are too many to tell apart.
     pub others: u64,
     /// Frames that came too fast to be inspected.
     pub missed: u64,
 }
 
 impl Seen {
-    /// Frames in clear.
+    /// Frames in cleartext.
     pub fn total(&self) -> u64 {
         self.leaks.values().map(|frames| frames.count).sum::<u64>() + self.others
     }
@@ -156,10 +157,9 @@ impl Watch {
     pub fn take(&self) -> Result<Seen> {
         let asked = Instant::now();
         let (mutex, idle) = &*self.state;
-        let state = mutex.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut state = mutex.lock();
         let busy = |state: &mut State| state.idle.is_none_or(|idle| idle <= asked);
-        let (mut state, waited) =
-            idle.wait_timeout_while(state, PATIENCE, busy).unwrap_or_else(PoisonError::into_inner);
+        let waited = idle.wait_while_for(&mut state, busy, PATIENCE);
         ensure!(!waited.timed_out(), "the LANs' frames are not looked at any more");
         Ok(std::mem::take(&mut state.seen))
     }
@@ -202,7 +202,7 @@ fn look(socket: &OwnedFd, native: bool, stop: &AtomicBool, state: &(Mutex<State>
         }
         let missed = dropped(socket)?;
         {
-            let mut state = state.0.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut state = state.0.lock();
             state.seen.missed += missed;
             found.drain(..).for_each(|(leak, frames)| state.seen.add(leak, frames));
             state.idle = Some(Instant::now());
@@ -260,7 +260,7 @@ fn dropped(socket: &OwnedFd) -> Result<u64> {
 }
 
 impl Lab {
-    /// Fails with senders and packets when the mesh's packets were seen in clear since the last call.
+    /// Fails with senders and packets when the mesh's packets were seen in cleartext since the last call.
     pub fn nothing_in_clear(&self) -> Result<()> {
         self.in_clear_for_removed().map(drop)
     }
@@ -278,7 +278,7 @@ impl Lab {
     /// As [`Self::nothing_in_clear`], after a flood of which not every frame could be inspected.
     ///
     /// # Errors
-    /// When an inspected frame is in clear.
+    /// When an inspected frame is in cleartext.
     pub fn nothing_in_clear_as_far_as_seen(&self) -> Result<()> {
         let Some(watch) = &self.clear else { return Ok(()) };
         let seen = watch.take()?;
@@ -307,11 +307,11 @@ impl Lab {
     }
 }
 
-/// Fails with what was seen in clear.
+/// Fails with what was seen in cleartext.
 fn nothing_in(seen: &Seen) -> Result<()> {
     match seen.total() {
         0 => Ok(()),
-        count => Err(InClear(format!("{count} packets of the mesh in clear:{}", seen.shown())).into()),
+        count => Err(InClear(format!("{count} packets of the mesh in cleartext:{}", seen.shown())).into()),
     }
 }
 
@@ -320,7 +320,7 @@ const ON_PURPOSE: u64 = 5;
 /// A pod's address that the printer assigns to itself.
 const POD: &str = "10.42.9.2";
 
-/// Sends packets in clear on purpose: pings with pods' addresses, and datagrams with the marker. All must
+/// Sends packets in cleartext on purpose: pings with pods' addresses, and datagrams with the marker. All must
 /// have been seen, and the pings by the router's rules, too.
 pub fn sees_leaks(lab: &mut Lab) -> Result<String> {
     lab.nothing_in_clear()?;
@@ -344,11 +344,11 @@ pub fn sees_leaks(lab: &mut Lab) -> Result<String> {
     let router = counters::clear_pod_packets(&lab.network)? - before;
     ensure!(
         leaks == 2 * ON_PURPOSE && router == ON_PURPOSE,
-        "of {ON_PURPOSE} pings and {ON_PURPOSE} datagrams in clear the LANs showed {leaks}, and the router counted \
+        "of {ON_PURPOSE} pings and {ON_PURPOSE} datagrams in cleartext the LANs showed {leaks}, and the router counted \
          {router} pings:{}",
         seen.shown()
     );
-    Ok(format!("({leaks} of {leaks} packets in clear seen, {router} of {router} by the router)"))
+    Ok(format!("({leaks} of {leaks} packets in cleartext seen, {router} of {router} by the router)"))
 }
 
 /// Sends marked datagrams to an unused public address, so that nobody answers.

@@ -67,31 +67,53 @@ pub fn main(args: &ConfineArgs) -> Result<()> {
     container::enter(&rights, &args.root, &lent, &args.command).map(|_| ())
 }
 
-/// The manifest of a cluster whose agents have these flags.
-fn manifest(command: &[String]) -> &'static str {
-    let mut wireguard = "kernel";
+/// The manifest in which the agent itself runs WireGuard in user space.
+const IN_USER_SPACE: &str = "kilo-k3s-userspace-heterogeneous.yaml";
+/// What that takes of the host, in addition to another manifest.
+const OF_USER_SPACE: [&str; 2] = ["/run/wireguard", "/dev/net/tun"];
+
+/// The manifest of a cluster whose agents have these flags, and whether the agent also has
+/// [`OF_USER_SPACE`]: beside another CNI no manifest that is shipped gives both.
+fn manifest(command: &[String]) -> (String, bool) {
+    let (mut wireguard, mut beside) = ("kernel", None);
     for (word, next) in command.iter().zip(command.iter().skip(1).map(String::as_str).chain([""])) {
         if word == "--wireguard" {
             wireguard = next;
         } else if let Some(value) = word.strip_prefix("--wireguard=") {
             wireguard = value;
+        } else if let Some(value) = word.strip_prefix("--compatibility=") {
+            beside = Some(value);
         }
     }
+    let is_kernel = wireguard == "kernel";
     if command.iter().any(|word| word == "--create-interface=false") {
-        return "kilo-kubeadm-userspace.yaml";
+        return ("kilo-kubeadm-userspace.yaml".to_owned(), false);
     }
-    if wireguard == "kernel" { "kilo-kubeadm.yaml" } else { "kilo-k3s-userspace-heterogeneous.yaml" }
+    match beside {
+        Some(cni) => (format!("kilo-kubeadm-{cni}.yaml"), !is_kernel),
+        None if is_kernel => ("kilo-kubeadm.yaml".to_owned(), false),
+        None => (IN_USER_SPACE.to_owned(), false),
+    }
 }
 
 fn rights(command: &[String]) -> Result<Rights> {
-    let read = |name: &str| {
+    let text = |name: &str| {
         let path = workspace_root().join("manifests").join(name);
         fs::read_to_string(&path).with_context(|| path.display().to_string())
     };
-    let name = manifest(command);
     let wanted = COMPONENTS.iter().filter(|(flag, _)| command.iter().any(|word| word == flag));
-    let components = wanted.map(|(_, path)| read(path)).collect::<Result<Vec<_>>>()?;
-    Rights::read(&read(name)?, &components).with_context(|| format!("manifests/{name}"))
+    let components = wanted.map(|(_, path)| text(path)).collect::<Result<Vec<_>>>()?;
+    let read = |name: &str, components: &[String]| {
+        Rights::read(&text(name)?, components).with_context(|| format!("manifests/{name}"))
+    };
+    let (name, with_user_space) = manifest(command);
+    let mut rights = read(&name, &components)?;
+    if with_user_space {
+        let mut mounts = read(IN_USER_SPACE, &[])?.mounts;
+        mounts.retain(|mount| OF_USER_SPACE.contains(&mount.target.as_str()));
+        rights.mounts.extend(mounts);
+    }
+    Ok(rights)
 }
 
 /// Checks that a running process has the rights its command line asks for, and no others.
@@ -119,14 +141,34 @@ mod tests {
 
     #[test]
     fn the_last_word_about_wireguard_chooses_the_manifest() {
-        let chosen = |text| manifest(&words(text));
-        assert_eq!(chosen("kg --wireguard kernel"), "kilo-kubeadm.yaml");
-        assert_eq!(chosen("kg"), "kilo-kubeadm.yaml");
-        assert_eq!(chosen("kg --wireguard auto"), "kilo-k3s-userspace-heterogeneous.yaml");
-        assert_eq!(
-            chosen("kg --wireguard kernel --create-interface=false --wireguard=auto"),
-            "kilo-kubeadm-userspace.yaml"
-        );
+        for (command, chosen, with_user_space) in [
+            ("kg --wireguard kernel", "kilo-kubeadm.yaml", false),
+            ("kg", "kilo-kubeadm.yaml", false),
+            ("kg --wireguard auto", IN_USER_SPACE, false),
+            (
+                "kg --wireguard kernel --create-interface=false --wireguard=auto",
+                "kilo-kubeadm-userspace.yaml",
+                false,
+            ),
+            ("kg --compatibility=flannel", "kilo-kubeadm-flannel.yaml", false),
+            ("kg --wireguard auto --compatibility=cilium", "kilo-kubeadm-cilium.yaml", true),
+        ] {
+            assert_eq!(manifest(&words(command)), (chosen.to_owned(), with_user_space), "{command}");
+        }
+    }
+
+    #[test]
+    fn beside_another_cni_an_agent_writes_no_cni_configuration() {
+        let targets = |text| -> Vec<String> {
+            rights(&words(text)).unwrap().mounts.into_iter().map(|mount| mount.target).collect()
+        };
+        let alone = targets("kg --wireguard auto");
+        let beside = targets("kg --wireguard auto --compatibility=flannel");
+        let both = |target: &str| (alone.iter().any(|it| it == target), beside.iter().any(|it| it == target));
+        assert_eq!(both("/etc/cni/net.d"), (true, false));
+        for target in OF_USER_SPACE {
+            assert_eq!(both(target), (true, true), "{target}");
+        }
     }
 
     #[test]

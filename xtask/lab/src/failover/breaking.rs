@@ -79,10 +79,12 @@ pub struct Broken {
 }
 
 impl Broken {
+    /// A fault that is over: nothing is left to mend.
     pub(super) fn done(said: impl Into<String>) -> Self {
         Self { said: said.into(), of: LEADER, fresh: None, shares: Vec::new(), mend: None }
     }
 
+    /// A fault that lasts until `mend` undoes it.
     pub(super) fn until(
         said: impl Into<String>,
         mend: impl FnOnce(&mut Lab) -> Result<()> + 'static,

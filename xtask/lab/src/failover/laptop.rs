@@ -73,7 +73,7 @@ pub(super) fn begins(lab: &mut Lab) -> Result<Broken> {
     wait::time_passes(Duration::from_millis(age), "the connection is to be so old");
     let broken = breaking::node_off(lab, LEADER)?;
     let target = lab.network.node(MEMBER)?.pod_ip();
-    // Until the routes exist, packets leave in clear, as from any machine that is not connected.
+    // Until the routes exist, packets leave in cleartext, as from any machine that is not connected.
     lab.network.laptop.sh(&format!(
         "for i in $(seq 1000); do ip route get {target} 2>&1 | grep -q 'kilo-vpn\\|nreachable\\|No route' && exit 0
              sleep 0.01; done; exit 1"

@@ -30,7 +30,7 @@ use super::{
     faults::traffic::{Figures, Traffic},
     network::{Node, Shape},
 };
-use crate::report::{InClear, TestOutcome};
+use crate::report::{InClear, Outcome, TestOutcome};
 use crate::{deployed_state, wait};
 use breaking::{Broken, LEADER};
 use cases::{CASES, Case, Limit};
@@ -67,7 +67,7 @@ pub struct Run {
     pub switches: u64,
     /// Why the run misses what its case accepts.
     pub problem: Option<String>,
-    /// Packets were seen in clear.
+    /// Packets were seen in cleartext.
     #[serde(skip)]
     pub is_final: bool,
     /// Wall time of the whole run, s.
@@ -212,7 +212,7 @@ struct Watched {
     broken: Broken,
     figures: Figures,
     switches: u64,
-    /// Other trouble: packets in clear, or warnings that the case does not cause.
+    /// Other trouble: packets in cleartext, or warnings that the case does not cause.
     trouble: Option<anyhow::Error>,
 }
 
@@ -353,7 +353,7 @@ fn missed(case: &Case, figures: &Figures, switches: u64) -> Option<String> {
 /// The runs as outcomes of a test run.
 fn outcomes(runs: &[Run], prefix: &str) -> Vec<TestOutcome> {
     let outcome = |run: &Run| {
-        let result = if run.problem.is_none() { "passed" } else { "failed" };
+        let result = Outcome::from(run.problem.is_none());
         let name = format!("{prefix}failover {}", run.id);
         TestOutcome { is_final: run.is_final, ..TestOutcome::new("lab", name, result, run.seconds) }
     };

@@ -22,7 +22,7 @@ use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
 
 use super::{Lab, netns::Netns, network::Network, network::OUTSIDE};
-use crate::report::{InClear, TestOutcome};
+use crate::report::{InClear, Outcome, TestOutcome};
 use list::{FAULTS, Fault, Goal, UnderTraffic, is_named};
 pub use reliability_page::{renewed as renewed_page, write as write_page, write_requirements};
 use traffic::{Figures, Traffic};
@@ -53,7 +53,7 @@ pub struct Row {
     pub goal: String,
     /// Why the goal was missed.
     pub problem: Option<String>,
-    /// The problem is packets in clear.
+    /// The problem is packets in cleartext.
     #[serde(skip)]
     pub is_final: bool,
     /// Wall time.
@@ -109,7 +109,7 @@ fn track_connections(lab: &Lab) -> Result<()> {
 /// The rows as outcomes of a test run.
 pub fn outcomes(rows: &[Row], prefix: &str) -> Vec<TestOutcome> {
     let outcome = |row: &Row| {
-        let result = if row.problem.is_none() { "passed" } else { "failed" };
+        let result = Outcome::from(row.problem.is_none());
         let name = format!("{prefix}fault {}: {}", row.id, row.fault);
         TestOutcome { is_final: row.is_final, ..TestOutcome::new("lab", name, result, row.seconds) }
     };
@@ -120,7 +120,7 @@ fn row(lab: &mut Lab, fault: &Fault, traffic: &UnderTraffic) -> Row {
     let began = Instant::now();
     let queued = dropped_by_queue(lab);
     let mut result = watch(lab, traffic);
-    // A loss caused by a busy machine hardly repeats; packets in clear have no such excuse.
+    // A loss caused by a busy machine hardly repeats; packets in cleartext have no such excuse.
     let fails = |(_, figures): &(_, Figures)| missed(traffic.goal, figures).is_some();
     if result.as_ref().map_or_else(|error| !error.is::<InClear>(), fails) {
         let said = match &result {

@@ -262,7 +262,7 @@ pub(super) fn location_gone(lab: &mut Lab) -> Result<String> {
     ensure!(!status.contains("site-b"), "kgctl status still shows it:\n{status}");
     lab.agents.wait_until_ready(&lab.network, Duration::from_secs(60))?;
     let masqueraded = lab.in_clear_for_removed()?;
-    Ok(format!("gone from kgctl status; {masqueraded} packets for its pods left masqueraded, in clear"))
+    Ok(format!("gone from kgctl status; {masqueraded} packets for its pods left masqueraded, in cleartext"))
 }
 
 /// YAML of a Peer object.

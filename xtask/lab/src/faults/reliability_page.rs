@@ -12,7 +12,7 @@ For people who decide whether to rely on Kilo on eBPF: what the mesh survives, a
 makes each fault in a lab of five nodes while 1,000 datagrams a second and one TCP connection flow
 between pods of two locations, and counts what got no answer. `cargo xtask lab faults --fault kilo0,uplink-down`
 runs some of them, `--json FILE` keeps the rows. A row fails when more is lost than its goal allows,
-when the TCP connection ends or carries other bytes, or when a router sees a pod's address in clear.
+when the TCP connection ends or carries other bytes, or when a router sees a pod's address in cleartext.
 
 \"Lost\" is datagrams without an answer, \"gap\" the longest time without one, \"TCP\" the longest time
 the connection stood still, which after a loss includes TCP's own wait. Agents run with
@@ -24,7 +24,7 @@ the connection stood still, which after a loss includes TCP's own wait. Agents r
   rebooting at the same time: established and new flows of all other nodes go on (`static-stability`). The data
   path needs an agent only for changes. A node that boots has none of it before its agent runs: where our manifests
   make Kilo the pods' network, no pod starts before that; beside another CNI, what pods send until then leaves by the
-  default route, in clear ([limits](data-path.md#known-limits)).
+  default route, in cleartext ([limits](data-path.md#known-limits)).
 - **Whatever happens, the mesh heals by itself.** `cargo xtask lab soak` makes one or two random faults at a
   time (agents killed, stopped or restarted, kilo0 deleted or flushed, WireGuard's process
   killed, programs detached, links down, addresses and keys changed, leaders moved, nodes and peers

@@ -83,10 +83,7 @@ pub const REQUIREMENTS: &[Requirement] = &[
     requirement(
         8,
         "a task panics",
-        &[
-            "health::health_fails_with_the_reason_only_after_patience_is_over",
-            "health::what_is_broken_stays_broken",
-        ],
+        &["health::later_failures_count_only_after_patience_is_over", "health::what_is_broken_stays_broken"],
         "",
     ),
     requirement(9, "uninstalled", &["lab: after `kg uninstall` nothing of ours is left"], ""),
@@ -97,6 +94,7 @@ pub const REQUIREMENTS: &[Requirement] = &[
             "api::server_failures::a_restart_of_the_server_is_survived_and_writes_go_on",
             "liveness::while_the_own_heartbeat_does_not_come_back_nobody_is_given_up",
             "liveness::whose_heartbeat_was_the_last_before_the_server_went_away_does_not_matter",
+            "liveness::a_node_heard_first_after_an_outage_takes_nobody_for_dead",
         ],
         "an hour of it under traffic: as long as the table says, longer with --away",
     ),

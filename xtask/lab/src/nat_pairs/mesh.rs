@@ -9,6 +9,7 @@ use std::{
 };
 
 use anyhow::{Context as _, Result, anyhow, ensure};
+use kilo_core::tunnel_path::TunnelPath;
 use nix::sys::signal::Signal;
 
 use super::{CONNECTS, LIMIT, traffic};
@@ -41,7 +42,7 @@ impl Setup<'_> {
         let (way, took) = self
             .with(shape, &["z"], false, |mesh| {
                 let found = mesh.wait_connected()?;
-                mesh.check_drawn(&found.0).map(|()| found)
+                mesh.check_drawn(found.0.label()).map(|()| found)
             })
             .with_context(|| kinds.map(Kind::name).join(" and "))?;
         Ok(format!("{way}, {:.0} s", took.as_secs_f32()))
@@ -127,7 +128,7 @@ impl Mesh {
 
     /// Waits until pods of both ends meet; returns how the tunnel is connected, and the time since the first
     /// handshake attempt.
-    pub(super) fn wait_connected(&mut self) -> Result<(String, Duration)> {
+    pub(super) fn wait_connected(&mut self) -> Result<(TunnelPath, Duration)> {
         let (x, y) = (self.network.node("x")?, self.network.node("y")?);
         probe::until_seen_as(&x.pod, y.pod_ip(), x.pod_ip(), LIMIT)?;
         probe::until_seen_as(&y.pod, x.pod_ip(), y.pod_ip(), LIMIT)?;
@@ -145,7 +146,7 @@ impl Mesh {
     pub(super) fn one_relay_a_packet(&self) -> Result<String> {
         let relays: Vec<&str> =
             self.network.nodes.iter().filter(|node| node.public.is_some()).map(Node::name).collect();
-        self.wait_for_way("relayed", Duration::from_secs(10))?;
+        self.wait_for_way(TunnelPath::Relayed, Duration::from_secs(10))?;
         wait::time_passes(Duration::from_secs(2), "the pair may still settle on one of two relays");
         let count = || relays.iter().map(|name| self.relayed(name)).collect::<Result<Vec<_>>>();
         let (x, y) = (self.network.node("x")?, self.network.node("y")?);
@@ -166,23 +167,22 @@ impl Mesh {
 
     /// How a node reports that its tunnel to the other end is connected; its tunnels to leaders with public
     /// addresses are direct.
-    fn way(&self, of: &str, limit: Duration) -> Result<String> {
+    fn way(&self, of: &str, limit: Duration) -> Result<TunnelPath> {
         wait::until(&format!("{of} says how its tunnel is connected"), limit, || {
             let metrics = counters::scrape(&self.network.node(of)?.netns)?;
-            let count =
-                |way: &str| metrics.get(&format!("kilo_tunnels{{way=\"{way}\"}}")).copied().unwrap_or(0);
+            let count = |way: TunnelPath| metrics.get(&tunnels(way)).copied().unwrap_or(0);
             let others = (self.network.nodes.len() - 1 - self.cut_off) as u64;
-            let way = ["relayed", "punched"].into_iter().find(|way| count(way) > 0);
-            Ok(way.or((count("direct") == others).then_some("direct")).map(str::to_owned))
+            let way = [TunnelPath::Relayed, TunnelPath::Punched].into_iter().find(|way| count(*way) > 0);
+            Ok(way.or((count(TunnelPath::Direct) == others).then_some(TunnelPath::Direct)))
         })
     }
 
     /// Waits until both ends report that their tunnel is connected this way; returns how long that took.
-    pub(super) fn wait_for_way(&self, way: &str, limit: Duration) -> Result<Duration> {
+    pub(super) fn wait_for_way(&self, way: TunnelPath, limit: Duration) -> Result<Duration> {
         let began = Instant::now();
         wait::until(&format!("both tunnels are {way}"), limit, || {
             let ways = [self.way("x", Duration::ZERO), self.way("y", Duration::ZERO)];
-            let all = ways.iter().all(|found| found.as_ref().is_ok_and(|found| found == way));
+            let all = ways.iter().all(|found| found.as_ref().is_ok_and(|found| *found == way));
             Ok(if all { Ok(()) } else { Err(format!("{ways:?}")) })
         })?;
         Ok(began.elapsed())
@@ -249,6 +249,11 @@ impl Mesh {
         }
         crate::down(&self.lab)
     }
+}
+
+/// The metric that counts the tunnels with this path.
+pub fn tunnels(path: TunnelPath) -> String {
+    format!("kilo_tunnels{{path=\"{path}\"}}")
 }
 
 /// Waits until something is first sent into the tunnel to the node with this pod; returns when.

@@ -12,6 +12,7 @@ use std::{
 
 use anyhow::{Context as _, Result, ensure};
 use clap::{Args, ValueEnum};
+use kilo_core::tunnel_path::TunnelPath;
 use nix::sys::signal::Signal;
 
 use super::{
@@ -123,7 +124,7 @@ pub fn main(options: &Options, lab: &str, bin: &Path, wireguard: &str) -> Result
             eprintln!("nat {}: {error:#}", part.name());
         }
         let (name, seconds) = (format!("nat {}", part.name()), began.elapsed().as_secs_f64());
-        let outcome = if result.is_ok() { "passed" } else { "failed" };
+        let outcome = result.is_ok().into();
         outcomes.push(TestOutcome::new("lab", name, outcome, seconds));
     }
     report(&outcomes, options.outcomes.as_deref())
@@ -165,7 +166,7 @@ fn both_families(setup: Setup<'_>) -> Result<String> {
     let shape = Shape { kinds: [Kind::Symmetric; 2], has_both: true, ..Shape::default() };
     setup.with(shape, &["z"], false, |mesh| {
         let (way, took) = mesh.wait_connected()?;
-        ensure!(way == "direct", "both have IPv6, so the tunnel needs not be {way}");
+        ensure!(way == TunnelPath::Direct, "both have IPv6, so the tunnel needs not be {way}");
         for (name, other) in [("x", "[2001:db8:a2::2]:51820"), ("y", "[2001:db8:a1::2]:51820")] {
             let endpoints = mesh.network.node(name)?.netns.sh("wg show kilo0 endpoints")?;
             ensure!(endpoints.contains(other), "{name} reaches the other elsewhere:\n{endpoints}");
@@ -180,8 +181,11 @@ fn hairpin(setup: Setup<'_>) -> Result<()> {
         let shape = Shape { kinds: [kind; 2], is_shared: true, ..Shape::default() };
         let found = setup.with(shape, &["z", "w"], false, |mesh| {
             let (way, took) = mesh.wait_connected()?;
-            ensure!(way == "relayed", "nothing else leads from one to the other, so it cannot be {way}");
-            mesh.check_drawn("relayed by ")?;
+            ensure!(
+                way == TunnelPath::Relayed,
+                "nothing else leads from one to the other, so it cannot be {way}"
+            );
+            mesh.check_drawn(&format!("{way} by "))?;
             Ok(format!("{way}, {:.0} s; {}", took.as_secs_f32(), mesh.one_relay_a_packet()?))
         })?;
         println!("both ends behind one NAT, {}: {found}", kind.name());
@@ -194,7 +198,7 @@ fn refused(setup: Setup<'_>) -> Result<()> {
     let shape = Shape { kinds: [Kind::Symmetric; 2], ..Shape::default() };
     let found = setup.with(shape, &["z"], false, |mesh| {
         let (way, took) = mesh.wait_connected()?;
-        ensure!(way == "relayed", "no two symmetric NATs meet, so the tunnel cannot be {way}");
+        ensure!(way == TunnelPath::Relayed, "no two symmetric NATs meet, so the tunnel cannot be {way}");
         let y = mesh.network.node("y")?.clone();
         mesh.agents.stop("y", Signal::SIGTERM)?;
         mesh.agents.start_with(&y, &["--relay=off"])?;
@@ -223,7 +227,7 @@ fn refused(setup: Setup<'_>) -> Result<()> {
         mesh.agents.start(&y)?;
         let began = Instant::now();
         probe::until_seen_as(&x.pod, y.pod_ip(), x.pod_ip(), LIMIT)?;
-        mesh.wait_for_way("relayed", Duration::from_secs(10))?;
+        mesh.wait_for_way(TunnelPath::Relayed, Duration::from_secs(10))?;
         Ok(format!(
             "{way} after {:.0} s, ended {:.0} s after y's agent began with --relay=off, 0 packets passed, {way} again \
              {:.0} s after it began without",
@@ -243,7 +247,7 @@ fn failover(setup: Setup<'_>) -> Result<()> {
     let setup = Setup { flags: &["--failover=auto"], ..setup };
     setup.with(shape, &["z", "z2"], false, |mesh| {
         let (way, took) = mesh.wait_connected()?;
-        ensure!(way == "relayed", "no two symmetric NATs meet, so the tunnel cannot be {way}");
+        ensure!(way == TunnelPath::Relayed, "no two symmetric NATs meet, so the tunnel cannot be {way}");
         println!("relayed {:.1} s after the first attempt", took.as_secs_f32());
         let (x2, y) = (mesh.network.node("x2")?.clone(), mesh.network.node("y")?.clone());
         // Whichever was relayed first leads until both have been well for a minute.
@@ -278,13 +282,13 @@ fn leaders(setup: Setup<'_>) -> Result<()> {
     let setup = Setup { flags: &["--failover=auto", "--leaders=2"], ..setup };
     setup.with(shape, &["z", "z2"], false, |mesh| {
         let (way, took) = mesh.wait_connected()?;
-        ensure!(way == "relayed", "no two symmetric NATs meet, so the tunnel cannot be {way}");
+        ensure!(way == TunnelPath::Relayed, "no two symmetric NATs meet, so the tunnel cannot be {way}");
         mesh.causes = &[deployed_state::CHANGE];
         let y = mesh.network.node("y")?.clone();
         let mut said = Vec::new();
         for name in ["x", "x2"] {
             let node = mesh.network.node(name)?.clone();
-            mesh.wait_for_metrics(name, &[LEADS, "kilo_tunnels{way=\"relayed\"}"])?;
+            mesh.wait_for_metrics(name, &[LEADS, &mesh::tunnels(TunnelPath::Relayed)])?;
             probe::until_seen_as(&node.pod, y.pod_ip(), node.pod_ip(), LIMIT)?;
             let encrypted =
                 || Ok::<_, anyhow::Error>(counters::action(&counters::scrape(&node.netns)?, "encrypt"));

@@ -9,6 +9,7 @@ use std::{
 
 use anyhow::{Context as _, Result, anyhow, bail, ensure};
 use kilo_common::relay::{FIRST_PORT, LAST_PORT, LENGTH};
+use kilo_core::tunnel_path::TunnelPath;
 
 use super::{
     LIMIT,
@@ -35,7 +36,7 @@ pub(super) fn run(setup: Setup<'_>) -> Result<()> {
     let shape = Shape { kinds: [Kind::Symmetric; 2], ..Shape::default() };
     setup.with(shape, &["z"], false, |mesh| {
         let (way, _) = mesh.wait_connected()?;
-        ensure!(way == "relayed", "no two symmetric NATs meet, so the tunnel cannot be {way}");
+        ensure!(way == TunnelPath::Relayed, "no two symmetric NATs meet, so the tunnel cannot be {way}");
         let stranger = nat::stranger(&mesh.lab, STRANGER, ADDRESS)?;
         let (x, y) = (mesh.network.node("x")?.clone(), mesh.network.node("y")?.clone());
         let flow = Traffic::start_every(&x.pod, y.pod_ip().into(), Duration::from_millis(10));

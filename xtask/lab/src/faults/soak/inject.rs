@@ -19,10 +19,10 @@ use crate::{
     network::Node,
 };
 
-/// A fault that heals by itself.
-fn alone(said: impl Into<String>) -> Injected {
-    Injected { said: said.into(), mend: Box::new(|_| Ok(())) }
-}
+/// Why faults heal that agents put right.
+const AGENT: &str = "its agent puts it right";
+/// Why faults heal that were not made after all.
+const NOT_MADE: &str = "another fault left nothing to break";
 
 fn any_node(lab: &Lab, rng: &mut Rng) -> Node {
     rng.pick(&lab.network.nodes).clone()
@@ -61,19 +61,21 @@ pub fn agents_killed(lab: &mut Lab, rng: &mut Rng) -> Result<Injected> {
     let count = 1 + rng.below(all.len());
     let nodes: Vec<_> = (0..count).map(|more| all[(first + more) % all.len()].clone()).collect();
     stop(lab, &nodes, Signal::SIGKILL)?;
-    Ok(Injected { said: nodes.join(", "), mend: Box::new(move |lab| start_again(lab, &nodes)) })
+    Ok(Injected::until(nodes.join(", "), move |lab| start_again(lab, &nodes)))
 }
 
 pub fn agent_restarts(lab: &mut Lab, rng: &mut Rng) -> Result<Injected> {
     let nodes = vec![any_node(lab, rng).name().to_owned()];
     stop(lab, &nodes, Signal::SIGTERM)?;
     start_again(lab, &nodes)?;
-    Ok(alone(nodes.join(", ")))
+    Ok(Injected::heals(nodes.join(", "), "the agent runs again"))
 }
 
 pub fn agent_stands_still(lab: &mut Lab, rng: &mut Rng) -> Result<Injected> {
     let name = any_node(lab, rng).name().to_owned();
-    let Some(agent) = lab.agents.pid(&name) else { return Ok(alone(format!("{name}, which has none"))) };
+    let Some(agent) = lab.agents.pid(&name) else {
+        return Ok(Injected::heals(format!("{name}, which has none"), NOT_MADE));
+    };
     let agent = Pid::from_raw(agent.cast_signed());
     kill(agent, Signal::SIGSTOP)?;
     // It may have been killed meanwhile.
@@ -81,19 +83,19 @@ pub fn agent_stands_still(lab: &mut Lab, rng: &mut Rng) -> Result<Injected> {
         let _ = kill(agent, Signal::SIGCONT);
         Ok(())
     };
-    Ok(Injected { said: name, mend: Box::new(mend) })
+    Ok(Injected::until(name, mend))
 }
 
 pub fn device_deleted(lab: &mut Lab, rng: &mut Rng) -> Result<Injected> {
     let node = any_node(lab, rng);
     node.netns.sh("ip link delete kilo0 2>/dev/null || true")?;
-    Ok(alone(node.name()))
+    Ok(Injected::heals(node.name(), AGENT))
 }
 
 pub fn device_flushed(lab: &mut Lab, rng: &mut Rng) -> Result<Injected> {
     let node = any_node(lab, rng);
     node.netns.sh("ip address flush dev kilo0 || true; ip route flush dev kilo0 || true")?;
-    Ok(alone(node.name()))
+    Ok(Injected::heals(node.name(), AGENT))
 }
 
 pub fn wireguard_killed(lab: &mut Lab, rng: &mut Rng) -> Result<Injected> {
@@ -105,7 +107,7 @@ pub fn wireguard_killed(lab: &mut Lab, rng: &mut Rng) -> Result<Injected> {
     for process in netns::processes(&node.netns)?.into_iter().filter(is_wireguard) {
         let _ = kill(Pid::from_raw(process.cast_signed()), Signal::SIGKILL);
     }
-    Ok(alone(node.name()))
+    Ok(Injected::heals(node.name(), AGENT))
 }
 
 pub fn detached(lab: &mut Lab, rng: &mut Rng) -> Result<Injected> {
@@ -113,7 +115,7 @@ pub fn detached(lab: &mut Lab, rng: &mut Rng) -> Result<Injected> {
     node.netns.sh(
         "rm -f /sys/fs/bpf/kilo/links/kilo_*; for d in kilo0 eth0; do tc qdisc del dev $d clsact 2>/dev/null || true; done",
     )?;
-    Ok(alone(node.name()))
+    Ok(Injected::heals(node.name(), AGENT))
 }
 
 pub fn link_down(lab: &mut Lab, rng: &mut Rng) -> Result<Injected> {
@@ -131,13 +133,13 @@ pub fn link_down(lab: &mut Lab, rng: &mut Rng) -> Result<Injected> {
             .sh(&format!("ip link set {device} up; ip route restore < /run/routes-{device} || true"))?;
         Ok(())
     };
-    Ok(Injected { said, mend: Box::new(mend) })
+    Ok(Injected::until(said, mend))
 }
 
 pub fn neighbours_forgotten(lab: &mut Lab, rng: &mut Rng) -> Result<Injected> {
     let node = any_node(lab, rng);
     node.netns.sh("ip neighbour flush all || true; ip -6 neighbour flush all || true")?;
-    Ok(alone(node.name()))
+    Ok(Injected::heals(node.name(), "the kernel asks for them again"))
 }
 
 pub fn address_changes(lab: &mut Lab, rng: &mut Rng) -> Result<Injected> {
@@ -153,7 +155,7 @@ pub fn address_changes(lab: &mut Lab, rng: &mut Rng) -> Result<Injected> {
     moves(&node, &public.to_string(), &other)?;
     let said = format!("{} from {public} to {other}", node.name());
     let mend = move |_: &mut Lab| moves(&node, &other, &public.to_string()).map(|_| ());
-    Ok(Injected { said, mend: Box::new(mend) })
+    Ok(Injected::until(said, mend))
 }
 
 pub fn key_rotated(lab: &mut Lab, rng: &mut Rng) -> Result<Injected> {
@@ -169,7 +171,7 @@ pub fn key_rotated(lab: &mut Lab, rng: &mut Rng) -> Result<Injected> {
         node.netns.sh("mv /var/lib/kilo/first /var/lib/kilo/key")?;
         start_again(lab, &nodes)
     };
-    Ok(Injected { said, mend: Box::new(mend) })
+    Ok(Injected::until(said, mend))
 }
 
 /// Writes other text into an object's file, or removes it; mending restores it.
@@ -184,7 +186,7 @@ fn written(lab: &Lab, file: &str, text: Option<&str>, said: String) -> Result<In
         Some(before) => put(&path, &before),
         None => fs::remove_file(&path).with_context(|| path.display().to_string()),
     };
-    Ok(Injected { said, mend: Box::new(mend) })
+    Ok(Injected::until(said, mend))
 }
 
 /// Whether another fault has removed the node from the cluster.
@@ -196,7 +198,7 @@ pub fn leader_moves(lab: &mut Lab, rng: &mut Rng) -> Result<Injected> {
     let others: Vec<_> = lab.network.nodes.iter().filter(|node| node.public.is_none()).collect();
     let name = rng.pick(&others).name().to_owned();
     if is_gone(lab, &name) {
-        return Ok(alone(format!("{name}, which is gone")));
+        return Ok(Injected::heals(format!("{name}, which is gone"), NOT_MADE));
     }
     let text = annotated(lab, &name, &[("leader", "true"), ("persistent-keepalive", "5")])?;
     written(lab, &format!("node-{name}.yaml"), Some(&text), name)
@@ -221,7 +223,7 @@ pub fn rubbish(lab: &mut Lab, rng: &mut Rng) -> Result<Injected> {
     ];
     let (annotation, value) = *rng.pick(&all);
     if is_gone(lab, &name) {
-        return Ok(alone(format!("{name}, which is gone")));
+        return Ok(Injected::heals(format!("{name}, which is gone"), NOT_MADE));
     }
     let text = annotated(lab, &name, &[(annotation, value)])?;
     written(lab, &format!("node-{name}.yaml"), Some(&text), format!("{annotation} of {name}"))
@@ -258,7 +260,7 @@ pub fn packets_lost(lab: &mut Lab, rng: &mut Rng) -> Result<Injected> {
     let said = format!("{drop:?}, {direction:?}, of WireGuard's at {}{late}", node.name());
     // It ends with its guard.
     let mend = move |_: &mut Lab| injected.hits().map(|_| ());
-    Ok(Injected { said, mend: Box::new(mend) })
+    Ok(Injected::until(said, mend))
 }
 
 pub fn rp_filter(lab: &mut Lab, rng: &mut Rng) -> Result<Injected> {
@@ -270,7 +272,7 @@ pub fn rp_filter(lab: &mut Lab, rng: &mut Rng) -> Result<Injected> {
         })
     };
     set(lab, value)?;
-    Ok(Injected { said: format!("to {value} everywhere"), mend: Box::new(move |lab| set(lab, 1)) })
+    Ok(Injected::until(format!("to {value} everywhere"), move |lab| set(lab, 1)))
 }
 
 pub fn forwarding_off(lab: &mut Lab, rng: &mut Rng) -> Result<Injected> {
@@ -279,5 +281,5 @@ pub fn forwarding_off(lab: &mut Lab, rng: &mut Rng) -> Result<Injected> {
     // The agent sees /proc/sys read-only, and informs the operator.
     let said = node.name().to_owned();
     let mend = move |_: &mut Lab| node.netns.sh("sysctl -q net.ipv4.ip_forward=1").map(|_| ());
-    Ok(Injected { said, mend: Box::new(mend) })
+    Ok(Injected::until(said, mend))
 }

@@ -30,15 +30,38 @@ const LONGEST: Duration = Duration::from_secs(5);
 /// How much an agent's own memory may grow, in KiB.
 const MORE_MEMORY: u64 = 16 * 1024;
 
-/// Closure that ends a fault.
-type Mend = Box<dyn FnOnce(&mut Lab) -> Result<()>>;
+/// Undoes a fault.
+type Undo = Box<dyn FnOnce(&mut Lab) -> Result<()>>;
+
+/// How a fault ends.
+pub enum Mend {
+    /// This undoes it.
+    By(Undo),
+    /// There is nothing to undo.
+    ByItself {
+        /// Why not.
+        why: &'static str,
+    },
+}
 
 /// A fault in force.
 pub struct Injected {
     /// Where and how.
-    pub said: String,
-    /// Puts right what does not heal by itself.
-    pub mend: Mend,
+    said: String,
+    /// How it ends.
+    mend: Mend,
+}
+
+impl Injected {
+    /// A fault that is undone by `mend`.
+    fn until(said: impl Into<String>, mend: impl FnOnce(&mut Lab) -> Result<()> + 'static) -> Self {
+        Self { said: said.into(), mend: Mend::By(Box::new(mend)) }
+    }
+
+    /// A fault that leaves nothing to undo.
+    fn heals(said: impl Into<String>, why: &'static str) -> Self {
+        Self { said: said.into(), mend: Mend::ByItself { why } }
+    }
 }
 
 /// What a soak showed.
@@ -50,7 +73,7 @@ pub struct Report {
     kinds: BTreeMap<&'static str, (usize, Duration)>,
     /// What everybody's probes have shown.
     probes: Totals,
-    /// Faults after which agents were not well, or something was seen in clear.
+    /// Faults after which agents were not well, or something was seen in cleartext.
     problems: Vec<String>,
 }
 
@@ -59,7 +82,7 @@ pub struct Report {
 ///
 /// # Errors
 /// When the mesh does not heal within [`HEALS_WITHIN`], a process ends by
-/// itself, a pod's address is seen in clear, or something is left over.
+/// itself, a pod's address is seen in cleartext, or something is left over.
 pub fn run(lab: &mut Lab, seed: u64, time: Duration, only: Option<&str>) -> Result<Report> {
     println!("soak: seed {seed}, {} s", time.as_secs());
     let wanted =
@@ -117,10 +140,13 @@ fn round(
         wait::fault_lasts(rng.duration(LONGEST / 5));
     }
     wait::fault_lasts(rng.duration(LONGEST));
-    let mut names = Vec::new();
+    let (mut names, mut left_alone) = (Vec::new(), Vec::new());
     // What was made last is mended first.
     while let Some((id, made)) = injected.pop() {
-        (made.mend)(lab)?;
+        match made.mend {
+            Mend::By(mend) => mend(lab)?,
+            Mend::ByItself { why } => left_alone.push(format!("{id}: {why}")),
+        }
         names.push(id);
     }
     let mended = Instant::now();
@@ -133,6 +159,7 @@ fn round(
                 let wg = node.netns.sh("wg show kilo0 | grep -v '^$'").unwrap_or_default();
                 println!("{}:\n{}\n{wg}", node.name(), agents::tail(&lab.agents.log(node.name())));
             }
+            left_alone.iter().for_each(|one| println!("soak: not mended, {one}"));
             bail!("after {}: {error:#}", names.join(", then "));
         }
     };

@@ -4,7 +4,7 @@ use std::{
     collections::BTreeMap,
     net::{IpAddr, Ipv4Addr, Ipv6Addr},
     sync::{
-        Arc, Mutex, PoisonError,
+        Arc,
         atomic::{AtomicBool, Ordering},
     },
     thread::JoinHandle,
@@ -12,9 +12,10 @@ use std::{
 };
 
 use anyhow::{Result, bail};
+use parking_lot::Mutex;
 
 use crate::{
-    matrix::{self, Place},
+    matrix::{self, ProbeEndpoint},
     network::Network,
     probe, wait,
 };
@@ -65,7 +66,7 @@ impl Watch {
             while !ended.load(Ordering::Relaxed) {
                 let round = round(&network);
                 let next = round.began + SECOND;
-                seen.lock().unwrap_or_else(PoisonError::into_inner).push(round);
+                seen.lock().push(round);
                 wait::pace(next.saturating_duration_since(Instant::now()));
             }
         });
@@ -80,7 +81,7 @@ impl Watch {
     pub fn whole(&self, since: Instant, limit: Duration) -> Result<Duration> {
         loop {
             let later = {
-                let rounds = self.rounds.lock().unwrap_or_else(PoisonError::into_inner);
+                let rounds = self.rounds.lock();
                 let at = rounds.iter().position(|round| round.began >= since).unwrap_or(rounds.len());
                 rounds[at..].to_vec()
             };
@@ -101,7 +102,7 @@ impl Watch {
     pub fn finish(self) -> Totals {
         self.stop.store(true, Ordering::Relaxed);
         let _ = self.thread.join();
-        let rounds = self.rounds.lock().unwrap_or_else(PoisonError::into_inner);
+        let rounds = self.rounds.lock();
         Totals {
             rounds: rounds.len(),
             incomplete: rounds.iter().filter(|round| !round.missing.is_empty()).count(),
@@ -115,7 +116,7 @@ impl Watch {
 pub fn round(network: &Network) -> Round {
     let began = Instant::now();
     let targets = Arc::new(matrix::targets(network));
-    let threads: Vec<_> = matrix::places(network)
+    let threads: Vec<_> = matrix::sources(network)
         .into_iter()
         .map(|source| {
             let targets = Arc::clone(&targets);
@@ -138,12 +139,12 @@ pub fn round(network: &Network) -> Round {
 }
 
 /// Probes all targets at once; returns how many, and which did not answer or saw a wrong source.
-fn ask_all(source: &Place, targets: &[Place]) -> (usize, Vec<String>) {
+fn ask_all(source: &ProbeEndpoint, targets: &[ProbeEndpoint]) -> (usize, Vec<String>) {
     let others: Vec<_> = targets.iter().filter(|target| target.name != source.name).collect();
     let mut asked = 0;
     let mut missing = Vec::new();
     for v4 in [true, false] {
-        let mut waiting: BTreeMap<IpAddr, &Place> = BTreeMap::new();
+        let mut waiting: BTreeMap<IpAddr, &ProbeEndpoint> = BTreeMap::new();
         if source.address(v4).is_some() {
             waiting.extend(others.iter().filter_map(|target| Some((target.address(v4)?, *target))));
         }
@@ -159,7 +160,7 @@ fn ask_all(source: &Place, targets: &[Place]) -> (usize, Vec<String>) {
 }
 
 /// Removes from `waiting` the targets that answered and saw the right source.
-fn ask(source: &Place, v4: bool, waiting: &mut BTreeMap<IpAddr, &Place>) -> Result<()> {
+fn ask(source: &ProbeEndpoint, v4: bool, waiting: &mut BTreeMap<IpAddr, &ProbeEndpoint>) -> Result<()> {
     let any: IpAddr = if v4 { Ipv4Addr::UNSPECIFIED.into() } else { Ipv6Addr::UNSPECIFIED.into() };
     let socket = probe::any_port(any)?;
     for address in waiting.keys() {
@@ -176,7 +177,7 @@ fn ask(source: &Place, v4: bool, waiting: &mut BTreeMap<IpAddr, &Place>) -> Resu
         socket.set_read_timeout(Some(left))?;
         let Ok((length, from)) = socket.recv_from(&mut buffer) else { continue };
         let (seen, _) = probe::split_answer(&buffer[..length])?;
-        let well = |target: &Place| {
+        let well = |target: &ProbeEndpoint| {
             matrix::expected_source(source, target, v4).is_none_or(|expected| expected == seen)
         };
         if waiting.get(&from.ip()).is_some_and(|target| well(target)) {
