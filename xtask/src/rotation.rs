@@ -88,6 +88,8 @@ pub enum LongLab {
 pub enum Long {
     /// Random faults.
     Soak,
+    /// Instructions of packets.
+    Bench,
     /// Labs.
     Lab(LongLab),
     /// Every check of the cluster; ordinary runs have only some.
@@ -98,7 +100,7 @@ pub enum Long {
 
 /// The order in which they take turns. The oldest kernel has most to run: each third of its tests has a
 /// turn, and so do its labs.
-const TURNS: [Long; 11] = [
+const TURNS: [Long; 12] = [
     Long::Vm(Kernel::Tcx, OnKernel::All),
     Long::Soak,
     Long::Vm(Kernel::Oldest, OnKernel::Packets),
@@ -110,6 +112,7 @@ const TURNS: [Long; 11] = [
     Long::Lab(LongLab::Gateways),
     Long::Lab(LongLab::Nat),
     Long::Cluster,
+    Long::Bench,
 ];
 
 impl Long {
@@ -117,6 +120,7 @@ impl Long {
     pub fn label(self) -> String {
         match self {
             Self::Soak => "soak".to_owned(),
+            Self::Bench => "bench".to_owned(),
             Self::Lab(lab) => format!("long-labs --labs {}", name(&lab)),
             Self::Cluster => "cluster --every-check".to_owned(),
             Self::Vm(kernel, OnKernel::All) => format!("vm --kernel {}", kernel.label()),

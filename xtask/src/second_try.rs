@@ -4,11 +4,7 @@
 
 use anyhow::Result;
 
-use crate::report::TestOutcome;
-
-/// Outcome of a test that passed on its second try.
-pub const FLAKY: &str = "flaky";
-const FAILED: &str = "failed";
+use crate::report::{Outcome, TestOutcome};
 
 /// How many more tests of this run may be tried again.
 #[derive(Debug)]
@@ -41,15 +37,15 @@ impl SecondTries {
         println!("-- failed, and tried again: {}", names.join(", "));
         let second = run(&names)?;
         for outcome in &mut outcomes {
-            let passed = |other: &TestOutcome| other.name == outcome.name && other.outcome == "passed";
-            if outcome.outcome == FAILED && second.iter().any(passed) {
-                FLAKY.clone_into(&mut outcome.outcome);
+            let passed = |other: &TestOutcome| other.name == outcome.name && other.outcome == Outcome::Passed;
+            if outcome.is_failed() && second.iter().any(passed) {
+                outcome.outcome = Outcome::Flaky;
             }
         }
         // Tests that failed both times are already in `outcomes`.
         let is_new = |other: &TestOutcome| {
-            let same = |outcome: &TestOutcome| outcome.name == other.name && outcome.outcome == FAILED;
-            other.outcome == FAILED && !outcomes.iter().any(same)
+            let same = |outcome: &TestOutcome| outcome.name == other.name && outcome.is_failed();
+            other.is_failed() && !outcomes.iter().any(same)
         };
         let new: Vec<_> = second.into_iter().filter(is_new).collect();
         outcomes.extend(new);
@@ -60,7 +56,7 @@ impl SecondTries {
 /// Tests that may be retried. A final failure may not: a cleartext packet stays sent even when no second
 /// one is.
 fn failed(outcomes: &[TestOutcome]) -> Vec<String> {
-    let failed = outcomes.iter().filter(|outcome| outcome.outcome == FAILED && !outcome.is_final);
+    let failed = outcomes.iter().filter(|outcome| outcome.is_failed() && !outcome.is_final);
     failed.map(|outcome| outcome.name.clone()).collect()
 }
 
@@ -72,12 +68,12 @@ mod tests {
 
     /// Runs tests, named by number; the n-th run fails those of `failures[n]`. Returns what is reported of
     /// each.
-    fn outcomes(tries: &mut SecondTries, failures: &[&[usize]]) -> Vec<String> {
+    fn outcomes(tries: &mut SecondTries, failures: &[&[usize]]) -> Vec<Outcome> {
         let mut failures = failures.iter();
         let run = |names: &[String]| {
             let failing = failures.next().copied().unwrap();
             let outcome = |number: usize| {
-                let result = if failing.contains(&number) { FAILED } else { "passed" };
+                let result = if failing.contains(&number) { Outcome::Failed } else { Outcome::Passed };
                 TestOutcome::new("lab", number.to_string(), result, 0.0)
             };
             let wanted = |number: &usize| names.is_empty() || names.contains(&number.to_string());
@@ -90,12 +86,15 @@ mod tests {
     #[test]
     fn what_fails_once_is_flaky_and_what_fails_twice_has_failed() {
         let mut tries = SecondTries::default();
-        assert_eq!(outcomes(&mut tries, &[&[1, 3], &[3]]), ["passed", FLAKY, "passed", FAILED, "passed"]);
+        assert_eq!(
+            outcomes(&mut tries, &[&[1, 3], &[3]]),
+            [Outcome::Passed, Outcome::Flaky, Outcome::Passed, Outcome::Failed, Outcome::Passed]
+        );
     }
 
     #[test]
     fn packets_in_clear_stand_whatever_the_second_try_shows() {
-        let outcome = |name: &str, result: &str, is_final| TestOutcome {
+        let outcome = |name: &str, result, is_final| TestOutcome {
             is_final,
             ..TestOutcome::new("cluster", name, result, 0.0)
         };
@@ -103,27 +102,33 @@ mod tests {
         let said = SecondTries::default().run(|names| {
             turns += 1;
             match turns {
-                1 => Ok(vec![outcome("clear", FAILED, true), outcome("loss", FAILED, false)]),
+                1 => {
+                    Ok(vec![outcome("clear", Outcome::Failed, true), outcome("loss", Outcome::Failed, false)])
+                }
                 _ => {
                     assert_eq!(names, ["loss"]);
-                    Ok(vec![outcome("clear", FAILED, true), outcome("loss", "passed", false)])
+                    Ok(vec![outcome("clear", Outcome::Failed, true), outcome("loss", Outcome::Passed, false)])
                 }
             }
         });
         let said: Vec<_> = said.unwrap().into_iter().map(|one| (one.name, one.outcome)).collect();
-        assert_eq!(said, [("clear", FAILED), ("loss", FLAKY)].map(|(a, b)| (a.to_owned(), b.to_owned())));
+        assert_eq!(
+            said,
+            [("clear", Outcome::Failed), ("loss", Outcome::Flaky)]
+                .map(|(name, outcome)| (name.to_owned(), outcome))
+        );
         let alone = SecondTries::default().run(|_| {
             turns += 1;
-            Ok(vec![outcome("clear", FAILED, true)])
+            Ok(vec![outcome("clear", Outcome::Failed, true)])
         });
-        assert_eq!((alone.unwrap()[0].outcome.as_str(), turns), (FAILED, 3), "it was run once");
+        assert_eq!((alone.unwrap()[0].outcome, turns), (Outcome::Failed, 3), "it was run once");
     }
 
     #[test]
     fn many_failures_and_those_after_the_last_second_try_stand() {
         let mut tries = SecondTries::default();
-        assert_eq!(outcomes(&mut tries, &[&[0, 1, 2]])[..3], [FAILED; 3]);
-        assert_eq!(outcomes(&mut tries, &[&[0, 1], &[]])[..2], [FLAKY; 2]);
-        assert_eq!(outcomes(&mut tries, &[&[4]])[4], FAILED);
+        assert_eq!(outcomes(&mut tries, &[&[0, 1, 2]])[..3], [Outcome::Failed; 3]);
+        assert_eq!(outcomes(&mut tries, &[&[0, 1], &[]])[..2], [Outcome::Flaky; 2]);
+        assert_eq!(outcomes(&mut tries, &[&[4]])[4], Outcome::Failed);
     }
 }

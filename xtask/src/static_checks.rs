@@ -8,7 +8,7 @@ use crate::{
     build_ebpf, command,
     dist::kgctl,
     docs,
-    report::TestOutcome,
+    report::{Outcome, TestOutcome},
     wheels::{self, Shipped},
     workspace_root,
 };
@@ -83,7 +83,7 @@ fn for_other_system(part: &str, triple: &str) -> TestOutcome {
     match kgctl::check(triple) {
         Ok(false) => {
             println!("SKIPPED {part}: {name}: `rustup target add {triple}` fails");
-            outcome(part, &name, "skipped", started)
+            outcome(part, &name, Outcome::Skipped, started)
         }
         result => checked(part, &name, || result.map(drop)),
     }
@@ -95,7 +95,7 @@ fn with_tool(part: &str, name: &str, tool: Shipped, arguments: &[&str]) -> TestO
         Ok(program) => program,
         Err(error) => {
             println!("SKIPPED {part}: {name}: {tool} cannot be downloaded: {error:#}");
-            return outcome(part, name, "skipped", Instant::now());
+            return outcome(part, name, Outcome::Skipped, Instant::now());
         }
     };
     checked(part, name, || command::show(Command::new(program).current_dir(workspace_root()).args(arguments)))
@@ -109,16 +109,16 @@ pub fn reproducible(part: &str) -> TestOutcome {
 fn checked(part: &str, name: &str, check: impl FnOnce() -> Result<()>) -> TestOutcome {
     let started = Instant::now();
     let result = match check() {
-        Ok(()) => "passed",
+        Ok(()) => Outcome::Passed,
         Err(error) => {
             println!("{error:#}");
-            "failed"
+            Outcome::Failed
         }
     };
     println!("test {name} ... {result}");
     outcome(part, name, result, started)
 }
 
-fn outcome(part: &str, name: &str, outcome: &str, started: Instant) -> TestOutcome {
+fn outcome(part: &str, name: &str, outcome: Outcome, started: Instant) -> TestOutcome {
     TestOutcome::new(part, name, outcome, started.elapsed().as_secs_f64())
 }

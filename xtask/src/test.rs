@@ -19,13 +19,14 @@ use anyhow::{Context as _, Result};
 use clap::{Args, ValueEnum};
 
 use crate::{
-    apt, build_all,
+    apt, bench, build_all,
     cluster::release::Release,
+    command::own_program,
     kube_tools, kubernetes,
     lab::{self, takedown::stop_if_interrupted},
-    report::TestOutcome,
+    report::{Outcome, TestOutcome},
     rotation::{Kernel, Long, LongLab, OnKernel},
-    second_try::{FLAKY, SecondTries},
+    second_try::SecondTries,
     static_checks, web_tools, workspace_root,
 };
 use beside::Beside;
@@ -57,6 +58,8 @@ pub enum Part {
     Cluster,
     /// The mesh with kernel WireGuard on Debian's kernels.
     Vm,
+    /// What a packet costs, compared with docs/benchmarks.json: instructions in a guest with Debian's 6.12.
+    Bench,
 }
 
 /// Parts of every run, one after the other.
@@ -66,7 +69,7 @@ const BESIDE_LAB: [&[Part]; 2] = [&[Part::Bpf, Part::Net], &[Part::Api]];
 /// Debian packages of the part `api`, besides the lab's.
 const API_PACKAGES: &[&str] = &["openssl", "procps", "socat"];
 /// Long parts, in an order in which the soak's ten minutes pass beside another part.
-const LONG: [Part; 3] = [Part::Soak, Part::Vm, Part::LongLabs];
+const LONG: [Part; 4] = [Part::Soak, Part::Vm, Part::Bench, Part::LongLabs];
 
 impl Part {
     const fn label(self) -> &'static str {
@@ -80,6 +83,7 @@ impl Part {
             Self::Api => "api",
             Self::Cluster => "cluster",
             Self::Vm => "vm",
+            Self::Bench => "bench",
         }
     }
 }
@@ -92,8 +96,8 @@ pub struct TestArgs {
     /// Run every part.
     #[arg(long, conflicts_with = "parts")]
     all: bool,
-    /// Then run one of the long parts, which take turns from commit to commit: soak, one of the long-labs, a kernel of vm, or
-    /// every check of cluster.
+    /// Then run one of the long parts, which take turns from commit to commit: soak, bench, one of the long-labs, a kernel of vm,
+    /// or every check of cluster.
     #[arg(long, conflicts_with_all = ["parts", "all"])]
     rotate: bool,
     /// Kernels of the part vm (repeatable); all when none is named.
@@ -152,6 +156,7 @@ impl TestArgs {
         match turn {
             None => Chosen { parts: QUICK.to_vec(), ..chosen },
             Some(Long::Soak) => Chosen { parts: and(&[Part::Soak]), ..chosen },
+            Some(Long::Bench) => Chosen { parts: and(&[Part::Bench]), ..chosen },
             Some(Long::Cluster) => Chosen { parts: QUICK.to_vec(), cluster: Checks::Every, ..chosen },
             Some(Long::Lab(lab)) => Chosen { parts: and(&[Part::LongLabs]), labs: vec![lab], ..chosen },
             Some(Long::Vm(kernel, what)) => {
@@ -191,7 +196,7 @@ pub fn main(args: &TestArgs) -> Result<()> {
             None => run_part(part, args.all, &chosen, &mut binaries, &mut soak, &mut tries),
         };
         let ran = ran.unwrap_or_else(|error| vec![does_not_run(part, &error, started)]);
-        let failed = ran.iter().any(|outcome| outcome.outcome == "failed");
+        let failed = ran.iter().any(TestOutcome::is_failed);
         outcomes.extend(ran);
         println!("== {}: {:.0} s", part.label(), started.elapsed().as_secs_f32());
         if failed && args.fail_fast {
@@ -216,32 +221,37 @@ fn start_beside_lab(all: bool) -> Result<Vec<Beside>> {
 
 /// Prints what did not pass, and the count; returns the number of failures.
 fn summarise(outcomes: &[TestOutcome]) -> usize {
-    let count = |wanted: &str| outcomes.iter().filter(|outcome| outcome.outcome == wanted).count();
+    let count = |wanted: Outcome| outcomes.iter().filter(|outcome| outcome.outcome == wanted).count();
     println!();
-    for outcome in outcomes.iter().filter(|outcome| outcome.outcome != "passed") {
-        let hint = match outcome.outcome.as_str() {
-            "skipped" if guest::runs(outcome) => " (`cargo xtask test vm` runs it on other kernels)",
+    for outcome in outcomes.iter().filter(|outcome| outcome.outcome != Outcome::Passed) {
+        let hint = match outcome.outcome {
+            Outcome::Skipped if guest::runs(outcome) => " (`cargo xtask test vm` runs it on other kernels)",
             _ => "",
         };
-        println!("{} {}: {}{hint}", outcome.outcome.to_uppercase(), outcome.part, outcome.name);
+        println!("{} {}: {}{hint}", outcome.outcome.to_string().to_uppercase(), outcome.part, outcome.name);
     }
-    let (failed, flaky, elsewhere) = (count("failed"), count(FLAKY), count(guest::ELSEWHERE));
+    let (failed, flaky, elsewhere) =
+        (count(Outcome::Failed), count(Outcome::Flaky), count(Outcome::Elsewhere));
     if elsewhere > 0 {
         println!("{elsewhere} that this machine's kernel cannot run passed in a virtual machine");
     }
     if flaky > 0 {
         println!("{flaky} of those that passed did at the second try");
     }
-    println!("{} passed, {failed} failed, {} skipped", count("passed") + flaky, count("skipped"));
+    println!(
+        "{} passed, {failed} failed, {} skipped",
+        count(Outcome::Passed) + flaky,
+        count(Outcome::Skipped)
+    );
     failed
 }
 
 fn does_not_run(part: Part, error: &anyhow::Error, started: Instant) -> TestOutcome {
     println!("FAILED {}: {error:#}", part.label());
-    outcome(part, "the part runs", "failed", started)
+    outcome(part, "the part runs", Outcome::Failed, started)
 }
 
-fn outcome(part: Part, name: &str, outcome: &str, started: Instant) -> TestOutcome {
+fn outcome(part: Part, name: &str, outcome: Outcome, started: Instant) -> TestOutcome {
     TestOutcome::new(part.label(), name, outcome, started.elapsed().as_secs_f64())
 }
 
@@ -260,7 +270,7 @@ fn left_out(part: Part, wanted: bool) -> Option<String> {
 
 fn skipped(part: Part, reason: &str, started: Instant) -> TestOutcome {
     println!("SKIPPED {}: {reason}", part.label());
-    outcome(part, &format!("Kilo on a real Kubernetes ({reason})"), "skipped", started)
+    outcome(part, &format!("Kilo on a real Kubernetes ({reason})"), Outcome::Skipped, started)
 }
 
 fn run_part(
@@ -274,7 +284,7 @@ fn run_part(
     if binaries.is_none() {
         build_all()?;
         // These run the programs, not cargo's test binaries.
-        if !matches!(part, Part::Lab | Part::LongLabs | Part::Cluster | Part::Soak) {
+        if !matches!(part, Part::Lab | Part::LongLabs | Part::Cluster | Part::Soak | Part::Bench) {
             *binaries = Some(programs::build()?);
         }
     }
@@ -324,7 +334,22 @@ fn run_part(
             apt::install(lab::PACKAGES)?;
             guest::run((&chosen.on.0, chosen.on.1), binaries, tries)
         }
+        Part::Bench => compare_packets(),
     }
+}
+
+/// Whether a packet costs what it did.
+fn compare_packets() -> Result<Vec<TestOutcome>> {
+    let started = Instant::now();
+    let result = match bench::compare_packets(own_program()?.parent().context("no directory")?) {
+        Ok(()) => Outcome::Passed,
+        Err(error) => {
+            println!("FAILED bench: {error:#}");
+            Outcome::Failed
+        }
+    };
+    let name = "a packet costs no more instructions than docs/benchmarks.json has";
+    Ok(vec![outcome(Part::Bench, name, result, started)])
 }
 
 /// Seed of the random tests: fixed in ordinary runs, so that a commit which passed passes again; random
@@ -353,12 +378,12 @@ fn unexplained(
     outcomes: &[TestOutcome],
     started: Instant,
 ) -> Option<TestOutcome> {
-    if status.success() || outcomes.iter().any(|outcome| outcome.outcome == "failed") {
+    if status.success() || outcomes.iter().any(TestOutcome::is_failed) {
         return None;
     }
     println!("FAILED {what}: {status}, and no outcome says why");
     // A second run has no outcome of this name that could replace this one.
-    let ends = outcome(part, &format!("{what} ends properly"), "failed", started);
+    let ends = outcome(part, &format!("{what} ends properly"), Outcome::Failed, started);
     Some(TestOutcome { is_final: true, ..ends })
 }
 
@@ -380,7 +405,7 @@ mod tests {
     use super::*;
 
     /// Outcomes of a process that runs this script, with the outcomes' file as `$0`.
-    fn made_of(script: &str) -> Result<Vec<(String, String)>> {
+    fn made_of(script: &str) -> Result<Vec<(String, Outcome)>> {
         let file = tempfile::NamedTempFile::new().unwrap();
         let mut command = Command::new("sh");
         command.args(["-c", script]).arg(file.path());
@@ -390,15 +415,18 @@ mod tests {
 
     #[test]
     fn a_process_that_fails_without_saying_why_has_failed() {
-        let writes = |outcome: &str, code: u8| {
+        let writes = |outcome: Outcome, code: u8| {
             let outcomes =
                 format!(r#"[{{"part": "lab", "name": "x", "outcome": "{outcome}", "seconds": 1}}]"#);
             made_of(&format!("echo '{outcomes}' > \"$0\"; exit {code}")).unwrap()
         };
-        let pair = |name: &str, outcome: &str| (name.to_owned(), outcome.to_owned());
-        assert_eq!(writes("passed", 0), [pair("x", "passed")]);
-        assert_eq!(writes("failed", 1), [pair("x", "failed")]);
-        assert_eq!(writes("passed", 1), [pair("x", "passed"), pair("lab it ends properly", "failed")]);
+        let pair = |name: &str, outcome| (name.to_owned(), outcome);
+        assert_eq!(writes(Outcome::Passed, 0), [pair("x", Outcome::Passed)]);
+        assert_eq!(writes(Outcome::Failed, 1), [pair("x", Outcome::Failed)]);
+        assert_eq!(
+            writes(Outcome::Passed, 1),
+            [pair("x", Outcome::Passed), pair("lab it ends properly", Outcome::Failed)]
+        );
         assert!(made_of("exit 0").is_err(), "it wrote nothing");
     }
 }

@@ -7,12 +7,13 @@ use std::{
     io::{BufRead as _, BufReader, Write as _},
     path::{Path, PathBuf},
     process::{Child, Command, Stdio},
-    sync::{Arc, Mutex, PoisonError},
+    sync::Arc,
     time::Duration,
 };
 
 use anyhow::{Context as _, Result, bail};
 use clap::Args;
+use parking_lot::Mutex;
 
 use crate::{
     apt::{self, Suites},
@@ -335,9 +336,8 @@ fn boot(args: &VmArgs, kernel: &Kernel, initramfs: &Path, shared: &Path) -> Resu
             let _ = writeln!(std::io::stdout(), "{}", text.trim_end_matches('\r'));
         }
     });
-    let ends = wait::until("the guest ends", Duration::from_secs(args.timeout), || {
-        Ok(child.lock().unwrap_or_else(PoisonError::into_inner).try_wait()?)
-    });
+    let ends =
+        wait::until("the guest ends", Duration::from_secs(args.timeout), || Ok(child.lock().try_wait()?));
     if ends.is_err() {
         end(&child);
     }
@@ -347,7 +347,7 @@ fn boot(args: &VmArgs, kernel: &Kernel, initramfs: &Path, shared: &Path) -> Resu
 }
 
 fn end(child: &Mutex<Child>) {
-    let mut child = child.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut child = child.lock();
     let _ = child.kill();
     let _ = child.wait();
 }

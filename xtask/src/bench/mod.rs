@@ -24,11 +24,15 @@ use clap::{Args, ValueEnum};
 
 use crate::{
     apt,
+    command::own_program,
     lab::PACKAGES,
     vm::{self, VmArgs},
     workspace_root,
 };
 use figures::{Cost, Figure};
+
+/// The kernel whose figures are stored.
+const KERNEL: &str = "6.12";
 
 /// Figures of the last stored run.
 const STORED: &str = "docs/benchmarks.json";
@@ -59,7 +63,7 @@ pub struct BenchArgs {
     /// What is measured (default: data and control; with --only, the data path).
     part: Option<Part>,
     /// 6.1, 6.12 or newest.
-    #[arg(long, default_value = "6.12")]
+    #[arg(long, default_value = KERNEL)]
     kernel: String,
     /// Compare with docs/benchmarks.json instead of writing it; fail when a count of ours grew by more than its tolerance.
     #[arg(long)]
@@ -110,6 +114,26 @@ pub fn main(args: &BenchArgs) -> Result<()> {
         },
         _ => data(args),
     }
+}
+
+/// Compares what packets cost in the default mesh of five nodes with [`STORED`]; programs are those of `bin`.
+///
+/// # Errors
+/// Names the counts that grew by more than their tolerance, or says why nothing could be measured.
+pub fn compare_packets(bin: &Path) -> Result<()> {
+    data(&BenchArgs {
+        part: Some(Part::Data),
+        kernel: KERNEL.to_owned(),
+        check: true,
+        only: "ours-ipip-5".to_owned(),
+        update: false,
+        nodes: None,
+        outage: None,
+        no_large: true,
+        last: false,
+        bin: Some(bin.to_owned()),
+        guest: false,
+    })
 }
 
 /// Whether the figure is one of the control plane.
@@ -168,7 +192,7 @@ fn data(args: &BenchArgs) -> Result<()> {
 fn measure(args: &BenchArgs, bin: &Path, results: &Path) -> Result<()> {
     apt::install(PACKAGES)?;
     let _ = fs::remove_file(results);
-    let mut command = vec![std::env::current_exe()?.display().to_string()];
+    let mut command = vec![own_program()?.display().to_string()];
     command.extend(["bench", "--guest", "--only", &args.only, "--bin"].map(ToOwned::to_owned));
     command.push(bin.display().to_string());
     if args.no_large {

@@ -5,7 +5,7 @@ use std::fs;
 
 use anyhow::{Context as _, Result, bail};
 
-use super::{BenchArgs, DOCUMENT, Part, control, document, figures::Figure, gateways, store};
+use super::{BenchArgs, DOCUMENT, Part, control, document, figures::Figure, gateways, store, stored};
 use crate::workspace_root;
 
 /// A part that is measured alone.
@@ -16,8 +16,9 @@ struct Single {
     name: &'static str,
     /// Groups of figures, a table each: name, and the unit behind a column's number.
     groups: &'static [(&'static str, &'static str)],
-    /// The tables are between these two lines.
+    /// The tables are between these two lines of this page.
     marks: document::Marks,
+    page: &'static str,
 }
 
 const ALL: [Single; 4] = [
@@ -26,24 +27,28 @@ const ALL: [Single; 4] = [
         name: "slices",
         groups: &[("slices", "")],
         marks: ("<!-- slices: made by cargo xtask bench slices -->", "<!-- /slices -->"),
+        page: DOCUMENT,
     },
     Single {
         part: Part::Scale,
         name: "scale",
         groups: &[("scale", "nodes")],
         marks: ("<!-- scale: made by cargo xtask bench scale -->", "<!-- /scale -->"),
+        page: "docs/benchmarks.md",
     },
     Single {
         part: Part::Start,
         name: "start",
         groups: &[("start", ""), ("verifier", "")],
         marks: ("<!-- start: made by cargo xtask bench start -->", "<!-- /start -->"),
+        page: DOCUMENT,
     },
     Single {
         part: Part::Gateways,
         name: "gateways",
         groups: &[("gateways", "active")],
         marks: ("<!-- gateways: made by cargo xtask bench gateways -->", "<!-- /gateways -->"),
+        page: DOCUMENT,
     },
 ];
 
@@ -78,16 +83,34 @@ pub fn main(part: Part, args: &BenchArgs) -> Result<()> {
         variables.extend(numbers.iter().filter_map(|(name, number)| Some((*name, number.as_deref()?))));
         control::run(&results, &variables)?;
     }
-    let figures = control::read(&results)?;
-    let document = workspace_root().join(DOCUMENT);
-    let text = fs::read_to_string(&document).context(DOCUMENT)?;
+    let mut figures = control::read(&results)?;
+    if part == Part::Scale {
+        figures = with_other_sizes(figures, stored(|figure| single.has(figure))?);
+    }
+    let page = workspace_root().join(single.page);
+    let text = fs::read_to_string(&page).context(single.page)?;
     let table = |(group, what): &(&str, &str)| {
         let columns = columns(&figures, group);
         control::table(&figures, (group, what, &columns))
     };
     let tables = single.groups.iter().map(table).collect::<String>() + "\n";
-    fs::write(&document, document::between(&text, single.marks, &tables)?)?;
+    fs::write(&page, document::between(&text, single.marks, &tables)?)?;
     store(figures, |figure| !single.has(figure))
+}
+
+/// Number of nodes of a mesh whose figure this is: `scale/40/...`.
+fn size(figure: &Figure) -> Option<u32> {
+    figure.name.split('/').nth(1)?.parse().ok()
+}
+
+/// Adds the stored figures of sizes that were not measured now, by size: a mesh of 200 takes half an hour, and
+/// is measured alone.
+fn with_other_sizes(now: Vec<Figure>, stored: Vec<Figure>) -> Vec<Figure> {
+    let measured: Vec<_> = now.iter().map(size).collect();
+    let mut all: Vec<_> = stored.into_iter().filter(|figure| !measured.contains(&size(figure))).collect();
+    all.extend(now);
+    all.sort_by_key(size);
+    all
 }
 
 /// All namespaces share one neighbour table, whose limits only the initial namespace can set: above

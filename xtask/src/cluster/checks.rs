@@ -26,7 +26,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Result, bail};
 
 use super::{Cluster, matrix, network, until};
-use crate::report::{InClear, TestOutcome};
+use crate::report::{InClear, Outcome, TestOutcome};
 use logs::{ANYTHING, AWAY, BOOTS, Causes, ENDED, LEADERS, Logs, RELAY};
 
 /// One check: its name, its function, and whether only `--all` runs it.
@@ -73,7 +73,7 @@ const CHECKS: &[Check] = &[
     check("a drained node takes nothing with it", nodes::drain),
     check("a node that joins again gets another pod CIDR and is reached", nodes::join_again)
         .causing(&[AWAY, BOOTS]),
-    check("a node that boots sends nothing in clear", nodes::boot).causing(&[AWAY, BOOTS]),
+    check("a node that boots sends nothing in cleartext", nodes::boot).causing(&[AWAY, BOOTS]),
     check("Prometheus finds the agents, and returns the dashboard and the alerts", monitoring::prometheus),
     long("kgctl: a connectivity-test that is interrupted or killed leaves nothing in the end", kgctl::ended),
     long("agents run with the runtime's default seccomp profile, too", confined::by_default),
@@ -98,10 +98,11 @@ const CHECKS: &[Check] = &[
         .causing(&[ANYTHING]),
     long("packets of pods bypass the host's stack, and nothing is lost", host_routing::bypasses),
     long("a relay joins two locations that cannot reach each other, until they can again", relay::takes_over)
-        .causing(&[LEADERS, RELAY]),
-    long("a node that is deleted while it runs sends nothing in clear", nodes::deleted_while_it_runs)
+        // The relay's node moves to a location of its own and back, and its connections with it.
+        .causing(&[AWAY, LEADERS, RELAY]),
+    long("a node that is deleted while it runs sends nothing in cleartext", nodes::deleted_while_it_runs)
         .causing(&[AWAY, BOOTS, ENDED]),
-    long("twenty boots send nothing in clear", nodes::many_boots).causing(&[AWAY, BOOTS]),
+    long("twenty boots send nothing in cleartext", nodes::many_boots).causing(&[AWAY, BOOTS]),
     long("the check of boots sees what a CNI configuration on disk lets out", nodes::boot_with_a_file)
         .causing(&[AWAY, BOOTS]),
 ];
@@ -149,7 +150,7 @@ pub fn as_deployed(cluster: &Cluster) -> Result<String> {
     network::none_in_clear(network::clear_packets()?)?;
     let attached = agents::attached(cluster)?;
     let lines = Logs::start(cluster).ended(&[])?;
-    Ok(format!("{attached}; nothing in clear; nothing to warn about in {lines} lines of logs"))
+    Ok(format!("{attached}; nothing in cleartext; nothing to warn about in {lines} lines of logs"))
 }
 
 /// Why a check cannot run here.
@@ -167,14 +168,14 @@ impl std::error::Error for Skipped {}
 /// Prints and returns the outcome of a check.
 pub fn outcome(name: &str, started: Instant, error: Option<&anyhow::Error>) -> TestOutcome {
     let result = match error {
-        None => "passed",
+        None => Outcome::Passed,
         Some(error) => {
             if let Some(reason) = error.downcast_ref::<Skipped>() {
                 println!("    {reason}");
-                "skipped"
+                Outcome::Skipped
             } else {
                 println!("    {error:#}");
-                "failed"
+                Outcome::Failed
             }
         }
     };

@@ -47,7 +47,8 @@ pub fn manifest_name() -> &'static str {
     if has_wireguard() { "kilo-kubeadm.yaml" } else { "kilo-kubeadm-userspace.yaml" }
 }
 
-/// Applies the manifests as users do, and waits until every pod is ready.
+/// Applies the manifests as users do, and waits until they are rolled out; returns after what time every pod
+/// was ready.
 pub fn apply(cluster: &Cluster) -> Result<Duration> {
     let (userspace, kilo) = (!has_wireguard(), manifest_name());
     for node in &cluster.nodes {
@@ -58,13 +59,28 @@ pub fn apply(cluster: &Cluster) -> Result<Duration> {
     for file in ["crds.yaml", kilo] {
         apply_file(cluster, file)?;
     }
-    wait_rolled_out(cluster, "kilo", 180)?;
+    until("every pod of Kilo is ready", Duration::from_secs(180), || {
+        all_are_ready(cluster).ok()?.then_some(())
+    })?;
     if userspace {
         wireguard_is_ready(cluster)?;
     }
     let took = started.elapsed();
+    // Later than ready: a rollout waits for `minReadySeconds` as well.
+    wait_rolled_out(cluster, "kilo", 180)?;
     cluster.kubectl(&["wait", "--for=condition=Ready", "nodes", "--all", "--timeout=180s"])?;
     Ok(took)
+}
+
+/// True when the DaemonSet has a ready pod of its newest template on every node.
+fn all_are_ready(cluster: &Cluster) -> Result<bool> {
+    let object = cluster.get(&["daemonset", "kilo", "-n", "kube-system"])?;
+    let count = |path: &str| object.pointer(path).and_then(serde_json::Value::as_u64).unwrap_or_default();
+    let wanted = count("/status/desiredNumberScheduled");
+    Ok(wanted > 0
+        && count("/status/observedGeneration") == count("/metadata/generation")
+        && count("/status/updatedNumberScheduled") == wanted
+        && count("/status/numberReady") == wanted)
 }
 
 /// Waits until the pods with userspace WireGuard are ready.

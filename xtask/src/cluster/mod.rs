@@ -174,7 +174,7 @@ fn report(outcomes: &[TestOutcome], json: Option<&Path>) -> Result<()> {
     if let Some(path) = json {
         fs::write(path, serde_json::to_vec_pretty(outcomes)?).with_context(|| path.display().to_string())?;
     }
-    match outcomes.iter().filter(|outcome| outcome.outcome == "failed").count() {
+    match outcomes.iter().filter(|outcome| outcome.is_failed()).count() {
         0 => Ok(()),
         failed => bail!("{failed} of {} checks failed", outcomes.len()),
     }

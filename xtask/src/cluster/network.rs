@@ -267,7 +267,8 @@ pub fn none_in_clear(count: u64) -> Result<()> {
     match count {
         0 => Ok(()),
         _ => {
-            Err(InClear(format!("{count} packets with pods' addresses were on the network in clear")).into())
+            Err(InClear(format!("{count} packets with pods' addresses were on the network in cleartext"))
+                .into())
         }
     }
 }

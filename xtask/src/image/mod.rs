@@ -219,6 +219,20 @@ mod tests {
         }
     }
 
+    /// The stage that compiles dependencies apart from sources names each crate of the workspace.
+    #[test]
+    fn each_crate_of_the_workspace_is_compiled_in_the_image() {
+        let text = fs::read_to_string(workspace_root().join("Cargo.toml")).unwrap();
+        let members = text.split_once("members = [").unwrap().1.split(']').next().unwrap();
+        let dockerfile = dockerfile().replace("\\\n", " ");
+        let made = dockerfile.lines().find_map(|line| line.split_once("for crate in ")).unwrap().1;
+        let made: Vec<_> = made.split(';').next().unwrap().split_whitespace().collect();
+        for member in members.split('"').skip(1).step_by(2) {
+            assert!(dockerfile.contains(&format!("COPY {member}/Cargo.toml {member}/")), "{member}");
+            assert!(made.contains(&member), "{member}: {made:?}");
+        }
+    }
+
     #[test]
     fn the_label_names_this_version() {
         assert!(dockerfile().contains(&format!("ARG VERSION={}", env!("CARGO_PKG_VERSION"))));

@@ -1,5 +1,6 @@
 //! The Helm chart: the template of the manifests, with its conditions translated to Helm. Helm-only parts
-//! replace the regions between `{# helm: NAME #}` and `{# helm: end #}`.
+//! replace the regions between `{# helm: NAME #}` and `{# helm: end #}`; such a part may contain the region
+//! that it replaces, where it has `{# source #}`.
 
 use std::collections::BTreeMap;
 
@@ -16,6 +17,12 @@ const PULL_SECRETS: &str = include_str!("chart/pull-secrets.tpl");
 /// The webhook's pull secrets are inserted after this line.
 const WEBHOOKS_ACCOUNT: &str = "      serviceAccountName: kilo-peer-validation\n";
 
+/// The line of a Helm-only part in whose place the replaced region comes.
+const SOURCE: &str = "{# source #}\n";
+/// Labels from the chart's values are inserted before this end of an object's metadata.
+const METADATA_END: &str = "    app.kubernetes.io/part-of: kilo\nspec:\n";
+const INTERVAL: &str = "      interval: 15s\n";
+
 /// API that own-node.yaml needs.
 const POLICY: &str = "admissionregistration.k8s.io/v1/ValidatingAdmissionPolicy";
 
@@ -26,6 +33,7 @@ pub struct Sources<'a> {
     pub validation: &'a str,
     pub pod_monitor: &'a str,
     pub rule: &'a str,
+    pub dashboard: &'a str,
     pub page_access: &'a str,
     pub own_node: &'a str,
     pub slices: &'a str,
@@ -34,9 +42,10 @@ pub struct Sources<'a> {
 /// Generated files of the chart, by their path in manifests/. Values, their schema and helpers are written
 /// by hand.
 pub fn files(sources: &Sources<'_>) -> Result<BTreeMap<String, String>> {
-    let &Sources { kilo, crds, validation, pod_monitor, rule, page_access, own_node, slices } = sources;
+    let &Sources { kilo, crds, validation, pod_monitor, rule, dashboard, page_access, own_node, slices } =
+        sources;
     let optional_if = |condition: &str, text: &str| {
-        let text = in_release(&text.replace(&format!("{IMAGE}:{VERSION}"), "{{ include \"kilo.image\" . }}"));
+        let text: String = text.lines().map(|line| of_helm(line, &format!("{IMAGE}:{VERSION}"))).collect();
         format!("{HEADER}{{{{- if {condition} }}}}\n{text}{{{{- end }}}}\n")
     };
     let optional = |value: &str, text: &str| optional_if(&format!(".Values.{value}.enabled"), text);
@@ -46,6 +55,9 @@ pub fn files(sources: &Sources<'_>) -> Result<BTreeMap<String, String>> {
     ensure!(validation.contains(WEBHOOKS_ACCOUNT), "peer-validation.yaml has another account");
     ensure!(!rule.contains("{{"), "prometheusrule.yaml holds a Helm action");
     ensure!(!own_node.contains("{{"), "own-node.yaml holds a Helm action");
+    ensure!(pod_monitor.contains(INTERVAL), "podmonitor.yaml has another interval");
+    let monitor = optional("podMonitor", &labelled("podMonitor", pod_monitor)?)
+        .replace(INTERVAL, "      interval: {{ .Values.podMonitor.interval }}\n");
     let chart = format!(
         "# Made by `cargo xtask manifests`; do not edit.\napiVersion: v2\nname: kilo\n\
          description: A multi-location network for Kubernetes, WireGuard between locations, eBPF inside them.\n\
@@ -64,8 +76,11 @@ pub fn files(sources: &Sources<'_>) -> Result<BTreeMap<String, String>> {
         ("templates/page-access.yaml", optional("pageToken", page_access)),
         ("templates/own-node.yaml", optional_if(&policy, own_node)),
         ("templates/slices.yaml", optional("slices", slices)),
-        ("templates/podmonitor.yaml", optional("podMonitor", pod_monitor)),
-        ("templates/prometheusrule.yaml", optional("prometheusRule", rule)),
+        ("templates/podmonitor.yaml", monitor),
+        ("templates/prometheusrule.yaml", optional("prometheusRule", &labelled("prometheusRule", rule)?)),
+        ("templates/dashboard.yaml", HEADER.to_owned() + include_str!("chart/dashboard.tpl")),
+        // Read by that template as a file: Grafana's braces are not Helm's.
+        ("grafana-dashboard.json", dashboard.to_owned()),
     ];
     Ok(files.into_iter().map(|(name, text)| (format!("{DIRECTORY}/{name}"), text)).collect())
 }
@@ -75,7 +90,14 @@ fn fragment(name: &str) -> Result<&'static str> {
     Ok(match name {
         "header" => include_str!("chart/header.tpl"),
         "args" => include_str!("chart/args.tpl"),
+        "update-strategy" => include_str!("chart/update-strategy.tpl"),
+        "pod-labels" => include_str!("chart/pod-labels.tpl"),
+        "pod-annotations" => include_str!("chart/pod-annotations.tpl"),
+        "more-pod-annotations" => include_str!("chart/more-pod-annotations.tpl"),
+        "priority-class" => include_str!("chart/priority-class.tpl"),
+        "placement" => include_str!("chart/placement.tpl"),
         "resources" => include_str!("chart/resources.tpl"),
+        "app-armor" => include_str!("chart/app-armor.tpl"),
         "seccomp" => include_str!("chart/seccomp.tpl"),
         "pull-secrets" => PULL_SECRETS,
         "forward-rules-capability" => include_str!("chart/forward-rules-capability.tpl"),
@@ -91,11 +113,20 @@ fn translate(source: &str) -> Result<String> {
     let mut lines = source.lines();
     while let Some(line) = lines.next() {
         if let Some(name) = between(line, "{# helm: ", " #}") {
-            text += fragment(name)?;
-            lines
-                .by_ref()
-                .find(|line| between(line, "{# helm: ", " #}") == Some("end"))
-                .context("a region without end")?;
+            let mut region = String::new();
+            loop {
+                let line = lines.next().context("a region without end")?;
+                match between(line, "{# helm: ", " #}") {
+                    Some("end") => break,
+                    Some(inner) => bail!("the region {inner} is inside the region {name}"),
+                    None => region += &format!("{line}\n"),
+                }
+            }
+            let fragment = fragment(name)?;
+            text += &match fragment.contains(SOURCE) {
+                true => fragment.replace(SOURCE, &translate(&region)?),
+                false => fragment.to_owned(),
+            };
         } else if let Some(tag) = between(line, "{% ", " %}") {
             text += &match tag.split_once(' ').unwrap_or((tag, "")) {
                 ("if", of) => format!("{{{{- if {} }}}}\n", condition(of)?),
@@ -107,17 +138,29 @@ fn translate(source: &str) -> Result<String> {
         } else {
             let rest = line.replace("{{ image }}", "").replace("{{ addon }}", "");
             ensure!(!rest.contains("{{") && !rest.contains("{%"), "`{line}` has no translation");
-            let line = line.replace("{{ image }}", "{{ include \"kilo.image\" . }}");
-            text += &in_release(&line.replace("{{ addon }}", "{{ .Values.mode }}"));
-            text.push('\n');
+            text += &of_helm(&line.replace("{{ addon }}", "{{ .Values.mode }}"), "{{ image }}");
         }
     }
     Ok(text)
 }
 
-/// Uses the release's namespace.
-fn in_release(text: &str) -> String {
-    text.replace("kube-system", "{{ .Release.Namespace }}")
+/// A line of a manifest, in which an image has this name, with the release's namespace and the chart's
+/// image and pull policy.
+fn of_helm(line: &str, image: &str) -> String {
+    let text = line.replace("kube-system", "{{ .Release.Namespace }}");
+    let Some((indent, "")) = text.split_once(&format!("image: {image}")) else { return text + "\n" };
+    format!(
+        "{indent}image: {{{{ include \"kilo.image\" . }}}}\n\
+         {{{{- with .Values.image.pullPolicy }}}}\n{indent}imagePullPolicy: {{{{ . }}}}\n{{{{- end }}}}\n"
+    )
+}
+
+/// The object of a manifest with the labels of that part of the chart's values.
+fn labelled(value: &str, text: &str) -> Result<String> {
+    ensure!(text.matches(METADATA_END).count() == 1, "the metadata for {value} has another end");
+    let (last, next) = METADATA_END.split_at(METADATA_END.len() - "spec:\n".len());
+    let labels = include_str!("chart/labels.tpl").replace("VALUE", value);
+    Ok(text.replace(METADATA_END, &format!("{last}{labels}{next}")))
 }
 
 fn between<'a>(line: &'a str, start: &str, end: &str) -> Option<&'a str> {
@@ -171,7 +214,19 @@ mod tests {
             marked.starts_with("a\n{{- if ne .Values.granularity") && !marked.contains("ours"),
             "{marked}"
         );
-        for text in ["{{ other }}", "{% for x in y %}", "{# helm: nothing #}", "{# helm: args #}"] {
+        let kept =
+            translate("{# helm: app-armor #}\n{% if cni %}\nours\n{% endif %}\n{# helm: end #}\n").unwrap();
+        assert!(
+            kept.contains("\n{{- if eq .Values.mode \"cni\" }}\nours\n{{- end }}\n{{- end }}\n"),
+            "{kept}"
+        );
+        for text in [
+            "{{ other }}",
+            "{% for x in y %}",
+            "{# helm: nothing #}\n{# helm: end #}",
+            "{# helm: args #}",
+            "{# helm: args #}\n{# helm: seccomp #}\n{# helm: end #}\n{# helm: end #}",
+        ] {
             assert!(translate(text).is_err(), "{text}");
         }
     }

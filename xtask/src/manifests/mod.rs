@@ -4,6 +4,8 @@
 pub mod alerts;
 mod chart;
 mod dashboard;
+#[cfg(test)]
+mod documented;
 mod kustomize;
 #[cfg(test)]
 mod real_tools;
@@ -135,6 +137,7 @@ fn render() -> Result<BTreeMap<String, String>> {
         validation: &validation,
         pod_monitor: &pod_monitor,
         rule: &rule,
+        dashboard: &dashboard,
         page_access: PAGE_ACCESS,
         own_node: OWN_NODE,
         slices: SLICES,

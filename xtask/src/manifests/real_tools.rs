@@ -9,10 +9,10 @@ use serde_yaml_ng::Value;
 use super::{VARIANTS, directory};
 use crate::kube_tools::{self, Tool};
 
-type Objects = BTreeMap<(String, String, String), Value>;
+pub type Objects = BTreeMap<(String, String, String), Value>;
 
 /// The objects of a stream of YAML documents.
-fn objects(text: &str) -> Objects {
+pub fn objects(text: &str) -> Objects {
     let mut objects = BTreeMap::new();
     for document in serde_yaml_ng::Deserializer::from_str(text) {
         let value = with_whole_numbers(Value::deserialize(document).unwrap());
@@ -46,7 +46,7 @@ fn manifest(name: &str) -> Objects {
     objects(&fs::read_to_string(directory().join(name)).unwrap())
 }
 
-fn tool(tool: Tool) -> Option<PathBuf> {
+pub fn tool(tool: Tool) -> Option<PathBuf> {
     let found = kube_tools::find(tool);
     if found.is_none() {
         println!("kilo-skip: there is no {}; `cargo xtask kube-tools` gets it", tool.name());
@@ -54,7 +54,7 @@ fn tool(tool: Tool) -> Option<PathBuf> {
     found
 }
 
-fn run(command: &mut Command) -> Result<String, String> {
+pub fn run(command: &mut Command) -> Result<String, String> {
     let output = command.output().unwrap();
     if output.status.success() {
         Ok(String::from_utf8(output.stdout).unwrap())
@@ -71,10 +71,21 @@ fn assert_same(made: &Objects, wanted: &Objects, what: &str) {
     }
 }
 
+/// An object of kube-system.
+pub fn object<'a>(objects: &'a mut Objects, kind: &str, name: &str) -> &'a mut Value {
+    let key = (kind.to_owned(), "kube-system".to_owned(), name.to_owned());
+    objects.get_mut(&key).unwrap_or_else(|| panic!("{key:?} is not there"))
+}
+
 /// Specification of the agent's pods.
-fn pod_spec(objects: &mut Objects) -> &mut Value {
-    let key = ("DaemonSet".to_owned(), "kube-system".to_owned(), "kilo".to_owned());
-    &mut objects.get_mut(&key).expect("the DaemonSet")["spec"]["template"]["spec"]
+pub fn pod_spec(objects: &mut Objects) -> &mut Value {
+    &mut object(objects, "DaemonSet", "kilo")["spec"]["template"]["spec"]
+}
+
+/// The agent's arguments.
+pub fn arguments(objects: &mut Objects) -> Vec<String> {
+    let args = pod_spec(objects)["containers"][0]["args"].as_sequence().unwrap();
+    args.iter().map(|arg| arg.as_str().unwrap().to_owned()).collect()
 }
 
 /// Adds an agent argument, as components and the chart's values do.
@@ -289,14 +300,13 @@ fn the_charts_values_reach_the_agent_and_wrong_ones_are_refused() {
         "extraArgs={--service-cidr=10.96.0.0/12}",
         "resources.limits.memory=64Mi",
     ];
-    let made = chart(&helm, &values).unwrap();
-    let key = ("DaemonSet".to_owned(), "kube-system".to_owned(), "kilo".to_owned());
-    let container = &made[&key]["spec"]["template"]["spec"]["containers"][0];
+    let mut made = chart(&helm, &values).unwrap();
+    let container = &pod_spec(&mut made)["containers"][0];
     assert_eq!(container["image"], "registry.example.com/kilo:v7");
     assert_eq!(container["resources"]["limits"]["memory"], "64Mi");
-    let args: Vec<_> =
-        container["args"].as_sequence().unwrap().iter().map(|arg| arg.as_str().unwrap()).collect();
+    let args = arguments(&mut made);
     for wanted in [
+        "--wireguard=kernel",
         "--mesh-granularity=full",
         "--port=51821",
         "--subnet=fd00:10:4::/64",
@@ -304,7 +314,7 @@ fn the_charts_values_reach_the_agent_and_wrong_ones_are_refused() {
         "--endpoint-from=external-ip",
         "--service-cidr=10.96.0.0/12",
     ] {
-        assert!(args.contains(&wanted), "{wanted} is not among {args:?}");
+        assert!(args.iter().any(|arg| arg == wanted), "{wanted} is not among {args:?}");
     }
     let made =
         chart(&helm, &["imagePullSecrets[0].name=r", "wireguard=container", "webhook.enabled=true"]).unwrap();
@@ -318,8 +328,8 @@ fn the_charts_values_reach_the_agent_and_wrong_ones_are_refused() {
         assert_eq!(spec["imagePullSecrets"][0]["name"], "r");
     }
     let digest = format!("image.digest=sha256:{}", "0".repeat(64));
-    let made = chart(&helm, &[&digest]).unwrap();
-    let image = made[&key]["spec"]["template"]["spec"]["containers"][0]["image"].as_str().unwrap().to_owned();
+    let mut made = chart(&helm, &[&digest]).unwrap();
+    let image = pod_spec(&mut made)["containers"][0]["image"].as_str().unwrap().to_owned();
     assert!(image.starts_with("kilo-ebpf/kilo@sha256:"), "{image}");
     for wrong in [
         "seccompProfile=Localhost",
@@ -328,8 +338,147 @@ fn the_charts_values_reach_the_agent_and_wrong_ones_are_refused() {
         "mode=calico",
         "port=0",
         "graularity=full",
+        "image.pullPolicy=Sometimes",
+        "failover.standBys=5",
+        "podMonitor.interval=soon",
+        r"podLabels.app\.kubernetes\.io/name=mine",
+        r"podMonitor.labels.app\.kubernetes\.io/name=mine",
+        r"prometheusRule.labels.app\.kubernetes\.io/part-of=mine",
+        "subnet=10.4.0.0/99",
+        "subnet=999.4.0.0/16",
+        "webhook=null",
+        "failover=null",
     ] {
         let refusal = chart(&helm, &[wrong]).unwrap_err();
         assert!(refusal.contains("schema"), "{wrong}: {refusal}");
     }
+}
+
+#[test]
+fn the_charts_failover_has_stand_bys_and_leaders_which_need_it() {
+    let Some(helm) = tool(Tool::Helm) else { return };
+    let mut plain = chart(&helm, &[]).unwrap();
+    add_argument(&mut plain, "--failover=auto");
+    let made = chart(&helm, &["failover.enabled=true"]).unwrap();
+    assert_same(&made, &plain, "failover");
+    add_argument(&mut plain, "--stand-bys=3");
+    add_argument(&mut plain, "--leaders=2");
+    let values = ["failover.enabled=true", "failover.standBys=3", "failover.leaders=2"];
+    assert_same(&chart(&helm, &values).unwrap(), &plain, "stand-bys and leaders");
+    let refused = |values: &[&str]| chart(&helm, values).unwrap_err();
+    let alone = refused(&["failover.leaders=2"]);
+    assert!(alone.contains("needs failover.enabled=true"), "{alone}");
+    let alone = refused(&["failover.standBys=4"]);
+    assert!(alone.contains("does nothing without failover.enabled=true"), "{alone}");
+    let full = refused(&["failover.enabled=true", "granularity=full"]);
+    assert!(full.contains("does nothing with granularity=full"), "{full}");
+    for flag in ["--listen=:9107", "--interface=wg0", "--kubeconfig=/k"] {
+        let refused = refused(&[&format!("extraArgs={{{flag}}}")]);
+        assert!(refused.contains(&format!("extraArgs cannot have {flag}")), "{refused}");
+    }
+}
+
+#[test]
+fn the_charts_pods_are_placed_and_labelled_as_the_values_say() {
+    let Some(helm) = tool(Tool::Helm) else { return };
+    let values = [
+        "wireguard=container",
+        "webhook.enabled=true",
+        "image.pullPolicy=Always",
+        "nodeSelector.pool=mesh",
+        "tolerations[0].key=mesh",
+        "priorityClassName=mine",
+        "podLabels.team=net",
+        "podAnnotations.seen=yes",
+        "updateStrategy.type=OnDelete",
+    ];
+    let mut made = chart(&helm, &values).unwrap();
+    let is = |value: &Value, text: &str| assert_eq!(*value, serde_yaml_ng::from_str::<Value>(text).unwrap());
+    for name in ["kilo", "kilo-wireguard"] {
+        let spec = &object(&mut made, "DaemonSet", name)["spec"];
+        is(&spec["updateStrategy"], "{type: OnDelete}");
+        let (metadata, pod) = (&spec["template"]["metadata"], &spec["template"]["spec"]);
+        assert_eq!(metadata["labels"]["team"], "net", "{name}");
+        assert_eq!(metadata["labels"]["app.kubernetes.io/name"], name);
+        assert_eq!(metadata["annotations"]["seen"], "yes", "{name}");
+        is(&pod["nodeSelector"], "{kubernetes.io/os: linux, pool: mesh}");
+        is(&pod["tolerations"], "[{key: mesh}]");
+        assert_eq!(pod["priorityClassName"], "mine", "{name}");
+    }
+    let mut containers = 0;
+    for pod in made.values().map(|object| &object["spec"]["template"]["spec"]) {
+        for list in ["initContainers", "containers"] {
+            for container in pod.get(list).and_then(Value::as_sequence).into_iter().flatten() {
+                assert_eq!(container["imagePullPolicy"], "Always", "{}", container["name"].as_str().unwrap());
+                containers += 1;
+            }
+        }
+    }
+    assert_eq!(containers, 4, "CNI plugins, the agent, WireGuard and the webhook");
+}
+
+#[test]
+fn before_kubernetes_1_30_the_chart_has_no_field_that_such_an_api_server_does_not_know() {
+    let Some(helm) = tool(Tool::Helm) else { return };
+    let mut wanted = chart_with(&helm, &[], &["--namespace=kube-system", "--kube-version=1.30.0"]).unwrap();
+    let context = &mut pod_spec(&mut wanted)["containers"][0]["securityContext"];
+    assert!(context.as_mapping_mut().unwrap().remove("appArmorProfile").is_some(), "from 1.30 on");
+    let made = chart_with(&helm, &[], &["--namespace=kube-system", "--kube-version=v1.29.7+k3s1"]).unwrap();
+    assert_same(&made, &wanted, "before 1.30");
+    let annotations =
+        &object(&mut wanted, "DaemonSet", "kilo")["spec"]["template"]["metadata"]["annotations"];
+    assert_eq!(annotations["container.apparmor.security.beta.kubernetes.io/kilo"], "unconfined");
+}
+
+#[test]
+fn what_the_chart_gives_the_prometheus_operator_and_grafana_has_the_labels_of_the_values() {
+    let Some(helm) = tool(Tool::Helm) else { return };
+    let values = [
+        "podMonitor.enabled=true",
+        "podMonitor.labels.release=stack",
+        "podMonitor.interval=30s",
+        "prometheusRule.enabled=true",
+        "prometheusRule.labels.release=stack",
+        "dashboard.enabled=true",
+    ];
+    let mut made = chart(&helm, &values).unwrap();
+    let mut wanted = chart(&helm, &[]).unwrap();
+    wanted.extend(manifest("podmonitor.yaml"));
+    wanted.extend(manifest("prometheusrule.yaml"));
+    for kind in ["PodMonitor", "PrometheusRule"] {
+        object(&mut wanted, kind, "kilo")["metadata"]["labels"]["release"] = "stack".into();
+    }
+    object(&mut wanted, "PodMonitor", "kilo")["spec"]["podMetricsEndpoints"][0]["interval"] = "30s".into();
+    let key = ("ConfigMap".to_owned(), "kube-system".to_owned(), "kilo-grafana-dashboard".to_owned());
+    let dashboard = made.remove(&key).expect("the dashboard");
+    let shipped = fs::read_to_string(directory().join("grafana-dashboard.json")).unwrap();
+    assert_eq!(dashboard["data"]["kilo.json"].as_str(), Some(shipped.as_str()));
+    assert_eq!(dashboard["metadata"]["labels"]["grafana_dashboard"], "1");
+    assert_same(&made, &wanted, "labels and interval");
+}
+
+#[test]
+fn the_chart_is_a_dependency_that_another_one_turns_on_and_off() {
+    let Some(helm) = tool(Tool::Helm) else { return };
+    let umbrella = tempfile::tempdir().unwrap();
+    fs::write(
+        umbrella.path().join("Chart.yaml"),
+        format!(
+            "apiVersion: v2\nname: umbrella\nversion: 1.0.0\n\
+             dependencies: [{{name: kilo, version: {}, condition: kilo.enabled}}]\n",
+            super::VERSION
+        ),
+    )
+    .unwrap();
+    fs::create_dir(umbrella.path().join("charts")).unwrap();
+    let copy = ["-r", directory().join("chart/kilo").to_str().unwrap()].map(ToOwned::to_owned);
+    run(Command::new("cp").args(copy).arg(umbrella.path().join("charts/kilo"))).unwrap();
+    let made = |values: &str| {
+        let mut command = Command::new(&helm);
+        command.args(["template", "kilo", "--namespace=kube-system", "--include-crds"]).arg(umbrella.path());
+        objects(&run(command.args(["--set", values])).unwrap())
+    };
+    let wanted = chart(&helm, &["platform=k3s"]).unwrap();
+    assert_same(&made("global.region=east,kilo.enabled=true,kilo.platform=k3s"), &wanted, "turned on");
+    assert!(made("kilo.enabled=false").is_empty(), "turned off");
 }

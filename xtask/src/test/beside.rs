@@ -11,7 +11,11 @@ use std::{
 use anyhow::{Context as _, Result};
 
 use super::{Part, outcome, read_outcomes, unexplained};
-use crate::{command::own_program, report::TestOutcome, workspace_root};
+use crate::{
+    command::own_program,
+    report::{Outcome, TestOutcome},
+    workspace_root,
+};
 
 /// A running process, and its outcomes' file.
 pub struct Beside {
@@ -74,7 +78,7 @@ impl Beside {
         println!("{}", fs::read_to_string(&self.log).unwrap_or_default());
         let mut outcomes = read_outcomes(self.outcomes.path()).unwrap_or_else(|error| {
             println!("{error:#}");
-            vec![outcome(self.part, "the part ends properly", "failed", self.started)]
+            vec![outcome(self.part, "the part ends properly", Outcome::Failed, self.started)]
         });
         if let Ok(status) = status {
             outcomes.extend(unexplained(self.part, &self.name, status, &outcomes, self.started));
@@ -89,7 +93,7 @@ mod tests {
     use super::*;
 
     /// Outcomes of a process beside the tests that runs this script, with the outcomes' file as `$0`.
-    fn left_by(name: &str, script: &str) -> Vec<(String, String)> {
+    fn left_by(name: &str, script: &str) -> Vec<(String, Outcome)> {
         let mut command = Command::new("sh");
         command.args(["-c", script]);
         let beside = Beside::start(Part::Bpf, format!("test-{name}"), command).unwrap();
@@ -103,10 +107,10 @@ mod tests {
     fn outcomes_keep_their_part_and_a_process_without_any_has_failed() {
         let wrote =
             r#"echo '[{"part": "api", "name": "x", "outcome": "passed", "seconds": 1}]' > "$0"; exit 1"#;
-        let pair = |part: &str, outcome: &str| (part.to_owned(), outcome.to_owned());
+        let pair = |part: &str, outcome| (part.to_owned(), outcome);
         // So does one that failed without saying why.
-        assert_eq!(left_by("wrote", wrote), [pair("api", "passed"), pair("bpf", "failed")]);
-        assert_eq!(left_by("well", &wrote.replace("exit 1", "exit 0")), [pair("api", "passed")]);
-        assert_eq!(left_by("silent", "exit 0"), [pair("bpf", "failed")]);
+        assert_eq!(left_by("wrote", wrote), [pair("api", Outcome::Passed), pair("bpf", Outcome::Failed)]);
+        assert_eq!(left_by("well", &wrote.replace("exit 1", "exit 0")), [pair("api", Outcome::Passed)]);
+        assert_eq!(left_by("silent", "exit 0"), [pair("bpf", Outcome::Failed)]);
     }
 }

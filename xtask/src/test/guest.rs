@@ -16,14 +16,11 @@ use super::{
 };
 use crate::{
     command::own_program,
-    report::TestOutcome,
+    report::{Outcome, TestOutcome},
     rotation::{Kernel, OnKernel},
     second_try::SecondTries,
     vm, workspace_root,
 };
-
-/// Outcome of a test that this machine's kernel cannot run and that passed in a guest of this run.
-pub const ELSEWHERE: &str = "elsewhere";
 
 /// A lab in a guest: prefix of its tests' names, and arguments of `lab test`.
 type Lab = (&'static str, &'static [&'static str]);
@@ -46,6 +43,8 @@ const fn labs_on(kernel: Kernel) -> &'static [Lab] {
 const NOT_ON_OLDEST: [&str; 3] = ["bpf::map_sizes", "bpf::monitor", "bpf::trace"];
 /// Modules for kernels newer than the oldest: their verifier, and the programs that demand most of it.
 const ON_NEWER: [&str; 2] = ["bpf::load", "bpf::masquerade_both"];
+/// What is measured with kernel WireGuard: three minutes, so on one kernel.
+const MEASURED: &str = "net::claim_moves";
 /// Further modules for the newest kernel: its hooks, and packets of all kinds, because it removes more of a
 /// GSO packet's outer header than older kernels can.
 const ON_NEWEST: [&str; 2] = ["bpf::agreement", "bpf::attach"];
@@ -57,7 +56,7 @@ fn is_wanted(kernel: Kernel, module: &str) -> bool {
     ON_ALL.contains(&module)
         || match kernel {
             Kernel::Oldest => module.starts_with("bpf::") && !NOT_ON_OLDEST.contains(&module),
-            Kernel::Tcx => ON_NEWER.contains(&module),
+            Kernel::Tcx => ON_NEWER.contains(&module) || module == MEASURED,
             Kernel::Newest => ON_NEWER.contains(&module) || ON_NEWEST.contains(&module),
         }
 }
@@ -78,25 +77,25 @@ pub fn run(
 /// Whether guests run this test, which this machine's kernel cannot run.
 pub fn runs(skipped: &TestOutcome) -> bool {
     let module = skipped.name.rsplit_once("::").map_or("", |(module, _)| module);
-    ON_ALL.contains(&module) || skipped.name.starts_with(VLAN.0)
+    ON_ALL.contains(&module) || module == MEASURED || skipped.name.starts_with(VLAN.0)
 }
 
 /// Marks skipped tests that passed in a guest as run elsewhere, and prints where.
 pub fn count_elsewhere(outcomes: &mut [TestOutcome]) {
     let in_guests: Vec<_> = outcomes
         .iter()
-        .filter(|outcome| outcome.part == Part::Vm.label() && outcome.outcome == "passed")
+        .filter(|outcome| outcome.part == Part::Vm.label() && outcome.outcome == Outcome::Passed)
         .filter_map(|outcome| outcome.name.split_once(": "))
         .map(|(kernel, name)| (kernel.to_owned(), name.to_owned()))
         .collect();
     for outcome in outcomes.iter_mut() {
         let is_it = |(_, name): &&(String, String)| *name == outcome.name;
-        if outcome.outcome == "skipped"
+        if outcome.outcome == Outcome::Skipped
             && outcome.part != Part::Vm.label()
             && let Some((kernel, name)) = in_guests.iter().find(is_it)
         {
             println!("skipped on this kernel, passed on {kernel}: {name}");
-            ELSEWHERE.clone_into(&mut outcome.outcome);
+            outcome.outcome = Outcome::Elsewhere;
         }
     }
 }
@@ -287,12 +286,12 @@ impl LabRun {
     fn outcomes(&self) -> Vec<TestOutcome> {
         let code = fs::read_to_string(&self.code).ok();
         let mut outcomes = read_outcomes_of(&self.outcomes, Part::Vm).unwrap_or_default();
-        let has_failed = outcomes.iter().any(|outcome| outcome.outcome == "failed");
+        let has_failed = outcomes.iter().any(TestOutcome::is_failed);
         if code.as_deref() != Some("0") && !has_failed {
             let how = code.map_or("the guest ended before it".to_owned(), |code| format!("exit code {code}"));
             println!("FAILED {}the lab does not end properly: {how}", self.prefix);
             let name = format!("{}the lab ends properly", self.prefix);
-            outcomes.push(TestOutcome::new(Part::Vm.label(), &name, "failed", 0.0));
+            outcomes.push(TestOutcome::new(Part::Vm.label(), &name, Outcome::Failed, 0.0));
         }
         outcomes
     }
@@ -304,18 +303,28 @@ mod tests {
 
     #[test]
     fn what_one_kernel_skips_and_another_passes_is_counted_there() {
-        let outcome = |part: &str, name: &str, outcome: &str| TestOutcome::new(part, name, outcome, 0.0);
+        let outcome = |part: &str, name: &str, outcome| TestOutcome::new(part, name, outcome, 0.0);
         let mut outcomes = [
-            outcome("bpf", "bpf::links::vlan", "skipped"),
-            outcome("lab", "private network in a VLAN: the mesh comes up", "skipped"),
-            outcome("bpf", "bpf::links::other", "skipped"),
-            outcome("vm", "6.1: bpf::links::vlan", "passed"),
-            outcome("vm", "6.1: private network in a VLAN: the mesh comes up", "passed"),
-            outcome("vm", "6.1: bpf::links::other", "skipped"),
+            outcome("bpf", "bpf::links::vlan", Outcome::Skipped),
+            outcome("lab", "private network in a VLAN: the mesh comes up", Outcome::Skipped),
+            outcome("bpf", "bpf::links::other", Outcome::Skipped),
+            outcome("vm", "6.1: bpf::links::vlan", Outcome::Passed),
+            outcome("vm", "6.1: private network in a VLAN: the mesh comes up", Outcome::Passed),
+            outcome("vm", "6.1: bpf::links::other", Outcome::Skipped),
         ];
         count_elsewhere(&mut outcomes);
         let said = outcomes.map(|outcome| outcome.outcome);
-        assert_eq!(said, [ELSEWHERE, ELSEWHERE, "skipped", "passed", "passed", "skipped"]);
+        assert_eq!(
+            said,
+            [
+                Outcome::Elsewhere,
+                Outcome::Elsewhere,
+                Outcome::Skipped,
+                Outcome::Passed,
+                Outcome::Passed,
+                Outcome::Skipped
+            ]
+        );
     }
 
     #[test]
@@ -323,11 +332,8 @@ mod tests {
         let log = "10.00 \n10.50 running 2 tests\n12.00 test one ... ok\n";
         let stopped = read_log("bpf", "bpf::x", log);
         assert_eq!(stopped.len(), 2);
-        assert_eq!((stopped[0].outcome.as_str(), stopped[0].seconds), ("passed", 2.0));
-        assert_eq!(
-            (stopped[1].name.as_str(), stopped[1].outcome.as_str()),
-            ("bpf::x ends properly", "failed")
-        );
+        assert_eq!((stopped[0].outcome, stopped[0].seconds), (Outcome::Passed, 2.0));
+        assert_eq!((stopped[1].name.as_str(), stopped[1].outcome), ("bpf::x ends properly", Outcome::Failed));
         assert_eq!(read_log("bpf", "bpf::x", &format!("{log}13.00 ended 0\n")).len(), 1);
         assert_eq!(read_log("bpf", "bpf::x", "").len(), 1);
     }
@@ -357,11 +363,11 @@ mod tests {
         let said = |lab: &LabRun| -> Vec<_> {
             lab.outcomes().into_iter().map(|outcome| (outcome.name, outcome.outcome)).collect()
         };
-        assert_eq!(said(&lab), [(name.to_owned(), "failed".to_owned())]);
-        let passed = TestOutcome::new("lab", "6.1: it", "passed", 1.0);
+        assert_eq!(said(&lab), [(name.to_owned(), Outcome::Failed)]);
+        let passed = TestOutcome::new("lab", "6.1: it", Outcome::Passed, 1.0);
         fs::write(&lab.outcomes, serde_json::to_vec(&[passed]).unwrap()).unwrap();
         fs::write(&lab.code, "0").unwrap();
-        assert_eq!(said(&lab), [("6.1: it".to_owned(), "passed".to_owned())]);
+        assert_eq!(said(&lab), [("6.1: it".to_owned(), Outcome::Passed)]);
         fs::write(&lab.code, "1").unwrap();
         assert_eq!(said(&lab).len(), 2, "a failure that no outcome shows");
         assert!(lab.line().unwrap().contains("'--checks=way' '--topology=vlan'"));

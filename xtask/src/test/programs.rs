@@ -6,11 +6,11 @@ use std::{
     num::NonZero,
     path::PathBuf,
     process::{Command, Stdio},
-    sync::{Mutex, MutexGuard, PoisonError},
     time::Instant,
 };
 
 use anyhow::{Context as _, Result, bail};
+use parking_lot::Mutex;
 
 use super::{Part, reader::Reader};
 use crate::{
@@ -121,7 +121,7 @@ pub fn run_unit(
         while let Some(job) = next(&jobs) {
             let Some(binary) = job else {
                 let built = static_checks::reproducible(part.label());
-                locked(&outcomes).push(built);
+                outcomes.lock().push(built);
                 continue;
             };
             let mut said = String::new();
@@ -131,7 +131,7 @@ pub fn run_unit(
                 said.push_str(line);
                 said.push('\n');
             });
-            let mut outcomes = locked(&outcomes);
+            let mut outcomes = outcomes.lock();
             print!("{said}");
             outcomes.extend(ran?);
         }
@@ -144,15 +144,11 @@ pub fn run_unit(
             .into_iter()
             .try_for_each(|worker| worker.join().unwrap_or_else(|_| bail!("a worker has panicked")))
     })?;
-    Ok(outcomes.into_inner().unwrap_or_else(PoisonError::into_inner))
+    Ok(outcomes.into_inner())
 }
 
 fn next<T>(jobs: &Mutex<impl Iterator<Item = T>>) -> Option<T> {
-    locked(jobs).next()
-}
-
-fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+    jobs.lock().next()
 }
 
 /// Directory of the package, in which its tests run as under cargo.

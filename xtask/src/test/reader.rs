@@ -1,6 +1,6 @@
 //! Reads the output of a test program, test by test.
 
-use crate::report::TestOutcome;
+use crate::report::{Outcome, TestOutcome};
 
 /// Collects the outcomes of one program's tests as its lines arrive.
 #[derive(Debug)]
@@ -34,9 +34,9 @@ impl Reader {
         }
         let ended = rest.trim();
         let result = match ended {
-            "ok" => Some("passed"),
-            "FAILED" => Some("failed"),
-            _ if ended.starts_with("ignored") => Some("skipped"),
+            "ok" => Some(Outcome::Passed),
+            "FAILED" => Some(Outcome::Failed),
+            _ if ended.starts_with("ignored") => Some(Outcome::Skipped),
             _ => None,
         };
         let Some((result, name)) = result.zip(self.running.take_if(|_| result.is_some())) else {
@@ -44,7 +44,9 @@ impl Reader {
         };
         let name = format!("{}::{name}", self.target);
         let (result, said) = match self.skip.take() {
-            Some(reason) if result == "passed" => ("skipped", format!("SKIPPED {name}: {reason}")),
+            Some(reason) if result == Outcome::Passed => {
+                (Outcome::Skipped, format!("SKIPPED {name}: {reason}"))
+            }
             _ => (result, format!("test {name} ... {result}")),
         };
         let seconds = at - std::mem::replace(&mut self.last, at);
@@ -55,14 +57,14 @@ impl Reader {
     /// The outcomes once `program` has ended. When it ended badly (`how`) without a failed test, one more
     /// failure says so.
     pub fn end(mut self, is_success: bool, program: &str, how: &str) -> Vec<TestOutcome> {
-        if !is_success && !self.outcomes.iter().any(|outcome| outcome.outcome == "failed") {
+        if !is_success && !self.outcomes.iter().any(TestOutcome::is_failed) {
             println!("test {program} ... failed ({how})");
-            self.push(format!("{program} ends properly"), "failed", 0.0);
+            self.push(format!("{program} ends properly"), Outcome::Failed, 0.0);
         }
         self.outcomes
     }
 
-    fn push(&mut self, name: String, outcome: &str, seconds: f64) {
+    fn push(&mut self, name: String, outcome: Outcome, seconds: f64) {
         self.outcomes.push(TestOutcome::new(self.part, name, outcome, seconds));
     }
 }
@@ -93,16 +95,19 @@ mod tests {
             .into_iter()
             .map(|it| (it.name, it.outcome, (it.seconds * 10.0).round() / 10.0))
             .collect();
-        let wanted = [("quiet", "passed", 0.5), ("apart", "skipped", 1.0), ("bad", "failed", 0.5)];
-        let wanted =
-            wanted.map(|(name, outcome, seconds)| (format!("bpf::{name}"), outcome.to_owned(), seconds));
+        let wanted = [
+            ("quiet", Outcome::Passed, 0.5),
+            ("apart", Outcome::Skipped, 1.0),
+            ("bad", Outcome::Failed, 0.5),
+        ];
+        let wanted = wanted.map(|(name, outcome, seconds)| (format!("bpf::{name}"), outcome, seconds));
         assert_eq!(said, wanted);
     }
 
     #[test]
     fn a_program_that_dies_has_failed() {
         let said = Reader::new("bpf", "bpf").end(false, "bpf", "signal 11");
-        assert_eq!((said.len(), said[0].outcome.as_str()), (1, "failed"));
+        assert_eq!((said.len(), said[0].outcome), (1, Outcome::Failed));
         assert!(Reader::new("bpf", "bpf").end(true, "bpf", "").is_empty());
     }
 }

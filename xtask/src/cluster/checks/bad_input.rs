@@ -185,7 +185,7 @@ fn other_cni(cluster: &Cluster, node: &Node) -> Result<String> {
     let file = "/etc/cni/net.d/05-other.conflist";
     node.write(file, r#"{"cniVersion":"0.4.0","name":"other","plugins":[{"type":"bridge"}]}"#)?;
     restart(cluster, node)?;
-    let words = format!("{file}, which comes before");
+    let words = format!("CNI configuration {file} comes before");
     let said = last_line(cluster, node, &words);
     let shown = status(cluster, &words, &[node.name()]);
     let ended = ended(cluster, node, &words);

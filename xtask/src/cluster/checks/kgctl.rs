@@ -154,7 +154,7 @@ pub fn connectivity(cluster: &Cluster) -> Result<String> {
     drop(peer);
     let shown = shown?;
     println!("$ kgctl connectivity-test {}\n{shown}", outside.join(" "));
-    ensure!(shown.contains("All ") && shown.contains("ok       clear text between locations"), "{shown}");
+    ensure!(shown.contains("All ") && shown.contains("ok       cleartext between locations"), "{shown}");
     for column in ["outside", &format!("peer/{VPN_PEER}")] {
         ensure!(
             shown.lines().next().is_some_and(|head| head.contains(column)),

@@ -9,7 +9,7 @@ use std::{
     os::unix::fs::MetadataExt as _,
     path::{Path, PathBuf},
     sync::{
-        Arc, Mutex, PoisonError,
+        Arc,
         atomic::{AtomicBool, Ordering},
     },
     thread::JoinHandle,
@@ -17,6 +17,7 @@ use std::{
 };
 
 use anyhow::{Context as _, Result, bail};
+use parking_lot::Mutex;
 
 use crate::{cluster::Cluster, lab::wait};
 
@@ -127,7 +128,7 @@ impl Logs {
     /// Lines logged since the last call, each with its node and pod.
     fn take(&mut self) -> Result<Vec<(String, String)>> {
         open(&self.directories, &self.opened);
-        let mut opened = self.opened.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut opened = self.opened.lock();
         let mut lines = Vec::new();
         for log in opened.values_mut() {
             let from = format!("{} on {}", log.pod, log.node);
@@ -158,7 +159,7 @@ fn open(directories: &[(String, PathBuf)], opened: &Mutex<Opened>) {
             let Ok(file) = File::open(&path) else { continue };
             let Ok(metadata) = file.metadata() else { continue };
             let log = || Log { node: node.clone(), pod, file, begun: Vec::new() };
-            let mut opened = opened.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut opened = opened.lock();
             opened.entry((metadata.dev(), metadata.ino())).or_insert_with(log);
         }
     }
@@ -253,7 +254,7 @@ mod tests {
         assert_eq!(logs.ended(&[]).unwrap(), 0, "it is said once");
         // Nothing else scans meanwhile, so the thread has to find it.
         let log = write(pods.path(), "kilo-y", 1, &[r#"{"level":"ERROR"}"#]);
-        let is_open = || Ok(logs.opened.lock().unwrap().len() == 2);
+        let is_open = || Ok(logs.opened.lock().len() == 2);
         wait::until("the new log is open", Duration::from_secs(10), is_open).unwrap();
         fs::remove_file(log).unwrap();
         assert!(logs.ended(&[]).is_err());

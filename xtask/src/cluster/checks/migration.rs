@@ -213,7 +213,7 @@ fn measured(cluster: &Cluster, code: impl FnOnce() -> Result<()>) -> Result<Step
     let lost_outside = of(&|name| name.ends_with(" to outside"));
     let (clear, lost) = (measured.clear, measured.lost());
     let gap = measured.flows.iter().map(|(_, figures)| figures.gap).max().unwrap_or_default();
-    let text = format!("{measured}; {clear} packets in clear");
+    let text = format!("{measured}; {clear} packets in cleartext");
     result.with_context(|| text.clone())?;
     settled.with_context(|| text.clone())?;
     Ok(Step { text, clear, lost, lost_within, lost_outside, gap })

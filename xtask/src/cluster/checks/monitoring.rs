@@ -77,7 +77,8 @@ fn dashboard() -> Result<Vec<String>> {
     let panels = dashboard["panels"].as_array().into_iter().flatten();
     let targets = panels.filter_map(|panel| panel["targets"].as_array()).flatten();
     let fill = |query: &str| {
-        query.replace("$job", ".+").replace("$instance", ".+").replace("$__rate_interval", RATE_INTERVAL)
+        let query = query.replace("$__rate_interval", RATE_INTERVAL);
+        ["$cluster", "$job", "$instance"].iter().fold(query, |query, variable| query.replace(variable, ".*"))
     };
     let queries: Vec<_> = targets.filter_map(|target| target["expr"].as_str().map(fill)).collect();
     ensure!(queries.len() > 10, "the dashboard has {} queries", queries.len());

@@ -48,7 +48,7 @@ fn boots(cluster: &Cluster, count: u32) -> Result<String> {
     }
     talking.end(cluster)?;
     Ok(format!(
-        "{count} boots, pods talked again after {:.1} s at most; 0 packets of pods in clear",
+        "{count} boots, pods talked again after {:.1} s at most; 0 packets of pods in cleartext",
         slowest.as_secs_f32()
     ))
 }
@@ -77,9 +77,9 @@ pub fn boot_with_a_file(cluster: &Cluster) -> Result<String> {
     }
     talking.end(cluster)?;
     if seen == 0 {
-        bail!("no packet in clear was seen although the configuration outlived the boot");
+        bail!("no packet in cleartext was seen although the configuration outlived the boot");
     }
-    Ok(format!("{seen} packets in clear"))
+    Ok(format!("{seen} packets in cleartext"))
 }
 
 /// Cuts the power, boots, and waits until a pod of the node reaches others; returns how long that took.
@@ -214,7 +214,7 @@ pub fn deleted_while_it_runs(cluster: &Cluster) -> Result<String> {
     removal::renew_pods(cluster)?;
     network::none_in_clear(clear)?;
     Ok(format!(
-        "the agent ended {:.0} s after the deletion; {with_former} pods started before the next one; 0 packets in clear",
+        "the agent ended {:.0} s after the deletion; {with_former} pods started before the next one; 0 packets in cleartext",
         took.as_secs_f32()
     ))
 }

@@ -3,6 +3,7 @@
 use std::{net::Ipv4Addr, time::Duration};
 
 use anyhow::{Result, ensure};
+use kilo_core::tunnel_path::{PathWithRelay, TunnelPath};
 
 use super::{agents, both, flows::Flows, kgctl::kgctl, settled};
 use crate::{
@@ -45,7 +46,7 @@ fn there_and_back(cluster: &Cluster, relay: &Node) -> Result<String> {
     let ends = [cluster.first(), cluster.node("b1")?];
     let flows = Flows::start(cluster, Some(relay.name()))?;
     network::block(ends.map(|node| &node.site))?;
-    let relayed = wait_for(ends, "relayed", Duration::from_secs(60));
+    let relayed = wait_for(ends, TunnelPath::Relayed, Duration::from_secs(60));
     let shown = relayed.and_then(|()| shown(cluster, ends, relay));
     wait::time_passes(Duration::from_secs(2), "what follows the change is counted, too");
     let cut = flows.measure();
@@ -57,9 +58,9 @@ fn there_and_back(cluster: &Cluster, relay: &Node) -> Result<String> {
 
     let flows = Flows::start(cluster, Some(relay.name()))?;
     network::unblock()?;
-    let direct = wait_for(ends, "direct", RETURNS);
+    let direct = wait_for(ends, TunnelPath::Direct, RETURNS);
     wait::time_passes(STAYS, "the pair may fall back to the relay");
-    let stayed = direct.and_then(|()| wait_for(ends, "direct", Duration::from_secs(1)));
+    let stayed = direct.and_then(|()| wait_for(ends, TunnelPath::Direct, Duration::from_secs(1)));
     let returned = flows.measure()?;
     stayed?;
     let returned = returned.all(|_, figures| figures.lost == 0)?;
@@ -67,9 +68,9 @@ fn there_and_back(cluster: &Cluster, relay: &Node) -> Result<String> {
 }
 
 /// Waits until each end has both its tunnels, one of them by this path.
-fn wait_for(ends: [&Node; 2], path: &str, limit: Duration) -> Result<()> {
-    let wanted = if path == "direct" { 2 } else { 1 };
-    let metric = format!("kilo_tunnels{{way=\"{path}\"}}");
+fn wait_for(ends: [&Node; 2], path: TunnelPath, limit: Duration) -> Result<()> {
+    let wanted = if path == TunnelPath::Direct { 2 } else { 1 };
+    let metric = format!("kilo_tunnels{{path=\"{path}\"}}");
     until(&format!("both ends have a tunnel that is {path}"), limit, || {
         let has = |node: &Node| agents::metric(node, &metric).is_ok_and(|count| count == wanted);
         ends.iter().all(|node| has(node)).then_some(())
@@ -80,7 +81,8 @@ fn wait_for(ends: [&Node; 2], path: &str, limit: Duration) -> Result<()> {
 fn shown(cluster: &Cluster, ends: [&Node; 2], relay: &Node) -> Result<String> {
     let status = kgctl(cluster, &["status"])?;
     println!("$ kgctl status\n{status}");
-    let row = format!("relayed by {}", relay.name());
+    let relay = Some(relay.name().to_owned());
+    let row = PathWithRelay { path: TunnelPath::Relayed, relay }.to_string();
     ensure!(status.lines().any(|line| line.ends_with(&row)), "no tunnel is {row}");
     let drawn = format!("{} and {}: {row}", ends[0].name(), ends[1].name());
     let picture = agents::ask(ends[0], "/graph")?;

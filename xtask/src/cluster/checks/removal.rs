@@ -7,6 +7,7 @@ use anyhow::{Context as _, Result, bail, ensure};
 use crate::{
     cluster::{Cluster, deploy, network, node::Node, until},
     command::output,
+    image,
 };
 
 /// The steps of docs/install.md, on nodes with every piece of our state; then Kilo comes back.
@@ -101,7 +102,8 @@ fn install(program: &str, node: &Node, place: &str) -> Result<()> {
 /// The same with `kgctl uninstall`, which refuses while agents run.
 pub fn by_kgctl(cluster: &Cluster) -> Result<String> {
     install_kgctl(cluster)?;
-    let run = || output(cluster.first().command(KGCTL)?.arg("uninstall"));
+    let image = format!("--image={}", image::IMAGE.trim_start_matches("docker.io/"));
+    let run = || output(cluster.first().command(KGCTL)?.args(["uninstall", &image]));
     match run() {
         Ok(said) => bail!("it does not refuse beside the agents:\n{said}"),
         Err(error) if format!("{error:#}").contains("nothing was removed: DaemonSet kilo") => {}

@@ -13,6 +13,15 @@
 {{- if ne .Values.endpointFrom "auto" }}
             - --endpoint-from={{ .Values.endpointFrom }}
 {{- end }}
+{{- if .Values.failover.enabled }}
+            - --failover=auto
+{{- if ne (int .Values.failover.standBys) 2 }}
+            - --stand-bys={{ int .Values.failover.standBys }}
+{{- end }}
+{{- if ne (int .Values.failover.leaders) 1 }}
+            - --leaders={{ int .Values.failover.leaders }}
+{{- end }}
+{{- end }}
 {{- if .Values.pageToken.enabled }}
             - --page-access=token
 {{- end }}

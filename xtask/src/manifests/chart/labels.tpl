@@ -1,0 +1,3 @@
+{{- with .Values.VALUE.labels }}
+    {{- toYaml . | nindent 4 }}
+{{- end }}

@@ -1,0 +1,3 @@
+{{- with .Values.priorityClassName }}
+      priorityClassName: {{ . }}
+{{- end }}

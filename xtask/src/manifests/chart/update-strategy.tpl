@@ -1,0 +1,5 @@
+{{- with .Values.updateStrategy }}
+    {{- toYaml . | nindent 4 }}
+{{- else }}
+{# source #}
+{{- end }}
