@@ -1,5 +1,7 @@
-# kg and kgctl, for amd64 and arm64:
-#   docker buildx build --platform linux/amd64,linux/arm64 -t kilo-ebpf/kilo:0.1.0 .
+# kg and kgctl, for this machine's architecture:
+#   DOCKER_BUILDKIT=1 docker build -t kilo-ebpf/kilo:0.1.0 .
+# For amd64 and arm64 in one image, which needs another builder and binfmt (docs/install.md):
+#   docker buildx build --platform linux/amd64,linux/arm64 -t REGISTRY/kilo:0.1.0 --push .
 # Without a registry or an engine, from this file: cargo xtask image
 # Compilers run on the machine's own architecture; only the stage `root` installs
 # packages under emulation.
