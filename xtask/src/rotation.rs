@@ -75,12 +75,25 @@ impl OnKernel {
 /// Labs that take long, on this machine's kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, ValueEnum)]
 pub enum LongLab {
-    /// Failover's cases of one leader that not every run has.
+    /// Failover's cases in which one leader or its links fail, or leadership is moved, that not every run has.
     Leader,
+    /// Those about what holds meanwhile: dead agents, Kilo itself, lost packets, strangers, many members.
+    Conditions,
     /// Those of several active leaders and of `kgctl connect`.
     Gateways,
     /// Pairs of NATs, relays, and faults that not every run has.
     Nat,
+}
+
+/// Checks of the cluster that run together.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, ValueEnum)]
+pub enum ClusterPart {
+    /// Those of every run.
+    Always,
+    /// What operators do: policies, bad input, removal, Kilo's own program and back.
+    Operators,
+    /// What happens to nodes: leaders that go, relays, boots, deleted Nodes.
+    Nodes,
 }
 
 /// A part that takes long.
@@ -92,15 +105,15 @@ pub enum Long {
     Bench,
     /// Labs.
     Lab(LongLab),
-    /// Every check of the cluster; ordinary runs have only some.
-    Cluster,
+    /// Checks of the cluster that ordinary runs do not have.
+    Cluster(ClusterPart),
     /// Tests or labs on one kernel.
     Vm(Kernel, OnKernel),
 }
 
 /// The order in which they take turns. The oldest kernel has most to run: each third of its tests has a
 /// turn, and so do its labs.
-const TURNS: [Long; 12] = [
+const TURNS: [Long; 14] = [
     Long::Vm(Kernel::Tcx, OnKernel::All),
     Long::Soak,
     Long::Vm(Kernel::Oldest, OnKernel::Packets),
@@ -111,8 +124,10 @@ const TURNS: [Long; 12] = [
     Long::Lab(LongLab::Leader),
     Long::Lab(LongLab::Gateways),
     Long::Lab(LongLab::Nat),
-    Long::Cluster,
+    Long::Cluster(ClusterPart::Operators),
     Long::Bench,
+    Long::Lab(LongLab::Conditions),
+    Long::Cluster(ClusterPart::Nodes),
 ];
 
 impl Long {
@@ -122,7 +137,7 @@ impl Long {
             Self::Soak => "soak".to_owned(),
             Self::Bench => "bench".to_owned(),
             Self::Lab(lab) => format!("long-labs --labs {}", name(&lab)),
-            Self::Cluster => "cluster --every-check".to_owned(),
+            Self::Cluster(part) => format!("cluster --checks always --checks {}", name(&part)),
             Self::Vm(kernel, OnKernel::All) => format!("vm --kernel {}", kernel.label()),
             Self::Vm(kernel, what) => format!("vm --kernel {} --only {}", kernel.label(), name(&what)),
         }
@@ -141,7 +156,7 @@ impl Long {
 }
 
 /// Its name on the command line.
-fn name(value: &impl ValueEnum) -> String {
+pub fn name(value: &impl ValueEnum) -> String {
     value.to_possible_value().map(|value| value.get_name().to_owned()).unwrap_or_default()
 }
 
@@ -162,7 +177,7 @@ mod tests {
             *turns.entry(of_commit(&hash)).or_insert(0) += 1;
         }
         assert_eq!(turns.len(), TURNS.len());
-        assert!(turns.values().all(|count| (60..125).contains(count)), "{turns:?}");
+        assert!(turns.values().all(|count| (50..110).contains(count)), "{turns:?}");
         assert_eq!(of_commit("not a hash"), TURNS[0]);
         assert_eq!(TURNS[4].label(), "vm --kernel 6.1 --only other-tests");
         assert_eq!(TURNS[8].label(), "long-labs --labs gateways");

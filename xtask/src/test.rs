@@ -25,7 +25,7 @@ use crate::{
     kube_tools, kubernetes,
     lab::{self, takedown::stop_if_interrupted},
     report::{Outcome, TestOutcome},
-    rotation::{Kernel, Long, LongLab, OnKernel},
+    rotation::{ClusterPart, Kernel, Long, LongLab, OnKernel},
     second_try::SecondTries,
     static_checks, web_tools, workspace_root,
 };
@@ -97,7 +97,7 @@ pub struct TestArgs {
     #[arg(long, conflicts_with = "parts")]
     all: bool,
     /// Then run one of the long parts, which take turns from commit to commit: soak, bench, one of the long-labs, a kernel of vm,
-    /// or every check of cluster.
+    /// or more checks of cluster.
     #[arg(long, conflicts_with_all = ["parts", "all"])]
     rotate: bool,
     /// Kernels of the part vm (repeatable); all when none is named.
@@ -109,7 +109,10 @@ pub struct TestArgs {
     /// Which of the part long-labs (repeatable); all when none is named.
     #[arg(long, value_enum, requires = "parts", conflicts_with = "all")]
     labs: Vec<LongLab>,
-    /// Every check of the part cluster, also those that take long.
+    /// Which checks of the part cluster run (repeatable).
+    #[arg(long, value_enum, default_value = "always", conflicts_with_all = ["all", "every_check"])]
+    checks: Vec<ClusterPart>,
+    /// Every check of the part cluster.
     #[arg(long)]
     every_check: bool,
     /// Where the outcomes are written (JSON).
@@ -137,7 +140,7 @@ impl TestArgs {
             parts: self.parts.clone(),
             on: (or_all(&self.kernels), self.only),
             labs: or_all(&self.labs),
-            cluster: if self.every_check { Checks::Every } else { Checks::Ordinary },
+            cluster: Checks::Parts(if self.every_check { or_all(&[]) } else { self.checks.clone() }),
         };
         if self.all {
             let parts = [&QUICK[..], &LONG].concat();
@@ -157,7 +160,10 @@ impl TestArgs {
             None => Chosen { parts: QUICK.to_vec(), ..chosen },
             Some(Long::Soak) => Chosen { parts: and(&[Part::Soak]), ..chosen },
             Some(Long::Bench) => Chosen { parts: and(&[Part::Bench]), ..chosen },
-            Some(Long::Cluster) => Chosen { parts: QUICK.to_vec(), cluster: Checks::Every, ..chosen },
+            Some(Long::Cluster(part)) => {
+                let cluster = Checks::Parts(vec![ClusterPart::Always, part]);
+                Chosen { parts: QUICK.to_vec(), cluster, ..chosen }
+            }
             Some(Long::Lab(lab)) => Chosen { parts: and(&[Part::LongLabs]), labs: vec![lab], ..chosen },
             Some(Long::Vm(kernel, what)) => {
                 Chosen { parts: and(&[Part::Vm]), on: (vec![kernel], what), ..chosen }
@@ -329,7 +335,7 @@ fn run_part(
             let environment = BTreeMap::from([("KUBEBUILDER_ASSETS".to_owned(), assets)]);
             programs::run(part, binaries, &environment, Some(tries))
         }
-        Part::Cluster => cluster::run(chosen.cluster, tries),
+        Part::Cluster => cluster::run(&chosen.cluster, tries),
         Part::Vm => {
             apt::install(lab::PACKAGES)?;
             guest::run((&chosen.on.0, chosen.on.1), binaries, tries)

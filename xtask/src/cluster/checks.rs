@@ -26,24 +26,31 @@ use std::time::{Duration, Instant};
 use anyhow::{Result, bail};
 
 use super::{Cluster, matrix, network, until};
-use crate::report::{InClear, Outcome, TestOutcome};
+use crate::{
+    report::{InClear, Outcome, TestOutcome},
+    rotation::ClusterPart,
+};
 use logs::{ANYTHING, AWAY, BOOTS, Causes, ENDED, LEADERS, Logs, RELAY};
 
-/// One check: its name, its function, and whether only `--all` runs it.
+/// One check: its name, its function, and the part that it runs with.
 pub struct Check {
     name: &'static str,
     run: fn(&Cluster) -> Result<String>,
-    long: bool,
+    part: ClusterPart,
     /// Warnings of agents that it causes.
     causes: Causes,
 }
 
 const fn check(name: &'static str, run: fn(&Cluster) -> Result<String>) -> Check {
-    Check { name, run, long: false, causes: &[] }
+    Check { name, run, part: ClusterPart::Always, causes: &[] }
 }
 
-const fn long(name: &'static str, run: fn(&Cluster) -> Result<String>) -> Check {
-    Check { long: true, ..check(name, run) }
+const fn of_operators(name: &'static str, run: fn(&Cluster) -> Result<String>) -> Check {
+    Check { part: ClusterPart::Operators, ..check(name, run) }
+}
+
+const fn of_nodes(name: &'static str, run: fn(&Cluster) -> Result<String>) -> Check {
+    Check { part: ClusterPart::Nodes, ..check(name, run) }
 }
 
 impl Check {
@@ -75,35 +82,46 @@ const CHECKS: &[Check] = &[
         .causing(&[AWAY, BOOTS]),
     check("a node that boots sends nothing in cleartext", nodes::boot).causing(&[AWAY, BOOTS]),
     check("Prometheus finds the agents, and returns the dashboard and the alerts", monitoring::prometheus),
-    long("kgctl: a connectivity-test that is interrupted or killed leaves nothing in the end", kgctl::ended),
-    long("agents run with the runtime's default seccomp profile, too", confined::by_default),
-    long("a policy keeps each agent to its own node, and what agents do goes on", shipped::own_node),
-    long("bad input is said in the termination message, the log and kgctl status", bad_input::everything)
+    of_operators(
+        "kgctl: a connectivity-test that is interrupted or killed leaves nothing in the end",
+        kgctl::ended,
+    ),
+    of_operators("agents run with the runtime's default seccomp profile, too", confined::by_default),
+    of_operators("a policy keeps each agent to its own node, and what agents do goes on", shipped::own_node),
+    of_operators(
+        "bad input is said in the termination message, the log and kgctl status",
+        bad_input::everything,
+    )
+    .causing(&[ANYTHING]),
+    of_operators("agents start in a cluster without kube-proxy", no_kube_proxy::agents_start)
         .causing(&[ANYTHING]),
-    long("agents start in a cluster without kube-proxy", no_kube_proxy::agents_start).causing(&[ANYTHING]),
-    long("the uninstall manifest takes everything off every node", removal::manifest).causing(&[AWAY, BOOTS]),
-    long("Kilo's own DaemonSet gets our image, and its own again", migration::there_and_back)
+    of_operators("the uninstall manifest takes everything off every node", removal::manifest)
+        .causing(&[AWAY, BOOTS]),
+    of_operators("Kilo's own DaemonSet gets our image, and its own again", migration::there_and_back)
         .causing(&[ANYTHING]),
-    long(
+    of_nodes(
         "the leader's machine loses power, and its stand-by leads within half a second",
         stand_by::leader_dies,
     )
     .causing(&[AWAY, BOOTS, LEADERS]),
-    long(
+    of_nodes(
         "the leader's machine is drained, and its stand-by leads before it goes",
         stand_by::leader_is_drained,
     )
     .causing(&[AWAY, BOOTS, LEADERS]),
-    long("in a mesh where nodes are Kilo in Go, the leader's machine loses power", mixed::leader_dies)
+    of_nodes("in a mesh where nodes are Kilo in Go, the leader's machine loses power", mixed::leader_dies)
         .causing(&[ANYTHING]),
-    long("packets of pods bypass the host's stack, and nothing is lost", host_routing::bypasses),
-    long("a relay joins two locations that cannot reach each other, until they can again", relay::takes_over)
-        // The relay's node moves to a location of its own and back, and its connections with it.
-        .causing(&[AWAY, LEADERS, RELAY]),
-    long("a node that is deleted while it runs sends nothing in cleartext", nodes::deleted_while_it_runs)
+    of_nodes("packets of pods bypass the host's stack, and nothing is lost", host_routing::bypasses),
+    of_nodes(
+        "a relay joins two locations that cannot reach each other, until they can again",
+        relay::takes_over,
+    )
+    // The relay's node moves to a location of its own and back, and its connections with it.
+    .causing(&[AWAY, LEADERS, RELAY]),
+    of_nodes("a node that is deleted while it runs sends nothing in cleartext", nodes::deleted_while_it_runs)
         .causing(&[AWAY, BOOTS, ENDED]),
-    long("twenty boots send nothing in cleartext", nodes::many_boots).causing(&[AWAY, BOOTS]),
-    long("the check of boots sees what a CNI configuration on disk lets out", nodes::boot_with_a_file)
+    of_nodes("twenty boots send nothing in cleartext", nodes::many_boots).causing(&[AWAY, BOOTS]),
+    of_nodes("the check of boots sees what a CNI configuration on disk lets out", nodes::boot_with_a_file)
         .causing(&[AWAY, BOOTS]),
 ];
 
@@ -113,16 +131,42 @@ const LAST: Check = check(
     agents::attached,
 );
 
-/// Runs the checks whose name contains `only`, and then the last one; one outcome each. A check also fails
+/// Which checks run.
+#[derive(Debug)]
+pub enum Choice<'a> {
+    /// Every check.
+    All,
+    /// Those with one of these in their name.
+    Named(&'a [String]),
+    /// Those of these parts.
+    Parts(&'a [ClusterPart]),
+}
+
+impl<'a> Choice<'a> {
+    /// What `--only`, `--part` and `--all` choose.
+    pub const fn of(only: &'a [String], parts: &'a [ClusterPart], all: bool) -> Self {
+        match (only, all) {
+            (_, true) => Self::All,
+            ([], false) => Self::Parts(parts),
+            (only, false) => Self::Named(only),
+        }
+    }
+
+    fn has(&self, check: &Check) -> bool {
+        match self {
+            Self::All => true,
+            Self::Named(words) => words.iter().any(|words| check.name.contains(words.as_str())),
+            Self::Parts(parts) => parts.contains(&check.part),
+        }
+    }
+}
+
+/// Runs the chosen checks, and then the last one; one outcome each. A check also fails
 /// when an agent is refused something or logs a warning that the check does not cause.
-pub fn run(cluster: &Cluster, only: Option<&str>, all: bool) -> Vec<TestOutcome> {
-    let wanted = |check: &&Check| match only {
-        Some(words) => check.name.contains(words),
-        None => all || !check.long,
-    };
+pub fn run(cluster: &Cluster, choice: &Choice) -> Vec<TestOutcome> {
     let mut outcomes = Vec::new();
     let mut logs = Logs::start(cluster);
-    for check in CHECKS.iter().filter(wanted).chain([&LAST]) {
+    for check in CHECKS.iter().filter(|check| choice.has(check)).chain([&LAST]) {
         let started = Instant::now();
         let result = match ((check.run)(cluster), logs.ended(check.causes)) {
             (Ok(figures), logged) => logged.map(|_| figures),

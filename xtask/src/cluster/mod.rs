@@ -34,13 +34,18 @@ use crate::{
         wait,
     },
     report::TestOutcome,
+    rotation::ClusterPart,
     workspace_root,
 };
+use checks::Choice;
 use node::{Node, Parts};
 use release::Release;
 
 /// Debian packages that the cluster needs on this machine.
 const PACKAGES: &[&str] = &["iproute2", "nftables", "util-linux", "containerd"];
+
+/// Name of the outcome that says whether the cluster came up.
+pub const COMES_UP: &str = "Kubernetes and Kilo come up";
 
 /// Options and subcommands of the cluster.
 #[derive(Args, Clone, Debug)]
@@ -84,11 +89,14 @@ enum ClusterCommand {
     Down,
     /// Bring a cluster up, run every check, take it down; on one that stands with --keep, run checks.
     Test {
-        /// Only checks with this in their name.
+        /// Only checks with one of these in their name (repeatable).
         #[arg(long, value_name = "WORDS")]
-        only: Option<String>,
-        /// Also what takes long.
-        #[arg(long)]
+        only: Vec<String>,
+        /// Checks of these parts (repeatable).
+        #[arg(long = "part", value_enum, default_value = "always", conflicts_with = "only")]
+        parts: Vec<ClusterPart>,
+        /// Every check.
+        #[arg(long, conflicts_with_all = ["only", "parts"])]
         all: bool,
         /// Use the cluster that stands.
         #[arg(long)]
@@ -150,7 +158,7 @@ pub fn main(args: &ClusterArgs) -> Result<()> {
             let _guard = takedown::end_children_with_us("cluster")?;
             prepare(args).map(drop)
         }
-        Some(ClusterCommand::Test { only, all, standing, json }) => {
+        Some(ClusterCommand::Test { only, parts, all, standing, json }) => {
             let started = Instant::now();
             let (guard, cluster) = if *standing {
                 (None, Cluster::load())
@@ -158,10 +166,9 @@ pub fn main(args: &ClusterArgs) -> Result<()> {
                 let guard = take_over()?;
                 (Some(guard), Cluster::up(args))
             };
-            let mut outcomes =
-                vec![checks::outcome("Kubernetes and Kilo come up", started, cluster.as_ref().err())];
+            let mut outcomes = vec![checks::outcome(COMES_UP, started, cluster.as_ref().err())];
             if let Ok(cluster) = &cluster {
-                outcomes.extend(checks::run(cluster, only.as_deref(), *all));
+                outcomes.extend(checks::run(cluster, &Choice::of(only, parts, *all)));
             }
             drop(guard);
             report(&outcomes, json.as_deref())

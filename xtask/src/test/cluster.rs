@@ -3,12 +3,17 @@
 use std::process::Command;
 
 use anyhow::Result;
+use clap::ValueEnum as _;
 
 use super::{Part, run_own};
 use crate::{
-    cluster::release::{DEBIAN, Release},
+    cluster::{
+        COMES_UP,
+        release::{DEBIAN, Release},
+    },
     command::own_program,
     report::TestOutcome,
+    rotation::{self, ClusterPart},
     second_try::SecondTries,
 };
 
@@ -16,34 +21,50 @@ use crate::{
 #[derive(Debug, PartialEq, Eq)]
 struct Run {
     release: Release,
-    flags: &'static [&'static str],
+    parts: Vec<ClusterPart>,
+}
+
+impl Run {
+    /// Arguments of `cluster test` for everything, or for the checks of the outcomes `names`. A cluster that did not come up
+    /// means everything.
+    fn arguments(&self, names: &[String]) -> Vec<String> {
+        let pairs = |option: &str, values: Vec<String>| -> Vec<String> {
+            values.into_iter().flat_map(|value| [option.to_owned(), value]).collect()
+        };
+        let parts = || self.parts.iter().map(rotation::name).collect();
+        let old = (self.release == DEBIAN).then(|| "--old".to_owned());
+        let chosen = match names {
+            [] => pairs("--part", parts()),
+            names if names.iter().any(|name| name == COMES_UP) => pairs("--part", parts()),
+            names => pairs("--only", names.to_vec()),
+        };
+        old.into_iter().chain(chosen).collect()
+    }
 }
 
 /// Which checks run, and on which releases.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Checks {
-    /// The checks of every run, on the newest release.
-    Ordinary,
-    /// Every check, on the newest release.
-    Every,
+    /// The checks of these parts, on the newest release.
+    Parts(Vec<ClusterPart>),
     /// Every check on the newest release, then the ordinary ones on the oldest.
     EveryAndOldest,
 }
 
 /// Runs these checks.
-pub fn run(checks: Checks, tries: &mut SecondTries) -> Result<Vec<TestOutcome>> {
+pub fn run(checks: &Checks, tries: &mut SecondTries) -> Result<Vec<TestOutcome>> {
     let this = own_program()?;
     let mut outcomes = Vec::new();
-    for Run { release, flags } in runs(checks, Release::newest()?) {
-        println!("-- Kubernetes {}", release.version);
-        let ran = tries.run(|_| {
+    for run in runs(checks, Release::newest()?) {
+        println!("-- Kubernetes {}", run.release.version);
+        let ran = tries.run(|names| {
             let file = tempfile::NamedTempFile::new()?;
             let mut command = Command::new(&this);
-            command.args(["cluster", "test", "--json"]).arg(file.path()).args(flags);
+            command.args(["cluster", "test", "--json"]).arg(file.path()).args(run.arguments(names));
             run_own(Part::Cluster, "cluster test", &mut command, file.path())
         })?;
         outcomes.extend(ran.into_iter().map(|outcome| TestOutcome {
-            name: format!("{} (Kubernetes {})", outcome.name, release.version),
+            name: format!("{} (Kubernetes {})", outcome.name, run.release.version),
             ..outcome
         }));
     }
@@ -51,13 +72,15 @@ pub fn run(checks: Checks, tries: &mut SecondTries) -> Result<Vec<TestOutcome>> 
 }
 
 /// Long checks run on the newest release only: they exercise the nodes more than the API server.
-fn runs(checks: Checks, newest: Release) -> Vec<Run> {
-    let flags: &[&str] = if checks == Checks::Ordinary { &[] } else { &["--all"] };
-    let mut runs = vec![Run { release: newest, flags }];
-    if checks == Checks::EveryAndOldest && newest != DEBIAN {
-        runs.push(Run { release: DEBIAN, flags: &["--old"] });
+fn runs(checks: &Checks, newest: Release) -> Vec<Run> {
+    match checks {
+        Checks::Parts(parts) => vec![Run { release: newest, parts: parts.clone() }],
+        Checks::EveryAndOldest => {
+            let every = Run { release: newest, parts: ClusterPart::value_variants().to_vec() };
+            let oldest = Run { release: DEBIAN, parts: vec![ClusterPart::Always] };
+            std::iter::once(every).chain((newest != DEBIAN).then_some(oldest)).collect()
+        }
     }
-    runs
 }
 
 #[cfg(test)]
@@ -65,16 +88,32 @@ mod tests {
     use super::*;
     use crate::cluster::release::CURRENT;
 
+    const EVERY: &str = "--part always --part operators --part nodes";
+
     #[test]
     fn all_means_both_releases_and_the_newest_as_a_whole() {
-        let wanted = |runs: Vec<Run>| {
-            runs.iter().map(|run| (run.release.version, run.flags.join(" "))).collect::<Vec<_>>()
+        let wanted = |checks: &Checks, newest| {
+            let runs = runs(checks, newest);
+            runs.iter().map(|run| (run.release.version, run.arguments(&[]).join(" "))).collect::<Vec<_>>()
         };
-        assert_eq!(wanted(runs(Checks::Ordinary, CURRENT)), [("1.36.2", String::new())]);
-        assert_eq!(wanted(runs(Checks::Every, CURRENT)), [("1.36.2", "--all".to_owned())]);
-        let both = [("1.36.2", "--all".to_owned()), ("1.20.2", "--old".to_owned())];
-        assert_eq!(wanted(runs(Checks::EveryAndOldest, CURRENT)), both);
+        let ordinary = Checks::Parts(vec![ClusterPart::Always]);
+        assert_eq!(wanted(&ordinary, CURRENT), [("1.36.2", "--part always".to_owned())]);
+        let both = [("1.36.2", EVERY.to_owned()), ("1.20.2", "--old --part always".to_owned())];
+        assert_eq!(wanted(&Checks::EveryAndOldest, CURRENT), both);
         // The newer release's source is unavailable.
-        assert_eq!(wanted(runs(Checks::EveryAndOldest, DEBIAN)), [("1.20.2", "--all".to_owned())]);
+        assert_eq!(wanted(&Checks::EveryAndOldest, DEBIAN), [("1.20.2", format!("--old {EVERY}"))]);
+    }
+
+    #[test]
+    fn a_second_try_is_of_what_failed_alone_on_a_cluster_that_came_up() {
+        let run = Run { release: CURRENT, parts: vec![ClusterPart::Always, ClusterPart::Nodes] };
+        let again = |names: &[&str]| {
+            run.arguments(&names.iter().map(|&name| name.to_owned()).collect::<Vec<_>>()).join("|")
+        };
+        assert_eq!(
+            again(&["a drained node takes nothing with it"]),
+            "--only|a drained node takes nothing with it"
+        );
+        assert_eq!(again(&[COMES_UP]), "--part|always|--part|nodes");
     }
 }

@@ -50,6 +50,7 @@ const QUICK: [Run; 4] = [
 ];
 
 const LEADER: [Run; 1] = [Run::of(&["failover", "--part", "leader"], "--case", "failover ")];
+const CONDITIONS: [Run; 1] = [Run::of(&["failover", "--part", "conditions"], "--case", "failover ")];
 const GATEWAYS: [Run; 1] = [Run::of(&["failover", "--part", "gateways"], "--case", "failover ")];
 const NAT: [Run; 2] =
     [Run::of(&["nat"], "--part", "nat "), Run::of(&["faults", "--part", "on-request"], "--fault", "fault ")];
@@ -57,6 +58,7 @@ const NAT: [Run; 2] =
 const fn runs_of(lab: LongLab) -> &'static [Run] {
     match lab {
         LongLab::Leader => &LEADER,
+        LongLab::Conditions => &CONDITIONS,
         LongLab::Gateways => &GATEWAYS,
         LongLab::Nat => &NAT,
     }

@@ -13,6 +13,8 @@ use crate::{Lab, faults::control_plane, network::Shape};
 /// For cases that are not on the list of docs/reliability.md: several active leaders, and more packets than a
 /// leader carries.
 pub const UNLISTED: u8 = 0;
+/// Last line of that page about how a leader fails or leadership moves; later ones are about what else holds then.
+const LAST_OF_LEADERS: u8 = 24;
 
 /// What a case accepts.
 #[derive(Clone, Copy, Debug)]
@@ -130,6 +132,11 @@ impl Case {
                 || self.shape != Shape::Plain
                 || self.from == "laptop"
                 || self.id == "gateway-joins")
+    }
+
+    /// Whether it is less about how the leader fails than about what holds meanwhile.
+    pub const fn is_under_conditions(&self) -> bool {
+        self.line > LAST_OF_LEADERS
     }
 
     /// In 95 of 100 runs answers must resume within so many milliseconds.

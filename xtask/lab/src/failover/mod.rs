@@ -88,8 +88,10 @@ pub fn kept_lines() -> Result<impl Fn(u8) -> Vec<String>> {
 pub enum Part {
     /// Those of every test run.
     Always,
-    /// The others of one leader and its stand-bys.
+    /// The others in which one leader, its links or its clock fail, or leadership is moved on purpose.
     Leader,
+    /// The others of one leader and its stand-bys: dead agents, Kilo itself, lost packets, strangers, many members.
+    Conditions,
     /// The others of several active leaders, and of machines with `kgctl connect`.
     Gateways,
     /// What a debug build is too slow for: 17 nodes that all send, and the last node with Kilo itself that leaves.
@@ -102,6 +104,7 @@ impl Part {
             case if case.is_always => Self::Always,
             case if case.needs_release => Self::Release,
             case if case.is_of_several() => Self::Gateways,
+            case if case.is_under_conditions() => Self::Conditions,
             _ => Self::Leader,
         }
     }
