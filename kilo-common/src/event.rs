@@ -1,7 +1,7 @@
 //! What the programs report to a listener about a packet they drop. The drop reasons, with their descriptions
-//! and remedies, are the table in `kilo-common/src/counters.rs`.
+//! and remedies, are the table in `kilo-common/src/drop_reasons.rs`.
 
-use crate::counters::DropReason;
+use crate::drop_reasons::DropReason;
 
 /// Bytes of the packet an event carries: enough for Ethernet, VXLAN over IPv6
 /// and an inner header. A power of two, for [`captured`].

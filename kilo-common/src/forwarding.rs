@@ -6,7 +6,8 @@
 //! in bytes (0 = not known) carries the packet, or each of its segments.
 
 use crate::{
-    counters::{Action, DropReason},
+    counters::Action,
+    drop_reasons::DropReason,
     lead::{Exit, Sender, exit, hop_of},
     maps::{
         CONFIG_ENCAPSULATED, CONFIG_GATEWAY, CONFIG_NATIVE, CONFIG_OFFERED, HOP_ACTING, HOP_FIRST_NODE,

@@ -5,6 +5,7 @@
 pub mod checksum;
 pub mod counters;
 pub mod direct;
+pub mod drop_reasons;
 pub mod ecn;
 pub mod encap;
 pub mod event;

@@ -5,7 +5,7 @@ use network_types::{
     ip::{Ipv4Hdr, Ipv6Hdr},
 };
 
-use crate::counters::DropReason;
+use crate::drop_reasons::DropReason;
 
 /// IP protocol numbers (IANA).
 pub mod protocol {

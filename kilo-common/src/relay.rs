@@ -12,7 +12,7 @@
 //! 1 to 4, so neither is mistaken for the other.
 
 use crate::{
-    counters::DropReason,
+    drop_reasons::DropReason,
     siphash::{self, Key},
     wire_enum::wire_enum,
 };

@@ -3,7 +3,7 @@
 
 use aya_ebpf::{EbpfContext as _, bindings::bpf_adj_room_mode::BPF_ADJ_ROOM_MAC, programs::TcContext};
 use kilo_common::{
-    counters::DropReason,
+    drop_reasons::DropReason,
     ecn,
     encap::UDP_LEN,
     forwarding::{self, Disposition},

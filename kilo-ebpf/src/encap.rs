@@ -11,7 +11,7 @@ use aya_ebpf::{
     programs::TcContext,
 };
 use kilo_common::{
-    counters::DropReason,
+    drop_reasons::DropReason,
     encap::{
         IPIP_OVERHEAD, IPIP_OVERHEAD_V6, Inner, OUTER_TTL, VXLAN_OVERHEAD, VXLAN_OVERHEAD_V6, ipip_frame,
         ipip_frame_v6, vxlan_ethernet, vxlan_frame, vxlan_frame_v6,

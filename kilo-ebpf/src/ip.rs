@@ -3,8 +3,8 @@
 
 use aya_ebpf::{btf_maps::lpm_trie::Key, programs::TcContext};
 use kilo_common::{
-    counters::DropReason,
     direct::Slot,
+    drop_reasons::DropReason,
     maps::{CONFIG_SEVERAL_V4, CONFIG_SEVERAL_V6, Config, Device, NodeValue, PrefixValue},
     packet::{IPV4_LEN, IPV6_LEN, Ipv4, Ipv4Header, Ipv6, never_steered, never_steered_v6, protocol},
 };

@@ -2,7 +2,8 @@
 
 use aya_ebpf::{EbpfContext as _, programs::TcContext};
 use kilo_common::{
-    counters::{Action, DropReason},
+    counters::Action,
+    drop_reasons::DropReason,
     forwarding::{self, hop_id, is_gateway, routed, unrouted},
     maps::{Config, PREFIX_NOT_MASQUERADED, PREFIX_VIA_WIREGUARD, PrefixValue},
     packet::{Ipv4, protocol},

@@ -2,7 +2,7 @@
 
 use aya_ebpf::{EbpfContext as _, programs::TcContext};
 use kilo_common::{
-    counters::DropReason,
+    drop_reasons::DropReason,
     encap::{UDP_LEN, VXLAN_INNER, VXLAN_LEN, vxlan_header},
     forwarding::{self, Disposition, is_gateway},
     maps::{

@@ -1,5 +1,5 @@
 //! Reports drops to a listener (`kgctl monitor`). Without one, a drop costs one
-//! array lookup. The drop reasons and their remedies are the table in `kilo-common/src/counters.rs`.
+//! array lookup. The drop reasons and their remedies are the table in `kilo-common/src/drop_reasons.rs`.
 
 use aya_ebpf::{
     EbpfContext as _,

@@ -5,7 +5,7 @@ use aya_ebpf::{
     programs::TcContext,
 };
 use kilo_common::{
-    counters::DropReason,
+    drop_reasons::DropReason,
     event::Hook,
     icmp_too_big::{self, QUOTED},
     packet::ETHERNET_LEN,

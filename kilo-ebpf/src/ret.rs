@@ -7,7 +7,7 @@ use aya_ebpf::{
     helpers::{bpf_redirect, bpf_redirect_neigh},
     programs::TcContext,
 };
-use kilo_common::{counters::DropReason, event::Hook, maps::Config};
+use kilo_common::{drop_reasons::DropReason, event::Hook, maps::Config};
 
 use crate::{maps, monitor, orphaned, packet};
 

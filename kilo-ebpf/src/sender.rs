@@ -4,7 +4,7 @@ use core::mem::offset_of;
 
 use aya_ebpf::programs::TcContext;
 use kilo_common::{
-    counters::DropReason,
+    drop_reasons::DropReason,
     forwarding,
     maps::{Config, NodeValue},
     packet::Ipv4,

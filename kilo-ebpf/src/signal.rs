@@ -10,7 +10,8 @@ use aya_ebpf::{
     programs::TcContext,
 };
 use kilo_common::{
-    counters::{Action, DropReason},
+    counters::Action,
+    drop_reasons::DropReason,
     encap::UDP_LEN,
     event::Hook,
     forwarding::is_remote,

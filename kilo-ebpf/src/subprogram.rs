@@ -6,7 +6,7 @@
 //! names, which no other function may have.
 
 use aya_ebpf::bindings::__sk_buff;
-use kilo_common::counters::DropReason;
+use kilo_common::drop_reasons::DropReason;
 
 /// An argument beside the packet: a number, or a reference, which is passed as a pointer.
 pub trait Argument: Sized {

@@ -7,7 +7,7 @@ use aya_ebpf::{
     programs::TcContext,
 };
 use kilo_common::{
-    counters::DropReason,
+    drop_reasons::DropReason,
     maps::{Config, NodeValue, VXLAN_VNI},
     packet::{ETHERNET_LEN, Ipv4},
 };

@@ -8,7 +8,7 @@ use core::mem::offset_of;
 
 use aya_ebpf::{EbpfContext as _, programs::TcContext};
 use kilo_common::{
-    counters::DropReason,
+    drop_reasons::DropReason,
     forwarding,
     maps::{CONFIG_OFFERED, CONFIG_ONE_V4, CONFIG_ONE_V6, Config, PREFIX_NEVER_CLEAR},
     packet::{ETHERNET_LEN, IPV4_LEN, IPV6_LEN, Ipv4, Ipv4Header, protocol},

@@ -1,7 +1,7 @@
 //! What a program knows of a sender of messages, and which of its messages are worth the agent's time.
 
 use super::{Raw, SEQUENCE};
-use crate::counters::DropReason;
+use crate::drop_reasons::DropReason;
 
 /// Kinds of messages, and room for more.
 const KINDS: usize = 8;

@@ -4,7 +4,7 @@
 use super::{Header, KERNEL, Kind};
 use crate::{
     checksum,
-    counters::DropReason,
+    drop_reasons::DropReason,
     lead::{self, Term},
     maps::{HOP_FIRST_NODE, SIGNAL_GATEWAY, SignalKey},
     siphash::{self, Key},

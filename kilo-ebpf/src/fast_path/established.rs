@@ -11,7 +11,8 @@ use aya_ebpf::{
 };
 use kilo_common::{
     checksum,
-    counters::{Action, DropReason},
+    counters::Action,
+    drop_reasons::DropReason,
     maps::{
         CONFIG_MASQUERADE, CONFIG_NATIVE, CONFIG_ONE_V4, CONFIG_SEVERAL_V4, Config, DEVICE_BY_DESTINATION,
         NAT_EGRESS, NAT_INGRESS, NAT_SEEN, NatKey, NatValue, VXLAN_PORT,

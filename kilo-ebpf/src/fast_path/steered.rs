@@ -4,7 +4,8 @@
 
 use aya_ebpf::{bindings::bpf_adj_room_mode::BPF_ADJ_ROOM_MAC, programs::TcContext};
 use kilo_common::{
-    counters::{Action, DropReason},
+    counters::Action,
+    drop_reasons::DropReason,
     forwarding::{Disposition, check_source, disposition},
     maps::{
         CONFIG_OFFERED, CONFIG_SEVERAL_V4, Config, NodeValue, PREFIX_KNOWN_SENDER, PREFIX_NOT_TRANSLATED,

@@ -15,7 +15,8 @@ pub mod scratch;
 
 use aya_ebpf::{EbpfContext as _, programs::TcContext};
 use kilo_common::{
-    counters::{Action, DropReason},
+    counters::Action,
+    drop_reasons::DropReason,
     maps::{
         CONFIG_MASQUERADE, Config, DEVICE_BY_DESTINATION, DEVICE_MASQUERADE, Device, MASQ_EXCLUDE,
         NAT_EGRESS, NAT_FRAGMENT_EGRESS, NAT_FRAGMENT_INGRESS, NAT_INGRESS, NAT_SEEN,

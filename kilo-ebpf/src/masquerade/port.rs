@@ -10,7 +10,7 @@ use aya_ebpf::{
     helpers::{bpf_loop, bpf_sk_lookup_tcp, bpf_sk_lookup_udp, bpf_sk_release},
 };
 use kilo_common::{
-    counters::DropReason,
+    drop_reasons::DropReason,
     maps::{Config, NAT_SEEN, NatKey, NatValue},
     nat::{
         PORT_ATTEMPTS, candidate_port,

@@ -7,7 +7,7 @@ use aya_ebpf::{
     helpers::bpf_csum_update,
     programs::TcContext,
 };
-use kilo_common::counters::DropReason;
+use kilo_common::drop_reasons::DropReason;
 use kilo_common::{nat::flow::layout, packet::protocol};
 
 use super::{DONE, IPV6, scratch::this_cpu};

@@ -20,7 +20,8 @@ use aya_ebpf::{
 };
 use kilo_common::{
     checksum::{add, difference_of_halves, of_udp, update_word, was_whole},
-    counters::{Action, DropReason},
+    counters::Action,
+    drop_reasons::DropReason,
     encap::UDP_LEN,
     map_table,
     maps::{CONFIG_RELAY, Config},

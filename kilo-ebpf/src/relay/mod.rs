@@ -18,7 +18,8 @@ use aya_ebpf::{
 };
 use kilo_common::{
     checksum::{add, difference_of_halves},
-    counters::{Action, DropReason},
+    counters::Action,
+    drop_reasons::DropReason,
     encap::UDP_LEN,
     maps::{CONFIG_RELAY, Config},
     packet::{ETHERNET_LEN, Ipv4, protocol},
