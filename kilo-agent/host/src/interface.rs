@@ -47,12 +47,12 @@ impl Interface {
             && let Some(link) = links::by_index(rtnl, index).await?
             && matches!(link.kind.as_str(), "wireguard" | "tun")
         {
+            links::rename(rtnl, index, &options.name).await?;
             tracing::warn!(
                 interface = options.name,
                 found = link.name,
                 "WireGuard device was renamed by something else; renamed it back"
             );
-            links::rename(rtnl, index, &options.name).await?;
         }
         let made =
             ensure_device(net.rtnl(), &options.name, options.mode, options.create, &options.executable)

@@ -40,7 +40,10 @@ pub enum LockError {
         owner: u32,
     },
     /// The system refuses.
-    #[error("lock {path}: {source}; the agent needs this path writable, and runs as root", path = path.display())]
+    #[error(
+        "failed to lock {path}: {source}; run the agent as root, and make this path writable",
+        path = path.display()
+    )]
     Refused {
         /// The file.
         path: PathBuf,

@@ -9,7 +9,11 @@ use kilo_common::{
     maps::{NODE_LED, NodeValue},
 };
 
-use super::{DataplaneError, maps::entries::gone, open_pin, pin_directory};
+use super::{
+    DataplaneError,
+    maps::{SenderLock, entries::gone},
+    open_pin,
+};
 
 /// `BPF_EXIST` (include/uapi/linux/bpf.h): a node that a reconcile has removed meanwhile must not come back as an
 /// accepted sender.
@@ -19,17 +23,15 @@ const EXIST: u64 = 2;
 pub struct Led {
     v4: HashMap<MapData, [u8; 4], NodeValue>,
     v6: HashMap<MapData, [u8; 16], NodeValue>,
+    senders: SenderLock,
 }
 
 impl Led {
-    /// Opens the maps of this host's data path.
-    ///
-    /// # Errors
-    /// When there is no data path, or no right to read its maps.
-    pub fn open(bpffs: &Path) -> Result<Self, DataplaneError> {
-        let directory = pin_directory(bpffs);
-        let map = |name| Ok::<_, DataplaneError>(Map::HashMap(open_pin(&directory, name)?));
-        Ok(Self { v4: HashMap::try_from(map(name::NODE_V4)?)?, v6: HashMap::try_from(map(name::NODE_V6)?)? })
+    /// Opens the maps that are pinned in `directory`.
+    pub(super) fn of(directory: &Path, senders: SenderLock) -> Result<Self, DataplaneError> {
+        let map = |name| Ok::<_, DataplaneError>(Map::HashMap(open_pin(directory, name)?));
+        let (v4, v6) = (map(name::NODE_V4)?, map(name::NODE_V6)?);
+        Ok(Self { v4: HashMap::try_from(v4)?, v6: HashMap::try_from(v6)?, senders })
     }
 
     /// Private addresses of the members marked as led by this gateway.
@@ -49,6 +51,7 @@ impl Led {
             let flags = if is_led { value.flags | NODE_LED } else { value.flags & !NODE_LED };
             (flags != value.flags).then_some(NodeValue { flags, ..value })
         };
+        let _locked = self.senders.lock();
         match address {
             IpAddr::V4(address) => {
                 let key = address.octets();

@@ -37,7 +37,8 @@ use aya::{
     programs::SchedClassifier,
 };
 use kilo_common::{
-    counters::{Action, DropReason},
+    counters::Action,
+    drop_reasons::DropReason,
     map_table::name,
     maps::{Config, NodeValue, SignalKey},
 };
@@ -143,6 +144,8 @@ pub struct Dataplane {
     /// Content of the maps, read once at start and updated by every write.
     present: maps::Content,
     attachments: attach::Attachments,
+    /// Shared with [`Self::led`].
+    senders: maps::SenderLock,
     /// Maps of another layout carried packets when this one was opened.
     replaces_layout: bool,
     /// Uplinks without link-layer header, as of the last [`Self::attach`].
@@ -182,7 +185,8 @@ impl Dataplane {
         // New maps are empty; reading 65,536 empty slots would take a tenth of a first start.
         let present = if are_new { maps::Content::default() } else { maps::read_all(&mut maps)? };
         let attachments = attach::Attachments::new(mode, link_directory(bpffs));
-        Ok(Self { programs, maps, directory, present, attachments, replaces_layout, layer3: BTreeSet::new() })
+        let (senders, layer3) = (maps::SenderLock::default(), BTreeSet::new());
+        Ok(Self { programs, maps, directory, present, attachments, senders, replaces_layout, layer3 })
     }
 
     /// Nodes that may send us steered packets, as the maps hold them.
@@ -205,12 +209,19 @@ impl Dataplane {
     /// # Errors
     /// When a map refuses a write (full, or gone).
     pub fn write(&mut self, desired: &Tables) -> Result<u64, DataplaneError> {
-        let maps::Applied { writes, excluded } =
-            maps::apply(&mut self.maps, &self.programs, &mut self.present, desired, self.replaces_layout)?;
+        let writes = maps::apply(
+            &mut self.maps,
+            &self.programs,
+            &mut self.present,
+            desired,
+            &self.senders,
+            self.replaces_layout,
+        )?;
         // The programs look up the NAT table first: flows to a destination that has joined
         // the mesh would be masqueraded for as long as they last.
-        if !excluded.is_empty() {
-            self.nat_gc()?.forget(&excluded)?;
+        if !self.present.pending_exclusions.is_empty() {
+            self.nat_gc()?.forget(&self.present.pending_exclusions)?;
+            self.present.pending_exclusions.clear();
         }
         Ok(writes)
     }
@@ -231,12 +242,15 @@ impl Dataplane {
             self.programs.ask_again();
         }
         self.layer3.clone_from(interfaces.layer3);
-        let mut filters = net.bpf_filters(self.attachments.of_interest()?).await?;
         let none = BTreeSet::new();
         let pods_need_tcx = !interfaces.pods.is_empty() && !self.attachments.serves_pods(interfaces);
         if pods_need_tcx {
             interfaces.pods = &none;
         }
+        if !interfaces.layer3.is_empty() || !interfaces.pods.is_empty() {
+            self.programs.load_late().await;
+        }
+        let mut filters = net.bpf_filters(self.attachments.of_interest()?).await?;
         let asks_for_qdiscs = self.attachments.may_be_filters() || !interfaces.pods.is_empty();
         let qdiscs = if asks_for_qdiscs { net.hook_qdiscs().await? } else { BTreeMap::new() };
         // An `ingress` qdisc lists its filters on both hooks.
@@ -305,6 +319,14 @@ impl Dataplane {
     /// When the pinned map cannot be opened.
     pub fn signals(&self) -> Result<lead::Signals, DataplaneError> {
         lead::Signals::of(&self.programs, &self.directory)
+    }
+
+    /// Marks members that this gateway leads, independently of this handle.
+    ///
+    /// # Errors
+    /// When a pinned map cannot be opened.
+    pub fn led(&self) -> Result<led_members::Led, DataplaneError> {
+        led_members::Led::of(&self.directory, self.senders.clone())
     }
 
     /// Number of programs that this process has loaded; it took the others over.

@@ -8,7 +8,7 @@ use std::{
 
 use aya::maps::{Array, Map, MapData, RingBuf};
 use kilo_common::{
-    counters::DropReason,
+    drop_reasons::DropReason,
     event::{DropEvent, EVENT_BYTES, Monitor as State},
     map_table::name,
 };

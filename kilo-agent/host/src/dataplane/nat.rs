@@ -94,7 +94,7 @@ impl NatGc {
     ///
     /// # Errors
     /// When the table cannot be read or written.
-    pub fn forget(&mut self, destinations: &[Ipv6Net]) -> Result<usize, DataplaneError> {
+    pub fn forget(&mut self, destinations: &BTreeSet<Ipv6Net>) -> Result<usize, DataplaneError> {
         let known: BTreeSet<Ipv6Net> = destinations.iter().map(Ipv6Net::trunc).collect();
         let lengths: BTreeSet<u8> = known.iter().map(Ipv6Net::prefix_len).collect();
         let holds = |addr: [u8; 16]| {

@@ -15,6 +15,7 @@ use super::{
 };
 use kilo_core::errors::error_chain;
 use nix::errno::Errno;
+use tokio::sync::watch;
 
 /// Pause before retrying programs that the verifier has refused.
 const AGAIN: Duration = Duration::from_secs(600);
@@ -27,8 +28,8 @@ pub(super) enum Late {
     /// No interface has needed them yet, and no thread loads them.
     #[default]
     Unasked,
-    /// A thread loads them; `None` only while it is joined.
-    Loading(Option<JoinHandle<Result<ByName, DataplaneError>>>),
+    /// A thread loads them.
+    Loading(Loading),
     /// They were refused.
     Refused {
         /// What the kernel said.
@@ -36,6 +37,14 @@ pub(super) enum Late {
         /// When they may be loaded again.
         until: Instant,
     },
+}
+
+/// A thread that loads them.
+pub(super) struct Loading {
+    /// `None` only while it is joined.
+    thread: Option<JoinHandle<Result<ByName, DataplaneError>>>,
+    /// Closed when the thread is about to end.
+    ends: watch::Receiver<()>,
 }
 
 impl Late {
@@ -48,7 +57,9 @@ impl Late {
         };
         if may {
             let pins = pins.to_owned();
+            let (end, ends) = watch::channel(());
             let thread = thread::Builder::new().name("load-late".to_owned()).spawn(move || {
+                let _end = end;
                 let loaded = load_late(&pins);
                 if let Err(error) = &loaded {
                     // Not an error: perhaps no interface will ever need them.
@@ -57,13 +68,22 @@ impl Late {
                 loaded
             });
             // If no thread can be started, they are loaded when they are needed.
-            *self = thread.map_or(Self::Unasked, |thread| Self::Loading(Some(thread)));
+            *self =
+                thread.map_or(Self::Unasked, |thread| Self::Loading(Loading { thread: Some(thread), ends }));
         }
     }
 
-    /// True when a thread has tried to load them and has ended.
+    /// True when a thread has tried to load them and is about to end, if it has not ended.
     pub(super) fn is_finished(&self) -> bool {
-        matches!(self, Self::Loading(Some(thread)) if thread.is_finished())
+        matches!(self, Self::Loading(loading) if loading.ends.has_changed().is_err())
+    }
+
+    /// Waits until no thread loads them, without holding up the caller's thread.
+    pub(super) async fn finished(&mut self) {
+        if let Self::Loading(loading) = self {
+            // Nothing is ever sent: this returns when the thread drops its end.
+            let _ = loading.ends.changed().await;
+        }
     }
 
     /// Loads them now, or waits for the thread that does.
@@ -72,7 +92,7 @@ impl Late {
             Self::Refused { error, until } if *until > Instant::now() => {
                 return Err(DataplaneError::Load(format!("{error} (not retried yet)").into()));
             }
-            Self::Loading(thread) => match thread.take().map(JoinHandle::join) {
+            Self::Loading(loading) => match loading.thread.take().map(JoinHandle::join) {
                 Some(Ok(loaded)) => loaded,
                 _ => Err(DataplaneError::Load("the thread that loads them has ended".into())),
             },
@@ -98,8 +118,8 @@ impl Late {
 /// Waits for the thread, so that nothing is pinned after the data path has been closed.
 impl Drop for Late {
     fn drop(&mut self) {
-        if let Self::Loading(thread) = self
-            && let Some(thread) = thread.take()
+        if let Self::Loading(loading) = self
+            && let Some(thread) = loading.thread.take()
         {
             // Its result is no longer needed.
             let _ = thread.join();

@@ -115,9 +115,7 @@ impl Programs {
         match self {
             Self::Pinned { pins, by_name, loaded, late } => {
                 if is_late && !by_name.contains_key(name) {
-                    let there = late.wait(pins)?;
-                    *loaded += there.len();
-                    by_name.extend(there);
+                    add(late.wait(pins)?, by_name, loaded);
                 }
                 by_name.get_mut(name).ok_or(DataplaneError::Object(name))
             }
@@ -132,13 +130,22 @@ impl Programs {
 
     /// Takes the programs that a thread has loaded meanwhile; `late` keeps a refusal.
     fn take_finished(&mut self) {
-        if let Self::Pinned { late, .. } = self
+        if let Self::Pinned { pins, by_name, loaded, late } = self
             && late.is_finished()
+            && let Ok(there) = late.wait(pins)
         {
-            for name in ON_DEMAND {
-                let _ = self.get_mut(name);
-            }
+            add(there, by_name, loaded);
         }
+    }
+
+    /// Loads [`ON_DEMAND`] in a thread unless they are loaded or were just refused, and waits for it without
+    /// holding up the caller's, on which an agent has other tasks.
+    pub async fn load_late(&mut self) {
+        self.load_late_beside();
+        if let Self::Pinned { late, .. } = self {
+            late.finished().await;
+        }
+        self.take_finished();
     }
 
     /// Starts loading [`ON_DEMAND`] in a thread unless they are loaded, so that they are ready when an
@@ -159,4 +166,10 @@ impl Programs {
             *late = Late::Unasked;
         }
     }
+}
+
+/// Adds programs that this process has loaded to those that are open.
+fn add(there: ByName, by_name: &mut ByName, loaded: &mut usize) {
+    *loaded += there.len();
+    by_name.extend(there);
 }

@@ -12,14 +12,19 @@ use kilo_common::{
 };
 use tokio::io::{Interest, unix::AsyncFd};
 
-use super::{DataplaneError, open_pin, pin_directory};
+use super::{
+    DataplaneError,
+    maps::entries::{Difference, difference, gone},
+    open_pin, pin_directory,
+};
 
-/// The maps of relays, with their content as this process has read or written it.
+/// The maps of relays, with their content as this process has read or written it, without what programs
+/// count.
 pub struct RelayMaps {
     ports: HashMap<MapData, u32, Port>,
     keys: HashMap<MapData, u64, Sender>,
     held_ports: BTreeMap<u16, Port>,
-    held_keys: BTreeMap<u64, Sender>,
+    held_keys: BTreeMap<u64, [u64; 2]>,
     /// Number of the last write of a port ([`Port::written`]).
     written: u32,
     /// Every port is to be written, whether it differs or not.
@@ -64,8 +69,8 @@ impl RelayMaps {
             // Routes may have changed unnoticed since that agent ended.
             is_anew: true,
         };
-        maps.held_ports = maps.ports();
-        maps.held_keys = maps.keys.iter().flatten().collect();
+        maps.held_ports = maps.ports().iter().map(uncounted).collect();
+        maps.held_keys = maps.keys.iter().flatten().map(|(id, sender)| (id, sender.key)).collect();
         Ok(maps)
     }
 
@@ -96,13 +101,15 @@ impl RelayMaps {
         let (written, is_anew) = (self.written, self.is_anew);
         // A port that is written although nothing differs keeps its count.
         let counted = if is_anew { self.ports() } else { BTreeMap::new() };
-        let packets = |number: &u16| counted.get(number).map_or(0, |port| port.packets);
-        let row =
-            |(number, port): (&u16, &Port)| (*number, Port { written, packets: packets(number), ..*port });
-        let desired = desired.iter().map(row).collect();
-        let alike = |port: &Port| Port { packets: 0, written: 0, ..*port };
-        let is_same = |held: &Port, port: &Port| !is_anew && alike(held) == alike(port);
-        let writes = apply(&mut self.ports, &mut self.held_ports, &desired, is_same)?;
+        let mut changes = difference(&self.held_ports, desired.iter().map(uncounted));
+        if is_anew {
+            changes.write = desired.iter().map(uncounted).collect();
+        }
+        let row = |number: u16, port: Port| {
+            let packets = counted.get(&number).map_or(0, |port| port.packets);
+            Port { written, packets, ..port }
+        };
+        let writes = apply(&mut self.ports, &mut self.held_ports, changes, row)?;
         // A refused write does not get here, as it leaves some ports unchanged: the next one writes all of
         // them again.
         self.is_anew = false;
@@ -115,32 +122,32 @@ impl RelayMaps {
     /// # Errors
     /// When the map refuses a write.
     pub fn write_keys(&mut self, desired: &BTreeMap<u64, [u64; 2]>) -> Result<usize, DataplaneError> {
-        let desired = desired.iter().map(|(id, key)| (*id, Sender::new(*key))).collect();
-        apply(&mut self.keys, &mut self.held_keys, &desired, |held, sender| held.key == sender.key)
+        let changes = difference(&self.held_keys, desired.iter().map(|(id, key)| (*id, *key)));
+        apply(&mut self.keys, &mut self.held_keys, changes, |_, key| Sender::new(key))
     }
 }
 
-/// Writes what differs between the content of a map as last written and the desired one; returns the number
-/// of writes.
-fn apply<K: Copy + Ord + Into<M>, M: Pod, V: Pod>(
+/// A port as the agent decides on it: without its packets, and without the number of its write.
+fn uncounted((number, port): (&u16, &Port)) -> (u16, Port) {
+    (*number, Port { packets: 0, written: 0, ..*port })
+}
+
+/// Writes these changes, and notes them in `held`; returns the number of writes. `row` makes the value of an
+/// entry.
+fn apply<K: Copy + Ord + Into<M>, H: Copy, M: Pod, V: Pod>(
     map: &mut HashMap<MapData, M, V>,
-    held: &mut BTreeMap<K, V>,
-    desired: &BTreeMap<K, V>,
-    is_same: impl Fn(&V, &V) -> bool,
+    held: &mut BTreeMap<K, H>,
+    changes: Difference<K, H>,
+    row: impl Fn(K, H) -> V,
 ) -> Result<usize, DataplaneError> {
-    let mut writes = 0;
-    let gone: Vec<K> = held.keys().filter(|key| !desired.contains_key(key)).copied().collect();
-    for key in gone {
-        map.remove(&key.into())?;
+    let writes = changes.write.len() + changes.remove.len();
+    for key in changes.remove {
+        gone(map.remove(&key.into()))?;
         held.remove(&key);
-        writes += 1;
     }
-    for (key, value) in desired {
-        if !held.get(key).is_some_and(|held| is_same(held, value)) {
-            map.insert((*key).into(), *value, 0)?;
-            held.insert(*key, *value);
-            writes += 1;
-        }
+    for (key, value) in changes.write {
+        map.insert(key.into(), row(key, value), 0)?;
+        held.insert(key, value);
     }
     Ok(writes)
 }

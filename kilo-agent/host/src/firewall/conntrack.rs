@@ -1,5 +1,5 @@
-//! Deletes conntrack entries of flows that our programs have translated and netfilter has not: as long as its
-//! entry exists, a flow is not translated by rules that come later.
+//! Deletes the conntrack entries of flows that netfilter tracks but does not translate: as long as its entry
+//! exists, rules that are added later do not translate a flow.
 //!
 //! Messages are those of `nfnetlink_conntrack.h`: native byte order in headers, network byte
 //! order in values.

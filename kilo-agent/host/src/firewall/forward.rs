@@ -41,6 +41,16 @@ pub enum ForwardError {
         /// Its standard error.
         said: String,
     },
+    /// The program did not end.
+    #[error(
+        "{program} was killed because it had not ended within {} s; find and end what holds the lock of the tables \
+         (`fuser -v /run/xtables.lock` on the host)",
+        program::LIMIT.as_secs()
+    )]
+    Late {
+        /// Its name.
+        program: String,
+    },
 }
 
 impl ForwardError {
@@ -157,6 +167,7 @@ impl Table {
         program::run(&program, arguments, input).await.map_err(|error| match error {
             ProgramError::Run(source) => ForwardError::Program { program, source },
             ProgramError::Refused(said) => ForwardError::Refused { program, said },
+            ProgramError::Late => ForwardError::Late { program },
         })
     }
 

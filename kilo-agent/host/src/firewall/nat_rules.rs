@@ -29,6 +29,13 @@ pub enum NatRulesError {
     /// nft failed; this is its standard error.
     #[error("nft: {0}")]
     Refused(String),
+    /// nft did not end.
+    #[error(
+        "nft was killed because it had not ended within {} s; kg tries again at the next reconcile. If this repeats, \
+         find what keeps changing the rules (`nft monitor` on the host)",
+        program::LIMIT.as_secs()
+    )]
+    Late,
 }
 
 impl NatRulesError {
@@ -248,6 +255,43 @@ impl Decision {
     }
 }
 
+/// What our script and nft's listing of the same table have in common: nft writes rules in its own way, and
+/// merges the elements of sets.
+#[derive(Debug, Default, PartialEq, Eq)]
+struct Outline<'a> {
+    /// Number of rules, by chain.
+    rules: BTreeMap<&'a str, usize>,
+    /// Names of the sets that are not empty.
+    filled: BTreeSet<&'a str>,
+}
+
+impl<'a> Outline<'a> {
+    fn of(text: &'a str) -> Self {
+        let mut outline = Self::default();
+        let mut within = ("", "");
+        for line in text.lines() {
+            let mut words = line.split_whitespace();
+            match (words.next(), within.0) {
+                (Some(kind @ ("chain" | "set")), _) => {
+                    within = (kind, words.next().unwrap_or_default());
+                    if kind == "chain" {
+                        outline.rules.insert(within.1, 0);
+                    }
+                }
+                (Some("elements"), "set") => {
+                    outline.filled.insert(within.1);
+                }
+                (Some("}"), _) => within = ("", ""),
+                // The hook of a chain.
+                (None | Some("type"), _) => {}
+                (_, "chain") => *outline.rules.entry(within.1).or_default() += 1,
+                _ => {}
+            }
+        }
+        outline
+    }
+}
+
 /// Keeps the table in place.
 #[derive(Debug, Default)]
 pub struct NatRules {
@@ -271,11 +315,13 @@ impl NatRules {
         self.checked = Some(now);
         let writes = if wanted.is_empty() {
             remove().await?
-        } else if present().await?.is_some_and(|text| text.contains(&wanted.mark())) {
-            0
         } else {
-            nft(&["-f", "-"], Some(&wanted.script())).await?;
-            1
+            let script = wanted.script();
+            let is_there = present().await?.is_some_and(|text| Outline::of(&text) == Outline::of(&script));
+            if !is_there {
+                nft(&["-f", "-"], Some(&script)).await?;
+            }
+            u64::from(!is_there)
         };
         self.wanted = Some(wanted);
         Ok(writes)
@@ -308,5 +354,76 @@ async fn nft(arguments: &[&str], input: Option<&str>) -> Result<String, NatRules
     program::run("nft", arguments, input).await.map_err(|error| match error {
         ProgramError::Run(source) => NatRulesError::Program(source),
         ProgramError::Refused(said) => NatRulesError::Refused(said),
+        ProgramError::Late => NatRulesError::Late,
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// As nft lists the table of [`decision`].
+    const LISTED: &str = r#"table inet kilo {
+	set known_ip {
+		type ipv4_addr
+		flags interval
+		auto-merge
+		elements = { 10.42.3.0/24,
+			     10.42.5.0/24 }
+	}
+
+	set forced_ip {
+		type ipv4_addr
+		flags interval
+		auto-merge
+	}
+
+	set sources_ip {
+		type ipv4_addr
+		flags interval
+		auto-merge
+		elements = { 10.42.1.0/24 }
+	}
+
+	set exempt_ip {
+		type ipv4_addr
+		flags interval
+		auto-merge
+	}
+
+	chain MARK {
+	}
+
+	chain postrouting {
+		type nat hook postrouting priority srcnat; policy accept;
+		oifname "lo" return
+		ip daddr @known_ip return
+		ip daddr @forced_ip ip saddr != @exempt_ip masquerade
+		ip saddr @sources_ip masquerade
+	}
+}
+"#;
+
+    fn decision() -> Decision {
+        let net = |text: &str| text.parse::<IpNet>().unwrap();
+        Decision {
+            sources: [(net("10.42.1.0/24"), MASQ_SRC_ALWAYS)].into(),
+            destinations: ["10.42.3.0/24", "10.42.5.0/24"].map(|text| (net(text), MASQ_EXCLUDE)).into(),
+        }
+    }
+
+    #[test]
+    fn a_table_is_ours_only_while_nothing_of_it_was_removed() {
+        let (script, listed) = (decision().script(), LISTED.replace("MARK", &decision().mark()));
+        let ours = Outline::of(&script);
+        assert_eq!(Outline::of(&listed), ours);
+        for (removed, instead) in [
+            ("\t\tip saddr @sources_ip masquerade\n", ""),
+            ("\t\telements = { 10.42.1.0/24 }\n", ""),
+            ("postrouting {", "somewhere {"),
+            ("content_", "contents_"),
+        ] {
+            assert_ne!(Outline::of(&listed.replace(removed, instead)), ours, "{removed}");
+        }
+    }
 }

@@ -1,8 +1,11 @@
 //! Runs a program of the host's firewall (`nft`, `iptables`) and hands it its input.
 
-use std::{io, process::Stdio};
+use std::{io, process::Stdio, time::Duration};
 
-use tokio::{io::AsyncWriteExt as _, process::Command};
+use tokio::{io::AsyncWriteExt as _, process::Command, time::timeout};
+
+/// How long a program may run. That is longer than `iptables` waits for the lock of the tables.
+pub(super) const LIMIT: Duration = Duration::from_secs(15);
 
 /// Why a program returned no output.
 #[derive(Debug)]
@@ -11,14 +14,30 @@ pub(super) enum ProgramError {
     Run(io::Error),
     /// It ended with an error; this is its standard error.
     Refused(String),
+    /// It was killed: it had not ended within [`LIMIT`].
+    Late,
 }
 
-/// Runs a program until it exits; returns its standard output.
+/// Runs a program until it exits, but not longer than [`LIMIT`]; returns its standard output.
 pub(super) async fn run(
     program: &str,
     arguments: &[&str],
     input: Option<&str>,
 ) -> Result<String, ProgramError> {
+    run_within(LIMIT, program, arguments, input).await
+}
+
+async fn run_within(
+    limit: Duration,
+    program: &str,
+    arguments: &[&str],
+    input: Option<&str>,
+) -> Result<String, ProgramError> {
+    // Dropping the future kills the program.
+    timeout(limit, run_to_end(program, arguments, input)).await.unwrap_or(Err(ProgramError::Late))
+}
+
+async fn run_to_end(program: &str, arguments: &[&str], input: Option<&str>) -> Result<String, ProgramError> {
     let mut child = Command::new(program)
         .args(arguments)
         .stdin(if input.is_some() { Stdio::piped() } else { Stdio::null() })
@@ -53,5 +72,22 @@ mod tests {
         let missing = run("kilo-no-such-program", &[], None).await;
         assert!(matches!(&missing, Err(ProgramError::Run(error)) if error.kind() == io::ErrorKind::NotFound));
         assert_eq!(run("cat", &[], Some("yes")).await.unwrap(), "yes");
+    }
+
+    #[tokio::test]
+    async fn a_program_that_does_not_end_is_killed() {
+        let pid = std::env::temp_dir().join(format!("kilo-late-{}", std::process::id()));
+        let script = format!("echo $$ > {}; exec sleep 600", pid.display());
+        let late = run_within(Duration::from_secs(3), "sh", &["-c", &script], None).await;
+        assert!(matches!(late, Err(ProgramError::Late)), "{late:?}");
+        let command = format!("/proc/{}/cmdline", std::fs::read_to_string(&pid).unwrap().trim());
+        std::fs::remove_file(&pid).unwrap();
+        let is_gone = async {
+            // A zombie has no command line.
+            while std::fs::read(&command).is_ok_and(|line| !line.is_empty()) {
+                tokio::time::sleep(Duration::from_millis(10)).await;
+            }
+        };
+        timeout(Duration::from_secs(20), is_gone).await.unwrap();
     }
 }

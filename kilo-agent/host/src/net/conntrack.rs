@@ -1,4 +1,4 @@
-//! What connection tracking is told about TCP.
+//! Settings of connection tracking that decide how long it keeps TCP connections.
 
 use std::fs;
 
@@ -9,7 +9,8 @@ const DIRECTORY: &str = "/proc/sys/net/netfilter";
 ///
 /// Segments outside of the window must be accepted (`nf_conntrack_tcp_be_liberal`). The kernel does not learn
 /// from these that data was acknowledged, so an idle connection lasts only as long as one with data under way
-/// (`net/netfilter/nf_conntrack_proto_tcp.c`): both timeouts for those must be that of established ones.
+/// (`net/netfilter/nf_conntrack_proto_tcp.c`): both timeouts for those must be at least that of
+/// established ones.
 pub fn tolerates_gaps_in_tcp() -> bool {
     are_tolerant(|name| fs::read_to_string(format!("{DIRECTORY}/{name}")).ok()?.trim().parse().ok())
 }

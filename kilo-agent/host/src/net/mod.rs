@@ -55,7 +55,7 @@ pub struct Paths {
     pub several: BTreeMap<IpAddr, Vec<u32>>,
     /// Addresses that only a default route by an interface other than the private one leads to.
     pub only_default: BTreeSet<IpAddr>,
-    /// All addresses that were looked up, with or without a result.
+    /// All addresses whose routes the kernel has looked up, with or without a result.
     asked: BTreeSet<IpAddr>,
 }
 
@@ -87,6 +87,9 @@ impl Net {
     }
 
     /// Interface the kernel would use towards an address; `None` without a route.
+    ///
+    /// # Errors
+    /// When the kernel does not answer.
     pub async fn interface_towards(&self, address: IpAddr) -> Result<Option<u32>, NetError> {
         Ok(routes::lookup(&self.rtnl, address).await?.and_then(|found| found.interface))
     }
@@ -98,28 +101,49 @@ impl Net {
     /// A default route by an interface other than the private one does not count: the kernel falls back to it
     /// when the location's interface is down, and it leads to the Internet, where pods' packets would be
     /// read.
-    pub async fn find_paths(&self, paths: &mut Paths, addresses: BTreeSet<IpAddr>, links: &HostLinks) {
+    ///
+    /// An address whose lookup fails is looked up again by the next call.
+    pub async fn find_paths(&self, paths: &mut Paths, mut addresses: BTreeSet<IpAddr>, links: &HostLinks) {
         paths.interfaces.retain(|address, _| addresses.contains(address));
         paths.mtus.retain(|address, _| addresses.contains(address));
         paths.several.retain(|address, _| addresses.contains(address));
         paths.only_default.retain(|address| addresses.contains(address));
-        for address in addresses.difference(&paths.asked) {
-            let Ok(Some(found)) = routes::lookup(&self.rtnl, *address).await else { continue };
-            if links.uplinks.len() > 1 || found.interface.is_none() || found.interface != links.private {
-                let Ok(Some(matched)) = routes::matched(&self.rtnl, *address).await else { continue };
-                let by_private = links.private.is_some_and(|private| matched.interfaces.contains(&private));
-                if matched.is_default && !by_private && !links.private_is_unbound {
-                    paths.only_default.insert(*address);
-                    continue;
-                }
-                if matched.interfaces.len() > 1 {
-                    paths.several.insert(*address, matched.interfaces);
-                }
+        let new: Vec<IpAddr> = addresses.difference(&paths.asked).copied().collect();
+        let mut failed = Vec::new();
+        for address in new {
+            if let Err(error) = self.find_path(paths, address, links).await {
+                addresses.remove(&address);
+                failed.push((address, error));
             }
-            paths.interfaces.extend(found.interface.map(|interface| (*address, interface)));
-            paths.mtus.extend(found.route.mtu.map(|mtu| (*address, mtu)));
+        }
+        if let Some((address, error)) = failed.first() {
+            let count = failed.len();
+            tracing::warn!(
+                count,
+                %address,
+                %error,
+                "failed to look up routes to nodes; they have no path until the next reconcile looks again"
+            );
         }
         paths.asked = addresses;
+    }
+
+    async fn find_path(&self, paths: &mut Paths, address: IpAddr, links: &HostLinks) -> Result<(), NetError> {
+        let Some(found) = routes::lookup(&self.rtnl, address).await? else { return Ok(()) };
+        if links.uplinks.len() > 1 || found.interface.is_none() || found.interface != links.private {
+            let Some(matched) = routes::matched(&self.rtnl, address).await? else { return Ok(()) };
+            let by_private = links.private.is_some_and(|private| matched.interfaces.contains(&private));
+            if matched.is_default && !by_private && !links.private_is_unbound {
+                paths.only_default.insert(address);
+                return Ok(());
+            }
+            if matched.interfaces.len() > 1 {
+                paths.several.insert(address, matched.interfaces);
+            }
+        }
+        paths.interfaces.extend(found.interface.map(|interface| (address, interface)));
+        paths.mtus.extend(found.route.mtu.map(|mtu| (address, mtu)));
+        Ok(())
     }
 
     /// Where routes lead out of the host, except by the devices in `own`. Also our routes, for
@@ -246,5 +270,20 @@ impl Net {
             writes += addresses::apply(&self.rtnl, kilo, &BTreeSet::new(), &mut refused).await?;
         }
         error::unless(refused, writes)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn a_route_lookup_that_failed_is_done_again() {
+        let (mut paths, links) = (Paths::default(), HostLinks::default());
+        let address = IpAddr::from([127, 0, 0, 1]);
+        for (rtnl, is_asked) in [(Rtnl::closed(), false), (Rtnl::new().unwrap(), true)] {
+            Net { rtnl }.find_paths(&mut paths, [address].into(), &links).await;
+            assert_eq!(paths.asked.contains(&address), is_asked);
+        }
     }
 }

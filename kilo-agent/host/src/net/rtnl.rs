@@ -79,6 +79,13 @@ impl Rtnl {
         Ok(Self { handle, port, _task: Arc::new(Task(tokio::spawn(connection))) })
     }
 
+    /// A socket that fails every request: its runtime has ended.
+    #[cfg(test)]
+    pub(crate) fn closed() -> Self {
+        let runtime = || tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        std::thread::spawn(move || runtime().block_on(async { Self::new().unwrap() })).join().unwrap()
+    }
+
     /// Netlink port of this socket, which the kernel's notifications of changes made through it carry.
     pub fn port(&self) -> u32 {
         self.port

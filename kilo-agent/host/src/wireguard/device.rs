@@ -135,35 +135,21 @@ impl Device {
     pub async fn read(&self) -> Result<DeviceState, WireguardError> {
         let started = Instant::now();
         let state = self.ask().await?;
-        let peers = state.peers.iter().map(|(key, peer)| (*key, status(peer))).collect();
-        // Its age counts from the start of the request.
-        self.last.keep(Reading { at: started, took: started.elapsed(), peers });
+        self.last.keep(reading_of(&state, started));
         Ok(state)
     }
 
     async fn ask(&self) -> Result<DeviceState, WireguardError> {
         self.check().await?;
-        let what = format!("read WireGuard device {}", self.name);
-        match self.backend {
+        let state = match self.backend {
             Backend::Kernel => {
                 let name = interface_name(&self.name)?;
-                let device = blocking(move || control::Device::get(&name, control::Backend::Kernel))
-                    .await
-                    .map_err(|source| WireguardError::device(what, source))?;
-                Ok(state_of(device, SystemTime::now()))
+                let device = blocking(move || control::Device::get(&name, control::Backend::Kernel)).await;
+                device.map(|device| state_of(device, SystemTime::now()))
             }
-            Backend::Userspace => {
-                let text = exchange(&self.name, "get=1\n\n")
-                    .await
-                    .map_err(|source| WireguardError::device(&what, source))?;
-                let (state, errno) = uapi::decode_state(&text, SystemTime::now())
-                    .map_err(|error| WireguardError::device(&what, io::Error::other(error)))?;
-                match errno {
-                    0 => Ok(state),
-                    errno => Err(WireguardError::device(&what, io::Error::from_raw_os_error(errno.abs()))),
-                }
-            }
-        }
+            Backend::Userspace => exchange(&self.name, "get=1\n\n").await.and_then(|text| answered(&text)),
+        };
+        state.map_err(|source| WireguardError::device(format!("read WireGuard device {}", self.name), source))
     }
 
     /// Writes changes, without a system call if there are none. Returns their number.
@@ -249,10 +235,16 @@ impl Device {
             return Ok(known);
         }
         let started = Instant::now();
-        let peers = self.read().await?.peers;
-        let peers = peers.iter().map(|(key, peer)| (*key, status(peer))).collect();
-        Ok(Reading { at: started, took: started.elapsed(), peers })
+        let reading = reading_of(&self.ask().await?, started);
+        self.last.keep(reading.clone());
+        Ok(reading)
     }
+}
+
+/// What was just read, by a request that `started` then: ages count from there.
+fn reading_of(state: &DeviceState, started: Instant) -> Reading {
+    let peers = state.peers.iter().map(|(key, peer)| (*key, status(peer))).collect();
+    Reading { at: started, took: started.elapsed(), peers }
 }
 
 fn status(peer: &PeerState) -> PeerStatus {
@@ -335,14 +327,18 @@ fn kernel_peer(peer: &SetPeer) -> control::PeerConfigBuilder {
 /// Sends a request in parts, each with a timeout of its own.
 async fn set(name: &str, request: SetRequest) -> io::Result<()> {
     for part in request.parts(PEERS_AT_A_TIME) {
-        let text = exchange(name, &part.encode()).await?;
-        match uapi::decode_state(&text, SystemTime::now()) {
-            Ok((_, 0)) => {}
-            Ok((_, errno)) => return Err(io::Error::from_raw_os_error(errno.abs())),
-            Err(error) => return Err(io::Error::other(error)),
-        }
+        answered(&exchange(name, &part.encode()).await?)?;
     }
     Ok(())
+}
+
+/// What a userspace process has answered: the device's state, empty after a write, or the error it reports.
+fn answered(text: &str) -> io::Result<DeviceState> {
+    match uapi::decode_state(text, SystemTime::now()) {
+        Ok((state, 0)) => Ok(state),
+        Ok((_, errno)) => Err(io::Error::from_raw_os_error(errno.abs())),
+        Err(error) => Err(io::Error::other(error)),
+    }
 }
 
 /// Connects, with a timeout for connecting and for each write. Without one, connecting to a process that
@@ -381,12 +377,7 @@ fn exchange_blocking(name: &str, request: &str) -> io::Result<()> {
             Err(error) => return Err(error),
         }
     }
-    let text = std::str::from_utf8(&answer).map_err(io::Error::other)?;
-    match uapi::decode_state(text, SystemTime::now()) {
-        Ok((_, 0)) => Ok(()),
-        Ok((_, errno)) => Err(io::Error::from_raw_os_error(errno.abs())),
-        Err(error) => Err(io::Error::other(error)),
-    }
+    answered(std::str::from_utf8(&answer).map_err(io::Error::other)?).map(drop)
 }
 
 /// Sends one request over the socket; returns the answer. Not done by wireguard-control, which turns every

@@ -30,6 +30,8 @@ const DISCARD: u16 = 9;
 const FIRST: Duration = Duration::from_millis(300);
 /// Delay before the other end acts: an end that had to answer has done so by then.
 const SECOND: Duration = Duration::from_millis(800);
+/// Pause before peers are tried again whose device could not be read or written.
+const AGAIN: Duration = Duration::from_secs(5);
 
 /// A peer that has just got an endpoint.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -75,16 +77,22 @@ impl HandshakeNudge {
         self.waiting.iter().map(|peer| peer.due).min()
     }
 
+    /// Leaves the peers that are due for later: nothing is known about the device now.
+    pub fn postpone(&mut self, now: Instant) {
+        self.waiting.iter_mut().filter(|peer| peer.due <= now).for_each(|peer| peer.due = now + AGAIN);
+    }
+
     /// Nudges the peers that are due and have had no handshake; returns the number
     /// of requests to the device.
     ///
     /// # Errors
-    /// When the device cannot be read or written; it may lack a peer then.
+    /// When the device cannot be read or written; it may lack a peer then. The peers are due again later.
     pub async fn nudge(&mut self, device: &Device, now: Instant) -> Result<usize, WireguardError> {
-        let (due, later) = self.waiting.drain(..).partition(|peer| peer.due <= now);
-        self.waiting = later;
+        let due: Vec<_> = self.waiting.iter().filter(|peer| peer.due <= now).copied().collect();
+        self.postpone(now);
         let (renewed, addresses) = silent(&due, &device.read().await?, now);
         let writes = device.apply(&renewed).await?;
+        self.waiting.retain(|peer| due.iter().all(|nudged| nudged.key != peer.key));
         if let Err(error) = say(device.name(), &addresses) {
             // If a peer cannot be reached now, its own packets or packets to it start the handshake.
             tracing::debug!(%error, "failed to send a datagram to a new peer");
@@ -143,6 +151,7 @@ fn say(interface: &str, addresses: &[IpAddr]) -> io::Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::{net::Rtnl, wireguard::Backend};
 
     fn key(n: u8) -> PublicKey {
         PublicKey([n; 32])
@@ -211,6 +220,20 @@ mod tests {
         after.take(&renewed);
         assert_eq!(renewed.len(), 2);
         assert_eq!(after.peers[&key(2)], PeerState { tx_bytes: 0, ..state.peers[&key(2)].clone() });
+    }
+
+    #[tokio::test]
+    async fn who_is_due_while_the_device_cannot_be_read_is_due_again_later() {
+        let now = Instant::now();
+        let pending =
+            |n, due| PendingPeer { key: key(n), address: [10, 4, 0, n].into(), since: now - FIRST, due };
+        let mut handshake_nudge = HandshakeNudge { waiting: vec![pending(1, now), pending(2, now + FIRST)] };
+        // No process answers for it.
+        let device = Device::open(&Rtnl::new().unwrap(), "lo", Backend::Userspace).await.unwrap();
+        assert!(handshake_nudge.nudge(&device, now).await.is_err());
+        assert_eq!(handshake_nudge.waiting, [pending(1, now + AGAIN), pending(2, now + FIRST)]);
+        handshake_nudge.postpone(now + AGAIN);
+        assert_eq!(handshake_nudge.due(), Some(now + 2 * AGAIN), "as long as it takes");
     }
 
     #[test]

@@ -10,8 +10,9 @@ use std::{
 use super::WireguardError;
 use kilo_core::wireguard::key::SecretKey;
 
-/// Kilo's path, too: a node keeps its key when it changes to this agent.
-pub const DEFAULT_PATH: &str = "/var/lib/kilo/key";
+/// Name of the file in [`STATE`](crate::lock::STATE). The path is Kilo's, too: a node keeps its key when it changes
+/// to this agent.
+pub const FILE: &str = "key";
 
 /// Most bytes read from a key file, which is never that long.
 const LONGEST: u64 = 256;

@@ -18,6 +18,7 @@ use std::{
         process::CommandExt,
     },
     path::{Path, PathBuf},
+    pin::pin,
     process::{Command, Stdio},
     sync::{
         Arc,
@@ -51,6 +52,8 @@ const LARGEST_REQUEST: u64 = 64 << 20;
 const CLIENTS: usize = 16;
 /// How long a process whose interface is gone may take to end; less than the agent waits.
 const ENDS_WITHIN: Duration = Duration::from_secs(4);
+/// Pause after an error of netlink, before the interface is looked up again.
+const AGAIN: Duration = Duration::from_secs(1);
 
 /// Log file of a process started by [`spawn_detached`].
 pub fn log_path(interface: &str) -> PathBuf {
@@ -151,20 +154,13 @@ async fn serve(interface: &str) -> Result<(), WireguardError> {
     let listener = bind(&path).map_err(|source| device_error(&format!("open {}", path.display()), source))?;
     let (sender, mut requests) = mpsc::channel(CLIENTS);
     let acceptor = tokio::spawn(accept(listener, sender));
-    // The file of the TUN device does not show its deletion (epoll only says EPOLLERR, which tokio does not
-    // pass on): netlink does.
-    let mut watcher = Watcher::new(None)?;
-    let index = links::by_name(&rtnl, interface).await?.map_or(0, |link| link.index);
+    let watcher = Watcher::new(None)?;
+    let vanished = || WireguardError::Vanished(interface.to_owned());
+    let index = links::by_name(&rtnl, interface).await?.ok_or_else(vanished)?.index;
+    let mut gone = pin!(until_gone(index, rtnl, watcher));
     let deleted = loop {
         tokio::select! {
-            changed = watcher.changed() => {
-                if changed.is_err() {
-                    watcher = Watcher::new(None)?;
-                }
-                if links::by_index(&rtnl, index).await?.is_none() {
-                    break true;
-                }
-            }
+            () = &mut gone => break true,
             _ = terminate.recv() => break false,
             _ = interrupt.recv() => break false,
             Some(request) = requests.recv() => match request {
@@ -184,7 +180,25 @@ async fn serve(interface: &str) -> Result<(), WireguardError> {
     engine.stop().await;
     let _ = fs::remove_file(&path);
     acceptor.abort();
-    if deleted { Err(WireguardError::Vanished(interface.to_owned())) } else { Ok(()) }
+    if deleted { Err(vanished()) } else { Ok(()) }
+}
+
+/// Waits until the interface is gone. The file of the TUN device does not show that (epoll only says
+/// EPOLLERR, which tokio does not pass on): netlink does. Its errors say nothing about the interface.
+async fn until_gone(index: u32, mut rtnl: Rtnl, mut watcher: Watcher) {
+    loop {
+        let found = links::by_index(&rtnl, index).await;
+        if let Ok(None) = found {
+            return;
+        }
+        if found.is_ok() && watcher.changed().await.is_ok() {
+            continue;
+        }
+        tokio::time::sleep(AGAIN).await;
+        if let (Ok(lookups), Ok(events)) = (Rtnl::new(), Watcher::new(None)) {
+            (rtnl, watcher) = (lookups, events);
+        }
+    }
 }
 
 /// Waits for the end of a process whose interface was deleted, which closes its connections.
@@ -267,4 +281,18 @@ async fn answer(lines: &[String], requests: &mpsc::Sender<Request>) -> String {
         return refused(nix::libc::ENODEV);
     }
     receiver.await.unwrap_or_else(|_| refused(nix::libc::ENODEV))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn an_error_of_netlink_does_not_end_a_device_and_its_deletion_does() {
+        let lo = links::by_name(&Rtnl::new().unwrap(), "lo").await.unwrap().unwrap().index;
+        let there = until_gone(lo, Rtnl::closed(), Watcher::new(None).unwrap());
+        assert!(tokio::time::timeout(AGAIN * 2, there).await.is_err(), "it is there");
+        let gone = until_gone(i32::MAX.unsigned_abs(), Rtnl::closed(), Watcher::new(None).unwrap());
+        tokio::time::timeout(AGAIN * 20, gone).await.unwrap();
+    }
 }

@@ -111,13 +111,13 @@ pub(super) fn read_hash<P: Pod, K: Ord, V: Pod>(
 }
 
 /// What one map needs: entries to write, keys to remove.
-pub(super) struct Difference<K, V> {
-    pub(super) write: Vec<(K, V)>,
-    pub(super) remove: Vec<K>,
+pub struct Difference<K, V> {
+    pub write: Vec<(K, V)>,
+    pub remove: Vec<K>,
 }
 
 /// Compares both in one walk: they are sorted.
-pub(super) fn difference<K: Key, V: PartialEq + Copy>(
+pub fn difference<K: Key, V: PartialEq + Copy>(
     present: &BTreeMap<K, V>,
     desired: impl Iterator<Item = (K, V)>,
 ) -> Difference<K, V> {

@@ -6,8 +6,9 @@ mod encoding;
 pub mod entries;
 
 use std::{
-    collections::BTreeMap,
+    collections::{BTreeMap, BTreeSet},
     net::{IpAddr, Ipv4Addr, Ipv6Addr},
+    sync::Arc,
 };
 
 use aya::maps::Array;
@@ -20,6 +21,7 @@ use kilo_common::{
     },
 };
 use kilo_core::tables::Tables;
+use parking_lot::Mutex;
 
 use self::{
     encoding::{Desired, Towards, places},
@@ -30,6 +32,12 @@ use super::{
     load::{FOLLOW, PinnedMaps},
     programs::Programs,
 };
+
+/// Locked by whoever changes entries of `node_v4` and `node_v6`. The kernel replaces an entry as a whole: a mark
+/// ([`led_members`](super::led_members)) could otherwise bring back the other fields as they were before a
+/// reconcile wrote them, and no later reconcile would see a difference. A mark that a reconcile overwrites with
+/// an older plan is in the next plan.
+pub type SenderLock = Arc<Mutex<()>>;
 
 /// Map content as the programs read it: each family in maps of its own.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -48,6 +56,8 @@ pub struct Content {
     /// As last read: BPF programs write the second word.
     lead: [u64; 2],
     config: Config,
+    /// Destinations newly excluded from masquerading: flows to them may still have entries in the NAT table.
+    pub(super) pending_exclusions: BTreeSet<Ipv6Net>,
 }
 
 /// A map the agent fills, and how to count its present and desired entries.
@@ -122,6 +132,7 @@ pub fn read(maps: &mut PinnedMaps) -> Result<Content, DataplaneError> {
         signal_key: read_hash(maps, name::SIGNAL_KEY, |addr: [u8; 16]| addr.into())?,
         lead: read_lead(maps)?,
         config: Array::<_, Config>::try_from(maps.get(name::CONFIG)?)?.get(&0, 0)?,
+        pending_exclusions: BTreeSet::new(),
     })
 }
 
@@ -131,23 +142,16 @@ pub fn read_lead(maps: &mut PinnedMaps) -> Result<[u64; 2], DataplaneError> {
     Ok([lead.get(&LEAD_KILO, 0)?, lead.get(&LEAD_ACTING, 0)?])
 }
 
-/// What [`apply`] did.
-pub struct Applied {
-    /// Number of writes.
-    pub writes: u64,
-    /// Destinations newly excluded from masquerading; flows to them may have entries in the NAT table.
-    pub excluded: Vec<Ipv6Net>,
-}
-
-/// Writes what differs and updates `present`. `replaces_layout`: maps of another layout carried packets until
-/// now.
+/// Writes what differs and updates `present`; returns the number of writes. `replaces_layout`: maps of another
+/// layout carried packets until now.
 pub fn apply(
     maps: &mut PinnedMaps,
     programs: &Programs,
     present: &mut Content,
     tables: &Tables,
+    senders: &SenderLock,
     replaces_layout: bool,
-) -> Result<Applied, DataplaneError> {
+) -> Result<u64, DataplaneError> {
     let desired = Desired::new(tables);
     check_capacity(&desired)?;
     let mut writes = 0;
@@ -165,7 +169,8 @@ pub fn apply(
     let sources = difference(&present.masq_src, desired.masq_src.iter().copied());
     let destinations = difference(&present.masq_dst, desired.masq_dst.iter().copied());
     let excluded = destinations.write.iter().filter(|(_, value)| *value == MASQ_EXCLUDE);
-    let excluded = excluded.map(|(prefix, _)| *prefix).collect();
+    // Noted before anything is written: when a write is refused, the next apply finds some exclusions in place.
+    present.pending_exclusions.extend(excluded.map(|(prefix, _)| *prefix));
 
     // The programs look up the array before every other table, and its words combine those. Words that change
     // or go are cleared first, so that the trie answers until all tables are written, even if that fails or
@@ -198,8 +203,10 @@ pub fn apply(
     writes += write_hash(maps, name::SIGNAL_KEY, keys, &mut present.signal_key, |addr| addr.octets())?;
     writes += write_trie(maps, name::MASQ_ADDR, &addrs.write, &mut present.masq_addr)?;
     writes += write_hash(maps, name::DEVICE, devices, &mut present.device, |key| key)?;
+    let locked = senders.lock();
     writes += write_hash(maps, name::NODE_V4, nodes_v4, &mut present.node_v4, |addr| addr.octets())?;
     writes += write_hash(maps, name::NODE_V6, nodes_v6, &mut present.node_v6, |addr| addr.octets())?;
+    drop(locked);
     writes += write_trie(maps, name::PREFIX_V4, &prefixes_v4.write, &mut present.prefix_v4)?;
     writes += write_trie(maps, name::PREFIX_V6, &prefixes_v6.write, &mut present.prefix_v6)?;
     // Prefixes are written before masquerading excludes them, or packets to them would leave in cleartext
@@ -223,7 +230,7 @@ pub fn apply(
         writes += 1;
     }
     writes += direct::write(maps, direct_v4.write, &mut present.direct_v4)?;
-    Ok(Applied { writes, excluded })
+    Ok(writes)
 }
 
 /// Fails, before anything is written, when a map cannot hold all entries: with half of the exclusions, mesh

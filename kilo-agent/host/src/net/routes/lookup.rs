@@ -18,21 +18,41 @@ use kilo_core::{net::MAIN_TABLE, observed::Elsewhere};
 const DEFAULT_METRIC_V6: u32 = 1024;
 
 /// Route the kernel would use towards an address from this host; `None` when there is no unicast route.
+///
+/// # Errors
+/// When the kernel has not answered: there may be a route.
 pub async fn lookup(rtnl: &Rtnl, address: IpAddr) -> Result<Option<Found>, NetError> {
-    let request = question(address);
-    match rtnl.get("look up a route", RouteNetlinkMessage::GetRoute(request)).await {
-        Ok(answers) => Ok(answers.into_iter().find_map(|message| match message {
-            RouteNetlinkMessage::NewRoute(route) if route.header.kind == RouteType::Unicast => {
-                let mut found = parse(&route)?;
-                // A learnt path MTU expires: it is not a setting of the route.
-                found.route.mtu = found.route.mtu.filter(|_| !is_temporary(&route));
-                Some(found)
-            }
-            _ => None,
-        })),
-        Err(NetError::Kernel { .. }) => Ok(None),
-        Err(other) => Err(other),
+    let answers = ask(rtnl, "look up a route", question(address)).await?;
+    Ok(answers.into_iter().find_map(|message| match message {
+        RouteNetlinkMessage::NewRoute(route) if route.header.kind == RouteType::Unicast => {
+            let mut found = parse(&route)?;
+            // A learnt path MTU expires: it is not a setting of the route.
+            found.route.mtu = found.route.mtu.filter(|_| !is_temporary(&route));
+            Some(found)
+        }
+        _ => None,
+    }))
+}
+
+/// The kernel's answers to a route lookup; none when there is no route.
+async fn ask(rtnl: &Rtnl, what: &str, request: RouteMessage) -> Result<Vec<RouteNetlinkMessage>, NetError> {
+    match rtnl.get(what, RouteNetlinkMessage::GetRoute(request)).await {
+        Err(error) if error.errno().is_some_and(is_no_route) => Ok(Vec::new()),
+        other => other,
     }
+}
+
+/// Whether the kernel says with this error number that it sends no packets to an address: there is no route,
+/// or one of the types unreachable, prohibit (EACCES) or blackhole (EINVAL), or the kernel lacks the family.
+const fn is_no_route(errno: i32) -> bool {
+    use nix::libc::{EACCES, EAFNOSUPPORT, EHOSTUNREACH, EINVAL, ENETUNREACH, EOPNOTSUPP};
+    matches!(errno, ENETUNREACH | EHOSTUNREACH | EACCES | EINVAL | EAFNOSUPPORT | EOPNOTSUPP)
+}
+
+/// Whether a list failed with this error number only because too much happened meanwhile.
+const fn is_transient(errno: i32) -> bool {
+    use nix::libc::{EINTR, ENOBUFS, ENOMEM};
+    matches!(errno, EINTR | ENOBUFS | ENOMEM)
 }
 
 /// Unicast routes of the main table through this interface, both families.
@@ -45,10 +65,12 @@ pub async fn by_interface(rtnl: &Rtnl, interface: u32) -> Result<Vec<MainRoute>,
         request.attributes.push(RouteAttribute::Oif(interface));
         let answers =
             rtnl.dump("list the routes of an interface", RouteNetlinkMessage::GetRoute(request)).await;
-        // A kernel without IPv6, or without this table of a family, has none.
-        for answer in
-            answers.or_else(|error| if error.errno().is_some() { Ok(Vec::new()) } else { Err(error) })?
-        {
+        let answers = match answers {
+            // A kernel without IPv6, or without this table of a family, has none.
+            Err(error) if error.errno().is_some_and(|errno| !is_transient(errno)) => Vec::new(),
+            other => other?,
+        };
+        for answer in answers {
             let RouteNetlinkMessage::NewRoute(message) = answer else { continue };
             if message.header.address_family == family && message.header.kind == RouteType::Unicast {
                 all.extend(way(&message, interface));
@@ -93,15 +115,13 @@ pub struct Matched {
 }
 
 /// The table entry that matches an address, as opposed to the lookup's result; `None` without a route.
+///
+/// # Errors
+/// As [`lookup`].
 pub async fn matched(rtnl: &Rtnl, address: IpAddr) -> Result<Option<Matched>, NetError> {
     let mut request = question(address);
     request.header.flags |= RouteFlags::FibMatch;
-    let answers = match rtnl.get("look up the entry of a route", RouteNetlinkMessage::GetRoute(request)).await
-    {
-        Ok(answers) => answers,
-        Err(NetError::Kernel { .. }) => return Ok(None),
-        Err(other) => return Err(other),
-    };
+    let answers = ask(rtnl, "look up the entry of a route", request).await?;
     let mut routes = answers.into_iter().filter_map(|message| match message {
         RouteNetlinkMessage::NewRoute(route) if route.header.kind == RouteType::Unicast => Some(route),
         _ => None,
@@ -218,6 +238,13 @@ mod tests {
             unreachable: false,
             on_link: true,
         }
+    }
+
+    #[test]
+    fn only_errors_that_mean_no_route_count_as_one() {
+        use nix::libc::{EACCES, EHOSTUNREACH, EINTR, EINVAL, ENETUNREACH, ENOBUFS, ENOMEM, EPERM};
+        assert!([ENETUNREACH, EHOSTUNREACH, EACCES, EINVAL].into_iter().all(is_no_route));
+        assert!(![ENOBUFS, ENOMEM, EINTR, EPERM].into_iter().any(is_no_route));
     }
 
     #[test]
