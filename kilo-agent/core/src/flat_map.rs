@@ -33,7 +33,9 @@ macro_rules! keys {
 }
 
 keys! {
+    u16, u16, |number| *number;
     u32, u32, |number| *number;
+    u64, u64, |number| *number;
     Ipv4Addr, u32, |addr| addr.to_bits();
     Ipv6Addr, u128, |addr| addr.to_bits();
     Ipv4Net, u64, |net| u64::from(net.addr().to_bits()) << 8 | u64::from(net.prefix_len());

@@ -1,106 +1,315 @@
 //! What several nodes claim: private addresses, of which each may send but packets to one reach the node that
-//! really has it; and WireGuard keys, with which one node alone is a peer.
+//! really has it; WireGuard keys, with which one node alone is a peer; and pod CIDRs. And what nodes claim of the
+//! subnet of WireGuard addresses.
 
-use std::net::IpAddr;
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    fmt,
+    net::IpAddr,
+};
 
 use ipnet::IpNet;
 
-use super::{Conflict, KeyConflict, Own, Remote};
+use super::Own;
 use crate::{
+    flat_map::sort_by_prefix,
+    objects::events::EventReason,
     topology::{Member, Mesh},
     wireguard::key::PublicKey,
 };
 
-/// Conflicts that concern this node: those of its location, and one about its own address
-/// with a node elsewhere.
-pub(super) fn of(own: &Own<'_>, mesh: &Mesh, remote: &Remote) -> Vec<Conflict> {
-    let mut claims: Vec<(IpAddr, &Member)> = addresses(&own.segment.members).collect();
-    if let Some(address) = own.member.private_ip() {
-        let prefix = IpNet::from(address);
-        let elsewhere = remote.of(prefix).iter().filter_map(|claim| mesh.segments.get(claim.owner));
-        let members = elsewhere.flat_map(|segment| &segment.members);
-        claims.extend(members.filter(|it| it.private_ip() == Some(address)).map(|it| (address, it)));
+crate::label_values! {
+    /// Kind of a conflict, each with a metric and an Event of its own: label `event` of `kilo_errors_total`.
+    ConflictKind {
+        /// About a private address.
+        Address => "address_conflict",
+        /// About a WireGuard key.
+        Key => "key_conflict",
+        /// About a pod CIDR, or about `--subnet`.
+        Prefix => "prefix_conflict",
     }
-    conflicts(claims)
+}
+
+impl ConflictKind {
+    /// Reason of the Event about a node that has a part in it.
+    pub const fn event(self) -> EventReason {
+        match self {
+            Self::Address => EventReason::AddressConflict,
+            Self::Key => EventReason::KeyConflict,
+            Self::Prefix => EventReason::PrefixConflict,
+        }
+    }
+}
+
+/// What a node claims although another node, or the mesh, has it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Claimed {
+    /// A private address of several nodes.
+    Address(IpAddr),
+    /// A WireGuard key of several nodes.
+    Key(PublicKey),
+    /// A pod CIDR of one node that is, or lies in, another node's.
+    PodCidr(IpNet),
+    /// A private address or a pod CIDR that overlaps the subnet of WireGuard addresses.
+    Subnet {
+        /// What the node has.
+        prefix: IpNet,
+        /// `--subnet`.
+        subnet: IpNet,
+    },
+}
+
+impl Claimed {
+    /// What it is about.
+    pub const fn kind(&self) -> ConflictKind {
+        match self {
+            Self::Address(_) => ConflictKind::Address,
+            Self::Key(_) => ConflictKind::Key,
+            Self::PodCidr(_) | Self::Subnet { .. } => ConflictKind::Prefix,
+        }
+    }
+
+    /// `address/IP`, `key/KEY` or `prefix/CIDR`.
+    pub fn object(&self) -> String {
+        match self {
+            Self::Address(address) => format!("address/{address}"),
+            Self::Key(key) => format!("key/{key}"),
+            Self::PodCidr(prefix) | Self::Subnet { prefix, .. } => format!("prefix/{prefix}"),
+        }
+    }
+
+    const fn consequence(&self) -> &'static str {
+        match self {
+            Self::Address(_) => "so packets for all of them go to the host that has it",
+            Self::Key(_) => "so all but one of them are out of the mesh",
+            Self::PodCidr(_) => "so packets for pods of one of them go to another one",
+            Self::Subnet { .. } => "so the WireGuard address of a location may be the same",
+        }
+    }
+
+    /// What an operator does about it.
+    pub const fn remedy(&self) -> &'static str {
+        match self {
+            Self::Address(_) => {
+                "delete the Node objects that are stale, or correct kilo.squat.ai/force-internal-ip"
+            }
+            Self::Key(_) => {
+                "remove /var/lib/kilo/key on all but one of them and delete the pods of their agents, or delete the Node \
+                 objects that are stale"
+            }
+            Self::PodCidr(_) => {
+                "delete all but one of these Node objects, and register those nodes anew with pod CIDRs of their own"
+            }
+            Self::Subnet { .. } => {
+                "give all agents the same --subnet, in which no node has an address or a pod CIDR"
+            }
+        }
+    }
+}
+
+impl fmt::Display for Claimed {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Address(address) => write!(f, "the private address {address}"),
+            Self::Key(key) => write!(f, "the WireGuard key {key}"),
+            Self::PodCidr(prefix) => write!(f, "the pod CIDR {prefix}"),
+            Self::Subnet { prefix, subnet } => write!(f, "{prefix}, which overlaps --subnet {subnet}"),
+        }
+    }
+}
+
+/// What nodes claim although one of them, or the mesh, has it.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Conflict {
+    /// What they claim.
+    pub claimed: Claimed,
+    /// Names of the nodes, sorted.
+    pub nodes: Vec<String>,
+}
+
+impl fmt::Display for Conflict {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { claimed, nodes } = self;
+        let claim = if nodes.len() == 1 { "claims" } else { "claim" };
+        let (nodes, consequence, remedy) = (nodes.join(", "), claimed.consequence(), claimed.remedy());
+        write!(f, "{nodes} {claim} {claimed}, {consequence}: {remedy}")
+    }
+}
+
+/// Conflicts that concern this node: those of its location, and those of its own with nodes elsewhere.
+pub(super) fn of(own: &Own<'_>, mesh: &Mesh) -> Vec<Conflict> {
+    let others = mesh.segments.iter().enumerate().filter(|(at, _)| *at != own.index);
+    let elsewhere = others.flat_map(|(_, segment)| &segment.members);
+    let ways: [fn(&Member, &Member) -> bool; 3] = [share_address, share_key, share_pods];
+    let meeting: Vec<&Member> =
+        elsewhere.filter(|other| ways.iter().any(|share| share(own.member, other))).collect();
+    let near = || own.segment.members.iter();
+    let with = |share: fn(&Member, &Member) -> bool| {
+        near().chain(meeting.iter().copied().filter(move |other| share(own.member, other)))
+    };
+    let mut found = addresses(with(share_address));
+    found.extend(keys(with(share_key)));
+    found.extend(pod_cidrs(with(share_pods)));
+    found.extend(in_subnet(near(), mesh.subnet));
+    found
 }
 
 /// All conflicts of the mesh.
 pub fn all(mesh: &Mesh) -> Vec<Conflict> {
-    conflicts(mesh.segments.iter().flat_map(|segment| addresses(&segment.members)).collect())
+    let members = || mesh.segments.iter().flat_map(|segment| &segment.members);
+    let mut found = addresses(members());
+    found.extend(keys(members()));
+    found.extend(pod_cidrs(members()));
+    found.extend(in_subnet(members(), mesh.subnet));
+    found
 }
 
-/// Conflicts about keys that concern this node: those of its location, and one about its own key with a node
-/// elsewhere.
-pub(super) fn keys_of(own: &Own<'_>, mesh: &Mesh) -> Vec<KeyConflict> {
-    let others = mesh.segments.iter().enumerate().filter(|(at, _)| *at != own.index);
-    let others = others.flat_map(|(_, segment)| keys(&segment.members));
-    let same = others.filter(|(key, _)| own.member.node.key == Some(*key));
-    key_conflicts(keys(&own.segment.members).chain(same).collect())
+fn share_address(one: &Member, other: &Member) -> bool {
+    one.private_ip().is_some() && one.private_ip() == other.private_ip()
 }
 
-/// All conflicts of the mesh about keys.
-pub fn all_keys(mesh: &Mesh) -> Vec<KeyConflict> {
-    key_conflicts(mesh.segments.iter().flat_map(|segment| keys(&segment.members)).collect())
+fn share_key(one: &Member, other: &Member) -> bool {
+    one.node.key.is_some() && one.node.key == other.node.key
 }
 
-fn addresses(members: &[Member]) -> impl Iterator<Item = (IpAddr, &Member)> {
-    members.iter().filter_map(|member| Some((member.private_ip()?, member)))
+fn share_pods(one: &Member, other: &Member) -> bool {
+    let theirs = &other.node.pod_cidrs;
+    one.node.pod_cidrs.iter().any(|own| theirs.iter().any(|other| overlap(own, other)))
 }
 
-fn keys(members: &[Member]) -> impl Iterator<Item = (PublicKey, &Member)> {
-    members.iter().filter_map(|member| Some((member.node.key?, member)))
+fn overlap(one: &IpNet, other: &IpNet) -> bool {
+    one.contains(other) || other.contains(one)
 }
 
-fn conflicts(claims: Vec<(IpAddr, &Member)>) -> Vec<Conflict> {
-    among(claims).into_iter().map(|(address, nodes)| Conflict { address, nodes }).collect()
+fn addresses<'a>(members: impl Iterator<Item = &'a Member>) -> Vec<Conflict> {
+    of_several(members.filter_map(|member| Some((Claimed::Address(member.private_ip()?), member))))
 }
 
-fn key_conflicts(claims: Vec<(PublicKey, &Member)>) -> Vec<KeyConflict> {
-    among(claims).into_iter().map(|(key, nodes)| KeyConflict { key, nodes }).collect()
+fn keys<'a>(members: impl Iterator<Item = &'a Member>) -> Vec<Conflict> {
+    of_several(members.filter_map(|member| Some((Claimed::Key(member.node.key?), member))))
 }
 
-/// What more than one node claims, with their names.
-fn among<T: Ord + Copy>(mut claims: Vec<(T, &Member)>) -> Vec<(T, Vec<String>)> {
+/// What more than one node claims.
+fn of_several<'a>(claims: impl Iterator<Item = (Claimed, &'a Member)>) -> Vec<Conflict> {
+    let mut claims: Vec<_> = claims.collect();
     claims.sort_by_key(|(claimed, _)| *claimed);
     let several = claims.chunk_by(|(one, _), (other, _)| one == other).filter(|claims| claims.len() > 1);
-    let conflict = |claims: &[(T, &Member)]| {
+    let conflict = |claims: &[(Claimed, &Member)]| {
         let mut nodes: Vec<String> = claims.iter().map(|(_, member)| member.name().to_owned()).collect();
         nodes.sort_unstable();
         nodes.dedup();
-        claims.first().filter(|_| nodes.len() > 1).map(|(claimed, _)| (*claimed, nodes.clone()))
+        claims.first().filter(|_| nodes.len() > 1).map(|(claimed, _)| Conflict { claimed: *claimed, nodes })
     };
     several.filter_map(conflict).collect()
+}
+
+/// Pod CIDRs of nodes that are, or lie in, those of other nodes.
+fn pod_cidrs<'a>(members: impl Iterator<Item = &'a Member>) -> Vec<Conflict> {
+    let of = |member: &'a Member| {
+        let cidrs = member.node.pod_cidrs.iter();
+        cidrs.map(move |cidr| (cidr.trunc(), member.name()))
+    };
+    let mut claims: Vec<(IpNet, &str)> = members.flat_map(of).collect();
+    // A prefix sorts before everything that lies in it.
+    sort_by_prefix(&mut claims, |(cidr, _)| *cidr);
+    let mut around: Vec<(IpNet, &str)> = Vec::new();
+    let mut shared: BTreeMap<IpNet, BTreeSet<&str>> = BTreeMap::new();
+    for (cidr, node) in claims {
+        while around.pop_if(|(wider, _)| !wider.contains(&cidr)).is_some() {}
+        if around.iter().any(|(_, other)| *other != node) {
+            shared.entry(cidr).or_default().extend(around.iter().map(|(_, other)| *other).chain([node]));
+        }
+        around.push((cidr, node));
+    }
+    let conflict = |(cidr, nodes): (IpNet, BTreeSet<&str>)| Conflict {
+        claimed: Claimed::PodCidr(cidr),
+        nodes: nodes.into_iter().map(str::to_owned).collect(),
+    };
+    shared.into_iter().map(conflict).collect()
+}
+
+/// What nodes have in the subnet of WireGuard addresses, and pod CIDRs around it.
+fn in_subnet<'a>(members: impl Iterator<Item = &'a Member>, subnet: IpNet) -> Vec<Conflict> {
+    let subnet = subnet.trunc();
+    let mut found = Vec::new();
+    for member in members {
+        let pods = member.node.pod_cidrs.iter().map(IpNet::trunc);
+        let prefixes = pods.chain(member.private_ip().map(IpNet::from));
+        found.extend(prefixes.filter(|prefix| overlap(prefix, &subnet)).map(|prefix| Conflict {
+            claimed: Claimed::Subnet { prefix, subnet },
+            nodes: vec![member.name().to_owned()],
+        }));
+    }
+    found
 }
 
 #[cfg(test)]
 #[allow(clippy::unwrap_used, reason = "tests")]
 mod tests {
-    use std::collections::BTreeMap;
-
     use super::*;
     use crate::{settings::Granularity, topology::Node};
 
-    #[test]
-    fn nodes_with_one_key_are_named_wherever_they_are() {
-        let node = |name: &str, location: &str, key: u8| Node {
+    fn node(name: &str, location: &str, n: u8) -> Node {
+        Node {
             name: name.to_owned(),
             location: location.to_owned(),
-            endpoint: format!("192.0.2.{key}:51820").parse().ok(),
-            key: Some(PublicKey([key; 32])),
-            internal_ip: format!("10.1.0.{key}/24").parse().ok(),
+            endpoint: format!("192.0.2.{n}:51820").parse().ok(),
+            key: Some(PublicKey([n; 32])),
+            internal_ip: format!("10.1.0.{n}/24").parse().ok(),
+            pod_cidrs: vec![format!("10.42.{n}.0/24").parse().unwrap()],
             ..Node::default()
-        };
-        let keys = |nodes: &[Node]| {
-            let subnet = "10.4.0.0/16".parse().unwrap();
-            all_keys(&Mesh::new(nodes, &BTreeMap::new(), Granularity::Location, subnet))
-        };
-        let all = [node("a1", "a", 1), node("a2", "a", 2), node("b1", "b", 1), node("b2", "b", 2)];
-        let names: Vec<_> = keys(&all).into_iter().map(|conflict| (conflict.key, conflict.nodes)).collect();
-        let pair = |key, nodes: [&str; 2]| (PublicKey([key; 32]), nodes.map(str::to_owned).to_vec());
-        assert_eq!(names, [pair(1, ["a1", "b1"]), pair(2, ["a2", "b2"])]);
-        assert!(keys(&all[..2]).is_empty());
-        let text = keys(&all)[0].to_string();
-        assert!(text.starts_with("a1, b1 claim the WireGuard key AQEB"), "{text}");
+        }
+    }
+
+    fn mesh(nodes: &[Node]) -> Mesh {
+        Mesh::new(nodes, &BTreeMap::new(), Granularity::Location, "10.4.0.0/16".parse().unwrap())
+    }
+
+    /// Each conflict of the mesh as text: what it is about, and the nodes.
+    fn found(nodes: &[Node]) -> Vec<String> {
+        let all = all(&mesh(nodes)).into_iter();
+        all.map(|Conflict { claimed, nodes }| format!("{}: {}", claimed.object(), nodes.join(" "))).collect()
+    }
+
+    fn with_pods(node: Node, cidrs: &[&str]) -> Node {
+        Node { pod_cidrs: cidrs.iter().map(|cidr| cidr.parse().unwrap()).collect(), ..node }
+    }
+
+    #[test]
+    fn nodes_with_one_key_are_named_wherever_they_are() {
+        let [a1, a2, b3, b4] =
+            [node("a1", "a", 1), node("a2", "a", 2), node("b3", "b", 3), node("b4", "b", 4)];
+        let same = [a1.clone(), a2.clone(), Node { key: a1.key, ..b3 }, Node { key: a2.key, ..b4 }];
+        let keys = [a1.key, a2.key].map(Option::unwrap);
+        assert_eq!(found(&same), [format!("key/{}: a1 b3", keys[0]), format!("key/{}: a2 b4", keys[1])]);
+        assert_eq!(found(&same[..2]), [""; 0]);
+        let text = all(&mesh(&same))[0].to_string();
+        assert!(text.starts_with("a1, b3 claim the WireGuard key AQEB"), "{text}");
         assert!(text.contains("remove /var/lib/kilo/key on all but one"), "{text}");
+    }
+
+    #[test]
+    fn nodes_whose_pod_cidrs_overlap_are_named_with_the_narrower_one() {
+        let [a1, a2, b3] = [node("a1", "a", 1), node("a2", "a", 2), node("b3", "b", 3)];
+        let same = with_pods(b3.clone(), &["10.42.1.0/24"]);
+        assert_eq!(found(&[a1.clone(), a2.clone(), same]), ["prefix/10.42.1.0/24: a1 b3"]);
+        let wide = with_pods(b3.clone(), &["10.42.0.0/16", "fd00::/64"]);
+        let both = ["prefix/10.42.1.0/24: a1 b3", "prefix/10.42.2.0/24: a2 b3"];
+        assert_eq!(found(&[a1.clone(), a2.clone(), wide.clone()]), both);
+        let three = with_pods(a2.clone(), &["10.42.1.0/24"]);
+        assert_eq!(found(&[a1.clone(), three, wide]), ["prefix/10.42.1.0/24: a1 a2 b3"]);
+        let twice = with_pods(b3, &["10.42.3.0/24", "10.42.3.0/24", "10.42.3.0/25", "10.42.4.0/24"]);
+        assert_eq!(found(&[a1, a2, twice]), [""; 0], "its own do not count, nor do neighbours");
+    }
+
+    #[test]
+    fn what_a_node_has_in_the_subnet_or_around_it_is_named() {
+        let a1 = Node { internal_ip: "10.4.7.7/16".parse().ok(), ..node("a1", "a", 1) };
+        let b2 = with_pods(node("b2", "b", 2), &["10.4.200.0/24", "10.0.0.0/13", "fd00::/64"]);
+        let wanted = ["prefix/10.4.7.7/32: a1", "prefix/10.4.200.0/24: b2", "prefix/10.0.0.0/13: b2"];
+        assert_eq!(found(&[a1.clone(), b2]), wanted);
+        let text = all(&mesh(&[a1]))[0].to_string();
+        assert!(text.starts_with("a1 claims 10.4.7.7/32, which overlaps --subnet 10.4.0.0/16, so"), "{text}");
+        assert!(text.ends_with("in which no node has an address or a pod CIDR"), "{text}");
     }
 }

@@ -4,7 +4,8 @@ use std::net::IpAddr;
 
 use ipnet::IpNet;
 use kilo_common::{
-    counters::{Action, DropReason},
+    counters::Action,
+    drop_reasons::DropReason,
     forwarding::{self, Disposition},
     maps::{DEVICE_MASQUERADE, Device, HOP_LOCAL, HOP_REMOTE, NodeValue, PREFIX_PODS_STEERED, PrefixValue},
     nat,

@@ -18,9 +18,9 @@ pub mod trace;
 mod types;
 mod wireguard;
 
-pub use conflicts::{all as conflicts, all_keys as key_conflicts};
+pub use conflicts::{Claimed, Conflict, ConflictKind, all as conflicts};
 pub use hops::{HopIds, MOST_OTHERS};
-pub use overlay::{overlay_addresses, published as published_overlay};
+pub use overlay::{foreign_pods, overlay_addresses, published as published_overlay};
 pub use steering::sender;
 pub use types::*;
 
@@ -243,8 +243,7 @@ pub fn host_plan(inputs: &Inputs<'_>) -> Option<HostPlan> {
         layer3: inputs.links.layer3.clone(),
         pods: inputs.links.pods.clone(),
         tunnels: inputs.links.vxlan.into_iter().chain(inputs.links.ipip).collect(),
-        conflicts: conflicts::of(&own, inputs.mesh, &remote),
-        key_conflicts: conflicts::keys_of(&own, inputs.mesh),
+        conflicts: conflicts::of(&own, inputs.mesh),
         uplinks: {
             let links = inputs.links;
             links.uplinks.keys().chain(&links.private).chain(&links.overlay_device).copied().collect()

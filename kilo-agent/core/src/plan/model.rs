@@ -5,10 +5,7 @@
 use std::net::IpAddr;
 
 use ipnet::IpNet;
-use kilo_common::{
-    counters::{Action, DropReason},
-    forwarding,
-};
+use kilo_common::{counters::Action, drop_reasons::DropReason, forwarding};
 
 pub use super::lookup::{Packet, Verdict};
 use super::{Hop, HostPlan, Tables, lookup::is_never_steered, sized_packet::SizedPacket};

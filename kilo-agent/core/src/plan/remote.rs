@@ -5,7 +5,7 @@ use ipnet::IpNet;
 
 use super::{Inputs, Own, endpoints::gateway_endpoint};
 use crate::{
-    flat_map::{Key as _, sort_by_prefix},
+    flat_map::sort_by_prefix,
     signal_id,
     topology::{LocationPrefix, Member},
 };
@@ -94,13 +94,6 @@ impl Remote {
         claims.retain(|claim| !signal_id::is_control(&claim.prefix));
         sort_by_prefix(&mut claims, |claim| claim.prefix);
         Self(claims)
-    }
-
-    /// The claims to exactly this prefix.
-    pub fn of(&self, prefix: IpNet) -> &[PrefixClaim] {
-        let start = self.0.partition_point(|claim| claim.prefix.rank() < prefix.rank());
-        let end = start + self.0[start..].partition_point(|claim| claim.prefix.rank() == prefix.rank());
-        &self.0[start..end]
     }
 
     /// Every claim, sorted by prefix.

@@ -4,7 +4,8 @@
 use std::net::IpAddr;
 
 use kilo_common::{
-    counters::{Action, DropReason},
+    counters::Action,
+    drop_reasons::DropReason,
     forwarding::{self, Ingress, Way},
 };
 

@@ -5,7 +5,8 @@ use std::{fmt, net::IpAddr};
 
 use ipnet::IpNet;
 use kilo_common::{
-    counters::{Action, DropReason},
+    counters::Action,
+    drop_reasons::DropReason,
     forwarding,
     maps::{
         CONFIG_MASQUERADE, HOP_ACTING, HOP_LOCAL, HOP_NONE, HOP_REMOTE, MASQ_EXCLUDE, MASQ_FORCE,

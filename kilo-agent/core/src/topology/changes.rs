@@ -84,7 +84,7 @@ pub enum Change {
     PeerAccepted {
         /// Name of the Peer object.
         peer: String,
-        /// Which of its fields are not used, and why.
+        /// Which of its prefixes belong to others, too.
         without: Option<String>,
     },
     /// A VPN peer is not in the mesh.
@@ -322,7 +322,7 @@ pub fn state(node: &str, now: &ObservedMesh) -> String {
 fn of_peers(before: &ObservedMesh, now: &ObservedMesh) -> Vec<Change> {
     let same = Arc::ptr_eq(&before.snapshot.peers, &now.snapshot.peers)
         && before.snapshot.problems == now.snapshot.problems
-        && (now.snapshot.peers.is_empty() || keys(&before.mesh).eq(keys(&now.mesh)));
+        && (now.snapshot.peers.is_empty() || claims_are_the_same(&before.mesh, &now.mesh));
     if same {
         return Vec::new();
     }
@@ -341,7 +341,9 @@ fn of_peers(before: &ObservedMesh, now: &ObservedMesh) -> Vec<Change> {
         let peer = peer.to_owned();
         present.push(match acceptance {
             PeerAcceptance::Accepted => Change::PeerAccepted { peer, without: None },
-            PeerAcceptance::Partly(without) => Change::PeerAccepted { peer, without: Some(without) },
+            PeerAcceptance::Partly(without)
+            | PeerAcceptance::Overlaps(without)
+            | PeerAcceptance::InSubnet(without) => Change::PeerAccepted { peer, without: Some(without) },
             PeerAcceptance::Refused { why, .. } => Change::PeerRefused { peer, why },
         });
     }
@@ -349,8 +351,12 @@ fn of_peers(before: &ObservedMesh, now: &ObservedMesh) -> Vec<Change> {
     gone
 }
 
-fn keys(mesh: &Mesh) -> impl Iterator<Item = &crate::wireguard::key::PublicKey> {
-    mesh.segments.iter().map(|segment| &segment.key)
+/// Whether locations have the same keys and prefixes, by which peers are refused.
+fn claims_are_the_same(before: &Mesh, now: &Mesh) -> bool {
+    let same = |(old, new): (&Arc<Segment>, &Arc<Segment>)| {
+        Arc::ptr_eq(old, new) || (old.key == new.key && old.reach == new.reach)
+    };
+    before.segments.len() == now.segments.len() && before.segments.iter().zip(&now.segments).all(same)
 }
 
 /// Locations with no node in the mesh: nothing can reach them.

@@ -19,6 +19,7 @@ mod location_ips;
 mod mesh;
 mod observed_mesh;
 mod peer_acceptance;
+mod prefix_owners;
 mod private_endpoint;
 mod published_subnet;
 mod readiness;
@@ -42,6 +43,7 @@ pub use local::LocalMesh;
 pub use mesh::{Lost, Mesh, location_of};
 pub use observed_mesh::ObservedMesh;
 pub use peer_acceptance::{PeerAcceptance, PeerAcceptances, peer_acceptances};
+pub use prefix_owners::PrefixOwner;
 pub use private_endpoint::PRIVATE_ENDPOINT_REMEDY;
 pub use published_subnet::{SubnetsDiffer, published_subnet};
 pub use readiness::{

@@ -1,10 +1,16 @@
 //! Whether each VPN peer is part of the mesh, and if not, why not.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap, hash_map::Entry};
+use std::{
+    cell::LazyCell,
+    collections::{BTreeMap, BTreeSet, HashMap, hash_map::Entry},
+};
 
 use ipnet::IpNet;
 
-use super::{Mesh, Peer};
+use super::{
+    Mesh, Peer,
+    prefix_owners::{PrefixOwner, PrefixOwners},
+};
 use crate::objects::{ObjectRef, Snapshot};
 
 /// Whether the mesh uses a Peer object.
@@ -12,8 +18,12 @@ use crate::objects::{ObjectRef, Snapshot};
 pub enum PeerAcceptance {
     /// All of it is used.
     Accepted,
-    /// Some of its prefixes belong to another peer; the sentence says which.
+    /// Some of its prefixes belong to another peer or to a node; the sentence says which.
     Partly(String),
+    /// It attracts packets for pods; the sentence says which, and what else of it is not used.
+    Overlaps(String),
+    /// It has addresses that a location may get one day; the sentence says which, and what else of it is not used.
+    InSubnet(String),
     /// Nothing of it is used.
     Refused {
         /// One word, for the `reason` of a condition.
@@ -34,6 +44,8 @@ impl PeerAcceptance {
         match self {
             Self::Accepted => "Accepted",
             Self::Partly(_) => "PrefixesOfAnother",
+            Self::Overlaps(_) => "OverlapsNodes",
+            Self::InSubnet(_) => "InSubnet",
             Self::Refused { reason, .. } => reason,
         }
     }
@@ -42,7 +54,7 @@ impl PeerAcceptance {
     pub fn message(&self) -> String {
         match self {
             Self::Accepted => "all leaders of the mesh accept this peer".to_owned(),
-            Self::Partly(without) => without.clone(),
+            Self::Partly(why) | Self::Overlaps(why) | Self::InSubnet(why) => why.clone(),
             Self::Refused { why, .. } => why.clone(),
         }
     }
@@ -51,7 +63,8 @@ impl PeerAcceptance {
 /// Acceptances by the names of the peers.
 pub type PeerAcceptances = BTreeMap<String, PeerAcceptance>;
 
-/// All peers, as leaders treat them: a key or a prefix that two claim belongs to the first of them.
+/// All peers, as leaders treat them: a key or a prefix that two claim belongs to a node, or else to the first of
+/// them.
 pub fn peer_acceptances(mesh: &Mesh, snapshot: &Snapshot) -> PeerAcceptances {
     in_order(mesh, snapshot).into_iter().map(|(name, acceptance)| (name.to_owned(), acceptance)).collect()
 }
@@ -62,6 +75,7 @@ pub(super) fn in_order<'a>(mesh: &'a Mesh, snapshot: &'a Snapshot) -> Vec<(&'a s
     let locations = mesh.segments.iter().map(|segment| (segment.key, ("", segment.location.as_str())));
     let mut keys: HashMap<_, _> = locations.collect();
     keys.reserve(snapshot.peers.len());
+    let owners = LazyCell::new(|| PrefixOwners::new(mesh));
     let mut used = mesh.peers.iter().peekable();
     let mut acceptances = Vec::with_capacity(snapshot.peers.len());
     for (name, peer) in snapshot.peers.iter() {
@@ -78,7 +92,7 @@ pub(super) fn in_order<'a>(mesh: &'a Mesh, snapshot: &'a Snapshot) -> Vec<(&'a s
             }
             Entry::Vacant(entry) => {
                 entry.insert(("peer ", name.as_str()));
-                by_prefixes(peer, used.map_or(&[], |used| &used.allowed_ips))
+                by_prefixes(peer, used.map_or(&[], |used| &used.allowed_ips), &owners)
             }
         };
         acceptances.push((name.as_str(), acceptance));
@@ -96,23 +110,30 @@ pub(super) fn in_order<'a>(mesh: &'a Mesh, snapshot: &'a Snapshot) -> Vec<(&'a s
     acceptances
 }
 
-/// `used`: those of its prefixes that belong to it, in its order.
-fn by_prefixes(peer: &Peer, used: &[IpNet]) -> PeerAcceptance {
-    if peer.allowed_ips.iter().map(IpNet::trunc).eq(used.iter().copied()) {
+/// `used`: those of its prefixes that belong to no other peer, in its order.
+fn by_prefixes(peer: &Peer, used: &[IpNet], owners: &PrefixOwners<'_>) -> PeerAcceptance {
+    let owned: Vec<PrefixOwner> = used.iter().filter_map(|prefix| owners.find(*prefix)).collect();
+    if owned.is_empty() && peer.allowed_ips.iter().map(IpNet::trunc).eq(used.iter().copied()) {
         return PeerAcceptance::Accepted;
     }
-    let used: BTreeSet<IpNet> = used.iter().copied().collect();
-    let lost: Vec<_> = peer.allowed_ips.iter().filter(|prefix| !used.contains(&prefix.trunc())).collect();
-    if lost.is_empty() {
+    let known: BTreeSet<IpNet> = used.iter().copied().collect();
+    let lost = peer.allowed_ips.iter().filter(|prefix| !known.contains(&prefix.trunc()));
+    let lost: Vec<_> = lost.map(ToString::to_string).collect();
+    let mut why = Vec::new();
+    if !lost.is_empty() {
+        why.push(format!("{} belong to a peer that comes first by name", lost.join(", ")));
+    }
+    why.extend(owned.iter().map(|owner| format!("{owner}: {}", owner.consequence())));
+    if why.is_empty() {
         return PeerAcceptance::Accepted;
     }
-    let all = lost.len() == peer.allowed_ips.len();
-    let lost = lost.into_iter().map(ToString::to_string).collect::<Vec<_>>().join(", ");
-    let why = format!("spec.allowedIPs: {lost} belong to a peer that comes first by name");
-    if all {
-        PeerAcceptance::Refused { reason: "PrefixesOfAnother", why }
-    } else {
-        PeerAcceptance::Partly(why)
+    let why = format!("spec.allowedIPs: {}", why.join("; "));
+    let kept = owned.iter().filter(|owner| owner.keeps()).count();
+    match () {
+        () if kept == used.len() => PeerAcceptance::Refused { reason: "PrefixesOfAnother", why },
+        () if owned.iter().any(PrefixOwner::is_deprived) => PeerAcceptance::Overlaps(why),
+        () if kept < owned.len() => PeerAcceptance::InSubnet(why),
+        () => PeerAcceptance::Partly(why),
     }
 }
 
@@ -153,6 +174,11 @@ mod tests {
             peer("c", 4, &["10.5.0.1/32"]),
             peer("d", 2, &["10.5.0.4/32"]),
             peer("e", 1, &["10.5.0.5/32"]),
+            peer("g", 5, &["10.42.0.7/32", "10.5.0.2/32", "10.5.0.7/32"]),
+            peer("h", 6, &["10.1.0.1/32", "10.5.0.8/32"]),
+            peer("i", 7, &["10.1.0.1/32", "10.42.0.0/24"]),
+            peer("j", 8, &["10.4.0.9/32"]),
+            peer("k", 9, &["0.0.0.0/0", "10.42.0.0/16"]),
         ]);
         let mesh = Mesh::new([&node], &peers, Granularity::Location, "10.4.0.0/16".parse().unwrap());
         let problems = BTreeMap::from([
@@ -174,11 +200,25 @@ mod tests {
                 ("d", false, "KeyOfAnother"),
                 ("e", false, "KeyOfAnother"),
                 ("f", false, "InvalidSpec"),
+                ("g", true, "OverlapsNodes"),
+                ("h", true, "PrefixesOfAnother"),
+                ("i", false, "PrefixesOfAnother"),
+                ("j", true, "InSubnet"),
+                ("k", true, "Accepted"),
             ]
         );
         assert!(acceptances["b"].message().contains("10.5.0.1/32"), "{}", acceptances["b"].message());
         assert!(!acceptances["b"].message().contains("10.5.0.2/32"), "{}", acceptances["b"].message());
         assert!(acceptances["d"].message().contains("peer a"), "{}", acceptances["d"].message());
         assert!(acceptances["e"].message().contains("location:"), "{}", acceptances["e"].message());
+        assert_eq!(
+            acceptances["g"].message(),
+            "spec.allowedIPs: 10.5.0.2/32 belong to a peer that comes first by name; 10.42.0.7/32 lies in 10.42.0.0/24, \
+             the pod CIDR of node n1: packets for it go to this peer instead"
+        );
+        assert_eq!(
+            acceptances["h"].message(),
+            "spec.allowedIPs: 10.1.0.1/32 is the private address of node n1: packets for it do not go to this peer"
+        );
     }
 }

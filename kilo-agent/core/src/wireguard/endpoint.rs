@@ -2,7 +2,8 @@
 
 use std::{
     fmt,
-    net::{IpAddr, SocketAddr},
+    net::{IpAddr, Ipv6Addr, SocketAddr},
+    num::NonZeroU16,
     str::FromStr,
 };
 
@@ -61,24 +62,54 @@ impl fmt::Display for Endpoint {
 
 /// Text that is not `host:port`.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error(
-    "{0:?} is not a valid endpoint; write 192.0.2.1:51820, [2001:db8::1]:51820 or a DNS name with a port"
-)]
-pub struct InvalidEndpoint(String);
+pub enum InvalidEndpoint {
+    /// A host alone.
+    #[error("{0:?} has no port; write for example {0}:51820")]
+    NoPort(String),
+    /// An IPv6 address whose colons cannot be told from the one before the port.
+    #[error("{0:?} has an IPv6 address without brackets; write for example [2001:db8::1]:51820")]
+    NoBrackets(String),
+    /// A port that does not exist.
+    #[error("{0:?} has the port {1:?}; write a number from 1 to 65535, for example 51820")]
+    Port(String, String),
+    /// A host that is neither an address nor a name.
+    #[error(
+        "{0:?} has the host {1:?}, neither an IP address nor a DNS name in lower case; write for example \
+         192.0.2.1:51820, [2001:db8::1]:51820 or vpn.example.com:51820"
+    )]
+    Host(String, String),
+}
 
 impl FromStr for Endpoint {
     type Err = InvalidEndpoint;
     fn from_str(text: &str) -> Result<Self, InvalidEndpoint> {
-        let invalid = || InvalidEndpoint(text.to_owned());
-        let (host, port) = text.rsplit_once(':').ok_or_else(invalid)?;
-        let port: u16 = port.parse().map_err(|_| invalid())?;
-        let bracketed = host.strip_prefix('[').and_then(|host| host.strip_suffix(']'));
-        let host = match (bracketed, bracketed.unwrap_or(host).parse::<IpAddr>()) {
-            (_, Ok(ip)) if bracketed.is_some() || ip.is_ipv4() => EndpointHost::Ip(ip),
-            (None, Err(_)) if is_dns_name(host) => EndpointHost::Dns(host.to_owned()),
-            _ => return Err(invalid()),
+        let whole = || text.to_owned();
+        if text.parse::<Ipv6Addr>().is_ok() {
+            return Err(InvalidEndpoint::NoBrackets(whole()));
+        }
+        let Some((host, port)) = text.rsplit_once(':').filter(|_| !text.ends_with(']')) else {
+            return Err(match host(text) {
+                Some(_) => InvalidEndpoint::NoPort(whole()),
+                None => InvalidEndpoint::Host(whole(), whole()),
+            });
         };
-        if port == 0 { Err(invalid()) } else { Ok(Self { host, port }) }
+        let invalid = |_| InvalidEndpoint::Port(whole(), port.to_owned());
+        let port = port.parse::<NonZeroU16>().map_err(invalid)?.get();
+        match self::host(host) {
+            Some(host) => Ok(Self { host, port }),
+            None if host.parse::<Ipv6Addr>().is_ok() => Err(InvalidEndpoint::NoBrackets(whole())),
+            None => Err(InvalidEndpoint::Host(whole(), host.to_owned())),
+        }
+    }
+}
+
+/// A host as it stands before a port: an IPv6 address has brackets.
+fn host(text: &str) -> Option<EndpointHost> {
+    let bracketed = text.strip_prefix('[').and_then(|host| host.strip_suffix(']'));
+    match (bracketed, bracketed.unwrap_or(text).parse::<IpAddr>()) {
+        (_, Ok(ip)) if bracketed.is_some() || ip.is_ipv4() => Some(EndpointHost::Ip(ip)),
+        (None, Err(_)) if is_dns_name(text) => Some(EndpointHost::Dns(text.to_owned())),
+        _ => None,
     }
 }
 
@@ -112,6 +143,24 @@ mod tests {
             "[x]:1",
         ] {
             assert!(text.parse::<Endpoint>().is_err(), "{text}");
+        }
+    }
+
+    #[test]
+    fn what_is_wrong_with_an_endpoint_is_named_with_what_is_right() {
+        for (text, wanted) in [
+            ("1.2.3.4", "\"1.2.3.4\" has no port; write for example 1.2.3.4:51820"),
+            ("vpn.example.com", "has no port; write for example vpn.example.com:51820"),
+            ("[2001:db8::1]", "has no port; write for example [2001:db8::1]:51820"),
+            ("2001:db8::1", "has an IPv6 address without brackets; write for example [2001:db8::1]:51820"),
+            ("2001:db8:0:0:0:0:0:0:1", "has an IPv6 address without brackets"),
+            ("1.2.3.4:70000", "has the port \"70000\"; write a number from 1 to 65535"),
+            ("a:", "has the port \"\""),
+            ("VPN:51820", "has the host \"VPN\", neither an IP address nor a DNS name in lower case"),
+            ("", "has the host \"\""),
+        ] {
+            let said = text.parse::<Endpoint>().unwrap_err().to_string();
+            assert!(said.contains(wanted), "{said}");
         }
     }
 }

@@ -185,6 +185,20 @@ fn peers_are_accepted_refused_and_leave() {
 }
 
 #[test]
+fn a_peer_is_spoken_of_again_when_a_node_joins_whose_pods_have_its_addresses() {
+    let (a1, a2) = (node("a1", "a"), node("a2", "a"));
+    let within = a2.pod_cidrs[0].to_string().replace(".0/24", ".7/32");
+    let laptop = [peer("laptop", 9, &within)];
+    let before = observed(&ObservedMesh::default(), std::slice::from_ref(&a1), &[], &laptop);
+    let mut now = observed(&before, &[a1, a2], &[], &laptop);
+    // The Peer object itself has not changed.
+    Arc::make_mut(&mut now.snapshot).peers = Arc::clone(&before.snapshot.peers);
+    let said = changes(&before, &now, "a1");
+    let Some(Change::PeerAccepted { without: Some(why), .. }) = said.last() else { panic!("{said:?}") };
+    assert!(why.contains("the pod CIDR of node a2"), "{why}");
+}
+
+#[test]
 fn the_leader_of_the_first_location_speaks_for_the_others() {
     let nodes = [node("b1", "b"), node("a2", "a"), node("a1", "a")];
     let world = observed(&ObservedMesh::default(), &nodes, &[], &[]);
