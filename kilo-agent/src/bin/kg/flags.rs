@@ -203,7 +203,7 @@ pub struct Flags {
     /// be the same on every node of the mesh.
     #[arg(long, default_value = "1", value_parser = parse_number::<1, 8>)]
     pub leaders: u8,
-    /// Address on which health, metrics and graph are served.
+    /// Address on which the page, health, metrics, status and graph are served.
     #[arg(long, default_value = format!(":{}", defaults::AGENT_PORT), value_parser = parse_listen)]
     pub listen: SocketAddr,
     /// Manage routes inside the location.

@@ -56,8 +56,6 @@ use stopping::Stopping;
 use termination_message::LastWords;
 use uninstall::{uninstall, uninstall_alone};
 
-/// Path of the private key.
-const KEY_PATH: &str = "/var/lib/kilo/key";
 /// A host that has been up for less may have booted together with all others.
 const BOOTS_WITHIN: Duration = Duration::from_mins(5);
 
@@ -182,7 +180,7 @@ fn options(flags: &Flags) -> Result<agent::Options> {
         masquerade: flags.masquerade,
         bpffs: PathBuf::from(BPFFS),
         attach: flags.attach,
-        last_good: Some(last_good_path()),
+        last_good: Some(state_file(last_good::FILE)),
         forward_rules: flags.iptables_forward_rules,
         debug: matches!(flags.log_level, LogLevel::All | LogLevel::Debug),
         failover: (flags.failover == Failover::Auto).then(|| failover::Options {
@@ -321,14 +319,16 @@ fn since_boot() -> Duration {
 
 /// The topology that an earlier agent saved, for a start without API server.
 fn last_good_topology(hostname: &str) -> Option<Snapshot> {
-    last_good::load(&last_good_path(), hostname).unwrap_or_else(|error| {
-        tracing::warn!(path = %last_good_path().display(), %error, "ignoring the saved topology");
+    let path = state_file(last_good::FILE);
+    last_good::load(&path, hostname).unwrap_or_else(|error| {
+        tracing::warn!(path = %path.display(), %error, "ignoring the saved topology");
         None
     })
 }
 
-fn last_good_path() -> PathBuf {
-    Path::new(KEY_PATH).with_file_name(last_good::FILE)
+/// Path of a file of this agent's state.
+fn state_file(name: &str) -> PathBuf {
+    Path::new(lock::STATE).join(name)
 }
 
 /// Runs the agent and its pages until this process is asked to stop, and leaves the host then.
@@ -341,7 +341,7 @@ async fn run_until_stopped<B: Backend>(
     gate: Gate,
     mut stopping: Stopping,
 ) -> Result<()> {
-    let key = private_key::load_or_create(Path::new(KEY_PATH))?;
+    let key = private_key::load_or_create(&state_file(private_key::FILE))?;
     let metrics = Metrics::default();
     // Three resync periods, but never less than a check-in takes.
     let patience = (flags.resync_period * 3).max(Duration::from_secs(90));

@@ -8,7 +8,7 @@ use kilo_agent::backend::{
     file::FileBackend,
     kubernetes::{self, Access, read_once},
 };
-use kilo_common::counters::DropReason;
+use kilo_common::drop_reasons::DropReason;
 use kilo_core::{objects::Snapshot, settings::defaults};
 
 /// A shell that waits longer feels broken.

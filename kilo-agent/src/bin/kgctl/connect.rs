@@ -19,7 +19,7 @@ use anyhow::{Context as _, Result, bail};
 use clap::Args;
 use ipnet::IpNet;
 use kilo_agent::{
-    cli::{log_filter, parse_bool, parse_interface, parse_number, parse_period, parse_port},
+    cli::{log_filter, parse_bool, parse_cidr, parse_interface, parse_number, parse_period, parse_port},
     resolve::Resolver,
     timestamp::Timestamp,
 };
@@ -65,14 +65,14 @@ pub struct ConnectArgs {
     #[arg(add = complete::peers())]
     peer: Option<String>,
     /// Address of this machine in the mesh, for a Peer that does not exist yet.
-    #[arg(long, short, value_name = "CIDR", default_value = "10.10.10.10/32")]
+    #[arg(long, short, value_name = "CIDR", default_value = "10.10.10.10/32", value_parser = parse_cidr)]
     allowed_ip: IpNet,
     /// Number of stand-bys per location to keep as WireGuard peers, 0 to 4; must match the agents'
     /// --stand-bys.
     #[arg(long, default_value_t = defaults::STAND_BYS, value_parser = parse_number::<0, 4>)]
     stand_bys: u8,
     /// More prefixes to reach through the cluster, services for example (repeatable).
-    #[arg(long, value_name = "CIDR", value_delimiter = ',')]
+    #[arg(long, value_name = "CIDR", value_delimiter = ',', value_parser = parse_cidr)]
     allowed_ips: Vec<IpNet>,
     /// On exit, remove the interface, the routes and the Peer object if this command created it.
     #[arg(long, default_value = "true", action = clap::ArgAction::Set, num_args = 0..=1, require_equals = true, default_missing_value = "true", value_parser = parse_bool)]
@@ -123,7 +123,12 @@ pub async fn run(args: &ConnectArgs) -> Result<String> {
         bail!("{name:?} cannot be the name of a Peer; use lower case letters, digits, '-' and '.'");
     }
     if args.allowed_ip.prefix_len() != args.allowed_ip.max_prefix_len() {
-        bail!("--allowed-ip {}: one address is needed, for example 10.10.10.10/32", args.allowed_ip);
+        let network = args.allowed_ip;
+        let first = network.hosts().next().filter(|_| network.addr() == network.network());
+        bail!(
+            "--allowed-ip {network} is a network, and this machine has one address in the mesh; write for example {}",
+            IpNet::from(first.unwrap_or(network.addr()))
+        );
     }
     remedy::check_rights()?;
     let path = args.private_key.clone().unwrap_or_else(|| PathBuf::from(format!("/var/lib/kilo/{name}.key")));
@@ -284,9 +289,9 @@ impl Connection {
         self.decide(&first, flags);
         // Traffic to nodes' own addresses is blocked only after the Peer exists, because the API server may
         // run on a node.
-        let pods = vpn_peer::pods(&self.build_mesh(&first, flags)?);
-        fail_closed::begin(&self.net, pods).await?;
-        let mut peer = self.origin.ensure(&self.wanted).await?;
+        let mesh = self.build_mesh(&first, flags)?;
+        fail_closed::begin(&self.net, vpn_peer::pods(&mesh)).await?;
+        let mut peer = self.origin.ensure(&self.wanted, &mesh).await?;
         let mut connected = false;
         loop {
             let mut check_peer = false;
@@ -296,7 +301,7 @@ impl Connection {
             }
             if check_peer {
                 self.decide(&snapshots.borrow_and_update(), flags);
-                match self.origin.ensure(&self.wanted).await {
+                match self.origin.ensure(&self.wanted, &mesh).await {
                     Ok(found) => peer = found,
                     // The tunnels work without the API server.
                     Err(error) => tracing::warn!("{}", error_chain(error.as_ref())),

@@ -42,7 +42,7 @@ pub struct GraphArgs {
 /// The mesh in the DOT language.
 pub async fn run(args: &GraphArgs) -> Result<String> {
     let (snapshot, cluster) = source::snapshot(&args.flags).await?;
-    let mesh = source::mesh(&snapshot, &args.flags.mesh)?;
+    let mesh = source::mesh_in_use(&snapshot, &args.flags.mesh)?;
     let ways = if args.ways {
         let cluster =
             cluster.context("--ways asks agents through the API server: --backend=file has none")?;

@@ -17,7 +17,6 @@ pub fn retain_location(status: &mut Status, wanted: &str) -> bool {
     status.pods.retain(|node, _| names.contains(node));
     status.unheard.retain(|node| names.contains(node));
     status.conflicts.retain(|conflict| conflict.nodes.iter().any(|node| names.contains(node)));
-    status.key_conflicts.retain(|conflict| conflict.nodes.iter().any(|node| names.contains(node)));
     !status.nodes.is_empty() || !status.locations.is_empty()
 }
 
@@ -31,6 +30,7 @@ pub fn retain_not_ready(status: &mut Status) {
 #[allow(clippy::unwrap_used, reason = "tests")]
 pub mod tests {
     use super::*;
+    use kilo_agent::status::ConflictStatus;
     use serde_json::json;
 
     /// Nodes of two locations; those not in `not_ready` are ready.
@@ -94,17 +94,32 @@ pub mod tests {
     }
 
     #[test]
-    fn a_key_of_two_nodes_is_a_problem_of_both() {
+    fn what_two_nodes_claim_is_a_problem_of_both() {
         let mut status = status(4, &[]);
-        let key = kilo_core::wireguard::key::PublicKey([7; 32]);
-        let nodes = vec!["n000".to_owned(), "n001".to_owned()];
-        status.key_conflicts.push(kilo_agent::status::KeyConflictStatus { key, nodes });
+        status.conflicts.push(ConflictStatus {
+            object: "key/AQEB".to_owned(),
+            nodes: vec!["n000".to_owned(), "n001".to_owned()],
+            remedy: "remove one".to_owned(),
+        });
         let found = problems(&status);
-        assert_eq!(found[0].object, format!("key/{key}"));
-        assert!(found[0].what.starts_with("claimed by n000, n001: remove /var/lib/kilo/key on"), "{found:?}");
+        let wanted =
+            Problem { object: "key/AQEB".to_owned(), what: "claimed by n000, n001: remove one".to_owned() };
+        assert_eq!(found, [wanted]);
         assert!(retain_location(&mut status.clone(), "odd") && status.retain_node("n001"));
         assert_eq!(problems(&status), found);
-        assert!(status.key_conflicts.len() == 1 && status.nodes.len() == 1);
+        assert!(status.conflicts.len() == 1 && status.nodes.len() == 1);
+    }
+
+    #[test]
+    fn a_peer_is_a_problem_when_it_overlaps_nodes_and_not_when_it_is_refused() {
+        let mut status = status(4, &[]);
+        status.peers = serde_json::from_value(json!([
+            {"name": "a", "valid": true, "allowedIPs": [], "reason": "in a pod CIDR", "overlaps": true},
+            {"name": "b", "valid": false, "allowedIPs": [], "reason": "no key"},
+        ]))
+        .unwrap();
+        let wanted = Problem { object: "peer/a".to_owned(), what: "in a pod CIDR".to_owned() };
+        assert_eq!(problems(&status), [wanted]);
     }
 
     #[test]

@@ -6,7 +6,7 @@ mod local;
 use std::path::PathBuf;
 
 use clap::{Args, ValueEnum};
-use kilo_common::counters::DropReason;
+use kilo_common::drop_reasons::DropReason;
 
 #[cfg(not(target_os = "linux"))]
 pub use crate::needs_linux::monitor as run;

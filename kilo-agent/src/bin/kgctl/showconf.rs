@@ -74,7 +74,7 @@ pub enum Output {
 pub async fn run(of: &Showconf) -> Result<String> {
     let (Showconf::Node { args, .. } | Showconf::Peer { args, .. }) = of;
     let (snapshot, _) = source::snapshot(&args.flags).await?;
-    let mesh = source::mesh(&snapshot, &args.flags.mesh)?;
+    let mesh = source::mesh_in_use(&snapshot, &args.flags.mesh)?;
     match of {
         Showconf::Node { port, .. } => showconf_node(&mesh, &snapshot, *port, args),
         Showconf::Peer { .. } => showconf_peer(&mesh, args),
@@ -122,10 +122,10 @@ fn showconf_peer(mesh: &Mesh, args: &ShowconfArgs) -> Result<String> {
     let peer = peer.with_context(|| {
         let names: Vec<_> = mesh.peers.iter().map(|peer| peer.name.as_str()).collect();
         let instead = match names.is_empty() {
-            true => "there are no valid peers: `kgctl status` lists all, and why each is invalid".to_owned(),
+            true => "there are no valid peers: `kgctl status` lists all, and why each is not used".to_owned(),
             false => format!("choose one of: {}", names.join(", ")),
         };
-        format!("peer {:?} does not exist or is invalid; {instead}", args.name)
+        format!("peer {:?} does not exist, or agents do not use it; {instead}", args.name)
     })?;
     if args.as_peer {
         let mut allowed_ips = peer.allowed_ips.clone();

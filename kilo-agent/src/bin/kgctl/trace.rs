@@ -6,6 +6,7 @@ mod local;
 use std::{net::IpAddr, path::PathBuf};
 
 use clap::{Args, ValueEnum};
+use kilo_agent::cli::parse_ip;
 
 #[cfg(not(target_os = "linux"))]
 pub use crate::needs_linux::trace as run;
@@ -31,10 +32,10 @@ pub struct TraceArgs {
     #[arg(add = complete::nodes())]
     pub node: Option<String>,
     /// Source address.
-    #[arg(long, value_name = "IP")]
+    #[arg(long, value_name = "IP", value_parser = parse_ip)]
     src: IpAddr,
     /// Destination address.
-    #[arg(long, value_name = "IP")]
+    #[arg(long, value_name = "IP", value_parser = parse_ip)]
     dst: IpAddr,
     /// Protocol.
     #[arg(long, default_value = "tcp")]
@@ -58,7 +59,7 @@ pub struct TraceArgs {
     from: Option<From>,
     /// With --from=lan: private address of the node that sends it; default: the
     /// node --src belongs to.
-    #[arg(long, value_name = "IP")]
+    #[arg(long, value_name = "IP", value_parser = parse_ip)]
     sender: Option<IpAddr>,
     /// Format.
     #[arg(long, short, default_value = "text")]

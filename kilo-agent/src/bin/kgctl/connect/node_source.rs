@@ -7,7 +7,7 @@ use kilo_agent::backend::{Backend as _, file::FileBackend, kubernetes};
 use kilo_core::{
     errors::error_chain,
     objects::{Snapshot, peer},
-    topology::Peer,
+    topology::{Mesh, Peer},
 };
 use kube::{
     Api, ResourceExt as _,
@@ -71,8 +71,8 @@ impl Origin {
         })
     }
 
-    /// The existing Peer object, or a new one made from `wanted`.
-    pub async fn ensure(&self, wanted: &Peer) -> Result<Peer> {
+    /// The existing Peer object, or a new one made from `wanted`, if that overlaps nothing of `mesh`.
+    pub async fn ensure(&self, wanted: &Peer, mesh: &Mesh) -> Result<Peer> {
         let found = match self {
             Self::File(backend) => {
                 let found = backend.watch().borrow().peers.get(&wanted.name).cloned();
@@ -88,7 +88,7 @@ impl Origin {
                 Some(object) => peer::from_object(&object)
                     .with_context(|| format!("Peer {:?} is invalid", wanted.name))?,
                 None => {
-                    check_free(wanted, &self.watch().borrow().peers)?;
+                    check_free(wanted, &self.watch().borrow().peers, mesh)?;
                     let mut object = peer::to_object(wanted);
                     let label = (MANAGED.0.to_owned(), MANAGED.1.to_owned());
                     object.metadata.labels = Some([label].into());
@@ -159,8 +159,12 @@ impl Origin {
     }
 }
 
-/// Refuses an address that another Peer has: only the first of them by name would work.
-fn check_free(wanted: &Peer, peers: &BTreeMap<String, Peer>) -> Result<()> {
+/// Refuses an address that another Peer has, of which only the first by name would work, and one that nodes, their
+/// pods or locations have.
+fn check_free(wanted: &Peer, peers: &BTreeMap<String, Peer>, mesh: &Mesh) -> Result<()> {
+    if let Some(owner) = wanted.allowed_ips.iter().find_map(|prefix| mesh.owner_of(*prefix)) {
+        bail!("{owner}; give this machine an address of its own with --allowed-ip");
+    }
     for peer in peers.values().filter(|peer| peer.name != wanted.name) {
         if let Some(taken) = wanted.allowed_ips.iter().find(|prefix| peer.allowed_ips.contains(prefix)) {
             bail!(
@@ -171,4 +175,47 @@ fn check_free(wanted: &Peer, peers: &BTreeMap<String, Peer>) -> Result<()> {
         }
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use kilo_core::{settings::Granularity, topology::Node, wireguard::key::PublicKey};
+
+    use super::*;
+
+    #[test]
+    fn an_address_that_a_peer_or_a_node_has_is_refused_with_its_owner() {
+        let node = Node {
+            name: "a1".to_owned(),
+            endpoint: "192.0.2.1:51820".parse().ok(),
+            key: Some(PublicKey([1; 32])),
+            internal_ip: "10.1.0.1/24".parse().ok(),
+            pod_cidrs: vec!["10.42.1.0/24".parse().unwrap()],
+            ..Node::default()
+        };
+        let peer = |name: &str, allowed_ip: &str| Peer {
+            name: name.to_owned(),
+            allowed_ips: vec![allowed_ip.parse().unwrap()],
+            endpoint: None,
+            persistent_keepalive: 0,
+            preshared_key: None,
+            public_key: PublicKey([9; 32]),
+            follows: false,
+        };
+        let peers = BTreeMap::from([("phone".to_owned(), peer("phone", "10.5.0.1/32"))]);
+        let mesh = Mesh::new([&node], &peers, Granularity::Location, "10.4.0.0/16".parse().unwrap());
+        let refusal = |allowed_ip: &str| {
+            check_free(&peer("laptop", allowed_ip), &peers, &mesh).err().map(|error| error.to_string())
+        };
+        assert_eq!(refusal("10.5.0.2/32"), None);
+        for (taken, words) in [
+            ("10.5.0.1/32", "10.5.0.1 belongs to Peer \"phone\" already"),
+            ("10.1.0.1/32", "10.1.0.1/32 is the private address of node a1"),
+            ("10.42.1.7/32", "10.42.1.7/32 lies in 10.42.1.0/24, the pod CIDR of node a1"),
+            ("10.4.0.7/32", "10.4.0.7/32 lies in 10.4.0.0/16, the subnet of WireGuard addresses"),
+        ] {
+            let said = refusal(taken).unwrap_or_default();
+            assert!(said.starts_with(words) && said.contains("--allowed-ip"), "{taken}: {said}");
+        }
+    }
 }

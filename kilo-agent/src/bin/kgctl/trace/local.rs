@@ -3,7 +3,7 @@
 use std::{fmt::Write as _, net::IpAddr};
 
 use anyhow::{Context as _, Result, bail};
-use kilo_common::{counters::DropReason, packet::protocol};
+use kilo_common::{drop_reasons::DropReason, packet::protocol};
 use kilo_core::plan::{
     model::Packet,
     sized_packet::SizedPacket,
@@ -20,7 +20,11 @@ use crate::remote;
 impl TraceArgs {
     fn question(&self, origin: Origin) -> Result<Question> {
         if self.src.is_ipv4() != self.dst.is_ipv4() {
-            bail!("--src and --dst are of different families");
+            bail!(
+                "--src {} and --dst {} are of different families; give two IPv4 or two IPv6 addresses",
+                self.src,
+                self.dst
+            );
         }
         let number = match (self.proto, self.src) {
             (Proto::Tcp, _) => protocol::TCP,
