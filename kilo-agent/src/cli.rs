@@ -139,12 +139,40 @@ pub struct PrefixList(Vec<IpNet>);
 
 /// Text that is not a prefix.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("{0:?} is not a valid prefix; write for example 10.4.0.0/16 or fd00:10::/64")]
-pub struct InvalidPrefix(String);
+pub enum InvalidPrefix {
+    /// An address alone, and the prefix that holds nothing else.
+    #[error("{0} has no prefix length; write {1} for this address, or for example 10.4.0.0/16 for a network")]
+    NoLength(IpAddr, IpNet),
+    /// Anything else.
+    #[error("{0:?} is not a valid prefix; write for example 10.4.0.0/16 or fd00:10::/64")]
+    NotAPrefix(String),
+}
 
 /// Parses `ADDRESS/LENGTH`.
 pub fn parse_cidr(text: &str) -> Result<IpNet, InvalidPrefix> {
-    text.parse().map_err(|_| InvalidPrefix(text.to_owned()))
+    text.parse().map_err(|_| match text.parse::<IpAddr>() {
+        Ok(address) => InvalidPrefix::NoLength(address, address.into()),
+        Err(_) => InvalidPrefix::NotAPrefix(text.to_owned()),
+    })
+}
+
+/// Text that is not an IP address.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum InvalidIp {
+    /// An address with a prefix length, and without.
+    #[error("{0} has a prefix length; write {1}")]
+    Prefix(IpNet, IpAddr),
+    /// Anything else.
+    #[error("{0:?} is not an IP address; write for example 10.42.1.2 or fd00:42::2")]
+    NotAnAddress(String),
+}
+
+/// Parses an IP address.
+pub fn parse_ip(text: &str) -> Result<IpAddr, InvalidIp> {
+    text.parse().map_err(|_| match text.parse::<IpNet>() {
+        Ok(prefix) => InvalidIp::Prefix(prefix, prefix.addr()),
+        Err(_) => InvalidIp::NotAnAddress(text.to_owned()),
+    })
 }
 
 impl FromStr for PrefixList {
@@ -452,6 +480,18 @@ mod tests {
         for rubbish in ["x", "10.0.0.0", "10.0.0.0/33", "10.0.0.0/8,", ",", "10.0.0.0/8;fd00::/64"] {
             assert!(read(&[rubbish]).is_err(), "{rubbish}");
         }
+    }
+
+    #[test]
+    fn a_prefix_without_length_and_an_address_with_one_are_answered_with_what_is_right() {
+        let prefix = |text| parse_cidr(text).unwrap_err().to_string();
+        assert!(prefix("10.1.2.3").contains("10.1.2.3 has no prefix length; write 10.1.2.3/32 for"));
+        assert!(prefix("fd00::1").contains("write fd00::1/128 for this address"));
+        assert!(prefix("10.1.2.3/33").contains("\"10.1.2.3/33\" is not a valid prefix"));
+        assert_eq!(parse_ip("10.1.2.3"), Ok([10, 1, 2, 3].into()));
+        let address = |text| parse_ip(text).unwrap_err().to_string();
+        assert_eq!(address("10.1.2.3/32"), "10.1.2.3/32 has a prefix length; write 10.1.2.3");
+        assert!(address("a1").contains("\"a1\" is not an IP address; write for example 10.42.1.2"));
     }
 
     #[test]

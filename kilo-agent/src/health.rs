@@ -7,7 +7,7 @@ use std::{
 
 use parking_lot::Mutex;
 
-/// Shared record of the last reconciliation.
+/// Shared record of the last reconciliation, which counts once this node's annotations are written, too.
 #[derive(Clone, Debug)]
 pub struct Health {
     inner: Arc<Mutex<State>>,
@@ -38,14 +38,14 @@ impl Health {
         Self { inner: Arc::new(Mutex::new(state)), patience }
     }
 
-    /// Records a complete reconciliation.
+    /// Records that the host is in sync, and this node's annotations are written.
     pub fn succeeded(&self, now: Instant) {
         let mut state = self.inner.lock();
         state.last_success = Some(now);
         state.last_error = None;
     }
 
-    /// Records why the last reconciliation failed or was incomplete.
+    /// Records why the last reconciliation failed, or the last write of this node's annotations.
     pub fn failed(&self, why: String) {
         self.inner.lock().last_error = Some(why);
     }

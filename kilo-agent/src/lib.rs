@@ -23,6 +23,8 @@ pub mod leaving;
 #[cfg(feature = "agent")]
 pub mod metrics;
 #[cfg(feature = "agent")]
+mod packets;
+#[cfg(feature = "agent")]
 pub mod relay;
 pub mod resolve;
 pub mod status;

@@ -24,7 +24,9 @@ use prometheus_client::{
 use crate::backend::SlicesReport;
 use crate::failover::FailoverMetrics;
 use crate::timestamp::Timestamp;
-use kilo_core::{topology::TunnelEnd, tunnel_path::TunnelPath, wireguard::key::PublicKey};
+use kilo_core::{
+    plan::ConflictKind, topology::TunnelEnd, tunnel_path::TunnelPath, wireguard::key::PublicKey,
+};
 use kilo_host::{
     dataplane::{Counters, DataplaneError},
     wireguard::PeerStatus,
@@ -206,13 +208,17 @@ metrics! {
     /// Nodes in the mesh.
     pub nodes: Gauge = Gauge::default(), "kilo_nodes", "Nodes in the mesh";
     /// Private addresses that several nodes claim.
-    pub conflicts: Gauge = Gauge::default(),
+    address_conflicts: Gauge = Gauge::default(),
         "kilo_address_conflicts",
         "Private addresses claimed by several nodes, in this location or including this node";
     /// WireGuard keys that several nodes claim.
-    pub key_conflicts: Gauge = Gauge::default(),
+    key_conflicts: Gauge = Gauge::default(),
         "kilo_key_conflicts",
         "WireGuard keys claimed by several nodes, in this location or including this node";
+    /// Pod CIDRs that overlap, and what nodes have of `--subnet`.
+    prefix_conflicts: Gauge = Gauge::default(),
+        "kilo_prefix_conflicts",
+        "Pod CIDRs that overlap another node's, and nodes' prefixes that overlap --subnet, in this location or including this node";
     /// VPN peers.
     pub peers: Gauge = Gauge::default(), "kilo_peers", "VPN peers in the mesh";
     /// Tunnels that do not answer although bytes are sent.
@@ -334,6 +340,15 @@ impl Metrics {
     /// Counts one error of that kind.
     pub fn error(&self, event: &str) {
         self.errors.get_or_create(&EventLabel { event: event.to_owned() }).inc();
+    }
+
+    /// Number of conflicts of a kind, in this location or including this node.
+    pub const fn conflicts(&self, kind: ConflictKind) -> &Gauge {
+        match kind {
+            ConflictKind::Address => &self.address_conflicts,
+            ConflictKind::Key => &self.key_conflicts,
+            ConflictKind::Prefix => &self.prefix_conflicts,
+        }
     }
 
     /// Sets the number of entries in a map.

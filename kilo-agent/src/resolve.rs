@@ -40,6 +40,17 @@ struct Name {
     under_way: bool,
     answered: bool,
     addresses: Vec<IpAddr>,
+    /// Why the last lookup failed, if it did.
+    failure: Option<String>,
+}
+
+impl Name {
+    /// Records why a lookup failed; true unless the one before failed for the same reason.
+    fn fail(&mut self, why: String) -> bool {
+        let is_news = self.failure.as_ref() != Some(&why);
+        self.failure = Some(why);
+        is_news
+    }
 }
 
 impl Default for Resolver {
@@ -138,6 +149,7 @@ impl Resolver {
         (known.under_way, known.answered) = (false, true);
         match answer {
             Ok(mut addresses) => {
+                known.failure = None;
                 // The address in use stays first while it is still among the answers: round robin must not
                 // cause flapping.
                 if let Some(kept) = known.addresses.first()
@@ -155,7 +167,8 @@ impl Resolver {
                 differs
             }
             Err(error) => {
-                if self.own.as_ref() != Some(&name) {
+                // It is looked up again every few seconds.
+                if known.fail(error.to_string()) && self.own.as_ref() != Some(&name) {
                     tracing::warn!(name, %error, "failed to resolve endpoint");
                 }
                 false
@@ -214,6 +227,21 @@ mod tests {
         assert!(!take(Err(io::Error::other("no answer"))));
         assert!(take(Ok(addresses(&[1, 3]))));
         assert_eq!(resolver.names["peer"].addresses, addresses(&[1, 3]));
+    }
+
+    #[test]
+    fn a_failure_is_news_until_the_next_answer() {
+        let mut resolver = Resolver::default();
+        asked(&mut resolver, "peer");
+        let mut name = Name::default();
+        let mut is_news = |why: &str| name.fail(why.to_owned());
+        assert!(is_news("no answer") && !is_news("no answer") && is_news("no such name"));
+        for (answer, failure) in
+            [(Err(io::Error::other("no answer")), Some("no answer")), (Ok(addresses(&[1])), None)]
+        {
+            resolver.take(("peer".to_owned(), answer));
+            assert_eq!(resolver.names["peer"].failure.as_deref(), failure);
+        }
     }
 
     #[test]

@@ -160,9 +160,8 @@ impl<B: Backend> Agent<B> {
     /// Triggers a handshake with each new peer that has not completed one by itself.
     pub(super) async fn nudge(&mut self) {
         let Some(host) = &self.state.host else {
-            // The next reconcile reads the host anew and tries again.
-            self.actuators.handshake_nudge = HandshakeNudge::default();
-            return;
+            // It could not be read; the next reconcile tries again.
+            return self.actuators.handshake_nudge.postpone(Instant::now());
         };
         match self.actuators.handshake_nudge.nudge(&host.interface.device, Instant::now()).await {
             Ok(writes) => drop(self.metrics.writes.inc_by(writes as u64)),

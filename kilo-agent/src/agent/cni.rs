@@ -3,7 +3,7 @@
 
 use ipnet::IpNet;
 
-use super::{Agent, log_limiter::other_cni};
+use super::Agent;
 use crate::backend::Backend;
 use kilo_core::topology::Node;
 use kilo_host::cni::{
@@ -96,22 +96,6 @@ impl<B: Backend> Agent<B> {
                      only afterwards"
                 );
                 false
-            }
-        }
-    }
-
-    /// Warns once, in the log and in the status, that the container runtime uses another configuration.
-    pub(super) fn warn_of_other_cni(&self) {
-        let Some(path) = self.options.cni.path() else { return };
-        let warnings: Vec<_> = match kilo_host::cni::in_front(path) {
-            Ok(other) => other.map(|other| other_cni(&other, path)).into_iter().collect(),
-            // Reading our own file reports what is wrong.
-            Err(_) => Vec::new(),
-        };
-        if self.views.show_warnings(&warnings) {
-            for warning in &warnings {
-                self.metrics.error("cni");
-                tracing::warn!("{warning}");
             }
         }
     }

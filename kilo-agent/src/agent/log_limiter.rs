@@ -11,7 +11,7 @@ use std::{
 use crate::metrics::{Metrics, gauge};
 use kilo_core::{
     objects::ObjectRef,
-    plan::{self, Conflict, KEY_REMEDY, KeyConflict},
+    plan::{self, Conflict, ConflictKind},
     topology::PRIVATE_ENDPOINT_REMEDY,
     wireguard::Endpoint,
 };
@@ -35,10 +35,8 @@ pub struct LogLimiter {
     unused: BTreeMap<ObjectRef, String>,
     /// Nodes of the location that have no hop.
     left_out: usize,
-    /// Private addresses that several nodes claim.
+    /// What several nodes claim.
     conflicts: Vec<Conflict>,
-    /// WireGuard keys that several nodes claim.
-    key_conflicts: Vec<KeyConflict>,
     /// The private endpoint that this node led with, and when it last did.
     private_endpoint: Option<(Endpoint, Instant)>,
     /// Whether this location has no WireGuard address.
@@ -258,42 +256,23 @@ impl LogLimiter {
         self.no_uplink = no_uplink;
     }
 
-    /// Logs once which nodes claim the same private address. Returns true if the conflicts changed.
-    pub fn log_conflicts(&mut self, conflicts: &[Conflict], metrics: &Metrics) -> bool {
-        metrics.conflicts.set(gauge(conflicts.len()));
-        let is_news = self.conflicts != conflicts;
-        if !is_news {
-            return false;
+    /// Logs once what nodes claim although one of them, or the mesh, has it. Returns the conflicts it logged.
+    pub fn log_conflicts(&mut self, conflicts: &[Conflict], metrics: &Metrics) -> Vec<Conflict> {
+        for kind in ConflictKind::ALL {
+            let of_kind = conflicts.iter().filter(|conflict| conflict.claimed.kind() == *kind);
+            metrics.conflicts(*kind).set(gauge(of_kind.count()));
         }
-        for conflict in conflicts.iter().filter(|it| !self.conflicts.contains(it)) {
-            metrics.error("address_conflict");
-            tracing::error!(
-                address = %conflict.address,
-                nodes = conflict.nodes.join(", "),
-                "several nodes claim one private address; packets for all of them go to the host that has it: \
-                 delete the Node objects that are stale, or correct kilo.squat.ai/force-internal-ip"
-            );
+        let is_new = |conflict: &&Conflict| !self.conflicts.contains(*conflict);
+        let said: Vec<Conflict> = conflicts.iter().filter(is_new).cloned().collect();
+        for conflict in &said {
+            metrics.error(conflict.claimed.kind().label());
+            let (object, nodes) = (conflict.claimed.object(), conflict.nodes.join(", "));
+            tracing::error!(object, nodes, "{conflict}");
         }
-        self.conflicts = conflicts.to_vec();
-        true
-    }
-
-    /// Logs once which nodes claim the same WireGuard key. Returns true if the conflicts changed.
-    pub fn log_key_conflicts(&mut self, conflicts: &[KeyConflict], metrics: &Metrics) -> bool {
-        metrics.key_conflicts.set(gauge(conflicts.len()));
-        if self.key_conflicts == conflicts {
-            return false;
+        if self.conflicts != conflicts {
+            self.conflicts = conflicts.to_vec();
         }
-        for conflict in conflicts.iter().filter(|it| !self.key_conflicts.contains(it)) {
-            metrics.error("key_conflict");
-            tracing::error!(
-                key = %conflict.key,
-                nodes = conflict.nodes.join(", "),
-                "several nodes claim one WireGuard key, so all but one of them are out of the mesh: {KEY_REMEDY}"
-            );
-        }
-        self.key_conflicts = conflicts.to_vec();
-        true
+        said
     }
 
     /// Logs what failed, unless the same reason was logged within the last minute.
@@ -320,38 +299,33 @@ impl LogLimiter {
 
 #[cfg(test)]
 mod tests {
+    use kilo_core::{plan::Claimed, wireguard::key::PublicKey};
+
     use super::*;
 
     #[test]
     fn a_conflict_is_said_once_and_again_when_others_join_or_it_comes_back() {
-        let metrics = Metrics::default();
-        let mut log_limiter = LogLimiter::default();
-        let conflict = |nodes: &[&str]| Conflict {
-            address: "10.1.0.12".parse().unwrap(),
+        let (metrics, mut log_limiter) = (Metrics::default(), LogLimiter::default());
+        let conflict = |claimed, nodes: &[&str]| Conflict {
+            claimed,
             nodes: nodes.iter().map(ToString::to_string).collect(),
         };
-        let (two, three) = ([conflict(&["a0", "a2"])], [conflict(&["a0", "a1", "a2"])]);
-        assert!(log_limiter.log_conflicts(&two, &metrics));
-        assert!(!log_limiter.log_conflicts(&two, &metrics));
-        assert_eq!(metrics.conflicts.get(), 1);
-        assert!(log_limiter.log_conflicts(&three, &metrics));
-        assert!(log_limiter.log_conflicts(&[], &metrics));
-        assert_eq!(metrics.conflicts.get(), 0);
-        assert!(log_limiter.log_conflicts(&two, &metrics));
-    }
-
-    #[test]
-    fn two_nodes_with_one_key_are_said_once_and_again_when_it_comes_back() {
-        let metrics = Metrics::default();
-        let mut log_limiter = LogLimiter::default();
-        let key = kilo_core::wireguard::key::PublicKey([7; 32]);
-        let both = [KeyConflict { key, nodes: vec!["a1".to_owned(), "b1".to_owned()] }];
-        assert!(log_limiter.log_key_conflicts(&both, &metrics));
-        assert!(!log_limiter.log_key_conflicts(&both, &metrics));
-        assert_eq!(metrics.key_conflicts.get(), 1);
-        assert!(log_limiter.log_key_conflicts(&[], &metrics));
-        assert_eq!(metrics.key_conflicts.get(), 0);
-        assert!(log_limiter.log_key_conflicts(&both, &metrics));
+        let address = Claimed::Address("10.1.0.12".parse().unwrap());
+        let (two, three) = (conflict(address, &["a0", "a2"]), conflict(address, &["a0", "a1", "a2"]));
+        let key = conflict(Claimed::Key(PublicKey([7; 32])), &["a1", "b1"]);
+        let pods = conflict(Claimed::PodCidr("10.42.1.0/24".parse().unwrap()), &["a1", "b1"]);
+        let mut said = |conflicts: &[&Conflict]| {
+            let conflicts: Vec<Conflict> = conflicts.iter().copied().cloned().collect();
+            let said = log_limiter.log_conflicts(&conflicts, &metrics);
+            let counted = ConflictKind::ALL.iter().map(|kind| metrics.conflicts(*kind).get());
+            (said, counted.collect::<Vec<_>>())
+        };
+        assert_eq!(said(&[&two]), (vec![two.clone()], vec![1, 0, 0]));
+        assert_eq!(said(&[&two]), (vec![], vec![1, 0, 0]));
+        assert_eq!(said(&[&two, &key, &pods]), (vec![key.clone(), pods.clone()], vec![1, 1, 1]));
+        assert_eq!(said(&[&three, &key]), (vec![three.clone()], vec![1, 1, 0]));
+        assert_eq!(said(&[]), (vec![], vec![0, 0, 0]));
+        assert_eq!(said(&[&two, &pods]), (vec![two.clone(), pods.clone()], vec![1, 0, 1]));
     }
 
     #[test]

@@ -18,6 +18,7 @@ mod publish;
 mod publisher;
 mod reconcile;
 mod rules;
+mod setup_warnings;
 mod startup;
 mod state;
 mod uninstall;
@@ -273,6 +274,7 @@ impl<B: Backend> Agent<B> {
                     // Deferred until here, when pods no longer wait for it.
                     self.actuators.dataplane.load_late_beside();
                 }
+                // Otherwise the answer to the write decides, or the next one.
                 if self.writers.publisher.is_settled() {
                     self.succeeded();
                 }
@@ -324,7 +326,7 @@ impl<B: Backend> Agent<B> {
         Ok(())
     }
 
-    /// Handles the backend's answer to the last write. It does not affect whether the host is correct.
+    /// Handles the backend's answer to the last write of this node's annotations. `/health` needs it, the host does not.
     fn handle_publish_result(&mut self, answer: Result<(), BackendError>) {
         match answer {
             Ok(()) if self.state.applied => self.succeeded(),

@@ -3,7 +3,7 @@
 
 use std::time::Instant;
 
-use kilo_common::counters::DropReason;
+use kilo_common::drop_reasons::DropReason;
 use tokio_util::sync::CancellationToken;
 
 use crate::metrics::{Metrics, gauge};

@@ -65,19 +65,11 @@ impl<B: Backend> Agent<B> {
         }
     }
 
-    /// Writes an Event about each address conflict of this node, beside the reconciles.
+    /// Writes an Event about each of these conflicts that this node has a part in, beside the reconciles.
     pub(super) fn report_conflicts(&self, conflicts: &[plan::Conflict]) {
         let own = |conflict: &&plan::Conflict| conflict.nodes.contains(&self.options.hostname);
         for conflict in conflicts.iter().filter(own) {
-            self.report(EventReason::AddressConflict, conflict.to_string());
-        }
-    }
-
-    /// Writes an Event about each other node that has this node's key, beside the reconciles.
-    pub(super) fn report_key_conflicts(&self, conflicts: &[plan::KeyConflict]) {
-        let own = |conflict: &&plan::KeyConflict| conflict.nodes.contains(&self.options.hostname);
-        for conflict in conflicts.iter().filter(own) {
-            self.report(EventReason::KeyConflict, conflict.to_string());
+            self.report(conflict.claimed.kind().event(), conflict.to_string());
         }
     }
 

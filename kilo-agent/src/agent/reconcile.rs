@@ -160,12 +160,8 @@ impl<B: Backend> Agent<B> {
         let plan = self.plan(mesh, own, host, seen_endpoints).await;
         let plan = plan.ok_or_else(|| missing("it is not in the mesh"))?;
         let site = self.site(mesh, &plan, host);
-        if self.log_limiter.log_conflicts(&plan.conflicts, &self.metrics) {
-            self.report_conflicts(&plan.conflicts);
-        }
-        if self.log_limiter.log_key_conflicts(&plan.key_conflicts, &self.metrics) {
-            self.report_key_conflicts(&plan.key_conflicts);
-        }
+        let conflicts = self.log_limiter.log_conflicts(&plan.conflicts, &self.metrics);
+        self.report_conflicts(&conflicts);
         let decision = self.nat_decision(&plan.tables);
         let applied = self.apply(plan, host).await;
         self.update_failover(site);
@@ -180,7 +176,7 @@ impl<B: Backend> Agent<B> {
         let writes = applied?;
         // The data path is up: pods may start.
         self.publish_cni(own).await;
-        self.warn_of_other_cni();
+        self.warn_of_setup(own);
         Ok(writes)
     }
 

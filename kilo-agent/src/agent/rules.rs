@@ -13,8 +13,8 @@ use kilo_host::firewall::{
 };
 
 impl<B: Backend> Agent<B> {
-    /// Applies iptables FORWARD rules, once a resync period and when the pod CIDRs change: reading them
-    /// spawns processes.
+    /// Applies iptables FORWARD rules when the pod CIDRs have changed, and else at most every ten seconds:
+    /// reading them spawns processes.
     pub(super) async fn write_forward_rules(&mut self, own: &Node) -> u64 {
         let wanted: &[IpNet] = if self.options.forward_rules { &own.pod_cidrs } else { &[] };
         let written = self.actuators.forward.apply(wanted, Instant::now()).await;

@@ -26,8 +26,11 @@ pub fn write(change: &Change) {
         Change::Role { from, to } => {
             tracing::info!(old = %from, new = %to, "role of this node changed");
         }
-        Change::PeerAccepted { peer, without } => {
-            tracing::info!(peer, without, "peer joined the mesh");
+        Change::PeerAccepted { peer, without: None } => {
+            tracing::info!(peer, "peer joined the mesh");
+        }
+        Change::PeerAccepted { peer, without: Some(problem) } => {
+            tracing::warn!(peer, problem, "peer is in the mesh, but some of its prefixes belong to others");
         }
         Change::PeerRefused { peer, why } => {
             tracing::info!(peer, why, "peer is not in the mesh");

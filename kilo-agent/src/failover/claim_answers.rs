@@ -38,6 +38,12 @@ impl Asked<'_> {
 }
 
 impl Moved {
+    /// Forgets locations that no longer exist.
+    pub fn retain(&mut self, is_there: impl Fn(&Far) -> bool) {
+        self.locations.retain(|far, _| is_there(far));
+        self.heard.retain(|far, _| is_there(far));
+    }
+
     /// Records MOVED of a gateway; returns what all gateways of its location that carry packets and have ever
     /// answered have moved.
     pub fn by_all(
@@ -146,6 +152,19 @@ mod tests {
         // With one leader its answer is passed on unchanged.
         assert_eq!(moved.by_all(FAR, &one, 11, &said(8, &[3]), &asked), None);
         assert_eq!(members(moved.by_all(FAR, &one, 10, &said(8, &[3]), &asked)), Some(vec![3]));
+    }
+
+    #[test]
+    fn a_location_that_has_gone_is_forgotten_and_others_are_not() {
+        let gateways = vec![gateway(10), gateway(11)];
+        let several = FarLocation { gateways, active: vec![10, 11], ..FarLocation::default() };
+        let asked = Asked { in_term: &|_| true, nodes: &[3] };
+        let mut moved = Moved::default();
+        for far in [FAR, FAR + 1] {
+            moved.by_all(far, &several, 11, &said(5, &[3]), &asked);
+        }
+        moved.retain(|far| *far == FAR);
+        assert_eq!(moved.locations.keys().chain(moved.heard.keys()).collect::<Vec<_>>(), [&FAR, &FAR]);
     }
 
     #[test]

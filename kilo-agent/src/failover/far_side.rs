@@ -17,6 +17,8 @@ use crate::far::{
 impl Thread {
     /// Takes over the other locations of a new site.
     pub(super) fn set_fars(&mut self, site: &Site, now: Micros) {
+        self.moved.retain(|far| site.fars.contains_key(far));
+        self.probed.retain(|far, _| site.fars.contains_key(far));
         if !site.is_gateway() {
             self.fars.clear();
             self.unmoved.retain(|_| false);
@@ -81,7 +83,7 @@ impl Thread {
         }
         if let Some(moved) = moved.filter(|moved| !moved.is_empty()) {
             tracing::info!(
-                location = %self.location_name(location),
+                location = location.name,
                 gateway = self.name(step.gateway),
                 members = moved.members.len(),
                 shared = moved.shared,
@@ -140,11 +142,6 @@ impl Thread {
         if let Some(FarGateway { control: to, .. }) = to {
             self.send_tunnel(IpAddr::V6(control), IpAddr::V6(*to), signal);
         }
-    }
-
-    fn location_name(&self, location: &FarLocation) -> String {
-        let first = location.gateways.first().map_or(0, |gateway| gateway.id);
-        format!("of {}", self.name(first))
     }
 }
 

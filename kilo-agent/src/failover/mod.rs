@@ -11,7 +11,6 @@ mod far_side;
 mod followers;
 mod leader_order;
 mod outbox;
-pub mod packets;
 mod report;
 mod site;
 mod thread;
@@ -282,7 +281,7 @@ impl Failover {
             let tools = thread::Tools {
                 signals: dataplane.signals()?,
                 ring: dataplane::lead::heard(bpffs)?,
-                led: dataplane::led_members::Led::open(bpffs)?,
+                led: dataplane.led()?,
                 counters: CounterReader::open(bpffs)?,
             };
             let (shared, params) = (Arc::clone(&self.shared), self.options.params.clone());

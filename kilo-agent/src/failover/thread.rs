@@ -71,7 +71,7 @@ pub struct Thread {
     pub(super) later: Vec<(Micros, Far, NodeId)>,
     pub(super) seeded_until: Option<Micros>,
     /// The gateway of each far location that was probed last.
-    probed: BTreeMap<Far, NodeId>,
+    pub(super) probed: BTreeMap<Far, NodeId>,
     /// Something has changed that the agent may have to be notified of.
     pub(super) is_dirty: bool,
     led: BTreeSet<NodeId>,
@@ -87,7 +87,7 @@ pub struct Thread {
     /// Declarations made without a witness.
     declared_alone: DeclaredAlone,
     out: Out,
-    moved: Moved,
+    pub(super) moved: Moved,
     followers: Followers,
     next_report: Micros,
 }

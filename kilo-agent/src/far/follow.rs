@@ -301,6 +301,7 @@ mod tests {
         }
         // a2 takes over, except for a1 itself.
         let far = signal_id::location("location:a");
+        assert_eq!(follow.locations[&far].name, "location:a");
         let term = Term::NONE.next(signal_id::node(&key("a2")));
         let acts = follow.hear(control("a2").into(), &claim("a2", term, &["a2", "a3"], far), 0).unwrap();
         let [Act::Move(to, prefixes), Act::Send(answered, _)] = &acts[..] else { panic!("{acts:?}") };

@@ -34,6 +34,8 @@ pub const HELLO: Micros = 10 * SEC;
 /// Another location: its gateways, and which of them has which prefixes.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct FarLocation {
+    /// Its name, for logs.
+    pub name: String,
     /// Address that path probes are sent to.
     pub wireguard_ip: Option<IpAddr>,
     /// Gateways in Kilo's order.
@@ -116,6 +118,7 @@ pub fn far_location(
     let acting = of_gateways.get(gateways.acting).map(|gateway| (gateways.term, gateway.id));
     let active = gateways.homes.iter().flat_map(|homes| &homes.active);
     FarLocation {
+        name: segment.location.clone(),
         wireguard_ip: segment.wireguard_ip,
         acting: gateways.acting,
         active: active.filter_map(|at| id(segment.members.get(*at)?)).collect(),

@@ -34,7 +34,7 @@ use super::{
     mesh::{FarGateways, Locations, RelayView},
     paths::{Paths, Ports},
 };
-use crate::{failover::packets, metrics::Metrics};
+use crate::{metrics::Metrics, packets};
 
 /// Capacity of the map `relay_key`.
 const MOST_KEYS: usize = RELAY_KEY.size as usize;

@@ -2,6 +2,7 @@
 //! nodes and reasons, tunnels and packet counters. Plain values.
 
 pub mod ask;
+mod conflicts;
 mod history;
 pub mod pods;
 mod problems;
@@ -19,6 +20,7 @@ use ipnet::IpNet;
 use serde::{Deserialize, Serialize};
 
 use crate::timestamp::Timestamp;
+pub use conflicts::ConflictStatus;
 pub use history::{History, LeaderChange};
 pub use problems::{Problem, problems, verdict};
 pub use slices::SlicesStatus;
@@ -29,7 +31,6 @@ pub use view::View;
 use kilo_core::{
     objects::{ObjectRef, Snapshot},
     observed::Attached,
-    plan,
     settings::Granularity,
     topology::{self, CheckedInRef, LeaderReason, Mesh, PRIVATE_ENDPOINT_REMEDY, PeerAcceptance},
     tunnel_path::{PathWithRelay, TunnelPath},
@@ -54,12 +55,9 @@ pub struct Status {
     pub peers: Vec<PeerStatus>,
     /// Other objects, files and fields that are not used, with the reason.
     pub problems: BTreeMap<String, String>,
-    /// Private addresses that several nodes claim.
+    /// What nodes claim although one of them, or the mesh, has it.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub conflicts: Vec<ConflictStatus>,
-    /// WireGuard keys that several nodes claim.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub key_conflicts: Vec<KeyConflictStatus>,
     /// Leaders whose agents did not answer, so nothing is known of their tunnels.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub unheard: Vec<String>,
@@ -84,26 +82,6 @@ pub struct Status {
     /// What only a node's agent knows; absent when none was asked.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub agent: Option<AgentStatus>,
-}
-
-/// A private address that several nodes claim.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "camelCase")]
-pub struct ConflictStatus {
-    /// The private address, without prefix length.
-    pub address: IpAddr,
-    /// Names of the nodes, sorted.
-    pub nodes: Vec<String>,
-}
-
-/// A WireGuard key that several nodes claim: one of them is in the mesh.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "camelCase")]
-pub struct KeyConflictStatus {
-    /// The public key.
-    pub key: PublicKey,
-    /// Names of the nodes, sorted.
-    pub nodes: Vec<String>,
 }
 
 /// A location with at least one node on which an agent has run, with or without a leader.
@@ -185,9 +163,12 @@ pub struct PeerStatus {
     pub name: String,
     /// Whether the mesh uses it.
     pub valid: bool,
-    /// Why it is not used, wholly or in part.
+    /// Why it is not used, wholly or in part, or what it overlaps.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub reason: Option<String>,
+    /// Whether it attracts packets for pods.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub overlaps: bool,
     /// Prefixes that are routed to it and that it may send from; empty when its object is invalid.
     #[serde(rename = "allowedIPs")]
     pub allowed_ips: Vec<IpNet>,
@@ -369,14 +350,7 @@ pub fn of_objects(
         nodes: snapshot.nodes.iter().map(node).collect(),
         peers: peers(mesh, snapshot),
         problems: ignored(mesh, snapshot),
-        conflicts: plan::conflicts(mesh)
-            .into_iter()
-            .map(|plan::Conflict { address, nodes }| ConflictStatus { address, nodes })
-            .collect(),
-        key_conflicts: plan::key_conflicts(mesh)
-            .into_iter()
-            .map(|plan::KeyConflict { key, nodes }| KeyConflictStatus { key, nodes })
-            .collect(),
+        conflicts: conflicts::of(mesh),
         unheard: Vec::new(),
         degraded: BTreeMap::new(),
         unhealthy: BTreeMap::new(),
@@ -496,6 +470,7 @@ fn peers(mesh: &Mesh, snapshot: &Snapshot) -> Vec<PeerStatus> {
         let peer = snapshot.peers.get(&name);
         PeerStatus {
             valid: acceptance.is_accepted(),
+            overlaps: matches!(acceptance, PeerAcceptance::Overlaps(_)),
             reason: (acceptance != PeerAcceptance::Accepted).then(|| acceptance.message()),
             allowed_ips: peer.map(|peer| peer.allowed_ips.clone()).unwrap_or_default(),
             endpoint: peer.and_then(|peer| peer.endpoint.as_ref()).map(ToString::to_string),
@@ -588,7 +563,6 @@ impl Status {
         self.pods.retain(|node, _| node == name);
         self.unheard.retain(|node| node == name);
         self.conflicts.retain(|conflict| conflict.nodes.iter().any(|node| node == name));
-        self.key_conflicts.retain(|conflict| conflict.nodes.iter().any(|node| node == name));
         let own = ObjectRef::node(name).to_string();
         self.problems.retain(|object, _| *object == own);
         true

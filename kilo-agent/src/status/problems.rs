@@ -4,18 +4,18 @@
 use serde::{Deserialize, Serialize};
 
 use super::Status;
-use kilo_core::plan::KEY_REMEDY;
 
 /// A condition that keeps packets from arriving.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Problem {
-    /// `node/NAME`, `location/NAME`, `address/IP` or `key/KEY`.
+    /// `node/NAME`, `location/NAME`, `peer/NAME`, `address/IP`, `key/KEY` or `prefix/CIDR`.
     pub object: String,
     /// What is wrong with it.
     pub what: String,
 }
 
-/// All problems, locations without a leader first. Invalid peers do not count: they affect nobody else.
+/// All problems, locations without a leader first. Invalid peers do not count: they affect nobody else. Peers that
+/// overlap nodes do.
 pub fn problems(status: &Status) -> Vec<Problem> {
     let problem = |kind: &str, name: &str, what: String| Problem { object: format!("{kind}/{name}"), what };
     let lost = status.locations.iter().filter(|location| location.leader.is_none());
@@ -38,15 +38,16 @@ pub fn problems(status: &Status) -> Vec<Problem> {
     let own = status.agent.iter().flat_map(|agent| agent.degraded.iter().map(|what| (&agent.node, what)));
     let asked = status.degraded.iter().flat_map(|(node, all)| all.iter().map(move |what| (node, what)));
     let degraded = own.chain(asked).map(|(node, what)| problem("node", node, format!("degraded: {what}")));
-    let claimed = status.conflicts.iter().map(|conflict| {
-        problem("address", &conflict.address.to_string(), format!("claimed by {}", conflict.nodes.join(", ")))
+    let claimed = status.conflicts.iter().map(|conflict| Problem {
+        object: conflict.object.clone(),
+        what: format!("claimed by {}: {}", conflict.nodes.join(", "), conflict.remedy),
     });
-    let keys = status.key_conflicts.iter().map(|conflict| {
-        let nodes = conflict.nodes.join(", ");
-        problem("key", &conflict.key.to_string(), format!("claimed by {nodes}: {KEY_REMEDY}"))
-    });
+    let overlapping = status.peers.iter().filter(|peer| peer.overlaps);
+    let overlapping =
+        overlapping.map(|peer| problem("peer", &peer.name, peer.reason.clone().unwrap_or_default()));
     let of_nodes = ill.chain(silent).chain(out).chain(degraded);
-    let mut found: Vec<Problem> = lost.chain(shut).chain(of_nodes).chain(claimed).chain(keys).collect();
+    let of_objects = of_nodes.chain(claimed).chain(overlapping);
+    let mut found: Vec<Problem> = lost.chain(shut).chain(of_objects).collect();
     if status.nodes.is_empty() {
         found.push(problem("node", "*", "there are no nodes".to_owned()));
     }

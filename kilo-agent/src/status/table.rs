@@ -67,12 +67,8 @@ pub fn table(status: &Status, wide: bool) -> String {
         status.problems.iter().map(|(object, problem)| vec![object.clone(), problem.clone()]),
     ));
     parts.push(columns(
-        &["PRIVATE-IP", "CLAIMED-BY"],
-        status.conflicts.iter().map(|it| vec![it.address.to_string(), it.nodes.join(", ")]),
-    ));
-    parts.push(columns(
-        &["KEY", "CLAIMED-BY"],
-        status.key_conflicts.iter().map(|it| vec![it.key.to_string(), it.nodes.join(", ")]),
+        &["CLAIMED", "CLAIMED-BY"],
+        status.conflicts.iter().map(|it| vec![it.object.clone(), it.nodes.join(", ")]),
     ));
     let degraded = status.degraded.iter();
     let degraded =

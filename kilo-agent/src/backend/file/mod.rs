@@ -7,7 +7,7 @@ mod objects;
 
 use std::{
     collections::BTreeMap,
-    fs::{self, OpenOptions},
+    fs,
     io::{self, Write as _},
     path::{Path, PathBuf},
     sync::{Arc, mpsc},
@@ -34,6 +34,8 @@ use kilo_core::{
 const REREAD: Duration = Duration::from_secs(10);
 /// Quiet time after an event before the directory is read.
 const SETTLE: Duration = Duration::from_millis(50);
+/// A temporary file this old is one that an agent left when it was killed.
+const LEFT_OVER: Duration = Duration::from_mins(1);
 
 /// What the reading thread receives.
 enum Message {
@@ -63,15 +65,16 @@ impl FileBackend {
     /// When the directory is not there, cannot be read or cannot be watched.
     pub async fn start(directory: &Path, topology_label: &str) -> Result<Self, BackendError> {
         let (outbox, inbox) = mpsc::channel();
-        let mut reader = Reader {
-            watched: Watched::new(directory, &outbox)?,
-            outbox: outbox.clone(),
-            directory: Directory::new(directory),
-            path: directory.to_owned(),
-            label: topology_label.to_owned(),
-        };
         let (sender, snapshots) = watch::channel(Arc::default());
-        let started = tokio::task::spawn_blocking(move || {
+        let (path, label, events) = (directory.to_owned(), topology_label.to_owned(), outbox.clone());
+        blocking(move || {
+            let mut reader = Reader {
+                watched: Watched::new(&path, &events)?,
+                outbox: events,
+                directory: Directory::new(&path),
+                path,
+                label,
+            };
             reader.directory.refresh().map_err(|error| unusable(&reader.path, error))?;
             reader.hand_on(&sender, None);
             std::thread::Builder::new()
@@ -80,8 +83,8 @@ impl FileBackend {
                 .map_err(|error| {
                     BackendError::Config(Explained::behind("no thread for the file backend", error))
                 })
-        });
-        started.await.map_err(|panic| BackendError::Config(Explained::of(panic.to_string(), panic)))??;
+        })
+        .await?;
         Ok(Self { directory: directory.to_owned(), snapshots, outbox })
     }
 
@@ -93,6 +96,32 @@ impl FileBackend {
             Err(BackendError::Config(format!("node name {node:?} is not a DNS name; set --hostname").into()))
         }
     }
+
+    /// Changes the file that a node's agent writes; `change` returns whether it changed anything.
+    async fn change(
+        &self,
+        node: &str,
+        change: impl FnOnce(&Path) -> io::Result<bool> + Send + 'static,
+    ) -> Result<bool, BackendError> {
+        let path = self.own_file(node)?;
+        let is_changed = blocking(move || {
+            change(&path).map_err(|source| BackendError::Io { path: path.display().to_string(), source })
+        })
+        .await?;
+        if is_changed {
+            let _ = self.outbox.send(Message::Changed);
+        }
+        Ok(is_changed)
+    }
+}
+
+/// Works with files on a thread for that: the directory may be on a file system that is slow or does not respond,
+/// and everything else goes on meanwhile.
+async fn blocking<T: Send + 'static>(
+    work: impl FnOnce() -> Result<T, BackendError> + Send + 'static,
+) -> Result<T, BackendError> {
+    let done = tokio::task::spawn_blocking(work).await;
+    done.map_err(|panic| BackendError::Config(Explained::of(panic.to_string(), panic)))?
 }
 
 /// Reports what is wrong with the directory and what to do about it.
@@ -204,43 +233,36 @@ impl Backend for FileBackend {
         if !self.snapshots.borrow().nodes.contains(node) {
             return Err(BackendError::NoSuchNode(node.to_owned()));
         }
-        let path = self.own_file(node)?;
         let text = text(node, annotations::wanted(published))
             .map_err(|error| BackendError::Config(Explained::of(error.to_string(), error)))?;
-        // Compares with the file itself: it is small, and somebody may have edited it.
-        if fs::read(&path).is_ok_and(|present| present == text.as_bytes()) {
-            return Ok(false);
-        }
-        write(&path, &text)
-            .map_err(|source| BackendError::Io { path: path.display().to_string(), source })?;
-        let _ = self.outbox.send(Message::Changed);
-        Ok(true)
+        self.change(node, move |path| {
+            // Compares with the file itself: it is small, and somebody may have edited it.
+            if fs::read(path).is_ok_and(|present| present == text.as_bytes()) {
+                return Ok(false);
+            }
+            write(path, &text).map(|()| true)
+        })
+        .await
     }
 
     async fn declare_dead(&self, node: &str, last_seen: i64) -> Result<bool, BackendError> {
-        let path = self.own_file(node)?;
-        let failed = |source| BackendError::Io { path: path.display().to_string(), source };
-        let before = fs::read_to_string(&path).map_err(failed)?;
-        let line = |value: i64| format!("{}: '{value}'\n", annotations::LAST_SEEN);
-        if last_seen == 0 || !before.contains(&line(last_seen)) {
-            return Ok(false);
-        }
-        write(&path, &before.replace(&line(last_seen), &line(0))).map_err(failed)?;
-        let _ = self.outbox.send(Message::Changed);
-        Ok(true)
+        self.change(node, move |path| {
+            let before = fs::read_to_string(path)?;
+            let line = |value: i64| format!("{}: '{value}'\n", annotations::LAST_SEEN);
+            if last_seen == 0 || !before.contains(&line(last_seen)) {
+                return Ok(false);
+            }
+            write(path, &before.replace(&line(last_seen), &line(0))).map(|()| true)
+        })
+        .await
     }
 
     async fn retract(&self, node: &str) -> Result<(), BackendError> {
-        let path = self.own_file(node)?;
-        match fs::remove_file(&path) {
-            Err(source) if source.kind() != io::ErrorKind::NotFound => {
-                Err(BackendError::Io { path: path.display().to_string(), source })
-            }
-            _ => {
-                let _ = self.outbox.send(Message::Changed);
-                Ok(())
-            }
-        }
+        let removed = self.change(node, |path| match fs::remove_file(path) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(false),
+            removed => removed.map(|()| true),
+        });
+        removed.await.map(drop)
     }
 }
 
@@ -254,18 +276,70 @@ fn text(node: &str, annotations: BTreeMap<String, Option<String>>) -> Result<Str
     Ok(format!("# Written by kg about this node; changes made here are lost.\n{text}"))
 }
 
-/// Writes a file atomically: it appears complete under its name, or not at all.
+/// Writes a file atomically: it appears complete under its name, or not at all. Several agents may write it at
+/// once, so each writes a temporary file of its own before.
 fn write(path: &Path, text: &str) -> io::Result<()> {
-    // Hidden, so that nobody reads it; a fixed name, so that leftovers do not pile up.
-    let name = format!(".{}.new", path.file_name().unwrap_or_default().display());
-    let unfinished = path.with_file_name(name);
-    let _ = fs::remove_file(&unfinished);
-    let mut options = OpenOptions::new();
+    let directory = path.parent().unwrap_or(Path::new("."));
+    // Hidden, so that nobody reads it.
+    let prefix = format!(".{}.", path.file_name().unwrap_or_default().display());
+    remove_left_over(directory, &prefix);
+    let mut builder = tempfile::Builder::new();
+    builder.prefix(&prefix);
     // Other nodes' agents read it, whatever user they run as.
     #[cfg(unix)]
-    std::os::unix::fs::OpenOptionsExt::mode(&mut options, 0o644);
-    let mut file = options.write(true).create_new(true).open(&unfinished)?;
+    builder.permissions(std::os::unix::fs::PermissionsExt::from_mode(0o644));
+    let mut file = builder.tempfile_in(directory)?;
     file.write_all(text.as_bytes())?;
-    drop(file);
-    fs::rename(&unfinished, path)
+    file.persist(path)?;
+    Ok(())
+}
+
+/// Removes temporary files that nobody will finish, so that they do not pile up.
+fn remove_left_over(directory: &Path, prefix: &str) {
+    let is_left_over = |entry: &fs::DirEntry| {
+        let modified = entry.metadata().and_then(|metadata| metadata.modified());
+        entry.file_name().as_encoded_bytes().starts_with(prefix.as_bytes())
+            && modified.is_ok_and(|modified| modified.elapsed().is_ok_and(|age| age > LEFT_OVER))
+    };
+    for entry in fs::read_dir(directory).into_iter().flatten().flatten().filter(is_left_over) {
+        let _ = fs::remove_file(entry.path());
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn agents_that_write_one_file_at_once_do_not_disturb_each_other() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("a.kilo.yaml");
+        let texts = ["a".repeat(1 << 16), "b".repeat(1 << 16)];
+        std::thread::scope(|scope| {
+            for text in &texts {
+                let (path, texts) = (&path, &texts);
+                scope.spawn(move || {
+                    for _ in 0..200 {
+                        write(path, text).unwrap();
+                        assert!(texts.contains(&fs::read_to_string(path).unwrap()), "it is half written");
+                    }
+                });
+            }
+        });
+        assert_eq!(fs::read_dir(directory.path()).unwrap().count(), 1);
+    }
+
+    #[test]
+    fn what_an_agent_left_when_it_was_killed_is_removed_and_what_is_being_written_stays() {
+        let directory = tempfile::tempdir().unwrap();
+        for (name, age) in [(".a.kilo.yaml.new", 2), (".a.kilo.yaml.X1", 0), (".b.kilo.yaml.X1", 2)] {
+            let file = fs::File::create(directory.path().join(name)).unwrap();
+            file.set_modified(std::time::SystemTime::now() - age * LEFT_OVER).unwrap();
+        }
+        write(&directory.path().join("a.kilo.yaml"), "text").unwrap();
+        let left = fs::read_dir(directory.path()).unwrap().map(|entry| entry.unwrap().file_name());
+        let mut left: Vec<_> = left.collect();
+        left.sort();
+        assert_eq!(left, [".a.kilo.yaml.X1", ".b.kilo.yaml.X1", "a.kilo.yaml"]);
+    }
 }

@@ -9,7 +9,7 @@ use std::{
 };
 
 use hyper::http;
-use kube::{Client, Config, client::Body};
+use kube::{Client, Config, client::Body, core::Status};
 use parking_lot::Mutex;
 use tokio::sync::watch;
 
@@ -292,18 +292,29 @@ pub fn explain(error: kube::Error, asked: Asked<'_>) -> BackendError {
     BackendError::Api(Explained::of(text, error))
 }
 
-/// The answer, or an error when it takes too long.
+/// Whether the account lacks a right. Admission, too, answers with 403, but about one object.
+pub fn is_right_missing(status: &Status) -> bool {
+    // As in: User "kilo" cannot create resource "nodeslices" in API group "kilo.squat.ai" at the cluster scope
+    let what = status.message.split_once("\" cannot ").map_or("", |(_, what)| what);
+    status.code == 403 && what.split(' ').nth(1) == Some("resource")
+}
+
+/// The answer, or an error that explains it to the operator, also when it takes too long.
 pub async fn in_time<T>(
     answer: impl Future<Output = kube::Result<T>>,
     asked: Asked<'_>,
 ) -> Result<T, BackendError> {
-    match tokio::time::timeout(ANSWER, answer).await {
-        Ok(answer) => answer.map_err(|error| explain(error, asked)),
-        Err(elapsed) => {
-            let text = format!("the API server did not answer within {} s", ANSWER.as_secs());
-            Err(BackendError::Unreachable(Explained::of(text, elapsed)))
-        }
-    }
+    answered(answer).await?.map_err(|error| explain(error, asked))
+}
+
+/// The answer as it is, or an error when it takes too long.
+pub async fn answered<T>(
+    answer: impl Future<Output = kube::Result<T>>,
+) -> Result<kube::Result<T>, BackendError> {
+    tokio::time::timeout(ANSWER, answer).await.map_err(|elapsed| {
+        let text = format!("the API server did not answer within {} s", ANSWER.as_secs());
+        BackendError::Unreachable(Explained::of(text, elapsed))
+    })
 }
 
 #[cfg(test)]
@@ -311,7 +322,7 @@ mod tests {
     use super::*;
 
     fn status(code: u16, message: &str) -> kube::Error {
-        kube::Error::Api(Box::new(kube::core::Status::failure(message, "").with_code(code)))
+        kube::Error::Api(Box::new(Status::failure(message, "").with_code(code)))
     }
 
     #[test]
@@ -341,6 +352,19 @@ mod tests {
         assert!(explain(status(401, "Unauthorized"), Asked::Nodes).to_string().contains("401"));
         for code in [429, 500, 503] {
             assert!(explain(status(code, "busy"), Asked::Peers).is_temporary(), "{code}");
+        }
+    }
+
+    #[test]
+    fn a_right_is_missing_only_when_the_account_is_what_is_refused() {
+        for (code, message, is_missing) in [
+            (403, "nodeslices is forbidden: User \"x\" cannot create resource \"nodeslices\"", true),
+            (403, "admission webhook \"w\" denied the request: field \"f\" cannot be changed", false),
+            (403, "nodeslices \"a\" is forbidden: exceeded quota", false),
+            (409, "User \"x\" cannot create resource \"nodeslices\"", false),
+        ] {
+            let status = Status::failure(message, "Forbidden").with_code(code);
+            assert_eq!(is_right_missing(&status), is_missing, "{code} {message}");
         }
     }
 

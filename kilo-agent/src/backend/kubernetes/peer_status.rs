@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 
 use super::{
     cache::Note,
-    client::{Asked, explain, in_time},
+    client::{Asked, answered, explain, in_time, is_right_missing},
     event,
 };
 use crate::{
@@ -50,7 +50,7 @@ pub async fn report(
             "accepted": wanted.accepted, "reason": wanted.reason, "conditions": wanted.conditions,
         });
         let patch = Patch::Merge(json!({ "status": status }));
-        match api.patch_status(&name, &PatchParams::default(), &patch).await {
+        match answered(api.patch_status(&name, &PatchParams::default(), &patch)).await? {
             Ok(_) => reported.writes += 1,
             Err(kube::Error::Api(status)) if is_object_gone(&status, &name) => continue,
             Err(kube::Error::Api(status)) if is_unsupported(&status) => {
@@ -84,10 +84,9 @@ fn is_object_gone(status: &Status, name: &str) -> bool {
     status.code == 404 && status.details.as_ref().is_some_and(|details| details.name == name)
 }
 
-/// Whether this account may write no status at all, or Peer objects have none. Admission, too, answers with
-/// 403, but about one object.
+/// Whether this account may write no status at all, or Peer objects have none.
 fn is_unsupported(status: &Status) -> bool {
-    status.code == 404 || status.code == 403 && status.message.contains("cannot patch resource")
+    status.code == 404 || is_right_missing(status)
 }
 
 /// The existing objects of these peers: a few are fetched one by one, as lists because agents may not `get`;
@@ -182,18 +181,19 @@ fn event_of(present: Option<&PeerStatus>, wanted: &PeerStatus) -> Option<EventRe
 #[cfg(test)]
 #[allow(clippy::unwrap_used, reason = "tests")]
 mod tests {
-    use std::sync::Arc;
+    use std::{sync::Arc, time::Duration};
 
     use kilo_core::objects::peer::Peer;
     use kube::api::ApiResource;
     use parking_lot::Mutex;
 
     use super::*;
-    use crate::backend::kubernetes::test_server::{self, refusal};
+    use crate::backend::kubernetes::test_server::{self, Answer, refusal};
 
     /// What comes of the peers a to d when the API server answers a patch of b's status with this: the
     /// result, and the peers whose status it was asked to write.
-    async fn reported(answer: (u16, Value)) -> (Result<PeersReported, BackendError>, String) {
+    async fn reported(answer: impl Into<Answer>) -> (Result<PeersReported, BackendError>, String) {
+        let answer = answer.into();
         let (asked, patched) = (Arc::new(Mutex::new(String::new())), |path: &str| {
             path.strip_suffix("/status").and_then(|path| path.rsplit('/').next()).map(ToOwned::to_owned)
         });
@@ -202,13 +202,13 @@ mod tests {
         let client = test_server::client(move |request| match patched(&request.path) {
             Some(name) => {
                 seen.lock().push_str(&name);
-                if name == "b" { answer.clone() } else { (200, object(&name)) }
+                if name == "b" { answer.clone() } else { Answer::Object(200, object(&name)) }
             }
             None if request.method == "GET" => {
                 let items = ["a", "b", "c", "d"].map(object);
-                (200, json!({ "metadata": {}, "items": items }))
+                Answer::Object(200, json!({ "metadata": {}, "items": items }))
             }
-            None => (201, request.body),
+            None => Answer::Object(201, request.body),
         });
         let api: Api<DynamicObject> = Api::all_with(client.clone(), &ApiResource::erase::<Peer>(&()));
         // More than a few, so that all are listed at once.
@@ -242,6 +242,15 @@ mod tests {
             assert!(result.unwrap_err().is_temporary(), "{code}");
             assert_eq!(asked, "ab");
         }
+    }
+
+    /// It takes as long as a request may.
+    #[tokio::test]
+    async fn a_server_that_does_not_answer_is_not_waited_for_without_end() {
+        let limit = crate::backend::kubernetes::ANSWER + Duration::from_secs(10);
+        let (result, asked) = tokio::time::timeout(limit, reported(Answer::Silence)).await.unwrap();
+        assert!(result.unwrap_err().is_temporary());
+        assert_eq!(asked, "ab");
     }
 
     #[tokio::test]

@@ -3,14 +3,14 @@
 
 use std::{
     sync::{Arc, OnceLock},
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use kube::Client;
 use tokio::sync::{oneshot, watch};
 use tokio_util::task::AbortOnDropHandle;
 
-use super::{KubernetesBackend, NodesFrom};
+use super::{KubernetesBackend, NodesFrom, watch_errors::WatchErrors};
 use crate::backend::{Backend, BackendError, Handshake, Happened, PeersReported, SlicesReport, TunnelStatus};
 use kilo_core::{
     errors::Explained,
@@ -116,6 +116,7 @@ async fn connect(
     (hostname, label, from): (&str, &str, &NodesFrom),
     answer: oneshot::Sender<Result<(), BackendError>>,
 ) -> Option<KubernetesBackend> {
+    let errors = WatchErrors::default();
     loop {
         match KubernetesBackend::start_from(client.clone(), Some(hostname), label, from).await {
             Ok(backend) => {
@@ -125,7 +126,10 @@ async fn connect(
                 return Some(backend);
             }
             Err(error) if error.is_temporary() || answer.is_closed() => {
-                tracing::warn!(%error, "API server unreachable; retrying");
+                match errors.admit(error.label(), Instant::now()) {
+                    Some(left_out) => tracing::warn!(%error, left_out, "{}", why_not_yet(&error)),
+                    None => tracing::debug!(%error, "{}", why_not_yet(&error)),
+                }
             }
             Err(error) => {
                 let _ = answer.send(Err(error));
@@ -133,6 +137,15 @@ async fn connect(
             }
         }
         tokio::time::sleep(RETRY.mul_f64(rand::random_range(0.8..1.2))).await;
+    }
+}
+
+/// The log line about an attempt that failed; the error says the rest.
+const fn why_not_yet(error: &BackendError) -> &'static str {
+    if error.is_temporary() {
+        "API server unreachable; retrying"
+    } else {
+        "the API server refuses to list nodes and peers; going on with the last good topology and retrying"
     }
 }
 
@@ -180,4 +193,16 @@ impl Backend for StartupFallback {
 
 fn away() -> BackendError {
     BackendError::Unreachable("the API server has not answered since the start".into())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_server_that_refuses_is_not_called_unreachable() {
+        assert!(why_not_yet(&away()).contains("unreachable"));
+        let refused = BackendError::Api("nodes is forbidden".into());
+        assert!(why_not_yet(&refused).contains("refuses"), "{}", why_not_yet(&refused));
+    }
 }

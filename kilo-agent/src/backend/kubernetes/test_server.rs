@@ -28,6 +28,7 @@ impl Asked {
 }
 
 /// What a request gets.
+#[derive(Clone)]
 pub enum Answer {
     /// The HTTP status, and the object.
     Object(u16, Value),

@@ -1,4 +1,5 @@
-//! Log lines about watches that break: while the API server is away, each is tried again every few seconds.
+//! Log lines about watches that break, and about a start that fails: while the API server is away, each is tried
+//! again every few seconds.
 
 use std::{
     collections::BTreeMap,
@@ -11,10 +12,10 @@ use parking_lot::Mutex;
 
 use super::client::{Asked, explain};
 
-/// How often it is logged that a watch is still broken.
+/// How often it is logged that something still fails.
 const AGAIN: Duration = Duration::from_mins(1);
 
-/// The last log line of each kind of objects.
+/// The last log line of each kind of objects, or of errors.
 #[derive(Debug, Default)]
 pub struct WatchErrors(Mutex<BTreeMap<&'static str, Logged>>);
 
@@ -55,7 +56,7 @@ impl WatchErrors {
     }
 
     /// Whether an error is logged now, and then how many before it were not.
-    fn admit(&self, kind: &'static str, now: Instant) -> Option<u32> {
+    pub fn admit(&self, kind: &'static str, now: Instant) -> Option<u32> {
         let mut all = self.0.lock();
         let logged = all.get_mut(kind).filter(|logged| now.saturating_duration_since(logged.at) < AGAIN);
         if let Some(logged) = logged {

@@ -11,7 +11,7 @@ use kilo_failover::{Agent, Micros, Output, ProbePath, Signal, gateway::Sender};
 use kilo_host::dataplane::lead::SendVia as Into;
 
 use super::{Thread, micros, source_port};
-use crate::failover::{packets, site::Site};
+use crate::{failover::site::Site, packets};
 
 /// Maximum number of questions and announcements sent before incoming signals are read.
 const BURST: usize = 64;
@@ -116,7 +116,11 @@ impl Thread {
         for member in led.symmetric_difference(&self.led) {
             let Some(node) = site.nodes.get(member) else { continue };
             if let Err(error) = self.tools.led.mark(node.address, led.contains(member)) {
-                tracing::error!(%error, "failed to mark a node that this one leads");
+                tracing::error!(
+                    %error,
+                    node = site.name(*member),
+                    "failed to mark in the data path whether this node leads that one; the next reconcile marks it"
+                );
             }
         }
         if led != self.led {

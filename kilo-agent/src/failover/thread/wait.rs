@@ -73,7 +73,7 @@ impl Wait {
             Err(Errno::EINTR) => 0,
             Err(error) => {
                 if !self.is_said.swap(true, Ordering::Relaxed) {
-                    tracing::error!(%error, "failover cannot wait for signals; it polls for them every few milliseconds");
+                    tracing::error!(%error, "failover cannot wait for signals; polling for them every few milliseconds");
                 }
                 std::thread::sleep(Duration::from_micros(micros.min(BLIND)));
                 return Ready { agent: true, links: true };

@@ -51,13 +51,16 @@ pub async fn token(request: Request<Incoming>) -> Result<String, Answer> {
     let field = form_urlencoded::parse(&body).find(|(name, _)| name == "token");
     let token = field.map(|(_, value)| value.trim().to_owned());
     token.filter(|token| is_token(token)).ok_or_else(|| {
-        form(StatusCode::BAD_REQUEST, "This is not a bearer token: one has only letters, digits and -._~+/=.")
+        form(
+            StatusCode::BAD_REQUEST,
+            "This is not a bearer token: a token has only letters, digits and the characters -._~+/=.",
+        )
     })
 }
 
 /// Redirects to the page, and sets the session cookie.
 pub fn welcome(session: &str) -> Answer {
-    let mut answer = text(StatusCode::SEE_OTHER, "go on to ./\n");
+    let mut answer = text(StatusCode::SEE_OTHER, "continue at ./\n");
     answer.headers_mut().insert(LOCATION, HeaderValue::from_static("./"));
     if let Ok(cookie) = HeaderValue::from_str(&format!("{session}; Path=/; HttpOnly; SameSite=Strict")) {
         answer.headers_mut().insert(SET_COOKIE, cookie);

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use kilo_common::counters::DropReason;
+use kilo_common::drop_reasons::DropReason;
 use serde::{Deserialize, Serialize};
 
 use crate::status::{LeaderChange, Problem, Status, problems, verdict};

@@ -50,6 +50,9 @@ use super::{
 
 /// How often conditions without an event are checked.
 const LOOK: Duration = Duration::from_secs(5);
+/// How to grant the rights for slices.
+const GRANT: &str =
+    "apply manifests/slices.yaml (with kustomize the component slices, with the chart slices.enabled=true)";
 
 /// State shared by reader, writer and source selection.
 pub(super) struct Context {

@@ -15,7 +15,7 @@ use kube::{
 };
 
 use super::{
-    Cache, Context,
+    Cache, Context, GRANT,
     client::ANSWER,
     deleted::Deleted,
     pauses::{pause_after, with_pauses},
@@ -217,7 +217,7 @@ impl Context {
         if std::mem::replace(&mut *self.seen(), denied).access != Access::Denied {
             tracing::info!(
                 "slices are not in use: this account may not read NodeSlices, or the API server does not know \
-                 them; apply manifests/crds.yaml and manifests/slices.yaml"
+                 them; apply manifests/crds.yaml, and {GRANT}"
             );
         }
         self.slices_changed();

@@ -11,6 +11,8 @@ use kube::{
     api::{DeleteParams, PostParams, Preconditions},
 };
 
+use super::client::is_right_missing;
+
 /// Timeout of a write, short enough for the Lease to be renewed in time.
 const ANSWER: Duration = Duration::from_secs(4);
 
@@ -24,7 +26,7 @@ pub(super) struct Written {
 
 /// Why a write failed.
 pub(super) enum Failed {
-    /// This account may not write slices.
+    /// This account may not write slices: which right it lacks.
     Refused(String),
     /// Another attempt may succeed.
     Again {
@@ -61,7 +63,9 @@ pub(super) async fn write(
     let answer = tokio::time::timeout(ANSWER, request).await;
     let object = match answer.map_err(|_| again("no answer".to_owned(), true))? {
         Ok(object) => object,
-        Err(kube::Error::Api(status)) if status.code == 403 => return Err(Failed::Refused(status.message)),
+        Err(kube::Error::Api(status)) if is_right_missing(&status) => {
+            return Err(Failed::Refused(status.message));
+        }
         Err(error) => {
             let answered = matches!(&error, kube::Error::Api(status) if status.code < 500);
             return Err(again(error_chain(&error), !answered));
@@ -71,4 +75,23 @@ pub(super) async fn write(
     let written = object.as_ref().and_then(|object| object.metadata.resource_version.as_ref());
     let version = written.or(version).map_or(0, number);
     Ok(Written { version, kept: object.map(|object| object.spec) })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::backend::kubernetes::test_server::{self, refusal};
+
+    async fn refused(message: &'static str) -> Option<Failed> {
+        let client = test_server::client(move |_| refusal(403, "Forbidden", message, "nodes-00000"));
+        write(&client, "nodes-00000", None, Some(NodeSliceSpec::default())).await.err()
+    }
+
+    #[tokio::test]
+    async fn a_slice_that_admission_refuses_is_tried_again_and_does_not_say_that_a_right_is_missing() {
+        let lacks = "nodeslices is forbidden: User \"kilo\" cannot create resource \"nodeslices\"";
+        assert!(matches!(refused(lacks).await, Some(Failed::Refused(which)) if which == lacks));
+        let denied = refused("admission webhook \"w\" denied the request: too large").await;
+        assert!(matches!(denied, Some(Failed::Again { unanswered: false, .. })));
+    }
 }

@@ -14,7 +14,7 @@ use kilo_core::objects::slices::{
 use kube::{Api, runtime::watcher};
 
 use super::{
-    Context, PartialNode,
+    Context, GRANT, PartialNode,
     lease::{Held, Tried},
     mirror::Mirror,
     order::{Order, ordered},
@@ -82,8 +82,7 @@ pub(super) async fn run(context: Arc<Context>) {
                 if !refused {
                     tracing::info!(
                         reason,
-                        "this agent cannot write the slices of nodes; another agent may, with the rights and the Lease of \
-                         manifests/slices.yaml"
+                        "this agent cannot take the Lease of the slices' writer; if no agent can, all read Nodes: {GRANT}"
                     );
                 }
                 (refused, pause) = (true, REFUSED.mul_f64(rand::random_range(0.8..1.2)));
@@ -412,7 +411,10 @@ impl<'a> Writer<'a> {
             }
             Err(Failed::Refused(reason)) => {
                 self.context.report.failed();
-                tracing::warn!(reason, "this account may not write NodeSlices; apply manifests/slices.yaml");
+                tracing::warn!(
+                    reason,
+                    "this account may not write NodeSlices, so agents read Nodes until another one writes: {GRANT}"
+                );
                 Err(("the right to write slices is missing", RESIGNED))
             }
         }

@@ -1,4 +1,4 @@
-//! Signals as packets, with their IP and UDP headers.
+//! Signals and relay messages as packets, with their IP and UDP headers.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
