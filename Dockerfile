@@ -29,6 +29,7 @@ COPY kilo-agent/failover/Cargo.toml kilo-agent/failover/
 COPY kilo-agent/failover-sim/Cargo.toml kilo-agent/failover-sim/
 COPY kilo-agent/fuzz/Cargo.toml kilo-agent/fuzz/
 COPY kilo-agent/host/Cargo.toml kilo-agent/host/
+COPY kilo-agent/test-support/Cargo.toml kilo-agent/test-support/
 COPY kilo-common/Cargo.toml kilo-common/
 COPY kilo-ebpf/Cargo.toml kilo-ebpf/
 COPY xtask/Cargo.toml xtask/
@@ -36,7 +37,7 @@ COPY xtask/lab/Cargo.toml xtask/lab/
 RUN mkdir -p empty && cp -r --parents Cargo.toml */Cargo.toml */*/Cargo.toml empty/ \
  && cd empty && cp ../Cargo.lock . \
  && for crate in kilo-agent kilo-agent/core kilo-agent/failover kilo-agent/failover-sim kilo-agent/fuzz \
-      kilo-agent/host kilo-common kilo-ebpf xtask xtask/lab; do \
+      kilo-agent/host kilo-agent/test-support kilo-common kilo-ebpf xtask xtask/lab; do \
       mkdir -p "$crate/src/bin/kg" "$crate/src/bin/kgctl" \
       && touch "$crate/src/lib.rs" \
       && echo 'fn main() {}' | tee "$crate/src/main.rs" "$crate/src/bin/kg/main.rs" \

@@ -6,15 +6,11 @@
 //! start: that part alone, as `cargo xtask bench slices` and so on want it).
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "fails as a test does")]
 
-#[path = "../../tests/support/api.rs"]
-mod api;
 mod by_slices;
 mod check_ins;
 mod compute;
 mod counted;
 mod first_packet;
-#[path = "../../tests/netns/mod.rs"]
-mod netns;
 mod objects;
 mod process;
 mod programs;
@@ -22,13 +18,11 @@ mod scale;
 mod scenario;
 mod slices;
 mod start;
-#[path = "../../tests/support/mod.rs"]
-mod support;
 mod trace;
-#[path = "../../tests/support/wait.rs"]
-mod wait;
 
 use std::path::PathBuf;
+
+use kilo_test_support::{api, bpf, netns};
 
 /// One figure, as `docs/benchmarks.json` has it.
 #[derive(Clone, Debug, serde::Serialize)]

@@ -11,7 +11,7 @@ use kilo_host::dataplane::Dataplane;
 
 use crate::{
     Figures,
-    support::{
+    bpf::{
         self, OWN_POD, REMOTE_POD, leader_tables,
         packet::{ethernet, udp},
     },
@@ -26,7 +26,7 @@ const DROPPED: u32 = 2;
 const POD: [u8; 4] = [8, 0, 1, 2];
 
 pub fn measure(figures: &mut Figures) {
-    let Some(fs) = support::bpffs() else { return };
+    let Some(fs) = bpf::bpffs() else { return };
     let mut dataplane = Dataplane::open(fs.path(), false).unwrap();
     for count in [10, 100, 1000, 10_000] {
         let mut tables = leader_tables();

@@ -7,9 +7,8 @@ use kilo_host::dataplane::{Dataplane, PROGRAMS};
 use nix::time::{ClockId, clock_gettime};
 
 use crate::{
-    Figures,
+    Figures, bpf,
     compute::{median, milliseconds},
-    support,
 };
 
 const ROUNDS: usize = 9;
@@ -20,7 +19,7 @@ const STARTS: [&str; 2] = ["first start", "next start"];
 pub fn measure(figures: &mut Figures) {
     let (mut waited, mut ran) = ([Vec::new(), Vec::new()], [Vec::new(), Vec::new()]);
     for _ in 0..ROUNDS {
-        let Some(fs) = support::bpffs() else { return };
+        let Some(fs) = bpf::bpffs() else { return };
         for start in 0..STARTS.len() {
             let (before, started) = (processor_time(), Instant::now());
             let dataplane = Dataplane::open(fs.path(), false).unwrap();
@@ -39,7 +38,7 @@ pub fn measure(figures: &mut Figures) {
         );
         figures.add_to("start", start, "processor time", "ms", milliseconds(median(ran)));
     }
-    let Some(fs) = support::bpffs() else { return };
+    let Some(fs) = bpf::bpffs() else { return };
     let mut dataplane = Dataplane::open(fs.path(), false).unwrap();
     for name in PROGRAMS {
         let info = dataplane.program(name).unwrap().info().unwrap();

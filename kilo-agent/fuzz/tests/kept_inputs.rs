@@ -4,9 +4,6 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
-#[path = "../../tests/support/seed.rs"]
-mod seed;
-
 use std::{
     fs,
     panic::{AssertUnwindSafe, catch_unwind},
@@ -15,8 +12,8 @@ use std::{
 };
 
 use kilo_fuzz::{TARGETS, Target};
+use kilo_test_support::seed::seed;
 use rand::{RngExt as _, SeedableRng as _, rngs::StdRng};
-use seed::seed;
 
 /// Random inputs for each target.
 const INPUTS: usize = 4_000;

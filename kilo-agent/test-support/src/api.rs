@@ -1,7 +1,5 @@
 //! A real API server on loopback: etcd and kube-apiserver of `$KUBEBUILDER_ASSETS`
 //! (`cargo xtask kube-assets`), stopped with the test.
-#![allow(dead_code, unreachable_pub, reason = "each test program uses a part of this")]
-#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
 use crate::wait::task as wait;
 
@@ -320,7 +318,7 @@ pub fn certificates(directory: &Path) {
 /// Every document of a YAML file of manifests/.
 pub fn manifest(name: &str) -> Vec<DynamicObject> {
     use serde::Deserialize as _;
-    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../manifests").join(name);
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../manifests").join(name);
     let text = fs::read_to_string(&path).unwrap();
     serde_yaml_ng::Deserializer::from_str(&text)
         .map(|document| serde_json::Value::deserialize(document).unwrap())

@@ -1,6 +1,4 @@
 //! Compares Graphviz files as graphs.
-#![allow(dead_code, unreachable_pub, reason = "each test program uses a part of this")]
-#![allow(clippy::unwrap_used, clippy::panic, reason = "tests")]
 
 use std::collections::{BTreeMap, BTreeSet};
 

@@ -1,8 +1,6 @@
 //! Runs a test's body in its own process with fresh network and mount namespaces, so that nothing in it
 //! reaches the machine.
 
-#![allow(dead_code, reason = "tests")]
-
 use std::{
     fs, io,
     os::unix::process::CommandExt,
@@ -140,7 +138,6 @@ impl Drop for Agent {
 
 /// Leaves this thread only the capabilities that the DaemonSet's manifest grants. Commands that it starts
 /// have all of root's again.
-#[allow(clippy::expect_used, reason = "a test's helper fails as the test does")]
 pub fn take_the_rights_of_the_daemonset() {
     let manifest = include_str!("../../../manifests/kilo-kubeadm.yaml");
     let container = manifest.split("\n        - name: kilo\n").nth(1).expect("the manifest has the agent");
@@ -153,7 +150,6 @@ pub fn take_the_rights_of_the_daemonset() {
 }
 
 /// Runs `run` without effective capabilities on this thread, then restores them.
-#[allow(dead_code, reason = "not every test takes them")]
 pub fn without_effective_rights(run: impl FnOnce()) {
     let mut rights = [0; 6];
     capabilities(nix::libc::SYS_capget, &mut rights);
@@ -174,7 +170,6 @@ fn capabilities(call: nix::libc::c_long, data: &mut [u32; 6]) {
 }
 
 /// Bit number of a capability (include/uapi/linux/capability.h).
-#[allow(clippy::panic, reason = "tests")]
 fn number_of_capability(name: &str) -> u32 {
     match name {
         "DAC_OVERRIDE" => 1,

@@ -1,6 +1,5 @@
 //! Waiting in tests, as in the lab, except that a wait in vain panics with its description. Functions that
 //! block the thread are here, those that yield to other tasks in [`task`]. Nothing else in tests may sleep.
-#![allow(dead_code, unused_imports, reason = "each test program uses a part of this")]
 
 use std::time::Duration;
 

@@ -1,5 +1,4 @@
 //! Accounts with the rights that the manifests give them.
-#![allow(dead_code, unreachable_pub, reason = "each test program uses a part of this")]
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
 use std::{fs, path::PathBuf};

@@ -1,6 +1,5 @@
 //! A proxy in front of the API server that speaks plain HTTP on loopback, and can act overloaded, slow or
 //! wrong.
-#![allow(dead_code, unreachable_pub, reason = "each test program uses a part of this")]
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
 use crate::wait::task as wait;

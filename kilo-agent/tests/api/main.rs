@@ -1,30 +1,12 @@
 //! The agent and kgctl against a real kube-apiserver.
-#![allow(
-    clippy::unwrap_used,
-    clippy::expect_used,
-    clippy::panic,
-    dead_code,
-    unused_imports,
-    reason = "tests"
-)]
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 #![deny(clippy::disallowed_methods)]
 
-#[path = "../support/accounts.rs"]
+use kilo_test_support::{api, dot, netns, scrape, wait};
+
 mod accounts;
-#[path = "../support/api.rs"]
-mod api;
-#[path = "../support/dot.rs"]
-mod dot;
-#[path = "../support/front.rs"]
 mod front;
-#[path = "../netns/mod.rs"]
-mod netns;
-#[path = "../support/proxy.rs"]
 mod proxy;
-#[path = "../support/scrape.rs"]
-mod scrape;
-#[path = "../support/wait.rs"]
-mod wait;
 
 mod agent;
 mod backend;

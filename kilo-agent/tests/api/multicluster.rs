@@ -5,7 +5,7 @@
 
 use crate::api;
 use crate::netns;
-use crate::wait::{task, until};
+use crate::wait::until;
 
 use std::{
     collections::BTreeMap,
@@ -154,6 +154,12 @@ impl Cluster {
             peer.metadata.resource_version = None;
             let managers = peer.metadata.managed_fields.as_mut().unwrap();
             managers.retain(|manager| manager.subresource.as_deref() != Some("status"));
+            // Kubernetes 1.20 names no subresource.
+            for fields in
+                managers.iter_mut().filter_map(|manager| manager.fields_v1.as_mut()?.0.as_object_mut())
+            {
+                fields.remove("f:status");
+            }
         }
         peers.into_iter().map(|peer| serde_json::to_value(peer).unwrap()).collect()
     }

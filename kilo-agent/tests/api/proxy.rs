@@ -1,5 +1,4 @@
 //! A TCP proxy on loopback that can be cut or go silent.
-#![allow(dead_code, unreachable_pub, reason = "each test program uses a part of this")]
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
 use std::time::Duration;

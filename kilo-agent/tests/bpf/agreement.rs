@@ -6,7 +6,7 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
-use crate::support;
+use crate::{bpf, seed::seed};
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -19,9 +19,22 @@ use std::{
 };
 
 use aya::programs::{SchedClassifier, TestRun as _, TestRunOptions};
+use bpf::{
+    IFINDEX, MEMBER_POD, REMOTE_POD,
+    classes::{CLASSES, classes},
+    flows::{Flows, Translation},
+    follow_up_packets::{Seen, Step},
+    oracle::{
+        ANSWER_STAYS, Bytes, FROM_OUTSIDE, Input, Wanted, expected_outcome, left_to_device, link_header_len,
+        mac,
+    },
+    packet::{PASS, PASS_AT_ONCE, REDIRECT, ethernet, udp},
+    random::{KILO, OTHER_UPLINKS, Random},
+};
 use kilo_common::{
     checksum,
-    counters::{Action, DropReason},
+    counters::Action,
+    drop_reasons::DropReason,
     encap::{IPIP_OVERHEAD, IPIP_OVERHEAD_V6, VXLAN_OVERHEAD, VXLAN_OVERHEAD_V6, segments_room},
     maps::{CONFIG_GATEWAY, CONFIG_NATIVE},
     nat::{flow, transport},
@@ -34,19 +47,6 @@ use kilo_core::{
 };
 use kilo_host::dataplane::{CounterReader, Dataplane, lead};
 use nix::sched::{CloneFlags, unshare};
-use support::{
-    IFINDEX, MEMBER_POD, REMOTE_POD,
-    classes::{CLASSES, classes},
-    flows::{Flows, Translation},
-    follow_up_packets::{Seen, Step},
-    oracle::{
-        ANSWER_STAYS, Bytes, FROM_OUTSIDE, Input, Wanted, expected_outcome, left_to_device, link_header_len,
-        mac,
-    },
-    packet::{PASS, PASS_AT_ONCE, REDIRECT, SHOT, ethernet, udp},
-    random::{KILO, OTHER_UPLINKS, Random},
-    seed::seed,
-};
 
 const PROGRAMS: [&str; 7] = [
     "lan_ingress",
@@ -72,7 +72,7 @@ const GSO_SIZE: usize = 176;
 const PRIORITY: usize = 32;
 
 struct Bench {
-    _fs: support::BpfFs,
+    _fs: bpf::BpfFs,
     dataplane: Dataplane,
     counters: CounterReader,
     out: Vec<u8>,
@@ -100,7 +100,7 @@ type Counts = BTreeMap<&'static str, u64>;
 
 impl Bench {
     fn new() -> Option<Self> {
-        let fs = support::bpffs()?;
+        let fs = bpf::bpffs()?;
         add_uplinks();
         let dataplane = Dataplane::open(fs.path(), false).unwrap();
         let counters = dataplane.counters().unwrap();
@@ -479,8 +479,8 @@ const SEQUEL: &str = "+";
 /// Tables of the corpus, by the name in its lines.
 fn corpus_tables(name: &str) -> Tables {
     match name {
-        "leader" => support::leader_tables(),
-        "member" => support::member_tables(),
+        "leader" => bpf::leader_tables(),
+        "member" => bpf::member_tables(),
         seed => Random::new(seed.parse().unwrap()).tables(),
     }
 }
@@ -515,9 +515,9 @@ fn programs_and_model_agree_on_the_kept_packets() {
 #[test]
 fn gso_packets_that_wireguard_will_cut_get_room_in_front_at_once() {
     let Some(mut bench) = Bench::new() else { return };
-    let mut tables = support::leader_tables();
+    let mut tables = bpf::leader_tables();
     tables.config.flags |= CONFIG_NATIVE;
-    let Some(Hop::Node { tunnel, .. }) = tables.hop.get_mut(&support::MEMBER_HOP) else { panic!("no node") };
+    let Some(Hop::Node { tunnel, .. }) = tables.hop.get_mut(&bpf::MEMBER_HOP) else { panic!("no node") };
     *tunnel = Tunnel::None;
     bench.dataplane.write(&tables).unwrap();
     for (payload, gso, room) in [(1500, 700, segments_room(700, false)), (1300, 700, 0), (1300, 0, 0)] {

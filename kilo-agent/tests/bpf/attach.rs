@@ -5,8 +5,8 @@
 
 mod world;
 
+use crate::bpf::{MEMBER_HOP, foreign, leader_tables, packet};
 use crate::netns::{isolated, sh, take_the_rights_of_the_daemonset, without_effective_rights};
-use crate::support::{MEMBER_HOP, foreign, leader_tables, packet};
 use crate::wait::{pace, task as wait};
 
 use std::{

@@ -2,11 +2,15 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
-use crate::support;
+use crate::bpf;
 
 use std::os::fd::{AsFd as _, AsRawFd as _};
 
 use aya::maps::MapData;
+use bpf::{
+    MEMBER, MEMBER_HOP, MEMBER_POD, OUTSIDE, OWN_POD, PUBLIC, REMOTE_POD, SELF, leader_tables, member_tables,
+    packet::{PASS, REDIRECT, Ran, SHOT, ethernet, run, run_brought_by, steered, udp},
+};
 use ipnet::IpNet;
 use kilo_common::maps::{
     CONFIG_GATEWAY, CONFIG_OFFERED, CONFIG_ONE_V4, HOP_LOCAL, HOP_NONE, HOP_REMOTE, MASQ_EXCLUDE, MASQ_FORCE,
@@ -14,17 +18,13 @@ use kilo_common::maps::{
 };
 use kilo_core::plan::{Hop, Tables};
 use kilo_host::dataplane::{Dataplane, pin_directory};
-use support::{
-    MEMBER, MEMBER_HOP, MEMBER_POD, OUTSIDE, OWN_POD, PUBLIC, REMOTE_POD, SELF, leader_tables, member_tables,
-    packet::{PASS, REDIRECT, Ran, SHOT, ethernet, run, run_brought_by, steered, udp},
-};
 
 const REMOTE_NODE: [u8; 4] = [10, 5, 0, 1];
 const VPN_PEER: [u8; 4] = [10, 42, 9, 7];
 const WIREGUARD: u16 = 51_820;
 
-fn open(tables: &Tables) -> Option<(support::BpfFs, Dataplane)> {
-    let fs = support::bpffs()?;
+fn open(tables: &Tables) -> Option<(bpf::BpfFs, Dataplane)> {
+    let fs = bpf::bpffs()?;
     let mut dataplane = Dataplane::open(fs.path(), false).unwrap();
     dataplane.write(tables).unwrap();
     Some((fs, dataplane))
@@ -359,7 +359,7 @@ fn a_pods_own_ipip_reaches_no_node() {
         let of_host = steered(SELF, MEMBER, &inner);
         assert_eq!(outcome(&run(&mut dataplane, "uplink_egress", &of_host)), (PASS, vec![]));
         let of_node = steered(MEMBER, MEMBER, &inner);
-        let ran = run_brought_by(&mut dataplane, support::IFINDEX, "uplink_egress", &of_node);
+        let ran = run_brought_by(&mut dataplane, bpf::IFINDEX, "uplink_egress", &of_node);
         assert_eq!(outcome(&ran).1, Vec::<&str>::new());
         let outside = steered(SELF, OUTSIDE, &inner);
         let ran = run_brought_by(&mut dataplane, BRIDGE, "uplink_egress", &outside);
@@ -391,7 +391,7 @@ fn a_pod_of_a_gateway_sends_from_no_address_of_another() {
             let is_dropped = outcome(&ran) == (SHOT, vec!["foreign_source"]);
             assert_eq!(is_dropped, leads && is_foreign, "{owner}: {:?}", outcome(&ran));
             // What WireGuard, an uplink or the host itself hands to the stack is checked elsewhere.
-            for other in [0, support::IFINDEX, tables.config.kilo_ifindex] {
+            for other in [0, bpf::IFINDEX, tables.config.kilo_ifindex] {
                 let ran = run_brought_by(&mut dataplane, other, "kilo_egress", &packet);
                 assert!(!outcome(&ran).1.contains(&"foreign_source"), "{owner} from {other}");
             }

@@ -4,9 +4,9 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
 use crate::{
+    bpf::{self, MEMBER_POD, OUTSIDE, OWN_POD, SELF},
     links::host::{World, heard, in_lan, index, lan},
     netns::{isolated, sh, succeeds},
-    support::{self, MEMBER_POD, OUTSIDE, OWN_POD, SELF},
     wait::pace,
 };
 
@@ -184,7 +184,7 @@ async fn masquerading() -> World {
     lan("ip -6 address add 2001:db8:9::53/128 dev lo nodad; ip -6 address add 2001:db8::12/64 dev eth0 nodad
          sysctl -qw net.ipv4.tcp_rmem=\"4096 8000000 16000000\" net.ipv4.tcp_wmem=\"4096 8000000 16000000\"");
     sh("sysctl -qw net.ipv4.tcp_rmem='4096 8000000 16000000' net.ipv4.tcp_wmem='4096 8000000 16000000'");
-    world.tables.device.get_mut(&index("eth0")).unwrap().masq_v6 = support::PUBLIC_V6;
+    world.tables.device.get_mut(&index("eth0")).unwrap().masq_v6 = bpf::PUBLIC_V6;
     world.attach(&["eth0"], &[]).await;
     world
 }
@@ -224,7 +224,7 @@ fn packets_above_64_kib_are_masqueraded_and_answers_translated_back() {
                 "ip link set eth0 {sizes} {family} && ip netns exec lan ip link set eth0 {sizes} {family}"
             );
             if !succeeds(&set) {
-                support::skip("BIG TCP needs Linux 5.19, for IPv4 6.3");
+                bpf::skip("BIG TCP needs Linux 5.19, for IPv4 6.3");
                 return;
             }
             let (outside, pod) = ends()[usize::from(family.is_empty())];
@@ -244,7 +244,7 @@ fn gso_packets_are_steered_to_another_node_and_taken_from_it() {
     isolated("gso_packets_are_steered_to_another_node_and_taken_from_it", || async {
         let mut world = World::on_veth();
         if !succeeds("ip netns exec lan ip link add member type ipip local 10.1.0.12 remote 10.1.0.11") {
-            support::skip("this kernel has no IPIP devices");
+            bpf::skip("this kernel has no IPIP devices");
             return;
         }
         lan("ip link set member up; ip address add 10.42.2.2/32 dev member

@@ -18,12 +18,12 @@ use kilo_host::{
 
 use crate::{
     attach::{has_tcx, tcx},
-    links::host::{LanSender, Tun, in_namespace, index},
-    netns::{isolated, sh},
-    support::{
+    bpf::{
         self, MEMBER, MEMBER_POD, REMOTE_POD, foreign, leader_tables,
         packet::{ethernet, ipv4, udp},
     },
+    links::host::{LanSender, Tun, in_namespace, index},
+    netns::{isolated, sh},
     wait::until,
 };
 
@@ -38,7 +38,7 @@ const MANY: u64 = 200;
 const SOON: Duration = Duration::from_millis(500);
 
 struct Node {
-    fs: support::BpfFs,
+    fs: bpf::BpfFs,
     net: Net,
     dataplane: Dataplane,
     kilo: Tun,
@@ -62,7 +62,7 @@ impl Node {
         sh("ip link set kilo0 up mtu 1420; ip route add 10.42.4.0/24 dev kilo0");
         let mut tables = leader_tables();
         tables.config.kilo_ifindex = index("kilo0");
-        let (fs, net) = (support::bpffs().unwrap(), Net::new().unwrap());
+        let (fs, net) = (bpf::bpffs().unwrap(), Net::new().unwrap());
         let dataplane = Dataplane::open_with(fs.path(), false, AttachMode::Auto).unwrap();
         let mut node = Self { fs, net, dataplane, kilo, tables };
         let applied = node.attach().await;
@@ -150,7 +150,7 @@ fn on_a_node<F: Future<Output = ()>>(test: &str, body: impl FnOnce(Node) -> F) {
     if has_tcx() {
         isolated(test, || async { body(Node::start().await).await });
     } else {
-        support::skip("TCX needs Linux 6.6");
+        bpf::skip("TCX needs Linux 6.6");
     }
 }
 

@@ -2,13 +2,13 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
-use crate::links::host::{self, LAN_MAC, LanSender, NODE_MAC, Tun, World, udp_in_lan};
-use crate::netns::{isolated, sh};
-use crate::support::{
+use crate::bpf::{
     self, MEMBER, MEMBER_POD, OUTSIDE, OWN_POD, REMOTE_POD, SELF, leader_tables,
     packet::{steered, udp},
 };
-use crate::wait::{pace, time_passes, until};
+use crate::links::host::{self, LAN_MAC, LanSender, NODE_MAC, Tun, World, udp_in_lan};
+use crate::netns::{isolated, sh};
+use crate::wait::{pace, time_passes};
 
 use std::{
     collections::BTreeSet,
@@ -179,17 +179,17 @@ fn maps_of_the_layout_before_are_taken_over_and_no_flow_loses_a_packet() {
 }
 
 /// Opens the data path over the pins, as a starting agent does.
-fn open(fs: &support::BpfFs) -> Dataplane {
+fn open(fs: &bpf::BpfFs) -> Dataplane {
     Dataplane::open(fs.path(), false).unwrap()
 }
 
 #[test]
 fn who_leads_and_is_led_is_known_after_a_change_of_layout() {
-    let Some(fs) = support::bpffs() else { return };
+    let Some(fs) = bpf::bpffs() else { return };
     let mut tables = leader_tables();
     let mut dataplane = open(&fs);
     // This node leads the other one by its own word, in a term that no table has.
-    tables.node.insert(MEMBER.into(), support::node(NODE_GATEWAY | NODE_LED));
+    tables.node.insert(MEMBER.into(), bpf::node(NODE_GATEWAY | NODE_LED));
     tables.lead[1] = word(Term::from_bits(7 << 16), 2);
     dataplane.write(&tables).unwrap();
     drop(dataplane);
@@ -212,7 +212,7 @@ fn who_leads_and_is_led_is_known_after_a_change_of_layout() {
 
 #[test]
 fn a_map_that_held_something_else_or_has_another_shape_is_made_anew() {
-    let Some(fs) = support::bpffs() else { return };
+    let Some(fs) = bpf::bpffs() else { return };
     drop(open(&fs));
     let before = as_layout_before(fs.path());
     // From a layout in which the map held something else.
@@ -238,7 +238,7 @@ fn a_map_that_held_something_else_or_has_another_shape_is_made_anew() {
 
 #[test]
 fn an_agent_that_ended_while_it_took_maps_over_leaves_the_rest_to_the_next() {
-    let Some(fs) = support::bpffs() else { return };
+    let Some(fs) = bpf::bpffs() else { return };
     drop(open(&fs));
     let before = as_layout_before(fs.path());
     let directory = layout(fs.path(), LAYOUT_VERSION);

@@ -4,19 +4,17 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
 pub mod host;
-use crate::netns;
-use crate::support;
+use crate::{bpf, netns, seed::seed};
 
+use bpf::{
+    MEMBER, MEMBER_POD, OUTSIDE, OWN_POD, PUBLIC, REMOTE_POD, SELF,
+    packet::{checksums_hold, ipv4, steered, udp},
+    random::Random,
+};
 use host::{LAN_MAC, LanSender, NODE_MAC, World, has_vlans, heard, index, lan, udp_in_lan};
 use kilo_common::{counters::Action, maps::MASQ_FORCE, packet::protocol};
 use netns::{isolated, sh};
 use std::net::{Ipv4Addr, Ipv6Addr, UdpSocket};
-use support::{
-    MEMBER, MEMBER_POD, OUTSIDE, OWN_POD, PUBLIC, REMOTE_POD, SELF,
-    packet::{checksums_hold, ipv4, steered, udp},
-    random::Random,
-    seed::seed,
-};
 
 /// A steered packet for a pod of this node, in a frame with this tag.
 fn tagged(tag: Option<u16>, port: u16) -> Vec<u8> {
@@ -85,7 +83,7 @@ fn frames_with_random_tags_are_delivered_when_they_are_of_no_vlan() {
 fn a_frame_of_a_vlan_is_the_vlan_devices() {
     isolated("a_frame_of_a_vlan_is_the_vlan_devices", || async {
         if !has_vlans() {
-            support::skip("this kernel has no VLAN devices");
+            bpf::skip("this kernel has no VLAN devices");
             return;
         }
         let mut world = World::on_veth();
@@ -111,7 +109,7 @@ fn a_frame_of_a_vlan_is_the_vlan_devices() {
 fn what_leaves_by_a_vlan_is_masqueraded_once_and_the_answer_comes_back() {
     isolated("what_leaves_by_a_vlan_is_masqueraded_once_and_the_answer_comes_back", || async {
         if !has_vlans() {
-            support::skip("this kernel has no VLAN devices");
+            bpf::skip("this kernel has no VLAN devices");
             return;
         }
         let mut world = World::on_veth();
@@ -166,7 +164,7 @@ fn pods_behind_an_uplink_without_link_layer_are_masqueraded_both_ways() {
         let outside: Ipv6Addr = "2001:db8:9::53".parse().unwrap();
         pod.send_to(b"question", (outside, 53)).unwrap();
         let mut packet = tun.sent(6, protocol::UDP);
-        assert_eq!(packet[8..24], support::PUBLIC_V6, "IPv6, too");
+        assert_eq!(packet[8..24], bpf::PUBLIC_V6, "IPv6, too");
         // The reply is the packet with its ends swapped, which keeps the checksum.
         let (src, dst) = (packet[8..24].to_vec(), packet[24..40].to_vec());
         packet[8..24].copy_from_slice(&dst);

@@ -4,15 +4,16 @@
 
 use std::{collections::BTreeSet, os::unix::fs::MetadataExt as _};
 
-use aya::maps::{Array, Map, MapData};
+use aya::maps::{Array, HashMap, Map, MapData};
+use kilo_common::{map_table::name, maps::NodeValue};
 use kilo_host::dataplane::{Dataplane, PROGRAMS, pin_directory};
 
+use crate::bpf;
 use crate::netns;
-use crate::support;
 
 #[test]
 fn every_program_loads_with_room_to_spare() {
-    let Some(fs) = support::bpffs() else { return };
+    let Some(fs) = bpf::bpffs() else { return };
     let mut dataplane = Dataplane::open(fs.path(), false).unwrap();
     for name in PROGRAMS {
         let info = dataplane.program(name).unwrap().info().unwrap();
@@ -35,8 +36,8 @@ fn it_loads_where_the_kernel_shows_no_btf() {
 
 #[test]
 fn maps_are_adopted_with_their_content() {
-    let Some(fs) = support::bpffs() else { return };
-    let tables = support::leader_tables();
+    let Some(fs) = bpf::bpffs() else { return };
+    let tables = bpf::leader_tables();
     let mut first = Dataplane::open(fs.path(), false).unwrap();
     assert!(first.write(&tables).unwrap() > 0);
     drop(first);
@@ -63,8 +64,8 @@ fn a_file_system_that_we_mount_is_roots_alone() {
 
 #[test]
 fn one_changed_prefix_is_one_write_and_one_of_its_place_in_the_array() {
-    let Some(fs) = support::bpffs() else { return };
-    let mut tables = support::leader_tables();
+    let Some(fs) = bpf::bpffs() else { return };
+    let mut tables = bpf::leader_tables();
     let mut dataplane = Dataplane::open(fs.path(), false).unwrap();
     dataplane.write(&tables).unwrap();
     tables.prefix.remove(&"10.42.9.0/24".parse().unwrap());
@@ -83,7 +84,36 @@ fn one_changed_prefix_is_one_write_and_one_of_its_place_in_the_array() {
 }
 
 /// The pinned array that programs consult before the trie.
-fn array(fs: &support::BpfFs) -> Array<MapData, u64> {
+/// Failover marks members while reconciles write other fields of the same entries.
+#[test]
+fn a_mark_brings_back_no_field_that_a_reconcile_has_changed() {
+    let Some(fs) = bpf::bpffs() else { return };
+    let mut tables = bpf::leader_tables();
+    let mut dataplane = Dataplane::open(fs.path(), false).unwrap();
+    dataplane.write(&tables).unwrap();
+    let mut led = dataplane.led().unwrap();
+    let (mut written, mut outdated) = (0, 0);
+    std::thread::scope(|scope| {
+        let marks = scope.spawn(|| {
+            for round in 0..20_000 {
+                led.mark(bpf::MEMBER.into(), round % 2 == 0).unwrap();
+            }
+        });
+        while !marks.is_finished() {
+            written += 1;
+            tables.node.get_mut(&bpf::MEMBER.into()).unwrap().interfaces[1] = written;
+            dataplane.write(&tables).unwrap();
+            let map = dataplane.map(name::NODE_V4).unwrap();
+            let held = HashMap::<_, [u8; 4], NodeValue>::try_from(map).unwrap();
+            let is_outdated = |_| held.get(&bpf::MEMBER, 0).unwrap().interfaces[1] != written;
+            outdated += u32::from((0..20).any(is_outdated));
+        }
+    });
+    assert!(written > 10, "{written} writes");
+    assert_eq!(outdated, 0, "of {written} writes");
+}
+
+fn array(fs: &bpf::BpfFs) -> Array<MapData, u64> {
     let data = MapData::from_pin(pin_directory(fs.path()).join("direct_v4")).unwrap();
     Array::try_from(Map::Array(data)).unwrap()
 }
@@ -91,8 +121,8 @@ fn array(fs: &support::BpfFs) -> Array<MapData, u64> {
 /// An older agent changes the trie but not the array, and a killed one may have written half of it.
 #[test]
 fn what_another_agent_has_left_in_the_array_is_mended_by_the_next() {
-    let Some(fs) = support::bpffs() else { return };
-    let tables = support::leader_tables();
+    let Some(fs) = bpf::bpffs() else { return };
+    let tables = bpf::leader_tables();
     let mut dataplane = Dataplane::open(fs.path(), false).unwrap();
     dataplane.write(&tables).unwrap();
     drop(dataplane);
@@ -111,7 +141,7 @@ fn what_another_agent_has_left_in_the_array_is_mended_by_the_next() {
 
 #[test]
 fn a_pin_of_another_shape_is_replaced() {
-    let Some(fs) = support::bpffs() else { return };
+    let Some(fs) = bpf::bpffs() else { return };
     drop(Dataplane::open(fs.path(), false).unwrap());
     let pins = pin_directory(fs.path());
     std::fs::remove_file(pins.join("config")).unwrap();
@@ -121,7 +151,7 @@ fn a_pin_of_another_shape_is_replaced() {
 
 #[test]
 fn rubbish_that_is_no_map_is_replaced() {
-    let Some(fs) = support::bpffs() else { return };
+    let Some(fs) = bpf::bpffs() else { return };
     drop(Dataplane::open(fs.path(), false).unwrap());
     let pin = pin_directory(fs.path()).join("hop");
     std::fs::remove_file(&pin).unwrap();
@@ -160,7 +190,7 @@ fn forbid_bpf() {
 
 #[test]
 fn an_agent_that_may_not_ask_the_kernel_leaves_the_pins_of_the_running_one_alone() {
-    let Some(fs) = support::bpffs() else { return };
+    let Some(fs) = bpf::bpffs() else { return };
     let running = Dataplane::open(fs.path(), false).unwrap();
     let pins = || {
         let entries = std::fs::read_dir(pin_directory(fs.path())).unwrap();
@@ -182,11 +212,11 @@ fn an_agent_that_may_not_ask_the_kernel_leaves_the_pins_of_the_running_one_alone
 
 #[test]
 fn a_program_pinned_in_the_place_of_a_map_is_replaced() {
-    let Some(fs) = support::bpffs() else { return };
+    let Some(fs) = bpf::bpffs() else { return };
     std::fs::create_dir_all(pin_directory(fs.path())).unwrap();
-    let _program = support::foreign::program(&pin_directory(fs.path()).join("prefix_v4"));
+    let _program = bpf::foreign::program(&pin_directory(fs.path()).join("prefix_v4"));
     let mut dataplane = Dataplane::open(fs.path(), false).unwrap();
-    assert!(dataplane.write(&support::leader_tables()).unwrap() > 0);
+    assert!(dataplane.write(&bpf::leader_tables()).unwrap() > 0);
 }
 
 #[test]
@@ -212,16 +242,16 @@ fn a_bpf_file_system_that_cannot_be_mounted_is_said_to_be_the_operators_to_mount
 
 #[test]
 fn every_action_and_every_drop_reason_is_a_metric() {
-    use kilo_common::counters::{Action, DropReason};
-    let Some(fs) = support::bpffs() else { return };
+    use kilo_common::{counters::Action, drop_reasons::DropReason};
+    let Some(fs) = bpf::bpffs() else { return };
     let mut dataplane = Dataplane::open(fs.path(), false).unwrap();
-    dataplane.write(&support::leader_tables()).unwrap();
+    dataplane.write(&bpf::leader_tables()).unwrap();
     let metrics = kilo_agent::metrics::Metrics::default();
     let counters = dataplane.counters().unwrap();
     metrics.set_counters(move || counters.read());
     let stranger = [10, 1, 0, 99];
-    let frame = support::packet::steered(stranger, support::SELF, &[0; 40]);
-    support::packet::run(&mut dataplane, "lan_ingress", &frame);
+    let frame = bpf::packet::steered(stranger, bpf::SELF, &[0; 40]);
+    bpf::packet::run(&mut dataplane, "lan_ingress", &frame);
     let text = metrics.encode().unwrap();
     let lines = Action::ALL
         .iter()
@@ -237,13 +267,13 @@ fn every_action_and_every_drop_reason_is_a_metric() {
 
 #[test]
 fn bpftool_shows_the_maps_with_the_names_of_their_fields() {
-    let Some(fs) = support::bpffs() else { return };
+    let Some(fs) = bpf::bpffs() else { return };
     if !netns::succeeds("bpftool version") {
-        support::skip("bpftool is not installed");
+        bpf::skip("bpftool is not installed");
         return;
     }
     let mut dataplane = Dataplane::open(fs.path(), false).unwrap();
-    dataplane.write(&support::leader_tables()).unwrap();
+    dataplane.write(&bpf::leader_tables()).unwrap();
     for (map, field) in [
         ("prefix_v4", "\"hop\": 4"),
         ("hop", "\"mtu\": 1480"),

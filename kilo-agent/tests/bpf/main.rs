@@ -1,20 +1,8 @@
 //! The BPF programs, by `BPF_PROG_TEST_RUN` and on real hooks. Needs root.
-#![allow(
-    clippy::unwrap_used,
-    clippy::expect_used,
-    clippy::panic,
-    dead_code,
-    unused_imports,
-    reason = "tests"
-)]
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 #![deny(clippy::disallowed_methods)]
 
-#[path = "../netns/mod.rs"]
-mod netns;
-#[path = "../support/mod.rs"]
-mod support;
-#[path = "../support/wait.rs"]
-mod wait;
+use kilo_test_support::{bpf, netns, seed, wait};
 
 mod agreement;
 mod attach;

@@ -2,7 +2,7 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
-use crate::support;
+use crate::bpf;
 
 use std::{
     collections::BTreeSet,
@@ -11,6 +11,7 @@ use std::{
 };
 
 use aya::maps::MapData;
+use bpf::MEMBER_HOP;
 use ipnet::IpNet;
 use kilo_common::{
     map_table::{self, MAPS, MapSpec, name},
@@ -18,11 +19,10 @@ use kilo_common::{
 };
 use kilo_core::plan::Tables;
 use kilo_host::dataplane::{Dataplane, pin_directory, read_tables};
-use support::MEMBER_HOP;
 
 #[test]
 fn every_map_of_the_object_is_as_its_row_in_the_table_says() {
-    let Some(fs) = support::bpffs() else { return };
+    let Some(fs) = bpf::bpffs() else { return };
     let _dataplane = Dataplane::open(fs.path(), false).unwrap();
     let mut seen = BTreeSet::new();
     for entry in std::fs::read_dir(pin_directory(fs.path())).unwrap() {
@@ -52,13 +52,13 @@ const POD: [u8; 4] = [8, 0, 1, 2];
 
 /// The leader's tables with this map grown to `entries` entries.
 fn grown(map: &str, entries: u32) -> Tables {
-    let mut tables = support::leader_tables();
+    let mut tables = bpf::leader_tables();
     let v4 = |number: u32| IpNet::new(Ipv4Addr::from(0x6400_0000 + number).into(), 32).unwrap();
     let v6 = |number: u32| {
         IpNet::new(Ipv6Addr::from(0xfd01_u128 << 112 | u128::from(number)).into(), 128).unwrap()
     };
     let remote = PrefixValue { hop: HOP_REMOTE, flags: PREFIX_ROUTE };
-    let node = support::node(0);
+    let node = bpf::node(0);
     let is_v4 = tables.prefix.keys().chain(tables.masq_dst.keys()).all(|prefix| prefix.addr().is_ipv4());
     assert!(is_v4, "counted as such below");
     let more = |there: usize| 0..entries - u32::try_from(there).unwrap();
@@ -77,9 +77,9 @@ fn grown(map: &str, entries: u32) -> Tables {
             tables.masq_dst.extend(more.map(|number| (v4(number), MASQ_EXCLUDE)));
         }
         name::MASQ_ADDR => {
-            let own = std::net::IpAddr::from(support::PUBLIC);
+            let own = std::net::IpAddr::from(bpf::PUBLIC);
             // The address itself also has one entry.
-            tables.masq_addr.extend((0..entries - 1).map(|number| ((support::IFINDEX, v4(number)), own)));
+            tables.masq_addr.extend((0..entries - 1).map(|number| ((bpf::IFINDEX, v4(number)), own)));
         }
         name::NODE_V4 => {
             let more = more(tables.node.len());
@@ -105,11 +105,11 @@ fn grown(map: &str, entries: u32) -> Tables {
 
 #[test]
 fn a_full_map_takes_what_fits_refuses_one_more_and_hurts_nothing_else() {
-    let Some(fs) = support::bpffs() else { return };
+    let Some(fs) = bpf::bpffs() else { return };
     let mut dataplane = Dataplane::open(fs.path(), false).unwrap();
     for MapSpec { name: map, size: most, .. } in MAPS.iter().filter(|map| map.is_filled()) {
         let (map, most, started) = (*map, *most, Instant::now());
-        dataplane.write(&support::leader_tables()).unwrap();
+        dataplane.write(&bpf::leader_tables()).unwrap();
         let before = read_tables(fs.path()).unwrap();
 
         let error = dataplane.write(&grown(map, most + 1)).unwrap_err();
@@ -120,8 +120,8 @@ fn a_full_map_takes_what_fits_refuses_one_more_and_hurts_nothing_else() {
         }
         assert!(read_tables(fs.path()).unwrap() == before, "{map}: something was changed");
         // A packet is still steered.
-        let packet = support::packet::udp(POD, support::MEMBER_POD, (1000, 2000), b"payload");
-        let ran = support::packet::run(&mut dataplane, "kilo_egress", &packet);
+        let packet = bpf::packet::udp(POD, bpf::MEMBER_POD, (1000, 2000), b"payload");
+        let ran = bpf::packet::run(&mut dataplane, "kilo_egress", &packet);
         assert_eq!(ran.counted, ["steer"], "{map}");
 
         // Filling a trie takes seconds, on an emulated machine (one CPU) minutes: one must suffice, except
@@ -136,7 +136,7 @@ fn a_full_map_takes_what_fits_refuses_one_more_and_hurts_nothing_else() {
         dataplane.write(&full).unwrap();
         assert_eq!(dataplane.entries()[map], most as usize);
         assert_eq!(dataplane.write(&full).unwrap(), 0, "{map}: a second time nothing is written");
-        dataplane.write(&support::leader_tables()).unwrap();
+        dataplane.write(&bpf::leader_tables()).unwrap();
         assert!(read_tables(fs.path()).unwrap() == before, "{map}: it is emptied again");
         println!("{map}: {most} places, filled and emptied in {:?}", started.elapsed());
     }

@@ -2,17 +2,20 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
-use crate::support;
+use crate::bpf;
 
-use kilo_common::maps::{CONFIG_ONE_V4, CONFIG_ONE_V6, MASQ_EXCLUDE, VXLAN_PORT};
-use kilo_host::dataplane::Dataplane;
-use support::{
+use bpf::{
     MEMBER, OUTSIDE, OWN_POD, PUBLIC, PUBLIC_V6, leader_tables,
     packet::{PASS, SHOT, checksums_hold, ethernet, icmp, ipv4, run, transport_checksum, udp},
 };
+use kilo_common::{
+    map_table::name,
+    maps::{CONFIG_ONE_V4, CONFIG_ONE_V6, MASQ_EXCLUDE, VXLAN_PORT},
+};
+use kilo_host::dataplane::{Dataplane, DataplaneError, pin_directory};
 
-fn open() -> Option<(support::BpfFs, Dataplane, kilo_core::plan::Tables)> {
-    let fs = support::bpffs()?;
+fn open() -> Option<(bpf::BpfFs, Dataplane, kilo_core::plan::Tables)> {
+    let fs = bpf::bpffs()?;
     let tables = leader_tables();
     let mut dataplane = Dataplane::open(fs.path(), false).unwrap();
     dataplane.write(&tables).unwrap();
@@ -102,7 +105,7 @@ fn used_up_ports_are_a_counted_drop() {
 fn a_port_a_host_socket_listens_on_is_not_taken() {
     let Some((_fs, mut dataplane, mut tables)) = open() else { return };
     // The programs look for sockets in the loopback device's namespace, by its address.
-    tables.device.get_mut(&support::IFINDEX).unwrap().masq_v4 = [127, 0, 0, 1];
+    tables.device.get_mut(&bpf::IFINDEX).unwrap().masq_v4 = [127, 0, 0, 1];
     dataplane.write(&tables).unwrap();
     let socket = std::net::UdpSocket::bind("127.0.0.1:0").unwrap();
     let port = socket.local_addr().unwrap().port();
@@ -123,6 +126,25 @@ fn known_destinations_and_foreign_sources_are_left_alone() {
         let out = run(&mut dataplane, "uplink_egress", &frame);
         assert_eq!((out.verdict, out.bytes, out.counted.len()), (PASS, frame, 0));
     }
+}
+
+/// The NAT table is looked up before the exclusions.
+#[test]
+fn flows_to_a_destination_that_joins_are_forgotten_by_the_next_write_if_this_one_fails() {
+    let Some((fs, mut dataplane, mut tables)) = open() else { return };
+    let frame = ethernet(&udp(OWN_POD, OUTSIDE, (5000, 53), b""));
+    assert_eq!(run(&mut dataplane, "uplink_egress", &frame).counted, ["masquerade"]);
+    tables.masq_dst.insert("198.51.100.0/24".parse().unwrap(), MASQ_EXCLUDE);
+    let pin = pin_directory(fs.path()).join(name::NAT);
+    let aside = pin.with_file_name("aside");
+    std::fs::rename(&pin, &aside).unwrap();
+    let error = dataplane.write(&tables).unwrap_err();
+    assert!(matches!(error, DataplaneError::Absent { .. }), "{error}");
+    assert_eq!(run(&mut dataplane, "uplink_egress", &frame).counted, ["masquerade"], "the flow goes on");
+    std::fs::rename(&aside, &pin).unwrap();
+    dataplane.write(&tables).unwrap();
+    let out = run(&mut dataplane, "uplink_egress", &frame);
+    assert_eq!((out.verdict, out.bytes, out.counted.len()), (PASS, frame, 0));
 }
 
 #[test]

@@ -4,12 +4,15 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
 mod masquerade;
-use crate::support;
-use crate::wait::time_passes;
+use crate::{bpf, seed::seed, wait::time_passes};
 
 use std::{net::IpAddr, time::Duration};
 
 use aya::programs::{SchedClassifier, TestRun as _, TestRunOptions};
+use bpf::{
+    IFINDEX,
+    packet::{PASS, SHOT},
+};
 use kilo_common::{
     checksum,
     maps::{CONFIG_ONE_V4, CONFIG_SEVERAL_V4, NAT_EGRESS, NAT_INGRESS, NatKey, NatValue},
@@ -18,11 +21,6 @@ use masquerade::{
     Side, World, addresses, echo, fragments, frame, ip, neighbour, ports, read, sides, tcp, transport, udp,
 };
 use rand::{RngExt as _, SeedableRng as _, rngs::StdRng};
-use support::{
-    IFINDEX,
-    packet::{PASS, SHOT},
-    seed::seed,
-};
 
 #[test]
 fn udp_tcp_and_echo_of_both_families_go_out_and_come_back() {
@@ -214,7 +212,7 @@ fn a_table_of_more_flows_than_one_call_reads_is_swept_whole() {
     for port in 0..flows {
         let [v4, _] = sides();
         let frame = frame(&udp(v4.pod, v4.outside, (10_000 + port, 53), b""));
-        support::packet::run_uncounted(&mut world.dataplane, "uplink_egress", &frame);
+        bpf::packet::run_uncounted(&mut world.dataplane, "uplink_egress", &frame);
     }
     let now = kilo_host::dataplane::nat::now();
     assert_eq!(gc.sweep(now).unwrap().entries, 2 * usize::from(flows));
@@ -244,7 +242,7 @@ fn flows_to_what_has_joined_the_mesh_are_no_longer_translated_and_others_are() {
 #[test]
 fn a_full_table_of_flows_forgets_the_least_used_and_serves_new_and_forgotten_ones() {
     if std::thread::available_parallelism().is_ok_and(|count| count.get() == 1) {
-        return support::skip("an emulated machine needs minutes for 131,072 flows");
+        return bpf::skip("an emulated machine needs minutes for 131,072 flows");
     }
     let Some(mut world) = World::new() else { return };
     let [v4, _] = sides();
@@ -256,7 +254,7 @@ fn a_full_table_of_flows_forgets_the_least_used_and_serves_new_and_forgotten_one
         let outside = neighbour(v4.outside, u8::try_from(100 + number / 50_000).unwrap());
         let port = u16::try_from(10_000 + number % 50_000).unwrap();
         let frame = frame(&udp(v4.pod, outside, (port, 53), b""));
-        support::packet::run_uncounted(&mut world.dataplane, "uplink_egress", &frame);
+        bpf::packet::run_uncounted(&mut world.dataplane, "uplink_egress", &frame);
     }
     let there = flows(&mut world, None);
     assert!(there <= most && there > most / 2, "{there} of {most} places are used");
@@ -316,7 +314,7 @@ fn two_processors_that_see_a_flow_first_at_once_agree_on_its_port() {
         (0..500u16).map(|number| frame(&udp(pod, v4.outside, (20_000 + number, 53), b""))).collect()
     };
     for frame in flows_of([10, 42, 1, 77].into()) {
-        support::packet::run_uncounted(&mut world.dataplane, "uplink_egress", &frame);
+        bpf::packet::run_uncounted(&mut world.dataplane, "uplink_egress", &frame);
     }
     let contested = flows_of(v4.pod);
     let program: &SchedClassifier = world.dataplane.program("uplink_egress").unwrap();
@@ -389,7 +387,7 @@ fn the_fast_path_of_an_established_flow_changes_packets_as_the_slow_path_does() 
     let [Side { pod, public, outside, .. }, _] = sides();
     for one_address in [false, true] {
         let Some(mut world) = World::new() else { return };
-        world.tables.config.private_v4 = support::PUBLIC;
+        world.tables.config.private_v4 = bpf::PUBLIC;
         world.tables.config.flags |= if one_address { CONFIG_ONE_V4 } else { 0 };
         world.dataplane.write(&world.tables).unwrap();
         let (mut changed, mut translated) = (0, 0);
@@ -432,10 +430,10 @@ fn the_fast_path_of_an_established_flow_changes_packets_as_the_slow_path_does() 
             let back = packet(outside, public, (53, seen.ports.0));
             for (program, packet) in [("uplink_egress", out), ("lan_ingress", back)] {
                 let packet = frame(&packet);
-                let mut run = || support::packet::run(&mut world.dataplane, program, &packet);
+                let mut run = || bpf::packet::run(&mut world.dataplane, program, &packet);
                 let [_, short] = [run(), run()];
                 age(&mut world);
-                let long = support::packet::run(&mut world.dataplane, program, &packet);
+                let long = bpf::packet::run(&mut world.dataplane, program, &packet);
                 assert_eq!(
                     (short.verdict, &short.bytes, &short.counted),
                     (long.verdict, &long.bytes, &long.counted),

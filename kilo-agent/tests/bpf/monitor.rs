@@ -2,7 +2,7 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
-use crate::support;
+use crate::bpf;
 use crate::wait::until;
 
 use std::{
@@ -12,20 +12,20 @@ use std::{
     time::Duration,
 };
 
-use kilo_common::{
-    counters::DropReason,
-    event::{DropEvent, Hook},
-};
-use kilo_host::dataplane::{Dataplane, decode, monitor::Monitor};
-use support::{
+use bpf::{
     IFINDEX, MEMBER, MEMBER_POD, OUTSIDE, OWN_POD, SELF, leader_tables,
     packet::{ethernet, ipv4, run, steered, udp},
 };
+use kilo_common::{
+    drop_reasons::DropReason,
+    event::{DropEvent, Hook},
+};
+use kilo_host::dataplane::{Dataplane, decode, monitor::Monitor};
 
 const STRANGER: [u8; 4] = [10, 1, 0, 99];
 
-fn open() -> Option<(support::BpfFs, Dataplane)> {
-    let fs = support::bpffs()?;
+fn open() -> Option<(bpf::BpfFs, Dataplane)> {
+    let fs = bpf::bpffs()?;
     let mut dataplane = Dataplane::open(fs.path(), false).unwrap();
     dataplane.write(&leader_tables()).unwrap();
     Some((fs, dataplane))

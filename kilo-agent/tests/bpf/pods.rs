@@ -3,8 +3,12 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
-use crate::support;
+use crate::bpf;
 
+use bpf::{
+    MEMBER, MEMBER_HOP, MEMBER_POD, OUTSIDE, OWN_POD, PUBLIC, SELF, leader_tables, member_tables,
+    packet::{PASS, REDIRECT, checksums_hold, ethernet, run, steered, udp},
+};
 use kilo_common::{
     icmp_too_big::{LEN_V4, LEN_V6, QUOTED},
     maps::{HOP_LOCAL, PREFIX_PODS_STEERED, PREFIX_ROUTE, PREFIX_SOURCE, PrefixValue},
@@ -14,13 +18,9 @@ use kilo_core::{
     settings::Tunnel,
 };
 use kilo_host::dataplane::Dataplane;
-use support::{
-    MEMBER, MEMBER_HOP, MEMBER_POD, OUTSIDE, OWN_POD, PUBLIC, SELF, leader_tables, member_tables,
-    packet::{PASS, REDIRECT, checksums_hold, ethernet, run, steered, udp},
-};
 
-fn open(tables: &Tables) -> Option<(support::BpfFs, Dataplane)> {
-    let fs = support::bpffs()?;
+fn open(tables: &Tables) -> Option<(bpf::BpfFs, Dataplane)> {
+    let fs = bpf::bpffs()?;
     let mut dataplane = Dataplane::open(fs.path(), false).unwrap();
     dataplane.write(tables).unwrap();
     Some((fs, dataplane))
@@ -100,7 +100,7 @@ fn of_ipv6_too() {
     tables.prefix.insert("fd42:1::/64".parse().unwrap(), PrefixValue { hop: HOP_LOCAL, flags });
     let steered = flags | PREFIX_PODS_STEERED;
     tables.prefix.insert("fd00:1::12/128".parse().unwrap(), PrefixValue { hop: MEMBER_HOP, flags: steered });
-    tables.node = [(node.into(), support::node(0))].into();
+    tables.node = [(node.into(), bpf::node(0))].into();
     tables.config.private_v6 = own.octets();
     let member = tables.hop.get_mut(&MEMBER_HOP).unwrap();
     if let Hop::Node { local, remote, mtu, .. } = member {

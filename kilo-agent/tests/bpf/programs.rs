@@ -7,6 +7,7 @@ use std::{
     fs,
     os::unix::fs::PermissionsExt as _,
     path::{Path, PathBuf},
+    pin::pin,
     time::{Duration, Instant},
 };
 
@@ -15,7 +16,7 @@ use kilo_host::{
     net::Net,
 };
 
-use crate::{netns, support, wait};
+use crate::{bpf, netns, wait};
 
 /// Number of programs loaded whatever the interfaces.
 const ALWAYS: usize = PROGRAMS.len() - ON_DEMAND.len();
@@ -38,7 +39,7 @@ fn pins(bpffs: &Path) -> BTreeMap<String, PathBuf> {
 
 /// A packet from a stranger. `BPF_PROG_TEST_RUN` reads its address as the EtherType of IPv4.
 fn without_link_layer() -> Vec<u8> {
-    support::packet::steered([8, 0, 0, 99], support::SELF, &[0; 40]).split_off(14)
+    bpf::packet::steered([8, 0, 0, 99], bpf::SELF, &[0; 40]).split_off(14)
 }
 
 fn id(dataplane: &mut Dataplane, program: &str) -> u32 {
@@ -47,7 +48,7 @@ fn id(dataplane: &mut Dataplane, program: &str) -> u32 {
 
 #[test]
 fn the_next_agent_of_the_same_build_takes_all_programs_over() {
-    let Some(fs) = support::bpffs() else { return };
+    let Some(fs) = bpf::bpffs() else { return };
     let mut first = Dataplane::open(fs.path(), false).unwrap();
     assert_eq!((first.loaded(), pins(fs.path()).len()), (ALWAYS, ALWAYS), "no uplink without link layer");
     let ids = PROGRAMS.map(|program| id(&mut first, program));
@@ -57,16 +58,16 @@ fn the_next_agent_of_the_same_build_takes_all_programs_over() {
     assert_eq!(PROGRAMS.map(|program| id(&mut next, program)), ids);
     assert_eq!(next.loaded(), 0);
     // They are the same programs with the same maps.
-    next.write(&support::leader_tables()).unwrap();
-    let frame = support::packet::steered([10, 1, 0, 99], support::SELF, &[0; 40]);
-    let ran = support::packet::run(&mut next, "lan_ingress", &frame);
+    next.write(&bpf::leader_tables()).unwrap();
+    let frame = bpf::packet::steered([10, 1, 0, 99], bpf::SELF, &[0; 40]);
+    let ran = bpf::packet::run(&mut next, "lan_ingress", &frame);
     assert!(ran.counted.contains(&"unknown_sender"), "{ran:?}");
 }
 
 /// Opening a map or program by id would need `CAP_SYS_ADMIN`.
 #[test]
 fn the_rights_of_the_daemonset_suffice_to_take_programs_over() {
-    let Some(fs) = support::bpffs() else { return };
+    let Some(fs) = bpf::bpffs() else { return };
     let path = fs.path();
     std::thread::scope(|scope| {
         let start = || {
@@ -80,7 +81,7 @@ fn the_rights_of_the_daemonset_suffice_to_take_programs_over() {
 
 #[test]
 fn programs_with_a_log_are_not_taken_over_and_do_not_take_over() {
-    let Some(fs) = support::bpffs() else { return };
+    let Some(fs) = bpf::bpffs() else { return };
     assert_eq!(Dataplane::open(fs.path(), false).unwrap().loaded(), ALWAYS);
     for _ in 0..2 {
         let loaded = Dataplane::open(fs.path(), true).unwrap().loaded();
@@ -93,7 +94,7 @@ fn programs_with_a_log_are_not_taken_over_and_do_not_take_over() {
 /// The pinned programs still write into the removed map.
 #[test]
 fn programs_with_another_map_than_the_pinned_one_are_loaded_anew() {
-    let (Some(fs), Some(elsewhere)) = (support::bpffs(), support::bpffs()) else { return };
+    let (Some(fs), Some(elsewhere)) = (bpf::bpffs(), bpf::bpffs()) else { return };
     for path in [fs.path(), elsewhere.path()] {
         drop(Dataplane::open(path, false).unwrap());
     }
@@ -110,7 +111,7 @@ fn programs_with_another_map_than_the_pinned_one_are_loaded_anew() {
 
 #[test]
 fn a_pin_that_is_not_what_its_name_says_is_not_put_on_a_hook() {
-    let Some(fs) = support::bpffs() else { return };
+    let Some(fs) = bpf::bpffs() else { return };
     let mut first = Dataplane::open(fs.path(), false).unwrap();
     let former = id(&mut first, "kilo_ingress");
     drop(first);
@@ -118,7 +119,7 @@ fn a_pin_that_is_not_what_its_name_says_is_not_put_on_a_hook() {
     // Another program of ours, a foreign one, and a map.
     fs::remove_file(&there["kilo_egress"]).unwrap();
     fs::rename(&there["lan_ingress"], &there["kilo_egress"]).unwrap();
-    let _foreign = support::foreign::program(&there["lan_ingress"]);
+    let _foreign = bpf::foreign::program(&there["lan_ingress"]);
     fs::remove_file(&there["uplink_egress"]).unwrap();
     let map = aya::maps::MapData::from_pin(pin_directory(fs.path()).join("count")).unwrap();
     map.pin(&there["uplink_egress"]).unwrap();
@@ -126,9 +127,9 @@ fn a_pin_that_is_not_what_its_name_says_is_not_put_on_a_hook() {
     assert_eq!(next.loaded(), ALWAYS);
     assert_ne!(id(&mut next, "kilo_ingress"), former, "programs that were not loaded together are not a set");
     assert_eq!(pins(fs.path()).len(), ALWAYS, "the wrong ones are replaced");
-    let frame = support::packet::steered([10, 1, 0, 99], support::SELF, &[0; 40]);
-    next.write(&support::leader_tables()).unwrap();
-    let ran = support::packet::run(&mut next, "lan_ingress", &frame);
+    let frame = bpf::packet::steered([10, 1, 0, 99], bpf::SELF, &[0; 40]);
+    next.write(&bpf::leader_tables()).unwrap();
+    let ran = bpf::packet::run(&mut next, "lan_ingress", &frame);
     assert!(ran.counted.contains(&"unknown_sender"), "{ran:?}");
     drop(next);
     assert_eq!(Dataplane::open(fs.path(), false).unwrap().loaded(), 0, "and these are taken over");
@@ -136,7 +137,7 @@ fn a_pin_that_is_not_what_its_name_says_is_not_put_on_a_hook() {
 
 #[test]
 fn where_others_may_write_nothing_is_taken_over() {
-    let Some(fs) = support::bpffs() else { return };
+    let Some(fs) = bpf::bpffs() else { return };
     drop(Dataplane::open(fs.path(), false).unwrap());
     let top = fs.path().join("kilo");
     for (mode, loaded) in [(0o777, ALWAYS), (0o700, 0)] {
@@ -150,7 +151,7 @@ fn where_others_may_write_nothing_is_taken_over() {
 /// An agent that ends while pinning leaves some pins; only programs of one load share the unpinned maps.
 #[test]
 fn where_one_program_is_missing_all_are_loaded_anew() {
-    let Some(fs) = support::bpffs() else { return };
+    let Some(fs) = bpf::bpffs() else { return };
     drop(Dataplane::open(fs.path(), false).unwrap());
     fs::remove_file(&pins(fs.path())["inject"]).unwrap();
     assert_eq!(Dataplane::open(fs.path(), false).unwrap().loaded(), ALWAYS);
@@ -160,7 +161,7 @@ fn where_one_program_is_missing_all_are_loaded_anew() {
 /// Otherwise they would use maps that nobody fills.
 #[test]
 fn what_is_loaded_late_uses_the_maps_of_the_others_or_is_not_loaded() {
-    let Some(fs) = support::bpffs() else { return };
+    let Some(fs) = bpf::bpffs() else { return };
     let mut dataplane = Dataplane::open(fs.path(), false).unwrap();
     let map = pin_directory(fs.path()).join("config");
     let aside = pin_directory(fs.path()).join("aside");
@@ -169,8 +170,8 @@ fn what_is_loaded_late_uses_the_maps_of_the_others_or_is_not_loaded() {
     assert!(error.contains("were removed or replaced; restart kg"), "{error}");
     assert!(!map.exists(), "no other one is made");
     fs::rename(&aside, &map).unwrap();
-    dataplane.write(&support::leader_tables()).unwrap();
-    let ran = support::packet::run(&mut dataplane, "l3_ingress", &without_link_layer());
+    dataplane.write(&bpf::leader_tables()).unwrap();
+    let ran = bpf::packet::run(&mut dataplane, "l3_ingress", &without_link_layer());
     assert!(ran.counted.contains(&"unknown_sender"), "{ran:?}");
     drop(dataplane);
     assert_eq!(Dataplane::open(fs.path(), false).unwrap().loaded(), 0);
@@ -182,7 +183,7 @@ fn what_is_loaded_late_uses_the_maps_of_the_others_or_is_not_loaded() {
 /// Programs of two loads do not share their unpinned maps.
 #[test]
 fn what_is_left_of_a_late_load_goes_before_the_next() {
-    let Some(fs) = support::bpffs() else { return };
+    let Some(fs) = bpf::bpffs() else { return };
     let mut first = Dataplane::open(fs.path(), false).unwrap();
     let mut second = Dataplane::open(fs.path(), false).unwrap();
     assert_eq!((first.loaded(), second.loaded()), (ALWAYS, 0));
@@ -198,7 +199,7 @@ fn what_is_left_of_a_late_load_goes_before_the_next() {
 /// partial load.
 #[test]
 fn a_thread_loads_what_is_loaded_late_and_ends_with_the_data_path() {
-    let Some(fs) = support::bpffs() else { return };
+    let Some(fs) = bpf::bpffs() else { return };
     let mut dataplane = Dataplane::open(fs.path(), false).unwrap();
     dataplane.load_late_beside();
     dataplane.load_late_beside();
@@ -208,14 +209,14 @@ fn a_thread_loads_what_is_loaded_late_and_ends_with_the_data_path() {
     next.load_late_beside();
     assert_eq!((next.program("l3_ingress").is_ok(), next.loaded()), (true, 0), "nothing is left to load");
     drop(next);
-    let Some(fs) = support::bpffs() else { return };
+    let Some(fs) = bpf::bpffs() else { return };
     let mut dataplane = Dataplane::open(fs.path(), false).unwrap();
     dataplane.load_late_beside();
     let pinned = || pins(fs.path()).contains_key("l3_egress");
     wait::until("a thread loads them", Duration::from_secs(20), pinned);
     assert_eq!(dataplane.loaded(), ALWAYS, "nobody has asked for them");
-    dataplane.write(&support::leader_tables()).unwrap();
-    let ran = support::packet::run(&mut dataplane, "l3_ingress", &without_link_layer());
+    dataplane.write(&bpf::leader_tables()).unwrap();
+    let ran = bpf::packet::run(&mut dataplane, "l3_ingress", &without_link_layer());
     assert!(ran.counted.contains(&"unknown_sender"), "{ran:?}");
     assert_eq!(dataplane.loaded(), PROGRAMS.len());
 }
@@ -247,6 +248,35 @@ fn what_the_kernel_refuses_it_is_asked_again_when_something_changed() {
     });
 }
 
+/// The agent's HTTP server and its other tasks share a thread with the reconcile, and loading takes a tenth of
+/// a second and more.
+#[test]
+fn what_an_interface_needs_is_loaded_without_holding_up_the_thread_that_attaches_it() {
+    let name = "what_an_interface_needs_is_loaded_without_holding_up_the_thread_that_attaches_it";
+    netns::isolated(name, || async {
+        let mut dataplane = Dataplane::open(Path::new("/run/bpf"), false).unwrap();
+        let (net, none, lo) = (Net::new().unwrap(), BTreeSet::new(), BTreeSet::from([1]));
+        let interfaces =
+            Interfaces { kilo: u32::MAX, uplinks: &lo, layer3: &lo, tunnels: &none, pods: &none };
+        let began = Instant::now();
+        let (mut last, mut longest) = (began, Duration::ZERO);
+        let mut attach = pin!(dataplane.attach(&net, interfaces));
+        let mut applied = None;
+        while applied.is_none() {
+            tokio::select! {
+                biased;
+                done = &mut attach => applied = Some(done.unwrap()),
+                () = tokio::task::yield_now() => {}
+            }
+            longest = longest.max(last.elapsed());
+            last = Instant::now();
+        }
+        let failed = applied.unwrap().failed;
+        assert!(failed.is_empty(), "{failed:?}");
+        assert!(longest < began.elapsed() / 2, "{longest:?} of {:?}", began.elapsed());
+    });
+}
+
 /// Pins only save the next agent's time; this one works without.
 #[test]
 fn programs_that_cannot_be_pinned_work_all_the_same() {
@@ -259,11 +289,11 @@ fn programs_that_cannot_be_pinned_work_all_the_same() {
         for _ in 0..2 {
             let mut dataplane = Dataplane::open(path, false).unwrap();
             assert_eq!(dataplane.loaded(), ALWAYS);
-            dataplane.write(&support::leader_tables()).unwrap();
-            let frame = support::packet::steered([10, 1, 0, 99], support::SELF, &[0; 40]);
-            let ran = support::packet::run(&mut dataplane, "lan_ingress", &frame);
+            dataplane.write(&bpf::leader_tables()).unwrap();
+            let frame = bpf::packet::steered([10, 1, 0, 99], bpf::SELF, &[0; 40]);
+            let ran = bpf::packet::run(&mut dataplane, "lan_ingress", &frame);
             assert!(ran.counted.contains(&"unknown_sender"), "{ran:?}");
-            let ran = support::packet::run(&mut dataplane, "l3_ingress", &without_link_layer());
+            let ran = bpf::packet::run(&mut dataplane, "l3_ingress", &without_link_layer());
             assert!(ran.counted.contains(&"unknown_sender"), "{ran:?}");
             assert_eq!(dataplane.loaded(), PROGRAMS.len());
         }

@@ -2,10 +2,19 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
-use crate::support;
+use crate::bpf;
 
 use std::cell::RefCell;
 
+use bpf::{
+    IFINDEX, MEMBER, MEMBER_HOP, MEMBER_POD, OUTSIDE, OWN_POD, REMOTE_POD, SELF,
+    decisions::Decisions,
+    leader_tables, member_tables,
+    packet::{
+        self, PASS, PASS_AT_ONCE, REDIRECT, Ran, SHOT, checksums_hold, ethernet, ipv4, run, run_with,
+        steered, udp,
+    },
+};
 use kilo_common::{
     encap::{self, VXLAN_OVERHEAD},
     maps::{
@@ -20,21 +29,12 @@ use kilo_core::{
     settings::Tunnel,
 };
 use kilo_host::dataplane::Dataplane;
-use support::{
-    IFINDEX, MEMBER, MEMBER_HOP, MEMBER_POD, OUTSIDE, OWN_POD, REMOTE_POD, SELF,
-    decisions::Decisions,
-    leader_tables, member_tables,
-    packet::{
-        self, PASS, PASS_AT_ONCE, REDIRECT, Ran, SHOT, checksums_hold, ethernet, ipv4, run, run_with,
-        steered, udp,
-    },
-};
 
 /// Length of Ethernet and IPv4 header, the least that `BPF_PROG_TEST_RUN` accepts (since Linux 6.17).
 const SHORTEST: usize = 34;
 
-fn open(tables: &Tables) -> Option<(support::BpfFs, Dataplane)> {
-    let fs = support::bpffs()?;
+fn open(tables: &Tables) -> Option<(bpf::BpfFs, Dataplane)> {
+    let fs = bpf::bpffs()?;
     let mut dataplane = Dataplane::open(fs.path(), false).unwrap();
     dataplane.write(tables).unwrap();
     Some((fs, dataplane))
@@ -103,7 +103,7 @@ fn a_sender_that_is_revoked_sends_no_transit() {
     let Some((_fs, mut dataplane)) = open(&leader_tables()) else { return };
     let frame = steered(MEMBER, SELF, &udp(MEMBER_POD, REMOTE_POD, (1, 2), b"payload"));
     let none = [].into();
-    let elsewhere = NodeValue { interfaces: [IFINDEX + 1, 0, 0, 0], ..support::node(0) };
+    let elsewhere = NodeValue { interfaces: [IFINDEX + 1, 0, 0, 0], ..bpf::node(0) };
     let revoked = [("unknown_sender", none), ("wrong_interface", [(MEMBER.into(), elsewhere)].into())];
     for (reason, senders) in revoked {
         let mut tables = leader_tables();
@@ -485,7 +485,7 @@ fn the_vxlan_device_gets_what_a_node_sent_to_the_private_address_and_nothing_els
     dataplane.write(&elsewhere(leader_tables())).unwrap();
     drops_as(&run(&mut dataplane, "lan_ingress", &whole), "wrong_interface");
     // Sent to another address, it is the stack's; at the VXLAN device nothing marks it as checked.
-    let public = in_vxlan(MEMBER, support::PUBLIC, &inner);
+    let public = in_vxlan(MEMBER, bpf::PUBLIC, &inner);
     assert_eq!(run(&mut dataplane, "lan_ingress", &public).verdict, PASS);
     drops_as(&run(&mut dataplane, "tunnel_ingress", &ethernet(&inner)), "unchecked");
 }

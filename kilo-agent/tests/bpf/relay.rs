@@ -15,11 +15,11 @@ use kilo_host::dataplane::{
     relay::{RelayMaps, RelayRing},
 };
 
-use crate::netns::{isolated, sh};
-use crate::support::{
+use crate::bpf::{
     self, IFINDEX, MEMBER, MEMBER_POD, OWN_POD, SELF, leader_tables,
     packet::{PASS, REDIRECT, Ran, SHOT, checksums_hold, ethernet, ipv4, ipv6, run, udp, udp_v6},
 };
+use crate::netns::{isolated, sh};
 
 const X: [u8; 4] = [203, 0, 113, 1];
 const Y: [u8; 4] = [203, 0, 113, 2];
@@ -73,13 +73,13 @@ fn forwards() {
 }
 
 struct Bench {
-    fs: support::BpfFs,
+    fs: bpf::BpfFs,
     dataplane: Dataplane,
 }
 
 impl Bench {
     fn of(ports: &BTreeMap<u16, Port>) -> Option<Self> {
-        let fs = support::bpffs()?;
+        let fs = bpf::bpffs()?;
         let mut dataplane = Dataplane::open(fs.path(), false).unwrap();
         let mut tables = leader_tables();
         tables.config.flags |= CONFIG_RELAY;
@@ -521,4 +521,15 @@ fn packets_for_others_go_as_without_a_relay() {
         }
         assert_eq!(delivered, 3 * 3 * 3, "native packets of another node's pod");
     });
+}
+
+#[test]
+fn an_entry_that_somebody_else_has_removed_holds_up_no_write() {
+    let Some(bench) = Bench::of(&pair()) else { return };
+    let mut maps = [(); 2].map(|()| RelayMaps::open(bench.fs.path()).unwrap());
+    for maps in &mut maps {
+        assert_eq!(maps.write_ports(&BTreeMap::new()).unwrap(), 2);
+        assert_eq!(maps.write_keys(&BTreeMap::new()).unwrap(), 1);
+    }
+    assert_eq!(bench.ports(), BTreeMap::new());
 }

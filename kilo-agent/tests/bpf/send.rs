@@ -7,27 +7,27 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
 use crate::{
+    bpf,
     netns::{isolated, sh},
-    support,
     wait::{stays, until},
 };
 
 use std::time::Duration;
 
-use kilo_common::maps::{HOP_LOCAL, PREFIX_ROUTE, PREFIX_SOURCE, PrefixValue};
-use kilo_core::plan::{Hop, Tables};
-use kilo_host::dataplane::Dataplane;
-use support::{
+use bpf::{
     MEMBER_POD, OWN_POD, REMOTE_POD, leader_tables, member_tables,
     packet::{PASS, REDIRECT, Ran, SHOT, run, udp},
 };
+use kilo_common::maps::{HOP_LOCAL, PREFIX_ROUTE, PREFIX_SOURCE, PrefixValue};
+use kilo_core::plan::{Hop, Tables};
+use kilo_host::dataplane::Dataplane;
 
 const POD: [u8; 4] = [8, 0, 1, 2];
 /// The least that `BPF_PROG_TEST_RUN` accepts: two headers (since Linux 6.17).
 const SHORTEST: usize = 34;
 
-fn open(mut tables: Tables) -> Option<(support::BpfFs, Dataplane)> {
-    let fs = support::bpffs()?;
+fn open(mut tables: Tables) -> Option<(bpf::BpfFs, Dataplane)> {
+    let fs = bpf::bpffs()?;
     let mut dataplane = Dataplane::open(fs.path(), false).unwrap();
     let local = PrefixValue { hop: HOP_LOCAL, flags: PREFIX_ROUTE | PREFIX_SOURCE };
     tables.prefix.insert("8.0.1.0/24".parse().unwrap(), local);
@@ -67,7 +67,7 @@ fn pods_of_the_own_location_are_steered_to_their_node() {
 #[test]
 fn a_leader_without_a_hop_drops() {
     let mut tables = leader_tables();
-    tables.hop.remove(&support::MEMBER_HOP);
+    tables.hop.remove(&bpf::MEMBER_HOP);
     let Some((_fs, mut dataplane)) = open(tables) else { return };
     let ran = run(&mut dataplane, "kilo_egress", &udp(POD, MEMBER_POD, (1, 2), b"payload"));
     assert_eq!(outcome(&ran), (SHOT, &["no_hop"][..]));

@@ -2,10 +2,16 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
-use crate::support;
+use crate::bpf;
 
 use std::{path::Path, process::Command};
 
+use bpf::{
+    IFINDEX, MEMBER, MEMBER_HOP, MEMBER_POD, OUTSIDE, OWN_POD, REMOTE_POD, SELF, leader_tables,
+    member_tables, node,
+    packet::{run, steered, udp},
+    random::Random,
+};
 use kilo_common::{
     lead::{Term, word},
     maps::{HOP_ACTING, NODE_GATEWAY, NodeValue, PrefixValue},
@@ -17,15 +23,9 @@ use kilo_core::plan::{
     trace::{Host, Origin, Question, Trace, trace},
 };
 use kilo_host::dataplane::{Dataplane, read_tables};
-use support::{
-    IFINDEX, MEMBER, MEMBER_HOP, MEMBER_POD, OUTSIDE, OWN_POD, REMOTE_POD, SELF, leader_tables,
-    member_tables, node,
-    packet::{run, steered, udp},
-    random::Random,
-};
 
-fn open(tables: &Tables) -> Option<(support::BpfFs, Dataplane)> {
-    let fs = support::bpffs()?;
+fn open(tables: &Tables) -> Option<(bpf::BpfFs, Dataplane)> {
+    let fs = bpf::bpffs()?;
     let mut dataplane = Dataplane::open(fs.path(), false).unwrap();
     dataplane.write(tables).unwrap();
     Some((fs, dataplane))

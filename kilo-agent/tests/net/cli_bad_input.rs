@@ -98,7 +98,7 @@ fn each_flag_refuses_rubbish_and_names_what_is_possible() {
         ("topology-label", "not/a/label", "topology.kubernetes.io/region"),
         ("resync-period", "-1s", "30s"),
         ("listen", ":99999", ":1107"),
-        ("internal-cidr", "10.0.0.1", "10.4.0.0/16"),
+        ("internal-cidr", "10.0.0.1", "10.0.0.1 has no prefix length; write 10.0.0.1/32"),
     ] {
         let said = fails(KG, &["--backend=file", &format!("--{flag}={rubbish}")]);
         assert!(said.contains(hint), "--{flag}={rubbish}: {said}");
@@ -252,7 +252,9 @@ fn rubbish_to_status_connect_and_webhook_is_named() {
         (&["connect", "--interface=a/b"], "without slash, colon and white space"),
         (&["status", "--agent", "http://127.0.0.1:1107"], "write --agent=http://127.0.0.1:1107"),
         (&["connect", "--persistent-keepalive=70000"], "0..=65535"),
-        (&["connect", "--allowed-ip=x"], "--allowed-ip"),
+        (&["connect", "--allowed-ip=x"], "\"x\" is not a valid prefix; write for example 10.4.0.0/16"),
+        (&["connect", "--allowed-ip=10.5.0.1"], "10.5.0.1 has no prefix length; write 10.5.0.1/32"),
+        (&["connect", "--allowed-ips=10.43.0.0"], "10.43.0.0 has no prefix length"),
         (&["connect", "x", "--private-key", place], place),
     ] {
         let said = fails(KGCTL, &[&["--backend=file", "--backend-dir", place], arguments].concat());
@@ -310,6 +312,8 @@ fn rubbish_in_any_flag_of_kgctl_is_answered_with_the_flag_and_what_is_possible()
         (&["showconf", "node", "n1", "-o", "toml"], &["--output", "wireguard, yaml, json"]),
         (&["showconf", "peer", "p", "--as-peer", "--allowed-ips=x"], &["--allowed-ips", "prefix"]),
         (&["showconf", "node", "n1", "--as-peer", "--allowed-ips=10.0.0.1"], &["--allowed-ips", "prefix"]),
+        (&["trace", "--src=a1", "--dst=10.42.1.2"], &["--src", "\"a1\" is not an IP address", "10.42.1.2"]),
+        (&["trace", "--src=10.42.1.2", "--dst=10.42.1.3/32"], &["--dst", "write 10.42.1.3"]),
         (&["status", "-o", "toml"], &["--output", "json"]),
         (&["completion", "tcsh"], &["bash"]),
     ];

@@ -1,7 +1,5 @@
 //! One node of a file-based cluster, for a real `kg` in a network namespace.
 
-#![allow(dead_code, reason = "tests")]
-
 use std::{
     collections::BTreeMap,
     fs,

@@ -22,33 +22,31 @@ const ROUNDS: usize = 20;
 /// Time limit for one change on a slow machine.
 const LIMIT: Duration = Duration::from_secs(20);
 
-impl Agent {
-    fn start() -> Self {
-        cluster::prepare();
-        Self(cluster::kg(&[]).spawn().unwrap())
-    }
+fn start() -> Agent {
+    cluster::prepare();
+    Agent(cluster::kg(&[]).spawn().unwrap())
+}
 
-    /// Resources of the process: number of open files of each kind, and of threads.
-    fn held(&self) -> BTreeMap<String, usize> {
-        let process = Path::new("/proc").join(self.0.id().to_string());
-        let mut held =
-            BTreeMap::from([("thread".to_owned(), fs::read_dir(process.join("task")).unwrap().count())]);
-        for entry in fs::read_dir(process.join("fd")).unwrap().flatten() {
-            let Ok(target) = fs::read_link(entry.path()) else { continue };
-            // Sockets and pipes have different numbers.
-            let name = target.to_string_lossy().into_owned();
-            let kind = name.strip_prefix("anon_inode:").or(name.split_once(":[").map(|(kind, _)| kind));
-            *held.entry(kind.unwrap_or(&name).to_owned()).or_default() += 1;
-        }
-        held
+/// Resources of the process: number of open files of each kind, and of threads.
+fn resources(agent: &Agent) -> BTreeMap<String, usize> {
+    let process = Path::new("/proc").join(agent.0.id().to_string());
+    let mut held =
+        BTreeMap::from([("thread".to_owned(), fs::read_dir(process.join("task")).unwrap().count())]);
+    for entry in fs::read_dir(process.join("fd")).unwrap().flatten() {
+        let Ok(target) = fs::read_link(entry.path()) else { continue };
+        // Sockets and pipes have different numbers.
+        let name = target.to_string_lossy().into_owned();
+        let kind = name.strip_prefix("anon_inode:").or(name.split_once(":[").map(|(kind, _)| kind));
+        *held.entry(kind.unwrap_or(&name).to_owned()).or_default() += 1;
     }
+    held
+}
 
-    /// Anonymous resident memory in KiB.
-    fn memory(&self) -> u64 {
-        let status = fs::read_to_string(format!("/proc/{}/status", self.0.id())).unwrap();
-        let line = status.lines().find_map(|line| line.strip_prefix("RssAnon:")).unwrap();
-        line.trim().trim_end_matches(" kB").parse().unwrap()
-    }
+/// Anonymous resident memory in KiB.
+fn anonymous_memory(agent: &Agent) -> u64 {
+    let status = fs::read_to_string(format!("/proc/{}/status", agent.0.id())).unwrap();
+    let line = status.lines().find_map(|line| line.strip_prefix("RssAnon:")).unwrap();
+    line.trim().trim_end_matches(" kB").parse().unwrap()
 }
 
 /// Makes a change, and waits until the agent has written something for it and has the expected gauges.
@@ -85,15 +83,15 @@ fn round() {
 #[test]
 fn two_hundred_reconfigurations_leave_nothing_over() {
     isolated("two_hundred_reconfigurations_leave_nothing_over", || async {
-        let agent = Agent::start();
+        let agent = start();
         reconfigure("the agent starts", [1, 1, 0], || {});
         // One round creates everything that is created once and kept (threads, connections, hooks).
         round();
         cluster::settle();
         let quiet = Duration::from_secs(1);
         let (before, held) =
-            settled("what the agent has made and holds", LIMIT, quiet, || (host(), agent.held()));
-        let memory = agent.memory();
+            settled("what the agent has made and holds", LIMIT, quiet, || (host(), resources(&agent)));
+        let memory = anonymous_memory(&agent);
         let rounds = std::env::var("KILO_ROUNDS").ok().and_then(|text| text.parse().ok()).unwrap_or(ROUNDS);
         let started = Instant::now();
         for _ in 0..rounds {
@@ -102,7 +100,7 @@ fn two_hundred_reconfigurations_leave_nothing_over() {
         println!("{} reconfigurations in {:?}", 10 * rounds, started.elapsed());
         // Idle threads and the last connection take a while to go.
         let more = || {
-            let now = agent.held();
+            let now = resources(&agent);
             now.into_iter()
                 .filter(|(kind, count)| *count > held.get(kind).copied().unwrap_or(0))
                 .collect::<Vec<_>>()
@@ -115,11 +113,11 @@ fn two_hundred_reconfigurations_leave_nothing_over() {
                 Err(format!("{left}{more:?} beyond {held:?}"))
             }
         });
-        println!("own memory {memory} KiB before, {} KiB after", agent.memory());
+        println!("own memory {memory} KiB before, {} KiB after", anonymous_memory(&agent));
         assert!(
-            agent.memory() < memory + 8 * 1024,
+            anonymous_memory(&agent) < memory + 8 * 1024,
             "memory grows: {memory} KiB, then {} KiB",
-            agent.memory()
+            anonymous_memory(&agent)
         );
         let errors: Vec<_> =
             metrics().into_iter().filter(|(name, _)| name.starts_with("kilo_errors")).collect();

@@ -1,24 +1,10 @@
 //! The agent and its actuators in network namespaces of their own. Needs root.
-#![allow(
-    clippy::unwrap_used,
-    clippy::expect_used,
-    clippy::panic,
-    dead_code,
-    unused_imports,
-    reason = "tests"
-)]
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 #![deny(clippy::disallowed_methods)]
 
-#[path = "../cluster/mod.rs"]
+use kilo_test_support::{bpf, netns, scrape, seed, wait};
+
 mod cluster;
-#[path = "../netns/mod.rs"]
-mod netns;
-#[path = "../support/scrape.rs"]
-mod scrape;
-#[path = "../support/mod.rs"]
-mod support;
-#[path = "../support/wait.rs"]
-mod wait;
 
 mod apply;
 mod bad_hosts;

@@ -4,8 +4,8 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
 use crate::netns;
-use crate::support::{self, seed::seed};
 use crate::wait::until;
+use crate::{bpf, seed::seed};
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -227,7 +227,7 @@ fn check(who: &str) {
 #[test]
 fn flows_of_either_direction_get_their_answers_and_the_right_address() {
     isolated("flows_of_either_direction_get_their_answers_and_the_right_address", || async {
-        let Some(fs) = support::bpffs() else { return };
+        let Some(fs) = bpf::bpffs() else { return };
         build();
         let kilo = index("kilo0");
         let (kernel, host) = look(kilo).await;

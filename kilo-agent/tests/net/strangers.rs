@@ -2,8 +2,8 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
+use crate::bpf;
 use crate::netns;
-use crate::support;
 use crate::wait::{stays, task, until};
 
 use std::{
@@ -15,6 +15,10 @@ use std::{
 };
 
 use aya::programs::{LinkOrder, SchedClassifier, TcAttachType, links::FdLink};
+use bpf::{
+    MEMBER, MEMBER_POD, OWN_POD, PUBLIC, SELF, leader_tables,
+    packet::{carried, ethernet, steered, udp},
+};
 use kilo_common::encap::{self, VXLAN_OVERHEAD};
 use kilo_core::{
     plan::{Hop, Tables},
@@ -35,14 +39,10 @@ use nix::{
         socket,
     },
 };
-use support::{
-    MEMBER, MEMBER_POD, OWN_POD, PUBLIC, SELF, leader_tables,
-    packet::{carried, ethernet, steered, udp},
-};
 
 /// A node with a private and a public interface, and the member at the other end of both.
 struct World {
-    fs: support::BpfFs,
+    fs: bpf::BpfFs,
     net: Net,
     dataplane: Dataplane,
     tunnels: Tunnels,
@@ -68,7 +68,7 @@ impl World {
             ip -n member address add 10.1.0.12/24 dev eth0; ip -n member link set eth0 up
             ip neighbour add 10.1.0.12 lladdr 02:00:00:00:00:02 dev eth0 nud permanent
             ip -n member neighbour add 10.1.0.11 lladdr 02:00:00:00:00:01 dev eth0 nud permanent");
-        let fs = support::bpffs().unwrap();
+        let fs = bpf::bpffs().unwrap();
         let net = Net::new().unwrap();
         let dataplane = Dataplane::open(fs.path(), false).unwrap();
         let tunnels = tunnels::ensure(net.rtnl()).await;
@@ -339,7 +339,7 @@ fn what_our_programs_give_the_vxlan_device_leaves_the_host() {
         let send = || socket.send_to(&[1; 3000], "10.42.2.2:9");
         if !has_gso_without_checksums() {
             assert_eq!(send().unwrap_err().raw_os_error(), Some(nix::libc::EIO));
-            support::skip("this kernel sends no UDP GSO by a device that sums no checksums");
+            bpf::skip("this kernel sends no UDP GSO by a device that sums no checksums");
             return;
         }
         world.counts(&[("steer", 1)], || assert_eq!(send().unwrap(), 3000));
@@ -373,7 +373,7 @@ fn what_a_stranger_sends_to_the_ipip_device_is_dropped_whatever_rp_filter_says()
     isolated("what_a_stranger_sends_to_the_ipip_device_is_dropped_whatever_rp_filter_says", || async {
         let mut world = World::new().await;
         if world.tunnels.ipip.is_none() {
-            support::skip("this kernel has no IPIP device");
+            bpf::skip("this kernel has no IPIP device");
             return;
         }
         world.apply().await;
@@ -428,11 +428,11 @@ async fn without_the_right_to_look<T>(body: impl Future<Output = T>) -> T {
 
 /// Whether this kernel has TCX; prints that the test is skipped where it has not.
 fn has_tcx(world: &World) -> bool {
-    let mut probe = support::foreign::program(&world.fs.path().join("probe"));
+    let mut probe = bpf::foreign::program(&world.fs.path().join("probe"));
     let attached =
-        support::foreign::attach_tcx(&mut probe, "eth1", TcAttachType::Ingress, LinkOrder::last()).is_ok();
+        bpf::foreign::attach_tcx(&mut probe, "eth1", TcAttachType::Ingress, LinkOrder::last()).is_ok();
     if !attached {
-        support::skip("TCX needs Linux 6.6");
+        bpf::skip("TCX needs Linux 6.6");
     }
     attached
 }
@@ -468,8 +468,8 @@ fn filled(world: &World, interface: &str, hook: TcAttachType) -> Vec<(SchedClass
     while others.len() < 63 {
         assert!(started.elapsed() < Duration::from_secs(10), "{} programs", others.len());
         let pin = world.fs.path().join(format!("other{}", others.len()));
-        let mut other = support::foreign::program(&pin);
-        match support::foreign::attach_tcx(&mut other, interface, hook, LinkOrder::last()) {
+        let mut other = bpf::foreign::program(&pin);
+        match bpf::foreign::attach_tcx(&mut other, interface, hook, LinkOrder::last()) {
             Ok(link) => others.push((other, link)),
             // The kernel frees a link some time after its last pin is gone.
             Err(_) => std::fs::remove_file(pin).unwrap(),

@@ -11,7 +11,7 @@ use crate::{
 
 use std::{path::Path, time::Duration};
 
-use kilo_common::counters::DropReason;
+use kilo_common::drop_reasons::DropReason;
 use kilo_host::dataplane::{BPFFS, CounterReader};
 
 const LIMIT: Duration = Duration::from_secs(20);

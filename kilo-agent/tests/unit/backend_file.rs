@@ -179,6 +179,28 @@ async fn agents_and_people_do_not_overwrite_one_another() {
 }
 
 #[tokio::test]
+async fn a_file_system_that_does_not_respond_holds_up_nothing_else() {
+    let directory = tempfile::tempdir().unwrap();
+    put(directory.path(), "a.yaml", &node("a", "here"));
+    let (backend, _) = started(directory.path()).await;
+    // Who reads a pipe waits for somebody who writes into it.
+    let pipe = directory.path().join("a.kilo.yaml");
+    nix::unistd::mkfifo(&pipe, nix::sys::stat::Mode::S_IRWXU).unwrap();
+    let (responds, wait) = std::sync::mpsc::channel::<()>();
+    let responding = std::thread::spawn(move || {
+        let _ = wait.recv_timeout(SOON);
+        fs::write(pipe, "").unwrap();
+    });
+    let published = published();
+    let mut publishing = std::pin::pin!(backend.publish("a", &published));
+    let early = tokio::time::timeout(Duration::from_millis(100), &mut publishing).await;
+    assert!(early.is_err(), "the runtime was blocked, or nothing was read");
+    drop(responds);
+    assert!(publishing.await.unwrap());
+    responding.join().unwrap();
+}
+
+#[tokio::test]
 async fn what_an_agent_wrote_about_a_node_that_is_gone_does_not_bring_it_back() {
     let directory = tempfile::tempdir().unwrap();
     put(directory.path(), "a.yaml", &node("a", "here"));

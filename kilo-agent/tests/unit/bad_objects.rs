@@ -71,10 +71,11 @@ async fn read(objects: &[Value]) -> Arc<Snapshot> {
 type Case = (&'static str, &'static str, &'static [&'static str], fn(&mut Node));
 
 const ANNOTATIONS: &[Case] = &[
-    ("force-endpoint", "nonsense", &["nonsense", "192.0.2.1:51820", "DNS name"], own_endpoint),
+    ("force-endpoint", "Non sense:1", &["Non sense", "192.0.2.1:51820", "DNS name"], own_endpoint),
+    ("force-endpoint", "nonsense", &["no port", "nonsense:51820"], own_endpoint),
     ("force-endpoint", "192.0.2.1", &["192.0.2.1:51820"], own_endpoint),
-    ("force-endpoint", "192.0.2.1:0", &["192.0.2.1:51820"], own_endpoint),
-    ("force-endpoint", "192.0.2.1:65536", &["192.0.2.1:51820"], own_endpoint),
+    ("force-endpoint", "192.0.2.1:0", &["from 1 to 65535"], own_endpoint),
+    ("force-endpoint", "192.0.2.1:65536", &["from 1 to 65535"], own_endpoint),
     ("force-endpoint", "2001:db8::1:51820", &["[2001:db8::1]:51820"], own_endpoint),
     ("force-endpoint", "under_score.example.com:1", &["DNS name"], own_endpoint),
     ("force-internal-ip", "10.1.0.7", &["10.1.0.7", "10.1.0.2/24", "- for a node without"], own_internal_ip),

@@ -87,7 +87,7 @@ fn kgctl_is_built_without_what_only_the_agent_needs() {
 const ORDERS: [(&str, &str); 10] = [
     (
         "../kilo-common/src",
-        "checksum counters ecn event lead packet siphash wire_enum inject relay maps encap forwarding pod_flow map_table \
+        "checksum counters drop_reasons ecn event lead packet siphash wire_enum inject relay maps encap forwarding pod_flow map_table \
          direct nat icmp_too_big signal",
     ),
     (
@@ -103,7 +103,7 @@ const ORDERS: [(&str, &str); 10] = [
     ),
     (
         "src",
-        "timestamp cli flags_markdown resolve health far failover backend metrics relay status http announce \
+        "timestamp cli flags_markdown packets resolve health far failover backend metrics relay status http announce \
          agent leaving takeover webhook",
     ),
     (

@@ -4,10 +4,7 @@
 
 use std::{fmt::Write as _, path::PathBuf};
 
-use kilo_common::{
-    counters::{Action, DropReason},
-    map_table::MAPS,
-};
+use kilo_common::{counters::Action, drop_reasons::DropReason, map_table::MAPS};
 use kilo_core::objects::{
     annotations::{ANNOTATIONS, Annotation, PREFIX, Writer},
     events::EventReason,
@@ -22,7 +19,7 @@ fn actions() -> String {
     text
 }
 
-/// The table of docs/drop-reasons.md, from the reasons and remedies in `kilo-common/src/counters.rs`.
+/// The table of docs/drop-reasons.md, from the reasons and remedies in `kilo-common/src/drop_reasons.rs`.
 fn drop_reasons() -> String {
     let mut text = String::from("| reason | why it was dropped | what to do |\n|---|---|---|\n");
     for reason in DropReason::ALL {

@@ -40,11 +40,15 @@ fn write_node(directory: &Path, name: &str, number: u8, address: &str, ready: bo
 }
 
 fn write_peer(directory: &Path) {
-    let key = PublicKey([99; 32]);
+    write_peer_of(directory, "laptop", 99, "10.77.0.1/32");
+}
+
+fn write_peer_of(directory: &Path, name: &str, key: u8, allowed_ip: &str) {
+    let key = PublicKey([key; 32]);
     let peer = format!(
-        "kind: Peer\nmetadata: {{name: laptop}}\nspec: {{allowedIPs: [10.77.0.1/32], publicKey: {key}}}\n"
+        "kind: Peer\nmetadata: {{name: {name}}}\nspec: {{allowedIPs: [{allowed_ip}], publicKey: {key}}}\n"
     );
-    fs::write(directory.join("laptop.yaml"), peer).unwrap();
+    fs::write(directory.join(format!("{name}.yaml")), peer).unwrap();
 }
 
 /// Commands that show WireGuard addresses.
@@ -107,6 +111,27 @@ fn nodes_that_contradict_each_other_are_named_with_the_flag_that_decides() {
         let chosen = shown(place, &[arguments, &["--subnet=10.5.0.0/16"]].concat());
         assert!(chosen.contains("10.5.0.1"), "{arguments:?}: {chosen}");
     }
+}
+
+#[test]
+fn peers_that_agents_refuse_are_left_out_and_named() {
+    let directory = tempfile::tempdir().unwrap();
+    let place = directory.path();
+    write_node(place, "a", 1, "10.4.0.1/16", true);
+    write_node(place, "b", 2, "10.4.0.2/16", true);
+    write_peer(place);
+    // It has the key of node b.
+    write_peer_of(place, "other", 2, "10.77.0.2/32");
+    for arguments in [&["graph"][..], &["showconf", "node", "a"], &["showconf", "peer", "laptop"]] {
+        let said = shown(place, arguments);
+        let why = "peer other is left out, as agents do: spec.publicKey belongs to location:b already";
+        assert!(said.contains(why), "{arguments:?}: {said}");
+        assert!(!said.contains("\"other\"") && !said.contains("10.77.0.2"), "{arguments:?}: {said}");
+        assert!(said.contains("\"laptop\"") || said.contains("192.0.2.2:51820"), "{arguments:?}: {said}");
+    }
+    let (success, said) = kgctl(place, &["showconf", "peer", "other"]);
+    assert!(!success && said.contains("spec.publicKey belongs to location:b already"), "{said}");
+    assert!(said.contains("choose one of: laptop"), "{said}");
 }
 
 /// Kilo's own `kgctl` has these on each command, before or behind it, and those of `showconf` on both of its

@@ -1,21 +1,11 @@
 //! Tests that need only cargo: topology, plans, files, documents.
-#![allow(
-    clippy::unwrap_used,
-    clippy::expect_used,
-    clippy::panic,
-    dead_code,
-    unused_imports,
-    reason = "tests"
-)]
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 #![deny(clippy::disallowed_methods)]
 
-#[path = "../support/dot.rs"]
-mod dot;
-#[path = "../generators/mod.rs"]
+use kilo_test_support::dot;
+
 mod generators;
-#[path = "../support/plans.rs"]
 mod plans;
-#[path = "../trace/mod.rs"]
 mod trace;
 
 mod backend_file;

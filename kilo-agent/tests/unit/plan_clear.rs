@@ -16,7 +16,7 @@ use std::{
 use generators::{encapsulate, granularity, healthy, healthy_nodes, settings, vpn_peers};
 use ipnet::IpNet;
 use kilo_common::{
-    counters::DropReason,
+    drop_reasons::DropReason,
     maps::{
         HOP_LOCAL, HOP_NONE, HOP_REMOTE, MASQ_EXCLUDE, PREFIX_HOST_STEERED, PREFIX_NEVER_CLEAR,
         PREFIX_PODS_STEERED, PREFIX_VIA_WIREGUARD,

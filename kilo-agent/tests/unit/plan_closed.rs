@@ -6,7 +6,7 @@ use std::net::IpAddr;
 
 use ipnet::IpNet;
 use kilo_common::{
-    counters::DropReason,
+    drop_reasons::DropReason,
     maps::{HOP_NONE, PREFIX_NEVER_CLEAR},
 };
 use kilo_core::{

@@ -4,10 +4,10 @@
 
 use std::net::IpAddr;
 
-use kilo_common::counters::{Action, DropReason};
+use kilo_common::{counters::Action, drop_reasons::DropReason};
 use kilo_core::{
     plan::{
-        Conflict, Hop, HopIds, HostPlan, KeyConflict,
+        Claimed, Conflict, Hop, HopIds, HostPlan,
         model::{Packet, Route},
     },
     topology::Node,
@@ -72,7 +72,8 @@ fn a_node_that_is_annotated_with_anothers_address_takes_nothing_from_it() {
 
 #[test]
 fn all_claimants_are_named_and_only_while_they_claim() {
-    let twelve = Conflict { address: ip("10.1.0.12"), nodes: vec!["a0".to_owned(), "a2".to_owned()] };
+    let claimed = Claimed::Address(ip("10.1.0.12"));
+    let twelve = Conflict { claimed, nodes: vec!["a0".to_owned(), "a2".to_owned()] };
     let nodes = [node("a", 0, 12), node("a", 1, 11), node("a", 2, 12), node("b", 1, 21)];
     for own in ["a0", "a1", "a2"] {
         assert_eq!(plan(&nodes, own, &HopIds::default()).0.conflicts, std::slice::from_ref(&twelve), "{own}");
@@ -89,11 +90,11 @@ fn all_claimants_are_named_and_only_while_they_claim() {
 
 #[test]
 fn nodes_with_one_key_are_named_in_one_location_and_in_two() {
-    let keys = |nodes: &[Node], own: &str| plan(nodes, own, &HopIds::default()).0.key_conflicts;
+    let keys = |nodes: &[Node], own: &str| plan(nodes, own, &HopIds::default()).0.conflicts;
     let [a1, a2, b1, b2] = [node("a", 1, 11), node("a", 2, 12), node("b", 1, 21), node("b", 2, 22)];
     let b1_with = |of: &Node| Node { key: of.key, ..b1.clone() };
-    let conflict = |nodes: [&str; 2], of: &Node| KeyConflict {
-        key: of.key.unwrap(),
+    let conflict = |nodes: [&str; 2], of: &Node| Conflict {
+        claimed: Claimed::Key(of.key.unwrap()),
         nodes: nodes.map(str::to_owned).to_vec(),
     };
     let elsewhere = [a1.clone(), a2.clone(), b1_with(&a2), b2.clone()];
@@ -101,11 +102,31 @@ fn nodes_with_one_key_are_named_in_one_location_and_in_two() {
     for (own, wanted) in [("a1", &[][..]), ("a2", &both), ("b1", &both), ("b2", &[])] {
         assert_eq!(keys(&elsewhere, own), wanted, "{own}");
     }
-    assert_eq!(kilo_core::plan::key_conflicts(&plans::mesh(&elsewhere)), both);
+    assert_eq!(kilo_core::plan::conflicts(&plans::mesh(&elsewhere)), both);
     let beside = [a1.clone(), Node { key: a1.key, ..a2.clone() }, b1.clone(), b2.clone()];
     let both = [conflict(["a1", "a2"], &a1)];
     assert_eq!((keys(&beside, "a1"), keys(&beside, "a2")), (both.to_vec(), both.to_vec()));
     assert!(keys(&beside, "b1").is_empty() && keys(&[a1, a2, b1, b2], "a1").is_empty());
+}
+
+#[test]
+fn nodes_whose_pods_overlap_are_named_to_their_locations_and_to_each_other() {
+    let prefixes = |nodes: &[Node], own: &str| -> Vec<String> {
+        let conflicts = plan(nodes, own, &HopIds::default()).0.conflicts;
+        conflicts.iter().map(|it| format!("{} {}", it.claimed.object(), it.nodes.join(" "))).collect()
+    };
+    let [a1, a2, b1, b2] = [node("a", 1, 11), node("a", 2, 12), node("b", 1, 21), node("b", 2, 22)];
+    let wide = Node { pod_cidrs: vec!["10.1.2.0/23".parse().unwrap()], ..b1.clone() };
+    let elsewhere = [a1.clone(), a2.clone(), wide, b2.clone()];
+    let both = ["prefix/10.1.2.0/24 a2 b1"];
+    for (own, wanted) in [("a1", &[][..]), ("a2", &both), ("b1", &both), ("b2", &[])] {
+        assert_eq!(prefixes(&elsewhere, own), wanted, "{own}");
+    }
+    let in_subnet = Node { pod_cidrs: vec!["10.4.9.0/24".parse().unwrap()], ..a2 };
+    let nodes = [a1, in_subnet, b1, b2];
+    for (own, wanted) in [("a1", &["prefix/10.4.9.0/24 a2"][..]), ("b1", &[])] {
+        assert_eq!(prefixes(&nodes, own), wanted, "{own}");
+    }
 }
 
 #[test]

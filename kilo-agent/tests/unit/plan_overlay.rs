@@ -2,10 +2,7 @@
 
 #![allow(clippy::unwrap_used, clippy::panic, reason = "tests")]
 
-use std::{
-    collections::BTreeMap,
-    net::{IpAddr, Ipv4Addr},
-};
+use std::net::{IpAddr, Ipv4Addr};
 
 use ipnet::IpNet;
 use kilo_common::maps::{HOP_REMOTE, PREFIX_ROUTE, PREFIX_VIA_WIREGUARD};

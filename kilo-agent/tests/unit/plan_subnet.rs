@@ -13,7 +13,7 @@ use std::{
 use generators::{encapsulate, granularity, healthy, healthy_nodes, settings, vpn_peers};
 use ipnet::IpNet;
 use kilo_common::{
-    counters::DropReason,
+    drop_reasons::DropReason,
     maps::{HOP_NONE, PREFIX_NEVER_CLEAR},
 };
 use kilo_core::{

@@ -1,6 +1,5 @@
 //! Follows one packet through the plans of all nodes, including WireGuard's cryptokey routing, until it
 //! arrives, leaves the mesh or is dropped.
-#![allow(dead_code, unreachable_pub, reason = "tests")]
 
 use std::{collections::BTreeMap, net::IpAddr};
 

@@ -4,7 +4,8 @@
 use std::net::IpAddr;
 
 use kilo_common::{
-    counters::{Action, DropReason},
+    counters::Action,
+    drop_reasons::DropReason,
     lead::hop_of,
     maps::{
         CONFIG_ENCAPSULATED, CONFIG_GATEWAY, CONFIG_NATIVE, HOP_ACTING, HOP_FIRST_NODE, HOP_LOCAL,

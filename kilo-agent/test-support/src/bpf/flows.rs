@@ -8,7 +8,8 @@ use std::{
 };
 
 use kilo_common::{
-    counters::{Action, DropReason},
+    counters::Action,
+    drop_reasons::DropReason,
     maps::{
         CONFIG_MASQUERADE, CONFIG_SEVERAL_V4, CONFIG_SEVERAL_V6, Config, DEVICE_BY_DESTINATION,
         DEVICE_MASQUERADE, Device, MASQ_EXCLUDE,

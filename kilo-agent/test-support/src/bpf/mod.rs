@@ -1,5 +1,4 @@
 //! Helpers of tests with real BPF programs.
-#![allow(dead_code, unused_imports, unreachable_pub, reason = "each test program uses a part of this")]
 
 use std::{
     collections::BTreeMap,
@@ -58,7 +57,6 @@ pub mod foreign;
 pub mod oracle;
 pub mod packet;
 pub mod random;
-pub mod seed;
 pub mod signals;
 
 pub const SELF: [u8; 4] = [10, 1, 0, 11];

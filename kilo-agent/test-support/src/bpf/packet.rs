@@ -2,7 +2,9 @@
 
 use aya::programs::{SchedClassifier, TestRun as _, TestRunOptions};
 use kilo_common::{
-    checksum, counters,
+    checksum,
+    counters::Action,
+    drop_reasons::DropReason,
     encap::{self, Inner},
 };
 use kilo_host::dataplane::Dataplane;
@@ -201,6 +203,6 @@ fn count(dataplane: &mut Dataplane, run: impl FnOnce(&mut Dataplane) -> (i32, Ve
         .map(|(label, _)| *label)
         .collect();
     assert!(after.iter().all(|(label, count)| *count <= before[label] + 1), "counted more than once");
-    assert_eq!(after.len(), counters::Action::ALL.len() + counters::DropReason::ALL.len());
+    assert_eq!(after.len(), Action::ALL.len() + DropReason::ALL.len());
     Ran { verdict, bytes: out, counted }
 }

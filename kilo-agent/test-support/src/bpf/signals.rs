@@ -3,7 +3,8 @@
 use std::net::IpAddr;
 
 use kilo_common::{
-    counters::{Action, DropReason},
+    counters::Action,
+    drop_reasons::DropReason,
     lead::{self, Term, hop_of, obeys, term_of},
     maps::{
         CONFIG_GATEWAY, CONFIG_NATIVE, HOP_ACTING, HOP_FIRST_NODE, HOP_REMOTE, SIGNAL_GATEWAY, SignalKey,

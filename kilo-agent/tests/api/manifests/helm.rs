@@ -55,8 +55,9 @@ async fn what_files_made_becomes_a_helm_release_and_is_given_back() {
     let admin = server.client(ADMIN).await;
     let Some(tools) = Tools::find(&server) else { return };
     let run = |command: &str| tools.run(command).unwrap_or_else(|error| panic!("{command}: {error}"));
-    let minor: u32 = admin.apiserver_version().await.unwrap().minor.trim_end_matches('+').parse().unwrap();
-    if minor < 30 {
+    // Debian's build of 1.20 names no minor version.
+    let minor = admin.apiserver_version().await.unwrap().minor;
+    if minor.trim_end_matches('+').parse::<u32>().unwrap_or_default() < 30 {
         println!("kilo-skip: Kubernetes before 1.30 does not know appArmorProfile");
         return;
     }

@@ -1,15 +1,15 @@
 //! A node with its hooks: what a starting agent attaches, and what is on them.
 
 use crate::{
+    bpf::{self, SELF, leader_tables, packet},
     netns::{isolated, sh},
-    support::{self, SELF, leader_tables, packet},
     wait::task as wait,
 };
 
 use std::{collections::BTreeSet, fs, path::Path, time::Duration};
 
 use aya::programs::{ProgramInfo, SchedClassifier, TcAttachType};
-use kilo_common::counters::DropReason;
+use kilo_common::drop_reasons::DropReason;
 use kilo_core::settings::AttachMode;
 use kilo_host::{
     dataplane::{Applied, Dataplane, Interfaces, link_directory},
@@ -27,7 +27,7 @@ pub fn has_tcx() -> bool {
 
 /// Runs a body that needs TCX.
 pub(super) fn isolated_tcx<F: Future<Output = ()>>(name: &str, body: impl FnOnce() -> F) {
-    if has_tcx() { isolated(name, body) } else { support::skip("TCX needs Linux 6.6") }
+    if has_tcx() { isolated(name, body) } else { bpf::skip("TCX needs Linux 6.6") }
 }
 
 /// Attach modes that this kernel supports.
@@ -37,7 +37,7 @@ pub(super) fn modes() -> Vec<AttachMode> {
 
 /// A node with kilo0 and one uplink, whose other end is in the same namespace.
 pub(super) struct World {
-    pub(super) fs: support::BpfFs,
+    pub(super) fs: bpf::BpfFs,
     pub(super) net: Net,
     pub(super) uplinks: BTreeSet<u32>,
     pub(super) tunnels: BTreeSet<u32>,
@@ -49,7 +49,7 @@ impl World {
         sh("echo 1 > /proc/sys/net/ipv6/conf/default/addr_gen_mode
             ip link set lo up; ip tuntap add dev kilo0 mode tun; ip link set kilo0 up");
         let mut world = Self {
-            fs: support::bpffs().unwrap(),
+            fs: bpf::bpffs().unwrap(),
             net: Net::new().unwrap(),
             uplinks: BTreeSet::new(),
             tunnels: BTreeSet::new(),

@@ -26,8 +26,8 @@ use nix::{
 };
 
 use crate::{
+    bpf::{self, PUBLIC_V6, SELF, leader_tables},
     netns::{sh, succeeds},
-    support::{self, PUBLIC_V6, SELF, leader_tables},
 };
 
 pub const NODE_MAC: [u8; 6] = [2, 0, 0, 0, 0, 1];
@@ -38,7 +38,7 @@ const LIMIT: Duration = Duration::from_secs(10);
 
 /// A node with its programs attached.
 pub struct World {
-    fs: support::BpfFs,
+    fs: bpf::BpfFs,
     net: Net,
     dataplane: Option<Dataplane>,
     pub tables: Tables,
@@ -53,7 +53,7 @@ impl World {
             ip route add 10.42.2.0/24 dev kilo0; ip netns add lan");
         lan("ip link set lo up; ip address add 198.51.100.2/32 dev lo
              for it in all default; do echo 0 > /proc/sys/net/ipv4/conf/$it/rp_filter; done");
-        let (fs, net) = (support::bpffs().unwrap(), Net::new().unwrap());
+        let (fs, net) = (bpf::bpffs().unwrap(), Net::new().unwrap());
         Self { fs, net, dataplane: None, tables: leader_tables() }
     }
 

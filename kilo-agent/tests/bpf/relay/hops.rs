@@ -7,13 +7,13 @@ use kilo_host::dataplane::relay::RelayMaps;
 
 use super::{FOR_X, WIREGUARD, X, X_PORT, Y, Y_PORT, data, mapped, pair_by, v6};
 use crate::{
-    gso,
-    links::host::{LAN_MAC, LanSender, NODE_MAC, World, index},
-    netns::{isolated, sh},
-    support::{
+    bpf::{
         SELF,
         packet::{checksums_hold, udp, udp_v6},
     },
+    gso,
+    links::host::{LAN_MAC, LanSender, NODE_MAC, World, index},
+    netns::{isolated, sh},
     wait::pace,
 };
 

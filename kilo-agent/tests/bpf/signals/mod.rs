@@ -30,7 +30,7 @@ use kilo_host::dataplane::{
 };
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 
-use crate::support::{
+use crate::bpf::{
     self, MEMBER, MEMBER_HOP, MEMBER_POD, REMOTE_POD, SELF, leader_tables, member_tables,
     packet::{PASS, REDIRECT, Ran, SHOT, checksums_hold, ethernet, run, run_with, steered, udp},
 };
@@ -64,13 +64,13 @@ fn with_keys(mut tables: Tables) -> Tables {
 }
 
 struct Bench {
-    fs: support::BpfFs,
+    fs: bpf::BpfFs,
     dataplane: Dataplane,
 }
 
 impl Bench {
     fn of(tables: &Tables) -> Option<Self> {
-        let fs = support::bpffs()?;
+        let fs = bpf::bpffs()?;
         let mut dataplane = Dataplane::open(fs.path(), false).unwrap();
         dataplane.write(tables).unwrap();
         Some(Self { fs, dataplane })
@@ -459,7 +459,7 @@ fn relieved(flags: u32) -> Tables {
     tables.lead[1] = word(Term::NONE, u16::try_from(MEMBER_HOP).unwrap());
     let acting = PrefixValue { hop: HOP_ACTING, flags: PREFIX_ROUTE | PREFIX_SOURCE };
     tables.prefix.insert("10.42.4.0/24".parse().unwrap(), acting);
-    tables.node.insert(MEMBER.into(), support::node(flags));
+    tables.node.insert(MEMBER.into(), bpf::node(flags));
     tables
 }
 

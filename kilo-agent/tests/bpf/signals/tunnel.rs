@@ -9,16 +9,16 @@ use kilo_common::{
     maps::{Heard, SIGNAL_GATEWAY, SignalKey, VXLAN_PORT},
     signal::{Body, Kind, parse},
 };
-use kilo_host::dataplane::lead::{SendVia, heard};
+use kilo_host::dataplane::lead::SendVia;
 
 use super::{COOKIE, FAR, OTHER, OWN, all, control, signal, with_keys, written};
 use crate::{
+    bpf::{
+        MEMBER, MEMBER_HOP, SELF,
+        packet::{checksums_hold, steered, udp, udp_v6},
+    },
     links::host::{self, LAN_MAC, LanSender, NODE_MAC, Tun, World, udp_in_lan},
     netns::isolated,
-    support::{
-        MEMBER, MEMBER_HOP, SELF,
-        packet::{checksums_hold, ethernet, steered, udp, udp_v6},
-    },
     wait::until,
 };
 

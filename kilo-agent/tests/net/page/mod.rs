@@ -10,7 +10,7 @@ mod signed_out;
 use std::{
     path::{Path, PathBuf},
     sync::Arc,
-    time::{Duration, Instant, SystemTime},
+    time::{Duration, SystemTime},
 };
 
 use browser::{Browser, Look, text};

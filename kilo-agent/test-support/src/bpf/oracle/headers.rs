@@ -3,7 +3,7 @@
 use std::net::IpAddr;
 
 use kilo_common::{
-    counters::DropReason,
+    drop_reasons::DropReason,
     encap::{UDP_LEN, VXLAN_INNER, VXLAN_LEN, segment_len, vxlan_header},
     maps::VXLAN_PORT,
     packet::{ETHERTYPE_IPV4, ETHERTYPE_IPV6, IPV4_LEN, IPV6_LEN, Ipv4, Ipv6, protocol},

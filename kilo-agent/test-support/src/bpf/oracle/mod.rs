@@ -8,7 +8,8 @@ use std::net::IpAddr;
 
 use kilo_common::{
     checksum,
-    counters::{Action, DropReason},
+    counters::Action,
+    drop_reasons::DropReason,
     encap::{
         Inner, VXLAN_INNER, ipip_frame, ipip_frame_v6, segments_room, vxlan_ethernet, vxlan_frame,
         vxlan_frame_v6,

@@ -1,7 +1,7 @@
 //! Expected outcome of `uplink_egress` and `l3_egress`.
 
 use kilo_common::{
-    counters::DropReason,
+    drop_reasons::DropReason,
     icmp_too_big::{self, LEN_V4, LEN_V6, QUOTED},
     maps::{CONFIG_ONE_V4, CONFIG_ONE_V6, Config, PREFIX_NEVER_CLEAR},
     packet::{ETHERNET_LEN, protocol},
@@ -12,11 +12,7 @@ use kilo_core::{
 };
 
 use super::{
-    super::{
-        decisions::Decisions,
-        flows::Flows,
-        packet::{REDIRECT, SHOT},
-    },
+    super::{decisions::Decisions, flows::Flows, packet::REDIRECT},
     BY_DEVICE, Bytes, Input, Ip, OWN_PRIORITY, Wanted, drops,
     headers::{destination, family, to_vxlan, udp_header},
     passes,

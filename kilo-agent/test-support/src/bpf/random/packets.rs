@@ -21,7 +21,7 @@ use super::{
         oracle::{BY_DEVICE, CHECKED, Input, mac},
         signals,
     },
-    CONTAINER, OTHER_UPLINKS, Random, V4, V6, WIREGUARD_PORT, private,
+    CONTAINER, OTHER_UPLINKS, Random, WIREGUARD_PORT, private,
 };
 
 const SPECIAL: [&str; 13] = [

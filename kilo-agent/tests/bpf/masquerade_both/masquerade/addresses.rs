@@ -7,7 +7,7 @@ use kilo_common::maps::{
 };
 
 use super::{Side, World, echo, frame, neighbour, ports, read, sides, tcp, udp};
-use crate::support::{IFINDEX, PUBLIC, PUBLIC_V6, packet::PASS};
+use crate::bpf::{IFINDEX, PUBLIC, PUBLIC_V6, packet::PASS};
 use crate::wait::time_passes;
 
 /// Another address of the uplink in the side's family, and a destination that selects it.

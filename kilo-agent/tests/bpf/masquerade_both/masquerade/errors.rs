@@ -7,7 +7,7 @@ use kilo_common::packet::protocol;
 use super::{
     Side, World, addresses, echo, ip, neighbour, ports, read, segment, sides, sum, tcp, transport, udp,
 };
-use crate::support::packet::{PASS, SHOT};
+use crate::bpf::packet::{PASS, SHOT};
 
 /// An ICMP error of this type and code that quotes the start of a packet.
 fn error_of(kind: (u8, u8), src: IpAddr, dst: IpAddr, side: &Side, about: &[u8]) -> Vec<u8> {

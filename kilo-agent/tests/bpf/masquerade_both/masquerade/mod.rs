@@ -20,7 +20,7 @@ use kilo_common::{
 use kilo_core::plan::Tables;
 use kilo_host::dataplane::Dataplane;
 
-use crate::support::{
+use crate::bpf::{
     self, OUTSIDE, OWN_POD, PUBLIC, PUBLIC_V6, leader_tables,
     packet::{Ran, run},
 };
@@ -87,9 +87,7 @@ pub fn sum(src: IpAddr, dst: IpAddr, kind: u8, segment: &[u8]) -> u16 {
 /// A packet with an IP header before `behind`.
 pub fn ip(src: IpAddr, dst: IpAddr, kind: u8, behind: &[u8]) -> Vec<u8> {
     match (src, dst) {
-        (IpAddr::V4(src), IpAddr::V4(dst)) => {
-            support::packet::ipv4(src.octets(), dst.octets(), kind, 64, behind)
-        }
+        (IpAddr::V4(src), IpAddr::V4(dst)) => bpf::packet::ipv4(src.octets(), dst.octets(), kind, 64, behind),
         _ => {
             let mut header = vec![0x60, 0, 0, 0];
             header.extend(u16::try_from(behind.len()).unwrap().to_be_bytes());
@@ -206,14 +204,14 @@ pub fn fragments(whole: &[u8], id: u16, cut: usize) -> [Vec<u8>; 2] {
 }
 
 pub struct World {
-    _fs: support::BpfFs,
+    _fs: bpf::BpfFs,
     pub dataplane: Dataplane,
     pub tables: Tables,
 }
 
 impl World {
     pub fn new() -> Option<Self> {
-        let fs = support::bpffs()?;
+        let fs = bpf::bpffs()?;
         let tables = leader_tables();
         assert_ne!(tables.config.flags & CONFIG_MASQUERADE, 0);
         let mut dataplane = Dataplane::open(fs.path(), false).unwrap();

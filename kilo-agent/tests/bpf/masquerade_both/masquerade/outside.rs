@@ -10,9 +10,11 @@ use kilo_common::{
 use rand::{RngExt as _, SeedableRng as _, rngs::StdRng};
 
 use super::{Side, World, echo, error, fragments, frame, ip, neighbour, read, segment, sides, tcp, udp};
-use crate::support::{
-    self,
-    packet::{PASS, SHOT},
+use crate::{
+    bpf::{
+        self,
+        packet::{PASS, SHOT},
+    },
     seed::seed,
 };
 
@@ -195,7 +197,7 @@ fn hosts_of_the_own_location_that_open_towards_the_mesh_get_their_answers() {
     // allowed-location-ips: masqueraded for every sender.
     world.tables.masq_dst.insert(host.into(), MASQ_FORCE);
     world.dataplane.write(&world.tables).unwrap();
-    let remote: IpAddr = support::REMOTE_POD.into();
+    let remote: IpAddr = bpf::REMOTE_POD.into();
     is_translated(&mut world, &tcp(remote, host, (70, 7000), SYN), &side);
     comes(&mut world, &tcp(host, remote, (5001, 80), SYN));
     stays(&mut world, &tcp(remote, host, (80, 5001), SYN_ACK));
@@ -215,8 +217,7 @@ fn flows_from_behind_another_location_are_noted_where_some_offers_prefixes() {
         );
         world.tables.config.flags |= if offered { CONFIG_OFFERED } else { 0 };
         world.dataplane.write(&world.tables).unwrap();
-        let mut run =
-            |program: &str, packet: &[u8]| support::packet::run(&mut world.dataplane, program, packet);
+        let mut run = |program: &str, packet: &[u8]| bpf::packet::run(&mut world.dataplane, program, packet);
         let there = tcp(host, pod, (5001, 80), SYN);
         let ran = run("kilo_ingress", &there);
         assert_eq!((ran.verdict, &ran.bytes, ran.counted.as_slice()), (PASS, &there, &["decrypt"][..]));
@@ -259,7 +260,7 @@ fn strangers_fill_their_own_table_and_take_no_port_from_pods() {
         let stranger = neighbour([203, 0, 113, 1].into(), u8::try_from(1 + number / 60_000).unwrap());
         let port = u16::try_from(1_000 + number % 60_000).unwrap();
         let frame = frame(&udp(stranger, pod, (port, 80), b""));
-        support::packet::run_uncounted(&mut world.dataplane, "lan_ingress", &frame);
+        bpf::packet::run_uncounted(&mut world.dataplane, "lan_ingress", &frame);
         if number % 64 == 0 {
             // A flow in use stays.
             comes(&mut world, &guest);
