@@ -1,5 +1,7 @@
 //! `cargo xtask build-ebpf`: the BPF object from source, with stable Rust.
 
+mod btf;
+
 use std::{
     fs,
     os::unix::fs::symlink,
@@ -123,7 +125,7 @@ impl Toolchain {
     }
 }
 
-/// Removes DWARF but keeps BTF. An unchanged file keeps its modification time, so that cargo does not
+/// Removes DWARF but keeps BTF, whose order no longer depends on the build. An unchanged file keeps its modification time, so that cargo does not
 /// rebuild the agent.
 fn strip(sysroot: &Path, from: &Path, to: &Path) -> Result<()> {
     let host = output(Command::new("rustc").arg("-vV"))?;
@@ -137,7 +139,10 @@ fn strip(sysroot: &Path, from: &Path, to: &Path) -> Result<()> {
         .arg("--strip-debug")
         .arg(from)
         .arg(&stripped))?;
-    if fs::read(&stripped)? != fs::read(to).unwrap_or_default() {
+    let mut object = fs::read(&stripped)?;
+    btf::sort_declarations(&mut object).with_context(|| from.display().to_string())?;
+    if object != fs::read(to).unwrap_or_default() {
+        fs::write(&stripped, object)?;
         fs::rename(&stripped, to)?;
     }
     Ok(())
