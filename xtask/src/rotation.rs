@@ -5,7 +5,7 @@ use std::process::Command;
 
 use clap::ValueEnum;
 
-use crate::{command::output, workspace_root};
+use crate::{cluster::ClusterPart, command::output, workspace_root};
 
 /// A kernel that tests run on in a virtual machine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, ValueEnum)]
@@ -83,17 +83,6 @@ pub enum LongLab {
     Gateways,
     /// Pairs of NATs, relays, and faults that not every run has.
     Nat,
-}
-
-/// Checks of the cluster that run together.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, ValueEnum)]
-pub enum ClusterPart {
-    /// Those of every run.
-    Always,
-    /// What operators do: policies, bad input, removal, Kilo's own program and back.
-    Operators,
-    /// What happens to nodes: leaders that go, relays, boots, deleted Nodes.
-    Nodes,
 }
 
 /// A part that takes long.

@@ -20,12 +20,12 @@ use clap::{Args, ValueEnum};
 
 use crate::{
     apt, bench, build_all,
-    cluster::release::Release,
+    cluster::{ClusterPart, release::Release},
     command::own_program,
     kube_tools, kubernetes,
     lab::{self, takedown::stop_if_interrupted},
     report::{Outcome, TestOutcome},
-    rotation::{ClusterPart, Kernel, Long, LongLab, OnKernel},
+    rotation::{Kernel, Long, LongLab, OnKernel},
     second_try::SecondTries,
     static_checks, web_tools, workspace_root,
 };

@@ -19,7 +19,7 @@ use std::{
 
 use anyhow::{Context as _, Result, ensure};
 use kilo_common::{
-    counters::DropReason,
+    drop_reasons::DropReason,
     lead::{self, Term},
     maps::{HOP_FIRST_NODE, SIGNAL_GATEWAY, SignalKey},
     signal::{

@@ -25,11 +25,8 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Result, bail};
 
-use super::{Cluster, matrix, network, until};
-use crate::{
-    report::{InClear, Outcome, TestOutcome},
-    rotation::ClusterPart,
-};
+use super::{Cluster, ClusterPart, matrix, network, until};
+use crate::report::{InClear, Outcome, TestOutcome};
 use logs::{ANYTHING, AWAY, BOOTS, Causes, ENDED, LEADERS, Logs, RELAY};
 
 /// One check: its name, its function, and the part that it runs with.

@@ -21,7 +21,7 @@ use std::{
 };
 
 use anyhow::{Context as _, Result, bail};
-use clap::{Args, Subcommand};
+use clap::{Args, Subcommand, ValueEnum};
 use serde::{Deserialize, Serialize};
 
 use crate::{
@@ -34,7 +34,6 @@ use crate::{
         wait,
     },
     report::TestOutcome,
-    rotation::ClusterPart,
     workspace_root,
 };
 use checks::Choice;
@@ -46,6 +45,17 @@ const PACKAGES: &[&str] = &["iproute2", "nftables", "util-linux", "containerd"];
 
 /// Name of the outcome that says whether the cluster came up.
 pub const COMES_UP: &str = "Kubernetes and Kilo come up";
+
+/// Checks of the cluster that run together.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, ValueEnum)]
+pub enum ClusterPart {
+    /// Those of every run.
+    Always,
+    /// What operators do: policies, bad input, removal, Kilo's own program and back.
+    Operators,
+    /// What happens to nodes: leaders that go, relays, boots, deleted Nodes.
+    Nodes,
+}
 
 /// Options and subcommands of the cluster.
 #[derive(Args, Clone, Debug)]

@@ -302,6 +302,30 @@ const ALERTS: &[Alert] = &[
         quiet: &[(r#"kilo_address_conflicts{instance="a1"}"#, "0x10 1x4 0x46")],
     },
     Alert {
+        name: "KiloKeyConflict",
+        severity: "warning",
+        summary: "Several nodes have one WireGuard key, so all but one of them are out of the mesh.",
+        expr: "kilo_key_conflicts > 0",
+        hold: "5m",
+        remedy: "`kgctl status` names them under CLAIMED-BY. On all but one of them remove `/var/lib/kilo/key` and delete the agent's \
+                 pod, or delete the Node object that is stale: [troubleshooting](troubleshooting.md#two-nodes-have-one-key).",
+        fires: &[(r#"kilo_key_conflicts{instance="a1"}"#, "1x60")],
+        labels: &[A1],
+        quiet: &[(r#"kilo_key_conflicts{instance="a1"}"#, "0x10 1x4 0x46")],
+    },
+    Alert {
+        name: "KiloPrefixConflict",
+        severity: "warning",
+        summary: "Pod CIDRs of nodes overlap, or a node has something of the subnet of WireGuard addresses.",
+        expr: "kilo_prefix_conflicts > 0",
+        hold: "5m",
+        remedy: "`kgctl status` names the prefixes and nodes under CLAIMED-BY. Register all but one of the nodes anew with pod CIDRs of \
+                 their own, or choose another `--subnet`: [troubleshooting](troubleshooting.md#prefixes-of-nodes-overlap).",
+        fires: &[(r#"kilo_prefix_conflicts{instance="a1"}"#, "1x60")],
+        labels: &[A1],
+        quiet: &[(r#"kilo_prefix_conflicts{instance="a1"}"#, "0x10 1x4 0x46")],
+    },
+    Alert {
         name: "KiloLeaderFailed",
         severity: "warning",
         summary: "A leader failed, and another node took over.",

@@ -156,10 +156,15 @@ const HEALTH: Row = Row {
         ),
         number(
             3,
-            "Address conflicts",
-            "Private addresses that several nodes claim (alert KiloAddressConflict).",
+            "Conflicts",
+            "Private addresses, WireGuard keys and prefixes that a node claims although another one, or the mesh, has them \
+             (alerts KiloAddressConflict, KiloKeyConflict and KiloPrefixConflict).",
             "short",
-            &[("sum(max by (cluster) (kilo_address_conflicts{<mesh>}))", "addresses")],
+            &[
+                ("sum(max by (cluster) (kilo_address_conflicts{<mesh>}))", "addresses"),
+                ("sum(max by (cluster) (kilo_key_conflicts{<mesh>}))", "keys"),
+                ("sum(max by (cluster) (kilo_prefix_conflicts{<mesh>}))", "prefixes"),
+            ],
         ),
         number(
             3,

@@ -342,6 +342,7 @@ fn the_charts_values_reach_the_agent_and_wrong_ones_are_refused() {
         "failover.standBys=5",
         "podMonitor.interval=soon",
         r"podLabels.app\.kubernetes\.io/name=mine",
+        r"podAnnotations.container\.apparmor\.security\.beta\.kubernetes\.io/kilo=runtime/default",
         r"podMonitor.labels.app\.kubernetes\.io/name=mine",
         r"prometheusRule.labels.app\.kubernetes\.io/part-of=mine",
         "subnet=10.4.0.0/99",

@@ -8,12 +8,12 @@ use clap::ValueEnum as _;
 use super::{Part, run_own};
 use crate::{
     cluster::{
-        COMES_UP,
+        COMES_UP, ClusterPart,
         release::{DEBIAN, Release},
     },
     command::own_program,
     report::TestOutcome,
-    rotation::{self, ClusterPart},
+    rotation,
     second_try::SecondTries,
 };
 

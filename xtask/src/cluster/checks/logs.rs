@@ -29,6 +29,8 @@ pub const AWAY: &[&str] = &[
     "the API server has not answered within",
     "the API server answers 5",
     "agents contact the API server one after another",
+    // One that has just started does not know all roles yet.
+    "the API server refuses to list nodes and peers",
     "watch interrupted",
 ];
 /// Messages caused by boots and by re-created nodes.
@@ -45,7 +47,7 @@ pub const LEADERS: &[&str] = &[
     "leadership changed",
     "leadership changed too often lately",
     "failed to mark the dead leader's Node",
-    "failed to mark a node that this one leads",
+    "failed to mark in the data path whether this node leads that one",
 ];
 /// Messages caused by a node that becomes a location of its own, to relay.
 pub const RELAY: &[&str] = &["leads its location with the private endpoint"];
