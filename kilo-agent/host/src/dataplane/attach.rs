@@ -15,7 +15,7 @@ use aya::programs::{
 };
 use nix::net::if_::{self, if_indextoname, if_nameindex};
 
-use super::{DataplaneError, programs::Programs, tcx};
+use super::{DataplaneError, load::ON_DEMAND, programs::Programs, tcx};
 use crate::net::{
     NetError,
     filters::{BpfFilter, HookQdisc},
@@ -65,6 +65,15 @@ pub struct Applied {
     pub open: BTreeSet<u32>,
     /// Why the WireGuard device lacks a program of ours, or its hooks could not be queried.
     pub refused: Option<DataplaneError>,
+}
+
+/// Which programs are attached.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Which {
+    /// Every one.
+    All,
+    /// All but those of [`ON_DEMAND`]; what is attached of these stays.
+    Others,
 }
 
 /// What traffic control (tc) has on the hooks.
@@ -242,6 +251,7 @@ impl Attachments {
         programs: &mut Programs,
         interfaces: Interfaces<'_>,
         present: &Present,
+        which: Which,
     ) -> Result<Applied, DataplaneError> {
         let filters = &present.filters[..];
         fs::create_dir_all(&self.links)
@@ -251,7 +261,8 @@ impl Attachments {
         let (mut done, mut pod_failed) = (Applied::default(), false);
         // Pods' interfaces last: all other hooks matter more.
         let (pods, others): (Vec<_>, Vec<_>) = wanted.iter().partition(|point| point.program == POD_INGRESS);
-        for point in others.into_iter().chain(pods) {
+        let is_now = |point: &&AttachPoint| which == Which::All || !ON_DEMAND.contains(&point.program);
+        for point in others.into_iter().chain(pods).filter(is_now) {
             let before = self.attached.get(point).copied();
             let stands = before.map_or(Ok(false), |how| stands(programs, point, how, filters));
             match stands.and_then(|stands| {

@@ -247,22 +247,42 @@ impl Dataplane {
         if pods_need_tcx {
             interfaces.pods = &none;
         }
+        let mut sooner = Applied::default();
         if !interfaces.layer3.is_empty() || !interfaces.pods.is_empty() {
-            self.programs.load_late().await;
+            self.programs.load_late_beside();
+            if self.programs.is_loading_late() {
+                // Hooks that need none of these programs do not wait for them.
+                let present = self.present_hooks(net, interfaces).await?;
+                let others = attach::Which::Others;
+                sooner = self.attachments.apply(&mut self.programs, interfaces, &present, others)?;
+                self.programs.load_late().await;
+            }
         }
-        let mut filters = net.bpf_filters(self.attachments.of_interest()?).await?;
-        let asks_for_qdiscs = self.attachments.may_be_filters() || !interfaces.pods.is_empty();
-        let qdiscs = if asks_for_qdiscs { net.hook_qdiscs().await? } else { BTreeMap::new() };
-        // An `ingress` qdisc lists its filters on both hooks.
-        filters.retain(|filter| !filter.egress || qdiscs.get(&filter.ifindex) != Some(&HookQdisc::Ingress));
-        let present = attach::Present { filters, qdiscs };
-        let mut applied = self.attachments.apply(&mut self.programs, interfaces, &present)?;
+        let present = self.present_hooks(net, interfaces).await?;
+        let mut applied =
+            self.attachments.apply(&mut self.programs, interfaces, &present, attach::Which::All)?;
+        applied.changes += sooner.changes;
+        applied.reattached += sooner.reattached;
         applied.pods_need_tcx = pods_need_tcx;
         // A hook that could not be given this program may still have the one of another layout.
         if applied.failed.is_empty() && applied.refused.is_none() {
             load::remove_other_layouts(&self.directory)?;
         }
         Ok(applied)
+    }
+
+    /// What is on the hooks now.
+    async fn present_hooks(
+        &self,
+        net: &Net,
+        interfaces: Interfaces<'_>,
+    ) -> Result<attach::Present, DataplaneError> {
+        let mut filters = net.bpf_filters(self.attachments.of_interest()?).await?;
+        let asks_for_qdiscs = self.attachments.may_be_filters() || !interfaces.pods.is_empty();
+        let qdiscs = if asks_for_qdiscs { net.hook_qdiscs().await? } else { BTreeMap::new() };
+        // An `ingress` qdisc lists its filters on both hooks.
+        filters.retain(|filter| !filter.egress || qdiscs.get(&filter.ifindex) != Some(&HookQdisc::Ingress));
+        Ok(attach::Present { filters, qdiscs })
     }
 
     /// Starts loading [`ON_DEMAND`] in a thread unless they are loaded, so that an interface that needs them

@@ -138,6 +138,11 @@ impl Programs {
         }
     }
 
+    /// True while a thread loads [`ON_DEMAND`].
+    pub const fn is_loading_late(&self) -> bool {
+        matches!(self, Self::Pinned { late: Late::Loading(_), .. })
+    }
+
     /// Loads [`ON_DEMAND`] in a thread unless they are loaded or were just refused, and waits for it without
     /// holding up the caller's, on which an agent has other tasks.
     pub async fn load_late(&mut self) {

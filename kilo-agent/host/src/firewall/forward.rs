@@ -43,8 +43,8 @@ pub enum ForwardError {
     },
     /// The program did not end.
     #[error(
-        "{program} was killed because it had not ended within {} s; find and end what holds the lock of the tables \
-         (`fuser -v /run/xtables.lock` on the host)",
+        "{program} was killed because it had not ended within {} s; kg tries again at the next reconcile. If this repeats, \
+         find out why `{program} --list` takes so long on the host: very many rules, or processors that are busy",
         program::LIMIT.as_secs()
     )]
     Late {

@@ -9,7 +9,7 @@
 //! the smaller key goes first.
 
 use std::{
-    collections::BTreeMap,
+    collections::{BTreeMap, BTreeSet},
     ffi::OsString,
     io,
     net::{IpAddr, Ipv4Addr, Ipv6Addr, UdpSocket},
@@ -32,6 +32,8 @@ const FIRST: Duration = Duration::from_millis(300);
 const SECOND: Duration = Duration::from_millis(800);
 /// Pause before peers are tried again whose device could not be read or written.
 const AGAIN: Duration = Duration::from_secs(5);
+/// How long after it was configured a peer is nudged at the latest: packets of its own or to it start the handshake, too.
+const LONGEST: Duration = Duration::from_secs(30);
 
 /// A peer that has just got an endpoint.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -77,8 +79,9 @@ impl HandshakeNudge {
         self.waiting.iter().map(|peer| peer.due).min()
     }
 
-    /// Leaves the peers that are due for later: nothing is known about the device now.
+    /// Leaves the peers that are due for later, but not for ever: nothing is known about the device now.
     pub fn postpone(&mut self, now: Instant) {
+        self.waiting.retain(|peer| now.saturating_duration_since(peer.since) < LONGEST);
         self.waiting.iter_mut().filter(|peer| peer.due <= now).for_each(|peer| peer.due = now + AGAIN);
     }
 
@@ -92,7 +95,8 @@ impl HandshakeNudge {
         self.postpone(now);
         let (renewed, addresses) = silent(&due, &device.read().await?, now);
         let writes = device.apply(&renewed).await?;
-        self.waiting.retain(|peer| due.iter().all(|nudged| nudged.key != peer.key));
+        let nudged: BTreeSet<PublicKey> = due.iter().map(|peer| peer.key).collect();
+        self.waiting.retain(|peer| !nudged.contains(&peer.key));
         if let Err(error) = say(device.name(), &addresses) {
             // If a peer cannot be reached now, its own packets or packets to it start the handshake.
             tracing::debug!(%error, "failed to send a datagram to a new peer");
@@ -233,7 +237,9 @@ mod tests {
         assert!(handshake_nudge.nudge(&device, now).await.is_err());
         assert_eq!(handshake_nudge.waiting, [pending(1, now + AGAIN), pending(2, now + FIRST)]);
         handshake_nudge.postpone(now + AGAIN);
-        assert_eq!(handshake_nudge.due(), Some(now + 2 * AGAIN), "as long as it takes");
+        assert_eq!(handshake_nudge.due(), Some(now + 2 * AGAIN));
+        handshake_nudge.postpone(now + LONGEST + FIRST);
+        assert_eq!(handshake_nudge.due(), None, "not for ever");
     }
 
     #[test]
