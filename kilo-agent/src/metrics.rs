@@ -215,10 +215,10 @@ metrics! {
     key_conflicts: Gauge = Gauge::default(),
         "kilo_key_conflicts",
         "WireGuard keys claimed by several nodes, in this location or including this node";
-    /// Pod CIDRs that overlap, and what nodes have of `--subnet`.
+    /// Pod CIDRs that overlap, and locations' WireGuard addresses that nodes have.
     prefix_conflicts: Gauge = Gauge::default(),
         "kilo_prefix_conflicts",
-        "Pod CIDRs that overlap another node's, and nodes' prefixes that overlap --subnet, in this location or including this node";
+        "Pod CIDRs that overlap another node's, and nodes' prefixes with a location's WireGuard address, in this location or including this node";
     /// VPN peers.
     pub peers: Gauge = Gauge::default(), "kilo_peers", "VPN peers in the mesh";
     /// Tunnels that do not answer although bytes are sent.

@@ -2,7 +2,7 @@
 //! on every reconcile.
 
 use std::{
-    collections::BTreeMap,
+    collections::{BTreeMap, BTreeSet},
     net::IpAddr,
     path::Path,
     time::{Duration, Instant},
@@ -262,16 +262,18 @@ impl LogLimiter {
             let of_kind = conflicts.iter().filter(|conflict| conflict.claimed.kind() == *kind);
             metrics.conflicts(*kind).set(gauge(of_kind.count()));
         }
-        let is_new = |conflict: &&Conflict| !self.conflicts.contains(*conflict);
-        let said: Vec<Conflict> = conflicts.iter().filter(is_new).cloned().collect();
+        if self.conflicts == conflicts {
+            return Vec::new();
+        }
+        let known: BTreeSet<&Conflict> = self.conflicts.iter().collect();
+        let said: Vec<Conflict> =
+            conflicts.iter().filter(|conflict| !known.contains(conflict)).cloned().collect();
         for conflict in &said {
             metrics.error(conflict.claimed.kind().label());
-            let (object, nodes) = (conflict.claimed.object(), conflict.nodes.join(", "));
+            let (object, nodes) = (conflict.claimed.object(), conflict.nodes.len());
             tracing::error!(object, nodes, "{conflict}");
         }
-        if self.conflicts != conflicts {
-            self.conflicts = conflicts.to_vec();
-        }
+        self.conflicts = conflicts.to_vec();
         said
     }
 

@@ -194,7 +194,9 @@ impl<B: Backend> Publisher<B> {
             () = until(overdue) => {
                 asked.overdue = None;
                 let seconds = asked.patience.as_secs();
-                let text = format!("the API server has not answered within {seconds} s; going on without");
+                let text = format!(
+                    "the API server (or the directory of --backend=file) has not answered within {seconds} s; going on without"
+                );
                 return self.record(Err(BackendError::Unreachable(text.into())));
             }
         };

@@ -15,16 +15,16 @@ pub struct ConflictStatus {
     pub object: String,
     /// Names of the nodes, sorted.
     pub nodes: Vec<String>,
-    /// What to do about it.
-    pub remedy: String,
+    /// What it is about, what comes of it, and what to do about it.
+    pub text: String,
 }
 
 /// All conflicts of a mesh.
 pub fn of(mesh: &Mesh) -> Vec<ConflictStatus> {
-    let status = |Conflict { claimed, nodes }| ConflictStatus {
-        object: claimed.object(),
-        nodes,
-        remedy: claimed.remedy().to_owned(),
+    let status = |conflict: Conflict| ConflictStatus {
+        object: conflict.claimed.object(),
+        text: conflict.to_string(),
+        nodes: conflict.nodes,
     };
     plan::conflicts(mesh).into_iter().map(status).collect()
 }

@@ -38,10 +38,10 @@ pub fn problems(status: &Status) -> Vec<Problem> {
     let own = status.agent.iter().flat_map(|agent| agent.degraded.iter().map(|what| (&agent.node, what)));
     let asked = status.degraded.iter().flat_map(|(node, all)| all.iter().map(move |what| (node, what)));
     let degraded = own.chain(asked).map(|(node, what)| problem("node", node, format!("degraded: {what}")));
-    let claimed = status.conflicts.iter().map(|conflict| Problem {
-        object: conflict.object.clone(),
-        what: format!("claimed by {}: {}", conflict.nodes.join(", "), conflict.remedy),
-    });
+    let claimed = status
+        .conflicts
+        .iter()
+        .map(|conflict| Problem { object: conflict.object.clone(), what: conflict.text.clone() });
     let overlapping = status.peers.iter().filter(|peer| peer.overlaps);
     let overlapping =
         overlapping.map(|peer| problem("peer", &peer.name, peer.reason.clone().unwrap_or_default()));

@@ -316,7 +316,7 @@ const ALERTS: &[Alert] = &[
     Alert {
         name: "KiloPrefixConflict",
         severity: "warning",
-        summary: "Pod CIDRs of nodes overlap, or a node has something of the subnet of WireGuard addresses.",
+        summary: "Pod CIDRs of nodes overlap, or a node has the WireGuard address of a location.",
         expr: "kilo_prefix_conflicts > 0",
         hold: "5m",
         remedy: "`kgctl status` names the prefixes and nodes under CLAIMED-BY. Register all but one of the nodes anew with pod CIDRs of \

@@ -74,7 +74,7 @@ reasons! {
     /// Another node claims the same WireGuard key.
     KeyConflict Warning "Node" "Another node has the same WireGuard key, so one of them is out of the mesh. Written by the agent of each node that has it."
     /// A pod CIDR or an address of the node belongs to another node, or to the mesh.
-    PrefixConflict Warning "Node" "A pod CIDR of the node overlaps another node's, or its private address or a pod CIDR overlaps `--subnet`. Written by the agent of each node concerned."
+    PrefixConflict Warning "Node" "A pod CIDR of the node overlaps another node's, or a location has its WireGuard address in one, or as the node's private address. Written by the agent of each node concerned."
     /// The node leads a location that has no WireGuard address.
     NoWireguardAddress Warning "Node" "The node leads a location for which `--subnet` has no WireGuard address left. Written by its agent."
     /// The node leads its location with an endpoint that other

@@ -1,12 +1,8 @@
 //! What several nodes claim: private addresses, of which each may send but packets to one reach the node that
-//! really has it; WireGuard keys, with which one node alone is a peer; and pod CIDRs. And what nodes claim of the
-//! subnet of WireGuard addresses.
+//! really has it; WireGuard keys, with which one node alone is a peer; and pod CIDRs. And what nodes claim of locations'
+//! WireGuard addresses.
 
-use std::{
-    collections::{BTreeMap, BTreeSet},
-    fmt,
-    net::IpAddr,
-};
+use std::{collections::BTreeSet, fmt, net::IpAddr};
 
 use ipnet::IpNet;
 
@@ -25,7 +21,7 @@ crate::label_values! {
         Address => "address_conflict",
         /// About a WireGuard key.
         Key => "key_conflict",
-        /// About a pod CIDR, or about `--subnet`.
+        /// About a pod CIDR, or about a WireGuard address.
         Prefix => "prefix_conflict",
     }
 }
@@ -48,14 +44,14 @@ pub enum Claimed {
     Address(IpAddr),
     /// A WireGuard key of several nodes.
     Key(PublicKey),
-    /// A pod CIDR of one node that is, or lies in, another node's.
+    /// A pod CIDR in which other nodes' lie, or that they have, too.
     PodCidr(IpNet),
-    /// A private address or a pod CIDR that overlaps the subnet of WireGuard addresses.
-    Subnet {
+    /// A private address or a pod CIDR with a location's WireGuard address in it.
+    Wireguard {
         /// What the node has.
         prefix: IpNet,
-        /// `--subnet`.
-        subnet: IpNet,
+        /// The WireGuard address.
+        address: IpAddr,
     },
 }
 
@@ -65,7 +61,7 @@ impl Claimed {
         match self {
             Self::Address(_) => ConflictKind::Address,
             Self::Key(_) => ConflictKind::Key,
-            Self::PodCidr(_) | Self::Subnet { .. } => ConflictKind::Prefix,
+            Self::PodCidr(_) | Self::Wireguard { .. } => ConflictKind::Prefix,
         }
     }
 
@@ -74,7 +70,7 @@ impl Claimed {
         match self {
             Self::Address(address) => format!("address/{address}"),
             Self::Key(key) => format!("key/{key}"),
-            Self::PodCidr(prefix) | Self::Subnet { prefix, .. } => format!("prefix/{prefix}"),
+            Self::PodCidr(prefix) | Self::Wireguard { prefix, .. } => format!("prefix/{prefix}"),
         }
     }
 
@@ -83,7 +79,7 @@ impl Claimed {
             Self::Address(_) => "so packets for all of them go to the host that has it",
             Self::Key(_) => "so all but one of them are out of the mesh",
             Self::PodCidr(_) => "so packets for pods of one of them go to another one",
-            Self::Subnet { .. } => "so the WireGuard address of a location may be the same",
+            Self::Wireguard { .. } => "so packets for that location's leader go to this node",
         }
     }
 
@@ -100,8 +96,8 @@ impl Claimed {
             Self::PodCidr(_) => {
                 "delete all but one of these Node objects, and register those nodes anew with pod CIDRs of their own"
             }
-            Self::Subnet { .. } => {
-                "give all agents the same --subnet, in which no node has an address or a pod CIDR"
+            Self::Wireguard { .. } => {
+                "give all agents another --subnet, in which no node has an address or a pod CIDR"
             }
         }
     }
@@ -113,10 +109,15 @@ impl fmt::Display for Claimed {
             Self::Address(address) => write!(f, "the private address {address}"),
             Self::Key(key) => write!(f, "the WireGuard key {key}"),
             Self::PodCidr(prefix) => write!(f, "the pod CIDR {prefix}"),
-            Self::Subnet { prefix, subnet } => write!(f, "{prefix}, which overlaps --subnet {subnet}"),
+            Self::Wireguard { prefix, address } => {
+                write!(f, "{prefix}, in which a location has its WireGuard address {address}")
+            }
         }
     }
 }
+
+/// Names of nodes in the text of a conflict.
+const NAMED: usize = 10;
 
 /// What nodes claim although one of them, or the mesh, has it.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -131,8 +132,13 @@ impl fmt::Display for Conflict {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { claimed, nodes } = self;
         let claim = if nodes.len() == 1 { "claims" } else { "claim" };
-        let (nodes, consequence, remedy) = (nodes.join(", "), claimed.consequence(), claimed.remedy());
-        write!(f, "{nodes} {claim} {claimed}, {consequence}: {remedy}")
+        let more = match nodes.len().saturating_sub(NAMED) {
+            0 => String::new(),
+            more => format!(" and {more} more"),
+        };
+        let named = nodes.get(..NAMED).unwrap_or(nodes).join(", ");
+        let (consequence, remedy) = (claimed.consequence(), claimed.remedy());
+        write!(f, "{named}{more} {claim} {claimed}, {consequence}: {remedy}")
     }
 }
 
@@ -150,7 +156,7 @@ pub(super) fn of(own: &Own<'_>, mesh: &Mesh) -> Vec<Conflict> {
     let mut found = addresses(with(share_address));
     found.extend(keys(with(share_key)));
     found.extend(pod_cidrs(with(share_pods)));
-    found.extend(in_subnet(near(), mesh.subnet));
+    found.extend(around_wireguard_addresses(near(), mesh));
     found
 }
 
@@ -160,7 +166,7 @@ pub fn all(mesh: &Mesh) -> Vec<Conflict> {
     let mut found = addresses(members());
     found.extend(keys(members()));
     found.extend(pod_cidrs(members()));
-    found.extend(in_subnet(members(), mesh.subnet));
+    found.extend(around_wireguard_addresses(members(), mesh));
     found
 }
 
@@ -203,7 +209,7 @@ fn of_several<'a>(claims: impl Iterator<Item = (Claimed, &'a Member)>) -> Vec<Co
     several.filter_map(conflict).collect()
 }
 
-/// Pod CIDRs of nodes that are, or lie in, those of other nodes.
+/// Pod CIDRs in which those of other nodes lie, each with all of these nodes.
 fn pod_cidrs<'a>(members: impl Iterator<Item = &'a Member>) -> Vec<Conflict> {
     let of = |member: &'a Member| {
         let cidrs = member.node.pod_cidrs.iter();
@@ -212,33 +218,33 @@ fn pod_cidrs<'a>(members: impl Iterator<Item = &'a Member>) -> Vec<Conflict> {
     let mut claims: Vec<(IpNet, &str)> = members.flat_map(of).collect();
     // A prefix sorts before everything that lies in it.
     sort_by_prefix(&mut claims, |(cidr, _)| *cidr);
-    let mut around: Vec<(IpNet, &str)> = Vec::new();
-    let mut shared: BTreeMap<IpNet, BTreeSet<&str>> = BTreeMap::new();
+    let mut found: Vec<(IpNet, BTreeSet<&str>)> = Vec::new();
     for (cidr, node) in claims {
-        while around.pop_if(|(wider, _)| !wider.contains(&cidr)).is_some() {}
-        if around.iter().any(|(_, other)| *other != node) {
-            shared.entry(cidr).or_default().extend(around.iter().map(|(_, other)| *other).chain([node]));
+        match found.last_mut().filter(|(widest, _)| widest.contains(&cidr)) {
+            Some((_, nodes)) => drop(nodes.insert(node)),
+            None => found.push((cidr, BTreeSet::from([node]))),
         }
-        around.push((cidr, node));
     }
     let conflict = |(cidr, nodes): (IpNet, BTreeSet<&str>)| Conflict {
         claimed: Claimed::PodCidr(cidr),
         nodes: nodes.into_iter().map(str::to_owned).collect(),
     };
-    shared.into_iter().map(conflict).collect()
+    found.into_iter().filter(|(_, nodes)| nodes.len() > 1).map(conflict).collect()
 }
 
-/// What nodes have in the subnet of WireGuard addresses, and pod CIDRs around it.
-fn in_subnet<'a>(members: impl Iterator<Item = &'a Member>, subnet: IpNet) -> Vec<Conflict> {
-    let subnet = subnet.trunc();
+/// What nodes have with a location's WireGuard address in it. Other addresses in the subnet are nodes' to have.
+fn around_wireguard_addresses<'a>(members: impl Iterator<Item = &'a Member>, mesh: &Mesh) -> Vec<Conflict> {
+    let taken: BTreeSet<IpAddr> = mesh.segments.iter().filter_map(|segment| segment.wireguard_ip).collect();
     let mut found = Vec::new();
     for member in members {
         let pods = member.node.pod_cidrs.iter().map(IpNet::trunc);
-        let prefixes = pods.chain(member.private_ip().map(IpNet::from));
-        found.extend(prefixes.filter(|prefix| overlap(prefix, &subnet)).map(|prefix| Conflict {
-            claimed: Claimed::Subnet { prefix, subnet },
-            nodes: vec![member.name().to_owned()],
-        }));
+        for prefix in pods.chain(member.private_ip().map(IpNet::from)) {
+            let first = taken.range(prefix.network()..=prefix.broadcast()).next();
+            found.extend(first.map(|address| Conflict {
+                claimed: Claimed::Wireguard { prefix, address: *address },
+                nodes: vec![member.name().to_owned()],
+            }));
+        }
     }
     found
 }
@@ -246,6 +252,8 @@ fn in_subnet<'a>(members: impl Iterator<Item = &'a Member>, subnet: IpNet) -> Ve
 #[cfg(test)]
 #[allow(clippy::unwrap_used, reason = "tests")]
 mod tests {
+    use std::collections::BTreeMap;
+
     use super::*;
     use crate::{settings::Granularity, topology::Node};
 
@@ -289,27 +297,40 @@ mod tests {
     }
 
     #[test]
-    fn nodes_whose_pod_cidrs_overlap_are_named_with_the_narrower_one() {
+    fn nodes_whose_pod_cidrs_overlap_are_named_with_the_widest_one() {
         let [a1, a2, b3] = [node("a1", "a", 1), node("a2", "a", 2), node("b3", "b", 3)];
         let same = with_pods(b3.clone(), &["10.42.1.0/24"]);
         assert_eq!(found(&[a1.clone(), a2.clone(), same]), ["prefix/10.42.1.0/24: a1 b3"]);
         let wide = with_pods(b3.clone(), &["10.42.0.0/16", "fd00::/64"]);
-        let both = ["prefix/10.42.1.0/24: a1 b3", "prefix/10.42.2.0/24: a2 b3"];
-        assert_eq!(found(&[a1.clone(), a2.clone(), wide.clone()]), both);
+        let all_of_them = ["prefix/10.42.0.0/16: a1 a2 b3"];
+        assert_eq!(found(&[a1.clone(), a2.clone(), wide.clone()]), all_of_them);
         let three = with_pods(a2.clone(), &["10.42.1.0/24"]);
-        assert_eq!(found(&[a1.clone(), three, wide]), ["prefix/10.42.1.0/24: a1 a2 b3"]);
+        assert_eq!(found(&[a1.clone(), three, wide]), all_of_them);
         let twice = with_pods(b3, &["10.42.3.0/24", "10.42.3.0/24", "10.42.3.0/25", "10.42.4.0/24"]);
         assert_eq!(found(&[a1, a2, twice]), [""; 0], "its own do not count, nor do neighbours");
     }
 
     #[test]
-    fn what_a_node_has_in_the_subnet_or_around_it_is_named() {
-        let a1 = Node { internal_ip: "10.4.7.7/16".parse().ok(), ..node("a1", "a", 1) };
-        let b2 = with_pods(node("b2", "b", 2), &["10.4.200.0/24", "10.0.0.0/13", "fd00::/64"]);
-        let wanted = ["prefix/10.4.7.7/32: a1", "prefix/10.4.200.0/24: b2", "prefix/10.0.0.0/13: b2"];
-        assert_eq!(found(&[a1.clone(), b2]), wanted);
-        let text = all(&mesh(&[a1]))[0].to_string();
-        assert!(text.starts_with("a1 claims 10.4.7.7/32, which overlaps --subnet 10.4.0.0/16, so"), "{text}");
+    fn a_text_names_some_of_many_nodes() {
+        let nodes = (0..13).map(|n| format!("n{n:02}")).collect();
+        let text = Conflict { claimed: Claimed::Address([10, 1, 0, 1].into()), nodes }.to_string();
+        assert!(
+            text.starts_with("n00, n01, ") && text.contains(", n09 and 3 more claim the private"),
+            "{text}"
+        );
+    }
+
+    #[test]
+    fn what_a_node_has_is_named_where_a_location_has_its_wireguard_address() {
+        // The locations a and b have 10.4.0.1 and 10.4.0.2.
+        let a1 = Node { internal_ip: "10.4.0.2/16".parse().ok(), ..node("a1", "a", 1) };
+        let b2 = with_pods(node("b2", "b", 2), &["10.4.200.0/24", "10.4.0.0/24", "fd00::/64"]);
+        let b3 = Node { internal_ip: "10.4.7.7/16".parse().ok(), ..node("b3", "b", 3) };
+        let wanted = ["prefix/10.4.0.2/32: a1", "prefix/10.4.0.0/24: b2"];
+        assert_eq!(found(&[a1.clone(), b2.clone(), b3]), wanted);
+        let text = all(&mesh(&[a1, b2]))[0].to_string();
+        let begin = "a1 claims 10.4.0.2/32, in which a location has its WireGuard address 10.4.0.2, so";
+        assert!(text.starts_with(begin), "{text}");
         assert!(text.ends_with("in which no node has an address or a pod CIDR"), "{text}");
     }
 }

@@ -42,7 +42,7 @@ pub use liveness::Liveness;
 pub use local::LocalMesh;
 pub use mesh::{Lost, Mesh, location_of};
 pub use observed_mesh::ObservedMesh;
-pub use peer_acceptance::{PeerAcceptance, PeerAcceptances, peer_acceptances};
+pub use peer_acceptance::{PeerAcceptance, PeerAcceptances, leave_out_unused, peer_acceptances};
 pub use prefix_owners::PrefixOwner;
 pub use private_endpoint::PRIVATE_ENDPOINT_REMEDY;
 pub use published_subnet::{SubnetsDiffer, published_subnet};

@@ -63,6 +63,26 @@ impl PeerAcceptance {
 /// Acceptances by the names of the peers.
 pub type PeerAcceptances = BTreeMap<String, PeerAcceptance>;
 
+/// Leaves out of a mesh the peers that leaders refuse, and the prefixes of the others that nodes keep. Returns who
+/// loses something, with the reason.
+pub fn leave_out_unused(mesh: &mut Mesh, snapshot: &Snapshot) -> Vec<(String, String)> {
+    let acceptances = peer_acceptances(mesh, snapshot);
+    let owners = PrefixOwners::new(mesh);
+    let is_kept = |prefix: &IpNet| owners.find(*prefix).is_some_and(|owner| owner.keeps());
+    let mut used = mesh.peers.clone();
+    used.retain(|peer| acceptances.get(&peer.name).is_none_or(PeerAcceptance::is_accepted));
+    for peer in &mut used {
+        peer.allowed_ips.retain(|prefix| !is_kept(prefix));
+    }
+    mesh.peers = used;
+    let lost = |acceptance: &PeerAcceptance| match acceptance {
+        PeerAcceptance::Refused { why, .. } => Some(format!("is left out: {why}")),
+        PeerAcceptance::Partly(why) => Some(format!("is used in part: {why}")),
+        _ => None,
+    };
+    acceptances.iter().filter_map(|(name, acceptance)| Some((name.clone(), lost(acceptance)?))).collect()
+}
+
 /// All peers, as leaders treat them: a key or a prefix that two claim belongs to a node, or else to the first of
 /// them.
 pub fn peer_acceptances(mesh: &Mesh, snapshot: &Snapshot) -> PeerAcceptances {

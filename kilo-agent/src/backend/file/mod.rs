@@ -297,9 +297,9 @@ fn write(path: &Path, text: &str) -> io::Result<()> {
 /// Removes temporary files that nobody will finish, so that they do not pile up.
 fn remove_left_over(directory: &Path, prefix: &str) {
     let is_left_over = |entry: &fs::DirEntry| {
-        let modified = entry.metadata().and_then(|metadata| metadata.modified());
-        entry.file_name().as_encoded_bytes().starts_with(prefix.as_bytes())
-            && modified.is_ok_and(|modified| modified.elapsed().is_ok_and(|age| age > LEFT_OVER))
+        let is_named = entry.file_name().as_encoded_bytes().starts_with(prefix.as_bytes());
+        let modified = || entry.metadata().and_then(|metadata| metadata.modified());
+        is_named && modified().is_ok_and(|modified| modified.elapsed().is_ok_and(|age| age > LEFT_OVER))
     };
     for entry in fs::read_dir(directory).into_iter().flatten().flatten().filter(is_left_over) {
         let _ = fs::remove_file(entry.path());

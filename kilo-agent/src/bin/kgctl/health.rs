@@ -99,11 +99,11 @@ pub mod tests {
         status.conflicts.push(ConflictStatus {
             object: "key/AQEB".to_owned(),
             nodes: vec!["n000".to_owned(), "n001".to_owned()],
-            remedy: "remove one".to_owned(),
+            text: "n000, n001 claim it: remove one".to_owned(),
         });
         let found = problems(&status);
         let wanted =
-            Problem { object: "key/AQEB".to_owned(), what: "claimed by n000, n001: remove one".to_owned() };
+            Problem { object: "key/AQEB".to_owned(), what: "n000, n001 claim it: remove one".to_owned() };
         assert_eq!(found, [wanted]);
         assert!(retain_location(&mut status.clone(), "odd") && status.retain_node("n001"));
         assert_eq!(problems(&status), found);

@@ -17,7 +17,7 @@ use kilo_agent::{
 use kilo_core::{
     objects::Snapshot,
     settings::{BackendKind, Granularity, defaults},
-    topology::{self, Mesh, Node, PeerAcceptance, SubnetsDiffer, published_subnet},
+    topology::{self, Mesh, Node, SubnetsDiffer, published_subnet},
 };
 
 use crate::{
@@ -131,18 +131,12 @@ pub fn mesh(snapshot: &Snapshot, flags: &MeshFlags) -> Result<Mesh> {
     mesh_of(snapshot, flags, &ready(snapshot, Timestamp::now().0))
 }
 
-/// [`mesh`] without the peers that agents refuse: stderr names them, and says why.
+/// [`mesh`] without the peers, and their prefixes, that belong to others: stderr names them, and says why.
 pub fn mesh_in_use(snapshot: &Snapshot, flags: &MeshFlags) -> Result<Mesh> {
     let mut mesh = mesh(snapshot, flags)?;
-    let acceptances = topology::peer_acceptances(&mesh, snapshot);
-    mesh.peers.retain(|peer| match acceptances.get(&peer.name) {
-        Some(PeerAcceptance::Refused { why, .. }) => {
-            let text = format!("peer {} is left out, as agents do: {why}", peer.name);
-            eprintln!("kgctl: {}", terminal::plain(&text));
-            false
-        }
-        _ => true,
-    });
+    for (name, why) in topology::leave_out_unused(&mut mesh, snapshot) {
+        eprintln!("kgctl: {}", terminal::plain(&format!("peer {name} {why}")));
+    }
     Ok(mesh)
 }
 
