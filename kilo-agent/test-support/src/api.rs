@@ -418,13 +418,21 @@ pub async fn until_may(admin: &Client, user: &str, what: (&str, &str, &str), of:
     .await;
 }
 
-/// Creates a node with a pod CIDR and these annotations.
+/// The pod CIDR of the node with this name: of its number, as `10.42.1.0/24` of `n1`, or else of its letters.
+pub fn pod_cidr(name: &str) -> String {
+    let letters = name.trim_end_matches(|letter: char| letter.is_ascii_digit());
+    let number = name[letters.len()..].parse::<u16>();
+    let number = number.unwrap_or_else(|_| 1_000 + name.bytes().map(u16::from).sum::<u16>());
+    format!("10.{}.{}.0/24", 42 + number / 256, number % 256)
+}
+
+/// Creates a node with a pod CIDR of its own and these annotations.
 pub async fn create_node(client: &Client, name: &str, annotations: &[(&str, &str)]) -> core::Node {
     let mut node = core::Node::default();
     node.metadata.name = Some(name.to_owned());
     let pairs = annotations.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned()));
     node.metadata.annotations = Some(pairs.collect());
-    node.spec = Some(core::NodeSpec { pod_cidr: Some("10.42.1.0/24".to_owned()), ..Default::default() });
+    node.spec = Some(core::NodeSpec { pod_cidr: Some(pod_cidr(name)), ..Default::default() });
     let nodes: Api<core::Node> = Api::all(client.clone());
     nodes.create(&PostParams::default(), &node).await.unwrap()
 }

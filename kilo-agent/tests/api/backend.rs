@@ -79,7 +79,7 @@ async fn nodes_and_peers_are_seen_and_changes_follow_soon() {
     let mut snapshots = backend.watch();
     let first = snapshots.borrow_and_update().clone();
     assert_eq!(first.nodes["seen-a"].location, "here", "known when start returns");
-    assert_eq!(first.nodes["seen-a"].pod_cidrs, ["10.42.1.0/24".parse().unwrap()]);
+    assert_eq!(first.nodes["seen-a"].pod_cidrs, [api::pod_cidr("seen-a").parse().unwrap()]);
 
     // Large annotations: a foreign one, and garbage under a name of ours.
     let large = "x".repeat(100_000);

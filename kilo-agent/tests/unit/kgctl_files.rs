@@ -124,7 +124,7 @@ fn peers_that_agents_refuse_are_left_out_and_named() {
     write_peer_of(place, "other", 2, "10.77.0.2/32");
     for arguments in [&["graph"][..], &["showconf", "node", "a"], &["showconf", "peer", "laptop"]] {
         let said = shown(place, arguments);
-        let why = "peer other is left out, as agents do: spec.publicKey belongs to location:b already";
+        let why = "peer other is left out: spec.publicKey belongs to location:b already";
         assert!(said.contains(why), "{arguments:?}: {said}");
         assert!(!said.contains("\"other\"") && !said.contains("10.77.0.2"), "{arguments:?}: {said}");
         assert!(said.contains("\"laptop\"") || said.contains("192.0.2.2:51820"), "{arguments:?}: {said}");
