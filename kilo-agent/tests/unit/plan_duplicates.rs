@@ -118,13 +118,14 @@ fn nodes_whose_pods_overlap_are_named_to_their_locations_and_to_each_other() {
     let [a1, a2, b1, b2] = [node("a", 1, 11), node("a", 2, 12), node("b", 1, 21), node("b", 2, 22)];
     let wide = Node { pod_cidrs: vec!["10.1.2.0/23".parse().unwrap()], ..b1.clone() };
     let elsewhere = [a1.clone(), a2.clone(), wide, b2.clone()];
-    let both = ["prefix/10.1.2.0/24 a2 b1"];
+    let both = ["prefix/10.1.2.0/23 a2 b1"];
     for (own, wanted) in [("a1", &[][..]), ("a2", &both), ("b1", &both), ("b2", &[])] {
         assert_eq!(prefixes(&elsewhere, own), wanted, "{own}");
     }
-    let in_subnet = Node { pod_cidrs: vec!["10.4.9.0/24".parse().unwrap()], ..a2 };
+    let in_subnet =
+        Node { pod_cidrs: ["10.4.0.0/24", "10.4.9.0/24"].map(|cidr| cidr.parse().unwrap()).to_vec(), ..a2 };
     let nodes = [a1, in_subnet, b1, b2];
-    for (own, wanted) in [("a1", &["prefix/10.4.9.0/24 a2"][..]), ("b1", &[])] {
+    for (own, wanted) in [("a1", &["prefix/10.4.0.0/24 a2"][..]), ("b1", &[])] {
         assert_eq!(prefixes(&nodes, own), wanted, "{own}");
     }
 }

@@ -26,7 +26,7 @@ pub const AWAY: &[&str] = &[
     "API server unreachable",
     "the API server is unreachable",
     "the API server did not answer within",
-    "the API server has not answered within",
+    "(or the directory of --backend=file) has not answered within",
     "the API server answers 5",
     "agents contact the API server one after another",
     // One that has just started does not know all roles yet.
