@@ -239,6 +239,7 @@ impl Drop for VpnPeer {
 
 /// Ends a connectivity test with this signal as soon as its namespace exists; returns its output.
 fn end_by(cluster: &Cluster, signal: &str) -> Result<String> {
+    install_kgctl(cluster)?;
     let script = format!(
         "{KGCTL} connectivity-test > /tmp/connectivity.log 2>&1 & test=$!
          until kubectl get namespaces -o name | grep -q connectivity; do kill -0 $test; sleep 0.1; done
