@@ -149,6 +149,15 @@ impl<'a> Choice<'a> {
         }
     }
 
+    /// Whether every ordinary check runs, and first that everybody reaches everybody.
+    fn has_ordinary(&self) -> bool {
+        match self {
+            Self::All => true,
+            Self::Named(_) => false,
+            Self::Parts(parts) => parts.contains(&ClusterPart::Always),
+        }
+    }
+
     fn has(&self, check: &Check) -> bool {
         match self {
             Self::All => true,
@@ -162,6 +171,13 @@ impl<'a> Choice<'a> {
 /// when an agent is refused something or logs a warning that the check does not cause.
 pub fn run(cluster: &Cluster, choice: &Choice) -> Vec<TestOutcome> {
     let mut outcomes = Vec::new();
+    let started = Instant::now();
+    // Pods that have just started may not have an IPv6 address that answers yet.
+    if !choice.has_ordinary()
+        && let Err(error) = settled(cluster)
+    {
+        outcomes.push(outcome("everybody reaches everybody before the first check", started, Some(&error)));
+    }
     let mut logs = Logs::start(cluster);
     for check in CHECKS.iter().filter(|check| choice.has(check)).chain([&LAST]) {
         let started = Instant::now();
