@@ -28,7 +28,7 @@ pub fn sender_of<O: Ip>(ctx: &TcContext, outer: &O) -> Result<&'static NodeValue
     forwarding::arrives(O::sender(outer.src()), packet::ifindex(ctx))
 }
 
-/// True for an encapsulated packet that is forwarded although its outer source is no node that may send by the
+/// True for an encapsulated packet that is forwarded although its outer source is not a node that may send by the
 /// interface that brought it: a container made it, which may have written another node's address, or have got
 /// this host's from somebody's masquerading.
 #[inline(always)]

@@ -6,9 +6,11 @@ use kilo_core::{
     observed::{HostLinks, Uplink},
     plan::{self, HopIds, Inputs},
     relay::RelayInputs,
-    settings::{Encapsulate, Granularity, Settings, Tunnel},
+    settings::Settings,
     topology::{Mesh, Node, Peer},
 };
+
+use kilo_test_support::settings::settings;
 
 use crate::{Figures, objects};
 
@@ -45,16 +47,8 @@ pub fn measure(figures: &mut Figures, count: usize) {
 }
 
 fn compute(nodes: &[Arc<Node>], peers: &BTreeMap<String, Peer>, own: &str) -> Duration {
-    let settings = Settings {
-        granularity: Granularity::Location,
-        encapsulate: Encapsulate::Always,
-        tunnel: Tunnel::Ipip,
-        local: true,
-        cni: true,
-        subnet: "10.4.0.0/16".parse().unwrap(),
-        service_cidrs: vec!["10.96.0.0/16".parse().unwrap()],
-        port: 51_820,
-    };
+    let service_cidrs = vec!["10.96.0.0/16".parse().unwrap()];
+    let settings = Settings { service_cidrs, ..settings() };
     let uplink = Uplink { v4: Some([192, 0, 2, 11].into()), v6: None };
     let links = HostLinks {
         kilo: 9,

@@ -7,7 +7,7 @@ label_values! {
     Refusal {
         /// It cannot be parsed.
         Malformed => "malformed",
-        /// Its sender is no node of this location.
+        /// Its sender is not a node of this location.
         Unknown => "unknown",
         /// It did not come from the sender's address.
         Foreign => "foreign",

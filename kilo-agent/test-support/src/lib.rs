@@ -15,4 +15,5 @@ pub mod dot;
 pub mod netns;
 pub mod scrape;
 pub mod seed;
+pub mod settings;
 pub mod wait;

@@ -24,7 +24,7 @@ use kilo_core::{
     observed::HostLinks,
     plan::{self, HopIds, Inputs, model},
     relay::RelayInputs,
-    settings::{Encapsulate, Granularity, Settings, Tunnel},
+    settings::Settings,
     topology::Mesh,
     wireguard::{conf::Conf, key::PublicKey},
 };
@@ -36,6 +36,7 @@ use serde_json::{Value, json};
 
 use api::{ADMIN, ApiServer, apply, apply_crds, create_node};
 use dot::Graph;
+use kilo_test_support::settings::settings;
 
 const KGCTL: &str = env!("CARGO_BIN_EXE_kgctl");
 const LABEL: &str = "topology.kubernetes.io/region";
@@ -224,14 +225,9 @@ impl Cluster {
         let snapshot = backend.watch().borrow().clone();
         assert!(snapshot.problems.is_empty(), "{:?}", snapshot.problems);
         let settings = Settings {
-            granularity: Granularity::Location,
-            encapsulate: Encapsulate::Always,
-            tunnel: Tunnel::Ipip,
-            local: true,
-            cni: true,
             subnet: self.subnet().parse().unwrap(),
             service_cidrs: vec![self.services().parse().unwrap()],
-            port: 51820,
+            ..settings()
         };
         let mesh = Mesh::new(
             snapshot.nodes.iter().map(|known| &**known.node),

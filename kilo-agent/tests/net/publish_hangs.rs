@@ -17,14 +17,12 @@ use kilo_agent::{
 };
 use kilo_core::{
     objects::{Published, Snapshot},
-    settings::{
-        AttachMode, Compatibility, Encapsulate, EndpointFrom, Granularity, HostRouting, Masquerade, Settings,
-        Tunnel, WireguardMode,
-    },
+    settings::{AttachMode, Compatibility, EndpointFrom, HostRouting, Masquerade, WireguardMode},
     topology::PeerAcceptances,
     wireguard::key::SecretKey,
 };
 use kilo_host::{cni::CniConfiguration, interface, net::mtu::Mtu};
+use kilo_test_support::settings::settings;
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 
@@ -88,16 +86,7 @@ fn options() -> agent::Options {
             create: true,
             executable: PathBuf::from(env!("CARGO_BIN_EXE_kg")),
         },
-        settings: Settings {
-            granularity: Granularity::Location,
-            encapsulate: Encapsulate::Always,
-            tunnel: Tunnel::Ipip,
-            local: true,
-            cni: true,
-            subnet: "10.4.0.0/16".parse().unwrap(),
-            service_cidrs: Vec::new(),
-            port: 51820,
-        },
+        settings: settings(),
         mtu: Mtu::Auto,
         compatibility: Compatibility::None,
         resync: Duration::from_secs(3600),

@@ -10,29 +10,16 @@ use kilo_core::{
     observed::HostLinks,
     plan::{self, HopIds, HostPlan, Inputs},
     relay::RelayInputs,
-    settings::{Encapsulate, Granularity, Settings, Tunnel},
+    settings::Settings,
     topology::{LocalMesh, Mesh, Node},
     wireguard::key::PublicKey,
 };
+pub use kilo_test_support::settings::settings;
 
 static RESOLVED: BTreeMap<String, IpAddr> = BTreeMap::new();
 static SEEN: BTreeMap<PublicKey, SocketAddr> = BTreeMap::new();
 static RELAYS: RelayInputs = RelayInputs { listens: false, endpoints: BTreeMap::new() };
 static SIGNAL_KEYS: BTreeMap<IpAddr, SignalKey> = BTreeMap::new();
-
-/// One leader in each location, IPIP to all others there, and defaults otherwise.
-pub fn settings() -> Settings {
-    Settings {
-        granularity: Granularity::Location,
-        encapsulate: Encapsulate::Always,
-        tunnel: Tunnel::Ipip,
-        local: true,
-        cni: true,
-        subnet: "10.4.0.0/16".parse().unwrap(),
-        service_cidrs: Vec::new(),
-        port: 51_820,
-    }
-}
 
 /// The mesh of these nodes with [`settings`], without VPN peers.
 pub fn mesh(nodes: &[Node]) -> Mesh {

@@ -33,7 +33,7 @@ use super::{
     programs::Programs,
 };
 
-/// Locked by whoever changes entries of `node_v4` and `node_v6`. The kernel replaces an entry as a whole: a mark
+/// Locked while entries of `node_v4` and `node_v6` are changed. The kernel replaces an entry as a whole: a mark
 /// ([`led_members`](super::led_members)) could otherwise bring back the other fields as they were before a
 /// reconcile wrote them, and no later reconcile would see a difference. A mark that a reconcile overwrites with
 /// an older plan is in the next plan.
