@@ -148,7 +148,7 @@ impl Sim {
         for at in (1..until / SEC).map(|second| second * SEC) {
             for node in 0..self.hosts.len() {
                 let at = at + self.rng.between(MS, 500 * MS);
-                self.at(at, Event::Place(node));
+                self.at(at, Event::ReadObjects(node));
             }
         }
     }
@@ -176,11 +176,12 @@ impl Sim {
         }
         // A node that has joined takes a share of everybody's.
         let joined = self.led_by_first..all.len();
-        let place = |node: usize| {
-            let taken = joined.clone().rev().find(|place| node / self.led_by_first % (place + 1) == *place);
+        let assigned = |node: usize| {
+            let taken =
+                joined.clone().rev().find(|leader| node / self.led_by_first % (leader + 1) == *leader);
             taken.unwrap_or(node % self.led_by_first)
         };
-        let home = |node: usize| match place(node) {
+        let home = |node: usize| match assigned(node) {
             _ if active.contains(&node) => node,
             home if active.contains(&home) => home,
             _ => active[node / all.len() % active.len()],
@@ -311,11 +312,11 @@ impl Sim {
             }
             Event::ToFar { gateway, far, bytes } => self.far_hear(gateway, far, &bytes),
             Event::FarApplies { far } => self.far_apply(far),
-            Event::FarPlace(far) => self.far_plan(far),
+            Event::FarPlans(far) => self.far_plan(far),
             Event::FarResume(far) => self.far_resume(far),
             Event::FarWake(far) => self.far_wake_up(far),
             Event::FarForgets(far) => self.far_forget(far),
-            Event::Place(node) => self.set_place(node),
+            Event::ReadObjects(node) => self.set_own_location(node),
             Event::Active(active) => self.active = active,
             Event::Packet => self.send_packet(),
             Event::FarProbe { far, gateway, nonce, back } => self.far_probe(far, gateway, nonce, back),

@@ -95,7 +95,7 @@ pub(crate) struct Gateway {
 #[derive(Clone, Debug)]
 pub struct Agent {
     pub(crate) params: Params,
-    pub(crate) place: OwnLocation,
+    pub(crate) own_location: OwnLocation,
     pub(crate) word: (Term, NodeId),
     pub(crate) word_since: Micros,
     /// The latest term heard of.
@@ -149,16 +149,21 @@ impl Gateway {
 }
 
 impl Agent {
-    /// Starts an agent, as a gateway if `place` says so. `random`: 64 random bits.
-    pub fn new(params: Params, place: OwnLocation, start: Start, random: &mut dyn FnMut() -> u64) -> Self {
+    /// Starts an agent, as a gateway if `own_location` says so. `random`: 64 random bits.
+    pub fn new(
+        params: Params,
+        own_location: OwnLocation,
+        start: Start,
+        random: &mut dyn FnMut() -> u64,
+    ) -> Self {
         let Start { now, clock, word, led, is_boot } = start;
-        let first = now + random() % params.member_interval(place.nodes.len()).max(1);
+        let first = now + random() % params.member_interval(own_location.nodes.len()).max(1);
         let mut agent = Self {
             member: Member::new(first),
             gateway: None,
             ordered: None,
             left: BTreeMap::new(),
-            leaving_since: place.leaving.keys().map(|node| (*node, now)).collect(),
+            leaving_since: own_location.leaving.keys().map(|node| (*node, now)).collect(),
             not_first_since: None,
             word,
             word_since: now,
@@ -168,10 +173,10 @@ impl Agent {
             clock: clock.wrapping_sub(now),
             due: Micros::MAX,
             params,
-            place,
+            own_location,
         };
-        if agent.place.gateways.contains(&agent.place.me) {
-            agent.gateway = Some(Gateway::new(&agent.params, &agent.place.fars, now, random));
+        if agent.own_location.gateways.contains(&agent.own_location.me) {
+            agent.gateway = Some(Gateway::new(&agent.params, &agent.own_location.fars, now, random));
             agent.resume_leading(led, now);
         }
         if is_boot {
@@ -193,7 +198,8 @@ impl Agent {
 
     /// A node that has started anew asks every gateway whether it leads.
     fn ask_after_boot(&mut self, now: Micros) {
-        let others = self.place.gateways.iter().copied().filter(|gateway| *gateway != self.place.me);
+        let others =
+            self.own_location.gateways.iter().copied().filter(|gateway| *gateway != self.own_location.me);
         for gateway in others.collect::<Vec<_>>() {
             for pause in [200 * MS, 500 * MS, SEC] {
                 // As of the moment in which it is sent: what is sent before that has a smaller number.
@@ -205,7 +211,7 @@ impl Agent {
     }
 
     pub(crate) fn sender(&self) -> Sender {
-        Sender { me: self.place.me, location: self.place.location }
+        Sender { me: self.own_location.me, location: self.own_location.location }
     }
 
     /// A number that grows, even across restarts of the agent.
@@ -217,11 +223,11 @@ impl Agent {
         MemberView {
             sender: self.sender(),
             word: self.word,
-            gateways: &self.place.gateways,
-            fars: &self.place.fars,
-            nodes: self.place.nodes.len(),
+            gateways: &self.own_location.gateways,
+            fars: &self.own_location.fars,
+            nodes: self.own_location.nodes.len(),
             stamp: self.stamp(now),
-            cookies: &self.place.cookies,
+            cookies: &self.own_location.cookies,
         }
     }
 
@@ -311,8 +317,11 @@ impl Agent {
         member.wake_up(&self.params, &self.member_view(turn.now), turn);
         self.member = member;
         let Some(gateway) = &mut self.gateway else { return };
-        let (params, sender, now) =
-            (&self.params, Sender { me: self.place.me, location: self.place.location }, turn.now);
+        let (params, sender, now) = (
+            &self.params,
+            Sender { me: self.own_location.me, location: self.own_location.location },
+            turn.now,
+        );
         let was_busy = gateway.tunnels.is_busy(now);
         gateway.tunnels.wake_up(params, turn);
         gateway.check_overload(params, sender.me, self.word, now);
@@ -332,7 +341,7 @@ impl Agent {
                 gateway.detector.rest();
             } else {
                 let Gateway { tunnels, detector, .. } = gateway;
-                detector.lan_counts = self.place.gateways.contains(&self.word.1);
+                detector.lan_counts = self.own_location.gateways.contains(&self.word.1);
                 let targets = tunnels.targets(params, now);
                 let far = detector.probe(params, self.word.1, &targets, |far| tunnels.usual(far), turn);
                 // This node's own tunnel to the same far leader is probed at once.
@@ -344,9 +353,9 @@ impl Agent {
             gateway.detector.probe_between(params, self.word.1, turn);
         }
         if now >= gateway.next_roll {
-            let (pause, count) = params.roll_of(self.place.nodes.len());
+            let (pause, count) = params.roll_of(self.own_location.nodes.len());
             gateway.next_roll = now + turn.jittered(pause);
-            for member in gateway.roll.next(&self.place.nodes, &self.place.gateways, count) {
+            for member in gateway.roll.next(&self.own_location.nodes, &self.own_location.gateways, count) {
                 if member != sender.me {
                     gateway::ask(sender, member, &mut gateway.roll, turn);
                 }
@@ -381,19 +390,19 @@ impl Agent {
 
     fn send_hello(&self, turn: &mut Turn<'_>) {
         let Some(gateway) = &self.gateway else { return };
-        let leads = gateway.lead.as_ref().filter(|_| self.word.1 == self.place.me);
+        let leads = gateway.lead.as_ref().filter(|_| self.word.1 == self.own_location.me);
         let now = turn.now;
         let hello = |to: &NodeId| Body::Hello {
             is_fit: gateway.tunnels.is_fit(&self.params, now),
-            is_busy: gateway.tunnels.is_busy(now) && gateway.leads(self.place.me, self.word),
+            is_busy: gateway.tunnels.is_busy(now) && gateway.leads(self.own_location.me, self.word),
             leads: leads.is_some(),
             gateway: self.word.1,
-            cookie: self.place.cookie(*to),
+            cookie: self.own_location.cookie(*to),
             losses: gateway.others.recent_losses(&self.params, now),
         };
         // A term that only one member has named is not passed on.
         let term = leads.map_or(self.known, Lead::term);
-        for other in self.place.gateways.iter().filter(|other| **other != self.place.me) {
+        for other in self.own_location.gateways.iter().filter(|other| **other != self.own_location.me) {
             let signal = self.sender().signal(Kind::Hello, self.stamp(now), term, hello(other));
             turn.push(Output::Lan(*other, signal));
         }
@@ -407,9 +416,10 @@ mod tests {
     #[test]
     fn numbers_grow_in_the_order_of_sending_after_a_boot() {
         use test_bench::{LEADER, ME, MEMBER};
-        let place = test_bench::Bench::new().agent.place;
+        let own_location = test_bench::Bench::new().agent.own_location;
         let start = Start { now: SEC, clock: SEC, word: (Term::NONE, LEADER), led: vec![], is_boot: true };
-        let mut agent = Agent::new(Params::default(), OwnLocation { me: MEMBER, ..place }, start, &mut || 1);
+        let mut agent =
+            Agent::new(Params::default(), OwnLocation { me: MEMBER, ..own_location }, start, &mut || 1);
         let mut sent = Vec::new();
         for now in (SEC..3 * SEC).step_by(10_000) {
             for output in agent.turn(now, Vec::new(), &mut || 1) {

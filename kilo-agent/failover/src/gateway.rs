@@ -210,7 +210,7 @@ impl Lead {
     }
 
     /// Sets the current nodes and far leaders; returns whether the members led have changed.
-    pub fn set_place(&mut self, nodes: &[NodeId], fars: &[Far], now: Micros) -> bool {
+    pub fn set_nodes_and_fars(&mut self, nodes: &[NodeId], fars: &[Far], now: Micros) -> bool {
         self.moved.retain(|far, _| fars.contains(far));
         for far in fars {
             if !self.moved.contains_key(far) {

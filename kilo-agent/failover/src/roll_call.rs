@@ -28,7 +28,7 @@ pub struct Roll {
     /// Kernels heard before this do not count as reachable now.
     since: Micros,
     /// Index of the next node to be called when the location is called in parts.
-    place: usize,
+    position: usize,
 }
 
 impl Roll {
@@ -44,8 +44,8 @@ impl Roll {
 
     /// The next `count` nodes to be called, in turn, and all gateways each time.
     pub fn next(&mut self, nodes: &[NodeId], gateways: &[NodeId], count: usize) -> BTreeSet<NodeId> {
-        let begin = self.place % nodes.len().max(1);
-        self.place = begin + count;
+        let begin = self.position % nodes.len().max(1);
+        self.position = begin + count;
         let (first, rest) = nodes.split_at(begin.min(nodes.len()));
         let part = rest.iter().chain(first).take(count);
         part.chain(gateways.iter().filter(|gateway| nodes.contains(gateway))).copied().collect()

@@ -46,7 +46,7 @@ impl Thread {
         let Some((location, acting)) = site.fars.get(&far).zip(self.fars.get_mut(&far)) else {
             return self.metrics.refused(Refusal::Gateway);
         };
-        let me = site.place.me;
+        let me = site.own_location.me;
         let claimed = claimed(&self.params, (location, acting), (far, from), signal, &site.names, (me, now));
         if claimed.foreign > 0 {
             self.metrics.refused(Refusal::Member);
@@ -116,7 +116,7 @@ impl Thread {
                 acting.probed(nonce, now, PATIENCE);
             }
             let body = Body::Empty;
-            let (sender, location_id) = (site.place.me, site.place.location);
+            let (sender, location_id) = (site.own_location.me, site.own_location.location);
             let probe =
                 Signal { kind: Kind::Probe, nonce, term: Term::NONE, sender, location: location_id, body };
             self.tunnel_to(location, old, &probe);

@@ -26,7 +26,7 @@ use crate::far::{FarLocation, far_location, held, id};
 #[derive(Clone, Debug)]
 pub struct Site {
     /// This location.
-    pub place: OwnLocation,
+    pub own_location: OwnLocation,
     /// Private address of this node.
     pub private: IpAddr,
     /// Address of this node inside tunnels.
@@ -153,7 +153,7 @@ impl Site {
         let is_mixed = members.any(|member| !member.node.is_capable());
         Some(Self {
             is_mixed,
-            place: OwnLocation {
+            own_location: OwnLocation {
                 me,
                 location: signal_id::location(&segment.location),
                 gateways: ids,
@@ -178,17 +178,17 @@ impl Site {
 
     /// The gateway a word's hop id stands for.
     pub fn gateway_of(&self, hop: u16) -> Option<NodeId> {
-        gateway_of(self.place.me, &self.nodes, hop)
+        gateway_of(self.own_location.me, &self.nodes, hop)
     }
 
     /// Term and gateway of a word; Kilo's leader if the hop id is unknown.
     pub fn said(&self, word: u64) -> (Term, NodeId) {
-        said(self.place.me, &self.nodes, self.leader, word)
+        said(self.own_location.me, &self.nodes, self.leader, word)
     }
 
     /// The hop id of a gateway.
     pub fn hop_of(&self, gateway: NodeId) -> Option<u16> {
-        if gateway == self.place.me {
+        if gateway == self.own_location.me {
             return u16::try_from(HOP_REMOTE).ok();
         }
         self.nodes.get(&gateway).map(|node| node.hop)
@@ -209,7 +209,7 @@ impl Site {
 
     /// Whether this node is a gateway.
     pub fn is_gateway(&self) -> bool {
-        self.place.gateways.contains(&self.place.me)
+        self.own_location.gateways.contains(&self.own_location.me)
     }
 }
 

@@ -211,10 +211,11 @@ impl Thread {
         self.set_fars(site, now);
         self.followers.set_known(&site.followers, now);
         self.site = Some(Arc::clone(site));
-        let takes_part = site.place.gateways.len() > 1 && site.place.nodes.contains(&site.place.me);
+        let takes_part =
+            site.own_location.gateways.len() > 1 && site.own_location.nodes.contains(&site.own_location.me);
         match &mut self.agent {
             Some(agent) if takes_part => {
-                let out = agent.set_place(site.place.clone(), now, &mut random);
+                let out = agent.set_own_location(site.own_location.clone(), now, &mut random);
                 self.act(site, out);
             }
             Some(_) => {
@@ -236,9 +237,9 @@ impl Thread {
         let marked = self.tools.led.read();
         let is_marked = |(_, node): &(&NodeId, &super::site::Neighbour)| marked.contains(&node.address);
         self.led = site.nodes.iter().filter(is_marked).map(|(id, _)| *id).collect();
-        let leads_itself = term > Term::NONE && gateway == site.place.me;
+        let leads_itself = term > Term::NONE && gateway == site.own_location.me;
         let led: Vec<NodeId> =
-            self.led.iter().copied().chain(leads_itself.then_some(site.place.me)).collect();
+            self.led.iter().copied().chain(leads_itself.then_some(site.own_location.me)).collect();
         let start = Start {
             now,
             // Counts from boot, like the kernel's cookies.
@@ -251,7 +252,7 @@ impl Thread {
             // This node leads nobody, whatever it did before.
             self.mark(site, &[]);
         }
-        let mut agent = Agent::new(self.params.clone(), site.place.clone(), start, &mut random);
+        let mut agent = Agent::new(self.params.clone(), site.own_location.clone(), start, &mut random);
         if leads_itself && site.written == Some(term) {
             agent.lead_location();
         }
@@ -260,8 +261,8 @@ impl Thread {
         tracing::info!(
             leader = self.name(gateway),
             term = term.count(),
-            gateways = site.place.gateways.len(),
-            nodes = site.place.nodes.len(),
+            gateways = site.own_location.gateways.len(),
+            nodes = site.own_location.nodes.len(),
             "failover is on in this location"
         );
     }

@@ -14,7 +14,7 @@ impl Sim {
         if !host.wires.on || host.is_go {
             return;
         }
-        let place = self.place(node);
+        let own_location = self.own_location(node);
         let (term, gateway) = host.said();
         let leads_itself = term > Term::NONE && gateway == host::id(node);
         let led: BTreeSet<usize> = host.led.iter().copied().chain(leads_itself.then_some(node)).collect();
@@ -26,7 +26,7 @@ impl Sim {
             is_boot,
         };
         let rng = &mut self.rng;
-        let mut agent = Agent::new(self.params.clone(), place, start, &mut || rng.bits());
+        let mut agent = Agent::new(self.params.clone(), own_location, start, &mut || rng.bits());
         if leads_itself && host.was_written == Some(term) {
             agent.lead_location();
         }
@@ -44,7 +44,7 @@ impl Sim {
         order.filter(|node| !self.no_gateways.contains(node)).map(host::id).collect()
     }
 
-    pub(super) fn place(&self, node: usize) -> OwnLocation {
+    pub(super) fn own_location(&self, node: usize) -> OwnLocation {
         let is_ours = |gateway: &NodeId| !self.hosts[host::index(*gateway)].is_go;
         OwnLocation {
             me: host::id(node),
@@ -64,27 +64,27 @@ impl Sim {
     pub(super) fn objects_changed(&mut self) {
         for node in 0..self.hosts.len() {
             let at = self.now + self.rng.between(MS, 500 * MS);
-            self.at(at, Event::Place(node));
+            self.at(at, Event::ReadObjects(node));
         }
     }
 
-    pub(super) fn set_place(&mut self, node: usize) {
-        let place = self.place(node);
-        self.fall_to_kilos_leader(node, &place);
+    pub(super) fn set_own_location(&mut self, node: usize) {
+        let own_location = self.own_location(node);
+        self.fall_to_kilos_leader(node, &own_location);
         let Some(mut agent) = self.hosts[node].agent.take() else { return };
         let rng = &mut self.rng;
-        let outputs = agent.set_place(place, self.now, &mut || rng.bits());
+        let outputs = agent.set_own_location(own_location, self.now, &mut || rng.bits());
         outputs.into_iter().for_each(|output| self.output(node, output));
         self.hosts[node].agent = Some(agent);
         self.run_agent(node);
     }
 
     /// The gateway that a node's word names is no longer one: does what the agent's thread does.
-    pub(super) fn fall_to_kilos_leader(&mut self, node: usize, place: &OwnLocation) {
+    pub(super) fn fall_to_kilos_leader(&mut self, node: usize, own_location: &OwnLocation) {
         let host = &mut self.hosts[node];
         let (term, gateway) = host.said();
-        let Some(first) = place.gateways.first().copied() else { return };
-        if host.agent.is_some() && term > Term::NONE && !place.gateways.contains(&gateway) {
+        let Some(first) = own_location.gateways.first().copied() else { return };
+        if host.agent.is_some() && term > Term::NONE && !own_location.gateways.contains(&gateway) {
             host.word = lead::word(term, host::index(first) as u16);
             host.inbox.push(Input::Word(term, first));
             self.followed[node].insert((term, first));

@@ -91,7 +91,7 @@ impl Sim {
                 self.objects_changed();
                 for far in 0..self.fars.len() {
                     let at = self.now + self.rng.between(MS, 500 * MS);
-                    self.at(at, Event::FarPlace(far));
+                    self.at(at, Event::FarPlans(far));
                 }
             }
             Fault::Leap(node) if on => self.send_leap(node),

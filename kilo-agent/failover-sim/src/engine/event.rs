@@ -68,14 +68,14 @@ pub(crate) enum Event {
         far: usize,
     },
     /// A node's agent reads the objects.
-    Place(usize),
+    ReadObjects(usize),
     /// So many of the first gateways lead from now on.
     Active(usize),
     /// The next packet of the traffic.
     Packet,
     FarResume(usize),
     /// A far leader learns who the gateways are.
-    FarPlace(usize),
+    FarPlans(usize),
     FarWake(usize),
     /// A far leader's agent forgets what its device had when it started.
     FarForgets(usize),

@@ -83,7 +83,7 @@ impl Sim {
         if stays_alone {
             // A decision without a request takes effect with the next plan.
             let at = self.now + self.rng.between(2 * MS, 8 * MS);
-            self.at(at, Event::FarPlace(far));
+            self.at(at, Event::FarPlans(far));
         }
         if let Some(old) = step.asks {
             for pause in [0, 20 * MS] {

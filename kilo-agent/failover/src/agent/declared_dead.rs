@@ -43,8 +43,8 @@ impl Agent {
     /// A leader that never answered roll calls is declared dead by the gateway that has taken over from it:
     /// it does not know them, or has been dead since before this agent started.
     pub fn declares_dead(&self, now: Micros) -> Option<NodeId> {
-        let (me, gateway) = (self.place.me, self.gateway.as_ref()?);
-        let leader = *self.place.gateways.first().filter(|leader| **leader != me)?;
+        let (me, gateway) = (self.own_location.me, self.gateway.as_ref()?);
+        let leader = *self.own_location.gateways.first().filter(|leader| **leader != me)?;
         let leads = |lead: &Lead| lead.shared() != Shared::Stay && lead.since() + LEADS <= now;
         let leads = self.word.1 == me && gateway.lead.as_ref().is_some_and(leads);
         let counts_for = gateway.roll.counts_for();
@@ -55,21 +55,21 @@ impl Agent {
         let leads = leads && heard * 2 >= others.len();
         let Some(last) = gateway.roll.last(leader) else {
             let was_asked = gateway.since + counts_for <= now;
-            return (leads && (was_asked || !self.place.nodes.contains(&leader))).then_some(leader);
+            return (leads && (was_asked || !self.own_location.nodes.contains(&leader))).then_some(leader);
         };
         if last.at + counts_for > now {
             return None;
         }
-        let before = self.place.gateways.iter().skip(1).take_while(|gateway| **gateway != me);
+        let before = self.own_location.gateways.iter().skip(1).take_while(|gateway| **gateway != me);
         let hears_most = others.is_empty() || heard * 2 > others.len();
-        let is_next = self.place.fars.is_empty() && hears_most && !before.into_iter().any(is_heard);
+        let is_next = self.own_location.fars.is_empty() && hears_most && !before.into_iter().any(is_heard);
         (leads || is_next).then_some(leader)
     }
 
     /// Whether no third node of the location knows signals: nobody can then show that this
     /// node's own network works.
     pub fn has_no_witness(&self) -> bool {
-        let leader = self.place.gateways.first().copied().unwrap_or(self.place.me);
+        let leader = self.own_location.gateways.first().copied().unwrap_or(self.own_location.me);
         self.others(leader).next().is_none()
     }
 
@@ -79,8 +79,8 @@ impl Agent {
     }
 
     fn others(&self, leader: NodeId) -> impl Iterator<Item = &NodeId> {
-        let me = self.place.me;
-        self.place.nodes.iter().filter(move |node| ![me, leader].contains(node))
+        let me = self.own_location.me;
+        self.own_location.nodes.iter().filter(move |node| ![me, leader].contains(node))
     }
 }
 
@@ -115,7 +115,7 @@ mod tests {
         answer: &[NodeId],
         start: Start,
     ) -> Option<NodeId> {
-        let place = OwnLocation {
+        let own_location = OwnLocation {
             me: ME,
             location: 7,
             gateways: nodes.iter().copied().filter(|node| *node < 4).collect(),
@@ -131,7 +131,7 @@ mod tests {
             number
         };
         let begins = start.now;
-        let mut agent = Agent::new(Params::default(), place, start, &mut random);
+        let mut agent = Agent::new(Params::default(), own_location, start, &mut random);
         agent.lead_location();
         let (mut now, mut inputs) = (begins, Vec::new());
         while now < time {

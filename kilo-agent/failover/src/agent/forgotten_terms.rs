@@ -61,7 +61,7 @@ impl Agent {
             return;
         }
         if self.leads_by_order(turn.now) && self.params.keeps(Rule::CatchesUp) {
-            for far in self.place.fars.clone() {
+            for far in self.own_location.fars.clone() {
                 self.ask(far, Term::NONE, turn);
             }
         }
@@ -79,7 +79,7 @@ impl Agent {
     /// Leads in a later term when a far leader knows a later one than this gateway leads in: the far leader
     /// takes no claim of an earlier term.
     pub(crate) fn catch_up_with(&mut self, term: Term, turn: &mut Turn<'_>) {
-        let (me, now) = (self.place.me, turn.now);
+        let (me, now) = (self.own_location.me, turn.now);
         let leads_by_order = self.leads_by_order(now);
         let Some(gateway) = &mut self.gateway else { return };
         let leads_in = gateway.lead.as_ref().map(Lead::term).or(leads_by_order.then_some(Term::NONE));
@@ -113,16 +113,16 @@ impl Agent {
     /// Whether it leads by Kilo's order, in no term, and has heard of no other leader.
     fn leads_by_order(&self, now: Micros) -> bool {
         let Some(gateway) = &self.gateway else { return false };
-        self.word == (Term::NONE, self.place.me)
+        self.word == (Term::NONE, self.own_location.me)
             && gateway.lead.is_none()
-            && self.place.several.is_none()
+            && self.own_location.several.is_none()
             && !gateway.others.is_led_since(&self.params, Term::NONE, now)
     }
 
     /// Whether every other gateway has recently said that it leads nobody.
     fn nobody_else_leads(&self, now: Micros) -> bool {
         let Some(gateway) = &self.gateway else { return false };
-        let mut others = self.place.gateways.iter().filter(|other| **other != self.place.me);
+        let mut others = self.own_location.gateways.iter().filter(|other| **other != self.own_location.me);
         others.all(|other| gateway.others.leads_nobody(&self.params, *other, now))
     }
 }
@@ -150,7 +150,7 @@ mod tests {
         let term = Term::NONE.next(next);
         for (word, is_behind) in [((Term::NONE, me), true), ((Term::NONE, next), true), ((term, next), false)]
         {
-            let place = OwnLocation {
+            let own_location = OwnLocation {
                 me,
                 location: 7,
                 gateways: vec![me, next],
@@ -161,9 +161,9 @@ mod tests {
                 cookies: BTreeMap::new(),
             };
             let start = Start { now: 0, clock: 0, word, led: Vec::new(), is_boot: false };
-            let mut agent = Agent::new(Params::default(), place, start, &mut || 1);
+            let mut agent = Agent::new(Params::default(), own_location, start, &mut || 1);
             // As after a planned change, until the other gateway has said that it follows itself.
-            let mut lead = Lead::new(agent.sender(), Term::NONE, &agent.place.fars, 0);
+            let mut lead = Lead::new(agent.sender(), Term::NONE, &agent.own_location.fars, 0);
             lead.add([next], 0);
             agent.gateway.as_mut().expect("it is one").lead = Some(lead);
             let (mut out, mut later) = (Vec::new(), Vec::new());

@@ -35,14 +35,14 @@ impl Several {
 
 /// Minimum time between two gateways that take members from others.
 const APART: Micros = 60 * SEC;
-/// How much later than the place before it each place takes members, at least.
-const PLACES_APART: Micros = 3 * SEC;
+/// How much later than the position before it each position takes members, at least.
+const POSITIONS_APART: Micros = 3 * SEC;
 
-/// How much later than the first place this one takes members. All see the same change, or start at the
-/// same time: before its turn, a place has mostly seen in a roll call of the `whole` location that the one
+/// How much later than the first position this one takes members. All see the same change, or start at the
+/// same time: before its turn, a position has mostly seen in a roll call of the `whole` location that the one
 /// before has taken some.
-fn later(place: usize, whole: Micros) -> Micros {
-    APART.min(place as u64 * PLACES_APART.max(2 * whole))
+fn later(position: usize, whole: Micros) -> Micros {
+    APART.min(position as u64 * POSITIONS_APART.max(2 * whole))
 }
 
 /// Whether a gateway that has been `healthy` for so long takes the members of one that has been about to go
@@ -79,9 +79,9 @@ impl Agent {
 
     /// Takes the nodes whose home this gateway is.
     pub(crate) fn take_home(&mut self, turn: &mut Turn<'_>) {
-        let (me, now, is_back) = (self.place.me, turn.now, self.is_back());
+        let (me, now, is_back) = (self.own_location.me, turn.now, self.is_back());
         let hears_others = self.hears_others(now);
-        let (Some(several), Some(gateway)) = (&self.place.several, &mut self.gateway) else { return };
+        let (Some(several), Some(gateway)) = (&self.own_location.several, &mut self.gateway) else { return };
         if let Some(lead) = &mut gateway.lead {
             lead.claim_again_within(Self::REFRESH, now);
         }
@@ -102,13 +102,14 @@ impl Agent {
             known => Some(known.unwrap_or(now)),
         };
         homing.fit_since = since;
-        let (Some(since), Some(place)) = (since, several.active.iter().position(|node| *node == me)) else {
+        let (Some(since), Some(position)) = (since, several.active.iter().position(|node| *node == me))
+        else {
             return;
         };
         let healthy = now - since;
         let losses = gateway.others.losses(&self.params, now, me);
         // Gateways that start at the same time do not take members at the same time.
-        let later = later(place, self.params.whole_roll(self.place.nodes.len()));
+        let later = later(position, self.params.whole_roll(self.own_location.nodes.len()));
         let wait = if losses > 0 { self.params.hold_after(losses) } else { Self::NEW + later };
         // A far location that this gateway does not reach would go on answering through the previous gateway,
         // so its members stay there. Behind NATs, only the acting leader may have a path.
@@ -127,7 +128,7 @@ impl Agent {
         });
         let mut members: Vec<NodeId> = members.map(|(node, _)| node).filter(|node| !leads(*node)).collect();
         members.extend(takes_itself.then_some(me));
-        let first = self.place.first() == Some(me);
+        let first = self.own_location.first() == Some(me);
         let has_shared = gateway.lead.as_ref().is_some_and(|lead| lead.shared() == Shared::Move);
         // Without its LAN it could not pass on what comes for them.
         let takes_shared = first && !has_shared && hears_others && (is_turn || leaves(several.acting.1));
@@ -148,24 +149,24 @@ impl Agent {
     /// Whether this is an active leader that has booted: others have what was its own, and nobody has its
     /// packets by the word its kernel started with, until it says that it is back.
     pub(crate) fn is_back(&self) -> bool {
-        let is_active = |several: &Several| several.active.contains(&self.place.me);
+        let is_active = |several: &Several| several.active.contains(&self.own_location.me);
         self.word.0 == Term::NONE
             && self.term > Term::NONE
-            && self.place.several.as_ref().is_some_and(is_active)
+            && self.own_location.several.as_ref().is_some_and(is_active)
     }
 
     /// How many nodes use this gateway, itself included, as their kernels have recently said.
     pub fn users(&self, now: Micros) -> usize {
-        let itself = usize::from(self.gateway.is_some() && self.word.1 == self.place.me);
-        self.users_of(self.place.me, now).len() + itself
+        let itself = usize::from(self.gateway.is_some() && self.word.1 == self.own_location.me);
+        self.users_of(self.own_location.me, now).len() + itself
     }
 
     /// Leaves the shared prefixes to the acting leader, if that has them in a later term than this
     /// gateway leads in.
     pub(crate) fn leave_shared_to_acting(&mut self) {
-        let (Some(several), Some(gateway)) = (&self.place.several, &mut self.gateway) else { return };
+        let (Some(several), Some(gateway)) = (&self.own_location.several, &mut self.gateway) else { return };
         let (term, acting) = several.acting;
-        let outdated = |lead: &&mut Lead| acting != self.place.me && term > lead.term();
+        let outdated = |lead: &&mut Lead| acting != self.own_location.me && term > lead.term();
         if let Some(lead) = gateway.lead.as_mut().filter(outdated) {
             lead.give_up_shared();
         }
@@ -176,7 +177,7 @@ impl Agent {
     pub(crate) fn count_loss_by_adoption(&mut self, member: NodeId, age: Micros, now: Micros) {
         let Some(gateway) = &mut self.gateway else { return };
         let from = gateway.roll.last(member).map(|present| present.word.1);
-        if let (Some(from), true, true) = (from, age > 0, self.place.several.is_some()) {
+        if let (Some(from), true, true) = (from, age > 0, self.own_location.several.is_some()) {
             gateway.others.lost(&self.params, now, from);
         }
     }
@@ -222,7 +223,7 @@ mod tests {
 
     const ME: NodeId = 2;
 
-    fn place(location: u64) -> OwnLocation {
+    fn own_location(location: u64) -> OwnLocation {
         OwnLocation {
             me: ME,
             location,
@@ -237,13 +238,13 @@ mod tests {
 
     fn agent(word: (Term, NodeId), led: Vec<NodeId>) -> Agent {
         let start = Start { now: 0, clock: 0, word, led, is_boot: false };
-        Agent::new(Params::default(), place(7), start, &mut || 1)
+        Agent::new(Params::default(), own_location(7), start, &mut || 1)
     }
 
     #[test]
     fn gateways_that_see_the_same_change_take_their_turns_and_a_boot_is_no_change() {
         for (nodes, apart) in [(12, 3 * SEC), (1_000, 20 * SEC)] {
-            let pauses = [0, 1, 2].map(|place| later(place, Params::default().whole_roll(nodes)));
+            let pauses = [0, 1, 2].map(|position| later(position, Params::default().whole_roll(nodes)));
             assert_eq!(pauses, [0, apart, 2 * apart], "{nodes} nodes");
         }
         assert_eq!(later(7, 40 * SEC), APART, "of the largest location");
@@ -316,7 +317,7 @@ mod tests {
             homes: BTreeMap::from([(other, other), (ME, ME), (member, other), (4, ME)]),
             acting: (Term::NONE, other),
         };
-        let before = OwnLocation { fars: vec![7, 8, 9], several: Some(several), ..place(7) };
+        let before = OwnLocation { fars: vec![7, 8, 9], several: Some(several), ..own_location(7) };
         let mut after = before.clone();
         after.leaving.insert(other, crate::planned::Cause::Cordoned);
         after.several.as_mut()?.homes.insert(member, ME);
@@ -330,8 +331,11 @@ mod tests {
             drawn
         };
         for now in (0..GOES + 80 * SEC).step_by(20_000) {
-            let mut out =
-                if now == GOES { agent.set_place(after.clone(), now, &mut random) } else { Vec::new() };
+            let mut out = if now == GOES {
+                agent.set_own_location(after.clone(), now, &mut random)
+            } else {
+                Vec::new()
+            };
             out.extend(agent.turn(now, std::mem::take(&mut inputs), &mut random));
             for output in out {
                 match output {
@@ -369,10 +373,10 @@ mod tests {
         let term = Term::NONE.next(ME);
         let mut agent = agent((term, ME), vec![ME, 3]);
         assert!(agent.lead().is_some());
-        let out = agent.set_place(place(8), SEC, &mut || 1);
+        let out = agent.set_own_location(own_location(8), SEC, &mut || 1);
         assert!(agent.lead().is_none() && out.contains(&Output::Led(Vec::new())), "{out:?}");
         assert_eq!((agent.word(), agent.sender().location), ((term, ME), 8));
-        let again = agent.set_place(place(8), SEC, &mut || 1);
+        let again = agent.set_own_location(own_location(8), SEC, &mut || 1);
         assert!(again.is_empty(), "{again:?}");
     }
 

@@ -15,7 +15,7 @@ impl Agent {
             Input::Wake => {}
             Input::Answer { nonce, at } => self.answered(nonce, at),
             Input::Signal { from, signal } => {
-                if signal.sender == from && signal.location == self.place.location
+                if signal.sender == from && signal.location == self.own_location.location
                     || signal.kind == Kind::Moved
                 {
                     self.handle_signal(from, signal, turn);
@@ -50,7 +50,7 @@ impl Agent {
         self.learn_term(term);
         let changed = self.word.1 != to;
         self.word = (term, to);
-        let me = self.place.me;
+        let me = self.own_location.me;
         if changed {
             self.end_giving_to_another(to, turn);
             self.word_since = turn.now;
@@ -111,7 +111,7 @@ impl Agent {
                     term: signal.term,
                     gateway: *gateway,
                 };
-                let gateways = &self.place.gateways;
+                let gateways = &self.own_location.gateways;
                 if let Some(own) = self.gateway.as_mut().filter(|_| gateways.contains(&from)) {
                     // Losses of other nodes that it names must not fill memory.
                     let pairs = losses.as_chunks::<2>().0.iter().filter(|[lost, _]| gateways.contains(lost));
@@ -171,9 +171,9 @@ impl Agent {
 
     /// Asks the gateway that leads in a later term to lead this node, too, after this node was away.
     pub(super) fn ask_to_be_led(&mut self, from: NodeId, turn: &mut Turn<'_>) {
-        let (me, now) = (self.place.me, turn.now);
+        let (me, now) = (self.own_location.me, turn.now);
         // Each of several active leaders leads itself, and takes the nodes whose home it is.
-        if self.place.several.is_some() {
+        if self.own_location.several.is_some() {
             return;
         }
         let Some(gateway) = &mut self.gateway else { return };
@@ -190,13 +190,14 @@ impl Agent {
     /// Handles ADOPT: a member asks to be led because its leader has been silent for `age`, or
     /// only asks who leads (0).
     pub(super) fn handle_adopt(&mut self, member: NodeId, term: Term, age: Micros, turn: &mut Turn<'_>) {
-        let (me, now) = (self.place.me, turn.now);
+        let (me, now) = (self.own_location.me, turn.now);
         let Some(gateway) = &self.gateway else { return };
         let tunnels = &gateway.tunnels;
         let lead = gateway.lead.as_ref();
         let is_overload = gateway.patience(&self.params, now) > 0;
         let may = if age == 0 {
-            let is_home = self.place.several.as_ref().is_none_or(|several| several.home(member) == Some(me));
+            let is_home =
+                self.own_location.several.as_ref().is_none_or(|several| several.home(member) == Some(me));
             is_home && self.word.1 == me && lead.is_some_and(|lead| lead.term() > term)
         } else {
             // A replay to an agent that has restarted since, and remembers no numbers: the member's kernel
@@ -234,7 +235,7 @@ impl Agent {
     fn shared_of_adopted(&self, member: NodeId, age: Micros, now: Micros) -> Shared {
         let Some(gateway) = &self.gateway else { return Shared::Stay };
         let led_itself = gateway.roll.last(member).is_some_and(|present| present.word.1 == member);
-        if age == 0 && (!led_itself || self.place.several.is_some()) {
+        if age == 0 && (!led_itself || self.own_location.several.is_some()) {
             return Shared::Stay;
         }
         // Those of a leader that a member has lost may stay behind if nobody else takes over. Of several
@@ -244,7 +245,7 @@ impl Agent {
         }
         // A leader that nobody uses any more brings them, unless another gateway has them by now.
         let has_them = gateway.lead.as_ref().is_some_and(|lead| lead.shared() == Shared::Move);
-        let is_another = |(_, uses): (NodeId, NodeId)| ![self.place.me, member].contains(&uses);
+        let is_another = |(_, uses): (NodeId, NodeId)| ![self.own_location.me, member].contains(&uses);
         if has_them || !gateway.roll.users(now).any(is_another) { Shared::Move } else { Shared::MoveIfSilent }
     }
 
@@ -270,10 +271,10 @@ mod tests {
     fn claims(shared: Shared, uses: NodeId) -> Shared {
         const THIRD: NodeId = 4;
         let mut bench = Bench::new();
-        let mut place = bench.agent.place.clone();
-        place.gateways.push(THIRD);
-        place.nodes.push(THIRD);
-        bench.agent.set_place(place, bench.now, &mut || 1);
+        let mut own_location = bench.agent.own_location.clone();
+        own_location.gateways.push(THIRD);
+        own_location.nodes.push(THIRD);
+        bench.agent.set_own_location(own_location, bench.now, &mut || 1);
         bench.lead(&[ME], shared);
         let term = Term::from_bits(7 << 16);
         bench.present(THIRD, term, uses);

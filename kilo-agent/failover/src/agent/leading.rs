@@ -17,14 +17,14 @@ impl Agent {
         if led.is_empty() {
             return;
         }
-        let is_mine = self.word.1 == self.place.me && self.word.0 > Term::NONE;
-        let term = if is_mine { self.word.0 } else { self.term.next(self.place.me) };
+        let is_mine = self.word.1 == self.own_location.me && self.word.0 > Term::NONE;
+        let term = if is_mine { self.word.0 } else { self.term.next(self.own_location.me) };
         self.term = self.term.max(term);
         if let Some(gateway) = &mut self.gateway {
-            let mut lead = Lead::new(sender, term, &self.place.fars, now);
+            let mut lead = Lead::new(sender, term, &self.own_location.fars, now);
             if is_mine {
                 lead.add(led, now);
-                lead.heard(self.place.me, self.word, now);
+                lead.heard(self.own_location.me, self.word, now);
             } else {
                 lead.resume(led, Term::NONE);
             }
@@ -37,7 +37,7 @@ impl Agent {
     /// away does not. A word of a later term moves the whole leadership to that term, once after the start,
     /// so that members cannot spend terms.
     pub(super) fn resume_with(&mut self, member: NodeId, word: (Term, NodeId), turn: &mut Turn<'_>) {
-        let (me, now, (term, uses)) = (self.place.me, turn.now, word);
+        let (me, now, (term, uses)) = (self.own_location.me, turn.now, word);
         let Some(gateway) = &mut self.gateway else { return };
         // Every member is called in that time, and again if its answer is lost.
         let is_start = now < gateway.since + 2 * gateway.roll.counts_for();
@@ -45,7 +45,7 @@ impl Agent {
         let goes_on = if lead.has(member) {
             term > lead.term()
         } else {
-            self.word.1 == me && term >= lead.term() && self.place.nodes.contains(&member)
+            self.word.1 == me && term >= lead.term() && self.own_location.nodes.contains(&member)
         };
         // When a node stops being a gateway, its members' words name Kilo's leader in the term that it had.
         let is_own = uses == me && term.is_by(me);
@@ -67,7 +67,7 @@ impl Agent {
     /// Takes the shared prefixes, whatever the old leader answers, once nobody uses that one any more
     /// ([`Self::is_left_by_most`]): this gateway may have heard no other node when it took over.
     pub(super) fn take_shared_of_most(&mut self, turn: &mut Turn<'_>) {
-        let me = self.place.me;
+        let me = self.own_location.me;
         let may = |lead: &Lead| lead.shared() == Shared::MoveIfSilent && self.word == (lead.term(), me);
         if !self.lead().is_some_and(may) || !self.is_left_by_most(turn.now) {
             return;
@@ -83,9 +83,9 @@ impl Agent {
     /// and hears others; or that one is silent, and none of those that are heard uses it or a stand-by in its
     /// place.
     fn is_left_by_most(&self, now: Micros) -> bool {
-        let me = self.place.me;
+        let me = self.own_location.me;
         let Some(gateway) = &self.gateway else { return false };
-        if let Some(several) = &self.place.several {
+        if let Some(several) = &self.own_location.several {
             let acting = several.acting.1;
             let is_left = || {
                 self.acting_to_watch(several, now).is_some()
@@ -96,7 +96,7 @@ impl Agent {
             return self.hears_others(now) && (acting == me || is_left());
         }
         let Some(lead) = &gateway.lead else { return false };
-        let others = self.place.nodes.iter().filter(|node| **node != me);
+        let others = self.own_location.nodes.iter().filter(|node| **node != me);
         let (all, follow) = others
             .fold((0, 0), |(all, follow), node| (all + 1, follow + usize::from(lead.is_followed_by(*node))));
         follow * 2 > all
@@ -107,7 +107,7 @@ impl Agent {
         let Some(gateway) = &self.gateway else { return false };
         let lately = now.saturating_sub(self.params.roll * 3 / 2);
         let is_there = |node: &NodeId| gateway.roll.last(*node).is_some_and(|last| last.at >= lately);
-        self.place.nodes.iter().any(|node| *node != self.place.me && is_there(node))
+        self.own_location.nodes.iter().any(|node| *node != self.own_location.me && is_there(node))
     }
 
     /// Marks the members it leads in the kernel; a leadership without members ends.
@@ -129,7 +129,7 @@ impl Agent {
     ) {
         let leads_already = self.lead().is_some_and(|lead| lead.term() == self.term);
         if !leads_already {
-            self.term = self.term.next(self.place.me);
+            self.term = self.term.next(self.own_location.me);
         }
         self.lead_in(self.term, members, shared, turn);
     }
@@ -152,7 +152,7 @@ impl Agent {
                 lead
             }
             older => {
-                let mut lead = Lead::new(sender, term, &self.place.fars, now);
+                let mut lead = Lead::new(sender, term, &self.own_location.fars, now);
                 if let Some(older) = older {
                     lead.continue_from(&older);
                     lead.inherit(&older);
@@ -200,7 +200,7 @@ mod tests {
     }
 
     fn starts() -> Agent {
-        let place = OwnLocation {
+        let own_location = OwnLocation {
             me: ME,
             location: 7,
             gateways: vec![LEADER, ME],
@@ -211,7 +211,7 @@ mod tests {
             cookies: std::collections::BTreeMap::new(),
         };
         let start = Start { now: 0, clock: 0, word: (term(8), ME), led: vec![ME], is_boot: false };
-        Agent::new(Params::default(), place, start, &mut || 1)
+        Agent::new(Params::default(), own_location, start, &mut || 1)
     }
 
     #[test]

@@ -49,13 +49,13 @@ impl Agent {
     /// it in: the node was not in the topology for a moment. Nobody else takes it, because it has a gateway,
     /// and far leaders expect its packets from another one.
     pub(super) fn take_orphan(&mut self, node: NodeId, word: (Term, NodeId), turn: &mut Turn<'_>) {
-        let (me, now, (term, uses)) = (self.place.me, turn.now, word);
-        if self.place.several.is_some() || !self.params.keeps(Rule::TakesLeftBehind) {
+        let (me, now, (term, uses)) = (self.own_location.me, turn.now, word);
+        if self.own_location.several.is_some() || !self.params.keeps(Rule::TakesLeftBehind) {
             return;
         }
         let Some(gateway) = &mut self.gateway else { return };
         let is_led = gateway.lead.as_ref().is_some_and(|lead| lead.has(node));
-        let is_orphan = uses == me && term.is_by(me) && !is_led && self.place.nodes.contains(&node);
+        let is_orphan = uses == me && term.is_by(me) && !is_led && self.own_location.nodes.contains(&node);
         let is_due = gateway.orphans.note(node, is_orphan.then_some(term), now);
         if is_due && !gateway.planned.is_busy() && gateway.tunnels.is_fit(&self.params, now) {
             self.lead_more([node], Shared::Stay, turn);
@@ -65,8 +65,8 @@ impl Agent {
     /// Takes a node whose kernel has said which gateway it uses, if this gateway leads the location and the
     /// node already uses it, or uses one that follows this gateway and that has not taken the node in any term.
     pub(super) fn take_left_behind(&mut self, node: NodeId, word: (Term, NodeId), turn: &mut Turn<'_>) {
-        let (me, now) = (self.place.me, turn.now);
-        if self.place.several.is_some() || !self.params.keeps(Rule::TakesLeftBehind) {
+        let (me, now) = (self.own_location.me, turn.now);
+        if self.own_location.several.is_some() || !self.params.keeps(Rule::TakesLeftBehind) {
             return;
         }
         let Some(gateway) = self.gateway.as_mut().filter(|gateway| !gateway.planned.is_busy()) else {
@@ -78,7 +78,7 @@ impl Agent {
             (term, uses) if uses == me => term <= lead.term(),
             (term, uses) => term < lead.term() && !term.is_by(uses) && lead.is_followed_by(uses),
         };
-        if !leads_location || !uses_it || lead.has(node) || !self.place.nodes.contains(&node) {
+        if !leads_location || !uses_it || lead.has(node) || !self.own_location.nodes.contains(&node) {
             return;
         }
         gateway.left_behind.retain(|_, at| *at + PAUSE > now);
@@ -119,7 +119,7 @@ mod tests {
         /// One that uses Kilo's leader, leads nobody, and whose tunnels answer.
         fn nobody() -> Self {
             let start = Start { now: 0, clock: 0, word: (Term::NONE, FIRST), led: vec![], is_boot: false };
-            let agent = Agent::new(Params::default(), Self::place(), start, &mut || 1);
+            let agent = Agent::new(Params::default(), Self::own_location(), start, &mut || 1);
             let mut leads = Self { agent, now: 0, drawn: 1, nonces: Some(Vec::new()) };
             while leads.now < 60 * SEC {
                 leads.turn(vec![]);
@@ -127,7 +127,7 @@ mod tests {
             leads
         }
 
-        fn place() -> OwnLocation {
+        fn own_location() -> OwnLocation {
             OwnLocation {
                 me: ME,
                 location: 7,
@@ -143,7 +143,7 @@ mod tests {
         /// One that leads the location since this agent's start, and is followed by Kilo's leader alone.
         fn new(term: Term, shared: Shared) -> Self {
             let start = Start { now: 0, clock: 0, word: (term, ME), led: vec![ME, FIRST], is_boot: false };
-            let mut agent = Agent::new(Params::default(), Self::place(), start, &mut || 1);
+            let mut agent = Agent::new(Params::default(), Self::own_location(), start, &mut || 1);
             let lead = agent.gateway.as_mut().and_then(|gateway| gateway.lead.as_mut()).expect("it leads");
             lead.set_shared(shared);
             lead.followed(FIRST, 0);

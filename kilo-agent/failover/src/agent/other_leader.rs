@@ -86,19 +86,19 @@ impl Agent {
     /// The gateway that more nodes use than this one, while this one uses itself; of several active leaders,
     /// [`Self::acting_to_watch`]. Of two nodes neither has a witness: `None`.
     fn leads_more(&self, now: Micros) -> Option<NodeId> {
-        let (me, gateway) = (self.place.me, self.gateway.as_ref()?);
+        let (me, gateway) = (self.own_location.me, self.gateway.as_ref()?);
         if self.word.1 != me || !self.params.keeps(Rule::Watch) {
             return None;
         }
-        if let Some(several) = &self.place.several {
+        if let Some(several) = &self.own_location.several {
             return self.acting_to_watch(several, now);
         }
-        if self.place.nodes.len() <= 2 {
+        if self.own_location.nodes.len() <= 2 {
             return None;
         }
         let mut users = BTreeMap::<NodeId, BTreeSet<NodeId>>::new();
         for (node, uses) in gateway.roll.users(now).filter(|(node, uses)| node != uses && *node != me) {
-            if self.place.gateways.contains(&uses) {
+            if self.own_location.gateways.contains(&uses) {
                 users.entry(uses).or_default().insert(node);
             }
         }
@@ -111,22 +111,22 @@ impl Agent {
 
     /// The acting leader, if this is the first of the other active leaders that could lead.
     pub(super) fn acting_to_watch(&self, several: &Several, now: Micros) -> Option<NodeId> {
-        let (me, (_, acting), gateway) = (self.place.me, several.acting, self.gateway.as_ref()?);
+        let (me, (_, acting), gateway) = (self.own_location.me, several.acting, self.gateway.as_ref()?);
         let could = |node: &&NodeId| **node == me || gateway.others.is_fit(**node, now, self.params.heard);
         let first = several.active.iter().filter(|node| **node != acting).find(could)?;
-        (*first == me && self.place.nodes.contains(&acting)).then_some(acting)
+        (*first == me && self.own_location.nodes.contains(&acting)).then_some(acting)
     }
 
     /// Sends the probes that are due, and takes over from a gateway that is silent and whose members say so.
     pub(super) fn watch_leader(&mut self, turn: &mut Turn<'_>) {
-        let me = self.place.me;
+        let me = self.own_location.me;
         let Some(gateway) = &mut self.gateway else { return };
         if self.word.1 != me {
             // The gateway that this node uses is watched by the node's own packets.
             gateway.watch.set_leader(None, turn.now);
             return;
         }
-        let is_one_of_several = self.place.several.is_some();
+        let is_one_of_several = self.own_location.several.is_some();
         let calm = if is_one_of_several { self.params.own } else { self.params.calm };
         gateway.watch.wake_up(&self.params, calm, turn);
         let (Some(leader), Some((misses, since))) = (gateway.watch.leader, gateway.watch.missed()) else {
@@ -154,7 +154,7 @@ impl Agent {
     /// Claims the shared prefixes of an acting leader whose kernel has been silent since then, if this node's
     /// own tunnel worked meanwhile. Far leaders ask it before they move them: it may only have lost this LAN.
     fn claim_shared_of_silent(&mut self, acting: NodeId, since: Micros, turn: &mut Turn<'_>) {
-        let (me, now) = (self.place.me, turn.now);
+        let (me, now) = (self.own_location.me, turn.now);
         let is_awaited = since + Self::LEAVES_TO_STAND_BYS > now && self.has_fit_stand_by(acting, now);
         let Some(gateway) = &self.gateway else { return };
         let shared = gateway.lead.as_ref().map_or(Shared::Stay, Lead::shared);
@@ -181,9 +181,9 @@ impl Agent {
 
     /// The stand-bys of an active leader.
     fn stand_bys_of(&self, leader: NodeId) -> impl Iterator<Item = NodeId> + '_ {
-        let several = self.place.several.as_ref();
+        let several = self.own_location.several.as_ref();
         let is_its = move |node: &NodeId| several.is_some_and(|it| it.home(*node) == Some(leader));
-        self.place.gateways.iter().copied().filter(move |node| *node != leader).filter(is_its)
+        self.own_location.gateways.iter().copied().filter(move |node| *node != leader).filter(is_its)
     }
 
     fn has_fit_stand_by(&self, leader: NodeId, now: Micros) -> bool {

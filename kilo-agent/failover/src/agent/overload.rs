@@ -30,6 +30,6 @@ impl Gateway {
 impl Agent {
     /// Whether it has a use for the kernel's count of what comes out of the tunnel: it leads.
     pub fn counts_decrypted(&self) -> bool {
-        self.gateway.as_ref().is_some_and(|gateway| gateway.leads(self.place.me, self.word))
+        self.gateway.as_ref().is_some_and(|gateway| gateway.leads(self.own_location.me, self.word))
     }
 }

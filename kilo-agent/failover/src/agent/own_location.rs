@@ -43,28 +43,28 @@ impl OwnLocation {
 impl Agent {
     /// Takes over a location in which nodes, gateways or far leaders came or went. Keeps what is known
     /// about those that stay.
-    pub fn set_place(
+    pub fn set_own_location(
         &mut self,
-        place: OwnLocation,
+        new: OwnLocation,
         now: Micros,
         random: &mut dyn FnMut() -> u64,
     ) -> Vec<Output> {
         let mut out = Vec::new();
-        if place == self.place {
+        if new == self.own_location {
             return out;
         }
-        if place.location != self.place.location {
-            return self.start_anew(place, now, random);
+        if new.location != self.own_location.location {
+            return self.start_anew(new, now, random);
         }
-        let leads_no_more = match (&mut self.gateway, place.gateways.contains(&place.me)) {
+        let leads_no_more = match (&mut self.gateway, new.gateways.contains(&new.me)) {
             (Some(gateway), true) => {
-                gateway.tunnels.set_fars(&self.params, &place.fars, now);
-                gateway.roll.set_nodes(&place.nodes);
-                gateway.numbers.set_nodes(&place.nodes);
-                gateway.homing.set_nodes(&place.nodes);
-                gateway.orphans.set_nodes(&place.nodes);
-                gateway.others.set_gateways(&self.params, &place.gateways, now);
-                gateway.lead.as_mut().is_some_and(|lead| lead.set_place(&place.nodes, &place.fars, now))
+                gateway.tunnels.set_fars(&self.params, &new.fars, now);
+                gateway.roll.set_nodes(&new.nodes);
+                gateway.numbers.set_nodes(&new.nodes);
+                gateway.homing.set_nodes(&new.nodes);
+                gateway.orphans.set_nodes(&new.nodes);
+                gateway.others.set_gateways(&self.params, &new.gateways, now);
+                gateway.lead.as_mut().is_some_and(|lead| lead.set_nodes_and_fars(&new.nodes, &new.fars, now))
             }
             (Some(gateway), false) => {
                 let led = gateway.lead.is_some();
@@ -72,13 +72,13 @@ impl Agent {
                 led
             }
             (None, true) => {
-                self.gateway = Some(Gateway::new(&self.params, &place.fars, now, random));
+                self.gateway = Some(Gateway::new(&self.params, &new.fars, now, random));
                 false
             }
             (None, false) => false,
         };
-        self.note_order(&place, now);
-        self.place = place;
+        self.note_order(&new, now);
+        self.own_location = new;
         self.leave_shared_to_acting();
         if leads_no_more {
             let (later, random) = (&mut Vec::new(), random);
@@ -95,34 +95,35 @@ impl Agent {
     /// Starts anew in another location: the node led its members and heard its signals in the former one.
     pub(super) fn start_anew(
         &mut self,
-        place: OwnLocation,
+        new: OwnLocation,
         now: Micros,
         random: &mut dyn FnMut() -> u64,
     ) -> Vec<Output> {
         let led = self.lead().is_some();
         let clock = self.clock.wrapping_add(now);
         let start = Start { now, clock, word: self.word, led: Vec::new(), is_boot: false };
-        *self = Self::new(self.params.clone(), place, start, random);
+        *self = Self::new(self.params.clone(), new, start, random);
         led.then_some(Output::Led(Vec::new())).into_iter().collect()
     }
 
     /// Records a new order: a gateway that was there before and now comes first is to lead as soon as it can;
     /// one that has come, or is no longer about to go, only after a time of health.
-    pub(super) fn note_order(&mut self, place: &OwnLocation, now: Micros) {
-        self.left.retain(|node, _| place.nodes.contains(node));
-        for node in self.place.leaving.keys().filter(|node| !place.leaving.contains_key(node)) {
+    pub(super) fn note_order(&mut self, new: &OwnLocation, now: Micros) {
+        self.left.retain(|node, _| new.nodes.contains(node));
+        for node in self.own_location.leaving.keys().filter(|node| !new.leaving.contains_key(node)) {
             self.left.insert(*node, now);
         }
-        self.leaving_since.retain(|node, _| place.leaving.contains_key(node));
-        for node in place.leaving.keys() {
+        self.leaving_since.retain(|node, _| new.leaving.contains_key(node));
+        for node in new.leaving.keys() {
             self.leaving_since.entry(*node).or_insert(now);
         }
-        let (before, first) = (self.place.first(), place.first());
+        let (before, first) = (self.own_location.first(), new.first());
         if first != before {
-            let was_there =
-                |node: &NodeId| self.place.nodes.contains(node) && !self.place.leaving.contains_key(node);
+            let was_there = |node: &NodeId| {
+                self.own_location.nodes.contains(node) && !self.own_location.leaving.contains_key(node)
+            };
             // Where the former first one is gone, nobody has asked for another order.
-            let is_order = before.is_some_and(|before| place.nodes.contains(&before));
+            let is_order = before.is_some_and(|before| new.nodes.contains(&before));
             self.ordered = first.filter(|first| is_order && was_there(first)).map(|first| (first, now));
             self.forget_obeyed_order();
         }
@@ -149,9 +150,12 @@ mod tests {
     /// The bench with gateways in this order, where these nodes are there; returns the gateway that is
     /// ordered to lead.
     fn ordered(bench: &mut Bench, gateways: &[NodeId], nodes: &[NodeId]) -> Option<NodeId> {
-        let place =
-            OwnLocation { gateways: gateways.to_vec(), nodes: nodes.to_vec(), ..bench.agent.place.clone() };
-        bench.agent.set_place(place, bench.now, &mut || 1);
+        let new = OwnLocation {
+            gateways: gateways.to_vec(),
+            nodes: nodes.to_vec(),
+            ..bench.agent.own_location.clone()
+        };
+        bench.agent.set_own_location(new, bench.now, &mut || 1);
         bench.agent.ordered.map(|(first, _)| first)
     }
 

@@ -101,7 +101,7 @@ impl Planned {
 impl Agent {
     /// Gives everybody that uses this node to another gateway, make before break.
     pub(crate) fn plan_change(&mut self, to: NodeId, cause: Cause, turn: &mut Turn<'_>) {
-        let fars = self.place.fars.clone();
+        let fars = self.own_location.fars.clone();
         let Some(gateway) = &mut self.gateway else { return };
         if fars.is_empty() {
             gateway.planned.failed(cause, turn.now);
@@ -134,17 +134,17 @@ impl Agent {
     /// Handles PREPARE or READY.
     pub(crate) fn handle_change(&mut self, from: NodeId, signal: &Signal, turn: &mut Turn<'_>) {
         let Body::Change { gateway: named, cookie } = signal.body else { return };
-        if !self.place.gateways.contains(&from) {
+        if !self.own_location.gateways.contains(&from) {
             return;
         }
         if signal.kind == Kind::Prepare {
-            if named == self.place.me {
+            if named == self.own_location.me {
                 let try_of = Try { number: signal.nonce, cookie };
                 self.handle_prepare((from, try_of), signal.term, turn);
             }
             return;
         }
-        let (latest, own) = (self.term, self.place.cookie(from));
+        let (latest, own) = (self.term, self.own_location.cookie(from));
         let Some(gateway) = &mut self.gateway else { return };
         let Some(giver) = gateway.planned.giver.as_mut().filter(|giver| giver.to == from) else { return };
         // A READY recorded in an earlier try of the same term says nothing about who is ready now.
@@ -169,7 +169,7 @@ impl Agent {
                     let number = cause.number(self.stamp(turn.now));
                     let own = self.gateway.as_mut().and_then(|gateway| gateway.planned.giver.as_mut());
                     own.into_iter().for_each(|giver| giver.asked(number));
-                    let body = Body::Change { cookie: self.place.cookie(to), gateway: to };
+                    let body = Body::Change { cookie: self.own_location.cookie(to), gateway: to };
                     let signal = self.sender().signal(Kind::Prepare, number, self.term, body);
                     turn.push(Output::Lan(to, signal));
                 }
@@ -186,7 +186,7 @@ impl Agent {
                     members.extend(self.lead().iter().flat_map(|lead| lead.members()));
                     let (shared, itself) =
                         self.gateway.as_ref().map_or_else(Default::default, |gateway| gateway.planned.gave);
-                    let me = self.place.me;
+                    let me = self.own_location.me;
                     self.term = self.term.max(term);
                     self.finish_giving(turn.now, false);
                     let members = members.into_iter().filter(|member| itself || *member != me);
@@ -206,7 +206,7 @@ impl Agent {
     /// taker's ANNOUNCE may come before its READY.
     pub(crate) fn end_giving_to_another(&mut self, uses: NodeId, turn: &mut Turn<'_>) {
         let giver = self.gateway.as_ref().and_then(|gateway| gateway.planned.giver.as_ref());
-        let Some(giver) = giver.filter(|giver| !giver.has_diverted() && uses != self.place.me) else {
+        let Some(giver) = giver.filter(|giver| !giver.has_diverted() && uses != self.own_location.me) else {
             return;
         };
         let (to, cause) = (giver.to, giver.cause);
@@ -231,18 +231,18 @@ impl Agent {
     /// Sends everything to the taker from now on, except what other gateways send: nobody passes on packets
     /// of a gateway, so gateways stay here until they follow the taker themselves.
     fn divert(&mut self, to: NodeId, term: Term, turn: &mut Turn<'_>) {
-        let (me, now, leads_location) = (self.place.me, turn.now, self.has_members());
+        let (me, now, leads_location) = (self.own_location.me, turn.now, self.has_members());
         let Some(gateway) = &self.gateway else { return };
         let mut users: Vec<NodeId> = gateway.lead.iter().flat_map(Lead::members).collect();
         if leads_location {
             // Members that were not heard lately may use this node, too; far leaders know which ones do not.
             let may_use = |node: &NodeId| gateway.roll.last(*node).is_none_or(|present| present.word.1 == me);
-            users.extend(self.place.nodes.iter().copied().filter(may_use));
+            users.extend(self.own_location.nodes.iter().copied().filter(may_use));
             users.push(me);
         }
         users.sort_unstable();
         users.dedup();
-        let stays = |node: &NodeId| *node != me && self.place.gateways.contains(node);
+        let stays = |node: &NodeId| *node != me && self.own_location.gateways.contains(node);
         let (stay, mut go): (Vec<NodeId>, Vec<NodeId>) = users.into_iter().partition(stays);
         // END has to name somebody, or no far leader would answer it.
         go.extend(go.is_empty().then_some(me));
@@ -256,7 +256,7 @@ impl Agent {
         };
         gateway.planned.gave = (shared, leads_location);
         let lead = gateway.lead.take();
-        let lead = lead.unwrap_or_else(|| Lead::new(sender, self.word.0, &self.place.fars, now));
+        let lead = lead.unwrap_or_else(|| Lead::new(sender, self.word.0, &self.own_location.fars, now));
         gateway.lead = Some(lead.with_only(&stay));
         if let Some(giver) = &mut gateway.planned.giver {
             giver.members = go;
@@ -282,7 +282,7 @@ impl Agent {
     /// Handles PREPARE: another gateway asks this one to lead.
     fn handle_prepare(&mut self, (from, asked): (NodeId, Try), term: Term, turn: &mut Turn<'_>) {
         let cause = Cause::of(asked.number);
-        let next = self.term.max(term).next(self.place.me);
+        let next = self.term.max(term).next(self.own_location.me);
         let Some(gateway) = &mut self.gateway else { return };
         // Of two that give at once, as when several leaders become one, the one with READY goes first.
         let is_others = |taker: &Taker| taker.from != from && taker.is_ready() && !taker.is_done();
@@ -294,13 +294,13 @@ impl Agent {
         let latest = self.term.max(term);
         let goes_on = |taker: &Taker| taker.from == from && taker.term() >= latest && !taker.is_done();
         let taker = gateway.planned.taker.take().filter(goes_on);
-        let waits_for = gateway.planned.waits_for(cause, &self.place.fars);
+        let waits_for = gateway.planned.waits_for(cause, &self.own_location.fars);
         let mut taker = taker.unwrap_or_else(|| Taker::new(from, cause, next, &waits_for));
         let acts = taker.prepare(asked, trip, turn.now);
         let term = taker.term();
         gateway.planned.taker = Some(taker);
         // The others are asked, too: one that answers is waited for the next time.
-        for far in self.place.fars.iter().filter(|far| !waits_for.contains(far)) {
+        for far in self.own_location.fars.iter().filter(|far| !waits_for.contains(far)) {
             self.ask(*far, term, turn);
         }
         self.act_as_taker(acts, turn);
@@ -316,7 +316,7 @@ impl Agent {
     /// Handles MOVED: a far leader answers a CLAIM or an END.
     pub(crate) fn handle_moved(&mut self, far: Far, signal: &Signal, turn: &mut Turn<'_>) {
         let Body::Claim { gateway: to, part, members, .. } = &signal.body else { return };
-        let me = self.place.me;
+        let me = self.own_location.me;
         let Some(gateway) = &mut self.gateway else { return };
         gateway.planned.silent.remove(&far);
         gateway.behind.answered();
@@ -337,7 +337,7 @@ impl Agent {
             let Some(taker) = self.gateway.as_ref().and_then(|gateway| gateway.planned.taker.as_ref()) else {
                 return;
             };
-            let (from, cause, me) = (taker.from, taker.cause, self.place.me);
+            let (from, cause, me) = (taker.from, taker.cause, self.own_location.me);
             let asked = taker.asked_in();
             match act {
                 Act::Ask(far, term) => self.ask(far, term, turn),
@@ -360,8 +360,10 @@ impl Agent {
                     turn.push(Output::Note(Note::IsGiven { from, why: Given::Planned(cause) }));
                     self.term = term;
                     // No other location decides which nodes are in this one.
-                    let members: Vec<_> =
-                        members.into_iter().filter(|member| self.place.nodes.contains(member)).collect();
+                    let members: Vec<_> = members
+                        .into_iter()
+                        .filter(|member| self.own_location.nodes.contains(member))
+                        .collect();
                     let shared = self.shared_of_giver(from);
                     self.lead_in(term, members.into_iter().chain(users).chain([me]), shared, turn);
                 }
@@ -374,7 +376,7 @@ impl Agent {
     /// Asks a far leader, by a CLAIM of nobody, whether its agent is there.
     pub(crate) fn ask(&self, far: Far, term: Term, turn: &mut Turn<'_>) {
         let (shared, part) = (Shared::Stay, (0, 1));
-        let body = Body::Claim { gateway: self.place.me, shared, part, members: Vec::new() };
+        let body = Body::Claim { gateway: self.own_location.me, shared, part, members: Vec::new() };
         let signal = self.sender().signal(Kind::Claim, turn.nonce(), term, body);
         turn.push(Output::Tunnel(far, signal));
     }
@@ -388,11 +390,11 @@ impl Agent {
     /// Leads in a term of its own if this is a leader of term 0 that is no longer first in Kilo's order and
     /// could not hand over, so that nobody goes to the other gateway before that is ready.
     pub(crate) fn stay_leader(&mut self, turn: &mut Turn<'_>) {
-        let (me, now) = (self.place.me, turn.now);
-        let first = self.place.gateways.first();
+        let (me, now) = (self.own_location.me, turn.now);
+        let first = self.own_location.gateways.first();
         let since = self.not_first_since.get_or_insert(now);
         let ordered = self.ordered.as_ref().map(|(first, _)| first);
-        if self.place.several.is_some() {
+        if self.own_location.several.is_some() {
             return;
         }
         if first == Some(&me) || ordered != first || self.word != (Term::NONE, me) {

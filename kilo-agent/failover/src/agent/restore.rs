@@ -31,7 +31,7 @@ impl Agent {
     /// and so would the next one: it waits longer, and the longer the more often leadership was lost.
     pub(crate) fn give_away_when_silent(&mut self, turn: &mut Turn<'_>) {
         let Some(gateway) = &self.gateway else { return };
-        if !self.has_members() || self.place.nodes.len() < 2 || self.place.fars.is_empty() {
+        if !self.has_members() || self.own_location.nodes.len() < 2 || self.own_location.fars.is_empty() {
             return;
         }
         let Some(since) = gateway.tunnels.silent_since(self.params.leader_misses) else { return };
@@ -54,11 +54,11 @@ impl Agent {
     pub(crate) fn give_away_when_unfit(&mut self, turn: &mut Turn<'_>) {
         let (now, has_members) = (turn.now, self.has_members());
         let Some(gateway) = &self.gateway else { return };
-        if !has_members || self.place.several.is_some() || gateway.planned.is_busy() {
+        if !has_members || self.own_location.several.is_some() || gateway.planned.is_busy() {
             return;
         }
         let Some((since, dark)) = gateway.tunnels.lacks() else { return };
-        let is_second = dark.iter().all(|far| self.place.location > *far);
+        let is_second = dark.iter().all(|far| self.own_location.location > *far);
         let losses = gateway.others.all_losses(&self.params, now).min(6);
         let patience = (Self::UNFIT * if is_second { 2 } else { 1 }) << losses;
         if dark.is_empty() || since + patience > now {
@@ -66,9 +66,11 @@ impl Agent {
         }
         let is_there = |to: &NodeId| {
             let healthy = gateway.others.healthy_for(&self.params, *to, now);
-            *to != self.place.me && !self.place.leaving.contains_key(to) && healthy > Self::UNFIT
+            *to != self.own_location.me
+                && !self.own_location.leaving.contains_key(to)
+                && healthy > Self::UNFIT
         };
-        let best = gateway.others.best(&self.params, &self.place.gateways, now, self.params.heard);
+        let best = gateway.others.best(&self.params, &self.own_location.gateways, now, self.params.heard);
         if let Some(to) = best.into_iter().find(is_there) {
             self.give_away_to(to, Self::UNFIT, turn);
         }
@@ -77,7 +79,7 @@ impl Agent {
     /// Whether the location uses this node's tunnels: the node uses itself, or alone tries another gateway.
     pub(crate) fn has_members(&self) -> bool {
         let tries = |gateway: &Gateway| gateway.lead.is_some() && gateway.returns.tries == Some(self.word.1);
-        self.word.1 == self.place.me || self.gateway.as_ref().is_some_and(tries)
+        self.word.1 == self.own_location.me || self.gateway.as_ref().is_some_and(tries)
     }
 
     /// Gives everybody to the best stand-by. `age`: for how long this node has known that it cannot lead; 0:
@@ -91,17 +93,17 @@ impl Agent {
         }
         let mut best = gateway.others.best(
             &self.params,
-            &self.place.gateways,
+            &self.own_location.gateways,
             now,
             self.params.heard + self.params.hello,
         );
         // A gateway that leaves is better than none; each of several leaders has stand-bys of its own.
         let is_anothers = |to: &NodeId| {
-            let several = self.place.several.as_ref();
-            several.is_some_and(|several| several.home(*to) != Some(self.place.me))
+            let several = self.own_location.several.as_ref();
+            several.is_some_and(|several| several.home(*to) != Some(self.own_location.me))
         };
-        best.sort_by_key(|to| (self.place.leaving.contains_key(to), is_anothers(to)));
-        let Some(to) = best.into_iter().find(|to| *to != self.place.me) else { return };
+        best.sort_by_key(|to| (self.own_location.leaving.contains_key(to), is_anothers(to)));
+        let Some(to) = best.into_iter().find(|to| *to != self.own_location.me) else { return };
         self.give_away_to(to, age, turn);
     }
 
@@ -113,8 +115,8 @@ impl Agent {
             // During a trial this node's word does not show whether the others have been given, too.
             gateway.returns.tries = None;
         }
-        let mut members = self.users_of(self.place.me, now);
-        members.push(self.place.me);
+        let mut members = self.users_of(self.own_location.me, now);
+        members.push(self.own_location.me);
         self.give(to, age, &members, turn);
     }
 
@@ -134,13 +136,13 @@ impl Agent {
         let uses = self.word.1;
         let Some(gateway) = &mut self.gateway else { return };
         if gateway.lead.is_some() && gateway.returns.tries.take_if(|tries| *tries == uses).is_some() {
-            self.lead_more([self.place.me], Shared::Stay, turn);
+            self.lead_more([self.own_location.me], Shared::Stay, turn);
         }
     }
 
     /// Other nodes that use the gateway `leader`.
     pub(crate) fn users_of(&self, leader: NodeId, now: Micros) -> Vec<NodeId> {
-        let me = self.place.me;
+        let me = self.own_location.me;
         let roll = self.gateway.iter().flat_map(|gateway| gateway.roll.users(now));
         roll.filter(|(member, uses)| *uses == leader && *member != me).map(|(member, _)| member).collect()
     }
@@ -149,7 +151,7 @@ impl Agent {
         let age = (age / MS).min(u64::from(u32::MAX)) as u32;
         let term = self.term;
         for (i, members) in members.chunks(MAX_MEMBERS).enumerate() {
-            let body = Body::Members { cookie: self.place.cookie(to), age, members: members.to_vec() };
+            let body = Body::Members { cookie: self.own_location.cookie(to), age, members: members.to_vec() };
             let signal = self.sender().signal(Kind::Handover, self.stamp(turn.now) + i as u64, term, body);
             turn.push(Output::Lan(to, signal.clone()));
             for pause in [10 * MS, 30 * MS] {
@@ -167,7 +169,7 @@ impl Agent {
         members: &[NodeId],
         turn: &mut Turn<'_>,
     ) {
-        let (me, now) = (self.place.me, turn.now);
+        let (me, now) = (self.own_location.me, turn.now);
         let Some(gateway) = &mut self.gateway else { return };
         let since = now.saturating_sub(age);
         let tunnels = &gateway.tunnels;
@@ -177,11 +179,11 @@ impl Agent {
         let is_itself = members == [from];
         // A node that has just joined or left is not known to both.
         let members: Vec<_> =
-            members.iter().copied().filter(|member| self.place.nodes.contains(member)).collect();
+            members.iter().copied().filter(|member| self.own_location.nodes.contains(member)).collect();
         // A replay to an agent that has restarted since, and remembers no numbers: the giver has been
         // succeeded in a later term.
         let is_outdated = signal.term < self.word.0;
-        if !may || members.is_empty() || is_outdated || !self.place.gateways.contains(&from) {
+        if !may || members.is_empty() || is_outdated || !self.own_location.gateways.contains(&from) {
             return;
         }
         let has = |member: &NodeId| {
@@ -200,8 +202,8 @@ impl Agent {
         let uses = self.word.1;
         let itself = (uses == me || members.contains(&uses)).then_some(me);
         // One node alone is a trial, unless there are no others.
-        let several = self.place.several.as_ref();
-        let is_trial = is_itself && self.place.nodes.len() > 2 && several.is_none();
+        let several = self.own_location.several.as_ref();
+        let is_trial = is_itself && self.own_location.nodes.len() > 2 && several.is_none();
         let shared = if is_trial { Shared::Stay } else { self.shared_of_giver(from) };
         let why = match age {
             _ if is_trial => Given::Trial,
@@ -215,10 +217,10 @@ impl Agent {
     /// What becomes of the shared prefixes when that gateway gives its members to this one: another one may
     /// have them.
     pub(crate) fn shared_of_giver(&self, from: NodeId) -> Shared {
-        let is_another = match &self.place.several {
+        let is_another = match &self.own_location.several {
             // According to the annotations, which may be old.
             Some(several) => several.acting.1 != from,
-            None => ![self.place.me, from].contains(&self.word.1),
+            None => ![self.own_location.me, from].contains(&self.word.1),
         };
         if is_another { Shared::MoveIfSilent } else { Shared::Move }
     }
@@ -226,12 +228,12 @@ impl Agent {
     /// Gives leadership to the gateway that is to have it, and members that were adopted singly to the
     /// leader this node uses.
     pub(crate) fn give_as_planned(&mut self, turn: &mut Turn<'_>) {
-        let (me, now) = (self.place.me, turn.now);
+        let (me, now) = (self.own_location.me, turn.now);
         let uses = self.word.1;
-        if self.place.several.is_some() {
+        if self.own_location.several.is_some() {
             return self.take_home(turn);
         }
-        let leaves = self.place.leaving.get(&me).copied();
+        let leaves = self.own_location.leaving.get(&me).copied();
         let Some(gateway) = &mut self.gateway else { return };
         gateway.planned.begin(leaves, now);
         let gave_lately = gateway.returns.gave.is_some_and(|gave| gave + 2 * SEC > now);
@@ -249,7 +251,7 @@ impl Agent {
             }
         } else if let Some(cause) = leaves {
             self.leave(cause, turn);
-        } else if let Some(to) = self.place.first().filter(|to| *to != me) {
+        } else if let Some(to) = self.own_location.first().filter(|to| *to != me) {
             self.give_back(to, turn);
         }
     }
@@ -258,10 +260,10 @@ impl Agent {
     fn leave(&mut self, cause: Cause, turn: &mut Turn<'_>) {
         let now = turn.now;
         let Some(gateway) = &mut self.gateway else { return };
-        let best = gateway.others.best(&self.params, &self.place.gateways, now, self.params.heard);
+        let best = gateway.others.best(&self.params, &self.own_location.gateways, now, self.params.heard);
         let may = |to: &NodeId| {
-            *to != self.place.me
-                && !self.place.leaving.contains_key(to)
+            *to != self.own_location.me
+                && !self.own_location.leaving.contains_key(to)
                 && gateway.others.healthy_for(&self.params, *to, now) >= SEC
         };
         if let Some(to) = best.into_iter().find(may) {
@@ -283,7 +285,7 @@ impl Agent {
     /// Gives leadership back after a time of health. The gateway that returns is tried first: only this node
     /// uses it, and others follow only if packets pass it again.
     fn give_back(&mut self, to: NodeId, turn: &mut Turn<'_>) {
-        let (me, now) = (self.place.me, turn.now);
+        let (me, now) = (self.own_location.me, turn.now);
         let leads_itself = self.word.1 == me;
         let ordered = self.ordered.filter(|(first, _)| leads_itself && *first == to);
         if ordered.is_some_and(|(_, since)| since + Self::SETTLES > now) {
@@ -327,7 +329,7 @@ impl Agent {
             }
         }
         returns.gave = Some(now);
-        if leads_itself && !is_ordered && self.place.nodes.len() > 2 {
+        if leads_itself && !is_ordered && self.own_location.nodes.len() > 2 {
             returns.tries = Some(to);
             turn.push(Output::Note(Note::Tries(to)));
             return self.give(to, 0, &[me], turn);

@@ -26,7 +26,7 @@ impl Agent {
     const ASKS: Micros = 3 * SEC;
 
     pub(crate) fn decide(&mut self, turn: &mut Turn<'_>) {
-        if self.word.1 == self.place.me || self.is_back() {
+        if self.word.1 == self.own_location.me || self.is_back() {
             return;
         }
         let silent_since = self.gateway.as_ref().and_then(|gateway| gateway.detector.silent_since());
@@ -50,17 +50,17 @@ impl Agent {
             let Some(gateway) = &mut self.gateway else { return };
             let is_fit = gateway.tunnels.is_fit(&self.params, turn.now);
             let better =
-                better(&self.params, &self.place, suspect.leader, (&gateway.others, is_fit), turn.now);
+                better(&self.params, &self.own_location, suspect.leader, (&gateway.others, is_fit), turn.now);
             let scene = Scene {
                 params: &self.params,
                 now: turn.now,
                 detector: &gateway.detector,
                 tunnels: &gateway.tunnels,
                 is_able: gateway.is_able(&self.params, suspect.leader, turn.now),
-                alone: self.place.nodes.len() <= 2,
+                alone: self.own_location.nodes.len() <= 2,
                 better,
                 has_lost: !self.params.keeps(Rule::BudgetSparesOthers)
-                    || gateway.others.losses(&self.params, turn.now, self.place.me) > 0,
+                    || gateway.others.losses(&self.params, turn.now, self.own_location.me) > 0,
                 patience: gateway.patience(&self.params, turn.now),
             };
             match decide(&mut gateway.sentinel, &scene) {
@@ -93,7 +93,7 @@ impl Agent {
         }
         // Only nodes that are heard from now on get announcements: signals must pass both ways.
         gateway.roll.start_over(now);
-        for member in self.place.nodes.iter().filter(|node| **node != sender.me) {
+        for member in self.own_location.nodes.iter().filter(|node| **node != sender.me) {
             gateway::ask(sender, *member, &mut gateway.roll, turn);
         }
         let patience =
@@ -128,10 +128,10 @@ impl Agent {
     /// The gateway whose kernel says that it leads in a later term than the silent leader, which no
     /// other node uses any more.
     fn leads_instead(&self, now: Micros) -> Option<NodeId> {
-        let (me, (term, from), gateway) = (self.place.me, self.word, self.gateway.as_ref()?);
+        let (me, (term, from), gateway) = (self.own_location.me, self.word, self.gateway.as_ref()?);
         let silent_since = gateway.detector.silent_since()?;
         let is_over = silent_since + Self::ASKS <= now;
-        if is_over || self.place.several.is_some() || !self.params.keeps(Rule::AsksWhoLeads) {
+        if is_over || self.own_location.several.is_some() || !self.params.keeps(Rule::AsksWhoLeads) {
             return None;
         }
         let others = || gateway.roll.heard_lately(now).filter(|(node, _)| ![me, from].contains(node));
@@ -142,7 +142,7 @@ impl Agent {
         let answers = |present: &Present| present.at + self.params.roll * 3 / 2 > now;
         let leads = |(node, present): &(NodeId, &Present)| {
             let (since, uses) = present.word;
-            uses == *node && since > term && self.place.gateways.contains(node) && answers(present)
+            uses == *node && since > term && self.own_location.gateways.contains(node) && answers(present)
         };
         let (leader, _) = others().filter(leads).max_by_key(|(_, present)| present.word)?;
         // It has taken over since the silence began, or the silent one was led by another one before. A
@@ -153,13 +153,13 @@ impl Agent {
     }
 
     fn take(&mut self, suspect: &Suspect, all: bool, but: &[NodeId], turn: &mut Turn<'_>) {
-        let (me, now) = (self.place.me, turn.now);
+        let (me, now) = (self.own_location.me, turn.now);
         let Suspect { leader: from, since, followed_since } = *suspect;
         let Some(gateway) = &mut self.gateway else { return };
         turn.push(Output::Note(Note::TakesOver { from, all, since }));
         gateway.others.lost(&self.params, now, from);
         let roll = &gateway.roll;
-        let several = self.place.several.as_ref();
+        let several = self.own_location.several.as_ref();
         let used = |member: &NodeId| match (roll.last(*member), several) {
             // Nodes that use another leader stay there.
             (Some(present), Some(_)) => present.word.1 == from,
@@ -167,7 +167,7 @@ impl Agent {
             (present, None) => present.is_none_or(|present| may_use(present, from, followed_since)),
         };
         let members: Vec<_> = self
-            .place
+            .own_location
             .nodes
             .iter()
             .copied()
@@ -176,11 +176,11 @@ impl Agent {
         // A node that has lost its own LAN hears nobody, either: then far leaders ask the gateway that
         // has the shared prefixes.
         let hears = |node: &NodeId| ![me, from].contains(node) && roll.reachable(*node, now).is_some();
-        let is_heard = !self.params.keeps(Rule::SharedNeedsLan) || self.place.nodes.iter().any(hears);
+        let is_heard = !self.params.keeps(Rule::SharedNeedsLan) || self.own_location.nodes.iter().any(hears);
         // Another one of several leaders acts according to the annotations, which may be old.
         let is_unsure = several.is_some_and(|several| several.acting.1 != from);
         let shared = match (all, is_heard) {
-            (true, true) if self.place.nodes.len() > 2 && !is_unsure => Shared::Move,
+            (true, true) if self.own_location.nodes.len() > 2 && !is_unsure => Shared::Move,
             (true, _) => Shared::MoveIfSilent,
             (false, _) => Shared::Stay,
         };
@@ -208,27 +208,27 @@ fn may_use(present: &Present, leader: NodeId, word_since: Micros) -> bool {
 /// lead all the same ([`Gateway::is_able`]) takes others that are not fit for like itself.
 fn better(
     params: &Params,
-    place: &OwnLocation,
+    own_location: &OwnLocation,
     leader: NodeId,
     (others, is_fit): (&Others, bool),
     now: Micros,
 ) -> usize {
     let order = |node: NodeId| {
-        let index = place.gateways.iter().position(|gateway| *gateway == node);
-        (place.leaving.contains_key(&node), others.losses(params, now, node), index)
+        let index = own_location.gateways.iter().position(|gateway| *gateway == node);
+        (own_location.leaving.contains_key(&node), others.losses(params, now, node), index)
     };
-    let own = order(place.me);
+    let own = order(own_location.me);
     let may_take = |node: NodeId| {
         if is_fit { others.is_fit(node, now, params.heard) } else { others.is_heard(params, node, now) }
     };
-    place
+    own_location
         .gateways
         .iter()
-        .filter(|gateway| ![leader, place.me].contains(gateway) && may_take(**gateway))
+        .filter(|gateway| ![leader, own_location.me].contains(gateway) && may_take(**gateway))
         .filter(|gateway| order(**gateway) < own)
         // Each of several leaders has stand-bys of its own.
         .filter(|gateway| {
-            place.several.as_ref().is_none_or(|several| several.home(**gateway) == Some(leader))
+            own_location.several.as_ref().is_none_or(|several| several.home(**gateway) == Some(leader))
         })
         .count()
 }

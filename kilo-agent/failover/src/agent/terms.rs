@@ -16,7 +16,7 @@ impl Agent {
 
     /// Takes a term that a node's kernel or agent names; returns whether it is believed.
     pub(super) fn hear_term(&mut self, from: NodeId, term: Term) -> bool {
-        if self.place.gateways.contains(&from) {
+        if self.own_location.gateways.contains(&from) {
             self.learn_term(term);
             return true;
         }
@@ -96,9 +96,9 @@ mod tests {
     #[test]
     fn what_two_members_know_is_believed() {
         let mut bench = Bench::new();
-        let mut place = bench.agent.place.clone();
-        place.nodes.push(4);
-        bench.agent.set_place(place, bench.now, &mut || 1);
+        let mut own_location = bench.agent.own_location.clone();
+        own_location.nodes.push(4);
+        bench.agent.set_own_location(own_location, bench.now, &mut || 1);
         for (member, is_believed) in [(MEMBER, false), (4, true)] {
             let nonce = bench.roll_call_of(member);
             let body = Body::Word { cookie: 5, gateway: ME };

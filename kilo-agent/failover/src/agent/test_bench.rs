@@ -25,7 +25,7 @@ pub struct Bench {
 
 impl Bench {
     pub fn new() -> Self {
-        let place = OwnLocation {
+        let own_location = OwnLocation {
             me: ME,
             location: 7,
             gateways: vec![LEADER, ME],
@@ -37,7 +37,7 @@ impl Bench {
         };
         let word = (Term::from_bits(7 << 16), LEADER);
         let start = Start { now: 0, clock: 0, word, led: vec![], is_boot: false };
-        let agent = Agent::new(Params::default(), place, start, &mut || 1);
+        let agent = Agent::new(Params::default(), own_location, start, &mut || 1);
         let mut bench = Self { agent, now: 0, drawn: 1, nonces: Vec::new() };
         while bench.now < 3 * SEC {
             bench.turn(vec![]);

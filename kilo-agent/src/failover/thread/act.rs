@@ -57,7 +57,7 @@ impl Thread {
     }
 
     pub(super) fn probe(&mut self, site: &Site, nonce: u64, way: ProbePath) {
-        let (sender, location) = (site.place.me, site.place.location);
+        let (sender, location) = (site.own_location.me, site.own_location.location);
         let probe =
             Signal { kind: Kind::Probe, nonce, term: Term::NONE, sender, location, body: Body::Empty };
         self.out.sent(nonce, micros(), way);
@@ -77,7 +77,7 @@ impl Thread {
 
     /// Sends claims of what this node leads to the VPN peers that follow.
     pub(super) fn notify_followers(&mut self, site: &Site, now: Micros) {
-        let sender = Sender { me: site.place.me, location: site.place.location };
+        let sender = Sender { me: site.own_location.me, location: site.own_location.location };
         let lead = self.agent.as_ref().and_then(Agent::lead);
         for (to, signal) in self.followers.take_due(sender, lead, now, rand::random) {
             self.send_tunnel(IpAddr::V6(site.control), IpAddr::V6(to), &signal);
@@ -112,7 +112,7 @@ impl Thread {
     /// Marks exactly these members as led.
     pub(super) fn mark(&mut self, site: &Site, members: &[NodeId]) {
         let led: BTreeSet<NodeId> =
-            members.iter().copied().filter(|member| *member != site.place.me).collect();
+            members.iter().copied().filter(|member| *member != site.own_location.me).collect();
         for member in led.symmetric_difference(&self.led) {
             let Some(node) = site.nodes.get(member) else { continue };
             if let Err(error) = self.tools.led.mark(node.address, led.contains(member)) {

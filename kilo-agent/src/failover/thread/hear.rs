@@ -68,7 +68,7 @@ impl Thread {
         // leaders each takes over its own nodes later.
         let is_gone = self.agent.is_some()
             && term > Term::NONE
-            && site.gateway_of(hop).is_none_or(|gateway| !site.place.gateways.contains(&gateway));
+            && site.gateway_of(hop).is_none_or(|gateway| !site.own_location.gateways.contains(&gateway));
         let word = match site.hop_of(site.leader) {
             Some(leader) if is_gone && leader != hop => {
                 let new = lead::word(term, leader);
@@ -151,7 +151,7 @@ impl Thread {
                     let Some(location) = site.fars.get(&far) else { return };
                     let in_term =
                         |term| self.agent.as_ref().is_some_and(|agent: &Agent| agent.has_asked(term));
-                    let asked = Asked { in_term: &in_term, nodes: &site.place.nodes };
+                    let asked = Asked { in_term: &in_term, nodes: &site.own_location.nodes };
                     let by_all = self.moved.by_all(far, location, from, signal, &asked);
                     self.inbox.extend(by_all.map(|signal| Input::Signal { from: far, signal }));
                 } else {
@@ -161,7 +161,7 @@ impl Thread {
             Kind::Probe | Kind::Roll | Kind::Announce => {}
             _ => {
                 let came = (source, by_tunnel);
-                match refusal(&site.nodes, site.place.location, came, bytes, signal) {
+                match refusal(&site.nodes, site.own_location.location, came, bytes, signal) {
                     Some(why) => self.metrics.refused(why),
                     None => self.inbox.push(Input::Signal { from: signal.sender, signal: signal.clone() }),
                 }

@@ -224,10 +224,10 @@ impl Thread {
         }
         let Some(site) = self.site.clone() else { return false };
         let (term, gateway) = site.said(self.word);
-        let me = site.place.me;
+        let me = site.own_location.me;
         let lead = self.agent.as_ref().and_then(Agent::lead);
         let shared = lead.map_or(SharedPrefixes::Stay, kilo_failover::gateway::Lead::shared);
-        let is_one_of_several = site.place.several.is_some();
+        let is_one_of_several = site.own_location.several.is_some();
         self.leader = match () {
             () if self.agent.is_none() || term == Term::NONE => None,
             // The gateway that this node uses may not be the one with the shared prefixes.
@@ -239,7 +239,7 @@ impl Thread {
         let leads = shared == SharedPrefixes::Move && gateway == me && term > Term::NONE;
         let mut acting = Acting { led: self.led.clone(), ..Acting::default() };
         let own = ActingLocation { leader: self.leader, members: BTreeMap::new() };
-        acting.locations.insert(site.place.location, own);
+        acting.locations.insert(site.own_location.location, own);
         acting.locations.extend(far::known(&self.fars));
         let leading = self.agent.as_ref().and(leads.then_some(term.bits()));
         let mut output = self.shared.output.lock();
@@ -258,7 +258,7 @@ impl Thread {
         }
         self.next_report = now + REPORT;
         let (term, gateway) = site.said(self.word);
-        let me = site.place.me;
+        let me = site.own_location.me;
         let role = match () {
             () if gateway == me => "leader",
             () if site.is_gateway() => "stand-by",
@@ -290,7 +290,7 @@ impl Thread {
             kilos_leader: site.name(site.leader).to_owned(),
             term: term.count(),
             since: self.since,
-            stand_bys: site.place.gateways.iter().filter(|id| **id != gateway).map(stand_by).collect(),
+            stand_bys: site.own_location.gateways.iter().filter(|id| **id != gateway).map(stand_by).collect(),
             last_change: self.last_change.clone(),
         };
         self.shared.output.lock().report = report;

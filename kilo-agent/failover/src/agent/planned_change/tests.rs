@@ -62,7 +62,7 @@ fn a_ready_of_an_earlier_try_in_the_same_term_counts_nothing() {
     let mut bench = Bench::new();
     let (lead, term) = (Term::from_bits(8 << 16), Term::from_bits(9 << 16));
     let ready = |cookie| Body::Change { cookie, gateway: ME };
-    bench.agent.place.cookies.insert(LEADER, BOOT);
+    bench.agent.own_location.cookies.insert(LEADER, BOOT);
     bench.turn(vec![Input::Word(lead, ME)]);
     let mut tries = Vec::new();
     for _ in 0..2 {
@@ -197,7 +197,7 @@ fn who_is_cordoned_does_not_wait_for_what_other_changes_have_failed_for() {
     bench.lead(&[ME, LEADER, MEMBER], Shared::Move);
     let gateway = bench.agent.gateway.as_mut().expect("it is one");
     (0..9).for_each(|_| gateway.planned.failed(Cause::Returns, bench.now));
-    bench.agent.place.leaving.insert(ME, Cause::Cordoned);
+    bench.agent.own_location.leaving.insert(ME, Cause::Cordoned);
     let (begins, term) = (bench.now, Term::from_bits(7 << 16));
     let until = |bench: &Bench| bench.now < begins + 20 * SEC;
     let mut tries = Vec::new();
@@ -229,7 +229,8 @@ fn takes_back(bench: &mut Bench, to: NodeId) -> Vec<Output> {
     bench.agent.plan_change(to, Cause::Returns, &mut turn);
     let number = prepares(&out)[0];
     let term = bench.agent.term.next(to);
-    let ready = Body::Change { cookie: bench.agent.place.cookie(to), gateway: bench.agent.place.me };
+    let ready =
+        Body::Change { cookie: bench.agent.own_location.cookie(to), gateway: bench.agent.own_location.me };
     out.extend(bench.hear(to, Kind::Ready, number, term, ready));
     let word = out.iter().rev().find_map(|output| match output {
         Output::Word(term, gateway) => Some(Input::Word(*term, *gateway)),
