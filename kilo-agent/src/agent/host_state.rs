@@ -8,7 +8,7 @@ use crate::backend::Backend;
 use kilo_core::{
     net::NetPlan,
     objects::Snapshot,
-    relay::RelayPlaces,
+    relay::RelayAddresses,
     wireguard::{DeviceState, key::PublicKey},
 };
 use kilo_host::{
@@ -24,24 +24,24 @@ pub(super) struct SeenEndpoints {
     /// Endpoints at which this host's WireGuard device sees its peers.
     peers: BTreeMap<PublicKey, SocketAddr>,
     /// Addresses of relays: a peer seen at one of them is really somewhere else.
-    pub relay_places: Arc<RelayPlaces>,
+    pub relay_addresses: Arc<RelayAddresses>,
 }
 
 impl SeenEndpoints {
     pub fn new(snapshot: &Snapshot, host: &HostState) -> Self {
         let peers = host.state.seen_endpoints();
-        let relay_places = RelayPlaces::of(&snapshot.nodes, &peers).into();
-        Self { peers, relay_places }
+        let relay_addresses = RelayAddresses::of(&snapshot.nodes, &peers).into();
+        Self { peers, relay_addresses }
     }
 
     /// Peers that are seen at their own address, not at a relay's.
-    pub fn peers_at_own_places(&self) -> impl Iterator<Item = (PublicKey, SocketAddr)> {
-        self.peers().filter(|(_, at)| !self.relay_places.contains(*at))
+    pub fn peers_at_own_addresses(&self) -> impl Iterator<Item = (PublicKey, SocketAddr)> {
+        self.peers().filter(|(_, at)| !self.relay_addresses.contains(*at))
     }
 
     /// Peers that the device sends to through a relay.
     pub fn peers_at_relays(&self) -> impl Iterator<Item = (PublicKey, SocketAddr)> {
-        self.peers().filter(|(_, at)| self.relay_places.contains(*at))
+        self.peers().filter(|(_, at)| self.relay_addresses.contains(*at))
     }
 
     fn peers(&self) -> impl Iterator<Item = (PublicKey, SocketAddr)> {

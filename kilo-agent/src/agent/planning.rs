@@ -56,8 +56,8 @@ impl<B: Backend> Agent<B> {
         let resolved = self.sources.resolver.resolve(mesh).await;
         self.sources.relays.resolves(&resolved);
         // The relay that a peer was reached through may have left the mesh since.
-        let at_own_places = seen_endpoints.peers_at_own_places();
-        let seen = at_own_places.filter(|(key, _)| !self.sources.relays.is_relayed(key)).collect();
+        let at_own_addresses = seen_endpoints.peers_at_own_addresses();
+        let seen = at_own_addresses.filter(|(key, _)| !self.sources.relays.is_relayed(key)).collect();
         let listens = self.options.relay == Relay::Auto && relay::is_wanted(whole);
         let relays = self.sources.relays.inputs(listens, seen_endpoints.peers_at_relays());
         let signal_keys = self.derive_signal_keys(whole);

@@ -109,9 +109,9 @@ impl<B: Backend> Agent<B> {
         own.key = Some(self.key.public());
         own.granularity = Some(self.options.settings.granularity);
         // A relayed peer is not seen at its own address.
-        let own_places = seen_endpoints.peers_at_own_places();
+        let at_own_addresses = seen_endpoints.peers_at_own_addresses();
         own.discovered_endpoints =
-            own_places.filter(|(key, _)| !self.sources.relays.is_relayed(key)).collect();
+            at_own_addresses.filter(|(key, _)| !self.sources.relays.is_relayed(key)).collect();
         let cilium = links.iter().find(|link| link.name == CILIUM_HOST);
         let addresses: Vec<_> = cilium.iter().flat_map(|link| &link.addresses).map(|a| a.net).collect();
         own.cni_compatibility_ip = plan::published_overlay(self.options.compatibility, &addresses);

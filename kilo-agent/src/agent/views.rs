@@ -71,7 +71,7 @@ impl<B: Backend> Agent<B> {
         self.views.relay.send_replace(RelayView {
             observed: Arc::clone(observed),
             device: Some(interface.device.clone()),
-            relay_places: Arc::clone(&seen_endpoints.relay_places),
+            relay_addresses: Arc::clone(&seen_endpoints.relay_addresses),
         });
     }
 }

@@ -8,7 +8,7 @@ use std::{
 
 use kilo_core::{
     addresses::is_reached_from_anywhere,
-    relay::{RelayPlaces, Seen},
+    relay::{RelayAddresses, Seen},
     signal_id::{self, NodeId},
     topology::{Gateways, Mesh, Node, ObservedMesh, Segment},
     wireguard::key::PublicKey,
@@ -25,7 +25,7 @@ pub struct RelayView {
     /// The WireGuard device; `None` until it exists.
     pub device: Option<Device>,
     /// Addresses of relays.
-    pub relay_places: Arc<RelayPlaces>,
+    pub relay_addresses: Arc<RelayAddresses>,
 }
 
 /// The nodes of a location that have tunnels to other locations, and whether each carries packets at the
@@ -110,18 +110,18 @@ impl FarGateways {
                 received: peer.rx_bytes,
                 endpoint: peer.endpoint,
                 published: published(relays, node),
-                says: places(node, None),
-                places: places(node, seen.get(&key)),
+                also_published: known_addresses(node, None),
+                candidates: known_addresses(node, seen.get(&key)),
                 relays: node.relay && !node.relay_off,
                 refuses: node.relay_off,
             });
         }
         // Another one of its external addresses is not a sign of NAT.
-        let own_places = places(own, None);
-        let says = published(relays, own);
-        let is_own = |place: &SocketAddr| Some(*place) == says || own_places.contains(place);
+        let own_addresses = known_addresses(own, None);
+        let own_endpoint = published(relays, own);
+        let is_own = |address: &SocketAddr| Some(*address) == own_endpoint || own_addresses.contains(address);
         let by_others = own.key.and_then(|key| seen.get(&key));
-        found.is_behind_nat = by_others.is_some_and(|places| !places.iter().all(is_own));
+        found.is_behind_nat = by_others.is_some_and(|addresses| !addresses.iter().all(is_own));
         found
     }
 }
@@ -137,9 +137,9 @@ pub fn may_need_another_way(node: &Node, seen: &BTreeMap<PublicKey, Vec<SocketAd
     }
     let Some(endpoint) = &node.endpoint else { return true };
     let Some(ip) = endpoint.ip() else { return false };
-    let (at, places) = (SocketAddr::new(ip, endpoint.port), places(node, None));
+    let (at, known) = (SocketAddr::new(ip, endpoint.port), known_addresses(node, None));
     let is_elsewhere =
-        |seen: &SocketAddr| (seen.is_ipv4() || ip.is_ipv6()) && *seen != at && !places.contains(seen);
+        |seen: &SocketAddr| (seen.is_ipv4() || ip.is_ipv6()) && *seen != at && !known.contains(seen);
     let is_private = !node.endpoint_forced && !is_reached_from_anywhere(ip);
     is_private || node.key.and_then(|key| seen.get(&key)).is_some_and(|seen| seen.iter().any(is_elsewhere))
 }
@@ -152,7 +152,7 @@ fn published(relays: &Relays, node: &Node) -> Option<SocketAddr> {
 fn seen_by_others(view: &RelayView) -> HashMap<PublicKey, BTreeSet<SocketAddr>> {
     let mut seen: HashMap<_, BTreeSet<_>> = HashMap::new();
     for (key, at) in view.observed.snapshot.nodes.iter().flat_map(|node| &node.node.discovered_endpoints) {
-        if !view.relay_places.contains(*at) {
+        if !view.relay_addresses.contains(*at) {
             seen.entry(*key).or_default().insert(*at);
         }
     }
@@ -161,7 +161,7 @@ fn seen_by_others(view: &RelayView) -> HashMap<PublicKey, BTreeSet<SocketAddr>> 
 
 /// All known addresses of a node: where others see it, its external addresses, and its published IPv6
 /// endpoint.
-fn places(node: &Node, seen: Option<&BTreeSet<SocketAddr>>) -> Vec<SocketAddr> {
+fn known_addresses(node: &Node, seen: Option<&BTreeSet<SocketAddr>>) -> Vec<SocketAddr> {
     let port = node.endpoint.as_ref().map(|endpoint| endpoint.port);
     let external = node.external_ips.iter().filter_map(|address| Some(SocketAddr::new(*address, port?)));
     let seen = seen.into_iter().flatten().copied();
@@ -308,26 +308,26 @@ mod tests {
         let forced = |name| Node { endpoint_forced: true, ..home(name) };
         assert!(!is_wanted([forced("a"), forced("b"), cloud()]));
         // The observed endpoint outweighs the published one.
-        let says_public = |name| node(name, "192.0.2.7:51820", 25);
+        let publishes_public = |name| node(name, "192.0.2.7:51820", 25);
         let sees = |at: &str| {
             let key = |name: u8| PublicKey([name; 32]);
             let at = at.parse().unwrap();
             Node { discovered_endpoints: [(key(b'a'), at), (key(b'b'), at)].into(), ..cloud() }
         };
-        assert!(is_wanted([says_public("a"), says_public("b"), sees("203.0.113.9:40001")]));
-        assert!(!is_wanted([says_public("a"), says_public("b"), sees("192.0.2.7:51820")]));
+        assert!(is_wanted([publishes_public("a"), publishes_public("b"), sees("203.0.113.9:40001")]));
+        assert!(!is_wanted([publishes_public("a"), publishes_public("b"), sees("192.0.2.7:51820")]));
         // Also in the view of the node that reaches the other by the IPv6 address it publishes, and therefore
         // is the first to see it.
         let key = |name: u8| PublicKey([name; 32]);
         let v6: SocketAddrV6 = "[2001:db8::7]:51820".parse().unwrap();
-        let both = |name| Node { ipv6_endpoint: Some(v6), ..says_public(name) };
+        let both = |name| Node { ipv6_endpoint: Some(v6), ..publishes_public(name) };
         let reaches = Node { discovered_endpoints: [(key(b'b'), v6.into())].into(), ..both("a") };
         assert!(is_wanted([reaches.clone(), both("b"), sees("203.0.113.9:40001")]));
         // IPv6 observations alone say nothing about an IPv4 endpoint, even of nodes that no longer publish an
         // IPv6 address.
         let elsewhere = "[2001:db8::9]:51820";
         assert!(!is_wanted([reaches.clone(), both("b"), sees(elsewhere)]));
-        assert!(!is_wanted([says_public("a"), says_public("b"), sees(elsewhere)]));
+        assert!(!is_wanted([publishes_public("a"), publishes_public("b"), sees(elsewhere)]));
         let by_v6 = |name| node(name, "[2001:db8::7]:51820", 25);
         assert!(is_wanted([by_v6("a"), by_v6("b"), sees(elsewhere)]));
         assert!(

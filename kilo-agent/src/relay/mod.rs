@@ -135,9 +135,9 @@ impl Relays {
         held: impl IntoIterator<Item = (PublicKey, SocketAddr)>,
     ) -> RelayInputs {
         let shared = self.shared();
-        let held = held.into_iter().filter_map(|(key, place)| match (listens, shared.knows) {
+        let held = held.into_iter().filter_map(|(key, endpoint)| match (listens, shared.knows) {
             // A relay that an earlier agent found stays in use until the task knows more.
-            (true, false) => Some((key, EndpointOverride::At(place))),
+            (true, false) => Some((key, EndpointOverride::At(endpoint))),
             (true, true) => None,
             // With `--relay=off` relays are abandoned.
             (false, _) => Some((key, EndpointOverride::LeavesRelay)),
@@ -146,7 +146,8 @@ impl Relays {
         let now = Instant::now();
         let left = shared.left.keys().filter(|key| !listens && shared.is_left(key, now));
         let left = left.map(|key| (*key, EndpointOverride::LeavesRelay));
-        let found = shared.endpoints.iter().map(|(key, (place, _))| (*key, EndpointOverride::At(*place)));
+        let found =
+            shared.endpoints.iter().map(|(key, (endpoint, _))| (*key, EndpointOverride::At(*endpoint)));
         RelayInputs { listens, endpoints: held.chain(left).chain(found).collect() }
     }
 }

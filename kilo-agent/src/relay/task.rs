@@ -311,7 +311,7 @@ impl Task {
         if self.has_looked {
             self.server.end_pairs_without(|id| self.far.nodes.contains_key(&id), now);
         }
-        self.server.see_relays(Arc::clone(&self.context.view.borrow().relay_places));
+        self.server.see_relays(Arc::clone(&self.context.view.borrow().relay_addresses));
         self.server.see_stand_bys(self.far.stand_bys.clone());
         self.server.turn(&self.maps.ports(), now, micros());
         self.write_ports();

@@ -58,17 +58,17 @@ const SHOW_ADDRESSES: [&[&str]; 4] =
 #[test]
 fn the_subnet_is_that_of_the_addresses_which_nodes_publish() {
     let directory = tempfile::tempdir().unwrap();
-    let place = directory.path();
-    write_node(place, "a", 1, "10.5.0.1/16", true);
-    write_node(place, "b", 2, "10.5.0.2/16", true);
+    let path = directory.path();
+    write_node(path, "a", 1, "10.5.0.1/16", true);
+    write_node(path, "b", 2, "10.5.0.2/16", true);
     // One that did not hear of the new subnet before it was lost, and one that has just become ready.
-    write_node(place, "c", 3, "10.4.0.3/16", false);
-    write_node(place, "d", 4, "", true);
-    write_peer(place);
+    write_node(path, "c", 3, "10.4.0.3/16", false);
+    write_node(path, "d", 4, "", true);
+    write_peer(path);
     for arguments in SHOW_ADDRESSES {
-        let said = shown(place, arguments);
+        let said = shown(path, arguments);
         assert!(said.contains("10.5.0.1") && !said.contains("10.4.0."), "{arguments:?}: {said}");
-        let other = shown(place, &[arguments, &["--subnet=10.6.0.0/16"]].concat());
+        let other = shown(path, &[arguments, &["--subnet=10.6.0.0/16"]].concat());
         assert!(other.contains("10.6.0.1") && !other.contains("10.5.0."), "{arguments:?}: {other}");
     }
 }
@@ -76,27 +76,27 @@ fn the_subnet_is_that_of_the_addresses_which_nodes_publish() {
 #[test]
 fn without_a_published_address_the_subnet_is_kilos_and_lost_nodes_say_it_when_no_other_does() {
     let directory = tempfile::tempdir().unwrap();
-    let place = directory.path();
-    write_node(place, "a", 1, "", true);
-    write_peer(place);
+    let path = directory.path();
+    write_node(path, "a", 1, "", true);
+    write_peer(path);
     for arguments in SHOW_ADDRESSES {
-        assert!(shown(place, arguments).contains("10.4.0.1"), "{arguments:?}");
+        assert!(shown(path, arguments).contains("10.4.0.1"), "{arguments:?}");
     }
-    write_node(place, "b", 2, "10.5.0.2/16", false);
+    write_node(path, "b", 2, "10.5.0.2/16", false);
     for arguments in SHOW_ADDRESSES {
-        assert!(shown(place, arguments).contains("10.5.0.1"), "{arguments:?}");
+        assert!(shown(path, arguments).contains("10.5.0.1"), "{arguments:?}");
     }
 }
 
 #[test]
 fn nodes_that_contradict_each_other_are_named_with_the_flag_that_decides() {
     let directory = tempfile::tempdir().unwrap();
-    let place = directory.path();
-    write_node(place, "a", 1, "10.4.0.1/16", true);
-    write_node(place, "b", 2, "10.5.0.2/16", true);
-    write_peer(place);
+    let path = directory.path();
+    write_node(path, "a", 1, "10.4.0.1/16", true);
+    write_node(path, "b", 2, "10.5.0.2/16", true);
+    write_peer(path);
     for arguments in SHOW_ADDRESSES {
-        let (success, said) = kgctl(place, arguments);
+        let (success, said) = kgctl(path, arguments);
         assert!(!success, "{arguments:?}: {said}");
         for part in [
             "node a",
@@ -108,7 +108,7 @@ fn nodes_that_contradict_each_other_are_named_with_the_flag_that_decides() {
         ] {
             assert!(said.contains(part), "{arguments:?}: {part:?} is not in {said}");
         }
-        let chosen = shown(place, &[arguments, &["--subnet=10.5.0.0/16"]].concat());
+        let chosen = shown(path, &[arguments, &["--subnet=10.5.0.0/16"]].concat());
         assert!(chosen.contains("10.5.0.1"), "{arguments:?}: {chosen}");
     }
 }
@@ -116,20 +116,20 @@ fn nodes_that_contradict_each_other_are_named_with_the_flag_that_decides() {
 #[test]
 fn peers_that_agents_refuse_are_left_out_and_named() {
     let directory = tempfile::tempdir().unwrap();
-    let place = directory.path();
-    write_node(place, "a", 1, "10.4.0.1/16", true);
-    write_node(place, "b", 2, "10.4.0.2/16", true);
-    write_peer(place);
+    let path = directory.path();
+    write_node(path, "a", 1, "10.4.0.1/16", true);
+    write_node(path, "b", 2, "10.4.0.2/16", true);
+    write_peer(path);
     // It has the key of node b.
-    write_peer_of(place, "other", 2, "10.77.0.2/32");
+    write_peer_of(path, "other", 2, "10.77.0.2/32");
     for arguments in [&["graph"][..], &["showconf", "node", "a"], &["showconf", "peer", "laptop"]] {
-        let said = shown(place, arguments);
+        let said = shown(path, arguments);
         let why = "peer other is left out: spec.publicKey belongs to location:b already";
         assert!(said.contains(why), "{arguments:?}: {said}");
         assert!(!said.contains("\"other\"") && !said.contains("10.77.0.2"), "{arguments:?}: {said}");
         assert!(said.contains("\"laptop\"") || said.contains("192.0.2.2:51820"), "{arguments:?}: {said}");
     }
-    let (success, said) = kgctl(place, &["showconf", "peer", "other"]);
+    let (success, said) = kgctl(path, &["showconf", "peer", "other"]);
     assert!(!success && said.contains("spec.publicKey belongs to location:b already"), "{said}");
     assert!(said.contains("choose one of: laptop"), "{said}");
 }
@@ -139,21 +139,21 @@ fn peers_that_agents_refuse_are_left_out_and_named() {
 #[test]
 fn flags_that_every_command_of_kilo_has_are_taken_where_they_change_nothing() {
     let directory = tempfile::tempdir().unwrap();
-    let place = directory.path();
-    write_node(place, "a", 1, "10.4.0.1/16", true);
-    write_peer(place);
+    let path = directory.path();
+    write_node(path, "a", 1, "10.4.0.1/16", true);
+    write_peer(path);
     let flags =
         ["--port=51821", "--mesh-granularity=location", "--topology-label=topology.kubernetes.io/region"];
     for arguments in [&["graph"][..], &["showconf", "peer", "laptop"]] {
-        let plain = shown(place, arguments);
-        assert_eq!(shown(place, &[arguments, &flags[..]].concat()), plain);
-        assert_eq!(shown(place, &[&flags[..], arguments].concat()), plain);
+        let plain = shown(path, arguments);
+        assert_eq!(shown(path, &[arguments, &flags[..]].concat()), plain);
+        assert_eq!(shown(path, &[&flags[..], arguments].concat()), plain);
         let between = [&arguments[..1], &flags[..], &arguments[1..]].concat();
-        assert_eq!(shown(place, &between), plain);
+        assert_eq!(shown(path, &between), plain);
     }
-    assert!(shown(place, &["status", "--port", "51821"]).contains("1 of 1 nodes ready"));
-    let node = shown(place, &["--port=51821", "showconf", "node", "a"]);
+    assert!(shown(path, &["status", "--port", "51821"]).contains("1 of 1 nodes ready"));
+    let node = shown(path, &["--port=51821", "showconf", "node", "a"]);
     assert!(node.contains("ListenPort = 51821"), "{node}");
-    let as_peer = shown(place, &["showconf", "node", "a", "--as-peer", "-o", "yaml"]);
-    assert_eq!(shown(place, &["showconf", "--as-peer", "-o", "yaml", "node", "a"]), as_peer);
+    let as_peer = shown(path, &["showconf", "node", "a", "--as-peer", "-o", "yaml"]);
+    assert_eq!(shown(path, &["showconf", "--as-peer", "-o", "yaml", "node", "a"]), as_peer);
 }

@@ -58,7 +58,7 @@ impl Client {
         for seen in self.seen.values() {
             let pair = self.pairs.entry(seen.id).or_insert_with(|| Pair::new(seen, now));
             pair.see(seen, now);
-            if before.get(&seen.id).is_some_and(|before| before.places != seen.places) {
+            if before.get(&seen.id).is_some_and(|before| before.candidates != seen.candidates) {
                 pair.hurry(now);
             }
         }
@@ -69,8 +69,9 @@ impl Client {
         let working = self.seen.values().filter(|seen| seen.is_fresh());
         let way = |seen: &Seen| {
             let pair = self.pairs.get(&seen.id)?;
-            let is_elsewhere =
-                seen.endpoint.is_some_and(|at| seen.published != Some(at) && !seen.says.contains(&at));
+            let is_elsewhere = seen
+                .endpoint
+                .is_some_and(|at| seen.published != Some(at) && !seen.also_published.contains(&at));
             Some(match pair.relayed_by(seen.endpoint) {
                 Some(relay) => Way::Relayed(relay),
                 None if self.is_behind_nat && is_elsewhere => Way::Punched,
@@ -138,11 +139,11 @@ impl Client {
             }
             Kind::Invite => {
                 let refuses = self.seen.get(&message.other).is_none_or(|other| other.refuses);
-                let place = sender.endpoint.filter(|_| sender.relays && self.uses_relays && !refuses);
+                let endpoint = sender.endpoint.filter(|_| sender.relays && self.uses_relays && !refuses);
                 let is_relayed = self.is_relayed(from);
                 let pair = self.pairs.get_mut(&message.other);
-                if let (Some(place), Some(pair), false) = (place, pair, is_relayed) {
-                    pair.invited((from, place), random, now);
+                if let (Some(endpoint), Some(pair), false) = (endpoint, pair, is_relayed) {
+                    pair.invited((from, endpoint), random, now);
                 }
                 Vec::new()
             }

@@ -50,7 +50,7 @@ impl Use {
 #[derive(Clone, Debug)]
 pub(super) struct Lease {
     /// Address and port of the relay's WireGuard.
-    place: SocketAddr,
+    endpoint: SocketAddr,
     nonce: u64,
     token: u64,
     /// 0 = none yet.
@@ -75,9 +75,9 @@ pub(super) struct Lease {
 }
 
 impl Lease {
-    pub(super) const fn new(place: SocketAddr, nonce: u64, now: Instant) -> Self {
+    pub(super) const fn new(endpoint: SocketAddr, nonce: u64, now: Instant) -> Self {
         Self {
-            place,
+            endpoint,
             nonce,
             token: 0,
             port: 0,
@@ -94,26 +94,26 @@ impl Lease {
     }
 
     /// A lease for an endpoint that an earlier agent has left.
-    pub(super) const fn at(place: SocketAddr, port: u16, nonce: u64, now: Instant) -> Self {
-        Self { port, ..Self::new(place, nonce, now) }
+    pub(super) const fn at(endpoint: SocketAddr, port: u16, nonce: u64, now: Instant) -> Self {
+        Self { port, ..Self::new(endpoint, nonce, now) }
     }
 
     /// Sets where the relay's WireGuard is reached.
-    pub(super) const fn set_place(&mut self, place: SocketAddr) {
-        self.place = place;
+    pub(super) const fn set_endpoint(&mut self, endpoint: SocketAddr) {
+        self.endpoint = endpoint;
     }
 
     /// Where datagrams for the other end are sent; `None`: it has no port yet.
     pub(super) fn address(&self) -> Option<SocketAddr> {
-        (self.port != 0).then(|| SocketAddr::new(self.place.ip(), self.port))
+        (self.port != 0).then(|| SocketAddr::new(self.endpoint.ip(), self.port))
     }
 
     /// Whether this is the port that the relay has given, or the one before: other ports may be those
     /// of ends behind its NAT.
-    pub(super) fn is_at(&self, place: SocketAddr) -> bool {
-        place.ip() == self.place.ip()
-            && is_port(place.port())
-            && [self.port, self.before].contains(&place.port())
+    pub(super) fn is_at(&self, address: SocketAddr) -> bool {
+        address.ip() == self.endpoint.ip()
+            && is_port(address.port())
+            && [self.port, self.before].contains(&address.port())
     }
 
     /// Whether packets pass, as far as this end knows.
@@ -200,7 +200,7 @@ impl Lease {
         };
         // A relay that has forgotten the port does not listen there.
         let is_forgotten = self.asked.is_multiple_of(2);
-        Some((self.address().filter(|_| !is_forgotten).unwrap_or(self.place), message))
+        Some((self.address().filter(|_| !is_forgotten).unwrap_or(self.endpoint), message))
     }
 
     /// Takes the relay's answer.

@@ -54,8 +54,8 @@ impl Leases {
     }
 
     /// The relay that has this port.
-    pub(super) fn of(&self, place: SocketAddr) -> Option<NodeId> {
-        self.held.iter().find(|(_, lease)| lease.is_at(place)).map(|(relay, _)| *relay)
+    pub(super) fn of(&self, address: SocketAddr) -> Option<NodeId> {
+        self.held.iter().find(|(_, lease)| lease.is_at(address)).map(|(relay, _)| *relay)
     }
 
     /// Whether the relay in use is useless, or not held at all.
@@ -79,11 +79,11 @@ impl Leases {
 
     /// A relay says that the other end asks for it.
     pub(super) fn invited(&mut self, to: (NodeId, SocketAddr), by: Option<NodeId>, nonce: u64, now: Instant) {
-        let (relay, place) = to;
+        let (relay, endpoint) = to;
         if let Some(lease) = self.held.get_mut(&relay) {
             lease.invited(now);
         } else if self.make_room(&[], by, now) {
-            self.held.insert(relay, Lease::new(place, nonce, now));
+            self.held.insert(relay, Lease::new(endpoint, nonce, now));
         }
     }
 
@@ -109,7 +109,7 @@ impl Leases {
         let is_there = |relay: &NodeId| by == Some(*relay) || relays.contains_key(relay);
         self.held.retain(|relay, lease| is_there(relay) || !lease.is_dead(false, now));
         for relay in &best {
-            let Some(place) = relays.get(relay) else { continue };
+            let Some(endpoint) = relays.get(relay) else { continue };
             let rests = |since: &Instant| now.saturating_duration_since(*since) < SELDOM_USELESS;
             if self.held.contains_key(relay) || self.failed.get(relay).is_some_and(rests) {
                 continue;
@@ -117,7 +117,7 @@ impl Leases {
             if self.make_room(&best, by, now) {
                 // It is given as much time as one that was never asked.
                 self.failed.remove(relay);
-                self.held.insert(*relay, Lease::new(*place, random(), now));
+                self.held.insert(*relay, Lease::new(*endpoint, random(), now));
             }
         }
     }
@@ -165,8 +165,8 @@ mod tests {
     const ENDS: (NodeId, NodeId) = (11, 22);
 
     fn relays(count: u8) -> BTreeMap<NodeId, SocketAddr> {
-        let place = |number| SocketAddr::new(Ipv4Addr::new(203, 0, 113, number).into(), 51_820);
-        (1..=count).map(|number| (NodeId::from(number), place(number))).collect()
+        let endpoint = |number| SocketAddr::new(Ipv4Addr::new(203, 0, 113, number).into(), 51_820);
+        (1..=count).map(|number| (NodeId::from(number), endpoint(number))).collect()
     }
 
     #[test]
@@ -240,8 +240,8 @@ mod tests {
         leases.get_mut(1).unwrap().offered(&refused, start);
         let later = start + Duration::from_secs(5);
         assert_eq!(asks(&mut leases, later), None, "not that often");
-        let [place] = relays(1).into_values().collect::<Vec<_>>()[..] else { unreachable!() };
-        leases.invited((1, place), None, 1, later);
+        let [endpoint] = relays(1).into_values().collect::<Vec<_>>()[..] else { unreachable!() };
+        leases.invited((1, endpoint), None, 1, later);
         assert!(asks(&mut leases, later).is_some());
     }
 }

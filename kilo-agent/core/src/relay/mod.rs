@@ -8,7 +8,7 @@ mod inputs;
 mod lease;
 mod leases;
 mod pair;
-mod places;
+mod relay_addresses;
 mod round;
 mod server;
 mod sources;
@@ -28,7 +28,7 @@ use crate::{signal_id::NodeId, tunnel_path::TunnelPath};
 
 pub use client::Client;
 pub use inputs::{EndpointOverride, RelayInputs};
-pub use places::RelayPlaces;
+pub use relay_addresses::RelayAddresses;
 pub use server::{Heard, Server};
 
 /// After this long without an answer a pair prepares to use a relay: it asks for one.
@@ -42,7 +42,7 @@ pub const SILENT_SESSION: Duration = Duration::from_secs(16);
 /// As [`SILENT_SESSION`], where the other end answers no tries, so that an endpoint that is left too early is
 /// not found again: the time until WireGuard shakes hands anew, and three attempts.
 pub const SILENT_FOR_GOOD: Duration = Duration::from_secs(28);
-/// After this long an end is tried at every place where it might be; in an established session that waits
+/// After this long an end is tried at every address where it might be; in an established session that waits
 /// until a relay is asked for, because for 10 s the end may only have had nothing to answer.
 pub const TRY: Duration = Duration::from_secs(3);
 /// After this long of tries without an answer they become rare: nothing may answer there for days.
@@ -104,10 +104,10 @@ pub struct Seen {
     pub endpoint: Option<SocketAddr>,
     /// The endpoint that it publishes.
     pub published: Option<SocketAddr>,
-    /// Further places where it says that it is.
-    pub says: Vec<SocketAddr>,
-    /// Further places where it might be reached directly, as others see it.
-    pub places: Vec<SocketAddr>,
+    /// Further addresses that it publishes.
+    pub also_published: Vec<SocketAddr>,
+    /// Further addresses where it might be reached directly, as others see it.
+    pub candidates: Vec<SocketAddr>,
     /// It offers to relay.
     pub relays: bool,
     /// Its agent uses no relays, and does not relay for others.

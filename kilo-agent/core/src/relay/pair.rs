@@ -24,7 +24,7 @@ const PAUSE: Duration = Duration::from_secs(30);
 /// a relay, to start with it.
 const ENOUGH: u32 = 3;
 const ENOUGH_TO_BEGIN: u32 = 2;
-/// New places of a silent end are tried as eagerly as the first ones when those have been tried for so long.
+/// New addresses of a silent end are tried as eagerly as the first ones when those have been tried for so long.
 const HURRIES_AFTER: Duration = Duration::from_secs(600);
 /// Minimum time between two rounds that the other end asks for.
 const ASKED_EVERY: Duration = Duration::from_secs(10);
@@ -71,7 +71,7 @@ pub(super) struct Pair {
     /// Leases are kept until then, needed or not.
     keeps: Option<Instant>,
     /// Endpoints its tries came from.
-    places: Sources,
+    sources: Sources,
     nonce: u64,
     round: Option<Round>,
     next_round: Option<Instant>,
@@ -101,7 +101,7 @@ impl Pair {
             insists: None,
             trial: None,
             keeps: None,
-            places: Sources::default(),
+            sources: Sources::default(),
             nonce: 0,
             round: None,
             next_round: None,
@@ -208,7 +208,7 @@ impl Pair {
             return false;
         }
         if !self.is_relays(source) {
-            self.places.heard(source, message.sequence, now);
+            self.sources.heard(source, message.sequence, now);
         }
         let may = self.last_round.is_none_or(|last| now.saturating_duration_since(last) >= ASKED_EVERY);
         if message.flags & START != 0 && self.by.is_some() && may {
@@ -275,7 +275,7 @@ impl Pair {
         self.by.or_else(|| self.leases.of(endpoint?)).or_else(left)
     }
 
-    /// Takes note of the port that is in use, before another place is.
+    /// Takes note of the port that is in use, before another address is.
     fn leave(&mut self, to: SocketAddr) {
         let left = self.by.zip(self.at).filter(|(_, at)| *at != to);
         self.left = left.or(self.left);
@@ -283,16 +283,17 @@ impl Pair {
     }
 
     /// Whether this is a port of a relay that is held, in use, or was in use before.
-    fn is_relays(&self, place: SocketAddr) -> bool {
-        self.leases.of(place).is_some()
-            || self.at == Some(place)
-            || self.left.is_some_and(|(_, left)| left == place)
+    fn is_relays(&self, address: SocketAddr) -> bool {
+        self.leases.of(address).is_some()
+            || self.at == Some(address)
+            || self.left.is_some_and(|(_, left)| left == address)
     }
 
     /// Whether datagrams come from a relay that was left because this end does not reach it.
-    fn comes_one_way(&self, place: SocketAddr, now: Instant) -> bool {
+    fn comes_one_way(&self, address: SocketAddr, now: Instant) -> bool {
         let works = |by: NodeId| !self.leases.fails(by, now);
-        let other = self.leases.of(place).filter(|relay| self.by.is_some_and(|by| by != *relay && works(by)));
+        let other =
+            self.leases.of(address).filter(|relay| self.by.is_some_and(|by| by != *relay && works(by)));
         other.is_some_and(|relay| self.leases.fails(relay, now))
     }
 
@@ -325,14 +326,14 @@ impl Pair {
         self.trial = None;
     }
 
-    fn use_directly(&mut self, place: SocketAddr, now: Instant) {
+    fn use_directly(&mut self, address: SocketAddr, now: Instant) {
         self.trial = self.by.map(|_| Trial::new(now));
         // Without a relay, only an answer of WireGuard counts: messages may pass where its datagrams do not.
         if self.by.is_some() {
             self.unanswered = None;
         }
-        self.leave(place);
-        (self.by, self.punched, self.moved) = (None, Some(place), Some(now));
+        self.leave(address);
+        (self.by, self.punched, self.moved) = (None, Some(address), Some(now));
         (self.round, self.next_round) = (None, None);
         self.keeps = Some(now + LINGERS);
     }
@@ -340,8 +341,8 @@ impl Pair {
     /// Takes over a relay that an earlier agent has left in use.
     pub(super) fn adopt(&mut self, turn: &Turn<'_>, random: &mut impl FnMut() -> u64) {
         let is_free = self.by.is_none() && self.leases.is_empty() && turn.seen.is_fresh();
-        let Some((relay, place, endpoint)) = turn.relay_of_endpoint().filter(|_| is_free) else { return };
-        self.leases.insert(relay, Lease::at(place, endpoint.port(), random(), turn.now));
+        let Some((relay, address, endpoint)) = turn.relay_of_endpoint().filter(|_| is_free) else { return };
+        self.leases.insert(relay, Lease::at(address, endpoint.port(), random(), turn.now));
         self.use_relay(relay, endpoint, turn.now);
     }
 
@@ -376,8 +377,8 @@ impl Pair {
         }
         let by = self.by;
         for (relay, lease) in self.leases.iter_mut() {
-            if let Some(place) = turn.relays.get(&relay) {
-                lease.set_place(*place);
+            if let Some(endpoint) = turn.relays.get(&relay) {
+                lease.set_endpoint(*endpoint);
             }
             let sequence = *turn.sequence + 1;
             let used = Use::of(relay, by);
@@ -435,7 +436,7 @@ impl Pair {
         turn.outputs.push(Output::Move { node: turn.ends.1, to });
     }
 
-    /// Tries every place where the other end may be, from time to time.
+    /// Tries every address where the other end may be, from time to time.
     pub(super) fn try_directly(&mut self, turn: &mut Turn<'_>, random: &mut impl FnMut() -> u64) {
         let now = turn.now;
         if self.nonce == 0 {
@@ -478,14 +479,14 @@ impl Pair {
         if !self.round.as_mut().is_some_and(|round| round.is_due(now)) {
             return;
         }
-        self.places.keep(now);
-        let first = turn.seen.published.into_iter().chain(self.places.iter());
-        let mut places = round::candidates(first, &turn.seen.places, self.nonce);
-        places.retain(|place| !self.is_relays(*place));
+        self.sources.keep(now);
+        let first = turn.seen.published.into_iter().chain(self.sources.iter());
+        let mut candidates = round::candidates(first, &turn.seen.candidates, self.nonce);
+        candidates.retain(|address| !self.is_relays(*address));
         // A relay that fails does not carry it either.
         let flags = if is_silent && self.by.is_some() { START } else { 0 };
         let Some(round) = self.round.as_mut() else { return };
-        for to in places.into_iter().take(round::MOST_PLACES) {
+        for to in candidates.into_iter().take(round::MOST_CANDIDATES) {
             let sequence = turn.sequence();
             round.sent(sequence, to);
             let message = message_to(Kind::Try, turn.ends, self.nonce, sequence);

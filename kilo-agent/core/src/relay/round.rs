@@ -6,8 +6,8 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Maximum number of places where an end is tried at a time.
-pub(super) const MOST_PLACES: usize = 8;
+/// Maximum number of addresses at which an end is tried at a time.
+pub(super) const MOST_CANDIDATES: usize = 8;
 /// Length of a round, and the interval of its tries.
 pub(super) const LENGTH: Duration = Duration::from_millis(1500);
 const STEP: Duration = Duration::from_millis(200);
@@ -30,7 +30,7 @@ impl Round {
         now >= self.ends
     }
 
-    /// True every 200 ms, when every place is tried once.
+    /// True every 200 ms, when every address is tried once.
     pub(super) fn is_due(&mut self, now: Instant) -> bool {
         let is_due = now >= self.next;
         if is_due {
@@ -44,7 +44,7 @@ impl Round {
         self.sent.insert(sequence, to);
     }
 
-    /// How many tries this place has answered, including the one of this number; `None` where the answer was
+    /// How many tries this address has answered, including the one of this number; `None` where the answer was
     /// carried from elsewhere, or carried twice: it proves nothing about a path.
     pub(super) fn answered(&mut self, sequence: u64, source: SocketAddr) -> Option<u32> {
         if self.sent.get(&sequence) != Some(&source) {
@@ -57,8 +57,8 @@ impl Round {
     }
 }
 
-/// The order in which places are tried: `first`, then one place of each family in turn, starting from
-/// another one in each round, so that many places of one kind, or one node that names many, do not keep the
+/// The order in which addresses are tried: `first`, then one address of each family in turn, starting from
+/// another one in each round, so that many addresses of one kind, or one node that names many, do not keep the
 /// others from being tried.
 pub(super) fn candidates(
     first: impl Iterator<Item = SocketAddr>,
@@ -66,7 +66,7 @@ pub(super) fn candidates(
     round: u64,
 ) -> Vec<SocketAddr> {
     let mut families: [Vec<SocketAddr>; 2] = [true, false].map(|v4| {
-        let mut family: Vec<_> = others.iter().copied().filter(|place| place.is_ipv4() == v4).collect();
+        let mut family: Vec<_> = others.iter().copied().filter(|address| address.is_ipv4() == v4).collect();
         let start = usize::try_from(round % family.len().max(1) as u64).unwrap_or(0);
         family.rotate_left(start);
         family.reverse();
@@ -77,7 +77,7 @@ pub(super) fn candidates(
         all.extend(families.iter_mut().filter_map(Vec::pop));
     }
     let mut tried = BTreeSet::new();
-    all.retain(|place| tried.insert(*place));
+    all.retain(|address| tried.insert(*address));
     all
 }
 
@@ -96,7 +96,7 @@ mod tests {
             let all = candidates(first.into_iter(), &others, round);
             assert_eq!(all.len(), 23, "each once");
             assert_eq!(all[..2], first);
-            let now = &all[..MOST_PLACES];
+            let now = &all[..MOST_CANDIDATES];
             assert!(now.iter().any(SocketAddr::is_ipv6) && now[2..].iter().any(SocketAddr::is_ipv4));
             tried.extend(now.iter().copied());
         }

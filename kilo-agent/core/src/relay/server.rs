@@ -9,7 +9,7 @@ use std::{
 
 use kilo_common::relay::{BOTH, BOUND, FIRST_PORT, Kind, LAST_PORT, Message, Port};
 
-use super::{NodeId, Output, RESTS, RelayPlaces, fresh::Latest, mapped};
+use super::{NodeId, Output, RESTS, RelayAddresses, fresh::Latest, mapped};
 
 /// Maximum number of pairs, with two ports each.
 pub const MOST_PAIRS: usize = 500;
@@ -61,7 +61,7 @@ pub struct Server {
     /// Pairs that were dropped because an end did not bind its port.
     absent: BTreeMap<(NodeId, NodeId), Absent>,
     /// Where relays are.
-    places: Arc<RelayPlaces>,
+    relay_addresses: Arc<RelayAddresses>,
 }
 
 /// What this node has given to the two ends of a pair.
@@ -107,10 +107,10 @@ fn may_invite(last: Option<Instant>, now: Instant) -> bool {
     last.is_none_or(|last| now.saturating_duration_since(last) >= INVITES)
 }
 
-/// Whether this source is the host of an end that WireGuard has at `place`. Its NAT may have given it another
+/// Whether this source is the host of an end that WireGuard has at `endpoint`. Its NAT may have given it another
 /// port; another address may be forged, and packets for this end would go to the host that has it.
-fn is_same_host(source: SocketAddr, place: SocketAddr) -> bool {
-    source.ip().to_canonical() == place.ip().to_canonical()
+fn is_same_host(source: SocketAddr, endpoint: SocketAddr) -> bool {
+    source.ip().to_canonical() == endpoint.ip().to_canonical()
 }
 
 const fn key(one: NodeId, other: NodeId) -> (NodeId, NodeId) {
@@ -163,8 +163,8 @@ impl Server {
     }
 
     /// Sets where relays are: nobody may bind there, or packets would go from relay to relay.
-    pub fn see_relays(&mut self, places: Arc<RelayPlaces>) {
-        self.places = places;
+    pub fn see_relays(&mut self, relay_addresses: Arc<RelayAddresses>) {
+        self.relay_addresses = relay_addresses;
     }
 
     /// Ends the pairs of nodes that refuse relays.
@@ -231,12 +231,12 @@ impl Server {
         if let Some(pair) = self.pairs.get_mut(&key(from, other)) {
             pair.ends_mut(from).0.came = now;
         }
-        let Some(place) = reachable.get(&from).copied() else { return Vec::new() };
+        let Some(endpoint) = reachable.get(&from).copied() else { return Vec::new() };
         if !self.admit(from, now) {
             return Vec::new();
         }
         let offer = Message { kind: Kind::Offer, flags: 0, sender: own, token: 0, port: 0, ..*message };
-        let refuse = vec![Output::Send { node: from, to: place, message: offer }];
+        let refuse = vec![Output::Send { node: from, to: endpoint, message: offer }];
         let there = reachable.get(&other).copied();
         // An existing pair may carry packets although the relay itself cannot reach the other end.
         if !self.pairs.contains_key(&key(from, other)) {
@@ -272,8 +272,8 @@ impl Server {
         let binds = heard.port == mine.port
             && message.token == mine.token
             && message.sequence > mine.sequence
-            && is_same_host(heard.source, place)
-            && !self.places.contains(heard.source);
+            && is_same_host(heard.source, endpoint)
+            && !self.relay_addresses.contains(heard.source);
         if binds {
             self.changes += u64::from(mine.bound != Some(heard));
             mine.sequence = message.sequence;
@@ -288,7 +288,7 @@ impl Server {
         pair.used = now;
         let flags = if is_bound { BOUND } else { 0 } | if pair.passes() { BOTH } else { 0 };
         let mut outputs =
-            vec![Output::Send { node: from, to: place, message: Message { flags, token, port, ..offer } }];
+            vec![Output::Send { node: from, to: endpoint, message: Message { flags, token, port, ..offer } }];
         outputs.extend(invited.map(|there| self.invite(from, (other, there), &offer)));
         outputs
     }

@@ -8,17 +8,17 @@ use std::{
 
 use super::fresh;
 
-/// Maximum number of places that are remembered.
+/// Maximum number of addresses that are remembered.
 const MOST: usize = 4;
-/// A place from which no try has come for this long is forgotten.
+/// An address from which no try has come for this long is forgotten.
 const FORGOTTEN: Duration = Duration::from_secs(180);
 /// Maximum number of tries whose numbers are remembered: more than come within the reordering window.
 const MOST_NUMBERS: usize = 128;
 
-/// The latest places, and the numbers of the tries by which they were found.
+/// The latest addresses, and the numbers of the tries by which they were found.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Sources {
-    places: Vec<(SocketAddr, Instant)>,
+    addresses: Vec<(SocketAddr, Instant)>,
     numbers: BTreeSet<u64>,
 }
 
@@ -34,24 +34,24 @@ impl Sources {
         if self.numbers.len() > MOST_NUMBERS {
             self.numbers.pop_first();
         }
-        if let Some((_, last)) = self.places.iter_mut().find(|(place, _)| *place == source) {
+        if let Some((_, last)) = self.addresses.iter_mut().find(|(address, _)| *address == source) {
             *last = now;
             return;
         }
-        self.places.push((source, now));
-        if self.places.len() > MOST {
-            self.places.remove(0);
+        self.addresses.push((source, now));
+        if self.addresses.len() > MOST {
+            self.addresses.remove(0);
         }
     }
 
-    /// Forgets places without recent tries.
+    /// Forgets addresses without recent tries.
     pub(super) fn keep(&mut self, now: Instant) {
-        self.places.retain(|(_, last)| now.saturating_duration_since(*last) < FORGOTTEN);
+        self.addresses.retain(|(_, last)| now.saturating_duration_since(*last) < FORGOTTEN);
     }
 
-    /// The places, in the order in which they were found.
+    /// The addresses, in the order in which they were found.
     pub(super) fn iter(&self) -> impl Iterator<Item = SocketAddr> {
-        self.places.iter().map(|(place, _)| *place)
+        self.addresses.iter().map(|(address, _)| *address)
     }
 }
 
@@ -64,7 +64,7 @@ mod tests {
     fn a_try_that_was_heard_before_adds_no_place_and_places_are_forgotten_after_a_while() {
         let (mut sources, start) = (Sources::default(), Instant::now());
         let at = |port: u16| SocketAddr::from(([192, 0, 2, 1], port));
-        let ports = |sources: &Sources| sources.iter().map(|place| place.port()).collect::<Vec<_>>();
+        let ports = |sources: &Sources| sources.iter().map(|address| address.port()).collect::<Vec<_>>();
         let later = |seconds| start + Duration::from_secs(seconds);
         sources.heard(at(1), 9_000_000, start);
         sources.heard(at(2), 9_000_000, start);

@@ -146,15 +146,15 @@ proptest! {
     }
 
     #[test]
-    fn a_direct_way_is_found_again_within_a_minute_and_loses_nothing(seed: u64, drops in 0u8..5, is_published: bool, says: bool) {
+    fn a_direct_way_is_found_again_within_a_minute_and_loses_nothing(seed: u64, drops in 0u8..5, is_published: bool, also_publishes: bool) {
         let mut world = World::new(seed);
-        (world.is_published, world.says) = (is_published, says);
+        (world.is_published, world.also_publishes) = (is_published, also_publishes);
         world.connects(seconds(20));
         world.run(seconds(7));
         world.begin_to_measure();
         (world.direct, world.drops) = (true, f64::from(drops) / 100.0);
         world.run(DIRECT_EVERY * 2 + seconds(5));
-        let way = Some(if is_published || says { Way::Direct } else { Way::Punched });
+        let way = Some(if is_published || also_publishes { Way::Direct } else { Way::Punched });
         prop_assert_eq!((world.way(X), world.way(Y)), (way, way));
         prop_assert_eq!(world.lost, 0);
         let before = world.forwarded;
@@ -219,16 +219,16 @@ fn the_endpoint_of_a_direct_way_follows_what_the_other_end_says_and_where_it_is(
     world.direct = true;
     world.run(DIRECT_EVERY * 2);
     let at = |world: &World| world.clients[&X].endpoints().get(&Y).copied();
-    assert_eq!((world.way(X), at(&world)), (Some(Way::Punched), Some((place(Y), false))));
+    assert_eq!((world.way(X), at(&world)), (Some(Way::Punched), Some((endpoint_of(Y), false))));
     let sees = |world: &mut World, published, endpoint| {
         let (mut seen, now) = (world.seen(X), world.now);
         (seen[0].published, seen[0].endpoint) = (Some(published), Some(endpoint));
         world.clients.get_mut(&X).unwrap().see(seen, own(true, true), now);
     };
     let published = world.seen(X)[0].published.unwrap();
-    sees(&mut world, published, place(78));
-    assert_eq!(at(&world), Some((place(78), false)), "WireGuard has followed it");
-    sees(&mut world, place(77), place(78));
+    sees(&mut world, published, endpoint_of(78));
+    assert_eq!(at(&world), Some((endpoint_of(78), false)), "WireGuard has followed it");
+    sees(&mut world, endpoint_of(77), endpoint_of(78));
     assert_eq!(at(&world), None, "the plan has what is published now");
 }
 
@@ -250,7 +250,7 @@ fn a_flow_that_is_not_answered_but_by_keepalives_asks_for_nothing() {
     let relay = Seen {
         id: Z[0],
         handshake_age: Some(Duration::ZERO),
-        endpoint: Some(place(Z[0])),
+        endpoint: Some(endpoint_of(Z[0])),
         relays: true,
         ..Seen::default()
     };
@@ -261,8 +261,8 @@ fn a_flow_that_is_not_answered_but_by_keepalives_asks_for_nothing() {
             handshake_age: Some(seconds(second)),
             sent: 148_000 * second,
             received: 92 + 32 * (second / 10),
-            endpoint: Some(place(Y)),
-            places: vec![place(Y)],
+            endpoint: Some(endpoint_of(Y)),
+            candidates: vec![endpoint_of(Y)],
             ..Seen::default()
         };
         let now = start + seconds(second);
@@ -310,7 +310,7 @@ fn a_punched_way_that_ends_is_left_also_where_the_other_end_refuses_relays_and_a
     assert_eq!(world.way(X), Some(Way::Punched));
     world.refuses = true;
     world.run(seconds(10));
-    assert_eq!(world.tunnels[&X].endpoint, place(Y), "it works");
+    assert_eq!(world.tunnels[&X].endpoint, endpoint_of(Y), "it works");
     world.direct = false;
     world.run(SILENT_FOR_GOOD + seconds(10));
     assert_eq!(Some(world.tunnels[&X].endpoint), world.seen(X)[0].published);
@@ -322,9 +322,9 @@ fn a_place_that_an_end_without_relays_answered_from_is_left_only_after_wireguard
     let seen = || Seen {
         id: Y,
         sent: 148,
-        endpoint: Some(place(9)),
-        published: Some(place(9)),
-        places: vec![place(Y)],
+        endpoint: Some(endpoint_of(9)),
+        published: Some(endpoint_of(9)),
+        candidates: vec![endpoint_of(Y)],
         ..Seen::default()
     };
     client.see(vec![seen()], own(true, true), start);
@@ -333,13 +333,13 @@ fn a_place_that_an_end_without_relays_answered_from_is_left_only_after_wireguard
     for step in 0..2 {
         for output in client.turn(now + 2 * STEP * step, 1, &mut || 4) {
             if let Output::Send { to, message, .. } = output
-                && to == place(Y)
+                && to == endpoint_of(Y)
             {
                 client.hear(&Message { kind: Kind::Tried, sender: Y, other: X, ..message }, to, 1, now);
             }
         }
     }
-    assert_eq!(client.endpoints().get(&Y), Some(&(place(Y), false)));
+    assert_eq!(client.endpoints().get(&Y), Some(&(endpoint_of(Y), false)));
     // A flow one way, answered every 10 s by keepalives alone: one is lost, and all after 60 s.
     let mut left = None;
     for second in 0..120 {
@@ -348,14 +348,14 @@ fn a_place_that_an_end_without_relays_answered_from_is_left_only_after_wireguard
             handshake_age: Some(seconds(second)),
             sent: 148_000 * (second + 1),
             received: 92 + 32 * answers,
-            endpoint: Some(place(Y)),
+            endpoint: Some(endpoint_of(Y)),
             refuses: true,
             ..seen()
         };
         let now = now + seconds(second);
         client.see(vec![other], own(true, true), now);
         let outputs = client.turn(now, 1, &mut || 4);
-        if outputs.contains(&Output::Move { node: Y, to: place(9) }) {
+        if outputs.contains(&Output::Move { node: Y, to: endpoint_of(9) }) {
             left.get_or_insert(second);
         }
     }
@@ -374,15 +374,15 @@ fn where_nothing_answers_tries_become_rare_and_begin_anew_where_there_is_somethi
             let other = Seen {
                 id: Y,
                 sent: u64::try_from((now - start).as_millis()).unwrap(),
-                published: Some(place(9)),
-                places: vec![place(at)],
+                published: Some(endpoint_of(9)),
+                candidates: vec![endpoint_of(at)],
                 refuses,
                 ..Seen::default()
             };
             client.see(vec![other], own(true, true), now);
             tries += client.turn(now, 1, &mut || 4).len();
         }
-        // Two places, eight times.
+        // Two addresses, eight times.
         tries / 16
     };
     assert_eq!(rounds(true, Y, seconds(600)), 0, "its agent answers no tries");
@@ -393,7 +393,7 @@ fn where_nothing_answers_tries_become_rare_and_begin_anew_where_there_is_somethi
     assert!(rounds(false, 77, seconds(3)) >= 1, "it is seen elsewhere");
     let again = rounds(false, 77, seconds(30));
     assert!((9..=11).contains(&again), "{again}");
-    // A node that keeps naming new places does not make anybody send more.
+    // A node that keeps naming new addresses does not make anybody send more.
     rounds(false, 77, seconds(120));
     let flapping = (0..30).map(|second| rounds(false, 70 + second % 2, seconds(10))).sum::<usize>();
     assert!((9..=11).contains(&flapping), "{flapping}");
@@ -425,8 +425,13 @@ fn a_pair_between_which_messages_alone_pass_gets_a_relay() {
 #[test]
 fn a_try_counts_once_and_only_where_it_was_sent_to() {
     let (mut client, start) = (Client::new(X), Instant::now());
-    let seen =
-        || Seen { id: Y, sent: 148, endpoint: Some(place(9)), places: vec![place(Y)], ..Seen::default() };
+    let seen = || Seen {
+        id: Y,
+        sent: 148,
+        endpoint: Some(endpoint_of(9)),
+        candidates: vec![endpoint_of(Y)],
+        ..Seen::default()
+    };
     client.see(vec![seen()], own(false, true), start);
     let now = start + TRY;
     client.see(vec![seen()], own(false, true), now);
@@ -437,7 +442,7 @@ fn a_try_counts_once_and_only_where_it_was_sent_to() {
     let tries: Vec<Message> = tries
         .into_iter()
         .filter_map(|output| match output {
-            Output::Send { to, message, .. } if to == place(Y) => Some(message),
+            Output::Send { to, message, .. } if to == endpoint_of(Y) => Some(message),
             _ => None,
         })
         .collect();
@@ -446,10 +451,14 @@ fn a_try_counts_once_and_only_where_it_was_sent_to() {
         let message = Message { kind: Kind::Tried, sender: Y, other: X, ..tries[of] };
         client.hear(&message, from, 1, now + seconds(1))
     };
-    assert_eq!(answers(0, place(Y)), []);
-    assert_eq!(answers(0, place(Y)), [], "the same answer again");
-    assert_eq!((answers(1, place(77)), answers(2, place(77))), (vec![], vec![]), "carried from elsewhere");
-    assert_eq!(answers(1, place(Y)), [Output::Move { node: Y, to: place(Y) }]);
+    assert_eq!(answers(0, endpoint_of(Y)), []);
+    assert_eq!(answers(0, endpoint_of(Y)), [], "the same answer again");
+    assert_eq!(
+        (answers(1, endpoint_of(77)), answers(2, endpoint_of(77))),
+        (vec![], vec![]),
+        "carried from elsewhere"
+    );
+    assert_eq!(answers(1, endpoint_of(Y)), [Output::Move { node: Y, to: endpoint_of(Y) }]);
 }
 
 #[test]
@@ -477,7 +486,7 @@ fn an_end_behind_a_relays_nat_is_not_taken_for_relayed() {
         let relay = Seen {
             id: Z[0],
             handshake_age: age,
-            endpoint: Some(place(Z[0])),
+            endpoint: Some(endpoint_of(Z[0])),
             relays: true,
             ..Seen::default()
         };
@@ -492,10 +501,10 @@ fn an_end_behind_a_relays_nat_is_not_taken_for_relayed() {
 fn recorded_messages_change_nothing() {
     let now = Instant::now();
     let mut client = Client::new(X);
-    let seen = |id, relays| Seen { id, endpoint: Some(place(id)), relays, ..Seen::default() };
+    let seen = |id, relays| Seen { id, endpoint: Some(endpoint_of(id)), relays, ..Seen::default() };
     client.see(vec![seen(Y, false), seen(Z[0], true)], own(true, true), now);
     let message = |kind, sender, other, sequence| Message { kind, sequence, ..ask(sender, other) };
-    let hears = |client: &mut Client, message| client.hear(&message, place(77), 1, now).len();
+    let hears = |client: &mut Client, message| client.hear(&message, endpoint_of(77), 1, now).len();
     assert_eq!(hears(&mut client, message(Kind::Try, Y, X, 9_000_000)), 1);
     assert_eq!(hears(&mut client, message(Kind::Try, Y, X, 7_000_001)), 1, "by another way");
     assert_eq!(hears(&mut client, message(Kind::Try, Y, X, 6_999_999)), 0, "recorded");

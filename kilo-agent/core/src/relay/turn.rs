@@ -28,11 +28,11 @@ impl Turn<'_> {
         let endpoint = self.seen.endpoint.filter(|at| is_port(at.port()))?;
         // The other end may be behind the relay's NAT, and have
         // one of these ports there.
-        if self.seen.published == Some(endpoint) || self.seen.places.contains(&endpoint) {
+        if self.seen.published == Some(endpoint) || self.seen.candidates.contains(&endpoint) {
             return None;
         }
-        let (relay, place) = self.relays.iter().find(|(_, place)| place.ip() == endpoint.ip())?;
-        Some((*relay, *place, endpoint))
+        let (relay, address) = self.relays.iter().find(|(_, address)| address.ip() == endpoint.ip())?;
+        Some((*relay, *address, endpoint))
     }
 
     pub(super) fn send(&mut self, node: NodeId, to: SocketAddr, message: Message) {

@@ -122,16 +122,16 @@ impl Acting {
             Some((term, id(index)))
         });
         // The acting leader stays, even if others would come first by now.
-        let place = |(_, gateway): &(Term, NodeId)| {
+        let index_of = |(_, gateway): &(Term, NodeId)| {
             let capable = |index: &usize| is_capable && segment.members[*index].node.is_capable();
             let at = ids.iter().position(|id| id == gateway).map(|at| order[at]);
             at.or_else(|| (0..segment.members.len()).filter(capable).find(|index| id(*index) == *gateway))
         };
         let said =
-            heard.into_iter().chain(written).filter(|said| said.0 > Term::NONE && place(said).is_some());
+            heard.into_iter().chain(written).filter(|said| said.0 > Term::NONE && index_of(said).is_some());
         let latest = latest(heard, said.collect());
         let unforeseen =
-            latest.filter(|said| !ids.contains(&said.1)).and_then(|said| Some((place(&said)?, said.1)));
+            latest.filter(|said| !ids.contains(&said.1)).and_then(|said| Some((index_of(&said)?, said.1)));
         if let Some((index, id)) = unforeseen {
             order.push(index);
             ids.push(id);

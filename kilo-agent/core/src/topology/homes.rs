@@ -6,7 +6,7 @@ mod shares;
 use std::collections::BTreeSet;
 
 use super::{Node, Segment, leader};
-use shares::Places;
+use shares::Slots;
 
 /// Active leaders of a location and who uses which, as indexes of [`Segment::members`].
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -65,10 +65,10 @@ impl Segment {
     }
 
     /// Its active leaders; `None`: it has one. `lost`: its nodes that are known but take no part, whose
-    /// places stay theirs. All nodes of the mesh must know several active leaders ([`Node::leaders`]).
+    /// slots stay theirs. All nodes of the mesh must know several active leaders ([`Node::leaders`]).
     pub fn homes(&self, lost: &[&Node], stand_bys: usize) -> Option<Homes> {
         let wanted = self.leaders_asked();
-        // The chosen ones have their places, whether they are there or not.
+        // The chosen ones have their slots, whether they are there or not.
         let (chosen, mut rest) = self.chosen(lost, wanted);
         rest.retain(|candidate| candidate.member.is_some());
         let mut active: Vec<_> = chosen.iter().filter(|it| it.can_lead()).collect();
@@ -85,14 +85,14 @@ impl Segment {
             return None;
         }
         let is_promoted = |it: &Candidate<'_>| promoted.iter().any(|one| one.node.name == it.node.name);
-        // By Kilo's rule for nodes, not by who leads now, so that places do not change.
-        let mut of_places: Vec<_> = chosen.iter().collect();
-        of_places.sort_by_key(|it| (leader::rank(it.node), it.node.name.as_str()));
-        let places = Places {
-            chosen: of_places.into_iter().map(|it| (it.node.name.as_str(), it.can_lead())).collect(),
+        // By Kilo's rule for nodes, not by who leads now, so that slots do not change.
+        let mut by_rank: Vec<_> = chosen.iter().collect();
+        by_rank.sort_by_key(|it| (leader::rank(it.node), it.node.name.as_str()));
+        let slots = Slots {
+            chosen: by_rank.into_iter().map(|it| (it.node.name.as_str(), it.can_lead())).collect(),
             promoted: promoted.iter().map(|it| it.node.name.as_str()).collect(),
         };
-        // Each place has a share of those that could lead, and of the others. Neither depends on who can lead
+        // Each slot has a share of those that could lead, and of the others. Neither depends on who can lead
         // now, nor on `stand_bys`, which may differ between agents.
         let among = |candidates: &[Candidate<'_>]| {
             let mut among = vec![false; self.members.len()];
@@ -104,23 +104,23 @@ impl Segment {
             (0..self.members.len()).filter(|at| !is_chosen[*at]).partition(|at| could_lead[*at]);
         let active: Vec<usize> = active.iter().filter_map(|it| it.member).collect();
         let mut of: Vec<usize> = (0..self.members.len()).collect();
-        let mut load = vec![0; places.len()];
-        let mut uses = |at: usize, place: usize| {
-            let home = active.iter().find(|at| self.members[**at].name() == places.name(place));
+        let mut load = vec![0; slots.len()];
+        let mut uses = |at: usize, slot: usize| {
+            let home = active.iter().find(|at| self.members[**at].name() == slots.name(slot));
             of[at] = home.copied().unwrap_or(self.leader);
         };
         // A gateway was among those that could lead before it was chosen.
-        let gateways = places.gateways();
+        let gateways = slots.gateways();
         for (group, beside) in [(capable, &gateways[..]), (others, &[][..])] {
             let members: Vec<&str> = group.iter().map(|at| self.members[*at].name()).collect();
-            for (at, place) in group.into_iter().zip(places.assign(&members, beside, &mut load)) {
-                uses(at, place);
+            for (at, slot) in group.into_iter().zip(slots.assign(&members, beside, &mut load)) {
+                uses(at, slot);
             }
         }
         for at in &leaving {
-            uses(*at, places.least(self.members[*at].name(), &mut load));
+            uses(*at, slots.least(self.members[*at].name(), &mut load));
         }
-        // Absent ones count, too, so that others do not change their places because of them.
+        // Absent ones count, too, so that others do not change their slots because of them.
         let count = if stand_bys == 0 { 0 } else { stand_bys.max(chosen.len()) };
         let next: Vec<usize> =
             rest.iter().filter(|it| it.can_lead() && !is_promoted(it)).filter_map(|it| it.member).collect();

@@ -140,10 +140,10 @@ pub fn forward_log(bpf: &mut Ebpf) {
 
 /// Has the kernel verify the wanted programs in parallel, in two to [`THREADS`] threads.
 pub fn load_programs(object: &mut Ebpf, is_wanted: impl Fn(&str) -> bool) -> Result<(), DataplaneError> {
-    let place = |name: &str| PROGRAMS.iter().position(|program| *program == name && is_wanted(program));
+    let position = |name: &str| PROGRAMS.iter().position(|program| *program == name && is_wanted(program));
     let mut programs: Vec<_> =
-        object.programs_mut().filter_map(|(name, program)| Some((place(name)?, program))).collect();
-    programs.sort_by_key(|(place, _)| *place);
+        object.programs_mut().filter_map(|(name, program)| Some((position(name)?, program))).collect();
+    programs.sort_by_key(|(position, _)| *position);
     let programs = Mutex::new(programs.into_iter());
     let load = || -> Result<(), ProgramError> {
         let next = || programs.lock().next();

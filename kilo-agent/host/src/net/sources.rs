@@ -49,10 +49,10 @@ pub fn choose(link: &Link, ways: &[MainRoute], own: &BTreeSet<IpAddr>) -> (Uplin
     let first = v4.first().filter(|net| !net.addr().is_link_local());
     if let Some(first) = first.map(Ipv4Net::addr) {
         usual.v4 = Some(first);
-        let places = v4.iter().map(|net| IpNet::V4(net.trunc()));
-        let places = places.chain(ways.keys().copied().filter(|way| way.addr().is_ipv4()));
-        let answer = |place: IpNet| choose_v4(place, &ways, &v4).unwrap_or(first).into();
-        others.extend(compress(first.into(), places.map(|place| (place, answer(place))).collect()));
+        let destinations = v4.iter().map(|net| IpNet::V4(net.trunc()));
+        let destinations = destinations.chain(ways.keys().copied().filter(|way| way.addr().is_ipv4()));
+        let answer = |net: IpNet| choose_v4(net, &ways, &v4).unwrap_or(first).into();
+        others.extend(compress(first.into(), destinations.map(|net| (net, answer(net))).collect()));
     }
     let v6: Vec<(Ipv6Net, bool)> = link.addresses.iter().filter_map(usable_v6).collect();
     if let Some(first) = choose_v6(IpNet::V6(Ipv6Net::default()), &ways, &v6) {
@@ -62,10 +62,10 @@ pub fn choose(link: &Link, ways: &[MainRoute], own: &BTreeSet<IpAddr>) -> (Uplin
         let near = v6.iter().flat_map(|(net, _)| {
             (1..=net.prefix_len()).filter_map(|length| Ipv6Net::new(net.addr(), length).ok())
         });
-        let places = labels.chain(near).map(|net| IpNet::V6(net.trunc()));
-        let places = places.chain(ways.keys().copied().filter(|way| way.addr().is_ipv6()));
-        let answer = |place: IpNet| choose_v6(place, &ways, &v6).unwrap_or(first).into();
-        others.extend(compress(first.into(), places.map(|place| (place, answer(place))).collect()));
+        let destinations = labels.chain(near).map(|net| IpNet::V6(net.trunc()));
+        let destinations = destinations.chain(ways.keys().copied().filter(|way| way.addr().is_ipv6()));
+        let answer = |net: IpNet| choose_v6(net, &ways, &v6).unwrap_or(first).into();
+        others.extend(compress(first.into(), destinations.map(|net| (net, answer(net))).collect()));
     }
     (usual, others)
 }
@@ -104,14 +104,18 @@ fn usable_v6(address: &Address) -> Option<(Ipv6Net, bool)> {
 }
 
 /// Source address for destinations in this prefix that are not in a longer one that is asked for, too.
-fn choose_v4(place: IpNet, ways: &BTreeMap<IpNet, MainRoute>, addresses: &[Ipv4Net]) -> Option<Ipv4Addr> {
-    let way = prefixes::holding(ways, place).next().map(|(_, way)| way);
+fn choose_v4(
+    destination: IpNet,
+    ways: &BTreeMap<IpNet, MainRoute>,
+    addresses: &[Ipv4Net],
+) -> Option<Ipv4Addr> {
+    let way = prefixes::holding(ways, destination).next().map(|(_, way)| way);
     if let Some(IpAddr::V4(source)) = way.and_then(|way| way.source) {
         return Some(source);
     }
     let next = match way.and_then(|way| way.gateway) {
         Some(gateway) => IpNet::from(gateway),
-        None => place,
+        None => destination,
     };
     addresses.iter().find(|net| IpNet::V4(**net).contains(&next)).map(Ipv4Net::addr)
 }
@@ -119,12 +123,12 @@ fn choose_v4(place: IpNet, ways: &BTreeMap<IpNet, MainRoute>, addresses: &[Ipv4N
 /// As [`choose_v4`], by RFC 6724: rules 3 (deprecated), 6 (label) and 8 (longest match). All addresses are of
 /// one scope (2) and on the outgoing interface (5), and none is temporary (7).
 fn choose_v6(
-    place: IpNet,
+    destination: IpNet,
     ways: &BTreeMap<IpNet, MainRoute>,
     addresses: &[(Ipv6Net, bool)],
 ) -> Option<Ipv6Addr> {
-    let IpNet::V6(net) = place else { return None };
-    let way = prefixes::holding(ways, place).next().map(|(_, way)| way);
+    let IpNet::V6(net) = destination else { return None };
+    let way = prefixes::holding(ways, destination).next().map(|(_, way)| way);
     if let Some(IpAddr::V6(source)) = way.and_then(|way| way.source) {
         return Some(source);
     }
@@ -148,11 +152,11 @@ fn label(net: Ipv6Net) -> u8 {
 fn compress(usual: IpAddr, all: BTreeMap<IpNet, IpAddr>) -> BTreeMap<IpNet, IpAddr> {
     let mut kept = BTreeMap::new();
     let mut by_length: Vec<_> = all.into_iter().collect();
-    by_length.sort_by_key(|(place, _)| place.prefix_len());
-    for (place, addr) in by_length {
-        let above = prefixes::holding(&kept, place).next().map_or(usual, |(_, addr)| *addr);
+    by_length.sort_by_key(|(prefix, _)| prefix.prefix_len());
+    for (prefix, addr) in by_length {
+        let above = prefixes::holding(&kept, prefix).next().map_or(usual, |(_, addr)| *addr);
         if above != addr {
-            kept.insert(place, addr);
+            kept.insert(prefix, addr);
         }
     }
     kept

@@ -227,9 +227,9 @@ fn bind(path: &Path) -> io::Result<UnixListener> {
 }
 
 async fn accept(listener: UnixListener, requests: mpsc::Sender<Request>) {
-    let places = Arc::new(Semaphore::new(CLIENTS));
+    let permits = Arc::new(Semaphore::new(CLIENTS));
     loop {
-        let Ok(place) = Arc::clone(&places).acquire_owned().await else { return };
+        let Ok(permit) = Arc::clone(&permits).acquire_owned().await else { return };
         let Ok((stream, _)) = listener.accept().await else {
             // Out of file descriptors, for example: not a reason to spin.
             tokio::time::sleep(Duration::from_millis(100)).await;
@@ -238,7 +238,7 @@ async fn accept(listener: UnixListener, requests: mpsc::Sender<Request>) {
         let requests = requests.clone();
         tokio::spawn(async move {
             let _ = converse(stream, &requests).await;
-            drop(place);
+            drop(permit);
         });
     }
 }

@@ -32,13 +32,13 @@ fn said_near(
     heard: Heard,
     now: Instant,
 ) -> Vec<Message> {
-    let reachable = near.iter().map(|end| (*end, place(*end))).collect();
+    let reachable = near.iter().map(|end| (*end, endpoint_of(*end))).collect();
     let mut seed = message.sequence;
     let outputs =
         server.hear(message, heard, (Z[0], &reachable), &mut |_| true, &mut || next(&mut seed), now);
     let sent = outputs.into_iter().map(|output| match output {
         Output::Send { to, node, message } => {
-            assert_eq!(to, place(node), "nobody is answered but where WireGuard knows him");
+            assert_eq!(to, endpoint_of(node), "nobody is answered but where WireGuard knows him");
             message
         }
         Output::Keep { .. } | Output::Move { .. } => panic!("a relay moves nothing"),
@@ -86,9 +86,9 @@ fn the_pairs_of_a_node_that_has_left_the_mesh_end_whatever_it_sends() {
 #[test]
 fn nobody_binds_where_another_relay_is() {
     let (mut server, now) = (Server::default(), Instant::now());
-    let node = Node { relay: true, endpoint: Some(place(Z[1]).into()), ..Node::default() };
+    let node = Node { relay: true, endpoint: Some(endpoint_of(Z[1]).into()), ..Node::default() };
     let nodes: Nodes = [CheckedIn { node, last_seen: 0 }].into_iter().collect();
-    server.see_relays(Arc::new(RelayPlaces::of(&nodes, &BTreeMap::new())));
+    server.see_relays(Arc::new(RelayAddresses::of(&nodes, &BTreeMap::new())));
     let [offer, ..] = said(&mut server, &ask(X, Y), heard(X, WIREGUARD), now)[..] else { panic!() };
     // WireGuard has followed X to a relay, from one of whose ports its ASK comes.
     let mut sequence = 1;
@@ -96,7 +96,7 @@ fn nobody_binds_where_another_relay_is() {
         sequence += 1;
         let source = SocketAddr::new(ip(Z[1]), port);
         let message = Message { sequence, token: offer.token, ..ask(X, Y) };
-        let reachable = [(X, source), (Y, place(Y))].into();
+        let reachable = [(X, source), (Y, endpoint_of(Y))].into();
         let heard = Heard { source, ..heard(X, offer.port) };
         server.hear(&message, heard, (Z[0], &reachable), &mut |_| true, &mut || 3, now);
         server.table(0)[&offer.port].from_port
@@ -209,7 +209,7 @@ fn an_end_binds_only_the_address_where_wireguard_has_it() {
         sequence += 1;
         let message = Message { sequence, token: offer.token, ..ask(X, Y) };
         let heard = Heard { source: source.parse().unwrap(), ..heard(X, offer.port) };
-        let reachable = [(X, at), (Y, place(Y))].into();
+        let reachable = [(X, at), (Y, endpoint_of(Y))].into();
         let reachable = (Z[0], &reachable);
         server.hear(&message, heard, reachable, &mut |_| true, &mut || 3, now);
         let port = server.table(0)[&offer.port];
@@ -217,10 +217,10 @@ fn an_end_binds_only_the_address_where_wireguard_has_it() {
     };
     let own = ip(X);
     for elsewhere in ["198.51.100.9:51820", "[2001:db8::9]:51820"] {
-        assert_eq!(binds(place(X), elsewhere), "[::]:0", "its sender has made that up");
+        assert_eq!(binds(endpoint_of(X), elsewhere), "[::]:0", "its sender has made that up");
     }
-    assert_eq!(binds(place(X), &format!("{own}:40001")), format!("{own}:40001"));
-    assert_eq!(binds(place(X), "198.51.100.9:51820"), format!("{own}:40001"), "what is bound stays");
+    assert_eq!(binds(endpoint_of(X), &format!("{own}:40001")), format!("{own}:40001"));
+    assert_eq!(binds(endpoint_of(X), "198.51.100.9:51820"), format!("{own}:40001"), "what is bound stays");
     // The form in which a dual-stack socket reports it.
     let mapped = SocketAddr::new(IpAddr::from(mapped(own)), WIREGUARD);
     assert_eq!(binds(mapped, &format!("{own}:40002")), format!("{own}:40002"));

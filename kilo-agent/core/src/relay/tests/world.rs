@@ -24,7 +24,7 @@ pub(super) fn ip(id: NodeId) -> IpAddr {
     Ipv4Addr::new(203, 0, 113, u8::try_from(id).unwrap()).into()
 }
 
-pub(super) fn place(id: NodeId) -> SocketAddr {
+pub(super) fn endpoint_of(id: NodeId) -> SocketAddr {
     SocketAddr::new(ip(id), WIREGUARD)
 }
 
@@ -90,8 +90,8 @@ pub(super) struct World {
     pub(super) deceives: bool,
     /// Each end publishes where it is, as with IPv6; else its address behind its NAT.
     pub(super) is_published: bool,
-    /// Ends say where they are, but not as their endpoint.
-    pub(super) says: bool,
+    /// Ends publish where they are, but not as their endpoint.
+    pub(super) also_publishes: bool,
     /// Both ends use relays.
     pub(super) uses: bool,
     /// Y refuses relays, and the others know.
@@ -122,7 +122,7 @@ impl World {
     pub(super) fn new(seed: u64) -> Self {
         let start = Instant::now();
         let tunnel = |to| Tunnel {
-            endpoint: place(to),
+            endpoint: endpoint_of(to),
             handshake: None,
             sent: 0,
             received: 0,
@@ -144,7 +144,7 @@ impl World {
             direct: false,
             deceives: false,
             is_published: false,
-            says: false,
+            also_publishes: false,
             uses: true,
             refuses: false,
             nat: 1,
@@ -223,17 +223,17 @@ impl World {
             sent: tunnel.sent,
             received: tunnel.received,
             endpoint: Some(tunnel.endpoint),
-            published: Some(if self.is_published { place(other) } else { behind_nat }),
-            says: if self.says { vec![place(other)] } else { Vec::new() },
-            places: vec![place(other)],
+            published: Some(if self.is_published { endpoint_of(other) } else { behind_nat }),
+            also_published: if self.also_publishes { vec![endpoint_of(other)] } else { Vec::new() },
+            candidates: vec![endpoint_of(other)],
             relays: false,
             refuses: other == Y && self.refuses,
         }];
         seen.extend(Z.iter().filter(|relay| self.servers.contains_key(relay)).map(|relay| Seen {
             id: *relay,
             handshake_age: Some(Duration::from_secs(5)),
-            endpoint: Some(place(*relay)),
-            published: Some(place(*relay)),
+            endpoint: Some(endpoint_of(*relay)),
+            published: Some(endpoint_of(*relay)),
             relays: !self.withdrawn.contains(relay) || self.unaware.contains(&own),
             ..Seen::default()
         }));
@@ -267,7 +267,7 @@ impl World {
                 return;
             }
             let is_near = |end: &NodeId| !(self.apart.contains(end) || self.refuses && *end == Y);
-            let reachable = [X, Y].into_iter().filter(is_near).map(|end| (end, place(end))).collect();
+            let reachable = [X, Y].into_iter().filter(is_near).map(|end| (end, endpoint_of(end))).collect();
             let mut seed = random;
             let outputs = server.hear(
                 &message,
@@ -282,7 +282,7 @@ impl World {
         }
         let from_relay = Z.contains(&from);
         let arrived = if from_relay && self.servers.contains_key(&from) {
-            [X, Y].into_iter().find(|end| ip(*end) == to.ip()).map(|end| (end, place(from)))
+            [X, Y].into_iter().find(|end| ip(*end) == to.ip()).map(|end| (end, endpoint_of(from)))
         } else if from_relay {
             None
         } else {

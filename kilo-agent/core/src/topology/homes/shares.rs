@@ -3,37 +3,37 @@
 
 use std::cmp::Reverse;
 
-/// Active leaders by name, as places to which members are assigned.
-pub(super) struct Places<'a> {
+/// Active leaders by name, as slots to which members are assigned.
+pub(super) struct Slots<'a> {
     /// The chosen ones, and whether each can lead.
     pub(super) chosen: Vec<(&'a str, bool)>,
     /// Nodes that lead in place of a chosen one that cannot.
     pub(super) promoted: Vec<&'a str>,
 }
 
-impl<'a> Places<'a> {
+impl<'a> Slots<'a> {
     pub(super) fn len(&self) -> usize {
         self.chosen.len() + self.promoted.len()
     }
 
-    pub(super) fn name(&self, place: usize) -> &'a str {
-        match self.chosen.get(place) {
+    pub(super) fn name(&self, slot: usize) -> &'a str {
+        match self.chosen.get(slot) {
             Some((name, _)) => name,
-            None => self.promoted[place - self.chosen.len()],
+            None => self.promoted[slot - self.chosen.len()],
         }
     }
 
-    fn can_lead(&self, place: usize) -> bool {
-        self.chosen.get(place).is_none_or(|(_, can)| *can)
+    fn can_lead(&self, slot: usize) -> bool {
+        self.chosen.get(slot).is_none_or(|(_, can)| *can)
     }
 
     /// Assigns the member to the leader with the fewest members. `load`: how many each has; it is updated.
     pub(super) fn least(&self, member: &str, load: &mut [usize]) -> usize {
-        let able = (0..self.len()).filter(|place| self.can_lead(*place));
-        let least = able.min_by_key(|place| (load[*place], Reverse(weight(member, self.name(*place)))));
-        let place = least.unwrap_or(0);
-        load[place] += 1;
-        place
+        let able = (0..self.len()).filter(|slot| self.can_lead(*slot));
+        let least = able.min_by_key(|slot| (load[*slot], Reverse(weight(member, self.name(*slot)))));
+        let slot = least.unwrap_or(0);
+        load[slot] += 1;
+        slot
     }
 
     /// Names of the chosen ones.
@@ -41,22 +41,22 @@ impl<'a> Places<'a> {
         self.chosen.iter().map(|(name, _)| *name).collect()
     }
 
-    /// A place for each of `members`, by [`shares`] of them and those `beside` them, which have their places.
-    /// Only the members of a chosen one that cannot lead go to the places with the fewest; a node that leads
+    /// A slot for each of `members`, by [`shares`] of them and those `beside` them, which have their slots.
+    /// Only the members of a chosen one that cannot lead go to the slots with the fewest; a node that leads
     /// in its place uses itself.
     pub(super) fn assign(&self, members: &[&str], beside: &[&str], load: &mut [usize]) -> Vec<usize> {
         let count = self.chosen.len();
         let all = [members, beside].concat();
-        let places = shares(&all, &self.gateways()).into_iter().map(Some);
-        let mut placed: Vec<Option<usize>> = places.take(members.len()).collect();
+        let slots = shares(&all, &self.gateways()).into_iter().map(Some);
+        let mut assigned: Vec<Option<usize>> = slots.take(members.len()).collect();
         let itself = |member: &&str| Some(count + self.promoted.iter().position(|name| name == member)?);
-        for (place, member) in placed.iter_mut().zip(members) {
-            let keeps = place.filter(|place| self.can_lead(*place) && itself(member).is_none());
-            *place = itself(member).or(keeps);
-            keeps.into_iter().for_each(|place| load[place] += 1);
+        for (slot, member) in assigned.iter_mut().zip(members) {
+            let keeps = slot.filter(|slot| self.can_lead(*slot) && itself(member).is_none());
+            *slot = itself(member).or(keeps);
+            keeps.into_iter().for_each(|slot| load[slot] += 1);
         }
-        let pairs = placed.into_iter().zip(members);
-        pairs.map(|(place, member)| place.unwrap_or_else(|| self.least(member, load))).collect()
+        let pairs = assigned.into_iter().zip(members);
+        pairs.map(|(slot, member)| slot.unwrap_or_else(|| self.least(member, load))).collect()
     }
 }
 
@@ -94,11 +94,11 @@ fn shares(names: &[&str], gateways: &[&str]) -> Vec<usize> {
         }
         has.push(own);
     }
-    let mut places = vec![0; names.len()];
-    for (place, share) in has.iter().enumerate() {
-        share.itself.iter().chain(&share.free).for_each(|at| places[*at] = place);
+    let mut slots = vec![0; names.len()];
+    for (slot, share) in has.iter().enumerate() {
+        share.itself.iter().chain(&share.free).for_each(|at| slots[*at] = slot);
     }
-    places
+    slots
 }
 
 /// What a gateway has, by index: itself, which nobody takes, and names that a later gateway may take.

@@ -77,7 +77,7 @@ impl<'a> Desired<'a> {
 }
 
 /// Number of array slots up to the highest id.
-pub(super) fn places(last: Option<u32>) -> usize {
+pub(super) fn slots(last: Option<u32>) -> usize {
     last.map_or(0, |id| id as usize + 1)
 }
 

@@ -92,8 +92,8 @@ pub(super) fn read_array<V: Pod + Default + PartialEq>(
         return Err(DataplaneError::Object(name));
     }
     // SAFETY: an array has keys of 32 bits, and this one values of the size of `V`.
-    let places: Vec<(u32, V)> = unsafe { batch::read(array.fd().as_fd()) }.map_err(MapError::from)?;
-    Ok(places.into_iter().filter(|(_, value)| *value != V::default()).collect())
+    let slots: Vec<(u32, V)> = unsafe { batch::read(array.fd().as_fd()) }.map_err(MapError::from)?;
+    Ok(slots.into_iter().filter(|(_, value)| *value != V::default()).collect())
 }
 
 pub(super) fn read_hash<P: Pod, K: Ord, V: Pod>(

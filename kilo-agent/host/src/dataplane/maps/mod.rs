@@ -24,7 +24,7 @@ use kilo_core::tables::Tables;
 use parking_lot::Mutex;
 
 use self::{
-    encoding::{Desired, Towards, places},
+    encoding::{Desired, Towards, slots},
     entries::{difference, read_array, read_hash, read_trie, remove_trie, write_hash, write_trie},
 };
 use super::{
@@ -87,8 +87,8 @@ const FILLED: &[Filled] = &[
     filled(name::SIGNAL_KEY, |present| present.signal_key.len(), |desired| desired.tables.signal_key.len()),
     filled(
         name::HOP,
-        |present| places(present.hop.keys().last().copied()),
-        |desired| places(desired.hop().last().map(|(id, _)| id)),
+        |present| slots(present.hop.keys().last().copied()),
+        |desired| slots(desired.hop().last().map(|(id, _)| id)),
     ),
 ];
 
@@ -176,8 +176,8 @@ pub fn apply(
     // or go are cleared first, so that the trie answers until all tables are written, even if that fails or
     // this process ends.
     let changed =
-        direct_v4.write.iter().map(|(place, _)| *place).filter(|place| present.direct_v4.contains_key(place));
-    let outdated: Vec<_> = direct_v4.remove.iter().copied().chain(changed).map(|place| (place, 0)).collect();
+        direct_v4.write.iter().map(|(slot, _)| *slot).filter(|slot| present.direct_v4.contains_key(slot));
+    let outdated: Vec<_> = direct_v4.remove.iter().copied().chain(changed).map(|slot| (slot, 0)).collect();
     writes += direct::write(maps, outdated, &mut present.direct_v4)?;
     let mut map_of_hops = Array::<_, Hop>::try_from(maps.get(name::HOP)?)?;
     for (id, hop) in hops.write {

@@ -25,12 +25,12 @@ const DOUBTED: Duration = Duration::from_secs(45);
 struct Entries(Vec<Arc<Entry>>);
 
 impl Entries {
-    fn place(&self, name: &str) -> Result<usize, usize> {
+    fn position(&self, name: &str) -> Result<usize, usize> {
         self.0.binary_search_by(|entry| entry.name.as_str().cmp(name))
     }
 
     fn get(&self, name: &str) -> Option<&Arc<Entry>> {
-        self.0.get(self.place(name).ok()?)
+        self.0.get(self.position(name).ok()?)
     }
 
     fn names(&self) -> impl Iterator<Item = &str> {
@@ -41,7 +41,7 @@ impl Entries {
     fn change(&mut self, news: Vec<Arc<Entry>>, gone: &BTreeSet<String>) {
         self.0.retain(|entry| !gone.contains(&entry.name));
         for entry in news {
-            match self.place(&entry.name) {
+            match self.position(&entry.name) {
                 Ok(at) => self.0[at] = entry,
                 Err(at) => self.0.insert(at, entry),
             }

@@ -183,10 +183,10 @@ async fn objects(cluster: &Cluster, namespace: &str, archive: &mut Archive) {
     let asked = Asked::new("list", "daemonsets").within(namespace);
     let listed = cluster.ask(asked, daemon_sets.list(&ours)).await;
     archive.add("daemonsets.yaml", listed.and_then(|listed| cleaned(&listed.items)));
-    for (kind, place) in [("Node", DEFAULT), ("Peer", DEFAULT), ("DaemonSet", namespace)] {
-        let events = Api::<Event>::namespaced(client.clone(), place);
+    for (kind, event_namespace) in [("Node", DEFAULT), ("Peer", DEFAULT), ("DaemonSet", namespace)] {
+        let events = Api::<Event>::namespaced(client.clone(), event_namespace);
         let about = ListParams::default().fields(&format!("involvedObject.kind={kind}"));
-        let asked = Asked::new("list", "events").within(place);
+        let asked = Asked::new("list", "events").within(event_namespace);
         let listed = cluster.ask(asked, events.list(&about)).await;
         let name = format!("events-{}.yaml", kind.to_lowercase());
         archive.add(&name, listed.and_then(|listed| cleaned(&listed.items)));
@@ -212,27 +212,27 @@ async fn of_node(cluster: &Cluster, all: &[Pod], node: &str, log_lines: i64) -> 
 }
 
 async fn fill(cluster: &Cluster, all: &[Pod], node: &str, log_lines: i64, archive: &mut Archive) {
-    let place = |file: &str| format!("nodes/{node}/{file}");
+    let path = |file: &str| format!("nodes/{node}/{file}");
     let own: Vec<_> = all.iter().filter(|pod| pods::node_of(pod) == Some(node)).collect();
     if own.is_empty() {
-        archive.add(&place("*"), Err(anyhow!("no agent pod (label {}) runs on node {node}", pods::LABEL)));
+        archive.add(&path("*"), Err(anyhow!("no agent pod (label {}) runs on node {node}", pods::LABEL)));
     }
     for pod in own {
-        logs(cluster, pod, log_lines, &place, archive).await;
+        logs(cluster, pod, log_lines, &path, archive).await;
         if let Some(reason) = pods::not_running(pod) {
-            archive.add(&place("*"), Err(anyhow!(reason)));
+            archive.add(&path("*"), Err(anyhow!(reason)));
             continue;
         }
         for (page, file) in PAGES {
-            archive.add(&place(file), page_of(cluster, pod, page).await);
+            archive.add(&path(file), page_of(cluster, pod, page).await);
         }
         match report(cluster, pod).await {
             Ok(files) => files.into_iter().for_each(|(file, text)| match is_file_name(&file) {
-                true => archive.add(&place(&file), Ok(text)),
+                true => archive.add(&path(&file), Ok(text)),
                 false => archive
-                    .add(&place("*"), Err(anyhow!("the node sent a file with the unexpected name {file:?}"))),
+                    .add(&path("*"), Err(anyhow!("the node sent a file with the unexpected name {file:?}"))),
             }),
-            Err(error) => archive.add(&place("tables.txt and the host's other files"), Err(error)),
+            Err(error) => archive.add(&path("tables.txt and the host's other files"), Err(error)),
         }
     }
 }
@@ -273,7 +273,7 @@ async fn logs(
     cluster: &Cluster,
     pod: &Pod,
     lines: i64,
-    place: &impl Fn(&str) -> String,
+    path: &impl Fn(&str) -> String,
     archive: &mut Archive,
 ) {
     let statuses =
@@ -292,7 +292,7 @@ async fn logs(
             };
             let said = remote::log(cluster, pod, wanted).await;
             let suffix = if previous { "-previous" } else { "" };
-            archive.add(&place(&format!("log-{}{suffix}.txt", container.name)), said);
+            archive.add(&path(&format!("log-{}{suffix}.txt", container.name)), said);
         }
     }
 }

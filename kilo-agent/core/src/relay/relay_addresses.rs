@@ -15,9 +15,9 @@ use crate::{
 
 /// Addresses of nodes that offer to relay: a peer that is seen at one of their ports for pairs is elsewhere.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct RelayPlaces(BTreeSet<IpAddr>);
+pub struct RelayAddresses(BTreeSet<IpAddr>);
 
-impl RelayPlaces {
+impl RelayAddresses {
     /// Addresses that nodes publish, and at which they see each other; `seen` is what
     /// this host's device sees.
     pub fn of(nodes: &Nodes, seen: &BTreeMap<PublicKey, SocketAddr>) -> Self {
@@ -29,8 +29,8 @@ impl RelayPlaces {
             keys.extend(node.key);
         }
         let mut see = |seen: &BTreeMap<PublicKey, SocketAddr>| {
-            let places = seen.iter().filter(|(key, at)| keys.contains(key) && !is_port(at.port()));
-            found.extend(places.map(|(_, at)| at.ip()));
+            let endpoints = seen.iter().filter(|(key, at)| keys.contains(key) && !is_port(at.port()));
+            found.extend(endpoints.map(|(_, at)| at.ip()));
         };
         // Most meshes have no relay.
         if !keys.is_empty() {
@@ -76,7 +76,7 @@ mod tests {
         };
         let nodes: Nodes =
             [relay, other, third].map(|node| CheckedIn { node, last_seen: 0 }).into_iter().collect();
-        let places = RelayPlaces::of(&nodes, &[(key(1), at("192.0.2.9:51820"))].into());
+        let addresses = RelayAddresses::of(&nodes, &[(key(1), at("192.0.2.9:51820"))].into());
         for relay in [
             "203.0.113.1:51830",
             "203.0.113.1:52829",
@@ -85,7 +85,7 @@ mod tests {
             "198.51.100.30:51900",
             "[2001:db8::30]:51900",
         ] {
-            assert!(places.contains(at(relay)), "{relay}");
+            assert!(addresses.contains(at(relay)), "{relay}");
         }
         for none in [
             "203.0.113.1:51820",
@@ -95,11 +95,11 @@ mod tests {
             "203.0.113.77:51900",
             "203.0.113.88:51900",
         ] {
-            assert!(!places.contains(at(none)), "{none}");
+            assert!(!addresses.contains(at(none)), "{none}");
         }
         let without = nodes
             .iter()
             .map(|known| CheckedIn { node: Node { relay: false, ..Node::clone(&known) }, last_seen: 0 });
-        assert_eq!(RelayPlaces::of(&without.collect(), &BTreeMap::new()), RelayPlaces::default());
+        assert_eq!(RelayAddresses::of(&without.collect(), &BTreeMap::new()), RelayAddresses::default());
     }
 }
