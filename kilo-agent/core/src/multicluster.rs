@@ -42,7 +42,7 @@ impl Present {
     }
 
     /// Whether the object is as wanted. The pre-shared key is left to the operator, in both clusters.
-    fn says(&self, wanted: &Peer) -> bool {
+    fn matches(&self, wanted: &Peer) -> bool {
         self.peer.as_ref().is_some_and(|peer| Peer { preshared_key: None, ..peer.clone() } == *wanted)
     }
 }
@@ -267,7 +267,7 @@ impl Changes {
         for peer in wanted {
             match present.remove(peer.name.as_str()) {
                 None => changes.create.push(peer),
-                Some(found) if found.says(&peer) => changes.unchanged += 1,
+                Some(found) if found.matches(&peer) => changes.unchanged += 1,
                 Some(_) => changes.update.push(peer),
             }
         }

@@ -268,7 +268,7 @@ impl Sim {
             }
             Event::Starts(index) => self.fault(index, true),
             Event::Ends(index) => self.fault(index, false),
-            Event::Lan { to, bytes, said_at } => self.signal(to, &bytes, said_at),
+            Event::Lan { to, bytes, sent_at } => self.signal(to, &bytes, sent_at),
             Event::LanProbe { prober, probed, nonce, back: false } => {
                 if self.hosts[probed].wires.runs(self.now) && !self.hosts[probed].is_go {
                     self.lan_send(probed, prober, Event::LanProbe { prober, probed, nonce, back: true });
@@ -324,7 +324,7 @@ impl Sim {
     }
 
     /// A signal arrives at a node's kernel.
-    fn signal(&mut self, node: usize, bytes: &[u8], said_at: Micros) {
+    fn signal(&mut self, node: usize, bytes: &[u8], sent_at: Micros) {
         if !self.hosts[node].wires.runs(self.now) {
             return;
         }
@@ -336,17 +336,17 @@ impl Sim {
             Taken::Agent(signal) => {
                 let from = signal.sender;
                 let is_numbered = matches!(signal.kind, Kind::Adopt | Kind::Handover);
-                let is_old = self.now > said_at + 3 * SEC && self.hosts[node].since < said_at;
+                let is_old = self.now > sent_at + 3 * SEC && self.hosts[node].since < sent_at;
                 let counted = self.counts.accepted();
                 self.input(node, Input::Signal { from, signal });
                 if is_numbered && is_old && counted != self.counts.accepted() {
                     self.broken(Invariant::NoReplay);
                 }
             }
-            Taken::Answer(answer) => self.lan_say(node, asker, &answer.into()),
+            Taken::Answer(answer) => self.lan_send_signal(node, asker, &answer.into()),
             Taken::Obeys(answer) => {
-                self.set_word(node, before, said_at);
-                self.lan_say(node, asker, &answer.into());
+                self.set_word(node, before, sent_at);
+                self.lan_send_signal(node, asker, &answer.into());
                 self.run_agent(node);
             }
         }

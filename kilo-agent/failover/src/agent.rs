@@ -361,8 +361,8 @@ impl Agent {
                 }
             }
         }
-        let says_hello = now >= gateway.next_hello;
-        if says_hello {
+        let is_hello_due = now >= gateway.next_hello;
+        if is_hello_due {
             gateway.next_hello = now + params.hello;
         }
         if let Some(lead) = &mut gateway.lead
@@ -373,7 +373,7 @@ impl Agent {
         }
         self.ask_far_leaders(turn);
         self.go_on_planned(turn);
-        if says_hello {
+        if is_hello_due {
             self.send_hello(turn);
             self.give_as_planned(turn);
             self.give_away_when_unfit(turn);

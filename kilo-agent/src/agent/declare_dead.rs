@@ -17,14 +17,14 @@ impl<B: Backend> Agent<B> {
         let Some(node) = failover.declares_dead() else { return };
         let (backend, reporter) = (Arc::clone(&self.backend), failover.reporter());
         tokio::spawn(async move {
-            say(&*backend, &node, || reporter.declares_dead(&node), Duration::from_secs(1)).await
+            mark_dead(&*backend, &node, || reporter.declares_dead(&node), Duration::from_secs(1)).await
         });
     }
 }
 
 /// Retries until the leader is marked or no longer dead; returns whether this agent marked it. Each attempt
 /// compares with the newest known heartbeat, so one written meanwhile is not lost. The pauses are in `unit`s.
-async fn say(backend: &impl Backend, node: &str, is_dead: impl Fn() -> bool, unit: Duration) -> bool {
+async fn mark_dead(backend: &impl Backend, node: &str, is_dead: impl Fn() -> bool, unit: Duration) -> bool {
     let snapshots = backend.watch();
     for pause in PAUSES {
         let last_seen = snapshots.borrow().nodes.get(node).map(|known| known.last_seen);
@@ -110,7 +110,7 @@ mod tests {
     #[tokio::test]
     async fn a_heartbeat_that_is_not_known_yet_costs_a_second_and_not_the_minute() {
         let backend = lags(970, 1_000, 3);
-        assert!(say(&backend, "a1", || true, MS).await);
+        assert!(mark_dead(&backend, "a1", || true, MS).await);
         assert_eq!(*backend.tries.lock(), [970, 970, 970, 1_000]);
         assert!(PAUSES[..3].iter().sum::<u32>() < 5);
     }
@@ -124,19 +124,19 @@ mod tests {
             *left -= 1;
             *left > 0
         };
-        assert!(!say(&backend, "a1", is_dead, MS).await);
+        assert!(!mark_dead(&backend, "a1", is_dead, MS).await);
         assert_eq!(backend.tries.lock().len(), 2, "it is heard again");
         for known in [lags(0, 0, 99), lags(970, 0, 1)] {
-            assert!(!say(&known, "a1", || true, MS).await);
+            assert!(!mark_dead(&known, "a1", || true, MS).await);
             assert!(known.tries.lock().len() <= 1, "somebody else has said it");
         }
-        assert!(!say(&backend, "gone", || true, MS).await);
+        assert!(!mark_dead(&backend, "gone", || true, MS).await);
     }
 
     #[tokio::test]
     async fn it_is_tried_for_a_minute() {
         let backend = lags(970, 1_000, 99);
-        assert!(!say(&backend, "a1", || true, MS).await);
+        assert!(!mark_dead(&backend, "a1", || true, MS).await);
         assert!((60..90).contains(&PAUSES.iter().sum::<u32>()));
         assert_eq!(backend.tries.lock().len(), PAUSES.len());
     }

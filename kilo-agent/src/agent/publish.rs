@@ -166,7 +166,7 @@ impl<B: Backend> Agent<B> {
             discovered_endpoints: own
                 .discovered_endpoints
                 .iter()
-                .filter(|(key, at)| roaming.contains(key) && !says_itself(snapshot, key, at))
+                .filter(|(key, at)| roaming.contains(key) && !publishes_itself(snapshot, key, at))
                 .map(|(key, at)| (*key, *at))
                 .collect(),
             granularity: Some(self.options.settings.granularity),
@@ -196,7 +196,7 @@ fn is_gateway(mesh: &Mesh, name: &str) -> bool {
 
 /// Whether a node is seen at the IPv6 endpoint it publishes itself: others choose between that and its
 /// endpoint by what they can reach, not by what this node has reached.
-fn says_itself(snapshot: &Snapshot, key: &PublicKey, at: &SocketAddr) -> bool {
+fn publishes_itself(snapshot: &Snapshot, key: &PublicKey, at: &SocketAddr) -> bool {
     let SocketAddr::V6(at) = at else { return false };
     snapshot.nodes.iter().any(|node| node.key == Some(*key) && node.ipv6_endpoint == Some(*at))
 }
@@ -240,20 +240,20 @@ mod tests {
             leaders: Some(2),
             ..Node::default()
         };
-        let says = |node: &Node, found: Option<&str>, failover: Option<&Failover>| {
+        let published = |node: &Node, found: Option<&str>, failover: Option<&Failover>| {
             let mut own = node.clone();
             set_failover_part(&mut own, found.map(|found| found.parse().unwrap()), failover);
             (own.signal, own.leading, own.leaders)
         };
         let (all, nothing) = ((true, Some(1 << 16), Some(2)), (false, None, None));
-        assert_eq!(says(&seen, Some("10.1.0.1/24"), Some(&failover)), all);
-        assert_eq!(says(&seen, None, Some(&failover)), nothing, "public addresses alone");
-        assert_eq!(says(&seen, Some("10.1.0.1/24"), None), nothing, "--failover=off");
+        assert_eq!(published(&seen, Some("10.1.0.1/24"), Some(&failover)), all);
+        assert_eq!(published(&seen, None, Some(&failover)), nothing, "public addresses alone");
+        assert_eq!(published(&seen, Some("10.1.0.1/24"), None), nothing, "--failover=off");
         let forced = Node { internal_ip_by: InternalIpBy::Forced, ..seen.clone() };
-        assert_eq!(says(&forced, None, Some(&failover)), all, "force-internal-ip");
+        assert_eq!(published(&forced, None, Some(&failover)), all, "force-internal-ip");
         let without = Node { internal_ip_by: InternalIpBy::ForcedNone, internal_ip: None, ..seen.clone() };
-        assert_eq!(says(&without, Some("10.1.0.1/24"), Some(&failover)), nothing, "it is to have none");
+        assert_eq!(published(&without, Some("10.1.0.1/24"), Some(&failover)), nothing, "it is to have none");
         let full = Node { granularity: Some(Granularity::Full), ..seen };
-        assert_eq!(says(&full, Some("10.1.0.1/24"), Some(&failover)), nothing, "each node leads itself");
+        assert_eq!(published(&full, Some("10.1.0.1/24"), Some(&failover)), nothing, "each node leads itself");
     }
 }

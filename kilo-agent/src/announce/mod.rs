@@ -167,7 +167,7 @@ impl<B: Backend> Announcer<B> {
         let mesh_before = self.before.as_ref().map(|before| &*before.observed.mesh);
         view.history.observe(&found, mesh_before, mesh, Timestamp::now());
         for change in &found {
-            self.say(now, || log::write(change));
+            self.log(now, || log::write(change));
         }
         for notice in events::notices(&found, mesh, &own) {
             self.announce(notice, now);
@@ -235,7 +235,7 @@ impl<B: Backend> Announcer<B> {
         let leaders = mesh.segments.len();
         self.handshakes.observe(&self.context.backend, &seen, leaders, now).await;
         for news in self.tunnels.observe(&view, &peers, at) {
-            self.say(now, || news.log());
+            self.log(now, || news.log());
             if let Some((reason, text)) = news.event() {
                 self.announce(Notice { node: self.context.node.clone(), reason, text }, now);
             }
@@ -257,15 +257,15 @@ impl<B: Backend> Announcer<B> {
         let why = view.and_then(|view| changes::why_out(&node, &view.observed));
         if let Some(why) = why {
             self.out_since = None;
-            self.say(now, || tracing::info!(%why, "this node is not in the mesh"));
+            self.log(now, || tracing::info!(%why, "this node is not in the mesh"));
             let text = format!("is not in the mesh: {why}");
             self.announce(Notice { node, reason: EventReason::NotInMesh, text }, now);
         }
     }
 
-    fn say(&mut self, now: Instant, say: impl FnOnce()) {
+    fn log(&mut self, now: Instant, write: impl FnOnce()) {
         if self.lines.admit(now) {
-            say();
+            write();
         }
     }
 

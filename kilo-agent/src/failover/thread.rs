@@ -4,7 +4,7 @@
 mod act;
 mod hear;
 mod inbox;
-mod say;
+mod report;
 mod wait;
 
 use std::{

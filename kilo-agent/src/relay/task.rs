@@ -242,7 +242,7 @@ impl Task {
         let refused = self.client.refused() + self.server.refused();
         self.context.metrics.relay_refused.inc_by(refused - self.refused);
         self.refused = refused;
-        self.say();
+        self.publish();
     }
 
     /// Reads the device, and evaluates the mesh for the gateways in it.
@@ -402,7 +402,7 @@ impl Task {
 
     async fn move_endpoint(&mut self, node: NodeId, to: SocketAddr) {
         // The next reconcile must not move it back.
-        self.say();
+        self.publish();
         let device = self.context.view.borrow().device.clone();
         let (Some(device), Some((key, name))) = (device, self.far.nodes.get(&node)) else { return };
         tracing::debug!(node = name, %to, "changing the endpoint of a tunnel");
@@ -414,7 +414,7 @@ impl Task {
     }
 
     /// Publishes paths and endpoints for reconciles, status and metrics, and logs changes.
-    fn say(&mut self) {
+    fn publish(&mut self) {
         let name = |id: &NodeId| self.far.nodes.get(id);
         let uses = self.is_on();
         let mut ways = self.client.ways();

@@ -50,12 +50,12 @@ impl SlicesStatus {
         let index = set.index()?;
         let label = if index.topology_label.is_empty() { topology_label } else { &index.topology_label };
         let sliced = set.nodes().0;
-        let says = |name: &str| {
+        let in_slices = |name: &str| {
             let entry = sliced.get(name)?;
             Some(node::from_object(&entry.to_object(label), label).0.node)
         };
         let names: BTreeSet<&str> = nodes.names().chain(sliced.keys().copied()).collect();
-        let is_behind = |name: &&str| nodes.get(name).map(|known| (**known.node).clone()) != says(name);
+        let is_behind = |name: &&str| nodes.get(name).map(|known| (**known.node).clone()) != in_slices(name);
         Some(Self {
             writer: index.writer.clone(),
             renewed,

@@ -389,14 +389,14 @@ mod tests {
             way: Some(way),
             relay: relay.map(str::to_owned),
         };
-        let says = |asked: &str, tunnels: Vec<Tunnel>| {
+        let reports = |asked: &str, tunnels: Vec<Tunnel>| {
             let agent = Some(AgentStatus { node: "n3".to_owned(), tunnels, ..AgentStatus::default() });
             (asked.to_owned(), Status { agent, ..Status::default() })
         };
         let all = vec![tunnel(2, Relayed, Some("n3")), tunnel(3, Direct, None), tunnel(9, Punched, None)];
         let lies =
             vec![Tunnel { way: None, ..tunnel(3, Direct, None) }, tunnel(1, Direct, Some("\u{1b}[2J"))];
-        let mut seen = vec![says("n1", all), says("n2", lies)];
+        let mut seen = vec![reports("n1", all), reports("n2", lies)];
         let mut ways = |seen: &[(String, Status)]| {
             status.remember_ways(seen);
             let text = |it: &WayStatus| format!("{} {}", it.nodes.join(" "), it.connection());
@@ -407,7 +407,7 @@ mod tests {
             (1, vec!["n1 n2 relayed by n3".to_owned()]),
             "the name it gives itself does not count"
         );
-        seen.push(says("n3", vec![tunnel(1, Punched, None), tunnel(2, Relayed, Some("\u{1b}[2J"))]));
+        seen.push(reports("n3", vec![tunnel(1, Punched, None), tunnel(2, Relayed, Some("\u{1b}[2J"))]));
         let all = ["n1 n2 relayed by n3", "n1 n3 punched", "n2 n3 relayed"].map(str::to_owned).to_vec();
         assert_eq!(ways(&seen), (0, all));
         let text = table(&status, false);

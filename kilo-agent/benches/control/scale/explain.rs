@@ -144,14 +144,14 @@ struct Path<'a> {
 }
 
 impl Path<'_> {
-    fn says(&mut self, node: usize, what: impl std::fmt::Display) {
+    fn note(&mut self, node: usize, what: impl std::fmt::Display) {
         self.lines.push(format!("node {node}: {what}"));
     }
 
     fn next(&mut self, step: &Step) -> Next {
         let node = step.node;
         let Some(trace) = self.trace(step) else {
-            self.says(node, "kgctl trace does not answer: the agent has not set this node up");
+            self.note(node, "kgctl trace does not answer: the agent has not set this node up");
             return Next::Lost;
         };
         let word = |key: &str| trace[key].as_str().unwrap_or_default().to_owned();
@@ -159,14 +159,14 @@ impl Path<'_> {
         let steps = trace["steps"].as_array().cloned().unwrap_or_default();
         let finding = |at: &str| steps.iter().rfind(|step| step["at"] == at)?["finding"].as_str();
         let towards = finding("prefix").unwrap_or_default().to_owned();
-        self.says(node, format!("{outcome} {}: {text} ({towards})", word("reason")));
+        self.note(node, format!("{outcome} {}: {text} ({towards})", word("reason")));
         match outcome.as_str() {
             "encrypt" | "transit" => self.through_wireguard(node),
             "deliver" | "decrypt" | "stack" if self.hosts[node].gateway() == self.dst => Next::Arrived,
             "steer" | "forward" | "pass_on" => {
                 let Some(to) = node_address(&towards) else { return Next::Lost };
                 let neighbour = self.hosts[node].netns.sh(&format!("ip neigh show to {to}"));
-                self.says(node, format!("neighbour {}", neighbour.unwrap_or_default().trim()));
+                self.note(node, format!("neighbour {}", neighbour.unwrap_or_default().trim()));
                 match self.number_of(to) {
                     Some(next) => {
                         let sender = IpAddr::from(objects::private(node));
@@ -198,23 +198,23 @@ impl Path<'_> {
     fn through_wireguard(&mut self, node: usize) -> Next {
         let peers = self.peers(node);
         let Some(peer) = holder(&peers, self.dst) else {
-            self.says(node, format!("WireGuard: no peer has {}", self.dst));
+            self.note(node, format!("WireGuard: no peer has {}", self.dst));
             return Next::Lost;
         };
         let Some(next) = peer.endpoint.and_then(|endpoint| self.number_of(endpoint.ip())) else {
-            self.says(
+            self.note(
                 node,
                 format!("WireGuard: the peer with {} is at {:?}, no node", self.dst, peer.endpoint),
             );
             return Next::Lost;
         };
-        self.says(
+        self.note(
             node,
             format!("WireGuard: {} is node {next}'s, last handshake {}", self.dst, peer.handshake),
         );
         let key = |node: usize| self.hosts[node].netns.sh("wg show kilo0 public-key").unwrap_or_default();
         if key(next).trim() != peer.key {
-            self.says(next, "WireGuard: it has another key than that peer");
+            self.note(next, "WireGuard: it has another key than that peer");
             return Next::Lost;
         }
         let (own, theirs) = (key(node), self.peers(next));
@@ -222,7 +222,7 @@ impl Path<'_> {
             Some(sender) if sender.key == own.trim() => Next::On(Step { node: next, origin: Origin::Kilo }),
             sender => {
                 let whose = sender.and_then(|sender| self.number_of(sender.endpoint?.ip()));
-                self.says(
+                self.note(
                     next,
                     format!(
                         "WireGuard: {} is node {whose:?}'s, so nothing of it is taken from node {node}",

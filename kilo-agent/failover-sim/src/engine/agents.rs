@@ -133,15 +133,15 @@ impl Sim {
     }
 
     /// A node sends something to another one on the LAN, where somebody may record and replay it.
-    pub(super) fn lan_say(&mut self, node: usize, to: usize, bytes: &Rc<[u8]>) {
-        let said = |sim: &Self| Event::Lan { to, bytes: bytes.clone(), said_at: sim.now };
+    pub(super) fn lan_send_signal(&mut self, node: usize, to: usize, bytes: &Rc<[u8]>) {
+        let arrival = |sim: &Self| Event::Lan { to, bytes: bytes.clone(), sent_at: sim.now };
         if self.noise.replays {
             for _ in 0..3 {
                 let later = self.now + self.rng.between(SEC, 40 * SEC);
-                self.at(later, said(self));
+                self.at(later, arrival(self));
             }
         }
-        let event = said(self);
+        let event = arrival(self);
         self.lan_send(node, to, event);
     }
 
@@ -154,7 +154,7 @@ impl Sim {
             Output::Lan(to, signal) => {
                 self.counts.sent += 1;
                 let bytes = host::write(&signal, host::id(node), to).into();
-                self.lan_say(node, host::index(to), &bytes);
+                self.lan_send_signal(node, host::index(to), &bytes);
             }
             Output::Tunnel(far, signal) => {
                 self.counts.sent += 1;
@@ -176,10 +176,10 @@ impl Sim {
     }
 
     /// Handles what an ANNOUNCE has changed in a kernel.
-    pub(super) fn set_word(&mut self, node: usize, before: u64, said_at: Micros) {
+    pub(super) fn set_word(&mut self, node: usize, before: u64, sent_at: Micros) {
         let after = self.hosts[node].word;
         if after != before {
-            self.word_changed(node, before, after, said_at);
+            self.word_changed(node, before, after, sent_at);
             if node < self.gateways { self.look_at_all() } else { self.look([node]) }
         }
         if self.hosts[node].agent.is_some() || self.hosts[node].wires.on {

@@ -119,7 +119,7 @@ impl Sim {
             let body = Body::Hello { is_fit: true, is_busy: false, leads: true, gateway: me, cookie, losses };
             let signal = Signal { kind: Kind::Hello, nonce, term, sender: me, location: LOCATION, body };
             let bytes = host::write(&signal, me, host::id(to)).into();
-            self.lan_send(node, to, Event::Lan { to, bytes, said_at: self.now });
+            self.lan_send(node, to, Event::Lan { to, bytes, sent_at: self.now });
         }
     }
 
@@ -133,16 +133,16 @@ impl Sim {
     /// kernel, CLAIM of everybody.
     pub(super) fn send_leap(&mut self, node: usize) {
         let (me, term) = (host::id(node), Term::from_bits(u64::MAX));
-        let say = |kind, body| Signal { kind, nonce: 7, term, sender: me, location: LOCATION, body };
+        let leap = |kind, body| Signal { kind, nonce: 7, term, sender: me, location: LOCATION, body };
         for to in (0..self.hosts.len()).filter(|to| *to != node) {
             let cookie = self.hosts[node].cookie(host::id(to));
             let losses = Vec::new();
             let hello =
                 Body::Hello { is_fit: true, is_busy: false, leads: true, gateway: me, cookie, losses };
             let announce = Body::Word { cookie: self.hosts[to].cookie(me), gateway: me };
-            for signal in [say(Kind::Hello, hello), say(Kind::Announce, announce)] {
+            for signal in [leap(Kind::Hello, hello), leap(Kind::Announce, announce)] {
                 let bytes = host::write(&signal, me, host::id(to)).into();
-                self.lan_send(node, to, Event::Lan { to, bytes, said_at: self.now });
+                self.lan_send(node, to, Event::Lan { to, bytes, sent_at: self.now });
             }
         }
         let members: Vec<_> = (0..self.hosts.len()).map(host::id).collect();
@@ -154,7 +154,7 @@ impl Sim {
                     part: (0, 1),
                     members: members.to_vec(),
                 };
-                let bytes = host::write(&say(Kind::Claim, body), me, 0).into();
+                let bytes = host::write(&leap(Kind::Claim, body), me, 0).into();
                 self.uplink_send(node, far, true, Event::ToFar { gateway: node, far, bytes });
             }
         }

@@ -199,11 +199,11 @@ impl Sim {
     }
 
     /// A member's kernel has obeyed: the term must be later, and the ANNOUNCE not old.
-    pub fn word_changed(&mut self, member: usize, before: u64, after: u64, said_at: Micros) {
+    pub fn word_changed(&mut self, member: usize, before: u64, after: u64, sent_at: Micros) {
         if lead::term_of(after) <= lead::term_of(before) {
             self.broken(Invariant::WordRises);
         }
-        if self.now > said_at + 3 * SEC {
+        if self.now > sent_at + 3 * SEC {
             self.broken(Invariant::NoReplay);
         }
         if lead::hop_of(before) != lead::hop_of(after) {

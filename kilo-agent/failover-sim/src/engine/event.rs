@@ -11,11 +11,11 @@ pub(crate) enum Event {
     Resume(usize),
     Starts(usize),
     Ends(usize),
-    /// A signal on the LAN; `said_at`: when it was first sent.
+    /// A signal on the LAN; `sent_at`: when it was first sent.
     Lan {
         to: usize,
         bytes: Rc<[u8]>,
-        said_at: Micros,
+        sent_at: Micros,
     },
     LanProbe {
         prober: usize,

@@ -344,7 +344,7 @@ impl Agent {
                 Act::Ready(term) => {
                     // Packets that the giver passes on go into WireGuard from now on.
                     self.mark_led(turn);
-                    self.says_ready((from, asked), from, term, turn);
+                    self.send_ready((from, asked), from, term, turn);
                 }
                 Act::Lead(term, members) => {
                     // Somebody has led in a later term, and far leaders hear of it, too. The giver gets no
@@ -367,7 +367,7 @@ impl Agent {
                     let shared = self.shared_of_giver(from);
                     self.lead_in(term, members.into_iter().chain(users).chain([me]), shared, turn);
                 }
-                Act::Done(term) => self.says_ready((from, asked), me, term, turn),
+                Act::Done(term) => self.send_ready((from, asked), me, term, turn),
                 _ => {}
             }
         }
@@ -381,7 +381,7 @@ impl Agent {
         turn.push(Output::Tunnel(far, signal));
     }
 
-    fn says_ready(&self, (to, asked): (NodeId, Try), leader: NodeId, term: Term, turn: &mut Turn<'_>) {
+    fn send_ready(&self, (to, asked): (NodeId, Try), leader: NodeId, term: Term, turn: &mut Turn<'_>) {
         let body = Body::Change { cookie: asked.cookie, gateway: leader };
         let signal = self.sender().signal(Kind::Ready, asked.number, term, body);
         turn.push(Output::Lan(to, signal));

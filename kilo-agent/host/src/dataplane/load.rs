@@ -240,7 +240,7 @@ pub fn fits(map: &MapSpec, path: &Path) -> Result<bool, DataplaneError> {
     let info = match MapData::from_pin(path).and_then(|data| data.info()) {
         Ok(info) => info,
         // Opening a directory in the place of a map fails with EACCES, too.
-        Err(error) if !path.is_dir() && says_nothing_of_the_map(&error) => {
+        Err(error) if !path.is_dir() && is_process_error(&error) => {
             return Err(EbpfError::from(error).into());
         }
         Err(_) => return Ok(false),
@@ -261,7 +261,7 @@ const fn map_type(kind: Kind) -> MapType {
 }
 
 /// True for errors about this process (no permission, no resources), which say nothing about the map.
-fn says_nothing_of_the_map(error: &MapError) -> bool {
+fn is_process_error(error: &MapError) -> bool {
     const ERRNOS: [i32; 5] =
         [nix::libc::EPERM, nix::libc::EACCES, nix::libc::ENOMEM, nix::libc::ENFILE, nix::libc::EMFILE];
     let causes = std::iter::successors(Some(error as &dyn std::error::Error), |cause| cause.source());
@@ -312,14 +312,10 @@ mod tests {
     fn neither_a_denial_nor_a_shortage_says_that_a_pin_does_not_fit() {
         use nix::libc::{EACCES, EINVAL, EMFILE, ENFILE, ENOENT, ENOMEM, EPERM};
         for errno in [EPERM, EACCES, ENOMEM, ENFILE, EMFILE] {
-            assert!(says_nothing_of_the_map(&refused_with(errno)), "{}", io::Error::from_raw_os_error(errno));
+            assert!(is_process_error(&refused_with(errno)), "{}", io::Error::from_raw_os_error(errno));
         }
         for errno in [EINVAL, ENOENT] {
-            assert!(
-                !says_nothing_of_the_map(&refused_with(errno)),
-                "{}",
-                io::Error::from_raw_os_error(errno)
-            );
+            assert!(!is_process_error(&refused_with(errno)), "{}", io::Error::from_raw_os_error(errno));
         }
     }
 

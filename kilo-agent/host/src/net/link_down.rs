@@ -114,8 +114,8 @@ impl Events {
         while let (Some(length), Some(kind)) = (word(messages, 0), half(messages, 4)) {
             let length = length as usize;
             let Some(message) = messages.get(HEADER..length) else { return };
-            self.is_down |= says_down(kind, message, needed).unwrap_or(false);
-            self.is_route_gone |= says_route_gone(kind, message, needed).unwrap_or(false);
+            self.is_down |= reports_down(kind, message, needed).unwrap_or(false);
+            self.is_route_gone |= reports_route_gone(kind, message, needed).unwrap_or(false);
             messages = messages.get(length.next_multiple_of(4)..).unwrap_or_default();
         }
     }
@@ -160,7 +160,7 @@ fn is_default_v6(line: &str) -> bool {
     is_all && fields.get(1) == Some(&"00") && fields.get(9) != Some(&"lo") && flags.is_some_and(leads_on)
 }
 
-fn says_route_gone(kind: u16, message: &[u8], needed: &[Needed]) -> Option<bool> {
+fn reports_route_gone(kind: u16, message: &[u8], needed: &[Needed]) -> Option<bool> {
     // struct rtmsg: family at 0, length of the destination at 1, table at 4, attributes from 12 on
     // (4: interface).
     if kind != libc::RTM_DELROUTE || (*message.get(1)?, *message.get(4)?) != (0, libc::RT_TABLE_MAIN) {
@@ -171,7 +171,7 @@ fn says_route_gone(kind: u16, message: &[u8], needed: &[Needed]) -> Option<bool>
     Some(attributes(message, 12).any(|(kind, value)| kind == 4 && word(value, 0).is_some_and(is_needed)))
 }
 
-fn says_down(kind: u16, message: &[u8], needed: &[Needed]) -> Option<bool> {
+fn reports_down(kind: u16, message: &[u8], needed: &[Needed]) -> Option<bool> {
     let is_needed = |index: u32| needed.iter().find(|needed| needed.index == index);
     Some(match kind {
         // struct ifinfomsg: index at 4, flags at 8.

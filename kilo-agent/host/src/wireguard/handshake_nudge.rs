@@ -97,7 +97,7 @@ impl HandshakeNudge {
         let writes = device.apply(&renewed).await?;
         let nudged: BTreeSet<PublicKey> = due.iter().map(|peer| peer.key).collect();
         self.waiting.retain(|peer| !nudged.contains(&peer.key));
-        if let Err(error) = say(device.name(), &addresses) {
+        if let Err(error) = send_empty_datagrams(device.name(), &addresses) {
             // If a peer cannot be reached now, its own packets or packets to it start the handshake.
             tracing::debug!(%error, "failed to send a datagram to a new peer");
         }
@@ -134,8 +134,8 @@ fn whole(peer: &PeerState) -> PeerUpdate {
 
 /// Sends an empty datagram to each address, never by another interface than
 /// this one.
-fn say(interface: &str, addresses: &[IpAddr]) -> io::Result<()> {
-    let mut said = Ok(());
+fn send_empty_datagrams(interface: &str, addresses: &[IpAddr]) -> io::Result<()> {
+    let mut sent = Ok(());
     for v6 in [false, true] {
         let mut addresses = addresses.iter().filter(|address| address.is_ipv6() == v6).peekable();
         if addresses.peek().is_none() {
@@ -146,10 +146,10 @@ fn say(interface: &str, addresses: &[IpAddr]) -> io::Result<()> {
         setsockopt(&socket, sockopt::BindToDevice, &OsString::from(interface))?;
         socket.set_nonblocking(true)?;
         for address in addresses {
-            said = said.and(socket.send_to(&[], (*address, DISCARD)).map(drop));
+            sent = sent.and(socket.send_to(&[], (*address, DISCARD)).map(drop));
         }
     }
-    said
+    sent
 }
 
 #[cfg(test)]
@@ -244,7 +244,7 @@ mod tests {
 
     #[test]
     fn an_interface_that_is_not_there_is_an_error() {
-        assert!(say("kilo-none", &[]).is_ok());
-        assert!(say("kilo-none", &["10.4.0.1".parse().unwrap()]).is_err());
+        assert!(send_empty_datagrams("kilo-none", &[]).is_ok());
+        assert!(send_empty_datagrams("kilo-none", &["10.4.0.1".parse().unwrap()]).is_err());
     }
 }

@@ -107,7 +107,7 @@ impl Progress {
 }
 
 /// Writes a line to stderr, in place of the progress line until that is renewed.
-pub fn say(line: &str) {
+pub fn print_line(line: &str) {
     let mut progress = Line::lock();
     progress.clear();
     eprintln!("{line}");

@@ -202,7 +202,7 @@ mod tests {
 
     use super::*;
     use crate::{
-        failover::{report::FailoverMetrics, thread::say::refused_as},
+        failover::{report::FailoverMetrics, thread::report::refused_as},
         far::{FarGateway, claimed},
     };
 

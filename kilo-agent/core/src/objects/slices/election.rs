@@ -100,11 +100,11 @@ pub struct Observed {
 impl Observed {
     /// Records what the Lease says (holder and time of renewal, in any form); returns true once nobody has
     /// renewed it for `valid`.
-    pub fn observe(&mut self, says: &str, valid: Duration, now: Instant) -> bool {
+    pub fn observe(&mut self, record: &str, valid: Duration, now: Instant) -> bool {
         match &self.seen {
-            Some((known, since)) if known == says => now.saturating_duration_since(*since) >= valid,
+            Some((known, since)) if known == record => now.saturating_duration_since(*since) >= valid,
             _ => {
-                self.seen = Some((says.to_owned(), now));
+                self.seen = Some((record.to_owned(), now));
                 false
             }
         }
@@ -191,8 +191,9 @@ mod tests {
     fn a_lease_expires_by_the_own_clock() {
         let (start, mut observed) = (Instant::now(), Observed::default());
         let valid = Duration::from_secs(20);
-        let mut at =
-            |says: &str, seconds: u64| observed.observe(says, valid, start + Duration::from_secs(seconds));
+        let mut at = |record: &str, seconds: u64| {
+            observed.observe(record, valid, start + Duration::from_secs(seconds))
+        };
         assert!(!at("a 1", 0) && !at("a 1", 19));
         assert!(!at("a 2", 21), "renewed");
         assert!(!at("a 2", 40) && at("a 2", 41));

@@ -196,7 +196,7 @@ impl Entry {
     }
 
     /// True when both describe the node alike, whenever they were written.
-    pub fn says_the_same(&self, other: &Self) -> bool {
+    pub fn has_same_content(&self, other: &Self) -> bool {
         let said = |entry: &Self| Self { resource_version: String::new(), last_seen: 0, ..entry.clone() };
         // A node without any heartbeat is another kind of node.
         (self.last_seen == 0) == (other.last_seen == 0) && said(self) == said(other)
@@ -313,7 +313,7 @@ mod tests {
             Entry::new(&object, &node::from_object(&object, LABEL).0, LABEL, alive)
         };
         let before = entry(&[("last-seen", "1000"), ("heartbeat", "1000/30")], true);
-        assert!(before.says_the_same(&entry(&[("last-seen", "1030"), ("heartbeat", "1030/30")], true)));
+        assert!(before.has_same_content(&entry(&[("last-seen", "1030"), ("heartbeat", "1030/30")], true)));
         for (annotations, alive) in [
             (&[("last-seen", "1030"), ("heartbeat", "1030/300")][..], true),
             (&[("last-seen", "1030"), ("heartbeat", "1000/30")], true),
@@ -321,7 +321,7 @@ mod tests {
             (&[("last-seen", "1030"), ("heartbeat", "1030/30"), ("leader", "")], true),
             (&[("last-seen", "0"), ("heartbeat", "1000/30")], true),
         ] {
-            assert!(!before.says_the_same(&entry(annotations, alive)), "{annotations:?} {alive}");
+            assert!(!before.has_same_content(&entry(annotations, alive)), "{annotations:?} {alive}");
         }
     }
 }

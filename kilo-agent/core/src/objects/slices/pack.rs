@@ -68,7 +68,7 @@ impl Packing {
             for entry in entries {
                 match nodes.get(&entry.name) {
                     Some(now) if packing.placed.insert(entry.name.clone()) => {
-                        if !now.says_the_same(entry) {
+                        if !now.has_same_content(entry) {
                             packing.touched.insert(slice.clone());
                         }
                         kept.push(now.clone());

@@ -125,7 +125,7 @@ impl Mirror {
         if entry.name == self.own && last_seen != self.beat.0 {
             self.beat = (last_seen, Some(Instant::now()));
         }
-        self.dirty |= before.is_none_or(|before| !before.says_the_same(&entry));
+        self.dirty |= before.is_none_or(|before| !before.has_same_content(&entry));
         self.nodes.insert(CheckedIn { node, last_seen });
         self.entries.insert(entry.name.clone(), entry);
     }

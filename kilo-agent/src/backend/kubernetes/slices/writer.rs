@@ -151,7 +151,7 @@ impl Pruned {
     /// Whether the slice would be written as before although it is still as the API server keeps it.
     fn is_vain(&self, present: Option<&Vec<Entry>>, content: &NodeSliceSpec) -> bool {
         let is_same = self.sent.len() == content.nodes.len()
-            && self.sent.iter().zip(&content.nodes).all(|(sent, wanted)| sent.says_the_same(wanted));
+            && self.sent.iter().zip(&content.nodes).all(|(sent, wanted)| sent.has_same_content(wanted));
         is_same && present == Some(&self.kept)
     }
 }

@@ -40,7 +40,7 @@ pub async fn until_healthy(args: &StatusArgs) -> Result<Checked> {
             return checked;
         }
         if reason != last {
-            progress::say(&format!("kgctl: waiting: {}", terminal::plain(&reason)));
+            progress::print_line(&format!("kgctl: waiting: {}", terminal::plain(&reason)));
             last = reason;
         }
         tokio::time::sleep(POLL).await;
