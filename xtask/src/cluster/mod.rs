@@ -120,13 +120,13 @@ enum ClusterCommand {
 }
 
 impl ClusterArgs {
-    /// True when binaries must be built first.
+    /// True when binaries must be built first: those of the default image, and `kgctl`, which checks run.
     pub const fn needs_build(&self) -> bool {
-        self.image.is_none()
-            && matches!(
-                self.command,
-                None | Some(ClusterCommand::Prepare | ClusterCommand::Test { standing: false, .. })
-            )
+        match self.command {
+            Some(ClusterCommand::Test { standing, .. }) => !standing,
+            None | Some(ClusterCommand::Prepare) => self.image.is_none(),
+            Some(_) => false,
+        }
     }
 }
 
