@@ -2,6 +2,7 @@
 
 use std::{
     collections::{BTreeMap, BTreeSet},
+    ffi::OsStr,
     io::{BufRead as _, BufReader},
     num::NonZero,
     path::PathBuf,
@@ -87,7 +88,7 @@ pub fn run(
             if names.is_empty() && part == Part::Api {
                 return run_halves(binary, environment);
             }
-            let mut command = command(binary, environment);
+            let mut command = command(&binary.path, binary, environment);
             if names.is_empty() {
                 if let Some(module) = KERNEL_WIREGUARD.strip_prefix(&format!("{}::", binary.target)) {
                     command.args(["--skip", module]);
@@ -112,28 +113,29 @@ pub fn run(
 /// ended.
 fn run_halves(binary: &TestBinary, environment: &BTreeMap<String, PathBuf>) -> Result<Vec<TestOutcome>> {
     let run = |arguments: Vec<&str>| {
-        let program = command(binary, environment);
-        let mut inside = Command::new("unshare");
+        let mut inside = command("unshare", binary, environment);
         inside
             .args(["--net", "--", "sh", "-c", "ip link set lo up && exec \"$0\" \"$@\""])
-            .arg(program.get_program())
-            .args(arguments)
-            .envs(environment)
-            .current_dir(workspace_root().join(package_of(binary)));
+            .arg(&binary.path)
+            .args(arguments);
         run_quietly(binary.part(), &binary.target, inside)
     };
     let others = HALF_OF_API.iter().flat_map(|module| ["--skip", module]).collect();
-    let (one, other) = std::thread::scope(|scope| {
-        let one = scope.spawn(|| run(HALF_OF_API.to_vec()));
-        (run(others), one.join())
+    let (half, rest) = std::thread::scope(|scope| {
+        let half = scope.spawn(|| run(HALF_OF_API.to_vec()));
+        let rest = run(others);
+        (half.join().unwrap_or_else(|_| bail!("a thread that runs tests has panicked")), rest)
     });
-    let other = other.unwrap_or_else(|_| bail!("a thread that runs tests has panicked"));
-    Ok([one?, other?].concat())
+    Ok([half?, rest?].concat())
 }
 
-/// The program, in the directory that cargo would run it in.
-fn command(binary: &TestBinary, environment: &BTreeMap<String, PathBuf>) -> Command {
-    let mut command = Command::new(&binary.path);
+/// This program, in the directory in which cargo would run the tests.
+fn command(
+    program: impl AsRef<OsStr>,
+    binary: &TestBinary,
+    environment: &BTreeMap<String, PathBuf>,
+) -> Command {
+    let mut command = Command::new(program);
     command.envs(environment).current_dir(workspace_root().join(package_of(binary)));
     command
 }
@@ -159,7 +161,7 @@ pub fn run_unit(
                 outcomes.lock().push(built);
                 continue;
             };
-            let ran = run_quietly(part, &binary.target, command(binary, environment))?;
+            let ran = run_quietly(part, &binary.target, command(&binary.path, binary, environment))?;
             outcomes.lock().extend(ran);
         }
         Ok(())
@@ -228,4 +230,45 @@ fn run_binary(
     }
     let status = child.wait()?;
     Ok(reader.end(status.success(), target, &status.to_string()))
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "tests")]
+mod tests {
+    use std::{fs, os::unix::fs::PermissionsExt as _};
+
+    use super::*;
+    use crate::report::Outcome;
+
+    /// A program that has a test in each half, runs those that it is asked for, and fails without loopback.
+    const PROGRAM: &str = r#"#!/bin/sh
+ip link show lo | grep -q UP || exit 1
+case "$*" in
+--skip*slices::*--skip*) name=agent::other ;;
+slices::*) name=slices::one ;;
+esac
+echo "running 1 test"
+echo "test $name ... ok"
+"#;
+
+    #[test]
+    fn each_half_of_the_api_tests_runs_once_where_loopback_is_up() {
+        if !nix::unistd::geteuid().is_root() {
+            println!("kilo-skip: network namespaces need root");
+            return;
+        }
+        // The part `unit` installs nothing.
+        if Command::new("ip").arg("-Version").output().is_err() {
+            println!("kilo-skip: iproute2 is not installed");
+            return;
+        }
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("api");
+        fs::write(&path, PROGRAM).unwrap();
+        fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).unwrap();
+        let binary = TestBinary { target: "api".to_owned(), path };
+        let outcomes = run_halves(&binary, &BTreeMap::new()).unwrap();
+        let seen: Vec<_> = outcomes.iter().map(|one| (one.name.as_str(), one.outcome)).collect();
+        assert_eq!(seen, [("api::slices::one", Outcome::Passed), ("api::agent::other", Outcome::Passed)]);
+    }
 }
