@@ -126,11 +126,13 @@ counted! {
         RelayUnbound = 63 => "relay_unbound",
             "Harmless while a pair is being connected. If it persists, the other end does not reach this relay on \
              UDP ports 51830 to 52829, or by the other IP family: open them, and see `kgctl status`.",
-        /// On a relay: more data from one end of a pair than it may send.
+        /// On a relay: more data from one end of a pair than it may send; or more messages of one node about relays
+        /// than 256 a second.
         RelayLimit = 50 => "relay_limit",
             "One end of a relayed pair sends more than --relay-rate of this relay: its tunnel carries as much, and TCP \
              slows down. Raise the rate, or give the two locations a direct path (`kgctl status` names relayed \
-             tunnels). If neither location sends as much, somebody forges the packets of one.",
+             tunnels). If neither location sends as much, somebody forges the packets of one. Where the node relays nothing, \
+             a gateway of another location floods it with messages: `kgctl monitor --reason relay_limit` shows it.",
         /// The network marked the outer header as congested, and the inner packet cannot bear the mark.
         Congestion = 58 => "congestion",
             "Harmless: a router between the nodes is congested and marks packets instead of dropping them, \

@@ -18,7 +18,7 @@ use crate::{
 };
 
 pub use budget::Budget;
-pub use sender::{LATE, Sender};
+pub use sender::{LATE, MOST, Sender};
 
 /// First UDP port that a relay gives to a pair, host byte order.
 pub const FIRST_PORT: u16 = 51_830;

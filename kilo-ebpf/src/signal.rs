@@ -181,8 +181,12 @@ fn taken_from_tunnel<I: Ip>(ctx: &TcContext, config: &Config, ip: &I) -> Verdict
         }
         Taken::Agent => from_code(heard(skb, &address, start, hook)),
         Taken::Control if from_gateway && to_gateway => {
-            // VPN peers have control addresses, too, and send only MOVED.
-            if header.kind != Kind::Moved {
+            // VPN peers have control addresses, too, and send only MOVED, without a tag.
+            if header.kind == Kind::Moved {
+                if unread() >= FULL_OF_UNTAGGED {
+                    return Err(DropReason::SignalRingFull);
+                }
+            } else {
                 // SAFETY: entries are only replaced by the agent, and not freed while the program runs.
                 let key = unsafe { SIGNAL_KEY.get(&address) }.ok_or(DropReason::UnknownSignal)?;
                 kernel::check_gateway(&header, key)?;
@@ -402,7 +406,7 @@ fn hear_signal(skb: Skb, source: &[u8; 16], start: usize, hook: u32) -> i32 {
 fn hear(ctx: &TcContext, hook: u32, source: &[u8; 16], start: usize, header: &Header) -> Verdict {
     let unread = unread();
     // It has no tag, so anybody who can send packets here can send it.
-    if header.kind == Kind::Reflected && unread >= FULL_OF_ANSWERS {
+    if header.kind == Kind::Reflected && unread >= FULL_OF_UNTAGGED {
         return Err(DropReason::SignalRingFull);
     }
     let can_wait = matches!(header.kind, Kind::Reflected | Kind::Present | Kind::Hello) && unread < CROWDED;
@@ -418,8 +422,8 @@ fn hear(ctx: &TcContext, hook: u32, source: &[u8; 16], start: usize, header: &He
 /// Bytes of unread records from which on every record wakes the agent.
 const CROWDED: u64 = map_table::SIGNAL.size as u64 / 4;
 
-/// Bytes of unread records from which on answers to probes are dropped: the rest is for signals with a tag.
-const FULL_OF_ANSWERS: u64 = map_table::SIGNAL.size as u64 / 2;
+/// Bytes of unread records from which on signals without a tag are dropped: the rest is for those with one.
+const FULL_OF_UNTAGGED: u64 = map_table::SIGNAL.size as u64 / 2;
 
 /// Bytes of records that the agent has not read.
 #[inline(always)]

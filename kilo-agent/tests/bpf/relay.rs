@@ -6,7 +6,7 @@ use std::{collections::BTreeMap, net::Ipv4Addr};
 
 use kilo_common::{
     maps::{CONFIG_NATIVE, CONFIG_RELAY},
-    relay::{BOTH, FIRST_PORT, Kind, Message, Port},
+    relay::{BOTH, FIRST_PORT, Kind, MOST, Message, Port},
     siphash::Key,
 };
 use kilo_core::{plan::Hop, settings::Tunnel};
@@ -30,6 +30,8 @@ const Y_PORT: u16 = 45_002;
 const FOR_X: u16 = FIRST_PORT + 4;
 const FOR_Y: u16 = FIRST_PORT + 5;
 const ID: u64 = 0x2222_2222_2222_2222;
+/// Nodes with ids from `ID` on, and their key.
+const SENDERS: u64 = 8;
 const KEY: [u64; 2] = [7, 9];
 const WIREGUARD: u16 = 51_820;
 
@@ -103,6 +105,12 @@ impl Bench {
 
     fn ports(&self) -> BTreeMap<u16, Port> {
         RelayMaps::open(self.fs.path()).unwrap().ports()
+    }
+
+    /// Gives the programs the keys of all senders.
+    fn knows_senders(&self) {
+        let keys = (0..SENDERS).map(|sender| (ID + sender, KEY)).collect();
+        RelayMaps::open(self.fs.path()).unwrap().write_keys(&keys).unwrap();
     }
 
     async fn heard(&self) -> Vec<(Message, u16, u16)> {
@@ -432,16 +440,35 @@ fn a_message_that_is_repeated_leaves_room_for_others() {
 }
 
 #[test]
+fn one_sender_leaves_room_in_the_ring_for_others() {
+    isolated("one_sender_leaves_room_in_the_ring_for_others", || async {
+        forwards();
+        let Some(mut bench) = Bench::of(&pair()) else { return };
+        bench.knows_senders();
+        let hear = |bench: &mut Bench, sender, sequence| {
+            let later = Message { sequence, sender, ..message(Kind::Try) };
+            bench.arrives((STRANGER, 7), WIREGUARD, &later.write(Key(KEY))).counted
+        };
+        let ran: Vec<_> = (0..2_000).map(|number| hear(&mut bench, ID, 10 + number)).collect();
+        assert!(ran.iter().any(|counted| *counted == ["relay_limit"]));
+        assert!(!ran.iter().any(|counted| *counted == ["signal_ring_full"]));
+        assert_eq!(hear(&mut bench, ID + 1, 10), ["hear"]);
+    });
+}
+
+#[test]
 fn a_full_ring_is_counted_and_hears_again_when_it_was_read() {
     isolated("a_full_ring_is_counted_and_hears_again_when_it_was_read", || async {
         forwards();
         let Some(mut bench) = Bench::of(&pair()) else { return };
+        bench.knows_senders();
         let hear = |bench: &mut Bench, sequence| {
-            let later = Message { sequence, ..message(Kind::Try) };
+            let sender = ID + sequence % SENDERS;
+            let later = Message { sequence, sender, ..message(Kind::Try) };
             bench.arrives((STRANGER, 7), WIREGUARD, &later.write(Key(KEY))).counted
         };
         let room = (0..2_000).position(|number| hear(&mut bench, 10 + number) == ["signal_ring_full"]);
-        assert!(room.is_some_and(|room| room > 100), "{room:?} messages had room");
+        assert!(room.is_some_and(|room| room > usize::from(MOST)), "{room:?} messages had room");
         let mut read = 0;
         while read < room.unwrap() {
             read += bench.heard().await.len();

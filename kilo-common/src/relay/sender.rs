@@ -7,7 +7,10 @@ use crate::drop_reasons::DropReason;
 const KINDS: usize = 8;
 /// Messages per second and sender that pass although they are not the latest of their kind: a few are
 /// overtaken on the way, but most are recordings that somebody replays.
-pub const LATE: u32 = 64;
+pub const LATE: u16 = 64;
+/// Messages per second and sender that pass at all: the ring has room for some 580, of all senders. A node
+/// with 64 pairs asks 160 times a second, and a relay answers a node 200 times at most.
+pub const MOST: u16 = 256;
 
 /// A sender of messages; the key is written by the agent, the rest by programs.
 #[repr(C)]
@@ -17,40 +20,45 @@ pub struct Sender {
     pub key: [u64; 2],
     /// The latest sequence number of each kind.
     latest: [u64; KINDS],
-    /// The last second in which a message came that was not the latest one, and how many did.
+    /// The last second in which a message came, how many of its messages were not the latest ones, and how
+    /// many came at all.
     second: u32,
-    late: u32,
+    late: u16,
+    heard: u16,
 }
 
 impl Sender {
     /// A sender from which nothing was heard yet.
     #[must_use]
     pub const fn new(key: [u64; 2]) -> Self {
-        Self { key, latest: [0; KINDS], second: 0, late: 0 }
+        Self { key, latest: [0; KINDS], second: 0, late: 0, heard: 0 }
     }
 
-    /// Takes note of a message whose tag is right. The agent decides whether it is a replay; here, replays
-    /// must only be kept from filling the ring. Sequence numbers are the sender's own, and in answers this
+    /// Takes note of a message whose tag is right. The agent decides whether it is a replay; here, neither
+    /// replays nor one sender must fill the ring. Sequence numbers are the sender's own, and in answers this
     /// node's, so nobody else can make later ones.
     ///
     /// # Errors
-    /// [`DropReason::StaleSignal`] for more than [`LATE`] messages in a second that are not the latest ones.
+    /// [`DropReason::StaleSignal`] for more than [`LATE`] messages in a second that are not the latest ones,
+    /// and [`DropReason::RelayLimit`] for more than [`MOST`] in all.
     #[inline(always)]
-    pub fn hear(&mut self, raw: &Raw, second: impl FnOnce() -> u32) -> Result<(), DropReason> {
+    pub fn hear(&mut self, raw: &Raw, second: u32) -> Result<(), DropReason> {
         let kind = (u64::from_be(raw[0]) >> 40) as usize % KINDS;
         let sequence = u64::from_be(raw[SEQUENCE]);
-        if sequence > self.latest[kind] {
-            self.latest[kind] = sequence;
-            return Ok(());
-        }
-        let second = second();
         if self.second != second {
-            (self.second, self.late) = (second, 0);
+            (self.second, self.late, self.heard) = (second, 0, 0);
         }
-        if self.late >= LATE {
-            return Err(DropReason::StaleSignal);
+        if sequence <= self.latest[kind] {
+            if self.late >= LATE {
+                return Err(DropReason::StaleSignal);
+            }
+            self.late += 1;
         }
-        self.late += 1;
+        if self.heard >= MOST {
+            return Err(DropReason::RelayLimit);
+        }
+        self.heard += 1;
+        self.latest[kind] = self.latest[kind].max(sequence);
         Ok(())
     }
 }

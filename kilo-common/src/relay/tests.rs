@@ -17,7 +17,7 @@ fn recorded_messages_do_not_fill_the_ring() {
         core::array::from_fn(|word| u64::from_ne_bytes(bytes[word * 8..][..8].try_into().unwrap()))
     };
     let mut sender = Sender::new(key.0);
-    let mut heard = |kind, sequence, second| sender.hear(&raw(kind, sequence), || second).is_ok();
+    let mut heard = |kind, sequence, second| sender.hear(&raw(kind, sequence), second).is_ok();
     assert!(heard(Kind::Ask, 1_000, 7));
     let repeated = (0..1_000).filter(|_| heard(Kind::Ask, 1_000, 7)).count();
     assert_eq!(repeated, LATE as usize);
@@ -26,6 +26,10 @@ fn recorded_messages_do_not_fill_the_ring() {
     // Answers repeat the sequence numbers of what they answer.
     assert!(heard(Kind::Offer, 5, 7));
     assert!(heard(Kind::Ask, 1_000, 8), "the next second");
+    // A sender's own new messages do not fill it either.
+    let new = (0..1_000).filter(|number| heard(Kind::Ask, 2_000 + number, 9)).count();
+    assert_eq!(new, MOST as usize);
+    assert!(heard(Kind::Ask, 3_000, 10), "the next second");
 }
 
 /// A port whose two ends are bound: .1:40001 sends to .3, and it goes on to .2:40002.

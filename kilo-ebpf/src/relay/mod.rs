@@ -292,7 +292,7 @@ fn hear(ctx: &TcContext, ends: &[[u64; 2]; 2], ports: &[u16; 2], start: usize) -
     let sender = unsafe { &mut *sender };
     relay::authentic(&raw, sender.key)?;
     // SAFETY: a helper without arguments.
-    sender.hear(&raw, || (unsafe { bpf_ktime_get_coarse_ns() } / 1_000_000_000) as u32)?;
+    sender.hear(&raw, (unsafe { bpf_ktime_get_coarse_ns() } / 1_000_000_000) as u32)?;
     let Some(mut entry) = RELAY_HEARD.reserve_untyped::<Heard>(0) else {
         return Err(DropReason::SignalRingFull);
     };

@@ -7,6 +7,7 @@ use kilo_common::relay::{Kind, Message};
 use super::{
     NodeId, Output, OwnEnd, Seen, Way,
     fresh::{self, Latest},
+    numbers::Numbers,
     pair::Pair,
     turn::{Turn, message_to},
 };
@@ -21,7 +22,7 @@ pub struct Client {
     is_behind_nat: bool,
     seen: BTreeMap<NodeId, Seen>,
     pairs: BTreeMap<NodeId, Pair>,
-    sequence: u64,
+    numbers: Numbers,
     latest: Latest,
 }
 
@@ -34,7 +35,7 @@ impl Client {
             is_behind_nat: false,
             seen: BTreeMap::new(),
             pairs: BTreeMap::new(),
-            sequence: 0,
+            numbers: Numbers::default(),
             latest: Latest::default(),
         }
     }
@@ -92,7 +93,7 @@ impl Client {
         seen.is_some_and(|(pair, seen)| pair.relay_at(seen.endpoint).is_some())
     }
 
-    /// Number of replayed messages that were refused so far.
+    /// Number of repeated messages that were refused so far.
     pub const fn refused(&self) -> u64 {
         self.latest.refused
     }
@@ -114,8 +115,8 @@ impl Client {
         let is_recent = match message.kind {
             // Answers carry the numbers of what they answer.
             Kind::Offer | Kind::Tried => {
-                let is_recent =
-                    message.sequence <= self.sequence && fresh::is_recent(message.sequence, self.sequence);
+                let latest = self.numbers.latest();
+                let is_recent = message.sequence <= latest && fresh::is_recent(message.sequence, latest);
                 self.latest.refused += u64::from(!is_recent);
                 is_recent
             }
@@ -133,7 +134,8 @@ impl Client {
             Kind::Ask => Vec::new(),
             Kind::Offer => {
                 if let Some(pair) = self.pairs.get_mut(&message.other) {
-                    pair.offered(message, now);
+                    let is_asked_for = pair.offered(message, now);
+                    self.latest.refused += u64::from(!is_asked_for);
                 }
                 Vec::new()
             }
@@ -174,7 +176,7 @@ impl Client {
     /// Does what is due; `wall` is the wall clock in microseconds, which need not be right.
     pub fn turn(&mut self, now: Instant, wall: u64, random: &mut impl FnMut() -> u64) -> Vec<Output> {
         let mut outputs = Vec::new();
-        self.sequence = self.sequence.max(wall);
+        self.numbers.read_clocks(now, wall);
         let relayed: Vec<NodeId> = self.pairs.keys().copied().filter(|id| self.is_relayed(*id)).collect();
         // A node that is itself reached through a relay cannot relay: paths could loop.
         let relays = || {
@@ -190,7 +192,7 @@ impl Client {
                 ends: (self.own, *id),
                 seen,
                 relays: &relays,
-                sequence: &mut self.sequence,
+                numbers: &mut self.numbers,
                 outputs: &mut outputs,
                 now,
             };

@@ -1,13 +1,14 @@
 //! One end's lease with one relay.
 
 use std::{
+    collections::BTreeSet,
     net::SocketAddr,
     time::{Duration, Instant},
 };
 
 use kilo_common::relay::{BOTH, Kind, Message, is_port};
 
-use super::NodeId;
+use super::{NodeId, fresh, numbers::Numbers};
 
 /// Interval of messages to the relay in use, and to one that is to become it.
 const OFTEN: Duration = Duration::from_millis(400);
@@ -72,6 +73,8 @@ pub(super) struct Lease {
     unheard: Instant,
     /// Messages to it since then.
     asked: u32,
+    /// Numbers of the latest questions that it has not answered.
+    questions: BTreeSet<u64>,
 }
 
 impl Lease {
@@ -90,11 +93,12 @@ impl Lease {
             next: now,
             unheard: now,
             asked: 0,
+            questions: BTreeSet::new(),
         }
     }
 
     /// A lease for an endpoint that an earlier agent has left.
-    pub(super) const fn at(endpoint: SocketAddr, port: u16, nonce: u64, now: Instant) -> Self {
+    pub(super) fn at(endpoint: SocketAddr, port: u16, nonce: u64, now: Instant) -> Self {
         Self { port, ..Self::new(endpoint, nonce, now) }
     }
 
@@ -173,7 +177,7 @@ impl Lease {
     pub(super) fn ask(
         &mut self,
         (own, other): (NodeId, NodeId),
-        sequence: u64,
+        numbers: &mut Numbers,
         used: Use,
         now: Instant,
     ) -> Option<(SocketAddr, Message)> {
@@ -188,6 +192,8 @@ impl Lease {
                 _ => SELDOM,
             };
         self.asked = self.asked.saturating_add(1);
+        let sequence = numbers.next();
+        fresh::remember(&mut self.questions, sequence);
         let message = Message {
             kind: Kind::Ask,
             flags: 0,
@@ -203,10 +209,10 @@ impl Lease {
         Some((self.address().filter(|_| !is_forgotten).unwrap_or(self.endpoint), message))
     }
 
-    /// Takes the relay's answer.
-    pub(super) fn offered(&mut self, offer: &Message, now: Instant) {
-        if offer.nonce != self.nonce {
-            return;
+    /// Takes the relay's answer; false if it answers no question, or one that has been answered.
+    pub(super) fn offered(&mut self, offer: &Message, now: Instant) -> bool {
+        if offer.nonce != self.nonce || !self.questions.remove(&offer.sequence) {
+            return false;
         }
         self.heard(now);
         if self.port != offer.port && is_port(self.port) {
@@ -217,7 +223,7 @@ impl Lease {
         if self.is_refused {
             (self.port, self.token, self.both) = (0, 0, false);
             self.next = now + SELDOM_USELESS;
-            return;
+            return true;
         }
         let is_news = offer.token != self.token || offer.port != self.port;
         (self.token, self.port, self.both) = (offer.token, offer.port, offer.flags & BOTH != 0);
@@ -227,6 +233,7 @@ impl Lease {
         if is_news {
             self.next = now;
         }
+        true
     }
 
     /// Something came through it from the other end.

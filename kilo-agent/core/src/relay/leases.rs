@@ -160,7 +160,10 @@ mod tests {
 
     use kilo_common::relay::{BOTH, FIRST_PORT, Kind, Message};
 
-    use super::{super::lease::Use, *};
+    use super::{
+        super::{lease::Use, numbers::Numbers},
+        *,
+    };
 
     const ENDS: (NodeId, NodeId) = (11, 22);
 
@@ -181,6 +184,7 @@ mod tests {
         ] {
             let (mut leases, start) = (Leases::default(), Instant::now());
             let mut asked = BTreeMap::from([(1, Vec::new())]);
+            let mut numbers = Numbers::default();
             for step in 0..6_000 {
                 let now = start + Duration::from_millis(100) * step;
                 // The first one works and is in use, or is like the others.
@@ -190,7 +194,9 @@ mod tests {
                     leases.insert(1, Lease::new(relays(1)[&1], 1, now));
                 }
                 for (relay, lease) in leases.iter_mut() {
-                    let Some((_, message)) = lease.ask(ENDS, 1, Use::of(relay, by), now) else { continue };
+                    let Some((_, message)) = lease.ask(ENDS, &mut numbers, Use::of(relay, by), now) else {
+                        continue;
+                    };
                     asked.entry(relay).or_insert_with(Vec::new).push(step / 10);
                     let offer = Message { kind: Kind::Offer, ..message };
                     if works && relay == 1 {
@@ -220,21 +226,50 @@ mod tests {
         let (mut leases, start) = (Leases::default(), Instant::now());
         leases.hold(ENDS, &relays(1), None, &mut || 1, start);
         let lease = leases.get_mut(1).unwrap();
-        let (_, message) = lease.ask(ENDS, 1, Use::Next, start).unwrap();
-        let offer = |port| Message { kind: Kind::Offer, flags: BOTH, port, token: 1, ..message };
-        lease.offered(&offer(443), start);
+        let mut numbers = Numbers::default();
+        let mut offers = |lease: &mut Lease, port, now| {
+            let (_, message) = lease.ask(ENDS, &mut numbers, Use::Next, now).unwrap();
+            assert!(
+                lease.offered(&Message { kind: Kind::Offer, flags: BOTH, port, token: 1, ..message }, now)
+            );
+        };
+        offers(lease, 443, start);
         assert_eq!((lease.works(true, start), lease.address()), (false, None));
-        lease.offered(&offer(FIRST_PORT), start);
-        assert!(lease.works(true, start) && lease.address().is_some());
+        let later = start + SELDOM_USELESS;
+        offers(lease, FIRST_PORT, later);
+        assert!(lease.works(true, later) && lease.address().is_some());
+    }
+
+    #[test]
+    fn an_offer_counts_once_and_only_for_a_question_of_the_last_seconds() {
+        let (mut leases, start) = (Leases::default(), Instant::now());
+        leases.hold(ENDS, &relays(1), None, &mut || 1, start);
+        let lease = leases.get_mut(1).unwrap();
+        let mut numbers = Numbers::default();
+        numbers.read_clocks(start, 9_000_000);
+        let mut asks = |lease: &mut Lease, seconds| {
+            let now = start + Duration::from_secs(seconds);
+            numbers.read_clocks(now, 0);
+            Message { kind: Kind::Offer, ..lease.ask(ENDS, &mut numbers, Use::Next, now).unwrap().1 }
+        };
+        let (first, second) = (asks(lease, 0), asks(lease, 1));
+        let between = Message { sequence: first.sequence + 1, ..first };
+        assert!(!lease.offered(&between, start), "nothing was asked with this number");
+        assert!(lease.offered(&Message { port: FIRST_PORT, ..first }, start), "by a longer path");
+        assert!(!lease.offered(&Message { port: FIRST_PORT, ..first }, start), "again");
+        let third = asks(lease, 4);
+        assert!(!lease.offered(&Message { port: FIRST_PORT, ..second }, start), "too old");
+        assert!(lease.offered(&Message { port: FIRST_PORT, ..third }, start));
     }
 
     #[test]
     fn a_relay_that_has_refused_is_asked_at_once_when_the_other_end_asks_it() {
         let (mut leases, start) = (Leases::default(), Instant::now());
         leases.hold(ENDS, &relays(1), None, &mut || 1, start);
-        let asks = |leases: &mut Leases, now| {
+        let mut numbers = Numbers::default();
+        let mut asks = |leases: &mut Leases, now| {
             let lease = leases.get_mut(1).unwrap();
-            lease.ask(ENDS, 1, Use::Next, now).map(|(_, message)| message)
+            lease.ask(ENDS, &mut numbers, Use::Next, now).map(|(_, message)| message)
         };
         let refused = Message { kind: Kind::Offer, ..asks(&mut leases, start).unwrap() };
         leases.get_mut(1).unwrap().offered(&refused, start);

@@ -7,6 +7,7 @@ mod fresh;
 mod inputs;
 mod lease;
 mod leases;
+mod numbers;
 mod pair;
 mod relay_addresses;
 mod round;

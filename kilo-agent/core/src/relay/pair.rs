@@ -189,11 +189,9 @@ impl Pair {
         self.first_round = None;
     }
 
-    /// Takes what a relay offers.
-    pub(super) fn offered(&mut self, message: &Message, now: Instant) {
-        if let Some(lease) = self.leases.get_mut(message.sender) {
-            lease.offered(message, now);
-        }
+    /// Takes what a relay offers; false if it was not asked, or has answered this question before.
+    pub(super) fn offered(&mut self, message: &Message, now: Instant) -> bool {
+        self.leases.get_mut(message.sender).is_some_and(|lease| lease.offered(message, now))
     }
 
     /// A relay says that the other end asks for it.
@@ -208,7 +206,7 @@ impl Pair {
             return false;
         }
         if !self.is_relays(source) {
-            self.sources.heard(source, message.sequence, now);
+            self.sources.heard(source, now);
         }
         let may = self.last_round.is_none_or(|last| now.saturating_duration_since(last) >= ASKED_EVERY);
         if message.flags & START != 0 && self.by.is_some() && may {
@@ -380,10 +378,9 @@ impl Pair {
             if let Some(endpoint) = turn.relays.get(&relay) {
                 lease.set_endpoint(*endpoint);
             }
-            let sequence = *turn.sequence + 1;
             let used = Use::of(relay, by);
-            if let Some((to, message)) = lease.ask(turn.ends, sequence, used, now) {
-                *turn.sequence = sequence;
+            if let Some((to, message)) = lease.ask(turn.ends, turn.numbers, used, now) {
+                let sequence = message.sequence;
                 turn.outputs.push(Output::Send { node: relay, to, message });
                 // The whole path is tried, too: the relay's agent may be dead while its kernel relays.
                 if let Some(to) = lease.address().filter(|_| used == Use::Active) {
@@ -468,7 +465,7 @@ impl Pair {
             self.next_round = self.by.map(|_| now + self.interval);
             let relay = self.by.and_then(|relay| self.leases.get(relay)).and_then(Lease::address);
             if let Some(to) = relay {
-                let sequence = turn.sequence();
+                let sequence = turn.numbers.next();
                 let message = message_to(Kind::Try, turn.ends, self.nonce, sequence);
                 turn.send(other, to, Message { flags: START, ..message });
             }
@@ -487,7 +484,7 @@ impl Pair {
         let flags = if is_silent && self.by.is_some() { START } else { 0 };
         let Some(round) = self.round.as_mut() else { return };
         for to in candidates.into_iter().take(round::MOST_CANDIDATES) {
-            let sequence = turn.sequence();
+            let sequence = turn.numbers.next();
             round.sent(sequence, to);
             let message = message_to(Kind::Try, turn.ends, self.nonce, sequence);
             turn.send(other, to, Message { flags, ..message });

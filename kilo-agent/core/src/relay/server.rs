@@ -9,7 +9,7 @@ use std::{
 
 use kilo_common::relay::{BOTH, BOUND, FIRST_PORT, Kind, LAST_PORT, Message, Port};
 
-use super::{NodeId, Output, RESTS, RelayAddresses, fresh::Latest, mapped};
+use super::{NodeId, Output, RESTS, RelayAddresses, fresh::Latest, mapped, numbers::Numbers};
 
 /// Maximum number of pairs, with two ports each.
 pub const MOST_PAIRS: usize = 500;
@@ -50,8 +50,7 @@ pub struct Server {
     pairs: BTreeMap<(NodeId, NodeId), PairState>,
     answers: BTreeMap<NodeId, (Instant, u32)>,
     latest: Latest,
-    /// The number of the last invitation.
-    sequence: u64,
+    numbers: Numbers,
     /// Number of changes of the table.
     changes: u64,
     /// Since when it no longer relays.
@@ -195,7 +194,7 @@ impl Server {
         self.changes
     }
 
-    /// Number of replayed messages that were refused so far.
+    /// Number of repeated messages that were refused so far.
     pub const fn refused(&self) -> u64 {
         self.latest.refused
     }
@@ -295,15 +294,15 @@ impl Server {
 
     /// Reports to an end, at its WireGuard endpoint, that `from` asks for it.
     const fn invite(&mut self, from: NodeId, (end, there): (NodeId, SocketAddr), offer: &Message) -> Output {
-        self.sequence += 1;
-        let message = Message { kind: Kind::Invite, other: from, sequence: self.sequence, ..*offer };
+        let sequence = self.numbers.next();
+        let message = Message { kind: Kind::Invite, other: from, sequence, ..*offer };
         Output::Send { node: end, to: there, message }
     }
 
     /// Forgets idle pairs; `ports` says how many packets each port has forwarded, and `wall` is the wall
     /// clock in microseconds, which need not be right.
     pub fn turn(&mut self, ports: &BTreeMap<u16, Port>, now: Instant, wall: u64) {
-        self.sequence = self.sequence.max(wall);
+        self.numbers.read_clocks(now, wall);
         for pair in self.pairs.values_mut() {
             for end in &mut pair.ends {
                 let packets = ports.get(&end.port).map_or(0, |port| port.packets);

@@ -508,6 +508,9 @@ fn recorded_messages_change_nothing() {
     assert_eq!(hears(&mut client, message(Kind::Try, Y, X, 9_000_000)), 1);
     assert_eq!(hears(&mut client, message(Kind::Try, Y, X, 7_000_001)), 1, "by another way");
     assert_eq!(hears(&mut client, message(Kind::Try, Y, X, 6_999_999)), 0, "recorded");
+    for repeated in [9_000_000, 7_000_001] {
+        assert_eq!(hears(&mut client, message(Kind::Try, Y, X, repeated)), 0, "it was answered");
+    }
     // Invitations carry the relay's numbers, even where they are ignored.
     client.see(vec![seen(Y, false), seen(Z[0], true)], own(false, true), now);
     hears(&mut client, message(Kind::Invite, Z[0], Y, 5_000_000));

@@ -4,24 +4,19 @@ use std::{collections::BTreeMap, net::SocketAddr, time::Instant};
 
 use kilo_common::relay::{Kind, Message, is_port};
 
-use super::{NodeId, Output, Seen};
+use super::{NodeId, Output, Seen, numbers::Numbers};
 
 /// What a pair needs in its turn.
 pub(super) struct Turn<'a> {
     pub(super) ends: (NodeId, NodeId),
     pub(super) seen: &'a Seen,
     pub(super) relays: &'a BTreeMap<NodeId, SocketAddr>,
-    pub(super) sequence: &'a mut u64,
+    pub(super) numbers: &'a mut Numbers,
     pub(super) outputs: &'a mut Vec<Output>,
     pub(super) now: Instant,
 }
 
 impl Turn<'_> {
-    pub(super) fn sequence(&mut self) -> u64 {
-        *self.sequence += 1;
-        *self.sequence
-    }
-
     /// The relay to one of whose ports the device sends, where that
     /// relay is, and the port.
     pub(super) fn relay_of_endpoint(&self) -> Option<(NodeId, SocketAddr, SocketAddr)> {

@@ -116,6 +116,27 @@ fn a_claim_counts_from_a_gateways_own_address_in_the_tunnel_alone() {
 }
 
 #[test]
+fn however_much_a_vpn_peer_sends_there_is_room_for_a_gateways_claim() {
+    isolated("however_much_a_vpn_peer_sends_there_is_room_for_a_gateways_claim", || async {
+        let mut world = World::on_veth();
+        world.tables = with_keys(world.tables.clone());
+        let gateway = SignalKey { sender: OTHER, flags: SIGNAL_GATEWAY, ..SignalKey::default() };
+        world.tables.signal_key.insert(control(ELSEWHERE).into(), gateway);
+        world.attach(&["eth0"], &[]).await;
+        let tunnel = opened();
+        let of = |kind| written(&all().into_iter().find(|signal| signal.kind == kind).unwrap());
+        let (moved, claim) = (signal_v6(control(FOLLOWER), control(OWN), &of(Kind::Moved)), of(Kind::Claim));
+        until("the ring is as full as it gets", LIMIT, || {
+            (0..50).for_each(|_| tunnel.send(&moved));
+            world.drops().contains_key("signal_ring_full")
+        });
+        let before = world.counted(Action::Hear);
+        tunnel.send(&signal_v6(control(ELSEWHERE), control(OWN), &claim));
+        until("the claim is heard", LIMIT, || world.counted(Action::Hear) == before + 1);
+    });
+}
+
+#[test]
 fn a_probe_through_the_tunnel_is_answered_into_the_tunnel() {
     isolated("a_probe_through_the_tunnel_is_answered_into_the_tunnel", || async {
         let mut world = World::on_veth();
