@@ -22,9 +22,9 @@ const AGAIN: Duration = Duration::from_secs(60);
 /// Conditions that depend on the leader, which may flap, are logged again after this.
 const CHANGED_AGAIN: Duration = Duration::from_secs(600);
 
-/// Delay of the warning that several leaders are configured but cannot lead: agents that were just configured
+/// Delay of the warning that fewer leaders lead than are configured: agents that were just configured
 /// follow sooner than this.
-const ONE_LEADER_AFTER: Duration = Duration::from_secs(60);
+const FEWER_LEADERS_AFTER: Duration = Duration::from_secs(60);
 
 /// What has been logged already.
 #[derive(Debug, Default)]
@@ -43,8 +43,8 @@ pub struct LogLimiter {
     without_address: bool,
     /// When the stand-bys of each location were last logged.
     stand_bys: BTreeMap<String, Instant>,
-    /// Since when several leaders are configured but cannot lead, and whether that was logged.
-    one_leader: Option<(Instant, bool)>,
+    /// Since when fewer leaders lead than are configured, and whether that was logged.
+    fewer_leaders: Option<(Instant, bool)>,
     /// Whether the neighbour table is too small.
     neighbours: bool,
     /// Whether nodes of the location are reached by a default route alone.
@@ -188,15 +188,15 @@ impl LogLimiter {
         said
     }
 
-    /// Logs once that this location has one leader although several are configured, if that lasts. Returns
+    /// Logs once that this location has fewer active leaders than configured, if that lasts. Returns
     /// true when it logs.
-    pub fn log_one_leader(&mut self, warning: Option<String>, now: Instant) -> bool {
+    pub fn log_fewer_leaders(&mut self, warning: Option<String>, now: Instant) -> bool {
         let Some(warning) = warning else {
-            self.one_leader = None;
+            self.fewer_leaders = None;
             return false;
         };
-        let (since, said) = self.one_leader.get_or_insert((now, false));
-        let is_due = !*said && now.saturating_duration_since(*since) >= ONE_LEADER_AFTER;
+        let (since, said) = self.fewer_leaders.get_or_insert((now, false));
+        let is_due = !*said && now.saturating_duration_since(*since) >= FEWER_LEADERS_AFTER;
         if is_due {
             *said = true;
             tracing::warn!("{warning}");
@@ -389,12 +389,12 @@ mod tests {
     }
 
     #[test]
-    fn that_several_leaders_are_asked_for_in_vain_is_said_once_when_it_lasts() {
+    fn that_fewer_leaders_lead_than_are_asked_for_is_said_once_when_it_lasts() {
         let start = Instant::now();
         let mut log_limiter = LogLimiter::default();
         let mut said = |why: &str, seconds| {
             let warning = Some(why.to_owned()).filter(|why| !why.is_empty());
-            log_limiter.log_one_leader(warning, start + Duration::from_secs(seconds))
+            log_limiter.log_fewer_leaders(warning, start + Duration::from_secs(seconds))
         };
         assert!(!said("a", 0) && !said("a", 59), "agents that hear of it answer soon");
         assert!(!said("", 60) && !said("a", 61));

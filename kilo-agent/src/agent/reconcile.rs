@@ -87,7 +87,7 @@ impl<B: Backend> Agent<B> {
         self.warn_of_private_endpoint(mesh);
         self.warn_of_address_shortage(mesh);
         self.warn_of_stand_bys(mesh);
-        self.warn_of_one_leader(mesh);
+        self.warn_of_fewer_leaders(mesh);
         self.log_limiter.log_unused_location_ips(mesh.unused_location_ips());
         self.remember(&observed);
         self.publish_views(&host.interface, &seen_endpoints);
@@ -197,10 +197,10 @@ impl<B: Backend> Agent<B> {
     }
 
     /// Warns about this location only: agents of the others log their own.
-    fn warn_of_one_leader(&mut self, mesh: &Mesh) {
+    fn warn_of_fewer_leaders(&mut self, mesh: &Mesh) {
         let own = mesh.find(&self.options.hostname);
-        let warning = own.and_then(|(at, _)| mesh.one_leader_warning(at));
-        self.log_limiter.log_one_leader(warning, Instant::now());
+        let warning = own.and_then(|(at, _)| mesh.fewer_leaders_warning(at));
+        self.log_limiter.log_fewer_leaders(warning, Instant::now());
     }
 
     /// Warns about this location, and about others whose leader this agent does not know as one of their

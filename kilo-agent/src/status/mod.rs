@@ -419,7 +419,7 @@ fn locations(mesh: &Mesh, snapshot: &Snapshot, granularity: Granularity) -> Vec<
             location.problem = shortage.as_ref().map(|shortage| format!("it has {shortage}"));
         }
         location.ready = segment.members.len();
-        location.warning = mesh.stand_by_warning(at).or_else(|| mesh.one_leader_warning(at));
+        location.warning = mesh.stand_by_warning(at).or_else(|| mesh.fewer_leaders_warning(at));
     }
     for (segment, endpoint) in mesh.private_endpoints() {
         if let Some(location) = all.get_mut(&segment.location) {

@@ -40,7 +40,7 @@ pub(super) const MOST_LEADERS: usize = 8;
 
 impl Segment {
     /// How many active leaders its nodes ask for: the least that any of them says.
-    fn leaders_asked(&self) -> usize {
+    pub(super) fn leaders_asked(&self) -> usize {
         self.members.iter().map(|member| member.node.leaders.unwrap_or(1)).min().unwrap_or(1)
     }
 
@@ -62,6 +62,13 @@ impl Segment {
         rest.extend(chosen.split_off(MOST_LEADERS.min(chosen.len())));
         rest.sort_by_key(order);
         (chosen, rest)
+    }
+
+    /// Annotated nodes that could lead, but are more than may.
+    pub(super) fn annotated_in_vain(&self, lost: &[&Node]) -> Vec<&str> {
+        let (_, rest) = self.chosen(lost, 0);
+        let members = rest.into_iter().filter(|it| it.node.gateway).filter_map(|it| it.member);
+        members.map(|at| self.members[at].name()).collect()
     }
 
     /// Its active leaders; `None`: it has one. `lost`: its nodes that are known but take no part, whose

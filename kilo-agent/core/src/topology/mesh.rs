@@ -226,7 +226,7 @@ impl Mesh {
 
     /// Nodes of a location that are known but take no part, each once: one that was deleted and registered
     /// again a moment ago is also known as it was before.
-    fn lost_of(&self, segment: &Segment) -> Vec<&Node> {
+    pub(super) fn lost_of(&self, segment: &Segment) -> Vec<&Node> {
         let mut names = HashSet::new();
         let lost = self.lost.iter().filter(|lost| lost.is_in(segment)).map(|lost| &*lost.member.node);
         lost.filter(|node| self.find(&node.name).is_none() && names.insert(&node.name)).collect()

@@ -26,7 +26,7 @@ mod readiness;
 mod segment;
 mod stand_bys;
 mod tunnel_ends;
-mod why_one_leader;
+mod why_fewer_leaders;
 
 /// What a mesh is made of.
 pub use crate::objects::{
