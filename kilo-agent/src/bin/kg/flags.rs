@@ -229,7 +229,7 @@ pub struct Flags {
     /// bearer token that the API server accepts, and the right to get /status, /events, /graph or /).
     #[arg(long, default_value = "open")]
     pub page_access: PageAccess,
-    /// UDP port of WireGuard.
+    /// UDP port of WireGuard; not one of 51830 to 52829, which relays give to pairs.
     #[arg(long, default_value_t = defaults::WIREGUARD_PORT, value_parser = parse_port)]
     pub port: u16,
     /// Use the private address as the WireGuard endpoint.
