@@ -42,7 +42,7 @@ pub struct Setup {
     pub remote_nodes: usize,
     /// Whether this node leads; else node 1 does.
     pub leads: bool,
-    /// Whether this node relays while it leads.
+    /// Whether this node relays while it is a leader or stand-by.
     pub relays: bool,
     /// Active leaders of the location, each with its own members; `None`: no failover.
     pub leaders: Option<u8>,

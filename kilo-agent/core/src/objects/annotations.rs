@@ -107,8 +107,8 @@ pub const ANNOTATIONS: &[Annotation] = &[
         name: "kilo.squat.ai/relay",
         writer: Writer::Operator(|node| node.relay.then(|| "true".to_owned())),
         example: "`true`",
-        meaning: "while the node leads, it relays WireGuard's ciphertext between locations that do not reach each \
-                  other; open its UDP ports 51830 to 52829 ([more](nat.md#relays))",
+        meaning: "while the node is a leader or stand-by, it relays WireGuard's ciphertext between locations that do \
+                  not reach each other; open its UDP ports 51830 to 52829 ([more](nat.md#relays))",
         remedy: "write true or false",
         read: |value, node| node.node.relay = value.parse().unwrap_or(false),
     },
