@@ -362,7 +362,7 @@ mod tests {
     }
 
     #[test]
-    fn another_external_address_is_no_nat_and_another_place_where_others_see_the_node_is() {
+    fn another_external_address_is_no_nat_and_another_address_where_others_see_the_node_is() {
         let node = |name: &str, number: u8, discovered: &[(u8, &str)]| {
             Arc::new(Node {
                 name: name.to_owned(),

@@ -86,7 +86,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_place_is_tried_in_some_round_and_each_family_in_all() {
+    fn every_address_is_tried_in_some_round_and_each_family_in_all() {
         let at = |text: &str| text.parse::<SocketAddr>().unwrap();
         let first = [at("192.0.2.9:1"), at("192.0.2.3:7")];
         let mut others: Vec<_> = (0..20).map(|port| at(&format!("192.0.2.3:{port}"))).collect();

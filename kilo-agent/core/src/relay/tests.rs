@@ -146,7 +146,7 @@ proptest! {
     }
 
     #[test]
-    fn a_direct_way_is_found_again_within_a_minute_and_loses_nothing(seed: u64, drops in 0u8..5, is_published: bool, also_publishes: bool) {
+    fn a_direct_path_is_found_again_within_a_minute_and_loses_nothing(seed: u64, drops in 0u8..5, is_published: bool, also_publishes: bool) {
         let mut world = World::new(seed);
         (world.is_published, world.also_publishes) = (is_published, also_publishes);
         world.connects(seconds(20));
@@ -163,7 +163,7 @@ proptest! {
     }
 
     #[test]
-    fn both_ends_stay_on_a_direct_way_while_packets_of_the_relay_are_still_under_way(seed: u64, drops in 0u8..5) {
+    fn both_ends_stay_on_a_direct_path_while_packets_of_the_relay_are_still_under_way(seed: u64, drops in 0u8..5) {
         let mut world = World::new(seed);
         world.connects(seconds(20));
         world.run(seconds(7));
@@ -213,7 +213,7 @@ proptest! {
 }
 
 #[test]
-fn the_endpoint_of_a_direct_way_follows_what_the_other_end_says_and_where_it_is() {
+fn the_endpoint_of_a_direct_path_follows_what_the_other_end_says_and_where_it_is() {
     let mut world = World::new(7);
     world.connects(seconds(20));
     world.direct = true;
@@ -233,7 +233,7 @@ fn the_endpoint_of_a_direct_way_follows_what_the_other_end_says_and_where_it_is(
 }
 
 #[test]
-fn a_direct_way_is_taken_before_a_relay_is_needed() {
+fn a_direct_path_is_taken_before_a_relay_is_needed() {
     let mut world = World::new(7);
     world.tunnels.values_mut().for_each(|tunnel| {
         tunnel.endpoint = SocketAddr::new(Ipv4Addr::new(192, 168, 0, 1).into(), WIREGUARD);
@@ -282,7 +282,7 @@ fn relays_that_are_off_are_not_used() {
 }
 
 #[test]
-fn one_end_that_refuses_relays_ends_the_pair_and_a_direct_way_still_serves_it() {
+fn one_end_that_refuses_relays_ends_the_pair_and_a_direct_path_still_serves_it() {
     let mut world = World::new(7);
     world.connects(seconds(20));
     world.run(seconds(10));
@@ -317,7 +317,7 @@ fn a_punched_way_that_ends_is_left_also_where_the_other_end_refuses_relays_and_a
 }
 
 #[test]
-fn a_place_that_an_end_without_relays_answered_from_is_left_only_after_wireguards_own_attempts() {
+fn an_address_that_an_end_without_relays_answered_from_is_left_only_after_wireguards_own_attempts() {
     let (mut client, start) = (Client::new(X), Instant::now());
     let seen = || Seen {
         id: Y,
@@ -400,7 +400,7 @@ fn where_nothing_answers_tries_become_rare_and_begin_anew_where_there_is_somethi
 }
 
 #[test]
-fn a_direct_way_that_only_messages_go_is_left_again() {
+fn a_direct_path_that_only_messages_go_is_left_again() {
     let mut world = World::new(5);
     world.connects(seconds(20));
     world.run(seconds(7));

@@ -192,7 +192,7 @@ pub struct Settings {
 /// Whether tunnels may go other ways than to published endpoints (`--relay`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum Relay {
-    /// Holes are punched, and where no direct way is found and nodes offer to relay, relays are used.
+    /// Holes are punched, and where no direct path is found and nodes offer to relay, relays are used.
     Auto,
     /// No relays, and no tries at other places than endpoints; nor does this node relay for others.
     Off,

@@ -62,7 +62,7 @@ enum Part {
     Hairpin,
     /// One end of a relayed pair refuses relays.
     Refused,
-    /// Two relays under traffic: one's agent restarts, it dies, and the direct way works again.
+    /// Two relays under traffic: one's agent restarts, it dies, and the direct path works again.
     Relay,
     /// The same where all nodes have IPv6 alone.
     RelayV6,

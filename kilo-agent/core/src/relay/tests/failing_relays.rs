@@ -16,11 +16,11 @@ fn a_relay_that_has_forgotten_a_pair_gets_it_again() {
 }
 
 #[test]
-fn where_the_only_relay_dies_a_direct_way_is_looked_for_at_once() {
+fn where_the_only_relay_dies_a_direct_path_is_looked_for_at_once() {
     let mut world = World::new(11);
     world.servers.retain(|relay, _| *relay == Z[0]);
     world.connects(seconds(20));
-    // A direct way was tried a moment ago, and will not be for a minute.
+    // A direct path was tried a moment ago, and will not be for a minute.
     world.run(DIRECT_EVERY + seconds(4));
     world.broken.insert(Z[0], Broken::Dead);
     world.direct = true;
@@ -44,7 +44,7 @@ fn a_relay_that_does_not_hear_one_end_is_left_although_the_other_end_still_sends
 }
 
 #[test]
-fn a_direct_way_that_did_not_last_does_not_replace_a_relay_that_is_away_for_a_moment() {
+fn a_direct_path_that_did_not_last_does_not_replace_a_relay_that_is_away_for_a_moment() {
     let mut world = World::new(13);
     world.servers.retain(|relay, _| *relay == Z[0]);
     world.connects(seconds(20));
