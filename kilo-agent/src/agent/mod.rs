@@ -297,7 +297,8 @@ impl<B: Backend> Agent<B> {
         }
     }
 
-    /// Starts the task that looks after pairs of locations that cannot reach each other directly.
+    /// Starts the task that looks after pairs of locations that cannot reach each other directly. With
+    /// `--relay=off` it only shows how tunnels are connected, and that this node does not relay.
     fn spawn_relays(
         &self,
         stop: &CancellationToken,
@@ -305,10 +306,9 @@ impl<B: Backend> Agent<B> {
     ) -> Result<(), AgentError> {
         let mut tools = relay::tools(&self.actuators.dataplane, &self.options.bpffs)?;
         if self.options.relay == Relay::Off {
-            // Pairs that an earlier agent relayed for do not carry over.
+            // Pairs that an earlier agent relayed for end at once, also while the API server is away.
             tools.maps.write_ports(&BTreeMap::new())?;
             tools.maps.write_keys(&BTreeMap::new())?;
-            return Ok(());
         }
         let context = relay::Context {
             key: self.key,

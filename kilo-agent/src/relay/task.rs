@@ -205,9 +205,14 @@ impl Task {
         }
     }
 
+    /// Whether the task only shows how tunnels are connected, and changes nothing.
+    fn is_off(&self) -> bool {
+        self.context.relay == settings::Relay::Off
+    }
+
     /// Whether relays may be used here at all.
     fn is_on(&self) -> bool {
-        self.context.relay == settings::Relay::Auto && self.far.is_gateway && self.far.is_wanted
+        !self.is_off() && self.far.is_gateway && self.far.is_wanted
     }
 
     async fn turn(&mut self) {
@@ -231,14 +236,16 @@ impl Task {
             }
             self.locations = Locations::of(&mesh);
             self.look().await;
-            let now = Instant::now();
-            self.serve(now);
+            if !self.is_off() {
+                self.serve(Instant::now());
+            }
         } else if self.maps.has_routes_changed() {
             self.write_ports();
         }
-        let now = Instant::now();
-        let outputs = self.client.turn(now, micros(), &mut rand::random);
-        self.act(outputs).await;
+        if !self.is_off() {
+            let outputs = self.client.turn(Instant::now(), micros(), &mut rand::random);
+            self.act(outputs).await;
+        }
         let refused = self.client.refused() + self.server.refused();
         self.context.metrics.relay_refused.inc_by(refused - self.refused);
         self.refused = refused;
@@ -303,8 +310,7 @@ impl Task {
 
     /// Does the work of a relay.
     fn serve(&mut self, now: Instant) {
-        let may_relay = self.context.relay == settings::Relay::Auto;
-        self.server.set_relays(self.is_on() && self.far.offers, may_relay, now);
+        self.server.set_relays(self.is_on() && self.far.offers, true, now);
         let refuse: BTreeSet<_> =
             self.far.seen.iter().filter(|seen| seen.refuses).map(|seen| seen.id).collect();
         self.server.end_pairs_of(|id| refuse.contains(&id));
@@ -449,10 +455,9 @@ impl Task {
         let endpoints: BTreeMap<_, _> =
             endpoints.iter().filter_map(|(id, at)| Some((name(id)?.0, *at))).collect();
         let is_annotated = self.context.view.borrow().observed.own.as_ref().is_some_and(|own| own.relay);
-        let is_off = self.context.relay == settings::Relay::Off;
+        let offer = || super::offer(self.is_off(), self.far.is_gateway, self.far.is_behind_nat);
         let mut shared = self.context.relays.shared();
-        shared.offer =
-            is_annotated.then(|| super::offer(is_off, self.far.is_gateway, self.far.is_behind_nat));
+        shared.offer = is_annotated.then(offer);
         // The next plan has to set these peers' endpoints again.
         let is_left = shared.endpoints.keys().any(|key| !endpoints.contains_key(key));
         let before = std::mem::replace(&mut shared.endpoints, endpoints);

@@ -279,7 +279,7 @@ pub struct Tunnel {
     pub received_bytes: u64,
     /// Bytes sent, counted likewise.
     pub sent_bytes: u64,
-    /// Path of a working tunnel; unknown with `--relay=off`.
+    /// Path of a working tunnel; unknown where the agent has not read the device yet.
     #[serde(default, deserialize_with = "TunnelPath::known", skip_serializing_if = "Option::is_none")]
     pub way: Option<TunnelPath>,
     /// Name of the relaying node; absent unless relayed.

@@ -29,6 +29,7 @@ mod page;
 mod path_probe;
 mod publish_hangs;
 mod quiet;
+mod relay_settings;
 mod strangers;
 mod uninstall;
 mod unknown_locations;
