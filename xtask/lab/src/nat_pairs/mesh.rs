@@ -12,7 +12,7 @@ use anyhow::{Context as _, Result, anyhow, ensure};
 use kilo_core::tunnel_path::TunnelPath;
 use nix::sys::signal::Signal;
 
-use super::{CONNECTS, LIMIT, traffic};
+use super::{CONNECTS, LIMIT, expected, traffic};
 use crate::{
     agents::Agents,
     cni, counters, deployed_state,
@@ -36,13 +36,16 @@ pub(super) struct Setup<'a> {
 }
 
 impl Setup<'_> {
-    /// Tries one pair of kinds; returns how its tunnel is connected, and the seconds that took.
+    /// Tries one pair of kinds, which must connect by the [expected] path; returns that path, and the seconds
+    /// that took.
     pub(super) fn pair(self, kinds: [Kind; 2]) -> Result<String> {
         let shape = Shape { kinds, ..Shape::default() };
         let (way, took) = self
             .with(shape, &["z"], false, |mesh| {
-                let found = mesh.wait_connected()?;
-                mesh.check_drawn(found.0.label()).map(|()| found)
+                let (way, took) = mesh.wait_connected()?;
+                let wanted = expected::path(kinds);
+                ensure!(way == wanted, "{way} after {:.0} s, instead of {wanted}", took.as_secs_f32());
+                mesh.check_drawn(way.label()).map(|()| (way, took))
             })
             .with_context(|| kinds.map(Kind::name).join(" and "))?;
         Ok(format!("{way}, {:.0} s", took.as_secs_f32()))

@@ -1,6 +1,7 @@
 //! `cargo xtask lab nat`: two leaders behind NATs of every pair of kinds, with a third that relays: how they
 //! connect, and how long that takes; then a relay under traffic, its end, and the return to the direct path.
 
+mod expected;
 mod mesh;
 mod stranger;
 mod traffic;
