@@ -77,7 +77,8 @@ fn rounded(load: &str, instructions: f64) -> f64 {
 }
 
 const PER_KB: &str = "guest instructions per 1,024 bytes";
-const PER_PACKET: &str = "guest instructions per packet";
+/// Unit of what is counted per packet.
+pub const PER_PACKET: &str = "guest instructions per packet";
 
 fn unit(load: &str) -> &'static str {
     match load {

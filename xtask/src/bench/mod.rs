@@ -10,6 +10,7 @@ mod gateways;
 mod generator;
 mod guest;
 mod kernel_variants;
+mod limits;
 mod single;
 mod site;
 mod stages;
@@ -65,7 +66,8 @@ pub struct BenchArgs {
     /// 6.1, 6.12 or newest.
     #[arg(long, default_value = KERNEL)]
     kernel: String,
-    /// Compare with docs/benchmarks.json instead of writing it; fail when a count of ours grew by more than its tolerance.
+    /// Compare with docs/benchmarks.json instead of writing it; fail when a count of ours grew by more than its
+    /// tolerance, or a packet costs more than its stage may.
     #[arg(long)]
     check: bool,
     /// Only variants with one of these in their name, or numbers of nodes (comma separated); nothing is written unless
@@ -230,10 +232,10 @@ fn store(now: Vec<Figure>, is_others: impl Fn(&Figure) -> bool) -> Result<()> {
 }
 
 fn check(stored: &[Figure], now: &[Figure]) -> Result<()> {
-    let worse = figures::regressions(stored, now);
+    let worse = [figures::regressions(stored, now), limits::exceeded(now)].concat();
     if worse.is_empty() {
-        println!("bench: no count of ours grew by more than its tolerance");
+        println!("bench: no count of ours grew by more than its tolerance or exceeds its limit");
         return Ok(());
     }
-    bail!("more than {STORED} has:\n{}", worse.join("\n"))
+    bail!("more than {STORED} or a limit allows:\n{}", worse.join("\n"))
 }
