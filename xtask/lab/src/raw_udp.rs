@@ -1,8 +1,9 @@
 //! UDP datagrams as a stranger records and sends them: seen on a wire, and with a source of the sender's choice.
 
 use std::{
+    collections::{BTreeSet, VecDeque},
     net::{Ipv4Addr, SocketAddr, SocketAddrV4},
-    os::fd::AsRawFd as _,
+    os::fd::{AsRawFd as _, OwnedFd},
     thread::JoinHandle,
     time::{Duration, Instant},
 };
@@ -55,6 +56,31 @@ impl Datagram {
     }
 }
 
+/// A packet socket that receives what all devices of the calling thread's namespace carry.
+fn listen() -> Result<OwnedFd> {
+    let flags = SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK;
+    Ok(socket(AddressFamily::Packet, SockType::Raw, flags, SockProtocol::EthAll)?)
+}
+
+/// What came next, if it is a datagram; after a moment `None` where nothing came.
+fn next(socket: &OwnedFd, buffer: &mut [u8]) -> Option<Datagram> {
+    let Ok((length, Some(_))) = recvfrom::<LinkAddr>(socket.as_raw_fd(), buffer) else {
+        wait::pace(Duration::from_millis(1));
+        return None;
+    };
+    Datagram::of(&buffer[..length])
+}
+
+/// A socket in the calling thread's namespace that sends whole packets.
+fn raw() -> Result<Socket> {
+    Ok(Socket::new(Domain::IPV4, Type::RAW, Some(Protocol::from(255)))?)
+}
+
+fn send_one(socket: &Socket, datagram: &Datagram) -> Result<()> {
+    let to = SocketAddr::from((*datagram.to.ip(), 0));
+    socket.send_to(&datagram.bytes(), &to.into()).map(drop).map_err(Into::into)
+}
+
 /// Records for so long, or until `is_enough`, on all devices of a namespace.
 pub fn record(
     netns: &Netns,
@@ -63,17 +89,42 @@ pub fn record(
     is_enough: impl Fn(&[Datagram]) -> bool + Send + 'static,
 ) -> JoinHandle<Result<Result<Vec<Datagram>>>> {
     netns.spawn(move || {
-        let flags = SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK;
-        let socket = socket(AddressFamily::Packet, SockType::Raw, flags, SockProtocol::EthAll)?;
+        let socket = listen()?;
         let (mut seen, mut buffer, began) = (Vec::new(), [0; 2048], Instant::now());
         while began.elapsed() < time && !is_enough(&seen) {
-            let Ok((length, Some(_))) = recvfrom::<LinkAddr>(socket.as_raw_fd(), &mut buffer) else {
-                wait::pace(Duration::from_millis(1));
-                continue;
-            };
-            seen.extend(Datagram::of(&buffer[..length]).filter(|datagram| is_wanted(datagram)));
+            seen.extend(next(&socket, &mut buffer).filter(|datagram| is_wanted(datagram)));
         }
         Ok(seen)
+    })
+}
+
+/// Listens in one namespace for so long, and sends from another what `answer` makes of each datagram, `after` it
+/// was heard; returns how many were sent, and the greatest age of one. Each payload is taken once, wherever it
+/// is heard, so that what is sent here is not answered again.
+pub fn answer(
+    (hears, sends): (&Netns, &Netns),
+    (time, after): (Duration, Duration),
+    answer: impl Fn(&Datagram) -> Vec<Datagram> + Send + 'static,
+) -> JoinHandle<Result<Result<(usize, Duration)>>> {
+    let sends = sends.clone();
+    hears.spawn(move || {
+        let socket = listen()?;
+        let out =
+            sends.spawn(raw).join().map_err(|_| anyhow::anyhow!("the thread that opens a socket"))???;
+        let (mut known, mut due, mut buffer) = (BTreeSet::new(), VecDeque::new(), [0; 2048]);
+        let (began, mut sent, mut oldest) = (Instant::now(), 0, Duration::ZERO);
+        while began.elapsed() < time || !due.is_empty() {
+            let heard = next(&socket, &mut buffer).filter(|_| began.elapsed() < time);
+            if let Some(heard) = heard.filter(|heard| known.insert(heard.payload.clone())) {
+                due.push_back((Instant::now(), answer(&heard)));
+            }
+            while let Some((at, all)) = due.pop_front_if(|(at, _)| at.elapsed() >= after) {
+                all.iter().try_for_each(|datagram| send_one(&out, datagram))?;
+                sent += all.len();
+                oldest = oldest.max(at.elapsed());
+            }
+        }
+        Ok((sent, oldest))
     })
 }
 
@@ -83,10 +134,9 @@ pub fn record(
 /// When the kernel refuses one.
 pub fn send(netns: &Netns, datagrams: Vec<Datagram>, every: Duration) -> Result<()> {
     let sending = netns.spawn(move || -> Result<()> {
-        let socket = Socket::new(Domain::IPV4, Type::RAW, Some(Protocol::from(255)))?;
+        let socket = raw()?;
         for datagram in datagrams {
-            let to = SocketAddr::from((*datagram.to.ip(), 0));
-            socket.send_to(&datagram.bytes(), &to.into())?;
+            send_one(&socket, &datagram)?;
             wait::pace(every);
         }
         Ok(())

@@ -3,6 +3,7 @@
 
 mod expected;
 mod mesh;
+mod repeats;
 mod stranger;
 mod traffic;
 
@@ -73,10 +74,12 @@ enum Part {
     Leaders,
     /// A stranger sends to the ports of a relay, and repeats what it has recorded.
     Stranger,
+    /// A stranger repeats a pair's messages as soon as it hears them, also in the name of a victim.
+    Repeats,
 }
 
 /// Parts that run by default: the table has two symmetric NATs, too.
-const ALL: [Part; 10] = [
+const ALL: [Part; 11] = [
     Part::Table,
     Part::Unrelayed,
     Part::DualStack,
@@ -87,6 +90,7 @@ const ALL: [Part; 10] = [
     Part::Failover,
     Part::Leaders,
     Part::Stranger,
+    Part::Repeats,
 ];
 
 impl Part {
@@ -106,6 +110,7 @@ impl Part {
             Self::Failover => failover(setup),
             Self::Leaders => leaders(setup),
             Self::Stranger => stranger::run(setup),
+            Self::Repeats => repeats::run(setup),
         }
     }
 

@@ -25,8 +25,8 @@ use crate::{
 };
 
 /// Name of its namespace, and its address.
-const STRANGER: &str = "w";
-const ADDRESS: Ipv4Addr = Ipv4Addr::new(203, 0, 113, 66);
+pub(super) const STRANGER: &str = "w";
+pub(super) const ADDRESS: Ipv4Addr = Ipv4Addr::new(203, 0, 113, 66);
 /// How many datagrams go to each port in use, and at least how many recorded messages are replayed.
 const TIMES: usize = 50;
 /// Time between two datagrams of an attack.
@@ -148,7 +148,7 @@ impl Seen {
 }
 
 /// What a node's programs and its agent have refused, by reason.
-fn refused(netns: &Netns) -> Result<BTreeMap<String, u64>> {
+pub(super) fn refused(netns: &Netns) -> Result<BTreeMap<String, u64>> {
     let metrics = counters::scrape(netns)?;
     let by_agent = metrics.get("kilo_relay_messages_refused_total").copied().unwrap_or(0);
     let mut refused = counters::drops(&metrics);
@@ -169,7 +169,7 @@ fn sends_meanwhile(netns: &Netns, time: Duration, act: impl FnOnce() -> Result<(
 }
 
 /// Packets that the stranger has received since the last call.
-fn received(stranger: &Netns, counter: &str) -> Result<u64> {
+pub(super) fn received(stranger: &Netns, counter: &str) -> Result<u64> {
     let counter = stranger.sh(&format!("nft reset counter inet stranger {counter}"))?;
     let mut words = counter.split_whitespace().skip_while(|word| *word != "packets");
     words.nth(1).context("no counter")?.parse().context("packets that came to the stranger")
