@@ -453,11 +453,21 @@ impl Agents {
         if allowed.is_empty() {
             bail!("kgctl showconf peer laptop names no allowed IPs:\n{peers}");
         }
-        let conf = self.directory.join("laptop.conf");
+        let conf = self.laptop_conf();
         fs::write(&conf, format!("[Interface]\nPrivateKey = {}\n\n{peers}", private.trim()))?;
-        laptop.sh(&format!("wg setconf kilo-vpn {}", conf.display()))?;
+        self.renew_laptop(network)?;
         let routes = allowed.iter().map(|prefix| format!("route replace {prefix} dev kilo-vpn\n"));
         laptop.ip(&routes.collect::<String>())
+    }
+
+    /// Applies the laptop's static configuration again, so that names in it are resolved anew.
+    pub fn renew_laptop(&self, network: &Network) -> Result<()> {
+        network.laptop.sh(&format!("wg setconf kilo-vpn {}", self.laptop_conf().display())).map(drop)
+    }
+
+    /// The laptop's static configuration.
+    fn laptop_conf(&self) -> PathBuf {
+        self.directory.join("laptop.conf")
     }
 
     /// The topology as text: locations, leaders, addresses.

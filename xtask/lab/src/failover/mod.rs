@@ -13,6 +13,7 @@ mod forged;
 mod kept_runs;
 mod laptop;
 mod many_members;
+mod named_leader;
 mod new_flows;
 mod partial_failures;
 mod shares;
