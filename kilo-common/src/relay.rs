@@ -278,7 +278,7 @@ pub const fn is_port(port: u16) -> bool {
 /// Index of a port in the array `relay_way`; for all but relays' ports it is beyond the end.
 #[inline(always)]
 #[must_use]
-pub const fn place(port: u16) -> u32 {
+pub const fn slot(port: u16) -> u32 {
     (port as u32).wrapping_sub(FIRST_PORT as u32)
 }
 

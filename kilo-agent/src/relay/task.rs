@@ -310,7 +310,7 @@ impl Task {
 
     /// Does the work of a relay.
     fn serve(&mut self, now: Instant) {
-        self.server.set_relays(self.is_on() && self.far.offers, true, now);
+        self.server.set_relays(self.is_on() && self.far.offers, now);
         let refuse: BTreeSet<_> =
             self.far.seen.iter().filter(|seen| seen.refuses).map(|seen| seen.id).collect();
         self.server.end_pairs_of(|id| refuse.contains(&id));

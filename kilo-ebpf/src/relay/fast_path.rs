@@ -64,7 +64,7 @@ static RELAY_WAY: Array<PortState, { map_table::RELAY_WAY.size as usize }> = Arr
 /// The state of this port; `None`: the port is not one of a relay's.
 #[inline(always)]
 pub fn way(port: u16) -> Option<&'static mut PortState> {
-    let way = RELAY_WAY.get_ptr_mut(relay::place(port))?;
+    let way = RELAY_WAY.get_ptr_mut(relay::slot(port))?;
     // SAFETY: entries of an array are there as long as the program.
     Some(unsafe { &mut *way })
 }

@@ -143,15 +143,15 @@ impl Server {
         server
     }
 
-    /// Sets whether this node relays now, and whether it may at all. If it may, it keeps its pairs for a
-    /// while: it may become a gateway or offer again, and its users change to another relay meanwhile.
-    pub fn set_relays(&mut self, relays: bool, may_relay: bool, now: Instant) {
+    /// Sets whether this node relays now. If it does not, it keeps its pairs for a while: it may become a
+    /// gateway or offer again, and its users change to another relay meanwhile.
+    pub fn set_relays(&mut self, relays: bool, now: Instant) {
         if relays {
             self.off = None;
             return;
         }
         let off = *self.off.get_or_insert(now);
-        if !may_relay || now.saturating_duration_since(off) >= RESTS {
+        if now.saturating_duration_since(off) >= RESTS {
             self.pairs.clear();
         }
     }

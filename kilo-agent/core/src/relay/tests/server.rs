@@ -157,7 +157,7 @@ fn an_end_that_was_absent_is_invited_while_the_other_one_is_refused() {
 }
 
 #[test]
-fn pairs_with_a_stand_by_have_half_of_the_places() {
+fn pairs_with_a_stand_by_have_half_of_the_slots() {
     let now = Instant::now();
     let given = |stand_bys: &[NodeId], others: u64| {
         let mut server = Server::default();
@@ -251,16 +251,15 @@ fn recorded_asks_neither_use_up_answers_nor_begin_anew() {
 fn a_relay_keeps_its_pairs_while_it_may_lead_or_offer_again() {
     let (mut server, now) = (Server::default(), Instant::now());
     said(&mut server, &ask(X, Y), heard(X, WIREGUARD), now);
-    let pairs = |server: &mut Server, relays, may_relay, after| {
-        server.set_relays(relays, may_relay, now + seconds(after));
+    let pairs = |server: &mut Server, relays, after| {
+        server.set_relays(relays, now + seconds(after));
         server.pairs()
     };
-    assert_eq!(pairs(&mut server, false, true, 0), 1);
-    assert_eq!(pairs(&mut server, false, true, 29), 1);
-    assert_eq!(pairs(&mut server, true, true, 30), 1);
-    assert_eq!(pairs(&mut server, false, true, 40), 1);
-    assert_eq!(pairs(&mut server.clone(), false, true, 70), 0);
-    assert_eq!(pairs(&mut server, false, false, 41), 0, "--relay=off");
+    assert_eq!(pairs(&mut server, false, 0), 1);
+    assert_eq!(pairs(&mut server, false, 29), 1);
+    assert_eq!(pairs(&mut server, true, 30), 1);
+    assert_eq!(pairs(&mut server, false, 40), 1);
+    assert_eq!(pairs(&mut server.clone(), false, 70), 0);
 }
 
 #[test]

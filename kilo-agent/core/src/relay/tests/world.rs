@@ -392,7 +392,7 @@ impl World {
                 self.take(end, outputs);
             }
             for (relay, server) in &mut self.servers {
-                server.set_relays(!self.withdrawn.contains(relay), true, self.now);
+                server.set_relays(!self.withdrawn.contains(relay), self.now);
                 server.end_pairs_of(|end| end == Y && self.refuses);
                 server.turn(&BTreeMap::new(), self.now, self.wall);
             }
