@@ -298,6 +298,8 @@ impl Connection {
             tokio::select! {
                 _ = ticks.tick() => check_peer = connected,
                 changed = snapshots.changed() => changed.context("the watches have ended")?,
+                // A name of an endpoint now stands for another address.
+                () = self.resolver.changed() => {}
             }
             if check_peer {
                 self.decide(&snapshots.borrow_and_update(), flags);

@@ -274,7 +274,7 @@ pub const CASES: &[Case] = &[
     case("static-leader-cordoned", UNLISTED, "the leader's Node is cordoned that a machine with a static configuration uses", Limit::Lost(10), breaking::leader_cordoned).of_static_laptop(),
     case("static-leader-reboots", UNLISTED, "the leader that a machine with a static configuration uses loses power for 5 s", Limit::Silence(40_000), breaking::leader_reboots).of_static_laptop(),
     case("static-address-changes", UNLISTED, "the leader's public address changes, and its name with it, and a machine with a static configuration turns its tunnel off and on", Limit::Silence(15_000), named_leader::address_changes_and_tunnel_is_renewed).of_static_laptop().prepared(named_leader::static_by_name),
-    case("connect-address-changes", UNLISTED, "the public address of the leader that a machine with `kgctl connect` uses changes, and its name with it", Limit::OnlyIts(65_000), named_leader::address_changes).of_laptop().prepared(named_leader::connects_by_name),
+    case("connect-address-changes", UNLISTED, "the public address of the leader that a machine with `kgctl connect` uses changes, and its name with it", Limit::OnlyIts(40_000), named_leader::address_changes).of_laptop().prepared(named_leader::connects_by_name),
     case("connect-begins", UNLISTED, "the leader loses power while a machine with `kgctl connect` begins to, whose Peer was made a moment ago", Limit::Silence(1000), laptop::begins).with_far_leader().beside_laptop(),
     case("crowd-one", UNLISTED, "15 nodes send alike by one leader: what it carries is counted", Limit::NoSwitch, crowd::one).crowd(1),
     case("crowd-two", UNLISTED, "14 nodes send alike by two active leaders: bytes within 25 % of fair", Limit::NoSwitch, crowd::two).crowd(2),

@@ -76,7 +76,7 @@ fn moves(lab: &Lab, from: Ipv4Addr, to: Ipv4Addr) -> Result<()> {
     resolve_to(lab, Some(to))
 }
 
-/// `kgctl connect` resolves the name again with each resync, of 30 s. It may use an answer only with the next one.
+/// `kgctl connect` resolves the name again with each resync, of 30 s.
 pub(super) fn address_changes(lab: &mut Lab) -> Result<Broken> {
     let moved = moves(lab, ADDRESS, OTHER);
     or_undo(lab, moved)?;
