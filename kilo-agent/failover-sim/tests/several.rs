@@ -3,9 +3,10 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
-use kilo_failover::{Micros, SEC};
+use kilo_failover::{Micros, Params, SEC};
 use kilo_failover_sim::{
-    faults::{Fault, NEVER, Scheduled},
+    Noise, Shape, Sim,
+    faults::{Fault, NEVER, Schedule, Scheduled},
     several::{START, Size, after},
 };
 
@@ -87,5 +88,28 @@ fn a_stand_by_that_takes_over_from_another_one_takes_nothing_from_the_acting_lea
         let sim = after(seed, (3, 6, 18), &[(START, NEVER, Fault::Power(1))], 30 * SEC, false);
         assert!(sim.counts.broken.is_empty() && sim.has_converged(), "seed {seed}: {:?}", sim.counts);
         assert_eq!(sim.shared(), [0, 0], "seed {seed}");
+    }
+}
+
+#[test]
+fn gateways_that_join_at_once_take_their_members_one_after_the_other_a_minute_apart() {
+    let until = START + 300 * SEC;
+    let shape = Shape { nodes: 24, gateways: 4, fars: 2, delay: None, go: None };
+    // They boot, or have been stand-bys before.
+    let boots = [2, 3].map(|node| (SEC, START, Fault::NoGateway(node))).to_vec();
+    for (seed, faults) in SEEDS.take(6).flat_map(|seed| [(seed, boots.clone()), (seed, Vec::new())]) {
+        let mut sim = Sim::new(seed, shape, Noise::default(), Params::default());
+        sim.set_active(2, until);
+        sim.set_active_at(4, START);
+        sim.run(Schedule::new(faults, until), START);
+        assert!(sim.counts.broken.is_empty() && sim.has_converged(), "seed {seed}: {:?}", sim.counts);
+        let took: Vec<_> = sim.counts.took_home.iter().filter(|(at, _)| *at >= START).collect();
+        for gateway in [2, 3] {
+            assert!(took.iter().any(|(_, taker)| *taker == gateway), "seed {seed}: {took:?}");
+        }
+        for pair in took.windows(2).filter(|pair| pair[0].1 != pair[1].1) {
+            let apart = pair[1].0 - pair[0].0;
+            assert!((60 * SEC..=180 * SEC).contains(&apart), "seed {seed}: {took:?}");
+        }
     }
 }

@@ -201,7 +201,7 @@ impl Sim {
             Note::Suspects(_) => self.counts.suspicions += 1,
             Note::TakesBack(_) => self.counts.taken_back += 1,
             Note::Gives { .. } => self.counts.gave += 1,
-            Note::TakesHome(_) => self.counts.took_home += 1,
+            Note::TakesHome(_) => self.counts.took_home.push((self.now, node)),
             Note::Replayed(_) => self.counts.replayed += 1,
             Note::Tries(_)
             | Note::ClaimsShared(_)

@@ -34,8 +34,8 @@ pub struct Counts {
     pub longest: Micros,
     /// The longest outage of each member.
     pub of_member: BTreeMap<usize, Micros>,
-    /// How often one of several leaders took its own members.
-    pub took_home: u32,
+    /// When which one of several leaders took its own members.
+    pub took_home: Vec<(Micros, usize)>,
     /// Takeovers of the location.
     pub taken: u32,
     /// Takeovers of a stand-by for itself alone.

@@ -57,6 +57,8 @@ fn takes_over(healthy: Micros, leaving: Micros, reaches_all: bool) -> bool {
 pub(crate) struct Homing {
     /// Since when its tunnels have worked without a break.
     fit_since: Option<Micros>,
+    /// Since when it has been an active leader.
+    active_since: Option<Micros>,
     /// The gateway that each member used when it was last looked at, and since which term.
     used: BTreeMap<NodeId, (Term, NodeId)>,
     /// When another gateway last took members that had a leader.
@@ -102,10 +104,9 @@ impl Agent {
             known => Some(known.unwrap_or(now)),
         };
         homing.fit_since = since;
-        let (Some(since), Some(position)) = (since, several.active.iter().position(|node| *node == me))
-        else {
-            return;
-        };
+        let position = several.active.iter().position(|node| *node == me);
+        homing.active_since = position.map(|_| homing.active_since.unwrap_or(now));
+        let (Some(since), Some(position)) = (since, position) else { return };
         let healthy = now - since;
         let losses = gateway.others.losses(&self.params, now, me);
         // Gateways that start at the same time do not take members at the same time.
@@ -114,7 +115,11 @@ impl Agent {
         // A far location that this gateway does not reach would go on answering through the previous gateway,
         // so its members stay there. Behind NATs, only the acting leader may have a path.
         let reaches_all = gateway.tunnels.all_answer(&self.params, now);
-        let is_turn = healthy >= wait && reaches_all && !rests(homing.others_took, APART + later);
+        // Stand-bys that have worked for long may become active by the same change.
+        let is_turn = healthy >= wait
+            && reaches_all
+            && !rests(homing.active_since, later)
+            && !rests(homing.others_took, APART + later);
         let leads = |node: NodeId| gateway.lead.as_ref().is_some_and(|lead| lead.has(node));
         let takes_itself = !leads(me) && (is_back || is_turn);
         let leaves = |node: NodeId| {
@@ -307,21 +312,27 @@ mod tests {
         }
     }
 
-    /// One of two active leaders, which has worked for two minutes when the other one is about to go, and
-    /// reaches the far leaders that `answers` names: how many seconds later it takes the other's member.
-    fn takes_after(answers: fn(u64) -> bool) -> Option<u64> {
-        const GOES: Micros = 120 * SEC;
-        let (other, member) = (1, 3);
-        let several = Several {
-            active: vec![other, ME],
-            homes: BTreeMap::from([(other, other), (ME, ME), (member, other), (4, ME)]),
-            acting: (Term::NONE, other),
-        };
-        let before = OwnLocation { fars: vec![7, 8, 9], several: Some(several), ..own_location(7) };
-        let mut after = before.clone();
-        after.leaving.insert(other, crate::planned::Cause::Cordoned);
-        after.several.as_mut()?.homes.insert(member, ME);
-        let term = Term::NONE.next(other);
+    const OTHER: NodeId = 1;
+    const MEMBER: NodeId = 3;
+    /// When `MEMBER` of `OTHER` is given to this gateway, which has worked for two minutes by then.
+    const GIVEN: Micros = 120 * SEC;
+
+    /// These lead, and `MEMBER` is to use `home`; 4 uses itself if it leads, and this gateway otherwise.
+    fn location_of(active: &[NodeId], home: NodeId) -> OwnLocation {
+        let mut homes: BTreeMap<_, _> = active.iter().map(|node| (*node, *node)).collect();
+        homes.insert(MEMBER, home);
+        homes.entry(4).or_insert(ME);
+        let several = Several { active: active.to_vec(), homes, acting: (Term::NONE, OTHER) };
+        OwnLocation { fars: vec![7, 8, 9], several: Some(several), ..own_location(7) }
+    }
+
+    /// When this gateway takes `MEMBER`. The topology changes from `before` to `after` at [`GIVEN`], `answers`
+    /// names the far leaders that it reaches, and `word` what the kernel of each node says at each moment.
+    fn takes_at(
+        [before, after]: [OwnLocation; 2],
+        answers: fn(u64) -> bool,
+        word: fn(NodeId, Micros) -> (Term, NodeId),
+    ) -> Option<Micros> {
         let start =
             Start { now: 0, clock: 0, word: (Term::NONE.next(ME), ME), led: vec![ME, 4], is_boot: false };
         let mut agent = Agent::new(Params::default(), before, start, &mut || 1);
@@ -330,8 +341,8 @@ mod tests {
             drawn += 1;
             drawn
         };
-        for now in (0..GOES + 80 * SEC).step_by(20_000) {
-            let mut out = if now == GOES {
+        for now in (0..GIVEN + 80 * SEC).step_by(20_000) {
+            let mut out = if now == GIVEN {
                 agent.set_own_location(after.clone(), now, &mut random)
             } else {
                 Vec::new()
@@ -346,14 +357,13 @@ mod tests {
                         inputs.push(Input::Answer { nonce, at: now + MS });
                     }
                     Output::Lan(from, Signal { kind: Kind::Roll, nonce, .. }) => {
-                        let uses = if from == 4 { ME } else { other };
-                        let word = Body::Word { cookie: 5, gateway: uses };
-                        let sender = from;
+                        let (term, gateway) = word(from, now);
+                        let body = Body::Word { cookie: 5, gateway };
                         let signal =
-                            Signal { kind: Kind::Present, nonce, term, sender, location: 7, body: word };
+                            Signal { kind: Kind::Present, nonce, term, sender: from, location: 7, body };
                         inputs.push(Input::Signal { from, signal });
                     }
-                    Output::Note(Note::TakesHome(_)) if now >= GOES => return Some((now - GOES) / SEC),
+                    Output::Note(Note::TakesHome(_)) if now >= GIVEN => return Some(now),
                     _ => {}
                 }
             }
@@ -363,9 +373,33 @@ mod tests {
 
     #[test]
     fn one_that_has_worked_for_long_without_a_way_does_not_take_at_once() {
+        let takes_after = |answers| {
+            let active = [OTHER, ME];
+            let mut after = location_of(&active, ME);
+            after.leaving.insert(OTHER, crate::planned::Cause::Cordoned);
+            let word = |node: NodeId, _: Micros| (Term::NONE.next(OTHER), if node == 4 { ME } else { OTHER });
+            let at = takes_at([location_of(&active, OTHER), after], answers, word)?;
+            Some((at - GIVEN) / SEC)
+        };
         assert_eq!(takes_after(|_| true), Some(0));
         assert_eq!(takes_after(|far| far != 9), Some(60), "it does not reach all");
         assert_eq!(takes_after(|far| far == 9), None, "it is not fit");
+    }
+
+    #[test]
+    fn one_takes_members_a_minute_after_another_one_has_and_later_by_its_position() {
+        const TOOK: Micros = GIVEN - 10 * SEC;
+        let word = |node: NodeId, now: Micros| match Term::NONE.next(OTHER) {
+            term if node == 4 && now >= TOOK => (term.next(4), 4),
+            term if node == 4 => (term, ME),
+            term => (term, OTHER),
+        };
+        for (active, pause) in [([ME, OTHER, 4], 60 * SEC), ([OTHER, ME, 4], 63 * SEC)] {
+            let at = takes_at([OTHER, ME].map(|home| location_of(&active, home)), |_| true, word);
+            let after = at.map(|at| at - TOOK);
+            // It learns what the other one has taken from its next roll call.
+            assert!(after.is_some_and(|after| (pause..pause + 2 * SEC).contains(&after)), "{after:?}");
+        }
     }
 
     #[test]
