@@ -218,12 +218,12 @@ fn who_leads_since_when_and_why_is_shown_with_and_without_agents() {
                     && location.reason == Some(LeaderReason::PublicEndpoint)
             })
         });
-        // The status is available shortly before the device has its peers.
-        until("the device's peers", LIMIT, || {
+        // The status is available shortly before the device has its peers and the first reconcile ends.
+        until("the device's peers and a successful reconcile", LIMIT, || {
             let agent = status(&kubeconfig, &[url]).agent.unwrap();
             let names = agent.tunnels.iter().filter_map(|tunnel| tunnel.name.as_deref());
             let peers: Vec<_> = names.filter(|name| name.starts_with("peer:")).collect();
-            peers == ["peer:laptop", "peer:tablet"] && !agent.programs.is_empty()
+            peers == ["peer:laptop", "peer:tablet"] && !agent.programs.is_empty() && agent.unhealthy.is_none()
         });
         shown_by_the_agent(&status(&kubeconfig, &[url]), now);
 
