@@ -79,7 +79,7 @@ RUN cd empty \
  && cargo build --locked --release --package kilo-agent --target "$(cat /target)" --target-dir /src/target
 COPY . .
 COPY --from=bpf /src/target/bpf/kilo.o target/bpf/kilo.o
-# `kg` as one unit holds less memory, which takes a third of an hour to compile; kgctl runs for a moment.
+# As one unit `kg` holds less memory, but takes a third of an hour to compile; kgctl runs only for moments.
 RUN find . -name '*.rs' -not -path './target/*' -exec touch {} + \
  && cargo auditable build --locked --release --package kilo-agent --bin kg --target "$(cat /target)" \
  && cargo auditable rustc --locked --release --package kilo-agent --bin kgctl --target "$(cat /target)" -- -C lto=thin \

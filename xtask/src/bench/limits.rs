@@ -12,7 +12,7 @@ struct Limit {
     reason: &'static str,
 }
 
-const RELAY: &str = "issue 18: instructions per relayed packet";
+const RELAY: &str = "limit of docs/design/relay.md";
 const GOAL: &str = "goal of docs/design/performance.md";
 
 const fn limit(stage: &'static str, instructions: f64, reason: &'static str) -> Limit {
@@ -72,10 +72,8 @@ mod tests {
         ];
         assert_eq!(
             exceeded(&figures),
-            [
-                "relay-v6-alone/1372/ours-ipip-5: 1501 guest instructions per packet, at most 1500 (issue 18: instructions per \
-                 relayed packet)"
-            ]
+            ["relay-v6-alone/1372/ours-ipip-5: 1501 guest instructions per packet, at most 1500 (limit of \
+                 docs/design/relay.md)"]
         );
     }
 
