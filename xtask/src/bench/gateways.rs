@@ -22,10 +22,6 @@ use crate::{
 /// Cases of the lab, ordered by their number of active leaders.
 const CASES: [&str; 4] = ["crowd-one", "crowd-two", "crowd-three", "crowd-four"];
 
-/// By how many percent the bytes of a gateway may differ from a fair share: in the lab's cases as many nodes have
-/// each gateway for their home, and their traffic is alike.
-const MAY_DIFFER: f64 = 25.0;
-
 /// Runs the cases and writes their figures to `results`.
 pub fn measure(results: &Path, args: &BenchArgs) -> Result<()> {
     apt::install(PACKAGES)?;
@@ -54,13 +50,12 @@ pub fn measure(results: &Path, args: &BenchArgs) -> Result<()> {
 /// Figures of the runs, with one column for each number of active leaders. Pure.
 ///
 /// # Errors
-/// When a case was not run, or a gateway's share is not fair.
+/// When a case was not run; the lab has judged whether shares are fair.
 fn measured(runs: &[Run]) -> Result<Vec<Measured>> {
     let mut all = Vec::new();
     for (count, case) in (1..).zip(CASES) {
         let run = runs.iter().find(|run| run.id == case).with_context(|| format!("{case} was not run"))?;
         ensure!(run.shares.len() == count, "{case} counted {} gateways", run.shares.len());
-        check_fair(&run.shares).context(case)?;
         let figures = of_shares(&run.shares).context(case)?.into_iter();
         all.extend(figures.map(|(name, unit, value)| Measured {
             name: format!("gateways/{count}/{name}"),
@@ -69,21 +64,6 @@ fn measured(runs: &[Run]) -> Result<Vec<Measured>> {
         }));
     }
     Ok(all)
-}
-
-/// Whether every gateway carries about as many bytes as the others.
-fn check_fair(shares: &[Share]) -> Result<()> {
-    let deviations = shares.iter().zip(Share::deviations(shares));
-    // Of gateways that carried nothing the share is no number, which is not fair either.
-    let unfair = deviations.filter(|(_, differs)| differs.is_nan() || differs.abs() > MAY_DIFFER);
-    let said: Vec<_> =
-        unfair.map(|(share, differs)| format!("{} by {differs:+.1} %", share.gateway)).collect();
-    ensure!(
-        said.is_empty(),
-        "bytes differ from a fair share by more than {MAY_DIFFER} %: {}",
-        said.join(", ")
-    );
-    Ok(())
 }
 
 /// Name, unit and value of each figure of one run.
@@ -141,19 +121,5 @@ mod tests {
         assert_eq!(times, [1.0, 2.0, 2.4, 4.0]);
         assert!(measured(&runs[..3]).is_err(), "one is missing");
         assert!(of_shares(&[Share::default()]).is_err(), "nothing was sent");
-    }
-
-    #[test]
-    fn a_gateway_outside_of_a_quarter_of_its_fair_share_fails() {
-        let check = |packets: &[u64]| check_fair(&run("crowd", packets).shares).map_err(|e| e.to_string());
-        assert!(check(&[1200]).is_ok() && check(&[500, 400, 300]).is_ok());
-        let unfair = "bytes differ from a fair share by more than 25 %: a1 by +25.5 %";
-        assert_eq!(check(&[502, 396, 302]), Err(unfair.to_owned()));
-        assert!(check(&[440, 440, 280, 440]).is_err(), "the idlest counts, too");
-        assert!(check(&[0, 0]).is_err());
-        let mut runs: Vec<_> = CASES.into_iter().zip(1..).map(|(id, n)| run(id, &vec![300; n])).collect();
-        assert!(measured(&runs).is_ok());
-        runs[1] = run(CASES[1], &[800, 200]);
-        assert!(measured(&runs).is_err());
     }
 }

@@ -25,6 +25,8 @@ use crate::{
 
 /// Time between two datagrams of each member; what is lost is scaled by it to a thousand datagrams a second.
 pub(super) const TICK: Duration = Duration::from_millis(10);
+/// By how many percent the bytes of a gateway may differ from a fair share.
+const MAY_DIFFER: f64 = 25.0;
 /// How long packets and bytes are counted.
 const COUNTED: Duration = Duration::from_secs(15);
 /// Longest wait until a new active leader takes its own nodes, even when it has to wait a minute for another
@@ -164,6 +166,11 @@ impl Share {
         let fair = shares.iter().map(|share| share.bytes).sum::<u64>() as f64 / shares.len() as f64;
         shares.iter().map(|share| (share.bytes as f64 / fair - 1.0) * 100.0).collect()
     }
+
+    /// Whether each carries about as many bytes as the others; where nothing was carried, none does.
+    fn are_fair(shares: &[Self]) -> bool {
+        Self::deviations(shares).iter().all(|deviation| deviation.abs() <= MAY_DIFFER)
+    }
 }
 
 /// Packets sent and received by a node's kilo0, and the bytes of both.
@@ -199,10 +206,7 @@ fn shares(lab: &mut Lab, gateways: usize) -> Result<Broken> {
         )
     });
     let said = parts.collect::<Vec<_>>().join("; ");
-    ensure!(
-        deviations.iter().all(|deviation| deviation.abs() <= 25.0),
-        "bytes are not within 25 % of fair: {said}"
-    );
+    ensure!(Share::are_fair(&shares), "bytes are not within {MAY_DIFFER} % of fair: {said}");
     Ok(Broken::done(said).with_shares(shares))
 }
 
@@ -261,4 +265,21 @@ pub(super) fn third_joins(lab: &mut Lab) -> Result<Broken> {
         }
         Ok(())
     }))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_gateway_outside_of_a_quarter_of_its_fair_share_is_noticed() {
+        let are_fair = |bytes: &[u64]| {
+            let shares: Vec<_> = bytes.iter().map(|&bytes| Share { bytes, ..Share::default() }).collect();
+            Share::are_fair(&shares)
+        };
+        assert!(are_fair(&[1200]) && are_fair(&[500, 400, 300]));
+        assert!(!are_fair(&[502, 396, 302]));
+        assert!(!are_fair(&[440, 440, 280, 440]), "the idlest counts, too");
+        assert!(!are_fair(&[0, 0]));
+    }
 }
