@@ -9,6 +9,7 @@ use std::{
 
 use clap::{ValueEnum, builder::PossibleValue};
 use ipnet::IpNet;
+use kilo_common::maps::VXLAN_PORT;
 
 use kilo_core::{
     settings::{BackendKind, Granularity, LogLevel},
@@ -238,6 +239,27 @@ pub fn parse_port(text: &str) -> Result<u16, InvalidPort> {
     text.parse().ok().filter(|&port| port > 0).ok_or_else(|| InvalidPort(text.to_owned()))
 }
 
+/// Text that is not a port on which an agent's WireGuard can listen.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum InvalidWireguardPort {
+    /// It is no port.
+    #[error(transparent)]
+    Port(#[from] InvalidPort),
+    /// Nodes send each other VXLAN and signals to it.
+    #[error(
+        "{VXLAN_PORT} is the port of Kilo's own VXLAN and signals between nodes; choose another one for WireGuard"
+    )]
+    Taken,
+}
+
+/// Parses a port for an agent's WireGuard.
+pub fn parse_wireguard_port(text: &str) -> Result<u16, InvalidWireguardPort> {
+    match parse_port(text)? {
+        VXLAN_PORT => Err(InvalidWireguardPort::Taken),
+        port => Ok(port),
+    }
+}
+
 /// Text that is not a number, or out of range.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{text:?} is not a number from {least} to {most}")]
@@ -389,6 +411,16 @@ mod tests {
         let all = Granularity::value_variants().iter().map(|granularity| OrAuto::Given(*granularity));
         let all: Vec<_> = all.chain([OrAuto::Auto]).collect();
         assert_eq!(OrAuto::<Granularity>::value_variants(), all);
+    }
+
+    #[test]
+    fn wireguard_has_a_port_of_its_own() {
+        assert_eq!(parse_wireguard_port("51820"), Ok(51_820));
+        assert_eq!(parse_wireguard_port("51821"), Err(InvalidWireguardPort::Taken));
+        assert_eq!(
+            parse_wireguard_port("0").unwrap_err().to_string(),
+            parse_port("0").unwrap_err().to_string()
+        );
     }
 
     #[test]

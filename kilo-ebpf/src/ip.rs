@@ -67,6 +67,8 @@ pub trait Ip: Copy {
     fn is_known_source(sender: &NodeValue, src: Self::Addr) -> bool;
     /// True for addresses that stay on a link or a host.
     fn never_steered(addr: Self::Addr) -> bool;
+    /// True for addresses whose last byte is zero.
+    fn ends_in_zero(addr: Self::Addr) -> bool;
     /// True for this node's addresses to which steered packets are sent.
     fn is_private(config: &Config, addr: Self::Addr) -> bool;
     /// True for the location's WireGuard address.
@@ -177,6 +179,10 @@ impl Ip for Ipv4 {
     #[inline(always)]
     fn never_steered(addr: [u8; 4]) -> bool {
         never_steered(addr)
+    }
+    #[inline(always)]
+    fn ends_in_zero(addr: [u8; 4]) -> bool {
+        addr[3] == 0
     }
     #[inline(always)]
     fn is_private(config: &Config, addr: [u8; 4]) -> bool {
@@ -367,6 +373,10 @@ impl Ip for V6 {
     #[inline(always)]
     fn never_steered(addr: [u64; 2]) -> bool {
         never_steered_v6(addr)
+    }
+    #[inline(always)]
+    fn ends_in_zero(addr: [u64; 2]) -> bool {
+        u64::from_be(addr[1]) & 0xff == 0
     }
     #[inline(always)]
     fn is_private(config: &Config, addr: [u64; 2]) -> bool {

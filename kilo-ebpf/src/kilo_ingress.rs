@@ -34,7 +34,7 @@ pub fn kilo_ingress(ctx: &TcContext, config: &Config) -> Verdict {
 fn ingress<I: Ip>(ctx: &TcContext, config: &Config) -> Verdict {
     let mut ip = I::read(ctx, 0)?;
     if ip.protocol() == protocol::UDP
-        && signal::is_own::<I>(config, ip.dst())
+        && (signal::is_own::<I>(config, ip.dst()) || signal::is_of_pods::<I>(config, ip.dst()))
         && signal::is_signal(ctx, 0, &ip)
     {
         return from_code(signal::from_tunnel::<I>(ctx.as_ptr().cast(), config));

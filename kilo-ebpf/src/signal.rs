@@ -17,7 +17,7 @@ use kilo_common::{
     forwarding::is_remote,
     lead::{Term, hop_of, term_of},
     map_table,
-    maps::{CONFIG_GATEWAY, Config, FAMILY_V6, HOP_ACTING, HOP_REMOTE, Heard, SignalKey},
+    maps::{CONFIG_GATEWAY, Config, FAMILY_V6, HOP_ACTING, HOP_LOCAL, HOP_REMOTE, Heard, SignalKey},
     packet::{ETHERNET_LEN, Ipv4, protocol},
     signal::{
         self, HEADER, Header, KERNEL, Kind, LONGEST,
@@ -127,6 +127,7 @@ fn decide<O: Ip, const LINK: usize>(ctx: &TcContext, ip: &O) -> Verdict {
         return reflect::<O, LINK>(ctx);
     }
     if header.kind == Kind::Reflected {
+        has_room(&header)?;
         return from_code(heard(skb, &address, start, hook));
     }
     // SAFETY: entries are only replaced by the agent, and not freed while the program runs.
@@ -138,6 +139,7 @@ fn decide<O: Ip, const LINK: usize>(ctx: &TcContext, ip: &O) -> Verdict {
             if header.length == KERNEL {
                 from_code(prove(skb, key, start))?;
             }
+            has_room(&header)?;
             from_code(heard(skb, &address, start, hook))
         }
         _ => Err(DropReason::UnknownSignal),
@@ -167,11 +169,8 @@ fn taken_from_tunnel<I: Ip>(ctx: &TcContext, config: &Config, ip: &I) -> Verdict
     if !from_gateway && !I::prefix(config, ip.src()).is_some_and(|owner| is_remote(owner.hop)) {
         return Err(DropReason::UnknownSignal);
     }
-    let to_gateway = is_control::<I>(ip.dst());
     match kernel::in_tunnel(header.kind) {
-        Taken::Reflect
-            if config.flags & CONFIG_GATEWAY != 0 && (to_gateway || is_wireguard::<I>(config, ip.dst())) =>
-        {
+        Taken::Reflect if config.flags & CONFIG_GATEWAY != 0 && !I::is_private(config, ip.dst()) => {
             rename(ctx, start)?;
             swap_addresses::<I>(ctx, 0)?;
             // WireGuard finds the peer by the address that the probe came from.
@@ -179,18 +178,18 @@ fn taken_from_tunnel<I: Ip>(ctx: &TcContext, config: &Config, ip: &I) -> Verdict
             count_action(Action::Reflect);
             Ok(Act::transmit(config.kilo_ifindex))
         }
-        Taken::Agent => from_code(heard(skb, &address, start, hook)),
-        Taken::Control if from_gateway && to_gateway => {
+        Taken::Agent => {
+            has_room(&header)?;
+            from_code(heard(skb, &address, start, hook))
+        }
+        Taken::Control if from_gateway && is_control::<I>(ip.dst()) => {
             // VPN peers have control addresses, too, and send only MOVED, without a tag.
-            if header.kind == Kind::Moved {
-                if unread() >= FULL_OF_UNTAGGED {
-                    return Err(DropReason::SignalRingFull);
-                }
-            } else {
+            if header.kind != Kind::Moved {
                 // SAFETY: entries are only replaced by the agent, and not freed while the program runs.
                 let key = unsafe { SIGNAL_KEY.get(&address) }.ok_or(DropReason::UnknownSignal)?;
                 kernel::check_gateway(&header, key)?;
             }
+            has_room(&header)?;
             from_code(heard(skb, &address, start, hook))
         }
         _ => Err(DropReason::UnknownSignal),
@@ -203,6 +202,16 @@ pub fn is_own<I: Ip>(config: &Config, addr: I::Addr) -> bool {
     I::is_private(config, addr)
         || is_wireguard::<I>(config, addr)
         || I::V6 && I::mapped(addr) == halves(&config.control) && is_control::<I>(addr)
+}
+
+/// True for the first address of a pod CIDR of this gateway, which no pod has: unlike the location's WireGuard
+/// address, it stays the same when locations come and go, so path probes are sent there, too. Where a pod CIDR
+/// is larger than 256 addresses, true for others as well.
+#[inline(always)]
+pub fn is_of_pods<I: Ip>(config: &Config, addr: I::Addr) -> bool {
+    config.flags & CONFIG_GATEWAY != 0
+        && I::ends_in_zero(addr)
+        && I::prefix(config, addr).is_some_and(|owner| owner.hop == HOP_LOCAL)
 }
 
 /// True for the location's WireGuard address.
@@ -404,12 +413,7 @@ fn hear_signal(skb: Skb, source: &[u8; 16], start: usize, hook: u32) -> i32 {
 /// agent once the ring fills up.
 #[inline(always)]
 fn hear(ctx: &TcContext, hook: u32, source: &[u8; 16], start: usize, header: &Header) -> Verdict {
-    let unread = unread();
-    // It has no tag, so anybody who can send packets here can send it.
-    if header.kind == Kind::Reflected && unread >= FULL_OF_UNTAGGED {
-        return Err(DropReason::SignalRingFull);
-    }
-    let can_wait = matches!(header.kind, Kind::Reflected | Kind::Present | Kind::Hello) && unread < CROWDED;
+    let can_wait = matches!(header.kind, Kind::Reflected | Kind::Present | Kind::Hello) && unread() < CROWDED;
     // The kernel's own choice wakes nobody while anything is unread.
     let wake = if can_wait { BPF_RB_NO_WAKEUP } else { BPF_RB_FORCE_WAKEUP };
     if header.length <= KERNEL {
@@ -419,11 +423,19 @@ fn hear(ctx: &TcContext, hook: u32, source: &[u8; 16], start: usize, header: &He
     }
 }
 
-/// Bytes of unread records from which on every record wakes the agent.
-const CROWDED: u64 = map_table::SIGNAL.size as u64 / 4;
+/// Whether the ring has room for a signal of this kind. The caller of [`heard`] asks, because the stacks of
+/// functions that call each other add up.
+#[inline(always)]
+fn has_room(header: &Header) -> Result<(), DropReason> {
+    let full = RING / 8 * kernel::eighths_of_ring(header.kind, header.length);
+    if unread() < full { Ok(()) } else { Err(DropReason::SignalRingFull) }
+}
 
-/// Bytes of unread records from which on signals without a tag are dropped: the rest is for those with one.
-const FULL_OF_UNTAGGED: u64 = map_table::SIGNAL.size as u64 / 2;
+/// Bytes of the ring.
+const RING: u64 = map_table::SIGNAL.size as u64;
+
+/// Bytes of unread records from which on every record wakes the agent.
+const CROWDED: u64 = RING / 4;
 
 /// Bytes of records that the agent has not read.
 #[inline(always)]

@@ -79,6 +79,8 @@ pub struct Sim {
     led_by_first: usize,
     /// Who leads according to the annotations while nobody can change them.
     annotated: Option<(Term, NodeId)>,
+    /// Whether probes to other locations' WireGuard addresses are lost.
+    renumbered: bool,
     /// Announced changes that concerned nobody.
     changes: u32,
     pub(crate) traffic: Option<Traffic>,
@@ -129,6 +131,7 @@ impl Sim {
             active: 0,
             led_by_first: 1,
             annotated: None,
+            renumbered: false,
             changes: 0,
             traffic: None,
             counted: vec![true; nodes],

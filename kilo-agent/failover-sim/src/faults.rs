@@ -64,6 +64,8 @@ pub enum Fault {
     First(usize),
     /// It stops being a gateway.
     NoGateway(usize),
+    /// Nodes disagree about the WireGuard addresses of other locations.
+    Renumbered,
     /// A node sends and receives more than its leader's tunnel carries, whichever gateway leads it: so many
     /// percent of packets are lost each way.
     Flood(u8),

@@ -319,6 +319,12 @@ pub const SCENARIOS: &[Scenario] = &[
         and_power(vec![(t - 3 * SEC, NEVER, Fault::Link(0, 1))], t)
     }),
     scenario("a far leader dead", ANY, 0, 0, |_, _, t| Schedule::one(Fault::Far(0), t)),
+    scenario("locations come and go: other WireGuard addresses", ANY, 0, 0, |_, _, t| {
+        Schedule::new(vec![(t, t + 25 * SEC, Fault::Renumbered)], t + 35 * SEC)
+    }),
+    scenario("WireGuard addresses change, then power off", ANY, 1_000, 1, |_, _, t| {
+        and_power(vec![(t - 2 * SEC, t + 20 * SEC, Fault::Renumbered)], t)
+    }),
     scenario("all uplinks dead for 10 s", ANY, 0, 0, |_, _, t| {
         Schedule::new(vec![(t, t + 10 * SEC, Fault::Site)], t + 25 * SEC)
     }),

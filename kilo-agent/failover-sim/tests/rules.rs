@@ -31,6 +31,7 @@ const NEEDED: &[(Rule, &str, Invariant)] = &[
     (Rule::KernelCookie, "signals replayed; leaders and a member boot", Invariant::NoReplay),
     (Rule::Boots, "a leader's clock is earlier after a boot, then its carrier goes", Invariant::Outages),
     (Rule::Patience, "a flood: 60 % lost each way", Invariant::Changes),
+    (Rule::TwoTargets, "locations come and go: other WireGuard addresses", Invariant::Undisturbed),
     (Rule::TwoHops, "leader's uplink dead; the next one boots in 0.2 s", Invariant::NoLoop),
     (Rule::TwoHops, "leader's uplink dead; the next one boots in 0.2 s", Invariant::TwoHops),
     (Rule::TimeToLive, "power off", Invariant::TimeToLive),

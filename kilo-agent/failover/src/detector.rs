@@ -2,7 +2,7 @@
 //! the leader's kernel on the LAN.
 
 use crate::{
-    Far, Micros, NodeId, Output, Params, ProbePath, Turn,
+    Far, Micros, NodeId, Output, Params, ProbePath, Target, Turn,
     probes::{LOSSY, RoundTrip, Row},
 };
 
@@ -100,11 +100,12 @@ impl Detector {
         }
         // In turn, so that one that dies among several never causes two misses in a row.
         let far = *targets.get(self.turns % targets.len().max(1))?;
+        let target = Target::of_turn(params, self.turns);
         self.turns += 1;
         let nonce = turn.nonce();
         let patience = self.timeout(params).max(usual(far) * 13 / 10 + params.margin);
         self.path.sent(nonce, turn.now, turn.now + patience);
-        turn.push(Output::Probe { nonce, way: ProbePath::Path(far) });
+        turn.push(Output::Probe { nonce, way: ProbePath::Path(far, target) });
         Some(far)
     }
 

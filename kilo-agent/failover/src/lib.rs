@@ -31,7 +31,7 @@ pub use kilo_common::{
 };
 pub use params::{Params, Rule};
 pub use planned::Cause;
-pub use turn::{Given, Input, Note, Output, ProbePath, Turn};
+pub use turn::{Given, Input, Note, Output, ProbePath, Target, Turn};
 
 /// Microseconds since any start, of a clock that never goes back.
 pub type Micros = u64;

@@ -4,7 +4,7 @@
 use std::collections::{BTreeMap, VecDeque};
 
 use crate::{
-    Far, MS, Micros, NodeId, Note, Output, Params, ProbePath, Rule, SEC, Signal, Turn,
+    Far, MS, Micros, NodeId, Note, Output, Params, ProbePath, Rule, SEC, Signal, Target, Turn,
     gateway::Sender,
     probes::{LOSSY, RoundTrip, Row},
     signal::{Body, Kind, Verdict},
@@ -167,10 +167,11 @@ impl Member {
         let count = if self.row.misses() + 4 >= params.member_misses { 4 } else { 1 };
         for i in 0..count {
             let far = view.fars[self.turns % view.fars.len()];
+            let target = Target::of_turn(params, self.turns);
             self.turns += 1;
             let nonce = turn.nonce();
             self.row.sent(nonce, turn.now, turn.now + self.timeout(params) * 3 / 2 + i * 5 * MS);
-            turn.push(Output::Probe { nonce, way: ProbePath::Path(far) });
+            turn.push(Output::Probe { nonce, way: ProbePath::Path(far, target) });
         }
     }
 
@@ -220,7 +221,8 @@ impl Member {
         let nonces = [turn.nonce(), turn.nonce()];
         for (i, nonce) in nonces.into_iter().enumerate() {
             let Some(far) = view.fars.get((self.turns + i) % view.fars.len().max(1)) else { return };
-            turn.after(i as u64 * Self::APART, Output::Probe { nonce, way: ProbePath::Path(*far) });
+            let way = ProbePath::Path(*far, Target::of_turn(params, self.turns + i));
+            turn.after(i as u64 * Self::APART, Output::Probe { nonce, way });
         }
         let end = turn.now + Self::APART + patience;
         self.remember(question.sender, id, turn.now);

@@ -79,6 +79,8 @@ rules! {
     /// An overloaded leader loses leadership only after a longer silence, and the longer the more often
     /// leadership was lost.
     Patience,
+    /// Path probes go to addresses of two kinds in turn.
+    TwoTargets,
     /// A gateway passes on nothing that another gateway sent.
     TwoHops,
     /// Each steering hop decrements the time to live.

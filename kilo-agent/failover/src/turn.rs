@@ -1,6 +1,6 @@
 //! What goes into an agent and what comes out.
 
-use crate::{Far, Micros, NodeId, Signal, Term, planned::Cause};
+use crate::{Far, Micros, NodeId, Params, Rule, Signal, Term, planned::Cause};
 
 /// Something that happened.
 #[derive(Clone, Debug)]
@@ -59,9 +59,26 @@ pub enum ProbePath {
     /// To the kernel of a node of the location.
     Lan(NodeId),
     /// As a forwarded packet, on whatever path this node's packets take.
-    Path(Far),
+    Path(Far, Target),
     /// Through this node's own tunnel.
     Own(Far),
+}
+
+/// The address of another location that a path probe is sent to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Target {
+    /// The location's WireGuard address. Whoever leads the location has it, but it is another one as soon as a
+    /// location comes or goes whose name sorts before, and not every node learns that at the same time.
+    Location,
+    /// The first address of the acting leader's pods. It stays, but another gateway may lead by now.
+    Pods,
+}
+
+impl Target {
+    /// The two in turn, so that neither a change of addresses nor one of leaders makes two misses in a row.
+    pub fn of_turn(params: &Params, turn: usize) -> Self {
+        if turn % 2 == 1 && params.keeps(Rule::TwoTargets) { Self::Pods } else { Self::Location }
+    }
 }
 
 /// Why a leader gives leadership.

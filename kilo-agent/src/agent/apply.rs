@@ -149,7 +149,8 @@ impl<B: Backend> Agent<B> {
     }
 
     pub(super) fn update_failover(&mut self, site: Option<failover::Site>) {
-        let (Some(failover), Some(site)) = (&mut self.sources.failover, site) else { return };
+        let Some(failover) = &mut self.sources.failover else { return };
+        let Some(site) = site else { return failover.leave() };
         let (bpffs, metrics) = (&self.options.bpffs, &self.metrics.failover);
         if let Err(error) = failover.update(site, &self.actuators.dataplane, bpffs, metrics) {
             self.metrics.error(error.label());

@@ -113,7 +113,7 @@ mod tests {
 
     fn gateway(id: NodeId) -> crate::far::FarGateway {
         let key = kilo_core::wireguard::key::PublicKey([1; 32]);
-        crate::far::FarGateway { id, key, control: std::net::Ipv6Addr::LOCALHOST }
+        crate::far::FarGateway { id, ..crate::far::FarGateway::with(key) }
     }
 
     #[test]

@@ -19,6 +19,9 @@ impl Thread {
     pub(super) fn set_fars(&mut self, site: &Site, now: Micros) {
         self.moved.retain(|far| site.fars.contains_key(far));
         self.probed.retain(|far, _| site.fars.contains_key(far));
+        self.claim_rate.retain(|id| {
+            site.fars.values().flat_map(|location| &location.gateways).any(|gateway| gateway.id == id)
+        });
         if !site.is_gateway() {
             self.fars.clear();
             self.unmoved.retain(|_| false);

@@ -7,6 +7,7 @@
 //! ```
 
 mod claim_answers;
+mod claim_rate;
 mod far_side;
 mod followers;
 mod leader_order;
@@ -64,8 +65,8 @@ pub struct Options {
 
 /// State shared by the thread and the agent.
 struct Shared {
-    /// Result of the last reconcile, until the thread takes it.
-    site: Mutex<Option<Arc<Site>>>,
+    /// Result of the last reconcile, until the thread takes it. `Some(None)`: this node takes no part any more.
+    site: Mutex<Option<Option<Arc<Site>>>>,
     /// Wakes the thread.
     wake: EventFd,
     stop: AtomicBool,
@@ -276,7 +277,7 @@ impl Failover {
         bpffs: &Path,
         metrics: &FailoverMetrics,
     ) -> Result<(), DataplaneError> {
-        *self.shared.site.lock() = Some(Arc::new(site));
+        *self.shared.site.lock() = Some(Some(Arc::new(site)));
         if self.thread.as_ref().is_none_or(JoinHandle::is_finished) {
             let tools = thread::Tools {
                 signals: dataplane.signals()?,
@@ -292,6 +293,14 @@ impl Failover {
         }
         self.shared.wake();
         Ok(())
+    }
+}
+
+impl Failover {
+    /// Ends this node's part: it has left the mesh, or has no private address or key any more.
+    pub fn leave(&self) {
+        *self.shared.site.lock() = Some(None);
+        self.shared.wake();
     }
 }
 

@@ -212,6 +212,13 @@ impl FailoverMetrics {
         }
     }
 
+    /// Clears what only a node that takes part has.
+    pub fn left(&self) {
+        self.role("");
+        self.fit.set(0);
+        self.nodes.set(0);
+    }
+
     /// Counts a leadership that this node has taken.
     pub fn failover(&self, cause: TakeoverCause) {
         self.failovers.get_or_create(&CauseLabel { cause: cause.label() }).inc();
@@ -246,7 +253,7 @@ impl FailoverMetrics {
 const fn label(way: ProbePath) -> &'static str {
     match way {
         ProbePath::Lan(_) => "lan",
-        ProbePath::Path(_) => "path",
+        ProbePath::Path(..) => "path",
         ProbePath::Own(_) => "own",
     }
 }

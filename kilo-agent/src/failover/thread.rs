@@ -27,8 +27,9 @@ use self::{
     wait::{Ready, Wait},
 };
 use super::{
-    Shared,
+    Shared, ThreadOutput,
     claim_answers::Moved,
+    claim_rate::ClaimRate,
     followers::Followers,
     outbox::Asks,
     report::{FailoverMetrics, Out},
@@ -88,6 +89,7 @@ pub struct Thread {
     declared_alone: DeclaredAlone,
     out: Out,
     pub(super) moved: Moved,
+    pub(super) claim_rate: ClaimRate,
     followers: Followers,
     next_report: Micros,
 }
@@ -143,6 +145,7 @@ pub fn run(shared: Arc<Shared>, params: Params, tools: Tools, metrics: FailoverM
         declared_alone: DeclaredAlone::default(),
         out: Out::default(),
         moved: Moved::default(),
+        claim_rate: ClaimRate::default(),
         followers: Followers::default(),
         next_report: 0,
     };
@@ -172,8 +175,10 @@ impl Thread {
             let _ = self.shared.wake.read();
         }
         let site = self.shared.site.lock().take();
-        if let Some(site) = site {
-            self.set_site(&site);
+        match site {
+            Some(Some(site)) => self.set_site(&site),
+            Some(None) => self.leave(),
+            None => {}
         }
         let Some(site) = self.site.clone() else {
             while self.tools.ring.next().is_some() {}
@@ -228,6 +233,22 @@ impl Thread {
             None => {}
         }
         self.next_report = 0;
+    }
+
+    /// Ends this node's part: it leads nobody, and what it knew of a location that it has left is forgotten.
+    fn leave(&mut self) {
+        let Some(site) = self.site.take() else { return };
+        self.mark(&site, &[]);
+        (self.agent, self.leader) = (None, None);
+        self.asks.clear();
+        self.inbox.clear();
+        self.later.clear();
+        self.fars.clear();
+        self.followers.set_known(&BTreeMap::new(), micros());
+        self.metrics.left();
+        *self.shared.output.lock() = ThreadOutput { is_published: true, ..ThreadOutput::default() };
+        self.shared.changed.notify_one();
+        tracing::info!("this node no longer takes part in failover");
     }
 
     fn start(&mut self, site: &Site, now: Micros) {

@@ -63,6 +63,31 @@ pub struct FarGateway {
     pub key: PublicKey,
     /// Address inside tunnels.
     pub control: Ipv6Addr,
+    /// First address of its first pod CIDR of each family, IPv4 first, which its kernel answers probes to.
+    pub pods: [Option<IpAddr>; 2],
+}
+
+impl FarGateway {
+    /// The gateway with this key, of whose pods nothing is known.
+    pub fn with(key: PublicKey) -> Self {
+        Self { id: signal_id::node(&key), key, control: signal_id::control_address(&key), pods: [None; 2] }
+    }
+}
+
+/// The first address of the first pod CIDR of each family, if its last byte is zero.
+fn pods(member: &Member) -> [Option<IpAddr>; 2] {
+    let first = |is_ipv4| {
+        let mut networks = member.node.pod_cidrs.iter().map(IpNet::network);
+        networks.find(|address| address.is_ipv4() == is_ipv4).filter(|address| ends_in_zero(*address))
+    };
+    [first(true), first(false)]
+}
+
+const fn ends_in_zero(address: IpAddr) -> bool {
+    match address {
+        IpAddr::V4(v4) => matches!(v4.octets(), [.., 0]),
+        IpAddr::V6(v6) => matches!(v6.octets(), [.., 0]),
+    }
 }
 
 /// A member's pod CIDRs and private address.
@@ -100,8 +125,9 @@ pub fn far_location(
     let of_gateways: Vec<FarGateway> = gateways
         .order
         .iter()
-        .filter_map(|index| segment.members[*index].node.key)
-        .map(|key| FarGateway { id: signal_id::node(&key), key, control: signal_id::control_address(&key) })
+        .filter_map(|index| segment.members.get(*index))
+        .filter_map(|member| Some((member, member.node.key?)))
+        .map(|(member, key)| FarGateway { pods: pods(member), ..FarGateway::with(key) })
         .collect();
     // Only what the plan gives to one of them: a prefix that two locations claim belongs to one of them.
     let peers = of_gateways.iter().filter_map(|gateway| plan.peers.get(&gateway.key));
@@ -244,9 +270,9 @@ mod tests {
     const FAR: Far = 7;
 
     fn led_by_a2(held: impl IntoIterator<Item = (NodeId, NodeId)>) -> FarLocation {
-        let (key, control) = (PublicKey([0; 32]), signal_id::control_address(&PublicKey([0; 32])));
+        let gateway = |id| FarGateway { id, ..FarGateway::with(PublicKey([0; 32])) };
         FarLocation {
-            gateways: [A1, A2, A3].map(|id| FarGateway { id, key, control }).into(),
+            gateways: [A1, A2, A3].map(gateway).into(),
             acting: 1,
             written: Some((Term::NONE.next(A2), A2)),
             members: [A1, A2, A3].map(|id| (id, Vec::new())).into(),

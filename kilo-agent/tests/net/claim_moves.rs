@@ -19,7 +19,6 @@ use kilo_common::{
 };
 use kilo_core::{
     settings::WireguardMode,
-    signal_id,
     wireguard::{WireguardPeer, WireguardPlan, key::SecretKey},
 };
 use kilo_failover::{Params, SEC};
@@ -83,11 +82,7 @@ fn claimed_prefixes_move_on_a_busy_host() {
                 .reconcile(&WireguardPlan { listen_port: 51820, peers }, &SecretKey::from_bytes([1; 32]))
                 .await
                 .unwrap();
-            let gateways = keys.map(|key| FarGateway {
-                id: signal_id::node(&key),
-                key,
-                control: signal_id::control_address(&key),
-            });
+            let gateways = keys.map(FarGateway::with);
             let location = FarLocation { gateways: gateways.into(), members, ..FarLocation::default() };
             let times = tokio::task::spawn_blocking({
                 let device = device.clone();

@@ -63,6 +63,21 @@ pub const fn in_tunnel(kind: Kind) -> Taken {
     }
 }
 
+/// Eighths of the agent's ring that may hold unread records when a signal of this kind and length, in bytes,
+/// comes; with more it is dropped. Only the tag of [`KERNEL`] bytes is checked before the ring, so what others
+/// send must leave room: a LAN's strangers and VPN peers for gateways of other locations, these for the answers
+/// to this node's own probes, and all of them for signals whose tag is right.
+#[inline(always)]
+pub const fn eighths_of_ring(kind: Kind, length: usize) -> u64 {
+    match kind {
+        Kind::Reflected => 6,
+        Kind::Claim | Kind::End => 5,
+        Kind::Moved => 4,
+        _ if length == KERNEL => 8,
+        _ => 4,
+    }
+}
+
 /// Checks that a tagged signal bears the id of the node whose key this is.
 ///
 /// # Errors
@@ -263,6 +278,17 @@ mod tests {
         assert_eq!(of(3, SIGNAL_GATEWAY), Ok(()));
         assert_eq!(of(4, SIGNAL_GATEWAY), Err(DropReason::ForgedSignal));
         assert_eq!(of(3, 0), Err(DropReason::UnknownSignal));
+    }
+
+    #[test]
+    fn what_anybody_can_send_leaves_room_for_what_fewer_can() {
+        let of = |kind| eighths_of_ring(kind, LONGEST);
+        assert!(of(Kind::Hello) == of(Kind::Moved) && of(Kind::Witness) == of(Kind::Moved));
+        assert!(of(Kind::Moved) < of(Kind::Claim) && of(Kind::Claim) == of(Kind::End));
+        assert!(of(Kind::Claim) < of(Kind::Reflected) && of(Kind::Reflected) < 8);
+        for kind in [Kind::Present, Kind::Follows] {
+            assert_eq!(eighths_of_ring(kind, KERNEL), 8, "{kind:?}");
+        }
     }
 
     #[test]

@@ -51,9 +51,9 @@ pub struct Gateways {
 }
 
 impl Segment {
-    /// The leader, and the next `stand_bys` capable nodes in Kilo's order. Where several active
-    /// leaders are asked for, at least as many, and annotated nodes: they may still have members, or
-    /// be active again in a moment.
+    /// The leader, and the next `stand_bys` capable nodes in Kilo's order, and as many that stay if some of
+    /// these leave: a drained stand-by takes over from nobody. Where several active leaders are asked for, at
+    /// least as many, and annotated nodes: they may still have members, or be active again in a moment.
     pub fn gateways(&self, stand_bys: usize) -> Vec<usize> {
         let leaders = self.members.iter().filter_map(|member| member.node.leaders).max().unwrap_or(1);
         let stand_bys = stand_bys.max(leaders.min(MOST_LEADERS).saturating_sub(1));
@@ -68,8 +68,11 @@ impl Segment {
         let ranked: Vec<usize> = ranked.into_iter().map(|(_, index)| index).collect();
         let annotated = ranked.iter().filter(|index| self.members[**index].node.gateway);
         let annotated: Vec<usize> = annotated.take(MOST_LEADERS - 1).copied().collect();
+        let stays = |index: &&usize| self.members[**index].node.leaving.is_none();
+        let staying: Vec<usize> = ranked.iter().filter(stays).take(stand_bys).copied().collect();
         let next = ranked.iter().enumerate();
-        let next = next.filter(|(at, index)| *at < stand_bys || annotated.contains(index));
+        let next = next
+            .filter(|(at, index)| *at < stand_bys || staying.contains(index) || annotated.contains(index));
         std::iter::once(self.leader).chain(next.map(|(_, index)| *index)).collect()
     }
 
@@ -216,7 +219,10 @@ mod tests {
     use std::collections::BTreeMap;
 
     use super::*;
-    use crate::{settings::Granularity, topology::Mesh};
+    use crate::{
+        settings::Granularity,
+        topology::{Leaving, Mesh},
+    };
 
     fn node(name: &str, endpoint: &str, signal: bool) -> Node {
         Node {
@@ -252,6 +258,11 @@ mod tests {
         assert_eq!(segment.gateways(2), [2, 3, 0]);
         assert_eq!(segment.gateways(0), [2]);
         assert_eq!(segment.gateways(4), [2, 3, 0], "b is not capable");
+        // While nodes are drained, others stand by in their place.
+        let mut drained = nodes.clone();
+        (drained[2].leaving, drained[3].leaving) = (Some(Leaving::Cordoned), Some(Leaving::Removed));
+        let drained = self::segment(&drained);
+        assert_eq!((drained.gateways(1), drained.gateways(0)), (vec![2, 3, 0], vec![2]));
         // One capable node alone takes part as well: others' gateways have to be followed.
         assert!(self::segment(&[node("a", private, true)]).is_capable());
         let old = self::segment(&[node("a", private, false), node("b", private, true)]);

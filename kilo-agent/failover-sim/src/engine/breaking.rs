@@ -74,6 +74,7 @@ impl Sim {
             }
             Fault::Far(far) => self.fars[far].on = !on,
             Fault::Api => self.annotated = on.then(|| self.acting()),
+            Fault::Renumbered => self.renumbered = on,
             Fault::Site => (0..self.gateways).for_each(|node| self.hosts[node].wires.uplink[0] = !on),
             Fault::Halves(halves) => {
                 for (host, half) in self.hosts.iter_mut().zip(halves) {

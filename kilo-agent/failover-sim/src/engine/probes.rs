@@ -1,7 +1,7 @@
 //! The paths of probes, by the rules of the programs that carry them.
 
 use kilo_common::lead::{self, Exit, Sender};
-use kilo_failover::{ProbePath, Rule};
+use kilo_failover::{ProbePath, Rule, Target};
 
 use super::{Event, Sim};
 use crate::host;
@@ -13,7 +13,8 @@ impl Sim {
                 let probed = host::index(to);
                 self.lan_send(node, probed, Event::LanProbe { prober: node, probed, nonce, back: false });
             }
-            ProbePath::Path(far) => {
+            ProbePath::Path(_, Target::Location) if self.renumbered => {}
+            ProbePath::Path(far, _) => {
                 let (gateway, far) = (self.hosts[node].uses(), far as usize);
                 self.lan_send(
                     node,

@@ -6,7 +6,7 @@ use clap::{Arg, Args, CommandFactory as _, Parser, Subcommand};
 use ipnet::IpNet;
 use kilo_agent::cli::{
     PrefixList, parse_bool, parse_cidr, parse_failover_interval, parse_interface, parse_label, parse_listen,
-    parse_node_name, parse_number, parse_period, parse_port, parse_rate, parse_secret,
+    parse_node_name, parse_number, parse_period, parse_rate, parse_secret, parse_wireguard_port,
 };
 use kilo_core::settings::{
     AttachMode, BackendKind, Compatibility, Encapsulate, EndpointFrom, Failover, Granularity, HostRouting,
@@ -229,8 +229,9 @@ pub struct Flags {
     /// bearer token that the API server accepts, and the right to get /status, /events, /graph or /).
     #[arg(long, default_value = "open")]
     pub page_access: PageAccess,
-    /// UDP port of WireGuard; not one of 51830 to 52829, which relays give to pairs.
-    #[arg(long, default_value_t = defaults::WIREGUARD_PORT, value_parser = parse_port)]
+    /// UDP port of WireGuard; not 51821, by which nodes reach each other, and not one of 51830 to 52829, which relays
+    /// give to pairs.
+    #[arg(long, default_value_t = defaults::WIREGUARD_PORT, value_parser = parse_wireguard_port)]
     pub port: u16,
     /// Use the private address as the WireGuard endpoint.
     #[arg(long, default_value = "false", action = clap::ArgAction::Set, num_args = 0..=1, require_equals = true, default_missing_value = "true", value_parser = parse_bool)]

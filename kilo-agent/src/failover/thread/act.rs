@@ -7,7 +7,7 @@ use kilo_common::{
     signal::{self, Body, Kind, LONGEST, PORT},
 };
 use kilo_core::signal_id::NodeId;
-use kilo_failover::{Agent, Micros, Output, ProbePath, Signal, gateway::Sender};
+use kilo_failover::{Agent, Micros, Output, ProbePath, Signal, Target, gateway::Sender};
 use kilo_host::dataplane::lead::SendVia as Into;
 
 use super::{Thread, micros, source_port};
@@ -63,8 +63,13 @@ impl Thread {
         self.out.sent(nonce, micros(), way);
         match way {
             ProbePath::Lan(node) => self.send_lan(site, node, &probe),
-            ProbePath::Path(far) => {
-                let Some(to) = site.fars.get(&far).and_then(|far| far.wireguard_ip) else { return };
+            ProbePath::Path(far, target) => {
+                let Some(location) = site.fars.get(&far) else { return };
+                let pods = || {
+                    let family = usize::from(site.private.is_ipv6());
+                    self.acting_of(far, location).filter(|_| target == Target::Pods)?.pods[family]
+                };
+                let Some(to) = pods().or(location.wireguard_ip) else { return };
                 self.send(Into::Stack, (site.private, source_port(nonce)), to, &probe, None);
             }
             ProbePath::Own(far) => {

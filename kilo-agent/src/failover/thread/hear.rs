@@ -147,6 +147,9 @@ impl Thread {
                 else {
                     return self.metrics.refused(Refusal::Gateway);
                 };
+                if !self.claim_rate.allows(from, micros()) {
+                    return self.metrics.refused(Refusal::Rate);
+                }
                 if signal.kind == Kind::Moved {
                     let Some(location) = site.fars.get(&far) else { return };
                     let in_term =
@@ -224,9 +227,8 @@ mod tests {
     /// The refusal of a CLAIM by a gateway of another location: its gateway, location, member and term.
     fn claims(gateway: NodeId, location: u64, member: NodeId, term: Term) -> Option<Refusal> {
         let key = kilo_core::wireguard::key::PublicKey([0; 32]);
-        let control = kilo_core::signal_id::control_address(&key);
         let far = FarLocation {
-            gateways: vec![FarGateway { id: NODE, key, control }],
+            gateways: vec![FarGateway { id: NODE, ..FarGateway::with(key) }],
             members: BTreeMap::from([(NODE, Vec::new())]),
             ..FarLocation::default()
         };

@@ -18,8 +18,9 @@ use kilo_common::{
         PrefixValue, SIGNAL_GATEWAY, SignalKey, VXLAN_PORT,
     },
     signal::{
-        self, Body, Kind, LONGEST, Shared, Signal, Verdict,
+        self, Body, KERNEL, Kind, LONGEST, Shared, Signal, Verdict,
         control::{control_address, sender_id},
+        kernel::{self, Taken},
     },
     siphash::Key,
 };
@@ -387,17 +388,34 @@ fn answers_wait_in_the_ring_until_it_fills_up() {
 }
 
 #[test]
-fn answers_leave_room_for_what_bears_a_tag_and_a_full_ring_is_counted() {
+fn strangers_leave_room_for_answers_and_both_for_a_tag_that_is_right() {
     let Some(mut bench) = Bench::of(&with_keys(member_tables())) else { return };
     let answer = written(&signal(Kind::Reflected, 0, Body::Empty));
-    let most = (0..2_000).position(|_| bench.lan(&answer).counted == ["signal_ring_full"]);
-    assert!(most.is_some_and(|most| most > 100), "{most:?} answers were heard");
-    let adopt =
-        written(&signal(Kind::Adopt, 1, Body::Members { cookie: COOKIE, age: 1, members: vec![OTHER] }));
-    let room = (0..2_000).position(|_| bench.lan(&adopt).counted == ["signal_ring_full"]);
-    assert!(room.is_some_and(|room| room > 10), "{room:?} signals were heard behind them");
-    assert_eq!(bench.heard().len(), most.unwrap() + room.unwrap());
+    let present = written(&signal(Kind::Present, 1, Body::Word { cookie: COOKIE, gateway: OTHER }));
+    let mut heard = |bytes: &[u8]| (0..2_000).position(|_| bench.lan(bytes).counted == ["signal_ring_full"]);
+    let mut all = 0;
+    for signal in all_unchecked() {
+        // Nobody has the key that this tag is made with.
+        let mut bytes = written(&signal);
+        *bytes.last_mut().unwrap() ^= 1;
+        let most = heard(&bytes).unwrap();
+        assert!(all == 0 && most > 10 || all > 0 && most == 0, "{:?}: {most} were heard", signal.kind);
+        all += most;
+    }
+    for (what, bytes) in [("answers", &answer), ("signals with a tag", &present)] {
+        let room = heard(bytes).unwrap();
+        assert!(room > 50, "{room} {what} were heard behind them");
+        all += room;
+    }
+    assert_eq!(bench.heard().len(), all);
     assert_eq!(bench.lan(&answer).counted, ["hear"]);
+}
+
+/// Signals of the LAN whose tag only the agent checks.
+fn all_unchecked() -> impl Iterator<Item = Signal<Vec<u64>>> {
+    let of_lan =
+        |signal: &Signal<Vec<u64>>| kernel::on_lan(signal.kind) == Taken::Agent && signal.kind.has_tag();
+    all().into_iter().filter(move |signal| of_lan(signal) && written(signal).len() != KERNEL)
 }
 
 fn mapped(addr: [u8; 4]) -> [u8; 16] {
@@ -433,6 +451,12 @@ fn a_gateway_reflects_probes_of_other_locations_and_of_nobody_else() {
     );
     assert!(checksums_hold(&ran.bytes));
     assert_eq!(signal::parse(&ran.bytes[28..]).unwrap().kind, Kind::Reflected);
+    // The first address of the gateway's pods stays the same when locations are renumbered. Others have pods.
+    let ran = tunnel(&mut bench, FAR, [10, 42, 1, 0], &probe);
+    assert_eq!((ran.verdict, &ran.counted[..]), (REDIRECT, &["reflect"][..]));
+    assert_eq!((&ran.bytes[12..16], &ran.bytes[16..20]), (&[10, 42, 1, 0][..], &FAR[..]));
+    assert_eq!(tunnel(&mut bench, FAR, [10, 42, 1, 5], &probe).counted, ["decrypt"]);
+    assert_eq!(tunnel(&mut bench, FAR, [10, 42, 2, 0], &probe).counted, ["forward"], "a member's pods");
     // A node's own private address must not be probed, and packets to others are forwarded.
     refused(&tunnel(&mut bench, FAR, SELF, &probe), "unknown_signal");
     let on = tunnel(&mut bench, FAR, MEMBER_POD, &probe);

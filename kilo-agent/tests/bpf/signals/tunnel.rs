@@ -116,8 +116,8 @@ fn a_claim_counts_from_a_gateways_own_address_in_the_tunnel_alone() {
 }
 
 #[test]
-fn however_much_a_vpn_peer_sends_there_is_room_for_a_gateways_claim() {
-    isolated("however_much_a_vpn_peer_sends_there_is_room_for_a_gateways_claim", || async {
+fn however_much_others_send_there_is_room_for_claims_and_then_for_answers() {
+    isolated("however_much_others_send_there_is_room_for_claims_and_then_for_answers", || async {
         let mut world = World::on_veth();
         world.tables = with_keys(world.tables.clone());
         let gateway = SignalKey { sender: OTHER, flags: SIGNAL_GATEWAY, ..SignalKey::default() };
@@ -125,14 +125,19 @@ fn however_much_a_vpn_peer_sends_there_is_room_for_a_gateways_claim() {
         world.attach(&["eth0"], &[]).await;
         let tunnel = opened();
         let of = |kind| written(&all().into_iter().find(|signal| signal.kind == kind).unwrap());
-        let (moved, claim) = (signal_v6(control(FOLLOWER), control(OWN), &of(Kind::Moved)), of(Kind::Claim));
-        until("the ring is as full as it gets", LIMIT, || {
-            (0..50).for_each(|_| tunnel.send(&moved));
-            world.drops().contains_key("signal_ring_full")
-        });
-        let before = world.counted(Action::Hear);
-        tunnel.send(&signal_v6(control(ELSEWHERE), control(OWN), &claim));
-        until("the claim is heard", LIMIT, || world.counted(Action::Hear) == before + 1);
+        let of = |from, kind| signal_v6(control(from), control(OWN), &of(kind));
+        let dropped = || world.drops().get("signal_ring_full").copied().unwrap_or_default();
+        let kinds = [(FOLLOWER, Kind::Moved), (ELSEWHERE, Kind::Claim), (ELSEWHERE, Kind::Reflected)];
+        for [(sender, fills), (from, comes)] in kinds.array_windows() {
+            let before = dropped();
+            until("the ring is as full of these as it gets", LIMIT, || {
+                (0..50).for_each(|_| tunnel.send(&of(*sender, *fills)));
+                dropped() > before
+            });
+            let before = world.counted(Action::Hear);
+            tunnel.send(&of(*from, *comes));
+            until("the next kind is heard", LIMIT, || world.counted(Action::Hear) == before + 1);
+        }
     });
 }
 

@@ -354,12 +354,13 @@ pub(super) fn agents_restarted(lab: &mut Lab) -> Result<Broken> {
     Ok(Broken::done("5 processes, one after the other"))
 }
 
-fn agent(lab: &Lab, name: &str) -> Result<Pid> {
+pub(super) fn agent(lab: &Lab, name: &str) -> Result<Pid> {
     let pid = lab.agents.pid(name).with_context(|| format!("no agent runs on {name}"))?;
     Ok(Pid::from_raw(pid.cast_signed()))
 }
 
-fn stand_still(agents: &[Pid], time: Duration) -> Result<()> {
+/// Stops these agents for so long.
+pub(super) fn stand_still(agents: &[Pid], time: Duration) -> Result<()> {
     agents.iter().try_for_each(|agent| kill(*agent, Signal::SIGSTOP))?;
     wait::fault_lasts(time);
     agents.iter().try_for_each(|agent| kill(*agent, Signal::SIGCONT)).context("agents that stand still")

@@ -6,7 +6,8 @@ use anyhow::Result;
 
 use super::{
     breaking::{self, Broken},
-    clocks, crowd, flaps, flood, forged, laptop, many_members, named_leader, partial_failures, shares,
+    clocks, crowd, flaps, flood, forged, laptop, many_members, named_leader, partial_failures, renumbered,
+    shares,
 };
 use crate::{Lab, faults::control_plane, network::Shape};
 
@@ -259,6 +260,7 @@ pub const CASES: &[Case] = &[
     case("leader-is-kilo", 72, "the leader loses power, and knew no failover: as with Kilo", Limit::Silence(90_000), breaking::kilo_off).off(&["a1"]),
     case("forged", 73, "somebody on the LAN forges and repeats signals, a member sends some through the tunnel", Limit::Undisturbed, forged::send),
     case("repeated", 73, "leadership moves and comes back, and what made members follow the other node is sent to them again", Limit::Outage(1000), forged::repeat),
+    case("location-comes-and-goes", UNLISTED, "a location that does not answer comes and goes, which changes the other location's WireGuard address, while the far leader's agent and then the leader's stand still (15 s each; half of `--for`)", Limit::Undisturbed, renumbered::location_comes_and_goes),
     case("many-members", 74, "of 1,003 nodes of its location the leader loses power, after 30 s (`--for`) in which agents' `failover` threads take 1 % of a core each at most", Limit::Outage(1000), many_members::power_off).p95(500).large(),
     case("two-lose-power", 75, "the leader and a stand-by lose power at once", Limit::Outage(1500), breaking::two_lose_power).stand_bys(2),
     case("flood", UNLISTED, "nothing fails, and more small datagrams than leaders carry are sent between two locations (30 s; `--for`)", Limit::Switches(1), flood::overload),

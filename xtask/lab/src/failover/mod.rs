@@ -16,6 +16,7 @@ mod many_members;
 mod named_leader;
 mod new_flows;
 mod partial_failures;
+mod renumbered;
 mod shares;
 mod state;
 mod table;

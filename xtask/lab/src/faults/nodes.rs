@@ -274,7 +274,7 @@ pub(super) fn peer(name: &str, address: &str, key: &str, endpoint: &str) -> Stri
 }
 
 /// A public key whose private key nobody has.
-pub(super) fn key(number: u8) -> String {
+pub(crate) fn key(number: u8) -> String {
     // 32 bytes in base64: 42 digits of 6 bits, one of 4, one of padding.
     let digits = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz";
     let digit = digits[usize::from(number) % digits.len()] as char;
