@@ -232,10 +232,10 @@ metrics! {
         "kilo_relayed_pairs", "Pairs of other locations that this node relays for";
     /// Relay messages rejected as replayed or too old.
     pub relay_refused: Counter = Counter::default(),
-        "kilo_relay_messages_refused", "Relay messages rejected by the agent because they are older than 2 s, or numbered ahead of what they answer";
-    /// Locations with no node in the mesh.
+        "kilo_relay_messages_refused", "Relay messages rejected by the agent because they are repeated, older than 2 s, or with a sequence number ahead of the request";
+    /// Locations without a leader, because none of their nodes is in the mesh.
     leaderless: Gauge = Gauge::default(),
-        "kilo_locations_without_leader", "Locations with no node in the mesh";
+        "kilo_locations_without_leader", "Locations without a leader, because none of their nodes is in the mesh";
     /// Nodes with a key that are not in the mesh.
     left_out: Gauge = Gauge::default(), "kilo_nodes_left_out", "Nodes with a key that are not in the mesh";
     /// Unix time of this node's heartbeat, as received from the backend.

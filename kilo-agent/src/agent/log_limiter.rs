@@ -101,7 +101,7 @@ impl LogLimiter {
         let news = unused.iter().filter(|(node, why)| self.unused.get(*node) != Some(*why));
         let said = news.map(|(node, why)| {
             let object = node.to_string();
-            tracing::warn!(object, problem = why, "prefixes that a node offers are ignored");
+            tracing::warn!(object, problem = why, "ignoring some prefixes in a node's allowed-location-ips");
             object
         });
         let said = said.collect();

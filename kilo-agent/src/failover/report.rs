@@ -173,7 +173,7 @@ impl FailoverMetrics {
         );
         registry.register(
             "kilo_failover_seconds",
-            "Time without an answer through a lost leader until this node took over",
+            "Seconds from the last answer through the lost leader until this node took over",
             metrics.outages.clone(),
         );
         registry.register(

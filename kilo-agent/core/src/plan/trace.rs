@@ -213,7 +213,8 @@ impl Tracer<'_> {
             }
             _ => {
                 let text = format!(
-                    "from {} to {}: {dst} is a node of the location, and the network on the way need not know pods",
+                    "from {} to {}: {dst} is a node of this location, and the network between may not route pods' \
+                     addresses",
                     name(out),
                     name(kilo)
                 );
@@ -314,13 +315,15 @@ impl Tracer<'_> {
         let Some(sender) = sender else {
             self.reply();
             if let Err(reason) = self.tables.arrives_in_clear(self.packet()) {
-                self.trace
-                    .at("lan_ingress", "no node of the location would send it, and in cleartext nobody may");
+                self.trace.at(
+                    "lan_ingress",
+                    "no node of this location sends from this source, and such packets must not arrive in cleartext",
+                );
                 return self.conclude("lan_ingress", Err(reason));
             }
             self.trace.at(
                 "lan_ingress",
-                "no node of the location would send it; without an outer header it is the stack's",
+                "no node of this location sends from this source; without an outer header it is left to the stack",
             );
             return self.trace.stack("This host's stack decides.");
         };

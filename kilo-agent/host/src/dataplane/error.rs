@@ -65,9 +65,9 @@ pub enum DataplaneError {
     },
     /// A qdisc of another kind is in the place of clsact.
     #[error(
-        "interface {interface} has a qdisc of the kind ingress, which has no hook for what leaves, and programs are \
-         attached as filters here (Linux 6.6 and later have TCX): remove it (`tc qdisc delete dev {interface} ingress`); \
-         kg then adds clsact, which takes its filters, too"
+        "interface {interface} has an ingress qdisc, which has no egress hook, and without TCX (Linux 6.6 or later) kg \
+         needs clsact: remove the qdisc (`tc qdisc delete dev {interface} ingress`), and kg adds clsact, which can \
+         hold its filters, too"
     )]
     NoEgressHook {
         /// Interface name.

@@ -64,8 +64,8 @@ pub struct StatusArgs {
     /// Exit with 1 when the state cannot be read.
     #[arg(long)]
     check: bool,
-    /// Wait until --check finds nothing wrong; exit with 3 when that takes longer than --timeout. Errors that no
-    /// waiting mends, such as the name of an unknown node or missing rights, end it at once with 1.
+    /// Wait until --check finds nothing wrong; exit with 3 when that takes longer than --timeout. Errors that
+    /// waiting cannot fix, such as the name of an unknown node or missing rights, end it at once with 1.
     #[arg(long)]
     wait: bool,
     /// Longest time to wait.

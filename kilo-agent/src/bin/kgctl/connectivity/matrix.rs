@@ -98,8 +98,8 @@ impl Cell {
                 self.address.ip()
             ),
             (Target::Peer, _) => format!(
-                "`kgctl showconf peer {}` must be what the peer has: allowed IPs of {} are missing there, or its \
-                 firewall drops",
+                "compare the peer's configuration with `kgctl showconf peer {}`: {}'s allowed IPs may be missing, or the \
+                 peer's firewall may drop the packets",
                 self.to, self.from
             ),
         }
