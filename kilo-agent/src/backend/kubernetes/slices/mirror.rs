@@ -135,8 +135,8 @@ impl Mirror {
         self.nodes.remove(name);
     }
 
-    /// Why this agent must not judge others, if so: silence proves nothing to an agent that does not hear
-    /// itself.
+    /// Why this agent must not declare others dead, if so: silence proves nothing to an agent that does not
+    /// hear itself.
     pub(super) fn unfit(&self, now: Instant) -> Option<&'static str> {
         let Some(own) = self.nodes.get(&self.own) else {
             return self.listed.then_some("the own Node is not there");
