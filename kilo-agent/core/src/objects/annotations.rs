@@ -232,7 +232,7 @@ pub const ANNOTATIONS: &[Annotation] = &[
         }),
         example: "`1763866800/300`",
         meaning: "this `last-seen`, and after how many seconds it is renewed: 30, or 300 where \
-                  [nobody needs it sooner](design/slices.md#heartbeats); with another `last-seen` it is of an agent \
+                  [nobody needs it sooner](slices.md#heartbeats); with another `last-seen` it is of an agent \
                   that has gone: nothing is promised, and `signal`, `leading` and `leaders` do not count",
         remedy: AGENT,
         read: |value, node| node.node.heartbeat = value.heartbeat(node.last_seen),
