@@ -1,5 +1,5 @@
-//! Long parts of the tests take turns: every `cargo xtask test --rotate` runs one of them, chosen by the
-//! commit, so that all run every few commits.
+//! Long parts of the tests: every `cargo xtask test --rotate` runs one of them, drawn by the commit's hash. The
+//! same commit always draws the same part, and over many commits each part is drawn about equally often.
 
 use std::process::Command;
 
