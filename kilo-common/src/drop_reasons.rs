@@ -164,7 +164,8 @@ mod tests {
     use super::*;
     use crate::counters::{Action, COUNTERS};
 
-    /// Indexes of former reasons; no other reason gets them.
+    /// Indexes of former reasons. No other reason gets them while the map `count` has this layout: programs of an
+    /// earlier build may count in it.
     const RETIRED: &[u32] = &[37];
     /// Indexes that no reason has ever had; a new one takes the first of them.
     const FREE: &[u32] = &[57];
