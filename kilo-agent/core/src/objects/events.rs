@@ -10,7 +10,7 @@ pub enum Severity {
 }
 
 impl Severity {
-    /// `type` of the Event.
+    /// Value of the Event's field `type`; the API server accepts these two alone.
     pub const fn as_str(self) -> &'static str {
         match self {
             Self::Normal => "Normal",
@@ -31,7 +31,7 @@ macro_rules! reasons {
             /// Every reason, in the order of the documentation.
             pub const ALL: &[Self] = &[$(Self::$name),+];
 
-            /// The text of `reason` in the Event.
+            /// Value of the Event's field `reason`: the variant's name in CamelCase, by which alerts select.
             pub const fn as_str(self) -> &'static str {
                 match self { $(Self::$name => stringify!($name)),+ }
             }
