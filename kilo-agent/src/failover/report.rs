@@ -168,7 +168,7 @@ impl FailoverMetrics {
         );
         registry.register(
             "kilo_failovers",
-            "Leaderships this node has taken, by cause",
+            "Times this node took over leadership, by cause",
             metrics.failovers.clone(),
         );
         registry.register(

@@ -297,8 +297,8 @@ pub const ANNOTATIONS: &[Annotation] = &[
         name: "kilo.squat.ai/leaders",
         writer: Writer::Agent(Lifetime::Agent, |own| own.leaders.map(|leaders| leaders.to_string())),
         example: "`2`",
-        meaning: "the `--leaders` the node's agent runs with; there once anybody asks for several active \
-                  leaders, which need it of every node of the mesh",
+        meaning: "the `--leaders` the node's agent runs with; present once any node asks for several \
+                  active leaders, which need it on every node of the mesh",
         remedy: AGENT,
         read: |value, node| node.node.leaders = value.parse().filter(|leaders| *leaders > 0),
     },

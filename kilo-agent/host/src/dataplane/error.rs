@@ -114,7 +114,7 @@ pub enum DataplaneError {
     #[error(
         "Linux {release} is a PREEMPT_RT kernel on which programs on one processor may interrupt each other, and \
          masquerading by the programs could mix up packets: use --masquerade=nftables, or a kernel with \
-         CONFIG_PREEMPT_RT_NEEDS_BH_LOCK=y (/boot of the host must be readable to kg, so that it sees that)"
+         CONFIG_PREEMPT_RT_NEEDS_BH_LOCK=y (kg looks for it in /boot of the host, which it must be able to read)"
     )]
     Realtime {
         /// Release of the kernel.

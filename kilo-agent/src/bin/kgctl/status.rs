@@ -60,7 +60,7 @@ pub struct StatusArgs {
     not_ready: bool,
     /// Exit with 3 when something is wrong: a node that is not ready, an agent whose pod is not Ready or that does not
     /// answer, a location without a leader, tunnels that do not answer, an address, a key or a pod CIDR that two nodes
-    /// claim, a Peer that overlaps nodes. What could not be checked, for want of a right for example, counts as well.
+    /// claim, a Peer that overlaps nodes. What could not be checked, for lack of a right for example, counts as well.
     /// Exit with 1 when the state cannot be read.
     #[arg(long)]
     check: bool,
