@@ -210,15 +210,15 @@ metrics! {
     /// Private addresses that several nodes claim.
     address_conflicts: Gauge = Gauge::default(),
         "kilo_address_conflicts",
-        "Private addresses claimed by several nodes, in this location or including this node";
+        "Private addresses claimed by several nodes, in this location or involving this node";
     /// WireGuard keys that several nodes claim.
     key_conflicts: Gauge = Gauge::default(),
         "kilo_key_conflicts",
-        "WireGuard keys claimed by several nodes, in this location or including this node";
+        "WireGuard keys claimed by several nodes, in this location or involving this node";
     /// Pod CIDRs that overlap, and locations' WireGuard addresses that nodes have.
     prefix_conflicts: Gauge = Gauge::default(),
         "kilo_prefix_conflicts",
-        "Pod CIDRs that overlap another node's, and nodes' prefixes with a location's WireGuard address, in this location or including this node";
+        "Overlapping pod CIDRs of nodes, and nodes' prefixes that contain a location's WireGuard address, in this location or involving this node";
     /// VPN peers.
     pub peers: Gauge = Gauge::default(), "kilo_peers", "VPN peers in the mesh";
     /// Tunnels that do not answer although bytes are sent.
@@ -232,16 +232,16 @@ metrics! {
         "kilo_relayed_pairs", "Pairs of other locations that this node relays for";
     /// Relay messages rejected as replayed or too old.
     pub relay_refused: Counter = Counter::default(),
-        "kilo_relay_messages_refused", "Relay messages rejected by the agent because they are older than 2 s, or numbered ahead of what they answer";
-    /// Locations with no node in the mesh.
+        "kilo_relay_messages_refused", "Relay messages rejected by the agent because they are repeated, older than 2 s, or with a sequence number ahead of the request";
+    /// Locations without a leader, because none of their nodes is in the mesh.
     leaderless: Gauge = Gauge::default(),
-        "kilo_locations_without_leader", "Locations with no node in the mesh";
+        "kilo_locations_without_leader", "Locations without a leader, because none of their nodes is in the mesh";
     /// Nodes with a key that are not in the mesh.
     left_out: Gauge = Gauge::default(), "kilo_nodes_left_out", "Nodes with a key that are not in the mesh";
     /// Unix time of this node's heartbeat, as received from the backend.
     pub last_check_in: Gauge = Gauge::default(),
         "kilo_last_check_in_seconds",
-        "Unix time of this node's last heartbeat that came back from the API server";
+        "Unix time of this node's last heartbeat, as the API server returned it";
     /// Seconds between two heartbeats of this node.
     pub heartbeat_seconds: Gauge = Gauge::default(),
         "kilo_heartbeat_interval_seconds", "Seconds between two heartbeats of this node";
@@ -342,7 +342,7 @@ impl Metrics {
         self.errors.get_or_create(&EventLabel { event: event.to_owned() }).inc();
     }
 
-    /// Number of conflicts of a kind, in this location or including this node.
+    /// Number of conflicts of a kind, in this location or involving this node.
     pub const fn conflicts(&self, kind: ConflictKind) -> &Gauge {
         match kind {
             ConflictKind::Address => &self.address_conflicts,

@@ -84,9 +84,9 @@ counted! {
              monitor` shows, and add the route.",
         /// Packet from a tunnel device of ours that has not passed the checks of `lan_ingress`.
         Unchecked = 54 => "unchecked",
-            "IPIP or VXLAN for another address of this host than its private one, from a pod, a process or an \
-             interface without programs: spoofing, or another tunnel on UDP port 51821 or without a device of \
-             its own for IPIP.",
+            "IPIP or VXLAN from a pod, a process or an interface without programs, or to another address of this \
+             host than its private one: either the packet is spoofed, or another tunnel uses UDP port 51821, or one \
+             uses IPIP without a device of its own.",
         /// VXLAN packet, or apparent signal, to a node's VXLAN port that was not sent by Kilo; or IPIP of a
         /// pod to a node.
         ForgedVxlan = 55 => "forged_vxlan",
@@ -94,8 +94,7 @@ counted! {
              `ss -upn dport = :51821`, and give it another port. Or a pod sends IPIP to a node: `kgctl monitor` \
              names its address.",
         /// A signal about a change of leader that is outdated: an earlier term, or recorded before this
-        /// node's start.
-        /// Or one of too many messages about relays that are not the latest ones of their sender.
+        /// node's start; or one of many outdated relay messages from the same sender.
         StaleSignal = 59 => "stale_signal",
             "Harmless after a change of leader: signals are repeated until they are answered. If there are \
              many: somebody replays recorded signals or messages about relays; find the source with `kgctl \
@@ -105,11 +104,11 @@ counted! {
             "A node that has changed its key within the last seconds; else a host on the network of the \
              nodes forges signals, or on kilo0 a gateway of another location speaks for another: `kgctl monitor \
              --reason forged_signal` shows the source and interface.",
-        /// Signal or relay's message that the agent has no room for: it does not read, or is sent more
-        /// answers to probes than it asked for.
+        /// No room in the ring for a signal or a relay message: the agent does not read the ring, or receives
+        /// replies to probes that it never sent.
         SignalRingFull = 51 => "signal_ring_full",
-            "Signals and relays' messages are repeated, and answers to probes leave half of the room to signals. If it \
-             grows: the agent of this node hangs or lacks CPU (`kgctl status`), or somebody sends answers to \
+            "Signals and relay messages are sent again, and replies to probes leave half of the ring to signals. If it \
+             grows: the agent of this node hangs or lacks CPU (`kgctl status`), or somebody sends replies to \
              probes that were never sent: `kgctl monitor --reason signal_ring_full` shows from where.",
         /// Signal from a node that this one shares no key with, or of a kind that has no place here.
         UnknownSignal = 61 => "unknown_signal",
@@ -126,14 +125,14 @@ counted! {
         RelayUnbound = 63 => "relay_unbound",
             "Harmless while a pair is being connected. If it persists, the other end does not reach this relay on \
              UDP ports 51830 to 52829, or by the other IP family: open them, and see `kgctl status`.",
-        /// On a relay: more data from one end of a pair than it may send; or more messages of one node about relays
-        /// than 256 a second.
+        /// On a relay, one end of a pair exceeded its rate; or one node sent more than 256 relay messages a
+        /// second.
         RelayLimit = 50 => "relay_limit",
-            "One end of a relayed pair sends more than --relay-rate of this relay: its tunnel carries as much, and TCP \
-             slows down. Raise the rate, or give the two locations a direct path (`kgctl status` names relayed \
-             tunnels). If neither location sends as much, somebody forges the packets of one. Where the node relays nothing, \
-             a gateway of another location floods it with messages: `kgctl monitor --reason relay_limit` shows it.",
-        /// The network marked the outer header as congested, and the inner packet cannot bear the mark.
+            "One end of a relayed pair exceeds this relay's --relay-rate. The excess is dropped, so the tunnel is \
+             limited to that rate. Raise it, or give the two locations a direct path (`kgctl status` names relayed \
+             tunnels). If neither location sends that much, somebody forges the packets of one. Where the node relays \
+             nothing, a gateway of another location floods it with messages: `kgctl monitor --reason relay_limit` shows it.",
+        /// The network marked the outer header as congested, and the inner packet does not support ECN.
         Congestion = 58 => "congestion",
             "Harmless: a router between the nodes is congested and marks packets instead of dropping them, \
              but the sender did not negotiate ECN and learns of it by loss (RFC 6040). If there are many: \
@@ -147,14 +146,15 @@ counted! {
              destination is a pod of this node that no longer exists, or of a node that was declared dead \
              (`kgctl status`); or a node of the location to which only a default route leads, because the \
              interface with this node's private address is down; or an address in `--subnet` that no location \
-             has, as far as this node knows: a machine outside the mesh needs a longer route.",
+             has, as far as this node knows: a machine outside the mesh needs a more specific \
+             route.",
         /// Arrived unencrypted on an uplink, although the mesh encrypts or encapsulates what goes from and to
         /// its addresses.
         ArrivedInClear = 52 => "arrived_in_clear",
             "A host in the network of this node sends from an address of the mesh: of a pod, of a node of another \
              location, in `--subnet`, or in what another location or a VPN peer offers. Capture with `tcpdump -eni \
-             DEV src ADDRESS` for its link-layer address; a machine that has one of the latter needs a longer \
-             route on the nodes. Or the sender is a node with another `--encapsulate`, or `--tunnel none`, or one \
+             DEV src ADDRESS` for its link-layer address; a machine that has one of the latter needs a more \
+             specific route on the nodes. Or the sender is a node with another `--encapsulate`, or `--tunnel none`, or one \
              whose programs were detached: compare the flags, and look at its log.",
     }
 }
@@ -164,7 +164,8 @@ mod tests {
     use super::*;
     use crate::counters::{Action, COUNTERS};
 
-    /// Indexes of former reasons; no other reason gets them.
+    /// Indexes of former reasons. No other reason gets them while the map `count` has this layout: programs of an
+    /// earlier build may count in it.
     const RETIRED: &[u32] = &[37];
     /// Indexes that no reason has ever had; a new one takes the first of them.
     const FREE: &[u32] = &[57];

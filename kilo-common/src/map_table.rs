@@ -155,9 +155,9 @@ maps! {
                 One more: the least recently used goes, and is written anew with its flow's next packet";
     INBOUND = "inbound", LruHash<NatKey, InboundValue>, size 32_768, by Packets, since 5, pinned true, gauge false,
         holds "LRU flow opened from outside → last packet, both families",
-        reason "strangers may fill it, so it is a map of its own: they evict each other, never an entry of \
-                `nat`; and fragments that stay as they are. One more: the least recently used goes, and is \
-                written anew with its flow's next packet from outside";
+        reason "a map of its own, because strangers may fill it: they evict each other, never an entry of \
+                `nat`. It also lists fragments that are not translated. One more: the least recently used goes, and \
+                is written anew with its flow's next packet from outside";
     MASQ_ADDR = "masq_addr", LpmTrie<[u8; 20], MasqAddr>, size 4_096, by Plan, since 5, pinned true, gauge true,
         holds "LPM interface, destination → masquerade address; and all such addresses",
         reason "a few an address of an uplink, one a route with a source of its own. One more: the change is \
@@ -175,13 +175,13 @@ maps! {
         reason "uplinks and kilo0; pods' interfaces need no entry. One more: the change is refused as a whole";
     PATH_MTU = "path_mtu", RingBuf<(), PathMtu>, size 4_096, by Packets, since 5, pinned true, gauge false,
         holds "ring: what routers say they carry towards nodes",
-        reason "bytes: a page; what does not fit is lost, reports repeat themselves";
+        reason "bytes: a page; what does not fit is lost, and routers report it again";
     SIGNAL_KEY = "signal_key", Hash<[u8; 16], SignalKey>, size 8_192, by Plan, since 5, pinned true, gauge true,
         holds "node's address → what its signals are checked with, both families; far gateways by their control addresses",
         reason "as `hop`, a private address and perhaps one in an overlay a node; far gateways are a few a location";
     SIGNAL = "signal", RingBuf<(), Heard>, size 65_536, by Packets, since 5, pinned true, gauge false,
         holds "ring: signals for the agent",
-        reason "bytes: 630 short signals or 56 of the longest; what does not fit is lost, signals are repeated";
+        reason "bytes: 630 short signals or 56 of the longest; what does not fit is lost, and signals are sent again";
     POD_FLOW = "pod_flow", LruHash<PodFlowKey, PodFlow>, size 16_384, by Packets, since 6, pinned true, gauge false,
         holds "LRU flow of a pod → second in which the stack left it as it is (`--host-routing=auto`)",
         reason "1.5 MiB from the start. One more: the least recently used passes the stack, and is written anew";

@@ -121,7 +121,7 @@ mod tests {
     proptest! {
         /// The standard library has the same function, deprecated.
         #[test]
-        #[allow(deprecated)]
+        #[allow(deprecated, reason = "a second implementation to compare with; nothing else computes SipHash 2-4")]
         fn it_is_what_the_standard_library_computes(key in any::<[u64; 2]>(), bytes in any::<Vec<u8>>()) {
             use std::hash::{Hasher as _, SipHasher};
             let mut other = SipHasher::new_with_keys(key[0], key[1]);

@@ -1,5 +1,5 @@
-//! Long parts of the tests take turns: every `cargo xtask test --rotate` runs one of them, chosen by the
-//! commit, so that all run every few commits.
+//! Long parts of the tests: every `cargo xtask test --rotate` runs one of them, drawn by the commit's hash. The
+//! same commit always draws the same part, and over many commits each part is drawn about equally often.
 
 use std::process::Command;
 
@@ -100,8 +100,8 @@ pub enum Long {
     Vm(Kernel, OnKernel),
 }
 
-/// The order in which they take turns. The oldest kernel has most to run: each third of its tests has a
-/// turn, and so do its labs.
+/// The parts of which one is drawn. The oldest kernel has most to run: each third of its tests is a part, and so
+/// are its labs.
 const TURNS: [Long; 14] = [
     Long::Vm(Kernel::Tcx, OnKernel::All),
     Long::Soak,
@@ -132,13 +132,13 @@ impl Long {
         }
     }
 
-    /// The one whose turn it is at the checked-out commit; the first one outside a repository.
+    /// The one that the checked-out commit's hash draws; the first one outside a repository.
     pub fn of_this_commit() -> Self {
         let head = output(Command::new("git").current_dir(workspace_root()).args(["rev-parse", "HEAD"]));
         of_commit(head.unwrap_or_default().trim())
     }
 
-    /// Every long part, in the order of their turns.
+    /// Every long part, in the order of the list.
     pub fn all() -> impl Iterator<Item = Self> {
         TURNS.into_iter()
     }

@@ -47,7 +47,7 @@ impl Present {
     }
 }
 
-/// One of the two clusters.
+/// One of the two clusters that `kgctl peer-cluster` joins, as its own API server describes it.
 #[derive(Clone, Debug)]
 pub struct Cluster {
     /// The name by which the other cluster knows it.

@@ -115,7 +115,8 @@ pub struct Try {
     pub cookie: u64,
 }
 
-/// The leader that gives.
+/// The giver's side of a planned change of leadership: whom it gives to, which far leaders have answered, and
+/// what it does next. All times are microseconds of the monotonic clock.
 #[derive(Clone, Debug)]
 pub struct Giver {
     /// Gateway that is to lead.

@@ -27,8 +27,8 @@ impl<B: Backend> Agent<B> {
         if self.actuators.is_open && self.boot_configuration().is_some_and(|boot| !boot.is_published()) {
             self.metrics.error("cni");
             tracing::error!(
-                "no pod starts on this node until every uplink takes its egress program (the errors above say which \
-                 does not): what pods send would leave by it in cleartext"
+                "no pod is started on this node: an uplink has no egress program yet (see the errors above), and \
+                 pods' traffic could leave it in cleartext"
             );
             return;
         }

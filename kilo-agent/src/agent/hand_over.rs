@@ -132,8 +132,8 @@ where
         Err(error) => Err(error),
     };
     outcome.take(
-        forgotten.map_err(|error| format!("entries of connection tracking without translation: {error}")),
-        |count| format!("{count} entries of connection tracking without translation"),
+        forgotten.map_err(|error| format!("connection tracking entries without translation: {error}")),
+        |count| format!("{count} connection tracking entries without translation"),
     );
 }
 

@@ -72,9 +72,9 @@ struct Failure {
 /// The warning that another CNI's configuration sorts before ours.
 pub fn other_cni(other: &Path, own: &Path) -> String {
     format!(
-        "the CNI configuration {other} comes before {own} by name, and a container runtime that can use it takes \
-         it, so that new pods are not in Kilo's network: remove it from this host, or run kg beside that CNI (--cni=false \
-         and --compatibility, see the manifests for flannel and Cilium)",
+        "the CNI configuration {other} comes before {own} by name, so the container runtime may use it and start new \
+         pods outside Kilo's network: remove it from this host, or run kg beside that CNI (--cni=false and \
+         --compatibility, see the manifests for flannel and Cilium)",
         other = other.display(),
         own = own.display()
     )
@@ -101,7 +101,7 @@ impl LogLimiter {
         let news = unused.iter().filter(|(node, why)| self.unused.get(*node) != Some(*why));
         let said = news.map(|(node, why)| {
             let object = node.to_string();
-            tracing::warn!(object, problem = why, "prefixes that a node offers are ignored");
+            tracing::warn!(object, problem = why, "ignoring some prefixes in a node's allowed-location-ips");
             object
         });
         let said = said.collect();
@@ -221,9 +221,9 @@ impl LogLimiter {
         if let Some(node) = first.filter(|_| is_new) {
             tracing::warn!(
                 %node,
-                "only a default route leads to a node of this location, by another interface than the one with this \
-                 node's private address, so packets for it are dropped: add a route to its network (ip route add \
-                 NETWORK via ROUTER dev INTERFACE), or choose the private address by kilo.squat.ai/force-internal-ip"
+                "only a default route leads to a node of this location, and through another interface than that of \
+                 this node's private address, so packets for it are dropped: add a route to its network (ip route add \
+                 NETWORK via ROUTER dev INTERFACE), or set the private address with kilo.squat.ai/force-internal-ip"
             );
         }
     }

@@ -227,7 +227,7 @@ impl<B: Backend> Agent<B> {
         mesh: &Mesh,
         now: Instant,
     ) {
-        // An agent that writes slices judges by its own heartbeat whether the API server is there.
+        // An agent that writes slices tells by its own heartbeat whether the API server is there.
         let slices = self.backend.slices();
         let writes = slices.as_ref().is_some_and(|slices| slices.writes);
         let may_rest = !writes && (self.sources.failover.is_some() || slices.is_some());

@@ -124,7 +124,7 @@ async fn remove_from_net(net: &Net, removal: Removal<'_>, outcome: &mut Outcome)
     }
     if let Ok(Some(link)) = links::by_name(net.rtnl(), name).await {
         outcome.stays.push(format!(
-            "interface {name} is of kind `{}` and not ours, or was made again{who}",
+            "interface {name}: it is of kind `{}`, and either not ours or created again by another process{who}",
             link.kind
         ));
     }

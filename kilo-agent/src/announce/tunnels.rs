@@ -115,7 +115,7 @@ fn seconds(age: Duration) -> humantime::FormattedDuration {
 }
 
 impl News {
-    /// Writes it to the log.
+    /// Logs one line at info: far end, endpoint, old and new state, and why.
     pub fn log(&self) {
         let (tunnel, endpoint) = (self.far_end.end.name(), self.far_end.endpoint.map(|it| it.to_string()));
         let why = match self.turn {

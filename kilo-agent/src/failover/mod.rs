@@ -103,7 +103,8 @@ struct Dead {
 pub struct Reporter(Arc<Shared>);
 
 impl Reporter {
-    /// The current report.
+    /// What the thread has last reported, copied; the default before it has run, or after it has ended without a
+    /// site.
     pub fn report(&self) -> Report {
         self.0.output.lock().report.clone()
     }

@@ -168,12 +168,12 @@ impl FailoverMetrics {
         );
         registry.register(
             "kilo_failovers",
-            "Leaderships this node has taken, by cause",
+            "Times this node took over leadership, by cause",
             metrics.failovers.clone(),
         );
         registry.register(
             "kilo_failover_seconds",
-            "Time without an answer through a lost leader until this node took over",
+            "Seconds from the last answer through the lost leader until this node took over",
             metrics.outages.clone(),
         );
         registry.register(

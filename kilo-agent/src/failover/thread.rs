@@ -191,7 +191,7 @@ impl Thread {
         self.hear(&site);
         self.look_at_fars(&site);
         self.read_word(&site);
-        // An unreadable counter is left out: then a silent leader is only given up sooner.
+        // An unreadable counter is left out: then a silent leader is only declared dead sooner.
         let is_due = |agent: &Agent| !self.inbox.is_empty() || agent.wake() <= micros();
         if self.agent.as_ref().is_some_and(|agent| agent.counts_decrypted() && is_due(agent))
             && let Ok(count) = self.tools.counters.decrypted()

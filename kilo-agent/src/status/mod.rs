@@ -37,7 +37,7 @@ use kilo_core::{
     wireguard::key::PublicKey,
 };
 
-/// The complete status.
+/// The status as `kgctl status -o json` prints it and `/status` answers: the whole mesh, as one observer sees it.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Status {

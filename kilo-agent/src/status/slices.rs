@@ -84,7 +84,7 @@ impl SlicesStatus {
         }
         let wrong = [
             ("behind their Nodes", &self.behind),
-            ("alive or dead against their heartbeats", &self.misjudged),
+            ("liveness contradicts their heartbeats", &self.misjudged),
         ];
         let wrong = wrong.into_iter().filter(|(_, names)| !names.is_empty());
         let wrong: String = wrong.map(|(what, names)| format!("; {what}: {}", some_of(names))).collect();
@@ -202,7 +202,7 @@ mod tests {
         assert_eq!(status.behind, Vec::<String>::new());
         assert_eq!(
             status.line(Timestamp(now)),
-            "Slices: 1 with 8 nodes, written by w; alive or dead against their heartbeats: b-live-called-dead, \
+            "Slices: 1 with 8 nodes, written by w; liveness contradicts their heartbeats: b-live-called-dead, \
              d-dead-called-alive, g-rests-called-dead, h-rested."
         );
     }

@@ -42,7 +42,7 @@ pub enum Source {
     Secret(ObjectNames),
 }
 
-/// Options of the webhook.
+/// What the flags of `kg webhook` say.
 #[derive(Clone, Debug)]
 pub struct Options {
     /// Source of the certificate.

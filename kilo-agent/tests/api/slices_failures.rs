@@ -99,7 +99,7 @@ async fn a_refusal_counts_only_when_it_lasts() {
         !report.reads && report.against.is_some_and(|against| against.contains("may not read"))
     })
     .await;
-    println!("slices were given up after {took:?}");
+    println!("Nodes were read instead of slices after {took:?}");
     assert!(took > Duration::from_secs(20), "{took:?}");
     assert_eq!(reader.watch().borrow().nodes.len(), 4);
 }

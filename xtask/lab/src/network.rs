@@ -52,7 +52,8 @@ fn v6_of(v4: Ipv4Addr) -> Ipv6Addr {
     }
 }
 
-/// A node of the lab.
+/// A node of the lab: one network namespace for the host, and one for its only pod. Addresses are of the underlay's
+/// family.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Node {
     /// Its namespaces.
@@ -76,7 +77,7 @@ pub struct Node {
 }
 
 impl Node {
-    /// Name of the node.
+    /// Name of the Node object, and of the host's namespace within the lab (`a1`).
     pub fn name(&self) -> &str {
         &self.netns.name
     }
@@ -273,6 +274,9 @@ impl Network {
     }
 
     /// The node of that name.
+    ///
+    /// # Errors
+    /// When the lab has no such node.
     pub fn node(&self, name: &str) -> Result<&Node> {
         match self.nodes.iter().find(|node| node.name() == name) {
             Some(node) => Ok(node),

@@ -232,7 +232,7 @@ pub const ANNOTATIONS: &[Annotation] = &[
         }),
         example: "`1763866800/300`",
         meaning: "this `last-seen`, and after how many seconds it is renewed: 30, or 300 where \
-                  [nobody needs it sooner](design/slices.md#heartbeats); with another `last-seen` it is of an agent \
+                  [nobody needs it sooner](slices.md#heartbeats); with another `last-seen` it is of an agent \
                   that has gone: nothing is promised, and `signal`, `leading` and `leaders` do not count",
         remedy: AGENT,
         read: |value, node| node.node.heartbeat = value.heartbeat(node.last_seen),
@@ -297,8 +297,8 @@ pub const ANNOTATIONS: &[Annotation] = &[
         name: "kilo.squat.ai/leaders",
         writer: Writer::Agent(Lifetime::Agent, |own| own.leaders.map(|leaders| leaders.to_string())),
         example: "`2`",
-        meaning: "the `--leaders` the node's agent runs with; there once anybody asks for several active \
-                  leaders, which need it of every node of the mesh",
+        meaning: "the `--leaders` the node's agent runs with; present once any node asks for several \
+                  active leaders, which need it on every node of the mesh",
         remedy: AGENT,
         read: |value, node| node.node.leaders = value.parse().filter(|leaders| *leaders > 0),
     },

@@ -10,7 +10,7 @@ pub enum Severity {
 }
 
 impl Severity {
-    /// `type` of the Event.
+    /// Value of the Event's field `type`; the API server accepts these two alone.
     pub const fn as_str(self) -> &'static str {
         match self {
             Self::Normal => "Normal",
@@ -31,7 +31,7 @@ macro_rules! reasons {
             /// Every reason, in the order of the documentation.
             pub const ALL: &[Self] = &[$(Self::$name),+];
 
-            /// The text of `reason` in the Event.
+            /// Value of the Event's field `reason`: the variant's name, by which `kubectl get events` selects.
             pub const fn as_str(self) -> &'static str {
                 match self { $(Self::$name => stringify!($name)),+ }
             }
@@ -66,7 +66,7 @@ reasons! {
     /// The node was the leader.
     FollowsLeader Normal "Node" "The node led its location and now follows another. Written by its agent."
     /// A tunnel of the node gets no answer.
-    TunnelSilent Warning "Node" "The node sends into a WireGuard tunnel that has no valid handshake. Written by its agent, a leader's."
+    TunnelSilent Warning "Node" "The node sends into a WireGuard tunnel that has no valid handshake. Written by the agent of a leader."
     /// A tunnel that was silent answers.
     TunnelAnswers Normal "Node" "A tunnel that was silent has a handshake. Written by its agent."
     /// Another node claims the same private address.
@@ -74,7 +74,7 @@ reasons! {
     /// Another node claims the same WireGuard key.
     KeyConflict Warning "Node" "Another node has the same WireGuard key, so one of them is out of the mesh. Written by the agent of each node that has it."
     /// A pod CIDR or an address of the node belongs to another node, or to the mesh.
-    PrefixConflict Warning "Node" "A pod CIDR of the node overlaps another node's, or a location has its WireGuard address in one, or as the node's private address. Written by the agent of each node concerned."
+    PrefixConflict Warning "Node" "A pod CIDR of the node overlaps another node's, or a location's WireGuard address is in one of its pod CIDRs or is its private address. Written by the agent of each node concerned."
     /// The node leads a location that has no WireGuard address.
     NoWireguardAddress Warning "Node" "The node leads a location for which `--subnet` has no WireGuard address left. Written by its agent."
     /// The node leads its location with an endpoint that other

@@ -64,17 +64,17 @@ impl fmt::Display for ObjectRef {
 }
 
 impl ObjectRef {
-    /// The Node of this name.
+    /// The Node object with this `metadata.name`; it need not exist.
     pub fn node(name: impl Into<String>) -> Self {
         Self::Node(name.into())
     }
 
-    /// The Peer of this name.
+    /// The Peer object with this `metadata.name`; it need not exist.
     pub fn peer(name: impl Into<String>) -> Self {
         Self::Peer(name.into())
     }
 
-    /// The file of this name.
+    /// The file of this name in the directory, without a path.
     pub fn file(name: impl Into<String>) -> Self {
         Self::File(name.into())
     }

@@ -69,7 +69,7 @@ pub struct Node {
     /// Seconds between its heartbeats, as its agent promises (`heartbeat`); `None`: it promises nothing, as
     /// Kilo's own agent does, which renews it every 30 s.
     pub heartbeat: Option<u16>,
-    /// Whether it is alive, as the writer of slices has judged from all its heartbeats; `None`: its
+    /// Whether it is alive, as the writer of slices has found from all its heartbeats; `None`: its
     /// own heartbeat decides.
     pub declared_alive: Option<bool>,
 }

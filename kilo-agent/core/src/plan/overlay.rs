@@ -54,8 +54,8 @@ pub fn foreign_pods(own: &Node) -> Option<String> {
     }
     let cidrs: Vec<_> = own.pod_cidrs.iter().map(ToString::to_string).collect();
     Some(format!(
-        "cilium_host has the address {address}, which is in no pod CIDR of the Node object ({}): the mesh routes those \
-         alone. If pods have addresses of that range, too, nobody in another location reaches them: run Cilium with \
+        "cilium_host has the address {address}, which is in no pod CIDR of the Node object ({}), and the mesh routes \
+         only those. Pods with addresses of that range cannot be reached from other locations: run Cilium with \
          ipam.mode=kubernetes",
         cidrs.join(", ")
     ))

@@ -196,7 +196,7 @@ impl Tracer<'_> {
             // The host itself is not notified: what it learned would hold
             // for its WireGuard, too.
             _ if self.tables.is_of_mesh(src, false) && !self.question.sized.fits(mtu) => {
-                let text = format!("larger than the {mtu} bytes that the way to {dst} carries");
+                let text = format!("larger than the {mtu} bytes that fit on the path to {dst}");
                 self.trace.at("uplink_egress", text);
                 self.trace.reason = Some(DropReason::TooBig.label());
                 self.trace.stack("The sender is notified (fragmentation needed, packet too big).")
@@ -213,7 +213,8 @@ impl Tracer<'_> {
             }
             _ => {
                 let text = format!(
-                    "from {} to {}: {dst} is a node of the location, and the network on the way need not know pods",
+                    "from {} to {}: {dst} is a node of this location, and the network between may not route pods' \
+                     addresses",
                     name(out),
                     name(kilo)
                 );
@@ -275,7 +276,7 @@ impl Tracer<'_> {
             // The routes carry the hop's MTU.
             return self.trace.stack(
                 "Larger than the route's MTU: the stack fragments it, or notifies the sender (fragmentation \
-                 needed, packet too big). What gets past it is dropped, too_big.",
+                 needed, packet too big). Larger packets that still reach the program are dropped (too_big).",
             );
         }
         self.conclude("kilo_egress", verdict)
@@ -314,13 +315,15 @@ impl Tracer<'_> {
         let Some(sender) = sender else {
             self.reply();
             if let Err(reason) = self.tables.arrives_in_clear(self.packet()) {
-                self.trace
-                    .at("lan_ingress", "no node of the location would send it, and in cleartext nobody may");
+                self.trace.at(
+                    "lan_ingress",
+                    "no node of this location sends from this source, and such packets must not arrive in cleartext",
+                );
                 return self.conclude("lan_ingress", Err(reason));
             }
             self.trace.at(
                 "lan_ingress",
-                "no node of the location would send it; without an outer header it is the stack's",
+                "no node of this location sends from this source; without an outer header it is left to the stack",
             );
             return self.trace.stack("This host's stack decides.");
         };
@@ -343,7 +346,7 @@ impl Tracer<'_> {
             self.trace.at(
                 "unmasquerade",
                 format!(
-                    "{dst} is what pods are translated to: a reply goes to the pod its entry in nat names"
+                    "pods are masqueraded to {dst}: a reply goes to the pod that the flow's entry in nat names"
                 ),
             );
         }
@@ -379,8 +382,8 @@ impl Tracer<'_> {
         self.trace.at(
             "masquerade",
             format!(
-                "yes, {src} becomes {addr}, the port stays where it is free, unless the other side \
-             opened the flow: {why}"
+                "yes, {src} becomes {addr}, with the same port if that is free, unless the other side opened the \
+                 flow: {why}"
             ),
         );
         if addr.is_unspecified() || nat::flow::layout(self.question.protocol).is_none() {

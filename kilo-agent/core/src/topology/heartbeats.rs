@@ -3,7 +3,7 @@
 use super::{CheckedInRef, Mesh, Node};
 use crate::settings::Granularity;
 
-/// Seconds between two heartbeats where anybody may judge by them who is alive: Kilo's own interval.
+/// Seconds between two heartbeats where anybody may tell by them who is alive: Kilo's own interval.
 pub const OFTEN: u16 = 30;
 /// Seconds between two heartbeats where probes and WireGuard show who is alive.
 pub const SELDOM: u16 = 300;

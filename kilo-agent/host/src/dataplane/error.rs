@@ -65,9 +65,9 @@ pub enum DataplaneError {
     },
     /// A qdisc of another kind is in the place of clsact.
     #[error(
-        "interface {interface} has a qdisc of the kind ingress, which has no hook for what leaves, and programs are \
-         attached as filters here (Linux 6.6 and later have TCX): remove it (`tc qdisc delete dev {interface} ingress`); \
-         kg then adds clsact, which takes its filters, too"
+        "interface {interface} has an ingress qdisc, which has no egress hook, and without TCX (Linux 6.6 or later) kg \
+         needs clsact: remove the qdisc (`tc qdisc delete dev {interface} ingress`), and kg adds clsact, which can \
+         hold its filters, too"
     )]
     NoEgressHook {
         /// Interface name.
@@ -114,7 +114,7 @@ pub enum DataplaneError {
     #[error(
         "Linux {release} is a PREEMPT_RT kernel on which programs on one processor may interrupt each other, and \
          masquerading by the programs could mix up packets: use --masquerade=nftables, or a kernel with \
-         CONFIG_PREEMPT_RT_NEEDS_BH_LOCK=y (/boot of the host must be readable to kg, so that it sees that)"
+         CONFIG_PREEMPT_RT_NEEDS_BH_LOCK=y (kg looks for it in /boot of the host, which it must be able to read)"
     )]
     Realtime {
         /// Release of the kernel.

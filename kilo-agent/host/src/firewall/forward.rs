@@ -69,7 +69,8 @@ struct Table {
     flavour: &'static str,
 }
 
-/// Keeps the rules in place.
+/// Keeps the rules that accept pods' traffic in place. It knows the pod CIDRs (truncated) of the last attempt,
+/// and when the tables were last read; `None` before the first attempt and after a removal that failed.
 #[derive(Debug, Default)]
 pub struct Forward {
     wanted: Option<BTreeSet<IpNet>>,

@@ -41,9 +41,9 @@ fn warning(count: usize, size: usize, family: &str) -> Option<String> {
     let wanted = (count * 4).next_power_of_two();
     (count > size).then(|| {
         format!(
-            "this node sends to {count} nodes and peers on its own networks, and the kernel's table of neighbours is \
-             made for {size} in all containers of this host together; when it is full, packets to nodes are lost \
-             (\"neighbor table overflow\" in the kernel's log): sysctl net.{family}.neigh.default.gc_thresh3={} \
+            "this node sends to {count} nodes and peers on its own networks, and the kernel's neighbour table, which all \
+             containers of this host share, is made for {size}; when it is full, packets to nodes are lost \
+             (\"neighbor table overflow\" in the kernel's log). Enlarge it: sysctl net.{family}.neigh.default.gc_thresh3={} \
              net.{family}.neigh.default.gc_thresh2={wanted}",
             wanted * 2
         )

@@ -107,12 +107,13 @@ impl Device {
         UnixStream::connect(socket_path(name)).await.is_ok()
     }
 
-    /// Interface name.
+    /// The interface's name, by which the userspace process's socket is found as well.
     pub fn name(&self) -> &str {
         &self.name
     }
 
-    /// Interface index.
+    /// The kernel's index of the interface, as of [`Self::open`]: an interface of the same name that was made
+    /// since has another one.
     pub fn index(&self) -> u32 {
         self.index
     }

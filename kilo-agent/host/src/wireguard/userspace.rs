@@ -77,7 +77,8 @@ impl Detached {
         self.ended.load(Ordering::Acquire)
     }
 
-    /// Process id.
+    /// Process id, in the agent's PID namespace, which is the session's id as well. After the end another process
+    /// may have it.
     pub fn id(&self) -> u32 {
         self.id
     }

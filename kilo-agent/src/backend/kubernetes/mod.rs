@@ -316,7 +316,8 @@ async fn follow<K, T: Kept>(
                     if !keep.is_empty() {
                         tracing::warn!(
                             missing = keep.len(),
-                            "list of {}s returned far fewer than cached; keeping the missing ones until a second list confirms",
+                            "a list of {}s has far fewer objects than are cached; keeping the missing ones until a second list \
+                             confirms that they are gone",
                             T::KIND
                         );
                         break;

@@ -82,7 +82,7 @@ impl ApiFlags {
     }
 }
 
-/// A connection to an API server.
+/// A connection to the API server that kubeconfig and flags name, with the limit for each request.
 #[derive(Clone)]
 pub struct Cluster {
     /// For requests made step by step; pass them through [`Cluster::ask`] for its errors.

@@ -382,8 +382,8 @@ impl Connection {
         if let Some(obstacle) = obstacle.filter(|_| has_several && is_due && self.not_before.is_none()) {
             self.not_before = Some(Instant::now() + AGAIN);
             tracing::warn!(
-                "this machine cannot follow gateways, so it uses Kilo's leaders alone: they speak IPv6 inside the \
-                 tunnels, for which {obstacle}"
+                "this machine cannot follow gateways, so it uses only Kilo's leaders: gateways' signals use IPv6 inside \
+                 the tunnels, so {obstacle}"
             );
         }
     }
@@ -436,7 +436,7 @@ impl Connection {
         writes += self.net.apply(&net, interface.index).await?;
         if follows && let Err(error) = self.following.go_on(&mesh, &wireguard, &interface.device) {
             tracing::error!(
-                "{}; this machine uses Kilo's leaders alone; retrying in {} s",
+                "{}; this machine uses only Kilo's leaders; retrying in {} s",
                 error_chain(error.as_ref()),
                 AGAIN.as_secs()
             );

@@ -69,7 +69,8 @@ async fn ways(cluster: &Cluster, mesh: &Mesh, snapshot: &Snapshot, flags: &Flags
         match seen {
             Ok(seen) => heard.push((leader, seen)),
             Err(error) => {
-                let text = format!("the ways of {leader} are unknown, its agent did not answer: {error:#}");
+                let text =
+                    format!("tunnel paths of {leader} are unknown: its agent did not answer: {error:#}");
                 eprintln!("kgctl: {}", terminal::plain(&text));
             }
         }

@@ -60,12 +60,12 @@ pub struct StatusArgs {
     not_ready: bool,
     /// Exit with 3 when something is wrong: a node that is not ready, an agent whose pod is not Ready or that does not
     /// answer, a location without a leader, tunnels that do not answer, an address, a key or a pod CIDR that two nodes
-    /// claim, a Peer that overlaps nodes. What could not be checked, for want of a right for example, counts as well.
+    /// claim, a Peer that overlaps nodes. What could not be checked, for lack of a right for example, counts as well.
     /// Exit with 1 when the state cannot be read.
     #[arg(long)]
     check: bool,
-    /// Wait until --check finds nothing wrong; exit with 3 when that takes longer than --timeout. Errors that no
-    /// waiting mends, such as the name of an unknown node or missing rights, end it at once with 1.
+    /// Wait until --check finds nothing wrong; exit with 3 when that takes longer than --timeout. Errors that
+    /// waiting cannot fix, such as the name of an unknown node or missing rights, end it at once with 1.
     #[arg(long)]
     wait: bool,
     /// Longest time to wait.

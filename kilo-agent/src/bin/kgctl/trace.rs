@@ -53,8 +53,8 @@ pub struct TraceArgs {
     #[arg(long, default_value = "64")]
     ttl: u8,
     /// Where it comes from: a pod of this node, this host, kilo (decrypted by
-    /// WireGuard), or lan (another node of the location). Default: pod, or what
-    /// the tables know of --src.
+    /// WireGuard), or lan (another node of the location). Default: what the tables
+    /// say about --src, else pod.
     #[arg(long)]
     from: Option<From>,
     /// With --from=lan: private address of the node that sends it; default: the

@@ -67,7 +67,7 @@ impl Feed {
         Self { source: Arc::new(move || Box::pin(source())), answer_limit, last: Arc::default() }
     }
 
-    /// The current report.
+    /// A report that the source makes now, however recent the last one is; it does not count towards the limit.
     pub async fn report(&self) -> Report {
         (self.source)().await
     }

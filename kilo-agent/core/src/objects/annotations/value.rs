@@ -62,7 +62,7 @@ impl Value<'_> {
         if matches!(self.text.trim().to_ascii_lowercase().as_str(), "false" | "f" | "0" | "no" | "n" | "off")
         {
             self.problems.push(format!(
-                "annotation {0} {1:?}: the value does not count, the node asks to lead; to take it back: kubectl \
+                "annotation {0} {1:?}: the node asks to lead, whatever the value says; to take that back: kubectl \
                  annotate node {node} {0}-",
                 self.name, self.text
             ));
@@ -89,7 +89,10 @@ impl Value<'_> {
         if term >> 16 > MOST_CHANGES.into() {
             self.ignored(
                 &format!(" {:?} is ignored", excerpt(self.text)),
-                &format!("{} changes of leader, and more than {MOST_CHANGES} are not believed", term >> 16),
+                &format!(
+                    "it counts {} changes of leader, and more than {MOST_CHANGES} are implausible",
+                    term >> 16
+                ),
             );
             return None;
         }

@@ -59,7 +59,8 @@ pub struct NodeSliceSpec {
     pub index: Option<Index>,
 }
 
-/// Which slices there are.
+/// Content of the slice named [`INDEX`], which the writer renews each minute: readers use only the slices that it
+/// names.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct Index {

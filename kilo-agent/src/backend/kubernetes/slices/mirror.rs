@@ -135,8 +135,8 @@ impl Mirror {
         self.nodes.remove(name);
     }
 
-    /// Why this agent must not judge others, if so: silence proves nothing to an agent that does not hear
-    /// itself.
+    /// Why this agent must not declare others dead, if so: silence proves nothing to an agent that does not
+    /// hear itself.
     pub(super) fn unfit(&self, now: Instant) -> Option<&'static str> {
         let Some(own) = self.nodes.get(&self.own) else {
             return self.listed.then_some("the own Node is not there");
@@ -144,7 +144,7 @@ impl Mirror {
         let often = Duration::from_secs(own.heartbeat.unwrap_or(OFTEN).max(OFTEN).into());
         let is_heard =
             self.beat.1.is_some_and(|beat| now.saturating_duration_since(beat) < often * MISSED.into());
-        (!is_heard).then_some("this node's heartbeat does not appear in what it watches")
+        (!is_heard).then_some("the API server has not sent this node's heartbeat back")
     }
 
     /// Updates which nodes are alive from their heartbeats, which costs as much as there are nodes; `often`:
@@ -206,10 +206,7 @@ mod tests {
         assert_eq!(mirror.unfit(later(0)), Some("the own Node is not there"));
         mirror.take(node("a", 1000), "l");
         assert_eq!(mirror.unfit(later(880)), None);
-        assert_eq!(
-            mirror.unfit(later(905)),
-            Some("this node's heartbeat does not appear in what it watches")
-        );
+        assert_eq!(mirror.unfit(later(905)), Some("the API server has not sent this node's heartbeat back"));
         mirror.apply_liveness(true);
         assert!(!mirror.unchecked);
     }

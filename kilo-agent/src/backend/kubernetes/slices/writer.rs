@@ -434,8 +434,8 @@ impl<'a> Writer<'a> {
         if self.pruned.is_empty() {
             tracing::warn!(
                 slice = name,
-                "the API server has dropped a part of this slice, and perhaps of others, which stay as they are; its \
-                 NodeSlice definition is older than this agent: apply manifests/crds.yaml"
+                "the API server dropped fields of this slice, and perhaps of others, because its NodeSlice CRD is older \
+                 than this agent; such slices are not updated until their nodes change: apply manifests/crds.yaml"
             );
         }
         let pruned = Pruned { sent: content.nodes.clone(), kept: kept.nodes };
@@ -456,8 +456,8 @@ impl<'a> Writer<'a> {
             tracing::warn!(
                 slice = name,
                 error,
-                "writing this slice has failed for some time; the other slices are written; if this lasts, apply manifests/crds.yaml, \
-                 or delete the slice: it will be recreated"
+                "repeatedly failed to write this slice (other slices are unaffected); if it persists, apply \
+                 manifests/crds.yaml, or delete the slice, which is then made anew"
             );
         } else {
             tracing::debug!(slice = name, error, "failed to write a slice; retrying");

@@ -79,27 +79,27 @@ impl Cell {
                 self.from, self.to
             ),
             (Target::Pod | Target::Node, _) => format!(
-                "`kgctl trace {} --src=POD --dst={}` says where the packet goes, `kgctl monitor {}` what the other \
+                "`kgctl trace {} --src=POD --dst={}` shows where the packet goes, and `kgctl monitor {}` what the other \
                  side drops",
                 self.from,
                 self.address.ip(),
                 if self.to.is_empty() { &self.from } else { &self.to }
             ),
             (Target::Service, _) => format!(
-                "if the pods themselves are reached over {family}, kube-proxy on {} does not translate: its log, and \
-                 `kubectl get endpointslices`",
+                "if the pods themselves are reached over {family}, kube-proxy on {} does not translate the Service's address: \
+                 see its log, and `kubectl get endpointslices`",
                 self.from
             ),
             (Target::Outside, _) => format!(
-                "pods of {} leave masqueraded: `kgctl trace {} --src=POD --dst={}`; is the target there, and its \
-                 firewall open to the node?",
+                "packets of pods leave {} masqueraded: see `kgctl trace {} --src=POD --dst={}`, and check that the target \
+                 is up and its firewall lets the node in",
                 self.from,
                 self.from,
                 self.address.ip()
             ),
             (Target::Peer, _) => format!(
-                "`kgctl showconf peer {}` must be what the peer has: allowed IPs of {} are missing there, or its \
-                 firewall drops",
+                "compare the peer's configuration with `kgctl showconf peer {}`: {}'s allowed IPs may be missing, or the \
+                 peer's firewall may drop the packets",
                 self.to, self.from
             ),
         }

@@ -22,7 +22,7 @@ const NAMED: usize = 5;
 /// The status once nothing is wrong, or what is still wrong when time is up.
 ///
 /// # Errors
-/// Errors that no waiting mends, at once; others when time is up.
+/// Errors that waiting cannot fix, at once; others when time is up.
 pub async fn until_healthy(args: &StatusArgs) -> Result<Checked> {
     let started = Instant::now();
     let _progress = Progress::new("waiting until the mesh is healthy", 0);
