@@ -107,9 +107,9 @@ counted! {
         /// No room in the ring for a signal or a relay message: the agent does not read the ring, or receives
         /// replies to probes that it never sent.
         SignalRingFull = 51 => "signal_ring_full",
-            "Signals and relay messages are sent again, and replies to probes leave half of the ring to signals. If it \
-             grows: the agent of this node hangs or lacks CPU (`kgctl status`), or somebody sends replies to \
-             probes that were never sent: `kgctl monitor --reason signal_ring_full` shows from where.",
+            "Signals and relay messages are sent again, and what anybody can send leaves room for the rest. If it \
+             grows: the agent of this node hangs or lacks CPU (`kgctl status`), or somebody sends signals that were \
+             never asked for: `kgctl monitor --reason signal_ring_full` shows from where.",
         /// Signal from a node that this one shares no key with, or of a kind that has no place here.
         UnknownSignal = 61 => "unknown_signal",
             "A node that has just joined, or become a gateway, is known within a second. Otherwise: `kgctl monitor \

@@ -11,6 +11,21 @@ use kilo_host::dataplane::{Dataplane, PROGRAMS, pin_directory};
 use crate::bpf;
 use crate::netns;
 
+/// How many instructions the verifier may look at for each program: a tenth more than it does on Linux 6.1, which
+/// looks at most. A first start waits for all of them.
+const VERIFIED: [(&str, u32); 10] = [
+    ("kilo_egress", 23_000),
+    ("lan_ingress", 70_000),
+    ("uplink_egress", 24_000),
+    ("l3_egress", 18_500),
+    ("l3_ingress", 57_000),
+    ("kilo_ingress", 19_500),
+    ("tunnel_ingress", 7_000),
+    ("pod_ingress", 1_600),
+    ("follow", 60),
+    ("inject", 60),
+];
+
 #[test]
 fn every_program_loads_with_room_to_spare() {
     let Some(fs) = bpf::bpffs() else { return };
@@ -19,8 +34,11 @@ fn every_program_loads_with_room_to_spare() {
         let info = dataplane.program(name).unwrap().info().unwrap();
         let verified = info.verified_instruction_count().unwrap_or(0);
         println!("{name}: {verified} instructions verified");
-        // A first start waits for all of them. Linux 6.1 needs about a sixth more than later kernels.
-        assert!(verified < 80_000, "{name} has the verifier look at {verified} instructions");
+        let (_, most) = VERIFIED.into_iter().find(|(program, _)| *program == name).unwrap();
+        assert!(
+            verified <= most,
+            "{name} has the verifier look at {verified} instructions, at most {most} are planned"
+        );
     }
 }
 

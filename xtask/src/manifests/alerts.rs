@@ -175,8 +175,8 @@ const ALERTS: &[Alert] = &[
         summary: "Slices are missing, cannot be read or contradict each other.",
         expr: "max by (cluster, job) (kilo_slice_problems) > 0",
         hold: "5m",
-        remedy: "The agent that writes slices mends them in about a second: something keeps it from that, which its log says, or \
-                 somebody else writes them ([security](security.md#what-an-agent-can-do-to-the-cluster)). `kgctl status` compares \
+        remedy: "The agent that writes slices repairs them within about a second. If the alert stays, its log says what keeps it \
+                 from that, or somebody else writes slices ([security](security.md#what-an-agent-can-do-to-the-cluster)). `kgctl status` compares \
                  slices with Nodes.",
         fires: &[(r#"kilo_slice_problems{instance="a1"}"#, "1x60")],
         labels: &[],
@@ -245,7 +245,7 @@ const ALERTS: &[Alert] = &[
         hold: "10m",
         remedy: "What each map holds, and how much: [tables](data-path.md#tables). Prefixes, `masq_addr` and `device`: a change that \
                  does not fit is refused as a whole; use fewer `allowed-location-ips` and Peers. `hop`, `node` and `signal_key`: split \
-                 the location. `nat`: the flows that were used least recently are given up; let pods reuse connections, or spread \
+                 the location. `nat`: the flows that were used least recently are evicted; let pods reuse connections, or spread \
                  them over more nodes.",
         fires: &[
             (r#"kilo_map_entries{instance="a1", map="hop"}"#, "4000x60"),
@@ -387,8 +387,8 @@ const ALERTS: &[Alert] = &[
         summary: "Failover signals arrive that are not authentic.",
         expr: r#"sum by (cluster, job, instance) (increase(kilo_signals_refused_total{why=~"forged|foreign"}[10m])) + sum by (cluster, job, instance) (increase(kilo_dropped_packets_total{reason=~"forged_signal"}[10m])) > 0 or (sum by (cluster, job, instance) (increase(kilo_signals_refused_total{why=~"member|gateway|location|replayed"}[10m])) > 0 and sum by (cluster, job, instance) (increase(kilo_signals_refused_total{why=~"member|gateway|location|replayed"}[10m] offset 10m)) > 0)"#,
         hold: "1m",
-        remedy: "They were refused, and nothing has changed. A node that has changed its key or its location is refused for some seconds, too, \
-                 and for less than ten minutes signals between gateways of two builds, or of a gateway that has just stopped being one. Otherwise \
+        remedy: "They were refused, and nothing has changed. Expected for a few seconds after a node changes its key or location, and for up to \
+                 ten minutes between gateways of different builds or after a gateway steps down. Otherwise \
                  `kgctl monitor --reason forged_signal` on the node shows from where and by which interface they come: somebody on the \
                  network of the nodes sends them ([drop reasons](drop-reasons.md)).",
         fires: &[
