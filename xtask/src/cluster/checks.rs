@@ -73,7 +73,7 @@ const CHECKS: &[Check] = &[
         "kgctl: connectivity-test is green, red where something is cut, and leaves nothing",
         kgctl::connectivity,
     ),
-    check("every program is on this kernel's hooks, and none was attached again", agents::attached),
+    check(ATTACHED, agents::attached),
     check("a drained node takes nothing with it", nodes::drain),
     check("a node that joins again gets another pod CIDR and is reached", nodes::join_again)
         .causing(&[AWAY, BOOTS]),
@@ -122,11 +122,19 @@ const CHECKS: &[Check] = &[
         .causing(&[AWAY, BOOTS]),
 ];
 
+/// Name of the check of what those before it have left.
+const ATTACHED: &str = "every program is on this kernel's hooks, and none was attached again";
 /// Runs after all the others, whichever were chosen.
 const LAST: Check = check(
     "in the end every program is on this kernel's hooks, and none was attached again",
     agents::attached,
 );
+
+/// Whether a check of this name judges what those before it have left: alone, on a cluster that has just
+/// come up, it shows nothing.
+pub fn judges_those_before(name: &str) -> bool {
+    name == ATTACHED || name == LAST.name
+}
 
 /// Which checks run.
 #[derive(Debug)]
