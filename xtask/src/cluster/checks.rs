@@ -90,10 +90,16 @@ const CHECKS: &[Check] = &[
         bad_input::everything,
     )
     .causing(&[ANYTHING]),
+    of_operators(
+        "a kernel without WireGuard is named in the termination message, the log and kgctl status",
+        bad_input::no_wireguard,
+    )
+    .causing(&[ANYTHING]),
     of_operators("agents start in a cluster without kube-proxy", no_kube_proxy::agents_start)
         .causing(&[ANYTHING]),
     of_operators("the uninstall manifest takes everything off every node", removal::manifest)
         .causing(&[AWAY, BOOTS]),
+    of_operators("kgctl uninstall takes everything off every node", removal::kgctl).causing(&[AWAY, BOOTS]),
     of_operators("Kilo's own DaemonSet gets our image, and its own again", migration::there_and_back)
         .causing(&[ANYTHING]),
     of_nodes(
