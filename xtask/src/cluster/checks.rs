@@ -73,7 +73,7 @@ const CHECKS: &[Check] = &[
         "kgctl: connectivity-test is green, red where something is cut, and leaves nothing",
         kgctl::connectivity,
     ),
-    check("every program is on this kernel's hooks, and none was attached again", agents::attached),
+    check(ATTACHED, agents::attached),
     check("a drained node takes nothing with it", nodes::drain),
     check("a node that joins again gets another pod CIDR and is reached", nodes::join_again)
         .causing(&[AWAY, BOOTS]),
@@ -90,10 +90,16 @@ const CHECKS: &[Check] = &[
         bad_input::everything,
     )
     .causing(&[ANYTHING]),
+    of_operators(
+        "a kernel without WireGuard is named in the termination message, the log and kgctl status",
+        bad_input::no_wireguard,
+    )
+    .causing(&[ANYTHING]),
     of_operators("agents start in a cluster without kube-proxy", no_kube_proxy::agents_start)
         .causing(&[ANYTHING]),
     of_operators("the uninstall manifest takes everything off every node", removal::manifest)
         .causing(&[AWAY, BOOTS]),
+    of_operators("kgctl uninstall takes everything off every node", removal::kgctl).causing(&[AWAY, BOOTS]),
     of_operators("Kilo's own DaemonSet gets our image, and its own again", migration::there_and_back)
         .causing(&[ANYTHING]),
     of_nodes(
@@ -122,11 +128,19 @@ const CHECKS: &[Check] = &[
         .causing(&[AWAY, BOOTS]),
 ];
 
+/// Name of the check of what those before it have left.
+const ATTACHED: &str = "every program is on this kernel's hooks, and none was attached again";
 /// Runs after all the others, whichever were chosen.
 const LAST: Check = check(
     "in the end every program is on this kernel's hooks, and none was attached again",
     agents::attached,
 );
+
+/// Whether a check of this name judges what those before it have left: alone, on a cluster that has just
+/// come up, it shows nothing.
+pub fn judges_those_before(name: &str) -> bool {
+    name == ATTACHED || name == LAST.name
+}
 
 /// Which checks run.
 #[derive(Debug)]

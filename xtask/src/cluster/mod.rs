@@ -37,6 +37,7 @@ use crate::{
     workspace_root,
 };
 use checks::Choice;
+pub use checks::judges_those_before;
 use node::{Node, Parts};
 use release::Release;
 

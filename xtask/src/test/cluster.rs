@@ -8,7 +8,7 @@ use clap::ValueEnum as _;
 use super::{Part, run_own};
 use crate::{
     cluster::{
-        COMES_UP, ClusterPart,
+        COMES_UP, ClusterPart, judges_those_before,
         release::{DEBIAN, Release},
     },
     command::own_program,
@@ -25,8 +25,8 @@ struct Run {
 }
 
 impl Run {
-    /// Arguments of `cluster test` for everything, or for the checks of the outcomes `names`. A cluster that did not come up
-    /// means everything.
+    /// Arguments of `cluster test` for everything, or for the checks of the outcomes `names`. A cluster that did
+    /// not come up means everything, and so does a check of what the others have left.
     fn arguments(&self, names: &[String]) -> Vec<String> {
         let pairs = |option: &str, values: Vec<String>| -> Vec<String> {
             values.into_iter().flat_map(|value| [option.to_owned(), value]).collect()
@@ -35,7 +35,9 @@ impl Run {
         let old = (self.release == DEBIAN).then(|| "--old".to_owned());
         let chosen = match names {
             [] => pairs("--part", parts()),
-            names if names.iter().any(|name| name == COMES_UP) => pairs("--part", parts()),
+            names if names.iter().any(|name| name == COMES_UP || judges_those_before(name)) => {
+                pairs("--part", parts())
+            }
             names => pairs("--only", names.to_vec()),
         };
         old.into_iter().chain(chosen).collect()
@@ -115,5 +117,10 @@ mod tests {
             "--only|a drained node takes nothing with it"
         );
         assert_eq!(again(&[COMES_UP]), "--part|always|--part|nodes");
+        // Alone on a new cluster these pass, whatever the others had done to the first one.
+        let attached = "every program is on this kernel's hooks, and none was attached again";
+        for name in [attached, &format!("in the end {attached}")] {
+            assert_eq!(again(&["a drained node takes nothing with it", name]), "--part|always|--part|nodes");
+        }
     }
 }

@@ -4,25 +4,30 @@
 use anyhow::{Context as _, Result, ensure};
 use serde_json::Value;
 
-use super::{agents, flows::Flows, settled};
+use super::{agents, both, flows::Flows, settled};
 use crate::cluster::{Cluster, deploy, node::Node};
 
 /// Gives the agents the runtime's default profile, as documented in docs/install.md.
 const DEFAULT: &str = r#"[{"op":"replace","path":"/spec/template/spec/containers/0/securityContext/seccompProfile",
     "value":{"type":"RuntimeDefault"}}]"#;
 
-/// Every container has a seccomp filter or none, as its object says.
+/// Every container of the agents has a seccomp filter or none, as its object says.
 pub fn as_named(cluster: &Cluster) -> Result<String> {
+    in_namespace(cluster, "kube-system", cluster.nodes.len())
+}
+
+/// The same for Kilo's containers in any namespace, of which there are at least so many.
+pub fn in_namespace(cluster: &Cluster, namespace: &str, least: usize) -> Result<String> {
     let label = "app.kubernetes.io/part-of=kilo";
     let list =
-        cluster.get(&["pods", "-n", "kube-system", "-l", label, "--field-selector=status.phase=Running"])?;
+        cluster.get(&["pods", "-n", namespace, "-l", label, "--field-selector=status.phase=Running"])?;
     let pods = list["items"].as_array().context("no list of pods")?;
     let mut said = Vec::new();
     for pod in pods.iter().filter(|pod| pod.pointer("/metadata/deletionTimestamp").is_none()) {
         let name = pod["metadata"]["name"].as_str().context("the pod has no name")?;
         said.extend(of_pod(cluster, pod).with_context(|| name.to_owned())?);
     }
-    ensure!(said.len() >= cluster.nodes.len(), "only {} containers: {said:?}", said.len());
+    ensure!(said.len() >= least, "only {} containers in {namespace}: {said:?}", said.len());
     said.sort();
     said.dedup();
     Ok(format!("{} pods: {}", pods.len(), said.join(", ")))
@@ -88,18 +93,16 @@ fn filters(status: &str) -> Result<u32> {
 /// Agents under the runtime's default profile start without a warning and without packet loss.
 pub fn by_default(cluster: &Cluster) -> Result<String> {
     let shown = with_default(cluster);
-    deploy::apply_file(cluster, deploy::manifest_name())?;
-    deploy::wait_rolled_out(cluster, "kilo", 180)?;
-    shown
+    let put_back = deploy::apply_file(cluster, deploy::manifest_name())
+        .and_then(|()| deploy::wait_rolled_out(cluster, "kilo", 180));
+    both(shown, put_back)
 }
 
 fn with_default(cluster: &Cluster) -> Result<String> {
     let flows = Flows::start(cluster, None)?;
     let patched = cluster.kubectl(&["-n", "kube-system", "patch", "ds/kilo", "--type=json", "-p", DEFAULT]);
     let rolled = patched.and_then(|_| deploy::wait_rolled_out(cluster, "kilo", 180));
-    let lost = flows.finish();
-    rolled?;
-    let lost = lost?;
+    let lost = both(flows.finish(), rolled)?;
     settled(cluster)?;
     let named = as_named(cluster)?;
     ensure!(named.contains("kilo RuntimeDefault"), "no agent has the default profile: {named}");

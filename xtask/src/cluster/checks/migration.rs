@@ -4,10 +4,11 @@ use std::time::Duration;
 
 use anyhow::{Context as _, Result, bail};
 
-use super::{Skipped, flows::Flows, removal};
+use super::{Skipped, both, flows::Flows, removal};
 use crate::{
     cluster::{
         Cluster, deploy, network,
+        node::Node,
         original::{self, Original, Tunnels},
         until,
     },
@@ -43,84 +44,130 @@ pub fn there_and_back(cluster: &Cluster) -> Result<String> {
         return Err(Skipped("neither Kilo's program nor its source is here ($KILO_GO_SOURCE)").into());
     };
     let _tunnels = install(cluster, &original)?;
-    super::settled_beside_kilo(cluster).context("Kilo itself")?;
-    let mut said = Vec::new();
-    let mut step = |name: &str, code: &dyn Fn() -> Result<()>| -> Result<Step> {
-        let step = measured(cluster, code).with_context(|| name.to_owned())?;
-        println!("    {name}: {}", step.text);
-        said.push(format!("{name}: {}", step.text));
+    let mut steps = Steps { cluster, said: Vec::new(), clear: 0 };
+    let shown = steps.all_steps(&original).and_then(|costs| costs.judge(cluster.nodes.len()));
+    let clear = network::none_in_clear(steps.clear).context("after our agents had stopped");
+    both(both(shown, clear), remove(cluster))?;
+    Ok(steps.said.join("\n    "))
+}
+
+/// Steps of a migration.
+struct Steps<'a> {
+    cluster: &'a Cluster,
+    /// Name and figures of each.
+    said: Vec<String>,
+    /// Packets in cleartext in those that may leave none.
+    clear: u64,
+}
+
+impl Steps<'_> {
+    fn all_steps(&mut self, original: &Original) -> Result<Costs> {
+        let cluster = self.cluster;
+        super::settled_beside_kilo(cluster).context("Kilo itself")?;
+        let manifest = original.manifest()?;
+        // Kilo removes its routes when it stops, and then nothing contains what its pods send.
+        let original = self.of_kilo("Go to Go", || restart(cluster))?;
+        self.of_kilo("Go to ours, by the image alone", || set_image(cluster, image::IMAGE))?;
+        let back = self.contained("ours to Go", || set_image(cluster, original::IMAGE))?;
+        let beside = self.of_kilo("ours comes up beside Go", || {
+            cluster.apply(&takeover(cluster)?)?;
+            deploy::wait_rolled_out(cluster, TAKEOVER, 120)
+        })?;
+        let taken = self.contained("Go to ours, taken over", || set_image(cluster, image::IMAGE))?;
+        let left = self.contained("those that took over go", || {
+            cluster.kubectl(&["-n", "kube-system", "delete", "ds", TAKEOVER, "--cascade=foreground"])?;
+            agents_listen(cluster)
+        })?;
+        let ours = self.contained("ours to ours", || restart(cluster))?;
+        let again = self.contained("ours to Go again", || set_image(cluster, original::IMAGE))?;
+        set_image(cluster, image::IMAGE)?;
+        super::settled_beside_kilo(cluster)?;
+        let stay = self
+            .contained("our manifest, applied over Kilo's DaemonSet", || deploy::apply(cluster).map(drop))?;
+        let home = self.contained("Kilo's manifest, applied over ours", || {
+            cluster.apply(&manifest)?;
+            deploy::wait_rolled_out(cluster, "kilo", 180)
+        })?;
+        Ok(Costs { original, back, beside, taken, left, ours, again, stay, home })
+    }
+
+    /// Measures a step in which packets in cleartext do not count.
+    fn of_kilo(&mut self, name: &str, code: impl FnOnce() -> Result<()>) -> Result<Step> {
+        self.step(name, false, code)
+    }
+
+    /// Measures a step in which no packet of a pod may be in cleartext, even if the step fails.
+    fn contained(&mut self, name: &str, code: impl FnOnce() -> Result<()>) -> Result<Step> {
+        self.step(name, true, code)
+    }
+
+    fn step(&mut self, name: &str, counts: bool, code: impl FnOnce() -> Result<()>) -> Result<Step> {
+        let (step, result) = measured(self.cluster, code).with_context(|| name.to_owned())?;
+        self.clear += if counts { step.clear } else { 0 };
+        let text = format!("{name}: {}", step.text);
+        println!("    {text}");
+        self.said.push(text.clone());
+        result.context(text)?;
         Ok(step)
-    };
-    let manifest = original.manifest()?;
-    let original = step("Go to Go", &|| {
-        cluster.kubectl(&["-n", "kube-system", "rollout", "restart", "ds/kilo"])?;
-        deploy::wait_rolled_out(cluster, "kilo", 180)
-    })?;
-    step("Go to ours, by the image alone", &|| set_image(cluster, image::IMAGE))?;
-    // Kilo removes its routes when it stops, and then nothing contains what its pods send.
-    let back = step("ours to Go", &|| set_image(cluster, original::IMAGE))?;
-    let beside = step("ours comes up beside Go", &|| {
-        cluster.apply(&takeover(cluster)?)?;
-        deploy::wait_rolled_out(cluster, TAKEOVER, 120)
-    })?;
-    let taken = step("Go to ours, taken over", &|| set_image(cluster, image::IMAGE))?;
-    let left = step("those that took over go", &|| {
-        cluster.kubectl(&["-n", "kube-system", "delete", "ds", TAKEOVER, "--cascade=foreground"])?;
-        agents_listen(cluster)
-    })?;
-    let ours = step("ours to ours", &|| {
-        cluster.kubectl(&["-n", "kube-system", "rollout", "restart", "ds/kilo"])?;
-        deploy::wait_rolled_out(cluster, "kilo", 180)
-    })?;
-    let again = step("ours to Go again", &|| set_image(cluster, original::IMAGE))?;
-    set_image(cluster, image::IMAGE)?;
-    super::settled_beside_kilo(cluster)?;
-    let stay = step("our manifest, applied over Kilo's DaemonSet", &|| deploy::apply(cluster).map(drop))?;
-    let home = step("Kilo's manifest, applied over ours", &|| {
-        cluster.apply(&manifest)?;
-        deploy::wait_rolled_out(cluster, "kilo", 180)
-    })?;
-    let steps = [&back, &taken, &left, &ours, &again, &stay, &home];
-    let clear: u64 = steps.iter().map(|step| step.clear).sum();
-    remove(cluster)?;
-    network::none_in_clear(clear).context("after our agents had stopped")?;
-    let dearer = [&back, &again].into_iter().find(|step| step.lost > original.lost);
-    if let Some(step) = dearer {
-        bail!("a step back lost {} packets, one from Kilo to Kilo {}", step.lost, original.lost);
     }
-    // Nothing steers between the end of our agent and the start of Kilo's, nor between two of Kilo's; both
-    // gaps vary.
-    if home.lost_within > 2 * original.lost_within {
-        bail!(
-            "Kilo's manifest over ours lost {} packets within the location, Kilo to Kilo {}",
-            home.lost_within,
-            original.lost_within
-        );
+}
+
+/// What each step has cost, apart from Kilo to ours by the image alone, which has no goal.
+#[derive(Default)]
+struct Costs {
+    original: Step,
+    back: Step,
+    beside: Step,
+    taken: Step,
+    left: Step,
+    ours: Step,
+    again: Step,
+    stay: Step,
+    home: Step,
+}
+
+impl Costs {
+    /// Fails when a step has cost more than it may on that many nodes.
+    fn judge(&self, nodes: usize) -> Result<()> {
+        let Self { original, back, beside, taken, left, ours, again, stay, home } = self;
+        if let Some(step) = [back, again].into_iter().find(|step| step.lost > original.lost) {
+            bail!("a step back lost {} packets, one from Kilo to Kilo {}", step.lost, original.lost);
+        }
+        // Nothing steers between the end of our agent and the start of Kilo's, nor between two of Kilo's; both
+        // gaps vary.
+        for (what, home, original) in [
+            ("within the location", home.lost_within, original.lost_within),
+            ("to the other location", home.lost_beyond, original.lost_beyond),
+        ] {
+            if home > 2 * original {
+                bail!("Kilo's manifest over ours lost {home} packets {what}, Kilo to Kilo {original}");
+            }
+        }
+        let outside = back.lost_outside.max(again.lost_outside).max(home.lost_outside);
+        if outside > MOST_OUTSIDE {
+            bail!("{outside} masqueraded packets were lost on the way back, not {MOST_OUTSIDE}");
+        }
+        let lost = ours.lost_within + left.lost_within + stay.lost_within;
+        if lost > MOST_LOST {
+            bail!("{lost} packets within the location were lost from our agents to our agents");
+        }
+        // On this one machine all agents start at once, and userspace WireGuard to the other location has to
+        // wait.
+        if beside.lost_within + beside.clear > 0 {
+            bail!("agents that wait beside Kilo disturb it: {}", beside.text);
+        }
+        let most = MOST_TAKEN * u64::try_from(nodes)?;
+        if taken.lost_within > most {
+            bail!(
+                "{} packets within the location were lost while nodes were taken over, not {most}",
+                taken.lost_within
+            );
+        }
+        if taken.gap > LONGEST_TAKEN {
+            bail!("a flow had no answer for {} ms while nodes were taken over", taken.gap.as_millis());
+        }
+        Ok(())
     }
-    let outside = back.lost_outside.max(again.lost_outside).max(home.lost_outside);
-    if outside > MOST_OUTSIDE {
-        bail!("{outside} masqueraded packets were lost on the way back, not {MOST_OUTSIDE}");
-    }
-    let lost = ours.lost_within + left.lost_within + stay.lost_within;
-    if lost > MOST_LOST {
-        bail!("{lost} packets within the location were lost from our agents to our agents");
-    }
-    // On this one machine all agents start at once, and userspace WireGuard to the other location has to
-    // wait.
-    if beside.lost_within + beside.clear > 0 {
-        bail!("agents that wait beside Kilo disturb it: {}", beside.text);
-    }
-    let most = MOST_TAKEN * u64::try_from(cluster.nodes.len())?;
-    if taken.lost_within > most {
-        bail!(
-            "{} packets within the location were lost while nodes were taken over, not {most}",
-            taken.lost_within
-        );
-    }
-    if taken.gap > LONGEST_TAKEN {
-        bail!("a flow had no answer for {} ms while nodes were taken over", taken.gap.as_millis());
-    }
-    Ok(said.join("\n    "))
 }
 
 /// Replaces our program on every node by Kilo's own. Dropping the value ends the substitute for the
@@ -138,9 +185,10 @@ pub fn install(cluster: &Cluster, original: &Original) -> Result<Option<Tunnels>
     Ok(tunnels)
 }
 
-/// Removes Kilo's own DaemonSet and puts ours back.
+/// Removes Kilo's own DaemonSet, and the one that takes over, and puts ours back.
 pub fn remove(cluster: &Cluster) -> Result<()> {
-    cluster.kubectl(&["-n", "kube-system", "delete", "ds", "kilo", "--cascade=foreground"])?;
+    let delete = ["-n", "kube-system", "delete", "ds", "kilo", TAKEOVER];
+    cluster.kubectl(&[&delete[..], &["--ignore-not-found", "--cascade=foreground"]].concat())?;
     for node in &cluster.nodes {
         node.sh(LEFT_BY_KILO)?;
     }
@@ -167,6 +215,11 @@ fn set_image(cluster: &Cluster, image: &str) -> Result<()> {
     deploy::wait_rolled_out(cluster, "kilo", 180)
 }
 
+fn restart(cluster: &Cluster) -> Result<()> {
+    cluster.kubectl(&["-n", "kube-system", "rollout", "restart", "ds/kilo"])?;
+    deploy::wait_rolled_out(cluster, "kilo", 180)
+}
+
 /// Output of `kgctl takeover` on the first node.
 fn takeover(cluster: &Cluster) -> Result<String> {
     let image = format!("--image={}", image::IMAGE.trim_start_matches("docker.io/"));
@@ -184,6 +237,7 @@ fn agents_listen(cluster: &Cluster) -> Result<()> {
 }
 
 /// Measurements of one step, until everybody was reachable again.
+#[derive(Default)]
 struct Step {
     text: String,
     /// Cleartext packets.
@@ -192,13 +246,16 @@ struct Step {
     lost: u64,
     /// Those lost from the leader to a member of its location, all families.
     lost_within: u64,
+    /// Those lost from the leader to the other location, all families.
+    lost_beyond: u64,
     /// Those lost to the outside host.
     lost_outside: u64,
     /// Longest time without a reply in any flow.
     gap: Duration,
 }
 
-fn measured(cluster: &Cluster, code: impl FnOnce() -> Result<()>) -> Result<Step> {
+/// Measures a step; its own result is the second value.
+fn measured(cluster: &Cluster, code: impl FnOnce() -> Result<()>) -> Result<(Step, Result<()>)> {
     let flows = Flows::start(cluster, None)?;
     let result = code();
     // The flows count cleartext packets meanwhile; one of our steps fails by that count, whatever a later
@@ -208,13 +265,43 @@ fn measured(cluster: &Cluster, code: impl FnOnce() -> Result<()>) -> Result<Step
     let of = |is_wanted: &dyn Fn(&str) -> bool| -> u64 {
         measured.flows.iter().filter(|(name, _)| is_wanted(name)).map(|(_, figures)| figures.lost).sum()
     };
-    let beside = format!("{} to {}", cluster.nodes[0].site.node, cluster.nodes[1].site.node);
-    let lost_within = of(&|name| name.starts_with(&beside));
-    let lost_outside = of(&|name| name.ends_with(" to outside"));
-    let (clear, lost) = (measured.clear, measured.lost());
-    let gap = measured.flows.iter().map(|(_, figures)| figures.gap).max().unwrap_or_default();
-    let text = format!("{measured}; {clear} packets in cleartext");
-    result.with_context(|| text.clone())?;
-    settled.with_context(|| text.clone())?;
-    Ok(Step { text, clear, lost, lost_within, lost_outside, gap })
+    let first = cluster.first();
+    let to = |node: &Node| format!("{} to {}", first.name(), node.name());
+    let beside = to(&cluster.nodes[1]);
+    let others = cluster.nodes.iter().filter(|node| node.site.letter != first.site.letter);
+    let others: Vec<_> = others.map(to).collect();
+    let step = Step {
+        text: format!("{measured}; {} packets in cleartext", measured.clear),
+        clear: measured.clear,
+        lost: measured.lost(),
+        lost_within: of(&|name| name.starts_with(&beside)),
+        lost_beyond: of(&|name| others.iter().any(|other| name.starts_with(other))),
+        lost_outside: of(&|name| name.ends_with(" to outside")),
+        gap: measured.flows.iter().map(|(_, figures)| figures.gap).max().unwrap_or_default(),
+    };
+    Ok((step, result.and(settled)))
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "tests")]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn kilos_manifest_over_ours_may_cost_twice_what_kilo_to_kilo_costs_in_each_direction() {
+        let costs = |within: u64, beyond: u64| Costs {
+            original: Step { lost: 900, lost_within: 300, lost_beyond: 600, ..Step::default() },
+            home: Step { lost: within + beyond, lost_within: within, lost_beyond: beyond, ..Step::default() },
+            ..Costs::default()
+        };
+        costs(600, 1200).judge(3).unwrap();
+        let said = |costs: Costs| costs.judge(3).unwrap_err().to_string();
+        let within = said(costs(601, 0));
+        assert_eq!(
+            within,
+            "Kilo's manifest over ours lost 601 packets within the location, Kilo to Kilo 300"
+        );
+        let beyond = said(costs(0, 1201));
+        assert!(beyond.contains("1201 packets to the other location, Kilo to Kilo 600"), "{beyond}");
+    }
 }

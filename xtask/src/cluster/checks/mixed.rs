@@ -5,7 +5,7 @@ use std::time::Duration;
 use anyhow::{Context as _, Result};
 
 use super::{
-    Skipped,
+    Skipped, both,
     flows::{Flows, Measured},
     migration, nodes, stand_by,
 };
@@ -63,9 +63,8 @@ pub fn leader_dies(cluster: &Cluster) -> Result<String> {
     let taken =
         annotations.map(|(node, name)| cluster.kubectl(&["annotate", "node", node, &format!("{name}-")]));
     let removed = migration::remove(cluster);
-    let text = result?;
-    taken.into_iter().collect::<Result<Vec<_>>>()?;
-    removed.map(|()| text)
+    let taken = taken.into_iter().collect::<Result<Vec<_>>>().map(drop);
+    both(both(result, taken), removed)
 }
 
 fn one_after_the_other(cluster: &Cluster, stays: &Node, leader: &Node) -> Result<String> {

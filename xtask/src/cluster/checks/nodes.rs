@@ -9,7 +9,7 @@ use std::{
 use anyhow::{Context as _, Result, bail};
 use ipnet::IpNet;
 
-use super::{everybody, flows::Flows, removal, settled};
+use super::{both, everybody, flows::Flows, removal, settled};
 use crate::{
     cluster::{Cluster, deploy, images, kubeadm, network, node::Node, until},
     lab::probe::{self, Protocol},
@@ -46,7 +46,7 @@ fn boots(cluster: &Cluster, count: u32) -> Result<String> {
         let took = took?;
         slowest = slowest.max(took);
     }
-    talking.end(cluster)?;
+    talking.end()?;
     Ok(format!(
         "{count} boots, pods talked again after {:.1} s at most; 0 packets of pods in cleartext",
         slowest.as_secs_f32()
@@ -75,7 +75,7 @@ pub fn boot_with_a_file(cluster: &Cluster) -> Result<String> {
             break;
         }
     }
-    talking.end(cluster)?;
+    talking.end()?;
     if seen == 0 {
         bail!("no packet in cleartext was seen although the configuration outlived the boot");
     }
@@ -120,25 +120,38 @@ fn network_condition(cluster: &Cluster, node: &str) -> Result<String> {
 }
 
 /// Pods on every node that send from the moment they start: to each test pod and to the outside host, in
-/// all families.
-struct Talkers;
+/// all families; until dropped.
+struct Talkers<'a>(&'a Cluster);
 
-impl Talkers {
-    fn start(cluster: &Cluster) -> Result<Self> {
+impl<'a> Talkers<'a> {
+    fn start(cluster: &'a Cluster) -> Result<Self> {
         let pods = deploy::pods(cluster, "app=echo")?;
         let families = if cluster.release.has_two_families() { 2 } else { 1 };
         let outside: [IpAddr; 2] = [network::OUTSIDE.into(), network::OUTSIDE_V6.into()];
         let all = pods.iter().flat_map(deploy::Pod::addresses).chain(outside.into_iter().take(families));
         let addresses: Vec<_> = all.map(|address| address.to_string()).collect();
         let objects = TALKERS.replace("IMAGE", images::TEST).replace("ADDRESSES", &addresses.join(" "));
+        let talkers = Self(cluster);
         cluster.apply(&objects)?;
         cluster.kubectl(&["rollout", "status", "ds/talker", "--timeout=60s"])?;
-        Ok(Self)
+        Ok(talkers)
     }
 
-    fn end(self, cluster: &Cluster) -> Result<()> {
-        cluster.kubectl(&["delete", "ds", "talker", "--wait=false"])?;
+    fn end(self) -> Result<()> {
+        let cluster = self.0;
+        self.delete()?;
         cluster.kubectl(&["rollout", "status", "deployment/echo", "--timeout=120s"]).map(drop)
+    }
+
+    fn delete(&self) -> Result<()> {
+        self.0.kubectl(&["delete", "ds", "talker", "--wait=false", "--ignore-not-found"]).map(drop)
+    }
+}
+
+impl Drop for Talkers<'_> {
+    fn drop(&mut self) {
+        // A check that fails leaves none either; one that passes has deleted them.
+        let _ = self.delete();
     }
 }
 
@@ -165,23 +178,34 @@ pub fn drain(cluster: &Cluster) -> Result<String> {
     let flows = Flows::start(cluster, Some(node))?;
     cluster.kubectl(&["cordon", node])?;
     let drained = cluster.kubectl(&["drain", node, "--ignore-daemonsets", "--force", "--timeout=60s"]);
-    let lost = flows.finish();
-    drained?;
-    cluster.kubectl(&["uncordon", node])?;
-    cluster.kubectl(&["rollout", "status", "deployment/echo", "--timeout=60s"])?;
-    everybody(cluster)?;
-    lost
+    let lost = both(flows.finish(), drained.map(drop));
+    let back = cluster
+        .kubectl(&["uncordon", node])
+        .and_then(|_| cluster.kubectl(&["rollout", "status", "deployment/echo", "--timeout=60s"]))
+        .and_then(|_| everybody(cluster).map(drop));
+    both(lost, back)
 }
 
 /// Deletes a node that keeps running: Kubernetes ends its pods and the agent in any order, and none sends
 /// in cleartext. Then its kubelet registers it again.
 pub fn deleted_while_it_runs(cluster: &Cluster) -> Result<String> {
     let node = cluster.remote();
-    let name = node.name();
     let talking = Talkers::start(cluster)?;
     let before = network::clear_packets()?;
     let cidrs = pod_cidrs(cluster, node)?;
     network::count_from(&cidrs, None)?;
+    let shown = deleted_and_registered(cluster, node, &cidrs);
+    let talked = talking.end();
+    let clear = network::counted()
+        .and_then(|counted| network::none_in_clear(counted + network::clear_packets()? - before));
+    // Documented in docs/install.md: without a reboot, some pods may have addresses of the former pod CIDR.
+    let renewed = removal::renew_pods(cluster);
+    both(both(shown, both(talked, renewed)), clear)
+}
+
+/// Deletes the node, and waits until its kubelet has registered it again and its next agent is ready.
+fn deleted_and_registered(cluster: &Cluster, node: &Node, cidrs: &str) -> Result<String> {
+    let name = node.name();
     let former: Vec<IpNet> = cidrs.split_whitespace().map(str::parse).collect::<Result<_, _>>()?;
     let pods = deploy::pods(cluster, "app=echo")?;
     let other = deploy::pod_on(&pods, cluster.first())?.address;
@@ -208,11 +232,6 @@ pub fn deleted_while_it_runs(cluster: &Cluster) -> Result<String> {
         .iter()
         .filter(|pod| former.iter().any(|cidr| pod.addresses().any(|address| cidr.contains(&address))))
         .count();
-    talking.end(cluster)?;
-    let clear = network::counted()? + network::clear_packets()? - before;
-    // Documented in docs/install.md: without a reboot, some pods may have addresses of the former pod CIDR.
-    removal::renew_pods(cluster)?;
-    network::none_in_clear(clear)?;
     Ok(format!(
         "the agent ended {:.0} s after the deletion; {with_former} pods started before the next one; 0 packets in cleartext",
         took.as_secs_f32()

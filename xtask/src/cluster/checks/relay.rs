@@ -49,11 +49,14 @@ fn there_and_back(cluster: &Cluster, relay: &Node) -> Result<String> {
     let relayed = wait_for(ends, TunnelPath::Relayed, Duration::from_secs(60));
     let shown = relayed.and_then(|()| shown(cluster, ends, relay));
     wait::time_passes(Duration::from_secs(2), "what follows the change is counted, too");
-    let cut = flows.measure();
-    let shown = shown?;
-    let cut = cut?.all(|name, figures| {
-        figures.gap <= CONNECTS && (!name.ends_with(" to outside") || figures.lost == 0)
-    })?;
+    let mut cut = String::new();
+    let measured = flows.measure().and_then(|measured| {
+        cut = measured.all(|name, figures| {
+            figures.gap <= CONNECTS && (!name.ends_with(" to outside") || figures.lost == 0)
+        })?;
+        Ok(())
+    });
+    let shown = both(shown, measured)?;
     ensure!(network::blocked()? > 0, "nothing was blocked between {} and {}", ends[0].name(), ends[1].name());
 
     let flows = Flows::start(cluster, Some(relay.name()))?;
@@ -61,9 +64,7 @@ fn there_and_back(cluster: &Cluster, relay: &Node) -> Result<String> {
     let direct = wait_for(ends, TunnelPath::Direct, RETURNS);
     wait::time_passes(STAYS, "the pair may fall back to the relay");
     let stayed = direct.and_then(|()| wait_for(ends, TunnelPath::Direct, Duration::from_secs(1)));
-    let returned = flows.measure()?;
-    stayed?;
-    let returned = returned.all(|_, figures| figures.lost == 0)?;
+    let returned = both(flows.finish(), stayed)?;
     Ok(format!("{shown}; cut: {cut}; return: {returned}"))
 }
 

@@ -3,7 +3,10 @@
 use std::{fs, time::Duration};
 
 use anyhow::{Context as _, Result, bail, ensure};
+use kilo_core::objects::annotations;
+use serde_json::Value;
 
+use super::both;
 use crate::{
     cluster::{Cluster, deploy, network, node::Node, until},
     command::output,
@@ -12,14 +15,29 @@ use crate::{
 
 /// The steps of docs/install.md, on nodes with every piece of our state; then Kilo comes back.
 pub fn manifest(cluster: &Cluster) -> Result<String> {
+    and_back(cluster, || {
+        let refused = refuses_beside_an_agent(cluster)?;
+        let said = remove(cluster)?;
+        nothing_is_left(cluster)?;
+        Ok(format!("{refused}; {said}"))
+    })
+}
+
+/// The same with `kgctl uninstall`; then Kilo comes back.
+pub fn kgctl(cluster: &Cluster) -> Result<String> {
+    and_back(cluster, || by_kgctl(cluster))
+}
+
+/// Removes Kilo and installs it again; no packet of a pod may be in cleartext until then.
+fn and_back(cluster: &Cluster, remove: impl FnOnce() -> Result<String>) -> Result<String> {
     let before = network::clear_packets()?;
-    let refused = refuses_beside_an_agent(cluster)?;
-    let said = remove(cluster)?;
-    nothing_is_left(cluster)?;
-    let clear = network::clear_packets()? - before;
-    put_back(cluster)?;
-    network::none_in_clear(clear)?;
-    Ok(format!("{refused}; {said}"))
+    let said = remove();
+    let clear = network::clear_packets().and_then(|now| network::none_in_clear(now - before));
+    if said.is_err() {
+        // It may have left this, which would remove Kilo again.
+        let _ = forget(cluster);
+    }
+    both(both(said, clear), put_back(cluster))
 }
 
 /// While agents run, the manifest's pods fail and say why.
@@ -99,7 +117,7 @@ fn install(program: &str, node: &Node, place: &str) -> Result<()> {
     Ok(())
 }
 
-/// The same with `kgctl uninstall`, which refuses while agents run.
+/// Removes Kilo by `kgctl uninstall`, which refuses while agents run.
 pub fn by_kgctl(cluster: &Cluster) -> Result<String> {
     install_kgctl(cluster)?;
     let image = format!("--image={}", image::IMAGE.trim_start_matches("docker.io/"));
@@ -119,14 +137,27 @@ pub fn by_kgctl(cluster: &Cluster) -> Result<String> {
     Ok(said)
 }
 
-/// Checks that nothing of ours is left on any node.
+/// Checks that nothing of ours is left on any node, and in any Node object.
 fn nothing_is_left(cluster: &Cluster) -> Result<()> {
     cluster.nodes.iter().try_for_each(nothing_is_left_on)?;
-    let annotated = cluster.kubectl(&["get", "nodes", "-o", "jsonpath={.items[*].metadata.annotations}"])?;
-    if annotated.contains("kilo.squat.ai/key") {
-        bail!("annotations are left: {annotated}");
-    }
+    let nodes = cluster.get(&["nodes"])?;
+    let nodes = nodes["items"].as_array().context("no list of nodes")?;
+    let left: Vec<_> = nodes.iter().flat_map(left_in).collect();
+    ensure!(left.is_empty(), "left in Node objects: {}", left.join(", "));
     Ok(())
+}
+
+/// What agents have written into a Node object: annotations, and the condition NetworkUnavailable.
+fn left_in(node: &Value) -> Vec<String> {
+    let name = node["metadata"]["name"].as_str().unwrap_or_default();
+    let written = annotations::retracted();
+    let annotated = node["metadata"]["annotations"].as_object().into_iter().flatten();
+    let annotated = annotated.filter(|(key, _)| written.contains_key(*key));
+    let conditions = node["status"]["conditions"].as_array().into_iter().flatten();
+    let ours = conditions.filter_map(|condition| condition["reason"].as_str());
+    let ours = ours.filter(|reason| ["KiloIsUp", "KiloIsStarting"].contains(reason));
+    let annotated = annotated.map(|(key, _)| format!("{key} of {name}"));
+    annotated.chain(ours.map(|reason| format!("the condition {reason} of {name}"))).collect()
 }
 
 fn nothing_is_left_on(node: &Node) -> Result<()> {
@@ -187,3 +218,25 @@ for device in $(ls /sys/class/net); do
   tc filter show dev $device ingress; tc filter show dev $device egress
 done 2> /dev/null | grep -i kilo || true
 ";
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_agents_wrote_is_found_in_a_node_and_what_others_wrote_is_not() {
+        let node = |annotations: &[&str], reason: &str| {
+            let annotations: serde_json::Map<_, _> =
+                annotations.iter().map(|name| ((*name).to_owned(), "x".into())).collect();
+            left_in(&serde_json::json!({
+                "metadata": { "name": "a1", "annotations": annotations },
+                "status": { "conditions": [{ "type": "NetworkUnavailable", "reason": reason }] },
+            }))
+        };
+        assert!(node(&["kilo.squat.ai/location", "example.com/key"], "CalicoIsUp").is_empty());
+        assert_eq!(node(&["kilo.squat.ai/leading"], "CalicoIsUp"), ["kilo.squat.ai/leading of a1"]);
+        for reason in ["KiloIsUp", "KiloIsStarting"] {
+            assert_eq!(node(&[], reason), [format!("the condition {reason} of a1")]);
+        }
+    }
+}

@@ -4,23 +4,27 @@ use std::time::Duration;
 
 use anyhow::{Context as _, Result, bail};
 
-use super::{Skipped, agents, settled};
+use super::{Skipped, agents, both, confined, settled};
 use crate::cluster::{Cluster, deploy, until};
 
 /// Deploys the webhook by its manifest, with the certificate that it generates: it rejects invalid Peers
-/// and accepts valid ones.
+/// and accepts valid ones, in containers with the seccomp profile that the manifest names.
 pub fn webhook(cluster: &Cluster) -> Result<String> {
     deploy::apply_file(cluster, "peer-validation.yaml")?;
     let deployment = "deployment/peer-validation-server";
     cluster.kubectl(&["-n", "kilo", "rollout", "status", deployment, "--timeout=120s"])?;
+    let named = confined::in_namespace(cluster, "kilo", 1);
     let valid = peer("192.0.2.1");
     until("a valid peer is accepted", Duration::from_secs(30), || cluster.apply(&valid).ok())?;
     let refused = cluster.apply(&peer("nonsense"));
     cluster.kubectl(&["delete", "peer", "laptop"])?;
     cluster.kubectl(&["delete", "validatingwebhookconfiguration", "peers.kilo.squat.ai"])?;
     cluster.kubectl(&["delete", "namespace", "kilo", "--wait=false"])?;
+    let named = named?;
     match refused {
-        Err(error) if format!("{error:#}").contains("peers.kilo.squat.ai") => Ok(format!("{error:#}")),
+        Err(error) if format!("{error:#}").contains("peers.kilo.squat.ai") => {
+            Ok(format!("{error:#}\n    {named}"))
+        }
         Err(error) => bail!("the peer was not refused by the webhook: {error:#}"),
         Ok(()) => bail!("a peer whose endpoint is not a valid address was accepted"),
     }
@@ -34,8 +38,7 @@ pub fn own_node(cluster: &Cluster) -> Result<String> {
     }
     deploy::apply_file(cluster, "own-node.yaml")?;
     let shown = with_the_policy(cluster);
-    cluster.kubectl(&["delete", "-f", "/opt/manifests/own-node.yaml"])?;
-    shown
+    both(shown, cluster.kubectl(&["delete", "-f", "/opt/manifests/own-node.yaml"]).map(drop))
 }
 
 fn with_the_policy(cluster: &Cluster) -> Result<String> {

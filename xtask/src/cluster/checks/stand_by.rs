@@ -6,6 +6,7 @@ use anyhow::{Context as _, Result, bail};
 
 use super::{
     agents::metric,
+    both,
     change::{Expected, Why},
     flows::{Flows, Measured},
 };
@@ -50,12 +51,14 @@ pub fn leader_is_drained(cluster: &Cluster) -> Result<String> {
         let drained = cluster.kubectl(&drain).and_then(|_| leads(stand_by));
         wait::time_passes(Duration::from_secs(2), "what follows the change is counted, too");
         let measured = flows.measure();
+        let figures = measured.and_then(|measured| measured.all(|_, figures| figures.lost <= PLANNED));
         // The node leads again a minute after it is uncordoned.
         let seen = drained.and_then(|()| Ok((change.await_shown()?, change.await_reported()?)));
-        cluster.kubectl(&["uncordon", leader.name()])?;
-        cluster.kubectl(&["rollout", "status", "deployment/echo", "--timeout=60s"])?;
+        let rollout = ["rollout", "status", "deployment/echo", "--timeout=60s"];
+        let uncordoned =
+            cluster.kubectl(&["uncordon", leader.name()]).and_then(|_| cluster.kubectl(&rollout));
+        let figures = both(figures, uncordoned.map(drop))?;
         let (shown, reported) = seen?;
-        let figures = measured?.all(|_, figures| figures.lost <= PLANNED)?;
         Ok(format!("{figures}; {shown}; {reported}"))
     })
 }
@@ -72,9 +75,9 @@ fn with_failover(cluster: &Cluster, code: impl FnOnce(&Node, &Node) -> Result<St
         .and_then(|()| await_fit(stand_by))
         .and_then(|()| await_idle())
         .and_then(|()| code(leader, stand_by));
-    deploy::apply_file(cluster, deploy::manifest_name())?;
-    deploy::wait_rolled_out(cluster, "kilo", 180)?;
-    result
+    let put_back = deploy::apply_file(cluster, deploy::manifest_name())
+        .and_then(|()| deploy::wait_rolled_out(cluster, "kilo", 180));
+    both(result, put_back)
 }
 
 /// Waits, for at most a minute, until the work of a rollout is over: all nodes share this machine's

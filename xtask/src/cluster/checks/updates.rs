@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use anyhow::{Result, ensure};
 
-use super::flows::Flows;
+use super::{both, flows::Flows};
 use crate::{
     cluster::{Cluster, deploy, images::OTHER_TAG, until},
     image::IMAGE,
@@ -18,8 +18,7 @@ const SYNCED: Duration = Duration::from_secs(5);
 fn while_talking(cluster: &Cluster, code: impl FnOnce() -> Result<()>) -> Result<String> {
     let flows = Flows::start(cluster, None)?;
     let result = code();
-    let lost = flows.finish();
-    result.and(lost)
+    both(flows.finish(), result)
 }
 
 pub fn rollout_restart(cluster: &Cluster) -> Result<String> {
