@@ -99,7 +99,7 @@ pub struct TestArgs {
     /// Run every part.
     #[arg(long, conflicts_with = "parts")]
     all: bool,
-    /// Then run one of the long parts, which take turns from commit to commit: soak, bench, one of the long-labs, a kernel of vm,
+    /// Then run one of the long parts, drawn by the commit's hash: soak, bench, one of the long-labs, a kernel of vm,
     /// or more checks of cluster.
     #[arg(long, conflicts_with_all = ["parts", "all"])]
     rotate: bool,
