@@ -115,7 +115,7 @@ const ORDERS: [(&str, &str); 10] = [
     ("host/src", "memory lock cni net firewall wireguard dataplane interface"),
     (
         "failover/src",
-        "planned turn params probes detector tunnel sentinel roll_call gateway far member other_gateways agent",
+        "planned params turn probes detector tunnel sentinel roll_call gateway far member other_gateways agent",
     ),
     ("failover-sim/src", "rng faults host invariants engine planned scenarios several restarts report"),
     (
