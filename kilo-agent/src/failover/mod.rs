@@ -63,10 +63,18 @@ pub struct Options {
     pub params: Params,
 }
 
+/// What a reconcile has found out for the thread.
+enum News {
+    /// The mesh as it is now.
+    Site(Arc<Site>),
+    /// This node takes no part any more.
+    Left,
+}
+
 /// State shared by the thread and the agent.
 struct Shared {
-    /// Result of the last reconcile, until the thread takes it. `Some(None)`: this node takes no part any more.
-    site: Mutex<Option<Option<Arc<Site>>>>,
+    /// Result of the last reconcile, until the thread takes it.
+    news: Mutex<Option<News>>,
     /// Wakes the thread.
     wake: EventFd,
     stop: AtomicBool,
@@ -142,7 +150,7 @@ impl Failover {
     /// When no event descriptor can be created.
     pub fn new(options: Options, changed: Arc<Notify>) -> std::io::Result<Self> {
         let shared = Shared {
-            site: Mutex::default(),
+            news: Mutex::default(),
             wake: EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)?,
             stop: AtomicBool::new(false),
             output: Mutex::default(),
@@ -278,7 +286,7 @@ impl Failover {
         bpffs: &Path,
         metrics: &FailoverMetrics,
     ) -> Result<(), DataplaneError> {
-        *self.shared.site.lock() = Some(Some(Arc::new(site)));
+        *self.shared.news.lock() = Some(News::Site(Arc::new(site)));
         if self.thread.as_ref().is_none_or(JoinHandle::is_finished) {
             let tools = thread::Tools {
                 signals: dataplane.signals()?,
@@ -300,7 +308,7 @@ impl Failover {
 impl Failover {
     /// Ends this node's part: it has left the mesh, or has no private address or key any more.
     pub fn leave(&self) {
-        *self.shared.site.lock() = Some(None);
+        *self.shared.news.lock() = Some(News::Left);
         self.shared.wake();
     }
 }

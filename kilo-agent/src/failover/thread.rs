@@ -27,7 +27,7 @@ use self::{
     wait::{Ready, Wait},
 };
 use super::{
-    Shared, ThreadOutput,
+    News, Shared, ThreadOutput,
     claim_answers::Moved,
     claim_rate::ClaimRate,
     followers::Followers,
@@ -174,10 +174,10 @@ impl Thread {
         if ready.agent {
             let _ = self.shared.wake.read();
         }
-        let site = self.shared.site.lock().take();
-        match site {
-            Some(Some(site)) => self.set_site(&site),
-            Some(None) => self.leave(),
+        let news = self.shared.news.lock().take();
+        match news {
+            Some(News::Site(site)) => self.set_site(&site),
+            Some(News::Left) => self.leave(),
             None => {}
         }
         let Some(site) = self.site.clone() else {
