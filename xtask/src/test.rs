@@ -22,7 +22,7 @@ use crate::{
     apt, bench, build_all,
     cluster::{ClusterPart, release::Release},
     command::own_program,
-    kube_tools, kubernetes,
+    image, kube_tools, kubernetes,
     lab::{self, takedown::stop_if_interrupted},
     report::{Outcome, TestOutcome},
     rotation::{Kernel, Long, LongLab, OnKernel},
@@ -60,6 +60,8 @@ pub enum Part {
     Vm,
     /// What a packet costs, compared with docs/benchmarks.json: instructions in a guest with Debian's 6.12.
     Bench,
+    /// The image as it is shipped, compiled in its own base image; only named or with --all.
+    Image,
 }
 
 /// Parts of every run, one after the other.
@@ -69,7 +71,7 @@ const BESIDE_LAB: [&[Part]; 2] = [&[Part::Bpf, Part::Net], &[Part::Api]];
 /// Debian packages of the part `api`, besides the lab's.
 const API_PACKAGES: &[&str] = &["openssl", "procps", "socat"];
 /// Long parts, in an order in which the soak's ten minutes pass beside another part.
-const LONG: [Part; 4] = [Part::Soak, Part::Vm, Part::Bench, Part::LongLabs];
+const LONG: [Part; 5] = [Part::Soak, Part::Vm, Part::Bench, Part::LongLabs, Part::Image];
 
 impl Part {
     const fn label(self) -> &'static str {
@@ -84,6 +86,7 @@ impl Part {
             Self::Cluster => "cluster",
             Self::Vm => "vm",
             Self::Bench => "bench",
+            Self::Image => "image",
         }
     }
 }
@@ -154,6 +157,7 @@ impl TestArgs {
         if let Some(turn) = turn {
             println!("xtask: of the long parts, this commit runs: {}", turn.label());
         }
+        let left = left.chain([Part::Image.label().to_owned()]);
         println!("xtask: left to `cargo xtask test --all`: {}", left.collect::<Vec<_>>().join(", "));
         let and = |part: &[Part]| [&QUICK[..], part].concat();
         match turn {
@@ -290,7 +294,7 @@ fn run_part(
     if binaries.is_none() {
         build_all()?;
         // These run the programs, not cargo's test binaries.
-        if !matches!(part, Part::Lab | Part::LongLabs | Part::Cluster | Part::Soak | Part::Bench) {
+        if matches!(part, Part::Unit | Part::Bpf | Part::Net | Part::Api | Part::Vm) {
             *binaries = Some(programs::build()?);
         }
     }
@@ -340,22 +344,29 @@ fn run_part(
             apt::install(lab::PACKAGES)?;
             guest::run((&chosen.on.0, chosen.on.1), binaries, tries)
         }
-        Part::Bench => compare_packets(),
+        Part::Bench => {
+            let name = "a packet costs no more instructions than docs/benchmarks.json has";
+            let bin = own_program()?;
+            Ok(single(part, name, || bench::compare_packets(bin.parent().context("no directory")?)))
+        }
+        Part::Image => {
+            let name = "the Dockerfile makes an image that holds what it should";
+            Ok(single(part, name, image::build_shipped))
+        }
     }
 }
 
-/// Whether a packet costs what it did.
-fn compare_packets() -> Result<Vec<TestOutcome>> {
+/// The outcome of a part that has but one.
+fn single(part: Part, name: &str, code: impl FnOnce() -> Result<()>) -> Vec<TestOutcome> {
     let started = Instant::now();
-    let result = match bench::compare_packets(own_program()?.parent().context("no directory")?) {
+    let result = match code() {
         Ok(()) => Outcome::Passed,
         Err(error) => {
-            println!("FAILED bench: {error:#}");
+            println!("FAILED {}: {error:#}", part.label());
             Outcome::Failed
         }
     };
-    let name = "a packet costs no more instructions than docs/benchmarks.json has";
-    Ok(vec![outcome(Part::Bench, name, result, started)])
+    vec![outcome(part, name, result, started)]
 }
 
 /// Seed of the random tests: fixed in ordinary runs, so that a commit which passed passes again; random

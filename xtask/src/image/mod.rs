@@ -53,6 +53,21 @@ pub struct ImageArgs {
     sbom: bool,
 }
 
+/// Builds the image for amd64 as it is shipped, and searches it, as `cargo xtask image` does.
+///
+/// # Errors
+/// When the build fails, or the image holds what it must not or lacks what it needs.
+pub fn build_shipped() -> Result<()> {
+    main(&ImageArgs {
+        quick: false,
+        architecture: Architecture::Amd64,
+        renew: false,
+        check_reproducible: false,
+        output: None,
+        sbom: false,
+    })
+}
+
 /// Builds the image and prints its size and digest.
 pub fn main(args: &ImageArgs) -> Result<()> {
     if !nix::unistd::geteuid().is_root() {
