@@ -439,7 +439,7 @@ fn quoted(text: &str) -> String {
 /// `prometheusrule.yaml`, for the Prometheus operator.
 pub fn prometheus_rule() -> String {
     let mut text = String::from(
-        "# Made by `cargo xtask manifests`; do not edit. docs/alerts.md says what each asks for.\n\
+        "# docs/alerts.md says what each asks for.\n\
          # For the Prometheus operator.\n\
          apiVersion: monitoring.coreos.com/v1\nkind: PrometheusRule\nmetadata:\n  name: kilo\n  namespace: kube-system\n\
          \x20 labels:\n    app.kubernetes.io/name: kilo\n    app.kubernetes.io/part-of: kilo\nspec:\n  groups:\n\

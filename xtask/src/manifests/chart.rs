@@ -59,10 +59,11 @@ pub fn files(sources: &Sources<'_>) -> Result<BTreeMap<String, String>> {
     let monitor = optional("podMonitor", &labelled("podMonitor", pod_monitor)?)
         .replace(INTERVAL, "      interval: {{ .Values.podMonitor.interval }}\n");
     let chart = format!(
-        "# Made by `cargo xtask manifests`; do not edit.\napiVersion: v2\nname: kilo\n\
+        "{}apiVersion: v2\nname: kilo\n\
          description: A multi-location network for Kubernetes, WireGuard between locations, eBPF inside them.\n\
          type: application\nversion: {VERSION}\nappVersion: {VERSION}\n\
-         home: https://github.com/kilo-ebpf/kilo\n"
+         home: https://github.com/kilo-ebpf/kilo\n",
+        super::HEADER
     );
     let files = [
         ("Chart.yaml", chart),

@@ -5,6 +5,8 @@ use std::collections::BTreeMap;
 use anyhow::{Context as _, Result};
 use serde_yaml_ng::{Mapping, Value};
 
+use super::HEADER;
+
 /// Files of `overlays/NAME`, which turns `base` into `text`.
 pub fn overlay(name: &str, about: &str, base: &str, text: &str) -> Result<BTreeMap<String, String>> {
     let common = documents(base)?;
@@ -22,15 +24,14 @@ pub fn overlay(name: &str, about: &str, base: &str, text: &str) -> Result<BTreeM
             None => added.push(written),
         }
     }
-    let header = "# Made by `cargo xtask manifests`; do not edit.\n";
     let mut kustomization = format!(
-        "{header}# {about} The same as kilo-{name}.yaml with crds.yaml.\n\
+        "{HEADER}# {about} The same as kilo-{name}.yaml with crds.yaml.\n\
          apiVersion: kustomize.config.k8s.io/v1beta1\nkind: Kustomization\nresources:\n  - ../../base\n"
     );
     let mut files = BTreeMap::new();
     if !added.is_empty() {
         kustomization += "  - objects.yaml\n";
-        files.insert("objects.yaml".to_owned(), format!("{header}---\n{}", added.join("---\n")));
+        files.insert("objects.yaml".to_owned(), format!("{HEADER}---\n{}", added.join("---\n")));
     }
     if !patches.is_empty() {
         kustomization += "patches:\n";
@@ -40,7 +41,7 @@ pub fn overlay(name: &str, about: &str, base: &str, text: &str) -> Result<BTreeM
         kustomization +=
             &format!("  - path: {file}\n    target:\n      kind: {kind}\n      name: {object}\n");
         let text = serde_yaml_ng::to_string(&operations)?;
-        files.insert(file, format!("{header}# kilo-{name}.yaml says why.\n{text}"));
+        files.insert(file, format!("{HEADER}# kilo-{name}.yaml says why.\n{text}"));
     }
     files.insert("kustomization.yaml".to_owned(), kustomization);
     Ok(files.into_iter().map(|(file, text)| (format!("overlays/{name}/{file}"), text)).collect())

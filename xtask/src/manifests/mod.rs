@@ -1,5 +1,6 @@
-//! `cargo xtask manifests`: every DaemonSet from one template, the Grafana
-//! dashboard from a list of panels.
+//! `cargo xtask manifests`: every DaemonSet, the overlay of each and the chart's from one template, the
+//! Grafana dashboard from a list of panels, alerts and their page from another, and copies of what the
+//! single files, components and the chart have in common. docs/testing.md lists what is written by hand.
 
 pub mod alerts;
 mod chart;
@@ -91,6 +92,8 @@ const TEMPLATE: &str = include_str!("kilo.yaml");
 const PAGE_ACCESS: &str = include_str!("page-access.yaml");
 const OWN_NODE: &str = include_str!("own-node.yaml");
 const SLICES: &str = include_str!("slices.yaml");
+/// First line of a generated file, but for those of the chart. It is not in the templates, which are edited.
+const HEADER: &str = "# Made by `cargo xtask manifests`; do not edit.\n";
 /// Name of the image in the manifests, without a tag.
 pub const IMAGE: &str = "kilo-ebpf/kilo";
 const VERSION: &str = env!("CARGO_PKG_VERSION");
@@ -124,7 +127,7 @@ fn render() -> Result<BTreeMap<String, String>> {
     for variant in &VARIANTS {
         let text = daemon(variant, false)?;
         files.extend(kustomize::overlay(variant.name, variant.about, &base, &text)?);
-        files.insert(format!("kilo-{}.yaml", variant.name), text);
+        files.insert(format!("kilo-{}.yaml", variant.name), headed(&text));
     }
     let validation = environment.get_template("peer-validation")?.render(context! { image })?;
     let dashboard = dashboard::json()?;
@@ -142,30 +145,35 @@ fn render() -> Result<BTreeMap<String, String>> {
         own_node: OWN_NODE,
         slices: SLICES,
     })?);
-    files.insert("components/page-access/rbac.yaml".to_owned(), PAGE_ACCESS.to_owned());
+    let uninstall = environment.get_template("uninstall")?.render(context! { image })?;
     for (file, text) in [
+        ("base/kilo.yaml", &*base),
+        ("components/page-access/rbac.yaml", PAGE_ACCESS),
         ("own-node.yaml", OWN_NODE),
         ("components/own-node/policy.yaml", OWN_NODE),
         ("slices.yaml", SLICES),
         ("components/slices/rbac.yaml", SLICES),
+        ("prometheusrule.yaml", &rule),
+        ("components/monitoring/prometheusrule.yaml", &rule),
+        ("peer-validation.yaml", &validation),
+        ("components/webhook/peer-validation.yaml", &validation),
+        ("uninstall.yaml", &uninstall),
     ] {
-        files.insert(file.to_owned(), text.to_owned());
+        files.insert(file.to_owned(), headed(text));
     }
-    files.insert("base/kilo.yaml".to_owned(), base);
     files.insert("base/crds.yaml".to_owned(), crds);
     files.insert("components/monitoring/podmonitor.yaml".to_owned(), pod_monitor);
-    files.insert("components/monitoring/prometheusrule.yaml".to_owned(), rule.clone());
-    files.insert("prometheusrule.yaml".to_owned(), rule);
     files.insert("components/monitoring/grafana-dashboard.json".to_owned(), dashboard.clone());
-    files.insert("components/webhook/peer-validation.yaml".to_owned(), validation.clone());
-    files.insert("peer-validation.yaml".to_owned(), validation);
     files.insert("grafana-dashboard.json".to_owned(), dashboard);
-    let uninstall = environment.get_template("uninstall")?;
-    files.insert("uninstall.yaml".to_owned(), uninstall.render(context! { image })?);
     Ok(files)
 }
 
-/// Every file of manifests/, generated or not, by its path there.
+fn headed(text: &str) -> String {
+    format!("{HEADER}{text}")
+}
+
+/// Every file of manifests/, generated or not, by its path there. A name that begins with a dot is that of a
+/// test's directory or an editor's file.
 pub fn files() -> Result<BTreeMap<String, String>> {
     let mut files = BTreeMap::new();
     let mut left = vec![PathBuf::new()];
@@ -173,6 +181,9 @@ pub fn files() -> Result<BTreeMap<String, String>> {
         for entry in fs::read_dir(directory().join(&below))? {
             let entry = entry?;
             let path = below.join(entry.file_name());
+            if entry.file_name().as_encoded_bytes().starts_with(b".") {
+                continue;
+            }
             if entry.file_type()?.is_dir() {
                 left.push(path);
             } else {
