@@ -101,6 +101,7 @@ impl Agent {
                 let Some(gateway) = &mut self.gateway else { return };
                 if gateway.roll.followed(from, signal.nonce, turn.now, word) {
                     self.heard_word(from, word, turn);
+                    self.announce_next_step(from, word, turn);
                 }
             }
             (Kind::Hello, Body::Hello { is_fit, is_busy, leads, gateway, losses, .. }) => {
@@ -150,6 +151,17 @@ impl Agent {
             lead.announce(from, present, turn);
         }
         self.deliver_waiting(from, present.cookie, turn);
+    }
+
+    /// A kernel that has missed many changes obeys one step of [`kilo_common::lead::LEAP`] after the other.
+    fn announce_next_step(&self, from: NodeId, word: (Term, NodeId), turn: &mut Turn<'_>) {
+        let Some(gateway) = &self.gateway else { return };
+        if let (Some(lead), Some(present)) = (&gateway.lead, gateway.roll.last(from))
+            && word.1 == self.own_location.me
+            && word.0 < lead.term()
+        {
+            lead.announce(from, *present, turn);
+        }
     }
 
     pub(super) fn heard_word(&mut self, from: NodeId, word: (Term, NodeId), turn: &mut Turn<'_>) {
