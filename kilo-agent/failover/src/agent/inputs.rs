@@ -118,7 +118,7 @@ impl Agent {
                     let pairs = losses.as_chunks::<2>().0.iter().filter(|[lost, _]| gateways.contains(lost));
                     let losses: Vec<u64> = pairs.flatten().copied().collect();
                     own.others.heard(&self.params, turn.now, from, state, &losses);
-                    self.learn_term(signal.term);
+                    self.hear_term(from, signal.term, turn.now);
                 }
                 self.ask_to_be_led(from, turn);
             }
@@ -165,7 +165,7 @@ impl Agent {
     }
 
     pub(super) fn heard_word(&mut self, from: NodeId, word: (Term, NodeId), turn: &mut Turn<'_>) {
-        let is_believed = self.hear_term(from, word.0);
+        let is_believed = self.hear_term(from, word.0, turn.now);
         if !is_believed {
             turn.push(Output::Note(Note::Leaps(from)));
         }
@@ -234,7 +234,7 @@ impl Agent {
         if !self.admit_adoption(member, now) {
             return;
         }
-        if !self.hear_term(member, term) {
+        if !self.hear_term(member, term, now) {
             return turn.push(Output::Note(Note::Leaps(member)));
         }
         self.count_loss_by_adoption(member, age, turn.now);
