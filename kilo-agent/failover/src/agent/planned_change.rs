@@ -9,7 +9,7 @@ use crate::{
     Agent, Far, Micros, NodeId, Note, Output, SEC, Signal, Term, Turn, far,
     gateway::Lead,
     planned::{Act, Cause, Giver, Taker, Try},
-    signal::{Body, Kind, Shared},
+    signal::{Body, Kind, MAX_MEMBERS, Shared},
     turn::Given,
 };
 
@@ -310,13 +310,22 @@ impl Agent {
     pub fn has_asked(&self, term: Term) -> bool {
         let Some(gateway) = &self.gateway else { return false };
         let takes = gateway.planned.taker.as_ref().map(Taker::term);
-        gateway.lead.as_ref().map(Lead::term) == Some(term) || takes == Some(term)
+        let leads = gateway.lead.as_ref().map(Lead::term);
+        [leads, takes].contains(&Some(term)) || term == Term::NONE && gateway.behind.has_asked()
+    }
+
+    /// Whether a CLAIM or END of this location could have this part: its sender may know some more nodes.
+    fn could_have_part(&self, (part, parts): (u16, u16)) -> bool {
+        part < parts && usize::from(parts) <= self.own_location.nodes.len() / MAX_MEMBERS + 2
     }
 
     /// Handles MOVED: a far leader answers a CLAIM or an END.
     pub(crate) fn handle_moved(&mut self, far: Far, signal: &Signal, turn: &mut Turn<'_>) {
         let Body::Claim { gateway: to, part, members, .. } = &signal.body else { return };
-        let me = self.own_location.me;
+        let (me, is_latest) = (self.own_location.me, far::is_latest(signal));
+        if !self.could_have_part(*part) || !is_latest && !self.has_asked(signal.term) {
+            return;
+        }
         let Some(gateway) = &mut self.gateway else { return };
         gateway.planned.silent.remove(&far);
         gateway.behind.answered();
@@ -327,7 +336,10 @@ impl Agent {
             lead.moved(far, signal.term, members);
         }
         if let Some(taker) = gateway.planned.taker.as_mut().filter(|_| *to == me) {
-            let acts = taker.moved(far, signal.term, *part, members);
+            // No other location decides which nodes are in this one.
+            let nodes = &self.own_location.nodes;
+            let members: Vec<_> = members.iter().copied().filter(|member| nodes.contains(member)).collect();
+            let acts = taker.moved(far, signal.term, *part, &members);
             self.act_as_taker(acts, turn);
         }
     }
@@ -359,11 +371,6 @@ impl Agent {
                     let users = self.users_of(from, turn.now);
                     turn.push(Output::Note(Note::IsGiven { from, why: Given::Planned(cause) }));
                     self.term = term;
-                    // No other location decides which nodes are in this one.
-                    let members: Vec<_> = members
-                        .into_iter()
-                        .filter(|member| self.own_location.nodes.contains(member))
-                        .collect();
                     let shared = self.shared_of_giver(from);
                     self.lead_in(term, members.into_iter().chain(users).chain([me]), shared, turn);
                 }
