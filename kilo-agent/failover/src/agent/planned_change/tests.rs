@@ -159,6 +159,43 @@ fn what_nobody_has_asked_is_no_answer_and_no_part_is_imagined() {
     }
 }
 
+/// Another stand-by, [`THIRD`], asks this one to be ready every half second; [`LEADER`] is the gateway that this
+/// node uses.
+#[test]
+fn who_only_asks_keeps_no_gateway_busy() {
+    const THIRD: NodeId = 4;
+    let mut bench = Bench::new();
+    let mut own_location = bench.agent.own_location.clone();
+    own_location.gateways.push(THIRD);
+    own_location.nodes.push(THIRD);
+    bench.agent.set_own_location(own_location, bench.now, &mut || 1);
+    let term = Term::from_bits(7 << 16);
+    bench.present(THIRD, term, LEADER);
+    let prepare = |bench: &mut Bench, from: NodeId| {
+        let number = Cause::Cordoned.number(bench.now);
+        bench.hear(from, Kind::Prepare, number, term, Body::Change { cookie: BOOT, gateway: ME })
+    };
+    let mut busy = 0;
+    for half_second in 0..40 {
+        let out = prepare(&mut bench, THIRD);
+        if let Some(term) = asked_in(&out) {
+            let body = Body::Claim { gateway: ME, shared: Shared::Stay, part: (0, 1), members: vec![] };
+            bench.hear(FAR, Kind::Moved, half_second, term, body);
+        }
+        for _ in 0..48 {
+            bench.turn(vec![]);
+            let gateway = bench.agent.gateway.as_ref().expect("it is one");
+            busy += u32::from(gateway.planned.is_busy());
+        }
+    }
+    assert!((1..48 * 40 / 2).contains(&busy), "busy in {busy} of {} turns", 48 * 40);
+    // The leader is answered at once, whoever is being waited for, and nobody comes between.
+    (0..300).for_each(|_| drop(bench.turn(vec![])));
+    assert!(asked_in(&prepare(&mut bench, THIRD)).is_some());
+    assert!(asked_in(&prepare(&mut bench, LEADER)).is_some(), "the leader has to wait");
+    assert!(asked_in(&prepare(&mut bench, THIRD)).is_none(), "it displaces the leader");
+}
+
 #[test]
 fn what_leaps_is_refused_and_changes_no_term() {
     let end = Term::from_bits(u64::MAX);
