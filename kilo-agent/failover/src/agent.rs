@@ -6,6 +6,8 @@ mod homes;
 mod inputs;
 mod leading;
 mod left_behind;
+#[cfg(test)]
+mod only_gateways;
 mod other_leader;
 mod overload;
 mod own_location;
