@@ -60,6 +60,8 @@ pub enum Fault {
     Leap(usize),
     /// Its HELLO claims 700 changes of leader more than anybody knows.
     Ahead(usize),
+    /// It sends 1,000 HELLOs in ten seconds, each of which claims 1,000 changes more.
+    Hellos(usize),
     /// Kilo's order begins with this gateway.
     First(usize),
     /// It stops being a gateway.

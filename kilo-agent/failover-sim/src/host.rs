@@ -151,6 +151,14 @@ impl Host {
         self.word == offered
     }
 
+    /// Takes the word that its own agent writes (the program `follow`): any of no earlier term.
+    pub fn follow(&mut self, params: &Params, term: Term, gateway: NodeId) {
+        let offered = lead::word(term, index(gateway) as u16);
+        if !lead::is_later(self.word, offered) || !params.keeps(Rule::KernelLaterTerms) {
+            self.word = offered;
+        }
+    }
+
     /// Handles a signal that came over the LAN.
     pub fn take(&mut self, params: &Params, me: NodeId, bytes: &[u8]) -> Taken {
         if self.is_go {

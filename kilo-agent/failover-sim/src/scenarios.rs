@@ -238,14 +238,25 @@ pub const SCENARIOS: &[Scenario] = &[
         Schedule::new(
             vec![
                 (t, NEVER, Fault::Ahead(1)),
-                (t + SEC, NEVER, Fault::Ahead(1)),
-                (t + 2 * SEC, NEVER, Fault::Ahead(1)),
-                (t + 3 * SEC, NEVER, Fault::Power(0)),
-                (t + 6 * SEC, t + 7 * SEC, Fault::FarAgent(0)),
-                (t + 9 * SEC, NEVER, Fault::Power(1)),
+                (t + 60 * SEC, NEVER, Fault::Ahead(1)),
+                (t + 120 * SEC, NEVER, Fault::Ahead(1)),
+                (t + 121 * SEC, NEVER, Fault::Power(0)),
+                (t + 124 * SEC, t + 125 * SEC, Fault::FarAgent(0)),
+                (t + 127 * SEC, NEVER, Fault::Power(1)),
             ],
-            t + 25 * SEC,
+            t + 143 * SEC,
         )
+    }),
+    scenario("a stand-by's HELLOs raise terms, it is gone, then power off", MANY, 600, 1, |_, _, t| {
+        Schedule::new(
+            vec![
+                (t, NEVER, Fault::Hellos(1)),
+                (t + 11 * SEC, NEVER, Fault::Power(1)),
+                (t + 15 * SEC, NEVER, Fault::Power(0)),
+            ],
+            t + 30 * SEC,
+        )
+        .without(&[1])
     }),
     scenario("a stand-by's terms leap to the end, then it is without power", MANY, 0, 0, |_, _, t| {
         Schedule::new(vec![(t, NEVER, Fault::Leap(1)), (t + SEC, NEVER, Fault::Power(1))], t + 10 * SEC)

@@ -28,6 +28,7 @@ const NEEDED: &[(Rule, &str, Invariant)] = &[
     (Rule::TakesLeftBehind, "a member boots that nobody leads any more", Invariant::Served),
     (Rule::CatchesUp, "a whole location boots, then power off", Invariant::Outages),
     (Rule::NoLeap, "a stand-by's terms leap to the end, then it is without power", Invariant::Outages),
+    (Rule::RaisesSlowly, "a stand-by's HELLOs raise terms, it is gone, then power off", Invariant::Outages),
     (Rule::KernelCookie, "signals replayed; leaders and a member boot", Invariant::NoReplay),
     (Rule::Boots, "a leader's clock is earlier after a boot, then its carrier goes", Invariant::Outages),
     (Rule::Patience, "a flood: 60 % lost each way", Invariant::Changes),

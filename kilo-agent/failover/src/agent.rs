@@ -6,6 +6,8 @@ mod homes;
 mod inputs;
 mod leading;
 mod left_behind;
+#[cfg(test)]
+mod only_gateways;
 mod other_leader;
 mod overload;
 mod own_location;
@@ -29,6 +31,7 @@ pub use own_location::OwnLocation;
 use planned_change::Planned;
 use restore::Returns;
 use sequence_numbers::Numbers;
+use terms::Raises;
 
 use crate::{
     Far, Input, MS, Micros, NodeId, Note, Output, Params, Rule, SEC, Term, Turn,
@@ -66,6 +69,7 @@ pub(crate) struct Gateway {
     pub(crate) roll: Roll,
     pub(crate) others: Others,
     pub(crate) numbers: Numbers,
+    raises: Raises,
     pub(crate) lead: Option<Lead>,
     pub(crate) returns: Returns,
     pub(crate) planned: Planned,
@@ -128,6 +132,7 @@ impl Gateway {
             roll: Roll::default(),
             others: Others::default(),
             numbers: Numbers::default(),
+            raises: Raises::default(),
             lead: None,
             returns: Returns::default(),
             planned: Planned::default(),

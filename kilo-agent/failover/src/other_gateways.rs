@@ -125,9 +125,10 @@ impl Others {
         self.hellos.keys().any(|other| *other != gateway && self.is_fit(*other, now, params.heard))
     }
 
-    /// Whether one of them has reported lately that its tunnels are overloaded.
-    pub fn is_any_busy(&self, params: &Params, now: Micros) -> bool {
-        self.hellos.values().any(|hello| hello.state.is_busy && hello.at + params.heard > now)
+    /// Whether a gateway has reported lately that its tunnels are overloaded.
+    pub fn is_busy(&self, params: &Params, gateway: NodeId, now: Micros) -> bool {
+        let hello = self.hellos.get(&gateway);
+        hello.is_some_and(|hello| hello.state.is_busy && hello.at + params.heard > now)
     }
 
     /// Whether one of them has reported lately that it leads in a later term.
@@ -249,9 +250,10 @@ mod tests {
         let now = 1_000 * SEC;
         for is_busy in [false, true] {
             others.heard(&params, now, 1, State { is_busy, ..LEADS }, &[]);
-            assert_eq!(others.is_any_busy(&params, now), is_busy);
+            assert_eq!(others.is_busy(&params, 1, now), is_busy);
+            assert!(!others.is_busy(&params, 2, now), "it speaks for itself");
         }
-        assert!(!others.is_any_busy(&params, now + params.heard), "it says no more");
+        assert!(!others.is_busy(&params, 1, now + params.heard), "it says no more");
         assert_eq!(others.all_losses(&params, now), 0);
         [2, 3].into_iter().for_each(|gateway| others.lost(&params, now, gateway));
         assert_eq!(others.all_losses(&params, now), 2);

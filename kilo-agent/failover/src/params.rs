@@ -72,6 +72,8 @@ rules! {
     CatchesUp,
     /// A term that is many more changes ahead than are known is refused.
     NoLeap,
+    /// What one node says raises the latest term by few changes a minute.
+    RaisesSlowly,
     /// A member's kernel asks for its cookie.
     KernelCookie,
     /// A number that grows counts within one boot of its sender.

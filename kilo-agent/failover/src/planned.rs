@@ -282,7 +282,11 @@ impl Taker {
     /// `trip`: as in [`Giver::new`].
     pub fn prepare(&mut self, asked: Try, trip: Micros, now: Micros) -> Vec<Act> {
         self.answers = asked;
-        self.end = now + ASKS + 2 * trip + PATIENCE.max(ASKS + 2 * trip);
+        if self.end == Micros::MAX {
+            // Counted from the first one: who only asks must not keep this gateway busy for ever.
+            let asks = ASKS + 2 * trip;
+            self.end = now + 2 * asks + PATIENCE.max(asks);
+        }
         if self.moves.is_empty() && !self.is_done {
             // No far leader is waited for, so no MOVED will come: it leads the nodes that use the giver.
             self.is_done = true;

@@ -17,14 +17,23 @@ pub struct Present {
     pub word: (Term, NodeId),
 }
 
+/// A ROLL that was sent.
+#[derive(Clone, Copy, Debug)]
+struct Question {
+    /// Its nonce, which the answer repeats.
+    nonce: u64,
+    /// Whether PRESENT has come: there is one for each.
+    is_answered: bool,
+}
+
 /// All nodes that have answered a roll call.
 #[derive(Clone, Debug, Default)]
 pub struct Roll {
     members: BTreeMap<NodeId, Present>,
     /// When each was first heard to use another gateway than before.
     changed_gateway: BTreeMap<NodeId, Micros>,
-    /// The nonce of the last ROLL to each, which its answer repeats.
-    asked: BTreeMap<NodeId, [u64; 2]>,
+    /// The last two ROLLs to each.
+    asked: BTreeMap<NodeId, [Option<Question>; 2]>,
     /// Kernels heard before this do not count as reachable now.
     since: Micros,
     /// Index of the next node to be called when the location is called in parts.
@@ -60,20 +69,21 @@ impl Roll {
 
     /// Records that a member was asked, with this nonce.
     pub fn asked(&mut self, member: NodeId, nonce: u64) {
-        let nonces = self.asked.entry(member).or_default();
-        *nonces = [nonce, nonces[0]];
+        let asked = self.asked.entry(member).or_default();
+        *asked = [Some(Question { nonce, is_answered: false }), asked[0]];
     }
 
-    /// Handles a member's answer; `false`: nobody asked for it.
+    /// Handles a member's answer; `false`: nobody asked for it, or it has been answered.
     pub fn heard(&mut self, member: NodeId, present: Present) -> bool {
-        let was_asked = self.was_asked(member, present.nonce);
-        if was_asked {
-            let before = self.members.insert(member, present);
-            if before.is_some_and(|before| before.word.1 != present.word.1) {
-                self.changed_gateway.insert(member, present.at);
-            }
+        let asked = self.asked.get_mut(&member).into_iter().flatten().flatten();
+        let mut open = asked.filter(|question| question.nonce == present.nonce && !question.is_answered);
+        let Some(question) = open.next() else { return false };
+        question.is_answered = true;
+        let before = self.members.insert(member, present);
+        if before.is_some_and(|before| before.word.1 != present.word.1) {
+            self.changed_gateway.insert(member, present.at);
         }
-        was_asked
+        true
     }
 
     /// Records that a member obeyed the ANNOUNCE with this nonce; `false`: it was not sent one lately, so
@@ -96,7 +106,7 @@ impl Roll {
     }
 
     fn was_asked(&self, member: NodeId, nonce: u64) -> bool {
-        self.asked.get(&member).is_some_and(|nonces| nonces.contains(&nonce))
+        self.asked.get(&member).into_iter().flatten().flatten().any(|question| question.nonce == nonce)
     }
 
     /// From now on only members heard again are reachable: signals must have passed both
@@ -164,6 +174,16 @@ mod tests {
         assert!(!roll.followed(member, 4, 9 * SEC, word));
         assert!(!roll.heard(member, Present { at: 9 * SEC, nonce: 5, cookie: 1, word }));
         assert_eq!(roll.last(member).map(|present| present.at), Some(SEC));
+    }
+
+    #[test]
+    fn a_question_is_answered_once() {
+        let mut roll = Roll::default();
+        let present = |nonce| Present { at: 0, nonce, cookie: 1, word: (Term::NONE, 1) };
+        assert!(!roll.heard(9, present(0)), "nobody has asked");
+        [5, 6].into_iter().for_each(|nonce| roll.asked(9, nonce));
+        let heard = [6, 5, 6, 5, 0].map(|nonce| roll.heard(9, present(nonce)));
+        assert_eq!(heard, [true, true, false, false, false]);
     }
 
     #[test]

@@ -45,7 +45,7 @@ pub enum Output {
     Lan(NodeId, Signal),
     /// Send a signal through this node's own tunnel to a far leader's control address.
     Tunnel(Far, Signal),
-    /// Make the kernel obey this word, by the rule for ANNOUNCE.
+    /// Make the kernel obey this word, unless it has one of a later term. Unlike an ANNOUNCE, it may leap.
     Word(Term, NodeId),
     /// Mark exactly these members `NODE_LED`.
     Led(Vec<NodeId>),

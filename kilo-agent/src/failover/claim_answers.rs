@@ -44,20 +44,17 @@ impl Moved {
         self.heard.retain(|far, _| is_there(far));
     }
 
-    /// Records MOVED of a gateway; returns what all gateways of its location that carry packets and have ever
-    /// answered have moved.
+    /// Records MOVED of the gateway `from`; returns what all gateways of its location that carry packets and have
+    /// ever answered have moved. `acting`: the one with the shared prefixes, by claims that the mesh may not show
+    /// yet.
     pub fn by_all(
         &mut self,
         far: Far,
         location: &FarLocation,
-        from: NodeId,
+        (acting, from): (NodeId, NodeId),
         signal: &Signal,
         asked: &Asked<'_>,
     ) -> Option<Signal> {
-        let acting = location.gateways.get(location.acting)?.id;
-        if location.active.is_empty() {
-            return (acting == from).then(|| signal.clone());
-        }
         let Body::Claim { part, members, .. } = &signal.body else { return None };
         if from != acting && !location.active.contains(&from) || !asked.has_part(*part) {
             return None;
@@ -70,6 +67,9 @@ impl Moved {
         terms.retain(|term, _| (asked.in_term)(*term));
         if !(asked.in_term)(signal.term) {
             return None;
+        }
+        if location.active.is_empty() {
+            return Some(signal.clone());
         }
         let heard = self.heard.entry(far).or_default();
         heard.insert(from);
@@ -126,7 +126,7 @@ mod tests {
         let in_term = |term: Term| term.bits() == latest.get();
         let asked = Asked { in_term: &in_term, nodes: &[3, 4] };
         let mut hears = |from, term, list: &[NodeId]| {
-            members(moved.by_all(FAR, &several, from, &said(term, list), &asked))
+            members(moved.by_all(FAR, &several, (10, from), &said(term, list), &asked))
         };
         assert_eq!(hears(11, 5, &[3]), None);
         assert_eq!(hears(12, 5, &[3, 4]), None, "a stand-by's answer says nothing");
@@ -146,12 +146,22 @@ mod tests {
         let with_unreachable = FarLocation { active: vec![10, 12], ..several.clone() };
         for (term, location) in [(8, &without), (9, &with_unreachable)] {
             latest.set(term);
-            let answer = moved.by_all(FAR, location, 10, &said(term, &[3]), &asked);
+            let answer = moved.by_all(FAR, location, (10, 10), &said(term, &[3]), &asked);
             assert_eq!(members(answer), Some(vec![3]), "{term}");
         }
-        // With one leader its answer is passed on unchanged.
-        assert_eq!(moved.by_all(FAR, &one, 11, &said(8, &[3]), &asked), None);
-        assert_eq!(members(moved.by_all(FAR, &one, 10, &said(8, &[3]), &asked)), Some(vec![3]));
+        // With one leader its answer is passed on unchanged: that of the gateway that leads by now, and in a term
+        // in which this node has asked.
+        for (acting, from, term, is_passed_on) in
+            [(10, 11, 9, false), (10, 10, 9, true), (11, 11, 9, true), (10, 10, 8, false)]
+        {
+            let answer = members(moved.by_all(FAR, &one, (acting, from), &said(term, &[3]), &asked));
+            assert_eq!(answer.is_some(), is_passed_on, "{from} in term {term}, {acting} leads");
+        }
+        let mut imagined = said(9, &[3]);
+        if let Body::Claim { part, .. } = &mut imagined.body {
+            *part = (0, u16::MAX);
+        }
+        assert_eq!(moved.by_all(FAR, &one, (10, 10), &imagined, &asked), None);
     }
 
     #[test]
@@ -161,7 +171,7 @@ mod tests {
         let asked = Asked { in_term: &|_| true, nodes: &[3] };
         let mut moved = Moved::default();
         for far in [FAR, FAR + 1] {
-            moved.by_all(far, &several, 11, &said(5, &[3]), &asked);
+            moved.by_all(far, &several, (10, 11), &said(5, &[3]), &asked);
         }
         moved.retain(|far| *far == FAR);
         assert_eq!(moved.locations.keys().chain(moved.heard.keys()).collect::<Vec<_>>(), [&FAR, &FAR]);
@@ -180,10 +190,10 @@ mod tests {
             if let Body::Claim { part, .. } = &mut signal.body {
                 *part = [(0, 1), (number, number.saturating_add(1)), (number, 0)][usize::from(number % 3)];
             }
-            moved.by_all(FAR, &several, 11, &signal, &asked);
+            moved.by_all(FAR, &several, (10, 11), &signal, &asked);
         }
         // The greatest possible term.
-        moved.by_all(FAR, &several, 11, &said(u64::MAX, &[3]), &asked);
+        moved.by_all(FAR, &several, (10, 11), &said(u64::MAX, &[3]), &asked);
         let kept: usize = moved
             .locations
             .values()
@@ -192,8 +202,8 @@ mod tests {
             .map(|answers| answers.values().map(|named| 1 + named.len()).sum::<usize>())
             .sum();
         assert!(kept <= 10, "{kept} are kept");
-        assert_eq!(members(moved.by_all(FAR, &several, 11, &said(5, &[3, 4]), &asked)), None);
-        let by_all = moved.by_all(FAR, &several, 10, &said(5, &[3, 4, 99]), &asked);
+        assert_eq!(members(moved.by_all(FAR, &several, (10, 11), &said(5, &[3, 4]), &asked)), None);
+        let by_all = moved.by_all(FAR, &several, (10, 10), &said(5, &[3, 4, 99]), &asked);
         assert_eq!(members(by_all), Some(vec![3, 4]));
     }
 }

@@ -84,6 +84,9 @@ impl Followers {
         mut nonce: impl FnMut() -> u64,
     ) -> Vec<(Ipv6Addr, Signal)> {
         let mut signals = Vec::new();
+        if self.0.is_empty() {
+            return signals;
+        }
         let lead = lead.filter(|lead| lead.term() > Term::NONE);
         let led: Vec<NodeId> = lead
             .iter()

@@ -164,7 +164,7 @@ impl Sim {
             }
             Output::Word(term, gateway) => {
                 let before = self.hosts[node].word;
-                self.hosts[node].obey(&self.params, term, gateway);
+                self.hosts[node].follow(&self.params, term, gateway);
                 self.set_word(node, before, self.now);
             }
             Output::Led(members) => {

@@ -2,7 +2,7 @@
 
 use kilo_common::lead::{self, Term};
 use kilo_failover::{
-    Input, MS, SEC, Signal,
+    Input, MS, Micros, SEC, Signal,
     signal::{Body, Kind, MAX_MEMBERS, Shared},
 };
 
@@ -97,7 +97,8 @@ impl Sim {
             }
             Fault::Leap(node) if on => self.send_leap(node),
             Fault::Ahead(node) if on => self.send_ahead(node),
-            Fault::Clock(_) | Fault::Leap(_) | Fault::Ahead(_) => {}
+            Fault::Hellos(node) if on => self.send_hellos(node),
+            Fault::Clock(_) | Fault::Leap(_) | Fault::Ahead(_) | Fault::Hellos(_) => {}
             Fault::Flood(percent) => self.flood = if on { f64::from(percent) / 100.0 } else { 0.0 },
             Fault::First(node) => {
                 self.first = if on { node.min(self.gateways - 1) } else { 0 };
@@ -109,19 +110,33 @@ impl Sim {
 
     /// Sends a gateway's HELLO as after 700 changes that concerned others.
     pub(super) fn send_ahead(&mut self, node: usize) {
-        let me = host::id(node);
         self.changes += 700;
-        let count = self.changes;
-        let term = Term::from_bits(u64::from(count) << 16);
-        let nonce = CLOCK + self.now;
         for to in (0..self.gateways).filter(|to| *to != node) {
-            let cookie = self.hosts[node].cookie(host::id(to));
-            let losses = Vec::new();
-            let body = Body::Hello { is_fit: true, is_busy: false, leads: true, gateway: me, cookie, losses };
-            let signal = Signal { kind: Kind::Hello, nonce, term, sender: me, location: LOCATION, body };
-            let bytes = host::write(&signal, me, host::id(to)).into();
-            self.lan_send(node, to, Event::Lan { to, bytes, sent_at: self.now });
+            let event = self.hello(node, to, self.changes, self.now);
+            self.lan_send(node, to, event);
         }
+    }
+
+    /// Sends what a hostile gateway may send to drive terms out of everybody's reach.
+    fn send_hellos(&mut self, node: usize) {
+        for number in 1..=1_000_u32 {
+            let at = self.now + u64::from(number) * 10 * MS;
+            for to in (0..self.gateways).filter(|to| *to != node) {
+                let event = self.hello(node, to, number * 1_000, at);
+                self.at(at, event);
+            }
+        }
+    }
+
+    /// A gateway's HELLO at `at`, which claims that it leads and that there were so many changes.
+    fn hello(&self, node: usize, to: usize, count: u32, at: Micros) -> Event {
+        let me = host::id(node);
+        let (term, cookie) = (Term::from_bits(u64::from(count) << 16), self.hosts[node].cookie(host::id(to)));
+        let losses = Vec::new();
+        let body = Body::Hello { is_fit: true, is_busy: false, leads: true, gateway: me, cookie, losses };
+        let nonce = CLOCK + at;
+        let signal = Signal { kind: Kind::Hello, nonce, term, sender: me, location: LOCATION, body };
+        Event::Lan { to, bytes: host::write(&signal, me, host::id(to)).into(), sent_at: at }
     }
 
     /// How many of those changes the kernel that is furthest behind has not heard of.

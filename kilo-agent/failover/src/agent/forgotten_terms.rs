@@ -34,6 +34,11 @@ impl Behind {
         self.is_answered = true;
     }
 
+    /// Whether it has asked any far leader.
+    pub(crate) const fn has_asked(&self) -> bool {
+        self.asked > 0
+    }
+
     fn next(&self, since: Micros) -> Micros {
         match Self::ASKS.get(self.asked) {
             Some(at) => since + at,

@@ -101,6 +101,7 @@ impl Agent {
                 let Some(gateway) = &mut self.gateway else { return };
                 if gateway.roll.followed(from, signal.nonce, turn.now, word) {
                     self.heard_word(from, word, turn);
+                    self.announce_next_step(from, word, turn);
                 }
             }
             (Kind::Hello, Body::Hello { is_fit, is_busy, leads, gateway, losses, .. }) => {
@@ -117,7 +118,7 @@ impl Agent {
                     let pairs = losses.as_chunks::<2>().0.iter().filter(|[lost, _]| gateways.contains(lost));
                     let losses: Vec<u64> = pairs.flatten().copied().collect();
                     own.others.heard(&self.params, turn.now, from, state, &losses);
-                    self.learn_term(signal.term);
+                    self.hear_term(from, signal.term, turn.now);
                 }
                 self.ask_to_be_led(from, turn);
             }
@@ -152,8 +153,19 @@ impl Agent {
         self.deliver_waiting(from, present.cookie, turn);
     }
 
+    /// A kernel that has missed many changes obeys one step of [`kilo_common::lead::LEAP`] after the other.
+    fn announce_next_step(&self, from: NodeId, word: (Term, NodeId), turn: &mut Turn<'_>) {
+        let Some(gateway) = &self.gateway else { return };
+        if let (Some(lead), Some(present)) = (&gateway.lead, gateway.roll.last(from))
+            && word.1 == self.own_location.me
+            && word.0 < lead.term()
+        {
+            lead.announce(from, *present, turn);
+        }
+    }
+
     pub(super) fn heard_word(&mut self, from: NodeId, word: (Term, NodeId), turn: &mut Turn<'_>) {
-        let is_believed = self.hear_term(from, word.0);
+        let is_believed = self.hear_term(from, word.0, turn.now);
         if !is_believed {
             turn.push(Output::Note(Note::Leaps(from)));
         }
@@ -222,7 +234,7 @@ impl Agent {
         if !self.admit_adoption(member, now) {
             return;
         }
-        if !self.hear_term(member, term) {
+        if !self.hear_term(member, term, now) {
             return turn.push(Output::Note(Note::Leaps(member)));
         }
         self.count_loss_by_adoption(member, age, turn.now);

@@ -9,7 +9,7 @@ use crate::{
     Agent, Far, Micros, NodeId, Note, Output, SEC, Signal, Term, Turn, far,
     gateway::Lead,
     planned::{Act, Cause, Giver, Taker, Try},
-    signal::{Body, Kind, Shared},
+    signal::{Body, Kind, MAX_MEMBERS, Shared},
     turn::Given,
 };
 
@@ -27,6 +27,8 @@ pub(crate) struct Planned {
     gave: (Shared, bool),
     /// In how many tries in a row each far leader has not answered.
     silent: BTreeMap<Far, u32>,
+    /// The gateway whose change to this one was the last that did not end, and when it was forgotten.
+    left_open: Option<(NodeId, Micros)>,
 }
 
 impl Planned {
@@ -34,6 +36,9 @@ impl Planned {
     const PAUSE: Micros = 2 * SEC;
     /// The longest such pause.
     const LONGEST: Micros = 60 * SEC;
+    /// How long this node is free for other work after a change that did not end: less than a gateway waits until
+    /// it asks again.
+    const RESTS: Micros = SEC;
 
     pub(crate) fn wake(&self) -> Micros {
         let giver = self.giver.as_ref().map_or(Micros::MAX, Giver::wake);
@@ -68,10 +73,28 @@ impl Planned {
     }
 
     /// Forgets the taker; far leaders that have not answered it have been silent in one more try.
-    fn forget_taker(&mut self) {
-        for far in self.taker.take().iter().flat_map(Taker::silent) {
+    fn forget_taker(&mut self, now: Micros) {
+        let Some(taker) = self.taker.take() else { return };
+        if !taker.is_done() {
+            self.left_open = Some((taker.from, now));
+        }
+        for far in taker.silent() {
             *self.silent.entry(far).or_default() += 1;
         }
+    }
+
+    /// Whether a PREPARE of that gateway has to wait. The gateway that this node uses goes first: whoever else
+    /// asks, and then gives nothing, must not keep it from giving, or this node busy. Of others that give at
+    /// once, as when several leaders become one, the one with READY goes first.
+    fn refuses(&self, from: NodeId, leader: NodeId, now: Micros) -> bool {
+        let goes_first = |taker: &Taker| {
+            taker.from != from
+                && !taker.is_done()
+                && from != leader
+                && (taker.from == leader || taker.is_ready())
+        };
+        let has_failed = |(gateway, at)| gateway == from && from != leader && at + Self::RESTS > now;
+        self.taker.as_ref().is_some_and(goes_first) || self.left_open.is_some_and(has_failed)
     }
 
     /// Far leaders that a change of this cause waits for.
@@ -118,7 +141,7 @@ impl Agent {
         let planned = &mut gateway.planned;
         if planned.taker.as_ref().is_some_and(|taker| turn.now >= taker.end()) {
             let was_ready = planned.takes_from().is_some();
-            planned.forget_taker();
+            planned.forget_taker(turn.now);
             if was_ready {
                 self.mark_led(turn);
             }
@@ -145,14 +168,20 @@ impl Agent {
             return;
         }
         let (latest, own) = (self.term, self.own_location.cookie(from));
-        let Some(gateway) = &mut self.gateway else { return };
-        let Some(giver) = gateway.planned.giver.as_mut().filter(|giver| giver.to == from) else { return };
+        let Some(gateway) = &self.gateway else { return };
+        let Some(giver) = gateway.planned.giver.as_ref().filter(|giver| giver.to == from) else { return };
         // A READY recorded in an earlier try of the same term says nothing about who is ready now.
         if cookie != own || !giver.has_asked(signal.nonce) {
             return turn.push(Output::Note(Note::Replayed(from)));
         }
         // Somebody else has led since: nothing is given in an earlier term.
-        if giver.has_diverted() || signal.term > latest {
+        if !giver.has_diverted() && signal.term <= latest {
+            return;
+        }
+        if !self.raise_term(from, signal.term, turn.now) {
+            return turn.push(Output::Note(Note::Leaps(from)));
+        }
+        if let Some(giver) = self.gateway.as_mut().and_then(|gateway| gateway.planned.giver.as_mut()) {
             let acts = giver.ready(signal.term, named == from, turn.now);
             self.act_as_giver(acts, turn);
         }
@@ -281,17 +310,20 @@ impl Agent {
 
     /// Handles PREPARE: another gateway asks this one to lead.
     fn handle_prepare(&mut self, (from, asked): (NodeId, Try), term: Term, turn: &mut Turn<'_>) {
-        let cause = Cause::of(asked.number);
-        let next = self.term.max(term).next(self.own_location.me);
-        let Some(gateway) = &mut self.gateway else { return };
-        // Of two that give at once, as when several leaders become one, the one with READY goes first.
-        let is_others = |taker: &Taker| taker.from != from && taker.is_ready() && !taker.is_done();
-        let is_busy = gateway.planned.taker.as_ref().is_some_and(is_others);
-        if !gateway.tunnels.is_fit(&self.params, turn.now) || gateway.planned.giver.is_some() || is_busy {
+        let (cause, leader) = (Cause::of(asked.number), self.word.1);
+        let Some(gateway) = &self.gateway else { return };
+        if !gateway.tunnels.is_fit(&self.params, turn.now)
+            || gateway.planned.giver.is_some()
+            || gateway.planned.refuses(from, leader, turn.now)
+        {
             return;
         }
+        if !self.raise_term(from, term, turn.now) {
+            return turn.push(Output::Note(Note::Leaps(from)));
+        }
+        let (latest, next) = (self.term, self.term.next(self.own_location.me));
+        let Some(gateway) = &mut self.gateway else { return };
         let trip = gateway.tunnels.longest();
-        let latest = self.term.max(term);
         let goes_on = |taker: &Taker| taker.from == from && taker.term() >= latest && !taker.is_done();
         let taker = gateway.planned.taker.take().filter(goes_on);
         let waits_for = gateway.planned.waits_for(cause, &self.own_location.fars);
@@ -306,28 +338,41 @@ impl Agent {
         self.act_as_taker(acts, turn);
     }
 
-    /// Whether far leaders were asked anything in this term: answers in other terms are ignored.
+    /// Whether far leaders were asked anything in this term: answers in other terms are ignored, except those
+    /// that name a later one ([`far::is_latest`]).
     pub fn has_asked(&self, term: Term) -> bool {
         let Some(gateway) = &self.gateway else { return false };
         let takes = gateway.planned.taker.as_ref().map(Taker::term);
-        gateway.lead.as_ref().map(Lead::term) == Some(term) || takes == Some(term)
+        let leads = gateway.lead.as_ref().map(Lead::term);
+        [leads, takes].contains(&Some(term)) || term == Term::NONE && gateway.behind.has_asked()
+    }
+
+    /// Whether a CLAIM or END of this location could have this part: its sender may know some more nodes.
+    fn could_have_part(&self, (part, parts): (u16, u16)) -> bool {
+        part < parts && usize::from(parts) <= self.own_location.nodes.len() / MAX_MEMBERS + 2
     }
 
     /// Handles MOVED: a far leader answers a CLAIM or an END.
     pub(crate) fn handle_moved(&mut self, far: Far, signal: &Signal, turn: &mut Turn<'_>) {
         let Body::Claim { gateway: to, part, members, .. } = &signal.body else { return };
-        let me = self.own_location.me;
+        let (me, is_latest) = (self.own_location.me, far::is_latest(signal));
+        if !self.could_have_part(*part) || !is_latest && !self.has_asked(signal.term) {
+            return;
+        }
         let Some(gateway) = &mut self.gateway else { return };
         gateway.planned.silent.remove(&far);
         gateway.behind.answered();
-        if far::is_latest(signal) {
+        if is_latest {
             return self.catch_up_with(signal.term, turn);
         }
         if let Some(lead) = &mut gateway.lead {
             lead.moved(far, signal.term, members);
         }
         if let Some(taker) = gateway.planned.taker.as_mut().filter(|_| *to == me) {
-            let acts = taker.moved(far, signal.term, *part, members);
+            // No other location decides which nodes are in this one.
+            let nodes = &self.own_location.nodes;
+            let members: Vec<_> = members.iter().copied().filter(|member| nodes.contains(member)).collect();
+            let acts = taker.moved(far, signal.term, *part, &members);
             self.act_as_taker(acts, turn);
         }
     }
@@ -351,7 +396,7 @@ impl Agent {
                     // confirmation, so it takes back.
                     if self.term > term {
                         if let Some(gateway) = &mut self.gateway {
-                            gateway.planned.forget_taker();
+                            gateway.planned.forget_taker(turn.now);
                         }
                         self.mark_led(turn);
                         return;
@@ -359,11 +404,6 @@ impl Agent {
                     let users = self.users_of(from, turn.now);
                     turn.push(Output::Note(Note::IsGiven { from, why: Given::Planned(cause) }));
                     self.term = term;
-                    // No other location decides which nodes are in this one.
-                    let members: Vec<_> = members
-                        .into_iter()
-                        .filter(|member| self.own_location.nodes.contains(member))
-                        .collect();
                     let shared = self.shared_of_giver(from);
                     self.lead_in(term, members.into_iter().chain(users).chain([me]), shared, turn);
                 }

@@ -170,7 +170,7 @@ impl Agent {
         turn: &mut Turn<'_>,
     ) {
         let (me, now) = (self.own_location.me, turn.now);
-        let Some(gateway) = &mut self.gateway else { return };
+        let Some(gateway) = &self.gateway else { return };
         let since = now.saturating_sub(age);
         let tunnels = &gateway.tunnels;
         let proof = self.params.interval * 3 / 2;
@@ -195,10 +195,12 @@ impl Agent {
         if members.iter().all(has) {
             return;
         }
-        if age > 0 {
+        if !self.raise_term(from, signal.term, now) {
+            return turn.push(Output::Note(Note::Leaps(from)));
+        }
+        if let Some(gateway) = self.gateway.as_mut().filter(|_| age > 0) {
             gateway.others.lost(&self.params, now, from);
         }
-        self.term = self.term.max(signal.term);
         let uses = self.word.1;
         let itself = (uses == me || members.contains(&uses)).then_some(me);
         // One node alone is a trial, unless there are no others.

@@ -155,7 +155,8 @@ impl Thread {
                     let in_term =
                         |term| self.agent.as_ref().is_some_and(|agent: &Agent| agent.has_asked(term));
                     let asked = Asked { in_term: &in_term, nodes: &site.own_location.nodes };
-                    let by_all = self.moved.by_all(far, location, from, signal, &asked);
+                    let Some(acting) = self.acting_of(far, location).map(|acting| acting.id) else { return };
+                    let by_all = self.moved.by_all(far, location, (acting, from), signal, &asked);
                     self.inbox.extend(by_all.map(|signal| Input::Signal { from: far, signal }));
                 } else {
                     self.claimed((far, from), signal, micros());

@@ -9,12 +9,16 @@ fn asks_a_far_leader() -> (Bench, Term) {
     let mut bench = Bench::new();
     let term = Term::from_bits(7 << 16);
     let out = bench.hear(LEADER, Kind::Prepare, 1 << 20, term, Body::Change { cookie: BOOT, gateway: ME });
-    let asked = out.iter().find_map(|output| match output {
+    let Some(term) = asked_in(&out) else { panic!("no far leader is asked: {out:?}") };
+    (bench, term)
+}
+
+/// The term in which a far leader is asked.
+fn asked_in(out: &[Output]) -> Option<Term> {
+    out.iter().find_map(|output| match output {
         Output::Tunnel(FAR, Signal { kind: Kind::Claim, term, .. }) => Some(*term),
         _ => None,
-    });
-    let Some(term) = asked else { panic!("no far leader is asked: {out:?}") };
-    (bench, term)
+    })
 }
 
 #[test]
@@ -123,12 +127,73 @@ fn a_far_leader_that_never_answers_is_waited_for_three_times_by_who_goes() {
     }
     // It answers the third time: it is waited for again.
     let mut bench = Bench::new();
-    for tries in 0..3 {
+    for tries in 0..2 {
         assert!(!is_ready_alone(&mut bench, Cause::Cordoned, tries));
     }
-    let body = Body::Claim { gateway: LEADER, shared: Shared::Stay, part: (0, 1), members: vec![] };
-    bench.hear(FAR, Kind::Moved, 5, Term::from_bits(7 << 16), body);
+    let asked = Body::Change { cookie: BOOT, gateway: ME };
+    let number = Cause::Cordoned.number(3 << 20);
+    let out = bench.hear(LEADER, Kind::Prepare, number, Term::from_bits(7 << 16), asked);
+    let Some(term) = asked_in(&out) else { panic!("no far leader is asked: {out:?}") };
+    let body = Body::Claim { gateway: ME, shared: Shared::Stay, part: (0, 1), members: vec![] };
+    bench.hear(FAR, Kind::Moved, 5, term, body);
+    (0..100).for_each(|_| drop(bench.turn(vec![])));
     assert!(!is_ready_alone(&mut bench, Cause::Cordoned, 3));
+}
+
+#[test]
+fn what_nobody_has_asked_is_no_answer_and_no_part_is_imagined() {
+    let moved = |part, members| Body::Claim { gateway: ME, shared: Shared::Stay, part, members };
+    let mut bench = Bench::new();
+    for tries in 0..3 {
+        assert!(!is_ready_alone(&mut bench, Cause::Cordoned, tries));
+        // In the term of another one, and after its own try.
+        bench.hear(FAR, Kind::Moved, 5, Term::from_bits(7 << 16), moved((0, 1), vec![]));
+    }
+    assert!(is_ready_alone(&mut bench, Cause::Cordoned, 3), "it is not there");
+    // 65,535 parts, of which all but one say to be empty, would never have moved.
+    let (mut bench, term) = asks_a_far_leader();
+    bench.hear(FAR, Kind::Moved, 5, term, moved((0, 1), vec![]));
+    for (part, leads) in [((0, u16::MAX), false), ((3, 2), false), ((0, 1), true)] {
+        bench.hear(FAR, Kind::Moved, 6, term, moved(part, vec![LEADER, 77]));
+        assert_eq!(bench.agent.lead().is_some(), leads, "{part:?}");
+    }
+}
+
+/// Another stand-by, [`THIRD`], asks this one to be ready every half second; [`LEADER`] is the gateway that this
+/// node uses.
+#[test]
+fn who_only_asks_keeps_no_gateway_busy() {
+    const THIRD: NodeId = 4;
+    let mut bench = Bench::new();
+    let mut own_location = bench.agent.own_location.clone();
+    own_location.gateways.push(THIRD);
+    own_location.nodes.push(THIRD);
+    bench.agent.set_own_location(own_location, bench.now, &mut || 1);
+    let term = Term::from_bits(7 << 16);
+    bench.present(THIRD, term, LEADER);
+    let prepare = |bench: &mut Bench, from: NodeId| {
+        let number = Cause::Cordoned.number(bench.now);
+        bench.hear(from, Kind::Prepare, number, term, Body::Change { cookie: BOOT, gateway: ME })
+    };
+    let mut busy = 0;
+    for half_second in 0..40 {
+        let out = prepare(&mut bench, THIRD);
+        if let Some(term) = asked_in(&out) {
+            let body = Body::Claim { gateway: ME, shared: Shared::Stay, part: (0, 1), members: vec![] };
+            bench.hear(FAR, Kind::Moved, half_second, term, body);
+        }
+        for _ in 0..48 {
+            bench.turn(vec![]);
+            let gateway = bench.agent.gateway.as_ref().expect("it is one");
+            busy += u32::from(gateway.planned.is_busy());
+        }
+    }
+    assert!((1..48 * 40 / 2).contains(&busy), "busy in {busy} of {} turns", 48 * 40);
+    // The leader is answered at once, whoever is being waited for, and nobody comes between.
+    (0..300).for_each(|_| drop(bench.turn(vec![])));
+    assert!(asked_in(&prepare(&mut bench, THIRD)).is_some());
+    assert!(asked_in(&prepare(&mut bench, LEADER)).is_some(), "the leader has to wait");
+    assert!(asked_in(&prepare(&mut bench, THIRD)).is_none(), "it displaces the leader");
 }
 
 #[test]
