@@ -178,6 +178,14 @@ pub const SCENARIOS: &[Scenario] = &[
     }),
     scenario("LAN interface dead", MANY, 1_000, 3, |_, _, t| Schedule::one(Fault::Lan(0), t)),
     scenario("receives and does not forward", MANY, 1_000, 3, |_, _, t| Schedule::one(Fault::Forward(0), t)),
+    // It asks far leaders for the latest term at that time, which the stand-by has just made.
+    Scenario {
+        starts: 5_500 * MS,
+        delay: Some(MS),
+        ..scenario("started 6 s ago, receives and does not forward", MANY, 1_000, 1, |rng, _, t| {
+            Schedule::one(Fault::Forward(0), t + rng.between(0, 500 * MS))
+        })
+    },
     scenario("nothing leaves by the uplink", MANY, 1_000, 3, |_, _, t| Schedule::one(Fault::UplinkOut(0), t)),
     scenario("nothing comes by the uplink", MANY, 1_000, 3, |_, _, t| Schedule::one(Fault::UplinkIn(0), t)),
     // Far leaders tell it that there is a later term by now.

@@ -145,6 +145,10 @@ impl Agent {
         let (sender, now) = (self.sender(), turn.now);
         let Some(gateway) = &mut self.gateway else { return };
         let mut shared = shared;
+        if gateway.lead.as_ref().map(Lead::term) != Some(term) {
+            // The others hear of the new term from this gateway before a far leader names it to them.
+            gateway.next_hello = now;
+        }
         let mut lead = match gateway.lead.take() {
             Some(lead) if lead.term() == term => {
                 // A member that it adopts does not put in question what it has in this term.
@@ -181,8 +185,9 @@ impl Agent {
 mod tests {
     use super::*;
     use crate::{
-        OwnLocation, Params, SEC, Start,
-        agent::test_bench::{LEADER, ME, MEMBER},
+        OwnLocation, Params, SEC, Signal, Start,
+        agent::test_bench::{Bench, LEADER, ME, MEMBER},
+        signal::{Body, Kind},
     };
 
     /// A gateway that has started at 0 and leads itself alone hears the member's kernel name this term at
@@ -212,6 +217,19 @@ mod tests {
         };
         let start = Start { now: 0, clock: 0, word: (term(8), ME), led: vec![ME], is_boot: false };
         Agent::new(Params::default(), own_location, start, &mut || 1)
+    }
+
+    #[test]
+    fn who_leads_in_a_new_term_says_so_at_once() {
+        let mut bench = Bench::new();
+        let out = bench.lead(&[ME, MEMBER], Shared::Move);
+        let said = out.iter().find_map(|output| match output {
+            Output::Lan(LEADER, Signal { kind: Kind::Hello, term, body: Body::Hello { leads, .. }, .. }) => {
+                Some((*leads, *term))
+            }
+            _ => None,
+        });
+        assert_eq!(said, Some((true, bench.agent.lead().unwrap().term())));
     }
 
     #[test]

@@ -93,8 +93,9 @@ impl Bench {
         self.hear(from, Kind::Hello, self.now, term, body)
     }
 
-    /// This gateway leads these nodes, too, and its own kernel does what it is told.
-    pub fn lead(&mut self, members: &[NodeId], shared: Shared) {
+    /// This gateway leads these nodes, too, and its own kernel does what it is told. Returns the outputs of the
+    /// turn after it.
+    pub fn lead(&mut self, members: &[NodeId], shared: Shared) -> Vec<Output> {
         let (now, mut out, mut later, mut random) = (self.now, Vec::new(), Vec::new(), || 1);
         let mut turn = Turn { now, random: &mut random, out: &mut out, later: &mut later };
         self.agent.lead_more(members.iter().copied(), shared, &mut turn);
@@ -103,7 +104,7 @@ impl Bench {
             _ => None,
         });
         let words = words.collect();
-        self.turn(words);
+        self.turn(words)
     }
 
     /// A kernel answers the next roll call with this word.
