@@ -276,17 +276,12 @@ impl Agent {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::agent::test_bench::{BOOT, Bench, LEADER, ME, MEMBER};
+    use crate::agent::test_bench::{BOOT, Bench, LEADER, ME, MEMBER, THIRD};
 
     /// What this gateway, which leads itself and has `shared`, claims when Kilo's leader has booted and asks
     /// who leads; the member uses `uses`.
     fn claims(shared: Shared, uses: NodeId) -> Shared {
-        const THIRD: NodeId = 4;
-        let mut bench = Bench::new();
-        let mut own_location = bench.agent.own_location.clone();
-        own_location.gateways.push(THIRD);
-        own_location.nodes.push(THIRD);
-        bench.agent.set_own_location(own_location, bench.now, &mut || 1);
+        let mut bench = Bench::with_third();
         bench.lead(&[ME], shared);
         let term = Term::from_bits(7 << 16);
         bench.present(THIRD, term, uses);

@@ -38,19 +38,14 @@ impl Agent {
 #[cfg(test)]
 mod tests {
     use crate::{
-        NodeId, Term,
-        agent::test_bench::{BOOT, Bench, LEADER},
+        Term,
+        agent::test_bench::{BOOT, Bench, LEADER, THIRD},
         signal::{Body, Kind},
     };
 
     #[test]
     fn only_the_gateway_that_a_node_uses_makes_it_wait() {
-        const THIRD: NodeId = 4;
-        let mut bench = Bench::new();
-        let mut own_location = bench.agent.own_location.clone();
-        own_location.gateways.push(THIRD);
-        own_location.nodes.push(THIRD);
-        bench.agent.set_own_location(own_location, bench.now, &mut || 1);
+        let mut bench = Bench::with_third();
         let term = Term::from_bits(7 << 16);
         bench.present(THIRD, term, LEADER);
         for (from, waits) in [(THIRD, false), (LEADER, true)] {

@@ -10,6 +10,8 @@ use crate::{
 pub const LEADER: NodeId = 1;
 pub const ME: NodeId = 2;
 pub const MEMBER: NodeId = 3;
+/// Another stand-by, of [`Bench::with_third`].
+pub const THIRD: NodeId = 4;
 pub const FAR: Far = 9;
 /// The cookie with which kernels answer roll calls.
 pub const BOOT: u64 = 9;
@@ -43,6 +45,16 @@ impl Bench {
             bench.turn(vec![]);
         }
         bench.answer_roll_call(LEADER, BOOT);
+        bench
+    }
+
+    /// The same, with a third gateway.
+    pub fn with_third() -> Self {
+        let mut bench = Self::new();
+        let mut own_location = bench.agent.own_location.clone();
+        own_location.gateways.push(THIRD);
+        own_location.nodes.push(THIRD);
+        bench.agent.set_own_location(own_location, bench.now, &mut || 1);
         bench
     }
 

@@ -1,7 +1,7 @@
 use super::*;
 use crate::{
     Input,
-    agent::test_bench::{BOOT, Bench, FAR, LEADER, ME, MEMBER},
+    agent::test_bench::{BOOT, Bench, FAR, LEADER, ME, MEMBER, THIRD},
 };
 
 /// A stand-by that its leader has asked to be ready, and the term in which it asks a far leader.
@@ -163,12 +163,7 @@ fn what_nobody_has_asked_is_no_answer_and_no_part_is_imagined() {
 /// node uses.
 #[test]
 fn who_only_asks_keeps_no_gateway_busy() {
-    const THIRD: NodeId = 4;
-    let mut bench = Bench::new();
-    let mut own_location = bench.agent.own_location.clone();
-    own_location.gateways.push(THIRD);
-    own_location.nodes.push(THIRD);
-    bench.agent.set_own_location(own_location, bench.now, &mut || 1);
+    let mut bench = Bench::with_third();
     let term = Term::from_bits(7 << 16);
     bench.present(THIRD, term, LEADER);
     let prepare = |bench: &mut Bench, from: NodeId| {
