@@ -77,6 +77,8 @@ pub(crate) struct Gateway {
     pub(crate) watch: Watch,
     next_roll: Micros,
     next_hello: Micros,
+    /// It leads in a new term, which the next HELLO says without waiting for its time.
+    has_news: bool,
     wished: Micros,
     /// Until when the location is taken to be overloaded.
     overloaded_until: Micros,
@@ -140,6 +142,7 @@ impl Gateway {
             watch: Watch::default(),
             next_roll: now + random() % (params.roll / 10),
             next_hello: now + random() % params.hello,
+            has_news: false,
             wished: 0,
             overloaded_until: 0,
             busy_said: None,
@@ -370,6 +373,7 @@ impl Agent {
         if is_hello_due {
             gateway.next_hello = now + params.hello;
         }
+        let says_hello = std::mem::take(&mut gateway.has_news) || is_hello_due;
         if let Some(lead) = &mut gateway.lead
             && lead.wake() <= now
             && lead.wake_up(params, &mut gateway.roll, turn)
@@ -378,8 +382,10 @@ impl Agent {
         }
         self.ask_far_leaders(turn);
         self.go_on_planned(turn);
-        if is_hello_due {
+        if says_hello {
             self.send_hello(turn);
+        }
+        if is_hello_due {
             self.give_as_planned(turn);
             self.give_away_when_unfit(turn);
             self.stay_leader(turn);

@@ -100,7 +100,7 @@ impl Detector {
         }
         // In turn, so that one that dies among several never causes two misses in a row.
         let far = *targets.get(self.turns % targets.len().max(1))?;
-        let target = Target::of_turn(params, self.turns);
+        let target = Target::of_turn(params, self.turns, targets.len());
         self.turns += 1;
         let nonce = turn.nonce();
         let patience = self.timeout(params).max(usual(far) * 13 / 10 + params.margin);

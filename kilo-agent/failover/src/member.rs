@@ -167,7 +167,7 @@ impl Member {
         let count = if self.row.misses() + 4 >= params.member_misses { 4 } else { 1 };
         for i in 0..count {
             let far = view.fars[self.turns % view.fars.len()];
-            let target = Target::of_turn(params, self.turns);
+            let target = Target::of_turn(params, self.turns, view.fars.len());
             self.turns += 1;
             let nonce = turn.nonce();
             self.row.sent(nonce, turn.now, turn.now + self.timeout(params) * 3 / 2 + i * 5 * MS);
@@ -221,7 +221,7 @@ impl Member {
         let nonces = [turn.nonce(), turn.nonce()];
         for (i, nonce) in nonces.into_iter().enumerate() {
             let Some(far) = view.fars.get((self.turns + i) % view.fars.len().max(1)) else { return };
-            let way = ProbePath::Path(*far, Target::of_turn(params, self.turns + i));
+            let way = ProbePath::Path(*far, Target::of_turn(params, self.turns + i, view.fars.len()));
             turn.after(i as u64 * Self::APART, Output::Probe { nonce, way });
         }
         let end = turn.now + Self::APART + patience;

@@ -75,9 +75,13 @@ pub enum Target {
 }
 
 impl Target {
-    /// The two in turn, so that neither a change of addresses nor one of leaders makes two misses in a row.
-    pub fn of_turn(params: &Params, turn: usize) -> Self {
-        if turn % 2 == 1 && params.keeps(Rule::TwoTargets) { Self::Pods } else { Self::Location }
+    /// The two in turn, so that neither a change of addresses nor one of leaders makes three misses in a row.
+    /// `locations`: how many are probed in turn; where that is even, the turns are shifted by one every eight
+    /// rounds, so that each location gets both.
+    pub fn of_turn(params: &Params, turn: usize, locations: usize) -> Self {
+        let shift = if locations % 2 == 0 { turn / (8 * locations.max(1)) } else { 0 };
+        let is_odd = (turn + shift) % 2 == 1;
+        if is_odd && params.keeps(Rule::TwoTargets) { Self::Pods } else { Self::Location }
     }
 }
 
@@ -194,5 +198,26 @@ impl Turn<'_> {
     /// `base` ± 10 %.
     pub fn jittered(&mut self, base: Micros) -> Micros {
         base - base / 10 + self.below(base / 5 + 1)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_location_gets_both_targets_and_never_three_of_a_kind_follow_each_other() {
+        let params = Params::default();
+        for locations in 1..=6 {
+            let targets: Vec<_> = (0..200).map(|turn| Target::of_turn(&params, turn, locations)).collect();
+            for far in 0..locations {
+                for target in [Target::Location, Target::Pods] {
+                    let mut of_far = targets.iter().skip(far).step_by(locations);
+                    assert!(of_far.any(|probed| *probed == target), "{far} of {locations}: {target:?}");
+                }
+            }
+            let is_row = |row: &&[Target]| row.iter().all(|target| *target == row[0]);
+            assert_eq!(targets.windows(3).filter(is_row).count(), 0, "{locations}");
+        }
     }
 }

@@ -306,7 +306,7 @@ impl Failover {
 }
 
 impl Failover {
-    /// Ends this node's part: it has left the mesh, or has no private address or key any more.
+    /// Ends this node's part: it has no private address any more, and so is a location of its own.
     pub fn leave(&self) {
         *self.shared.news.lock() = Some(News::Left);
         self.shared.wake();

@@ -181,7 +181,11 @@ impl Thread {
             None => {}
         }
         let Some(site) = self.site.clone() else {
+            // Whatever wakes this thread is read, or it would be woken again at once.
             while self.tools.ring.next().is_some() {}
+            if let Some(links) = &self.links {
+                let _ = links.read(&[]);
+            }
             return;
         };
         let now = micros();
@@ -239,7 +243,7 @@ impl Thread {
     fn leave(&mut self) {
         let Some(site) = self.site.take() else { return };
         self.mark(&site, &[]);
-        (self.agent, self.leader) = (None, None);
+        (self.agent, self.leader, self.routes_due) = (None, None, None);
         self.asks.clear();
         self.inbox.clear();
         self.later.clear();

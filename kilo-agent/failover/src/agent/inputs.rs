@@ -48,9 +48,18 @@ impl Agent {
 
     pub(super) fn set_word(&mut self, term: Term, to: NodeId, turn: &mut Turn<'_>) {
         self.learn_term(term);
-        let changed = self.word.1 != to;
+        let (changed, me) = (self.word.1 != to, self.own_location.me);
+        let leads_in = |gateway: &&mut super::Gateway| {
+            gateway.lead.as_ref().map(crate::gateway::Lead::term) == Some(term)
+        };
+        if self.word != (term, to)
+            && to == me
+            && let Some(gateway) = self.gateway.as_mut().filter(leads_in)
+        {
+            // The others hear of the new term from this gateway before a far leader names it to them.
+            gateway.has_news = true;
+        }
         self.word = (term, to);
-        let me = self.own_location.me;
         if changed {
             self.end_giving_to_another(to, turn);
             self.word_since = turn.now;

@@ -145,10 +145,6 @@ impl Agent {
         let (sender, now) = (self.sender(), turn.now);
         let Some(gateway) = &mut self.gateway else { return };
         let mut shared = shared;
-        if gateway.lead.as_ref().map(Lead::term) != Some(term) {
-            // The others hear of the new term from this gateway before a far leader names it to them.
-            gateway.next_hello = now;
-        }
         let mut lead = match gateway.lead.take() {
             Some(lead) if lead.term() == term => {
                 // A member that it adopts does not put in question what it has in this term.
