@@ -79,7 +79,7 @@ impl Target {
     /// `locations`: how many are probed in turn; where that is even, the turns are shifted by one every eight
     /// rounds, so that each location gets both.
     pub fn of_turn(params: &Params, turn: usize, locations: usize) -> Self {
-        let shift = if locations % 2 == 0 { turn / (8 * locations.max(1)) } else { 0 };
+        let shift = if locations.is_multiple_of(2) { turn / (8 * locations.max(1)) } else { 0 };
         let is_odd = (turn + shift) % 2 == 1;
         if is_odd && params.keeps(Rule::TwoTargets) { Self::Pods } else { Self::Location }
     }

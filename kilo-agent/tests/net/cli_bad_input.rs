@@ -139,7 +139,7 @@ fn flags_are_read_as_manifests_for_kilo_write_them() {
     for arguments in [
         &["--cni=False", "--local=0", "--clean-up=t", "--create-interface=TRUE"][..],
         &["--cni", "--local", "--prioritise-private-addresses", "--iptables-forward-rules"],
-        &["--port", "51821", "--port=51822", "--mtu=auto", "--mtu", "1300"],
+        &["--port", "51819", "--port=51822", "--mtu=auto", "--mtu", "1300"],
         &["--internal-cidr=10.0.0.0/8,192.168.0.0/16", "--internal-cidr", "fd00::/8", "--service-cidr="],
         &["--resync-period=+1m0.5s", "--kubeconfig=", "--master=", "--compatibility=", "--hostname="],
         &["--subnet=10.4.3.2/16", "--listen=localhost:1107", "--log-level=all"],

@@ -293,7 +293,7 @@ fn the_charts_values_reach_the_agent_and_wrong_ones_are_refused() {
         "image.repository=registry.example.com/kilo",
         "image.tag=v7",
         "granularity=full",
-        "port=51821",
+        "port=51819",
         "subnet=fd00:10:4::/64",
         "topologyLabel=example.com/site",
         "endpointFrom=external-ip",
@@ -308,7 +308,7 @@ fn the_charts_values_reach_the_agent_and_wrong_ones_are_refused() {
     for wanted in [
         "--wireguard=kernel",
         "--mesh-granularity=full",
-        "--port=51821",
+        "--port=51819",
         "--subnet=fd00:10:4::/64",
         "--topology-label=example.com/site",
         "--endpoint-from=external-ip",
