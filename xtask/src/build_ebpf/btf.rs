@@ -98,6 +98,7 @@ fn sort(btf: &mut [u8]) -> Option<()> {
     for (to, record) in types[first..].iter().zip(records?) {
         btf.get_mut(to.at..to.at + TYPE)?.copy_from_slice(&record);
     }
+    sort_names(btf, strings, &types[first..])?;
     // Ids count from 1.
     for at in types.iter().flat_map(|found| found.references()) {
         let id = number(btf, at)?;
@@ -105,6 +106,33 @@ fn sort(btf: &mut [u8]) -> Option<()> {
             let id = u32::try_from(first + moved + 1).ok()?;
             btf.get_mut(at..at + 4)?.copy_from_slice(&id.to_le_bytes());
         }
+    }
+    Some(())
+}
+
+/// Puts the names of sorted declarations in their order, where these names follow each other in the strings.
+fn sort_names(btf: &mut [u8], strings: usize, declarations: &[Type]) -> Option<()> {
+    let mut names = Vec::new();
+    for declaration in declarations {
+        let offset = number(btf, declaration.at)?;
+        let name: Vec<u8> =
+            btf.get(strings + offset..)?.iter().copied().take_while(|byte| *byte != 0).collect();
+        names.push((offset, name));
+    }
+    let mut by_offset = names.clone();
+    by_offset.sort_unstable();
+    let is_followed = |pair: &[(usize, Vec<u8>)]| pair[0].0 + pair[0].1.len() + 1 == pair[1].0;
+    let Some((mut offset, _)) = by_offset.first().cloned().filter(|_| by_offset.windows(2).all(is_followed))
+    else {
+        return Some(());
+    };
+    for (declaration, (_, name)) in declarations.iter().zip(&names) {
+        let to = strings + offset;
+        btf.get_mut(to..to + name.len())?.copy_from_slice(name);
+        *btf.get_mut(to + name.len())? = 0;
+        let written = u32::try_from(offset).ok()?.to_le_bytes();
+        btf.get_mut(declaration.at..declaration.at + 4)?.copy_from_slice(&written);
+        offset += name.len() + 1;
     }
     Some(())
 }
