@@ -242,7 +242,7 @@ pub fn parse_port(text: &str) -> Result<u16, InvalidPort> {
 /// Text that is not a port on which an agent's WireGuard can listen.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum InvalidWireguardPort {
-    /// It is no port.
+    /// The text is not a port.
     #[error(transparent)]
     Port(#[from] InvalidPort),
     /// Nodes send each other VXLAN and signals to it.

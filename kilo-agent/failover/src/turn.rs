@@ -67,7 +67,7 @@ pub enum ProbePath {
 /// The address of another location that a path probe is sent to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Target {
-    /// The location's WireGuard address. Whoever leads the location has it, but it is another one as soon as a
+    /// The location's WireGuard address. The gateway that leads it has that address, but it is another one as soon as a
     /// location comes or goes whose name sorts before, and not every node learns that at the same time.
     Location,
     /// The first address of the acting leader's pods. It stays, but another gateway may lead by now.

@@ -1,7 +1,7 @@
 //! How many signals a gateway of another location may send through its tunnel. Each costs a walk over the
 //! location's members and an answer, so one hostile gateway could keep this thread from its own location.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use kilo_failover::{Micros, NodeId, SEC};
 
@@ -29,8 +29,8 @@ impl ClaimRate {
     }
 
     /// Forgets gateways that are not there any more.
-    pub fn retain(&mut self, is_there: impl Fn(NodeId) -> bool) {
-        self.0.retain(|gateway, _| is_there(*gateway));
+    pub fn retain(&mut self, gateways: &BTreeSet<NodeId>) {
+        self.0.retain(|gateway, _| gateways.contains(gateway));
     }
 }
 
@@ -47,7 +47,7 @@ mod tests {
         assert_eq!(of(1, SEC + 500 * MS), 128);
         assert_eq!(of(2, SEC), 1_024);
         assert_eq!(of(1, 60 * SEC), 1_024, "it is whole again");
-        rate.retain(|gateway| gateway == 2);
+        rate.retain(&[2].into());
         assert_eq!(rate.0.len(), 1);
     }
 }

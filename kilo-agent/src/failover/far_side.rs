@@ -19,9 +19,8 @@ impl Thread {
     pub(super) fn set_fars(&mut self, site: &Site, now: Micros) {
         self.moved.retain(|far| site.fars.contains_key(far));
         self.probed.retain(|far, _| site.fars.contains_key(far));
-        self.claim_rate.retain(|id| {
-            site.fars.values().flat_map(|location| &location.gateways).any(|gateway| gateway.id == id)
-        });
+        let gateways = site.fars.values().flat_map(|location| &location.gateways);
+        self.claim_rate.retain(&gateways.map(|gateway| gateway.id).collect());
         if !site.is_gateway() {
             self.fars.clear();
             self.unmoved.retain(|_| false);

@@ -275,6 +275,12 @@ impl Failover {
         &self.keys
     }
 
+    /// Ends this node's part: it has no private address any more, and so is a location of its own.
+    pub fn leave(&self) {
+        *self.shared.news.lock() = Some(News::Left);
+        self.shared.wake();
+    }
+
     /// Hands the site to the thread, and starts the thread if it is not running.
     ///
     /// # Errors
@@ -302,14 +308,6 @@ impl Failover {
         }
         self.shared.wake();
         Ok(())
-    }
-}
-
-impl Failover {
-    /// Ends this node's part: it has no private address any more, and so is a location of its own.
-    pub fn leave(&self) {
-        *self.shared.news.lock() = Some(News::Left);
-        self.shared.wake();
     }
 }
 

@@ -50,7 +50,7 @@ pub fn measure(results: &Path, args: &BenchArgs) -> Result<()> {
 /// Figures of the runs, with one column for each number of active leaders. Pure.
 ///
 /// # Errors
-/// When a case was not run; the lab has judged whether shares are fair.
+/// When a case was not run; the lab has checked whether shares are fair.
 fn measured(runs: &[Run]) -> Result<Vec<Measured>> {
     let mut all = Vec::new();
     for (count, case) in (1..).zip(CASES) {

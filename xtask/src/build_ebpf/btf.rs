@@ -146,7 +146,10 @@ mod tests {
     /// A pointer, a struct with a member of each of these types, and two declarations with these names, at 1 and 4
     /// of the strings.
     fn btf(members: [u32; 2], declarations: [u32; 2]) -> Vec<u8> {
-        let strings = b"\0as\0bs\0";
+        with_strings(b"\0as\0bs\0", members, declarations)
+    }
+
+    fn with_strings(strings: &[u8], members: [u32; 2], declarations: [u32; 2]) -> Vec<u8> {
         let types: Vec<u32> = [
             vec![0, 2 << 24, members[0]],
             vec![0, 4 << 24 | 2, 16, 0, members[0], 0, 0, members[1], 64],
@@ -157,7 +160,7 @@ mod tests {
         let length = types.len() as u32 * 4;
         let header = [0x1_eb9f, 24, 0, length, length, strings.len() as u32];
         let words = header.into_iter().chain(types);
-        words.flat_map(u32::to_le_bytes).chain(*strings).collect()
+        words.flat_map(u32::to_le_bytes).chain(strings.iter().copied()).collect()
     }
 
     #[test]
@@ -168,6 +171,20 @@ mod tests {
             assert_eq!(written, wanted);
         }
         assert_ne!(wanted, btf([4, 3], [1, 4]), "another meaning");
+    }
+
+    #[test]
+    fn the_order_of_their_names_does_not_show() {
+        let wanted = btf([3, 4], [1, 4]);
+        for (members, declarations) in [([3, 4], [4, 1]), ([4, 3], [1, 4])] {
+            let mut written = with_strings(b"\0bs\0as\0", members, declarations);
+            sort(&mut written).unwrap();
+            assert_eq!(written, wanted);
+        }
+        // Names that do not follow each other stay where they are.
+        let mut apart = with_strings(b"\0bs\0x\0as\0", [3, 4], [1, 6]);
+        sort(&mut apart).unwrap();
+        assert_eq!(apart, with_strings(b"\0bs\0x\0as\0", [4, 3], [6, 1]));
     }
 
     #[test]

@@ -136,9 +136,9 @@ const LAST: Check = check(
     agents::attached,
 );
 
-/// Whether a check of this name judges what those before it have left: alone, on a cluster that has just
+/// Whether a check of this name is about what those before it have left: alone, on a cluster that has just
 /// come up, it shows nothing.
-pub fn judges_those_before(name: &str) -> bool {
+pub fn is_about_those_before(name: &str) -> bool {
     name == ATTACHED || name == LAST.name
 }
 

@@ -37,7 +37,7 @@ use crate::{
     workspace_root,
 };
 use checks::Choice;
-pub use checks::judges_those_before;
+pub use checks::is_about_those_before;
 use node::{Node, Parts};
 use release::Release;
 

@@ -8,7 +8,7 @@ use clap::ValueEnum as _;
 use super::{Part, run_own};
 use crate::{
     cluster::{
-        COMES_UP, ClusterPart, judges_those_before,
+        COMES_UP, ClusterPart, is_about_those_before,
         release::{DEBIAN, Release},
     },
     command::own_program,
@@ -35,7 +35,7 @@ impl Run {
         let old = (self.release == DEBIAN).then(|| "--old".to_owned());
         let chosen = match names {
             [] => pairs("--part", parts()),
-            names if names.iter().any(|name| name == COMES_UP || judges_those_before(name)) => {
+            names if names.iter().any(|name| name == COMES_UP || is_about_those_before(name)) => {
                 pairs("--part", parts())
             }
             names => pairs("--only", names.to_vec()),

@@ -11,7 +11,7 @@ impl Gateway {
 
     /// Checks whether the location sends more than its leader carries: the load follows leadership, so what
     /// was observed of one leader holds for the next one, too. Only the gateway that this node uses is believed
-    /// that it carries too much: whoever else says so would make everybody wait.
+    /// that it carries too much: any other node that says so would make everybody wait.
     pub(super) fn check_overload(&mut self, params: &Params, me: NodeId, word: (Term, NodeId), now: Micros) {
         let leads = self.leads(me, word);
         let is_lossy = if leads { self.tunnels.is_busy(now) } else { self.detector.is_lossy(now) };

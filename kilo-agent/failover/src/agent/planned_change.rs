@@ -83,8 +83,8 @@ impl Planned {
         }
     }
 
-    /// Whether a PREPARE of that gateway has to wait. The gateway that this node uses goes first: whoever else
-    /// asks, and then gives nothing, must not keep it from giving, or this node busy. Of others that give at
+    /// Whether a PREPARE of that gateway has to wait. The gateway that this node uses goes first: another
+    /// one that asks, and then gives nothing, must not keep it from giving, or this node busy. Of others that give at
     /// once, as when several leaders become one, the one with READY goes first.
     fn refuses(&self, from: NodeId, leader: NodeId, now: Micros) -> bool {
         let goes_first = |taker: &Taker| {

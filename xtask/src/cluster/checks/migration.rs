@@ -45,7 +45,7 @@ pub fn there_and_back(cluster: &Cluster) -> Result<String> {
     };
     let _tunnels = install(cluster, &original)?;
     let mut steps = Steps { cluster, said: Vec::new(), clear: 0 };
-    let shown = steps.all_steps(&original).and_then(|costs| costs.judge(cluster.nodes.len()));
+    let shown = steps.all_steps(&original).and_then(|costs| costs.within_limits(cluster.nodes.len()));
     let clear = network::none_in_clear(steps.clear).context("after our agents had stopped");
     both(both(shown, clear), remove(cluster))?;
     Ok(steps.said.join("\n    "))
@@ -128,7 +128,7 @@ struct Costs {
 
 impl Costs {
     /// Fails when a step has cost more than it may on that many nodes.
-    fn judge(&self, nodes: usize) -> Result<()> {
+    fn within_limits(&self, nodes: usize) -> Result<()> {
         let Self { original, back, beside, taken, left, ours, again, stay, home } = self;
         if let Some(step) = [back, again].into_iter().find(|step| step.lost > original.lost) {
             bail!("a step back lost {} packets, one from Kilo to Kilo {}", step.lost, original.lost);
@@ -294,8 +294,8 @@ mod tests {
             home: Step { lost: within + beyond, lost_within: within, lost_beyond: beyond, ..Step::default() },
             ..Costs::default()
         };
-        costs(600, 1200).judge(3).unwrap();
-        let said = |costs: Costs| costs.judge(3).unwrap_err().to_string();
+        costs(600, 1200).within_limits(3).unwrap();
+        let said = |costs: Costs| costs.within_limits(3).unwrap_err().to_string();
         let within = said(costs(601, 0));
         assert_eq!(
             within,

@@ -184,7 +184,7 @@ fn who_only_asks_keeps_no_gateway_busy() {
         }
     }
     assert!((1..48 * 40 / 2).contains(&busy), "busy in {busy} of {} turns", 48 * 40);
-    // The leader is answered at once, whoever is being waited for, and nobody comes between.
+    // The leader is answered at once, whichever node is being waited for, and nobody comes between.
     (0..300).for_each(|_| drop(bench.turn(vec![])));
     assert!(asked_in(&prepare(&mut bench, THIRD)).is_some());
     assert!(asked_in(&prepare(&mut bench, LEADER)).is_some(), "the leader has to wait");
