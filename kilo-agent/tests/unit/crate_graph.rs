@@ -108,7 +108,7 @@ const ORDERS: [(&str, &str); 10] = [
     ),
     (
         "src/bin/kgctl",
-        "complete flags_before_command health image_name manual needs_linux node_report outcome progress refusal terminal cluster remote \
+        "complete flags_before_command status_filter image_name manual needs_linux node_report outcome progress refusal terminal cluster remote \
          source status takeover uninstall version connect connectivity graph monitor peer_cluster showconf sysdump \
          trace",
     ),

@@ -2,10 +2,7 @@
 
 use anyhow::{Context as _, Result};
 use clap::Args;
-use kilo_agent::{
-    status::{self, WayStatus},
-    timestamp::Timestamp,
-};
+use kilo_agent::{status::WayStatus, timestamp::Timestamp};
 use kilo_core::{
     objects::Snapshot,
     topology::{self, Mesh, Ways},
@@ -56,10 +53,7 @@ pub async fn run(args: &GraphArgs) -> Result<String> {
 
 /// The tunnels' paths as the leaders' agents know them; agents that do not answer are listed on stderr.
 async fn ways(cluster: &Cluster, mesh: &Mesh, snapshot: &Snapshot, flags: &Flags) -> Result<Ways> {
-    let time = Timestamp::now();
-    let granularity = source::granularity(snapshot, &flags.mesh.shape);
-    let ready = source::ready(snapshot, time.0);
-    let mut status = status::of_objects(mesh, snapshot, &ready, granularity, time);
+    let mut status = source::status(mesh, snapshot, &flags.mesh.shape, Timestamp::now());
     let leaders = status.leading();
     let progress = Progress::new("asking the leaders' agents", leaders.len());
     let seen = remote::statuses_on(cluster, leaders, Some(&progress)).await;

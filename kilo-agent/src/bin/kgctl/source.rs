@@ -12,6 +12,7 @@ use ipnet::IpNet;
 use kilo_agent::{
     backend::{Backend as _, file::FileBackend},
     cli::{BackendMismatch, OrAuto, objects_directory, parse_label, parse_port, parse_subnet},
+    status::{self, Status},
     timestamp::Timestamp,
 };
 use kilo_core::{
@@ -124,6 +125,11 @@ fn subnet(snapshot: &Snapshot, flags: &MeshFlags, ready: &BTreeSet<&str>) -> Res
 pub fn ready(snapshot: &Snapshot, now: i64) -> BTreeSet<&str> {
     let ready = snapshot.nodes.iter().filter(|node| topology::ready_at(*node, now));
     ready.map(|node| node.node.name.as_str()).collect()
+}
+
+/// The status of a mesh at this time, as far as the objects show it.
+pub fn status(mesh: &Mesh, snapshot: &Snapshot, flags: &ShapeFlags, now: Timestamp) -> Status {
+    status::of_objects(mesh, snapshot, &ready(snapshot, now.0), granularity(snapshot, flags), now)
 }
 
 /// The current mesh.

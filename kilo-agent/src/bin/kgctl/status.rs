@@ -15,16 +15,16 @@ use anyhow::{Context as _, Result, bail};
 use clap::{Args, ValueEnum};
 use kilo_agent::{
     cli::{parse_node_not_url, parse_period},
-    status::{self, Status, ask},
+    status::{self, Problem, Status, ask},
 };
 use kilo_core::settings::defaults::AGENT_PORT;
 
 use crate::{
     cluster::AgentsFlags,
     complete,
-    health::{self, Problem},
     outcome::Outcome,
     source::{Flags, UnusedPort},
+    status_filter,
     terminal::{self, Terminal},
 };
 use read::{Read, WHOLE};
@@ -124,13 +124,13 @@ struct Checked {
 
 impl Checked {
     fn at(Read { mut status, gaps }: Read, args: &StatusArgs) -> Self {
-        let mut problems = health::problems(&status);
+        let mut problems = status::problems(&status);
         if args.check || args.wait {
             problems.extend(gaps.iter().cloned());
         }
-        let verdict = health::verdict(&status, &problems);
+        let verdict = status::verdict(&status, &problems);
         if args.not_ready {
-            health::retain_not_ready(&mut status);
+            status_filter::retain_not_ready(&mut status);
         }
         Self { status, problems, gaps, verdict }
     }
@@ -157,7 +157,7 @@ async fn check(args: &StatusArgs) -> Result<Checked> {
     }
     if let Some(location) = &args.location {
         let names: Vec<_> = read.status.locations.iter().map(|location| location.name.clone()).collect();
-        if !health::retain_location(&mut read.status, location) {
+        if !status_filter::retain_location(&mut read.status, location) {
             bail!("location {location:?} does not exist; choose one of: {}", names.join(", "));
         }
         read.retain_nodes();
@@ -241,7 +241,7 @@ mod tests {
 
     #[test]
     fn of_two_hundred_nodes_the_ill_and_the_leaders_are_shown_first() {
-        let status = health::tests::status(200, &[7, 150]);
+        let status = status_filter::tests::status(200, &[7, 150]);
         let text = tables(checked(status.clone(), vec![], &[]), ALL_SHOWN);
         assert!(text.starts_with("Not healthy, 2 problems: 198 of 200 nodes ready"), "{text}");
         assert!(text.lines().count() < 30, "{text}");
@@ -254,17 +254,18 @@ mod tests {
 
     #[test]
     fn the_verdict_counts_ready_nodes_that_are_left_out() {
-        let text = tables(checked(health::tests::status(6, &[3]), vec![], &["--not-ready"]), ALL_SHOWN);
+        let text =
+            tables(checked(status_filter::tests::status(6, &[3]), vec![], &["--not-ready"]), ALL_SHOWN);
         assert!(text.starts_with("Not healthy, 1 problem: 5 of 6 nodes ready, 2 of 2"), "{text}");
         assert!(text.contains("\nn003") && !text.contains("\nn002"), "{text}");
-        let text = tables(checked(health::tests::status(6, &[]), vec![], &["--not-ready"]), ALL_SHOWN);
+        let text = tables(checked(status_filter::tests::status(6, &[]), vec![], &["--not-ready"]), ALL_SHOWN);
         assert_eq!(text, "Healthy: 6 of 6 nodes ready, 2 of 2 locations have a leader.\n");
     }
 
     #[test]
     fn what_could_not_be_checked_is_a_problem_when_all_is_to_be_well() {
         let gap = Problem { object: "node/n001".to_owned(), what: "its agent did not answer".to_owned() };
-        let of = |flags: &[&str]| checked(health::tests::status(6, &[]), vec![gap.clone()], flags);
+        let of = |flags: &[&str]| checked(status_filter::tests::status(6, &[]), vec![gap.clone()], flags);
         assert!(of(&[]).problems.is_empty() && of(&[]).verdict.starts_with("Healthy"));
         for flag in ["--check", "--wait"] {
             let found = of(&[flag]);

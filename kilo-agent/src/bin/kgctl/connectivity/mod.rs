@@ -20,7 +20,7 @@ use futures::{StreamExt as _, stream};
 use k8s_openapi::api::core::v1::Node;
 use kilo_agent::{
     cli::{parse_address, parse_period},
-    status::{self, Status},
+    status::Status,
     timestamp::Timestamp,
 };
 use kilo_core::{errors::error_chain, objects::Snapshot};
@@ -98,10 +98,8 @@ enum Output {
 pub async fn run(args: &ConnectivityArgs) -> Result<Outcome> {
     let cluster = Cluster::open(&args.flags.api).await?.with_agents(&args.agents);
     let snapshot = cluster.snapshot(&args.flags.shape.topology_label).await?;
-    let ready = source::ready(&snapshot, Timestamp::now().0);
     let mesh = source::mesh(&snapshot, &args.flags)?;
-    let granularity = source::granularity(&snapshot, &args.flags.shape);
-    let seen = status::of_objects(&mesh, &snapshot, &ready, granularity, Timestamp::now());
+    let seen = source::status(&mesh, &snapshot, &args.flags.shape, Timestamp::now());
     let nodes = chosen(&seen, &args.nodes)?;
     let image = match &args.image {
         Some(image) => image.clone(),
@@ -334,7 +332,7 @@ mod tests {
 
     #[test]
     fn leaders_come_first_and_of_each_location_two() {
-        let seen = crate::health::tests::status(9, &[4]);
+        let seen = crate::status_filter::tests::status(9, &[4]);
         let nodes = chosen(&seen, &[]).unwrap();
         assert_eq!(nodes.keys().collect::<Vec<_>>(), ["n000", "n001", "n002", "n003"]);
         assert_eq!(nodes["n001"], "location:odd");
@@ -355,7 +353,7 @@ mod tests {
             object: k8s_openapi::api::core::v1::Pod::default(),
         };
         let pods = [pod("n000", &["10.42.0.2", "fd42::2"]), pod("n002", &["10.42.2.2"])];
-        let mut seen = crate::health::tests::status(3, &[]);
+        let mut seen = crate::status_filter::tests::status(3, &[]);
         for (node, address) in seen.nodes.iter_mut().zip(["10.1.0.1", "10.1.0.2", "10.1.0.3"]) {
             node.internal_ip = address.parse().ok();
         }

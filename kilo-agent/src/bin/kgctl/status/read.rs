@@ -5,7 +5,7 @@ use futures::{StreamExt as _, stream};
 use k8s_openapi::api::core::v1::Pod;
 use kilo_agent::{
     backend::kubernetes::read_once,
-    status::{self, SlicesStatus, Status, pods},
+    status::{Problem, SlicesStatus, Status, pods},
     timestamp::Timestamp,
 };
 use kilo_core::{errors::error_chain, objects::Snapshot};
@@ -13,7 +13,6 @@ use kilo_core::{errors::error_chain, objects::Snapshot};
 use super::StatusArgs;
 use crate::{
     cluster::Cluster,
-    health::Problem,
     progress::Progress,
     remote,
     source::{self, Flags},
@@ -64,10 +63,8 @@ pub async fn objects(args: &StatusArgs) -> Result<Read> {
     let flags = &args.flags;
     let (snapshot, cluster) = source::objects(flags).await?;
     let time = Timestamp::now();
-    let granularity = source::granularity(&snapshot, &flags.mesh.shape);
-    let ready = source::ready(&snapshot, time.0);
     let mesh = source::mesh(&snapshot, &flags.mesh)?;
-    let mut read = Read::from(status::of_objects(&mesh, &snapshot, &ready, granularity, time));
+    let mut read = Read::from(source::status(&mesh, &snapshot, &flags.mesh.shape, time));
     let Some(cluster) = cluster.map(|cluster| cluster.with_agents(&args.agents)) else { return Ok(read) };
     if let Some(name) = &args.node {
         if !snapshot.nodes.contains(name) {

@@ -3,13 +3,12 @@
 use std::time::{Duration, Instant};
 
 use anyhow::Result;
-use kilo_agent::status::ask::AskError;
+use kilo_agent::status::{Problem, ask::AskError};
 use kilo_core::errors::error_chain;
 
 use super::{Checked, StatusArgs, check};
 use crate::{
     cluster::NoAnswer,
-    health::Problem,
     progress::{self, Progress},
     terminal,
 };
@@ -83,7 +82,8 @@ fn is_temporary(error: &kube::Error) -> bool {
 #[allow(clippy::unwrap_used, reason = "tests")]
 mod tests {
     use super::*;
-    use crate::health;
+    use crate::status_filter;
+    use kilo_agent::status::{problems, verdict};
     use kilo_core::errors::Explained;
 
     fn refused(code: u16, reason: &str) -> anyhow::Error {
@@ -113,12 +113,12 @@ mod tests {
     #[test]
     fn what_is_waited_for_has_no_words_that_change_meanwhile() {
         let of = |age: &str| {
-            let mut status = health::tests::status(9, &[1, 2, 3, 4, 5, 6, 7]);
+            let mut status = status_filter::tests::status(9, &[1, 2, 3, 4, 5, 6, 7]);
             for node in &mut status.nodes {
                 node.not_ready = vec![format!("its agent last checked in {age} ago")];
             }
-            let problems = health::problems(&status);
-            let verdict = health::verdict(&status, &problems);
+            let problems = problems(&status);
+            let verdict = verdict(&status, &problems);
             short(&Checked { status, problems, gaps: Vec::new(), verdict })
         };
         assert_eq!(of("2m"), of("2m 2s"));

@@ -95,10 +95,8 @@ pub async fn run(args: &SysdumpArgs) -> Result<Outcome> {
     archive.add("pods.yaml", found.as_ref().map_err(copy).and_then(|listed| cleaned(&listed.pods)));
     let found = found.unwrap_or_default().pods;
 
-    let ready = source::ready(&snapshot, now.0);
     let mesh = source::mesh_anyway(&snapshot, &args.flags);
-    let granularity = source::granularity(&snapshot, &args.flags.shape);
-    let mut seen = status::of_objects(&mesh, &snapshot, &ready, granularity, now);
+    let mut seen = source::status(&mesh, &snapshot, &args.flags.shape, now);
     pods::explain(&found, &mut seen);
     archive.add("status.txt", Ok(status::table(&seen, true)));
     archive.add("status.json", serde_json::to_string_pretty(&seen).map_err(Into::into));

@@ -1,7 +1,6 @@
-//! Filters of a status: plain values, without I/O.
+//! Filters of `kgctl status` (`--location`, `--not-ready`): plain values, without I/O.
 
 use kilo_agent::status::Status;
-pub use kilo_agent::status::{Problem, problems, verdict};
 
 /// Keeps the nodes of one location, given as `east` or, as displayed, `location:east`. False when there is
 /// none.
@@ -30,7 +29,7 @@ pub fn retain_not_ready(status: &mut Status) {
 #[allow(clippy::unwrap_used, reason = "tests")]
 pub mod tests {
     use super::*;
-    use kilo_agent::status::ConflictStatus;
+    use kilo_agent::status::{ConflictStatus, Problem, problems, verdict};
     use serde_json::json;
 
     /// Nodes of two locations; those not in `not_ready` are ready.
